@@ -1,17 +1,16 @@
-// Package checkpoint keeps durable records: small JSON documents, each in a file
-// of its own, that say what exists or is about to exist outside the daemon.
+// Package checkpoint stores durable records: small JSON documents, one per file, that describe
+// objects outside the daemon before they are made.
 //
 // # Contract
 //
-// A record is replaced as a whole or not at all (written beside its place, then
-// renamed), carries the version of its schema and a SHA-256 of both, and
-// is read back only if that sum is right. A file that cannot be trusted is moved
-// to the folder "set-aside" beside the records and reported; it never stops the
-// daemon and is never deleted. A file that cannot be read at the moment, or that
-// a newer berth wrote, is no such file: it stays, and loading fails.
+// A record is replaced atomically: written to a temporary file and renamed. It has a schema version
+// and a SHA-256 of both, which is verified on reading. A damaged file is moved to the folder
+// "set-aside" beside the records and reported. It is never deleted and does not stop the daemon. A
+// file that cannot be read at present, or that a newer berth wrote, is not damaged: it stays, and
+// loading fails.
 //
-// A Dir is used by one process. Writes to different names may run side by side;
-// writes to one name must be ordered by the caller, who owns the object.
+// A Dir is used by one process. Writes to different names may be concurrent. The caller, who owns
+// the object, serializes writes to one name.
 package checkpoint
 
 import (
@@ -32,30 +31,30 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Durability says what a record must survive.
+// Durability is the kind of failure that a record survives.
 type Durability int
 
 const (
-	// Process: the record outlives the daemon, not necessarily a power cut. For
-	// what does not outlive the boot itself: pods and containers.
+	// Process: the record survives the daemon, but maybe not a power cut. It is for objects that do
+	// not survive a boot: pods and containers.
 	Process Durability = iota
-	// Power: file and folder are synced before Write returns. For images.
+	// Power: Write syncs file and folder. It is for images.
 	Power
 )
 
 // magic starts the header line of every record file.
 const magic = "berth-record/2"
 
-// firstMagic is what it was up to 0.2.0, when the sum was over the body alone.
+// firstMagic is the magic up to 0.2.0. Its sum covers only the body.
 const firstMagic = "berth-record"
 
-// maxRecord caps what is read back, so that a damaged file cannot exhaust
-// memory: a CRI message is at most 16 MiB, in JSON (base64) a third more.
+// maxRecord bounds the size of a file that is read, so a damaged one cannot exhaust memory. A CRI
+// message has at most 16 MiB, and a third more in JSON (base64).
 const maxRecord = 64 << 20
 
 const suffix = ".record"
 
-// SetAsideDir is the folder, beside what cannot be trusted, to which that is moved.
+// SetAsideDir is the folder for damaged files, beside the records.
 const SetAsideDir = "set-aside"
 
 // ErrCorrupt is wrapped by the errors of records that cannot be trusted.
@@ -68,11 +67,11 @@ type Dir struct {
 	version    int
 	durability Durability
 
-	begin func(what, object string) (end func()) // nil: waits are not noted
+	begin func(what, object string) (end func()) // registers waits; may be nil
 }
 
-// OpenDir makes the folder (mode 0700) if need be. Kind is written into each
-// record and checked when reading; version is the schema version of new records.
+// OpenDir opens a folder of records and makes it with mode 0700 if necessary. kind is written into
+// each record and checked on reading. version is the schema version of new records.
 func OpenDir(path, kind string, version int, d Durability) (*Dir, error) {
 	if err := os.MkdirAll(path, 0o700); err != nil {
 		return nil, fmt.Errorf("make record folder %s: %w", path, err)
@@ -80,10 +79,11 @@ func OpenDir(path, kind string, version int, d Durability) (*Dir, error) {
 	return &Dir{path: path, kind: kind, version: version, durability: d}, nil
 }
 
-// Note has the waits for the disk noted by begin. It is to be called before any other method.
+// Note sets a function that registers waits for the disk. It must be called before any other
+// method.
 func (d *Dir) Note(begin func(what, object string) (end func())) { d.begin = begin }
 
-// waiting notes a wait for the disk.
+// waiting registers a wait for the disk.
 func (d *Dir) waiting(name string) (end func()) {
 	if d.begin == nil {
 		return func() {}
@@ -139,7 +139,7 @@ func (d *Dir) replace(name string, data []byte) error {
 	return d.sync()
 }
 
-// sync makes renames and removals in the folder durable where that is asked for.
+// sync makes renames and removals in the folder durable, for records of durability Power.
 func (d *Dir) sync() error {
 	if d.durability != Power {
 		return nil
@@ -148,11 +148,11 @@ func (d *Dir) sync() error {
 	if err != nil {
 		return err
 	}
-	defer f.Close() // read-only: nothing to lose
+	defer f.Close() // opened read-only, so Close cannot lose data
 	return f.Sync()
 }
 
-// Remove deletes the record of that name. A record that does not exist is no error.
+// Remove deletes a record, which need not exist.
 func (d *Dir) Remove(name string) error {
 	if err := checkName(name); err != nil {
 		return err
@@ -172,14 +172,13 @@ func (d *Dir) Remove(name string) error {
 // Damaged names a record that was set aside, and why.
 type Damaged struct {
 	Name string // the record's name
-	Path string // where its file is now: in its place still, if nothing can be written there
+	Path string // present path; unchanged if the folder is not writable
 	Err  error
 }
 
-// Load calls decode for every record of the folder. Files that are damaged, and
-// those that decode refuses, are set aside and returned; leftovers of
-// interrupted writes are deleted. The error is about a file that could not be
-// read, or that a newer berth wrote: it is not to be lost for that.
+// Load calls decode for every record of the folder. It sets aside and returns files that are
+// damaged or that decode refuses, and deletes temporary files of interrupted writes. It fails for a
+// file that cannot be read or that a newer berth wrote, so that no such record is lost.
 func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]Damaged, error) {
 	entries, err := os.ReadDir(d.path)
 	if err != nil {
@@ -197,7 +196,7 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 			}
 			if damage != nil {
 				moved, err := SetAside(filepath.Join(d.path, name+suffix))
-				if err != nil && !errdefs.IsUnwritable(err) { // then it has to wait for the next start: this one shall succeed
+				if err != nil && !errdefs.IsUnwritable(err) { // on a read-only filesystem it is left for the next start
 					return bad, fmt.Errorf("set %s record %s aside (%w): %w", d.kind, name, damage, err)
 				}
 				bad = append(bad, Damaged{Name: name, Path: moved, Err: damage})
@@ -231,8 +230,8 @@ func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage,
 	return decode(name, version, body), nil
 }
 
-// SetAside moves the file or directory at path out of the way, to SetAsideDir beside it, under a name that is still
-// free: its own with a number. It returns where it is then: in its place still, after an error.
+// SetAside moves the file or directory at path to SetAsideDir beside it. It appends a number for a
+// free name. It returns the new path; after an error that is path.
 func SetAside(path string) (moved string, err error) {
 	dir := filepath.Join(filepath.Dir(path), SetAsideDir)
 	failpoint.Reach("record.set-aside")
@@ -253,7 +252,7 @@ func SetAside(path string) (moved string, err error) {
 	}
 }
 
-// Encode returns the content of a record file, which Decode reads, for records that are not kept in a Dir.
+// Encode returns the content of a record file for records outside of a Dir. Decode reads it.
 func Encode(kind string, version int, v any) ([]byte, error) {
 	body, err := json.Marshal(v)
 	if err != nil {
@@ -262,11 +261,11 @@ func Encode(kind string, version int, v any) ([]byte, error) {
 	return append([]byte(headerOf(magic, kind, version, body)), body...), nil
 }
 
-// headerOf returns the header line of a record file, with its end. The sum is over the line's own words, too: a
-// version with a bit turned would seem to be of a newer berth.
+// headerOf returns the header line of a record file with its newline. The sum covers the line too:
+// a version with a flipped bit would look like a newer berth's.
 func headerOf(magic, kind string, version int, body []byte) string {
 	line := fmt.Sprintf("%s %s %d %d", magic, kind, version, len(body))
-	sum := sha256.New() // its Write returns no error
+	sum := sha256.New() // Write never fails
 	if magic != firstMagic {
 		sum.Write([]byte(line + "\n"))
 	}
@@ -274,8 +273,8 @@ func headerOf(magic, kind string, version int, body []byte) string {
 	return fmt.Sprintf("%s %x\n", line, sum.Sum(nil))
 }
 
-// Decode checks the content of a record file and returns its schema version and
-// JSON body. Errors wrap ErrCorrupt.
+// Decode verifies the content of a record file and returns its schema version and JSON body. Errors
+// wrap ErrCorrupt.
 func Decode(kind string, data []byte) (version int, body []byte, err error) {
 	header, body, ok := bytes.Cut(data, []byte("\n"))
 	if !ok {

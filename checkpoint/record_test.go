@@ -147,7 +147,7 @@ func TestFullDiskHasACode(t *testing.T) {
 
 func TestRefusedByDecoderIsSetAside(t *testing.T) {
 	d := open(t, t.TempDir(), 1)
-	for n := range 2 { // the second must not overwrite the first one set aside
+	for n := range 2 { // the second file must not overwrite the first
 		if err := d.Write("a", doc{strings.Repeat("x", n)}); err != nil {
 			t.Fatal(err)
 		}
@@ -177,8 +177,7 @@ func TestLeftoverOfInterruptedWrite(t *testing.T) {
 	}
 }
 
-// FuzzDecode: what is accepted is byte for byte what would be written, all else is damaged.
-// Records of up to 0.2.0 are read, and a damaged body is seen.
+// Records of versions up to 0.2.0 are read, and a damaged body is detected.
 func TestFirstForm(t *testing.T) {
 	const body = `{"a":"b"}`
 	header := headerOf(firstMagic, "doc", 3, []byte(body))
@@ -190,6 +189,7 @@ func TestFirstForm(t *testing.T) {
 	}
 }
 
+// FuzzDecode checks that accepted content is exactly what Encode writes.
 func FuzzDecode(f *testing.F) {
 	good, err := Encode("doc", 1, doc{"x"})
 	if err != nil {

@@ -9,17 +9,16 @@ import (
 	"strings"
 )
 
-// Survey is what a folder of records has beside the records that can be used.
+// Survey lists the files in a folder of records that are not valid records.
 type Survey struct {
-	Damaged  []Damaged // would be set aside by the next Load; Path is where they are now
-	Newer    []string  // files of a newer berth, which keep this one from starting
-	SetAside []string  // files that a Load has set aside
-	Other    []string  // files that are no records
+	Damaged  []Damaged // the next Load sets them aside; Path is the present one
+	Newer    []string  // files of a newer berth; Load fails because of them
+	SetAside []string  // files that Load has set aside
+	Other    []string  // other files
 }
 
-// Inspect reads the records of a folder as Load does, in whose place a daemon may be using
-// it, and changes nothing. A folder that does not exist is empty. What vanishes
-// meanwhile is left out.
+// Inspect reads the records of a folder like Load but changes nothing. A daemon may be using the
+// folder: files that vanish meanwhile are left out. A folder that does not exist is empty.
 func Inspect(path, kind string, version int, decode func(name string, version int, body []byte) error) (Survey, error) {
 	var s Survey
 	entries, err := os.ReadDir(path)

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// Inspect tells what Load would do, and does nothing of it.
+// Inspect reports what Load would set aside, and changes nothing.
 func TestInspect(t *testing.T) {
 	path := t.TempDir()
 	d := open(t, path, 1)

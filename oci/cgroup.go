@@ -8,13 +8,13 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Parents of containers and pods whose config names no cgroup parent.
+// Default cgroup parents of pods and containers.
 const (
 	DefaultCgroupParent = "/berth"       // cgroupfs driver
 	DefaultSlice        = "system.slice" // systemd driver
 )
 
-// scopePrefix begins the names of berth's scopes: berth-<ID>.scope.
+// scopePrefix is the prefix of berth's scopes: berth-<ID>.scope.
 const scopePrefix = "berth"
 
 var (
@@ -22,15 +22,13 @@ var (
 	sliceName = regexp.MustCompile(`^[a-zA-Z0-9_.\\@-]+\.slice$`)
 )
 
-// CgroupsPath returns the cgroup of a container or pod as the spec's
-// linux.cgroupsPath wants it.
+// CgroupsPath returns the cgroup of a container or pod in the form of the spec's linux.cgroupsPath.
 //
-// With the cgroupfs driver that is "<parent>/<id>"; parent is an absolute path
-// below the mounts of the cgroup hierarchies. With the systemd driver it is
-// "<slice>:berth:<id>"; parent is the name of a slice, or its path as kubelet writes it:
-// "/kubepods.slice/kubepods-besteffort.slice". An empty parent is DefaultCgroupParent or
-// DefaultSlice. A parent in the other driver's form is refused, for then kubelet and
-// berth disagree about the driver.
+// With the cgroupfs driver that is "<parent>/<id>", and parent is an absolute path below the mounts
+// of the cgroup hierarchies. With the systemd driver it is "<slice>:berth:<id>", and parent is the
+// name of a slice, or its path in kubelet's form: "/kubepods.slice/kubepods-besteffort.slice". An
+// empty parent is DefaultCgroupParent or DefaultSlice. CgroupsPath refuses a parent in the other
+// driver's form, since kubelet and berth then have different drivers.
 func CgroupsPath(parent, id string, systemdDriver bool) (string, error) {
 	if !cgroupID.MatchString(id) || len(id) > 128 || strings.HasSuffix(id, ".slice") {
 		return "", errdefs.InvalidArgument("cgroup: %q is not an ID", id)
@@ -81,8 +79,7 @@ func systemdPath(parent, id string) (string, error) {
 	return slice + ":" + scopePrefix + ":" + id, nil
 }
 
-// CgroupPath returns where a cgroup that CgroupsPath named is, below the mounts of the
-// hierarchies.
+// CgroupPath returns the directory of a result of CgroupsPath, below the mounts of the hierarchies.
 func CgroupPath(cgroupsPath string) string {
 	parts := strings.Split(cgroupsPath, ":")
 	if len(parts) != 3 {
@@ -92,8 +89,8 @@ func CgroupPath(cgroupsPath string) string {
 	return path.Join(expanded, parts[1]+"-"+parts[2]+".scope")
 }
 
-// expandSlice returns the cgroup path of a slice: dashes in its name separate its
-// ancestors (systemd.slice(5)), so a-b.slice is at /a.slice/a-b.slice.
+// expandSlice returns the cgroup path of a slice. Dashes in its name separate its ancestors
+// (systemd.slice(5)), so a-b.slice is at /a.slice/a-b.slice.
 func expandSlice(slice string) (string, bool) {
 	name := strings.TrimSuffix(slice, ".slice")
 	if name == "-" {

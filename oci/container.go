@@ -9,9 +9,8 @@ import (
 	"berth/oci/confine"
 )
 
-// ContainerSpec builds the spec of a container. The same input gives the same
-// spec. Errors have the codes that the
-// package comment tells.
+// ContainerSpec builds the spec of a container. The same input gives the same spec. The package
+// comment lists the errors.
 func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 	if in.Image == nil {
 		in.Image = &ocispec.ImageConfig{}
@@ -35,12 +34,12 @@ func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 	return spec, nil
 }
 
-// checkRequest refuses what the container may not have, and what berth does not do yet.
+// checkRequest refuses requests that are forbidden or not implemented.
 func checkRequest(in ContainerInput) error {
 	if in.security().GetPrivileged() && !in.Pod.privileged() {
 		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
 	}
-	if err := checkHostname(in.Pod.Config.GetHostname()); err != nil { // it is in the environment
+	if err := checkHostname(in.Pod.Config.GetHostname()); err != nil { // it becomes an environment variable
 		return err
 	}
 	if err := checkContainerUserNamespace(in); err != nil {
@@ -88,15 +87,15 @@ func setCgroup(in ContainerInput, spec *specs.Spec) (err error) {
 	return err
 }
 
-// setSecurity fills in everything that restricts the process. Privileged lifts most of it
-// (see LinuxContainerSecurityContext.privileged in the CRI).
+// setSecurity sets all restrictions of the process. Privileged lifts most of them
+// (LinuxContainerSecurityContext.privileged in the CRI).
 func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	sc := in.security()
 	caps, err := confine.Capabilities(sc.GetCapabilities(), sc.GetPrivileged(), in.Host)
 	if err != nil {
 		return err
 	}
-	spec.Process.Capabilities = caps // seccomp's default profile depends on them
+	spec.Process.Capabilities = caps // before seccomp: the default profile depends on them
 	spec.Process.NoNewPrivileges = sc.GetNoNewPrivs()
 	spec.Root.Readonly = sc.GetReadonlyRootfs()
 	if err := setPaths(sc, spec); err != nil {

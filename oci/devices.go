@@ -15,10 +15,10 @@ import (
 	"berth/internal/host"
 )
 
-// setDevices gives the container its device nodes and the rules of its device cgroup.
-// The usual ones (null, zero, tty …) libcontainer adds, nodes and rules.
+// setDevices sets the container's device nodes and the rules of its device cgroup. libcontainer
+// adds nodes and rules of the usual devices (null, zero, tty …).
 func setDevices(in ContainerInput, spec *specs.Spec) error {
-	// All is denied first; later rules win.
+	// Deny all first; later rules win.
 	rules := []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}
 	if in.security().GetPrivileged() {
 		rules = []specs.LinuxDeviceCgroup{{Allow: true, Access: "rwm"}}
@@ -52,7 +52,7 @@ func setDevices(in ContainerInput, spec *specs.Spec) error {
 	return nil
 }
 
-// addDevice adds a node, in the place of an earlier one with the same path.
+// addDevice adds a node, and replaces an earlier one with the same path.
 func addDevice(spec *specs.Spec, d host.Device, at string) {
 	node := specs.LinuxDevice{Path: at, Type: d.Type, Major: d.Major, Minor: d.Minor,
 		FileMode: &d.Mode, UID: &d.UID, GID: &d.GID}
@@ -64,7 +64,7 @@ func addDevice(spec *specs.Spec, d host.Device, at string) {
 	spec.Linux.Devices = append(spec.Linux.Devices, node)
 }
 
-// ownedBy is d with the user and group that the security context names, if it does.
+// ownedBy returns d with the user and group of the security context, if set.
 func ownedBy(d host.Device, sc *runtimeapi.LinuxContainerSecurityContext) host.Device {
 	if user := sc.GetRunAsUser(); user != nil {
 		d.UID = uint32(user.GetValue()) // users.Resolve has checked the range
@@ -81,7 +81,7 @@ type grantedDevice struct {
 	path   string
 }
 
-// criDevices finds what a device of the CRI config stands for: one node, or all below a directory.
+// criDevices returns the devices of an entry in the CRI config: one node, or all below a directory.
 func criDevices(d *runtimeapi.Device, files Files) ([]grantedDevice, error) {
 	source := d.GetHostPath()
 	dest := d.GetContainerPath()

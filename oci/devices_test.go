@@ -76,7 +76,7 @@ func TestDeviceOwnership(t *testing.T) {
 	in.DeviceOwnership = true
 	in.privilege()
 	in.sc().RunAsUser = &runtimeapi.Int64Value{Value: 1000}
-	for _, d := range mustSpec(t, in).Linux.Devices { // nobody asked for these one by one
+	for _, d := range mustSpec(t, in).Linux.Devices { // no request names these one by one
 		if *d.UID != 0 {
 			t.Errorf("%s of a privileged container belongs to %d", d.Path, *d.UID)
 		}

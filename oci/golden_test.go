@@ -14,7 +14,7 @@ import (
 	"berth/oci/users"
 )
 
-var update = flag.Bool("update", false, "write testdata/*.json from what the code produces")
+var update = flag.Bool("update", false, "write the results to testdata/*.json")
 
 // kubeletInput is what kubelet sends for an ordinary container.
 func kubeletInput() ContainerInput {

@@ -133,7 +133,7 @@ func testPod() Pod {
 	}
 }
 
-// testInput is a small container. Tests change what they are about.
+// testInput returns a small container that tests modify.
 func testInput() ContainerInput {
 	return ContainerInput{
 		ID:  "ctr1",

@@ -9,13 +9,13 @@ import (
 	"berth/internal/errdefs"
 )
 
-// IsImageVolume tells whether a mount is of an image (KEP-4639) and not of a host path.
+// IsImageVolume reports whether a mount's source is an image (KEP-4639) instead of a host path.
 func IsImageVolume(m *runtimeapi.Mount) bool { return m.GetImage().GetImage() != "" }
 
-// imageSource is the place of the image that the i-th mount is of, and the option for its
-// propagation. It is read-only, which the request has to say, and is not made noexec: the
-// tools of a tools image are meant to run. Nothing of the host is ever mounted below an
-// image, so HOST_TO_CONTAINER promises nothing that it does not get; BIDIRECTIONAL would.
+// imageSource returns the path of the image of the i-th mount, and its propagation option. The
+// mount is read-only, as the request must say. It is not noexec, since users run tools from images.
+// The host mounts nothing below an image, so HOST_TO_CONTAINER has no effect and is accepted;
+// BIDIRECTIONAL is refused.
 func imageSource(in ContainerInput, i int) (source, propagation string, err error) {
 	m := in.Config.GetMounts()[i]
 	switch {

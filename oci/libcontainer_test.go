@@ -77,7 +77,7 @@ func detect(t *testing.T) Host {
 	return facts
 }
 
-// TestLibcontainerAccepts shows libcontainer what users ask for, and finds no complaint.
+// libcontainer accepts the specs of typical requests.
 func TestLibcontainerAccepts(t *testing.T) {
 	facts, netns, root := detect(t), newNetNS(t), t.TempDir()
 	for name, change := range map[string]func(*ContainerInput){
@@ -133,8 +133,8 @@ func TestLibcontainerAcceptsSandbox(t *testing.T) {
 	}
 }
 
-// TestRun starts a pause and a container in its namespaces through libcontainer, and
-// lets the container tell what it sees.
+// TestRun starts a pause and a container in its namespaces through libcontainer. The container
+// reports its environment.
 func TestRun(t *testing.T) {
 	facts, files := detect(t), host.Files{}
 	id := fmt.Sprintf("berth-oci-test-%d", os.Getpid())

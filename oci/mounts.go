@@ -16,9 +16,9 @@ import (
 	"berth/internal/errdefs"
 )
 
-// setMounts lists a container's mounts: the kernel's filesystems, then the pod's files
-// and the CRI config's mounts, parents before children. A CRI mount replaces a default
-// one at the same place, and the kernel's filesystems below it.
+// setMounts sets the container's mounts: the kernel's filesystems, then the pod's files and the CRI
+// config's mounts, parents before children. A CRI mount replaces a default one at the same path,
+// and the kernel's filesystems below it.
 func setMounts(in ContainerInput, spec *specs.Spec) error {
 	var given []specs.Mount
 	for i, m := range in.Config.GetMounts() {
@@ -54,8 +54,8 @@ func setMounts(in ContainerInput, spec *specs.Spec) error {
 // isBelow reports whether the clean path p is dir or lies below it.
 func isBelow(p, dir string) bool { return p == dir || strings.HasPrefix(p, dir+"/") }
 
-// kernelMounts are the filesystems every container gets, as in containerd. Privileged
-// ones may write to /sys and their cgroup.
+// kernelMounts returns the filesystems of every container, as in containerd. Privileged containers
+// may write to /sys and their cgroup.
 func kernelMounts(in ContainerInput) []specs.Mount {
 	access := "ro"
 	if in.security().GetPrivileged() {
@@ -65,7 +65,7 @@ func kernelMounts(in ContainerInput) []specs.Mount {
 		procMount(),
 		devMount(),
 		{Destination: "/dev/pts", Type: "devpts", Source: "devpts",
-			// Group 5 is tty, everywhere.
+			// Group 5 is tty on all distributions.
 			Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
 		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
 		sysMount(in, access),
@@ -83,7 +83,7 @@ func devMount() specs.Mount {
 		Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"}}
 }
 
-// podFiles are the files that all containers of a pod share.
+// podFiles returns the mounts of files that all containers of a pod share.
 func podFiles(in ContainerInput) ([]specs.Mount, error) {
 	access := "rw"
 	if in.security().GetReadonlyRootfs() {
@@ -116,8 +116,8 @@ func podFiles(in ContainerInput) ([]specs.Mount, error) {
 	return append(mounts, shm), nil
 }
 
-// raiseRootPropagation gives the container's root the propagation that the mounts on it
-// need; libcontainer's own default is rslave.
+// raiseRootPropagation sets the propagation that the mounts on the container's root need.
+// libcontainer's default is rslave.
 func raiseRootPropagation(p runtimeapi.MountPropagation, spec *specs.Spec) {
 	switch p {
 	case runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL:
@@ -156,7 +156,7 @@ func givenMount(in ContainerInput, i int) (specs.Mount, error) {
 	return mount, mapMount(m, in.Pod, &mount)
 }
 
-// hostSource is the path on the host that the i-th mount is of, and the option for its propagation.
+// hostSource returns the host path of the i-th mount and its propagation option.
 func hostSource(in ContainerInput, i int) (source, propagation string, err error) {
 	m := in.Config.GetMounts()[i]
 	if m.GetImageSubPath() != "" {
@@ -179,10 +179,10 @@ func checkMountOptions(m *runtimeapi.Mount) error {
 	return nil
 }
 
-// mountOptions are the per-mount flags that mount_options may set (KEP-5855; kubelet sends
-// the first three). They apply to the volume itself and not to what is mounted below it,
-// as the same options of the runtime-spec do. Those with meaning for berth itself (bind,
-// ro, propagation) have fields of their own, and what takes a protection away is refused.
+// mountOptions are the flags that mount_options may set (KEP-5855; kubelet sends the first three).
+// Like the runtime-spec's options they apply to the volume itself, not to mounts below it. Options
+// that berth sets from other fields (bind, ro, propagation) are refused, and so are options that
+// remove a protection.
 var mountOptions = map[string]bool{
 	"nodev": true, "noexec": true, "nosuid": true, "nosymfollow": true,
 	"noatime": true, "nodiratime": true, "relatime": true, "strictatime": true,
@@ -200,8 +200,8 @@ func mountDestination(m *runtimeapi.Mount) (string, error) {
 	return clean, nil
 }
 
-// mountSource follows the links of host_path, as the CRI demands; they are the host's
-// own. What does not exist is the caller's to make.
+// mountSource follows the symbolic links of host_path on the host, as the CRI requires. The caller
+// makes paths that do not exist.
 func mountSource(m *runtimeapi.Mount, files Files) (string, error) {
 	source := m.GetHostPath()
 	if !path.IsAbs(source) || strings.IndexByte(source, 0) >= 0 {
@@ -220,7 +220,7 @@ func mountSource(m *runtimeapi.Mount, files Files) (string, error) {
 	return resolved, nil
 }
 
-// propagationOption checks that the source can propagate before it promises so.
+// propagationOption checks that the source supports the propagation.
 func propagationOption(m *runtimeapi.Mount, source string, files Files) (string, error) {
 	var option string
 	switch m.GetPropagation() {
@@ -244,12 +244,12 @@ func propagationOption(m *runtimeapi.Mount, source string, files Files) (string,
 	if option == "rslave" {
 		needed = "shared or slave mount"
 	}
-	// The words are containerd's: people search for them.
+	// The text is containerd's, because people search for it.
 	return "", errdefs.FailedPrecondition("mount of %s with %s: path %q is mounted on %q but it is not a %s",
 		m.GetContainerPath(), m.GetPropagation(), source, at.Mountpoint, needed)
 }
 
-// accessOption is ro, rw or, recursively read-only (KEP-3857), rro.
+// accessOption returns ro, rw or, for recursive read-only mounts (KEP-3857), rro.
 func accessOption(m *runtimeapi.Mount, host Host) (string, error) {
 	switch {
 	case !m.GetRecursiveReadOnly() && m.GetReadonly():
@@ -277,13 +277,13 @@ func absolutePaths(field string, paths []string) ([]string, error) {
 	return slices.Clone(paths), nil
 }
 
-// RelabelSources returns the host paths that a container's CRI mounts ask to have labelled with
-// confine.Labels.Mount; the caller does it before launch. Never the pod's own
-// files or anything the config does not name (CVE-2021-43816).
+// RelabelSources returns the host paths that the caller must label with confine.Labels.Mount before
+// launch: the sources of CRI mounts with selinux_relabel. It never returns the pod's own files or
+// other paths (CVE-2021-43816).
 func RelabelSources(config *runtimeapi.ContainerConfig, files Files) ([]string, error) {
 	var sources []string
 	for _, m := range config.GetMounts() {
-		if !m.GetSelinuxRelabel() || IsImageVolume(m) { // other containers run on the same layers
+		if !m.GetSelinuxRelabel() || IsImageVolume(m) { // containers share the image's layers
 			continue
 		}
 		source, err := mountSource(m, files)

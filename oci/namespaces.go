@@ -16,9 +16,8 @@ func (p Pod) namespaceOf(kind, path string) string {
 	return path
 }
 
-// setNamespaces joins the pod's network, IPC and UTS namespaces, or stays on the
-// node's where the pod does. A namespace that is not listed is the node's, so a path
-// that is missing must be an error and not a gap.
+// setNamespaces joins the pod's network, IPC and UTS namespaces, unless the pod uses the node's. A
+// namespace that the spec does not list is the node's, so a missing path must be an error.
 func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	if err := refuseEscape(in); err != nil {
 		return err
@@ -49,15 +48,16 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	if err := setPIDNamespace(in, spec, join); err != nil {
 		return err
 	}
-	// A container on v1 sees the host's cgroup paths, and a privileged one does on v2 too:
-	// KEP-2254, and what containerd and CRI-O do.
+	// Like containerd and CRI-O (KEP-2254), containers see the host's cgroup paths on v1, and
+	// privileged ones also on v2.
 	if in.Host.CgroupV2 && !in.security().GetPrivileged() {
 		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace})
 	}
 	return nil
 }
 
-// refuseEscape refuses a container that asks for a namespace of the node where its pod has its own.
+// refuseEscape refuses a container that requests a namespace of the node that its pod does not
+// share.
 func refuseEscape(in ContainerInput) error {
 	o := in.security().GetNamespaceOptions()
 	for _, ns := range []struct {

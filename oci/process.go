@@ -14,14 +14,14 @@ import (
 
 const defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// processArgs puts the command line together as Kubernetes documents it: command
-// replaces the image's Entrypoint and hides its Cmd; args replace Cmd.
+// processArgs builds the command line as Kubernetes documents it: command replaces the image's
+// Entrypoint and Cmd, args replaces Cmd.
 // https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
 func processArgs(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig) ([]string, error) {
 	command, args := config.GetCommand(), config.GetArgs()
 	if len(command) == 0 {
 		command = image.Entrypoint
-		if len(command) == 1 && command[0] == "" { // how a Dockerfile resets its base image's
+		if len(command) == 1 && command[0] == "" { // a Dockerfile resets the base image's ENTRYPOINT like this
 			command = nil
 		}
 		if len(args) == 0 {
@@ -43,15 +43,15 @@ func processArgs(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig)
 	return line, nil
 }
 
-// environment is an ordered list of variables. Setting one again keeps its place.
+// environment is an ordered list of variables. Setting a variable again keeps its position.
 type environment struct {
 	vars  []string
 	index map[string]int
 }
 
 func (e *environment) set(key, value string) {
-	// The spec travels as JSON, which has no bytes that are not UTF-8. Secrets may;
-	// containerd and CRI-O put U+FFFD there too.
+	// The spec is JSON, which cannot hold invalid UTF-8, but a secret can. containerd and CRI-O
+	// also replace it by U+FFFD.
 	v := strings.ToValidUTF8(key+"="+value, "\uFFFD")
 	if i, ok := e.index[key]; ok {
 		e.vars[i] = v
@@ -72,7 +72,8 @@ func (e *environment) get(key string) string {
 	return e.vars[i][len(key)+1:]
 }
 
-// processEnv is, later ones winning: what we set, the image's, the CRI config's.
+// processEnv returns the environment: berth's variables, then the image's, then the CRI config's.
+// Later ones win.
 func processEnv(in ContainerInput) ([]string, error) {
 	var e environment
 	setDefaults(&e, in)
@@ -105,8 +106,8 @@ func setDefaults(e *environment, in ContainerInput) {
 	}
 }
 
-// addImage adds the variables of an image config. Entries that name no variable are
-// passed over, as containerd does; images have them.
+// addImage adds the variables of an image config. Like containerd it ignores entries without a
+// name, which some images have.
 func (e *environment) addImage(env []string) error {
 	for _, kv := range env {
 		key, value, ok := strings.Cut(kv, "=")
@@ -121,7 +122,7 @@ func (e *environment) addImage(env []string) error {
 	return nil
 }
 
-// processCwd is the CRI config's directory, or the image's, or "/".
+// processCwd returns the working directory of the CRI config, of the image, or "/".
 func processCwd(config, image string) (string, error) {
 	dir := config
 	if dir == "" {
@@ -140,10 +141,9 @@ func processCwd(config, image string) (string, error) {
 	return clean, nil
 }
 
-// isProcessDir reports whether a clean path lies in the directory of a process below
-// /proc, where fd/N and cwd lead out of the container while it is being made
-// (CVE-2024-21626). Links of the image that lead there are libcontainer's to find:
-// it looks where it is after chdir.
+// isProcessDir reports whether a clean path is in a process's directory below /proc. There fd/N and
+// cwd lead out of the container while it is being created (CVE-2024-21626). libcontainer detects
+// links in the image that lead there: it checks the directory after chdir.
 func isProcessDir(p string) bool {
 	rest, ok := strings.CutPrefix(p, "/proc/")
 	if !ok {
@@ -153,9 +153,9 @@ func isProcessDir(p string) bool {
 	return name == "self" || name == "thread-self" || strings.Trim(name, "0123456789") == ""
 }
 
-// ExecProcess returns the process of an exec in the container of a spec: like its
-// own first process in user, groups, capabilities, environment, directory, labels
-// and limits. The command must not be empty. It shares no memory with the spec.
+// ExecProcess returns the process of an exec in a container. It has the user, groups, capabilities,
+// environment, directory, labels and limits of the container's first process. cmd must not be
+// empty. The result shares no memory with spec.
 func ExecProcess(spec *specs.Spec, cmd []string, tty bool) *specs.Process {
 	p := *spec.Process
 	p.Args = slices.Clone(cmd)
@@ -172,7 +172,7 @@ func ExecProcess(spec *specs.Spec, cmd []string, tty bool) *specs.Process {
 		score := *p.OOMScoreAdj
 		p.OOMScoreAdj = &score
 	}
-	if p.Scheduler != nil { // of a plugin's making, as is the other
+	if p.Scheduler != nil { // set by a plugin, like the next field
 		scheduler := *p.Scheduler
 		scheduler.Flags = slices.Clone(scheduler.Flags)
 		p.Scheduler = &scheduler

@@ -14,12 +14,12 @@ import (
 )
 
 // LinuxResources converts the limits of a container, for its creation and for
-// UpdateContainerResources. Fields that are 0 or empty are left as they are. Of the
-// result, creation overwrites Devices. nil converts to no limits.
+// UpdateContainerResources. Fields that are 0 or empty stay unset. The creation overwrites Devices
+// of the result. nil has no limits.
 //
-// Limits for hugepage sizes without a limit file on this host are left out: kubelet
-// sends one for every size the kernel knows. A swap limit is left out where the
-// kernel does not account for swap.
+// Limits for hugepage sizes without a limit file on this host are left out, since kubelet sends one
+// for every size that the kernel supports. A swap limit is left out if the kernel does not account
+// for swap.
 func LinuxResources(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxResources, error) {
 	cpu, err := cpuLimits(r)
 	if err != nil {
@@ -75,9 +75,8 @@ func cpuLimits(r *runtimeapi.LinuxContainerResources) (*specs.LinuxCPU, error) {
 
 var cpuList = regexp.MustCompile(`^[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*$`)
 
-// memoryLimits sets memory and memory+swap. Without a swap limit of its own a container
-// with a memory limit gets no swap: both limits are the same. libcontainer turns the sum
-// into v2's memory.swap.max.
+// memoryLimits sets memory and memory+swap. A container with a memory limit but no swap limit gets
+// no swap: both limits are equal. libcontainer converts the sum to v2's memory.swap.max.
 func memoryLimits(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxMemory, error) {
 	limit, swap := r.GetMemoryLimitInBytes(), r.GetMemorySwapLimitInBytes()
 	if limit < -1 {
@@ -115,11 +114,11 @@ func hugepageLimits(limits []*runtimeapi.HugepageLimit, host Host) []specs.Linux
 	return out
 }
 
-// unifiedKey is the name of a file in a cgroup v2 directory.
+// unifiedKey matches the name of a limit file of cgroup v2.
 var unifiedKey = regexp.MustCompile(`^[a-z0-9_]+(\.[a-zA-Z0-9_]+)+$`)
 
-// unifiedLimits passes on raw settings of cgroup v2, but for the files of the cgroup core:
-// those move, freeze and kill processes and are no limits.
+// unifiedLimits returns the raw settings of cgroup v2, except for files of the cgroup core, which
+// move, freeze and kill processes.
 func unifiedLimits(unified map[string]string, host Host) (map[string]string, error) {
 	if len(unified) == 0 {
 		return nil, nil
@@ -142,8 +141,9 @@ func unifiedLimits(unified map[string]string, host Host) (map[string]string, err
 	return out, nil
 }
 
-// takeIdle makes a field of the unified setting cpu.idle, for order counts: while a cgroup is idle the
-// kernel refuses it a weight (EINVAL), and settings by name are written last.
+// takeIdle moves the unified setting cpu.idle to its own field, because the order matters. The
+// kernel refuses a weight for an idle cgroup (EINVAL), and libcontainer writes unified settings
+// last.
 func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
 	value, set := unified["cpu.idle"]
 	if !set {
@@ -163,8 +163,9 @@ func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
 	return nil
 }
 
-// nameNoSwap says by name, too, that there is no swap. From the sums alone libcontainer writes 0 to the file and does not tell
-// systemd, which then takes the limit away with the first property of the unit that anybody sets.
+// nameNoSwap also sets the swap limit 0 by name. From equal sums alone libcontainer writes 0 to the
+// file but does not tell systemd. systemd then removes the limit when the next property of the unit
+// is set.
 func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host) map[string]string {
 	const name = "memory.swap.max"
 	if _, named := unified[name]; named || !host.CgroupV2 || memory.Limit == nil || memory.Swap == nil || *memory.Limit < 0 || *memory.Swap != *memory.Limit {
@@ -177,7 +178,7 @@ func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host)
 	return unified
 }
 
-// oomScoreAdj raises a wanted oom_score_adj to the lowest the host lets us set.
+// oomScoreAdj raises an oom_score_adj to the lowest value that the host permits.
 func oomScoreAdj(want int64, host Host) (int, error) {
 	if want < -1000 || want > 1000 {
 		return 0, errdefs.InvalidArgument("oom_score_adj %d is not between -1000 and 1000", want)

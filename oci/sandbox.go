@@ -11,18 +11,17 @@ import (
 )
 
 const (
-	sandboxOOMScoreAdj = -998 // killed after all its containers; kubelet's podInfraOOMAdj
-	sandboxCPUShares   = 2    // the least
+	sandboxOOMScoreAdj = -998 // killed after all its containers, as in kubelet's podInfraOOMAdj
+	sandboxCPUShares   = 2    // the minimum
 	maxHostname        = 64   // HOST_NAME_MAX
 )
 
-// SandboxSpec builds the spec of a pod's pause, which holds the pod's namespaces and
-// reaps orphans where containers share its PID namespace. It needs next to nothing: it
-// has a read-only root with /proc and /dev, no capabilities, and the smallest share of
-// the CPU. The pod's own resources and overhead limit the pod's cgroup, which kubelet
-// makes, and not pause.
+// SandboxSpec builds the spec of a pod's pause, which holds the pod's namespaces and reaps orphans
+// if containers share its PID namespace. It has a read-only root with /proc and /dev, no
+// capabilities, and the smallest CPU share. The pod's resources and overhead limit the pod's
+// cgroup, which kubelet makes.
 //
-// The root directory must have /proc and /dev to mount on.
+// The root directory must contain /proc and /dev as mount points.
 func SandboxSpec(in SandboxInput) (*specs.Spec, error) {
 	if err := checkMapped(in.Pod, in.User); err != nil {
 		return nil, err
@@ -78,9 +77,8 @@ func sandboxProcess(in SandboxInput) (*specs.Process, error) {
 	}, nil
 }
 
-// setSandboxNamespaces makes, or joins where the pod has them already, every namespace that
-// the pod does not share with the node. pause has a PID namespace of its own also
-// where each container has its own.
+// setSandboxNamespaces makes every namespace that the pod does not share with the node, or joins an
+// existing one. pause has its own PID namespace even if each container has one too.
 func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 	if err := checkSandboxModes(in.Pod.options()); err != nil {
 		return err
@@ -126,7 +124,7 @@ func setSandboxHostname(in SandboxInput, spec *specs.Spec) error {
 	if err := checkHostname(name); err != nil {
 		return err
 	}
-	if !in.Pod.hostNetwork() { // else the UTS namespace is the node's
+	if !in.Pod.hostNetwork() { // a pod on the node's network also uses its UTS namespace
 		spec.Hostname = name
 	}
 	return nil

@@ -12,15 +12,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// The real-time signals as C libraries number them; they keep the first two to themselves.
+// The real-time signals in the numbering of C libraries, which reserve the first two.
 const (
 	sigRTMin = 34
 	sigRTMax = 64
 )
 
-// StopSignal returns the signal that asks a container to end: the one its CRI config
-// asks for, else its image's, else SIGTERM (KEP-4960). ContainerSpec has refused
-// what is no signal; here it counts as nothing.
+// StopSignal returns the signal that stops a container: the CRI config's, the image's, or SIGTERM
+// (KEP-4960). Invalid signals are ignored here, since ContainerSpec has refused them.
 func StopSignal(asked runtimeapi.Signal, image string) syscall.Signal {
 	sig, err := stopSignal(asked, image)
 	if err != nil {
@@ -47,11 +46,11 @@ func stopSignal(asked runtimeapi.Signal, image string) (syscall.Signal, error) {
 	return sig, nil
 }
 
-// signalAliases are second names, which package unix does not know.
+// signalAliases are names that package unix lacks.
 var signalAliases = map[string]syscall.Signal{"IOT": unix.SIGABRT, "CLD": unix.SIGCHLD, "POLL": unix.SIGIO}
 
-// ParseSignal reads a signal as images write it: "SIGTERM", "term", "15", "SIGRTMIN+3",
-// "RTMAX-1". InvalidArgument if it is none.
+// ParseSignal parses a signal in an image's notation: "SIGTERM", "term", "15", "SIGRTMIN+3",
+// "RTMAX-1". InvalidArgument for other text.
 func ParseSignal(text string) (syscall.Signal, error) {
 	if n, err := strconv.ParseUint(text, 10, 8); err == nil && n >= 1 && n <= sigRTMax {
 		return syscall.Signal(n), nil
@@ -69,7 +68,7 @@ func ParseSignal(text string) (syscall.Signal, error) {
 	return 0, errdefs.InvalidArgument("%q is not a signal", text)
 }
 
-// parseRealtime reads RTMIN, RTMIN+n, RTMAX and RTMAX-n.
+// parseRealtime parses RTMIN, RTMIN+n, RTMAX and RTMAX-n.
 func parseRealtime(name string) (syscall.Signal, bool) {
 	base, sign := sigRTMin, 1
 	rest, ok := strings.CutPrefix(name, "RTMIN")
@@ -92,13 +91,13 @@ func parseRealtime(name string) (syscall.Signal, bool) {
 	return syscall.Signal(base + sign*int(offset)), true
 }
 
-// CRISignal returns a signal as ContainerStatus reports it, SIGNAL_RUNTIME_DEFAULT for
-// one that the CRI has no value for.
+// CRISignal returns a signal for ContainerStatus, SIGNAL_RUNTIME_DEFAULT if the CRI has no value
+// for it.
 func CRISignal(sig syscall.Signal) runtimeapi.Signal { return criSignals[sig] }
 
-// signalNumbers and criSignals come from the names of the CRI's values: SIGNAL_SIGTERM,
-// SIGNAL_SIGRTMINPLUS1, SIGNAL_SIGRTMAXMINUS14. Of two names for one number
-// (SIGCHLD and SIGCLD) the lower value is reported.
+// signalNumbers and criSignals derive from the names of the CRI's values: SIGNAL_SIGTERM,
+// SIGNAL_SIGRTMINPLUS1, SIGNAL_SIGRTMAXMINUS14. If two names have one number (SIGCHLD and SIGCLD),
+// the lower value is reported.
 var signalNumbers, criSignals = func() (map[runtimeapi.Signal]syscall.Signal, map[syscall.Signal]runtimeapi.Signal) {
 	numbers := make(map[runtimeapi.Signal]syscall.Signal)
 	values := make(map[syscall.Signal]runtimeapi.Signal)

@@ -11,19 +11,18 @@ import (
 	"berth/internal/errdefs"
 )
 
-// sysctlName is kubelet's rule for names (validation.SysctlContainSlashFmt).
+// sysctlName is kubelet's pattern for names (validation.SysctlContainSlashFmt).
 var sysctlName = regexp.MustCompile(`^[a-z0-9]([-_a-z0-9]*[a-z0-9])?([./][a-z0-9]([-_a-z0-9]*[a-z0-9])?)*$`)
 
-// ipcSysctls belong to the IPC namespace, besides everything below fs.mqueue.
+// ipcSysctls belong to the IPC namespace, as does everything below fs.mqueue.
 var ipcSysctls = map[string]bool{
 	"kernel.msgmax": true, "kernel.msgmnb": true, "kernel.msgmni": true, "kernel.sem": true,
 	"kernel.shmall": true, "kernel.shmmax": true, "kernel.shmmni": true, "kernel.shm_rmid_forced": true,
 }
 
-// Sysctl returns the name of a sysctl with dots as separators. Only those are
-// allowed that belong to a namespace the pod has for itself: a sysctl of the node is
-// never set. Values of odd characters are refused: with "+" one became several in
-// CRI-O (CVE-2022-0811). Errors are InvalidArgument.
+// Sysctl checks a sysctl and returns its name with dots as separators. It allows only sysctls of
+// namespaces that the pod does not share with the node. It refuses unusual characters in values: in
+// CRI-O a "+" separated several settings (CVE-2022-0811). Errors are InvalidArgument.
 func Sysctl(pod Pod, name, value string) (string, error) {
 	key, err := dottedSysctl(name)
 	if err != nil {
@@ -38,8 +37,7 @@ func Sysctl(pod Pod, name, value string) (string, error) {
 	return key, nil
 }
 
-// SetsNetworkSysctls tells whether a pod's config asks for sysctls of its network, beside
-// defaultSysctls.
+// SetsNetworkSysctls reports whether a pod's config sets network sysctls other than defaultSysctls.
 func SetsNetworkSysctls(config *runtimeapi.PodSandboxConfig) bool {
 	for name := range config.GetLinux().GetSysctls() {
 		if strings.HasPrefix(name, "net.") || strings.HasPrefix(name, "net/") {
@@ -75,10 +73,9 @@ func sysctls(pod Pod) (map[string]string, error) {
 	return out, nil
 }
 
-// defaultSysctls hold in a pod with a network of its own unless its config sets them:
-// what needs privileges for the node's sake needs none there. Users of containerd and
-// Docker rely on both: a server that is not root listens on port 80, ping works.
-// In a user namespace only groups that it has can be named.
+// defaultSysctls apply to a pod with its own network unless its config sets them. They permit to
+// bind to port 80 and to use ping without root, which is harmless in the pod's own namespace. Users
+// of containerd and Docker rely on both. In a user namespace only its own groups can be named.
 func defaultSysctls(pod Pod) map[string]string {
 	last := uint32(math.MaxInt32)
 	if m := pod.mappings(); m != nil {
@@ -92,8 +89,8 @@ func defaultSysctls(pod Pod) map[string]string {
 
 func isOddInSysctl(r rune) bool { return r != '\t' && r < ' ' || r > '~' || r == '+' }
 
-// dottedSysctl replaces slashes by dots. A name with both has a dot inside a component
-// (net/ipv4/conf/eth0.100/…), which libcontainer has no way to write.
+// dottedSysctl replaces slashes by dots. It refuses a name with both, which has a dot inside a
+// component (net/ipv4/conf/eth0.100/…), because libcontainer cannot express it.
 func dottedSysctl(name string) (string, error) {
 	if len(name) > 253 || !sysctlName.MatchString(name) {
 		return "", errdefs.InvalidArgument("sysctl %q is not a valid name", name)
@@ -115,7 +112,7 @@ func checkSysctlNamespace(key string, pod Pod) error {
 			return errdefs.InvalidArgument("sysctl %s: not allowed on the node's network", key)
 		}
 	case key == "kernel.domainname":
-		if pod.hostNetwork() { // such pods are on the node's UTS namespace too
+		if pod.hostNetwork() { // such a pod also uses the node's UTS namespace
 			return errdefs.InvalidArgument("sysctl %s: not allowed on the node's network", key)
 		}
 	default:

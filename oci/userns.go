@@ -15,19 +15,22 @@ import (
 	"berth/oci/users"
 )
 
-// idMapOption makes libcontainer mount with the mappings of the container's user
-// namespace, or with those that the mount has. It is about the mount itself and not what
-// is mounted below it, which may be a filesystem that cannot be mapped.
+// idMapOption makes libcontainer mount with the ID mappings of the container's user namespace, or
+// with the mount's own. It applies to the mount itself. Mounts below it may have filesystems that
+// cannot be mapped.
 const idMapOption = "idmap"
 
-// UserNamespace returns the ID mappings of the user namespace that a pod asks for, nil
-// if it is to be on the node's: by mode NODE, or without userns_options, which
-// kubelets did not know before KEP-127.
+// UserNamespace returns the ID mappings of the user namespace that a pod requests. It returns nil
+// for the node's user namespace: mode NODE, or no userns_options, as from kubelets before KEP-127.
 //
-// InvalidArgument for what makes no sense or what no kubelet sends: a mode other than
-// POD and NODE, mappings with NODE, other than one mapping for users and one for groups,
-// one that does not begin with root, and the node's PID or IPC namespace together with a
-// user namespace. The node's network is allowed (KEP-5607).
+// It returns InvalidArgument for requests that make no sense or that kubelet never sends:
+//   - a mode other than POD and NODE
+//   - mappings with NODE
+//   - more or less than one mapping each for users and groups
+//   - a mapping that does not begin with root
+//   - a user namespace together with the node's PID or IPC namespace
+//
+// The node's network is allowed (KEP-5607).
 func UserNamespace(config *runtimeapi.PodSandboxConfig) (*userns.Mappings, error) {
 	options := config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	m, err := mappingsOf(options.GetUsernsOptions())
@@ -43,7 +46,7 @@ func UserNamespace(config *runtimeapi.PodSandboxConfig) (*userns.Mappings, error
 	return m, nil
 }
 
-// mappings are those that UserNamespace returns, nil if it fails: the pod was checked.
+// mappings returns the result of UserNamespace, nil if it fails: the pod has been checked.
 func (p Pod) mappings() *userns.Mappings {
 	m, err := UserNamespace(p.Config)
 	if err != nil {
@@ -87,8 +90,8 @@ func podMapping(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxID
 	return idMappings("userns_options."+field, mappings)
 }
 
-// idMappings converts mappings. No range may be empty or go beyond the IDs that
-// there are: 4294967295 is none, it means "no change" to system calls.
+// idMappings converts mappings. A range must not be empty or exceed the valid IDs. 4294967295 is
+// not one: system calls interpret it as "no change".
 func idMappings(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxIDMapping, error) {
 	var out []specs.LinuxIDMapping
 	for _, m := range mappings {
@@ -105,8 +108,8 @@ func idMappings(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxID
 	return out, nil
 }
 
-// checkContainerUserNamespace refuses a container that asks for another user namespace
-// than its pod's. One that does not ask is in its pod's.
+// checkContainerUserNamespace refuses a container that requests another user namespace than its
+// pod's.
 func checkContainerUserNamespace(in ContainerInput) error {
 	pod, err := UserNamespace(in.Pod.Config)
 	if err != nil {
@@ -121,13 +124,13 @@ func checkContainerUserNamespace(in ContainerInput) error {
 		return nil
 	case (own == nil) != (pod == nil),
 		own != nil && (own.UIDs[0] != pod.UIDs[0] || own.GIDs[0] != pod.GIDs[0]):
-		return errdefs.InvalidArgument("userns_options: not those of pod %s", in.Pod.ID)
+		return errdefs.InvalidArgument("userns_options: they differ from pod %s", in.Pod.ID)
 	}
 	return nil
 }
 
-// checkMapped refuses an identity that the pod's user namespace does not have: the kernel
-// would, with an error that tells less.
+// checkMapped refuses an identity without mapping in the pod's user namespace. The kernel would
+// refuse it with a less specific error.
 func checkMapped(pod Pod, u users.User) error {
 	m, err := UserNamespace(pod.Config)
 	if err != nil || m == nil {
@@ -144,9 +147,9 @@ func checkMapped(pod Pod, u users.User) error {
 	return nil
 }
 
-// setFirstNamespaces puts down the pod's user namespace, if it has one, and a new mount
-// namespace. Besides the path of the user namespace the spec has its mappings: OCI runtimes
-// expect both, as containerd and CRI-O send them.
+// setFirstNamespaces adds a new mount namespace and, if the pod has one, its user namespace. The
+// spec gets both the path and the mappings of the user namespace, because OCI runtimes expect both,
+// as containerd and CRI-O send them.
 func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 	mount := specs.LinuxNamespace{Type: specs.MountNamespace}
 	spec.Linux.Namespaces = []specs.LinuxNamespace{mount}
@@ -162,10 +165,10 @@ func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 	return nil
 }
 
-// sysMount returns the container's /sys. A sysfs shows one network namespace, and only the owner of
-// that namespace can mount it. So a pod with a user namespace on the node's network gets the node's
-// /sys. The node's mounts below it, such as cgroups and debugfs, are read-only as well. Later ones
-// of the node do not appear: they would be writable.
+// sysMount returns the container's /sys. A sysfs shows one network namespace, and only that
+// namespace's owner can mount it. So a pod with a user namespace on the node's network gets a bind
+// mount of the node's /sys. The node's mounts below it, such as cgroups and debugfs, are read-only
+// as well. The node's later mounts do not propagate, since they would be writable.
 func sysMount(in ContainerInput, access string) specs.Mount {
 	if in.Pod.UserNS != "" && in.Pod.hostNetwork() {
 		if access == "ro" && in.Host.RecursiveReadOnly {
@@ -178,9 +181,9 @@ func sysMount(in ContainerInput, access string) specs.Mount {
 		Options: []string{"nosuid", "noexec", "nodev", access}}
 }
 
-// mapMount gives a mount the ID mappings that its CRI config has. Mostly they are the
-// pod's, whose namespace serves then; libcontainer makes one for others. An image volume
-// is made for the pod's namespace in the first place.
+// mapMount sets the ID mappings of a mount in the CRI config. Usually they are the pod's, and its
+// namespace is used. libcontainer makes a namespace for other mappings. An image volume is already
+// made for the pod's namespace.
 func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 	if IsImageVolume(m) {
 		return nil
@@ -209,15 +212,15 @@ func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 	return nil
 }
 
-// BindDevices makes the device nodes of a spec with a user namespace, in which nobody can make any,
-// bind mounts of the host's. libcontainer would bind what the host has at the node's path in the
-// container, whatever that is; only nodes which the host has at the same path are left to it. The
-// others are looked for at the sources, which are host paths of devices or of directories of them, and then below
-// /dev. It is the last step: edits of vendors and plugins add nodes too. A bound device has the owner and mode that
-// it has on the host: those of the spec, which device_ownership_from_security_context or a CDI file may have set,
-// have no effect.
+// BindDevices replaces the device nodes of a spec with a user namespace by bind mounts of the
+// host's nodes, since no process can make nodes there. libcontainer would bind the host's file at
+// the node's path in the container, whatever it is. So only nodes that the host has at the same
+// path are left to libcontainer. The others are looked up at sources, which are host paths of
+// devices or of directories, and then below /dev. BindDevices is the last step, because edits by
+// vendors and plugins add nodes too. A bound device has the host's owner and mode. Those in the
+// spec, from device_ownership_from_security_context or a CDI file, have no effect.
 //
-// FailedPrecondition for a device that the host has nowhere there.
+// FailedPrecondition for a device that the host does not have at these places.
 func BindDevices(spec *specs.Spec, sources []string, files Files) error {
 	var left []specs.LinuxDevice
 	var known []host.Device
@@ -266,7 +269,7 @@ func devicesOf(paths []string, files Files) ([]host.Device, error) {
 	return all, nil
 }
 
-// devicesAt is files.Devices, where having none is no error.
+// devicesAt is files.Devices without an error if there are none.
 func devicesAt(path string, files Files) ([]host.Device, error) {
 	devices, err := files.Devices(path)
 	if err == nil || errors.Is(err, host.ErrNotDevice) || errdefs.IsBadPath(err) {
@@ -275,7 +278,7 @@ func devicesAt(path string, files Files) ([]host.Device, error) {
 	return nil, fmt.Errorf("look for devices: %w", err)
 }
 
-// isDevice tells whether a node is of that device. In a spec "u" is another word for "c".
+// isDevice reports whether a node is the device. In a spec "u" means "c".
 func isDevice(d host.Device, node specs.LinuxDevice) bool {
 	kind := node.Type
 	if kind == "u" {
@@ -284,7 +287,7 @@ func isDevice(d host.Device, node specs.LinuxDevice) bool {
 	return d.Type == kind && d.Major == node.Major && d.Minor == node.Minor
 }
 
-// IsIDMapped tells whether a mount of a spec shows other owners than its source has.
+// IsIDMapped reports whether a mount maps the owners of its source.
 func IsIDMapped(m specs.Mount) bool {
 	return slices.Contains(m.Options, idMapOption) || len(m.UIDMappings) > 0
 }

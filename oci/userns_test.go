@@ -106,10 +106,10 @@ func TestContainerInUserNamespace(t *testing.T) {
 		change func(*ContainerInput)
 		err    string
 	}{
-		"other mappings": {func(in *ContainerInput) { in.sc().NamespaceOptions.UsernsOptions = usernsOptions(131072, 1000) }, "not those of pod"},
+		"other mappings": {func(in *ContainerInput) { in.sc().NamespaceOptions.UsernsOptions = usernsOptions(131072, 1000) }, "they differ from pod"},
 		"the node's": {func(in *ContainerInput) {
 			in.sc().NamespaceOptions.UsernsOptions = &runtimeapi.UserNamespace{Mode: nsNode}
-		}, "not those of pod"},
+		}, "they differ from pod"},
 		"user not mapped":    {func(in *ContainerInput) { in.User.UID = 1000 }, "user 1000"},
 		"group not mapped":   {func(in *ContainerInput) { in.User.GID = 1001 }, "group 1001"},
 		"another not mapped": {func(in *ContainerInput) { in.User.Groups = []uint32{0, 1002} }, "group 1002"},
@@ -122,7 +122,7 @@ func TestContainerInUserNamespace(t *testing.T) {
 		})
 	}
 	refused(t, func(in *ContainerInput) { in.sc().NamespaceOptions.UsernsOptions = usernsOptions(65536, 1000) },
-		codes.InvalidArgument, "not those of pod")
+		codes.InvalidArgument, "they differ from pod")
 	refused(t, func(in *ContainerInput) {
 		in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
 		in.Pod.UserNS = ""
@@ -212,8 +212,8 @@ func TestIDMappedMounts(t *testing.T) {
 	}
 }
 
-// libcontainer binds what the host has at the node's path; another place needs a mount, and a path at which the host
-// has another device too.
+// libcontainer binds the host's file at the node's path. Another path on the host needs a mount,
+// and so does a path where the host has another device.
 func TestDevicesInUserNamespace(t *testing.T) {
 	in := testInput()
 	in.Pod.giveUserNamespace(usernsOptions(65536, 1000))

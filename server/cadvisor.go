@@ -126,10 +126,10 @@ func (s *cadvisorService) unary(ctx context.Context, req any, info *grpc.UnarySe
 func checkNamespace(ctx context.Context) error {
 	namespaces := metadata.ValueFromIncomingContext(ctx, namespaceHeader)
 	if len(namespaces) == 0 {
-		return errdefs.FailedPrecondition("a call without namespace: the header %s is missing", namespaceHeader)
+		return errdefs.FailedPrecondition("the header %s is missing", namespaceHeader)
 	}
 	if namespaces[0] != cadvisorNamespace {
-		return errdefs.NotFound("there are no containers in namespace %q, but in %s", namespaces[0], cadvisorNamespace)
+		return errdefs.NotFound("namespace %q has no containers, only %s", namespaces[0], cadvisorNamespace)
 	}
 	return nil
 }

@@ -45,7 +45,7 @@ func (f cadvisorFake) PodOrPlanned(id string) (*state.Pod, error) {
 	return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
 }
 
-// Container finds containers by the beginning of their ID, too, as the manager does.
+// Container also finds containers by a prefix of their ID, as the manager does.
 func (f cadvisorFake) Container(id string) (*state.Container, error) {
 	for full, c := range f.containers {
 		if id != "" && strings.HasPrefix(full, id) {
@@ -191,7 +191,7 @@ func TestCadvisorTasks(t *testing.T) {
 	}
 }
 
-// cAdvisor asks for nothing else, and nobody is to use berth as a containerd.
+// Only cAdvisor's calls work, so berth cannot be used as a containerd.
 func TestCadvisorRefusesEverythingElse(t *testing.T) {
 	conn, _, _ := startCadvisor(t, CadvisorConfig{Version: "1.2.3"}, observed(), &fakeImages{})
 	ctx := inNamespace(t, "k8s.io")
@@ -222,7 +222,7 @@ func TestCadvisorRefusesEverythingElse(t *testing.T) {
 	}
 }
 
-func TestCadvisorSocketIsRootsOnly(t *testing.T) {
+func TestCadvisorSocketAdmitsRootOnly(t *testing.T) {
 	conn, path, log := startCadvisor(t, CadvisorConfig{}, observed(), &fakeImages{})
 	for p, want := range map[string]fs.FileMode{path: fs.ModeSocket | 0o600, filepath.Dir(path): fs.ModeDir | 0o711} {
 		if info, err := os.Stat(p); err != nil || info.Mode() != want {
@@ -240,7 +240,7 @@ func TestCadvisorSocketIsRootsOnly(t *testing.T) {
 	others := dial(t, path, grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) { return dialAs(65534, path) }))
 	defer others.Close()
 	if _, err := versionapi.NewVersionClient(others).Version(t.Context(), &emptypb.Empty{}); status.Code(err) != codes.Unavailable {
-		t.Errorf("nobody got %v", err)
+		t.Errorf("uid nobody got %v", err)
 	}
 	if !strings.Contains(log.String(), "uid=65534") {
 		t.Errorf("the log lacks the refusal:\n%s", log)
@@ -250,7 +250,7 @@ func TestCadvisorSocketIsRootsOnly(t *testing.T) {
 	}
 }
 
-func TestCadvisorSocketOfAnotherIsLeftAlone(t *testing.T) {
+func TestCadvisorKeepsForeignSocket(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	live, err := net.Listen("unix", path)
 	if err != nil {

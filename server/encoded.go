@@ -94,7 +94,7 @@ func encodedItem(item proto.Message) ([]byte, error) {
 	part = protowire.AppendVarint(protowire.AppendTag(part, itemsField, protowire.BytesType), uint64(size))
 	part, err := proto.MarshalOptions{UseCachedSize: true}.MarshalAppend(part, item)
 	if err != nil {
-		return nil, fmt.Errorf("encode an item of a list: %w", err)
+		return nil, fmt.Errorf("encode list item: %w", err)
 	}
 	return part, nil
 }

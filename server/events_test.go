@@ -68,7 +68,8 @@ func TestEventsReachAllClients(t *testing.T) {
 	}
 }
 
-// publishLarge publishes n events, of which one is more than the windows of HTTP/2 hold: the server's Send blocks for clients who do not read.
+// publishLarge publishes n events, each larger than HTTP/2's windows, so that Send blocks for a
+// client that does not read.
 func publishLarge(pods *fakePods, n int) {
 	large := exited()
 	large.Message = strings.Repeat("x", 1<<20)
@@ -78,13 +79,13 @@ func publishLarge(pods *fakePods, n int) {
 }
 
 // A client that does not read does not hold up the end of the server.
-func TestStopWithAClientThatDoesNotRead(t *testing.T) {
+func TestStopWithClientThatDoesNotRead(t *testing.T) {
 	for range 1000 { // until the stop comes while an event is being sent
 		pods := &fakePods{}
 		h := start(t, testConfig, pods, &fakeImages{})
 		h.server.grace = time.Hour // else it would end after that in any case
 		subscribe(t, h)
-		publishLarge(pods, 2) // for which the feed has room
+		publishLarge(pods, 2) // the feed has room for them
 		if err := h.stop(); err != nil {
 			t.Fatal(err)
 		}
@@ -95,8 +96,8 @@ func TestStopWithAClientThatDoesNotRead(t *testing.T) {
 	t.Error("the client was never in the way")
 }
 
-// A client that does not read must be told that it has missed something.
-func TestClientThatDoesNotReadIsToldSo(t *testing.T) {
+// A client that does not read gets an error, since it has missed events.
+func TestSlowClientGetsError(t *testing.T) {
 	pods := &fakePods{}
 	h := start(t, testConfig, pods, &fakeImages{})
 	slow := subscribe(t, h)
@@ -127,7 +128,7 @@ func TestEventStreamsEndWithTheServer(t *testing.T) {
 	}
 }
 
-func TestStreamingListsAnswerWhatTheListsDo(t *testing.T) {
+func TestStreamingListsAnswerAsLists(t *testing.T) {
 	pods := &fakePods{}
 	images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}}, {ID: idB, RepoTags: []string{"y"}}}}
 	h := start(t, testConfig, pods, images)

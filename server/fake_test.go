@@ -27,9 +27,8 @@ import (
 	"berth/sandbox/stream"
 )
 
-// fakePods keeps pods and containers in memory: a Sandboxes whose every effect
-// can be seen in its answers. calls records what else it was asked for. Set hook
-// to fail, block or panic in a method.
+// fakePods is a Sandboxes in memory. Its answers show the effects of calls, and calls records other
+// requests. A test sets hook to fail, block or panic in a method.
 type fakePods struct {
 	hook func(ctx context.Context, method string) error
 
@@ -171,7 +170,7 @@ const (
 	idB = "sha256:bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 )
 
-// fakeImages is a store of fixed images; Pull finds what is there.
+// fakeImages is a store of fixed images. Pull returns one of them.
 type fakeImages struct {
 	images   []*image.Image
 	removed  []string
@@ -212,7 +211,7 @@ func (f *fakeImages) Usage(context.Context) (image.Usage, error) {
 
 func (f *fakeImages) Progress() []image.PullProgress { return f.progress }
 
-// idsOf returns the IDs of what a list tells of, in its order.
+// idsOf returns the IDs of a list's items in order.
 func idsOf[T interface{ GetId() string }](items []T) string {
 	var ids []string
 	for _, item := range items {
@@ -229,7 +228,7 @@ type harness struct {
 	conn    *grpc.ClientConn
 	runtime runtimeapi.RuntimeServiceClient
 	images  runtimeapi.ImageServiceClient
-	stop    func() error // tells Serve to stop and returns what it returned
+	stop    func() error // stops Serve and returns its result
 }
 
 var testConfig = Config{Version: "1.2.3", Settings: map[string]int{"max_log_line": 42}, Sessions: &fakeSessions{}}

@@ -63,8 +63,8 @@ func allRPCs(pods Sandboxes, images Images) []rpc {
 	return all
 }
 
-// FuzzRPC sends arbitrary bytes to every RPC. What a request left in the fake
-// backend is then read back through all reading RPCs.
+// FuzzRPC sends arbitrary bytes to every RPC. Then it reads the effect on the fake backend through
+// all reading RPCs.
 func FuzzRPC(f *testing.F) {
 	seeds := []proto.Message{
 		&runtimeapi.RunPodSandboxRequest{Config: podConfig("a", map[string]string{"l": "1"})},
@@ -112,8 +112,8 @@ func FuzzRPC(f *testing.F) {
 	})
 }
 
-// check fails the test for an answer that no client could make sense of. The manager is a made-up
-// one, which has no trouble of its own: what is left is the request's fault.
+// check fails the test for an answer that makes no sense to a client. The fake manager itself never
+// fails, so each error must come from the request.
 func check(t *testing.T, name string, err error) {
 	t.Helper()
 	code, text := status.Code(coded(err)), status.Convert(err).Message()

@@ -10,8 +10,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Operators are warned of calls that fail, but not of those that clients gave up, or ended
-// themselves by another call.
+// Failed calls are warnings, except for calls that the client gave up or ended by another call.
 func TestLevelOf(t *testing.T) {
 	refused := errdefs.FailedPrecondition("the pod is not ready")
 	for name, c := range map[string]struct {

@@ -37,9 +37,9 @@ func kubeletContainer(i int) *state.Container {
 	}
 }
 
-// An answer that is made of what was kept says what the first one said, a container that has changed what it is now, and an image without a
-// name of its own the name that it has now.
-func TestListsFromWhatWasKept(t *testing.T) {
+// A list from cached items equals the first one, except for a changed container, and for an image
+// without a name of its own, which gets its present name.
+func TestListsReuseEncodedItems(t *testing.T) {
 	pods, images := &fakePods{}, &fakeImages{}
 	for i := range 3 {
 		c := kubeletContainer(i)
@@ -110,8 +110,8 @@ func streamContainers(tb testing.TB, h *harness, filter *runtimeapi.ContainerFil
 	}
 }
 
-// A streaming list says in several messages what the list says in one, filters and all.
-func TestStreamedListsAreTheLists(t *testing.T) {
+// A streaming list has the same items as the list, with filters too.
+func TestStreamingListsEqualLists(t *testing.T) {
 	const count = 3000 // more than batchBytes
 	pods := &fakePods{}
 	for i := range count {
@@ -169,8 +169,8 @@ func TestStreamedListsAreTheLists(t *testing.T) {
 	}
 }
 
-// 1000 containers are listed to a client like kubelet over the socket, and one of them is asked for. The CPU time is also that of the
-// client, which is in this process.
+// Lists 1000 containers over the socket to a client like kubelet, and asks for one of them. The CPU
+// time includes the client's, which is in this process.
 func BenchmarkListContainers1000(b *testing.B) {
 	const count = 1000
 	pods := &fakePods{}

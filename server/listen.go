@@ -68,10 +68,10 @@ func removeStale(path string) error {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("look at %s: %w", path, err)
+		return fmt.Errorf("stat %s: %w", path, err)
 	}
 	if info.Mode().Type() != fs.ModeSocket {
-		return fmt.Errorf("listen on %s: it exists and is no socket", path)
+		return fmt.Errorf("listen on %s: it exists and is not a socket", path)
 	}
 	conn, err := net.DialTimeout("unix", path, time.Second)
 	if err == nil {
@@ -79,7 +79,7 @@ func removeStale(path string) error {
 		return fmt.Errorf("listen on %s: %s serves it", path, peerName(conn))
 	}
 	if !errors.Is(err, unix.ECONNREFUSED) {
-		return fmt.Errorf("find out whether %s is in use: %w", path, err)
+		return fmt.Errorf("check whether %s is in use: %w", path, err)
 	}
 	failpoint.Reach("socket.remove-stale")
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -101,7 +101,7 @@ func peerName(conn net.Conn) string {
 func peerOf(conn net.Conn) (*unix.Ucred, error) {
 	u, ok := conn.(*net.UnixConn)
 	if !ok {
-		return nil, fmt.Errorf("%s is no unix connection", conn.RemoteAddr())
+		return nil, fmt.Errorf("%s is not a unix connection", conn.RemoteAddr())
 	}
 	raw, err := u.SyscallConn()
 	if err != nil {
@@ -133,7 +133,7 @@ func (peerInfo) AuthType() string { return "peercred" }
 func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	cred, err := peerOf(conn)
 	if err != nil {
-		return nil, nil, fmt.Errorf("credentials of peer: %w", err)
+		return nil, nil, fmt.Errorf("read peer credentials: %w", err)
 	}
 	if cred.Uid != 0 && int(cred.Uid) != os.Geteuid() {
 		p.log.Warn("connection refused", "peer", cred.Pid, "uid", cred.Uid)

@@ -58,7 +58,7 @@ func TestListenReplacesStaleSocket(t *testing.T) {
 	conn.Close()
 }
 
-func TestListenKeepsWhatOthersUse(t *testing.T) {
+func TestListenKeepsSocketInUse(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	live, err := net.Listen("unix", path)
 	if err != nil {
@@ -83,7 +83,7 @@ func TestListenKeepsWhatOthersUse(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, p := range []string{file, link} {
-		if _, err := Listen(p); err == nil || !strings.Contains(err.Error(), "is no socket") {
+		if _, err := Listen(p); err == nil || !strings.Contains(err.Error(), "is not a socket") {
 			t.Errorf("%s: %v", p, err)
 		}
 		if _, err := os.Lstat(p); err != nil {

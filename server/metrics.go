@@ -39,7 +39,7 @@ func (s *runtimeService) allPodMetrics(ctx context.Context) iter.Seq[*runtimeapi
 			for _, c := range stats.Containers {
 				detail, err := s.pods.ContainerDetail(c.Info.ID)
 				if err != nil {
-					s.unmeasured.details.Warn(s.log, "metrics of a container", "container", c.Info.ID, "error", err)
+					s.unmeasured.details.Warn(s.log, "measure details of container", "container", c.Info.ID, "error", err)
 					continue
 				}
 				pod.ContainerMetrics = append(pod.ContainerMetrics, &runtimeapi.ContainerMetrics{ContainerId: c.Info.ID,

@@ -59,9 +59,9 @@ func metricsFake() *fakePods {
 				HugePages: []cgstats.HugePages{{Size: "2MB", Usage: known(77), Max: known(78)}}}}}
 }
 
-// Every descriptor is used and every metric described, with as many labels; and all
-// that cAdvisor has is there.
-func TestMetricsAgreeWithTheirDescriptors(t *testing.T) {
+// Each metric has a descriptor with the same number of labels and vice versa, and all of cAdvisor's
+// metrics exist.
+func TestMetricsMatchDescriptors(t *testing.T) {
 	h := start(t, testConfig, metricsFake(), &fakeImages{images: []*image.Image{{ID: idA}}})
 	described, err := h.runtime.ListMetricDescriptors(t.Context(), &runtimeapi.ListMetricDescriptorsRequest{})
 	if err != nil {

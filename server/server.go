@@ -193,13 +193,13 @@ func (s *Server) stop() {
 			return
 		case <-ctx.Done():
 		case <-time.After(streamGrace):
-			s.log.Info("clients that do not read what they asked for are cut off")
+			s.log.Info("cut off clients that do not read their answers")
 		}
 	} else {
-		s.log.Warn("requests still run, cancelling them", "after", s.grace)
+		s.log.Warn("cancel requests that still run", "after", s.grace)
 	}
 	if !within(s.grace, s.grpc.Stop) {
-		s.log.Error("requests do not end although they were cancelled, leaving them")
+		s.log.Error("abandon requests that still run after their cancellation")
 	}
 }
 

@@ -24,7 +24,7 @@ import (
 	"berth/sandbox/stream"
 )
 
-func TestPanicBecomesInternalAndTheServerLives(t *testing.T) {
+func TestPanicReturnsInternal(t *testing.T) {
 	pods := &fakePods{hook: func(_ context.Context, method string) error {
 		if method == "StopPodSandbox" {
 			panic("secret of the panic")
@@ -175,8 +175,7 @@ func TestOtherRPCsAreUnimplemented(t *testing.T) {
 	}
 }
 
-// TestStopWaitsForRunningRequests: a request that runs when the server is told to
-// stop gets its answer, and nobody new gets in.
+// A running request gets its answer when the server stops, and new ones are refused.
 func TestStopWaitsForRunningRequests(t *testing.T) {
 	entered, release := make(chan struct{}), make(chan struct{})
 	pods := &fakePods{hook: func(context.Context, string) error {
@@ -221,8 +220,8 @@ func refused(path string) bool {
 	return err != nil
 }
 
-// TestStopCancelsWhatDoesNotEnd: after the grace time contexts are cancelled.
-func TestStopCancelsWhatDoesNotEnd(t *testing.T) {
+// TestStopCancelsHungRequests: after the grace time contexts are cancelled.
+func TestStopCancelsHungRequests(t *testing.T) {
 	entered := make(chan struct{})
 	pods := &fakePods{hook: func(ctx context.Context, _ string) error {
 		close(entered)
@@ -245,7 +244,7 @@ func TestStopCancelsWhatDoesNotEnd(t *testing.T) {
 	}
 }
 
-func TestServeReportsABrokenListener(t *testing.T) {
+func TestServeReportsBrokenListener(t *testing.T) {
 	l, err := Listen(filepath.Join(t.TempDir(), "s"))
 	if err != nil {
 		t.Fatal(err)
@@ -257,8 +256,7 @@ func TestServeReportsABrokenListener(t *testing.T) {
 	}
 }
 
-// TestOtherUsersAreRefused connects with the effective uid of nobody, through a
-// socket that an operator opened for everybody.
+// The client has the effective uid of nobody, and the socket's mode admits all users.
 func TestOtherUsersAreRefused(t *testing.T) {
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})
 	for dir := filepath.Dir(h.path); dir != os.TempDir(); dir = filepath.Dir(dir) {
@@ -275,7 +273,7 @@ func TestOtherUsersAreRefused(t *testing.T) {
 	defer conn.Close()
 	_, err := runtimeapi.NewRuntimeServiceClient(conn).Version(t.Context(), &runtimeapi.VersionRequest{})
 	if status.Code(err) != codes.Unavailable {
-		t.Errorf("nobody got %v", err)
+		t.Errorf("uid nobody got %v", err)
 	}
 	if want := "msg=\"connection refused\""; !strings.Contains(h.log.String(), want) || !strings.Contains(h.log.String(), "uid=65534") {
 		t.Errorf("the log lacks %s:\n%s", want, h.log)

@@ -74,7 +74,7 @@ func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimea
 			}
 			stats, err := s.pods.ContainerStats(c)
 			if err != nil {
-				s.unmeasured.containers.Warn(s.log, "statistics of a container", "container", c.ID, "error", err)
+				s.unmeasured.containers.Warn(s.log, "measure container", "container", c.ID, "error", err)
 			}
 			if stats.Running && !yield(containerStats(&stats)) {
 				return
@@ -142,7 +142,7 @@ func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.Pod
 			}
 			stats, err := s.pods.PodStats(pod, containers[pod.ID])
 			if err != nil {
-				s.unmeasured.pods.Warn(s.log, "statistics of a pod", "pod", pod.ID, "error", err)
+				s.unmeasured.pods.Warn(s.log, "measure pod", "pod", pod.ID, "error", err)
 			}
 			if stats.Running && !yield(stats) {
 				return

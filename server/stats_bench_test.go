@@ -17,7 +17,7 @@ import (
 	"berth/sandbox/stats"
 )
 
-// measuredPods are containers whose statistics are those of real cgroups.
+// measuredPods are containers with statistics of real cgroups.
 type measuredPods struct {
 	*fakePods
 	meters map[string]*stats.ContainerMeter
@@ -57,8 +57,8 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 	return pods
 }
 
-// 500 running containers, of real cgroups with limits, are measured, and listed to a client like kubelet over the socket. The
-// CPU time of the latter is also that of the client, which is in this process.
+// Measures 500 running containers in real cgroups with limits, and lists them over the socket to a
+// client like kubelet. The CPU time of the list includes the client's, which is in this process.
 func BenchmarkContainerStats500(b *testing.B) {
 	const count = 500
 	pods := newMeasuredPods(b, count)
@@ -95,7 +95,8 @@ func BenchmarkContainerStats500(b *testing.B) {
 	})
 }
 
-// measureCPU runs do b.N times. On a busy machine the clock tells of the others' work too.
+// measureCPU runs do b.N times and reports CPU time, because on a busy machine elapsed time
+// includes other processes' work.
 func measureCPU(b *testing.B, do func()) {
 	b.Helper()
 	do() // opens the files

@@ -120,8 +120,8 @@ func TestStatsAreTranslated(t *testing.T) {
 	}
 }
 
-// What the kernel does not tell is left out: kubelet takes a zero for a measured one.
-func TestStatsLeaveOutWhatIsUnknown(t *testing.T) {
+// kubelet takes 0 for a measured value, so unknown values are left out.
+func TestStatsOmitUnknownValues(t *testing.T) {
 	u := stats.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0), CPU: cgstats.CPU{Known: true}, Memory: cgstats.Memory{Known: true, Limit: cgstats.Unlimited, SwapKnown: true, SwapLimit: cgstats.Unlimited}}}
 	pods := &fakePods{containers: []*state.Container{runningContainer("c1", "p1", nil), exited()},
 		pods:  []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
@@ -173,8 +173,8 @@ func TestStatsErrors(t *testing.T) {
 	}
 }
 
-// The lists tell of everything that runs and matches; what can't be measured is in
-// the log and keeps nothing else from being told. The streams tell the same.
+// Lists and streams have everything that runs and matches. A container that cannot be measured is
+// logged and left out.
 func TestStatsListsAndStreams(t *testing.T) {
 	app := map[string]string{"app": "x"}
 	stopped := runningContainer("c4", "p2", app)
@@ -249,7 +249,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 		}
 	}
 	if log := h.log.String(); !strings.Contains(log, "read cgroup of c5") || !strings.Contains(log, "read cgroup of p4") {
-		t.Errorf("the log does not tell what could not be measured:\n%s", log)
+		t.Errorf("the log does not name the failed measurement:\n%s", log)
 	}
 }
 

@@ -88,7 +88,7 @@ func (s *runtimeService) PortForward(_ context.Context, req *runtimeapi.PortForw
 		return nil, err
 	}
 	if len(req.GetPort()) > maxPorts {
-		return nil, errdefs.InvalidArgument("port: %d are too many for one session", len(req.GetPort()))
+		return nil, errdefs.InvalidArgument("port: %d ports are too many for one session", len(req.GetPort()))
 	}
 	for _, port := range req.GetPort() {
 		if port < 1 || port > 65535 {

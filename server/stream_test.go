@@ -11,7 +11,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// fakePods knows what it holds; every container of it runs, without a terminal.
+// In fakePods every container runs, without a terminal.
 
 func (f *fakePods) CheckExec(id string, _ []string) (string, error) {
 	c, err := f.Container(id)
@@ -36,7 +36,7 @@ func (f *fakePods) CheckPortForward(podID string) (string, error) {
 	return p.ID, nil
 }
 
-// fakeSessions keeps what it was asked for.
+// fakeSessions records requests.
 type fakeSessions struct {
 	mu      sync.Mutex // guards what follows
 	exec    *runtimeapi.ExecRequest

@@ -13,7 +13,7 @@ import (
 	"berth/internal/trace/otlp"
 )
 
-// fakeTracing exports what is asked for by a sampled trace.
+// fakeTracing exports operations with a sampled remote parent.
 type fakeTracing struct {
 	mu  sync.Mutex
 	got []*trace.Trace

@@ -170,7 +170,7 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	return a.result(bridge, kept, plugged), nil
 }
 
-var errNoSubnet = errors.New("no subnet is given, by subnets or by ipRanges")
+var errNoSubnet = errors.New("neither subnets nor ipRanges has a subnet")
 
 // gateways returns the bridge's addresses.
 func (a *attachment) gateways() (all []netip.Prefix) {
@@ -388,7 +388,7 @@ func (a *attachment) reserve(ctx context.Context) (addresses.Reservation, error)
 	case errors.Is(err, addresses.ErrFull):
 		return kept, types.NewError(types.ErrTryAgainLater, "no address for the pod", err.Error())
 	case errors.Is(err, addresses.ErrExists):
-		return kept, types.NewError(types.ErrInternal, fmt.Sprintf("container %s is attached to network %s as %s already", a.id, a.Name, a.ifName), "")
+		return kept, types.NewError(types.ErrInternal, fmt.Sprintf("container %s is already attached to network %s as %s", a.id, a.Name, a.ifName), "")
 	}
 	return kept, err
 }
@@ -648,7 +648,7 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	}
 	if !p.Passive {
 		if _, err := a.restore(ctx); err != nil {
-			return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and those that are there may not be reached", err.Error())
+			return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and existing pods may be unreachable", err.Error())
 		}
 	}
 	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil { // last: errors of existing pods are worse
@@ -726,10 +726,10 @@ func (p *Plugin) Watch(ctx context.Context) error {
 			written, err := p.of(n.(*conf.Net)).restore(ctx)
 			switch {
 			case err != nil && err.Error() != said[key.(string)]:
-				p.log().Error("write the packet filter's rules again, which were deleted", "network", key, "error", err)
+				p.log().Error("restore deleted packet filter rules", "network", key, "error", err)
 				said[key.(string)] = err.Error()
 			case err == nil && written:
-				p.log().Warn("the packet filter's rules were deleted, and are written again", "network", key)
+				p.log().Warn("restored deleted packet filter rules", "network", key)
 			}
 			if err == nil {
 				delete(said, key.(string))

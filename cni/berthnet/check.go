@@ -106,7 +106,7 @@ func (a *attachment) checkNetwork(e *links.Expected) error {
 		return err
 	}
 	if !bridge.BelongsTo(a.Key()) {
-		return fmt.Errorf("bridge %s is not there, or another network's", a.Bridge)
+		return fmt.Errorf("bridge %s is missing or belongs to another network", a.Bridge)
 	}
 	if !bridge.Serves(a.gateways()) {
 		return fmt.Errorf("bridge %s is not up with the addresses %v", a.Bridge, a.gateways())
@@ -114,7 +114,7 @@ func (a *attachment) checkNetwork(e *links.Expected) error {
 	e.Bridge = bridge
 	installed, err := a.filter.Installed(a.rules(bridge))
 	if err == nil && !installed {
-		err = fmt.Errorf("the packet filter's rules of network %s are not there, or for another configuration", a.Key())
+		err = fmt.Errorf("packet filter rules of network %s are missing or of another configuration", a.Key())
 	}
 	return err
 }

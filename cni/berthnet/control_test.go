@@ -16,7 +16,8 @@ import (
 	"berth/internal/netns"
 )
 
-// poses has a pod have another's addresses, too, and tells whether a datagram with one of them as its source arrives.
+// poses adds another pod's address to a pod, and reports whether a datagram from that address
+// arrives.
 func poses(t *testing.T, pod, other, server *testPod, v6, expected bool) (arrives bool) {
 	t.Helper()
 	must(t, netns.In(pod.netns, func() error {
@@ -34,7 +35,8 @@ func poses(t *testing.T, pod, other, server *testPod, v6, expected bool) (arrive
 	return hears(t, pod, server, net.ParseIP(other.ip(v6)), v6, expected)
 }
 
-// hears tells whether a server gets a datagram from a source. What is expected is waited for longer.
+// hears reports whether a server gets a datagram from a source. It waits longer for an expected
+// one.
 func hears(t *testing.T, pod, server *testPod, source net.IP, v6, expected bool) bool {
 	t.Helper()
 	limit := dropped
@@ -95,7 +97,7 @@ func TestLoopbackIsGuardedWithoutRules(t *testing.T) {
 	reachLoopback(t, pod)
 }
 
-// Limits of bandwidth are kept where nobody in the pod can change them, and go with it.
+// The limits are at devices on the node, out of the pod's reach, and vanish with the pod.
 func TestBandwidth(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
@@ -119,7 +121,7 @@ func TestBandwidth(t *testing.T) {
 	shaper, err := netlink.LinkByName(links.ShaperName(pod.id, "eth0"))
 	must(t, err)
 	if n := shaper.Attrs().Statistics.TxPackets; n == 0 {
-		t.Error("what the pod sends does not come by its limit")
+		t.Error("traffic from the pod bypasses its limit")
 	}
 	if pod.result == nil || !strings.Contains(b.traces(), links.PortName(pod.id, "eth0")) {
 		t.Errorf("traces are %s", b.traces())
@@ -143,7 +145,7 @@ func TestBandwidth(t *testing.T) {
 	}
 }
 
-// limitOf tells what limits an interface's traffic.
+// limitOf returns the limit of a device's traffic.
 func limitOf(t *testing.T, device string) string {
 	t.Helper()
 	link, err := netlink.LinkByName(device)
@@ -160,7 +162,7 @@ func limitOf(t *testing.T, device string) string {
 	return fmt.Sprintf("rate %d, limit %d", tbf.Rate, tbf.Limit)
 }
 
-// When a pod is attached the bridge takes what it sends.
+// After ADD the bridge forwards the pod's packets.
 func TestPortForwards(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)

@@ -73,7 +73,7 @@ func (l *leaving) sweep() {
 			p.due = time.Now().Add(cmp.Or(l.again, leavingTime))
 			l.put(p)
 		default:
-			p.log.Error("delete the port of a pod that is gone; it is left to GC", "id", p.id, "interface", p.ifName, "error", err)
+			p.log.Error("delete port of a removed pod; GC will try again", "id", p.id, "interface", p.ifName, "error", err)
 		}
 	}
 	l.lock.Lock()

@@ -9,7 +9,7 @@ import (
 )
 
 // A port that can't be deleted is tried again, and then given up with a line in the log. Others are deleted meanwhile.
-func TestPortThatCannotBeDeleted(t *testing.T) {
+func TestPortDeletionIsRetried(t *testing.T) {
 	tries, deleted := 0, make(chan string, 1)
 	l := leaving{again: time.Millisecond, cut: func(id, _ string) error { // of one goroutine at a time
 		if id == "stays" {

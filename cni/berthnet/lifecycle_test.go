@@ -56,7 +56,7 @@ func codeOf(err error) uint {
 	return 0
 }
 
-// A runtime that executes plugins can do with the program all that the specification has.
+// The program passes the whole specification with libcni.
 func TestConformance(t *testing.T) {
 	for _, v := range []string{"0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"} {
 		t.Run(v, func(t *testing.T) {
@@ -153,7 +153,6 @@ func mustAddrs(t *testing.T, l netlink.Link) []netlink.Addr {
 	return addrs
 }
 
-// The MTU is the configured one, or that of the way out.
 func TestMTU(t *testing.T) {
 	mtuIn := func(p *testPod) (mtu int) {
 		must(t, netns.In(p.netns, func() error {
@@ -175,7 +174,7 @@ func TestMTU(t *testing.T) {
 	for _, when := range []string{"of the first pod", "when the bridge was empty once more"} {
 		p := b.attached(nil)
 		if mtu := mtuIn(p); mtu != 1400 {
-			t.Errorf("MTU %d %s, want that of the interface with the default route, 1400", mtu, when)
+			t.Errorf("MTU %d %s, want 1400 as the interface with the default route", mtu, when)
 		}
 		must(t, p.del())
 	}
@@ -215,7 +214,7 @@ func TestCheck(t *testing.T) {
 			link, err := netlink.LinkByName(links.PortName(p.id, "eth0"))
 			must(t, err)
 			must(t, netlink.LinkSetNoMaster(link))
-		}, "is no port of bridge bn0"},
+		}, "is not a port of bridge bn0"},
 		{"a host port is closed", func(p *testPod) {
 			must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()[:1]))
 		}, "is not open"},
@@ -250,7 +249,7 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// GC gives back what is not valid, and nothing else; also where no reservation tells of it any more.
+// GC removes only attachments that are not valid, with or without a reservation.
 func TestGC(t *testing.T) {
 	b := newBed(t, nil)
 	port := func(n int) map[string]any { return hostPorts(map[string]any{"hostPort": n, "containerPort": 80}) }
@@ -270,7 +269,7 @@ func TestGC(t *testing.T) {
 	left := b.traces()
 	for what, p := range map[string]*testPod{"stale": stale, "lost": lost} {
 		if strings.Contains(left, links.PortName(p.id, "eth0")) || strings.Contains(left, p.id) {
-			t.Errorf("what is %s is still there:\n%s", what, left)
+			t.Errorf("%s: objects are left:\n%s", what, left)
 		}
 	}
 	if !strings.Contains(left, links.PortName(valid.id, "eth0")) || !strings.Contains(left, "tcp port 8080") || strings.Contains(left, "8081") || strings.Contains(left, "8082") {
@@ -308,7 +307,7 @@ func TestErrors(t *testing.T) {
 	if err := func() error { p := b.pod(nil); p.netns = "/run/netns/nowhere"; return p.add() }(); codeOf(err) != types.ErrInternal {
 		t.Errorf("no namespace: %v", err)
 	}
-	// What ADD refuses must not keep the pod from being removed.
+	// A configuration that ADD refuses must not block DEL.
 	refused := b.pod(map[string]any{"subnets": []string{"10.0.0.0/31"}, "runtimeConfig": map[string]any{
 		"ipRanges": []any{[]any{map[string]any{"subnet": "none"}}}, "portMappings": []any{map[string]any{"hostPort": 80, "containerPort": 80, "protocol": "icmp"}}}})
 	if err := refused.add(); err == nil {
@@ -384,7 +383,7 @@ func TestParallel(t *testing.T) {
 		must(t, <-errs)
 	}
 	for _, p := range pods {
-		must(t, netns.Remove(p.netns)) // in which devices may still be, and go
+		must(t, netns.Remove(p.netns)) // its devices vanish in the background
 	}
 	if left := b.kept(); len(left) > 0 {
 		t.Errorf("left: %v", left)
@@ -410,7 +409,7 @@ func TestDelCutsOff(t *testing.T) {
 }
 
 // The namespace of a pod stays for a minute or more if one of its connections could not be closed. Its port does not.
-func TestPortOfNamespaceThatStays(t *testing.T) {
+func TestPortOfLingeringNamespaceIsDeleted(t *testing.T) {
 	b := newBed(t, nil)
 	b.plugin.leavingTime = time.Millisecond
 	pod := b.attached(nil)
@@ -426,7 +425,7 @@ func TestPortOfNamespaceThatStays(t *testing.T) {
 	must(t, err)
 	defer peer.Close()
 	must(t, pod.del())
-	must(t, conn.Close()) // of which nobody hears
+	must(t, conn.Close()) // the peer gets no FIN
 	must(t, netns.Remove(pod.netns))
 	eventually(t, "the port is gone", func() bool {
 		there, err := links.HasPort(pod.id, "eth0")

@@ -32,13 +32,13 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	}
 	for _, c := range chains {
 		all = append(all, Obstacle{
-			Problem: fmt.Sprintf("the packet filter's chain %q drops forwarded packets that it has no rule for, and no rule of its table is about %s or its subnets: pods may reach nobody outside, and their host ports not be reached", c.Chain, n.Bridge),
+			Problem: fmt.Sprintf("packet filter chain %q drops forwarded packets by default and its table has no rule for %s or its subnets: pods may lack connections to other hosts, and their host ports may be unreachable", c.Chain, n.Bridge),
 			Fix:     howToPass(c.Tool, n.Bridge),
 		})
 	}
 	err = links.CheckOverlap(subnets, own)
 	if errors.Is(err, links.ErrOverlap) {
-		all = append(all, Obstacle{Problem: err.Error(), Fix: "choose others with network_subnets, unless the control plane gives the node a pod CIDR"})
+		all = append(all, Obstacle{Problem: err.Error(), Fix: "set other subnets with network_subnets, or give the node another pod CIDR"})
 		err = nil
 	}
 	return all, err

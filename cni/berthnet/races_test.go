@@ -25,18 +25,19 @@ import (
 	"berth/internal/lockfile"
 )
 
-// What others do at the same time, or have done before.
+// Tests with other programs' concurrent or earlier changes.
 
-// waitsForLock waits until somebody of this process waits for the lock of the bed's addresses, which the test has.
+// waitsForLock waits until a thread of this process waits for the lock of the bed's addresses,
+// which the test holds.
 func (b *bed) waitsForLock(t *testing.T) {
 	t.Helper()
 	waitsFor(t, filepath.Join(b.dir, "test", "lock"))
 }
 
-// waitsFor waits until somebody of this process waits for a lock, which the test has.
+// waitsFor waits until a thread of this process waits for a lock that the test holds.
 func waitsFor(t *testing.T, lock string) {
 	t.Helper()
-	eventually(t, "somebody waits for "+lock, func() bool {
+	eventually(t, "a thread waits for "+lock, func() bool {
 		entries, err := os.ReadDir("/proc/self/fd")
 		must(t, err)
 		n := 0
@@ -49,7 +50,7 @@ func waitsFor(t *testing.T, lock string) {
 	})
 }
 
-// othersBridge is what an ADD with another subnet does to the bridge: the gateways go that no pod needs.
+// othersBridge changes the bridge like an ADD with another subnet: gateways without pods vanish.
 func (b *bed) othersBridge(t *testing.T) {
 	t.Helper()
 	_, err := links.MakeBridge(&links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}})
@@ -57,7 +58,7 @@ func (b *bed) othersBridge(t *testing.T) {
 }
 
 // An ADD that finds the gateway of its subnet, and then waits, has it in the end.
-func TestGatewayIsThere(t *testing.T) {
+func TestGatewayStaysForReservedPod(t *testing.T) {
 	b := newBed(t, nil)
 	must(t, b.attached(nil).del())
 	unlock, err := b.store().Lock(context.Background())
@@ -75,7 +76,7 @@ func TestGatewayIsThere(t *testing.T) {
 }
 
 // STATUS writes rules of the bridge as it is, and not as it was before another was waited for.
-func TestRulesAreOfTheBridge(t *testing.T) {
+func TestRulesCoverBridgeSubnets(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
 	unlock, err := b.store().Lock(context.Background())
@@ -97,7 +98,7 @@ func TestRulesAreOfTheBridge(t *testing.T) {
 	}
 }
 
-// unattached is what the plugin makes of a pod's ADD.
+// unattached returns the plugin's attachment of a pod before its ADD.
 func (b *bed) unattached(t *testing.T, p *testPod) *attachment {
 	t.Helper()
 	a, err := b.plugin.attachment(&skel.CmdArgs{ContainerID: p.id, Netns: p.netns, IfName: "eth0", StdinData: p.stdin(p.with)}, conf.Parse)
@@ -140,7 +141,7 @@ func TestFlushBeforePortsOpen(t *testing.T) {
 	_, _, err = a.plug(t.Context(), kept)
 	must(t, err)
 
-	file := b.store().Path(kept) // the note is written to it when the rules are there, and whoever writes it waits for its reader
+	file := b.store().Path(kept) // the plugin writes the note after the rules, and blocks until the FIFO has a reader
 	must(t, os.Remove(file))
 	must(t, unix.Mkfifo(file, 0o600))
 	opened := make(chan error, 1)
@@ -160,7 +161,7 @@ func TestFlushBeforePortsOpen(t *testing.T) {
 }
 
 // A bridge whose network has no pod goes to no other network while one is being attached.
-func TestBridgeOfAnAdd(t *testing.T) {
+func TestBridgeKeepsNetworkDuringAdd(t *testing.T) {
 	ours, theirs := newBed(t, nil), newBed(t, nil)
 	left := ours.attached(nil)
 	must(t, left.del())
@@ -193,7 +194,7 @@ func TestBridgeOfAnAdd(t *testing.T) {
 }
 
 // Of two networks that begin at the same time with the same bridge, or with the same addresses, one has them.
-func TestNetworksBeginTogether(t *testing.T) {
+func TestConcurrentNetworksShareNoBridge(t *testing.T) {
 	for what, second := range map[string]map[string]any{"bridge": {"subnets": []string{"10.98.0.0/24"}}, "subnet": {"bridge": "bn1", "subnets": []string{"10.99.0.0/16"}}} {
 		for range 10 {
 			beds := []*bed{newBed(t, nil), newBed(t, second)}
@@ -213,7 +214,7 @@ func TestNetworksBeginTogether(t *testing.T) {
 			}
 			winner := pods[1-loser]
 			if bridge, err := links.FindBridge(winner.conf["bridge"].(string)); err != nil || !bridge.BelongsTo(winner.key()) {
-				t.Errorf("the bridge is not that of the network whose ADD succeeds; %v", err)
+				t.Errorf("the bridge does not belong to the network whose ADD succeeded; %v", err)
 			}
 			for _, p := range pods {
 				must(t, p.del())
@@ -226,8 +227,9 @@ func TestNetworksBeginTogether(t *testing.T) {
 	}
 }
 
-// Who is stuck with the lock of a network's addresses has no DEL wait for ever, nor an ADD that fails: they say which lock it is, and what they leave is found later.
-func TestLockOfAddressesIsNotWaitedForInVain(t *testing.T) {
+// With a stuck holder of the lock of addresses, DEL and a failing ADD return an error that names
+// the lock. A later DEL removes the rest.
+func TestStuckAddressLockIsReported(t *testing.T) {
 	b := newBed(t, nil)
 	b.plugin.lockPatience = time.Millisecond
 	first := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -267,8 +269,8 @@ func (b *bed) collect() error {
 	return err
 }
 
-// Of a pod that went without a DEL, as all do with the power, no host port is opened again.
-func TestPortsOfTheDead(t *testing.T) {
+// A pod that vanished without DEL, as in a power cut, must not get its host ports back.
+func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	dead := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
@@ -283,14 +285,14 @@ func TestPortsOfTheDead(t *testing.T) {
 			t.Errorf("open is %s", p)
 		}
 	}
-	next := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80})) // nobody's
+	next := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80})) // not the vanished pod's
 	must(t, dead.del())
 	if open := b.openPorts(); len(open) != 4 || !slices.ContainsFunc(open, func(p rules.HostPort) bool { return p.Pod.String() == next.ip(false) }) {
 		t.Errorf("open after the DEL of the dead are %v", open)
 	}
 }
 
-// What a version before keys has left is taken over: the bridge, with its addresses, and the rules.
+// The network takes over the bridge, with its addresses, and the rules of a version before keys.
 func TestEarlierVersion(t *testing.T) {
 	b := newBed(t, nil)
 	must(t, b.attached(nil).del())
@@ -302,7 +304,7 @@ func TestEarlierVersion(t *testing.T) {
 		table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + name})
 		conn.AddChain(&nftables.Chain{Table: table, Name: marker})
 	}
-	for what, alias := range map[string]string{"the first": "", "one that took it for somebody else's": "berth-net bridge found by " + b.key()} {
+	for what, alias := range map[string]string{"the first": "", "a network that took it for another program's": "berth-net bridge found by " + b.key()} {
 		must(t, netlink.LinkSetAlias(link, alias))
 		addressed(t, "bn0", "10.97.0.1/24")
 		conn.FlushRuleset()

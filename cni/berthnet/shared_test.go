@@ -50,10 +50,10 @@ func TestOtherDirectories(t *testing.T) {
 	}
 	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 	if left := ours.traces(); !strings.Contains(left, links.PortName(pod.id, "eth0")) || strings.Contains(other.traces(), links.PortName(others.id, "eth0")) {
-		t.Errorf("GC of two others, one of which has a pod, leaves\n%s\n%s", left, other.traces())
+		t.Errorf("GC of two other networks, one with a pod, leaves\n%s\n%s", left, other.traces())
 	}
 	if _, err := pod.call("GC", "", nil); codeOf(err) != types.ErrInvalidNetworkConfig {
-		t.Errorf("GC that is not told what is valid: %v", err)
+		t.Errorf("GC without valid attachments: %v", err)
 	}
 	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 
@@ -85,8 +85,8 @@ func TestForeignBridge(t *testing.T) {
 	addressed(t, "bn0", "192.0.2.129/25")
 	link, err := netlink.LinkByName("bn0")
 	must(t, err)
-	must(t, netlink.LinkSetAlias(link, "somebody's"))
-	if err := b.pod(nil).add(); codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "somebody's") {
+	must(t, netlink.LinkSetAlias(link, "foreign"))
+	if err := b.pod(nil).add(); codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "foreign") {
 		t.Errorf("a bridge with an alias: %v", err)
 	}
 	must(t, netlink.LinkSetAlias(link, ""))
@@ -96,7 +96,7 @@ func TestForeignBridge(t *testing.T) {
 	}
 }
 
-// flushRuleset is what a reload of nftables.service begins with.
+// flushRuleset does the same as a reload of nftables.service.
 func flushRuleset(t *testing.T) {
 	t.Helper()
 	conn, err := nftables.New()
@@ -105,7 +105,8 @@ func flushRuleset(t *testing.T) {
 	must(t, conn.Flush())
 }
 
-// rewriteRuleset deletes all rules in one transaction with new ones, some of which come before.
+// rewriteRuleset deletes all rules in a transaction that also adds some, before of them ahead of
+// the deletion.
 func rewriteRuleset(t *testing.T, before int) {
 	t.Helper()
 	conn, err := nftables.New()
@@ -125,7 +126,7 @@ func rewriteRuleset(t *testing.T, before int) {
 	must(t, conn.Flush())
 }
 
-// Who deletes all rules of the packet filter cuts no pod off for long: ADD and STATUS write them again, and where the kernel tells of it, it takes a moment.
+// ADD, STATUS and Watch restore deleted rules.
 func TestFlushedRuleset(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
@@ -174,12 +175,12 @@ func TestFlushedRuleset(t *testing.T) {
 	must(t, <-ended)
 }
 
-// ownTable is the network's, as others change it.
+// ownTable returns the network's table, to be changed as other programs do.
 func (b *bed) ownTable() *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + b.key()}
 }
 
-// marker is the chain that tells what the network's table was made from.
+// marker returns the marker chain of the network's table.
 func (b *bed) marker(conn *nftables.Conn) *nftables.Chain {
 	b.t.Helper()
 	all, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
@@ -193,7 +194,8 @@ func (b *bed) marker(conn *nftables.Conn) *nftables.Chain {
 	return nil
 }
 
-// Who deletes the rules of the network's table, but neither it nor its chains (nft flush table), is noticed by CHECK, and mended by STATUS and ADD.
+// "nft flush table" deletes the rules but neither the table nor its chains. CHECK reports it, and
+// STATUS and ADD restore the rules.
 func TestFlushedTable(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
@@ -273,8 +275,8 @@ func TestMarkerWithoutRule(t *testing.T) {
 	}
 }
 
-// What keeps the rules from being written when somebody deletes them may pass: they are written then, though nobody asks.
-func TestFlushedRulesetIsTriedAgain(t *testing.T) {
+// Watch retries a failed restore.
+func TestWatchRetriesRestore(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	ctx, stop := context.WithCancel(context.Background())
@@ -318,7 +320,7 @@ func (l logged) await(t *testing.T, what string) {
 	}
 }
 
-// A flush in the middle of the rules' being written does not take open host ports away for good: who writes them does it again, or has others do it.
+// A flush while the rules are being written must not close host ports for good.
 func TestFlushWhileInstalling(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -337,7 +339,7 @@ func TestFlushWhileInstalling(t *testing.T) {
 	others := &rules.Filter{}
 	defer func() { must(t, others.Close()) }()
 	for i := range 120 {
-		network.Masquerade = !network.Masquerade // a table that is there, and is to be changed
+		network.Masquerade = !network.Masquerade // forces a change of the existing table
 		installed := make(chan error, 1)
 		go func() { installed <- b.plugin.filter.Install(network, pods) }()
 		for range i % 12 { // the flush comes a little later each time
@@ -357,7 +359,6 @@ func TestFlushWhileInstalling(t *testing.T) {
 	}
 }
 
-// What was switched off on the node is on again after STATUS.
 func TestSettings(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
@@ -472,7 +473,8 @@ func TestManyHostPorts(t *testing.T) {
 	}
 }
 
-// Who redirects otherwise, as kube-proxy does with node ports, does not open a way in through isolation, and keeps clients' addresses.
+// Redirections by other programs, such as kube-proxy's node ports, do not bypass isolation, and
+// keep clients' addresses.
 func TestOthersRedirections(t *testing.T) {
 	newWorld(t)
 	for _, isolated := range []bool{false, true} {
@@ -496,7 +498,7 @@ func TestOthersRedirections(t *testing.T) {
 	}
 }
 
-// redirect is a rule of somebody else's that redirects a port of the node.
+// redirect adds another program's rule that redirects a port of the node.
 func redirect(t *testing.T, port uint16, ip string, to uint16) {
 	t.Helper()
 	conn, err := nftables.New()
@@ -559,7 +561,7 @@ func flowsTo(t *testing.T, port uint16) (all []string) {
 }
 
 // A pod that DEL has cut off gets nothing any more by setting its device down and up.
-func TestDelCutsOffForGood(t *testing.T) {
+func TestCutPortStaysDisabled(t *testing.T) {
 	b := newBed(t, nil)
 	server, client := b.attached(nil), b.attached(nil)
 	answering(t, server.netns, "tcp", 80)
@@ -580,7 +582,7 @@ func TestDelCutsOffForGood(t *testing.T) {
 	conversation{"pod to pod that was cut off", client.netns, "tcp4", "80", server.ip(false), ""}.check(t)
 }
 
-// Firewalls that drop what they do not know are named, until they know the bridge.
+// Firewalls that drop unknown packets are reported until they have a rule for the bridge.
 func TestObstacles(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, map[string]any{"subnets": []string{subnet4, "2001:db8::/48"}})
@@ -663,7 +665,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 					t.Errorf("%s: %v; %q is named: %v", when, found, want, named)
 				}
 			}
-			before, _ := os.ReadFile(family.tables) // there is none where nobody has used such rules since the boot
+			before, _ := os.ReadFile(family.tables) // missing if no program has used such rules since the boot
 			about("before", false)
 			if after, _ := os.ReadFile(family.tables); string(after) != string(before) {
 				t.Errorf("by the look the tables %q become %q", before, after)
@@ -700,7 +702,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 				about(strings.Join(c.rule, " "), c.named)
 				run("-F", "FORWARD")
 			}
-			run("-N", "users") // a chain of somebody's, where the rule may be
+			run("-N", "users") // another program's chain that may have the rule
 			run("-A", "FORWARD", "-j", "users")
 			about("with a jump", true)
 			run("-A", "users", "-i", "bn0", "-j", "ACCEPT")

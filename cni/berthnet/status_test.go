@@ -35,15 +35,15 @@ func TestStatusRefuses(t *testing.T) {
 		want    string
 	}{
 		{"the bridge of another network with pods", nil, func(t *testing.T) { newBed(t, nil).attached(nil) }, "has 1 pods of network test-"},
-		{"a bridge that somebody says is his", nil, func(t *testing.T) {
+		{"a bridge with a foreign alias", nil, func(t *testing.T) {
 			must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
 			link, err := netlink.LinkByName("bn0")
 			must(t, err)
-			must(t, netlink.LinkSetAlias(link, "somebody's"))
-		}, `has the alias "somebody's"`},
+			must(t, netlink.LinkSetAlias(link, "foreign"))
+		}, `has the alias "foreign"`},
 		{"no place for addresses", map[string]any{"dataDir": "/dev/null/x"}, func(*testing.T) {}, "not a directory"},
-		{"no subnet", map[string]any{"subnets": []string{}}, func(*testing.T) {}, "no subnet is given"},
-		{"something else of the bridge's name", map[string]any{"bridge": "outside"}, func(*testing.T) {}, "outside is no bridge"},
+		{"no subnet", map[string]any{"subnets": []string{}}, func(*testing.T) {}, "neither subnets nor ipRanges"},
+		{"something else of the bridge's name", map[string]any{"bridge": "outside"}, func(*testing.T) {}, "outside is not a bridge"},
 		{"an address of the node", map[string]any{"subnets": []string{"192.0.2.0/24"}}, func(*testing.T) {}, "192.0.2.1/24"},
 		{"a route of the node", nil, func(t *testing.T) {
 			_, dst, err := net.ParseCIDR("10.99.0.128/25")
@@ -78,7 +78,7 @@ func TestStatusRefuses(t *testing.T) {
 		})
 	}
 	if err := newBed(t, nil).status(nil); err != nil {
-		t.Errorf("STATUS of a network in nobody's way: %v", err)
+		t.Errorf("STATUS of a network without conflicts: %v", err)
 	}
 }
 
@@ -96,7 +96,8 @@ func bridges(t *testing.T) string {
 	return strings.Join(names, ", ")
 }
 
-// The runtime's ranges count where it gives some, as for ADD, and may come with the pods only; a bridge whose network has no pods any more is in nobody's way.
+// STATUS uses the runtime's ranges like ADD, or accepts that only ADD gets them. A bridge whose
+// network has no pods is free.
 func TestStatusAllows(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, map[string]any{"subnets": []string{"192.0.2.0/24"}})
@@ -119,8 +120,9 @@ func TestStatusAllows(t *testing.T) {
 	}
 }
 
-// That nobody else has a network's addresses STATUS knows for a while; an ADD looks, and STATUS after an ADD that is refused.
-func TestStatusRemembersNoOverlap(t *testing.T) {
+// STATUS caches that no other network has the addresses. ADD looks each time, and drops the cache
+// when it is refused.
+func TestStatusCachesOverlap(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
 	must(t, err)
@@ -160,7 +162,7 @@ func TestStatusWithoutClassifier(t *testing.T) {
 	}
 }
 
-// A kernel that can't have the rules is found out before the first pod, by a try that is not repeated once it was a success.
+// STATUS tries the rules before the first pod, until a trial succeeds.
 func TestStatusWithoutRules(t *testing.T) {
 	b := newBed(t, nil)
 	tries := 0
@@ -202,11 +204,10 @@ func TestStatusWithoutRules(t *testing.T) {
 	flushRuleset(t)
 	must(t, seen.status(nil))
 	if tries != 0 {
-		t.Errorf("another process tries %d times what is there", tries)
+		t.Errorf("another process tries installed rules %d times", tries)
 	}
 }
 
-// Rules are tried where nobody sees them; what the kernel refuses is an error.
 func TestTryRules(t *testing.T) {
 	b := newBed(t, nil)
 	n := rules.Network{Key: b.key(), Name: "test", Bridge: "bn0", Masquerade: true, IsolatePods: true, IsolateIngress: true, IsolateNode: true,
@@ -222,7 +223,7 @@ func TestTryRules(t *testing.T) {
 }
 
 // Where pods that are there may be cut off the code is 51.
-func TestStatusOfPodsThatAreThere(t *testing.T) {
+func TestStatusRestoresExistingPods(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	flushRuleset(t)
@@ -239,7 +240,7 @@ func TestStatusOfPodsThatAreThere(t *testing.T) {
 	}
 }
 
-// Who deletes the directory of addresses and all rules of the packet filter leaves a node that can be used.
+// The node works again after its directory of addresses and all rules were deleted.
 func TestStatusWithoutDirectory(t *testing.T) {
 	b := newBed(t, nil)
 	must(t, b.attached(nil).del())
@@ -249,7 +250,7 @@ func TestStatusWithoutDirectory(t *testing.T) {
 	must(t, b.attached(nil).del())
 }
 
-// A node is not ready whose pods' addresses can't be locked, though nothing is to be written for now.
+// A node whose addresses cannot be locked is not ready, even if nothing is to be written.
 func TestStatusWithoutLock(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
@@ -264,7 +265,7 @@ func TestStatusWithoutLock(t *testing.T) {
 	must(t, pod.del())
 }
 
-// Nor is one ready on which somebody has the lock of bridges, and is stuck: each ADD would wait for it in vain.
+// A stuck holder of the lock of bridges makes the node not ready, since each ADD would fail.
 func TestStatusWithLockHeld(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(nil)

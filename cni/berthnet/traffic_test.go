@@ -142,7 +142,7 @@ func ask(path, network, address string, patience time.Duration) (seen string, er
 
 const (
 	patience = time.Minute            // twice the longest pause between two tries to write rules
-	dropped  = 300 * time.Millisecond // what is dropped is never answered
+	dropped  = 300 * time.Millisecond // a dropped packet gets no answer
 )
 
 // conversation is one that is expected.
@@ -169,7 +169,7 @@ func (c conversation) check(t *testing.T) {
 	}
 }
 
-// Packets get where they shall, as whom they shall.
+// Each packet arrives or not as expected, with the expected source.
 func TestTraffic(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
@@ -229,7 +229,8 @@ func TestTraffic(t *testing.T) {
 	}
 }
 
-// What pods send to the node's loopback addresses does not arrive, although the bridge's answers to them do (CVE-2020-8558).
+// Packets from pods to the node's loopback addresses are dropped. Answers of pods to them pass
+// (CVE-2020-8558).
 func TestLoopbackIsGuarded(t *testing.T) {
 	b := newBed(t, map[string]any{"checkSource": false}) // or it would be dropped before
 	reachLoopback(t, b.attached(nil))
@@ -316,7 +317,7 @@ func routeTo(t *testing.T, subnet, gateway string) {
 }
 
 // A client that goes on sending to a UDP host port from one source reaches whose it is by then.
-func TestFlowsAreForgotten(t *testing.T) {
+func TestFlowsOfClosedPortsAreDeleted(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
 	port := hostPorts(map[string]any{"hostPort": 8081, "containerPort": 81, "protocol": "udp"})
@@ -341,7 +342,7 @@ func TestFlowsAreForgotten(t *testing.T) {
 		pod := b.pod(port)
 		must(t, pod.add())
 		answering(t, pod.netns, "udp", 81)
-		_ = exchange(dropped) // what is pending of the unreachable port before
+		_ = exchange(dropped) // drains the errors of the earlier datagram
 		if err := exchange(patience); err != nil {
 			t.Errorf("the pod is not reached: %v", err)
 		}

@@ -10,10 +10,10 @@ import (
 	"berth/internal/host"
 )
 
-// DefaultAppArmorProfile is the profile that RuntimeDefault stands for.
+// DefaultAppArmorProfile is the profile of RuntimeDefault.
 const DefaultAppArmorProfile = "berth-default"
 
-// AppArmorProfile reads the profile field or its deprecated forerunner. Not asking means
+// AppArmorProfile reads the profile field or its deprecated predecessor. Neither means
 // RuntimeDefault (kubernetes#51746).
 func AppArmorProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	r := NewProfile(p, deprecated)
@@ -23,9 +23,9 @@ func AppArmorProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	return r
 }
 
-// SetAppArmor confines the process. A profile that is asked for must be there, a localhost
-// profile also for a privileged container. A container that asks for none gets the default profile
-// where the kernel has it loaded, as with containerd.
+// SetAppArmor sets the process's profile. A requested profile must be loaded, and a localhost
+// profile even for a privileged container. Without a request the container gets the default profile
+// if the kernel has it loaded, as with containerd.
 func SetAppArmor(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) error {
 	if err := r.check("apparmor"); err != nil {
 		return err
@@ -55,7 +55,7 @@ func SetAppArmor(r Profile, privileged bool, facts host.Facts, files Files, spec
 		return errdefs.FailedPrecondition("apparmor: profile %q is not loaded", name)
 	case r.set:
 		return errdefs.FailedPrecondition("apparmor: RuntimeDefault wanted, but its profile %q is not loaded: %s",
-			name, cmp.Or(facts.NoAppArmorProfile, "somebody has unloaded it"))
+			name, cmp.Or(facts.NoAppArmorProfile, "it was unloaded"))
 	}
 	return nil
 }

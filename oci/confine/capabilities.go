@@ -12,7 +12,7 @@ import (
 	"berth/internal/host"
 )
 
-// defaultCapabilities are Docker's and containerd's.
+// defaultCapabilities are the defaults of Docker and containerd.
 var defaultCapabilities = []string{
 	"CAP_CHOWN",
 	"CAP_DAC_OVERRIDE",
@@ -68,11 +68,12 @@ func normalizeCapabilities(names []string) ([]string, error) {
 	return out, nil
 }
 
-// Capabilities returns a process's sets: the default ones or, privileged, all, changed by
-// what the CRI config adds and drops. A dropped one is in no set, even if it is added too.
+// Capabilities returns a process's sets: the default ones, or all for a privileged container,
+// changed by the CRI config's additions and drops. A dropped capability is in no set, even if it is
+// added too.
 //
-// None is inheritable (CVE-2022-24769), but for the ambient ones: the kernel raises no
-// capability to ambient that is not inheritable (capabilities(7)).
+// Only ambient capabilities are inheritable (CVE-2022-24769): the kernel raises no other ones to
+// ambient (capabilities(7)).
 func Capabilities(c *runtimeapi.Capability, privileged bool, facts host.Facts) (*specs.LinuxCapabilities, error) {
 	if privileged {
 		return capabilitySets(facts.Capabilities, nil), nil
@@ -105,7 +106,7 @@ func grantedCapabilities(add, drop []string, facts host.Facts) ([]string, error)
 	set := make(map[string]bool)
 	start := defaultCapabilities
 	switch {
-	case slices.Contains(drop, allCapabilities): // also if ALL is added, as in containerd
+	case slices.Contains(drop, allCapabilities): // even if ALL is added, as in containerd
 		start = nil
 	case slices.Contains(add, allCapabilities):
 		start = facts.Capabilities

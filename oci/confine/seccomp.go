@@ -1,11 +1,12 @@
-// Package confine has what the kernel lets a process do: capabilities, seccomp filters, AppArmor profiles and
-// SELinux labels, from what the CRI asks for.
+// Package confine converts the CRI's requests for capabilities, seccomp filters, AppArmor profiles
+// and SELinux labels to a runtime-spec.
 //
 // # Contract
 //
-// It is pure but for drawing SELinux categories, and asks about files of the host through Files. What can't be given
-// is refused, but for SELinux labels on a host without SELinux, which every kubelet may send. InvalidArgument names the
-// field; FailedPrecondition is what the host lacks.
+// The package is pure, except that it draws random SELinux categories. It reads the host's files
+// through Files. It refuses requests that the host cannot fulfil, except for SELinux labels on a
+// host without SELinux, which every kubelet may send. InvalidArgument names the field;
+// FailedPrecondition names what the host lacks.
 package confine
 
 import (
@@ -24,7 +25,7 @@ import (
 	"berth/internal/host"
 )
 
-// Files is what must be known of the host's files.
+// Files gives access to the host's files.
 type Files interface {
 	// ReadProfile reads a seccomp profile in JSON.
 	ReadProfile(path string) ([]byte, error)
@@ -34,16 +35,16 @@ type Files interface {
 
 const localhostPrefix = "localhost/"
 
-// Profile is what a seccomp or AppArmor field asks for.
+// Profile is the request of a seccomp or AppArmor field.
 type Profile struct {
 	kind runtimeapi.SecurityProfile_ProfileType
 	ref  string // Localhost: a path (seccomp) or a name (AppArmor)
-	set  bool   // false: nothing is asked for
-	bad  string // not empty: a deprecated string without meaning
+	set  bool   // false: no request
+	bad  string // a deprecated string without meaning, "" if there is none
 }
 
-// NewProfile reads a profile field or, where it is missing, its deprecated
-// forerunner, a string. Neither means Unconfined.
+// NewProfile reads a profile field or, without one, its deprecated predecessor, a string. Neither
+// means Unconfined.
 func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	if p != nil {
 		return Profile{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}
@@ -81,9 +82,8 @@ func (r Profile) check(field string) error {
 	return nil
 }
 
-// SetSeccomp installs the filter that is asked for. No request means none, says the
-// CRI. The default profile depends on the capabilities already in spec, and on the
-// running kernel and architecture.
+// SetSeccomp sets the requested filter. Without a request there is none, as the CRI specifies. The
+// default profile depends on the capabilities in spec, and on the running kernel and architecture.
 func SetSeccomp(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) (err error) {
 	if err := r.check("seccomp"); err != nil {
 		return err
@@ -125,9 +125,9 @@ func localhostProfile(ref string, files Files, spec *specs.Spec) (*specs.LinuxSe
 	return profile, nil
 }
 
-// parseProfile reads a profile in Docker's JSON form, of which the runtime-spec's is a
-// subset, and resolves its conditions. It must restrict something: an empty
-// profile is more likely a broken file than a wish.
+// parseProfile reads a profile in Docker's JSON form, a superset of the runtime-spec's, and
+// resolves its conditions. It refuses an empty profile, which is more likely a broken file than
+// intended.
 func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 	var config seccomp.Seccomp
 	if err := json.Unmarshal(body, &config); err != nil {
@@ -148,8 +148,8 @@ func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 	return profile, checkProfile(profile)
 }
 
-// checkProfile finds words that libcontainer does not know before it does: at launch they
-// would be an internal error.
+// checkProfile refuses words that libcontainer does not support. At launch they would be an
+// internal error.
 func checkProfile(p *specs.LinuxSeccomp) error {
 	if !seccompActions[p.DefaultAction] {
 		return fmt.Errorf("unknown defaultAction %q", p.DefaultAction)

@@ -11,20 +11,19 @@ import (
 	"berth/internal/host"
 )
 
-// Labels are what SELinux knows a pod or container by. Both are empty on a host
-// without SELinux.
+// Labels are the SELinux labels of a pod or container, empty on a host without SELinux.
 type Labels struct {
 	Process string `json:"process,omitempty"`
-	Mount   string `json:"mount,omitempty"` // of its root filesystem, and of what else is its own
+	Mount   string `json:"mount,omitempty"` // of its root filesystem and its own mounts
 }
 
-// NewLabels decides the labels of a container, or of a pod for which the pod argument
-// is empty. Without options of its own a container has its pod's labels. Else, as far as
-// the options leave the categories open, they are drawn at random and belong to
-// this container until selinux.ReleaseLabel: so this is done once, and written
-// down. Hosts without SELinux ignore all of it, as do containerd and CRI-O.
+// NewLabels returns the labels of a container, or of a pod if the pod argument is empty. Without
+// options of its own a container has its pod's labels. Otherwise categories that the options leave
+// open are drawn at random. They belong to this container until selinux.ReleaseLabel, so the caller
+// calls NewLabels once and records the result. Like containerd and CRI-O, berth ignores the options
+// on hosts without SELinux.
 //
-// InvalidArgument for options that are no part of a label.
+// InvalidArgument for invalid options.
 func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Labels, error) {
 	options, err := labelOptions(o)
 	if err != nil || !facts.SELinux {
@@ -40,8 +39,8 @@ func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Label
 	return Labels{Process: process, Mount: mount}, nil
 }
 
-// SetSELinux labels the process and the mounts. A privileged container's process has no label
-// of its own: restrictions are not applied to it (LinuxContainerSecurityContext.privileged).
+// SetSELinux sets the labels of the process and the mounts. A privileged container's process has no
+// label, since restrictions do not apply to it (LinuxContainerSecurityContext.privileged).
 func SetSELinux(labels Labels, privileged bool, spec *specs.Spec) {
 	spec.Linux.MountLabel = labels.Mount
 	if !privileged {

@@ -1,10 +1,10 @@
-// Package users finds out who a container's processes are: from what is asked for, the image's USER, and
-// the image's /etc/passwd and /etc/group.
+// Package users determines the user and groups of a container's processes from the request, the
+// image's USER, and the image's /etc/passwd and /etc/group.
 //
 // # Contract
 //
-// It is pure. The files may be anybody's: what is no plain entry is none, and an ID that anybody might read as
-// another is refused. Everything wrong is InvalidArgument: it comes from the request or the image.
+// The package is pure. The files are untrusted: malformed entries are ignored, and ambiguous IDs
+// are refused. All errors are InvalidArgument, since they come from the request or the image.
 package users
 
 import (
@@ -20,13 +20,13 @@ import (
 	"berth/internal/errdefs"
 )
 
-// MaxFile is the size in bytes beyond which an /etc/passwd or /etc/group is not
-// worth reading: callers refuse it (CVE-2026-47262).
+// MaxFile is the size limit of /etc/passwd and /etc/group in bytes. Callers refuse larger files
+// (CVE-2026-47262).
 const MaxFile = 4 << 20
 
-// maxID is the highest user or group ID, as in containerd and runc. The kernel
-// takes more, but 4294967295 and 4294967296 have been read as "no change" and
-// as 0 (CVE-2024-40635).
+// maxID is the highest user or group ID, as in containerd and runc. The kernel accepts more, but
+// 4294967295 means "no change" to system calls, and 4294967296 was once truncated to 0
+// (CVE-2024-40635).
 const maxID = math.MaxInt32
 
 // maxGroups is the kernel's limit, NGROUPS_MAX.
@@ -35,21 +35,21 @@ const maxGroups = 65536
 // User is the identity of a process in a container.
 type User struct {
 	UID, GID uint32
-	// Groups are all groups of the process with GID among them, ascending, no duplicates.
+	// Groups are all groups of the process including GID, ascending and distinct.
 	Groups []uint32
-	Home   string // from passwd; empty if the user has no entry there
+	Home   string // from passwd; "" for a user without entry
 }
 
-// Request is who should be run as. ContainerRequest and SandboxRequest make it.
+// Request is a requested identity. Use ContainerRequest or SandboxRequest.
 type Request struct {
 	UID, GID  *int64 // run_as_user, run_as_group
 	Username  string // run_as_username
-	ImageUser string // the image's USER, taken if neither UID nor Username is set
+	ImageUser string // the image's USER, used if neither UID nor Username is set
 	Groups    []int64
 	Policy    runtimeapi.SupplementalGroupsPolicy // KEP-3619
 }
 
-// ContainerRequest returns who a container asks to run as.
+// ContainerRequest returns the identity that a container requests.
 func ContainerRequest(sc *runtimeapi.LinuxContainerSecurityContext, imageUser string) Request {
 	return Request{
 		UID:       int64Pointer(sc.GetRunAsUser()),
@@ -61,7 +61,7 @@ func ContainerRequest(sc *runtimeapi.LinuxContainerSecurityContext, imageUser st
 	}
 }
 
-// SandboxRequest returns who a pod asks to run its pause as.
+// SandboxRequest returns the identity that a pod requests for its pause.
 func SandboxRequest(sc *runtimeapi.LinuxSandboxSecurityContext, imageUser string) Request {
 	return Request{
 		UID:       int64Pointer(sc.GetRunAsUser()),
@@ -80,13 +80,12 @@ func int64Pointer(v *runtimeapi.Int64Value) *int64 {
 	return &n
 }
 
-// Resolve finds the identity that req asks for in the image's /etc/passwd and
-// /etc/group (nil: the image has none). A number is always an ID, whatever names
-// the files have; a name must be in the files. The primary group is, in this order:
-// run_as_group, the group part of USER, the user's in passwd, 0. With policy Merge
-// the user is also in the groups whose member lists name it.
+// Resolve finds the requested identity in the image's /etc/passwd and /etc/group, nil if missing. A
+// number is always an ID, even if an entry has it as name. A name must be in the files. The primary
+// group is run_as_group, the group part of USER, the user's group in passwd, or 0, in this order.
+// With policy Merge the user also gets the groups whose member lists name it.
 //
-// Everything wrong is InvalidArgument: it comes from the request or the image.
+// All errors are InvalidArgument, since they come from the request or the image.
 func Resolve(passwd, group []byte, req Request) (User, error) {
 	if err := req.check(); err != nil {
 		return User{}, err
@@ -109,7 +108,7 @@ func Resolve(passwd, group []byte, req Request) (User, error) {
 	return u, err
 }
 
-// CRI returns the identity as ContainerStatus reports it.
+// CRI returns the identity for ContainerStatus.
 func (u User) CRI() *runtimeapi.ContainerUser {
 	linux := &runtimeapi.LinuxContainerUser{Uid: int64(u.UID), Gid: int64(u.GID)}
 	for _, g := range u.Groups {
@@ -118,13 +117,13 @@ func (u User) CRI() *runtimeapi.ContainerUser {
 	return &runtimeapi.ContainerUser{Linux: linux}
 }
 
-// Spec returns the identity as a runtime-spec has it.
+// Spec returns the identity for a runtime-spec.
 func (u User) Spec() specs.User {
 	return specs.User{UID: u.UID, GID: u.GID, AdditionalGids: slices.Clone(u.Groups)}
 }
 
-// HomeVariable is a value for HOME. One that is no plain absolute path is not passed on: it
-// would reach programs that split lines (CVE-2022-4318).
+// HomeVariable returns the value of HOME. It returns "/" for anything but a plain absolute path,
+// which could reach programs that split lines (CVE-2022-4318).
 func (u User) HomeVariable() string {
 	if !strings.HasPrefix(u.Home, "/") || strings.ContainsFunc(u.Home, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 		return "/"
@@ -159,7 +158,7 @@ func (req Request) check() error {
 
 func validID(n int64) bool { return n >= 0 && n <= maxID }
 
-// names returns the user and the group as text, the group "" if it is not asked for.
+// names returns the user and the group as text. The group is "" if it is not requested.
 func (req Request) names() (user, group string, err error) {
 	switch {
 	case req.UID != nil:
@@ -181,14 +180,14 @@ func (req Request) names() (user, group string, err error) {
 	return user, group, nil
 }
 
-// parseID reads text that may be an ID. ok is false if it is a name; text that is a
-// number in any reader's eyes but no valid ID is an error.
+// parseID parses text that may be an ID. ok is false for a name. A number that is not a valid ID is
+// an error.
 func parseID(text string) (id uint32, ok bool, err error) {
 	digits := strings.TrimLeft(text, "+-")
 	if digits == "" || strings.Trim(digits, "0123456789") != "" {
 		return 0, false, nil
 	}
-	n, err := strconv.ParseUint(text, 10, 64) // takes no sign
+	n, err := strconv.ParseUint(text, 10, 64) // accepts no sign
 	if err != nil || n > maxID {
 		return 0, false, errdefs.InvalidArgument("ID %q is not between 0 and %d", text, maxID)
 	}
@@ -197,12 +196,12 @@ func parseID(text string) (id uint32, ok bool, err error) {
 
 // account is an entry of passwd, or a bare ID.
 type account struct {
-	name     string // empty for a user without an entry
+	name     string // "" without an entry
 	uid, gid uint32
 	home     string
 }
 
-// findAccount returns the first entry of passwd with the given name or, for a number, the given ID.
+// findAccount returns the first entry of passwd with the given name or ID.
 func findAccount(passwd []byte, user string) (account, error) {
 	id, numeric, err := parseID(user)
 	if err != nil {
@@ -220,8 +219,8 @@ func findAccount(passwd []byte, user string) (account, error) {
 	return account{uid: id}, nil
 }
 
-// parseAccount reads name:password:UID:GID:gecos:home:shell. A line whose IDs are not
-// plain numbers in range is no entry: read as 0 it would make its user root.
+// parseAccount parses name:password:UID:GID:gecos:home:shell. It ignores a line whose IDs are not
+// plain numbers in range, because an ID read as 0 would be root.
 func parseAccount(line []byte) (account, bool) {
 	fields := bytes.SplitN(bytes.TrimSpace(line), []byte(":"), 7)
 	if len(fields) < 4 || len(fields[0]) == 0 || fields[0][0] == '#' {
@@ -247,7 +246,7 @@ func entryID(field []byte) (uint32, bool) {
 	return id, ok && err == nil
 }
 
-// parseGroup reads name:password:GID:member,member.
+// parseGroup parses name:password:GID:member,member.
 func parseGroup(line []byte) (name []byte, gid uint32, members []byte, ok bool) {
 	fields := bytes.SplitN(bytes.TrimSpace(line), []byte(":"), 4)
 	if len(fields) < 3 || len(fields[0]) == 0 || fields[0][0] == '#' {
@@ -275,8 +274,8 @@ func findGroup(file []byte, group string) (uint32, error) {
 	return 0, errdefs.InvalidArgument("group %q is not in the image's /etc/group", group)
 }
 
-// allGroups returns the primary group, the requested ones and, with policy Merge, those
-// of the image that name the user.
+// allGroups returns the primary group, the requested ones and, with policy Merge, the image's
+// groups that name the user.
 func allGroups(file []byte, user string, primary uint32, req Request) ([]uint32, error) {
 	groups := []uint32{primary}
 	for _, g := range req.Groups {

@@ -1,12 +1,12 @@
-// Package metrics has the metrics that kubelet gives to Prometheus at /metrics/cadvisor when it asks the
-// runtime instead of cAdvisor (KEP-2371): with cAdvisor's names, labels, types and
-// meanings, so that dashboards need no change. Values are whole numbers in CRI, so seconds
-// lose their fraction.
+// Package metrics computes the metrics that kubelet offers Prometheus at /metrics/cadvisor when it
+// asks the runtime instead of cAdvisor (KEP-2371). Names, labels, types and meanings are
+// cAdvisor's, so dashboards need no change. CRI's values are whole numbers, so seconds lose their
+// fraction.
 //
 // # Contract
 //
-// Pure: it is given what was measured. What was not measured is left out. All that is returned is among the Descriptors, and nothing is
-// there twice with the same labels.
+// The package is pure: it converts measurements. Missing measurements are left out. Each returned
+// metric is in Descriptors, and no two have the same name and labels.
 package metrics
 
 import (
@@ -23,14 +23,14 @@ import (
 	"berth/sandbox/stats"
 )
 
-// baseLabels are the labels of every metric, as kubelet has cAdvisor set them: id is the
-// cgroup, name the ID of the container or pod.
+// baseLabels are the labels of every metric, as kubelet configures cAdvisor. id is the cgroup, name
+// the ID of the container or pod.
 var baseLabels = []string{"container", "id", "image", "name", "namespace", "pod"}
 
-// podContainer stands for the pod itself where metrics are the pod's network.
+// podContainer is the container label of a pod's network metrics.
 const podContainer = "POD"
 
-// measured is what metrics are taken from. Parts that are nil are not there.
+// measured is the input of metrics. Missing parts are nil.
 type measured struct {
 	usage      *stats.Usage
 	detail     *cgstats.Detail
@@ -40,15 +40,15 @@ type measured struct {
 	interfaces []cgstats.Interface
 }
 
-// emit gives one value with the values of the metric's own labels.
+// emit adds one value with the values of the metric's own labels.
 type emit func(v uint64, labels ...string)
 
-// metric describes one metric and tells how it is taken.
+// metric describes one metric and computes its values.
 type metric struct {
 	name, help string
 	kind       runtimeapi.MetricType
-	labels     []string                  // beside baseLabels
-	counted    func(*measured) time.Time // when that was done in the background; nil: values are of now
+	labels     []string                  // besides baseLabels
+	counted    func(*measured) time.Time // time of a background measurement; nil: now
 	values     func(m *measured, emit emit)
 }
 
@@ -60,7 +60,7 @@ const (
 	gauge   = runtimeapi.MetricType_GAUGE
 )
 
-// metrics are in the order in which they are answered.
+// metrics are in the order of answers.
 var metrics = slices.Concat(cpuMetrics, memoryMetrics, diskMetrics, networkMetrics, processMetrics, specMetrics, pressureMetrics)
 
 var cpuMetrics = []metric{
@@ -88,7 +88,7 @@ var memoryMetrics = []metric{
 	{name: "container_memory_rss", help: "Size of RSS in bytes.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.RSS })},
 	{name: "container_memory_kernel_usage", help: "Size of kernel memory allocated in bytes.", kind: gauge,
-		values: func(m *measured, emit emit) { // which version of cgroups tells, and where, differs
+		values: func(m *measured, emit emit) { // cgroup v1 and v2 have different ones
 			switch {
 			case m.detail != nil && m.detail.KernelMemory.Known:
 				emit(m.detail.KernelMemory.Value)
@@ -117,7 +117,7 @@ var memoryMetrics = []metric{
 			if m.usage == nil || !m.usage.Memory.Known {
 				return
 			}
-			for _, scope := range []string{"container", "hierarchy"} { // one and the same, as with cAdvisor
+			for _, scope := range []string{"container", "hierarchy"} { // both have the same value, as with cAdvisor
 				emit(m.usage.Memory.PageFaults, "pgfault", scope)
 				emit(m.usage.Memory.MajorPageFaults, "pgmajfault", scope)
 			}
@@ -190,7 +190,7 @@ var processMetrics = []metric{
 	{name: "container_ulimits_soft", help: "Soft ulimit values for the container root process. Unlimited if -1, except priority and nice", kind: gauge,
 		labels: []string{"ulimit"}, counted: ofSample,
 		values: ofProcesses(func(p *stats.Processes, emit emit) {
-			if p.MaxFiles != math.MaxUint64 { // CRI has no -1
+			if p.MaxFiles != math.MaxUint64 { // CRI values cannot be -1
 				emit(p.MaxFiles, "max_open_files")
 			}
 		})},
@@ -248,7 +248,7 @@ var pressureMetrics = []metric{
 
 func seconds64(nanoseconds uint64) uint64 { return nanoseconds / uint64(time.Second) }
 
-// limit is a limit as cAdvisor has it: 0 is none.
+// limit returns a limit in cAdvisor's form: 0 means none.
 func limit(v uint64) uint64 {
 	if v == cgstats.Unlimited {
 		return 0
@@ -256,7 +256,7 @@ func limit(v uint64) uint64 {
 	return v
 }
 
-// orDefault is a setting, or what the kernel takes where it was not made.
+// orDefault returns a setting, or the kernel's default if it is not set.
 func orDefault(v, unset int64) uint64 {
 	if v <= 0 {
 		v = unset
@@ -264,7 +264,7 @@ func orDefault(v, unset int64) uint64 {
 	return uint64(v)
 }
 
-// deviceName is the device's in /dev, or its numbers.
+// deviceName returns the device's name in /dev, or its numbers.
 func deviceName(d *cgstats.Device) string {
 	if d.Name == "" {
 		return fmt.Sprintf("%d:%d", d.Major, d.Minor)
@@ -280,7 +280,7 @@ func ofDetail(values func(*cgstats.Detail, emit)) func(*measured, emit) {
 	}
 }
 
-// ofFigure is for numbers that not every kernel tells.
+// ofFigure is for values that some kernels lack.
 func ofFigure(figure func(*cgstats.Detail) cgstats.Figure) func(*measured, emit) {
 	return ofDetail(func(d *cgstats.Detail, emit emit) {
 		if f := figure(d); f.Known {
@@ -293,7 +293,8 @@ func limitFigure(f cgstats.Figure) cgstats.Figure {
 	return cgstats.Figure{Value: limit(f.Value), Known: f.Known}
 }
 
-// ofTimes is for what is part of the usage on cgroup v2, and of the details on both.
+// ofTimes is for CPU times, which are part of the usage on cgroup v2, and of the details on both
+// versions.
 func ofTimes(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		switch {
@@ -305,7 +306,7 @@ func ofTimes(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	}
 }
 
-// ofQuota is for containers with a CPU quota only, as with cAdvisor.
+// ofQuota is for containers with a CPU quota, as with cAdvisor.
 func ofQuota(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.detail != nil && m.detail.CPU.QuotaKnown && m.container != nil && m.container.Resources.GetCpuQuota() > 0 {
@@ -383,7 +384,7 @@ func ofPressure(of func(*stats.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(
 	}
 }
 
-// Descriptors describe all metrics, in the order in which they are answered.
+// Descriptors returns the descriptors of all metrics in the order of answers.
 func Descriptors() []*runtimeapi.MetricDescriptor {
 	var all []*runtimeapi.MetricDescriptor
 	for _, m := range metrics {
@@ -392,15 +393,16 @@ func Descriptors() []*runtimeapi.MetricDescriptor {
 	return all
 }
 
-// OfContainer returns a container's metrics. image is the name that it was asked for by; detail is nil where it was not measured.
+// OfContainer returns a container's metrics. image is the image's name in the container's request.
+// detail is nil if it was not measured.
 func OfContainer(pod *state.Pod, image string, c *stats.ContainerUsage, detail *cgstats.Detail, filesystem *stats.Filesystem) []*runtimeapi.Metric {
 	md := pod.Config.GetMetadata()
 	labels := []string{c.Info.Config.GetMetadata().GetName(), c.Cgroup, image, c.Info.ID, md.GetNamespace(), md.GetName()}
 	return take(labels, &measured{usage: &c.Usage, detail: detail, container: c.Info, sample: c.Sample, filesystem: filesystem})
 }
 
-// OfPod returns those of the pod's cgroup, which have no container's name as with
-// cAdvisor, and those of its network, which all its containers share.
+// OfPod returns the metrics of the pod's cgroup, which have no container label as with cAdvisor,
+// and of the pod's network, which its containers share.
 func OfPod(stats *stats.PodUsage) []*runtimeapi.Metric {
 	md := stats.Info.Config.GetMetadata()
 	labels := func(container string) []string {
@@ -409,7 +411,7 @@ func OfPod(stats *stats.PodUsage) []*runtimeapi.Metric {
 	return append(take(labels(""), &measured{usage: &stats.Usage}), take(labels(podContainer), &measured{interfaces: stats.Interfaces})...)
 }
 
-// take returns the metrics that m has values for.
+// take computes all metrics that m has values for.
 func take(labels []string, m *measured) []*runtimeapi.Metric {
 	var all []*runtimeapi.Metric
 	for _, one := range metrics {

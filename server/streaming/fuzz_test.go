@@ -23,7 +23,7 @@ import (
 	"berth/sandbox/stream"
 )
 
-// counted runs sessions that take what they are sent, and counts them.
+// counted runs sessions that accept any input, and counts them.
 type counted struct {
 	sessions atomic.Int32
 	badPort  atomic.Int32
@@ -53,10 +53,10 @@ func (c *counted) PortForward(_ context.Context, _ string, port int32, stream io
 	return err
 }
 
-// FuzzConnections sends arbitrary bytes to the server, with the path of a session or without: only the token
-// begins one, once, and when the client has sent all its connection ends.
+// FuzzConnections sends arbitrary bytes to the server, with or without the path of a session. Only
+// the token begins a session, once, and the connection ends after the client's data.
 func FuzzConnections(f *testing.F) {
-	klog.LogToStderr(false) // the libraries complain of all that is odd
+	klog.LogToStderr(false) // the libraries log all unusual input
 	klog.SetOutput(io.Discard)
 	f.Cleanup(func() { klog.LogToStderr(true) })
 	runtime := &counted{}
@@ -90,7 +90,7 @@ func FuzzConnections(f *testing.F) {
 	f.Add(uint8(0), false, "GET", "/exec/../exec/AAAA", "Content-Length: 5\r\n", []byte("xGET / HTTP/1.1\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, kind uint8, known bool, method, more, header string, body []byte) {
 		target := more
-		if offered := s.offered(t, kind); known { // without any nobody is answered
+		if offered := s.offered(t, kind); known { // without a token the server accepts no connection
 			target = offered + more
 		}
 		runtime.sessions.Store(0)

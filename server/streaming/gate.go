@@ -20,30 +20,29 @@ const (
 	// maxUnidentified bounds the connections that have not shown a token. With a header of 64 KiB
 	// each they take 16 MiB.
 	maxUnidentified = 256
-	// silentTime is how long a connection that has sent nothing is kept when there are too many. It
-	// is short: other clients wait in the kernel's queue meanwhile, and a full queue drops them.
+	// silentTime is how long a silent connection is kept when there are too many. It is short
+	// because other clients wait in the kernel's queue, and a full queue drops them.
 	silentTime = 5 * time.Millisecond
-	// handshakeTime is the same for a connection that has sent data without a token, where that may
-	// be a TLS handshake.
+	// handshakeTime is how long a connection that has sent data without a token is kept when there
+	// are too many. The data may be a TLS handshake.
 	handshakeTime = 250 * time.Millisecond
 	// lateTime is how long connections are accepted after a token was used. A client that uses a
 	// URL twice gets a 404.
 	lateTime = 5 * time.Second
-	// maxQueue is more than the kernel queues of a listener (net.core.somaxconn, of which Go takes
-	// 16 bits).
+	// maxQueue exceeds the kernel's queue of a listener (net.core.somaxconn, of which Go uses 16
+	// bits).
 	maxQueue = 1 << 16
 )
 
 // gate is a listener that limits what connections without a token can use up. Any process of the
-// node may connect to the port, and the kernel does not tell which user owns a TCP connection. The
-// gate
-//   - accepts only while a token is outstanding, and resets connections made before, when nobody had
-//     a URL;
-//   - keeps few connections that have not shown a token. Where there are more it resets the oldest,
-//     beginning with those that have sent nothing. A connection whose request names a token is not
-//     counted, even if the server has not read the request. With TLS the request cannot be seen, so
-//     the client must finish its handshake and its request in time;
-//   - leaves descriptors for other uses (package descriptors).
+// node may connect to the port, and the kernel does not tell which user owns a TCP connection. So
+//   - it accepts only while a token is outstanding, and resets earlier connections, because no
+//     client had a URL then
+//   - it keeps few connections without a token. It resets the oldest surplus ones, first those that
+//     have sent nothing. A connection whose request names a token does not count, even if the
+//     server has not read the request. With TLS the request is not visible, so the client must
+//     finish its handshake and its request in time
+//   - it leaves descriptors for other uses (package fdquota)
 //
 // The gate keeps listening while it does not accept. Otherwise another process could take the port
 // (SO_REUSEADDR) and receive tokens.
@@ -52,18 +51,18 @@ type gate struct {
 	tokens   *tokens
 	quota    fdquota.Quota
 	most     int           // connections without a token
-	patience time.Duration // handshakeTime with TLS; without it a request shows its token at once
+	patience time.Duration // handshakeTime with TLS; 0 otherwise, because the first data shows the token
 	log      *slog.Logger
 	warned   lograte.Limiter
 
 	closed chan struct{}
 	close  sync.Once
 
-	mu     sync.Mutex    // guards what follows; tokens' lock is taken under it
-	late   time.Time     // until when late clients are answered
-	wake   chan struct{} // sent to, without waiting, when a first token is offered
-	silent list.List     // of *connection that have sent nothing, oldest first
-	spoken list.List     // of *connection that have sent something else than a token
+	mu     sync.Mutex    // guards the fields below; taken before tokens' lock
+	late   time.Time     // until then late clients get an answer
+	wake   chan struct{} // signalled when a first token is offered
+	silent list.List     // of *connection without data, oldest first
+	spoken list.List     // of *connection with data but no token
 }
 
 func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.Logger) (*gate, error) {
@@ -84,7 +83,7 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 func (g *gate) offer(add func() (string, error)) (string, error) {
 	token, drained, err := g.offerDrained(add)
 	if drained > 0 {
-		g.warned.Warn(g.log, "connections to the streaming server are reset, for they came before any session was offered", "connections", drained)
+		g.warned.Warn(g.log, "connections to the streaming server are reset: they came before any session was offered", "connections", drained)
 	}
 	return token, err
 }
@@ -109,9 +108,9 @@ func (g *gate) offerDrained(add func() (string, error)) (token string, drained i
 func (g *gate) drain() (drained int) {
 	raw, err := g.listener.SyscallConn()
 	if err != nil {
-		return 0 // it is closed
+		return 0 // closed
 	}
-	_ = raw.Control(func(fd uintptr) { // it fails when the listener is closed
+	_ = raw.Control(func(fd uintptr) { // fails only for a closed listener
 		for range maxQueue {
 			conn, _, err := unix.Accept4(int(fd), unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK)
 			if err == unix.EINTR || err == unix.ECONNABORTED {
@@ -128,14 +127,14 @@ func (g *gate) drain() (drained int) {
 	return drained
 }
 
-// used notes that a token has been used.
+// used records that a token has been used.
 func (g *gate) used() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.late = time.Now().Add(lateTime)
 }
 
-// openLocked reports whether a client may come. It needs the lock.
+// openLocked reports whether connections are accepted. The caller holds the lock.
 func (g *gate) openLocked() bool {
 	now := time.Now()
 	return now.Before(g.late) || g.tokens.outstanding(now)
@@ -166,7 +165,7 @@ func (g *gate) Accept() (net.Conn, error) {
 	}
 }
 
-// waitOpen waits until a client may come.
+// waitOpen waits until connections are accepted.
 func (g *gate) waitOpen() error {
 	for !g.open() {
 		select {
@@ -178,16 +177,16 @@ func (g *gate) waitOpen() error {
 	return nil
 }
 
-// admit makes a connection one of those without a token; nil if it has been reset.
+// admit adds a connection without a token. It returns nil if it reset the connection.
 func (g *gate) admit(conn *net.TCPConn) *connection {
 	if fd := descriptorOf(conn); !g.quota.Allows(fd) {
 		reset(conn)
-		g.warned.Warn(g.log, "connections to the streaming server are reset, for the file descriptors that are left are reserved", "descriptor", fd)
+		g.warned.Warn(g.log, "connections to the streaming server are reset: the remaining file descriptors are reserved", "descriptor", fd)
 		return nil
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.openLocked() { // it came while Accept waited for one
+	if !g.openLocked() { // the last token was used while Accept waited
 		reset(conn)
 		return nil
 	}
@@ -196,9 +195,9 @@ func (g *gate) admit(conn *net.TCPConn) *connection {
 	return c
 }
 
-// reset closes a connection so that nothing of it stays in the kernel.
+// reset closes a connection without leaving state in the kernel.
 func reset(conn *net.TCPConn) {
-	_ = conn.SetLinger(0) // it fails where the connection is lost
+	_ = conn.SetLinger(0) // fails only for a lost connection
 	_ = conn.Close()
 }
 
@@ -229,14 +228,15 @@ func (g *gate) makeRoom() error {
 				return net.ErrClosed
 			}
 		default:
-			g.warned.Warn(g.log, "connections to the streaming server are reset, for too many show no token of a session", "most", g.most)
+			g.warned.Warn(g.log, "connections to the streaming server are reset: too many show no token", "most", g.most)
 			_ = victim.SetLinger(0) // as in reset
 			_ = victim.Close()
 		}
 	}
 }
 
-// surplus returns the connection that is to be reset, and in what time; nil if there is room.
+// surplus returns the connection to reset next and the time to wait before that. It returns nil if
+// there is room.
 func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -246,7 +246,7 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 		if len(data) == 0 {
 			return c, silentTime - time.Since(c.accepted)
 		}
-		g.heardLocked(c, data) // it is not in silent any more
+		g.heardLocked(c, data) // moves it out of silent
 	}
 	if g.silent.Len()+g.spoken.Len() < g.most {
 		return nil, 0
@@ -255,8 +255,8 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	return c, g.patience - time.Since(c.accepted)
 }
 
-// heardLocked sorts a connection by the first bytes that it has sent: one that names a token is not
-// counted any more. It needs the lock.
+// heardLocked classifies a connection by its first bytes. One that names a token is not counted any
+// more. The caller holds the lock.
 func (g *gate) heardLocked(c *connection, data []byte) {
 	if c.in != &g.silent {
 		return
@@ -269,7 +269,7 @@ func (g *gate) heardLocked(c *connection, data []byte) {
 	c.in, c.place = &g.spoken, g.spoken.PushBack(c)
 }
 
-// forget takes a connection out of those without a token: it has shown one, or is closed.
+// forget removes a connection that has shown a token or is closed.
 func (g *gate) forget(c *connection) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -283,8 +283,8 @@ func (g *gate) forgetLocked(c *connection) {
 	}
 }
 
-// requested returns what the first line of an HTTP request says of a session, as server.go's
-// pattern has it.
+// requested parses the first line of an HTTP request for a session's kind and token, by the pattern
+// in server.go.
 func requested(data []byte) (kind, token string) {
 	line, _, _ := bytes.Cut(data, []byte("\r\n"))
 	_, target, _ := bytes.Cut(line, []byte(" "))
@@ -306,10 +306,11 @@ func (g *gate) Close() error {
 // Addr implements net.Listener.
 func (g *gate) Addr() net.Addr { return g.listener.Addr() }
 
-// maxFirstLine is more than a request for a session has before its headers.
+// maxFirstLine exceeds the length of a session's request line.
 const maxFirstLine = 256
 
-// peek returns what the client has sent and nobody has read; nothing if it has hung up.
+// peek returns data that the client has sent and the server has not read. It returns none if the
+// client has hung up.
 func (c *connection) peek() []byte {
 	raw, err := c.SyscallConn()
 	if err != nil {

@@ -66,8 +66,8 @@ func dial(t *testing.T, s *Server) net.Conn {
 	return conn
 }
 
-// intrude connects without a token and sends what there is to say. It returns nil if the server has
-// reset the connection by then, as it does where the test gets no processor.
+// intrude connects without a token and sends data. It returns nil if the server has already reset
+// the connection, as on a busy machine.
 func intrude(t *testing.T, s *Server, say string) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", s.gate.Addr().String())
@@ -103,9 +103,9 @@ func idle(_ context.Context, s stream.IO) error {
 	return err
 }
 
-// Without an outstanding token nobody is accepted, and who came then is gone when the first session
-// is offered.
-func TestNobodyIsAcceptedWithoutATokenOutstanding(t *testing.T) {
+// Without an outstanding token no connection is accepted. Connections from that time are reset when
+// the first session is offered.
+func TestNoConnectionWithoutOutstandingToken(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	early := []net.Conn{dial(t, s), dial(t, s), dial(t, s)}
 	if n := s.gate.unidentified(); n != 0 {
@@ -229,7 +229,7 @@ func (s *Server) upgradeOverTLS(t *testing.T, client *tls.Config) {
 }
 
 // A client that has sent its request is not reset, even if the server has not read it.
-func TestUnreadRequestWithATokenIsKept(t *testing.T) {
+func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod"})
 	if err != nil {
@@ -249,7 +249,7 @@ func TestUnreadRequestWithATokenIsKept(t *testing.T) {
 	}
 	for s.gate.unidentified() > 0 { // until the bytes have arrived
 		if victim, _ := s.gate.surplus(); victim != nil && len(victim.peek()) > 0 {
-			t.Fatal("it is to be reset")
+			t.Fatal("it should be reset")
 		}
 	}
 	buffer := make([]byte, 3)

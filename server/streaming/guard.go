@@ -9,11 +9,11 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 )
 
-// guardedWriter is a ResponseWriter whose hijacked connection is guarded: the libraries that speak the protocols take from a
-// client whatever it sends.
+// guardedWriter is a ResponseWriter that wraps the hijacked connection in a guard, because the
+// protocols' libraries have no limits.
 type guardedWriter struct {
 	http.ResponseWriter
-	// guard makes the connection that a library is given. What the client has sent so far is in from.
+	// guard wraps the connection for a library. from has the data that the client has already sent.
 	guard func(conn net.Conn, from *bufio.Reader) (net.Conn, error)
 }
 
@@ -30,29 +30,29 @@ func (w guardedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return g, bufio.NewReadWriter(bufio.NewReader(g), bufio.NewWriter(g)), nil
 }
 
-// guardSPDY guards the connection of a client that is going to speak SPDY. rules are those of the protocol that the answer names.
+// guardSPDY guards a SPDY client's connection. rules returns the limits of the negotiated protocol.
 func (s *Server) guardSPDY(w http.ResponseWriter, rules func(protocol string) streamRules) http.ResponseWriter {
 	return guardedWriter{w, func(conn net.Conn, from *bufio.Reader) (net.Conn, error) {
 		return newSPDYGuard(conn, from, rules(w.Header().Get(httpstream.HeaderProtocolVersion)), s.cfg.Log)
 	}}
 }
 
-// guardWebSocket guards the connection of a client that is going to speak WebSocket.
+// guardWebSocket guards a WebSocket client's connection.
 func (s *Server) guardWebSocket(w http.ResponseWriter) http.ResponseWriter {
 	return guardedWriter{w, func(conn net.Conn, from *bufio.Reader) (net.Conn, error) {
 		return &webSocketGuard{Conn: conn, frames: frames{from: from}, log: s.cfg.Log}, nil
 	}}
 }
 
-// frames is what a guard hands on of its client's frames: headers whole, which it may have changed, and the rest as it
-// comes. Reads are one at a time.
+// frames passes a client's frames on: headers as a whole, possibly changed, and the payload as it
+// comes. Reads are serial.
 type frames struct {
 	from  *bufio.Reader
-	ready []byte // to be handed on
-	body  int    // bytes to be handed on after that, as they are
+	ready []byte // bytes to pass on next
+	body  int    // number of bytes to pass on unchanged after ready
 }
 
-// read hands on what there is, after next has found something.
+// read returns data that may be passed on. It calls next to find more.
 func (f *frames) read(p []byte, next func() error) (int, error) {
 	for len(f.ready) == 0 && f.body == 0 {
 		if err := next(); err != nil {

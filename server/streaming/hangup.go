@@ -15,16 +15,15 @@ import (
 
 var errGone = errors.New("the client is gone")
 
-// hangups tells when clients hang up. The protocols' implementation finds out by
-// reading, which it does not while a command does not take its stdin; net/http gives a
-// connection up when it is upgraded. One goroutine waits for all connections. (A client
-// that has sent more than all buffers hold is noticed when its kernel gives up: its
-// end comes after what it has sent.)
+// hangups detects clients that hang up. The protocols' libraries detect it only when they read, and
+// they do not read while a command ignores its stdin. net/http drops a connection when it is
+// upgraded. One goroutine waits for all connections. If the client has filled all buffers, the end
+// of its stream stays behind the data, and is detected only when the client's kernel gives up.
 type hangups struct {
 	epoll *os.File
-	ended chan struct{} // closed when the goroutine has ended
+	ended chan struct{} // closed at the goroutine's end
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	last    uint64
 	waiting map[uint64]func()
 }
@@ -34,7 +33,7 @@ func watchHangups() (*hangups, error) {
 	if err != nil {
 		return nil, os.NewSyscallError("epoll_create1", err)
 	}
-	if err := unix.SetNonblock(fd, true); err != nil { // so that Go's own poller waits for it
+	if err := unix.SetNonblock(fd, true); err != nil { // lets Go's poller wait for the epoll descriptor
 		return nil, errors.Join(os.NewSyscallError("fcntl", err), unix.Close(fd))
 	}
 	h := &hangups{epoll: os.NewFile(uintptr(fd), "epoll"), ended: make(chan struct{}), waiting: map[uint64]func(){}}
@@ -44,19 +43,19 @@ func watchHangups() (*hangups, error) {
 	}
 	go func() {
 		defer close(h.ended)
-		_ = conn.Read(h.poll) // its error is that epoll was closed
+		_ = conn.Read(h.poll) // ends with an error when epoll is closed
 	}()
 	return h, nil
 }
 
-// Close ends the goroutine. Nobody is told any more.
+// Close ends the goroutine. It calls no callback any more.
 func (h *hangups) Close() error {
 	err := h.epoll.Close()
 	<-h.ended
 	return err
 }
 
-// poll tells those whose clients have hung up; never is it done.
+// poll calls the callbacks of clients that have hung up. It always returns false: the wait goes on.
 func (h *hangups) poll(fd uintptr) (done bool) {
 	var events [16]unix.EpollEvent
 	for {
@@ -83,19 +82,18 @@ func (h *hangups) take(id uint64) func() {
 	return gone
 }
 
-// connection is one that tells when it is closed here. A descriptor that is closed
-// leaves epoll without a word, and the protocols' implementation closes it when it
-// reads of the client's end, which may be before we are told.
+// connection also reports its own Close. A closed descriptor leaves epoll silently. The protocols'
+// libraries close it when they read the client's end, which may be before epoll reports it.
 type connection struct {
 	*net.TCPConn
 	gate     *gate // nil in tests
 	accepted time.Time
-	heard    bool          // the first bytes have been read; of Read, of which there is one at a time
-	in       *list.List    // of gate's, guarded by its lock; nil: in none
-	place    *list.Element // in in
+	heard    bool          // the first bytes were read; used by Read only
+	in       *list.List    // the gate's list, guarded by the gate's lock; nil: none
+	place    *list.Element // the element of in
 
-	mu     sync.Mutex // guards what follows
-	gone   func()     // nil: nobody waits
+	mu     sync.Mutex // guards the fields below
+	gone   func()     // callback; nil: none
 	closed bool
 }
 
@@ -114,7 +112,7 @@ func (c *connection) Close() error {
 	return c.TCPConn.Close()
 }
 
-// onClose has gone called when the connection is closed; it is already if it was.
+// onClose calls gone when the connection is closed, at once if it already is.
 func (c *connection) onClose(gone func()) {
 	c.mu.Lock()
 	closed := c.closed
@@ -127,7 +125,7 @@ func (c *connection) onClose(gone func()) {
 	}
 }
 
-// add calls gone, once and quickly, when conn is closed, by whomever, or lost.
+// add calls gone once, soon after either side has closed conn or it is lost.
 func (h *hangups) add(conn *connection, gone func()) (forget func(), err error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {
@@ -141,7 +139,7 @@ func (h *hangups) add(conn *connection, gone func()) (forget func(), err error) 
 	forget = func() {
 		h.take(id)
 		conn.onClose(nil)
-		_ = h.control(raw, unix.EPOLL_CTL_DEL, id) // a closed descriptor has left epoll by itself
+		_ = h.control(raw, unix.EPOLL_CTL_DEL, id) // fails for a closed descriptor, which has left epoll
 	}
 	conn.onClose(func() {
 		if gone := h.take(id); gone != nil {
@@ -163,7 +161,7 @@ func (h *hangups) control(conn syscall.RawConn, operation int, id uint64) error 
 	var ctlErr error
 	err = epoll.Control(func(epfd uintptr) {
 		err := conn.Control(func(fd uintptr) {
-			// Hang-ups and errors are told always; once, or poll would be called without end.
+			// epoll always reports hang-ups and errors. Without EPOLLONESHOT it would report them without end.
 			event := unix.EpollEvent{Events: unix.EPOLLRDHUP | unix.EPOLLONESHOT, Fd: int32(id), Pad: int32(id >> 32)}
 			ctlErr = unix.EpollCtl(int(epfd), operation, int(fd), &event)
 		})
@@ -172,5 +170,5 @@ func (h *hangups) control(conn syscall.RawConn, operation int, id uint64) error 
 	return errors.Join(err, ctlErr)
 }
 
-// id is what control has put into the event.
+// id returns the ID that control has put into the event.
 func id(e unix.EpollEvent) uint64 { return uint64(uint32(e.Fd)) | uint64(uint32(e.Pad))<<32 }

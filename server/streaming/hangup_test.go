@@ -43,10 +43,10 @@ func watching(t *testing.T) *hangups {
 	return h
 }
 
-// A hang-up is told though much that came before it has not been read.
-func TestHangupIsToldOfUnreadConnections(t *testing.T) {
+// A hang-up is detected behind much unread data.
+func TestHangupIsDetectedBehindUnreadData(t *testing.T) {
 	h := watching(t)
-	for range 40 { // more than are told at once
+	for range 40 { // more than one epoll_wait returns
 		ours, theirs := connected(t)
 		gone := make(chan struct{})
 		forget, err := h.add(ours, func() { close(gone) })
@@ -69,7 +69,7 @@ func TestHangupIsToldOfUnreadConnections(t *testing.T) {
 	}
 }
 
-func TestForgottenConnectionsAreNotTold(t *testing.T) {
+func TestForgottenConnectionsAreNotReported(t *testing.T) {
 	h := watching(t)
 	first, firstTheirs := connected(t)
 	second, secondTheirs := connected(t)
@@ -90,7 +90,7 @@ func TestForgottenConnectionsAreNotTold(t *testing.T) {
 }
 
 // A connection that is closed here first is gone as well.
-func TestClosingHereIsTold(t *testing.T) {
+func TestCloseIsReported(t *testing.T) {
 	h := watching(t)
 	ours, _ := connected(t)
 	told := 0

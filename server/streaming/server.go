@@ -1,18 +1,18 @@
-// Package streaming serves the sessions of CRI's Exec, Attach and PortForward over HTTP: SPDY and
-// WebSocket, as kubelet, crictl and kubectl speak them.
+// Package streaming serves the sessions of CRI's Exec, Attach and PortForward over HTTP. It
+// supports SPDY and WebSocket as kubelet, crictl and kubectl use them.
 //
 // # Contract
 //
-// The RPC gives out a URL with a token that is good for one connection within a minute; who has it
-// has the session. Tokens are in no log and no error text.
+// An RPC returns a URL with a token that allows one connection within a minute. The token is the
+// only credential. It is in no log and no error text.
 //
-// The protocols are k8s.io/cri-streaming's. Its server is not used: it gives port-forwards no
-// context, does not know WebSocket's v5.channel.k8s.io (which can close stdin), and can't end
-// connections that have been upgraded. Here a session's context ends when the client's connection
-// does, whoever reads it, or when the server stops; and Serve returns when all sessions have ended.
+// The protocols are k8s.io/cri-streaming's. Its server is not used. It passes no context to
+// port-forwards, lacks WebSocket's v5.channel.k8s.io, which can close stdin, and cannot end
+// upgraded connections. Here a session's context ends when the client's connection ends or the
+// server stops. Serve returns after all sessions have ended.
 //
-// Any process of the node may connect. Connections are accepted while a token is outstanding, those
-// that show none are few and short, and none takes the daemon's last descriptors (gate.go).
+// Any process of the node can connect. Connections are accepted only while a token is outstanding.
+// Those without a token are few and short, and cannot use the daemon's last descriptors (gate.go).
 package streaming
 
 import (
@@ -35,32 +35,32 @@ import (
 	"berth/sandbox/stream"
 )
 
-// Runtime runs sessions. See package sandbox for the methods' contracts.
+// Runtime runs sessions. Package sandbox has the contracts.
 type Runtime interface {
 	Exec(ctx context.Context, id string, command []string, terminal bool, s stream.IO) (int32, error)
 	Attach(ctx context.Context, id string, terminal bool, s stream.IO) error
 	PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error
 }
 
-// Config is where and how sessions are served.
+// Config has the server's address and limits.
 type Config struct {
 	Address     string        // IP:port; port 0: any
 	TLS         *tls.Config   // nil: plain HTTP
-	IdleTimeout time.Duration // a session in which nothing is sent for so long is ended
+	IdleTimeout time.Duration // ends a session without traffic
 	Log         *slog.Logger
 }
 
 const (
-	// requestTimeout is how long a client may take for the TLS handshake, and to say what it wants.
+	// requestTimeout bounds the TLS handshake and the request.
 	requestTimeout = 10 * time.Second
-	// streamsTimeout is how long a client may take to open its streams.
+	// streamsTimeout bounds the time in which a client opens its streams.
 	streamsTimeout = 30 * time.Second
-	// maxRequest bounds the headers of a request. apiserver and kubelet pass on those of their
-	// clients.
+	// maxRequest bounds the headers of a request. apiserver and kubelet pass on their clients'
+	// headers.
 	maxRequest = 64 << 10
 )
 
-// Server gives out URLs and serves them. Make one with Listen.
+// Server issues URLs and serves them. Use Listen.
 type Server struct {
 	cfg      Config
 	runtime  Runtime
@@ -69,15 +69,15 @@ type Server struct {
 	gate     *gate
 	http     *http.Server
 	hangups  *hangups
-	patience time.Duration // how long a client may take to open its streams; tests have less
+	patience time.Duration // streamsTimeout, shorter in tests
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	sessions map[*connection]context.CancelCauseFunc
 	closed   bool
-	running  sync.WaitGroup // handlers; added to under mu while not closed
+	running  sync.WaitGroup // handlers; grows under mu, until closed
 }
 
-// Listen makes a server that has its port. Serve must be called.
+// Listen opens the port and returns a server. The caller must call Serve.
 func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	listener, err := net.Listen("tcp", cfg.Address)
 	if err != nil {
@@ -98,7 +98,7 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/{kind}/{token}", s.serve)
 	var protocols http.Protocols
-	protocols.SetHTTP1(true) // HTTP/2 can't be upgraded
+	protocols.SetHTTP1(true) // HTTP/2 cannot be upgraded
 	s.http = &http.Server{
 		Handler:           closing(mux),
 		TLSConfig:         cfg.TLS,
@@ -112,7 +112,7 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	return s, nil
 }
 
-// reachable is an address for URLs: those who ask for them are on this node.
+// reachable returns the address for URLs. Their clients are on this node.
 func reachable(addr net.Addr) string {
 	a, err := netip.ParseAddrPort(addr.String())
 	if err != nil || !a.Addr().IsUnspecified() {
@@ -126,10 +126,10 @@ func reachable(addr net.Addr) string {
 
 var errStopping = errors.New("berth is stopping")
 
-// Serve serves sessions until ctx ends or the listener fails. It returns when every
-// session has ended; nil if it was told to stop.
+// Serve serves sessions until ctx ends or the listener fails. It returns after all sessions have
+// ended, nil if ctx ended.
 func (s *Server) Serve(ctx context.Context) error {
-	stop := context.AfterFunc(ctx, func() { _ = s.http.Close() }) // it fails only for the listener, which is closed then
+	stop := context.AfterFunc(ctx, func() { _ = s.http.Close() }) // fails only for the listener, which is closed then
 	defer stop()
 	var err error
 	if s.cfg.TLS != nil {
@@ -149,8 +149,8 @@ func (s *Server) endSessions() {
 	s.mu.Lock()
 	s.closed = true
 	for conn, cancel := range s.sessions {
-		cancel(errStopping) // before the connection tells that it is closed
-		_ = conn.Close()    // it may be
+		cancel(errStopping) // before the connection's end cancels the context with another cause
+		_ = conn.Close()    // may be closed already
 	}
 	s.mu.Unlock()
 	s.running.Wait()
@@ -158,7 +158,7 @@ func (s *Server) endSessions() {
 
 type connKey struct{}
 
-// withConnection lets a request's handler know its connection.
+// withConnection adds a request's connection to its context.
 func withConnection(ctx context.Context, c net.Conn) context.Context {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
@@ -168,7 +168,7 @@ func withConnection(ctx context.Context, c net.Conn) context.Context {
 
 func connectionOf(r *http.Request) *connection { return r.Context().Value(connKey{}).(*connection) }
 
-// closing ends a connection after its first request. Those for sessions set the header anew.
+// closing ends a connection after its first request. Handlers of sessions overwrite the header.
 func closing(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Connection", "close")
@@ -176,7 +176,7 @@ func closing(h http.Handler) http.Handler {
 	})
 }
 
-// serve handles one connection: the session that its token stands for.
+// serve handles one connection: the session of its token.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	serve, ok := s.tokens.take(r.PathValue("kind"), r.PathValue("token"))
 	if !ok {
@@ -195,8 +195,8 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	serve(w, r.WithContext(ctx))
 }
 
-// begin makes a session's context. end closes the connection, which ends whatever the
-// protocols' implementation has left running.
+// begin makes a session's context. end closes the connection, which ends all goroutines of the
+// protocol's library.
 func (s *Server) begin(r *http.Request) (_ context.Context, end func(), err error) {
 	conn := connectionOf(r)
 	ctx, cancel := context.WithCancelCause(r.Context())
@@ -218,26 +218,27 @@ func (s *Server) begin(r *http.Request) (_ context.Context, end func(), err erro
 		defer s.running.Done()
 		forget()
 		cancel(nil)
-		_ = conn.Close() // mostly it is
+		_ = conn.Close() // usually closed already
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		delete(s.sessions, conn)
 	}, nil
 }
 
-// Exec returns the URL of a session that runs a command. The caller has checked the
-// request. ResourceExhausted if too many URLs have not been used.
+// Exec returns the URL of a session that runs a command. The caller has checked the request.
+// ResourceExhausted if too many URLs are unused.
 func (s *Server) Exec(req *runtimeapi.ExecRequest) (string, error) {
 	return s.offer("exec", func(w http.ResponseWriter, r *http.Request) { s.serveExec(w, r, req) })
 }
 
-// Attach returns the URL of a session that is attached to a container. See Exec.
+// Attach returns the URL of a session that attaches to a container. Errors as of Exec.
 func (s *Server) Attach(req *runtimeapi.AttachRequest) (string, error) {
 	return s.offer("attach", func(w http.ResponseWriter, r *http.Request) { s.serveAttach(w, r, req) })
 }
 
-// PortForward returns the URL of a session that forwards ports. See Exec. InvalidArgument for more ports than WebSocket can
-// have channels for: there each has two, whose numbers are bytes.
+// PortForward returns the URL of a session that forwards ports. Errors as of Exec, and
+// InvalidArgument for more ports than a WebSocket has channels for. Each port has two, and their
+// numbers are bytes.
 func (s *Server) PortForward(req *runtimeapi.PortForwardRequest) (string, error) {
 	if n := len(req.GetPort()); n > maxForwards {
 		return "", errdefs.InvalidArgument("forward %d ports of pod sandbox %s: %d is the limit", n, req.GetPodSandboxId(), maxForwards)

@@ -18,7 +18,7 @@ import (
 	"berth/sandbox/stream"
 )
 
-// killedCode is the exit code of a command whose session was cut off: it was killed.
+// killedCode is the exit code of a command that was killed at the end of its session.
 const killedCode = 128 + 9
 
 func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
@@ -46,7 +46,7 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
 		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
 		switch cause := context.Cause(ctx); {
-		case errors.Is(cause, errGone): // nobody is there to be told
+		case errors.Is(cause, errGone): // no client to report to
 			return nil
 		case cause != nil:
 			return cause
@@ -55,7 +55,7 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 	})
 }
 
-// serveCommand serves an exec or attach in whatever protocol the client asks for.
+// serveCommand serves an exec or attach in the protocol that the client chose.
 func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options, run func(context.Context, stream.IO) error) {
 	c := &command{options: options, run: run}
 	defer c.sizes.Wait()
@@ -70,19 +70,18 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options re
 	serveSPDY(w, r, c, s.patience, s.cfg.IdleTimeout)
 }
 
-// command is the session of an exec or attach, as a
-// remotecommand.Executor and Attacher.
+// command is the session of an exec or attach. It implements remotecommand.Executor and Attacher.
 type command struct {
 	options remotecommand.Options
 	run     func(context.Context, stream.IO) error
-	sizes   sync.WaitGroup // what passes on the terminal's sizes, until the request's context ends
+	sizes   sync.WaitGroup // goroutines that pass on terminal sizes, until the request's context ends
 }
 
-// ExecInContainer implements remotecommand.Executor. What it is to be done, and where,
-// the request has said.
+// ExecInContainer implements remotecommand.Executor. The session already has the command and the
+// container.
 func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	var streams stream.IO
-	// WebSocket has all streams, whatever was asked for.
+	// WebSocket opens all streams, even those that were not requested.
 	if c.options.Stdin {
 		streams.Stdin = in
 	}
@@ -119,8 +118,8 @@ func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.Termi
 	return to
 }
 
-// pairTime is how long a port-forward's client may take from one stream of a pair to the other. The
-// library waits for so long even if the client is gone.
+// pairTime bounds the time between the two streams of a forwarded connection. The library waits
+// that long even if the client is gone.
 const pairTime = 10 * time.Second
 
 func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
@@ -133,8 +132,8 @@ func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *r
 	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, min(s.patience, pairTime), portforward.SupportedProtocols)
 }
 
-// forwarder is a portforward.PortForwarder with the session's context, which the
-// library does not pass on.
+// forwarder is a portforward.PortForwarder with the session's context, which the library does not
+// pass on.
 type forwarder struct {
 	ctx     context.Context
 	runtime Runtime
@@ -152,20 +151,19 @@ func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, strea
 	switch {
 	case !ok: // WebSocket
 	case err != nil:
-		// The library resets the stream, maybe before it answers it, and the client
-		// would not look for the reason. A write waits for the answer.
-		_, _ = stream.Write(nil) // it fails if the client is gone
+		// The library resets the stream, possibly before it answers it, and the client would ignore
+		// the error. A write waits for the answer.
+		_, _ = stream.Write(nil) // fails only if the client is gone
 	default:
-		// Both sides have been told. What the client sends all the same would hold up
-		// its other connections, since nobody reads it.
-		_ = s.Reset() // it fails if the client is gone
+		// Both sides know of the end. Further data from the client would block its other
+		// connections, since it has no reader.
+		_ = s.Reset() // fails only if the client is gone
 	}
 	return err
 }
 
-// forwardClient is the client's side of a forwarded connection. It notes that the client has reset
-// it, which is no failure of the forwarding: clients give up all other connections when they are
-// told of one.
+// forwardClient is the client's side of a forwarded connection. It records a reset by the client.
+// That is no failure: clients reset all other connections after an error in one.
 type forwardClient struct {
 	io.ReadWriteCloser
 	left atomic.Bool

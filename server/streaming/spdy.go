@@ -14,13 +14,13 @@ import (
 	"k8s.io/streaming/pkg/httpstream/spdy"
 )
 
-// serveSPDY serves versions 1 to 4 of the protocol for a guarded connection.
-// cri-streaming's own server waits for a client's streams for its whole patience, whether the
-// client is still there or not: it would hold up the daemon's end for so long.
+// serveSPDY serves versions 1 to 4 of the protocol on a guarded connection. cri-streaming's server
+// waits its whole timeout for a client's streams, even if the client is gone, and would delay the
+// daemon's shutdown.
 func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idle time.Duration) {
 	protocol, err := httpstream.Handshake(r, w, remotecommand.SupportedStreamingProtocols)
 	if err != nil {
-		klog.FromContext(r.Context()).V(4).Info("No SPDY connection was opened", "err", err) // the client has been told
+		klog.FromContext(r.Context()).V(4).Info("No SPDY connection was opened", "err", err) // the client has the answer
 		return
 	}
 	ctx, cancel := context.WithCancel(r.Context())
@@ -34,11 +34,11 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 			return context.Cause(ctx)
 		}
 	})
-	if conn == nil { // the client has been told
+	if conn == nil { // the client has the answer
 		return
 	}
 	defer conn.Close()
-	defer cancel() // before, for a stream that was opened and not waited for
+	defer cancel() // runs first: ends the wait for a stream without answer
 	conn.SetIdleTimeout(idle)
 	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), patience)
 	if err != nil {
@@ -55,14 +55,14 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 	writeStatus(streams[remotecommand.StreamTypeError], protocol, err)
 }
 
-// openedStream is a stream that the client has opened; answered is closed when it has been told
-// that we take it.
+// openedStream is a stream that the client has opened. answered is closed when the client has got
+// the answer.
 type openedStream struct {
 	httpstream.Stream
 	answered <-chan struct{}
 }
 
-// collectStreams waits for the streams of a session, of which the guard lets each kind through once.
+// collectStreams waits for the streams of a session. The guard passes each kind once.
 func collectStreams(ctx context.Context, opened <-chan openedStream, count int, patience time.Duration) (map[string]httpstream.Stream, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("the client has not opened its %d streams in %v", count, patience))
 	defer cancel()
@@ -71,7 +71,7 @@ func collectStreams(ctx context.Context, opened <-chan openedStream, count int, 
 		select {
 		case s := <-opened:
 			select {
-			case <-s.answered: // or we might write before
+			case <-s.answered: // a write must not precede the answer
 			case <-ctx.Done():
 				return nil, context.Cause(ctx)
 			}
@@ -83,8 +83,8 @@ func collectStreams(ctx context.Context, opened <-chan openedStream, count int, 
 	return streams, nil
 }
 
-// writeStatus tells how a session came out: as JSON from version 4 of the protocol on, before that only what went wrong.
-// It fails if nobody is there to be told.
+// writeStatus writes the result of a session: as JSON from version 4 of the protocol on, before
+// that only an error's text. It fails only if the client is gone.
 func writeStatus(to io.Writer, protocol string, err error) {
 	switch protocol {
 	case remotecommand.StreamProtocolV4Name, remotecommand.StreamProtocolV5Name, base64V4:

@@ -18,7 +18,7 @@ import (
 
 // However long a client may take, its session is not waited for when it is gone, or
 // when the daemon ends.
-func TestSessionsThatNeverBegin(t *testing.T) {
+func TestIncompleteSessionsEnd(t *testing.T) {
 	s := serving(t, doing{exec: func(context.Context, stream.IO) error {
 		t.Error("it began")
 		return nil
@@ -32,7 +32,7 @@ func TestSessionsThatNeverBegin(t *testing.T) {
 	}
 }
 
-func TestClientsThatOpenTooFewStreamsAreEnded(t *testing.T) {
+func TestSessionsWithMissingStreamsEnd(t *testing.T) {
 	s := serving(t, doing{})
 	s.patience = time.Millisecond
 	s.execClient(t, &runtimeapi.ExecRequest{Stdin: true}).ended()
@@ -70,7 +70,7 @@ func TestStatusOfSessions(t *testing.T) {
 	}
 }
 
-// readAll returns what is said in a stream after do, until the connection ends.
+// readAll returns the data of a stream after do, until the connection ends.
 func (c *spdyClient) readAll(stream spdy.StreamId, do func()) (said []byte) {
 	c.t.Helper()
 	do()

@@ -16,32 +16,30 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 )
 
-// What a client may send. spdystream takes what SPDY can say: frames of 16 MiB, of
+// Limits of a client. spdystream accepts everything that SPDY can encode: frames of 16 MiB, of
 // which it queues 250, headers of 1 GiB, and any number of streams.
 const (
-	// maxData is what a data frame has at most; longer ones are split. It is what
-	// client-go writes at once, so that its frames pass as they are. With it a session
-	// whose input nobody reads holds 8 MiB.
+	// maxData bounds a data frame; longer ones are split. client-go writes that much at once, so
+	// its frames pass unchanged. A session whose input is not read then buffers 8 MiB.
 	maxData = 32 << 10
-	// maxControl, maxHeaders and maxHeader bound control frames. Those of client-go
-	// have three headers and 50 bytes.
+	// maxControl, maxHeaders and maxHeader bound control frames. client-go's have three headers and
+	// 50 bytes.
 	maxControl = 1 << 10
 	maxHeaders = 16
 	maxHeader  = 256
-	// maxForwards is how many connections a port-forward has at a time, each of which
-	// is a pair of streams here and a socket in the pod.
+	// maxForwards bounds the concurrent connections of a port-forward. Each one is a pair of
+	// streams and a socket in the pod.
 	maxForwards = 128
 )
 
-// streamRules are what streams a client may open. A stream's kind is its header
-// "streamType".
+// streamRules limit the streams that a client may open. A stream's kind is its header "streamType".
 type streamRules struct {
-	once   map[string]bool // nil: any; otherwise these, each once
-	open   int             // at a time
+	once   map[string]bool // nil: any kind; otherwise each of these once
+	open   int             // concurrently
 	inputs map[string]bool
 }
 
-// commandRules are those of an exec or attach: the streams that the session waits for.
+// commandRules returns the rules of an exec or attach: the streams that the session waits for.
 func commandRules(o remotecommand.Options, protocol string) streamRules {
 	once := streamKinds(o, protocol)
 	return streamRules{
@@ -50,7 +48,7 @@ func commandRules(o remotecommand.Options, protocol string) streamRules {
 	}
 }
 
-// streamKinds are the streams of an exec or attach.
+// streamKinds returns the streams of an exec or attach.
 func streamKinds(o remotecommand.Options, protocol string) map[string]bool {
 	resizes := protocol == remotecommand.StreamProtocolV4Name || protocol == remotecommand.StreamProtocolV3Name
 	kinds := map[string]bool{remotecommand.StreamTypeError: true}
@@ -71,40 +69,40 @@ func forwardRules() streamRules {
 	return streamRules{open: 2 * maxForwards, inputs: map[string]bool{portforward.StreamTypeData: true}}
 }
 
-// spdyGuard is a client's connection that hands on only what spdystream can take:
-//   - Data in frames of at most maxData, and only for streams that somebody reads: a
-//     frame that nobody takes would hold up its session, and the end of it.
-//   - The streams that the rules allow. One that they don't, or a control frame that
-//     is malformed or that no client sends, ends the connection.
-//   - Nothing, not even the connection's end, between a new stream and the answer to it:
-//     cri-streaming's handlers take no more streams when the connection has ended, and
-//     spdystream would wait for ever for one that was not taken.
+// spdyGuard wraps a client's connection and passes only frames that spdystream can handle:
+//   - Data in frames of at most maxData, and only for streams with a reader. A frame without
+//     reader would block its session, and the session's end.
+//   - Streams that the rules allow. Any other stream, a malformed control frame, or one that no
+//     client sends, ends the connection.
+//   - Nothing between a new stream and the answer to it, not even the connection's end.
+//     cri-streaming's handlers accept no stream after the connection's end, and spdystream would
+//     wait forever for a stream that was not accepted.
 //
-// Reads are one at a time, and so are writes.
+// Reads are serial, and so are writes.
 type spdyGuard struct {
 	net.Conn
 	rules streamRules
 	log   *slog.Logger
 
-	// Of Read.
+	// Fields of Read.
 	frames
-	parser *spdy.Framer  // of control frames; it has the state of the compressed headers
-	frame  *bytes.Buffer // what parser reads
-	data   dataFrame     // what is left of the one that is being handed on
-	last   spdy.StreamId // the latest that was opened
+	parser *spdy.Framer  // of control frames; has the state of header compression
+	frame  *bytes.Buffer // input of parser
+	data   dataFrame     // rest of the current data frame
+	last   spdy.StreamId // latest stream that the client opened
 
-	sent sentFrames // of Write
+	sent sentFrames // field of Write
 
 	closing sync.Once
 	closed  chan struct{}
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	streams  map[spdy.StreamId]*guardedStream
-	opening  spdy.StreamId // has not been answered; 0: none
-	answered chan struct{} // closed when opening has been
+	opening  spdy.StreamId // new stream without answer; 0: none
+	answered chan struct{} // closed when opening has an answer
 }
 
-// guardedStream is one that is open: until both sides have finished, or one resets it.
+// guardedStream is an open stream. It ends when both sides have finished or one resets it.
 type guardedStream struct {
 	input                      bool
 	clientFinished, weFinished bool
@@ -140,7 +138,7 @@ func (g *spdyGuard) Close() error {
 // Read implements net.Conn. An error other than the connection's own has closed it.
 func (g *spdyGuard) Read(p []byte) (int, error) { return g.read(p, g.next) }
 
-// next reads on to something that can be handed on, mostly.
+// next parses the next frame. It may leave nothing to pass on.
 func (g *spdyGuard) next() error {
 	if err := g.waitForAnswer(); err != nil {
 		return err
@@ -157,7 +155,7 @@ func (g *spdyGuard) next() error {
 	if isControl(header) {
 		err := g.control(header, length)
 		if err != nil {
-			g.log.Info("A SPDY connection is ended for what its client sent", "err", err)
+			g.log.Info("close SPDY connection after an invalid frame", "err", err)
 			return errors.Join(err, g.Close())
 		}
 		return nil
@@ -167,7 +165,7 @@ func (g *spdyGuard) next() error {
 
 func isControl(header [8]byte) bool { return header[0]&0x80 != 0 }
 
-// waitForAnswer waits until the stream that was opened last has been taken or refused.
+// waitForAnswer waits until the latest stream has been accepted or refused.
 func (g *spdyGuard) waitForAnswer() error {
 	g.mu.Lock()
 	opening, answered := g.opening, g.answered
@@ -183,7 +181,7 @@ func (g *spdyGuard) waitForAnswer() error {
 	}
 }
 
-// beginData hands a data frame on, or its end only if nobody reads the data.
+// beginData passes a data frame on. For a stream without reader it passes only the end.
 func (g *spdyGuard) beginData(f dataFrame) error {
 	finished := spdy.DataFlags(f.flags)&spdy.DataFlagFin != 0
 	g.mu.Lock()
@@ -208,8 +206,8 @@ func (g *spdyGuard) beginData(f dataFrame) error {
 	return nil
 }
 
-// beginChunk hands on the header of as much of the data frame as one may have. Only
-// the last has its flags.
+// beginChunk passes on the header of the next chunk of the data frame. Only the last chunk has the
+// frame's flags.
 func (g *spdyGuard) beginChunk() {
 	g.body = min(g.data.left, maxData)
 	g.data.left -= g.body
@@ -221,11 +219,11 @@ func (g *spdyGuard) beginChunk() {
 	g.ready = binary.BigEndian.AppendUint32(header, flagsAndLength)
 }
 
-// control hands a control frame on if it is allowed. It is parsed as spdystream does,
-// which trusts some frames' lengths and others not: both must come to the same end.
+// control passes a control frame on if it is allowed. It parses as spdystream does, which trusts
+// only some frames' lengths: both must find the same end of the frame.
 func (g *spdyGuard) control(header [8]byte, length int) error {
 	if length > maxControl {
-		return fmt.Errorf("a SPDY control frame of %d bytes; the limit is %d", length, maxControl)
+		return fmt.Errorf("SPDY control frame of %d bytes, the limit is %d", length, maxControl)
 	}
 	raw := make([]byte, len(header)+length)
 	copy(raw, header[:])
@@ -239,7 +237,7 @@ func (g *spdyGuard) control(header [8]byte, length int) error {
 		return fmt.Errorf("read a SPDY frame: %w", err)
 	}
 	if g.frame.Len() > 0 {
-		return fmt.Errorf("a SPDY frame is %d bytes too long", g.frame.Len())
+		return fmt.Errorf("SPDY frame is %d bytes too long", g.frame.Len())
 	}
 	switch f := frame.(type) {
 	case *spdy.SynStreamFrame:
@@ -249,14 +247,14 @@ func (g *spdyGuard) control(header [8]byte, length int) error {
 	case *spdy.RstStreamFrame:
 		g.reset(f.StreamId)
 	case *spdy.PingFrame, *spdy.GoAwayFrame, *spdy.SettingsFrame, *spdy.WindowUpdateFrame:
-	default: // a reply, though we open no streams; headers, which spdystream would keep until somebody asks
-		return fmt.Errorf("an unexpected SPDY frame: %T", f)
+	default: // a reply, although the server opens no streams; or headers, which spdystream would buffer without limit
+		return fmt.Errorf("unexpected SPDY frame %T", f)
 	}
 	g.ready = raw
 	return nil
 }
 
-// open notes a new stream, if the rules allow it.
+// open records a new stream if the rules allow it.
 func (g *spdyGuard) open(f *spdy.SynStreamFrame) error {
 	kind := f.Headers.Get(remotecommand.StreamType)
 	if f.StreamId <= g.last || f.StreamId > 1<<31-1 {
@@ -272,7 +270,7 @@ func (g *spdyGuard) open(f *spdy.SynStreamFrame) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if len(g.streams) >= g.rules.open {
-		return fmt.Errorf("%d SPDY streams are open; it is the limit", len(g.streams))
+		return fmt.Errorf("the limit of %d open SPDY streams is reached", len(g.streams))
 	}
 	g.streams[f.StreamId] = &guardedStream{
 		input:          g.rules.inputs[kind],
@@ -289,17 +287,17 @@ func (g *spdyGuard) reset(id spdy.StreamId) {
 	delete(g.streams, id)
 }
 
-// forgetFinished needs the lock.
+// forgetFinished removes a stream that both sides have finished. The caller holds the lock.
 func (g *spdyGuard) forgetFinished(id spdy.StreamId, s *guardedStream) {
 	if s.clientFinished && s.weFinished {
 		delete(g.streams, id)
 	}
 }
 
-// Write implements net.Conn. What it says is noted before it is sent: a stream has
-// been taken when its answer is written, whether that arrives or not. An answer that
-// does not arrive is no error, since spdystream would have the stream's writers wait
-// for another; whatever comes after it fails.
+// Write implements net.Conn. It records a frame before it sends it: a stream counts as accepted
+// when its answer is written, even if the answer does not arrive. An answer that does not arrive is
+// no error, because spdystream would let the stream's writers wait for another one. Later writes
+// fail.
 func (g *spdyGuard) Write(p []byte) (int, error) {
 	done := 0
 	for done < len(p) {
@@ -312,7 +310,7 @@ func (g *spdyGuard) Write(p []byte) (int, error) {
 			continue
 		}
 		if _, err := g.Conn.Write(out); err != nil && g.sent.kind() != spdy.TypeSynReply {
-			g.sent = sentFrames{} // it does not go on with the frame
+			g.sent = sentFrames{} // the caller does not continue the frame
 			return done, err
 		}
 		done += n
@@ -320,7 +318,7 @@ func (g *spdyGuard) Write(p []byte) (int, error) {
 	return done, nil
 }
 
-// note notes the beginning of a frame of ours.
+// note records the beginning of a frame that the server sends.
 func (g *spdyGuard) note(f *sentFrames) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -343,15 +341,15 @@ func (g *spdyGuard) note(f *sentFrames) {
 	}
 }
 
-// sentFrames puts together what is written of frames a few bytes at a time.
+// sentFrames assembles frames that are written in pieces.
 type sentFrames struct {
-	begin [12]byte // of the current frame: header, and a control frame's stream
-	have  int      // of begin
-	left  int      // of the frame, after begin
-	began bool     // begin has just become whole
+	begin [12]byte // first bytes of the frame: the header, and a control frame's stream
+	have  int      // known bytes of begin
+	left  int      // bytes of the frame after begin
+	began bool     // begin is complete since the last call of next
 }
 
-// next takes n bytes of p, and returns what is to be sent now.
+// next consumes n bytes of p, and returns the bytes to send now.
 func (f *sentFrames) next(p []byte) (n int, out []byte) {
 	f.began = false
 	if f.left > 0 {
@@ -365,7 +363,7 @@ func (f *sentFrames) next(p []byte) (n int, out []byte) {
 	}
 	n = copy(f.begin[f.have:need], p)
 	f.have += n
-	if f.have < 8 || f.control() && f.have < 12 { // no control frame of ours is shorter
+	if f.have < 8 || f.control() && f.have < 12 { // the server's shortest control frame
 		return n, nil
 	}
 	out = f.begin[:f.have]
@@ -376,7 +374,7 @@ func (f *sentFrames) next(p []byte) (n int, out []byte) {
 
 func (f *sentFrames) control() bool { return isControl([8]byte(f.begin[:])) }
 
-// kind is a control frame's type; 0 for data.
+// kind returns a control frame's type, 0 for data.
 func (f *sentFrames) kind() spdy.ControlFrameType {
 	if !f.control() {
 		return 0
@@ -384,7 +382,7 @@ func (f *sentFrames) kind() spdy.ControlFrameType {
 	return spdy.ControlFrameType(binary.BigEndian.Uint16(f.begin[2:]))
 }
 
-// stream is the frame's, if it has one.
+// stream returns the frame's stream, 0 without one.
 func (f *sentFrames) stream() spdy.StreamId {
 	if f.control() {
 		return spdy.StreamId(binary.BigEndian.Uint32(f.begin[8:]))

@@ -27,7 +27,7 @@ import (
 	"berth/sandbox/stream"
 )
 
-// doing is a Runtime whose sessions are what a test says.
+// doing is a Runtime whose sessions run a test's function.
 type doing struct {
 	exec    func(context.Context, stream.IO) error
 	forward func(context.Context, io.ReadWriteCloser) error
@@ -89,7 +89,7 @@ func waitForNoneIn(t *testing.T, name string) {
 	}
 }
 
-// spdyClient is one that says what a test wants.
+// spdyClient sends the frames of a test.
 type spdyClient struct {
 	t      *testing.T
 	conn   net.Conn
@@ -228,7 +228,7 @@ func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 }
 
 // A port-forward's handler takes no more streams once the client has hung up.
-func TestHangingUpWithNewForwardsLeavesNothing(t *testing.T) {
+func TestHangUpDuringNewForwardLeaksNothing(t *testing.T) {
 	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
 		_, err := io.Copy(io.Discard, stream)
 		return err
@@ -243,8 +243,8 @@ func TestHangingUpWithNewForwardsLeavesNothing(t *testing.T) {
 	}
 }
 
-// Finished connections make room for others; those that are open are limited.
-func TestForwardsAtATimeAreLimited(t *testing.T) {
+// Open connections are limited. Finished ones make room.
+func TestConcurrentForwardsAreLimited(t *testing.T) {
 	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
 		_, err := io.Copy(stream, stream)
 		return errors.Join(err, stream.Close())
@@ -271,8 +271,8 @@ func TestForwardsAtATimeAreLimited(t *testing.T) {
 	c.ended()
 }
 
-// Data for a stream that nobody reads must not hold up the others.
-func TestDataThatNobodyReadsHoldsNothingUp(t *testing.T) {
+// Data for a stream without reader does not block others.
+func TestUnreadDataBlocksNothing(t *testing.T) {
 	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
 		_, err := io.Copy(stream, stream)
 		return errors.Join(err, stream.Close())
@@ -309,14 +309,13 @@ func TestControlFramesAreBounded(t *testing.T) {
 	}
 }
 
-// discarding is a connection to nobody.
+// discarding is a connection that discards all data.
 type discarding struct{ net.Conn }
 
 func (discarding) Write(p []byte) (int, error) { return len(p), nil }
 func (discarding) Close() error                { return nil }
 
-// spdystream's parser finds no more in a guarded connection than what is allowed,
-// whatever the client says.
+// FuzzSPDYGuard checks that spdystream's parser finds only allowed frames behind the guard.
 func FuzzSPDYGuard(f *testing.F) {
 	f.Add(said(f, &spdy.SynStreamFrame{StreamId: 1, Headers: http.Header{remotecommand.StreamType: {"stdin"}}},
 		&spdy.DataFrame{StreamId: 1, Data: make([]byte, 2*maxData+1), Flags: spdy.DataFlagFin},
@@ -359,7 +358,7 @@ func FuzzSPDYGuard(f *testing.F) {
 	})
 }
 
-// said is what a client sends.
+// said encodes the frames of a client.
 func said(f *testing.F, frames ...spdy.Frame) []byte {
 	f.Helper()
 	var b bytes.Buffer

@@ -12,27 +12,27 @@ import (
 )
 
 const (
-	// tokenTime is how long a URL may be used, as with cri-streaming's server.
+	// tokenTime is how long a URL is valid, as in cri-streaming's server.
 	tokenTime = time.Minute
-	// maxTokens bounds the URLs that nobody has used yet.
+	// maxTokens bounds the unused URLs.
 	maxTokens = 1000
 )
 
-// tokens are the sessions that have not begun. Its zero value is empty. The lock
-// guards the map, and is held for map operations only.
+// tokens are the sessions that have not begun. Its zero value is empty. The lock guards the map for
+// map operations.
 type tokens struct {
 	mu      sync.Mutex
 	waiting map[string]offer
 }
 
 type offer struct {
-	kind    string // of the URL
+	kind    string // path element of the URL
 	serve   http.HandlerFunc
 	expires time.Time
-	claimed bool // by a connection
+	claimed bool // a connection has shown the token
 }
 
-// add returns a new token. ResourceExhausted if too many are unused.
+// add returns a new token, or ResourceExhausted if too many are unused.
 func (t *tokens) add(kind string, serve http.HandlerFunc) (string, error) {
 	token := rand.Text() // 128 bits
 	now := time.Now()
@@ -43,13 +43,13 @@ func (t *tokens) add(kind string, serve http.HandlerFunc) (string, error) {
 	}
 	t.dropExpired(now)
 	if len(t.waiting) >= maxTokens {
-		return "", errdefs.New(codes.ResourceExhausted, "%s: %d sessions have been asked for and not begun", kind, maxTokens)
+		return "", errdefs.New(codes.ResourceExhausted, "%s: %d URLs of sessions are unused, the limit is reached", kind, maxTokens)
 	}
 	t.waiting[token] = offer{kind: kind, serve: serve, expires: now.Add(tokenTime)}
 	return token, nil
 }
 
-// take uses a token up.
+// take removes a token and returns its handler.
 func (t *tokens) take(kind, token string) (http.HandlerFunc, bool) {
 	now := time.Now()
 	t.mu.Lock()
@@ -62,8 +62,8 @@ func (t *tokens) take(kind, token string) (http.HandlerFunc, bool) {
 	return o.serve, o.kind == kind && now.Before(o.expires)
 }
 
-// claim reports whether a token may be taken, once: connections that show it after that are not
-// preferred.
+// claim reports whether a token is valid and was not claimed before. Only the first connection with
+// a token is preferred.
 func (t *tokens) claim(kind, token string) bool {
 	now := time.Now()
 	t.mu.Lock()
@@ -77,7 +77,7 @@ func (t *tokens) claim(kind, token string) bool {
 	return true
 }
 
-// outstanding reports whether a token may still be taken.
+// outstanding reports whether a token is unused and valid.
 func (t *tokens) outstanding(now time.Time) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -89,7 +89,7 @@ func (t *tokens) outstanding(now time.Time) bool {
 	return false
 }
 
-// dropExpired needs the lock.
+// dropExpired removes expired tokens. The caller holds the lock.
 func (t *tokens) dropExpired(now time.Time) {
 	for token, o := range t.waiting {
 		if !now.Before(o.expires) {

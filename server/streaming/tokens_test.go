@@ -13,7 +13,7 @@ import (
 
 func nothing(http.ResponseWriter, *http.Request) {}
 
-func TestTokenIsGoodOnceAndForItsKind(t *testing.T) {
+func TestTokenWorksOnceForItsKind(t *testing.T) {
 	var all tokens
 	token, err := all.add("exec", nothing)
 	if err != nil {

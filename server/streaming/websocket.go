@@ -18,22 +18,23 @@ import (
 	utilexec "k8s.io/utils/exec"
 )
 
-// The protocols of earlier clients, of which cri-streaming does not give the names.
+// The protocols of earlier clients, whose names cri-streaming does not export.
 const (
 	binaryV1 = wsstream.ChannelWebSocketProtocol
 	base64V1 = wsstream.Base64ChannelWebSocketProtocol
 	base64V4 = "v4." + wsstream.Base64ChannelWebSocketProtocol
 )
 
-// serveWebSocket serves an exec or attach in all versions of the protocol. cri-streaming's own stops at version 4, and
-// so do its clients' means to close stdin (KEP-4006). In "" and versions before 4 what went wrong is told as text.
+// serveWebSocket serves an exec or attach in all versions of the protocol. cri-streaming's server
+// ends with version 4, in which clients cannot close stdin (KEP-4006). In "" and versions before 4
+// errors are sent as text.
 func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle time.Duration) {
 	channels := []wsstream.ChannelType{
 		remotecommand.StreamStdIn:  channel(c.options.Stdin, wsstream.ReadChannel),
 		remotecommand.StreamStdOut: channel(c.options.Stdout, wsstream.WriteChannel),
 		remotecommand.StreamStdErr: channel(c.options.Stderr, wsstream.WriteChannel),
 		remotecommand.StreamErr:    wsstream.WriteChannel,
-		remotecommand.StreamResize: channel(c.options.TTY, wsstream.ReadChannel), // nobody would read it, and all channels would wait
+		remotecommand.StreamResize: channel(c.options.TTY, wsstream.ReadChannel), // without a reader the channel would block all others
 	}
 	binary, text := wsstream.ChannelProtocolConfig{Binary: true, Channels: channels}, wsstream.ChannelProtocolConfig{Channels: channels}
 	conn := wsstream.NewConn(map[string]wsstream.ChannelProtocolConfig{
@@ -43,11 +44,11 @@ func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle tim
 	conn.SetIdleTimeout(idle)
 	protocol, streams, err := conn.Open(w, r)
 	if err != nil {
-		klog.FromContext(r.Context()).V(4).Info("No WebSocket was opened", "err", err) // the client has been told
+		klog.FromContext(r.Context()).V(4).Info("No WebSocket was opened", "err", err) // the client has the answer
 		return
 	}
 	defer conn.Close()
-	// An empty message tells the client that the connection stands.
+	// An empty message tells the client that the connection is open.
 	if _, err := streams[firstWritable(c.options)].Write(nil); err != nil {
 		return // the client is gone
 	}
@@ -75,10 +76,11 @@ func firstWritable(o remotecommand.Options) int {
 	return remotecommand.StreamErr
 }
 
-// maxSize is how much a client may write for a size.
+// maxSize bounds the bytes of one terminal size.
 const maxSize = 1 << 10
 
-// decodeSizes passes on the sizes that the client sends, until the stream or ctx ends. A size is an object without objects in it.
+// decodeSizes passes on the client's terminal sizes until the stream or ctx ends. A size is a flat
+// JSON object.
 func decodeSizes(ctx context.Context, from io.Reader, to chan<- remotecommand.TerminalSize) {
 	defer close(to)
 	objects := bufio.NewScanner(from)
@@ -95,19 +97,19 @@ func decodeSizes(ctx context.Context, from io.Reader, to chan<- remotecommand.Te
 			return
 		}
 	}
-	_, _ = io.Copy(io.Discard, from) // what is no size must not hold up the rest
+	_, _ = io.Copy(io.Discard, from) // invalid data must not block the other channels
 }
 
-// splitObjects is a bufio.SplitFunc for what ends with a brace.
+// splitObjects is a bufio.SplitFunc for objects, which end with a brace.
 func splitObjects(data []byte, _ bool) (advance int, token []byte, err error) {
 	end := bytes.IndexByte(data, '}') + 1
 	if end == 0 {
-		return 0, nil, nil // there is more to come
+		return 0, nil, nil // incomplete
 	}
 	return end, data[:end], nil
 }
 
-// status is how a session came out, as versions 4 and 5 of the protocol have it.
+// status returns the result of a session for versions 4 and 5 of the protocol.
 func status(err error) metav1.Status {
 	if err == nil {
 		return metav1.Status{Status: metav1.StatusSuccess}

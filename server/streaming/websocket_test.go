@@ -24,10 +24,10 @@ import (
 	"berth/sandbox/stream"
 )
 
-// webSocketProtocols are all that clients may speak over WebSocket.
+// webSocketProtocols are all protocols over WebSocket.
 var webSocketProtocols = []string{"", binaryV1, base64V1, remotecommand.StreamProtocolV4Name, base64V4, remotecommand.StreamProtocolV5Name}
 
-// webSocketClient is one that says what a test wants.
+// webSocketClient sends the messages of a test.
 type webSocketClient struct {
 	t        *testing.T
 	conn     *websocket.Conn
@@ -51,7 +51,7 @@ func dialWebSocket(t *testing.T, address, protocol string) *webSocketClient {
 
 func (c *webSocketClient) text() bool { return strings.Contains(c.protocol, "base64") }
 
-// say sends a message, of which it expects no error: the server may have closed the connection.
+// say sends a message. It ignores errors, since the server may have closed the connection.
 func (c *webSocketClient) say(channel byte, data []byte) {
 	kind, message := websocket.BinaryMessage, append([]byte{channel}, data...)
 	if c.text() {
@@ -60,7 +60,7 @@ func (c *webSocketClient) say(channel byte, data []byte) {
 	_ = c.conn.WriteMessage(kind, message)
 }
 
-// hear returns what the server says in each channel, until the connection ends.
+// hear returns the server's data by channel, until the connection ends.
 func (c *webSocketClient) hear() (said [5]string) {
 	c.t.Helper()
 	for {
@@ -79,7 +79,7 @@ func (c *webSocketClient) hear() (said [5]string) {
 	}
 }
 
-// What goes in and out is the same in all versions, and how the session came out is told as each has it.
+// All versions carry the same input and output, and each reports the result in its own form.
 func TestWebSocketProtocols(t *testing.T) {
 	failure := errors.New("no such thing")
 	for _, protocol := range webSocketProtocols {
@@ -205,7 +205,8 @@ func (b repeated) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// What is handed on is what the client has sent, up to a frame that is too long, whatever pieces it is read in.
+// FuzzWebSocketGuard checks that the guard passes the client's data unchanged up to a frame that is
+// too long, for any sizes of reads.
 func FuzzWebSocketGuard(f *testing.F) {
 	f.Add([]byte{0x82, 0x83, 1, 2, 3, 4, 5, 6, 7, 0x88, 0x80, 0, 0, 0, 0}, uint8(3))
 	f.Add(append([]byte{0x82, 126, 1, 0}, make([]byte, 256)...), uint8(200))

@@ -9,12 +9,12 @@ import (
 	"net"
 )
 
-// maxFrame is what a WebSocket frame has at most. The library takes frames of 32 MiB, and has them in memory twice; clients
-// send pieces of 32 KiB.
+// maxFrame bounds a WebSocket frame. The library accepts frames of 32 MiB and holds them in memory
+// twice. Clients send frames of 32 KiB.
 const maxFrame = 1 << 20
 
-// webSocketGuard is a client's connection that hands on no frame that is longer than maxFrame: it ends the connection.
-// Reads are one at a time.
+// webSocketGuard wraps a client's connection and ends it at a frame longer than maxFrame. Reads are
+// serial.
 type webSocketGuard struct {
 	net.Conn
 	frames
@@ -24,12 +24,12 @@ type webSocketGuard struct {
 // Read implements net.Conn. An error other than the connection's own has closed it.
 func (g *webSocketGuard) Read(p []byte) (int, error) { return g.read(p, g.next) }
 
-// next reads a frame's header (RFC 6455, section 5.2): two bytes, the length's where it does not fit, and the mask.
+// next reads a frame's header (RFC 6455, section 5.2): two bytes, an extended length, and the mask.
 func (g *webSocketGuard) next() error {
 	const (
 		masked = 0x80
-		short  = 126 // the length is in two more bytes
-		long   = 127 // in eight
+		short  = 126 // the length is in the next two bytes
+		long   = 127 // the length is in the next eight bytes
 	)
 	header := make([]byte, 2, 14)
 	if _, err := io.ReadFull(g.from, header); err != nil {
@@ -52,8 +52,8 @@ func (g *webSocketGuard) next() error {
 		length = binary.BigEndian.Uint64(header[2:])
 	}
 	if length > maxFrame {
-		err := fmt.Errorf("a WebSocket frame of %d bytes; the limit is %d", length, maxFrame)
-		g.log.Info("A WebSocket connection is ended for what its client sent", "err", err)
+		err := fmt.Errorf("WebSocket frame of %d bytes, the limit is %d", length, maxFrame)
+		g.log.Info("close WebSocket connection after an invalid frame", "err", err)
 		return errors.Join(err, g.Close())
 	}
 	g.ready, g.body = header, int(length)

@@ -69,14 +69,14 @@ type Reservation struct {
 
 // Errors of Reserve.
 var (
-	ErrExists = errors.New("the attachment has addresses already")
+	ErrExists = errors.New("the attachment already has addresses")
 	ErrFull   = errors.New("no address is free")
 )
 
 // Open returns the store in a directory and creates the directory.
 func Open(dir string) (*Store, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, fmt.Errorf("make directory of addresses: %w", err)
+		return nil, fmt.Errorf("create address directory: %w", err)
 	}
 	return &Store{dir: dir}, nil
 }
@@ -90,7 +90,7 @@ func Check(dir string) error {
 			return nil
 		}
 		if !errors.Is(err, unix.ENOENT) || dir == filepath.Dir(dir) {
-			return fmt.Errorf("addresses can't be kept: %w", &os.PathError{Op: "access", Path: dir, Err: err})
+			return fmt.Errorf("address directory is not writable: %w", &os.PathError{Op: "access", Path: dir, Err: err})
 		}
 		dir = filepath.Dir(dir)
 	}
@@ -220,7 +220,7 @@ func (s *Store) remember(ips []netip.Addr) error {
 	err := os.WriteFile(filepath.Join(s.dir, lastName), []byte(join(ips)+"\n"), 0o600)
 	failpoint.Reach("net.remembered")
 	if err != nil {
-		return fmt.Errorf("note the addresses given last: %w", err)
+		return fmt.Errorf("write last assigned addresses: %w", err)
 	}
 	return nil
 }
@@ -263,13 +263,13 @@ func (s *Store) SetNote(r Reservation, note []byte) error {
 	failpoint.Reach("net.note")
 	f, err := os.OpenFile(s.path(r), os.O_WRONLY|os.O_TRUNC, 0)
 	if err != nil {
-		return fmt.Errorf("note what addresses are used for: %w", err)
+		return fmt.Errorf("write note of addresses: %w", err)
 	}
 	_, err = f.Write(note)
 	err = errors.Join(err, f.Close())
 	failpoint.Reach("net.noted")
 	if err != nil {
-		return fmt.Errorf("note what addresses are used for: %w", err)
+		return fmt.Errorf("write note of addresses: %w", err)
 	}
 	return nil
 }
@@ -278,7 +278,7 @@ func (s *Store) SetNote(r Reservation, note []byte) error {
 func (s *Store) Noted(r Reservation) ([]byte, error) {
 	note, err := safefs.ReadHostFile(s.path(r), maxNote)
 	if err != nil {
-		return nil, fmt.Errorf("read what addresses are used for: %w", err)
+		return nil, fmt.Errorf("read note of addresses: %w", err)
 	}
 	return note, nil
 }
@@ -306,7 +306,7 @@ func (s *Store) Notes() ([]Note, error) {
 			continue // released meanwhile
 		}
 		if err != nil {
-			return nil, fmt.Errorf("read what addresses are used for: %w", err)
+			return nil, fmt.Errorf("read note of addresses: %w", err)
 		}
 		if info.Size() == 0 {
 			continue
@@ -335,7 +335,7 @@ func (s *Store) Release(r Reservation) error {
 	err := os.Remove(s.path(r))
 	failpoint.Reach("net.released")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("give addresses back: %w", err)
+		return fmt.Errorf("release addresses: %w", err)
 	}
 	return nil
 }

@@ -39,7 +39,7 @@ func (s *Store) give(t *testing.T, id string, ranges []conf.Range) string {
 	return join(r.IPs)
 }
 
-// What Check allows can be opened, and what it refuses can't; it makes nothing.
+// Open succeeds if and only if Check does. Check creates nothing.
 func TestCheck(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
@@ -104,8 +104,9 @@ func TestReserve(t *testing.T) {
 	}
 }
 
-// Whatever a power cut makes of files' contents, no address is given twice, none is lost, and what comes next works.
-func TestTornFiles(t *testing.T) {
+// With any file contents after a power cut, no address is assigned twice or lost, and the store
+// works.
+func TestDamagedFiles(t *testing.T) {
 	for what, content := range map[string]string{"empty": "", "zeros": "\x00\x00\x00\x00", "torn": `[{"Proto`, "foreign": "10.0.0.99,zz\n", "long": strings.Repeat("x", 1<<12)} {
 		t.Run(what, func(t *testing.T) {
 			s, ranges := newStore(t), small(t)[:1]
@@ -149,7 +150,6 @@ func TestNote(t *testing.T) {
 	}
 }
 
-// Who waits for the lock gives up with its context.
 func TestLock(t *testing.T) {
 	s := newStore(t)
 	unlock, err := s.Lock(t.Context())
@@ -186,7 +186,7 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// FuzzName reads names of files as a directory that anybody has written to may have them.
+// FuzzName parses arbitrary file names.
 func FuzzName(f *testing.F) {
 	f.Add("10.0.0.2,fd00::2@a@eth0")
 	f.Add("10.0.0.2@a@b@c")

@@ -198,7 +198,7 @@ func (n *Net) names() error {
 	// A colon is for aliases, and the kernel replaces a percent sign by a number.
 	if len(n.Bridge) >= unix.IFNAMSIZ || n.Bridge == "." || n.Bridge == ".." || n.Bridge == "all" || n.Bridge == "default" ||
 		strings.ContainsFunc(n.Bridge, func(r rune) bool { return r <= ' ' || r > '~' || strings.ContainsRune("/:%@", r) }) {
-		return fmt.Errorf("bridge: %q is no name of an interface", n.Bridge)
+		return fmt.Errorf("bridge: %q is not a valid interface name", n.Bridge)
 	}
 	if n.DataDir == "" {
 		n.DataDir = DefaultDataDir
@@ -215,7 +215,7 @@ func (n *Net) numbers() error {
 		rate, burst uint64
 	}{{"ingress", n.Runtime.Bandwidth.IngressRate, n.Runtime.Bandwidth.IngressBurst}, {"egress", n.Runtime.Bandwidth.EgressRate, n.Runtime.Bandwidth.EgressBurst}} {
 		if (one.rate == 0) != (one.burst == 0) {
-			return fmt.Errorf("bandwidth: %sRate and %sBurst are given together", one.key, one.key)
+			return fmt.Errorf("bandwidth: %sRate and %sBurst must both be set", one.key, one.key)
 		}
 		if one.rate != 0 && one.rate < 8 || one.burst > math.MaxUint32 || one.burst != 0 && one.burst < 8 {
 			return fmt.Errorf("bandwidth: %sRate %d or %sBurst %d is out of range", one.key, one.rate, one.key, one.burst)
@@ -226,7 +226,7 @@ func (n *Net) numbers() error {
 	}
 	for i, p := range n.NoMasquerade {
 		if !p.IsValid() || p.Addr().Is4In6() {
-			return fmt.Errorf("noMasquerade: the entry with index %d is no network", i)
+			return fmt.Errorf("noMasquerade: the entry with index %d is not a network", i)
 		}
 		n.NoMasquerade[i] = p.Masked()
 	}
@@ -286,7 +286,7 @@ func (n *Net) ranges() error {
 	}
 	for _, set := range n.Runtime.IPRanges {
 		if len(set) != 1 {
-			return fmt.Errorf("ipRanges: a set of %d ranges, not of one", len(set))
+			return fmt.Errorf("ipRanges: a set has %d ranges, the limit is 1", len(set))
 		}
 		asked = append(asked, set[0])
 	}
@@ -316,14 +316,14 @@ func (n *Net) ranges() error {
 // gateway.
 func (a IPRange) complete() (Range, error) {
 	if !a.Subnet.IsValid() || a.Subnet.Addr().Is4In6() {
-		return Range{}, fmt.Errorf("subnet: %s is none", a.Subnet)
+		return Range{}, fmt.Errorf("subnet: %s is not a network", a.Subnet)
 	}
 	r := Range{Subnet: a.Subnet.Masked()}
 	if r.Subnet.Bits() > r.Subnet.Addr().BitLen()-2 {
 		return Range{}, fmt.Errorf("subnet %s has no room for a gateway and a pod", r.Subnet)
 	}
 	if r.Subnet.Addr().IsMulticast() || r.Subnet.Addr().IsLoopback() || r.Subnet.Addr().IsLinkLocalUnicast() || r.Subnet.Addr().IsUnspecified() {
-		return Range{}, fmt.Errorf("subnet %s cannot be that of pods", r.Subnet)
+		return Range{}, fmt.Errorf("subnet %s cannot be used for pods", r.Subnet)
 	}
 	first, last := r.Subnet.Addr().Next(), lastOf(r.Subnet)
 	if first.Is4() {
@@ -340,7 +340,7 @@ func (a IPRange) complete() (Range, error) {
 		}
 		addr := given.addr.Unmap()
 		if addr.Zone() != "" || addr.Less(first) || last.Less(addr) || addr.BitLen() != first.BitLen() {
-			return Range{}, fmt.Errorf("%s: %s is no address of subnet %s", given.key, given.addr, r.Subnet)
+			return Range{}, fmt.Errorf("%s: %s is not an address of subnet %s", given.key, given.addr, r.Subnet)
 		}
 		*given.to = addr
 	}
@@ -375,7 +375,7 @@ func (p Port) ProtocolName() string {
 
 func (n *Net) ports() error {
 	if len(n.Runtime.PortMappings) > maxPorts {
-		return fmt.Errorf("portMappings: %d, more than %d", len(n.Runtime.PortMappings), maxPorts)
+		return fmt.Errorf("portMappings: %d ports, the limit is %d", len(n.Runtime.PortMappings), maxPorts)
 	}
 	for _, m := range n.Runtime.PortMappings {
 		if m.HostPort == 0 {
@@ -392,7 +392,7 @@ func (n *Net) ports() error {
 		if m.HostIP != "" {
 			ip, err := netip.ParseAddr(m.HostIP)
 			if err != nil || ip.Zone() != "" {
-				return fmt.Errorf("portMappings: hostIP %q is no address", m.HostIP)
+				return fmt.Errorf("portMappings: hostIP %q is not an IP address", m.HostIP)
 			}
 			if port.HostIP = ip.Unmap(); port.HostIP == netip.IPv6Loopback() {
 				continue // the kernel cannot redirect from there

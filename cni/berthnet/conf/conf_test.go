@@ -63,7 +63,6 @@ func TestKey(t *testing.T) {
 	}
 }
 
-// GC keeps what it is told, and nothing is told by a runtime that does not say which attachments there are.
 func TestGC(t *testing.T) {
 	const a, b = `{"containerID": "a", "ifname": "eth0"}`, `{"containerID": "b", "ifname": "eth0"}`
 	for body, want := range map[string]int{
@@ -86,10 +85,10 @@ func TestInvalid(t *testing.T) {
 	for body, want := range map[string]string{
 		`, "name": "a/b"`:                             "network name",
 		`, "name": ""`:                                "network name",
-		`, "bridge": "a/b"`:                           "no name of an interface",
-		`, "bridge": "br%d"`:                          "no name of an interface",
-		`, "bridge": "all"`:                           "no name of an interface",
-		`, "bridge": "sixteen-letters0"`:              "no name of an interface",
+		`, "bridge": "a/b"`:                           "not a valid interface name",
+		`, "bridge": "br%d"`:                          "not a valid interface name",
+		`, "bridge": "all"`:                           "not a valid interface name",
+		`, "bridge": "sixteen-letters0"`:              "not a valid interface name",
 		`, "mtu": 100`:                                "mtu: 100",
 		`, "mtu": -1`:                                 "mtu: -1",
 		`, "dataDir": "relative"`:                     "not an absolute path",
@@ -99,9 +98,9 @@ func TestInvalid(t *testing.T) {
 		`, "subnets": ["fd00::/127"]`:                 "no room",
 		`, "subnets": ["10.0.0.0/24", "10.0.1.0/24"]`: "second of IPv4",
 		`, "subnets": ["fd00::/64", "fd01::/64"]`:     "second of IPv6",
-		`, "subnets": ["127.0.0.0/8"]`:                "cannot be that of pods",
-		`, "subnets": ["224.0.0.0/8"]`:                "cannot be that of pods",
-		`, "subnets": ["fe80::/64"]`:                  "cannot be that of pods",
+		`, "subnets": ["127.0.0.0/8"]`:                "cannot be used for pods",
+		`, "subnets": ["224.0.0.0/8"]`:                "cannot be used for pods",
+		`, "subnets": ["fe80::/64"]`:                  "cannot be used for pods",
 		`, "subnets": ["::ffff:10.0.0.0/120"]`:        "subnet",
 		`, "runtimeConfig": {"ipRanges": [[]]}`:       "0 ranges",
 		`, "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.1.1"}]]}`:                         "rangeStart",
@@ -113,7 +112,7 @@ func TestInvalid(t *testing.T) {
 		mapping(`{"hostPort": 1, "containerPort": 0}`):                                                                     "from 1 to 65535",
 		mapping(`{"hostPort": 1, "containerPort": 1, "protocol": "icmp"}`):                                                 "protocol",
 		mapping(`{"hostPort": 1, "containerPort": 1, "hostIP": "here"}`):                                                   "hostIP",
-		`, "runtimeConfig": {"bandwidth": {"ingressRate": 8000}}`:                                                          "given together",
+		`, "runtimeConfig": {"bandwidth": {"ingressRate": 8000}}`:                                                          "must both be set",
 		`, "runtimeConfig": {"bandwidth": {"egressRate": 1, "egressBurst": 8000}}`:                                         "out of range",
 	} {
 		_, err := parse(body)
@@ -130,7 +129,7 @@ func TestInvalid(t *testing.T) {
 	}
 }
 
-// FuzzParse has what is accepted fit the kernel.
+// FuzzParse checks that the kernel accepts whatever Parse accepts.
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"cniVersion": "1.1.0", "name": "n", "bridge": "b", "subnets": ["10.0.0.0/24", "fd00::/64"], "isolation": ["pods"], "routes": [{"dst": "::/0"}]}`))
 	f.Add([]byte(`{"name": "n", "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.5"}]], "portMappings": [{"hostPort": 1, "containerPort": 2, "hostIP": "::"}]}}`))

@@ -14,8 +14,8 @@ import (
 	"berth/internal/netns"
 )
 
-// A bridge's addresses are read without those of other interfaces, of which a node may have so many that the kernel never tells all in one piece.
-func TestAddressesOfOne(t *testing.T) {
+// A node may have so many addresses that the kernel never returns all of them in one piece.
+func TestAddressesOfOneInterface(t *testing.T) {
 	err := netns.InNew(func() error {
 		bridge, err := addressed(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}},
 			"10.99.0.1/24", "10.98.0.1/16", "169.254.7.1/16", "fd99::1/64", "fe80::7/64")

@@ -80,14 +80,14 @@ func (b *batch) doOn(socket int) error {
 		message = append(message, s.request.Serialize()...)
 	}
 	if err := unix.Sendto(socket, message, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
-		return fmt.Errorf("ask the kernel: %w", err)
+		return fmt.Errorf("send netlink requests: %w", err)
 	}
 	failures := make([]error, len(b.steps))
 	buffer := make([]byte, os.Getpagesize())
 	for answered := 0; answered < len(b.steps); {
 		n, err := receive(socket, buffer)
 		if err != nil {
-			return fmt.Errorf("wait for the kernel: %w", err)
+			return fmt.Errorf("read netlink answers: %w", err)
 		}
 		if answered, err = b.answers(buffer[:n], answered, failures); err != nil {
 			return err
@@ -108,7 +108,7 @@ func receive(socket int, buffer []byte) (n int, err error) {
 			continue
 		}
 		if err == unix.EAGAIN {
-			return 0, fmt.Errorf("no answer for %d s", answerTimeout)
+			return 0, fmt.Errorf("no netlink answer within %d s", answerTimeout)
 		}
 		if sender, ok := from.(*unix.SockaddrNetlink); err == nil && (!ok || sender.Pid != nl.PidKernel) {
 			continue // not from the kernel
@@ -123,7 +123,7 @@ func (b *batch) answers(data []byte, answered int, failures []error) (int, error
 		order := nl.NativeEndian()
 		length, kind, flags, seq := int(order.Uint32(data)), order.Uint16(data[4:]), order.Uint16(data[6:]), int(order.Uint32(data[8:]))
 		if length < unix.NLMSG_HDRLEN+4 || length > len(data) || kind != unix.NLMSG_ERROR || seq < 1 || seq > len(failures) {
-			return answered, fmt.Errorf("wait for the kernel: unexpected answer of type %d", kind)
+			return answered, fmt.Errorf("read netlink answers: unexpected message type %d", kind)
 		}
 		body := data[unix.NLMSG_HDRLEN:length]
 		if code := int32(order.Uint32(body)); code != 0 {

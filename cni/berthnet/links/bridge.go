@@ -42,9 +42,9 @@ type Description struct {
 
 // Errors of MakeBridge; the first two also of CheckBridge.
 var (
-	ErrTaken   = errors.New("the bridge is another network's")
+	ErrTaken   = errors.New("the bridge belongs to another network")
 	ErrOverlap = errors.New("the subnet overlaps with another network of the node")
-	ErrQuicker = errors.New("somebody else has made the bridge just now")
+	ErrQuicker = errors.New("another program has just made the bridge")
 )
 
 // A bridge's alias names its network by key, and says whether the network made the bridge or found
@@ -81,7 +81,7 @@ func FindBridge(name string) (*Bridge, error) {
 		return nil, fmt.Errorf("find bridge %s: %w", name, err)
 	}
 	if link.Type() != "bridge" {
-		return nil, fmt.Errorf("%s is no bridge, but a device of type %s", name, link.Type())
+		return nil, fmt.Errorf("%s is not a bridge, but a device of type %s", name, link.Type())
 	}
 	at := link.Attrs()
 	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0, alias: at.Alias}
@@ -149,7 +149,7 @@ func MakeBridge(d *Description) (*Bridge, error) {
 	}
 	b, err = FindBridge(d.Name)
 	if err == nil && b == nil {
-		err = fmt.Errorf("bridge %s vanishes", d.Name)
+		err = fmt.Errorf("bridge %s has vanished", d.Name)
 	}
 	return b, err
 }
@@ -204,7 +204,7 @@ func (b *Bridge) mayBecome(network string) error {
 			return err
 		}
 		if len(ports) > 0 {
-			return fmt.Errorf("%w: %s has %d pods of network %s, whose addresses are kept elsewhere", ErrTaken, b.Name, len(ports), owner)
+			return fmt.Errorf("%w: %s has %d pods of network %s, with another address directory", ErrTaken, b.Name, len(ports), owner)
 		}
 	case b.alias != "":
 		return fmt.Errorf("%w: %s has the alias %q", ErrTaken, b.Name, b.alias)
@@ -267,7 +267,7 @@ func newBridge(d *Description) (*Bridge, error) {
 	}
 	b, err := FindBridge(d.Name)
 	if err == nil && b == nil {
-		err = fmt.Errorf("bridge %s vanishes", d.Name)
+		err = fmt.Errorf("bridge %s has vanished", d.Name)
 	}
 	return b, err
 }

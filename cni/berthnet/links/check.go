@@ -24,7 +24,7 @@ func (e *Expected) Check() error {
 		return fmt.Errorf("port of container %s: %w", e.ContainerID, err)
 	}
 	if port.Attrs().MasterIndex != e.Bridge.Index {
-		return fmt.Errorf("%s is no port of bridge %s", port.Attrs().Name, e.Bridge.Name)
+		return fmt.Errorf("%s is not a port of bridge %s", port.Attrs().Name, e.Bridge.Name)
 	}
 	return netns.In(e.NetNS, e.checkPod)
 }

@@ -89,7 +89,7 @@ func parseAddress(data []byte, index int) (p netip.Prefix, ok bool, err error) {
 	}
 	attrs, err := nl.ParseRouteAttr(data[message.Len():])
 	if err != nil {
-		return p, false, fmt.Errorf("address of interface number %d: %w", index, err)
+		return p, false, fmt.Errorf("read address of interface %d: %w", index, err)
 	}
 	var local, peer []byte // without a peer, IPv4 has the same address in both, and IPv6 has no local one
 	for _, a := range attrs {

@@ -162,7 +162,7 @@ func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 		return err
 	}
 	if index == 0 {
-		return fmt.Errorf("veth %s vanishes", port)
+		return fmt.Errorf("veth %s has vanished", port)
 	}
 	return a.setUpPort(index, macs)
 }

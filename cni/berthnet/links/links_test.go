@@ -17,7 +17,8 @@ import (
 	"berth/internal/netns"
 )
 
-// A bridge says whose it is when it is made, also where somebody was killed in between. One that somebody else has made at the same time is left alone.
+// MakeBridge also claims its bridge after a kill half-way, and leaves a bridge alone that another
+// program makes at the same time.
 func TestMakeBridge(t *testing.T) {
 	d := &Description{Name: "bn0", Network: "net-1", MTU: 1400}
 	for _, begun := range []bool{false, true} {
@@ -54,11 +55,11 @@ func TestMakeBridge(t *testing.T) {
 		return err
 	})
 	if err != nil {
-		t.Errorf("somebody else's bridge: %v", err)
+		t.Errorf("another program's bridge: %v", err)
 	}
 }
 
-// Who wants the lock for himself has it as soon as those have it no more who had it when he came.
+// A waiter for the exclusive lock gets it once the present holders have released it.
 func TestLockIsFair(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -93,8 +94,8 @@ func TestLockIsFair(t *testing.T) {
 	last()
 }
 
-// Whoever has the lock and is stuck does not stop others for ever, who say which lock it is.
-func TestLockIsNotWaitedForInVain(t *testing.T) {
+// A stuck holder of the lock delays others for a limited time. Their error names the lock.
+func TestStuckBridgeLockIsReported(t *testing.T) {
 	unlock, err := Lock(t.Context(), lockfile.Exclusive)
 	if err != nil {
 		t.Fatal(err)
@@ -113,7 +114,6 @@ func TestLockIsNotWaitedForInVain(t *testing.T) {
 	unlock()
 }
 
-// What the kernel lacks for checking what pods send is found out.
 func TestTryClassifier(t *testing.T) {
 	for kind, want := range map[string]error{classifier: nil, "nothing": unix.ENOENT} {
 		if err := tryClassifier(kind); !errors.Is(err, want) {
@@ -137,6 +137,6 @@ func TestHasModule(t *testing.T) {
 		}
 	}
 	if hasModule("cls_some", list+".none") {
-		t.Error("a module of which nobody knows is there")
+		t.Error("an unknown module is reported as present")
 	}
 }

@@ -50,7 +50,7 @@ func TestOverlaps(t *testing.T) {
 	}
 }
 
-func TestOverlapsThatAreOld(t *testing.T) {
+func TestOverlapsExpire(t *testing.T) {
 	o := &Overlaps{check: func([]netip.Prefix, string) error { return nil }}
 	for _, subnet := range []string{"10.99.0.1/24", "10.98.0.1/24"} {
 		for question, at := range o.none {

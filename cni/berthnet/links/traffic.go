@@ -47,7 +47,7 @@ const (
 // addIngress adds a qdisc for incoming packets. It is added while the interface is down, because
 // the kernel waits for all processors if it is up.
 func (b *batch) addIngress(index int) {
-	b.add("look at what the pod sends (CONFIG_NET_SCH_INGRESS)", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+	b.add("inspect traffic from the pod (CONFIG_NET_SCH_INGRESS)", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
 		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
 }
 
@@ -58,7 +58,7 @@ func (b *batch) checkSource(index int, program []bpf.Instruction) error {
 		return err
 	}
 	options.AddRtAttr(nl.TCA_BPF_FLAGS, nl.Uint32Attr(nl.TCA_BPF_FLAG_ACT_DIRECT))
-	b.addFilter("check what the pod sends (CONFIG_NET_CLS_BPF; option checkSource)", classifier, index, 1, options)
+	b.addFilter("check source addresses (CONFIG_NET_CLS_BPF; option checkSource)", classifier, index, 1, options)
 	return nil
 }
 
@@ -114,7 +114,7 @@ func (b *batch) redirect(index, to int) error {
 	action := options.AddRtAttr(nl.TCA_BPF_ACT, nil).AddRtAttr(1, nil)
 	action.AddRtAttr(nl.TCA_ACT_KIND, nl.ZeroTerminated("mirred"))
 	action.AddRtAttr(nl.TCA_ACT_OPTIONS, nil).AddRtAttr(nl.TCA_MIRRED_PARMS, words(0, 0, stolen, 0, 0, redirect, uint32(to)))
-	b.addFilter("limit what the pod sends", classifier, index, 2, options)
+	b.addFilter("limit traffic from the pod", classifier, index, 2, options)
 	return nil
 }
 
@@ -130,7 +130,7 @@ func (b *batch) addFilter(what, kind string, index int, priority uint16, options
 func addProgram(options *nl.RtAttr, program []bpf.Instruction) error {
 	raw, err := bpf.Assemble(program)
 	if err != nil {
-		return fmt.Errorf("assemble the program for what the pod sends: %w", err)
+		return fmt.Errorf("assemble the check of source addresses: %w", err)
 	}
 	var code []byte
 	for _, i := range raw {

@@ -59,7 +59,7 @@ func (f *Filter) drop() error {
 
 // ErrGone means that another program deleted a network's table during an operation, as "nft flush
 // ruleset" does. The caller installs the table again.
-var ErrGone = errors.New("the packet filter's rules were deleted meanwhile")
+var ErrGone = errors.New("the packet filter rules were deleted meanwhile")
 
 // Attempts is how often an operation is tried that others' deletions disturb.
 const Attempts = 5

@@ -117,7 +117,7 @@ func (f *Filter) forget(ports []HostPort, is func(*flow, HostPort) bool) error {
 			return nil
 		})
 		if err != nil {
-			return fmt.Errorf("forget conversations with host ports: %w", err)
+			return fmt.Errorf("delete conntrack entries of host ports: %w", err)
 		}
 	}
 	return nil

@@ -124,7 +124,7 @@ func (f *legacyFamily) ask(socket int) (*legacyRules, error) {
 	}
 	size := binary.NativeEndian.Uint32(info[legacyTotalSize:])
 	if size > legacyMost {
-		return nil, fmt.Errorf("they have %d bytes", size)
+		return nil, fmt.Errorf("unsupported size of %d bytes", size)
 	}
 	entries := make([]byte, legacyHeaderSize+int(size))
 	copy(entries, legacyTable)
@@ -145,7 +145,7 @@ func getsockopt(socket, level, option int, data []byte) error {
 	return nil
 }
 
-var errLegacyTorn = errors.New("they are not as expected")
+var errLegacyTorn = errors.New("unexpected layout")
 
 // judge reports whether FORWARD's policy is to drop, and whether a rule of the table matches the
 // bridge or a subnet.

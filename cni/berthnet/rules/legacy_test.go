@@ -9,7 +9,7 @@ import (
 
 // legacyRule is a rule as a test writes it.
 type legacyRule struct {
-	in, out  string // names of interfaces; empty: any. "x+" is all that begin with x
+	in, out  string // names of interfaces; "": any; "x+": all with the prefix x
 	from, to string // prefixes; empty: any
 	target   string // "" is the standard one, with a verdict
 	verdict  int32
@@ -50,7 +50,7 @@ func (f *legacyFamily) bytes(r legacyRule) []byte {
 	return rule
 }
 
-// table is rules of which the last but one is FORWARD's policy.
+// table returns rules whose last but one is FORWARD's policy.
 func (f *legacyFamily) table(policy int32, rules ...legacyRule) *legacyRules {
 	var t legacyRules
 	for _, r := range rules {

@@ -202,7 +202,7 @@ func (m portMap) parse(e nftables.SetElement) (p HostPort, ok bool) {
 }
 
 // ErrInUse means that a host port belongs to another pod.
-var ErrInUse = errors.New("the host port is another pod's")
+var ErrInUse = errors.New("the host port belongs to another pod")
 
 // Pod is a pod with host ports. ID is shown as comment in the table.
 type Pod struct {

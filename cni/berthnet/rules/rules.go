@@ -332,9 +332,9 @@ func Try(n Network) error {
 	case err == nil:
 		return nil
 	case isMissing(err), errors.Is(err, errors.ErrUnsupported), errors.Is(err, unix.EAFNOSUPPORT), errors.Is(err, unix.EINVAL):
-		return fmt.Errorf("the kernel can't have the rules of network %s (Linux 5.2; CONFIG_NFT_NAT, NFT_MASQ, NFT_CT, NFT_FIB_INET): %w", n.Key, err)
+		return fmt.Errorf("the kernel does not support the rules of network %s (Linux 5.2; CONFIG_NFT_NAT, NFT_MASQ, NFT_CT, NFT_FIB_INET): %w", n.Key, err)
 	}
-	return fmt.Errorf("try whether the kernel can have the rules of network %s: %w", n.Key, err)
+	return fmt.Errorf("try the rules of network %s: %w", n.Key, err)
 }
 
 // Networks returns the keys of networks with a table.

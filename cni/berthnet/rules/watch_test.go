@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// packet is one of the kernel's, with messages of these types, of which no two have the same length.
+// packet returns a netlink packet with messages of these types and of different lengths.
 func packet(types ...uint16) (data []byte) {
 	for i, t := range types {
 		body := make([]byte, 5+i) // not aligned
@@ -25,7 +25,8 @@ func packet(types ...uint16) (data []byte) {
 	return data
 }
 
-// What deletes a table is let through wherever in a packet it is, and nothing else, but for what has too many messages.
+// The filter passes a deletion of a table at any place in a packet, and packets with too many
+// messages.
 func TestDeletions(t *testing.T) {
 	vm, err := bpf.NewVM(deletions())
 	if err != nil {
@@ -61,8 +62,8 @@ func TestDeletions(t *testing.T) {
 	}
 }
 
-// A message that says it has no length keeps nobody.
-func TestDeletionsEnd(t *testing.T) {
+// A message of length 0 must not loop.
+func TestDeletionsOfEmptyMessage(t *testing.T) {
 	vm, err := bpf.NewVM(deletions())
 	if err != nil {
 		t.Fatal(err)

@@ -45,7 +45,7 @@ func extension(next, more byte) []byte {
 	return append([]byte{next, more}, make([]byte, 6+8*int(more))...)
 }
 
-// tag is what follows the type of a frame with a VLAN tag: no VLAN, and the type of what is in it.
+// tag returns the rest of a VLAN tag after the frame's type: VID 0 and the type of the payload.
 func tag(kind uint16) []byte { return binary.BigEndian.AppendUint16([]byte{0, 0}, kind) }
 
 func icmp(kind byte, target netip.Addr) []byte {
@@ -113,7 +113,7 @@ func TestProgram(t *testing.T) {
 		{"own neighbour advertisement", frame(ownMAC, v6, ip6(own6, 58), icmp(136, own6)), true},
 		{"own link-local neighbour advertisement", frame(ownMAC, v6, ip6(ownLocal, 58), icmp(136, ownLocal)), true},
 		{"another's neighbour advertisement", frame(ownMAC, v6, ip6(own6, 58), icmp(136, other6)), false},
-		{"neighbour advertisement of nobody", frame(ownMAC, v6, ip6(none6, 58), icmp(136, other6)), false},
+		{"neighbour advertisement without sender", frame(ownMAC, v6, ip6(none6, 58), icmp(136, other6)), false},
 		{"router advertisement", frame(ownMAC, v6, ip6(ownLocal, 58), icmp(134, none6)), false},
 		{"redirect", frame(ownMAC, v6, ip6(ownLocal, 58), icmp(137, other6)), false},
 		{"hidden advertisement", frame(ownMAC, v6, chain(1)), false},
@@ -139,8 +139,8 @@ func TestProgram(t *testing.T) {
 	}
 }
 
-// Whatever is in a frame, the program has a verdict of its own, not that of one that reads beyond the end; and what passes is nobody else's, and
-// nothing that becomes another frame on its way.
+// The program returns Pass or Drop for every frame, never the result of a read beyond the end. A
+// frame that passes has the pod's addresses and cannot become another frame on its way.
 func FuzzProgram(f *testing.F) {
 	f.Add(frame(ownMAC, 0x0800, ip4(own4, other4)))
 	f.Add(frame(ownMAC, 0x0806, arp(ownMAC, own4)))
