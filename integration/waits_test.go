@@ -211,7 +211,7 @@ func TestWaitsAreShown(t *testing.T) {
 		_, err := harness.RawRuntime(t, d).ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: stubborn.Id, Cmd: []string{"sleep", "1000"}, Timeout: 10 * minutes})
 		return err
 	})
-	shown("the end of an exec", "container "+stubborn.Id, 10*minutes+slack)
+	shown("end of exec", "container "+stubborn.Id, 10*minutes+slack)
 	harness.Eventually(t, "the command runs", func() error {
 		if len(machine.ProcessesOf("sleep 1000")) == 0 {
 			return errors.New("it does not")

@@ -137,7 +137,7 @@ func (m *Manager) containerStarted(ctx context.Context, c *container, s *proto.S
 	m.publishRunning(c, run)
 	m.logContainer("container started", c, slog.Int("pid", run.PID))
 	m.watchContainer(c, run)
-	m.sampler.Soon()
+	m.sampler.Wake()
 }
 
 // publishRunning needs the container's turn.
@@ -201,7 +201,7 @@ func (m *Manager) exited(c *container, exit state.Exit) {
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins take their time
 		m.keepUsage(c, run)
-		m.sampler.Soon()
+		m.sampler.Wake()
 	}
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if err == nil {

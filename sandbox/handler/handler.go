@@ -1,12 +1,11 @@
-// Package handler has the runtime handlers that pods are run with: which there are, and what the programs
-// of OCI runtimes behind them can do.
+// Package handler holds the configured runtime handlers and the features of their OCI runtimes.
 //
 // # Contract
 //
-// What a program can do it is asked, and asked again when it is another file than before. One that
-// is missing, or gives no answer, is a problem of the pods that ask for it, and of nobody else. What a
-// pod is run with (Runtime) is decided when the pod is planned and written down with
-// it: it is needed as long as the pod exists, whatever the configuration says then. List asks no program.
+// Features are probed by running the runtime's binary, and again after the binary has changed. A
+// missing or silent binary fails only the pods that use its handler. The Runtime of a pod is
+// decided when the pod is planned and recorded with it, because the pod needs it for its whole life
+// even if the configuration changes. List runs no binary.
 package handler
 
 import (
@@ -27,79 +26,79 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// Config says what a runtime handler runs containers with.
+// Config is the configuration of one runtime handler.
 type Config struct {
-	Path string   // the program of an OCI runtime; empty: the built-in runtime
-	Args []string // options before each of its commands
+	Path string   // binary of an OCI runtime; empty: the built-in runtime
+	Args []string // global options, before the command
 }
 
-// Info is what is known of a runtime handler.
+// Info describes a runtime handler.
 type Info struct {
-	Name    string                   `json:"name"` // empty: of pods that name none
+	Name    string                   `json:"name"` // empty: the default handler
 	Path    string                   `json:"path,omitempty"`
-	Runtime *ociruntime.Capabilities `json:"runtime,omitempty"` // of the program, as it says
-	Problem string                   `json:"problem,omitempty"` // why no pod can be run with it; empty: one can
+	Runtime *ociruntime.Capabilities `json:"runtime,omitempty"` // features that the binary reports
+	Problem string                   `json:"problem,omitempty"` // why pods of this handler cannot run; empty: they can
 
 	RecursiveReadOnly bool `json:"recursiveReadOnly"`
 	UserNamespaces    bool `json:"userNamespaces"`
 }
 
-// Handler is one runtime handler.
+// Handler is one configured runtime handler.
 type Handler struct {
 	name   string
 	config Config
-	found  atomic.Pointer[finding] // nil: not looked at yet
+	found  atomic.Pointer[probe] // nil: not probed yet
 }
 
-// finding is what was found out about a program, as long as it is the same file.
-type finding struct {
-	file os.FileInfo // nil: there is none
+// probe is the result of probing a binary. It holds until the file changes.
+type probe struct {
+	file os.FileInfo // nil: the binary is missing
 	can  ociruntime.Capabilities
 	err  error
 }
 
-// probeLimit is how long a program may take to tell what it can do.
+// probeLimit limits how long a binary may take to report its features.
 const probeLimit = 20 * time.Second
 
-// Options say which handlers there are.
+// Options configures the handlers.
 type Options struct {
-	BuiltIn  string            // name of the one that is libcontainer
-	Programs map[string]Config // the others
-	Default  string            // the one that "" means; empty: BuiltIn
-	Host     *host.Facts       // what the built-in one can do, and no other can do more
+	BuiltIn  string            // name of the built-in handler, libcontainer
+	Programs map[string]Config // all other handlers by name
+	Default  string            // handler of pods that name none; empty: BuiltIn
+	Host     *host.Facts       // features of the node; no handler has more
 	Tasks    *task.Runner
 	Log      *slog.Logger
 }
 
-// Set has all handlers. It never changes.
+// Set holds all handlers. The set is immutable.
 type Set struct {
 	options Options
 	all     map[string]*Handler
 }
 
-// Open looks at the programs of all handlers, side by side. One that is missing is looked
-// for again when a pod asks for it.
+// Open probes the binaries of all handlers in parallel. A missing binary is looked up again for
+// each pod that uses it.
 func Open(ctx context.Context, options Options) (*Set, error) {
 	set := &Set{options: options, all: map[string]*Handler{}}
-	var looks []func() error
+	var probes []func() error
 	for name, config := range options.Programs {
 		h := &Handler{name: name, config: config}
 		set.all[name] = h
 		if config.Path == "" {
 			continue
 		}
-		looks = append(looks, func() error {
-			if _, err := h.look(ctx); err != nil {
-				options.Log.Warn("pods of a runtime handler can't be run", "handler", h.name, "error", err)
+		probes = append(probes, func() error {
+			if _, err := h.probe(ctx); err != nil {
+				options.Log.Warn("probe runtime handler: its pods cannot run", "handler", h.name, "error", err)
 			}
 			return nil
 		})
 	}
 	set.all[options.BuiltIn] = &Handler{name: options.BuiltIn}
-	return set, options.Tasks.Together("look at the programs of", "runtime handlers", looks...)
+	return set, options.Tasks.Together("probe", "runtime handlers", probes...)
 }
 
-// Find finds a handler by the name that a pod asks for it by. NotFound.
+// Find returns the handler with this name; empty: the default one. The error is NotFound.
 func (s *Set) Find(name string) (*Handler, error) {
 	h, ok := s.all[cmp.Or(name, s.options.Default, s.options.BuiltIn)]
 	if !ok {
@@ -108,8 +107,8 @@ func (s *Set) Find(name string) (*Handler, error) {
 	return h, nil
 }
 
-// List returns the runtime handlers by name, first the one of pods that name none.
-// It asks no program: it tells what was found out last.
+// List returns the runtime handlers: the default one first, then all by name. It reports the
+// results of the last probes and runs no binary.
 func (s *Set) List() []Info {
 	all := []Info{s.info("")}
 	for _, name := range slices.Sorted(maps.Keys(s.all)) {
@@ -120,7 +119,7 @@ func (s *Set) List() []Info {
 
 func (s *Set) info(name string) Info {
 	h, err := s.Find(name)
-	if err != nil { // the configuration's default exists
+	if err != nil { // not reached: the configured default exists
 		return Info{Name: name, Problem: err.Error()}
 	}
 	info := Info{Name: name, Path: h.config.Path}
@@ -131,7 +130,7 @@ func (s *Set) info(name string) Info {
 	found := h.found.Load()
 	switch {
 	case found == nil:
-		info.Problem = "it was not looked at yet"
+		info.Problem = "not probed yet"
 	case found.err != nil:
 		info.Problem = found.err.Error()
 	default:
@@ -142,12 +141,12 @@ func (s *Set) info(name string) Info {
 	return info
 }
 
-// look returns what the program can do, and asks it anew if it is another file than
-// before. FailedPrecondition if there is none, or it gives no answer.
-func (h *Handler) look(ctx context.Context) (ociruntime.Capabilities, error) {
+// probe returns the features of the binary. It runs the binary again when the file has changed. The
+// error is FailedPrecondition when the binary is missing or does not answer.
+func (h *Handler) probe(ctx context.Context) (ociruntime.Capabilities, error) {
 	file, err := ociruntime.Executable(h.config.Path)
 	if err != nil {
-		h.found.Store(&finding{err: err})
+		h.found.Store(&probe{err: err})
 		return ociruntime.Capabilities{}, errdefs.FailedPrecondition("runtime handler %q: %w", h.name, err)
 	}
 	if was := h.found.Load(); was != nil && was.err == nil && sameFile(was.file, file) {
@@ -156,7 +155,7 @@ func (h *Handler) look(ctx context.Context) (ociruntime.Capabilities, error) {
 	ctx, cancel := context.WithTimeout(ctx, probeLimit)
 	defer cancel()
 	can, err := ociruntime.Probe(ctx, h.config.Path, h.config.Args)
-	h.found.Store(&finding{file: file, can: can, err: err})
+	h.found.Store(&probe{file: file, can: can, err: err})
 	if err != nil {
 		return can, errdefs.FailedPrecondition("runtime handler %q: %w", h.name, err)
 	}
@@ -167,14 +166,14 @@ func sameFile(a, b os.FileInfo) bool {
 	return os.SameFile(a, b) && a.Size() == b.Size() && a.ModTime().Equal(b.ModTime())
 }
 
-// Runtime is the runtime of a pod's containers, as it is written down with the pod.
+// Runtime is the OCI runtime of a pod's containers, as recorded with the pod.
 type Runtime struct {
 	ociruntime.Runtime
 	RecursiveReadOnly bool `json:"recursiveReadOnly,omitempty"`
 	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
 }
 
-// Program is the runtime as a program, nil for libcontainer.
+// Program returns the runtime to execute, nil for libcontainer.
 func (r *Runtime) Program() *ociruntime.Runtime {
 	if r == nil {
 		return nil
@@ -182,21 +181,23 @@ func (r *Runtime) Program() *ociruntime.Runtime {
 	return &r.Runtime
 }
 
-// IsSandboxed tells whether containers run where the node can't see them.
+// IsSandboxed reports whether processes of containers are invisible to the node, as in a VM or
+// gVisor.
 func (r *Runtime) IsSandboxed() bool { return r != nil && r.Sandboxed }
 
-// Runtime returns what a pod is to be run with, nil for libcontainer. root is where a program keeps its
-// state of the pod. FailedPrecondition if it can't run the pod, or there is none.
+// Runtime returns the runtime for a new pod, nil for libcontainer. root is the directory for the
+// runtime's state of this pod. The error is FailedPrecondition when the binary is missing or does
+// not support the pod.
 func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userNamespace bool) (*Runtime, error) {
 	if h.config.Path == "" {
 		return nil, nil
 	}
-	can, err := h.look(ctx)
+	can, err := h.probe(ctx)
 	if err != nil {
 		return nil, err
 	}
 	if userNamespace && !can.UserNamespaces {
-		return nil, errdefs.FailedPrecondition("runtime handler %q: %s can't run pods in user namespaces, or does not say that it can", h.name, h.config.Path)
+		return nil, errdefs.FailedPrecondition("runtime handler %q: %s does not report support for user namespaces", h.name, h.config.Path)
 	}
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: h.config.Path, Args: h.config.Args, Root: root,
@@ -205,18 +206,18 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 	}, nil
 }
 
-// The annotations by which runtimes with one sandbox per pod know pause from the
-// containers that join its sandbox; they are containerd's. Nobody else's annotations reach a runtime.
+// Runtimes with one sandbox per pod read containerd's annotations to tell the pause from the
+// containers that join its sandbox. No other annotations reach a runtime.
 const (
 	containerTypeAnnotation = "io.kubernetes.cri.container-type"
 	sandboxIDAnnotation     = "io.kubernetes.cri.sandbox-id"
-	// crun would put the processes into a cgroup below systemd's scope, and not find those of
-	// execs, which are beside that. Empty: as libcontainer does.
+	// By default crun creates a cgroup below systemd's scope and then does not find the processes
+	// of execs, which are outside of it. Empty: no cgroup below the scope, as with libcontainer.
 	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
-// Annotate tells a runtime that is a program how a spec belongs to its pod: kind is "sandbox" for a
-// pause, else "container". Nothing is told to libcontainer, which nil stands for.
+// Annotate adds the annotations for a runtime binary that say how a spec belongs to its pod. kind
+// is "sandbox" for a pause and "container" otherwise. A nil Runtime (libcontainer) gets none.
 func (r *Runtime) Annotate(spec *specs.Spec, kind, podID string) {
 	if r == nil {
 		return

@@ -16,8 +16,8 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// capable is a program that has user namespaces and ID-mapped mounts, and no recursive read-only mounts; plain tells its
-// version and nothing else. Both want the option that is configured for them.
+// capable supports user namespaces and ID-mapped mounts but no recursive read-only mounts. plain
+// reports only its version. Both require the configured option.
 const (
 	capable = `#!/bin/sh
 [ "$1" = --debug ] && shift || exit 2
@@ -62,7 +62,7 @@ func TestList(t *testing.T) {
 		names = append(names, info.Name)
 		what := info.Name
 		switch what {
-		case "", "capable": // "" is the configuration's default
+		case "", "capable": // "" selects the configured default
 			if info.Problem != "" || info.RecursiveReadOnly || !info.UserNamespaces || info.Runtime == nil {
 				t.Errorf("%q: %+v", what, info)
 			}
@@ -86,7 +86,7 @@ func TestList(t *testing.T) {
 	}
 }
 
-// A program is asked again when it is another file, and only a pod of its own has trouble with one that is missing.
+// A changed binary is probed again. A missing binary fails only its own pods.
 func TestRuntime(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "capable")
 	set := open(t, map[string]Config{"capable": {Path: path, Args: []string{"--debug"}}}, host.Facts{})
@@ -120,7 +120,7 @@ func TestRuntime(t *testing.T) {
 	}
 }
 
-// libcontainer is told nothing, and nobody else's annotations reach a program.
+// libcontainer gets no annotations. A binary gets only the two of its pod.
 func TestAnnotate(t *testing.T) {
 	users := map[string]string{"io.kubernetes.cri.sandbox-id": "another's", "run.oci.handler": "krun"}
 	spec := &specs.Spec{Annotations: users}

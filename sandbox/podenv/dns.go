@@ -14,19 +14,19 @@ import (
 	"berth/sandbox/state"
 )
 
-// Limits of a resolv.conf. The first three are those of Kubernetes' API
-// validation, and of what C libraries read.
+// Limits of a resolv.conf. The first three are the limits of Kubernetes' API validation and of C
+// libraries.
 const (
 	maxServers     = 3
 	maxSearches    = 32
-	maxSearchChars = 2048 // all search domains together, with the spaces between
+	maxSearchChars = 2048 // all search domains, with the spaces between them
 	maxOptions     = 64
 	maxOptionChars = 255
-	maxHostFile    = 64 << 10 // bytes of the host's own file
+	maxHostFile    = 64 << 10 // bytes of the host's file
 )
 
-// formatResolvConf returns the resolv.conf for a pod's DNS config. A nil or empty config
-// means the host's: its content is returned unchanged, if it is at most 64 KiB.
+// formatResolvConf returns the resolv.conf for a pod's DNS config. For a nil or empty config it
+// returns the host's content unchanged, up to 64 KiB. All errors are InvalidArgument.
 func formatResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
 	servers, searches, options := dns.GetServers(), dns.GetSearches(), dns.GetOptions()
 	if usesHostDNS(dns) {
@@ -48,7 +48,7 @@ func formatResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
 	return writeResolvConf(addrs, searches, options), nil
 }
 
-// usesHostDNS tells whether a pod with that DNS config gets the host's resolv.conf.
+// usesHostDNS reports whether a pod with this DNS config gets the host's resolv.conf.
 func usesHostDNS(dns *runtimeapi.DNSConfig) bool {
 	return len(dns.GetServers())+len(dns.GetSearches())+len(dns.GetOptions()) == 0
 }
@@ -77,7 +77,7 @@ func checkServers(servers []string) ([]netip.Addr, error) {
 		if err != nil {
 			return nil, errdefs.InvalidArgument("DNS config: server %q is not an IP address", s)
 		}
-		if addr.Zone() != "" && !isWord(addr.Zone()) { // ParseAddr takes any zone
+		if addr.Zone() != "" && !isWord(addr.Zone()) { // ParseAddr accepts any zone
 			return nil, errdefs.InvalidArgument("DNS config: server %q has an invalid zone", s)
 		}
 		addrs[i] = addr
@@ -112,15 +112,14 @@ func checkOptions(options []string) error {
 	return nil
 }
 
-// isWord reports whether s is one non-empty word to everything that reads a line
-// of words.
+// isWord reports whether every reader of a space-separated line reads s as exactly one word.
 func isWord(s string) bool {
 	return s != "" && utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
 		return unicode.IsSpace(r) || !unicode.IsPrint(r)
 	})
 }
 
-// localHosts are the entries every pod has. The IPv6 ones are those of RFC 4291.
+// localHosts are the entries of every pod. The IPv6 ones are those of RFC 4291.
 const localHosts = `127.0.0.1	localhost
 ::1	localhost ip6-localhost ip6-loopback
 fe00::	ip6-localnet
@@ -129,9 +128,9 @@ ff02::1	ip6-allnodes
 ff02::2	ip6-allrouters
 `
 
-// formatHosts returns a default hosts file: localhost, the IPv6 names, and a line that
-// gives hostname for each of the pod's addresses. An empty hostname has no lines.
-// kubelet mounts its own file over it for most containers.
+// formatHosts returns a default hosts file: localhost, the IPv6 names, and one line per address of
+// the pod with its hostname. Without a hostname it has no such lines. kubelet mounts a file of its
+// own over it in most containers. All errors are InvalidArgument.
 func formatHosts(hostname string, ips []netip.Addr) ([]byte, error) {
 	if hostname == "" {
 		return []byte(localHosts), nil
@@ -149,8 +148,8 @@ func formatHosts(hostname string, ips []netip.Addr) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// names are the names of a host in a hosts file: for a fully qualified hostname
-// its first label too, as hostname(1) -f wants it.
+// names returns the names of a host for a hosts file. A fully qualified hostname is followed by its
+// first label, because hostname(1) -f needs both.
 func names(hostname string) string {
 	short, _, qualified := strings.Cut(hostname, ".")
 	if qualified {
@@ -159,7 +158,7 @@ func names(hostname string) string {
 	return hostname
 }
 
-// formatHostname returns the content of /etc/hostname.
+// formatHostname returns the content of /etc/hostname. Errors are InvalidArgument.
 func formatHostname(hostname string) ([]byte, error) {
 	if err := state.CheckHostname(hostname); err != nil {
 		return nil, err

@@ -131,8 +131,7 @@ func TestHostname(t *testing.T) {
 	}
 }
 
-// Whatever the values, a file has the lines its config asks for and no others, and
-// each has the words it is given.
+// For any values the file has exactly one line per setting, and each line has one word per value.
 func FuzzResolvConf(f *testing.F) {
 	f.Add("192.0.2.1", "a.example", "ndots:5")
 	f.Add("fe80::1%eth0", ".", "rotate")

@@ -18,16 +18,16 @@ import (
 	"berth/sandbox/state"
 )
 
-// files is what the files are made from.
+// files creates the files of one pod.
 type files struct {
 	Dirs       state.Dirs
 	ID         string
 	Config     *runtimeapi.PodSandboxConfig
-	MountLabel string // SELinux; empty: none
+	MountLabel string // SELinux label of the tmpfs; may be empty
 }
 
-// make makes what containers of the pod find in /etc and /dev/shm, but for /etc/hosts. hostResolvConf is the
-// node's resolv.conf.
+// make creates the pod's files in /etc and /dev/shm except /etc/hosts, and its log directory.
+// hostResolvConf is the path of the node's resolv.conf.
 func (p files) make(hostResolvConf string) error {
 	failpoint.Reach("pod.make-files")
 	if err := os.MkdirAll(p.Dirs.PodFiles(p.ID), 0o700); err != nil {
@@ -62,7 +62,7 @@ func (p files) make(hostResolvConf string) error {
 	return nil
 }
 
-// resolvConf reads the node's only where it is what the pod gets.
+// resolvConf returns the pod's resolv.conf. It reads the node's file only when the pod uses it.
 func (p files) resolvConf(hostFile string) (_ []byte, err error) {
 	var host []byte
 	dns := p.Config.GetDnsConfig()
@@ -74,7 +74,7 @@ func (p files) resolvConf(hostFile string) (_ []byte, err error) {
 	return formatResolvConf(dns, host)
 }
 
-// writeHosts makes the default /etc/hosts, with the pod's addresses; kubelet mounts its own over it.
+// writeHosts writes the default /etc/hosts with the pod's addresses.
 func (p files) writeHosts(addresses []string) error {
 	hosts, err := p.hosts(addresses)
 	if err != nil {
@@ -102,9 +102,10 @@ func (p files) hosts(addresses []string) ([]byte, error) {
 	return formatHosts(host, ips)
 }
 
-// hostname is the pod's. Without one it is the node's, which a new UTS namespace
-// starts with; a pod on the node's network is in the node's UTS namespace. The kernel takes any bytes for a name,
-// "(none)" to begin with: what can't be in a file of words is no reason not to run the pod.
+// hostname returns the pod's hostname, or the node's for a pod without one: a new UTS namespace
+// starts with the node's name, and a pod on the node's network shares the node's UTS namespace. The
+// kernel accepts any bytes as a name, such as "(none)". A name that does not fit into the files
+// must not fail the pod, so nodeName replaces it.
 func hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
 	if name := config.GetHostname(); name != "" && !state.HostNetwork(config) {
 		return name, state.CheckHostname(name)
@@ -120,13 +121,13 @@ func nodeName(name string, err error) (string, error) {
 }
 
 const (
-	// shmSize is the size of a pod's tmpfs in bytes: /dev/shm has 64 MiB everywhere in the field.
+	// shmSize is the size of a pod's tmpfs in bytes. Other runtimes give /dev/shm 64 MiB, too.
 	shmSize = 64 << 20
-	// etcSize is the size of the tmpfs of a pod with the node's IPC namespace, and its /dev/shm.
+	// etcSize is the size of the tmpfs of a pod that uses the node's IPC namespace and /dev/shm.
 	etcSize = 4 << 20
 )
 
-// mountTmpfs mounts the pod's tmpfs and makes the directories in it.
+// mountTmpfs mounts the pod's tmpfs and creates its directories.
 func (p files) mountTmpfs() error {
 	place, size := p.Dirs.Tmpfs(p.ID), shmSize
 	failpoint.Reach("tmpfs.make")
@@ -160,14 +161,13 @@ func (p files) makeDir(dir string, mode os.FileMode) error {
 	if err := os.Mkdir(dir, mode); err != nil {
 		return err
 	}
-	if err := os.Chmod(dir, mode); err != nil { // whatever the umask is
+	if err := os.Chmod(dir, mode); err != nil { // Mkdir applies the umask
 		return err
 	}
 	return p.giveToRoot(dir)
 }
 
-// giveToRoot makes the pod's root the owner, as which it appears to be root in a pod with a user
-// namespace.
+// giveToRoot makes the root user of the pod's user namespace the owner of path.
 func (p files) giveToRoot(path string) error {
 	mappings, err := oci.UserNamespace(p.Config)
 	if err != nil || mappings == nil {
@@ -176,13 +176,13 @@ func (p files) giveToRoot(path string) error {
 	return os.Chown(path, int(mappings.HostUID(0)), int(mappings.HostGID(0)))
 }
 
-// unmountTmpfs takes away a pod's tmpfs, and the folder it is in, which must be empty but for it.
-// Containers that still have it keep their view. It may be repeated.
+// unmountTmpfs unmounts the pod's tmpfs and removes its mount points. Running containers keep their
+// view. It may be repeated.
 func unmountTmpfs(dirs state.Dirs, podID string) error {
 	for _, place := range []string{dirs.Tmpfs(podID), dirs.OldShm(podID)} {
 		failpoint.Reach("tmpfs.unmount")
 		err := unix.Unmount(place, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
-		if err != nil && err != unix.EINVAL && err != unix.ENOENT { // not mounted, no such folder
+		if err != nil && err != unix.EINVAL && err != unix.ENOENT { // EINVAL: not mounted; ENOENT: no mount point
 			return fmt.Errorf("unmount tmpfs of pod %s: %w", podID, err)
 		}
 		failpoint.Reach("tmpfs.unmounted")
@@ -196,7 +196,7 @@ func unmountTmpfs(dirs state.Dirs, podID string) error {
 	return nil
 }
 
-// writeFiles writes small files, mode 0644: containers of any user read them.
+// writeFiles writes small files with mode 0644, because containers of any user read them.
 func (p files) writeFiles(contents map[string][]byte) error {
 	for name, data := range contents {
 		path := filepath.Join(p.Dirs.Etc(p.ID), name)
@@ -209,7 +209,7 @@ func (p files) writeFiles(contents map[string][]byte) error {
 	return nil
 }
 
-// readCapped reads a file of the host, at most 1 MiB. A file that does not exist is empty.
+// readCapped reads a file of the host, up to 1 MiB. A missing file is empty.
 func readCapped(path string) ([]byte, error) {
 	const limit = 1 << 20
 	data, err := safefs.ReadHostFile(path, limit)

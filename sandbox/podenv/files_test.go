@@ -15,8 +15,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// shared is a pod with the node's IPC; it has the node's network too, if onNode. Its tmpfs goes
-// with the test.
+// shared returns the files of a pod with the node's IPC namespace, and with the node's network if
+// onNode. The test's cleanup removes its tmpfs.
 func shared(t *testing.T, onNode bool) files {
 	t.Helper()
 	namespaces := &runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}
@@ -26,7 +26,7 @@ func shared(t *testing.T, onNode bool) files {
 	return podOf(t, namespaces)
 }
 
-// podOf is a pod with these namespaces. Its tmpfs goes with the test.
+// podOf returns the files of a pod with these namespaces. The test's cleanup removes its tmpfs.
 func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) files {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -35,7 +35,7 @@ func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) files {
 	p := files{Dirs: state.Dirs{Root: t.TempDir(), State: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}}}}
 	t.Cleanup(func() {
-		for range 2 { // it may be repeated
+		for range 2 { // unmountTmpfs may be repeated
 			if err := unmountTmpfs(p.Dirs, p.ID); err != nil {
 				t.Error(err)
 			}
@@ -47,7 +47,7 @@ func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) files {
 	return p
 }
 
-// read returns what a file of the pod has.
+// read returns the content of a file of the pod.
 func read(t *testing.T, p files, name string) string {
 	t.Helper()
 	content, err := os.ReadFile(filepath.Join(p.Dirs.Etc(p.ID), name))
@@ -76,7 +76,7 @@ func TestMakeFiles(t *testing.T) {
 			t.Fatal(err)
 		}
 		want := "ship"
-		if onNode { // it is in the node's UTS namespace
+		if onNode { // the pod shares the node's UTS namespace
 			want = node
 		}
 		if got := strings.TrimSpace(read(t, p, "hostname")); got != want {
@@ -95,7 +95,8 @@ func TestMakeFiles(t *testing.T) {
 	}
 }
 
-// What containers write to the pod's files is bounded, so that they can't fill the node's disk.
+// The tmpfs limits the bytes that containers write to the pod's files, so they cannot fill the
+// disk.
 func TestFilesAreBounded(t *testing.T) {
 	users := func() *runtimeapi.UserNamespace {
 		mapping := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
@@ -144,7 +145,8 @@ func TestFilesAreBounded(t *testing.T) {
 	}
 }
 
-// The node's resolv.conf may be anything: nobody waits for a FIFO, and what has no end is not read.
+// The node's resolv.conf may be any kind of file. A FIFO does not block, an endless file is not
+// read.
 func TestNodesFiles(t *testing.T) {
 	dir := t.TempDir()
 	fifo, large := filepath.Join(dir, "fifo"), filepath.Join(dir, "large")
@@ -169,7 +171,7 @@ func TestWriteHostsRefusesWhatIsNoAddress(t *testing.T) {
 	}
 }
 
-// The node's resolv.conf is of interest to the pods that get it, and to no others.
+// A bad resolv.conf of the node fails only the pods that use it.
 func TestResolvConfOfPod(t *testing.T) {
 	dir := t.TempDir()
 	fifo, good := filepath.Join(dir, "fifo"), filepath.Join(dir, "good")

@@ -13,11 +13,11 @@ import (
 // Namespaces makes and removes the user and network namespaces of pods.
 type Namespaces struct {
 	Dirs   state.Dirs
-	Holder string // a program that does nothing
+	Holder string // path of a program that does nothing
 }
 
-// Make makes the user and network namespaces that the pod does not share with the node, and pins
-// them, that of the network at netnsPath; empty: it has the node's.
+// Make creates and pins the pod's own user and network namespaces. netnsPath is the pin of the
+// network namespace; empty: the pod uses the node's.
 func (n Namespaces) Make(podID string, config *runtimeapi.PodSandboxConfig, netnsPath string) error {
 	mappings, err := oci.UserNamespace(config)
 	if err != nil {
@@ -40,8 +40,8 @@ func (n Namespaces) Make(podID string, config *runtimeapi.PodSandboxConfig, netn
 	})
 }
 
-// Probe finds out whether pods can have user namespaces, by doing all that they need of the kernel. The error
-// tells why not.
+// Probe checks that the kernel supports user namespaces of pods, by performing every operation that
+// such pods need. The error gives the reason.
 func (n Namespaces) Probe() error {
 	if err := userns.CheckPassable(n.Dirs.RootPlace()); err != nil {
 		return err
@@ -49,5 +49,5 @@ func (n Namespaces) Probe() error {
 	return rootfs.ProbeUserNamespace(n.Holder, n.Dirs.Trash())
 }
 
-// Unpin takes away the pin of a pod's user namespace. It may be repeated.
+// Unpin removes the pin of a pod's user namespace. It may be repeated.
 func (n Namespaces) Unpin(podID string) error { return userns.Unpin(n.Dirs.UserNS(podID)) }

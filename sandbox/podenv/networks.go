@@ -8,7 +8,6 @@ import (
 	"iter"
 	"log/slog"
 	"net/netip"
-	"sync/atomic"
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -20,34 +19,32 @@ import (
 	"berth/sandbox/state"
 )
 
-// Networks is the node's network, as pods are attached to it.
+// Networks attaches pods to the node's network.
 type Networks struct {
 	network *cni.Network
 	records *checkpoint.Dir
-	turn    task.Turn                       // of who changes the pod CIDR
-	ranges  atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
+	turn    task.Turn // serializes changes of the pod CIDR
 	tasks   *task.Runner
 	log     *slog.Logger
 }
 
-// OpenNetworks returns the node's network. The pod CIDR is written down below root; Load comes before the first pod.
+// OpenNetworks returns the node's network. The pod CIDR is recorded below root. The caller calls
+// Load before it attaches the first pod.
 func OpenNetworks(network *cni.Network, root string, tasks *task.Runner, log *slog.Logger) (*Networks, error) {
 	records, err := state.OpenRuntime(root)
 	if err != nil {
 		return nil, err
 	}
 	records.Note(tasks.Begin)
-	n := &Networks{network: network, records: records, turn: task.NewTurn(), tasks: tasks, log: log}
-	n.ranges.Store(new([][]cni.IPRange))
-	return n, nil
+	return &Networks{network: network, records: records, turn: task.NewTurn(), tasks: tasks, log: log}, nil
 }
 
-// Status tells why pods can't have a network at the moment, or nil.
+// Status returns the reason why new pods cannot have a network at the moment, or nil.
 func (n *Networks) Status(ctx context.Context) error { return n.network.Status(ctx) }
 
-// SetPodCIDR takes the node's pod CIDR, one or several comma-separated, as
-// kubelet passes it on from the control plane. Networks that declare the ipRanges
-// capability get it with every new pod. Empty: none. InvalidArgument otherwise.
+// SetPodCIDR sets and records the node's pod CIDR, one or several comma-separated, as kubelet gets
+// it from the control plane. New pods of networks with the ipRanges capability get it. Empty: none.
+// The error is InvalidArgument for a malformed CIDR.
 func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 	ranges, err := cni.ParsePodCIDRs(cidr)
 	if err != nil {
@@ -57,17 +54,13 @@ func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 		if err := n.records.Write("runtime", state.Runtime{PodCIDR: cidr}); err != nil {
 			return err
 		}
-		n.setRanges(ranges)
+		n.network.SetIPRanges(ranges)
 		return nil
 	})
 }
 
-func (n *Networks) setRanges(ranges [][]cni.IPRange) {
-	n.ranges.Store(&ranges)
-	n.network.SetIPRanges(ranges)
-}
-
-// Load reads the pod CIDR that kubelet told an earlier daemon. damaged are records that can't be trusted.
+// Load reads the pod CIDR that an earlier daemon recorded. damaged lists records that cannot be
+// read.
 func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 	return n.records.Load(func(_ string, _ int, body []byte) error {
 		var rec state.Runtime
@@ -78,25 +71,26 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 		if err != nil {
 			return err
 		}
-		n.setRanges(ranges)
+		n.network.SetIPRanges(ranges)
 		return nil
 	})
 }
 
-// Plan decides what a pod is to be attached with, and notes it in the record. FailedPrecondition without a
-// configuration, InvalidArgument for a pod that plugins can't be told of.
+// Plan chooses the network configuration and IP ranges of a pod and sets them in the record. The
+// error is FailedPrecondition without a CNI configuration, and InvalidArgument when the pod's
+// config cannot be passed to plugins.
 func (n *Networks) Plan(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
 	attachment, err := n.network.Plan()
 	if err != nil {
 		return err
 	}
-	rec.Network, rec.IPRanges = &attachment, *n.ranges.Load()
-	_, err = cniPod(rec, config) // or DEL would fail, too, and never be done
+	rec.Network, rec.IPRanges = &attachment, n.network.IPRanges()
+	_, err = cniPod(rec, config) // else DEL would fail as well, and would be retried forever
 	return err
 }
 
-// Attach runs CNI ADD and notes the addresses in the record; that a DEL is due was written before. A pod
-// on the node's network has nothing to attach.
+// Attach runs CNI ADD and sets the addresses in the record. The record already says that a DEL is
+// due. For a pod on the node's network it does nothing.
 func (n *Networks) Attach(ctx context.Context, rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
 	if rec.Network == nil {
 		return nil
@@ -124,11 +118,11 @@ func addressStrings(ips []netip.Addr) []string {
 	return list
 }
 
-// Detach runs CNI DEL with the configuration that ADD had.
+// Detach runs CNI DEL with the same configuration as ADD.
 func (n *Networks) Detach(ctx context.Context, rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
 	pod, err := cniPod(rec, config)
 	if err != nil {
-		n.log.Warn("a pod can't be told to CNI plugins: it has no network to be detached from", "pod", rec.ID, "error", err)
+		n.log.Warn("skip CNI DEL: plugins never saw this pod, because its config cannot be passed to them", "pod", rec.ID, "error", err)
 		return nil
 	}
 	ctx, span := trace.Nest(ctx, "CNI DEL")
@@ -137,12 +131,13 @@ func (n *Networks) Detach(ctx context.Context, rec *state.PodRecord, config *run
 	return n.network.Del(ctx, *rec.Network, pod)
 }
 
-// Forget removes what is kept of a pod that was detached.
+// Forget removes the cached ADD result of a detached pod.
 func (n *Networks) Forget(id string) error { return n.network.DropCachedResults(id) }
 
-// DetachUnrecorded runs CNI DEL for what was a pod, with the configuration that there is now: the one that its
-// ADD used is lost with the record. FailedPrecondition if there is none, and something may be held for the pod.
-func (n *Networks) DetachUnrecorded(ctx context.Context, id, netns string) error {
+// DetachOrphan runs CNI DEL for a pod without a record. It uses the present CNI configuration,
+// because the one of the ADD was lost with the record. The error is FailedPrecondition when the
+// node has no configuration and plugins may hold something for the pod.
+func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 	network, err := n.network.Plan()
 	if err != nil {
 		held, heldErr := n.network.MayHold(id, netns)
@@ -152,20 +147,21 @@ func (n *Networks) DetachUnrecorded(ctx context.Context, id, netns string) error
 		err = errors.Join(err, heldErr)
 	}
 	if err != nil {
-		return fmt.Errorf("detach what is left of %s: %w", id, err)
+		return fmt.Errorf("detach orphan %s: %w", id, err)
 	}
 	if err := n.network.Del(ctx, network, cni.Pod{ID: id, NetNS: netns}); err != nil {
-		return fmt.Errorf("detach what is left of %s: %w", id, err)
+		return fmt.Errorf("detach orphan %s: %w", id, err)
 	}
 	return nil
 }
 
-// gcLimit bounds the start's wait for the collection. Pods that come before its end wait for it.
+// gcLimit limits how long a daemon's start waits for CNI GC. ADDs of new pods wait until GC has
+// ended.
 const gcLimit = 10 * time.Second
 
-// Collect gives back what networks hold for pods that are not among these: of records that were
-// lost. It begins before the first request, so that every pod there can be is known. A plugin that can't do it, or
-// takes long, keeps nobody from starting.
+// Collect runs CNI GC: plugins release what they hold for pods that are not in pods, because their
+// records were lost. It must start before the first request is served, so that pods is complete. A
+// plugin that does not support GC, or is slow, does not stop the daemon from starting.
 func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord, *runtimeapi.PodSandboxConfig]) {
 	var valid []cni.Pod
 	for rec, config := range pods {
@@ -174,7 +170,7 @@ func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord,
 		}
 		pod, err := cniPod(rec, config)
 		if err != nil {
-			n.log.Warn("a pod can't be told to CNI plugins: what they hold for it is given back", "pod", rec.ID, "error", err)
+			n.log.Warn("CNI GC: the config of a pod cannot be passed to plugins, so they release what they hold for it", "pod", rec.ID, "error", err)
 			continue
 		}
 		valid = append(valid, pod)
@@ -183,26 +179,26 @@ func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord,
 	n.tasks.Background.Spawn(func() {
 		defer close(ended)
 		defer n.tasks.Begin("CNI GC", "all networks")()
-		err := n.tasks.Guard("collect", "what networks hold", func() error { return n.network.GC(n.tasks.Background.Context(), valid) })
+		err := n.tasks.Guard("run CNI GC of", "all networks", func() error { return n.network.GC(n.tasks.Background.Context(), valid) })
 		if err != nil {
-			n.log.Warn("collect what networks hold for pods that are gone", "error", err)
+			n.log.Warn("CNI GC failed", "error", err)
 		}
-	}) // nothing closes Background while the daemon starts
+	}) // Spawn succeeds: Background is open while the daemon starts
 	limit := time.NewTimer(gcLimit)
 	defer limit.Stop()
 	select {
 	case <-ended:
 	case <-ctx.Done():
 	case <-limit.C:
-		n.log.Warn("CNI GC takes long: the start goes on without it, new pods wait for it")
+		n.log.Warn("CNI GC is slow: the daemon starts without waiting, new pods wait for it")
 	}
 }
 
-// Leave is for a daemon that ends: who waits for plugins waits no more, and the plugins go on.
+// Leave stops waiting for plugins when the daemon shuts down. Running plugins continue.
 func (n *Networks) Leave() { n.network.Leave() }
 
-// cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for what Plan refuses,
-// now or in an older berth, so plugins were never told of such a pod.
+// cniPod returns the pod as passed to plugins, the same for ADD and DEL. It fails only for a pod
+// that Plan refuses, or would have refused in an older version, so plugins never saw such a pod.
 func cniPod(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) (cni.Pod, error) {
 	pod, err := cni.NewPod(rec.ID, rec.NetNS, config)
 	if err != nil {

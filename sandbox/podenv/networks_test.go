@@ -16,7 +16,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// A collection that takes longer than the start has time is not interrupted: it goes on beside the daemon.
+// A GC that takes longer than the start waits is not interrupted. It continues in the background.
 func TestCollectIsNotInterrupted(t *testing.T) {
 	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)
 	path := func(name string) string { return filepath.Join(dir, name) }

@@ -63,5 +63,5 @@ func (k Provisioner) detachUnrecorded(ctx context.Context, id string) error {
 	if _, err := os.Lstat(k.Dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	return k.Networks.DetachUnrecorded(ctx, id, k.Dirs.NetNS(id))
+	return k.Networks.DetachOrphan(ctx, id, k.Dirs.NetNS(id))
 }

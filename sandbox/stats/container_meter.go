@@ -9,29 +9,29 @@ import (
 	"berth/internal/cgstats"
 )
 
-// Usage is what a container or pod has used up to now.
+// Usage is the resource usage of a container or pod up to now.
 type Usage struct {
 	cgstats.Sample
-	NanoCores      uint64 // CPU time a second, recently; see rate
-	NanoCoresKnown bool   // two samples are needed
+	NanoCores      uint64 // recent CPU time per second; see rate
+	NanoCoresKnown bool   // false before the second sample
 }
 
-// Cgroups says how the node has its cgroups.
+// Cgroups describes the node's cgroup setup.
 type Cgroups struct {
 	V2      bool
-	Systemd bool // paths name scopes of systemd's
+	Systemd bool // paths name systemd scopes
 }
 
-// ContainerMeter measures one cgroup. The zero value is for a container that has no process in its
-// cgroup: nothing is known of it.
+// ContainerMeter measures one cgroup. The zero value belongs to a container without processes in
+// its cgroup; its usage is unknown.
 type ContainerMeter struct {
 	reader *cgstats.Reader
 	rate   rate
-	last   atomic.Pointer[cgstats.Sample] // its counters when it was last read
+	last   atomic.Pointer[cgstats.Sample] // counters of the last read
 }
 
-// ContainerMeter returns the meter of the cgroup at a runtime-spec cgroupsPath. With tasks they are
-// counted too.
+// ContainerMeter returns a meter of the cgroup at a runtime-spec cgroupsPath. It counts tasks, too,
+// if tasks is set.
 func (h Cgroups) ContainerMeter(cgroupsPath string, tasks bool) *ContainerMeter {
 	return &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
 		group, err := cgroup.Open(cgroupsPath, h.Systemd)
@@ -42,7 +42,7 @@ func (h Cgroups) ContainerMeter(cgroupsPath string, tasks bool) *ContainerMeter 
 	}, tasks)}
 }
 
-// Read takes a sample. The error wraps cgstats.ErrGone if the cgroup has ended.
+// Read takes a sample. The error wraps cgstats.ErrGone when the cgroup is gone.
 func (c *ContainerMeter) Read(u *Usage) error {
 	if c.reader == nil {
 		*u = Usage{Sample: cgstats.Sample{At: time.Now()}}
@@ -57,8 +57,9 @@ func (c *ContainerMeter) Read(u *Usage) error {
 	return nil
 }
 
-// final returns the counters that a container has ended with, or, if its cgroup is gone, had when it was last read:
-// systemd removes a scope with the last process in it. The error wraps cgstats.ErrGone if it was never read.
+// final returns the last counters of a container that has ended. systemd removes a scope with its
+// last process; then final returns the counters of the last read. The error wraps cgstats.ErrGone
+// when the cgroup is gone and was never read.
 func (c *ContainerMeter) final() (*cgstats.Sample, error) {
 	if c.reader == nil {
 		return &cgstats.Sample{}, nil
@@ -71,8 +72,8 @@ func (c *ContainerMeter) final() (*cgstats.Sample, error) {
 	return nil, err
 }
 
-// Detail reads what only metrics need; nil if nothing is known. The error wraps
-// cgstats.ErrGone if the cgroup has ended.
+// Detail reads the counters that only metrics need, nil if they are unknown. The error wraps
+// cgstats.ErrGone when the cgroup is gone.
 func (c *ContainerMeter) Detail() (*cgstats.Detail, error) {
 	if c.reader == nil {
 		return nil, nil
@@ -82,7 +83,7 @@ func (c *ContainerMeter) Detail() (*cgstats.Detail, error) {
 	return detail, err
 }
 
-// Close lets go of the cgroup. Reads fail with cgstats.ErrGone from then on.
+// Close closes the cgroup's files. Later reads fail with cgstats.ErrGone.
 func (c *ContainerMeter) Close() error {
 	if c.reader == nil {
 		return nil

@@ -11,20 +11,21 @@ import (
 	"berth/internal/diskusage"
 )
 
-// Filesystem is the one that holds the writable layers.
+// Filesystem describes the filesystem of the writable layers.
 type Filesystem struct {
 	At         time.Time
-	Mountpoint string          // names it to kubelet; the same as the images' if they share it
-	Device     string          // as in mountinfo
-	Used       diskusage.Usage // by all writable layers that were counted
-	Bytes      uint64          // its size
-	Inodes     uint64          // 0 where the filesystem has no fixed number
+	Mountpoint string          // its name for kubelet; equal to that of the images if they share it
+	Device     string          // source in mountinfo
+	Used       diskusage.Usage // by all writable layers sampled so far
+	Bytes      uint64          // total size
+	Inodes     uint64          // 0 if the filesystem allocates inodes dynamically
 	FreeInodes uint64
 
-	occupied diskusage.Usage // by everything that is on it
+	occupied diskusage.Usage // by all its files
 }
 
-// Locate finds out where writable layers are. It is called once, before the others.
+// Locate finds the filesystem of the writable layers. It must be called once, before any other
+// method.
 func (c *Sampler) Locate() error {
 	shared, err := sameFilesystem(c.cfg.Images, c.cfg.Layers)
 	if err != nil {
@@ -32,10 +33,10 @@ func (c *Sampler) Locate() error {
 	}
 	c.mountpoint = c.cfg.Layers
 	if shared {
-		c.mountpoint = c.cfg.Images // kubelet tells by the name whether they share it (KEP-4191)
+		c.mountpoint = c.cfg.Images // equal names tell kubelet that they share a filesystem (KEP-4191)
 	}
-	if c.device, err = deviceOf(c.cfg.Layers); err != nil { // it is a label of metrics, no more
-		c.cfg.Log.Warn("metrics of writable layers name no device", "error", err)
+	if c.device, err = deviceOf(c.cfg.Layers); err != nil { // the device is only a label of metrics
+		c.cfg.Log.Warn("find device of writable layers; their metrics have no device label", "error", err)
 	}
 	return c.measureFilesystem()
 }
@@ -51,7 +52,7 @@ func sameFilesystem(a, b string) (bool, error) {
 	return x.Dev == y.Dev, nil
 }
 
-// deviceOf returns the source of the mount that a directory is in.
+// deviceOf returns the source of the mount that contains dir.
 func deviceOf(dir string) (string, error) {
 	real, err := filepath.EvalSymlinks(dir)
 	if err != nil {
@@ -62,13 +63,13 @@ func deviceOf(dir string) (string, error) {
 		return "", fmt.Errorf("device of %s: %w", dir, err)
 	}
 	var last *mountinfo.Info
-	for _, m := range mounts { // of two at the same place the later one is seen
+	for _, m := range mounts { // a later mount hides an earlier one at the same place
 		if last == nil || len(m.Mountpoint) >= len(last.Mountpoint) {
 			last = m
 		}
 	}
 	if last == nil {
-		return "", fmt.Errorf("device of %s: no mount holds it", dir)
+		return "", fmt.Errorf("device of %s: not in any mount", dir)
 	}
 	return last.Source, nil
 }
@@ -76,7 +77,7 @@ func deviceOf(dir string) (string, error) {
 func (c *Sampler) measureFilesystem() error {
 	var st unix.Statfs_t
 	if err := unix.Statfs(c.cfg.Layers, &st); err != nil {
-		return fmt.Errorf("size of the filesystem of writable layers: %w", err)
+		return fmt.Errorf("statfs of writable layers: %w", err)
 	}
 	c.filesystem.Store(&Filesystem{At: time.Now(), Mountpoint: c.mountpoint, Device: c.device,
 		Bytes: st.Blocks * uint64(st.Frsize), Inodes: st.Files, FreeInodes: st.Ffree,
@@ -84,7 +85,7 @@ func (c *Sampler) measureFilesystem() error {
 	return nil
 }
 
-// Filesystem returns where writable layers are and what they take there, from memory.
+// Filesystem returns the filesystem of the writable layers and their usage, from memory.
 func (c *Sampler) Filesystem() Filesystem {
 	f := *c.filesystem.Load()
 	for s := range c.cfg.Targets {

@@ -13,14 +13,16 @@ import (
 	"berth/internal/cgroup"
 )
 
-// maxUnseen is how old a count may become of a pod that does nothing: a file can have been opened for somebody in another pod, by a
-// descriptor that was passed. So long a file can grow without counting against its container's ephemeral storage.
+// maxUnseen limits the age of the sample of an idle pod. A process of another pod can write to a
+// file of an idle pod through a descriptor that was passed to it. For this long such writes do not
+// count as the container's ephemeral storage.
 const maxUnseen = 10 * time.Minute
 
-// usedCPU returns what the processes of a container's pod have used of the CPU, in the kernel's words. It is the pod's because one container
-// can write what counts as another's, through /proc in a shared PID namespace. Without a pod's cgroup (no cgroup_parent in the pod's
-// configuration) it is that of all pods that have none, so that such a pod is idle when all of them are. The words are empty where the
-// kernel does not say, or not of all of the container's processes.
+// usedCPU returns the CPU time of the container's pod as text from the kernel. It reads the pod's
+// cgroup, not the container's, because one container can write to another's files through /proc in
+// a shared PID namespace. Pods without a cgroup of their own (no cgroup_parent) share one value, so
+// such a pod is idle only when all of them are. The text is empty when the kernel does not report
+// the time of all processes of the container.
 func usedCPU(s *Target, systemd bool) (string, error) {
 	if s.Init == 0 {
 		return "", nil
@@ -33,20 +35,20 @@ func usedCPU(s *Target, systemd bool) (string, error) {
 	if dir == "" {
 		return "", nil
 	}
-	for _, name := range []string{"cpuacct.usage", "cpu.stat"} { // of cgroup v1 and v2
+	for _, name := range []string{"cpuacct.usage", "cpu.stat"} { // cgroup v1, v2
 		content, err := os.ReadFile(filepath.Join(filepath.Dir(dir), name))
 		if err == nil {
 			return string(content), nil
 		}
-		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENODEV) { // that of a group that was removed since it was opened
-			return "", fmt.Errorf("CPU time: %w", err)
+		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENODEV) { // ENODEV: the cgroup was removed after open
+			return "", fmt.Errorf("read CPU time: %w", err)
 		}
 	}
-	return "", nil // it has ended
+	return "", nil // the cgroup is gone
 }
 
-// idleSince returns the last count as one of now if none of the pod's processes has run since then. Else, or when that was too long ago, it
-// returns nil.
+// idleSince returns the last sample with the time now if no process of the pod has run since it was
+// taken. It returns nil if one has, or if the sample is too old.
 func (l *SampleState) idleSince(usedCPU string, now time.Time) *Sample {
 	last := l.last.Load()
 	if last == nil || usedCPU == "" || last.usedCPU != usedCPU || now.Sub(last.seen) > maxUnseen {

@@ -12,28 +12,28 @@ import (
 )
 
 const (
-	// quickLimit is how long one writable layer is counted while others wait. One that takes longer
-	// is counted with the slow ones.
+	// quickLimit limits the walk of one writable layer while other layers wait. A layer that takes
+	// longer is left to the goroutine for slow layers.
 	quickLimit = 30 * time.Second
-	// walkLimit is how long a slow one is counted: all inodes of most filesystems can be read in
-	// that time.
+	// walkLimit limits the walk of a slow layer. It is enough to read all inodes of most
+	// filesystems.
 	walkLimit = 30 * time.Minute
 )
 
 var (
-	// errSlow says that a layer was not counted to its end within quickLimit.
-	errSlow = errors.New("counting takes long, it is done beside the others")
-	// errWalkLimit says that a layer was not counted to its end within walkLimit.
-	errWalkLimit = fmt.Errorf("counting takes longer than %v", walkLimit)
+	// errSlow reports that the walk of a layer exceeded quickLimit.
+	errSlow = errors.New("layer is large; continuing in the background")
+	// errWalkLimit reports that the walk of a layer exceeded walkLimit.
+	errWalkLimit = fmt.Errorf("walk takes longer than %v", walkLimit)
 )
 
-// walks has what the last walks of a layer found, the latest first.
+// walks holds the results of the last walks of a layer, latest first.
 type walks [3]diskusage.Usage
 
-// after returns the walks with one more.
+// after returns the walks with a new latest one.
 func (w walks) after(found diskusage.Usage) walks { return walks{found, w[0], w[1]} }
 
-// most is the most that any of them found.
+// most returns the largest result.
 func (w walks) most() (u diskusage.Usage) {
 	for _, found := range w {
 		u = larger(u, found)
@@ -45,7 +45,7 @@ func larger(a, b diskusage.Usage) diskusage.Usage {
 	return diskusage.Usage{Bytes: max(a.Bytes, b.Bytes), Inodes: max(a.Inodes, b.Inodes)}
 }
 
-// measureLayer counts a writable layer and decides which figure is published. kubelet evicts by it.
+// measureLayer walks a writable layer and chooses the size to publish. kubelet evicts pods by it.
 func (c *Sampler) measureLayer(ctx context.Context, s *Target, upper *os.File, counted *Sample) error {
 	limit, cause := c.quick, errSlow
 	if s.State.slow.Load() {
@@ -63,28 +63,28 @@ func (c *Sampler) measureLayer(ctx context.Context, s *Target, upper *os.File, c
 	}
 	counted.walks = last.walks.after(found)
 	counted.Layer = settle(last.Layer, counted.walks, err, c.filesystem.Load().occupied)
-	if err := c.addQuota(s, counted); err != nil { // what the walk has found is published all the same
-		c.cfg.Log.Warn("read the quota of a writable layer", "container", s.ID, "error", err)
+	if err := c.addQuota(s, counted); err != nil { // the result of the walk is published nevertheless
+		c.cfg.Log.Warn("read quota of writable layer", "container", s.ID, "error", err)
 	}
 	counted.partial = errors.Is(err, errSlow)
 	if err != nil && !counted.partial && !errors.Is(err, diskusage.ErrChanged) {
-		c.cfg.Log.Warn("count writable layer: not all of it was counted", "container", s.ID,
-			"counted", found.Bytes, "published", counted.Layer.Bytes, "error", err)
+		c.cfg.Log.Warn("measure writable layer: walk is incomplete", "container", s.ID,
+			"found", found.Bytes, "published", counted.Layer.Bytes, "error", err)
 	}
 	if err != nil && !errors.Is(err, diskusage.ErrChanged) {
-		counted.usedCPU = "" // it is to be counted again, even if its pod does nothing
+		counted.usedCPU = "" // sample again, even if the pod stays idle
 	}
 	return nil
 }
 
-// settle returns the figure to publish for a layer after a walk that ended with err. It is never
-// less than what is known:
+// settle returns the size to publish for a layer after a walk that ended with err. The size is
+// never less than what is known:
 //
-//   - Directories that change all the time are common. The most of the last three walks counts, so
-//     that a container that hides files by moving them during walks must succeed three times in a row.
-//   - Directories nested too deep to be counted are an evasion, and so are more files than can be
-//     counted in walkLimit: the layer takes as much as is used of the filesystem.
-//   - After any other walk that did not end, the last figure stays, unless more was found.
+//   - Directories that change all the time are common. The largest of the last three walks counts, so
+//     a container that hides files by moving them must succeed three times in a row.
+//   - Directories nested too deep to walk are an evasion, and so are more files than walkLimit allows.
+//     Such a layer counts with everything that is used of the filesystem.
+//   - After any other incomplete walk the last size stays, unless the walk found more.
 func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) diskusage.Usage {
 	switch {
 	case err == nil:
@@ -98,9 +98,9 @@ func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) 
 	}
 }
 
-// addQuota takes the kernel's figure where it is larger. It has files that are open and have no
-// name any more, which a walk does not find. The walk has files that the container has taken out of
-// its project.
+// addQuota raises the size to the kernel's project quota if that is larger. The quota includes open
+// files without a name, which a walk does not find. The walk includes files that the container has
+// moved out of its project.
 func (c *Sampler) addQuota(s *Target, counted *Sample) error {
 	if c.cfg.Quota == nil {
 		return nil

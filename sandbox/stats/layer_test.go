@@ -16,12 +16,12 @@ import (
 	"berth/internal/safefs"
 )
 
-// kubelet evicts by what is published, so it is never less than what is known, whatever a container
-// does to the count.
+// kubelet evicts pods by the published size, so no trick of a container may lower it below what is
+// known.
 func TestSettle(t *testing.T) {
 	usage := func(n uint64) diskusage.Usage { return diskusage.Usage{Bytes: n << 10, Inodes: n} }
 	for name, c := range map[string]struct {
-		walks walks // the latest first
+		walks walks // latest first
 		last  uint64
 		err   error
 		want  uint64
@@ -45,7 +45,7 @@ func TestSettle(t *testing.T) {
 	}
 }
 
-// The larger figure of walk and quota is published: each has files that the other does not know.
+// The larger of walk and quota is published. Each includes files that the other misses.
 func TestQuotaOfLayer(t *testing.T) {
 	broken := errors.New("broken")
 	for name, c := range map[string]struct {
@@ -74,9 +74,8 @@ func TestQuotaOfLayer(t *testing.T) {
 	}
 }
 
-// A layer that can't be counted keeps its figure, and is counted again although its pod does
-// nothing.
-func TestLayerThatIsNotCounted(t *testing.T) {
+// A layer whose walk fails keeps its size and is sampled again, although its pod is idle.
+func TestFailedWalkKeepsSize(t *testing.T) {
 	upper := filepath.Join(t.TempDir(), "upper")
 	for i := range 100 {
 		if err := os.MkdirAll(fmt.Sprintf("%s/%d%s", upper, i, strings.Repeat("/d", 20)), 0o700); err != nil {
@@ -104,7 +103,7 @@ func TestLayerThatIsNotCounted(t *testing.T) {
 	if err := errors.Join(root.Close(), os.RemoveAll(upper), os.WriteFile(upper, nil, 0o600)); err != nil {
 		t.Fatal(err)
 	}
-	if root, err = os.Open(upper); err != nil { // no directory any more
+	if root, err = os.Open(upper); err != nil { // no longer a directory
 		t.Fatal(err)
 	}
 	defer root.Close()
@@ -114,8 +113,8 @@ func TestLayerThatIsNotCounted(t *testing.T) {
 	}
 }
 
-// A layer that takes long to count is handed to the goroutine for slow layers, also when its
-// container has ended. That counts it to its end, or publishes all that is used of the filesystem.
+// A slow layer is handed to the goroutine for slow layers, even when its container has ended. That
+// goroutine completes the walk, or publishes everything that is used of the filesystem.
 func TestSlowLayer(t *testing.T) {
 	for name, c := range map[string]struct {
 		longest time.Duration
@@ -139,25 +138,25 @@ func TestSlowLayer(t *testing.T) {
 				t.Fatal(err)
 			}
 			first, _ := counter.next(false)
-			counter.countNext(t.Context(), first)
+			counter.sampleNext(t.Context(), first)
 			if again, _ := counter.next(false); again != nil || !ledger.last.Load().partial {
 				t.Fatalf("%+v, next %v", ledger.last.Load(), again)
 			}
 			second, _ := counter.next(true)
-			counter.countNext(t.Context(), second)
+			counter.sampleNext(t.Context(), second)
 			got := ledger.last.Load()
 			if c.whole && (got.Layer.Inodes != 4 || got.Layer.Bytes < 1<<20) || !c.whole && got.Layer != counter.filesystem.Load().occupied {
 				t.Errorf("got %+v", got)
 			}
 			if again, _ := counter.next(true); again != nil {
-				t.Error("it is counted again")
+				t.Error("the layer is walked again")
 			}
 		})
 	}
 }
 
-// While a slow layer is counted the others are, too.
-func TestSlowLayerHoldsUpNoOther(t *testing.T) {
+// Other layers are sampled while a slow layer is walked.
+func TestSlowLayerDelaysNoOther(t *testing.T) {
 	layers := t.TempDir()
 	ledgers := map[string]*SampleState{"slow": {}, "other": {}}
 	ledgers["slow"].slow.Store(true)
@@ -187,5 +186,5 @@ func TestSlowLayerHoldsUpNoOther(t *testing.T) {
 		defer close(ended)
 		counter.Run(ctx)
 	}()
-	<-ended // each waits for the other
+	<-ended // each walk waits for the other
 }

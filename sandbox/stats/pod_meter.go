@@ -14,18 +14,18 @@ import (
 
 // PodMeter measures a pod while its pause runs.
 type PodMeter struct {
-	group *ContainerMeter // the pod's own cgroup, or else
-	pause *ContainerMeter // that of its pause, to which its containers are added
-	rate  rate            // of the sum
+	group *ContainerMeter // the pod's cgroup; nil without one
+	pause *ContainerMeter // the pause's cgroup, if the pod has none; containers are added to it
+	rate  rate            // of the sum, if the pod has no cgroup
 	net   *cgstats.NetDev
 
-	ended atomic.Pointer[cgstats.Sample] // counters of the containers that have ended, where the pod has no cgroup
-	told  atomic.Pointer[cgstats.Sample] // the highest counters that were told
+	ended atomic.Pointer[cgstats.Sample] // counters of ended containers, if the pod has no cgroup
+	told  atomic.Pointer[cgstats.Sample] // highest counters reported so far
 }
 
-// PodMeter returns the meter of a pod whose pause has the cgroup at a runtime-spec cgroupsPath. With
-// hasCgroup the parent of that is the pod's. netnsPath is where its network namespace is pinned;
-// empty: it has the node's.
+// PodMeter returns the meter of a pod. cgroupsPath is the runtime-spec path of its pause's cgroup,
+// whose parent is the pod's cgroup if hasCgroup is set. netnsPath is the pin of its network
+// namespace; empty: the pod uses the node's.
 func (h Cgroups) PodMeter(cgroupsPath string, hasCgroup bool, netnsPath string) *PodMeter {
 	p := &PodMeter{}
 	p.ended.Store(&cgstats.Sample{})
@@ -41,8 +41,8 @@ func (h Cgroups) PodMeter(cgroupsPath string, hasCgroup bool, netnsPath string) 
 	return p
 }
 
-// netMeter measures the network namespace that is pinned at path. The pause's process
-// would not do: that of a Sandboxed runtime is in the node's.
+// netMeter measures the network namespace pinned at path. The namespace of the pause process does
+// not do: with a sandboxed runtime that process is in the node's.
 func netMeter(path string) *cgstats.NetDev {
 	return cgstats.NewNetDev(func(open func() error) error {
 		err := netns.In(path, open)
@@ -53,7 +53,7 @@ func netMeter(path string) *cgstats.NetDev {
 	})
 }
 
-// parent measures the cgroup that a pause is in, with all its containers.
+// parent measures the parent of the pause's cgroup, which holds all containers of the pod.
 func (h Cgroups) parent(cgroupsPath string) *ContainerMeter {
 	return &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
 		group, err := cgroup.Open(cgroupsPath, h.Systemd)
@@ -70,10 +70,11 @@ func (h Cgroups) parent(cgroupsPath string) *ContainerMeter {
 	}, true)}
 }
 
-// Ended keeps what a container has used that has ended, while its cgroup is still there and nobody measures it any more as
-// one of the pod's: a pod's CPU time does not grow less when a container ends. A new daemon counts anew.
+// Ended adds the final counters of a container, so that the pod's counters do not decrease when it
+// ends. The caller calls it while the cgroup still exists, and after the container is no longer
+// measured as part of the pod. A restarted daemon counts from zero again.
 func (p *PodMeter) Ended(c *ContainerMeter) error {
-	if p.pause == nil { // its cgroup knows
+	if p.pause == nil { // the pod's cgroup includes the container
 		return nil
 	}
 	last, err := c.final()
@@ -84,7 +85,7 @@ func (p *PodMeter) Ended(c *ContainerMeter) error {
 	return nil
 }
 
-// update changes a sample that is never changed in its place.
+// update replaces the sample at p, which readers share, by a changed copy.
 func update(p *atomic.Pointer[cgstats.Sample], change func(*cgstats.Sample)) {
 	for {
 		old := p.Load()
@@ -96,13 +97,14 @@ func update(p *atomic.Pointer[cgstats.Sample], change func(*cgstats.Sample)) {
 	}
 }
 
-// Past is what the pod's containers had used that had ended. It is to be read before those that run are measured, or one
-// that ends meanwhile may be counted twice.
+// Past returns the counters of the ended containers. Callers read it before they measure the
+// running ones; otherwise a container that ends in between would count twice.
 func (p *PodMeter) Past() *cgstats.Sample { return p.ended.Load() }
 
-// Read takes a sample of what is the pod's; past is Past's, and containers are what its containers use, which is
-// added up where the pod has no cgroup. interfaces has the default one first, and
-// maxInterfaces at most; none with the node's network. The error wraps cgstats.ErrGone if the pod has ended.
+// Read takes a sample of the pod. past is the result of Past, and containers are the usages of the
+// running containers; they are added up if the pod has no cgroup. interfaces lists up to
+// maxInterfaces network interfaces, the default one first, and none if the pod uses the node's
+// network. The error wraps cgstats.ErrGone when the pod has ended.
 func (p *PodMeter) Read(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface, err error) {
 	if p.net != nil {
 		if interfaces, err = p.net.Read(); err != nil {
@@ -116,8 +118,9 @@ func (p *PodMeter) Read(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usa
 	return interfaces, p.readSum(u, past, containers)
 }
 
-// readSum adds up what pause and containers use, and have used. Pressure can't be added up. A container that is between
-// the two for a moment is not missed: no counter is told lower than it was.
+// readSum adds up the usage of pause, running and ended containers. Pressure cannot be added up. A
+// container that is neither running nor in past for a moment does not lower the result, because no
+// counter is reported lower than before.
 func (p *PodMeter) readSum(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) error {
 	if err := p.pause.reader.Read(&u.Sample); err != nil {
 		return err
@@ -136,7 +139,7 @@ func (p *PodMeter) readSum(u *Usage, past *cgstats.Sample, containers iter.Seq[*
 	return nil
 }
 
-// Close lets go of the pod's cgroup and network namespace.
+// Close closes the files of the pod's cgroup and network namespace.
 func (p *PodMeter) Close() error {
 	var err error
 	for _, m := range []*ContainerMeter{p.group, p.pause} {
@@ -150,17 +153,16 @@ func (p *PodMeter) Close() error {
 	return err
 }
 
-// defaultInterface is the name that CNI plugins are told to give to the pod's
-// first interface.
+// defaultInterface is the name that CNI plugins are asked to give to the pod's first interface.
 const defaultInterface = "eth0"
 
-// maxInterfaces is how many of a pod's interfaces are told of. What a list tells of all
-// pods must stay below the 16 MB that clients take, whatever containers with
-// CAP_NET_ADMIN make: an interface takes 2 KiB of metrics.
+// maxInterfaces limits the reported interfaces of a pod. Containers with CAP_NET_ADMIN can create
+// any number, each takes 2 KiB of metrics, and a list of all pods must stay below the 16 MB that
+// clients accept.
 const maxInterfaces = 100
 
-// defaultFirst moves the default interface to the front and cuts off those above
-// maxInterfaces. Where a network calls the default one something else, it is the first.
+// defaultFirst moves the default interface to the front and drops those above maxInterfaces. If the
+// network gave the default interface another name, it is the first already.
 func defaultFirst(interfaces []cgstats.Interface) []cgstats.Interface {
 	for i, in := range interfaces {
 		if in.Name == defaultInterface {

@@ -14,9 +14,8 @@ import (
 	"berth/internal/netns"
 )
 
-// The pause of a runtime with a sandbox of its own is a process in the node's
-// network, which is not the pod's.
-func TestNetworkIsThatOfThePinnedNamespace(t *testing.T) {
+// The pause process of a sandboxed runtime is in the node's network namespace, not in the pod's.
+func TestNetworkOfPinnedNamespace(t *testing.T) {
 	if os.Geteuid() != 0 || os.Getenv("BERTH_MACHINE") == "" {
 		t.Skip("needs contrib/machine to make a network namespace")
 	}
@@ -46,7 +45,7 @@ func TestNetworkIsThatOfThePinnedNamespace(t *testing.T) {
 	}
 }
 
-// fakeContainer measures a made-up cgroup of version 2. spend adds to its CPU time, in microseconds.
+// fakeContainer returns a meter of a fake cgroup v2 directory. spend adds CPU time in microseconds.
 func fakeContainer(t *testing.T) (c *ContainerMeter, spend func(uint64)) {
 	t.Helper()
 	dir, used := t.TempDir(), uint64(0)
@@ -68,7 +67,7 @@ func fakeContainer(t *testing.T) (c *ContainerMeter, spend func(uint64)) {
 	return c, spend
 }
 
-// A pod without a cgroup has used what those have that have ended, too; it is never told to have used less than before.
+// The counters of a pod without a cgroup include ended containers and never decrease.
 func TestUsageOfEndedContainersIsKept(t *testing.T) {
 	t.Run("cgroup there", func(t *testing.T) { testUsageIsKept(t, false) })
 	t.Run("cgroup gone", func(t *testing.T) { testUsageIsKept(t, true) })
@@ -108,7 +107,7 @@ func testUsageIsKept(t *testing.T, gone bool) {
 		}
 	}
 	check("both run", used(pod.Past(), ending, staying), 520)
-	check("one is neither running nor kept", used(pod.Past(), staying), 520)
+	check("between running and ended", used(pod.Past(), staying), 520)
 	before := pod.Past()
 	if gone {
 		removeGroup(t, ending)
@@ -117,14 +116,14 @@ func testUsageIsKept(t *testing.T, gone bool) {
 		t.Fatal(err)
 	}
 	if !gone {
-		check("one who began to measure before it ended", used(before, ending, staying), 520)
+		check("measured since before the end", used(before, ending, staying), 520)
 	}
-	check("it has ended", used(pod.Past(), staying), 520)
+	check("after the end", used(pod.Past(), staying), 520)
 	spendStaying(7)
-	check("the other goes on", used(pod.Past(), staying), 527)
+	check("the other continues", used(pod.Past(), staying), 527)
 }
 
-// removeGroup lets a meter's reads fail as where the cgroup has been removed.
+// removeGroup makes a meter fail as if its cgroup were removed.
 func removeGroup(t *testing.T, c *ContainerMeter) {
 	t.Helper()
 	if err := c.Close(); err != nil {

@@ -16,14 +16,14 @@ import (
 	"berth/internal/cgroup"
 )
 
-// Processes is what a container's processes have open, of maxFiles files at most.
+// Processes counts the open files of a container's processes, up to maxFiles.
 type Processes struct {
 	Files, Sockets uint64
-	MaxFiles       uint64 // soft limit of the init; math.MaxUint64: none
+	MaxFiles       uint64 // soft limit of the init process; math.MaxUint64: unlimited
 }
 
-// countProcesses counts what the processes in a cgroup have open. Those that end
-// meanwhile count as far as they were seen.
+// countProcesses counts the open files of all processes in a cgroup. A process that ends meanwhile
+// counts with the files seen so far.
 func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init int) (*Processes, error) {
 	group, err := cgroup.Open(cgroupsPath, systemd)
 	if err != nil {
@@ -35,7 +35,7 @@ func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init 
 	}
 	limit, err := openFilesLimit(fmt.Sprintf("/proc/%d/limits", init))
 	if err != nil && !ended(err) {
-		return nil, fmt.Errorf("limits of process %d: %w", init, err)
+		return nil, fmt.Errorf("read limits of process %d: %w", init, err)
 	}
 	counted := &Processes{MaxFiles: limit}
 	for _, pid := range pids {
@@ -46,11 +46,11 @@ func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init 
 	return counted, nil
 }
 
-// maxLimits is more than /proc/PID/limits has: 17 lines of 81 bytes.
+// maxLimits exceeds the size of /proc/PID/limits: 17 lines of 81 bytes.
 const maxLimits = 8 << 10
 
-// openFilesLimit reads the soft limit of open files from a /proc/PID/limits. Everybody may read
-// that; prlimit(2) of a process of another user needs CAP_SYS_RESOURCE.
+// openFilesLimit reads the soft limit of open files from a /proc/PID/limits. Any user may read that
+// file, while prlimit(2) of another user's process needs CAP_SYS_RESOURCE.
 func openFilesLimit(path string) (uint64, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -64,14 +64,14 @@ func openFilesLimit(path string) (uint64, error) {
 	return parseOpenFiles(string(content))
 }
 
-// parseOpenFiles finds the soft limit of open files.
+// parseOpenFiles returns the soft limit of open files.
 func parseOpenFiles(limits string) (uint64, error) {
 	for line := range strings.Lines(limits) {
 		values, found := strings.CutPrefix(line, "Max open files ")
 		if !found {
 			continue
 		}
-		fields := strings.Fields(values) // soft, hard, unit
+		fields := strings.Fields(values) // soft limit, hard limit, unit
 		if len(fields) < 2 {
 			break
 		}
@@ -80,10 +80,10 @@ func parseOpenFiles(limits string) (uint64, error) {
 		}
 		return strconv.ParseUint(fields[0], 10, 64)
 	}
-	return 0, errors.New("no limit of open files among them")
+	return 0, errors.New("no line \"Max open files\"")
 }
 
-// addFiles counts the descriptors in a folder /proc/PID/fd. A process that has ended has none.
+// addFiles counts the descriptors in a /proc/PID/fd directory. A process that has ended has none.
 func (p *Processes) addFiles(ctx context.Context, dir string) error {
 	f, err := os.Open(dir)
 	if ended(err) {

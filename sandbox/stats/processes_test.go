@@ -35,7 +35,7 @@ func TestParseOpenFiles(t *testing.T) {
 	}
 }
 
-// The limit of another user's process is read without CAP_SYS_RESOURCE, too, as that of our own.
+// Reading the limit of another user's process does not need CAP_SYS_RESOURCE.
 func TestOpenFilesLimit(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("it starts a process of another user")

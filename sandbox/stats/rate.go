@@ -5,15 +5,14 @@ import (
 	"time"
 )
 
-// rate computes how much CPU time a second something uses, from the samples that
-// all clients together take. A value covers the time since the last sample that is
-// at least minWindow old: two clients, one every second and one every ten, both get
-// the average of the last one to two seconds; one alone gets that since its own last.
-// A window far shorter would tell more about the scheduler's clock than about the
-// container. There is no lock; of two samples at the same moment one is forgotten.
+// rate computes the CPU time per second from the samples that all clients take. A value covers the
+// time since the last sample that is at least minWindow old. Two clients that read every second and
+// every ten seconds both get the average of the last one to two seconds. A single client gets the
+// average since its own last read. A much shorter window would mostly show the scheduler's clock
+// tick. rate has no lock: one of two samples taken at the same time is dropped.
 type rate struct{ last atomic.Pointer[window] }
 
-// window lies between two samples. It never changes.
+// window is the time between two samples. It is immutable.
 type window struct{ from, to cpuSample }
 
 type cpuSample struct {
@@ -22,19 +21,19 @@ type cpuSample struct {
 }
 
 const (
-	// minWindow lies between two samples that are remembered.
+	// minWindow is the minimum time between two stored samples.
 	minWindow = time.Second
-	// minFirst must lie between the first two for a value. The CPU time of what runs is
-	// brought up to date with the clock tick, every 4 or 10 ms.
+	// minFirst is the minimum time between the first two samples. The kernel updates the CPU time
+	// of a running process with the clock tick, every 4 or 10 ms.
 	minFirst = 100 * time.Millisecond
 )
 
-// add takes a sample and returns the value, if one is known: that takes two samples,
-// with the first usage not higher than the second.
+// add takes a sample and returns the current rate. The rate is unknown before the second sample,
+// and when the usage has decreased.
 func (r *rate) add(at time.Time, usage uint64) (nanoCores uint64, known bool) {
 	now := cpuSample{at, usage}
 	last := r.last.Load()
-	if last != nil && at.Before(last.to.at) { // one that was taken later came first
+	if last != nil && at.Before(last.to.at) { // a later sample overtook this one
 		return now.rateSince(last.from)
 	}
 	if last == nil || usage < last.to.usage {
@@ -53,7 +52,7 @@ func (r *rate) add(at time.Time, usage uint64) (nanoCores uint64, known bool) {
 	return now.rateSince(from)
 }
 
-// rateSince is not known without an earlier sample.
+// rateSince returns the rate between two samples, unknown if there is no earlier one.
 func (s cpuSample) rateSince(from cpuSample) (nanoCores uint64, known bool) {
 	elapsed := s.at.Sub(from.at)
 	if from.at.IsZero() || elapsed < minFirst || s.usage < from.usage {

@@ -8,8 +8,7 @@ import (
 	"berth/internal/cgstats"
 )
 
-// Samples are taken at these times; a container that has used this much CPU time
-// is told to use so many nanoseconds a second.
+// Each step takes a sample and states the expected rate.
 func TestRate(t *testing.T) {
 	const second = uint64(time.Second)
 	const unknown = -1.0 // cores
@@ -23,11 +22,11 @@ func TestRate(t *testing.T) {
 		"the second sample":    {{0, 5, unknown}, {500 * time.Millisecond, 5.25, 0.5}},
 		"far too early":        {{0, 5, unknown}, {time.Millisecond, 5.01, unknown}, {500 * time.Millisecond, 5.25, 0.5}},
 		"after a short window": {{0, 0, unknown}, {time.Second, 1, 1}, {1100 * time.Millisecond, 1, 1 / 1.1}, {1999 * time.Millisecond, 1, 1 / 1.999}, {2 * time.Second, 1, 0}},
-		// One looks every 400 ms and one every 2 s; both see about the last second.
+		// One client reads every 400 ms and one every 2 s. Both see about the last second.
 		"two clients": {{0, 0, unknown}, {400 * time.Millisecond, 0.4, 1}, {800 * time.Millisecond, 0.8, 1}, {1200 * time.Millisecond, 1.2, 1},
 			{1600 * time.Millisecond, 1.2, 0.75}, {2 * time.Second, 1.2, 0.6}, {2001 * time.Millisecond, 1.2, 1.2 / 2.001}, {2400 * time.Millisecond, 1.2, 0}},
 		"counts anew": {{0, 5, unknown}, {10 * time.Second, 1, unknown}, {11 * time.Second, 2, 1}},
-		// A later sample is told of first: what is known since the one before stays.
+		// A later sample arrives first. The rate since the sample before it stays known.
 		"a late one":                 {{0, 0, unknown}, {2 * time.Second, 2, 1}, {1900 * time.Millisecond, 1.9, 1}, {2100 * time.Millisecond, 2, 2 / 2.1}, {4 * time.Second, 2, 0}},
 		"a late one after the first": {{time.Second, 5, unknown}, {0, 4, unknown}, {3 * time.Second, 6, 0.5}},
 		"no time between":            {{0, 5, unknown}, {0, 5, unknown}, {2 * time.Second, 6, 0.5}, {2 * time.Second, 6, 0.5}},

@@ -13,45 +13,46 @@ import (
 	"berth/sandbox/state"
 )
 
-// ContainerUsage is what a container uses.
+// ContainerUsage is the resource usage of a container.
 type ContainerUsage struct {
 	Info    *state.Container
-	Running bool    // else Usage is empty
-	Cgroup  string  // its path below the cgroup mounts
-	Usage   Usage   // Tasks is counted only where the pod has no cgroup
-	Sample  *Sample // nil until the first one
+	Running bool    // if false, Usage is empty
+	Cgroup  string  // path below the cgroup mounts
+	Usage   Usage   // Tasks is counted only if the pod has no cgroup
+	Sample  *Sample // nil before the first sample
 }
 
-// PodUsage is what a pod uses.
+// PodUsage is the resource usage of a pod.
 type PodUsage struct {
 	Info       *state.Pod
-	Running    bool // else all but Containers is empty
+	Running    bool // if false, only Containers is set
 	Usage      Usage
-	Cgroup     string              // its path below the cgroup mounts; of its pause where it has none
-	Interfaces []cgstats.Interface // the default one first; none with the host's network
-	Containers []ContainerUsage    // those that run
+	Cgroup     string              // path below the cgroup mounts; the pause's if the pod has none
+	Interfaces []cgstats.Interface // the default one first; none on the host's network
+	Containers []ContainerUsage    // only running containers
 }
 
-// Meters finds what measures pods and containers. It waits for nobody.
+// Meters finds the meters of pods and containers. Its methods do not block.
 type Meters interface {
-	// ContainerMeter returns that of a container, nil if it does not run, and how much it had written when that was counted last.
+	// ContainerMeter returns the meter of a container, nil if it does not run, and its last sample.
 	ContainerMeter(id string) (m *ContainerMeter, cgroupsPath string, count *Sample)
-	// PodMeter returns that of a pod, nil if it does not run, and the pod's own cgroup, or that of its pause if it has none.
+	// PodMeter returns the meter of a pod, nil if it does not run, and the path of its cgroup, or
+	// of the pause's if the pod has none.
 	PodMeter(id string) (m *PodMeter, cgroup string)
 }
 
-// Reader measures pods and containers.
+// Reader returns the resource usage of pods and containers.
 type Reader struct {
 	meters     Meters
-	unmeasured lograte.Limiter // warnings of containers that can't be measured
+	unmeasured lograte.Limiter // limits warnings about containers that cannot be measured
 	log        *slog.Logger
 }
 
-// NewReader returns what measures by these meters.
+// NewReader returns a Reader that uses these meters.
 func NewReader(meters Meters, log *slog.Logger) *Reader { return &Reader{meters: meters, log: log} }
 
-// ContainerStats measures a container. One that does not run, or ends meanwhile,
-// is no error. It reads the kernel's files and waits for nobody.
+// ContainerStats measures a container. A container that does not run, or ends meanwhile, is not an
+// error. It reads only files of the kernel and does not block.
 func (s *Reader) ContainerStats(info *state.Container) (ContainerUsage, error) {
 	used := ContainerUsage{Info: info}
 	measured, cgroupsPath, count := s.meters.ContainerMeter(info.ID)
@@ -67,8 +68,8 @@ func (s *Reader) ContainerStats(info *state.Container) (ContainerUsage, error) {
 	return used, err
 }
 
-// ContainerDetail reads what only metrics need of a container that runs. One that
-// does not, or ends meanwhile, has none: nil.
+// ContainerDetail reads the counters that only metrics need. It returns nil for a container that
+// does not run.
 func (s *Reader) ContainerDetail(id string) (*cgstats.Detail, error) {
 	measured, _, _ := s.meters.ContainerMeter(id)
 	if measured == nil {
@@ -81,18 +82,18 @@ func (s *Reader) ContainerDetail(id string) (*cgstats.Detail, error) {
 	return detail, err
 }
 
-// PodStats measures a pod; containers are its containers. A pod that is not ready,
-// or ends meanwhile, is no error. It reads the kernel's files and waits for nobody.
+// PodStats measures a pod and its containers. A pod that is not ready, or ends meanwhile, is not an
+// error. It reads only files of the kernel and does not block.
 //
-// The pod's figures are those of the cgroup its config names, which kubelet makes
-// for each pod. Without one they are the sum of pause and containers; of those that have ended since the daemon
-// began, what they used. A container that can't be measured is left out.
+// The pod's usage is that of the cgroup in its config, which kubelet creates per pod. Without one
+// it is the sum of pause and containers, including those that have ended since the daemon started.
+// A container that cannot be measured is left out.
 func (s *Reader) PodStats(info *state.Pod, containers []*state.Container) (PodUsage, error) {
 	used := PodUsage{Info: info}
 	measured, cgroup := s.meters.PodMeter(info.ID)
 	var past *cgstats.Sample
 	if measured != nil {
-		past = measured.Past() // before the containers
+		past = measured.Past() // must precede the containers, see Past
 	}
 	for _, c := range containers {
 		if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING {
@@ -100,7 +101,7 @@ func (s *Reader) PodStats(info *state.Pod, containers []*state.Container) (PodUs
 		}
 		one, err := s.ContainerStats(c)
 		if err != nil {
-			s.unmeasured.Warn(s.log, "a container can't be measured", "container", c.ID, "error", err)
+			s.unmeasured.Warn(s.log, "measure container", "container", c.ID, "error", err)
 		}
 		if one.Running {
 			used.Containers = append(used.Containers, one)

@@ -9,7 +9,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// fakeMeters has meters of containers, and none of pods.
+// fakeMeters has meters of containers and none of pods.
 type fakeMeters map[string]*ContainerMeter
 
 func (f fakeMeters) ContainerMeter(id string) (*ContainerMeter, string, *Sample) {
@@ -18,32 +18,34 @@ func (f fakeMeters) ContainerMeter(id string) (*ContainerMeter, string, *Sample)
 
 func (fakeMeters) PodMeter(string) (*PodMeter, string) { return nil, "" }
 
-// testStatistics has a container that can be measured and one that can't.
-func testStatistics() *Reader {
+// testReader returns a Reader for two containers, "good" and "broken". The latter cannot be
+// measured.
+func testReader() *Reader {
 	return NewReader(fakeMeters{"good": {}, "broken": Cgroups{}.ContainerMeter("not a path of cgroups", false)}, slog.New(slog.DiscardHandler))
 }
 
-// What does not run uses nothing, and is no error; what it has written is known all the same.
+// A container that does not run has no usage, but still its last sample.
 func TestContainerStats(t *testing.T) {
 	for id, want := range map[string]struct{ running, fails bool }{"good": {running: true}, "ended": {}, "broken": {fails: true}} {
-		used, err := testStatistics().ContainerStats(&state.Container{ID: id})
+		used, err := testReader().ContainerStats(&state.Container{ID: id})
 		if (err != nil) != want.fails || used.Running != want.running || used.Sample == nil {
 			t.Errorf("%s: %+v, %v", id, used, err)
 		}
 		if want.running && used.Cgroup != "/kubepods/good" {
-			t.Errorf("%s: its cgroup is %q", id, used.Cgroup)
+			t.Errorf("%s: cgroup %q", id, used.Cgroup)
 		}
 	}
-	if detail, err := testStatistics().ContainerDetail("ended"); detail != nil || err != nil {
-		t.Errorf("details of one that has ended: %v, %v", detail, err)
+	if detail, err := testReader().ContainerDetail("ended"); detail != nil || err != nil {
+		t.Errorf("details of an ended container: %v, %v", detail, err)
 	}
 }
 
-// One container that can't be measured does not hide its pod, and one that is not said to run is not looked at.
-func TestPodStatsLeaveOutWhatCantBeMeasured(t *testing.T) {
+// A container that cannot be measured does not hide its pod. A container that does not run is
+// skipped.
+func TestPodStatsSkipUnmeasurableContainers(t *testing.T) {
 	running, exited := runtimeapi.ContainerState_CONTAINER_RUNNING, runtimeapi.ContainerState_CONTAINER_EXITED
 	containers := []*state.Container{{ID: "broken", State: running}, {ID: "good", State: running}, {ID: "good", State: exited}, {ID: "ended", State: running}}
-	used, err := testStatistics().PodStats(&state.Pod{ID: "p"}, containers)
+	used, err := testReader().PodStats(&state.Pod{ID: "p"}, containers)
 	if err != nil || used.Running || len(used.Containers) != 1 || used.Containers[0].Info != containers[1] {
 		t.Errorf("%+v, %v", used, err)
 	}

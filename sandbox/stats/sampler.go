@@ -19,109 +19,109 @@ import (
 	"berth/internal/diskusage"
 )
 
-// Sample is what was counted of a container, at some time. It never changes.
+// Sample is the result of sampling a container. It is immutable.
 type Sample struct {
 	At         time.Time
-	Mountpoint string          // of the filesystem that holds the writable layer
-	Layer      diskusage.Usage // the writable layer
+	Mountpoint string          // of the writable layer's filesystem
+	Layer      diskusage.Usage // size of the writable layer
 
-	Processes *Processes // nil when the container did not run
+	Processes *Processes // nil if the container did not run
 
-	usedCPU string    // by the pod, before it was counted; empty: it is to be counted again
-	seen    time.Time // when it was counted, where At is when it was found to have done nothing since
+	usedCPU string    // CPU time of the pod before sampling; empty: sample again
+	seen    time.Time // when the files were counted; At is later if the pod has been idle since
 	walks   walks
-	partial bool // the count was given up, and the goroutine for slow layers takes it over
+	partial bool // quickLimit was exceeded; the goroutine for slow layers continues
 }
 
-// SampleState is what is known of one container. Its zero value is of one that was never counted.
+// SampleState holds the last sample of a container. The zero value has none.
 type SampleState struct {
 	last  atomic.Pointer[Sample]
-	asked atomic.Bool // for the last count
-	slow  atomic.Bool // the goroutine for slow layers counts it
-	due   time.Time   // when it is to be counted again if somebody has asked; of the goroutine that counts it
+	asked atomic.Bool // a client has read the last sample
+	slow  atomic.Bool // left to the goroutine for slow layers
+	due   time.Time   // time of the next sample if a client asks; owned by the sampling goroutine
 }
 
-// Target is a container as it is at the moment.
+// Target is the current state of a container to sample.
 type Target struct {
 	ID         string
 	State      *SampleState
 	Running    bool
 	FinishedAt time.Time // zero: it has not ended
 
-	Project uint32 // of its writable layer; 0: none
+	Project uint32 // project ID of its writable layer; 0: none
 
-	// Where its processes are. Init is 0 if it has none, or none that the node can see.
+	// Location of its processes. Init is 0 if no process is visible to the node.
 	CgroupsPath string
-	Init        int // process ID
+	Init        int // PID
 }
 
-// SamplerConfig says what is to be counted, and where it is.
+// SamplerConfig configures a Sampler.
 type SamplerConfig struct {
-	Period        time.Duration                          // between two counts of a container that somebody asks for, at least
-	Targets       iter.Seq[Target]                       // all containers, as they are when it is called
-	Layers        string                                 // the folder of all writable layers: ID/upper is one
-	Images        string                                 // the folder of the images
-	SystemdCgroup bool                                   // paths name scopes of systemd's
-	Begin         func(what, object string) (end func()) // notes what is waited for, however long it takes
+	Period        time.Duration                          // minimum time between two samples of a container that clients ask for
+	Targets       iter.Seq[Target]                       // the current state of all containers
+	Layers        string                                 // directory of the writable layers, each in ID/upper
+	Images        string                                 // directory of the images
+	SystemdCgroup bool                                   // paths name systemd scopes
+	Begin         func(what, object string) (end func()) // reports a wait without a limit
 
-	// Quota returns what a writable layer's project takes. ok is false where that is not known.
+	// Quota returns the usage of a writable layer's project. ok is false if it is unknown.
 	Quota func(project uint32) (usage diskusage.Usage, ok bool, err error)
 	Log   *slog.Logger
 }
 
-// Sampler counts.
+// Sampler samples containers in the background.
 type Sampler struct {
 	cfg        SamplerConfig
 	wake       chan struct{}
 	mountpoint string
-	device     string                     // empty if it is not known
-	filesystem atomic.Pointer[Filesystem] // without Used
+	device     string                     // may be empty
+	filesystem atomic.Pointer[Filesystem] // Used is not set
 
-	quick, longest time.Duration // quickLimit and walkLimit, but for tests
+	quick, longest time.Duration // quickLimit and walkLimit, except in tests
 }
 
-// NewSampler returns a counter. It touches nothing.
+// NewSampler returns a Sampler. It does no I/O.
 func NewSampler(cfg SamplerConfig) *Sampler {
 	return &Sampler{cfg: cfg, wake: make(chan struct{}, 1), quick: quickLimit, longest: walkLimit}
 }
 
 const (
-	// patience is how much longer than a count took nothing is counted after it: with it,
-	// counting takes a tenth of one core's time, and that at the lowest priority.
-	patience = 9
-	// maxRest bounds that. Prometheus drops what is older than five minutes, so that one
-	// container that is very slow to count must not silence the others.
+	// restFactor is the ratio of rest to sampling time. Sampling takes a tenth of one core's time,
+	// at the lowest priority.
+	restFactor = 9
+	// maxRest limits the rest. Prometheus drops values older than five minutes, so one container
+	// that is very slow to sample must not stop the metrics of the others.
 	maxRest = 2 * time.Minute
-	// maxIdle is the age that the filesystem's figures may have when nothing is to be counted.
+	// maxIdle limits the age of the filesystem's figures while no container is due.
 	maxIdle = time.Minute
-	// unasked is how many periods pass between two counts of a container that nobody asks for. kubelet asks all the time.
-	unasked = 30
-	// maxFiles is how many open files of a container are looked at.
+	// unaskedFactor lengthens the period of containers that no client asks for. kubelet asks all
+	// the time.
+	unaskedFactor = 30
+	// maxFiles limits the open files that are counted per container.
 	maxFiles = 100_000
 )
 
-// restAfter is for how long nothing is counted after a count that took so long.
-func restAfter(took time.Duration) time.Duration { return min(patience*took, maxRest) }
+// restAfter returns the rest after a sample that took this long.
+func restAfter(took time.Duration) time.Duration { return min(restFactor*took, maxRest) }
 
-// Soon has a container counted that started or ended.
-func (c *Sampler) Soon() {
+// Wake makes the Sampler look for due containers now. Callers wake it after a start or an exit.
+func (c *Sampler) Wake() {
 	select {
 	case c.wake <- struct{}{}:
-	default: // it is awake
+	default: // a wake-up is pending
 	}
 }
 
-// Last returns what was counted last, nil before the first count, and has the container counted again when the period is over.
+// Last returns the last sample, nil before the first one, and requests a new one after the period.
 func (c *Sampler) Last(l *SampleState) *Sample {
 	if !l.asked.Swap(true) {
-		c.Soon()
+		c.Wake()
 	}
 	return l.last.Load()
 }
 
-// Run counts containers until ctx ends, after Locate. Layers that take long to count have a
-// goroutine of their own, so that a container with millions of files does not hide what its
-// neighbours write.
+// Run samples containers until ctx ends. Locate must have succeeded. Slow layers have a goroutine
+// of their own, so a container with millions of files does not delay the samples of others.
 func (c *Sampler) Run(ctx context.Context) {
 	var slow sync.WaitGroup
 	slow.Go(func() { c.run(ctx, true) })
@@ -129,21 +129,21 @@ func (c *Sampler) Run(ctx context.Context) {
 	slow.Wait()
 }
 
-// run counts the slow layers, or the others. It has a thread of its own, which ends with its
-// goroutine, because a low priority can't be taken back.
+// run samples the slow layers or all others. It locks its thread, which ends with the goroutine,
+// because an unprivileged thread cannot raise its priority again.
 func (c *Sampler) run(ctx context.Context, slow bool) {
 	runtime.LockOSThread()
 	if err := unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), 19); err != nil {
-		c.cfg.Log.Warn("count writable layers at a low priority", "error", err)
+		c.cfg.Log.Warn("lower priority of sampling", "error", err)
 	}
 	wake := c.wake
 	if slow {
-		wake = nil // no layer is slow before it was counted
+		wake = nil // a layer becomes slow only after its first sample
 	}
 	for ctx.Err() == nil {
 		if !slow {
 			if err := c.measureFilesystem(); err != nil {
-				c.cfg.Log.Warn("count writable layers", "error", err)
+				c.cfg.Log.Warn("sample writable layers", "error", err)
 			}
 		}
 		s, wait := c.next(slow)
@@ -152,17 +152,17 @@ func (c *Sampler) run(ctx context.Context, slow bool) {
 			continue
 		}
 		begin := time.Now()
-		c.countNext(ctx, s)
+		c.sampleNext(ctx, s)
 		rest(ctx, nil, restAfter(time.Since(begin)))
 	}
 }
 
-// countNext counts a container, and decides when and by which goroutine it is counted next.
-func (c *Sampler) countNext(ctx context.Context, s *Target) {
+// sampleNext samples a container and sets the time and the goroutine of its next sample.
+func (c *Sampler) sampleNext(ctx context.Context, s *Target) {
 	begin := time.Now()
-	s.State.asked.Store(false) // who asks from now on asks for the next count
-	if err := c.count(ctx, s); err != nil && ctx.Err() == nil {
-		c.cfg.Log.Warn("count the writable layer", "container", s.ID, "error", err)
+	s.State.asked.Store(false) // later requests are for the next sample
+	if err := c.sample(ctx, s); err != nil && ctx.Err() == nil {
+		c.cfg.Log.Warn("sample container", "container", s.ID, "error", err)
 	}
 	s.State.due = time.Now().Add(c.cfg.Period)
 	last := s.State.last.Load()
@@ -175,7 +175,7 @@ func (c *Sampler) countNext(ctx context.Context, s *Target) {
 	}
 }
 
-// rest waits for so long, or until it is woken.
+// rest waits for d, or until it is woken.
 func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -186,12 +186,12 @@ func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 	}
 }
 
-// next returns the container that waits longest, of those that are slow or of the others, or nil
-// and after how long the next one is due.
+// next returns the container that is due for the longest time, among the slow ones or the others.
+// If none is due it returns nil and the time until the next one is.
 func (c *Sampler) next(slow bool) (*Target, time.Duration) {
 	var first *Target
 	for s := range c.cfg.Targets {
-		if s.State.slow.Load() == slow && s.needsCount() && (first == nil || cmp.Or(c.dueOf(&s).Compare(c.dueOf(first)), cmp.Compare(s.ID, first.ID)) < 0) {
+		if s.State.slow.Load() == slow && s.needsSample() && (first == nil || cmp.Or(c.dueOf(&s).Compare(c.dueOf(first)), cmp.Compare(s.ID, first.ID)) < 0) {
 			first = &s
 		}
 	}
@@ -204,24 +204,24 @@ func (c *Sampler) next(slow bool) (*Target, time.Duration) {
 	return first, 0
 }
 
-// dueOf is when a container is to be counted, earlier if somebody has asked.
+// dueOf returns the time of a container's next sample, which is earlier if a client has asked.
 func (c *Sampler) dueOf(s *Target) time.Time {
 	if s.State.due.IsZero() || s.State.asked.Load() {
 		return s.State.due
 	}
-	return s.State.due.Add((unasked - 1) * c.cfg.Period)
+	return s.State.due.Add((unaskedFactor - 1) * c.cfg.Period)
 }
 
-// needsCount is false for what can't have changed since it was counted.
-func (s *Target) needsCount() bool {
+// needsSample reports whether a container may have changed since its last sample.
+func (s *Target) needsSample() bool {
 	counted := s.State.last.Load()
 	return counted == nil || counted.partial || s.Running || counted.Processes != nil || s.FinishedAt.After(counted.At)
 }
 
-// count counts what a container has written and, if it runs, has open.
-func (c *Sampler) count(ctx context.Context, s *Target) error {
-	defer c.cfg.Begin("the count of its writable layer", "container "+s.ID)()
-	used, err := usedCPU(s, c.cfg.SystemdCgroup) // what runs from here on makes the next count necessary
+// sample measures the writable layer of a container and, if it runs, its open files.
+func (c *Sampler) sample(ctx context.Context, s *Target) error {
+	defer c.cfg.Begin("size of writable layer", "container "+s.ID)()
+	used, err := usedCPU(s, c.cfg.SystemdCgroup) // CPU time used after this requires another sample
 	if err != nil {
 		return err
 	}

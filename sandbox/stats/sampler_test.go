@@ -10,8 +10,7 @@ import (
 	"time"
 )
 
-// Whatever a count takes, and however many containers there are, nothing else is counted
-// for nine times as long.
+// Sampling takes a tenth of the time, whatever a sample takes and however many containers exist.
 func TestRestAfterCount(t *testing.T) {
 	for took, want := range map[time.Duration]time.Duration{0: 0, time.Millisecond: 9 * time.Millisecond, time.Second: 9 * time.Second, time.Hour: maxRest} {
 		if got := restAfter(took); got != want {
@@ -26,12 +25,12 @@ func TestNextToCount(t *testing.T) {
 	type state struct {
 		running, ended bool
 		count          *Sample
-		due            time.Duration // from now; 0: since ever
+		due            time.Duration // from now; 0: since forever
 	}
 	for name, c := range map[string]struct {
 		containers map[string]state
-		want       string // empty: nothing is due
-		idle       bool   // and nothing will be
+		want       string // empty: no container is due
+		idle       bool   // none will become due
 	}{
 		"none":                {idle: true},
 		"never counted first": {containers: map[string]state{"a": {running: true, count: counted, due: -time.Hour}, "b": {ended: true}}, want: "b"},
@@ -65,39 +64,39 @@ func TestNextToCount(t *testing.T) {
 				t.Errorf("got %v", got)
 			}
 			if got == nil && (wait > 2*time.Hour) != c.idle {
-				t.Errorf("the next is due after %v", wait)
+				t.Errorf("next container is due after %v", wait)
 			}
 		})
 	}
 }
 
-// What nobody asks for is counted seldom; who asks has it counted when the period is over.
-func TestUnasked(t *testing.T) {
+// A container that no client asks for is sampled rarely. A request makes it due after the period.
+func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
 	var ledger SampleState
 	counted := &Sample{At: time.Now()}
 	c := NewSampler(SamplerConfig{Period: time.Minute, Targets: func(yield func(Target) bool) { yield(Target{ID: "a", Running: true, State: &ledger}) }})
 	if s, _ := c.next(false); s == nil {
-		t.Error("what was never counted is not due")
+		t.Error("a container without a sample is not due")
 	}
 	ledger.last.Store(counted)
 	ledger.due = time.Now().Add(-time.Second)
-	if s, wait := c.next(false); s != nil || wait < (unasked-2)*time.Minute {
-		t.Errorf("nobody has asked: %v is due, or in %v", s, wait)
+	if s, wait := c.next(false); s != nil || wait < (unaskedFactor-2)*time.Minute {
+		t.Errorf("without a client: %v is due, or in %v", s, wait)
 	}
 	if c.Last(&ledger) != counted {
-		t.Error("another count is told")
+		t.Error("Last returned another sample")
 	}
 	select {
 	case <-c.wake:
 	default:
-		t.Error("nobody is woken")
+		t.Error("the first request did not wake the sampler")
 	}
 	if s, _ := c.next(false); s == nil {
-		t.Error("somebody has asked, and it is not due")
+		t.Error("requested container is not due")
 	}
 	c.Last(&ledger)
 	if len(c.wake) != 0 {
-		t.Error("who asks again wakes again")
+		t.Error("a second request woke the sampler again")
 	}
 }
 
@@ -125,7 +124,7 @@ func TestAddFiles(t *testing.T) {
 	}
 }
 
-// What was counted holds for a container none of whose processes has run since.
+// A sample stays valid while no process of the pod runs.
 func TestIdleSince(t *testing.T) {
 	now := time.Now()
 	counted := &Sample{At: now.Add(-time.Minute), seen: now.Add(-maxUnseen), usedCPU: "17\n", Processes: &Processes{Files: 3}}

@@ -7,9 +7,9 @@ import (
 	"berth/shim"
 )
 
-// Attach connects a client to a container's own input and output, from now on, until the
-// container ends or ctx does. terminal is whether the container has one. Without
-// takesInput, Stdin is read and passed over. Unavailable if berth is stopping.
+// Attach connects a client to a container's own input and output until the container or ctx ends.
+// terminal says whether the container has a terminal. Without takesInput, Attach reads Stdin and
+// discards it. The error is Unavailable when berth is stopping.
 func (r runner) Attach(ctx context.Context, monitor *shim.Monitor, terminal, takesInput bool, s IO) error {
 	session := shim.AttachIO{Stdout: s.Stdout, Stderr: s.Stderr}
 	if terminal {
@@ -19,7 +19,7 @@ func (r runner) Attach(ctx context.Context, monitor *shim.Monitor, terminal, tak
 		in, out := io.Pipe()
 		if takesInput {
 			session.Stdin = in
-		} else if err := in.Close(); err != nil { // what is written fails, and is passed over
+		} else if err := in.Close(); err != nil { // writes fail, so copyInput discards the input
 			return err
 		}
 		if err := r.copyInput(out, s.Stdin); err != nil {

@@ -11,47 +11,47 @@ import (
 )
 
 const (
-	// MaxOutput is what ExecSync returns of both streams together, each of which may have half of it at least; the rest is
-	// discarded without error (CRI: "the runtime should cap").
+	// MaxOutput limits what ExecSync returns of stdout and stderr together, in bytes. Each may have
+	// at least half of it. The rest is discarded without an error (CRI: "the runtime should cap").
 	MaxOutput = 16 << 20
-	// ownOutput is what each ExecSync may hold whatever the others do, so that commands which write without end keep no other
-	// pod's probes from answering: these write some hundred bytes.
+	// ownOutput is the part of each ExecSync's output that is not shared, in bytes. Probes write a
+	// few hundred bytes, so commands of other pods that write without end do not make probes fail.
 	ownOutput = 64 << 10
-	// maxHeld is what all ExecSyncs under way may hold of their commands' output beyond that.
+	// maxHeld limits the output beyond ownOutput that all running ExecSyncs hold, in bytes.
 	maxHeld = 128 << 20
 )
 
-// outputBudget bounds what ExecSyncs hold of their commands' output, all together.
+// outputBudget limits the memory for the output of all ExecSyncs.
 type outputBudget struct{ held atomic.Int64 }
 
-// take makes room for n bytes more, beyond what is each one's own. ResourceExhausted.
+// take reserves n bytes of the shared budget. The error is ResourceExhausted.
 func (o *outputBudget) take(n int) error {
-	if n > 0 && o.held.Add(int64(n)) > maxHeld { // nothing is taken also while another tries to take too much
+	if n > 0 && o.held.Add(int64(n)) > maxHeld { // a concurrent take that fails may make this one fail, too
 		o.held.Add(-int64(n))
-		return errdefs.New(codes.ResourceExhausted, "commands that run at the moment have written more than %d bytes", maxHeld)
+		return errdefs.New(codes.ResourceExhausted, "running commands have written more than %d bytes of output", maxHeld)
 	}
 	return nil
 }
 
-// capture keeps the beginnings of a command's stdout and stderr. The lock guards all but all itself, and is held to copy bytes.
+// capture keeps the beginning of a command's stdout and stderr. The lock guards data and taken.
 type capture struct {
 	all *outputBudget
-	max int // of both together
+	max int // of both streams together
 
 	mu    sync.Mutex
 	data  [2][]byte
-	taken int // and kept, unless one stream made room for the other
+	taken int // bytes reserved, which may exceed len(data)
 }
 
 func newCapture(all *outputBudget) *capture { return &capture{all: all, max: MaxOutput} }
 
-// release gives up the room for what is kept.
+// release gives the reserved bytes back.
 func (c *capture) release() { c.all.held.Add(-int64(shared(c.taken))) }
 
-// shared is how much of n bytes is not a command's own.
+// shared returns the part of n bytes that counts against the shared budget.
 func shared(n int) int { return max(n-ownOutput, 0) }
 
-// writer is for one of the two streams.
+// writer returns the writer of stream 0, stdout, or 1, stderr.
 func (c *capture) writer(stream int) io.Writer { return captureWriter{c, stream} }
 
 type captureWriter struct {
@@ -59,7 +59,8 @@ type captureWriter struct {
 	stream int
 }
 
-// Write keeps what there is room for. The longer of two streams, which had room as long as it was alone, makes room for the other.
+// Write keeps the bytes that fit. A stream that used more than half while the other was empty gives
+// the excess back.
 func (w captureWriter) Write(p []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -10,8 +10,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Whatever the order in which two streams come, each has the beginning of what was written, half of the room if it wants it, and
-// both fill it.
+// In any order of writes, each stream keeps its beginning and may use half of the room. Together
+// they fill it.
 func TestCapture(t *testing.T) {
 	const limit = 100
 	for _, want := range []struct{ out, err, keptOut, keptErr int }{
@@ -34,15 +34,15 @@ func TestCapture(t *testing.T) {
 			}
 			c.release()
 			if held := all.held.Load(); held != 0 {
-				t.Errorf("%d bytes are not given back", held)
+				t.Errorf("%d bytes were not given back", held)
 			}
 		}
 	}
 }
 
-// All commands together have a limit, beyond which one fails that writes much, and others go on when it has given back what it
-// had. One that writes little never fails.
-func TestOutputsOfAll(t *testing.T) {
+// All commands share a budget. A command that writes much fails when the budget is used up; others
+// continue after it has given its part back. A command that writes little never fails.
+func TestOutputBudget(t *testing.T) {
 	all := &outputBudget{}
 	chunk := make([]byte, MaxOutput)
 	var held []*capture
@@ -54,7 +54,7 @@ func TestOutputsOfAll(t *testing.T) {
 		held = append(held, c)
 	}
 	if len(held) < maxHeld/MaxOutput {
-		t.Errorf("there is room for %d outputs", len(held))
+		t.Errorf("the budget has room for %d outputs", len(held))
 	}
 	much, little := newCapture(all), newCapture(all)
 	for stream, own := range [][]byte{chunk[:ownOutput-1], chunk[:1]} {
@@ -73,6 +73,6 @@ func TestOutputsOfAll(t *testing.T) {
 		c.release()
 	}
 	if left := all.held.Load(); left != 0 {
-		t.Errorf("%d bytes are not given back", left)
+		t.Errorf("%d bytes were not given back", left)
 	}
 }

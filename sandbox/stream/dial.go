@@ -17,50 +17,52 @@ import (
 	"berth/internal/netns"
 )
 
-// dialTime is how long a port may take to accept a connection, at each address.
+// dialTime limits how long a port may take to accept a connection, per address.
 const dialTime = 10 * time.Second
 
-// dialLimiter bounds the connections to pods that are being made at a time, for all clients together, and for each pod to half of that: a
-// port that swallows what is sent to it holds up its own pod's. The lock guards the map and the users in it.
+// dialLimiter limits the connections to pods that are being opened, in all and per pod. A pod may
+// have half of them, so a port that drops packets delays only connections to its own pod. The lock
+// guards the map and its users fields.
 type dialLimiter struct {
-	places *semaphore.Weighted
-	mu     sync.Mutex
-	pods   map[string]*podDials
+	slots *semaphore.Weighted
+	mu    sync.Mutex
+	pods  map[string]*podDials
 }
 
-// podDials are the connections to a pod that are being made, or wait for that.
+// podDials limits the connections to one pod. users counts those that are open or waiting.
 type podDials struct {
-	places *semaphore.Weighted
-	users  int
+	slots *semaphore.Weighted
+	users int
 }
 
 const (
-	// maxDials is what there is room for. A port that accepts does so in less than a millisecond; one that does not would
-	// otherwise have as many descriptors as clients ask for.
+	// maxDials limits concurrent dials. A port accepts within a millisecond. Without a limit, a
+	// port that does not would hold as many descriptors as clients request.
 	maxDials    = 256
 	maxPodDials = maxDials / 2
 )
 
-// newDialLimiter returns a bound that nobody uses.
+// newDialLimiter returns a limiter without users.
 func newDialLimiter() *dialLimiter {
-	return &dialLimiter{places: semaphore.NewWeighted(maxDials), pods: map[string]*podDials{}}
+	return &dialLimiter{slots: semaphore.NewWeighted(maxDials), pods: map[string]*podDials{}}
 }
 
-// take waits for a place, the pod's first: who waits for that has no place of all pods'.
+// take waits for a slot of the pod and then for a shared one, so a waiter of a busy pod holds no
+// shared slot.
 func (d *dialLimiter) take(ctx context.Context, pod string) (release func(), err error) {
 	own := d.enter(pod)
-	if err := own.places.Acquire(ctx, 1); err != nil {
+	if err := own.slots.Acquire(ctx, 1); err != nil {
 		d.leave(pod, own)
-		return nil, errdefs.Unavailable("connect: wait for %d other connections to the pod to be made: %w", maxPodDials, err)
+		return nil, errdefs.Unavailable("connect: wait for %d other connections to the pod: %w", maxPodDials, err)
 	}
-	if err := d.places.Acquire(ctx, 1); err != nil {
-		own.places.Release(1)
+	if err := d.slots.Acquire(ctx, 1); err != nil {
+		own.slots.Release(1)
 		d.leave(pod, own)
-		return nil, errdefs.Unavailable("connect: wait for %d other connections to be made: %w", maxDials, err)
+		return nil, errdefs.Unavailable("connect: wait for %d other connections: %w", maxDials, err)
 	}
 	return func() {
-		d.places.Release(1)
-		own.places.Release(1)
+		d.slots.Release(1)
+		own.slots.Release(1)
 		d.leave(pod, own)
 	}, nil
 }
@@ -70,7 +72,7 @@ func (d *dialLimiter) enter(pod string) *podDials {
 	defer d.mu.Unlock()
 	own := d.pods[pod]
 	if own == nil {
-		own = &podDials{places: semaphore.NewWeighted(maxPodDials)}
+		own = &podDials{slots: semaphore.NewWeighted(maxPodDials)}
 		d.pods[pod] = own
 	}
 	own.users++
@@ -85,7 +87,7 @@ func (d *dialLimiter) leave(pod string, own *podDials) {
 	}
 }
 
-// dial connects to a port at a pod's localhost, as seen in its network namespace, the host's if netnsPath is empty.
+// dial connects to a port on localhost in a pod's network namespace; empty netnsPath: the host's.
 func (d *dialLimiter) dial(ctx context.Context, pod, netnsPath string, port uint16) (*net.TCPConn, error) {
 	release, err := d.take(ctx, pod)
 	if err != nil {
@@ -104,8 +106,9 @@ func (d *dialLimiter) dial(ctx context.Context, pod, netnsPath string, port uint
 	return nil, errdefs.Unavailable("connect: %w", all)
 }
 
-// dialAddress waits for the connection outside of the namespace: what enters one has a thread of its own, and is not to wait. A
-// socket belongs to the namespace that it was made in.
+// dialAddress opens the socket in the namespace and connects outside of it. Entering a namespace
+// occupies a thread, so waiting there would hold one. A socket stays in the namespace in which it
+// was opened.
 func dialAddress(ctx context.Context, netnsPath string, address netip.AddrPort) (*net.TCPConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTime)
 	defer cancel()
@@ -143,9 +146,9 @@ func newSocket(address netip.Addr) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "forwarded connection"), nil
 }
 
-// connect waits on Go's poller, which has no thread for it.
+// connect waits on Go's poller and so holds no thread.
 func connect(ctx context.Context, socket *os.File, address netip.AddrPort) error {
-	defer context.AfterFunc(ctx, func() { _ = socket.SetWriteDeadline(time.Unix(1, 0)) })() // it fails if socket is closed, when nobody waits
+	defer context.AfterFunc(ctx, func() { _ = socket.SetWriteDeadline(time.Unix(1, 0)) })() // fails after socket is closed, which is harmless
 	conn, err := socket.SyscallConn()
 	if err != nil {
 		return err
@@ -160,7 +163,7 @@ func connect(ctx context.Context, socket *os.File, address netip.AddrPort) error
 		}
 		return true
 	})
-	if err != nil { // the deadline
+	if err != nil { // the deadline expired
 		return errors.Join(ctx.Err(), err)
 	}
 	return os.NewSyscallError("connect", connectErr)

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// deaf listens at localhost and has room for no connection more: those to come hang.
-func deaf(t *testing.T) netip.AddrPort {
+// unresponsive returns a listener on localhost with a full backlog: further connections hang.
+func unresponsive(t *testing.T) netip.AddrPort {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -29,7 +29,7 @@ func deaf(t *testing.T) netip.AddrPort {
 		t.Fatal(err)
 	}
 	address := netip.AddrPortFrom(netip.AddrFrom4(localhost), uint16(name.(*unix.SockaddrInet4).Port))
-	first, err := dialAddress(t.Context(), "", address) // a backlog of 0 has room for one
+	first, err := dialAddress(t.Context(), "", address) // a backlog of 0 holds one connection
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -37,7 +37,7 @@ func deaf(t *testing.T) netip.AddrPort {
 	return address
 }
 
-// threads counts those of this process.
+// threads returns the number of threads of this process.
 func threads(t *testing.T) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/task")
@@ -62,10 +62,9 @@ func dialOwn(t *testing.T, d *dialLimiter, pod string) error {
 	return err
 }
 
-// Connections that hang in pods' namespaces have no threads, there is a bound for them that leaves places for other pods, and they end
-// with their clients.
-func TestHangingDialsHaveNoThreads(t *testing.T) {
-	address := deaf(t)
+// Hanging connections hold no threads, leave slots for other pods and end with their clients.
+func TestHangingDialsHoldNoThreads(t *testing.T) {
+	address := unresponsive(t)
 	d := newDialLimiter()
 	before := threads(t)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -79,8 +78,8 @@ func TestHangingDialsHaveNoThreads(t *testing.T) {
 		})
 	}
 	own := d.enter("pod")
-	for own.places.TryAcquire(1) { // until all that there is room for are waiting
-		own.places.Release(1)
+	for own.slots.TryAcquire(1) { // until every slot has a waiting dial
+		own.slots.Release(1)
 	}
 	d.leave("pod", own)
 	if now := threads(t); now > before+maxPodDials/2 {
@@ -97,8 +96,8 @@ func TestHangingDialsHaveNoThreads(t *testing.T) {
 			t.Errorf("error %v", err)
 		}
 	}
-	if !d.places.TryAcquire(maxDials) || len(d.pods) != 0 {
-		t.Errorf("not all places were given back: %v", d.pods)
+	if !d.slots.TryAcquire(maxDials) || len(d.pods) != 0 {
+		t.Errorf("not all slots were given back: %v", d.pods)
 	}
 }
 
@@ -121,7 +120,7 @@ func TestDial(t *testing.T) {
 		}
 		l.Close()
 		if _, err := newDialLimiter().dial(t.Context(), "pod", "", port); !errors.Is(err, unix.ECONNREFUSED) {
-			t.Errorf("nobody listens: %v", err)
+			t.Errorf("closed port: %v", err)
 		}
 	}
 }

@@ -12,19 +12,18 @@ import (
 	"berth/shim/proto"
 )
 
-// TerminalSize is a terminal's size, in characters.
+// TerminalSize is the size of a terminal in characters.
 type TerminalSize = proto.TerminalSize
 
-// IO are a client's ends of an exec or attach. Any may be nil: the client does
-// not have it.
+// IO holds the client's streams of an exec or attach. Each may be nil.
 //
-// A Read from Stdin that is under way when the session is over is not waited for: the
-// client's connection is closed then, which ends it. A Write that blocks holds up the
-// session until the connection ends.
+// A session does not wait for a pending Read from Stdin. The caller closes the client's connection
+// after the session, which ends the Read. A Write that blocks delays the session until the
+// connection ends.
 type IO struct {
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
-	Resize         <-chan TerminalSize // ends with the session; ignored without a terminal
+	Resize         <-chan TerminalSize // valid until the session ends; ignored without a terminal
 }
 
 // runner runs sessions.
@@ -32,18 +31,18 @@ type runner struct {
 	Launchers *shim.Launchers
 	dials     *dialLimiter
 	outputs   *outputBudget
-	// Spawn starts the goroutines that read from clients, and false means that none is started any
-	// more. Their owner ends the clients' connections before it waits for them.
+	// Spawn starts a goroutine that reads from a client. It returns false when berth is stopping.
+	// The owner of the goroutines closes the clients' connections before it waits for them.
 	Spawn func(func()) bool
 }
 
-// Exec runs a command, connected to a client, and returns its exit code. It runs in a
-// terminal of its own, of which Stdout is the output, if its process has one. The end of
-// Stdin closes the command's stdin; a terminal has no such end.
+// Exec runs a command, connected to a client, and returns its exit code. With a terminal, Stdout
+// gets its output. Without one, the end of Stdin closes the command's stdin. Exec sets request's
+// Stdin, Stdout and Stderr.
 //
-// The end of the command is its exit, not the end of its output. When ctx ends, or Stdout or
-// Stderr takes no more, the command and all it has started are killed. request's
-// Stdin, Stdout and Stderr are made here. Unavailable if berth is stopping.
+// The session ends with the command's exit, not with the end of its output. When ctx ends, or
+// Stdout or Stderr fails, Exec kills the command and everything it started. The error is
+// Unavailable when berth is stopping.
 func (r runner) Exec(ctx context.Context, request *proto.Exec, s IO) (int32, error) {
 	if request.Process.Terminal {
 		return r.execTerminal(ctx, request, s)
@@ -51,14 +50,14 @@ func (r runner) Exec(ctx context.Context, request *proto.Exec, s IO) (int32, err
 	return r.execPipes(ctx, request, s)
 }
 
-// Result is what a command left.
+// Result is the result of ExecSync.
 type Result struct {
 	Stdout, Stderr []byte
 	ExitCode       int32
 }
 
-// ExecSync runs a command as Exec does, without a client, and returns its output, see MaxOutput. ResourceExhausted if all ExecSyncs
-// together have more than they may; the command is killed then.
+// ExecSync runs a command without a client and returns its output, up to MaxOutput. When all
+// ExecSyncs exceed their shared budget, it kills the command and returns ResourceExhausted.
 func (r runner) ExecSync(ctx context.Context, request *proto.Exec) (*Result, error) {
 	kept := newCapture(r.outputs)
 	defer kept.release()
@@ -107,7 +106,7 @@ func (r runner) execTerminal(ctx context.Context, request *proto.Exec, s IO) (in
 		return 0, err
 	}
 	if s.Stdout == nil {
-		s.Stdout = io.Discard // somebody has to read, or the command would block
+		s.Stdout = io.Discard // without a reader the command would block
 	}
 	screen := copyOutput(process.Console(), s.Stdout, broken)
 	var resizing sync.WaitGroup
@@ -117,7 +116,7 @@ func (r runner) execTerminal(ctx context.Context, request *proto.Exec, s IO) (in
 		resizing.Go(func() { resize(ctx, process, s.Resize) })
 	}
 	if s.Stdin != nil {
-		// The end of input is nothing that a terminal has; the client's end is ctx's.
+		// A terminal has no end of input. When the client leaves, ctx ends.
 		if err := r.copyInput(keepOpen{process.Console()}, s.Stdin); err != nil {
 			screen.stop()
 			return 0, errors.Join(err, process.Close())
@@ -126,12 +125,12 @@ func (r runner) execTerminal(ctx context.Context, request *proto.Exec, s IO) (in
 	return endExec(ctx, process, screen)
 }
 
-// keepOpen is a file that others close.
+// keepOpen is a file that copyInput must not close.
 type keepOpen struct{ *os.File }
 
 func (keepOpen) Close() error { return nil }
 
-// endExec waits for the end of a command, and delivers the output that it has left.
+// endExec waits for the exit of a command and delivers the rest of its output.
 func endExec(ctx context.Context, process *shim.Exec, outputs ...*output) (int32, error) {
 	code, err := process.Wait(ctx)
 	for _, o := range outputs {
@@ -141,18 +140,18 @@ func endExec(ctx context.Context, process *shim.Exec, outputs ...*output) (int32
 			o.stop()
 		}
 	}
-	return code, errors.Join(err, process.Close()) // Close kills what has not ended
+	return code, errors.Join(err, process.Close()) // Close kills a command that still runs
 }
 
-// copyInput copies a client's input in a goroutine of its own, since a Read from a
-// client can't be interrupted from here. It closes to at the end. What is not taken is
-// read all the same, or it would hold up everything else that the client sends.
+// copyInput copies a client's input in a goroutine, because a Read from a client cannot be
+// interrupted, and closes to at the end. When to accepts no more, the goroutine keeps reading:
+// unread input would block everything else that the client sends.
 func (r runner) copyInput(to io.WriteCloser, from io.Reader) error {
 	spawned := r.Spawn(func() {
 		_, err := io.Copy(to, from)
-		_ = to.Close() // the command is told, or has gone
+		_ = to.Close() // an error means that the command has ended
 		if err != nil {
-			_, _ = io.Copy(io.Discard, from) // until the client ends it
+			_, _ = io.Copy(io.Discard, from) // until the client closes its input
 		}
 	})
 	if !spawned {
@@ -161,7 +160,7 @@ func (r runner) copyInput(to io.WriteCloser, from io.Reader) error {
 	return nil
 }
 
-// resize gives a terminal the sizes that its client sends.
+// resize sets the terminal to the sizes that the client sends.
 func resize(ctx context.Context, process *shim.Exec, sizes <-chan TerminalSize) {
 	for {
 		select {
@@ -171,7 +170,7 @@ func resize(ctx context.Context, process *shim.Exec, sizes <-chan TerminalSize) 
 			if !ok {
 				return
 			}
-			_ = process.Resize(size.Width, size.Height) // it fails when the process has ended
+			_ = process.Resize(size.Width, size.Height) // fails after the process has exited
 		}
 	}
 }

@@ -10,13 +10,13 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Forward connects a client to a TCP port of a pod, at localhost as seen in the network namespace
-// pinned at netns, the host's if that is empty; IPv4 first. It returns when both sides have
-// ended, one of them fails, or ctx ends. Each side may close its direction and go on in
-// the other (stream.Close closes the one to the client).
+// Forward connects a client to a TCP port on localhost in the network namespace pinned at netns;
+// empty: the host's. It tries IPv4 first. It returns when both sides have ended, one of them fails,
+// or ctx ends. Each side may close its direction and continue in the other. Closing stream closes
+// the direction to the client.
 //
-// When it fails a Read from stream that is under way is not waited for: the caller
-// closes the stream. Unavailable if nothing listens there, or berth is stopping.
+// On failure Forward does not wait for a pending Read from stream; the caller closes stream. The
+// error is Unavailable when the port refuses the connection, or when berth is stopping.
 func (r runner) Forward(ctx context.Context, pod, netns string, port uint16, stream io.ReadWriteCloser) error {
 	conn, err := r.dials.dial(ctx, pod, netns, port)
 	if err != nil {
@@ -33,12 +33,12 @@ func interrupt(conn net.Conn) { _ = conn.SetDeadline(time.Unix(1, 0)) }
 // copyBoth copies in both directions until both have ended, one fails, or ctx ends.
 func (r runner) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadWriteCloser) error {
 	toPod := make(chan error, 1)
-	spawned := r.Spawn(func() { // see Forward for its end
+	spawned := r.Spawn(func() { // ends when the caller closes stream
 		_, err := io.Copy(conn, stream)
 		if err != nil {
 			interrupt(conn)
 		}
-		_ = conn.CloseWrite() // fails if the pod has closed its side, which reading tells
+		_ = conn.CloseWrite() // fails after the pod closed the connection, which the other copy sees
 		toPod <- err
 	})
 	if !spawned {
@@ -50,14 +50,14 @@ func (r runner) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadW
 	}
 	if err != nil {
 		select {
-		case inputErr := <-toPod: // the reason, if there is one
+		case inputErr := <-toPod: // the cause, if the input failed first
 			return errors.Join(inputErr, err)
 		default:
 			return err
 		}
 	}
 	select {
-	case <-toPod: // the pod has said all: how the client leaves is of no interest
+	case <-toPod: // the pod's side is complete, so errors of the client's side do not matter
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pipeEnd says which end of a pipe is ours; the other is a command's.
+// pipeEnd selects the end of a pipe that this process keeps. The command gets the other end.
 type pipeEnd int
 
 const (
@@ -20,28 +20,27 @@ const (
 	writing
 )
 
-// pipe makes a pipe of which only our end is non-blocking: commands expect theirs to
-// block.
+// pipe creates a pipe whose kept end is non-blocking. Commands expect their end to block.
 func pipe(ours pipeEnd) (r, w *os.File, err error) {
 	var fds [2]int
 	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
-		return nil, nil, fmt.Errorf("make pipe: %w", err)
+		return nil, nil, fmt.Errorf("create pipe: %w", err)
 	}
 	if err := unix.SetNonblock(fds[ours], true); err != nil {
-		return nil, nil, errors.Join(fmt.Errorf("make pipe: %w", err), unix.Close(fds[0]), unix.Close(fds[1]))
+		return nil, nil, errors.Join(fmt.Errorf("create pipe: %w", err), unix.Close(fds[0]), unix.Close(fds[1]))
 	}
 	return os.NewFile(uintptr(fds[0]), "exec pipe"), os.NewFile(uintptr(fds[1]), "exec pipe"), nil
 }
 
-// execPipes are the pipes of one command. Its zero value has none.
+// execPipes holds the pipes of one command. The zero value has none.
 type execPipes struct {
 	theirs  []*os.File
-	stdin   *os.File // our end
+	stdin   *os.File // the kept end
 	outputs []*output
 }
 
-// output makes a pipe of which everything goes to a writer, and returns the command's
-// end; nil, which is /dev/null, if there is no writer.
+// output creates a pipe that is copied to a writer, and returns the command's end. Without a writer
+// it returns nil, which means /dev/null.
 func (p *execPipes) output(to io.Writer, broken context.CancelCauseFunc) (*os.File, error) {
 	if to == nil {
 		return nil, nil
@@ -55,7 +54,7 @@ func (p *execPipes) output(to io.Writer, broken context.CancelCauseFunc) (*os.Fi
 	return w, nil
 }
 
-// input makes the pipe for stdin, and returns the command's end.
+// input creates the pipe for stdin and returns the command's end.
 func (p *execPipes) input() (*os.File, error) {
 	r, w, err := pipe(writing)
 	if err != nil {
@@ -65,38 +64,37 @@ func (p *execPipes) input() (*os.File, error) {
 	return r, nil
 }
 
-// closeTheirs closes the command's ends, when it has its own: it is to see that the
-// client has closed its input, and we that it has closed its.
+// closeTheirs closes the command's ends after the command has inherited them. Otherwise neither
+// side would see that the other has closed the pipe.
 func (p *execPipes) closeTheirs() {
 	for _, f := range p.theirs {
-		_ = f.Close() // nothing to lose
+		_ = f.Close() // no data is lost
 	}
 	p.theirs = nil
 }
 
-// close gives everything up.
+// close closes all pipes.
 func (p *execPipes) close() {
 	p.closeTheirs()
 	for _, o := range p.outputs {
 		o.close()
 	}
 	if p.stdin != nil {
-		_ = p.stdin.Close() // whoever copies to it may have done it before
+		_ = p.stdin.Close() // copyInput may have closed it already
 	}
 }
 
-// output copies what a command writes, into a pipe or a terminal, to a writer. Its
-// goroutine ends by finish or stop, which wait for it.
+// output copies what a command writes into a pipe or terminal to a writer. finish and stop end its
+// goroutine and wait for it.
 type output struct {
 	r       *os.File
 	to      io.Writer
-	done    chan struct{} // closed when the goroutine has ended
+	done    chan struct{} // closed when the goroutine has returned
 	stopped sync.Once
-	err     error // of the goroutine, and after it of whoever stopped it
+	err     error // owned by the goroutine until done is closed, then by the caller of stop
 }
 
-// copyOutput begins to copy. broken is told when to takes no more, which is the
-// output's end.
+// copyOutput starts copying. It calls broken when the writer fails.
 func copyOutput(r *os.File, to io.Writer, broken context.CancelCauseFunc) *output {
 	o := &output{r: r, to: to, done: make(chan struct{})}
 	go func() {
@@ -117,10 +115,10 @@ func (o *output) copy() error {
 		}
 		switch {
 		case err == nil:
-		case err == io.EOF, errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, unix.EIO): // EIO: nobody has the terminal open
+		case err == io.EOF, errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, unix.EIO): // EIO: no process has the terminal open
 			return nil
 		default:
-			return fmt.Errorf("read output of the command: %w", err)
+			return fmt.Errorf("read command output: %w", err)
 		}
 	}
 }
@@ -130,7 +128,7 @@ func (o *output) deliver(data []byte) error {
 		return nil
 	}
 	if _, err := o.to.Write(data); err != nil {
-		return fmt.Errorf("deliver output of the command: %w", err)
+		return fmt.Errorf("write command output to client: %w", err)
 	}
 	return nil
 }
@@ -139,7 +137,7 @@ func (o *output) deliver(data []byte) error {
 func (o *output) stop() {
 	o.stopped.Do(func() {
 		if err := o.r.SetReadDeadline(time.Unix(1, 0)); err != nil {
-			_ = o.r.Close() // ends the read for certain
+			_ = o.r.Close() // always ends the read
 			<-o.done
 			o.err = errors.Join(o.err, fmt.Errorf("stop reading output: %w", err))
 			return
@@ -148,9 +146,8 @@ func (o *output) stop() {
 	})
 }
 
-// finish delivers all output that was written before the command exited: what the
-// goroutine has read, and what is in the pipe still. Whoever else has the pipe open is
-// not waited for.
+// finish delivers all output that was written before the command exited: what the goroutine has
+// read and what is still in the pipe. It does not wait for other processes that have the pipe open.
 func (o *output) finish() error {
 	o.stop()
 	if o.err != nil {
@@ -158,24 +155,24 @@ func (o *output) finish() error {
 	}
 	conn, err := o.r.SyscallConn()
 	if err != nil {
-		return fmt.Errorf("read output of the command: %w", err)
+		return fmt.Errorf("read command output: %w", err)
 	}
 	buf := make([]byte, 64<<10)
-	// A pipe holds 64 KiB by default, 1 MiB at most (fs.pipe-max-size): a background
-	// process that goes on writing cannot keep us here.
+	// A pipe holds 64 KiB by default and 1 MiB at most (fs.pipe-max-size). The limit stops this
+	// loop even if a background process keeps writing.
 	for left := 1 << 20; left > 0; {
 		n := 0
 		var readErr error
 		err := conn.Control(func(fd uintptr) { n, readErr = unix.Read(int(fd), buf) })
 		switch {
 		case err != nil:
-			return fmt.Errorf("read output of the command: %w", err)
+			return fmt.Errorf("read command output: %w", err)
 		case readErr == unix.EINTR:
 			continue
 		case readErr == unix.EAGAIN, readErr == unix.EIO, readErr == nil && n == 0:
 			return nil
 		case readErr != nil:
-			return fmt.Errorf("read output of the command: %w", readErr)
+			return fmt.Errorf("read command output: %w", readErr)
 		}
 		if err := o.deliver(buf[:n]); err != nil {
 			return err
@@ -185,8 +182,8 @@ func (o *output) finish() error {
 	return nil
 }
 
-// close ends the goroutine and gives the pipe up.
+// close ends the goroutine and closes the pipe.
 func (o *output) close() {
 	o.stop()
-	_ = o.r.Close() // nothing to lose
+	_ = o.r.Close() // no data is lost
 }

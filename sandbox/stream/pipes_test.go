@@ -8,14 +8,14 @@ import (
 	"testing"
 )
 
-// startOutput returns an output, and what writes into it as a command would.
+// startOutput returns an output and a function that writes into its pipe.
 func startOutput(t *testing.T, to io.Writer) (*output, func([]byte)) {
 	t.Helper()
 	r, w, err := pipe(reading)
 	if err != nil {
 		t.Fatal(err)
 	}
-	o := copyOutput(r, to, func(err error) { t.Errorf("the output broke: %v", err) })
+	o := copyOutput(r, to, func(err error) { t.Errorf("output failed: %v", err) })
 	t.Cleanup(func() { o.close(); w.Close() })
 	return o, func(data []byte) {
 		if _, err := w.Write(data); err != nil {
@@ -29,7 +29,7 @@ func TestOutputIsWhatWasWritten(t *testing.T) {
 	o, write := startOutput(t, kept.writer(0))
 	want := bytes.Repeat([]byte("0123456789abcdef"), 64<<10/16) // fills the pipe
 	write(want)
-	// The writing end stays open, as a background process would keep it.
+	// The write end stays open, as with a background process.
 	if err := o.finish(); err != nil || !bytes.Equal(kept.data[0], want) {
 		t.Fatalf("%d bytes of %d, %v", len(kept.data[0]), len(want), err)
 	}
@@ -39,7 +39,7 @@ func TestOutputBeyondTheCapIsDiscarded(t *testing.T) {
 	kept := newCapture(&outputBudget{})
 	o, write := startOutput(t, kept.writer(0))
 	chunk := bytes.Repeat([]byte("x"), 1<<20)
-	for range MaxOutput>>20 + 3 { // blocks if nobody reads on
+	for range MaxOutput>>20 + 3 { // blocks if the output is not read any further
 		write(chunk)
 	}
 	if err := o.finish(); err != nil || len(kept.data[0]) != MaxOutput {
@@ -53,8 +53,8 @@ var errBroken = errors.New("broken")
 
 func (brokenWriter) Write([]byte) (int, error) { return 0, errBroken }
 
-// A client that takes no more output ends the session.
-func TestBrokenOutputIsTold(t *testing.T) {
+// A session ends when its client accepts no more output.
+func TestFailedWriteEndsSession(t *testing.T) {
 	r, w, err := pipe(reading)
 	if err != nil {
 		t.Fatal(err)

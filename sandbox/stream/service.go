@@ -20,24 +20,24 @@ import (
 	"berth/shim/proto"
 )
 
-// ContainerTarget is a container that a client can be connected to.
+// ContainerTarget is a container to connect to.
 type ContainerTarget struct {
 	ID       string
 	PodID    string
-	Process  *specs.Process      // what execs derive from
+	Process  *specs.Process      // template for execs
 	Runtime  *ociruntime.Runtime // nil: libcontainer
-	Cgroup   string              // its cgroup, as in a runtime-spec
-	Terminal bool                // its own process has one
-	Stdin    bool                // it takes input
+	Cgroup   string              // cgroupsPath of the runtime-spec
+	Terminal bool                // the container has a terminal
+	Stdin    bool                // the container reads stdin
 	Running  bool
 }
 
 func (c ContainerTarget) String() string { return "container " + c.ID }
 
-// pod is what counts for limits of pods.
+// pod returns the key of the container's pod for the per-pod limits.
 func (c ContainerTarget) pod() PodTarget { return PodTarget{ID: c.PodID} }
 
-// PodTarget is a pod that a client can be connected to.
+// PodTarget is a pod to connect to.
 type PodTarget struct {
 	ID    string
 	NetNS string // path; empty: the host's
@@ -48,8 +48,8 @@ type PodTarget struct {
 
 func (p PodTarget) String() string { return "pod " + p.ID }
 
-// Targets finds containers and pods, as they are now, by ID or unique ID prefix; NotFound, or
-// InvalidArgument where the prefix fits several. It waits for nobody.
+// Targets returns the current state of containers and pods by ID or unique ID prefix. Errors are
+// NotFound, and InvalidArgument for an ambiguous prefix. The methods do not block.
 type Targets interface {
 	StreamContainer(id string) (ContainerTarget, error)
 	StreamPod(id string) (PodTarget, error)
@@ -60,16 +60,16 @@ type Service struct {
 	targets   Targets
 	launchers *shim.Launchers
 	dirs      state.Dirs
-	systemd   bool         // cgroups are systemd's
-	tasks     *task.Runner // sessions are among its Operations
+	systemd   bool         // systemd manages the cgroups
+	tasks     *task.Runner // its Operations own the sessions
 	dials     *dialLimiter
 	outputs   *outputBudget
 	execs     *slots
-	connected *slots // of the execs, those with a client
-	attached  *slots // to containers and ports, of pods
+	connected *slots // execs with a client
+	attached  *slots // attached containers and forwarded ports, per pod
 }
 
-// New returns what connects clients to these targets, whose cgroups are systemd's or not.
+// New returns a Service for these targets. systemd says whether systemd manages their cgroups.
 func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bool, limits Limits, tasks *task.Runner) *Service {
 	s := &Service{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: newDialLimiter(), outputs: &outputBudget{},
 		execs:     newSlots("execs", limits.Execs, limits.ExecsPerContainer),
@@ -79,8 +79,8 @@ func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bo
 	return s
 }
 
-// spareDescriptors returns ResourceExhausted if a session would take descriptors that CRI and the
-// daemon itself need.
+// spareDescriptors returns ResourceExhausted if another session would use descriptors that are
+// reserved for CRI and the daemon.
 func spareDescriptors() error {
 	quota, err := fdquota.ForSessions()
 	if err != nil {
@@ -89,17 +89,17 @@ func spareDescriptors() error {
 	return quota.Check()
 }
 
-// sessions runs sessions for the time of an operation.
+// sessions returns a runner whose goroutines belong to the Operations.
 func (s *Service) sessions() runner {
 	return runner{Launchers: s.launchers, dials: s.dials, outputs: s.outputs, Spawn: s.tasks.Operations.Spawn}
 }
 
-// ExecSync runs a command in a container and returns its output and exit code.
-// Zero timeout means no limit but ctx's. When the time is over the command and all it started
-// are killed, and the error is DeadlineExceeded.
+// ExecSync runs a command in a container and returns its output and exit code. timeout limits the
+// run; 0: only ctx does. On timeout it kills the command and everything it started, and returns
+// DeadlineExceeded.
 //
-// The end of the command is its exit, not the end of its output: what it leaves
-// running in the background with its stdout is not waited for.
+// The session ends with the command's exit. It does not wait for background processes that still
+// have stdout open.
 func (s *Service) ExecSync(ctx context.Context, id string, command []string, timeout time.Duration) (*Result, error) {
 	c, err := s.execTarget(id, command)
 	if err != nil {
@@ -119,7 +119,7 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 	if timeout > 0 {
 		end = func(what, object string) func() { return s.tasks.BeginUpTo(timeout, what, object) }
 	}
-	defer end("the end of an exec", c.String())()
+	defer end("end of exec", c.String())()
 	result, err := s.sessions().ExecSync(ctx, s.execRequest(c, command, false))
 	if timeout > 0 && errors.Is(err, context.DeadlineExceeded) {
 		return nil, errdefs.DeadlineExceeded("exec in container %s: %q did not end within %v", c.ID, command, timeout)
@@ -136,8 +136,8 @@ func (s *Service) execRequest(c ContainerTarget, command []string, terminal bool
 		Process: oci.ExecProcess(&specs.Spec{Process: c.Process}, command, terminal)}
 }
 
-// CheckExec tells whether Exec would find a container to run a command in, and
-// returns its full ID. Errors: as Exec's.
+// CheckExec reports whether Exec would find its container, and returns the full ID. Errors: as
+// Exec.
 func (s *Service) CheckExec(id string, command []string) (string, error) {
 	c, err := s.execTarget(id, command)
 	if err != nil {
@@ -157,8 +157,8 @@ func (s *Service) execTarget(id string, command []string) (ContainerTarget, erro
 	return c, nil
 }
 
-// runningContainer finds a container in which something can be done now. Errors:
-// NotFound, FailedPrecondition if it is not running.
+// runningContainer finds a running container. Errors: NotFound; FailedPrecondition if it is not
+// running.
 func (s *Service) runningContainer(what, id string) (ContainerTarget, error) {
 	c, err := s.targets.StreamContainer(id)
 	if err != nil {
@@ -170,20 +170,17 @@ func (s *Service) runningContainer(what, id string) (ContainerTarget, error) {
 	return c, nil
 }
 
-// Exec runs a command in a container, connected to a client, and returns its exit
-// code, 128+signal if a signal ended it. With terminal it runs in one of its own, of
-// which Stdout is the output. The end of Stdin closes the command's stdin; a terminal
-// has no such end.
+// Exec runs a command in a container, connected to a client, and returns its exit code, 128+signal
+// if a signal killed it. With terminal the command gets a terminal, and Stdout its output. Without
+// one, the end of Stdin closes the command's stdin.
 //
-// The session ends with the command, as with ExecSync: what it leaves running in the
-// background is not waited for. When ctx ends, because the client is gone, or when
-// Stdout or Stderr takes no more, the command and everything it has started are
-// killed. (containerd and CRI-O let it run: nobody can reach it any more, and it stays
-// for as long as the container. A command that is to outlive its client can be started
-// in the background.)
+// The session ends with the command's exit, as in ExecSync. When ctx ends because the client is
+// gone, or when Stdout or Stderr fails, Exec kills the command and everything it started.
+// (containerd and CRI-O let it run: no client can reach it again, and it stays for the life of the
+// container. A command that needs to outlive its client can be started in the background.)
 //
-// Errors: NotFound, FailedPrecondition if the container is not running,
-// InvalidArgument for a command that can't be.
+// Errors: NotFound; FailedPrecondition if the container is not running; InvalidArgument for an
+// empty command.
 func (s *Service) Exec(ctx context.Context, id string, command []string, terminal bool, client IO) (int32, error) {
 	c, err := s.execTarget(id, command)
 	if err != nil {
@@ -194,7 +191,7 @@ func (s *Service) Exec(ctx context.Context, id string, command []string, termina
 		return 0, err
 	}
 	defer release()
-	defer s.tasks.BeginOpen("the end of an exec", c.String())()
+	defer s.tasks.BeginOpen("end of exec", c.String())()
 	code, err := s.sessions().Exec(ctx, s.execRequest(c, command, terminal), client)
 	if err != nil {
 		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
@@ -202,8 +199,8 @@ func (s *Service) Exec(ctx context.Context, id string, command []string, termina
 	return code, nil
 }
 
-// CheckAttach tells whether Attach would find a container to attach to, and returns
-// its full ID. Errors: as Attach's.
+// CheckAttach reports whether Attach would find its container, and returns the full ID. Errors: as
+// Attach.
 func (s *Service) CheckAttach(id string, terminal bool) (string, error) {
 	c, err := s.attachTarget(id, terminal)
 	if err != nil {
@@ -218,18 +215,18 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 		return ContainerTarget{}, err
 	}
 	if c.Terminal != terminal {
-		return ContainerTarget{}, errdefs.InvalidArgument("attach to container %s: tty is %t, but the container was made with tty %t", c.ID, terminal, c.Terminal)
+		return ContainerTarget{}, errdefs.InvalidArgument("attach to container %s: tty is %t, but the container was created with tty %t", c.ID, terminal, c.Terminal)
 	}
 	return c, nil
 }
 
-// Attach connects a client to a running container's own input and output, from now
-// on, until the container ends or ctx does. terminal must be as in the container's
-// config. Stdin is ignored if the container was made without stdin, as containerd and
-// CRI-O do; its end closes the container's stdin if the config says StdinOnce.
+// Attach connects a client to a running container's own input and output until the container or ctx
+// ends. terminal must match the container's config. Stdin is ignored if the container was created
+// without stdin, as in containerd and CRI-O. With StdinOnce the end of Stdin closes the container's
+// stdin.
 //
-// Errors: NotFound, FailedPrecondition if the container is not running,
-// InvalidArgument if terminal does not match.
+// Errors: NotFound; FailedPrecondition if the container is not running; InvalidArgument if terminal
+// does not match.
 func (s *Service) Attach(ctx context.Context, id string, terminal bool, client IO) error {
 	c, err := s.attachTarget(id, terminal)
 	if err != nil {
@@ -240,15 +237,15 @@ func (s *Service) Attach(ctx context.Context, id string, terminal bool, client I
 		return err
 	}
 	defer release()
-	defer s.tasks.BeginOpen("the end of an attached session", c.String())()
+	defer s.tasks.BeginOpen("end of attached session", c.String())()
 	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.dirs.Shim(c.ID)), terminal, c.Stdin, client); err != nil {
 		return fmt.Errorf("container %s: %w", c.ID, err)
 	}
 	return nil
 }
 
-// CheckPortForward tells whether PortForward would find a pod, and returns its full
-// ID. Errors: as PortForward's.
+// CheckPortForward reports whether PortForward would find its pod, and returns the full ID. Errors:
+// as PortForward.
 func (s *Service) CheckPortForward(podID string) (string, error) {
 	pod, err := s.forwardTarget(podID)
 	if err != nil {
@@ -268,33 +265,31 @@ func (s *Service) forwardTarget(podID string) (PodTarget, error) {
 	return pod, nil
 }
 
-// PortForward connects a client to a TCP port that a pod's processes listen on at
-// their localhost, IPv4 first, until both sides have ended, one of them fails, or ctx
-// ends. Each side may close its direction and go on in the other (Close closes
-// the one to the client).
+// PortForward connects a client to a TCP port on the localhost of a pod, IPv4 first. It returns
+// when both sides have ended, one of them fails, or ctx ends. Each side may close its direction and
+// continue in the other. Closing stream closes the direction to the client.
 //
-// When it fails a Read from stream that is under way is not waited for: the caller
-// closes the stream.
+// On failure PortForward does not wait for a pending Read from stream; the caller closes stream.
 //
-// Errors: NotFound, FailedPrecondition if the pod is not ready, or its processes can't be reached from the host, InvalidArgument for no
-// port, Unavailable if nothing listens there.
+// Errors: NotFound; FailedPrecondition if the pod is not ready, or the host cannot reach its
+// localhost; InvalidArgument for an invalid port; Unavailable if the port refuses the connection.
 func (s *Service) PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error {
 	pod, err := s.forwardTarget(podID)
 	if err != nil {
 		return err
 	}
 	if port < 1 || port > 65535 {
-		return errdefs.InvalidArgument("forward a port of pod sandbox %s: %d is no port", pod.ID, port)
+		return errdefs.InvalidArgument("forward a port of pod sandbox %s: invalid port %d", pod.ID, port)
 	}
 	release, err := s.attached.take(pod.String())
 	if err != nil {
 		return err
 	}
 	defer release()
-	defer s.tasks.BeginOpen("the end of a forwarded connection", pod.String())()
+	defer s.tasks.BeginOpen("end of forwarded connection", pod.String())()
 	err = s.sessions().Forward(ctx, pod.ID, pod.NetNS, uint16(port), stream)
 	if pod.Sandboxed && errors.Is(err, unix.ECONNREFUSED) {
-		return errdefs.FailedPrecondition("forward port %d of pod sandbox %s: its runtime's sandbox has a localhost of its own, which the host can't reach", port, pod.ID)
+		return errdefs.FailedPrecondition("forward port %d of pod sandbox %s: the host cannot reach the localhost inside its runtime's sandbox", port, pod.ID)
 	}
 	if err != nil {
 		return fmt.Errorf("forward port %d of pod sandbox %s: %w", port, pod.ID, err)

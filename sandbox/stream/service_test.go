@@ -12,7 +12,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// targets knows containers and pods by their full names.
+// targets holds containers and pods by full ID.
 type targets struct {
 	containers map[string]ContainerTarget
 	pods       map[string]PodTarget
@@ -50,7 +50,7 @@ func testStreams() *Service {
 	}, nil, state.Dirs{}, false, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
 }
 
-// What can't be is refused before a client gets a URL, and what can be is told by its full ID.
+// The Check methods refuse impossible sessions and return full IDs for the others.
 func TestChecks(t *testing.T) {
 	s := testStreams()
 	exec := func(command ...string) func(string) (string, error) {
@@ -90,8 +90,8 @@ func TestChecks(t *testing.T) {
 	}
 }
 
-// A port that can't be is refused before anything is connected to.
-func TestPorts(t *testing.T) {
+// An invalid port is refused before any connection is opened.
+func TestInvalidPortIsRefused(t *testing.T) {
 	for _, port := range []int32{-1, 0, 65536} {
 		if err := testStreams().PortForward(t.Context(), "ready", port, nil); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("port %d: %v, want InvalidArgument", port, err)
@@ -99,8 +99,8 @@ func TestPorts(t *testing.T) {
 	}
 }
 
-// nobodysPort is one at localhost on which nobody listens.
-func nobodysPort(t *testing.T) int32 {
+// closedPort returns a port of localhost without a listener.
+func closedPort(t *testing.T) int32 {
 	t.Helper()
 	l, err := net.Listen("tcp", "localhost:0")
 	if err != nil {
@@ -110,10 +110,10 @@ func nobodysPort(t *testing.T) int32 {
 	return int32(l.Addr().(*net.TCPAddr).Port)
 }
 
-// That nobody listens says nothing where the pod's localhost is another one than what can be dialled.
-func TestForwardWhereNobodyListens(t *testing.T) {
+// For a sandboxed pod a refused connection means that the host cannot reach the pod's localhost.
+func TestForwardToClosedPort(t *testing.T) {
 	s := testStreams()
-	port := nobodysPort(t)
+	port := closedPort(t)
 	for pod, want := range map[string]codes.Code{"ready": codes.Unavailable, "sandboxed": codes.FailedPrecondition} {
 		if err := s.PortForward(t.Context(), pod, port, nil); errdefs.Code(err) != want {
 			t.Errorf("%s: %v, want %v", pod, err, want)

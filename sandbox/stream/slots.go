@@ -9,21 +9,22 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Limits bounds what clients may have under way. Each exec has a launcher, a process that the daemon's memory is no limit for.
+// Limits limits concurrent sessions. Each exec needs a launcher, a process outside of the daemon's
+// memory limit.
 type Limits struct {
-	Execs             int // in all containers, ExecSync's too
+	Execs             int // in all containers, including ExecSync
 	ExecsPerContainer int
-	Sessions          int // of Attach, and connections to forwarded ports; a pod may have half of them
+	Sessions          int // attached containers and forwarded connections; one pod may have half of them
 }
 
-// podSessions is how many sessions a pod may have: it leaves as many to the others.
+// podSessions returns the limit per pod, which leaves as many to other pods.
 func (l Limits) podSessions() int { return max(1, l.Sessions/2) }
 
-// execSessions is how many execs may be clients' sessions, which last as long as these want. A quarter is left to probes and
-// hooks: those of other pods fail without a place.
+// execSessions limits the execs with a client, which may last forever. A quarter of the slots stays
+// free for probes and hooks, which would fail without one.
 func (l Limits) execSessions() int { return l.Execs - l.Execs/4 }
 
-// takeSession takes the places of an exec session.
+// takeSession takes the slots of an exec with a client.
 func (s *Service) takeSession(c ContainerTarget) (release func(), err error) {
 	releaseSession, err := s.connected.take(c.String())
 	if err != nil {
@@ -37,12 +38,12 @@ func (s *Service) takeSession(c ContainerTarget) (release func(), err error) {
 	return func() { releaseExec(); releaseSession() }, nil
 }
 
-// slots counts what is under way. The lock guards the counts and is held for that only.
+// slots counts sessions. The lock guards the counts and is held only to change them.
 type slots struct {
 	what    string // "execs"
 	max     int
-	maxEach int          // for one object
-	spare   func() error // tells whether there are descriptors; nil: not asked
+	maxEach int          // per object
+	spare   func() error // fails without spare descriptors; nil: not checked
 
 	mu    sync.Mutex
 	taken int
@@ -53,7 +54,7 @@ func newSlots(what string, all, each int) *slots {
 	return &slots{what: what, max: all, maxEach: each, each: map[string]int{}}
 }
 
-// take takes a place until release is called. ResourceExhausted if there is none.
+// take takes a slot until release is called. The error is ResourceExhausted.
 func (p *slots) take(object string) (release func(), err error) {
 	if p.spare != nil {
 		if err := p.spare(); err != nil {
@@ -63,10 +64,10 @@ func (p *slots) take(object string) (release func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.taken >= p.max {
-		return nil, errdefs.New(codes.ResourceExhausted, "%s: there are %d %s, which is the limit", object, p.taken, p.what)
+		return nil, errdefs.New(codes.ResourceExhausted, "%s: the node's limit of %d %s is reached", object, p.taken, p.what)
 	}
 	if p.each[object] >= p.maxEach {
-		return nil, errdefs.New(codes.ResourceExhausted, "%s has %d %s, which is the limit", object, p.each[object], p.what)
+		return nil, errdefs.New(codes.ResourceExhausted, "%s: its limit of %d %s is reached", object, p.each[object], p.what)
 	}
 	p.taken++
 	p.each[object]++

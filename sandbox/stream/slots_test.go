@@ -9,7 +9,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-func TestPlaces(t *testing.T) {
+func TestSlots(t *testing.T) {
 	p := newSlots("execs", 3, 2)
 	var releases []func()
 	take := func(object string) error {
@@ -30,11 +30,11 @@ func TestPlaces(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	refused("a", "a has 2 execs")
+	refused("a", "a: its limit of 2 execs")
 	if err := take("b"); err != nil {
 		t.Fatal(err)
 	}
-	refused("c", "c: there are 3 execs")
+	refused("c", "c: the node's limit of 3 execs")
 	releases[0]()
 	if err := take("a"); err != nil {
 		t.Error(err)
@@ -47,11 +47,11 @@ func TestPlaces(t *testing.T) {
 	}
 }
 
-// What comes without a place is refused before anything is made for it, and a place is given back.
-func TestSessionsHavePlaces(t *testing.T) {
+// Without a free slot a session is refused before it allocates anything. A slot is given back.
+func TestSessionsNeedSlots(t *testing.T) {
 	s := testStreams()
-	for range 2 * testLimits.Sessions { // each ends, for nobody listens
-		if err := s.PortForward(t.Context(), "ready", nobodysPort(t), nil); errdefs.Code(err) != codes.Unavailable {
+	for range 2 * testLimits.Sessions { // each fails, because the port is closed
+		if err := s.PortForward(t.Context(), "ready", closedPort(t), nil); errdefs.Code(err) != codes.Unavailable {
 			t.Fatal(err)
 		}
 	}
@@ -60,7 +60,7 @@ func TestSessionsHavePlaces(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for _, pod := range []string{"pod other", "pod another"} { // each has half of them
+	for _, pod := range []string{"pod other", "pod another"} { // each pod has half of them
 		for range testLimits.Sessions / 2 {
 			if _, err := s.attached.take(pod); err != nil {
 				t.Fatal(err)
@@ -77,8 +77,8 @@ func TestSessionsHavePlaces(t *testing.T) {
 	}
 }
 
-// A pod has half of the sessions at most, those of its containers and its ports together.
-func TestSessionsLeavePlacesForOtherPods(t *testing.T) {
+// A pod has at most half of the sessions, for its containers and ports together.
+func TestSessionsLeaveSlotsForOtherPods(t *testing.T) {
 	s := testStreams()
 	for range testLimits.Sessions / 2 {
 		if _, err := s.attached.take("pod ready-with-a-longer-id"); err != nil {
@@ -86,20 +86,20 @@ func TestSessionsLeavePlacesForOtherPods(t *testing.T) {
 		}
 	}
 	for name, err := range map[string]error{"Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
-		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "pod ready-with-a-longer-id has 2") {
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "pod ready-with-a-longer-id: its limit of 2") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if err := s.PortForward(t.Context(), "sandboxed", nobodysPort(t), nil); errdefs.Code(err) == codes.ResourceExhausted {
+	if err := s.PortForward(t.Context(), "sandboxed", closedPort(t), nil); errdefs.Code(err) == codes.ResourceExhausted {
 		t.Errorf("another pod: %v", err)
 	}
 	if got := (Limits{Sessions: 1}).podSessions(); got != 1 {
-		t.Errorf("of one session a pod may have %d", got)
+		t.Errorf("with a limit of 1 a pod may have %d", got)
 	}
 }
 
-// Clients who open sessions leave places for probes.
-func TestSessionsLeavePlacesForProbes(t *testing.T) {
+// Sessions of clients leave slots for probes.
+func TestSessionsLeaveSlotsForProbes(t *testing.T) {
 	s := testStreams()
 	var releases []func()
 	take := func(take func(ContainerTarget) (func(), error), id string) error {
@@ -111,7 +111,7 @@ func TestSessionsLeavePlacesForProbes(t *testing.T) {
 	}
 	probe := func(c ContainerTarget) (func(), error) { return s.execs.take(c.String()) }
 	sessions := 0
-	for id := 'a'; ; id++ { // each container has one
+	for id := 'a'; ; id++ { // one per container
 		if err := take(s.takeSession, string(id)); err != nil {
 			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "exec sessions") {
 				t.Error(err)
@@ -126,7 +126,7 @@ func TestSessionsLeavePlacesForProbes(t *testing.T) {
 		}
 	}
 	if sessions == testLimits.Execs {
-		t.Error("no place is left")
+		t.Error("no slot is left")
 	}
 	if err := take(probe, "other"); errdefs.Code(err) != codes.ResourceExhausted {
 		t.Errorf("beyond the limit of all: %v", err)
@@ -135,8 +135,8 @@ func TestSessionsLeavePlacesForProbes(t *testing.T) {
 	if err := take(probe, "other"); err != nil {
 		t.Error(err)
 	}
-	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and gives back the place of the session
-		t.Errorf("a session without a place for an exec: %v", err)
+	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and the session's slot is given back
+		t.Errorf("session without a slot for its exec: %v", err)
 	}
 	for _, release := range releases[1:] {
 		release()
@@ -146,19 +146,19 @@ func TestSessionsLeavePlacesForProbes(t *testing.T) {
 	}
 }
 
-// Without descriptors to spare no session begins, and no place is taken for it.
+// Without spare descriptors no session starts and no slot is taken.
 func TestSessionsNeedSpareDescriptors(t *testing.T) {
 	s := testStreams()
-	none := errdefs.New(codes.ResourceExhausted, "none to spare")
+	none := errdefs.New(codes.ResourceExhausted, "no spare descriptors")
 	s.connected.spare = func() error { return none }
 	s.attached.spare = s.connected.spare
 	_, exec := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
 	for name, err := range map[string]error{"Exec": exec, "Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
-		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "none to spare") {
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "no spare descriptors") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 	if s.execs.taken+s.connected.taken+s.attached.taken != 0 {
-		t.Error("places are taken")
+		t.Error("slots are taken")
 	}
 }
