@@ -47,8 +47,8 @@ func (s *samples) report(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// cpuTime is what this process has used, and what those have whose end it has seen. As process 1
-// (see TestMain) it is told of all.
+// cpuTime returns the CPU time of this process and of all processes that it has reaped. It is
+// process 1 (see TestMain), so it reaps orphans, too.
 func cpuTime(b *testing.B) (sum time.Duration) {
 	b.Helper()
 	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
@@ -61,7 +61,7 @@ func cpuTime(b *testing.B) (sum time.Duration) {
 	return sum
 }
 
-// usual gives a container what those of kubelet's have: mounts, capabilities, masked paths.
+// usual adds mounts, capabilities and masked paths like those of kubelet's containers.
 func usual(r *proto.Launch) {
 	r.BuiltIn = true // its pod's pause
 	r.Spec.Process.Args = []string{"/bin/true"}
@@ -129,9 +129,9 @@ func (e *env) awaitLaunchers() {
 	}
 }
 
-// BenchmarkPod measures the launches of a pod, a pause and then a container as kubelet wants them: "rested", when all launchers
-// are ready again, and "busy", one pod after another. The CPU time is that of a pod's whole life. "seccomp" is with the default profile,
-// "foreign" with a pause that libcontainer makes.
+// BenchmarkPod measures the launch of a pause and then a container. "rested" waits until all
+// launchers are ready again. "busy" starts one pod after another. The CPU time covers a pod's whole
+// life. "seccomp" uses the default profile. In "foreign" libcontainer makes the pause.
 func BenchmarkPod(b *testing.B) {
 	b.Run("rested", func(b *testing.B) { benchPod(b, (*env).awaitLaunchers, usual) })
 	b.Run("busy", func(b *testing.B) { benchPod(b, func(*env) {}, usual) })
@@ -239,8 +239,8 @@ func (e *env) launchersCPU() (sum time.Duration) {
 	return sum
 }
 
-// BenchmarkMemory tells what a monitor and a pause cost when there are 50 of each:
-// proportional set size, so that the program's pages count once.
+// BenchmarkMemory measures the proportional set size of a monitor and a pause while 50 of each run,
+// so that shared pages of the program count once.
 func BenchmarkMemory(b *testing.B) {
 	const pods = 50
 	e := newEnvFor(&testing.T{}, b, func(c *Config) { c.Idle = 4 })

@@ -75,8 +75,8 @@ func TestDaemonDiesDuringLaunch(t *testing.T) {
 	}
 }
 
-// killDaemon runs a daemon that launches container "c" in dir, kills it when a file
-// exists, and checks what comes of it: it returns whether the container runs.
+// killDaemon runs a daemon that launches container "c" in dir. It kills the daemon when a file
+// exists, checks what is left and returns whether the container runs.
 func (e *env) killDaemon(dir, file string) (running bool) {
 	e.Helper()
 	sub := &env{T: e.T, ctx: e.ctx, dir: dir, layer: e.layer, cfg: e.cfg}

@@ -1,25 +1,24 @@
 // Package shim starts containers and watches over them.
 //
-// A container is launched by berth-shim, a process of its own that links
-// libcontainer (package shim/launcher). The launcher then replaces itself by
-// execve with the monitor (package main in shim/monitor): same pid, same
-// children, a fraction of the memory. This package is the daemon's side: a
-// Launcher pool that starts launchers ahead of need, and a Monitor handle for
-// talking to a running monitor, whether this daemon started it or an earlier one.
+// A process of its own, berth-shim, launches each container with libcontainer (package
+// shim/launcher). After the launch, it replaces itself with the monitor by execve (shim/monitor, in
+// C): same pid, same children, a fraction of the memory. This package is the daemon's side.
+// Launchers starts launcher processes ahead of need. Monitor talks to a running monitor, including
+// those that an earlier daemon started.
 //
 // # Contract
 //
-// Everything a monitor knows is in the container's shim directory (Dir), so a
-// new daemon needs nothing else:
+// The container's shim directory (Dir) holds all state of a monitor, so a new daemon needs nothing
+// else:
 //
 //	Dir/shim   "<shim pid> <shim starttime> <init pid> <init starttime> <started, unix ns>\n", init
-//	           fields 0 until the container's init exists; replaced by rename. It is there before the
-//	           launcher gets its order, and goes when the launcher has undone a launch that failed
+//	           fields 0 until the container's init exists; replaced by rename. The daemon writes it
+//	           before it sends the order. The launcher removes it after it has undone a failed launch
 //	Dir/sock   the monitor's unix socket: attach, log reopen, resize, close stdin
-//	Dir/oci    how to call the runtime that made the container, if that was a program (JSON)
-//	Dir/exit   the exit record, written by rename when init has ended and its output
-//	           is on disk; after it the monitor exits
+//	Dir/oci    the OCI runtime that made the container, unless that was libcontainer (JSON)
+//	Dir/exit   the exit record, renamed into place after init has ended and its output is on disk;
+//	           then the monitor exits
 //
-// The end of a container is the end of its monitor process (pidfd): then Dir/exit
-// either exists, or the shim was lost.
+// A container has ended when its monitor process has (pidfd). Then Dir/exit exists, or the shim was
+// lost.
 package shim

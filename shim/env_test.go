@@ -136,8 +136,8 @@ func (e *env) request(id, script string) *proto.Launch {
 	}
 }
 
-// runtime is the one that the tests are to use, nil for libcontainer. It keeps its state
-// where libcontainer would.
+// runtime returns the OCI runtime to test, nil for libcontainer. It uses libcontainer's state
+// directory.
 func (e *env) runtime() *ociruntime.Runtime {
 	if path := os.Getenv(runtimeEnv); path != "" {
 		return &ociruntime.Runtime{Path: path, Root: e.cfg.StateRoot, SubCgroups: true}
@@ -145,7 +145,7 @@ func (e *env) runtime() *ociruntime.Runtime {
 	return nil
 }
 
-// Exec is that of Launchers, in a container of this env.
+// Exec executes a process in a container of this env.
 func (e *env) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	req.Runtime, req.Dir = e.runtime(), filepath.Join(e.dir, req.ID)
 	return e.Launchers.Exec(ctx, req)
@@ -247,7 +247,7 @@ func (c *container) log() string {
 	return string(data)
 }
 
-// output returns what the log says that a stream said.
+// output returns the content of a stream's records in the log.
 func (c *container) output(stream string) string {
 	c.Helper()
 	return decodeLog(c.env, c.log(), stream)
@@ -343,8 +343,8 @@ func isKernelThread(proc string) bool {
 	return err == nil && string(kthreadd) == "kthreadd\n" && fields[1] == "2"
 }
 
-// checkTraces reports what there is more than before. Files of the runtime's poller
-// and what is just being reaped get the time to settle.
+// checkTraces reports files and processes that did not exist before. It waits for the runtime's
+// poller and for processes that are being reaped.
 func checkTraces(tb testing.TB, before map[string]bool) {
 	tb.Helper()
 	var more []string

@@ -28,7 +28,7 @@ type Exec struct {
 	proc    *os.File // pidfd
 	console *os.File
 
-	waiting sync.Mutex // held while the one who waits first reads the connection
+	waiting sync.Mutex // held by the caller of Wait that reads the connection
 	mu      sync.Mutex // guards what follows
 	ended   bool
 	code    int32
@@ -47,7 +47,7 @@ func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	}
 	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true, req.ID) })
 	if errors.Is(err, errUnresponsive) {
-		if ctx.Err() != nil { // the command is not to run after who asked for it was told that its time is over
+		if ctx.Err() != nil { // the command must not run after its client's deadline
 			return nil, context.Cause(ctx)
 		}
 		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "error", err)
@@ -97,7 +97,7 @@ func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err erro
 	err = watch.result(err)
 	e.l.logWarnings(req.ID, reply.Warnings)
 	switch {
-	case errors.Is(err, os.ErrDeadlineExceeded): // not waited for: the launcher kills what it has started when it is retired
+	case errors.Is(err, os.ErrDeadlineExceeded): // do not wait: the launcher kills the process when it is retired
 		return false, context.Cause(ctx)
 	case err != nil:
 		return false, errdefs.Internal("the launcher is lost: %w", err)
@@ -156,8 +156,8 @@ func (e *Exec) Resize(width, height uint16) error {
 	return nil
 }
 
-// Kill kills the process and everything it has started, also what it has left to
-// the container's init, and does not wait for that: Wait does.
+// Kill kills the process and all its descendants, including those that the container's init has
+// adopted. It does not wait for their end; Wait does.
 func (e *Exec) Kill() error {
 	e.mu.Lock()
 	ended := e.ended
@@ -197,7 +197,7 @@ func (e *Exec) receive(ctx context.Context, reply *proto.Reply) ([]*os.File, err
 	})
 	files, err := e.p.conn.Receive(reply)
 	if !stop() {
-		<-interrupted // or it would hit whoever uses the connection next
+		<-interrupted // otherwise the deadline would hit the connection's next user
 		if resetErr := e.p.conn.SetDeadline(time.Time{}); resetErr != nil {
 			return nil, errors.Join(resetErr, closeFiles(files))
 		}
@@ -221,7 +221,7 @@ func (e *Exec) finish(reply *proto.Reply, err error) (int32, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.ended, e.err = true, err
-	if err != nil { // what the process has started is ended by Close
+	if err != nil { // Close kills its descendants
 		_ = pidfd.Signal(e.proc, unix.SIGKILL) // it may have ended
 		return 0, err
 	}
@@ -244,8 +244,8 @@ func (e *Exec) Close() error {
 // that they end with their container.
 const execScrubTime = 10 * time.Second
 
-// scrubExec ends what is left of an exec without launcher, and removes its cgroup. An exec that has none of its own is missed,
-// but for its process, if that was announced.
+// removeExec kills the processes of an exec that lost its launcher and removes its cgroup. Without
+// a cgroup of its own only the announced process is killed, by the caller.
 func scrubExec(req *proto.Exec) error {
 	var err error
 	if req.Runtime != nil {

@@ -341,7 +341,7 @@ func TestExecLaunchersServeAgain(t *testing.T) {
 	}
 }
 
-// A launcher knows the container of its last exec, and finds out what has become of it since.
+// A launcher keeps the state of the container of its last exec and notices when it changes.
 func TestExecAgainInTheSameContainer(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Warm, c.Idle = false, 1 }) // so that one launcher serves all execs
 	for _, says := range []string{"first", "second"} {            // which has the same ID, as no other has
@@ -427,7 +427,7 @@ func TestSpareLaunchers(t *testing.T) {
 	e.until("there are as many as before", func() bool { return len(e.idlePIDs()) == e.cfg.Idle })
 }
 
-// While a launcher comes back from an exec there is no moment at which another one seems to be needed.
+// A launcher that returns from an exec never makes the pool start another one.
 func TestLauncherComesBackAtOnce(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Idle = 2 })
 	e.awaitLaunchers()
@@ -499,8 +499,9 @@ func TestSpareLaunchersAgeWhileOthersServe(t *testing.T) {
 	}
 }
 
-// An exec takes the launcher that knows its container, a launch one that knows none. Where there is no such one, it is one that knows none,
-// or the one that has been idle for the longest; but none that is spare.
+// An exec takes the launcher that has loaded its container, a launch one that has loaded none. If
+// there is none, the choice is one without a container, or the one idle longest, but never a spare
+// one.
 func TestWhichLauncherIsTaken(t *testing.T) {
 	type pool []string // what each launcher knows; its PID is its index
 	for name, test := range map[string]struct {
@@ -533,7 +534,8 @@ func TestWhichLauncherIsTaken(t *testing.T) {
 	}
 }
 
-// Each of two containers that are probed in turn has the launcher that knows it, and what has served execs serves a launch.
+// Each of two containers that are probed in turn keeps its launcher. A launch can take a launcher
+// that has served execs.
 func TestProbesInTurn(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Idle = 2 })
 	names := []string{"a", "b"}
@@ -570,8 +572,8 @@ func TestProbesInTurn(t *testing.T) {
 	}
 }
 
-// An order goes to another launcher if the first does not read it, as one that is frozen: long
-// before the time that a slow one has.
+// A frozen launcher does not read its order: another one gets the order long before the time limit
+// for slow launchers.
 func TestFrozenIdleLauncher(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
 		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },
@@ -612,7 +614,8 @@ func (e *env) idleLauncher() *launcher {
 	return e.idle[0].launcher
 }
 
-// An order that was taken back while its launcher did not read it is given to no other: what it would be made in may have gone.
+// An order that is cancelled while its launcher is frozen goes to no other launcher: the pod may be
+// gone by then.
 func TestOrderTakenBackFromFrozenLauncher(t *testing.T) {
 	var log testutil.Buffer
 	e := newEnv(t, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) })

@@ -7,23 +7,24 @@ import (
 )
 
 const (
-	// expectTime is how long after an Expect a launch is still expected, and expectNext how long after a container's launch the next one is: kubelet
-	// goes on with the pod's next container. Each 100 ms take 2 ms of CPU.
+	// expectTime is how long a launch stays expected after Expect, expectNext after a container's
+	// launch: kubelet continues with the pod's next container. Each 100 ms take 2 ms of CPU.
 	expectTime = 100 * time.Millisecond
 	expectNext = 25 * time.Millisecond
 	// expectPace is shorter than a grace period.
 	expectPace = 5 * time.Millisecond
 )
 
-// Expect says that a launch will follow within a tenth of a second. It returns at
-// once and is never needed: it makes the launch faster, by 5 to 20 ms. A Launch says
-// so for those that follow it.
+// Expect announces a launch within the next 100 ms. It returns at once. It is optional: it makes
+// the launch faster by 5 to 20 ms. A Launch announces those that follow it.
 //
-// While a launch is expected, the kernel's lock of moves between cgroups is taken again and again, for some microseconds each, by
-// moving an idle launcher to the cgroup that it is in (cgroup.Anchor). So the wait for it is over when it matters.
+// On cgroup v1, moving a process between cgroups waits for an RCU grace period unless another move
+// happened just before. While a launch is expected, an idle launcher is moved to its own cgroup
+// again and again (cgroup.Anchor), so that the launch does not wait.
 func (l *Launchers) Expect() { l.expect() }
 
-// expect is Expect. The function returned says that the launch is done; it matters if nobody expects another one.
+// expect is Expect. The caller calls done after the launch; that shortens the wait for the next
+// one.
 func (l *Launchers) expect() (done func()) {
 	until := time.Now().Add(expectTime) // with its monotonic reading: the clock may be set
 	l.expectUntil.Store(&until)
@@ -36,9 +37,10 @@ func (l *Launchers) expect() (done func()) {
 	}
 }
 
-// ExpectPause is Expect for a pause, which comes at once. A plain one, of the built-in runtime without security labels or user namespace, may need no such
-// lock; then it does nothing: who takes the lock for the first time has all changes of cgroups wait for it, also the making of the pause's. The
-// container that comes next is expected when the pause runs.
+// ExpectPause announces the launch of a pause. A plain one (built-in runtime, no security labels,
+// no user namespace) may not move between cgroups. Then ExpectPause does nothing: the first move
+// makes all changes of cgroups wait, including the creation of the pause's. Launch announces the
+// containers that follow.
 func (l *Launchers) ExpectPause(plain, systemd bool) {
 	if !plain || !cgroup.MovesItself(systemd) {
 		l.Expect()

@@ -23,9 +23,9 @@ import (
 )
 
 const (
-	// giveUpTime is how long a cancelled launch may take to undo what it did.
+	// undoTime bounds the time in which a cancelled launch undoes its steps.
 	giveUpTime = 20 * time.Second
-	// scrubTime is how long the remains of a lost launcher may take to go.
+	// cleanupTime bounds the removal of a lost launcher's remains.
 	scrubTime = 10 * time.Second
 )
 
@@ -61,7 +61,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	if errors.Is(err, errUnresponsive) {
 		l.retire(p)
 		l.retireStopped()
-		if ctx.Err() != nil { // what nobody wants any more is begun by no other: its pod may have been taken down meanwhile
+		if ctx.Err() != nil { // the pod of a cancelled order may be gone: no other launcher gets it
 			return nil, fmt.Errorf("%w: %w", err, ctx.Err())
 		}
 		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "pid", p.pid, "error", err)
@@ -79,8 +79,9 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	return started, err
 }
 
-// servesAgain tells whether the launcher is likely to serve again, as that of a pause without a security module or a user namespace
-// does (shim/launcher/pause: Plain). What it says falsely costs a launcher too few or too many ahead of need.
+// servesAgain returns whether the launcher will probably serve again after the order: it does after
+// a pause without a security module or a user namespace. A wrong guess costs one launcher too few
+// or too many ahead of need.
 func servesAgain(r *proto.Launch) bool {
 	s := r.Spec
 	return r.Pause && r.BuiltIn && r.Runtime == nil && s != nil && s.Process != nil && s.Linux != nil &&
@@ -94,7 +95,8 @@ func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launche
 	return l.takeFor(req.Spec)
 }
 
-// launchWith has p do it, and tells whether p waits for its next order.
+// launchWith sends the order to p and waits for the reply. It returns whether p waits for its next
+// order.
 func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Launch) (_ *proto.Started, again bool, err error) {
 	if err := recordLauncher(ctx, p, req.Dir); err != nil {
 		return nil, false, errdefs.Internal("launch %s: %w", req.ID, err)
@@ -135,7 +137,8 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Laun
 	return started, reply.Started.Again, err
 }
 
-// withTransfer adds to what a launcher has measured what lies between the two processes: the order, which was sent then, and the answer, which is here.
+// withTransfer adds the steps before and after the launcher's own: the transfer of the order, sent
+// at that time, and of the reply.
 func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 	if len(steps) == 0 {
 		return nil
@@ -144,8 +147,9 @@ func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 	return slices.Concat([]trace.Step{{Name: "order", Began: sent, Ended: steps[0].Began}}, steps, []trace.Step{{Name: "answer", Began: last, Ended: trace.Now()}})
 }
 
-// recordLauncher says in Dir/shim who is about to make the container. The launcher removes it last of
-// all that it undoes, so for a daemon that comes after this one a launch without record has ended.
+// recordLauncher writes the launcher's identity to Dir/shim before the order. The launcher removes
+// the record as the last step of an undo. So a launch without a record has ended, for a later
+// daemon, too.
 func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 	defer trace.Begin(ctx, "record").End()
 	start, err := pidfd.StartTime(p.pid)
@@ -160,8 +164,8 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 	return nil
 }
 
-// receive waits for the reply to a launch. When ctx ends the launcher is told, by
-// the end of the connection's other direction, and may still say how it came out.
+// receive waits for the reply to a launch. When ctx ends it closes its direction of the connection,
+// which cancels the launch. The launcher may still report success.
 func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply) ([]*os.File, error) {
 	stop := context.AfterFunc(ctx, func() {
 		// If either fails the launcher is gone, which ends the wait as well.
@@ -200,7 +204,7 @@ func asPidfd(f *os.File) (*os.File, error) {
 	return pidfd.FromFD(fd)
 }
 
-// scrub removes what a launcher that did not end its work may have left.
+// cleanUp kills a launcher that failed to finish, and removes what it may have left.
 func (l *Launchers) scrub(p *launcher, req *proto.Launch) error {
 	if err := kill(p.proc); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
@@ -208,7 +212,7 @@ func (l *Launchers) scrub(p *launcher, req *proto.Launch) error {
 	return l.scrubLeft(req)
 }
 
-// scrubUnresponsive is scrub of a launcher that has not read its order.
+// cleanUpUnresponsive is cleanUp for a launcher that has not read its order.
 func (l *Launchers) scrubUnresponsive(p *launcher, req *proto.Launch) error {
 	if err := p.killUnresponsive(); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
@@ -222,7 +226,7 @@ func (l *Launchers) scrubUnresponsive(p *launcher, req *proto.Launch) error {
 	return l.scrubLeft(req)
 }
 
-// scrubLeft removes what a launcher that was killed may have left.
+// removeLaunch removes what a killed launcher may have left.
 func (l *Launchers) scrubLeft(req *proto.Launch) error {
 	if req.Spec == nil || req.Spec.Linux == nil {
 		return nil
@@ -259,8 +263,8 @@ func remove(path string) error {
 	return nil
 }
 
-// failure turns a launcher's error into ours. A launch that ctx has ended failed
-// for that reason.
+// failure turns a launcher's error into a gRPC error. A launch that failed after ctx ended returns
+// ctx's error.
 func failure(ctx context.Context, e *proto.Error) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("%s: %w", e.Message, err)

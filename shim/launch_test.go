@@ -258,8 +258,8 @@ func TestDuplicateID(t *testing.T) {
 func TestLaunchCancelled(t *testing.T) {
 	e := newEnv(t)
 	req := e.request("cancelled", "exec sleep 1000")
-	// A source on a FIFO filesystem that never answers is hard to come by; a
-	// context that ends at once reaches the launcher somewhere on the way.
+	// A source that never answers needs a FUSE filesystem. A context that ends at once reaches the
+	// launcher at some point of the launch instead.
 	ctx, cancel := context.WithCancel(e.ctx)
 	var launched sync.WaitGroup
 	var started *proto.Started
@@ -418,7 +418,7 @@ func TestOOM(t *testing.T) {
 		t.Skip("this machine's cgroup v2 hierarchy has no memory controller; it is v1's")
 	}
 	e := newEnv(t)
-	limit := int64(64 << 20) // the test binary, as the container's init, takes 17 MiB if it looks for races
+	limit := int64(64 << 20) // init is the test binary, which takes 17 MiB with the race detector
 	c := e.run("oom", "x=a; while :; do x=$x$x; done", func(r *proto.Launch) {
 		r.Spec.Linux.Resources.Memory = &specs.LinuxMemory{Limit: &limit, Swap: &limit}
 	})
@@ -427,7 +427,7 @@ func TestOOM(t *testing.T) {
 	}
 }
 
-// The program that all launchers execute stays executable, whoever gets a descriptor of it.
+// Nobody with a descriptor of the launchers' program can make it unexecutable.
 func TestSealedCopyStaysExecutable(t *testing.T) {
 	f, err := sealedCopy("/bin/true")
 	if err != nil {

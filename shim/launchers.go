@@ -28,7 +28,7 @@ type Config struct {
 	MonitorPath string       // the monitor, as payload.Install put it
 	StateRoot   string       // libcontainer's state, one directory per container; below the private state mount
 	Idle        int          // launchers kept ready
-	Warm        bool         // keep launchers for Launch; false: what is mounted later would not reach them, start one per launch
+	Warm        bool         // launch with idle launchers; false: later mounts would not reach them, so start one per launch
 	Log         *slog.Logger // nil: slog.Default()
 	LogFormat   string       // of the lines that launchers log themselves: "json", else text
 }
@@ -40,10 +40,10 @@ type Launchers struct {
 	cfg       Config
 	oom       oomScores
 	spareTime time.Duration // spareTime, but in tests
-	filters   *os.File      // seccomp filters that launchers have compiled, for all of them
+	filters   *os.File      // compiled seccomp filters that all launchers share
 	exe       *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
-	refill chan struct{} // tells the owner to look; capacity 1
+	refill chan struct{} // wakes keepFilled; capacity 1
 	ctx    context.Context
 	stop   context.CancelFunc
 	owned  sync.WaitGroup // the owner and everything that waits for a launcher's end
@@ -53,12 +53,13 @@ type Launchers struct {
 
 	mu     sync.Mutex     // guards what follows
 	lent   int            // launchers that serve execs or pauses, and come back
-	idle   []idleLauncher // the one that has been idle for the longest first
+	idle   []idleLauncher // idle longest first
 	closed bool
 }
 
-// Launchers that come back when there are enough are kept as spare ones for a while: where several pods start, or several execs run, at
-// a time, the next ones come soon, and to start a launcher takes more CPU time (10 ms) than an exec's own part.
+// The pool keeps more idle launchers than Config.Idle for a while: where several pods start or
+// several execs run at a time, more follow soon. Starting a launcher takes 10 ms of CPU time, more
+// than an exec.
 const (
 	maxSpare  = 8               // some MB each
 	spareTime = 5 * time.Second // that one is idle
@@ -166,7 +167,7 @@ func (l *Launchers) missing() int {
 	if l.closed || !l.cfg.Warm {
 		return 0
 	}
-	// What serves an exec or a pause comes back; but one is to be there for the next launch.
+	// Launchers that serve an exec or a pause come back, but the next launch needs one at once.
 	return max(l.cfg.Idle-len(l.idle)-l.lent, min(l.cfg.Idle, 1)-len(l.idle))
 }
 
@@ -190,16 +191,16 @@ func (l *Launchers) giveBack(p *launcher) {
 	l.wantMore()
 }
 
-// giveUp ends the use of a launcher for an exec that it is to end, or that it was lost with. When it
-// is gone, what it has left of the exec is ended.
+// giveUp retires a launcher whose exec has not ended, or that was lost. When it has exited, its
+// exec's remains are removed.
 func (l *Launchers) giveUp(p *launcher, req *proto.Exec) {
 	l.lend(-1)
 	l.retire(p, func() { l.endLeft(req) })
 	l.wantMore()
 }
 
-// giveUpUnresponsive is giveUp of a launcher that does not read its order, and returns when nothing
-// is left: the next one that gets the order makes what bears the same names.
+// giveUpUnresponsive is giveUp for a launcher that does not read its order. It returns when the
+// remains are gone: the launcher that gets the order next uses the same names.
 func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	l.lend(-1)
 	if err := p.killUnresponsive(); err != nil {
@@ -210,14 +211,14 @@ func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	l.retireStopped()
 }
 
-// Pauses between two tries to end what a launcher has left of an exec.
+// Pauses between two attempts to remove the remains of an exec.
 const (
 	endLeftAgain  = time.Second
 	endLeftSeldom = time.Minute
 )
 
-// endLeft ends what a launcher has left of an exec. What cannot be ended at the moment, for lack of descriptors say, is tried
-// again until it is gone, with the container at the latest, or the daemon ends.
+// removeExecRemains removes what a launcher has left of an exec. It retries what fails, for example
+// for lack of file descriptors, until it succeeds or the daemon stops.
 func (l *Launchers) endLeft(req *proto.Exec) {
 	for pause := endLeftAgain; !l.tryEndLeft(req); pause = min(2*pause, endLeftSeldom) {
 		select {
@@ -246,7 +247,7 @@ func (l *Launchers) offer(p *launcher, lent int) {
 		l.retire(p)
 	}
 	if spare {
-		l.wantMore() // or fewer, by and by
+		l.wantMore() // keepFilled retires spare ones after a while
 	}
 }
 
@@ -269,12 +270,13 @@ func (l *Launchers) enough() int { return max(l.cfg.Idle, 1) }
 // spare is how many more are kept for a while.
 func (l *Launchers) spare() int {
 	if l.cfg.Idle == 0 {
-		return 0 // nobody wants any
+		return 0 // the pool is off
 	}
 	return maxSpare
 }
 
-// retireSpare ends spare launchers that were not needed for spareTime, and returns what is left of that for the next one; 0: there is none.
+// retireSpare ends spare launchers that were idle for spareTime. It returns the time until the next
+// one is due, 0 if there is none.
 func (l *Launchers) retireSpare() (rest time.Duration) {
 	spare, rest := l.takeSpare()
 	for _, p := range spare {
@@ -311,7 +313,7 @@ func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	switch {
 	case ctx.Err() != nil:
 		return
-	case err != nil: // whoever takes it will look
+	case err != nil: // take will check it
 		l.cfg.Log.Warn("cannot watch an idle launcher", "pid", p.pid, "error", err)
 		return
 	case !l.drop(p):
@@ -326,7 +328,7 @@ func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	}
 }
 
-// drop takes p out of the pool, and tells whether it was there.
+// drop removes p from the pool and returns whether it was there.
 func (l *Launchers) drop(p *launcher) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -339,8 +341,8 @@ func (l *Launchers) drop(p *launcher) bool {
 	return true
 }
 
-// take returns an idle launcher, or starts one, for a launch, or for an exec in the container of that ID. Those that have died while idle
-// are found out here.
+// take returns an idle launcher, or starts one: for an exec in container execIn, or for a launch if
+// that is empty. It skips launchers that have died while idle.
 func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	for mayBeIdle {
 		p := l.pop(execIn)
@@ -359,7 +361,7 @@ func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	return l.start()
 }
 
-// pop takes a launcher out of the pool, for a launch if execIn is empty.
+// pop removes a launcher from the pool and returns it, nil if the pool is empty.
 func (l *Launchers) pop(execIn string) *launcher {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -369,11 +371,13 @@ func (l *Launchers) pop(execIn string) *launcher {
 	return l.takeAt(l.choose(execIn))
 }
 
-// choose finds the launcher that knows the container of an exec; for a launch, one that knows none, so that those stay which do.
+// choose returns the index of the best launcher: for an exec the one that has loaded its container,
+// for a launch one that has loaded none.
 //
-// Without one any will do, and what it knows is lost. So an exec has one that knows nothing, be it the last: a launch works as well
-// with another, and comes less often than probes do. Then it is the one that has been idle for the longest, so that
-// as many containers as there are launchers can be probed in turn. It is none of the spare ones, which would not become old otherwise.
+// If there is none, an exec takes a launcher without a container, even the last one: any launcher
+// can launch, and probes come more often than launches. Otherwise it takes the one idle longest, so
+// that as many containers as there are launchers can be probed in turn. It takes no spare one,
+// which would then never age.
 func (l *Launchers) choose(execIn string) int {
 	for i, p := range slices.Backward(l.idle) {
 		if p.executedIn == execIn {
@@ -385,7 +389,7 @@ func (l *Launchers) choose(execIn string) int {
 	return first + max(slices.IndexFunc(l.idle[first:], knowsNone), 0)
 }
 
-// retireTime is how long a launcher that was told to end may take.
+// retireTime bounds the exit of a launcher whose connection was closed.
 const retireTime = 10 * time.Second
 
 // retire ends a launcher, waits for that in the background, and does the rest then.
@@ -402,7 +406,7 @@ func (l *Launchers) retire(p *launcher, rest ...func()) {
 	})
 }
 
-// awaitEnd waits for the end of a launcher that was told to end, and kills it if it does not.
+// awaitEnd waits for the end of a retired launcher and kills it after retireTime.
 func (l *Launchers) awaitEnd(p *launcher) {
 	ctx, cancel := context.WithTimeout(context.Background(), retireTime)
 	defer cancel()
@@ -489,7 +493,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	return &launcher{pid: pid, proc: f}, nil
 }
 
-// sharedMemory makes memory for those who inherit it.
+// sharedMemory creates a file in memory for processes that inherit it.
 func sharedMemory(name string) (*os.File, error) {
 	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_NOEXEC_SEAL)
 	if errors.Is(err, unix.EINVAL) { // MFD_NOEXEC_SEAL is Linux 6.3
@@ -501,7 +505,7 @@ func sharedMemory(name string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), name), nil
 }
 
-// sealedCopy copies a program into memory that nobody can change any more.
+// sealedCopy copies a program into sealed memory, which nobody can change.
 func sealedCopy(path string) (_ *os.File, err error) {
 	src, err := os.Open(path)
 	if err != nil {
@@ -522,9 +526,9 @@ func sealedCopy(path string) (_ *os.File, err error) {
 	}
 	// These are what libcontainer looks for to know that it need not copy again.
 	const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
-	// A container with CAP_SYS_PTRACE can open the file while an exec enters it. Without
-	// F_SEAL_EXEC (Linux 6.3) its root, who owns the file, could make it a file that nobody can
-	// execute any more.
+	// A container with CAP_SYS_PTRACE can open the file while an exec enters the container. Its
+	// root owns the file and could remove the execute permission. F_SEAL_EXEC (Linux 6.3) prevents
+	// that.
 	err = addSeals(f, seals|unix.F_SEAL_EXEC)
 	if errors.Is(err, unix.EINVAL) {
 		err = addSeals(f, seals)
@@ -535,8 +539,8 @@ func sealedCopy(path string) (_ *os.File, err error) {
 	return f, nil
 }
 
-// addSeals comes again for a while where the kernel says EBUSY: somebody else, such as
-// page migration, holds a reference to one of the pages (memfd_wait_for_pins).
+// addSeals retries for a while after EBUSY: page migration, for example, holds a reference to one
+// of the pages (memfd_wait_for_pins).
 func addSeals(f *os.File, seals int) error {
 	for try := 1; ; try++ {
 		_, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals)

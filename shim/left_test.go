@@ -15,7 +15,8 @@ import (
 	"berth/shim/proto"
 )
 
-// What a launcher has left of an exec, and cannot be removed for lack of descriptors, is removed when there are some again.
+// Remains of an exec whose removal fails for lack of descriptors are removed when there are some
+// again.
 func TestLeftOfExecIsTriedAgain(t *testing.T) {
 	dir := t.TempDir()
 	left := filepath.Join(dir, proto.ExecName("e"))

@@ -36,7 +36,7 @@ var shimPath = flag.String("shim", "/proc/self/exe", "the berth-shim to test or 
 
 var programs = flag.String("programs", "", "folder with pause and monitor, where there is no compiler; default: they are built")
 
-// What TestMain's outer process tells the inner one.
+// The environment of TestMain's inner process.
 const (
 	workEnv    = "BERTH_TEST_WORK"    // a private folder, with the programs in it
 	cgroupEnv  = "BERTH_TEST_CGROUP"  // the cgroup version to use
@@ -219,8 +219,8 @@ func enter(work string) error {
 	return unix.Mount("", work, "", unix.MS_PRIVATE, "")
 }
 
-// hideUnifiedControllers lets crun believe that a hybrid cgroup set-up, which it refuses
-// otherwise, has all controllers on version 1. Those that are not there nobody uses.
+// hideUnifiedControllers makes a hybrid cgroup setup look like pure v1, because crun refuses hybrid
+// ones. The tests use no controller of the v2 hierarchy.
 func hideUnifiedControllers(work string) error {
 	const file = "/sys/fs/cgroup/unified/cgroup.controllers"
 	if _, err := os.Stat(file); err != nil {

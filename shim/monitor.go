@@ -39,7 +39,7 @@ func (m *Monitor) Resize(ctx context.Context, width, height uint16) error {
 	return m.call(ctx, "resize terminal", proto.FrameResize, proto.TerminalSize{Width: width, Height: height}.Encode())
 }
 
-// CloseStdin closes the container's stdin, once it has read what was sent.
+// CloseStdin closes the container's stdin after the container has read all input sent so far.
 func (m *Monitor) CloseStdin(ctx context.Context) error {
 	return m.call(ctx, "close stdin", proto.FrameCloseStdin, nil)
 }
@@ -75,7 +75,7 @@ func (m *Monitor) call(ctx context.Context, what string, t proto.FrameType, payl
 	return nil
 }
 
-// AttachIO is what an attached client has of the container's. Any of it may be nil.
+// AttachIO are the streams of an attached client. Any may be nil.
 type AttachIO struct {
 	Stdin          io.ReadCloser // closed by Attach; that must end a Read
 	Stdout, Stderr io.Writer     // a container with a terminal has only Stdout
@@ -153,9 +153,9 @@ type client struct {
 // dialAgain is the pause between two tries to connect to a monitor that is busy.
 const dialAgain = 5 * time.Millisecond
 
-// dial connects through a descriptor of the directory, since a socket's path is
-// limited to 107 bytes. More clients at once than the socket's backlog holds are told
-// EAGAIN by the kernel (unix_stream_connect, non-blocking): they come again until ctx ends.
+// dial connects through a descriptor of the directory, since a socket's path is limited to 107
+// bytes. If the socket's backlog is full the kernel returns EAGAIN (unix_stream_connect); dial
+// retries until ctx ends.
 func (m *Monitor) dial(ctx context.Context) (*client, error) {
 	dir, err := os.Open(m.dir)
 	if err != nil {
@@ -179,7 +179,7 @@ func (m *Monitor) dial(ctx context.Context) (*client, error) {
 	}
 }
 
-// notRunning gives the errors that mean that nobody is there their code.
+// notRunning returns FailedPrecondition for errors that mean that no monitor listens.
 func notRunning(err error) error {
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) {
 		return errdefs.FailedPrecondition("the container is not running: %w", err)
@@ -267,7 +267,7 @@ func (c *client) sendStdin(r io.Reader) {
 			return
 		}
 		if err != nil {
-			_ = c.send(proto.FrameStdinEOF, nil) // if there is no connection any more, nobody waits
+			_ = c.send(proto.FrameStdinEOF, nil) // without a connection nobody waits
 			return
 		}
 	}

@@ -7,11 +7,12 @@ import (
 	"strconv"
 )
 
-// oomScores are the oom_score_adj of launchers. One that serves an exec is no part of what the node needs, as the daemon is,
-// from which it has its own (OOMScoreAdjust=-999 in the unit); there may be hundreds, as many as clients want.
+// oomScores are the values of oom_score_adj for launchers. Idle ones inherit the daemon's
+// (OOMScoreAdjust=-999 in the unit). Those that serve execs must be killable: clients can start
+// hundreds.
 type oomScores struct{ own, exec int }
 
-// readOOMScores returns those of this process's launchers.
+// readOOMScores computes the scores from this process's own.
 func readOOMScores() (oomScores, error) {
 	data, err := os.ReadFile("/proc/self/oom_score_adj")
 	if err != nil {
@@ -24,7 +25,8 @@ func readOOMScores() (oomScores, error) {
 	return oomScores{own: own, exec: max(own, 0)}, nil
 }
 
-// lend prepares a launcher for an exec. What the exec runs has the container's own value, which libcontainer sets.
+// lend sets the score for the time of an exec. The exec's own process gets the container's score
+// from libcontainer.
 func (s oomScores) lend(pid int) error { return s.set(pid, s.exec) }
 
 // giveBack prepares a launcher that served an exec for anything else: it may become a monitor.

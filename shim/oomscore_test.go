@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// A launcher can be killed first while it serves an exec, and as seldom as before when it has.
+// The OOM killer prefers a launcher while it serves an exec, and spares it again afterwards.
 func TestOOMScores(t *testing.T) {
 	scores, err := readOOMScores()
 	if err != nil {

@@ -133,7 +133,7 @@ func TestPauseIsConfined(t *testing.T) {
 					t.Errorf("a mount that propagates: %s", line)
 				}
 			}
-			// What a pod has of it is seen from its namespaces.
+			// A container in the pod's namespaces shows their settings.
 			shows := e.run(fmt.Sprintf("in-pod-%v", builtIn), "hostname; cat /proc/sys/net/ipv4/ping_group_range /proc/sys/kernel/shm_rmid_forced", func(r *proto.Launch) {
 				r.Spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.PIDNamespace}}
 				for kind, name := range map[specs.LinuxNamespaceType]string{specs.UTSNamespace: "uts", specs.IPCNamespace: "ipc", specs.NetworkNamespace: "net"} {
@@ -187,7 +187,8 @@ func TestPauseRefused(t *testing.T) {
 	}
 }
 
-// A cgroup that may be missing is told by a "-". With these flags clone fails, so that nothing is made here.
+// A leading "-" marks a cgroup that may be missing. clone fails with these flags, so the pause
+// makes nothing.
 func TestPauseJoinsCgroups(t *testing.T) {
 	const (
 		stepClone  = 2 // of pause.c's enum step
@@ -221,7 +222,7 @@ func TestPauseJoinsCgroups(t *testing.T) {
 	}
 }
 
-// The launcher of a pause serves the next order, and what it launches then is as if it had not.
+// The launcher of a pause serves the next order as a new one would.
 func TestLauncherServesAfterPause(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Idle = 2 })
 	if e.runtime() != nil {
@@ -244,7 +245,7 @@ func TestLauncherServesAfterPause(t *testing.T) {
 	}
 }
 
-// What a launcher is does not change by a pause.
+// A pause does not change what its launcher's children inherit.
 func TestPauseLeavesItsLauncherAsItWas(t *testing.T) {
 	var network string
 	e := newEnv(t, func(c *Config) {
@@ -317,7 +318,8 @@ func allOf(t *testing.T, pids []int) map[string]string {
 	return all
 }
 
-// selfOf tells what of a process a child of it inherits, or what it could do with it: all but its memory and its threads.
+// selfOf returns the attributes of a process that its children inherit or could use, except memory
+// and threads.
 func selfOf(t *testing.T, pid int) map[string]string {
 	t.Helper()
 	self := map[string]string{"namespaces": strings.Join(namespacesOf(t, pid), " ")}

@@ -18,8 +18,8 @@ import (
 	"berth/shim/proto"
 )
 
-// RuntimeOf returns the runtime that made the container of a shim directory, as the
-// launcher wrote it down. It is nil if that was libcontainer, or nobody yet.
+// RuntimeOf returns the OCI runtime that made the container of a shim directory, from the
+// launcher's record. It returns nil for libcontainer, and if there is no container yet.
 func RuntimeOf(dir string) (*ociruntime.Runtime, error) {
 	data, err := os.ReadFile(filepath.Join(dir, proto.RuntimeFile))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -45,7 +45,7 @@ func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	return cgroup.Open(bundle.CgroupsPath, r.SystemdCgroup)
 }
 
-// launcherPatience is how long a launcher without daemon may take to undo what it did.
+// launcherPatience bounds the undo of a launcher that has lost its daemon.
 const launcherPatience = 5 * time.Second
 
 // awaitLauncher waits for the end of a launcher that has not made the container's init yet. One that
@@ -56,7 +56,7 @@ func awaitLauncher(ctx context.Context, dir string) error {
 		return err // for lack of descriptors, say: it may name one
 	}
 	if err != nil || ids.InitPID != 0 {
-		return nil // without a record that can be trusted nobody is known to be at work
+		return nil // without a valid record no launcher is known to work
 	}
 	proc, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
 	if errors.Is(err, os.ErrProcessDone) {
@@ -77,12 +77,11 @@ func awaitLauncher(ctx context.Context, dir string) error {
 	return pidfd.Wait(ctx, proc)
 }
 
-// KillAndDestroy ends the processes of a launch and removes its cgroup; of a container
-// that a runtime's program made it removes what that knows of it, too. All of it may be
-// gone already. It leaves the shim directory, which knows the runtime.
+// KillAndDestroy kills the processes of a launch and removes its cgroup and the OCI runtime's
+// state. Each part may be gone already. It keeps the shim directory, which names the runtime.
 //
-// The launcher of an earlier daemon that is still at work is waited for: it is about to notice that its
-// daemon is gone, and what it made meanwhile would be left.
+// It first waits for a launcher of an earlier daemon that is still at work. That launcher is about
+// to notice its daemon's end, and would make more meanwhile.
 func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) error {
 	if err := awaitLauncher(ctx, dir); err != nil {
 		return err
@@ -105,7 +104,7 @@ func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) er
 		deleteErr = r.Delete(ctx, id)
 	}
 	if errors.Is(deleteErr, fs.ErrNotExist) && !r.Sandboxed {
-		deleteErr = nil // the program was uninstalled; what it left are files, which go with the pod
+		deleteErr = nil // the runtime was uninstalled; its files go with the pod
 	}
 	if deleteErr != nil {
 		return fmt.Errorf("remove container %s: %w", id, deleteErr)

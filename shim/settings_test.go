@@ -81,7 +81,7 @@ func TestTimerSlackOfLauncher(t *testing.T) {
 	e.until("a launcher waits, and has threads with the longer slack", func() bool { return hasThreadWithSlack(e.Launchers.idlePID(), 500_000) })
 }
 
-// hasThreadWithSlack tells whether one of a process's threads has a timer slack of so many nanoseconds.
+// hasThreadWithSlack returns whether a thread of the process has this timer slack, in nanoseconds.
 func hasThreadWithSlack(pid, slack int) bool {
 	threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
 	return err == nil && slices.ContainsFunc(threads, func(thread os.DirEntry) bool {
@@ -110,7 +110,7 @@ read slack </proc/self/timerslack_ns
 for command; do case $command in create|start|exec) echo $command $slack >>%s; break ;; esac; done
 exec %s "$@"
 `, seen, program.Path)
-	if err := os.WriteFile(wrapper, []byte(script), 0o700); err != nil { //nolint:gosec // is to be run
+	if err := os.WriteFile(wrapper, []byte(script), 0o700); err != nil { //nolint:gosec // it must be executable
 		t.Fatal(err)
 	}
 	program.Path = wrapper

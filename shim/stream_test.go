@@ -163,9 +163,8 @@ func (c *container) processesNamed(name string) []int {
 	})
 }
 
-// freeze stops all processes of the container until thaw. When it returns they have
-// stopped: on a busy machine that takes a while, and libcontainer, which waits for it too,
-// takes one of version 2 that does not within 10 s for an error.
+// freeze stops all processes of the container until thaw is called. It returns when they have
+// stopped: on a busy machine libcontainer fails after 10 s if a frozen v2 cgroup has not settled.
 func (c *container) freeze() (thaw func()) {
 	c.Helper()
 	for _, dir := range cgroupDirs() {
@@ -194,7 +193,7 @@ func (c *container) freeze() (thaw func()) {
 	return nil
 }
 
-// deaf attaches a client that never reads.
+// attachUnread attaches a client that never reads.
 func (c *container) deaf() *client {
 	c.Helper()
 	deaf, err := OpenMonitor(c.Dir).dial(c.ctx)
@@ -211,8 +210,7 @@ func (c *container) deaf() *client {
 	return deaf
 }
 
-// All clients that do not read together cost no more than one may, and what they
-// cost is given back.
+// Clients that do not read share one buffer limit, and the monitor frees their buffers.
 func TestDeafClientsShareOneLimit(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("deaf", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
@@ -278,7 +276,7 @@ func TestOutputOutlivesTheMonitor(t *testing.T) {
 	slow := c.deaf()
 	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
-	if got := c.wait(); got.Code != 6 { // nobody has read anything
+	if got := c.wait(); got.Code != 6 { // no client has read anything
 		t.Errorf("exit = %+v", got)
 	}
 	var out testutil.Buffer
@@ -293,8 +291,8 @@ func TestOutputOutlivesTheMonitor(t *testing.T) {
 	}
 }
 
-// The monitor's own descriptor of a terminal's other side must not reach execs or
-// become anybody's controlling terminal.
+// Execs do not inherit the monitor's descriptor of a terminal, and cannot make it their controlling
+// terminal.
 func TestMonitorsTerminalIsCloseOnExec(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("peer", "read x", func(r *proto.Launch) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })

@@ -64,8 +64,8 @@ func sharePIDNamespace(r *proto.Launch) {
 	r.Spec.Linux.Namespaces, r.Stdin = own, true
 }
 
-// The exit code of an init is recorded though another process traces it and never waits for it;
-// what was made for the container can be removed.
+// The exit code of an init is recorded although another process traces it and never reaps it. The
+// container can be removed.
 func TestTracedInit(t *testing.T) {
 	for name, c := range map[string]struct {
 		script string
@@ -116,8 +116,8 @@ func stateOf(t *testing.T, pid int) string {
 	return strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))[0]
 }
 
-// A monitor that nobody tells how its init has ended sleeps until the tracer lets go of it, and has
-// the exit code then.
+// A monitor that cannot learn how its init ended sleeps until the tracer detaches. Then it has the
+// exit code.
 func TestTracedInitWithoutStatus(t *testing.T) {
 	e := newEnv(t)
 	traced := e.run("traced", "echo ready; read x; exit 7", sharePIDNamespace)
@@ -176,8 +176,8 @@ func TestConnectionWithoutDescriptor(t *testing.T) {
 	}
 }
 
-// sleeps tells whether a process sleeps each of many times that it is looked at. One that polls
-// without waiting never does.
+// sleeps returns whether a process sleeps at each of many checks. One that polls without waiting
+// does not.
 func sleeps(t *testing.T, pid int) bool {
 	t.Helper()
 	for range 20 {

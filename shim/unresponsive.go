@@ -20,8 +20,8 @@ const (
 	readTime = 400 * time.Millisecond
 	// lookAgain is how often it is looked at from then on.
 	lookAgain = 100 * time.Millisecond
-	// slowTime is how long a launcher may take that is not frozen, but gets no processor or waits
-	// for a disk: to replace it would cost a loaded machine more than to wait.
+	// slowTime bounds the wait for a launcher that is not frozen, but waits for a processor or a
+	// disk. On a loaded machine, replacing it costs more than waiting.
 	slowTime = 10 * time.Second
 )
 
@@ -39,8 +39,8 @@ type orderWatch struct {
 	wasFrozen                  bool // at the look before, when the order was unread, too
 }
 
-// watchOrder begins before an order is sent. If that is not read, its sending and the wait for a
-// reply to it end: after limit where the launcher is frozen, after slowTime where it is slow.
+// watchOrder starts the watch; the order is sent afterwards. If the launcher does not read it, Send
+// and Receive fail: after limit if the launcher is frozen, after slowTime if it is slow.
 func (p *launcher) watchOrder(limit time.Duration) *orderWatch {
 	w := &orderWatch{p: p, begun: time.Now()}
 	w.mu.Lock() // it is complete when it looks
@@ -50,7 +50,7 @@ func (p *launcher) watchOrder(limit time.Duration) *orderWatch {
 }
 
 func (w *orderWatch) look() {
-	frozen := w.p.isFrozen() // before what is unread is looked at: it may just have read all, and sleep
+	frozen := w.p.isFrozen() // check this first: the launcher may just have read everything and sleep
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.over {
@@ -60,12 +60,12 @@ func (w *orderWatch) look() {
 	if err != nil || unread == 0 && w.isSent { // the connection has ended, or the order was read
 		return
 	}
-	// Where this process got no processor to send the order, it may have been sent after the
-	// launcher was looked at: a healthy one slept until then. So one look does not tell.
+	// This process may have sent the order only after that check, for lack of a processor. A
+	// healthy launcher slept until then. So one check is not enough.
 	frozen = frozen && unread > 0
 	if frozen && w.wasFrozen || unread > 0 && time.Since(w.begun) > slowTime {
 		w.unresponsive = true
-		_ = w.p.conn.Interrupt() // it fails on a closed connection, when nobody waits
+		_ = w.p.conn.Interrupt() // it fails only on a closed connection, where nobody waits
 	}
 	w.wasFrozen = frozen
 	w.timer.Reset(lookAgain) // a send that begins now would lift the interruption
@@ -102,9 +102,9 @@ func (w *orderWatch) sent(err error) error {
 	return w.result(err)
 }
 
-// isFrozen tells whether a launcher does nothing although it has an order to read: none of its
-// threads runs, is about to, or waits for a disk. That is so if it is stopped by a signal or a
-// tracer, or frozen by its cgroup.
+// isFrozen returns whether no thread of the launcher runs, is runnable or waits for a disk,
+// although there is an order to read. A signal, a tracer or the cgroup's freezer has stopped it
+// then.
 func (p *launcher) isFrozen() bool {
 	threads, err := pidfd.Threads(p.pid)
 	if err != nil || len(threads) == 0 {
@@ -131,8 +131,8 @@ func (p *launcher) killUnresponsive() error {
 	return kill(p.proc)
 }
 
-// retireStopped ends the idle launchers that are stopped or frozen, as one was that did not read
-// its order: each call that took one would wait.
+// retireStopped ends the idle launchers that are stopped or frozen, too: each call that took one
+// would wait for it.
 func (l *Launchers) retireStopped() {
 	for _, p := range l.takeStopped() {
 		l.cfg.Log.Warn("an idle launcher is stopped, it is killed", "pid", p.pid)

@@ -16,8 +16,7 @@ import (
 	"berth/shim/proto"
 )
 
-// A launcher that reads and replies while it is being given up is not, and what it says next is
-// waited for.
+// A launcher that replies just before it is given up is kept, and its next reply is awaited.
 func TestReplyAtTheLastMoment(t *testing.T) {
 	conn, file, err := proto.ConnPair()
 	if err != nil {
@@ -87,8 +86,8 @@ func TestSlowLauncher(t *testing.T) {
 	}
 }
 
-// A daemon that gets no processor between the beginning of the watch and the order gives up no
-// healthy launcher, and still gives up a frozen one.
+// If the daemon is delayed between the start of the watch and the order, it keeps healthy launchers
+// and still replaces frozen ones.
 func TestOrderSentLate(t *testing.T) {
 	cmd := exec.Command("sleep", "1000") // it sleeps, and reads nothing: as a launcher before it is woken, or a frozen one
 	if err := cmd.Start(); err != nil {

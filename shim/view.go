@@ -11,14 +11,12 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// takeFor returns a launcher for a launch: an idle one, unless it would give the container
-// something else than the host has now at the sources of its mounts and the places where its
-// namespaces are pinned.
+// takeFor returns a launcher for a launch. It takes an idle one only if that sees the host's
+// current mounts at the sources of the spec's mounts and at its pinned namespaces.
 //
-// A launcher has its mount namespace since birth. Later mounts reach it where they are
-// made on shared mounts. They do not reach it on a private one; a mount that was made shared
-// later is no peer of the launcher's; and a remount (to read-only, in the second of the two
-// steps in which such bind mounts are made) never propagates.
+// A launcher has had its mount namespace since it started. Later mounts reach it only through
+// shared mounts. A mount that became shared later has no peer in the launcher. A remount never
+// propagates, for example the second step of a read-only bind mount.
 func (l *Launchers) takeFor(spec *specs.Spec) (*launcher, error) {
 	p, err := l.take(l.cfg.Warm, "")
 	sources := hostPaths(spec)
@@ -32,12 +30,12 @@ func (l *Launchers) takeFor(spec *specs.Spec) (*launcher, error) {
 	if same {
 		return p, nil
 	}
-	l.retire(p) // its successor in the pool sees what it did not
+	l.retire(p) // the pool's next launcher sees the current mounts
 	return l.start()
 }
 
-// hostPaths are the paths of the host that a spec's mounts are of, and those of its
-// namespaces, which are pinned by mounts.
+// hostPaths returns the host's paths that a spec uses: the sources of its mounts and the pins of
+// its namespaces.
 func hostPaths(spec *specs.Spec) []string {
 	if spec == nil {
 		return nil
@@ -66,7 +64,7 @@ func isBind(m specs.Mount) bool {
 	return m.Type == "bind" || slices.Contains(m.Options, "bind") || slices.Contains(m.Options, "rbind")
 }
 
-// sameView tells whether a process sees the same mounts at, above and below the sources as we do.
+// sameView returns whether a process sees the same mounts as we do at, above and below the sources.
 func sameView(pid int, sources []string) (bool, error) {
 	ours, err := viewOf("self", sources)
 	if err != nil {
@@ -109,7 +107,7 @@ func viewIn(table []byte, sources []string) view {
 		options, rest, _ := bytes.Cut(rest, space)
 		peers, _, _ := bytes.Cut(rest, []byte("- "))
 		key := fmt.Sprintf("%s %s %s %s", device, root, point, peers)
-		if below { // those of the mount that holds a source are set by the spec
+		if below { // for the mount that holds a source the spec sets them
 			key += string(options)
 		}
 		v[key]++
@@ -119,7 +117,8 @@ func viewIn(table []byte, sources []string) view {
 
 var space = []byte(" ")
 
-// around tells whether a mount point holds one of the sources, and whether it is below one.
+// around returns whether a mount point is at or above one of the sources, and whether it is below
+// one.
 func around(point []byte, sources []string) (above, below bool) {
 	for _, s := range sources {
 		n := len(s)

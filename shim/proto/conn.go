@@ -16,8 +16,8 @@ import (
 
 const (
 	headerSize = 4
-	// maxMessage bounds what a corrupt length can make us allocate. A spec with
-	// its seccomp profile is some tens of KB.
+	// maxMessage bounds the memory that a corrupt length can allocate. A spec with its seccomp
+	// profile has some tens of KB.
 	maxMessage = 16 << 20
 	// maxFDs is how many descriptors one message carries at most: an exec's three, or the mounts of a container's images.
 	maxFDs = 32
@@ -63,7 +63,8 @@ func ConnPair() (*Conn, *os.File, error) {
 	return c, other, nil
 }
 
-// sendLimit bounds the wait for room in the socket: what is sent fits into it but for a spec of hundreds of KB.
+// sendLimit bounds the wait for space in the socket, which holds any message but a spec of hundreds
+// of KB.
 const sendLimit = 10 * time.Second
 
 // Send sends one message. The files stay the caller's. os.ErrDeadlineExceeded if the other end reads nothing; the connection is of no use then.
@@ -145,9 +146,8 @@ func (c *Conn) next() ([]byte, error) {
 	return c.in[headerSize : headerSize+size], nil
 }
 
-// read receives some bytes. The kernel never merges bytes that came with files
-// and bytes sent later with other files into one read, and both sides take turns,
-// so files belong to the message that is being received.
+// read receives some bytes. The kernel never merges bytes that came with files and later bytes with
+// other files into one read, and both sides take turns. So the files belong to the current message.
 func (c *Conn) read() error {
 	buf := make([]byte, 64<<10)
 	oob := make([]byte, unix.CmsgSpace(maxFDs*4))
@@ -202,7 +202,7 @@ func (c *Conn) SetDeadline(t time.Time) error { return c.unix.SetReadDeadline(t)
 // Receives to come until SetDeadline.
 func (c *Conn) Interrupt() error { return c.unix.SetDeadline(time.Unix(1, 0)) }
 
-// Unread returns how much of what was sent the other end has not read, in bytes of the kernel's memory; 0: it has read all.
+// Unread returns how much of the sent data the other end has not read, in bytes of kernel memory.
 func (c *Conn) Unread() (n int, err error) {
 	raw, err := c.unix.SyscallConn()
 	if err != nil {
@@ -216,7 +216,7 @@ func (c *Conn) Unread() (n int, err error) {
 	return n, nil
 }
 
-// CloseWrite tells the other end that nothing more comes: it receives io.EOF.
+// CloseWrite closes this direction: the other end receives io.EOF.
 func (c *Conn) CloseWrite() error { return c.unix.CloseWrite() }
 
 // Close closes the connection, and files received with an incomplete message.

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// FuzzReceive: what a broken peer sends is an error or a message, never more memory than it sent; and messages
-// arrive as they were sent.
+// FuzzReceive checks that bytes of a broken peer give an error or a message and never take more
+// memory than they have, and that messages arrive unchanged.
 func FuzzReceive(f *testing.F) {
 	f.Add([]byte{0, 0, 0, 2, '{', '}'}, "w")
 	f.Add([]byte{0, 0, 0, 4, 'n', 'u', 'l', 'l', 0, 0, 0, 1}, "")

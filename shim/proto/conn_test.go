@@ -126,7 +126,7 @@ func TestBadMessages(t *testing.T) {
 	}
 }
 
-// Who sends can see whether the other end reads.
+// A sender can see whether the other end reads.
 func TestUnread(t *testing.T) {
 	a, b := pair(t)
 	unread := func() int {
@@ -154,7 +154,7 @@ func TestUnread(t *testing.T) {
 	}
 }
 
-// A message for which there is no room is not waited for for ever.
+// Send returns when the other end does not make room for a message.
 func TestSendToOneThatDoesNotRead(t *testing.T) {
 	a, _ := pair(t)
 	a.sendLimit = time.Millisecond

@@ -35,7 +35,7 @@ func TestTerminalSize(t *testing.T) {
 	}
 }
 
-// FuzzNextFrame: what is decoded encodes to the same bytes, however they arrive.
+// FuzzNextFrame checks that decoded frames encode to the same bytes, however they are split.
 func FuzzNextFrame(f *testing.F) {
 	f.Add(AppendFrame(nil, FrameAttach, []byte{byte(WantStdin | WantStdout)}), 1)
 	f.Add(AppendFrame(AppendFrame(nil, FrameResize, TerminalSize{80, 25}.Encode()), FrameCloseStdin, nil), 7)
@@ -52,7 +52,7 @@ func FuzzNextFrame(f *testing.F) {
 	})
 }
 
-// frames decodes what arrives piece by piece, as a monitor does, and returns the frames encoded again.
+// frames decodes data that arrives in pieces and returns the frames encoded again.
 func frames(t *testing.T, data []byte, piece int) (out []byte, err error) {
 	t.Helper()
 	var in []byte

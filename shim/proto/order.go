@@ -109,7 +109,7 @@ type Exec struct {
 	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // the container's; nil: libcontainer
 	Dir     string              `json:"dir,omitempty"`     // the container's shim directory; needed with Runtime only
 
-	// The daemon ends what a lost launcher leaves in this cgroup. Launchers do not need it.
+	// The daemon kills the remains of a lost launcher in this cgroup. It is not sent.
 	CgroupsPath   string `json:"-"` // as in the container's spec
 	SystemdCgroup bool   `json:"-"` // cgroup driver
 }
@@ -126,10 +126,10 @@ var ExecHierarchies = []string{"", "freezer", "pids"}
 // ends the request.
 type Reply struct {
 	Started  *Started     `json:"started,omitempty"` // comes with the pidfd of the container's init
-	Exec     *ExecStarted `json:"exec,omitempty"`    // comes with the process's pidfd and, for a terminal, the pty's master
+	Exec     *ExecStarted `json:"exec,omitempty"`    // with the process's pidfd and, for a terminal, the pty's master
 	Exited   *Exited      `json:"exited,omitempty"`
 	Error    *Error       `json:"error,omitempty"`
-	Warnings []string     `json:"warnings,omitempty"` // libcontainer's, for the daemon's log
+	Warnings []string     `json:"warnings,omitempty"` // from libcontainer, for the daemon's log
 }
 
 // Started reports a running container or pause. The caller of Launchers.Launch owns the files.

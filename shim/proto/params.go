@@ -6,8 +6,8 @@ import (
 	"syscall"
 )
 
-// IgnoredSignals are the signals that a launcher ignores as soon as its container has
-// signal settings of its own, and the monitor for all its life.
+// IgnoredSignals are ignored by the monitor, and by a launcher once its container has signal
+// settings of its own.
 var IgnoredSignals = []os.Signal{
 	syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1, syscall.SIGUSR2,
 	syscall.SIGALRM, syscall.SIGVTALRM, syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU,
