@@ -88,7 +88,7 @@ func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (
 // start tells in case of an error whether the launcher can serve again.
 func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err error) {
 	order, files := req.PassFiles()
-	watch := e.p.watchOrder(readTime)
+	watch := e.p.watchOrder(orderTimeout)
 	if err := watch.sent(e.p.conn.Send(proto.Request{Exec: order}, files...)); err != nil {
 		return false, errdefs.Internal("ask the launcher: %w", err)
 	}
@@ -240,13 +240,13 @@ func (e *Exec) Close() error {
 	return e.closeFiles()
 }
 
-// execScrubTime is how long the processes of an exec may take to die whose launcher was lost; after
+// removeExecTime is how long the processes of an exec may take to die whose launcher was lost; after
 // that they end with their container.
-const execScrubTime = 10 * time.Second
+const removeExecTime = 10 * time.Second
 
 // removeExec kills the processes of an exec that lost its launcher and removes its cgroup. Without
 // a cgroup of its own only the announced process is killed, by the caller.
-func scrubExec(req *proto.Exec) error {
+func removeExec(req *proto.Exec) error {
 	var err error
 	if req.Runtime != nil {
 		failpoint.Reach("exec.remove-directory")
@@ -267,7 +267,7 @@ func scrubExec(req *proto.Exec) error {
 		}
 		dir = filepath.Join(dir, proto.ExecName(req.ExecID))
 		failpoint.Reach("exec.kill-left")
-		err = errors.Join(err, cgroup.KillDir(dir, execScrubTime), removeGroup(dir))
+		err = errors.Join(err, cgroup.KillDir(dir, removeExecTime), removeGroup(dir))
 		failpoint.Reach("exec.left-killed")
 	}
 	return err
@@ -275,7 +275,7 @@ func scrubExec(req *proto.Exec) error {
 
 // removeGroup removes a cgroup without processes, which the kernel may call busy for a moment. It may be gone already.
 func removeGroup(dir string) error {
-	for deadline := time.Now().Add(execScrubTime); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(removeExecTime); ; time.Sleep(time.Millisecond) {
 		err := unix.Rmdir(dir)
 		if err == nil || err == unix.ENOENT {
 			return nil

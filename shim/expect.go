@@ -29,7 +29,7 @@ func (l *Launchers) expect() (done func()) {
 	until := time.Now().Add(expectTime) // with its monotonic reading: the clock may be set
 	l.expectUntil.Store(&until)
 	if l.expecting.CompareAndSwap(false, true) {
-		l.owned.Go(l.keepLockFast)
+		l.owned.Go(l.keepMovesFast)
 	}
 	return func() {
 		next := time.Now().Add(expectNext)
@@ -47,7 +47,7 @@ func (l *Launchers) ExpectPause(plain, systemd bool) {
 	}
 }
 
-func (l *Launchers) keepLockFast() {
+func (l *Launchers) keepMovesFast() {
 	defer l.expecting.Store(false) // an Expect that comes just now is not served; so be it
 	var moved int                  // the launcher that was moved last
 	var stay *cgroup.Anchor

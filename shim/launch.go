@@ -9,7 +9,6 @@ import (
 	"slices"
 	"time"
 
-	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -24,9 +23,9 @@ import (
 
 const (
 	// undoTime bounds the time in which a cancelled launch undoes its steps.
-	giveUpTime = 20 * time.Second
+	undoTime = 20 * time.Second
 	// cleanupTime bounds the removal of a lost launcher's remains.
-	scrubTime = 10 * time.Second
+	cleanupTime = 10 * time.Second
 )
 
 // Launch creates and starts a container, or a pause. On an error nothing is left of
@@ -39,7 +38,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	plainPause := servesAgain(req)
+	plainPause := req.IsPlainPause() // its launcher serves again
 	switch {
 	case plainPause && cgroup.MovesItself(req.SystemdCgroup):
 		defer l.Expect() // its pod's containers
@@ -79,16 +78,6 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	return started, err
 }
 
-// servesAgain returns whether the launcher will probably serve again after the order: it does after
-// a pause without a security module or a user namespace. A wrong guess costs one launcher too few
-// or too many ahead of need.
-func servesAgain(r *proto.Launch) bool {
-	s := r.Spec
-	return r.Pause && r.BuiltIn && r.Runtime == nil && s != nil && s.Process != nil && s.Linux != nil &&
-		s.Process.ApparmorProfile == "" && s.Process.SelinuxLabel == "" && s.Linux.MountLabel == "" &&
-		!slices.ContainsFunc(s.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.UserNamespace })
-}
-
 // takeTraced is takeFor with a span: a launcher that there is not ahead of need is waited for.
 func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launcher, error) {
 	defer trace.Begin(ctx, "take a launcher").End()
@@ -107,7 +96,7 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Laun
 	sent := trace.Now()
 	failpoint.Reach("launch.send")
 	order, mounts := req.PassFiles()
-	watch := p.watchOrder(readTime)
+	watch := p.watchOrder(orderTimeout)
 	err = watch.sent(p.conn.Send(proto.Request{Launch: order}, mounts...))
 	failpoint.Reach("launch.sent")
 	var files []*os.File
@@ -117,15 +106,15 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Laun
 	}
 	switch {
 	case errors.Is(err, errUnresponsive):
-		if scrubErr := l.scrubUnresponsive(p, req); scrubErr != nil { // it may be reading now
-			err = errdefs.Internal("%v: %w", err, scrubErr)
+		if cleanupErr := l.cleanUpUnresponsive(p, req); cleanupErr != nil { // it may be reading now
+			err = errdefs.Internal("%v: %w", err, cleanupErr)
 		}
 	case err != nil:
-		err = errors.Join(errdefs.Internal("the launcher is lost: %w", err), l.scrub(p, req))
+		err = errors.Join(errdefs.Internal("the launcher is lost: %w", err), l.cleanUp(p, req))
 	case reply.Error != nil:
 		err = failure(ctx, reply.Error)
 	case reply.Started == nil || len(files) != 1:
-		err = errors.Join(errdefs.Internal("the launcher's reply makes no sense"), l.scrub(p, req))
+		err = errors.Join(errdefs.Internal("the launcher's reply makes no sense"), l.cleanUp(p, req))
 	}
 	failpoint.Reach("launch.answered")
 	l.logWarnings(req.ID, reply.Warnings)
@@ -169,7 +158,7 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply) ([]*os.File, error) {
 	stop := context.AfterFunc(ctx, func() {
 		// If either fails the launcher is gone, which ends the wait as well.
-		_ = p.conn.SetDeadline(time.Now().Add(giveUpTime))
+		_ = p.conn.SetDeadline(time.Now().Add(undoTime))
 		_ = p.conn.CloseWrite()
 	})
 	files, err := p.conn.Receive(reply)
@@ -182,7 +171,7 @@ func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply
 // started completes the result, whose files the caller owns.
 func (l *Launchers) started(p *launcher, req *proto.Launch, s *proto.Started, init *os.File) (_ *proto.Started, err error) {
 	if s.Init, err = asPidfd(init); err != nil {
-		return nil, errors.Join(err, l.scrub(p, req))
+		return nil, errors.Join(err, l.cleanUp(p, req))
 	}
 	if req.Pause {
 		return s, nil
@@ -205,15 +194,15 @@ func asPidfd(f *os.File) (*os.File, error) {
 }
 
 // cleanUp kills a launcher that failed to finish, and removes what it may have left.
-func (l *Launchers) scrub(p *launcher, req *proto.Launch) error {
+func (l *Launchers) cleanUp(p *launcher, req *proto.Launch) error {
 	if err := kill(p.proc); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
-	return l.scrubLeft(req)
+	return l.removeLaunch(req)
 }
 
 // cleanUpUnresponsive is cleanUp for a launcher that has not read its order.
-func (l *Launchers) scrubUnresponsive(p *launcher, req *proto.Launch) error {
+func (l *Launchers) cleanUpUnresponsive(p *launcher, req *proto.Launch) error {
 	if err := p.killUnresponsive(); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
@@ -223,15 +212,15 @@ func (l *Launchers) scrubUnresponsive(p *launcher, req *proto.Launch) error {
 	if err != nil {
 		return err
 	}
-	return l.scrubLeft(req)
+	return l.removeLaunch(req)
 }
 
 // removeLaunch removes what a killed launcher may have left.
-func (l *Launchers) scrubLeft(req *proto.Launch) error {
+func (l *Launchers) removeLaunch(req *proto.Launch) error {
 	if req.Spec == nil || req.Spec.Linux == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), scrubTime)
+	ctx, cancel := context.WithTimeout(context.Background(), cleanupTime)
 	defer cancel()
 	group, err := cgroup.Open(req.Spec.Linux.CgroupsPath, req.SystemdCgroup)
 	if err != nil {

@@ -48,7 +48,7 @@ type Launchers struct {
 	stop   context.CancelFunc
 	owned  sync.WaitGroup // the owner and everything that waits for a launcher's end
 
-	expecting   atomic.Bool // keepLockFast runs
+	expecting   atomic.Bool // keepMovesFast runs
 	expectUntil atomic.Pointer[time.Time]
 
 	mu     sync.Mutex     // guards what follows
@@ -122,8 +122,8 @@ type launcher struct {
 	executedIn string // the container of its last exec, which it still knows; empty: none
 }
 
-// startAgain is the pause before another try to start a launcher ahead of need.
-const startAgain = 2 * time.Second
+// startRetry is the pause before another try to start a launcher ahead of need.
+const startRetry = 2 * time.Second
 
 // keepFilled is the owner of the idle launchers.
 func (l *Launchers) keepFilled() {
@@ -145,7 +145,7 @@ func (l *Launchers) keepFilled() {
 			if err != nil {
 				// A launch will try itself, and fail with the reason.
 				l.cfg.Log.Error("cannot start a launcher ahead of need", "error", err)
-				again = time.After(startAgain)
+				again = time.After(startRetry)
 				break
 			}
 			l.put(p)
@@ -195,7 +195,7 @@ func (l *Launchers) giveBack(p *launcher) {
 // exec's remains are removed.
 func (l *Launchers) giveUp(p *launcher, req *proto.Exec) {
 	l.lend(-1)
-	l.retire(p, func() { l.endLeft(req) })
+	l.retire(p, func() { l.removeExecRemains(req) })
 	l.wantMore()
 }
 
@@ -206,21 +206,21 @@ func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	if err := p.killUnresponsive(); err != nil {
 		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
 	}
-	l.tryEndLeft(req)
+	l.tryRemoveExec(req)
 	l.retire(p)
 	l.retireStopped()
 }
 
 // Pauses between two attempts to remove the remains of an exec.
 const (
-	endLeftAgain  = time.Second
-	endLeftSeldom = time.Minute
+	firstRemovalRetry   = time.Second
+	slowestRemovalRetry = time.Minute
 )
 
 // removeExecRemains removes what a launcher has left of an exec. It retries what fails, for example
 // for lack of file descriptors, until it succeeds or the daemon stops.
-func (l *Launchers) endLeft(req *proto.Exec) {
-	for pause := endLeftAgain; !l.tryEndLeft(req); pause = min(2*pause, endLeftSeldom) {
+func (l *Launchers) removeExecRemains(req *proto.Exec) {
+	for pause := firstRemovalRetry; !l.tryRemoveExec(req); pause = min(2*pause, slowestRemovalRetry) {
 		select {
 		case <-l.ctx.Done():
 			return
@@ -229,8 +229,8 @@ func (l *Launchers) endLeft(req *proto.Exec) {
 	}
 }
 
-func (l *Launchers) tryEndLeft(req *proto.Exec) (ended bool) {
-	err := scrubExec(req)
+func (l *Launchers) tryRemoveExec(req *proto.Exec) (ended bool) {
+	err := removeExec(req)
 	if err != nil {
 		l.cfg.Log.Error("end what a launcher has left of an exec", "container", req.ID, "exec", req.ExecID, "error", err)
 	}
@@ -323,7 +323,7 @@ func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	l.retire(p)
 	select {
 	case <-l.ctx.Done():
-	case <-time.After(startAgain):
+	case <-time.After(startRetry):
 		l.wantMore()
 	}
 }
@@ -547,12 +547,12 @@ func addSeals(f *os.File, seals int) error {
 		if !errors.Is(err, unix.EBUSY) || try == sealTries {
 			return os.NewSyscallError("seal", err)
 		}
-		time.Sleep(sealAgain)
+		time.Sleep(sealRetry)
 	}
 }
 
 // A page is held for milliseconds; the kernel has waited 150 ms itself each time.
 const (
 	sealTries = 20
-	sealAgain = 50 * time.Millisecond
+	sealRetry = 50 * time.Millisecond
 )

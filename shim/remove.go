@@ -45,8 +45,8 @@ func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	return cgroup.Open(bundle.CgroupsPath, r.SystemdCgroup)
 }
 
-// launcherPatience bounds the undo of a launcher that has lost its daemon.
-const launcherPatience = 5 * time.Second
+// undoPatience bounds the undo of a launcher that has lost its daemon.
+const undoPatience = 5 * time.Second
 
 // awaitLauncher waits for the end of a launcher that has not made the container's init yet. One that
 // does not end is killed.
@@ -66,7 +66,7 @@ func awaitLauncher(ctx context.Context, dir string) error {
 		return fmt.Errorf("find the launcher of an earlier daemon: %w", err)
 	}
 	defer proc.Close()
-	patience, cancel := context.WithTimeout(ctx, launcherPatience)
+	patience, cancel := context.WithTimeout(ctx, undoPatience)
 	defer cancel()
 	if pidfd.Wait(patience, proc) == nil {
 		return nil

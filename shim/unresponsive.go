@@ -14,15 +14,15 @@ import (
 )
 
 const (
-	// readTime is how long a launcher may take to read its order before it is looked at. One that
+	// orderTimeout is how long a launcher may take to read its order before it is looked at. One that
 	// runs does so in a millisecond. It is given up at the second look at the earliest, after 500
 	// ms.
-	readTime = 400 * time.Millisecond
-	// lookAgain is how often it is looked at from then on.
-	lookAgain = 100 * time.Millisecond
-	// slowTime bounds the wait for a launcher that is not frozen, but waits for a processor or a
+	orderTimeout = 400 * time.Millisecond
+	// orderCheckInterval is how often it is looked at from then on.
+	orderCheckInterval = 100 * time.Millisecond
+	// slowOrderTimeout bounds the wait for a launcher that is not frozen, but waits for a processor or a
 	// disk. On a loaded machine, replacing it costs more than waiting.
-	slowTime = 10 * time.Second
+	slowOrderTimeout = 10 * time.Second
 )
 
 // errUnresponsive says that a launcher did not read its order, so that another may be given it.
@@ -40,7 +40,7 @@ type orderWatch struct {
 }
 
 // watchOrder starts the watch; the order is sent afterwards. If the launcher does not read it, Send
-// and Receive fail: after limit if the launcher is frozen, after slowTime if it is slow.
+// and Receive fail: after limit if the launcher is frozen, after slowOrderTimeout if it is slow.
 func (p *launcher) watchOrder(limit time.Duration) *orderWatch {
 	w := &orderWatch{p: p, begun: time.Now()}
 	w.mu.Lock() // it is complete when it looks
@@ -63,12 +63,12 @@ func (w *orderWatch) look() {
 	// This process may have sent the order only after that check, for lack of a processor. A
 	// healthy launcher slept until then. So one check is not enough.
 	frozen = frozen && unread > 0
-	if frozen && w.wasFrozen || unread > 0 && time.Since(w.begun) > slowTime {
+	if frozen && w.wasFrozen || unread > 0 && time.Since(w.begun) > slowOrderTimeout {
 		w.unresponsive = true
 		_ = w.p.conn.Interrupt() // it fails only on a closed connection, where nobody waits
 	}
 	w.wasFrozen = frozen
-	w.timer.Reset(lookAgain) // a send that begins now would lift the interruption
+	w.timer.Reset(orderCheckInterval) // a send that begins now would lift the interruption
 }
 
 // result ends it. It is errUnresponsive if err comes of that, else err.

@@ -77,7 +77,7 @@ func TestSlowLauncher(t *testing.T) {
 	if w.look(); w.unresponsive {
 		t.Error("a launcher that runs is given up")
 	}
-	w.begun = w.begun.Add(-slowTime)
+	w.begun = w.begun.Add(-slowOrderTimeout)
 	if w.look(); !w.unresponsive {
 		t.Error("a launcher that runs is waited for for ever")
 	}

@@ -24,7 +24,7 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`(pidfd|process|Process)\.(Signal|Kill)`,
 	`cmd\.(Run|Start|Output|CombinedOutput)`,
 	`proto\.(Write|Reserve)File`,
-	`mgr\.(Set|Apply|Destroy|Freeze)`,
+	`(mgr|manager)\.(Set|Apply|Destroy|Freeze)`,
 	`lib\.(Add|Del|GC)NetworkList`,
 	`(host|pod)\.do`, // package links' batches
 	`conn\.Flush`,
@@ -47,7 +47,6 @@ var leftOut = map[string]string{
 	"internal/rootfs/mounttest":   "tests",
 	"internal/safefs":             "the functions are effects of their callers",
 	"shim/launcher":               "the launcher: see TestEffectsOfShimsAreMarked",
-	"shim/logfile":                "the functions are effects of their caller, the launcher",
 	"shim/monitor":                "the monitor, in C: see TestEffectsOfShimsAreMarked",
 }
 
@@ -163,16 +162,16 @@ var unmarked = map[string]string{
 	"shim.killUpTo: pidfd.Signal":      signal,
 	"shim.retireStopped: pidfd.Signal": signal,
 	"shim.remove: os.Remove":           byCaller,
-	"shim.scrubLeft: .remove os.RemoveAll .remove .remove .remove .remove .remove": undo,
-	"shim/ociruntime.runWith: cmd.Run":                                             launcher,
-	"shim/ociruntime.cleanBundle: os.Remove":                                       launcher,
-	"shim/payload.installTree: os.RemoveAll":                                       undo,
-	"shim/payload.lock: os.MkdirAll":                                               lock,
-	"shim/payload.fill: os.Mkdir os.OpenFile os.Chmod os.Chmod":                    unnamed,
-	"shim/proto.UnreserveFile: os.Remove":                                          launcher,
-	"shim/proto.ReserveFile: .writeFile":                                           launcher,
-	"shim/proto.WriteFile: .writeFile os.Rename":                                   byCaller,
-	"shim/proto.writeFile: os.OpenFile":                                            byCaller,
+	"shim.removeLaunch: .remove os.RemoveAll .remove .remove .remove .remove .remove": undo,
+	"shim/ociruntime.runWith: cmd.Run":                                                launcher,
+	"shim/ociruntime.cleanBundle: os.Remove":                                          launcher,
+	"shim/payload.installTree: os.RemoveAll":                                          undo,
+	"shim/payload.lock: os.MkdirAll":                                                  lock,
+	"shim/payload.fill: os.Mkdir os.OpenFile os.Chmod os.Chmod":                       unnamed,
+	"shim/proto.UnreserveFile: os.Remove":                                             launcher,
+	"shim/proto.ReserveFile: .writeFile":                                              launcher,
+	"shim/proto.WriteFile: .writeFile os.Rename":                                      byCaller,
+	"shim/proto.writeFile: os.OpenFile":                                               byCaller,
 }
 
 // Every step of the daemon that has an effect has a failpoint right before it and right after it, so that it is the only one

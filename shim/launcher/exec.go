@@ -18,7 +18,6 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/launcher/complaint"
 	"berth/shim/proto"
 )
 
@@ -52,9 +51,9 @@ type joiner interface {
 
 func (e *execution) newJoiner() joiner {
 	if e.Runtime != nil {
-		return newProgramExec(e)
+		return newOCIExec(e)
 	}
-	return &libraryExec{execution: e}
+	return &libcontainerExec{execution: e}
 }
 
 // serveExec carries out an exec order. An error means that the daemon is gone.
@@ -71,7 +70,7 @@ func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
 		if gone != nil {
 			return gone
 		}
-		return l.reply(proto.Reply{Error: complaint.Describe(err)})
+		return l.reply(proto.Reply{Error: toReply(err)})
 	}
 	if err := e.announce(); err != nil {
 		gone := stopListening()
@@ -141,14 +140,14 @@ func (e *execution) setCgroup(dir string) {
 	e.cgroup = dir
 }
 
-// libraryExec is an exec by libcontainer.
-type libraryExec struct {
+// libcontainerExec is an exec by libcontainer.
+type libcontainerExec struct {
 	*execution
 	*loaded
 	process *libcontainer.Process
 }
 
-func (e *libraryExec) start() (pid int, err error) {
+func (e *libcontainerExec) start() (pid int, err error) {
 	if err := e.load(); err != nil {
 		return 0, err
 	}
@@ -158,7 +157,7 @@ func (e *libraryExec) start() (pid int, err error) {
 	if err := e.ownPipes(); err != nil {
 		return 0, err
 	}
-	e.io.give(e.process)
+	e.io.passTo(e.process)
 	e.makeCgroup()
 	defer e.l.lendFilter(e.process, &e.config)()
 	if err := e.run(); err != nil {
@@ -176,11 +175,11 @@ func (e *libraryExec) start() (pid int, err error) {
 	return pid, err
 }
 
-func (e *libraryExec) wait() (*os.ProcessState, error) { return e.process.Wait() }
+func (e *libcontainerExec) wait() (*os.ProcessState, error) { return e.process.Wait() }
 
-func (e *libraryExec) kill() error { return e.killProcesses() }
+func (e *libcontainerExec) kill() error { return e.killProcesses() }
 
-func (e *libraryExec) load() (err error) {
+func (e *libcontainerExec) load() (err error) {
 	e.loaded, err = e.l.load(e.l.settings.StateRoot, e.ID)
 	if errors.Is(err, libcontainer.ErrNotExist) {
 		return proto.Errorf(proto.FailedPrecondition, "it is not running")
@@ -193,7 +192,7 @@ func (e *libraryExec) load() (err error) {
 
 // run starts the process. What it will wait for in the kernel is waited for meanwhile, and not before: the kernel holds cgroup_mutex so long,
 // which the exec's own cgroup is made with.
-func (e *libraryExec) run() error {
+func (e *libcontainerExec) run() error {
 	var preparing sync.WaitGroup
 	defer preparing.Wait()
 	preparing.Go(prepareMove)
@@ -207,7 +206,7 @@ func (e *libraryExec) run() error {
 
 // ownPipes gives the pipes that the daemon has made to the container's root, as those of a
 // container are: in a user namespace nobody could open /dev/stdout otherwise.
-func (e *libraryExec) ownPipes() error {
+func (e *libcontainerExec) ownPipes() error {
 	uid, gid, err := hostRootOf(&e.config)
 	if err != nil {
 		return fmt.Errorf("owner of stdio: %w", err)
@@ -216,7 +215,7 @@ func (e *libraryExec) ownPipes() error {
 }
 
 // checkRunning looks anew whether the container's init is there.
-func (e *libraryExec) checkRunning() error {
+func (e *libcontainerExec) checkRunning() error {
 	status, err := e.container.Status()
 	if err != nil {
 		return fmt.Errorf("look at its state: %w", err)
@@ -244,7 +243,7 @@ func (e *execution) setIO() error {
 }
 
 // makeCgroup makes the exec's own cgroup, which libcontainer puts the process into.
-func (e *libraryExec) makeCgroup() {
+func (e *libcontainerExec) makeCgroup() {
 	dir, hierarchy := makeExecCgroup(e.cgroups, e.ExecID)
 	if dir != "" {
 		e.setCgroup(dir)
@@ -372,14 +371,11 @@ func (e *execution) obey(ctx context.Context) error {
 			return err
 		case r.Kill == e.ExecID: // else it was for one that has ended
 			if err := e.killStarting(); err != nil {
-				e.l.warnings.Add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
+				e.l.warnings.add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
 			}
 		}
 	}
 }
-
-// killInterval is how often an exec is killed that is being started.
-const killInterval = 10 * time.Millisecond
 
 // killStarting is kill, also while the process is being started: again and again
 // then, for there is a moment before it is in its cgroup.

@@ -13,7 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/shim/logfile"
 	"berth/shim/proto"
 )
 
@@ -47,7 +46,7 @@ func (c *launch) prepareMonitor() error {
 		Verdict:   -1,
 	}
 	if c.LogPath != "" {
-		c.monitor.LogDir, c.monitor.LogPath = logfile.Clean(c.LogDir, c.LogPath)
+		c.monitor.LogDir, c.monitor.LogPath = cleanLogPath(c.LogDir, c.LogPath)
 	}
 	if c.Stdin && c.Terminal {
 		c.monitor.Stdin = c.monitor.Console
@@ -78,7 +77,7 @@ func (c *launch) openLog() error {
 		return nil
 	}
 	failpoint.Reach("launcher.open-log")
-	fd, err := logfile.Open(c.LogDir, c.LogPath)
+	fd, err := openLogFile(c.LogDir, c.LogPath)
 	if err != nil {
 		return err
 	}

@@ -64,7 +64,7 @@ func (e *ends) fill() error {
 // openIO makes what the container's process and its monitor read and write.
 func (c *launch) openIO() (err error) {
 	c.io = &stdio{}
-	if _, plain := c.maker.(*pauseMaker); plain {
+	if _, plain := c.backend.(*pauseBackend); plain {
 		return nil // pause closes its streams
 	}
 	if !c.Pause {
@@ -88,7 +88,7 @@ func (c *launch) openMonitored() (err error) {
 	if c.Terminal {
 		return c.io.makeTerminal(c.Runtime == nil)
 	}
-	return c.io.makePipes(c.maker, c.Stdin)
+	return c.io.makePipes(c.backend, c.Stdin)
 }
 
 // makeTerminal makes what the terminal's master comes through: libcontainer has a
@@ -103,7 +103,7 @@ func (s *stdio) makeTerminal(library bool) (err error) {
 
 // makePipes gives the process pipes; the container's root owns its ends of them,
 // also where that is another user on the host.
-func (s *stdio) makePipes(m maker, withStdin bool) (err error) {
+func (s *stdio) makePipes(b backend, withStdin bool) (err error) {
 	if s.theirs.stdout, s.stdout, err = pipe("stdout"); err != nil {
 		return err
 	}
@@ -115,7 +115,7 @@ func (s *stdio) makePipes(m maker, withStdin bool) (err error) {
 			return err
 		}
 	}
-	uid, gid, err := m.hostRoot()
+	uid, gid, err := b.hostRoot()
 	if err == nil {
 		err = s.theirs.chown(uid, gid)
 	}

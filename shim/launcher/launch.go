@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -18,66 +17,64 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/internal/rootfs"
 	"berth/internal/trace"
-	"berth/shim/launcher/complaint"
 	"berth/shim/proto"
 )
 
-// destroyPatience is how long a failed launch tries to get rid of processes.
+// destroyPatience bounds the time in which a failed launch kills its processes.
 const destroyPatience = 10 * time.Second
 
-// launch is one container on its way.
+// launch is the state of one launch order.
 type launch struct {
 	*proto.Launch
 	l      *launcher
-	mounts []*os.File // that came with it
+	mounts []*os.File // that came with the order
 	undo   *cleanup.List
 
 	group   *cgroup.Group
-	maker   maker
+	backend backend
 	io      *stdio
 	init    *os.File // pidfd
-	verdict *os.File // how the container ends, where init's end does not tell
+	verdict *os.File // pipe that tells how the container ended, if init's end does not; see backend.follow
 	started proto.Started
-	timedTo int64 // by trace.Now
+	timedTo int64 // end of the last traced step, by trace.Now
 	monitor proto.MonitorParams
 
-	ctx     context.Context // ends when the daemon does not want the container any more
+	ctx     context.Context // ends when the daemon cancels the launch
 	abort   context.CancelFunc
-	unwatch func() // ends the watch over the daemon
+	unwatch func() // ends the watch over the daemon's connection
 
 	mu        sync.Mutex // guards the two below
-	committed bool       // the daemon is told: too late to cancel
-	cancelled bool       // the daemon does not want it any more
+	committed bool       // the reply is being sent: too late to cancel
+	cancelled bool
 }
 
-// serveLaunch carries out a launch order. For a container it does not return if it
-// succeeds; otherwise this process has no further use, unless it was told that it has.
+// serveLaunch carries out a launch order. After a container's launch it does not return, but becomes
+// the monitor. Otherwise again says whether the launcher can take another order.
 func (l *launcher) serveLaunch(order *proto.Launch, mounts []*os.File) (again bool, err error) {
 	c := &launch{Launch: order, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
-	c.maker = c.newMaker()
+	c.backend = c.newBackend()
 	c.ctx, c.abort = context.WithCancel(context.Background())
 	failpoint.Reach("launcher.launch-ordered")
 	if err := c.run(); err != nil {
 		failpoint.Reach("launcher.launch-undone")
-		return false, l.reply(proto.Reply{Error: complaint.Describe(err)})
+		return false, l.reply(proto.Reply{Error: toReply(err)})
 	}
 	failpoint.Reach("launcher.launch-answered")
-	if c.Pause { // it goes to init or the next subreaper
+	if c.Pause { // the kernel gives it to the next subreaper or to process 1
 		return c.started.Again, c.init.Close()
 	}
 	err = l.becomeMonitor(l.settings.MonitorPath, &c.monitor, c)
-	// The daemon believes that the container runs. It will see this process end
-	// without an exit record.
-	return false, errors.Join(fmt.Errorf("execute the monitor: %w", err), c.maker.destroy())
+	// The daemon believes that the container runs. It will see this process end without an exit
+	// record.
+	return false, errors.Join(fmt.Errorf("execute the monitor: %w", err), c.backend.destroy())
 }
 
-// run brings the container up and tells the daemon. If it returns an error,
-// nothing is left of the container.
+// run starts the container and replies to the daemon. On an error nothing is left of the container.
 func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
-	// The daemon has written it: that there is no record says that nothing is made here any more.
+	// The daemon wrote the record before it sent the order. It is removed last: a launch without a
+	// record makes nothing any more.
 	c.undo.Add("remove the shim record", func() error {
 		failpoint.Reach("launcher.remove-shim-record")
 		return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
@@ -90,42 +87,75 @@ func (c *launch) run() (err error) {
 	}
 	c.unwatch = c.watchDaemon()
 	defer c.unwatch()
-	for _, step := range []struct {
-		name string // of a step worth telling how long it took
-		do   func() error
-	}{
-		{"mount root filesystem", c.mountRootfs},
-		{"mount volumes", c.mountVolumes},
-		{"", c.closeMounts},
-		{"", c.prepare},
-		{"", c.openIO},
-		{"", c.noteLauncher},
-		{"prepare", c.reserveExit},
-		{"create", c.create}, // of libcontainer's it is the rest
-		{"prepare monitor", c.prepareMonitor},
-		{"record init", c.recordInit},
-		{"execute", c.execute},
-		{"", c.commit},
-	} {
-		if err := step.do(); err != nil {
-			return err
-		}
-		if step.name != "" {
-			c.timed(step.name)
-		}
+	if err := c.mountAll(); err != nil {
+		return err
+	}
+	if err := c.prepare(); err != nil {
+		return err
+	}
+	if err := c.create(); err != nil {
+		return err
+	}
+	c.endStep("create") // without the parts of libcontainer's, which have steps of their own
+	if err := c.prepareMonitor(); err != nil {
+		return err
+	}
+	c.endStep("prepare monitor")
+	if err := c.recordInit(); err != nil {
+		return err
+	}
+	c.endStep("record init")
+	if err := c.execute(); err != nil {
+		return err
+	}
+	c.endStep("execute")
+	if err := c.commit(); err != nil {
+		return err
 	}
 	c.undo.Release()
 	return nil
 }
 
-// timed says what was done since the last call, or since the order was there.
-func (c *launch) timed(name string) {
+// mountAll mounts the root filesystem and the image volumes.
+func (c *launch) mountAll() error {
+	if err := c.mountRootfs(); err != nil {
+		return err
+	}
+	c.endStep("mount root filesystem")
+	if err := c.mountVolumes(); err != nil {
+		return err
+	}
+	c.endStep("mount volumes")
+	return c.closeMounts()
+}
+
+// prepare does all work before the container's first process exists.
+func (c *launch) prepare() error {
+	clampOOMScore(c.Spec.Process)
+	if err := c.backend.prepare(); err != nil {
+		return err
+	}
+	if err := c.openIO(); err != nil {
+		return err
+	}
+	if err := c.identifyMonitor(); err != nil {
+		return err
+	}
+	if err := c.reserveExit(); err != nil {
+		return err
+	}
+	c.endStep("prepare")
+	return nil
+}
+
+// endStep adds a step to the trace: the time since the last one, or since the order came.
+func (c *launch) endStep(name string) {
 	now := trace.Now()
 	c.started.Steps = append(c.started.Steps, trace.Step{Name: name, Began: c.timedTo, Ended: now})
 	c.timedTo = now
 }
 
-// check refuses orders that lead nowhere, and finds the container's cgroup.
+// check refuses incomplete orders and opens the container's cgroup.
 func (c *launch) check() (err error) {
 	switch {
 	case c.Spec == nil || c.Spec.Linux == nil || c.Spec.Process == nil:
@@ -137,15 +167,17 @@ func (c *launch) check() (err error) {
 	return err
 }
 
-// watchDaemon cancels the launch when the daemon closes its end: what the
-// container has of processes is killed until the steps notice. The returned
-// function ends that, and leaves the connection to who reads it next; more than
-// once is harmless.
+// killInterval is the time between two kills of a launch or exec that is still being started.
+const killInterval = 10 * time.Millisecond
+
+// watchDaemon cancels the launch when the daemon closes the connection. It then kills the
+// container's processes until the launch has noticed. stop ends the watch and leaves the connection
+// to its next reader. It may be called more than once.
 func (c *launch) watchDaemon() (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var watching sync.WaitGroup
 	watching.Go(func() {
-		err := c.awaitWord()
+		err := c.awaitClose()
 		if errors.Is(err, os.ErrDeadlineExceeded) || !c.cancel() {
 			return
 		}
@@ -154,21 +186,21 @@ func (c *launch) watchDaemon() (stop func()) {
 			_ = c.group.Kill(ctx)
 			select {
 			case <-ctx.Done():
-			case <-time.After(10 * time.Millisecond):
+			case <-time.After(killInterval):
 			}
 		}
 	})
 	return sync.OnceFunc(func() {
 		cancel()
-		_ = c.l.conn.SetDeadline(time.Unix(1, 0)) // it fails on a closed connection only, of which nobody reads
+		_ = c.l.conn.SetDeadline(time.Unix(1, 0)) // it fails only on a closed connection, which has no readers
 		watching.Wait()
 		_ = c.l.conn.SetDeadline(time.Time{})
 	})
 }
 
-// awaitWord returns when the daemon says something, which can only be the end: an error. A Kill is for an exec that this
-// process served before, and ended while it was sent.
-func (c *launch) awaitWord() error {
+// awaitClose waits for the end of the connection, which cancels the launch, and returns its error. It
+// skips a Kill of an exec that this launcher served before.
+func (c *launch) awaitClose() error {
 	for {
 		var r proto.Request
 		if _, err := c.l.conn.Receive(&r); err != nil || r.Kill == "" {
@@ -185,81 +217,8 @@ func (c *launch) cancel() bool {
 	return c.cancelled
 }
 
-func (c *launch) mountRootfs() error {
-	if _, ok := c.maker.(*pauseMaker); ok {
-		return nil // pause does that, in its own mount namespace
-	}
-	dir, err := c.rootPlace()
-	if err != nil {
-		return err
-	}
-	if err := c.mountOn(c.Rootfs, dir); err != nil {
-		return err
-	}
-	c.Spec.Root = &specs.Root{Path: dir, Readonly: c.Rootfs.Upper == "" || c.Spec.Root != nil && c.Spec.Root.Readonly}
-	return nil
-}
-
-// closeMounts closes the mounts that came with the order: the container's mounts have what they need of them.
-func (c *launch) closeMounts() (failed error) {
-	for _, f := range c.mounts {
-		failed = errors.Join(failed, f.Close())
-	}
-	return failed
-}
-
-// mountAt mounts layers on dir, which it makes, here and nowhere else.
-func (c *launch) mountAt(layers rootfs.Spec, dir string) error {
-	if err := c.makeDir(dir); err != nil {
-		return err
-	}
-	return c.mountOn(layers, dir)
-}
-
-func (c *launch) makeDir(dir string) error {
-	failpoint.Reach("launcher.make-mount-point")
-	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return fmt.Errorf("mount point: %w", err)
-	}
-	failpoint.Reach("launcher.mount-point-made")
-	c.undo.Add("remove "+dir, func() error {
-		failpoint.Reach("launcher.remove-mount-point")
-		return ignore(unix.Rmdir(dir), unix.ENOENT)
-	})
-	return nil
-}
-
-func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
-	failpoint.Reach("launcher.mount")
-	if err := layers.MountAt(dir); err != nil {
-		return err
-	}
-	failpoint.Reach("launcher.mounted")
-	c.undo.Add("unmount "+dir, func() error {
-		failpoint.Reach("launcher.unmount")
-		return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL)
-	})
-	return nil
-}
-
-// rootPlace is the directory that the root filesystem is mounted on: one of its own,
-// unless the order names one that any user can reach. All containers may have the same
-// there, each launcher in its own mount namespace.
-func (c *launch) rootPlace() (string, error) {
-	if c.RootPlace != "" {
-		return c.RootPlace, nil
-	}
-	dir := filepath.Join(c.Dir, "rootfs")
-	return dir, c.makeDir(dir)
-}
-
-func (c *launch) prepare() error {
-	clampOOMScore(c.Spec.Process)
-	return c.maker.prepare()
-}
-
-// noteLauncher notes the identity of this process, the container's monitor to be. A pause has none.
-func (c *launch) noteLauncher() (err error) {
+// identifyMonitor notes this process's identity: it will be the monitor. A pause has none.
+func (c *launch) identifyMonitor() (err error) {
 	if c.Pause {
 		return nil
 	}
@@ -268,13 +227,13 @@ func (c *launch) noteLauncher() (err error) {
 	return err
 }
 
-// reserveExit takes the room that the exit record will need: by then the filesystem may be full, and
-// without the record the container would count as lost.
+// reserveExit takes the disk space of the exit record. Without the record, on a full filesystem, the
+// container would count as lost.
 func (c *launch) reserveExit() error {
 	if c.Pause {
 		return nil
 	}
-	c.undo.Add("give up the exit record's room", func() error {
+	c.undo.Add("give up the exit record's space", func() error {
 		failpoint.Reach("launcher.unreserve-exit")
 		return proto.UnreserveFile(c.Dir, proto.ExitFile)
 	})
@@ -286,19 +245,19 @@ func (c *launch) reserveExit() error {
 	return nil
 }
 
-// create makes the container. Its init waits for the word to execute the command.
+// create makes the container. Its init waits until execute.
 func (c *launch) create() error {
 	if c.inheritsOrphans() {
-		if err := becomeSubreaper(true); err != nil {
+		if err := setSubreaper(true); err != nil {
 			return err
 		}
 	}
-	pid, err := c.maker.create()
+	pid, err := c.backend.create()
 	if err != nil {
 		return err
 	}
 	if pid == 0 {
-		return nil // it gets its streams when it is executed
+		return nil // it gets its streams in execute
 	}
 	if c.io.socket != nil {
 		if err := c.io.receiveConsole(); err != nil {
@@ -308,30 +267,30 @@ func (c *launch) create() error {
 	if err := c.io.started(); err != nil {
 		return err
 	}
-	return c.noteInit(pid)
+	return c.identifyInit(pid)
 }
 
-// inheritsOrphans tells whether orphans of the container's processes shall come to
-// us: in a PID namespace other than the host's there is a process 1 that they go to.
+// inheritsOrphans returns whether the container's orphans become this process's children. That is so
+// in the host's PID namespace; any other has a process 1 of its own that adopts them.
 func (c *launch) inheritsOrphans() bool {
 	return !c.Pause && !slices.ContainsFunc(c.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
 }
 
-// noteInit takes a child of ours for the container's init.
-func (c *launch) noteInit(pid int) (err error) {
+// identifyInit notes the identity of the container's init, a child of this process.
+func (c *launch) identifyInit(pid int) (err error) {
 	c.started.InitPID = pid
 	if c.started.InitStartTime, err = pidfd.StartTime(pid); err != nil {
 		return err
 	}
-	c.init, err = pidfd.Open(pid) // our child, not reaped: it is this one
+	c.init, err = pidfd.Open(pid) // nobody has reaped our child, so the pid is still its own
 	return err
 }
 
-// recordInit says in Dir/shim who the container is, before it runs.
+// recordInit adds init to Dir/shim before init executes its command.
 func (c *launch) recordInit() error {
 	c.started.StartedAt = time.Now()
 	if c.init == nil {
-		return nil // there is nobody yet
+		return nil // follow records it
 	}
 	failpoint.Reach("launcher.record-init")
 	if err := proto.WriteFile(c.Dir, proto.ShimFile, c.started.Encode()); err != nil {
@@ -343,7 +302,7 @@ func (c *launch) recordInit() error {
 
 func (c *launch) execute() error {
 	failpoint.Reach("launcher.execute")
-	if err := c.maker.execute(); err != nil {
+	if err := c.backend.execute(); err != nil {
 		return err
 	}
 	failpoint.Reach("launcher.executed")
@@ -353,15 +312,15 @@ func (c *launch) execute() error {
 	return c.follow()
 }
 
-// follow finds, for a container that now runs and is no process of the host, one that
-// ends with it.
+// follow sets up a process that ends together with a container whose own processes are not the
+// host's.
 func (c *launch) follow() error {
-	pid, verdict, err := c.maker.follow()
+	pid, verdict, err := c.backend.follow()
 	if err != nil {
-		return fmt.Errorf("follow it: %w", err)
+		return fmt.Errorf("follow the container: %w", err)
 	}
 	c.verdict = verdict
-	if err := errors.Join(c.noteInit(pid), c.io.started()); err != nil {
+	if err := errors.Join(c.identifyInit(pid), c.io.started()); err != nil {
 		return err
 	}
 	c.monitor.InitPID, c.monitor.Init, c.monitor.Verdict = pid, fd(c.init), fd(c.verdict)
@@ -372,22 +331,23 @@ func (c *launch) follow() error {
 	return c.recordInit()
 }
 
-// commit tells the daemon. If the daemon has given up, or is not there to hear it,
-// the container shall not be.
+// commit sends the reply. It fails if the daemon has cancelled the launch or is gone.
 func (c *launch) commit() error {
 	c.mu.Lock()
 	cancelled := c.cancelled
 	c.committed = !cancelled
 	c.mu.Unlock()
 	if cancelled {
-		return proto.Errorf(proto.Canceled, "the launch was cancelled")
+		return errCancelled
 	}
-	if _, ok := c.maker.(*pauseMaker); ok {
+	if _, ok := c.backend.(*pauseBackend); ok {
 		c.started.Again = true
-		c.unwatch() // what comes after the reply is the next order
+		c.unwatch() // the next message is another order
 	}
 	return c.l.reply(proto.Reply{Started: &c.started}, c.init)
 }
+
+var errCancelled = proto.Errorf(proto.Canceled, "the launch was cancelled")
 
 // ignore returns err unless it is the given one.
 func ignore(err, except error) error {

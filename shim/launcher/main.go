@@ -1,5 +1,5 @@
 // Package launcher is the program berth-shim: a process that waits, warmed up, for
-// one order from the daemon (package shim/control).
+// one order from the daemon (package shim/proto).
 //
 // A launch creates a container with libcontainer and then turns this process, by
 // execve, into the container's monitor. An exec starts a process in a container
@@ -28,7 +28,6 @@ import (
 
 	"berth/shim/launcher/filter"
 	"berth/shim/launcher/sysmon"
-	"berth/shim/launcher/warnings"
 	"berth/shim/proto"
 )
 
@@ -88,7 +87,7 @@ type launcher struct {
 	conn     *proto.Conn
 	hostMnt  *os.File // the daemon's mount namespace
 	filters  *filter.Table
-	warnings *warnings.List
+	warnings *warningList
 	last     *loaded // the container of the last exec; nil: none yet
 
 	container string // ID of the container or pod of the last order; "": none yet
@@ -113,7 +112,7 @@ func start(settings proto.LauncherSettings) (*launcher, error) {
 		conn:     conn,
 		hostMnt:  os.NewFile(proto.MountNSFD, "host mount namespace"),
 		filters:  filter.NewTable(os.NewFile(proto.FiltersFD, "seccomp filters")),
-		warnings: warnings.Collect(),
+		warnings: collectWarnings(),
 	}, nil
 }
 
@@ -187,7 +186,7 @@ func heapExceeds(bytes uint64) bool {
 
 // reply sends a reply with what libcontainer has warned of since the last one.
 func (l *launcher) reply(r proto.Reply, files ...*os.File) error {
-	r.Warnings = l.warnings.Take()
+	r.Warnings = l.warnings.take()
 	return l.conn.Send(r, files...)
 }
 

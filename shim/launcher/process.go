@@ -18,11 +18,11 @@ import (
 func (l *launcher) lendFilter(p *libcontainer.Process, config *configs.Config) (started func()) {
 	takeBack, err := l.filters.Lend(p, config.Seccomp)
 	if err != nil {
-		l.warnings.Add(fmt.Sprintf("seccomp filter: %v", err))
+		l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
 	}
 	return func() {
 		if err := takeBack(); err != nil {
-			l.warnings.Add(fmt.Sprintf("seccomp filter: %v", err))
+			l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
 		}
 	}
 }

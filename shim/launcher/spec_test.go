@@ -12,7 +12,6 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
-	"berth/shim/launcher/complaint"
 	"berth/shim/ociruntime"
 	"berth/shim/proto"
 )
@@ -50,7 +49,7 @@ func TestProcessesThatCannotBe(t *testing.T) {
 		"a limit of no kernel": {Args: []string{"true"}, Rlimits: []specs.POSIXRlimit{{Type: "RLIMIT_PATIENCE"}}},
 	} {
 		_, library := newProcess(p)
-		program := (&programMaker{launch: &launch{Launch: &proto.Launch{Spec: &specs.Spec{Process: p}}}}).prepare()
+		program := (&ociBackend{launch: &launch{Launch: &proto.Launch{Spec: &specs.Spec{Process: p}}}}).prepare()
 		for maker, err := range map[string]error{"libcontainer": library, "program": program} {
 			var refused *proto.Error
 			if !errors.As(err, &refused) || refused.Code != proto.InvalidArgument {
@@ -136,12 +135,12 @@ func TestInsideVolume(t *testing.T) {
 		}
 	}
 	for sub, want := range map[string]string{"": "", "data": "/data", "absolute/deep": "/data/deep", "data/up": "/etc", "../data": "/data"} {
-		if got, err := insideVolume(proto.Volume{Path: place, SubPath: sub}); got != place+want || err != nil {
+		if got, err := resolveSubPath(proto.Volume{Path: place, SubPath: sub}); got != place+want || err != nil {
 			t.Errorf("%q: %s, %v; want %s", sub, got, err, place+want)
 		}
 	}
 	for _, sub := range []string{"none", "loop", "data/none"} {
-		if got, err := insideVolume(proto.Volume{Path: place, SubPath: sub}); err == nil {
+		if got, err := resolveSubPath(proto.Volume{Path: place, SubPath: sub}); err == nil {
 			t.Errorf("%q is %s", sub, got)
 		}
 	}
@@ -151,7 +150,7 @@ func TestInsideVolume(t *testing.T) {
 func TestNameCommand(t *testing.T) {
 	p := &specs.Process{Args: []string{"no-such-command", "argument"}}
 	named := nameCommand(p, &ociruntime.Error{Message: "executable file `no-such-command` not found in $PATH"})
-	if got := complaint.Describe(named); got.Code != proto.InvalidArgument || got.Message[:24] != `command "no-such-command` {
+	if got := toReply(named); got.Code != proto.InvalidArgument || got.Message[:24] != `command "no-such-command` {
 		t.Errorf("%d, %q", got.Code, got.Message)
 	}
 	if other := errors.New("no space left on device"); nameCommand(p, other) != other {

@@ -1,5 +1,5 @@
 /*
- * Package shim/logfile does the same for the launcher. Below dir no symbolic link is followed, and the file must be a
+ * openLogFile in shim/launcher does the same for the launcher. Below dir no symbolic link is followed, and the file must be a
  * regular one: a container that has the log directory mounted could have put anything there.
  */
 #include "monitor.h"

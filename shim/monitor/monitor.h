@@ -1,7 +1,7 @@
 /*
  * monitor watches over one container. A launcher (package shim/launcher) executes it in
  * its own place when the container runs, so the container's init is this process's
- * child. The command line (package shim/handoff) names what it inherits.
+ * child. The command line (shim/proto, MonitorParams) names what it inherits.
  *
  * It writes the container's output to the log in CRI format and to attached clients,
  * feeds its stdin, reaps every process that becomes its child, and when init has ended
@@ -60,7 +60,7 @@ bool params_parse(struct params *p, int argc, char **argv);
 /* params_fds calls f for each file descriptor that is inherited. */
 void params_fds(const struct params *p, void (*f)(int fd));
 
-/* The protocol of Dir/sock: package shim/wire, which tells what the frames mean. */
+/* The protocol of Dir/sock: shim/proto, frame.go, says what the frames mean. */
 enum {
 	HEADER_SIZE = 5,
 	MAX_PAYLOAD = 32 << 10,

@@ -1,4 +1,4 @@
-/* The exit record, in the form that package shim/record reads. */
+/* The exit record, in the form that package shim/proto reads. */
 #include "monitor.h"
 
 #define PATH_MAX 4096

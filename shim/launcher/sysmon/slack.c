@@ -10,7 +10,7 @@ static void slacken(void)
 {
 	int now;
 
-	// The first is set for libcontainer's init, the second for launchers (shim/control: SlackEnv).
+	// The first is set for libcontainer's init, the second for launchers (shim/proto: SlackEnv).
 	if (!getenv("_LIBCONTAINER_INITPIPE") && !getenv("BERTH_TIMER_SLACK"))
 		return;
 	now = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);

@@ -19,38 +19,37 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/launcher/complaint"
 	"berth/shim/launcher/sysmon"
 	"berth/shim/ociruntime"
 	"berth/shim/proto"
 )
 
-// programMaker is the program of an OCI runtime. The runtime's processes are children
+// ociBackend is the program of an OCI runtime. The runtime's processes are children
 // of ours, and so, since we are a subreaper while it works, is what it leaves behind: the
 // container's init. The rest of a launch is the same.
-type programMaker struct {
+type ociBackend struct {
 	*launch
-	streams *programStreams // of a container that joins a sandbox, until it runs
+	streams *ociStreams // of a container that joins a sandbox, until it runs
 }
 
 // joinsSandbox tells whether the container is to be part of a sandbox that pause has made.
-func (m *programMaker) joinsSandbox() bool { return m.Runtime.Sandboxed && !m.Pause }
+func (b *ociBackend) joinsSandbox() bool { return b.Runtime.Sandboxed && !b.Pause }
 
-func (m *programMaker) prepare() error {
-	if len(m.Spec.Process.Args) == 0 {
+func (b *ociBackend) prepare() error {
+	if len(b.Spec.Process.Args) == 0 {
 		return proto.Errorf(proto.InvalidArgument, "there is no command to run")
 	}
-	for _, l := range m.Spec.Process.Rlimits { // crun ignores what it does not know
+	for _, l := range b.Spec.Process.Rlimits { // crun ignores what it does not know
 		if _, ok := rlimits[l.Type]; !ok {
 			return proto.Errorf(proto.InvalidArgument, "unknown resource limit %q", l.Type)
 		}
 	}
-	m.Spec.Version = ociruntime.SpecVersion
+	b.Spec.Version = ociruntime.SpecVersion
 	return nil
 }
 
-func (m *programMaker) hostRoot() (uid, gid int, err error) {
-	return hostRootIn(m.Spec.Linux.UIDMappings, m.Spec.Linux.GIDMappings)
+func (b *ociBackend) hostRoot() (uid, gid int, err error) {
+	return hostRootIn(b.Spec.Linux.UIDMappings, b.Spec.Linux.GIDMappings)
 }
 
 func hostRootIn(uids, gids []specs.LinuxIDMapping) (uid, gid int, err error) {
@@ -76,62 +75,62 @@ func hostID(mappings []specs.LinuxIDMapping) (int, error) {
 
 // create calls the runtime. From before the first call on, Dir/oci says how to remove
 // what it makes.
-func (m *programMaker) create() (pid int, err error) {
-	if m.Runtime.Has(m.ID) {
+func (b *ociBackend) create() (pid int, err error) {
+	if b.Runtime.Has(b.ID) {
 		return 0, errors.New("it exists")
 	}
-	if err := m.writeBundle(); err != nil {
+	if err := b.writeBundle(); err != nil {
 		return 0, fmt.Errorf("write its bundle: %w", err)
 	}
-	streams, err := m.io.forProgram(m.Dir)
+	streams, err := b.io.forRuntime(b.Dir)
 	if err != nil {
 		return 0, err
 	}
-	m.undo.Add("destroy container "+m.ID, m.destroy)
-	if m.joinsSandbox() {
-		m.streams = streams
-		streams = &programStreams{IO: ociruntime.IO{ConsoleSocket: streams.ConsoleSocket}}
+	b.undo.Add("destroy container "+b.ID, b.destroy)
+	if b.joinsSandbox() {
+		b.streams = streams
+		streams = &ociStreams{IO: ociruntime.IO{ConsoleSocket: streams.ConsoleSocket}}
 	}
 	defer streams.close()
 	failpoint.Reach("launcher.program-create")
-	err = adopting(m.inheritsOrphans(), func() (err error) {
-		pid, err = m.Runtime.Create(m.ctx, m.ID, m.Dir, streams.IO)
+	err = adopting(b.inheritsOrphans(), func() (err error) {
+		pid, err = b.Runtime.Create(b.ctx, b.ID, b.Dir, streams.IO)
 		return err
 	})
 	failpoint.Reach("launcher.program-created")
-	if err == nil && m.joinsSandbox() {
+	if err == nil && b.joinsSandbox() {
 		return 0, nil // the process is the sandbox's, and no child of ours
 	}
 	if err == nil {
-		err = streams.receive(m.io)
+		err = streams.receive(b.io)
 	}
 	if err != nil {
-		return 0, nameCommand(m.Spec.Process, err)
+		return 0, nameCommand(b.Spec.Process, err)
 	}
 	return pid, nil
 }
 
 // nameCommand adds the command to a complaint about it: crun does not always name it.
 func nameCommand(p *specs.Process, err error) error {
-	if complaint.IsOfRequest(err) {
+	if isRequestError(err) {
 		return fmt.Errorf("command %q: %w", p.Args[0], err)
 	}
 	return err
 }
 
 // writeBundle makes the shim directory the container's bundle.
-func (m *programMaker) writeBundle() error {
-	for name, content := range map[string]any{proto.RuntimeFile: m.Runtime, ociruntime.ConfigFile: m.Spec} {
+func (b *ociBackend) writeBundle() error {
+	for name, content := range map[string]any{proto.RuntimeFile: b.Runtime, ociruntime.ConfigFile: b.Spec} {
 		data, err := json.Marshal(content)
 		if err != nil {
 			return err
 		}
-		m.undo.Add("remove "+name, func() error {
+		b.undo.Add("remove "+name, func() error {
 			failpoint.Reach("launcher.remove-bundle")
-			return ignore(unix.Unlink(filepath.Join(m.Dir, name)), unix.ENOENT)
+			return ignore(unix.Unlink(filepath.Join(b.Dir, name)), unix.ENOENT)
 		})
 		failpoint.Reach("launcher.write-bundle")
-		if err := proto.WriteFile(m.Dir, name, data); err != nil {
+		if err := proto.WriteFile(b.Dir, name, data); err != nil {
 			return err
 		}
 		failpoint.Reach("launcher.bundle-written")
@@ -141,39 +140,39 @@ func (m *programMaker) writeBundle() error {
 
 // execute calls the runtime from another thread than ours: that has gone back to the
 // host's mount namespace by now, and gVisor starts what serves the root filesystem here.
-func (m *programMaker) execute() error {
+func (b *ociBackend) execute() error {
 	done := make(chan error)
 	go func() {
 		var streams ociruntime.IO
-		if m.streams != nil {
-			streams = m.streams.IO
+		if b.streams != nil {
+			streams = b.streams.IO
 		}
-		err := adopting(m.inheritsOrphans(), func() error {
-			return sysmon.WithRestored(func() error { return m.Runtime.Start(m.ctx, m.ID, m.Dir, streams) })
+		err := adopting(b.inheritsOrphans(), func() error {
+			return sysmon.WithRestored(func() error { return b.Runtime.Start(b.ctx, b.ID, b.Dir, streams) })
 		})
-		done <- nameCommand(m.Spec.Process, err)
+		done <- nameCommand(b.Spec.Process, err)
 	}()
 	err := <-done
-	if err == nil && !m.Runtime.Sandboxed { // gVisor answers when the command runs
-		err = m.explainNotExecuted(m.awaitCommand(m.programPatience()))
+	if err == nil && !b.Runtime.Sandboxed { // gVisor answers when the command runs
+		err = b.explainNotExecuted(b.awaitCommand(b.ociPatience()))
 	}
-	if m.streams == nil {
+	if b.streams == nil {
 		return err
 	}
-	defer m.streams.close()
+	defer b.streams.close()
 	if err != nil {
 		return err
 	}
-	return m.streams.receive(m.io)
+	return b.streams.receive(b.io)
 }
 
-func (m *programMaker) follow() (pid int, verdict *os.File, err error) {
+func (b *ociBackend) follow() (pid int, verdict *os.File, err error) {
 	w, verdict, err := pipe("verdict")
 	if err != nil {
 		return 0, nil, err
 	}
 	defer w.Close()
-	cmd := m.Runtime.Waiter(m.ID, w)
+	cmd := b.Runtime.Waiter(b.ID, w)
 	failpoint.Reach("launcher.start-waiter")
 	if err := cmd.Start(); err != nil {
 		return 0, nil, errors.Join(err, verdict.Close())
@@ -183,34 +182,34 @@ func (m *programMaker) follow() (pid int, verdict *os.File, err error) {
 }
 
 // destroy leaves it to the runtime; what that does not get done is done without it.
-func (m *programMaker) destroy() error {
+func (b *ociBackend) destroy() error {
 	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
 	defer cancel()
 	failpoint.Reach("launcher.program-delete")
-	err := m.Runtime.Delete(ctx, m.ID)
+	err := b.Runtime.Delete(ctx, b.ID)
 	failpoint.Reach("launcher.program-deleted")
-	killErr := m.group.Kill(ctx)
+	killErr := b.group.Kill(ctx)
 	if err != nil { // perhaps for its processes
-		err = m.Runtime.Delete(ctx, m.ID)
+		err = b.Runtime.Delete(ctx, b.ID)
 	}
 	endChildren(destroyPatience)
-	return errors.Join(err, killErr, m.group.Destroy(ctx))
+	return errors.Join(err, killErr, b.group.Destroy(ctx))
 }
 
 // adopting runs a command of a runtime's. What its processes leave behind become our
 // children. keep: so it shall be for ever, else only until then.
 func adopting(keep bool, run func() error) error {
-	if err := becomeSubreaper(true); err != nil {
+	if err := setSubreaper(true); err != nil {
 		return err
 	}
 	err := run()
 	if !keep {
-		err = errors.Join(err, becomeSubreaper(false))
+		err = errors.Join(err, setSubreaper(false))
 	}
 	return err
 }
 
-func becomeSubreaper(yes bool) error {
+func setSubreaper(yes bool) error {
 	value := uintptr(0)
 	if yes {
 		value = 1
@@ -249,8 +248,8 @@ func endChildren(patience time.Duration) {
 	}
 }
 
-// programStreams are the streams of a command of a runtime's.
-type programStreams struct {
+// ociStreams are the streams of a command of a runtime's.
+type ociStreams struct {
 	ociruntime.IO
 	listener *net.UnixListener // for a terminal's master
 	dir      *os.File          // that the listener's socket is in
@@ -259,10 +258,10 @@ type programStreams struct {
 // consoleSocket is where a runtime sends a terminal's master.
 const consoleSocket = "console"
 
-// forProgram returns the container's ends as a program takes them. For a terminal it
+// forRuntime returns the container's ends as a program takes them. For a terminal it
 // listens in dir.
-func (s *stdio) forProgram(dir string) (*programStreams, error) {
-	p := &programStreams{IO: ociruntime.IO{Stdin: s.theirs.stdin, Stdout: s.theirs.stdout, Stderr: s.theirs.stderr}}
+func (s *stdio) forRuntime(dir string) (*ociStreams, error) {
+	p := &ociStreams{IO: ociruntime.IO{Stdin: s.theirs.stdin, Stdout: s.theirs.stdout, Stderr: s.theirs.stderr}}
 	if !s.terminal {
 		return p, nil
 	}
@@ -283,7 +282,7 @@ func (s *stdio) forProgram(dir string) (*programStreams, error) {
 const consoleTime = 5 * time.Second
 
 // receive takes the terminal's master, if there is to be one.
-func (p *programStreams) receive(s *stdio) error {
+func (p *ociStreams) receive(s *stdio) error {
 	if p.listener == nil {
 		return nil
 	}
@@ -306,15 +305,15 @@ func (p *programStreams) receive(s *stdio) error {
 	return nil
 }
 
-func (p *programStreams) close() {
+func (p *ociStreams) close() {
 	if p.listener != nil {
 		_ = p.listener.Close() // removes the socket as well
 		_ = p.dir.Close()
 	}
 }
 
-// programExec is an exec by the program of an OCI runtime.
-type programExec struct {
+// ociExec is an exec by the program of an OCI runtime.
+type ociExec struct {
 	*execution
 	dir      string
 	ctx      context.Context // of the command that starts it
@@ -322,13 +321,13 @@ type programExec struct {
 	internal atomic.Int64 // the process in its sandbox
 }
 
-func newProgramExec(e *execution) *programExec {
-	p := &programExec{execution: e}
+func newOCIExec(e *execution) *ociExec {
+	p := &ociExec{execution: e}
 	p.ctx, p.giveUp = context.WithCancel(context.Background())
 	return p
 }
 
-func (e *programExec) start() (pid int, err error) {
+func (e *ociExec) start() (pid int, err error) {
 	if len(e.Process.Args) == 0 {
 		return 0, proto.Errorf(proto.InvalidArgument, "there is no command to run")
 	}
@@ -356,7 +355,7 @@ func (e *programExec) start() (pid int, err error) {
 	if err := e.ownPipes(bundle); err != nil {
 		return 0, err
 	}
-	streams, err := e.io.forProgram(e.dir)
+	streams, err := e.io.forRuntime(e.dir)
 	if err != nil {
 		return 0, err
 	}
@@ -382,8 +381,8 @@ func (e *programExec) start() (pid int, err error) {
 	return pid, nil
 }
 
-// ownPipes is libraryExec's, for the container's root as the runtime was told of it.
-func (e *programExec) ownPipes(bundle ociruntime.Bundle) error {
+// ownPipes is libcontainerExec's, for the container's root as the runtime was told of it.
+func (e *ociExec) ownPipes(bundle ociruntime.Bundle) error {
 	uid, gid, err := hostRootIn(bundle.UIDMappings, bundle.GIDMappings)
 	if err != nil {
 		return fmt.Errorf("owner of stdio: %w", err)
@@ -392,7 +391,7 @@ func (e *programExec) ownPipes(bundle ociruntime.Bundle) error {
 }
 
 // explain gives an error the code that fits if the container has ended.
-func (e *programExec) explain(err error) error {
+func (e *ociExec) explain(err error) error {
 	if data, readErr := os.ReadFile(filepath.Join(e.Dir, proto.ShimFile)); readErr == nil {
 		if s, decodeErr := proto.DecodeProcesses(data); decodeErr == nil && s.InitPID != 0 {
 			init, openErr := pidfd.OpenVerified(s.InitPID, s.InitStartTime)
@@ -407,7 +406,7 @@ func (e *programExec) explain(err error) error {
 
 // makeCgroup makes the exec's own cgroup and returns its name if the runtime can put
 // the process there. A sandbox's processes are in none of their own.
-func (e *programExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
+func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 	if e.Runtime.Sandboxed {
 		return ""
 	}
@@ -425,7 +424,7 @@ func (e *programExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 
 // enterCgroup moves the process, and what it has started by now, to the exec's cgroup. A
 // process that left the tree before this is missed: it ends with the container.
-func (e *programExec) enterCgroup(pid int) {
+func (e *ociExec) enterCgroup(pid int) {
 	if e.cgroup == "" {
 		return
 	}
@@ -449,7 +448,7 @@ func (e *programExec) enterCgroup(pid int) {
 	}
 }
 
-func (e *programExec) wait() (*os.ProcessState, error) {
+func (e *ociExec) wait() (*os.ProcessState, error) {
 	p, err := os.FindProcess(e.pid)
 	if err != nil {
 		return nil, err
@@ -460,7 +459,7 @@ func (e *programExec) wait() (*os.ProcessState, error) {
 }
 
 // kill asks the runtime, for a process that is in a sandbox.
-func (e *programExec) kill() error {
+func (e *ociExec) kill() error {
 	e.giveUp()
 	if !e.Runtime.Sandboxed {
 		return e.killProcesses()

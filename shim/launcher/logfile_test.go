@@ -1,4 +1,4 @@
-package logfile
+package launcher
 
 import (
 	"os"
@@ -9,10 +9,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestOpen(t *testing.T) {
+func TestOpenLogFileAppends(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "0.log")
 	for _, text := range []string{"one\n", "two\n"} {
-		fd, err := Open("", path)
+		fd, err := openLogFile("", path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -29,7 +29,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-func TestOpenRefuses(t *testing.T) {
+func TestOpenLogFileRefusesOtherFiles(t *testing.T) {
 	dir := t.TempDir()
 	for name, make := range map[string]func(path string) error{
 		"missing/0.log": func(string) error { return nil },
@@ -42,9 +42,9 @@ func TestOpenRefuses(t *testing.T) {
 		if err := make(path); err != nil {
 			t.Fatal(err)
 		}
-		if fd, err := Open("", path); err == nil || !strings.Contains(err.Error(), path) {
+		if fd, err := openLogFile("", path); err == nil || !strings.Contains(err.Error(), path) {
 			unix.Close(fd)
-			t.Errorf("Open of %s = %v, want an error that names it", name, err)
+			t.Errorf("openLogFile of %s = %v, want an error that names it", name, err)
 		}
 	}
 	if _, err := os.Lstat(filepath.Join(dir, "target")); err == nil {
@@ -52,7 +52,7 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
-func TestOpenStaysBelow(t *testing.T) {
+func TestOpenLogFileStaysBelowItsDirectory(t *testing.T) {
 	dir, outside := t.TempDir(), t.TempDir()
 	if err := os.Symlink(outside, filepath.Join(dir, "link")); err != nil {
 		t.Fatal(err)
@@ -61,9 +61,9 @@ func TestOpenStaysBelow(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{dir + "/link/0.log", dir + "/../" + filepath.Base(outside) + "/0.log", outside + "/0.log", dir} {
-		if fd, err := Open(dir, path); err == nil {
+		if fd, err := openLogFile(dir, path); err == nil {
 			unix.Close(fd)
-			t.Errorf("Open(%s, %s) succeeded", dir, path)
+			t.Errorf("openLogFile(%s, %s) succeeded", dir, path)
 		}
 	}
 	if made, err := os.ReadDir(outside); len(made) != 0 || err != nil {
@@ -74,7 +74,7 @@ func TestOpenStaysBelow(t *testing.T) {
 	if err := os.Symlink(dir, alias); err != nil {
 		t.Fatal(err)
 	}
-	fd, err := Open(alias+"/", alias+"//app/0.log")
+	fd, err := openLogFile(alias+"/", alias+"//app/0.log")
 	if err != nil {
 		t.Fatal(err)
 	}

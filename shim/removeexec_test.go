@@ -35,7 +35,7 @@ func TestLeftOfExecIsTriedAgain(t *testing.T) {
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
-			l.endLeft(&proto.Exec{ExecID: "e", Dir: dir, Runtime: &ociruntime.Runtime{}})
+			l.removeExecRemains(&proto.Exec{ExecID: "e", Dir: dir, Runtime: &ociruntime.Runtime{}})
 		}()
 		synctest.Wait()
 		if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil); err != nil {

@@ -1,6 +1,4 @@
-// Package logfile opens container log files for the launcher. The monitor opens
-// them in the same way (shim/monitor/logfile.c).
-package logfile
+package launcher
 
 import (
 	"errors"
@@ -11,16 +9,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Open opens the log file at path for appending, and creates it (0640) if it is not
-// there; its directory must exist. Below dir, a directory on the way to it, no
-// symbolic link is followed, and the file must be a regular one: a container that
-// has the log directory mounted could have put anything there. An empty dir means
-// the file's own directory.
-func Open(dir, path string) (int, error) {
-	dir, path = Clean(dir, path)
+// openLogFile opens the log file at path for appending and creates it (0640) if needed. Its directory
+// must exist. Below dir, a parent directory of path, openLogFile refuses symbolic links and anything
+// but a regular file: a container that mounts the log directory can put anything there. An empty dir
+// means the direct parent. The monitor opens it in the same way (shim/monitor/logfile.c).
+func openLogFile(dir, path string) (int, error) {
+	dir, path = cleanLogPath(dir, path)
 	name, below := strings.CutPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 	if !below {
-		return -1, &os.PathError{Op: "open log", Path: path, Err: errors.New("it is not below " + dir)}
+		return -1, &os.PathError{Op: "open log", Path: path, Err: errors.New("not below " + dir)}
 	}
 	root, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -42,8 +39,8 @@ func Open(dir, path string) (int, error) {
 	return fd, nil
 }
 
-// Clean returns what Open takes dir and path for: the monitor compares them byte by byte.
-func Clean(dir, path string) (cleanDir, cleanPath string) {
+// cleanLogPath returns the paths that openLogFile uses. The monitor compares them byte by byte.
+func cleanLogPath(dir, path string) (cleanDir, cleanPath string) {
 	if dir == "" {
 		dir = filepath.Dir(path)
 	}
@@ -56,8 +53,8 @@ func openBeneath(root int, path string) (int, error) {
 		Mode:    0o640,
 		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
 	}
-	// EAGAIN means that a rename raced with the walk. Somebody who renames all the
-	// time must not keep a monitor from its container.
+	// EAGAIN means that a rename raced with the path walk. A process that renames all the time must
+	// not delay a launch forever.
 	for attempt := 0; ; attempt++ {
 		fd, err := unix.Openat2(root, path, how)
 		if err != unix.EINTR && err != unix.EAGAIN || attempt == 100 {

@@ -1,0 +1,154 @@
+package launcher
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/runc/libcontainer"
+	"github.com/opencontainers/runc/libcontainer/configs"
+	"github.com/opencontainers/runc/libcontainer/specconv"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+	"berth/shim/ociruntime"
+	"berth/shim/proto"
+)
+
+// libcontainerBackend makes a container with libcontainer, in this process.
+type libcontainerBackend struct {
+	*launch
+	config    *configs.Config
+	container *libcontainer.Container
+	process   *libcontainer.Process
+}
+
+func (b *libcontainerBackend) prepare() (err error) {
+	b.config, err = specconv.CreateLibcontainerConfig(&specconv.CreateOpts{
+		CgroupName:       b.ID,
+		UseSystemdCgroup: b.SystemdCgroup,
+		Spec:             withoutMappings(b.Spec),
+	})
+	if err != nil {
+		return proto.Errorf(proto.InvalidArgument, "runtime spec: %v", err)
+	}
+	if b.Spec.Hooks != nil {
+		if err := b.writeBundle(); err != nil {
+			return err
+		}
+	}
+	b.process, err = newProcess(b.Spec.Process)
+	if err != nil {
+		return err
+	}
+	b.process.Init = true
+	return nil
+}
+
+// withoutMappings returns the spec without ID mappings if it joins a user namespace. libcontainer
+// reads the mappings from the namespace and warns if the spec has them, too.
+func withoutMappings(spec *specs.Spec) *specs.Spec {
+	joins := func(ns specs.LinuxNamespace) bool { return ns.Type == specs.UserNamespace && ns.Path != "" }
+	if !slices.ContainsFunc(spec.Linux.Namespaces, joins) {
+		return spec
+	}
+	changed, linux := *spec, *spec.Linux
+	linux.UIDMappings, linux.GIDMappings = nil, nil
+	changed.Linux = &linux
+	return &changed
+}
+
+// writeBundle makes Dir the bundle of the container's hooks. Many hooks read the path of the root
+// filesystem from the spec in it. The spec may hold secrets in the environment; it goes with Dir.
+func (b *libcontainerBackend) writeBundle() error {
+	data, err := json.Marshal(b.Spec)
+	if err != nil {
+		return fmt.Errorf("encode the spec for hooks: %w", err)
+	}
+	path := filepath.Join(b.Dir, ociruntime.ConfigFile)
+	b.undo.Add("remove "+path, func() error { return ignore(unix.Unlink(path), unix.ENOENT) })
+	failpoint.Reach("launcher.write-spec")
+	if err := os.WriteFile(path, data, 0o600); err != nil {
+		return fmt.Errorf("write the spec for hooks: %w", err)
+	}
+	failpoint.Reach("launcher.spec-written")
+	// libcontainer's default is the working directory.
+	b.config.Labels = slices.DeleteFunc(b.config.Labels, func(l string) bool { return strings.HasPrefix(l, "bundle=") })
+	b.config.Labels = append(b.config.Labels, "bundle="+b.Dir)
+	return nil
+}
+
+func (b *libcontainerBackend) hostRoot() (uid, gid int, err error) { return hostRootOf(b.config) }
+
+func hostRootOf(config *configs.Config) (uid, gid int, err error) {
+	if uid, err = config.HostRootUID(); err != nil {
+		return 0, 0, err
+	}
+	gid, err = config.HostRootGID()
+	return uid, gid, err
+}
+
+func (b *libcontainerBackend) create() (pid int, err error) {
+	failpoint.Reach("launcher.create")
+	b.container, err = libcontainer.Create(b.l.settings.StateRoot, b.ID, b.config)
+	if err != nil {
+		return 0, err
+	}
+	failpoint.Reach("launcher.created")
+	b.endStep("libcontainer create")
+	b.undo.Add("destroy container "+b.ID, b.destroy)
+	b.io.passTo(b.process)
+	defer b.l.lendFilter(b.process, b.config)()
+	if err := b.container.Start(b.process); err != nil {
+		return 0, err
+	}
+	failpoint.Reach("launcher.init-started")
+	b.endStep("libcontainer start")
+	return b.process.Pid()
+}
+
+func (b *libcontainerBackend) execute() error {
+	if err := b.container.Exec(); err != nil {
+		return err
+	}
+	return b.explainNotExecuted(b.awaitCommand(waitForever))
+}
+
+func (b *libcontainerBackend) follow() (int, *os.File, error) {
+	return 0, nil, errors.New("libcontainer's containers need no follower")
+}
+
+func (b *libcontainerBackend) destroy() error {
+	failpoint.Reach("launcher.destroy")
+	if b.process.Signal(unix.SIGKILL) == nil {
+		_, _ = b.process.Wait() // the result is the kill
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	defer cancel()
+	err := errors.Join(b.group.Kill(ctx), b.container.Destroy())
+	failpoint.Reach("launcher.container-destroyed")
+	err = errors.Join(err, b.group.Destroy(ctx), os.RemoveAll(filepath.Join(b.l.settings.StateRoot, b.ID)))
+	failpoint.Reach("launcher.destroyed")
+	return err
+}
+
+// passTo gives the container's ends of the streams to libcontainer.
+func (s *stdio) passTo(p *libcontainer.Process) {
+	// A nil *os.File in an interface is not a nil interface.
+	if s.theirs.stdin != nil {
+		p.Stdin = s.theirs.stdin
+	}
+	if s.theirs.stdout != nil {
+		p.Stdout = s.theirs.stdout
+	}
+	if s.theirs.stderr != nil {
+		p.Stderr = s.theirs.stderr
+	}
+	p.ConsoleSocket = s.theirs.console
+}

@@ -1,0 +1,489 @@
+package launcher
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/opencontainers/cgroups"
+	"github.com/opencontainers/cgroups/manager"
+	"github.com/opencontainers/runc/libcontainer/specconv"
+	"github.com/opencontainers/runc/libcontainer/utils"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/failpoint"
+	"berth/internal/pidfd"
+	"berth/shim/proto"
+)
+
+// pauseBackend makes a plain pause (proto.Launch.IsPlainPause) without libcontainer's init. The
+// pause's program makes the pod's namespaces itself ("pause enter", shim/pause/pause.c). That takes
+// a tenth of the CPU time and does not change the launcher, which can serve again.
+//
+// The program has two stages. The first joins the cgroup, clones the second with the namespaces, and
+// reaps it if the launch fails. The second sets itself up and executes pause.
+//
+// libcontainer's state file has the fields that berth reads (cgroup.FromState).
+type pauseBackend struct {
+	*launch
+	manager cgroups.Manager
+	cgroups *cgroups.Cgroup
+
+	taskFiles []string // the first stage writes itself to these to join its cgroup (cgroup v1); empty: the launcher moves it
+	unified   string   // on a hybrid setup the cgroup's v2 directory, in which the first stage starts; empty: none
+
+	pid        int       // of the second stage, later pause
+	first      *exec.Cmd // the first stage; nil after execute
+	second     *os.File  // pidfd of the second stage
+	parent     *os.File  // socket to the first stage
+	child      *os.File  // socket to the second stage
+	firstLetGo bool      // the first stage was told to continue
+}
+
+// prepare checks the spec and makes nothing. It returns InvalidArgument for a spec that cannot be
+// carried out.
+func (b *pauseBackend) prepare() error {
+	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: b.ID, UseSystemdCgroup: b.SystemdCgroup, Spec: b.Spec})
+	if err != nil {
+		return proto.Errorf(proto.InvalidArgument, "runtime spec: %v", err)
+	}
+	b.cgroups = config.Cgroups
+	if b.manager, err = manager.New(b.cgroups); err != nil {
+		return fmt.Errorf("open the pause's cgroup: %w", err)
+	}
+	return nil
+}
+
+func (b *pauseBackend) hostRoot() (uid, gid int, err error) { return 0, 0, nil }
+
+func (b *pauseBackend) follow() (int, *os.File, error) {
+	return 0, nil, errors.New("a pause has an init process and needs no follower")
+}
+
+// Create makes pause, in its namespaces and its cgroup; it waits for Execute.
+func (b *pauseBackend) create() (pid int, err error) {
+	if err := b.checkCgroup(); err != nil {
+		return 0, err
+	}
+	if err := b.writeState(); err != nil {
+		return 0, err
+	}
+	b.undo.Add("destroy pause "+b.ID, b.destroy)
+	for _, step := range []func() error{b.makeCgroup, b.start, b.confine, b.letGo} {
+		if err := step(); err != nil {
+			return 0, err
+		}
+	}
+	if pid, err = b.receive(b.parent, pauseStarted); err != nil {
+		return 0, err
+	}
+	if b.second, err = pidfd.Open(pid); err != nil { // its parent does not reap it yet: it is this one
+		return 0, err
+	}
+	if _, err = b.receive(b.child, pauseReady); err != nil {
+		return 0, err
+	}
+	failpoint.Reach("launcher.pause-ready")
+	b.pid = pid
+	return pid, nil
+}
+
+// checkCgroup refuses a cgroup that somebody else is in, or that would stop us.
+func (b *pauseBackend) checkCgroup() error {
+	pids, err := b.group.Procs()
+	if err != nil {
+		return err
+	}
+	if len(pids) > 0 {
+		return fmt.Errorf("its cgroup is not empty: it has %d processes", len(pids))
+	}
+	state, err := b.manager.GetFreezerState()
+	if err != nil {
+		return fmt.Errorf("look whether its cgroup is frozen: %w", err)
+	}
+	if state == cgroups.Frozen {
+		return errors.New("its cgroup is frozen")
+	}
+	return nil
+}
+
+// pauseCmdline is /proc/PID/cmdline of a second stage that has executed pause.
+var pauseCmdline = strings.Join(proto.PauseArgs, "\x00") + "\x00"
+
+// writeState writes what names the cgroup to who knows nothing but the ID. As a
+// container's it is there before the first process.
+func (b *pauseBackend) writeState() error {
+	dir := filepath.Join(b.l.settings.StateRoot, b.ID)
+	var state struct {
+		ID     string `json:"id"`
+		Config struct {
+			Cgroups *cgroups.Cgroup `json:"cgroups"`
+		} `json:"config"`
+	}
+	state.ID = b.ID
+	state.Config.Cgroups = &cgroups.Cgroup{Name: b.cgroups.Name, Parent: b.cgroups.Parent, Path: b.cgroups.Path, ScopePrefix: b.cgroups.ScopePrefix, Systemd: b.cgroups.Systemd}
+	data, err := json.Marshal(state)
+	if err != nil {
+		return fmt.Errorf("encode its state: %w", err)
+	}
+	failpoint.Reach("launcher.make-state")
+	if err := errors.Join(os.MkdirAll(b.l.settings.StateRoot, 0o700), os.Mkdir(dir, 0o711)); err != nil {
+		return fmt.Errorf("make its state: %w", err)
+	}
+	b.undo.Add("remove "+dir, func() error {
+		failpoint.Reach("launcher.remove-state")
+		return os.RemoveAll(dir)
+	})
+	failpoint.Reach("launcher.state-made")
+	if err := proto.WriteFile(dir, "state.json", data); err != nil {
+		return fmt.Errorf("write its state: %w", err)
+	}
+	failpoint.Reach("launcher.state-written")
+	return nil
+}
+
+// makeCgroup makes the cgroup that the first stage moves itself into, if it does.
+func (b *pauseBackend) makeCgroup() error {
+	if !cgroup.MovesItself(b.SystemdCgroup) {
+		return nil
+	}
+	const nobody = -1 // to package cgroups
+	failpoint.Reach("launcher.make-cgroup")
+	if err := b.manager.Apply(nobody); err != nil {
+		return fmt.Errorf("make its cgroup: %w", err)
+	}
+	failpoint.Reach("launcher.cgroup-made")
+	b.taskFiles, b.unified = taskFilesOf(b.manager.GetPaths())
+	return nil
+}
+
+// optional are the hierarchies that package cgroups does not mind to fail to join (NameGroup), beside v2's.
+var optionalControllers = []string{"name=systemd", "misc"}
+
+// listsOf returns by which files a process joins a cgroup, as pause.c takes them, and the cgroup's directory in v2's hierarchy, empty if there is none.
+// paths are the cgroup's directories by controller.
+func taskFilesOf(paths map[string]string) (lists []string, unified string) {
+	controllers := map[string][]string{} // by directory: a hierarchy may have several
+	for name, dir := range paths {
+		controllers[dir] = append(controllers[dir], name)
+	}
+	for _, dir := range slices.Sorted(maps.Keys(controllers)) {
+		needed := slices.ContainsFunc(controllers[dir], func(name string) bool { return !slices.Contains(optionalControllers, name) })
+		tasks := filepath.Join(dir, "tasks")
+		switch {
+		case unix.Access(tasks, unix.F_OK) == nil && needed:
+			lists = append(lists, tasks)
+		case unix.Access(tasks, unix.F_OK) == nil:
+			lists = append(lists, "-"+tasks)
+		case unix.Access(dir, unix.F_OK) == nil:
+			unified = dir
+		} // else it is one of systemd's that could not be made, which nobody needs
+	}
+	return lists, unified
+}
+
+// start starts the first stage, which waits.
+func (b *pauseBackend) start() error {
+	flags, err := proto.PauseNamespaces(b.Spec)
+	if err != nil {
+		return err
+	}
+	files, err := b.openFiles()
+	defer closeFiles(files)
+	if err != nil {
+		return err
+	}
+	if err := utils.CloseExecFrom(3); err != nil { // what this process was born with, as libcontainer does
+		return fmt.Errorf("mark files close-on-exec: %w", err)
+	}
+	failpoint.Reach("launcher.start-pause")
+	err = b.startInCgroup(flags, files)
+	if err != nil && b.unified != "" { // CLONE_INTO_CGROUP is Linux 5.7: it is moved
+		b.taskFiles, b.unified = nil, ""
+		err = b.startInCgroup(flags, files)
+	}
+	if err != nil {
+		return fmt.Errorf("start it: %w", err)
+	}
+	failpoint.Reach("launcher.pause-started")
+	return nil
+}
+
+// startInCgroup starts it in unified, if there is that.
+func (b *pauseBackend) startInCgroup(flags uintptr, files []*os.File) error {
+	dir := b.Rootfs.Layers[0].Path
+	b.first = &exec.Cmd{Path: filepath.Join(dir, b.Spec.Process.Args[0]), Args: pauseArguments(flags, dir, b.taskFiles, b.Spec), Env: b.Spec.Process.Env, Dir: "/", ExtraFiles: files}
+	if b.unified == "" {
+		return b.first.Start()
+	}
+	unified, err := os.Open(b.unified)
+	if err != nil {
+		return err
+	}
+	defer unified.Close()
+	b.first.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(unified.Fd())}
+	return b.first.Start()
+}
+
+// arguments are the arguments of "pause enter".
+func pauseArguments(flags uintptr, dir string, lists []string, s *specs.Spec) []string {
+	mode := ""
+	switch {
+	case s.Linux.Seccomp != nil:
+		mode = "f"
+	case s.Process.NoNewPrivileges:
+		mode = "n"
+	}
+	var groups []string
+	for _, g := range s.Process.User.AdditionalGids {
+		groups = append(groups, decimal(g))
+	}
+	args := []string{s.Process.Args[0], "enter", decimal(flags), dir, s.Hostname, decimal(s.Process.User.UID), decimal(s.Process.User.GID),
+		strings.Join(groups, ","), mode, strconv.Itoa(len(lists))}
+	args = append(args, lists...)
+	for _, key := range sysctlNames(s) {
+		args = append(args, "/proc/sys/"+strings.ReplaceAll(key, ".", "/"), s.Linux.Sysctl[key])
+	}
+	return args
+}
+
+func decimal[T uint32 | uintptr](n T) string { return strconv.FormatUint(uint64(n), 10) }
+
+// sysctlNames has them in the order in which they are set.
+func sysctlNames(s *specs.Spec) []string { return slices.Sorted(maps.Keys(s.Linux.Sysctl)) }
+
+// openFiles returns the stages' descriptors.
+func (b *pauseBackend) openFiles() (files []*os.File, err error) {
+	for _, ours := range []**os.File{&b.parent, &b.child} {
+		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return files, os.NewSyscallError("socketpair", err)
+		}
+		*ours = os.NewFile(uintptr(fds[0]), "pause")
+		files = append(files, os.NewFile(uintptr(fds[1]), "pause"))
+	}
+	for _, ns := range b.Spec.Linux.Namespaces {
+		if ns.Type == specs.NetworkNamespace {
+			f, err := os.Open(ns.Path)
+			if err != nil {
+				return files, fmt.Errorf("its network namespace: %w", err)
+			}
+			files = append(files, f)
+		}
+	}
+	return files, nil
+}
+
+func closeFiles(files []*os.File) {
+	for _, f := range files {
+		if f != nil {
+			_ = f.Close() // nothing was written
+		}
+	}
+}
+
+// confine puts the first stage into the cgroup, unless it moves itself, and sets the limits. The second one is born there.
+func (b *pauseBackend) confine() error {
+	pid := b.first.Process.Pid
+	if len(b.taskFiles) == 0 {
+		failpoint.Reach("launcher.join-cgroup")
+		if err := b.manager.Apply(pid); err != nil {
+			return fmt.Errorf("join its cgroup: %w", err)
+		}
+		failpoint.Reach("launcher.cgroup-joined")
+	}
+	failpoint.Reach("launcher.set-cgroup")
+	if err := keepLockLimit(func() error { return b.manager.Set(b.cgroups.Resources) }); err != nil {
+		return fmt.Errorf("set up its cgroup: %w", err)
+	}
+	failpoint.Reach("launcher.cgroup-set")
+	if score := b.Spec.Process.OOMScoreAdj; score != nil {
+		if err := os.WriteFile(fmt.Sprintf("/proc/%d/oom_score_adj", pid), []byte(strconv.Itoa(*score)), 0); err != nil {
+			return fmt.Errorf("set its oom_score_adj: %w", err)
+		}
+	}
+	return nil
+}
+
+// keepLockLimit calls set with this process's limit of locked memory as it is, and as it is again afterwards: to load the program that says which
+// devices may be used (cgroup v2), the library lifts it, for kernels before 5.11, and what the launcher starts next would have no limit.
+func keepLockLimit(set func() error) error {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit); err != nil {
+		return os.NewSyscallError("getrlimit", err)
+	}
+	if err := set(); err != nil {
+		return err
+	}
+	return os.NewSyscallError("setrlimit", unix.Setrlimit(unix.RLIMIT_MEMLOCK, &limit))
+}
+
+// letGo lets the first stage join the cgroup and make the second.
+func (b *pauseBackend) letGo() error {
+	failpoint.Reach("launcher.enter-pause")
+	b.firstLetGo = true
+	return sayTo(b.parent)
+}
+
+// sayTo lets a stage go on.
+func sayTo(socket *os.File) error {
+	if _, err := socket.Write([]byte("+")); err != nil {
+		return fmt.Errorf("it is lost: %w", err)
+	}
+	return nil
+}
+
+// Reports of pause.c: these two, and the steps that failed.
+const (
+	pauseStarted = iota
+	pauseReady
+	stepClone
+	_          // setns
+	stepSysctl // which one is in the bits above the lowest eight, counted from one
+)
+
+var pauseSteps = []string{"started", "ready", "clone", "join its network namespace", "", "make its mounts private", "mount its root",
+	"change its root", "set its hostname", "join a keyring", "set its groups", "drop its capabilities", "change its user",
+	"set no_new_privs", "set its filter of system calls", "join its cgroup", "execute it"}
+
+// pauseStepError is a step of pause's that failed.
+type pauseStepError struct {
+	step  int
+	errno unix.Errno
+	spec  *specs.Spec
+}
+
+func (e *pauseStepError) Error() string {
+	names := sysctlNames(e.spec)
+	switch which := e.step >> 8; {
+	case e.step&0xff == stepSysctl && which > 0 && which <= len(names):
+		name := names[which-1]
+		return fmt.Sprintf("failed to write sysctl %s = %q: %v", name, e.spec.Linux.Sysctl[name], e.errno)
+	case e.step < len(pauseSteps) && e.step != stepSysctl:
+		return pauseSteps[e.step] + ": " + e.errno.Error()
+	}
+	return fmt.Sprintf("step %d: %v", e.step, e.errno)
+}
+
+// receive waits for a report of success, and returns its value.
+func (b *pauseBackend) receive(socket *os.File, want int) (int, error) {
+	var data [9]byte // one more than there are
+	n, err := socket.Read(data[:])
+	if err != nil {
+		return 0, fmt.Errorf("it is lost: %w", err)
+	}
+	if n != 8 {
+		return 0, fmt.Errorf("it is lost: %d bytes of it", n)
+	}
+	step, value := int(binary.NativeEndian.Uint32(data[:])), int(binary.NativeEndian.Uint32(data[4:]))
+	if step != want {
+		return 0, &pauseStepError{step, unix.Errno(value), b.Spec}
+	}
+	return value, nil
+}
+
+// Execute lets it become pause, and leaves it to the reaper of orphans.
+func (b *pauseBackend) execute() error {
+	first := b.first
+	b.first = nil
+	err := b.parent.Close() // upon which it ends
+	if sayErr := sayTo(b.child); sayErr != nil {
+		return errors.Join(sayErr, err)
+	}
+	_, reportErr := b.receive(b.child, pauseReady) // it only says what failed
+	if errors.Is(reportErr, io.EOF) {
+		reportErr = b.checkAlive()
+	}
+	_ = first.Wait() // it has nothing to say
+	return errors.Join(reportErr, err, b.child.Close(), b.second.Close())
+}
+
+// endTime is more than a process needs from closing its files to its end, also where it gets no processor for a while. Only one that ends is waited for.
+const endTime = 10 * time.Second
+
+// checkAlive tells a pause that has executed its command, which closed its socket, from one that was killed. That one's socket
+// is closed, and its arguments are gone, a moment before its pidfd says so (do_exit: exit_mm, exit_files, exit_notify).
+func (b *pauseBackend) checkAlive() error {
+	alive, err := b.hasExecuted()
+	if err != nil || !alive {
+		ctx, cancel := context.WithTimeout(context.Background(), endTime)
+		defer cancel()
+		if err := pidfd.Wait(ctx, b.second); err != nil && ctx.Err() == nil {
+			return err
+		}
+	}
+	ended, err := pidfd.Exited(b.second) // if not, what was read is not another process's with the same ID
+	if err == nil && ended {
+		err = errors.New("it was killed")
+	}
+	return err
+}
+
+// hasExecuted compares the pause's arguments. No more is read: a process decides itself how long
+// what /proc/PID/cmdline tells is.
+func (b *pauseBackend) hasExecuted() (bool, error) {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/cmdline", b.pid))
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	args, err := io.ReadAll(io.LimitReader(f, int64(len(pauseCmdline))+1))
+	return string(args) == pauseCmdline, err
+}
+
+// reapTime is how long the first stage may take to reap the second before both are killed.
+const reapTime = time.Second
+
+// Destroy removes what there is of pause, but for its state.
+func (b *pauseBackend) destroy() error {
+	failpoint.Reach("launcher.destroy-pause")
+	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	defer cancel()
+	if b.first != nil && b.first.Process != nil {
+		b.reap(ctx)
+	}
+	err := errors.Join(b.group.Kill(ctx), b.group.Destroy(ctx))
+	failpoint.Reach("launcher.pause-destroyed")
+	return err
+}
+
+// reap ends both stages. The first one is the parent of the second.
+func (b *pauseBackend) reap(ctx context.Context) {
+	failpoint.Reach("launcher.kill-pause")
+	if b.second != nil {
+		_ = pidfd.Signal(b.second, unix.SIGKILL) // it may have ended
+		_ = b.second.Close()
+	}
+	_ = b.child.Close() // a second stage that nobody knows ends
+	if b.firstLetGo {
+		_ = sayTo(b.parent) // it reaps the second; it may have ended
+	}
+	_ = b.parent.Close() // still waiting for its first word it ends, and there is no second
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = b.first.Wait() // it has nothing to say
+	}()
+	select {
+	case <-ended:
+		return
+	case <-time.After(reapTime):
+	}
+	_ = b.group.Kill(ctx)
+	_ = b.first.Process.Signal(syscall.SIGKILL) // it may not be in the cgroup
+	<-ended
+}
