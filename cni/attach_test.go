@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func TestDelAndCheckUseConfigOfAdd(t *testing.T) {
@@ -30,16 +31,16 @@ func TestDelAndCheckUseConfigOfAdd(t *testing.T) {
 				b.writeConf("1.conflist", conflist("1.0.0", "new", "b"))
 				b.network("new")
 			} else {
-				must(t, os.Remove(b.conf+"/1.conflist"))
+				testutil.Must(t, os.Remove(b.conf+"/1.conflist"))
 				b.network("")
 			}
 			record, err := json.Marshal(att)
-			must(t, err)
+			testutil.Must(t, err)
 			var stored Attachment
-			must(t, json.Unmarshal(record, &stored))
+			testutil.Must(t, json.Unmarshal(record, &stored))
 			b.forget()
-			must(t, n.Check(context.Background(), stored, testPod("p1")))
-			must(t, n.Del(context.Background(), stored, testPod("p1")))
+			testutil.Must(t, n.Check(context.Background(), stored, testPod("p1")))
+			testutil.Must(t, n.Del(context.Background(), stored, testPod("p1")))
 			if want := []string{"a CHECK p1", "a DEL p1"}; !slices.Equal(b.calls(), want) {
 				t.Errorf("calls %q, want %q", b.calls(), want)
 			}
@@ -47,7 +48,7 @@ func TestDelAndCheckUseConfigOfAdd(t *testing.T) {
 				Name, Subnet string
 				PrevResult   *struct{ IPs []struct{ Address string } }
 			}
-			must(t, json.Unmarshal([]byte(b.saw("a.DEL.stdin")), &seen))
+			testutil.Must(t, json.Unmarshal([]byte(b.saw("a.DEL.stdin")), &seen))
 			if seen.Name != "old" || seen.Subnet != "192.0.2.0/24" || seen.PrevResult == nil || seen.PrevResult.IPs[0].Address != "192.0.2.5/24" {
 				t.Errorf("DEL saw %s", b.saw("a.DEL.stdin"))
 			}
@@ -66,10 +67,10 @@ func TestDel(t *testing.T) {
 	t.Run("twice, and without namespace", func(t *testing.T) {
 		pod := testPod("p1")
 		att := b.add(pod)
-		must(t, n.Del(ctx, att, pod))
+		testutil.Must(t, n.Del(ctx, att, pod))
 		for _, gone := range []string{"/nonexistent/netns", b.conf + "/1.conflist", ""} { // missing, not a namespace, empty
 			pod.NetNS = gone
-			must(t, n.Del(ctx, att, pod))
+			testutil.Must(t, n.Del(ctx, att, pod))
 			if got := lookup(strings.Split(b.saw("a.DEL.env"), "\n"), "CNI_NETNS"); got != "" {
 				t.Errorf("CNI_NETNS=%q, want none", got)
 			}
@@ -82,7 +83,7 @@ func TestDel(t *testing.T) {
 		if _, err := n.Add(ctx, att, pod); err == nil {
 			t.Fatal("ADD of a failing chain succeeded")
 		}
-		must(t, n.Del(ctx, att, pod))
+		testutil.Must(t, n.Del(ctx, att, pod))
 		if want := []string{"a ADD p2", "b ADD p2", "b DEL p2", "a DEL p2"}; !slices.Equal(b.calls(), want) {
 			t.Errorf("calls %q, want %q", b.calls(), want)
 		}
@@ -90,7 +91,7 @@ func TestDel(t *testing.T) {
 	t.Run("a plugin that does not know the pod does not stop the chain", func(t *testing.T) {
 		b.plugin("b", `echo '{"code":3,"msg":"unknown container"}'; exit 1`)
 		b.forget()
-		must(t, n.Del(ctx, b.plan(), testPod("p3")))
+		testutil.Must(t, n.Del(ctx, b.plan(), testPod("p3")))
 		if want := []string{"b DEL p3", "a DEL p3"}; !slices.Equal(b.calls(), want) {
 			t.Errorf("calls %q, want %q", b.calls(), want)
 		}
@@ -101,11 +102,11 @@ func TestDel(t *testing.T) {
 			t.Errorf("error %v (%v)", err, errdefs.Code(err))
 		}
 		b.plugin("b", okResult)
-		must(t, n.Del(ctx, b.plan(), testPod("p4")))
+		testutil.Must(t, n.Del(ctx, b.plan(), testPod("p4")))
 	})
 	t.Run("plugin not installed", func(t *testing.T) {
 		att := b.plan()
-		must(t, os.Remove(b.bin+"/b"))
+		testutil.Must(t, os.Remove(b.bin+"/b"))
 		err := n.Del(ctx, att, testPod("p5"))
 		if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), `CNI plugin "b" is not installed in `+b.bin) {
 			t.Errorf("error %v (%v)", err, errdefs.Code(err))
@@ -113,7 +114,7 @@ func TestDel(t *testing.T) {
 	})
 	t.Run("nothing was attached", func(t *testing.T) {
 		b.forget()
-		must(t, n.Del(ctx, Attachment{}, testPod("p6")))
+		testutil.Must(t, n.Del(ctx, Attachment{}, testPod("p6")))
 		if b.calls() != nil {
 			t.Errorf("calls %q", b.calls())
 		}
@@ -133,10 +134,10 @@ func TestDelWithDamagedCache(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
 	att := b.add(testPod("p1"))
-	must(t, os.WriteFile(b.cache+"/results/n-p1-eth0", []byte(`{"kind":"cni`), 0o600))
-	must(t, n.Del(context.Background(), att, testPod("p1")))
+	testutil.Must(t, os.WriteFile(b.cache+"/results/n-p1-eth0", []byte(`{"kind":"cni`), 0o600))
+	testutil.Must(t, n.Del(context.Background(), att, testPod("p1")))
 	left, err := os.ReadDir(b.cache + "/results")
-	must(t, err)
+	testutil.Must(t, err)
 	if len(left) != 0 {
 		t.Errorf("left in the cache: %v", left)
 	}
@@ -173,7 +174,7 @@ func TestCapabilityArgs(t *testing.T) {
 	pod.IPRanges = [][]IPRange{{{Subnet: "192.0.2.0/24"}}}
 	pod.CgroupPath, pod.Aliases = "/kubepods/p1", []string{"www"}
 	att := b.add(pod)
-	must(t, n.Del(context.Background(), att, pod))
+	testutil.Must(t, n.Del(context.Background(), att, pod))
 
 	const ports = `"portMappings":[{"hostPort":8080,"containerPort":80,"protocol":"tcp","hostIP":"127.0.0.1"},{"hostPort":53,"containerPort":53,"protocol":"udp"}]`
 	for record, want := range map[string]string{
@@ -186,8 +187,8 @@ func TestCapabilityArgs(t *testing.T) {
 	} {
 		var seen struct{ RuntimeConfig any }
 		var wanted any
-		must(t, json.Unmarshal([]byte(b.saw(record)), &seen))
-		must(t, json.Unmarshal([]byte(want), &wanted))
+		testutil.Must(t, json.Unmarshal([]byte(b.saw(record)), &seen))
+		testutil.Must(t, json.Unmarshal([]byte(want), &wanted))
 		if !reflect.DeepEqual(seen.RuntimeConfig, wanted) {
 			t.Errorf("%s: runtimeConfig %v, want %v", record, seen.RuntimeConfig, wanted)
 		}
@@ -213,7 +214,7 @@ func TestAddRefusesArgsInjection(t *testing.T) {
 			if _, err := n.Add(context.Background(), b.plan(), pod); errdefs.Code(err) != codes.InvalidArgument {
 				t.Errorf("add: %v (%v)", err, errdefs.Code(err))
 			}
-			must(t, n.Del(context.Background(), b.plan(), pod))
+			testutil.Must(t, n.Del(context.Background(), b.plan(), pod))
 			if b.calls() != nil {
 				t.Errorf("calls %q", b.calls())
 			}
@@ -239,7 +240,7 @@ func TestGC(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.1.0", "second", "other"))
 	b.network("second")
 	b.forget()
-	must(t, n.GC(context.Background(), []Pod{kept}))
+	testutil.Must(t, n.GC(context.Background(), []Pod{kept}))
 	calls := slices.DeleteFunc(b.calls(), func(c string) bool { return strings.Contains(c, "STATUS") })
 	if want := []string{"old DEL stale", "a DEL stale", "other GC ", "a GC ", "old GC "}; !slices.Equal(calls, want) {
 		t.Errorf("calls %q, want %q", calls, want)
@@ -248,13 +249,13 @@ func TestGC(t *testing.T) {
 		Name, X string
 		Valid   []types.GCAttachment `json:"cni.dev/valid-attachments"`
 	}
-	must(t, json.Unmarshal([]byte(b.saw("a.GC.stdin")), &seen))
+	testutil.Must(t, json.Unmarshal([]byte(b.saw("a.GC.stdin")), &seen))
 	if seen.Name != "first" || seen.X != "y" || !slices.Equal(seen.Valid, []types.GCAttachment{{ContainerID: "kept", IfName: IfName}}) {
 		t.Errorf("GC saw %s", b.saw("a.GC.stdin"))
 	}
 
 	b.forget()
-	must(t, n.GC(context.Background(), []Pod{kept})) // the stale pod's record is gone
+	testutil.Must(t, n.GC(context.Background(), []Pod{kept})) // the stale pod's record is gone
 	if slices.Contains(b.calls(), "a DEL stale") {
 		t.Errorf("calls %q", b.calls())
 	}
@@ -269,7 +270,7 @@ func TestGCDisabledOrOld(t *testing.T) {
 		b.plugin("a", okResult)
 		b.writeConf("1.conflist", conf)
 		n := b.start()
-		must(t, n.GC(context.Background(), nil))
+		testutil.Must(t, n.GC(context.Background(), nil))
 		if slices.Contains(b.calls(), "a GC ") {
 			t.Errorf("GC was called for %s", conf)
 		}
@@ -305,7 +306,7 @@ func TestGCWaitsForAdd(t *testing.T) {
 	if err := n.GC(ctx, nil); errdefs.Code(err) != codes.Canceled || slices.Contains(b.calls(), "a GC ") {
 		t.Errorf("GC beside ADD: %v (%v), calls %q", err, errdefs.Code(err), b.calls())
 	}
-	must(t, os.WriteFile(b.record+"/go", nil, 0o644))
-	must(t, <-added)
-	must(t, n.GC(context.Background(), []Pod{testPod("p1")}))
+	testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o644))
+	testutil.Must(t, <-added)
+	testutil.Must(t, n.GC(context.Background(), []Pod{testPod("p1")}))
 }

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/containernetworking/cni/libcni"
+
+	"berth/internal/testutil"
 )
 
 func TestCachedResults(t *testing.T) {
@@ -20,13 +22,13 @@ func TestCachedResults(t *testing.T) {
 				t.Fatal(err)
 			}
 			cached, err := CachedResults(cache)
-			must(t, err)
+			testutil.Must(t, err)
 			if len(cached) != 1 || cached[0].PodID != "p1" || cached[0].Network != "n" || !slices.Equal(cached[0].IPs, []string{"192.0.2.5", "fd00::5"}) {
 				t.Errorf("results are %+v", cached)
 			}
-			must(t, os.WriteFile(cached[0].File, []byte("{"), 0o600))
+			testutil.Must(t, os.WriteFile(cached[0].File, []byte("{"), 0o600))
 			cached, err = CachedResults(cache)
-			must(t, err)
+			testutil.Must(t, err)
 			if len(cached) != 1 || cached[0].PodID != "" {
 				t.Errorf("results of an invalid file are %+v", cached)
 			}
@@ -42,8 +44,8 @@ func TestCachedResults(t *testing.T) {
 func TestMayHold(t *testing.T) {
 	t.Parallel()
 	cache := t.TempDir()
-	must(t, os.MkdirAll(filepath.Join(cache, "results"), 0o700))
-	must(t, os.WriteFile(filepath.Join(cache, "results", "net-cached-eth0"), []byte(`{"containerId": "cached", "networkName": "net"}`), 0o600))
+	testutil.Must(t, os.MkdirAll(filepath.Join(cache, "results"), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(cache, "results", "net-cached-eth0"), []byte(`{"containerId": "cached", "networkName": "net"}`), 0o600))
 	ipam := &fakeIPAM{held: "reserved"}
 	for _, tt := range []struct {
 		name, cache, pod, netns string

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func TestLoadFirstValid(t *testing.T) {
@@ -47,7 +48,7 @@ func TestLoadFirstValid(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			dir := t.TempDir()
 			for name, content := range tt.files {
-				must(t, os.WriteFile(dir+"/"+name, []byte(content), 0o644))
+				testutil.Must(t, os.WriteFile(dir+"/"+name, []byte(content), 0o644))
 			}
 			net, skipped, err := load(dir)
 			var names []string
@@ -63,7 +64,7 @@ func TestLoadFirstValid(t *testing.T) {
 				}
 				return
 			}
-			must(t, err)
+			testutil.Must(t, err)
 			if net.list.Name != tt.want || net.list.CNIVersion != tt.version {
 				t.Errorf("network %q version %q, want %q %q", net.list.Name, net.list.CNIVersion, tt.want, tt.version)
 			}
@@ -73,15 +74,15 @@ func TestLoadFirstValid(t *testing.T) {
 
 func TestLoadSkipsSpecialFiles(t *testing.T) {
 	dir := t.TempDir()
-	must(t, unix.Mkfifo(dir+"/10.conf", 0o644))
-	must(t, os.Symlink("/dev/zero", dir+"/20.conf"))
-	must(t, os.Symlink("nowhere", dir+"/30.conf"))
-	must(t, os.Mkdir(dir+"/40.conf", 0o755))
-	must(t, os.WriteFile(dir+"/50.conflist", []byte(conflist("1.0.0", "n", "a")), 0o644))
-	must(t, os.Rename(dir+"/50.conflist", dir+"/target"))
-	must(t, os.Symlink("target", dir+"/50.conflist")) // as in a projected volume
+	testutil.Must(t, unix.Mkfifo(dir+"/10.conf", 0o644))
+	testutil.Must(t, os.Symlink("/dev/zero", dir+"/20.conf"))
+	testutil.Must(t, os.Symlink("nowhere", dir+"/30.conf"))
+	testutil.Must(t, os.Mkdir(dir+"/40.conf", 0o755))
+	testutil.Must(t, os.WriteFile(dir+"/50.conflist", []byte(conflist("1.0.0", "n", "a")), 0o644))
+	testutil.Must(t, os.Rename(dir+"/50.conflist", dir+"/target"))
+	testutil.Must(t, os.Symlink("target", dir+"/50.conflist")) // as in a projected volume
 	net, skipped, err := load(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	if net.list.Name != "n" || len(skipped) != 3 {
 		t.Errorf("network %q, skipped %v", net.list.Name, skipped)
 	}
@@ -90,15 +91,15 @@ func TestLoadSkipsSpecialFiles(t *testing.T) {
 // CNI 1.1: plugins of a network may be files in a directory with its name.
 func TestLoadPluginFiles(t *testing.T) {
 	dir := t.TempDir()
-	must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n","plugins":[{"type":"a"}]}`), 0o644))
-	must(t, os.Mkdir(dir+"/n", 0o755))
-	must(t, os.WriteFile(dir+"/n/20-c.conf", []byte(`{"type":"c","x":1}`), 0o644))
-	must(t, os.WriteFile(dir+"/n/10-b.conf", []byte(`{"type":"b"}`), 0o644))
-	must(t, os.WriteFile(dir+"/n/README", nil, 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n","plugins":[{"type":"a"}]}`), 0o644))
+	testutil.Must(t, os.Mkdir(dir+"/n", 0o755))
+	testutil.Must(t, os.WriteFile(dir+"/n/20-c.conf", []byte(`{"type":"c","x":1}`), 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/n/10-b.conf", []byte(`{"type":"b"}`), 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/n/README", nil, 0o644))
 	net, _, err := load(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	stored, err := parseConf(net.list.Bytes, true) // the configuration for DEL
-	must(t, err)
+	testutil.Must(t, err)
 	var types []string
 	for _, p := range stored.Plugins {
 		types = append(types, p.Network.Type)
@@ -107,15 +108,15 @@ func TestLoadPluginFiles(t *testing.T) {
 		t.Errorf("stored plugins %q, want %q", types, want)
 	}
 
-	must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n","loadOnlyInlinedPlugins":true,"plugins":[{"type":"a"}]}`), 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n","loadOnlyInlinedPlugins":true,"plugins":[{"type":"a"}]}`), 0o644))
 	net, _, err = load(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	if len(net.list.Plugins) != 1 {
 		t.Errorf("%d plugins, want the inlined one", len(net.list.Plugins))
 	}
 
-	must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n"}`), 0o644))
-	must(t, os.WriteFile(dir+"/n/10-b.conf", []byte(`{`), 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n"}`), 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/n/10-b.conf", []byte(`{`), 0o644))
 	if _, _, err = load(dir); err == nil || !strings.Contains(err.Error(), "n/10-b.conf") {
 		t.Errorf("error %v does not name the broken plugin file", err)
 	}

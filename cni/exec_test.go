@@ -16,6 +16,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 func TestPluginFailures(t *testing.T) {
@@ -71,7 +72,7 @@ func TestHungPluginIsKilledWithChildren(t *testing.T) {
 	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `sleep 1000 & echo $! >$record/child; setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & echo $$ >$record/self; wait`)
-	r := &runner{log: testLog(t), runs: newRuns(b.runs, testLog(t))}
+	r := &runner{log: testutil.Logger(t), runs: newRuns(b.runs, testutil.Logger(t))}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	done := make(chan error, 1)
@@ -85,7 +86,7 @@ func TestHungPluginIsKilledWithChildren(t *testing.T) {
 	if errdefs.Code(err) != codes.Canceled || !strings.Contains(err.Error(), "CNI plugin a did not end in time and was killed") {
 		t.Errorf("error %v (%v)", err, errdefs.Code(err))
 	}
-	eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) && isGone(apart) })
+	testutil.Eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) && isGone(apart) })
 	if left := readDir(t, b.runs); len(left) > 0 {
 		t.Errorf("still noted as running: %v", left)
 	}
@@ -106,8 +107,8 @@ func TestCanceledCallerWaitsForPlugin(t *testing.T) {
 			go func() { done <- runOperation(ctx, n, verb, b.plan(), testPod("p1")) }()
 			b.readPID("self")
 			cancel()
-			must(t, os.WriteFile(b.record+"/go", nil, 0o600))
-			must(t, <-done)
+			testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+			testutil.Must(t, <-done)
 			if err := runOperation(ctx, n, verb, b.plan(), testPod("p2")); !errors.Is(err, context.Canceled) {
 				t.Errorf("an operation began after its caller was cancelled: %v", err)
 			}
@@ -139,8 +140,8 @@ func TestLeaveKeepsPluginRunning(t *testing.T) {
 	if err := n.GC(context.Background(), nil); errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("GC began: %v", err)
 	}
-	must(t, os.WriteFile(b.record+"/go", nil, 0o600))
-	eventually(t, "the plugin has ended by itself", func() bool { return isGone(plugin) && len(readDir(t, b.runs)) == 0 })
+	testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	testutil.Eventually(t, "the plugin has ended by itself", func() bool { return isGone(plugin) && len(readDir(t, b.runs)) == 0 })
 	if calls := b.calls(); len(calls) != 1 {
 		t.Errorf("calls: %v", calls)
 	}
@@ -160,8 +161,8 @@ func TestResultAfterLeave(t *testing.T) {
 	if <-done == nil {
 		t.Error("Add waited for the plugin")
 	}
-	must(t, os.Mkdir(b.record+"/go", 0o700))
-	must(t, n.gate.Acquire(t.Context(), wholeGate)) // waits for the result
+	testutil.Must(t, os.Mkdir(b.record+"/go", 0o700))
+	testutil.Must(t, n.gate.Acquire(t.Context(), wholeGate)) // waits for the result
 }
 
 func TestCanceledGCStartsNoPlugin(t *testing.T) {
@@ -178,7 +179,7 @@ func TestCanceledGCStartsNoPlugin(t *testing.T) {
 	go func() { done <- n.GC(ctx, nil) }()
 	b.readPID("self")
 	cancel()
-	must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
 	if err := <-done; !errors.Is(err, context.Canceled) || strings.Contains(err.Error(), "killed") {
 		t.Errorf("error %v", err)
 	}
@@ -202,8 +203,8 @@ func TestOperationHasDeadline(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `sleep 1000`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
-	n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache, Timeout: 1}, testLog(t))
-	must(t, err)
+	n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache, Timeout: 1}, testutil.Logger(t))
+	testutil.Must(t, err)
 	defer n.Close()
 	b.n = n
 	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); errdefs.Code(err) != codes.DeadlineExceeded {
@@ -219,7 +220,7 @@ func TestChildOutlivesPlugin(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
 	r, err := n.Add(context.Background(), b.plan(), testPod("p1"))
-	must(t, err)
+	testutil.Must(t, err)
 	if len(r.IPs) != 1 || r.IPs[0].String() != "192.0.2.5" {
 		t.Errorf("addresses %v", r.IPs)
 	}
@@ -231,10 +232,10 @@ func TestChildOutlivesPlugin(t *testing.T) {
 	if left := readDir(t, b.runs); len(left) != 1 || !strings.HasSuffix(left[0], overMark) {
 		t.Errorf("noted: %v", left)
 	}
-	must(t, unix.Kill(child, unix.SIGKILL))
-	eventually(t, "child is gone", func() bool { return isGone(child) })
-	eventually(t, "its cgroup is removed with a later run", func() bool {
-		must(t, b.n.Del(context.Background(), b.plan(), testPod("p1")))
+	testutil.Must(t, unix.Kill(child, unix.SIGKILL))
+	testutil.Eventually(t, "child is gone", func() bool { return isGone(child) })
+	testutil.Eventually(t, "its cgroup is removed with a later run", func() bool {
+		testutil.Must(t, b.n.Del(context.Background(), b.plan(), testPod("p1")))
 		return len(readDir(t, b.runs)) == 0
 	})
 }
@@ -279,13 +280,13 @@ func TestHugeEnvironmentIsNotRead(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	hostile := b.startHugeEnvironment()
 	n := b.start()
-	must(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)) // resets the peak to the present usage
+	testutil.Must(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)) // resets the peak to the present usage
 	before := peakMemory(t)
 	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil {
 		t.Error("ADD succeeded")
 	}
 	n.Close()
-	must(t, os.WriteFile(filepath.Join(b.runs, runPrefix+"LEFT"), []byte("/sys/fs/cgroup/"+runPrefix+"LEFT\nADD\n"), 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(b.runs, runPrefix+"LEFT"), []byte("/sys/fs/cgroup/"+runPrefix+"LEFT\nADD\n"), 0o600))
 	b.start() // looks for runs of an earlier daemon
 	if grown := peakMemory(t) - before; grown > 128<<20 {
 		t.Errorf("peak memory grew by %d MiB", grown>>20)
@@ -299,9 +300,9 @@ func TestAddWaitsForPluginFile(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	waiting := make(chan string, busyRetries)
-	r := &runner{runs: newRuns("", testLog(t)), log: slog.New(slog.NewTextHandler(sink(waiting), &slog.HandlerOptions{Level: slog.LevelDebug}))}
+	r := &runner{runs: newRuns("", testutil.Logger(t)), log: slog.New(slog.NewTextHandler(sink(waiting), &slog.HandlerOptions{Level: slog.LevelDebug}))}
 	f, err := os.OpenFile(b.bin+"/a", os.O_WRONLY, 0)
-	must(t, err)
+	testutil.Must(t, err)
 	defer f.Close()
 
 	ctx, cancel := context.WithCancel(context.Background())
@@ -319,8 +320,8 @@ func TestAddWaitsForPluginFile(t *testing.T) {
 	ctx = context.Background()
 	go run()
 	<-waiting
-	must(t, f.Close())
-	must(t, <-done)
+	testutil.Must(t, f.Close())
+	testutil.Must(t, <-done)
 }
 
 // sink passes on what is written to it.
@@ -358,7 +359,7 @@ func TestNewWaitsForPluginOfKilledDaemon(t *testing.T) {
 	daemon := b.killableDaemon()
 	plugin := b.readPID("self")
 	daemon.kill()
-	must(t, os.WriteFile(filepath.Join(b.record, "killed"), nil, 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(b.record, "killed"), nil, 0o600))
 	b.start()
 	if b.readPID("done") != plugin || !isGone(plugin) {
 		t.Error("the plugin was interrupted, or not waited for")
@@ -375,13 +376,13 @@ func (b *bed) killableDaemon() testDaemon {
 	b.t.Helper()
 	d := testDaemon{b.t, exec.Command("/proc/self/exe")}
 	d.Env = append(os.Environ(), daemonVar+"="+filepath.Dir(b.conf))
-	must(b.t, d.Start())
+	testutil.Must(b.t, d.Start())
 	return d
 }
 
 func (d testDaemon) kill() {
 	d.t.Helper()
-	must(d.t, d.Process.Kill())
+	testutil.Must(d.t, d.Process.Kill())
 	if d.Wait() == nil {
 		d.t.Error("the daemon was not killed")
 	}
@@ -394,12 +395,12 @@ func TestRunWithoutNote(t *testing.T) {
 	b.plugin("a", okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
-	must(t, os.RemoveAll(b.runs))
-	must(t, os.WriteFile(b.runs, nil, 0o600)) // in place of the directory
+	testutil.Must(t, os.RemoveAll(b.runs))
+	testutil.Must(t, os.WriteFile(b.runs, nil, 0o600)) // in place of the directory
 	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil || !strings.Contains(err.Error(), "write note of a CNI plugin run") {
 		t.Errorf("ADD: %v", err)
 	}
-	must(t, n.Del(context.Background(), b.plan(), testPod("p1")))
+	testutil.Must(t, n.Del(context.Background(), b.plan(), testPod("p1")))
 	if calls := b.calls(); len(calls) != 1 || !strings.HasPrefix(calls[0], "a DEL") {
 		t.Errorf("calls: %v", calls)
 	}
@@ -408,7 +409,7 @@ func TestRunWithoutNote(t *testing.T) {
 func readDir(t *testing.T, dir string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	for _, e := range entries {
 		names = append(names, e.Name())
 	}
@@ -462,7 +463,7 @@ func TestReadRun(t *testing.T) {
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), test.file)
-			must(t, os.WriteFile(path, []byte(test.content), 0o600))
+			testutil.Must(t, os.WriteFile(path, []byte(test.content), 0o600))
 			if got := readRun(path); got != (run{name: test.file, group: test.group}) {
 				t.Errorf("read %+v", got)
 			}

@@ -12,6 +12,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // hugeEnvironmentVar makes the test binary a process whose environment is huge.
@@ -37,10 +39,10 @@ func (b *bed) startHugeEnvironment() (pid int) {
 	cmd.Stderr = os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 1001, Gid: 1001}, Pdeathsig: unix.SIGKILL}
 	out, err := cmd.StdoutPipe()
-	must(b.t, err)
-	must(b.t, cmd.Start())
+	testutil.Must(b.t, err)
+	testutil.Must(b.t, cmd.Start())
 	b.t.Cleanup(func() {
-		must(b.t, cmd.Process.Kill())
+		testutil.Must(b.t, cmd.Process.Kill())
 		_ = cmd.Wait() // killed
 	})
 	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
@@ -88,11 +90,11 @@ func ownMap() (*mmMap, error) {
 func peakMemory(t *testing.T) int {
 	t.Helper()
 	data, err := os.ReadFile("/proc/self/status")
-	must(t, err)
+	testutil.Must(t, err)
 	for line := range strings.Lines(string(data)) {
 		if text, ok := strings.CutPrefix(line, "VmHWM:"); ok {
 			kb, err := strconv.Atoi(strings.Fields(text)[0])
-			must(t, err)
+			testutil.Must(t, err)
 			return kb << 10
 		}
 	}

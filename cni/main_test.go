@@ -13,7 +13,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
@@ -21,6 +20,8 @@ import (
 	"github.com/containernetworking/cni/pkg/version"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 const insideVar = "BERTH_CNI_TEST_INSIDE"
@@ -138,7 +139,7 @@ func newBed(t *testing.T) *bed {
 	dir := t.TempDir()
 	b := &bed{t: t, conf: dir + "/net.d", bin: dir + "/bin", cache: dir + "/cache", record: dir + "/record", runs: dir + "/runs"}
 	for _, d := range []string{b.conf, b.bin, b.record} {
-		must(t, os.Mkdir(d, 0o755))
+		testutil.Must(t, os.Mkdir(d, 0o755))
 	}
 	if os.Geteuid() != 0 {
 		b.runs = "" // no cgroups
@@ -150,8 +151,8 @@ func newBed(t *testing.T) *bed {
 // changes.
 func (b *bed) start(extraBinDirs ...string) *Network {
 	b.t.Helper()
-	n, err := New(Config{ConfDir: b.conf, BinDirs: append([]string{b.bin}, extraBinDirs...), CacheDir: b.cache, RunDir: b.runs}, testLog(b.t))
-	must(b.t, err)
+	n, err := New(Config{ConfDir: b.conf, BinDirs: append([]string{b.bin}, extraBinDirs...), CacheDir: b.cache, RunDir: b.runs}, testutil.Logger(b.t))
+	testutil.Must(b.t, err)
 	b.t.Cleanup(n.Close)
 	b.n = n
 	return n
@@ -176,8 +177,8 @@ const okResult = `[ "$CNI_COMMAND" = ADD ] && echo '{"cniVersion":"1.0.0","ips":
 // write creates an executable file by rename.
 func (b *bed) write(path, content string) {
 	b.t.Helper()
-	must(b.t, os.WriteFile(path+".tmp", []byte(content), 0o755))
-	must(b.t, os.Rename(path+".tmp", path))
+	testutil.Must(b.t, os.WriteFile(path+".tmp", []byte(content), 0o755))
+	testutil.Must(b.t, os.Rename(path+".tmp", path))
 }
 
 func (b *bed) writeConf(name, content string) { b.t.Helper(); b.write(b.conf+"/"+name, content) }
@@ -188,24 +189,24 @@ func (b *bed) calls() []string {
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return strings.Split(strings.TrimSuffix(string(data), "\n"), "\n")
 }
 
-func (b *bed) forget() { must(b.t, os.RemoveAll(b.record+"/calls")) }
+func (b *bed) forget() { testutil.Must(b.t, os.RemoveAll(b.record+"/calls")) }
 
 // saw returns a record, "<plugin>.<verb>.stdin" or ".env".
 func (b *bed) saw(name string) string {
 	b.t.Helper()
 	data, err := os.ReadFile(filepath.Join(b.record, name))
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return string(data)
 }
 
 func (b *bed) plan() Attachment {
 	b.t.Helper()
 	att, err := b.n.Plan()
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return att
 }
 
@@ -213,7 +214,7 @@ func (b *bed) add(pod Pod) Attachment {
 	b.t.Helper()
 	att := b.plan()
 	_, err := b.n.Add(context.Background(), att, pod)
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return att
 }
 
@@ -230,33 +231,11 @@ func testPod(id string) Pod {
 	return Pod{ID: id, Name: "web", Namespace: "shop", UID: "uid-1", NetNS: "/proc/self/ns/net"}
 }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-// eventually waits until a condition holds.
-func eventually(t *testing.T, what string, holds func() bool) {
-	t.Helper()
-	deadline := time.After(30 * time.Second)
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for !holds() {
-		select {
-		case <-tick.C:
-		case <-deadline:
-			t.Fatalf("never happened: %s", what)
-		}
-	}
-}
-
 // readPID waits for a fake plugin to write a pid.
 func (b *bed) readPID(file string) int {
 	b.t.Helper()
 	var pid int
-	eventually(b.t, "pid in "+file, func() bool {
+	testutil.Eventually(b.t, "pid in "+file, func() bool {
 		data, err := os.ReadFile(filepath.Join(b.record, file))
 		if err != nil {
 			return false
@@ -278,15 +257,4 @@ func isGone(pid int) bool {
 	}
 	_, after, _ := strings.Cut(string(stat), ") ")
 	return strings.HasPrefix(after, "Z")
-}
-
-type testWriter struct{ t *testing.T }
-
-func (w testWriter) Write(b []byte) (int, error) {
-	w.t.Log(strings.TrimSpace(string(b)))
-	return len(b), nil
-}
-
-func testLog(t *testing.T) *slog.Logger {
-	return slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
 }

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 // builtInList is a network of the plugin built-in.
@@ -27,39 +28,21 @@ func TestStatusGetsRanges(t *testing.T) {
 grep -q 10.1.2.0/24 $record/built-in.STATUS.stdin || { echo '{"code":50,"msg":"the subnet overlaps"}'; exit 1; }`)
 	b.writeConf("1.conflist", builtInList)
 	n := b.start()
-	eventually(t, "STATUS is asked", func() bool { _, err := os.Stat(b.record + "/asked"); return err == nil })
+	testutil.Eventually(t, "STATUS is asked", func() bool { _, err := os.Stat(b.record + "/asked"); return err == nil })
 	ranges, err := ParsePodCIDRs("10.1.2.0/24")
-	must(t, err)
+	testutil.Must(t, err)
 	n.SetIPRanges(ranges)
-	must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
 	b.ready(true)
 	if seen := b.saw("built-in.STATUS.stdin"); !strings.Contains(seen, `"runtimeConfig":{"ipRanges":[[{"subnet":"10.1.2.0/24"}]]}`) {
 		t.Errorf("STATUS saw %s", seen)
 	}
-	must(t, n.AskStatus(t.Context()))
+	testutil.Must(t, n.AskStatus(t.Context()))
 	n.SetIPRanges(nil)
-	eventually(t, "the plugin's error", func() bool {
+	testutil.Eventually(t, "the plugin's error", func() bool {
 		err := n.Status(context.Background())
 		return errdefs.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "the subnet overlaps")
 	})
-}
-
-// lines is a log that tests can read.
-type lines struct {
-	lock sync.Mutex // guards text
-	text bytes.Buffer
-}
-
-func (l *lines) Write(data []byte) (int, error) {
-	l.lock.Lock()
-	defer l.lock.Unlock()
-	return l.text.Write(data)
-}
-
-func (l *lines) count(what string) int {
-	l.lock.Lock()
-	defer l.lock.Unlock()
-	return strings.Count(l.text.String(), what)
 }
 
 // fakeReader finds the obstacles that a test sets.
@@ -90,18 +73,18 @@ func firewall([]byte) ([]Obstacle, error) {
 func failing([]byte) ([]Obstacle, error) { return nil, errors.New("no firewall to read") }
 
 // newBuiltInBed starts a ready network of a built-in plugin whose obstacles come from reader.
-func newBuiltInBed(t *testing.T, reader *fakeReader) (*bed, *lines) {
+func newBuiltInBed(t *testing.T, reader *fakeReader) (*bed, *testutil.Buffer) {
 	t.Helper()
-	log := &lines{}
+	log := &testutil.Buffer{}
 	plugin := func(context.Context, []byte, []string) ([]byte, error) { return nil, nil }
 	n, err := New(Config{ConfDir: "/nowhere", BinDirs: []string{"/nowhere"}, CacheDir: t.TempDir(), List: []byte(builtInList),
 		BuiltIn: map[string]BuiltIn{"built-in": plugin}, Readers: Readers{Plugins: map[string]PluginReader{"built-in": reader}}},
-		slog.New(slog.NewTextHandler(io.MultiWriter(log, testWriter{t}), nil)))
-	must(t, err)
+		slog.New(slog.NewTextHandler(io.MultiWriter(log, testutil.LogWriter{T: t}), nil)))
+	testutil.Must(t, err)
 	t.Cleanup(n.Close)
 	b := &bed{t: t, n: n}
 	b.ready(true)
-	eventually(t, "a search", func() bool { return !n.view.Load().obstaclesAt.IsZero() })
+	testutil.Eventually(t, "a search", func() bool { return !n.view.Load().obstaclesAt.IsZero() })
 	return b, log
 }
 
@@ -109,7 +92,7 @@ func newBuiltInBed(t *testing.T, reader *fakeReader) (*bed, *lines) {
 func (b *bed) findObstacles() {
 	b.t.Helper()
 	begin := time.Now()
-	eventually(b.t, "another search", func() bool {
+	testutil.Eventually(b.t, "another search", func() bool {
 		now := b.n.view.Load()
 		if now.obstaclesAt.After(begin) {
 			return true
@@ -132,13 +115,13 @@ func TestObstaclesAreLoggedOnce(t *testing.T) {
 		t.Errorf("obstacles are %q", all)
 	}
 	b.findObstacles()
-	if n := log.count("chain FORWARD drops"); n != 1 {
+	if n := strings.Count(log.String(), "chain FORWARD drops"); n != 1 {
 		t.Errorf("%d warnings", n)
 	}
 	reader.set(none)
 	b.findObstacles()
-	if all := b.n.Info().Obstacles; len(all) != 0 || log.count("chain FORWARD drops") != 1 || log.count("obstacles of pods are gone") != 1 {
-		t.Errorf("after the obstacle is gone: obstacles %q, log %s", all, log.text.String())
+	if all := b.n.Info().Obstacles; len(all) != 0 || strings.Count(log.String(), "chain FORWARD drops") != 1 || strings.Count(log.String(), "obstacles of pods are gone") != 1 {
+		t.Errorf("after the obstacle is gone: obstacles %q, log %s", all, log.String())
 	}
 }
 
@@ -148,28 +131,28 @@ func TestFailedObstacleSearchIsLoggedOnce(t *testing.T) {
 	reader := &fakeReader{found: failing}
 	b, log := newBuiltInBed(t, reader)
 	const warning = "no firewall to read"
-	if n := log.count(warning); n != 1 {
+	if n := strings.Count(log.String(), warning); n != 1 {
 		t.Errorf("%d warnings", n)
 	}
 	at := b.n.view.Load().obstaclesAt
 	for range 3 {
 		before := b.n.view.Load().at
 		b.n.askRefresh()
-		eventually(t, "a refresh", func() bool { return b.n.view.Load().at.After(before) })
+		testutil.Eventually(t, "a refresh", func() bool { return b.n.view.Load().at.After(before) })
 	}
 	if again := b.n.view.Load().obstaclesAt; again != at {
 		t.Error("STATUS repeats the search")
 	}
 	b.findObstacles()
-	if n := log.count(warning); n != 1 {
+	if n := strings.Count(log.String(), warning); n != 1 {
 		t.Errorf("%d warnings", n)
 	}
 	reader.set(none)
 	b.findObstacles()
 	reader.set(failing)
 	b.findObstacles()
-	eventually(t, "a warning after a success", func() bool { return log.count(warning) == 2 })
-	must(t, b.n.Status(context.Background()))
+	testutil.Eventually(t, "a warning after a success", func() bool { return strings.Count(log.String(), warning) == 2 })
+	testutil.Must(t, b.n.Status(context.Background()))
 }
 
 func TestObstaclesDependOnRanges(t *testing.T) {
@@ -186,9 +169,9 @@ func TestObstaclesDependOnRanges(t *testing.T) {
 		obstacles int
 	}{{"", 1}, {"10.1.2.0/24", 0}, {"10.1.3.0/24", 1}} {
 		ranges, err := ParsePodCIDRs(c.cidr)
-		must(t, err)
+		testutil.Must(t, err)
 		b.n.SetIPRanges(ranges)
-		eventually(t, "obstacles of pods of "+c.cidr, func() bool { return len(b.n.Info().Obstacles) == c.obstacles })
+		testutil.Eventually(t, "obstacles of pods of "+c.cidr, func() bool { return len(b.n.Info().Obstacles) == c.obstacles })
 		if found, err := b.n.Obstacles(); err != nil || len(found) != c.obstacles {
 			t.Errorf("with the pod CIDR %q: %v, %v", c.cidr, found, err)
 		}

@@ -19,6 +19,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/netns"
 	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // pluginDir returns the directory of the CNI project's plugins: /opt/cni/bin, or that of Debian's
@@ -50,7 +51,7 @@ func newRealBed(t *testing.T, bridge string, subnet int) *realBed {
 		 "ranges":[[{"subnet":"10.%[3]d.0.0/24"}],[{"subnet":"fd00:%[3]d::/64"}]],"routes":[{"dst":"0.0.0.0/0"},{"dst":"::/0"}]}},
 		{"type":"portmap","capabilities":{"portMappings":true},"snat":true}]}`, bridge, b.ipam, subnet))
 	b.start(pluginDir(t))
-	must(t, b.n.Status(context.Background()))
+	testutil.Must(t, b.n.Status(context.Background()))
 	return b
 }
 
@@ -58,8 +59,8 @@ func (b *realBed) pod(id string) Pod {
 	b.t.Helper()
 	pod := testPod(id)
 	pod.NetNS = filepath.Dir(b.conf) + "/netns-" + id
-	must(b.t, netns.New(pod.NetNS))
-	b.t.Cleanup(func() { must(b.t, netns.Remove(pod.NetNS)) })
+	testutil.Must(b.t, netns.New(pod.NetNS))
+	b.t.Cleanup(func() { testutil.Must(b.t, netns.Remove(pod.NetNS)) })
 	return pod
 }
 
@@ -67,7 +68,7 @@ func (b *realBed) pod(id string) Pod {
 func (b *realBed) allocated() []string {
 	b.t.Helper()
 	entries, err := os.ReadDir(b.ipam + "/real")
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	var addrs []string
 	for _, e := range entries {
 		if e.Name() != "lock" && !strings.HasPrefix(e.Name(), "last_reserved_ip.") {
@@ -102,12 +103,12 @@ func TestRealPlugins(t *testing.T) {
 	server.PortMappings = []PortMapping{{HostPort: 18080, ContainerPort: 80, Protocol: "tcp"}}
 
 	result, err := b.n.Add(ctx, b.plan(), server)
-	must(t, err)
+	testutil.Must(t, err)
 	if len(result.IPs) != 2 || !result.IPs[0].Is4() || !result.IPs[1].Is6() {
 		t.Fatalf("addresses %v, want IPv4 then IPv6 as the configuration has them", result.IPs)
 	}
 	att := b.add(client)
-	must(t, b.n.Check(ctx, att, client)) // not the server: portmap 1.1.1 expects IPv4 rules in ip6tables
+	testutil.Must(t, b.n.Check(ctx, att, client)) // not the server: portmap 1.1.1 expects IPv4 rules in ip6tables
 	wantAddresses(t, server.NetNS, result)
 	stop := serveHello(t, server.NetNS, ":80")
 	defer stop()
@@ -117,14 +118,14 @@ func TestRealPlugins(t *testing.T) {
 		t.Error("no rule names the pod: the check of rules below would pass in any case")
 	}
 
-	must(t, b.n.Del(ctx, att, server))
-	must(t, b.n.Del(ctx, att, server))
-	must(t, netns.In(client.NetNS, func() error { return netlink.LinkDel(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Name: IfName}}) }))
+	testutil.Must(t, b.n.Del(ctx, att, server))
+	testutil.Must(t, b.n.Del(ctx, att, server))
+	testutil.Must(t, netns.In(client.NetNS, func() error { return netlink.LinkDel(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Name: IfName}}) }))
 	if err := b.n.Check(ctx, att, client); err == nil {
 		t.Error("CHECK of a pod that lost its interface succeeded")
 	}
-	must(t, netns.Remove(client.NetNS))
-	must(t, b.n.Del(ctx, att, client)) // the namespace is gone
+	testutil.Must(t, netns.Remove(client.NetNS))
+	testutil.Must(t, b.n.Del(ctx, att, client)) // the namespace is gone
 	if got := b.allocated(); len(got) != 0 {
 		t.Errorf("addresses still allocated: %v", got)
 	}
@@ -132,7 +133,7 @@ func TestRealPlugins(t *testing.T) {
 		t.Errorf("rules left: %q", got)
 	}
 	left, err := os.ReadDir(b.cache + "/results")
-	must(t, err)
+	testutil.Must(t, err)
 	if len(left) != 0 {
 		t.Errorf("left in the cache: %v", left)
 	}
@@ -140,7 +141,7 @@ func TestRealPlugins(t *testing.T) {
 
 func wantAddresses(t *testing.T, netnsPath string, r Result) {
 	t.Helper()
-	must(t, netns.In(netnsPath, func() error {
+	testutil.Must(t, netns.In(netnsPath, func() error {
 		eth0, err := netlink.LinkByName(IfName)
 		if err != nil {
 			return err
@@ -162,7 +163,7 @@ func wantAddresses(t *testing.T, netnsPath string, r Result) {
 func serveHello(t *testing.T, netnsPath, addr string) (stop func()) {
 	t.Helper()
 	var l net.Listener
-	must(t, netns.In(netnsPath, func() (err error) {
+	testutil.Must(t, netns.In(netnsPath, func() (err error) {
 		l, err = net.Listen("tcp", addr)
 		return err
 	}))
@@ -179,13 +180,13 @@ func serveHello(t *testing.T, netnsPath, addr string) (stop func()) {
 			}
 		}
 	})
-	return func() { must(t, l.Close()); served.Wait() }
+	return func() { testutil.Must(t, l.Close()); served.Wait() }
 }
 
 func hello(t *testing.T, netnsPath, addr string) {
 	t.Helper()
 	var c net.Conn
-	must(t, netns.In(netnsPath, func() (err error) {
+	testutil.Must(t, netns.In(netnsPath, func() (err error) {
 		c, err = net.Dial("tcp", addr)
 		return err
 	}))
@@ -254,7 +255,7 @@ func TestRealPluginsFailedAdd(t *testing.T) {
 	if got := b.allocated(); len(got) != 2 {
 		t.Errorf("allocated %v; ADD must fail half-way for this test", got)
 	}
-	must(t, b.n.Del(context.Background(), att, pod))
+	testutil.Must(t, b.n.Del(context.Background(), att, pod))
 	if got := b.allocated(); len(got) != 0 {
 		t.Errorf("addresses still allocated: %v", got)
 	}
@@ -265,13 +266,13 @@ func TestRealPluginsGC(t *testing.T) {
 	kept, stale := b.pod("kept"), b.pod("stale")
 	b.add(kept)
 	b.add(stale)
-	must(t, b.n.GC(context.Background(), []Pod{kept}))
+	testutil.Must(t, b.n.GC(context.Background(), []Pod{kept}))
 	if got := b.allocated(); len(got) != 2 {
 		t.Errorf("allocated %v, want the two of the kept pod", got)
 	}
-	must(t, b.n.Check(context.Background(), b.plan(), kept))
+	testutil.Must(t, b.n.Check(context.Background(), b.plan(), kept))
 	// DEL is repeated until it succeeds, as callers do: iptables once reported its chain as busy.
-	eventually(t, "the kept pod is detached", func() bool {
+	testutil.Eventually(t, "the kept pod is detached", func() bool {
 		err := b.n.Del(context.Background(), b.plan(), kept)
 		if err != nil {
 			t.Log(err)
@@ -285,15 +286,15 @@ func TestRealPluginsPodCIDR(t *testing.T) {
 	b := newRealBed(t, "berth-t4", 95)
 	b.writeConf("10-real.conflist", fmt.Sprintf(`{"cniVersion":"1.0.0","name":"real","plugins":[
 		{"type":"bridge","bridge":%q,"capabilities":{"ipRanges":true},"ipam":{"type":"host-local","dataDir":%q}}]}`, b.bridge, b.ipam))
-	eventually(t, "the new configuration", func() bool { return len(b.n.Info().Plugins) == 1 })
+	testutil.Eventually(t, "the new configuration", func() bool { return len(b.n.Info().Plugins) == 1 })
 	pod := b.pod("p1")
 	var err error
 	pod.IPRanges, err = ParsePodCIDRs("fd00:96::/64,10.96.0.0/24")
-	must(t, err)
+	testutil.Must(t, err)
 	r, err := b.n.Add(context.Background(), b.plan(), pod)
-	must(t, err)
+	testutil.Must(t, err)
 	if got := fmt.Sprint(r.IPs); got != "[fd00:96::2 10.96.0.2]" {
 		t.Errorf("addresses %s", got)
 	}
-	must(t, b.n.Del(context.Background(), b.plan(), pod))
+	testutil.Must(t, b.n.Del(context.Background(), b.plan(), pod))
 }

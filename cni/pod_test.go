@@ -9,6 +9,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func TestNewPod(t *testing.T) {
@@ -23,7 +24,7 @@ func TestNewPod(t *testing.T) {
 		Annotations: map[string]string{"kubernetes.io/ingress-bandwidth": "10M", "kubernetes.io/egress-bandwidth": "1.5Gi"},
 		Linux:       &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/kubepods/u"},
 	})
-	must(t, err)
+	testutil.Must(t, err)
 	want := Pod{
 		ID: "p1", Name: "web", Namespace: "shop", UID: "u", NetNS: "/run/netns/p1",
 		PortMappings: []PortMapping{

@@ -9,6 +9,8 @@ import (
 
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/version"
+
+	"berth/internal/testutil"
 )
 
 // printer is a fake plugin that prints the same bytes at each call. The bytes take the same way as
@@ -28,7 +30,7 @@ func (p *printer) ExecPlugin(context.Context, string, []byte, []string) ([]byte,
 // addPrinted runs ADD with a chain of two plugins that both print stdout.
 func addPrinted(t testing.TB, cache, confVersion string, stdout []byte) (Result, error) {
 	list, err := parseConf([]byte(conflist(confVersion, "n", "a", "b")), true)
-	must(t, err)
+	testutil.Must(t, err)
 	lib := libcni.NewCNIConfigWithCacheDir([]string{"/"}, cache, &printer{stdout: stdout})
 	r, err := lib.AddNetworkList(context.Background(), list, testPod("p1").runtimeConf(IfName))
 	if err != nil {
@@ -63,7 +65,7 @@ func TestResultIPs(t *testing.T) {
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			r, err := addPrinted(t, t.TempDir(), tt.version, []byte(tt.stdout))
-			must(t, err)
+			testutil.Must(t, err)
 			if got := fmt.Sprint(r.IPs); got != tt.want {
 				t.Errorf("addresses %s, want %s", got, tt.want)
 			}

@@ -15,11 +15,12 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/netns"
 	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 func (b *bed) ready(want bool) {
 	b.t.Helper()
-	eventually(b.t, "readiness", func() bool { return (b.n.Status(context.Background()) == nil) == want })
+	testutil.Eventually(b.t, "readiness", func() bool { return (b.n.Status(context.Background()) == nil) == want })
 }
 
 // reload makes the owner reload and waits for it.
@@ -27,7 +28,7 @@ func (b *bed) reload() {
 	b.t.Helper()
 	at := b.n.Info().At
 	b.n.askRefresh()
-	eventually(b.t, "a reload", func() bool { return b.n.Info().At.After(at) })
+	testutil.Eventually(b.t, "a reload", func() bool { return b.n.Info().At.After(at) })
 }
 
 func TestStatusVerb(t *testing.T) {
@@ -35,14 +36,14 @@ func TestStatusVerb(t *testing.T) {
 	b.plugin("a", `[ -e $record/up ] || { echo '{"code":50,"msg":"no agent"}'; exit 1; }; exit 0`)
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
 	n := b.start()
-	eventually(t, "the plugin's error", func() bool {
+	testutil.Eventually(t, "the plugin's error", func() bool {
 		err := n.Status(context.Background())
 		return errdefs.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "no agent")
 	})
 	if _, err := n.Plan(); err != nil {
 		t.Errorf("plan: %v; STATUS does not prevent other requests (spec)", err)
 	}
-	must(t, os.WriteFile(b.record+"/up", nil, 0o644))
+	testutil.Must(t, os.WriteFile(b.record+"/up", nil, 0o644))
 	n.askRefresh()
 	b.ready(true)
 	if s := b.saw("a.STATUS.stdin"); !strings.Contains(s, `"name":"n"`) || !strings.Contains(s, `"cniVersion":"1.1.0"`) {
@@ -88,12 +89,12 @@ func TestStatusIsRetriedBeforeNotReady(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
 	n := b.start()
 	b.ready(true)
-	must(t, os.WriteFile(b.record+"/once", nil, 0o600))
+	testutil.Must(t, os.WriteFile(b.record+"/once", nil, 0o600))
 	asked := len(b.calls())
 	n.askRefresh()
-	eventually(t, "STATUS is asked twice", func() bool { return len(b.calls()) >= asked+2 })
-	must(t, n.Status(context.Background()))
-	must(t, os.WriteFile(b.record+"/down", nil, 0o600))
+	testutil.Eventually(t, "STATUS is asked twice", func() bool { return len(b.calls()) >= asked+2 })
+	testutil.Must(t, n.Status(context.Background()))
+	testutil.Must(t, os.WriteFile(b.record+"/down", nil, 0o600))
 	n.askRefresh()
 	b.ready(false)
 }
@@ -115,21 +116,21 @@ func TestSkeletonPlugin(t *testing.T) {
 	testenv.NeedRoot(t)
 	b := newBed(t)
 	self, err := os.Executable()
-	must(t, err)
-	must(t, os.Symlink(self, b.bin+"/"+skelPlugin))
+	testutil.Must(t, err)
+	testutil.Must(t, os.Symlink(self, b.bin+"/"+skelPlugin))
 	b.writeConf("1.conflist", conflist("1.1.0", "n", skelPlugin))
 	n := b.start()
 	b.ready(true)
 	ctx, pod := context.Background(), testPod("p1")
 	pod.NetNS = t.TempDir() + "/ns" // the skeleton refuses its own namespace
-	must(t, netns.New(pod.NetNS))
-	defer func() { must(t, netns.Remove(pod.NetNS)) }()
+	testutil.Must(t, netns.New(pod.NetNS))
+	defer func() { testutil.Must(t, netns.Remove(pod.NetNS)) }()
 	att := b.add(pod)
-	must(t, n.GC(ctx, []Pod{pod}))
+	testutil.Must(t, n.GC(ctx, []Pod{pod}))
 	if err := n.Check(ctx, att, pod); err == nil || !strings.Contains(err.Error(), "never connected") {
 		t.Errorf("check: %v", err)
 	}
-	must(t, n.Del(ctx, att, pod))
+	testutil.Must(t, n.Del(ctx, att, pod))
 	list := n.view.Load().net.list
 	if err := n.runVerb(ctx, list, list.Plugins[0], "NONSENSE", nil); !errors.Is(err, errVerbUnknown) {
 		t.Errorf("unknown verb: %v", err)
@@ -141,7 +142,7 @@ func TestStatusVerbOnlyFrom11(t *testing.T) {
 	b.plugin("a", `exit 1`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
-	must(t, n.Status(context.Background()))
+	testutil.Must(t, n.Status(context.Background()))
 	b.reload()
 	if b.calls() != nil {
 		t.Errorf("calls %q", b.calls())
@@ -162,14 +163,14 @@ func TestHungStatusBlocksNothing(t *testing.T) {
 	}
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "b"))
 	b.ready(true)
-	eventually(t, "the old probe is killed", func() bool { return isGone(first) })
+	testutil.Eventually(t, "the old probe is killed", func() bool { return isGone(first) })
 
-	must(t, os.Remove(b.record+"/child"))
+	testutil.Must(t, os.Remove(b.record+"/child"))
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
 	second := b.readPID("child")
 	b.ready(false)
 	n.Close()
-	eventually(t, "the probe ends with Close", func() bool { return isGone(second) })
+	testutil.Eventually(t, "the probe ends with Close", func() bool { return isGone(second) })
 }
 
 // The configuration changes to one without STATUS while STATUS of the old one runs.
@@ -182,9 +183,9 @@ func TestStaleStatusIsIgnored(t *testing.T) {
 	pid := b.readPID("probing")
 	b.writeConf("1.conflist", conflist("1.0.0", "old", "b"))
 	b.network("old")
-	eventually(t, "the old probe is killed", func() bool { return isGone(pid) })
+	testutil.Eventually(t, "the old probe is killed", func() bool { return isGone(pid) })
 	b.reload()
-	must(t, n.Status(context.Background()))
+	testutil.Must(t, n.Status(context.Background()))
 }
 
 func TestStatusReloadsOldView(t *testing.T) {
@@ -195,15 +196,15 @@ func TestStatusReloadsOldView(t *testing.T) {
 	fresh := *n.view.Load()
 	fresh.at = time.Now().Add(time.Hour)
 	n.view.Store(&fresh)
-	must(t, n.Status(context.Background()))
+	testutil.Must(t, n.Status(context.Background()))
 	if len(n.refresh) != 0 {
 		t.Error("a fresh view was reloaded")
 	}
 	old := *n.view.Load()
 	old.at = time.Now().Add(-maxViewAge)
 	n.view.Store(&old)
-	must(t, n.Status(context.Background()))
-	eventually(t, "a reload", func() bool { return n.Info().At.After(old.at) })
+	testutil.Must(t, n.Status(context.Background()))
+	testutil.Eventually(t, "a reload", func() bool { return n.Info().At.After(old.at) })
 }
 
 func TestCloseLeavesNothing(t *testing.T) {
@@ -214,19 +215,19 @@ func TestCloseLeavesNothing(t *testing.T) {
 	b.ready(true)
 	goroutines, fds := runtime.NumGoroutine(), openFiles(t)
 	for range 10 {
-		n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache}, testLog(t))
-		must(t, err)
+		n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache}, testutil.Logger(t))
+		testutil.Must(t, err)
 		_, err = n.Add(context.Background(), b.plan(), testPod("p1"))
-		must(t, err)
+		testutil.Must(t, err)
 		n.Close()
 	}
-	eventually(t, "as before", func() bool { return runtime.NumGoroutine() <= goroutines && openFiles(t) <= fds })
+	testutil.Eventually(t, "as before", func() bool { return runtime.NumGoroutine() <= goroutines && openFiles(t) <= fds })
 }
 
 func openFiles(t *testing.T) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
-	must(t, err)
+	testutil.Must(t, err)
 	return len(entries)
 }
 
@@ -241,7 +242,7 @@ func TestConfigValidation(t *testing.T) {
 	} {
 		cfg := good
 		spoil(&cfg)
-		if n, err := New(cfg, testLog(t)); errdefs.Code(err) != codes.InvalidArgument {
+		if n, err := New(cfg, testutil.Logger(t)); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%s: %v", name, err)
 			if err == nil {
 				n.Close()

@@ -10,13 +10,14 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 // network waits until the view has the network, "" for none. Info triggers no reload, so this tests
 // inotify alone.
 func (b *bed) network(want string) {
 	b.t.Helper()
-	eventually(b.t, "network "+want, func() bool { return b.n.Info().Network == want })
+	testutil.Eventually(b.t, "network "+want, func() bool { return b.n.Info().Network == want })
 }
 
 func TestWatchFiles(t *testing.T) {
@@ -30,28 +31,28 @@ func TestWatchFiles(t *testing.T) {
 		t.Fatalf("plan without configuration: %v", err)
 	}
 
-	must(t, os.WriteFile(b.conf+"/20.conflist", []byte(conflist("1.0.0", "written", "a")), 0o644))
+	testutil.Must(t, os.WriteFile(b.conf+"/20.conflist", []byte(conflist("1.0.0", "written", "a")), 0o644))
 	b.network("written")
-	must(t, n.Status(context.Background()))
+	testutil.Must(t, n.Status(context.Background()))
 
 	b.writeConf("20.conflist", conflist("1.0.0", "renamed", "a"))
 	b.network("renamed")
 
 	b.writeConf("10.conflist", "{")
-	eventually(t, "the invalid file is named", func() bool {
+	testutil.Eventually(t, "the invalid file is named", func() bool {
 		s := n.Info().Skipped
 		return len(s) == 1 && s[0].File == b.conf+"/10.conflist" && s[0].Error != ""
 	})
-	must(t, n.Status(context.Background())) // the valid file after it counts
+	testutil.Must(t, n.Status(context.Background())) // the valid file after it counts
 
 	b.writeConf("10.conflist", conflist("1.0.0", "first", "a"))
 	b.network("first")
 	if s := n.Info().Skipped; len(s) != 0 {
 		t.Errorf("still skipped: %v", s)
 	}
-	must(t, os.Rename(b.conf+"/10.conflist", b.conf+"/10.conflist.off"))
+	testutil.Must(t, os.Rename(b.conf+"/10.conflist", b.conf+"/10.conflist.off"))
 	b.network("renamed")
-	must(t, os.Remove(b.conf+"/20.conflist"))
+	testutil.Must(t, os.Remove(b.conf+"/20.conflist"))
 	b.network("")
 	if err := n.Status(context.Background()); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("status after the configuration vanished: %v", err)
@@ -65,22 +66,22 @@ func TestWatchDirectories(t *testing.T) {
 	b.conf = root + "/etc/cni/net.d" // does not exist
 	b.start()
 
-	must(t, os.MkdirAll(b.conf, 0o755))
+	testutil.Must(t, os.MkdirAll(b.conf, 0o755))
 	b.writeConf("1.conflist", conflist("1.0.0", "made", "a"))
 	b.network("made")
 
-	must(t, os.RemoveAll(root+"/etc"))
+	testutil.Must(t, os.RemoveAll(root+"/etc"))
 	b.network("")
-	must(t, os.MkdirAll(b.conf, 0o755))
+	testutil.Must(t, os.MkdirAll(b.conf, 0o755))
 	b.writeConf("1.conflist", conflist("1.0.0", "remade", "a"))
 	b.network("remade")
 
 	// An ancestor is renamed away, and another tree is renamed into its place.
-	must(t, os.MkdirAll(root+"/new/net.d", 0o755))
-	must(t, os.WriteFile(root+"/new/net.d/1.conflist", []byte(conflist("1.0.0", "moved", "a")), 0o644))
-	must(t, os.Rename(root+"/etc/cni", root+"/old"))
+	testutil.Must(t, os.MkdirAll(root+"/new/net.d", 0o755))
+	testutil.Must(t, os.WriteFile(root+"/new/net.d/1.conflist", []byte(conflist("1.0.0", "moved", "a")), 0o644))
+	testutil.Must(t, os.Rename(root+"/etc/cni", root+"/old"))
 	b.network("")
-	must(t, os.Rename(root+"/new", root+"/etc/cni"))
+	testutil.Must(t, os.Rename(root+"/new", root+"/etc/cni"))
 	b.network("moved")
 	b.writeConf("1.conflist", conflist("1.0.0", "inmoved", "a"))
 	b.network("inmoved")
@@ -91,27 +92,27 @@ func TestWatchSymlinks(t *testing.T) {
 	b.plugin("a", okResult)
 	root := filepath.Dir(b.conf)
 	for _, name := range []string{"one", "two"} {
-		must(t, os.MkdirAll(root+"/"+name+"/deep", 0o755))
-		must(t, os.WriteFile(root+"/"+name+"/deep/1.conflist", []byte(conflist("1.0.0", name, "a")), 0o644))
+		testutil.Must(t, os.MkdirAll(root+"/"+name+"/deep", 0o755))
+		testutil.Must(t, os.WriteFile(root+"/"+name+"/deep/1.conflist", []byte(conflist("1.0.0", name, "a")), 0o644))
 	}
 	b.conf = root + "/link"
-	must(t, os.Symlink("current/../current/deep", b.conf)) // relative, through a second link
-	must(t, os.Symlink(root+"/one", root+"/current"))
+	testutil.Must(t, os.Symlink("current/../current/deep", b.conf)) // relative, through a second link
+	testutil.Must(t, os.Symlink(root+"/one", root+"/current"))
 	b.start()
 	b.network("one")
 
-	must(t, os.WriteFile(root+"/one/deep/1.conflist", []byte(conflist("1.0.0", "changed", "a")), 0o644))
+	testutil.Must(t, os.WriteFile(root+"/one/deep/1.conflist", []byte(conflist("1.0.0", "changed", "a")), 0o644))
 	b.network("changed")
 
-	must(t, os.Symlink(root+"/two", root+"/current.new"))
-	must(t, os.Rename(root+"/current.new", root+"/current"))
+	testutil.Must(t, os.Symlink(root+"/two", root+"/current.new"))
+	testutil.Must(t, os.Rename(root+"/current.new", root+"/current"))
 	b.network("two")
 
-	must(t, os.Remove(b.conf))
+	testutil.Must(t, os.Remove(b.conf))
 	b.network("")
-	must(t, os.Symlink("link", b.conf)) // a symlink loop counts as an empty directory
-	must(t, os.Remove(b.conf))
-	must(t, os.Symlink("two/deep", b.conf))
+	testutil.Must(t, os.Symlink("link", b.conf)) // a symlink loop counts as an empty directory
+	testutil.Must(t, os.Remove(b.conf))
+	testutil.Must(t, os.Symlink("two/deep", b.conf))
 	b.network("two")
 }
 
@@ -121,17 +122,17 @@ func TestWatchPluginFiles(t *testing.T) {
 	b.plugin("b", okResult)
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
 	n := b.start()
-	must(t, os.Mkdir(b.conf+"/n", 0o755))
+	testutil.Must(t, os.Mkdir(b.conf+"/n", 0o755))
 	b.write(b.conf+"/n/b.conf", `{"type":"b"}`)
-	eventually(t, "the plugin file is found", func() bool { return len(n.Info().Plugins) == 2 })
-	must(t, os.Remove(b.conf+"/n/b.conf"))
-	eventually(t, "the plugin file is gone", func() bool { return len(n.Info().Plugins) == 1 })
+	testutil.Eventually(t, "the plugin file is found", func() bool { return len(n.Info().Plugins) == 2 })
+	testutil.Must(t, os.Remove(b.conf+"/n/b.conf"))
+	testutil.Eventually(t, "the plugin file is gone", func() bool { return len(n.Info().Plugins) == 1 })
 }
 
 func TestStatusReloadsWithoutInotify(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
-	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testLog(t), plugins: &runner{runs: newRuns("", testLog(t)), log: testLog(t)}, refresh: make(chan struct{}, 1)}
+	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testutil.Logger(t), plugins: &runner{runs: newRuns("", testutil.Logger(t)), log: testutil.Logger(t)}, refresh: make(chan struct{}, 1)}
 	ctx, cancel := context.WithCancel(context.Background())
 	n.stop = cancel
 	o := &owner{n: n, ctx: ctx, statuses: make(chan status)}
@@ -140,7 +141,7 @@ func TestStatusReloadsWithoutInotify(t *testing.T) {
 	defer n.Close()
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n.askRefresh()
-	eventually(t, "network n", func() bool { return n.Info().Network == "n" })
+	testutil.Eventually(t, "network n", func() bool { return n.Info().Network == "n" })
 }
 
 func TestMissingPlugin(t *testing.T) {
@@ -153,5 +154,5 @@ func TestMissingPlugin(t *testing.T) {
 	}
 	b.plugin("a", okResult)
 	n.askRefresh()
-	eventually(t, "ready", func() bool { return n.Status(context.Background()) == nil })
+	testutil.Eventually(t, "ready", func() bool { return n.Status(context.Background()) == nil })
 }

@@ -6,6 +6,7 @@ import (
 
 	"berth/cni/berthnet/addresses"
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 func (b *bed) store() *addresses.Store { return addresses.Inspect(b.dir + "/test") }
@@ -14,12 +15,12 @@ func (b *bed) store() *addresses.Store { return addresses.Inspect(b.dir + "/test
 func (b *bed) kept() (all []string) {
 	b.t.Helper()
 	found, err := addresses.Inspect(b.dir + "/test").All()
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	for _, r := range found {
 		all = append(all, "address of "+r.ContainerID)
 	}
 	ports, err := b.plugin.filter.Ports(b.key())
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	for _, p := range ports {
 		all = append(all, p.String())
 	}
@@ -40,10 +41,10 @@ func BenchmarkAddDel(b *testing.B) {
 			}
 			b.ResetTimer()
 			for _, p := range pods {
-				must(b, p.add())
+				testutil.Must(b, p.add())
 				b.StopTimer()
-				must(b, p.del())
-				must(b, netns.Remove(p.netns))
+				testutil.Must(b, p.del())
+				testutil.Must(b, netns.Remove(p.netns))
 				b.StartTimer()
 			}
 		})
@@ -54,11 +55,11 @@ func BenchmarkAddDel(b *testing.B) {
 			for range b.N {
 				b.StopTimer()
 				p := bed.pod(c.with)
-				must(b, p.add())
+				testutil.Must(b, p.add())
 				b.StartTimer()
-				must(b, p.del())
+				testutil.Must(b, p.del())
 				b.StopTimer()
-				must(b, netns.Remove(p.netns))
+				testutil.Must(b, netns.Remove(p.netns))
 				b.StartTimer()
 			}
 		})
@@ -91,7 +92,7 @@ func BenchmarkAddParallel(b *testing.B) {
 	adds.Wait()
 	b.StopTimer()
 	for _, p := range pods {
-		must(b, p.del())
-		must(b, netns.Remove(p.netns))
+		testutil.Must(b, p.del())
+		testutil.Must(b, netns.Remove(p.netns))
 	}
 }

@@ -14,21 +14,22 @@ import (
 
 	"berth/cni/berthnet/links"
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 // poses adds another pod's address to a pod, and reports whether a datagram from that address
 // arrives.
 func poses(t *testing.T, pod, other, server *testPod, v6, expected bool) (arrives bool) {
 	t.Helper()
-	must(t, netns.In(pod.netns, func() error {
+	testutil.Must(t, netns.In(pod.netns, func() error {
 		link, err := netlink.LinkByName("eth0")
-		must(t, err)
+		testutil.Must(t, err)
 		bits := "/24"
 		if v6 {
 			bits = "/64"
 		}
 		addr, err := netlink.ParseAddr(other.ip(v6) + bits)
-		must(t, err)
+		testutil.Must(t, err)
 		addr.Flags = unix.IFA_F_NODAD
 		return netlink.AddrReplace(link, addr)
 	}))
@@ -44,13 +45,13 @@ func hears(t *testing.T, pod, server *testPod, source net.IP, v6, expected bool)
 		limit = patience
 	}
 	var listener net.PacketConn
-	must(t, netns.In(server.netns, func() (err error) {
+	testutil.Must(t, netns.In(server.netns, func() (err error) {
 		listener, err = net.ListenPacket("udp", ":99")
 		return err
 	}))
 	defer listener.Close()
-	must(t, listener.SetReadDeadline(time.Now().Add(limit)))
-	must(t, netns.In(pod.netns, func() error {
+	testutil.Must(t, listener.SetReadDeadline(time.Now().Add(limit)))
+	testutil.Must(t, netns.In(pod.netns, func() error {
 		conn, err := net.DialUDP("udp", &net.UDPAddr{IP: source}, &net.UDPAddr{IP: net.ParseIP(server.ip(v6)), Port: 99})
 		if err != nil {
 			return err
@@ -77,9 +78,9 @@ func TestSourceIsChecked(t *testing.T) {
 					t.Errorf("a pod is heard as another one: %v, IPv6 %v", arrives, v6)
 				}
 			}
-			must(t, netns.In(other.netns, func() error {
+			testutil.Must(t, netns.In(other.netns, func() error {
 				link, err := netlink.LinkByName("eth0")
-				must(t, err)
+				testutil.Must(t, err)
 				return netlink.LinkSetHardwareAddr(link, net.HardwareAddr{2, 0, 0, 0, 0, 9})
 			}))
 			if arrives := hears(t, other, server, net.ParseIP(other.ip(false)), false, !checked); arrives == checked {
@@ -119,27 +120,27 @@ func TestBandwidth(t *testing.T) {
 		}
 	}
 	shaper, err := netlink.LinkByName(links.ShaperName(pod.id, "eth0"))
-	must(t, err)
+	testutil.Must(t, err)
 	if n := shaper.Attrs().Statistics.TxPackets; n == 0 {
 		t.Error("traffic from the pod bypasses its limit")
 	}
 	if pod.result == nil || !strings.Contains(b.traces(), links.PortName(pod.id, "eth0")) {
 		t.Errorf("traces are %s", b.traces())
 	}
-	must(t, pod.del())
+	testutil.Must(t, pod.del())
 	if got := limitOf(t, links.ShaperName(pod.id, "eth0")); got != "no device" {
 		t.Errorf("DEL leaves %s", got)
 	}
 
 	lost := b.attached(with) // the reservation is, and the port
 	kept, _, err := b.store().Of(lost.id, "eth0")
-	must(t, err)
-	must(t, b.store().Release(kept))
+	testutil.Must(t, err)
+	testutil.Must(t, b.store().Release(kept))
 	port, err := netlink.LinkByName(links.PortName(lost.id, "eth0"))
-	must(t, err)
-	must(t, netlink.LinkDel(port))
+	testutil.Must(t, err)
+	testutil.Must(t, netlink.LinkDel(port))
 	_, err = lost.call("GC", "", map[string]any{"cni.dev/valid-attachments": []any{}})
-	must(t, err)
+	testutil.Must(t, err)
 	if got := limitOf(t, links.ShaperName(lost.id, "eth0")); got != "no device" {
 		t.Errorf("GC leaves %s", got)
 	}
@@ -153,7 +154,7 @@ func limitOf(t *testing.T, device string) string {
 		return "no device"
 	}
 	all, err := netlink.QdiscList(link)
-	must(t, err)
+	testutil.Must(t, err)
 	at := slices.IndexFunc(all, func(q netlink.Qdisc) bool { return q.Type() == "tbf" })
 	if at < 0 {
 		return ""
@@ -169,7 +170,7 @@ func TestPortForwards(t *testing.T) {
 	for range 20 {
 		pod := b.attached(nil)
 		port, err := netlink.LinkByName(links.PortName(pod.id, "eth0"))
-		must(t, err)
+		testutil.Must(t, err)
 		if state := port.Attrs().OperState; state != netlink.OperUp {
 			t.Errorf("the port of pod %s is %v", pod.id, state)
 		}

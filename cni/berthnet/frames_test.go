@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 // VLAN tags for no VLAN, which every receiver takes off, hide no source: of two the kernel takes one off before the source is checked.
@@ -44,17 +45,17 @@ func TestSourceIsCheckedInTaggedFrames(t *testing.T) {
 // listens has a pod receive datagrams of IPv4.
 func listens(t *testing.T, p *testPod, port int) (listener net.PacketConn) {
 	t.Helper()
-	must(t, netns.In(p.netns, func() (err error) {
+	testutil.Must(t, netns.In(p.netns, func() (err error) {
 		listener, err = net.ListenPacket("udp4", fmt.Sprintf(":%d", port))
 		return err
 	}))
-	t.Cleanup(func() { must(t, listener.Close()) })
+	t.Cleanup(func() { testutil.Must(t, listener.Close()) })
 	return listener
 }
 
 func receives(t *testing.T, listener net.PacketConn, bound time.Duration) bool {
 	t.Helper()
-	must(t, listener.SetReadDeadline(time.Now().Add(bound)))
+	testutil.Must(t, listener.SetReadDeadline(time.Now().Add(bound)))
 	_, _, err := listener.ReadFrom(make([]byte, 1))
 	return err == nil
 }
@@ -79,16 +80,16 @@ func datagram(from, to *testPod, port uint16) []byte {
 // CAP_NET_RAW.
 func (p *testPod) sendFrame(t *testing.T, to *testPod, packet []byte, tags int) {
 	t.Helper()
-	must(t, netns.In(p.netns, func() error {
+	testutil.Must(t, netns.In(p.netns, func() error {
 		link, err := netlink.LinkByName("eth0")
-		must(t, err)
+		testutil.Must(t, err)
 		frame := slices.Concat(to.mac(t), link.Attrs().HardwareAddr)
 		for range tags {
 			frame = append(frame, 0x81, 0, 0, 0)
 		}
 		frame = slices.Concat(frame, []byte{8, 0}, packet)
 		socket, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
-		must(t, err)
+		testutil.Must(t, err)
 		defer unix.Close(socket)
 		return unix.Sendto(socket, frame, 0, &unix.SockaddrLinklayer{Ifindex: link.Attrs().Index})
 	}))
@@ -99,7 +100,7 @@ func (p *testPod) mac(t *testing.T) net.HardwareAddr {
 	for _, i := range p.result.Interfaces {
 		if i.Sandbox != "" {
 			mac, err := net.ParseMAC(i.Mac)
-			must(t, err)
+			testutil.Must(t, err)
 			return mac
 		}
 	}

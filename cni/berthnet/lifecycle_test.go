@@ -24,6 +24,7 @@ import (
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 // asProgram is libcni with this test binary as the plugin, and its list of the bed's configuration.
@@ -31,16 +32,16 @@ func (b *bed) asProgram() (*libcni.CNIConfig, *libcni.NetworkConfigList) {
 	b.t.Helper()
 	bin := b.t.TempDir()
 	self, err := os.Executable()
-	must(b.t, err)
-	must(b.t, os.Symlink(self, filepath.Join(bin, Type)))
+	testutil.Must(b.t, err)
+	testutil.Must(b.t, os.Symlink(self, filepath.Join(bin, Type)))
 	plugin := map[string]any{"capabilities": map[string]bool{"portMappings": true, "ipRanges": true}}
 	for key, value := range b.conf {
 		plugin[key] = value
 	}
 	data, err := json.Marshal(map[string]any{"cniVersion": b.conf["cniVersion"], "name": b.conf["name"], "plugins": []any{plugin}})
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	list, err := libcni.NetworkConfFromBytes(data)
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return libcni.NewCNIConfigWithCacheDir([]string{bin}, b.t.TempDir(), &invoke.DefaultExec{RawExec: &invoke.RawExec{Stderr: os.Stderr}}), list
 }
 
@@ -68,44 +69,44 @@ func TestConformance(t *testing.T) {
 			}
 			has := func(than string) bool { return strings.Compare(v, than) >= 0 }
 			if has("1.1.0") {
-				must(t, lib.GetStatusNetworkList(ctx, list))
+				testutil.Must(t, lib.GetStatusNetworkList(ctx, list))
 			}
 			p := b.pod(nil)
 			rt := p.runtimeConf()
 			result, err := lib.AddNetworkList(ctx, list, rt)
-			must(t, err)
+			testutil.Must(t, err)
 			if result.Version() != v {
 				t.Errorf("the result is of version %s", result.Version())
 			}
 			if v == "0.4.0" {
 				old, err := types040.GetResult(result)
-				must(t, err)
+				testutil.Must(t, err)
 				if len(old.IPs) != 2 || old.IPs[0].Version != "4" || old.IPs[1].Version != "6" {
 					t.Errorf("addresses of version 0.4.0: %v", old.IPs)
 				}
 			}
 			if has("0.4.0") {
-				must(t, lib.CheckNetworkList(ctx, list, rt))
+				testutil.Must(t, lib.CheckNetworkList(ctx, list, rt))
 			}
 			if _, err := lib.AddNetworkList(ctx, list, rt); err == nil || !strings.Contains(err.Error(), "already") {
 				t.Errorf("a second ADD of the same attachment: %v", err)
 			}
 			if has("0.4.0") {
-				must(t, lib.CheckNetworkList(ctx, list, rt)) // it is as it was
+				testutil.Must(t, lib.CheckNetworkList(ctx, list, rt)) // it is as it was
 			}
 			if has("1.1.0") {
-				must(t, lib.GCNetworkList(ctx, list, &libcni.GCArgs{ValidAttachments: []types.GCAttachment{{ContainerID: p.id, IfName: "eth0"}}}))
-				must(t, lib.CheckNetworkList(ctx, list, rt))
+				testutil.Must(t, lib.GCNetworkList(ctx, list, &libcni.GCArgs{ValidAttachments: []types.GCAttachment{{ContainerID: p.id, IfName: "eth0"}}}))
+				testutil.Must(t, lib.CheckNetworkList(ctx, list, rt))
 			}
-			must(t, lib.DelNetworkList(ctx, list, rt))
+			testutil.Must(t, lib.DelNetworkList(ctx, list, rt))
 			if left := b.traces(); left != "" {
 				t.Errorf("DEL leaves %s", left)
 			}
 			for range 2 {
-				must(t, lib.DelNetworkList(ctx, list, rt))
+				testutil.Must(t, lib.DelNetworkList(ctx, list, rt))
 			}
 			rt.NetNS = ""
-			must(t, lib.DelNetworkList(ctx, list, rt))
+			testutil.Must(t, lib.DelNetworkList(ctx, list, rt))
 		})
 	}
 }
@@ -113,7 +114,7 @@ func TestConformance(t *testing.T) {
 func (b *bed) openPorts() []rules.HostPort {
 	b.t.Helper()
 	all, err := b.plugin.filter.Ports(b.key())
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return all
 }
 
@@ -122,17 +123,17 @@ func TestResult(t *testing.T) {
 	b := newBed(t, map[string]any{"dns": map[string]any{"nameservers": []string{"192.0.2.53"}}, "routes": []map[string]string{{"dst": "10.0.0.0/8"}, {"dst": "::/0"}}})
 	p := b.attached(nil)
 	out, err := json.Marshal(p.result)
-	must(t, err)
+	testutil.Must(t, err)
 	bridge, err := netlink.LinkByName("bn0")
-	must(t, err)
+	testutil.Must(t, err)
 	var mac string
-	must(t, netns.In(p.netns, func() error {
+	testutil.Must(t, netns.In(p.netns, func() error {
 		link, err := netlink.LinkByName("eth0")
 		mac = link.Attrs().HardwareAddr.String()
 		return err
 	}))
 	port, err := netlink.LinkByName(links.PortName(p.id, "eth0"))
-	must(t, err)
+	testutil.Must(t, err)
 	want := fmt.Sprintf(`{"cniVersion":"1.1.0","dns":{"nameservers":["192.0.2.53"]},"interfaces":[{"mac":%q,"name":"bn0"},{"mac":%q,"name":%q},{"mac":%q,"name":"eth0","sandbox":%q}],`+
 		`"ips":[{"address":"10.99.0.2/24","gateway":"10.99.0.1","interface":2},{"address":"fd99::2/64","gateway":"fd99::1","interface":2}],`+
 		`"routes":[{"dst":"10.0.0.0/8","gw":"10.99.0.1"},{"dst":"::/0","gw":"fd99::1"}]}`,
@@ -149,13 +150,13 @@ var default4 = &net.IPNet{IP: net.IPv4zero, Mask: net.CIDRMask(0, 32)}
 
 func mustAddrs(t *testing.T, l netlink.Link) []netlink.Addr {
 	addrs, err := netlink.AddrList(l, netlink.FAMILY_ALL)
-	must(t, err)
+	testutil.Must(t, err)
 	return addrs
 }
 
 func TestMTU(t *testing.T) {
 	mtuIn := func(p *testPod) (mtu int) {
-		must(t, netns.In(p.netns, func() error {
+		testutil.Must(t, netns.In(p.netns, func() error {
 			link, err := netlink.LinkByName("eth0")
 			mtu = link.Attrs().MTU
 			return err
@@ -167,16 +168,16 @@ func TestMTU(t *testing.T) {
 	}
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
-	must(t, err)
-	must(t, netlink.LinkSetMTU(outside, 1400))
-	must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: default4}))
+	testutil.Must(t, err)
+	testutil.Must(t, netlink.LinkSetMTU(outside, 1400))
+	testutil.Must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: default4}))
 	b := newBed(t, nil)
 	for _, when := range []string{"of the first pod", "when the bridge was empty once more"} {
 		p := b.attached(nil)
 		if mtu := mtuIn(p); mtu != 1400 {
 			t.Errorf("MTU %d %s, want 1400 as the interface with the default route", mtu, when)
 		}
-		must(t, p.del())
+		testutil.Must(t, p.del())
 	}
 }
 
@@ -185,9 +186,9 @@ func TestCheck(t *testing.T) {
 	b := newBed(t, nil)
 	with := hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80})
 	inPod := func(p *testPod, change func(netlink.Link) error) {
-		must(t, netns.In(p.netns, func() error {
+		testutil.Must(t, netns.In(p.netns, func() error {
 			link, err := netlink.LinkByName("eth0")
-			must(t, err)
+			testutil.Must(t, err)
 			return change(link)
 		}))
 	}
@@ -209,20 +210,20 @@ func TestCheck(t *testing.T) {
 		{"another hardware address", func(p *testPod) {
 			inPod(p, func(l netlink.Link) error { return netlink.LinkSetHardwareAddr(l, []byte{2, 1, 1, 1, 1, 1}) })
 		}, "hardware address"},
-		{"the veth is gone", func(p *testPod) { must(t, links.Cut(p.id, "eth0", true)) }, "port of container"},
+		{"the veth is gone", func(p *testPod) { testutil.Must(t, links.Cut(p.id, "eth0", true)) }, "port of container"},
 		{"the port is off the bridge", func(p *testPod) {
 			link, err := netlink.LinkByName(links.PortName(p.id, "eth0"))
-			must(t, err)
-			must(t, netlink.LinkSetNoMaster(link))
+			testutil.Must(t, err)
+			testutil.Must(t, netlink.LinkSetNoMaster(link))
 		}, "is not a port of bridge bn0"},
 		{"a host port is closed", func(p *testPod) {
-			must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()[:1]))
+			testutil.Must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()[:1]))
 		}, "is not open"},
 		{"the reservation is gone", func(p *testPod) {
 			kept, _, err := addresses.Inspect(b.dir+"/test").Of(p.id, "eth0")
-			must(t, err)
-			must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()))
-			must(t, addresses.Inspect(b.dir+"/test").Release(kept))
+			testutil.Must(t, err)
+			testutil.Must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()))
+			testutil.Must(t, addresses.Inspect(b.dir+"/test").Release(kept))
 		}, "no address is reserved"},
 		{"the rules are gone", func(*testPod) { b.removeRules() }, "rules of network test-"},
 	} {
@@ -237,7 +238,7 @@ func TestCheck(t *testing.T) {
 			if (c.want == "") != (err == nil) || err != nil && (!strings.Contains(err.Error(), c.want) || codeOf(err) == 0) {
 				t.Errorf("CHECK says %v, want %q", err, c.want)
 			}
-			must(t, p.del())
+			testutil.Must(t, p.del())
 			if left := b.kept(); len(left) > 0 {
 				t.Errorf("DEL leaves %v", left)
 			}
@@ -259,13 +260,13 @@ func TestGC(t *testing.T) {
 	before := len(valid.traces())
 	store := addresses.Inspect(b.dir + "/test")
 	kept, ok, err := store.Of(lost.id, "eth0")
-	must(t, err)
+	testutil.Must(t, err)
 	if !ok {
 		t.Fatal("no reservation")
 	}
-	must(t, store.Release(kept))
+	testutil.Must(t, store.Release(kept))
 	_, err = valid.call("GC", "", map[string]any{"cni.dev/valid-attachments": []types.GCAttachment{{ContainerID: valid.id, IfName: "eth0"}}})
-	must(t, err)
+	testutil.Must(t, err)
 	left := b.traces()
 	for what, p := range map[string]*testPod{"stale": stale, "lost": lost} {
 		if strings.Contains(left, links.PortName(p.id, "eth0")) || strings.Contains(left, p.id) {
@@ -313,7 +314,7 @@ func TestErrors(t *testing.T) {
 	if err := refused.add(); err == nil {
 		t.Error("ADD took it")
 	}
-	must(t, refused.del())
+	testutil.Must(t, refused.del())
 	if left := b.traces(); left != "" {
 		t.Errorf("failed ADDs leave %s", left)
 	}
@@ -380,10 +381,10 @@ func TestParallel(t *testing.T) {
 		go func() { errs <- p.del() }()
 	}
 	for range pods {
-		must(t, <-errs)
+		testutil.Must(t, <-errs)
 	}
 	for _, p := range pods {
-		must(t, netns.Remove(p.netns)) // its devices vanish in the background
+		testutil.Must(t, netns.Remove(p.netns)) // its devices vanish in the background
 	}
 	if left := b.kept(); len(left) > 0 {
 		t.Errorf("left: %v", left)
@@ -397,7 +398,7 @@ func TestDelCutsOff(t *testing.T) {
 	answering(t, server.netns, "tcp", 80)
 	ip := server.ip(false)
 	conversation{"pod to pod", client.netns, "tcp", "80", ip, client.ip(false)}.check(t)
-	must(t, server.del())
+	testutil.Must(t, server.del())
 	conversation{"pod to pod after DEL", client.netns, "tcp", "80", ip, ""}.check(t)
 	conversation{"node to pod after DEL", "", "tcp", "80", ip, ""}.check(t)
 	for range 5 {
@@ -414,22 +415,22 @@ func TestPortOfLingeringNamespaceIsDeleted(t *testing.T) {
 	b.plugin.leavingTime = time.Millisecond
 	pod := b.attached(nil)
 	listener, err := net.Listen("tcp4", "10.99.0.1:0")
-	must(t, err)
+	testutil.Must(t, err)
 	defer listener.Close()
 	var conn net.Conn
-	must(t, netns.In(pod.netns, func() error {
+	testutil.Must(t, netns.In(pod.netns, func() error {
 		conn, err = net.Dial("tcp4", listener.Addr().String())
 		return err
 	}))
 	peer, err := listener.Accept()
-	must(t, err)
+	testutil.Must(t, err)
 	defer peer.Close()
-	must(t, pod.del())
-	must(t, conn.Close()) // the peer gets no FIN
-	must(t, netns.Remove(pod.netns))
-	eventually(t, "the port is gone", func() bool {
+	testutil.Must(t, pod.del())
+	testutil.Must(t, conn.Close()) // the peer gets no FIN
+	testutil.Must(t, netns.Remove(pod.netns))
+	testutil.Eventually(t, "the port is gone", func() bool {
 		there, err := links.HasPort(pod.id, "eth0")
-		must(t, err)
+		testutil.Must(t, err)
 		return !there
 	})
 }

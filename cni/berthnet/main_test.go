@@ -20,6 +20,7 @@ import (
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/rules"
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 const insideVar = "BERTH_NET_TEST_INSIDE"
@@ -72,13 +73,6 @@ func enterTestNamespaces() error {
 	return netlink.LinkSetUp(lo)
 }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // bed is a network with a directory of its own, on the node that the test's network namespace is.
 type bed struct {
 	t      testing.TB
@@ -98,11 +92,11 @@ func newBed(t testing.TB, changes map[string]any) *bed {
 	}
 	t.Cleanup(func() {
 		b.removeRules()
-		must(t, b.plugin.Close())
+		testutil.Must(t, b.plugin.Close())
 	})
 	t.Cleanup(func() {
 		if link, err := netlink.LinkByName(b.conf["bridge"].(string)); err == nil {
-			must(t, netlink.LinkDel(link))
+			testutil.Must(t, netlink.LinkDel(link))
 		}
 	})
 	return b
@@ -112,16 +106,16 @@ func newBed(t testing.TB, changes map[string]any) *bed {
 func (b *bed) removeRules() {
 	b.t.Helper()
 	conn, err := nftables.New()
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + b.key()})
 	conn.DelTable(table)
-	must(b.t, conn.Flush())
+	testutil.Must(b.t, conn.Flush())
 }
 
 // key is the network's on the node.
 func (b *bed) key() string {
 	n, err := conf.Parse(b.stdin(nil))
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return n.Key()
 }
 
@@ -141,8 +135,8 @@ func (b *bed) pod(with map[string]any) *testPod {
 	podCount++
 	p := &testPod{bed: b, id: fmt.Sprintf("%060x-%03d", podCount, podCount), with: with}
 	p.netns = "/run/netns/" + p.id
-	must(b.t, netns.New(p.netns))
-	b.t.Cleanup(func() { must(b.t, netns.Remove(p.netns)) })
+	testutil.Must(b.t, netns.New(p.netns))
+	b.t.Cleanup(func() { testutil.Must(b.t, netns.Remove(p.netns)) })
 	return p
 }
 
@@ -150,8 +144,8 @@ func (b *bed) pod(with map[string]any) *testPod {
 func (b *bed) attached(with map[string]any) *testPod {
 	b.t.Helper()
 	p := b.pod(with)
-	must(b.t, p.add())
-	b.t.Cleanup(func() { must(b.t, p.del()) })
+	testutil.Must(b.t, p.add())
+	b.t.Cleanup(func() { testutil.Must(b.t, p.del()) })
 	return p
 }
 
@@ -168,7 +162,7 @@ func (b *bed) stdin(with map[string]any) []byte {
 		all[key] = value
 	}
 	data, err := json.Marshal(all)
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	return data
 }
 
@@ -205,7 +199,7 @@ func (b *bed) traces() string {
 	b.t.Helper()
 	var all []string
 	list, err := netlink.LinkList()
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	for _, l := range list {
 		of := strings.Fields(l.Attrs().Alias) // where it was made wholly; another network's may be about to go with its pod's namespace
 		if l.Type() == "veth" && (len(of) < 2 || of[0] != "berth-net" || of[1] == b.key()) {

@@ -23,6 +23,7 @@ import (
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/lockfile"
+	"berth/internal/testutil"
 )
 
 // Tests with other programs' concurrent or earlier changes.
@@ -37,9 +38,9 @@ func (b *bed) waitsForLock(t *testing.T) {
 // waitsFor waits until a thread of this process waits for a lock that the test holds.
 func waitsFor(t *testing.T, lock string) {
 	t.Helper()
-	eventually(t, "a thread waits for "+lock, func() bool {
+	testutil.Eventually(t, "a thread waits for "+lock, func() bool {
 		entries, err := os.ReadDir("/proc/self/fd")
-		must(t, err)
+		testutil.Must(t, err)
 		n := 0
 		for _, e := range entries {
 			if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil && to == lock {
@@ -54,23 +55,23 @@ func waitsFor(t *testing.T, lock string) {
 func (b *bed) othersBridge(t *testing.T) {
 	t.Helper()
 	_, err := links.MakeBridge(&links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}})
-	must(t, err)
+	testutil.Must(t, err)
 }
 
 // An ADD that finds the gateway of its subnet, and then waits, has it in the end.
 func TestGatewayStaysForReservedPod(t *testing.T) {
 	b := newBed(t, nil)
-	must(t, b.attached(nil).del())
+	testutil.Must(t, b.attached(nil).del())
 	unlock, err := b.store().Lock(context.Background())
-	must(t, err)
+	testutil.Must(t, err)
 	pod := b.pod(nil)
 	added := make(chan error, 1)
 	go func() { added <- pod.add() }()
 	b.waitsForLock(t)
 	b.othersBridge(t)
 	unlock()
-	must(t, <-added)
-	t.Cleanup(func() { must(t, pod.del()) })
+	testutil.Must(t, <-added)
+	t.Cleanup(func() { testutil.Must(t, pod.del()) })
 	answering(t, pod.netns, "tcp", 80)
 	conversation{"node to pod", "", "tcp4", "80", pod.ip(false), "10.99.0.1"}.check(t)
 }
@@ -80,7 +81,7 @@ func TestRulesCoverBridgeSubnets(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
 	unlock, err := b.store().Lock(context.Background())
-	must(t, err)
+	testutil.Must(t, err)
 	flushRuleset(t)
 	done := make(chan error, 1)
 	go func() {
@@ -90,9 +91,9 @@ func TestRulesCoverBridgeSubnets(t *testing.T) {
 	b.waitsForLock(t)
 	b.othersBridge(t)
 	unlock()
-	must(t, <-done)
+	testutil.Must(t, <-done)
 	bridge, err := links.FindBridge("bn0")
-	must(t, err)
+	testutil.Must(t, err)
 	if installed, err := b.plugin.filter.Installed(b.unattached(t, pod).rules(bridge)); !installed || err != nil {
 		t.Errorf("rules of the bridge with %v are there: %v; %v", bridge.Prefixes, installed, err)
 	}
@@ -102,8 +103,8 @@ func TestRulesCoverBridgeSubnets(t *testing.T) {
 func (b *bed) unattached(t *testing.T, p *testPod) *attachment {
 	t.Helper()
 	a, err := b.plugin.attachment(&skel.CmdArgs{ContainerID: p.id, Netns: p.netns, IfName: "eth0", StdinData: p.stdin(p.with)}, conf.Parse)
-	must(t, err)
-	must(t, a.openStore())
+	testutil.Must(t, err)
+	testutil.Must(t, a.openStore())
 	return a
 }
 
@@ -114,12 +115,12 @@ func TestFlushedRulesetWhileAdding(t *testing.T) {
 	pod := b.pod(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
 	a := b.unattached(t, pod)
 	kept, err := a.reserve(t.Context())
-	must(t, err)
-	defer func() { must(t, pod.del()) }()
+	testutil.Must(t, err)
+	defer func() { testutil.Must(t, pod.del()) }()
 	_, _, err = a.plug(t.Context(), kept)
-	must(t, err)
+	testutil.Must(t, err)
 	flushRuleset(t)
-	must(t, a.openPorts(t.Context(), kept))
+	testutil.Must(t, a.openPorts(t.Context(), kept))
 	if open := b.openPorts(); len(open) != 4 {
 		t.Errorf("open are %v", open)
 	}
@@ -136,25 +137,25 @@ func TestFlushBeforePortsOpen(t *testing.T) {
 	pod := b.pod(hostPorts(ports...))
 	a := b.unattached(t, pod)
 	kept, err := a.reserve(t.Context())
-	must(t, err)
-	defer func() { must(t, pod.del()) }()
+	testutil.Must(t, err)
+	defer func() { testutil.Must(t, pod.del()) }()
 	_, _, err = a.plug(t.Context(), kept)
-	must(t, err)
+	testutil.Must(t, err)
 
 	file := b.store().Path(kept) // the plugin writes the note after the rules, and blocks until the FIFO has a reader
-	must(t, os.Remove(file))
-	must(t, unix.Mkfifo(file, 0o600))
+	testutil.Must(t, os.Remove(file))
+	testutil.Must(t, unix.Mkfifo(file, 0o600))
 	opened := make(chan error, 1)
 	go func() { opened <- a.openPorts(t.Context(), kept) }()
 	reader, err := os.Open(file)
-	must(t, err)
+	testutil.Must(t, err)
 	flushRuleset(t)
 	next := filepath.Join(b.dir, "next")
-	must(t, os.WriteFile(next, nil, 0o600))
-	must(t, os.Rename(next, file))
+	testutil.Must(t, os.WriteFile(next, nil, 0o600))
+	testutil.Must(t, os.Rename(next, file))
 	_, err = io.Copy(io.Discard, reader)
-	must(t, errors.Join(err, reader.Close()))
-	must(t, <-opened)
+	testutil.Must(t, errors.Join(err, reader.Close()))
+	testutil.Must(t, <-opened)
 	if open := b.openPorts(); len(open) != 2*many {
 		t.Errorf("%d ports are open", len(open))
 	}
@@ -164,26 +165,26 @@ func TestFlushBeforePortsOpen(t *testing.T) {
 func TestBridgeKeepsNetworkDuringAdd(t *testing.T) {
 	ours, theirs := newBed(t, nil), newBed(t, nil)
 	left := ours.attached(nil)
-	must(t, left.del())
-	must(t, links.Cut(left.id, "eth0", true))
+	testutil.Must(t, left.del())
+	testutil.Must(t, links.Cut(left.id, "eth0", true))
 	pod, other := ours.pod(nil), theirs.pod(nil)
 	a := ours.unattached(t, pod)
 	kept, err := a.reserve(t.Context())
-	must(t, err)
-	defer func() { must(t, pod.del()) }()
+	testutil.Must(t, err)
+	defer func() { testutil.Must(t, pod.del()) }()
 
 	unlock, err := links.Lock(t.Context(), lockfile.Shared)
-	must(t, err)
+	testutil.Must(t, err)
 	refused := make(chan error, 1)
 	go func() { refused <- other.add() }()
 	waitsFor(t, "/run/berth-net.lock")
 	bridge, err := a.ready()
-	must(t, err)
+	testutil.Must(t, err)
 	if bridge == nil {
 		t.Fatal("the bridge is taken away from an ADD")
 	}
 	_, err = links.Plug(a.describe(bridge, kept))
-	must(t, err)
+	testutil.Must(t, err)
 	unlock()
 	if err := <-refused; codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "1 pods of network "+ours.key()) {
 		t.Errorf("ADD of the other network: %v", err)
@@ -217,10 +218,10 @@ func TestConcurrentNetworksShareNoBridge(t *testing.T) {
 				t.Errorf("the bridge does not belong to the network whose ADD succeeded; %v", err)
 			}
 			for _, p := range pods {
-				must(t, p.del())
-				must(t, links.Cut(p.id, "eth0", true))
+				testutil.Must(t, p.del())
+				testutil.Must(t, links.Cut(p.id, "eth0", true))
 				if link, err := netlink.LinkByName(p.conf["bridge"].(string)); err == nil {
-					must(t, netlink.LinkDel(link))
+					testutil.Must(t, netlink.LinkDel(link))
 				}
 			}
 		}
@@ -236,13 +237,13 @@ func TestStuckAddressLockIsReported(t *testing.T) {
 	second := b.pod(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
 	a := b.unattached(t, second)
 	kept, err := a.reserve(t.Context())
-	must(t, err)
+	testutil.Must(t, err)
 	_, _, err = a.plug(t.Context(), kept)
-	must(t, err)
-	must(t, a.openPorts(t.Context(), kept))
+	testutil.Must(t, err)
+	testutil.Must(t, a.openPorts(t.Context(), kept))
 
 	unlock, err := b.store().Lock(t.Context())
-	must(t, err)
+	testutil.Must(t, err)
 	for what, err := range map[string]error{
 		"DEL":                     first.del(),
 		"the undo of an ADD":      asCNI(a.release(context.Background(), kept)),
@@ -256,8 +257,8 @@ func TestStuckAddressLockIsReported(t *testing.T) {
 		}
 	}
 	unlock()
-	must(t, first.del())
-	must(t, b.collect())
+	testutil.Must(t, first.del())
+	testutil.Must(t, b.collect())
 	if left := b.traces(); left != "" {
 		t.Errorf("left are %s", left)
 	}
@@ -275,18 +276,18 @@ func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	dead := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
 	link, err := netlink.LinkByName(links.PortName(dead.id, "eth0"))
-	must(t, err)
-	must(t, netlink.LinkDel(link))
+	testutil.Must(t, err)
+	testutil.Must(t, netlink.LinkDel(link))
 	flushRuleset(t)
 	_, err = pod.call("STATUS", "", nil)
-	must(t, err)
+	testutil.Must(t, err)
 	for _, p := range b.openPorts() {
 		if p.HostPort != 8080 {
 			t.Errorf("open is %s", p)
 		}
 	}
 	next := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80})) // not the vanished pod's
-	must(t, dead.del())
+	testutil.Must(t, dead.del())
 	if open := b.openPorts(); len(open) != 4 || !slices.ContainsFunc(open, func(p rules.HostPort) bool { return p.Pod.String() == next.ip(false) }) {
 		t.Errorf("open after the DEL of the dead are %v", open)
 	}
@@ -295,31 +296,31 @@ func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 // The network takes over the bridge, with its addresses, and the rules of a version before keys.
 func TestEarlierVersion(t *testing.T) {
 	b := newBed(t, nil)
-	must(t, b.attached(nil).del())
+	testutil.Must(t, b.attached(nil).del())
 	link, err := netlink.LinkByName("bn0")
-	must(t, err)
+	testutil.Must(t, err)
 	conn, err := nftables.New()
-	must(t, err)
+	testutil.Must(t, err)
 	named := func(name, marker string) {
 		table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + name})
 		conn.AddChain(&nftables.Chain{Table: table, Name: marker})
 	}
 	for what, alias := range map[string]string{"the first": "", "a network that took it for another program's": "berth-net bridge found by " + b.key()} {
-		must(t, netlink.LinkSetAlias(link, alias))
+		testutil.Must(t, netlink.LinkSetAlias(link, alias))
 		addressed(t, "bn0", "10.97.0.1/24")
 		conn.FlushRuleset()
 		named("test", "made-from-0123456789abcdef01234567")
 		named("other", "made-from-0123456789abcdef01234567")
 		named("other-01234567", "made-from-0123456789abcdef01234567-for-bn1")
-		must(t, conn.Flush())
-		must(t, b.attached(nil).del())
+		testutil.Must(t, conn.Flush())
+		testutil.Must(t, b.attached(nil).del())
 		bridge, err := links.FindBridge("bn0")
-		must(t, err)
+		testutil.Must(t, err)
 		if slices.Contains(bridge.Prefixes, netip.MustParsePrefix("10.97.0.1/24")) {
 			t.Errorf("%s: the bridge has %v", what, bridge.Prefixes)
 		}
 		networks, err := b.plugin.filter.Networks()
-		must(t, err)
+		testutil.Must(t, err)
 		slices.Sort(networks)
 		if want := []string{"other", "other-01234567", b.key()}; !slices.Equal(networks, want) {
 			t.Errorf("%s: tables of %v, want %v", what, networks, want)

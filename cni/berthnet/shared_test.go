@@ -26,6 +26,7 @@ import (
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 // The node has others, too: daemons with other directories, other networks, who deletes all rules of the packet filter.
@@ -46,7 +47,7 @@ func TestOtherDirectories(t *testing.T) {
 	others := other.attached(nil)
 	for _, b := range []*bed{same, other} {
 		_, err := b.pod(nil).call("GC", "", map[string]any{"cni.dev/valid-attachments": []any{}})
-		must(t, err)
+		testutil.Must(t, err)
 	}
 	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 	if left := ours.traces(); !strings.Contains(left, links.PortName(pod.id, "eth0")) || strings.Contains(other.traces(), links.PortName(others.id, "eth0")) {
@@ -57,40 +58,31 @@ func TestOtherDirectories(t *testing.T) {
 	}
 	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 
-	must(t, pod.del())
-	must(t, links.Cut(pod.id, "eth0", true)) // as its namespace's end does
-	next := same.attached(port)              // the bridge is free, and its old network's rules go
+	testutil.Must(t, pod.del())
+	testutil.Must(t, links.Cut(pod.id, "eth0", true)) // as its namespace's end does
+	next := same.attached(port)                       // the bridge is free, and its old network's rules go
 	answering(t, next.netns, "tcp", 80)
 	conversation{"host port of who took it over", worldNS, "tcp4", "8080", node4, world4}.check(t)
 	networks, err := same.plugin.filter.Networks()
-	must(t, err)
+	testutil.Must(t, err)
 	if slices.Contains(networks, ours.key()) || !slices.Contains(networks, same.key()) {
 		t.Errorf("tables of networks %v", networks)
-	}
-}
-
-func eventually(t *testing.T, what string, done func() bool) {
-	t.Helper()
-	for end := time.Now().Add(patience); !done(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not so after %s: %s", patience, what)
-		}
 	}
 }
 
 // A bridge of the administrator's is used, and keeps its addresses. Another's is not.
 func TestForeignBridge(t *testing.T) {
 	b := newBed(t, nil)
-	must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
+	testutil.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
 	addressed(t, "bn0", "192.0.2.129/25")
 	link, err := netlink.LinkByName("bn0")
-	must(t, err)
-	must(t, netlink.LinkSetAlias(link, "foreign"))
+	testutil.Must(t, err)
+	testutil.Must(t, netlink.LinkSetAlias(link, "foreign"))
 	if err := b.pod(nil).add(); codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "foreign") {
 		t.Errorf("a bridge with an alias: %v", err)
 	}
-	must(t, netlink.LinkSetAlias(link, ""))
-	must(t, b.attached(nil).del())
+	testutil.Must(t, netlink.LinkSetAlias(link, ""))
+	testutil.Must(t, b.attached(nil).del())
 	if addrs := fmt.Sprint(mustAddrs(t, link)); !strings.Contains(addrs, "192.0.2.129/25") || !strings.Contains(addrs, "10.99.0.1/24") {
 		t.Errorf("the bridge has %s", addrs)
 	}
@@ -100,9 +92,9 @@ func TestForeignBridge(t *testing.T) {
 func flushRuleset(t *testing.T) {
 	t.Helper()
 	conn, err := nftables.New()
-	must(t, err)
+	testutil.Must(t, err)
 	conn.FlushRuleset()
-	must(t, conn.Flush())
+	testutil.Must(t, conn.Flush())
 }
 
 // rewriteRuleset deletes all rules in a transaction that also adds some, before of them ahead of
@@ -110,7 +102,7 @@ func flushRuleset(t *testing.T) {
 func rewriteRuleset(t *testing.T, before int) {
 	t.Helper()
 	conn, err := nftables.New()
-	must(t, err)
+	testutil.Must(t, err)
 	table := &nftables.Table{Family: nftables.TableFamilyIPv4, Name: "others"}
 	add := func(n int) {
 		conn.AddTable(table)
@@ -123,7 +115,7 @@ func rewriteRuleset(t *testing.T, before int) {
 	}
 	conn.FlushRuleset()
 	add(1)
-	must(t, conn.Flush())
+	testutil.Must(t, conn.Flush())
 }
 
 // ADD, STATUS and Watch restore deleted rules.
@@ -134,7 +126,7 @@ func TestFlushedRuleset(t *testing.T) {
 	gone := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
 	answering(t, pod.netns, "tcp", 80)
 	answering(t, worldNS, "tcp", 80)
-	must(t, gone.del())
+	testutil.Must(t, gone.del())
 	check := func() {
 		t.Helper()
 		conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
@@ -146,8 +138,8 @@ func TestFlushedRuleset(t *testing.T) {
 	}
 	check()
 	for what, mend := range map[string]func(){
-		"STATUS": func() { _, err := pod.call("STATUS", "", nil); must(t, err) },
-		"ADD":    func() { must(t, b.attached(nil).del()) },
+		"STATUS": func() { _, err := pod.call("STATUS", "", nil); testutil.Must(t, err) },
+		"ADD":    func() { testutil.Must(t, b.attached(nil).del()) },
 	} {
 		flushRuleset(t)
 		if ports := b.openPorts(); len(ports) != 0 {
@@ -168,11 +160,11 @@ func TestFlushedRuleset(t *testing.T) {
 		"nft -f with many before the flush":    func() { rewriteRuleset(t, 60) },
 	} {
 		flush()
-		eventually(t, "the rules are written again after "+what, func() bool { return len(b.openPorts()) == 2 })
+		testutil.Eventually(t, "the rules are written again after "+what, func() bool { return len(b.openPorts()) == 2 })
 		check()
 	}
 	stop()
-	must(t, <-ended)
+	testutil.Must(t, <-ended)
 }
 
 // ownTable returns the network's table, to be changed as other programs do.
@@ -184,7 +176,7 @@ func (b *bed) ownTable() *nftables.Table {
 func (b *bed) marker(conn *nftables.Conn) *nftables.Chain {
 	b.t.Helper()
 	all, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
-	must(b.t, err)
+	testutil.Must(b.t, err)
 	for _, c := range all {
 		if c.Table.Name == b.ownTable().Name && strings.HasPrefix(c.Name, "made-from-") {
 			return c
@@ -203,7 +195,7 @@ func TestFlushedTable(t *testing.T) {
 	answering(t, pod.netns, "tcp", 80)
 	answering(t, worldNS, "tcp", 80)
 	conn, err := nftables.New()
-	must(t, err)
+	testutil.Must(t, err)
 	check := func(when string) {
 		t.Helper()
 		conversation{"host port " + when, worldNS, "tcp4", "8080", node4, world4}.check(t)
@@ -211,11 +203,11 @@ func TestFlushedTable(t *testing.T) {
 	}
 	check("before")
 	for what, mend := range map[string]func(){
-		"STATUS": func() { must(t, b.status(nil)) },
-		"ADD":    func() { must(t, b.attached(nil).del()) },
+		"STATUS": func() { testutil.Must(t, b.status(nil)) },
+		"ADD":    func() { testutil.Must(t, b.attached(nil).del()) },
 	} {
 		conn.FlushTable(b.ownTable())
-		must(t, conn.Flush())
+		testutil.Must(t, conn.Flush())
 		with := map[string]any{"prevResult": pod.result, "runtimeConfig": pod.with["runtimeConfig"]}
 		if _, err := pod.call("CHECK", pod.netns, with); err == nil || !strings.Contains(err.Error(), "rules of network test-") {
 			t.Errorf("CHECK before %s: %v", what, err)
@@ -233,20 +225,20 @@ func TestMarkerWithoutRule(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	n, err := conf.Parse(b.stdin(nil))
-	must(t, err)
+	testutil.Must(t, err)
 	restore := func() bool {
 		t.Helper()
 		written, err := b.plugin.of(n).restore(t.Context())
-		must(t, err)
+		testutil.Must(t, err)
 		return written
 	}
 	others := &rules.Filter{}
-	defer func() { must(t, others.Close()) }()
+	defer func() { testutil.Must(t, others.Close()) }()
 	conn, err := nftables.New()
-	must(t, err)
+	testutil.Must(t, err)
 	for range 10 {
 		conn.FlushChain(b.marker(conn))
-		must(t, conn.Flush())
+		testutil.Must(t, conn.Flush())
 		done, fewest := make(chan struct{}), make(chan int)
 		go func() {
 			least := 2
@@ -285,17 +277,17 @@ func TestWatchRetriesRestore(t *testing.T) {
 	b.plugin.Log = slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil))
 	go func() { ended <- b.plugin.Watch(ctx) }()
 	lock := filepath.Join(b.dir, "test", "lock")
-	must(t, os.Remove(lock))
-	must(t, os.Symlink("elsewhere", lock))
+	testutil.Must(t, os.Remove(lock))
+	testutil.Must(t, os.Symlink("elsewhere", lock))
 	flushRuleset(t)
 	log.await(t, "lock addresses")
 	if ports := b.openPorts(); len(ports) != 0 {
 		t.Errorf("open are %v", ports)
 	}
-	must(t, os.Remove(lock))
-	eventually(t, "the rules are written", func() bool { return len(b.openPorts()) == 2 })
+	testutil.Must(t, os.Remove(lock))
+	testutil.Eventually(t, "the rules are written", func() bool { return len(b.openPorts()) == 2 })
 	stop()
-	must(t, <-ended)
+	testutil.Must(t, <-ended)
 }
 
 // logged are lines of a log.
@@ -325,36 +317,36 @@ func TestFlushWhileInstalling(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	kept, ok, err := b.store().Of(pod.id, "eth0")
-	must(t, err)
+	testutil.Must(t, err)
 	if !ok {
 		t.Fatal("nothing is reserved")
 	}
 	note, err := b.store().Noted(kept)
-	must(t, err)
+	testutil.Must(t, err)
 	pods := []rules.Pod{{ID: pod.id}}
-	must(t, json.Unmarshal(note, &pods[0].Ports))
+	testutil.Must(t, json.Unmarshal(note, &pods[0].Ports))
 	bridge, err := links.FindBridge("bn0")
-	must(t, err)
+	testutil.Must(t, err)
 	network := b.unattached(t, pod).rules(bridge)
 	others := &rules.Filter{}
-	defer func() { must(t, others.Close()) }()
+	defer func() { testutil.Must(t, others.Close()) }()
 	for i := range 120 {
 		network.Masquerade = !network.Masquerade // forces a change of the existing table
 		installed := make(chan error, 1)
 		go func() { installed <- b.plugin.filter.Install(network, pods) }()
 		for range i % 12 { // the flush comes a little later each time
 			_, err := others.Networks()
-			must(t, err)
+			testutil.Must(t, err)
 		}
 		flushRuleset(t)
-		must(t, <-installed)
+		testutil.Must(t, <-installed)
 		there, err := b.plugin.filter.Installed(network)
-		must(t, err)
+		testutil.Must(t, err)
 		if open := b.openPorts(); there && len(open) != 2 {
 			t.Fatalf("in round %d open are %v", i, open)
 		}
 		if !there {
-			must(t, b.plugin.filter.Install(network, pods))
+			testutil.Must(t, b.plugin.filter.Install(network, pods))
 		}
 	}
 }
@@ -364,10 +356,10 @@ func TestSettings(t *testing.T) {
 	pod := b.attached(nil)
 	files := map[string]string{"/proc/sys/net/ipv4/ip_forward": "0", "/proc/sys/net/ipv6/conf/all/forwarding": "0", "/proc/sys/net/ipv4/conf/bn0/route_localnet": "0"}
 	for file, value := range files {
-		must(t, os.WriteFile(file, []byte(value), 0))
+		testutil.Must(t, os.WriteFile(file, []byte(value), 0))
 	}
 	_, err := pod.call("STATUS", "", nil)
-	must(t, err)
+	testutil.Must(t, err)
 	for file := range files {
 		if value, err := os.ReadFile(file); err != nil || string(value) != "1\n" {
 			t.Errorf("%s is %q; %v", file, value, err)
@@ -378,8 +370,8 @@ func TestSettings(t *testing.T) {
 // Where the administrator has switched IPv6 off, it stays off.
 func TestIPv6Off(t *testing.T) {
 	const file = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
-	must(t, os.WriteFile(file, []byte("1"), 0))
-	defer func() { must(t, os.WriteFile(file, []byte("0"), 0)) }()
+	testutil.Must(t, os.WriteFile(file, []byte("1"), 0))
+	defer func() { testutil.Must(t, os.WriteFile(file, []byte("0"), 0)) }()
 	if err := newBed(t, nil).pod(nil).add(); err == nil || !strings.Contains(err.Error(), "disable_ipv6") {
 		t.Errorf("ADD: %v", err)
 	}
@@ -393,11 +385,11 @@ func TestIPv6Off(t *testing.T) {
 func TestOverlap(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
-	must(t, err)
+	testutil.Must(t, err)
 	route := func(dst string) {
 		_, n, err := net.ParseCIDR(dst)
-		must(t, err)
-		must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: n}))
+		testutil.Must(t, err)
+		testutil.Must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: n}))
 	}
 	route("10.64.0.0/10") // a wider one is none
 	route("10.99.0.128/25")
@@ -423,7 +415,7 @@ func TestOldGateways(t *testing.T) {
 	gateways := func(when string, want ...string) {
 		t.Helper()
 		bridge, err := links.FindBridge("bn0")
-		must(t, err)
+		testutil.Must(t, err)
 		var have []string
 		for _, p := range bridge.Prefixes {
 			have = append(have, p.String())
@@ -436,7 +428,7 @@ func TestOldGateways(t *testing.T) {
 	gateways("with an old pod", "10.98.0.1/24", "10.99.0.1/24", "fd99::1/64")
 	answering(t, old.netns, "tcp", 80)
 	conversation{"new pod to old pod", first.netns, "tcp4", "80", old.ip(false), first.ip(false)}.check(t)
-	must(t, old.del())
+	testutil.Must(t, old.del())
 	b.attached(cidr("10.98.0.0/24"))
 	gateways("without", "10.98.0.1/24")
 	if routes, err := netlink.RouteGet(net.ParseIP("10.99.0.9")); err == nil && routes[0].LinkIndex != 0 {
@@ -463,11 +455,11 @@ func TestManyHostPorts(t *testing.T) {
 	conversation{"a host port", "", "tcp4", "20000", "127.0.0.1", "10.99.0.1"}.check(t)
 	flushRuleset(t)
 	_, err := pod.call("STATUS", "", nil)
-	must(t, err)
+	testutil.Must(t, err)
 	if n := len(b.openPorts()); n != 2*many {
 		t.Errorf("%d are open after a flush", n)
 	}
-	must(t, pod.del())
+	testutil.Must(t, pod.del())
 	if left := b.kept(); len(left) > 0 {
 		t.Errorf("%d things are left", len(left))
 	}
@@ -492,8 +484,8 @@ func TestOthersRedirections(t *testing.T) {
 		}
 		conversation{"world to node port", worldNS, "tcp4", "30080", node4, want}.check(t)
 		conversation{"world to host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
-		must(t, pod.del())
-		must(t, links.Cut(pod.id, "eth0", true))
+		testutil.Must(t, pod.del())
+		testutil.Must(t, links.Cut(pod.id, "eth0", true))
 		flushRuleset(t)
 	}
 }
@@ -502,7 +494,7 @@ func TestOthersRedirections(t *testing.T) {
 func redirect(t *testing.T, port uint16, ip string, to uint16) {
 	t.Helper()
 	conn, err := nftables.New()
-	must(t, err)
+	testutil.Must(t, err)
 	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "others"})
 	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "pre", Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityNATDest})
 	be := func(n uint16) []byte { return []byte{byte(n >> 8), byte(n)} }
@@ -512,7 +504,7 @@ func redirect(t *testing.T, port uint16, ip string, to uint16) {
 		&expr.Immediate{Register: 1, Data: netip.MustParseAddr(ip).AsSlice()}, &expr.Immediate{Register: 2, Data: be(to)},
 		&expr.NAT{Type: expr.NATTypeDestNAT, Family: 2, RegAddrMin: 1, RegProtoMin: 2},
 	}})
-	must(t, conn.Flush())
+	testutil.Must(t, conn.Flush())
 }
 
 // Conversations with others by the same port as a host port's go on.
@@ -522,13 +514,13 @@ func TestOthersFlowsAreKept(t *testing.T) {
 	client := b.attached(nil)
 	answering(t, worldNS, "udp", 53)
 	var conn net.Conn
-	must(t, netns.In(client.netns, func() (err error) { // a resolver's, by the masqueraded address
+	testutil.Must(t, netns.In(client.netns, func() (err error) { // a resolver's, by the masqueraded address
 		conn, err = net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.ParseIP(world4), Port: 53})
 		return err
 	}))
 	defer conn.Close()
 	exchange := func() (string, error) {
-		must(t, conn.SetDeadline(time.Now().Add(patience)))
+		testutil.Must(t, conn.SetDeadline(time.Now().Add(patience)))
 		if _, err := io.WriteString(conn, "?"); err != nil {
 			return "", err
 		}
@@ -541,7 +533,7 @@ func TestOthersFlowsAreKept(t *testing.T) {
 	}
 	before := flowsTo(t, 53)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 53, "containerPort": 53, "protocol": "udp"}))
-	must(t, pod.del())
+	testutil.Must(t, pod.del())
 	if after := flowsTo(t, 53); len(before) != 1 || !slices.Equal(before, after) {
 		t.Errorf("conversations before: %v, after: %v", before, after)
 	}
@@ -551,7 +543,7 @@ func TestOthersFlowsAreKept(t *testing.T) {
 func flowsTo(t *testing.T, port uint16) (all []string) {
 	t.Helper()
 	found, err := netlink.ConntrackTableList(netlink.ConntrackTable, netlink.FAMILY_V4)
-	must(t, err)
+	testutil.Must(t, err)
 	for _, f := range found {
 		if f.Forward.Protocol == 17 && f.Forward.DstPort == port {
 			all = append(all, fmt.Sprint(f.Forward.SrcIP, f.Forward.SrcPort, f.Forward.DstIP, f.Reverse.DstIP, f.Reverse.DstPort))
@@ -566,12 +558,12 @@ func TestCutPortStaysDisabled(t *testing.T) {
 	server, client := b.attached(nil), b.attached(nil)
 	answering(t, server.netns, "tcp", 80)
 	answering(t, client.netns, "tcp", 80)
-	must(t, server.del())
-	must(t, netns.In(server.netns, func() error {
+	testutil.Must(t, server.del())
+	testutil.Must(t, netns.In(server.netns, func() error {
 		link, err := netlink.LinkByName("eth0")
-		must(t, err)
-		must(t, netlink.LinkSetDown(link))
-		must(t, netlink.LinkSetUp(link))
+		testutil.Must(t, err)
+		testutil.Must(t, netlink.LinkSetDown(link))
+		testutil.Must(t, netlink.LinkSetUp(link))
 		for _, r := range server.result.Routes {
 			dst := types100.IPConfig{Address: r.Dst}.Address
 			_ = netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: &dst, Gw: r.GW}) // gone with the device
@@ -587,11 +579,11 @@ func TestObstacles(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, map[string]any{"subnets": []string{subnet4, "2001:db8::/48"}})
 	n, err := conf.Parse(b.stdin(nil))
-	must(t, err)
+	testutil.Must(t, err)
 	about := func(when string, want ...string) {
 		t.Helper()
 		found, err := Obstacles(n)
-		must(t, err)
+		testutil.Must(t, err)
 		if len(found) != len(want) {
 			t.Fatalf("%s: %v, want %q", when, found, want)
 		}
@@ -603,16 +595,16 @@ func TestObstacles(t *testing.T) {
 	}
 	about("with nobody", "2001:db8::1/64")
 	conn, err := nftables.New()
-	must(t, err)
+	testutil.Must(t, err)
 	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "filter"})
 	policy := nftables.ChainPolicyDrop
 	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "FORWARD", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &policy})
-	must(t, conn.Flush())
+	testutil.Must(t, conn.Flush())
 	defer flushRuleset(t)
 	about("with a firewall", `"ip filter FORWARD"`, "2001:db8::1/64")
 	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte("bn0\x00")}, &expr.Verdict{Kind: expr.VerdictAccept}}})
-	must(t, conn.Flush())
+	testutil.Must(t, conn.Flush())
 	about("with one that knows the bridge", "2001:db8::1/64")
 	name := func(data string) []expr.Any {
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte(data)}}
@@ -634,7 +626,7 @@ func TestObstacles(t *testing.T) {
 	} {
 		conn.FlushTable(table)
 		conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: append(c.exprs, &expr.Verdict{Kind: expr.VerdictAccept})})
-		must(t, conn.Flush())
+		testutil.Must(t, conn.Flush())
 		want := []string{`"ip filter FORWARD"`, "2001:db8::1/64"}
 		if c.known {
 			want = want[1:]
@@ -647,7 +639,7 @@ func TestObstacles(t *testing.T) {
 func TestObstaclesOfLegacyRules(t *testing.T) {
 	b := newBed(t, nil)
 	n, err := conf.Parse(b.stdin(nil))
-	must(t, err)
+	testutil.Must(t, err)
 	for _, family := range []struct{ tool, tables, subnet, wider string }{
 		{"iptables-legacy", "/proc/thread-self/net/ip_tables_names", subnet4, "10.0.0.0/8"},
 		{"ip6tables-legacy", "/proc/thread-self/net/ip6_tables_names", subnet6, "fd00::/8"},
@@ -659,7 +651,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 			about := func(when string, named bool) {
 				t.Helper()
 				found, err := Obstacles(n)
-				must(t, err)
+				testutil.Must(t, err)
 				want := family.tool + " filter FORWARD"
 				if named != (len(found) == 1) || named && (!strings.Contains(found[0].Problem, want) || !strings.Contains(found[0].Fix, family.tool+" -I FORWARD -i bn0")) {
 					t.Errorf("%s: %v; %q is named: %v", when, found, want, named)
@@ -720,7 +712,7 @@ func TestPassive(t *testing.T) {
 	flushRuleset(t)
 	b.plugin.Passive = true
 	_, err := pod.call("STATUS", "", nil)
-	must(t, err)
+	testutil.Must(t, err)
 	if networks, err := b.plugin.filter.Networks(); err != nil || len(networks) != 0 {
 		t.Errorf("tables of %v; %v", networks, err)
 	}

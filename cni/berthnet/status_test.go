@@ -15,6 +15,7 @@ import (
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/lockfile"
+	"berth/internal/testutil"
 )
 
 // status asks for the STATUS, with further configuration.
@@ -27,7 +28,7 @@ func (b *bed) status(with map[string]any) error {
 func TestStatusRefuses(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
-	must(t, err)
+	testutil.Must(t, err)
 	for _, c := range []struct {
 		what    string
 		conf    map[string]any
@@ -36,10 +37,10 @@ func TestStatusRefuses(t *testing.T) {
 	}{
 		{"the bridge of another network with pods", nil, func(t *testing.T) { newBed(t, nil).attached(nil) }, "has 1 pods of network test-"},
 		{"a bridge with a foreign alias", nil, func(t *testing.T) {
-			must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
+			testutil.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
 			link, err := netlink.LinkByName("bn0")
-			must(t, err)
-			must(t, netlink.LinkSetAlias(link, "foreign"))
+			testutil.Must(t, err)
+			testutil.Must(t, netlink.LinkSetAlias(link, "foreign"))
 		}, `has the alias "foreign"`},
 		{"no place for addresses", map[string]any{"dataDir": "/dev/null/x"}, func(*testing.T) {}, "not a directory"},
 		{"no subnet", map[string]any{"subnets": []string{}}, func(*testing.T) {}, "neither subnets nor ipRanges"},
@@ -47,10 +48,10 @@ func TestStatusRefuses(t *testing.T) {
 		{"an address of the node", map[string]any{"subnets": []string{"192.0.2.0/24"}}, func(*testing.T) {}, "192.0.2.1/24"},
 		{"a route of the node", nil, func(t *testing.T) {
 			_, dst, err := net.ParseCIDR("10.99.0.128/25")
-			must(t, err)
+			testutil.Must(t, err)
 			route := &netlink.Route{LinkIndex: outside.Attrs().Index, Dst: dst}
-			must(t, netlink.RouteAdd(route))
-			t.Cleanup(func() { must(t, netlink.RouteDel(route)) })
+			testutil.Must(t, netlink.RouteAdd(route))
+			t.Cleanup(func() { testutil.Must(t, netlink.RouteDel(route)) })
 		}, "route to 10.99.0.128/25"},
 		{"part of another network", nil, func(t *testing.T) {
 			newBed(t, map[string]any{"name": "wide", "bridge": "bn1", "subnets": []string{"10.96.0.0/12"}}).attached(nil)
@@ -86,7 +87,7 @@ func TestStatusRefuses(t *testing.T) {
 func bridges(t *testing.T) string {
 	t.Helper()
 	all, err := netlink.LinkList()
-	must(t, err)
+	testutil.Must(t, err)
 	var names []string
 	for _, l := range all {
 		if l.Type() == "bridge" {
@@ -110,8 +111,8 @@ func TestStatusAllows(t *testing.T) {
 	}
 	other := newBed(t, nil)
 	left := other.attached(nil)
-	must(t, left.del())
-	must(t, links.Cut(left.id, "eth0", true))
+	testutil.Must(t, left.del())
+	testutil.Must(t, links.Cut(left.id, "eth0", true))
 	if err := b.status(ranges); err != nil {
 		t.Errorf("with another's bridge without pods: %v", err)
 	}
@@ -125,13 +126,13 @@ func TestStatusAllows(t *testing.T) {
 func TestStatusCachesOverlap(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
-	must(t, err)
+	testutil.Must(t, err)
 	b := newBed(t, nil)
-	must(t, b.status(nil))
+	testutil.Must(t, b.status(nil))
 	_, dst, err := net.ParseCIDR("10.99.0.128/25")
-	must(t, err)
+	testutil.Must(t, err)
 	route := &netlink.Route{LinkIndex: outside.Attrs().Index, Dst: dst}
-	must(t, netlink.RouteAdd(route))
+	testutil.Must(t, netlink.RouteAdd(route))
 	if err := b.status(nil); err != nil {
 		t.Errorf("STATUS looks at all routes again: %v", err)
 	}
@@ -142,8 +143,8 @@ func TestStatusCachesOverlap(t *testing.T) {
 	if err := b.status(nil); err == nil || !strings.Contains(err.Error(), why) {
 		t.Errorf("STATUS after that: %v", err)
 	}
-	must(t, netlink.RouteDel(route))
-	must(t, b.status(nil))
+	testutil.Must(t, netlink.RouteDel(route))
+	testutil.Must(t, b.status(nil))
 }
 
 // A kernel that can't check what pods send is found out before the first pod.
@@ -189,8 +190,8 @@ func TestStatusWithoutRules(t *testing.T) {
 	pod := b.attached(nil)
 	flushRuleset(t)
 	status("with a pod whose rules are gone", 0)
-	must(t, pod.del())
-	must(t, links.Cut(pod.id, "eth0", true))
+	testutil.Must(t, pod.del())
+	testutil.Must(t, links.Cut(pod.id, "eth0", true))
 	flushRuleset(t)
 	status("with a bridge alone", 1)
 	outcome = nil
@@ -200,9 +201,9 @@ func TestStatusWithoutRules(t *testing.T) {
 	seen := newBed(t, nil)
 	seen.conf["dataDir"] = b.dir
 	seen.plugin.tryFilter = func(rules.Network) error { tries++; return nil }
-	must(t, seen.status(nil))
+	testutil.Must(t, seen.status(nil))
 	flushRuleset(t)
-	must(t, seen.status(nil))
+	testutil.Must(t, seen.status(nil))
 	if tries != 0 {
 		t.Errorf("another process tries installed rules %d times", tries)
 	}
@@ -212,7 +213,7 @@ func TestTryRules(t *testing.T) {
 	b := newBed(t, nil)
 	n := rules.Network{Key: b.key(), Name: "test", Bridge: "bn0", Masquerade: true, IsolatePods: true, IsolateIngress: true, IsolateNode: true,
 		Subnets: []netip.Prefix{netip.MustParsePrefix(subnet4), netip.MustParsePrefix(subnet6)}}
-	must(t, rules.Try(n))
+	testutil.Must(t, rules.Try(n))
 	if networks, err := b.plugin.filter.Networks(); err != nil || len(networks) != 0 {
 		t.Errorf("tables of %v; %v", networks, err)
 	}
@@ -228,13 +229,13 @@ func TestStatusRestoresExistingPods(t *testing.T) {
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	flushRuleset(t)
 	lock := filepath.Join(b.dir, "test", "lock")
-	must(t, os.Remove(lock))
-	must(t, os.Symlink("elsewhere", lock))
+	testutil.Must(t, os.Remove(lock))
+	testutil.Must(t, os.Symlink("elsewhere", lock))
 	if err := b.status(nil); codeOf(err) != types.ErrLimitedConnectivity || !strings.Contains(err.Error(), "lock addresses") {
 		t.Errorf("STATUS that cannot write the rules: %v", err)
 	}
-	must(t, os.Remove(lock))
-	must(t, b.status(nil))
+	testutil.Must(t, os.Remove(lock))
+	testutil.Must(t, b.status(nil))
 	if open := b.openPorts(); len(open) != 2 {
 		t.Errorf("open are %v", open)
 	}
@@ -243,11 +244,11 @@ func TestStatusRestoresExistingPods(t *testing.T) {
 // The node works again after its directory of addresses and all rules were deleted.
 func TestStatusWithoutDirectory(t *testing.T) {
 	b := newBed(t, nil)
-	must(t, b.attached(nil).del())
+	testutil.Must(t, b.attached(nil).del())
 	flushRuleset(t)
-	must(t, os.RemoveAll(b.dir))
-	must(t, b.status(nil))
-	must(t, b.attached(nil).del())
+	testutil.Must(t, os.RemoveAll(b.dir))
+	testutil.Must(t, b.status(nil))
+	testutil.Must(t, b.attached(nil).del())
 }
 
 // A node whose addresses cannot be locked is not ready, even if nothing is to be written.
@@ -255,14 +256,14 @@ func TestStatusWithoutLock(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
 	lock := filepath.Join(b.dir, "test", "lock")
-	must(t, os.Remove(lock))
-	must(t, os.Symlink("elsewhere", lock))
+	testutil.Must(t, os.Remove(lock))
+	testutil.Must(t, os.Symlink("elsewhere", lock))
 	if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), lock) {
 		t.Errorf("STATUS: %v", err)
 	}
-	must(t, os.Remove(lock))
-	must(t, b.status(nil))
-	must(t, pod.del())
+	testutil.Must(t, os.Remove(lock))
+	testutil.Must(t, b.status(nil))
+	testutil.Must(t, pod.del())
 }
 
 // A stuck holder of the lock of bridges makes the node not ready, since each ADD would fail.
@@ -270,13 +271,13 @@ func TestStatusWithLockHeld(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(nil)
 	unlock, err := links.Lock(t.Context(), lockfile.Exclusive)
-	must(t, err)
+	testutil.Must(t, err)
 	if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), "berth-net.lock") {
 		t.Errorf("STATUS: %v", err)
 	}
 	unlock()
 	unlock, err = links.Lock(t.Context(), lockfile.Shared)
-	must(t, err)
+	testutil.Must(t, err)
 	defer unlock()
-	must(t, b.status(nil))
+	testutil.Must(t, b.status(nil))
 }

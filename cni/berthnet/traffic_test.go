@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 const (
@@ -28,45 +29,45 @@ const (
 // newWorld makes a network namespace that is outside, with the node as its neighbour. It has no routes to pods.
 func newWorld(t testing.TB) {
 	t.Helper()
-	must(t, netns.New(worldNS))
-	t.Cleanup(func() { must(t, netns.Remove(worldNS)) })
-	must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "outside"}, PeerName: "node"}))
+	testutil.Must(t, netns.New(worldNS))
+	t.Cleanup(func() { testutil.Must(t, netns.Remove(worldNS)) })
+	testutil.Must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "outside"}, PeerName: "node"}))
 	t.Cleanup(func() {
 		link, err := netlink.LinkByName("outside")
-		must(t, err)
-		must(t, netlink.LinkDel(link))
+		testutil.Must(t, err)
+		testutil.Must(t, netlink.LinkDel(link))
 	})
 	node, err := netlink.LinkByName("node")
-	must(t, err)
+	testutil.Must(t, err)
 	ns := openFD(t, worldNS)
-	must(t, netlink.LinkSetNsFd(node, ns))
-	must(t, unix.Close(ns))
+	testutil.Must(t, netlink.LinkSetNsFd(node, ns))
+	testutil.Must(t, unix.Close(ns))
 	addressed(t, "outside", node4+"/24", other4+"/24", node6+"/64")
-	must(t, netns.In(worldNS, func() error { addressed(t, "node", world4+"/24", world6+"/64"); return nil }))
+	testutil.Must(t, netns.In(worldNS, func() error { addressed(t, "node", world4+"/24", world6+"/64"); return nil }))
 }
 
 func openFD(t testing.TB, path string) int {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	must(t, err)
+	testutil.Must(t, err)
 	return fd
 }
 
 func addressed(t testing.TB, name string, addrs ...string) {
 	link, err := netlink.LinkByName(name)
-	must(t, err)
+	testutil.Must(t, err)
 	for _, text := range addrs {
 		addr, err := netlink.ParseAddr(text)
-		must(t, err)
+		testutil.Must(t, err)
 		addr.Flags = unix.IFA_F_NODAD
-		must(t, netlink.AddrAdd(link, addr))
+		testutil.Must(t, netlink.AddrAdd(link, addr))
 	}
-	must(t, netlink.LinkSetUp(link))
+	testutil.Must(t, netlink.LinkSetUp(link))
 }
 
 // answering has a server in the namespace at path answer who asks, by his address, until the test ends.
 func answering(t testing.TB, path, network string, port int) {
 	t.Helper()
-	must(t, netns.In(path, func() error {
+	testutil.Must(t, netns.In(path, func() error {
 		address := fmt.Sprintf(":%d", port)
 		if strings.HasPrefix(network, "udp") {
 			conn, err := net.ListenPacket(network, address)
@@ -240,16 +241,16 @@ func TestLoopbackIsGuarded(t *testing.T) {
 func reachLoopback(t *testing.T, pod *testPod) {
 	t.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:7000")
-	must(t, err)
+	testutil.Must(t, err)
 	defer l.Close()
-	must(t, netns.In(pod.netns, func() error {
+	testutil.Must(t, netns.In(pod.netns, func() error {
 		lo, err := netlink.LinkByName("lo")
-		must(t, err)
-		must(t, netlink.LinkSetDown(lo)) // or it would be the pod's own
+		testutil.Must(t, err)
+		testutil.Must(t, netlink.LinkSetDown(lo)) // or it would be the pod's own
 		link, err := netlink.LinkByName("eth0")
-		must(t, err)
+		testutil.Must(t, err)
 		_, loopback, err := net.ParseCIDR("127.0.0.0/8")
-		must(t, err)
+		testutil.Must(t, err)
 		return netlink.RouteAdd(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: loopback, Gw: net.ParseIP("10.99.0.1")})
 	}))
 	conversation{"pod to the node's loopback", pod.netns, "tcp4", "7000", "127.0.0.1", ""}.check(t)
@@ -309,9 +310,9 @@ func TestIsolation(t *testing.T) {
 
 // routeTo gives the world a route to pods by the node.
 func routeTo(t *testing.T, subnet, gateway string) {
-	must(t, netns.In(worldNS, func() error {
+	testutil.Must(t, netns.In(worldNS, func() error {
 		_, dst, err := net.ParseCIDR(subnet)
-		must(t, err)
+		testutil.Must(t, err)
 		return netlink.RouteReplace(&netlink.Route{Dst: dst, Gw: net.ParseIP(gateway)})
 	}))
 }
@@ -322,13 +323,13 @@ func TestFlowsOfClosedPortsAreDeleted(t *testing.T) {
 	b := newBed(t, nil)
 	port := hostPorts(map[string]any{"hostPort": 8081, "containerPort": 81, "protocol": "udp"})
 	var conn net.Conn
-	must(t, netns.In(worldNS, func() (err error) {
+	testutil.Must(t, netns.In(worldNS, func() (err error) {
 		conn, err = net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.ParseIP(node4), Port: 8081})
 		return err
 	}))
 	defer conn.Close()
 	exchange := func(limit time.Duration) error {
-		must(t, conn.SetDeadline(time.Now().Add(limit)))
+		testutil.Must(t, conn.SetDeadline(time.Now().Add(limit)))
 		if _, err := conn.Write([]byte("?")); err != nil {
 			return err
 		}
@@ -340,12 +341,12 @@ func TestFlowsOfClosedPortsAreDeleted(t *testing.T) {
 	}
 	for range 2 {
 		pod := b.pod(port)
-		must(t, pod.add())
+		testutil.Must(t, pod.add())
 		answering(t, pod.netns, "udp", 81)
 		_ = exchange(dropped) // drains the errors of the earlier datagram
 		if err := exchange(patience); err != nil {
 			t.Errorf("the pod is not reached: %v", err)
 		}
-		must(t, pod.del())
+		testutil.Must(t, pod.del())
 	}
 }

@@ -15,19 +15,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/cni"
+	"berth/internal/testutil"
 )
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
 
 func mustList(t *testing.T, data string) *libcni.NetworkConfigList {
 	t.Helper()
 	list, err := libcni.NetworkConfFromBytes([]byte(data))
-	must(t, err)
+	testutil.Must(t, err)
 	return list
 }
 
@@ -39,9 +33,9 @@ func ptpList(dataDir string) string {
 // writeReservations writes files as host-local does, to the network "net".
 func writeReservations(t *testing.T, dataDir string, files map[string]string) {
 	t.Helper()
-	must(t, os.MkdirAll(filepath.Join(dataDir, "net"), 0o700))
+	testutil.Must(t, os.MkdirAll(filepath.Join(dataDir, "net"), 0o700))
 	for name, content := range files {
-		must(t, os.WriteFile(filepath.Join(dataDir, "net", name), []byte(content), 0o600))
+		testutil.Must(t, os.WriteFile(filepath.Join(dataDir, "net", name), []byte(content), 0o600))
 	}
 }
 
@@ -95,25 +89,25 @@ func TestReleaseOrphansWaitsForLock(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	path := filepath.Join(dir, "10.1.2.3")
-	must(t, os.WriteFile(path, nil, 0o600)) // host-local may be writing it
+	testutil.Must(t, os.WriteFile(path, nil, 0o600)) // host-local may be writing it
 	lock, err := os.Create(filepath.Join(dir, "lock"))
-	must(t, err)
+	testutil.Must(t, err)
 	defer lock.Close()
-	must(t, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
+	testutil.Must(t, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
 	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
 	log := slog.New(slog.DiscardHandler)
 	if err := releaseOrphans(ctx, dir, log); err == nil {
 		t.Error("succeeded without the lock")
 	}
-	must(t, os.WriteFile(path, []byte("pod\r\neth0"), 0o600))
-	must(t, lock.Close())
-	must(t, releaseOrphans(t.Context(), dir, log))
+	testutil.Must(t, os.WriteFile(path, []byte("pod\r\neth0"), 0o600))
+	testutil.Must(t, lock.Close())
+	testutil.Must(t, releaseOrphans(t.Context(), dir, log))
 	if _, err := os.Stat(path); err != nil {
 		t.Errorf("a reservation is gone: %v", err)
 	}
-	must(t, os.WriteFile(path, nil, 0o600))
-	must(t, releaseOrphans(t.Context(), dir, log))
+	testutil.Must(t, os.WriteFile(path, nil, 0o600))
+	testutil.Must(t, releaseOrphans(t.Context(), dir, log))
 	if _, err := os.Stat(path); err == nil {
 		t.Error("an empty reservation is still there")
 	}
@@ -137,7 +131,7 @@ func TestReleaseOrphansOfRealPlugin(t *testing.T) {
 	list, reader := mustList(t, ptpList(dir)), Reader{DefaultDir: t.TempDir()}
 	pods := func() (ids []string) {
 		found, err := reader.Reservations(list)
-		must(t, err)
+		testutil.Must(t, err)
 		for _, r := range found {
 			ids = append(ids, r.PodID)
 		}
@@ -147,17 +141,17 @@ func TestReleaseOrphansOfRealPlugin(t *testing.T) {
 	run("ADD", "kept")
 	run("ADD", "lost")
 	found, err := reader.Reservations(list)
-	must(t, err)
+	testutil.Must(t, err)
 	for _, r := range found {
 		if r.PodID == "lost" {
-			must(t, os.WriteFile(r.File, make([]byte, len(r.IP)%2*8), 0o600)) // empty, or zeros
+			testutil.Must(t, os.WriteFile(r.File, make([]byte, len(r.IP)%2*8), 0o600)) // empty, or zeros
 		}
 	}
 	run("DEL", "lost")
 	if got := pods(); len(got) != 4 {
 		t.Fatalf("DEL released the empty reservations: %q are left, nothing to test", got)
 	}
-	must(t, reader.ReleaseOrphans(t.Context(), list, slog.New(slog.DiscardHandler)))
+	testutil.Must(t, reader.ReleaseOrphans(t.Context(), list, slog.New(slog.DiscardHandler)))
 	if got := pods(); !slices.Equal(got, []string{"kept", "kept"}) {
 		t.Errorf("reservations are of %q", got)
 	}

@@ -10,40 +10,34 @@ import (
 	"testing"
 
 	"berth/cni/berthnet/conf"
+	"berth/internal/testutil"
 )
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
 
 // small are ranges with four addresses of each family for pods.
 func small(t testing.TB) []conf.Range {
 	n, err := conf.Parse([]byte(`{"cniVersion": "1.1.0", "name": "n", "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.10", "rangeEnd": "10.0.0.13"}], [{"subnet": "fd00::/126"}]]}}`))
-	must(t, err)
+	testutil.Must(t, err)
 	return n.Ranges
 }
 
 func newStore(t testing.TB) *Store {
 	s, err := Open(filepath.Join(t.TempDir(), "n"))
-	must(t, err)
+	testutil.Must(t, err)
 	return s
 }
 
 func (s *Store) give(t *testing.T, id string, ranges []conf.Range) string {
 	t.Helper()
 	r, err := s.Reserve(t.Context(), id, "eth0", ranges)
-	must(t, err)
+	testutil.Must(t, err)
 	return join(r.IPs)
 }
 
 // Open succeeds if and only if Check does. Check creates nothing.
 func TestCheck(t *testing.T) {
 	dir := t.TempDir()
-	must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
-	must(t, os.Mkdir(filepath.Join(dir, "there"), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
+	testutil.Must(t, os.Mkdir(filepath.Join(dir, "there"), 0o700))
 	for path, good := range map[string]bool{"there": true, "there/not/yet": true, "file": false, "file/below": false} {
 		path = filepath.Join(dir, path)
 		_, before := os.Lstat(path)
@@ -67,12 +61,12 @@ func TestReserve(t *testing.T) {
 	} {
 		if step.release != "" {
 			r, ok, err := s.Of(step.release, "eth0")
-			must(t, err)
+			testutil.Must(t, err)
 			if !ok {
 				t.Fatalf("%s has none", step.release)
 			}
-			must(t, s.Release(r))
-			must(t, s.Release(r))
+			testutil.Must(t, s.Release(r))
+			testutil.Must(t, s.Release(r))
 			continue
 		}
 		if got := s.give(t, step.give, ranges); got != step.want {
@@ -98,7 +92,7 @@ func TestReserve(t *testing.T) {
 		t.Errorf("one family is full: %v", err)
 	}
 	all, err := both.All()
-	must(t, err)
+	testutil.Must(t, err)
 	if len(all) != 2 {
 		t.Errorf("a reservation that failed is kept: %v", all)
 	}
@@ -112,20 +106,20 @@ func TestDamagedFiles(t *testing.T) {
 			s, ranges := newStore(t), small(t)[:1]
 			kept := s.give(t, "a", ranges)
 			for _, name := range []string{kept + "@a@eth0", lastName, lockName} {
-				must(t, os.WriteFile(filepath.Join(s.dir, name), []byte(content), 0o600))
+				testutil.Must(t, os.WriteFile(filepath.Join(s.dir, name), []byte(content), 0o600))
 			}
-			must(t, os.WriteFile(filepath.Join(s.dir, "stranger"), nil, 0o600))
+			testutil.Must(t, os.WriteFile(filepath.Join(s.dir, "stranger"), nil, 0o600))
 			if got := s.give(t, "b", ranges); got == kept {
 				t.Errorf("%s is given twice", got)
 			}
 			r, ok, err := s.Of("a", "eth0")
-			must(t, err)
+			testutil.Must(t, err)
 			if !ok || join(r.IPs) != kept {
 				t.Fatalf("a has %v, want %s", r, kept)
 			}
-			must(t, s.Release(r))
+			testutil.Must(t, s.Release(r))
 			all, err := s.All()
-			must(t, err)
+			testutil.Must(t, err)
 			if len(all) != 1 || all[0].ContainerID != "b" {
 				t.Errorf("left: %v", all)
 			}
@@ -137,13 +131,13 @@ func TestNote(t *testing.T) {
 	s := newStore(t)
 	s.give(t, "a", small(t))
 	r, _, err := s.Of("a", "eth0")
-	must(t, err)
+	testutil.Must(t, err)
 	for _, want := range []string{"", "one", "2"} {
 		if want != "" {
-			must(t, s.SetNote(r, []byte(want)))
+			testutil.Must(t, s.SetNote(r, []byte(want)))
 		}
 		got, err := s.Noted(r)
-		must(t, err)
+		testutil.Must(t, err)
 		if string(got) != want {
 			t.Errorf("noted %q, want %q", got, want)
 		}
@@ -153,7 +147,7 @@ func TestNote(t *testing.T) {
 func TestLock(t *testing.T) {
 	s := newStore(t)
 	unlock, err := s.Lock(t.Context())
-	must(t, err)
+	testutil.Must(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := s.Lock(ctx); !errors.Is(err, context.Canceled) {
@@ -161,7 +155,7 @@ func TestLock(t *testing.T) {
 	}
 	unlock()
 	unlock, err = s.Lock(t.Context())
-	must(t, err)
+	testutil.Must(t, err)
 	unlock()
 }
 
@@ -199,15 +193,15 @@ func FuzzName(f *testing.F) {
 
 func BenchmarkReserve(b *testing.B) {
 	n, err := conf.Parse([]byte(`{"cniVersion": "1.1.0", "name": "n", "subnets": ["10.0.0.0/16", "fd00::/64"]}`))
-	must(b, err)
+	testutil.Must(b, err)
 	s := newStore(b)
 	for i := range 250 {
 		_, err := s.Reserve(b.Context(), strings.Repeat("a", 60)+string(rune('a'+i%26))+string(rune('a'+i/26)), "eth0", n.Ranges)
-		must(b, err)
+		testutil.Must(b, err)
 	}
 	for b.Loop() {
 		r, err := s.Reserve(b.Context(), "new", "eth0", n.Ranges)
-		must(b, err)
-		must(b, s.Release(r))
+		testutil.Must(b, err)
+		testutil.Must(b, s.Release(r))
 	}
 }

@@ -1,0 +1,45 @@
+package testutil
+
+import (
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+)
+
+// patience bounds Eventually. It is long because test machines may be busy; only tests that fail
+// wait so long.
+const patience = 30 * time.Second
+
+// Must ends the test if err is not nil.
+func Must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Eventually polls a condition every few milliseconds, and ends the test with the text what if it
+// does not hold within half a minute.
+func Eventually(t testing.TB, what string, holds func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !holds(); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not within %s: %s", patience, what)
+		}
+	}
+}
+
+// Logger returns a logger for all levels that writes to the test's log.
+func Logger(t testing.TB) *slog.Logger {
+	return slog.New(slog.NewTextHandler(LogWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
+
+// LogWriter writes to the test's log.
+type LogWriter struct{ T testing.TB }
+
+// Write implements io.Writer.
+func (w LogWriter) Write(b []byte) (int, error) {
+	w.T.Log(strings.TrimSpace(string(b)))
+	return len(b), nil
+}
