@@ -62,9 +62,11 @@ func TestNewPodRefuses(t *testing.T) {
 		"negative rate":     note("kubernetes.io/egress-bandwidth", "-5M"),
 		"name for CNI_ARGS": {Metadata: &runtimeapi.PodSandboxMetadata{Name: "a;b"}},
 	} {
-		if pod, err := NewPod("p1", "", cfg); errdefs.Code(err) != codes.InvalidArgument {
-			t.Errorf("%s: %+v, %v", name, pod, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			if pod, err := NewPod("p1", "", cfg); errdefs.Code(err) != codes.InvalidArgument {
+				t.Errorf("%s: %+v, %v", name, pod, err)
+			}
+		})
 	}
 }
 

@@ -240,13 +240,15 @@ func TestConfigValidation(t *testing.T) {
 		"relative bin dir":  func(c *Config) { c.BinDirs = []string{"/b", "d"} },
 		"bin dir with :":    func(c *Config) { c.BinDirs = []string{"/b:/d"} },
 	} {
-		cfg := good
-		spoil(&cfg)
-		if n, err := New(cfg, testutil.Logger(t)); errdefs.Code(err) != codes.InvalidArgument {
-			t.Errorf("%s: %v", name, err)
-			if err == nil {
-				n.Close()
+		t.Run(name, func(t *testing.T) {
+			cfg := good
+			spoil(&cfg)
+			if n, err := New(cfg, testutil.Logger(t)); errdefs.Code(err) != codes.InvalidArgument {
+				t.Errorf("%s: %v", name, err)
+				if err == nil {
+					n.Close()
+				}
 			}
-		}
+		})
 	}
 }

@@ -59,12 +59,14 @@ func TestCgroupsPath(t *testing.T) {
 		{strings.Repeat("a", 250) + ".slice", "abc", true, "", "not the name of a slice"},
 		{"a.slice", "a:b", true, "", `"a:b"`},
 	} {
-		got, err := CgroupsPath(test.parent, test.id, test.systemd)
-		if test.err != "" {
-			testutil.WantError(t, err, codes.InvalidArgument, test.err)
-		} else if err != nil || got != test.want {
-			t.Errorf("%q, %q: got %q, %v, want %q", test.parent, test.id, got, err, test.want)
-		}
+		t.Run(test.parent+" "+test.id, func(t *testing.T) {
+			got, err := CgroupsPath(test.parent, test.id, test.systemd)
+			if test.err != "" {
+				testutil.WantError(t, err, codes.InvalidArgument, test.err)
+			} else if err != nil || got != test.want {
+				t.Errorf("%q, %q: got %q, %v, want %q", test.parent, test.id, got, err, test.want)
+			}
+		})
 	}
 }
 

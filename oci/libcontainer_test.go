@@ -136,13 +136,13 @@ func TestLibcontainerAcceptsSandbox(t *testing.T) {
 // TestRun starts a pause and a container in its namespaces through libcontainer. The container
 // reports its environment.
 func TestRun(t *testing.T) {
-	facts, files := detect(t), host.Files{}
+	facts := detect(t)
 	id := fmt.Sprintf("berth-oci-test-%d", os.Getpid())
 	state := t.TempDir()
 	rootfs := busyboxRoot(t)
 
 	sandbox := testSandbox()
-	sandbox.Host, sandbox.Files = facts, files
+	sandbox.Host, sandbox.Files = facts, host.Files{}
 	sandbox.Pod.ID, sandbox.Pod.CgroupParent, sandbox.Pod.NetNS = id, "/", newNetNS(t)
 	sandbox.Pod.Config.Linux.Sysctls = map[string]string{"net.core.somaxconn": "123", "kernel.shm_rmid_forced": "1"}
 	sandbox.Image = &ocispec.ImageConfig{Entrypoint: []string{"/bin/sleep", "1000"}}
@@ -152,40 +152,8 @@ func TestRun(t *testing.T) {
 	}
 	pause, _ := start(t, state, id, rootfs, spec, &bytes.Buffer{})
 
-	in := testInput()
-	in.Host, in.Files = facts, files
-	in.ID, in.Pod = id+"-c", sandbox.Pod
-	in.Pod.PausePID = pause
-	dir := t.TempDir()
-	in.Pod.Hosts, in.Pod.Hostname, in.Pod.ResolvConf, in.Pod.Shm = filepath.Join(dir, "hosts"), "", "", dir
-	if err := os.WriteFile(in.Pod.Hosts, []byte("10.0.0.1 web-0\n"), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	in.sc().NamespaceOptions = nil
-	in.sc().ReadonlyRootfs = true
-	in.sc().NoNewPrivs = true
-	in.sc().Seccomp = profile(unconfined, "")
-	in.sc().MaskedPaths = []string{"/proc/kcore"}
-	in.sc().Capabilities = &runtimeapi.Capability{DropCapabilities: []string{"ALL"}, AddAmbientCapabilities: []string{"NET_BIND_SERVICE"}}
-	in.Config.Linux.Resources = &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 100, OomScoreAdj: 500}
-	in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: dir, Readonly: true, RecursiveReadOnly: true}}
-	in.Config.WorkingDir = "/tmp"
-	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/zero", ContainerPath: "/dev/other", Permissions: "r"}}
-	const passwd = "app:x:1000:100:App:/home/app:/bin/sh\n"
-	const group = "staff:x:50:app,other\naudio:x:29:other,app\nappgroup:x:100:app\n"
-	if in.User, err = users.Resolve([]byte(passwd), []byte(group), users.Request{ImageUser: "app", Groups: []int64{4000}}); err != nil {
-		t.Fatal(err)
-	}
-	in.Config.Command = []string{"/bin/sh", "-c", `
-id -u; id -g; echo groups $(id -G); pwd; echo $HOME; hostname
-cat /proc/self/oom_score_adj /proc/sys/net/core/somaxconn /proc/sys/kernel/shm_rmid_forced /etc/hosts
-grep -E '^(CapInh|CapPrm|CapEff|CapBnd|CapAmb|NoNewPrivs)' /proc/self/status
-touch /x 2>/dev/null || echo root is read-only
-touch /data/x 2>/dev/null || echo data is read-only
-test -c /dev/other && echo device is there
-readlink /proc/self/ns/pid
-test -s /proc/kcore || echo kcore is masked
-`}
+	sandbox.Pod.PausePID = pause
+	in := probeInput(t, facts, id+"-c", sandbox.Pod)
 	out := &bytes.Buffer{}
 	_, wait := start(t, state, in.ID, rootfs, mustSpec(t, in), out)
 	if err := wait(); err != nil {
@@ -220,6 +188,46 @@ kcore is masked
 	if got := out.String(); got != want {
 		t.Errorf("got:\n%s\nwant:\n%s", got, want)
 	}
+}
+
+// probeInput returns a container with many restrictions, whose command prints their effects.
+func probeInput(t *testing.T, facts Host, id string, pod Pod) ContainerInput {
+	t.Helper()
+	in := testInput()
+	in.Host, in.Files = facts, host.Files{}
+	in.ID, in.Pod = id, pod
+	dir := t.TempDir()
+	in.Pod.Hosts, in.Pod.Hostname, in.Pod.ResolvConf, in.Pod.Shm = filepath.Join(dir, "hosts"), "", "", dir
+	if err := os.WriteFile(in.Pod.Hosts, []byte("10.0.0.1 web-0\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	in.sc().NamespaceOptions = nil
+	in.sc().ReadonlyRootfs = true
+	in.sc().NoNewPrivs = true
+	in.sc().Seccomp = profile(unconfined, "")
+	in.sc().MaskedPaths = []string{"/proc/kcore"}
+	in.sc().Capabilities = &runtimeapi.Capability{DropCapabilities: []string{"ALL"}, AddAmbientCapabilities: []string{"NET_BIND_SERVICE"}}
+	in.Config.Linux.Resources = &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 100, OomScoreAdj: 500}
+	in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: dir, Readonly: true, RecursiveReadOnly: true}}
+	in.Config.WorkingDir = "/tmp"
+	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/zero", ContainerPath: "/dev/other", Permissions: "r"}}
+	const passwd = "app:x:1000:100:App:/home/app:/bin/sh\n"
+	const group = "staff:x:50:app,other\naudio:x:29:other,app\nappgroup:x:100:app\n"
+	var err error
+	if in.User, err = users.Resolve([]byte(passwd), []byte(group), users.Request{ImageUser: "app", Groups: []int64{4000}}); err != nil {
+		t.Fatal(err)
+	}
+	in.Config.Command = []string{"/bin/sh", "-c", `
+id -u; id -g; echo groups $(id -G); pwd; echo $HOME; hostname
+cat /proc/self/oom_score_adj /proc/sys/net/core/somaxconn /proc/sys/kernel/shm_rmid_forced /etc/hosts
+grep -E '^(CapInh|CapPrm|CapEff|CapBnd|CapAmb|NoNewPrivs)' /proc/self/status
+touch /x 2>/dev/null || echo root is read-only
+touch /data/x 2>/dev/null || echo data is read-only
+test -c /dev/other && echo device is there
+readlink /proc/self/ns/pid
+test -s /proc/kcore || echo kcore is masked
+`}
+	return in
 }
 
 // busyboxRoot makes a root filesystem with a shell, and the directories that mounts need.

@@ -92,27 +92,29 @@ func TestMountsReplaced(t *testing.T) {
 		{"/etc", nil},
 		{"/data", nil},
 	} {
-		in := testInput()
-		in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: test.at, HostPath: "/srv/data"}}
-		var at []string
-		seen := make(map[string]bool)
-		for _, m := range mustSpec(t, in).Mounts {
-			if m.Source == "/srv/data" {
-				at = append(at, m.Destination)
+		t.Run(test.at, func(t *testing.T) {
+			in := testInput()
+			in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: test.at, HostPath: "/srv/data"}}
+			var at []string
+			seen := make(map[string]bool)
+			for _, m := range mustSpec(t, in).Mounts {
+				if m.Source == "/srv/data" {
+					at = append(at, m.Destination)
+				}
+				if seen[m.Destination] {
+					t.Errorf("%s: two mounts at %s", test.at, m.Destination)
+				}
+				seen[m.Destination] = true
 			}
-			if seen[m.Destination] {
-				t.Errorf("%s: two mounts at %s", test.at, m.Destination)
+			if len(at) != 1 {
+				t.Errorf("%s: mounted at %q", test.at, at)
 			}
-			seen[m.Destination] = true
-		}
-		if len(at) != 1 {
-			t.Errorf("%s: mounted at %q", test.at, at)
-		}
-		for _, dest := range defaultDestinations {
-			if seen[dest] == slices.Contains(test.gone, dest) {
-				t.Errorf("%s: %s listed: %v", test.at, dest, seen[dest])
+			for _, dest := range defaultDestinations {
+				if seen[dest] == slices.Contains(test.gone, dest) {
+					t.Errorf("%s: %s listed: %v", test.at, dest, seen[dest])
+				}
 			}
-		}
+		})
 	}
 }
 

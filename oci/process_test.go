@@ -76,12 +76,14 @@ func TestHomeIsAlwaysSet(t *testing.T) {
 		{"", "relative", "HOME=/"},
 		{"", "/home/a\rroot::0:0", "HOME=/"},
 	} {
-		in := testInput()
-		in.Image.Env = []string{test.image}
-		in.User.Home = test.passwd
-		if got := mustSpec(t, in).Process.Env; !slices.Contains(got, test.want) {
-			t.Errorf("image %q, passwd %q: got %q, want %q", test.image, test.passwd, got, test.want)
-		}
+		t.Run(test.image+" "+test.passwd, func(t *testing.T) {
+			in := testInput()
+			in.Image.Env = []string{test.image}
+			in.User.Home = test.passwd
+			if got := mustSpec(t, in).Process.Env; !slices.Contains(got, test.want) {
+				t.Errorf("image %q, passwd %q: got %q, want %q", test.image, test.passwd, got, test.want)
+			}
+		})
 	}
 }
 
@@ -115,11 +117,13 @@ func TestCwd(t *testing.T) {
 		{image: "/proc/thread-self/fd/8", code: codes.InvalidArgument},
 		{image: "/x/../proc/1/cwd", code: codes.InvalidArgument},
 	} {
-		got, err := processCwd(test.config, test.image)
-		testutil.WantError(t, err, test.code)
-		if got != test.want {
-			t.Errorf("%q, %q: got %q, want %q", test.config, test.image, got, test.want)
-		}
+		t.Run(test.config+" "+test.image, func(t *testing.T) {
+			got, err := processCwd(test.config, test.image)
+			testutil.WantError(t, err, test.code)
+			if got != test.want {
+				t.Errorf("%q, %q: got %q, want %q", test.config, test.image, got, test.want)
+			}
+		})
 	}
 }
 

@@ -40,18 +40,20 @@ func TestSandboxNamespaces(t *testing.T) {
 		{"host network", &runtimeapi.NamespaceOption{Network: nsNode}, map[string]string{"ipc": "", "pid": ""}},
 		{"all the host's", &runtimeapi.NamespaceOption{Network: nsNode, Ipc: nsNode, Pid: nsNode}, map[string]string{}},
 	} {
-		in := testSandbox()
-		in.sc().NamespaceOptions = test.o
-		spec, err := SandboxSpec(in)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got := paths(spec); !maps.Equal(got, test.want) {
-			t.Errorf("%s: got %v, want %v", test.name, got, test.want)
-		}
-		if host := test.o.GetNetwork() == nsNode; host != (spec.Hostname == "") {
-			t.Errorf("%s: hostname %q", test.name, spec.Hostname)
-		}
+		t.Run(test.name, func(t *testing.T) {
+			in := testSandbox()
+			in.sc().NamespaceOptions = test.o
+			spec, err := SandboxSpec(in)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := paths(spec); !maps.Equal(got, test.want) {
+				t.Errorf("%s: got %v, want %v", test.name, got, test.want)
+			}
+			if host := test.o.GetNetwork() == nsNode; host != (spec.Hostname == "") {
+				t.Errorf("%s: hostname %q", test.name, spec.Hostname)
+			}
+		})
 	}
 }
 

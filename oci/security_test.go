@@ -2,6 +2,7 @@ package oci
 
 import (
 	"encoding/json"
+	"fmt"
 	"slices"
 	"testing"
 
@@ -103,10 +104,12 @@ func TestSeccompRefused(t *testing.T) {
 		{nil, "default", `"default"`},
 		{nil, "localhost/", "localhost_ref"},
 	} {
-		refused(t, func(in *ContainerInput) {
-			in.sc().Seccomp = test.profile
-			in.sc().SeccompProfilePath = test.deprecated //nolint:staticcheck // on purpose
-		}, codes.InvalidArgument, "seccomp", test.err)
+		t.Run(fmt.Sprint(test.profile, test.deprecated), func(t *testing.T) {
+			refused(t, func(in *ContainerInput) {
+				in.sc().Seccomp = test.profile
+				in.sc().SeccompProfilePath = test.deprecated //nolint:staticcheck // on purpose
+			}, codes.InvalidArgument, "seccomp", test.err)
+		})
 	}
 	refused(t, func(in *ContainerInput) {
 		in.Host.Seccomp = false

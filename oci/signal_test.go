@@ -1,6 +1,7 @@
 package oci
 
 import (
+	"fmt"
 	"syscall"
 	"testing"
 
@@ -42,9 +43,11 @@ func TestStopSignal(t *testing.T) {
 		{runtimeapi.Signal_SIGNAL_SIGRTMAXMINUS14, "bad", 50},
 		{0, "bad", 15},
 	} {
-		if got := StopSignal(test.asked, test.image); got != test.want {
-			t.Errorf("%v, %q: got %d, want %d", test.asked, test.image, got, test.want)
-		}
+		t.Run(fmt.Sprint(test.asked, " ", test.image), func(t *testing.T) {
+			if got := StopSignal(test.asked, test.image); got != test.want {
+				t.Errorf("%v, %q: got %d, want %d", test.asked, test.image, got, test.want)
+			}
+		})
 	}
 	refused(t, func(in *ContainerInput) { in.Image.StopSignal = "SIGFOO" }, codes.InvalidArgument, "image", "SIGFOO")
 	refused(t, func(in *ContainerInput) { in.Config.StopSignal = 999 }, codes.InvalidArgument, "stop_signal", "999")

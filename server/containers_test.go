@@ -229,12 +229,14 @@ func TestContainerImageName(t *testing.T) {
 		{idA, "", idA, nil, idA},
 		{"a", "", idA, []*image.Image{named}, "a"},
 	} {
-		cfg := containerConfig("c", tc.asked)
-		cfg.Image.UserSpecifiedImage = tc.user
-		s := &runtimeService{images: &fakeImages{images: tc.images}}
-		if got := s.containerImage(&state.Container{Config: cfg, ImageID: tc.id}); got.Image != tc.want {
-			t.Errorf("asked for %q, user wrote %q: %q, want %q", tc.asked, tc.user, got.Image, tc.want)
-		}
+		t.Run(tc.asked+" "+tc.user+" "+tc.id, func(t *testing.T) {
+			cfg := containerConfig("c", tc.asked)
+			cfg.Image.UserSpecifiedImage = tc.user
+			s := &runtimeService{images: &fakeImages{images: tc.images}}
+			if got := s.containerImage(&state.Container{Config: cfg, ImageID: tc.id}); got.Image != tc.want {
+				t.Errorf("asked for %q, user wrote %q: %q, want %q", tc.asked, tc.user, got.Image, tc.want)
+			}
+		})
 	}
 }
 
@@ -333,9 +335,11 @@ func TestImageUser(t *testing.T) {
 		"+0": {name: "+0"}, "-0": {name: "-0"}, "0x0": {name: "0x0"}, " 0": {name: " 0"},
 		"99999999999999999999": {name: "99999999999999999999"},
 	} {
-		gotUID, gotName := imageUser(user)
-		if !proto.Equal(gotUID, want.uid) || gotName != want.name {
-			t.Errorf("USER %q: %v, %q", user, gotUID, gotName)
-		}
+		t.Run(user, func(t *testing.T) {
+			gotUID, gotName := imageUser(user)
+			if !proto.Equal(gotUID, want.uid) || gotName != want.name {
+				t.Errorf("USER %q: %v, %q", user, gotUID, gotName)
+			}
+		})
 	}
 }

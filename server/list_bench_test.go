@@ -135,14 +135,16 @@ func TestStreamingListsEqualLists(t *testing.T) {
 		"label":  {&runtimeapi.ContainerFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": "pod-7"}}, 1},
 		"none":   {&runtimeapi.ContainerFilter{Id: "unknown"}, 0},
 	} {
-		list, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{Filter: tt.filter})
-		if err != nil {
-			t.Fatal(err)
-		}
-		streamed := &runtimeapi.ListContainersResponse{Containers: streamContainers(t, h, tt.filter)}
-		if len(list.Containers) != tt.want || !proto.Equal(list, streamed) {
-			t.Errorf("%s: %d containers listed, %d streamed, want %d, the same", name, len(list.Containers), len(streamed.Containers), tt.want)
-		}
+		t.Run(name, func(t *testing.T) {
+			list, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{Filter: tt.filter})
+			if err != nil {
+				t.Fatal(err)
+			}
+			streamed := &runtimeapi.ListContainersResponse{Containers: streamContainers(t, h, tt.filter)}
+			if len(list.Containers) != tt.want || !proto.Equal(list, streamed) {
+				t.Errorf("%s: %d containers listed, %d streamed, want %d, the same", name, len(list.Containers), len(streamed.Containers), tt.want)
+			}
+		})
 	}
 	ready := &runtimeapi.PodSandboxFilter{State: &runtimeapi.PodSandboxStateValue{State: runtimeapi.PodSandboxState_SANDBOX_READY}}
 	list, err := h.runtime.ListPodSandbox(t.Context(), &runtimeapi.ListPodSandboxRequest{Filter: ready})

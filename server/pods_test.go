@@ -33,16 +33,18 @@ func TestVersion(t *testing.T) {
 
 func TestRuntimeConfigNamesTheDriver(t *testing.T) {
 	for systemd, want := range map[bool]runtimeapi.CgroupDriver{true: runtimeapi.CgroupDriver_SYSTEMD, false: runtimeapi.CgroupDriver_CGROUPFS} {
-		cfg := testConfig
-		cfg.SystemdCgroup = systemd
-		h := start(t, cfg, &fakePods{}, &fakeImages{})
-		got, err := h.runtime.RuntimeConfig(t.Context(), &runtimeapi.RuntimeConfigRequest{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got.Linux == nil || got.Linux.CgroupDriver != want {
-			t.Errorf("systemd %t: %v", systemd, got)
-		}
+		t.Run(want.String(), func(t *testing.T) {
+			cfg := testConfig
+			cfg.SystemdCgroup = systemd
+			h := start(t, cfg, &fakePods{}, &fakeImages{})
+			got, err := h.runtime.RuntimeConfig(t.Context(), &runtimeapi.RuntimeConfigRequest{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got.Linux == nil || got.Linux.CgroupDriver != want {
+				t.Errorf("systemd %t: %v", systemd, got)
+			}
+		})
 	}
 }
 
@@ -183,10 +185,12 @@ func TestRequiredFields(t *testing.T) {
 		}},
 		{"image.image", func() error { return second(h.images.RemoveImage(ctx, &runtimeapi.RemoveImageRequest{})) }},
 	} {
-		s := status.Convert(tc.call())
-		if s.Code() != codes.InvalidArgument || s.Message() != tc.missing+" is required" {
-			t.Errorf("%s missing: %v", tc.missing, s)
-		}
+		t.Run(tc.missing, func(t *testing.T) {
+			s := status.Convert(tc.call())
+			if s.Code() != codes.InvalidArgument || s.Message() != tc.missing+" is required" {
+				t.Errorf("%s missing: %v", tc.missing, s)
+			}
+		})
 	}
 	if calls := pods.called(); len(calls) > 0 || len(images.removed) > 0 {
 		t.Errorf("reached the manager or the store: %q %q", calls, images.removed)

@@ -61,11 +61,13 @@ func TestErrorsKeepCodeAndText(t *testing.T) {
 		{context.Canceled, codes.Canceled},
 		{errors.New("plain"), codes.Unknown},
 	} {
-		fail = tc.err
-		_, err := h.runtime.StopPodSandbox(t.Context(), &runtimeapi.StopPodSandboxRequest{PodSandboxId: "x"})
-		if s := status.Convert(err); s.Code() != tc.code || s.Message() != tc.err.Error() {
-			t.Errorf("%v arrived as %v", tc.err, err)
-		}
+		t.Run(fmt.Sprint(tc.err), func(t *testing.T) {
+			fail = tc.err
+			_, err := h.runtime.StopPodSandbox(t.Context(), &runtimeapi.StopPodSandboxRequest{PodSandboxId: "x"})
+			if s := status.Convert(err); s.Code() != tc.code || s.Message() != tc.err.Error() {
+				t.Errorf("%v arrived as %v", tc.err, err)
+			}
+		})
 	}
 }
 
@@ -116,10 +118,12 @@ func TestFit(t *testing.T) {
 		{0, 0, 0, 0}, {4, 6, 4, 6}, {10, 0, 10, 0}, {11, 0, 10, 0}, {0, 11, 0, 10},
 		{20, 20, 5, 5}, {20, 3, 7, 3}, {3, 20, 3, 7}, {6, 5, 5, 5},
 	} {
-		out, err := fit(make([]byte, tc.out), make([]byte, tc.err), 10)
-		if len(out) != tc.wantOut || len(err) != tc.wantErr {
-			t.Errorf("%d and %d bytes became %d and %d", tc.out, tc.err, len(out), len(err))
-		}
+		t.Run(fmt.Sprintf("%d and %d", tc.out, tc.err), func(t *testing.T) {
+			out, err := fit(make([]byte, tc.out), make([]byte, tc.err), 10)
+			if len(out) != tc.wantOut || len(err) != tc.wantErr {
+				t.Errorf("%d and %d bytes became %d and %d", tc.out, tc.err, len(out), len(err))
+			}
+		})
 	}
 }
 

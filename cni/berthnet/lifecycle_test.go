@@ -296,10 +296,12 @@ func TestErrors(t *testing.T) {
 		{"data directory", map[string]any{"dataDir": "/dev/null/x"}, types.ErrInternal},
 		{"bridge", map[string]any{"bridge": "lo"}, types.ErrInternal},
 	} {
-		p := b.pod(c.with)
-		if err := p.add(); codeOf(err) != c.code {
-			t.Errorf("%s: %v, want code %d", c.what, err, c.code)
-		}
+		t.Run(c.what, func(t *testing.T) {
+			p := b.pod(c.with)
+			if err := p.add(); codeOf(err) != c.code {
+				t.Errorf("%s: %v, want code %d", c.what, err, c.code)
+			}
+		})
 	}
 	_, err := b.pod(nil).call("BOIL", "", nil)
 	if codeOf(err) != types.ErrInvalidEnvironmentVariables {

@@ -624,14 +624,16 @@ func TestObstacles(t *testing.T) {
 		"another subnet's address":          {source(10, 98, 0), false},
 		"the address of a wider one":        {source(10), false},
 	} {
-		conn.FlushTable(table)
-		conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: append(c.exprs, &expr.Verdict{Kind: expr.VerdictAccept})})
-		testutil.Must(t, conn.Flush())
-		want := []string{`"ip filter FORWARD"`, "2001:db8::1/64"}
-		if c.known {
-			want = want[1:]
-		}
-		about("with a rule about "+what, want...)
+		t.Run(what, func(t *testing.T) {
+			conn.FlushTable(table)
+			conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: append(c.exprs, &expr.Verdict{Kind: expr.VerdictAccept})})
+			testutil.Must(t, conn.Flush())
+			want := []string{`"ip filter FORWARD"`, "2001:db8::1/64"}
+			if c.known {
+				want = want[1:]
+			}
+			about("with a rule about "+what, want...)
+		})
 	}
 }
 

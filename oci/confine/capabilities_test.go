@@ -80,10 +80,12 @@ func TestCapabilitiesWeDoNotHold(t *testing.T) {
 		{"all", &runtimeapi.Capability{AddCapabilities: []string{"ALL"}}, false, facts.Capabilities},
 		{"privileged", nil, true, facts.Capabilities},
 	} {
-		got, err := Capabilities(test.c, test.priv, facts)
-		if err != nil || !slices.Equal(got.Bounding, test.want) {
-			t.Errorf("%s: got %v, %v, want %v", test.name, got, err, test.want)
-		}
+		t.Run(test.name, func(t *testing.T) {
+			got, err := Capabilities(test.c, test.priv, facts)
+			if err != nil || !slices.Equal(got.Bounding, test.want) {
+				t.Errorf("%s: got %v, %v, want %v", test.name, got, err, test.want)
+			}
+		})
 	}
 	_, err := Capabilities(&runtimeapi.Capability{AddCapabilities: []string{"NET_ADMIN"}}, false, facts)
 	testutil.WantError(t, err, codes.FailedPrecondition, "CAP_NET_ADMIN")

@@ -26,10 +26,12 @@ func TestSeccompProfilesRefused(t *testing.T) {
 		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["a"],"action":"SCMP_ACT_LOG","args":[{"op":"X"}]}]}`:          `operator "X" for a`,
 		`{"defaultAction":"SCMP_ACT_ALLOW","architectures":["SCMP_ARCH_X86"],"archMap":[{"architecture":"SCMP_ARCH_X86_64"}]}`: "archMap",
 	} {
-		_, err := parseProfile([]byte(body), spec)
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%s: got %v, want %q", body, err, want)
-		}
+		t.Run(body, func(t *testing.T) {
+			_, err := parseProfile([]byte(body), spec)
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: got %v, want %q", body, err, want)
+			}
+		})
 	}
 }
 

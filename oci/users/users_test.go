@@ -38,14 +38,15 @@ bad:x:x:app
 2000:x:77:
 `
 
+func id(n int64) *int64 { return &n }
+
 func TestResolve(t *testing.T) {
-	id := func(n int64) *int64 { return &n }
+	t.Parallel()
 	strict := runtimeapi.SupplementalGroupsPolicy_Strict
 	for _, test := range []struct {
 		name string
 		req  Request
 		want User
-		err  string // a part of the InvalidArgument error
 	}{
 		{name: "nothing asked: root", want: User{Groups: []uint32{0}, Home: "/root"}},
 		{name: "image name", req: Request{ImageUser: "app"},
@@ -77,7 +78,23 @@ func TestResolve(t *testing.T) {
 			want: User{1000, 100, []uint32{4, 100, 9000}, "/home/app"}},
 		{name: "highest ID", req: Request{UID: id(maxID), GID: id(maxID)}, want: User{maxID, maxID, []uint32{maxID}, ""}},
 		{name: "entry without shell", req: Request{ImageUser: "short"}, want: User{13, 13, []uint32{13}, ""}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			got, err := Resolve([]byte(testPasswd), []byte(testGroup), test.req)
+			if err != nil || !reflect.DeepEqual(got, test.want) {
+				t.Errorf("got %+v, %v, want %+v", got, err, test.want)
+			}
+		})
+	}
+}
 
+func TestResolveRefuses(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name string
+		req  Request
+		err  string // a part of the InvalidArgument error
+	}{
 		{name: "unknown name", req: Request{ImageUser: "nobody"}, err: `"nobody"`},
 		{name: "unknown group", req: Request{ImageUser: "app:wheel"}, err: `"wheel"`},
 		{name: "unknown run_as_username", req: Request{Username: "ghost"}, err: `"ghost"`},
@@ -107,18 +124,9 @@ func TestResolve(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			got, err := Resolve([]byte(testPasswd), []byte(testGroup), test.req)
-			if test.err != "" {
-				testutil.WantError(t, err, codes.InvalidArgument, test.err)
-				if !reflect.DeepEqual(got, User{}) {
-					t.Errorf("error, but also user %+v", got)
-				}
-				return
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			if !reflect.DeepEqual(got, test.want) {
-				t.Errorf("got %+v, want %+v", got, test.want)
+			testutil.WantError(t, err, codes.InvalidArgument, test.err)
+			if !reflect.DeepEqual(got, User{}) {
+				t.Errorf("error, but also user %+v", got)
 			}
 		})
 	}

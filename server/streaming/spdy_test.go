@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"testing"
 	"time"
@@ -50,23 +51,25 @@ func TestStatusOfSessions(t *testing.T) {
 		{remotecommand.StreamProtocolV4Name, nil, ""},
 		{remotecommand.StreamProtocolV4Name, errors.New("no such thing"), "no such thing"},
 	} {
-		s := serving(t, doing{exec: func(context.Context, stream.IO) error { return c.err }})
-		address, err := s.Attach(&runtimeapi.AttachRequest{Stdout: true})
-		if err != nil {
-			t.Fatal(err)
-		}
-		client := s.spdyClient(t, address, c.protocol)
-		said := client.readAll(client.open(remotecommand.StreamTypeError), func() { client.open(remotecommand.StreamTypeStdout) })
-		if c.protocol != remotecommand.StreamProtocolV4Name {
-			if string(said) != c.want {
-				t.Errorf("%s: %q, want %q", c.protocol, said, c.want)
+		t.Run(c.protocol+" "+fmt.Sprint(c.err), func(t *testing.T) {
+			s := serving(t, doing{exec: func(context.Context, stream.IO) error { return c.err }})
+			address, err := s.Attach(&runtimeapi.AttachRequest{Stdout: true})
+			if err != nil {
+				t.Fatal(err)
 			}
-			continue
-		}
-		var status metav1.Status
-		if err := json.Unmarshal(said, &status); err != nil || status.Message != c.want || (status.Status == metav1.StatusSuccess) != (c.err == nil) {
-			t.Errorf("%s: %q: %v", c.protocol, said, err)
-		}
+			client := s.spdyClient(t, address, c.protocol)
+			said := client.readAll(client.open(remotecommand.StreamTypeError), func() { client.open(remotecommand.StreamTypeStdout) })
+			if c.protocol != remotecommand.StreamProtocolV4Name {
+				if string(said) != c.want {
+					t.Errorf("%s: %q, want %q", c.protocol, said, c.want)
+				}
+				return
+			}
+			var status metav1.Status
+			if err := json.Unmarshal(said, &status); err != nil || status.Message != c.want || (status.Status == metav1.StatusSuccess) != (c.err == nil) {
+				t.Errorf("%s: %q: %v", c.protocol, said, err)
+			}
+		})
 	}
 }
 

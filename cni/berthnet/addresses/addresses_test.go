@@ -39,16 +39,18 @@ func TestCheck(t *testing.T) {
 	testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
 	testutil.Must(t, os.Mkdir(filepath.Join(dir, "there"), 0o700))
 	for path, good := range map[string]bool{"there": true, "there/not/yet": true, "file": false, "file/below": false} {
-		path = filepath.Join(dir, path)
-		_, before := os.Lstat(path)
-		err := Check(path)
-		if _, after := os.Lstat(path); (before == nil) != (after == nil) {
-			t.Errorf("%s is made", path)
-		}
-		_, opened := Open(path)
-		if (err == nil) != good || (opened == nil) != good {
-			t.Errorf("%s: Check says %v, Open %v", path, err, opened)
-		}
+		t.Run(path, func(t *testing.T) {
+			path = filepath.Join(dir, path)
+			_, before := os.Lstat(path)
+			err := Check(path)
+			if _, after := os.Lstat(path); (before == nil) != (after == nil) {
+				t.Errorf("%s is made", path)
+			}
+			_, opened := Open(path)
+			if (err == nil) != good || (opened == nil) != good {
+				t.Errorf("%s: Check says %v, Open %v", path, err, opened)
+			}
+		})
 	}
 }
 
@@ -166,12 +168,14 @@ func TestNames(t *testing.T) {
 		{"a.b_c-d", "e@h", []netip.Addr{netip.MustParseAddr("10.0.0.2"), netip.MustParseAddr("fd00::2")}},
 		{long, "123456789012345", []netip.Addr{netip.MustParseAddr("255.255.255.255"), netip.MustParseAddr("1111:2222:3333:4444:5555:6666:7777:8888")}},
 	} {
-		if len(r.name()) > 255 {
-			t.Errorf("the name has %d bytes", len(r.name()))
-		}
-		if back, ok := parse(r.name()); !ok || back.name() != r.name() || back.ContainerID != r.ContainerID || back.IfName != r.IfName {
-			t.Errorf("%q is read as %v, %v", r.name(), back, ok)
-		}
+		t.Run(r.name(), func(t *testing.T) {
+			if len(r.name()) > 255 {
+				t.Errorf("the name has %d bytes", len(r.name()))
+			}
+			if back, ok := parse(r.name()); !ok || back.name() != r.name() || back.ContainerID != r.ContainerID || back.IfName != r.IfName {
+				t.Errorf("%q is read as %v, %v", r.name(), back, ok)
+			}
+		})
 	}
 	for _, name := range []string{"", "lock", "last", "@a@eth0", "10.0.0.2@@eth0", "10.0.0.2@a@", "10.0.0.02@a@eth0", "fe80::1%eth0@a@b", "10.0.0.2,10.0.0.3,10.0.0.4@a@b", "FD00::1@a@b"} {
 		if r, ok := parse(name); ok {

@@ -48,15 +48,17 @@ func TestRuntime(t *testing.T) {
 func TestKey(t *testing.T) {
 	keys := map[string]bool{}
 	for _, body := range []string{``, `, "dataDir": "/a"`, `, "dataDir": "/a", "name": "m"`} {
-		n, err := parse(body)
-		if err != nil {
-			t.Fatal(err)
-		}
-		same, err := ParseNames([]byte(`{"name": "n"` + body + `}`))
-		if err != nil || same.Key() != n.Key() {
-			t.Errorf("DEL finds %s, ADD %s; %v", same.Key(), n.Key(), err)
-		}
-		keys[n.Key()] = true
+		t.Run(body, func(t *testing.T) {
+			n, err := parse(body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			same, err := ParseNames([]byte(`{"name": "n"` + body + `}`))
+			if err != nil || same.Key() != n.Key() {
+				t.Errorf("DEL finds %s, ADD %s; %v", same.Key(), n.Key(), err)
+			}
+			keys[n.Key()] = true
+		})
 	}
 	if len(keys) != 3 {
 		t.Errorf("keys are %v", keys)
@@ -73,10 +75,12 @@ func TestGC(t *testing.T) {
 		`, "cni.dev/attachments": [` + a + `]`: 1,
 		`, "cni.dev/valid-attachments": [` + a + `], "cni.dev/attachments": [` + b + `]`: 2,
 	} {
-		n, err := ParseGC([]byte(`{"name": "n"` + body + `}`))
-		if want < 0 && err == nil || want >= 0 && (err != nil || len(n.Valid) != want) {
-			t.Errorf("%s: %+v, %v", body, n, err)
-		}
+		t.Run(body, func(t *testing.T) {
+			n, err := ParseGC([]byte(`{"name": "n"` + body + `}`))
+			if want < 0 && err == nil || want >= 0 && (err != nil || len(n.Valid) != want) {
+				t.Errorf("%s: %+v, %v", body, n, err)
+			}
+		})
 	}
 }
 
@@ -115,17 +119,21 @@ func TestInvalid(t *testing.T) {
 		`, "runtimeConfig": {"bandwidth": {"ingressRate": 8000}}`:                                                          "must both be set",
 		`, "runtimeConfig": {"bandwidth": {"egressRate": 1, "egressBurst": 8000}}`:                                         "out of range",
 	} {
-		_, err := parse(body)
-		e, ok := errors.AsType[*types.Error](err)
-		if !ok || e.Code != types.ErrInvalidNetworkConfig || !strings.Contains(e.Details, want) {
-			t.Errorf("%s: %v, want %q", body, err, want)
-		}
+		t.Run(body, func(t *testing.T) {
+			_, err := parse(body)
+			e, ok := errors.AsType[*types.Error](err)
+			if !ok || e.Code != types.ErrInvalidNetworkConfig || !strings.Contains(e.Details, want) {
+				t.Errorf("%s: %v, want %q", body, err, want)
+			}
+		})
 	}
 	for _, text := range []string{``, `[]`, `{"mtu": "x"}`, `{"subnets": ["x"]}`} {
-		_, err := Parse([]byte(text))
-		if e, ok := errors.AsType[*types.Error](err); !ok || e.Code != types.ErrDecodingFailure {
-			t.Errorf("%s: %v", text, err)
-		}
+		t.Run(text, func(t *testing.T) {
+			_, err := Parse([]byte(text))
+			if e, ok := errors.AsType[*types.Error](err); !ok || e.Code != types.ErrDecodingFailure {
+				t.Errorf("%s: %v", text, err)
+			}
+		})
 	}
 }
 

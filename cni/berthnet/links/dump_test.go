@@ -2,6 +2,7 @@ package links
 
 import (
 	"errors"
+	"fmt"
 	"testing"
 
 	"github.com/vishvananda/netlink"
@@ -19,15 +20,17 @@ func TestDump(t *testing.T) {
 		{dumpAttempts - 1, dumpAttempts, nil, nil},
 		{dumpAttempts, dumpAttempts, nil, netlink.ErrDumpInterrupted},
 	} {
-		asked := 0
-		all, err := dump(func() ([]int, error) {
-			if asked++; asked <= c.interrupted {
-				return []int{0}, netlink.ErrDumpInterrupted
+		t.Run(fmt.Sprintf("%d interrupted, then %v", c.interrupted, c.then), func(t *testing.T) {
+			asked := 0
+			all, err := dump(func() ([]int, error) {
+				if asked++; asked <= c.interrupted {
+					return []int{0}, netlink.ErrDumpInterrupted
+				}
+				return []int{1}, c.then
+			})
+			if !errors.Is(err, c.want) || asked != c.asked || err == nil && (len(all) != 1 || all[0] != 1) {
+				t.Errorf("after %d interruptions: %v, %v, asked %d times", c.interrupted, all, err, asked)
 			}
-			return []int{1}, c.then
 		})
-		if !errors.Is(err, c.want) || asked != c.asked || err == nil && (len(all) != 1 || all[0] != 1) {
-			t.Errorf("after %d interruptions: %v, %v, asked %d times", c.interrupted, all, err, asked)
-		}
 	}
 }

@@ -22,24 +22,26 @@ import (
 func TestMakeBridge(t *testing.T) {
 	d := &Description{Name: "bn0", Network: "net-1", MTU: 1400}
 	for _, begun := range []bool{false, true} {
-		err := netns.InNew(func() error {
-			if begun {
-				if _, err := newBridge(d); err != nil {
+		t.Run(fmt.Sprintf("begun=%t", begun), func(t *testing.T) {
+			err := netns.InNew(func() error {
+				if begun {
+					if _, err := newBridge(d); err != nil {
+						return err
+					}
+				}
+				b, err := MakeBridge(d)
+				if err != nil {
 					return err
 				}
-			}
-			b, err := MakeBridge(d)
+				if owner, made := b.owner(); owner != "net-1" || !made || b.MTU != 1400 {
+					return fmt.Errorf("it is %q's, made %v, MTU %d", owner, made, b.MTU)
+				}
+				return nil
+			})
 			if err != nil {
-				return err
+				t.Errorf("the bridge, begun before %v: %v", begun, err)
 			}
-			if owner, made := b.owner(); owner != "net-1" || !made || b.MTU != 1400 {
-				return fmt.Errorf("it is %q's, made %v, MTU %d", owner, made, b.MTU)
-			}
-			return nil
 		})
-		if err != nil {
-			t.Errorf("the bridge, begun before %v: %v", begun, err)
-		}
 	}
 	err := netns.InNew(func() error {
 		if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0", MTU: 1300}}); err != nil {
@@ -132,9 +134,11 @@ func TestHasModule(t *testing.T) {
 		t.Fatal(err)
 	}
 	for module, want := range map[string]bool{"cls_some": true, "sch_some": true, "some": false, "cls_som": false} {
-		if got := hasModule(module, list); got != want {
-			t.Errorf("module %s: %v, want %v", module, got, want)
-		}
+		t.Run(module, func(t *testing.T) {
+			if got := hasModule(module, list); got != want {
+				t.Errorf("module %s: %v, want %v", module, got, want)
+			}
+		})
 	}
 	if hasModule("cls_some", list+".none") {
 		t.Error("an unknown module is reported as present")

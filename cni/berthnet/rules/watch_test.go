@@ -50,10 +50,12 @@ func TestDeletions(t *testing.T) {
 		{additions(lookedAt + 1), true},
 		{append(additions(2*lookedAt), deleteTable), true},
 	} {
-		n, err := vm.Run(packet(c.types...))
-		if err != nil || (n > 0) != c.pass {
-			t.Errorf("of messages %s %d bytes pass, %v; want that they pass: %v", fmt.Sprintf("%x", c.types), n, err, c.pass)
-		}
+		t.Run(fmt.Sprint(c.types), func(t *testing.T) {
+			n, err := vm.Run(packet(c.types...))
+			if err != nil || (n > 0) != c.pass {
+				t.Errorf("of messages %s %d bytes pass, %v; want that they pass: %v", fmt.Sprintf("%x", c.types), n, err, c.pass)
+			}
+		})
 	}
 	for _, torn := range [][]byte{{1}, packet(add)[:unix.NLMSG_HDRLEN-11], packet(add, deleteTable)[:len(packet(add))+5]} {
 		if n, err := vm.Run(torn); err != nil || n > 0 {

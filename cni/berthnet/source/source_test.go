@@ -127,9 +127,11 @@ func TestProgram(t *testing.T) {
 		{"neighbour advertisement cut off", frame(ownMAC, v6, ip6(own6, 58), icmp(136, own6)[:23]), false},
 		{"hidden data", frame(ownMAC, v6, ip6(own6, 43), extension(17, 2), make([]byte, 8)), true},
 	} {
-		if got := verdict(t, c.frame, own4, own6); (got == Pass) != c.pass || got != Pass && got != Drop {
-			t.Errorf("%s: verdict %#x, want to pass: %v", c.what, got, c.pass)
-		}
+		t.Run(c.what, func(t *testing.T) {
+			if got := verdict(t, c.frame, own4, own6); (got == Pass) != c.pass || got != Pass && got != Drop {
+				t.Errorf("%s: verdict %#x, want to pass: %v", c.what, got, c.pass)
+			}
+		})
 	}
 	if verdict(t, frame(ownMAC, v4, ip4(own4, other4)), own6) != Drop || verdict(t, frame(ownMAC, arpType, arp(ownMAC, none4)), own6) != Drop {
 		t.Error("a pod without IPv4 sends it")
