@@ -24,10 +24,11 @@ import (
 	"berth/internal/testenv"
 )
 
-// Pods are created, exec'd and removed, eight at a time, while daemon, launchers and monitors are killed at random. Every exit
-// code is right, every start that the daemon did not survive can be repeated, and what daemon and machine hold does not
-// grow: it is compared at the end of each tenth of the pods, when none is left, with what it was after the second. In the
-// last third the daemon is not killed, so that its own growth shows.
+// Eight at a time, pods are created, exec'd and removed, while the daemon, launchers and monitors
+// are killed at random. Every exit code is right, and every start that a kill interrupted can be
+// repeated. After each tenth of the pods the test compares the daemon and the machine with their
+// state after the second tenth. In the last third the daemon is not killed, so that its own growth
+// shows.
 func TestChurn(t *testing.T) {
 	testenv.Long(t)
 	pods, kills := 200, 3 // kills of the daemon in each round that has some
@@ -66,8 +67,8 @@ type churn struct {
 
 	daemon                         atomic.Int64 // how often it was killed and started; odd: it does not run
 	done, monitorsKilled, repeated atomic.Int64
-	launchersKilled, launchersLost atomic.Int64                // lost: while they worked for somebody
-	held                           func(t *testing.T) []string // compares with what was held after the second round
+	launchersKilled, launchersLost atomic.Int64                // lost: killed while they worked on an order
+	held                           func(t *testing.T) []string // compares with the state after the second round
 	heap                           uint64                      // bytes the last daemon had in use after its first whole round
 }
 
@@ -140,8 +141,8 @@ func (c *churn) killLauncher(t *testing.T, random *rand.Rand) {
 	}
 }
 
-// compare tells of what is there more than after the second round, and of what the last daemon has more in use than after
-// its first whole round.
+// compare reports growth since the second round, and growth of the last daemon's heap since its
+// first whole round.
 func (c *churn) compare(t *testing.T, round int) {
 	t.Helper()
 	c.d.WaitIdle(t)
@@ -163,7 +164,8 @@ func (c *churn) compare(t *testing.T, round int) {
 	}
 }
 
-// heapMargin is by how much what is in use of the heap varies at rest: connections, buffers. Measured: 200 KiB.
+// heapMargin bounds the variation of the heap at rest, from connections and buffers. Measured: 200
+// KiB.
 const heapMargin = 256 << 10
 
 // life is one pod with one container.
@@ -248,7 +250,7 @@ func (l *life) startContainer(ctx context.Context) error {
 	return nil
 }
 
-// endedWithItsLauncher tells whether the container was not started, or was lost, because a launcher was killed.
+// endedWithItsLauncher reports whether a killed launcher prevented or ended the container.
 func (l *life) endedWithItsLauncher(ctx context.Context) bool {
 	if l.launchersKilled.Load() == 0 {
 		return false
@@ -331,7 +333,7 @@ func (l *life) remove(ctx context.Context, containerFirst bool) error {
 // launcherLost is what calls say whose launcher was killed.
 const launcherLost = "the launcher is lost"
 
-// lostLauncher tells whether a call failed because its launcher was killed, before it could be asked or while it worked.
+// lostLauncher reports whether a call failed because its launcher was killed.
 func lostLauncher(err error) bool {
 	return err != nil && (strings.Contains(err.Error(), launcherLost) || strings.Contains(err.Error(), "ask the launcher"))
 }
@@ -339,7 +341,7 @@ func lostLauncher(err error) bool {
 // longest is how long kubelet waits at most, for RunPodSandbox.
 const longest = 4 * time.Minute
 
-// ask calls as kubelet does: again if the daemon was killed meanwhile or did not run, or if the launcher that worked for it was killed.
+// ask repeats a call as kubelet does, when the daemon or the launcher was killed meanwhile.
 func ask[Request, Response any](ctx context.Context, c *churn, call func(context.Context, Request, ...grpc.CallOption) (Response, error), request Request) (Response, error) {
 	ctx, cancel := context.WithTimeout(ctx, longest)
 	defer cancel()

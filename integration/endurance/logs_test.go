@@ -11,8 +11,8 @@ import (
 	"berth/integration/harness"
 )
 
-// A container writes numbered lines as fast as it can, while the daemon is killed and the log is rotated: every
-// line is there once, in order.
+// A container writes numbered lines as fast as it can, while the daemon is killed and the log is
+// rotated. Every line is there once, in order.
 func TestLogThroughKillsAndRotations(t *testing.T) {
 	lines, kills, rotations := 100_000, 4, 10
 	if harness.Thorough() {
@@ -51,10 +51,11 @@ func shuffled(yes, no int) []bool {
 	return all
 }
 
-// lineBytes is what a numbered line takes in a log: time, stream, tag and the number.
+// lineBytes is the size of a numbered line in a log: time, stream, tag and number.
 const lineBytes = 50
 
-// rotatedLog is a container's log in files, of which kubelet would have renamed all but the last.
+// rotatedLog is a container's log in several files. All but the last have been renamed, as by
+// kubelet.
 type rotatedLog struct {
 	c    *harness.Container
 	old  []string
@@ -89,7 +90,7 @@ func sizeOf(path string) int64 {
 	return info.Size()
 }
 
-// check reads all files and returns the number of lines, of which the last one tells how many there should be.
+// check reads all files and returns the number of lines. The last line holds the expected number.
 func (l *rotatedLog) check(t *testing.T) int {
 	t.Helper()
 	next, end := 1, ""

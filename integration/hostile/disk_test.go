@@ -20,7 +20,7 @@ import (
 	"berth/internal/testenv"
 )
 
-// onDisk starts a daemon whose root is on a disk of its own, of which layers leave half.
+// onDisk starts a daemon whose root is a disk of its own. Layers may use half of it.
 func onDisk(t *testing.T, bytes, inodes int) *harness.Daemon {
 	t.Helper()
 	return startDaemonWith(t, []string{"disk_reserve_percent = 50"}, func(t *testing.T, d *harness.Daemon) {
@@ -32,7 +32,7 @@ func onDisk(t *testing.T, bytes, inodes int) *harness.Daemon {
 	})
 }
 
-// A layer that would fit, but into what is to stay free.
+// Layers that fit on the disk but exceed the free reserve are refused.
 func TestLayersThatFillTheDisk(t *testing.T) {
 	testenv.Long(t)
 	for _, c := range []struct {
@@ -42,7 +42,7 @@ func TestLayersThatFillTheDisk(t *testing.T) {
 		text   string
 	}{
 		{"bytes", 100_000, bigFile(t, 200<<20), "are kept free"},
-		// It is a race: this many files may be made before anybody looks.
+		// The limit is checked periodically: so many files may exist before the first check.
 		{"inodes", 2000, bytes.NewReader(packed(t, repeated(4000, func(i int) fixture.Entry { return fixture.File(fmt.Sprint("f", i), 0o644, "") })...)), "no space left on device"},
 	} {
 		t.Run(c.what, func(t *testing.T) {
@@ -55,7 +55,7 @@ func TestLayersThatFillTheDisk(t *testing.T) {
 	}
 }
 
-// free is what is free on the disk of a daemon's root.
+// free returns the free space of the daemon's root.
 func free(t *testing.T, d *harness.Daemon) unix.Statfs_t {
 	t.Helper()
 	var fs unix.Statfs_t
@@ -75,7 +75,8 @@ func allFree(t *testing.T, d *harness.Daemon, before unix.Statfs_t) {
 	})
 }
 
-// As many files as are allowed, and one more, each of which costs the tar half a kilobyte; in contrib/torture, a million.
+// A layer has one file more than allowed; each costs the tar half a kilobyte. With BERTH_TORTURE=1
+// it is a million files.
 func TestMillionsOfFiles(t *testing.T) {
 	most := 20_000
 	if harness.Thorough() {
@@ -113,7 +114,7 @@ func writeFiles(w io.Writer, n int) error {
 	return out.Close()
 }
 
-// Images just below what may be in the daemon's memory while their layers are merged: as many files as that takes, and two of them at a time.
+// Two images at a time, each with almost as many files as the memory for merging layers allows.
 func TestImagesThatTakeMemory(t *testing.T) {
 	testenv.Long(t)
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
@@ -148,8 +149,8 @@ func TestImagesThatTakeMemory(t *testing.T) {
 	}
 }
 
-// Many files with as many extended attributes as there may be: a million in contrib/torture. What takes them, the filesystem
-// decides: ext4 has a block for those of a file.
+// Many files with the maximum of extended attributes; a million with BERTH_TORTURE=1. The
+// filesystem decides about the maximum: ext4 has one block for the attributes of a file.
 func TestManyExtendedAttributes(t *testing.T) {
 	d := startDaemon(t)
 	files, each := 10, 5000

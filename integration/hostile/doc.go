@@ -1,8 +1,8 @@
-// Package hostile pulls what no honest registry serves: layers made to fill disks and memory or to
-// confuse what unpacks them, manifests without end, and registries that never finish. Attacks that
-// have a name are in package attacks.
+// Package hostile pulls images that no honest registry serves: layers that fill disks or memory or
+// confuse the unpacker, endless manifests, and registries that never finish. Named attacks are in
+// package attacks.
 //
-// Each case is refused, or comes to nothing, within bounds: of time (a deadline so generous that only a pull that
-// would not end misses it), of memory (the peaks of the daemon and of berth-unpack), with a code and a
-// text that say what is wrong, and leaving nothing. After all of them the daemon pulls an honest image.
+// Each case is refused or has no effect. The tests bound its time (generously) and the peak memory
+// of the daemon and of berth-unpack. They check the gRPC code, the text and the leftovers. At the
+// end the daemon pulls an honest image.
 package hostile

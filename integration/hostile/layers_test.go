@@ -40,7 +40,7 @@ func packed(t *testing.T, entries ...fixture.Entry) []byte {
 
 func plain(data []byte) registrytest.Layer { return registrytest.Layer{Blob: data} }
 
-// gzipped reads what it compresses: some of it does not fit into memory.
+// gzipped compresses a stream, because some layers do not fit into memory.
 func gzipped(t *testing.T, plain io.Reader) registrytest.Layer {
 	t.Helper()
 	var b bytes.Buffer
@@ -159,7 +159,8 @@ func TestLayers(t *testing.T) {
 	}
 }
 
-// What a layer says of those below comes in what berth-unpack answers, of a layer that is a directory.
+// With the directory driver, berth-unpack reports a layer's references to lower layers by name. A
+// hostile layer makes that report huge.
 func TestNamesToldWithoutEnd(t *testing.T) {
 	d := startDaemonWith(t, nil, harness.WithLayerDriver("directory"))
 	_, name := image(t, gzipped(t, bytes.NewReader(packed(t, repeated(1500, func(i int) fixture.Entry {
@@ -210,7 +211,7 @@ func withPAX(t *testing.T, key, value string) []byte {
 	return append(data, packed(t, fixture.File("f", 0o644, ""))...)
 }
 
-// Layers that are odd and allowed: they come to what they say, inside of the image.
+// Odd but allowed layers unpack to their content, inside the image.
 func TestOddLayers(t *testing.T) {
 	d := startDaemon(t)
 	dir := t.TempDir()

@@ -93,7 +93,7 @@ func pull(t *testing.T, d *harness.Daemon, name string, auth *runtimeapi.AuthCon
 	return err
 }
 
-// attempt is a pull that is to be refused.
+// attempt is a pull that must be refused.
 type attempt struct {
 	what, name string
 	auth       *runtimeapi.AuthConfig
@@ -101,7 +101,7 @@ type attempt struct {
 	text       string
 }
 
-// allRefused makes attempts side by side, because most of them wait, and looks for what is left.
+// allRefused makes attempts in parallel, because most of them wait, and checks for leftovers.
 func allRefused(t *testing.T, d *harness.Daemon, attempts []attempt) {
 	t.Helper()
 	failures := make([]error, len(attempts))
@@ -118,7 +118,7 @@ func allRefused(t *testing.T, d *harness.Daemon, attempts []attempt) {
 	}
 }
 
-// refused pulls what can't be, and looks for what is left.
+// refused pulls an image, expects an error, and checks for leftovers.
 func refused(t *testing.T, d *harness.Daemon, name string, code codes.Code, texts ...string) {
 	t.Helper()
 	harness.WantCode(t, pull(t, d, name, nil), code, append(texts, name)...)

@@ -29,10 +29,10 @@ func repeat() unit {
 		}
 	}
 	put(0, 1) // not the last block
-	put(2, 2) // fixed codes: 01, of which the lower bit comes first
+	put(2, 2) // fixed codes: 01, low bit first
 	for range 2 {
 		put(264-256, 7) // length 10
-		put(8, 5)       // distance 17 to 24: plus the next three bits, of which the lowest comes first
+		put(8, 5)       // distance 17 to 24: plus the next three bits, lowest first
 		put(6, 3)       // 3, the other way round
 	}
 	put(0, 7) // end of the block
@@ -43,8 +43,8 @@ func repeat() unit {
 	return u
 }
 
-// quine is a gzip file that inflates to itself, so that whoever inflates until there is nothing to inflate never ends. It is a
-// program of two instructions that prints itself, after R. Cox, "Zip Files All The Way Down" (2010).
+// quine is a gzip file that inflates to itself, so recursive inflating never ends. It is a program
+// of two instructions that prints itself, after R. Cox, "Zip Files All The Way Down" (2010).
 func quine(t *testing.T) []byte {
 	t.Helper()
 	l0, l1, l4, r4 := literal(0), literal(1), literal(4), repeat()

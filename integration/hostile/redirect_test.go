@@ -31,9 +31,9 @@ func abroad(t *testing.T) *registrytest.Server {
 	})
 }
 
-// A registry that is elsewhere sends berth to this machine, to what is on the wire and to the metadata of the cloud: by a
-// redirect of everything that is fetched, by a redirect after a redirect, by a name, and as its token server. Nothing is
-// asked there. What hosts.toml allows is.
+// A remote registry redirects berth to this machine, to link-local addresses and to the cloud's
+// metadata service. It does so for each request, by a second redirect, by a name, and as its token
+// server. None of these addresses gets a request, except those that hosts.toml allows.
 func TestRedirectsToThisMachine(t *testing.T) {
 	out, err := exec.Command("ip", "addr", "add", public+"/32", "dev", "lo").CombinedOutput()
 	if err != nil {

@@ -29,7 +29,7 @@ import (
 
 func imageSpec(name string) *runtimeapi.ImageSpec { return &runtimeapi.ImageSpec{Image: name} }
 
-// unavailable is how kubelet is told that a registry is at fault.
+// unavailable is the error text by which kubelet recognizes a faulty registry.
 const unavailable = "RegistryUnavailable"
 
 // document serves a manifest that may be anything.
@@ -110,8 +110,8 @@ func TestManifests(t *testing.T) {
 	}
 }
 
-// Indexes that lead to themselves. By a digest none can, for it would have to contain its own; but a registry can answer every
-// request with the same index, and there can be one in the other.
+// Indexes that refer to themselves or to each other. A digest cannot refer to itself, but a
+// registry can answer every request with the same index.
 func TestIndexesInIndexes(t *testing.T) {
 	d := startDaemon(t)
 	again, name := image(t)
@@ -208,7 +208,7 @@ func incompressible(t *testing.T) registrytest.Layer {
 	return gzipped(t, bytes.NewReader(packed(t, fixture.File("f", 0o644, string(random)))))
 }
 
-// cut sends half of what was asked for, with a header that promises all of it.
+// cut sends half of the requested content, with a header that promises all of it.
 func cut(blob []byte) func(http.ResponseWriter, *http.Request) bool {
 	return func(w http.ResponseWriter, _ *http.Request) bool {
 		w.Header().Set("Content-Length", strconv.Itoa(len(blob)))
@@ -276,7 +276,8 @@ func TestRegistries(t *testing.T) {
 			return true
 		}), codes.DataLoss, "size is"},
 		{"a layer that always breaks off", on(blobPath, cut(blob)), codes.Unknown, "at byte"},
-		// What is not said to be the rest is not taken for it. The host is asked for the whole, which it cuts off.
+		// The client rejects a range other than the requested one. It asks for the whole blob,
+		// which the host cuts off.
 		{"a rest that is of another place", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes 0-%d/%d", size-1, size), blob))), codes.Unknown, "at byte"},
 		{"a rest of another length", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes %d-%d/%d", size/2, 1<<40, 1<<41), blob))), codes.Unknown, "at byte"},
 		{"a rest that is garbage", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes %d-%d/%d", size/2, size-1, size), garbage[size/2:]))), codes.DataLoss, ""},

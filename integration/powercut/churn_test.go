@@ -26,7 +26,7 @@ type node struct {
 	filesystem
 	dir      string // where its disk is mounted
 	pictures map[string]*picture
-	layers   map[string]inventory.Tree // what each layer and join has to be
+	layers   map[string]inventory.Tree // expected content of each layer and join
 }
 
 // newNode prepares a daemon. Records hold paths, so all disks are mounted at one place, one after the other.
@@ -70,7 +70,7 @@ type churn struct {
 	objects []string
 }
 
-// change does a call that makes of what is known next, and notes when.
+// change makes a call that leads to the known state next, and records when.
 func (c *churn) change(what string, next known, call func() error) error {
 	begun := c.disk.Position()
 	if err := call(); err != nil {
@@ -96,8 +96,8 @@ func (c *churn) remove(ctx context.Context, id string) error {
 	})
 }
 
-// images pulls and removes, so many times, and never the image that containers are made of. A name that moves
-// from one image to another is among what is pulled.
+// images pulls and removes images for a number of rounds. It also pulls a tag that moves from one
+// image to another. It never removes keep, the containers' image.
 func (c *churn) images(ctx context.Context, random *rand.Rand, rounds int, keep string) error {
 	names := slices.Sorted(maps.Keys(c.pictures))
 	for range rounds {
@@ -184,7 +184,7 @@ func (c *churn) end(ctx context.Context, pod string) error {
 	return nil
 }
 
-// recording is a disk, and what was done to the images on it since its log had a position.
+// recording is a disk with the history of its images since a position of its log.
 type recording struct {
 	disk    *blocklog.Disk
 	begin   int
@@ -221,8 +221,8 @@ func (n *node) record(t *testing.T, random *rand.Rand, rounds, pods int) recordi
 	return recording{disk, begin, c.history}
 }
 
-// learn pulls every image and remembers what its layers are, as the page cache has them. It returns the ID of
-// base, which stays.
+// learn pulls every image and records the content of its layers from the page cache. It returns the
+// ID of base, which is never removed.
 func (n *node) learn(t *testing.T, c *churn, base *picture) string {
 	t.Helper()
 	img, err := n.TryPull(t, base.name, nil)

@@ -86,8 +86,8 @@ func attach(t *testing.T, disk *blocklog.Disk, dir string) *blocklog.Attached {
 	return device
 }
 
-// unmount also checks that the filesystem is sound. Whoever used it may still be ending: launchers of a daemon that
-// was killed have it mounted in namespaces of their own for a moment.
+// unmount also checks the filesystem. It waits for launchers of a killed daemon, which may still
+// have the filesystem mounted in namespaces of their own.
 func (m *mounted) unmount(t *testing.T) {
 	t.Helper()
 	if m.device == nil {

@@ -26,8 +26,8 @@ type picture struct {
 // witness is the file that holds its image's name.
 const witness = "/witness"
 
-// pictures pushes images that share layers, with all that a layer can hold: many files and large ones, owners and
-// attributes, links into other layers and whiteouts.
+// pictures pushes images that share layers. The layers have many files, large files, owners,
+// attributes, whiteouts and links into other layers.
 func pictures(t *testing.T) map[string]*picture {
 	t.Helper()
 	small, large := manyFiles("small", 200, 900), someFiles("large", 3, 700<<10)
@@ -89,10 +89,10 @@ func someFiles(dir string, files, size int) fixture.Tree {
 	return out
 }
 
-// known is what a daemon knows of images: their tags by ID.
+// known holds a daemon's images: their tags by ID.
 type known map[string][]string
 
-// list asks a daemon what it knows.
+// list returns the daemon's images.
 func list(t *testing.T, d *harness.Daemon) known {
 	t.Helper()
 	return knownOf(harness.Get(d.Images.ListImages(t.Context(), nil))(t))
@@ -127,20 +127,22 @@ func (k known) equal(other known) bool {
 	return maps.EqualFunc(k, other, func(a, b []string) bool { return slices.Equal(a, b) })
 }
 
-// change is a call that changes what is known. It began and ended when the disk's log was so long.
+// change is a call that changes the images. It holds the length of the disk's log at its begin and
+// end.
 type change struct {
 	what         string
 	begun, ended int
 	after        known
 }
 
-// history is what was done to images, one after the other.
+// history is the sequence of changes of the images.
 type history struct {
 	before  known // the first change
 	changes []change
 }
 
-// at returns what may be known after a power cut: what was there, and what a call under way would make of it.
+// at returns the allowed states after a power cut: the state before, and that after a call in
+// progress.
 func (h history) at(position int) (allowed []known, under string) {
 	last := h.before
 	for _, c := range h.changes {
@@ -155,7 +157,7 @@ func (h history) at(position int) (allowed []known, under string) {
 	return []known{last}, under
 }
 
-// latest is what is known in the end.
+// latest returns the final state.
 func (h history) latest() known {
 	if len(h.changes) == 0 {
 		return h.before

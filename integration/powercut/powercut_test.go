@@ -75,15 +75,15 @@ func TestPowerCut(t *testing.T) {
 type cut struct {
 	position int
 	loss     blocklog.Loss
-	seed     uint64 // of what is lost
+	seed     uint64 // for the choice of lost writes
 }
 
 func (c cut) String() string {
 	return fmt.Sprintf("%d, keeping %.2f of what was not flushed, seed %d", c.position, c.loss.Kept, c.seed)
 }
 
-// choose picks a power cut. Half of them are around a flush, for what is written as one piece takes
-// most of the log and few positions in it differ.
+// choose picks a power cut. Half of the cuts are near a flush: large contiguous writes fill most of
+// the log, and their positions hardly differ.
 func (r recording) choose(random *rand.Rand) cut {
 	last := r.disk.Position()
 	position := r.begin + random.IntN(last-r.begin+1)
@@ -103,8 +103,8 @@ func (c cut) of(t *testing.T, disk *blocklog.Disk) *blocklog.Disk {
 	return left
 }
 
-// survives boots the node from what a power cut left of a disk, and checks everything. If again, the power
-// fails once more while the node recovers, and it is that disk that is checked.
+// survives boots the node from the disk after a power cut and checks everything. If again, the
+// power fails once more during recovery, and the disk after that is checked.
 func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	t.Helper()
 	t.Cleanup(func() {
@@ -137,7 +137,8 @@ func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	end()
 }
 
-// interruptedRecovery boots from what a power cut left, pulls images, and returns the disk at that point.
+// interruptedRecovery boots from the disk after a power cut, pulls images, and returns the disk
+// then.
 func (n *node) interruptedRecovery(t *testing.T, r recording, c cut) recording {
 	t.Helper()
 	disk := c.of(t, r.disk)
@@ -223,7 +224,7 @@ func (n *node) podsAreGone(t *testing.T) {
 	t.Logf("%d pods and %d containers were known", len(pods), len(containers))
 }
 
-// addresses are host-local's, with what is in the file.
+// addresses returns host-local's addresses with the content of their files.
 func (n *node) addresses() (all []string) {
 	dir := filepath.Join(n.DataDir, "test")
 	for _, name := range machine.ReadDir(dir) {
@@ -261,8 +262,8 @@ func (n *node) pullsEverything(t *testing.T) {
 	n.layersAreRight(t, "after all images were pulled")
 }
 
-// matchesItsRecords checks, by berth's own means, that what is recorded is what is there. What has no record is removed
-// in the background.
+// matchesItsRecords checks by berth's own command that the records match the machine. Berth removes
+// objects without a record in the background.
 func (n *node) matchesItsRecords(t *testing.T, args ...string) {
 	t.Helper()
 	err := harness.WaitFor(func() error {
@@ -277,8 +278,8 @@ func (n *node) matchesItsRecords(t *testing.T, args ...string) {
 	}
 }
 
-// removeSetAside removes the records that were set aside, which berth itself never does. Those of pods and
-// containers are allowed: they are not synced.
+// removeSetAside removes the records that were set aside; berth itself never does. Only records of
+// pods and containers may be among them, because these are not synced.
 func (n *node) removeSetAside(t *testing.T) {
 	t.Helper()
 	for _, kind := range []string{"pods", "containers"} {

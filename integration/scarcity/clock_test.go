@@ -39,8 +39,8 @@ func setClock(t *testing.T, to time.Time) {
 	t.Cleanup(func() { harness.Must(t, set(before.Add(time.Since(before)))) })
 }
 
-// The daemon starts on a machine without a clock, in 1970, and serves; then the time arrives. What runs goes on, and no time
-// that kubelet is told is zero.
+// The daemon starts on a machine without a clock, in 1970, and serves. Then the clock is set.
+// Containers keep running, and no reported time is zero.
 func TestClockOf1970(t *testing.T) {
 	ownClock(t)
 	// As if the clock had begun with the machine: the kernel refuses a time before that.
@@ -75,8 +75,7 @@ func TestClockOf1970(t *testing.T) {
 	pod.Remove(t)
 }
 
-// The clock jumps while things are under way. Nothing waits for the clock: what has a time limit keeps it, and nothing
-// hangs or ends early.
+// The clock jumps during operations. Time limits hold, and nothing hangs or ends early.
 func TestClockJumps(t *testing.T) {
 	ownClock(t)
 	for name, jump := range map[string]time.Duration{"a year forward": 365 * 24 * time.Hour, "a day back": -24 * time.Hour} {
@@ -89,7 +88,7 @@ func TestClockJumps(t *testing.T) {
 			c.WaitStoppable(t)
 			harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t)
 			url := c2.ExecURL(t, remotecommand.StreamOptions{Stdout: &sessions.Screen{}}, "echo", "here")
-			// An undo that is tried again by and by.
+			// An undo that is retried in the background.
 			plugin.Inject(t, "ADD", faults.Fail(1))
 			plugin.Inject(t, "DEL", faults.Fail(3))
 			_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
@@ -136,7 +135,8 @@ func TestClockJumps(t *testing.T) {
 	}
 }
 
-// laterOnes checks that what is created after the jump is the latest for kubelet, also for the next daemon.
+// laterOnes checks that kubelet takes an object created after the jump for the latest, also from
+// the next daemon.
 func laterOnes(t *testing.T, d *harness.Daemon, pod *harness.Pod, before *harness.Container) {
 	t.Helper()
 	after := pod.Run(t, harness.ContainerNamed(before.Config.Metadata.Name), func(c *runtimeapi.ContainerConfig) { c.Metadata.Attempt = 1 })

@@ -24,7 +24,7 @@ import (
 // shortTimeout is for plugins that hang; the others need tens of milliseconds.
 var shortTimeout = harness.WithConfig(`cni_timeout = "3s"`)
 
-// addCases are ways in which an ADD fails.
+// addCases lists failures of an ADD.
 var addCases = []struct {
 	fault string
 	code  codes.Code
@@ -42,9 +42,9 @@ var addCases = []struct {
 	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
 }
 
-// An ADD that fails leaves nothing, whatever the plugin had done by then; the same pod runs when the
-// plugin has recovered. bridge is the first of the chain; when portmap fails there is an
-// address and a veth already.
+// A failed ADD leaves nothing, at whichever point the plugin failed. The same pod runs once the
+// plugin works again. bridge is the first plugin of the chain; when portmap fails, an address and a
+// veth exist.
 func TestFailedAdd(t *testing.T) {
 	testenv.Long(t)
 	for _, name := range []string{"bridge", "portmap"} {
@@ -68,10 +68,10 @@ func TestFailedAdd(t *testing.T) {
 	}
 }
 
-// delCases are ways in which a DEL fails, or seems to.
+// delCases lists failures of a DEL, real or apparent.
 var delCases = []struct {
 	fault string
-	code  codes.Code // OK: what the plugin says does not matter if it ends well
+	code  codes.Code // OK: the plugin's output does not matter if it exits with 0
 	parts []string
 }{
 	{faults.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
@@ -135,8 +135,8 @@ func TestDelFailsTenTimes(t *testing.T) {
 	}
 }
 
-// What a failed RunPodSandbox could not undo is undone in the background, with growing pauses that verbose
-// Status shows, until that succeeds. Meanwhile the pod's name is free.
+// A failed RunPodSandbox whose undo fails too is undone in the background, with growing pauses,
+// until that succeeds. Verbose Status shows the retries. The pod's name is free meanwhile.
 func TestUndoIsRetried(t *testing.T) {
 	failures, longest := 3, 4.0 // pauses of 1, 2 and 4 seconds
 	if harness.Thorough() {
@@ -176,7 +176,7 @@ func TestUndoIsRetried(t *testing.T) {
 	second.Remove(t)
 }
 
-// slack is by how many seconds the limit of a wait is above what it should take.
+// slack is the margin in seconds of a time limit in these tests.
 const slack = 15
 
 // undoPause is how long, in seconds, verbose Status says that the next try to undo is waited for; 0: not at all.
@@ -195,8 +195,8 @@ func undoPause(t *testing.T, d *harness.Daemon) float64 {
 	return 0
 }
 
-// The daemon dies while a plugin works. The next one ends what the plugin started, and the pod
-// that kubelet asks for again runs.
+// The daemon dies while a plugin runs. The next daemon kills the plugin's processes, and a repeated
+// request for the pod succeeds.
 func TestDaemonDiesWithPlugin(t *testing.T) {
 	testenv.Long(t)
 	for _, fault := range []string{faults.Hang, faults.WorkHang, faults.WorkKill} {
@@ -235,7 +235,7 @@ func during(t *testing.T, d *harness.Daemon, plugin *faults.Plugin, call func() 
 	}
 }
 
-// Children of a plugin that ended well are what it wanted: they stay, also when the daemon is killed.
+// Children of a successful plugin keep running, even after the daemon is killed.
 func TestPluginsChildStays(t *testing.T) {
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
@@ -253,8 +253,8 @@ func TestPluginsChildStays(t *testing.T) {
 	pod.Remove(t)
 }
 
-// While a plugin hangs for one pod, others on the host's network and on another network come and
-// go, and everybody who asks is answered.
+// While a plugin hangs for one pod, pods on the host's network and on another network start and
+// stop, and all requests are answered.
 func TestHungPluginHoldsNobodyUp(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
@@ -294,7 +294,7 @@ func TestHungPluginHoldsNobodyUp(t *testing.T) {
 			<-ended
 		})
 	}
-	d.End(t) // or the plugins would have to be waited for
+	d.End(t) // otherwise the end would wait for the plugins
 	d.Start(t)
 }
 
@@ -302,7 +302,7 @@ func TestHungPluginHoldsNobodyUp(t *testing.T) {
 const otherNetwork = `{"cniVersion": "1.0.0", "name": "other", "plugins": [
 	{"type": "ptp", "ipam": {"type": "host-local", "dataDir": %q, "ranges": [[{"subnet": "10.89.0.0/24"}]]}}]}`
 
-// DEL needs neither the configuration that ADD had, nor what the CNI library keeps of results.
+// DEL needs neither ADD's configuration nor the CNI library's cached result.
 func TestDelWithoutConfig(t *testing.T) {
 	for _, restart := range []bool{false, true} {
 		t.Run(fmt.Sprintf("restart %v", restart), func(t *testing.T) {
@@ -318,8 +318,8 @@ func TestDelWithoutConfig(t *testing.T) {
 	}
 }
 
-// A record that is lost takes what its pod has with it: the address by a DEL from the CNI library's record
-// of it, the rest because it bears the pod's ID.
+// A pod whose record is lost is removed. A DEL from the CNI library's cached result releases the
+// address; the pod's ID identifies the rest.
 func TestLostRecord(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -362,7 +362,7 @@ func TestLostRecord(t *testing.T) {
 	}
 }
 
-// A daemon that is told to stop does not interrupt a plugin, whoever wanted it: the next one could not go on in the middle of what it did.
+// A stopping daemon does not interrupt a plugin, because the next daemon could not finish its work.
 func TestStopInterruptsNoPlugin(t *testing.T) {
 	testenv.Long(t)
 	plugin := faults.NewPlugin(t, "bridge")

@@ -51,7 +51,7 @@ func startOn(t *testing.T, which, kind string) (*harness.Daemon, *smallDisk) {
 	return d, disk
 }
 
-// verdict is what an operation may do where one of the directories takes nothing more.
+// verdict is the allowed result of an operation while one directory accepts no writes.
 type verdict int
 
 const (
@@ -68,7 +68,7 @@ type operation struct {
 	name           string
 	full, readOnly verdicts
 	once           bool // it is not tried again when the disk is mended
-	// prepare makes what the operation is about, while there is room.
+	// prepare makes the objects of the operation while there is room.
 	prepare func(t *testing.T, d *harness.Daemon, pod *harness.Pod) (call func() error)
 }
 
@@ -97,7 +97,7 @@ var operations = []operation{
 	}},
 	{"StartContainer", verdicts{rootDisk: fails, stateDisk: fails, logDisk: may}, verdicts{rootDisk: fails, stateDisk: fails, logDisk: fails}, true, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
 		c := pod.Create(t)
-		return func() error { // once, for a container that could not be started has exited
+		return func() error { // once: a container that could not be started has exited
 			return d.Cri.StartContainer(t.Context(), c.Id)
 		}
 	}},
@@ -108,7 +108,7 @@ var operations = []operation{
 			if err := d.Cri.StopContainer(t.Context(), c.Id, 30); err != nil {
 				return err
 			}
-			if status := c.Status(t); isReadOnly(t, d.State) { // there the monitor would tell what it was
+			if status := c.Status(t); isReadOnly(t, d.State) { // the monitor could not write its record there
 				harness.Equal(t, "reason", status.Reason, "ShimLost")
 			} else {
 				harness.Equal(t, "exit code", status.ExitCode, 7)
@@ -166,12 +166,13 @@ var operations = []operation{
 	}},
 }
 
-// anotherImage has a file too large for what a full disk has left by chance.
+// anotherImage has a file larger than the remaining space of a full disk.
 func anotherImage(t *testing.T) v1.Image {
 	return harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("big", 0o644, strings.Repeat("berth", 1<<18))})
 }
 
-// runSettled runs a container and waits until its monitor has written to the log: all that a start takes was taken then.
+// runSettled runs a container and waits for its first log line: the start has then used all its
+// space.
 func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 	t.Helper()
 	c := pod.Run(t, harness.Script("echo settled; exec sleep 1000000"))
@@ -184,8 +185,9 @@ func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 	return c
 }
 
-// Each operation on a disk that is full, and again when there is room: it works, or says what is lacking. The daemon
-// can be restarted meanwhile. What runs goes on, and nothing is left in the end.
+// Each operation runs on a full disk, and again with free space. It works or names the missing
+// space. The daemon can be restarted meanwhile. Containers keep running, and nothing is left at the
+// end.
 func TestFullDisk(t *testing.T) {
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
 		t.Run(which, func(t *testing.T) {
@@ -228,13 +230,13 @@ func TestReadOnlyDisk(t *testing.T) {
 	}
 }
 
-// trouble is what a disk has during an operation.
+// trouble is the state of a disk during an operation.
 type trouble struct {
 	spoil, mend func(*testing.T)
 	code        codes.Code // of what fails for it,
 	text        string     // and what that says
 	verdict     func(operation) verdict
-	leaves      bool // a daemon that is started meanwhile has files open where nobody looks: the read-only mount is none any more
+	leaves      bool // a daemon that starts meanwhile opens files below the read-only mount, so the mount is replaced
 }
 
 func noRoom(which string, spoil, mend func(*testing.T)) trouble {
@@ -293,8 +295,9 @@ func tryOperations(t *testing.T, d *harness.Daemon, disk trouble) {
 	}
 }
 
-// Where the socket is in the state directory, as it is by default, a daemon that is started while that is read-only says so and ends.
-// What runs is left alone, and when the directory is mended the next daemon goes on with it.
+// The socket is in the state directory by default. A daemon that starts while that directory is
+// read-only reports it and ends. Containers keep running, and the next daemon continues once the
+// directory is writable.
 func TestReadOnlyStateAtStart(t *testing.T) {
 	var disk *smallDisk
 	d := harness.StartDaemon(t, func(t *testing.T, d *harness.Daemon) {
@@ -324,8 +327,8 @@ func TestReadOnlyStateAtStart(t *testing.T) {
 	harness.Equal(t, "what it answers", c.Exec(t, "echo", "here"), "here")
 }
 
-// Exits on a disk that has no room for a byte, neither for the monitor's record nor for the daemon's: each code is
-// told, now, by the next daemon, and when there is room again.
+// Containers exit on a full disk, where neither the monitor nor the daemon can write a record. Each
+// exit code is reported: at once, by the next daemon, and when there is room again.
 func TestExitsOnFullDisk(t *testing.T) {
 	var disk *smallDisk
 	d := harness.StartDaemon(t, func(t *testing.T, d *harness.Daemon) {
@@ -371,8 +374,9 @@ func TestExitsOnFullDisk(t *testing.T) {
 	check("with room, after another restart")
 }
 
-// Root becomes read-only, as after an error of the disk: berth says so in its status and in errors, what runs goes
-// on and is stopped, a daemon that starts serves, and when the disk is mended it goes on by itself.
+// Root becomes read-only, as after a disk error. berth reports it in its status and in errors.
+// Containers keep running and can be stopped, and a new daemon serves. When the disk works again,
+// so does berth.
 func TestReadOnlyRoot(t *testing.T) {
 	testenv.Long(t)
 	d, disk := startOn(t, rootDisk, tmpfs)
@@ -381,7 +385,7 @@ func TestReadOnlyRoot(t *testing.T) {
 	running, exits := pod.Run(t), pod.Run(t, harness.Script("read line; exit 5"), harness.WithStdin(false))
 	created := pod.Create(t)
 	waitRuntimeReady(t, d, true)
-	half := filepath.Join(d.Root, "images", "tmp", "half") // what a pull leaves that was interrupted by a kill
+	half := filepath.Join(d.Root, "images", "tmp", "half") // the remainder of a killed pull
 	harness.Must(t, os.MkdirAll(filepath.Join(half, "fs"), 0o700))
 
 	disk.readOnly(t, d.Root, true)
@@ -467,7 +471,7 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 			d.Pull(t, harness.BaseImage)
 			ctx, cancel := context.WithCancel(t.Context())
 			var filling sync.WaitGroup
-			defer filling.Wait() // or it would fill what is beneath the disk when that has been unmounted
+			defer filling.Wait() // otherwise it would fill the filesystem below once the disk is unmounted
 			defer cancel()
 			filling.Go(func() {
 				for ctx.Err() == nil {
@@ -477,8 +481,8 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 					time.Sleep(rand.N(100 * time.Millisecond))
 				}
 			})
-			// Chance decides which of them meet a full disk. That some do and some do not is what this is about; where only logs
-			// find no room, nobody needs to.
+			// Timing decides which of them meet a full disk. Some must fail and some must live,
+			// except where only logs are on the full disk.
 			failed, lived := 0, 0
 			decided := func() bool { return lived > 0 && (failed > 0 || which == logDisk) }
 			for n := 0; n < rounds || !decided() && n < 20*rounds; n++ {

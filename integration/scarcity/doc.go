@@ -1,4 +1,4 @@
-// Package scarcity tests berth where what it depends on fails: CNI plugins that
-// misbehave, full and read-only disks, too little memory, too few descriptors and processes, clocks
-// that are wrong. docs/reliability.md has tables of the cases.
+// Package scarcity tests berth when its dependencies fail: CNI plugins, full and read-only disks,
+// too little memory, too few descriptors and processes, and wrong clocks. docs/reliability.md lists
+// the cases.
 package scarcity

@@ -34,12 +34,13 @@ import (
 	"berth/internal/testenv"
 )
 
-// A daemon with 64 MiB for itself and all that it starts pulls an image of many layers and runs 50 pods. It keeps its own memory
-// to half of that; where launchers and plugins need the rest one of them is killed, or the daemon, and the next one goes on.
-// Every error says so. In the end there are the image and the pods.
+// A daemon with a memory limit of 64 MiB, children included, pulls an image of many layers and runs
+// 50 pods. Its own memory stays below half of that. When launchers and plugins need more, one of
+// them or the daemon is killed, and the next daemon continues. Every error names the cause. In the
+// end the image and all pods exist.
 func TestMemoryLimit(t *testing.T) {
 	testenv.Long(t)
-	const small = 64 << 20 // of which one layer is packed at a time
+	const small = 64 << 20 // enough for one layer at a time
 	t.Run("directories", func(t *testing.T) { underMemoryLimit(t, small, nil) })
 	t.Run("EROFS images, a layer in parts, and one of many files", func(t *testing.T) {
 		const files = 100_000 // too much for EROFS with that memory, so they become files of the host
@@ -199,10 +200,11 @@ func underMemoryLimit(t *testing.T, limit int64, images []string, options ...har
 	}
 	t.Logf("%d calls failed, the daemon was killed %d times; its own memory was %d KiB, all in its cgroup %d KiB of %d",
 		failed, deaths, taken>>10, group.peakMemory(t)>>10, limit>>10)
-	group.limitMemory(t, 0) // the removal, all at once, is not what is tried here
+	group.limitMemory(t, 0) // the removal of all pods at once is no part of the test
 }
 
-// lacksMemory tells whether an error says that memory was lacking, or that the daemon or what it started was killed.
+// lacksMemory reports whether an error names missing memory, or a kill of the daemon or its
+// children.
 func lacksMemory(err error) bool {
 	if cutOff(err) || harness.CodeOf(err) == codes.ResourceExhausted {
 		return true
@@ -211,7 +213,7 @@ func lacksMemory(err error) bool {
 	return strings.Contains(text, "signal: killed") || strings.Contains(text, "the launcher is lost")
 }
 
-// callAll makes calls, so many at a time, and returns those that failed, and why.
+// callAll makes calls with limited parallelism. It returns the failed calls and their errors.
 func callAll(calls []func() error, parallel int) (failed []func() error, errs []error) {
 	var group errgroup.Group
 	group.SetLimit(parallel)
@@ -230,8 +232,8 @@ func callAll(calls []func() error, parallel int) (failed []func() error, errs []
 	return failed, errs
 }
 
-// Containers and what is executed in them get the limit of open files that the daemon was started with, not the one
-// it has raised for itself.
+// Containers and execs get the open-files limit that the daemon was started with, not its own
+// raised limit.
 func TestContainersHaveTheStartersFileLimit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", "--nofile=1000:4000"))
 	if own := machine.Limits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
@@ -243,8 +245,9 @@ func TestContainersHaveTheStartersFileLimit(t *testing.T) {
 	}
 }
 
-// Each operation with no descriptor left, with one, with some …, until it works: it works, or says what is lacking, and
-// leaves nothing; tried again with descriptors it works.
+// Each operation runs with no free descriptor, with one, and so on until it succeeds. It succeeds
+// or names the missing descriptors, and leaves nothing. Repeated with enough descriptors it
+// succeeds.
 func TestOutOfDescriptors(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.BaseImage)
@@ -274,8 +277,8 @@ func TestOutOfDescriptors(t *testing.T) {
 	}
 }
 
-// The same with none at all, not even those that the daemon itself gives up meanwhile: what ends containers and pods says what is lacking,
-// soon and not when its client has given up.
+// The same with no descriptor at all, not even those that the daemon frees meanwhile. Stop and
+// remove calls name the cause at once, not only after their client's deadline.
 func TestNoDescriptors(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

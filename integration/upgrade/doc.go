@@ -1,6 +1,6 @@
-// Package upgrade tests that a daemon takes over what earlier versions left: their state
-// directories, kept as golden files in testdata, and their running monitors, of
-// programs built from the commits of these versions. The file "versions" names them.
+// Package upgrade tests that a daemon takes over the state and the running monitors of earlier
+// versions. Golden files in testdata hold the state directories. The monitors are built from the
+// versions' commits, which the file "versions" names.
 //
 // A release adds its line to "versions" and its golden file:
 //

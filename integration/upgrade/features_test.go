@@ -22,7 +22,7 @@ type features struct {
 	resized        *harness.Container // whose limits were changed while it ran
 }
 
-// hasFeatures tells whether a released version can have them.
+// hasFeatures reports whether a released version has these features.
 func hasFeatures(version string) bool { return version != "0.1.0" }
 
 const (
@@ -31,8 +31,8 @@ const (
 	memoryLimit = 48 << 20
 )
 
-// configure writes a CDI spec and returns the configuration that a released version needs for the features. The daemon of
-// today does without: what was made is in its record.
+// configure writes a CDI spec and returns the configuration for the features in a released version.
+// The current daemon needs no configuration: the devices are in the container's record.
 func configure(t *testing.T, version string) []string {
 	t.Helper()
 	if !hasFeatures(version) {
@@ -90,7 +90,7 @@ func (f *features) goOn(t *testing.T) {
 	f.ported.Remove(t)
 }
 
-// serves asks through the host's port for what a container of the pod answers.
+// serves requests a page of the pod's container through its host port.
 func (f *features) serves(t *testing.T) {
 	t.Helper()
 	f.ported.Run(t, harness.Script("while :; do echo through | nc -l -p 80; done"))

@@ -25,7 +25,7 @@ var write = flag.Bool("write", false, "write the golden files that do not exist"
 // goldenDir is where the daemon ran that wrote the golden files: records name paths.
 const goldenDir = "/run/golden"
 
-// golden is what a golden file says of itself: what the daemon that wrote it listed.
+// golden is the description in a golden file: the objects that its daemon listed.
 type golden struct {
 	BootID     string
 	Image      string                     // name
@@ -42,8 +42,8 @@ type goldenContainer struct {
 
 const aboutFile = "about.json"
 
-// The state that each released version left is opened by the daemon of today: in the boot it was written in, with
-// all processes gone, and after a reboot.
+// The current daemon opens the state of each released version, in the same boot with all processes
+// gone, and after a reboot.
 func TestGoldenState(t *testing.T) {
 	for _, version := range released(t) {
 		file := harness.Get(filepath.Abs("testdata/" + version + ".tar.gz"))(t)
@@ -112,8 +112,8 @@ func openGolden(t *testing.T, file string, sameBoot bool, opts ...harness.Daemon
 	return d
 }
 
-// checkContainer compares a container with what it was. What ran has lost its monitor, and after a reboot what was
-// created has lost its pod.
+// checkContainer compares a container with the golden file. A running container has lost its
+// monitor. After a reboot a created container has lost its pod.
 func checkContainer(t *testing.T, d *harness.Daemon, name, imageID string, want goldenContainer, sameBoot bool) {
 	t.Helper()
 	response, err := d.Cri.ContainerStatus(t.Context(), want.ID, false)
@@ -129,7 +129,8 @@ func checkContainer(t *testing.T, d *harness.Daemon, name, imageID string, want 
 	harness.Equal(t, name+": image_ref", got.ImageRef, imageID) // its record has no digest of a repository
 }
 
-// emptyDaemon is a daemon in the golden directory that was started once, for the leak check, and has no state.
+// emptyDaemon returns a daemon without state in the golden directory. It was started once, for the
+// leak check.
 func emptyDaemon(t *testing.T, opts ...harness.DaemonOption) *harness.Daemon {
 	t.Helper()
 	d := harness.StartDaemonIn(t, goldenDir, append(opts, rootWritten)...)
@@ -181,7 +182,7 @@ func writeGolden(t *testing.T, version, file string) {
 	d.Kill(t)
 	harness.Must(t, os.WriteFile(filepath.Join(goldenDir, aboutFile), harness.Get(json.MarshalIndent(g, "", "\t"))(t), 0o600))
 	harness.Must(t, os.MkdirAll(filepath.Dir(file), 0o755))
-	// What the kernel keeps (sockets, mounted file systems) is not state.
+	// Sockets and mounted filesystems belong to the kernel and are not state.
 	tar(t, "-czf", file, "-C", goldenDir, "--one-file-system", "--numeric-owner", "--exclude=sock", "--exclude=bin", "--exclude=shm/*", "root", "state", aboutFile)
 	harness.Must(t, os.Remove(filepath.Join(goldenDir, aboutFile)))
 	d.UseVersion(t, "")

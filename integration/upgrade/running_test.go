@@ -16,8 +16,8 @@ import (
 	"berth/integration/sessions"
 )
 
-// The daemon is replaced by a newer one while pods run: all goes on, and what the old version's monitors
-// do for the new daemon they do.
+// A newer daemon replaces the old one while pods run. Everything keeps running, and the old
+// version's monitors serve the new daemon.
 func TestRunningPods(t *testing.T) {
 	for _, version := range released(t) {
 		t.Run(version, func(t *testing.T) {
@@ -70,7 +70,7 @@ func TestRunningPods(t *testing.T) {
 	}
 }
 
-// initOf is the container's init, as the monitor's record tells it.
+// initOf returns the container's init from the monitor's record.
 func initOf(t *testing.T, d *harness.Daemon, c *harness.Container) int {
 	t.Helper()
 	children := machine.ChildrenOf(harness.MonitorOf(t, d, c))

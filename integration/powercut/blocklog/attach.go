@@ -16,10 +16,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Attached is a Disk that the kernel has as a loop device. The loop device's file is served by
-// this process through FUSE, whose requests become the disk's operations: a flush of the device is an
-// fsync of the file, and a write is answered when the disk has it. The process must not
-// map files of a filesystem on the device, nor may memory be so short that allocating waits for its writeback.
+// Attached is a Disk that is attached to a loop device. The loop device's file is served by this
+// process through FUSE. Its requests become operations of the disk: a flush of the device is an
+// fsync of the file, and a write is answered once the disk holds it. To avoid a deadlock, the
+// process must not map files of a filesystem on the device. Allocations must not wait for its
+// writeback.
 type Attached struct {
 	// Path is the block device's.
 	Path   string
@@ -160,7 +161,8 @@ func (r *rootNode) OnAdd(ctx context.Context) {
 	r.AddChild(diskFile, r.NewPersistentInode(ctx, &diskNode{disk: r.disk}, fs.StableAttr{Mode: fuse.S_IFREG}), false)
 }
 
-// diskNode is the file. What it is asked for becomes an operation of the disk before it is answered.
+// diskNode is the loop device's file. Each request becomes an operation of the disk before the
+// answer.
 type diskNode struct {
 	fs.Inode
 	disk *Disk
@@ -181,8 +183,8 @@ func (n *diskNode) Getattr(_ context.Context, _ fs.FileHandle, out *fuse.AttrOut
 	return fs.OK
 }
 
-// Open implements fs.NodeOpener. Nothing may lie in the page cache: a write that the loop device
-// has been told of is in the log.
+// Open implements fs.NodeOpener. It bypasses the page cache, so that an acknowledged write is in
+// the log.
 func (n *diskNode) Open(context.Context, uint32) (fs.FileHandle, uint32, syscall.Errno) {
 	return nil, fuse.FOPEN_DIRECT_IO, fs.OK
 }

@@ -53,9 +53,9 @@ func mounted(t *testing.T, d *Disk, do func(dir string)) {
 	do(dir)
 }
 
-// The device is what a program that forgets to sync is found out with: a file that is written
-// beside its place and renamed there may be empty after a power cut if its content was not synced
-// before, and never if it was.
+// The device finds programs that forget to sync. A file that is written beside its place and
+// renamed may be empty after a power cut if its content was not synced before. With the sync it
+// never is.
 func TestFoundOut(t *testing.T) {
 	d, err := New(t.TempDir(), 32<<20)
 	opened(t, d, err)

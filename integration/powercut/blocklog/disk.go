@@ -1,13 +1,12 @@
 // Package blocklog is a block device that loses power on demand.
 //
-// A Disk keeps every write, in the order in which writes and flushes arrived. Cut makes of it
-// the disk that there would be had the power failed at some point: all that was written
-// before the last flush is there; of what was written since, any part may be,
-// in any order, torn at any sector. Attach shows a Disk to the kernel as a loop device, on which a
-// filesystem can be made and mounted.
+// A Disk keeps every write, in the order in which writes and flushes arrived. Cut derives the disk
+// after a power failure at some point. That disk holds everything written before the last flush. Of
+// later writes it holds any part, in any order, torn at any sector. Attach attaches a Disk to a
+// loop device, for a filesystem.
 //
-// A Disk's content stays in a file of its own until Close. A cut takes no copy: it refers to the
-// file of the disk it was made of, which is to be closed after it.
+// A Disk keeps its content in a file of its own until Close. A cut copies nothing: it refers to the
+// file of the original disk, which must be closed after it.
 package blocklog
 
 import (
@@ -20,8 +19,8 @@ import (
 	"sync"
 )
 
-// Sector is the smallest unit that is written whole or not at all, as in the
-// ATA and SCSI standards, unless the disk has larger ones.
+// Sector is the unit of atomic writes, by the ATA and SCSI standards, unless the disk has larger
+// sectors.
 const Sector = 512
 
 // place says where a sector's content is: in a file of the disk, at an offset. Zero is nowhere:
@@ -39,7 +38,7 @@ type operation struct {
 
 // Disk is a disk of fixed size. Its methods may be called concurrently.
 type Disk struct {
-	file *os.File // what is written to this disk; those it was cut from have their own
+	file *os.File // writes to this disk; the disks it was cut from have files of their own
 	base []place  // the content before the first operation of the log
 
 	mu      sync.Mutex // guards what follows
@@ -73,7 +72,7 @@ func (d *Disk) Close() error { return d.file.Close() }
 // Size is in bytes.
 func (d *Disk) Size() int64 { return int64(len(d.sectors)) * Sector }
 
-// Position is how many operations there were so far: a point at which Cut can cut.
+// Position returns the number of operations so far. Cut takes such a number.
 func (d *Disk) Position() int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -202,7 +201,7 @@ func (p place) read(into []byte) error {
 	return err
 }
 
-// Loss says what a power cut does to the writes since the last flush.
+// Loss describes the effect of a power cut on the writes since the last flush.
 type Loss struct {
 	// Kept is the share of them that reached the disk, from 0, none, to 1, all.
 	Kept float64
@@ -211,8 +210,8 @@ type Loss struct {
 	Atomic int64
 }
 
-// Cut returns the disk that there would be had the power failed at a position, with its file in
-// dir. random decides what of the writes since the last flush is kept. The new disk's log begins empty.
+// Cut returns the disk after a power failure at a position, with its file in dir. random selects
+// the surviving writes since the last flush. The new disk's log is empty.
 func (d *Disk) Cut(dir string, position int, loss Loss, random *rand.Rand) (*Disk, error) {
 	if loss.Atomic <= 0 || loss.Atomic%Sector != 0 {
 		return nil, fmt.Errorf("%d bytes are not written as one", loss.Atomic)

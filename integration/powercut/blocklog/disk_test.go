@@ -99,8 +99,7 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// A disk that was cut is a disk: it may be written to and cut again, and the one it was cut
-// from does not change.
+// The result of a cut is a disk: it can be written to and cut again. The original does not change.
 func TestCutAgain(t *testing.T) {
 	d := newTestDisk(t, 4)
 	write(t, d, 0, "ab")
@@ -124,7 +123,7 @@ func TestCutLosesAnySubset(t *testing.T) {
 		c, err := d.Cut(t.TempDir(), 1, Loss{Kept: 0.5, Atomic: 2 * Sector}, random)
 		seen[content(t, opened(t, c, err))] = true
 	}
-	// The units are a, bc, de and f, as they lie on the disk.
+	// The units are a, bc, de and f, in this order on the disk.
 	for _, expected := range []string{"........", ".abcdef.", ".a......", "..bc....", "....de..", "......f.", ".abc..f."} {
 		if !seen[expected] {
 			t.Errorf("%q never happened", expected)
