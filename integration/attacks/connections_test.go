@@ -29,8 +29,8 @@ import (
 
 const (
 	nobody = 65534 // the user whose processes attack
-	// fewFiles is the daemon's limit of descriptors in these tests, of which it leaves a quarter to
-	// CRI and itself.
+	// fewFiles is the daemon's limit of descriptors in these tests. The daemon reserves a quarter
+	// of it for CRI and itself.
 	fewFiles     = 512
 	reserved     = fewFiles / 4
 	unidentified = fewFiles / 4 // connections without a token that the daemon keeps
@@ -46,7 +46,7 @@ func streamPort(t *testing.T, address string) netip.AddrPort {
 // attacker holds TCP connections of another user's, the newest of as many as it may have.
 type attacker struct {
 	target netip.AddrPort
-	say    string // what it sends on each
+	say    string // sent on each connection
 	most   int
 	held   []int
 	made   int
@@ -96,7 +96,7 @@ func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
 			ended <- errno
 			return
 		}
-		pace := time.NewTicker(time.Millisecond) // that of a process that wants to stay, not of one that burns a processor
+		pace := time.NewTicker(time.Millisecond) // the pace of an attacker that avoids attention
 		defer pace.Stop()
 		var err error
 		for err == nil && ctx.Err() == nil {
@@ -175,7 +175,7 @@ func execIn(t *testing.T, d *harness.Daemon, c *harness.Container) {
 	}
 }
 
-// newClientAsks makes a connection to the CRI socket, as the watchdog does, and a call.
+// newClientAsks makes a connection to the CRI socket and a call, as the watchdog does.
 func newClientAsks(t *testing.T, d *harness.Daemon) {
 	t.Helper()
 	conn := harness.Get(grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)

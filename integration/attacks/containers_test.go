@@ -57,8 +57,8 @@ func tryRun(t *testing.T, p *harness.Pod, opts ...harness.ContainerOption) (outp
 	return c.Output(t), nil
 }
 
-// wantRefusal fails the test unless the container was refused for what the text names: a refusal for
-// another reason would show nothing of the attack.
+// wantRefusal fails the test unless the refusal contains text. A refusal for another reason would
+// not test the attack.
 func wantRefusal(t *testing.T, refusal error, text string) {
 	t.Helper()
 	if refusal == nil || !strings.Contains(refusal.Error(), text) {
@@ -66,8 +66,8 @@ func wantRefusal(t *testing.T, refusal error, text string) {
 	}
 }
 
-// The image's /dev is a symbolic link: what is mounted and made there must not be mounted and made on the host. A link to a
-// directory stays one into the container's own root, which has its devices there; one through procfs is refused.
+// The image's /dev is a symbolic link. Devices and mounts for it must not reach the host's /dev. A
+// link to a directory is resolved inside the container's root; a link through procfs is refused.
 func TestCVE_2026_41579_DevIsASymlink(t *testing.T) {
 	pod := harness.StartDaemon(t).RunPod(t, harness.HostNetwork)
 	dir := untouched(t)
@@ -160,8 +160,8 @@ func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 	}
 }
 
-// The program that a container's init runs from is the runtime's own until it executes
-// the command: writing to it would change it for all (and the next exec).
+// A container's init runs the runtime's program until it executes the command. A write to that
+// program would change it for all containers and for the next exec.
 func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 	programs := []string{filepath.Join(harness.BinDir, "berth-shim"), filepath.Join(harness.BinDir, "berth")}
 	before := sums(t, programs)
@@ -196,8 +196,9 @@ func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 	}
 }
 
-// The filter that a command gets is compiled elsewhere and comes on a descriptor of its first process. A container that may trace its processes sees that one, and
-// writes to it: the filter of the command, or of another container, would be its own.
+// The seccomp filter of a command is compiled elsewhere and passed to the container's first process
+// on a descriptor. A container with ptrace sees that process and writes to the descriptor. The
+// write must not change its own filter or another container's.
 func TestSeccompFilterOverwritten(t *testing.T) {
 	d := harness.StartDaemon(t)
 	filtered := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -285,8 +286,8 @@ func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 	})
 }
 
-// A volume at /dev whose console is a link: the terminal would be bound over what it leads
-// to, or what it leads to be made.
+// A volume at /dev contains a link named console. The terminal must not be mounted on the link's
+// target, and the target must not be created.
 func TestCVE_2025_52565_DevConsoleSwapped(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -310,9 +311,8 @@ func TestCVE_2025_52565_DevConsoleSwapped(t *testing.T) {
 	harness.Equal(t, "the console, where there is no link", out, "character special file:88\r\n")
 }
 
-// Writes of the runtime below /proc/self/attr and /proc/sys must not be led to another
-// file by a mount in the container (CVE-2025-52881): the container has a volume where
-// procfs is expected.
+// A mount in the container must not redirect the runtime's writes below /proc/self/attr and
+// /proc/sys (CVE-2025-52881). Here the container has a volume in place of procfs.
 func TestCVE_2025_52881_ProcReplacedByAVolume(t *testing.T) {
 	d := harness.StartDaemon(t)
 	volume := t.TempDir()
@@ -407,9 +407,9 @@ func TestCVE_2022_24769_InheritableCapabilities(t *testing.T) {
 	}
 }
 
-// Without its primary group among the supplementary ones a process can drop it by
-// setgid, and with it a restriction that the group means; and groups of the image that
-// the process shall have must be there.
+// The primary group must be among the supplementary groups. Otherwise a process can drop it by
+// setgid, and with it a restriction of that group. The image's groups for the user must be there,
+// too.
 func TestCVE_2022_2995_PrimaryGroupIsSupplementaryToo(t *testing.T) { supplementaryGroups(t) }
 
 func TestCVE_2023_25173_GroupsOfTheImage(t *testing.T) { supplementaryGroups(t) }
@@ -475,10 +475,9 @@ func TestCVE_2020_10749_RouterAdvertisement(t *testing.T) {
 	}
 }
 
-// What a pod mounts over the files that every container gets is the node's, and so are
-// their sources in a pod on the node's network: nobody asked for another label of theirs.
-// That only what a config asks for is labelled is shown on every machine by
-// TestRelabelMounts (sandbox/selinux_test.go).
+// The default files of a container (hosts, hostname, resolv.conf) may be the node's in a pod on the
+// node's network. No pod may relabel them. TestRelabelMounts (sandbox/selinux_test.go) shows on
+// every machine that only requested relabels happen.
 func TestCVE_2021_43816_RelabelOfDefaultFiles(t *testing.T) {
 	if !selinux.GetEnabled() {
 		t.Skip("NOT TESTED: this machine has no SELinux")
@@ -555,8 +554,8 @@ func TestPathInNames(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
-// A container nests directories deeper than the daemon may have descriptors. What it leaves is removed all the same,
-// and the daemon goes on serving meanwhile.
+// A container nests directories deeper than the daemon's limit of descriptors. The daemon removes
+// them and serves meanwhile.
 func TestDirectoriesWithoutEnd(t *testing.T) {
 	const files, levels = 400, 3000
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d:%d", files, files)))
@@ -579,8 +578,8 @@ func TestDirectoriesWithoutEnd(t *testing.T) {
 	d.RunPod(t).Run(t)
 }
 
-// The attacks through checkpoint archives have nothing to attack yet: berth does not
-// restore. Whoever implements it finds here what is due.
+// Attacks through checkpoint archives: berth does not restore yet. An implementation must replace
+// these tests.
 func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) { nothingIsRestored(t) }
 
 func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) { nothingIsRestored(t) }

@@ -1,7 +1,7 @@
-// Package attacks tries the attacks of the past on a real berth, one test each, named by
-// CVE or by the issue of another runtime. Each has something of the host that must stay as
-// it is, and says whether the attack is to be refused or to come to nothing.
+// Package attacks repeats known attacks on a real berth, one test each, named after the CVE or
+// another runtime's issue. Each test protects something on the host, and states whether the attack
+// is refused or has no effect.
 //
-// CVE-2025-47291, a pod in a user namespace outside of its cgroup, is beside the other tests of user
-// namespaces, in package integration.
+// CVE-2025-47291, a pod in a user namespace that leaves its cgroup, is tested in package
+// integration with user namespaces.
 package attacks

@@ -160,7 +160,7 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 		sent.Store(0)
 		r.Hook(hook)
 		_, err := d.TryPull(t, name, nil)
-		if n := sent.Load(); n > 64<<20 { // what is on its way counts, too
+		if n := sent.Load(); n > 64<<20 { // includes bytes in flight
 			t.Errorf("%d bytes were taken of it", n)
 		}
 		harness.NoTraceOf(t, d, name)
@@ -188,7 +188,7 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 	}
 	t.Run("a layer without end", func(t *testing.T) {
 		err := try(t, endless(func(p string) bool { return strings.HasSuffix(p, layer) }))
-		// What is noticed first: that it is no tar, or that the digest is wrong.
+		// The first error wins: either the stream is no tar, or the digest is wrong.
 		if code := harness.CodeOf(err); code != codes.InvalidArgument && code != codes.DataLoss {
 			t.Errorf("refused with %v", err)
 		}
@@ -214,8 +214,8 @@ func TestCVE_2023_25153_DeepIndex(t *testing.T) {
 	harness.NoTraceOf(t, d, name)
 }
 
-// A small blob that inflates to more than a layer may have. All that the image says of it is right, so nothing but the limit
-// refuses it: early, for the disk has no room for the whole.
+// A small blob inflates beyond the limit of a layer. The image's metadata is right, so only the
+// limit refuses it. It must do so early, because the disk has no room for the whole layer.
 func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
 	const allowed, bomb = 64 << 20, 320 << 20
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("max_layer_bytes = %d", allowed)), func(t *testing.T, d *harness.Daemon) {
@@ -230,8 +230,8 @@ func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
 	tookLessThan(t, d, 128<<20)
 }
 
-// Credentials are for the registry they are meant for: not for whom it redirects to,
-// not for the URL that a foreign layer names.
+// Credentials go only to their registry: not to the target of a redirect, and not to the URL of a
+// foreign layer.
 func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
 	d := harness.StartDaemon(t)
 	thief, r := harness.NewRegistry(t), harness.NewRegistry(t)
@@ -247,7 +247,7 @@ func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
 		return true
 	})
 	const password = "secret-of-the-user"
-	// welcome answers those who do not know the password.
+	// welcome answers requests without the password.
 	welcome := func(w http.ResponseWriter, req *http.Request) bool {
 		if _, p, _ := req.BasicAuth(); p == password {
 			return true
@@ -324,7 +324,7 @@ func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
 	}
 }
 
-// Labels and annotations of an image reach nobody who acts by them.
+// Labels and annotations of an image have no effect on the runtime.
 func TestCVE_2026_53488_ImageLabelSteers(t *testing.T) {
 	d := harness.StartDaemon(t)
 	host := canary(t)
@@ -432,8 +432,8 @@ func userFileThatIsNone(t *testing.T, path, user string) {
 	tookLessThan(t, d, 256<<20)
 }
 
-// hugeFile packs a file of the given size that is nothing but a hole, so that neither the layer nor
-// what is unpacked of it takes space.
+// hugeFile packs a sparse file of the given size. Neither the layer nor the unpacked file takes
+// space.
 func hugeFile(t *testing.T, path string, size int64) v1.Layer {
 	t.Helper()
 	dir := machine.HostDir(t, filepath.Dir(path))

@@ -28,8 +28,8 @@ func TestCVE_2023_27561_ProcIsASymlink(t *testing.T) {
 	harness.Equal(t, "what was made on the host", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }
 
-// A target that another container of the pod changes between a directory and a link while
-// it is mounted on never leads out of the container (CVE-2021-30465).
+// Another container of the pod keeps swapping a mount target between a directory and a link. The
+// mount never leads out of the container (CVE-2021-30465).
 func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
 	host := machine.HostDir(t, "shared/target", "volume", "escape")
 	target, escape := filepath.Join(host, "shared/target"), filepath.Join(host, "escape")
@@ -48,12 +48,12 @@ func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
 		harness.Must(t, start())
 		exchange(t, target, other)
 	}
-	race(t, target, other, func() bool { return start() == nil }) // may be refused, for the target is another one than it was
+	race(t, target, other, func() bool { return start() == nil }) // may be refused: the target has changed since
 	harness.Equal(t, "what was made outside of the container", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }
 
-// race repeats an attempt while two files take each other's place again and again: until it has succeeded and has been
-// refused, but not without end, for that is chance. What comes of each of the two files by itself, the caller has seen before.
+// race repeats an attempt while two files keep swapping places, until it has succeeded and has been
+// refused, or a limit is reached. The caller has tested each of the two files alone.
 func race(t *testing.T, one, other string, attempt func() (succeeded bool)) {
 	t.Helper()
 	const least, most = 10, 300
@@ -69,7 +69,7 @@ func race(t *testing.T, one, other string, attempt func() (succeeded bool)) {
 	t.Logf("%d attempts succeeded, %d were refused, in %d exchanges", succeeded, refused, stop())
 }
 
-// exchanging lets two files take each other's place, again and again, until it is stopped. Then it tells how often.
+// exchanging keeps swapping two files until stop is called. stop returns the number of swaps.
 func exchanging(t *testing.T, one, other string) (stop func() int) {
 	t.Helper()
 	times, done, stopped := 0, make(chan error, 1), make(chan struct{})

@@ -352,15 +352,16 @@ func TestOutOfProcesses(t *testing.T) {
 	t.Logf("the daemon died %d times", died)
 }
 
-// lacksProcesses tells whether an error says that a process or thread could not be had. The code may be a plugin's; a launcher that
-// could not have a thread is dead and says so in the daemon's log only.
+// lacksProcesses reports whether an error names a process or thread that could not be made. The
+// code may be a plugin's. A launcher that lacks a thread dies, and only the daemon's log has the
+// reason.
 func lacksProcesses(err error) bool {
 	text := strings.ToLower(err.Error())
 	return strings.Contains(text, "resource temporarily unavailable") || strings.Contains(text, "the launcher is lost")
 }
 
-// replaceDead starts another daemon if this one has been killed, which calls tell a moment before it can be seen, and tells
-// whether it was.
+// replaceDead starts another daemon if this one was killed, and reports whether it was. A failed
+// call shows the kill a moment before the process has ended.
 func replaceDead(t *testing.T, d *harness.Daemon, errs ...error) bool {
 	t.Helper()
 	if !d.Gone() && !slices.ContainsFunc(errs, cutOff) {
@@ -377,7 +378,8 @@ func replaceDead(t *testing.T, d *harness.Daemon, errs ...error) bool {
 	return true
 }
 
-// cutOff tells whether the daemon ended before it answered: gRPC's own words, for berth has that code too.
+// cutOff reports whether the daemon ended before it answered. It matches gRPC's own text, because
+// berth uses the same code.
 func cutOff(err error) bool {
 	text := fmt.Sprint(err)
 	return harness.CodeOf(err) == codes.Unavailable && (strings.Contains(text, "error reading") || strings.Contains(text, "connection error"))

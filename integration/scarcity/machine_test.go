@@ -95,13 +95,13 @@ func (k *smallDisk) empty(t *testing.T) {
 	harness.Must(t, os.RemoveAll(k.ballast))
 }
 
-// readOnly makes dir of the disk, with what the daemon has bound on itself there, read-only for everybody who opens
-// anything there from now on, or takes that back. (The filesystem itself cannot be while somebody writes to it.) Other
-// filesystems that are mounted below stay as they are.
+// readOnly makes dir on the disk read-only for new opens, or writable again, with the daemon's own
+// bind mounts there. The filesystem itself cannot become read-only while files are open for
+// writing. Other filesystems mounted below stay as they are.
 func (k *smallDisk) readOnly(t *testing.T, dir string, readOnly bool) {
 	t.Helper()
 	if !readOnly {
-		harness.Must(t, unix.Mount("", dir, "", unix.MS_PRIVATE|unix.MS_REC, "")) // or the unmounting would reach what is beneath
+		harness.Must(t, unix.Mount("", dir, "", unix.MS_PRIVATE|unix.MS_REC, "")) // otherwise the unmount would propagate
 		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH))                       // a daemon that was started meanwhile has files open there
 		return
 	}
@@ -121,7 +121,7 @@ func isReadOnly(t *testing.T, path string) bool {
 	return stat.Flags&unix.ST_RDONLY != 0
 }
 
-// filesystem is the number of the one that a path is on.
+// filesystem returns the device number of the filesystem of a path.
 func filesystem(t *testing.T, path string) uint64 {
 	t.Helper()
 	var stat unix.Stat_t
@@ -129,11 +129,11 @@ func filesystem(t *testing.T, path string) uint64 {
 	return stat.Dev
 }
 
-// limitedGroup is a cgroup for a daemon and what it starts.
+// limitedGroup is a cgroup for a daemon and its children.
 type limitedGroup struct{ dir string }
 
-// inGroup has the daemon started in a cgroup of its own with that controller; the test is skipped where
-// there is none, or all are systemd's.
+// inGroup starts the daemon in a cgroup of its own with that controller. It skips the test if the
+// controller is missing or if systemd manages all cgroups.
 func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOption) {
 	t.Helper()
 	if harness.SystemdDriver() {
@@ -217,7 +217,8 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	return limitFiles(t, d, limit)
 }
 
-// limitFiles has the daemon get no descriptors with that number or above, until the returned function is called. It keeps those that it has.
+// limitFiles lowers the daemon's limit of descriptors until undo is called. The daemon keeps its
+// open ones.
 func limitFiles(t *testing.T, d *harness.Daemon, limit int) (undo func()) {
 	t.Helper()
 	pid := d.Cmd.Process.Pid

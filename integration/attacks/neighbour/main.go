@@ -63,7 +63,7 @@ func rest() {
 	}
 }
 
-// children are what the attacks start this program as.
+// children are the subcommands that the attacks start this program with.
 var children = map[string]func() error{
 	"idle-child":    func() error { rest(); return nil },
 	"environ-child": func() error { return moveEnvironment(1 << 30) },
