@@ -19,7 +19,9 @@ import (
 	"berth/internal/index"
 	"berth/internal/join"
 	"berth/internal/lograte"
+	"berth/internal/safefs"
 	"berth/internal/task"
+	"berth/internal/trash"
 	"berth/internal/writable"
 	"berth/oci"
 	"berth/sandbox/handler"
@@ -79,7 +81,7 @@ type Manager struct {
 	run       state.Run // of the state directory
 
 	dirs          state.Dirs
-	trash         *state.Trash
+	trash         *trash.Trash
 	namespaces    podenv.Namespaces
 	processes     runtime.Processes
 	ending        *runtime.Stopper
@@ -120,7 +122,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m.ending = runtime.NewStopper(m.processes)
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	m.roots = runtime.Roots{Images: images, Dirs: m.dirs}
-	m.trash = state.NewTrash(m.dirs, m.tasks)
+	m.trash = trash.New(m.dirs.Trash(), safefs.RemoveAll, m.log)
 	m.sampler = m.newSampler()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
 	m.plugins = plugins.Kit{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: m.log}

@@ -57,13 +57,22 @@ func (m *Manager) recover(ctx context.Context) error {
 	if err := m.removeUnrecorded(); err != nil {
 		return err
 	}
-	if err := m.trash.Sweep(); err != nil {
+	if err := m.emptyTrash(); err != nil {
 		return err
 	}
 	if err := m.plugins.Start(ctx); err != nil {
 		return err
 	}
 	m.unfinished.Start()
+	return nil
+}
+
+// emptyTrash starts deleting removed directories in the background, also those that an earlier daemon left.
+func (m *Manager) emptyTrash() error {
+	if err := m.trash.Discard(m.dirs.OldTrash()); err != nil {
+		return err
+	}
+	m.tasks.Background.Spawn(func() { m.trash.Run(m.tasks.Background.Context()) })
 	return nil
 }
 

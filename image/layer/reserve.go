@@ -102,7 +102,7 @@ func (s *Store) Inodes(names []digest.Digest) (sum uint64) {
 }
 
 // Deleting is what those layers take that are being deleted, but for what could not be: a part of Usage.
-func (s *Store) Deleting() Usage { return s.trash.Going() }
+func (s *Store) Deleting() Usage { return s.trash.Deleting() }
 
 // statfsOf returns a function that looks at the filesystem that a path is on.
 func (r Reserve) statfsOf(path string) func() (unix.Statfs_t, error) {

@@ -15,29 +15,30 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/layer/trash"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
+	"berth/internal/trash"
 )
 
 // Store keeps layers below one directory. Its methods may be called concurrently.
 type Store struct {
-	root    string
-	driver  Driver
-	log     *slog.Logger
-	layers  *table[Info]
-	joins   *table[join]
-	trash   *trash.Trash
-	home    *os.File // root; older than all that syncs brings to the disk
-	syncs   *syncer
-	reserve Reserve
-	statfs  func() (unix.Statfs_t, error) // of root
-	aside   atomic.Bool                   // there may be something that was set aside
-	effort  int64                         // what the joins of an image may take: allEffort
-	making  atomic.Int64                  // bytes of the tars that have been read for layers being made
+	root        string
+	driver      Driver
+	log         *slog.Logger
+	layers      *table[Info]
+	joins       *table[join]
+	trash       *trash.Trash
+	stopDeleter func()   // waits for the goroutine that empties the trash
+	home        *os.File // root; older than all that syncs brings to the disk
+	syncs       *syncer
+	reserve     Reserve
+	statfs      func() (unix.Statfs_t, error) // of root
+	aside       atomic.Bool                   // there may be something that was set aside
+	effort      int64                         // what the joins of an image may take: allEffort
+	making      atomic.Int64                  // bytes of the tars that have been read for layers being made
 }
 
 // Open opens the store in root, which is made if it does not exist and belongs
@@ -71,9 +72,17 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 	if err := s.makeEmpty(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: make the empty layer: %w", root, err)
 	}
-	s.trash.Start()
+	s.startDeleter()
 	undo.Release()
 	return s, nil
+}
+
+// startDeleter starts the goroutine that empties the trash.
+func (s *Store) startDeleter() {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { defer close(done); s.trash.Run(ctx) }()
+	s.stopDeleter = func() { cancel(); <-done }
 }
 
 // makeEmpty makes the layer with nothing in it, see Stack.
@@ -91,7 +100,7 @@ func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string
 // Close ends the deleter; what it has not deleted yet goes at the next Open. No
 // other method may be running or be called later.
 func (s *Store) Close() error {
-	s.trash.Stop()
+	s.stopDeleter()
 	var failed error
 	for _, j := range s.joins.All() {
 		failed = errors.Join(failed, j.unmount())

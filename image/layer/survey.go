@@ -178,8 +178,7 @@ func (s Stored) Count(ctx context.Context) (Usage, error) {
 	if err != nil {
 		return Usage{}, err
 	}
-	u, err := diskusage.Nominal(ctx, root, block)
-	return Usage{Bytes: u.Bytes, Inodes: u.Inodes}, err
+	return diskusage.Nominal(ctx, root, block)
 }
 
 func (s Stored) countPacked() (sum Usage, err error) {

@@ -14,6 +14,7 @@ import (
 
 	"berth/image/unpack/checksum"
 	"berth/image/unpack/inflate"
+	"berth/internal/diskusage"
 	"berth/internal/safefs"
 )
 
@@ -89,15 +90,9 @@ func (r *Result) Within(l Limits) error {
 	return nil
 }
 
-// Usage is what something takes on disk. It is counted when it is made: file
-// data in blocks of the filesystem, one block for each directory.
-type Usage struct {
-	Bytes  uint64 `json:"bytes"`
-	Inodes uint64 `json:"inodes"`
-}
-
-// Add returns the sum.
-func (u Usage) Add(v Usage) Usage { return Usage{u.Bytes + v.Bytes, u.Inodes + v.Inodes} }
+// Usage is the disk usage of a layer, counted while it is made: file data in blocks of the filesystem, one block for each
+// directory.
+type Usage = diskusage.Usage
 
 // Contents is what was found in a layer.
 type Contents struct {

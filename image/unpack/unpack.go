@@ -458,8 +458,7 @@ func sortedNames(set map[string]bool) (list []Name) {
 
 // countTree counts a tree as count does while it is made.
 func countTree(root *os.File, block int64) (Usage, error) {
-	u, err := diskusage.Nominal(context.Background(), root, block)
-	return Usage{Bytes: u.Bytes, Inodes: u.Inodes}, err
+	return diskusage.Nominal(context.Background(), root, block)
 }
 
 // count adds a file with n bytes of data to the usage.

@@ -108,8 +108,8 @@ var operations = []operation{
 	{name: "Recovery_of_CreateContainer", first: &point{"rootfs.owner-set", 1}, prepare: with(podRuns(hostPort), withContainer()), request: createContainer, more: true},
 	{name: "Recovery_of_StartContainer", first: &point{"launch.sent", 1}, prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer, more: true},
 	{name: "Recovery_of_StopPodSandbox", first: &point{"container.killed", 1}, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
-	{name: "Recovery_of_RemoveContainer", first: &point{"rootfs.discarded", 1}, prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer, more: true},
-	{name: "Recovery_of_RemovePodSandbox", first: &point{"rootfs.discarded", 1}, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod, more: true},
+	{name: "Recovery_of_RemoveContainer", first: &point{"trash.taken", 1}, prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer, more: true},
+	{name: "Recovery_of_RemovePodSandbox", first: &point{"trash.taken", 1}, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod, more: true},
 	{name: "Recovery_of_PullImage", first: &point{"layer.synced", 2}, prepare: nothing, request: pull(first), more: true},
 	{name: "Recovery_of_RemoveImage", first: &point{"record.removed", 1}, prepare: has(first), request: removeImage(first), more: true},
 

@@ -44,11 +44,14 @@ const (
 	largeFile = 1 << 20
 )
 
-// Usage is what a tree takes.
+// Usage is the disk usage of a tree.
 type Usage struct {
-	Bytes  uint64
-	Inodes uint64
+	Bytes  uint64 `json:"bytes"`
+	Inodes uint64 `json:"inodes"`
 }
+
+// Add returns the sum of both.
+func (u Usage) Add(v Usage) Usage { return Usage{u.Bytes + v.Bytes, u.Inodes + v.Inodes} }
 
 // BlockSize returns the block size of the filesystem f is on, in bytes.
 func BlockSize(f *os.File) (int64, error) {

@@ -17,6 +17,7 @@ import (
 	"berth/internal/netns"
 	"berth/internal/task"
 	"berth/internal/trace"
+	"berth/internal/trash"
 	"berth/oci"
 	"berth/sandbox/lsm"
 	"berth/sandbox/runtime"
@@ -34,7 +35,7 @@ type Provisioner struct {
 	Processes      runtime.Processes
 	SELinux        lsm.SELinux
 	Images         *image.Store
-	Trash          *state.Trash
+	Trash          *trash.Trash
 	Records        *checkpoint.Dir // of pods
 	Tasks          *task.Runner
 	Log            *slog.Logger

@@ -14,7 +14,9 @@ import (
 
 	"berth/cni"
 	"berth/internal/errdefs"
+	"berth/internal/safefs"
 	"berth/internal/task"
+	"berth/internal/trash"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
 	"berth/sandbox/state"
@@ -93,7 +95,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	defer network.Close()
 	k := Provisioner{Dirs: dirsBelow(dir), Tasks: task.NewRunner(log, nil), Log: log}
 	makeAll(t, k.Dirs.Trash(), filepath.Join(cache, "results"))
-	k.Trash, k.Processes.Dirs, k.Namespaces.Dirs = state.NewTrash(k.Dirs, k.Tasks), k.Dirs, k.Dirs
+	k.Trash, k.Processes.Dirs, k.Namespaces.Dirs = trash.New(k.Dirs.Trash(), safefs.RemoveAll, log), k.Dirs, k.Dirs
 	if k.Networks, err = OpenNetworks(network, k.Dirs.Root, k.Tasks, log); err != nil {
 		t.Fatal(err)
 	}

@@ -38,6 +38,9 @@ func (d Dirs) Writable(id string) string { return filepath.Join(d.Root, "rootfs"
 // Trash has what is about to be removed; it is on the filesystem of the writable layers.
 func (d Dirs) Trash() string { return d.Writable("trash") }
 
+// OldTrash is the trash of version 0.1.0.
+func (d Dirs) OldTrash() string { return filepath.Join(d.Root, "trash") }
+
 // EmptyLayer is a layer with nothing in it.
 func (d Dirs) EmptyLayer() string { return filepath.Join(d.Root, "empty") }
 

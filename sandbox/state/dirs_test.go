@@ -1,13 +1,9 @@
 package state
 
 import (
-	"log/slog"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
-
-	"berth/internal/task"
 )
 
 func TestIDs(t *testing.T) {
@@ -46,48 +42,5 @@ func TestPlacesAreApart(t *testing.T) {
 		if filepath.Dir(place) != d.Tmpfs(a) {
 			t.Errorf("%s is not removed with the pod's tmpfs", place)
 		}
-	}
-}
-
-// What is discarded is out of its place at once and gone by and by, also what an earlier daemon left, in either version's trash.
-func TestTrash(t *testing.T) {
-	d := Dirs{Root: t.TempDir()}
-	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
-	trash := NewTrash(d, tasks)
-	old := filepath.Join(d.Root, "trash")
-	tree := func(dir string) {
-		t.Helper()
-		if err := os.MkdirAll(filepath.Join(dir, "deep/er"), 0o700); err != nil {
-			t.Fatal(err)
-		}
-	}
-	for _, dir := range []string{d.Writable("c"), filepath.Join(d.Trash(), "left"), filepath.Join(old, "older")} {
-		tree(dir)
-	}
-	if err := trash.Discard(d.Writable("c")); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := os.Lstat(d.Writable("c")); !os.IsNotExist(err) {
-		t.Errorf("it is still in its place: %v", err)
-	}
-	tree(d.Writable("c")) // the same name is free again
-	if err := trash.Discard(d.Writable("unknown")); err != nil {
-		t.Errorf("what is not there: %v", err)
-	}
-	if err := trash.Sweep(); err != nil {
-		t.Fatal(err)
-	}
-	tasks.Background.Close()
-	if err := tasks.Background.Wait(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if left, err := os.ReadDir(d.Trash()); err != nil || len(left) > 0 {
-		t.Errorf("in the trash are %v (%v)", left, err)
-	}
-	if _, err := os.Lstat(old); !os.IsNotExist(err) {
-		t.Errorf("the earlier version's trash is still there: %v", err)
-	}
-	if _, err := os.Lstat(d.Writable("c")); err != nil {
-		t.Errorf("what is in use was removed: %v", err)
 	}
 }

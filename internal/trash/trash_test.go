@@ -6,10 +6,11 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 	"time"
 
-	"berth/image/unpack"
+	"berth/internal/diskusage"
 )
 
 // made returns the path of a new directory with a file in it.
@@ -25,7 +26,7 @@ func made(t *testing.T, parent, name string) string {
 	return path
 }
 
-// opened returns a trash in dir, which tells of each deletion that it begins. What fails returns an error for stays.
+// opened runs a trash in dir. began gets the path of each deletion that starts. A deletion fails with the error of fails.
 func opened(t *testing.T, dir string, fails func(path string) error) (_ *Trash, began <-chan string) {
 	t.Helper()
 	paths := make(chan string)
@@ -41,14 +42,16 @@ func opened(t *testing.T, dir string, fails func(path string) error) (_ *Trash, 
 		return os.RemoveAll(path)
 	}
 	bin := New(dir, remove, slog.New(slog.DiscardHandler))
-	bin.Start()
-	t.Cleanup(bin.Stop)
+	ctx, cancel := context.WithCancel(t.Context())
+	var run sync.WaitGroup
+	run.Go(func() { bin.Run(ctx) })
+	t.Cleanup(func() { cancel(); run.Wait() })
 	return bin, paths
 }
 
 func nothing(string) error { return nil }
 
-// awaitUsage waits until things of so many bytes are in the trash.
+// awaitUsage waits until the trees in the trash have so many bytes.
 func awaitUsage(t *testing.T, bin *Trash, want uint64) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); bin.Usage().Bytes != want; {
@@ -67,15 +70,15 @@ func exists(t *testing.T, path string) bool {
 	return err == nil
 }
 
-// What is taken is gone from its place at once, and counts until it is deleted.
-func TestTake(t *testing.T) {
+func TestTakeCountsUntilDeleted(t *testing.T) {
+	t.Parallel()
 	dir, from := t.TempDir(), t.TempDir()
 	bin, began := opened(t, dir, nothing)
 	path := made(t, from, "a")
-	if err := bin.Take(path, unpack.Usage{Bytes: 7, Inodes: 2}); err != nil {
+	if err := bin.Take(path, diskusage.Usage{Bytes: 7, Inodes: 2}); err != nil {
 		t.Fatal(err)
 	}
-	if exists(t, path) || bin.Usage() != (unpack.Usage{Bytes: 7, Inodes: 2}) {
+	if exists(t, path) || bin.Usage() != (diskusage.Usage{Bytes: 7, Inodes: 2}) {
 		t.Errorf("in its place: %v; usage %+v", exists(t, path), bin.Usage())
 	}
 	deleted := <-began
@@ -83,13 +86,13 @@ func TestTake(t *testing.T) {
 	if exists(t, deleted) {
 		t.Error("it is still in the trash")
 	}
-	if err := bin.Take(path, unpack.Usage{Bytes: 7}); !errors.Is(err, os.ErrNotExist) || bin.Usage() != (unpack.Usage{}) {
+	if err := bin.Take(path, diskusage.Usage{Bytes: 7}); !errors.Is(err, os.ErrNotExist) || bin.Usage() != (diskusage.Usage{}) {
 		t.Errorf("what is not there: %v, usage %+v", err, bin.Usage())
 	}
 }
 
-// What can't be deleted keeps nothing else, counts on, and is tried again with the next.
-func TestWhatCannotBeDeleted(t *testing.T) {
+func TestFailedDeletionDelaysNothingElse(t *testing.T) {
+	t.Parallel()
 	dir, from := t.TempDir(), t.TempDir()
 	var stuck string
 	fails := func(path string) error { // in the one goroutine of the trash
@@ -102,11 +105,11 @@ func TestWhatCannotBeDeleted(t *testing.T) {
 		return nil
 	}
 	bin, began := opened(t, dir, fails)
-	if err := bin.Take(made(t, from, "stuck"), unpack.Usage{Bytes: 1}); err != nil {
+	if err := bin.Take(made(t, from, "stuck"), diskusage.Usage{Bytes: 1}); err != nil {
 		t.Fatal(err)
 	}
 	first := <-began
-	if err := bin.Take(made(t, from, "other"), unpack.Usage{Bytes: 2}); err != nil {
+	if err := bin.Take(made(t, from, "other"), diskusage.Usage{Bytes: 2}); err != nil {
 		t.Fatal(err)
 	}
 	for <-began == first { // once more, and then the other
@@ -117,35 +120,51 @@ func TestWhatCannotBeDeleted(t *testing.T) {
 	}
 }
 
-// What an earlier process left is deleted by the next, though nobody puts anything there.
-func TestLeftByAnEarlierProcess(t *testing.T) {
+func TestRunDeletesWhatEarlierProcessLeft(t *testing.T) {
+	t.Parallel()
 	dir, from := t.TempDir(), t.TempDir()
-	earlier := New(dir, nil, slog.New(slog.DiscardHandler)) // which comes to delete nothing
+	earlier := New(dir, nil, slog.New(slog.DiscardHandler)) // never runs
 	for _, name := range []string{"a", "b"} {
-		if err := earlier.Take(made(t, from, name), unpack.Usage{}); err != nil {
+		if err := earlier.Take(made(t, from, name), diskusage.Usage{}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	_, began := opened(t, dir, nothing)
 	if a, b := <-began, <-began; a == b || filepath.Dir(a) != dir || filepath.Dir(b) != dir {
-		t.Errorf("deleted were %s and %s", a, b)
+		t.Errorf("deleted %s and %s", a, b)
 	}
 }
 
-// The end interrupts a deletion; what it was at is for the next.
-func TestStop(t *testing.T) {
+func TestRunEndsDuringDeletion(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	path := made(t, dir, "a")
-	begun := make(chan struct{})
+	ctx, cancel := context.WithCancel(t.Context())
 	bin := New(dir, func(ctx context.Context, _ string) error {
-		close(begun)
+		cancel()
 		<-ctx.Done()
 		return ctx.Err()
 	}, slog.New(slog.DiscardHandler))
-	bin.Start()
-	<-begun
-	bin.Stop()
+	bin.Run(ctx)
 	if !exists(t, path) {
-		t.Error("it is gone")
+		t.Error("the tree is gone")
+	}
+}
+
+func TestDiscard(t *testing.T) {
+	t.Parallel()
+	dir, from := t.TempDir(), t.TempDir()
+	bin := New(dir, nil, slog.New(slog.DiscardHandler))
+	path := made(t, from, "a")
+	for range 2 { // the second time there is nothing
+		if err := bin.Discard(path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 1 || exists(t, path) {
+		t.Errorf("trash has %v, %v", entries, err)
+	}
+	if err := bin.Discard(filepath.Join(path, "\x00")); err == nil {
+		t.Error("an invalid path was discarded")
 	}
 }
