@@ -231,7 +231,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if err != nil {
 		return err
 	}
-	if err := m.plugins.UpdateWith(ctx, others); err != nil {
+	if err := m.plugins.UpdateOthers(ctx, others); err != nil {
 		return err
 	}
 	m.tellOfContainer(ctx, nri.ContainerCreated, c)

@@ -75,7 +75,7 @@ type Manager struct {
 	images    *image.Store
 	networks  *podenv.Networks
 	launchers *shim.Launchers
-	plugins   plugins.Kit
+	plugins   plugins.Caller
 	payload   payload.Paths
 	bootID    string
 	run       state.Run // of the state directory
@@ -125,7 +125,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m.trash = trash.New(m.dirs.Trash(), safefs.RemoveAll, m.log)
 	m.sampler = m.newSampler()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
-	m.plugins = plugins.Kit{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: m.log}
+	m.plugins = plugins.Caller{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: m.log}
 	if cfg.Plugins == nil {
 		m.plugins.Plugins = plugins.None{}
 	}

@@ -15,7 +15,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// presentPod asks the plugins about a pod that is about to be published, see plugins.Kit. It needs the pod's turn.
+// presentPod asks the plugins about a pod that is about to be published, see plugins.Caller. It needs the pod's turn.
 func (m *Manager) presentPod(ctx context.Context, p *pod) (release func(), err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
@@ -25,7 +25,7 @@ func (m *Manager) presentPod(ctx context.Context, p *pod) (release func(), err e
 
 // tellOfPod tells plugins what happened to a pod. It needs the pod's turn.
 func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p *pod) {
-	m.plugins.TellOfPod(ctx, event, func() *nri.Pod {
+	m.plugins.NotifyPod(ctx, event, func() *nri.Pod {
 		info := p.info.Load()
 		if info == nil { // it was presented and then came to nothing
 			info = p.snapshot()
@@ -39,7 +39,7 @@ func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
 }
 
 // presentContainer lets the plugins change a container that is about to be published and has this spec so far.
-// others is what they want changed of others, see plugins.Kit. It needs the container's turn.
+// others is what they want changed of others, see plugins.Caller. It needs the container's turn.
 func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container, spec *specs.Spec) (release func(), others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
@@ -63,13 +63,13 @@ func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container, sp
 func (m *Manager) askToStart(ctx context.Context, c *container) error {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
-	return m.plugins.AskToStart(ctx, m.describer(c))
+	return m.plugins.RequestStart(ctx, m.describer(c))
 }
 
 // tellOfContainer tells plugins what happened to a container. It needs the container's turn.
 func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c *container) {
 	defer trace.Begin(ctx, "tell plugins").End()
-	m.plugins.TellOfContainer(ctx, event, c.id, m.describer(c), func() {
+	m.plugins.NotifyContainer(ctx, event, c.id, m.describer(c), func() {
 		if event == nri.ContainerStopped {
 			close(*c.stopUntold.Swap(nil))
 		}

@@ -70,7 +70,7 @@ func (m *Manager) updatePodResources(ctx context.Context, p *pod, overhead, reso
 
 // askAboutPod lets plugins refuse new resources of a pod.
 func (m *Manager) askAboutPod(ctx context.Context, p *pod, wanted *runtimeapi.PodSandboxConfig) error {
-	return m.plugins.AskAboutPod(ctx, func() *nri.Pod {
+	return m.plugins.RequestPodUpdate(ctx, func() *nri.Pod {
 		pod := p.forPlugins(p.info.Load())
 		pod.WantedOverhead, pod.WantedResources = wanted.GetLinux().GetOverhead(), wanted.GetLinux().GetResources()
 		return pod

@@ -26,7 +26,7 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Kit{Plugins: plugins.None{}}, podRecords: dir,
+	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Caller{Plugins: plugins.None{}}, podRecords: dir,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)

@@ -19,7 +19,7 @@ func (m *Manager) updateResources(ctx context.Context, c *container, res *runtim
 	if err := checkUpdatable(c); err != nil {
 		return err
 	}
-	own, others, err := m.plugins.AskToUpdate(ctx, c.id, res, m.describer(c))
+	own, others, err := m.plugins.RequestUpdate(ctx, c.id, res, m.describer(c))
 	if err != nil {
 		return fmt.Errorf("update container %s: %w", c.id, err)
 	}

@@ -32,7 +32,7 @@ func containerManager(t *testing.T) (m *Manager, records string) {
 	log := slog.New(slog.DiscardHandler)
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		containerRecs: dir, tasks: task.NewRunner(log, nil)}
-	m.plugins = plugins.Kit{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
+	m.plugins = plugins.Caller{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	return m, filepath.Join(root, "containers")
 }

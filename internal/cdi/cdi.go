@@ -1,15 +1,14 @@
-// Package cdi puts CDI devices into runtime-specs (tags.cncf.io/container-device-interface):
-// what a vendor says in /etc/cdi or /var/run/cdi that a container needs to use its device.
+// Package cdi adds CDI devices to runtime-specs (tags.cncf.io/container-device-interface). Vendors
+// describe in /etc/cdi or /var/run/cdi what a container needs to use a device.
 //
 // # Contract
 //
-// Devices are asked for by name, and nothing else names them: the annotations that other
-// runtimes read are not looked at, since they may come from anybody (CVE-2026-53492). What a
-// spec file says is trusted as far as its directory is: only the node's administrator
-// writes there. Its hooks run on the host, as root.
+// Only the CRI's field requests devices. The annotations that other runtimes read are ignored,
+// because users control them (CVE-2026-53492). Spec files are trusted: only the node's
+// administrator can write them, and their hooks run on the host as root.
 //
-// Nothing is kept between calls: files appear, change and go while berth runs, and there is
-// no watcher to own. Files are read only for containers that ask for a device.
+// The package keeps no state between calls. Files appear, change and go while berth runs, and are
+// read only for containers that request a device.
 package cdi
 
 import (
@@ -27,17 +26,16 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Dirs are directories of CDI spec files, those that win last. They need not exist.
+// Dirs are directories of CDI spec files. Later ones take precedence. They need not exist.
 type Dirs []string
 
-// Inject edits spec so that its container has the devices: device nodes and their cgroup
-// rules, mounts, environment, hooks, groups, network devices, RDT class. A device that is
-// named twice is there once. Without devices spec is left alone.
+// Inject adds the devices to spec: device nodes and their cgroup rules, mounts, environment, hooks,
+// groups, network devices, RDT class. A device that is named twice is added once. Without devices
+// spec stays unchanged.
 //
-// Errors: InvalidArgument for what is no name of a device; FailedPrecondition, with the
-// names, for devices that no spec file has; Unimplemented for devices that want a hook after
-// the container's end. Spec files that can't be read matter to nobody else's devices; they
-// are named where a device is missing.
+// Errors: InvalidArgument for a malformed name; FailedPrecondition for unknown devices;
+// Unimplemented for a device with a poststop hook. An unreadable spec file affects only its own
+// devices. The error for an unknown device names the unreadable files.
 func (d Dirs) Inject(spec *specs.Spec, devices []string) error {
 	if len(devices) == 0 {
 		return nil
@@ -52,7 +50,7 @@ func (d Dirs) Inject(spec *specs.Spec, devices []string) error {
 	}
 	missing, err := cache.InjectDevices(spec, names...)
 	if len(missing) > 0 {
-		return errdefs.FailedPrecondition("CDI device %s is not known in %s%s",
+		return errdefs.FailedPrecondition("CDI device %s: not found in %s%s",
 			strings.Join(missing, ", "), strings.Join(d, ", "), unreadable(cache))
 	}
 	if err != nil {
@@ -64,8 +62,8 @@ func (d Dirs) Inject(spec *specs.Spec, devices []string) error {
 	return nil
 }
 
-// HostPaths are the paths of the host of the devices' nodes, which specs do not have. Devices that are
-// not known have none.
+// HostPaths returns the host paths of the devices' nodes, which specs do not contain. It skips
+// unknown devices.
 func (d Dirs) HostPaths(devices []string) ([]string, error) {
 	if len(devices) == 0 {
 		return nil, nil
@@ -87,7 +85,7 @@ func (d Dirs) HostPaths(devices []string) ([]string, error) {
 	return paths, nil
 }
 
-// distinct checks the names, vendor/class=device, and drops repetitions.
+// distinct checks the names, vendor/class=device, and removes duplicates.
 func distinct(devices []string) ([]string, error) {
 	var names []string
 	for _, name := range devices {
@@ -101,7 +99,7 @@ func distinct(devices []string) ([]string, error) {
 	return names, nil
 }
 
-// unreadable names the spec files and directories with errors.
+// unreadable returns a text with the spec files and directories that have errors.
 func unreadable(cache *cdi.Cache) string {
 	failed := cache.GetErrors()
 	if len(failed) == 0 {

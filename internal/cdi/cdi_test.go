@@ -24,7 +24,7 @@ const vendorSpec = `{"cdiVersion": "0.7.0", "kind": "vendor.example/dev",
 	{"name": "late", "containerEdits": {"hooks": [{"hookName": "poststop", "path": "/bin/true"}]}}
 ]}`
 
-// dirsWith returns spec directories with the given files in the first.
+// dirsWith returns spec directories with the given files in the first one.
 func dirsWith(t *testing.T, files map[string]string) Dirs {
 	t.Helper()
 	dir := t.TempDir()
@@ -66,12 +66,12 @@ func TestInject(t *testing.T) {
 	}
 }
 
-// Each call reads the files anew.
+// Each call reads the files again.
 func TestInjectSeesChanges(t *testing.T) {
 	dirs := dirsWith(t, nil)
 	names := []string{"vendor.example/dev=a"}
 	if err := dirs.Inject(newSpec(), names); errdefs.Code(err) != codes.FailedPrecondition {
-		t.Errorf("before there is a file: %v", err)
+		t.Errorf("before the file exists: %v", err)
 	}
 	file := filepath.Join(dirs[0], "vendor.json")
 	if err := os.WriteFile(file, []byte(vendorSpec), 0o600); err != nil {

@@ -1,11 +1,12 @@
-// Package netns makes network namespaces that last, and runs functions in them.
+// Package netns creates persistent network namespaces and runs functions in them.
 //
 // # Contract
 //
-// A namespace lives at a path, as the bind mount that pins it: New and Pin make it there, or leave nothing; Remove
-// takes away whatever is left of it, and may be repeated. Functions run in a namespace on a thread of
-// their own, which goes back to the scheduler only in the namespace that it came from. So no other goroutine is ever in a
-// foreign one, and no goroutine that such a function starts is in its.
+// A namespace is identified by the path of the bind mount that pins it. New and Pin create it there
+// or leave nothing. Remove removes whatever is left and may be repeated. A function runs in a
+// namespace on a thread of its own, which returns to the scheduler only in its original namespace.
+// So no other goroutine ever runs in a foreign namespace, and goroutines that the function starts
+// do not run in its namespace.
 package netns
 
 import (
@@ -25,10 +26,9 @@ import (
 	"berth/internal/task"
 )
 
-// New makes a network namespace with its loopback interface up, which lives
-// as long as the bind mount that pins it at path. Directories on the way are made.
-// IPv6 router advertisements are not accepted in it (CVE-2020-10749: a pod could
-// make itself another pod's router). AlreadyExists if there is a file at path.
+// New creates a network namespace with its loopback interface up and pins it at path. It creates
+// missing directories. The namespace ignores IPv6 router advertisements (CVE-2020-10749: a pod
+// could make itself another pod's router). The error is AlreadyExists if path exists.
 func New(path string) error {
 	return pin(path, func() error {
 		return InNew(func() error {
@@ -40,8 +40,8 @@ func New(path string) error {
 	})
 }
 
-// InNew runs fn in a network namespace made for it, on a thread of its own, as In does. Unless fn pins the namespace it
-// goes, with all that is in it, when fn, its sockets and the processes that it starts have ended.
+// InNew runs fn in a new network namespace, as In does. Unless fn pins it, the namespace ends after
+// fn, its sockets and the processes that it started have ended.
 func InNew(fn func() error) error {
 	return onThread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -51,9 +51,9 @@ func InNew(fn func() error) error {
 	})
 }
 
-// Pin does for the new network namespace at source, such as /proc/PID/ns/net,
-// what New does for one of its own: that of a pod with a user namespace has to be made
-// by a process in it, so that it belongs to it.
+// Pin pins the new network namespace at source, such as /proc/PID/ns/net, and sets it up as New
+// does. The namespace of a pod with a user namespace must be created by a process in that
+// namespace, which owns it then.
 func Pin(source, path string) error {
 	return pin(path, func() error {
 		if err := In(source, setUp); err != nil {
@@ -72,7 +72,7 @@ func bind(source, path string) error {
 	return nil
 }
 
-// pin makes the file at path and undoes that if mount fails.
+// pin creates the file at path and removes it again if mount fails.
 func pin(path string, mount func() error) (err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
@@ -104,7 +104,7 @@ func createMountpoint(path string) error {
 	return f.Close()
 }
 
-// setUp prepares the thread's own, new namespace.
+// setUp prepares the new namespace of this thread.
 func setUp() error {
 	if err := refuseRouters(); err != nil {
 		return err
@@ -117,10 +117,10 @@ func setUp() error {
 	return nil
 }
 
-// refuseRouters turns off router advertisements for interfaces to come, and for those that
-// the kernel puts into every new namespace (sit0, with IPv6 in IPv4 built in).
+// refuseRouters disables router advertisements for future interfaces, and for those that the kernel
+// adds to every new namespace (sit0, if IPv6 in IPv4 is built in).
 func refuseRouters() error {
-	const dir = "/proc/sys/net/ipv6/conf" // it shows the namespace of the thread that opens it
+	const dir = "/proc/sys/net/ipv6/conf" // shows the namespace of the thread that opens it
 	names, err := os.ReadDir(dir)
 	for _, name := range names {
 		if err == nil {
@@ -128,18 +128,18 @@ func refuseRouters() error {
 		}
 	}
 	if err != nil && !errors.Is(err, fs.ErrNotExist) { // no IPv6 in this kernel
-		return fmt.Errorf("refuse router advertisements: %w", err)
+		return fmt.Errorf("disable router advertisements: %w", err)
 	}
 	return nil
 }
 
-// Remove undoes New, whatever is left of it. The namespace itself goes
-// when its last process and socket do.
+// Remove undoes New and may be repeated. The namespace itself ends with its last process and
+// socket.
 func Remove(path string) error {
 	failpoint.Reach("netns.unpin")
 	for {
 		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
-		if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) { // no mount, no file
+		if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) { // EINVAL: no mount; ENOENT: no file
 			break
 		}
 		if err != nil {
@@ -154,9 +154,9 @@ func Remove(path string) error {
 	return nil
 }
 
-// In runs fn in the network namespace at path, on a thread of its own: sockets
-// that fn opens stay in that namespace, goroutines that it starts are not in it.
-// NotFound if there is no namespace at path; fn's error is returned as it is.
+// In runs fn in the network namespace at path, on a thread of its own. Sockets that fn opens stay
+// in that namespace; goroutines that it starts do not run in it. The error is NotFound if path is
+// not a namespace, and otherwise fn's.
 func In(path string, fn func() error) error {
 	ns, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -178,11 +178,10 @@ func In(path string, fn func() error) error {
 	})
 }
 
-// onThread runs fn, which may change the network namespace, on a locked thread. The
-// thread goes back to the scheduler only after its own namespace was restored,
-// and ends otherwise (Go ends the thread of a goroutine that returns locked). It
-// is restored rather than always ended because a process's main thread cannot
-// end, and would leave the whole process, as seen in /proc, in fn's namespace. A panic of fn is the caller's.
+// onThread runs fn, which may change the network namespace, on a locked thread. If the original
+// namespace cannot be restored, the thread ends: Go ends the thread of a goroutine that returns
+// locked. Restoring is preferred because a process's main thread cannot end. It would show the
+// whole process in fn's namespace in /proc. A panic of fn is passed to the caller.
 func onThread(fn func() error) error {
 	done := make(chan task.Outcome, 1)
 	go func() {
@@ -190,7 +189,7 @@ func onThread(fn func() error) error {
 		own, err := os.Open("/proc/thread-self/ns/net")
 		if err != nil {
 			runtime.UnlockOSThread()
-			done <- task.Outcome{Err: errdefs.Internal("own network namespace: %w", err)}
+			done <- task.Outcome{Err: errdefs.Internal("open own network namespace: %w", err)}
 			return
 		}
 		defer own.Close()
@@ -204,8 +203,8 @@ func onThread(fn func() error) error {
 	return outcome.Result()
 }
 
-// Existing returns path if a namespace is there, else "". A file without a mount is what a
-// reboot may leave.
+// Existing returns path if a namespace is mounted there, else "". After a reboot the file may be
+// left without a mount.
 func Existing(path string) string {
 	var st unix.Statfs_t
 	err := unix.Statfs(path, &st)

@@ -57,7 +57,7 @@ func TestNewAndRemove(t *testing.T) {
 		t.Errorf("threads are in namespaces %v", threadNamespaces(t))
 	}
 	if Existing(path) != path {
-		t.Error("there is no namespace at the path")
+		t.Error("no namespace at the path")
 	}
 
 	must(t, In(path, func() error {
@@ -66,7 +66,7 @@ func TestNewAndRemove(t *testing.T) {
 		if len(links) != 1 || links[0].Attrs().Name != "lo" || links[0].Attrs().Flags&net.FlagUp == 0 {
 			t.Errorf("interfaces %v, want lo alone, up", links)
 		}
-		// A listener made inside works from any thread.
+		// A listener opened inside works from any thread.
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		must(t, err)
 		defer l.Close()
@@ -75,7 +75,7 @@ func TestNewAndRemove(t *testing.T) {
 		return c.Close()
 	}))
 	if err := New(path); errdefs.Code(err) != codes.AlreadyExists {
-		t.Errorf("making it again: %v (%v)", err, errdefs.Code(err))
+		t.Errorf("second New: %v (%v)", err, errdefs.Code(err))
 	}
 	if Existing(path) != path {
 		t.Error("the failed second New removed the namespace of the first")
@@ -91,13 +91,12 @@ func TestNewAndRemove(t *testing.T) {
 	}
 }
 
-// An interface that arrives in the namespace does not accept router advertisements
-// (CVE-2020-10749).
+// An interface that is added to the namespace ignores router advertisements (CVE-2020-10749).
 func TestRefusesRouterAdvertisements(t *testing.T) {
 	if _, err := os.Stat("/proc/sys/net/ipv6"); errors.Is(err, os.ErrNotExist) {
 		t.Skip("kernel without IPv6")
 	}
-	must(t, InNew(func() error { // the devices are not to be the machine's
+	must(t, InNew(func() error { // keep the devices out of the machine's namespace
 		testRefusesRouters(t)
 		return nil
 	}))
@@ -149,8 +148,8 @@ func TestRemoveLeftovers(t *testing.T) {
 	}
 }
 
-// A process with an older copy of the mount table, as a launcher has, does not keep
-// a removed namespace alive.
+// A process with an older copy of the mount table, such as a launcher, does not keep a removed
+// namespace alive.
 func TestRemoveEverywhere(t *testing.T) {
 	path := t.TempDir() + "/ns"
 	must(t, New(path))
@@ -204,10 +203,10 @@ func BenchmarkNewAndRemove(b *testing.B) {
 	}
 }
 
-// A namespace that another process made is pinned as one of our own.
+// A namespace of another process is pinned like an own one.
 func TestPin(t *testing.T) {
 	source, path := t.TempDir()+"/source", t.TempDir()+"/ns"
-	must(t, onThread(func() error { // as in a process that was started in a new namespace
+	must(t, onThread(func() error { // as in a process started in a new namespace
 		must(t, unix.Unshare(unix.CLONE_NEWNET))
 		must(t, os.WriteFile(source, nil, 0o600))
 		return unix.Mount("/proc/thread-self/ns/net", source, "", unix.MS_BIND, "")
@@ -227,11 +226,11 @@ func TestPin(t *testing.T) {
 		t.Errorf("no network namespace: %v", err)
 	}
 	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("what failed left a file: %v", err)
+		t.Errorf("the failed call left a file: %v", err)
 	}
 }
 
-// A panic in a namespace is the caller's, who is guarded, and not the end of the daemon.
+// A panic in a namespace reaches the caller, which recovers, and does not end the daemon.
 func TestPanicInNamespace(t *testing.T) {
 	defer func() {
 		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "oh") || !strings.Contains(fmt.Sprint(p), "TestPanicInNamespace") {

@@ -8,16 +8,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// CheckPassable tells whether every user can get to path, and so the root of any user
-// namespace. It asks for the permissions of others and knows no ACLs.
+// CheckPassable returns an error unless every user can reach path, so that the root of any user
+// namespace can. It checks the mode bits for others and ignores ACLs.
 func CheckPassable(path string) error {
 	for dir := filepath.Clean(path); ; dir = filepath.Dir(dir) {
 		var st unix.Stat_t
 		if err := unix.Stat(dir, &st); err != nil {
-			return fmt.Errorf("look at %s: %w", dir, err)
+			return fmt.Errorf("stat %s: %w", dir, err)
 		}
 		if st.Mode&0o001 == 0 {
-			return fmt.Errorf("users other than root can't pass through %s (mode %04o): %s must be reachable for all", dir, st.Mode&0o7777, path)
+			return fmt.Errorf("%s (mode %04o) must be searchable by all users, because %s must be reachable in user namespaces", dir, st.Mode&0o7777, path)
 		}
 		if dir == "/" || !strings.HasPrefix(dir, "/") {
 			return nil

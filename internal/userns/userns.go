@@ -1,7 +1,6 @@
-// Package userns makes user namespaces for pods (KEP-127): a process is started in
-// a new one, the namespaces it is in are pinned by bind mounts, and the process
-// ends. No thread of a Go program can make one for itself: unshare(CLONE_NEWUSER)
-// refuses processes of several threads.
+// Package userns creates user namespaces for pods (KEP-127). It starts a process in a new
+// namespace, pins the namespaces of that process by bind mounts, and kills it. A Go program cannot
+// create one for itself: unshare(CLONE_NEWUSER) fails in a process with several threads.
 package userns
 
 import (
@@ -20,25 +19,25 @@ import (
 	"berth/internal/failpoint"
 )
 
-// overflowID is what the kernel shows for an ID that has no mapping (/proc/sys/kernel/overflowuid).
+// overflowID is the kernel's ID for an unmapped one (/proc/sys/kernel/overflowuid).
 const overflowID = 65534
 
-// Mappings tell which IDs of the host those in the namespace stand for.
+// Mappings map the IDs of a namespace to IDs of the host.
 type Mappings struct {
 	UIDs []specs.LinuxIDMapping `json:"uids"`
 	GIDs []specs.LinuxIDMapping `json:"gids"`
 }
 
-// HostUID is the host's user for one in the namespace; overflowID if it has none.
+// HostUID returns the host's UID for a UID of the namespace; overflowID if it is unmapped.
 func (m Mappings) HostUID(uid uint32) int { return toHost(m.UIDs, uid) }
 
-// HostGID is the host's group for one in the namespace; overflowID if it has none.
+// HostGID returns the host's GID for a GID of the namespace; overflowID if it is unmapped.
 func (m Mappings) HostGID(gid uint32) int { return toHost(m.GIDs, gid) }
 
-// HasUID reports whether a user exists in the namespace.
+// HasUID reports whether a UID is mapped.
 func (m Mappings) HasUID(uid uint32) bool { return find(m.UIDs, uid) != nil }
 
-// HasGID reports whether a group exists in the namespace.
+// HasGID reports whether a GID is mapped.
 func (m Mappings) HasGID(gid uint32) bool { return find(m.GIDs, gid) != nil }
 
 func toHost(mappings []specs.LinuxIDMapping, id uint32) int {
@@ -58,27 +57,26 @@ func find(mappings []specs.LinuxIDMapping, id uint32) *specs.LinuxIDMapping {
 	return nil
 }
 
-// Namespaces are those of a process that lives until With returns.
+// Namespaces belong to a process that lives until With returns.
 type Namespaces struct{ pid int }
 
-// User is the path of the new user namespace.
+// User returns the path of the new user namespace.
 func (n Namespaces) User() string { return n.path("user") }
 
-// Net is the path of the new network namespace, which the user namespace owns. If With was
-// not asked for one it is the host's.
+// Net returns the path of the new network namespace, which the user namespace owns. Without network
+// it is the host's.
 func (n Namespaces) Net() string { return n.path("net") }
 
 func (n Namespaces) path(kind string) string {
 	return "/proc/" + strconv.Itoa(n.pid) + "/ns/" + kind
 }
 
-// With makes a user namespace with these mappings and, if network is true, a network
-// namespace that belongs to it, and calls use with them. They go away after that unless
-// use has pinned them. program is executed in them: one that does nothing until it is
-// killed, and needs no arguments. Nothing of it is left when With returns, nor when
-// the caller is killed.
+// With creates a user namespace with these mappings and, if network is set, a network namespace
+// that it owns. It calls use with them. They end after that unless use pins them. program runs in
+// them; it needs no arguments and does nothing until it is killed. No process is left when With
+// returns, or when the caller is killed.
 func With(program string, m Mappings, network bool, use func(Namespaces) error) (err error) {
-	runtime.LockOSThread() // Pdeathsig is about the thread that started the process
+	runtime.LockOSThread() // Pdeathsig follows the thread that started the process
 	defer runtime.UnlockOSThread()
 	flags := uintptr(unix.CLONE_NEWUSER)
 	if network {
@@ -95,15 +93,15 @@ func With(program string, m Mappings, network bool, use func(Namespaces) error) 
 	}
 	failpoint.Reach("userns.make")
 	if err := cmd.Start(); err != nil {
-		return fmt.Errorf("make user namespace: %w", err)
+		return fmt.Errorf("create user namespace: %w", err)
 	}
 	failpoint.Reach("userns.made")
 	defer func() {
 		failpoint.Reach("userns.end-holder")
 		if e := cmd.Process.Kill(); e != nil && !errors.Is(e, os.ErrProcessDone) {
-			err = errors.Join(err, fmt.Errorf("end the process that holds a user namespace: %w", e))
+			err = errors.Join(err, fmt.Errorf("kill the process that holds a user namespace: %w", e))
 		}
-		_ = cmd.Wait() // it was killed: how it ended is of no interest
+		_ = cmd.Wait() // it was killed, so its status does not matter
 		failpoint.Reach("userns.holder-ended")
 	}()
 	return use(Namespaces{pid: cmd.Process.Pid})
@@ -117,8 +115,8 @@ func sysMappings(mappings []specs.LinuxIDMapping) []syscall.SysProcIDMap {
 	return out
 }
 
-// Pin keeps the namespace at source alive by a bind mount at path, a file that is
-// made. What is there already is replaced: it is an earlier try's.
+// Pin bind-mounts the namespace at source on a new file at path, which keeps it alive. It replaces
+// the result of an earlier attempt.
 func Pin(source, path string) error {
 	if err := Unpin(path); err != nil {
 		return err
@@ -139,12 +137,12 @@ func Pin(source, path string) error {
 	return nil
 }
 
-// Unpin undoes Pin, whatever is left of it.
+// Unpin undoes Pin. It may be repeated.
 func Unpin(path string) error {
 	failpoint.Reach("userns.unpin")
 	for {
 		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
-		if err == unix.EINVAL || err == unix.ENOENT { // no mount, no file
+		if err == unix.EINVAL || err == unix.ENOENT { // EINVAL: no mount; ENOENT: no file
 			break
 		}
 		if err != nil {

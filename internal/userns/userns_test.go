@@ -30,7 +30,7 @@ func TestMappings(t *testing.T) {
 	}
 }
 
-// sleeper is a program that needs no arguments, where only root may look for it.
+// sleeper returns a program that needs no arguments, in a directory that only root can search.
 func sleeper(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "sleeper")
@@ -57,13 +57,13 @@ func TestWith(t *testing.T) {
 		if !ownedBy(t, ns.Net(), ns.User()) {
 			t.Error("the network namespace does not belong to the user namespace")
 		}
-		return errors.Join(Pin(ns.User(), pin), Pin(ns.User(), pin)) // as after an earlier try
+		return errors.Join(Pin(ns.User(), pin), Pin(ns.User(), pin)) // as after an earlier attempt
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(pid.User()); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the process is there still: %v", err)
+		t.Errorf("the process still exists: %v", err)
 	}
 	var st unix.Statfs_t
 	if err := unix.Statfs(pin, &st); err != nil || st.Type != unix.NSFS_MAGIC {
@@ -75,7 +75,7 @@ func TestWith(t *testing.T) {
 		}
 	}
 	if _, err := os.Lstat(pin); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the pin is there still: %v", err)
+		t.Errorf("the pin still exists: %v", err)
 	}
 }
 
@@ -93,7 +93,7 @@ func TestWithFails(t *testing.T) {
 	}
 }
 
-// ownedBy asks the kernel which user namespace a namespace belongs to.
+// ownedBy asks the kernel whether user owns a namespace.
 func ownedBy(t *testing.T, path, user string) bool {
 	t.Helper()
 	f, err := os.Open(path)

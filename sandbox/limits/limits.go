@@ -1,10 +1,9 @@
-// Package limits has the resources of containers: merges changes into them, and sets
-// them in a cgroup.
+// Package limits merges changes of container resources and applies them to cgroups.
 //
 // # Contract
 //
-// Merge is pure, and what it is given stays as it is: snapshots that others read. A set of limits is
-// applied whole or not at all. Refusals have the gRPC code that tells whose fault they are.
+// Merge is pure and does not modify its arguments, which snapshots share. Apply sets all limits or
+// none. Errors have the gRPC code of the responsible party.
 package limits
 
 import (
@@ -24,8 +23,8 @@ import (
 	"berth/oci"
 )
 
-// Merge returns old with the fields that are set in change. Zero means
-// "not set" in CRI's resources.
+// Merge returns a copy of old with the fields that are set in change. In CRI's resources zero means
+// "not set".
 func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxContainerResources {
 	merged := &runtimeapi.LinuxContainerResources{}
 	if old != nil {
@@ -37,18 +36,18 @@ func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxCon
 	kept := slices.DeleteFunc(merged.HugepageLimits, func(have *runtimeapi.HugepageLimit) bool {
 		return slices.ContainsFunc(change.HugepageLimits, func(l *runtimeapi.HugepageLimit) bool { return l.GetPageSize() == have.GetPageSize() })
 	})
-	merged.HugepageLimits = kept // a plugin changes the limit of one page size; kubelet sends all
-	proto.Merge(merged, change)  // sets what is not zero; maps are merged by key, lists appended to
+	merged.HugepageLimits = kept // a plugin sends the limit of one page size, kubelet sends all
+	proto.Merge(merged, change)  // copies non-zero fields, merges maps by key and appends lists
 	if old != nil && change.MemoryLimitInBytes != 0 && change.MemorySwapLimitInBytes == 0 &&
 		old.MemorySwapLimitInBytes == old.MemoryLimitInBytes {
-		merged.MemorySwapLimitInBytes = change.MemoryLimitInBytes // "no swap" stays so
+		merged.MemorySwapLimitInBytes = change.MemoryLimitInBytes // keep "no swap"
 	}
-	merged.OomScoreAdj = old.GetOomScoreAdj() // of processes, not of the cgroup: as it was at their start
+	merged.OomScoreAdj = old.GetOomScoreAdj() // belongs to the processes, which keep it from their start
 	return merged
 }
 
-// Kernel is what the kernel is told of resources, and of what plugins add to them. InvalidArgument for
-// resources that can't be.
+// Kernel converts resources, and the limits that plugins added, to a runtime-spec. The error is
+// InvalidArgument for impossible resources.
 func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits, facts host.Facts) (*specs.LinuxResources, error) {
 	all, err := oci.LinuxResources(resources, facts)
 	if err == nil {
@@ -57,8 +56,9 @@ func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits, fa
 	return all, err
 }
 
-// Apply sets all limits of the cgroup at a runtime-spec cgroupsPath, or none. restore sets back those
-// before. FailedPrecondition for what can't be now, InvalidArgument for what can't be.
+// Apply sets all limits of the cgroup at a runtime-spec cgroupsPath, or none. restore sets the
+// previous ones. The error is FailedPrecondition for limits that are impossible at the moment, and
+// InvalidArgument for those that always are.
 func Apply(cgroupsPath string, systemd bool, limits *specs.LinuxResources) (restore func() error, err error) {
 	group, err := cgroup.Open(cgroupsPath, systemd)
 	if err != nil {
@@ -71,7 +71,7 @@ func Apply(cgroupsPath string, systemd bool, limits *specs.LinuxResources) (rest
 	return restore, nil
 }
 
-// updateCode is the gRPC code for a refused update.
+// updateCode returns the gRPC code of a failed update.
 func updateCode(err error) codes.Code {
 	for _, refused := range []struct {
 		err  error
@@ -79,7 +79,7 @@ func updateCode(err error) codes.Code {
 	}{
 		{cgroup.ErrMemoryInUse, codes.FailedPrecondition},
 		{cgroup.ErrNoSuchSetting, codes.InvalidArgument},
-		{unix.EBUSY, codes.FailedPrecondition}, // v1: memory and swap in use, or CPUs of groups below
+		{unix.EBUSY, codes.FailedPrecondition}, // v1: memory and swap in use, or CPUs of cgroups below
 		{unix.EINVAL, codes.InvalidArgument},
 		{unix.ERANGE, codes.InvalidArgument},
 	} {

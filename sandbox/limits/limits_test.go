@@ -25,7 +25,7 @@ func TestMerge(t *testing.T) {
 		t.Errorf("merged:\n%v\nwant\n%v", got, want)
 	}
 	if !proto.Equal(old, before) {
-		t.Error("the snapshot others may be reading was changed")
+		t.Error("the argument was modified")
 	}
 	if got := Merge(nil, nil); got == nil || !proto.Equal(got, &runtimeapi.LinuxContainerResources{}) {
 		t.Errorf("nothing merged into nothing: %v", got)
@@ -43,8 +43,8 @@ func TestNoSwapStaysNoSwap(t *testing.T) {
 	}
 }
 
-// FuzzMerge: what is set in the change wins, all else is as it was, merging the same change again changes nothing, and neither
-// of both is written to.
+// Set fields of the change win and all others stay. Merging the same change again changes nothing.
+// Neither argument is modified.
 func FuzzMerge(f *testing.F) {
 	add := func(messages ...*runtimeapi.LinuxContainerResources) {
 		var data [2][]byte
@@ -70,10 +70,10 @@ func FuzzMerge(f *testing.F) {
 		oldBefore, changeBefore := proto.Clone(&old), proto.Clone(&change)
 		merged := Merge(&old, &change)
 		if !proto.Equal(&old, oldBefore) || !proto.Equal(&change, changeBefore) {
-			t.Fatal("what was given was changed")
+			t.Fatal("an argument was modified")
 		}
 		if again := Merge(merged, &change); !proto.Equal(again, merged) {
-			t.Fatalf("merged once more:\n%v\nonce:\n%v", again, merged)
+			t.Fatalf("merged twice:\n%v\nonce:\n%v", again, merged)
 		}
 		if want := mergedByField(&old, &change); !proto.Equal(merged, want) {
 			t.Fatalf("merged:\n%v\nwant\n%v", merged, want)
@@ -81,7 +81,7 @@ func FuzzMerge(f *testing.F) {
 	})
 }
 
-// mergedByField is Merge, written another way: field by field.
+// mergedByField is an independent implementation of Merge, field by field.
 func mergedByField(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxContainerResources {
 	want := &runtimeapi.LinuxContainerResources{
 		CpuPeriod: cmp.Or(change.CpuPeriod, old.CpuPeriod), CpuQuota: cmp.Or(change.CpuQuota, old.CpuQuota), CpuShares: cmp.Or(change.CpuShares, old.CpuShares),

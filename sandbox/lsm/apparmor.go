@@ -16,14 +16,14 @@ import (
 	"berth/oci/confine"
 )
 
-// profileLoader asks the kernel for AppArmor profiles and loads berth's own.
+// profileLoader queries and loads AppArmor profiles.
 type profileLoader struct {
 	loaded func(name string) (bool, error)
 	load   func(name string) error
 }
 
-// hostProfiles are the host's: apparmor_parser loads what moby/profiles has written, which
-// is the default profile of Docker, containerd and Podman too.
+// hostProfiles uses the kernel's list and apparmor_parser. The profile is that of moby/profiles,
+// the default of Docker, containerd and Podman as well.
 var hostProfiles = profileLoader{loaded: host.Files{}.AppArmorLoaded, load: installProfile}
 
 func installProfile(name string) error {
@@ -33,7 +33,7 @@ func installProfile(name string) error {
 	return apparmor.InstallDefault(name)
 }
 
-// ensure loads the profile if the kernel does not have it. fresh tells that it was loaded now.
+// ensure loads the profile unless the kernel has it. fresh reports that it was loaded now.
 func (l profileLoader) ensure(name string) (fresh bool, err error) {
 	there, err := l.loaded(name)
 	if there || err != nil {
@@ -43,26 +43,26 @@ func (l profileLoader) ensure(name string) (fresh bool, err error) {
 		return false, fmt.Errorf("load AppArmor profile %s: %w", name, err)
 	}
 	if there, err = l.loaded(name); err == nil && !there {
-		err = fmt.Errorf("AppArmor profile %s was loaded, but the kernel does not list it", name)
+		err = fmt.Errorf("load AppArmor profile %s: apparmor_parser succeeded, but the kernel does not list the profile", name)
 	}
 	return err == nil, err
 }
 
-// appArmorRetry is how long nothing is tried after a failure: a host without
-// apparmor_parser would have it told at each launch.
+// appArmorRetry is the pause after a failed load. On a host without apparmor_parser every launch
+// would log the failure otherwise.
 const appArmorRetry = time.Minute
 
-// appArmorLimit is how long a launch waits for the profile. The parser compiles it within a second.
+// appArmorLimit limits how long a launch waits for the profile. The parser compiles it in a second.
 const appArmorLimit = 15 * time.Second
 
-// AppArmor has the default profile loaded.
+// AppArmor keeps the default profile loaded.
 type AppArmor struct {
 	enabled bool
 	tasks   *task.Runner
 	log     *slog.Logger
 	kernel  profileLoader
-	turn    task.Turn                      // of the one load under way
-	failed  atomic.Pointer[profileFailure] // why it failed last
+	turn    task.Turn                      // held while a load runs
+	failed  atomic.Pointer[profileFailure] // last failure
 }
 
 type profileFailure struct {
@@ -70,13 +70,13 @@ type profileFailure struct {
 	err error
 }
 
-// NewAppArmor returns the host's; enabled tells whether it has AppArmor. What takes too long goes on
-// in the background of tasks.
+// NewAppArmor returns the host's AppArmor. enabled says whether the host has it. A load that takes
+// too long continues in the background of tasks.
 func NewAppArmor(enabled bool, tasks *task.Runner, log *slog.Logger) *AppArmor {
 	return &AppArmor{enabled: enabled, tasks: tasks, log: log, kernel: hostProfiles, turn: task.NewTurn()}
 }
 
-// Problem is why the default profile can't be had; empty if it can, or that is not known.
+// Problem returns why the default profile cannot be loaded, or "" if no load has failed.
 func (a *AppArmor) Problem() string {
 	if f := a.failed.Load(); f != nil {
 		return f.err.Error()
@@ -84,11 +84,10 @@ func (a *AppArmor) Problem() string {
 	return ""
 }
 
-// Ensure sees to it that the profile that RuntimeDefault stands for is
-// loaded. It is called before each launch: reloading AppArmor on a host takes away
-// all profiles that are not in /etc/apparmor.d. Where it can't be loaded, containers that
-// ask for it are refused (package oci), those that ask for nothing run without, as on a host
-// without AppArmor, and the log says so.
+// Ensure loads the profile of RuntimeDefault if the kernel does not have it. It runs before each
+// launch, because a reload of AppArmor on the host removes all profiles outside of /etc/apparmor.d.
+// If the load fails, package oci refuses containers that ask for the profile. Containers that ask
+// for none run without one, as on a host without AppArmor.
 func (a *AppArmor) Ensure(ctx context.Context) {
 	if !a.enabled {
 		return
@@ -105,15 +104,15 @@ func (a *AppArmor) Ensure(ctx context.Context) {
 		return
 	}
 	if ctx.Err() != nil {
-		return // it says nothing about the profile that the caller has no time left
+		return // the caller's deadline says nothing about the profile
 	}
 	a.failed.Store(&profileFailure{at: time.Now(), err: err})
-	a.log.Error("the default AppArmor profile can't be had: containers that ask for it are refused, those that name none run without one", "error", err)
+	a.log.Error("load default AppArmor profile: containers that request it are refused, others run without it", "error", err)
 }
 
-// loadDefault loads the default profile, once for all who want it at the same time. What
-// takes longer than appArmorLimit goes on in the background, and nothing else is loaded meanwhile: the
-// library has no way to end the parser.
+// loadDefault loads the default profile once for all concurrent callers. A load that takes longer
+// than appArmorLimit continues in the background and blocks further loads, because the library
+// cannot interrupt the parser.
 func (a *AppArmor) loadDefault(ctx context.Context) error {
 	const what, profile = "load AppArmor profile", confine.DefaultAppArmorProfile
 	ctx, cancel := context.WithTimeout(ctx, appArmorLimit)
@@ -141,6 +140,6 @@ func (a *AppArmor) loadDefault(ctx context.Context) error {
 	case err := <-done:
 		return err
 	case <-ctx.Done():
-		return fmt.Errorf("%s %s: apparmor_parser does not end: %w", what, profile, ctx.Err())
+		return fmt.Errorf("%s %s: wait for apparmor_parser: %w", what, profile, ctx.Err())
 	}
 }

@@ -16,11 +16,11 @@ import (
 	"berth/internal/task"
 )
 
-// fakeProfiles is a kernel with a list of profiles, and a parser that adds to it.
+// fakeProfiles fakes the kernel's list of profiles and the parser.
 type fakeProfiles struct {
 	names    []string
 	loads    int
-	lost     bool // the parser says it has loaded a profile, and the kernel has none
+	lost     bool // the parser succeeds, but the kernel does not list the profile
 	askErr   error
 	parseErr error
 }
@@ -61,8 +61,8 @@ func TestEnsureAppArmorProfile(t *testing.T) {
 	}
 }
 
-// A profile that somebody unloads is loaded again.
-func TestEnsureAppArmorProfileAgain(t *testing.T) {
+// A profile that was unloaded is loaded again.
+func TestUnloadedProfileIsLoadedAgain(t *testing.T) {
 	var kernel fakeProfiles
 	for want := 1; want <= 2; want++ {
 		for range 2 {
@@ -74,7 +74,7 @@ func TestEnsureAppArmorProfileAgain(t *testing.T) {
 	}
 }
 
-// onHost is AppArmor on a host that has it.
+// onHost returns AppArmor of a host that has it enabled.
 func onHost(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	a := NewAppArmor(true, task.NewRunner(logger, nil), logger)
@@ -87,8 +87,8 @@ func onHost(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
 	return a
 }
 
-// Without apparmor_parser the log tells of it once, and containers learn why there is no profile.
-func TestAppArmorThatCannotBeLoaded(t *testing.T) {
+// Without apparmor_parser the log reports it once, and Problem gives the reason.
+func TestAppArmorLoadFailure(t *testing.T) {
 	kernel := fakeProfiles{parseErr: errors.New("no parser")}
 	var log bytes.Buffer
 	a := onHost(t, kernel.loader(), &log)
@@ -104,7 +104,7 @@ func TestAppArmorThatCannotBeLoaded(t *testing.T) {
 
 	later := time.Now().Add(-2 * appArmorRetry)
 	a.failed.Store(&profileFailure{at: later, err: kernel.parseErr})
-	kernel.parseErr = nil // it was installed
+	kernel.parseErr = nil // the parser was installed
 	if a.Ensure(t.Context()); kernel.loads != 2 || a.Problem() != "" {
 		t.Errorf("%d loads, problem %q", kernel.loads, a.Problem())
 	}
@@ -116,8 +116,8 @@ func TestAppArmorThatCannotBeLoaded(t *testing.T) {
 	}
 }
 
-// Of launches at the same time one loads the profile, and all have it then.
-func TestAppArmorIsLoadedOnceForAll(t *testing.T) {
+// Concurrent launches load the profile once, and all wait for it.
+func TestAppArmorIsLoadedOnce(t *testing.T) {
 	var mu sync.Mutex
 	var kernel fakeProfiles
 	inner := kernel.loader()
@@ -143,7 +143,7 @@ func TestAppArmorIsLoadedOnceForAll(t *testing.T) {
 	}
 }
 
-// A parser that hangs holds up nobody beyond the deadline, and is not started a second time.
+// A hanging parser delays a launch up to the limit and is not started twice.
 func TestAppArmorParserHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		end := make(chan struct{})
@@ -162,7 +162,7 @@ func TestAppArmorParserHangs(t *testing.T) {
 			if !strings.Contains(a.Problem(), context.DeadlineExceeded.Error()) {
 				t.Errorf("problem %q", a.Problem())
 			}
-			time.Sleep(2 * appArmorRetry) // of the bubble's clock
+			time.Sleep(2 * appArmorRetry) // in the bubble's time
 		}
 		if loads.Load() != 1 {
 			t.Errorf("%d parsers", loads.Load())
@@ -171,8 +171,8 @@ func TestAppArmorParserHangs(t *testing.T) {
 	})
 }
 
-// A caller without time left learns nothing of the profile, so nothing is noted.
-func TestAppArmorGivenUpByItsCaller(t *testing.T) {
+// When the caller's context ends, no failure of the profile is recorded.
+func TestAppArmorCanceledByCaller(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var log bytes.Buffer
 	a := onHost(t, profileLoader{

@@ -1,10 +1,10 @@
-// Package lsm sets the kernel's security modules up for pods: it loads the AppArmor profile that
-// RuntimeDefault stands for, and keeps and gives SELinux labels.
+// Package lsm prepares the kernel's security modules for pods. It loads the AppArmor profile of
+// RuntimeDefault, and reserves and sets SELinux labels.
 //
 // # Contract
 //
-// What a pod gets is decided elsewhere (package oci); here is done to the host what that needs. On a host
-// without the module nothing is done. The profile is loaded once for all who want it, and who waits for it waits
-// a bounded time. Only files that were asked for are labelled anew. Labels that are in use are kept from
-// being drawn again, also across a restart of the daemon.
+// Package oci decides the profile and labels of a pod; this package applies them to the host. On a
+// host without the module it does nothing. Concurrent callers load the profile once and wait for a
+// limited time. Only files for which the config requests it are relabelled. Labels in use are
+// reserved, also after a restart of the daemon.
 package lsm

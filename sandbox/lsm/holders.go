@@ -10,15 +10,16 @@ import (
 	"berth/oci/confine"
 )
 
-// Holders knows which pods and containers use which categories. Several may use the same, if their configs ask for them by level:
-// the first that goes must not give them back. The zero value has none. The lock guards the set, and what the library has of it in memory.
+// Holders records which pods and containers use which SELinux categories. Several can use the same
+// ones if their configs request a level, and the first to go must not release them. The zero value
+// is empty. The lock guards the map and the library's set in memory.
 type Holders struct {
 	mu sync.Mutex
-	of map[string]map[string]bool // owners' IDs by level
+	of map[string]map[string]bool // set of owner IDs by level
 }
 
-// Draw decides the labels of a pod, or of a container, which has its pod's unless it has options of its own, and holds them. pod has
-// none for a pod itself.
+// Draw chooses and reserves the labels of a pod or container. A container without options of its
+// own gets the labels of its pod. For a pod, pod is empty.
 func (h *Holders) Draw(s SELinux, options *runtimeapi.SELinuxOption, pod confine.Labels, facts host.Facts, owner string) (confine.Labels, error) {
 	labels, err := confine.NewLabels(options, pod, facts)
 	if err != nil {
@@ -27,7 +28,7 @@ func (h *Holders) Draw(s SELinux, options *runtimeapi.SELinuxOption, pod confine
 	return labels, h.Hold(s, labels, owner)
 }
 
-// Hold keeps the categories of labels from being drawn for others until all their owners have released them.
+// Hold reserves the categories of labels until all their owners have released them.
 func (h *Holders) Hold(s SELinux, labels confine.Labels, owner string) error {
 	if labels.Process == "" {
 		return nil
@@ -48,7 +49,7 @@ func (h *Holders) Hold(s SELinux, labels confine.Labels, owner string) error {
 	return nil
 }
 
-// Release ends an owner's use of its labels. Others may use the same: its pod, for one. It may be repeated.
+// Release ends an owner's use of its labels. Other owners may still use them. It may be repeated.
 func (h *Holders) Release(s SELinux, labels confine.Labels, owner string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -62,7 +63,7 @@ func (h *Holders) Release(s SELinux, labels confine.Labels, owner string) {
 	}
 }
 
-// levelOf is the part of a label, user:role:type:level, that has the categories.
+// levelOf returns the part of a label, user:role:type:level, that contains the categories.
 func levelOf(labels confine.Labels) string {
 	parts := strings.SplitN(labels.Process, ":", 4)
 	return parts[len(parts)-1]

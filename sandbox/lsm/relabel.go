@@ -14,12 +14,12 @@ import (
 	"berth/internal/safefs"
 )
 
-// errSystemPath is what Relabel returns for paths that are never labelled anew, such as /usr.
-var errSystemPath = errors.New("a path of the system keeps its label")
+// errSystemPath is the error for paths that are never relabelled, such as /usr.
+var errSystemPath = errors.New("system paths are never relabelled")
 
-// systemPaths are never labelled anew (CVE-2021-43816): what runs on the host would lose its
-// access. What is in some of them may be. They are those of the SELinux library, whose own function
-// walks by paths.
+// systemPaths are never relabelled, because services of the host would lose access
+// (CVE-2021-43816). Files below some of them may be. The list is that of the SELinux library, whose
+// own function walks by path and so can be redirected.
 var systemPaths = []string{
 	"/", "/bin", "/boot", "/dev", "/etc", "/etc/passwd", "/etc/pki", "/etc/shadow", "/home", "/lib", "/lib64", "/media", "/opt",
 	"/proc", "/root", "/run", "/sbin", "/srv", "/sys", "/tmp", "/usr", "/var", "/var/lib", "/var/log",
@@ -27,12 +27,12 @@ var systemPaths = []string{
 
 // labeller labels trees of files.
 type labeller struct {
-	attribute string // extended attribute that is the label
+	attribute string // extended attribute that holds the label
 	system    []string
 }
 
-// relabelHost labels path, which has no symlinks, and all below it. Without SELinux it does
-// nothing.
+// relabelHost labels path, which contains no symlinks, and everything below it. Without SELinux it
+// does nothing.
 func relabelHost(path, label string) error {
 	if label == "" || !selinux.GetEnabled() {
 		return nil
@@ -44,8 +44,8 @@ func relabelHost(path, label string) error {
 	return labeller{attribute: "security.selinux", system: system}.relabel(path, label)
 }
 
-// relabel labels path and all below it. Nothing outside is reached, whatever somebody changes there
-// meanwhile. path comes last, so that what was interrupted is not taken for done.
+// relabel labels path and everything below it. Concurrent changes of the tree cannot redirect it
+// outside. It labels path last, so that an interrupted run is not taken for a complete one.
 func (l labeller) relabel(path, label string) (err error) {
 	root, err := safefs.OpenHost(path)
 	if err != nil {
@@ -67,8 +67,8 @@ func (l labeller) relabel(path, label string) (err error) {
 	return l.set(root, label)
 }
 
-// checkPath refuses paths of the system, by name and by what is there: a bind mount or another
-// spelling gives them other names.
+// checkPath refuses system paths, by name and by inode: a bind mount or another spelling gives them
+// other names.
 func (l labeller) checkPath(path string, st os.FileInfo) error {
 	clean := filepath.Clean(path)
 	for _, system := range l.system {
@@ -77,14 +77,13 @@ func (l labeller) checkPath(path string, st os.FileInfo) error {
 			return fmt.Errorf("%w: %s is %s", errSystemPath, path, system)
 		}
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			return fmt.Errorf("look for paths of the system: %w", err)
+			return fmt.Errorf("stat system path: %w", err)
 		}
 	}
 	return nil
 }
 
-// relabelBelow labels all below root, a directory. Files that can't have labels are left as they
-// are.
+// relabelBelow labels everything below the directory root. It skips files that cannot have labels.
 func (l labeller) relabelBelow(root *os.File, label string) (err error) {
 	walk, err := safefs.NewWalk(root, false)
 	if err != nil {
@@ -113,11 +112,11 @@ func (l labeller) relabelEntry(e safefs.Entry, label string) error {
 	return errors.Join(l.set(f, label), f.Close())
 }
 
-// set labels the very file that is open, also a symlink. A label that it has already is not written
-// again.
+// set labels exactly the open file, even a symlink. It does not write a label that the file already
+// has.
 func (l labeller) set(f *os.File, label string) error {
-	// A descriptor without access (O_PATH) is reached by the process's own link to it only, before
-	// setxattrat(2) of Linux 6.13.
+	// Before setxattrat(2) of Linux 6.13, an O_PATH descriptor can only be addressed through the
+	// process's own link to it.
 	own := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
 	present := make([]byte, len(label)+2)
 	if n, err := unix.Getxattr(own, l.attribute, present); err == nil && unix.ByteSliceToString(present[:n]) == label {

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// standIn is an attribute that symlinks and devices may have too, on a kernel without SELinux.
+// standIn is an attribute that symlinks and devices can have on a kernel without SELinux, too.
 const standIn = "trusted.berth-test"
 
 func newLabeller(t *testing.T) labeller {
@@ -42,7 +42,7 @@ func makeTree(t *testing.T, dir string) {
 	}
 }
 
-// All of a tree gets the label, symlinks themselves too, and nothing that they lead to.
+// A whole tree is labelled, symlinks included, but not the targets of symlinks.
 func TestRelabel(t *testing.T) {
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, top)
@@ -79,7 +79,7 @@ func TestRelabelFile(t *testing.T) {
 	}
 }
 
-// A symlink in the path is one that came after the path was resolved.
+// A symlink in the path was created after the path was resolved.
 func TestRelabelPathWithSymlink(t *testing.T) {
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, outside)
@@ -93,7 +93,7 @@ func TestRelabelPathWithSymlink(t *testing.T) {
 	}
 }
 
-// Directories of the system keep their labels under every name that they have (CVE-2021-43816).
+// System directories keep their labels under every name (CVE-2021-43816).
 func TestSystemPathsKeepTheirLabels(t *testing.T) {
 	real := labeller{attribute: standIn, system: systemPaths}
 	for _, path := range []string{"/", "/usr", "/etc/", "/var/lib", "//usr", "/usr/../usr", "/proc/1/root", "/etc/passwd"} {
@@ -109,7 +109,7 @@ func TestSystemPathsKeepTheirLabels(t *testing.T) {
 	}
 }
 
-// While a container swaps directories of its volume for symlinks, nothing outside is labelled.
+// While a container swaps directories of its volume for symlinks, no file outside is labelled.
 func TestRelabelWhileDirectoriesAreSwapped(t *testing.T) {
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, outside)

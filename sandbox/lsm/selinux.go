@@ -16,22 +16,22 @@ import (
 	"berth/oci/confine"
 )
 
-// SELinux gives labels to files, and keeps the categories of labels from being drawn twice. Its
-// fields are what the host does.
+// SELinux labels files and reserves categories of labels. Its fields are the operations of the
+// host.
 type SELinux struct {
-	ReserveLabel func(label string) error // selinux.ErrMCSAlreadyExists if it is
+	ReserveLabel func(label string) error // returns selinux.ErrMCSAlreadyExists for a reserved label
 	ReleaseLabel func(label string)
-	Relabel      func(path, label string) error // of the files below path too
+	Relabel      func(path, label string) error // recursive
 }
 
-// HostSELinux is the host's. Without SELinux it does nothing.
+// HostSELinux operates on the host. Without SELinux it does nothing.
 var HostSELinux = SELinux{
 	ReserveLabel: selinux.ReserveLabelV2,
 	ReleaseLabel: func(l string) { selinux.ReleaseLabel(l) },
 	Relabel:      relabelHost,
 }
 
-// Reserve keeps the categories of labels that are in use; several may use the same.
+// Reserve reserves the categories of labels. It succeeds for reserved ones, which may be shared.
 func (s SELinux) Reserve(labels confine.Labels) error {
 	if labels.Process == "" {
 		return nil
@@ -42,19 +42,19 @@ func (s SELinux) Reserve(labels confine.Labels) error {
 	return nil
 }
 
-// Release gives back the categories of labels that nobody uses any more.
+// Release gives unused categories back.
 func (s SELinux) Release(labels confine.Labels) {
 	if labels.Process != "" {
 		s.ReleaseLabel(labels.Process)
 	}
 }
 
-// LabelOwn labels a directory of berth's own and what is in it.
+// LabelOwn labels a directory that berth created, and its files.
 func (s SELinux) LabelOwn(dir string, labels confine.Labels) error {
 	if labels.Mount == "" {
 		return nil
 	}
-	real, err := filepath.EvalSymlinks(dir) // the way to it is the operator's
+	real, err := filepath.EvalSymlinks(dir) // the operator may have put symlinks into the path
 	if err != nil {
 		return fmt.Errorf("selinux: label %s: %w", dir, err)
 	}
@@ -64,8 +64,8 @@ func (s SELinux) LabelOwn(dir string, labels confine.Labels) error {
 	return nil
 }
 
-// MountsToLabel returns the sources of those mounts of a container that ask for its labels. Nothing else is ever
-// labelled anew (CVE-2021-43816).
+// MountsToLabel returns the sources of the container's mounts with selinux_relabel. No other source
+// is ever relabelled (CVE-2021-43816).
 func MountsToLabel(config *runtimeapi.ContainerConfig, labels confine.Labels) ([]string, error) {
 	if labels.Mount == "" {
 		return nil, nil
@@ -73,8 +73,9 @@ func MountsToLabel(config *runtimeapi.ContainerConfig, labels confine.Labels) ([
 	return oci.RelabelSources(config, host.Files{})
 }
 
-// LabelMount labels such a source. InvalidArgument for folders of the system, FailedPrecondition
-// where files can't have labels, or somebody has put a symlink into the path since it was resolved.
+// LabelMount labels the source of a mount. The error is InvalidArgument for system directories, and
+// FailedPrecondition if the filesystem has no labels or the path has got a symlink since it was
+// resolved.
 func (s SELinux) LabelMount(source string, labels confine.Labels) error {
 	err := s.Relabel(source, labels.Mount)
 	switch {

@@ -16,8 +16,8 @@ import (
 	"berth/oci/confine"
 )
 
-// Only what the config asks for is labelled anew, and it with the container's label: where
-// its links lead (CVE-2021-43816).
+// Only requested sources are relabelled, with the container's label and after links are resolved
+// (CVE-2021-43816).
 func TestLabelMounts(t *testing.T) {
 	dir := t.TempDir()
 	for _, name := range []string{"asked", "other"} {

@@ -1,12 +1,14 @@
-// Package plugins is what pods and containers have to do with NRI plugins: these are asked, told, and what they want of
-// containers is seen to.
+// Package plugins calls NRI plugins at the steps of a pod's and container's lifecycle, and applies
+// the updates that they request.
 //
 // # Contract
 //
-// Plugins are called with the turn of the object that the call is about, so that they see what happens to it
-// in its order, and under a Hold, which is a lock: who has one takes no turn and looks at no file that a user named.
-// How long each plugin may take is bounded by the request timeout. What they want of other containers is done after the
-// Hold, where nobody has a turn that it needs; what they do not know of an object yet they are told when they register.
+// The caller holds the lock of the pod or container that a call is about, so plugins see its events
+// in order. Each call holds off registrations of new plugins (Plugins.Hold). While it does, no code
+// may take the lock of a pod or container or open a file that a user named. The request timeout
+// limits each plugin's answer. Updates of other containers are applied after the hold is released
+// and without any lock of the caller's. A plugin that registers learns the present state of all
+// objects.
 package plugins
 
 import (
@@ -21,8 +23,8 @@ import (
 	"berth/internal/task"
 )
 
-// Plugins see pods and containers and change them; *nri.Plugins is the real one, and has the
-// documentation. Nothing but Start, Close and Hold is called while Hold says that there are none.
+// Plugins is implemented by *nri.Plugins, which documents the methods. While Hold returns false,
+// only Start, Close and Hold may be called.
 type Plugins interface {
 	Start(context.Context, nri.Runtime) error
 	Close()
@@ -33,91 +35,94 @@ type Plugins interface {
 	UpdateContainer(ctx context.Context, pod *nri.Pod, c *nri.Container, wanted *runtimeapi.LinuxContainerResources) (nri.Update, []nri.Update, error)
 }
 
-// None is where NRI is off.
+// None implements Plugins when NRI is disabled.
 type None struct{ Plugins }
 
 func (None) Start(context.Context, nri.Runtime) error { return nil }
 func (None) Close()                                   {}
 func (None) Hold() (release func(), active bool)      { return func() {}, false }
 
-// Runtime is what can be done to containers for plugins.
+// Runtime applies what plugins request to containers.
 type Runtime interface {
-	// Objects returns all pods, and the containers whose end plugins have not been told of. It is called under a hold.
+	// Objects returns all pods, and all containers whose exit has not been reported to plugins. It
+	// is called during a hold.
 	Objects() ([]*nri.Pod, []*nri.Container)
-	// Update changes a container's limits, with its turn, for which it waits until ctx ends. Plugins are not asked again.
+	// Update changes a container's limits. It waits for the container's lock until ctx ends. It
+	// does not call plugins again.
 	Update(ctx context.Context, u nri.Update) error
-	// CheckContainer tells whether there is such a container: NotFound.
+	// CheckContainer returns NotFound unless the container exists.
 	CheckContainer(id string) error
-	// StopContainer stops a container, with its turn.
+	// StopContainer stops a container. It takes the container's lock.
 	StopContainer(ctx context.Context, id string, timeout time.Duration) error
 }
 
-// Pod and Container describe objects to plugins, if there are any. They look at no file.
+// Pod and Container describe objects to plugins. They are called only if plugins exist, and open no
+// file.
 type (
 	Pod       func() *nri.Pod
 	Container func() (*nri.Pod, *nri.Container, error)
 )
 
-// Kit is what is needed to deal with plugins.
-type Kit struct {
+// Caller calls plugins.
+type Caller struct {
 	Plugins Plugins
 	Runtime Runtime
 	Tasks   *task.Runner
 	Log     *slog.Logger
 }
 
-// PresentPod asks the plugins about a pod that is about to be published. No plugin is told of the
-// state of things until release is called, which is never nil. presented: they were asked.
-func (k Kit) PresentPod(ctx context.Context, pod Pod) (release func(), presented bool, err error) {
-	release, active := k.Plugins.Hold()
+// PresentPod calls plugins with a pod that is about to be published. New plugins cannot register
+// until release is called. release is never nil. presented reports that plugins were called.
+func (s Caller) PresentPod(ctx context.Context, pod Pod) (release func(), presented bool, err error) {
+	release, active := s.Plugins.Hold()
 	if !active {
 		return release, false, nil
 	}
 	p := pod()
-	if err := k.Plugins.Pod(ctx, nri.RunPod, p); err != nil {
+	if err := s.Plugins.Pod(ctx, nri.RunPod, p); err != nil {
 		return release, true, fmt.Errorf("run pod %s: %w", p.ID, err)
 	}
 	return release, true, nil
 }
 
-// TellOfPod tells plugins what happened to a pod. What they answer changes nothing about it.
-func (k Kit) TellOfPod(ctx context.Context, event nri.PodEvent, pod Pod) {
-	release, active := k.Plugins.Hold()
+// NotifyPod reports an event of a pod to plugins. Their answers do not affect the pod.
+func (s Caller) NotifyPod(ctx context.Context, event nri.PodEvent, pod Pod) {
+	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
 		return
 	}
 	p := pod()
-	if err := k.Plugins.Pod(ctx, event, p); err != nil {
-		k.Log.Warn("an NRI plugin failed", "pod", p.ID, "event", event, "error", err)
+	if err := s.Plugins.Pod(ctx, event, p); err != nil {
+		s.Log.Warn("NRI plugin failed", "pod", p.ID, "event", event, "error", err)
 	}
 }
 
-// AskAboutPod lets plugins refuse what pod wants.
-func (k Kit) AskAboutPod(ctx context.Context, pod Pod) error {
-	release, active := k.Plugins.Hold()
+// RequestPodUpdate asks plugins for permission to update a pod.
+func (s Caller) RequestPodUpdate(ctx context.Context, pod Pod) error {
+	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
 		return nil
 	}
 	p := pod()
-	if err := k.Plugins.Pod(ctx, nri.UpdatePod, p); err != nil {
+	if err := s.Plugins.Pod(ctx, nri.UpdatePod, p); err != nil {
 		return fmt.Errorf("update pod sandbox %s: %w", p.ID, err)
 	}
 	return nil
 }
 
-// Changes is what plugins want changed when a container is created.
+// Changes are the changes that plugins request when a container is created.
 type Changes struct {
 	Adjustment *nri.Adjustment
-	Own        nri.Update   // of its resources
-	Others     []nri.Update // once release was called: who has the turn of one may be waiting for a registration, and that for release
+	Own        nri.Update   // of the container's own resources
+	Others     []nri.Update // apply after release: a lock holder may wait for a registration, which waits for release
 }
 
-// PresentContainer lets the plugins change a container that is about to be published. No plugin is told of the state of
-// things until release is called, which is never nil. Without plugins there are no changes: nil.
-func (k Kit) PresentContainer(ctx context.Context, c Container) (release func(), presented bool, changes *Changes, err error) {
-	release, active := k.Plugins.Hold()
+// PresentContainer lets plugins change a container that is about to be published. New plugins
+// cannot register until release is called. release is never nil. changes is nil without plugins.
+func (s Caller) PresentContainer(ctx context.Context, c Container) (release func(), presented bool, changes *Changes, err error) {
+	release, active := s.Plugins.Hold()
 	if !active {
 		return release, false, nil, nil
 	}
@@ -126,16 +131,16 @@ func (k Kit) PresentContainer(ctx context.Context, c Container) (release func(),
 		return release, true, nil, err
 	}
 	changes = &Changes{}
-	changes.Adjustment, changes.Own, changes.Others, err = k.Plugins.CreateContainer(ctx, pod, container)
+	changes.Adjustment, changes.Own, changes.Others, err = s.Plugins.CreateContainer(ctx, pod, container)
 	if err != nil {
 		return release, true, nil, err
 	}
 	return release, true, changes, nil
 }
 
-// AskToStart asks the plugins about a container that is about to be started.
-func (k Kit) AskToStart(ctx context.Context, c Container) error {
-	release, active := k.Plugins.Hold()
+// RequestStart asks plugins for permission to start a container.
+func (s Caller) RequestStart(ctx context.Context, c Container) error {
+	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
 		return nil
@@ -144,14 +149,14 @@ func (k Kit) AskToStart(ctx context.Context, c Container) error {
 	if err != nil {
 		return err
 	}
-	_, err = k.Plugins.Container(ctx, nri.StartContainer, pod, container)
+	_, err = s.Plugins.Container(ctx, nri.StartContainer, pod, container)
 	return err
 }
 
-// AskToUpdate asks the plugins about an update of the container with that ID, and returns the update to be made and
-// what is to be done to others.
-func (k Kit) AskToUpdate(ctx context.Context, id string, wanted *runtimeapi.LinuxContainerResources, c Container) (nri.Update, []nri.Update, error) {
-	release, active := k.Plugins.Hold()
+// RequestUpdate calls plugins with the update of a container. It returns the update to apply and
+// the updates of other containers.
+func (s Caller) RequestUpdate(ctx context.Context, id string, wanted *runtimeapi.LinuxContainerResources, c Container) (nri.Update, []nri.Update, error) {
+	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
 		return nri.Update{ContainerID: id, Resources: wanted}, nil, nil
@@ -160,26 +165,26 @@ func (k Kit) AskToUpdate(ctx context.Context, id string, wanted *runtimeapi.Linu
 	if err != nil {
 		return nri.Update{}, nil, err
 	}
-	return k.Plugins.UpdateContainer(ctx, pod, container, wanted)
+	return s.Plugins.UpdateContainer(ctx, pod, container, wanted)
 }
 
-// TellOfContainer tells plugins what happened to the container with that ID. What they answer changes nothing
-// about it; others that they want updated are updated afterwards. told is called at the end, under the hold, with and without
-// plugins.
-func (k Kit) TellOfContainer(ctx context.Context, event nri.ContainerEvent, id string, c Container, told func()) {
-	release, active := k.Plugins.Hold()
+// NotifyContainer reports an event of a container to plugins. Their answers do not affect it;
+// updates of other containers are applied afterwards. It calls done at the end of the hold, even
+// without plugins.
+func (s Caller) NotifyContainer(ctx context.Context, event nri.ContainerEvent, id string, c Container, done func()) {
+	release, active := s.Plugins.Hold()
 	defer release()
-	defer told()
+	defer done()
 	if !active {
 		return
 	}
 	pod, container, err := c()
 	var updates []nri.Update
 	if err == nil {
-		updates, err = k.Plugins.Container(ctx, event, pod, container)
+		updates, err = s.Plugins.Container(ctx, event, pod, container)
 	}
 	if err != nil {
-		k.Log.Warn("an NRI plugin failed", "container", id, "event", event, "error", err)
+		s.Log.Warn("NRI plugin failed", "container", id, "event", event, "error", err)
 	}
-	k.UpdateLater(updates)
+	s.UpdateLater(updates)
 }

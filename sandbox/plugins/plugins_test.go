@@ -18,7 +18,7 @@ import (
 	"berth/internal/task"
 )
 
-// journal is what happened, in its order. The lock guards it.
+// journal records events in order. The lock guards it.
 type journal struct {
 	mu      sync.Mutex
 	entries []string
@@ -35,12 +35,12 @@ func (j *journal) want(t *testing.T, want ...string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if !slices.Equal(j.entries, want) {
-		t.Errorf("what happened: %q, want %q", j.entries, want)
+		t.Errorf("calls: %q, want %q", j.entries, want)
 	}
 	j.entries = nil
 }
 
-// fakePlugins notes its calls.
+// fakePlugins records its calls.
 type fakePlugins struct {
 	None
 	*journal
@@ -73,7 +73,7 @@ func (f *fakePlugins) UpdateContainer(_ context.Context, _ *nri.Pod, c *nri.Cont
 	return nri.Update{ContainerID: c.ID, Resources: &runtimeapi.LinuxContainerResources{CpuShares: wanted.GetCpuShares() + 1}}, nil, f.fail
 }
 
-// fakeRuntime knows one container, c.
+// fakeRuntime has one container, c.
 type fakeRuntime struct{ *journal }
 
 func (fakeRuntime) Objects() ([]*nri.Pod, []*nri.Container) { return nil, nil }
@@ -95,17 +95,18 @@ func (f fakeRuntime) StopContainer(_ context.Context, id string, grace time.Dura
 	return nil
 }
 
-// kit returns a kit with a fake plugin, or without plugins, and what waits for what it does later.
-func kit(t *testing.T, plugins *fakePlugins) (k Kit, finish func()) {
+// newCaller returns a Caller with a fake plugin, or without any, and a function that waits for its
+// background work.
+func newCaller(t *testing.T, plugins *fakePlugins) (caller Caller, finish func()) {
 	t.Helper()
-	k = Kit{Plugins: None{}, Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil), Log: slog.New(slog.DiscardHandler)}
+	caller = Caller{Plugins: None{}, Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil), Log: slog.New(slog.DiscardHandler)}
 	if plugins != nil {
-		k.Plugins, k.Runtime = plugins, fakeRuntime{plugins.journal}
+		caller.Plugins, caller.Runtime = plugins, fakeRuntime{plugins.journal}
 	}
-	return k, func() {
+	return caller, func() {
 		t.Helper()
-		k.Tasks.Operations.Close()
-		if err := k.Tasks.Operations.Wait(t.Context()); err != nil {
+		caller.Tasks.Operations.Close()
+		if err := caller.Tasks.Operations.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -115,43 +116,43 @@ func thePod() *nri.Pod { return &nri.Pod{ID: "p"} }
 
 func theContainer() (*nri.Pod, *nri.Container, error) { return thePod(), &nri.Container{ID: "c"}, nil }
 
-// Without plugins nothing is described, for that takes time; what is to be done at the end is done all the same.
+// Without plugins no object is described, which would take time. done is called nevertheless.
 func TestWithoutPlugins(t *testing.T) {
-	k, finish := kit(t, nil)
+	caller, finish := newCaller(t, nil)
 	defer finish()
 	pod := func() *nri.Pod { t.Error("a pod is described"); return thePod() }
 	container := func() (*nri.Pod, *nri.Container, error) { t.Error("a container is described"); return theContainer() }
-	release, presented, err := k.PresentPod(t.Context(), pod)
+	release, presented, err := caller.PresentPod(t.Context(), pod)
 	release()
 	if presented || err != nil {
 		t.Errorf("present a pod: %t, %v", presented, err)
 	}
-	release, presented, changes, err := k.PresentContainer(t.Context(), container)
+	release, presented, changes, err := caller.PresentContainer(t.Context(), container)
 	release()
 	if presented || changes != nil || err != nil {
 		t.Errorf("present a container: %t, %v, %v", presented, changes, err)
 	}
-	if err := errors.Join(k.AskAboutPod(t.Context(), pod), k.AskToStart(t.Context(), container)); err != nil {
+	if err := errors.Join(caller.RequestPodUpdate(t.Context(), pod), caller.RequestStart(t.Context(), container)); err != nil {
 		t.Error(err)
 	}
 	wanted := &runtimeapi.LinuxContainerResources{CpuShares: 5}
-	if own, others, err := k.AskToUpdate(t.Context(), "c", wanted, container); own.ContainerID != "c" || own.Resources != wanted || others != nil || err != nil {
+	if own, others, err := caller.RequestUpdate(t.Context(), "c", wanted, container); own.ContainerID != "c" || own.Resources != wanted || others != nil || err != nil {
 		t.Errorf("update: %v, %v, %v", own, others, err)
 	}
-	k.TellOfPod(t.Context(), nri.PodStopped, pod)
+	caller.NotifyPod(t.Context(), nri.PodStopped, pod)
 	told := false
-	k.TellOfContainer(t.Context(), nri.ContainerStopped, "c", container, func() { told = true })
+	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", container, func() { told = true })
 	if !told {
-		t.Error("who waits for plugins to be told waits for ever")
+		t.Error("done was not called")
 	}
 }
 
-// What is presented is held until it is published; all other calls hold for themselves.
+// Present keeps the hold until the object is published. All other calls release it at their end.
 func TestHolds(t *testing.T) {
 	f := &fakePlugins{journal: &journal{}}
-	k, finish := kit(t, f)
+	caller, finish := newCaller(t, f)
 	defer finish()
-	release, presented, err := k.PresentPod(t.Context(), thePod)
+	release, presented, err := caller.PresentPod(t.Context(), thePod)
 	f.want(t, "hold", "pod p")
 	release()
 	if !presented || err != nil {
@@ -159,7 +160,7 @@ func TestHolds(t *testing.T) {
 	}
 	f.want(t, "release")
 
-	release, presented, changes, err := k.PresentContainer(t.Context(), theContainer)
+	release, presented, changes, err := caller.PresentContainer(t.Context(), theContainer)
 	f.want(t, "hold", "create c")
 	release()
 	if !presented || err != nil || changes.Own.ContainerID != "c" {
@@ -167,58 +168,59 @@ func TestHolds(t *testing.T) {
 	}
 	f.want(t, "release")
 
-	if err := errors.Join(k.AskAboutPod(t.Context(), thePod), k.AskToStart(t.Context(), theContainer)); err != nil {
+	if err := errors.Join(caller.RequestPodUpdate(t.Context(), thePod), caller.RequestStart(t.Context(), theContainer)); err != nil {
 		t.Error(err)
 	}
 	f.want(t, "hold", "pod p", "release", "hold", "container c", "release")
-	own, _, err := k.AskToUpdate(t.Context(), "c", &runtimeapi.LinuxContainerResources{CpuShares: 5}, theContainer)
+	own, _, err := caller.RequestUpdate(t.Context(), "c", &runtimeapi.LinuxContainerResources{CpuShares: 5}, theContainer)
 	if own.Resources.GetCpuShares() != 6 || err != nil {
 		t.Errorf("update: %v, %v", own, err)
 	}
 	f.want(t, "hold", "update c", "release")
 
-	// A plugin that registers between the release and the end of the wait would be told of a container whose stop it never learns.
-	k.TellOfContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { f.note("told") })
+	// done runs inside of the hold. A plugin that registers between the two would learn of the
+	// container but never of its stop.
+	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { f.note("told") })
 	f.want(t, "hold", "container c", "told", "release")
 }
 
-// A plugin's refusal is an error where it is asked, and held all the same; where it is told it changes nothing.
+// Refusing a request is an error, and the hold is kept. Refusing a notification has no effect.
 func TestRefusals(t *testing.T) {
 	f := &fakePlugins{journal: &journal{}, fail: errdefs.FailedPrecondition("no")}
-	k, finish := kit(t, f)
+	caller, finish := newCaller(t, f)
 	defer finish()
-	releasePod, presented, err := k.PresentPod(t.Context(), thePod)
+	releasePod, presented, err := caller.PresentPod(t.Context(), thePod)
 	if !presented || errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("present a pod: %t, %v", presented, err)
 	}
 	releasePod()
-	releaseContainer, presented, changes, err := k.PresentContainer(t.Context(), theContainer)
+	releaseContainer, presented, changes, err := caller.PresentContainer(t.Context(), theContainer)
 	if !presented || changes != nil || errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("present a container: %t, %v, %v", presented, changes, err)
 	}
 	releaseContainer()
-	if err := k.AskToStart(t.Context(), theContainer); errdefs.Code(err) != codes.FailedPrecondition {
+	if err := caller.RequestStart(t.Context(), theContainer); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("start: %v", err)
 	}
-	if err := k.AskAboutPod(t.Context(), thePod); errdefs.Code(err) != codes.FailedPrecondition {
+	if err := caller.RequestPodUpdate(t.Context(), thePod); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("update of a pod: %v", err)
 	}
 	f.want(t, "hold", "pod p", "release", "hold", "create c", "release", "hold", "container c", "release", "hold", "pod p", "release")
 	told := false
-	k.TellOfPod(t.Context(), nri.PodStopped, thePod)
-	k.TellOfContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { told = true })
+	caller.NotifyPod(t.Context(), nri.PodStopped, thePod)
+	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { told = true })
 	if !told {
-		t.Error("a plugin that fails keeps who waits for it to be told")
+		t.Error("done was not called after a failure")
 	}
 }
 
-// Updates of others are made after the hold, and the rest of them also if one fails.
+// Updates of other containers are applied after the hold. One that fails does not stop the rest.
 func TestUpdatesOfOthers(t *testing.T) {
 	f := &fakePlugins{journal: &journal{}, updates: []nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}}
-	k, finish := kit(t, f)
-	k.TellOfContainer(t.Context(), nri.ContainerStarted, "c", theContainer, func() {})
+	caller, finish := newCaller(t, f)
+	caller.NotifyContainer(t.Context(), nri.ContainerStarted, "c", theContainer, func() {})
 	finish()
-	slices.Sort(f.entries) // the updates are a goroutine's of their own
+	slices.Sort(f.entries) // the updates run in another goroutine
 	f.want(t, "container c", "hold", "release", "set c", "set gone")
 }
 
@@ -237,8 +239,8 @@ func TestUpdateWith(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := &fakePlugins{journal: &journal{}}
-			k, finish := kit(t, f)
-			err := k.UpdateWith(t.Context(), test.updates)
+			caller, finish := newCaller(t, f)
+			err := caller.UpdateOthers(t.Context(), test.updates)
 			finish()
 			if got := errdefs.Code(err); got != test.want {
 				t.Errorf("%v (%v), want %v", got, err, test.want)
@@ -248,12 +250,12 @@ func TestUpdateWith(t *testing.T) {
 	}
 }
 
-// Nobody is evicted any more when berth stops: the plugin is told.
+// While berth stops, a plugin's request for an eviction fails.
 func TestEvictionWhileStopping(t *testing.T) {
 	f := &fakePlugins{journal: &journal{}}
-	k, finish := kit(t, f)
+	caller, finish := newCaller(t, f)
 	finish()
-	err := k.UpdateWith(t.Context(), []nri.Update{{ContainerID: "c", Evict: true}})
+	err := caller.UpdateOthers(t.Context(), []nri.Update{{ContainerID: "c", Evict: true}})
 	if errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("got %v, want Unavailable", err)
 	}

@@ -9,85 +9,87 @@ import (
 	"berth/internal/nri"
 )
 
-// evictionGrace is how long a container that a plugin evicts has to end by itself: what Kubernetes gives pods that say nothing.
+// evictionGrace is the grace period of a container that a plugin evicts: Kubernetes' default for
+// pods.
 const evictionGrace = 30 * time.Second
 
-// updateLimit is how long an update that a plugin asked for waits for its container's turn.
+// updateLimit limits how long a plugin's update waits for the container's lock.
 const updateLimit = 10 * time.Second
 
-// Start makes plugins known to the runtime, and it to them.
-func (k Kit) Start(ctx context.Context) error { return k.Plugins.Start(ctx, requests{k}) }
+// Start accepts registrations and requests of plugins.
+func (s Caller) Start(ctx context.Context) error { return s.Plugins.Start(ctx, requests{s}) }
 
-// requests is what plugins may ask for of themselves.
-type requests struct{ k Kit }
+// requests serves the requests that plugins send on their own.
+type requests struct{ caller Caller }
 
 // Objects implements nri.Runtime.
-func (r requests) Objects() ([]*nri.Pod, []*nri.Container) { return r.k.Runtime.Objects() }
+func (r requests) Objects() ([]*nri.Pod, []*nri.Container) { return r.caller.Runtime.Objects() }
 
-// Update implements nri.Runtime. An update that has its turn when ctx ends is waited for: the plugin is told what became of it.
+// Update implements nri.Runtime. An update that has the container's lock when ctx ends is
+// completed, and the plugin gets its result.
 func (r requests) Update(ctx context.Context, u nri.Update) error {
-	return r.k.Tasks.Detach(context.WithoutCancel(ctx), updateLimit, "update for a plugin", "container "+u.ContainerID,
+	return r.caller.Tasks.Detach(context.WithoutCancel(ctx), updateLimit, "update for a plugin", "container "+u.ContainerID,
 		func(operation context.Context) error {
 			turn, cancel := context.WithCancel(operation)
 			defer cancel()
 			defer context.AfterFunc(ctx, cancel)()
-			return r.k.update(turn, u)
+			return r.caller.update(turn, u)
 		})
 }
 
-// UpdateWith makes the updates of others that belong to the creation of a container. The first that fails, and may
-// not, fails the creation.
-func (k Kit) UpdateWith(ctx context.Context, others []nri.Update) error {
+// UpdateOthers applies the updates of other containers that belong to the creation of a container.
+// The first error of a mandatory update fails the creation.
+func (s Caller) UpdateOthers(ctx context.Context, others []nri.Update) error {
 	for _, u := range others {
-		err := k.update(ctx, u)
+		err := s.update(ctx, u)
 		if err != nil && !u.IgnoreFailure {
-			return fmt.Errorf("update container %s for an NRI plugin: %w", u.ContainerID, err)
+			return fmt.Errorf("apply update of NRI plugin to container %s: %w", u.ContainerID, err)
 		}
 		if err != nil {
-			k.Log.Warn("update for an NRI plugin", "container", u.ContainerID, "error", err)
+			s.Log.Warn("apply update of NRI plugin", "container", u.ContainerID, "error", err)
 		}
 	}
 	return nil
 }
 
-// UpdateLater updates containers when the caller has passed on its turn: whose turn the updates
-// need may wait for the caller's.
-func (k Kit) UpdateLater(updates []nri.Update) {
+// UpdateLater applies updates in the background. They wait for locks whose holders may wait for the
+// caller's.
+func (s Caller) UpdateLater(updates []nri.Update) {
 	if len(updates) == 0 {
 		return
 	}
-	k.Tasks.Operations.Spawn(func() {
+	s.Tasks.Operations.Spawn(func() {
 		for _, u := range updates {
-			err := k.Tasks.Guard("update", "container "+u.ContainerID, func() error {
-				return k.update(k.Tasks.Operations.Context(), u)
+			err := s.Tasks.Guard("update", "container "+u.ContainerID, func() error {
+				return s.update(s.Tasks.Operations.Context(), u)
 			})
 			if err != nil {
-				k.Log.Warn("update for an NRI plugin", "container", u.ContainerID, "error", err)
+				s.Log.Warn("apply update of NRI plugin", "container", u.ContainerID, "error", err)
 			}
 		}
-	}) // else the daemon is ending: plugins are told of everything anew by the next one
+	}) // else the daemon is stopping, and the next one reports the state again
 }
 
-// update changes a container's limits, or evicts it.
-func (k Kit) update(ctx context.Context, u nri.Update) error {
+// update changes a container's limits or evicts it.
+func (s Caller) update(ctx context.Context, u nri.Update) error {
 	if u.Evict {
-		return k.evictLater(u.ContainerID, u.Reason)
+		return s.evictLater(u.ContainerID, u.Reason)
 	}
 	ctx, cancel := context.WithTimeout(ctx, updateLimit)
 	defer cancel()
-	return k.Runtime.Update(ctx, u)
+	return s.Runtime.Update(ctx, u)
 }
 
-// evictLater stops a container. Nobody waits for that: it takes the turn that the caller may have, and as long
-// as the container wants.
-func (k Kit) evictLater(id, reason string) error {
-	if err := k.Runtime.CheckContainer(id); err != nil {
+// evictLater stops a container in the background. The stop takes a lock that the caller may hold,
+// and lasts as long as the container's grace period.
+func (s Caller) evictLater(id, reason string) error {
+	if err := s.Runtime.CheckContainer(id); err != nil {
 		return err
 	}
-	k.Log.Info("an NRI plugin evicts a container", "container", id, "reason", reason)
-	spawned := k.Tasks.Operations.Spawn(func() {
-		if err := k.Runtime.StopContainer(k.Tasks.Operations.Context(), id, evictionGrace); err != nil {
-			k.Log.Warn("evict for an NRI plugin", "container", id, "error", err)
+	s.Log.Info("NRI plugin evicts container", "container", id, "reason", reason)
+	spawned := s.Tasks.Operations.Spawn(func() {
+		if err := s.Runtime.StopContainer(s.Tasks.Operations.Context(), id, evictionGrace); err != nil {
+			s.Log.Warn("evict container for NRI plugin", "container", id, "error", err)
 		}
 	})
 	if !spawned {
