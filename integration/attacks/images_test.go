@@ -180,7 +180,7 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 		}), codes.FailedPrecondition, "image has 10000 layers"},
 		{"a layer of 2^62 bytes", rewriteManifest(t, func(m map[string]any) {
 			m["layers"].([]any)[0].(map[string]any)["size"] = int64(1) << 62
-		}), codes.ResourceExhausted, "a layer may have"},
+		}), codes.ResourceExhausted, "allowed for an unpacked layer"},
 		{"a config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }), codes.DataLoss, limit},
 		{"a negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }), codes.DataLoss, "size is negative"},
 	} {

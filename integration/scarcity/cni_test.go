@@ -38,7 +38,7 @@ var addCases = []struct {
 	{faults.Garbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
 	{faults.WorkGarbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
 	{faults.WorkNothing, codes.Internal, []string{"its result is invalid"}},
-	{faults.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{faults.WorkFlood, codes.Internal, []string{"2097152 bytes, the limit is"}},
 	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
 }
 
@@ -80,7 +80,7 @@ var delCases = []struct {
 	{faults.WorkDie, codes.Internal, []string{"signal: killed"}},
 	{faults.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
 	{faults.WorkGarbage, codes.OK, nil},
-	{faults.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{faults.WorkFlood, codes.Internal, []string{"2097152 bytes, the limit is"}},
 	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
 }
 
