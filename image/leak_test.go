@@ -15,6 +15,7 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/testenv"
 )
 
 // openFiles counts this process's descriptors.
@@ -123,6 +124,7 @@ func pullHoldRemove(ctx context.Context, s *Store, ref, holder string) error {
 
 // TestReadsNeverWait: Get and List answer while the writer is at its disk.
 func TestReadsNeverWait(t *testing.T) {
+	testenv.NeedRoot(t)
 	reg := registrytest.New(t)
 	s, err := Open(t.Context(), Config{Root: t.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
 	if err != nil {

@@ -39,6 +39,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
+	"berth/internal/testenv"
 	"berth/internal/testutil"
 )
 
@@ -54,6 +55,7 @@ func openStore(t *testing.T, cfg Config) *Store {
 
 func openUnsettled(t *testing.T, cfg Config, log io.Writer) *Store {
 	t.Helper()
+	testenv.NeedRoot(t) // layers have owners
 	if cfg.Root == "" {
 		cfg.Root = t.TempDir()
 	}

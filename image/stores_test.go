@@ -28,6 +28,7 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/rootfs/mounttest"
 	"berth/internal/safefs"
+	"berth/internal/testenv"
 )
 
 // What a probe may say.
@@ -41,6 +42,7 @@ var (
 // driversConfig is of a store that may have layers of both kinds.
 func driversConfig(t *testing.T) Config {
 	t.Helper()
+	testenv.NeedRoot(t)
 	root := mounttest.DiskDir(t)
 	if err := erofs.Probe(root); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)

@@ -23,6 +23,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/internal/testenv"
 	"berth/oci/users"
 )
 
@@ -79,6 +80,7 @@ func detect(t *testing.T) Host {
 
 // libcontainer accepts the specs of typical requests.
 func TestLibcontainerAccepts(t *testing.T) {
+	testenv.NeedRoot(t)
 	facts, netns, root := detect(t), newNetNS(t), t.TempDir()
 	for name, change := range map[string]func(*ContainerInput){
 		"plain":      func(*ContainerInput) {},
@@ -119,6 +121,7 @@ func TestLibcontainerAccepts(t *testing.T) {
 }
 
 func TestLibcontainerAcceptsSandbox(t *testing.T) {
+	testenv.NeedRoot(t)
 	in := testSandbox()
 	in.Host, in.Pod.NetNS = detect(t), newNetNS(t)
 	in.sc().Seccomp = profile(runtimeDefault, "")

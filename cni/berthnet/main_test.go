@@ -20,6 +20,7 @@ import (
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/rules"
 	"berth/internal/netns"
+	"berth/internal/testenv"
 	"berth/internal/testutil"
 )
 
@@ -38,10 +39,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(m.Run())
 	}
-	if os.Geteuid() != 0 {
-		fmt.Println("skip: all tests of package berthnet need root: go test -exec $PWD/contrib/machine")
-		return
-	}
+	testenv.MainNeedsRoot()
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Env = append(os.Environ(), insideVar+"=1")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/safefs"
+	"berth/internal/testenv"
 )
 
 // tarOf returns a tar of one file.
@@ -71,6 +72,7 @@ var awkward = map[string]func(i int) tar.Header{
 
 // What a file gets from its directory or from the umask does not stay.
 func TestFileTakesNothingOver(t *testing.T) {
+	testenv.NeedRoot(t)
 	const acl = "\x02\x00\x00\x00" + // user::rwx user:1000:rwx group::r-x mask::rwx other::---
 		"\x01\x00\x07\x00\xff\xff\xff\xff" + "\x02\x00\x07\x00\xe8\x03\x00\x00" + "\x04\x00\x05\x00\xff\xff\xff\xff" +
 		"\x10\x00\x07\x00\xff\xff\xff\xff" + "\x20\x00\x00\x00\xff\xff\xff\xff"
@@ -126,6 +128,7 @@ func many(n int, entry func(i int) tar.Header) []tar.Header {
 }
 
 func TestLayerLimitsEntries(t *testing.T) {
+	testenv.NeedRoot(t)
 	entries := []tar.Header{
 		{Typeflag: tar.TypeDir, Name: "./", Mode: 0o755}, {Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755},
 		{Typeflag: tar.TypeReg, Name: "d/f", Size: 1}, {Typeflag: tar.TypeReg, Name: "implied/empty"}, {Typeflag: tar.TypeReg, Name: "implied/too/.wh.w"},
@@ -172,6 +175,7 @@ func TestManyNames(t *testing.T) {
 
 // A few entries can lead through tens of thousands of names each, which nobody has to follow without end.
 func TestLongWays(t *testing.T) {
+	testenv.NeedRoot(t)
 	const links = 40 // the most that is followed
 	entries := []tar.Header{{Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755}}
 	for i := range links {
@@ -203,6 +207,7 @@ func TestLongWays(t *testing.T) {
 
 // What is known of a directory goes with it, and nothing else does.
 func TestForgetBelow(t *testing.T) {
+	testenv.NeedRoot(t)
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
 		u, err := newUnpacker(emptyTree(t), maxNames, func() {})
@@ -283,6 +288,7 @@ func TestHolesAreProgress(t *testing.T) {
 
 // The daemon is told few names, however many the worker could remember.
 func TestFewNamesAreTold(t *testing.T) {
+	testenv.NeedRoot(t)
 	for name, entry := range awkward {
 		t.Run(name, func(t *testing.T) {
 			per := 5 // times the length of the longest name that all directories of one entry have

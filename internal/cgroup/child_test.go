@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 // hierarchiesForChildren are the hierarchies of this machine in which there can be children.
@@ -48,6 +50,7 @@ const maxForked = 100
 // and the cgroup can be removed then: sessions of their own, second forks, empty environments,
 // forks without end.
 func TestChildrenAreKilledWithDescendants(t *testing.T) {
+	testenv.NeedRoot(t)
 	tests := []struct {
 		name, program string
 		before        func(dir string) bool // is true when the kill is to come; nil: at once
@@ -93,6 +96,7 @@ func TestChildrenAreKilledWithDescendants(t *testing.T) {
 
 // If the thread cannot leave the v1 cgroup, the start fails and the command must be killed.
 func TestStartFailsIfThreadCannotLeaveCgroup(t *testing.T) {
+	testenv.NeedRoot(t)
 	c := hierarchiesForChildren(t)["freezer"]
 	if c == nil {
 		t.Skip("NOT TESTED: the freezer of cgroup v1 is not mounted")

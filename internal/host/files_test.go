@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 func TestResolve(t *testing.T) {
@@ -105,6 +107,7 @@ func TestPropagation(t *testing.T) {
 }
 
 func TestDevices(t *testing.T) {
+	testenv.NeedRoot(t)
 	dir := t.TempDir()
 	mknod := func(name string, mode uint32, major, minor uint32) {
 		p := filepath.Join(dir, name)

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 // machine writes a made-up /proc and /sys and returns their root. Changes map a path to
@@ -139,6 +141,7 @@ func TestDetectErrors(t *testing.T) {
 
 // The machine of the test has what every machine has.
 func TestDetectHere(t *testing.T) {
+	testenv.NeedRoot(t)
 	f, err := Detect("/")
 	if err != nil {
 		t.Fatal(err)

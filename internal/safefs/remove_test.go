@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 // nest makes a chain of directories in dir, deeper than any path can be, with a file at each level.
@@ -81,6 +83,7 @@ func TestRemoveDeep(t *testing.T) {
 }
 
 func TestRemovePath(t *testing.T) {
+	testenv.NeedRoot(t)
 	dir := t.TempDir()
 	outside := filepath.Join(dir, "outside")
 	if err := os.WriteFile(outside, nil, 0o600); err != nil {

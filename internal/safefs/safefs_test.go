@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 // newRoot makes a directory with a secret file beside it that nothing may reach.
@@ -33,6 +35,7 @@ func must(t testing.TB, err error) {
 }
 
 func TestReadFile(t *testing.T) {
+	testenv.NeedRoot(t)
 	root, dir, outside := newRoot(t)
 	must(t, os.MkdirAll(dir+"/etc/sub", 0o755))
 	must(t, os.WriteFile(dir+"/etc/passwd", []byte("root"), 0o644))
@@ -298,6 +301,7 @@ func TestDirNames(t *testing.T) {
 
 // What acts on a name acts on the symlink there, never on its target.
 func TestDirDoesNotFollow(t *testing.T) {
+	testenv.NeedRoot(t)
 	root, dir, outside := newRoot(t)
 	must(t, os.Symlink("../secret", dir+"/l"))
 	must(t, os.Symlink("..", dir+"/ldir"))
@@ -335,6 +339,7 @@ func TestDirDoesNotFollow(t *testing.T) {
 }
 
 func TestDirItself(t *testing.T) {
+	testenv.NeedRoot(t)
 	root, dir, _ := newRoot(t)
 	must(t, os.Mkdir(dir+"/d", 0o700))
 	d, err := OpenDir(root, "d")

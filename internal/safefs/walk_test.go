@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 // newWalk begins a walk of a directory, which the test's end closes.
@@ -111,6 +113,7 @@ func TestWalkIsDeep(t *testing.T) {
 // Content of a directory below which the walk is, and that somebody moves, is not left out, or the
 // walk says that it is.
 func TestWalkBelowMovedDirectory(t *testing.T) {
+	testenv.NeedRoot(t)
 	for name, byHandle := range map[string]bool{"by handle": true, "by dot dot": false} {
 		t.Run(name, func(t *testing.T) {
 			top := t.TempDir()

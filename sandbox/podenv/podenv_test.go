@@ -16,6 +16,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
 	"berth/internal/task"
+	"berth/internal/testenv"
 	"berth/internal/trash"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
@@ -86,6 +87,7 @@ func TestUnrecorded(t *testing.T) {
 
 // What a pod without record has goes also where there is no network to give its address back to, but for what says that this is due.
 func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
+	testenv.NeedRoot(t)
 	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)
 	cache := filepath.Join(dir, "cache")
 	network, err := cni.New(cni.Config{ConfDir: filepath.Join(dir, "net.d"), BinDirs: []string{dir}, CacheDir: cache}, log)

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 // unresponsive returns a listener on localhost with a full backlog: further connections hang.
@@ -64,6 +66,7 @@ func dialOwn(t *testing.T, d *dialLimiter, pod string) error {
 
 // Hanging connections hold no threads, leave slots for other pods and end with their clients.
 func TestHangingDialsHoldNoThreads(t *testing.T) {
+	testenv.NeedRoot(t)
 	address := unresponsive(t)
 	d := newDialLimiter()
 	before := threads(t)
@@ -102,6 +105,7 @@ func TestHangingDialsHoldNoThreads(t *testing.T) {
 }
 
 func TestDial(t *testing.T) {
+	testenv.NeedRoot(t)
 	for _, localhost := range []string{"127.0.0.1:0", "[::1]:0"} {
 		l, err := net.Listen("tcp", localhost)
 		if err != nil {

@@ -16,6 +16,7 @@ import (
 
 	"berth/cmd/berth/client/fakecri"
 	"berth/cmd/berth/podyaml"
+	"berth/internal/testenv"
 )
 
 // inMountNamespace runs the rest of a test in a process with a mount namespace of
@@ -65,6 +66,7 @@ func write(t *testing.T, path, content string) {
 }
 
 func TestEmptyDirs(t *testing.T) {
+	testenv.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}
@@ -112,6 +114,7 @@ func checkRemoved(t *testing.T, f *files, parent string) {
 }
 
 func TestSubPaths(t *testing.T) {
+	testenv.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}
@@ -186,6 +189,7 @@ func show(t *testing.T, path string) string {
 // What somebody mounted into a volume (a Bidirectional mount of a container, say)
 // is unmounted and not emptied.
 func TestRemoveSparesWhatIsMounted(t *testing.T) {
+	testenv.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}
@@ -236,6 +240,7 @@ func TestHostPaths(t *testing.T) {
 }
 
 func TestRunHandsOverHostsAndVolumes(t *testing.T) {
+	testenv.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}

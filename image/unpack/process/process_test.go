@@ -32,6 +32,7 @@ import (
 	"berth/image/unpack/wire"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
+	"berth/internal/testenv"
 )
 
 // built is the real berth-unpack, as it is without ISA-L.
@@ -82,6 +83,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
+	testenv.MainNeedsRoot()
 	os.Exit(run(m))
 }
 

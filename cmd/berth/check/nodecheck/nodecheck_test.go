@@ -10,6 +10,7 @@ import (
 	"berth/cmd/berth/config"
 	"berth/cni"
 	"berth/internal/host"
+	"berth/internal/testenv"
 )
 
 // machine is a node with proc, sys and run of its own.
@@ -105,6 +106,7 @@ func TestFindings(t *testing.T) {
 
 // The real machine: an overlay can be tried, and nothing stays of it.
 func TestRunLeavesNothing(t *testing.T) {
+	testenv.NeedRoot(t)
 	facts, err := host.Detect("/")
 	if err != nil {
 		t.Fatal(err)

@@ -9,6 +9,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testenv"
 )
 
 func TestTrialsTellTheMend(t *testing.T) {
@@ -43,6 +45,7 @@ func TestTrialsTellTheMend(t *testing.T) {
 
 // What is tried is tried elsewhere: the namespace of the test has the same links before and after.
 func TestTrialsAreMadeElsewhere(t *testing.T) {
+	testenv.NeedRoot(t)
 	links := func() (names []string) {
 		all, err := netlink.LinkList()
 		if err != nil {

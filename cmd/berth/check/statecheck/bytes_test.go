@@ -16,6 +16,7 @@ import (
 	"berth/image/layer"
 	"berth/image/unpack"
 	"berth/image/unpack/checksum"
+	"berth/internal/testenv"
 )
 
 // file is what layers have of it here.
@@ -45,6 +46,7 @@ func storeOf(t *testing.T, driver layer.Driver, file tar.Header) layer.Stored {
 
 // A layer that holds other bytes, or other files, is named; of one without a checksum it is said what was not compared.
 func TestBytes(t *testing.T) {
+	testenv.NeedRoot(t)
 	for what, c := range map[string]struct {
 		change  func(file string) error
 		sum     bool
