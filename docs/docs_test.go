@@ -1,4 +1,4 @@
-// Package docs holds the documents; its tests hold them to the source.
+// Package docs holds the documents. Its tests compare them with the source and with the rules for documents.
 package docs
 
 import (
@@ -13,9 +13,8 @@ import (
 // checkout is the root of the sources.
 const checkout = ".."
 
-// security.md names the test that shows each promise. A test that was renamed or removed leaves a
-// promise without one.
-func TestSecurityPageNamesTestsThatExist(t *testing.T) {
+// security.md names the test that shows each promise.
+func TestSecurityPageNamesExistingTests(t *testing.T) {
 	t.Parallel()
 	tests := map[string]bool{}
 	for _, content := range files(t, "_test.go") {
@@ -23,13 +22,9 @@ func TestSecurityPageNamesTestsThatExist(t *testing.T) {
 			tests[match[1]] = true
 		}
 	}
-	page, err := os.ReadFile("security.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	names := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(string(page), -1)
+	names := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(read(t, "security.md"), -1)
 	if len(names) < 30 {
-		t.Fatalf("the page names %d tests; each promise has one at least", len(names))
+		t.Fatalf("the page names %d tests, want at least one for each promise", len(names))
 	}
 	for _, name := range names {
 		if !tests[name[1]] {
@@ -38,20 +33,92 @@ func TestSecurityPageNamesTestsThatExist(t *testing.T) {
 	}
 }
 
-// Links between documents lead to files that exist.
-func TestLinksLeadToFiles(t *testing.T) {
+func TestLinksLeadToFilesAndHeadings(t *testing.T) {
 	t.Parallel()
-	link := regexp.MustCompile(`\]\(([^)#:\s]+)(#[^)]*)?\)`)
-	for path, content := range files(t, ".md") {
+	link := regexp.MustCompile(`\]\(([^)#:\s]*)(?:#([^)]*))?\)`)
+	pages := files(t, ".md")
+	for path, content := range pages {
 		for _, match := range link.FindAllStringSubmatch(content, -1) {
-			if _, err := os.Stat(filepath.Join(filepath.Dir(path), match[1])); err != nil {
+			target := path
+			if match[1] != "" {
+				target = filepath.Join(filepath.Dir(path), match[1])
+			}
+			if _, err := os.Stat(target); err != nil {
 				t.Errorf("%s links to %s: %v", path, match[1], err)
+				continue
+			}
+			if match[2] != "" && !anchors(pages[target])[match[2]] {
+				t.Errorf("%s links to %s, which has no heading #%s", path, target, match[2])
 			}
 		}
 	}
 }
 
-// files returns the content of the checkout's files whose names end so, by path.
+// anchors returns the names by which links reach the headings of a page, formed as GitHub forms them.
+func anchors(page string) map[string]bool {
+	names := map[string]bool{}
+	for _, heading := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(page, -1) {
+		name := regexp.MustCompile(`[^\pL\pN _-]`).ReplaceAllString(strings.ToLower(heading[1]), "")
+		names[strings.ReplaceAll(name, " ", "-")] = true
+	}
+	return names
+}
+
+// The first sentence of a page says who should read it.
+func TestPagesNameTheirReaders(t *testing.T) {
+	t.Parallel()
+	pages, err := filepath.Glob("*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, page := range append(pages, "adr/README.md") {
+		_, text, _ := strings.Cut(read(t, page), "\n\n")
+		if !strings.HasPrefix(text, "For ") {
+			t.Errorf("%s does not begin with its readers, such as \"For operators\"", page)
+		}
+	}
+}
+
+func TestOverviewsAreShort(t *testing.T) {
+	t.Parallel()
+	for page, limit := range map[string]int{"../README.md": 130, "architecture.md": 200} {
+		if n := strings.Count(read(t, page), "\n"); n > limit {
+			t.Errorf("%s has %d lines, want at most %d", page, n, limit)
+		}
+	}
+}
+
+// A decision has one page with the same parts, and a row in the index.
+func TestDecisions(t *testing.T) {
+	t.Parallel()
+	pages, err := filepath.Glob("adr/[0-9]*.md")
+	if err != nil || len(pages) == 0 {
+		t.Fatalf("no decisions: %v", err)
+	}
+	index := read(t, "adr/README.md")
+	for _, page := range pages {
+		content := read(t, page)
+		for _, part := range []string{"\nStatus: ", "\n## Context\n", "\n## Decision\n", "\n## Consequences\n"} {
+			if !strings.Contains(content, part) {
+				t.Errorf("%s lacks %q", page, strings.TrimSpace(part))
+			}
+		}
+		if !strings.Contains(index, "("+filepath.Base(page)+")") {
+			t.Errorf("adr/README.md does not list %s", page)
+		}
+	}
+}
+
+func read(t *testing.T, path string) string {
+	t.Helper()
+	content, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(content)
+}
+
+// files returns the content of the checkout's files with a suffix, by path.
 func files(t *testing.T, suffix string) map[string]string {
 	t.Helper()
 	found := map[string]string{}
