@@ -202,7 +202,7 @@ func FuzzDecode(f *testing.F) {
 	f.Add([]byte("berth-record doc 1 2 \n{}"), true)
 	f.Add([]byte(`{"a":"b"}`), true)
 	f.Fuzz(func(t *testing.T, data []byte, bodyOnly bool) {
-		if bodyOnly { // which no fuzzer would find the sum of
+		if bodyOnly { // no fuzzer would find the sum
 			data = append([]byte(headerOf(magic, "doc", 7, data)), data...)
 		}
 		version, body, err := Decode("doc", data)
@@ -215,7 +215,7 @@ func FuzzDecode(f *testing.F) {
 			t.Fatalf("error is not ErrCorrupt: %v", err)
 		}
 		if bytes.HasPrefix(data, []byte(firstMagic+" ")) {
-			return // the sum is not over the header
+			return // the sum does not cover the header
 		}
 		for bit := range 8 * min(len(data), 64) {
 			data[bit/8] ^= 1 << (bit % 8)
@@ -227,8 +227,8 @@ func FuzzDecode(f *testing.F) {
 	})
 }
 
-// FuzzLoad puts a file beside a good record: whatever it is, the good one is loaded, and of the
-// other nothing is lost.
+// FuzzLoad puts an arbitrary file beside a valid record. Load returns the valid one and keeps the
+// other.
 func FuzzLoad(f *testing.F) {
 	good, err := Encode("doc", 1, doc{"x"})
 	if err != nil {
@@ -253,7 +253,7 @@ func FuzzLoad(f *testing.F) {
 		if filepath.Dir(path) != d.path || name == "good.record" || os.WriteFile(path, data, 0o600) != nil {
 			t.Skip("no name of a file")
 		}
-		for range 2 { // the second time nothing is found that the first has not
+		for range 2 { // the second Load finds nothing new
 			got := map[string]string{}
 			bad, err := d.Load(func(name string, _ int, body []byte) error {
 				got[name] = string(body)

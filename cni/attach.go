@@ -159,8 +159,8 @@ func (n *Network) await(what string, run func() error) error {
 	}
 }
 
-// warnUnusedPorts logs host ports that no plugin of the network opens, and those that the kernel
-// cannot redirect.
+// warnUnusedPorts logs host ports that no plugin of the network opens, and host ports at ::1, which
+// the kernel cannot redirect.
 func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 	if len(pod.PortMappings) == 0 {
 		return

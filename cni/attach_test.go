@@ -289,7 +289,7 @@ func TestGCContinuesAfterError(t *testing.T) {
 	}
 }
 
-// The specification forbids GC beside ADD and DEL.
+// The specification forbids GC during ADD and DEL.
 func TestGCWaitsForAdd(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `[ $CNI_COMMAND != ADD ] || { echo $$ >$record/adding; while [ ! -e $record/go ]; do sleep 0.01; done; }; `+okResult)

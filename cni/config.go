@@ -153,8 +153,8 @@ func decodeConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
 }
 
 // knownVersion refuses a configuration for CNI versions that this runtime does not support. libcni
-// sets v to the highest supported one of cniVersion and cniVersions, and to "", which means 0.1.0,
-// without any.
+// has set v to the highest supported one of cniVersion and cniVersions. It has set v to "", which
+// means 0.1.0, if none is supported.
 func knownVersion(data []byte, v string) error {
 	var raw struct {
 		CNIVersions []string `json:"cniVersions"`

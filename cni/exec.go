@@ -45,8 +45,8 @@ const (
 var errVerbUnknown = errors.New("verb not supported")
 
 // runner executes plugins for libcni (invoke.Exec). Unlike libcni's own implementation it kills the
-// plugin's children too and bounds the output that it keeps. It reads what the plugin had printed
-// at its exit, and does not wait for children that go on printing.
+// plugin's children too and bounds the output that it keeps. It reads the output up to the plugin's
+// exit, and does not wait for children that go on printing.
 type runner struct {
 	version.PluginDecoder
 	log     *slog.Logger

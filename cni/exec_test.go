@@ -24,7 +24,7 @@ func TestPluginFailures(t *testing.T) {
 		name, body string
 		code       codes.Code
 		text       string // expected in the error
-		cniCode    uint   // of the *types.Error in the chain; 0: there is none
+		cniCode    uint   // code of the *types.Error in the chain; 0: none
 	}{
 		{"CNI error", `printf %s '{"cniVersion":"1.0.0","code":110,"msg":"no address\nleft","details":"in 192.0.2.0/24"}'; exit 1`,
 			codes.Internal, "no address left; in 192.0.2.0/24", 110},
@@ -324,7 +324,7 @@ func TestAddWaitsForPluginFile(t *testing.T) {
 	testutil.Must(t, <-done)
 }
 
-// sink passes on what is written to it.
+// sink is a writer that sends its input to a channel.
 type sink chan<- string
 
 func (s sink) Write(b []byte) (int, error) {
@@ -396,7 +396,7 @@ func TestRunWithoutNote(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
 	testutil.Must(t, os.RemoveAll(b.runs))
-	testutil.Must(t, os.WriteFile(b.runs, nil, 0o600)) // in place of the directory
+	testutil.Must(t, os.WriteFile(b.runs, nil, 0o600)) // instead of the directory
 	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil || !strings.Contains(err.Error(), "write note of a CNI plugin run") {
 		t.Errorf("ADD: %v", err)
 	}

@@ -26,8 +26,8 @@ import (
 
 const insideVar = "BERTH_CNI_TEST_INSIDE"
 
-// TestMain runs the tests in network and mount namespaces of their own: bridges,
-// iptables rules and mounts of the tests are not the machine's, and end with them.
+// TestMain runs the tests in new network and mount namespaces. Their bridges, iptables rules and
+// mounts end with the tests.
 func TestMain(m *testing.M) {
 	if filepath.Base(os.Args[0]) == skelPlugin {
 		skel.PluginMainFuncs(skelFuncs, version.All, "test plugin")
@@ -129,7 +129,7 @@ var skelFuncs = skel.CNIFuncs{
 type bed struct {
 	t             *testing.T
 	conf, bin     string
-	cache, record string // record: what the fake plugins saw
+	cache, record string // record: input of the fake plugins
 	runs          string
 	n             *Network
 }

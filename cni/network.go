@@ -3,11 +3,11 @@
 // # Contract
 //
 // A Network follows one configuration directory. New pods join the network of the first valid file
-// in lexical order (Plan). Status reports whether pods can join at all. Both answer from memory:
-// one owner goroutine watches and reads the directory, finds the plugins, runs their STATUS, and
+// in lexical order (Plan). Status reports whether pods can join at all. Both answer from memory. One
+// owner goroutine watches and reads the directory, finds the plugins, and runs their STATUS. It
 // publishes the result as an immutable view.
 //
-// An Attachment holds what a pod's ADD used. The caller stores it before Add. Del and Check use
+// An Attachment holds the configuration that a pod's ADD used. The caller stores it before Add. Del and Check use
 // only the Attachment, so a configuration may change or vanish while pods use it. The caller runs
 // Del after every Add, also a failed one, until Del returns nil. It never runs two operations for
 // one pod at the same time.
@@ -15,8 +15,8 @@
 // Each plugin runs in its own cgroup (runs.go). A running plugin ends by itself or is killed with
 // its children after Config.Timeout. A caller's context does not end it, because a plugin that is
 // killed half-way may not be able to continue later. Plugins of a daemon that stops (Leave) or is
-// killed go on. New of the next daemon waits for them and kills those that hang. netns.New makes
-// the pod's network namespace and brings its loopback interface up, so no loopback plugin is
+// killed go on. New of the next daemon waits for them and kills hung ones. The pod's network
+// namespace comes from netns.New, which brings the loopback interface up, so no loopback plugin is
 // needed.
 //
 // A built-in plugin (Config.BuiltIn) is called instead of executed. It ends with the daemon at any
@@ -52,10 +52,10 @@ const (
 	DefaultTimeout = 110 * time.Second
 	// statusTimeout bounds one round of STATUS.
 	statusTimeout = 10 * time.Second
-	// maxViewAge is the age of a view at which Status triggers a reload.
+	// maxViewAge is how old a view may be before Status triggers a reload.
 	maxViewAge = 5 * time.Second
-	// maxObstaclesAge is the age at which a STATUS triggers another search for obstacles. It is long
-	// because a firewall may have many rules.
+	// maxObstaclesAge is how long a search for obstacles counts. It is long because a firewall may
+	// have many rules.
 	maxObstaclesAge = time.Minute
 	// wholeGate is the gate's weight for GC. It exceeds any number of operations.
 	wholeGate = math.MaxInt64

@@ -22,8 +22,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// pluginDir returns the directory of the CNI project's plugins: /opt/cni/bin, or that of Debian's
-// containernetworking-plugins.
+// pluginDir returns the directory of the CNI project's plugins: /opt/cni/bin, or /usr/lib/cni of
+// Debian's containernetworking-plugins.
 func pluginDir(t *testing.T) string {
 	t.Helper()
 	for _, dir := range []string{"/opt/cni/bin", "/usr/lib/cni"} {

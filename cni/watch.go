@@ -15,8 +15,8 @@ const (
 	maxSubdirs   = 64  // watched plugin directories below the configuration directory
 )
 
-// watcher reports changes of a directory by inotify. It watches every directory on the way, so it
-// also reports that the directory appears, or that a part of its path is removed, renamed, or a
+// watcher reports changes of a directory by inotify. It watches every directory on the way. So it
+// also reports a directory that appears, and a part of its path that is removed, renamed, or a
 // changed symlink. It belongs to one goroutine.
 type watcher struct {
 	fs   *fsnotify.Watcher
@@ -28,7 +28,7 @@ type watcher struct {
 type watchPlan struct {
 	dirs   []string // all watches: the directories on the way, then the leaves
 	names  []string // path components whose own change matters
-	leaves []string // directories in which every entry matters
+	leaves []string // directories whose entries all matter
 }
 
 func newWatcher(dir string) (*watcher, error) {

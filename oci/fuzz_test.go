@@ -15,8 +15,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// FuzzContainerSpec builds specs from whatever a client may send and checks what must hold
-// for every spec that comes out.
+// FuzzContainerSpec builds specs from arbitrary requests and checks the invariants of every spec.
 func FuzzContainerSpec(f *testing.F) {
 	privileged := testInput()
 	privileged.privilege()
@@ -76,10 +75,10 @@ func FuzzContainerSpec(f *testing.F) {
 	})
 }
 
-// imagePlace is where the launcher mounts images of fuzzed containers.
+// imagePlace is the mount point of fuzzed containers' image volumes.
 const imagePlace = "/run/berth/c/ctr1/volume"
 
-// checkRefusal wants an error that blames the request, and not berth.
+// checkRefusal checks that an error blames the request.
 func checkRefusal(t *testing.T, err error) {
 	t.Helper()
 	switch errdefs.Code(err) {
@@ -89,7 +88,7 @@ func checkRefusal(t *testing.T, err error) {
 	}
 }
 
-// checkCommon checks what holds for containers and pauses.
+// checkCommon checks the invariants of containers and pauses.
 func checkCommon(t *testing.T, pod Pod, spec *specs.Spec) {
 	t.Helper()
 	if _, err := json.Marshal(spec); err != nil {

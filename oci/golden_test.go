@@ -16,7 +16,7 @@ import (
 
 var update = flag.Bool("update", false, "write the results to testdata/*.json")
 
-// kubeletInput is what kubelet sends for an ordinary container.
+// kubeletInput returns kubelet's request for an ordinary container.
 func kubeletInput() ContainerInput {
 	in := testInput()
 	in.Config = &runtimeapi.ContainerConfig{
@@ -49,7 +49,7 @@ func kubeletInput() ContainerInput {
 	return in
 }
 
-// TestGolden shows whole specs. Read the files: they are the contract with libcontainer.
+// TestGolden compares whole specs. The files document the contract with libcontainer.
 func TestGolden(t *testing.T) {
 	privileged := testInput()
 	privileged.privilege()

@@ -17,9 +17,9 @@ import (
 	"berth/oci/users"
 )
 
-// fakeFiles is a host with a few paths.
+// fakeFiles is a host with few paths.
 type fakeFiles struct {
-	paths    map[string]string // existing path -> where its links lead
+	paths    map[string]string // existing path -> path without links
 	mounts   map[string]host.Propagation
 	devices  map[string][]host.Device
 	profiles map[string]string
@@ -96,7 +96,7 @@ func testFiles() fakeFiles {
 	}
 }
 
-// allNames are all capabilities, ordered by number.
+// allNames returns all capabilities, ordered by number.
 func allNames() []string {
 	known := capability.ListKnown()
 	names := make([]string, len(known))
@@ -106,7 +106,7 @@ func allNames() []string {
 	return names
 }
 
-// testHost is a usual node: cgroup v2, everything there but AppArmor and SELinux.
+// testHost returns a usual node: cgroup v2 and all features except AppArmor and SELinux.
 func testHost() Host {
 	return Host{
 		Hostname: "node-1", Kernel: "6.12.0", KernelMajor: 6, KernelMinor: 12,
@@ -158,7 +158,7 @@ func testSandbox() SandboxInput {
 	return SandboxInput{Pod: testPod(), User: users.User{Groups: []uint32{0}}, Host: testHost(), Files: testFiles()}
 }
 
-// mustSpec builds a spec that must come out.
+// mustSpec builds a spec without an error.
 func mustSpec(t *testing.T, in ContainerInput) *specs.Spec {
 	t.Helper()
 	spec, err := ContainerSpec(in)

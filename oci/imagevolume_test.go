@@ -63,7 +63,7 @@ func TestImageVolumeRefused(t *testing.T) {
 		in.ImageVolumes = map[int]string{0: "/run/berth/c/ctr1/volume-0"}
 		_, err := ContainerSpec(in)
 		testutil.WantError(t, err, codes.InvalidArgument, test.err, "/model")
-		if err != nil && !strings.HasPrefix(err.Error(), "ImageVolumeMountFailed: ") { // what kubelet looks for
+		if err != nil && !strings.HasPrefix(err.Error(), "ImageVolumeMountFailed: ") { // kubelet looks for it
 			t.Errorf("the error begins otherwise: %v", err)
 		}
 	}

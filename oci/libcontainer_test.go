@@ -27,8 +27,7 @@ import (
 	"berth/oci/users"
 )
 
-// TestMain is also the entry of the containers that TestRun starts: libcontainer runs
-// this binary again with "init".
+// TestMain is also the init of TestRun's containers: libcontainer executes this binary with "init".
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "init" {
 		libcontainer.Init()
@@ -40,7 +39,7 @@ func TestMain(m *testing.M) {
 // newNetNS returns the path of a new network namespace that lives as long as the test.
 func newNetNS(t *testing.T) string {
 	t.Helper()
-	holder := exec.Command("cat") // until its input ends, at the latest with this process
+	holder := exec.Command("cat") // runs until its input ends, at the latest with this process
 	holder.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 	hold, err := holder.StdinPipe()
 	if err != nil {
@@ -58,7 +57,7 @@ func newNetNS(t *testing.T) string {
 	return fmt.Sprintf("/proc/%d/ns/net", holder.Process.Pid)
 }
 
-// convert hands a spec to libcontainer as the launcher does.
+// convert passes a spec to libcontainer as the launcher does.
 func convert(spec *specs.Spec, root, id string, systemd bool) (*configs.Config, error) {
 	spec.Root.Path = root
 	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: id, UseSystemdCgroup: systemd, Spec: spec})
@@ -68,7 +67,7 @@ func convert(spec *specs.Spec, root, id string, systemd bool) (*configs.Config, 
 	return config, validate.Validate(config)
 }
 
-// detect returns the facts of the machine that runs the test: libcontainer looks at it too.
+// detect returns the facts of the test's machine, which libcontainer uses too.
 func detect(t *testing.T) Host {
 	t.Helper()
 	facts, err := host.Detect("/")
@@ -261,7 +260,7 @@ func busyboxRoot(t *testing.T) string {
 	return root
 }
 
-// start runs a spec and returns the PID of its init. The container is gone when the test ends.
+// start runs a spec and returns the PID of its init. The container ends with the test.
 func start(t *testing.T, state, id, root string, spec *specs.Spec, out *bytes.Buffer) (pid int, wait func() error) {
 	t.Helper()
 	config, err := convert(spec, root, id, false)

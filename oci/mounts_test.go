@@ -76,7 +76,7 @@ func TestShm(t *testing.T) {
 	refused(t, func(in *ContainerInput) { in.Pod.Shm = "" }, codes.Internal, "/dev/shm")
 }
 
-// A CRI mount takes the place of ours, and hides the kernel filesystems below it.
+// A CRI mount replaces a default one, and hides the kernel's filesystems below it.
 func TestMountsReplaced(t *testing.T) {
 	for _, test := range []struct {
 		at   string
@@ -226,7 +226,7 @@ func TestRecursiveReadOnlyUnsupported(t *testing.T) {
 	in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/a", HostPath: "/srv/data", Readonly: true, RecursiveReadOnly: true}}
 	_, err := ContainerSpec(in)
 	testutil.WantError(t, err, codes.FailedPrecondition, "/a", "5.12")
-	if got := err.Error()[:len("RROUnsupported")]; got != "RROUnsupported" { // what kubelet looks for
+	if got := err.Error()[:len("RROUnsupported")]; got != "RROUnsupported" { // kubelet looks for it
 		t.Errorf("error begins with %q", got)
 	}
 }

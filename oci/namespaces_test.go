@@ -16,7 +16,7 @@ const (
 	nsTarget    = runtimeapi.NamespaceMode_TARGET
 )
 
-// paths returns the namespaces of a spec but for mount, "" for a new one.
+// paths returns the namespaces of a spec except for mount, "" for a new one.
 func paths(spec *specs.Spec) map[string]string {
 	m := make(map[string]string)
 	for _, ns := range spec.Linux.Namespaces {
@@ -86,11 +86,11 @@ func TestNamespacesRefused(t *testing.T) {
 		refused(t, func(in *ContainerInput) { in.sc().NamespaceOptions = test.ctr }, test.code, test.err)
 	}
 	in := testInput()
-	in.sc().NamespaceOptions.UsernsOptions = &runtimeapi.UserNamespace{Mode: nsNode} // what kubelet sends without user namespaces
+	in.sc().NamespaceOptions.UsernsOptions = &runtimeapi.UserNamespace{Mode: nsNode} // kubelet sends this without user namespaces
 	mustSpec(t, in)
 }
 
-// A path that the caller forgot must not put a container on the node's namespace.
+// A missing path must not put a container into the node's namespace.
 func TestNamespacesNeverMissing(t *testing.T) {
 	for name, forget := range map[string]func(*Pod){
 		"network": func(p *Pod) { p.NetNS = "" },

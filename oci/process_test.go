@@ -72,7 +72,7 @@ func TestHomeIsAlwaysSet(t *testing.T) {
 	for _, test := range []struct{ image, passwd, want string }{
 		{"", "/home/a", "HOME=/home/a"},
 		{"HOME=/custom", "/home/a", "HOME=/custom"},
-		{"HOME=", "/home/a", "HOME=/home/a"}, // libcontainer would look it up itself
+		{"HOME=", "/home/a", "HOME=/home/a"}, // otherwise libcontainer would set HOME itself
 		{"", "relative", "HOME=/"},
 		{"", "/home/a\rroot::0:0", "HOME=/"},
 	} {
@@ -134,7 +134,7 @@ func TestExecProcess(t *testing.T) {
 	spec := mustSpec(t, in)
 	before := mustSpec(t, in)
 
-	for _, s := range []*specs.Spec{spec, before} { // as a plugin may set them
+	for _, s := range []*specs.Spec{spec, before} { // plugins may set them
 		s.Process.Scheduler = &specs.Scheduler{Policy: specs.SchedBatch, Flags: []specs.LinuxSchedulerFlag{specs.SchedFlagResetOnFork}}
 		s.Process.IOPriority = &specs.LinuxIOPriority{Class: specs.IOPRIO_CLASS_IDLE}
 	}

@@ -127,7 +127,7 @@ func TestOOMScoreAdj(t *testing.T) {
 	}
 }
 
-// A container without resources must not inherit berth's own score, which units lower.
+// A container without resources must not inherit berth's own score, which systemd units lower.
 func TestOOMScoreAdjIsAlwaysSet(t *testing.T) {
 	in := testInput()
 	in.Config.Linux.Resources = nil

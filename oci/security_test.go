@@ -23,7 +23,7 @@ func profile(kind runtimeapi.SecurityProfile_ProfileType, ref string) *runtimeap
 	return &runtimeapi.SecurityProfile{ProfileType: kind, LocalhostRef: ref}
 }
 
-// allows reports whether a filter lets a system call through without conditions.
+// allows reports whether a filter passes a system call without conditions.
 func allows(s *specs.LinuxSeccomp, name string) bool {
 	for _, call := range s.Syscalls {
 		if call.Action == specs.ActAllow && len(call.Args) == 0 && slices.Contains(call.Names, name) {
@@ -76,7 +76,7 @@ func TestSeccomp(t *testing.T) {
 	}
 }
 
-// The default filter opens up with the capabilities that the container really has.
+// The default filter depends on the container's capabilities.
 func TestSeccompFollowsCapabilities(t *testing.T) {
 	in := testInput()
 	in.sc().Seccomp = profile(runtimeDefault, "")
@@ -214,7 +214,7 @@ func TestPathsAndFlags(t *testing.T) {
 	refused(t, func(in *ContainerInput) { in.sc().ReadonlyPaths = []string{"/a\x00"} }, codes.InvalidArgument, "readonly_paths")
 }
 
-// Nothing that a user or an image can annotate reaches libcontainer or systemd.
+// Annotations of users and images never reach libcontainer or systemd.
 func TestAnnotationsSteerNothing(t *testing.T) {
 	plain := mustSpec(t, testInput())
 	in := testInput()

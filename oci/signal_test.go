@@ -53,7 +53,7 @@ func TestStopSignal(t *testing.T) {
 	refused(t, func(in *ContainerInput) { in.Config.StopSignal = 999 }, codes.InvalidArgument, "stop_signal", "999")
 }
 
-// Every value of the CRI has a number, and comes back as itself or as its other name.
+// Every value of the CRI has a number, and converts back to itself or its other name.
 func TestCRISignals(t *testing.T) {
 	same := map[runtimeapi.Signal]runtimeapi.Signal{
 		runtimeapi.Signal_SIGNAL_SIGCLD:  runtimeapi.Signal_SIGNAL_SIGCHLD,

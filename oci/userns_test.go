@@ -24,7 +24,7 @@ func mapping(container, host, length uint32) []*runtimeapi.IDMapping {
 	return []*runtimeapi.IDMapping{{ContainerId: container, HostId: host, Length: length}}
 }
 
-// giveUserNamespace puts the pod into a user namespace.
+// giveUserNamespace gives the pod a user namespace.
 func (p *Pod) giveUserNamespace(options *runtimeapi.UserNamespace) {
 	sc := p.Config.Linux.SecurityContext
 	if sc.NamespaceOptions == nil {
@@ -83,7 +83,7 @@ func TestUserNamespaceValidation(t *testing.T) {
 func TestContainerInUserNamespace(t *testing.T) {
 	in := testInput()
 	in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
-	spec := mustSpec(t, in) // without options of its own
+	spec := mustSpec(t, in) // no options in the request
 	if first := spec.Linux.Namespaces[0]; first != (specs.LinuxNamespace{Type: specs.UserNamespace, Path: testUserNS}) {
 		t.Errorf("the first namespace is %v: the others are joined with its rights", first)
 	}
@@ -220,7 +220,7 @@ func TestDevicesInUserNamespace(t *testing.T) {
 	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/fuse", ContainerPath: "/dev/other"}, {HostPath: "/dev/sda", ContainerPath: "/dev/sda"},
 		{HostPath: "/dev/fuse", ContainerPath: "/dev/snd/pcm"}}
 	spec := mustSpec(t, in)
-	spec.Linux.Devices = append(spec.Linux.Devices, // as a CDI vendor's edits
+	spec.Linux.Devices = append(spec.Linux.Devices, // like edits of a CDI vendor
 		specs.LinuxDevice{Path: "/dev/vendor", Type: "u", Major: pcm.Major, Minor: pcm.Minor})
 	if err := BindDevices(spec, []string{"/dev/missing", "/srv/data", "/dev/fuse", "/dev/snd"}, in.Files); err != nil {
 		t.Fatal(err)
@@ -233,7 +233,7 @@ func TestDevicesInUserNamespace(t *testing.T) {
 	if len(spec.Linux.Devices) != 1 || spec.Linux.Devices[0].Path != "/dev/sda" {
 		t.Errorf("devices %v", spec.Linux.Devices)
 	}
-	if rules := spec.Linux.Resources.Devices; len(rules) != 4 { // all denied, and these three
+	if rules := spec.Linux.Resources.Devices; len(rules) != 4 { // the rule that denies all, and these three
 		t.Errorf("rules %v", rules)
 	}
 	for _, node := range []specs.LinuxDevice{{Path: "/dev/sda", Type: "b", Major: 8, Minor: 1}, {Path: "/dev/sda", Type: "c", Major: 8}, {Path: "/dev/pipe", Type: "p"}} {

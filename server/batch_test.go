@@ -38,7 +38,7 @@ func TestSendBatches(t *testing.T) {
 				batches = append(batches, b)
 				return nil
 			})
-			for _, b := range batches { // read after the last was sent: no batch may be used again
+			for _, b := range batches { // after the last was sent: batches must not share memory
 				got = append(got, b...)
 			}
 			if err != nil || !slices.Equal(got, items) {

@@ -32,8 +32,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// cadvisorFake has one of each: pods and containers that were told of, and one pod that is being
-// made.
+// cadvisorFake has pods and containers, and one pod whose creation is in progress.
 type cadvisorFake struct {
 	pods       map[string]*state.Pod
 	containers map[string]*state.Container
@@ -88,7 +87,7 @@ func inNamespace(t *testing.T, name string) context.Context {
 
 func observed() cadvisorFake {
 	created := time.Unix(100, 0)
-	labels := map[string]string{"io.kubernetes.pod.name": "p", "io.cri-containerd.kind": "sandbox"} // which a user could set
+	labels := map[string]string{"io.kubernetes.pod.name": "p", "io.cri-containerd.kind": "sandbox"} // a user could set it
 	container := func(id string, in runtimeapi.ContainerState, pid int, code int32) *state.Container {
 		return &state.Container{ID: id, PodID: "pod", CreatedAt: created, State: in, PID: pid, ExitCode: code, FinishedAt: created.Add(time.Second), ImageID: idA,
 			Config:  &runtimeapi.ContainerConfig{Labels: labels, Annotations: map[string]string{"a": "b"}, Image: &runtimeapi.ImageSpec{Image: idA}},

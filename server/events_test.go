@@ -78,12 +78,12 @@ func publishLarge(pods *fakePods, n int) {
 	}
 }
 
-// A client that does not read does not hold up the end of the server.
+// A client that does not read does not delay the server's stop.
 func TestStopWithClientThatDoesNotRead(t *testing.T) {
-	for range 1000 { // until the stop comes while an event is being sent
+	for range 1000 { // until a stop comes during a send
 		pods := &fakePods{}
 		h := start(t, testConfig, pods, &fakeImages{})
-		h.server.grace = time.Hour // else it would end after that in any case
+		h.server.grace = time.Hour // so that only the stop itself can end it
 		subscribe(t, h)
 		publishLarge(pods, 2) // the feed has room for them
 		if err := h.stop(); err != nil {
@@ -134,7 +134,7 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 	h := start(t, testConfig, pods, images)
 	ctx := context.Background()
 	const count = 300
-	for n := range count { // with labels that make them more than one message
+	for n := range count { // the labels fill more than one message
 		pod, err := pods.RunPodSandbox(ctx, podConfig(fmt.Sprint(n), map[string]string{"l": strings.Repeat("x", 16<<10)}), "")
 		if err != nil {
 			t.Fatal(err)

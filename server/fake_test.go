@@ -175,7 +175,7 @@ type fakeImages struct {
 	images   []*image.Image
 	removed  []string
 	auth     *runtimeapi.AuthConfig
-	err      error // of every method that may fail
+	err      error // returned by every method that may fail
 	progress []image.PullProgress
 }
 
@@ -264,7 +264,7 @@ func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	return h
 }
 
-// dial connects like kubelet, whose limits on messages are the same.
+// dial connects with kubelet's limits of messages.
 func dial(t testing.TB, path string, options ...grpc.DialOption) *grpc.ClientConn {
 	t.Helper()
 	conn, err := grpc.NewClient("unix://"+path, append(options,

@@ -14,8 +14,7 @@ import (
 
 var update = flag.Bool("update", false, "write testdata/fields.txt anew")
 
-// apiFields lists the fields of all messages that the services of the API take or give, as
-// "Message.field", sorted.
+// apiFields lists the fields of all messages of the API's services as "Message.field", sorted.
 func apiFields() []string {
 	var fields []string
 	seen := map[protoreflect.FullName]bool{}

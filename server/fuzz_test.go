@@ -34,8 +34,7 @@ func (s fuzzStream) RecvMsg(m any) error          { return s.decode(m) }
 
 var errNoMessage = errors.New("not a request")
 
-// rpc is one RPC of the two services, called without interceptors: a panic ends
-// the test.
+// rpc is one RPC of the two services, called without interceptors, so that a panic ends the test.
 type rpc struct {
 	name string
 	call func(decode func(any) error) error
@@ -44,7 +43,7 @@ type rpc struct {
 func allRPCs(pods Sandboxes, images Images) []rpc {
 	var all []rpc
 	gone, cancel := context.WithCancel(context.Background())
-	cancel() // streams without end end at once
+	cancel() // endless streams end at once
 	add := func(desc *grpc.ServiceDesc, impl any) {
 		for _, m := range desc.Methods {
 			all = append(all, rpc{m.MethodName, func(decode func(any) error) error {
@@ -122,7 +121,7 @@ func check(t *testing.T, name string, err error) {
 	}
 }
 
-// read has an answer be as a client sees it.
+// read decodes an answer like a client.
 func read(t *testing.T, answer encoded, as proto.Message) {
 	t.Helper()
 	if err := proto.Unmarshal(mem.BufferSlice(answer).Materialize(), as); err != nil {

@@ -14,7 +14,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// kubeletContainer is a container with the labels and annotations that kubelet gives it.
+// kubeletContainer returns a container with kubelet's labels and annotations.
 func kubeletContainer(i int) *state.Container {
 	id := fmt.Sprintf("%064x", i)
 	return &state.Container{
@@ -91,7 +91,7 @@ func TestListsReuseEncodedItems(t *testing.T) {
 	}
 }
 
-// streamContainers returns what StreamContainers answers.
+// streamContainers returns the items of StreamContainers.
 func streamContainers(tb testing.TB, h *harness, filter *runtimeapi.ContainerFilter) (all []*runtimeapi.Container) {
 	tb.Helper()
 	stream, err := h.runtime.StreamContainers(tb.Context(), &runtimeapi.StreamContainersRequest{Filter: filter})

@@ -44,7 +44,7 @@ func TestListenReplacesStaleSocket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stale.(*net.UnixListener).SetUnlinkOnClose(false) // as a killed daemon leaves it
+	stale.(*net.UnixListener).SetUnlinkOnClose(false) // like a killed daemon's
 	stale.Close()
 	l, err := Listen(path)
 	if err != nil {

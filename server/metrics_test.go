@@ -18,7 +18,7 @@ import (
 	"berth/sandbox/stats"
 )
 
-// cadvisorNames are the metrics of kubelet's cAdvisor that critest of cri-tools v1.37 expects of a runtime.
+// cadvisorNames are the metrics of kubelet's cAdvisor that critest of cri-tools v1.37 expects.
 const cadvisorNames = `container_blkio_device_usage_total container_cpu_cfs_periods_total container_cpu_cfs_throttled_periods_total
 container_cpu_cfs_throttled_seconds_total container_cpu_system_seconds_total container_cpu_usage_seconds_total container_cpu_user_seconds_total
 container_file_descriptors container_fs_inodes_free container_fs_inodes_total container_fs_limit_bytes container_fs_reads_bytes_total
@@ -91,7 +91,7 @@ func TestMetricsMatchDescriptors(t *testing.T) {
 			t.Errorf("descriptor %v, metric %v", d, m)
 		}
 		key := m.Name + fmt.Sprintf("%q", m.LabelValues)
-		if series[key] { // kubelet's whole page would fail
+		if series[key] { // a duplicate would break kubelet's whole page
 			t.Errorf("twice: %s", key)
 		}
 		odd := m.Name == "container_memory_failcnt" || m.Name == "container_fs_inodes_total" // with cAdvisor too

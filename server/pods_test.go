@@ -129,8 +129,7 @@ func TestStatusVerbose(t *testing.T) {
 	}
 }
 
-// TestRequiredFields: a request that lacks a field never reaches the manager, and
-// the error names the field.
+// A request without a required field does not reach the manager, and the error names the field.
 func TestRequiredFields(t *testing.T) {
 	pods, images := &fakePods{}, &fakeImages{}
 	h := start(t, testConfig, pods, images)

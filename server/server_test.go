@@ -225,7 +225,7 @@ func refused(path string) bool {
 	return err != nil
 }
 
-// TestStopCancelsHungRequests: after the grace time contexts are cancelled.
+// After the grace time contexts are cancelled.
 func TestStopCancelsHungRequests(t *testing.T) {
 	entered := make(chan struct{})
 	pods := &fakePods{hook: func(ctx context.Context, _ string) error {
@@ -289,8 +289,7 @@ func TestOtherUsersAreRefused(t *testing.T) {
 	}
 }
 
-// dialAs connects from a thread whose effective uid is another one; the kernel
-// notes it at connect(2).
+// dialAs connects from a thread with another effective uid, which the kernel records in connect(2).
 func dialAs(uid int, path string) (net.Conn, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

@@ -24,7 +24,7 @@ import (
 	"berth/sandbox/stats"
 )
 
-// statsFake measures what runs, and fails for the IDs in broken.
+// statsFake measures running objects, and fails for the IDs in broken.
 type statsFake struct {
 	usage      stats.Usage
 	interfaces []cgstats.Interface
@@ -66,7 +66,7 @@ func (f *fakePods) WritableFilesystem() stats.Filesystem {
 		Bytes: 43, Inodes: 44, FreeInodes: 45}
 }
 
-// someUsage has another value in each field.
+// someUsage returns a usage with a different value in each field.
 func someUsage() stats.Usage {
 	return stats.Usage{NanoCores: 11, NanoCoresKnown: true, Sample: cgstats.Sample{At: time.Unix(5, 6), Tasks: 12, TasksKnown: true,
 		CPU: cgstats.CPU{Known: true, Usage: 13, User: 113, System: 114, Periods: 115, ThrottledPeriods: 116, Throttled: 117,
@@ -271,7 +271,7 @@ func drain[M, T any](t *testing.T, recv func() (M, error), items func(M) []T) (a
 	}
 }
 
-// A client that does not wait any more gets no work done.
+// A cancelled client causes no further work.
 func TestStatsListsStop(t *testing.T) {
 	s := &runtimeService{pods: metricsFake(), images: &fakeImages{images: []*image.Image{{ID: idA}}}, log: slog.New(slog.DiscardHandler)}
 	ctx, cancel := context.WithCancel(t.Context())

@@ -33,7 +33,7 @@ func TestTracing(t *testing.T) {
 	exports := &fakeTracing{}
 	cfg := testConfig
 	cfg.Tracing = exports
-	recorded := map[string]bool{} // methods that had a trace
+	recorded := map[string]bool{} // methods with a trace
 	pods := &fakePods{hook: func(ctx context.Context, method string) error {
 		recorded[method] = trace.Of(ctx) != nil
 		if method == "StopPodSandbox" {
@@ -46,7 +46,7 @@ func TestTracing(t *testing.T) {
 		Metadata: &runtimeapi.PodSandboxMetadata{Name: "web", Namespace: "default", Uid: "u1"}}}
 	stop := &runtimeapi.StopPodSandboxRequest{PodSandboxId: "p1"}
 
-	// Without a trace of kubelet's the start alone is recorded, and nothing is exported.
+	// Without a trace of kubelet only the start is recorded, and nothing is exported.
 	if _, err := h.runtime.RunPodSandbox(t.Context(), run); err != nil {
 		t.Fatal(err)
 	}

@@ -11,7 +11,7 @@ import (
 
 func (b *bed) store() *addresses.Store { return addresses.Inspect(b.dir + "/test") }
 
-// kept are the addresses and host ports of attachments.
+// kept returns the addresses and host ports of attachments.
 func (b *bed) kept() (all []string) {
 	b.t.Helper()
 	found, err := addresses.Inspect(b.dir + "/test").All()
@@ -66,7 +66,7 @@ func BenchmarkAddDel(b *testing.B) {
 	}
 }
 
-// Pods that come eight at a time.
+// Attaches eight pods concurrently.
 func BenchmarkAddParallel(b *testing.B) {
 	bed := newBed(b, nil)
 	bed.attached(nil)

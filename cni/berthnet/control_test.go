@@ -64,7 +64,8 @@ func hears(t *testing.T, pod, server *testPod, source net.IP, v6, expected bool)
 	return err == nil
 }
 
-// A pod cannot speak as another one, by IP or hardware address, nor reach the node's loopback when the packet filter has no rules.
+// A pod cannot impersonate another one by IP or hardware address, and cannot reach the node's
+// loopback without packet filter rules.
 func TestSourceIsChecked(t *testing.T) {
 	for _, checked := range []bool{true, false} {
 		t.Run(fmt.Sprint(checked), func(t *testing.T) {
@@ -90,7 +91,7 @@ func TestSourceIsChecked(t *testing.T) {
 	}
 }
 
-// TestLoopbackIsGuarded's guard without the packet filter's.
+// Like TestLoopbackIsGuarded, without the packet filter's rules.
 func TestLoopbackIsGuardedWithoutRules(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
@@ -132,7 +133,7 @@ func TestBandwidth(t *testing.T) {
 		t.Errorf("DEL leaves %s", got)
 	}
 
-	lost := b.attached(with) // the reservation is, and the port
+	lost := b.attached(with) // only the reservation and the port are left
 	kept, _, err := b.store().Of(lost.id, "eth0")
 	testutil.Must(t, err)
 	testutil.Must(t, b.store().Release(kept))

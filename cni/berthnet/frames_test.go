@@ -15,7 +15,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// VLAN tags for no VLAN, which every receiver takes off, hide no source: of two the kernel takes one off before the source is checked.
+// Receivers remove VLAN tags with VID 0. The kernel removes the first of two before the check of
+// source addresses, so the check must handle the second.
 func TestSourceIsCheckedInTaggedFrames(t *testing.T) {
 	for _, checked := range []bool{true, false} {
 		for tags := range 3 {
@@ -23,7 +24,7 @@ func TestSourceIsCheckedInTaggedFrames(t *testing.T) {
 				b := newBed(t, map[string]any{"checkSource": checked})
 				pod, other, server := b.attached(nil), b.attached(nil), b.attached(nil)
 				listener := listens(t, server, 99)
-				if tags < 2 || !checked { // of frames with more none passes
+				if tags < 2 || !checked { // a frame with more tags is dropped
 					pod.sendFrame(t, server, datagram(pod, server, 99), tags)
 					if !receives(t, listener, patience) {
 						t.Error("the pod is not heard")
@@ -42,7 +43,7 @@ func TestSourceIsCheckedInTaggedFrames(t *testing.T) {
 	}
 }
 
-// listens has a pod receive datagrams of IPv4.
+// listens opens an IPv4 UDP socket in a pod.
 func listens(t *testing.T, p *testPod, port int) (listener net.PacketConn) {
 	t.Helper()
 	testutil.Must(t, netns.In(p.netns, func() (err error) {
@@ -60,7 +61,7 @@ func receives(t *testing.T, listener net.PacketConn, bound time.Duration) bool {
 	return err == nil
 }
 
-// datagram is a packet of IPv4 and UDP, without a checksum of the latter.
+// datagram returns an IPv4 packet with a UDP datagram that has no checksum.
 func datagram(from, to *testPod, port uint16) []byte {
 	const size = 28
 	p := []byte{0x45, 0, 0, size, 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}

@@ -8,10 +8,11 @@ import (
 	"time"
 )
 
-// A port that can't be deleted is tried again, and then given up with a line in the log. Others are deleted meanwhile.
+// After several failures the deletion is given up with a log line. Other ports are deleted
+// meanwhile.
 func TestPortDeletionIsRetried(t *testing.T) {
 	tries, deleted := 0, make(chan string, 1)
-	l := leaving{again: time.Millisecond, cut: func(id, _ string) error { // of one goroutine at a time
+	l := leaving{again: time.Millisecond, cut: func(id, _ string) error { // called by one goroutine at a time
 		if id == "stays" {
 			tries++
 			return errors.New("the kernel does not want to")

@@ -27,7 +27,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// asProgram is libcni with this test binary as the plugin, and its list of the bed's configuration.
+// asProgram returns a libcni that executes this test binary as the plugin, and the bed's
+// configuration as a list.
 func (b *bed) asProgram() (*libcni.CNIConfig, *libcni.NetworkConfigList) {
 	b.t.Helper()
 	bin := b.t.TempDir()
@@ -118,7 +119,6 @@ func (b *bed) openPorts() []rules.HostPort {
 	return all
 }
 
-// The result says what there is.
 func TestResult(t *testing.T) {
 	b := newBed(t, map[string]any{"dns": map[string]any{"nameservers": []string{"192.0.2.53"}}, "routes": []map[string]string{{"dst": "10.0.0.0/8"}, {"dst": "::/0"}}})
 	p := b.attached(nil)
@@ -181,7 +181,7 @@ func TestMTU(t *testing.T) {
 	}
 }
 
-// CHECK finds whatever is not as ADD has left it.
+// CHECK reports every difference from the state after ADD.
 func TestCheck(t *testing.T) {
 	b := newBed(t, nil)
 	with := hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80})
@@ -281,7 +281,7 @@ func TestGC(t *testing.T) {
 	}
 }
 
-// Errors have the codes of the specification, and leave nothing.
+// Errors have the specification's codes, and failed calls leave nothing.
 func TestErrors(t *testing.T) {
 	b := newBed(t, map[string]any{"subnets": []string{"10.99.0.0/30"}}) // room for one pod
 	for _, c := range []struct {
@@ -324,7 +324,7 @@ func TestErrors(t *testing.T) {
 	if err := b.pod(nil).add(); codeOf(err) != types.ErrTryAgainLater {
 		t.Errorf("no address is free: %v", err)
 	}
-	if _, err := first.call("STATUS", "", nil); err != nil { // the node goes on with the pods that it has
+	if _, err := first.call("STATUS", "", nil); err != nil { // a full node continues to run its pods
 		t.Errorf("STATUS with no address free: %v", err)
 	}
 	wide := map[string]any{"runtimeConfig": map[string]any{"ipRanges": []any{[]any{map[string]any{"subnet": "10.98.0.0/24"}}},
@@ -338,7 +338,7 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// Pods that come at the same time, of the daemon and of programs, get different addresses.
+// Concurrent ADDs of the daemon and of programs get different addresses.
 func TestParallel(t *testing.T) {
 	b := newBed(t, nil)
 	lib, list := b.asProgram()
@@ -393,7 +393,7 @@ func TestParallel(t *testing.T) {
 	}
 }
 
-// A DEL before the namespace goes cuts the pod off at once; the devices go with the namespace.
+// DEL cuts the pod off at once. Its devices vanish with the namespace.
 func TestDelCutsOff(t *testing.T) {
 	b := newBed(t, nil)
 	server, client := b.attached(nil), b.attached(nil)
@@ -411,7 +411,8 @@ func TestDelCutsOff(t *testing.T) {
 	}
 }
 
-// The namespace of a pod stays for a minute or more if one of its connections could not be closed. Its port does not.
+// A connection that cannot be closed keeps a pod's namespace for more than a minute. The port is
+// deleted earlier.
 func TestPortOfLingeringNamespaceIsDeleted(t *testing.T) {
 	b := newBed(t, nil)
 	b.plugin.leavingTime = time.Millisecond

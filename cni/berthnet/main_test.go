@@ -26,7 +26,8 @@ import (
 
 const insideVar = "BERTH_NET_TEST_INSIDE"
 
-// TestMain runs the tests in network and mount namespaces of their own. Under the plugin's name the test binary is the plugin.
+// TestMain runs the tests in new network and mount namespaces. With the plugin's file name the test
+// binary is the plugin.
 func TestMain(m *testing.M) {
 	if filepath.Base(os.Args[0]) == Type {
 		Main()
@@ -71,7 +72,7 @@ func enterTestNamespaces() error {
 	return netlink.LinkSetUp(lo)
 }
 
-// bed is a network with a directory of its own, on the node that the test's network namespace is.
+// bed is a network with its own directory. The test's network namespace is the node.
 type bed struct {
 	t      testing.TB
 	dir    string
@@ -100,7 +101,7 @@ func newBed(t testing.TB, changes map[string]any) *bed {
 	return b
 }
 
-// removeRules deletes the network's table, whether it is there or not.
+// removeRules deletes the network's table if it exists.
 func (b *bed) removeRules() {
 	b.t.Helper()
 	conn, err := nftables.New()
@@ -110,7 +111,7 @@ func (b *bed) removeRules() {
 	testutil.Must(b.t, conn.Flush())
 }
 
-// key is the network's on the node.
+// key returns the network's key.
 func (b *bed) key() string {
 	n, err := conf.Parse(b.stdin(nil))
 	testutil.Must(b.t, err)
@@ -127,7 +128,7 @@ type testPod struct {
 
 var podCount int
 
-// pod makes one that is not attached.
+// pod returns a new pod that is not attached.
 func (b *bed) pod(with map[string]any) *testPod {
 	b.t.Helper()
 	podCount++
@@ -138,7 +139,7 @@ func (b *bed) pod(with map[string]any) *testPod {
 	return p
 }
 
-// attached makes one that is.
+// attached returns a new, attached pod.
 func (b *bed) attached(with map[string]any) *testPod {
 	b.t.Helper()
 	p := b.pod(with)
@@ -192,14 +193,14 @@ func (p *testPod) ip(v6 bool) string {
 	return ""
 }
 
-// traces are what of attachments there is: ports, addresses, host ports.
+// traces lists everything that attachments have: ports, addresses, host ports.
 func (b *bed) traces() string {
 	b.t.Helper()
 	var all []string
 	list, err := netlink.LinkList()
 	testutil.Must(b.t, err)
 	for _, l := range list {
-		of := strings.Fields(l.Attrs().Alias) // where it was made wholly; another network's may be about to go with its pod's namespace
+		of := strings.Fields(l.Attrs().Alias) // only complete ones; another network's port may be vanishing with its namespace
 		if l.Type() == "veth" && (len(of) < 2 || of[0] != "berth-net" || of[1] == b.key()) {
 			all = append(all, l.Attrs().Name)
 		}

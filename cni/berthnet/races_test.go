@@ -58,7 +58,7 @@ func (b *bed) othersBridge(t *testing.T) {
 	testutil.Must(t, err)
 }
 
-// An ADD that finds the gateway of its subnet, and then waits, has it in the end.
+// An ADD that waits for the lock after it has seen its subnet's gateway keeps the gateway.
 func TestGatewayStaysForReservedPod(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, b.attached(nil).del())
@@ -76,7 +76,8 @@ func TestGatewayStaysForReservedPod(t *testing.T) {
 	conversation{"node to pod", "", "tcp4", "80", pod.ip(false), "10.99.0.1"}.check(t)
 }
 
-// STATUS writes rules of the bridge as it is, and not as it was before another was waited for.
+// STATUS writes rules for the bridge's present subnets, not for those before it waited for the
+// lock.
 func TestRulesCoverBridgeSubnets(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
@@ -108,7 +109,7 @@ func (b *bed) unattached(t *testing.T, p *testPod) *attachment {
 	return a
 }
 
-// Rules that are deleted in the middle of an ADD are there at its end, with the host ports of all pods.
+// ADD restores rules that are deleted while it runs, with the host ports of all pods.
 func TestFlushedRulesetWhileAdding(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -126,9 +127,9 @@ func TestFlushedRulesetWhileAdding(t *testing.T) {
 	}
 }
 
-// An ADD whose rules are deleted right before it opens host ports writes them again.
+// ADD restores rules that are deleted right before it opens host ports.
 func TestFlushBeforePortsOpen(t *testing.T) {
-	const many = 1000 // the note does not fit into a pipe
+	const many = 1000 // the note exceeds a pipe's buffer
 	b := newBed(t, nil)
 	var ports []map[string]any
 	for i := range many {
@@ -161,7 +162,7 @@ func TestFlushBeforePortsOpen(t *testing.T) {
 	}
 }
 
-// A bridge whose network has no pod goes to no other network while one is being attached.
+// No other network can take a bridge without pods while a pod is being attached.
 func TestBridgeKeepsNetworkDuringAdd(t *testing.T) {
 	ours, theirs := newBed(t, nil), newBed(t, nil)
 	left := ours.attached(nil)
@@ -194,7 +195,8 @@ func TestBridgeKeepsNetworkDuringAdd(t *testing.T) {
 	}
 }
 
-// Of two networks that begin at the same time with the same bridge, or with the same addresses, one has them.
+// If two networks start concurrently with the same bridge or the same addresses, exactly one gets
+// them.
 func TestConcurrentNetworksShareNoBridge(t *testing.T) {
 	for what, second := range map[string]map[string]any{"bridge": {"subnets": []string{"10.98.0.0/24"}}, "subnet": {"bridge": "bn1", "subnets": []string{"10.99.0.0/16"}}} {
 		for range 10 {
@@ -264,7 +266,7 @@ func TestStuckAddressLockIsReported(t *testing.T) {
 	}
 }
 
-// collect is a GC without a valid attachment.
+// collect runs GC without valid attachments.
 func (b *bed) collect() error {
 	_, err := (&testPod{bed: b}).call("GC", "", map[string]any{"cni.dev/valid-attachments": []any{}})
 	return err

@@ -29,9 +29,11 @@ import (
 	"berth/internal/testutil"
 )
 
-// The node has others, too: daemons with other directories, other networks, who deletes all rules of the packet filter.
+// Tests with other users of the node: daemons with other directories, other networks, and programs
+// that flush the packet filter.
 
-// A daemon with another directory has another network: it gets a bridge of its own only, and collects nothing of this one's.
+// A daemon with another directory has another network. It must use another bridge, and its GC
+// ignores this network.
 func TestOtherDirectories(t *testing.T) {
 	newWorld(t)
 	ours := newBed(t, nil)
@@ -39,7 +41,7 @@ func TestOtherDirectories(t *testing.T) {
 	pod := ours.attached(port)
 	answering(t, pod.netns, "tcp", 80)
 
-	same := newBed(t, nil) // the same name, the same bridge
+	same := newBed(t, nil) // same name and bridge
 	if err := same.pod(nil).add(); codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "1 pods of network "+ours.key()) {
 		t.Errorf("ADD to another's bridge: %v", err)
 	}
@@ -59,8 +61,8 @@ func TestOtherDirectories(t *testing.T) {
 	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 
 	testutil.Must(t, pod.del())
-	testutil.Must(t, links.Cut(pod.id, "eth0", true)) // as its namespace's end does
-	next := same.attached(port)                       // the bridge is free, and its old network's rules go
+	testutil.Must(t, links.Cut(pod.id, "eth0", true)) // as the namespace's removal does
+	next := same.attached(port)                       // takes the free bridge and deletes its former network's rules
 	answering(t, next.netns, "tcp", 80)
 	conversation{"host port of who took it over", worldNS, "tcp4", "8080", node4, world4}.check(t)
 	networks, err := same.plugin.filter.Networks()
@@ -70,7 +72,8 @@ func TestOtherDirectories(t *testing.T) {
 	}
 }
 
-// A bridge of the administrator's is used, and keeps its addresses. Another's is not.
+// A bridge that the administrator made is used, and keeps its addresses. One with another owner is
+// refused.
 func TestForeignBridge(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
@@ -220,7 +223,8 @@ func TestFlushedTable(t *testing.T) {
 	}
 }
 
-// A table of an earlier version, whose marker has no rule, is written anew, once, and no host port is closed meanwhile.
+// A table of an earlier version, whose marker has no rule, is rewritten once, without closing host
+// ports.
 func TestMarkerWithoutRule(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -290,7 +294,7 @@ func TestWatchRetriesRestore(t *testing.T) {
 	testutil.Must(t, <-ended)
 }
 
-// logged are lines of a log.
+// logged is a log whose lines go to a channel.
 type logged chan string
 
 func (l logged) Write(data []byte) (int, error) {
@@ -334,7 +338,7 @@ func TestFlushWhileInstalling(t *testing.T) {
 		network.Masquerade = !network.Masquerade // forces a change of the existing table
 		installed := make(chan error, 1)
 		go func() { installed <- b.plugin.filter.Install(network, pods) }()
-		for range i % 12 { // the flush comes a little later each time
+		for range i % 12 { // delays the flush a bit more each time
 			_, err := others.Networks()
 			testutil.Must(t, err)
 		}
@@ -367,7 +371,7 @@ func TestSettings(t *testing.T) {
 	}
 }
 
-// Where the administrator has switched IPv6 off, it stays off.
+// IPv6 that the administrator has disabled stays disabled.
 func TestIPv6Off(t *testing.T) {
 	const file = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
 	testutil.Must(t, os.WriteFile(file, []byte("1"), 0))
@@ -381,7 +385,7 @@ func TestIPv6Off(t *testing.T) {
 	}
 }
 
-// A subnet that the node reaches otherwise is refused, and nothing is made.
+// A subnet that the node reaches through another interface is refused, and nothing is made.
 func TestOverlap(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
@@ -405,7 +409,7 @@ func TestOverlap(t *testing.T) {
 	newBed(t, map[string]any{"subnets": []string{"10.99.1.0/24"}}).attached(nil)
 }
 
-// The bridge has the gateways of its pods, and no others, after the node's pod CIDR has changed.
+// After a change of the node's pod CIDR the bridge has exactly the gateways of its pods.
 func TestOldGateways(t *testing.T) {
 	b := newBed(t, nil)
 	old := b.attached(nil)
@@ -439,7 +443,7 @@ func TestOldGateways(t *testing.T) {
 	}
 }
 
-// A pod may have as many host ports as there can be in its configuration, and all of them come back after a flush.
+// A pod may have the maximal number of host ports, and all of them are restored after a flush.
 func TestManyHostPorts(t *testing.T) {
 	const many = 4096
 	b := newBed(t, nil)
@@ -507,14 +511,14 @@ func redirect(t *testing.T, port uint16, ip string, to uint16) {
 	testutil.Must(t, conn.Flush())
 }
 
-// Conversations with others by the same port as a host port's go on.
+// Flows of other programs by the same port as a host port continue.
 func TestOthersFlowsAreKept(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
 	client := b.attached(nil)
 	answering(t, worldNS, "udp", 53)
 	var conn net.Conn
-	testutil.Must(t, netns.In(client.netns, func() (err error) { // a resolver's, by the masqueraded address
+	testutil.Must(t, netns.In(client.netns, func() (err error) { // like a resolver's, through masquerading
 		conn, err = net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.ParseIP(world4), Port: 53})
 		return err
 	}))
@@ -539,7 +543,7 @@ func TestOthersFlowsAreKept(t *testing.T) {
 	}
 }
 
-// flowsTo are conversations with a UDP port of IPv4.
+// flowsTo returns the IPv4 flows to a UDP port.
 func flowsTo(t *testing.T, port uint16) (all []string) {
 	t.Helper()
 	found, err := netlink.ConntrackTableList(netlink.ConntrackTable, netlink.FAMILY_V4)
@@ -552,7 +556,7 @@ func flowsTo(t *testing.T, port uint16) (all []string) {
 	return all
 }
 
-// A pod that DEL has cut off gets nothing any more by setting its device down and up.
+// After DEL the pod receives nothing, even if it sets its device down and up.
 func TestCutPortStaysDisabled(t *testing.T) {
 	b := newBed(t, nil)
 	server, client := b.attached(nil), b.attached(nil)
@@ -637,7 +641,8 @@ func TestObstacles(t *testing.T) {
 	}
 }
 
-// Firewalls of iptables-legacy are named, too, and a namespace without its tables is left without.
+// Firewalls of iptables-legacy are reported too. The search creates no tables in a namespace
+// without them.
 func TestObstaclesOfLegacyRules(t *testing.T) {
 	b := newBed(t, nil)
 	n, err := conf.Parse(b.stdin(nil))
@@ -707,7 +712,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 	}
 }
 
-// A look at the status changes nothing where that is asked for.
+// With Passive STATUS changes nothing.
 func TestPassive(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)

@@ -18,13 +18,13 @@ import (
 	"berth/internal/testutil"
 )
 
-// status asks for the STATUS, with further configuration.
+// status runs STATUS with additional configuration.
 func (b *bed) status(with map[string]any) error {
 	_, err := (&testPod{bed: b}).call("STATUS", "", with)
 	return err
 }
 
-// STATUS refuses, with code 50, what ADD would refuse, says why, and changes nothing.
+// STATUS returns code 50 with the reason if ADD would fail, and changes nothing.
 func TestStatusRefuses(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
@@ -74,7 +74,7 @@ func TestStatusRefuses(t *testing.T) {
 				t.Errorf("ADD: %v, want %q", err, c.want)
 			}
 			if b.conf["bridge"] == "outside" {
-				b.conf["bridge"] = "bn0" // newWorld takes it away
+				b.conf["bridge"] = "bn0" // deleted by newWorld
 			}
 		})
 	}
@@ -83,7 +83,7 @@ func TestStatusRefuses(t *testing.T) {
 	}
 }
 
-// bridges are the names of the node's, with their aliases.
+// bridges returns the names and aliases of the node's bridges.
 func bridges(t *testing.T) string {
 	t.Helper()
 	all, err := netlink.LinkList()
@@ -147,7 +147,7 @@ func TestStatusCachesOverlap(t *testing.T) {
 	testutil.Must(t, b.status(nil))
 }
 
-// A kernel that can't check what pods send is found out before the first pod.
+// STATUS detects a kernel without classifiers before the first pod.
 func TestStatusWithoutClassifier(t *testing.T) {
 	b := newBed(t, nil)
 	b.plugin.tryCheckSource = func() error { return unix.ENOENT }
@@ -217,13 +217,13 @@ func TestTryRules(t *testing.T) {
 	if networks, err := b.plugin.filter.Networks(); err != nil || len(networks) != 0 {
 		t.Errorf("tables of %v; %v", networks, err)
 	}
-	n.Key = strings.Repeat("x", 300) // longer than a table's name can be
+	n.Key = strings.Repeat("x", 300) // exceeds the limit of a table's name
 	if err := rules.Try(n); err == nil || !strings.Contains(err.Error(), n.Key) {
 		t.Errorf("rules that no kernel has: %v", err)
 	}
 }
 
-// Where pods that are there may be cut off the code is 51.
+// If existing pods may be cut off the code is 51.
 func TestStatusRestoresExistingPods(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))

@@ -26,7 +26,7 @@ const (
 	world6  = "2001:db8::2"
 )
 
-// newWorld makes a network namespace that is outside, with the node as its neighbour. It has no routes to pods.
+// newWorld makes a network namespace outside of the node, as its neighbour, without routes to pods.
 func newWorld(t testing.TB) {
 	t.Helper()
 	testutil.Must(t, netns.New(worldNS))
@@ -64,7 +64,8 @@ func addressed(t testing.TB, name string, addrs ...string) {
 	testutil.Must(t, netlink.LinkSetUp(link))
 }
 
-// answering has a server in the namespace at path answer who asks, by his address, until the test ends.
+// answering runs a server in the namespace at path until the test ends. It answers with the
+// client's address.
 func answering(t testing.TB, path, network string, port int) {
 	t.Helper()
 	testutil.Must(t, netns.In(path, func() error {
@@ -82,7 +83,7 @@ func answering(t testing.TB, path, network string, port int) {
 					if err != nil {
 						return
 					}
-					_, _ = conn.WriteTo([]byte(host(from)), from) // who doesn't get it asks again
+					_, _ = conn.WriteTo([]byte(host(from)), from) // a client whose answer is lost asks again
 				}
 			}()
 			return nil
@@ -114,7 +115,8 @@ func host(a net.Addr) string {
 	return ap.Addr().Unmap().String()
 }
 
-// ask asks a server from the namespace at path, "" for the node's, and returns as whom it was seen.
+// ask sends a request to a server from the namespace at path, "" for the node's, and returns the
+// client's address as seen by the server.
 func ask(path, network, address string, patience time.Duration) (seen string, err error) {
 	run := func() error {
 		conn, err := net.DialTimeout(network, address, patience)
@@ -142,17 +144,17 @@ func ask(path, network, address string, patience time.Duration) (seen string, er
 }
 
 const (
-	patience = time.Minute            // twice the longest pause between two tries to write rules
+	patience = time.Minute            // twice the longest pause between two attempts to write rules
 	dropped  = 300 * time.Millisecond // a dropped packet gets no answer
 )
 
-// conversation is one that is expected.
+// conversation is a request with its expected result.
 type conversation struct {
 	what          string
 	from          string // namespace
 	network, port string
 	to            string // address
-	seen          string // as whom; "": not at all
+	seen          string // client address that the server sees; "": no answer
 }
 
 func (c conversation) check(t *testing.T) {
@@ -233,11 +235,11 @@ func TestTraffic(t *testing.T) {
 // Packets from pods to the node's loopback addresses are dropped. Answers of pods to them pass
 // (CVE-2020-8558).
 func TestLoopbackIsGuarded(t *testing.T) {
-	b := newBed(t, map[string]any{"checkSource": false}) // or it would be dropped before
+	b := newBed(t, map[string]any{"checkSource": false}) // otherwise the check of source addresses drops the packet
 	reachLoopback(t, b.attached(nil))
 }
 
-// reachLoopback has a pod try.
+// reachLoopback sends packets from a pod to the node's loopback addresses.
 func reachLoopback(t *testing.T, pod *testPod) {
 	t.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:7000")
@@ -246,7 +248,7 @@ func reachLoopback(t *testing.T, pod *testPod) {
 	testutil.Must(t, netns.In(pod.netns, func() error {
 		lo, err := netlink.LinkByName("lo")
 		testutil.Must(t, err)
-		testutil.Must(t, netlink.LinkSetDown(lo)) // or it would be the pod's own
+		testutil.Must(t, netlink.LinkSetDown(lo)) // otherwise the pod's own loopback gets the packet
 		link, err := netlink.LinkByName("eth0")
 		testutil.Must(t, err)
 		_, loopback, err := net.ParseCIDR("127.0.0.0/8")
@@ -308,7 +310,7 @@ func TestIsolation(t *testing.T) {
 	}
 }
 
-// routeTo gives the world a route to pods by the node.
+// routeTo adds a route to pods through the node.
 func routeTo(t *testing.T, subnet, gateway string) {
 	testutil.Must(t, netns.In(worldNS, func() error {
 		_, dst, err := net.ParseCIDR(subnet)
@@ -317,7 +319,8 @@ func routeTo(t *testing.T, subnet, gateway string) {
 	}))
 }
 
-// A client that goes on sending to a UDP host port from one source reaches whose it is by then.
+// A client that keeps sending to a UDP host port from one source reaches the present owner of the
+// port.
 func TestFlowsOfClosedPortsAreDeleted(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)

@@ -2,11 +2,11 @@
 //
 // # Contract
 //
-// host-local keeps one file per address in use. Its content names the container that has the
-// address. host-local syncs no file and has no GC: after a power cut the newest files are empty, no DEL
-// finds them, and their addresses would be lost. ReleaseOrphans removes such files. That is safe
-// because host-local writes the container's name before it releases its lock, and
-// ReleaseOrphans holds that lock. Files that name a container are never changed.
+// host-local keeps one file per address in use. The file's content names the container. The plugin
+// syncs no file and has no GC. After a power cut the newest files are empty, so no DEL finds them and
+// their addresses would be lost. ReleaseOrphans removes such files. That is safe because host-local
+// writes the container's name before it releases its lock, and ReleaseOrphans holds that lock. Files
+// that name a container are never changed.
 package hostlocal
 
 import (
@@ -48,8 +48,8 @@ var _ cni.IPAMReader = Reader{}
 
 func (r Reader) defaultDir() string { return cmp.Or(r.DefaultDir, defaultDir) }
 
-// dirs returns the directories that may hold a network's addresses: those that its configuration
-// names, and the default one, since some plugins call host-local by themselves.
+// dirs returns the directories that may hold a network's addresses. The default one is always
+// included, since some plugins call host-local by themselves.
 func (r Reader) dirs(list *libcni.NetworkConfigList) []string {
 	dirs := []string{filepath.Join(r.defaultDir(), list.Name)}
 	for _, p := range list.Plugins {

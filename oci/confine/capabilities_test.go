@@ -11,7 +11,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// allNames are all capabilities, ordered by number.
+// allNames returns all capabilities, ordered by number.
 func allNames() []string {
 	names := make([]string, len(capabilityNumbers))
 	for name, n := range capabilityNumbers {

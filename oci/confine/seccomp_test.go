@@ -8,7 +8,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// aSpec is as much of a spec as conditions of profiles look at.
+// aSpec returns the parts of a spec that profiles' conditions use.
 func aSpec() *specs.Spec {
 	return &specs.Spec{Process: &specs.Process{Capabilities: capabilitySets(defaultCapabilities, nil)}, Linux: &specs.Linux{}}
 }

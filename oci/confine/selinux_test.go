@@ -30,7 +30,7 @@ func TestNewLabels(t *testing.T) {
 	without, with := host.Facts{}, host.Facts{}
 	with.SELinux = true
 	own := &runtimeapi.SELinuxOption{Type: "spc_t", Level: "s0:c3,c4"}
-	// Options for SELinux mean nothing on a host without it, as with containerd and CRI-O.
+	// Like containerd and CRI-O, a host without SELinux ignores the options.
 	for _, o := range []*runtimeapi.SELinuxOption{nil, own} {
 		if got, err := NewLabels(o, podLabels, without); err != nil || got != (Labels{}) {
 			t.Errorf("host without SELinux: %v, %v", got, err)
@@ -39,7 +39,7 @@ func TestNewLabels(t *testing.T) {
 	if got, err := NewLabels(nil, podLabels, with); err != nil || got != podLabels {
 		t.Errorf("a container without options has not its pod's labels: %v, %v", got, err)
 	}
-	// Where Facts say that there is SELinux, the library has the last word: it knows the policy.
+	// With SELinux the library decides, since it has the policy.
 	got, err := NewLabels(own, podLabels, with)
 	if err != nil {
 		t.Fatal(err)

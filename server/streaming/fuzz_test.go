@@ -64,7 +64,7 @@ func FuzzConnections(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	s.patience = time.Hour // nothing ends for lack of it
+	s.patience = time.Hour // no session ends by this timeout
 	ctx, stop := context.WithCancel(context.Background())
 	served := make(chan error)
 	go func() { served <- s.Serve(ctx) }()
@@ -117,7 +117,7 @@ func (s *Server) offered(t *testing.T, kind uint8) string {
 	case 2:
 		address, err = s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod", Port: []int32{80}})
 	}
-	if err != nil && strings.Contains(err.Error(), "not begun") { // the fuzzer has left too many unused
+	if err != nil && strings.Contains(err.Error(), "are unused") { // too many unused tokens of earlier inputs
 		s.tokens.forgetAll()
 		return s.offered(t, kind)
 	}
@@ -137,7 +137,7 @@ func (t *tokens) forgetAll() {
 	clear(t.waiting)
 }
 
-// exchange sends data, and waits for the connection's end.
+// exchange sends data and waits for the end of the connection.
 func exchange(t *testing.T, address string, data []byte) {
 	t.Helper()
 	conn, err := net.Dial("tcp", address)
@@ -148,10 +148,10 @@ func exchange(t *testing.T, address string, data []byte) {
 	sent := make(chan struct{})
 	go func() {
 		defer close(sent)
-		_, _ = conn.Write(data) // the server may end it before it has all
+		_, _ = conn.Write(data) // the server may close the connection before it has all data
 		_ = conn.(*net.TCPConn).CloseWrite()
 	}()
-	_ = conn.SetReadDeadline(time.Now().Add(9 * time.Second)) // the fuzzer's own is ten
+	_ = conn.SetReadDeadline(time.Now().Add(9 * time.Second)) // the fuzzer's limit is ten
 	if _, err := io.Copy(io.Discard, conn); err != nil && !strings.Contains(err.Error(), "reset") {
 		t.Errorf("the connection does not end: %v", err)
 	}

@@ -84,7 +84,7 @@ func intrude(t *testing.T, s *Server, say string) net.Conn {
 	return conn
 }
 
-// wasReset waits until the server has ended a connection without an answer.
+// wasReset waits until the server has reset a connection without an answer.
 func wasReset(t *testing.T, conn net.Conn) {
 	t.Helper()
 	_ = conn.SetReadDeadline(time.Now().Add(20 * time.Second))
@@ -117,7 +117,7 @@ func TestNoConnectionWithoutOutstandingToken(t *testing.T) {
 	}
 }
 
-// A URL that was used is answered for a while.
+// A used URL gets an answer for some time.
 func TestUsedTokenIsNotFound(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true})
@@ -135,8 +135,7 @@ func TestUsedTokenIsNotFound(t *testing.T) {
 	}
 }
 
-// Connections that show no token are reset, the oldest first. Clients with a token get their
-// session.
+// Connections without a token are reset, oldest first. Clients with a token get their session.
 func TestConnectionsWithoutTokenAreLimited(t *testing.T) {
 	for name, say := range map[string]string{"silent": "", "half a request": "GET /exec/AAAA HTTP/1.1\r\nHost:", "not HTTP": "\x16\x03\x01"} {
 		t.Run(name, func(t *testing.T) {
@@ -164,8 +163,8 @@ func TestConnectionsWithoutTokenAreLimited(t *testing.T) {
 	}
 }
 
-// With TLS the gate cannot see the request. Connections that do not finish the handshake are reset,
-// the oldest first, and a client with a token gets its session all the same.
+// With TLS the gate cannot see the request. Connections with an unfinished handshake are reset,
+// oldest first. A client with a token still gets its session.
 func TestConnectionsWithoutTokenAreLimitedWithTLS(t *testing.T) {
 	for name, say := range map[string]string{"silent": "", "half a handshake": "\x16\x03\x01\x02\x00\x01"} {
 		t.Run(name, func(t *testing.T) {
@@ -194,7 +193,7 @@ func TestConnectionsWithoutTokenAreLimitedWithTLS(t *testing.T) {
 	}
 }
 
-// testTLS returns a server's certificates, and the configuration of a client that knows them.
+// testTLS returns a server's certificates, and the configuration of a client that trusts them.
 func testTLS(t *testing.T) (server, client *tls.Config) {
 	t.Helper()
 	s := httptest.NewTLSServer(http.NotFoundHandler())
@@ -247,7 +246,7 @@ func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 	if _, err := fmt.Fprintf(theirs, "GET %s HTTP/1.1\r\n", u.Path); err != nil {
 		t.Fatal(err)
 	}
-	for s.gate.unidentified() > 0 { // until the bytes have arrived
+	for s.gate.unidentified() > 0 { // until the data has arrived
 		if victim, _ := s.gate.surplus(); victim != nil && len(victim.peek()) > 0 {
 			t.Fatal("it should be reset")
 		}
@@ -258,7 +257,7 @@ func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 	}
 }
 
-// A token makes one connection a client's; who repeats its request keeps none.
+// A token identifies one connection. Others with the same request do not count as clients.
 func TestTokenIsClaimedOnce(t *testing.T) {
 	var all tokens
 	token, err := all.add("exec", nothing)
@@ -276,7 +275,8 @@ func TestTokenIsClaimedOnce(t *testing.T) {
 	}
 }
 
-// Connections leave descriptors to others, and a client comes through when there are some again.
+// Connections do not use the reserved descriptors. A client gets through when others are free
+// again.
 func TestConnectionsLeaveDescriptors(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -58,7 +58,7 @@ func TestHangupIsDetectedBehindUnreadData(t *testing.T) {
 		}
 		select {
 		case <-gone:
-			t.Fatal("told of a client that is there")
+			t.Fatal("reported a client that is still connected")
 		default:
 		}
 		if err := theirs.Close(); err != nil {
@@ -73,7 +73,7 @@ func TestForgottenConnectionsAreNotReported(t *testing.T) {
 	h := watching(t)
 	first, firstTheirs := connected(t)
 	second, secondTheirs := connected(t)
-	forget, err := h.add(first, func() { t.Error("told of a forgotten connection") })
+	forget, err := h.add(first, func() { t.Error("reported a forgotten connection") })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -89,12 +89,12 @@ func TestForgottenConnectionsAreNotReported(t *testing.T) {
 	forgetSecond()
 }
 
-// A connection that is closed here first is gone as well.
+// A connection that this side closes first is reported too.
 func TestCloseIsReported(t *testing.T) {
 	h := watching(t)
 	ours, _ := connected(t)
-	told := 0
-	forget, err := h.add(ours, func() { told++ })
+	calls := 0
+	forget, err := h.add(ours, func() { calls++ })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -103,10 +103,10 @@ func TestCloseIsReported(t *testing.T) {
 	}
 	_ = ours.Close() // again
 	forget()
-	if told != 1 {
-		t.Errorf("told %d times", told)
+	if calls != 1 {
+		t.Errorf("reported %d times", calls)
 	}
-	if _, err := h.add(ours, func() { told++ }); err == nil {
+	if _, err := h.add(ours, func() { calls++ }); err == nil {
 		t.Error("a closed connection is watched")
 	}
 }

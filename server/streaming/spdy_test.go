@@ -17,8 +17,8 @@ import (
 	"berth/sandbox/stream"
 )
 
-// However long a client may take, its session is not waited for when it is gone, or
-// when the daemon ends.
+// An incomplete session ends at once when its client or the daemon ends, whatever the client's
+// timeout.
 func TestIncompleteSessionsEnd(t *testing.T) {
 	s := serving(t, doing{exec: func(context.Context, stream.IO) error {
 		t.Error("it began")
@@ -28,7 +28,7 @@ func TestIncompleteSessionsEnd(t *testing.T) {
 	gone := s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
 	gone.open(remotecommand.StreamTypeError)
 	gone.conn.Close()
-	for range 2 { // these stay until the server ends
+	for range 2 { // stay until the server ends
 		s.execClient(t, &runtimeapi.ExecRequest{Stdin: true, Stdout: true}).open(remotecommand.StreamTypeStdin)
 	}
 }
@@ -43,7 +43,7 @@ func TestStatusOfSessions(t *testing.T) {
 	for _, c := range []struct {
 		protocol string
 		err      error
-		want     string // of text, before version 4
+		want     string // the text of the result before version 4
 	}{
 		{remotecommand.StreamProtocolV1Name, nil, ""},
 		{remotecommand.StreamProtocolV2Name, errors.New("no such thing"), "no such thing"},

@@ -45,8 +45,8 @@ func (d doing) PortForward(ctx context.Context, _ string, _ int32, stream io.Rea
 	return d.forward(ctx, stream)
 }
 
-// serving returns a server, and checks at the test's end that it stops and leaves
-// nothing running.
+// serving returns a server. At the test's end it checks that the server stops and leaves no
+// goroutine.
 func serving(t *testing.T, d doing) *Server {
 	t.Helper()
 	return servingOverTLS(t, d, nil)
@@ -72,7 +72,7 @@ func servingOverTLS(t *testing.T, d doing, certificates *tls.Config) *Server {
 	return s
 }
 
-// waitForNoneIn waits until no goroutine is in a package.
+// waitForNoneIn waits until no goroutine runs in a package.
 func waitForNoneIn(t *testing.T, name string) {
 	t.Helper()
 	stacks := make([]byte, 1<<20)
@@ -167,7 +167,7 @@ func (c *spdyClient) forward(request int) (data spdy.StreamId) {
 	return c.open(portforward.StreamTypeData, more...)
 }
 
-// ended reads until the server has ended the connection.
+// ended reads until the server closes the connection.
 func (c *spdyClient) ended() {
 	c.t.Helper()
 	if _, err := io.Copy(io.Discard, c.conn); err != nil && !errors.Is(err, net.ErrClosed) && !strings.Contains(err.Error(), "reset by peer") {
@@ -175,7 +175,7 @@ func (c *spdyClient) ended() {
 	}
 }
 
-// spdystream takes a frame as it is: a client could have it hold 250 of 16 MiB.
+// Without the guard spdystream would hold up to 250 frames of 16 MiB.
 func TestLongDataFramesAreSplit(t *testing.T) {
 	sent := make([]byte, 3*maxData+1)
 	_, _ = rand.Read(sent)
@@ -185,7 +185,7 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 		defer close(done)
 		buffer := make([]byte, 2*len(sent))
 		for {
-			n, err := streams.Stdin.Read(buffer) // a frame's data at most
+			n, err := streams.Stdin.Read(buffer) // at most one frame's data
 			if n > maxData {
 				t.Errorf("a frame of %d bytes was queued", n)
 			}
@@ -205,7 +205,7 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 	c.ended()
 }
 
-// A session has the streams that it waits for.
+// A session accepts only its own streams.
 func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 	for name, kinds := range map[string][]string{
 		"one more":        {remotecommand.StreamTypeError, remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
@@ -227,13 +227,13 @@ func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 	}
 }
 
-// A port-forward's handler takes no more streams once the client has hung up.
+// A port-forward's handler accepts no stream after the client has hung up.
 func TestHangUpDuringNewForwardLeaksNothing(t *testing.T) {
 	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
 		_, err := io.Copy(io.Discard, stream)
 		return err
 	}})
-	s.patience = time.Second // a lone stream of a pair is waited for
+	s.patience = time.Second // the limit of the wait for the second stream of a pair
 	for range 50 {
 		c := s.forwardClient(t)
 		for i := range maxForwards / 2 {
@@ -303,7 +303,7 @@ func TestControlFramesAreBounded(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := serving(t, doing{}).forwardClient(t)
-			_ = c.framer.WriteFrame(frame) // the server may end it before it has all
+			_ = c.framer.WriteFrame(frame) // the server may close the connection before it has all data
 			c.ended()
 		})
 	}
@@ -322,7 +322,7 @@ func FuzzSPDYGuard(f *testing.F) {
 		&spdy.SynStreamFrame{StreamId: 3, Headers: http.Header{remotecommand.StreamType: {"error"}}},
 		&spdy.RstStreamFrame{StreamId: 3, Status: spdy.Cancel}))
 	f.Add(said(f, &spdy.PingFrame{Id: 1}, &spdy.SettingsFrame{FlagIdValues: make([]spdy.SettingsFlagIdValue, 2)}, &spdy.GoAwayFrame{}))
-	f.Add(append([]byte{0x80, 3, 0, 3, 0, 0, 0, 16, 0, 0, 0, 1, 0, 0, 0, 1}, 0, 0, 0, 1, 0, 255, 255, 255)) // a reset that has more than it ought to
+	f.Add(append([]byte{0x80, 3, 0, 3, 0, 0, 0, 16, 0, 0, 0, 1, 0, 0, 0, 1}, 0, 0, 0, 1, 0, 255, 255, 255)) // a reset with trailing data
 	f.Fuzz(func(t *testing.T, data []byte) {
 		rules := commandRules(remotecommand.Options{Stdin: true}, remotecommand.StreamProtocolV4Name)
 		allowed := len(rules.once)
@@ -374,8 +374,7 @@ func said(f *testing.F, frames ...spdy.Frame) []byte {
 	return b.Bytes()
 }
 
-// A client that has not got the answer to its stream takes a reset for a refusal, and
-// does not look at the error.
+// A client takes a reset before the answer to its stream for a refusal, and ignores the error.
 func TestFailedForwardsAreAnsweredFirst(t *testing.T) {
 	s := serving(t, doing{forward: func(context.Context, io.ReadWriteCloser) error { return errors.New("refused") }})
 	c := s.forwardClient(t)

@@ -36,7 +36,7 @@ type webSocketClient struct {
 
 func dialWebSocket(t *testing.T, address, protocol string) *webSocketClient {
 	t.Helper()
-	dialer := websocket.Dialer{WriteBufferSize: 2 * maxFrame} // or a message would be many frames
+	dialer := websocket.Dialer{WriteBufferSize: 2 * maxFrame} // so that a message is one frame
 	if protocol != "" {
 		dialer.Subprotocols = []string{protocol}
 	}
@@ -107,19 +107,19 @@ func TestWebSocketProtocols(t *testing.T) {
 			told := said[remotecommand.StreamErr]
 			if !strings.HasPrefix(protocol, "v") {
 				if want := map[error]string{nil: "", failure: "no such thing"}[result]; told != want {
-					t.Errorf("%q tells %q, want %q", protocol, told, want)
+					t.Errorf("%q reports %q, want %q", protocol, told, want)
 				}
 				continue
 			}
 			var status metav1.Status
 			if err := json.Unmarshal([]byte(told), &status); err != nil || (status.Status == metav1.StatusSuccess) != (result == nil) {
-				t.Errorf("%q tells %q: %v", protocol, told, err)
+				t.Errorf("%q reports %q: %v", protocol, told, err)
 			}
 		}
 	}
 }
 
-// A frame may be as long as the limit; one that is longer ends the session, whatever the protocol.
+// A frame of the maximal length passes; a longer one ends the session in every protocol.
 func TestWebSocketFramesAreBounded(t *testing.T) {
 	for _, protocol := range webSocketProtocols {
 		got := make(chan int, 1)
@@ -147,7 +147,7 @@ func TestWebSocketFramesAreBounded(t *testing.T) {
 	}
 }
 
-// The same of port-forwards, which have as many ports as there are channels for.
+// The same for port-forwards, with as many ports as there are channels.
 func TestWebSocketForwardsAreBounded(t *testing.T) {
 	got := make(chan int, 1)
 	s := serving(t, doing{forward: func(ctx context.Context, stream io.ReadWriteCloser) error {
@@ -170,7 +170,7 @@ func TestWebSocketForwardsAreBounded(t *testing.T) {
 	}
 }
 
-// A size that does not end takes no memory, and what comes after is read.
+// An endless size uses little memory, and later data is read.
 func TestSizesAreBounded(t *testing.T) {
 	decode := func(from io.Reader) (widths []uint16) {
 		to := make(chan remotecommand.TerminalSize)
@@ -195,7 +195,7 @@ func TestSizesAreBounded(t *testing.T) {
 	}
 }
 
-// repeated is a reader of one byte without end.
+// repeated is an endless reader of one byte.
 type repeated byte
 
 func (b repeated) Read(p []byte) (int, error) {
@@ -231,7 +231,7 @@ func FuzzWebSocketGuard(f *testing.F) {
 	})
 }
 
-// Sizes of a terminal that there is not hold up nothing else that the client says.
+// Sizes for a session without terminal do not block other channels.
 func TestSizesWithoutTerminal(t *testing.T) {
 	for _, protocol := range webSocketProtocols {
 		s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
@@ -249,7 +249,7 @@ func TestSizesWithoutTerminal(t *testing.T) {
 		}
 		c.say(remotecommand.StreamStdIn, []byte("hello"))
 		if told := c.hear()[remotecommand.StreamErr]; strings.Contains(told, metav1.StatusFailure) {
-			t.Errorf("%q tells %q", protocol, told)
+			t.Errorf("%q reports %q", protocol, told)
 		}
 	}
 }

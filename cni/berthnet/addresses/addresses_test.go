@@ -13,7 +13,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// small are ranges with four addresses of each family for pods.
+// small returns ranges with four addresses per family.
 func small(t testing.TB) []conf.Range {
 	n, err := conf.Parse([]byte(`{"cniVersion": "1.1.0", "name": "n", "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.10", "rangeEnd": "10.0.0.13"}], [{"subnet": "fd00::/126"}]]}}`))
 	testutil.Must(t, err)
@@ -54,7 +54,8 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// Addresses are given in turn, one that came back as late as possible, none twice, and the gateway never.
+// Addresses are assigned in order, a released one as late as possible. None is assigned twice, and
+// the gateway never.
 func TestReserve(t *testing.T) {
 	s, ranges := newStore(t), small(t)[:1]
 	for _, step := range []struct{ give, release, want string }{

@@ -44,7 +44,7 @@ func TestRuntime(t *testing.T) {
 	}
 }
 
-// A network is its name and its place: another daemon's is another one.
+// The key depends on the name and the directory, so another daemon's network is another one.
 func TestKey(t *testing.T) {
 	keys := map[string]bool{}
 	for _, body := range []string{``, `, "dataDir": "/a"`, `, "dataDir": "/a", "name": "m"`} {

@@ -70,7 +70,7 @@ func TestAddressesOfOneInterface(t *testing.T) {
 	}
 }
 
-// addressed makes an interface with addresses.
+// addressed adds an interface with addresses.
 func addressed(link netlink.Link, cidrs ...string) (netlink.Link, error) {
 	if err := netlink.LinkAdd(link); err != nil {
 		return nil, err

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A list that changes while the kernel gives it out is asked for again, but not for ever.
+// An interrupted list is requested again, a limited number of times.
 func TestDump(t *testing.T) {
 	for _, c := range []struct {
 		interrupted, asked int

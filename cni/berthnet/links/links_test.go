@@ -132,7 +132,6 @@ func TestTryClassifier(t *testing.T) {
 	}
 }
 
-// A module that is built in need not be tried.
 func TestHasModule(t *testing.T) {
 	list := filepath.Join(t.TempDir(), "modules.builtin")
 	if err := os.WriteFile(list, []byte("kernel/net/sched/sch_some.ko\nkernel/net/sched/cls_some.ko\n"), 0o600); err != nil {

@@ -38,7 +38,7 @@ func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	return err
 }
 
-// Forget drops all cached answers, including that of a check in progress.
+// Forget drops all cached answers, including the answer of a check in progress.
 func (o *Overlaps) Forget() {
 	o.lock.Lock()
 	defer o.lock.Unlock()

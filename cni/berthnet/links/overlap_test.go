@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// That there is no overlap is known for a while, that there is one is not.
+// Only success is cached.
 func TestOverlaps(t *testing.T) {
 	var answer error
 	looks := 0

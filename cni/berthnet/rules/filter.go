@@ -17,7 +17,7 @@ import (
 // It keeps its sockets open. When a socket of nftables is closed, the kernel waits until all
 // deleted objects are freed (nft_rcv_nl_event), which takes 15 ms or more.
 type Filter struct {
-	turn  sync.Mutex     // guards conn: one transaction at a time, as in the kernel
+	mu    sync.Mutex     // guards conn: one transaction at a time, as in the kernel
 	conn  *nftables.Conn // nil: not open
 	flows sync.Mutex     // guards conntrack
 	// nil: not open
@@ -35,8 +35,8 @@ func bigBuffers(conn *netlink.Conn) error {
 // with runs requests on the socket. After an error it closes the socket, because a late answer
 // could be taken for that of the next request.
 func (f *Filter) with(run func(*nftables.Conn) error) (err error) {
-	f.turn.Lock()
-	defer f.turn.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.conn == nil {
 		if f.conn, err = nftables.New(nftables.AsLasting(), nftables.WithSockOptions(bigBuffers)); err != nil {
 			return fmt.Errorf("open nftables: %w", err)
@@ -104,8 +104,8 @@ func (f *Filter) Open() error {
 
 // Close closes the sockets. The Filter may be used again.
 func (f *Filter) Close() error {
-	f.turn.Lock()
-	defer f.turn.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.flows.Lock()
 	defer f.flows.Unlock()
 	var err error

@@ -7,17 +7,18 @@ import (
 	"testing"
 )
 
-// legacyRule is a rule as a test writes it.
+// legacyRule is a test's description of a rule.
 type legacyRule struct {
 	in, out  string // names of interfaces; "": any; "x+": all with the prefix x
 	from, to string // prefixes; empty: any
-	target   string // "" is the standard one, with a verdict
+	target   string // "": the standard target with a verdict
 	verdict  int32
 }
 
 const legacyAccept = -2 // -NF_ACCEPT - 1
 
-// bytes is the rule as the kernel has it: struct ipt_entry or ip6t_entry, and struct xt_standard_target.
+// bytes encodes the rule as the kernel does: struct ipt_entry or ip6t_entry, and struct
+// xt_standard_target.
 func (f *legacyFamily) bytes(r legacyRule) []byte {
 	rule := make([]byte, f.ruleSize+legacyTarget+8)
 	names := rule[4*f.address:]
@@ -99,7 +100,7 @@ func TestJudgeLegacyRules(t *testing.T) {
 			}
 		}
 		whole := f.table(legacyDrop, one(legacyRule{in: "bn0"})...)
-		for cut := 1; cut < len(f.bytes(legacyRule{})); cut++ { // of the last rule, which is not the policy
+		for cut := 1; cut < len(f.bytes(legacyRule{})); cut++ { // the last rule is not the policy
 			if _, _, err := f.judge(&legacyRules{whole.rules[:len(whole.rules)-cut], whole.policy}, "bn0", legacySubnets); err == nil {
 				t.Errorf("%s: rules that lack %d bytes are taken", f.tool, cut)
 			}

@@ -40,7 +40,7 @@ func ip6(src netip.Addr, next byte) []byte {
 	return slices.Concat([]byte{0x60, 0, 0, 0, 0, 0, next, 255}, src.AsSlice(), other6.AsSlice())
 }
 
-// extension is a header of 8 bytes and more times 8.
+// extension returns an extension header of 8 bytes and more times 8 bytes.
 func extension(next, more byte) []byte {
 	return append([]byte{next, more}, make([]byte, 6+8*int(more))...)
 }
@@ -87,7 +87,7 @@ func TestProgram(t *testing.T) {
 		{"another's MAC", frame(otherMAC, v4, ip4(own4, other4)), false},
 		{"another's MAC, no IP", frame(otherMAC, lldp), false},
 		{"no IP", frame(ownMAC, lldp), false},
-		{"IPv4 with a VLAN tag", frame(ownMAC, vlan, tag(v4), ip4(own4, other4)), false}, // the kernel has taken off another one
+		{"IPv4 with a VLAN tag", frame(ownMAC, vlan, tag(v4), ip4(own4, other4)), false}, // the kernel has removed another tag
 		{"another's IPv4 with a VLAN tag", frame(ownMAC, vlan, tag(v4), ip4(other4, own4)), false},
 		{"another's ARP with a provider's VLAN tag", frame(ownMAC, provider, tag(arpType), arp(ownMAC, other4)), false},
 		{"no frame", frame(ownMAC, v4)[:13], false},
