@@ -6,7 +6,7 @@ import (
 
 	"github.com/opencontainers/runc/libcontainer"
 
-	"berth/shim/launcher/filter"
+	"berth/shim/launcher/bpfcache"
 	"berth/shim/launcher/sysmon"
 )
 
@@ -16,7 +16,7 @@ func Init() {
 	if err := sysmon.Restore(); err != nil {
 		fail("timer slack", err)
 	}
-	if err := filter.Take(); err != nil {
+	if err := bpfcache.Receive(); err != nil {
 		fail("seccomp filter", err)
 	}
 	libcontainer.Init()

@@ -26,7 +26,7 @@ import (
 	_ "github.com/opencontainers/cgroups/devices" // without it the cgroup managers refuse device rules
 	"golang.org/x/sys/unix"
 
-	"berth/shim/launcher/filter"
+	"berth/shim/launcher/bpfcache"
 	"berth/shim/launcher/sysmon"
 	"berth/shim/proto"
 )
@@ -86,7 +86,7 @@ type launcher struct {
 	settings proto.LauncherSettings
 	conn     *proto.Conn
 	hostMnt  *os.File // the daemon's mount namespace
-	filters  *filter.Table
+	filters  *bpfcache.Table
 	warnings *warningList
 	last     *loaded // the container of the last exec; nil: none yet
 
@@ -111,7 +111,7 @@ func start(settings proto.LauncherSettings) (*launcher, error) {
 		settings: settings,
 		conn:     conn,
 		hostMnt:  os.NewFile(proto.MountNSFD, "host mount namespace"),
-		filters:  filter.NewTable(os.NewFile(proto.FiltersFD, "seccomp filters")),
+		filters:  bpfcache.NewTable(os.NewFile(proto.FiltersFD, "seccomp filters")),
 		warnings: collectWarnings(),
 	}, nil
 }

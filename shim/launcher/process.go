@@ -16,7 +16,7 @@ import (
 // lendFilter gives a process that is about to be started its container's seccomp profile in compiled form, and returns what is to be called
 // when it has been started. What goes wrong is time lost: init compiles the profile then.
 func (l *launcher) lendFilter(p *libcontainer.Process, config *configs.Config) (started func()) {
-	takeBack, err := l.filters.Lend(p, config.Seccomp)
+	takeBack, err := l.filters.Pass(p, config.Seccomp)
 	if err != nil {
 		l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
 	}

@@ -1,9 +1,9 @@
 //go:build cgo && seccomp
 
-package filter
+package bpfcache
 
-// The linker lets calls of these functions go to memo.c. All that take a filter are among them, but for those that change and read nothing of
-// its rules (TestAllFunctionsAreWrapped).
+// The linker redirects calls of these functions to bpfcache.c. They are all functions that take a filter
+// and read or change its rules (TestAllFunctionsAreWrapped).
 
 // #cgo pkg-config: libseccomp
 // #cgo LDFLAGS: -Wl,--wrap=seccomp_init -Wl,--wrap=seccomp_arch_add -Wl,--wrap=seccomp_attr_set -Wl,--wrap=seccomp_rule_add_array
@@ -12,7 +12,7 @@ package filter
 // #cgo LDFLAGS: -Wl,--wrap=seccomp_rule_add_exact_array -Wl,--wrap=seccomp_export_pfc -Wl,--wrap=seccomp_export_bpf_mem
 // #cgo LDFLAGS: -Wl,--wrap=seccomp_precompute -Wl,--wrap=seccomp_transaction_start -Wl,--wrap=seccomp_transaction_commit
 // #cgo LDFLAGS: -Wl,--wrap=seccomp_transaction_reject
-// #include "memo.h"
+// #include "bpfcache.h"
 import "C"
 
 import (
@@ -23,40 +23,41 @@ import (
 	"github.com/opencontainers/runc/libcontainer/seccomp"
 )
 
-// compile records how libcontainer makes the filter, up to where it has the program; none is installed. nil: it comes to no program, for
-// a reason that init will tell.
-func compile(profile *configs.Seccomp) (*Memo, error) {
+// compile records how libcontainer makes the filter, without installing it. It returns nil if
+// libcontainer fails; init will report the reason.
+func compile(profile *configs.Seccomp) (*Recording, error) {
 	return record(func() {
 		if _, err := seccomp.InitSeccomp(profile); err == nil {
-			panic("libcontainer has installed a seccomp filter without asking libseccomp for it")
+			panic("libcontainer has installed a seccomp filter without libseccomp")
 		}
 	})
 }
 
-// record records how a filter is made; nil: it was not made to the end.
-func record(makeFilter func()) (*Memo, error) {
-	if C.memo_record() != 0 {
-		return nil, errors.New("libseccomp is linked without the wrappers of berth/shim/launcher/filter")
+// record records the next filter that makeFilter makes. It returns nil if there is no program.
+func record(makeFilter func()) (*Recording, error) {
+	if C.bpfcache_record() != 0 {
+		return nil, errors.New("libseccomp is linked without the wrappers of berth/shim/launcher/bpfcache")
 	}
-	defer C.memo_forget()
+	defer C.bpfcache_stop()
 	makeFilter()
-	r := C.memo_recording()
+	r := C.bpfcache_result()
 	if r.program == nil {
 		return nil, nil
 	}
-	m := &Memo{
+	m := &Recording{
 		calls:   C.GoBytes(r.calls, C.int(r.calls_size)),
 		program: C.GoBytes(r.program, C.int(r.program_size)),
 	}
 	return m, m.check()
 }
 
-// forget ends what compare has begun.
-func forget() { C.memo_forget() }
+// stopComparing ends a comparison.
+func stopComparing() { C.bpfcache_stop() }
 
-// compare has the next filter that is made compared with the memo, whose memory is not Go's, or pinned.
-func (m *Memo) compare() {
-	C.memo_compare(C.struct_memo{
+// compare starts the comparison of the next filter with the recording. Its memory must be pinned or
+// outside Go's heap.
+func (m *Recording) compare() {
+	C.bpfcache_compare(C.struct_bpfcache_recording{
 		calls:        unsafe.Pointer(unsafe.SliceData(m.calls)),
 		calls_size:   C.size_t(len(m.calls)),
 		program:      unsafe.Pointer(unsafe.SliceData(m.program)),

@@ -1,6 +1,6 @@
 //go:build cgo && seccomp
 
-package filter
+package bpfcache
 
 import (
 	"bytes"
@@ -25,10 +25,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// profileEnv makes the test binary a process that installs a filter, as a container's init does, with what its descriptor initFD has.
+// profileEnv makes the test binary a process that installs a filter as a container's init does, with the
+// recording on descriptor initFD.
 const profileEnv = "BERTH_TEST_SECCOMP_PROFILE"
 
-// The filter is installed by the process's first thread, which filterOf reads: what init locks, main keeps.
+// The first thread installs the filter, and filterOf reads that thread's. main keeps a thread that init
+// has locked.
 func init() {
 	if os.Getenv(profileEnv) != "" {
 		runtime.LockOSThread()
@@ -46,7 +48,7 @@ func install(text string) {
 	var profile configs.Seccomp
 	err := json.Unmarshal([]byte(text), &profile)
 	if err == nil {
-		err = Take()
+		err = Receive()
 	}
 	if err == nil {
 		_, err = seccomp.InitSeccomp(&profile)
@@ -61,7 +63,7 @@ func install(text string) {
 	}
 }
 
-// runtimeDefault is the profile of most containers, as libcontainer has it.
+// runtimeDefault returns the profile RuntimeDefault in libcontainer's form.
 func runtimeDefault(tb testing.TB) *configs.Seccomp {
 	tb.Helper()
 	profile, err := profiles.GetDefaultProfile(&specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{}}})
@@ -80,7 +82,8 @@ func libcontainers(tb testing.TB, profile *specs.LinuxSeccomp) *configs.Seccomp 
 	return config
 }
 
-// testProfiles have something of everything that a profile can have, and deny nothing that install needs after the filter.
+// testProfiles returns profiles with all features. They allow the system calls that install needs after
+// the filter.
 func testProfiles(tb testing.TB) map[string]*configs.Seccomp {
 	errno, other := uint(unix.EACCES), uint(unix.ENOSYS)
 	call := func(action specs.LinuxSeccompAction, names ...string) specs.LinuxSyscall {
@@ -117,8 +120,9 @@ func testProfiles(tb testing.TB) map[string]*configs.Seccomp {
 	return result
 }
 
-// installed returns the filter that a process gets for a profile, with or without a memo: what the kernel has.
-func installed(t *testing.T, profile *configs.Seccomp, memo *os.File) []byte {
+// installed returns the kernel's filter of a process that has installed a profile, with or without a
+// recording.
+func installed(t *testing.T, profile *configs.Seccomp, recording *os.File) []byte {
 	t.Helper()
 	text, err := json.Marshal(profile)
 	if err != nil {
@@ -127,8 +131,8 @@ func installed(t *testing.T, profile *configs.Seccomp, memo *os.File) []byte {
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), profileEnv+"="+string(text))
 	cmd.Stderr = os.Stderr
-	if memo != nil {
-		cmd.ExtraFiles = []*os.File{memo}
+	if recording != nil {
+		cmd.ExtraFiles = []*os.File{recording}
 	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -145,7 +149,7 @@ func installed(t *testing.T, profile *configs.Seccomp, memo *os.File) []byte {
 	return filterOf(t, cmd.Process.Pid)
 }
 
-// filterOf reads the only filter of a process's first thread.
+// filterOf returns the only filter of a process's first thread.
 func filterOf(t *testing.T, pid int) []byte {
 	t.Helper()
 	runtime.LockOSThread()
@@ -177,11 +181,12 @@ func filterOf(t *testing.T, pid int) []byte {
 	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(&filter[0])), n*instructionSize))
 }
 
-// samePrograms are so many times that a filter is installed without a memo: libcontainer's prologue, which is for system calls that are newer than
-// the profile, has the architectures in no order, and some orders are rare (one in 64).
+// samePrograms bounds the number of installations without a recording. The order of the architectures
+// in libcontainer's prologue, for system calls newer than the profile, is random, and some orders are
+// rare (one in 64).
 const samePrograms = 400
 
-// isOneOf tells whether the filter is one that comes without a memo.
+// isOneOf returns whether the filter is one that libcontainer makes without a recording.
 func isOneOf(t *testing.T, filter []byte, profile *configs.Seccomp) bool {
 	t.Helper()
 	for range samePrograms {
@@ -192,8 +197,8 @@ func isOneOf(t *testing.T, filter []byte, profile *configs.Seccomp) bool {
 	return false
 }
 
-// memoOf compiles and seals.
-func memoOf(t *testing.T, profile *configs.Seccomp) (*Memo, *os.File) {
+// recordingOf compiles a profile and seals the recording.
+func recordingOf(t *testing.T, profile *configs.Seccomp) (*Recording, *os.File) {
 	t.Helper()
 	m, err := compile(profile)
 	if err != nil || m == nil {
@@ -207,13 +212,12 @@ func memoOf(t *testing.T, profile *configs.Seccomp) (*Memo, *os.File) {
 	return m, f
 }
 
-// The filter that the kernel has is the same, to the byte.
-func TestSameFilter(t *testing.T) {
+func TestRecordingGivesTheSameFilter(t *testing.T) {
 	for name, profile := range testProfiles(t) {
 		t.Run(name, func(t *testing.T) {
-			_, f := memoOf(t, profile)
+			_, f := recordingOf(t, profile)
 			if filter := installed(t, profile, f); !isOneOf(t, filter, profile) {
-				t.Errorf("with a memo the kernel has another filter: %x", filter)
+				t.Errorf("with a recording the kernel has another filter: %x", filter)
 			}
 		})
 	}
@@ -225,10 +229,10 @@ var allowAll = func() []byte {
 	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(&instruction)), instructionSize))
 }()
 
-// TestMemoIsUsed has a memo with another program: it is what the kernel gets.
-func TestMemoIsUsed(t *testing.T) {
+// A recording with another program shows whether it is used.
+func TestRecordingIsUsed(t *testing.T) {
 	profile := testProfiles(t)["one call"]
-	m, _ := memoOf(t, profile)
+	m, _ := recordingOf(t, profile)
 	m.program = allowAll
 	f, err := sealed(m.encode())
 	if err != nil {
@@ -236,15 +240,14 @@ func TestMemoIsUsed(t *testing.T) {
 	}
 	defer f.Close()
 	if filter := installed(t, profile, f); !bytes.Equal(filter, allowAll) {
-		t.Errorf("the kernel has %x, the memo %x", filter, allowAll)
+		t.Errorf("the kernel has %x, the recording %x", filter, allowAll)
 	}
 }
 
-// A memo of another profile, or none at all, changes nothing.
-func TestForeignMemo(t *testing.T) {
+func TestWrongRecordingChangesNothing(t *testing.T) {
 	all := testProfiles(t)
 	wrong := func(change func([]byte) []byte) *os.File {
-		m, _ := memoOf(t, all["RuntimeDefault"])
+		m, _ := recordingOf(t, all["RuntimeDefault"])
 		f, err := sealed(change(m.encode()))
 		if err != nil {
 			t.Fatal(err)
@@ -252,13 +255,13 @@ func TestForeignMemo(t *testing.T) {
 		t.Cleanup(func() { f.Close() })
 		return f
 	}
-	_, foreign := memoOf(t, all["conditions"])
+	_, foreign := recordingOf(t, all["conditions"])
 	for name, f := range map[string]*os.File{
 		"foreign":    foreign,
 		"short":      wrong(func(b []byte) []byte { return b[:len(b)/2] }),
 		"very short": wrong(func(b []byte) []byte { return b[:3] }),
 		"damaged":    wrong(func(b []byte) []byte { b[len(b)/2] ^= 1; return b }),
-		"too long":   wrong(func(b []byte) []byte { return append(b, make([]byte, maxMemo)...) }),
+		"too long":   wrong(func(b []byte) []byte { return append(b, make([]byte, maxRecording)...) }),
 	} {
 		t.Run(name, func(t *testing.T) {
 			for _, profile := range []string{"one call", "RuntimeDefault"} {
@@ -270,10 +273,9 @@ func TestForeignMemo(t *testing.T) {
 	}
 }
 
-// What could be changed while it is read is not looked at.
-func TestUnsealedIsNotTaken(t *testing.T) {
+func TestUnsealedRecordingIsIgnored(t *testing.T) {
 	profile := testProfiles(t)["one call"]
-	m, _ := memoOf(t, profile)
+	m, _ := recordingOf(t, profile)
 	m.program = allowAll
 	fd, err := unix.MemfdCreate("unsealed", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -285,7 +287,7 @@ func TestUnsealedIsNotTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !isOneOf(t, installed(t, profile, f), profile) {
-		t.Error("a memo that anybody may write is used")
+		t.Error("a recording in unsealed memory is used")
 	}
 }
 
@@ -303,19 +305,19 @@ func TestTableOfProfiles(t *testing.T) {
 	table := newTable(t)
 	for range 2 {
 		for name, profile := range testProfiles(t) {
-			got, err := table.memo(profile)
+			got, err := table.recordingOf(profile)
 			if err != nil {
 				t.Fatal(err)
 			}
-			want, _ := memoOf(t, profile)
+			want, _ := recordingOf(t, profile)
 			if !bytes.Equal(got, want.encode()) {
-				t.Errorf("%s has another profile's memo", name)
+				t.Errorf("%s has another profile's recording", name)
 			}
 		}
 	}
 }
 
-// step is a call of libseccomp's.
+// step is a call to libseccomp.
 type step func(*testing.T, *libseccomp.ScmpFilter)
 
 func must(t *testing.T, err error) {
@@ -344,13 +346,13 @@ func export(t *testing.T, f *libseccomp.ScmpFilter) []byte {
 	out := os.NewFile(uintptr(fd), "program")
 	defer out.Close()
 	must(t, f.ExportBPF(out))
-	program := make([]byte, maxMemo)
+	program := make([]byte, maxRecording)
 	n, _ := out.ReadAt(program, 0)
 	return program[:n]
 }
 
-// program makes a filter in steps, compared with a memo if there is one, and exports it.
-func program(t *testing.T, m *Memo, steps []step) []byte {
+// program makes a filter in steps, compared with a recording if there is one, and exports it.
+func program(t *testing.T, m *Recording, steps []step) []byte {
 	t.Helper()
 	if m != nil {
 		var pins runtime.Pinner
@@ -358,7 +360,7 @@ func program(t *testing.T, m *Memo, steps []step) []byte {
 		pins.Pin(unsafe.SliceData(m.calls))
 		pins.Pin(unsafe.SliceData(m.program))
 		m.compare()
-		defer forget()
+		defer stopComparing()
 	}
 	f, err := libseccomp.NewFilter(libseccomp.ActAllow)
 	must(t, err)
@@ -369,8 +371,8 @@ func program(t *testing.T, m *Memo, steps []step) []byte {
 	return export(t, f)
 }
 
-// recorded is the memo of a filter made in steps.
-func recorded(t *testing.T, steps []step) *Memo {
+// recorded returns the recording of a filter made in steps.
+func recorded(t *testing.T, steps []step) *Recording {
 	t.Helper()
 	m, err := record(func() {
 		f, err := libseccomp.NewFilter(libseccomp.ActAllow)
@@ -380,7 +382,7 @@ func recorded(t *testing.T, steps []step) *Memo {
 			s(t, f)
 		}
 		if f.ExportBPF(os.Stdout) == nil {
-			t.Error("a recorded filter is handed out")
+			t.Error("a recorded filter is exported")
 		}
 	})
 	if err != nil || m == nil {
@@ -389,8 +391,8 @@ func recorded(t *testing.T, steps []step) *Memo {
 	return m
 }
 
-// At whatever point the calls leave the recording, and however, libseccomp's result is that of the calls.
-func TestDifferences(t *testing.T) {
+// Wherever and however the calls differ from the recording, the result is that of the calls.
+func TestDifferentCallsGiveTheirOwnFilter(t *testing.T) {
 	condition := func(value uint64) libseccomp.ScmpCondition {
 		c, err := libseccomp.MakeCondition(1, libseccomp.CompareEqual, value)
 		must(t, err)
@@ -426,7 +428,7 @@ func TestDifferences(t *testing.T) {
 			must(t, err)
 			must(t, src.RemoveArch(libseccomp.ArchNative))
 			must(t, src.AddArch(libseccomp.ArchARM64))
-			_ = f.Merge(src) // it may be impossible; it is for both
+			_ = f.Merge(src) // it fails in both cases or in none
 		},
 		"text": func(t *testing.T, f *libseccomp.ScmpFilter) {
 			must(t, f.ExportPFC(os.NewFile(uintptr(devNull(t)), "null")))
@@ -438,10 +440,10 @@ func TestDifferences(t *testing.T) {
 			other.Release()
 		},
 	}
-	memo := recorded(t, steps)
+	recording := recorded(t, steps)
 	check := func(name string, steps []step) {
-		if want, got := program(t, nil, steps), program(t, memo, steps); !bytes.Equal(want, got) {
-			t.Errorf("%s: libseccomp makes\n%x, with a memo\n%x", name, want, got)
+		if want, got := program(t, nil, steps), program(t, recording, steps); !bytes.Equal(want, got) {
+			t.Errorf("%s: libseccomp makes\n%x, with a recording\n%x", name, want, got)
 		}
 	}
 	check("all", steps)
@@ -464,7 +466,7 @@ func devNull(t *testing.T) int {
 	return fd
 }
 
-// FuzzDifferences makes a memo of one sequence of rules, and a filter of another that begins alike.
+// FuzzDifferences records one sequence of rules and makes a filter of another with a common prefix.
 func FuzzDifferences(f *testing.F) {
 	f.Add(uint64(1), uint8(10), uint8(5))
 	f.Add(uint64(2), uint8(3), uint8(3))
@@ -479,7 +481,7 @@ func FuzzDifferences(f *testing.F) {
 				conditions = append(conditions, c)
 			}
 			return func(t *testing.T, f *libseccomp.ScmpFilter) {
-				_ = f.AddRuleConditional(call, action, conditions) // one that cannot be is no rule in either
+				_ = f.AddRuleConditional(call, action, conditions) // an impossible rule fails in both cases
 			}
 		}
 		var first, second []step
@@ -490,7 +492,7 @@ func FuzzDifferences(f *testing.F) {
 		for range r.IntN(8) {
 			second = append(second, random())
 		}
-		memo, err := record(func() { // which may be spoilt
+		recording, err := record(func() { // it may be invalid
 			f, err := libseccomp.NewFilter(libseccomp.ActAllow)
 			must(t, err)
 			defer f.Release()
@@ -499,22 +501,22 @@ func FuzzDifferences(f *testing.F) {
 			}
 			_ = f.ExportBPF(os.Stdout)
 		})
-		if err != nil || memo == nil {
+		if err != nil || recording == nil {
 			return
 		}
 		for _, steps := range [][]step{first, second} {
-			if want, got := program(t, nil, steps), program(t, memo, steps); !bytes.Equal(want, got) {
-				t.Errorf("libseccomp makes\n%x, with a memo\n%x", want, got)
+			if want, got := program(t, nil, steps), program(t, recording, steps); !bytes.Equal(want, got) {
+				t.Errorf("libseccomp makes\n%x, with a recording\n%x", want, got)
 			}
 		}
 	})
 }
 
-// A function that is given a filter and is not wrapped would see one without rules.
+// A function that takes a filter and is not wrapped would see a filter without rules.
 func TestAllFunctionsAreWrapped(t *testing.T) {
 	harmless := []string{
-		"seccomp_arch_exist", "seccomp_attr_get", "seccomp_notify_fd", // they look at no rules
-		"seccomp_rule_add", "seccomp_rule_add_exact", // with "...", which Go cannot call
+		"seccomp_arch_exist", "seccomp_attr_get", "seccomp_notify_fd", // they use no rules
+		"seccomp_rule_add", "seccomp_rule_add_exact", // variadic: Go cannot call them
 	}
 	header, err := os.ReadFile("/usr/include/seccomp.h")
 	must(t, err)
@@ -536,7 +538,7 @@ func TestAllFunctionsAreWrapped(t *testing.T) {
 	}
 }
 
-// BenchmarkCompile is what each container's first process did for RuntimeDefault, up to where it has libseccomp's program, and what its launcher does now.
+// BenchmarkCompile measures libseccomp's work for RuntimeDefault, and the lookup in the table instead.
 func BenchmarkCompile(b *testing.B) {
 	profile := runtimeDefault(b)
 	b.Run("libseccomp", func(b *testing.B) {
@@ -549,7 +551,7 @@ func BenchmarkCompile(b *testing.B) {
 	b.Run("table", func(b *testing.B) {
 		table := newTable(b)
 		for b.Loop() {
-			if _, err := table.memo(profile); err != nil {
+			if _, err := table.recordingOf(profile); err != nil {
 				b.Fatal(err)
 			}
 		}

@@ -1,4 +1,4 @@
-package filter
+package bpfcache
 
 import (
 	"bytes"
@@ -22,21 +22,21 @@ func newTable(tb testing.TB) *Table {
 	return NewTable(f)
 }
 
-// sample makes a memo with as many instructions.
+// sample returns an encoded recording with this number of instructions.
 func sample(instructions int) []byte {
-	return (&Memo{calls: []byte{kindInit, callSize - 1: 0}, program: bytes.Repeat([]byte("instruct"), instructions)}).encode()
+	return (&Recording{calls: []byte{kindInit, callSize - 1: 0}, program: bytes.Repeat([]byte("instruct"), instructions)}).encode()
 }
 
 func mustFind(t *testing.T, table *Table, key uint64, want []byte) {
 	t.Helper()
 	if got, err := table.find(key); err != nil || !bytes.Equal(got, want) {
-		t.Errorf("memo %d has %d bytes instead of %d, %v", key, len(got), len(want), err)
+		t.Errorf("recording %d has %d bytes, want %d, %v", key, len(got), len(want), err)
 	}
 }
 
-func mustAdd(t *testing.T, table *Table, key uint64, memo []byte) {
+func mustAdd(t *testing.T, table *Table, key uint64, recording []byte) {
 	t.Helper()
-	if err := table.add(key, memo); err != nil {
+	if err := table.add(key, recording); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -46,13 +46,13 @@ func TestTable(t *testing.T) {
 	mustFind(t, table, 1, nil)
 	mustAdd(t, table, 1, sample(1))
 	mustAdd(t, table, 2, sample(2))
-	mustAdd(t, table, 1, sample(3)) // another launcher was first
+	mustAdd(t, table, 1, sample(3)) // kept: another launcher was first
 	mustFind(t, table, 1, sample(1))
 	mustFind(t, table, 2, sample(2))
 	mustFind(t, table, 3, nil)
 }
 
-func TestFullTableBeginsAnew(t *testing.T) {
+func TestFullTableIsEmptied(t *testing.T) {
 	table := newTable(t)
 	big := sample(maxInstructions)
 	n := uint64(maxTable / len(big))
@@ -66,8 +66,8 @@ func TestFullTableBeginsAnew(t *testing.T) {
 	}
 }
 
-// What a launcher that was killed has written in part is not seen, and is overwritten by the next one.
-func TestKilledWriter(t *testing.T) {
+// Readers ignore the incomplete entry of a killed launcher, and the next one overwrites it.
+func TestPartialEntryOfKilledLauncher(t *testing.T) {
 	whole := newTable(t)
 	mustAdd(t, whole, 1, sample(1))
 	before, err := os.ReadFile(whole.f.Name())
@@ -91,7 +91,7 @@ func TestKilledWriter(t *testing.T) {
 	}
 }
 
-// Whatever becomes of the table, a lookup comes to an end, and what it finds is whole.
+// A lookup in a damaged table ends, and returns intact recordings only.
 func TestDamagedTable(t *testing.T) {
 	whole := newTable(t)
 	mustAdd(t, whole, 1, sample(1))
@@ -110,14 +110,14 @@ func TestDamagedTable(t *testing.T) {
 			}
 			for key, want := range map[uint64][]byte{1: sample(1), 2: sample(2)} {
 				if got, err := table.find(key); err != nil || got != nil && !bytes.Equal(got, want) {
-					t.Errorf("byte %d ^ %#x: memo %d = %x, %v", i, flip, key, got, err)
+					t.Errorf("byte %d ^ %#x: recording %d = %x, %v", i, flip, key, got, err)
 				}
 			}
 		}
 	}
 }
 
-func TestDecode(t *testing.T) {
+func TestDecodeRecording(t *testing.T) {
 	rule := func(args int) []byte {
 		return append([]byte{kindRule, 16: byte(args), callSize - 1: 0}, make([]byte, args*argSize)...)
 	}
@@ -126,43 +126,43 @@ func TestDecode(t *testing.T) {
 	program := make([]byte, instructionSize)
 	join := func(parts ...[]byte) []byte { return bytes.Join(parts, nil) }
 	for _, c := range []struct {
-		name string
-		memo Memo
-		ok   bool
+		name      string
+		recording Recording
+		ok        bool
 	}{
-		{"smallest", Memo{start, program}, true},
-		{"settings and rules", Memo{join(start, arch, rule(0), rule(maxArgs), rule(1)), program}, true},
-		{"no calls", Memo{nil, program}, false},
-		{"no beginning", Memo{rule(0), program}, false},
-		{"two beginnings", Memo{join(start, start), program}, false},
-		{"setting after a rule", Memo{join(start, rule(0), arch), program}, false},
-		{"unknown call", Memo{join(start, []byte{kindRule + 1, callSize - 1: 0}), program}, false},
-		{"too many arguments", Memo{join(start, rule(maxArgs+1)), program}, false},
-		{"arguments of a setting", Memo{join(start, []byte{kindArch, 16: 1, callSize - 1: 0}, make([]byte, argSize)), program}, false},
-		{"half a call", Memo{start[:callSize-1], program}, false},
-		{"half an argument", Memo{join(start, rule(1)[:callSize+argSize-1]), program}, false},
-		{"no program", Memo{start, nil}, false},
-		{"half an instruction", Memo{start, program[1:]}, false},
-		{"longer than the kernel takes", Memo{start, make([]byte, (maxInstructions+1)*instructionSize)}, false},
+		{"smallest", Recording{start, program}, true},
+		{"settings and rules", Recording{join(start, arch, rule(0), rule(maxArgs), rule(1)), program}, true},
+		{"no calls", Recording{nil, program}, false},
+		{"no beginning", Recording{rule(0), program}, false},
+		{"two beginnings", Recording{join(start, start), program}, false},
+		{"setting after a rule", Recording{join(start, rule(0), arch), program}, false},
+		{"unknown call", Recording{join(start, []byte{kindRule + 1, callSize - 1: 0}), program}, false},
+		{"too many arguments", Recording{join(start, rule(maxArgs+1)), program}, false},
+		{"arguments of a setting", Recording{join(start, []byte{kindArch, 16: 1, callSize - 1: 0}, make([]byte, argSize)), program}, false},
+		{"half a call", Recording{start[:callSize-1], program}, false},
+		{"half an argument", Recording{join(start, rule(1)[:callSize+argSize-1]), program}, false},
+		{"no program", Recording{start, nil}, false},
+		{"half an instruction", Recording{start, program[1:]}, false},
+		{"longer than the kernel takes", Recording{start, make([]byte, (maxInstructions+1)*instructionSize)}, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if m, err := decode(c.memo.encode()); (err == nil) != c.ok || c.ok && (!bytes.Equal(m.calls, c.memo.calls) || !bytes.Equal(m.program, c.memo.program)) {
+			if m, err := decode(c.recording.encode()); (err == nil) != c.ok || c.ok && (!bytes.Equal(m.calls, c.recording.calls) || !bytes.Equal(m.program, c.recording.program)) {
 				t.Errorf("decode = %+v, %v", m, err)
 			}
 		})
 	}
 }
 
-func TestDamagedMemo(t *testing.T) {
+func TestDamagedRecordingIsRefused(t *testing.T) {
 	good := sample(2)
 	for n := range good {
 		if _, err := decode(good[:n]); err == nil {
-			t.Errorf("%d of %d bytes are taken for a memo", n, len(good))
+			t.Errorf("decode accepts %d of %d bytes", n, len(good))
 		}
 		bad := bytes.Clone(good)
 		bad[n] ^= 4
 		if _, err := decode(bad); err == nil {
-			t.Errorf("a memo with another byte %d is taken for one", n)
+			t.Errorf("decode accepts a recording with byte %d changed", n)
 		}
 	}
 }
@@ -188,12 +188,12 @@ func TestSealed(t *testing.T) {
 		}(),
 	} {
 		if err == nil {
-			t.Errorf("%s: what is sealed can be changed", name)
+			t.Errorf("%s changes sealed memory", name)
 		}
 	}
 }
 
-// A page that somebody holds, here a pipe, keeps its memory from being sealed: that is no error, and init compiles.
+// A page that a pipe holds cannot be sealed. That is no error: init compiles then.
 func TestHeldPageIsNotSealed(t *testing.T) {
 	fd, err := unix.MemfdCreate("seccomp", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -219,16 +219,16 @@ func TestHeldPageIsNotSealed(t *testing.T) {
 		t.Errorf("seal = %v, %v", got, err)
 	}
 	if err := f.Close(); err == nil {
-		t.Error("it was left open")
+		t.Error("the file is still open")
 	}
 }
 
-// FuzzDecode checks that what is accepted says again what was read.
-func FuzzDecode(f *testing.F) {
+// FuzzDecodeRecording checks that accepted data encode to the same bytes.
+func FuzzDecodeRecording(f *testing.F) {
 	f.Add(sample(1))
-	f.Add((&Memo{calls: append([]byte{kindInit, callSize - 1: 0}, []byte{kindRule, 16: 1, callSize + argSize - 1: 0}...), program: make([]byte, 16)}).encode())
+	f.Add((&Recording{calls: append([]byte{kindInit, callSize - 1: 0}, []byte{kindRule, 16: 1, callSize + argSize - 1: 0}...), program: make([]byte, 16)}).encode())
 	f.Fuzz(func(t *testing.T, data []byte) {
-		// The checksum is no obstacle to a fuzzer.
+		// Set the right checksum, which the fuzzer would not find.
 		if len(data) >= headerSize {
 			data = bytes.Clone(data)
 			binary.NativeEndian.PutUint64(data[16:], xxhash.Sum64(data[headerSize:]))

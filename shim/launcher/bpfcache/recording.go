@@ -1,4 +1,4 @@
-package filter
+package bpfcache
 
 import (
 	"bytes"
@@ -9,26 +9,27 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// Memo is what libseccomp was told of a filter, and what it made of it.
-type Memo struct {
-	calls   []byte // of struct memo_call
+// Recording holds the calls to libseccomp that made a filter, and the filter.
+type Recording struct {
+	calls   []byte // of struct recorded_call
 	program []byte // of struct sock_filter
 }
 
-// A memo in bytes, in the machine's order: header, calls, program.
+// An encoded recording, in the machine's byte order: header, calls, program.
 //
 //	0   magic
 //	8   length of the calls, length of the program (uint32)
-//	16  xxhash of what follows
+//	16  xxhash of the rest
 const headerSize = 24
 
-// magic changes with the form.
+// magic changes with the format.
 var magic = [8]byte{'b', 'e', 'r', 't', 'h', 'f', 'i', '1'}
 
-// maxMemo bounds a memo: 4,096 instructions are all that the kernel takes, 10,000 rules are more than there are system calls.
-const maxMemo = 512 << 10
+// maxRecording bounds a recording, in bytes. The kernel takes at most 4,096 instructions, and 10,000
+// rules are more than there are system calls.
+const maxRecording = 512 << 10
 
-func (m *Memo) encode() []byte {
+func (m *Recording) encode() []byte {
 	b := make([]byte, 0, headerSize+len(m.calls)+len(m.program))
 	b = append(b, magic[:]...)
 	b = binary.NativeEndian.AppendUint32(b, uint32(len(m.calls)))
@@ -39,20 +40,21 @@ func (m *Memo) encode() []byte {
 	return b
 }
 
-// decode is encode's inverse. The memo shares data's memory. What it accepts memo.c can read without looking at lengths again.
-func decode(data []byte) (*Memo, error) {
-	if len(data) < headerSize || len(data) > maxMemo || !bytes.Equal(data[:8], magic[:]) {
-		return nil, errors.New("not a memo")
+// decode is the inverse of encode. The recording shares data's memory. bpfcache.c can read what decode
+// accepts without further checks of lengths.
+func decode(data []byte) (*Recording, error) {
+	if len(data) < headerSize || len(data) > maxRecording || !bytes.Equal(data[:8], magic[:]) {
+		return nil, errors.New("not a recording")
 	}
 	calls, program := uint64(binary.NativeEndian.Uint32(data[8:])), uint64(binary.NativeEndian.Uint32(data[12:]))
 	body := data[headerSize:]
 	if calls+program != uint64(len(body)) {
-		return nil, fmt.Errorf("a memo of %d bytes says that it has %d and %d", len(data), calls, program)
+		return nil, fmt.Errorf("recording of %d bytes has a header for %d and %d bytes", len(data), calls, program)
 	}
 	if xxhash.Sum64(body) != binary.NativeEndian.Uint64(data[16:]) {
-		return nil, errors.New("a damaged memo")
+		return nil, errors.New("damaged recording")
 	}
-	m := &Memo{calls: body[:calls], program: body[calls:]}
+	m := &Recording{calls: body[:calls], program: body[calls:]}
 	if err := m.check(); err != nil {
 		return nil, err
 	}
@@ -62,12 +64,12 @@ func decode(data []byte) (*Memo, error) {
 const (
 	instructionSize = 8
 	maxInstructions = 4096
-	callSize        = 24 // of struct memo_call
+	callSize        = 24 // of struct recorded_call
 	argSize         = 24 // of struct scmp_arg_cmp
 	maxArgs         = 6
 )
 
-// The kinds of struct memo_call.
+// The kinds of struct recorded_call.
 const (
 	kindInit = 1 + iota
 	kindArch
@@ -75,24 +77,24 @@ const (
 	kindRule
 )
 
-// check tells whether the calls and the program have the form that memo.h promises.
-func (m *Memo) check() error {
+// check checks that calls and program have the format of bpfcache.h.
+func (m *Recording) check() error {
 	if n := len(m.program); n == 0 || n%instructionSize != 0 || n/instructionSize > maxInstructions {
-		return fmt.Errorf("a memo with a program of %d bytes", n)
+		return fmt.Errorf("recording with a program of %d bytes", n)
 	}
 	if len(m.calls) == 0 {
-		return errors.New("a memo without calls")
+		return errors.New("recording without calls")
 	}
 	for rest, last := m.calls, uint32(0); len(rest) > 0; {
 		if len(rest) < callSize {
-			return errors.New("a memo that ends within a call")
+			return errors.New("recording ends within a call")
 		}
 		kind, args := binary.NativeEndian.Uint32(rest), binary.NativeEndian.Uint32(rest[16:])
 		switch {
 		case (last == 0) != (kind == kindInit), kind > kindRule, last == kindRule && kind != kindRule:
-			return fmt.Errorf("a memo with call %d after %d", kind, last)
+			return fmt.Errorf("recording has call %d after %d", kind, last)
 		case args > maxArgs, args > 0 && kind != kindRule, len(rest) < callSize+int(args)*argSize:
-			return fmt.Errorf("a memo with %d arguments of call %d", args, kind)
+			return fmt.Errorf("recording has %d arguments of call %d", args, kind)
 		}
 		rest, last = rest[callSize+args*argSize:], kind
 	}

@@ -1,4 +1,4 @@
-package filter
+package bpfcache
 
 import (
 	"encoding/binary"
@@ -10,25 +10,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Table has the memos of all launchers. It is memory that the daemon makes and all its launchers inherit; nobody else has it, and it goes
-// with them. It is not safe for concurrent use within a process.
+// Table holds the recordings of all launchers of a daemon. They inherit its memory from the daemon;
+// no other process can access it. It is not safe for concurrent use within a process.
 type Table struct{ f *os.File }
 
-// NewTable makes a table of shared memory, which may be empty.
+// NewTable returns the table in shared memory, which may be empty.
 func NewTable(f *os.File) *Table { return &Table{f} }
 
-// A table in bytes, in the machine's order. An entry counts when the end, which is written last, says so: a launcher may be
-// killed at any time.
+// The format of a table, in the machine's byte order. A launcher may be killed at any time, so it
+// writes the end last.
 //
-//	0  end of the last entry (uint64); 0: there is none
-//	8  entries: key (uint64), length of the memo (uint64), memo
+//	0  end of the last entry (uint64), 0 if there is none
+//	8  entries: key (uint64), length of the recording (uint64), recording
 const (
 	tableHead = 8
 	entryHead = 16
-	maxTable  = 1 << 20 // some 60 profiles like RuntimeDefault
+	maxTable  = 1 << 20 // about 60 profiles like RuntimeDefault
 )
 
-// find returns the memo with the key, nil if there is none. A damaged table has none.
+// find returns the recording with the key, nil if there is none or the table is damaged.
 func (t *Table) find(key uint64) ([]byte, error) {
 	end, err := t.end()
 	if err != nil {
@@ -42,28 +42,28 @@ func (t *Table) find(key uint64) ([]byte, error) {
 		size := binary.NativeEndian.Uint64(head[8:])
 		at += entryHead
 		if size == 0 || size > uint64(end-at) {
-			break // another launcher has begun anew
+			break // another launcher has emptied the table
 		}
 		if binary.NativeEndian.Uint64(head[:]) == key {
-			return t.readMemo(at, size)
+			return t.readRecording(at, size)
 		}
 		at += int64(size)
 	}
 	return nil, nil
 }
 
-func (t *Table) readMemo(at int64, size uint64) ([]byte, error) {
-	memo := make([]byte, size)
-	if err := t.read(memo, at); err != nil {
+func (t *Table) readRecording(at int64, size uint64) ([]byte, error) {
+	recording := make([]byte, size)
+	if err := t.read(recording, at); err != nil {
 		return nil, err
 	}
-	if _, err := decode(memo); err != nil {
-		return nil, nil // overwritten meanwhile
+	if _, err := decode(recording); err != nil {
+		return nil, nil // another launcher has overwritten it
 	}
-	return memo, nil
+	return recording, nil
 }
 
-// end returns where the last entry ends.
+// end returns the offset of the end of the last entry.
 func (t *Table) end() (int64, error) {
 	var head [tableHead]byte
 	if err := t.read(head[:], 0); err != nil {
@@ -77,40 +77,40 @@ func (t *Table) end() (int64, error) {
 }
 
 func (t *Table) read(b []byte, at int64) error {
-	if _, err := t.f.ReadAt(b, at); err != nil && !errors.Is(err, io.EOF) { // behind the end there are zeros
+	if _, err := t.f.ReadAt(b, at); err != nil && !errors.Is(err, io.EOF) { // a short table reads as zeros
 		return fmt.Errorf("read the table of seccomp filters: %w", err)
 	}
 	return nil
 }
 
-// add puts a memo into the table, unless another launcher is at it. A table that is full begins anew.
-func (t *Table) add(key uint64, memo []byte) (err error) {
-	if len(memo) > maxTable/4 {
+// add adds a recording unless another launcher is writing. It empties a full table first.
+func (t *Table) add(key uint64, recording []byte) (err error) {
+	if len(recording) > maxTable/4 {
 		return nil
 	}
-	mine, err := t.lock(unix.F_WRLCK)
-	if err != nil || !mine {
+	locked, err := t.lock(unix.F_WRLCK)
+	if err != nil || !locked {
 		return err
 	}
 	defer func() {
 		_, unlockErr := t.lock(unix.F_UNLCK)
 		err = errors.Join(err, unlockErr)
 	}()
-	if found, err := t.find(key); err != nil || found != nil { // meanwhile
+	if found, err := t.find(key); err != nil || found != nil { // added by another launcher
 		return err
 	}
 	end, err := t.end()
 	if err != nil {
 		return err
 	}
-	if end+entryHead+int64(len(memo)) > maxTable {
+	if end+entryHead+int64(len(recording)) > maxTable {
 		end = tableHead
 		if err := t.write(binary.NativeEndian.AppendUint64(nil, uint64(end)), 0); err != nil {
 			return err
 		}
 	}
-	entry := binary.NativeEndian.AppendUint64(make([]byte, 0, entryHead+len(memo)), key)
-	entry = append(binary.NativeEndian.AppendUint64(entry, uint64(len(memo))), memo...)
+	entry := binary.NativeEndian.AppendUint64(make([]byte, 0, entryHead+len(recording)), key)
+	entry = append(binary.NativeEndian.AppendUint64(entry, uint64(len(recording))), recording...)
 	if err := t.write(entry, end); err != nil {
 		return err
 	}
@@ -124,9 +124,9 @@ func (t *Table) write(b []byte, at int64) error {
 	return nil
 }
 
-// lock takes or gives back the right to write. It is this process's: the launchers have one open file together, and the
-// kernel gives the lock back when its owner is killed.
-func (t *Table) lock(kind int16) (mine bool, err error) {
+// lock takes or releases the write lock without waiting. It is a lock of the process (F_SETLK), since
+// the launchers share one open file. The kernel releases it when the process dies.
+func (t *Table) lock(kind int16) (locked bool, err error) {
 	err = unix.FcntlFlock(t.f.Fd(), unix.F_SETLK, &unix.Flock_t{Type: kind})
 	if errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EACCES) {
 		return false, nil

@@ -1,7 +1,7 @@
 //go:build cgo && seccomp
 
 #define _GNU_SOURCE
-#include "memo.h"
+#include "bpfcache.h"
 
 #include <errno.h>
 #include <seccomp.h>
@@ -13,130 +13,130 @@
 #include <unistd.h>
 
 _Static_assert(sizeof(struct scmp_arg_cmp) == 24, "an argument's comparison has no padding");
-_Static_assert(sizeof(struct memo_call) == 24, "a call has no padding");
+_Static_assert(sizeof(struct recorded_call) == 24, "a call has no padding");
 
 enum mode { OFF, RECORD, COMPARE };
 
 static struct {
 	_Atomic enum mode mode;
-	scmp_filter_ctx filter; // that is made; NULL: not yet
-	// RECORD: what there is so far, in memory of its own. COMPARE: the recording.
+	scmp_filter_ctx filter; // the recorded or compared filter; NULL: not created yet
+	// RECORD: the calls so far, in allocated memory. COMPARE: the recording.
 	unsigned char *calls;
-	size_t size, room;
+	size_t size, capacity;
 	unsigned char *program;
 	size_t program_size;
-	int spoilt;    // RECORD: there was what cannot be recorded
-	size_t agreed; // COMPARE: as many bytes of calls have been made
-	int ruled;     // a rule was recorded, or kept from libseccomp
-} memo;
+	int invalid;    // RECORD: a call cannot be recorded
+	size_t matched; // COMPARE: bytes of calls that have matched
+	int has_rules; // a rule was recorded, or withheld from libseccomp
+} state;
 
-void memo_forget(void)
+void bpfcache_stop(void)
 {
-	if (memo.mode == RECORD) {
-		free(memo.calls);
-		free(memo.program);
+	if (state.mode == RECORD) {
+		free(state.calls);
+		free(state.program);
 	}
-	memset(&memo, 0, sizeof(memo));
+	memset(&state, 0, sizeof(state));
 }
 
-int memo_record(void)
+int bpfcache_record(void)
 {
-	memo_forget();
-	memo.mode = RECORD;
+	bpfcache_stop();
+	state.mode = RECORD;
 	if (seccomp_export_bpf(NULL, -1) == -ECANCELED)
 		return 0;
-	memo_forget();
+	bpfcache_stop();
 	return -1;
 }
 
-struct memo memo_recording(void)
+struct bpfcache_recording bpfcache_result(void)
 {
-	struct memo m = {memo.calls, memo.size, memo.program, memo.program_size};
+	struct bpfcache_recording m = {state.calls, state.size, state.program, state.program_size};
 
-	if (memo.spoilt)
+	if (state.invalid)
 		m.program = NULL;
 	return m;
 }
 
-void memo_compare(struct memo recording)
+void bpfcache_compare(struct bpfcache_recording recording)
 {
-	memo_forget();
-	memo.calls = (unsigned char *)recording.calls;
-	memo.size = recording.calls_size;
-	memo.program = (unsigned char *)recording.program;
-	memo.program_size = recording.program_size;
-	memo.mode = COMPARE;
+	bpfcache_stop();
+	state.calls = (unsigned char *)recording.calls;
+	state.size = recording.calls_size;
+	state.program = (unsigned char *)recording.program;
+	state.program_size = recording.program_size;
+	state.mode = COMPARE;
 }
 
-static int records(scmp_filter_ctx ctx) { return memo.mode == RECORD && ctx == memo.filter; }
-static int compares(scmp_filter_ctx ctx) { return memo.mode == COMPARE && ctx == memo.filter; }
+static int is_recorded(scmp_filter_ctx ctx) { return state.mode == RECORD && ctx == state.filter; }
+static int is_compared(scmp_filter_ctx ctx) { return state.mode == COMPARE && ctx == state.filter; }
 
 static void append(const void *bytes, size_t n)
 {
-	if (memo.program) // it was made without these
-		memo.spoilt = 1;
-	if (memo.size + n > memo.room) {
-		size_t room = 2 * (memo.size + n);
-		unsigned char *more = realloc(memo.calls, room);
+	if (state.program) // it was exported without this call
+		state.invalid = 1;
+	if (state.size + n > state.capacity) {
+		size_t capacity = 2 * (state.size + n);
+		unsigned char *more = realloc(state.calls, capacity);
 		if (!more) {
-			memo.spoilt = 1;
+			state.invalid = 1;
 			return;
 		}
-		memo.calls = more;
-		memo.room = room;
+		state.calls = more;
+		state.capacity = capacity;
 	}
-	memcpy(memo.calls + memo.size, bytes, n);
-	memo.size += n;
+	memcpy(state.calls + state.size, bytes, n);
+	state.size += n;
 }
 
-// matches tells whether the bytes come next in the recording, and goes on behind them.
+// matches returns whether the bytes come next in the recording, and skips them if so.
 static int matches(const void *bytes, size_t n)
 {
-	if (n > memo.size - memo.agreed || memcmp(memo.calls + memo.agreed, bytes, n) != 0)
+	if (n > state.size - state.matched || memcmp(state.calls + state.matched, bytes, n) != 0)
 		return 0;
-	memo.agreed += n;
+	state.matched += n;
 	return 1;
 }
 
-// note records or compares a call that was made. One that disagrees ends the comparison: no rule was kept back, or settled had given
-// it up.
-static void note(scmp_filter_ctx ctx, struct memo_call call)
+// on_call records or compares a call. A difference ends the comparison. No rules are withheld then:
+// before_setting has passed them on.
+static void on_call(scmp_filter_ctx ctx, struct recorded_call call)
 {
-	if (records(ctx))
+	if (is_recorded(ctx))
 		append(&call, sizeof(call));
-	else if (compares(ctx) && !matches(&call, sizeof(call)))
-		memo_forget();
+	else if (is_compared(ctx) && !matches(&call, sizeof(call)))
+		bpfcache_stop();
 }
 
 int __real_seccomp_rule_add_array(scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args);
 
-// give_up ends the comparison: libseccomp gets the rules that were kept from it.
-static int give_up(scmp_filter_ctx ctx)
+// fall_back ends the comparison and passes the withheld rules to libseccomp.
+static int fall_back(scmp_filter_ctx ctx)
 {
-	const unsigned char *at = memo.calls, *end = memo.calls + memo.agreed;
+	const unsigned char *at = state.calls, *end = state.calls + state.matched;
 	int failed = 0;
 
-	if (records(ctx))
-		memo.spoilt = 1;
-	if (!compares(ctx))
+	if (is_recorded(ctx))
+		state.invalid = 1;
+	if (!is_compared(ctx))
 		return 0;
-	memo_forget();
+	bpfcache_stop();
 	while (at < end && !failed) {
-		struct memo_call call;
-		struct scmp_arg_cmp args[MEMO_MAX_ARGS];
+		struct recorded_call call;
+		struct scmp_arg_cmp args[MAX_ARGS];
 
 		memcpy(&call, at, sizeof(call));
 		at += sizeof(call);
 		memcpy(args, at, call.args * sizeof(*args));
 		at += call.args * sizeof(*args);
-		if (call.kind == MEMO_RULE)
+		if (call.kind == CALL_RULE)
 			failed = __real_seccomp_rule_add_array(ctx, call.what, (int)call.value, call.args, args);
 	}
 	return failed;
 }
 
-// settled is called before a setting is changed: in a recording that is before the first rule.
-static int settled(scmp_filter_ctx ctx) { return memo.ruled ? give_up(ctx) : 0; }
+// before_setting is called before a setting changes. Recordings have no settings after the first rule.
+static int before_setting(scmp_filter_ctx ctx) { return state.has_rules ? fall_back(ctx) : 0; }
 
 scmp_filter_ctx __real_seccomp_init(uint32_t action);
 
@@ -144,14 +144,14 @@ scmp_filter_ctx __wrap_seccomp_init(uint32_t action)
 {
 	scmp_filter_ctx ctx;
 
-	if (memo.mode == OFF)
+	if (state.mode == OFF)
 		return __real_seccomp_init(action);
-	if (memo.filter && give_up(memo.filter) != 0)
+	if (state.filter && fall_back(state.filter) != 0)
 		return NULL;
 	ctx = __real_seccomp_init(action);
-	if (ctx && memo.mode != OFF && !memo.filter) {
-		memo.filter = ctx;
-		note(ctx, (struct memo_call){.kind = MEMO_INIT, .what = action});
+	if (ctx && state.mode != OFF && !state.filter) {
+		state.filter = ctx;
+		on_call(ctx, (struct recorded_call){.kind = CALL_INIT, .what = action});
 	}
 	return ctx;
 }
@@ -160,11 +160,11 @@ int __real_seccomp_arch_add(scmp_filter_ctx ctx, uint32_t arch);
 
 int __wrap_seccomp_arch_add(scmp_filter_ctx ctx, uint32_t arch)
 {
-	int rc = settled(ctx);
+	int rc = before_setting(ctx);
 
 	if (rc == 0) {
 		rc = __real_seccomp_arch_add(ctx, arch);
-		note(ctx, (struct memo_call){.kind = MEMO_ARCH, .what = arch, .result = rc});
+		on_call(ctx, (struct recorded_call){.kind = CALL_ARCH, .what = arch, .result = rc});
 	}
 	return rc;
 }
@@ -173,11 +173,11 @@ int __real_seccomp_attr_set(scmp_filter_ctx ctx, enum scmp_filter_attr attr, uin
 
 int __wrap_seccomp_attr_set(scmp_filter_ctx ctx, enum scmp_filter_attr attr, uint32_t value)
 {
-	int rc = settled(ctx);
+	int rc = before_setting(ctx);
 
 	if (rc == 0) {
 		rc = __real_seccomp_attr_set(ctx, attr, value);
-		note(ctx, (struct memo_call){.kind = MEMO_ATTR, .what = attr, .value = value, .result = rc});
+		on_call(ctx, (struct recorded_call){.kind = CALL_ATTR, .what = attr, .value = value, .result = rc});
 	}
 	return rc;
 }
@@ -185,33 +185,33 @@ int __wrap_seccomp_attr_set(scmp_filter_ctx ctx, enum scmp_filter_attr attr, uin
 int __wrap_seccomp_rule_add_array(scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args)
 {
 	struct {
-		struct memo_call call;
-		struct scmp_arg_cmp args[MEMO_MAX_ARGS];
-	} rule = {.call = {.kind = MEMO_RULE, .what = action, .value = (uint32_t)syscall, .args = n}};
+		struct recorded_call call;
+		struct scmp_arg_cmp args[MAX_ARGS];
+	} rule = {.call = {.kind = CALL_RULE, .what = action, .value = (uint32_t)syscall, .args = n}};
 	size_t size = sizeof(rule.call) + n * sizeof(*args);
 	int rc;
 
-	if (n > MEMO_MAX_ARGS) {
-		rc = give_up(ctx);
+	if (n > MAX_ARGS) {
+		rc = fall_back(ctx);
 		return rc ? rc : __real_seccomp_rule_add_array(ctx, action, syscall, n, args);
 	}
 	if (n > 0)
 		memcpy(rule.args, args, n * sizeof(*args));
-	if (compares(ctx)) {
+	if (is_compared(ctx)) {
 		if (matches(&rule, size)) {
-			memo.ruled = 1;
+			state.has_rules = 1;
 			return 0;
 		}
-		rc = give_up(ctx);
+		rc = fall_back(ctx);
 		if (rc != 0)
 			return rc;
 	}
 	rc = __real_seccomp_rule_add_array(ctx, action, syscall, n, args);
-	if (records(ctx) && rc == 0) {
-		memo.ruled = 1;
+	if (is_recorded(ctx) && rc == 0) {
+		state.has_rules = 1;
 		append(&rule, size);
-	} else if (records(ctx)) {
-		memo.spoilt = 1;
+	} else if (is_recorded(ctx)) {
+		state.invalid = 1;
 	}
 	return rc;
 }
@@ -227,9 +227,9 @@ static void take_program(scmp_filter_ctx ctx)
 	if (fd < 0)
 		return;
 	if (__real_seccomp_export_bpf(ctx, fd) == 0 && fstat(fd, &st) == 0 && st.st_size > 0) {
-		memo.program = malloc((size_t)st.st_size);
-		if (memo.program && pread(fd, memo.program, (size_t)st.st_size, 0) == st.st_size)
-			memo.program_size = (size_t)st.st_size;
+		state.program = malloc((size_t)st.st_size);
+		if (state.program && pread(fd, state.program, (size_t)st.st_size, 0) == st.st_size)
+			state.program_size = (size_t)st.st_size;
 	}
 	close(fd);
 }
@@ -253,14 +253,14 @@ int __wrap_seccomp_export_bpf(const scmp_filter_ctx ctx, int fd)
 {
 	int rc;
 
-	if (records(ctx)) {
-		if (ctx && !memo.spoilt && !memo.program)
+	if (is_recorded(ctx)) {
+		if (ctx && !state.invalid && !state.program)
 			take_program(ctx);
 		return -ECANCELED;
 	}
-	if (compares(ctx) && memo.agreed == memo.size)
-		return write_all(fd, memo.program, memo.program_size);
-	rc = give_up(ctx);
+	if (is_compared(ctx) && state.matched == state.size)
+		return write_all(fd, state.program, state.program_size);
+	rc = fall_back(ctx);
 	return rc ? rc : __real_seccomp_export_bpf(ctx, fd);
 }
 
@@ -268,18 +268,18 @@ int __real_seccomp_load(const scmp_filter_ctx ctx);
 
 int __wrap_seccomp_load(const scmp_filter_ctx ctx)
 {
-	int rc = records(ctx) ? -ECANCELED : give_up(ctx);
+	int rc = is_recorded(ctx) ? -ECANCELED : fall_back(ctx);
 
 	return rc ? rc : __real_seccomp_load(ctx);
 }
 
 void __real_seccomp_release(scmp_filter_ctx ctx);
 
-// A filter that is being recorded is not released before memo_recording; other threads release earlier ones.
+// A recorded filter is released only after bpfcache_result. Other threads may release earlier filters.
 void __wrap_seccomp_release(scmp_filter_ctx ctx)
 {
-	if (compares(ctx))
-		memo_forget();
+	if (is_compared(ctx))
+		bpfcache_stop();
 	__real_seccomp_release(ctx);
 }
 
@@ -287,19 +287,19 @@ int __real_seccomp_merge(scmp_filter_ctx ctx, scmp_filter_ctx src);
 
 int __wrap_seccomp_merge(scmp_filter_ctx ctx, scmp_filter_ctx src)
 {
-	int rc = give_up(ctx);
+	int rc = fall_back(ctx);
 
 	if (rc == 0)
-		rc = give_up(src);
+		rc = fall_back(src);
 	return rc ? rc : __real_seccomp_merge(ctx, src);
 }
 
-// PLAIN wraps a function that is neither recorded nor compared.
+// PLAIN wraps a function whose calls are neither recorded nor compared.
 #define PLAIN(name, params, args)                                                                                      \
 	int __real_##name params;                                                                                      \
 	int __wrap_##name params                                                                                       \
 	{                                                                                                              \
-		int rc = give_up(ctx);                                                                                 \
+		int rc = fall_back(ctx);                                                                                 \
                                                                                                                        \
 		return rc ? rc : __real_##name args;                                                                   \
 	}
@@ -312,13 +312,13 @@ PLAIN(seccomp_rule_add_exact_array,
       (ctx, action, syscall, n, args))
 PLAIN(seccomp_export_pfc, (const scmp_filter_ctx ctx, int fd), (ctx, fd))
 
-// What libseccomp 2.6 has more. A program that was built with it may meet an older one.
+// Functions that libseccomp 2.6 added. A program built with it may run with an older library.
 #if SCMP_VER_MAJOR > 2 || SCMP_VER_MINOR >= 6
 #define NEWER(name, params, args)                                                                                      \
 	__attribute__((weak)) int __real_##name params;                                                                \
 	int __wrap_##name params                                                                                       \
 	{                                                                                                              \
-		int rc = __real_##name ? give_up(ctx) : -EOPNOTSUPP;                                                   \
+		int rc = __real_##name ? fall_back(ctx) : -EOPNOTSUPP;                                                   \
                                                                                                                        \
 		return rc ? rc : __real_##name args;                                                                   \
 	}
@@ -330,7 +330,7 @@ NEWER(seccomp_transaction_commit, (const scmp_filter_ctx ctx), (ctx))
 
 __attribute__((weak)) void __real_seccomp_transaction_reject(const scmp_filter_ctx ctx);
 
-// A transaction that is rejected was begun, which has ended the comparison.
+// The start of the transaction has ended the comparison already.
 void __wrap_seccomp_transaction_reject(const scmp_filter_ctx ctx)
 {
 	if (__real_seccomp_transaction_reject)
