@@ -62,7 +62,7 @@ func appArmorBefore1_30(profile string) harness.ContainerOption {
 	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.ApparmorProfile = profile }) //nolint:staticcheck // deprecated
 }
 
-// confinement is what the kernel says that a process is confined with.
+// confinement returns the kernel's AppArmor label of a process.
 func confinement(t *testing.T, pid int) string {
 	t.Helper()
 	label, err := os.ReadFile(fmt.Sprintf("/proc/%d/attr/current", pid))
@@ -70,7 +70,7 @@ func confinement(t *testing.T, pid int) string {
 	return strings.TrimRight(string(label), "\n\x00")
 }
 
-// What is asked for is what the kernel confines with: the container's program and what is executed in it.
+// The kernel applies the requested profile to the container's command and to execs.
 func TestAppArmor(t *testing.T) {
 	needAppArmor(t)
 	local := loadProfile(t)
@@ -113,7 +113,7 @@ func TestAppArmor(t *testing.T) {
 	}
 }
 
-// denied tells whether the container may not open a file to write. Nothing is written.
+// isDenied reports whether the container may not open a file for writing. It writes nothing.
 func isDenied(t *testing.T, c *harness.Container, file string) bool {
 	t.Helper()
 	complaint := c.Exec(t, "sh", "-c", "{ true >>"+file+"; } 2>&1; true")

@@ -135,8 +135,8 @@ func TestBadContainers(t *testing.T) {
 	}
 }
 
-// What only shows when the process is started: the error names the cause, and the
-// container has exited with the code other runtimes use for it, too.
+// Some errors appear only when the process starts. The error names the cause, and the container has
+// exited with the code that other runtimes use.
 func TestBadCommands(t *testing.T) {
 	plain, _ := harness.Push(t, harness.Registry, "plain:latest", harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("plain", 0o644, "no program")}))
 	d := harness.StartDaemon(t)

@@ -80,7 +80,7 @@ func TestOwnNetwork(t *testing.T) {
 	}
 }
 
-// What keeps pods from being attached keeps the node from being ready, and says why, until it is mended.
+// An obstacle to attaching pods makes the network not ready, with the reason, until it is removed.
 func TestOwnNetworkNotReady(t *testing.T) {
 	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0"}}))
 	bridge, err := netlink.LinkByName("berth0")
@@ -123,7 +123,7 @@ func TestOwnNetworkNotReady(t *testing.T) {
 	waitNetworkReady(t, d, true)
 }
 
-// A firewall that drops what it does not know is named in verbose Status and in the log; the node is ready.
+// Verbose Status and the log name a firewall that drops unknown traffic. The node stays ready.
 func TestOwnNetworkNamesFirewalls(t *testing.T) {
 	conn, err := nftables.New()
 	harness.Must(t, err)
@@ -172,7 +172,8 @@ func TestOwnNetworkOutlivesDaemon(t *testing.T) {
 	}
 }
 
-// Who deletes all rules of the packet filter, as a reload of nftables.service does, closes host ports for a moment only.
+// A flush of all packet filter rules, as by a reload of nftables.service, closes host ports only
+// for a moment.
 func TestOwnNetworkOutlivesFlush(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -193,7 +194,7 @@ func TestOwnNetworkOutlivesFlush(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// After a reboot nothing of the network is there but what is on disk, and addresses come back.
+// After a reboot only the network's files remain, and addresses are released.
 func TestOwnNetworkAfterReboot(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	before := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -213,7 +214,7 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	pod.Remove(t) // berth check sees the machine's own boot ID
 }
 
-// keptAddresses are the names of files in which a daemon's own network keeps addresses.
+// keptAddresses returns the names of the address files of a daemon's own network.
 func keptAddresses(d *harness.Daemon) (all []string) {
 	for _, name := range machine.ReadDir(filepath.Join(d.Root, "network/berth-net")) {
 		if strings.Contains(name, "@") {
@@ -223,7 +224,8 @@ func keptAddresses(d *harness.Daemon) (all []string) {
 	return all
 }
 
-// The program and the daemon share a network. What the program has attached is nobody's to the daemon, and given back when it starts.
+// The plugin program and the daemon share a network. A starting daemon releases attachments that
+// the program made.
 func TestOwnNetworkCollectsGarbage(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))

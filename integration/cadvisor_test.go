@@ -100,7 +100,7 @@ func TestCadvisorSocket(t *testing.T) {
 	d.Start(t)
 }
 
-// A pod's cgroup is there long before a slow network is up. cAdvisor asks about it once; without an
+// A pod's cgroup exists long before a slow network is up. cAdvisor asks about it once; without an
 // answer the pod's statistics have neither labels nor network.
 func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
 	dir := t.TempDir()

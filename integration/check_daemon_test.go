@@ -36,8 +36,8 @@ spec:
 	harness.Must(t, os.RemoveAll(runDir))
 }
 
-// What another berth on the machine has in cgroups and directories that both use is no difference,
-// whether its daemon runs, was restarted, or ended.
+// Cgroups and directories of another berth on the machine are no differences, whether its daemon
+// runs, was restarted, or ended.
 func TestStateCheckBesideAnotherBerth(t *testing.T) {
 	d, other := harness.StartDaemon(t), harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -65,8 +65,8 @@ func checkOf(t *testing.T, d *harness.Daemon, flags ...string) (out string, err 
 	return string(raw), err
 }
 
-// `berth check` looks at what the daemon that runs was started with, flags included, and with flags
-// of its own at that.
+// `berth check` uses the configuration and flags of the running daemon, unless it gets flags of its
+// own.
 func TestCheckAsksTheDaemon(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

@@ -436,7 +436,7 @@ func TestContainerStdin(t *testing.T) {
 	harness.Equal(t, "without stdin", pod.Sh(t, "cat; echo end"), "end\n")
 	c := pod.Run(t, harness.Script("echo waiting; cat; echo end"), func(c *runtimeapi.ContainerConfig) { c.Stdin = true })
 	c.WaitOutput(t, "waiting")
-	harness.Eventually(t, "cat waits", func() error { // itself and the one that waits
+	harness.Eventually(t, "cat waits", func() error { // cat itself and the waiting process
 		return wantEqual("number of processes that read", c.Exec(t, "sh", "-c", "cat /proc/[0-9]*/comm | grep -c '^cat$'"), "2")
 	})
 	c.Stop(t, 0)

@@ -63,7 +63,7 @@ kubeAPIQPS: 200
 kubeAPIBurst: 400
 `
 
-// writeKeys writes what the programs identify themselves and their accounts with.
+// writeKeys writes the certificates and keys of the programs and their accounts.
 func (c *cluster) writeKeys(t *testing.T) {
 	t.Helper()
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
@@ -138,7 +138,7 @@ func (c *cluster) command(ctx context.Context, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// try runs kubectl with some input and returns what it printed.
+// try runs kubectl with some input and returns its output.
 func (c *cluster) try(input string, args ...string) (stdout, stderr string, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), kubeletPatience)
 	defer cancel()
@@ -150,7 +150,7 @@ func (c *cluster) try(input string, args ...string) (stdout, stderr string, err 
 	return out.String(), complaint.String(), err
 }
 
-// kubectl runs kubectl, which must succeed, and returns what it printed.
+// kubectl runs kubectl, which must succeed, and returns its output.
 func (c *cluster) kubectl(t *testing.T, args ...string) string {
 	t.Helper()
 	return c.kubectlInput(t, "", args...)
@@ -165,7 +165,7 @@ func (c *cluster) kubectlInput(t *testing.T, input string, args ...string) strin
 	return stdout
 }
 
-// check runs kubectl and returns an error with all that it said.
+// check runs kubectl and returns an error with its whole output.
 func (c *cluster) check(args ...string) error {
 	stdout, stderr, err := c.try("", args...)
 	if err != nil {
@@ -174,7 +174,7 @@ func (c *cluster) check(args ...string) error {
 	return err
 }
 
-// create creates an object from a manifest, in which IMAGE stands for the base image.
+// create creates an object from a manifest. IMAGE in it is replaced with the base image.
 func (c *cluster) create(t *testing.T, manifest string) {
 	t.Helper()
 	c.kubectlInput(t, strings.ReplaceAll(manifest, "IMAGE", harness.BaseImage), "create", "-f", "-")

@@ -23,8 +23,8 @@ import (
 	"berth/integration/machine"
 )
 
-// What users do with kubectl, on a cluster whose node runs berth. The parts live side
-// by side: run these tests with -parallel 16, for they mostly wait.
+// Use cases of kubectl on a cluster whose node runs berth. The parts run side by side and mostly
+// wait, so run these tests with -parallel 16.
 func TestControlPlane(t *testing.T) {
 	c := startCluster(t)
 	for name, test := range controlPlane {
@@ -135,7 +135,7 @@ func testControlPlanePortForward(t *testing.T, c *cluster) {
 	}
 }
 
-// An ephemeral container joins the processes of the one that it looks at.
+// An ephemeral container joins the PID namespace of its target.
 func testControlPlaneDebug(t *testing.T, c *cluster) {
 	c.run(t, "debug", "--command", "--", "sleep", "123456")
 	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--target", "debug", "--container", "looker", "--", "ps", "-o", "pid,args")
@@ -295,7 +295,7 @@ spec:
 	harness.Equal(t, "the pod's address", c.pod(t, "hostnet").Status.PodIP, kubeletAddress)
 }
 
-// What the runtime says about itself arrives at the API.
+// The runtime's status reaches the API.
 func testControlPlaneNodeStatus(t *testing.T, c *cluster) {
 	var n corev1.Node
 	c.readObject(t, &n, "node", kubeletNode)
@@ -321,7 +321,7 @@ func testControlPlaneNodeStatus(t *testing.T, c *cluster) {
 
 // --- many pods --------------------------------------------------------------------
 
-// A hundred pods at once. What it took is logged; no figure is asserted.
+// A hundred pods at once. The test logs the durations and asserts none.
 func TestControlPlaneBurst(t *testing.T) {
 	const pods = 100
 	c := startCluster(t)
@@ -363,7 +363,7 @@ spec:
 	}
 }
 
-// cpuMeter counts what the daemon and all it starts spend, by a cgroup of their own.
+// cpuMeter counts the CPU time of the daemon and its children, by a cgroup of their own.
 type cpuMeter struct{ file string }
 
 func newCPUMeter(t *testing.T, d *harness.Daemon) cpuMeter {

@@ -14,7 +14,7 @@ import (
 // calledLine finds method, time taken and code in the daemon's log of a call.
 var calledLine = regexp.MustCompile(`msg=(\w+) .*took=(\S+) code=(\w+)`)
 
-// wasAsked reports whether somebody called a method.
+// wasAsked reports whether a client has called a method.
 func wasAsked(d *harness.Daemon, method string) bool {
 	return slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, "msg="+method+" ") })
 }
@@ -35,8 +35,8 @@ func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 	return all
 }
 
-// failures returns the calls in the daemon's log that failed. kubelet asks for the status of
-// what it has removed itself, so NotFound is no failure.
+// failedCalls returns the failed calls in the daemon's log. NotFound is no failure: kubelet asks
+// for the status of objects that it has just removed.
 func failedCalls(d *harness.Daemon) []string {
 	var all []string
 	for _, line := range machine.ReadLines(d.LogFile()) {

@@ -12,8 +12,9 @@ import (
 	"berth/integration/harness"
 )
 
-// A container with a volume whose server is dead can't be created: that ends with the caller's time, shows among the waits, and one look
-// at the volume hangs, however often it is tried. Its pod can be removed meanwhile, nothing of it is left, and other pods are well.
+// Creating a container whose volume's server is dead ends with the caller's deadline, and shows
+// among the waits. Repeated attempts hang only one stat of the volume. Meanwhile the pod can be
+// removed without leftovers, and other pods work.
 func TestContainersOfADeadVolume(t *testing.T) {
 	volume := faults.NewVolume(t)
 	d := harness.StartDaemon(t)

@@ -89,9 +89,9 @@ var openedBy = []struct {
 	{"terminal", remotecommand.StreamOptions{Stdin: strings.NewReader(""), Stdout: &bytes.Buffer{}, Tty: true}},
 }
 
-// What a process of a container has open is its own or its container's. Whoever has a descriptor of
-// a device node may change the node's mode and owner, for everybody who has it: the host's
-// /dev/null became unusable.
+// A container's process has open only its own files or its container's. A descriptor of a device
+// node lets its holder change the node's mode and owner for everyone: the host's /dev/null became
+// unusable.
 func TestDescriptorsAreNotTheHosts(t *testing.T) {
 	for _, handler := range []string{"", "crun"} {
 		t.Run("handler "+handler, func(t *testing.T) {
@@ -129,7 +129,7 @@ func TestDescriptorsAreNotTheHosts(t *testing.T) {
 // attackNull takes all rights to whatever the process has as standard streams.
 const attackNull = `for n in 0 1 2; do chmod 000 /proc/self/fd/$n; chown 1:1 /proc/self/fd/$n; done; true`
 
-// wantUsableNull checks that anybody can use the host's /dev/null.
+// wantUsableNull checks that all users can use the host's /dev/null.
 func wantUsableNull(t *testing.T) {
 	t.Helper()
 	info, err := os.Stat(os.DevNull)

@@ -61,8 +61,8 @@ func TestDevices(t *testing.T) {
 	}
 }
 
-// Permissions are what the device cgroup allows of reading and writing. Making nodes it
-// allows everybody who has CAP_MKNOD, as with other runtimes.
+// Device permissions limit reads and writes. The device cgroup allows mknod to every process with
+// CAP_MKNOD, as in other runtimes.
 func TestDevicePermissions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -87,7 +87,7 @@ func TestDevicesPrivileged(t *testing.T) {
 	harness.Equal(t, "node in another", pod.Sh(t, look), "none\n")
 }
 
-// With device_ownership_from_security_context a user who is not root can use a device.
+// With device_ownership_from_security_context a user other than root can use a device.
 func TestDeviceOwnership(t *testing.T) {
 	dir := hostDevices(t)
 	who := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -135,7 +135,7 @@ func TestCDI(t *testing.T) {
 		},
 		"one": map[string]any{"deviceNodes": []any{map[string]any{"path": "/dev/vendor1", "type": "b", "major": 7, "minor": 1, "uid": 1001, "gid": 2001}}},
 	})
-	harness.Must(t, os.WriteFile(filepath.Join(dir, "broken.json"), []byte("{"), 0o600)) // concerns nobody
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "broken.json"), []byte("{"), 0o600)) // ignored: no container uses it
 	d := harness.StartDaemon(t, option)
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t, harness.Cdi("zero", "one"))

@@ -1,7 +1,6 @@
-// Package integration holds the tests that start the real binaries and talk CRI
-// to them as kubelet does. It has no code of its own outside tests: what they share
-// is in package harness, what the demo and the benchmark need too in package fixture, and
-// the attacks of the past are in package attacks.
+// Package integration starts the real binaries and talks CRI to them as kubelet does. All its code
+// is in tests. Package harness holds code shared by tests; package fixture serves the demo and the
+// benchmark, too. Package attacks repeats known attacks.
 //
-// TestKubelet… start a kubelet too (kubelet_node_test.go), built from the module in kubelet/.
+// TestKubelet… also starts a kubelet (kubelet_node_test.go), built from the module in kubelet/.
 package integration

@@ -44,8 +44,8 @@ func wantKeys(t *testing.T, line harness.LogLine, keys ...string) {
 	}
 }
 
-// Each event in the life of pods, containers and images is a line at the level info, with names,
-// and no ordinary life is worth a warning.
+// Each event of pods, containers and images is one line at level info, with names. Normal operation
+// logs no warning.
 func TestEventLog(t *testing.T) {
 	d := harness.StartDaemon(t)
 	name, id := harness.Push(t, harness.Registry, "eventlog:1", harness.BuildImage(t, v1.Config{}))
@@ -167,7 +167,7 @@ func TestNoWarningsOfClientsThatCancel(t *testing.T) {
 	d.QuietLog(t)
 }
 
-// What pulls are made with is not in the log, whether they succeed or fail.
+// The log never contains pull credentials, whether the pull succeeds or fails.
 func TestNoCredentialsInTheLog(t *testing.T) {
 	r := harness.NewRegistry(t)
 	d := harness.StartDaemon(t)

@@ -16,9 +16,8 @@ import (
 	"berth/internal/testenv"
 )
 
-// Many clients read all events of many containers, in one order, while one of them never reads: it is
-// in nobody's way, loses its stream when more is kept for it than the daemon is willing to, and takes
-// no memory from then on.
+// Many clients read all events of many containers, in one order, while one of them never reads.
+// That client disturbs no other. Its stream ends when its queue is full, and its memory is freed.
 func TestEventsWithADeafClient(t *testing.T) {
 	testenv.Long(t)
 	const (
@@ -65,7 +64,7 @@ func TestEventsWithADeafClient(t *testing.T) {
 			harness.Must(t, <-errs)
 		}
 	}
-	// told reads what a stream tells of n events, and checks each container's order.
+	// told reads n events from a stream and checks each container's order.
 	told := func(stream runtimeapi.RuntimeService_GetContainerEventsClient, n int) (string, error) {
 		var all strings.Builder
 		last := map[string]runtimeapi.ContainerEventType{}
@@ -82,7 +81,8 @@ func TestEventsWithADeafClient(t *testing.T) {
 		}
 		return all.String(), nil
 	}
-	// sameTold runs something that makes n events while all but the deaf one read, and returns what they were told.
+	// sameTold runs a function that causes n events while all clients but one read, and returns
+	// their events.
 	sameTold := func(n int, run func()) string {
 		t.Helper()
 		all, errs := make([]string, len(streams)), make([]error, len(streams))
@@ -103,11 +103,11 @@ func TestEventsWithADeafClient(t *testing.T) {
 	first := sameTold(4*lives, func() { together(lives, true) })
 	harness.Equal(t, "containers that stopped", strings.Count(first, "STOPPED"), lives)
 	harness.Equal(t, "containers that were removed", strings.Count(first, "DELETED"), lives)
-	if testing.Short() { // the deaf one is not that far behind yet
+	if testing.Short() { // the stuck client's queue is not full yet
 		harness.Equal(t, "what the deaf one is told when it reads at last", harness.Get(told(deaf, 4*lives))(t), first)
 		return
 	}
-	const more = kept/2 + 500 // of two events each, some of which are on their way to it
+	const more = kept/2 + 500 // two events each; some are still in flight to the client
 	sameTold(2*more, func() { together(more, false) })
 	n := 0
 	var err error

@@ -19,8 +19,8 @@ func events(t *testing.T, d *harness.Daemon) runtimeapi.RuntimeService_GetContai
 	return stream
 }
 
-// Every step of a pod and its container is told once, in order and to everybody,
-// with the state that it led to.
+// Every step of a pod and its container causes one event, in order, for every client, with the
+// resulting state.
 func TestContainerEvents(t *testing.T) {
 	d := harness.StartDaemon(t)
 	streams := []runtimeapi.RuntimeService_GetContainerEventsClient{events(t, d), events(t, d)}
@@ -73,8 +73,8 @@ func TestContainerEvents(t *testing.T) {
 	}
 }
 
-// An exit that nobody asked for is told with its code; a client that goes away
-// leaves nothing behind (the leak check at the end sees its goroutine).
+// An exit that no client asked for causes an event with its code. A client that disconnects leaves
+// nothing: the leak check counts goroutines.
 func TestEventOfAnExit(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

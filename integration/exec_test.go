@@ -159,15 +159,14 @@ func TestExecSyncErrors(t *testing.T) {
 		_, err := runtime.ExecSync(t.Context(), c.req)
 		t.Run(c.name, func(t *testing.T) { harness.WantCode(t, err, c.code, c.says) })
 	}
-	// A command that does not exist is a result, not a failure of the runtime, where the shell's
-	// convention is kept; or an error that names it.
+	// A missing command is a result with the shell's exit code, or an error that names it.
 	_, _, err := d.Cri.ExecSync(t.Context(), running.Id, []string{"/no/such/command"}, 0)
 	if err == nil || !strings.Contains(err.Error(), "/no/such/command") {
 		t.Errorf("the error does not name the command: %v", err)
 	}
 }
 
-// Whoever of those that an error passes names the container, one does.
+// Each error names the container exactly once, whichever layers it passes.
 func TestErrorsNameTheContainerOnce(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -190,7 +189,7 @@ func TestErrorsNameTheContainerOnce(t *testing.T) {
 	}
 }
 
-// A user other than root has no capability but the ambient ones: init, and what is executed later.
+// A user other than root has only ambient capabilities, in init and in execs.
 func TestAmbientCapabilities(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -88,7 +88,7 @@ func newWorld(t *testing.T, seed uint64) *world {
 	return w
 }
 
-// suits is what a container of the pod needs.
+// suits returns the options that a container of the pod needs.
 func (w *world) suits() harness.ContainerOption {
 	if w.pod.Config.Linux.SecurityContext.NamespaceOptions.UsernsOptions != nil {
 		return inUserNamespace(fuzzUserNamespace)
@@ -193,7 +193,7 @@ func (w *world) tame(request proto.Message) {
 	}
 }
 
-// send carries a request out, keeps what it made, and judges the answer.
+// send sends a request, records the created objects, and checks the answer.
 func (w *world) send(t *testing.T, m method, request proto.Message) {
 	t.Helper()
 	limit := harness.Patience
@@ -235,7 +235,7 @@ func (w *world) exchange(ctx context.Context, m method, request, answer proto.Me
 	}
 }
 
-// keep notes what an answer names, and visits its URL.
+// keep records the objects that an answer names, and visits its URL.
 func (w *world) keep(t *testing.T, answer proto.Message) {
 	t.Helper()
 	switch answer := answer.(type) {
@@ -257,9 +257,9 @@ func (w *world) keep(t *testing.T, answer proto.Message) {
 // enough is how many requests one daemon gets: the fuzzer gives a program ten seconds.
 const enough = 24
 
-// FuzzOtherRPCs sends odd requests for all RPCs, one after the other, to one daemon: each
-// byte of the program is an RPC, the seed decides what is odd about its request. What
-// there was and what requests made is removed at the end, and then nothing may be left.
+// FuzzOtherRPCs sends odd requests for all RPCs, one after the other, to one daemon. Each byte of
+// the program selects an RPC; the seed selects its odd fields. At the end the test removes all
+// objects and checks for leaks.
 //
 //	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzOtherRPCs
 func FuzzOtherRPCs(f *testing.F) {
@@ -279,7 +279,7 @@ func FuzzOtherRPCs(f *testing.F) {
 			m := all[int(which)%len(all)]
 			w.send(t, m, w.request(t, m))
 		}
-		// Whatever it was asked, it answers.
+		// The daemon still answers after any request.
 		harness.Get(w.d.Cri.Status(t.Context(), true))(t)
 		for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
 			harness.Get(w.d.Cri.PodSandboxStatus(t.Context(), p.Id, true))(t)

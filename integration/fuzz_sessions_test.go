@@ -27,15 +27,15 @@ const sessionTime = 300 * time.Millisecond
 // Ports that a client of a port-forward may ask for when it is connected.
 var oddPorts = []string{"8080", "0", "-1", "65536", "4294967376", "http", "", "80 ", "0x50", strings.Repeat("9", 500)}
 
-// visit uses a URL that the daemon gave out, more or less as it was meant. Its answer must be HTTP that
-// blames the client or none; the leak check at the end of the test sees what it left.
+// visit uses a URL of the daemon in a more or less valid way. The answer must be HTTP without a
+// server error. The leak check at the end of the test covers leftovers.
 func (w *world) visit(t *testing.T, address string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), sessionTime)
 	defer cancel()
 	odd := strings.ToValidUTF8(pick(w.r, oddStrings), "?")
 	switch w.r.IntN(6) {
-	case 0: // nobody comes
+	case 0: // no connection
 	case 1:
 		stream(ctx, sessions.Spdy, address, w.streamOptions(odd))
 	case 2:
@@ -64,7 +64,7 @@ func (w *world) streamOptions(input string) remotecommand.StreamOptions {
 	return o
 }
 
-// stream runs a session. How it ends is the command's business, or that of the time.
+// stream runs a session. It ends with the command or the deadline.
 func stream(ctx context.Context, p sessions.Protocol, address string, o remotecommand.StreamOptions) {
 	_, _ = p.Stream(ctx, sessions.Plain(), address, o)
 }
@@ -106,7 +106,7 @@ func (w *world) speakSPDY(address, odd string) {
 	_, _ = io.Copy(io.Discard, conn)
 }
 
-// headerText is what a client's library lets through in a header.
+// headerText makes a string valid for the client library's headers.
 func headerText(s string) string { return fmt.Sprintf("%q", s) }
 
 // forwardWebSocket opens any session as if it were a port-forward, and sends odd messages.

@@ -15,12 +15,12 @@ import (
 	"berth/internal/cricodes"
 )
 
-// The server's own fuzzing sends arbitrary bytes to a made-up manager. These send
-// requests with odd fields to a real daemon, each to a new one: what is accepted is carried out, and
-// the leak check at the end of the test sees what it left. Paths are brought below the
-// test's directories, since a CRI client may name any of the node's.
+// The server's own fuzz tests send arbitrary bytes to a fake manager. These tests send requests
+// with odd fields to a real daemon, a new one each time. Accepted requests run, and the leak check
+// follows. Paths are moved below the test's directories, because a CRI client may name any path of
+// the node.
 //
-//	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzCreateContainer
+// 	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzCreateContainer
 
 // fits fails the test for an answer that no client could make sense of.
 func fits(t *testing.T, method string, err error) {
@@ -45,7 +45,7 @@ func tamePod(d *harness.Daemon, config *runtimeapi.PodSandboxConfig) {
 		config.LogDirectory = ""
 	}
 	if linux := config.Linux; linux != nil && linux.CgroupParent != "" {
-		// One level, as the fixture removes what kubelet would: the pod's own.
+		// One level: the fixture removes only the pod's own cgroup, as kubelet would.
 		name := strings.NewReplacer("/", "-", "\x00", "-").Replace(linux.CgroupParent)
 		linux.CgroupParent = "/" + harness.Machine + "/pod" + filepath.Base(d.Dir) + name[:min(len(name), 200)]
 		d.Parents = append(d.Parents, linux.CgroupParent)
@@ -129,7 +129,7 @@ func FuzzCreateContainer(f *testing.F) {
 			Linux: &runtimeapi.LinuxContainerConfig{SecurityContext: &runtimeapi.LinuxContainerSecurityContext{
 				NamespaceOptions: &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER, UsernsOptions: usernsOptions(fuzzUserNamespace)}}}},
 	}
-	// Each form in a pod of each kind, of which the first is the fastest.
+	// Each form in a pod of each kind. The first kind is the fastest.
 	addSeeds(f, len(forms))
 	for form := len(forms); form < len(forms)*len(fuzzPods); form++ {
 		f.Add(uint8(form), uint64(form))

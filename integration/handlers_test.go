@@ -191,8 +191,8 @@ func TestCrunUserNamespace(t *testing.T) {
 	harness.Equal(t, "exit code", status.ExitCode, 4)
 }
 
-// What a runtime's program made, the next daemon finds, stops and removes, even if it
-// knows the handler no more.
+// The next daemon finds, stops and removes the containers of an OCI runtime, even after the handler
+// is gone from its configuration.
 func TestCrunSurvivesDaemon(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
@@ -222,8 +222,8 @@ func TestCrunSurvivesDaemon(t *testing.T) {
 
 // The containers of a pod run in one sandbox of gVisor's, whose kernel is not the node's.
 func TestRunsc(t *testing.T) {
-	// gVisor takes the pod's addresses from its interface, and the bridge plugin then does
-	// not know any more what it masquerades.
+	// gVisor takes the pod's addresses from its interface. The bridge plugin then has no source
+	// address to masquerade.
 	network := strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
 	d := harness.StartDaemon(t, harness.WithHandler("runsc", runsc(t)), harness.WithNetwork(network))
 	pod := runPodWith(t, d, "runsc")
@@ -280,7 +280,7 @@ func TestRunsc(t *testing.T) {
 	})
 }
 
-// What a runtime's program made for a pod whose records are lost is removed.
+// The daemon removes containers of an OCI runtime whose pod's records are lost.
 func TestCrunWithoutRecords(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)

@@ -12,14 +12,14 @@ import (
 	"berth/integration/machine"
 )
 
-// hugepageLimits has the container's huge pages of 2 MB limited to so many bytes, and names other sizes as well: one that
-// the kernel has, which kubelet always names, and one that it does not have, which is passed over.
+// hugepageLimits limits the container's huge pages of 2 MB. It also names a size that the kernel
+// has, which kubelet always names, and one that it lacks, which is ignored.
 func hugepageLimits(bytes uint64) *runtimeapi.LinuxContainerResources {
 	return &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: bytes}, {PageSize: "1GB"}, {PageSize: "3MB", Limit: 6 << 20}}}
 }
 
-// What is in use and what is reserved are limited alike, the kernel refuses what is over the limit, and a limit
-// changes with an update, or stays when that is refused.
+// Used and reserved pages have the same limit, and the kernel refuses more. An update changes the
+// limit; a refused update does not.
 func TestHugepageLimits(t *testing.T) {
 	pages := mountHugepages(t)
 	d := harness.StartDaemon(t)
@@ -65,7 +65,7 @@ func mountHugepages(t *testing.T) string {
 	return dir
 }
 
-// limitsHugepages tells whether the hugetlb controller is where containers are.
+// limitsHugepages reports whether the containers' cgroups have the hugetlb controller.
 func limitsHugepages() bool {
 	if machine.Cgroup2() {
 		return strings.Contains(" "+strings.Join(machine.ReadLines("/sys/fs/cgroup/cgroup.controllers"), "")+" ", " hugetlb ")
@@ -80,7 +80,7 @@ func takeHugepage(t *testing.T, c *harness.Container) {
 	c.Exec(t, "sh", "-c", "fallocate -l 2097152 /pages/one || true; rm /pages/one")
 }
 
-// wantHugepages compares what the kernel has of limits.
+// wantHugepages compares the kernel's limits.
 func wantHugepages(t *testing.T, c *harness.Container, want string) {
 	t.Helper()
 	harness.Equal(t, "limit for pages of 2 MB", hugepageFile(t, c, ".limit_in_bytes", ".max"), want)

@@ -142,8 +142,8 @@ func TestCreateContainerJoins(t *testing.T) {
 	harness.WantCode(t, err, codes.AlreadyExists, id)
 }
 
-// kubelet's retry is never the same request: it makes up the path of the termination log anew. It gets a
-// container of that content, in place of the one that nobody was told of.
+// kubelet's retries always differ: each has a new path of the termination log. The retry gets a
+// container with its own content, in place of the one that was never reported.
 func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
 	_, asked, end := slowPlugin(t, d)
@@ -214,8 +214,8 @@ func slowPlugin(t *testing.T, d *harness.Daemon) (p *nriPlugin, asked <-chan str
 	return p, calls, release
 }
 
-// giveUpWhile cancels a call as soon as it has come to where it is held up, and returns when the daemon has noticed that:
-// what it ends before, it has told somebody of.
+// giveUpWhile cancels a call once it is blocked, and returns when the daemon has noticed the
+// cancellation. A call that ends earlier has been answered.
 func giveUpWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call func(context.Context) error) {
 	t.Helper()
 	givenUp := func() (n int) {

@@ -91,7 +91,7 @@ func TestPullLayersGzipZstdPlain(t *testing.T) {
 	harness.Equal(t, "content", d.RunPod(t, harness.HostNetwork).Sh(t, "cat gzip zstd plain; echo", harness.Image(name)), "onetwothree\n")
 }
 
-// What a layer may hold, checked from inside a container.
+// The content of a layer, checked from inside a container.
 func TestLayerContent(t *testing.T) {
 	long := strings.Repeat("d/", 60) + strings.Repeat("n", 200)
 	capability := "\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00" // cap_net_bind_service=ep
@@ -238,7 +238,7 @@ func TestImageFsInfo(t *testing.T) {
 	if inodesAfter <= inodesBefore {
 		t.Errorf("used inodes went from %d to %d", inodesBefore, inodesAfter)
 	}
-	// kubelet's garbage collection counts what a removal has freed.
+	// kubelet's garbage collection counts the space that a removal has freed.
 	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
 	harness.Eventually(t, "what the image took is free", func() error { // files are deleted in the background, and count until then
 		if bytes, inodes := used(); bytes != bytesBefore || inodes != inodesBefore {
@@ -283,9 +283,9 @@ func TestRemoveImageUnderContainer(t *testing.T) {
 	harness.WantCode(t, err, codes.NotFound, name)
 }
 
-// Whatever identifies an image does so by its ID (strict since v1.36): PullImage, ImageStatus,
-// ListImages, image_id in the status and the list of containers, image volumes, and events.
-// image_ref of a container is the digest in the registry.
+// Each field that identifies an image holds its ID (strict since v1.36): PullImage, ImageStatus,
+// ListImages, image_id in statuses and lists of containers, image volumes, and events. image_ref of
+// a container is the registry's digest.
 func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stream := events(t, d)
@@ -326,9 +326,9 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	}
 }
 
-// image_ref of a container is repository@digest, with the repository that the pod names and the
-// digest that the registry served: scanners and policy engines look images up by it. It stays the
-// same when the image gets other names or goes.
+// image_ref of a container is repository@digest, with the pod's repository and the digest that the
+// registry served. Scanners and policy engines look images up by it. It stays the same when the
+// image gets other names or is removed.
 func TestContainerImageRefIsARepositoryDigest(t *testing.T) {
 	d := harness.StartDaemon(t)
 	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("ref", 0o644, "x")})
@@ -359,7 +359,7 @@ func TestContainerImageRefIsARepositoryDigest(t *testing.T) {
 	run(two, digested(two))
 	run(one, digested(one))
 	run(digested(one), digested(one))
-	run("", digested(two)) // the one that was pulled last
+	run("", digested(two)) // the last one pulled
 	check("while the image is there")
 	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: id}))
 	check("after the image was removed")

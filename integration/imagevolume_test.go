@@ -122,8 +122,8 @@ func TestImageVolumeRefused(t *testing.T) {
 	}
 }
 
-// The layers of a volume's image stay while the container exists, whatever becomes of the
-// image and the daemon, and go with it.
+// The layers of a volume's image exist as long as the container, even without the image and across
+// daemons. They are removed with the container.
 func TestImageVolumeOutlivesImageAndDaemon(t *testing.T) {
 	_, id := volumeImage(t, "held")
 	d := harness.StartDaemon(t)

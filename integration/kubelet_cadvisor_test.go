@@ -28,8 +28,8 @@ const containerdSocket = "/run/containerd/containerd.sock"
 // such as contrib/bench installs.
 const containerdEnv = "BERTH_CONTAINERD"
 
-// recordedStatistics is what kubelet with default feature gates tells of observedPod on containerd,
-// with cgroup v1.
+// recordedStatistics holds the statistics of observedPod from a kubelet with default feature gates,
+// on containerd with cgroup v1.
 const recordedStatistics = "testdata/kubelet-containerd-statistics"
 
 var updateStatistics = flag.Bool("update-statistics", false, "rewrite "+recordedStatistics+" (with "+containerdEnv+")")
@@ -46,7 +46,7 @@ containers:
   readinessProbe: {exec: {command: [test, -e, /file]}, periodSeconds: 1, timeoutSeconds: 20}
 `
 
-// With its default feature gates kubelet tells of pods on berth what it tells of them on
+// With its default feature gates kubelet reports the same statistics of pods on berth as on
 // containerd.
 func TestKubeletCadvisor(t *testing.T) {
 	n := startNode(t, quickKubelet, harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", containerdSocket)))
@@ -72,9 +72,9 @@ func TestKubeletCadvisor(t *testing.T) {
 	})
 }
 
-// testCadvisorAfterKill starts pods at the next daemon until kubelet's cAdvisor knows the network
-// of one. It dials a socket at which nobody has answered anew only after up to three seconds, and
-// never asks again about a cgroup that it has seen before.
+// testCadvisorAfterKill starts pods with the next daemon until kubelet's cAdvisor reports the
+// network of one. cAdvisor redials a dead socket only after up to three seconds, and never asks
+// again about a cgroup that it has seen.
 func (n *node) testCadvisorAfterKill(t *testing.T) {
 	n.d.Kill(t)
 	n.d.Start(t)
@@ -90,8 +90,8 @@ func (n *node) testCadvisorAfterKill(t *testing.T) {
 	t.Errorf("the network of no pod of the next daemon is known: %v", err)
 }
 
-// What recordedStatistics says is what containerd gives. It takes the programs of containerd, which
-// are not the project's.
+// recordedStatistics matches containerd's output. The test needs containerd's programs, which are
+// not part of the project.
 func TestKubeletStatisticsOfContainerd(t *testing.T) {
 	bin := os.Getenv(containerdEnv)
 	if bin == "" {
@@ -184,7 +184,7 @@ func startContainerd(t *testing.T, bin string) *harness.Daemon {
 	return d
 }
 
-// recorded is what is in recordedStatistics.
+// recorded returns the content of recordedStatistics.
 func recorded(t *testing.T) []string {
 	t.Helper()
 	data, err := os.ReadFile(recordedStatistics)
@@ -192,7 +192,8 @@ func recorded(t *testing.T) []string {
 	return strings.Split(strings.TrimSpace(string(data)), "\n")
 }
 
-// awaitStatistics waits until kubelet tells of the pod exactly what is wanted: names, not values.
+// awaitStatistics waits until kubelet reports exactly the wanted series of the pod: names, not
+// values.
 func (n *node) awaitStatistics(t *testing.T, p *kubePod, want []string) {
 	t.Helper()
 	n.kubelet.waitFor(t, "the series and the summary of "+p.name, func() error {
@@ -207,7 +208,7 @@ func (n *node) awaitStatistics(t *testing.T, p *kubePod, want []string) {
 	})
 }
 
-// without returns what is in all and not in others.
+// without returns the elements of all that are not in others.
 func without(all, others []string) []string {
 	return slices.DeleteFunc(slices.Clone(all), func(s string) bool { return slices.Contains(others, s) })
 }
@@ -288,13 +289,13 @@ func (n *node) allRows() ([]row, error) {
 	return rows, nil
 }
 
-// rows returns those of a pod.
+// rows returns the rows of a pod.
 func (n *node) rows(p *kubePod) ([]row, error) {
 	rows, err := n.allRows()
 	return slices.DeleteFunc(rows, func(r row) bool { return r.labels["pod"] != p.name }), err
 }
 
-// hasNetwork tells what is missing of the pod's network in series and summary.
+// hasNetwork returns an error if series or summary lack data of the pod's network.
 func (n *node) hasNetwork(p *kubePod) error {
 	all, err := n.statistics(p)
 	if err != nil {
@@ -311,7 +312,7 @@ func (n *node) hasNetwork(p *kubePod) error {
 	return nil
 }
 
-// checkIdentity checks what the pod's rows say whose they are.
+// checkIdentity checks the labels that identify the pod in its rows.
 func (n *node) checkIdentity(t *testing.T, p *kubePod) {
 	t.Helper()
 	ids := map[string]string{"pod": "", "sandbox": p.sandboxID(t)}
@@ -345,8 +346,7 @@ func (n *node) checkIdentity(t *testing.T, p *kubePod) {
 	}
 }
 
-// checkNoOthers checks that cgroups inside of containers, those of execs, are not counted as the
-// pod's once more.
+// checkNoOthers checks that nested cgroups, such as those of execs, do not count for the pod again.
 func (n *node) checkNoOthers(t *testing.T, p *kubePod) {
 	main := p.container(t, "web")
 	for range 5 {

@@ -35,8 +35,8 @@ const (
 	kubeletNode    = "node"
 	kubeletAddress = "192.0.2.10" // TEST-NET-1: an address that means nothing elsewhere
 
-	// kubeletPatience is how long kubelet may take for what it does in its own time:
-	// its back-off is ten seconds and more, it collects dead pods once a minute.
+	// kubeletPatience bounds kubelet's periodic work: its back-off is ten seconds and more, and it
+	// collects dead pods once a minute.
 	kubeletPatience = 3 * time.Minute
 	// kubeletPause is between two questions to kubelet, which many tests ask at once.
 	kubeletPause = 200 * time.Millisecond
@@ -68,8 +68,8 @@ func kubernetesProgram(t *testing.T, name string) string {
 	return path
 }
 
-// startNode starts a daemon and a kubelet that takes its pods from a directory. When
-// the test ends kubelet must have removed what it made of its pods; then the daemon's own leak check follows.
+// startNode starts a daemon and a kubelet that takes its pods from a directory. At the end of the
+// test kubelet must have removed its pods' files. The daemon's own leak check follows.
 func startNode(t *testing.T, config string, opts ...harness.DaemonOption) *node {
 	t.Helper()
 	n := newNode(t, config, opts...)
@@ -90,7 +90,7 @@ func newNode(t *testing.T, config string, opts ...harness.DaemonOption) *node {
 func prepareNode(t *testing.T) {
 	t.Helper()
 	kubernetesProgram(t, "kubelet")
-	// What has a fixed place in kubelet: device plugins, and links to logs.
+	// kubelet's fixed places: device plugins, and links to logs.
 	hideBelowTmpfs(t, "/var/lib")
 	hideBelowTmpfs(t, "/var/log")
 	addNodeAddress(t)
@@ -143,7 +143,7 @@ func addNodeAddress(t *testing.T) {
 	t.Cleanup(func() { harness.RemoveLink(t, "eth0") })
 }
 
-// makeCgroups makes the cgroup of kubelet, and that of its pods, in every hierarchy.
+// makeCgroups makes the cgroups of kubelet and of its pods in every hierarchy.
 func (n *node) makeCgroups(t *testing.T) {
 	t.Helper()
 	for _, dir := range hierarchies(t) {
@@ -222,11 +222,10 @@ imageGCHighThresholdPercent: 100
 `, kubeletAddress, n.d.Socket, n.manifests(), n.d.LogDir, n.cgroup(), n.config)
 }
 
-// sheltered returns a command line that runs args in kubelet's cgroup, and where the
-// kernel's parameters are as kubelet wants them: otherwise it would change this machine's. They are files
-// mounted in a namespace of kubelet's own, for a container's user namespace
-// gets a proc only where one without such mounts is in sight. Other mounts of
-// kubelet's must reach the daemon.
+// sheltered returns a command line that runs args in kubelet's cgroup, with the kernel parameters
+// that kubelet expects. Otherwise kubelet would change this machine's. The parameters are files
+// mounted in a namespace of kubelet's own, because with such mounts in sight the kernel refuses
+// proc to a container's user namespace. kubelet's other mounts must reach the daemon.
 func (n *node) sheltered(t *testing.T, args []string) []string {
 	t.Helper()
 	const script = `set -e
@@ -329,7 +328,7 @@ func (n *node) metric(t *testing.T, name string) float64 {
 	return 0 // a counter is there when it has counted
 }
 
-// userNamespaces tells whether the runtime offers pods user namespaces here.
+// userNamespaces reports whether the runtime supports user namespaces here.
 func (n *node) userNamespaces(t *testing.T) bool {
 	t.Helper()
 	status, err := n.d.Cri.Status(t.Context(), false)
@@ -347,9 +346,9 @@ type kubePod struct {
 	name string // with the node's name, which kubelet appends to static pods
 }
 
-// apply has kubelet run a pod of that name and spec (YAML), until the test ends. What is usual may be left out: images,
-// the command of a container that only has to run, the name of the one called main; and the volume called host, a directory of the
-// pod's own on the host.
+// apply makes kubelet run a pod with a name and spec (YAML) until the test ends. Usual fields may
+// be left out: images, the command of a container that only has to run, and the name of container
+// main. The volume host is a directory of the pod on the host.
 func (n *node) apply(t *testing.T, name, spec string) *kubePod {
 	t.Helper()
 	pod := corev1.Pod{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},

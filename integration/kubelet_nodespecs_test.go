@@ -10,13 +10,13 @@ import (
 	"berth/integration/harness"
 )
 
-// What Kubernetes' own tests of a node look at (test/e2e_node of its repository), as static pods.
+// Checks of Kubernetes' node tests (test/e2e_node of its repository), as static pods.
 
 // Pods have the hostname of "Hostname of Pod": the pod's name, or all of the FQDN where the pod
 // wants that. Without a cluster domain the FQDN ends with a dot.
 func testKubeletHostname(t *testing.T, n *node) {
 	const base = "fqdn"
-	longest := strings.Repeat("l", 64-len("-"+kubeletNode+".t.default.svc.")) // what the kernel takes, and kubelet lets through
+	longest := strings.Repeat("l", 64-len("-"+kubeletNode+".t.default.svc.")) // the longest name that kernel and kubelet accept
 	for _, tc := range []struct {
 		name, spec string
 		hostname   string
@@ -66,8 +66,8 @@ containers: [{securityContext: {procMount: Unmasked}}]`)
 	})
 }
 
-// "Summary API" wants these fields of a pod after a restart of its container. Those of CPU, memory
-// and disks must not be zero, for the container uses them.
+// "Summary API" expects these fields of a pod after a restart of its container. Fields of CPU,
+// memory and disks must not be zero, because the container uses them.
 func testKubeletSummary(t *testing.T, n *node) {
 	p := n.apply(t, "summary", `
 containers:
@@ -124,8 +124,8 @@ volumes:
 	})
 }
 
-// summaryOf returns the pod's part of kubelet's summary: the values by their paths, in which
-// elements of lists have their names.
+// summaryOf returns the pod's part of kubelet's summary: values by path. In paths, list elements
+// have their names.
 func (n *node) summaryOf(p *kubePod) (map[string]any, error) {
 	var summary struct{ Pods []map[string]any }
 	if err := n.read("/stats/summary", &summary); err != nil {

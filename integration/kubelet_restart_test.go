@@ -14,8 +14,8 @@ import (
 )
 
 // A node that is a container itself (kind, LXC, nspawn) restarts with its host's boot ID. A pod
-// that is never restarted has failed, as after a reboot, and one that is restarted runs again, with
-// what it was before as its last state and its old log.
+// that is never restarted has failed, as after a reboot. A pod that is restarted runs again, with
+// its last state and its old log.
 func TestKubeletNodeRestartInTheSameBoot(t *testing.T) {
 	n := startNode(t, "")
 	never := n.apply(t, "never", `
@@ -55,8 +55,8 @@ containers:
 	harness.Equal(t, "its previous log", previousLog(t, always.name), "the first\n")
 }
 
-// previousLog asks kubelet for what a container of a pod printed before it was restarted, as
-// kubectl logs --previous does.
+// previousLog asks kubelet for a container's output before its restart, as kubectl logs --previous
+// does.
 func previousLog(t *testing.T, pod string) string {
 	t.Helper()
 	client := http.Client{Timeout: harness.Patience, Transport: &http.Transport{DisableKeepAlives: true,

@@ -20,8 +20,8 @@ import (
 	"berth/integration/machine"
 )
 
-// A real kubelet runs static pods on berth. The pods live side by side on one node;
-// run these tests with -parallel 16, for they mostly wait.
+// A real kubelet runs static pods on berth. The pods live side by side on one node and mostly wait,
+// so run these tests with -parallel 16.
 func TestKubelet(t *testing.T) {
 	n := startNode(t, quickKubelet)
 	t.Run("Pods", func(t *testing.T) {
@@ -99,8 +99,8 @@ var kubeletPods = map[string]func(*testing.T, *node){
 	"ProcMount":           testKubeletProcMount,
 }
 
-// Init containers run one after the other, a sidecar runs from its turn until the
-// others have ended.
+// Init containers run one after the other. A sidecar among them runs until the main containers have
+// ended.
 func testKubeletInit(t *testing.T, n *node) {
 	p := n.apply(t, "init", `
 restartPolicy: Never
@@ -320,7 +320,7 @@ containers:
 	}
 }
 
-// hostUsers: false. The pod's root is nobody on the host, and owns its volumes all the same.
+// hostUsers: false. The pod's root has no rights on the host, but owns its volumes.
 func testKubeletUserNamespace(t *testing.T, n *node) {
 	if !n.userNamespaces(t) {
 		t.Skip("the runtime says that this machine has no user namespaces for pods")
@@ -423,7 +423,7 @@ containers:
 	harness.Equal(t, "its last words", awaitFile(t, p.hostFile("end")), "prepared\nasked to end\nended\n")
 }
 
-// Who does not obey SIGTERM is killed when the grace period is over.
+// A container that ignores SIGTERM is killed after the grace period.
 func testKubeletDeletionAfterGrace(t *testing.T, n *node) {
 	p := n.apply(t, "stubborn", `
 terminationGracePeriodSeconds: 15
@@ -561,7 +561,7 @@ containers:
 	p.await(t, "restarted", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
 }
 
-// kubelet's summary, from which autoscalers and kubectl top live.
+// kubelet's summary, the source of autoscalers and kubectl top.
 func testKubeletStatistics(t *testing.T, n *node) {
 	p := n.apply(t, "busy", `
 containers:
@@ -599,7 +599,7 @@ type podSummary struct {
 	}
 }
 
-// complete tells what is missing in the statistics of a pod with one container.
+// complete returns an error if the statistics of a pod with one container lack fields.
 func (n *node) complete(pod podSummary) error {
 	if len(pod.Containers) != 1 {
 		return fmt.Errorf("it has %d containers", len(pod.Containers))
@@ -666,8 +666,8 @@ containers:
 	harness.Equal(t, "version", p.container(t, "main").Exec(t, "sh", "-c", "echo $VERSION"), "2")
 }
 
-// While the daemon is dead one container exits and another runs on. kubelet learns
-// the real exit code from the next daemon, and restarts only what has ended.
+// While the daemon is dead one container exits and another keeps running. kubelet gets the real
+// exit code from the next daemon, and restarts only the exited container.
 func (n *node) testDaemonKilled(t *testing.T) {
 	p := n.apply(t, "survivor", `
 containers:

@@ -26,7 +26,7 @@ func layeredImage(t *testing.T, tag string) (name, id string) {
 
 const showLayered = "cat /d/kept /d/new; ls /d; stat -c %a /d; test ! -e /gone"
 
-// Whatever the setting is, containers see the same of an image, and an image that was pulled under another one is used.
+// Containers see the same content with each layer driver. Images of another driver stay usable.
 func TestLayerDrivers(t *testing.T) {
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)

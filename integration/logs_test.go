@@ -89,8 +89,8 @@ func TestReopenContainerLog(t *testing.T) {
 	logs.Numbered(t, append(logs.Read(t, rotated), c.Log(t)...))
 }
 
-// The log is rotated again and again while the container writes as fast as it can: each line is in one of the
-// files, once and in order.
+// The log is rotated again and again while the container writes at full speed. Each line is in one
+// of the files, once and in order.
 func TestRotationAtFullSpeed(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -127,8 +127,9 @@ func TestMaxLogLine(t *testing.T) {
 	harness.Equal(t, "text", c.Output(t), long+"\nshort\n")
 }
 
-// A full disk costs log lines and nothing else: the container runs on and ends by itself, no record is torn, and
-// when there is room again the log goes on. Reopening fails, without a new file, where no file can be made.
+// A full disk costs only log lines: the container keeps running and ends by itself, no record is
+// torn, and the log continues when there is room. Reopening fails, without a new file, where no
+// file can be made.
 func TestLogDiskFull(t *testing.T) {
 	d := harness.StartDaemon(t)
 	config := d.PodConfig(t, harness.HostNetwork)
@@ -138,7 +139,7 @@ func TestLogDiskFull(t *testing.T) {
 	ballast := filepath.Join(config.LogDirectory, "ballast")
 	harness.Must(t, os.WriteFile(ballast, make([]byte, 128<<10), 0o600))
 
-	const lines = 50_000 // many times what the disk has room for
+	const lines = 50_000 // exceeds the disk many times
 	c := pod.Run(t, harness.Script(fmt.Sprintf("seq 1 %d; echo all >/tmp/written; while [ ! -e /tmp/go ]; do sleep 0.02; done; echo there is room; exit 7", lines)))
 	harness.Eventually(t, "everything is written", func() error {
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"cat", "/tmp/written"}, time.Minute)

@@ -14,8 +14,9 @@ import (
 	"berth/internal/testenv"
 )
 
-// A container whose process nothing can end runs until that ends, though its monitor is lost, with a daemon and without one: kubelet
-// starts the next instance when it sees that it has ended. What is asked of it is answered, and stopping it fails in time.
+// A container with an unkillable process stays Running until that process exits, even without its
+// monitor, with and without a daemon. kubelet starts the next instance after the exit. Requests are
+// answered meanwhile, and a stop fails at its deadline.
 func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
 	testenv.Long(t)
 	for name, alone := range map[string]bool{"with a daemon": false, "without daemon": true} {

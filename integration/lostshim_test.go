@@ -16,8 +16,8 @@ import (
 	"berth/integration/machine"
 )
 
-// family is a container's command with processes of its own, which ends with 7 when it is asked to. The numbers tell
-// the processes of one container from those of others.
+// family is a container command with several processes. It exits with 7 on request. The numbers
+// identify the processes of one container.
 func family(first, second int) harness.ContainerOption {
 	return harness.Script(fmt.Sprintf("trap 'exit 7' TERM; sleep %d & setsid sleep %d & echo ready; wait; wait", first, second))
 }
@@ -78,7 +78,8 @@ func goesOn(t *testing.T, pod *harness.Pod, lost, other *harness.Container) {
 	harness.Must(t, pod.D.Cri.RemoveContainer(t.Context(), lost.Id))
 }
 
-// kinds are pods in which processes of a container are found, and end, in different ways.
+// kinds lists kinds of pods, in which the processes of a container are found and end in different
+// ways.
 var kinds = []struct {
 	name string
 	pod  harness.PodOption
@@ -146,8 +147,9 @@ func TestMonitorKilledDuringExec(t *testing.T) {
 	goesOn(t, pod, c, other)
 }
 
-// A pause that is killed leaves a pod that is not ready, with containers as before, unless they
-// were in its PID namespace. kubelet stops it then, and runs the next attempt. The same if there is no daemon when it happens.
+// A killed pause leaves a pod that is not ready. Its containers stay, except those in pause's PID
+// namespace. kubelet then stops the pod and runs the next attempt. The same happens without a
+// daemon.
 func TestPauseKilled(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for _, shared := range []bool{false, true} {
@@ -249,8 +251,8 @@ func answer(t *testing.T, when string, calls map[string]func(context.Context) er
 	t.Logf("TRIED %d calls %s; the slowest answer was %s's, after %v", 20*len(calls), when, which, slowest)
 }
 
-// While monitors are frozen, everything that is asked is answered, other pods live as ever, and so does the pod but for what
-// only the monitor can do. Their containers and pods can be stopped, in the time that stopping may take, and removed.
+// While monitors are frozen, all requests are answered and other pods work. Their own pod works
+// except for the monitors' tasks. Containers and pods can be stopped in time, and removed.
 func TestFrozenMonitor(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod, other := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
@@ -382,8 +384,8 @@ func TestThawedMonitor(t *testing.T) {
 
 // --- signals right after the start ----------------------------------------------
 
-// A container that is stopped as soon as it was started ends as its program does when it gets the signal, not as
-// what starts it does. A hook makes the moment between the two long.
+// A container that is stopped right after its start ends as its program handles the signal, not as
+// the launcher does. A hook widens the window between the two.
 func TestStopRightAfterStart(t *testing.T) {
 	dir, option := cdiDir(t)
 	d := harness.StartDaemon(t, option)

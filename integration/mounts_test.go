@@ -28,7 +28,7 @@ const (
 // privilegedPod may have privileged containers, which may mount.
 var privilegedPod = harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true })
 
-// sees tells whether a running container has a mount at a path.
+// sees reports whether a running container has a mount at a path.
 func sees(t *testing.T, c *harness.Container, path string) bool {
 	t.Helper()
 	return slices.Contains(machine.Mountpoints(t, c.Pid(t)), path)
@@ -52,8 +52,8 @@ func TestContainerRecursiveReadOnly(t *testing.T) {
 	}
 }
 
-// What propagates in which direction. The mounts of a container stay on the host when it
-// ends, as drivers of storage need it, and go when somebody unmounts them, here or there.
+// Mount propagation in both directions. A container's mounts stay on the host when it ends, as
+// storage drivers need it. An unmount on either side removes them.
 func TestMountPropagation(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
@@ -90,7 +90,7 @@ func TestMountPropagation(t *testing.T) {
 	}
 }
 
-// Containers of two daemons, the first of which was killed, share what they mount.
+// Containers of two daemons share their mounts; the first daemon was killed.
 func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
@@ -113,7 +113,7 @@ func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
 	harness.Equal(t, "the host has the later one", machine.IsMountpoint(t, filepath.Join(host, "two")), false)
 }
 
-// What kubelet mounts reaches containers of launchers that were started before.
+// kubelet's mounts reach containers of launchers that were started earlier.
 func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -134,9 +134,8 @@ func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 	}
 }
 
-// A mount of the host that never reached the launchers, since what it is mounted on is
-// private, or to whose changes they are deaf, since it became shared later, is the same to
-// containers as any other.
+// A host mount may not reach the launchers, because its parent is private or became shared later.
+// Containers see such a mount like any other.
 func TestVolumeOnPrivateMount(t *testing.T) {
 	host := machine.HostDir(t, "private", "later")
 	private, later := filepath.Join(host, "private"), filepath.Join(host, "later")
@@ -222,7 +221,7 @@ func TestMountOptions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
 	host := machine.HostDir(t)
-	harness.Must(t, os.WriteFile(filepath.Join(host, "run"), []byte("#!/bin/sh\necho ran\n"), 0o700)) //nolint:gosec // is to be run
+	harness.Must(t, os.WriteFile(filepath.Join(host, "run"), []byte("#!/bin/sh\necho ran\n"), 0o700)) //nolint:gosec // executable
 	harness.Must(t, unix.Mknod(filepath.Join(host, "null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
 	try := `/v/run 2>/dev/null || echo no exec; cat /v/null 2>/dev/null || echo no dev; touch /v/new 2>/dev/null || echo no write`
 	for _, c := range []struct {
@@ -256,8 +255,8 @@ func TestMountOptions(t *testing.T) {
 	}
 }
 
-// Links of a host_path are followed on the host; a directory that does not exist is made, as containerd and CRI-O do, but
-// not what a link leads to.
+// Links of a host_path are followed on the host. A missing directory is made, as containerd and
+// CRI-O do, but not the missing target of a link.
 func TestMountSources(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -296,7 +296,7 @@ func TestPluginDelUsesConfigOfAdd(t *testing.T) {
 	}
 }
 
-// After a failing ADD the plugins are told to DEL, and nothing is left of the pod.
+// After a failed ADD the plugins get a DEL, and nothing of the pod is left.
 func TestPluginFailure(t *testing.T) {
 	plugin := newFakePlugin(t, "failing", `echo '{"cniVersion": "1.0.0", "code": 100, "msg": "no room in the inn"}'; exit 1`)
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), func(t *testing.T, d *harness.Daemon) {
@@ -320,8 +320,8 @@ func TestPluginFailure(t *testing.T) {
 	harness.Equal(t, "number of pods", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 0)
 }
 
-// Networks of specification 1.1: STATUS decides whether the network is ready, and GC
-// tells the plugins at the daemon's start which pods there still are.
+// Networks of specification 1.1: STATUS decides whether the network is ready. At the daemon's start
+// GC passes the existing pods to the plugins.
 func TestPluginStatusAndGC(t *testing.T) {
 	plugin := newFakePlugin(t, "fake", strings.Replace(fakeResult, "1.0.0", "1.1.0", 1))
 	network := `{"cniVersion": "1.1.0", "name": "fake", "plugins": [{"type": "fake"}]}`

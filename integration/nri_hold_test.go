@@ -20,18 +20,20 @@ import (
 	"berth/integration/machine"
 )
 
-// hang makes every look at a directory wait: a FUSE filesystem is mounted on it that nobody serves. It ends with the test.
+// hang mounts an unserved FUSE filesystem on a directory until the test ends. Each stat of it
+// blocks.
 func hang(t *testing.T, dir string) {
 	t.Helper()
 	fd := harness.Get(unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0))(t)
 	harness.Must(t, unix.Mount("hung", dir, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fd)))
 	t.Cleanup(func() {
-		harness.Must(t, unix.Close(fd)) // whoever waits gets an error
+		harness.Must(t, unix.Close(fd)) // blocked calls get an error
 		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH))
 	})
 }
 
-// A volume that does not answer any more, as of a dead NFS server, holds up neither what plugins are told nor the daemon's start.
+// A volume that stopped answering, like a dead NFS server's, delays neither the plugins' events nor
+// the daemon's start.
 func TestNRIHungVolume(t *testing.T) {
 	d := harness.StartDaemon(t)
 	volume := filepath.Join(d.Dir, "volume")
@@ -52,7 +54,8 @@ func TestNRIHungVolume(t *testing.T) {
 	}
 }
 
-// A plugin that the daemon starts is told of a container that ends while it takes its time to start.
+// A plugin that the daemon starts gets the exit of a container that ended during the plugin's
+// start.
 func TestNRIExitWhileDaemonStarts(t *testing.T) {
 	d := harness.StartDaemon(t, installPlugin("10-installed", "Synchronize"), goOn, harness.WithConfig(`nri_request_timeout = "20s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -122,8 +125,8 @@ func blocking(event string) (p *nriPlugin, asked, answer chan struct{}) {
 	}}, asked, answer
 }
 
-// A plugin wants a container updated together with one that is made. The other ends meanwhile, and a second plugin registers:
-// nobody waits for anybody, and the creation fails as the update does.
+// A plugin updates one container while another is created. The first container ends meanwhile, and
+// a second plugin registers. There is no deadlock, and the creation fails with the update.
 func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "20s"`))
 	p, asked, answer := blocking("CreateContainer")
@@ -143,7 +146,7 @@ func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 	second := &nriPlugin{closed: make(chan struct{})}
 	second.stub = harness.Get(stub.New(second, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx("20"), stub.WithPluginName("second"),
 		stub.WithOnClose(func() { close(second.closed) }), stub.WithLogger(quiet{})))(t)
-	harness.Must(t, second.stub.Start(t.Context())) // it is registered, and about to be told what there is
+	harness.Must(t, second.stub.Start(t.Context())) // registered, and about to be synchronised
 	t.Cleanup(func() { second.stub.Stop(); <-second.closed })
 	harness.Must(t, syscall.Kill(other.Pid(t), syscall.SIGKILL))
 	other.WaitExited(t)
@@ -153,8 +156,8 @@ func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 1)
 }
 
-// A pod is taken down however long plugins take to hear of its containers' ends, and they hear of those before they
-// hear of the pod's.
+// A pod stops however long plugins take for the exit events of its containers. They get these
+// before the pod's event.
 func TestNRISlowPluginWhilePodStops(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "60s"`))
 	p, asked, answer := blocking("StopContainer")
@@ -177,7 +180,7 @@ func TestNRISlowPluginWhilePodStops(t *testing.T) {
 	p.waitEvents(t, "StopContainer "+c.Config.Metadata.Name, "StopPodSandbox "+pod.Config.Metadata.Name)
 }
 
-// A daemon that is told to end while it waits for a plugin that it starts does so.
+// A daemon that gets SIGTERM while it waits for a starting plugin ends.
 func TestNRITermWhilePluginHangs(t *testing.T) {
 	d := harness.NewDaemon(t, installPlugin("10-installed", "Synchronize"), harness.WithConfig(`nri_request_timeout = "5m"`))
 	t.Cleanup(func() { d.ForgetMounts(t) })

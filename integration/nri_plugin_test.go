@@ -21,8 +21,8 @@ import (
 	"berth/integration/machine"
 )
 
-// nriPlugin is an NRI plugin made with the library's stub, which real plugins are made with. It notes
-// what it is told, as "event name". Its functions, where set, decide.
+// nriPlugin is an NRI plugin made with the library's stub, like real plugins. It records its events
+// as "event name". Its functions, where set, decide.
 type nriPlugin struct {
 	stub   stub.Stub
 	closed chan struct{} // when its connection to the runtime is
@@ -56,7 +56,7 @@ func (p *nriPlugin) noted() []string {
 	return slices.Clone(p.events)
 }
 
-// waitEvents waits until the plugin has been told of exactly these events, in this order.
+// waitEvents waits until the plugin has received exactly these events, in this order.
 func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	t.Helper()
 	harness.Eventually(t, "events", func() error {
@@ -67,7 +67,7 @@ func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	})
 }
 
-// toldOf returns an error unless the plugin has been told of an event.
+// toldOf returns an error unless the plugin has received an event.
 func (p *nriPlugin) toldOf(event string) error {
 	if got := p.noted(); !slices.Contains(got, event) {
 		return fmt.Errorf("it was told of %v", got)
@@ -75,7 +75,7 @@ func (p *nriPlugin) toldOf(event string) error {
 	return nil
 }
 
-// awaitEvents waits until the plugin has been told of n events.
+// awaitEvents waits until the plugin has received n events.
 func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
 	t.Helper()
 	harness.Eventually(t, "events", func() error {
@@ -209,7 +209,7 @@ func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPl
 	return p
 }
 
-// quiet drops what the library logs.
+// quiet drops the library's log lines.
 type quiet struct{}
 
 func (quiet) Debugf(context.Context, string, ...any) {}
@@ -231,10 +231,10 @@ func installPlugin(name, hangAt string) harness.DaemonOption {
 	}
 }
 
-// installedEvents is where installed plugins note what they are told.
+// installedEvents returns the file in which installed plugins record their events.
 func installedEvents(d *harness.Daemon) string { return filepath.Join(d.Dir, "plugin-events") }
 
-// isInstalledPlugin tells whether this process was started by a daemon as an NRI plugin.
+// isInstalledPlugin reports whether a daemon has started this process as an NRI plugin.
 func isInstalledPlugin() bool { return os.Getenv(api.PluginSocketEnvVar) != "" }
 
 // installedPlugin is an nriPlugin in a process of its own.

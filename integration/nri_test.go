@@ -71,8 +71,8 @@ func TestNRIEvents(t *testing.T) {
 		"RemovePodSandbox "+podName)
 }
 
-// Plugins are asked in the order of their index, and each sees what those before it changed. The changes hold in the
-// container, in what is executed in it, in its status, and for the next daemon.
+// Plugins run in the order of their index, and each sees the changes of those before it. The
+// changes apply to the container, its execs and its status, and survive a restart of the daemon.
 func TestNRIOrderAndAdjustments(t *testing.T) {
 	d := harness.StartDaemon(t)
 	volume := filepath.Join(d.Dir, "volume")
@@ -132,7 +132,7 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 	check(t)
 }
 
-// What changes a container's processes and its place in the kernel.
+// Adjustments of a container's processes and of its place in the kernel.
 func TestNRIAdjustsMore(t *testing.T) {
 	d := harness.StartDaemon(t)
 	hooks := filepath.Join(d.Dir, "hooks")
@@ -164,7 +164,7 @@ func TestNRIAdjustsMore(t *testing.T) {
 	harness.Equal(t, "hooks", strings.Join(machine.ReadLines(hooks), " "), "createRuntime poststart")
 }
 
-// What berth can't do is refused by name, and the container is not there.
+// Unsupported adjustments are refused by name, and the container is not created.
 func TestNRIRefusals(t *testing.T) {
 	d := harness.StartDaemon(t)
 	p := &nriPlugin{}
@@ -211,8 +211,8 @@ func TestNRIErrorFailsOneContainer(t *testing.T) {
 	pod.Run(t)
 }
 
-// A plugin that registers late is told of what there is; so is one that a new daemon starts, and one
-// that connects to it.
+// A plugin that registers late receives all existing objects. So does one that a new daemon starts,
+// and one that connects to it.
 func TestNRISynchronisation(t *testing.T) {
 	d := harness.StartDaemon(t, installPlugin("05-installed", ""))
 	pod := d.RunPod(t)
@@ -434,13 +434,13 @@ func TestNRIOff(t *testing.T) {
 	}
 }
 
-// visitor is a plugin that checks what it is told while it is there: each object is announced once and before anything else
-// about it, and a container has stopped, once, before it is removed.
+// visitor is a plugin that checks its events while it is registered. Each object is announced once,
+// before its other events. A container stops once, before it is removed.
 type visitor struct {
 	mu         sync.Mutex
 	pods       map[string]bool
-	containers map[string]bool // that are not removed yet: whether their end was told
-	wrong      []string        // what it was told wrongly
+	containers map[string]bool // existing containers: whether their stop event has come
+	wrong      []string        // violations
 }
 
 func newVisitor() *visitor {
@@ -451,7 +451,7 @@ func (v *visitor) plugin() *nriPlugin {
 	return &nriPlugin{synchronize: v.synchronize, ran: v.ran, create: v.created, stopped: v.stopped, removed: v.removed}
 }
 
-// expect notes what is wrong. It needs the lock.
+// expect records a violation unless ok. The caller holds the lock.
 func (v *visitor) expect(ok bool, what, id string) {
 	if !ok {
 		v.wrong = append(v.wrong, what+" "+id)
@@ -498,7 +498,7 @@ func (v *visitor) stopped(c *api.Container) []*api.ContainerUpdate {
 	return nil
 }
 
-// removed is told also of containers that had ended before the plugin came, which it does not know.
+// removed handles an event that also comes for containers that ended before the plugin registered.
 func (v *visitor) removed(c *api.Container) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -553,8 +553,8 @@ func churnPods(t *testing.T, d *harness.Daemon) (stop func() error) {
 	return func() error { close(ended); return churn.Wait() }
 }
 
-// Plugins that come and go while pods do know of every pod and container exactly once: from what they were told when they
-// registered, or from an event. They are told of every end of what they know, before its removal.
+// Plugins register and leave while pods do. Each plugin learns of every pod and container exactly
+// once: at registration or by an event. It gets every exit before the removal.
 func TestNRIPluginsComeAndGo(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stop := churnPods(t, d)
@@ -573,8 +573,8 @@ func TestNRIPluginsComeAndGo(t *testing.T) {
 	last.check(t, "the last visitor")
 }
 
-// A plugin may update containers while it is asked about one. One that is busy with that very question is not updated, and
-// nobody waits for the other.
+// A plugin may update containers from within an event. An update of the container of that very
+// event fails, without a deadlock.
 func TestNRIUpdateWhileAsked(t *testing.T) {
 	testenv.Long(t)
 	d := harness.StartDaemon(t)
@@ -603,7 +603,8 @@ func TestNRIUpdateWhileAsked(t *testing.T) {
 	p.waitEvents(t, "StopContainer "+a.Config.Metadata.Name) // it was not dropped
 }
 
-// A socket at which another runtime listens is left to it; a plugin's name that is none is the operator's to mend.
+// berth does not take over another runtime's socket. An invalid plugin name is an error for the
+// operator.
 func TestNRIRefusesToStart(t *testing.T) {
 	for name, test := range map[string]struct {
 		prepare harness.DaemonOption

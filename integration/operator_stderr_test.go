@@ -16,7 +16,7 @@ import (
 // libraryLine is a line of klog, such as "E1123 12:00:00.000000   42 portforward.go:549] …".
 var libraryLine = regexp.MustCompile(`(?m)^[IWEF]\d{4} .*$`)
 
-// onlyOwnLines fails if a library has written to what a command of an operator printed.
+// onlyOwnLines fails if an operator's command has printed log lines of a library.
 func onlyOwnLines(t *testing.T, printed string) {
 	t.Helper()
 	if line := libraryLine.FindString(printed); line != "" {
@@ -24,7 +24,7 @@ func onlyOwnLines(t *testing.T, printed string) {
 	}
 }
 
-// operatorSession is a command of an operator that runs, and what it has printed.
+// operatorSession is a running operator's command with its output.
 type operatorSession struct {
 	cmd            *exec.Cmd
 	stdin          io.WriteCloser
@@ -85,8 +85,8 @@ func TestOperatorSessionsCutOffPrintOneLine(t *testing.T) {
 	d.Start(t)
 }
 
-// A client of a forwarded port that resets its connection is not the operator's concern; a port
-// that nobody listens on is.
+// A forwarded connection that its client resets prints nothing. A port without a listener prints an
+// error.
 func TestOperatorPortForwardPrintsRefusalsOnly(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

@@ -49,7 +49,7 @@ func runArgs(d *harness.Daemon, manifest string, more ...string) []string {
 	return append([]string{"run", "--run-dir", d.Dir + "/run", "--cgroup-parent", d.CgroupParent("run")}, append(more, manifest)...)
 }
 
-// writeManifest writes a pod manifest in which IMAGE stands for the base image.
+// writeManifest writes a pod manifest. IMAGE in it is replaced with the base image.
 func writeManifest(t *testing.T, d *harness.Daemon, yaml string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "pod.yaml")
@@ -203,7 +203,7 @@ spec:
 	}
 }
 
-// What a manifest asks for and cannot be honoured is refused by name, and nothing starts.
+// An unsupported field of a manifest is refused by name, and nothing starts.
 func TestOperatorRunRefuses(t *testing.T) {
 	d := harness.StartDaemon(t)
 	manifest := writeManifest(t, d, `
@@ -258,7 +258,7 @@ func TestOperatorContainers(t *testing.T) {
 	}
 }
 
-// checkedSubjects are what `berth check` tells of on each node.
+// checkedSubjects lists the subjects of `berth check` on each node.
 var checkedSubjects = []string{
 	"user", "kernel", "seccomp", "overlayfs", "net.ipv4.ip_forward", "net.bridge.bridge-nf-call-iptables", "kernel.pid_max",
 	"cgroup driver", "cgroups", "cgroup controllers", "container root filesystems", "mount propagation", "user namespaces",
@@ -299,7 +299,8 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// Whoever else has the sockets keeps berth from starting; the daemon of the same configuration does not.
+// Sockets of another runtime keep berth from starting. A running daemon of the same configuration
+// does not count as another runtime.
 func TestCheckFindsOtherRuntimes(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StateInFile)
 	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--listen"}
@@ -373,7 +374,7 @@ func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *session
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
 	harness.Must(t, cmd.Start())
 	shown = &sessions.Screen{}
-	go func() { _, _ = io.Copy(shown, master) }() // until nobody has the terminal open (EIO)
+	go func() { _, _ = io.Copy(shown, master) }() // until the terminal is closed (EIO)
 	return master, shown
 }
 

@@ -111,7 +111,7 @@ func TestPortForwardHalfClosed(t *testing.T) {
 	harness.Equal(t, "answer", string(answer), "you said hello")
 }
 
-// A port that nobody listens at ends the connection, and the next one is another try.
+// A port without a listener ends the connection. The next connection tries again.
 func TestPortForwardToClosedPort(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

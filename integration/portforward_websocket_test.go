@@ -13,8 +13,8 @@ import (
 	"berth/integration/harness"
 )
 
-// forwardWebSocket makes a session for one port by WebSocket, v4.channel.k8s.io, sends text into it and
-// returns what comes back as data and as error until the session ends.
+// forwardWebSocket makes a session for one port by WebSocket, v4.channel.k8s.io. It sends text and
+// returns the data and errors that arrive until the session ends.
 func forwardWebSocket(t *testing.T, p *harness.Pod, port uint16, text string) (data, failure string) {
 	t.Helper()
 	response, err := p.D.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: p.Id, Port: []int32{int32(port)}})

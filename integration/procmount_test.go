@@ -12,10 +12,10 @@ import (
 	"berth/integration/harness"
 )
 
-// Without masked and read-only paths (procMount: Unmasked, which kubelet allows in user namespaces only, KEP-4265)
-// the container sees all of proc, and so may what it puts into a user namespace mount one of its own: that is
-// what it is for, a container engine in a container. The kernel refuses it to who has paths of proc
-// hidden (mount_too_revealing in fs/namespace.c).
+// With procMount: Unmasked (KEP-4265, allowed in user namespaces only) the container sees all of
+// proc. A nested user namespace may then mount a proc of its own, as container engines in
+// containers need it. The kernel refuses that while paths of proc are hidden (mount_too_revealing
+// in fs/namespace.c).
 func TestUnmaskedProc(t *testing.T) {
 	const base = 17 * usernsLength
 	d := harness.StartDaemon(t)
@@ -39,8 +39,8 @@ func mountsWithProc(t *testing.T, c *harness.Container) (lines []string, readOnl
 	return strings.Split(out, "\n"), strings.Count(out, "(ro")
 }
 
-// Kubernetes' tests count the mounts in whose line there is "/proc": with Unmasked it is one, that
-// of proc. The root's line must not name its layers below /proc.
+// Kubernetes' tests count the lines of mounts that contain "/proc". With Unmasked that is proc
+// alone, so the root's line must not name layers below /proc.
 func TestMountsWithProc(t *testing.T) {
 	for i, driver := range []string{"directory", "erofs"} {
 		t.Run(driver, func(t *testing.T) {

@@ -234,7 +234,7 @@ func TestConcurrentPullsShareLayer(t *testing.T) {
 	harness.Equal(t, "downloads of the shared layer", r.Count(http.MethodGet, digest), 1)
 }
 
-// What a pull has come to is in the verbose status.
+// Verbose Status shows the progress of a pull.
 func TestPullProgress(t *testing.T) {
 	r := harness.NewRegistry(t)
 	blob := harness.PackLayer(t, fixture.Tree{fixture.File("slow", 0o644, noise(1<<20))}, fixture.Gzip)
@@ -352,7 +352,7 @@ func blobOf(t *testing.T, l v1.Layer) []byte {
 	return b.Bytes()
 }
 
-// A transfer without any bytes ends after stall_timeout, and the error tells what stalled.
+// A transfer without data ends after stall_timeout, and the error names the stalled transfer.
 func TestPullStalled(t *testing.T) {
 	r := harness.NewRegistry(t)
 	img, layer := noisyImage(t, "stalled", 1<<20)
@@ -472,9 +472,9 @@ func TestPullRegistryDown(t *testing.T) {
 	wantUnavailable(t, err, "connection refused")
 }
 
-// wantUnavailable fails the test unless err is what kubelet takes for a registry
-// that cannot be reached: the text begins with RegistryUnavailable, which it only
-// does if the code is Unknown, since cri-client strips no other.
+// wantUnavailable fails the test unless kubelet takes err for an unreachable registry. The text
+// must begin with RegistryUnavailable, and the code must be Unknown, because cri-client strips no
+// other.
 func wantUnavailable(t *testing.T, err error, says string) {
 	t.Helper()
 	if err == nil || !strings.HasPrefix(err.Error(), "RegistryUnavailable: ") || !strings.Contains(err.Error(), says) {

@@ -107,14 +107,14 @@ func projectsOf(t *testing.T, root string) map[uint32]bool {
 	return projects
 }
 
-// Who asks for a limit that can't be kept is told so at the start.
+// A limit that cannot be enforced is an error at the daemon's start.
 func TestWritableLayerLimitWithoutQuotas(t *testing.T) {
 	d := harness.NewDaemon(t, harness.WithConfig("writable_layer_limit = 8388608")) // its root is on a tmpfs
 	out, err := d.ServeCommand().CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "writable_layer_limit can't be kept") {
 		t.Errorf("%v, output:\n%s", err, out)
 	}
-	for _, place := range []string{d.State + "/pods", d.State, d.State + "-rootfs"} { // what a start makes first
+	for _, place := range []string{d.State + "/pods", d.State, d.State + "-rootfs"} { // made early in the start
 		if err := unix.Unmount(place, unix.MNT_DETACH); err != nil && err != unix.EINVAL && err != unix.ENOENT {
 			t.Error(err)
 		}

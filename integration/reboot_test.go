@@ -15,7 +15,7 @@ import (
 	"berth/integration/machine"
 )
 
-// rebooted is a pod with a container in each state, and what is to be there of it after a reboot.
+// rebooted is a pod with a container in each state, and their expected states after a reboot.
 type rebooted struct {
 	*harness.Pod
 	inPod                    []harness.ContainerOption // what its containers need
@@ -45,8 +45,8 @@ const (
 	afterRestart = "the machine was restarted, or its state directory emptied" // the boot ID is the same
 )
 
-// check looks at what a daemon makes of the pod after a reboot: it and its containers have ended, their logs
-// are there, nothing can be started in them.
+// check checks the pod after a reboot: it and its containers have ended, their logs exist, and
+// containers cannot be started.
 func (r *rebooted) check(t *testing.T, message string) {
 	t.Helper()
 	harness.Equal(t, "pod state", r.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
@@ -74,8 +74,8 @@ func (r *rebooted) check(t *testing.T, message string) {
 	}
 }
 
-// nextAttempt does what kubelet does after a reboot: it runs the next attempt of the pod and of its container, whose log is
-// beside the old one, and removes the old pod only then.
+// nextAttempt acts as kubelet does after a reboot. It runs the next attempt of the pod and its
+// container, with a new log beside the old one, and then removes the old pod.
 func (r *rebooted) nextAttempt(t *testing.T) {
 	config := proto.CloneOf(r.Config)
 	config.Metadata.Attempt++
@@ -124,9 +124,9 @@ func TestRestartOfTheNodeInTheSameBoot(t *testing.T) {
 	d.StateSettles(t)
 }
 
-// Where the state directory is emptied, or covered by another filesystem, while pods run, their
-// processes are killed before their containers are said to have ended: kubelet starts the next ones
-// beside them.
+// While pods run, the state directory is emptied or covered by another filesystem. The next daemon
+// kills the pods' processes before it reports the containers as exited, because kubelet then starts
+// new ones.
 func TestStateDirectoryIsLostWhilePodsRun(t *testing.T) {
 	t.Run("emptied", func(t *testing.T) {
 		d := harness.StartDaemon(t)
@@ -137,7 +137,7 @@ func TestStateDirectoryIsLostWhilePodsRun(t *testing.T) {
 		d := harness.StartDaemon(t)
 		checkStateLost(t, d, func() { harness.Must(t, unix.Mount("run", d.State, "tmpfs", 0, "mode=700")) })
 		d.Kill(t)
-		d.LoseState(t) // with what was covered
+		d.LoseState(t) // together with the covered directory
 		d.Start(t)
 	})
 }
@@ -202,9 +202,9 @@ func TestOnlyTheIDOfTheStateDirectoryIsLost(t *testing.T) {
 	pod.Remove(t)
 }
 
-// After a reboot no process is there, /run is empty and the boot ID is new: pods are not ready and
-// give their addresses and host ports back without being asked, containers have exited, images and
-// logs are there, and kubelet's next attempts run.
+// After a reboot all processes are gone, /run is empty and the boot ID is new. Pods are not ready,
+// and their addresses and host ports are released. Containers have exited. Images and logs exist,
+// and kubelet's next attempts run.
 func TestReboot(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pods := podsToReboot(t, d)

@@ -38,8 +38,8 @@ func TestContainersSurviveSIGTERM(t *testing.T) {
 	harness.Equal(t, "exec in the container created before", created.Exec(t, "echo", "new"), "new")
 }
 
-// kill -9 of the daemon under a running pod: after a restart the pod is ready,
-// its log has no gap, and its exit code is right.
+// The daemon is killed with SIGKILL under a running pod. After a restart the pod is ready, its log
+// has no gap, and its exit code is right.
 func TestKillDaemonUnderRunningPod(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -62,7 +62,7 @@ func TestKillDaemonUnderRunningPod(t *testing.T) {
 	logs.Numbered(t, c.Log(t))
 }
 
-// What ends while no daemon runs is known to the next one.
+// The next daemon reports exits that happened without a daemon.
 func TestExitWhileDaemonIsDown(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -92,8 +92,8 @@ func TestExitWhileDaemonIsDown(t *testing.T) {
 	harness.Equal(t, "reason of the container out of memory", oom.WaitExited(t).Reason, "OOMKilled")
 }
 
-// The daemon is killed at a different moment of a pod's start each time. Whatever
-// it got to, the next daemon can remove it, and the leak check finds nothing.
+// The daemon is killed at a different moment of a pod's start each time. The next daemon can remove
+// every partial pod, and the leak check finds nothing.
 func TestKillDaemonDuringRunPodSandbox(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.BaseImage)

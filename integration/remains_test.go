@@ -10,8 +10,8 @@ import (
 	"berth/integration/machine"
 )
 
-// What a test leaves that fails in the middle, the fixture ends, so that the next test does not fail for it: a launcher that
-// is stopped at a launch, a monitor with its container, a pause.
+// The harness ends the leftovers of a failed test, so that the next test does not fail: a stopped
+// launcher, a monitor with its container, a pause.
 func TestRemainsAreEnded(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

@@ -25,7 +25,7 @@ var limitFiles = []string{
 	"cpuset.cpus", "cpuset.mems", "pids.max",
 }
 
-// allLimits reads what the kernel has of limits for a container, by file.
+// allLimits reads the kernel's limits of a container, by file.
 func allLimits(t *testing.T, c *harness.Container) map[string]string {
 	t.Helper()
 	pid, limits := c.Pid(t), map[string]string{}
@@ -83,8 +83,7 @@ func needCgroup2(t *testing.T) {
 	}
 }
 
-// An update that the kernel refuses in the end leaves nothing of what it took before: limits that were
-// none are none again.
+// An update that the kernel refuses at some point is rolled back. Unset limits are unset again.
 func TestUpdateIsAllOrNothing(t *testing.T) {
 	needController(t, "cpuset")
 	d := harness.StartDaemon(t)
@@ -123,7 +122,7 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 	harness.Equal(t, "memory limit of a good update", memory, "67108864")
 }
 
-// A limit below what is in use is refused: on v2 the kernel would kill processes to enforce it.
+// A limit below the current usage is refused: on v2 the kernel would kill processes to enforce it.
 func TestMemoryShrinkBelowUsage(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("dd if=/dev/zero of=/dev/shm/full bs=1M count=40 2>/dev/null; echo full; sleep 100000"),
@@ -142,8 +141,8 @@ func TestMemoryShrinkBelowUsage(t *testing.T) {
 	harness.Equal(t, "memory limit when there is room", memory, "16777216")
 }
 
-// The limits of memory and of memory with swap change together in any direction. v1 has the second never
-// below the first; v2 counts swap alone.
+// The limits of memory and of memory with swap change together in any direction. On v1 the second
+// is never below the first; v2 counts swap alone.
 func TestMemoryAndSwap(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
@@ -215,8 +214,8 @@ func shownConfig(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxConfig {
 	return info.Config
 }
 
-// kubelet tells what it made of the pod's own cgroup; the config shows it, over a restart too,
-// and the pod stays the one that was asked for.
+// kubelet reports its changes of the pod's cgroup. The pod's config shows them, across a restart
+// too, and the pod keeps its identity.
 func TestUpdatePodSandboxResources(t *testing.T) {
 	d := harness.StartDaemon(t)
 	config := d.PodConfig(t, harness.HostNetwork)
@@ -252,8 +251,8 @@ func TestUpdatePodSandboxResources(t *testing.T) {
 	harness.WantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.Id, Resources: resized}), codes.FailedPrecondition, pod.Id)
 }
 
-// A container may make cgroups of its own, threaded ones too, in which the kernel lists no processes and
-// which it kills only as a whole. Execs work beside them, and nothing outlives the container.
+// A container may make cgroups of its own. The kernel lists no processes in threaded ones, and
+// kills them only as a whole. Execs work beside them, and everything ends with the container.
 func TestThreadedCgroups(t *testing.T) {
 	needCgroup2(t)
 	d := harness.StartDaemon(t)

@@ -11,7 +11,7 @@ import (
 	"berth/integration/machine"
 )
 
-// limits reads what the kernel enforces: memory limit, CPU quota and weight.
+// limitsOf reads the kernel's memory limit and CPU quota of a container.
 func limitsOf(t *testing.T, c *harness.Container) (memory, quota string) {
 	t.Helper()
 	pid := c.Pid(t)

@@ -81,7 +81,7 @@ func TestSocket(t *testing.T) {
 		harness.Must(t, err)
 		harness.Equal(t, "mode of "+dir, info.Mode().Perm(), os.FileMode(0o700))
 	}
-	// Garbage on the socket harms nobody.
+	// Garbage on the socket has no effect.
 	conn, err := net.Dial("unix", d.Socket)
 	harness.Must(t, err)
 	_, err = conn.Write([]byte(strings.Repeat("garbage\r\n", 1000)))
@@ -200,7 +200,7 @@ func TestConfigFile(t *testing.T) {
 			t.Errorf("the message lacks %q:\n%s", want, out)
 		}
 	}
-	// What `config default` prints is a configuration, and has a comment for every option.
+	// `config default` prints a valid configuration with a comment for every option.
 	out, err = d.Command("config", "default").Output()
 	harness.Must(t, err)
 	for _, option := range []string{"listen", "root", "state", "cgroup_driver", "cni_conf_dir", "cni_bin_dirs", "registry_dirs", "pause_image"} {

@@ -194,8 +194,7 @@ func TestPodHostIPCSharedMemory(t *testing.T) {
 	harness.Equal(t, "content", d.RunPod(t, harness.HostIPC).Run(t).Exec(t, "cat", path), "host")
 }
 
-// Hostnames are those that kubelet sends: its own /etc/hosts, which is mounted over berth's, has
-// the same names.
+// Hostnames are kubelet's. Its own /etc/hosts, mounted over berth's, has the same names.
 func TestPodHostnameAndHosts(t *testing.T) {
 	d := harness.StartDaemon(t)
 	longest := strings.Repeat("n", 54) + ".t.ns.svc."
@@ -288,7 +287,7 @@ func TestPodSandboxSecurityContext(t *testing.T) {
 	}
 }
 
-// A pause that does not end by a signal, for it is frozen, is ended with its cgroup, in the time that there is for it.
+// A frozen pause, which no signal ends, is killed with its cgroup in time.
 func TestStopPodSandboxWithFrozenPause(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -10,7 +10,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// What clients send by mistake or malice.
+// Values that clients send by mistake or malice.
 var (
 	oddStrings = []string{"", "a", "..", "../../../etc", "/", "//", "/proc/self/fd/3", "/dev", "a\x00b", "a\nb=c", "\xff\xfe", "%s%n", "kubepods.slice",
 		"-1", "0", "4294967296", "0-99999", ",", "sha256:", "2MB", "ALL", "CAP_SYS_ADMIN", "rwm", "net.ipv4.ip_forward", "unconfined", "localhost/x",

@@ -38,7 +38,7 @@ func (p planted) names(found harness.Difference) bool {
 	return true
 }
 
-// checkNames runs the check and demands that it names what was planted and nothing else.
+// checkNames runs the check. It must report the planted differences and nothing else.
 func checkNames(t *testing.T, d *harness.Daemon, args []string, all ...planted) {
 	t.Helper()
 	found := d.StateCheck(t, args...)
@@ -59,7 +59,7 @@ func checkNames(t *testing.T, d *harness.Daemon, args []string, all ...planted) 
 	}
 }
 
-// fakeID is that of a pod or container that nobody has recorded.
+// fakeID returns an ID of a pod or container without a record.
 func fakeID(n int) string { return fmt.Sprintf("%064x", 0xfeed0000+n) }
 
 // plant makes differences while the daemon runs.
@@ -68,7 +68,7 @@ type plant struct {
 	d *harness.Daemon
 }
 
-// planted is what was made; it is undone after the check, or with the test.
+// planted describes a planted difference. undo runs after the check, or with the end of the test.
 func (p plant) planted(want string, undo func()) planted {
 	var once sync.Once
 	made := planted{want, func() { once.Do(undo) }}
@@ -112,7 +112,7 @@ func (p plant) mount(path, want string) planted {
 	return p.planted(want, func() { harness.Must(p.t, syscall.Unmount(path, 0)) })
 }
 
-// orphan runs a process in the cgroup of an ID beside that of another process, as nobody's child.
+// orphan runs a process in the cgroup of an ID, next to another process's cgroup, without a parent.
 func (p plant) orphan(beside int, id, want string) planted {
 	file := filepath.Join(p.d.Dir, "orphan-"+id)
 	group := filepath.Join(filepath.Dir(machine.CgroupDir(p.t, beside, "pids")), id)
@@ -141,7 +141,7 @@ func (p plant) orphan(beside int, id, want string) planted {
 
 // Each difference that can be made while the daemon runs is named, and nothing else is.
 func TestStateCheckNamesDifferences(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithLayerDriver("directory")) // in which a test can change a file
+	d := harness.StartDaemon(t, harness.WithLayerDriver("directory")) // a driver whose files a test can change
 	pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
 	running, created := pod.Run(t), host.Create(t)
 	exited, _ := host.RunToEnd(t, harness.Script("exit 0"))
@@ -200,7 +200,7 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 	d.Restart(t)
 }
 
-// What a frozen and a killed monitor leave is named, with the daemon and without.
+// The check reports the leftovers of frozen and killed monitors, with and without a daemon.
 func TestStateCheckOfLostProcesses(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -239,8 +239,8 @@ func waitDead(t *testing.T, pid int) {
 	})
 }
 
-// While pods come and go nothing stays named: what is seen in the middle of an operation is not there
-// any more at one of the next looks.
+// While pods come and go the check reports nothing: a difference in the middle of an operation is
+// gone at a later look.
 func TestStateCheckBesideWork(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)
@@ -256,7 +256,7 @@ func TestStateCheckBesideWork(t *testing.T) {
 			harness.Must(t, err)
 			return
 		default:
-			d.StateSettles(t) // who is kept from running in the middle of an operation for a second is seen there at each look
+			d.StateSettles(t) // an operation that gets no CPU for a second shows at each look
 		}
 	}
 }

@@ -30,8 +30,8 @@ func podStats(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxStats {
 	return harness.Get(p.D.Cri.PodSandboxStats(t.Context(), p.Id))(t)
 }
 
-// waitProcesses waits until the pod has so many, with its pause. What launches a
-// container has threads, and is in its cgroup until it executes the command.
+// waitProcesses waits until the pod has so many processes, with its pause. A launcher has threads
+// in the container's cgroup until it executes the command.
 func waitProcesses(t *testing.T, p *harness.Pod, want uint64) {
 	t.Helper()
 	harness.Eventually(t, "processes of the pod", func() error {
@@ -124,7 +124,7 @@ func TestStatsMemory(t *testing.T) {
 	}
 }
 
-// Pressure is what the kernel tells of the container's cgroup: of CPU, memory and I/O.
+// Pressure comes from the container's cgroup: CPU, memory and I/O.
 func TestStatsPressure(t *testing.T) {
 	if !machine.Cgroup2() {
 		t.Skip("the kernel tells it of cgroups of version 2 only")
@@ -202,7 +202,7 @@ func TestStatsNetwork(t *testing.T) {
 	go func() {
 		var n int64
 		if conn, err := listener.Accept(); err == nil {
-			n, _ = io.Copy(io.Discard, conn) // the number is what is looked at
+			n, _ = io.Copy(io.Discard, conn) // only the number matters
 			conn.Close()
 		}
 		received <- n
@@ -225,7 +225,7 @@ func TestStatsNetwork(t *testing.T) {
 	}
 }
 
-// What a list tells is what the single call tells, and only of what runs.
+// A list contains the same statistics as the single call, for running objects only.
 func TestStatsLists(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod, stopped := d.RunPod(t, harness.HostNetwork, harness.PodLabel("app", "a")), d.RunPod(t, harness.HostNetwork)
@@ -291,7 +291,7 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 		t.Errorf("memory of the pod %v, of a container %v", whole.Memory, one.Memory)
 	}
 	busy := pod.Run(t, harness.Script("while [ ! -e /tmp/stop ]; do :; done"))
-	const work = uint64(100 * time.Millisecond) // by the clock that is read: a guest's may count little of what a host's does
+	const work = uint64(100 * time.Millisecond) // by the kernel's clock: a guest may count little of its host's time
 	harness.Eventually(t, "it has worked", func() error {
 		if used := containerStats(t, busy).Cpu.UsageCoreNanoSeconds.Value; used < work {
 			return harness.Unexpected("CPU time", used, work)
@@ -311,7 +311,7 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 	}
 }
 
-// Asking opens files, and the end of what they tell of closes them.
+// Statistics open files. The end of the object closes them.
 func TestStatsFilesAreClosed(t *testing.T) {
 	d := harness.StartDaemon(t)
 	before := len(inventory.OpenFiles(d.Cmd.Process.Pid))
@@ -338,8 +338,8 @@ func TestStatsFilesAreClosed(t *testing.T) {
 	})
 }
 
-// What a container writes is counted in the background, and kubelet hears of it by
-// container and by filesystem.
+// Writable layers are counted in the background. kubelet gets the counts by container and by
+// filesystem.
 func TestStatsWritableLayer(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -378,7 +378,7 @@ func TestStatsWritableLayer(t *testing.T) {
 	})
 	c.Exec(t, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero >/data/more", size)) // it does again
 	counted(2 * size)
-	c.Stop(t, 0) // what it wrote is there until it is removed
+	c.Stop(t, 0) // the layer stays until the container is removed
 	counted(size)
 	d.Restart(t)
 	counted(size)
@@ -386,7 +386,8 @@ func TestStatsWritableLayer(t *testing.T) {
 	harness.Equal(t, "bytes of no container", harness.Get(d.Images.ImageFsInfo(t.Context()))(t).ContainerFilesystems[0].UsedBytes.Value, 0)
 }
 
-// What another container of the pod writes into a layer counts, though the layer's own container sleeps.
+// Writes of another container of the pod into a layer count, even while the layer's own container
+// sleeps.
 func TestStatsWritableLayerOfSleeper(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
 	pod := d.RunPod(t, harness.HostNetwork, harness.SharedPID)
@@ -432,7 +433,7 @@ func TestStatsSplitFilesystem(t *testing.T) {
 	})
 }
 
-// The metrics of a real container agree with their descriptors and with what it does.
+// The metrics of a real container match their descriptors and its activity.
 func TestStatsMetrics(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
 	pod := d.RunPod(t)
@@ -465,7 +466,7 @@ func TestStatsMetrics(t *testing.T) {
 				return fmt.Errorf("%s is 0 or not there", name)
 			}
 		}
-		if n := values["container_sockets"]; n > 0 { // those of libcontainer's init, if it was counted before it executed the command
+		if n := values["container_sockets"]; n > 0 { // sockets of libcontainer's init, if counted before it executed the command
 			return fmt.Errorf("%d sockets", n)
 		}
 		if n := values["container_file_descriptors"]; n < 5 { // it was counted before the shell had opened its own

@@ -142,7 +142,7 @@ func TestManySessionsAtOnce(t *testing.T) {
 	harness.Must(t, errors.Join(errs...))
 }
 
-// With the client goes what it runs: nobody could end it any more.
+// An exec ends with its client, because no other client could end it.
 func TestExecEndsWithItsClient(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -204,8 +204,8 @@ func TestSessionRefusals(t *testing.T) {
 	harness.WantCode(t, forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.Id}), codes.FailedPrecondition, pod.Id)
 }
 
-// A container may end between the URL and the session. The texts name what was asked
-// for, and the container once.
+// A container may end between the URL and the session. The error names the request and, once, the
+// container.
 func TestSessionOfAContainerThatHasEnded(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -223,7 +223,7 @@ func TestSessionOfAContainerThatHasEnded(t *testing.T) {
 	}
 }
 
-// A session in which nothing is sent for stream_idle_timeout is ended, and its command.
+// A session without traffic for stream_idle_timeout ends with its command.
 func TestIdleSessionIsEnded(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stream_idle_timeout = "1s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -263,7 +263,7 @@ func TestTokenIsUsedOnce(t *testing.T) {
 			}
 		}
 	}
-	// Not everybody's, but who has the URL: it is for this node only.
+	// The URL is valid only for its holder and only on this node.
 	address, err := url.Parse(c.ExecURL(t, remotecommand.StreamOptions{Stdout: io.Discard}, "true"))
 	harness.Must(t, err)
 	harness.Equal(t, "address", address.Hostname(), "127.0.0.1")

@@ -45,8 +45,8 @@ func holding(bytes int) harness.ContainerOption {
 	return harness.Script(fmt.Sprintf("mkfifo /tmp/f; exec 3<>/tmp/f; exec dd if=/dev/zero of=/tmp/f bs=%d count=2", bytes))
 }
 
-// What swap is limited to, in each way that it can be asked for: the kernel lets a container have that, tells what it uses,
-// and kills one that needs more.
+// Swap limits, in each way to request them. The kernel lets a container use so much, reports the
+// usage, and kills a container that needs more.
 func TestSwap(t *testing.T) {
 	const memory, swap, need = 32 << 20, 96 << 20, 72 << 20
 	turnOnSwap(t, 2*swap)
@@ -69,7 +69,7 @@ func TestSwap(t *testing.T) {
 		t.Run(name+"/enough", func(t *testing.T) {
 			c := pod.Run(t, holding(need), run(swap))
 			wantSwap(t, c, need-memory, swap)
-			// What is lowered below what is in use takes nothing away; it only gives no more.
+			// A limit below the current usage frees nothing; it only prevents growth.
 			for _, limit := range []int64{swap / 2, 2 * swap, 0, swap} {
 				resizeContainer(t, c, with(limit))
 				wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(memory), "memory.swap.max": fmt.Sprint(limit)})
@@ -117,8 +117,8 @@ func TestNoSwapWithoutAskingForIt(t *testing.T) {
 	wantLimits(t, c, none)
 }
 
-// haveSystemdWriteLimits has systemd, where it is the driver, write all it knows of the container's limits to the kernel's files,
-// by setting one that has nothing to do with swap.
+// haveSystemdWriteLimits makes the systemd driver rewrite all its limits of the container, by
+// setting one unrelated to swap.
 func haveSystemdWriteLimits(t *testing.T, c *harness.Container) {
 	t.Helper()
 	if harness.SystemdDriver() {
@@ -127,8 +127,8 @@ func haveSystemdWriteLimits(t *testing.T, c *harness.Container) {
 	}
 }
 
-// wantSwap waits until the container uses so much swap, and compares what is told with what the kernel has: the container's
-// statistics, and those of it that come with its pod's.
+// wantSwap waits until the container uses so much swap. It compares the statistics of the container
+// and of its pod with the kernel's files.
 func wantSwap(t *testing.T, c *harness.Container, least, limit uint64) {
 	t.Helper()
 	ofPod := func() *runtimeapi.ContainerStats {

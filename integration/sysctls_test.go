@@ -10,7 +10,7 @@ import (
 	"berth/integration/harness"
 )
 
-// interfaceSysctls are those of a pod's interface, in both ways to write them.
+// interfaceSysctls sets sysctls of a pod's interface, in both notations.
 func interfaceSysctls(c *runtimeapi.PodSandboxConfig) {
 	harness.Sysctl("net.ipv4.conf.eth0.arp_ignore", "1")(c)
 	harness.Sysctl("net/ipv4/conf/eth0/arp_announce", "2")(c)
@@ -63,7 +63,7 @@ func TestInterfaceSysctlsWithOwnNetwork(t *testing.T) {
 	}
 }
 
-// A sysctl of an interface that the pod does not get is told, and nothing is left of the pod.
+// A sysctl of a missing interface is an error that names it, and nothing of the pod is left.
 func TestSysctlOfAnotherInterface(t *testing.T) {
 	d := harness.StartDaemon(t)
 	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.Sysctl("net.ipv4.conf.eth7.arp_ignore", "1")), "")

@@ -23,8 +23,8 @@ import (
 	"berth/internal/trace"
 )
 
-// Spans tell where at least this much of a request's time went, or all but as much as goroutines may need to wake one another:
-// a CreateContainer may take no longer than a millisecond.
+// Spans cover at least this share of a request's time, except for the time that goroutines need to
+// wake each other: a CreateContainer may take less than a millisecond.
 const (
 	coveredPercent = 95
 	handOver       = int64(150 * time.Microsecond)
@@ -35,7 +35,8 @@ func TestTrace(t *testing.T) {
 	var operations []trace.Operation
 	var id string
 	told := map[string]bool{} // operations that were covered
-	// The machine may be busy with other tests: time in which what could go on has no CPU may be between two spans.
+	// On a machine busy with other tests, a runnable goroutine may wait for a CPU between two
+	// spans.
 	harness.Eventually(t, "starts whose spans cover them", func() error {
 		pod := d.RunPod(t)
 		pod.Run(t)
@@ -101,7 +102,7 @@ func covered(o trace.Operation) (sum int64) {
 	return sum
 }
 
-// checkNesting fails if a span is outside of the one that it is part of.
+// checkNesting fails if a span is outside its parent.
 func checkNesting(t *testing.T, o trace.Operation) {
 	t.Helper()
 	var around []trace.Shown
@@ -168,7 +169,7 @@ func checkXML(t *testing.T, document string) {
 	}
 }
 
-// collector is an OpenTelemetry collector that notes what it is sent.
+// collector is an OpenTelemetry collector that records the spans it receives.
 type collector struct {
 	mu    sync.Mutex
 	spans map[string][]*tracev1.Span // by name
@@ -209,7 +210,8 @@ func tracingTo(handler http.Handler, t *testing.T) harness.DaemonOption {
 	return harness.WithConfig(`tracing_endpoint = "`+strings.TrimPrefix(server.URL, "http://")+`"`, `tracing_protocol = "http/protobuf"`, `tracing_insecure = true`)
 }
 
-// kubelet's trace goes on in berth (KEP-2831), to the steps of launchers; what nobody traces is not exported.
+// kubelet's trace continues in berth (KEP-2831), down to the launchers' steps. Calls without a
+// trace are not exported.
 func TestTracesAreExported(t *testing.T) {
 	c := &collector{spans: map[string][]*tracev1.Span{}}
 	d := harness.StartDaemon(t, tracingTo(c, t))
@@ -220,7 +222,7 @@ func TestTracesAreExported(t *testing.T) {
 	d.Objects = append(d.Objects, pod)
 	harness.Must(t, d.Cri.StopPodSandbox(t.Context(), pod))
 	harness.Must(t, d.Cri.RemovePodSandbox(traced, pod))
-	d.Restart(t) // the one that ends sends the rest
+	d.Restart(t) // the ending daemon sends the rest
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	run, removed, launched := c.spans["RunPodSandbox"], c.spans["RemovePodSandbox"], c.spans["execute"]

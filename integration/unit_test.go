@@ -144,7 +144,7 @@ func noLeftovers(t *testing.T, d *harness.Daemon) {
 	})
 }
 
-// haveUnitsResources checks that daemon and container have what the unit says.
+// haveUnitsResources checks that daemon and container have the unit's limits.
 func haveUnitsResources(t *testing.T, d *harness.Daemon, c *harness.Container) {
 	t.Helper()
 	pid, group := d.Cmd.Process.Pid, harness.UnitCgroup(t)
@@ -178,7 +178,7 @@ func haveUnitsResources(t *testing.T, d *harness.Daemon, c *harness.Container) {
 	}
 }
 
-// content is what a file says, without the end of the line.
+// content returns the content of a file, without the final newline.
 func content(t *testing.T, path string) string {
 	t.Helper()
 	return strings.TrimSpace(string(harness.Get(os.ReadFile(path))(t)))

@@ -205,7 +205,7 @@ func TestUserNamespacesOfOneImage(t *testing.T) {
 	}
 }
 
-// A volume with mappings holds the IDs that the container sees; one without, those of the host.
+// A volume with mappings has the container's IDs; a volume without has the host's.
 func TestVolumesInUserNamespace(t *testing.T) {
 	const base = 4 * usernsLength
 	d := harness.StartDaemon(t)
@@ -282,7 +282,8 @@ func TestCDIInUserNamespace(t *testing.T) {
 	harness.WantCode(t, err, codes.FailedPrecondition, "/dev/vendor1", "user namespace")
 }
 
-// Pipes and terminals are made outside of the namespace, and a user in it who is not root opens them by path.
+// Pipes and terminals are made outside the user namespace. A user in it other than root opens them
+// by path.
 func TestSessionsInUserNamespace(t *testing.T) {
 	const base = 14 * usernsLength
 	d := harness.StartDaemon(t)

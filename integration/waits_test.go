@@ -38,8 +38,8 @@ func waitsOf(t *testing.T, info map[string]string) (waits []waitInfo) {
 	return waits
 }
 
-// passesLimit waits until verbose Status shows a wait for an object as overdue, with its age and limit in seconds, and the
-// log has it, with the stacks of all goroutines.
+// passesLimit waits until verbose Status shows a wait for an object as overdue, with its age and
+// limit in seconds. The log must have it, with the stacks of all goroutines.
 func passesLimit(t *testing.T, d *harness.Daemon, what, object string, limit int) {
 	t.Helper()
 	harness.Eventually(t, "a wait for "+what+" passes its limit", func() error {
@@ -71,8 +71,9 @@ func passesLimit(t *testing.T, d *harness.Daemon, what, object string, limit int
 
 const (
 	shortWaits = `wait_limit = "1s"`
-	// longWaits is for waits that others precede, which take longer than a second on a busy machine: of those that pass their limit within a minute only the first is
-	// logged with stacks.
+	// longWaits raises the limit for waits that follow others, because these take longer than a
+	// second on a busy machine. Of all waits that pass their limit within a minute only the first
+	// is logged with stacks.
 	longWaits = `wait_limit = "5s"`
 )
 
@@ -108,7 +109,7 @@ func TestWaitForHungPlugin(t *testing.T) {
 	}
 }
 
-// endHungPlugins kills the children for which hanging plugins wait.
+// endHungPlugins kills the children that hanging plugins wait for.
 func endHungPlugins(t *testing.T) {
 	t.Helper()
 	for _, line := range []string{"sleep 100000", "sleep 100001"} {
@@ -118,9 +119,9 @@ func endHungPlugins(t *testing.T) {
 	}
 }
 
-// Whatever is waited for is shown, with its object, its age and its limit, as long as it lasts and no longer. Here all those
-// that a test can bring about last at the same time; docs/reliability.md has a table of them. An operation is among them whatever it waits
-// for, and so if its caller has gone.
+// Every wait shows with its object, age and limit, exactly as long as it lasts. Here all waits that
+// a test can cause last at the same time; docs/reliability.md lists them. An operation shows
+// whatever it waits for, even when its caller has gone.
 func TestWaitsAreShown(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `stall_timeout = "10m"`), plugin.Option)
