@@ -614,7 +614,7 @@ func TestNRIRefusesToStart(t *testing.T) {
 			harness.Must(t, os.Mkdir(filepath.Dir(nriSocket(d)), 0o700))
 			l := harness.Get(net.Listen("unix", nriSocket(d)))(t)
 			t.Cleanup(func() { harness.Must(t, l.Close()) })
-		}, "is another runtime's"},
+		}, "belongs to another runtime"},
 		"plugin without index": {func(t *testing.T, d *harness.Daemon) {
 			harness.Must(t, os.Mkdir(filepath.Join(d.Dir, "plugins"), 0o755))
 			harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", "README"), nil, 0o755))

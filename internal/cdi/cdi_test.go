@@ -95,7 +95,7 @@ func TestInjectRefused(t *testing.T) {
 		code   codes.Code
 		says   string
 	}{
-		{"vendor.example/dev=b", codes.FailedPrecondition, "vendor.example/dev=b is not known"},
+		{"vendor.example/dev=b", codes.FailedPrecondition, "vendor.example/dev=b: not found"},
 		{"vendor.example/dev=b", codes.FailedPrecondition, "with errors: " + filepath.Join(dirs[0], "broken.json")},
 		{"a", codes.InvalidArgument, `"a"`},
 		{"", codes.InvalidArgument, `""`},

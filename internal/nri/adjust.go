@@ -18,15 +18,14 @@ import (
 	"berth/internal/host"
 )
 
-// Adjustment is what plugins changed of a container when it was created, but for its
-// limits, which are an Update. It never changes. In JSON it is a string, so that it can be part of a
-// record. A nil Adjustment changes nothing.
+// Adjustment holds the changes of plugins to a new container except its limits, which are an
+// Update. It is immutable. It marshals to a JSON string, for records. A nil Adjustment changes
+// nothing.
 type Adjustment struct{ adjust *api.ContainerAdjustment }
 
-// newAdjustment checks what plugins ask for and takes the limits out of it, which others may
-// change later.
+// newAdjustment checks the changes and splits off the limits, which later updates may change.
 func newAdjustment(adjust *api.ContainerAdjustment) (*Adjustment, Update, error) {
-	// Without the parts that are there and empty, as the library leaves them.
+	// The library leaves empty parts behind. Strip removes them.
 	adjust = proto.Clone(adjust).(*api.ContainerAdjustment).Strip()
 	if err := Check(adjust); err != nil {
 		return nil, Update{}, err
@@ -56,7 +55,7 @@ func (a *Adjustment) MarshalJSON() ([]byte, error) {
 
 // UnmarshalJSON implements json.Unmarshaler.
 func (a *Adjustment) UnmarshalJSON(data []byte) error {
-	var encoded []byte // base64, as MarshalJSON wrote it
+	var encoded []byte // base64, as written by MarshalJSON
 	if err := json.Unmarshal(data, &encoded); err != nil {
 		return fmt.Errorf("decode NRI adjustment: %w", err)
 	}
@@ -74,20 +73,21 @@ func (a *Adjustment) annotations() map[string]string {
 	return a.adjust.GetAnnotations()
 }
 
-// Node is what applying an adjustment needs to know and does not find in the spec.
+// Node describes the node and container as far as the spec does not.
 type Node struct {
-	// OOMScoreAdjMin is the lowest value the kernel allows.
+	// OOMScoreAdjMin is the lowest value that the kernel accepts.
 	OOMScoreAdjMin int
-	// Sysctl returns the name with dots of a sysctl that the container may set to a value, or why it may not.
+	// Sysctl returns the dotted name of a sysctl, or the reason why the container may not set it to
+	// value.
 	Sysctl func(name, value string) (string, error)
-	// CDI adds CDI devices to a spec; nil: there are none.
+	// CDI adds CDI devices to a spec; nil: CDI is not available.
 	CDI func(spec *specs.Spec, names []string) error
 }
 
-// Apply changes a spec as the plugins asked. The same spec and node give the same result.
+// Apply changes spec as plugins requested. The result depends only on spec and node.
 //
-// Errors: InvalidArgument for what the container can't have; FailedPrecondition for a mount source
-// that can't propagate.
+// Errors: InvalidArgument for an impossible change; FailedPrecondition for a mount source that does
+// not propagate.
 func (a *Adjustment) Apply(spec *specs.Spec, node Node) error {
 	if a == nil {
 		return nil
@@ -117,7 +117,7 @@ func (a *Adjustment) Apply(spec *specs.Spec, node Node) error {
 	return applyMounts(spec, adjust.GetMounts())
 }
 
-// applyEnv replaces and removes variables in their places and appends new ones.
+// applyEnv replaces and removes variables in place and appends new ones.
 func applyEnv(spec *specs.Spec, env []*api.KeyValue) {
 	for _, e := range env {
 		key, removed := e.IsMarkedForRemoval()
@@ -169,7 +169,7 @@ func applyRlimits(spec *specs.Spec, limits []*api.POSIXRlimit) {
 	}
 }
 
-// applyProcess sets how the kernel treats the container's first process.
+// applyProcess sets the kernel attributes of the container's first process.
 func applyProcess(spec *specs.Spec, linux *api.LinuxContainerAdjustment, node Node) {
 	if score := linux.GetOomScoreAdj(); score != nil {
 		value := max(int(score.GetValue()), node.OOMScoreAdjMin)
@@ -209,9 +209,10 @@ func applyDeviceRules(spec *specs.Spec, rules []*api.LinuxDeviceCgroup) {
 	}
 }
 
-// applyNetDevices moves network devices of the host into the container's network, which must not be the host's.
+// applyNetDevices moves network devices of the host into the container's network namespace, which
+// must not be the host's.
 func applyNetDevices(spec *specs.Spec, devices map[string]*api.LinuxNetDevice) {
-	for name := range devices { // first: a plugin may have added it anew
+	for name := range devices { // removals first: a plugin may add the device again
 		if key, removed := api.IsMarkedForRemoval(name); removed {
 			delete(spec.Linux.NetDevices, key)
 		}
@@ -257,7 +258,7 @@ func applySeccomp(spec *specs.Spec, policy *api.LinuxSeccomp) {
 }
 
 func applySysctl(spec *specs.Spec, sysctl map[string]string, node Node) error {
-	for name := range sysctl { // first: a plugin may have set it anew
+	for name := range sysctl { // removals first: a plugin may set the sysctl again
 		if key, removed := api.IsMarkedForRemoval(name); removed {
 			delete(spec.Linux.Sysctl, strings.ReplaceAll(key, "/", "."))
 		}
@@ -295,7 +296,7 @@ func applyCDI(spec *specs.Spec, devices []*api.CDIDevice, node Node) error {
 	return nil
 }
 
-// applyMounts replaces mounts by their destination. A mount comes after those it lies in.
+// applyMounts replaces mounts by destination and sorts each after the mounts that contain it.
 func applyMounts(spec *specs.Spec, mounts []*api.Mount) error {
 	for _, m := range mounts {
 		destination, removed := m.IsMarkedForRemoval()
@@ -338,14 +339,15 @@ func newMount(m *api.Mount, destination string, spec *specs.Spec) (specs.Mount, 
 	return mount, nil
 }
 
-// propagate gives the container's root the propagation that a mount needs, if the mount's source has it.
+// propagate sets the propagation of the container's root that a mount requires, if the mount's
+// source has it.
 func propagate(spec *specs.Spec, mount specs.Mount, propagation string) error {
 	at, err := host.Files{}.Propagation(mount.Source)
 	if err != nil {
 		return fmt.Errorf("NRI adjustment: mount of %s: %w", mount.Destination, err)
 	}
 	if !at.Shared && !(at.Slave && propagation == "rslave") {
-		return errdefs.FailedPrecondition("NRI adjustment: mount of %s: %s wanted, but source %s is on %s, which is not a shared mount",
+		return errdefs.FailedPrecondition("NRI adjustment: mount of %s: propagation %s needs a shared mount, but source %s is on %s",
 			mount.Destination, propagation, mount.Source, at.Mountpoint)
 	}
 	if spec.Linux.RootfsPropagation != "rshared" {

@@ -12,7 +12,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// refusal is the error of an adjustment that berth does not know how to honour.
+// refusal returns the error for an adjustment that berth does not support.
 func refusal(format string, args ...any) error {
 	return errdefs.New(codes.Unimplemented, "NRI adjustment: "+format+": not supported", args...)
 }
@@ -21,15 +21,15 @@ func invalid(format string, args ...any) error {
 	return errdefs.InvalidArgument("NRI adjustment: "+format, args...)
 }
 
-// Check refuses by name what berth can't do for a plugin, with Unimplemented, and what makes no
-// sense, with InvalidArgument. Refused are
+// Check refuses adjustments that berth does not support with Unimplemented, and malformed ones with
+// InvalidArgument. Unsupported are
 //
-//   - the cgroup's path: it is where kubelet looks for the container;
-//   - block I/O and RDT classes and RDT groups, which berth has no configuration of;
-//   - poststop hooks: no process of libcontainer is left when a container has ended;
+//   - the cgroup's path, because kubelet looks for the container there;
+//   - block I/O and RDT classes and RDT groups, because berth has no configuration for them;
+//   - poststop hooks, because no libcontainer process is left when a container has ended;
 //   - seccomp listeners;
 //   - user, mount and time namespaces;
-//   - limits that cgroup v2 has not, see toCRI.
+//   - limits that cgroup v2 does not have, see toCRI.
 func Check(adjust *api.ContainerAdjustment) error {
 	for _, step := range []func(*api.ContainerAdjustment) error{
 		checkUnsupported, checkProcess, checkHooks, checkMounts, checkLinux,
@@ -76,7 +76,7 @@ func checkProcess(adjust *api.ContainerAdjustment) error {
 	return nil
 }
 
-// rlimits are what setrlimit(2) knows.
+// rlimits lists the limits of setrlimit(2).
 var rlimits = map[string]bool{
 	"RLIMIT_AS": true, "RLIMIT_CORE": true, "RLIMIT_CPU": true, "RLIMIT_DATA": true, "RLIMIT_FSIZE": true, "RLIMIT_LOCKS": true,
 	"RLIMIT_MEMLOCK": true, "RLIMIT_MSGQUEUE": true, "RLIMIT_NICE": true, "RLIMIT_NOFILE": true, "RLIMIT_NPROC": true,
@@ -108,7 +108,7 @@ func checkMounts(adjust *api.ContainerAdjustment) error {
 	return nil
 }
 
-// isBind tells whether a mount is of a path on the host: libcontainer goes by the options, too.
+// isBind reports whether a mount is a bind mount. libcontainer looks at the options, too.
 func isBind(m *api.Mount) bool {
 	return m.GetType() == "bind" || slices.Contains(m.GetOptions(), "bind") || slices.Contains(m.GetOptions(), "rbind")
 }
@@ -145,7 +145,7 @@ func checkLinux(adjust *api.ContainerAdjustment) error {
 	return nil
 }
 
-// isInterface is the kernel's rule for names of interfaces (dev_valid_name).
+// isInterface checks the kernel's rule for names of interfaces (dev_valid_name).
 func isInterface(name string) bool {
 	return name != "" && len(name) < 16 && name != "." && name != ".." && !strings.ContainsAny(name, "/: \t\n\v\f\r\x00")
 }

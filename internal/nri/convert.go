@@ -9,19 +9,19 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Pod is what plugins are told of a pod.
+// Pod describes a pod to plugins.
 type Pod struct {
 	ID, Handler string
 	Config      *runtimeapi.PodSandboxConfig
 	IPs         []string
-	PID         int    // of pause; 0 when it does not run
-	NetNS       string // path; empty with the host's network
+	PID         int    // of the pause; 0 if it does not run
+	NetNS       string // path; empty on the host's network
 	CgroupsPath string
 
-	WantedOverhead, WantedResources *runtimeapi.LinuxContainerResources // for UpdatePod; Config has those in force
+	WantedOverhead, WantedResources *runtimeapi.LinuxContainerResources // for UpdatePod; Config has the present ones
 }
 
-// Container is what plugins are told of a container.
+// Container describes a container to plugins.
 type Container struct {
 	ID, PodID, ImageID               string
 	Config                           *runtimeapi.ContainerConfig
@@ -30,9 +30,9 @@ type Container struct {
 	ExitCode                         int32
 	Reason, Message                  string
 	PID                              int
-	Resources                        *runtimeapi.LinuxContainerResources // in force
-	Spec                             *specs.Spec                         // may lack everything but Process
-	Adjustment                       *Adjustment                         // what plugins changed at its creation; may be nil
+	Resources                        *runtimeapi.LinuxContainerResources // present ones
+	Spec                             *specs.Spec                         // may have only Process
+	Adjustment                       *Adjustment                         // changes of plugins at creation; may be nil
 }
 
 func (p *Pod) api() *api.PodSandbox {
@@ -72,7 +72,7 @@ func (c *Container) api() *api.Container {
 	return container
 }
 
-// addSpec tells what the container's spec says.
+// addSpec adds the fields of the container's spec.
 func addSpec(container *api.Container, spec *specs.Spec) {
 	container.Mounts = api.FromOCIMounts(spec.Mounts)
 	container.Hooks = api.FromOCIHooks(spec.Hooks)
@@ -98,14 +98,14 @@ func addSpec(container *api.Container, spec *specs.Spec) {
 	}
 }
 
-// annotations are the config's with the changes of plugins.
+// annotations returns the annotations of the config with the changes of plugins.
 func (c *Container) annotations() map[string]string {
 	all := maps.Clone(c.Config.GetAnnotations())
 	changes := c.Adjustment.annotations()
 	if all == nil && len(changes) > 0 {
 		all = make(map[string]string)
 	}
-	for key := range changes { // first: a plugin may have set it anew
+	for key := range changes { // removals first: a plugin may set the annotation again
 		if name, removed := api.IsMarkedForRemoval(key); removed {
 			delete(all, name)
 		}

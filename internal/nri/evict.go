@@ -11,8 +11,9 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// The library (0.12.5) decodes the evictions that plugins ask for and drops them: it has no call for them. They are read
-// where they pass, in the messages of plugins, and travel with the context of the request that they are part of.
+// The library (0.12.5) decodes evictions that plugins request, but has no callback for them. The
+// interceptors below read them from the messages of plugins and collect them in the request's
+// context.
 
 const (
 	methodCreateContainer  = "/nri.pkg.api.v1alpha1.Plugin/CreateContainer"
@@ -20,7 +21,7 @@ const (
 	methodUpdateContainers = "/nri.pkg.api.v1alpha1.Runtime/UpdateContainers"
 )
 
-// evictions are those asked for in the course of one request, by any number of plugins. The lock guards the list.
+// evictions collects the evictions of one request from all plugins. The lock guards the list.
 type evictions struct {
 	mu   sync.Mutex
 	list []*api.ContainerEviction
@@ -28,13 +29,14 @@ type evictions struct {
 
 type evictionsKey struct{}
 
-// withEvictions returns a context under which requests to plugins, and of plugins, collect evictions.
+// withEvictions returns a context in which requests to plugins, and from plugins, collect
+// evictions.
 func withEvictions(ctx context.Context) (context.Context, *evictions) {
 	e := &evictions{}
 	return context.WithValue(ctx, evictionsKey{}, e), e
 }
 
-// collect adds evictions to those of the request that ctx is of. Other requests have none.
+// collect adds evictions to the request of ctx, if it collects any.
 func collect(ctx context.Context, list []*api.ContainerEviction) {
 	e, collects := ctx.Value(evictionsKey{}).(*evictions)
 	if !collects {
@@ -45,7 +47,8 @@ func collect(ctx context.Context, list []*api.ContainerEviction) {
 	e.list = append(e.list, list...)
 }
 
-// updates returns the evictions as what is to be done to containers. They fail no request: the container may have ended.
+// updates returns the evictions as updates. A failed eviction fails no request, because the
+// container may have ended.
 func (e *evictions) updates() []Update {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -56,7 +59,7 @@ func (e *evictions) updates() []Update {
 	return updates
 }
 
-// interceptors returns the options of the library's connections that see the evictions.
+// interceptors returns options for the library's connections that collect evictions.
 func interceptors() ([]ttrpc.ClientOpts, []ttrpc.ServerOpt) {
 	return []ttrpc.ClientOpts{ttrpc.WithChainUnaryClientInterceptor(answered)},
 		[]ttrpc.ServerOpt{ttrpc.WithChainUnaryServerInterceptor(asked)}
@@ -83,7 +86,7 @@ func answered(ctx context.Context, request *ttrpc.Request, response *ttrpc.Respo
 		return nil // the plugin refuses the request
 	}
 	if err := proto.Unmarshal(response.GetPayload(), answer); err != nil {
-		return fmt.Errorf("decode a plugin's answer to %s: %w", info.FullMethod, err)
+		return fmt.Errorf("decode NRI plugin answer to %s: %w", info.FullMethod, err)
 	}
 	collect(ctx, answer.GetEvict())
 	return nil

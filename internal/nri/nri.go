@@ -1,33 +1,34 @@
-// Package nri lets plugins of the Node Resource Interface see pods and containers and
-// change them: https://github.com/containerd/nri, version 0.12. It wraps the library's
-// adaptation, which finds, starts, orders and calls the plugins.
+// Package nri calls plugins of the Node Resource Interface, which observe and change pods and
+// containers: https://github.com/containerd/nri, version 0.12. It wraps the library's adaptation,
+// which finds, starts, orders and calls the plugins.
 //
 // # Contract
 //
-// Plugins are called one after the other in the order of their index, for one request at a
-// time: so the library serialises them. A plugin that does not answer within the request
-// timeout, or whose connection breaks, is dropped and the request goes on without it, unless
-// it asked to be kept, or to fail requests, when it registered (FailurePolicy). What a plugin
-// answers with an error fails the request that it was asked about, and the plugins after it are not told of
-// that one: neither is a stop, a removal or a Post event.
+// The library calls plugins one after the other in the order of their index, for one request at a
+// time. It drops a plugin that does not answer within the request timeout, or whose connection
+// breaks, and the request continues. A plugin may register to be kept, or to fail the request
+// (FailurePolicy). A plugin that answers with an error fails the request, and later plugins do not
+// get it. Stops, removals and Post events go to all plugins.
 //
-// A caller that changes what plugins may see does so in one of two ways, so that a plugin that
-// registers meanwhile misses nothing:
+// A plugin that registers must learn of every change. So callers change visible state in one of two
+// ways:
 //
-//   - what is new is announced and then published, under one Hold;
-//   - everything else is published and then announced under a Hold.
+//   - a new object is announced and then published, under one Hold;
+//   - any other change is published and then announced under a Hold.
 //
-// A Hold is a read lock, and a registration waits for all of them with the write lock: who has one must
-// not wait for anybody who may take one. Without plugins Hold tells so, and nothing else of this package runs.
+// A Hold is a read lock, and a registration takes the write lock. The holder must not wait for a
+// goroutine that may take a Hold. Without plugins Hold returns false, and no other code of this
+// package runs.
 //
-// Adjustments that plugins ask for are honoured or refused by name (see Check), never dropped in
-// silence. Their annotations are shown to other plugins and reach nothing else: libcontainer
-// and systemd read some annotations as commands (CVE-2024-3154). Evictions, too, are carried out, though the library
-// knows of no such thing (evict.go). It drops the limit of processes from updates of other containers that are answers to a request (TestPlugins); in
-// adjustments, and in updates that a plugin asks for by itself, it arrives.
+// Adjustments are applied or refused by name (see Check), never ignored. Annotations of plugins are
+// shown to other plugins and reach nothing else, because libcontainer and systemd interpret some of
+// them as commands (CVE-2024-3154). Evictions are carried out, although the library ignores them
+// (evict.go). In answers to a request, the library drops the pids limit from updates of other
+// containers (TestPlugins). The limit arrives in adjustments and in updates that a plugin sends on
+// its own.
 //
-// The programs that were started are reaped when they end, whether they registered or not, and killed by Close. One that
-// hangs outlives a daemon that is killed; others end with their connection.
+// Programs that were started are reaped when they end, even if they never registered, and Close
+// kills them. A hanging program survives a daemon that is killed; others end with their connection.
 package nri
 
 import (
@@ -56,56 +57,56 @@ import (
 	"berth/internal/task"
 )
 
-// Config says where plugins come from and what they may do.
+// Config configures the plugins.
 type Config struct {
-	Version             string        // of the runtime, told to plugins
-	Waits               *task.Waits   // where waits for plugins are noted; nil: nowhere
-	Socket              string        // where external plugins connect; empty: they may not
-	PluginDir           string        // programs that are started with the daemon
+	Version             string        // of the runtime, for plugins
+	Waits               *task.Waits   // reports waits for plugins; may be nil
+	Socket              string        // for external plugins; empty: none
+	PluginDir           string        // programs to start with the daemon
 	PluginConfigDir     string        // their configuration: NN-name.conf or name.conf
 	RegistrationTimeout time.Duration // from connection to registration
-	RequestTimeout      time.Duration // for each answer of a plugin
-	Reject              []string      // kinds of adjustments that fail the container, as the option nri_reject names them
-	RequiredPlugins     []string      // names of plugins without which no container is created
+	RequestTimeout      time.Duration // per answer of a plugin
+	Reject              []string      // kinds of adjustments that fail a container, as in the option nri_reject
+	RequiredPlugins     []string      // plugins without which no container is created
 	Log                 *slog.Logger
 }
 
-// Runtime is what plugins see of the runtime, and how they change it.
+// Runtime is implemented by the container runtime.
 type Runtime interface {
 	// Objects returns all pods and containers.
 	Objects() ([]*Pod, []*Container)
-	// Update changes the resources of a container, for which it waits for its turn until ctx ends. Of a container to be
-	// evicted it begins the stop.
+	// Update changes the resources of a container. It waits for the container's lock until ctx
+	// ends. For an eviction it starts the stop and returns.
 	Update(ctx context.Context, u Update) error
 }
 
-// Update is a change of a container's resources that a plugin asks for.
+// Update is a change of a container's resources that a plugin requests.
 type Update struct {
 	ContainerID   string
-	Resources     *runtimeapi.LinuxContainerResources // what is zero stays as it is
-	Limits        *Limits                             // what CRI has no field for
-	IgnoreFailure bool                                // the container that is being created with it is created even if it fails
+	Resources     *runtimeapi.LinuxContainerResources // zero fields stay unchanged
+	Limits        *Limits                             // limits that CRI has no field for
+	IgnoreFailure bool                                // if it fails, the creation that it belongs to continues
 
-	Evict  bool   // the container is to be stopped; nothing else is asked of it
-	Reason string // of the eviction, in the plugin's words
+	Evict  bool   // stop the container; no other field but Reason is set
+	Reason string // for the eviction, from the plugin
 }
 
-// Empty tells whether the update changes nothing.
+// Empty reports whether the update changes nothing.
 func (u Update) Empty() bool { return proto.Size(u.Resources) == 0 && u.Limits == nil && !u.Evict }
 
-// Plugins is the set of plugins. Its methods may be called from several goroutines.
+// Plugins is the set of plugins. It is safe for concurrent use.
 type Plugins struct {
 	cfg        Config
 	adaptation *adaptation.Adaptation
 	runtime    Runtime
-	count      atomic.Int32 // of plugins that are registered
-	starting   atomic.Bool  // Start has not ended: there may be plugins that are not counted yet
+	count      atomic.Int32 // registered plugins
+	starting   atomic.Bool  // Start runs; plugins may not be counted yet
 
-	own *task.Lifetime // of what follows a synchronisation, and of Start's work; Close waits for it
+	own *task.Lifetime // owns work after a synchronization and in Start; Close waits for it
 }
 
-// New prepares plugins without starting any. Timeouts and the log belong to the library's
-// package, so there is one set of plugins per process.
+// New prepares plugins without starting any. The library keeps timeouts and log in package
+// variables, so a process can have only one set.
 func New(cfg Config) (*Plugins, error) {
 	p := &Plugins{cfg: cfg, own: task.NewLifetime()}
 	p.starting.Store(true)
@@ -147,10 +148,10 @@ func validatorConfig(cfg Config) *validator.DefaultValidatorConfig {
 	}
 }
 
-// Start starts the plugins of PluginDir, tells them of everything that rt has, and then accepts
-// external ones. A plugin that does not start is passed over and named in the log; each may take the
-// registration timeout and two request timeouts. The error is about the directory or the socket, which another runtime
-// may own, or that ctx ended; Close must follow then.
+// Start starts the plugins of PluginDir, reports all objects of rt to them, and then accepts
+// external ones. A plugin that fails to start is logged and skipped. Each may take the registration
+// timeout and two request timeouts. Start fails if the directory or socket is unusable, if another
+// runtime owns the socket, or if ctx ends. The caller must call Close then.
 func (p *Plugins) Start(ctx context.Context, rt Runtime) error {
 	p.runtime = rt
 	if err := p.checkSocket(); err != nil {
@@ -173,53 +174,53 @@ func (p *Plugins) Start(ctx context.Context, rt Runtime) error {
 	}
 }
 
-// checkSocket refuses a socket on which somebody answers: the library would put its own in the
-// place of, say, containerd's.
+// checkSocket refuses a socket with a listener, such as containerd's. The library would replace it.
 func (p *Plugins) checkSocket() error {
 	if p.cfg.Socket == "" {
 		return nil
 	}
 	conn, err := net.DialTimeout("unix", p.cfg.Socket, time.Second)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) {
-		return nil // nobody is there
+		return nil // no listener
 	}
-	if err != nil { // somebody may be: one who is busy, for instance
-		return errdefs.New(codes.FailedPrecondition, "NRI socket %s may be another runtime's: %w", p.cfg.Socket, err)
+	if err != nil { // there may be a listener, for instance a busy one
+		return errdefs.New(codes.FailedPrecondition, "NRI socket %s may belong to another runtime: %w", p.cfg.Socket, err)
 	}
-	_ = conn.Close() // nothing was sent
-	return errdefs.New(codes.FailedPrecondition, "NRI socket %s is another runtime's: set nri_socket, or nri to false", p.cfg.Socket)
+	_ = conn.Close() // no data was sent
+	return errdefs.New(codes.FailedPrecondition, "NRI socket %s belongs to another runtime: set nri_socket to another path, or nri to false", p.cfg.Socket)
 }
 
-// closeLimit is what updates under way and programs that were killed may take to end.
+// closeLimit limits how long Close waits for running updates and killed programs.
 const closeLimit = 5 * time.Second
 
-// Close kills the plugins that Start started, accepts no more, and waits a while for updates that plugins asked for when
-// they registered. Where Start gave up, its work under way ends with the process.
+// Close kills the plugins that Start started, accepts no others, and waits for closeLimit for the
+// updates that plugins requested. If Start was canceled, its remaining work ends with the process.
 func (p *Plugins) Close() {
 	p.own.Close()
 	p.own.Cancel()
 	if p.starting.Load() {
-		return // the library stops nothing before it has started everything
+		return // the library cannot stop before it has started everything
 	}
 	p.adaptation.Stop()
 	if err := p.own.WaitFor(closeLimit); err != nil {
-		p.cfg.Log.Warn("NRI: plugins, or updates that they asked for, do not end and are left behind", "error", err)
+		p.cfg.Log.Warn("close NRI: plugins or their updates still run", "error", err)
 	}
 }
 
-// Hold keeps plugins that register from being told the state of things until release is called, which must always be.
-// Active tells whether there is a plugin at all; if not, there is nobody to tell. It waits
-// for a registration under way, which the request timeout bounds. A goroutine must not hold twice.
+// Hold delays registrations of plugins until release is called, which the caller must do. active
+// reports whether any plugin exists. Hold waits for a registration in progress, which the request
+// timeout limits. A goroutine must not hold twice.
 func (p *Plugins) Hold() (release func(), active bool) {
-	defer p.cfg.Waits.Begin("NRI plugins to have registered", "NRI")()
+	defer p.cfg.Waits.Begin("NRI registration", "NRI")()
 	block := p.adaptation.BlockPluginSync()
 	return block.Unblock, p.starting.Load() || p.count.Load() > 0
 }
 
-// synchronize tells a new plugin of everything there is. What it asks for in return is done after it
-// is registered, for that may need the turn of one who waits for the registration to end.
+// synchronize reports all objects to a new plugin. Updates that the plugin requests in return are
+// applied after its registration, because they may need a lock whose holder waits for the
+// registration.
 func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err error) {
-	defer p.recovered("Synchronize", "a new plugin", &err) // the library's goroutine would end the daemon
+	defer p.recovered("Synchronize", "a new plugin", &err) // a panic in the library's goroutine would end the daemon
 	pods, containers := p.runtime.Objects()
 	var apiPods []*api.PodSandbox
 	for _, pod := range pods {
@@ -234,14 +235,14 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err 
 		return err
 	}
 	if len(updates) > 0 {
-		p.own.Spawn(func() { p.update(p.own.Context(), updates) }) // else the daemon is ending
+		p.own.Spawn(func() { p.update(p.own.Context(), updates) }) // else the daemon is stopping
 	}
 	return nil
 }
 
-// unsolicited makes changes that a plugin asks for on its own account and returns those that failed.
-// One that waits for its turn for half of what a plugin may take to answer has failed: the turn's holder may be waiting
-// for that plugin.
+// unsolicited applies updates that a plugin sends on its own and returns those that failed. An
+// update fails when it waits for a lock longer than half the request timeout, because the lock's
+// holder may be waiting for that plugin.
 func (p *Plugins) unsolicited(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, p.cfg.RequestTimeout/2)
 	defer cancel()
@@ -250,7 +251,7 @@ func (p *Plugins) unsolicited(ctx context.Context, updates []*api.ContainerUpdat
 	return failed, nil
 }
 
-// evict carries out the evictions of a plugin's own request. No field of its answer tells of those that fail.
+// evict carries out the evictions of a plugin's own request. The answer cannot report failures.
 func (p *Plugins) evict(ctx context.Context) {
 	asked, collected := ctx.Value(evictionsKey{}).(*evictions)
 	if !collected {
@@ -258,13 +259,14 @@ func (p *Plugins) evict(ctx context.Context) {
 	}
 	for _, u := range asked.updates() {
 		if err := p.guardedUpdate(ctx, u); err != nil {
-			p.cfg.Log.Warn("NRI: an eviction failed that a plugin asked for", "container", u.ContainerID, "error", err)
+			p.cfg.Log.Warn("NRI plugin: evict container", "container", u.ContainerID, "error", err)
 		}
 	}
 }
 
-// update makes changes and returns those that failed. Containers are changed side by side, so that one whose turn does not
-// come keeps no other from its own; what is asked of one container is done in order.
+// update applies updates and returns those that failed. Different containers are updated in
+// parallel, so a lock that is held delays only its own container. Updates of one container are
+// applied in order.
 func (p *Plugins) update(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate) {
 	byContainer := map[string][]int{}
 	for i, u := range updates {
@@ -284,7 +286,7 @@ func (p *Plugins) update(ctx context.Context, updates []*api.ContainerUpdate) (f
 		if errs[i] == nil {
 			continue
 		}
-		p.cfg.Log.Warn("NRI: an update failed that a plugin asked for", "container", u.GetContainerId(), "error", errs[i])
+		p.cfg.Log.Warn("NRI plugin: update container", "container", u.GetContainerId(), "error", errs[i])
 		if !u.GetIgnoreFailure() {
 			failed = append(failed, u)
 		}
@@ -305,10 +307,10 @@ func (p *Plugins) guardedUpdate(ctx context.Context, u Update) (err error) {
 	return p.runtime.Update(ctx, u)
 }
 
-// PodEvent is something that happened, or is about to happen, to a pod.
+// PodEvent is an event in the lifecycle of a pod.
 type PodEvent string
 
-// Events of pods. An error of a plugin about RunPod or UpdatePod fails the request.
+// Events of pods. A plugin's error fails RunPod and UpdatePod.
 const (
 	RunPod     PodEvent = "RunPodSandbox"
 	UpdatePod  PodEvent = "UpdatePodSandbox"
@@ -317,7 +319,7 @@ const (
 	PodRemoved PodEvent = "RemovePodSandbox"
 )
 
-// Pod tells the plugins of an event.
+// Pod reports an event of a pod to the plugins.
 func (p *Plugins) Pod(ctx context.Context, event PodEvent, pod *Pod) error {
 	sandbox := pod.api()
 	return p.relay(ctx, string(event), pod.ID, func() error {
@@ -339,10 +341,10 @@ func (p *Plugins) Pod(ctx context.Context, event PodEvent, pod *Pod) error {
 	})
 }
 
-// ContainerEvent is something that happened, or is about to happen, to a container.
+// ContainerEvent is an event in the lifecycle of a container.
 type ContainerEvent string
 
-// Events of containers. An error of a plugin about StartContainer fails the start.
+// Events of containers. A plugin's error fails StartContainer.
 const (
 	ContainerCreated ContainerEvent = "PostCreateContainer"
 	StartContainer   ContainerEvent = "StartContainer"
@@ -352,7 +354,8 @@ const (
 	ContainerRemoved ContainerEvent = "RemoveContainer"
 )
 
-// Container tells the plugins of an event. When a container has stopped they may ask for updates of others.
+// Container reports an event of a container to the plugins. After a stop they may request updates
+// of other containers.
 func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod, c *Container) ([]Update, error) {
 	sandbox, container := pod.api(), c.api()
 	var updates []*api.ContainerUpdate
@@ -381,11 +384,11 @@ func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod,
 	return p.newUpdates(updates)
 }
 
-// CreateContainer asks the plugins how a container that is being made is to be changed, its limits
-// included, and which others are to be changed or evicted with it.
+// CreateContainer asks the plugins for changes of a new container, its limits included, and for
+// updates and evictions of others.
 //
-// Errors: Aborted for a plugin's refusal, or plugins that contradict each other; Unimplemented and
-// InvalidArgument as Check tells.
+// Errors: Aborted if a plugin refuses the container, or plugins contradict each other;
+// Unimplemented and InvalidArgument as from Check.
 func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (*Adjustment, Update, []Update, error) {
 	container := c.api()
 	env := container.Env
@@ -407,8 +410,8 @@ func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (
 	return adjustment, limits, append(others, evicted.updates()...), err
 }
 
-// addRemovals adds to an adjustment that plugins removed variables, which the library (0.12.5) leaves out. It
-// does note what it shows to the plugin after the last one.
+// addRemovals adds the removals of environment variables to an adjustment. The library (0.12.5)
+// leaves them out, but they show in the container that the last plugin saw.
 func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 	left := map[string]bool{}
 	for _, kv := range after {
@@ -422,8 +425,8 @@ func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 	}
 }
 
-// UpdateContainer asks the plugins how an update of a container is to be changed, and which
-// others are to be changed or evicted with it. It returns what is to be changed of the container now.
+// UpdateContainer asks the plugins for changes of an update. It returns the update to apply to the
+// container, and updates and evictions of others.
 func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
 	own := Update{ContainerID: c.ID, Resources: wanted}
 	ctx, evicted := withEvictions(ctx)
@@ -450,22 +453,23 @@ func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, w
 	return own, append(others, evicted.updates()...), nil
 }
 
-// relay makes one request to the plugins. A panic of the library, which works on what plugins
-// answer, is an error of this request.
+// relay sends one request to the plugins. It turns a panic of the library, which parses the
+// plugins' answers, into an error of this request.
 func (p *Plugins) relay(ctx context.Context, request, object string, do func() error) (err error) {
 	defer p.recovered(request, object, &err)
-	defer p.cfg.Waits.Begin("NRI plugins to answer "+request, object)()
+	defer p.cfg.Waits.Begin("NRI "+request, object)()
 	if err = do(); err == nil {
 		return nil
 	}
 	if ctx.Err() != nil {
 		return fmt.Errorf("NRI %s of %s: %w", request, object, err)
 	}
-	// Not the plugin's own code, nor that of its timeout: to kubelet a NotFound, say, would be the container's.
+	// The plugin's own code, or that of its timeout, would mislead: to kubelet a NotFound would be
+	// about the container.
 	return errdefs.New(codes.Aborted, "NRI %s of %s: %w", request, object, err)
 }
 
-// recovered, when deferred, turns a panic into an error.
+// recovered is deferred and turns a panic into an error.
 func (p *Plugins) recovered(request, object string, err *error) {
 	if r := recover(); r != nil {
 		p.cfg.Log.Error("panic", "operation", "NRI "+request, "object", object, "panic", r, "stack", string(debug.Stack()))
@@ -473,12 +477,12 @@ func (p *Plugins) recovered(request, object string, err *error) {
 	}
 }
 
-// metrics keeps the number of plugins, which the library tells nobody else.
+// metrics keeps the number of plugins. The library reports it in no other way.
 type metrics struct{ p *Plugins }
 
 func (m metrics) UpdatePluginCount(n int) {
 	if before := m.p.count.Swap(int32(n)); int(before) != n {
-		m.p.cfg.Log.Info("NRI: plugins came or went", "plugins", n, "before", before)
+		m.p.cfg.Log.Info("number of NRI plugins changed", "plugins", n, "before", before)
 	}
 }
 
@@ -486,7 +490,7 @@ func (metrics) RecordPluginInvocation(string, string, error)                    
 func (metrics) RecordPluginLatency(string, string, time.Duration)                          {}
 func (metrics) RecordPluginAdjustments(string, string, *api.ContainerAdjustment, int, int) {}
 
-// logger passes on what the library logs. Its steps are of interest to who looks for trouble.
+// logger forwards the library's log. Its progress messages have the level debug.
 type logger struct{ log *slog.Logger }
 
 func (l logger) Debugf(ctx context.Context, format string, args ...any) {

@@ -38,7 +38,7 @@ var testNode = Node{OOMScoreAdjMin: -10, Sysctl: func(name, value string) (strin
 	return strings.ReplaceAll(name, "/", "."), nil
 }}
 
-// apply lets an adjustment go the way of a real one: checked, recorded, read back, applied.
+// apply checks an adjustment, writes and reads its record, and applies it, as the daemon does.
 func apply(t *testing.T, adjust *api.ContainerAdjustment) (*specs.Spec, Update, error) {
 	t.Helper()
 	a, own, err := newAdjustment(adjust)
@@ -104,8 +104,8 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 		"rlimits":    {spec.Process.Rlimits, []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 20, Soft: 10}}},
 		"sysctl":     {spec.Linux.Sysctl, map[string]string{"net.y": "4", "net.z": "3"}},
 		"namespaces": {spec.Linux.Namespaces, []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.NetworkNamespace, Path: "/run/netns/y"}}},
-		"oom":        {*spec.Process.OOMScoreAdj, -10},    // as low as the kernel allows
-		"prestart":   {spec.Hooks.Prestart[0].Path, "/p"}, //nolint:staticcheck // deprecated, and used
+		"oom":        {*spec.Process.OOMScoreAdj, -10},    // the lowest value that the kernel accepts
+		"prestart":   {spec.Hooks.Prestart[0].Path, "/p"}, //nolint:staticcheck // deprecated, but in use
 		"hook":       {*spec.Hooks.StartContainer[0].Timeout, 3},
 		"errno":      {*spec.Linux.Seccomp.DefaultErrnoRet, uint(38)},
 		"flags":      {spec.Linux.Seccomp.Flags, []specs.LinuxSeccompFlag{specs.LinuxSeccompFlagLog}},
@@ -190,7 +190,7 @@ func TestAdjustmentsAreRefusedByName(t *testing.T) {
 	}
 }
 
-// Resources go to plugins and back unchanged.
+// Resources survive the way to plugins and back unchanged.
 func TestResources(t *testing.T) {
 	cri := &runtimeapi.LinuxContainerResources{CpuPeriod: 1, CpuQuota: -1, CpuShares: 3, MemoryLimitInBytes: 4, MemorySwapLimitInBytes: -1, CpusetCpus: "0", CpusetMems: "1",
 		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 9}}, Unified: map[string]string{"memory.high": "7"}}
@@ -249,8 +249,7 @@ func TestConversion(t *testing.T) {
 	}
 }
 
-// FuzzAdjustment feeds the wire form of adjustments: what passes the check is applied without a panic and keeps what
-// must not change.
+// Any adjustment that passes the check is applied without a panic and keeps protected fields.
 func FuzzAdjustment(f *testing.F) {
 	seed := &api.ContainerAdjustment{}
 	seed.AddEnv("A", "b")

@@ -24,7 +24,7 @@ import (
 	"berth/internal/task"
 )
 
-// testRuntime is a Runtime without objects. Updates are done by update.
+// testRuntime is a Runtime without objects. update applies its updates.
 type testRuntime struct {
 	objects func()
 	update  func(ctx context.Context, u Update) error
@@ -39,7 +39,7 @@ func (r testRuntime) Objects() ([]*Pod, []*Container) {
 
 func (r testRuntime) Update(ctx context.Context, u Update) error { return r.update(ctx, u) }
 
-// testPlugins are plugins without the library, of a runtime.
+// testPlugins returns plugins of a runtime without the library.
 func testPlugins(t *testing.T, rt Runtime) *Plugins {
 	t.Helper()
 	dir := t.TempDir()
@@ -52,10 +52,10 @@ func testPlugins(t *testing.T, rt Runtime) *Plugins {
 // answering is a plugin that answers with updates and evictions.
 type answering struct {
 	stub    stub.Stub
-	refuse  error // of CreateContainer
+	refuse  error // answer to CreateContainer
 	updates []*api.ContainerUpdate
 	evictor fixture.Evictor
-	pod     *api.PodSandbox // of the last UpdatePodSandbox, with what was wanted
+	pod     *api.PodSandbox // of the last UpdatePodSandbox, with the requested resources
 	wanted  [2]*api.LinuxResources
 }
 
@@ -76,7 +76,7 @@ func (a *answering) UpdatePodSandbox(_ context.Context, pod *api.PodSandbox, ove
 	return nil
 }
 
-// connect starts plugins of a runtime and connects one. It returns when that is registered.
+// connect starts plugins of a runtime, connects one and waits until it is registered.
 func connect(t *testing.T, cfg Config, rt Runtime, plugin *answering) *Plugins {
 	t.Helper()
 	p, err := New(cfg)
@@ -96,7 +96,7 @@ func connect(t *testing.T, cfg Config, rt Runtime, plugin *answering) *Plugins {
 	}
 	t.Cleanup(s.Stop)
 	plugin.stub = s
-	for p.count.Load() == 0 { // it is told a moment after
+	for p.count.Load() == 0 { // the count follows the registration
 		time.Sleep(time.Millisecond)
 	}
 	return p
@@ -108,7 +108,7 @@ func refusedUpdate(id string, ignore bool) *api.ContainerUpdate {
 	return u
 }
 
-// There is one set of plugins per process, see New.
+// A process can have only one set of plugins, see New.
 func TestPlugins(t *testing.T) {
 	cfg := testPlugins(t, nil).cfg
 	cfg.RequestTimeout = time.Minute
@@ -119,7 +119,7 @@ func TestPlugins(t *testing.T) {
 	t.Run("LibraryDropsPidsOfOthers", func(t *testing.T) { testLibraryDropsPidsOfOthers(t, p, plugin) })
 	t.Run("UpdatePodShowsOldAndNew", func(t *testing.T) { testUpdatePodShowsOldAndNew(t, p, plugin) })
 	t.Run("Evictions", func(t *testing.T) { testEvictions(t, p, plugin, &updated) })
-	t.Run("ProgramsThatDoNotRegister", func(t *testing.T) { testProgramsThatDoNotRegister(t, p, programs) }) // closes p
+	t.Run("UnregisteredPrograms", func(t *testing.T) { testUnregisteredPrograms(t, p, programs) }) // closes p
 }
 
 func testIgnoreFailure(t *testing.T, p *Plugins, plugin *answering) {
@@ -133,11 +133,12 @@ func testIgnoreFailure(t *testing.T, p *Plugins, plugin *answering) {
 	}
 	plugin.updates = []*api.ContainerUpdate{refusedUpdate("bad", false)}
 	if _, _, err := p.UpdateContainer(t.Context(), &Pod{}, &Container{ID: "c"}, wanted); errdefs.Code(err) != codes.Unimplemented {
-		t.Errorf("one that must not fail: %v", err)
+		t.Errorf("mandatory update: %v", err)
 	}
 }
 
-// The package's documentation tells of it. When this fails the library is mended, and the documentation is to be.
+// The package documentation mentions this fault of the library. When the test fails, the library is
+// fixed and the documentation must change.
 func testLibraryDropsPidsOfOthers(t *testing.T, p *Plugins, plugin *answering) {
 	u := &api.ContainerUpdate{ContainerId: "other"}
 	u.SetLinuxMemoryLimit(7)
@@ -147,12 +148,13 @@ func testLibraryDropsPidsOfOthers(t *testing.T, p *Plugins, plugin *answering) {
 	if err != nil || len(updates) != 1 || updates[0].Resources.MemoryLimitInBytes != 7 || updates[0].Limits != nil {
 		t.Errorf("updates %v, error %v", updates, err)
 	}
-	if own, err := newUpdate(u); err != nil || *own.Limits.Pids != 9 { // as it arrives when the plugin asks by itself
+	if own, err := newUpdate(u); err != nil || *own.Limits.Pids != 9 { // as the plugin sends it on its own
 		t.Errorf("update %v, error %v", own, err)
 	}
 }
 
-// Evictions follow the updates of others, whoever asks for them in what request, and one that plugins refuse has none.
+// Evictions follow the updates of other containers in every kind of request. A refused request has
+// none.
 func testEvictions(t *testing.T, p *Plugins, plugin *answering, updated *[]Update) {
 	good := &api.ContainerUpdate{ContainerId: "good"}
 	good.SetLinuxMemoryLimit(7)
@@ -199,7 +201,7 @@ func testUpdatePodShowsOldAndNew(t *testing.T, p *Plugins, plugin *answering) {
 	}
 }
 
-// A container whose turn does not come keeps no other from its update; those of one container are made in order.
+// A container whose lock is held delays no other update. Updates of one container are in order.
 func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -213,7 +215,7 @@ func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 			return err
 		}
 		if order = append(order, u.Resources.MemoryLimitInBytes); len(order) == 2 {
-			cancel() // upon which the busy ones are given up
+			cancel() // gives the waiting updates up
 		}
 		return nil
 	}})
@@ -230,7 +232,7 @@ func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 	}
 }
 
-// What panics in a goroutine of the library's would end the daemon.
+// A panic in a goroutine of the library would end the daemon.
 func TestPanicsOfTheRuntimeAreErrors(t *testing.T) {
 	p := testPlugins(t, testRuntime{objects: func() { panic("oh") }, update: func(context.Context, Update) error { panic("ah") }})
 	if err := p.synchronize(t.Context(), nil); errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
@@ -241,7 +243,7 @@ func TestPanicsOfTheRuntimeAreErrors(t *testing.T) {
 	}
 }
 
-// A plugin's timeout is not the caller's.
+// A plugin's timeout is not reported as the caller's.
 func TestTimeoutsNameTheRequest(t *testing.T) {
 	p := testPlugins(t, testRuntime{})
 	late := func() error { return context.DeadlineExceeded }
@@ -269,7 +271,7 @@ func TestNothingIsUpdatedAfterClose(t *testing.T) {
 	}
 }
 
-// A socket that somebody listens on is not taken away because they are too busy to answer.
+// A socket whose listener is too busy to answer is not replaced.
 func TestSocketOfABusyRuntime(t *testing.T) {
 	p := testPlugins(t, testRuntime{})
 	if err := p.checkSocket(); err != nil {
@@ -292,16 +294,16 @@ func TestSocketOfABusyRuntime(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := p.checkSocket(); err != nil {
-		t.Errorf("a socket on which nobody listens: %v", err)
+		t.Errorf("socket without a listener: %v", err)
 	}
 	err := unix.Listen(listener, 0)
-	for err == nil { // until its queue is full
+	for err == nil { // until the backlog is full
 		err = unix.Connect(socket(), address)
 	}
 	if err != unix.EAGAIN {
 		t.Fatal(err)
 	}
 	if err := p.checkSocket(); errdefs.Code(err) != codes.FailedPrecondition {
-		t.Errorf("a busy one: %v", err)
+		t.Errorf("busy listener: %v", err)
 	}
 }

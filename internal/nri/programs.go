@@ -15,12 +15,13 @@ import (
 	"berth/internal/pidfd"
 )
 
-// startLibrary starts the library's adaptation and takes on the programs that it launches. The library (0.12.5) waits
-// for those only that it stops by itself: one that ends before it registers would stay a zombie, and one that
-// closes its connection before would stay for good.
+// startLibrary starts the library's adaptation and adopts the programs that it launches. The
+// library (0.12.5) waits only for programs that it stops itself. One that ends before it registers
+// would stay a zombie, and one that closes its connection early would run forever.
 //
-// It tells nobody their pids. But it launches them on the thread that Start runs on, so they are what that
-// thread has more children afterwards: no other goroutine runs on a locked thread. Nobody else's child is touched.
+// The library does not report PIDs. It launches the programs on the thread that calls Start, so
+// they are the new children of that thread. The thread is locked, so no other goroutine's children
+// are among them.
 func (p *Plugins) startLibrary() error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -31,7 +32,7 @@ func (p *Plugins) startLibrary() error {
 		after, err = childrenOfThread()
 	}
 	if err != nil {
-		p.cfg.Log.Warn("NRI: installed plugins that do not register are not reaped", "error", err)
+		p.cfg.Log.Warn("NRI: cannot find the processes of installed plugins; those that never register stay zombies", "error", err)
 	}
 	for _, pid := range after {
 		if !slices.Contains(before, pid) {
@@ -41,38 +42,38 @@ func (p *Plugins) startLibrary() error {
 	return startErr
 }
 
-// childrenOfThread returns the processes that the calling thread has started and nobody has reaped yet (CONFIG_PROC_CHILDREN).
+// childrenOfThread returns the unreaped children of the calling thread (CONFIG_PROC_CHILDREN).
 func childrenOfThread() ([]int, error) {
 	list, err := os.ReadFile("/proc/thread-self/children")
 	if err != nil {
-		return nil, fmt.Errorf("find the programs of plugins: %w", err)
+		return nil, fmt.Errorf("find processes of NRI plugins: %w", err)
 	}
 	var pids []int
 	for _, field := range strings.Fields(string(list)) {
 		pid, err := strconv.Atoi(field)
 		if err != nil {
-			return nil, fmt.Errorf("find the programs of plugins: %w", err)
+			return nil, fmt.Errorf("find processes of NRI plugins: %w", err)
 		}
 		pids = append(pids, pid)
 	}
 	return pids, nil
 }
 
-// adopt reaps a plugin's program when it ends, and ends it with p. The library may reap it first, or find that it is
-// reaped: either is content.
+// adopt reaps a plugin's program when it ends, and kills it when p is closed. The library may reap
+// it first; both cope with that.
 func (p *Plugins) adopt(pid int) {
 	process, err := pidfd.Open(pid)
 	if errors.Is(err, os.ErrProcessDone) {
 		return // reaped by the library
 	}
 	if err != nil {
-		p.cfg.Log.Warn("NRI: watch the program of a plugin", "error", err)
+		p.cfg.Log.Warn("NRI: watch plugin process", "error", err)
 		return
 	}
 	watch := func() {
 		defer process.Close()
 		if err := p.awaitProgram(process); err != nil {
-			p.cfg.Log.Warn("NRI: the program of a plugin", "pid", pid, "error", err)
+			p.cfg.Log.Warn("NRI: wait for plugin process", "pid", pid, "error", err)
 		}
 	}
 	if !p.own.Spawn(watch) { // Close was called meanwhile
@@ -80,7 +81,7 @@ func (p *Plugins) adopt(pid int) {
 	}
 }
 
-// awaitProgram returns when a program has ended. It is killed when p is closed.
+// awaitProgram waits until a program has ended. When p is closed it kills the program.
 func (p *Plugins) awaitProgram(process *os.File) error {
 	if err := pidfd.Wait(p.own.Context(), process); p.own.Context().Err() == nil {
 		return err

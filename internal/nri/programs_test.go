@@ -13,7 +13,8 @@ import (
 	"time"
 )
 
-// installProgram installs a plugin that is a shell script. It notes its pid first, which pid returns.
+// installProgram installs a shell script as a plugin. The script records its PID, which pid
+// returns.
 func installProgram(t *testing.T, cfg Config, name, script string) (pid func() int) {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "pid")
@@ -35,7 +36,7 @@ func installProgram(t *testing.T, cfg Config, name, script string) (pid func() i
 	}
 }
 
-// gone waits until there is no process of that pid, not even a zombie.
+// gone waits until no process has that PID, not even a zombie.
 func gone(t *testing.T, what string, pid int) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)
@@ -49,8 +50,8 @@ func gone(t *testing.T, what string, pid int) {
 
 // programs are installed plugins that never register.
 type programs struct {
-	ends, stays func() int // their pids: one ends at once, the other closes its connection and stays
-	other       *exec.Cmd  // a process that is no plugin
+	ends, stays func() int // PIDs: one exits at once, the other closes its connection and stays
+	other       *exec.Cmd  // a process that is not a plugin
 }
 
 func installPrograms(t *testing.T, cfg Config) programs {
@@ -66,8 +67,8 @@ func installPrograms(t *testing.T, cfg Config) programs {
 	}
 }
 
-// They are reaped when they end, and ended by Close; children of others are left to them.
-func testProgramsThatDoNotRegister(t *testing.T, p *Plugins, programs programs) {
+// Programs are reaped when they end, and Close kills them. Children of others are not touched.
+func testUnregisteredPrograms(t *testing.T, p *Plugins, programs programs) {
 	gone(t, "the plugin that ended", programs.ends())
 	if err := syscall.Kill(programs.stays(), 0); err != nil {
 		t.Fatalf("the plugin that closed its connection: %v", err)
@@ -75,6 +76,6 @@ func testProgramsThatDoNotRegister(t *testing.T, p *Plugins, programs programs) 
 	p.Close()
 	gone(t, "the plugin that closed its connection", programs.stays())
 	if err := programs.other.Wait(); err != nil {
-		t.Errorf("a child of somebody else: %v", err)
+		t.Errorf("child of another goroutine: %v", err)
 	}
 }

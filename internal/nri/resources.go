@@ -8,13 +8,13 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Limits are those that plugins may set and CRI has no field for. nil: not set.
+// Limits are limits of plugins for which CRI has no field. nil: not set.
 type Limits struct {
-	Pids              *int64 `json:"pids,omitempty"` // -1: no limit
+	Pids              *int64 `json:"pids,omitempty"` // -1: unlimited
 	MemoryReservation *int64 `json:"memoryReservation,omitempty"`
 }
 
-// Merge returns l with what is set in change. Neither is changed; both may be nil.
+// Merge returns l with the set fields of change. It modifies neither. Both may be nil.
 func (l *Limits) Merge(change *Limits) *Limits {
 	if l == nil || change == nil {
 		if change == nil {
@@ -48,11 +48,11 @@ func (l *Limits) AddTo(resources *specs.LinuxResources) {
 	}
 }
 
-// newUpdates converts what plugins answer. An update that can't be, and may fail, is left out.
+// newUpdates converts the updates in an answer. It skips an invalid update that may fail.
 func (p *Plugins) newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
 	var updates []Update
 	for _, u := range list {
-		if u == nil { // the library's for a container that is updated and no plugin changed
+		if u == nil { // the updated container itself, if no plugin changed it
 			continue
 		}
 		update, err := newUpdate(u)
@@ -60,7 +60,7 @@ func (p *Plugins) newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
 		case err == nil:
 			updates = append(updates, update)
 		case u.GetIgnoreFailure():
-			p.cfg.Log.Warn("NRI: an update is passed over that a plugin asked for", "container", u.GetContainerId(), "error", err)
+			p.cfg.Log.Warn("NRI plugin: skip invalid update", "container", u.GetContainerId(), "error", err)
 		default:
 			return nil, err
 		}
@@ -76,8 +76,9 @@ func newUpdate(u *api.ContainerUpdate) (Update, error) {
 	return Update{ContainerID: u.GetContainerId(), Resources: resources, Limits: limits, IgnoreFailure: u.GetIgnoreFailure()}, err
 }
 
-// toCRI splits resources into what CRI has fields for and what it has not. Zero is "not set" in
-// both. What neither has, because cgroup v2 has no such limit or berth no such classes, is refused by name.
+// toCRI splits resources into those with a CRI field and the others. Zero means "not set" in both.
+// A limit that cgroup v2 does not have, or a class that berth does not configure, is refused by
+// name.
 func toCRI(r *api.LinuxResources) (*runtimeapi.LinuxContainerResources, *Limits, error) {
 	if err := refuseLimits(r); err != nil {
 		return nil, nil, err
