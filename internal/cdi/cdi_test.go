@@ -41,6 +41,7 @@ func newSpec() *specs.Spec {
 }
 
 func TestInject(t *testing.T) {
+	t.Parallel()
 	dirs := dirsWith(t, map[string]string{"vendor.json": vendorSpec, "broken.json": "{", "notes.txt": "{"})
 	spec := newSpec()
 	if err := dirs.Inject(spec, []string{"vendor.example/dev=a", "vendor.example/dev=a"}); err != nil {
@@ -68,6 +69,7 @@ func TestInject(t *testing.T) {
 
 // Each call reads the files again.
 func TestInjectSeesChanges(t *testing.T) {
+	t.Parallel()
 	dirs := dirsWith(t, nil)
 	names := []string{"vendor.example/dev=a"}
 	if err := dirs.Inject(newSpec(), names); errdefs.Code(err) != codes.FailedPrecondition {
@@ -89,6 +91,7 @@ func TestInjectSeesChanges(t *testing.T) {
 }
 
 func TestInjectRefused(t *testing.T) {
+	t.Parallel()
 	dirs := dirsWith(t, map[string]string{"vendor.json": vendorSpec, "broken.json": "{"})
 	for _, test := range []struct {
 		device string
@@ -102,10 +105,12 @@ func TestInjectRefused(t *testing.T) {
 		{"vendor.example/dev=", codes.InvalidArgument, "vendor.example/dev="},
 		{"vendor.example/dev=late", codes.Unimplemented, "poststop"},
 	} {
-		err := dirs.Inject(newSpec(), []string{"vendor.example/dev=a", test.device})
-		if errdefs.Code(err) != test.code || !strings.Contains(err.Error(), test.says) {
-			t.Errorf("%q: %v", test.device, err)
-		}
+		t.Run(test.device+" "+test.code.String(), func(t *testing.T) {
+			err := dirs.Inject(newSpec(), []string{"vendor.example/dev=a", test.device})
+			if errdefs.Code(err) != test.code || !strings.Contains(err.Error(), test.says) {
+				t.Errorf("got %v, want %v with %q", err, test.code, test.says)
+			}
+		})
 	}
 	if err := dirs.Inject(nil, nil); err != nil {
 		t.Errorf("no devices: %v", err)
@@ -113,6 +118,7 @@ func TestInjectRefused(t *testing.T) {
 }
 
 func TestHostPaths(t *testing.T) {
+	t.Parallel()
 	dirs := dirsWith(t, map[string]string{"vendor.json": `{"cdiVersion": "0.7.0", "kind": "vendor.example/dev",
 		"containerEdits": {"deviceNodes": [{"path": "/dev/control"}]},
 		"devices": [{"name": "a", "containerEdits": {"deviceNodes": [{"path": "/dev/vendor0", "hostPath": "/run/driver/dev/real0"}]}}]}`})

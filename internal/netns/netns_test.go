@@ -176,10 +176,12 @@ func TestInRefuses(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(dir+"/file", nil, 0o444))
 	for _, path := range []string{dir + "/missing", dir + "/file", "/proc/self/ns/mnt"} {
-		err := In(path, func() error { t.Errorf("ran in %s", path); return nil })
-		if errdefs.Code(err) != codes.NotFound {
-			t.Errorf("%s: %v (%v)", path, err, errdefs.Code(err))
-		}
+		t.Run(filepath.Base(path), func(t *testing.T) {
+			err := In(path, func() error { t.Errorf("ran in %s", path); return nil })
+			if errdefs.Code(err) != codes.NotFound {
+				t.Errorf("%v (%v)", err, errdefs.Code(err))
+			}
+		})
 	}
 	want := errors.New("its own")
 	if err := In("/proc/self/ns/net", func() error { return want }); err != want {

@@ -60,6 +60,7 @@ func apply(t *testing.T, adjust *api.ContainerAdjustment) (*specs.Spec, Update, 
 }
 
 func TestAdjustmentsAreApplied(t *testing.T) {
+	t.Parallel()
 	source := t.TempDir()
 	link := filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(source, link); err != nil {
@@ -113,9 +114,11 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 		"network":    {spec.Linux.NetDevices, map[string]specs.LinuxNetDevice{"host0": {Name: "eth1"}}},
 		"annotation": {len(spec.Annotations), 0}, // libcontainer and systemd would obey them
 	} {
-		if !reflect.DeepEqual(c.got, c.want) {
-			t.Errorf("%s: %v, want %v", what, c.got, c.want)
-		}
+		t.Run(what, func(t *testing.T) {
+			if !reflect.DeepEqual(c.got, c.want) {
+				t.Errorf("got %v, want %v", c.got, c.want)
+			}
+		})
 	}
 }
 
@@ -127,6 +130,7 @@ func destinations(spec *specs.Spec) (all []string) {
 }
 
 func TestNoAdjustmentChangesNothing(t *testing.T) {
+	t.Parallel()
 	empty := &api.ContainerAdjustment{Hooks: &api.Hooks{}, Linux: &api.LinuxContainerAdjustment{Resources: &api.LinuxResources{Memory: &api.LinuxMemory{}}, Rdt: &api.LinuxRdt{}}}
 	a, own, err := newAdjustment(empty)
 	if a != nil || !own.Empty() || err != nil {
@@ -139,6 +143,7 @@ func TestNoAdjustmentChangesNothing(t *testing.T) {
 }
 
 func TestAdjustmentsAreRefusedByName(t *testing.T) {
+	t.Parallel()
 	linux := func(l *api.LinuxContainerAdjustment) *api.ContainerAdjustment {
 		return &api.ContainerAdjustment{Linux: l}
 	}
@@ -183,15 +188,18 @@ func TestAdjustmentsAreRefusedByName(t *testing.T) {
 		{codes.InvalidArgument, "oom_score_adj", linux(&api.LinuxContainerAdjustment{OomScoreAdj: &api.OptionalInt{Value: 2000}})},
 		{codes.InvalidArgument, "sysctl", linux(&api.LinuxContainerAdjustment{Sysctl: map[string]string{"net.x": "bad"}})},
 	} {
-		_, _, err := apply(t, c.adjust)
-		if errdefs.Code(err) != c.code || !strings.Contains(err.Error(), c.text) {
-			t.Errorf("%v: error %v (%s), want %s and %q", c.adjust, err, errdefs.Code(err), c.code, c.text)
-		}
+		t.Run(c.text, func(t *testing.T) {
+			_, _, err := apply(t, c.adjust)
+			if errdefs.Code(err) != c.code || !strings.Contains(err.Error(), c.text) {
+				t.Errorf("%v: error %v (%s), want %s and %q", c.adjust, err, errdefs.Code(err), c.code, c.text)
+			}
+		})
 	}
 }
 
 // Resources survive the way to plugins and back unchanged.
 func TestResources(t *testing.T) {
+	t.Parallel()
 	cri := &runtimeapi.LinuxContainerResources{CpuPeriod: 1, CpuQuota: -1, CpuShares: 3, MemoryLimitInBytes: 4, MemorySwapLimitInBytes: -1, CpusetCpus: "0", CpusetMems: "1",
 		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 9}}, Unified: map[string]string{"memory.high": "7"}}
 	back, limits, err := toCRI(fromCRI(cri))
@@ -213,6 +221,7 @@ func TestResources(t *testing.T) {
 }
 
 func TestConversion(t *testing.T) {
+	t.Parallel()
 	pod := (&Pod{ID: "p", Handler: "h", IPs: []string{"10.0.0.1"}, PID: 7, NetNS: "/run/netns/x", CgroupsPath: "/pod/p", Config: &runtimeapi.PodSandboxConfig{
 		Metadata: &runtimeapi.PodSandboxMetadata{Name: "n", Namespace: "ns", Uid: "u"}, Labels: map[string]string{"l": "1"}, Annotations: map[string]string{"a": "1"},
 		Linux: &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/pod", Overhead: &runtimeapi.LinuxContainerResources{CpuShares: 2}, Resources: &runtimeapi.LinuxContainerResources{CpuShares: 3}},
@@ -243,9 +252,11 @@ func TestConversion(t *testing.T) {
 		"seccomp":     {c.Linux.SeccompProfile.ProfileType, api.SecurityProfile_LOCALHOST},
 		"namespaces":  {len(c.Linux.Namespaces), 3},
 	} {
-		if !reflect.DeepEqual(v.got, v.want) {
-			t.Errorf("%s: %v, want %v", what, v.got, v.want)
-		}
+		t.Run(what, func(t *testing.T) {
+			if !reflect.DeepEqual(v.got, v.want) {
+				t.Errorf("got %v, want %v", v.got, v.want)
+			}
+		})
 	}
 }
 

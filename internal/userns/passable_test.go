@@ -9,6 +9,7 @@ import (
 )
 
 func TestCheckPassable(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	deep := filepath.Join(dir, "a", "b")
 	if err := os.MkdirAll(deep, 0o711); err != nil {

@@ -16,6 +16,7 @@ import (
 func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
 
 func TestMappings(t *testing.T) {
+	t.Parallel()
 	m := Mappings{
 		UIDs: []specs.LinuxIDMapping{{ContainerID: 0, HostID: 65536, Size: 10}, {ContainerID: 100, HostID: 200000, Size: 1}},
 		GIDs: []specs.LinuxIDMapping{{ContainerID: 0, HostID: 131072, Size: 4294901760}},

@@ -1,6 +1,7 @@
 package handler
 
 import (
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -81,7 +82,7 @@ func TestList(t *testing.T) {
 	}
 	for _, info := range open(t, programs, host.Facts{}).List() {
 		if info.RecursiveReadOnly || info.UserNamespaces {
-			t.Errorf("%q can what the host can't: %+v", info.Name, info)
+			t.Errorf("%q has more features than the host: %+v", info.Name, info)
 		}
 	}
 }
@@ -91,7 +92,7 @@ func TestRuntime(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "capable")
 	set := open(t, map[string]Config{"capable": {Path: path, Args: []string{"--debug"}}}, host.Facts{})
 	if _, err := set.Find("unknown"); errdefs.Code(err) != codes.NotFound {
-		t.Errorf("an unknown handler: %v", err)
+		t.Errorf("unknown handler: %v", err)
 	}
 	builtIn, err := set.Find("berth")
 	if err != nil {
@@ -105,23 +106,24 @@ func TestRuntime(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := h.Runtime(t.Context(), "/state", false, false); errdefs.Code(err) != codes.FailedPrecondition {
-		t.Errorf("a program that is missing: %v", err)
+		t.Errorf("missing binary: %v", err)
 	}
 	write(t, path, plain)
 	if r, err := h.Runtime(t.Context(), "/state", true, false); err != nil || r.Path != path || r.Root != "/state" || !r.SystemdCgroup || r.IDMappedMounts || r.IsSandboxed() {
-		t.Errorf("a plain program: %+v, %v", r, err)
+		t.Errorf("plain binary: %+v, %v", r, err)
 	}
 	if _, err := h.Runtime(t.Context(), "/state", true, true); errdefs.Code(err) != codes.FailedPrecondition {
-		t.Errorf("a plain program, with a user namespace: %v", err)
+		t.Errorf("plain binary with a user namespace: %v", err)
 	}
 	write(t, path, capable)
 	if r, err := h.Runtime(t.Context(), "/state", true, true); err != nil || !r.IDMappedMounts {
-		t.Errorf("a capable program, with a user namespace: %+v, %v", r, err)
+		t.Errorf("capable binary with a user namespace: %+v, %v", r, err)
 	}
 }
 
 // libcontainer gets no annotations. A binary gets only the two of its pod.
 func TestAnnotate(t *testing.T) {
+	t.Parallel()
 	users := map[string]string{"io.kubernetes.cri.sandbox-id": "another's", "run.oci.handler": "krun"}
 	spec := &specs.Spec{Annotations: users}
 	(*Runtime)(nil).Annotate(spec, "container", "p")
@@ -129,17 +131,20 @@ func TestAnnotate(t *testing.T) {
 		t.Errorf("for libcontainer: %v", spec.Annotations)
 	}
 	for _, systemd := range []bool{false, true} {
-		r := &Runtime{Runtime: ociruntime.Runtime{SystemdCgroup: systemd}}
-		r.Annotate(spec, "sandbox", "p")
-		_, subgroup := spec.Annotations["run.oci.systemd.subgroup"]
-		if spec.Annotations["io.kubernetes.cri.sandbox-id"] != "p" || spec.Annotations["io.kubernetes.cri.container-type"] != "sandbox" ||
-			spec.Annotations["run.oci.handler"] != "" || subgroup != systemd {
-			t.Errorf("systemd %t: %v", systemd, spec.Annotations)
-		}
+		t.Run(fmt.Sprintf("systemd %t", systemd), func(t *testing.T) {
+			r := &Runtime{Runtime: ociruntime.Runtime{SystemdCgroup: systemd}}
+			r.Annotate(spec, "sandbox", "p")
+			_, subgroup := spec.Annotations["run.oci.systemd.subgroup"]
+			if spec.Annotations["io.kubernetes.cri.sandbox-id"] != "p" || spec.Annotations["io.kubernetes.cri.container-type"] != "sandbox" ||
+				spec.Annotations["run.oci.handler"] != "" || subgroup != systemd {
+				t.Errorf("annotations %v", spec.Annotations)
+			}
+		})
 	}
 }
 
 func TestNoRuntimeIsLibcontainer(t *testing.T) {
+	t.Parallel()
 	var none *Runtime
 	if none.Program() != nil || none.IsSandboxed() {
 		t.Errorf("%v, %t", none.Program(), none.IsSandboxed())

@@ -11,6 +11,7 @@ import (
 )
 
 func TestMerge(t *testing.T) {
+	t.Parallel()
 	old := &runtimeapi.LinuxContainerResources{CpuShares: 100, MemoryLimitInBytes: 1 << 20, OomScoreAdj: 5,
 		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}, {PageSize: "1GB", Limit: 1}},
 		Unified:        map[string]string{"memory.high": "1", "pids.max": "5"}}
@@ -36,6 +37,7 @@ func TestMerge(t *testing.T) {
 }
 
 func TestNoSwapStaysNoSwap(t *testing.T) {
+	t.Parallel()
 	old := &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 1 << 20}
 	got := Merge(old, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 2 << 20})
 	if got.MemorySwapLimitInBytes != 2<<20 {

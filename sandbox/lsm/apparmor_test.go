@@ -39,6 +39,7 @@ func (f *fakeProfiles) loader() profileLoader {
 }
 
 func TestEnsureAppArmorProfile(t *testing.T) {
+	t.Parallel()
 	broken := errors.New("broken")
 	for name, test := range map[string]struct {
 		kernel fakeProfiles
@@ -63,6 +64,7 @@ func TestEnsureAppArmorProfile(t *testing.T) {
 
 // A profile that was unloaded is loaded again.
 func TestUnloadedProfileIsLoadedAgain(t *testing.T) {
+	t.Parallel()
 	var kernel fakeProfiles
 	for want := 1; want <= 2; want++ {
 		for range 2 {
@@ -89,6 +91,7 @@ func onHost(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
 
 // Without apparmor_parser the log reports it once, and Problem gives the reason.
 func TestAppArmorLoadFailure(t *testing.T) {
+	t.Parallel()
 	kernel := fakeProfiles{parseErr: errors.New("no parser")}
 	var log bytes.Buffer
 	a := onHost(t, kernel.loader(), &log)
@@ -118,6 +121,7 @@ func TestAppArmorLoadFailure(t *testing.T) {
 
 // Concurrent launches load the profile once, and all wait for it.
 func TestAppArmorIsLoadedOnce(t *testing.T) {
+	t.Parallel()
 	var mu sync.Mutex
 	var kernel fakeProfiles
 	inner := kernel.loader()
@@ -145,6 +149,7 @@ func TestAppArmorIsLoadedOnce(t *testing.T) {
 
 // A hanging parser delays a launch up to the limit and is not started twice.
 func TestAppArmorParserHangs(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		end := make(chan struct{})
 		var loads atomic.Int32
@@ -173,6 +178,7 @@ func TestAppArmorParserHangs(t *testing.T) {
 
 // When the caller's context ends, no failure of the profile is recorded.
 func TestAppArmorCanceledByCaller(t *testing.T) {
+	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	var log bytes.Buffer
 	a := onHost(t, profileLoader{

@@ -44,6 +44,7 @@ func makeTree(t *testing.T, dir string) {
 
 // A whole tree is labelled, symlinks included, but not the targets of symlinks.
 func TestRelabel(t *testing.T) {
+	t.Parallel()
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, top)
 	makeTree(t, outside)
@@ -72,6 +73,7 @@ func TestRelabel(t *testing.T) {
 }
 
 func TestRelabelFile(t *testing.T) {
+	t.Parallel()
 	l, top := newLabeller(t), t.TempDir()
 	makeTree(t, top)
 	if err := l.relabel(top+"/a/file", "label"); err != nil || labelAt(t, top+"/a/file") != "label" || labelAt(t, top+"/a") != "" {
@@ -81,25 +83,31 @@ func TestRelabelFile(t *testing.T) {
 
 // A symlink in the path was created after the path was resolved.
 func TestRelabelPathWithSymlink(t *testing.T) {
+	t.Parallel()
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, outside)
 	if err := os.Symlink(outside, top+"/link"); err != nil {
 		t.Fatal(err)
 	}
 	for _, path := range []string{"/link", "/link/a"} {
-		if err := l.relabel(top+path, "label"); !errors.Is(err, unix.ELOOP) || labelAt(t, outside+"/a") != "" {
-			t.Errorf("%s: %v, label %q", path, err, labelAt(t, outside+"/a"))
-		}
+		t.Run(path, func(t *testing.T) {
+			if err := l.relabel(top+path, "label"); !errors.Is(err, unix.ELOOP) || labelAt(t, outside+"/a") != "" {
+				t.Errorf("%v, label %q", err, labelAt(t, outside+"/a"))
+			}
+		})
 	}
 }
 
 // System directories keep their labels under every name (CVE-2021-43816).
 func TestSystemPathsKeepTheirLabels(t *testing.T) {
+	t.Parallel()
 	real := labeller{attribute: standIn, system: systemPaths}
 	for _, path := range []string{"/", "/usr", "/etc/", "/var/lib", "//usr", "/usr/../usr", "/proc/1/root", "/etc/passwd"} {
-		if err := real.relabel(path, "label"); !errors.Is(err, errSystemPath) && !errors.Is(err, unix.ELOOP) {
-			t.Errorf("label %s: %v", path, err)
-		}
+		t.Run(path, func(t *testing.T) {
+			if err := real.relabel(path, "label"); !errors.Is(err, errSystemPath) && !errors.Is(err, unix.ELOOP) {
+				t.Errorf("label %s: %v", path, err)
+			}
+		})
 	}
 	l, top := newLabeller(t), t.TempDir()
 	makeTree(t, top)

@@ -19,6 +19,7 @@ import (
 // Only requested sources are relabelled, with the container's label and after links are resolved
 // (CVE-2021-43816).
 func TestLabelMounts(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	for _, name := range []string{"asked", "other"} {
 		if err := os.Mkdir(filepath.Join(dir, name), 0o755); err != nil {
@@ -53,10 +54,12 @@ func TestLabelMounts(t *testing.T) {
 
 	for err, want := range map[error]codes.Code{unix.ENOTSUP: codes.OK, unix.EROFS: codes.FailedPrecondition, unix.EPERM: codes.FailedPrecondition, unix.ELOOP: codes.FailedPrecondition,
 		errSystemPath: codes.InvalidArgument, unix.EIO: codes.Unknown} {
-		fail = fmt.Errorf("lsetxattr: %w", err)
-		if got := errdefs.Code(labelMounts(config, labels)); got != want {
-			t.Errorf("%v: code %v, want %v", err, got, want)
-		}
+		t.Run(err.Error(), func(t *testing.T) {
+			fail = fmt.Errorf("lsetxattr: %w", err)
+			if got := errdefs.Code(labelMounts(config, labels)); got != want {
+				t.Errorf("code %v, want %v", got, want)
+			}
+		})
 	}
 
 	clear(files)

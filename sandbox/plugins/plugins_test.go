@@ -118,6 +118,7 @@ func theContainer() (*nri.Pod, *nri.Container, error) { return thePod(), &nri.Co
 
 // Without plugins no object is described, which would take time. done is called nevertheless.
 func TestWithoutPlugins(t *testing.T) {
+	t.Parallel()
 	caller, finish := newCaller(t, nil)
 	defer finish()
 	pod := func() *nri.Pod { t.Error("a pod is described"); return thePod() }
@@ -149,6 +150,7 @@ func TestWithoutPlugins(t *testing.T) {
 
 // Present keeps the hold until the object is published. All other calls release it at their end.
 func TestHolds(t *testing.T) {
+	t.Parallel()
 	f := &fakePlugins{journal: &journal{}}
 	caller, finish := newCaller(t, f)
 	defer finish()
@@ -186,6 +188,7 @@ func TestHolds(t *testing.T) {
 
 // Refusing a request is an error, and the hold is kept. Refusing a notification has no effect.
 func TestRefusals(t *testing.T) {
+	t.Parallel()
 	f := &fakePlugins{journal: &journal{}, fail: errdefs.FailedPrecondition("no")}
 	caller, finish := newCaller(t, f)
 	defer finish()
@@ -216,6 +219,7 @@ func TestRefusals(t *testing.T) {
 
 // Updates of other containers are applied after the hold. One that fails does not stop the rest.
 func TestUpdatesOfOthers(t *testing.T) {
+	t.Parallel()
 	f := &fakePlugins{journal: &journal{}, updates: []nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}}
 	caller, finish := newCaller(t, f)
 	caller.NotifyContainer(t.Context(), nri.ContainerStarted, "c", theContainer, func() {})
@@ -225,6 +229,7 @@ func TestUpdatesOfOthers(t *testing.T) {
 }
 
 func TestUpdateWith(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		updates []nri.Update
 		want    codes.Code
@@ -252,6 +257,7 @@ func TestUpdateWith(t *testing.T) {
 
 // While berth stops, a plugin's request for an eviction fails.
 func TestEvictionWhileStopping(t *testing.T) {
+	t.Parallel()
 	f := &fakePlugins{journal: &journal{}}
 	caller, finish := newCaller(t, f)
 	finish()

@@ -16,6 +16,7 @@ import (
 const hostFile = "# the host's\nnameserver 192.0.2.1\n"
 
 func TestResolvConf(t *testing.T) {
+	t.Parallel()
 	tests := []struct {
 		name string
 		dns  *runtimeapi.DNSConfig
@@ -47,6 +48,7 @@ func TestResolvConf(t *testing.T) {
 func repeat(s string, n int) []string { return slices.Repeat([]string{s}, n) }
 
 func TestResolvConfRefuses(t *testing.T) {
+	t.Parallel()
 	for name, dns := range map[string]*runtimeapi.DNSConfig{
 		"name as server":      {Servers: []string{"dns.example.com"}},
 		"newline in server":   {Servers: []string{"192.0.2.1\noptions debug"}},
@@ -70,10 +72,12 @@ func TestResolvConfRefuses(t *testing.T) {
 		"very many options":   {Options: repeat("a", 65)},
 		"good and bad server": {Servers: []string{"192.0.2.1", "192.0.2.300"}},
 	} {
-		got, err := formatResolvConf(dns, []byte(hostFile))
-		if errdefs.Code(err) != codes.InvalidArgument || got != nil {
-			t.Errorf("%s: %q, %v", name, got, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			got, err := formatResolvConf(dns, []byte(hostFile))
+			if errdefs.Code(err) != codes.InvalidArgument || got != nil {
+				t.Errorf("%q, %v", got, err)
+			}
+		})
 	}
 	if _, err := formatResolvConf(nil, make([]byte, maxHostFile+1)); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("huge file of the host: %v", err)
@@ -84,6 +88,7 @@ func TestResolvConfRefuses(t *testing.T) {
 }
 
 func TestHosts(t *testing.T) {
+	t.Parallel()
 	ips := []netip.Addr{netip.MustParseAddr("192.0.2.5"), netip.MustParseAddr("fd00::5"), netip.MustParseAddr("::ffff:192.0.2.6"), netip.MustParseAddr("fe80::1%eth0")}
 	got, err := formatHosts("web-0", ips)
 	want := localHosts + "192.0.2.5\tweb-0\nfd00::5\tweb-0\n192.0.2.6\tweb-0\nfe80::1\tweb-0\n"
@@ -116,17 +121,20 @@ func TestHosts(t *testing.T) {
 }
 
 func TestHostname(t *testing.T) {
+	t.Parallel()
 	for _, name := range []string{"a", "web-0", "Web_0", "1", "node1.example.com", strings.Repeat("a", 63), strings.Repeat("a", 32) + "." + strings.Repeat("b", 31),
 		"a.", "web-0.shop.default.svc.", strings.Repeat("a", 63) + "."} {
-		got, err := formatHostname(name)
-		if err != nil || string(got) != name+"\n" {
-			t.Errorf("%q: %q, %v", name, got, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			got, err := formatHostname(name)
+			if err != nil || string(got) != name+"\n" {
+				t.Errorf("%q, %v", got, err)
+			}
+		})
 	}
 	for _, name := range []string{"", ".", "..", "a..", ".a", "a..b", "a-.", "-a", "a-", "a.-b", "a b", "a\n", "a\x00", "ä", "a/b", "a#b",
 		strings.Repeat("a", 64), strings.Repeat("a", 33) + "." + strings.Repeat("b", 31), strings.Repeat("a", 32) + "." + strings.Repeat("b", 31) + "."} {
 		if got, err := formatHostname(name); errdefs.Code(err) != codes.InvalidArgument {
-			t.Errorf("%q: %q, %v", name, got, err)
+			t.Errorf("%q, %v", got, err)
 		}
 	}
 }

@@ -2,6 +2,7 @@ package podenv
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -58,6 +59,7 @@ func read(t *testing.T, p files, name string) string {
 }
 
 func TestMakeFiles(t *testing.T) {
+	t.Parallel()
 	node, err := os.Hostname()
 	if err != nil {
 		t.Fatal(err)
@@ -67,37 +69,40 @@ func TestMakeFiles(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, onNode := range []bool{false, true} {
-		p := shared(t, onNode)
-		p.Config.LogDirectory = filepath.Join(t.TempDir(), "logs/of/pod")
-		if err := p.make(resolvConf); err != nil {
-			t.Fatal(err)
-		}
-		if err := p.writeHosts([]string{"10.0.0.7", "fd00::7"}); err != nil {
-			t.Fatal(err)
-		}
-		want := "ship"
-		if onNode { // the pod shares the node's UTS namespace
-			want = node
-		}
-		if got := strings.TrimSpace(read(t, p, "hostname")); got != want {
-			t.Errorf("on the node's network %t: hostname %q, want %q", onNode, got, want)
-		}
-		if got := read(t, p, "resolv.conf"); !strings.Contains(got, "192.0.2.1") {
-			t.Errorf("on the node's network %t: resolv.conf is %q", onNode, got)
-		}
-		hosts := read(t, p, "hosts")
-		if has := strings.Contains(hosts, "10.0.0.7\tship") && strings.Contains(hosts, "fd00::7\tship"); has == onNode {
-			t.Errorf("on the node's network %t: hosts is %q", onNode, hosts)
-		}
-		if info, err := os.Stat(p.Config.LogDirectory); err != nil || !info.IsDir() {
-			t.Errorf("no place for logs: %v", err)
-		}
+		t.Run(fmt.Sprintf("node network %t", onNode), func(t *testing.T) {
+			p := shared(t, onNode)
+			p.Config.LogDirectory = filepath.Join(t.TempDir(), "logs/of/pod")
+			if err := p.make(resolvConf); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.writeHosts([]string{"10.0.0.7", "fd00::7"}); err != nil {
+				t.Fatal(err)
+			}
+			want := "ship"
+			if onNode { // the pod shares the node's UTS namespace
+				want = node
+			}
+			if got := strings.TrimSpace(read(t, p, "hostname")); got != want {
+				t.Errorf("hostname %q, want %q", got, want)
+			}
+			if got := read(t, p, "resolv.conf"); !strings.Contains(got, "192.0.2.1") {
+				t.Errorf("resolv.conf is %q", got)
+			}
+			hosts := read(t, p, "hosts")
+			if has := strings.Contains(hosts, "10.0.0.7\tship") && strings.Contains(hosts, "fd00::7\tship"); has == onNode {
+				t.Errorf("hosts is %q", hosts)
+			}
+			if info, err := os.Stat(p.Config.LogDirectory); err != nil || !info.IsDir() {
+				t.Errorf("log directory: %v", err)
+			}
+		})
 	}
 }
 
 // The tmpfs limits the bytes that containers write to the pod's files, so they cannot fill the
 // disk.
 func TestFilesAreBounded(t *testing.T) {
+	t.Parallel()
 	users := func() *runtimeapi.UserNamespace {
 		mapping := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
 		return &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: mapping, Gids: mapping}
@@ -148,6 +153,7 @@ func TestFilesAreBounded(t *testing.T) {
 // The node's resolv.conf may be any kind of file. A FIFO does not block, an endless file is not
 // read.
 func TestNodesFiles(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	fifo, large := filepath.Join(dir, "fifo"), filepath.Join(dir, "large")
 	if err := unix.Mkfifo(fifo, 0o600); err != nil {
@@ -158,13 +164,16 @@ func TestNodesFiles(t *testing.T) {
 	}
 	for path, want := range map[string]codes.Code{fifo: codes.FailedPrecondition, large: codes.FailedPrecondition, dir: codes.FailedPrecondition,
 		filepath.Join(dir, "none"): codes.OK, os.DevNull: codes.FailedPrecondition} {
-		if err := shared(t, false).make(path); errdefs.Code(err) != want {
-			t.Errorf("%s: %v, want %v", path, err, want)
-		}
+		t.Run(filepath.Base(path), func(t *testing.T) {
+			if err := shared(t, false).make(path); errdefs.Code(err) != want {
+				t.Errorf("%v, want %v", err, want)
+			}
+		})
 	}
 }
 
 func TestWriteHostsRefusesWhatIsNoAddress(t *testing.T) {
+	t.Parallel()
 	p := shared(t, false)
 	if err := p.writeHosts([]string{"10.0.0.7\n192.0.2.1 bank.example"}); err == nil {
 		t.Error("it was written")
@@ -173,6 +182,7 @@ func TestWriteHostsRefusesWhatIsNoAddress(t *testing.T) {
 
 // A bad resolv.conf of the node fails only the pods that use it.
 func TestResolvConfOfPod(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	fifo, good := filepath.Join(dir, "fifo"), filepath.Join(dir, "good")
 	if err := errors.Join(unix.Mkfifo(fifo, 0o600), os.WriteFile(good, []byte("nameserver 192.0.2.1\n"), 0o600)); err != nil {
@@ -190,18 +200,23 @@ func TestResolvConfOfPod(t *testing.T) {
 		{fifo, own, "nameserver 192.0.2.2\n", codes.OK},
 		{fifo, &runtimeapi.DNSConfig{}, "", codes.FailedPrecondition},
 	} {
-		got, err := files{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}.resolvConf(tt.file)
-		if string(got) != tt.want || errdefs.Code(err) != tt.code {
-			t.Errorf("%s with %v: %q, %v", filepath.Base(tt.file), tt.dns, got, err)
-		}
+		t.Run(fmt.Sprintf("%s with %v", filepath.Base(tt.file), tt.dns), func(t *testing.T) {
+			got, err := files{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}.resolvConf(tt.file)
+			if string(got) != tt.want || errdefs.Code(err) != tt.code {
+				t.Errorf("%q, %v", got, err)
+			}
+		})
 	}
 }
 
 func TestNodeName(t *testing.T) {
+	t.Parallel()
 	for name, want := range map[string]string{"ship": "ship", "ship.sea": "ship.sea", "(none)": "localhost", "": "localhost", "a\n10.0.0.1 b": "localhost"} {
-		if got, err := nodeName(name, nil); got != want || err != nil {
-			t.Errorf("%q: %q, %v", name, got, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			if got, err := nodeName(name, nil); got != want || err != nil {
+				t.Errorf("%q, %v", got, err)
+			}
+		})
 	}
 	if _, err := nodeName("", unix.EIO); err != unix.EIO {
 		t.Errorf("error %v", err)

@@ -19,6 +19,7 @@ import (
 // kubelet evicts pods by the published size, so no trick of a container may lower it below what is
 // known.
 func TestSettle(t *testing.T) {
+	t.Parallel()
 	usage := func(n uint64) diskusage.Usage { return diskusage.Usage{Bytes: n << 10, Inodes: n} }
 	for name, c := range map[string]struct {
 		walks walks // latest first
@@ -47,6 +48,7 @@ func TestSettle(t *testing.T) {
 
 // The larger of walk and quota is published. Each includes files that the other misses.
 func TestQuotaOfLayer(t *testing.T) {
+	t.Parallel()
 	broken := errors.New("broken")
 	for name, c := range map[string]struct {
 		known bool

@@ -69,6 +69,7 @@ func fakeContainer(t *testing.T) (c *ContainerMeter, spend func(uint64)) {
 
 // The counters of a pod without a cgroup include ended containers and never decrease.
 func TestUsageOfEndedContainersIsKept(t *testing.T) {
+	t.Parallel()
 	t.Run("cgroup there", func(t *testing.T) { testUsageIsKept(t, false) })
 	t.Run("cgroup gone", func(t *testing.T) { testUsageIsKept(t, true) })
 }

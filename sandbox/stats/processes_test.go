@@ -12,6 +12,7 @@ import (
 )
 
 func TestParseOpenFiles(t *testing.T) {
+	t.Parallel()
 	const head = "Limit                     Soft Limit           Hard Limit           Units     \n" +
 		"Max processes             127394               127394               processes \n"
 	for name, c := range map[string]struct {

@@ -2,6 +2,7 @@ package stats
 
 import (
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -10,6 +11,7 @@ import (
 
 // Each step takes a sample and states the expected rate.
 func TestRate(t *testing.T) {
+	t.Parallel()
 	const second = uint64(time.Second)
 	const unknown = -1.0 // cores
 	type step struct {
@@ -48,19 +50,22 @@ func TestRate(t *testing.T) {
 }
 
 func TestDefaultInterfaceIsFirst(t *testing.T) {
+	t.Parallel()
 	for _, c := range []struct{ in, want []string }{
 		{nil, nil},
 		{[]string{"net1"}, []string{"net1"}},
 		{[]string{"net1", "net2", "eth0"}, []string{"eth0", "net2", "net1"}},
 		{[]string{"eth0", "net1"}, []string{"eth0", "net1"}},
 	} {
-		var in []cgstats.Interface
-		for _, name := range c.in {
-			in = append(in, cgstats.Interface{Name: name})
-		}
-		if got := interfaceNames(defaultFirst(in)); !slices.Equal(got, c.want) {
-			t.Errorf("%v: %v", c.in, got)
-		}
+		t.Run(strings.Join(c.in, " "), func(t *testing.T) {
+			var in []cgstats.Interface
+			for _, name := range c.in {
+				in = append(in, cgstats.Interface{Name: name})
+			}
+			if got := interfaceNames(defaultFirst(in)); !slices.Equal(got, c.want) {
+				t.Errorf("got %v, want %v", got, c.want)
+			}
+		})
 	}
 	many := make([]cgstats.Interface, 10*maxInterfaces)
 	many[len(many)-1].Name = defaultInterface

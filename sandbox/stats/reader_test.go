@@ -26,14 +26,17 @@ func testReader() *Reader {
 
 // A container that does not run has no usage, but still its last sample.
 func TestContainerStats(t *testing.T) {
+	t.Parallel()
 	for id, want := range map[string]struct{ running, fails bool }{"good": {running: true}, "ended": {}, "broken": {fails: true}} {
-		used, err := testReader().ContainerStats(&state.Container{ID: id})
-		if (err != nil) != want.fails || used.Running != want.running || used.Sample == nil {
-			t.Errorf("%s: %+v, %v", id, used, err)
-		}
-		if want.running && used.Cgroup != "/kubepods/good" {
-			t.Errorf("%s: cgroup %q", id, used.Cgroup)
-		}
+		t.Run(id, func(t *testing.T) {
+			used, err := testReader().ContainerStats(&state.Container{ID: id})
+			if (err != nil) != want.fails || used.Running != want.running || used.Sample == nil {
+				t.Errorf("%+v, %v", used, err)
+			}
+			if want.running && used.Cgroup != "/kubepods/good" {
+				t.Errorf("cgroup %q", used.Cgroup)
+			}
+		})
 	}
 	if detail, err := testReader().ContainerDetail("ended"); detail != nil || err != nil {
 		t.Errorf("details of an ended container: %v, %v", detail, err)
@@ -43,6 +46,7 @@ func TestContainerStats(t *testing.T) {
 // A container that cannot be measured does not hide its pod. A container that does not run is
 // skipped.
 func TestPodStatsSkipUnmeasurableContainers(t *testing.T) {
+	t.Parallel()
 	running, exited := runtimeapi.ContainerState_CONTAINER_RUNNING, runtimeapi.ContainerState_CONTAINER_EXITED
 	containers := []*state.Container{{ID: "broken", State: running}, {ID: "good", State: running}, {ID: "good", State: exited}, {ID: "ended", State: running}}
 	used, err := testReader().PodStats(&state.Pod{ID: "p"}, containers)

@@ -12,14 +12,18 @@ import (
 
 // Sampling takes a tenth of the time, whatever a sample takes and however many containers exist.
 func TestRestAfterCount(t *testing.T) {
+	t.Parallel()
 	for took, want := range map[time.Duration]time.Duration{0: 0, time.Millisecond: 9 * time.Millisecond, time.Second: 9 * time.Second, time.Hour: maxRest} {
-		if got := restAfter(took); got != want {
-			t.Errorf("after %v: %v, want %v", took, got, want)
-		}
+		t.Run(took.String(), func(t *testing.T) {
+			if got := restAfter(took); got != want {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		})
 	}
 }
 
 func TestNextToCount(t *testing.T) {
+	t.Parallel()
 	now := time.Now()
 	counted := &Sample{At: now}
 	type state struct {
@@ -72,6 +76,7 @@ func TestNextToCount(t *testing.T) {
 
 // A container that no client asks for is sampled rarely. A request makes it due after the period.
 func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
+	t.Parallel()
 	var ledger SampleState
 	counted := &Sample{At: time.Now()}
 	c := NewSampler(SamplerConfig{Period: time.Minute, Targets: func(yield func(Target) bool) { yield(Target{ID: "a", Running: true, State: &ledger}) }})
@@ -101,6 +106,7 @@ func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
 }
 
 func TestAddFiles(t *testing.T) {
+	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -126,6 +132,7 @@ func TestAddFiles(t *testing.T) {
 
 // A sample stays valid while no process of the pod runs.
 func TestIdleSince(t *testing.T) {
+	t.Parallel()
 	now := time.Now()
 	counted := &Sample{At: now.Add(-time.Minute), seen: now.Add(-maxUnseen), usedCPU: "17\n", Processes: &Processes{Files: 3}}
 	for name, c := range map[string]struct {

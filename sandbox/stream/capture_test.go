@@ -2,6 +2,7 @@ package stream
 
 import (
 	"bytes"
+	"fmt"
 	"math/rand/v2"
 	"testing"
 
@@ -13,36 +14,40 @@ import (
 // In any order of writes, each stream keeps its beginning and may use half of the room. Together
 // they fill it.
 func TestCapture(t *testing.T) {
+	t.Parallel()
 	const limit = 100
 	for _, want := range []struct{ out, err, keptOut, keptErr int }{
 		{0, 0, 0, 0}, {40, 60, 40, 60}, {100, 0, 100, 0}, {110, 0, 100, 0}, {0, 110, 0, 100}, {200, 200, 50, 50}, {200, 30, 70, 30}, {30, 200, 30, 70},
 	} {
-		for range 20 {
-			all := &outputBudget{}
-			c := &capture{all: all, max: limit}
-			left := [2][]byte{bytes.Repeat([]byte("o"), want.out), bytes.Repeat([]byte("e"), want.err)}
-			for len(left[0])+len(left[1]) > 0 {
-				stream := rand.IntN(2)
-				n := min(len(left[stream]), 1+rand.IntN(30))
-				if written, err := c.writer(stream).Write(left[stream][:n]); err != nil || written != n {
-					t.Fatalf("%d of %d bytes written: %v", written, n, err)
+		t.Run(fmt.Sprintf("%d %d", want.out, want.err), func(t *testing.T) {
+			for range 20 {
+				all := &outputBudget{}
+				c := &capture{all: all, max: limit}
+				left := [2][]byte{bytes.Repeat([]byte("o"), want.out), bytes.Repeat([]byte("e"), want.err)}
+				for len(left[0])+len(left[1]) > 0 {
+					stream := rand.IntN(2)
+					n := min(len(left[stream]), 1+rand.IntN(30))
+					if written, err := c.writer(stream).Write(left[stream][:n]); err != nil || written != n {
+						t.Fatalf("%d of %d bytes written: %v", written, n, err)
+					}
+					left[stream] = left[stream][n:]
 				}
-				left[stream] = left[stream][n:]
+				if len(c.data[0]) != want.keptOut || len(c.data[1]) != want.keptErr {
+					t.Errorf("kept %d and %d bytes, want %d and %d", len(c.data[0]), len(c.data[1]), want.keptOut, want.keptErr)
+				}
+				c.release()
+				if held := all.held.Load(); held != 0 {
+					t.Errorf("%d bytes were not given back", held)
+				}
 			}
-			if len(c.data[0]) != want.keptOut || len(c.data[1]) != want.keptErr {
-				t.Errorf("of %d and %d bytes %d and %d were kept, want %d and %d", want.out, want.err, len(c.data[0]), len(c.data[1]), want.keptOut, want.keptErr)
-			}
-			c.release()
-			if held := all.held.Load(); held != 0 {
-				t.Errorf("%d bytes were not given back", held)
-			}
-		}
+		})
 	}
 }
 
 // All commands share a budget. A command that writes much fails when the budget is used up; others
 // continue after it has given its part back. A command that writes little never fails.
 func TestOutputBudget(t *testing.T) {
+	t.Parallel()
 	all := &outputBudget{}
 	chunk := make([]byte, MaxOutput)
 	var held []*capture

@@ -107,24 +107,26 @@ func TestHangingDialsHoldNoThreads(t *testing.T) {
 func TestDial(t *testing.T) {
 	testenv.NeedRoot(t)
 	for _, localhost := range []string{"127.0.0.1:0", "[::1]:0"} {
-		l, err := net.Listen("tcp", localhost)
-		if err != nil {
-			t.Fatal(err)
-		}
-		port := l.Addr().(*net.TCPAddr).AddrPort().Port()
-		for _, netns := range []string{"", "/proc/self/ns/net"} {
-			conn, err := newDialLimiter().dial(t.Context(), "pod", netns, port)
+		t.Run(localhost, func(t *testing.T) {
+			l, err := net.Listen("tcp", localhost)
 			if err != nil {
-				t.Fatalf("%s: %v", localhost, err)
+				t.Fatal(err)
 			}
-			if got := conn.RemoteAddr().String(); got != l.Addr().String() {
-				t.Errorf("connected to %s, want %s", got, l.Addr())
+			port := l.Addr().(*net.TCPAddr).AddrPort().Port()
+			for _, netns := range []string{"", "/proc/self/ns/net"} {
+				conn, err := newDialLimiter().dial(t.Context(), "pod", netns, port)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got := conn.RemoteAddr().String(); got != l.Addr().String() {
+					t.Errorf("connected to %s, want %s", got, l.Addr())
+				}
+				conn.Close()
 			}
-			conn.Close()
-		}
-		l.Close()
-		if _, err := newDialLimiter().dial(t.Context(), "pod", "", port); !errors.Is(err, unix.ECONNREFUSED) {
-			t.Errorf("closed port: %v", err)
-		}
+			l.Close()
+			if _, err := newDialLimiter().dial(t.Context(), "pod", "", port); !errors.Is(err, unix.ECONNREFUSED) {
+				t.Errorf("closed port: %v", err)
+			}
+		})
 	}
 }

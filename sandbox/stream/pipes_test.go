@@ -25,6 +25,7 @@ func startOutput(t *testing.T, to io.Writer) (*output, func([]byte)) {
 }
 
 func TestOutputIsWhatWasWritten(t *testing.T) {
+	t.Parallel()
 	kept := newCapture(&outputBudget{})
 	o, write := startOutput(t, kept.writer(0))
 	want := bytes.Repeat([]byte("0123456789abcdef"), 64<<10/16) // fills the pipe
@@ -36,6 +37,7 @@ func TestOutputIsWhatWasWritten(t *testing.T) {
 }
 
 func TestOutputBeyondTheCapIsDiscarded(t *testing.T) {
+	t.Parallel()
 	kept := newCapture(&outputBudget{})
 	o, write := startOutput(t, kept.writer(0))
 	chunk := bytes.Repeat([]byte("x"), 1<<20)
@@ -55,6 +57,7 @@ func (brokenWriter) Write([]byte) (int, error) { return 0, errBroken }
 
 // A session ends when its client accepts no more output.
 func TestFailedWriteEndsSession(t *testing.T) {
+	t.Parallel()
 	r, w, err := pipe(reading)
 	if err != nil {
 		t.Fatal(err)

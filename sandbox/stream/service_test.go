@@ -3,6 +3,7 @@ package stream
 import (
 	"log/slog"
 	"net"
+	"strconv"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -52,6 +53,7 @@ func testStreams() *Service {
 
 // The Check methods refuse impossible sessions and return full IDs for the others.
 func TestChecks(t *testing.T) {
+	t.Parallel()
 	s := testStreams()
 	exec := func(command ...string) func(string) (string, error) {
 		return func(id string) (string, error) { return s.CheckExec(id, command) }
@@ -64,38 +66,43 @@ func TestChecks(t *testing.T) {
 		id    string
 		want  codes.Code
 	}{
-		"exec":                                    {exec("true"), "runs", codes.OK},
-		"exec in what is unknown":                 {exec("true"), "none", codes.NotFound},
-		"exec in what has ended":                  {exec("true"), "ended", codes.FailedPrecondition},
-		"exec of nothing":                         {exec(), "runs", codes.InvalidArgument},
-		"exec of an empty name":                   {exec("", "argument"), "runs", codes.InvalidArgument},
-		"exec of nothing in what has ended":       {exec(), "ended", codes.FailedPrecondition},
-		"attach":                                  {attach(false), "runs", codes.OK},
-		"attach to a terminal":                    {attach(true), "terminal", codes.OK},
-		"attach to a terminal that is not there":  {attach(true), "runs", codes.InvalidArgument},
-		"attach to a terminal as if it were none": {attach(false), "terminal", codes.InvalidArgument},
-		"attach to what has ended":                {attach(false), "ended", codes.FailedPrecondition},
-		"attach to what is unknown":               {attach(false), "none", codes.NotFound},
-		"forward a port":                          {s.CheckPortForward, "ready", codes.OK},
-		"forward a port of a stopped pod":         {s.CheckPortForward, "stopped", codes.FailedPrecondition},
-		"forward a port of what is unknown":       {s.CheckPortForward, "none", codes.NotFound},
+		"exec":                             {exec("true"), "runs", codes.OK},
+		"exec in unknown container":        {exec("true"), "none", codes.NotFound},
+		"exec in ended container":          {exec("true"), "ended", codes.FailedPrecondition},
+		"empty exec":                       {exec(), "runs", codes.InvalidArgument},
+		"exec of an empty program":         {exec("", "argument"), "runs", codes.InvalidArgument},
+		"empty exec in ended container":    {exec(), "ended", codes.FailedPrecondition},
+		"attach":                           {attach(false), "runs", codes.OK},
+		"attach to a terminal":             {attach(true), "terminal", codes.OK},
+		"attach to a missing terminal":     {attach(true), "runs", codes.InvalidArgument},
+		"attach to a terminal without tty": {attach(false), "terminal", codes.InvalidArgument},
+		"attach to ended container":        {attach(false), "ended", codes.FailedPrecondition},
+		"attach to unknown container":      {attach(false), "none", codes.NotFound},
+		"forward a port":                   {s.CheckPortForward, "ready", codes.OK},
+		"forward a port of a stopped pod":  {s.CheckPortForward, "stopped", codes.FailedPrecondition},
+		"forward a port of unknown pod":    {s.CheckPortForward, "none", codes.NotFound},
 	} {
-		full, err := test.check(test.id)
-		if got := errdefs.Code(err); got != test.want {
-			t.Errorf("%s: %v (%v), want %v", name, got, err, test.want)
-		}
-		if want := test.id + "-with-a-longer-id"; err == nil && full != want {
-			t.Errorf("%s: the ID is %q, want %q", name, full, want)
-		}
+		t.Run(name, func(t *testing.T) {
+			full, err := test.check(test.id)
+			if got := errdefs.Code(err); got != test.want {
+				t.Errorf("%v (%v), want %v", got, err, test.want)
+			}
+			if want := test.id + "-with-a-longer-id"; err == nil && full != want {
+				t.Errorf("ID %q, want %q", full, want)
+			}
+		})
 	}
 }
 
 // An invalid port is refused before any connection is opened.
 func TestInvalidPortIsRefused(t *testing.T) {
+	t.Parallel()
 	for _, port := range []int32{-1, 0, 65536} {
-		if err := testStreams().PortForward(t.Context(), "ready", port, nil); errdefs.Code(err) != codes.InvalidArgument {
-			t.Errorf("port %d: %v, want InvalidArgument", port, err)
-		}
+		t.Run(strconv.Itoa(int(port)), func(t *testing.T) {
+			if err := testStreams().PortForward(t.Context(), "ready", port, nil); errdefs.Code(err) != codes.InvalidArgument {
+				t.Errorf("%v, want InvalidArgument", err)
+			}
+		})
 	}
 }
 
@@ -115,8 +122,10 @@ func TestForwardToClosedPort(t *testing.T) {
 	s := testStreams()
 	port := closedPort(t)
 	for pod, want := range map[string]codes.Code{"ready": codes.Unavailable, "sandboxed": codes.FailedPrecondition} {
-		if err := s.PortForward(t.Context(), pod, port, nil); errdefs.Code(err) != want {
-			t.Errorf("%s: %v, want %v", pod, err, want)
-		}
+		t.Run(pod, func(t *testing.T) {
+			if err := s.PortForward(t.Context(), pod, port, nil); errdefs.Code(err) != want {
+				t.Errorf("%v, want %v", err, want)
+			}
+		})
 	}
 }

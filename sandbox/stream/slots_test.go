@@ -10,6 +10,7 @@ import (
 )
 
 func TestSlots(t *testing.T) {
+	t.Parallel()
 	p := newSlots("execs", 3, 2)
 	var releases []func()
 	take := func(object string) error {
@@ -71,9 +72,11 @@ func TestSessionsNeedSlots(t *testing.T) {
 	_, session := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
 	for name, err := range map[string]error{"ExecSync": exec, "Exec": session, "Attach": s.Attach(t.Context(), "runs", false, noClient),
 		"PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
-		if errdefs.Code(err) != codes.ResourceExhausted {
-			t.Errorf("%s: %v", name, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			if errdefs.Code(err) != codes.ResourceExhausted {
+				t.Error(err)
+			}
+		})
 	}
 }
 
@@ -86,9 +89,11 @@ func TestSessionsLeaveSlotsForOtherPods(t *testing.T) {
 		}
 	}
 	for name, err := range map[string]error{"Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
-		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "pod ready-with-a-longer-id: its limit of 2") {
-			t.Errorf("%s: %v", name, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "pod ready-with-a-longer-id: its limit of 2") {
+				t.Error(err)
+			}
+		})
 	}
 	if err := s.PortForward(t.Context(), "sandboxed", closedPort(t), nil); errdefs.Code(err) == codes.ResourceExhausted {
 		t.Errorf("another pod: %v", err)
@@ -148,15 +153,18 @@ func TestSessionsLeaveSlotsForProbes(t *testing.T) {
 
 // Without spare descriptors no session starts and no slot is taken.
 func TestSessionsNeedSpareDescriptors(t *testing.T) {
+	t.Parallel()
 	s := testStreams()
 	none := errdefs.New(codes.ResourceExhausted, "no spare descriptors")
 	s.connected.spare = func() error { return none }
 	s.attached.spare = s.connected.spare
 	_, exec := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
 	for name, err := range map[string]error{"Exec": exec, "Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
-		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "no spare descriptors") {
-			t.Errorf("%s: %v", name, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "no spare descriptors") {
+				t.Error(err)
+			}
+		})
 	}
 	if s.execs.taken+s.connected.taken+s.attached.taken != 0 {
 		t.Error("slots are taken")
