@@ -43,6 +43,7 @@ func load(t *testing.T, d *Dir) (map[string]string, []Damaged) {
 }
 
 func TestWriteLoadRemove(t *testing.T) {
+	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	for _, text := range []string{"first", "second, longer", "3"} {
 		if err := d.Write("a", doc{text}); err != nil {
@@ -63,6 +64,7 @@ func TestWriteLoadRemove(t *testing.T) {
 }
 
 func TestNames(t *testing.T) {
+	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	for _, name := range []string{"", ".", "..", "a/b", "../a", ".hidden", "a\x00b"} {
 		if err := d.Write(name, doc{}); err == nil {
@@ -75,6 +77,7 @@ func TestNames(t *testing.T) {
 }
 
 func TestDamagedIsSetAside(t *testing.T) {
+	t.Parallel()
 	cases := map[string]func([]byte) []byte{
 		"empty":       func([]byte) []byte { return nil },
 		"truncated":   func(b []byte) []byte { return b[:len(b)-1] },
@@ -119,6 +122,7 @@ func TestDamagedIsSetAside(t *testing.T) {
 }
 
 func TestNewerVersionIsNotLost(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	if err := open(t, dir, 2).Write("a", doc{"x"}); err != nil {
 		t.Fatal(err)
@@ -133,6 +137,7 @@ func TestNewerVersionIsNotLost(t *testing.T) {
 }
 
 func TestFullDiskHasACode(t *testing.T) {
+	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	if err := os.Symlink("/dev/full", filepath.Join(d.path, ".a.tmp")); err != nil {
 		t.Fatal(err)
@@ -146,6 +151,7 @@ func TestFullDiskHasACode(t *testing.T) {
 }
 
 func TestRefusedByDecoderIsSetAside(t *testing.T) {
+	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	for n := range 2 { // the second file must not overwrite the first
 		if err := d.Write("a", doc{strings.Repeat("x", n)}); err != nil {
@@ -163,6 +169,7 @@ func TestRefusedByDecoderIsSetAside(t *testing.T) {
 }
 
 func TestLeftoverOfInterruptedWrite(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	d := open(t, dir, 1)
 	tmp := filepath.Join(dir, ".a.tmp")
@@ -179,6 +186,7 @@ func TestLeftoverOfInterruptedWrite(t *testing.T) {
 
 // Records of versions up to 0.2.0 are read, and a damaged body is detected.
 func TestFirstForm(t *testing.T) {
+	t.Parallel()
 	const body = `{"a":"b"}`
 	header := headerOf(firstMagic, "doc", 3, []byte(body))
 	if version, got, err := Decode("doc", []byte(header+body)); version != 3 || string(got) != body || err != nil {

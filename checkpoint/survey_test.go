@@ -11,6 +11,7 @@ import (
 
 // Inspect reports what Load would set aside, and changes nothing.
 func TestInspect(t *testing.T) {
+	t.Parallel()
 	path := t.TempDir()
 	d := open(t, path, 1)
 	newer := open(t, path, 2)

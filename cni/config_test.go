@@ -14,6 +14,7 @@ import (
 )
 
 func TestLoadFirstValid(t *testing.T) {
+	t.Parallel()
 	const single = `{"cniVersion":"0.4.0","name":"single","type":"a"}`
 	tests := []struct {
 		name    string
@@ -73,6 +74,7 @@ func TestLoadFirstValid(t *testing.T) {
 }
 
 func TestLoadSkipsSpecialFiles(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	testutil.Must(t, unix.Mkfifo(dir+"/10.conf", 0o644))
 	testutil.Must(t, os.Symlink("/dev/zero", dir+"/20.conf"))
@@ -90,6 +92,7 @@ func TestLoadSkipsSpecialFiles(t *testing.T) {
 
 // CNI 1.1: plugins of a network may be files in a directory with its name.
 func TestLoadPluginFiles(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	testutil.Must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n","plugins":[{"type":"a"}]}`), 0o644))
 	testutil.Must(t, os.Mkdir(dir+"/n", 0o755))

@@ -13,6 +13,7 @@ import (
 )
 
 func TestNewPod(t *testing.T) {
+	t.Parallel()
 	pod, err := NewPod("p1", "/run/netns/p1", &runtimeapi.PodSandboxConfig{
 		Metadata:  &runtimeapi.PodSandboxMetadata{Name: "web", Namespace: "shop", Uid: "u", Attempt: 1},
 		DnsConfig: &runtimeapi.DNSConfig{Servers: []string{"192.0.2.1"}, Searches: []string{"shop"}},
@@ -44,6 +45,7 @@ func TestNewPod(t *testing.T) {
 }
 
 func TestNewPodRefuses(t *testing.T) {
+	t.Parallel()
 	port := func(m *runtimeapi.PortMapping) *runtimeapi.PodSandboxConfig {
 		return &runtimeapi.PodSandboxConfig{PortMappings: []*runtimeapi.PortMapping{m}}
 	}
@@ -71,6 +73,7 @@ func TestNewPodRefuses(t *testing.T) {
 }
 
 func TestParsePodCIDRs(t *testing.T) {
+	t.Parallel()
 	for in, want := range map[string][][]IPRange{
 		"":                         nil,
 		"10.1.2.3/16":              {{{Subnet: "10.1.0.0/16"}}},

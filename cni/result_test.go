@@ -40,6 +40,7 @@ func addPrinted(t testing.TB, cache, confVersion string, stdout []byte) (Result,
 }
 
 func TestResultIPs(t *testing.T) {
+	t.Parallel()
 	tests := []struct{ name, version, stdout, want string }{
 		{"dual stack, IPv6 first", "1.0.0",
 			`{"cniVersion":"1.0.0","interfaces":[{"name":"cni0"},{"name":"veth1"},{"name":"eth0","sandbox":"/ns"}],

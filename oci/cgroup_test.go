@@ -12,6 +12,7 @@ import (
 )
 
 func TestCgroupPath(t *testing.T) {
+	t.Parallel()
 	for in, want := range map[string]string{
 		"/kubepods/besteffort/pod1-2/abc":            "/kubepods/besteffort/pod1-2/abc",
 		"kubepods-besteffort-pod1_2.slice:berth:abc": "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1_2.slice/berth-abc.scope",
@@ -24,6 +25,7 @@ func TestCgroupPath(t *testing.T) {
 }
 
 func TestCgroupsPath(t *testing.T) {
+	t.Parallel()
 	const pod = "kubepods-besteffort-pod1_2.slice"
 	for _, test := range []struct {
 		parent, id string

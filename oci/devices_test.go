@@ -9,6 +9,7 @@ import (
 )
 
 func TestDevices(t *testing.T) {
+	t.Parallel()
 	const deny = `{"allow":false,"access":"rwm"}`
 	const fuseNode = `{"path":"/dev/fuse","type":"c","major":10,"minor":229,"fileMode":438,"uid":0,"gid":0}`
 	for _, test := range []struct {
@@ -49,6 +50,7 @@ func TestDevices(t *testing.T) {
 }
 
 func TestDeviceOwnership(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		name        string
 		enabled     bool
@@ -84,6 +86,7 @@ func TestDeviceOwnership(t *testing.T) {
 }
 
 func TestDevicesPrivileged(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.privilege()
 	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/sda", ContainerPath: "/dev/fuse"}}
@@ -97,6 +100,7 @@ func TestDevicesPrivileged(t *testing.T) {
 }
 
 func TestDevicesRefused(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		device *runtimeapi.Device
 		err    string

@@ -51,6 +51,7 @@ func kubeletInput() ContainerInput {
 
 // TestGolden compares whole specs. The files document the contract with libcontainer.
 func TestGolden(t *testing.T) {
+	t.Parallel()
 	privileged := testInput()
 	privileged.privilege()
 	for name, build := range map[string]func() (*specs.Spec, error){

@@ -20,6 +20,7 @@ func imageMount(change func(*runtimeapi.Mount)) *runtimeapi.Mount {
 }
 
 func TestImageVolume(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		name   string
 		change func(*runtimeapi.Mount)
@@ -49,6 +50,7 @@ func TestImageVolume(t *testing.T) {
 }
 
 func TestImageVolumeRefused(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		change func(*runtimeapi.Mount)
 		err    string

@@ -39,6 +39,7 @@ func TestMain(m *testing.M) {
 // newNetNS returns the path of a new network namespace that lives as long as the test.
 func newNetNS(t *testing.T) string {
 	t.Helper()
+	testenv.NeedRoot(t)
 	holder := exec.Command("cat") // runs until its input ends, at the latest with this process
 	holder.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 	hold, err := holder.StdinPipe()

@@ -23,6 +23,7 @@ var defaultDestinations = []string{"/proc", "/dev", "/dev/pts", "/dev/mqueue", "
 	"/etc/hostname", "/etc/hosts", "/etc/resolv.conf", "/dev/shm"}
 
 func TestDefaultMounts(t *testing.T) {
+	t.Parallel()
 	if got := destinations(t, testInput()); !slices.Equal(got, defaultDestinations) {
 		t.Errorf("got %q", got)
 	}
@@ -34,6 +35,7 @@ func TestDefaultMounts(t *testing.T) {
 }
 
 func TestMountsPrivileged(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	for _, priv := range []bool{false, true} {
 		want := "ro"
@@ -51,6 +53,7 @@ func TestMountsPrivileged(t *testing.T) {
 }
 
 func TestMountsReadonlyRoot(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.sc().ReadonlyRootfs = true
 	spec := mustSpec(t, in)
@@ -65,6 +68,7 @@ func TestMountsReadonlyRoot(t *testing.T) {
 }
 
 func TestShm(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	if m := findMount(mustSpec(t, in), "/dev/shm"); m.Source != in.Pod.Shm || !slices.Contains(m.Options, "noexec") {
 		t.Errorf("pod's: %+v", m)
@@ -78,6 +82,7 @@ func TestShm(t *testing.T) {
 
 // A CRI mount replaces a default one, and hides the kernel's filesystems below it.
 func TestMountsReplaced(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		at   string
 		gone []string
@@ -119,6 +124,7 @@ func TestMountsReplaced(t *testing.T) {
 }
 
 func TestMountsParentsFirst(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	for _, at := range []string{"/data/a/b", "/etc", "/z", "/data", "/data/a", "/data/a/a"} {
 		in.Config.Mounts = append(in.Config.Mounts, &runtimeapi.Mount{ContainerPath: at, HostPath: "/srv/data"})
@@ -134,6 +140,7 @@ func TestMountsParentsFirst(t *testing.T) {
 }
 
 func TestMountOptions(t *testing.T) {
+	t.Parallel()
 	const (
 		private = runtimeapi.MountPropagation_PROPAGATION_PRIVATE
 		slave   = runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER
@@ -175,6 +182,7 @@ func TestMountOptions(t *testing.T) {
 }
 
 func TestRootPropagationIsTheWidest(t *testing.T) {
+	t.Parallel()
 	for _, order := range [][2]int32{{1, 2}, {2, 1}} {
 		in := testInput()
 		for i, p := range order {
@@ -188,6 +196,7 @@ func TestRootPropagationIsTheWidest(t *testing.T) {
 }
 
 func TestMountsRefused(t *testing.T) {
+	t.Parallel()
 	const slave, shared = runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER, runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL
 	for _, test := range []struct {
 		mount *runtimeapi.Mount
@@ -221,6 +230,7 @@ func TestMountsRefused(t *testing.T) {
 }
 
 func TestRecursiveReadOnlyUnsupported(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Host.RecursiveReadOnly = false
 	in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/a", HostPath: "/srv/data", Readonly: true, RecursiveReadOnly: true}}
@@ -232,6 +242,7 @@ func TestRecursiveReadOnlyUnsupported(t *testing.T) {
 }
 
 func TestRelabelSources(t *testing.T) {
+	t.Parallel()
 	config := &runtimeapi.ContainerConfig{Mounts: []*runtimeapi.Mount{
 		{ContainerPath: "/a", HostPath: "/srv/link", SelinuxRelabel: true}, {ContainerPath: "/b", HostPath: "/srv/shared/vol"},
 	}}

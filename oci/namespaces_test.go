@@ -28,6 +28,7 @@ func paths(spec *specs.Spec) map[string]string {
 }
 
 func TestNamespaces(t *testing.T) {
+	t.Parallel()
 	const net, ipc, uts, pid = "/run/netns/berth-pod1", "/proc/4242/ns/ipc", "/proc/4242/ns/uts", "/proc/4242/ns/pid"
 	type m = map[string]string
 	type o = runtimeapi.NamespaceOption
@@ -70,6 +71,7 @@ func TestNamespaces(t *testing.T) {
 }
 
 func TestNamespacesRefused(t *testing.T) {
+	t.Parallel()
 	type o = runtimeapi.NamespaceOption
 	for _, test := range []struct {
 		ctr  *o
@@ -92,6 +94,7 @@ func TestNamespacesRefused(t *testing.T) {
 
 // A missing path must not put a container into the node's namespace.
 func TestNamespacesNeverMissing(t *testing.T) {
+	t.Parallel()
 	for name, forget := range map[string]func(*Pod){
 		"network": func(p *Pod) { p.NetNS = "" },
 		"uts":     func(p *Pod) { p.PausePID = 0; p.IPCNS = "/i" },
@@ -106,5 +109,6 @@ func TestNamespacesNeverMissing(t *testing.T) {
 }
 
 func TestPrivilegedNeedsPrivilegedPod(t *testing.T) {
+	t.Parallel()
 	refused(t, func(in *ContainerInput) { in.sc().Privileged = true }, codes.InvalidArgument, "privileged")
 }

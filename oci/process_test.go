@@ -15,6 +15,7 @@ import (
 )
 
 func TestArgs(t *testing.T) {
+	t.Parallel()
 	type s = []string
 	for _, test := range []struct {
 		name                     string
@@ -45,6 +46,7 @@ func TestArgs(t *testing.T) {
 }
 
 func TestEnv(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Image.Env = []string{"A=image", "PATH=/image", "B=image", "NOVALUE", "=x"}
 	in.Config.Envs = []*runtimeapi.KeyValue{
@@ -59,6 +61,7 @@ func TestEnv(t *testing.T) {
 }
 
 func TestEnvDefaults(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Pod.Config.Hostname = ""
 	in.User.Home = ""
@@ -69,6 +72,7 @@ func TestEnvDefaults(t *testing.T) {
 }
 
 func TestHomeIsAlwaysSet(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct{ image, passwd, want string }{
 		{"", "/home/a", "HOME=/home/a"},
 		{"HOME=/custom", "/home/a", "HOME=/custom"},
@@ -88,6 +92,7 @@ func TestHomeIsAlwaysSet(t *testing.T) {
 }
 
 func TestEnvRefused(t *testing.T) {
+	t.Parallel()
 	for _, kv := range []*runtimeapi.KeyValue{
 		{Key: "", Value: []byte("x")}, {Key: "A=B", Value: []byte("x")}, {Key: "A\x00"}, {Key: "A", Value: []byte("a\x00b")},
 	} {
@@ -97,6 +102,7 @@ func TestEnvRefused(t *testing.T) {
 }
 
 func TestCwd(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		config, image, want string
 		code                codes.Code
@@ -128,6 +134,7 @@ func TestCwd(t *testing.T) {
 }
 
 func TestExecProcess(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.sc().NoNewPrivs = true
 	in.User = users.User{UID: 1000, GID: 1000, Groups: []uint32{1000, 2000}, Home: "/home/a"}
@@ -158,6 +165,7 @@ func TestExecProcess(t *testing.T) {
 }
 
 func TestExecKeepsTerm(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Config.Envs = []*runtimeapi.KeyValue{{Key: "TERM", Value: []byte("vt100")}}
 	p := ExecProcess(mustSpec(t, in), []string{"sh"}, true)

@@ -12,6 +12,7 @@ import (
 )
 
 func TestLinuxResources(t *testing.T) {
+	t.Parallel()
 	full := testHost()
 	poor := Host{}
 	for _, test := range []struct {
@@ -71,6 +72,7 @@ func TestLinuxResources(t *testing.T) {
 }
 
 func TestLinuxResourcesRefused(t *testing.T) {
+	t.Parallel()
 	unified := func(key, value string) *runtimeapi.LinuxContainerResources {
 		return &runtimeapi.LinuxContainerResources{Unified: map[string]string{key: value}}
 	}
@@ -108,6 +110,7 @@ func TestLinuxResourcesRefused(t *testing.T) {
 }
 
 func TestOOMScoreAdj(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		want int64
 		min  int
@@ -129,6 +132,7 @@ func TestOOMScoreAdj(t *testing.T) {
 
 // A container without resources must not inherit berth's own score, which systemd units lower.
 func TestOOMScoreAdjIsAlwaysSet(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Config.Linux.Resources = nil
 	if p := mustSpec(t, in).Process; p.OOMScoreAdj == nil || *p.OOMScoreAdj != 0 {
@@ -137,6 +141,7 @@ func TestOOMScoreAdjIsAlwaysSet(t *testing.T) {
 }
 
 func TestCurrentResourcesWin(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Config.Linux.Resources.CpuShares = 100
 	in.Resources = &runtimeapi.LinuxContainerResources{CpuShares: 200, OomScoreAdj: 5}

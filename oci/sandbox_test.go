@@ -29,6 +29,7 @@ func sandboxRefused(t *testing.T, change func(*SandboxInput), code codes.Code, p
 }
 
 func TestSandboxNamespaces(t *testing.T) {
+	t.Parallel()
 	const net = "/run/netns/berth-pod1"
 	for _, test := range []struct {
 		name string
@@ -58,6 +59,7 @@ func TestSandboxNamespaces(t *testing.T) {
 }
 
 func TestSandboxProcess(t *testing.T) {
+	t.Parallel()
 	in := testSandbox()
 	in.User = users.User{UID: 65535, GID: 65535, Groups: []uint32{5, 65535}}
 	in.sc().Seccomp = profile(runtimeDefault, "")
@@ -88,6 +90,7 @@ func TestSandboxProcess(t *testing.T) {
 }
 
 func TestSandboxRefused(t *testing.T) {
+	t.Parallel()
 	sandboxRefused(t, func(in *SandboxInput) { in.Pod.NetNS = "" }, codes.Internal, "network namespace")
 	sandboxRefused(t, func(in *SandboxInput) { in.Pod.Config.Hostname = strings.Repeat("a", 65) }, codes.InvalidArgument, "hostname")
 	sandboxRefused(t, func(in *SandboxInput) { in.Pod.Config.Hostname = "a\nb" }, codes.InvalidArgument, "hostname")
@@ -114,6 +117,7 @@ func sandboxSpec(t *testing.T, change func(*SandboxInput)) *specs.Spec {
 }
 
 func TestSysctls(t *testing.T) {
+	t.Parallel()
 	in := testSandbox()
 	in.Pod.Config.Linux.Sysctls = map[string]string{
 		"net.ipv4.ip_local_port_range": "1024\t65535", "net/core/somaxconn": "4096",
@@ -136,6 +140,7 @@ func TestSysctls(t *testing.T) {
 }
 
 func TestDefaultSysctls(t *testing.T) {
+	t.Parallel()
 	const ports = "net.ipv4.ip_unprivileged_port_start"
 	own := sandboxSpec(t, func(in *SandboxInput) {
 		in.Pod.Config.Linux.Sysctls = map[string]string{ports: "1024"}
@@ -153,6 +158,7 @@ func TestDefaultSysctls(t *testing.T) {
 }
 
 func TestSysctlsRefused(t *testing.T) {
+	t.Parallel()
 	hostNet := &runtimeapi.NamespaceOption{Network: nsNode}
 	hostIPC := &runtimeapi.NamespaceOption{Ipc: nsNode}
 	for _, test := range []struct {
@@ -220,6 +226,7 @@ func FuzzSysctls(f *testing.F) {
 }
 
 func TestSetsNetworkSysctls(t *testing.T) {
+	t.Parallel()
 	for name, want := range map[string]bool{
 		"net.ipv4.conf.eth0.arp_ignore": true, "net/ipv4/conf/eth0/arp_ignore": true, "net.core.somaxconn": true,
 		"kernel.shm_rmid_forced": false, "fs.mqueue.msg_max": false, "netx.y": false,

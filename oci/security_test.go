@@ -34,6 +34,7 @@ func allows(s *specs.LinuxSeccomp, name string) bool {
 }
 
 func TestSeccomp(t *testing.T) {
+	t.Parallel()
 	const isNone, isDefault, isLocal = "none", "default", "local"
 	for _, test := range []struct {
 		name       string
@@ -78,6 +79,7 @@ func TestSeccomp(t *testing.T) {
 
 // The default filter depends on the container's capabilities.
 func TestSeccompFollowsCapabilities(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.sc().Seccomp = profile(runtimeDefault, "")
 	if allows(mustSpec(t, in).Linux.Seccomp, "reboot") {
@@ -90,6 +92,7 @@ func TestSeccompFollowsCapabilities(t *testing.T) {
 }
 
 func TestSeccompRefused(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		profile    *runtimeapi.SecurityProfile
 		deprecated string
@@ -118,6 +121,7 @@ func TestSeccompRefused(t *testing.T) {
 }
 
 func TestAppArmor(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		name       string
 		profile    *runtimeapi.SecurityProfile
@@ -159,6 +163,7 @@ func TestAppArmor(t *testing.T) {
 }
 
 func TestAppArmorRefused(t *testing.T) {
+	t.Parallel()
 	refused(t, func(in *ContainerInput) { in.sc().Apparmor = profile(localhost, "custom") }, codes.FailedPrecondition, `"custom"`, "no AppArmor")
 	refused(t, func(in *ContainerInput) {
 		in.Host.AppArmor = true
@@ -179,6 +184,7 @@ func TestAppArmorRefused(t *testing.T) {
 var podLabels = confine.Labels{Process: "system_u:system_r:container_t:s0:c1,c2", Mount: "system_u:object_r:container_file_t:s0:c1,c2"}
 
 func TestSELinuxLabelsInSpec(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Labels = podLabels
 	if spec := mustSpec(t, in); spec.Process.SelinuxLabel != podLabels.Process || spec.Linux.MountLabel != podLabels.Mount {
@@ -195,6 +201,7 @@ func TestSELinuxLabelsInSpec(t *testing.T) {
 }
 
 func TestPathsAndFlags(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.sc().MaskedPaths = []string{"/proc/kcore"}
 	in.sc().ReadonlyPaths = []string{"/proc/sys"}
@@ -216,6 +223,7 @@ func TestPathsAndFlags(t *testing.T) {
 
 // Annotations of users and images never reach libcontainer or systemd.
 func TestAnnotationsSteerNothing(t *testing.T) {
+	t.Parallel()
 	plain := mustSpec(t, testInput())
 	in := testInput()
 	bad := map[string]string{

@@ -12,6 +12,7 @@ import (
 )
 
 func TestParseSignal(t *testing.T) {
+	t.Parallel()
 	for text, want := range map[string]syscall.Signal{
 		"SIGTERM": 15, "TERM": 15, "term": 15, "sigkill": 9, "15": 15, "1": 1, "64": 64, "SIGWINCH": 28, "SIGPWR": 30,
 		"SIGRTMIN": 34, "RTMIN+0": 34, "SIGRTMIN+3": 37, "sigrtmax": 64, "SIGRTMAX-2": 62, "SIGRTMIN+30": 64,
@@ -31,6 +32,7 @@ func TestParseSignal(t *testing.T) {
 }
 
 func TestStopSignal(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		asked runtimeapi.Signal
 		image string
@@ -55,6 +57,7 @@ func TestStopSignal(t *testing.T) {
 
 // Every value of the CRI has a number, and converts back to itself or its other name.
 func TestCRISignals(t *testing.T) {
+	t.Parallel()
 	same := map[runtimeapi.Signal]runtimeapi.Signal{
 		runtimeapi.Signal_SIGNAL_SIGCLD:  runtimeapi.Signal_SIGNAL_SIGCHLD,
 		runtimeapi.Signal_SIGNAL_SIGIOT:  runtimeapi.Signal_SIGNAL_SIGABRT,

@@ -35,6 +35,7 @@ func (p *Pod) giveUserNamespace(options *runtimeapi.UserNamespace) {
 }
 
 func TestUserNamespaceValidation(t *testing.T) {
+	t.Parallel()
 	type u = runtimeapi.UserNamespace
 	for _, test := range []struct {
 		name    string
@@ -81,6 +82,7 @@ func TestUserNamespaceValidation(t *testing.T) {
 }
 
 func TestContainerInUserNamespace(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
 	spec := mustSpec(t, in) // no options in the request
@@ -130,6 +132,7 @@ func TestContainerInUserNamespace(t *testing.T) {
 }
 
 func TestUserNamespaceOnHostNetwork(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Pod.giveUserNamespace(usernsOptions(65536, 65536))
 	in.Pod.Config.Linux.SecurityContext.NamespaceOptions.Network = nsNode
@@ -157,6 +160,7 @@ func TestUserNamespaceOnHostNetwork(t *testing.T) {
 }
 
 func TestSandboxInUserNamespace(t *testing.T) {
+	t.Parallel()
 	spec := sandboxSpec(t, func(in *SandboxInput) { in.Pod.giveUserNamespace(usernsOptions(65536, 1000)) })
 	if path, _ := findNamespace(spec, specs.UserNamespace); path != testUserNS {
 		t.Errorf("user namespace %q", path)
@@ -171,6 +175,7 @@ func TestSandboxInUserNamespace(t *testing.T) {
 }
 
 func TestIDMappedMounts(t *testing.T) {
+	t.Parallel()
 	pods := mapping(0, 65536, 1000)
 	for name, test := range map[string]struct {
 		mount      *runtimeapi.Mount
@@ -215,6 +220,7 @@ func TestIDMappedMounts(t *testing.T) {
 // libcontainer binds the host's file at the node's path. Another path on the host needs a mount,
 // and so does a path where the host has another device.
 func TestDevicesInUserNamespace(t *testing.T) {
+	t.Parallel()
 	in := testInput()
 	in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
 	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/fuse", ContainerPath: "/dev/other"}, {HostPath: "/dev/sda", ContainerPath: "/dev/sda"},

@@ -11,6 +11,7 @@ import (
 )
 
 func TestSendBatches(t *testing.T) {
+	t.Parallel()
 	const most = batchBytes
 	for name, sizes := range map[string][]int{
 		"nothing":         {},
@@ -49,6 +50,7 @@ func TestSendBatches(t *testing.T) {
 }
 
 func TestSendBatchesStopsWithItsClient(t *testing.T) {
+	t.Parallel()
 	gone := errors.New("gone")
 	made, sent := 0, 0
 	items := func(yield func(*runtimeapi.Container) bool) {

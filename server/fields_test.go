@@ -47,6 +47,7 @@ func apiFields() []string {
 // docs/conformance.md describes berth's support of each field. With a new version of the API this
 // test lists the new fields, which need a decision.
 func TestEachFieldIsDocumented(t *testing.T) {
+	t.Parallel()
 	const golden = "testdata/fields.txt"
 	fields := apiFields()
 	if *update {
@@ -72,6 +73,7 @@ func TestEachFieldIsDocumented(t *testing.T) {
 }
 
 func TestConformanceNamesRealFields(t *testing.T) {
+	t.Parallel()
 	text, err := os.ReadFile("../docs/conformance.md")
 	if err != nil {
 		t.Fatal(err)

@@ -12,6 +12,7 @@ import (
 
 // Failed calls are warnings, except for calls that the client gave up or ended by another call.
 func TestLevelOf(t *testing.T) {
+	t.Parallel()
 	refused := errdefs.FailedPrecondition("the pod is not ready")
 	for name, c := range map[string]struct {
 		err  error

@@ -62,6 +62,7 @@ func metricsFake() *fakePods {
 // Each metric has a descriptor with the same number of labels and vice versa, and all of cAdvisor's
 // metrics exist.
 func TestMetricsMatchDescriptors(t *testing.T) {
+	t.Parallel()
 	h := start(t, testConfig, metricsFake(), &fakeImages{images: []*image.Image{{ID: idA}}})
 	described, err := h.runtime.ListMetricDescriptors(t.Context(), &runtimeapi.ListMetricDescriptorsRequest{})
 	if err != nil {
@@ -119,6 +120,7 @@ func TestMetricsMatchDescriptors(t *testing.T) {
 }
 
 func TestMetricValues(t *testing.T) {
+	t.Parallel()
 	h := start(t, testConfig, metricsFake(), &fakeImages{images: []*image.Image{{ID: idA}}})
 	list, err := h.runtime.ListPodSandboxMetrics(t.Context(), &runtimeapi.ListPodSandboxMetricsRequest{})
 	if err != nil {

@@ -21,6 +21,7 @@ func allNames() []string {
 }
 
 func TestCapabilities(t *testing.T) {
+	t.Parallel()
 	type s = []string
 	without := func(all []string, drop ...string) []string {
 		return slices.DeleteFunc(slices.Clone(all), func(n string) bool { return slices.Contains(drop, n) })
@@ -69,6 +70,7 @@ func TestCapabilities(t *testing.T) {
 }
 
 func TestCapabilitiesWeDoNotHold(t *testing.T) {
+	t.Parallel()
 	facts := host.Facts{Capabilities: []string{"CAP_CHOWN", "CAP_KILL", "CAP_SYS_ADMIN"}}
 	for _, test := range []struct {
 		name string
@@ -92,6 +94,7 @@ func TestCapabilitiesWeDoNotHold(t *testing.T) {
 }
 
 func TestCapabilitiesUnknown(t *testing.T) {
+	t.Parallel()
 	for _, name := range []string{"", "CAP_", "CAP_ALL", "FLY", "NET_ADMIN "} {
 		for _, c := range []*runtimeapi.Capability{
 			{AddCapabilities: []string{name}}, {DropCapabilities: []string{name}}, {AddAmbientCapabilities: []string{name}},

@@ -14,6 +14,7 @@ func aSpec() *specs.Spec {
 }
 
 func TestSeccompProfilesRefused(t *testing.T) {
+	t.Parallel()
 	spec := aSpec()
 	for body, want := range map[string]string{
 		``:                          "unexpected end",

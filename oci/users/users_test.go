@@ -133,6 +133,7 @@ func TestResolveRefuses(t *testing.T) {
 }
 
 func TestResolveWithoutFiles(t *testing.T) {
+	t.Parallel()
 	u, err := Resolve(nil, nil, Request{ImageUser: "12:34"})
 	if err != nil || u.UID != 12 || u.GID != 34 {
 		t.Errorf("got %+v, %v", u, err)
@@ -142,6 +143,7 @@ func TestResolveWithoutFiles(t *testing.T) {
 }
 
 func TestResolveTooManyGroups(t *testing.T) {
+	t.Parallel()
 	var group strings.Builder
 	for i := range maxGroups + 1 {
 		fmt.Fprintf(&group, "g%d:x:%d:root\n", i, i)
@@ -151,6 +153,7 @@ func TestResolveTooManyGroups(t *testing.T) {
 }
 
 func TestRequests(t *testing.T) {
+	t.Parallel()
 	sc := &runtimeapi.LinuxContainerSecurityContext{
 		RunAsUser: &runtimeapi.Int64Value{Value: 0}, RunAsGroup: &runtimeapi.Int64Value{Value: 7},
 		SupplementalGroups: []int64{1}, SupplementalGroupsPolicy: runtimeapi.SupplementalGroupsPolicy_Strict,
@@ -168,6 +171,7 @@ func TestRequests(t *testing.T) {
 }
 
 func TestCRI(t *testing.T) {
+	t.Parallel()
 	got := User{UID: 5, GID: 6, Groups: []uint32{6, 7}}.CRI().GetLinux()
 	if got.GetUid() != 5 || got.GetGid() != 6 || !slices.Equal(got.GetSupplementalGroups(), []int64{6, 7}) {
 		t.Errorf("got %v", got)

@@ -14,6 +14,7 @@ import (
 func nothing(http.ResponseWriter, *http.Request) {}
 
 func TestTokenWorksOnceForItsKind(t *testing.T) {
+	t.Parallel()
 	var all tokens
 	token, err := all.add("exec", nothing)
 	if err != nil {
@@ -40,6 +41,7 @@ func TestTokenWorksOnceForItsKind(t *testing.T) {
 }
 
 func TestTokensExpireAndAreLimited(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var all tokens
 		var last string

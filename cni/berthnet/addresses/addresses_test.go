@@ -35,6 +35,7 @@ func (s *Store) give(t *testing.T, id string, ranges []conf.Range) string {
 
 // Open succeeds if and only if Check does. Check creates nothing.
 func TestCheck(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
 	testutil.Must(t, os.Mkdir(filepath.Join(dir, "there"), 0o700))
@@ -57,6 +58,7 @@ func TestCheck(t *testing.T) {
 // Addresses are assigned in order, a released one as late as possible. None is assigned twice, and
 // the gateway never.
 func TestReserve(t *testing.T) {
+	t.Parallel()
 	s, ranges := newStore(t), small(t)[:1]
 	for _, step := range []struct{ give, release, want string }{
 		{give: "a", want: "10.0.0.10"}, {give: "b", want: "10.0.0.11"}, {release: "a"}, {give: "c", want: "10.0.0.12"},
@@ -104,6 +106,7 @@ func TestReserve(t *testing.T) {
 // With any file contents after a power cut, no address is assigned twice or lost, and the store
 // works.
 func TestDamagedFiles(t *testing.T) {
+	t.Parallel()
 	for what, content := range map[string]string{"empty": "", "zeros": "\x00\x00\x00\x00", "torn": `[{"Proto`, "foreign": "10.0.0.99,zz\n", "long": strings.Repeat("x", 1<<12)} {
 		t.Run(what, func(t *testing.T) {
 			s, ranges := newStore(t), small(t)[:1]
@@ -131,6 +134,7 @@ func TestDamagedFiles(t *testing.T) {
 }
 
 func TestNote(t *testing.T) {
+	t.Parallel()
 	s := newStore(t)
 	s.give(t, "a", small(t))
 	r, _, err := s.Of("a", "eth0")
@@ -148,6 +152,7 @@ func TestNote(t *testing.T) {
 }
 
 func TestLock(t *testing.T) {
+	t.Parallel()
 	s := newStore(t)
 	unlock, err := s.Lock(t.Context())
 	testutil.Must(t, err)
@@ -163,6 +168,7 @@ func TestLock(t *testing.T) {
 }
 
 func TestNames(t *testing.T) {
+	t.Parallel()
 	long := strings.Repeat("x", MaxID)
 	for _, r := range []Reservation{
 		{"a", "eth0", []netip.Addr{netip.MustParseAddr("10.0.0.2")}},

@@ -14,6 +14,7 @@ func parse(body string) (*Net, error) {
 }
 
 func TestDefaults(t *testing.T) {
+	t.Parallel()
 	n, err := parse(`, "subnets": ["10.85.1.7/16", "fd00:85::/64"]`)
 	if err != nil {
 		t.Fatal(err)
@@ -27,6 +28,7 @@ func TestDefaults(t *testing.T) {
 
 // The runtime's ranges replace the configured ones.
 func TestRuntime(t *testing.T) {
+	t.Parallel()
 	n, err := parse(`, "subnets": ["10.85.0.0/16"], "masquerade": false, "hairpin": false, "isolation": ["pods", "node"], "runtimeConfig": {
 		"ipRanges": [[{"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.10", "rangeEnd": "10.1.2.20", "gateway": "10.1.2.254"}]],
 		"portMappings": [{"hostPort": 80, "containerPort": 8080, "protocol": "TCP", "hostIP": "::ffff:192.0.2.1"}, {"hostPort": 0, "containerPort": 1}, {"hostPort": 9, "containerPort": 9, "hostIP": "::1"}, {"hostPort": 53, "containerPort": 53, "protocol": "udp"}]}`)
@@ -46,6 +48,7 @@ func TestRuntime(t *testing.T) {
 
 // The key depends on the name and the directory, so another daemon's network is another one.
 func TestKey(t *testing.T) {
+	t.Parallel()
 	keys := map[string]bool{}
 	for _, body := range []string{``, `, "dataDir": "/a"`, `, "dataDir": "/a", "name": "m"`} {
 		t.Run(body, func(t *testing.T) {
@@ -66,6 +69,7 @@ func TestKey(t *testing.T) {
 }
 
 func TestGC(t *testing.T) {
+	t.Parallel()
 	const a, b = `{"containerID": "a", "ifname": "eth0"}`, `{"containerID": "b", "ifname": "eth0"}`
 	for body, want := range map[string]int{
 		``:                                     -1,
@@ -85,6 +89,7 @@ func TestGC(t *testing.T) {
 }
 
 func TestInvalid(t *testing.T) {
+	t.Parallel()
 	mapping := func(m string) string { return `, "runtimeConfig": {"portMappings": [` + m + `]}` }
 	for body, want := range map[string]string{
 		`, "name": "a/b"`:                             "network name",

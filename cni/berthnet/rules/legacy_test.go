@@ -66,6 +66,7 @@ func (f *legacyFamily) table(policy int32, rules ...legacyRule) *legacyRules {
 var legacySubnets = []netip.Prefix{netip.MustParsePrefix("10.99.0.0/24"), netip.MustParsePrefix("fd99::/64")}
 
 func TestJudgeLegacyRules(t *testing.T) {
+	t.Parallel()
 	type table struct {
 		policy       int32
 		rules        []legacyRule

@@ -28,6 +28,7 @@ func packet(types ...uint16) (data []byte) {
 // The filter passes a deletion of a table at any place in a packet, and packets with too many
 // messages.
 func TestDeletions(t *testing.T) {
+	t.Parallel()
 	vm, err := bpf.NewVM(deletions())
 	if err != nil {
 		t.Fatal(err)
@@ -66,6 +67,7 @@ func TestDeletions(t *testing.T) {
 
 // A message of length 0 must not loop.
 func TestDeletionsOfEmptyMessage(t *testing.T) {
+	t.Parallel()
 	vm, err := bpf.NewVM(deletions())
 	if err != nil {
 		t.Fatal(err)

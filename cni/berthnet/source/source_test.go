@@ -66,6 +66,7 @@ func verdict(t testing.TB, frame []byte, ips ...netip.Addr) int {
 }
 
 func TestProgram(t *testing.T) {
+	t.Parallel()
 	const arpType, v4, v6, lldp, vlan, provider = 0x0806, 0x0800, 0x86dd, 0x88cc, 0x8100, 0x88a8
 	chain := func(n int) []byte {
 		all := ip6(own6, 60)
