@@ -71,7 +71,7 @@ func TestDel(t *testing.T) {
 		for _, gone := range []string{"/nonexistent/netns", b.conf + "/1.conflist", ""} { // missing, not a namespace, empty
 			pod.NetNS = gone
 			testutil.Must(t, n.Del(ctx, att, pod))
-			if got := lookup(strings.Split(b.saw("a.DEL.env"), "\n"), "CNI_NETNS"); got != "" {
+			if got := getenv(strings.Split(b.saw("a.DEL.env"), "\n"), "CNI_NETNS"); got != "" {
 				t.Errorf("CNI_NETNS=%q, want none", got)
 			}
 		}

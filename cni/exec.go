@@ -76,9 +76,9 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 	if plugin, ok := strings.CutPrefix(path, builtInPath); ok {
 		return r.call(ctx, plugin, stdin, environ)
 	}
-	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
+	run := &pluginRun{path: path, verb: getenv(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
 	defer trace.Begin(ctx, run.name()).End()
-	noted, err := r.runs.begin(run.verb + " " + path + " " + lookup(environ, "CNI_CONTAINERID"))
+	noted, err := r.runs.begin(run.verb + " " + path + " " + getenv(environ, "CNI_CONTAINERID"))
 	if err != nil && run.verb == "ADD" {
 		return nil, err
 	}
@@ -268,7 +268,7 @@ func withoutServiceVars(environ []string) []string {
 	return out
 }
 
-func lookup(environ []string, name string) string {
+func getenv(environ []string, name string) string {
 	for _, kv := range environ {
 		if v, ok := strings.CutPrefix(kv, name+"="); ok {
 			return v

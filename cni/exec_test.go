@@ -441,7 +441,7 @@ func TestPluginEnvironment(t *testing.T) {
 		"CNI_ARGS":        "IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;K8S_POD_NAME=web;K8S_POD_INFRA_CONTAINER_ID=p1;K8S_POD_UID=uid-1",
 		"HTTPS_PROXY":     "kept",
 	} {
-		if got := lookup(env, name); got != want {
+		if got := getenv(env, name); got != want {
 			t.Errorf("%s=%q, want %q", name, got, want)
 		}
 	}

@@ -105,7 +105,7 @@ type attachment struct {
 	id     string
 	ifName string
 	netns  string // path; "": the namespace is gone
-	goes   bool   // the namespace is about to be removed with the pod's device
+	nsEnds bool   // the namespace is about to be removed with the pod's device
 }
 
 func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.Net, error)) (*attachment, error) {
@@ -280,14 +280,14 @@ func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	bridge, err := links.MakeBridge(d)
 	if err != nil {
 		a.plugin.overlaps.Forget() // or STATUS would use the cached answer for a minute
-		return nil, refused(err)
+		return nil, withCode(err)
 	}
 	_, err = a.installFor(bridge)
 	return bridge, err
 }
 
-// refused maps errors of MakeBridge to CNI error codes.
-func refused(err error) error {
+// withCode maps errors of MakeBridge to CNI error codes.
+func withCode(err error) error {
 	if errors.Is(err, links.ErrTaken) || errors.Is(err, links.ErrOverlap) {
 		return types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")
 	}
@@ -503,12 +503,12 @@ func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, made li
 }
 
 // del disconnects a pod. Of the configuration it uses only the names.
-func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
+func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, nsEnds bool) error {
 	a, err := p.attachment(args, conf.ParseNames)
 	if err != nil {
 		return err
 	}
-	a.goes = goes && a.netns != ""
+	a.nsEnds = nsEnds && a.netns != ""
 	kept, ok, err := a.store.Of(a.id, a.ifName)
 	switch {
 	case err != nil:
@@ -516,9 +516,9 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 	case ok:
 		err = a.release(ctx, kept)
 	default: // ADD reserves first, but the reservation may have been lost
-		err = links.Cut(a.id, a.ifName, !a.goes)
+		err = links.Cut(a.id, a.ifName, !a.nsEnds)
 	}
-	if a.goes && err == nil {
+	if a.nsEnds && err == nil {
 		p.leaving.add(p.log(), a.id, a.ifName, cmp.Or(p.leavingTime, leavingTime))
 	}
 	return err
@@ -527,7 +527,7 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 // release removes an attachment's port, host ports and, last, its reservation. If the store's lock
 // is not free in time, host ports and reservation are left to the next DEL or GC.
 func (a *attachment) release(ctx context.Context, kept addresses.Reservation) error {
-	if err := links.Cut(kept.ContainerID, kept.IfName, !a.goes); err != nil {
+	if err := links.Cut(kept.ContainerID, kept.IfName, !a.nsEnds); err != nil {
 		return err
 	}
 	note, err := a.store.Noted(kept)
@@ -643,7 +643,7 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 		return err
 	}
 	p.seen.Store(a.Key(), a.Net)
-	if err := p.able(a); err != nil {
+	if err := p.checkAdd(a); err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
 	if !p.Passive {
@@ -657,9 +657,9 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	return nil
 }
 
-// able returns the error that an ADD would return, or nil. It changes nothing, but the kernel may
+// checkAdd returns the error that an ADD would return, or nil. It changes nothing, but the kernel may
 // load modules.
-func (p *Plugin) able(a *attachment) error {
+func (p *Plugin) checkAdd(a *attachment) error {
 	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] { // with the capability a runtime may pass ranges to ADD that STATUS does not have
 		return errNoSubnet
 	}

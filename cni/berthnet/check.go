@@ -26,7 +26,7 @@ func (p *Plugin) check(args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
-	said, err := a.previous(args.StdinData)
+	result, err := a.previous(args.StdinData)
 	if err != nil {
 		return err
 	}
@@ -38,8 +38,8 @@ func (p *Plugin) check(args *skel.CmdArgs) error {
 		return fmt.Errorf("no address is reserved for container %s", a.id)
 	}
 	expected := links.Expected{Attachment: links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Hairpin: a.Hairpins()}}
-	for _, ip := range said.IPs {
-		if prefix, mine := a.mine(said, ip); mine {
+	for _, ip := range result.IPs {
+		if prefix, own := a.isOwn(result, ip); own {
 			expected.IPs = append(expected.IPs, prefix)
 		}
 	}
@@ -48,10 +48,10 @@ func (p *Plugin) check(args *skel.CmdArgs) error {
 			return fmt.Errorf("address %s is reserved for container %s, but not in the result of its ADD", want, a.id)
 		}
 	}
-	for _, r := range said.Routes {
+	for _, r := range result.Routes {
 		expected.Routes = append(expected.Routes, routeOf(r))
 	}
-	for _, i := range said.Interfaces {
+	for _, i := range result.Interfaces {
 		if i.Name == a.ifName && i.Sandbox != "" {
 			expected.MAC = i.Mac
 		}
@@ -73,16 +73,16 @@ func (a *attachment) previous(stdin []byte) (*types100.Result, error) {
 	if err := version.ParsePrevResult(&a.NetConf); err != nil {
 		return nil, types.NewError(types.ErrDecodingFailure, "prevResult cannot be decoded", err.Error())
 	}
-	said, err := types100.NewResultFromResult(a.PrevResult)
+	result, err := types100.NewResultFromResult(a.PrevResult)
 	if err != nil {
 		return nil, types.NewError(types.ErrDecodingFailure, "prevResult cannot be decoded", err.Error())
 	}
-	return said, nil
+	return result, nil
 }
 
-// mine reports whether an address of a result belongs to the pod's interface.
-func (a *attachment) mine(said *types100.Result, ip *types100.IPConfig) (netip.Prefix, bool) {
-	if ip.Interface != nil && (*ip.Interface < 0 || *ip.Interface >= len(said.Interfaces) || said.Interfaces[*ip.Interface].Name != a.ifName) {
+// isOwn reports whether an address of a result belongs to the pod's interface.
+func (a *attachment) isOwn(result *types100.Result, ip *types100.IPConfig) (netip.Prefix, bool) {
+	if ip.Interface != nil && (*ip.Interface < 0 || *ip.Interface >= len(result.Interfaces) || result.Interfaces[*ip.Interface].Name != a.ifName) {
 		return netip.Prefix{}, false
 	}
 	return prefixOf(ip.Address), true

@@ -23,8 +23,8 @@ func TestPortDeletionIsRetried(t *testing.T) {
 	log := make(logged, 1)
 	lines := slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil))
 	l.add(lines, "stays", "eth0", 0)
-	l.add(lines, "goes", "eth0", 0)
-	if id := <-deleted; id != "goes" {
+	l.add(lines, "lingering", "eth0", 0)
+	if id := <-deleted; id != "lingering" {
 		t.Errorf("deleted is %q", id)
 	}
 	log.await(t, "the kernel does not want to")

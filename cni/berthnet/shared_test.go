@@ -597,7 +597,7 @@ func TestObstacles(t *testing.T) {
 			}
 		}
 	}
-	about("with nobody", "2001:db8::1/64")
+	about("with no rule", "2001:db8::1/64")
 	conn, err := nftables.New()
 	testutil.Must(t, err)
 	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "filter"})
@@ -609,7 +609,7 @@ func TestObstacles(t *testing.T) {
 	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte("bn0\x00")}, &expr.Verdict{Kind: expr.VerdictAccept}}})
 	testutil.Must(t, conn.Flush())
-	about("with one that knows the bridge", "2001:db8::1/64")
+	about("with a rule for the bridge", "2001:db8::1/64")
 	name := func(data string) []expr.Any {
 		return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte(data)}}
 	}

@@ -22,7 +22,7 @@ type Overlaps struct {
 // Check is a cached CheckOverlap.
 func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	question := fmt.Sprint(bridge, subnets)
-	known, forgets := o.knows(question)
+	known, forgets := o.cached(question)
 	if known {
 		return nil
 	}
@@ -46,8 +46,8 @@ func (o *Overlaps) Forget() {
 	clear(o.none)
 }
 
-// knows reports whether success is cached, and the number of Forget calls.
-func (o *Overlaps) knows(question string) (none bool, forgets int) {
+// cached reports whether success is cached, and the number of Forget calls.
+func (o *Overlaps) cached(question string) (none bool, forgets int) {
 	o.lock.Lock()
 	defer o.lock.Unlock()
 	at, ok := o.none[question]

@@ -94,8 +94,8 @@ func masked(bits uint32) expr.Any {
 
 var notZero = compare(expr.CmpOpNeq, make([]byte, 4))
 
-// known matches packets of established connections.
-func known() expressions {
+// established matches packets of established connections.
+func established() expressions {
 	return expressions{&expr.Ct{Key: expr.CtKeySTATE, Register: reg}, masked(expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED), notZero}
 }
 

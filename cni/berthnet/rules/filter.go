@@ -64,8 +64,8 @@ var ErrGone = errors.New("the packet filter rules were deleted meanwhile")
 // Attempts is how often an operation is tried that others' deletions disturb.
 const Attempts = 5
 
-// again retries an operation that fails because another program deleted a table meanwhile.
-func again(do func() error) (err error) {
+// retry retries an operation that fails because another program deleted a table meanwhile.
+func retry(do func() error) (err error) {
 	for range Attempts {
 		if err = do(); !isMissing(err) {
 			return err

@@ -70,11 +70,11 @@ func blockingLegacy(bridge string, subnets []netip.Prefix) (all []Blocker, err e
 		if table == nil {
 			continue
 		}
-		drops, knows, err := f.judge(table, bridge, subnets)
+		drops, hasRule, err := f.inspect(table, bridge, subnets)
 		if err != nil {
 			return nil, fmt.Errorf("read the rules of %s: %w", f.tool, err)
 		}
-		if drops && !knows {
+		if drops && !hasRule {
 			all = append(all, Blocker{Chain: f.tool + " " + legacyTable + " FORWARD", Tool: f.tool})
 		}
 	}
@@ -147,9 +147,9 @@ func getsockopt(socket, level, option int, data []byte) error {
 
 var errLegacyTorn = errors.New("unexpected layout")
 
-// judge reports whether FORWARD's policy is to drop, and whether a rule of the table matches the
+// inspect reports whether FORWARD's policy is to drop, and whether a rule of the table matches the
 // bridge or a subnet.
-func (f *legacyFamily) judge(t *legacyRules, bridge string, subnets []netip.Prefix) (drops, knows bool, err error) {
+func (f *legacyFamily) inspect(t *legacyRules, bridge string, subnets []netip.Prefix) (drops, hasRule bool, err error) {
 	seen := false
 	for at := 0; at < len(t.rules); {
 		rule := t.rules[at:]
@@ -163,13 +163,13 @@ func (f *legacyFamily) judge(t *legacyRules, bridge string, subnets []netip.Pref
 		if at == t.policy {
 			seen, drops = true, isLegacyDrop(rule[target:next])
 		}
-		knows = knows || f.isAbout(rule, bridge, subnets)
+		hasRule = hasRule || f.matches(rule, bridge, subnets)
 		at += next
 	}
 	if !seen {
 		return false, false, errLegacyTorn
 	}
-	return drops, knows, nil
+	return drops, hasRule, nil
 }
 
 // isLegacyDrop reports whether a target is the standard target, which has no name, with the verdict
@@ -178,9 +178,9 @@ func isLegacyDrop(target []byte) bool {
 	return len(target) >= legacyTarget+4 && target[2] == 0 && int32(binary.NativeEndian.Uint32(target[legacyTarget:])) == legacyDrop
 }
 
-// isAbout reports whether a rule matches the name of an interface, or a prefix of it, or the
+// matches reports whether a rule matches the name of an interface, or a prefix of it, or the
 // address of a subnet.
-func (f *legacyFamily) isAbout(rule []byte, bridge string, subnets []netip.Prefix) bool {
+func (f *legacyFamily) matches(rule []byte, bridge string, subnets []netip.Prefix) bool {
 	names := rule[4*f.address:][:maskedNames]
 	for i := range 2 {
 		if isMaskedName(names[i*ifNameSize:][:ifNameSize], names[(i+2)*ifNameSize:][:ifNameSize], bridge) {

@@ -68,9 +68,9 @@ var legacySubnets = []netip.Prefix{netip.MustParsePrefix("10.99.0.0/24"), netip.
 func TestJudgeLegacyRules(t *testing.T) {
 	t.Parallel()
 	type table struct {
-		policy       int32
-		rules        []legacyRule
-		drops, knows bool
+		policy         int32
+		rules          []legacyRule
+		drops, hasRule bool
 	}
 	one := func(r legacyRule) []legacyRule { return []legacyRule{{in: "lo"}, r} }
 	cases := map[string]table{
@@ -95,18 +95,18 @@ func TestJudgeLegacyRules(t *testing.T) {
 		cases["to a larger one"] = table{legacyDrop, one(legacyRule{to: larger}), true, false}
 		cases["to another one"] = table{legacyDrop, one(legacyRule{to: other}), true, false}
 		for name, tc := range cases {
-			drops, knows, err := f.judge(f.table(tc.policy, tc.rules...), "bn0", legacySubnets)
-			if err != nil || drops != tc.drops || knows != tc.knows {
-				t.Errorf("%s, a table %s: drops %v, knows %v, %v; want %v, %v", f.tool, name, drops, knows, err, tc.drops, tc.knows)
+			drops, hasRule, err := f.inspect(f.table(tc.policy, tc.rules...), "bn0", legacySubnets)
+			if err != nil || drops != tc.drops || hasRule != tc.hasRule {
+				t.Errorf("%s, a table %s: drops %v, hasRule %v, %v; want %v, %v", f.tool, name, drops, hasRule, err, tc.drops, tc.hasRule)
 			}
 		}
 		whole := f.table(legacyDrop, one(legacyRule{in: "bn0"})...)
 		for cut := 1; cut < len(f.bytes(legacyRule{})); cut++ { // the last rule is not the policy
-			if _, _, err := f.judge(&legacyRules{whole.rules[:len(whole.rules)-cut], whole.policy}, "bn0", legacySubnets); err == nil {
+			if _, _, err := f.inspect(&legacyRules{whole.rules[:len(whole.rules)-cut], whole.policy}, "bn0", legacySubnets); err == nil {
 				t.Errorf("%s: rules that lack %d bytes are taken", f.tool, cut)
 			}
 		}
-		if _, _, err := f.judge(&legacyRules{whole.rules, whole.policy + 1}, "bn0", legacySubnets); err == nil {
+		if _, _, err := f.inspect(&legacyRules{whole.rules, whole.policy + 1}, "bn0", legacySubnets); err == nil {
 			t.Errorf("%s: rules without a policy are taken", f.tool)
 		}
 	}
@@ -123,9 +123,9 @@ func FuzzLegacyRules(f *testing.F) {
 		if v6 {
 			family = legacyFamilies[1]
 		}
-		drops, knows, err := family.judge(&legacyRules{data, policy}, "bn0", legacySubnets)
-		if err != nil && (drops || knows) {
-			t.Errorf("of torn rules: drops %v, knows %v, %v", drops, knows, err)
+		drops, hasRule, err := family.inspect(&legacyRules{data, policy}, "bn0", legacySubnets)
+		if err != nil && (drops || hasRule) {
+			t.Errorf("of torn rules: drops %v, hasRule %v, %v", drops, hasRule, err)
 		}
 	})
 }

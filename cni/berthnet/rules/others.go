@@ -23,7 +23,7 @@ func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (all []Blocker,
 		all, err = blocking(conn, bridge, subnets)
 		return err
 	}
-	if err := again(func() error { return f.with(look) }); err != nil { // a chain may be deleted between two requests
+	if err := retry(func() error { return f.with(look) }); err != nil { // a chain may be deleted between two requests
 		return nil, fmt.Errorf("read chains of nftables: %w", err)
 	}
 	legacy, err := blockingLegacy(bridge, subnets)
@@ -39,7 +39,7 @@ func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some 
 		if !drops(c) || c.Table.Family != nftables.TableFamilyINet && !hasFamily(subnets, c.Table.Family == nftables.TableFamilyIPv4) {
 			continue
 		}
-		known, err := knows(conn, all, c.Table, bridge, subnets)
+		known, err := hasRuleFor(conn, all, c.Table, bridge, subnets)
 		if err != nil {
 			return nil, err
 		}
@@ -69,8 +69,8 @@ func drops(c *nftables.Chain) bool {
 	return c.Policy != nil && *c.Policy == nftables.ChainPolicyDrop || c.Table.Name == "firewalld" && c.Name == "filter_FORWARD"
 }
 
-// knows reports whether a rule of a table matches the interface or a subnet.
-func knows(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName string, subnets []netip.Prefix) (bool, error) {
+// hasRuleFor reports whether a rule of a table matches the interface or a subnet.
+func hasRuleFor(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName string, subnets []netip.Prefix) (bool, error) {
 	for _, c := range all {
 		if c.Table.Name != t.Name || c.Table.Family != t.Family {
 			continue
@@ -80,7 +80,7 @@ func knows(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName
 			return false, err
 		}
 		for _, r := range found {
-			if about(r.Exprs, ifName, subnets) {
+			if matches(r.Exprs, ifName, subnets) {
 				return true, nil
 			}
 		}
@@ -88,9 +88,9 @@ func knows(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName
 	return false, nil
 }
 
-// about reports whether expressions compare an interface's name, or a prefix of it, or a subnet's
+// matches reports whether expressions compare an interface's name, or a prefix of it, or a subnet's
 // address. The compared value is loaded by the expression before, or masked by it.
-func about(all []expr.Any, ifName string, subnets []netip.Prefix) bool {
+func matches(all []expr.Any, ifName string, subnets []netip.Prefix) bool {
 	var loaded expr.Any
 	for _, e := range all {
 		switch e := e.(type) {

@@ -156,8 +156,8 @@ func (r redirectionSet) set(t *nftables.Table) *nftables.Set {
 		nftables.TypeInetProto, nftables.TypeInetService, r.addresses().addressType(), nftables.TypeInetService)}
 }
 
-// isOne matches packets of connections in the set.
-func (r redirectionSet) isOne() expressions {
+// match matches packets of connections in the set.
+func (r redirectionSet) match() expressions {
 	offset, words := uint32(16), r.addresses().words()
 	if r.v6 {
 		offset = 24
@@ -336,7 +336,7 @@ func (f *Filter) ClosePorts(network string, ports []HostPort) error {
 	if len(ports) == 0 {
 		return nil
 	}
-	err := again(func() error {
+	err := retry(func() error {
 		open, err := f.Ports(network)
 		if err != nil {
 			return err
@@ -407,7 +407,7 @@ func redirectionsOf(conn *nftables.Conn, t *nftables.Table) (map[string]bool, er
 
 // Ports returns the open host ports, none without the network's table.
 func (f *Filter) Ports(network string) (all []HostPort, err error) {
-	err = again(func() error {
+	err = retry(func() error {
 		all = nil
 		return f.with(func(conn *nftables.Conn) (err error) {
 			all, err = portsIn(conn, table(network))

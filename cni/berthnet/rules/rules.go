@@ -107,7 +107,7 @@ var setNumbers sync.Mutex
 // calls for one network.
 func (f *Filter) Install(n Network, pods []Pod) error {
 	n.normalize()
-	if err := again(func() error { return f.install(&n, pods) }); err != nil {
+	if err := retry(func() error { return f.install(&n, pods) }); err != nil {
 		return fmt.Errorf("write the table of network %s: %w", n.Key, err)
 	}
 	return nil
@@ -252,7 +252,7 @@ func of(prefixes []netip.Prefix, v6 bool) (some []netip.Prefix) {
 func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	for _, r := range redirections {
 		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), r.v6) {
-			add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, true), isFamily(r.v6), redirected(), from(source), r.isOne(), masquerade())
+			add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, true), isFamily(r.v6), redirected(), from(source), r.match(), masquerade())
 		}
 	}
 	if !n.Masquerade {
@@ -288,12 +288,12 @@ func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
 		return
 	}
 	add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, false), verdict(expr.VerdictReturn))
-	add(conn, c, known(), verdict(expr.VerdictReturn))
+	add(conn, c, established(), verdict(expr.VerdictReturn))
 	if n.IsolatePods {
 		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), verdict(expr.VerdictDrop))
 	}
 	for _, r := range redirections {
-		add(conn, c, isFamily(r.v6), redirected(), r.isOne(), verdict(expr.VerdictReturn))
+		add(conn, c, isFamily(r.v6), redirected(), r.match(), verdict(expr.VerdictReturn))
 	}
 	if n.IsolateIngress {
 		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, false), verdict(expr.VerdictDrop))
@@ -307,7 +307,7 @@ func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
 		return
 	}
 	add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, false), verdict(expr.VerdictReturn))
-	add(conn, c, known(), verdict(expr.VerdictReturn))
+	add(conn, c, established(), verdict(expr.VerdictReturn))
 	for _, protocol := range []byte{unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6} {
 		add(conn, c, isProtocol(protocol), verdict(expr.VerdictReturn))
 	}
