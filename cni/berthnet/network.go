@@ -1,0 +1,182 @@
+package berthnet
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+
+	"github.com/containernetworking/cni/pkg/types"
+
+	"berth/cni/berthnet/conf"
+	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
+	"berth/internal/lockfile"
+)
+
+// description returns the wanted bridge, without the addresses in use.
+func (a *attachment) description() *links.Description {
+	return &links.Description{Name: a.Bridge, Network: a.Key(), MTU: a.MTU, Gateways: a.gateways()}
+}
+
+// ready returns the network's bridge, or nil unless it is as described and the rules for all pods
+// are installed.
+func (a *attachment) ready() (*links.Bridge, error) {
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil {
+		return nil, err
+	}
+	d := a.description()
+	if !bridge.BelongsTo(d.Network) || !bridge.Serves(d.Gateways) {
+		return nil, nil
+	}
+	if len(bridge.Prefixes) > len(d.Gateways) { // of an earlier configuration
+		if d.InUse, err = a.addressesInUse(); err != nil {
+			return nil, err
+		}
+	}
+	if len(bridge.Obsolete(d)) > 0 {
+		return nil, nil
+	}
+	if installed, err := a.filter.Installed(a.rules(bridge)); !installed || err != nil {
+		return nil, err
+	}
+	return bridge, nil
+}
+
+// makeNetwork makes the missing parts of the bridge and of the rules for all pods. The caller holds
+// both locks.
+func (a *attachment) makeNetwork() (*links.Bridge, error) {
+	d := a.description()
+	var err error
+	if d.InUse, err = a.addressesInUse(); err != nil {
+		return nil, err
+	}
+	bridge, err := links.MakeBridge(d)
+	if err != nil {
+		a.plugin.overlaps.Forget() // or STATUS would use the cached answer for a minute
+		return nil, withCode(err)
+	}
+	_, err = a.installFor(bridge)
+	return bridge, err
+}
+
+// withCode maps errors of MakeBridge to CNI error codes.
+func withCode(err error) error {
+	if errors.Is(err, links.ErrTaken) || errors.Is(err, links.ErrOverlap) {
+		return types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")
+	}
+	if errors.Is(err, links.ErrQuicker) {
+		return types.NewError(types.ErrTryAgainLater, err.Error(), "")
+	}
+	return err
+}
+
+func (a *attachment) addressesInUse() (all []netip.Addr, err error) {
+	kept, err := a.store.All()
+	for _, r := range kept {
+		all = append(all, r.IPs...)
+	}
+	return all, err
+}
+
+// install writes the rules unless they are installed, and opens the host ports of all pods. The
+// caller holds the store's lock, so the bridge's addresses in the rules do not change. The shared
+// lock keeps the bridge from becoming another network's, which would take these rules for old ones.
+func (a *attachment) install(ctx context.Context) (written bool, err error) {
+	unlock, err := links.Lock(ctx, lockfile.Shared)
+	if err != nil {
+		return false, err
+	}
+	defer unlock()
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil || !bridge.BelongsTo(a.Key()) {
+		return false, err // no bridge, or one to be made anew
+	}
+	return a.installFor(bridge)
+}
+
+func (a *attachment) installFor(bridge *links.Bridge) (written bool, err error) {
+	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
+		return false, err
+	}
+	notes, err := a.store.Notes()
+	if err != nil {
+		return false, err
+	}
+	var pods []rules.Pod
+	for _, n := range notes {
+		there, err := links.HasPort(n.ContainerID, n.IfName)
+		if err != nil {
+			return false, err
+		}
+		if !there {
+			continue // the pod is gone, as after a boot, and its DEL is to come
+		}
+		pod := rules.Pod{ID: n.ContainerID}
+		if json.Unmarshal(n.Note, &pod.Ports) != nil {
+			continue // damaged by a power cut; no port was opened since
+		}
+		pods = append(pods, pod)
+	}
+	return true, a.filter.Install(a.rules(bridge), pods)
+}
+
+// restore repairs the node for existing pods: it writes missing rules and sets the kernel's
+// settings.
+func (a *attachment) restore(ctx context.Context) (written bool, err error) {
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil || !bridge.BelongsTo(a.Key()) {
+		return false, err
+	}
+	if err := bridge.Prepare(bridge.Prefixes); err != nil {
+		return false, err
+	}
+	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
+		return false, err
+	}
+	if err := a.openStore(); err != nil { // the directory with the lock may have been deleted
+		return false, err
+	}
+	unlock, err := a.store.Lock(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer unlock()
+	return a.install(ctx)
+}
+
+// rules returns the wanted rules. Their subnets are all of the bridge's, since older pods may have
+// others than the configured ones.
+func (a *attachment) rules(b *links.Bridge) rules.Network {
+	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
+		IsolatePods: a.Isolates(conf.IsolatePods), IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
+	for _, p := range b.Prefixes {
+		n.Subnets = append(n.Subnets, p.Masked())
+	}
+	return n
+}
+
+// Watch restores rules that other programs delete, until ctx ends. It watches the networks that ADD
+// and STATUS were called for. It returns an error if the kernel cannot notify it.
+func (p *Plugin) Watch(ctx context.Context) error {
+	said := map[string]string{} // by network, so that a lasting error is logged once
+	return rules.Watch(ctx, func() error {
+		var errs []error
+		for key, n := range p.seen.Range {
+			written, err := p.of(n.(*conf.Net)).restore(ctx)
+			switch {
+			case err != nil && err.Error() != said[key.(string)]:
+				p.log().Error("restore deleted packet filter rules", "network", key, "error", err)
+				said[key.(string)] = err.Error()
+			case err == nil && written:
+				p.log().Warn("restored deleted packet filter rules", "network", key)
+			}
+			if err == nil {
+				delete(said, key.(string))
+			}
+			errs = append(errs, err)
+		}
+		return errors.Join(errs...)
+	})
+}

@@ -1,0 +1,97 @@
+package berthnet
+
+import (
+	"context"
+	"errors"
+
+	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
+
+	"berth/cni/berthnet/addresses"
+	"berth/cni/berthnet/conf"
+	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
+)
+
+// status reports whether an ADD with the same configuration could succeed. It ignores whether an
+// address is free: a full node continues to run its pods. Unless the plugin is passive it repairs
+// the node for existing pods. Error codes (specification, section 2, STATUS): 50 if no pod can be
+// attached, 51 if existing pods may have lost connections as well.
+func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
+	a, err := p.attachment(args, conf.Parse)
+	if err != nil {
+		return err
+	}
+	p.seen.Store(a.Key(), a.Net)
+	if err := p.checkAdd(a); err != nil {
+		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
+	}
+	if !p.Passive {
+		if _, err := a.restore(ctx); err != nil {
+			return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and existing pods may be unreachable", err.Error())
+		}
+	}
+	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil { // last: errors of existing pods are worse
+		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
+	}
+	return nil
+}
+
+// checkAdd returns the error that an ADD would return, or nil. It changes nothing, but the kernel may
+// load modules.
+func (p *Plugin) checkAdd(a *attachment) error {
+	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] { // with the capability a runtime may pass ranges to ADD that STATUS does not have
+		return errNoSubnet
+	}
+	if err := errors.Join(a.filter.Available(), addresses.Check(a.Dir())); err != nil {
+		return err
+	}
+	if err := p.canFilter(a); err != nil {
+		return err
+	}
+	if a.ChecksSource() && !p.checksSource.Load() {
+		try := p.tryCheckSource
+		if try == nil {
+			try = links.CanCheckSource
+		}
+		if err := try(); err != nil {
+			return err
+		}
+		p.checksSource.Store(true)
+	}
+	return links.CheckBridge(a.description(), p.overlaps.Check)
+}
+
+// canFilter returns why the kernel cannot have the network's rules, or nil. It tries them in a
+// namespace until a trial succeeds. It skips the trial if the rules are installed or there are
+// pods, since restore then reports errors.
+func (p *Plugin) canFilter(a *attachment) error {
+	if p.filters.Load() {
+		return nil
+	}
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil {
+		return err
+	}
+	if bridge.BelongsTo(a.Key()) {
+		installed, err := a.filter.Installed(a.rules(bridge))
+		if installed {
+			p.filters.Store(true)
+		}
+		if installed || err != nil {
+			return err
+		}
+		if ports, err := links.Ports(a.Key()); len(ports) > 0 || err != nil {
+			return err
+		}
+	}
+	try := p.tryFilter
+	if try == nil {
+		try = rules.Try
+	}
+	if err := try(a.rules(&links.Bridge{Name: a.Bridge, Prefixes: a.gateways()})); err != nil {
+		return err
+	}
+	p.filters.Store(true)
+	return nil
+}
