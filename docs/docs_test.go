@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -13,22 +14,36 @@ import (
 // checkout is the root of the sources.
 const checkout = ".."
 
-// security.md names the test that shows each promise.
-func TestSecurityPageNamesExistingTests(t *testing.T) {
+// Pages name the tests that show what they say.
+func TestPagesNameExistingTests(t *testing.T) {
 	t.Parallel()
 	tests := map[string]bool{}
 	for _, content := range files(t, "_test.go") {
-		for _, match := range regexp.MustCompile(`(?m)^func (Test\w+)\(`).FindAllStringSubmatch(content, -1) {
+		for _, match := range regexp.MustCompile(`(?m)^func ((?:Test|Fuzz|Benchmark)\w+)\(`).FindAllStringSubmatch(content, -1) {
 			tests[match[1]] = true
 		}
 	}
-	names := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(read(t, "security.md"), -1)
-	if len(names) < 30 {
-		t.Fatalf("the page names %d tests, want at least one for each promise", len(names))
+	name := regexp.MustCompile(`\b(?:Test|Fuzz|Benchmark)[A-Z]\w+\b`)
+	for path, content := range files(t, ".md") {
+		for _, named := range name.FindAllString(content, -1) {
+			if !tests[named] && named != "TestName" { // which stands for any test
+				t.Errorf("%s names %s, which does not exist", path, named)
+			}
+		}
 	}
-	for _, name := range names {
-		if !tests[name[1]] {
-			t.Errorf("the page names %s, which does not exist", name[1])
+}
+
+// security.md names a test for each promise.
+func TestPromisesHaveTests(t *testing.T) {
+	t.Parallel()
+	rows := regexp.MustCompile(`(?m)^\| .* \|$`).FindAllString(read(t, "security.md"), -1)
+	promises := slices.DeleteFunc(rows, func(row string) bool { return strings.HasPrefix(row, "| Promise |") })
+	if len(promises) < 25 {
+		t.Fatalf("%d promises", len(promises))
+	}
+	for _, row := range promises {
+		if cells := strings.Split(row, " | "); !strings.HasPrefix(cells[len(cells)-1], "`Test") {
+			t.Errorf("a promise without a test: %s", row)
 		}
 	}
 }
