@@ -48,8 +48,8 @@ func CachedResults(cacheDir string) ([]CachedResult, error) {
 	return all, nil
 }
 
-// DropCachedResults removes the cached results of a pod after its DEL. libcni's DEL succeeds even where
-// it could not remove them, as on a read-only filesystem.
+// DropCachedResults removes the cached results of a pod after its DEL. libcni's DEL ignores that it
+// cannot remove them, as on a read-only filesystem.
 func (n *Network) DropCachedResults(podID string) error {
 	files, err := filepath.Glob(filepath.Join(n.cfg.CacheDir, "results", "*-"+podID+"-*")) // see libcni, getCacheFilePath
 	failpoint.Reach("cni.forget")

@@ -103,7 +103,7 @@ type Network struct {
 }
 
 // New opens a network. It first waits some seconds for plugins of an earlier daemon with the same
-// RunDir and kills those that hang. Then it reads the configuration and follows it. Errors:
+// RunDir and kills hung ones. Then it reads the configuration and follows it. Errors:
 // InvalidArgument for an invalid Config. If the kernel has no free inotify instance, New logs a
 // warning, and Status triggers each reload.
 func New(cfg Config, log *slog.Logger) (*Network, error) {

@@ -21,7 +21,7 @@ type Pod struct {
 	UID       string
 	NetNS     string // path of its network namespace; may be gone at Del
 
-	// Capability arguments. A plugin gets those that its configuration declares.
+	// Capability arguments. A plugin gets only capabilities that its configuration declares.
 	PortMappings []PortMapping
 	Bandwidth    *Bandwidth
 	DNS          *DNS

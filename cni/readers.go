@@ -17,8 +17,8 @@ type Readers struct {
 }
 
 // PluginReader inspects a plugin that assigns addresses itself. conf is a plugin configuration as
-// STATUS gets it. A configuration that the plugin refuses has never attached a pod; for it the
-// methods return nothing and no error. No method changes anything.
+// STATUS gets it. If the plugin refuses it, the methods return nothing and no error, since it has
+// never attached a pod. No method changes anything.
 type PluginReader interface {
 	// Obstacles finds settings of the node that restrict the network's pods.
 	Obstacles(conf []byte) ([]Obstacle, error)

@@ -21,10 +21,11 @@ import (
 )
 
 // Each run of a plugin has a cgroup below the daemon's, which also contains the plugin's children.
-// A note in a private directory names the cgroup from before its creation until after its removal,
-// so the next daemon finds runs that did not end. It waits some seconds for them and then kills the
-// cgroup. It waits because a DEL that is killed half-way may not be able to continue. For example,
-// the bridge plugin deletes its link first, and finds its iptables rules by the link's addresses.
+// A note in a private directory names the cgroup. The note is written before the cgroup's creation
+// and removed after its removal, so the next daemon finds runs that did not end. It waits some
+// seconds for them and then kills the cgroup. It waits because a DEL that is killed half-way may
+// not be able to continue. For example, the bridge plugin deletes its link first, and finds its
+// iptables rules by the link's addresses.
 //
 // Children may outlive a plugin that exits by itself. They are not killed. The note's suffix marks
 // the run as over, and a later run or daemon removes the cgroup once it is empty. No code here
@@ -198,10 +199,9 @@ func (r *runs) forget(this run) {
 	failpoint.Reach("cni.run-forgotten")
 }
 
-// endAll waits for plugins of an earlier daemon and kills those that do not exit, because their
-// work after this daemon's DEL would never be undone. The error names cgroups that cannot be
-// emptied; the next daemon tries again. It takes at most leftLimit and killLimit, and some
-// milliseconds per run.
+// endAll waits for plugins of an earlier daemon and kills the remaining ones. Their work after this
+// daemon's DEL would never be undone. The error names cgroups that cannot be emptied; the next
+// daemon tries again. It takes at most leftLimit and killLimit, and some milliseconds per run.
 func (r *runs) endAll(ctx context.Context) error {
 	if r.dir == "" {
 		return nil

@@ -84,7 +84,7 @@ type ContainerInput struct {
 	ID     string
 	Pod    Pod
 	Config *runtimeapi.ContainerConfig
-	// Resources are the present ones if an update has changed them; nil: those of Config.
+	// Resources are the present ones if an update has changed them; nil: Config has them.
 	Resources     *runtimeapi.LinuxContainerResources
 	Image         *ocispec.ImageConfig // nil: an image without configuration
 	User          users.User           // from users.Resolve with users.ContainerRequest

@@ -281,7 +281,7 @@ func nanos(t time.Time) int64 {
 }
 
 // containerImage returns the image of a container under the name that its user specified. kubelet
-// names the image by ID and sends the name from the pod's manifest in user_specified_image; other
+// names the image by ID, and sends the name in the pod's manifest as user_specified_image. Other
 // clients send a name. With an ID alone it returns a present name of the image.
 func (s *runtimeService) containerImage(c *state.Container) *runtimeapi.ImageSpec {
 	asked := c.Config.GetImage()

@@ -19,8 +19,8 @@ import (
 type encoded mem.BufferSlice
 
 // codec is gRPC's codec, except that it passes encoded answers to the transport unchanged. The
-// transport copies them once into the socket's buffer. gRPC would first copy a message into a
-// buffer of its size, from 1 MiB of the pool for more than 32 KiB.
+// transport copies them once, into the socket's buffer. For a message gRPC would add a copy into a
+// buffer of its size. Above 32 KiB that is a buffer of 1 MiB from the pool.
 type codec struct{ encoding.CodecV2 }
 
 // newCodec returns the server's codec. Clients use protobuf's, the only one in CRI.

@@ -66,7 +66,7 @@ type imageDetail struct {
 	Config ocispec.Image `json:"imageSpec"`
 }
 
-// PullImage implements ImageService. It returns the image's ID, as the API requires since v1.36:
+// PullImage implements ImageService. It returns the image's ID, which the API requires since v1.36.
 // kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage collector
 // compares Image.id with image_id. All runtime handlers share the images, so a known handler makes
 // no difference. The pod's config and the image's annotations are ignored.
@@ -125,7 +125,7 @@ func imageItem(img *image.Image) *runtimeapi.Image {
 }
 
 // imageUser splits an image's USER into a number or a name for CRI. Only digits count as a number.
-// kubelet refuses names in pods that must not run as root, so an unusual spelling of a number
+// kubelet refuses names in pods that must not run as root. So an unusual spelling of a number
 // cannot bypass that check.
 func imageUser(user string) (*runtimeapi.Int64Value, string) {
 	name, _, _ := strings.Cut(user, ":")

@@ -76,8 +76,8 @@ func (s *Server) panicked(method string, p any) error {
 	return status.Errorf(codes.Internal, "%s: internal error, see berth's log", path.Base(method))
 }
 
-// coded converts err to a gRPC status with err's full text. The code is err's own, that of a
-// context error, or that of a missing feature of the node, otherwise Unknown.
+// coded converts err to a gRPC status with err's full text. The code is err's own, a context
+// error's, or a missing feature's. Otherwise it is Unknown.
 func coded(err error) error {
 	if err == nil {
 		return nil

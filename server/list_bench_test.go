@@ -37,7 +37,7 @@ func kubeletContainer(i int) *state.Container {
 	}
 }
 
-// A list from cached items equals the first one, except for a changed container, and for an image
+// A list from cached items equals the first one. Exceptions are a changed container, and an image
 // without a name of its own, which gets its present name.
 func TestListsReuseEncodedItems(t *testing.T) {
 	pods, images := &fakePods{}, &fakeImages{}

@@ -45,7 +45,7 @@ func listenIn(path string, dirMode fs.FileMode) (net.Listener, error) {
 		return nil, err
 	}
 	// The kernel creates the socket file with the mode of the unbound socket's inode and the umask.
-	// So there is no moment in which others could connect (net/unix/af_unix.c, unix_bind_bsd).
+	// So others cannot connect at any moment (net/unix/af_unix.c, unix_bind_bsd).
 	private := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
 		if e := c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }); e != nil {

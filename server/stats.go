@@ -268,9 +268,9 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 }
 
 // networkUsage returns the traffic of all interfaces, including the default one, like containerd.
-// kubelet's summary copies the list, and readers of the summary take a list without the default
-// interface for a pod without network. It returns nil for pods on the host's network. kubelet reads
-// the default interface without a check for nil.
+// kubelet's summary copies the list. Without the default interface readers of the summary assume a
+// pod without network. It returns nil for pods on the host's network, because kubelet reads the
+// default interface without a check for nil.
 func networkUsage(stats *stats.PodUsage) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil

@@ -17,10 +17,10 @@ const leavingTime = 5 * time.Second
 // The daemon runs GC at its start for networks of CNI 1.1.
 const leavingTries = 12
 
-// leaving holds ports that should vanish with their pods' namespaces, and deletes those that
-// remain. The kernel keeps a namespace without processes while it closes a TCP connection whose
-// data is not acknowledged (tcp_orphan_retries). No acknowledgement comes through a disabled port,
-// so that takes more than a minute. If the daemon ends before, the next GC deletes the ports.
+// leaving holds ports that should vanish with their pods' namespaces, and deletes the remaining
+// ones. The kernel keeps a namespace without processes while it closes a TCP connection whose data
+// is not acknowledged (tcp_orphan_retries). No acknowledgement comes through a disabled port, so
+// that takes more than a minute. If the daemon ends before, the next GC deletes the ports.
 type leaving struct {
 	lock    sync.Mutex // guards the fields up to running
 	ports   []leavingPort

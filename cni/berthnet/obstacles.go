@@ -52,9 +52,9 @@ func howToPass(tool, bridge string) string {
 	return fmt.Sprintf("with docker or ufw: %[2]s -I FORWARD -i %[1]s -j ACCEPT; %[2]s -I FORWARD -o %[1]s -j ACCEPT (docker's users' chain is DOCKER-USER); with firewalld: firewall-cmd --permanent --zone=trusted --add-interface=%[1]s", bridge, tool)
 }
 
-// subnetsOf returns the subnets of existing and new pods: the bridge's, once it belongs to the
-// network, and the runtime's ranges, which the bridge may not have yet. Without either it returns
-// the configured ones.
+// subnetsOf returns the subnets of existing and new pods. These are the bridge's, once it belongs
+// to the network, and the runtime's ranges, which the bridge may not have yet. Without either it
+// returns the configured ones.
 func subnetsOf(n *conf.Net, bridge *links.Bridge) (subnets []netip.Prefix) {
 	if bridge.BelongsTo(n.Key()) {
 		for _, p := range bridge.Prefixes {

@@ -29,8 +29,8 @@ const (
 	// lateTime is how long connections are accepted after a token was used. A client that uses a
 	// URL twice gets a 404.
 	lateTime = 5 * time.Second
-	// maxQueue exceeds the kernel's queue of a listener (net.core.somaxconn, of which Go uses 16
-	// bits).
+	// maxQueue exceeds the kernel's queue of a listener (net.core.somaxconn; Go uses 16 bits of
+	// it).
 	maxQueue = 1 << 16
 )
 

@@ -15,10 +15,10 @@ import (
 
 var errGone = errors.New("the client is gone")
 
-// hangups detects clients that hang up. The protocols' libraries detect it only when they read, and
-// they do not read while a command ignores its stdin. net/http drops a connection when it is
+// hangups detects clients that hang up. The protocols' libraries detect it only when they read.
+// They do not read while a command ignores its stdin. net/http drops a connection when it is
 // upgraded. One goroutine waits for all connections. If the client has filled all buffers, the end
-// of its stream stays behind the data, and is detected only when the client's kernel gives up.
+// of its stream stays behind the data. Then it is detected only when the client's kernel gives up.
 type hangups struct {
 	epoll *os.File
 	ended chan struct{} // closed at the goroutine's end

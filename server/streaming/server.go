@@ -53,7 +53,7 @@ type Config struct {
 const (
 	// requestTimeout bounds the TLS handshake and the request.
 	requestTimeout = 10 * time.Second
-	// streamsTimeout bounds the time in which a client opens its streams.
+	// streamsTimeout bounds how long a client takes to open its streams.
 	streamsTimeout = 30 * time.Second
 	// maxRequest bounds the headers of a request. apiserver and kubelet pass on their clients'
 	// headers.

@@ -81,7 +81,7 @@ type command struct {
 // container.
 func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	var streams stream.IO
-	// WebSocket opens all streams, even those that were not requested.
+	// WebSocket opens all streams, even without a request for them.
 	if c.options.Stdin {
 		streams.Stdin = in
 	}

@@ -15,8 +15,8 @@ import (
 )
 
 // serveSPDY serves versions 1 to 4 of the protocol on a guarded connection. cri-streaming's server
-// waits its whole timeout for a client's streams, even if the client is gone, and would delay the
-// daemon's shutdown.
+// is not used. It waits its whole timeout for a client's streams, even if the client is gone, and
+// would delay the daemon's shutdown.
 func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idle time.Duration) {
 	protocol, err := httpstream.Handshake(r, w, remotecommand.SupportedStreamingProtocols)
 	if err != nil {

@@ -16,8 +16,8 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 )
 
-// Limits of a client. spdystream accepts everything that SPDY can encode: frames of 16 MiB, of
-// which it queues 250, headers of 1 GiB, and any number of streams.
+// Limits of a client. spdystream accepts everything that SPDY can encode: frames of 16 MiB in a
+// queue of 250, headers of 1 GiB, and any number of streams.
 const (
 	// maxData bounds a data frame; longer ones are split. client-go writes that much at once, so
 	// its frames pass unchanged. A session whose input is not read then buffers 8 MiB.

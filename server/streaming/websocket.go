@@ -26,7 +26,7 @@ const (
 )
 
 // serveWebSocket serves an exec or attach in all versions of the protocol. cri-streaming's server
-// ends with version 4, in which clients cannot close stdin (KEP-4006). In "" and versions before 4
+// ends with version 4, where clients cannot close stdin (KEP-4006). In "" and versions before 4
 // errors are sent as text.
 func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle time.Duration) {
 	channels := []wsstream.ChannelType{

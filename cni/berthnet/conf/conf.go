@@ -54,7 +54,7 @@ type Net struct {
 	types.NetConf
 
 	Bridge       string         `json:"bridge,omitempty"`       // name; default berth0
-	MTU          int            `json:"mtu,omitempty"`          // 0: that of the node's default route
+	MTU          int            `json:"mtu,omitempty"`          // 0: the MTU of the node's default route
 	Subnets      []netip.Prefix `json:"subnets,omitempty"`      // of pods, at most one per family; the bridge has the first address
 	Routes       []Route        `json:"routes,omitempty"`       // of pods, through the bridge; nil: default routes
 	Masquerade   *bool          `json:"masquerade,omitempty"`   // translate pods' addresses to the node's for other networks; default true
@@ -274,8 +274,8 @@ func (n *Net) Key() string {
 	return n.Name + "-" + hex.EncodeToString(sum[:4])
 }
 
-// ranges chooses the ranges of the attachment. ipRanges, by which a runtime passes the node's pod
-// CIDR, replaces the configured subnets.
+// ranges chooses the ranges of the attachment. A runtime passes the node's pod CIDR in ipRanges,
+// which replaces the configured subnets.
 func (n *Net) ranges() error {
 	asked := make([]IPRange, 0, 2)
 	for _, s := range n.Subnets {

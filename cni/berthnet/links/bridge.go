@@ -35,7 +35,7 @@ type Bridge struct {
 type Description struct {
 	Name     string
 	Network  string // key of its network
-	MTU      int    // of a new bridge; 0: that of the interface with the node's default route
+	MTU      int    // of a new bridge; 0: the MTU of the interface with the node's default route
 	Gateways []netip.Prefix
 	InUse    []netip.Addr // addresses of pods; their gateways stay
 }
@@ -163,7 +163,8 @@ func CheckBridge(d *Description, checkOverlap func(subnets []netip.Prefix, bridg
 	return err
 }
 
-// find returns the bridge, nil if there is none, or the error with which MakeBridge has to refuse.
+// find returns the bridge, nil if there is none. It returns the error of MakeBridge if MakeBridge
+// would refuse.
 func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge string) error) (*Bridge, error) {
 	b, err := FindBridge(d.Name)
 	if err != nil {
@@ -332,10 +333,10 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	return err
 }
 
-// CheckOverlap returns ErrOverlap if a subnet is in other use: the node has an address in it, or a
-// route to a part or all of it, through another interface than the bridge. bridge is "" if there is
-// none yet. A route to a larger network, such as a whole cluster's pods, is no overlap, unless it
-// leads to another network's bridge.
+// CheckOverlap returns ErrOverlap if a subnet is in other use. That is the case if another
+// interface than the bridge has an address in it, or a route to a part or all of it. bridge is ""
+// if there is none yet. A route to a larger network, such as a whole cluster's pods, is no overlap,
+// unless it leads to another network's bridge.
 func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 	own := -1
 	if bridge != "" {

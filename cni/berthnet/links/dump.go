@@ -57,10 +57,10 @@ func addressesOf(index int) (all []netip.Prefix, err error) {
 }
 
 // askAddresses returns the kernel's messages about one interface's addresses. They fit into one
-// piece, so changes cannot interrupt them. Kernels before 4.20 return those of all interfaces, in
-// many pieces if a proxy has an address per service (kube-ipvs0).
+// piece, so changes cannot interrupt them. Kernels before 4.20 return the addresses of all
+// interfaces. These take many pieces if a proxy has an address per service (kube-ipvs0).
 func askAddresses(index int) ([][]byte, error) {
-	socket, err := nl.Subscribe(unix.NETLINK_ROUTE) // without groups: a private socket in the thread's namespace, for the option below
+	socket, err := nl.Subscribe(unix.NETLINK_ROUTE) // without groups: a private socket in the thread's namespace, which the option below needs
 	if err != nil {
 		return nil, fmt.Errorf("open netlink: %w", err)
 	}

@@ -250,7 +250,7 @@ func (b *batch) addRoute(index int, r Route) {
 }
 
 // Cut takes the port of an attachment out of service: it forwards nothing after Cut returned. With
-// remove Cut also deletes the devices, for which the kernel waits some 20 ms for all processors.
+// remove Cut also deletes the devices. The kernel then waits some 20 ms for all processors.
 // Otherwise they vanish with the pod's namespace, in the background. Cut may be repeated, and does
 // nothing if there is no such port.
 func Cut(id, ifName string, remove bool) error {
@@ -282,11 +282,11 @@ func Cut(id, ifName string, remove bool) error {
 	return err
 }
 
-// disable makes the bridge stop forwarding through a port and forget its neighbours. It is a
-// request to the bridge: a request about the device would also notify the bridge of a changed
-// device, and the bridge would enable the port again. The pod can enable the port by setting its
-// device down and up. The bridge still sends nothing there, since it neither learns from the port
-// nor floods into it. A locked port also drops what the pod sends (Linux 5.18).
+// disable makes the bridge stop forwarding through a port and forget its neighbours. It sends a
+// request to the bridge. A request about the device would notify the bridge of a changed device,
+// and the bridge would enable the port again. The pod can enable the port by setting its device
+// down and up. The bridge still sends nothing there, since it neither learns from the port nor
+// floods into it. A locked port also drops traffic from the pod (Linux 5.18).
 func (b *batch) disable(index int) {
 	message := nl.NewIfInfomsg(unix.AF_BRIDGE)
 	message.Index = int32(index)

@@ -33,7 +33,7 @@ func bigBuffers(conn *netlink.Conn) error {
 }
 
 // with runs requests on the socket. After an error it closes the socket, because a late answer
-// could be taken for that of the next request.
+// could be taken for the next request's.
 func (f *Filter) with(run func(*nftables.Conn) error) (err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -43,7 +43,7 @@ type flow struct {
 	protocol     uint8
 	asked        netip.AddrPort
 	answers      netip.AddrPort
-	orig, id     []byte // raw, for the request that deletes it
+	orig, id     []byte // raw, as the request that deletes it needs them
 	zone         []byte
 	isRedirected bool
 }

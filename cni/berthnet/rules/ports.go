@@ -57,7 +57,7 @@ type portMap struct {
 	withIP bool
 }
 
-// maps are all maps, those of specific addresses first.
+// maps are all maps. Maps of specific addresses come first.
 var maps = []portMap{{"ports4of", false, true}, {"ports6of", true, true}, {"ports4", false, false}, {"ports6", true, false}}
 
 // portMap returns the map that the port belongs to.

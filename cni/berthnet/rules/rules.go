@@ -103,7 +103,7 @@ func (n *Network) normalize() {
 var setNumbers sync.Mutex
 
 // Install writes the network's table and opens host ports of pods. Open ports stay open. It deletes
-// tables of other networks for the same bridge, and that of an earlier version. Callers serialize
+// tables of other networks for the same bridge, and an earlier version's table. Callers serialize
 // calls for one network.
 func (f *Filter) Install(n Network, pods []Pod) error {
 	n.normalize()
