@@ -8,7 +8,7 @@ BERTH_SRC=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 1; }
 
-need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0 $*"; }
+need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0"; }
 
 # --- what a machine needs before berth can be built and tested ----------------
 
