@@ -5,171 +5,124 @@ import (
 	"math/rand/v2"
 	"strings"
 
+	common "go.opentelemetry.io/proto/otlp/common/v1"
+	resource "go.opentelemetry.io/proto/otlp/resource/v1"
+	tracev1 "go.opentelemetry.io/proto/otlp/trace/v1"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
 
 	"berth/internal/trace"
 )
 
-// The numbers are those of opentelemetry/proto/collector/trace/v1/trace_service.proto, trace/v1/trace.proto, resource/v1/resource.proto and
-// common/v1/common.proto, in which fields only ever come to.
+// flagSampled is the trace flag of W3C Trace Context.
+const flagSampled = 1
+
+// validText replaces invalid UTF-8, because collectors refuse a whole request that contains it.
+func validText(s string) string { return strings.ToValidUTF8(s, "\ufffd") }
+
+func attribute(key, value string) *common.KeyValue {
+	return &common.KeyValue{Key: validText(key), Value: &common.AnyValue{Value: &common.AnyValue_StringValue{StringValue: validText(value)}}}
+}
+
+// describeSender returns the resource that all spans belong to: this daemon.
+func describeSender(cfg Config) *resource.Resource {
+	r := &resource.Resource{Attributes: []*common.KeyValue{attribute("service.name", "berth"), attribute("service.version", cfg.Version)}}
+	if cfg.Host != "" {
+		r.Attributes = append(r.Attributes, attribute("host.name", cfg.Host))
+	}
+	return r
+}
+
+// encodeRequest returns an ExportTraceServiceRequest with these traces, and the number of its spans.
+// The request's own Go package imports a REST gateway, so this uses TracesData, which has the same
+// encoding by definition.
+func encodeRequest(sender *resource.Resource, version string, batch []*trace.Trace) (request []byte, spans int, err error) {
+	scoped := &tracev1.ScopeSpans{Scope: &common.InstrumentationScope{Name: "berth", Version: version}}
+	for _, t := range batch {
+		scoped.Spans = append(scoped.Spans, spansOf(t)...)
+	}
+	request, err = proto.Marshal(&tracev1.TracesData{ResourceSpans: []*tracev1.ResourceSpans{
+		{Resource: sender, ScopeSpans: []*tracev1.ScopeSpans{scoped}},
+	}})
+	return request, len(scoped.Spans), err
+}
+
+// spansOf returns the spans of an operation. The client's span is the parent of the first one. Without
+// it they are a new trace.
+func spansOf(t *trace.Trace) []*tracev1.Span {
+	traceID := t.Remote.TraceID
+	if !t.Remote.Valid() {
+		copy(traceID[:8], randomID())
+		copy(traceID[8:], randomID())
+	}
+	parts, _ := t.Parts()
+	spans := make([]*tracev1.Span, len(parts))
+	began := t.Began().UnixNano()
+	for i, p := range parts {
+		s := &tracev1.Span{
+			TraceId: traceID[:], SpanId: randomID(), Name: validText(p.Name), Kind: tracev1.Span_SPAN_KIND_INTERNAL,
+			StartTimeUnixNano: uint64(began + p.Began), EndTimeUnixNano: uint64(began + p.Ended),
+			Flags: flagSampled | uint32(tracev1.SpanFlags_SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK),
+		}
+		switch {
+		case p.Parent >= 0:
+			s.ParentSpanId = spans[p.Parent].SpanId
+		case t.Remote.Valid():
+			s.ParentSpanId = t.Remote.SpanID[:]
+			s.Flags |= uint32(tracev1.SpanFlags_SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK)
+		}
+		if i == 0 {
+			describeOperation(s, t)
+		}
+		spans[i] = s
+	}
+	return spans
+}
+
+// randomID returns eight random bytes that are not all zero.
+func randomID() []byte { return binary.BigEndian.AppendUint64(nil, rand.Uint64()|1) }
+
+// describeOperation adds to an operation's first span what is known of the operation. The text of a
+// failure is left out, because it may contain details of the request.
+func describeOperation(s *tracev1.Span, t *trace.Trace) {
+	s.Kind = tracev1.Span_SPAN_KIND_SERVER
+	for _, a := range t.Attributes {
+		s.Attributes = append(s.Attributes, attribute(a.Key, a.Value))
+	}
+	if _, failed := t.Failure(); failed {
+		s.Status = &tracev1.Status{Code: tracev1.Status_STATUS_CODE_ERROR}
+	}
+}
+
+// Field numbers of ExportTraceServiceResponse and of its message ExportTracePartialSuccess.
 const (
-	requestResourceSpans = 1
-
-	resourceSpansResource = 1
-	resourceSpansScopes   = 2
-	resourceAttributes    = 1
-
-	scopeSpansScope = 1
-	scopeSpansSpans = 2
-	scopeName       = 1
-	scopeVersion    = 2
-
-	spanTraceID    = 1
-	spanID         = 2
-	spanParentID   = 4
-	spanName       = 5
-	spanKind       = 6
-	spanBegan      = 7
-	spanEnded      = 8
-	spanAttributes = 9
-	spanStatus     = 15
-	spanFlags      = 16
-	kindInternal   = 1
-	kindServer     = 2
-
-	statusCode  = 3
-	statusError = 2
-
-	keyValueKey   = 1
-	keyValueValue = 2
-	valueString   = 1
-
 	responsePartial = 1
 	partialRejected = 1
 	partialMessage  = 2
 )
 
-// flagSampled is W3C's trace flag; flagRemote of OTLP says that it is known whether the parent is another process's, and that it is.
-const (
-	flagSampled   = 1
-	flagHasRemote = 1 << 8
-	flagRemote    = 1 << 9
-)
-
-func appendBytes(b []byte, field protowire.Number, value []byte) []byte {
-	return protowire.AppendBytes(protowire.AppendTag(b, field, protowire.BytesType), value)
-}
-
-// appendText makes valid UTF-8 of any text: collectors refuse a whole request otherwise.
-func appendText(b []byte, field protowire.Number, value string) []byte {
-	return protowire.AppendString(protowire.AppendTag(b, field, protowire.BytesType), strings.ToValidUTF8(value, "\ufffd"))
-}
-
-func appendVarint(b []byte, field protowire.Number, value uint64) []byte {
-	return protowire.AppendVarint(protowire.AppendTag(b, field, protowire.VarintType), value)
-}
-
-func appendTime(b []byte, field protowire.Number, nanoseconds int64) []byte {
-	return protowire.AppendFixed64(protowire.AppendTag(b, field, protowire.Fixed64Type), uint64(nanoseconds))
-}
-
-func appendAttribute(b []byte, field protowire.Number, key, value string) []byte {
-	pair := appendText(nil, keyValueKey, key)
-	pair = appendBytes(pair, keyValueValue, appendText(nil, valueString, value))
-	return appendBytes(b, field, pair)
-}
-
-// encodeResource says who sends.
-func encodeResource(cfg Config) []byte {
-	b := appendAttribute(nil, resourceAttributes, "service.name", "berth")
-	b = appendAttribute(b, resourceAttributes, "service.version", cfg.Version)
-	if cfg.Host != "" {
-		b = appendAttribute(b, resourceAttributes, "host.name", cfg.Host)
-	}
-	return b
-}
-
-// encodeRequest is an ExportTraceServiceRequest of these traces.
-func encodeRequest(resource []byte, version string, batch []*trace.Trace) (request []byte, spans int) {
-	scope := appendText(appendText(nil, scopeName, "berth"), scopeVersion, version)
-	scoped := appendBytes(nil, scopeSpansScope, scope)
-	for _, t := range batch {
-		var n int
-		scoped, n = appendTrace(scoped, t)
-		spans += n
-	}
-	all := appendBytes(nil, resourceSpansResource, resource)
-	all = appendBytes(all, resourceSpansScopes, scoped)
-	return appendBytes(nil, requestResourceSpans, all), spans
-}
-
-// appendTrace appends the spans of an operation. What asked for it is the parent of the first; where nothing did, the trace is new.
-func appendTrace(b []byte, t *trace.Trace) (_ []byte, spans int) {
-	traceID := t.Remote.TraceID
-	if !t.Remote.Valid() {
-		binary.BigEndian.PutUint64(traceID[:8], rand.Uint64())
-		binary.BigEndian.PutUint64(traceID[8:], rand.Uint64()|1) // not zero
-	}
-	parts, _ := t.Parts()
-	ids := make([][8]byte, len(parts))
-	for i, p := range parts {
-		binary.BigEndian.PutUint64(ids[i][:], rand.Uint64()|1)
-		span := appendBytes(nil, spanTraceID, traceID[:])
-		span = appendBytes(span, spanID, ids[i][:])
-		flags, kind := uint32(flagSampled|flagHasRemote), uint64(kindInternal)
-		switch {
-		case p.Parent >= 0:
-			span = appendBytes(span, spanParentID, ids[p.Parent][:])
-		case t.Remote.Valid():
-			span = appendBytes(span, spanParentID, t.Remote.SpanID[:])
-			flags |= flagRemote
-		}
-		if i == 0 {
-			kind = kindServer
-		}
-		span = appendText(span, spanName, p.Name)
-		span = appendVarint(span, spanKind, kind)
-		span = appendTime(span, spanBegan, t.Began().UnixNano()+p.Began)
-		span = appendTime(span, spanEnded, t.Began().UnixNano()+p.Ended)
-		if i == 0 {
-			span = appendOperation(span, t)
-		}
-		span = protowire.AppendFixed32(protowire.AppendTag(span, spanFlags, protowire.Fixed32Type), flags)
-		b = appendBytes(b, scopeSpansSpans, span)
-	}
-	return b, len(parts)
-}
-
-// appendOperation appends what is known of the operation itself.
-func appendOperation(span []byte, t *trace.Trace) []byte {
-	for _, a := range t.Attributes {
-		span = appendAttribute(span, spanAttributes, a.Key, a.Value)
-	}
-	if _, failed := t.Failure(); failed { // why is not sent: it may tell more of the request
-		span = appendBytes(span, spanStatus, appendVarint(nil, statusCode, statusError))
-	}
-	return span
-}
-
-// refusal is what an ExportTraceServiceResponse says that was not taken: those spans are lost, and sending them again is of no use.
+// refusal returns an error if an ExportTraceServiceResponse reports rejected spans. Sending them again
+// would not help. It parses the response by hand, because the message's own package imports a REST
+// gateway.
 func refusal(answer []byte) error {
 	partial, ok := field(answer, responsePartial, protowire.BytesType)
 	if !ok {
 		return nil
 	}
 	rejected, ok := field(partial, partialRejected, protowire.VarintType)
-	if n, _ := protowire.ConsumeVarint(rejected); !ok || n == 0 {
-		return nil // a message alone is a hint
-	}
 	n, _ := protowire.ConsumeVarint(rejected)
+	if !ok || n == 0 {
+		return nil // a message alone is only a hint
+	}
 	message, _ := field(partial, partialMessage, protowire.BytesType)
-	return status.Errorf(codes.InvalidArgument, "the collector has refused %d spans: %.200q", n, message)
+	return status.Errorf(codes.InvalidArgument, "the collector refused %d spans: %.200q", n, message)
 }
 
-// field returns the content of the first field of that number and type; false if there is none, also where the message can't be read.
-func field(message []byte, number protowire.Number, kind protowire.Type) ([]byte, bool) {
+// field returns the content of the first field with that number and type. ok is false if the message
+// does not contain it or is malformed.
+func field(message []byte, number protowire.Number, kind protowire.Type) (value []byte, ok bool) {
 	for len(message) > 0 {
 		n, t, length := protowire.ConsumeTag(message)
 		if length < 0 {

@@ -1,14 +1,15 @@
-// Package otlp sends traces to an OpenTelemetry collector, over gRPC or HTTP.
+// Package otlp sends traces to an OpenTelemetry collector over gRPC or HTTP.
 //
 // # Contract
 //
-// Who exports a trace never waits: it is put into a queue of queueLength, and lost and counted where that is full. One goroutine owns the
-// rest: it gathers what comes within a second, sends it, and tries again for a while where the collector says that this may help. What
-// can't be delivered is lost and counted. Close sends what is queued, for as long as its context allows.
+// Export never waits. It puts a trace into a queue of queueLength, or drops and counts it if the
+// queue is full. One goroutine owns the rest: it gathers the traces of a second, sends them, and
+// retries for a while if the collector says that this may help. Traces that it cannot deliver are
+// dropped and counted. Close sends the queue until its context ends.
 //
-// The messages are few and small, so they are encoded here, with protowire. Linking OpenTelemetry's SDK (1.47, with otlptracegrpc) makes a bare gRPC
-// server 5 MB larger, its PSS 2.2 MB and its dirty memory 0.2 MB, though nothing is exported; the generated types alone cost 0.1 MB.
-// Tests decode what is sent with these.
+// The package uses OTLP's generated message types but not OpenTelemetry's SDK. The SDK (1.47, with
+// otlptracegrpc) makes a bare gRPC server 5 MB larger and costs 2.2 MB of PSS even if nothing is
+// exported.
 package otlp
 
 import (
@@ -24,30 +25,32 @@ import (
 	"berth/internal/lograte"
 	"berth/internal/task"
 	"berth/internal/trace"
+
+	resource "go.opentelemetry.io/proto/otlp/resource/v1"
 )
 
-// Protocols that a collector may be spoken to with.
+// Protocols of a collector.
 const (
 	GRPC = "grpc"
 	HTTP = "http/protobuf"
 )
 
-// Config is where traces go, and which do.
+// Config says which traces are exported, and where to.
 type Config struct {
 	Endpoint   string // host and port of the collector
 	Protocol   string // GRPC or HTTP
 	Insecure   bool   // without TLS
-	PerMillion int    // how many of those operations are exported that nobody asked with a trace for
-	Version    string // berth's
-	Host       string // the node's name; empty: not told
+	PerMillion int    // sampling rate of operations whose request carries no trace
+	Version    string // of berth
+	Host       string // name of the node; empty: not sent
 	Log        *slog.Logger
 }
 
 const (
-	queueLength = 512 // traces: some hundred KB
+	queueLength = 512 // traces, some hundred KB
 	batchLength = 128
 	gatherTime  = time.Second
-	sendTime    = 10 * time.Second // for one try
+	sendTime    = 10 * time.Second // per try
 	tries       = 5
 	firstPause  = time.Second // doubled after each try
 )
@@ -55,7 +58,7 @@ const (
 // Exporter exports traces. It is safe for concurrent use.
 type Exporter struct {
 	cfg      Config
-	resource []byte
+	resource *resource.Resource
 	send     sender
 	queue    chan *trace.Trace
 	stopping chan struct{}
@@ -65,13 +68,13 @@ type Exporter struct {
 	owner    sync.WaitGroup
 	failures lograte.Limiter // warnings
 
-	exported, dropped atomic.Uint64 // spans, and traces that were lost
+	exported, dropped atomic.Uint64 // spans, and dropped traces
 	problem           atomic.Pointer[string]
 }
 
-// New starts to export. No connection is made before there is something to send.
+// New starts an exporter. It connects when it first has something to send.
 func New(cfg Config) (*Exporter, error) {
-	e := &Exporter{cfg: cfg, resource: encodeResource(cfg), queue: make(chan *trace.Trace, queueLength), stopping: make(chan struct{})}
+	e := &Exporter{cfg: cfg, resource: describeSender(cfg), queue: make(chan *trace.Trace, queueLength), stopping: make(chan struct{})}
 	var err error
 	if e.send, err = newSender(cfg); err != nil {
 		return nil, fmt.Errorf("export traces to %s: %w", cfg.Endpoint, err)
@@ -81,7 +84,8 @@ func New(cfg Config) (*Exporter, error) {
 	return e, nil
 }
 
-// Sample tells whether an operation is to be exported: where there is a trace that asks for it, that decides.
+// Sample reports whether to export an operation. A trace that the request carries decides; without
+// one the sampling rate does.
 func (e *Exporter) Sample(asking trace.Remote) bool {
 	if asking.Valid() {
 		return asking.Sampled
@@ -89,26 +93,26 @@ func (e *Exporter) Sample(asking trace.Remote) bool {
 	return e.cfg.PerMillion > 0 && rand.IntN(1_000_000) < e.cfg.PerMillion
 }
 
-// Export takes over a trace that is complete.
+// Export takes over a complete trace.
 func (e *Exporter) Export(t *trace.Trace) {
 	select {
 	case e.queue <- t:
 	default:
 		e.dropped.Add(1)
-		t.Attributes = nil // it may be kept with a pod
+		t.Attributes = nil // a pod may keep the trace
 	}
 }
 
-// Info is what an operator is told of an Exporter.
+// Info is the state of an Exporter, for operators.
 type Info struct {
 	Endpoint string `json:"endpoint"`
 	Exported uint64 `json:"exportedSpans"`
 	Dropped  uint64 `json:"droppedTraces"`
 	Queued   int    `json:"queuedTraces"`
-	Problem  string `json:"problem,omitempty"` // why the last try failed, if it did
+	Problem  string `json:"problem,omitempty"` // error of the last try, if it failed
 }
 
-// Info answers from memory.
+// Info returns the state from memory.
 func (e *Exporter) Info() Info {
 	info := Info{Endpoint: e.cfg.Endpoint, Exported: e.exported.Load(), Dropped: e.dropped.Load(), Queued: len(e.queue)}
 	if problem := e.problem.Load(); problem != nil {
@@ -117,7 +121,8 @@ func (e *Exporter) Info() Info {
 	return info
 }
 
-// Close sends what is queued and ends, when ctx does at the latest. What was not sent is the error. Nothing is exported afterwards.
+// Close sends the queue and stops, at the latest when ctx ends. The error counts the traces that
+// were not sent.
 func (e *Exporter) Close(ctx context.Context) error {
 	e.stop.Do(func() { close(e.stopping) })
 	defer context.AfterFunc(ctx, e.giveUp)()
@@ -131,7 +136,7 @@ func (e *Exporter) Close(ctx context.Context) error {
 	return err
 }
 
-// run is the owner.
+// run is the goroutine that owns delivery.
 func (e *Exporter) run() {
 	for e.ctx.Err() == nil {
 		batch, more := e.gather()
@@ -144,7 +149,8 @@ func (e *Exporter) run() {
 	}
 }
 
-// gather waits for traces and returns those that come soon after the first; more is false when the exporter stops and these are the last.
+// gather waits for traces and returns those of about a second. more is false if the exporter stops
+// and these are the last.
 func (e *Exporter) gather() (batch []*trace.Trace, more bool) {
 	var soon <-chan time.Time
 	for len(batch) < batchLength {
@@ -166,11 +172,11 @@ func (e *Exporter) gather() (batch []*trace.Trace, more bool) {
 	return batch, true
 }
 
-// deliver sends a batch, again and again where that may help.
+// deliver sends a batch and retries while that may help.
 func (e *Exporter) deliver(batch []*trace.Trace) {
 	request, spans := e.encode(batch)
 	for _, t := range batch {
-		t.Attributes = nil // it may be kept with a pod
+		t.Attributes = nil // a pod may keep the trace
 	}
 	pause := firstPause
 	for try := 1; ; try++ {
@@ -184,7 +190,7 @@ func (e *Exporter) deliver(batch []*trace.Trace) {
 		e.problem.Store(&text)
 		if !mayHelp(err) || try == tries || !e.rest(pause) {
 			e.dropped.Add(uint64(len(batch)))
-			e.failures.Warn(e.cfg.Log, "traces are lost", "endpoint", e.cfg.Endpoint, "traces", len(batch), "error", err)
+			e.failures.Warn(e.cfg.Log, "drop traces", "endpoint", e.cfg.Endpoint, "traces", len(batch), "error", err)
 			return
 		}
 		pause *= 2
@@ -193,12 +199,12 @@ func (e *Exporter) deliver(batch []*trace.Trace) {
 
 // encode does not let a trace that can't be encoded end the daemon.
 func (e *Exporter) encode(batch []*trace.Trace) (request []byte, spans int) {
-	err := task.Guard(e.cfg.Log, "encode", "traces", func() error {
-		request, spans = encodeRequest(e.resource, e.cfg.Version, batch)
-		return nil
+	err := task.Guard(e.cfg.Log, "encode", "traces", func() (err error) {
+		request, spans, err = encodeRequest(e.resource, e.cfg.Version, batch)
+		return err
 	})
 	if err != nil {
-		return nil, 0 // it was logged; an empty request is a valid one
+		return nil, 0 // an empty request is valid
 	}
 	return request, spans
 }
@@ -209,7 +215,8 @@ func (e *Exporter) sendOnce(request []byte) error {
 	return e.send.export(ctx, request)
 }
 
-// rest waits before another try. It returns false when there is to be none: the exporter was stopping already when the last one failed.
+// rest waits before a retry. It returns false if the exporter was already stopping when the last
+// try failed.
 func (e *Exporter) rest(pause time.Duration) bool {
 	select {
 	case <-e.stopping:
@@ -220,7 +227,7 @@ func (e *Exporter) rest(pause time.Duration) bool {
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-	case <-e.stopping: // a last try
+	case <-e.stopping: // for a last try
 	}
 	return true
 }

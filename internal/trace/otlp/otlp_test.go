@@ -19,13 +19,22 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
 	"berth/internal/trace"
 )
 
-// fakeCollector is a collector that speaks both protocols. An ExportTraceServiceRequest has the fields of TracesData; the package with the
-// request itself would bring a gateway along.
+func bytesField(b []byte, field protowire.Number, value []byte) []byte {
+	return protowire.AppendBytes(protowire.AppendTag(b, field, protowire.BytesType), value)
+}
+
+func varintField(field protowire.Number, value uint64) []byte {
+	return protowire.AppendVarint(protowire.AppendTag(nil, field, protowire.VarintType), value)
+}
+
+// fakeCollector is a collector that speaks both protocols. It decodes requests as TracesData, which
+// has the same encoding as ExportTraceServiceRequest.
 type fakeCollector struct {
 	answer func(n int) error // to the n-th request, from 1; nil: well
 	hang   chan struct{}     // not nil: nothing is answered before it is closed
@@ -71,7 +80,7 @@ func (c *fakeCollector) export(ctx context.Context, body []byte) ([]byte, error)
 	if c.partial == nil {
 		return nil, nil
 	}
-	return appendBytes(nil, responsePartial, c.partial), nil
+	return bytesField(nil, responsePartial, c.partial), nil
 }
 
 func (c *fakeCollector) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -130,7 +139,7 @@ func exporter(t *testing.T, c *fakeCollector, protocol string) *Exporter {
 
 const kubelets = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-// record makes the trace of a start that failed.
+// record records and exports the trace of a failed start.
 func record(e *Exporter, remote string) {
 	ctx, tr := trace.Start(context.Background(), "RunPodSandbox", e.Export)
 	tr.Remote = trace.ParseRemote(remote)
@@ -157,7 +166,7 @@ func attributes(list []*common.KeyValue) map[string]string {
 	return all
 }
 
-func TestExport(t *testing.T) {
+func TestExportedSpansReachCollector(t *testing.T) {
 	for _, protocol := range []string{GRPC, HTTP} {
 		t.Run(strings.ReplaceAll(protocol, "/", "-"), func(t *testing.T) {
 			c := &fakeCollector{}
@@ -165,7 +174,7 @@ func TestExport(t *testing.T) {
 			before := time.Now()
 			record(e, kubelets)
 			record(e, "")
-			if err := closed(t, e); err != nil { // sends what there is
+			if err := closed(t, e); err != nil { // sends the queue
 				t.Fatal(err)
 			}
 			if got := e.Info(); got.Exported != 6 || got.Dropped != 0 || got.Problem != "" {
@@ -209,10 +218,10 @@ func TestExport(t *testing.T) {
 			}
 			remote := trace.ParseRemote(kubelets)
 			if s := spans[0]; string(s.TraceId) != string(remote.TraceID[:]) || string(s.ParentSpanId) != string(remote.SpanID[:]) || s.Flags != 0x301 {
-				t.Errorf("kubelet's trace does not go on: %v", s)
+				t.Errorf("the span is not part of kubelet's trace: %v", s)
 			}
 			if s := spans[3]; len(s.ParentSpanId) != 0 || s.Flags != 0x101 {
-				t.Errorf("a trace of its own: %v", s)
+				t.Errorf("a trace without a parent: %v", s)
 			}
 			if protocol == HTTP && (c.headers.Get("Content-Type") != "application/x-protobuf" || c.headers.Get("User-Agent") != "berth/1.2.3") {
 				t.Errorf("headers %v", c.headers)
@@ -221,7 +230,7 @@ func TestExport(t *testing.T) {
 	}
 }
 
-func TestSample(t *testing.T) {
+func TestSampleFollowsRequestThenRate(t *testing.T) {
 	asked, unasked := trace.ParseRemote(kubelets), trace.ParseRemote(strings.TrimSuffix(kubelets, "1")+"0")
 	for perMillion, want := range map[int]bool{0: false, 1_000_000: true} {
 		e := &Exporter{cfg: Config{PerMillion: perMillion}}
@@ -231,8 +240,7 @@ func TestSample(t *testing.T) {
 	}
 }
 
-// What may help is tried again, what does not is not.
-func TestFailures(t *testing.T) {
+func TestTransientFailuresAreRetried(t *testing.T) {
 	for _, test := range []struct {
 		name, protocol string
 		code           codes.Code
@@ -265,9 +273,9 @@ func TestFailures(t *testing.T) {
 	}
 }
 
-// Spans that a collector refuses are no success, and are not sent again.
-func TestPartialSuccess(t *testing.T) {
-	c := &fakeCollector{partial: appendText(appendVarint(nil, partialRejected, 2), partialMessage, "too \x1b[31mold")}
+// Spans that a collector rejects are not exported, and must not be sent again.
+func TestRejectedSpansAreDropped(t *testing.T) {
+	c := &fakeCollector{partial: bytesField(varintField(partialRejected, 2), partialMessage, []byte("too \x1b[31mold"))}
 	e := exporter(t, c, GRPC)
 	record(e, "")
 	if err := closed(t, e); err != nil {
@@ -276,7 +284,7 @@ func TestPartialSuccess(t *testing.T) {
 	if got := e.Info(); got.Dropped != 1 || !strings.Contains(got.Problem, `refused 2 spans: "too \x1b[31mold"`) || len(c.received()) != 1 {
 		t.Errorf("%+v", got)
 	}
-	c = &fakeCollector{partial: appendText(nil, partialMessage, "by the way")}
+	c = &fakeCollector{partial: bytesField(nil, partialMessage, []byte("by the way"))}
 	e = exporter(t, c, GRPC)
 	record(e, "")
 	if err := closed(t, e); err != nil || e.Info().Exported != 3 {
@@ -284,8 +292,8 @@ func TestPartialSuccess(t *testing.T) {
 	}
 }
 
-// A collector that hangs delays nobody: what there is no room for is lost and counted, and the end waits no longer than it may.
-func TestHangingCollector(t *testing.T) {
+// Export must not wait for a collector that hangs, and Close no longer than its context.
+func TestHangingCollectorDelaysNothing(t *testing.T) {
 	c := &fakeCollector{hang: make(chan struct{})}
 	defer close(c.hang)
 	e := exporter(t, c, GRPC)
@@ -303,8 +311,8 @@ func TestHangingCollector(t *testing.T) {
 	}
 }
 
-// A collector that is not what was configured: TLS fails, and nothing is sent in the clear.
-func TestTLSIsWanted(t *testing.T) {
+// The exporter must never fall back to plain text.
+func TestPlainTextIsNeverUsedWithTLS(t *testing.T) {
 	c := &fakeCollector{}
 	s := httptest.NewUnstartedServer(c)
 	s.TLS, s.EnableHTTP2 = &tls.Config{MinVersion: tls.VersionTLS12}, true
@@ -326,19 +334,18 @@ func TestTLSIsWanted(t *testing.T) {
 	}
 }
 
-// What a collector answers may be anything.
 func FuzzAnswer(f *testing.F) {
-	f.Add(appendBytes(nil, responsePartial, appendText(appendVarint(nil, partialRejected, 3), partialMessage, "m")))
+	f.Add(bytesField(nil, responsePartial, bytesField(varintField(partialRejected, 3), partialMessage, []byte("m"))))
 	f.Add([]byte{0x0a, 0xff})
 	f.Fuzz(func(t *testing.T, answer []byte) {
 		_ = refusal(answer) // must return
 	})
 }
 
-// proxy is what the environment of the tests names as one.
+// proxy is the proxy that the environment of the tests names.
 var proxy net.Listener
 
-// The environment is looked at once in a process. Nobody asks a proxy for what is local.
+// net/http reads the environment once per process, and never uses a proxy for local addresses.
 func TestMain(m *testing.M) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -353,7 +360,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// What is sent names pods, and goes to the collector without a stop on the way.
+// Traces name pods, so they must not pass through a proxy.
 func TestProxiesAreNotUsed(t *testing.T) {
 	asked := make(chan struct{}, 1)
 	var accepting sync.WaitGroup
@@ -371,7 +378,7 @@ func TestProxiesAreNotUsed(t *testing.T) {
 		}
 	})
 	for _, protocol := range []string{GRPC, HTTP} {
-		send, err := newSender(Config{Endpoint: "192.0.2.1:4317", Protocol: protocol, Insecure: true}) // TEST-NET-1: nobody
+		send, err := newSender(Config{Endpoint: "192.0.2.1:4317", Protocol: protocol, Insecure: true}) // TEST-NET-1, unassigned
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -391,7 +398,7 @@ func TestProxiesAreNotUsed(t *testing.T) {
 	}
 }
 
-// A trace that finds no room in the queue keeps nothing for the exporter: it may stay with its pod for long.
+// A pod may keep a trace for long, so a trace that the queue refuses must not keep its attributes.
 func TestQueueIsFull(t *testing.T) {
 	e := &Exporter{queue: make(chan *trace.Trace)}
 	full := &trace.Trace{Attributes: []trace.Attribute{{Key: "k", Value: "v"}}}
