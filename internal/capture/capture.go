@@ -1,10 +1,11 @@
-// Package output keeps what a program prints, to the last byte.
+// Package capture keeps the output of a program to the last byte.
 //
 // # Contract
 //
-// What the program has written when it ends is kept, up to a limit, however busy this process is; and who has inherited the output, a
-// child in the background for one, keeps nobody waiting. With os/exec's own pipes it is one or the other: after WaitDelay they
-// are closed, whether or not what is in them was read (seen at a load of 28 on two CPUs, with a delay of 500 ms).
+// Everything that the program has written before its end is kept, up to a limit, however busy this
+// process is. A child that inherited the output does not delay the end. os/exec's own pipes cannot
+// do both: after WaitDelay it closes them, whether or not their content was read (seen at a load of
+// 28 on two CPUs with a delay of 500 ms).
 package capture
 
 import (
@@ -17,16 +18,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Output is what one program prints to one of its files. Its methods are for one goroutine.
+// Output captures one output stream of one program. Its methods are for one goroutine.
 type Output struct {
 	max         int
 	kept        bytes.Buffer
 	total       int
 	read, write *os.File
-	stopped     chan struct{} // closed when nobody reads; before that, kept and total are the reader's
+	stopped     chan struct{} // closed when the reader has stopped; until then the reader owns kept and total
 }
 
-// New returns an empty output of which limit bytes are kept. It has two descriptors until Started, and one until End.
+// New returns an empty output that keeps limit bytes. It holds two descriptors until Started, and
+// one until End.
 func New(limit int) (*Output, error) {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -37,33 +39,36 @@ func New(limit int) (*Output, error) {
 	return o, nil
 }
 
-// File is what the program gets, until Started.
+// File returns the file to pass to the program. It is valid until Started.
 func (o *Output) File() *os.File { return o.write }
 
-// Started is to be called when the program has the file. Who does not call it calls End.
+// Started closes this process's copy of the file once the program has it. A caller that does not
+// call it must call End.
 func (o *Output) Started() error {
 	w := o.write
 	o.write = nil
 	return w.Close()
 }
 
-// follow reads until End, so that the program never waits for somebody to read.
+// follow reads until End, so that the program never blocks on a full pipe.
 func (o *Output) follow() {
 	defer close(o.stopped)
 	buf := make([]byte, 4<<10)
 	for {
 		n, err := o.read.Read(buf)
 		o.keep(buf[:n])
-		if err != nil { // all writers have gone, or End
+		if err != nil { // all writers are gone, or End
 			return
 		}
 	}
 }
 
-// maxLeft bounds what End reads, in bytes: the largest pipe. Whoever still writes could go on for ever.
+// maxLeft bounds how much End reads, in bytes: the size of the largest pipe. A surviving child
+// could write forever.
 const maxLeft = 1 << 20
 
-// End reads what is there still, without waiting for more, and closes all. The program has ended, or was not started.
+// End reads the rest without waiting for more, and closes everything. The program must have ended,
+// or not have been started.
 func (o *Output) End() error {
 	err := o.read.SetReadDeadline(time.Unix(1, 0))
 	if err == nil {
@@ -89,7 +94,7 @@ func (o *Output) drain() error {
 	return errors.Join(err, readErr)
 }
 
-// drainFrom reads a pipe that does not block.
+// drainFrom reads a non-blocking pipe.
 func (o *Output) drainFrom(fd int) error {
 	buf := make([]byte, 4<<10)
 	for left := maxLeft; left > 0; {
@@ -115,8 +120,8 @@ func (o *Output) keep(b []byte) {
 	o.kept.Write(b[:min(len(b), o.max-o.kept.Len())])
 }
 
-// Bytes is the beginning of what was printed, as much as is kept. Only after End.
+// Bytes returns the kept beginning of the output. Valid after End.
 func (o *Output) Bytes() []byte { return o.kept.Bytes() }
 
-// Total is how many bytes were printed. Only after End.
+// Total returns how many bytes the program has written. Valid after End.
 func (o *Output) Total() int { return o.total }

@@ -22,8 +22,7 @@ func end(t *testing.T, o *Output) {
 	}
 }
 
-// What was written before the end is there, whether or not anybody has come to read it.
-func TestNothingIsLost(t *testing.T) {
+func TestOutputBeforeEndIsComplete(t *testing.T) {
 	text := strings.Repeat("x", 60<<10)
 	for range 1000 {
 		o := newOutput(t, 1<<20)
@@ -32,17 +31,17 @@ func TestNothingIsLost(t *testing.T) {
 		}
 		end(t, o)
 		if string(o.Bytes()) != text || o.Total() != len(text) {
-			t.Fatalf("%d bytes are kept of %d", len(o.Bytes()), len(text))
+			t.Fatalf("kept %d bytes of %d", len(o.Bytes()), len(text))
 		}
 	}
 }
 
-func TestOfPrograms(t *testing.T) {
+func TestOutputOfPrograms(t *testing.T) {
 	for _, tt := range []struct {
 		name, script string
 		limit        int
 		kept         string
-		most         bool // it prints more than any limit
+		most         bool // it writes more than any limit
 	}{
 		{name: "nothing", script: "exit 1", limit: 10},
 		{name: "less than the limit", script: "echo one; echo two", limit: 100, kept: "one\ntwo\n"},
@@ -61,11 +60,11 @@ func TestOfPrograms(t *testing.T) {
 			if err := o.Started(); err != nil {
 				t.Fatal(err)
 			}
-			_ = cmd.Wait() // some fail
+			_ = cmd.Wait() // some scripts fail
 			end(t, o)
 			end(t, child)
 			if pid := strings.TrimSpace(string(child.Bytes())); pid != "" {
-				_ = exec.Command("kill", "-9", pid).Run() // yes may have ended, with nobody to read
+				_ = exec.Command("kill", "-9", pid).Run() // without a reader, yes may have ended
 			}
 			if string(o.Bytes()) != tt.kept || !tt.most && tt.name != "more" && o.Total() != len(tt.kept) {
 				t.Errorf("kept %.40q of %d bytes, want %.40q", o.Bytes(), o.Total(), tt.kept)
@@ -74,7 +73,7 @@ func TestOfPrograms(t *testing.T) {
 	}
 }
 
-func TestNotStarted(t *testing.T) {
+func TestEndWithoutStart(t *testing.T) {
 	o := newOutput(t, 10)
 	end(t, o)
 	if len(o.Bytes()) != 0 {

@@ -1,4 +1,4 @@
-// Package cleanup keeps the undo steps of an operation in one list.
+// Package cleanup collects the undo steps of an operation in one list.
 //
 //	undo := cleanup.New()
 //	defer undo.Run(&err)
@@ -24,14 +24,13 @@ type step struct {
 // New returns an empty list.
 func New() *List { return &List{} }
 
-// Add puts an undo step on top of the list. The name says what it undoes.
+// Add pushes an undo step. The name appears in its error.
 func (l *List) Add(name string, undo func() error) { l.steps = append(l.steps, step{name, undo}) }
 
-// Release forgets all steps: the operation succeeded.
+// Release drops all steps, because the operation has succeeded.
 func (l *List) Release() { l.steps = nil }
 
-// Run executes the steps, newest first, every one of them whatever the others
-// return, and joins their errors to *err. It is meant to be deferred.
+// Run executes all steps, newest first, and joins their errors to *err. It is meant to be deferred.
 func (l *List) Run(err *error) {
 	for i := len(l.steps) - 1; i >= 0; i-- {
 		if e := l.steps[i].undo(); e != nil {

@@ -1,9 +1,9 @@
-// Package answers says with which gRPC codes each method of CRI v1 may refuse what a
-// client asks for. It is for tests: those that send odd requests, to the server alone
-// and to a whole daemon, hold both to the same list.
+// Package cricodes lists the gRPC codes with which each method of CRI v1 may refuse a request. It
+// is for tests that send odd requests to the server alone or to a whole daemon.
 //
-// Not in it are the codes for trouble that no request causes: Internal, Unknown (with the
-// exception that Allowed knows) and DataLoss are always a fault of ours or of the machine, and Canceled is the client's own.
+// The list lacks codes of failures that no request causes: Internal, Unknown (with the exception in
+// Allowed) and DataLoss are always a fault of berth or the machine, and Canceled is the client's
+// own.
 package cricodes
 
 import (
@@ -13,7 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// Methods that have no entry never fail: they answer what is there at the moment.
+// Methods without an entry never fail: they report the current state.
 var refusals = map[string][]codes.Code{
 	"RunPodSandbox":    {codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition},
 	"StopPodSandbox":   {codes.InvalidArgument},
@@ -33,7 +33,7 @@ var refusals = map[string][]codes.Code{
 	"UpdatePodSandboxResources": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition},
 	"UpdateRuntimeConfig":       {codes.InvalidArgument},
 
-	"ExecSync":    {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.DeadlineExceeded}, // of the command
+	"ExecSync":    {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.DeadlineExceeded}, // DeadlineExceeded: the command's timeout
 	"Exec":        {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
 	"Attach":      {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
 	"PortForward": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
@@ -43,19 +43,19 @@ var refusals = map[string][]codes.Code{
 	"ImageStatus":  {codes.InvalidArgument},
 	"RemoveImage":  {codes.InvalidArgument},
 	"PullImage": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
-		codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted}, // the registry's
+		codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted}, // codes of the registry
 
 	"CheckpointContainer": {codes.Unimplemented},
 	"CheckpointPod":       {codes.Unimplemented},
 	"RestorePod":          {codes.Unimplemented},
 }
 
-// unavailable begins the text of errors that kubelet knows by it (images.ErrRegistryUnavailable). It looks for
-// it only in those with the code Unknown.
+// unavailable is the prefix of errors that kubelet recognizes (images.ErrRegistryUnavailable).
+// kubelet only looks for it in errors with code Unknown.
 const unavailable = "RegistryUnavailable: "
 
-// Allowed reports whether a method, "StopContainer" for one, may answer with a code, and an error's text, because
-// of what it was asked.
+// Allowed reports whether a method, for example "StopContainer", may answer with this code and
+// error text because of its request.
 func Allowed(method string, code codes.Code, text string) bool {
 	if method == "PullImage" && code == codes.Unknown {
 		return strings.HasPrefix(text, unavailable)

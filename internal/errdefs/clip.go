@@ -5,7 +5,7 @@ import (
 	"unicode"
 )
 
-// Clip makes foreign text fit for an error: printable and short.
+// Clip shortens foreign text for an error and escapes what is not printable.
 func Clip(s string) string {
 	const limit = 200
 	s = strings.Map(func(r rune) rune {

@@ -1,9 +1,8 @@
-// Package errdefs gives errors a gRPC code where they arise, so that the server
-// can pass them on without guessing.
+// Package errdefs attaches a gRPC code to an error where it arises, so that the server need not
+// guess it.
 //
-// An error made here keeps its code through any number of fmt.Errorf("…: %w")
-// wrappers: google.golang.org/grpc/status finds it by its GRPCStatus method, and
-// the client sees the text of the outermost wrapper.
+// The code survives any number of fmt.Errorf("…: %w") wrappers: google.golang.org/grpc/status finds
+// it through the method GRPCStatus, and the client sees the text of the outermost wrapper.
 package errdefs
 
 import (
@@ -79,9 +78,8 @@ func DeadlineExceeded(format string, args ...any) error {
 	return New(codes.DeadlineExceeded, format, args...)
 }
 
-// IsBadPath tells whether a system call failed because of the path it was given, so that who gave
-// it is at fault: there is nothing, it leads through something that is no directory or by links
-// round and round, or it is too long.
+// IsBadPath reports whether a system call failed because of its path, which is the fault of whoever
+// supplied it: the path does not exist, leads through a file or a link loop, or is too long.
 func IsBadPath(err error) bool {
 	for _, e := range []error{fs.ErrNotExist, unix.ENOTDIR, unix.ELOOP, unix.ENAMETOOLONG} {
 		if errors.Is(err, e) {

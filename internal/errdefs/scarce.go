@@ -9,9 +9,8 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// scarce are the errors that say that the node lacks something, whatever was done when
-// that was found out. A client may come again when there is room; a filesystem that became
-// read-only has to be mended first.
+// scarce are the errors of an exhausted resource, independent of the operation. A client may retry
+// when the node has room again. A read-only filesystem needs repair first.
 var scarce = []struct {
 	errno unix.Errno
 	code  codes.Code
@@ -24,8 +23,9 @@ var scarce = []struct {
 	{unix.EROFS, codes.FailedPrecondition},
 }
 
-// Scarce gives an error that no layer had a better code for the one of what the node lacks, if it
-// is for that: room on a filesystem, descriptors, memory, processes. Every other error is returned as it is.
+// Scarce gives err the code of the exhausted resource that it wraps: room on a filesystem,
+// descriptors, memory or processes. It returns errors that have a better code, and all others,
+// unchanged.
 func Scarce(err error) error {
 	if code := Code(err); code != codes.Unknown && code != codes.Internal {
 		return err
@@ -35,7 +35,7 @@ func Scarce(err error) error {
 			return New(s.code, "%w", err)
 		}
 	}
-	// EAGAIN has many meanings; of a fork it says that there are too many processes.
+	// EAGAIN has many meanings. From fork it means too many processes.
 	var path *fs.PathError
 	if errors.As(err, &path) && path.Op == "fork/exec" && path.Err == unix.EAGAIN {
 		return New(codes.ResourceExhausted, "%w", err)
@@ -43,14 +43,13 @@ func Scarce(err error) error {
 	return err
 }
 
-// IsUnwritable tells whether an operation failed because a filesystem takes nothing at the moment: it is full, or
-// read-only.
+// IsUnwritable reports whether an operation failed because a filesystem is full or read-only.
 func IsUnwritable(err error) bool {
 	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT)
 }
 
-// Reported returns an error that another process reported as text, with a code, or with that of what
-// the node lacks, if the text ends by saying so and the code is Internal.
+// Reported returns an error that another process reported as text. If code is Internal and the text
+// ends with the message of an exhausted resource, it has the code of that resource.
 func Reported(code codes.Code, text string) error {
 	if code == codes.Internal {
 		for _, s := range scarce {

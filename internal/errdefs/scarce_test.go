@@ -10,7 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-func TestScarce(t *testing.T) {
+func TestScarceGivesCodeOfExhaustedResource(t *testing.T) {
 	full := &fs.PathError{Op: "write", Path: "/x", Err: unix.ENOSPC}
 	for name, tt := range map[string]struct {
 		err  error
@@ -31,11 +31,11 @@ func TestScarce(t *testing.T) {
 		}
 	}
 	if err := Scarce(full); !errors.Is(err, unix.ENOSPC) || err.Error() != full.Error() {
-		t.Errorf("the error has become %v", err)
+		t.Errorf("the error became %v", err)
 	}
 }
 
-func TestReported(t *testing.T) {
+func TestReportedTextOfExhaustedResourceHasItsCode(t *testing.T) {
 	for text, want := range map[string]codes.Code{
 		"open /x: no space left on device":             codes.ResourceExhausted,
 		"open log /x: read-only file system":           codes.FailedPrecondition,
@@ -47,6 +47,6 @@ func TestReported(t *testing.T) {
 		}
 	}
 	if got := Code(Reported(codes.InvalidArgument, "mkdir /x: read-only file system")); got != codes.InvalidArgument {
-		t.Errorf("the code has become %s", got)
+		t.Errorf("the code became %s", got)
 	}
 }

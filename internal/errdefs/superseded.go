@@ -2,14 +2,14 @@ package errdefs
 
 import "errors"
 
-// superseded is an error of an operation that another request has ended.
+// superseded is the error of an operation that another request ended.
 type superseded struct{ error }
 
 func (e superseded) Unwrap() error { return e.error }
 
-// Superseded marks the error of an operation that ended because another request wanted the
-// opposite: the start of a container whose pod is being stopped, say. The client is told; an
-// operator need not be warned.
+// Superseded marks the error of an operation that ended because another request demanded the
+// opposite, for example the start of a container whose pod is being stopped. The client gets the
+// error, but the log needs no warning.
 func Superseded(err error) error {
 	if err == nil {
 		return nil
@@ -17,7 +17,7 @@ func Superseded(err error) error {
 	return superseded{err}
 }
 
-// IsSuperseded tells whether an error is marked so.
+// IsSuperseded reports whether an error has this mark.
 func IsSuperseded(err error) bool {
 	var s superseded
 	return errors.As(err, &s)

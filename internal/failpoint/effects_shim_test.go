@@ -11,24 +11,26 @@ import (
 	"testing"
 )
 
-// shimEffects are further effects of launchers and monitors: what libcontainer and the programs of runtimes do for them.
+// shimEffects are additional effects of launchers and monitors, through libcontainer and the
+// programs of runtimes.
 var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|openLogFile|cgroup\.KillDir|pidfd\.KillTree)$`)
 
-// unmarkedOfShims are the functions of launchers and monitors with effects and without a failpoint, each with the reason.
+// unmarkedOfShims are functions of launchers and monitors that have effects but no failpoint, with
+// the reason.
 var unmarkedOfShims = map[string]string{
-	"shim/launcher.clampOOMScore":    "about the launcher itself",
+	"shim/launcher.clampOOMScore":    "affects only the launcher",
 	"shim/launcher.endChildren":      signal,
 	"shim/launcher.execute":          byCaller,
-	"shim/launcher.chown":            "about pipes of its own",
-	"shim/launcher.nameProcess":      "about the launcher itself",
+	"shim/launcher.chown":            "affects only its own pipes",
+	"shim/launcher.nameProcess":      "affects only the launcher",
 	"shim/launcher.openOOM":          "a registration that ends with the process",
-	"shim/launcher.removeEmptyExecs": "cgroups without use, which whoever comes next removes",
+	"shim/launcher.removeEmptyExecs": "unused cgroups, which the next cleanup removes",
 	"shim/monitor.each_pid":          signal,
 	"shim/monitor.write_file":        byCaller,
 }
 
-// Every function of a launcher or monitor that has an effect has failpoints, too. Between two of them may be several: integration/crash
-// also kills launchers after each of their system calls.
+// A function of a launcher or monitor that has effects must have a failpoint. Several effects may
+// lie between two of them, because integration/crash also kills launchers after each system call.
 func TestEffectsOfShimsAreMarked(t *testing.T) {
 	found := map[string]bool{}
 	for _, path := range sources(t, "shim/launcher/*.go") {
@@ -55,17 +57,17 @@ func sources(t *testing.T, pattern string) []string {
 	return paths
 }
 
-// effectsInC are the monitor's calls that change something outside of the process.
+// effectsInC are calls of the monitor that change something outside the process.
 var effectsInC = regexp.MustCompile(`\b(sys_(pwrite|ftruncate|unlinkat|rename|kill)|sys_write\(m->log|write_file|logfile_open|kill_tree)\b`)
 
-// functionInC is a function's name and body: the project's begin and end in the first column.
+// functionInC matches a function's name and body, which begin and end in the first column.
 var functionInC = regexp.MustCompile(`(?m)^[a-z][^;{}=]*?(\w+)\([^;{}]*\)\n\{\n((?s:.*?))^\}`)
 
-// checkMonitor reports the functions of a C file that have effects and no failpoint.
+// checkMonitor reports functions of a C file that have effects but no failpoint.
 func checkMonitor(t *testing.T, path, pkg string, found map[string]bool) {
 	t.Helper()
 	if strings.HasSuffix(path, "/failpoint.c") || strings.HasSuffix(path, "/driver.c") {
-		return // the failpoints themselves, and a test's
+		return // the failpoints themselves, and a test driver
 	}
 	source, err := os.ReadFile(path)
 	if err != nil {
@@ -84,7 +86,7 @@ func checkMonitor(t *testing.T, path, pkg string, found map[string]bool) {
 	}
 }
 
-// checkLauncher reports the functions of a file that have effects and no failpoint.
+// checkLauncher reports functions of a Go file that have effects but no failpoint.
 func checkLauncher(t *testing.T, path, pkg string, found map[string]bool) {
 	t.Helper()
 	files := token.NewFileSet()

@@ -13,8 +13,8 @@ import (
 	"testing"
 )
 
-// effects are the calls that change something outside of the process: functions with their package, methods with the
-// last name of what they are called on. What opens a file to write it is one, too.
+// effects are calls that change something outside the process: functions with their package,
+// methods with the last name of their receiver. Opening a file for writing counts as one.
 var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`os\.(Mkdir(All|Temp)?|Create(Temp)?|Rename|Remove(All)?|WriteFile|Symlink|Link|L?[Cc]h(own|mod|times)|Truncate|StartProcess)`,
 	`unix\.(Mount|Unmount|MoveMount|MountSetattr|Rename(at2?)?|Unlink(at)?|Mkdir(at)?|Rmdir|Mknod(at)?|Link(at)?|Symlink(at)?)`,
@@ -26,16 +26,16 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`proto\.(Write|Reserve)File`,
 	`(mgr|manager)\.(Set|Apply|Destroy|Freeze)`,
 	`lib\.(Add|Del|GC)NetworkList`,
-	`(host|pod)\.do`, // package links' batches
+	`(host|pod)\.do`, // batches of package links
 	`conn\.Flush`,
 	`flows\.Execute`, // conntrack
 	`\w+\.(Mkdir|Mknod|Symlink|Link|Chown|Chmod|Setxattr|Removexattr|Utimes|RemoveAll(Until)?|Rename)`, // safefs.Dir's
 }, `|`) + `)$`)
 
-// packages are those in which the daemon has effects, with what is below them.
+// packages are the trees in which the daemon has effects.
 var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "sandbox", "server", "shim"}
 
-// leftOut are packages, with the reason or whose they are.
+// leftOut are packages without checks, with the reason.
 var leftOut = map[string]string{
 	"cmd/berth/check/nodecheck":   "berth check",
 	"cmd/berth/podrun":            "berth run",
@@ -51,21 +51,21 @@ var leftOut = map[string]string{
 }
 
 const (
-	byCaller = "its callers have points before and after it"
-	again    = "part of each start, which makes what is not there, and leaves what is"
-	lock     = "a file that is there to be locked, and stays"
-	detached = "a mount that is nowhere yet, and goes with its descriptor"
+	byCaller = "its callers have failpoints before and after it"
+	again    = "part of each start, and idempotent"
+	lock     = "creates a lock file, which stays"
+	detached = "a detached mount, which ends with its descriptor"
 	launcher = "the launcher's"
-	worker   = "berth-unpack's, but for what its callers have points for"
-	probe    = "a probe at start, in a mount namespace that ends with it"
-	signal   = "a signal, to what is looked for and killed again by whoever comes next"
-	unpinned = "in a network namespace that nothing pins yet"
-	unnamed  = "in a directory that has no name yet; the points are before it and after all of it"
-	undo     = "undoes, after an error, what a crash leaves for the next start to undo"
+	worker   = "in berth-unpack, or its callers have failpoints"
+	probe    = "a probe at start, in a mount namespace of its own"
+	signal   = "a signal, which the next cleanup repeats"
+	unpinned = "in a network namespace that is not pinned yet"
+	unnamed  = "in a directory without a name yet; failpoints surround the whole"
+	undo     = "undoes after an error, as the next start does after a crash"
 )
 
-// unmarked are the functions in which effects are not between two failpoints, with these effects, and each with the
-// reason.
+// unmarked are functions with effects that are not each between two failpoints, with these effects
+// and the reason.
 var unmarked = map[string]string{
 	"checkpoint.OpenDir: os.MkdirAll":               again,
 	"checkpoint.removeIfExists: os.Remove":          byCaller,
@@ -138,7 +138,7 @@ var unmarked = map[string]string{
 	"internal/rootfs.clearVolatile: os.RemoveAll":                                 launcher,
 	"internal/rootfs.cloneMapped: unix.MountSetattr":                              detached,
 	"internal/rootfs.cloneReadOnly: unix.MountSetattr":                            detached,
-	"internal/rootfs.mkdir: os.Remove os.Chown":                                   undo, // between them is nothing that is not undone
+	"internal/rootfs.mkdir: os.Remove os.Chown":                                   undo, // what happens between them is undone
 	"internal/rootfs.mountInFDs: unix.Mount":                                      launcher,
 	"internal/rootfs.mountOld: unix.Mount":                                        launcher,
 	"internal/rootfs.overlayMapped: unix.Unmount":                                 launcher,
@@ -174,8 +174,8 @@ var unmarked = map[string]string{
 	"shim/proto.writeFile: os.OpenFile":                                               byCaller,
 }
 
-// Every step of the daemon that has an effect has a failpoint right before it and right after it, so that it is the only one
-// between the two.
+// Each effect of the daemon must have a failpoint right before it and right after it, with no other
+// effect between the two.
 func TestEffectsAreMarked(t *testing.T) {
 	found := map[string]bool{}
 	for _, dir := range packages {
@@ -206,7 +206,7 @@ func TestEffectsAreMarked(t *testing.T) {
 	}
 }
 
-// check reports the functions of a file with effects that are not between failpoints.
+// check reports functions of a file with effects that are not between failpoints.
 func check(t *testing.T, path, pkg string, found map[string]bool) error {
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, path, nil, parser.SkipObjectResolution)
@@ -231,16 +231,16 @@ func check(t *testing.T, path, pkg string, found map[string]bool) error {
 	return nil
 }
 
-// reach is the step that is a failpoint.
+// reach is the call of a failpoint.
 const reach = "failpoint.Reach"
 
-// step is a call in a function.
+// step is a relevant call in a function.
 type step struct {
 	name string
 	at   token.Pos
 }
 
-// notBetween returns the effects that are not the only one between two failpoints.
+// notBetween returns the effects that share the space between two failpoints, or lack one of these.
 func notBetween(steps []step) (bare []string) {
 	isPoint := func(i int) bool { return i >= 0 && i < len(steps) && steps[i].name == reach }
 	for i, s := range steps {
@@ -251,8 +251,8 @@ func notBetween(steps []step) (bare []string) {
 	return bare
 }
 
-// callersEffects are the functions of a package that leave it to their callers to have points before and after them:
-// there they are effects themselves.
+// callersEffects are functions of a package whose callers have failpoints around them. In their
+// callers they count as effects.
 func callersEffects(pkg string) (names []string) {
 	for name, reason := range unmarked {
 		if function, ok := strings.CutPrefix(name, pkg+"."); ok && reason == byCaller {
@@ -263,8 +263,8 @@ func callersEffects(pkg string) (names []string) {
 	return names
 }
 
-// stepsOf returns the effects and failpoints of a function, in the order of the source. further names functions of its own
-// package that are effects.
+// stepsOf returns the effects and failpoints of a function in source order. further names functions
+// of its own package that count as effects.
 func stepsOf(body ast.Node, further []string) (steps []step) {
 	ast.Inspect(body, func(n ast.Node) bool {
 		call, ok := n.(*ast.CallExpr)
@@ -281,7 +281,7 @@ func stepsOf(body ast.Node, further []string) (steps []step) {
 	return steps
 }
 
-// calledName is the last name of what a function or method belongs to, and its own after a dot.
+// calledName returns the last name of a call's receiver or package, a dot, and the function's name.
 func calledName(call *ast.CallExpr) string {
 	switch f := call.Fun.(type) {
 	case *ast.Ident:
@@ -292,7 +292,7 @@ func calledName(call *ast.CallExpr) string {
 	return ""
 }
 
-// lastName is the name of a package or variable, or of the field that is called last.
+// lastName returns the name of a package, variable or field, or of the last call.
 func lastName(x ast.Expr) string {
 	switch x := x.(type) {
 	case *ast.Ident:
@@ -308,7 +308,7 @@ var (
 	writeFlags = []string{"O_CREATE", "O_CREAT", "O_WRONLY", "O_RDWR", "O_TRUNC"}
 )
 
-// opensToWrite tells whether a call opens a file that is made or changed by that.
+// opensToWrite reports whether a call opens a file for writing or creates one.
 func opensToWrite(name string, call *ast.CallExpr) (writes bool) {
 	if !slices.Contains(openers, name) {
 		return false
@@ -323,8 +323,7 @@ func opensToWrite(name string, call *ast.CallExpr) (writes bool) {
 	return writes
 }
 
-// The test finds what it looks for.
-func TestNotBetween(t *testing.T) {
+func TestNotBetweenFindsUnmarkedEffects(t *testing.T) {
 	for _, c := range []struct{ body, want string }{
 		{`failpoint.Reach("a"); os.Mkdir(x, 0); failpoint.Reach("b")`, ""},
 		{`failpoint.Reach("a"); os.Mkdir(x, 0)`, "os.Mkdir"},

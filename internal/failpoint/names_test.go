@@ -7,8 +7,8 @@ import (
 	"berth/internal/failpoint/points"
 )
 
-// Each point is in one place, and its name is a literal of the form that the package doc says.
-func TestNames(t *testing.T) {
+// A name must be a literal of the documented form and occur in one place only.
+func TestNamesAreUniqueLiterals(t *testing.T) {
 	all, err := points.Below("../..")
 	if err != nil {
 		t.Fatal(err)
@@ -29,6 +29,6 @@ func TestNames(t *testing.T) {
 		places[p.Name] = p.Place
 	}
 	if len(places) < 50 {
-		t.Errorf("only %d points were found", len(places))
+		t.Errorf("found only %d points", len(places))
 	}
 }

@@ -2,11 +2,11 @@
 
 package failpoint
 
-// Enabled tells whether this binary has failpoints.
+// Enabled reports whether this binary has failpoints.
 const Enabled = false
 
 // Reach does nothing.
 func Reach(string) {}
 
-// Env is empty.
+// Env returns nil.
 func Env() []string { return nil }

@@ -13,18 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Enabled tells whether this binary has failpoints.
+// Enabled reports whether this binary has failpoints.
 const Enabled = true
 
 const variable = "BERTH_FAILPOINTS"
 
-// program is the name that this program was started by.
+// program is the name of this program.
 var program = filepath.Base(os.Args[0])
 
-// dir is empty in a process that nobody controls.
+// dir is empty in a process without a controlling test.
 var dir = os.Getenv(variable)
 
-// Env is what a child process needs in its environment to have failpoints, too.
+// Env returns the environment that enables failpoints in a child process.
 func Env() []string {
 	if dir == "" {
 		return nil
@@ -32,8 +32,8 @@ func Env() []string {
 	return []string{variable + "=" + dir}
 }
 
-// Reach says that the program is at the point of that name. It may not return. Trouble with the
-// directory is a panic: a test that does not do what it says is worse than none.
+// Reach reports that the program has reached the point of that name. It may not return. It panics
+// if it cannot use the directory, because a test must not pass without its failpoints.
 func Reach(name string) {
 	if dir == "" {
 		return
@@ -43,7 +43,7 @@ func Reach(name string) {
 		signal, err = due(name)
 	}
 	if err == nil && signal != 0 {
-		runtime.LockOSThread() // the signal is this thread's, which so goes no step further
+		runtime.LockOSThread() // the signal hits this thread, which makes no further step
 		err = unix.Tgkill(unix.Getpid(), unix.Gettid(), signal)
 		runtime.UnlockOSThread()
 	}
@@ -52,7 +52,7 @@ func Reach(name string) {
 	}
 }
 
-// note appends the name, our process ID and program to the trace, if there is one.
+// note appends the name, the process ID and the program to the trace, if it exists.
 func note(name string) error {
 	fd, err := unix.Open(dir+"/trace", unix.O_WRONLY|unix.O_APPEND|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
@@ -65,7 +65,7 @@ func note(name string) error {
 	return errors.Join(err, unix.Close(fd))
 }
 
-// due returns the signal that the program is to get here, 0 for none.
+// due returns the signal that the program must receive here, or 0.
 func due(name string) (signal unix.Signal, err error) {
 	fd, err := unix.Open(dir+"/armed", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
@@ -81,8 +81,8 @@ func due(name string) (signal unix.Signal, err error) {
 	return countDown(fd, name)
 }
 
-// countDown takes one off the number in the file, which is locked, if it is about this point. At
-// the end of it the file is removed, and its signal returned.
+// countDown decrements the count in the locked file if the file names this point. When the count
+// reaches zero it removes the file and returns its signal.
 func countDown(fd int, name string) (unix.Signal, error) {
 	var buf [256]byte
 	n, err := unix.Pread(fd, buf[:], 0)
@@ -97,11 +97,11 @@ func countDown(fd int, name string) (unix.Signal, error) {
 		return 0, nil
 	}
 	left, err := strconv.Atoi(fields[1])
-	if err != nil || left < 1 { // 0: somebody was faster, and had opened it before it was removed
+	if err != nil || left < 1 { // 0: another process had opened it before its removal and was faster
 		return 0, err
 	}
 	left--
-	// Padded, so that it is never longer or shorter than what it replaces.
+	// Padded to the length of the content that it replaces.
 	text := name + " " + strings.Repeat("0", max(0, len(fields[1])-len(strconv.Itoa(left)))) + strconv.Itoa(left) + " " + fields[2] + " " + fields[3] + "\n"
 	if _, err := unix.Pwrite(fd, []byte(text), 0); err != nil || left > 0 {
 		return 0, err
@@ -118,7 +118,7 @@ func countDown(fd int, name string) (unix.Signal, error) {
 	return 0, errors.New("unknown action " + fields[2])
 }
 
-// isMeant tells whether this is the process, or a process of that program.
+// isMeant reports whether process is this process's ID or program name.
 func isMeant(process string) bool {
 	return process == strconv.Itoa(unix.Getpid()) || process == program
 }

@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// TestMain is also the program that has failpoints.
+// TestMain also runs the program that has failpoints.
 func TestMain(m *testing.M) {
 	if dir == "" {
 		os.Exit(m.Run())
@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 	}
 }
 
-func TestReach(t *testing.T) {
+func TestArmedPointSignalsProcess(t *testing.T) {
 	for _, c := range []struct {
 		name, armed, trace string
 		killed             bool
@@ -43,7 +43,7 @@ func TestReach(t *testing.T) {
 			}
 			state := run(t, control)
 			if killed := state.Sys().(syscall.WaitStatus).Signal() == syscall.SIGKILL; killed != c.killed {
-				t.Errorf("it ended with %v", state)
+				t.Errorf("the process ended with %v", state)
 			}
 			trace, err := os.ReadFile(filepath.Join(control, "trace"))
 			trace = bytes.ReplaceAll(trace, fmt.Appendf(nil, " %d %s\n", state.Pid(), program), []byte("\n"))
@@ -57,7 +57,6 @@ func TestReach(t *testing.T) {
 	}
 }
 
-// The points count down together, whichever program reaches them.
 func TestCountsAcrossPrograms(t *testing.T) {
 	control := t.TempDir()
 	write(t, filepath.Join(control, "armed"), "test.one 4 kill "+program+"\n")

@@ -1,9 +1,10 @@
-// Package descriptors keeps file descriptors of the daemon free of what its clients' sessions open.
+// Package fdquota reserves file descriptors of the daemon, so that clients' sessions cannot use up
+// all of them.
 //
 // # Contract
 //
-// The kernel gives out the lowest number that is free. So nothing that asks Quota opens a
-// descriptor of the reserve, whose numbers are the highest, and what does not ask it has the
+// The kernel assigns the lowest free number. The reserve consists of the highest numbers, and a
+// session that checks its Quota never keeps a descriptor from it. Everything else may use the
 // reserve: CRI connections, the watchdog, the daemon's own files.
 package fdquota
 
@@ -23,11 +24,11 @@ const (
 	maxReserve = 4096
 )
 
-// Quota is which descriptors sessions may have.
+// Quota is the range of descriptors that sessions may use.
 type Quota struct{ limit, reserve int }
 
-// ForSessions returns the quota of a process with this one's limit of open files. Go has raised
-// that to the hard limit.
+// ForSessions returns the quota for this process's limit of open files, which Go has raised to the
+// hard limit.
 func ForSessions() (Quota, error) {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -43,12 +44,13 @@ func forLimit(limit int) Quota {
 // Limit returns how many descriptors the process may have.
 func (q Quota) Limit() int { return q.limit }
 
-// Allows reports whether a session may have this descriptor, which has been opened for it.
+// Allows reports whether a session may keep this descriptor.
 func (q Quota) Allows(fd int) bool { return fd < q.limit-q.reserve }
 
-// Check returns nil if a session may open descriptors now, else ResourceExhausted.
+// Check returns nil if a session may open descriptors now, else an error with code
+// ResourceExhausted.
 func (q Quota) Check() error {
-	fd, err := unix.FcntlInt(os.Stderr.Fd(), unix.F_DUPFD_CLOEXEC, 0) // the number is what is looked at
+	fd, err := unix.FcntlInt(os.Stderr.Fd(), unix.F_DUPFD_CLOEXEC, 0) // only the number matters
 	if err != nil {
 		return errdefs.New(codes.ResourceExhausted, "open a file descriptor: %w", err)
 	}

@@ -9,7 +9,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-func TestReserve(t *testing.T) {
+func TestReserveIsShareOfLimit(t *testing.T) {
 	for name, test := range map[string]struct{ limit, first int }{
 		"of a test":      {256, 192},
 		"of a shell":     {1024, 768},
@@ -20,7 +20,7 @@ func TestReserve(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			q := forLimit(test.limit)
 			if q.Allows(test.first) || !q.Allows(test.first-1) {
-				t.Errorf("the reserve of %d begins elsewhere than at %d: %+v", test.limit, test.first, q)
+				t.Errorf("the reserve of %d does not begin at %d: %+v", test.limit, test.first, q)
 			}
 		})
 	}

@@ -1,12 +1,11 @@
-// Package feed tells any number of readers what happens, in order.
+// Package feed distributes events to any number of readers, in order.
 //
 // # Contract
 //
-// Publish never waits. Each reader gets every item published between its Subscribe
-// and its Close exactly once and in order, at its own pace; none can slow the
-// publisher or another reader. What a reader has not read is kept for it up to a
-// limit. One that falls further behind is told so by ErrBehind, and gets nothing more:
-// a gap is never silent.
+// Publish never waits. Each reader gets every item published between its Subscribe and its Close
+// exactly once and in order, at its own pace. A slow reader delays neither the publisher nor other
+// readers. A reader's unread items are kept up to a limit. Beyond it the reader gets ErrBehind and
+// no further items, so that a gap is never silent.
 package feed
 
 import (
@@ -16,14 +15,14 @@ import (
 	"sync"
 )
 
-// ErrBehind tells a reader that it was too slow: items are missing from here on.
+// ErrBehind means that the reader was too slow and misses items from here on.
 var ErrBehind = errors.New("the reader is too far behind: items were dropped")
 
-// Feed distributes items of one kind. Make it with New.
+// Feed distributes items of one type. New creates it.
 type Feed[T any] struct {
 	limit int // items kept for each reader
 
-	mu      sync.Mutex // guards what follows and all readers' queues; held for list operations and for making an item
+	mu      sync.Mutex // guards readers and all readers' queues; held for list operations and while an item is created
 	readers map[*Reader[T]]struct{}
 }
 
@@ -32,10 +31,9 @@ func New[T any](limit int) *Feed[T] {
 	return &Feed[T]{limit: limit, readers: map[*Reader[T]]struct{}{}}
 }
 
-// Publish gives an item to all readers. Without readers it costs next to nothing; make is
-// called only if there are some. It is called under the lock, so that items which show the
-// state of things come in the order of their states: it must be quick, wait for nothing and
-// not call the feed.
+// Publish gives an item to all readers. It calls make only if there are readers, under the lock, so
+// that items which describe states come in the order of these states. make must be fast, must not
+// wait and must not call the feed.
 func (f *Feed[T]) Publish(make func() T) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -48,7 +46,7 @@ func (f *Feed[T]) Publish(make func() T) {
 	}
 }
 
-// Subscribe returns a reader of all items published from now on. Its owner closes it.
+// Subscribe returns a reader of all future items. Its owner closes it.
 func (f *Feed[T]) Subscribe() *Reader[T] {
 	r := &Reader[T]{feed: f, more: make(chan struct{}, 1)}
 	f.mu.Lock()
@@ -60,9 +58,9 @@ func (f *Feed[T]) Subscribe() *Reader[T] {
 // Reader is one subscription. Next is for one goroutine at a time.
 type Reader[T any] struct {
 	feed *Feed[T]
-	more chan struct{} // capacity 1: there may be something new to see
+	more chan struct{} // capacity 1: the queue may have changed
 
-	// Under the feed's lock:
+	// Guarded by the feed's lock:
 	queue  []T
 	behind bool
 }
@@ -80,15 +78,15 @@ func (r *Reader[T]) add(item T, limit int) {
 	r.wake()
 }
 
-// wake makes a waiting Next look.
+// wake makes a waiting Next look again.
 func (r *Reader[T]) wake() {
 	select {
 	case r.more <- struct{}{}:
-	default: // it has not looked since the last time, and will
+	default: // Next has not looked since the last wake, and will
 	}
 }
 
-// Next waits for the next item. ErrBehind when items were dropped, or ctx's error.
+// Next waits for the next item. The error is ErrBehind if items were dropped, or ctx's.
 func (r *Reader[T]) Next(ctx context.Context) (T, error) {
 	for {
 		item, ok, err := r.pop()
@@ -112,7 +110,7 @@ func (r *Reader[T]) pop() (item T, ok bool, err error) {
 	case len(r.queue) > 0:
 		item = r.queue[0]
 		var none T
-		r.queue[0] = none // or it would live as long as the queue's memory
+		r.queue[0] = none // so that the queue's memory does not keep it alive
 		if r.queue = r.queue[1:]; len(r.queue) == 0 {
 			r.queue = nil
 		}
@@ -121,7 +119,7 @@ func (r *Reader[T]) pop() (item T, ok bool, err error) {
 	return item, false, nil
 }
 
-// Close ends the subscription and frees what was kept for it.
+// Close ends the subscription and frees its queue.
 func (r *Reader[T]) Close() {
 	r.feed.mu.Lock()
 	defer r.feed.mu.Unlock()

@@ -36,7 +36,7 @@ func TestEveryReaderGetsEverythingInOrder(t *testing.T) {
 	}
 }
 
-func TestSlowReaderIsToldAndHarmsNobody(t *testing.T) {
+func TestSlowReaderGetsErrBehindAlone(t *testing.T) {
 	f := New[int](2)
 	slow, quick := f.Subscribe(), f.Subscribe()
 	defer slow.Close()
@@ -47,22 +47,22 @@ func TestSlowReaderIsToldAndHarmsNobody(t *testing.T) {
 			t.Fatalf("the quick reader: %d, %v", got, err)
 		}
 	}
-	for range 2 { // it stays so
+	for range 2 { // the error persists
 		if _, err := slow.Next(context.Background()); !errors.Is(err, ErrBehind) {
 			t.Errorf("the slow reader: %v", err)
 		}
 	}
 	if slow.queue != nil {
-		t.Error("items are kept for a reader that is lost")
+		t.Error("items are kept for a reader that is too far behind")
 	}
 }
 
-func TestNothingIsMadeWithoutReaders(t *testing.T) {
+func TestNoItemIsCreatedWithoutReaders(t *testing.T) {
 	f := New[int](1)
 	f.Publish(func() int { t.Error("made"); return 0 })
 	r := f.Subscribe()
 	r.Close()
-	f.Publish(func() int { t.Error("made after the last reader went"); return 0 })
+	f.Publish(func() int { t.Error("created after the last reader closed"); return 0 })
 }
 
 func TestNextEndsWithItsContext(t *testing.T) {
@@ -75,7 +75,7 @@ func TestNextEndsWithItsContext(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	publish(f, 7, 8)
-	if got, err := r.Next(ctx); got != 7 || err != nil { // what is there needs no waiting
+	if got, err := r.Next(ctx); got != 7 || err != nil { // a queued item needs no waiting
 		t.Errorf("got %d, %v", got, err)
 	}
 }

@@ -17,25 +17,25 @@ import (
 
 // Device is a device node of the host.
 type Device struct {
-	Path         string // where it was found
+	Path         string // path where it was found
 	Type         string // "c" or "b"
 	Major, Minor int64
 	Mode         os.FileMode // permission bits
 	UID, GID     uint32
 }
 
-// Propagation tells how the mount that holds a path takes part in mount propagation.
+// Propagation describes how the mount that holds a path propagates mounts.
 type Propagation struct {
 	Mountpoint string
-	Shared     bool // mounts below it reach its peers
-	Slave      bool // mounts below its master reach it
+	Shared     bool // mounts below it propagate to its peers
+	Slave      bool // mounts below its master propagate to it
 }
 
-// Files looks at the host's files. The zero value is ready for use.
+// Files reads the host's files. The zero value is ready for use.
 type Files struct{}
 
-// Resolve follows all symbolic links of a host path. A path that does not exist
-// is fs.ErrNotExist for errors.Is, one whose links lead round and round unix.ELOOP.
+// Resolve follows all symbolic links of a host path. The error is fs.ErrNotExist for a missing path
+// and unix.ELOOP for a link loop, both by errors.Is.
 func (Files) Resolve(path string) (string, error) {
 	resolved, err := filepath.EvalSymlinks(path)
 	if err == nil {
@@ -47,11 +47,11 @@ func (Files) Resolve(path string) (string, error) {
 	return "", err
 }
 
-// maxProfile is more than any seccomp profile has; the default one takes 20 KiB.
+// maxProfile bounds a seccomp profile, in bytes. The default profile has 20 KiB.
 const maxProfile = 1 << 20
 
-// ReadProfile reads a seccomp profile that the node's administrator installed: a
-// regular file of at most 1 MiB.
+// ReadProfile reads a seccomp profile that the node's administrator installed: a regular file of at
+// most 1 MiB.
 func (Files) ReadProfile(path string) ([]byte, error) { return safefs.ReadHostFile(path, maxProfile) }
 
 // AppArmorLoaded reports whether the kernel has an AppArmor profile of that name.
@@ -84,7 +84,7 @@ func propagation(file, path string) (Propagation, error) {
 		return Propagation{}, err
 	}
 	var at *mountinfo.Info
-	for _, m := range mounts { // the deepest; of several on one place the last, which is on top
+	for _, m := range mounts { // the deepest mount; of several at one place the last, which is on top
 		if at == nil || len(m.Mountpoint) >= len(at.Mountpoint) {
 			at = m
 		}
@@ -95,13 +95,12 @@ func propagation(file, path string) (Propagation, error) {
 	return Propagation{Mountpoint: at.Mountpoint, Shared: hasTag(at, "shared:"), Slave: hasTag(at, "master:")}, nil
 }
 
-// ErrNotDevice is returned by Devices for a path that is neither a device nor a directory.
+// ErrNotDevice is the error of Devices for a path that is neither a device nor a directory.
 var ErrNotDevice = errors.New("not a device")
 
-// Devices returns the device at path, or all devices below the directory at path,
-// in lexical order. Links are not followed, neither at path nor below. Below a
-// directory it leaves out what is not the host's to give: the pseudo
-// terminals and message queues of its mounts, and /dev/console.
+// Devices returns the device at path, or all devices below the directory at path, in lexical order.
+// It does not follow links. Below a directory it skips what belongs to the host's own mounts:
+// pseudo terminals, message queues and /dev/console.
 func (Files) Devices(path string) ([]Device, error) {
 	st, err := os.Lstat(path)
 	if err != nil {
@@ -116,7 +115,7 @@ func (Files) Devices(path string) ([]Device, error) {
 	}
 	var devices []Device
 	err = filepath.WalkDir(path, func(p string, e fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) { // devices come and go while we walk
+		if errors.Is(err, fs.ErrNotExist) { // devices appear and disappear during the walk
 			return nil
 		}
 		if err != nil {
@@ -138,12 +137,12 @@ func (Files) Devices(path string) ([]Device, error) {
 	return devices, err
 }
 
-// skippedDirs of /dev hold nothing that a container should find in its own /dev.
+// skippedDirs of /dev must not appear in a container's /dev.
 var skippedDirs = map[string]bool{
 	"pts": true, "shm": true, "fd": true, "mqueue": true, ".lxc": true, ".lxd-mounts": true, ".udev": true,
 }
 
-// nodeAt returns the device of a directory entry, nil if it is none.
+// nodeAt returns the device of a directory entry, or nil if it is not one.
 func nodeAt(path string, e fs.DirEntry) (*Device, error) {
 	if e.Type()&fs.ModeDevice == 0 || e.Name() == "console" {
 		return nil, nil

@@ -33,7 +33,7 @@ func TestResolve(t *testing.T) {
 		}
 	}
 	if _, err := (Files{}).Resolve(filepath.Join(dir, "loop")); err == nil {
-		t.Error("loop resolved")
+		t.Error("resolved a link loop")
 	}
 }
 
@@ -95,7 +95,7 @@ func TestPropagation(t *testing.T) {
 		"/srv":       {Mountpoint: "/srv", Shared: true},
 		"/srv/ab":    {Mountpoint: "/srv", Shared: true},
 		"/srv/a/x/y": {Mountpoint: "/srv/a", Slave: true},
-		"/srv/b":     {Mountpoint: "/srv/b"}, // the one on top
+		"/srv/b":     {Mountpoint: "/srv/b"}, // the mount on top
 	} {
 		if got, err := propagation(file, path); err != nil || got != want {
 			t.Errorf("%s: got %+v, %v, want %+v", path, got, err, want)
@@ -151,7 +151,7 @@ func TestDevices(t *testing.T) {
 	}
 }
 
-func TestResolveLinksRoundAndRound(t *testing.T) {
+func TestResolveReportsLinkLoop(t *testing.T) {
 	loop := filepath.Join(t.TempDir(), "loop")
 	if err := os.Symlink("loop", loop); err != nil {
 		t.Fatal(err)

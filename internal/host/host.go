@@ -1,9 +1,8 @@
-// Package host finds out what the machine offers to containers.
+// Package host detects what the machine offers to containers.
 //
-// Detect reads the facts once, at daemon start. They are plain values, so that
-// package oci can build specs from them without touching the machine, and tests
-// can make them up. Files answers, at any time, the few questions about host
-// paths that a spec depends on.
+// Detect reads the facts once, at daemon start. They are plain values, so package oci can build
+// specs without touching the machine, and tests can invent them. Files answers questions about host
+// paths at any time.
 package host
 
 import (
@@ -18,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Facts is what Detect found. The zero value is a machine that offers nothing.
+// Facts is the result of Detect. The zero value describes a machine without any feature.
 type Facts struct {
-	Hostname string // of the node, for pods on the host network
+	Hostname string // the node's, for pods on the host network
 
 	Kernel                   string // release, e.g. "6.12.9-amd64"
 	KernelMajor, KernelMinor int
@@ -30,38 +29,37 @@ type Facts struct {
 	Seccomp  bool // seccomp filters
 	AppArmor bool // the AppArmor module is enabled
 	SELinux  bool // selinuxfs is mounted
-	// NoAppArmorProfile is why the default profile can't be had, as far as that is known. Not
-	// from Detect but from who loads it (package sandbox).
+	// NoAppArmorProfile says why the default profile cannot be loaded. Package sandbox sets it,
+	// because it loads the profile.
 	NoAppArmorProfile string
 
-	// Capabilities are those that this process can hand on: both in its bounding
+	// Capabilities are the capabilities that this process can pass on: those in both its bounding
 	// and its permitted set. Upper case with CAP_ prefix, ordered by number.
 	Capabilities []string
 
-	// OOMScoreAdjMin is the lowest oom_score_adj a container can get from us:
-	// -1000 with CAP_SYS_RESOURCE, else our own value (proc(5): lowering it
-	// below the inherited minimum needs CAP_SYS_RESOURCE).
+	// OOMScoreAdjMin is the lowest oom_score_adj that a container can have: -1000 with
+	// CAP_SYS_RESOURCE, else this process's own value, because only that capability allows values
+	// below the inherited minimum (proc(5)).
 	OOMScoreAdjMin int
 
-	// HugepageSizes have a limit file in a container's cgroup, e.g. "2MB", "1GB".
-	// Empty where the hugetlb controller is missing, whatever the kernel has.
+	// HugepageSizes are the sizes with a limit file in a container's cgroup, for example "2MB",
+	// "1GB". Empty without the hugetlb controller, whatever the kernel supports.
 	HugepageSizes []string
 
 	SwapAccounting    bool // a container's cgroup has a swap limit
 	RecursiveReadOnly bool // mount_setattr(2) with AT_RECURSIVE, Linux 5.12
-	// UserNamespaces: pods can have them, with ID-mapped root filesystems and volumes. Not
-	// from Detect but from who has the directories to try it in (package sandbox), which
-	// says in NoUserNamespaces why not.
+	// UserNamespaces reports that pods can have user namespaces, with ID-mapped root filesystems
+	// and volumes. Package sandbox sets it, because it has the directories for the probe, and gives
+	// the reason for false in NoUserNamespaces.
 	UserNamespaces   bool
 	NoUserNamespaces string
 
-	RootShared bool // "/" is a shared mount: what kubelet mounts later reaches namespaces made earlier
+	RootShared bool // "/" is a shared mount, so later mounts of kubelet propagate to existing namespaces
 }
 
-// Detect reads the facts. The root argument is the directory that holds proc
-// and sys: "/", or the root of a made-up tree in tests. A fact whose file does not
-// exist is absent; a file that can't be read or makes no sense is an error
-// that names it.
+// Detect reads the facts. root is the directory that contains proc and sys: "/", or a tree of a
+// test. A missing file means that the feature is absent. An unreadable or malformed file is an
+// error that names it.
 func Detect(root string) (Facts, error) {
 	var f Facts
 	d := detector{root: root}
@@ -88,7 +86,7 @@ func (d detector) exists(p string) bool {
 	return err == nil
 }
 
-// read returns the trimmed content of a small file below root, "" if it does not exist.
+// read returns the trimmed content of a small file below root, or "" if it does not exist.
 func (d detector) read(p string) (string, error) {
 	b, err := os.ReadFile(d.path(p))
 	if os.IsNotExist(err) {
@@ -129,7 +127,7 @@ func (d detector) kernel(f *Facts, _ []*mountinfo.Info) (err error) {
 }
 
 func (d detector) security(f *Facts, _ []*mountinfo.Info) error {
-	// Both files come with CONFIG_SECCOMP_FILTER; actions_avail since Linux 4.14.
+	// Both files exist with CONFIG_SECCOMP_FILTER; actions_avail since Linux 4.14.
 	f.Seccomp = d.exists("/proc/sys/kernel/seccomp/actions_avail")
 	enabled, err := d.read("/sys/module/apparmor/parameters/enabled")
 	if err != nil {
@@ -161,7 +159,7 @@ func (d detector) capabilities(f *Facts, _ []*mountinfo.Info) error {
 	return nil
 }
 
-// capabilitySet finds the bit mask with the given key in the text of /proc/PID/status.
+// capabilitySet returns the bit mask with the given key in the text of /proc/PID/status.
 func capabilitySet(status, key string) (uint64, error) {
 	for line := range strings.Lines(status) {
 		if value, ok := strings.CutPrefix(line, key); ok {
@@ -196,7 +194,7 @@ func (d detector) oomScore(f *Facts, _ []*mountinfo.Info) error {
 const cgroupRoot = "/sys/fs/cgroup"
 
 func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
-	for _, m := range mounts { // of mounts stacked on one place the last is on top
+	for _, m := range mounts { // of mounts stacked at one place the last is on top
 		if m.Mountpoint == cgroupRoot {
 			f.CgroupV2 = m.FSType == "cgroup2"
 		}
@@ -204,7 +202,7 @@ func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
 	return nil
 }
 
-// v1Controller returns the place where a cgroup v1 controller is mounted, "" if nowhere.
+// v1Controller returns the mount point of a cgroup v1 controller, or "" if it is not mounted.
 func v1Controller(mounts []*mountinfo.Info, name string) string {
 	for _, m := range mounts {
 		if m.FSType != "cgroup" {
@@ -246,8 +244,8 @@ func (d detector) hugepages(f *Facts, mounts []*mountinfo.Info) error {
 	return nil
 }
 
-// hugepageSize writes a page size as the hugetlb controller names it in its
-// files (mm/hugetlb_cgroup.c, mem_fmt): in the largest unit that it reaches.
+// hugepageSize formats a page size as in the hugetlb controller's file names (mm/hugetlb_cgroup.c,
+// mem_fmt): in the largest unit that fits.
 func hugepageSize(kb uint64) string {
 	switch {
 	case kb >= 1<<20:
@@ -264,8 +262,8 @@ func (d detector) swap(f *Facts, mounts []*mountinfo.Info) error {
 		f.SwapAccounting = dir != "" && d.exists(dir+"/memory.memsw.limit_in_bytes")
 		return nil
 	}
-	// The root cgroup never has memory.swap.max. Our own has it, unless we are in
-	// the root; then one of its children shows it.
+	// The root cgroup never has memory.swap.max. Look in this process's cgroup, or in a child of
+	// the root.
 	own, err := d.read("/proc/self/cgroup")
 	if err != nil {
 		return err
@@ -296,8 +294,8 @@ func (d detector) mountFeatures(f *Facts, mounts []*mountinfo.Info) error {
 	}
 	f.RecursiveReadOnly = f.KernelMajor > 5 || f.KernelMajor == 5 && f.KernelMinor >= 12
 	if d.root == "/" {
-		// A change of nothing on no file: any answer but ENOSYS comes from the
-		// system call itself, and not from a kernel or filter that lacks it.
+		// An empty change of an invalid file: any error but ENOSYS comes from the system call
+		// itself, not from a kernel or seccomp filter that lacks it.
 		err := unix.MountSetattr(-1, "", unix.AT_EMPTY_PATH, &unix.MountAttr{})
 		f.RecursiveReadOnly = err != unix.ENOSYS
 	}

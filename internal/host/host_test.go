@@ -13,8 +13,8 @@ import (
 	"berth/internal/testenv"
 )
 
-// machine writes a made-up /proc and /sys and returns their root. Changes map a path to
-// its content; "-" takes the file away.
+// machine writes a fake /proc and /sys and returns their root. changes maps a path to its content;
+// "-" removes the file.
 func machine(t *testing.T, changes map[string]string) string {
 	t.Helper()
 	files := map[string]string{
@@ -139,8 +139,7 @@ func TestDetectErrors(t *testing.T) {
 	}
 }
 
-// The machine of the test has what every machine has.
-func TestDetectHere(t *testing.T) {
+func TestDetectOnThisMachine(t *testing.T) {
 	testenv.NeedRoot(t)
 	f, err := Detect("/")
 	if err != nil {

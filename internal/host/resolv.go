@@ -9,18 +9,18 @@ import (
 
 const (
 	etcResolvConf = "/etc/resolv.conf"
-	// resolvedConf is where systemd-resolved lists the servers it asks itself.
+	// resolvedConf is where systemd-resolved lists its upstream servers.
 	resolvedConf = "/run/systemd/resolve/resolv.conf"
 )
 
-// stubServers are the addresses at which systemd-resolved answers this machine's
-// own programs (systemd-resolved.service(8)).
+// stubServers are the addresses at which systemd-resolved serves local programs
+// (systemd-resolved.service(8)).
 var stubServers = []netip.Addr{netip.MustParseAddr("127.0.0.53"), netip.MustParseAddr("127.0.0.54")}
 
-// ResolvConf returns the path of the resolv.conf whose servers a pod can use:
-// /etc/resolv.conf or, where that names nothing but systemd-resolved's stub, the
-// one with the servers behind it. The stub listens on the machine's loopback, which
-// a pod with a network of its own does not see. The root argument is as of Detect.
+// ResolvConf returns the path of the resolv.conf whose servers a pod can reach: /etc/resolv.conf,
+// or the file with the upstream servers if the former lists only systemd-resolved's stub. The stub
+// listens on the host's loopback, which pods with their own network do not have. root is as for
+// Detect.
 func ResolvConf(root string) string {
 	servers := nameservers(filepath.Join(root, etcResolvConf))
 	for _, s := range servers {
@@ -34,8 +34,8 @@ func ResolvConf(root string) string {
 	return resolvedConf
 }
 
-// nameservers returns the servers of a resolv.conf(5), none if it cannot be read:
-// who uses the file will say why.
+// nameservers returns the servers of a resolv.conf(5), or none if it cannot be read. A user of the
+// file reports the error.
 func nameservers(path string) []netip.Addr {
 	content, err := os.ReadFile(path)
 	if err != nil {

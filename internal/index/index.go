@@ -1,9 +1,9 @@
-// Package index finds objects by ID.
+// Package index finds objects by ID without a lock for readers.
 //
 // # Contract
 //
-// Readers take no lock: they load a map that is never changed again. Writers replace it, one
-// after the other. What is not visible yet is found by its exact ID only.
+// Readers load an immutable map. Writers replace it, one after the other. An object that is not
+// visible yet is found only by its exact ID.
 package index
 
 import (
@@ -16,36 +16,37 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Object is what an index holds.
+// Object is an element of an index.
 type Object interface {
 	Visible() bool // to clients
 }
 
-// Index finds objects by ID. The lock orders writers, who replace the map.
+// Index finds objects by ID. The lock serializes writers, which replace the map.
 type Index[T Object] struct {
-	kind string // for messages
+	kind string // for error texts
 	mu   sync.Mutex
 	all  atomic.Pointer[objects[T]]
 }
 
-// objects are those of an index between two changes.
+// objects is the immutable content of an index.
 type objects[T Object] struct {
 	byID   map[string]T
-	sorted atomic.Pointer[[]T] // nil until somebody asks
+	sorted atomic.Pointer[[]T] // nil until Sorted is called
 }
 
-// New returns an empty index of objects of a kind, which error texts name.
+// New returns an empty index. kind names its objects in error texts.
 func New[T Object](kind string) *Index[T] {
 	ix := &Index[T]{kind: kind}
 	ix.all.Store(&objects[T]{byID: map[string]T{}})
 	return ix
 }
 
-// Snapshot returns all objects by ID; it is never changed.
+// Snapshot returns all objects by ID. The map is immutable.
 func (ix *Index[T]) Snapshot() map[string]T { return ix.all.Load().byID }
 
-// Sorted returns all objects in the order of compare; it is never changed. compare is the same with each call, and so is what it says of two
-// objects: until one is put or removed, they are sorted once.
+// Sorted returns all objects in the order of compare. The slice is immutable. compare must be the
+// same function with each call and must not change its mind about two objects, because the index
+// sorts them once per change.
 func (ix *Index[T]) Sorted(compare func(a, b T) int) []T {
 	all := ix.all.Load()
 	if sorted := all.sorted.Load(); sorted != nil {
@@ -56,17 +57,17 @@ func (ix *Index[T]) Sorted(compare func(a, b T) int) []T {
 	return sorted
 }
 
-// Put enters an object.
+// Put adds an object.
 func (ix *Index[T]) Put(id string, v T) {
 	ix.change(func(next map[string]T) { next[id] = v })
 }
 
-// PutAll enters objects by ID, with one change of the index.
+// PutAll adds objects by ID in one change.
 func (ix *Index[T]) PutAll(objects map[string]T) {
 	ix.change(func(next map[string]T) { maps.Copy(next, objects) })
 }
 
-// Remove takes out the object with that ID.
+// Remove removes the object with that ID.
 func (ix *Index[T]) Remove(id string) {
 	ix.change(func(next map[string]T) { delete(next, id) })
 }

@@ -14,7 +14,7 @@ type item string
 
 func (i item) Visible() bool { return i != "hidden" }
 
-func TestFind(t *testing.T) {
+func TestFindAcceptsUniquePrefix(t *testing.T) {
 	ix := New[item]("container")
 	for _, id := range []string{"abc1", "abc2", "def", "defghi"} {
 		ix.Put(id, item(id))
@@ -29,10 +29,10 @@ func TestFind(t *testing.T) {
 	}{
 		{"abc1", "abc1", codes.OK},
 		{"abc", "", codes.InvalidArgument},
-		{"def", "def", codes.OK}, // exact wins over being a prefix
+		{"def", "def", codes.OK}, // an exact match wins over a prefix
 		{"defg", "defghi", codes.OK},
 		{"half1", "", codes.NotFound},
-		{"half", "half2", codes.OK}, // the only one there is for clients
+		{"half", "half2", codes.OK}, // the only visible match
 		{"gone", "", codes.NotFound},
 		{"x", "", codes.NotFound},
 		{"", "", codes.InvalidArgument},
@@ -56,7 +56,7 @@ func TestSnapshotDoesNotChange(t *testing.T) {
 	}
 }
 
-func TestSorted(t *testing.T) {
+func TestSortedFollowsChanges(t *testing.T) {
 	ix := New[item]("pod")
 	want := func(want ...item) {
 		t.Helper()
@@ -70,7 +70,7 @@ func TestSorted(t *testing.T) {
 	ix.Put("b", "b")
 	ix.Put("a", "a")
 	want("a", "b")
-	ix.Put("c", "0") // sorted as objects, not by ID
+	ix.Put("c", "0") // sorted by object, not by ID
 	want("0", "a", "b")
 	ix.Remove("a")
 	want("0", "b")

@@ -1,5 +1,5 @@
-// Package join makes creating things idempotent: who asks again while the first
-// request is under way joins it, and who asks afterwards gets what was made.
+// Package join makes the creation of objects idempotent: a call that repeats a running request
+// joins it, and a later one gets the existing object.
 package join
 
 import (
@@ -14,10 +14,10 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Fingerprint tells whether two requests are the same.
+// Fingerprint identifies the content of a request.
 type Fingerprint [sha256.Size]byte
 
-// Of is the fingerprint of a request; its messages are encoded deterministically.
+// Of returns the fingerprint of a request, from its deterministic encoding.
 func Of(messages ...proto.Message) (Fingerprint, error) {
 	h := sha256.New()
 	for _, msg := range messages {
@@ -31,61 +31,61 @@ func Of(messages ...proto.Message) (Fingerprint, error) {
 	return Fingerprint(h.Sum(nil)), nil
 }
 
-// creation is one object being made, or made.
+// creation is one object that exists or is being created.
 type creation struct {
 	sum  Fingerprint
 	done chan struct{} // closed when id and err are final
 	id   string
 	err  error
 
-	// Under the Joiner's lock:
-	waiting   int      // callers that will be told the ID
-	delivered bool     // somebody was told
-	going     bool     // its removal has begun and can't be taken back
-	removal   *removal // not nil: a caller who wants its place is having it removed
+	// Guarded by the Joiner's lock:
+	waiting   int      // callers that will receive the ID
+	delivered bool     // a caller has received the ID
+	going     bool     // its removal has begun and cannot be undone
+	removal   *removal // not nil: a caller that replaces the object is having it removed
 }
 
-// removal is one try to end an object, for a caller who wants its place.
+// removal is one attempt to remove an object for a caller that replaces it.
 type removal struct {
 	done chan struct{} // closed when err is final
 	err  error
 }
 
-// ErrInUse is what Maker.Remove returns for an object that somebody uses.
+// ErrInUse is the error of Maker.Remove for an object in use.
 var ErrInUse = errors.New("in use")
 
-// Joiner makes creating idempotent: for each identity there is at most one
-// creation, which later calls with the same content join.
+// Joiner allows at most one creation for each identity. Later calls with the same content join it.
 //
-// A call with another content gets AlreadyExists, unless nobody was ever told of
-// the object and nobody uses it: then its caller has given up, and asks again.
-// (kubelet never sends the same container twice: the path of the termination log is
-// made up anew for each request.) Such an object is removed and made anew.
+// A call with other content gets AlreadyExists, unless no caller has received the ID and nobody
+// uses the object. In that case its caller has given up and is retrying: the object is removed and
+// created again. (kubelet never repeats the exact request of a container, because it draws a new
+// path for the termination log each time.)
 //
-// Nobody is told of an object whose removal has begun (Going): who asks waits until it is
-// gone, and gets a new one.
+// No caller receives the ID of an object whose removal has begun (Going). A caller waits until
+// the object is gone, and gets a new one.
 //
-// The lock guards the map and the creations' own fields and is held for no more.
+// The lock guards the map and the creations' fields and is held for nothing else.
 type Joiner struct {
 	mu sync.Mutex
 	by map[string]*creation
 }
 
-// Maker makes objects of one kind for a Joiner.
+// Maker creates objects of one kind for a Joiner.
 type Maker struct {
-	// Spawn starts a goroutine; false: the manager is closing.
+	// Spawn starts a goroutine, or returns false if the manager is closing.
 	Spawn func(func()) bool
-	// Make makes the object.
+	// Make creates the object.
 	Make func() (id string, err error)
-	// Remove takes away an object that nobody was told of, or goes on with a removal that
-	// has begun; it returns when the object is gone. ErrInUse, and nothing is removed, if somebody has found the
-	// object by other means and uses it: that is decided where nobody can begin to meanwhile.
+	// Remove removes an object whose ID no caller has received, or continues a removal that has
+	// begun. It returns when the object is gone. It returns ErrInUse and removes nothing if a
+	// client found the object by other means and uses it; nobody can begin to use it after that
+	// decision.
 	Remove func(ctx context.Context, id string) error
 }
 
-// Create returns the ID of the object of that identity: of the existing one, of
-// the one being made, or of the one that it makes. A creation that failed leaves
-// no trace. Errors do not name the identity: the caller does.
+// Create returns the ID of the object with that identity: the existing one, the one that is being
+// created, or the one that it creates. A failed creation leaves nothing behind. Errors do not name
+// the identity, because the caller does.
 func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, mk Maker) (string, error) {
 	for {
 		c, mine, joined, going := j.enter(identity, sum)
@@ -100,7 +100,7 @@ func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, m
 				return "", err
 			}
 			if c.err != nil {
-				continue // it left no trace
+				continue // the failed creation left nothing
 			}
 			if going = j.replace(c, mk); going == nil {
 				return "", inUse(c)
@@ -120,7 +120,7 @@ func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, m
 }
 
 func inUse(c *creation) error {
-	return errdefs.AlreadyExists("it exists (%s) with another configuration", c.id)
+	return errdefs.AlreadyExists("%s exists with another configuration", c.id)
 }
 
 func waitDone(ctx context.Context, done <-chan struct{}) error {
@@ -128,13 +128,13 @@ func waitDone(ctx context.Context, done <-chan struct{}) error {
 	case <-done:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("waiting for an earlier request to end: %w", ctx.Err())
+		return fmt.Errorf("wait for an earlier request: %w", ctx.Err())
 	}
 }
 
-// replace begins to remove an object that nobody was told of, or goes on with the removal of
-// one that is going; nil if it is neither. It goes on without its caller; if it fails the object
-// stays, to be replaced by the next who asks.
+// replace begins to remove an object whose ID no caller has received, or continues a removal that
+// has begun. It returns nil in other cases. The removal outlives its caller. If it fails the object
+// stays, and the next caller retries.
 func (j *Joiner) replace(c *creation, mk Maker) *removal {
 	going, mine := j.claim(c)
 	if !mine {
@@ -146,9 +146,9 @@ func (j *Joiner) replace(c *creation, mk Maker) *removal {
 	return going
 }
 
-// enter returns the creation of that identity, a new one if there is none; joined: the caller is
-// counted in, to be told the ID. One that is being removed it returns with what to wait for, if
-// there is something.
+// enter returns the creation of that identity, and creates it if there is none. joined reports that
+// the caller is counted as waiting for the ID. For an object that is being removed it returns the
+// removal to wait for, if any.
 func (j *Joiner) enter(identity string, sum Fingerprint) (c *creation, mine, joined bool, going *removal) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -186,12 +186,13 @@ func (j *Joiner) await(ctx context.Context, c *creation) (string, error) {
 		told = c.err == nil && ctx.Err() == nil
 		return c.id, c.err
 	case <-ctx.Done():
-		return "", fmt.Errorf("goes on without its caller: %w", ctx.Err())
+		return "", fmt.Errorf("continues in the background: %w", ctx.Err())
 	}
 }
 
-// claim marks the object as being removed by the caller (mine), if it is going or nobody knows
-// of it. If another caller was faster it returns what that one does, and else nil.
+// claim marks the object as being removed by the caller (mine) if its removal has begun or no
+// caller has received its ID. If another caller was faster it returns that one's removal, in other
+// cases nil.
 func (j *Joiner) claim(c *creation) (going *removal, mine bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -223,7 +224,7 @@ func (j *Joiner) finish(identity string, c *creation, id string, err error) {
 	close(c.done)
 }
 
-// Adopt enters an object that exists already: at start, from its record.
+// Adopt adds an existing object from its record, at start.
 func (j *Joiner) Adopt(identity string, sum Fingerprint, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -232,8 +233,8 @@ func (j *Joiner) Adopt(identity string, sum Fingerprint, id string) {
 	j.put(identity, c)
 }
 
-// Going says that the removal of the object with that ID has begun and can't be taken back:
-// nobody will be told of it any more. Its identity is free after Forget.
+// Going records that the removal of the object with that ID has begun and cannot be undone. No
+// caller receives its ID any more. Its identity is free after Forget.
 func (j *Joiner) Going(identity, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -242,7 +243,7 @@ func (j *Joiner) Going(identity, id string) {
 	}
 }
 
-// Forget frees the identity when the object with that ID is removed.
+// Forget frees the identity after the removal of the object with that ID.
 func (j *Joiner) Forget(identity, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -251,8 +252,8 @@ func (j *Joiner) Forget(identity, id string) {
 	}
 }
 
-// made is the creation of the object with that identity and ID, nil if the identity is another
-// object's, which may still be being made. It needs the lock.
+// made returns the creation of the object with that identity and ID, or nil if the identity belongs
+// to another object, which may still be in creation. It needs the lock.
 func (j *Joiner) made(identity, id string) *creation {
 	c := j.by[identity]
 	if c == nil {

@@ -12,12 +12,12 @@ import (
 	"berth/internal/errdefs"
 )
 
-// testMaker makes objects that nobody may remove.
+// testMaker returns a Maker whose objects cannot be removed.
 func testMaker(make func() (string, error)) Maker {
 	return Maker{Spawn: func(f func()) bool { go f(); return true }, Make: make}
 }
 
-func TestJoinRunningCreation(t *testing.T) {
+func TestSameRequestJoinsRunningCreation(t *testing.T) {
 	var j Joiner
 	var made int
 	release := make(chan struct{})
@@ -64,7 +64,7 @@ func TestJoinRunningCreation(t *testing.T) {
 	}
 }
 
-func TestFailedCreationLeavesNoTrace(t *testing.T) {
+func TestFailedCreationLeavesNothing(t *testing.T) {
 	var j Joiner
 	fail := errors.New("no")
 	for _, want := range []error{fail, nil} {
@@ -78,13 +78,12 @@ func TestFailedCreationLeavesNoTrace(t *testing.T) {
 		t.Errorf("create while closing: %v", err)
 	}
 	if len(closing.by) != 0 {
-		t.Error("a creation that never began is still there")
+		t.Error("a creation that never began was kept")
 	}
 }
 
-// kubelet gives up after two minutes and asks again, with another path for the
-// termination log.
-func TestObjectNobodyWasToldOfIsReplaced(t *testing.T) {
+// kubelet gives up after two minutes and retries with another path for the termination log.
+func TestUndeliveredObjectIsReplaced(t *testing.T) {
 	var j Joiner
 	proceed := make(chan struct{})
 	gone, cancel := context.WithCancel(context.Background())
@@ -110,7 +109,7 @@ func TestObjectNobodyWasToldOfIsReplaced(t *testing.T) {
 	}
 }
 
-func TestReplacementThatFailsIsTriedAgain(t *testing.T) {
+func TestFailedReplacementIsRetried(t *testing.T) {
 	var j Joiner
 	j.Adopt("container a", Fingerprint{1}, "first")
 	j.by["container a"].delivered = false
@@ -131,12 +130,11 @@ func TestReplacementThatFailsIsTriedAgain(t *testing.T) {
 	}
 }
 
-// A client that asks for the same container while its removal is under way must not be told an
-// ID that is going away.
-func TestNobodyJoinsWhatIsGoing(t *testing.T) {
+// A client that requests a container during its removal must not receive the old ID.
+func TestRequestWaitsForRemoval(t *testing.T) {
 	var j Joiner
 	j.Adopt("container a", Fingerprint{1}, "first")
-	j.Going("container a", "another") // of an older object: nothing
+	j.Going("container a", "another") // of an older object: no effect
 	if id, err := j.Create(t.Context(), "container a", Fingerprint{1}, testMaker(nil)); id != "first" || err != nil {
 		t.Fatalf("before its removal: %q, %v", id, err)
 	}
@@ -164,8 +162,8 @@ func TestNobodyJoinsWhatIsGoing(t *testing.T) {
 	}
 }
 
-// Who asks for the old content while it is being removed must not be told its ID.
-func TestNobodyIsToldOfWhatIsBeingRemoved(t *testing.T) {
+// A caller with the old content must not receive the ID during the removal either.
+func TestRemovedObjectIsNotDelivered(t *testing.T) {
 	var j Joiner
 	j.Adopt("container a", Fingerprint{1}, "first")
 	j.by["container a"].delivered = false
@@ -196,7 +194,7 @@ func TestNobodyIsToldOfWhatIsBeingRemoved(t *testing.T) {
 	}
 }
 
-func TestForgetOnlyOwnID(t *testing.T) {
+func TestForgetIgnoresOtherID(t *testing.T) {
 	var j Joiner
 	j.Adopt("pod a", Fingerprint{1}, "new")
 	j.Forget("pod a", "old")

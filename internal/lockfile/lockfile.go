@@ -1,12 +1,11 @@
-// Package lockfile makes sure that one process at a time uses a directory (Acquire), or changes something (Wait).
+// Package lockfile lets one process at a time use a directory (Acquire) or make a change (Wait).
 //
 // # Contract
 //
-// A lock is a flock(2) on a file. It ends with the process that holds it, however
-// that ends, and no process it starts inherits it. The file holds the pid of the
-// last holder for the message others get; it is never removed, since removing it
-// would let two processes lock two files of the same name. Where somebody else removes
-// it Wait makes it anew; only he who has the old one does not know.
+// A lock is a flock(2) on a file. It ends with the process that holds it, and child processes do
+// not inherit it. The file contains the pid of the last holder, for error texts. It is never
+// removed, because two processes could then lock two files of the same name. If someone else
+// removes it, Wait creates it again; only the holder of the old file does not notice.
 package lockfile
 
 import (
@@ -25,19 +24,19 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Lock is a lock that is held.
+// Lock is a held lock.
 type Lock struct{ file *os.File }
 
-// patience is how long Acquire waits. A child of a holder that was killed, between fork
-// and exec, has the lock for a moment longer than its parent lives.
+// patience is how long Acquire waits. After a holder was killed, its child between fork and exec
+// keeps the lock for a moment.
 const patience = 500 * time.Millisecond
 
-// Acquire takes the lock at path. If another process has it and does not give it up
-// within patience, the error has code FailedPrecondition and names that process.
+// Acquire takes the lock at path. If another process holds it for longer than patience, the error
+// has code FailedPrecondition and names that process.
 func Acquire(path string) (*Lock, error) {
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	readOnly := errors.Is(err, unix.EROFS)
-	if readOnly { // a lock needs no more than a file
+	if readOnly { // a file suffices for a lock
 		file, err = os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
 	}
 	if err != nil {
@@ -50,7 +49,7 @@ func Acquire(path string) (*Lock, error) {
 	if err != nil {
 		return nil, errors.Join(err, file.Close())
 	}
-	if err := sign(file); err != nil && !readOnly && !errors.Is(err, unix.ENOSPC) { // it is held, if without a name
+	if err := sign(file); err != nil && !readOnly && !errors.Is(err, unix.ENOSPC) { // the lock is held, only without a pid
 		return nil, errors.Join(fmt.Errorf("write pid into lock %s: %w", path, err), file.Close())
 	}
 	return &Lock{file}, nil
@@ -65,18 +64,18 @@ func lock(file *os.File) error {
 	}
 }
 
-// Mode is how a lock is held.
+// Mode says whether a lock is exclusive.
 type Mode int
 
-// Modes: by one, or by any number who keep out only those that want it for themselves.
+// An exclusive lock has one holder. A shared one has any number and excludes exclusive holders.
 const (
 	Exclusive Mode = unix.LOCK_EX
 	Shared    Mode = unix.LOCK_SH
 )
 
-// Wait takes the lock at path as soon as nobody has it, in this process or another, or gives up when ctx ends, whose error it wraps then.
-// The file's content is left alone. If somebody has deleted the file while it was waited for, the lock is the new file; a directory
-// that was deleted must have been made again by then.
+// Wait takes the lock at path once it is free, or returns an error that wraps ctx's. It does not
+// change the file's content. If the file was deleted during the wait, Wait locks the new file,
+// whose directory must exist by then.
 func Wait(ctx context.Context, path string, mode Mode) (unlock func(), err error) {
 	for {
 		file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
@@ -89,7 +88,7 @@ func Wait(ctx context.Context, path string, mode Mode) (unlock func(), err error
 			there, err = isAt(file, path)
 		}
 		if there && err == nil {
-			return func() { file.Close() }, nil // the lock goes with the descriptor
+			return func() { file.Close() }, nil // closing the descriptor unlocks
 		}
 		if err := errors.Join(err, file.Close()); err != nil {
 			return nil, err
@@ -114,7 +113,7 @@ func waitFor(ctx context.Context, file *os.File, mode Mode) error {
 	}
 }
 
-// isAt tells whether a file is still that at path.
+// isAt reports whether an open file is the one at path.
 func isAt(file *os.File, path string) (bool, error) {
 	have, err := file.Stat()
 	if err != nil {
@@ -130,7 +129,8 @@ func isAt(file *os.File, path string) (bool, error) {
 	return os.SameFile(have, there), nil
 }
 
-// Check tells why Wait could not take the lock at path, however long it waits, or nil. It makes no file, and does not wait.
+// Check returns the error that would keep Wait from ever taking the lock at path, or nil. It
+// creates no file and does not wait.
 func Check(path string) error {
 	return check(path, func(file *os.File) error {
 		err := unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
@@ -141,7 +141,8 @@ func Check(path string) error {
 	})
 }
 
-// CheckShared tells why Wait could not share the lock at path until ctx ends, or nil: who has it for himself may be stuck. It makes no file.
+// CheckShared returns the error that would keep Wait from sharing the lock at path until ctx ends,
+// or nil. It detects an exclusive holder that hangs. It creates no file.
 func CheckShared(ctx context.Context, path string) error {
 	return check(path, func(file *os.File) error { return waitFor(ctx, file, Shared) })
 }
@@ -161,10 +162,10 @@ func check(path string, try func(*os.File) error) error {
 	return errors.Join(try(file), file.Close())
 }
 
-// Release gives the lock up.
+// Release unlocks.
 func (l *Lock) Release() error { return l.file.Close() }
 
-// sign replaces the file's content by our pid.
+// sign replaces the file's content with this process's pid.
 func sign(file *os.File) error {
 	if err := file.Truncate(0); err != nil {
 		return err
@@ -173,11 +174,11 @@ func sign(file *os.File) error {
 	return err
 }
 
-// holder names the process whose pid the file holds. It may have locked the file
-// without having signed it yet.
+// holder describes the process whose pid the file contains. The holder may not have signed the file
+// yet.
 func holder(file *os.File) string {
 	var text [16]byte
-	n, _ := file.ReadAt(text[:], 0) // short by design; what matters is whether it is a pid
+	n, _ := file.ReadAt(text[:], 0) // a short read is normal; the content is checked
 	pid, err := strconv.Atoi(string(bytes.TrimSpace(text[:n])))
 	if err != nil || pid <= 0 {
 		return "another process"

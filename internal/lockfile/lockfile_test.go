@@ -17,7 +17,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// TestMain makes the test binary a second process that locks a file and says so.
+// TestMain makes the test binary a second process that locks a file and reports that.
 func TestMain(m *testing.M) {
 	if path := os.Getenv("LOCKFILE_TEST_HOLD"); path != "" {
 		if _, err := Acquire(path); err != nil {
@@ -25,7 +25,7 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		fmt.Println("locked")
-		bufio.NewReader(os.Stdin).ReadString('\n') // until the parent is done with us
+		bufio.NewReader(os.Stdin).ReadString('\n') // until the parent is done
 		os.Exit(0)
 	}
 	os.Exit(m.Run())
@@ -59,7 +59,7 @@ func TestSecondProcessIsRefusedByPID(t *testing.T) {
 		t.Errorf("code %s", code)
 	}
 
-	// Killed, it leaves its pid in the file and no lock.
+	// A killed process leaves its pid in the file but no lock.
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
@@ -96,8 +96,8 @@ func TestReleaseAndTakeAgain(t *testing.T) {
 	}
 }
 
-// Those who share a lock have it together; who wants it for himself waits for all of them, and they for him.
-func TestWait(t *testing.T) {
+// Shared holders exclude an exclusive one, and the reverse.
+func TestSharedAndExclusiveLocksExcludeEachOther(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
 	take := func(ctx context.Context, mode Mode) func() {
 		t.Helper()
@@ -109,7 +109,7 @@ func TestWait(t *testing.T) {
 	}
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
-	first, second := take(gone, Shared), take(gone, Shared) // a lock that is free needs no time
+	first, second := take(gone, Shared), take(gone, Shared) // a free lock needs no time
 	alone := make(chan func(), 1)
 	go func() {
 		unlock, err := Wait(t.Context(), path, Exclusive)
@@ -120,21 +120,21 @@ func TestWait(t *testing.T) {
 	}()
 	first()
 	if _, err := Wait(gone, path, Exclusive); !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), path) {
-		t.Errorf("with one that shares the lock: %v", err)
+		t.Errorf("with a shared holder: %v", err)
 	}
 	second()
 	unlock := <-alone
 	for _, mode := range []Mode{Shared, Exclusive} {
 		if _, err := Wait(gone, path, mode); !errors.Is(err, context.Canceled) {
-			t.Errorf("with one that has the lock for himself: %v", err)
+			t.Errorf("with an exclusive holder: %v", err)
 		}
 	}
 	unlock()
 	take(gone, Exclusive)()
 }
 
-// A file that somebody deletes is no lock any more for those who have waited for it.
-func TestWaitForDeletedFile(t *testing.T) {
+// After the file's deletion, a waiter must lock the new file.
+func TestWaiterLocksRecreatedFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
 	first, err := Wait(t.Context(), path, Exclusive)
 	if err != nil {
@@ -150,7 +150,7 @@ func TestWaitForDeletedFile(t *testing.T) {
 	}()
 	for deadline := time.Now().Add(30 * time.Second); opened(t, path) < 2; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatal("nobody waits for the lock")
+			t.Fatal("no goroutine waits for the lock")
 		}
 	}
 	if err := os.Remove(path); err != nil {
@@ -181,34 +181,33 @@ func opened(t *testing.T, path string) (n int) {
 	return n
 }
 
-// Check tells what waiting would not help with, and makes nothing.
-func TestCheck(t *testing.T) {
+func TestCheckReportsLockWithoutCreatingFile(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "lock")
 	if err := Check(path); err != nil {
 		t.Errorf("without a file: %v", err)
 	}
 	if _, err := os.Lstat(path); !os.IsNotExist(err) {
-		t.Errorf("it was made: %v", err)
+		t.Errorf("Check created the file: %v", err)
 	}
 	unlock, err := Wait(t.Context(), path, Exclusive)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := Check(path); err != nil {
-		t.Errorf("with somebody who has it: %v", err)
+		t.Errorf("with a holder: %v", err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
 	if err := CheckShared(ctx, path); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), path) {
-		t.Errorf("with somebody who has it and does not share it: %v", err)
+		t.Errorf("with an exclusive holder: %v", err)
 	}
 	unlock()
 	if unlock, err = Wait(t.Context(), path, Shared); err != nil {
 		t.Fatal(err)
 	}
 	if err := CheckShared(t.Context(), path); err != nil {
-		t.Errorf("with somebody who shares it: %v", err)
+		t.Errorf("with a shared holder: %v", err)
 	}
 	unlock()
 	link := filepath.Join(dir, "link")
@@ -225,7 +224,7 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-func TestHolderWithoutPID(t *testing.T) {
+func TestErrorWithoutPIDOfHolder(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
 	lock, err := Acquire(path)
 	if err != nil {

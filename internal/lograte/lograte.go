@@ -1,10 +1,9 @@
-// Package seldom keeps what goes wrong with every call from filling the log.
+// Package lograte limits how often a recurring warning is logged.
 //
 // # Contract
 //
-// Of the warnings given to one Limiter the first of a minute is logged, with the number
-// of those that were not since the one before. Its methods may be called from any
-// number of goroutines; they do not wait.
+// A Limiter logs the first warning of each minute, with the number of warnings suppressed since the
+// previous one. Its methods may be called from any number of goroutines and do not block.
 package lograte
 
 import (
@@ -15,9 +14,9 @@ import (
 
 const interval = time.Minute
 
-// Limiter is ready for use as it is.
+// Limiter limits one kind of warning. The zero value is ready for use.
 type Limiter struct {
-	next    atomic.Pointer[time.Time] // with its monotonic reading: the clock may be set
+	next    atomic.Pointer[time.Time] // with monotonic reading, because the clock may be set
 	skipped atomic.Int64
 }
 

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-func TestWarn(t *testing.T) {
+func TestWarnLogsOncePerMinute(t *testing.T) {
 	var out strings.Builder
 	log := slog.New(slog.NewTextHandler(&out, nil))
 	var s Limiter

@@ -1,4 +1,4 @@
-// Package testbuffer has a buffer that tests read while others write: logs, output of commands, screens.
+// Package testutil provides helpers for the tests of several packages.
 package testutil
 
 import (
@@ -6,7 +6,8 @@ import (
 	"sync"
 )
 
-// Buffer is a bytes.Buffer that several goroutines may use. Its zero value is ready. The lock guards the content.
+// Buffer is a bytes.Buffer for concurrent use: tests read it while others write. The zero value is
+// ready for use. The lock guards the content.
 type Buffer struct {
 	mu      sync.Mutex
 	content bytes.Buffer
@@ -19,14 +20,14 @@ func (b *Buffer) Write(p []byte) (int, error) {
 	return b.content.Write(p)
 }
 
-// String returns what was written and not taken.
+// String returns the unread content.
 func (b *Buffer) String() string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.content.String()
 }
 
-// Take returns what was written since it was called last.
+// Take returns the content written since its last call.
 func (b *Buffer) Take() string {
 	b.mu.Lock()
 	defer b.mu.Unlock()

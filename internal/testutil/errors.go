@@ -1,4 +1,3 @@
-// Package errdefstest checks errors in tests.
 package testutil
 
 import (
@@ -19,7 +18,7 @@ func WantError(t *testing.T, err error, code codes.Code, parts ...string) {
 	}
 	for _, part := range parts {
 		if !strings.Contains(err.Error(), part) {
-			t.Errorf("error %q does not say %q", err, part)
+			t.Errorf("error %q does not contain %q", err, part)
 		}
 	}
 }

@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Now is CLOCK_MONOTONIC in nanoseconds. Package time reads that clock without a system call, but does not tell its zero, which is found out
-// once.
+// Now returns CLOCK_MONOTONIC in nanoseconds. Package time reads that clock without a system call
+// but hides its zero, which align determines once.
 func Now() int64 { return clock.offset + int64(time.Since(clock.base)) }
 
 var clock = align()
@@ -17,7 +17,8 @@ type alignment struct {
 	offset int64 // CLOCK_MONOTONIC at base
 }
 
-// align reads both clocks several times and believes the quickest: this thread may lose its CPU between two readings.
+// align reads both clocks several times and uses the fastest pair, because the thread may lose its
+// CPU between two readings.
 func align() alignment {
 	var best alignment
 	least := time.Duration(1<<63 - 1)
@@ -25,7 +26,7 @@ func align() alignment {
 		var ts unix.Timespec
 		base := time.Now()
 		if unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) != nil {
-			return alignment{base: base} // no kernel lacks it; times of this process still compare
+			return alignment{base: base} // every kernel has the clock; times within this process still compare
 		}
 		if took := time.Since(base); took < least {
 			least, best = took, alignment{base: base, offset: ts.Nano() - int64(took)/2}

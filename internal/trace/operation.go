@@ -6,15 +6,15 @@ import (
 	"time"
 )
 
-// Operation is a trace as it is shown: in verbose PodSandboxStatus as JSON, and by berth trace.
+// Operation is the form in which verbose PodSandboxStatus (as JSON) and berth trace show a trace.
 type Operation struct {
-	Object    string    `json:"object,omitempty"` // the container that it was for; empty: the pod
+	Object    string    `json:"object,omitempty"` // the container's name; empty: the pod
 	Attempt   uint32    `json:"attempt,omitempty"`
 	Began     time.Time `json:"began"`
-	Monotonic int64     `json:"monotonic"`         // the same, by CLOCK_MONOTONIC: what operations are compared by
-	Spans     []Shown   `json:"spans"`             // the operation itself, then what it is made of, each followed by its parts
-	Failure   string    `json:"failure,omitempty"` // what the client was told, if it failed
-	Missing   int       `json:"missing,omitempty"` // spans that there was no room for
+	Monotonic int64     `json:"monotonic"`         // the same as CLOCK_MONOTONIC, to compare operations
+	Spans     []Shown   `json:"spans"`             // the operation, then its parts in depth-first order
+	Failure   string    `json:"failure,omitempty"` // the error that the client received, if any
+	Missing   int       `json:"missing,omitempty"` // number of spans beyond the limit
 }
 
 // Shown is a span of an operation.
@@ -26,12 +26,12 @@ type Shown struct {
 	Open  bool   `json:"open,omitempty"`
 }
 
-// Operation is the trace for who wants to see it. object and attempt name the container it is of.
+// Operation returns the trace in its shown form. object and attempt name the container.
 func (t *Trace) Operation(object string, attempt uint32) Operation {
 	parts, missing := t.Parts()
 	o := Operation{Object: object, Attempt: attempt, Began: t.Began(), Monotonic: t.zero, Missing: missing}
 	o.Failure, _ = t.Failure()
-	within := make([][]int, len(parts)+1) // indexes of the parts of each, by index plus one
+	within := make([][]int, len(parts)+1) // indexes of the children of each part, by index plus one
 	for i, p := range parts {
 		within[p.Parent+1] = append(within[p.Parent+1], i)
 	}

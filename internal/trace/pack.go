@@ -5,24 +5,24 @@ import (
 	"time"
 )
 
-// maxName bounds what is kept of a span's name, in bytes: some come from plugins' names.
+// maxName bounds a span's name, in bytes. Some names contain a plugin's name.
 const maxName = 64
 
-// Part is a span as it was recorded.
+// Part is a recorded span.
 type Part struct {
 	Name   string
-	Parent int   // index of the span that it is part of; -1: of none
+	Parent int   // index of the parent; -1: none
 	Began  int64 // nanoseconds since the operation began
 	Ended  int64
-	Open   bool // it had not ended: Ended says until when it was looked at
+	Open   bool // still running: Ended is the time of the reading
 }
 
-// parts reads a slab that may still be written. A span whose fields are being written is as good as none, and what is part of it
-// becomes part of the operation.
+// parts reads a slab that other goroutines may still write. It skips a span whose fields are being
+// written, and attaches that span's children to the operation.
 func (all *slab) parts(zero int64) (parts []Part, missing int) {
 	taken := int(all.taken.Load())
 	parts = make([]Part, 0, min(taken, MaxSpans))
-	place := [MaxSpans]int{} // where a span is in parts, plus one
+	place := [MaxSpans]int{} // index of a span in parts, plus one
 	for i := range min(taken, MaxSpans) {
 		s := &all.spans[i]
 		began := s.began.Load()
@@ -45,7 +45,8 @@ func (all *slab) parts(zero int64) (parts []Part, missing int) {
 	return parts, missing + max(taken-MaxSpans, 0)
 }
 
-// pack is a slab in few bytes: how many spans, how many are missing, and of each its name, parent, beginning since the one before, and length.
+// pack encodes a slab compactly: the number of spans, the number of missing ones, and for each span
+// its name, parent, beginning relative to the previous one, and duration.
 func pack(all *slab, zero int64) string {
 	parts, missing := all.parts(zero)
 	out := make([]byte, 0, 16*len(parts)+16)
@@ -94,7 +95,8 @@ func unpack(packed string) (parts []Part, missing int) {
 	return parts, missing
 }
 
-// Parts returns what was recorded so far, the operation first and each before its parts, and how many spans there was no room for.
+// Parts returns the spans recorded so far, the operation first and parents before children, and the
+// number of spans beyond the limit.
 func (t *Trace) Parts() (parts []Part, missing int) {
 	if all := t.slab.Load(); all != nil {
 		return all.parts(t.zero)
@@ -102,5 +104,5 @@ func (t *Trace) Parts() (parts []Part, missing int) {
 	return unpack(*t.packed.Load())
 }
 
-// Began is when the operation began, by the wall clock.
+// Began returns when the operation began, by the wall clock.
 func (t *Trace) Began() time.Time { return time.Unix(0, t.wall) }

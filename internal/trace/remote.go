@@ -5,18 +5,19 @@ import (
 	"strings"
 )
 
-// Remote is the span of another process that an operation is part of, as W3C's Trace Context describes it: kubelet's, when it
-// asks for a pod (KEP-2831). Its zero value means none.
+// Remote is the span of another process that an operation is part of (W3C Trace Context). kubelet
+// sends its own with RunPodSandbox (KEP-2831). The zero value means none.
 type Remote struct {
 	TraceID [16]byte
 	SpanID  [8]byte
 	Sampled bool
 }
 
-// Valid tells whether there is one.
+// Valid reports whether r names a span.
 func (r Remote) Valid() bool { return r.TraceID != [16]byte{} && r.SpanID != [8]byte{} }
 
-// ParseRemote reads a traceparent header: none if it is none. Versions to come may add fields, and must keep these.
+// ParseRemote parses a traceparent header. It returns the zero value for an invalid one. Later
+// versions may add fields but must keep these.
 func ParseRemote(header string) Remote {
 	fields := strings.Split(header, "-")
 	if len(fields) < 4 || fields[0] == "ff" || fields[0] == "00" && len(fields) != 4 {

@@ -1,18 +1,21 @@
-// Package trace records where the time of an operation goes: as spans, each with a name, a beginning and an end, one within the other.
+// Package trace records where the time of an operation goes, as nested spans with a name, a
+// beginning and an end.
 //
 // # Contract
 //
-// Recording is always on, so it is cheap: a span is a place in a slab that its operation has allocated, and two looks at the clock. Nothing is
-// locked, and nothing is allocated, but for a context where spans nest. An operation has room for MaxSpans; more are
-// counted and not kept.
+// Recording is always on, so it must be cheap. A span is a slot in a slab that its operation has
+// allocated, and two clock readings. Recording takes no lock, and allocates only a context where
+// spans nest. An operation has room for MaxSpans; further spans are counted and not kept.
 //
-// A context carries the span that spans which begin under it are part of. Without one, nothing is recorded: every function here does
-// nothing then, and every method of a nil *Span. Work that goes on without its caller takes the trace along (Carry).
+// A context carries the span that new spans are part of. Without one nothing is recorded: every
+// function and every method of a nil *Span then does nothing. Work that outlives its caller keeps
+// the trace with Carry.
 //
-// When all who hold a trace have let go, it is packed: some fifteen bytes a span, in one piece. What is written afterwards, by
-// somebody who was left behind, is lost and does no harm.
+// When all holders have released a trace, it is packed into about fifteen bytes per span. Later
+// writes by goroutines left behind are lost and harmless.
 //
-// Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a node share: what another process has measured can be added.
+// Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a node share, so spans that
+// another process measured can be added.
 package trace
 
 import (
@@ -21,35 +24,36 @@ import (
 	"time"
 )
 
-// MaxSpans is how many spans an operation may have: a start of a container with its launcher's has some 30.
+// MaxSpans is the maximum number of spans of an operation. The start of a container has about 30,
+// including the launcher's.
 const MaxSpans = 64
 
-// maxFailure bounds what is kept of an error's text, in bytes.
+// maxFailure bounds the kept text of an error, in bytes.
 const maxFailure = 512
 
-// Trace is the spans of one operation. The first is the operation itself.
+// Trace has the spans of one operation. The first is the operation itself.
 type Trace struct {
-	wall    int64 // when it began, in Unix nanoseconds
-	zero    int64 // the same, by Now
+	wall    int64 // beginning, in Unix nanoseconds
+	zero    int64 // the same by Now
 	done    func(*Trace)
 	holders atomic.Int32
-	slab    atomic.Pointer[slab]   // nil when it is packed
+	slab    atomic.Pointer[slab]   // nil once packed
 	packed  atomic.Pointer[string] // nil until then
 
-	// What an exporter wants to know. These belong to who started the trace until it ends it, and to done afterwards.
+	// Data for an exporter. The starter of the trace may write it until End, done afterwards.
 	Remote     Remote
 	Attributes []Attribute
 
-	failure atomic.Pointer[string] // nil: it has not failed
+	failure atomic.Pointer[string] // nil: success
 }
 
-// Fail says why the operation failed, in what its client is told.
+// Fail records the error that the operation's client receives.
 func (t *Trace) Fail(message string) {
 	message = message[:min(len(message), maxFailure)]
 	t.failure.Store(&message)
 }
 
-// Failure is why the operation failed; ok is false if it did not.
+// Failure returns the text given to Fail; ok is false without one.
 func (t *Trace) Failure() (message string, ok bool) {
 	if m := t.failure.Load(); m != nil {
 		return *m, true
@@ -57,31 +61,31 @@ func (t *Trace) Failure() (message string, ok bool) {
 	return "", false
 }
 
-// Exported tells whether there is somebody who wants the trace when it is complete.
+// Exported reports whether the complete trace goes to an exporter.
 func (t *Trace) Exported() bool { return t.done != nil }
 
-// Attribute says something of an operation.
+// Attribute is a property of an operation.
 type Attribute struct{ Key, Value string }
 
 type slab struct {
-	taken atomic.Int32 // more than MaxSpans if there was no room
+	taken atomic.Int32 // greater than MaxSpans if spans did not fit
 	spans [MaxSpans]Span
 }
 
-// Span is a part of an operation. It is begun and ended once, by whichever goroutine.
+// Span is a part of an operation. Any goroutine may begin and end it, once each.
 type Span struct {
 	trace  *Trace
 	name   string
 	index  int32
 	parent int32        // -1: none
 	began  atomic.Int64 // by Now; 0 until the fields above are written
-	ended  atomic.Int64 // by Now; 0: it has not
+	ended  atomic.Int64 // by Now; 0: still running
 }
 
 type key struct{}
 
-// Start begins a trace of an operation, and its first span. The trace is the caller's until it calls End. done, if not nil, is called once, when
-// nobody records any more; it must not block.
+// Start begins the trace of an operation with its first span. The caller owns the trace until it
+// calls End. done, if not nil, is called once when recording has ended, and must not block.
 func Start(ctx context.Context, name string, done func(*Trace)) (context.Context, *Trace) {
 	t := &Trace{wall: time.Now().UnixNano(), zero: Now(), done: done}
 	t.holders.Store(1)
@@ -91,7 +95,7 @@ func Start(ctx context.Context, name string, done func(*Trace)) (context.Context
 	return context.WithValue(ctx, key{}, own), t
 }
 
-// End ends the operation's own span and lets go of the trace. Without a trace it does nothing.
+// End ends the operation's span and releases the trace. It does nothing for a nil Trace.
 func (t *Trace) End() {
 	if t == nil {
 		return
@@ -102,7 +106,7 @@ func (t *Trace) End() {
 	t.release()
 }
 
-// Of is the trace that the context carries, or nil.
+// Of returns the trace of the context, or nil.
 func Of(ctx context.Context) *Trace {
 	if s := from(ctx); s != nil {
 		return s.trace
@@ -115,7 +119,8 @@ func from(ctx context.Context) *Span {
 	return s
 }
 
-// Carry gives to, which ends for other reasons than caller, the trace of caller. Who works under it calls release at the end.
+// Carry adds the caller's trace to a context with another lifetime. The user of ctx calls release
+// at the end.
 func Carry(to, caller context.Context) (ctx context.Context, release func()) {
 	s := from(caller)
 	if s == nil {
@@ -131,22 +136,22 @@ func (t *Trace) release() {
 	}
 	s := t.slab.Load()
 	if s == nil {
-		return // it was held again, by somebody left behind
+		return // a goroutine left behind holds it again
 	}
 	packed := pack(s, t.zero)
 	if !t.packed.CompareAndSwap(nil, &packed) {
 		return
 	}
-	t.slab.Store(nil) // last: a reader finds the one or the other
+	t.slab.Store(nil) // last, so that a reader finds one of the two
 	if t.done != nil {
 		t.done(t)
 	}
 }
 
-// Begin begins a span under the context's: defer trace.Begin(ctx, "record").End().
+// Begin begins a span below the context's: defer trace.Begin(ctx, "record").End().
 func Begin(ctx context.Context, name string) *Span { return from(ctx).Begin(name) }
 
-// Nest is Begin with a context for what is part of the new span.
+// Nest is Begin with a context for parts of the new span.
 func Nest(ctx context.Context, name string) (context.Context, *Span) {
 	s := Begin(ctx, name)
 	if s == nil {
@@ -163,7 +168,7 @@ func (s *Span) Begin(name string) *Span {
 	return s.trace.begin(name, s.index)
 }
 
-// begin returns nil where there is no room, or nobody to read it any more.
+// begin returns nil if the slab is full or packed.
 func (t *Trace) begin(name string, parent int32) *Span {
 	all := t.slab.Load()
 	if all == nil {
@@ -179,22 +184,22 @@ func (t *Trace) begin(name string, parent int32) *Span {
 	return s
 }
 
-// End ends the span; the first call counts.
+// End ends the span. Only the first call has an effect.
 func (s *Span) End() {
 	if s != nil {
 		s.ended.CompareAndSwap(0, Now())
 	}
 }
 
-// Step is a span that another process has measured.
+// Step is a span that another process measured.
 type Step struct {
 	Name  string `json:"name"`
 	Began int64  `json:"began"` // by Now
 	Ended int64  `json:"ended"`
 }
 
-// Add adds what another process has measured to the context's span. It is not believed that it took place before the operation, or takes
-// place after now.
+// Add adds the spans of another process below the context's span. It clips them to the time between
+// the operation's beginning and now.
 func Add(ctx context.Context, steps []Step) {
 	parent := from(ctx)
 	if parent == nil {

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// names tells the spans of an operation with their depths.
+// names formats the spans of an operation with their depths.
 func names(o Operation) string {
 	var all []string
 	for _, s := range o.Spans {
@@ -21,7 +21,7 @@ func names(o Operation) string {
 	return strings.Join(all, " ")
 }
 
-func TestNesting(t *testing.T) {
+func TestSpansNest(t *testing.T) {
 	var told *Trace
 	ctx, tr := Start(t.Context(), "run", func(t *Trace) { told = t })
 	Begin(ctx, "plan").End()
@@ -32,11 +32,11 @@ func TestNesting(t *testing.T) {
 	pause.End()
 	open := Begin(ctx, "left open")
 	if told != nil {
-		t.Error("told before the end")
+		t.Error("done was called before the end")
 	}
 	live := tr.Operation("web", 3)
 	tr.End()
-	open.End() // nobody reads it any more
+	open.End() // too late to be recorded
 	Begin(ctx, "late").End()
 	o := tr.Operation("web", 3)
 	const want = "run .plan .pause ..hostile ..create ..order .left open"
@@ -60,8 +60,7 @@ func TestNesting(t *testing.T) {
 	}
 }
 
-// Without a trace nothing is recorded, and nothing fails.
-func TestWithoutTrace(t *testing.T) {
+func TestNothingIsRecordedWithoutTrace(t *testing.T) {
 	ctx := t.Context()
 	inner, s := Nest(ctx, "x")
 	s.End()
@@ -76,15 +75,14 @@ func TestWithoutTrace(t *testing.T) {
 	}
 }
 
-// An operation that goes on without its caller is recorded to its end.
-func TestCarry(t *testing.T) {
+func TestCarriedTraceOutlivesCaller(t *testing.T) {
 	done := make(chan *Trace, 1)
 	ctx, tr := Start(t.Context(), "run", func(t *Trace) { done <- t })
 	carried, release := Carry(context.Background(), ctx)
 	tr.End() // the caller's deadline
 	select {
 	case <-done:
-		t.Fatal("packed while somebody works")
+		t.Fatal("the trace was packed while work went on")
 	default:
 	}
 	Begin(carried, "work").End()
@@ -92,7 +90,7 @@ func TestCarry(t *testing.T) {
 	if got := names((<-done).Operation("", 0)); got != "run .work" {
 		t.Error(got)
 	}
-	again, release := Carry(context.Background(), ctx) // who was left behind
+	again, release := Carry(context.Background(), ctx) // a goroutine left behind
 	Begin(again, "late").End()
 	release()
 	if got := names(tr.Operation("", 0)); got != "run .work" {
@@ -100,7 +98,7 @@ func TestCarry(t *testing.T) {
 	}
 }
 
-func TestMoreThanThereIsRoomFor(t *testing.T) {
+func TestSpansBeyondLimitAreCounted(t *testing.T) {
 	ctx, tr := Start(t.Context(), "run", nil)
 	for i := range MaxSpans + 10 {
 		Begin(ctx, fmt.Sprint("step ", i)).End()
@@ -113,8 +111,8 @@ func TestMoreThanThereIsRoomFor(t *testing.T) {
 	}
 }
 
-// Readers, writers and the end may meet at any time. The race detector judges.
-func TestConcurrency(t *testing.T) {
+// Readers, writers and the end may meet at any time; the race detector checks them.
+func TestConcurrentReadersAndWriters(t *testing.T) {
 	for range 50 {
 		ctx, tr := Start(t.Context(), "run", nil)
 		var group sync.WaitGroup
@@ -140,8 +138,7 @@ func TestConcurrency(t *testing.T) {
 	}
 }
 
-// What is kept of the start of a pod with one container is small.
-func TestKeptSize(t *testing.T) {
+func TestPackedTraceIsSmall(t *testing.T) {
 	ctx, tr := Start(t.Context(), "StartContainer", nil)
 	for i := range 30 {
 		Begin(ctx, fmt.Sprintf("mount filesystem %d", i)).End()
@@ -166,8 +163,8 @@ func TestOperationAsJSON(t *testing.T) {
 	}
 }
 
-// Launchers are other processes: the clock must be the kernel's.
-func TestClock(t *testing.T) {
+// Launchers are other processes, so Now must be the kernel's clock.
+func TestNowIsKernelsMonotonicClock(t *testing.T) {
 	kernel := func() int64 {
 		var ts unix.Timespec
 		if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
@@ -175,7 +172,7 @@ func TestClock(t *testing.T) {
 		}
 		return ts.Nano()
 	}
-	const slack = int64(time.Millisecond) // the alignment's error at most
+	const slack = int64(time.Millisecond) // maximum error of the alignment
 	before, now, after := kernel(), Now(), kernel()
 	if now < before-slack || now > after+slack {
 		t.Errorf("%d is not between %d and %d", now, before, after)
@@ -212,10 +209,10 @@ func FuzzParseRemote(f *testing.F) {
 	})
 }
 
-// BenchmarkSpan is what a mark in the code costs: a look at the context, a place, two looks at the clock.
+// BenchmarkSpan measures one span: a context lookup, a slot and two clock readings.
 func BenchmarkSpan(b *testing.B) {
 	ctx, tr := Start(b.Context(), "run", nil)
-	ctx, cancel := context.WithTimeout(ctx, time.Hour) // as deep as a launch's
+	ctx, cancel := context.WithTimeout(ctx, time.Hour) // as deep as a launch's context
 	defer cancel()
 	b.ReportAllocs()
 	for b.Loop() {
@@ -226,7 +223,7 @@ func BenchmarkSpan(b *testing.B) {
 	}
 }
 
-// BenchmarkOff is the same where nothing is recorded.
+// BenchmarkOff measures a span without a trace.
 func BenchmarkOff(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
@@ -234,7 +231,8 @@ func BenchmarkOff(b *testing.B) {
 	}
 }
 
-// BenchmarkPodStart is all that recording a pod's start with one container costs: three operations with what they have of spans.
+// BenchmarkPodStart measures recording the start of a pod with one container: three operations with
+// their spans.
 func BenchmarkPodStart(b *testing.B) {
 	steps := make([]Step, 10)
 	b.ReportAllocs()

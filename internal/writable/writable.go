@@ -1,10 +1,10 @@
-// Package writable watches whether directories can be written to.
+// Package writable monitors whether directories are writable.
 //
 // # Contract
 //
-// A Watch tries from time to time to change a directory's time of modification, which needs no room but
-// fails on a filesystem that is read-only, was made so by the kernel after an error, or was shut down. Err answers
-// from memory, also while a try hangs on a disk that does not answer.
+// A Watch periodically changes a directory's modification time. This needs no free space, but fails
+// on a filesystem that is read-only, that the kernel made read-only after an error, or that was
+// shut down. Err answers from memory, also while a probe hangs on a disk that does not respond.
 package writable
 
 import (
@@ -18,19 +18,19 @@ import (
 )
 
 const (
-	// period is the pause between two tries.
+	// period is the time between two probes.
 	period = 10 * time.Second
-	// patience is how long a disk may take to answer.
+	// patience is how long a disk may take to respond.
 	patience = time.Minute
 )
 
-// Watch watches directories. Its zero value knows of no trouble.
+// Watch monitors directories. The zero value is ready for use and reports no error.
 type Watch struct {
 	trouble atomic.Pointer[error]     // nil: none
-	trying  atomic.Pointer[time.Time] // since when; nil: at the moment it does not try
+	trying  atomic.Pointer[time.Time] // start of the running probe; nil: none
 }
 
-// Try looks now.
+// Try probes once.
 func (w *Watch) Try(dirs ...string) {
 	now := time.Now()
 	w.trying.Store(&now)
@@ -46,7 +46,7 @@ func (w *Watch) Try(dirs ...string) {
 	w.trouble.Store(nil)
 }
 
-// Run tries until ctx ends.
+// Run probes periodically until ctx ends.
 func (w *Watch) Run(ctx context.Context, dirs ...string) {
 	tick := time.NewTicker(period)
 	defer tick.Stop()
@@ -60,10 +60,10 @@ func (w *Watch) Run(ctx context.Context, dirs ...string) {
 	}
 }
 
-// Err tells which directory cannot be written to, or nil.
+// Err returns the error of the last probe, which names the directory, or nil.
 func (w *Watch) Err() error {
 	if since := w.trying.Load(); since != nil && time.Since(*since) > patience {
-		return fmt.Errorf("a filesystem does not answer for %v", time.Since(*since).Round(time.Second))
+		return fmt.Errorf("a filesystem has not responded for %v", time.Since(*since).Round(time.Second))
 	}
 	if err := w.trouble.Load(); err != nil {
 		return *err
@@ -71,8 +71,8 @@ func (w *Watch) Err() error {
 	return nil
 }
 
-// try changes dir's time of modification. A lack of room, which some filesystems have even for that, is none
-// of our business: room can be made.
+// try changes dir's modification time. It ignores a lack of space, which some filesystems report
+// even for that, because space can be freed.
 func try(dir string) error {
 	now := unix.Timespec{Nsec: unix.UTIME_NOW}
 	err := unix.UtimesNanoAt(unix.AT_FDCWD, dir, []unix.Timespec{now, now}, 0)
@@ -82,7 +82,7 @@ func try(dir string) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("%s cannot be written to: %w", dir, err)
+		return fmt.Errorf("%s is not writable: %w", dir, err)
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-// Package points finds the failpoints in source code, for tests.
+// Package points finds failpoints in source code, for tests.
 package points
 
 import (
@@ -19,7 +19,7 @@ type Point struct {
 	Place string // file and line
 }
 
-// Below returns all points in the Go and C files of a directory tree, but for tests.
+// Below returns all points in the Go and C files of a directory tree, without tests.
 func Below(root string) ([]Point, error) {
 	var all []Point
 	err := filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {

@@ -17,7 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// sender hands an encoded ExportTraceServiceRequest to a collector.
+// sender sends an encoded ExportTraceServiceRequest to a collector.
 type sender interface {
 	export(ctx context.Context, request []byte) error
 	close() error
@@ -30,7 +30,7 @@ func newSender(cfg Config) (sender, error) {
 	return newGRPCSender(cfg)
 }
 
-// mayHelp tells whether the same request may succeed later, by OTLP's specification of failures.
+// mayHelp reports whether a retry may succeed, by OTLP's specification of failures.
 func mayHelp(err error) bool {
 	if answer, ok := errors.AsType[*httpError](err); ok {
 		switch answer.status {
@@ -41,7 +41,7 @@ func mayHelp(err error) bool {
 	}
 	st, ok := status.FromError(err)
 	if !ok {
-		return true // of the connection
+		return true // a connection error
 	}
 	switch st.Code() {
 	case codes.Canceled, codes.DeadlineExceeded, codes.Aborted, codes.OutOfRange, codes.Unavailable, codes.DataLoss, codes.ResourceExhausted:
@@ -52,7 +52,7 @@ func mayHelp(err error) bool {
 
 const exportMethod = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
-// maxAnswer bounds what is read of a collector's answer, in bytes.
+// maxAnswer bounds how much of a collector's answer is read, in bytes.
 const maxAnswer = 64 << 10
 
 type grpcSender struct{ conn *grpc.ClientConn }
@@ -66,9 +66,9 @@ func newGRPCSender(cfg Config) (*grpcSender, error) {
 		grpc.WithTransportCredentials(secure),
 		grpc.WithUserAgent("berth/"+cfg.Version),
 		grpc.WithNoProxy(),
-		grpc.WithIdleTimeout(sendTime), // a daemon that starts no pods keeps neither a connection nor its goroutines
-		// A collector that went without a word is given up when it does not answer for that long, and looked for anew. Nothing is sent, and no
-		// timer runs, while there is nothing to export.
+		grpc.WithIdleTimeout(sendTime), // a daemon that starts no pods keeps no connection and no goroutines for it
+		// Detect a collector that disappeared without closing the connection. While there is
+		// nothing to export, nothing is sent and no timer runs.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: sendTime, Timeout: sendTime}),
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(encoded{}), grpc.MaxCallRecvMsgSize(maxAnswer)))
 	if err != nil {
@@ -87,7 +87,7 @@ func (s *grpcSender) export(ctx context.Context, request []byte) error {
 
 func (s *grpcSender) close() error { return s.conn.Close() }
 
-// encoded is the codec of messages that are encoded already.
+// encoded is a codec for messages that are already encoded.
 type encoded struct{}
 
 func (encoded) Name() string                  { return "proto" }
@@ -110,17 +110,17 @@ func newHTTPSender(cfg Config) *httpSender {
 		scheme = "http://"
 	}
 	transport := http.DefaultTransport.(*http.Transport).Clone()
-	transport.Proxy = nil // what is sent goes to the configured collector, whatever the environment says of images' registries
+	transport.Proxy = nil // the environment's proxy is for image registries
 	transport.MaxIdleConnsPerHost = 1
 	transport.IdleConnTimeout = sendTime                                                  // as above
 	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as above
 	return &httpSender{client: &http.Client{Transport: transport, CheckRedirect: noRedirect}, url: scheme + cfg.Endpoint + "/v1/traces", agent: "berth/" + cfg.Version}
 }
 
-// noRedirect: what is sent names pods, and goes to the configured collector or nowhere.
+// noRedirect refuses redirects: traces name pods and go to the configured collector only.
 func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
-// httpError is an answer other than success.
+// httpError is an HTTP status other than success.
 type httpError struct{ status int }
 
 func (e *httpError) Error() string {
