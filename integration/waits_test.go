@@ -275,7 +275,7 @@ func TestSystemdWatchdog(t *testing.T) {
 	}
 	harness.Must(t, os.Rename(d.Socket, d.Socket+".away"))
 	harness.Eventually(t, "the daemon finds that it is not well", func() error {
-		if !strings.Contains(d.Tail(), "the daemon is not well") {
+		if !strings.Contains(d.Tail(), "the daemon is unhealthy") {
 			return fmt.Errorf("its log does not say so")
 		}
 		return nil

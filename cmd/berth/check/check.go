@@ -26,20 +26,19 @@ func Command() *cobra.Command {
 	var asJSON, bytes bool
 	cmd := &cobra.Command{
 		Use:   "check",
-		Short: "Tell what the node lacks, or with --state what differs from berth's records",
-		Long: `Tell what the node lacks to run berth and kubelet's pods on it: kernel features,
-cgroups, directories, mount propagation, programs, sockets that other runtimes have, what
-networks are built with, the CNI network. It changes nothing and needs no daemon. It fails if no pod could run; a node whose CNI network
-is not installed yet runs those with the host's network.
+		Short: "Check the node, or with --state berth's records",
+		Long: `Check whether this node can run berth and kubelet's pods: kernel features, cgroups,
+directories, mount propagation, programs, sockets of other runtimes, features that
+networks need, and the CNI network. The check changes nothing and needs no daemon.
+It fails if no pod could run. Without a CNI network, pods on the host's network run.
 
-With --state it compares what berth has written down with what is on the machine, and
-names each difference: processes, shims, network namespaces, addresses, layers, mounts,
-file descriptors, records, with --bytes the content of layers, and what CRI lists. It
-changes nothing, works with the daemon running or not, and fails if there is a difference.
+With --state, compare berth's records with this machine and print each difference:
+processes, shims, network namespaces, addresses, layers, mounts, file descriptors,
+records, with --bytes the content of layers, and CRI's lists. The check changes
+nothing, works with and without a running daemon, and fails on a difference.
 
-A daemon that serves on the socket (--listen) is asked for its configuration, with the flags
-that it was started with; without one it is that of the file. With --config the node is
-checked for that file.`,
+If a daemon serves on the socket (--listen), the check uses its configuration and
+flags, else the configuration file. With --config the node is checked for that file.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ofState := takeStateFlag(cmd.Flags())
@@ -78,9 +77,9 @@ checked for that file.`,
 	}
 	config.AddFlags(cmd.Flags())
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the findings as JSON")
-	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: read what is in every layer")
+	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: also compare the content of every layer")
 	state := cmd.Flags().Lookup(stateFlag)
-	state.NoOptDefVal, state.Usage = noDirectory, "compare records with the machine instead; --state=DIR if the state directory is not the configured one"
+	state.NoOptDefVal, state.Usage = noDirectory, "compare records with the machine instead; --state=DIR sets another state directory than the configured one"
 	return cmd
 }
 

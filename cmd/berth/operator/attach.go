@@ -15,9 +15,11 @@ func attachCommand(o *connection) *cobra.Command {
 	var s session
 	cmd := &cobra.Command{
 		Use:   "attach CONTAINER",
-		Short: "Connect to a container's own input and output",
-		Long: "Connect to a container's own input and output, until it ends. Ctrl-C leaves, and the\n" +
-			"container goes on; when it is passed on, with -it, Ctrl-P Ctrl-Q does.",
+		Short: "Attach to a container's main process",
+		Long: `Attach to the input and output of a container's main process until it ends.
+
+Ctrl-C detaches, and the container keeps running. With -it Ctrl-C goes to the
+container, and Ctrl-P Ctrl-Q detaches.`,
 		Args: cobra.ExactArgs(1),
 	}
 	s.addFlags(cmd)

@@ -47,7 +47,7 @@ func defaultSocket() string {
 	return client.DefaultSocket
 }
 
-// connected makes a command's body from a function that needs a connection.
+// connected returns a command's body that connects to the runtime and then calls run.
 func (o *connection) connected(run func(cmd *cobra.Command, args []string, c *client.Client) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		c, err := client.Dial(cmd.Context(), o.socket)
@@ -85,11 +85,11 @@ func (o *output) Set(s string) error {
 
 func addOutputFlag(cmd *cobra.Command) *output {
 	o := outputTable
-	cmd.Flags().VarP(&o, "output", "o", "how to print")
+	cmd.Flags().VarP(&o, "output", "o", "output format")
 	return &o
 }
 
-// row is one line of a table, which knows its cells.
+// row is one line of a table.
 type row interface{ cells() []string }
 
 // printRows prints rows as a table under a header line, or as a JSON array.
@@ -98,7 +98,7 @@ func printRows[R row](w io.Writer, how output, header []string, rows []R) error 
 		enc := json.NewEncoder(w)
 		enc.SetIndent("", "  ")
 		if rows == nil {
-			rows = []R{} // an array also when it is empty
+			rows = []R{} // an empty array, not null
 		}
 		return enc.Encode(rows)
 	}
@@ -110,7 +110,7 @@ func printRows[R row](w io.Writer, how output, header []string, rows []R) error 
 	return table.Flush()
 }
 
-// printCells writes into the tabwriter's buffer, whose errors come from Flush.
+// printCells writes to the tabwriter's buffer, whose errors Flush returns.
 func printCells(w io.Writer, cells []string) {
 	for i, cell := range cells {
 		if i > 0 {

@@ -20,14 +20,16 @@ func execCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "exec CONTAINER COMMAND [ARG…]",
 		Short: "Run a command in a container and exit with its code",
-		Long: "Run a command in a container and exit with its code. Its output is printed as it\n" +
-			"comes. With berth the command ends, and what it has started.",
+		Long: `Run a command in a container, print its output, and exit with its code.
+
+If the connection ends, berth kills the command and all processes it started.
+Other runtimes may let it run on.`,
 		Example: "  berth exec -it web sh\n  berth exec web ls -l /\n  tar c . | berth exec -i web tar x -C /data",
 		Args:    cobra.MinimumNArgs(2),
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", 0, "kill the command after this time; 0: never")
 	s.addFlags(cmd)
-	cmd.Flags().SetInterspersed(false) // flags after the container are the command's
+	cmd.Flags().SetInterspersed(false) // flags after the container belong to the command
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		container, err := c.FindContainer(cmd.Context(), args[0])
 		if err != nil {
@@ -42,9 +44,9 @@ func execCommand(o *connection) *cobra.Command {
 				Tty: s.terminal, Stdin: s.stdin, Stdout: true, Stderr: !s.terminal})
 			return reply.GetUrl(), err
 		})
-		ended := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded) // the latter by the handshake
+		ended := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded) // the latter from the handshake
 		if end, ok := limited.Deadline(); ok && ended && !time.Now().Before(end) {
-			<-limited.Done() // the connection has a timer of its own, which may be a moment earlier
+			<-limited.Done() // the connection's own timer may fire a moment earlier
 		}
 		if cause := context.Cause(limited); errors.Is(cause, errTimeout) && ended {
 			err = fmt.Errorf("%w after %v", cause, timeout)
@@ -56,8 +58,7 @@ func execCommand(o *connection) *cobra.Command {
 
 var errTimeout = errors.New("command timed out")
 
-// limitTime returns a context that ends after a time, unless that is 0, with the cause
-// errTimeout.
+// limitTime returns a context that ends after timeout with the cause errTimeout. 0 means no limit.
 func limitTime(parent context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
 	if timeout == 0 {
 		return context.WithCancel(parent)
@@ -65,7 +66,7 @@ func limitTime(parent context.Context, timeout time.Duration) (context.Context, 
 	return context.WithTimeoutCause(parent, timeout, errTimeout)
 }
 
-// sessionStatus gives an error its words; a command's exit code needs none.
+// sessionStatus explains an error of a session. A command's exit status needs no explanation.
 func sessionStatus(ctx context.Context, what string, err error) error {
 	var exit *cli.ExitStatus
 	if err == nil || errors.As(err, &exit) {

@@ -31,7 +31,7 @@ func imagesCommand(o *connection) *cobra.Command {
 	return cmd
 }
 
-// imageRow is an image as images shows it, and its JSON form.
+// imageRow is the JSON form of an image, and a row of images.
 type imageRow struct {
 	ID      string   `json:"id"`
 	Tags    []string `json:"tags"`
@@ -46,7 +46,7 @@ func (r imageRow) cells() []string {
 	return []string{r.name(), client.ShortID(r.ID), terminal.Bytes(r.Size)}
 }
 
-// name is what an image is known by: its tags, else where it was pulled from.
+// name returns the name of an image: its tags, else its first digest.
 func (r imageRow) name() string {
 	switch {
 	case len(r.Tags) > 0:
@@ -75,7 +75,7 @@ func imageRows(ctx context.Context, c *client.Client) ([]imageRow, error) {
 	return rows, nil
 }
 
-// orEmpty makes a list that is an array in JSON also when there is nothing in it.
+// orEmpty replaces nil by an empty list, so that JSON has an array.
 func orEmpty(list []string) []string {
 	if list == nil {
 		return []string{}

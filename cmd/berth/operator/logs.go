@@ -19,14 +19,14 @@ func logsCommand(o *connection) *cobra.Command {
 	var since string
 	cmd := &cobra.Command{
 		Use:   "logs CONTAINER",
-		Short: "Print what a container wrote to its output",
+		Short: "Print a container's log",
 		Args:  cobra.ExactArgs(1),
 	}
 	flags := cmd.Flags()
-	flags.BoolVarP(&follow, "follow", "f", false, "go on until the container ends")
-	flags.IntVar(&tail, "tail", crilog.All, "only the last so many lines")
-	flags.StringVar(&since, "since", "", "only lines since a time (2026-01-02T15:04:05Z) or for a duration (10m)")
-	flags.BoolVarP(&stamps, "timestamps", "t", false, "put the time before each line")
+	flags.BoolVarP(&follow, "follow", "f", false, "follow the log until the container ends")
+	flags.IntVar(&tail, "tail", crilog.All, "print only the last N lines")
+	flags.StringVar(&since, "since", "", "print only lines since a time (2026-01-02T15:04:05Z) or within a duration (10m)")
+	flags.BoolVarP(&stamps, "timestamps", "t", false, "prefix each line with its time")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		after, err := parseSince(since, time.Now())
 		if err != nil {
@@ -41,8 +41,7 @@ func logsCommand(o *connection) *cobra.Command {
 	return cmd
 }
 
-// printLog finds the container's log and reads it. A followed log ends with its
-// container.
+// printLog finds the container's log and prints it. Following ends with the container.
 func printLog(ctx context.Context, c *client.Client, ref string, o crilog.Options, out *logPrinter) error {
 	container, err := c.FindContainer(ctx, ref)
 	if err != nil {
@@ -75,7 +74,7 @@ func printLog(ctx context.Context, c *client.Client, ref string, o crilog.Option
 	return err
 }
 
-// parseSince reads a point in time, or a duration before now.
+// parseSince parses a time, or a duration before now.
 func parseSince(since string, now time.Time) (time.Time, error) {
 	if since == "" {
 		return time.Time{}, nil
@@ -90,7 +89,7 @@ func parseSince(since string, now time.Time) (time.Time, error) {
 	return at, nil
 }
 
-// logPrinter writes log lines to the stream they came from.
+// logPrinter writes log lines to the stream that they came from.
 type logPrinter struct {
 	stdout, stderr io.Writer
 	stamps         bool

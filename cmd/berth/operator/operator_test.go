@@ -35,7 +35,7 @@ type console struct {
 	onOutput func() // called after a write to stdout, if not nil
 }
 
-// sink takes what a command prints.
+// sink collects a command's output.
 type sink struct {
 	testutil.Buffer
 	written func()
@@ -63,7 +63,7 @@ func newConsole(t *testing.T, s *fakecri.Server) *console {
 	return &console{Server: s, t: t, socket: fakecri.Start(t, s), runDir: t.TempDir()}
 }
 
-// do runs one command line and returns what it printed and its exit code.
+// do runs one command line and returns its output and exit code.
 func (c *console) do(args ...string) (stdout, stderr string, code int) {
 	c.t.Helper()
 	out, errs := sink{written: c.onOutput}, sink{}
@@ -77,7 +77,7 @@ func (c *console) do(args ...string) (stdout, stderr string, code int) {
 	return out.String(), errs.String(), code
 }
 
-// must runs a command that has to succeed, and returns its output.
+// must runs a command that must succeed, and returns its output.
 func (c *console) must(args ...string) string {
 	c.t.Helper()
 	stdout, stderr, code := c.do(args...)
@@ -96,7 +96,7 @@ func (c *console) detach(spec string) string {
 
 func app(name string) string { return "{name: " + name + ", image: '" + testImage + "'}" }
 
-func TestRunExitCodes(t *testing.T) {
+func TestRunExitsWithCodeOfFailedContainer(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{
 		"good": {Exits: []int32{0}, Output: []string{"stdout hi"}}, "bad": {Exits: []int32{42}},
 	}})
@@ -121,7 +121,7 @@ func TestRunExitCodes(t *testing.T) {
 	}
 }
 
-func TestLifeOfADetachedPod(t *testing.T) {
+func TestDetachedPodIsListedAndRemoved(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"done": {Exits: []int32{3}}}})
 	id := c.detach("terminationGracePeriodSeconds: 3, containers: [" + app("app") + ", " + app("done") + "]")
 
@@ -145,19 +145,19 @@ func TestLifeOfADetachedPod(t *testing.T) {
 		}
 	}
 
-	if _, stderr, code := c.do("rm", "--run-dir", c.runDir, "web"); code != 1 || !strings.Contains(stderr, "runs (stop it, or use --force)") {
+	if _, stderr, code := c.do("rm", "--run-dir", c.runDir, "web"); code != 1 || !strings.Contains(stderr, "is running: stop it, or use --force") {
 		t.Errorf("rm of a running pod: %q, %d", stderr, code)
 	}
 	if _, stderr, code := c.do("rm", "app", "nothing"); code != 1 || !strings.Contains(stderr, "container") || !strings.Contains(stderr, `no container or pod "nothing"`) {
 		t.Errorf("rm of a running container: %q, %d", stderr, code)
 	}
 	c.must("rm", "--run-dir", c.runDir, "--force", id[:12])
-	asManifestSays := func(call string) bool { // of its grace period some may be over
+	asManifestSays := func(call string) bool { // part of the grace period may be over
 		left, ok := strings.CutPrefix(call, "StopContainer app/0 ")
 		return ok && slices.Contains([]string{"1", "2", "3"}, left)
 	}
 	if calls := c.Calls(); !slices.ContainsFunc(calls, asManifestSays) {
-		t.Errorf("the manifest's grace period was not given: %q", calls)
+		t.Errorf("the manifest's grace period was not used: %q", calls)
 	}
 	if left := c.Left(); len(left) > 0 {
 		t.Errorf("left: %q", left)
@@ -183,7 +183,7 @@ func TestStopAndRemoveContainers(t *testing.T) {
 	}
 }
 
-func TestLogs(t *testing.T) {
+func TestLogsPrintsSelectedLines(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{
 		"app": {Exits: []int32{0}, Output: []string{"stdout one", "stderr two", "stdout three"}},
 	}})
@@ -204,8 +204,8 @@ func TestLogs(t *testing.T) {
 	}
 }
 
-// Ctrl-C is how one stops following: it is nothing to complain about.
-func TestLogsInterrupted(t *testing.T) {
+// Ctrl-C is the normal way to stop following, so berth prints no error.
+func TestInterruptEndsLogsSilently(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"app": {Output: []string{"stdout one"}}}})
 	c.detach("containers: [" + app("app") + "]")
 	c.onOutput = func() { raise(t, syscall.SIGINT) }
@@ -214,7 +214,7 @@ func TestLogsInterrupted(t *testing.T) {
 	}
 }
 
-func TestInterruptedCall(t *testing.T) {
+func TestInterruptedPullExitsWithSignal(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{})
 	c.Hook = func(ctx context.Context, call string) error {
 		if strings.HasPrefix(call, "PullImage") {
@@ -248,7 +248,7 @@ func TestLogPrinterKeepsPartialLinesOpen(t *testing.T) {
 	}
 }
 
-func TestImages(t *testing.T) {
+func TestImagesAsTableAndJSON(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{})
 	c.must("pull", testImage)
 	c.must("pull", "registry.test/bare")
@@ -256,7 +256,7 @@ func TestImages(t *testing.T) {
 	golden(t, "images.json", c.must("images", "--output=json"))
 }
 
-func TestPull(t *testing.T) {
+func TestPullPrintsImageID(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{})
 	if got := c.must("pull", testImage); got != "sha256:0123456789abcdef\n" {
 		t.Errorf("pull: %q", got)
@@ -269,7 +269,7 @@ func TestPull(t *testing.T) {
 	}
 }
 
-func TestNoDaemon(t *testing.T) {
+func TestErrorWithoutDaemon(t *testing.T) {
 	c := &console{t: t, socket: "/run/nothing/here.sock"}
 	if _, stderr, code := c.do("ps"); code != 1 || stderr != "berth: no runtime listens on /run/nothing/here.sock (is `berth serve` running?)\n" {
 		t.Errorf("%q, %d", stderr, code)

@@ -28,11 +28,12 @@ func portForwardCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "port-forward POD [LOCAL:]REMOTE…",
 		Short: "Forward local TCP ports to ports of a pod",
-		Long: "Forward local TCP ports to ports that a pod's processes listen on at their localhost,\n" +
-			"until Ctrl-C. Without LOCAL it is the same as REMOTE; with :REMOTE it is any that is free.",
+		Long: `Forward local TCP ports to the localhost of a pod until Ctrl-C.
+
+LOCAL defaults to REMOTE. ":REMOTE" selects any free local port.`,
 		Args: cobra.MinimumNArgs(2),
 	}
-	cmd.Flags().StringVar(&address, "address", "127.0.0.1", "local IP address")
+	cmd.Flags().StringVar(&address, "address", "127.0.0.1", "local IP address to listen on")
 	addTLSFlags(cmd, &tls)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		pod, err := c.FindPod(cmd.Context(), args[0])
@@ -58,24 +59,24 @@ func portForwardCommand(o *connection) *cobra.Command {
 		if err := forwarder.ForwardPorts(); err != nil {
 			return client.Explain(what, refusals.explain(err))
 		}
-		return cli.Silent(cli.InterruptStatus(ctx, context.Cause(ctx))) // nothing else ends it well
+		return cli.Silent(cli.InterruptStatus(ctx, context.Cause(ctx))) // an interrupt is the only normal end
 	})
 	return cmd
 }
 
-// refusals is a slog.Handler that keeps why the runtime last refused to forward a connection.
-// client-go tells that in its log only, and then ends all connections.
+// refusals is a slog.Handler that keeps the runtime's last reason for refusing to forward a
+// connection. client-go only logs the reason, and then ends all connections.
 type refusals struct {
 	mu     sync.Mutex // guards reason
 	reason error
 }
 
-// context has client-go log to r.
+// context returns a context in which client-go logs to r.
 func (r *refusals) context(parent context.Context) context.Context {
 	return klog.NewContext(parent, logr.FromSlogHandler(r))
 }
 
-// explain adds the reason, if there is one, to the error with which the session ended.
+// explain adds the reason, if any, to the session's error.
 func (r *refusals) explain(err error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -88,8 +89,8 @@ func (r *refusals) explain(err error) error {
 // Enabled implements slog.Handler.
 func (r *refusals) Enabled(_ context.Context, level slog.Level) bool { return level >= slog.LevelError }
 
-// Handle implements slog.Handler. Other messages than that of a refusal are about how a connection
-// ended.
+// Handle implements slog.Handler. It ignores messages other than a refusal's, which report how a
+// connection ended.
 func (r *refusals) Handle(_ context.Context, record slog.Record) error {
 	if record.Message != "An error occurred forwarding" {
 		return nil
@@ -111,7 +112,7 @@ func (r *refusals) WithAttrs([]slog.Attr) slog.Handler { return r }
 // WithGroup implements slog.Handler.
 func (r *refusals) WithGroup(string) slog.Handler { return r }
 
-// portForwardDialer connects to a URL that the runtime has given out.
+// portForwardDialer returns a dialer for a URL from the runtime.
 func portForwardDialer(address string, tls rest.TLSClientConfig) (httpstream.Dialer, error) {
 	u, err := url.Parse(address)
 	if err != nil {

@@ -23,8 +23,8 @@ func psCommand(o *connection) *cobra.Command {
 		Args:  cobra.NoArgs,
 	}
 	how := addOutputFlag(cmd)
-	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that do not run")
-	cmd.Flags().BoolVar(&pods, "pods", false, "list pods")
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also list containers that do not run")
+	cmd.Flags().BoolVar(&pods, "pods", false, "list pods instead of containers")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		if pods {
 			rows, err := podRows(cmd.Context(), c, all)
@@ -42,7 +42,7 @@ func psCommand(o *connection) *cobra.Command {
 	return cmd
 }
 
-// containerRow is a container as ps shows it, and its JSON form.
+// containerRow is the JSON form of a container, and a row of ps.
 type containerRow struct {
 	ID       string    `json:"id"`
 	Name     string    `json:"name"`
@@ -101,8 +101,8 @@ func newContainerRow(c *runtimeapi.Container) containerRow {
 	}
 }
 
-// addExit adds what a list does not tell. A container that was removed meanwhile
-// is shown without it.
+// addExit adds details that a list lacks. It leaves a container unchanged that was removed
+// meanwhile.
 func (r *containerRow) addExit(ctx context.Context, c *client.Client) error {
 	status, err := c.ContainerState(ctx, r.ID)
 	if errdefs.IsNotFound(err) {
@@ -116,10 +116,10 @@ func (r *containerRow) addExit(ctx context.Context, c *client.Client) error {
 	return nil
 }
 
-// stateWord turns the name of a protobuf enum into a word.
+// stateWord converts the name of a protobuf enum to a word.
 func stateWord(name, prefix string) string { return strings.ToLower(strings.TrimPrefix(name, prefix)) }
 
-// podRow is a pod as ps shows it, and its JSON form.
+// podRow is the JSON form of a pod, and a row of ps --pods.
 type podRow struct {
 	ID        string    `json:"id"`
 	Name      string    `json:"name"`

@@ -20,7 +20,7 @@ func pullCommand(o *connection) *cobra.Command {
 		Short: "Pull an image",
 		Args:  cobra.ExactArgs(1),
 	}
-	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry; without it the daemon's docker config is used")
+	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: the daemon's docker config)")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		auth, err := parseCreds(creds)
 		if err != nil {

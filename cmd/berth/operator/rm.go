@@ -18,12 +18,14 @@ func rmCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "rm ID…",
 		Short: "Remove containers or pods",
-		Long: "Remove containers or pods, given by ID, by a prefix of it or by name. What runs is refused;\n" +
-			"with --force containers are killed and pods are stopped first, within their grace period.",
+		Long: `Remove containers or pods, given by name, ID or a prefix of the ID.
+
+Without --force, berth refuses to remove running ones. With it, containers are
+killed, and pods are stopped within their grace period first.`,
 		Args: cobra.MinimumNArgs(1),
 	}
-	cmd.Flags().BoolVarP(&force, "force", "f", false, "also what runs")
-	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where berth run keeps the files of pods")
+	cmd.Flags().BoolVarP(&force, "force", "f", false, "also remove running pods and containers")
+	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
@@ -40,16 +42,16 @@ func removeRef(ctx context.Context, c *client.Client, ref, runDir string, force 
 	case pod != nil:
 		return removePod(ctx, c, pod, runDir, force)
 	case container.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING && !force:
-		return fmt.Errorf("container %s runs (stop it, or use --force)", client.ShortID(container.GetId()))
+		return fmt.Errorf("container %s is running: stop it, or use --force", client.ShortID(container.GetId()))
 	}
 	return c.Remove(ctx, container.GetId())
 }
 
-// removePod removes a pod, and its files if `berth run` made it.
+// removePod removes a pod, and its files if `berth run` created them.
 func removePod(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox, runDir string, force bool) error {
 	if pod.GetState() == runtimeapi.PodSandboxState_SANDBOX_READY {
 		if !force {
-			return fmt.Errorf("pod %s runs (stop it, or use --force)", client.ShortID(pod.GetId()))
+			return fmt.Errorf("pod %s is running: stop it, or use --force", client.ShortID(pod.GetId()))
 		}
 		if err := podrun.Stop(ctx, c, pod, runDir, fromManifest); err != nil {
 			return err

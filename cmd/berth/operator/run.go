@@ -18,7 +18,7 @@ const (
 	defaultRunDir      = "/var/lib/berth/run"
 	defaultSeccompRoot = "/var/lib/kubelet/seccomp"
 
-	maxManifest = 4 << 20 // bytes; the API server takes less
+	maxManifest = 4 << 20 // in bytes, more than the API server accepts
 )
 
 func runCommand(o *connection) *cobra.Command {
@@ -29,25 +29,25 @@ func runCommand(o *connection) *cobra.Command {
 		Short: "Run a Kubernetes Pod manifest without a kubelet",
 		Long: `Run a Kubernetes Pod manifest without a kubelet ("-" reads it from stdin).
 
-Images are pulled, init containers run in order, then the containers start in
-order, as kubelet would do it. What the manifest sets and cannot be honoured is
-refused by name before anything starts. The output of all containers is printed,
-each line led by the container's name. When all have ended for good, or on Ctrl-C
-after the grace period (at once on the second Ctrl-C), everything is removed, and
-berth exits with the code of the container that failed first.
+berth pulls the images, runs the init containers in order, and then starts the
+containers in order, as kubelet does. It refuses a manifest with fields that it
+cannot honour, and names these fields. It prints the output of all containers,
+each line after the container's name. When all have ended, or after the grace
+period on Ctrl-C (at once on a second Ctrl-C), berth removes everything and exits
+with the code of the container that failed first.
 
-Where the manifest says nothing, the seccomp profile is RuntimeDefault and the
-pod resolves names as this host does. With hostUsers: false the pod gets 65536 of
-the IDs from 1879048192 to 2147352575, which no other pod of the runtime has.`,
+By default the seccomp profile is RuntimeDefault, and the pod resolves names as
+this host does. With hostUsers: false the pod gets 65536 IDs between 1879048192
+and 2147352575 that no other pod of the runtime uses.`,
 		Args: cobra.ExactArgs(1),
 	}
 	flags := cmd.Flags()
-	flags.BoolVarP(&config.Detach, "detach", "d", false, "print the pod's ID once its containers run, and leave it running")
-	flags.StringVar(&config.Dir, "run-dir", defaultRunDir, "where the pod's files are while it exists: volumes, hosts, logs")
-	flags.StringVar(&config.LogDir, "log-dir", "", "keep the logs, below this directory, in the layout of /var/log/pods")
-	flags.StringVar(&config.CgroupParent, "cgroup-parent", "", "cgroup to put the pod into (default: the daemon's choice)")
-	flags.StringVar(&config.Handler, "runtime-handler", "", "runtime handler to use")
-	flags.StringVar(&seccompRoot, "seccomp-root", defaultSeccompRoot, "where Localhost seccomp profiles are")
+	flags.BoolVarP(&config.Detach, "detach", "d", false, "print the pod's ID once its containers run, and exit")
+	flags.StringVar(&config.Dir, "run-dir", defaultRunDir, "directory for the pod's files while it exists: volumes, hosts, logs")
+	flags.StringVar(&config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
+	flags.StringVar(&config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pod (default: the daemon's choice)")
+	flags.StringVar(&config.Handler, "runtime-handler", "", "runtime handler of the pod")
+	flags.StringVar(&seccompRoot, "seccomp-root", defaultSeccompRoot, "directory of Localhost seccomp profiles")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		manifest, err := readManifest(cmd, args[0])
 		if err != nil {
@@ -76,7 +76,7 @@ the IDs from 1879048192 to 2147352575, which no other pod of the runtime has.`,
 	return cmd
 }
 
-// readManifest reads a file, or stdin if its name is "-".
+// readManifest reads a file, or stdin for the name "-".
 func readManifest(cmd *cobra.Command, name string) (manifest []byte, err error) {
 	in := cmd.InOrStdin()
 	if name != "-" {
@@ -92,13 +92,13 @@ func readManifest(cmd *cobra.Command, name string) (manifest []byte, err error) 
 		return nil, fmt.Errorf("read %s: %w", name, err)
 	}
 	if len(manifest) > maxManifest {
-		return nil, fmt.Errorf("read %s: more than %d bytes, no manifest is that large", name, maxManifest)
+		return nil, fmt.Errorf("read %s: larger than %d bytes, which no manifest is", name, maxManifest)
 	}
 	return manifest, nil
 }
 
-// runStatus gives the error of a run its exit code: the failed container's, or
-// 128 and the signal that ended the run.
+// runStatus returns the ExitStatus of a failed run: the failed container's exit code, or 128 plus
+// the signal that ended the run.
 func runStatus(err error) error {
 	var failed *podrun.ContainerFailed
 	var interrupt *cli.Interrupted

@@ -22,24 +22,24 @@ import (
 	"berth/cmd/berth/terminal"
 )
 
-// session is what exec and attach have in common: a connection of a client's input
-// and output with a command, at a URL that the runtime gives out.
+// session is the common part of exec and attach: it connects a client's input and output to a
+// command, at a URL from the runtime.
 type session struct {
 	stdin, terminal bool
 	tls             rest.TLSClientConfig // for runtimes that serve sessions over TLS
-	leave           func()               // called when Ctrl-P Ctrl-Q is typed; nil: they are passed on
+	leave           func()               // called on Ctrl-P Ctrl-Q; nil: pass the keys on
 }
 
 func (s *session) addFlags(cmd *cobra.Command) {
-	cmd.Flags().BoolVarP(&s.stdin, "stdin", "i", false, "pass stdin on")
-	cmd.Flags().BoolVarP(&s.terminal, "tty", "t", false, "with a terminal")
+	cmd.Flags().BoolVarP(&s.stdin, "stdin", "i", false, "connect standard input")
+	cmd.Flags().BoolVarP(&s.terminal, "tty", "t", false, "allocate a terminal")
 	addTLSFlags(cmd, &s.tls)
 }
 
 func addTLSFlags(cmd *cobra.Command, tls *rest.TLSClientConfig) {
-	cmd.Flags().StringVar(&tls.CAFile, "tls-ca", "", "certificates that the runtime's streaming server may have, if it serves https (default: the system's)")
-	cmd.Flags().StringVar(&tls.CertFile, "tls-cert", "", "certificate to show to the runtime's streaming server")
-	cmd.Flags().StringVar(&tls.KeyFile, "tls-key", "", "key of --tls-cert")
+	cmd.Flags().StringVar(&tls.CAFile, "tls-ca", "", "file with CA certificates for the runtime's streaming server, if it serves https (default: the system's)")
+	cmd.Flags().StringVar(&tls.CertFile, "tls-cert", "", "client certificate file for the runtime's streaming server")
+	cmd.Flags().StringVar(&tls.KeyFile, "tls-key", "", "key file of --tls-cert")
 }
 
 // run connects the command's input and output until the session or ctx ends. offer

@@ -21,13 +21,15 @@ func stopCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "stop ID…",
 		Short: "Stop containers or pods",
-		Long: "Stop containers or pods, given by ID, by a prefix of it or by name. A pod's containers\n" +
-			"get its grace period, then the pod loses its network; it can still be inspected until `berth rm`.",
+		Long: `Stop containers or pods, given by name, ID or a prefix of the ID.
+
+A pod's containers get its grace period, then the pod's network is removed. A
+stopped pod can be inspected until "berth rm".`,
 		Args: cobra.MinimumNArgs(1),
 	}
 	cmd.Flags().DurationVarP(&timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
-	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where berth run keeps the files of pods")
-	cmd.Flags().Lookup("timeout").DefValue = "0s" // not shown: the text tells the default
+	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
+	cmd.Flags().Lookup("timeout").DefValue = "0s" // not shown: the text states the default
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()

@@ -33,12 +33,14 @@ func traceCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "trace POD",
 		Short: "Show where the time of a pod's start went",
-		Long: "Show where the time of a pod's start went: each request of kubelet's and what berth did for it, as bars,\n" +
-			"or as a picture (--output svg) or data (--output json). The pod is given by ID, by a prefix of it or by name.\n" +
-			"Every start is recorded; a daemon that was started after the pod knows nothing of it.",
+		Long: `Show where the time of a pod's start went: each request of kubelet, and its steps
+in berth, as bars, as a picture (--output svg) or as data (--output json). The pod
+is given by name, ID or a prefix of the ID.
+
+berth records every start. A daemon started after the pod has no record of it.`,
 		Args: cobra.ExactArgs(1),
 	}
-	cmd.Flags().VarP(&how, "output", "o", "what to print")
+	cmd.Flags().VarP(&how, "output", "o", "output format")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		pod, err := c.FindPod(cmd.Context(), args[0])
 		if err != nil {

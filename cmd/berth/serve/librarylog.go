@@ -9,21 +9,20 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// libraryLog passes on what libraries (opencontainers/cgroups, ttrpc) log through logrus, so that the daemon's log has
-// one form.
+// libraryLog forwards what libraries (opencontainers/cgroups, ttrpc) log through logrus, so that
+// the daemon's log has one format.
 type libraryLog struct{ log *slog.Logger }
 
-// captureLibraryLog sends logrus's and klog's messages to log; it keeps both from writing them
-// themselves.
+// captureLibraryLog redirects the messages of logrus and klog to log.
 func captureLibraryLog(log *slog.Logger) {
 	logrus.SetOutput(io.Discard)
 	logrus.SetLevel(logrus.WarnLevel)
 	logrus.StandardLogger().ReplaceHooks(logrus.LevelHooks{})
 	logrus.AddHook(libraryLog{log})
-	klog.SetSlogLogger(slog.New(debugOnly{log.Handler()})) // it tells how each client's connection ended
+	klog.SetSlogLogger(slog.New(debugOnly{log.Handler()})) // klog reports how each client's connection ended
 }
 
-// debugOnly logs everything as debug.
+// debugOnly logs every record at level debug.
 type debugOnly struct{ slog.Handler }
 
 // Enabled implements slog.Handler.
@@ -31,7 +30,8 @@ func (d debugOnly) Enabled(ctx context.Context, _ slog.Level) bool {
 	return d.Handler.Enabled(ctx, slog.LevelDebug)
 }
 
-// Handle implements slog.Handler. logr passes errors on without asking whether they are wanted.
+// Handle implements slog.Handler. It checks the level, because logr passes errors on without doing
+// so.
 func (d debugOnly) Handle(ctx context.Context, r slog.Record) error {
 	if !d.Enabled(ctx, r.Level) {
 		return nil
@@ -51,8 +51,8 @@ func (d debugOnly) WithGroup(name string) slog.Handler { return debugOnly{d.Hand
 // Levels implements logrus.Hook.
 func (libraryLog) Levels() []logrus.Level { return logrus.AllLevels }
 
-// Fire implements logrus.Hook. What a library takes for an error is a warning here: the operation that it is part of tells
-// whether it failed.
+// Fire implements logrus.Hook. It logs a library's errors as warnings, because the operation itself
+// reports whether it failed.
 func (l libraryLog) Fire(e *logrus.Entry) error {
 	var fields []any
 	for key, value := range e.Data {

@@ -11,7 +11,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-func TestLibraryLog(t *testing.T) {
+func TestLogrusMessagesAreWarnings(t *testing.T) {
 	t.Cleanup(klog.ClearLogger)
 	var out bytes.Buffer
 	captureLibraryLog(slog.New(slog.NewTextHandler(&out, nil)))
@@ -23,8 +23,7 @@ func TestLibraryLog(t *testing.T) {
 	}
 }
 
-// klog writes debug messages to the daemon's log, whatever their level was.
-func TestLibraryLogOfKlogIsDebug(t *testing.T) {
+func TestKlogMessagesAreLoggedAsDebug(t *testing.T) {
 	t.Cleanup(klog.ClearLogger)
 	var out bytes.Buffer
 	captureLibraryLog(slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug})))

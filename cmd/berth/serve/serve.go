@@ -49,10 +49,10 @@ func Command() *cobra.Command {
 		Short: "Run the daemon: serve CRI on a unix socket",
 		Long: `Run the daemon: serve CRI on a unix socket.
 
-SIGTERM and SIGINT stop the daemon and leave all containers running; the next
-"berth serve" finds them again. SIGHUP does not reload the configuration, it is
-logged and has no other effect. SIGUSR1 writes the stacks of all goroutines to
-standard error. Every option is explained by "berth config default".`,
+SIGTERM and SIGINT stop the daemon. All containers keep running, and the next
+"berth serve" takes them over. SIGHUP only logs that a new configuration needs a
+restart. SIGUSR1 writes the stacks of all goroutines to standard error. "berth
+config default" explains every option.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := config.Load(cmd.Flags())
@@ -60,7 +60,7 @@ standard error. Every option is explained by "berth config default".`,
 				return err
 			}
 			if os.Geteuid() != 0 {
-				return errors.New("serve needs root")
+				return errors.New("berth serve must run as root")
 			}
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
 			context.AfterFunc(ctx, stop) // a second signal ends the process at once
@@ -74,12 +74,12 @@ standard error. Every option is explained by "berth config default".`,
 	return cmd
 }
 
-// newLogger logs to w; the daemon's is standard error, which systemd connects to
-// the journal.
+// newLogger returns a logger that writes to w. The daemon logs to standard error, which systemd
+// connects to the journal.
 func newLogger(cfg *config.Config, w io.Writer) *slog.Logger {
 	var options slog.HandlerOptions
 	var level slog.Level
-	if err := level.UnmarshalText([]byte(cfg.LogLevel)); err == nil { // the config allows slog's names only
+	if err := level.UnmarshalText([]byte(cfg.LogLevel)); err == nil { // the configuration allows only slog's level names
 		options.Level = level
 	}
 	if cfg.LogFormat == "json" {
@@ -88,25 +88,24 @@ func newLogger(cfg *config.Config, w io.Writer) *slog.Logger {
 	return slog.New(slog.NewTextHandler(w, &options))
 }
 
-// setUpProcess gives the process what does not depend on who started it.
+// setUpProcess sets process attributes that must not depend on the parent process.
 func setUpProcess() {
-	unix.Umask(0o022) // modes are given in full wherever they matter to a container
-	// A log that nobody reads any more must not end the daemon. Not ignored, since
-	// containers would inherit that; caught signals are reset by execve.
+	unix.Umask(0o022) // wherever a mode matters to a container, berth sets it in full
+	// The daemon must survive a log without a reader. SIGPIPE is caught rather than ignored,
+	// because containers would inherit ignored signals; execve resets caught ones.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE)
-	// The heap is small and mostly idle: collecting it twice as often as Go would
-	// costs no CPU worth mention and halves the garbage a node carries.
+	// The heap is small and mostly idle. Collecting twice as often as Go's default costs no
+	// noticeable CPU and halves the garbage.
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(50)
 	}
 }
 
-// serve is the daemon from start to end. What it opens is closed in the reverse
-// order, whether it ends well or not.
+// serve runs the daemon from start to end. It closes what it opened in reverse order.
 func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
-	a := &assembly{cfg: cfg, end: newEnding(stopLimit), closing: cleanup.New(), log: log}
+	a := &assembly{cfg: cfg, shutdown: newShutdown(stopLimit), closing: cleanup.New(), log: log}
 	defer a.closing.Run(&err)
-	defer context.AfterFunc(ctx, func() { a.end.deadline() })() // it begins with the signal, or with the first thing that is closed
+	defer context.AfterFunc(ctx, func() { a.shutdown.deadline() })() // the limit starts with the signal, or with the first part that closes
 
 	a.closing.Add("stop watching signals", watchSignals(os.Stderr, log))
 	budget := memory.SetLimit(log)
@@ -135,7 +134,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
-	tracing, err := startTracing(cfg, a.end, a.closing, log)
+	tracing, err := startTracing(cfg, a.shutdown, a.closing, log)
 	if err != nil {
 		return err
 	}
@@ -155,23 +154,24 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)
 }
 
-// assembly is the daemon while its parts are opened. What it opens closing closes, within the time that end grants.
+// assembly is the daemon while it is put together. closing undoes what it has opened, within the
+// time of shutdown.
 type assembly struct {
-	cfg     *config.Config
-	end     ending
-	closing *cleanup.List
-	waits   *task.Waits // all of the daemon's; nil before watchWaits
-	log     *slog.Logger
+	cfg      *config.Config
+	shutdown shutdown
+	closing  *cleanup.List
+	waits    *task.Waits // all waits of the daemon; nil before watchWaits
+	log      *slog.Logger
 }
 
-// watchWaits makes the set of all waits, which is watched.
+// watchWaits creates the set of waits and starts its watch.
 func (a *assembly) watchWaits() {
 	a.waits = &task.Waits{}
 	a.waits.SetLimit(a.cfg.WaitLimit.Duration)
 	a.closing.Add("stop watching waits", whileServing(func(ctx context.Context) { a.waits.Watch(ctx, a.log) }))
 }
 
-// whileServing runs a goroutine and returns the function that ends it and waits for that.
+// whileServing starts a goroutine and returns the function that cancels it and waits for its end.
 func whileServing(run func(context.Context)) (stop func() error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
@@ -183,7 +183,7 @@ func whileServing(run func(context.Context)) (stop func() error) {
 	}
 }
 
-// openImages opens the store of images, and the program that unpacks their layers.
+// openImages opens the image store and the program that unpacks layers.
 func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.Budget) (*image.Store, error) {
 	unpacker, err := process.Open(n.Unpack, a.cfg.StallTimeout.Duration, a.log)
 	if err != nil {
@@ -194,22 +194,22 @@ func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.B
 	if err != nil {
 		return nil, err
 	}
-	a.closing.Add("close image store", a.end.closer(images.Close))
+	a.closing.Add("close image store", a.shutdown.closer(images.Close))
 	return images, nil
 }
 
-// openNetwork opens the network of pods.
+// openNetwork opens the pods' network.
 func (a *assembly) openNetwork() (*cni.Network, error) {
 	own := &berthnet.Plugin{Log: a.log}
-	a.closing.Add("close berth-net", a.end.closer(own.Close))
+	a.closing.Add("close berth-net", a.shutdown.closer(own.Close))
 	networkCfg, err := node.NetworkConfig(a.cfg, own)
 	if err != nil {
 		return nil, err
 	}
 	isOwn := a.cfg.Network == node.OwnNetwork
 	if isOwn {
-		if err := own.Open(); err != nil { // the status says it, too
-			a.log.Warn("berth's own network cannot be used", "error", err)
+		if err := own.Open(); err != nil { // verbose Status reports it too
+			a.log.Warn("berth's own network is not usable", "error", err)
 		}
 	}
 	networkCfg.RunDir, networkCfg.Waits = node.CNIRunDir(a.cfg), a.waits
@@ -217,21 +217,22 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 	if err != nil {
 		return nil, err
 	}
-	a.closing.Add("close network", a.end.closer(func() error { network.Close(); return nil }))
+	a.closing.Add("close network", a.shutdown.closer(func() error { network.Close(); return nil }))
 	if isOwn {
-		a.closing.Add("end the watch of nftables", whileServing(func(ctx context.Context) { watchOwnNetwork(ctx, own, a.log) }))
+		a.closing.Add("stop watching nftables", whileServing(func(ctx context.Context) { watchOwnNetwork(ctx, own, a.log) }))
 	}
 	return network, nil
 }
 
-// watchOwnNetwork has the rules of berth's own network written again when others delete them, until ctx ends.
+// watchOwnNetwork restores the rules of berth's own network when other programs delete them, until
+// ctx ends.
 func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
 	if err := own.Watch(ctx); err != nil {
-		log.Warn("rules of berth's own network that others delete are written again when the status is asked only", "error", err)
+		log.Warn("cannot watch nftables: deleted rules of berth's own network are restored only by Status calls", "error", err)
 	}
 }
 
-// openPods finds all pods and containers again. Layers that none of them needs are deleted.
+// openPods restores all pods and containers, and then deletes layers that none of them needs.
 func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store, network *cni.Network) (*sandbox.Manager, error) {
 	plugins, err := newPlugins(a.cfg, a.waits, a.log)
 	if err != nil {
@@ -241,25 +242,25 @@ func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Sto
 	if err != nil {
 		return nil, err
 	}
-	a.closing.Add("close sandboxes", a.end.within(pods.Close))
-	if err := images.CollectGarbage(ctx); err != nil { // they are in nobody's way
-		a.log.Error("layers that nobody needs stay until others are deleted", "error", err)
+	a.closing.Add("close sandboxes", a.shutdown.within(pods.Close))
+	if err := images.CollectGarbage(ctx); err != nil { // unused layers do no harm
+		a.log.Error("collect unused layers, which stay until the next deletion", "error", err)
 	}
 	return pods, nil
 }
 
-// openSessions serves exec, attach and port-forward sessions, which all end with the daemon.
+// openSessions serves exec, attach and port-forward sessions. They end with the daemon.
 func (a *assembly) openSessions(pods *sandbox.Manager) (*streaming.Server, error) {
 	sessions, err := listenStreaming(a.cfg, pods, a.log)
 	if err != nil {
 		return nil, err
 	}
-	a.closing.Add("end streaming sessions", a.end.closer(serveStreaming(sessions, a.log)))
+	a.closing.Add("end streaming sessions", a.shutdown.closer(serveStreaming(sessions, a.log)))
 	return sessions, nil
 }
 
-// listenForCadvisor makes the socket for cAdvisor, before anything else is done: another runtime
-// may have it. nil: none is wanted.
+// listenForCadvisor listens on the socket for cAdvisor, early, because another runtime may own it.
+// It returns nil if none is configured.
 func (a *assembly) listenForCadvisor() (net.Listener, error) {
 	if a.cfg.CadvisorSocket == "" {
 		return nil, nil
@@ -281,7 +282,7 @@ func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, images *
 	srv := server.NewCadvisor(cfg, pods, images, a.log)
 	stop := whileServing(func(context.Context) {
 		if err := srv.Serve(l); err != nil {
-			a.log.Error("cAdvisor gets no answers until berth is started again", "error", err)
+			a.log.Error("cAdvisor socket failed, restart berth to serve it again", "error", err)
 		}
 	})
 	a.closing.Add("stop serving cAdvisor", func() error {
@@ -290,13 +291,13 @@ func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, images *
 	})
 }
 
-// announce serves and tells systemd when that starts and ends.
+// announce serves CRI, and notifies systemd of its start and end.
 func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits, log *slog.Logger) error {
-	log.Info("berth serves", "version", version.Get(), "socket", listener.Addr().String())
+	log.Info("serving", "version", version.Get(), "socket", listener.Addr().String())
 	notify(log, daemon.SdNotifyReady)
 	defer watchdog.Start(ctx, listener, waits, log)()
 	stop := context.AfterFunc(ctx, func() {
-		log.Info("berth stops, containers go on")
+		log.Info("stopping, containers keep running")
 		notify(log, daemon.SdNotifyStopping)
 	})
 	defer stop()
@@ -305,11 +306,11 @@ func announce(ctx context.Context, listener net.Listener, srv *server.Server, wa
 
 func notify(log *slog.Logger, state string) {
 	if _, err := daemon.SdNotify(false, state); err != nil {
-		log.Warn("systemd was not told", "state", state, "error", err)
+		log.Warn("notify systemd", "state", state, "error", err)
 	}
 }
 
-// lockDirectories makes root and state and keeps other daemons away from them.
+// lockDirectories creates the root and state directories and locks them against other daemons.
 func lockDirectories(cfg *config.Config, closing *cleanup.List) error {
 	for _, dir := range []string{cfg.Root, cfg.State} {
 		if err := privateDir(dir); err != nil {
@@ -324,11 +325,11 @@ func lockDirectories(cfg *config.Config, closing *cleanup.List) error {
 	return nil
 }
 
-// privateDir makes dir and takes it away from everybody but root (CVE-2024-25621). It may be on a filesystem
-// that is read-only by now.
+// privateDir creates dir with access for root only (CVE-2024-25621). It does not modify a correct
+// directory, because the filesystem may have become read-only.
 func privateDir(dir string) error {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("make directory: %w", err)
+		return fmt.Errorf("create directory: %w", err)
 	}
 	if info, err := os.Stat(dir); err == nil && info.Mode() == os.ModeDir|0o700 {
 		return nil
@@ -339,7 +340,7 @@ func privateDir(dir string) error {
 	return nil
 }
 
-// listen takes the socket that systemd hands over, or makes the one at path.
+// listen returns the socket that systemd passes, or creates one at path.
 func listen(path string) (net.Listener, error) {
 	passed, err := activation.Listeners()
 	if err != nil {
@@ -352,9 +353,9 @@ func listen(path string) (net.Listener, error) {
 		if l, ok := passed[0].(*net.UnixListener); ok {
 			return l, nil
 		}
-		return nil, errors.New("the socket from systemd is no unix stream socket")
+		return nil, errors.New("the socket from systemd is not a unix stream socket")
 	default:
-		return nil, fmt.Errorf("systemd handed over %d sockets, not one", len(passed))
+		return nil, fmt.Errorf("systemd passed %d sockets, want one", len(passed))
 	}
 }
 
@@ -390,7 +391,7 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 	}
 }
 
-// newPlugins returns nil where NRI is off.
+// newPlugins returns nil if NRI is off.
 func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (plugins.Plugins, error) {
 	if !cfg.NRI {
 		return nil, nil

@@ -65,7 +65,7 @@ func TestSecondDaemonIsRefused(t *testing.T) {
 	again.Run(&err)
 }
 
-func TestPrivateDirTakesRightsAway(t *testing.T) {
+func TestPrivateDirRestrictsExistingDirectory(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "open")
 	if err := os.Mkdir(dir, 0o777); err != nil {
 		t.Fatal(err)
@@ -79,9 +79,9 @@ func TestPrivateDirTakesRightsAway(t *testing.T) {
 	}
 }
 
-// TestAnnounce: systemd hears READY when requests are served and STOPPING when
-// the daemon was told to stop; the socket is gone afterwards.
-func TestAnnounce(t *testing.T) {
+// systemd must receive READY when requests are served, and STOPPING when the daemon stops. The
+// socket must be gone afterwards.
+func TestSystemdIsNotifiedOfStartAndStop(t *testing.T) {
 	dir := t.TempDir()
 	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(dir, "notify"), Net: "unixgram"})
 	if err != nil {
@@ -144,8 +144,8 @@ func runtimeVersion(t *testing.T, path string) string {
 	return resp.RuntimeVersion
 }
 
-// TestSocketActivation runs TestActivated in a process that gets sockets as
-// systemd hands them over.
+// TestSocketActivation runs TestActivated in a process that gets sockets the way systemd passes
+// them.
 func TestSocketActivation(t *testing.T) {
 	dir := t.TempDir()
 	unixSocket := func(name string) *os.File {
@@ -207,7 +207,7 @@ func TestSocketActivation(t *testing.T) {
 func TestActivated(t *testing.T) {
 	own := os.Getenv("BERTH_TEST_LISTEN")
 	if own == "" {
-		return // it is the other process of TestSocketActivation
+		return // only for the process that TestSocketActivation starts
 	}
 	os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
 	l, err := listen(own)
@@ -224,7 +224,7 @@ func TestActivated(t *testing.T) {
 	}
 }
 
-func TestLogger(t *testing.T) {
+func TestLoggerFollowsConfiguration(t *testing.T) {
 	for _, tc := range []struct{ level, format, want string }{
 		{"info", "text", "level=INFO msg=i pod=p\n"},
 		{"debug", "text", "level=DEBUG msg=d pod=p\nlevel=INFO msg=i pod=p\n"},
@@ -242,8 +242,8 @@ func TestLogger(t *testing.T) {
 	}
 }
 
-// TestBrokenLogPipe: a daemon whose log nobody reads any more lives on.
-func TestBrokenLogPipe(t *testing.T) {
+// The daemon must survive a log without a reader.
+func TestDaemonSurvivesBrokenLogPipe(t *testing.T) {
 	if os.Getenv("BERTH_TEST_PIPE") != "" {
 		setUpProcess()
 		if _, err := os.Stderr.WriteString("x"); !errors.Is(err, unix.EPIPE) {
@@ -264,8 +264,7 @@ func TestBrokenLogPipe(t *testing.T) {
 	w.Close()
 }
 
-// TestExampleNetwork: what contrib offers is a network that CNI accepts.
-func TestExampleNetwork(t *testing.T) {
+func TestExampleNetworkIsValid(t *testing.T) {
 	list, err := libcni.NetworkConfFromFile("../../../contrib/cni/10-berth.conflist")
 	if err != nil {
 		t.Fatal(err)

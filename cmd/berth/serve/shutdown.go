@@ -8,39 +8,41 @@ import (
 )
 
 const (
-	// stopLimit is what the daemon takes to end at most, from the signal on. systemd kills it after TimeoutStopSec.
+	// stopLimit bounds the shutdown after the signal. systemd kills the daemon after
+	// TimeoutStopSec.
 	stopLimit = 35 * time.Second
-	// lateLimit is what a step of the end has that comes when that time is over, or heeds it and needs a moment.
+	// lateLimit is how long a step may run past that limit, to start or to react to it.
 	lateLimit = time.Second
 )
 
-// ending is the time that the daemon has to end: one for all its parts, each of which would be granted more than systemd
-// grants to all. It begins with the first call of deadline.
-type ending struct{ deadline func() time.Time }
+// shutdown is the time limit of the shutdown. All parts share it, because each part's own limit
+// would exceed systemd's. It starts with the first call of deadline.
+type shutdown struct{ deadline func() time.Time }
 
-func newEnding(limit time.Duration) ending {
-	return ending{sync.OnceValue(func() time.Time { return time.Now().Add(limit) })}
+func newShutdown(limit time.Duration) shutdown {
+	return shutdown{sync.OnceValue(func() time.Time { return time.Now().Add(limit) })}
 }
 
-// within bounds a step of the end. One that does not end when its context does is left behind: the process is about to end.
-func (e ending) within(step func(context.Context) error) func() error {
+// within bounds a step of the shutdown. A step that ignores its context is left behind, because the
+// process is about to end.
+func (s shutdown) within(step func(context.Context) error) func() error {
 	return func() error {
-		ctx, cancel := context.WithDeadline(context.Background(), e.deadline())
+		ctx, cancel := context.WithDeadline(context.Background(), s.deadline())
 		defer cancel()
 		done := make(chan error, 1)
 		go func() { done <- step(ctx) }()
-		late := time.NewTimer(max(time.Until(e.deadline()), 0) + lateLimit)
+		late := time.NewTimer(max(time.Until(s.deadline()), 0) + lateLimit)
 		defer late.Stop()
 		select {
 		case err := <-done:
 			return err
 		case <-late.C:
-			return fmt.Errorf("it does not end, and is left behind: %w", context.DeadlineExceeded)
+			return fmt.Errorf("not finished, left behind: %w", context.DeadlineExceeded)
 		}
 	}
 }
 
-// closer is within for what takes no context.
-func (e ending) closer(step func() error) func() error {
-	return e.within(func(context.Context) error { return step() })
+// closer is within for a step without a context.
+func (s shutdown) closer(step func() error) func() error {
+	return s.within(func(context.Context) error { return step() })
 }

@@ -8,16 +8,16 @@ import (
 	"time"
 )
 
-// All parts of the daemon's end have one time together, and what hangs is left behind.
-func TestEnding(t *testing.T) {
+// All steps of the shutdown share one time limit, and a hanging step is left behind.
+func TestStepsShareShutdownLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		release := make(chan struct{})
 		hangs := func() error { <-release; return nil }
 		heeds := func(ctx context.Context) error { <-ctx.Done(); return nil }
 		failed := errors.New("no")
 
-		e := newEnding(10 * time.Second)
-		time.Sleep(time.Hour) // it has not begun
+		e := newShutdown(10 * time.Second)
+		time.Sleep(time.Hour) // the limit has not started
 		begin := time.Now()
 		if err := e.closer(func() error { return failed })(); err != failed || time.Since(begin) != 0 {
 			t.Errorf("a step that ends at once: %v after %v", err, time.Since(begin))

@@ -11,20 +11,20 @@ import (
 	"syscall"
 )
 
-// maxStacks bounds what SIGUSR1 prints, in bytes.
+// maxStacks bounds the stacks that SIGUSR1 prints, in bytes.
 const maxStacks = 1 << 20
 
-// watchSignals answers the signals by which the daemon does not end, until stop is called. SIGHUP
-// reloads the configuration of other daemons; of this one it is logged that a restart does. SIGUSR1
-// writes the stacks of all goroutines to w, as with containerd and CRI-O. Both are caught, not
-// ignored: children inherit what is ignored. Go's runtime ignores SIGUSR2.
+// watchSignals handles SIGHUP and SIGUSR1 until stop is called. Other daemons reload their
+// configuration on SIGHUP; berth logs that only a restart does. SIGUSR1 writes the stacks of all
+// goroutines to w, as in containerd and CRI-O. Both signals are caught rather than ignored, because
+// children inherit ignored signals. Go's runtime ignores SIGUSR2.
 func watchSignals(w io.Writer, log *slog.Logger) (stop func() error) {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGHUP, syscall.SIGUSR1)
 	return whileServing(func(ctx context.Context) {
 		for {
 			select {
-			case <-ctx.Done(): // Notify stays: SIGHUP must not end a daemon that is ending well
+			case <-ctx.Done(): // no signal.Stop: SIGHUP must not kill a daemon that is shutting down
 				return
 			case s := <-signals:
 				answer(s, w, log)

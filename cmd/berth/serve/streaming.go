@@ -19,7 +19,7 @@ import (
 	"berth/server/streaming"
 )
 
-// listenStreaming opens the port of exec, attach and port-forward sessions.
+// listenStreaming opens the port for exec, attach and port-forward sessions.
 func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Logger) (*streaming.Server, error) {
 	tlsConfig, err := streamTLS(cfg, log)
 	if err != nil {
@@ -28,8 +28,8 @@ func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Lo
 	return streaming.Listen(streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log}, runtime)
 }
 
-// streamTLS returns the configuration of the streaming server's TLS; nil without
-// certificates. They are read anew when their files change, so that a rotation needs no restart.
+// streamTLS returns the TLS configuration of the streaming server, or nil without certificates. It
+// reloads changed files, so that a rotation needs no restart.
 func streamTLS(cfg *config.Config, log *slog.Logger) (*tls.Config, error) {
 	if cfg.StreamTLSCert == "" {
 		return nil, nil
@@ -44,25 +44,25 @@ func streamTLS(cfg *config.Config, log *slog.Logger) (*tls.Config, error) {
 }
 
 const (
-	// tlsPeriod is how often the files are looked at, at most: anybody on the node may begin
-	// handshakes.
+	// tlsPeriod is the minimum time between two checks of the files, because anyone on the node can
+	// start handshakes.
 	tlsPeriod = time.Second
-	// tlsSettled is how long a file has rested when its times tell of the next change. Kernels'
-	// clocks for them are coarse.
+	// tlsSettled is the age from which a file's timestamps detect the next change. Kernel
+	// timestamps are coarse.
 	tlsSettled = 2 * time.Second
 )
 
-// tlsFiles are the files of certificates and key, and what was last read of them. While they can't
-// be used, say in the middle of a rotation, the last ones that could are.
+// tlsFiles are the files of certificates and key, with the last usable configuration. The server
+// keeps using that one while the files are invalid, for example during a rotation.
 type tlsFiles struct {
 	cfg  *config.Config
 	log  *slog.Logger
 	now  func() time.Time
 	last atomic.Pointer[tls.Config]
 
-	mu      sync.Mutex // of the goroutine that looks at the files, for which no other waits; guards what follows
+	mu      sync.Mutex // held by the goroutine that checks the files; others do not wait for it; guards what follows
 	looked  time.Time
-	version string // of the files that last is of; empty: they may have changed since
+	version string // identity of the files that last came from; empty: they may have changed since
 }
 
 // current returns the configuration for a connection.
@@ -71,7 +71,7 @@ func (f *tlsFiles) current() *tls.Config {
 		defer f.mu.Unlock()
 		if now := f.now(); now.Sub(f.looked) >= tlsPeriod {
 			if err := f.refresh(now); err != nil {
-				f.log.Warn("the certificates of the streaming server can't be used: it goes on with those it had", "error", err)
+				f.log.Warn("cannot use the streaming server's new certificates, keeping the old ones", "error", err)
 			}
 		}
 	}
@@ -87,8 +87,8 @@ func (f *tlsFiles) refresh(now time.Time) error {
 	return f.read(now)
 }
 
-// read reads the files. Their version is looked at before, so that a change in between is seen the
-// next time.
+// read reads the files. It identifies them first, so that the next check detects a change during
+// the reading.
 func (f *tlsFiles) read(now time.Time) error {
 	f.looked, f.version = now, ""
 	version, changed, err := f.identify()
@@ -106,7 +106,8 @@ func (f *tlsFiles) read(now time.Time) error {
 	return nil
 }
 
-// identify returns what changes when a file does, and when the last one did.
+// identify returns a string that differs after a change of any file, and the time of the last
+// change.
 func (f *tlsFiles) identify() (version string, changed time.Time, err error) {
 	for _, path := range []string{f.cfg.StreamTLSCert, f.cfg.StreamTLSKey, f.cfg.StreamClientCA} {
 		if path == "" {
@@ -130,7 +131,7 @@ func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("stream_tls_cert and stream_tls_key: %w", err)
 	}
-	// No tickets: they would let in whom an authority that is gone has vouched for.
+	// No tickets: they would admit clients of a certificate authority that has been removed.
 	t := &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS12, SessionTicketsDisabled: true}
 	if cfg.StreamClientCA == "" {
 		return t, nil
@@ -141,19 +142,19 @@ func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	}
 	t.ClientCAs, t.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
 	if !t.ClientCAs.AppendCertsFromPEM(data) {
-		return nil, errors.New("stream_client_ca: there is no certificate in " + cfg.StreamClientCA)
+		return nil, errors.New("stream_client_ca: no certificate in " + cfg.StreamClientCA)
 	}
 	return t, nil
 }
 
-// serveStreaming serves sessions in the background. stop ends them all and waits.
+// serveStreaming serves sessions in the background. stop ends them and waits for that.
 func serveStreaming(s *streaming.Server, log *slog.Logger) (stop func() error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() {
 		err := s.Serve(ctx)
 		if err != nil && ctx.Err() == nil {
-			log.Error("exec, attach and port-forward are served no more", "error", err)
+			log.Error("streaming server failed: exec, attach and port-forward do not work until berth is restarted", "error", err)
 		}
 		ended <- err
 	}()

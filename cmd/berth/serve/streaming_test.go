@@ -18,7 +18,6 @@ import (
 	"berth/cmd/berth/config"
 )
 
-// Certificates are replaced without a restart, and what can't be used is not.
 func TestStreamTLSFollowsItsFiles(t *testing.T) {
 	dir := t.TempDir()
 	cfg := &config.Config{StreamTLSCert: filepath.Join(dir, "cert"), StreamTLSKey: filepath.Join(dir, "key")}
@@ -41,7 +40,7 @@ func TestStreamTLSFollowsItsFiles(t *testing.T) {
 	}
 	shown(first)
 	second := writeCertificate(t, cfg, 2)
-	shown(first) // the files are looked at once a second
+	shown(first) // the files are checked once a second
 	now = now.Add(tlsPeriod)
 	shown(second)
 	writeFile(t, cfg.StreamTLSCert, []byte("half of"))
@@ -62,7 +61,7 @@ func TestStreamTLSFollowsItsFiles(t *testing.T) {
 	shown(writeCertificate(t, cfg, 4))
 }
 
-// writeCertificate writes a new key and certificate, which it returns.
+// writeCertificate writes a new key and certificate and returns the certificate.
 func writeCertificate(t *testing.T, cfg *config.Config, serial int64) []byte {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

@@ -14,18 +14,18 @@ import (
 	"berth/server"
 )
 
-// flushLimit is how long the daemon's end waits for a collector.
+// flushLimit bounds how long the shutdown waits for the collector.
 const flushLimit = 2 * time.Second
 
-// startTracing exports what requests spend their time on, if that is configured; nil if not. What is still recorded when the daemon ends, that is until
-// its last operation has ended, is sent before the end.
-func startTracing(cfg *config.Config, end ending, closing *cleanup.List, log *slog.Logger) (server.Tracing, error) {
+// startTracing starts the export of traces, or returns nil if none is configured. The shutdown
+// sends traces that are still queued.
+func startTracing(cfg *config.Config, limit shutdown, closing *cleanup.List, log *slog.Logger) (server.Tracing, error) {
 	if cfg.TracingEndpoint == "" {
 		return nil, nil
 	}
 	host, err := os.Hostname()
 	if err != nil {
-		return nil, fmt.Errorf("name of the node, for traces: %w", err)
+		return nil, fmt.Errorf("read the node's name for traces: %w", err)
 	}
 	exporter, err := otlp.New(otlp.Config{
 		Endpoint:   cfg.TracingEndpoint,
@@ -39,11 +39,11 @@ func startTracing(cfg *config.Config, end ending, closing *cleanup.List, log *sl
 	if err != nil {
 		return nil, err
 	}
-	closing.Add("send the last traces", end.within(func(ctx context.Context) error {
+	closing.Add("flush traces", limit.within(func(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(ctx, flushLimit)
 		defer cancel()
 		if err := exporter.Close(ctx); err != nil {
-			log.Warn("the last traces", "error", err) // no reason to have failed
+			log.Warn("flush traces", "error", err) // not a failure of the daemon
 		}
 		return nil
 	}))

@@ -35,7 +35,7 @@ func OwnLimit(root string) (int64, error) {
 	}
 	var least int64
 	for ; ; path = filepath.Dir(path) {
-		limit, err := ignoreMissing(limitV2(filepath.Join(mount, path, "memory.max"))) // the topmost has noLimit
+		limit, err := ignoreMissing(limitV2(filepath.Join(mount, path, "memory.max"))) // the root cgroup has no such file
 		if err != nil {
 			return 0, err
 		}

@@ -1,9 +1,10 @@
-// Package watchdog feeds systemd's watchdog, if the unit says WatchdogSec.
+// Package watchdog feeds systemd's watchdog if the unit sets WatchdogSec.
 //
 // # Contract
 //
-// systemd is told that the daemon is well as long as it answers at its own socket and its watch of waits makes progress. A daemon of
-// which systemd hears nothing is aborted, which logs all stacks, and started anew; its containers run on.
+// The daemon counts as healthy while it answers on its own socket and its watch of waits makes
+// progress. systemd aborts and restarts a daemon that does not report for WatchdogSec, and the
+// abort logs all stacks. Containers keep running.
 package watchdog
 
 import (
@@ -21,12 +22,13 @@ import (
 	"berth/internal/task"
 )
 
-// Start feeds it for a daemon that serves CRI at listener and waits for these waits. It ends with stop, which waits for that, or when ctx
-// does: a daemon that stops has TimeoutStopSec.
+// Start feeds the watchdog for a daemon that serves CRI on listener and records its waits in waits.
+// It ends with stop, which waits for that, or when ctx ends, because TimeoutStopSec bounds a
+// shutdown.
 func Start(ctx context.Context, listener net.Listener, waits *task.Waits, log *slog.Logger) (stop func()) {
 	period, err := daemon.SdWatchdogEnabled(false)
 	if err != nil {
-		log.Warn("systemd's watchdog is not served", "error", err)
+		log.Warn("cannot feed systemd's watchdog", "error", err)
 	}
 	if err != nil || period == 0 {
 		return func() {}
@@ -41,16 +43,16 @@ func Start(ctx context.Context, listener net.Listener, waits *task.Waits, log *s
 	}
 }
 
-// watchdog is what systemd's is fed by.
+// watchdog checks the daemon and reports to systemd.
 type watchdog struct {
-	period time.Duration // in which systemd wants to hear of us
+	period time.Duration // systemd expects a report in each period
 	began  time.Time
-	socket string // our own
+	socket string // the daemon's own
 	waits  *task.Waits
 	log    *slog.Logger
 }
 
-// perPeriod is how often it looks in a period, so that one late look does no harm.
+// perPeriod is the number of checks per period, so that one late check does no harm.
 const perPeriod = 3
 
 func (w *watchdog) run(ctx context.Context) {
@@ -61,7 +63,7 @@ func (w *watchdog) run(ctx context.Context) {
 		case ctx.Err() != nil:
 			return
 		case err != nil:
-			w.log.Error("the daemon is not well, systemd will restart it if that lasts", "error", err)
+			w.log.Error("the daemon is unhealthy, systemd will restart it if this lasts", "error", err)
 		default:
 			w.feed()
 		}
@@ -75,15 +77,15 @@ func (w *watchdog) run(ctx context.Context) {
 
 func (w *watchdog) feed() {
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyWatchdog); err != nil {
-		w.log.Warn("systemd was not told that the daemon is well", "error", err)
+		w.log.Warn("notify systemd's watchdog", "error", err)
 	}
 }
 
-// look returns nil if the daemon is well.
+// look returns nil if the daemon is healthy.
 func (w *watchdog) look(ctx context.Context) error {
-	w.waits.LookSoon() // where nothing is waited for it sleeps
+	w.waits.LookSoon() // without limited waits the watch sleeps
 	looked := w.waits.Looked()
-	if looked.Before(w.began) { // nobody has asked it to before
+	if looked.Before(w.began) { // no earlier check has woken the watch
 		looked = w.began
 	}
 	if age := time.Since(looked); age > w.period+task.WatchPeriod {
@@ -92,18 +94,18 @@ func (w *watchdog) look(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, w.period/perPeriod)
 	defer cancel()
 	if err := askOwnSocket(ctx, w.socket); err != nil {
-		return fmt.Errorf("ask at our own socket: %w", err)
+		return fmt.Errorf("call the daemon's own socket: %w", err)
 	}
 	return nil
 }
 
-// askOwnSocket makes a call as kubelet's most frequent one goes: through the socket, to the objects in memory.
+// askOwnSocket makes kubelet's most frequent call, through the socket to the objects in memory.
 func askOwnSocket(ctx context.Context, socket string) error {
 	c, err := client.Dial(ctx, socket)
 	if err != nil {
 		return err
 	}
-	defer c.Close() // nothing is under way any more
+	defer c.Close() // no call is in progress
 	_, err = c.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
 	return err
 }

@@ -19,7 +19,7 @@ import (
 
 var discardLog = slog.New(slog.DiscardHandler)
 
-// fakeSystemd returns the socket at which systemd would hear of the daemon, every period.
+// fakeSystemd returns the socket on which systemd expects a report in each period.
 func fakeSystemd(t *testing.T, period time.Duration) *net.UnixConn {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "notify")
@@ -34,7 +34,7 @@ func fakeSystemd(t *testing.T, period time.Duration) *net.UnixConn {
 	return systemd
 }
 
-// receive returns what systemd hears next.
+// receive returns the next message to systemd.
 func receive(t *testing.T, systemd *net.UnixConn) string {
 	t.Helper()
 	message := make([]byte, 100)
@@ -45,19 +45,19 @@ func receive(t *testing.T, systemd *net.UnixConn) string {
 	return string(message[:n])
 }
 
-// watch has waits watched until the test ends.
+// watch watches waits until the test ends.
 func watch(t *testing.T, waits *task.Waits) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	var watching sync.WaitGroup
 	watching.Go(func() { waits.Watch(ctx, discardLog) })
 	t.Cleanup(func() { cancel(); watching.Wait() })
-	for waits.Looked().Unix() <= 0 { // until it does
+	for waits.Looked().Unix() <= 0 { // until the watch runs
 		time.Sleep(time.Millisecond)
 	}
 }
 
-// addressOf is a listener that has nothing but an address.
+// addressOf is a listener with nothing but an address.
 type addressOf struct {
 	net.Listener
 	path string
@@ -65,8 +65,7 @@ type addressOf struct {
 
 func (a addressOf) Addr() net.Addr { return &net.UnixAddr{Name: a.path, Net: "unix"} }
 
-// systemd hears of a daemon that answers, again and again, until it stops.
-func TestWatchdogOfHealthyDaemon(t *testing.T) {
+func TestWatchdogIsFedWhileHealthy(t *testing.T) {
 	systemd := fakeSystemd(t, 30*time.Second/1000)
 	socket := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
 	waits := new(task.Waits)
@@ -80,9 +79,8 @@ func TestWatchdogOfHealthyDaemon(t *testing.T) {
 	stop()
 }
 
-// It hears nothing of one that does not answer at its socket, or that does not watch its waits any more.
-func TestWatchdogOfSickDaemon(t *testing.T) {
-	silent, err := net.Listen("unix", filepath.Join(t.TempDir(), "silent")) // takes connections and never answers
+func TestWatchdogIsNotFedWhileUnhealthy(t *testing.T) {
+	silent, err := net.Listen("unix", filepath.Join(t.TempDir(), "silent")) // accepts connections and never answers
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,8 +93,8 @@ func TestWatchdogOfSickDaemon(t *testing.T) {
 		waits        *task.Waits
 		want         string
 	}{
-		{"silent", silent.Addr().String(), watched, "ask at our own socket"},
-		{"deaf", answers + ".none", watched, "ask at our own socket"},
+		{"silent", silent.Addr().String(), watched, "call the daemon's own socket"},
+		{"unresponsive", answers + ".none", watched, "call the daemon's own socket"},
 		{"stuck", answers, new(task.Waits), "waits have not been watched"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -106,7 +104,7 @@ func TestWatchdogOfSickDaemon(t *testing.T) {
 			log := &callingOff{cancel: cancel}
 			var began time.Time
 			if tt.waits == watched {
-				began = time.Now().Add(time.Hour) // their watch may be late here
+				began = time.Now().Add(time.Hour) // the watch may start late in this test
 			}
 			w := &watchdog{period: 300 * time.Millisecond, began: began, socket: tt.socket, waits: tt.waits, log: slog.New(slog.NewTextHandler(log, nil))}
 			if err := w.look(t.Context()); err == nil || !strings.Contains(err.Error(), tt.want) {
@@ -117,16 +115,16 @@ func TestWatchdogOfSickDaemon(t *testing.T) {
 				t.Fatal(err)
 			}
 			if n, _ := systemd.Read(make([]byte, 100)); n > 0 {
-				t.Error("systemd was told that it is well")
+				t.Error("systemd's watchdog was fed")
 			}
-			if !strings.Contains(log.String(), "the daemon is not well") {
+			if !strings.Contains(log.String(), "the daemon is unhealthy") {
 				t.Errorf("log: %s", log)
 			}
 		})
 	}
 }
 
-// callingOff keeps what is logged, and ends a context with the second line.
+// callingOff keeps the log, and ends a context at the second line.
 type callingOff struct {
 	bytes.Buffer
 	cancel context.CancelFunc
@@ -139,7 +137,7 @@ func (c *callingOff) Write(line []byte) (int, error) {
 	return c.Buffer.Write(line)
 }
 
-func TestWatchdogOnlyIfAskedFor(t *testing.T) {
+func TestWatchdogIsOffByDefault(t *testing.T) {
 	t.Setenv("WATCHDOG_USEC", "")
 	Start(t.Context(), nil, nil, discardLog)()
 }
