@@ -172,12 +172,12 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 		planted{want: "processes: container " + running.Id}, // what that mount hides
 		planted{want: "processes: process " + strconv.Itoa(monitor) + " (berth-monitor): expected a recorded container"},
 		p.file(below("pods/set-aside"), "", "records: "+below("pods/set-aside")+": expected a record"),
-		p.file(below("notes"), "", "records: "+below("notes")+": expected a file or directory of the daemon's"),
+		p.file(below("notes"), "", "records: "+below("notes")+": expected a file or directory of the daemon"),
 		p.dir(below("sandboxes", fakeID(6)), "records: "+below("sandboxes", fakeID(6))+": expected a recorded pod"),
 	)
 	checkNames(t, d, nil,
 		p.away(at("c", running.Id, "sock"), "shims: container "+running.Id+": expected a socket"),
-		p.changed(below("containers", created.Id+".record"), "records: "+below("containers", created.Id+".record")+": expected a record that can be trusted…checksum"),
+		p.changed(below("containers", created.Id+".record"), "records: "+below("containers", created.Id+".record")+": expected a valid record…checksum"),
 		planted{want: "views: container " + created.Id + ": expected a record, since it is listed, found none"},
 		planted{want: "records: " + below("rootfs", created.Id) + ": expected a recorded pod or container"},
 		p.away(below("images/layers", layers[0]), "layers: image …its layer sha256:"+layers[0]),

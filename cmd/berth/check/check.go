@@ -46,9 +46,9 @@ flags, else the configuration file. With --config the node is checked for that f
 			if err != nil {
 				return err
 			}
-			ctx, stop := cli.Interruptible(cmd.Context()) // what is tried is undone
+			ctx, stop := cli.Interruptible(cmd.Context()) // so that tests of the node are undone
 			defer stop()
-			checked := configured{cfg, "of a daemon that is started now: none answers at " + cfg.Listen}
+			checked := configured{cfg, "of a daemon started now: none answers at " + cfg.Listen}
 			if ofState || !cmd.Flags().Changed("config") {
 				if checked, err = askDaemon(ctx, cmd.Flags(), checked); err != nil {
 					return err
@@ -83,13 +83,15 @@ flags, else the configuration file. With --config the node is checked for that f
 	return cmd
 }
 
-// stateFlag is the daemon's option for its directory, which here says also what to check.
+// stateFlag is the daemon's option for its state directory. For this command it also selects the
+// check of the state.
 const (
 	stateFlag   = "state"
-	noDirectory = "configured" // its value where none is given
+	noDirectory = "configured" // its value without an argument
 )
 
-// takeStateFlag tells whether --state was given, and leaves to the configuration what has a directory.
+// takeStateFlag reports whether --state was given. It leaves the flag to the configuration only if
+// it has a directory.
 func takeStateFlag(flags *pflag.FlagSet) bool {
 	f := flags.Lookup(stateFlag)
 	given := f.Changed
@@ -97,18 +99,17 @@ func takeStateFlag(flags *pflag.FlagSet) bool {
 	return given
 }
 
-// configured is a configuration, and where it is from.
+// configured is a configuration with its origin.
 type configured struct {
 	*config.Config
 	source string
 }
 
-// askLimit bounds how long the daemon is waited for. It answers from memory.
+// askLimit bounds the daemon's answer, which it gives from memory.
 const askLimit = 5 * time.Second
 
-// askDaemon returns the configuration that the daemon runs with, its flags and those given here
-// included. Without a daemon at the socket, or with one that has other directories than these flags
-// say, it is what was loaded.
+// askDaemon returns the configuration of the running daemon, including its flags and those given
+// here. It returns loaded without a daemon at the socket, or if the daemon uses other directories.
 func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (configured, error) {
 	asking, cancel := context.WithTimeout(ctx, askLimit)
 	defer cancel()
@@ -116,10 +117,10 @@ func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (co
 	if err != nil {
 		return loaded, nil
 	}
-	defer c.Close() // nothing is under way any more
+	defer c.Close() // no call is in progress
 	told, err := c.Settings(asking)
 	if err != nil {
-		loaded.source = fmt.Sprintf("of a daemon that is started now: what answers at %s does not tell its own: %v", loaded.Listen, err)
+		loaded.source = fmt.Sprintf("of a daemon started now: the process at %s does not report its own: %v", loaded.Listen, err)
 		return loaded, nil
 	}
 	running, err := config.LoadTold(flags, told)
@@ -131,10 +132,10 @@ func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (co
 		return loaded, err
 	}
 	if running.Root != own.Root || running.State != own.State {
-		loaded.source = fmt.Sprintf("of a daemon that is started now: the one at %s has the directories %s and %s", loaded.Listen, own.Root, own.State)
+		loaded.source = fmt.Sprintf("of a daemon started now: the one at %s uses the directories %s and %s", loaded.Listen, own.Root, own.State)
 		return loaded, nil
 	}
-	running.Listen = loaded.Listen // where it answered: systemd may have handed it the socket
+	running.Listen = loaded.Listen // systemd may have passed the socket
 	return configured{running, "of the daemon that serves on " + loaded.Listen}, nil
 }
 
@@ -181,8 +182,8 @@ func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 	return err
 }
 
-// nodeOf is what the daemon would start with. What else keeps a daemon from starting it finds
-// when it takes it, and says so itself: sockets and directories that somebody else has.
+// nodeOf returns what a daemon would start with. Other obstacles, such as sockets and directories
+// in use, show up when the checks try them.
 func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 	facts, err := host.Detect("/")
 	if err != nil {
@@ -190,7 +191,7 @@ func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 	}
 	systemd, err := node.SystemdCgroup(cfg.CgroupDriver, facts.CgroupV2)
 	if err != nil {
-		systemd = true // configured so, and a finding
+		systemd = true // so configured, which the checks report
 	}
 	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd}
 	if n.Network, err = node.NetworkConfig(cfg, &berthnet.Plugin{Passive: true}); err != nil {

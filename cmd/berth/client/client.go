@@ -1,9 +1,9 @@
-// Package client talks CRI to a runtime over its unix socket, for the operator
-// commands. It is the generated gRPC client plus what people need around it:
-// references by ID prefix or name, errors in words, pull progress.
+// Package client talks CRI to a runtime over its unix socket, for the operator's commands. It adds
+// to the generated gRPC client what commands need: references by ID prefix or name, readable
+// errors, and the progress of pulls.
 //
-// It is small on purpose: k8s.io/cri-client brings kubelet's tracing and logging
-// into the binary and hides the requests.
+// It does not use k8s.io/cri-client, which links OpenTelemetry into the binary and hides the
+// requests.
 package client
 
 import (
@@ -22,17 +22,17 @@ import (
 )
 
 const (
-	// DefaultSocket is where `berth serve` listens unless told otherwise.
+	// DefaultSocket is the default socket of `berth serve`.
 	DefaultSocket = "unix:///run/berth/berth.sock"
 
-	// maxMessage is CRI's limit on one message, as kubelet sets it.
+	// maxMessage is CRI's limit on one message, in bytes, as in kubelet.
 	maxMessage = 16 << 20
 
 	dialTimeout = 5 * time.Second
 )
 
-// Client is a connection to a runtime. It is safe for concurrent use. Every
-// error of a call is an *Error.
+// Client is a connection to a runtime. It is safe for concurrent use. Every failed call returns an
+// *Error.
 type Client struct {
 	runtimeapi.RuntimeServiceClient
 	runtimeapi.ImageServiceClient
@@ -66,10 +66,10 @@ func Dial(ctx context.Context, socket string) (*Client, error) {
 	}, nil
 }
 
-// Close ends the connection and fails the calls that are under way.
+// Close closes the connection. Calls in progress fail.
 func (c *Client) Close() error { return c.conn.Close() }
 
-// socketPath takes the path out of a socket's address.
+// socketPath returns the path in a socket's address.
 func socketPath(socket string) (string, error) {
 	path := strings.TrimPrefix(socket, "unix://")
 	if !strings.HasPrefix(path, "/") {
@@ -78,8 +78,7 @@ func socketPath(socket string) (string, error) {
 	return path, nil
 }
 
-// probe connects once and hangs up: gRPC connects lazily and wraps the reason
-// of a failure in text.
+// probe connects once and disconnects. gRPC connects lazily and reports a failure only as text.
 func probe(ctx context.Context, path string) error {
 	dialer := net.Dialer{Timeout: dialTimeout}
 	conn, err := dialer.DialContext(ctx, "unix", path)
@@ -89,12 +88,12 @@ func probe(ctx context.Context, path string) error {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
 		return fmt.Errorf("no runtime listens on %s (is `berth serve` running?)", path)
 	case errors.Is(err, fs.ErrPermission):
-		return fmt.Errorf("no permission to use %s (are you root?)", path)
+		return fmt.Errorf("no permission to use %s (run as root)", path)
 	}
 	return fmt.Errorf("connect to %s: %w", path, err)
 }
 
-// translateErrors makes every failed call return an *Error.
+// translateErrors converts the errors of calls to *Error.
 func translateErrors(ctx context.Context, method string, req, reply any,
 	conn *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption,
 ) error {

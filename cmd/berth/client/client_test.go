@@ -59,7 +59,7 @@ func TestDialErrors(t *testing.T) {
 	}
 }
 
-func TestErrorsInWords(t *testing.T) {
+func TestErrorsExplainTheirCode(t *testing.T) {
 	tests := []struct {
 		err  error
 		want string
@@ -96,7 +96,7 @@ func TestCancelledCallIsCancelled(t *testing.T) {
 	}
 }
 
-// populate makes pods and containers: "pod" or "pod/container", with their IDs.
+// populate creates pods and containers, named "pod" or "pod/container", and returns their IDs.
 func populate(t *testing.T, c *client.Client, s *fakecri.Server, names ...string) map[string]string {
 	t.Helper()
 	ids, ctx := map[string]string{}, t.Context()
@@ -127,7 +127,7 @@ func populate(t *testing.T, c *client.Client, s *fakecri.Server, names ...string
 	return ids
 }
 
-func TestFind(t *testing.T) {
+func TestFindByNameIDOrPrefix(t *testing.T) {
 	s := &fakecri.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "web", "web/app", "web/log", "db", "db/log", "db/once", "db/once:+", "c000", "web/a000", "web/b000")
@@ -142,7 +142,7 @@ func TestFind(t *testing.T) {
 	for ref, want := range map[string]string{
 		app: app, app[:63]: app, "app": app, "web/app": app, "web": ids["web"], "ns/db": ids["db"],
 		"db/log": ids["db/log"], "once": ids["db/once:+"], ids["db"]: ids["db"],
-		// Names that begin IDs.
+		// Names that are also prefixes of IDs.
 		"c000": ids["c000"], "a000": ids["web/a000"], "b000": ids["web/b000"],
 	} {
 		if got, err := find(ref); err != nil || got != want {
@@ -178,7 +178,7 @@ func TestListsAreNewestFirst(t *testing.T) {
 	}
 }
 
-func TestWaitContainerSurvivesARestart(t *testing.T) {
+func TestWaitContainerSurvivesRestartOfRuntime(t *testing.T) {
 	s := &fakecri.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "p", "p/c")
@@ -198,7 +198,7 @@ func TestWaitContainerSurvivesARestart(t *testing.T) {
 	}
 }
 
-func TestPullWithProgress(t *testing.T) {
+func TestPullReportsProgress(t *testing.T) {
 	layers := []client.Layer{{Digest: "sha256:a", State: "downloading", Done: 5, Total: 10}}
 	info, err := json.Marshal([]client.Pull{
 		{Ref: "docker.io/library/other:latest"}, {Ref: "docker.io/library/busybox:latest", Started: time.Now(), Layers: layers},
@@ -209,7 +209,7 @@ func TestPullWithProgress(t *testing.T) {
 	seen := make(chan struct{})
 	c := dial(t, &fakecri.Server{
 		PullsInfo: string(info), Registry: map[string]*runtimeapi.Image{"busybox": {Id: "sha256:bb"}},
-		Hook: func(context.Context, string) error { <-seen; return nil }, // the pull lasts until its progress was told
+		Hook: func(context.Context, string) error { <-seen; return nil }, // the pull continues until its progress has been reported
 	})
 	var got []client.Layer
 	id, err := c.PullWithProgress(t.Context(), "busybox", nil, func(l []client.Layer) {
@@ -225,14 +225,14 @@ func TestPullWithProgress(t *testing.T) {
 
 func TestPullErrors(t *testing.T) {
 	c := dial(t, &fakecri.Server{PullsInfo: "not json"})
-	_, err := c.PullWithProgress(t.Context(), "none", nil, func([]client.Layer) { t.Error("progress of nothing") })
+	_, err := c.PullWithProgress(t.Context(), "none", nil, func([]client.Layer) { t.Error("progress was reported for a failed pull") })
 	if !errdefs.IsNotFound(err) || !strings.HasPrefix(err.Error(), "pull none: not found: ") {
 		t.Errorf("%v", err)
 	}
 }
 
-// berth's own messages name operation and object already.
-func TestPullErrorIsNotToldTwice(t *testing.T) {
+// berth's own messages already name the operation and the object.
+func TestPullErrorNamesOperationOnce(t *testing.T) {
 	const message = "pull none: RegistryUnavailable: connection refused"
 	c := dial(t, &fakecri.Server{Hook: func(context.Context, string) error { return status.Error(codes.Unavailable, message) }})
 	if _, err := c.Pull(t.Context(), "none", nil); err == nil || err.Error() != "not available: "+message {

@@ -9,14 +9,13 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Error is the failure of a call: one line of text that says what kind of
-// failure it is, and the gRPC code for those who decide by it. It matches
-// context.Canceled and context.DeadlineExceeded with errors.Is.
+// Error is the failure of a call: a line of text that names the kind of failure, and the gRPC code.
+// errors.Is matches context.Canceled and context.DeadlineExceeded.
 type Error struct{ status *status.Status }
 
 func newError(err error) *Error { return &Error{status: status.Convert(err)} }
 
-// Explain leads err with what was done, unless the runtime's message says it already.
+// Explain prefixes err with the operation, unless the runtime's message already begins with it.
 func Explain(what string, err error) error {
 	if strings.Contains(err.Error(), what) {
 		return err
@@ -24,7 +23,7 @@ func Explain(what string, err error) error {
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// words say what a code means to somebody who never heard of gRPC.
+// words explain codes to people who do not know gRPC.
 var words = map[codes.Code]string{
 	codes.Canceled:           "cancelled",
 	codes.InvalidArgument:    "invalid request",
@@ -43,8 +42,8 @@ var words = map[codes.Code]string{
 	codes.Unauthenticated:    "not authorised",
 }
 
-// Error returns the message of the runtime on one line, led by the meaning of
-// its code unless the message says so itself.
+// Error returns the runtime's message on one line, prefixed with the meaning of its code unless the
+// message contains it.
 func (e *Error) Error() string {
 	message := strings.Join(strings.FieldsFunc(e.status.Message(), isLineBreak), "; ")
 	meaning := words[e.status.Code()]
@@ -64,7 +63,7 @@ func isLineBreak(r rune) bool { return r == '\n' || r == '\r' }
 // GRPCStatus lets status.Code and errdefs.Code find the code.
 func (e *Error) GRPCStatus() *status.Status { return e.status }
 
-// Is makes a call that ended with its context look like it.
+// Is makes the error match the context error that ended the call.
 func (e *Error) Is(target error) bool {
 	switch e.status.Code() {
 	case codes.Canceled:

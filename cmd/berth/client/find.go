@@ -11,7 +11,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// labelPodName is the label in which kubelet and berth keep the pod's name of a container.
+// labelPodName is the label of a container that contains its pod's name, set by kubelet and berth.
 const labelPodName = "io.kubernetes.pod.name"
 
 // Pods returns all pod sandboxes, newest first.
@@ -36,9 +36,9 @@ func (c *Client) Containers(ctx context.Context) ([]*runtimeapi.Container, error
 	return list, nil
 }
 
-// FindPod returns the pod that ref means: its ID, its name, namespace/name, or the first digits of its ID, at
-// least shortestPrefix of them. The earlier in this list the stronger: a name is not taken for the beginning of another's
-// ID. An error is NotFound or, for more than one match, InvalidArgument and names them.
+// FindPod returns the pod that ref identifies: its ID, its name, namespace/name, or a prefix of its
+// ID with at least shortestPrefix digits. Earlier forms win over later ones, so that a name is not
+// mistaken for the prefix of another ID.
 func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbox, error) {
 	found, err := c.matchPods(ctx, ref)
 	if err != nil {
@@ -47,8 +47,8 @@ func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbo
 	return only("pod", ref, found)
 }
 
-// FindContainer returns the container that ref means, as FindPod does; names are its own, or pod/name. Of several
-// attempts of one container a name means the newest.
+// FindContainer is FindPod for a container. Names are its own or pod/name. A name identifies the
+// newest of several attempts.
 func (c *Client) FindContainer(ctx context.Context, ref string) (*runtimeapi.Container, error) {
 	found, err := c.matchContainers(ctx, ref)
 	if err != nil {
@@ -57,8 +57,7 @@ func (c *Client) FindContainer(ctx context.Context, ref string) (*runtimeapi.Con
 	return only("container", ref, found)
 }
 
-// Find returns the container or, if none is meant as strongly, the pod that ref means.
-// Exactly one of the results is not nil unless err is.
+// Find returns the container that ref identifies, or the pod if no container matches equally well.
 func (c *Client) Find(ctx context.Context, ref string) (*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
 	if ref == "" {
 		return nil, nil, errdefs.InvalidArgument("empty reference")
@@ -100,11 +99,11 @@ func (c *Client) matchContainers(ctx context.Context, ref string) (matches[*runt
 	return match(ref, list, containerNames), nil
 }
 
-// identity is what match compares with: the short name first, then the full one.
+// identity is what match compares: the short name first, then the full one.
 type identity struct {
 	id    string
 	names [2]string
-	group string // things of one group replace each other, the newest counts
+	group string // objects of one group replace each other; the newest counts
 }
 
 func podNames(p *runtimeapi.PodSandbox) identity {
@@ -118,7 +117,7 @@ func containerNames(c *runtimeapi.Container) identity {
 	return identity{c.GetId(), [2]string{name, c.GetLabels()[labelPodName] + "/" + name}, c.GetPodSandboxId() + "/" + name}
 }
 
-// strength is how a reference means something.
+// strength ranks the forms of a reference.
 type strength int
 
 const (
@@ -128,17 +127,18 @@ const (
 	byID
 )
 
-// shortestPrefix is how many digits of an ID stand for it. Names like "db" and "ad" are not to hit what is called otherwise.
+// shortestPrefix is the minimum length of an ID prefix, so that a name such as "db" does not match
+// IDs.
 const shortestPrefix = 4
 
-// matches are the things that a reference means most strongly.
+// matches are the objects that a reference matches best.
 type matches[T any] struct {
 	how      strength
 	items    []T
 	identify func(T) identity
 }
 
-// match finds what ref means among items, which are sorted newest first.
+// match finds the objects that ref identifies in items, which are sorted newest first.
 func match[T any](ref string, items []T, identify func(T) identity) matches[T] {
 	found := matches[T]{identify: identify}
 	seen := map[string]bool{}
@@ -173,7 +173,7 @@ func (who identity) match(ref string) strength {
 	return nowise
 }
 
-// describe names the matches for people.
+// describe returns the names of the matches for an error text.
 func (m matches[T]) describe() (names []string) {
 	for _, item := range m.items {
 		who := m.identify(item)
@@ -182,7 +182,7 @@ func (m matches[T]) describe() (names []string) {
 	return names
 }
 
-// only returns the one match.
+// only returns the single match.
 func only[T any](kind, ref string, found matches[T]) (T, error) {
 	var none T
 	switch {
@@ -200,7 +200,7 @@ func ambiguous(kind, ref string, candidates []string) error {
 	return errdefs.InvalidArgument("%s %q is ambiguous: %s", kind, ref, strings.Join(candidates, ", "))
 }
 
-// ShortID is the part of an ID that is shown to people.
+// ShortID returns the part of an ID that commands show.
 func ShortID(id string) string {
 	const short = 13
 	id = strings.TrimPrefix(id, "sha256:")

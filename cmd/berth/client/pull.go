@@ -9,29 +9,26 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Layer is how far one layer of a pull is.
+// Layer is the progress of one layer of a pull.
 type Layer struct {
 	Digest string `json:"digest"`
-	State  string `json:"state"` // the runtime's word for what happens to it
+	State  string `json:"state"` // the runtime's name of the current step
 	Done   int64  `json:"done"`  // bytes
 	Total  int64  `json:"total"` // bytes, 0 while unknown
 }
 
-// Pull is one pull that is under way in the runtime, as berth tells it in the
-// verbose Status under the key "pulls".
+// Pull is a pull in progress, as berth reports it under "pulls" in verbose Status.
 type Pull struct {
 	Ref     string    `json:"ref"`
 	Started time.Time `json:"started"`
 	Layers  []Layer   `json:"layers"`
 }
 
-// progressInterval is how often a pull's progress is asked for: often enough for
-// a bar to look alive.
+// progressInterval is how often the progress is read, for a smooth progress bar.
 const progressInterval = 100 * time.Millisecond
 
-// PullWithProgress pulls an image and returns its ID. While the pull runs, each
-// is called with what Status tells about this reference; it is not called
-// by a runtime that tells nothing. auth may be nil.
+// PullWithProgress pulls an image and returns its ID. During the pull it calls each with the
+// progress that Status reports for ref. A runtime may report none. auth may be nil.
 func (c *Client) PullWithProgress(ctx context.Context, ref string, auth *runtimeapi.AuthConfig, each func([]Layer)) (string, error) {
 	type result struct {
 		id  string
@@ -68,8 +65,8 @@ func (c *Client) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConf
 	return reply.GetImageRef(), nil
 }
 
-// progress asks how far the pull of ref is. It tells no error: the pull itself
-// reports what is wrong.
+// progress returns the progress of ref's pull. It drops errors, because the pull itself reports
+// them.
 func (c *Client) progress(ctx context.Context, ref string) ([]Layer, bool) {
 	reply, err := c.Status(ctx, &runtimeapi.StatusRequest{Verbose: true})
 	if err != nil {
@@ -87,7 +84,7 @@ func (c *Client) progress(ctx context.Context, ref string) ([]Layer, bool) {
 	return nil, false
 }
 
-// sameRef compares references as people write them: "busybox" is
+// sameRef compares references in their short forms: "busybox" is
 // "docker.io/library/busybox:latest".
 func sameRef(a, b string) bool {
 	if a == b {

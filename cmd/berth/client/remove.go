@@ -8,11 +8,11 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// overhead is what kubelet allows a call beyond the time its work may take.
+// overhead is what kubelet adds to a call's own time limit.
 const overhead = 2 * time.Minute
 
-// Stop stops a container: the stop signal, and SIGKILL when grace is over (in
-// whole seconds, rounded up; 0 kills at once).
+// Stop stops a container: it sends the stop signal, and SIGKILL after grace (rounded up to seconds;
+// 0 kills at once).
 func (c *Client) Stop(ctx context.Context, id string, grace time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, grace+overhead)
 	defer cancel()
@@ -23,12 +23,12 @@ func (c *Client) Stop(ctx context.Context, id string, grace time.Duration) error
 	return nil
 }
 
-// seconds rounds up, so that a little grace does not become none.
+// seconds rounds up, so that a short grace period does not become none.
 func seconds(d time.Duration) int64 {
 	return int64((max(d, 0) + time.Second - 1) / time.Second)
 }
 
-// Remove removes a container, killing it if it runs.
+// Remove removes a container, and kills it if it runs.
 func (c *Client) Remove(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, overhead)
 	defer cancel()
@@ -38,7 +38,7 @@ func (c *Client) Remove(ctx context.Context, id string) error {
 	return nil
 }
 
-// StopPod stops a pod: kills what runs in it and takes its network away.
+// StopPod stops a pod: it kills its containers and removes its network.
 func (c *Client) StopPod(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, overhead)
 	defer cancel()
@@ -48,7 +48,7 @@ func (c *Client) StopPod(ctx context.Context, id string) error {
 	return nil
 }
 
-// RemovePod removes a pod with its containers, whatever state they are in.
+// RemovePod removes a pod with its containers in any state.
 func (c *Client) RemovePod(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, overhead)
 	defer cancel()
@@ -58,7 +58,7 @@ func (c *Client) RemovePod(ctx context.Context, id string) error {
 	return nil
 }
 
-// PodState returns what the runtime knows about a pod.
+// PodState returns the status of a pod.
 func (c *Client) PodState(ctx context.Context, id string) (*runtimeapi.PodSandboxStatus, error) {
 	reply, err := c.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: id})
 	if err != nil {

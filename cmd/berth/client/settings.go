@@ -7,15 +7,14 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Settings returns the configuration that a daemon of berth runs with, as JSON, of at most the size
-// of a message. Another runtime's is an error.
+// Settings returns the configuration of a berth daemon as JSON. It fails for another runtime.
 func (c *Client) Settings(ctx context.Context) ([]byte, error) {
 	version, err := c.Version(ctx, &runtimeapi.VersionRequest{})
 	if err != nil {
 		return nil, err
 	}
 	if version.GetRuntimeName() != "berth" {
-		return nil, fmt.Errorf("it is another runtime, %.100q", version.GetRuntimeName())
+		return nil, fmt.Errorf("the runtime is %.100q, not berth", version.GetRuntimeName())
 	}
 	status, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{Verbose: true})
 	if err != nil {
@@ -23,7 +22,7 @@ func (c *Client) Settings(ctx context.Context) ([]byte, error) {
 	}
 	told, ok := status.GetInfo()["config"]
 	if !ok {
-		return nil, fmt.Errorf("verbose status tells no configuration")
+		return nil, fmt.Errorf("verbose Status contains no configuration")
 	}
 	return []byte(told), nil
 }

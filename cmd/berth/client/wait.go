@@ -11,14 +11,13 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Intervals at which WaitContainer looks: soon at first, for short-lived
-// containers, then less and less often.
+// Polling intervals of WaitContainer: short at first, for short-lived containers, then longer.
 const (
 	waitShortest = 10 * time.Millisecond
 	waitLongest  = 250 * time.Millisecond
 )
 
-// ContainerState returns what the runtime knows about a container.
+// ContainerState returns the status of a container.
 func (c *Client) ContainerState(ctx context.Context, id string) (*runtimeapi.ContainerStatus, error) {
 	reply, err := c.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: id})
 	if err != nil {
@@ -27,9 +26,8 @@ func (c *Client) ContainerState(ctx context.Context, id string) (*runtimeapi.Con
 	return reply.GetStatus(), nil
 }
 
-// WaitContainer returns a container's status once it has exited. It looks again
-// and again, so no event can be lost, and it waits for a runtime that is being
-// restarted: containers run on meanwhile.
+// WaitContainer returns a container's status once it has exited. It polls, so that it cannot miss
+// an event, and waits for a runtime that restarts, because containers keep running.
 func (c *Client) WaitContainer(ctx context.Context, id string) (*runtimeapi.ContainerStatus, error) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()

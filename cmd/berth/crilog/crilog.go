@@ -1,21 +1,25 @@
-// Package crilog reads container log files in the CRI format and follows them
-// while they grow and while they are rotated.
+// Package crilog reads container log files in the CRI format, and follows them while they grow and
+// while they are rotated.
 //
 // # Format
 //
-// One record a line, as kubelet reads it (KEP "CRI container log", kubelet's
-// pkg/kubelet/kuberuntime/logs):
+// One record per line, as kubelet reads it (k8s.io/cri-client/pkg/logs):
 //
 //	2026-01-02T15:04:05.999999999Z stdout F the content\n
 //
-// The third word is a colon-separated list of tags whose first is F (the record
-// ends a line of the container's output) or P (more of the same line follows).
+// The third word is a colon-separated list of tags. The first tag is F (the record ends a line of the
+// container's output) or P (the line continues).
 //
 // # Rotation
 //
-// Whoever rotates renames the file and asks the runtime to reopen it. The old
-// file may get bytes until the writer has the new one, so Read leaves the old
-// file only once the new one has content: one writer, hence nothing is lost.
+// kubelet renames the file and asks the runtime to reopen it. The old file may grow until the writer
+// has the new one. Read leaves the old file only once the new one has content, so it loses nothing.
+//
+// # Why not k8s.io/cri-client/pkg/logs
+//
+// Its ReadLogs opens a rotated file at once and loses lines that the old one still gets. It reads
+// lines of any length into memory, only logs malformed records, neither waits for a missing file nor
+// notices a truncated one, and writes to two io.Writers, where berth run needs whole lines.
 package crilog
 
 import (
@@ -24,25 +28,25 @@ import (
 	"time"
 )
 
-// Stream names the output a record came from.
+// Stream names the output stream of a record.
 type Stream string
 
-// The two streams of a container. With a terminal everything is Stdout.
+// The streams of a container. With a terminal all output is Stdout.
 const (
 	Stdout Stream = "stdout"
 	Stderr Stream = "stderr"
 )
 
-// Record is one record of a log file, or a whole line joined from several.
+// Record is one record of a log file, or a whole line joined from several records.
 type Record struct {
-	Time    time.Time // when the runtime read it; of the first part if it was joined
+	Time    time.Time // when the runtime read it; the first part's if joined
 	Stream  Stream
-	Partial bool   // the line goes on in the next record of the same stream
+	Partial bool   // the line continues in the next record of the same stream
 	Content []byte // without the newline
 }
 
-// Parse decodes one line of a log file, with or without its newline. The
-// record's content is a part of line, not a copy.
+// Parse decodes a line of a log file, with or without its newline. The record's content is a part of
+// line, not a copy.
 func Parse(line []byte) (Record, error) {
 	rest := bytes.TrimSuffix(line, []byte{'\n'})
 	stamp, rest, ok := bytes.Cut(rest, []byte{' '})

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-func TestParse(t *testing.T) {
+func TestParseRecord(t *testing.T) {
 	at := time.Date(2026, 1, 2, 15, 4, 5, 678, time.UTC)
 	const stamp = "2026-01-02T15:04:05.000000678Z"
 	tests := []struct {
@@ -46,7 +46,7 @@ func sameRecord(a, b Record) bool {
 	return a.Time.Equal(b.Time) && a.Stream == b.Stream && a.Partial == b.Partial && bytes.Equal(a.Content, b.Content)
 }
 
-func TestJoiner(t *testing.T) {
+func TestJoinerJoinsPartialRecords(t *testing.T) {
 	var j joiner
 	var lines []string
 	for _, r := range []Record{

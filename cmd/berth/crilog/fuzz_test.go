@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// FuzzRead reads files of arbitrary bytes: the last lines are the end of all lines, what comes
-// after a time is what comes after it, and a follower sees the same.
+// FuzzRead reads files of arbitrary bytes. The last lines must be the end of all lines, lines since
+// a time must not be older, and a follower must read the same lines.
 func FuzzRead(f *testing.F) {
 	f.Add([]byte(record(1, "F", "one")+record(2, "P", "t")+record(3, "F", "wo")+record(4, "P", "open")), 2, int64(2))
 	f.Add([]byte("no record\n"+record(1, "F", "")+strings.Replace(record(2, "P", "x"), "stdout", "stderr", 1)+record(3, "F:x", "y")), 0, int64(0))
@@ -45,7 +45,7 @@ func FuzzRead(f *testing.F) {
 			t.Fatalf("malformed records: %t, %t, %t", failed, badTail, badSince)
 		}
 		if tail > 0 {
-			return // following takes the kernel some milliseconds
+			return // following takes milliseconds in the kernel
 		}
 		ended := make(chan struct{})
 		close(ended)

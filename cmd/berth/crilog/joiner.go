@@ -1,10 +1,10 @@
 package crilog
 
-// maxLine is how much of one line the joiner keeps before it gives the line out
-// in pieces: a container that never writes a newline must not fill our memory.
+// maxLine bounds how much of a line the joiner keeps, in bytes, before it returns a part. A
+// container that never writes a newline must not exhaust memory.
 const maxLine = 1 << 20
 
-// joiner puts partial records together, each stream for itself.
+// joiner joins partial records, separately for each stream.
 type joiner struct{ open [2]*Record }
 
 func slot(s Stream) int {
@@ -14,9 +14,8 @@ func slot(s Stream) int {
 	return 0
 }
 
-// add takes the next record and returns a line once it is complete. A line
-// longer than maxLine comes out in pieces, all but the last marked Partial. The
-// result does not share memory with r.
+// add adds a record and returns the line once it is complete. It returns a line longer than maxLine
+// in parts, all but the last marked Partial. The result does not share memory with r.
 func (j *joiner) add(r Record) (Record, bool) {
 	at := slot(r.Stream)
 	if j.open[at] == nil {
@@ -32,8 +31,7 @@ func (j *joiner) add(r Record) (Record, bool) {
 	return *line, true
 }
 
-// flush returns what waits for its end, stdout first: the writer is gone and
-// no end will come.
+// flush returns incomplete lines, stdout first, after the writer has ended.
 func (j *joiner) flush() []Record {
 	var out []Record
 	for i, r := range j.open {

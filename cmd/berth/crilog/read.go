@@ -12,17 +12,16 @@ import (
 	"github.com/fsnotify/fsnotify"
 )
 
-// All as Options.Tail asks for every line.
+// All as Options.Tail selects every line.
 const All = -1
 
-// Options select what Read gives out.
+// Options select the lines that Read returns.
 type Options struct {
-	Tail  int       // the last so many lines of what is there; All for every line
-	Since time.Time // only lines at or after; zero for every line
+	Tail  int       // the last N lines of the file, or All
+	Since time.Time // lines at or after this time; zero: every line
 
-	// Follow keeps reading until Ended is closed (then the rest of the file is
-	// read and Read returns) or the context is done. It also waits for a file
-	// that does not exist yet.
+	// Follow keeps reading until Ended is closed or ctx ends. After Ended it reads the rest of the
+	// file and returns. It also waits for a missing file.
 	Follow bool
 	Ended  <-chan struct{}
 }
@@ -39,15 +38,15 @@ func Read(ctx context.Context, path string, o Options, emit func(Record) error) 
 	return r.once(ctx)
 }
 
-// reader is the state of one Read.
+// reader is the state of a Read.
 type reader struct {
 	path    string
 	options Options
 	emit    func(Record) error
 
 	join      joiner
-	tail      []Record // ring of the last options.Tail lines, while behind is true
-	behind    bool     // still reading what was there at the start, with Tail set
+	tail      []Record // the last options.Tail lines, while behind is true
+	behind    bool     // still reading the initial content, with Tail set
 	malformed int
 	firstBad  error
 }
@@ -64,7 +63,7 @@ func (r *reader) once(ctx context.Context) error {
 	return errors.Join(err, src.Close())
 }
 
-// follow reads, waits for more, and changes to the next file after a rotation.
+// follow reads, waits for more, and switches to the next file after a rotation.
 func (r *reader) follow(ctx context.Context) error {
 	watch, err := newWatch(r.path)
 	if err != nil {
@@ -75,7 +74,7 @@ func (r *reader) follow(ctx context.Context) error {
 	if src == nil || err != nil {
 		return err
 	}
-	defer func() { _ = src.Close() }() // opened for reading: nothing to lose
+	defer func() { _ = src.Close() }() // opened for reading only
 	if err := r.catchUp(ctx, src); err != nil {
 		return err
 	}
@@ -99,7 +98,7 @@ func (r *reader) follow(ctx context.Context) error {
 	}
 }
 
-// awaitFile opens the file once it exists; nil if the log ended without one.
+// awaitFile opens the file once it exists. It returns nil if the log ended without one.
 func (r *reader) awaitFile(ctx context.Context, watch *watch) (*source, error) {
 	for {
 		ended := r.ended()
@@ -118,14 +117,14 @@ func (r *reader) awaitFile(ctx context.Context, watch *watch) (*source, error) {
 	}
 }
 
-// change reads what the writer put into the old file last, and opens the new one.
+// change reads the rest of the old file and opens the new one.
 func (r *reader) change(ctx context.Context, old *source) (*source, error) {
 	if err := r.drain(ctx, old); err != nil {
 		return old, err
 	}
 	next, err := openSource(r.path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return old, nil // rotated again in between: look again
+		return old, nil // rotated again in between: check again
 	}
 	if err != nil {
 		return old, fmt.Errorf("open log: %w", err)
@@ -133,18 +132,18 @@ func (r *reader) change(ctx context.Context, old *source) (*source, error) {
 	return next, old.Close()
 }
 
-// ended reports whether the writer is gone.
+// ended reports whether the writer has ended.
 func (r *reader) ended() bool {
 	select {
-	case <-r.options.Ended: // a nil channel never is
+	case <-r.options.Ended: // never ready for a nil channel
 		return true
 	default:
 		return false
 	}
 }
 
-// catchUp reads what is there and gives out its last Tail lines. Unless more is
-// to follow, a last line without its end counts as one.
+// catchUp reads the initial content and emits its last Tail lines. Without Follow an incomplete
+// last line counts as a line.
 func (r *reader) catchUp(ctx context.Context, src *source) error {
 	r.behind = r.options.Tail >= 0
 	if err := r.drain(ctx, src); err != nil {
@@ -165,7 +164,7 @@ func (r *reader) catchUp(ctx context.Context, src *source) error {
 	return nil
 }
 
-// drain gives out every complete line up to the present end of the file.
+// drain emits every complete line up to the current end of the file.
 func (r *reader) drain(ctx context.Context, src *source) error {
 	for ctx.Err() == nil {
 		raw, err := src.next()
@@ -192,7 +191,7 @@ func (r *reader) drain(ctx context.Context, src *source) error {
 	return context.Cause(ctx)
 }
 
-// give passes a line on, or keeps it in the tail while the beginning is read.
+// give emits a line, or keeps it in the tail during the initial reading.
 func (r *reader) give(line Record) error {
 	switch {
 	case line.Time.Before(r.options.Since):
@@ -204,13 +203,13 @@ func (r *reader) give(line Record) error {
 	}
 	r.tail = append(r.tail, line)
 	if len(r.tail) > r.options.Tail {
-		r.tail[0] = Record{} // let its content go
+		r.tail[0] = Record{} // release its content
 		r.tail = r.tail[1:]
 	}
 	return nil
 }
 
-// finish ends the following of a log whose writer is gone.
+// finish ends following after the writer has ended.
 func (r *reader) finish() error {
 	if err := r.flush(); err != nil {
 		return err
@@ -218,7 +217,7 @@ func (r *reader) finish() error {
 	return r.report()
 }
 
-// flush gives out lines that will not get their end.
+// flush emits incomplete lines.
 func (r *reader) flush() error {
 	for _, line := range r.join.flush() {
 		if err := r.give(line); err != nil {
@@ -228,7 +227,7 @@ func (r *reader) flush() error {
 	return nil
 }
 
-// report returns an error that counts the records that were no CRI records.
+// report returns an error that counts the malformed records.
 func (r *reader) report() error {
 	if r.malformed > 0 {
 		return fmt.Errorf("read log %s: %d malformed record(s), the first: %w", r.path, r.malformed, r.firstBad)
@@ -236,18 +235,18 @@ func (r *reader) report() error {
 	return nil
 }
 
-// watch wakes up when something changed in the directory of a log file.
+// watch reports changes in the directory of a log file.
 type watch struct {
 	notify *fsnotify.Watcher
 	tick   *time.Ticker
 }
 
-// lookAgain is how long a missed event can delay a line: inotify drops events
-// when its queue is full, and some filesystems have none.
+// lookAgain bounds the delay after a missed event. inotify drops events when its queue is full, and
+// some filesystems have none.
 const lookAgain = time.Second
 
-// newWatch watches the directory, not the file: a rotation replaces the file,
-// and an inotify watch on a directory sees writes to all files in it.
+// newWatch watches the directory, because a rotation replaces the file. A watch on a directory
+// reports writes to all its files.
 func newWatch(path string) (*watch, error) {
 	notify, err := fsnotify.NewWatcher()
 	if err != nil {
@@ -260,20 +259,20 @@ func newWatch(path string) (*watch, error) {
 	return &watch{notify: notify, tick: time.NewTicker(lookAgain)}, nil
 }
 
-// wait returns nil when it is worth looking at the file again.
+// wait returns nil when the file may have changed.
 func (w *watch) wait(ctx context.Context, ended <-chan struct{}) error {
 	select {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	case <-ended:
 	case <-w.notify.Events:
-	case <-w.notify.Errors: // overflow: events were lost, so look
+	case <-w.notify.Errors: // overflow: events were lost
 	case <-w.tick.C:
 	}
 	return nil
 }
 
-// Close ends the watch; errors of an inotify descriptor's close mean nothing to a reader.
+// Close ends the watch. A reader does not need the error of closing it.
 func (w *watch) Close() {
 	w.tick.Stop()
 	_ = w.notify.Close()

@@ -15,7 +15,7 @@ import (
 
 var start = time.Date(2026, 1, 2, 0, 0, 0, 0, time.UTC)
 
-// record is a line of a log file, n seconds after start.
+// record returns a line of a log file, n seconds after start.
 func record(n int, tag, content string) string {
 	return fmt.Sprintf("%s stdout %s %s\n", start.Add(time.Duration(n)*time.Second).Format(time.RFC3339Nano), tag, content)
 }
@@ -69,7 +69,7 @@ func TestReadErrors(t *testing.T) {
 		t.Errorf("missing file: %v", err)
 	}
 	if err := Read(t.Context(), dir, Options{Tail: All}, nothing); err == nil {
-		t.Error("a directory was read")
+		t.Error("Read accepted a directory")
 	}
 	write(t, path, "nonsense\n", record(1, "F", "good"), "more nonsense\n", strings.Repeat("x", 3*maxRecord)+"\n")
 	var got []string
@@ -89,7 +89,7 @@ func TestReadErrors(t *testing.T) {
 	}
 }
 
-// follower runs Read in the background and hands over the lines.
+// follower runs Read in the background and receives its lines.
 type follower struct {
 	t     *testing.T
 	lines chan string
@@ -119,7 +119,7 @@ func (f *follower) want(lines ...string) {
 	}
 }
 
-// end closes Ended and returns what still comes, and Read's error.
+// end closes Ended and returns the remaining lines and Read's error.
 func (f *follower) end() ([]string, error) {
 	close(f.ended)
 	var rest []string
@@ -129,7 +129,7 @@ func (f *follower) end() ([]string, error) {
 	return rest, <-f.done
 }
 
-func TestFollow(t *testing.T) {
+func TestFollowWaitsForFileAndLines(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "0.log")
 	f := follow(t, t.Context(), path, All) // before the file exists
 	write(t, path, record(1, "F", "one"))
@@ -159,8 +159,8 @@ func TestFollowTail(t *testing.T) {
 	}
 }
 
-// A rotation as kubelet does it: rename, then the runtime reopens. What the
-// writer puts into the old file in between comes first.
+// A rotation as kubelet does it: rename, then the runtime reopens the file. Lines that the writer
+// adds to the old file in between come first.
 func TestFollowRotation(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "0.log")
 	write(t, path, record(1, "F", "one"))
@@ -172,7 +172,7 @@ func TestFollowRotation(t *testing.T) {
 		}
 		write(t, name, record(2, "F", fmt.Sprintf("late %d", i)))
 		f.want(fmt.Sprintf("late %d", i))
-		write(t, path) // reopened, and nothing in it: the writer may not be there yet
+		write(t, path) // reopened and empty: the writer may not use it yet
 		write(t, name, record(3, "F", fmt.Sprintf("later %d", i)))
 		f.want(fmt.Sprintf("later %d", i))
 		write(t, name, record(4, "F", fmt.Sprintf("last %d", i)))
@@ -184,7 +184,6 @@ func TestFollowRotation(t *testing.T) {
 	}
 }
 
-// A line begun in the old file goes on in the new one.
 func TestFollowRotationInsideALine(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "0.log")
 	write(t, path, record(1, "P", "half "))
@@ -194,7 +193,7 @@ func TestFollowRotationInsideALine(t *testing.T) {
 	}
 	write(t, path, record(2, "F", "and half"))
 	rest, err := f.end()
-	// If the follower opened the file only after the rename it cannot know the first half.
+	// A follower that opened the file after the rename cannot see the first half.
 	if err != nil || len(rest) != 1 || !strings.HasSuffix(rest[0], "and half") {
 		t.Errorf("rest %q, %v", rest, err)
 	}

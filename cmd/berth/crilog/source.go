@@ -8,17 +8,17 @@ import (
 	"os"
 )
 
-// maxRecord bounds one raw line of the file. Runtimes split records at 16 KiB
-// or so; a longer line is no log record, and its excess is dropped.
+// maxRecord bounds a raw line of the file, in bytes. Runtimes split records at about 16 KiB. The
+// excess of a longer line, which is not a record, is dropped.
 const maxRecord = 256 << 10
 
-// source reads whole lines from a file that may still grow.
+// source reads whole lines from a growing file.
 type source struct {
 	file    *os.File
 	info    os.FileInfo
 	read    *bufio.Reader
-	offset  int64  // bytes consumed, to notice truncation
-	pending []byte // the beginning of a line whose end is not there yet
+	offset  int64  // bytes read, to detect truncation
+	pending []byte // beginning of an incomplete line
 }
 
 func openSource(path string) (*source, error) {
@@ -38,8 +38,8 @@ func openSource(path string) (*source, error) {
 
 func (s *source) Close() error { return s.file.Close() }
 
-// next returns the next complete line, or io.EOF when there is none yet. A
-// later call goes on where the file then has more. The line is valid until then.
+// next returns the next complete line, or io.EOF if there is none yet. A later call continues when
+// the file has grown. The line is valid until then.
 func (s *source) next() ([]byte, error) {
 	for {
 		part, err := s.read.ReadSlice('\n')
@@ -72,8 +72,8 @@ func (s *source) next() ([]byte, error) {
 	}
 }
 
-// rewindIfTruncated goes to the top of a file that became shorter than what was
-// read of it ("copytruncate" rotation), and reports whether it did.
+// rewindIfTruncated seeks to the start of a file that is shorter than the part already read
+// (rotation by "copytruncate"), and reports whether it did.
 func (s *source) rewindIfTruncated() (bool, error) {
 	info, err := s.file.Stat()
 	if err != nil {
@@ -90,8 +90,7 @@ func (s *source) rewindIfTruncated() (bool, error) {
 	return true, nil
 }
 
-// replaced reports whether path is another file by now, one that has content:
-// the writer has left ours for good.
+// replaced reports whether path is another file with content, so that the writer has left this one.
 func (s *source) replaced(path string) bool {
 	info, err := os.Stat(path)
 	return err == nil && !os.SameFile(s.info, info) && info.Size() > 0

@@ -180,9 +180,9 @@ func TestSocketActivation(t *testing.T) {
 	}{
 		"none":    {nil, "listens on " + own},
 		"one":     {[]*os.File{unixSocket("a")}, "listens on " + filepath.Join(dir, "a")},
-		"two":     {[]*os.File{unixSocket("b"), unixSocket("c")}, "error: systemd handed over 2 sockets, not one"},
-		"tcp":     {[]*os.File{tcpFile}, "error: the socket from systemd is no unix stream socket"},
-		"no sock": {[]*os.File{regular}, "error: the socket from systemd is no unix stream socket"},
+		"two":     {[]*os.File{unixSocket("b"), unixSocket("c")}, "error: systemd passed 2 sockets, want one"},
+		"tcp":     {[]*os.File{tcpFile}, "error: the socket from systemd is not a unix stream socket"},
+		"no sock": {[]*os.File{regular}, "error: the socket from systemd is not a unix stream socket"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			cmd := exec.Command("/proc/self/exe", "-test.run=^TestActivated$", "-test.v")
@@ -256,7 +256,7 @@ func TestDaemonSurvivesBrokenLogPipe(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.Close()
-	cmd := exec.Command("/proc/self/exe", "-test.run=^TestBrokenLogPipe$")
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestDaemonSurvivesBrokenLogPipe$")
 	cmd.Env, cmd.Stderr = append(os.Environ(), "BERTH_TEST_PIPE=1"), w
 	if err := cmd.Run(); cmd.ProcessState.ExitCode() != 42 {
 		t.Errorf("the process ended with %v", err)

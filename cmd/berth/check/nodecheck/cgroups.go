@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// controllers that kubelet requires of a node.
+// controllers that kubelet requires.
 var controllers = []string{"cpu", "memory", "pids", "cpuset"}
 
 func checkCgroups(_ context.Context, n *Node) []Finding {
@@ -39,7 +39,7 @@ func checkCgroups(_ context.Context, n *Node) []Finding {
 	return findings
 }
 
-// checkDriver compares the cgroup driver with who is PID 1.
+// checkDriver compares the cgroup driver with PID 1.
 func (n *Node) checkDriver() Finding {
 	driver := "cgroupfs"
 	if n.SystemdCgroup {
@@ -48,14 +48,14 @@ func (n *Node) checkDriver() Finding {
 	systemd := n.exists("/run/systemd/system") // sd_booted(3)
 	switch {
 	case n.SystemdCgroup && !systemd:
-		return lacking(Failure, "cgroup driver", "systemd, which is not PID 1", `set cgroup_driver = "cgroupfs"`)
+		return lacking(Failure, "cgroup driver", "systemd, but systemd is not PID 1", `set cgroup_driver = "cgroupfs"`)
 	case !n.SystemdCgroup && systemd && n.Facts.CgroupV2:
-		return lacking(Warning, "cgroup driver", "cgroupfs, beside a systemd that manages cgroups too", `set cgroup_driver = "systemd", and cgroupDriver: systemd for kubelet`)
+		return lacking(Warning, "cgroup driver", "cgroupfs, although systemd manages cgroups too", `set cgroup_driver = "systemd", and cgroupDriver: systemd for kubelet`)
 	}
-	return ok("cgroup driver", "%s; kubelet asks for it", driver)
+	return ok("cgroup driver", "%s; kubelet queries it", driver)
 }
 
-// controllers lists what the kernel offers to containers.
+// controllers lists the controllers that containers can use.
 func (n *Node) controllers() ([]string, error) {
 	if n.Facts.CgroupV2 {
 		text, err := n.value("/sys/fs/cgroup/cgroup.controllers")
@@ -73,7 +73,7 @@ func (n *Node) controllers() ([]string, error) {
 		}
 	}
 	if len(enabled) == 0 {
-		return nil, fmt.Errorf("no controller is mounted")
+		return nil, fmt.Errorf("no cgroup controller is mounted")
 	}
 	return enabled, nil
 }

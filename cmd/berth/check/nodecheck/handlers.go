@@ -11,10 +11,10 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// handlerLimit is how long a runtime's program may take to tell what it can do.
+// handlerLimit bounds how long a runtime's program may take to describe its features.
 const handlerLimit = 20 * time.Second
 
-// checkHandlers asks the programs of the configured runtime handlers what the daemon asks them.
+// checkHandlers queries the programs of the configured runtime handlers, as the daemon does.
 func checkHandlers(ctx context.Context, n *Node) []Finding {
 	var findings []Finding
 	for _, name := range slices.Sorted(maps.Keys(n.Config.Handlers)) {
@@ -27,16 +27,16 @@ func checkHandlers(ctx context.Context, n *Node) []Finding {
 
 func (n *Node) checkHandler(ctx context.Context, name string) Finding {
 	handler, subject := n.Config.Handlers[name], "handler "+name
-	level, whose := Warning, "pods that ask for it"
+	level, whose := Warning, "pods that request it"
 	if name == n.Config.DefaultHandler {
-		level, whose = Failure, "pods that name none"
+		level, whose = Failure, "pods without a runtime class"
 	}
 	can, err := probeHandler(ctx, handler.Path, handler.Args)
 	if err != nil {
-		return lacking(level, subject, err.Error(), fmt.Sprintf("install the program, or mend handlers.%s.path: %s are refused until then", name, whose))
+		return lacking(level, subject, err.Error(), fmt.Sprintf("install the program, or fix handlers.%s.path: %s are refused until then", name, whose))
 	}
 	if mixed := n.hybridControllers(); mixed != "" && strings.HasPrefix(can.Version, "crun ") {
-		return lacking(level, subject, "crun refuses cgroups of both versions: version 2 has "+mixed,
+		return lacking(level, subject, "crun refuses mixed cgroup versions: version 2 has "+mixed,
 			fmt.Sprintf("boot with systemd.unified_cgroup_hierarchy=1, or have all controllers on version 1: %s fail until then", whose))
 	}
 	if missing := missingFeatures(can); missing != "" {
@@ -68,13 +68,13 @@ func missingFeatures(can ociruntime.Capabilities) string {
 	return strings.Join(missing, ", no ")
 }
 
-// hybridControllers are those that version 2 has on a machine that uses version 1.
+// hybridControllers returns the controllers that version 2 has on a machine that uses version 1.
 func (n *Node) hybridControllers() string {
 	if n.Facts.CgroupV2 {
 		return ""
 	}
 	controllers, err := n.value("/sys/fs/cgroup/unified/cgroup.controllers")
-	if err != nil { // nothing is mounted there
+	if err != nil { // not mounted there
 		return ""
 	}
 	return controllers

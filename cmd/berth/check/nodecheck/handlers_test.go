@@ -9,7 +9,7 @@ import (
 	"berth/internal/host"
 )
 
-// runtimeProgram writes a runtime that answers as the script says; $1 is the command.
+// runtimeProgram writes a runtime that answers as the script says. $1 is the command.
 func runtimeProgram(t *testing.T, script string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "runtime")

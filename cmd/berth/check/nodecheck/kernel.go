@@ -22,13 +22,13 @@ func (n *Node) exists(p string) bool {
 	return err == nil
 }
 
-// value is the trimmed content of a small file, and why it can't be had.
+// value returns the trimmed content of a small file.
 func (n *Node) value(p string) (string, error) {
 	b, err := os.ReadFile(n.path(p))
 	return strings.TrimSpace(string(b)), err
 }
 
-// checkProcess asks what this process may do, as the daemon would be started.
+// checkProcess checks the rights that a daemon would have.
 func checkProcess(_ context.Context, n *Node) []Finding {
 	if os.Geteuid() != 0 {
 		return []Finding{lacking(Failure, "user", "not root", "run berth as root")}
@@ -47,11 +47,11 @@ func checkProcess(_ context.Context, n *Node) []Finding {
 	return findings
 }
 
-// The oldest kernel that has all that berth cannot do without: overlayfs' volatile
-// mounts. openat2 (5.6), pidfds and clone into a cgroup (5.7) are older.
+// The oldest kernel with everything that berth needs. Overlayfs' volatile mounts are the newest
+// part; openat2 (5.6), pidfds and clone into a cgroup (5.7) are older.
 const oldestMajor, oldestMinor = 5, 10
 
-// features are what newer kernels bring, and what is missing before.
+// features of newer kernels, and what is missing without them.
 var features = []struct {
 	major, minor int
 	name, brings string
@@ -83,8 +83,8 @@ func checkKernel(_ context.Context, n *Node) []Finding {
 	return findings
 }
 
-// checkFilesystems asks for overlayfs. Its module may be loaded when it is
-// needed; what the running kernel can still load is told from its module directory.
+// checkFilesystems checks for overlayfs. The kernel may load its module on demand, if the module
+// directory of the running kernel has it.
 func checkFilesystems(_ context.Context, n *Node) []Finding {
 	filesystems, err := n.value("/proc/filesystems")
 	if err != nil {
@@ -99,7 +99,7 @@ func checkFilesystems(_ context.Context, n *Node) []Finding {
 	return findings
 }
 
-// loadable tells whether modprobe would find a module, or it is in the kernel.
+// loadable reports whether modprobe would find a module, or the kernel contains it.
 func (n *Node) loadable(module string) bool {
 	dir := "/lib/modules/" + n.Facts.Kernel
 	for _, list := range []string{dir + "/modules.builtin", dir + "/modules.dep"} {
@@ -117,7 +117,7 @@ func (n *Node) listsModule(list, module string) bool {
 	}
 	defer f.Close()
 	lines := bufio.NewScanner(f)
-	lines.Buffer(nil, 1<<20) // modules.dep has long ones
+	lines.Buffer(nil, 1<<20) // modules.dep has long lines
 	for lines.Scan() {
 		file, _, _ := strings.Cut(lines.Text(), ":")
 		name, _, _ := strings.Cut(filepath.Base(file), ".ko")
@@ -128,11 +128,12 @@ func (n *Node) listsModule(list, module string) bool {
 	return false
 }
 
-// sysctls that kubelet, networks and many containers rely on. Those of a module are there when it is loaded.
+// sysctls that kubelet, networks and many containers need. Those of a module exist only while it is
+// loaded.
 var sysctls = []struct {
 	name   string
 	least  int
-	module string // that brings it
+	module string // the module that provides it
 	reason string
 }{
 	{"net.ipv4.ip_forward", 1, "", "pods reach nothing beyond the node without it"},

@@ -9,13 +9,12 @@ import (
 	"berth/sandbox/state"
 )
 
-// checkNetwork asks package cni, which is who decides for the daemon, and the plugins
-// themselves (STATUS).
+// checkNetwork asks package cni, which decides for the daemon, and the plugins (STATUS).
 func checkNetwork(ctx context.Context, n *Node) []Finding {
 	const subject = "CNI network"
 	network, err := cni.New(n.Network, quiet())
 	if err != nil {
-		return []Finding{lacking(Failure, subject, err.Error(), "mend cni_conf_dir and cni_bin_dirs")}
+		return []Finding{lacking(Failure, subject, err.Error(), "fix cni_conf_dir and cni_bin_dirs")}
 	}
 	defer network.Close()
 	var findings []Finding
@@ -28,12 +27,13 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 		findings = append(findings, lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
 	}
 	if statusErr != nil && n.Network.List != nil {
-		return append(findings, lacking(Warning, subject, statusErr.Error(), "mend that, by the options network_… where it is about them, or set network to cni; until then only pods with the host's network run"))
+		return append(findings, lacking(Warning, subject, statusErr.Error(), "fix it, if necessary by the options network_…, or set network to cni; until then only pods on the host's network run"))
 	}
 	if statusErr != nil {
-		// A warning: it is how each node is before its network is installed, and that is done by pods with the host's.
+		// Only a warning: no node has its network at first, and pods on the host's network install
+		// it.
 		return append(findings, lacking(Warning, subject, statusErr.Error(),
-			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods with the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
+			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods on the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
 	}
 	if n.Network.List != nil {
 		return append(append(findings, ok(subject, "berth's own")), checkOwnNetwork(network)...)
@@ -41,7 +41,8 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
 }
 
-// tellRanges has the network asked about the addresses that the daemon would give to pods, by the pod CIDR that it was told.
+// tellRanges sets the address ranges that the daemon would use, from the pod CIDR that it has
+// received.
 func tellRanges(network *cni.Network, root string) error {
 	cidr, err := state.PodCIDR(root)
 	if err != nil {
@@ -55,7 +56,7 @@ func tellRanges(network *cni.Network, root string) error {
 	return nil
 }
 
-// checkOwnNetwork tells what is in the way of pods of berth's own network.
+// checkOwnNetwork reports obstacles to pods of berth's own network.
 func checkOwnNetwork(network *cni.Network) (findings []Finding) {
 	const subject = "berth's own network"
 	obstacles, err := network.Obstacles()

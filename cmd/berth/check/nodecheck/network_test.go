@@ -10,7 +10,6 @@ import (
 	"berth/sandbox/state"
 )
 
-// The network is asked about the addresses that the daemon would give to pods.
 func TestNetworkIsAskedAboutThePodCIDR(t *testing.T) {
 	n := machine(t, host.Facts{}, nil)
 	for file, content := range map[string]string{

@@ -1,13 +1,12 @@
-// Package nodecheck tells what a node lacks to run berth and kubelet's pods on it, and
-// how to mend it.
+// Package nodecheck reports what a node lacks to run berth and kubelet's pods, and how to fix it.
 //
 // # Contract
 //
-// Run changes nothing that stays: it reads files, asks the kernel by system calls, and
-// where only trying gives an answer it tries in a directory of its own below the
-// configured one, or below the nearest above that exists, and removes it, and in network namespaces of its own. Modules that
-// the kernel loads for that stay, as they would for the first pod. It needs no daemon and disturbs none.
-// When ctx ends it asks nothing more.
+// Run changes nothing permanently. It reads files and makes system calls. Where only an attempt
+// gives an answer, it uses network namespaces of its own, and a temporary directory below the
+// configured directory or its nearest existing ancestor. Kernel modules that an attempt loads stay
+// loaded, as after the first pod. Run needs no daemon and does not disturb one. It stops when ctx
+// ends.
 package nodecheck
 
 import (
@@ -20,42 +19,42 @@ import (
 	"berth/internal/host"
 )
 
-// Level says how much a finding matters.
+// Level is the severity of a finding.
 type Level string
 
 const (
 	OK      Level = "ok"
-	Warning Level = "warning" // something works less well, or not for all pods
+	Warning Level = "warning" // a feature is missing, or some pods cannot run
 	Failure Level = "failure" // no pod can run
 )
 
-// Finding is the answer to one question about the node.
+// Finding is the result of one check.
 type Finding struct {
-	Subject string `json:"subject"`        // what was looked at
-	Level   Level  `json:"level"`          // how much it matters
-	Found   string `json:"found"`          // what is there
-	Mend    string `json:"mend,omitempty"` // what to do; empty if it is well
+	Subject string `json:"subject"`        // the checked object
+	Level   Level  `json:"level"`          // severity
+	Found   string `json:"found"`          // the result
+	Mend    string `json:"mend,omitempty"` // how to fix it; empty if nothing is wrong
 }
 
-// Node is what the checks look at.
+// Node is the input of the checks.
 type Node struct {
 	Config        *config.Config
-	Source        string // whose configuration that is
+	Source        string // origin of the configuration
 	Facts         host.Facts
-	SystemdCgroup bool   // the cgroup driver, "auto" decided
-	Shim          string // the berth-shim program; empty if there is none
-	ShimError     error  // why there is none
-	Unpack        string // the berth-unpack program; empty if there is none
-	UnpackError   error  // why there is none
+	SystemdCgroup bool   // whether systemd manages cgroups; "auto" is decided
+	Shim          string // path of berth-shim; empty if not found
+	ShimError     error  // why it was not found
+	Unpack        string // path of berth-unpack; empty if not found
+	UnpackError   error  // why it was not found
 	Network       cni.Config
 
-	root string // where proc, sys and run are: "/"; another directory in tests
+	root string // parent directory of proc, sys and run: "/", or another directory in tests
 }
 
-// check answers questions about one area.
+// check performs the checks of one area.
 type check func(context.Context, *Node) []Finding
 
-// Run answers all questions, in the order in which an operator would mend things.
+// Run performs all checks, in the order in which an operator would fix problems.
 func Run(ctx context.Context, n *Node) []Finding {
 	if n.root == "" {
 		n.root = "/"
@@ -73,7 +72,7 @@ func Run(ctx context.Context, n *Node) []Finding {
 	return all
 }
 
-// checkSource tells whose configuration the others look at.
+// checkSource reports the origin of the configuration.
 func checkSource(_ context.Context, n *Node) []Finding {
 	if n.Source == "" {
 		return nil
@@ -81,7 +80,7 @@ func checkSource(_ context.Context, n *Node) []Finding {
 	return []Finding{ok("configuration", "%s", n.Source)}
 }
 
-// Worst is the level of the worst finding.
+// Worst returns the level of the worst finding.
 func Worst(findings []Finding) Level {
 	worst := OK
 	for _, f := range findings {
@@ -96,10 +95,10 @@ func ok(subject, format string, args ...any) Finding {
 	return Finding{Subject: subject, Level: OK, Found: fmt.Sprintf(format, args...)}
 }
 
-// lacking is a finding that needs mending.
+// lacking returns a finding that needs a fix.
 func lacking(level Level, subject, found, mend string) Finding {
 	return Finding{Subject: subject, Level: level, Found: found, Mend: mend}
 }
 
-// quiet is for packages that want a logger: what they would log is in the findings.
+// quiet returns a logger that drops everything, because the findings contain it.
 func quiet() *slog.Logger { return slog.New(slog.DiscardHandler) }

@@ -13,7 +13,7 @@ import (
 	"berth/internal/testenv"
 )
 
-// machine is a node with proc, sys and run of its own.
+// machine returns a node with proc, sys and run of its own.
 func machine(t *testing.T, facts host.Facts, files map[string]string) *Node {
 	t.Helper()
 	n := &Node{Config: config.Default(), Facts: facts, root: t.TempDir()}
@@ -104,7 +104,6 @@ func TestFindings(t *testing.T) {
 	}
 }
 
-// The real machine: an overlay can be tried, and nothing stays of it.
 func TestRunLeavesNothing(t *testing.T) {
 	testenv.NeedRoot(t)
 	facts, err := host.Detect("/")
@@ -114,7 +113,7 @@ func TestRunLeavesNothing(t *testing.T) {
 	n := machine(t, facts, nil)
 	n.root = ""
 	n.Shim = filepath.Join(n.Config.Root, "shim")
-	n.Config.State = filepath.Join("/", "state-of-nobody") // any user gets to what is nearest
+	n.Config.State = filepath.Join("/", "state-of-nobody") // its nearest existing ancestor is accessible to every user
 	findings := Run(t.Context(), n)
 	if f := find(t, findings, "user namespaces", ""); f.Level != OK && !strings.Contains(f.Found, "not embedded") {
 		t.Errorf("user namespaces: %s", f.Found)

@@ -11,7 +11,7 @@ import (
 	"strings"
 )
 
-// otherRuntimes are the sockets at which the runtimes that a node may have beside berth serve CRI.
+// otherRuntimes are the CRI sockets of other runtimes.
 var otherRuntimes = []string{
 	"/run/containerd/containerd.sock", "/run/crio/crio.sock", "/run/cri-dockerd.sock", "/run/k3s/containerd/containerd.sock",
 }
@@ -19,13 +19,14 @@ var otherRuntimes = []string{
 // process is a process that listens on a socket.
 type process struct {
 	pid  int
-	name string // as the kernel knows it, of at most 15 bytes
+	name string // at most 15 bytes, as the kernel stores it
 }
 
 func (p process) String() string { return fmt.Sprintf("%s (pid %d)", p.name, p.pid) }
 
-// checkSockets asks who listens on the sockets that the daemon is going to take, and on those of other runtimes. It looks into
-// /proc and connects to none: a runtime takes a connection to its NRI socket for a plugin.
+// checkSockets finds out which processes listen on the sockets that the daemon needs, and on those
+// of other runtimes. It reads /proc and does not connect, because a runtime takes a connection to
+// its NRI socket for a plugin.
 func checkSockets(_ context.Context, n *Node) []Finding {
 	listening, err := n.listeners()
 	if err != nil {
@@ -44,13 +45,13 @@ func checkSockets(_ context.Context, n *Node) []Finding {
 		others := n.listenersAt(listening, path)
 		if len(others) > 0 && path != n.Config.Listen && (cadvisor == "" || n.resolved(path) != n.resolved(cadvisor)) {
 			findings = append(findings, lacking(Warning, "other runtime", fmt.Sprintf("%s listens on %s", others[0], path),
-				fmt.Sprintf("have kubelet use one: containerRuntimeEndpoint: unix://%s; stop the other if nothing else needs it, for neither knows of the other's pods", n.Config.Listen)))
+				fmt.Sprintf("have kubelet use one: containerRuntimeEndpoint: unix://%s; stop the other unless something needs it, because neither sees the other's pods", n.Config.Listen)))
 		}
 	}
 	return findings
 }
 
-// checkSocket judges who has the CRI socket. systemd may have it for the daemon.
+// checkSocket judges the owner of the CRI socket. systemd may own it for the daemon.
 func checkSocket(path string, listeners []process) Finding {
 	const subject = "CRI socket"
 	if len(listeners) == 0 {
@@ -65,7 +66,8 @@ func checkSocket(path string, listeners []process) Finding {
 	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path), "stop it, or set listen to another path, and containerRuntimeEndpoint for kubelet")
 }
 
-// checkNRISocket judges who has the NRI socket: the daemon that has the CRI socket may, and nobody else.
+// checkNRISocket judges the owner of the NRI socket. Only the daemon with the CRI socket may own
+// it.
 func checkNRISocket(path string, listeners, daemon []process) Finding {
 	const subject = "NRI socket"
 	if len(listeners) == 0 {
@@ -75,11 +77,11 @@ func checkNRISocket(path string, listeners, daemon []process) Finding {
 		return ok(subject, "%s has %s", listeners[0], path)
 	}
 	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
-		"set nri_socket to another path, or nri to false: berth does not start while it is another runtime's")
+		"set nri_socket to another path, or nri to false: berth does not start while another runtime uses it")
 }
 
-// checkCadvisorSocket judges who has the socket for cAdvisor: the daemon that has the CRI socket
-// may, and nobody else.
+// checkCadvisorSocket judges the owner of the socket for cAdvisor. Only the daemon with the CRI
+// socket may own it.
 func checkCadvisorSocket(path string, listeners, daemon []process) Finding {
 	const subject = "cAdvisor socket"
 	if len(listeners) == 0 {
@@ -92,10 +94,10 @@ func checkCadvisorSocket(path string, listeners, daemon []process) Finding {
 		"stop it, or remove cadvisor_socket: berth does not start while another process serves there")
 }
 
-// listener is a listening unix socket that has a path.
+// listener is a listening unix socket with a path.
 type listener struct{ path, inode string }
 
-// listeners lists those of this network namespace.
+// listeners lists the listening sockets of this network namespace.
 func (n *Node) listeners() ([]listener, error) {
 	f, err := os.Open(n.path("/proc/net/unix"))
 	if err != nil {
@@ -116,7 +118,7 @@ func (n *Node) listeners() ([]listener, error) {
 	return all, lines.Err()
 }
 
-// listenersAt returns the processes that listen at a path, by whatever links the socket was named when it was made.
+// listenersAt returns the processes that listen at a path. It resolves links in the sockets' paths.
 func (n *Node) listenersAt(all []listener, path string) []process {
 	var found []process
 	for _, l := range all {
@@ -129,13 +131,13 @@ func (n *Node) listenersAt(all []listener, path string) []process {
 
 func (n *Node) resolved(path string) string {
 	dir, err := filepath.EvalSymlinks(n.path(filepath.Dir(path)))
-	if err != nil { // there is no such directory
+	if err != nil { // the directory does not exist
 		return path
 	}
 	return filepath.Join(dir, filepath.Base(path))
 }
 
-// owners returns the processes that have a socket. One that ends meanwhile has none.
+// owners returns the processes that have a socket open.
 func (n *Node) owners(inode string) []process {
 	var found []process
 	forEachName(n.path("/proc"), func(name string) bool {
@@ -143,7 +145,7 @@ func (n *Node) owners(inode string) []process {
 		if err != nil || !n.holds(pid, "socket:["+inode+"]") {
 			return true
 		}
-		comm, err := os.ReadFile(n.path(fmt.Sprintf("/proc/%d/comm", pid))) // 64 bytes at most
+		comm, err := os.ReadFile(n.path(fmt.Sprintf("/proc/%d/comm", pid))) // at most 64 bytes
 		if p := (process{pid: pid, name: strings.TrimSpace(string(comm))}); err == nil {
 			found = append(found, p)
 		}
@@ -152,7 +154,7 @@ func (n *Node) owners(inode string) []process {
 	return found
 }
 
-// holds tells whether a process has a file open that /proc calls that.
+// holds reports whether a process has a file open whose link in /proc reads file.
 func (n *Node) holds(pid int, file string) (held bool) {
 	dir := n.path(fmt.Sprintf("/proc/%d/fd", pid))
 	forEachName(dir, func(name string) bool {
@@ -163,12 +165,12 @@ func (n *Node) holds(pid int, file string) (held bool) {
 	return held
 }
 
-// forEachName calls do with each name in a directory until it returns false. It keeps few of them
-// at a time: any process may have a million descriptors.
+// forEachName calls do with each name in a directory until do returns false. It reads few names at
+// a time, because a process may have a million descriptors.
 func forEachName(dir string, do func(name string) bool) {
 	f, err := os.Open(dir)
 	if err != nil {
-		return // a process that is gone
+		return // the process is gone
 	}
 	defer f.Close()
 	for {
@@ -178,7 +180,7 @@ func forEachName(dir string, do func(name string) bool) {
 				return
 			}
 		}
-		if err != nil { // the end, or it is gone
+		if err != nil { // the end, or the process is gone
 			return
 		}
 	}

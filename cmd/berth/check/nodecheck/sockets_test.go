@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// listening adds a process to a machine that listens on a socket.
+// listening adds a listening process to the machine.
 func (n *Node) listening(t *testing.T, pid int, name, path string) {
 	t.Helper()
 	dir := n.path(fmt.Sprintf("/proc/%d", pid))
@@ -77,7 +77,7 @@ func TestSockets(t *testing.T) {
 	}
 }
 
-// The socket that kubelet's cAdvisor asks is containerd's own.
+// kubelet's cAdvisor uses containerd's own socket path.
 func TestSocketForCadvisor(t *testing.T) {
 	const cri, containerd = "/run/berth/berth.sock", "/run/containerd/containerd.sock"
 	type listens struct {
@@ -90,7 +90,7 @@ func TestSocketForCadvisor(t *testing.T) {
 		who    []listens
 		level  Level
 		found  string
-		others bool // another runtime is warned of
+		others bool // expect a warning about another runtime
 	}{
 		{"nobody", containerd, nil, OK, "free", false},
 		{"the daemon", containerd, []listens{{7, "berth", cri}, {7, "berth", containerd}}, OK, "berth (pid 7)", false},

@@ -17,8 +17,8 @@ import (
 	"berth/internal/rootfs"
 )
 
-// Less than this much room makes kubelet evict pods at once (imagefs.available 15 %,
-// nodefs.inodesFree 5 %), or pulls fail.
+// With less free space kubelet evicts pods (imagefs.available 15 %, nodefs.inodesFree 5 %), or
+// pulls fail.
 const (
 	leastRoom   = 15 // percent
 	leastInodes = 5  // percent
@@ -35,7 +35,7 @@ func checkDirectories(_ context.Context, n *Node) []Finding {
 	return findings
 }
 
-// nearest is the directory itself, or the nearest one above that exists.
+// nearest returns the directory or its nearest existing ancestor.
 func nearest(dir string) string {
 	for {
 		if _, err := os.Stat(dir); err == nil || dir == "/" {
@@ -49,17 +49,17 @@ func (n *Node) checkRoom() Finding {
 	subject := "room in " + n.Config.Root
 	var st unix.Statfs_t
 	if err := unix.Statfs(nearest(n.Config.Root), &st); err != nil {
-		return lacking(Failure, subject, err.Error(), "make the directory")
+		return lacking(Failure, subject, err.Error(), "create the directory")
 	}
 	room, inodes := percent(st.Bavail, st.Blocks), percent(st.Ffree, st.Files)
 	found := fmt.Sprintf("%d %% of space and %d %% of inodes free", room, inodes)
 	if room < leastRoom || inodes < leastInodes {
-		return lacking(Warning, subject, found, fmt.Sprintf("free some: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom, leastInodes))
+		return lacking(Warning, subject, found, fmt.Sprintf("free some space: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom, leastInodes))
 	}
 	return ok(subject, "%s", found)
 }
 
-// checkQuotas tells whether writable layers can have a hard limit.
+// checkQuotas reports whether writable layers can have a hard limit.
 func (n *Node) checkQuotas() Finding {
 	const subject = "project quotas"
 	quotas, err := projectquota.Open(nearest(filepath.Join(n.Config.Root, "rootfs")))
@@ -78,7 +78,7 @@ func (n *Node) checkQuotas() Finding {
 	}
 }
 
-// percent is 100 for file systems that do not count, such as btrfs its inodes.
+// percent returns 100 for filesystems that do not count, such as btrfs its inodes.
 func percent(part, whole uint64) uint64 {
 	if whole == 0 {
 		return 100
@@ -86,8 +86,8 @@ func percent(part, whole uint64) uint64 {
 	return part * 100 / whole
 }
 
-// checkOverlay mounts a root filesystem as a container's would be, where it would be,
-// without a place in the mount table.
+// checkOverlay mounts a root filesystem like a container's, in the same directory, without
+// attaching it.
 func (n *Node) checkOverlay() Finding {
 	const subject = "container root filesystems"
 	err := tryOverlay(nearest(n.Config.Root))
@@ -97,7 +97,7 @@ func (n *Node) checkOverlay() Finding {
 	return ok(subject, "overlayfs works on %s", nearest(n.Config.Root))
 }
 
-// checkLayerDriver finds out in which form layers would be kept.
+// checkLayerDriver determines the form in which layers would be stored.
 func (n *Node) checkLayerDriver() Finding {
 	const subject = "layers of images"
 	if n.Config.LayerDriver == string(rootfs.Directory) {
@@ -161,7 +161,7 @@ func (n *Node) checkAppArmor() Finding {
 			return ok("AppArmor", "enabled")
 		}
 	}
-	return lacking(Warning, "AppArmor", "enabled, but there is no apparmor_parser", "install the package apparmor: the default profile cannot be loaded without")
+	return lacking(Warning, "AppArmor", "enabled, but apparmor_parser is not installed", "install the package apparmor: without it the default profile cannot be loaded")
 }
 
 func (n *Node) checkSELinux() Finding {
@@ -170,10 +170,10 @@ func (n *Node) checkSELinux() Finding {
 			return ok("SELinux", "enabled")
 		}
 	}
-	return lacking(Warning, "SELinux", "enabled, but there is no policy for containers", "install container-selinux")
+	return lacking(Warning, "SELinux", "enabled, but no policy for containers is installed", "install container-selinux")
 }
 
-// programAt tells why a program can't be executed, or nil.
+// programAt returns why a program cannot be executed, or nil.
 func programAt(path string) error {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -192,12 +192,12 @@ func checkPrograms(_ context.Context, n *Node) []Finding {
 	)
 }
 
-// checkConfinement tells what berth-unpack is not denied on an architecture.
+// checkConfinement reports which restrictions of berth-unpack an architecture lacks.
 func checkConfinement(arch string) []Finding {
 	if jail.FiltersCalls(arch) {
 		return nil
 	}
-	return []Finding{lacking(Warning, "berth-unpack", "may make any system call: there is no filter for "+arch,
+	return []Finding{lacking(Warning, "berth-unpack", "may make any system call: no filter exists for "+arch,
 		"pull only images that you trust, or use amd64 or arm64")}
 }
 
@@ -206,7 +206,7 @@ func checkProgram(name, option, path string, err error) Finding {
 		err = programAt(path)
 	}
 	if err != nil {
-		return lacking(Failure, name, err.Error(), fmt.Sprintf("install %s beside berth, or name it by %s", name, option))
+		return lacking(Failure, name, err.Error(), fmt.Sprintf("install %s beside berth, or set %s", name, option))
 	}
 	return ok(name, "%s", path)
 }

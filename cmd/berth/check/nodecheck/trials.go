@@ -16,13 +16,13 @@ import (
 	"berth/internal/netns"
 )
 
-// trial is something that networks of pods are built with. Whether the kernel has it, or can load the module, is only told by
-// doing it.
+// trial tries a feature that pod networks use. Only an attempt shows whether the kernel has it or
+// can load its module.
 type trial struct {
 	subject string
 	purpose string
 	modules string // for modprobe
-	config  string // of a kernel that has it
+	config  string // kernel configuration
 	do      func(context.Context) error
 }
 
@@ -33,10 +33,10 @@ var trials = []trial{
 	{"iptables", "host ports and masquerading by the CNI plugins portmap and bridge", "nft_compat nft_chain_nat iptable_nat xt_MASQUERADE xt_comment", "CONFIG_NFT_COMPAT or CONFIG_IP_NF_NAT", tryIptables},
 }
 
-// programLimit is how long a program that a trial runs may take.
+// programLimit bounds a program that a trial runs.
 const programLimit = 20 * time.Second
 
-// checkNetworkParts tries what networks are built with, in a network namespace of which nothing stays.
+// checkNetworkParts tries the features in a temporary network namespace.
 func checkNetworkParts(ctx context.Context, _ *Node) []Finding {
 	var findings []Finding
 	for _, t := range trials {
@@ -46,17 +46,18 @@ func checkNetworkParts(ctx context.Context, _ *Node) []Finding {
 	return findings
 }
 
-// finding tells what came of a trial. A node may have a network that does without: none is a failure.
+// finding returns the result of a trial. It is never a failure, because a node's network may
+// not need the feature.
 func (t trial) finding(err error) Finding {
 	switch {
 	case err == nil:
 		return ok(t.subject, "works")
 	case errors.Is(err, exec.ErrNotFound):
-		return lacking(Warning, t.subject, err.Error(), fmt.Sprintf("install %s: it is needed for %s", t.subject, t.purpose))
+		return lacking(Warning, t.subject, err.Error(), fmt.Sprintf("install %s, needed for %s", t.subject, t.purpose))
 	case errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES):
 		return lacking(Warning, t.subject, err.Error(), "run berth as root, with CAP_NET_ADMIN and CAP_SYS_ADMIN")
 	}
-	return lacking(Warning, t.subject, err.Error(), fmt.Sprintf("modprobe -a %s, and name them in /etc/modules-load.d/berth.conf; where there are no such modules, a kernel with %s. It is needed for %s",
+	return lacking(Warning, t.subject, err.Error(), fmt.Sprintf("modprobe -a %s, and list them in /etc/modules-load.d/berth.conf; without such modules install a kernel with %s. Needed for %s",
 		t.modules, t.config, t.purpose))
 }
 
@@ -68,7 +69,7 @@ func tryBridge(context.Context) error {
 	return netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0"}})
 }
 
-// tryNftables masquerades.
+// tryNftables adds a masquerading rule.
 func tryNftables(context.Context) error {
 	conn, err := nftables.New()
 	if err != nil {
@@ -80,7 +81,7 @@ func tryNftables(context.Context) error {
 	return conn.Flush()
 }
 
-// tryIptables adds a rule as the plugins do. Whichever kind of iptables there is asks the kernel in its own way.
+// tryIptables adds a rule as CNI plugins do, through the installed variant of iptables.
 func tryIptables(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, programLimit)
 	defer cancel()

@@ -43,7 +43,7 @@ func TestTrialsTellTheMend(t *testing.T) {
 	}
 }
 
-// What is tried is tried elsewhere: the namespace of the test has the same links before and after.
+// The test's own namespace must have the same links before and after.
 func TestTrialsAreMadeElsewhere(t *testing.T) {
 	testenv.NeedRoot(t)
 	links := func() (names []string) {

@@ -9,11 +9,12 @@ import (
 	"berth/sandbox/state"
 )
 
-// Addresses: what the CNI library and the plugins host-local and berth-net keep for a pod, and what berth-net has made for it on the node, belongs to a recorded
-// pod that has not given its network back; they keep for each running pod the very addresses
-// that its record has; no two pods of a network have the same.
+// Addresses: whatever the CNI library, host-local and berth-net keep for a pod, and the objects
+// that berth-net has created for it, belong to a recorded pod whose network exists. Kept addresses
+// of a running pod equal those in its record. No two pods of a network have the same address.
 
-// readNetwork needs the records: pods may have networks that the configuration has no more.
+// readNetwork needs the records, because pods may have networks that the configuration no longer
+// has.
 func (f *facts) readNetwork() (err error) {
 	if f.results, err = cni.CachedResults(f.node.CNICacheDir); err != nil {
 		return err
@@ -28,7 +29,7 @@ func (f *facts) readNetwork() (err error) {
 	return err
 }
 
-// networks are the configurations of the pods' networks and of the node's.
+// networks returns the configurations of the pods' networks and of the node's.
 func (f *facts) networks() [][]byte {
 	var lists [][]byte
 	for _, p := range f.pods {
@@ -68,10 +69,10 @@ func compareAddresses(f *facts, d *finder) {
 	f.compareTwice(d)
 }
 
-// compareHeld is about something that is kept for a pod.
+// compareHeld compares something that is kept for a pod.
 func (f *facts) compareHeld(d *finder, id, file, what string) {
 	switch p := f.pods[id]; {
-	case p == nil && f.others[id]: // berths may share a network
+	case p == nil && f.others[id]: // several berths may share a network
 	case p == nil:
 		d.differ(file, "a recorded pod that holds "+what, "no record of %q", id)
 	case f.podIsOver(p):

@@ -10,11 +10,12 @@ import (
 	"berth/image/layer"
 )
 
-// Bytes: what is in each layer is what was in it when it was made: as many files, with as many bytes; and
-// with these names, contents, owners and modes, as far as berth made a checksum of them. Of a layer that was packed the list of its
-// files is the same byte for byte, times and extended attributes included, as far as berth noted its digest.
+// Bytes: the content of each layer is unchanged. It has as many files and bytes as when it was
+// created. Names, contents, owners and modes are compared if berth stored a checksum of them. The
+// tree of a packed layer is unchanged byte by byte, with times and extended attributes, if berth
+// stored its digest.
 
-// compareBytes reads all layers, once: they never change.
+// compareBytes reads all layers once, because layers are immutable.
 func compareBytes(ctx context.Context, f *facts, report *Report) error {
 	d := &finder{invariant: "bytes", found: &report.Differences}
 	unsummed := 0
@@ -37,12 +38,12 @@ func compareBytes(ctx context.Context, f *facts, report *Report) error {
 		}
 	}
 	if unsummed > 0 {
-		report.Skipped = append(report.Skipped, fmt.Sprintf("bytes: of %d layers only the numbers of files and bytes were compared: an earlier berth unpacked them and made no checksum", unsummed))
+		report.Skipped = append(report.Skipped, fmt.Sprintf("bytes: compared only the numbers of files and bytes of %d layers, which an earlier version stored without a checksum", unsummed))
 	}
 	return nil
 }
 
-// mismatch is what a layer should have and what it has; empty: they are the same.
+// mismatch is the expected and the actual state of a layer; empty if they are equal.
 type mismatch struct{ want, got string }
 
 func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {

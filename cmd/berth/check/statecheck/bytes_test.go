@@ -19,12 +19,12 @@ import (
 	"berth/internal/testenv"
 )
 
-// file is what layers have of it here.
+// file returns the header of the only file in the test's layers.
 func file() tar.Header {
 	return tar.Header{Name: "f", Mode: 0o644, Size: 7, Typeflag: tar.TypeReg, ModTime: time.Unix(1, 0), PAXRecords: map[string]string{"SCHILY.xattr.user.x": "1"}}
 }
 
-// storeOf is the layer of a store with one, whose only file holds "content".
+// storeOf returns the layer of a new store. Its only file contains "content".
 func storeOf(t *testing.T, driver layer.Driver, file tar.Header) layer.Stored {
 	t.Helper()
 	var b bytes.Buffer
@@ -44,21 +44,20 @@ func storeOf(t *testing.T, driver layer.Driver, file tar.Header) layer.Stored {
 	return found.Layers[from.Name()]
 }
 
-// A layer that holds other bytes, or other files, is named; of one without a checksum it is said what was not compared.
 func TestBytes(t *testing.T) {
 	testenv.NeedRoot(t)
 	for what, c := range map[string]struct {
 		change  func(file string) error
 		sum     bool
-		found   string // in the only difference; empty: none
+		found   string // Found of the only difference; empty: no difference
 		skipped string
 	}{
 		"nothing":                  {func(string) error { return nil }, true, "", ""},
 		"content":                  {func(file string) error { return os.WriteFile(file, []byte("CONTENT"), 0) }, true, "expected names, contents, owners and modes with the checksum", ""},
 		"mode":                     {func(file string) error { return os.Chmod(file, 0o666) }, true, "with the checksum", ""},
 		"one file less":            {os.Remove, true, "expected 2 files with", ""},
-		"content, no checksum":     {func(file string) error { return os.WriteFile(file, []byte("CONTENT"), 0) }, false, "", "of 1 layers only the numbers"},
-		"one file less, no sum":    {os.Remove, false, "expected 2 files with", "of 1 layers only the numbers"},
+		"content, no checksum":     {func(file string) error { return os.WriteFile(file, []byte("CONTENT"), 0) }, false, "", "of files and bytes of 1 layers"},
+		"one file less, no sum":    {os.Remove, false, "expected 2 files with", "of files and bytes of 1 layers"},
 		"the tree":                 {func(file string) error { return os.RemoveAll(filepath.Dir(file)) }, true, "expected a layer that can be read", ""},
 		"the layer, which is gone": {func(file string) error { return os.RemoveAll(filepath.Dir(filepath.Dir(file))) }, true, "", ""},
 	} {
@@ -74,7 +73,7 @@ func TestBytes(t *testing.T) {
 	}
 }
 
-// wantBytes compares a layer: what is found is in the only difference; empty: there is none.
+// wantBytes compares a layer. found is part of the only difference; empty: no difference.
 func wantBytes(t *testing.T, what string, stored layer.Stored, found string) *Report {
 	t.Helper()
 	f := &facts{layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{stored.Layers[0]: stored}}}
@@ -89,10 +88,9 @@ func wantBytes(t *testing.T, what string, stored layer.Stored, found string) *Re
 	return report
 }
 
-// A packed layer whose file has another content, mode, time or extended attribute than it had is named.
 func TestBytesOfPacked(t *testing.T) {
 	packed := func(file tar.Header) layer.Stored { return storeOf(t, layer.NewEROFS(unpack.Pack, 0), file) }
-	// treeOf puts the tree of another layer in the place of the layer's.
+	// treeOf replaces the layer's tree by that of another layer.
 	treeOf := func(change func(*tar.Header)) func(dir string) error {
 		return func(dir string) error {
 			other := file()
@@ -133,7 +131,7 @@ func TestBytesOfPacked(t *testing.T) {
 	}
 }
 
-// contentIn gives the data of a layer another beginning.
+// contentIn replaces the beginning of a layer's data.
 func contentIn(content string) func(dir string) error {
 	return func(dir string) error {
 		f, err := os.OpenFile(filepath.Join(dir, "data"), os.O_WRONLY, 0)

@@ -22,26 +22,26 @@ import (
 	"berth/sandbox/state"
 )
 
-// facts are what one look has found, in the records and on the machine.
+// facts are the findings of one look, in the records and on the machine.
 type facts struct {
 	node *Node
 	dirs state.Dirs
 	boot string    // boot ID
 	run  state.Run // of the state directory
 
-	// records
+	// From the records.
 	pods       map[string]*state.FoundPod
 	containers map[string]*state.FoundContainer
 	images     map[string]*image.Recorded
 	surveys    []checkpoint.Survey
 
-	// the machine
-	daemon       int             // process ID, 0: none runs
-	others       map[string]bool // IDs of pods and containers that other berths of this machine have recorded
+	// From the machine.
+	daemon       int             // process ID, 0: not running
+	others       map[string]bool // IDs of pods and containers in the records of other berths on this machine
 	processes    map[int]*process
 	mounts       []*mountinfo.Info
 	shims        map[string]*shimDir
-	netns        []string // paths
+	netns        []string // pinned paths
 	results      []cni.CachedResult
 	reservations []cni.Reservation
 	objects      []cni.Object
@@ -52,8 +52,8 @@ type facts struct {
 	views *views // nil without a daemon
 }
 
-// gather looks at everything once. Things before records: what a thing was made for has its
-// record until the thing is gone.
+// gather looks at everything once, at objects before records, because an object's record exists
+// until the object is gone.
 func gather(ctx context.Context, n *Node) (*facts, error) {
 	f := &facts{node: n, dirs: state.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}}
 	for _, step := range []func() error{
@@ -84,13 +84,11 @@ func (f *facts) readBoot() (err error) {
 	return err
 }
 
-// maxProcFile is more than the kernel writes into any of the files in /proc that are read here,
-// whatever a process does: paths of cgroups are the longest, with 4096 bytes in each of some 15
-// hierarchies.
+// maxProcFile bounds the files in /proc that are read here, in bytes. The longest have cgroup
+// paths, 4096 bytes in each of about 15 hierarchies.
 const maxProcFile = 256 << 10
 
-// readProc reads a file in /proc, with a limit: what it holds may be up to the process that it is
-// about.
+// readProc reads a file in /proc with a size limit, because the process may influence its content.
 func (f *facts) readProc(parts ...string) ([]byte, error) {
 	file, err := os.Open(f.procFile(parts...))
 	if err != nil {
@@ -100,8 +98,8 @@ func (f *facts) readProc(parts ...string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(file, maxProcFile))
 }
 
-// findDaemon finds who holds the lock of root: a process that has the lock file open. That is who signed it, unless there was no
-// room for a signature, or the disk was read-only, when it was started.
+// findDaemon finds the process that has the lock file of root open. The signature in the file may
+// be missing if the disk was full or read-only at its start.
 func (f *facts) findDaemon() error {
 	path, err := filepath.EvalSymlinks(filepath.Join(f.node.Root, "lock"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -129,7 +127,7 @@ func (f *facts) findDaemon() error {
 	return nil
 }
 
-// daemonName is what ps calls it.
+// daemonName is the name of the daemon's process.
 const daemonName = "berth"
 
 func (f *facts) readMounts() error {
@@ -158,10 +156,10 @@ func (f *facts) readRecords() error {
 
 func (f *facts) imageRoot() string { return filepath.Join(f.node.Root, "images") }
 
-// known tells whether an ID is that of a recorded pod or container.
+// known reports whether an ID is that of a recorded pod or container.
 func (f *facts) known(id string) bool { return f.pods[id] != nil || f.containers[id] != nil }
 
-// object names the pod or container with an ID.
+// object returns the name of the pod or container with an ID.
 func (f *facts) object(id string) string {
 	switch {
 	case f.pods[id] != nil:
@@ -175,34 +173,34 @@ func (f *facts) object(id string) string {
 func podName(id string) string       { return "pod " + id }
 func containerName(id string) string { return "container " + id }
 
-// podRuns tells that a pod has a pause, a network and mounts, as far as its record says. Those of
-// an earlier boot, or of an earlier run of the state directory, have none.
+// podRuns reports whether a pod has a pause, a network and mounts by its record. Pods of an earlier
+// boot, or of an earlier run of the state directory, have none.
 func (f *facts) podRuns(p *state.FoundPod) bool {
 	return p.Stage == state.Running && p.BootID == f.boot && f.isThisRun(p.RunID)
 }
 
-// podIsOver tells that a pod has nothing of that any more. A stop that a daemon did not finish
-// the next one does.
+// podIsOver reports whether a pod has none of these any more. The next daemon completes an
+// unfinished stop.
 func (f *facts) podIsOver(p *state.FoundPod) bool {
 	return f.daemon != 0 && p.Stage == state.Ended && p.Network == nil
 }
 
-// containerRuns tells that a container was launched in this boot, as far as its record says.
+// containerRuns reports whether a container was launched in this boot, by its record.
 func (f *facts) containerRuns(c *state.FoundContainer) bool {
 	return c.Stage == state.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
 }
 
-// isThisRun tells whether an object that was recorded in a run of the state directory can have
-// runtime state: the directory was not emptied since. Earlier versions have no IDs of runs.
+// isThisRun reports whether an object recorded in a run of the state directory can have runtime
+// state: the directory was not emptied since. Earlier versions record no run IDs.
 func (f *facts) isThisRun(id string) bool { return f.run.Has(id) || f.run.ID == "" }
 
-// containerIsIdle tells that a container has nothing that a launch makes: it was not started, or
-// what there was has been cleaned up.
+// containerIsIdle reports whether nothing of a launch exists: the container was not started, or its
+// remains were removed.
 func (f *facts) containerIsIdle(c *state.FoundContainer) bool {
 	return c.Stage == state.Created || c.Stage == state.Ended && f.daemon != 0
 }
 
-// namesIn lists a directory; one that does not exist is empty.
+// namesIn lists a directory. A missing one is empty.
 func namesIn(dir string) ([]string, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -215,7 +213,7 @@ func namesIn(dir string) ([]string, error) {
 	return names, nil
 }
 
-// idLength is that of the IDs of pods and containers, in hex digits.
+// idLength is the length of pod and container IDs, in hex digits.
 const idLength = 64
 
 func isID(name string) bool {

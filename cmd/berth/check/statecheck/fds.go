@@ -10,33 +10,32 @@ import (
 	"berth/sandbox/state"
 )
 
-// File descriptors: the daemon's are bounded by what it has to look after. It holds no namespace,
-// no file that was deleted, no process but those of running objects and its own children, no
-// cgroup or directory but those of recorded objects; all else is few, with a share for each
+// File descriptors: the daemon's are bounded by its pods and containers. It holds no namespace, no
+// deleted file, no process except those of running objects and its own children, and no cgroup or
+// directory except those of recorded objects. Its other descriptors are few, with a share for each
 // container, child and client.
 
 // descriptor is an open file of a process.
 type descriptor struct {
 	number string
-	target string // what /proc/PID/fd says
-	pid    int    // of a pidfd: its process; -1: one that has ended and was reaped
+	target string // the link in /proc/PID/fd
+	pid    int    // of a pidfd: its process, -1 if reaped
 }
 
-// Limits of how many open files of a process are looked at: any process may have a million.
+// Limits on how many open files of a process are read. Any process may have a million.
 const (
-	firstDescriptors = 1 << 10 // of one that may be a daemon, which opens its lock at its start
+	firstDescriptors = 1 << 10 // of a possible daemon, which opens its lock at its start
 	mostLinks        = 1 << 18 // of the daemon
 )
 
-// linksOf returns the open files of a process, the first ones where there are more than most, none
-// of one that is gone.
+// linksOf returns up to most open files of a process, none if it is gone.
 func (f *facts) linksOf(pid string, most int) []descriptor {
 	dir, err := os.Open(f.procFile(pid, "fd"))
 	if err != nil {
 		return nil
 	}
 	defer dir.Close()
-	names, _ := dir.Readdirnames(most) // with an error the process has ended
+	names, _ := dir.Readdirnames(most) // an error means that the process has ended
 	var all []descriptor
 	for _, name := range names {
 		if target, err := os.Readlink(f.procFile(pid, "fd", name)); err == nil {
@@ -62,12 +61,13 @@ func (f *facts) readDescriptors() error {
 	return nil
 }
 
-// isProcess tells pidfds, which are a filesystem of their own since Linux 6.9.
+// isProcess reports whether this is a pidfd. Since Linux 6.9 pidfds have a filesystem of their own.
 func (fd descriptor) isProcess() bool {
 	return fd.target == pidfdTarget || strings.HasPrefix(fd.target, "pidfd:[")
 }
 
-// processOf reads the line "Pid:" of a pidfd's fdinfo; 0 if it was closed meanwhile.
+// processOf reads the line "Pid:" of a pidfd's fdinfo. It returns 0 if the file was closed
+// meanwhile.
 func (f *facts) processOf(daemon, fd string) int {
 	info, _ := f.readProc(daemon, "fdinfo", fd)
 	for line := range strings.Lines(string(info)) {
@@ -79,12 +79,12 @@ func (f *facts) processOf(daemon, fd string) int {
 	return 0
 }
 
-// What is allowed of descriptors that can't be told apart: sockets, pipes, files of the runtime's.
+// Allowances for descriptors that cannot be attributed: sockets, pipes, files of the Go runtime.
 const (
 	atRest       = 64 // listeners, logs, locks, epoll, inotify, directories, a pull's connections
-	perContainer = 24 // cgroup v1 has nine files of statistics; sessions
+	perContainer = 24 // nine statistics files on cgroup v1, and sessions
 	perChild     = 8
-	perProcess   = 8 // pidfds of one process: each that waits has a copy
+	perProcess   = 8 // pidfds of one process: each waiter has a duplicate
 )
 
 func compareDescriptors(f *facts, d *finder) {
@@ -101,7 +101,7 @@ func compareDescriptors(f *facts, d *finder) {
 		}
 	}
 	if most := f.mostDescriptors(); f.daemon != 0 && len(f.descriptors) > most {
-		d.differ("the daemon", "a number of descriptors that goes with its pods and containers", "%d, more than %d", len(f.descriptors), most)
+		d.differ("the daemon", "a number of descriptors in proportion to its pods and containers", "%d, more than %d", len(f.descriptors), most)
 	}
 }
 
@@ -141,12 +141,12 @@ func (f *facts) compareDescriptor(d *finder, fd descriptor) {
 	}
 }
 
-// concerns tells whether a file with an ID in its path is one of an object, not of a layer.
+// concerns reports whether a file with an ID in its path belongs to an object, not to a layer.
 func (f *facts) concerns(path string) bool {
 	return !strings.HasPrefix(path, f.realPath(f.imageRoot())+"/") && !strings.HasPrefix(path, f.realPath(f.dirs.Trash())+"/")
 }
 
-// mayWatch tells whether the daemon has something to do with a process.
+// mayWatch reports whether the daemon may hold a pidfd of a process.
 func (f *facts) mayWatch(pid int) bool {
 	if p := f.processes[pid]; p != nil && (p.parent == f.daemon || f.known(f.groupOf(p))) {
 		return true

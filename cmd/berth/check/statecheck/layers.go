@@ -8,8 +8,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// Layers: each layer that an image or a container needs is there; each that is there is needed by
-// one, or being pulled. What is in a place of layers is one.
+// Layers: each layer that an image or container needs exists. Each existing layer is needed, or
+// being pulled. Directories for layers contain nothing else.
 
 func (f *facts) readLayers() error {
 	f.layers = layer.NewSurvey()
@@ -46,16 +46,16 @@ func compareLayers(f *facts, d *finder) {
 		d.differ(path, "a layer", "%v", err)
 	}
 	for _, path := range f.layers.SetAside {
-		d.differ(path, "no layer that was set aside; the first daemon to start without containers on it deletes it", "one")
+		d.differ(path, "no layer that was set aside; a daemon that starts without containers on it deletes it", "one")
 	}
 	for _, j := range f.layers.Joins {
 		for _, l := range j.Layers {
 			if _, there := f.layers.Layers[l]; !there {
-				d.differ(j.Dir, "the layer that it joins, "+l.String(), "none")
+				d.differ(j.Dir, "the layer that it depends on, "+l.String(), "none")
 			}
 		}
 	}
-	if f.views == nil || f.views.pulls > 0 { // the next daemon collects what nobody needs; a pull has layers before its image
+	if f.views == nil || f.views.pulls > 0 { // the next daemon collects unused layers; a pull has layers before its image
 		return
 	}
 	for l, stored := range f.layers.Layers {
@@ -64,6 +64,6 @@ func compareLayers(f *facts, d *finder) {
 		}
 	}
 	for _, path := range f.layers.Making {
-		d.differ(path, "a pull that is making this layer", "none under way")
+		d.differ(path, "a pull that is making this layer", "none in progress")
 	}
 }

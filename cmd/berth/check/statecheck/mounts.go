@@ -5,9 +5,9 @@ import (
 	"strings"
 )
 
-// Mounts: in the host's mount table there are, below the daemon's directories, the mounts that it
-// makes for itself, and of each running pod its tmpfs and the pins of its namespaces: each once,
-// and no others. What launchers mount stays in their own mount namespaces.
+// Mounts: below the daemon's directories the host's mount table has the daemon's own mounts, and
+// the tmpfs and pinned namespaces of each running pod: each once, and no others. Launchers mount in
+// their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
 	expected, allowed := f.expectedMounts()
@@ -25,19 +25,19 @@ func compareMounts(f *facts, d *finder) {
 		switch n := found[point]; {
 		case n == 0:
 			d.differ(object, "a mount at "+point, "none")
-		case n > 1 && !f.isPin(point): // who binds /run/netns on itself, as ip(8) does, doubles the pins in it
+		case n > 1 && !f.isPin(point): // binding /run/netns on itself, as ip(8) does, duplicates the pins in it
 			d.differ(object, "one mount at "+point, "%d on top of each other", n)
 		}
 	}
 }
 
-// expectedMounts returns the mount points that must be in the table, with the object that each
-// belongs to, and those that may be.
+// expectedMounts returns the mount points that must exist, with the object of each, and those that
+// may exist.
 func (f *facts) expectedMounts() (expected map[string]string, allowed map[string]bool) {
 	expected, allowed = map[string]string{}, map[string]bool{}
 	for _, point := range []string{f.node.State, f.dirs.SharedMounts(), f.dirs.RootPlace()} {
 		point = f.realPath(point)
-		allowed[point] = true // a daemon that stops leaves them to its containers
+		allowed[point] = true // a stopping daemon leaves them to its containers
 		if f.daemon != 0 {
 			expected[point] = "the daemon"
 		}
@@ -57,8 +57,8 @@ func (f *facts) expectedMounts() (expected map[string]string, allowed map[string
 	return expected, allowed
 }
 
-// isOurs tells whether what is mounted there concerns berth. A directory of root may be a
-// filesystem of its own, and root too.
+// isOurs reports whether a mount concerns berth. A directory of root, and root itself, may be a
+// filesystem of its own.
 func (f *facts) isOurs(point string) bool {
 	root, state, place := f.realPath(f.node.Root), f.realPath(f.node.State), f.realPath(f.dirs.RootPlace())
 	if below, ok := strings.CutPrefix(point, root+"/"); ok && strings.Contains(below, "/") {
@@ -76,8 +76,8 @@ func (f *facts) isPin(point string) bool {
 	return strings.HasPrefix(point, filepath.Join(f.realPath(f.node.NetNSDir), filepath.Base(f.dirs.NetNS(""))))
 }
 
-// realPath is how the mount table names a path: the directories on the way may be links, such as
-// /var/run. What does not exist is left as it is.
+// realPath returns a path as the mount table contains it: with links resolved, such as /var/run. It
+// leaves missing parts unchanged.
 func (f *facts) realPath(path string) string {
 	dir, err := filepath.EvalSymlinks(filepath.Dir(path))
 	if err != nil {

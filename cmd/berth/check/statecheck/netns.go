@@ -15,9 +15,9 @@ import (
 	"berth/sandbox/state"
 )
 
-// Network namespaces: each namespace pinned under berth's name belongs to a recorded pod that
-// has not given its network back; each running pod with namespaces of its own has them pinned, and its
-// pause is in them. The same holds of user namespaces.
+// Network namespaces: each namespace pinned under berth's name belongs to a recorded pod whose
+// network exists. Each running pod with own namespaces has them pinned, and its pause is in them.
+// The same applies to user namespaces.
 
 func (f *facts) readNamespaces() error {
 	names, err := namesIn(f.node.NetNSDir)
@@ -36,7 +36,7 @@ func compareNamespaces(f *facts, d *finder) {
 	for _, path := range f.netns {
 		id := strings.TrimPrefix(path, f.dirs.NetNS(""))
 		switch p := f.pods[id]; {
-		case p == nil && f.others[id]: // berths may have their namespaces in the same directory
+		case p == nil && f.others[id]: // several berths may use the same directory
 		case p == nil || p.NetNS != path:
 			d.differ(path, "a recorded pod with this network namespace", "none")
 		case f.podIsOver(p):
@@ -51,7 +51,7 @@ func compareNamespaces(f *facts, d *finder) {
 	}
 }
 
-// comparePin is about a namespace of a running pod.
+// comparePin compares a namespace of a running pod.
 func (f *facts) comparePin(d *finder, p *state.FoundPod, kind, file, path string) {
 	if path == "" {
 		return
@@ -61,7 +61,7 @@ func (f *facts) comparePin(d *finder, p *state.FoundPod, kind, file, path string
 		d.differ(podName(p.ID), fmt.Sprintf("a %s namespace pinned at %s", kind, path), "%v", err)
 		return
 	}
-	if p.Program || f.alive(p.PausePID, p.PauseStart) == nil { // a program's pause need not be a process in them
+	if p.Program || f.alive(p.PausePID, p.PauseStart) == nil { // a runtime's program may run its pause elsewhere
 		return
 	}
 	its, err := os.Stat(f.procFile(strconv.Itoa(p.PausePID), "ns", file))
@@ -73,7 +73,7 @@ func (f *facts) comparePin(d *finder, p *state.FoundPod, kind, file, path string
 	}
 }
 
-// namespaceAt is the inode number of the namespace pinned at path.
+// namespaceAt returns the inode number of the namespace pinned at path.
 func namespaceAt(path string) (uint64, error) {
 	var where unix.Statfs_t
 	err := unix.Statfs(path, &where)
@@ -84,7 +84,7 @@ func namespaceAt(path string) (uint64, error) {
 		return 0, err
 	}
 	if where.Type != unix.NSFS_MAGIC {
-		return 0, errors.New("a file that is no namespace")
+		return 0, errors.New("not a namespace")
 	}
 	var st unix.Stat_t
 	err = unix.Stat(path, &st)

@@ -12,16 +12,14 @@ import (
 	"berth/sandbox/state"
 )
 
-// Several berths may run on a machine, with directories of their own. What they have recorded is
-// none of this one's: its processes may be in cgroups beside ours, its network namespaces and
-// addresses in the same directories.
+// Several berths may run on a machine, with their own directories. Their records show which
+// processes, network namespaces and addresses in shared places are not this one's.
 
-// maxOthers bounds how many processes are looked at that may be other daemons: any process may have
-// their name.
+// maxOthers bounds how many possible daemons are examined. Any process may have their name.
 const maxOthers = 64
 
-// readOthers finds the records of other berths: by the programs of their monitors, and by the locks
-// of their daemons. Things before records, as in gather.
+// readOthers finds the records of other berths through the programs of their monitors and the locks
+// of their daemons. It looks at objects before records, as gather does.
 func (f *facts) readOthers() error {
 	f.others = map[string]bool{}
 	own := f.realPath(f.node.Root)
@@ -40,7 +38,7 @@ func (f *facts) readOthers() error {
 	return nil
 }
 
-// otherRoots are directories that may be roots of berths.
+// otherRoots returns directories that may be roots of other berths.
 func (f *facts) otherRoots() map[string]bool {
 	roots := map[string]bool{}
 	looked := 0
@@ -64,8 +62,7 @@ func (f *facts) otherRoots() map[string]bool {
 	return roots
 }
 
-// isDaemons tells whether a directory may be a daemon's: others than root can neither make nor read
-// those.
+// isDaemons reports whether a directory may be a daemon's. Only root can create and read those.
 func isDaemons(dir string) bool {
 	info, err := os.Lstat(dir)
 	if err != nil || info.Mode() != os.ModeDir|0o700 {

@@ -14,19 +14,19 @@ import (
 	"berth/sandbox/state"
 )
 
-// Processes: each process in a cgroup of berth's, each launcher and each monitor belongs to a
-// recorded object that may have processes; each process in the cgroup of a CNI plugin's run belongs
-// to a run that is noted; and each object whose record says that it runs has the process that its
-// record, or its shim's, names by ID and start time.
+// Processes: each process in berth's cgroups, each launcher and each monitor belongs to a recorded
+// object that may have processes. Each process in the cgroup of a CNI plugin belongs to a recorded
+// run. Each object that runs by its record has the process that its record or its shim's record
+// identifies by ID and start time.
 
-// process is one line of ps.
+// process is a process with the attributes that the checks need.
 type process struct {
 	pid, parent int
-	start       uint64 // clock ticks since boot
-	ended       bool   // nobody has reaped it yet
+	start       uint64 // in clock ticks since boot
+	ended       bool   // a zombie
 	name        string
-	exe         string   // "" for kernel threads
-	groups      []string // cgroups, each once
+	exe         string   // empty for kernel threads
+	groups      []string // its cgroups, without duplicates
 }
 
 func (p *process) String() string { return fmt.Sprintf("process %d (%s)", p.pid, p.name) }
@@ -36,7 +36,7 @@ func (p *process) isMonitor() bool {
 	return strings.TrimSuffix(path.Base(p.exe), " (deleted)") == "berth-monitor"
 }
 
-// monitorOf tells whether it is a monitor that a daemon with this root installed.
+// monitorOf reports whether the process is a monitor installed by a daemon with this root.
 func (p *process) monitorOf(root string) bool {
 	return p.isMonitor() && strings.HasPrefix(p.exe, filepath.Join(root, "bin")+"/")
 }
@@ -70,8 +70,8 @@ func (f *facts) readProcess(pid int) *process {
 	if p == nil || kernel || p.ended {
 		return p
 	}
-	p.exe, _ = os.Readlink(f.procFile(dir, "exe"))    // nothing if it is gone by now
-	groups, _ := f.readProc(dir, "cgroup")            // the same
+	p.exe, _ = os.Readlink(f.procFile(dir, "exe"))    // empty if it is gone by now
+	groups, _ := f.readProc(dir, "cgroup")            // empty if it is gone by now
 	for line := range strings.Lines(string(groups)) { // hierarchy:controllers:path
 		fields := strings.SplitN(strings.TrimSpace(line), ":", 3)
 		if len(fields) == 3 && !slices.Contains(p.groups, fields[2]) {
@@ -81,8 +81,8 @@ func (f *facts) readProcess(pid int) *process {
 	return p
 }
 
-// parseStat reads proc_pid_stat(5). The name may hold anything, so what follows it is counted from
-// the last parenthesis.
+// parseStat parses proc_pid_stat(5). The name may contain anything, so fields are counted after the
+// last parenthesis.
 func parseStat(pid int, stat []byte) (p *process, kernel bool) {
 	const state, ppid, flags, starttime, kthread = 0, 1, 6, 19, 0x00200000
 	open, end := bytes.IndexByte(stat, '('), bytes.LastIndexByte(stat, ')')
@@ -100,7 +100,7 @@ func parseStat(pid int, stat []byte) (p *process, kernel bool) {
 	return p, bits&kthread != 0
 }
 
-// alive finds a process that is remembered by ID and start time.
+// alive returns the process with this ID and start time, or nil.
 func (f *facts) alive(pid int, start uint64) *process {
 	if p := f.processes[pid]; p != nil && p.start == start && !p.ended {
 		return p
@@ -123,7 +123,7 @@ func compareProcesses(f *facts, d *finder) {
 	}
 }
 
-// compareMember is about a process in the cgroup of an object.
+// compareMember compares a process in the cgroup of an object.
 func (f *facts) compareMember(d *finder, p *process) {
 	id := f.groupOf(p)
 	pod, container := f.pods[id], f.containers[id]
@@ -134,12 +134,12 @@ func (f *facts) compareMember(d *finder, p *process) {
 	case container != nil && f.containerIsIdle(container):
 		d.differ(containerName(id), "no process of a container that does not run", "%s", p)
 	case !f.known(id) && !f.others[id] && (f.isOurGroup(id, p) || f.isOrphan(id, p)):
-		d.differ(p.String(), "the pod or container that its cgroup is named after", "no record of %s", id)
+		d.differ(p.String(), "the pod or container in its cgroup's name", "no record of %s", id)
 	}
 }
 
-// groupOf is the ID in the name of a process's cgroup, of a recorded object if there is one;
-// "" if it is in none, or if we are in it ourselves.
+// groupOf returns the ID in the name of a process's cgroup, preferably of a recorded object. It
+// returns "" for a process outside such cgroups, or if this process is in the same one.
 func (f *facts) groupOf(p *process) string {
 	var found string
 	for _, group := range p.groups {
@@ -155,13 +155,14 @@ func (f *facts) groupOf(p *process) string {
 	return found
 }
 
-// around tells whether this process is in a cgroup with that ID, of a runtime that berth runs in.
+// around reports whether this process is in a cgroup with that ID, of a runtime in which berth
+// runs.
 func (f *facts) around(id string) bool {
 	self := f.processes[os.Getpid()]
 	return self != nil && slices.ContainsFunc(self.groups, func(g string) bool { return slices.Contains(idsIn(g), id) })
 }
 
-// idsIn returns the IDs that a cgroup's path names, as berth's drivers do: ID and berth-ID.scope.
+// idsIn returns the IDs in a cgroup's path, in the forms of berth's drivers: ID and berth-ID.scope.
 func idsIn(group string) []string {
 	var ids []string
 	for part := range strings.SplitSeq(group, "/") {
@@ -174,7 +175,7 @@ func idsIn(group string) []string {
 
 const scopePrefix = "berth-"
 
-// isOurGroup tells whether the place of a group is one of berth's.
+// isOurGroup reports whether a group is in a place that berth uses.
 func (f *facts) isOurGroup(id string, p *process) bool {
 	for _, group := range p.groups {
 		at := strings.Index(group, id)
@@ -188,7 +189,7 @@ func (f *facts) isOurGroup(id string, p *process) bool {
 	return false
 }
 
-// isParent tells whether groups of recorded objects are there.
+// isParent reports whether recorded objects have groups in dir.
 func (f *facts) isParent(dir string) bool {
 	is := func(cgroupsPath string) bool {
 		parent := path.Dir(oci.CgroupPath(cgroupsPath))
@@ -207,8 +208,8 @@ func (f *facts) isParent(dir string) bool {
 	return false
 }
 
-// isOrphan tells whether nobody outside of the group looks after its processes but PID 1, or a
-// process of this berth. The containers of another runtime have a shim of its.
+// isOrphan reports whether no process outside the group but PID 1, or a process of this berth,
+// looks after its processes. Containers of another runtime have that runtime's shim.
 func (f *facts) isOrphan(id string, p *process) bool {
 	for {
 		parent := f.processes[p.parent]
@@ -222,17 +223,17 @@ func (f *facts) isOrphan(id string, p *process) bool {
 	}
 }
 
-// comparePlugin is about a process that a CNI plugin of the daemon has started.
+// comparePlugin compares a process that a CNI plugin of the daemon has started.
 func (f *facts) comparePlugin(d *finder, p *process) {
 	for _, group := range p.groups {
 		if run := f.runs.Unnoted(group); run != "" && !p.ended {
-			d.differ(p.String(), "a note of the CNI plugin's run that its cgroup is named after", "none of %s", run)
+			d.differ(p.String(), "a record of the CNI plugin's run in its cgroup's name", "none of %s", run)
 		}
 	}
 }
 
-// compareLauncher is about a launcher: it ends with its daemon, unless it is at a launch, which
-// then makes it a monitor or ends.
+// compareLauncher compares a launcher. It ends with its daemon, unless it is launching, after which
+// it becomes a monitor or ends.
 func (f *facts) compareLauncher(d *finder, p *process) {
 	if !p.isLauncher() || p.parent == f.daemon || f.isRecordedShim(p) {
 		return
@@ -242,14 +243,14 @@ func (f *facts) compareLauncher(d *finder, p *process) {
 	}
 }
 
-// compareMonitor is about a monitor that was installed below our root.
+// compareMonitor compares a monitor that was installed below root.
 func (f *facts) compareMonitor(d *finder, p *process) {
 	if p.monitorOf(f.node.Root) && !f.isRecordedShim(p) {
-		d.differ(p.String(), "a recorded container with a shim directory that names it", "a monitor that nothing names")
+		d.differ(p.String(), "a recorded container with a shim directory that names it", "a monitor without a shim record")
 	}
 }
 
-// isRecordedShim tells whether a shim directory of a recorded object names the process.
+// isRecordedShim reports whether the shim directory of a recorded object names the process.
 func (f *facts) isRecordedShim(p *process) bool {
 	for id, s := range f.shims {
 		if f.known(id) && s.launched.ShimPID == p.pid && s.launched.ShimStartTime == p.start {
@@ -263,31 +264,31 @@ func (f *facts) comparePause(d *finder, p *state.FoundPod) {
 	if !f.podRuns(p) || f.alive(p.PausePID, p.PauseStart) != nil {
 		return
 	}
-	if f.views != nil && !f.views.isReady(p.ID) { // its record is written when it is stopped
+	if f.views != nil && !f.views.isReady(p.ID) { // its record is written when the pod is stopped
 		return
 	}
 	d.differ(podName(p.ID), fmt.Sprintf("its pause, process %d", p.PausePID), "no such process")
 }
 
-// compareInit is about a container whose record says that it was started; all else is in its
-// shim directory.
+// compareInit compares a container that was started by its record. Everything else is in its shim
+// directory.
 func (f *facts) compareInit(d *finder, c *state.FoundContainer) {
 	if !f.containerRuns(c) {
 		return
 	}
 	s, name := f.shims[c.ID], containerName(c.ID)
 	switch {
-	case s == nil || s.launched == (noLaunch): // about to be launched, or it never came to it
+	case s == nil || s.launched == (noLaunch): // not launched yet, or the launch never happened
 		if f.views != nil && f.views.runs(c.ID) {
 			d.differ(name, "the shim record of a running container", "none")
 		}
 	case f.alive(s.launched.ShimPID, s.launched.ShimStartTime) != nil:
 		if s.launched.InitPID != 0 && s.exit != nil && f.alive(s.launched.InitPID, s.launched.InitStartTime) == nil {
-			d.differ(name, fmt.Sprintf("its init, process %d, or an exit record", s.launched.InitPID), "neither, and a monitor (process %d) that records nothing", s.launched.ShimPID)
+			d.differ(name, fmt.Sprintf("its init, process %d, or an exit record", s.launched.InitPID), "neither, and a monitor (process %d) that does not record the exit", s.launched.ShimPID)
 		}
-	case s.exit == nil: // there is an exit record
+	case s.exit == nil: // an exit record exists
 		if f.daemon != 0 {
-			d.differ(name, "a daemon that has noted its exit", "an exit record, and the container recorded as running")
+			d.differ(name, "a record of its exit by the daemon", "an exit record, and the container recorded as running")
 		}
 	case f.daemon != 0 || s.launched.InitPID != 0:
 		d.differ(name, fmt.Sprintf("its monitor, process %d, or an exit record", s.launched.ShimPID), "neither (%v)", s.exit)

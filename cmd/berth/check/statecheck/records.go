@@ -13,14 +13,13 @@ import (
 	"berth/sandbox/state"
 )
 
-// Records: each can be trusted (checksum, kind, version, content) and none was set aside; each file
-// and directory below root and state is one of the daemon's own or belongs to a recorded object, and
+// Records: each is valid (checksum, kind, version, content), and none was set aside. Each file and
+// directory below root and state is one of the daemon's own or belongs to a recorded object, and
 // recorded objects have theirs.
 
-// What there is in root, state and the directory of images, beside what users of a socket put
-// there.
+// The entries of root, state and the image directory, besides files that users of a socket create.
 var (
-	inRoot   = []string{"pods", "containers", "runtime", "images", "sandboxes", "rootfs", "empty", "bin", "cni", "lock", "run"} // run: the files of berth run
+	inRoot   = []string{"pods", "containers", "runtime", "images", "sandboxes", "rootfs", "empty", "bin", "cni", "lock", "run"} // run: files of berth run
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id"}
 	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
 	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
@@ -29,7 +28,7 @@ var (
 func compareRecords(f *facts, d *finder) {
 	for _, s := range f.surveys {
 		for _, bad := range s.Damaged {
-			d.differ(bad.Path, "a record that can be trusted", "%v", bad.Err)
+			d.differ(bad.Path, "a valid record", "%v", bad.Err)
 		}
 		for _, path := range s.Newer {
 			d.differ(path, "a record of this version of berth, or an older one", "a newer one")
@@ -38,7 +37,7 @@ func compareRecords(f *facts, d *finder) {
 			d.differ(path, "no record that was set aside; look at it and delete it", "one")
 		}
 		for _, path := range s.Other {
-			if f.daemon != 0 || !strings.HasSuffix(path, ".tmp") { // the next daemon deletes what a crash left
+			if f.daemon != 0 || !strings.HasSuffix(path, ".tmp") { // the next daemon deletes the remains of a crash
 				d.differ(path, "a record", "another file")
 			}
 		}
@@ -58,22 +57,22 @@ func compareRecords(f *facts, d *finder) {
 	f.compareFiles(d)
 }
 
-// compareFolder is about what else is in one of the daemon's directories.
+// compareFolder compares the other entries of one of the daemon's directories.
 func (f *facts) compareFolder(d *finder, dir string, own []string) {
 	names, err := namesIn(dir)
 	if err != nil {
-		d.differ(dir, "a directory of the daemon's", "%v", err)
+		d.differ(dir, "a directory of the daemon", "%v", err)
 	}
 	for _, name := range names {
 		path := filepath.Join(dir, name)
 		if slices.Contains(own, name) || f.holdsOurs(path) {
 			continue
 		}
-		d.differ(path, "a file or directory of the daemon's", "one of unknown origin")
+		d.differ(path, "a file or directory of the daemon", "an unknown one")
 	}
 }
 
-// holdsOurs tells whether one of the configured places is at or below path.
+// holdsOurs reports whether a configured path is at or below path.
 func (f *facts) holdsOurs(path string) bool {
 	socket := strings.TrimPrefix(f.node.Socket, "unix://")
 	return slices.ContainsFunc([]string{f.node.Root, f.node.State, socket, f.node.NetNSDir, f.node.CNICacheDir, f.node.CNIConfDir, f.dirs.RootPlace(), filepath.Join(f.node.Root, node.AddressDir)}, func(place string) bool {
@@ -81,11 +80,11 @@ func (f *facts) holdsOurs(path string) bool {
 	})
 }
 
-// compareObjects is about a directory with one folder for each object.
+// compareObjects compares a directory with one entry for each object.
 func (f *facts) compareObjects(d *finder, dir string, belongs func(id string) bool) {
 	names, err := namesIn(dir)
 	if err != nil {
-		d.differ(dir, "a directory of the daemon's", "%v", err)
+		d.differ(dir, "a directory of the daemon", "%v", err)
 	}
 	for _, name := range names {
 		path := filepath.Join(dir, name)
@@ -95,14 +94,14 @@ func (f *facts) compareObjects(d *finder, dir string, belongs func(id string) bo
 	}
 }
 
-// compareFiles is about what an object that is neither being made nor removed must have.
+// compareFiles checks the files of objects that are neither being created nor removed.
 func (f *facts) compareFiles(d *finder) {
 	for id, p := range f.pods {
 		if p.Stage != state.Running && p.Stage != state.Ended {
 			continue
 		}
 		f.compareExists(d, podName(id), f.dirs.PodFiles(id))
-		if !f.podRuns(p) { // its tmpfs is unmounted when it is stopped
+		if !f.podRuns(p) { // its tmpfs is unmounted when the pod is stopped
 			continue
 		}
 		for _, name := range []string{"resolv.conf", "hostname", "hosts"} {

@@ -14,21 +14,21 @@ import (
 	"berth/shim/proto"
 )
 
-// Shims: each shim directory, and each directory of a runtime's state, belongs to a recorded
-// object that may have been launched. A shim directory whose monitor lives has a socket that
-// answers; that of a running pod names its pause.
+// Shims: each shim directory, and each directory of a runtime's state, belongs to a recorded object
+// that may have been launched. If its monitor lives, its socket answers. The shim directory of a
+// running pod names its pause.
 
 // shimDir is a shim directory.
 type shimDir struct {
-	launched proto.Processes // noLaunch: nothing was launched, or it can't be read
-	unread   error           // why it can't be
+	launched proto.Processes // noLaunch: nothing was launched, or it cannot be read
+	unread   error           // why it cannot be read
 	exit     error           // why there is no exit record; nil: there is one
-	listens  error           // why nobody can be talked to; nil: somebody can
+	listens  error           // why the socket does not answer; nil: it answers
 }
 
 var noLaunch proto.Processes
 
-// answerLimit is how long a monitor may take to be reached.
+// answerLimit bounds the connection to a monitor.
 const answerLimit = time.Second
 
 func (f *facts) readShims() error {
@@ -78,13 +78,13 @@ func compareShims(f *facts, d *finder) {
 	}
 }
 
-// compareLaunch is about what a launch leaves, named by its object.
+// compareLaunch compares the remains of a launch in a directory named after its object.
 func (f *facts) compareLaunch(d *finder, path, id string) {
 	pod, container := f.pods[id], f.containers[id]
 	switch {
 	case !f.known(id):
 		d.differ(path, "a recorded pod or container", "no record of it")
-	case pod != nil && f.podIsOver(pod) && filepath.Dir(path) != filepath.Clean(f.dirs.OCI("")): // a program's goes with the pod
+	case pod != nil && f.podIsOver(pod) && filepath.Dir(path) != filepath.Clean(f.dirs.OCI("")): // a runtime program's state is removed with the pod
 		d.differ(podName(id), "nothing of a launch, since the pod was stopped", "%s", path)
 	case container != nil && f.containerIsIdle(container):
 		d.differ(containerName(id), "nothing of a launch, since the container does not run", "%s", path)

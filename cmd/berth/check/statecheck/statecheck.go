@@ -1,17 +1,16 @@
-// Package statecheck compares what berth has written down with what is on the machine, and
-// names each difference.
+// Package statecheck compares berth's records with the machine, and names each difference.
 //
 // # Contract
 //
-// There are ten invariants, each in a file of its own that begins with what it says:
-// processes, shims, netns, addresses, layers, mounts, fds, records, bytes and views. All hold
-// at every moment, with the daemon running or not, but for what the daemon is about
-// to do: what a record says is being made or removed may be there or not, and what
-// a daemon that does not run left half done is not a difference, because the next one goes on with it.
+// Ten invariants hold at every moment, with the daemon running or not: processes, shims, netns,
+// addresses, layers, mounts, fds, records, bytes and views. Each is in a file of its own that
+// begins with its definition. Objects that a record marks as being created or removed may exist or
+// not. Work that a stopped daemon left unfinished is not a difference, because the next daemon
+// continues it.
 //
-// Run changes nothing and takes no lock, so the daemon works on meanwhile. What it sees
-// in the middle of an operation looks like a difference, so it looks again, and names only
-// what is still there when it has looked several times within a second.
+// Run changes nothing and takes no lock, so the daemon works on meanwhile. An operation in progress
+// looks like a difference. So Run looks several times within a second, and reports only differences
+// that persist.
 package statecheck
 
 import (
@@ -26,65 +25,66 @@ import (
 	"berth/cni"
 )
 
-// Difference is one thing that is not as an invariant says.
+// Difference is a violation of an invariant.
 type Difference struct {
 	Invariant string `json:"invariant"`
-	Object    string `json:"object"` // what it is about: "pod 1234…", a path
+	Object    string `json:"object"` // for example "pod 1234…", or a path
 	Expected  string `json:"expected"`
 	Found     string `json:"found"`
 }
 
-// String is the difference in one line.
+// String formats the difference on one line.
 func (d Difference) String() string {
 	return fmt.Sprintf("%s: %s: expected %s, found %s", d.Invariant, d.Object, d.Expected, d.Found)
 }
 
-// same tells whether two looks found the same difference. How it was found, which may hold
-// figures, does not matter.
+// same reports whether two looks found the same difference. It ignores Found, which may contain
+// changing figures.
 func (d Difference) same(other Difference) bool {
 	d.Found = other.Found
 	return d == other
 }
 
-// Report is the outcome of a check.
+// Report is the result of a check.
 type Report struct {
 	Differences []Difference `json:"differences"`
-	Skipped     []string     `json:"skipped,omitempty"` // invariants that could not be looked at, and why
+	Skipped     []string     `json:"skipped,omitempty"` // skipped invariants, with the reason
 
-	// What was compared, so that nobody takes the wrong directory for a clean one.
-	Daemon     int `json:"daemon"` // its process ID, 0: none runs
+	// Counts of compared objects. They show that the check looked at the right directories.
+	Daemon     int `json:"daemon"` // process ID, 0: not running
 	Pods       int `json:"pods"`
 	Containers int `json:"containers"`
 	Images     int `json:"images"`
 }
 
-// Node tells where the state to check is.
+// Node locates the state to check.
 type Node struct {
 	Root, State string // the daemon's directories
-	Socket      string // where it serves CRI
-	NetNSDir    string // where network namespaces are pinned
+	Socket      string // its CRI socket
+	NetNSDir    string // directory of pinned network namespaces
 	CNIConfDir  string
 	CNICacheDir string
-	CNIRunDir   string // where plugins that run are noted
+	CNIRunDir   string // records of running CNI plugins
 	Networks    cni.Readers
-	Network     []byte // the configuration list of berth's own; nil: the one in CNIConfDir is used
-	Bytes       bool   // read what is in every layer: all files of the images
+	Network     []byte // configuration list of berth's own network; nil: CNIConfDir has the network
+	Bytes       bool   // read the content of every layer
 
 	proc   string // "/proc"; another directory in tests
 	pauses []time.Duration
 }
 
-// NodeOf is the state of a daemon with this configuration. An error says what is wrong with that.
+// NodeOf returns the state of a daemon with this configuration. It fails if the configuration is
+// invalid.
 func NodeOf(cfg *config.Config) (*Node, error) {
 	network, err := node.NetworkConfig(cfg, nil)
 	return &Node{Root: cfg.Root, State: cfg.State, Socket: cfg.Listen, NetNSDir: cfg.NetNSDir,
 		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, CNIRunDir: node.CNIRunDir(cfg), Networks: network.Readers, Network: network.List}, err
 }
 
-// The pauses between looks, as long as there are differences.
+// Pauses between looks while differences exist.
 var usualPauses = []time.Duration{100 * time.Millisecond, 200 * time.Millisecond, 300 * time.Millisecond, 400 * time.Millisecond}
 
-// invariants, in the order in which they are reported.
+// invariants in the order of reports.
 var invariants = []struct {
 	name    string
 	compare func(*facts, *finder)
@@ -100,7 +100,7 @@ var invariants = []struct {
 	{"views", compareViews},
 }
 
-// Run looks at all invariants. An error says that something could not be read.
+// Run checks all invariants. It fails if it cannot read something.
 func Run(ctx context.Context, n *Node) (*Report, error) {
 	if n.proc == "" {
 		n.proc = "/proc"
@@ -131,7 +131,7 @@ func Run(ctx context.Context, n *Node) (*Report, error) {
 			return nil, err
 		}
 	} else {
-		report.Skipped = append(report.Skipped, "bytes: they are read only when that is asked for")
+		report.Skipped = append(report.Skipped, "bytes: needs --bytes")
 	}
 	return report, nil
 }
@@ -165,12 +165,12 @@ func (f *facts) report(found []Difference) *Report {
 		return strings.Compare(order(a)+a.Object, order(b)+b.Object)
 	})
 	if f.daemon == 0 {
-		r.Skipped = append(r.Skipped, "fds, views: the daemon does not run")
+		r.Skipped = append(r.Skipped, "fds, views: the daemon is not running")
 	}
 	return r
 }
 
-// order sorts by invariant.
+// order returns a key that sorts by invariant.
 func order(d Difference) string {
 	for i, v := range invariants {
 		if v.name == d.Invariant {

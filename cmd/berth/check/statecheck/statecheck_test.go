@@ -25,7 +25,7 @@ import (
 	"berth/shim/proto"
 )
 
-// The made-up node: a daemon, a pod with a running container and one that has exited, an image.
+// The fake node: a daemon, a pod with a running and an exited container, an image.
 const (
 	daemonPID, pausePID, monitorPID, initPID, idlePID = 10, 20, 30, 31, 11
 
@@ -42,7 +42,7 @@ var (
 	strangeID = strings.Repeat("f", idLength)
 )
 
-// healthy returns the facts of that node, with the directories that they are about.
+// healthy returns the facts of that node and creates its directories.
 func healthy(t *testing.T) *facts {
 	t.Helper()
 	dir := t.TempDir()
@@ -134,7 +134,8 @@ func TestHealthyNodeHasNoDifferences(t *testing.T) {
 	}
 }
 
-// Each case makes one thing different; what is named must begin with the texts wanted, all of them.
+// Each case introduces one difference. The reported differences must begin with the wanted texts,
+// and all of these must be reported.
 func TestDifferencesAreNamed(t *testing.T) {
 	kill := func(f *facts, pid int) { delete(f.processes, pid) }
 	orphan := &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod9/" + strangeID}}
@@ -155,9 +156,9 @@ func TestDifferencesAreNamed(t *testing.T) {
 			f.processes[50] = &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod1/" + exitedID}}
 		}, []string{"processes: container " + exitedID + ": expected no process"}},
 		{"a CNI plugin's child whose run is noted", func(t *testing.T, f *facts) { f.withPlugin(t, true) }, nil},
-		{"a CNI plugin's child whose run is not noted", func(t *testing.T, f *facts) { f.withPlugin(t, false) }, []string{"processes: process 50 (plugin): expected a note"}},
+		{"a CNI plugin's child whose run is not recorded", func(t *testing.T, f *facts) { f.withPlugin(t, false) }, []string{"processes: process 50 (plugin): expected a record of the CNI plugin"}},
 		{"a launcher without a daemon", func(_ *testing.T, f *facts) { f.processes[idlePID].parent = 1; f.descriptors = nil }, []string{"processes: process 11 (berth-shim): expected the daemon"}},
-		{"a monitor that nothing names", func(_ *testing.T, f *facts) {
+		{"a monitor without a shim record", func(_ *testing.T, f *facts) {
 			f.processes[50] = &process{pid: 50, parent: 1, name: "berth-monitor", exe: f.processes[monitorPID].exe}
 		}, []string{"processes: process 50 (berth-monitor): expected a recorded container"}},
 		{"another daemon's monitor", func(_ *testing.T, f *facts) {
@@ -171,7 +172,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 		}, nil},
 		{"the pause's ID is another process's", func(_ *testing.T, f *facts) { f.processes[pausePID].start++ }, []string{"processes: pod " + podID, "views: pod " + podID}},
 		{"the monitor is gone", func(_ *testing.T, f *facts) { kill(f, monitorPID) }, []string{"processes: container " + runningID + ": expected its monitor, process 30"}},
-		{"an exit nobody noted", func(_ *testing.T, f *facts) { kill(f, monitorPID); f.shims[runningID].exit = nil }, []string{"processes: container " + runningID + ": expected a daemon that has noted"}},
+		{"an exit without a record", func(_ *testing.T, f *facts) { kill(f, monitorPID); f.shims[runningID].exit = nil }, []string{"processes: container " + runningID + ": expected a record of its exit"}},
 		{"an exit while there is no daemon", func(_ *testing.T, f *facts) {
 			kill(f, monitorPID)
 			kill(f, idlePID)
@@ -216,7 +217,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 		{"no layer", func(_ *testing.T, f *facts) { f.layers.Damaged["x"] = errors.New("no record") }, []string{"layers: x: expected a layer, found no record"}},
 		{"a join of a layer that is gone", func(_ *testing.T, f *facts) {
 			f.layers.Joins = []layer.Stored{{Dir: "j", Layers: []digest.Digest{"sha256:03"}}}
-		}, []string{"layers: j: expected the layer that it joins"}},
+		}, []string{"layers: j: expected the layer that it depends on"}},
 
 		{"a mount that leaked", func(_ *testing.T, f *facts) {
 			f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.dirs.Writable("") + "/x", FSType: "overlay", Source: "overlay"})
@@ -253,10 +254,10 @@ func TestDifferencesAreNamed(t *testing.T) {
 
 		{"a damaged record", func(_ *testing.T, f *facts) {
 			f.surveys[0].Damaged = []checkpoint.Damaged{{Path: "x", Err: checkpoint.ErrCorrupt}}
-		}, []string{"records: x: expected a record that can be trusted, found record is damaged"}},
+		}, []string{"records: x: expected a valid record, found record is damaged"}},
 		{"a record set aside", func(_ *testing.T, f *facts) { f.surveys[0].SetAside = []string{"x"} }, []string{"records: x: expected no record that was set aside"}},
 		{"a newer record", func(_ *testing.T, f *facts) { f.surveys[0].Newer = []string{"x"} }, []string{"records: x: expected a record of this version"}},
-		{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: expected a file or directory of the daemon's"}},
+		{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: expected a file or directory of the daemon"}},
 		{"a writable layer of nobody", func(t *testing.T, f *facts) {
 			must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
 		}, []string{"records: …" + strangeID + ": expected a recorded pod or container that has it"}},
@@ -275,11 +276,11 @@ func TestDifferencesAreNamed(t *testing.T) {
 		}, []string{"views: container " + runningID + ": expected the same state"}},
 		{"an exited container that is listed as running", func(_ *testing.T, f *facts) {
 			f.views.containers[exitedID].State = runtimeapi.ContainerState_CONTAINER_RUNNING
-		}, []string{"views: container " + exitedID + ": expected a state that goes with its record (ended)"}},
+		}, []string{"views: container " + exitedID + ": expected a state that matches its record (ended)"}},
 		{"another image", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageId = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
 		{"another image reference", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageRef = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
 		{"an image with another tag", func(_ *testing.T, f *facts) { f.views.images[imageID].RepoTags = nil }, []string{"views: image sha256:aa: expected the tags [a:1] in ListImages, found []"}},
-		{"a tag that leads elsewhere", func(_ *testing.T, f *facts) { f.views.resolved["a:1"] = "sha256:bb" }, []string{"views: image sha256:aa: expected that ImageStatus finds it by a:1"}},
+		{"a tag that leads elsewhere", func(_ *testing.T, f *facts) { f.views.resolved["a:1"] = "sha256:bb" }, []string{"views: image sha256:aa: expected ImageStatus to find it by a:1"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			f := healthy(t)
@@ -297,7 +298,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 	}
 }
 
-// begins tells whether s begins with a text, in which … stands for anything.
+// begins reports whether s begins with text, in which … matches anything.
 func begins(s, text string) bool {
 	head, tail, any := strings.Cut(text, "…")
 	rest, ok := strings.CutPrefix(s, head)
@@ -346,7 +347,7 @@ func TestIDsInGroups(t *testing.T) {
 	}
 }
 
-// Looks at a made-up /proc: without state, and with a daemon that has the lock open.
+// A fake /proc: first without state, then with a daemon that has the lock file open.
 func TestFindDaemon(t *testing.T) {
 	dir := t.TempDir()
 	n := &Node{Root: dir + "/root", State: dir + "/state", NetNSDir: dir + "/netns", CNIConfDir: dir + "/net.d", CNICacheDir: dir + "/cni", proc: dir + "/proc"}
@@ -372,7 +373,7 @@ func TestFindDaemon(t *testing.T) {
 	if report.Daemon != 7 || len(report.Differences) == 0 {
 		t.Errorf("a daemon without mounts and answers: %+v", report)
 	}
-	for _, signature := range []string{"", "99\n"} { // who was started on a full disk could not sign
+	for _, signature := range []string{"", "99\n"} { // a daemon started on a full disk cannot sign its lock
 		must(t, os.WriteFile(n.Root+"/lock", []byte(signature), 0o600))
 		report, err = Run(t.Context(), n)
 		must(t, err)

@@ -16,10 +16,10 @@ import (
 	"berth/sandbox/state"
 )
 
-// Views: what the lists of CRI say equals the records, and what the other calls say: which pods,
-// containers and images there are, their states, and which image a container has.
+// Views: CRI's lists equal the records, and agree with the other calls, in which pods, containers
+// and images exist, in their states, and in the image of each container.
 
-// views are the daemon's answers. With an error there are no others.
+// views are the daemon's answers. If err is set there are no others.
 type views struct {
 	err        error
 	pods       map[string]*runtimeapi.PodSandbox
@@ -28,8 +28,8 @@ type views struct {
 	statuses   map[string]*runtimeapi.ContainerStatus
 	podStates  map[string]runtimeapi.PodSandboxState
 	resolved   map[string]string // image reference of a container → image ID
-	pulls      int               // under way
-	busy       int               // clients that wait for something
+	pulls      int               // in progress
+	busy       int               // number of waiting clients
 }
 
 func (v *views) isReady(id string) bool {
@@ -40,10 +40,10 @@ func (v *views) runs(id string) bool {
 	return v.containers[id].GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING
 }
 
-// viewLimit bounds the daemon's answers, which come from memory.
+// viewLimit bounds the daemon's answers, which it gives from memory.
 const viewLimit = 10 * time.Second
 
-// readViews asks the daemon. That it does not answer is a difference, not an error.
+// readViews asks the daemon. A daemon that does not answer is a difference, not an error.
 func (f *facts) readViews(ctx context.Context) error {
 	if f.daemon == 0 {
 		return nil
@@ -56,12 +56,12 @@ func (f *facts) readViews(ctx context.Context) error {
 	}
 	f.views = v
 	if err != nil {
-		f.views = &views{err: err, pulls: 1} // what it does is not known
+		f.views = &views{err: err, pulls: 1} // its current work is unknown
 	}
 	return nil
 }
 
-// ofRoot is an error if the daemon has another root: there may be several on a machine.
+// ofRoot returns a check that the daemon has this root, because several may run on a machine.
 func ofRoot(root string) func(context.Context, *client.Client) error {
 	return func(ctx context.Context, c *client.Client) error {
 		told, err := c.Settings(ctx)
@@ -70,10 +70,10 @@ func ofRoot(root string) func(context.Context, *client.Client) error {
 		}
 		var its struct{ Root string }
 		if err := json.Unmarshal(told, &its); err != nil {
-			return fmt.Errorf("verbose status tells no root: %w", err)
+			return fmt.Errorf("verbose Status contains no root: %w", err)
 		}
 		if filepath.Clean(its.Root) != filepath.Clean(root) {
-			return fmt.Errorf("the daemon there has the root %s, not %s; --listen names the socket of the other", its.Root, root)
+			return fmt.Errorf("the daemon there has the root %s, not %s; set --listen to the socket of the other", its.Root, root)
 		}
 		return nil
 	}
@@ -84,7 +84,7 @@ func askViews(ctx context.Context, socket, root string) (_ *views, err error) {
 	if err != nil {
 		return nil, err
 	}
-	defer c.Close() // nothing is under way any more
+	defer c.Close() // no call is in progress
 	v := &views{pods: map[string]*runtimeapi.PodSandbox{}, containers: map[string]*runtimeapi.Container{}, images: map[string]*runtimeapi.Image{},
 		statuses: map[string]*runtimeapi.ContainerStatus{}, podStates: map[string]runtimeapi.PodSandboxState{}, resolved: map[string]string{}}
 	for _, ask := range []func(context.Context, *client.Client) error{ofRoot(root), v.askLists, v.askStatuses, v.askWork} {
@@ -120,7 +120,7 @@ func (v *views) askLists(ctx context.Context, c *client.Client) error {
 	return nil
 }
 
-// askStatuses asks for each object. One that has gone since the list is left out.
+// askStatuses asks for the status of each object. It skips objects removed since the list.
 func (v *views) askStatuses(ctx context.Context, c *client.Client) error {
 	for id := range v.pods {
 		reply, err := c.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: id})
@@ -150,7 +150,7 @@ func (v *views) askStatuses(ctx context.Context, c *client.Client) error {
 	return nil
 }
 
-// askWork asks what the daemon is doing.
+// askWork asks for the operations in progress.
 func (v *views) askWork(ctx context.Context, c *client.Client) error {
 	status, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{Verbose: true})
 	if err != nil {
@@ -159,7 +159,7 @@ func (v *views) askWork(ctx context.Context, c *client.Client) error {
 	for key, count := range map[string]*int{"pulls": &v.pulls, "waits": &v.busy} {
 		var list []json.RawMessage
 		if err := json.Unmarshal([]byte(status.GetInfo()[key]), &list); err != nil {
-			return fmt.Errorf("verbose status tells no %s: %w", key, err)
+			return fmt.Errorf("verbose Status contains no %s: %w", key, err)
 		}
 		*count = len(list)
 	}
@@ -189,7 +189,7 @@ func compareViews(f *facts, d *finder) {
 	unrecorded(d, "image ", v.images, f.images)
 }
 
-// unrecorded names what is listed and has no record.
+// unrecorded reports listed objects without a record.
 func unrecorded[V, R any](d *finder, kind string, listed map[string]V, recorded map[string]R) {
 	for id := range listed {
 		if _, ok := recorded[id]; !ok {
@@ -207,9 +207,9 @@ func (f *facts) comparePodView(d *finder, p *state.FoundPod, listed *runtimeapi.
 		}
 		return
 	case p.Stage == state.BeingMade:
-		d.differ(name, "that nobody sees it before it is made", "it in ListPodSandbox")
+		d.differ(name, "hidden until it is created", "it in ListPodSandbox")
 	case f.views.isReady(p.ID) != (f.podRuns(p) && f.alive(p.PausePID, p.PauseStart) != nil) && p.Stage != state.BeingRemoved:
-		d.differ(name, fmt.Sprintf("a state that goes with its record (%s) and its pause", p.Stage), "%s", listed.State)
+		d.differ(name, fmt.Sprintf("a state that matches its record (%s) and its pause", p.Stage), "%s", listed.State)
 	}
 	if state, ok := f.views.podStates[p.ID]; ok && state != listed.State {
 		d.differ(name, "the same state in ListPodSandbox and PodSandboxStatus", "%s and %s", listed.State, state)
@@ -220,10 +220,10 @@ func (f *facts) comparePodView(d *finder, p *state.FoundPod, listed *runtimeapi.
 	}
 }
 
-// states are those in which a container may be seen, by what its record says.
+// states are the states that a client may see, by the stage in a container's record.
 var states = map[state.Stage][]runtimeapi.ContainerState{
 	state.Created: {runtimeapi.ContainerState_CONTAINER_CREATED},
-	state.Running: {runtimeapi.ContainerState_CONTAINER_CREATED, runtimeapi.ContainerState_CONTAINER_RUNNING}, // it is being launched
+	state.Running: {runtimeapi.ContainerState_CONTAINER_CREATED, runtimeapi.ContainerState_CONTAINER_RUNNING}, // being launched
 	state.Ended:   {runtimeapi.ContainerState_CONTAINER_EXITED},
 }
 
@@ -237,9 +237,9 @@ func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed 
 		}
 		return
 	case c.Stage == state.BeingMade:
-		d.differ(name, "that nobody sees it before it is made", "it in ListContainers")
+		d.differ(name, "hidden until it is created", "it in ListContainers")
 	case whole && !slices.Contains(may, listed.State):
-		d.differ(name, fmt.Sprintf("a state that goes with its record (%s)", c.Stage), "%s", listed.State)
+		d.differ(name, fmt.Sprintf("a state that matches its record (%s)", c.Stage), "%s", listed.State)
 	}
 	if listed.PodSandboxId != c.PodID {
 		d.differ(name, "the pod "+c.PodID+" in ListContainers", "%s", listed.PodSandboxId)
@@ -271,13 +271,13 @@ func (f *facts) compareImageView(d *finder, i *image.Recorded, listed *runtimeap
 	}
 	for _, ref := range slices.Concat(listed.RepoTags, listed.RepoDigests, []string{i.ID}) {
 		if got, asked := f.views.resolved[ref]; asked && got != i.ID {
-			d.differ(name, "that ImageStatus finds it by "+ref, "%q", got)
+			d.differ(name, "ImageStatus to find it by "+ref, "%q", got)
 		}
 	}
 }
 
-// tagsOf are the tags of an image that no image has whose record was written later: a tag moves
-// by writing its new owner first.
+// tagsOf returns the tags that belong to an image: those that no image with a later record has. A
+// tag moves when its new owner's record is written.
 func (f *facts) tagsOf(i *image.Recorded) []string {
 	var tags []string
 	for _, tag := range i.Tags {

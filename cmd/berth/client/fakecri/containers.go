@@ -13,13 +13,13 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// name is how calls on a container are noted: its name and attempt.
+// name returns the container's name and attempt, as Calls lists them.
 func (c *container) name() string {
 	m := c.config.GetMetadata()
 	return fmt.Sprintf("%s/%d", m.GetName(), m.GetAttempt())
 }
 
-// end makes a running container exit, a created one too; an exited one stays as it is.
+// end makes a running or created container exit. It does not change an exited one.
 func (c *container) end(code int32) {
 	if c.status.State == runtimeapi.ContainerState_CONTAINER_EXITED {
 		return

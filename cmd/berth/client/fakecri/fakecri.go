@@ -1,6 +1,5 @@
-// Package fakecri is a CRI runtime for tests: a real gRPC server on a unix socket
-// over a small state machine that is as strict about order as a runtime is.
-// Its containers run no processes; a Program says how each behaves.
+// Package fakecri is a CRI runtime for tests: a real gRPC server on a unix socket with a small
+// state machine that enforces the order of calls.
 package fakecri
 
 import (
@@ -21,15 +20,14 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Program is how a container behaves.
+// Program is the behavior of a container.
 type Program struct {
-	Output []string // lines it writes when it starts, each a CRI stream and text: "stdout hello"
-	// Exits are the exit codes of its attempts; an attempt beyond them runs until
-	// it is stopped.
+	Output []string // output lines at its start, each a CRI stream and text: "stdout hello"
+	// Exits are the exit codes of the attempts. Later attempts run until they are stopped.
 	Exits []int32
-	// Stubborn: the stop signal does nothing, only a stop without grace ends it.
+	// Stubborn programs ignore the stop signal and end only without a grace period.
 	Stubborn bool
-	StartErr error // what StartContainer returns
+	StartErr error // error of StartContainer
 }
 
 // Server is the runtime. Fields may be set until the first call.
@@ -37,23 +35,23 @@ type Server struct {
 	runtimeapi.UnimplementedRuntimeServiceServer
 	runtimeapi.UnimplementedImageServiceServer
 
-	Programs map[string]Program // by container name; none: runs until it is stopped
-	// Hook, if not nil, is called with each entry of Calls before the call is carried
-	// out; an error is the call's.
+	Programs map[string]Program // by container name; without an entry it runs until it is stopped
+	// Hook, if not nil, is called with each entry of Calls before the call. Its error fails the
+	// call.
 	Hook func(ctx context.Context, call string) error
-	// LoseSandbox makes RunPodSandbox succeed and tell the caller it did not.
+	// LoseSandbox makes RunPodSandbox create the pod but report an error.
 	LoseSandbox bool
-	ExecCode    int32 // of ExecSync; its stderr is the command, one word a line
-	// Sessions gives out the URLs of exec and attach sessions.
+	ExecCode    int32 // of ExecSync, whose stderr is the command, one word per line
+	// Sessions returns the URLs of exec and attach sessions.
 	Sessions interface {
 		Exec(*runtimeapi.ExecRequest) (string, error)
 		Attach(*runtimeapi.AttachRequest) (string, error)
 	}
-	PodInfo   map[string]string // what a verbose PodSandboxStatus has
-	PullsInfo string            // the JSON that a verbose Status has under "pulls"
+	PodInfo   map[string]string // info of a verbose PodSandboxStatus
+	PullsInfo string            // JSON of "pulls" in a verbose Status
 	Registry  map[string]*runtimeapi.Image
 
-	missed chan struct{} // a ContainerStatus that failed because of away
+	missed chan struct{} // a ContainerStatus failed because of away
 
 	mu         sync.Mutex // guards what follows
 	calls      []string
@@ -78,7 +76,7 @@ type container struct {
 	ended     chan struct{}
 }
 
-// Start serves s on a socket of its own until the test ends, and returns its address.
+// Start serves s on a new socket until the test ends, and returns its address.
 func Start(t testing.TB, s *Server) string {
 	t.Helper()
 	s.missed = make(chan struct{})
@@ -108,14 +106,14 @@ func Start(t testing.TB, s *Server) string {
 	return "unix://" + filepath.Join(dir, "s")
 }
 
-// Calls returns the calls that change something, in order.
+// Calls returns the modifying calls, in order.
 func (s *Server) Calls() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.calls)
 }
 
-// PodConfigs returns what the pods that exist were made from.
+// PodConfigs returns the configs of existing pods.
 func (s *Server) PodConfigs() []*runtimeapi.PodSandboxConfig {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -126,7 +124,7 @@ func (s *Server) PodConfigs() []*runtimeapi.PodSandboxConfig {
 	return configs
 }
 
-// Left returns the IDs of pods and containers that exist.
+// Left returns the IDs of existing pods and containers.
 func (s *Server) Left() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -141,8 +139,8 @@ func (s *Server) Left() []string {
 	return left
 }
 
-// Unavailable makes ContainerStatus fail as if the runtime were being restarted,
-// until it is called with false. It returns after at least one such failure.
+// Unavailable(true) makes ContainerStatus fail as during a runtime's restart, until
+// Unavailable(false). It returns after at least one such failure.
 func (s *Server) Unavailable(away bool) {
 	s.mu.Lock()
 	s.away = away
@@ -152,18 +150,18 @@ func (s *Server) Unavailable(away bool) {
 	}
 }
 
-// Configs returns the configs of the containers that exist, oldest first.
+// Configs returns the configs of existing containers, oldest first.
 func (s *Server) Configs() []*runtimeapi.ContainerConfig {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var configs []*runtimeapi.ContainerConfig
-	for _, id := range slices.Sorted(maps.Keys(s.containers)) { // IDs count up
+	for _, id := range slices.Sorted(maps.Keys(s.containers)) { // IDs ascend
 		configs = append(configs, s.containers[id].config)
 	}
 	return configs
 }
 
-// note records a call and asks the hook.
+// note records a call and calls the hook.
 func (s *Server) note(ctx context.Context, format string, args ...any) error {
 	call := fmt.Sprintf(format, args...)
 	s.mu.Lock()
