@@ -14,10 +14,10 @@ import (
 // Anchor moves a process into the cgroup that it is already in. This has no effect but one: the
 // next move of any process is faster.
 //
-// To move a process into a cgroup the kernel takes a lock that waits for an RCU grace period (5 to
-// 15 ms), unless it was taken within the last one (cgroup_threadgroup_rwsem). The mount option
-// favordynmods (Linux 6.0) changes that for the whole machine. A process that is born in its cgroup
-// (clone3 with CLONE_INTO_CGROUP, v2 only) does not need the lock.
+// To move a process into a cgroup the kernel takes a lock (cgroup_threadgroup_rwsem). Taking it
+// waits for an RCU grace period (5 to 15 ms), unless it was taken within the last one. The mount
+// option favordynmods (Linux 6.0) changes that for the whole machine. A process that is born in its
+// cgroup (clone3 with CLONE_INTO_CGROUP, v2 only) does not need the lock.
 type Anchor struct {
 	pid   string
 	procs string // cgroup.procs of its cgroup
@@ -44,8 +44,8 @@ func AnchorOf(pid int) (*Anchor, error) {
 }
 
 // MovesItself reports whether a process with one thread can move itself into a group without that
-// lock: through cgroup v1's lists of threads, since Linux 5.5 (9a3284fad42f). With the systemd
-// driver systemd moves it.
+// lock. It can on cgroup v1, through lists of threads, since Linux 5.5 (9a3284fad42f). With the
+// systemd driver systemd moves it.
 func MovesItself(systemd bool) bool {
 	if systemd || cgroups.IsCgroup2UnifiedMode() {
 		return false

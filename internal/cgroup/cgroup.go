@@ -309,9 +309,9 @@ func (g *Group) RemoveIdle() bool {
 	return idle
 }
 
-// inRemovalOrder returns directories in the order in which they may be removed while processes
-// remain: the freezer's last, because only the freezer can stop processes that fork while they are
-// killed. On v1 a privileged process can leave one hierarchy and stay in the others.
+// inRemovalOrder returns directories in a safe order of removal while processes remain. The
+// freezer's is last, because only the freezer stops processes that fork while they are killed. On
+// v1 a privileged process can leave one hierarchy and stay in the others.
 func inRemovalOrder(paths map[string]string) []string {
 	last := paths["freezer"]
 	var dirs []string

@@ -20,9 +20,9 @@ import (
 
 // Children are cgroups below the daemon's own in one hierarchy, for programs that the daemon runs.
 // The group makes it possible to kill a program with all its descendants. The hierarchy is v2's
-// where it is mounted, also beside v1's, else that of v1's freezer: both can kill a group that
-// forks. No controller is enabled, so the daemon may stay in the parent group, and usage is
-// accounted to the daemon.
+// where it is mounted, also beside v1's, else v1's freezer. Both can kill a group that forks. No
+// controller is enabled, so the daemon may stay in the parent group, and usage is accounted to the
+// daemon.
 type Children struct {
 	parent string // directory of the daemon's own cgroup
 	v1     bool
@@ -95,8 +95,8 @@ func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 }
 
 // startByThread lets a thread of the daemon enter the cgroup, start the command and leave again. On
-// v1 each thread has a cgroup, and a process starts in that of the thread that created it. A thread
-// that moves itself through the list of threads waits for no RCU grace period (see Anchor). If the
+// v1 each thread has a cgroup, and a process starts in the cgroup of its creator. A thread that
+// moves itself through the list of threads waits for no RCU grace period (see Anchor). If the
 // thread cannot leave, it ends with its goroutine, because commands that it started later would
 // also be in the cgroup. The command is then killed, because the caller does not wait for a process
 // whose start failed.

@@ -16,7 +16,7 @@ import (
 	"berth/internal/testenv"
 )
 
-// hierarchiesForChildren are the hierarchies of this machine in which there can be children.
+// hierarchiesForChildren returns the hierarchies of this machine that allow children.
 func hierarchiesForChildren(t *testing.T) map[string]*Children {
 	t.Helper()
 	own := map[string]string{"": "/", "freezer": "/"}
@@ -43,7 +43,8 @@ func hierarchiesForChildren(t *testing.T) map[string]*Children {
 	return places
 }
 
-// maxForked bounds what a test forks. The shell's own ulimit does not know that limit in dash.
+// maxForked bounds the number of processes that a test forks. The shell's own ulimit does not know
+// that limit in dash.
 const maxForked = 100
 
 // A command is in its cgroup from its first instruction on. A kill ends whatever it has started,

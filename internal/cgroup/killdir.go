@@ -13,7 +13,7 @@ import (
 	"berth/internal/failpoint"
 )
 
-// KillDir sends SIGKILL to all processes in dir and below, and repeats this until none is left,
+// KillDir sends SIGKILL to all processes in dir and below until none is left. It repeats this
 // because processes may be forking, frozen, or in uninterruptible sleep. It gives up after
 // patience. It succeeds if dir does not exist. The monitor has the same function in
 // shim/monitor/killtree.c.

@@ -35,7 +35,7 @@ func Prepare() error {
 	dir := "/sys/fs/cgroup"
 	if !cgroups.IsCgroup2UnifiedMode() {
 		var err error
-		// FindCgroupMountpoint would not do: it reads no mount table for a hierarchy in its usual
+		// FindCgroupMountpoint is not enough. It reads no mount table for a hierarchy in its usual
 		// place, so the first lookup of a missing controller would still read it.
 		dir, _, err = cgroups.FindCgroupMountpointAndRoot("", "pids")
 		if _, missing := errors.AsType[*cgroups.NotFoundError](err); missing {

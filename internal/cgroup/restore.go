@@ -74,8 +74,8 @@ func (g *Group) restore(before []limit) error {
 	return errors.Join(g.restoreFiles(before), g.tellSystemd(before), g.restoreFiles(before))
 }
 
-// restoreFiles restores changed files in two passes, because limits depend on each other: v1 keeps
-// the limit of memory at or below that of memory plus swap.
+// restoreFiles restores changed files in two passes, because limits depend on each other. For
+// example, v1's memory limit must not exceed the limit of memory plus swap.
 func (g *Group) restoreFiles(before []limit) error {
 	var err error
 	for range 2 {
@@ -148,7 +148,7 @@ func (g *Group) tellSystemd(before []limit) error {
 	return nil
 }
 
-// resourcesOf translates v2 limits for which systemd has properties.
+// resourcesOf translates the v2 limits that systemd has properties for.
 func resourcesOf(limits []limit) *cgroups.Resources {
 	r := &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true, Unified: map[string]string{}}
 	for _, l := range limits {

@@ -44,8 +44,8 @@ func (g *Group) Update(r *specs.LinuxResources) (restore func() error, err error
 	return restore, nil
 }
 
-// set writes the files first, also with the systemd driver. systemd accepts nearly everything, and
-// would retry at every reload what the kernel refuses.
+// set writes the files first, also with the systemd driver. systemd accepts nearly all values, and
+// would retry refused ones at every reload.
 func (g *Group) set(r *cgroups.Resources) error {
 	failpoint.Reach("cgroup.set-limits")
 	if g.systemd && cgroups.IsCgroup2UnifiedMode() {
@@ -99,7 +99,7 @@ func makeRoomIn(dir string, limit int64) error {
 }
 
 // reclaimable returns the bytes of page cache and kernel caches in memory.stat. memory.reclaim
-// would be exact, but takes longer than a request may if little can be reclaimed.
+// would be exact, but if little can be reclaimed it takes too long.
 func reclaimable(stat string) (sum int64) {
 	for line := range strings.Lines(stat) {
 		switch key, value, _ := strings.Cut(strings.TrimSpace(line), " "); key {

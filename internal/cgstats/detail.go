@@ -40,8 +40,8 @@ type detailReader struct {
 	buf *buffer
 }
 
-// maxDetail bounds the size of a file: cgroup.procs, the largest, has the IDs of all
-// processes of a group, and a node has 4 Mi at most (PID_MAX_LIMIT).
+// maxDetail bounds the size of a file, in bytes. The largest, cgroup.procs, has the IDs of a
+// group's processes, of which a node has at most 4 Mi (PID_MAX_LIMIT).
 const maxDetail = 64 << 20
 
 // content returns a file's content, or nil if the file does not exist.

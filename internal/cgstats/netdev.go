@@ -20,8 +20,8 @@ type NetDev struct {
 // may create interfaces can create tens of thousands.
 const maxNetDev = 64 << 10
 
-// NewNetDev returns a reader for the network namespace in which enter calls open. enter calls it on
-// a thread that stays in this namespace, or returns ErrGone if the namespace does not exist.
+// NewNetDev returns a reader for a network namespace. enter calls open on a thread in that
+// namespace, or returns ErrGone if the namespace does not exist.
 func NewNetDev(enter func(open func() error) error) *NetDev { return &NetDev{enter: enter} }
 
 // Read returns the interfaces except loopback and those whose names are not UTF-8, which protobuf

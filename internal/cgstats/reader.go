@@ -2,10 +2,11 @@
 //
 // # Contract
 //
-// A Reader belongs to one cgroup. The first Read opens its files, and they stay open until Close,
-// so a Read is one pread(2) per file: five files on cgroup v1 (fewer without a controller), nine on
-// v2, and one for tasks. A node with 500 containers holds 2,500 or 4,500 descriptors, and only
-// after a client has asked for statistics. Files that only metrics need are opened for each read.
+// A Reader belongs to one cgroup. The first Read opens its files, which stay open until Close, so a
+// Read is one pread(2) per file. It reads five files on cgroup v1 (fewer without a controller),
+// nine on v2, and one for tasks. A node with 500 containers holds 2,500 or 4,500 descriptors, and
+// only after a client has asked for statistics. Files that only metrics need are opened for each
+// read.
 //
 // Any number of goroutines may read at the same time, and one may close meanwhile. A Reader has no
 // lock. A NetDev admits one reader at a time. Parsing allocates nothing.

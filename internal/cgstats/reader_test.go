@@ -400,7 +400,7 @@ func TestNetDevBoundsHostileNames(t *testing.T) {
 // position in it. A reader that read twice would get the end of another number.
 func TestConcurrentReadersOfChangingNumber(t *testing.T) {
 	dir := cgroups(t, "changing").Dir("pids")
-	// Nine processes, one of which forks a tenth again and again.
+	// Nine processes. One of them forks a tenth again and again.
 	cmd := exec.Command("sh", "-c", "echo $$ >"+dir+`/cgroup.procs; for i in 1 2 3 4 5 6 7 8; do sleep 1000 & done; echo in
 		while :; do (:); done`)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}

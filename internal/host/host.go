@@ -1,4 +1,4 @@
-// Package host detects what the machine offers to containers.
+// Package host detects the machine's features for containers.
 //
 // Detect reads the facts once, at daemon start. They are plain values, so package oci can build
 // specs without touching the machine, and tests can invent them. Files answers questions about host
@@ -37,9 +37,9 @@ type Facts struct {
 	// and its permitted set. Upper case with CAP_ prefix, ordered by number.
 	Capabilities []string
 
-	// OOMScoreAdjMin is the lowest oom_score_adj that a container can have: -1000 with
-	// CAP_SYS_RESOURCE, else this process's own value, because only that capability allows values
-	// below the inherited minimum (proc(5)).
+	// OOMScoreAdjMin is the lowest oom_score_adj of a container: -1000 with CAP_SYS_RESOURCE, else
+	// this process's own value. Lowering it below the inherited minimum needs that capability
+	// (proc(5)).
 	OOMScoreAdjMin int
 
 	// HugepageSizes are the sizes with a limit file in a container's cgroup, for example "2MB",

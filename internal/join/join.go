@@ -56,13 +56,13 @@ var ErrInUse = errors.New("in use")
 
 // Joiner allows at most one creation for each identity. Later calls with the same content join it.
 //
-// A call with other content gets AlreadyExists, unless no caller has received the ID and nobody
-// uses the object. In that case its caller has given up and is retrying: the object is removed and
+// A call with other content gets AlreadyExists, unless no caller has received the ID and the object
+// is unused. In that case its caller has given up and is retrying: the object is removed and
 // created again. (kubelet never repeats the exact request of a container, because it draws a new
 // path for the termination log each time.)
 //
-// No caller receives the ID of an object whose removal has begun (Going). A caller waits until
-// the object is gone, and gets a new one.
+// No caller receives the ID of an object whose removal has begun (Going). A caller waits until the
+// object is gone, and gets a new one.
 //
 // The lock guards the map and the creations' fields and is held for nothing else.
 type Joiner struct {
@@ -78,13 +78,13 @@ type Maker struct {
 	Make func() (id string, err error)
 	// Remove removes an object whose ID no caller has received, or continues a removal that has
 	// begun. It returns when the object is gone. It returns ErrInUse and removes nothing if a
-	// client found the object by other means and uses it; nobody can begin to use it after that
-	// decision.
+	// client found the object by other means and uses it. After that decision no client can begin
+	// to use it.
 	Remove func(ctx context.Context, id string) error
 }
 
-// Create returns the ID of the object with that identity: the existing one, the one that is being
-// created, or the one that it creates. A failed creation leaves nothing behind. Errors do not name
+// Create returns the ID of the object with that identity. It waits for a running creation, and
+// creates the object if there is none. A failed creation leaves nothing behind. Errors do not name
 // the identity, because the caller does.
 func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, mk Maker) (string, error) {
 	for {
@@ -252,8 +252,8 @@ func (j *Joiner) Forget(identity, id string) {
 	}
 }
 
-// made returns the creation of the object with that identity and ID, or nil if the identity belongs
-// to another object, which may still be in creation. It needs the lock.
+// made returns the creation of the object with that identity and ID. It returns nil if the identity
+// belongs to another object, which may still be in creation. It needs the lock.
 func (j *Joiner) made(identity, id string) *creation {
 	c := j.by[identity]
 	if c == nil {

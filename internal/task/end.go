@@ -16,9 +16,9 @@ const (
 )
 
 // End lets nothing new start and waits for the work in progress until ctx ends. When it cancels
-// operations it calls leave, because cancellation does not interrupt what they wait for elsewhere.
-// The next daemon continues unfinished operations and rollbacks. idle is false if operations
-// remain; the error names them.
+// operations it calls leave, because cancellation does not interrupt all of their waits. The next
+// daemon continues unfinished operations and rollbacks. idle is false if operations remain; the
+// error names them.
 func (r *Runner) End(ctx context.Context, leave func()) (idle bool, err error) {
 	r.Operations.Close()
 	r.Background.Close()

@@ -1,5 +1,5 @@
 // Package task runs the work of a daemon that owns objects. Every goroutine has an owner that waits
-// for it, every object has one writer at a time, and every wait has a name that operators can see.
+// for it. Every object has one writer at a time. Every wait has a name that operators can see.
 package task
 
 import (
@@ -20,7 +20,7 @@ import (
 // RunPodSandbox and two for all other calls.
 const Limit = 4 * time.Minute
 
-// Runner starts operations and records what they wait for.
+// Runner starts operations and records their waits.
 type Runner struct {
 	Operations *Lifetime // requests of clients
 	Background *Lifetime // rollback and removal
@@ -87,8 +87,8 @@ func (r *Runner) Guard(what, object string, op func() error) error {
 	return Guard(r.Log, what, object, op)
 }
 
-// Guard turns a panic of op into an Internal error and logs the stack, because the daemon must keep
-// serving other pods. Goroutines that op starts need a guard of their own.
+// Guard converts a panic of op to an Internal error and logs the stack, because the daemon must
+// keep serving other pods. Goroutines that op starts need a guard of their own.
 func Guard(log *slog.Logger, what, object string, op func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {

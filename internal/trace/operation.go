@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// Operation is the form in which verbose PodSandboxStatus (as JSON) and berth trace show a trace.
+// Operation is the shown form of a trace: in verbose PodSandboxStatus (as JSON) and in berth trace.
 type Operation struct {
 	Object    string    `json:"object,omitempty"` // the container's name; empty: the pod
 	Attempt   uint32    `json:"attempt,omitempty"`

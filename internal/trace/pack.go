@@ -45,8 +45,8 @@ func (all *slab) parts(zero int64) (parts []Part, missing int) {
 	return parts, missing + max(taken-MaxSpans, 0)
 }
 
-// pack encodes a slab compactly: the number of spans, the number of missing ones, and for each span
-// its name, parent, beginning relative to the previous one, and duration.
+// pack encodes a slab compactly: the number of spans and of missing ones, and then the spans. Each
+// has its name, parent, beginning relative to the previous one, and duration.
 func pack(all *slab, zero int64) string {
 	parts, missing := all.parts(zero)
 	out := make([]byte, 0, 16*len(parts)+16)

@@ -23,8 +23,8 @@ func (e *ExitStatus) Error() string {
 
 func (e *ExitStatus) Unwrap() error { return e.Cause }
 
-// ExitCode prints err to stderr, except for an ExitStatus without a cause, and returns berth's exit
-// code: 0 for nil, the code of an ExitStatus, 1 for every other error.
+// ExitCode prints err to stderr, except for an ExitStatus without a cause. It returns berth's exit
+// code: 0 for nil, an ExitStatus's code, 1 for other errors.
 func ExitCode(err error, stderr io.Writer) int {
 	if err == nil {
 		return 0

@@ -51,9 +51,9 @@ func InterruptStatus(ctx context.Context, err error) error {
 }
 
 // TwoStageInterruptible returns two contexts. The first SIGINT, SIGTERM or SIGHUP cancels ctx with
-// the cause *Interrupted, the second cancels now, and the third ends berth. now does not end with
-// parent. Until stop is called, a write to a closed pipe fails instead of killing berth, so that
-// the caller can still clean up. The caller must call stop.
+// the cause *Interrupted. The second one cancels now, and the third ends berth. The context now
+// does not end with parent. Until stop is called, a write to a closed pipe fails instead of killing
+// berth, so that the caller can still clean up. The caller must call stop.
 func TwoStageInterruptible(parent context.Context) (ctx, now context.Context, stop func()) {
 	ctx, interrupt := context.WithCancelCause(parent)
 	now, kill := context.WithCancelCause(context.WithoutCancel(parent))

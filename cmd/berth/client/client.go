@@ -40,9 +40,9 @@ type Client struct {
 	conn *grpc.ClientConn
 }
 
-// Dial connects to the runtime's socket: "unix:///run/x.sock" or a bare path.
-// It fails at once, with a reason an operator can act on, when nobody listens.
-// Later the connection heals by itself when the runtime is restarted.
+// Dial connects to the runtime's socket: "unix:///run/x.sock" or a bare path. It fails at once,
+// with a reason that an operator can act on, if no process listens. Later the connection heals by
+// itself when the runtime is restarted.
 func Dial(ctx context.Context, socket string) (*Client, error) {
 	path, err := socketPath(socket)
 	if err != nil {

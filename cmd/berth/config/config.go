@@ -2,14 +2,12 @@
 //
 // # Contract
 //
-// Every option is declared once, as a field of [Config]: its tags carry the TOML
-// key, the flag, the default, what values are allowed and the documentation. The
-// flags of "berth serve", the output of "berth config default", docs/config.md
-// and the parser of the configuration file are all derived from them.
+// Every option is declared once, as a field of [Config]. Its tags have the TOML key, the flag, the
+// default, the allowed values and the documentation. The flags of "berth serve", the output of
+// "berth config default", docs/config.md and the parser derive from them.
 //
-// A value given by a flag wins over the file, the file wins over the default.
-// A file with a key that is no option is refused, so that a misspelt key cannot
-// silently leave a default in place.
+// Flags override the file, and the file overrides the defaults. Load refuses a file with an unknown
+// key, so that a misspelt key cannot silently leave a default in place.
 package config
 
 import (
@@ -25,20 +23,19 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// DefaultPath is read when --config is not given. It need not exist.
+// DefaultPath is the configuration file without --config. It need not exist.
 const DefaultPath = "/etc/berth/config.toml"
 
 // Config is the daemon's configuration.
 //
-// Tags: toml is the key; flag the name of the flag, if the option has one;
-// default the default in the form a flag would take it, lists separated by
-// commas; path:"abs" asks for absolute paths and path:"optional" also allows
-// none; oneof lists the only values allowed; min is the smallest number or
-// duration, max the largest number; doc is the documentation.
+// The tag toml is the key, flag the name of the flag, if the option has one. The tag default has
+// the form of a flag's value, with lists separated by commas. path:"abs" requires absolute paths,
+// and path:"optional" also allows none. oneof lists the allowed values, min and max are limits, and
+// doc is the documentation.
 //
-// A field that is a map of structs stands for tables that users name: the key
-// "handlers" for [handlers.NAME]. The fields of the struct have the same tags;
-// example is a name that the documentation uses.
+// A field that is a map of structs stands for tables that users name: the key "handlers" for
+// [handlers.NAME]. The fields of the struct have the same tags; example is a name that the
+// documentation uses.
 type Config struct {
 	Listen string `toml:"listen" flag:"listen" default:"/run/berth/berth.sock" path:"socket" doc:"Unix socket that serves the CRI: an absolute path or a unix:// URL. A socket passed by systemd takes precedence."`
 	Root   string `toml:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Directory for data that outlives a reboot: images, writable layers, records of pods and containers. Only one daemon can use it."`
@@ -133,23 +130,23 @@ type Handler struct {
 	Args []string `toml:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
 }
 
-// BuiltinHandler is the name of the runtime handler that is always there.
+// BuiltinHandler is the name of the built-in runtime handler.
 const BuiltinHandler = "berth"
 
-// Default returns the configuration of a daemon without flags and file.
+// Default returns the configuration without flags and file.
 func Default() *Config {
 	c := new(Config)
 	for _, o := range options() {
 		if err := o.set(fields(c), o.defaults()); err != nil {
-			panic(fmt.Sprintf("config: default of %s: %v", o.Key, err)) // a mistake in the tags above, found by any test
+			panic(fmt.Sprintf("config: default of %s: %v", o.Key, err)) // an error in the tags above, which every test finds
 		}
 	}
 	return c
 }
 
-// Parse reads a configuration file's content; name is used in errors. Options
-// the file does not mention have their defaults. Every unknown key is reported
-// with its line and the option whose name is nearest.
+// Parse parses a configuration file. name is its name in errors. Options that the file lacks have
+// their defaults. Parse reports each unknown key with its line and the option with the nearest
+// name.
 func Parse(name string, content []byte) (*Config, error) {
 	c := Default()
 	lines, err := decode(name, content, c)
@@ -162,7 +159,7 @@ func Parse(name string, content []byte) (*Config, error) {
 	return c, nil
 }
 
-// fields are the values that options of the top level are about.
+// fields returns the struct with the top-level options.
 func fields(c *Config) reflect.Value { return reflect.ValueOf(c).Elem() }
 
 // AddFlags registers --config and the flags of all options that have one.
@@ -211,9 +208,9 @@ func Load(flags *pflag.FlagSet) (*Config, error) {
 	return c, nil
 }
 
-// LoadTold returns the configuration of a daemon that runs, as it tells it in verbose Status: its
-// own flags are in it. Flags that were given here win over that. An option that an older daemon
-// does not tell has its default.
+// LoadTold returns the configuration of a running daemon from its verbose Status, which includes
+// the daemon's flags. Flags given here take precedence. An option that an older daemon does not
+// report has its default.
 func LoadTold(flags *pflag.FlagSet, told []byte) (*Config, error) {
 	c := Default()
 	if err := json.Unmarshal(told, c); err != nil {
@@ -235,7 +232,7 @@ func LoadTold(flags *pflag.FlagSet, told []byte) (*Config, error) {
 	return c, nil
 }
 
-// applyFlags sets the options whose flags were given and returns these, by key.
+// applyFlags sets the options of the given flags, and returns these flags by key.
 func applyFlags(flags *pflag.FlagSet, c *Config) (map[string]string, error) {
 	given := make(map[string]string)
 	for _, o := range options() {
@@ -251,13 +248,13 @@ func applyFlags(flags *pflag.FlagSet, c *Config) (map[string]string, error) {
 	return given, nil
 }
 
-// places tells where in a file options are set.
+// places records where a file sets its options.
 type places struct {
 	name  string         // of the file
-	lines map[string]int // of the keys that are in it
+	lines map[string]int // by key
 }
 
-// where names an option's place: "config.toml: line 3: root".
+// where returns the place of an option: "config.toml: line 3: root".
 func (p places) where(key string) string {
 	if line, ok := p.lines[key]; ok {
 		return fmt.Sprintf("%s: line %d: %s", p.name, line, key)
@@ -265,8 +262,7 @@ func (p places) where(key string) string {
 	return p.name + ": " + key
 }
 
-// decode parses content into c and explains what is wrong with it by file, line
-// and key.
+// decode parses content into c. Its errors name the file, line and key.
 func decode(name string, content []byte, c *Config) (places, error) {
 	found := places{name: name, lines: map[string]int{}}
 	if err := found.read(content); err != nil {

@@ -15,7 +15,7 @@ import (
 
 var update = flag.Bool("update", false, "rewrite docs/config.md")
 
-func TestDefaults(t *testing.T) {
+func TestDefaultsMatchTags(t *testing.T) {
 	c := Default()
 	want := Config{
 		Listen: "/run/berth/berth.sock", Root: "/var/lib/berth", State: "/run/berth",
@@ -103,7 +103,7 @@ func TestReferenceIsUpToDate(t *testing.T) {
 	}
 }
 
-func TestExampleFile(t *testing.T) {
+func TestExampleFileIsValid(t *testing.T) {
 	const path = "../../../contrib/systemd/config.toml"
 	content, err := os.ReadFile(path)
 	if err != nil {
@@ -118,7 +118,7 @@ func TestExampleFile(t *testing.T) {
 	}
 }
 
-func TestHandlers(t *testing.T) {
+func TestHandlersAreValidated(t *testing.T) {
 	c, err := Parse("f.toml", []byte("default_handler = 'crun'\n[handlers.crun]\npath = '/usr//bin/crun'\nargs = ['--debug']\n[handlers.test-handler]\n"))
 	if err != nil {
 		t.Fatal(err)
@@ -129,7 +129,7 @@ func TestHandlers(t *testing.T) {
 	}
 }
 
-// TestExamplesOfTables takes the comment signs from what "berth config default" shows.
+// TestExamplesOfTables uncomments the tables in the output of "berth config default".
 func TestExamplesOfTables(t *testing.T) {
 	_, text, found := strings.Cut(DefaultTOML(), "#\n# [handlers.crun]")
 	if !found {
@@ -148,7 +148,7 @@ func TestExamplesOfTables(t *testing.T) {
 func TestParseErrors(t *testing.T) {
 	for name, tc := range map[string]struct {
 		file string
-		want []string // all in the error
+		want []string // all parts of the error
 	}{
 		"misspelt":        {"root = '/a'\n\nlisen = '/run/x.sock'\n", []string{`f.toml: line 3: unknown key "lisen", the nearest option is "listen"`}},
 		"dash":            {"cgroup-driver = 'auto'", []string{`line 1: unknown key "cgroup-driver"`, `"cgroup_driver"`}},
@@ -190,11 +190,11 @@ func TestParseErrors(t *testing.T) {
 		"handler array":    {"[[handlers.x]]\npath = '/crun'", []string{`f.toml: line 1: handlers.x: it takes tables`}},
 		"handler twice":    {"[handlers.x]\n[handlers.x]", []string{"f.toml: line 2"}},
 		"handler name":     {"\n[handlers.Crun_1]\npath = '/crun'", []string{`f.toml: line 2: handlers.Crun_1: "Crun_1" is not a name that a RuntimeClass may have`}},
-		"handler built in": {"[handlers.berth]", []string{`f.toml: line 1: handlers.berth: berth is the handler that is built in`}},
+		"handler built in": {"[handlers.berth]", []string{`f.toml: line 1: handlers.berth: berth is the built-in handler`}},
 		"handler args":     {"[handlers.x]\nargs = ['--debug']", []string{`f.toml: line 2: handlers.x.args: the built-in runtime takes no options`}},
 		"handler arg":      {"[handlers.x]\npath = '/crun'\nargs = ['']", []string{`f.toml: line 3: handlers.x.args: element 1 of the list is empty`}},
 		"after a table":    {"[handlers.x]\npath = '/crun'\n[cni]\na = 1\n[handlers.y]\nz = 1", []string{`f.toml: line 3: unknown key "cni"`, `line 6: unknown key "handlers.y.z"`}},
-		"default handler":  {"default_handler = 'crun'", []string{`f.toml: line 1: default_handler: there is no handler "crun"`}},
+		"default handler":  {"default_handler = 'crun'", []string{`f.toml: line 1: default_handler: no handler "crun"`}},
 		"two values":       {"root = 'a'\nstate = 'b'", []string{"f.toml: line 1: root:", "f.toml: line 2: state:"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -230,7 +230,7 @@ listen = "unix:///tmp/x.sock"
 	}
 }
 
-func TestSocketForms(t *testing.T) {
+func TestSocketAcceptsPathAndURL(t *testing.T) {
 	for text, want := range map[string]string{
 		"/run/a.sock":         "/run/a.sock",
 		"unix:///run/a.sock":  "/run/a.sock",
@@ -250,7 +250,7 @@ func TestSocketForms(t *testing.T) {
 	}
 }
 
-// load runs Load as the daemon does.
+// load calls Load as the daemon does.
 func load(t *testing.T, args ...string) (*Config, error) {
 	t.Helper()
 	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
@@ -270,7 +270,7 @@ func writeFile(t *testing.T, content string) string {
 	return path
 }
 
-func TestPrecedence(t *testing.T) {
+func TestFlagsOverrideFile(t *testing.T) {
 	path := writeFile(t, "root = '/from/file'\nlog_level = 'warn'\ncni_bin_dirs = ['/file']\n")
 	c, err := load(t, "--config", path, "--log-level=debug", "--cni-bin-dir=/one,/two", "--cni-bin-dir", "/three", "--listen=unix:///x/y")
 	if err != nil {
@@ -305,7 +305,7 @@ func TestLoadErrors(t *testing.T) {
 	}
 }
 
-func TestFlagsOfTheIssue(t *testing.T) {
+func TestFlagsExist(t *testing.T) {
 	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
 	AddFlags(flags)
 	for _, name := range []string{"config", "listen", "root", "state", "cgroup-driver", "cni-conf-dir", "cni-bin-dir", "registry-dir", "log-level", "log-format"} {
@@ -315,7 +315,7 @@ func TestFlagsOfTheIssue(t *testing.T) {
 	}
 }
 
-func TestNearest(t *testing.T) {
+func TestNearestFindsMisspeltOption(t *testing.T) {
 	for key, want := range map[string]string{"rot": "root", "statte": "state", "cni_bin_dir": "cni_bin_dirs", "idle": "listen"} {
 		if got := nearest(key, keys()); got != want {
 			t.Errorf("nearest(%q) = %q, want %q", key, got, want)
@@ -331,8 +331,8 @@ func TestNearest(t *testing.T) {
 	}
 }
 
-// FuzzParse: whatever the file holds, Parse returns a valid configuration or an
-// error, and a valid configuration stays the same when written and read again.
+// FuzzParse checks that Parse returns a valid configuration or an error, and that a valid
+// configuration does not change when written and parsed again.
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(DefaultTOML()))
 	f.Add([]byte("root = '/a'\n[cni]\nx = 1\n"))

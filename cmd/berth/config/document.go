@@ -7,8 +7,8 @@ import (
 	"github.com/pelletier/go-toml/v2"
 )
 
-// DefaultTOML returns a configuration file with every option at its default and
-// its documentation as a comment.
+// DefaultTOML returns a configuration file with every option at its default, documented by
+// comments.
 func DefaultTOML() string {
 	c := Default()
 	var b strings.Builder
@@ -36,7 +36,7 @@ func DefaultTOML() string {
 	return b.String()
 }
 
-// Reference returns docs/config.md.
+// Reference returns the content of docs/config.md.
 func Reference() string {
 	c := Default()
 	var b strings.Builder
@@ -66,7 +66,7 @@ the defaults. Unknown keys are errors. ` + "`berth config default`" + ` prints a
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// describe writes what the reference has of every option.
+// describe writes the reference's text about the option.
 func (o option) describe(b *strings.Builder, heading, key string) {
 	fmt.Fprintf(b, "%s %s\n\n%s\n\n- type: %s\n", heading, key, o.Doc, o.typeName())
 	if len(o.oneof) > 0 {
@@ -80,7 +80,7 @@ func (o option) describe(b *strings.Builder, heading, key string) {
 	}
 }
 
-// example is an option of a table with the value that the documentation shows.
+// example returns the assignment of a table's option that the documentation shows.
 func (o option) example() string { return o.Key + " = " + o.field.Tag.Get("example") }
 
 func (o option) repeatable() string {
@@ -90,7 +90,7 @@ func (o option) repeatable() string {
 	return ""
 }
 
-// summary is the documentation with allowed values and flag.
+// summary returns the documentation with the allowed values and the flag.
 func (o option) summary() string {
 	s := o.Doc
 	if len(o.oneof) > 0 {
@@ -108,7 +108,7 @@ func (o option) summary() string {
 	return s
 }
 
-// assignment is the option with its value in c as a line of TOML.
+// assignment returns the option with its value in c as a line of TOML.
 func (o option) assignment(c *Config) string {
 	text, err := toml.Marshal(map[string]any{o.Key: o.value(fields(c)).Interface()})
 	if err != nil {
@@ -117,7 +117,7 @@ func (o option) assignment(c *Config) string {
 	return strings.TrimSpace(string(text))
 }
 
-// wrap splits text into lines of at most width bytes, where words allow it.
+// wrap splits text into lines of at most width bytes at blanks.
 func wrap(text string, width int) []string {
 	var lines []string
 	line := ""

@@ -1,6 +1,6 @@
 package config
 
-// keys are those of all options and tables of the top level.
+// keys returns the keys of all top-level options and tables.
 func keys() []string {
 	all := keysOf(options())
 	for _, t := range tables() {
@@ -17,7 +17,7 @@ func keysOf(options []option) []string {
 	return all
 }
 
-// nearest returns which of the known keys takes the fewest edits to get from key.
+// nearest returns the known key with the smallest edit distance from key.
 func nearest(key string, known []string) string {
 	best, least := "", -1
 	for _, k := range known {
@@ -28,8 +28,8 @@ func nearest(key string, known []string) string {
 	return best
 }
 
-// distance is the Levenshtein distance of two strings, in bytes. Only the start
-// of a long a counts, so that a file cannot make it expensive.
+// distance returns the Levenshtein distance of two strings in bytes. It ignores the end of a long
+// a, which would make it expensive.
 func distance(a, b string) int {
 	a = a[:min(len(a), 64)]
 	row := make([]int, len(b)+1) // row[j]: distance of a[:i] and b[:j]

@@ -12,8 +12,8 @@ import (
 	"github.com/pelletier/go-toml/v2/unstable"
 )
 
-// Duration is a length of time that is written like "1m30s". It is a struct so
-// that TOML's bare numbers, which have no unit, do not fit into it.
+// Duration is a duration in the form "1m30s". It is a struct so that TOML's bare numbers, which
+// have no unit, do not convert to it.
 type Duration struct{ time.Duration }
 
 // MarshalText implements encoding.TextMarshaler.
@@ -29,7 +29,7 @@ func (d *Duration) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// String returns the shortest usual form: "1m", not "1m0s".
+// String returns the shortest form: "1m", not "1m0s".
 func (d Duration) String() string {
 	s := d.Duration.String()
 	if strings.HasSuffix(s, "m0s") {
@@ -41,10 +41,10 @@ func (d Duration) String() string {
 	return s
 }
 
-// option is what the tags of one field of Config, or of the tables in it, say.
+// option describes a field of Config, or of one of its tables, by the field's tags.
 type option struct {
 	Key, Flag, Doc string
-	Default        string // as a flag would take it, lists separated by commas
+	Default        string // in a flag's form, lists separated by commas
 
 	field reflect.StructField
 	path  string   // "", "abs", "optional" or "socket"
@@ -53,7 +53,7 @@ type option struct {
 	max   string   // largest number, if not empty
 }
 
-// options are those of Config itself, in the order of its fields.
+// options are the options of Config itself, in the order of its fields.
 var options = sync.OnceValue(func() []option {
 	var all []option
 	for field := range reflect.TypeFor[Config]().Fields() {
@@ -76,17 +76,17 @@ func newOption(field reflect.StructField) option {
 	return o
 }
 
-// value is the option's in the struct it is a field of: a Config, or an entry of a table.
+// value returns the option's value in a struct: a Config, or an entry of a table.
 func (o option) value(of reflect.Value) reflect.Value { return of.FieldByIndex(o.field.Index) }
 
-// pointer is value for a type switch.
+// pointer returns a pointer to the value, for a type switch.
 func (o option) pointer(of reflect.Value) any { return o.value(of).Addr().Interface() }
 
 func (o option) isList() bool {
 	return o.field.Type.Kind() == reflect.Slice
 }
 
-// defaults returns the default in the form that set takes.
+// defaults returns the default as arguments of set.
 func (o option) defaults() []string {
 	if o.isList() && o.Default == "" {
 		return []string{}
@@ -97,8 +97,7 @@ func (o option) defaults() []string {
 	return []string{o.Default}
 }
 
-// set gives the option a value written as text: the elements of a list, or the
-// last of texts.
+// set parses a value from text: all texts as the elements of a list, else the last one.
 func (o option) set(of reflect.Value, texts []string) error {
 	last := ""
 	if len(texts) > 0 {
@@ -128,7 +127,7 @@ func (o option) set(of reflect.Value, texts []string) error {
 	return nil
 }
 
-// typeName is what the value is called in the documentation.
+// typeName returns the name of the type in the documentation.
 func (o option) typeName() string {
 	switch reflect.New(o.field.Type).Interface().(type) {
 	case *[]string:
@@ -144,7 +143,8 @@ func (o option) typeName() string {
 	}
 }
 
-// kind is how TOML writes the value. A duration is a string: a bare number has no unit.
+// kind returns the TOML type of the value. A duration is a string, because a bare number has no
+// unit.
 func (o option) kind() unstable.Kind {
 	switch o.typeName() {
 	case "list of strings":
@@ -158,7 +158,7 @@ func (o option) kind() unstable.Kind {
 	}
 }
 
-// wants is what a value of the wrong kind should have been.
+// wants returns the expected type, for an error text.
 func (o option) wants() string {
 	if name := o.typeName(); name != "duration" {
 		return name
@@ -166,8 +166,8 @@ func (o option) wants() string {
 	return `duration like "1m30s"`
 }
 
-// usage is the documentation as pflag wants it: the name of the value in
-// backquotes appears in the list of flags.
+// usage returns the documentation in pflag's form: pflag shows a name in backquotes in the list of
+// flags.
 func (o option) usage() string {
 	name := "text"
 	switch {
@@ -183,8 +183,7 @@ func (o option) usage() string {
 	return doc + " (`" + name + "`)"
 }
 
-// flagValue collects what was given for one flag. The value goes into a Config
-// only after the file was read.
+// flagValue collects the values of one flag. They go into a Config after the file was read.
 type flagValue struct {
 	option option
 	texts  []string
@@ -203,7 +202,7 @@ func (f *flagValue) Set(text string) error {
 	return nil
 }
 
-// String implements pflag.Value; pflag shows it as the default.
+// String implements pflag.Value. pflag shows it as the default.
 func (f *flagValue) String() string {
 	if f.texts == nil {
 		return f.option.Default

@@ -9,16 +9,15 @@ import (
 	"github.com/pelletier/go-toml/v2/unstable"
 )
 
-// read notes the lines of all keys, and refuses keys that are no option and values
-// of another type than their option's. The decoder could do it too, but it takes
-// keys in any case, would let "Root" pass beside "root", and words a wrong type for
-// Go programmers. Errors of syntax are left to the decoder.
+// read records the lines of all keys. It refuses unknown keys, and values of another type than
+// their option's. The decoder could do this too, but it would accept "Root" beside "root", and its
+// errors about types are for Go programmers. Syntax errors are left to the decoder.
 func (p places) read(content []byte) error {
 	var all []error
 	var parser unstable.Parser
 	parser.Reset(content)
-	var within []string // the table that the following keys belong to
-	skip := false       // it was refused
+	var within []string // the table of the following keys
+	skip := false       // the table was refused
 	for parser.NextExpression() {
 		e := parser.Expression()
 		if e.Kind != unstable.KeyValue && e.Kind != unstable.Table && e.Kind != unstable.ArrayTable {
@@ -43,7 +42,7 @@ func (p places) read(content []byte) error {
 	return errors.Join(all...)
 }
 
-// keyOf returns the parts of an expression's key and its line.
+// keyOf returns the parts of an expression's key, and its line.
 func keyOf(e *unstable.Node, parser *unstable.Parser) (parts []string, line int) {
 	for key := e.Key(); key.Next(); {
 		if parts == nil {
@@ -54,7 +53,7 @@ func keyOf(e *unstable.Node, parser *unstable.Parser) (parts []string, line int)
 	return parts, line
 }
 
-// check tells what is wrong with an expression whose whole key, tables included, is given.
+// check returns an expression's error. Its full key, including tables, is key.
 func check(e *unstable.Node, key []string) error {
 	if i := slices.IndexFunc(tables(), func(t table) bool { return t.Key == key[0] }); i >= 0 {
 		return tables()[i].checkKey(e, key)
@@ -64,12 +63,12 @@ func check(e *unstable.Node, key []string) error {
 		return unknown(key[0], key[0], keys())
 	}
 	if e.Kind != unstable.KeyValue || len(key) > 1 {
-		return fmt.Errorf("%s takes a value and is no table", key[0])
+		return fmt.Errorf("%s takes a value and is not a table", key[0])
 	}
 	return options()[i].checkKind(e, key[0])
 }
 
-// checkKey checks an expression of one of the tables.
+// checkKey checks an expression in one of the tables.
 func (t table) checkKey(e *unstable.Node, key []string) error {
 	switch {
 	case e.Kind == unstable.Table && len(key) == 2:

@@ -8,15 +8,15 @@ import (
 	"sync"
 )
 
-// table is a field of Config that is a map of structs: tables that users name.
+// table is a field of Config that is a map of structs, whose keys users choose.
 type table struct {
 	Key, Doc, Example string
-	Options           []option // of each of them
+	Options           []option // of each entry
 
 	field reflect.StructField
 }
 
-// tables are those of Config, in the order of its fields.
+// tables are the tables of Config, in the order of its fields.
 var tables = sync.OnceValue(func() []table {
 	var all []table
 	for field := range reflect.TypeFor[Config]().Fields() {
@@ -34,14 +34,14 @@ var tables = sync.OnceValue(func() []table {
 
 func isTables(field reflect.StructField) bool { return field.Type.Kind() == reflect.Map }
 
-// check validates all tables of that kind in c, and cleans their paths.
+// check validates all entries of the table in c, and cleans their paths.
 func (t table) check(c *Config, where func(key string) string) []error {
 	entries := fields(c).FieldByIndex(t.field.Index)
 	names := entries.MapKeys()
 	slices.SortFunc(names, func(a, b reflect.Value) int { return strings.Compare(a.String(), b.String()) })
 	var all []error
 	for _, name := range names {
-		entry := reflect.New(t.field.Type.Elem()).Elem() // what is in a map can't be set
+		entry := reflect.New(t.field.Type.Elem()).Elem() // values in a map are not addressable
 		entry.Set(entries.MapIndex(name))
 		for _, o := range t.Options {
 			if err := o.check(entry); err != nil {

@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// What a daemon tells of its configuration is read as it was, with the flags that are given.
-func TestLoadTold(t *testing.T) {
+// LoadTold must read a daemon's reported configuration unchanged, except for given flags.
+func TestReportedConfigurationIsReadUnchanged(t *testing.T) {
 	running, err := Parse("f.toml", []byte("root = '/r'\nmax_layer_bytes = 3000000\nstall_timeout = '7s'\nnri_reject = ['hooks']\n[handlers.crun]\npath = '/usr/bin/crun'\n"))
 	if err != nil {
 		t.Fatal(err)

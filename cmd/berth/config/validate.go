@@ -15,8 +15,8 @@ import (
 	"unicode"
 )
 
-// validate checks every value and cleans paths. where names the place that the
-// value of a key comes from.
+// validate checks every value and cleans paths. where returns the origin of a key's value, for
+// error texts.
 func (c *Config) validate(where func(key string) string) error {
 	var all []error
 	for _, o := range options() {
@@ -40,7 +40,7 @@ func (c *Config) validate(where func(key string) string) error {
 	return errors.Join(all...)
 }
 
-// checkEndpoint accepts a host and a port, or nothing.
+// checkEndpoint accepts a host and a port, or an empty string.
 func checkEndpoint(endpoint string) error {
 	if endpoint == "" {
 		return nil
@@ -52,18 +52,18 @@ func checkEndpoint(endpoint string) error {
 	return nil
 }
 
-// handlerName is what a RuntimeClass may name as its handler, a DNS label
-// (k8s.io/api/node/v1, RuntimeClass.handler).
+// handlerName matches a RuntimeClass's handler, a DNS label (k8s.io/api/node/v1,
+// RuntimeClass.handler).
 var handlerName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
 
-// checkHandlers checks the handlers' names, and those that name them.
+// checkHandlers checks the names of handlers, and the options that refer to them.
 func (c *Config) checkHandlers(where func(key string) string) []error {
 	var all []error
 	for _, name := range slices.Sorted(maps.Keys(c.Handlers)) {
 		key := "handlers." + name
 		switch h := c.Handlers[name]; {
 		case name == BuiltinHandler:
-			all = append(all, fmt.Errorf("%s: %s is the handler that is built in", where(key), name))
+			all = append(all, fmt.Errorf("%s: %s is the built-in handler", where(key), name))
 		case !handlerName.MatchString(name):
 			all = append(all, fmt.Errorf("%s: %q is not a name that a RuntimeClass may have as its handler: lower case letters, digits and -, at most 63", where(key), name))
 		case h.Path == "" && len(h.Args) > 0:
@@ -71,7 +71,7 @@ func (c *Config) checkHandlers(where func(key string) string) []error {
 		}
 	}
 	if _, ok := c.Handlers[c.DefaultHandler]; !ok && c.DefaultHandler != BuiltinHandler {
-		all = append(all, fmt.Errorf("%s: there is no handler %q", where("default_handler"), c.DefaultHandler))
+		all = append(all, fmt.Errorf("%s: no handler %q", where("default_handler"), c.DefaultHandler))
 	}
 	return all
 }
@@ -108,7 +108,7 @@ func (o option) check(of reflect.Value) error {
 
 func (o option) checkText(p *string) error {
 	if strings.ContainsFunc(*p, unicode.IsControl) {
-		return fmt.Errorf("%q has a control character in it", *p)
+		return fmt.Errorf("%q contains a control character", *p)
 	}
 	if len(o.oneof) > 0 && !slices.Contains(o.oneof, *p) {
 		return fmt.Errorf("%q is not one of %s", *p, strings.Join(o.oneof, ", "))
@@ -123,7 +123,7 @@ func (o option) checkText(p *string) error {
 	}
 }
 
-// cleanPath makes sure that *p is absolute and normalises it.
+// cleanPath checks that *p is absolute, and cleans it.
 func cleanPath(p *string) error {
 	if *p == "" {
 		return errors.New("the path is empty")
@@ -141,8 +141,7 @@ func cleanPath(p *string) error {
 // maxSocketPath is the size of sockaddr_un.sun_path without its final NUL.
 const maxSocketPath = 107
 
-// cleanSocket accepts a path or a unix URL (unix:///path, unix:/path) and leaves
-// the path in *p.
+// cleanSocket accepts a path or a unix URL (unix:///path, unix:/path) and stores the path in *p.
 func cleanSocket(p *string) error {
 	text := *p
 	if rest, ok := strings.CutPrefix(text, "unix:"); ok {
@@ -162,7 +161,7 @@ func cleanSocket(p *string) error {
 	return nil
 }
 
-// overlap reports whether one of two clean paths is the other or inside it.
+// overlap reports whether one of two clean paths equals or contains the other.
 func overlap(a, b string) bool {
 	return a == b || strings.HasPrefix(a, b+"/") || strings.HasPrefix(b, a+"/")
 }

@@ -7,19 +7,20 @@
 //
 //	2026-01-02T15:04:05.999999999Z stdout F the content\n
 //
-// The third word is a colon-separated list of tags. The first tag is F (the record ends a line of the
-// container's output) or P (the line continues).
+// The third word is a colon-separated list of tags. The first tag is F (the record ends a line of
+// the container's output) or P (the line continues).
 //
 // # Rotation
 //
-// kubelet renames the file and asks the runtime to reopen it. The old file may grow until the writer
-// has the new one. Read leaves the old file only once the new one has content, so it loses nothing.
+// kubelet renames the file and asks the runtime to reopen it. The old file may grow until the
+// writer has the new one. Read leaves the old file only once the new one has content, so it loses
+// nothing.
 //
 // # Why not k8s.io/cri-client/pkg/logs
 //
 // Its ReadLogs opens a rotated file at once and loses lines that the old one still gets. It reads
-// lines of any length into memory, only logs malformed records, neither waits for a missing file nor
-// notices a truncated one, and writes to two io.Writers, where berth run needs whole lines.
+// lines of any length into memory, and only logs malformed records. It does not wait for a missing
+// file or notice a truncated one. It writes to two io.Writers, where berth run needs whole lines.
 package crilog
 
 import (

@@ -19,13 +19,13 @@ import (
 // that network.
 const OwnNetwork = berthnet.Type
 
-// AddressDir is the directory, relative to the daemon's root, in which berth's own network records
-// address reservations.
+// AddressDir is the directory for address reservations of berth's own network, relative to the
+// daemon's root.
 const AddressDir = "network"
 
-// NetworkConfig returns the configuration of package cni. The pods' network is berth's own or the
-// one that CNI's configuration directory describes. plugin runs berth's own plugin as a function,
-// for configurations in the directory too; with nil it does not run.
+// NetworkConfig returns the configuration of package cni. The pods' network is berth's own, or that
+// of CNI's configuration directory. With a plugin, berth's own plugin runs as a function, also for
+// configurations in the directory. With nil it does not run.
 func NetworkConfig(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
 	c := cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cfg.CNICacheDir, Timeout: cfg.CNITimeout.Duration, Readers: Readers()}
 	if c.CacheDir == "" {

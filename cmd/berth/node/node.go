@@ -1,4 +1,4 @@
-// Package node derives what the daemon runs with from its configuration and this machine: kernel
+// Package node determines the daemon's environment from its configuration and this machine: kernel
 // features, the cgroup driver, berth's own programs, and the pods' network.
 package node
 
@@ -12,7 +12,7 @@ import (
 	"berth/internal/host"
 )
 
-// Node is what the daemon finds on the machine.
+// Node is the daemon's environment on this machine.
 type Node struct {
 	Facts         host.Facts
 	SystemdCgroup bool   // whether systemd manages cgroups; "auto" is decided

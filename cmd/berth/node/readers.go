@@ -7,7 +7,7 @@ import (
 	"berth/cni/hostlocal"
 )
 
-// Readers inspect the plugins whose state on the node berth can read.
+// Readers returns readers for the plugins whose state on the node berth can inspect.
 func Readers() cni.Readers {
 	return cni.Readers{
 		Plugins: map[string]cni.PluginReader{berthnet.Type: reader{}},
@@ -15,7 +15,8 @@ func Readers() cni.Readers {
 	}
 }
 
-// reader adapts berthnet, which does not import package cni: the program berth-net must stay small.
+// reader adapts berthnet, which does not import package cni, because the program berth-net must
+// stay small.
 type reader struct{}
 
 func (reader) Obstacles(data []byte) (all []cni.Obstacle, err error) {

@@ -71,7 +71,7 @@ type refusals struct {
 	reason error
 }
 
-// context returns a context in which client-go logs to r.
+// context returns a context that makes client-go log to r.
 func (r *refusals) context(parent context.Context) context.Context {
 	return klog.NewContext(parent, logr.FromSlogHandler(r))
 }

@@ -121,15 +121,15 @@ func (l *leaving) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// screen is the terminal that we run in. It tells its sizes: remotecommand.TerminalSizeQueue.
+// screen is berth's own terminal. It implements remotecommand.TerminalSizeQueue.
 type screen struct {
 	file    *os.File
 	changed chan os.Signal // SIGWINCH
 	ended   chan struct{}  // closed by restore
 }
 
-// openScreen makes what is typed go to the session as it is, and follows the size of
-// the terminal; nil if out is no terminal. restore, which must be called, undoes it.
+// openScreen sets the terminal to raw mode and follows its size. s is nil if out is not a terminal.
+// The caller must call restore.
 func openScreen(out io.Writer, in io.Reader) (s *screen, restore func(), err error) {
 	undo := func() {}
 	if f, ok := in.(*os.File); ok && term.IsTerminal(f.Fd()) {

@@ -47,7 +47,7 @@ func (commands) Exec(ctx context.Context, _ string, command []string, terminal b
 	return 0, errors.New("no such command: " + command[0])
 }
 
-// Attach sends back what it is sent.
+// Attach echoes its input.
 func (c commands) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
 	if s.Stdin == nil {
 		_, err := c.Exec(ctx, id, []string{"hang"}, terminal, s)

@@ -52,7 +52,7 @@ func stopRef(ctx context.Context, c *client.Client, ref, runDir string, timeout 
 	return c.Stop(ctx, container.GetId(), timeout)
 }
 
-// each does the same to several things, all of them whatever becomes of one.
+// each calls do for every reference, also after an error, and joins the errors.
 func each(refs []string, do func(ref string) error) error {
 	var errs []error
 	for _, ref := range refs {

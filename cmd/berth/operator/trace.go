@@ -21,8 +21,8 @@ import (
 	"berth/internal/trace"
 )
 
-// foldIdle is how long berth may have nothing to do for a pod before that is left out of the drawing: what kubelet does
-// between two requests is not berth's time, and may take minutes.
+// foldIdle is the longest idle time that the drawing shows. Between two requests berth is idle, and
+// kubelet may take minutes.
 const foldIdle = 5 * time.Millisecond
 
 // plainColumns is the width of a drawing that goes to no terminal.
@@ -108,8 +108,9 @@ func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations
 	return chart.Text(w, columns)
 }
 
-// printData prints every span. Names and reasons are of any origin, and the output may go to a terminal: what is not to be seen, or turns the
-// direction of text, is escaped, as JSON allows within strings, where alone it can be.
+// printData prints every span. Names and reasons may come from anywhere, and the output may go to a
+// terminal. So printData escapes invisible characters and marks that change the direction of text.
+// These occur only in strings, where JSON allows the escapes.
 func printData(w io.Writer, operations []trace.Operation) error {
 	data, err := json.MarshalIndent(operations, "", "  ")
 	if err != nil {

@@ -12,7 +12,8 @@ import (
 	"berth/internal/trace"
 )
 
-// traced is what a daemon tells of the start of a pod whose container has a hostile name, and failed two seconds later.
+// traced is a daemon's trace of a pod whose container has a hostile name and failed after two
+// seconds.
 const traced = `[
 {"began":"2026-11-22T10:00:00Z","monotonic":1000000000,"spans":[
  {"name":"RunPodSandbox","depth":0,"from":0,"took":12000000},
@@ -55,7 +56,7 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-// Data can be printed on a terminal, and is what it was.
+// The output must be safe for a terminal and decode to the original data.
 func TestTraceAsData(t *testing.T) {
 	const hostile = "a\x1b[31m\u009b\u202e\U000e0001é\n"
 	var out strings.Builder

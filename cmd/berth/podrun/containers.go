@@ -15,19 +15,19 @@ import (
 	"berth/internal/errdefs"
 )
 
-// attempt is one start of a container. Its fields do not change after start,
-// except that status and err are set before ended is closed.
+// attempt is one start of a container. Its fields do not change after start, except that status and
+// err are set before ended is closed.
 type attempt struct {
 	container podyaml.Container
 	number    uint32
 	id        string
-	ended     chan struct{} // closed when the container has exited and its log was read, if that is waited for
+	ended     chan struct{} // closed when the container has exited and, if it is printed, its log was read
 	status    *runtimeapi.ContainerStatus
-	err       error // why status is not known, or the log could not be read
+	err       error // why status is unknown, or the error of reading the log
 }
 
-// runContainers runs the init containers, starts the others, and unless the pod
-// is to be left alone waits until all of them have ended for good.
+// runContainers runs the init containers and starts the others. Unless the pod is detached, it
+// waits until all of them have ended for good.
 func (r *podRun) runContainers(ctx context.Context) error {
 	for _, c := range r.plan.Containers() {
 		if err := r.bring(ctx, c); err != nil {
@@ -47,7 +47,7 @@ func (r *podRun) runContainers(ctx context.Context) error {
 	return nil
 }
 
-// bring brings one container to where the next one may start.
+// bring starts one container and waits until the next one may start.
 func (r *podRun) bring(ctx context.Context, c podyaml.Container) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -73,9 +73,8 @@ func (r *podRun) bring(ctx context.Context, c podyaml.Container) error {
 	return nil
 }
 
-// supervise sees a container through all its attempts. It returns when the
-// container has ended for good or ctx is over. What makes it impossible to go on
-// aborts the run.
+// supervise follows a container through all its attempts. It returns when the container has ended
+// for good or ctx ends. It aborts the run on an error that prevents another attempt.
 func (r *podRun) supervise(ctx context.Context, a *attempt) {
 	pause := r.config.Backoff.First
 	for {
@@ -95,7 +94,7 @@ func (r *podRun) supervise(ctx context.Context, a *attempt) {
 		if ranFor(a.status) >= r.config.Backoff.Reset {
 			pause = r.config.Backoff.First
 		}
-		r.config.Report("[%s] exited with code %d, starts again in %s", a.container.Name, a.status.GetExitCode(), pause)
+		r.config.Report("[%s] exited with code %d, restarting in %s", a.container.Name, a.status.GetExitCode(), pause)
 		if !sleep(ctx, pause) {
 			return
 		}
@@ -109,8 +108,8 @@ func (r *podRun) supervise(ctx context.Context, a *attempt) {
 	}
 }
 
-// startsAgain decides by the restart policies whether a container that exited
-// is started once more. An init container has done its work with code 0.
+// startsAgain reports whether the restart policies require another attempt. An init container that
+// exits with 0 is complete.
 func (r *podRun) startsAgain(a *attempt) bool {
 	policy := r.plan.Pod.Spec.RestartPolicy
 	ok := a.status.GetExitCode() == 0
@@ -123,7 +122,7 @@ func (r *podRun) startsAgain(a *attempt) bool {
 	return policy == corev1.RestartPolicyAlways || (policy == corev1.RestartPolicyOnFailure && !ok)
 }
 
-// conclude notes how a container that is not started again has ended.
+// conclude records how a container ended that is not started again.
 func (r *podRun) conclude(a *attempt) {
 	code := int(a.status.GetExitCode())
 	if code == 0 {
@@ -146,7 +145,7 @@ func ranFor(status *runtimeapi.ContainerStatus) time.Duration {
 	return time.Duration(status.GetFinishedAt() - status.GetStartedAt())
 }
 
-// sleep reports whether the whole time passed before ctx was over.
+// sleep waits for d. It returns false if ctx ended first.
 func sleep(ctx context.Context, d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -158,7 +157,7 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// startAgain replaces an attempt that ended by the next one.
+// startAgain starts the next attempt of a container.
 func (r *podRun) startAgain(ctx context.Context, old *attempt) (*attempt, error) {
 	if err := r.client.Remove(r.life, old.id); err != nil {
 		return nil, err
@@ -192,7 +191,7 @@ func (r *podRun) start(ctx context.Context, c podyaml.Container, number uint32) 
 	return a, nil
 }
 
-// create makes the container from its part of the manifest.
+// create creates the container from its part of the manifest.
 func (r *podRun) create(c podyaml.Container, number uint32) (string, error) {
 	if err := r.files.makeContainerLogDir(r.plan.LogDir, c.Name); err != nil {
 		return "", err
@@ -217,8 +216,8 @@ func (r *podRun) create(c podyaml.Container, number uint32) (string, error) {
 	return reply.GetContainerId(), err
 }
 
-// attend waits for the end of an attempt while its log is printed. That the log
-// cannot be read is reported and ends nothing; that nobody takes our output does.
+// attend waits for the end of an attempt and prints its log meanwhile. It reports an error of
+// reading the log and continues, but an error of writing the output ends the run.
 func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
 	exited := make(chan struct{})
 	read := make(chan struct{})
@@ -238,7 +237,7 @@ func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
 	return status, err
 }
 
-// runHook runs a lifecycle handler in a container; timeout 0 is none.
+// runHook runs a lifecycle handler in a container. timeout 0 means no limit.
 func runHook(ctx context.Context, c *client.Client, id string, h *corev1.LifecycleHandler, timeout time.Duration) error {
 	switch {
 	case h.Sleep != nil:
@@ -263,7 +262,7 @@ func runHook(ctx context.Context, c *client.Client, id string, h *corev1.Lifecyc
 	return nil
 }
 
-// remember puts an attempt among those that the end of the run must stop.
+// remember adds an attempt to those that the end of the run must stop.
 func (r *podRun) remember(a *attempt) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -281,5 +280,5 @@ func (r *podRun) forget(old *attempt) {
 	}
 }
 
-// gone reports an error that says there is nothing left to stop.
+// gone reports whether err means that nothing is left to stop.
 func gone(err error) bool { return errdefs.Code(err) == codes.NotFound }

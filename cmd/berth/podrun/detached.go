@@ -12,13 +12,12 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// DefaultGrace is the grace period of pods whose manifest is not known.
+// DefaultGrace is the grace period of a pod without a known manifest.
 const DefaultGrace = 30 * time.Second
 
-// Stop stops a pod's containers and then the pod, as Run would at its end: for a
-// detached pod of ours with the hooks and the grace period of its manifest, which
-// is found by uid below dir. grace replaces that period unless it is negative.
-// When ctx ends, what still runs is killed.
+// Stop stops a pod's containers and then the pod, as Run does at its end. For a detached pod of
+// Run, whose manifest it finds by uid below dir, it runs the hooks and uses the manifest's grace
+// period. A grace of at least 0 replaces that period.
 func Stop(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox, dir string, grace time.Duration) error {
 	manifest, err := loadManifest(dir, pod.GetMetadata().GetUid())
 	if err != nil {
@@ -44,8 +43,8 @@ func graceOf(manifest *corev1.Pod, wanted time.Duration) time.Duration {
 	return DefaultGrace
 }
 
-// runningIn lists the running containers of a pod, oldest first, each with its
-// part of the manifest if there is one.
+// runningIn returns the running containers of a pod, oldest first, each with its part of the
+// manifest if known.
 func runningIn(ctx context.Context, c *client.Client, podID string, manifest *corev1.Pod) ([]running, error) {
 	containers, err := c.ContainersOf(ctx, podID)
 	if err != nil {
@@ -58,7 +57,7 @@ func runningIn(ctx context.Context, c *client.Client, podID string, manifest *co
 		}
 	}
 	var list []running
-	for i := len(containers) - 1; i >= 0; i-- { // they come newest first
+	for i := len(containers) - 1; i >= 0; i-- { // the list is newest first
 		if containers[i].GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING {
 			list = append(list, running{containers[i].GetId(), known[containers[i].GetMetadata().GetName()]})
 		}

@@ -14,13 +14,13 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// files are a pod's own files on the host, below one directory named by its uid:
+// files are a pod's files on the host, below one directory named by its uid:
 //
-//	pod.json                 the manifest as it was run, for stopping a detached pod
+//	pod.json                 the manifest, for stopping a detached pod
 //	hosts                    /etc/hosts of its containers
 //	volumes/<name>           emptyDir volumes; a tmpfs with medium Memory
-//	subpaths/<container>/<n> what the n-th volume mount shows of a volume, bind-mounted
-//	logs/<container>/<n>.log the log of the n-th attempt, unless logs go elsewhere
+//	subpaths/<container>/<n> the bind-mounted subPath of the n-th volume mount
+//	logs/<container>/<n>.log the log of the n-th attempt, without a log directory
 type files struct {
 	dir string
 	pod *corev1.Pod
@@ -31,11 +31,11 @@ const (
 	hostsFile    = "hosts"
 )
 
-// makeFiles makes the pod's directory below parent.
+// makeFiles creates the pod's directory below parent.
 func makeFiles(parent, uid string, pod *corev1.Pod) (*files, error) {
 	f := &files{dir: filepath.Join(parent, uid), pod: pod}
 	if err := os.MkdirAll(f.dir, 0o700); err != nil {
-		return nil, fmt.Errorf("make directory of pod: %w", err)
+		return nil, fmt.Errorf("create directory of pod: %w", err)
 	}
 	if err := f.writeManifest(); err != nil {
 		return nil, errors.Join(err, f.remove())
@@ -53,8 +53,8 @@ func (f *files) writeManifest() error {
 
 func (f *files) hosts() string { return filepath.Join(f.dir, hostsFile) }
 
-// writeHosts writes the hosts file, world-readable whatever the umask: any user
-// of a container reads it.
+// writeHosts writes the hosts file. It is world-readable whatever the umask, because any user of a
+// container may read it.
 func (f *files) writeHosts(content []byte) error {
 	if err := os.WriteFile(f.hosts(), content, 0o644); err != nil {
 		return fmt.Errorf("write hosts file of pod: %w", err)
@@ -62,34 +62,34 @@ func (f *files) writeHosts(content []byte) error {
 	return os.Chmod(f.hosts(), 0o644)
 }
 
-// makeLogDir makes the directory for the pod's logs, below outside if that is
-// given, and returns it.
+// makeLogDir creates the directory of the pod's logs, below outside if that is not empty, and
+// returns its path.
 func (f *files) makeLogDir(outside string) (string, error) {
 	dir := filepath.Join(f.dir, "logs")
 	if outside != "" {
 		dir = filepath.Join(outside, fmt.Sprintf("%s_%s_%s", f.pod.Namespace, f.pod.Name, filepath.Base(f.dir)))
 	}
 	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", fmt.Errorf("make log directory of pod: %w", err)
+		return "", fmt.Errorf("create log directory of pod: %w", err)
 	}
 	return filepath.Abs(dir)
 }
 
 func (f *files) makeContainerLogDir(logDir, container string) error {
 	if err := os.MkdirAll(filepath.Join(logDir, container), 0o755); err != nil {
-		return fmt.Errorf("make log directory of container: %w", err)
+		return fmt.Errorf("create log directory of container: %w", err)
 	}
 	return nil
 }
 
-// remove takes away everything below the pod's directory.
+// remove removes the pod's directory with its content.
 func (f *files) remove() error { return removeTree(f.dir) }
 
-// uidPattern is how newUID writes a uid: a name that cannot lead elsewhere.
+// uidPattern matches the uids of newUID, which are safe as file names.
 var uidPattern = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// podDir returns the directory of a pod's files below parent; false if the uid
-// is none that Run gave, or nothing is there.
+// podDir returns the directory of a pod's files below parent, or false if Run did not create the
+// uid or the directory does not exist.
 func podDir(parent, uid string) (string, bool) {
 	if !uidPattern.MatchString(uid) {
 		return "", false
@@ -99,8 +99,8 @@ func podDir(parent, uid string) (string, bool) {
 	return dir, err == nil && info.IsDir()
 }
 
-// RemoveFiles removes the files of a detached pod after the pod itself. A pod
-// that is none of ours has none.
+// RemoveFiles removes the files of a detached pod, after the pod itself. It does nothing for a pod
+// that Run did not create.
 func RemoveFiles(parent, uid string) error {
 	dir, ok := podDir(parent, uid)
 	if !ok {
@@ -109,7 +109,7 @@ func RemoveFiles(parent, uid string) error {
 	return removeTree(dir)
 }
 
-// loadManifest returns the manifest of a detached pod; nil if it is none of ours.
+// loadManifest returns the manifest of a detached pod, or nil for a pod that Run did not create.
 func loadManifest(parent, uid string) (*corev1.Pod, error) {
 	dir, ok := podDir(parent, uid)
 	if !ok {

@@ -18,15 +18,15 @@ import (
 	machine "berth/internal/host"
 )
 
-// DetectHost gathers what a plan must know about this machine and its runtime.
+// DetectHost collects the facts about this machine and its runtime that a plan needs.
 func DetectHost(ctx context.Context, c *client.Client, seccompRoot string) (podyaml.Host, error) {
 	name, err := os.Hostname()
 	if err != nil {
-		return podyaml.Host{}, fmt.Errorf("name of this host: %w", err)
+		return podyaml.Host{}, fmt.Errorf("read the host's name: %w", err)
 	}
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {
-		return podyaml.Host{}, fmt.Errorf("memory of this host: %w", err)
+		return podyaml.Host{}, fmt.Errorf("read the host's memory size: %w", err)
 	}
 	host := podyaml.Host{
 		NodeName: strings.ToLower(name), IPs: hostIPs(),
@@ -65,15 +65,15 @@ func recursiveReadOnly(ctx context.Context, c *client.Client) (bool, error) {
 	return false, nil
 }
 
-// hostIPs returns the addresses this host speaks from, one of each family that
-// has a default route. Connecting a UDP socket asks the kernel for the route and
-// sends nothing; the addresses are reserved for documentation.
+// hostIPs returns this host's source addresses, one for each family with a default route.
+// Connecting a UDP socket asks the kernel for the route without sending anything. The destinations
+// are addresses reserved for documentation.
 func hostIPs() []string {
 	var ips []string
 	for _, remote := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
 		conn, err := net.Dial("udp", remote)
 		if err != nil {
-			continue // no route in this family
+			continue // no route for this family
 		}
 		if local, ok := conn.LocalAddr().(*net.UDPAddr); ok {
 			ips = append(ips, local.IP.String())

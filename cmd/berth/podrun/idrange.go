@@ -12,16 +12,16 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// The IDs of the host that pods with a user namespace get from here: those that systemd's
-// list of ranges calls unused (uapi-group.org, "Users, Groups, UIDs and GIDs on systemd Systems").
-// kubelet counts up from 65536 and stays far below with any number of pods.
+// The host IDs for pods with a user namespace. systemd's list of ranges calls them unused
+// (uapi-group.org, "Users, Groups, UIDs and GIDs on systemd Systems"). kubelet counts up from 65536
+// and stays far below.
 const (
 	firstHostID = 0x7000_0000
 	hostRanges  = (0x7ffe_0000 - firstHostID) / podyaml.UserNamespaceIDs
 )
 
-// chooseHostIDs returns the first of 65536 IDs that no pod of the runtime has. Where the search
-// begins is random, so that two runs at the same moment do not choose the same.
+// chooseHostIDs returns the first of 65536 IDs that no pod of the runtime uses. The search starts
+// at a random place, so that two simultaneous runs choose different IDs.
 func (r *podRun) chooseHostIDs(ctx context.Context) (uint32, error) {
 	taken, err := r.takenHostIDs(ctx)
 	if err != nil {
@@ -34,10 +34,10 @@ func (r *podRun) chooseHostIDs(ctx context.Context) (uint32, error) {
 			return first, nil
 		}
 	}
-	return 0, fmt.Errorf("choose IDs for a user namespace: pods have all from %d on", firstHostID)
+	return 0, fmt.Errorf("choose IDs for a user namespace: pods use all IDs from %d on", firstHostID)
 }
 
-// takenHostIDs are the mappings of all pods, users' and groups'.
+// takenHostIDs returns the user and group mappings of all pods.
 func (r *podRun) takenHostIDs(ctx context.Context) ([]*runtimeapi.IDMapping, error) {
 	pods, err := r.client.Pods(ctx)
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 func TestOverlaps(t *testing.T) {
 	taken := []*runtimeapi.IDMapping{{HostId: firstHostID + 3*podyaml.UserNamespaceIDs, Length: podyaml.UserNamespaceIDs}, {HostId: firstHostID - 1, Length: 2}}
 	for first, want := range map[uint32]bool{
-		firstHostID:                                true, // by one
+		firstHostID:                                true, // overlaps by one ID
 		firstHostID + podyaml.UserNamespaceIDs:     false,
 		firstHostID + 2*podyaml.UserNamespaceIDs:   false,
 		firstHostID + 3*podyaml.UserNamespaceIDs:   true,
@@ -28,8 +28,7 @@ func TestOverlaps(t *testing.T) {
 	}
 }
 
-// Each pod gets a range that no other pod has; one that asks for none gets none.
-func TestRunChoosesIDs(t *testing.T) {
+func TestEachPodGetsItsOwnIDRange(t *testing.T) {
 	b := newBench(t, &fakecri.Server{})
 	b.config.Detach = true
 	for _, spec := range []string{"hostUsers: false", "hostUsers: false", "hostUsers: true"} {

@@ -12,7 +12,7 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// imageKey is an image as a container asks for it.
+// imageKey identifies an image as a container requests it.
 type imageKey struct {
 	ref    string
 	policy corev1.PullPolicy
@@ -20,10 +20,10 @@ type imageKey struct {
 
 func keyOf(c podyaml.Container) imageKey { return imageKey{c.Image, c.ImagePullPolicy} }
 
-// pullImages gets all images of the pod side by side, before anything starts: a
-// pod whose last image is missing leaves nothing half done.
+// pullImages pulls all images of the pod in parallel before anything starts, so that a missing
+// image leaves nothing half done.
 func (r *podRun) pullImages(ctx context.Context) error {
-	var mu sync.Mutex // guards r.images meanwhile
+	var mu sync.Mutex // guards r.images
 	group, ctx := errgroup.WithContext(ctx)
 	seen := map[imageKey]bool{}
 	for _, c := range r.plan.Containers() {
@@ -43,7 +43,7 @@ func (r *podRun) pullImages(ctx context.Context) error {
 	return group.Wait()
 }
 
-// ensureImage returns the image, pulled as its policy demands.
+// ensureImage returns the image after pulling it as its policy demands.
 func (r *podRun) ensureImage(ctx context.Context, key imageKey) (*runtimeapi.Image, error) {
 	if key.policy != corev1.PullAlways {
 		image, err := r.image(ctx, key.ref)
@@ -51,7 +51,7 @@ func (r *podRun) ensureImage(ctx context.Context, key imageKey) (*runtimeapi.Ima
 			return image, err
 		}
 		if key.policy == corev1.PullNever {
-			return nil, fmt.Errorf("image %s is not there, and its imagePullPolicy is Never", key.ref)
+			return nil, fmt.Errorf("image %s does not exist, and its imagePullPolicy is Never", key.ref)
 		}
 	}
 	r.config.Report("pulling %s", key.ref)
@@ -61,12 +61,12 @@ func (r *podRun) ensureImage(ctx context.Context, key imageKey) (*runtimeapi.Ima
 	}
 	image, err := r.image(ctx, id)
 	if image == nil && err == nil {
-		err = fmt.Errorf("image %s (%s) is gone right after its pull", key.ref, id)
+		err = fmt.Errorf("image %s (%s) was removed right after its pull", key.ref, id)
 	}
 	return image, err
 }
 
-// image returns what the runtime knows about an image; nil if it has none.
+// image returns the runtime's description of an image, or nil if it has none.
 func (r *podRun) image(ctx context.Context, ref string) (*runtimeapi.Image, error) {
 	reply, err := r.client.ImageStatus(ctx, &runtimeapi.ImageStatusRequest{Image: &runtimeapi.ImageSpec{Image: ref}})
 	if err != nil {

@@ -11,11 +11,11 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// prefixer writes lines of several containers, each led by the container's name.
+// prefixer writes lines of several containers, each after the container's name.
 type prefixer struct {
 	stdout, stderr io.Writer
 
-	mu sync.Mutex // one line at a time
+	mu sync.Mutex // serializes lines
 }
 
 func (p *prefixer) print(container string, r crilog.Record) error {
@@ -37,20 +37,20 @@ func (p *prefixer) print(container string, r crilog.Record) error {
 	return nil
 }
 
-// outputError says that our own output cannot be written, e.g. to a closed pipe.
+// outputError means that berth's own output cannot be written, for example to a closed pipe.
 type outputError struct{ err error }
 
 func (e *outputError) Error() string { return "write output: " + e.err.Error() }
 func (e *outputError) Unwrap() error { return e.err }
 
-// follow prints a container's log until it has exited, or at the latest ctx is over.
+// follow prints a container's log until the container has exited or ctx ends.
 func (p *prefixer) follow(ctx context.Context, container, path string, exited <-chan struct{}) error {
 	err := crilog.Read(ctx, path, crilog.Options{Tail: crilog.All, Follow: true, Ended: exited}, func(r crilog.Record) error {
 		return p.print(container, r)
 	})
 	var unwritten *outputError
 	if ctx.Err() != nil && !errors.As(err, &unwritten) {
-		return nil // whatever ended ctx, it is told elsewhere
+		return nil // the cause is reported elsewhere
 	}
 	return err
 }

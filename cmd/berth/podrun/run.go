@@ -1,15 +1,15 @@
-// Package podrun runs a Kubernetes Pod manifest through a CRI socket, in the
-// place of kubelet: it makes the pod's files, pulls its images, runs its init
-// containers, watches over its containers and takes everything away at the end.
+// Package podrun runs a Kubernetes Pod manifest through a CRI socket in place of kubelet. It
+// creates the pod's files, pulls its images, runs its init containers, supervises its containers,
+// and removes everything at the end.
 //
 // # Contract
 //
-// Run owns what it makes. Whatever happens, an interrupt included, it returns
-// with the pod and its files removed, or with an error that says what is left;
-// only a detached pod stays, and Stop and RemoveFiles end it later.
+// Run owns what it creates. In all cases, also after an interrupt, it returns with the pod and its
+// files removed, or with an error that names the remains. Only a detached pod stays, until Stop and
+// RemoveFiles.
 //
-// Everything of a run is found by its uid: the sandbox has it in its metadata,
-// the files are in the directory of that name.
+// A run's objects are found by its uid: the sandbox has it in its metadata, and the files are in
+// the directory of that name.
 package podrun
 
 import (
@@ -30,37 +30,37 @@ import (
 	"berth/internal/cleanup"
 )
 
-// Config says how to run a pod.
+// Config describes how to run a pod.
 type Config struct {
-	Dir          string // where the directories of pods' files are
-	LogDir       string // where the logs go, and stay; empty: to the pod's files, and away with them
-	CgroupParent string // empty: the runtime's own default
-	Handler      string // runtime handler; empty: the default one
-	Detach       bool   // return once the containers run, and leave them
+	Dir          string // parent directory of pods' files
+	LogDir       string // directory of the logs, which stay; empty: logs are part of the pod's files
+	CgroupParent string // empty: the runtime's default
+	Handler      string // runtime handler; empty: the default
+	Detach       bool   // return once the containers run
 	Host         podyaml.Host
 
-	Stdout, Stderr io.Writer                        // what the containers write, line by line
-	Report         func(format string, args ...any) // what happens, one line each
+	Stdout, Stderr io.Writer                        // the containers' output, line by line
+	Report         func(format string, args ...any) // reports events, one line each
 
-	Backoff Backoff // before a container starts again
+	Backoff Backoff // delay before a container's next attempt
 }
 
-// Backoff is the wait before a container is started again: First, then twice as
-// long each time up to Most, and First again after it ran for Reset.
+// Backoff is the delay before the next attempt of a container: First, then doubled up to Most. It
+// is First again after an attempt that ran for Reset.
 type Backoff struct{ First, Most, Reset time.Duration }
 
-// KubeletBackoff is what kubelet does.
+// KubeletBackoff is kubelet's backoff.
 var KubeletBackoff = Backoff{First: 10 * time.Second, Most: 5 * time.Minute, Reset: 10 * time.Minute}
 
-// callTimeout bounds calls that do work in the runtime, as kubelet bounds them.
+// callTimeout bounds calls that make the runtime work, as in kubelet.
 const callTimeout = 4 * time.Minute
 
-// ContainerFailed is the error of a run in which a container ended with another
-// exit code than 0 and was not to be started again. The first one counts.
+// ContainerFailed is the error of a run with a container that exited for good with a code other
+// than 0. The first such container counts.
 type ContainerFailed struct {
 	Container string
 	Code      int
-	Reason    string // the runtime's word, e.g. OOMKilled
+	Reason    string // the runtime's reason, for example OOMKilled
 }
 
 func (e *ContainerFailed) Error() string {
@@ -70,7 +70,7 @@ func (e *ContainerFailed) Error() string {
 	return fmt.Sprintf("container %s exited with code %d", e.Container, e.Code)
 }
 
-// Result is what is left of a run.
+// Result identifies the pod of a run.
 type Result struct{ PodID, UID string }
 
 // podRun is one run of a pod.
@@ -81,11 +81,11 @@ type podRun struct {
 	files  *files
 	out    *prefixer
 
-	// life ends with the run, or when the user wants it ended at once. Calls and
-	// goroutines of the run live in it.
+	// life ends with the run, or when the user demands an immediate end. It is the context of the
+	// run's calls and goroutines.
 	life context.Context
-	end  context.CancelFunc // ends life
-	// abort ends the run with an error, from any goroutine.
+	end  context.CancelFunc // cancels life
+	// abort ends the run with an error. Any goroutine may call it.
 	abort context.CancelCauseFunc
 
 	images  map[imageKey]*runtimeapi.Image
@@ -93,18 +93,18 @@ type podRun struct {
 	sandbox *runtimeapi.PodSandboxConfig
 	podIPs  []string
 
-	tasks sync.WaitGroup // goroutines that supervise the containers (not sidecars)
-	sides sync.WaitGroup // goroutines that supervise the sidecars
+	tasks sync.WaitGroup // goroutines that supervise containers other than sidecars
+	sides sync.WaitGroup // goroutines that supervise sidecars
 	waits sync.WaitGroup // goroutines that wait for the end of attempts
 
-	mu       sync.Mutex // guards what follows
-	attempts []*attempt // those that run or may run
+	mu       sync.Mutex // guards the following fields
+	attempts []*attempt // attempts that may be running
 	failed   *ContainerFailed
 }
 
-// Run runs the pod. When ctx ends the containers are stopped with their grace
-// period; when now ends everything is killed at once. The error is the cause of
-// ctx's end, a *ContainerFailed, or tells what went wrong.
+// Run runs the pod. When ctx ends it stops the containers within their grace period. When now ends
+// it kills them at once. The error is the cause of ctx's end, a *ContainerFailed, or the failure of
+// a step.
 func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Config) (result Result, err error) {
 	uid := newUID()
 	ctx, abort := context.WithCancelCause(ctx)
@@ -145,7 +145,7 @@ func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Con
 	return Result{PodID: r.podID, UID: uid}, nil
 }
 
-// newUID returns a random UUID (version 4), as the API server gives pods.
+// newUID returns a random UUID (version 4), like the API server's.
 func newUID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails
@@ -153,7 +153,7 @@ func newUID() string {
 	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
 }
 
-// interruptedOr prefers the reason why ctx ended to what failed because of it.
+// interruptedOr returns the cause of ctx's end if it has ended, else err.
 func interruptedOr(ctx context.Context, err error) error {
 	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
 		return context.Cause(ctx)
@@ -175,8 +175,8 @@ func (r *podRun) makePlan(ctx context.Context, pod *corev1.Pod, uid string) erro
 	return err
 }
 
-// startSandbox runs the pod sandbox. An interrupt does not cancel it: it takes
-// a moment, and a call that was cancelled leaves one in doubt.
+// startSandbox runs the pod sandbox. An interrupt does not cancel the call, because it is short,
+// and after a cancelled call the sandbox may or may not exist.
 func (r *podRun) startSandbox() error {
 	ctx, cancel := context.WithTimeout(r.life, callTimeout)
 	defer cancel()
@@ -202,8 +202,8 @@ func (r *podRun) startSandbox() error {
 	return r.files.writeHosts(r.plan.EtcHosts(r.podIPs))
 }
 
-// removePod stops and removes the sandbox and all its containers. If the call
-// that made it gave no ID it may exist nevertheless: the uid finds it.
+// removePod stops and removes the sandbox and all its containers. If RunPodSandbox returned no ID,
+// it looks for the sandbox by its uid.
 func (r *podRun) removePod() error {
 	ctx := context.WithoutCancel(r.life)
 	id := r.podID

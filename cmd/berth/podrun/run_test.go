@@ -22,7 +22,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// bench is a fake runtime, a client and what a run printed.
+// bench is a fake runtime with a client and the output of a run.
 type bench struct {
 	*fakecri.Server
 	t              *testing.T
@@ -55,7 +55,7 @@ func newBench(t *testing.T, s *fakecri.Server) *bench {
 	return b
 }
 
-// run runs a manifest whose spec is given, indented by nothing.
+// run runs a manifest with the given spec, whose lines are not indented.
 func (b *bench) run(ctx, now context.Context, spec string) (Result, error) {
 	b.t.Helper()
 	pod, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{Detached: b.config.Detach})
@@ -72,8 +72,8 @@ func manifest(spec string) string {
 
 func container(name string) string { return fmt.Sprintf("{name: %s, image: %q}", name, image) }
 
-// sameCall reports whether a call is the wanted one. Of a grace period, at the end of a StopContainer, what comes before it takes
-// whole seconds on a machine that stands still.
+// sameCall reports whether a call is the wanted one. The grace period at the end of a StopContainer
+// may be smaller, because on a loaded machine earlier steps take seconds of it.
 func sameCall(got, want string) bool {
 	at := strings.LastIndexByte(want, ' ')
 	if !strings.HasPrefix(want, "StopContainer ") {
@@ -85,8 +85,8 @@ func sameCall(got, want string) bool {
 	return ok && err == nil && wantErr == nil && left <= most && (left > 0 || most == 0)
 }
 
-// checkCalls compares the calls the runtime got with the wanted ones; calls that
-// may come in any order are sorted in both.
+// checkCalls compares the runtime's calls with the wanted ones. It sorts both where the order may
+// vary.
 func (b *bench) checkCalls(want ...string) {
 	b.t.Helper()
 	if got := b.Calls(); !slices.EqualFunc(got, want, sameCall) {
@@ -94,7 +94,7 @@ func (b *bench) checkCalls(want ...string) {
 	}
 }
 
-// checkNothingLeft looks for what a run must have taken away.
+// checkNothingLeft checks that the run has removed everything.
 func (b *bench) checkNothingLeft() {
 	b.t.Helper()
 	if left := b.Left(); len(left) > 0 {
@@ -106,7 +106,7 @@ func (b *bench) checkNothingLeft() {
 	}
 }
 
-func TestRunOrder(t *testing.T) {
+func TestRunStartsAndStopsInOrder(t *testing.T) {
 	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
 		"prepare": {Exits: []int32{0}, Output: []string{"stdout preparing"}},
 		"one":     {Exits: []int32{0}, Output: []string{"stdout first", "stderr oops"}},
@@ -126,7 +126,7 @@ containers:
 	}
 	calls := b.Calls()
 	stops := calls[len(calls)-6:]
-	slices.Sort(stops[:3]) // the containers that are no sidecars: side by side
+	slices.Sort(stops[:3]) // containers other than sidecars stop in parallel
 	want := []string{
 		"PullImage " + image, "RunPodSandbox web",
 		"CreateContainer prepare/0", "StartContainer prepare/0",
@@ -150,7 +150,7 @@ containers:
 	b.checkNothingLeft()
 }
 
-func TestRunFirstFailureCounts(t *testing.T) {
+func TestRunReturnsFirstFailure(t *testing.T) {
 	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
 		"one": {Exits: []int32{0}}, "two": {Exits: []int32{3}},
 	}})
@@ -162,7 +162,7 @@ func TestRunFirstFailureCounts(t *testing.T) {
 	b.checkNothingLeft()
 }
 
-func TestRunInitFails(t *testing.T) {
+func TestRunFailsWithInitContainer(t *testing.T) {
 	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"init": {Exits: []int32{9}}}})
 	_, err := b.run(t.Context(), t.Context(),
 		"restartPolicy: Never\ninitContainers: ["+container("init")+"]\ncontainers: ["+container("main")+"]")
@@ -176,7 +176,7 @@ func TestRunInitFails(t *testing.T) {
 	b.checkNothingLeft()
 }
 
-func TestRunInitIsRetried(t *testing.T) {
+func TestRunRetriesInitContainer(t *testing.T) {
 	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
 		"init": {Exits: []int32{1, 1, 0}, Output: []string{"stdout trying"}}, "main": {Exits: []int32{0}},
 	}})
@@ -188,8 +188,8 @@ func TestRunInitIsRetried(t *testing.T) {
 	if got := strings.Count(b.stdout.String(), "[init] trying\n"); got != 3 {
 		t.Errorf("init wrote %d lines, want 3, one for each attempt", got)
 	}
-	if got := b.reports.String(); !strings.Contains(got, "exited with code 1, starts again in 1ms") || !strings.Contains(got, "in 2ms") {
-		t.Errorf("reports %q do not tell of the growing wait", got)
+	if got := b.reports.String(); !strings.Contains(got, "exited with code 1, restarting in 1ms") || !strings.Contains(got, "in 2ms") {
+		t.Errorf("reports %q do not show the growing delay", got)
 	}
 	b.checkNothingLeft()
 }
@@ -263,7 +263,7 @@ func TestRunSecondInterruptKills(t *testing.T) {
 		t.Errorf("main was not killed: %q", b.Calls())
 	}
 	if reports := b.reports.String(); strings.Contains(reports, "Ctrl-C") {
-		t.Errorf("the end of patience is told as trouble with a log:\n%s", reports)
+		t.Errorf("the second interrupt is reported as an error of a log:\n%s", reports)
 	}
 	b.checkNothingLeft()
 }
@@ -335,7 +335,7 @@ func TestRunSidecarsStopLast(t *testing.T) {
 	b.checkNothingLeft()
 }
 
-func TestRunHooks(t *testing.T) {
+func TestRunExecutesHooks(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	b := newBench(t, &fakecri.Server{Hook: func(_ context.Context, call string) error {
 		if strings.HasPrefix(call, "ExecSync main/0 warm") {
@@ -399,7 +399,7 @@ func TestRemoveFilesStaysBelowItsDirectory(t *testing.T) {
 	}
 }
 
-func TestRunKeepsLogsElsewhere(t *testing.T) {
+func TestRunKeepsLogsInLogDir(t *testing.T) {
 	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}, Output: []string{"stdout hi"}}}})
 	b.config.LogDir = t.TempDir()
 	if _, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("main")+"]"); err != nil {
@@ -412,12 +412,12 @@ func TestRunKeepsLogsElsewhere(t *testing.T) {
 	b.checkNothingLeft()
 }
 
-// closedPipe is an output that nobody reads any more.
+// closedPipe is an output whose reader is gone.
 type closedPipe struct{}
 
 func (closedPipe) Write([]byte) (int, error) { return 0, os.ErrClosed }
 
-func TestRunEndsWhenNobodyReads(t *testing.T) {
+func TestRunEndsWhenOutputIsClosed(t *testing.T) {
 	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Output: []string{"stdout hello"}}}})
 	b.config.Stdout = closedPipe{}
 	if _, err := b.run(t.Context(), t.Context(), "containers: ["+container("main")+"]"); !errors.Is(err, os.ErrClosed) {
@@ -438,7 +438,7 @@ func TestRunReportsBadLogAndGoesOn(t *testing.T) {
 	}
 }
 
-func TestRunStopFailureIsToldAndDoesNotHang(t *testing.T) {
+func TestRunReportsFailedStopWithoutHanging(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	b := newBench(t, &fakecri.Server{Hook: func(ctx context.Context, call string) error {
 		switch {
@@ -453,5 +453,5 @@ func TestRunStopFailureIsToldAndDoesNotHang(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "cannot be killed") {
 		t.Errorf("error %v", err)
 	}
-	b.checkNothingLeft() // stopping the pod got it after all
+	b.checkNothingLeft() // stopping the pod removed it after all
 }

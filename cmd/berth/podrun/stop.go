@@ -15,14 +15,14 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// leastGrace is what a sidecar gets even if the others used the pod's grace
-// period up, as with kubelet.
+// leastGrace is the minimum grace period of a sidecar after the others have used up the pod's, as
+// in kubelet.
 const leastGrace = 2 * time.Second
 
-// drainTime is how long the last output of stopped containers may take.
+// drainTime bounds the wait for the last output of stopped containers.
 const drainTime = 10 * time.Second
 
-// running is a container to be stopped. Its manifest is empty if it is not known.
+// running is a container to stop. Its manifest is empty if unknown.
 type running struct {
 	id        string
 	container podyaml.Container
@@ -31,13 +31,13 @@ type running struct {
 // stopper stops the containers of a pod in the right order.
 type stopper struct {
 	client   *client.Client
-	now      context.Context // when it ends, grace is over
+	now      context.Context // its end is the end of the grace period
 	deadline time.Time
 }
 
-// stopAll ends the run's containers and waits until their last output is printed.
+// stopAll stops the run's containers and waits until their last output is printed.
 func (r *podRun) stopAll(now context.Context) error {
-	r.abort(nil) // no container starts again
+	r.abort(nil) // no container is started again
 	r.tasks.Wait()
 	r.sides.Wait()
 	r.mu.Lock()
@@ -48,7 +48,7 @@ func (r *podRun) stopAll(now context.Context) error {
 	r.mu.Unlock()
 	err := newStopper(now, r.client, grace(r.plan.Pod)).stop(list)
 	if err != nil {
-		r.end() // what could not be stopped will not end, so do not wait for it
+		r.end() // do not wait for a container that could not be stopped
 	}
 	tooLong := time.AfterFunc(drainTime, r.end)
 	defer tooLong.Stop()
@@ -64,8 +64,8 @@ func newStopper(now context.Context, c *client.Client, grace time.Duration) *sto
 	return &stopper{client: c, now: now, deadline: time.Now().Add(grace)}
 }
 
-// stop stops the containers side by side, then the sidecars one after the other,
-// the last started first (KEP-753).
+// stop stops the containers in parallel, and then the sidecars one by one, the last started first
+// (KEP-753).
 func (s *stopper) stop(list []running) error {
 	var mu sync.Mutex
 	var errs []error
@@ -90,8 +90,8 @@ func (s *stopper) stop(list []running) error {
 	return errors.Join(errs...)
 }
 
-// stopOne runs the container's preStop hook and stops it; both together have
-// grace. If patience ends meanwhile, the container is killed.
+// stopOne runs the container's preStop hook and stops it, both within grace. It kills the container
+// if now ends meanwhile.
 func (s *stopper) stopOne(c running, grace time.Duration) error {
 	end := time.Now().Add(grace)
 	err := s.preStop(c, grace)
@@ -105,14 +105,14 @@ func (s *stopper) stopOne(c running, grace time.Duration) error {
 	return errors.Join(err, stopErr)
 }
 
-// preStop runs the hook if the container still runs.
+// preStop runs the hook of a running container.
 func (s *stopper) preStop(c running, grace time.Duration) error {
 	if c.container.Container == nil || c.container.Lifecycle == nil || c.container.Lifecycle.PreStop == nil || grace <= 0 {
 		return nil
 	}
 	status, err := s.client.ContainerState(s.now, c.id)
 	if err != nil || status.GetState() != runtimeapi.ContainerState_CONTAINER_RUNNING {
-		return nil // whatever is wrong, stopping it will tell
+		return nil // stopping it will report the problem
 	}
 	err = runHook(s.now, s.client, c.id, c.container.Lifecycle.PreStop, grace)
 	if err != nil && s.now.Err() == nil {

@@ -18,7 +18,7 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// makeVolumes makes the pod's emptyDir volumes and checks its hostPath volumes.
+// makeVolumes creates the pod's emptyDir volumes and checks its hostPath volumes.
 func (f *files) makeVolumes() error {
 	for i := range f.pod.Spec.Volumes {
 		v := &f.pod.Spec.Volumes[i]
@@ -37,13 +37,13 @@ func (f *files) makeVolumes() error {
 
 func (f *files) emptyDir(volume string) string { return filepath.Join(f.dir, "volumes", volume) }
 
-// makeEmptyDir makes the volume's directory: mode 0777 unless the manifest wants
-// another, and with an fsGroup owned and writable by that group, which new files
-// inherit (kubelet's SetVolumeOwnership).
+// makeEmptyDir creates the volume's directory with mode 0777, unless the manifest sets another.
+// With an fsGroup that group owns it, can write to it, and new files inherit the group (kubelet's
+// SetVolumeOwnership).
 func (f *files) makeEmptyDir(v *corev1.Volume) error {
 	dir := f.emptyDir(v.Name)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("make emptyDir: %w", err)
+		return fmt.Errorf("create emptyDir: %w", err)
 	}
 	if v.EmptyDir.Medium == corev1.StorageMediumMemory {
 		if err := mountTmpfs(dir, v.EmptyDir); err != nil {
@@ -56,7 +56,7 @@ func (f *files) makeEmptyDir(v *corev1.Volume) error {
 	}
 	if sc := f.pod.Spec.SecurityContext; sc != nil && sc.FSGroup != nil {
 		if err := os.Chown(dir, -1, int(*sc.FSGroup)); err != nil {
-			return fmt.Errorf("give emptyDir to fsGroup: %w", err)
+			return fmt.Errorf("change group of emptyDir to fsGroup: %w", err)
 		}
 		mode |= unix.S_ISGID | 0o770
 	}
@@ -77,7 +77,7 @@ func mountTmpfs(dir string, e *corev1.EmptyDirVolumeSource) error {
 	return nil
 }
 
-// fileTypes is what each type of a hostPath volume must be.
+// fileTypes are the file types that each type of hostPath volume accepts.
 var fileTypes = map[corev1.HostPathType]fs.FileMode{
 	corev1.HostPathDirectory: fs.ModeDir, corev1.HostPathDirectoryOrCreate: fs.ModeDir,
 	corev1.HostPathFile: 0, corev1.HostPathFileOrCreate: 0,
@@ -85,8 +85,8 @@ var fileTypes = map[corev1.HostPathType]fs.FileMode{
 	corev1.HostPathCharDev: fs.ModeDevice | fs.ModeCharDevice, corev1.HostPathBlockDev: fs.ModeDevice,
 }
 
-// ensureHostPath checks that the path is of the wanted type, and makes it where
-// the type allows that.
+// ensureHostPath checks that the path has the required type, and creates it where the type allows
+// that.
 func ensureHostPath(h *corev1.HostPathVolumeSource) error {
 	kind := corev1.HostPathUnset
 	if h.Type != nil {
@@ -112,7 +112,7 @@ func createHostPath(path string, kind corev1.HostPathType) error {
 	switch kind {
 	case corev1.HostPathDirectoryOrCreate:
 		if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
-			return nil // whatever it is, the check of its type judges it
+			return nil // the check of its type reports the problem
 		}
 		return os.MkdirAll(path, 0o755)
 	case corev1.HostPathFileOrCreate:
@@ -128,8 +128,8 @@ func createHostPath(path string, kind corev1.HostPathType) error {
 	return nil
 }
 
-// source is the host path of a volume mount: the volume, or with a subPath a bind
-// mount of what is there.
+// source returns the host path of a volume mount: the volume, or with a subPath a bind mount of
+// that path in the volume.
 func (f *files) source(c podyaml.Container, mount int, subPath string) (string, error) {
 	root, err := f.volume(c.VolumeMounts[mount].Name)
 	if err != nil || subPath == "" {
@@ -153,21 +153,21 @@ func (f *files) volume(name string) (string, error) {
 			return f.emptyDir(name), nil
 		}
 	}
-	return "", fmt.Errorf("there is no volume %q", name)
+	return "", fmt.Errorf("no volume %q", name)
 }
 
-// exposeSubPath bind-mounts root/subPath at the given place. The path is resolved
-// inside the volume, links in it cannot lead out, and what was found is what is
-// mounted: the containers may change the volume meanwhile (CVE-2017-1002101,
-// CVE-2021-25741). A missing directory is made, as kubelet does.
+// exposeSubPath bind-mounts root/subPath at the given place. It resolves the path inside the
+// volume, so that links cannot lead out. It mounts exactly the file that it found, because
+// containers may change the volume meanwhile (CVE-2017-1002101, CVE-2021-25741). It creates a
+// missing directory, as kubelet does.
 func exposeSubPath(root, subPath, at string) error {
 	found, err := openSubPath(root, subPath)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = found.Close() }() // O_PATH: nothing to lose
+	defer func() { _ = found.Close() }() // opened with O_PATH
 	if err := unmountBelow(at); err != nil {
-		return err // of an earlier attempt of the container
+		return err // from an earlier attempt of the container
 	}
 	if err := makeMountPoint(found, at); err != nil {
 		return err
@@ -183,7 +183,7 @@ func openSubPath(root, subPath string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = dir.Close() }() // O_PATH: nothing to lose
+	defer func() { _ = dir.Close() }() // opened with O_PATH
 	found, err := pathrs.OpenatInRoot(dir, subPath)
 	if errors.Is(err, fs.ErrNotExist) {
 		return makeSubPath(dir, subPath)
@@ -191,8 +191,8 @@ func openSubPath(root, subPath string) (*os.File, error) {
 	return found, err
 }
 
-// makeSubPath makes a directory with the mode of the volume's own, so that whom
-// the volume is for (its fsGroup, say) can use it.
+// makeSubPath creates a directory with the volume's own mode, so that the same users can use it,
+// for example its fsGroup.
 func makeSubPath(volume *os.File, subPath string) (made *os.File, err error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(volume.Fd()), &st); err != nil {
@@ -208,17 +208,17 @@ func makeSubPath(volume *os.File, subPath string) (made *os.File, err error) {
 	return made, nil
 }
 
-// fdPath is a path that leads to an open file, for calls that take no descriptor
-// or, as fchmod, none opened with O_PATH.
+// fdPath returns a path to an open file, for calls that take no descriptor or, like fchmod, none
+// opened with O_PATH.
 func fdPath(f *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(f.Fd())) }
 
-// makeMountPoint makes a directory or a file, as what is to be mounted there.
+// makeMountPoint creates a directory or a file, like the object to be mounted there.
 func makeMountPoint(what *os.File, at string) error {
 	info, err := what.Stat()
 	if err != nil {
 		return err
 	}
-	if err := os.RemoveAll(at); err != nil { // an earlier attempt's, nothing is mounted on it
+	if err := os.RemoveAll(at); err != nil { // an earlier attempt's; nothing is mounted on it
 		return err
 	}
 	if info.IsDir() {
@@ -230,7 +230,7 @@ func makeMountPoint(what *os.File, at string) error {
 	return os.WriteFile(at, nil, 0o600)
 }
 
-// unmountBelow detaches every mount at or below path, the last made first.
+// unmountBelow detaches every mount at or below path, the newest first.
 func unmountBelow(path string) error {
 	real, err := filepath.EvalSymlinks(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -245,7 +245,7 @@ func unmountBelow(path string) error {
 	}
 	for _, at := range slices.Backward(mounts) {
 		if err := unix.Unmount(at, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) {
-			return fmt.Errorf("unmount %s: %w", at, err) // EINVAL: went with one above it
+			return fmt.Errorf("unmount %s: %w", at, err) // EINVAL: detached with the one above it
 		}
 	}
 	if left, err := mountsBelow(real); err != nil || len(left) > 0 {
@@ -254,7 +254,7 @@ func unmountBelow(path string) error {
 	return nil
 }
 
-// mountsBelow lists the mounts at or below path in the order of their making.
+// mountsBelow returns the mounts at or below path, the oldest first.
 func mountsBelow(path string) ([]string, error) {
 	infos, err := mountinfo.GetMounts(mountinfo.PrefixFilter(path))
 	if err != nil {
@@ -267,8 +267,8 @@ func mountsBelow(path string) ([]string, error) {
 	return paths, nil
 }
 
-// removeTree removes a directory of ours and what is in it, but never reaches
-// into what is mounted there: a volume of the host may be.
+// removeTree removes a directory and its content. It never descends into a mount, which may be a
+// volume of the host.
 func removeTree(dir string) error {
 	if err := unmountBelow(dir); err != nil {
 		return err

@@ -19,9 +19,8 @@ import (
 	"berth/internal/testenv"
 )
 
-// inMountNamespace runs the rest of a test in a process with a mount namespace of
-// its own, so that nothing it mounts is seen by the machine. It reports whether
-// this is that process.
+// inMountNamespace runs the rest of a test in a process with its own mount namespace, so that its
+// mounts are invisible to the machine. It returns true in that process.
 func inMountNamespace(t *testing.T) bool {
 	t.Helper()
 	const mark = "BERTH_TEST_MOUNT_NAMESPACE"
@@ -41,7 +40,7 @@ func inMountNamespace(t *testing.T) bool {
 	return false
 }
 
-// makePod makes the files of a pod with the given spec.
+// makePod creates the files of a pod with the given spec.
 func makePod(t *testing.T, dir, spec string) *files {
 	t.Helper()
 	pod, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{})
@@ -98,7 +97,7 @@ containers: [`+container("main")+`]`)
 	checkRemoved(t, f, parent)
 }
 
-// checkRemoved removes the files and looks for what is left of them.
+// checkRemoved removes the files and checks that nothing is left.
 func checkRemoved(t *testing.T, f *files, parent string) {
 	t.Helper()
 	if err := f.remove(); err != nil {
@@ -143,7 +142,7 @@ containers:
 	for subPath, want := range map[string]string{
 		"real": "file", "in": "file", "new/deep": "", "real/file": "inside",
 	} {
-		got, err := f.source(c, 0, subPath) // each replaces the one before, as a restart does
+		got, err := f.source(c, 0, subPath) // each replaces the previous one, as a restart does
 		if err != nil {
 			t.Errorf("%s: %v", subPath, err)
 			continue
@@ -186,9 +185,9 @@ func show(t *testing.T, path string) string {
 	return strings.Join(names, " ")
 }
 
-// What somebody mounted into a volume (a Bidirectional mount of a container, say)
-// is unmounted and not emptied.
-func TestRemoveSparesWhatIsMounted(t *testing.T) {
+// A foreign mount in a volume, for example of a Bidirectional container, must be unmounted and not
+// emptied.
+func TestRemoveDoesNotEnterMounts(t *testing.T) {
 	testenv.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
@@ -200,7 +199,7 @@ func TestRemoveSparesWhatIsMounted(t *testing.T) {
 	if err := os.Mkdir(at, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	for range 2 { // one over the other
+	for range 2 { // stacked
 		if err := unix.Mount(precious, at, "", unix.MS_BIND, ""); err != nil {
 			t.Fatal(err)
 		}

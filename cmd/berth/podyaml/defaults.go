@@ -9,7 +9,7 @@ import (
 
 const defaultGrace = 30 // seconds, DefaultTerminationGracePeriodSeconds
 
-// setDefaults fills in what the API server would.
+// setDefaults sets the API server's defaults.
 func setDefaults(pod *corev1.Pod) {
 	spec := &pod.Spec
 	setIfZero(&pod.Namespace, corev1.NamespaceDefault)
@@ -43,7 +43,7 @@ func setContainerDefaults(c *corev1.Container, hostNetwork bool) {
 	}
 }
 
-// defaultPullPolicy is Always for the tag latest, written or implied.
+// defaultPullPolicy returns Always for the tag latest, written or implied, else IfNotPresent.
 func defaultPullPolicy(image string) corev1.PullPolicy {
 	name, _, digested := strings.Cut(image, "@")
 	_, tag, tagged := strings.Cut(path.Base(name), ":")
@@ -60,14 +60,14 @@ func setIfZero[T comparable](field *T, value T) {
 	}
 }
 
-// Container is one container of a pod and where the manifest has it.
+// Container is one container of a pod with its place in the manifest.
 type Container struct {
 	*corev1.Container
 	Path string // spec.containers[1] or spec.initContainers[0]
 	Init bool
 }
 
-// containers returns all containers, init containers first, in order.
+// containers returns all containers in order, init containers first.
 func containers(pod *corev1.Pod) []Container {
 	all := make([]Container, 0, len(pod.Spec.InitContainers)+len(pod.Spec.Containers))
 	for i := range pod.Spec.InitContainers {
@@ -79,5 +79,5 @@ func containers(pod *corev1.Pod) []Container {
 	return all
 }
 
-// Sidecar reports an init container that runs beside the others (KEP-753).
+// Sidecar reports an init container that runs beside the other containers (KEP-753).
 func (c Container) Sidecar() bool { return c.Init && isSidecar(c.Container) }

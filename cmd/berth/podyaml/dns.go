@@ -10,11 +10,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// maxNameservers is what C libraries read, and the API server's limit.
+// maxNameservers is the number that C libraries read, and the API server's limit.
 const maxNameservers = 3
 
-// dns is the pod's resolver config; nil leaves it to the runtime, which takes
-// the host's.
+// dns returns the pod's resolver config. nil means the host's, which the runtime supplies.
 func (p *Plan) dns() *runtimeapi.DNSConfig {
 	own := p.Pod.Spec.DNSConfig
 	if p.Pod.Spec.DNSPolicy == corev1.DNSDefault && own == nil {
@@ -25,7 +24,7 @@ func (p *Plan) dns() *runtimeapi.DNSConfig {
 		out = parseResolvConf(p.Host.ResolvConf)
 	}
 	if own != nil {
-		// The pod's servers all count; the host's get what room is left.
+		// All servers of the pod count. The host's fill the remaining places.
 		out.Servers = out.Servers[:min(len(out.Servers), max(maxNameservers-len(own.Nameservers), 0))]
 		out.Servers = appendNew(out.Servers, own.Nameservers...)
 		out.Searches = appendNew(out.Searches, own.Searches...)
@@ -34,7 +33,7 @@ func (p *Plan) dns() *runtimeapi.DNSConfig {
 	return out
 }
 
-// appendNew appends those that are not there yet.
+// appendNew appends the elements that the list does not contain yet.
 func appendNew(list []string, more ...string) []string {
 	for _, s := range more {
 		if !slices.Contains(list, s) {
@@ -44,7 +43,7 @@ func appendNew(list []string, more ...string) []string {
 	return list
 }
 
-// mergeOptions lets the pod's options replace the host's of the same name.
+// mergeOptions replaces options of the host by the pod's options of the same name.
 func mergeOptions(host []string, own []corev1.PodDNSConfigOption) []string {
 	out := slices.DeleteFunc(slices.Clone(host), func(option string) bool {
 		name, _, _ := strings.Cut(option, ":")
@@ -60,7 +59,7 @@ func mergeOptions(host []string, own []corev1.PodDNSConfigOption) []string {
 	return out
 }
 
-// parseResolvConf reads resolv.conf(5): of several search lines the last counts.
+// parseResolvConf parses resolv.conf(5). The last of several search lines counts.
 func parseResolvConf(file []byte) *runtimeapi.DNSConfig {
 	out := &runtimeapi.DNSConfig{}
 	for line := range strings.Lines(string(file)) {
@@ -81,9 +80,9 @@ func parseResolvConf(file []byte) *runtimeapi.DNSConfig {
 	return out
 }
 
-// EtcHosts is the content of the pod's hosts file, as kubelet writes it: the
-// host's file with hostNetwork, else the loopback names and the pod's own; then
-// the manifest's aliases.
+// EtcHosts returns the content of the pod's hosts file, as kubelet writes it. With hostNetwork it
+// begins with the host's file, else with the loopback names and the pod's own. The manifest's
+// aliases follow.
 func (p *Plan) EtcHosts(podIPs []string) []byte {
 	var out bytes.Buffer
 	if p.Pod.Spec.HostNetwork {

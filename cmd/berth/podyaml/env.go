@@ -12,7 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// environment is a container's environment in order, each name once.
+// environment is a container's environment in order, without duplicate names.
 type environment struct {
 	order  []string
 	values map[string]string
@@ -48,8 +48,7 @@ func (e *environment) keyValues() []*runtimeapi.KeyValue {
 	return out
 }
 
-// environment works out the variables of a container; a value may refer to the
-// ones before it.
+// environment returns the variables of a container. A value may refer to earlier ones.
 func (p *Plan) environment(c Container, podIPs []string) (*environment, error) {
 	env := &environment{values: map[string]string{}}
 	for i := range c.Env {
@@ -75,7 +74,7 @@ func (p *Plan) envValue(c Container, v *corev1.EnvVar, sofar *environment, podIP
 	return "", nil // "valueFrom: {}" sets nothing
 }
 
-// fieldPaths are the plain fields of the downward API for environment variables.
+// fieldPaths are the fields of the downward API, without maps, for environment variables.
 var fieldPaths = map[string]func(p *Plan, podIPs []string) string{
 	"metadata.name":      func(p *Plan, _ []string) string { return p.Pod.Name },
 	"metadata.namespace": func(p *Plan, _ []string) string { return p.Pod.Namespace },
@@ -134,7 +133,7 @@ func (p *Plan) fieldValue(fieldPath string, podIPs []string) (string, error) {
 	return p.Pod.Annotations[key], nil
 }
 
-// refContainer is the container a resource reference is about: its own by default.
+// refContainer returns the container of a resource reference, by default its own.
 func refContainer(pod *corev1.Pod, own *corev1.Container, ref *corev1.ResourceFieldSelector) (*corev1.Container, error) {
 	if ref.ContainerName == "" {
 		return own, nil
@@ -159,8 +158,8 @@ func checkResourceRef(pod *corev1.Pod, own *corev1.Container, ref *corev1.Resour
 	return err
 }
 
-// resourceValue resolves a resource reference. A limit that is not set is the
-// whole host's; the quotient is rounded up (ConvertResourceCPUToString and friends).
+// resourceValue resolves a resource reference. An unset limit is the host's capacity. It rounds the
+// quotient up (ConvertResourceCPUToString and related functions).
 func (p *Plan) resourceValue(own *corev1.Container, ref *corev1.ResourceFieldSelector) (string, error) {
 	c, err := refContainer(p.Pod, own, ref)
 	if err != nil {

@@ -2,10 +2,9 @@ package podyaml
 
 import "strings"
 
-// Expand replaces $(NAME) by the value lookup has for NAME, as Kubernetes does
-// in env values, command and args: $$ is a literal $ (so $$(NAME) is not
-// replaced), and a reference nobody knows, or one that is not closed, stays as it
-// is.
+// Expand replaces $(NAME) by lookup's value for NAME, as Kubernetes does in env values, command and
+// args. $$ is a literal $, so $$(NAME) is not replaced. An unknown or unclosed reference stays
+// unchanged.
 func Expand(text string, lookup func(name string) (value string, ok bool)) string {
 	var out strings.Builder
 	for {
@@ -21,7 +20,7 @@ func Expand(text string, lookup func(name string) (value string, ok bool)) strin
 	}
 }
 
-// expandOne handles what follows a $ that is not the last byte.
+// expandOne expands the text after a $ that is not the last byte.
 func expandOne(after string, lookup func(string) (string, bool)) (replaced, rest string) {
 	switch after[0] {
 	case '$':

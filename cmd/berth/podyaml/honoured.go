@@ -8,8 +8,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// honoured lists every field that is carried out, with all that is below it; []
-// stands for any index. Limits on the values are in invalid.
+// honoured lists every supported field, including everything below it. [] stands for any index.
+// invalid checks the values.
 var honoured = newFieldSet(
 	"apiVersion", "kind", "metadata.name", "metadata.namespace", "metadata.labels", "metadata.annotations",
 
@@ -45,8 +45,7 @@ var containerFields = []string{
 	"securityContext.seccompProfile", "securityContext.appArmorProfile",
 }
 
-// reasons explain refusals that have a better explanation than the general one,
-// by the end of the field's path.
+// reasons explain refusals better than the general text, by the end of the field's path.
 var reasons = []struct{ end, reason string }{
 	{"configMapKeyRef", noAPI}, {"secretKeyRef", noAPI}, {"envFrom", noAPI},
 	{"configMap", noAPI}, {"secret", noAPI}, {"projected", noAPI}, {"downwardAPI", "only emptyDir and hostPath volumes can be made"},
@@ -81,14 +80,14 @@ func reasonFor(path string) string {
 	return noReason
 }
 
-// fieldSet is a set of field patterns, and of the patterns on the way to them.
+// fieldSet is a set of field patterns, with the parents of these patterns.
 type fieldSet struct{ fields, parents map[string]bool }
 
 func newFieldSet(patterns ...string) fieldSet {
 	return fieldSet{map[string]bool{}, map[string]bool{"": true}}.with("", patterns...)
 }
 
-// with adds patterns, each with the prefix before it, and returns the set.
+// with adds patterns, each after prefix, and returns the set.
 func (s fieldSet) with(prefix string, patterns ...string) fieldSet {
 	for _, pattern := range patterns {
 		pattern = prefix + pattern
@@ -102,21 +101,21 @@ func (s fieldSet) with(prefix string, patterns ...string) fieldSet {
 	return s
 }
 
-// unsupported returns every field the pod sets that is not in honoured. A field
-// is set if its value is not the zero value or is an empty but present object.
+// unsupported returns every field of the pod that is set but not in honoured. A field is set if its
+// value is not the zero value, or is an empty but present object.
 func unsupported(pod *corev1.Pod) []Problem {
 	w := walker{allowed: honoured}
 	w.walk("", "", reflect.ValueOf(pod))
 	return w.problems
 }
 
-// walker goes through a value along its JSON names.
+// walker walks through a value by its JSON names.
 type walker struct {
 	allowed  fieldSet
 	problems []Problem
 }
 
-// walk visits v, which is found at path; pattern is path with its indexes taken out.
+// walk visits v at path. pattern is path without indexes.
 func (w *walker) walk(path, pattern string, v reflect.Value) {
 	switch {
 	case isUnset(v) || w.allowed.fields[pattern]:
@@ -140,7 +139,7 @@ func (w *walker) walk(path, pattern string, v reflect.Value) {
 func (w *walker) walkStruct(path, pattern string, v reflect.Value) {
 	for i := range v.NumField() {
 		name, _, _ := strings.Cut(v.Type().Field(i).Tag.Get("json"), ",")
-		if name == "" { // embedded: its fields are ours
+		if name == "" { // embedded: its fields belong to this struct
 			w.walk(path, pattern, v.Field(i))
 			continue
 		}
@@ -155,8 +154,7 @@ func join(path, name string) string {
 	return path + "." + name
 }
 
-// isUnset reports a value that a manifest which does not mention it would have,
-// or one that means the same: an empty list, a null.
+// isUnset reports the value of an omitted field, or an equivalent one: an empty list, a null.
 func isUnset(v reflect.Value) bool {
 	switch v.Kind() {
 	case reflect.Slice, reflect.Map:
@@ -165,8 +163,7 @@ func isUnset(v reflect.Value) bool {
 	return v.IsZero()
 }
 
-// needsCompany returns what cannot be honoured when nobody stays with the pod.
-// It must see the pod before the defaults are set.
+// needsCompany returns the fields that need a process which stays with the pod.
 func needsCompany(pod *corev1.Pod) []Problem {
 	var found []Problem
 	if p := pod.Spec.RestartPolicy; p != "" && p != corev1.RestartPolicyNever {

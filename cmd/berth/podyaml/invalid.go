@@ -13,9 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// invalid returns what is wrong with the values of the fields that are
-// honoured: what the API server would refuse (a subset: what would otherwise fail
-// late or steer a path), and values that cannot be carried out here.
+// invalid returns the errors in values of supported fields. It refuses unsupported values, and
+// values that the API server refuses if they would fail late or affect a path.
 func invalid(pod *corev1.Pod) []Problem {
 	c := &checker{pod: pod}
 	c.metadata()
@@ -26,7 +25,7 @@ func invalid(pod *corev1.Pod) []Problem {
 	return c.problems
 }
 
-// checker collects problems while it goes through a pod.
+// checker collects problems of a pod.
 type checker struct {
 	pod      *corev1.Pod
 	problems []Problem
@@ -36,14 +35,14 @@ func (c *checker) add(path, format string, args ...any) {
 	c.problems = append(c.problems, Problem{path, fmt.Sprintf(format, args...)})
 }
 
-// addAll adds the messages of one of apimachinery's validators.
+// addAll adds the messages of a validator of apimachinery.
 func (c *checker) addAll(path, value string, messages []string) {
 	for _, m := range messages {
 		c.add(path, "%q: %s", value, m)
 	}
 }
 
-// oneOf adds a problem unless value is one of allowed; the zero value passes.
+// oneOf adds a problem unless value is zero or one of allowed.
 func oneOf[T ~string](c *checker, path string, value T, allowed ...T) {
 	if value == "" || slices.Contains(allowed, value) {
 		return
@@ -163,7 +162,7 @@ func (c *checker) podSecurity() {
 	c.profiles(at, sc.SeccompProfile, sc.AppArmorProfile)
 }
 
-// id checks a user or group number; the kernel's all-ones means "no change".
+// id checks a user or group number. The kernel's all-ones value means "no change".
 func (c *checker) id(path string, id *int64) {
 	const most = 1<<31 - 1
 	if id != nil && (*id < 0 || *id > most) {
@@ -193,7 +192,7 @@ func (c *checker) profile(at, kind string, localhost *string) {
 	}
 }
 
-// within checks a path that must stay below some directory.
+// within checks a path that must stay below a directory.
 func (c *checker) within(at, relative string) {
 	if path.IsAbs(relative) || slices.Contains(strings.Split(relative, "/"), "..") {
 		c.add(at, "%q must be a relative path without ..", relative)
@@ -246,7 +245,7 @@ func (c *checker) hostPath(at string, h *corev1.HostPathVolumeSource) {
 		corev1.HostPathFile, corev1.HostPathSocket, corev1.HostPathCharDev, corev1.HostPathBlockDev)
 }
 
-// checkImage parses a reference as the runtime will.
+// checkImage parses a reference as the runtime does.
 func checkImage(image string) error {
 	_, err := reference.ParseDockerRef(image)
 	return err

@@ -179,7 +179,7 @@ func (c *checker) handler(at string, h *corev1.LifecycleHandler) {
 	}
 }
 
-// stopSignal translates a signal's name; CRI's names are Kubernetes' with a prefix.
+// stopSignal translates a signal's name. CRI's names are those of Kubernetes with a prefix.
 func stopSignal(s corev1.Signal) (runtimeapi.Signal, bool) {
 	n, ok := runtimeapi.Signal_value["SIGNAL_"+string(s)]
 	return runtimeapi.Signal(n), ok && n != 0
@@ -208,7 +208,7 @@ func privileged(c *corev1.Container) bool {
 	return c.SecurityContext != nil && value(c.SecurityContext.Privileged)
 }
 
-// ports checks one container's ports; taken are the host ports of those before.
+// ports checks one container's ports. taken has the host ports of earlier containers.
 func (c *checker) ports(ctr Container, taken map[string]bool) {
 	const most = 65535
 	for i, p := range ctr.Ports {

@@ -12,8 +12,8 @@ import (
 
 const etcHosts = "/etc/hosts"
 
-// mounts are the container's volume mounts and the pod's hosts file, unless the
-// manifest mounts something at its place.
+// mounts returns the container's volume mounts and the pod's hosts file. It omits the hosts file if
+// the manifest mounts something in its place.
 func (p *Plan) mounts(c Container, env *environment, run Run) ([]*runtimeapi.Mount, error) {
 	var out []*runtimeapi.Mount
 	ownHosts := false
@@ -49,8 +49,8 @@ func (p *Plan) mount(m *corev1.VolumeMount, source string) *runtimeapi.Mount {
 	}
 }
 
-// recursiveReadOnly asks for it also where the runtime cannot, if the manifest
-// insists: the runtime then says so.
+// recursiveReadOnly also requests it if the runtime lacks the feature but the manifest requires it,
+// so that the runtime reports the error.
 func (p *Plan) recursiveReadOnly(m *corev1.VolumeMount) bool {
 	switch value(m.RecursiveReadOnly) {
 	case corev1.RecursiveReadOnlyEnabled:
@@ -68,7 +68,8 @@ var propagation = map[corev1.MountPropagationMode]runtimeapi.MountPropagation{
 	corev1.MountPropagationBidirectional:   runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL,
 }
 
-// relabel: what the pod owns may get its SELinux label, the host's files may not.
+// relabel reports whether a volume may get the pod's SELinux label: the pod's own files may, the
+// host's may not.
 func (p *Plan) relabel(volume string) bool {
 	for i := range p.Pod.Spec.Volumes {
 		if p.Pod.Spec.Volumes[i].Name == volume {
@@ -78,8 +79,7 @@ func (p *Plan) relabel(volume string) bool {
 	return false
 }
 
-// subPath is the mount's subPath or its expanded subPathExpr. What comes out of
-// an expansion must obey what the manifest had to.
+// subPath returns the mount's subPath, or its expanded subPathExpr, which must obey the same rules.
 func subPath(m *corev1.VolumeMount, env *environment) (string, error) {
 	if m.SubPathExpr == "" {
 		return m.SubPath, nil

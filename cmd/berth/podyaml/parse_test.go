@@ -11,13 +11,13 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// pod returns a manifest with the given spec, which is indented by nothing.
+// manifest returns a manifest with the given spec, whose lines are not indented.
 func manifest(spec string) string {
 	return "apiVersion: v1\nkind: Pod\nmetadata:\n  name: web\n  labels: {app: web}\n  annotations: {note: hi}\nspec:\n  " +
 		strings.ReplaceAll(strings.TrimSpace(spec), "\n", "\n  ") + "\n"
 }
 
-// one is a container with the given further fields, in flow style.
+// one returns a container with the given additional fields, in flow style.
 func one(fields string) string {
 	if fields != "" {
 		fields = ", " + fields
@@ -25,7 +25,7 @@ func one(fields string) string {
 	return "containers: [{name: app, image: busybox" + fields + "}]"
 }
 
-// problems parses a manifest and returns what it is refused for.
+// problems parses a manifest and returns the reasons for its refusal.
 func problems(t *testing.T, text string, mode Mode) []string {
 	t.Helper()
 	_, err := Parse([]byte(text), mode)
@@ -43,11 +43,11 @@ func problems(t *testing.T, text string, mode Mode) []string {
 	return out
 }
 
-func TestRefusals(t *testing.T) {
+func TestUnsupportedFieldsAreRefused(t *testing.T) {
 	tests := []struct {
 		name string
 		spec string
-		want []string // the beginning of each problem
+		want []string // prefix of each problem
 	}{
 		{"nothing", one(""), nil},
 		{"explicit zero values", "hostNetwork: false\nnodeName: ''\nimagePullSecrets: []\nnodeSelector: {}\n" + one(""), nil},
@@ -166,7 +166,7 @@ func comparePrefixes(t *testing.T, got, want []string) {
 	}
 }
 
-func TestRefusalsOfTheDocument(t *testing.T) {
+func TestInvalidDocumentsAreRefused(t *testing.T) {
 	tests := []struct{ name, text, want string }{
 		{"unknown fields", manifest("hostNetwrk: true\n" + one("imagePullPolcy: Never")), `unknown field "spec.hostNetwrk"`},
 		{"unknown fields, all", manifest("hostNetwrk: true\n" + one("imagePullPolcy: Never")), `unknown field "spec.containers[0].imagePullPolcy"`},
@@ -196,7 +196,7 @@ func TestOneDocumentWithMarkers(t *testing.T) {
 	}
 }
 
-func TestDetachedRefusals(t *testing.T) {
+func TestDetachedPodRefusesRestarts(t *testing.T) {
 	text := manifest("restartPolicy: OnFailure\ninitContainers: [{name: s, image: b, restartPolicy: Always}]\n" + one(""))
 	comparePrefixes(t, problems(t, text, Mode{Detached: true}), []string{"spec.restartPolicy: OnFailure", "spec.initContainers[0].restartPolicy: Always"})
 	if got := problems(t, manifest(one("")), Mode{Detached: true}); got != nil {
@@ -204,7 +204,7 @@ func TestDetachedRefusals(t *testing.T) {
 	}
 }
 
-func TestDefaults(t *testing.T) {
+func TestParseSetsAPIServerDefaults(t *testing.T) {
 	pod, err := Parse([]byte(manifest("containers: [{name: a, image: b}, {name: c, image: 'b:latest'}, {name: d, image: 'b:1', ports: [{containerPort: 1}], resources: {limits: {cpu: '1', memory: 1Gi}, requests: {cpu: 10m}}}, "+
 		"{name: e, image: 'host:5000/b'}, {name: f, image: 'b@sha256:"+strings.Repeat("0", 64)+"'}]")), Mode{})
 	if err != nil {
@@ -224,8 +224,8 @@ func TestDefaults(t *testing.T) {
 	}
 }
 
-// A pod that was parsed and encoded again parses to the same: a detached pod's
-// manifest is kept that way.
+// The encoded form of a parsed pod must parse to the same pod, because a detached pod's manifest is
+// stored in that form.
 func TestParseIsStable(t *testing.T) {
 	for _, text := range examples(t) {
 		pod, err := Parse(text, Mode{})
@@ -242,7 +242,7 @@ func TestParseIsStable(t *testing.T) {
 	}
 }
 
-// examples are the manifests of contrib/examples, which all must be accepted.
+// examples returns the manifests in contrib/examples, which must all be accepted.
 func examples(t *testing.T) map[string][]byte {
 	t.Helper()
 	names, err := filepath.Glob("../../../contrib/examples/*.yaml")

@@ -10,8 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Labels by which kubelet, crictl and berth's own commands know whose a sandbox
-// or a container is.
+// Labels that identify the pod of a sandbox or container for kubelet, crictl and berth's commands.
 const (
 	LabelPodName       = "io.kubernetes.pod.name"
 	LabelPodNamespace  = "io.kubernetes.pod.namespace"
@@ -19,16 +18,16 @@ const (
 	LabelContainerName = "io.kubernetes.container.name"
 )
 
-// Host is what a plan must know about the machine.
+// Host has the facts about the machine that a plan needs.
 type Host struct {
-	NodeName    string   // as kubelet would name the node
-	IPs         []string // of the host, the one of the default route first; may be empty
+	NodeName    string   // as kubelet would set it
+	IPs         []string // of the host, that of the default route first; may be empty
 	CPUs        int64
 	Memory      int64  // bytes
-	ResolvConf  []byte // the host's, for dnsPolicy Default with a dnsConfig
-	EtcHosts    []byte // the host's, for hostNetwork
-	SeccompRoot string // where Localhost seccomp profiles are
-	// RecursiveReadOnly: the runtime can make mounts read-only with all below them.
+	ResolvConf  []byte // of the host, for dnsPolicy Default with a dnsConfig
+	EtcHosts    []byte // of the host, for hostNetwork
+	SeccompRoot string // directory of Localhost seccomp profiles
+	// RecursiveReadOnly reports that the runtime supports recursive read-only mounts.
 	RecursiveReadOnly bool
 }
 
@@ -42,25 +41,25 @@ func (h Host) capacity(name corev1.ResourceName) resource.Quantity {
 	return resource.Quantity{}
 }
 
-// Plan is a parsed pod on its way to a runtime. It does not change once made.
+// Plan converts a parsed pod to CRI requests. It is immutable.
 type Plan struct {
 	Pod          *corev1.Pod // from Parse
 	UID          string      // of this run
 	Host         Host
-	LogDir       string // where the runtime puts the containers' logs
-	CgroupParent string // empty: the runtime's own default
-	FirstHostID  uint32 // of the UserNamespaceIDs users and groups of a pod that WantsUserNamespace
+	LogDir       string // directory in which the runtime writes the containers' logs
+	CgroupParent string // empty: the runtime's default
+	FirstHostID  uint32 // first of UserNamespaceIDs host IDs, if WantsUserNamespace
 }
 
-// Containers returns the pod's containers, init containers first, in order.
+// Containers returns the pod's containers in order, init containers first.
 func (p *Plan) Containers() []Container { return containers(p.Pod) }
 
-// LogPath is the path of a container's log below LogDir.
+// LogPath returns the path of a container's log below LogDir.
 func LogPath(container string, attempt uint32) string {
 	return path.Join(container, fmt.Sprintf("%d.log", attempt))
 }
 
-// Sandbox is the pod's sandbox config, as kubelet's generatePodSandboxConfig makes it.
+// Sandbox returns the pod's sandbox config, as kubelet's generatePodSandboxConfig does.
 func (p *Plan) Sandbox() *runtimeapi.PodSandboxConfig {
 	config := &runtimeapi.PodSandboxConfig{
 		Metadata: &runtimeapi.PodSandboxMetadata{
@@ -84,7 +83,7 @@ func (p *Plan) Sandbox() *runtimeapi.PodSandboxConfig {
 	return config
 }
 
-// labels are the given ones plus those by which everybody finds the pod.
+// labels returns more, plus the labels that identify the pod.
 func (p *Plan) labels(more map[string]string) map[string]string {
 	out := make(map[string]string, len(more)+3)
 	for k, v := range more {
@@ -96,7 +95,7 @@ func (p *Plan) labels(more map[string]string) map[string]string {
 	return out
 }
 
-// hostname is spec.hostname or the pod's name, cut to what the kernel and DNS take.
+// hostname returns spec.hostname or the pod's name, truncated to the limit of the kernel and DNS.
 func (p *Plan) hostname() string {
 	const most = 63
 	name := p.Pod.Spec.Hostname
@@ -139,11 +138,11 @@ func (p *Plan) sysctls() map[string]string {
 	return out
 }
 
-// Run is what one attempt of a container needs beyond the plan.
+// Run has the inputs for one attempt of a container.
 type Run struct {
 	Attempt  uint32
-	ImageRef string            // the ID that the runtime gave the image
-	Image    *runtimeapi.Image // what the runtime knows about it
+	ImageRef string            // the image's ID in the runtime
+	Image    *runtimeapi.Image // the runtime's description of the image
 	PodIPs   []string
 	EtcHosts string // path of the pod's hosts file
 	// Source returns the host path behind a volume mount, with subPath resolved
@@ -151,7 +150,7 @@ type Run struct {
 	Source func(c Container, mount int, subPath string) (string, error)
 }
 
-// Container is a container's config, as kubelet's generateContainerConfig makes it.
+// Container returns a container's config, as kubelet's generateContainerConfig does.
 func (p *Plan) Container(c Container, run Run) (*runtimeapi.ContainerConfig, error) {
 	env, err := p.environment(c, run.PodIPs)
 	if err != nil {

@@ -32,7 +32,7 @@ var testRun = Run{
 	},
 }
 
-// container makes the config of the last container.
+// config returns the config of the last container.
 func config(t *testing.T, p *Plan) *runtimeapi.ContainerConfig {
 	t.Helper()
 	all := p.Containers()
@@ -88,11 +88,11 @@ containers:
 		SupplementalGroups: []int64{9, 10}, SupplementalGroupsPolicy: runtimeapi.SupplementalGroupsPolicy_Strict,
 		Privileged: true, Seccomp: &runtimeapi.SecurityProfile{},
 	})
-	// The init container's request is the largest, but it has no limit, so the pod has none.
+	// The init container has the largest request but no limit, so the pod has no limit.
 	same(t, "resources", got.Linux.Resources, &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuShares: 3072})
 }
 
-func TestSandboxOfTheHostNetwork(t *testing.T) {
+func TestSandboxOnHostNetwork(t *testing.T) {
 	got := plan(t, "hostNetwork: true\nhostPID: true\n"+one("ports: [{containerPort: 80}]")).Sandbox()
 	same(t, "hostname", got.Hostname, "")
 	same(t, "ports", got.PortMappings, nil)
@@ -120,7 +120,7 @@ func TestUserNamespace(t *testing.T) {
 	same(t, "its hosts file", config(t, p).Mounts[0].UidMappings, []*runtimeapi.IDMapping(nil))
 }
 
-func TestHostnameIsCut(t *testing.T) {
+func TestHostnameIsTruncated(t *testing.T) {
 	p := plan(t, one(""))
 	p.Pod.Name = strings.Repeat("a", 62) + ".b"
 	same(t, "hostname", p.Sandbox().Hostname, strings.Repeat("a", 62))
@@ -175,7 +175,7 @@ volumeMounts: [
 	})
 }
 
-func TestOwnHostsFileIsNotCovered(t *testing.T) {
+func TestManifestMayMountOverHostsFile(t *testing.T) {
 	got := config(t, plan(t, "volumes: [{name: h, hostPath: {path: /srv/hosts}}]\n"+one("volumeMounts: [{name: h, mountPath: /etc/hosts}]")))
 	same(t, "mounts", len(got.Mounts), 1)
 }

@@ -1,17 +1,15 @@
-// Package podyaml turns a Kubernetes Pod manifest into CRI requests, as kubelet
-// would without an API server behind it. It is pure: facts about the host and
-// the pod's files are handed in.
+// Package podyaml converts a Kubernetes Pod manifest to CRI requests, as kubelet does without an
+// API server. It is pure: callers pass facts about the host and the pod's files.
 //
 // # Contract
 //
-// Parse accepts a manifest only if everything it sets will be honoured. What
-// cannot be is refused, all of it at once, by field path. Fields are accepted by
-// a list (honoured), so a field a later Kubernetes adds is refused, not ignored.
+// Parse accepts a manifest only if every field in it is supported. Otherwise it lists all
+// unsupported fields by path. The list of supported fields (honoured) is explicit, so Parse refuses
+// a field of a later Kubernetes version instead of ignoring it.
 //
-// Defaults are those of the Kubernetes API server (pkg/apis/core/v1/defaults.go)
-// with two exceptions, both because there is no cluster: dnsPolicy is Default, and
-// a seccompProfile that is not set is RuntimeDefault, as with kubelet's
-// --seccomp-default.
+// Defaults are those of the Kubernetes API server (pkg/apis/core/v1/defaults.go), with two
+// exceptions for lack of a cluster: dnsPolicy is Default, and an unset seccompProfile is
+// RuntimeDefault, as with kubelet's --seccomp-default.
 package podyaml
 
 import (
@@ -27,7 +25,7 @@ import (
 	goyaml "sigs.k8s.io/yaml/goyaml.v2"
 )
 
-// Problem is one thing in a manifest that stands against running it.
+// Problem is one reason why a manifest cannot run.
 type Problem struct {
 	Path   string // field path, e.g. spec.containers[0].livenessProbe; empty for the whole manifest
 	Reason string
@@ -40,11 +38,11 @@ func (p Problem) String() string {
 	return p.Path + ": " + p.Reason
 }
 
-// Refused is the error of a manifest that cannot be run: everything that stands
-// against it, in the order of the manifest's fields.
+// Refused is the error of a manifest that cannot run. It has all reasons, in the order of the
+// manifest's fields.
 type Refused struct{ Problems []Problem }
 
-// Error lists the problems, one a line if there are several.
+// Error lists the problems, one per line if there are several.
 func (r *Refused) Error() string {
 	if len(r.Problems) == 1 {
 		return "refused: " + r.Problems[0].String()
@@ -56,16 +54,15 @@ func (r *Refused) Error() string {
 	return "refused:\n" + strings.Join(lines, "\n")
 }
 
-// Mode says what the caller can do for a pod.
+// Mode describes how the caller runs a pod.
 type Mode struct {
-	// Detached: nobody stays with the pod once it runs, so nothing restarts its
-	// containers. What needs that is refused.
+	// Detached means that no process stays with the running pod, so nothing restarts its
+	// containers. Parse refuses fields that need that.
 	Detached bool
 }
 
-// Parse decodes a manifest (YAML or JSON, one document), sets the defaults and
-// checks that everything in it can be honoured. The error is *Refused unless the
-// text is not YAML at all.
+// Parse decodes a manifest (a single YAML or JSON document), sets defaults, and checks that every
+// field is supported. The error is *Refused unless the text is not YAML.
 func Parse(manifest []byte, mode Mode) (*corev1.Pod, error) {
 	pod, err := decode(manifest)
 	if err != nil {
@@ -83,8 +80,8 @@ func Parse(manifest []byte, mode Mode) (*corev1.Pod, error) {
 	return pod, nil
 }
 
-// decode reads exactly one document into a Pod. Unknown, duplicate and
-// wrongly-cased fields are refused by their paths.
+// decode decodes exactly one document. It refuses unknown, duplicate and wrongly-cased fields by
+// their paths.
 func decode(manifest []byte) (*corev1.Pod, error) {
 	if err := oneDocument(manifest); err != nil {
 		return nil, err
@@ -111,8 +108,8 @@ func decode(manifest []byte) (*corev1.Pod, error) {
 	return pod, nil
 }
 
-// oneDocument refuses a stream of several documents: sigs.k8s.io/yaml reads the
-// first and drops the rest without a word.
+// oneDocument refuses a stream of several documents, because sigs.k8s.io/yaml reads the first one
+// and silently drops the rest.
 func oneDocument(manifest []byte) error {
 	decoder := goyaml.NewDecoder(bytes.NewReader(manifest))
 	documents := 0
@@ -132,7 +129,7 @@ func oneDocument(manifest []byte) error {
 	}
 }
 
-// refuse is a Refused with one problem.
+// refuse returns a Refused with one problem.
 func refuse(path, format string, args ...any) *Refused {
 	return &Refused{[]Problem{{path, fmt.Sprintf(format, args...)}}}
 }

@@ -8,7 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Kernel and kubelet constants (pkg/kubelet/cm/helpers_linux.go, pkg/kubelet/qos/policy.go).
+// Constants of the kernel and kubelet (pkg/kubelet/cm/helpers_linux.go, pkg/kubelet/qos/policy.go).
 const (
 	minShares    = 2
 	maxShares    = 262144
@@ -35,7 +35,7 @@ func shares(milli int64) int64 {
 	return min(max(milli*sharesPerCPU/1000, minShares), maxShares)
 }
 
-// quota converts a CPU limit in thousandths of a CPU (MilliCPUToQuota); 0 is none.
+// quota converts a CPU limit in thousandths of a CPU (MilliCPUToQuota). 0 means no limit.
 func quota(milli int64) int64 {
 	if milli == 0 {
 		return 0
@@ -43,7 +43,7 @@ func quota(milli int64) int64 {
 	return max(milli*quotaPeriod/1000, minQuota)
 }
 
-// qos is the pod's class (ComputePodQOS): what all containers ask for decides.
+// qos returns the pod's QoS class (ComputePodQOS), which depends on the requests of all containers.
 func qos(pod *corev1.Pod) corev1.PodQOSClass {
 	any, guaranteed := false, true
 	for _, c := range containers(pod) {
@@ -62,8 +62,8 @@ func qos(pod *corev1.Pod) corev1.PodQOSClass {
 	return corev1.PodQOSBurstable
 }
 
-// oomScore is the container's oom_score_adj (GetContainerOOMScoreAdjust): the more
-// memory it asked for, the later it is killed.
+// oomScore returns the container's oom_score_adj (GetContainerOOMScoreAdjust). A larger memory
+// request protects it longer.
 func (p *Plan) oomScore(c *corev1.Container) int64 {
 	switch qos(p.Pod) {
 	case corev1.PodQOSGuaranteed:
@@ -79,7 +79,7 @@ func (p *Plan) oomScore(c *corev1.Container) int64 {
 	return min(max(score, 1000+oomGuaranteed), oomBestEffort-1)
 }
 
-// resources are a container's limits in CRI's terms.
+// resources returns a container's limits in CRI's form.
 func (p *Plan) resources(c *corev1.Container) *runtimeapi.LinuxContainerResources {
 	memory := c.Resources.Limits[corev1.ResourceMemory]
 	out := cpuAndMemory(c.Resources.Requests.Cpu().MilliValue(), c.Resources.Limits.Cpu().MilliValue(), memory.Value())
@@ -101,7 +101,7 @@ func cpuAndMemory(requestMilli, limitMilli, memory int64) *runtimeapi.LinuxConta
 	}
 }
 
-// pageSize writes a huge page's size the way the kernel names its cgroup files.
+// pageSize formats the size of a huge page as in the kernel's cgroup file names.
 func pageSize(size resource.Quantity) string {
 	n := size.Value()
 	units := []string{"B", "KB", "MB", "GB", "TB"}
@@ -113,9 +113,9 @@ func pageSize(size resource.Quantity) string {
 	return resource.NewQuantity(n, resource.DecimalSI).String() + units[unit]
 }
 
-// podResources are the sums over the containers, which run side by side
-// (init containers, sidecars excepted, run alone and are covered by the largest).
-// A limit counts only if every container has it.
+// podResources returns the sums over the containers that run concurrently. Other init containers
+// run one at a time, so only the largest of them counts. A limit counts only if every container has
+// it.
 func (p *Plan) podResources() *runtimeapi.LinuxContainerResources {
 	request := p.sum(func(c Container) (int64, bool) { return c.Resources.Requests.Cpu().MilliValue(), true })
 	limit := p.sum(func(c Container) (int64, bool) {
@@ -129,7 +129,7 @@ func (p *Plan) podResources() *runtimeapi.LinuxContainerResources {
 	return cpuAndMemory(request, limit, memory)
 }
 
-// sum adds up a value of the containers; 0 if one of them does not have it.
+// sum adds up a value of all containers. It returns 0 if one of them lacks it.
 func (p *Plan) sum(get func(Container) (int64, bool)) int64 {
 	var total, alone int64
 	for _, c := range containers(p.Pod) {
@@ -138,7 +138,7 @@ func (p *Plan) sum(get func(Container) (int64, bool)) int64 {
 		case !ok:
 			return 0
 		case c.Init && !c.Sidecar():
-			alone = max(alone, total+v) // beside the sidecars before it
+			alone = max(alone, total+v) // beside the earlier sidecars
 		default:
 			total += v
 		}

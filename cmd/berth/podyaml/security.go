@@ -9,8 +9,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Paths of /proc and /sys that a container does not see, or may only read, unless
-// procMount is Unmasked (kubelet's pkg/securitycontext/util.go).
+// Paths of /proc and /sys that are masked or read-only in a container, unless procMount is Unmasked
+// (kubelet's pkg/securitycontext/util.go).
 var (
 	maskedPaths = []string{
 		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
@@ -38,7 +38,7 @@ func (p *Plan) namespaces() *runtimeapi.NamespaceOption {
 	return out
 }
 
-// podContext is the pod's security context, empty if there is none.
+// podContext returns the pod's security context, or an empty one.
 func (p *Plan) podContext() *corev1.PodSecurityContext {
 	if sc := p.Pod.Spec.SecurityContext; sc != nil {
 		return sc
@@ -56,7 +56,7 @@ func (p *Plan) sandboxSecurity() *runtimeapi.LinuxSandboxSecurityContext {
 		SupplementalGroupsPolicy: p.groupsPolicy(),
 		Seccomp:                  &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault},
 	}
-	if sc.RunAsUser != nil { // CRI allows a group only with a user
+	if sc.RunAsUser != nil { // CRI accepts a group only with a user
 		out.RunAsGroup = number(sc.RunAsGroup)
 	}
 	for _, c := range p.Containers() {
@@ -65,7 +65,7 @@ func (p *Plan) sandboxSecurity() *runtimeapi.LinuxSandboxSecurityContext {
 	return out
 }
 
-// groups are the pod's supplementary groups, its fsGroup among them.
+// groups returns the pod's supplementary groups, including its fsGroup.
 func (p *Plan) groups() []int64 {
 	sc := p.podContext()
 	var out []int64
@@ -94,8 +94,8 @@ func selinux(o *corev1.SELinuxOptions) *runtimeapi.SELinuxOption {
 	return &runtimeapi.SELinuxOption{User: o.User, Role: o.Role, Type: o.Type, Level: o.Level}
 }
 
-// effective is the container's security context with the pod's filled in where
-// it says nothing (DetermineEffectiveSecurityContext).
+// effective returns the container's security context, with unset fields from the pod's
+// (DetermineEffectiveSecurityContext).
 func (p *Plan) effective(c *corev1.Container) *corev1.SecurityContext {
 	out := &corev1.SecurityContext{}
 	if c.SecurityContext != nil {
@@ -117,8 +117,8 @@ func inherit[T any](field **T, from *T) {
 	}
 }
 
-// containerSecurity translates the effective security context. image tells whom
-// the image runs as, which runAsNonRoot and a lone runAsGroup need to know.
+// containerSecurity translates the effective security context. runAsNonRoot, and runAsGroup without
+// a user, need the image's user.
 func (p *Plan) containerSecurity(c Container, image *runtimeapi.Image) (*runtimeapi.LinuxContainerSecurityContext, error) {
 	sc := p.effective(c.Container)
 	if value(sc.RunAsNonRoot) {
@@ -140,7 +140,7 @@ func (p *Plan) containerSecurity(c Container, image *runtimeapi.Image) (*runtime
 		Seccomp:                  p.seccomp(sc),
 		Apparmor:                 apparmor(sc.AppArmorProfile),
 	}
-	if sc.RunAsUser == nil && sc.RunAsGroup != nil { // CRI allows a group only with a user: name the image's
+	if sc.RunAsUser == nil && sc.RunAsGroup != nil { // CRI accepts a group only with a user, so use the image's
 		out.RunAsUser, out.RunAsUsername = image.GetUid(), image.GetUsername()
 		if out.RunAsUser == nil && out.RunAsUsername == "" {
 			out.RunAsUser = &runtimeapi.Int64Value{}
@@ -152,7 +152,7 @@ func (p *Plan) containerSecurity(c Container, image *runtimeapi.Image) (*runtime
 	return out, nil
 }
 
-// checkNonRoot is kubelet's verifyRunAsNonRoot.
+// checkNonRoot implements kubelet's verifyRunAsNonRoot.
 func checkNonRoot(user *int64, image *runtimeapi.Image) error {
 	switch {
 	case user != nil && *user != 0:
@@ -181,7 +181,7 @@ func capabilities(c *corev1.Capabilities) *runtimeapi.Capability {
 	return out
 }
 
-// seccomp is the container's profile; without one it is the runtime's default.
+// seccomp returns the container's profile, by default RuntimeDefault.
 func (p *Plan) seccomp(sc *corev1.SecurityContext) *runtimeapi.SecurityProfile {
 	if value(sc.Privileged) {
 		return &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}
@@ -196,8 +196,8 @@ func (p *Plan) seccomp(sc *corev1.SecurityContext) *runtimeapi.SecurityProfile {
 	return out
 }
 
-// apparmor is the container's profile; nil leaves it to the runtime, which knows
-// whether the kernel has AppArmor.
+// apparmor returns the container's profile. nil leaves the choice to the runtime, which has
+// detected whether the kernel has AppArmor.
 func apparmor(a *corev1.AppArmorProfile) *runtimeapi.SecurityProfile {
 	if a == nil {
 		return nil
@@ -205,7 +205,7 @@ func apparmor(a *corev1.AppArmorProfile) *runtimeapi.SecurityProfile {
 	return profile(string(a.Type), value(a.LocalhostProfile))
 }
 
-// profile translates the three kinds, which CRI and Kubernetes name alike.
+// profile translates the three kinds of profiles, which have the same names in CRI and Kubernetes.
 func profile(kind, localhost string) *runtimeapi.SecurityProfile {
 	return &runtimeapi.SecurityProfile{
 		ProfileType:  runtimeapi.SecurityProfile_ProfileType(runtimeapi.SecurityProfile_ProfileType_value[kind]),

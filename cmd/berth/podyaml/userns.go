@@ -5,18 +5,17 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// UserNamespaceIDs is how many users and groups a pod's user namespace has, as kubelet
-// gives them: 0 to 65535, what images use (KEP-127).
+// UserNamespaceIDs is the number of users and groups in a pod's user namespace, as in kubelet:
+// images use 0 to 65535 (KEP-127).
 const UserNamespaceIDs = 1 << 16
 
-// WantsUserNamespace tells whether the manifest asks for a user namespace, for which a
-// plan needs a FirstHostID.
+// WantsUserNamespace reports whether the manifest requests a user namespace. The plan then needs a
+// FirstHostID.
 func WantsUserNamespace(pod *corev1.Pod) bool {
 	return pod.Spec.HostUsers != nil && !*pod.Spec.HostUsers
 }
 
-// idMappings is the one range of IDs of the host that the pod's stand for, nil for
-// a pod without a user namespace.
+// idMappings returns the pod's range of host IDs, or nil without a user namespace.
 func (p *Plan) idMappings() []*runtimeapi.IDMapping {
 	if !WantsUserNamespace(p.Pod) {
 		return nil
@@ -32,14 +31,14 @@ func (p *Plan) usernsOptions() *runtimeapi.UserNamespace {
 	return &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: ids, Gids: ids}
 }
 
-// mapped shows a mount to the pod's user namespace with the owners that its files have
-// on the host, as kubelet does with all volumes.
+// mapped makes a mount show, in the pod's user namespace, the owners that its files have on the
+// host, as kubelet does with all volumes.
 func (p *Plan) mapped(m *runtimeapi.Mount) *runtimeapi.Mount {
 	m.UidMappings, m.GidMappings = p.idMappings(), p.idMappings()
 	return m
 }
 
-// userNamespace refuses what Kubernetes refuses beside hostUsers: false.
+// userNamespace refuses fields that Kubernetes refuses with hostUsers: false.
 func (c *checker) userNamespace() {
 	spec := &c.pod.Spec
 	if !WantsUserNamespace(c.pod) {

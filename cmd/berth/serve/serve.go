@@ -101,7 +101,7 @@ func setUpProcess() {
 	}
 }
 
-// serve runs the daemon from start to end. It closes what it opened in reverse order.
+// serve runs the daemon from start to end. It closes its parts in reverse order.
 func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
 	a := &assembly{cfg: cfg, shutdown: newShutdown(stopLimit), closing: cleanup.New(), log: log}
 	defer a.closing.Run(&err)
@@ -154,8 +154,8 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)
 }
 
-// assembly is the daemon while it is put together. closing undoes what it has opened, within the
-// time of shutdown.
+// assembly has the parts of the daemon that are open. closing closes them in reverse order, within
+// the time of shutdown.
 type assembly struct {
 	cfg      *config.Config
 	shutdown shutdown

@@ -47,7 +47,7 @@ const (
 	// tlsPeriod is the minimum time between two checks of the files, because anyone on the node can
 	// start handshakes.
 	tlsPeriod = time.Second
-	// tlsSettled is the age from which a file's timestamps detect the next change. Kernel
+	// tlsSettled is the minimum age of a file whose timestamps detect the next change. Kernel
 	// timestamps are coarse.
 	tlsSettled = 2 * time.Second
 )

@@ -1,5 +1,5 @@
-// Package terminal has what operators' commands show: numbers and times as people read them, and how far a pull is, in a terminal with
-// bars that move.
+// Package terminal formats the output of the operator's commands: numbers and times for people, and
+// the progress of a pull, with moving bars in a terminal.
 package terminal
 
 import (
@@ -10,7 +10,7 @@ import (
 	"github.com/moby/term"
 )
 
-// Bytes prints a number of bytes as people read it.
+// Bytes formats a number of bytes for people.
 func Bytes(bytes uint64) string {
 	const step = 1000
 	if bytes < step {
@@ -25,7 +25,7 @@ func Bytes(bytes uint64) string {
 	return fmt.Sprintf("%.1f %cB", value, units[unit])
 }
 
-// Age says how long ago something was, roughly.
+// Age formats roughly how long ago something was.
 func Age(now, then time.Time) string {
 	d := now.Sub(then)
 	switch {
@@ -39,7 +39,7 @@ func Age(now, then time.Time) string {
 	return fmt.Sprintf("%dd", d/(24*time.Hour))
 }
 
-// Size returns the size of the terminal that w is; false if it is none.
+// Size returns the size of the terminal w, or false if w is not a terminal.
 func Size(w any) (term.Winsize, bool) {
 	f, ok := w.(*os.File)
 	if !ok || !term.IsTerminal(f.Fd()) {
@@ -48,5 +48,5 @@ func Size(w any) (term.Winsize, bool) {
 	if size, err := term.GetWinsize(f.Fd()); err == nil && size.Width > 0 && size.Height > 0 {
 		return *size, true
 	}
-	return term.Winsize{Width: 80, Height: 24}, true // a terminal that does not tell, e.g. a serial line
+	return term.Winsize{Width: 80, Height: 24}, true // a terminal without a known size, for example a serial line
 }

@@ -51,7 +51,7 @@ func TestProgressBars(t *testing.T) {
 	}
 }
 
-// More layers than lines: those that are not ready are shown, as many as fit.
+// With more layers than lines, unfinished layers must be shown first.
 func TestProgressBarsFit(t *testing.T) {
 	var out bytes.Buffer
 	p := &bars{out: &out, width: 60, height: 3}

@@ -9,23 +9,23 @@ import (
 	"time"
 )
 
-// Lengths in an SVG, in its pixels.
+// Lengths in the SVG, in pixels.
 const (
 	width      = 960
 	margin     = 12
 	namesWidth = 290
-	tookWidth  = 64 // what the last bar's figure needs to its right
+	tookWidth  = 64 // space for the last bar's figure
 	barsLeft   = margin + namesWidth
 	barsWidth  = width - barsLeft - tookWidth - margin
 	headHeight = 58 // title and axis
 	rowHeight  = 20
 	barHeight  = 12
 	indent     = 14
-	minBar     = 1.5 // what is too short to be seen is shown all the same
+	minBar     = 1.5 // minimum width of a visible bar
 	svgTicks   = 10
 )
 
-// style has colours for both kinds of pages; d0 to d3 are the depths.
+// style has colours for light and dark pages; d0 to d3 are the depths.
 const style = `
 text{font:12px system-ui,sans-serif;fill:#24292f}
 .title{font-size:14px;font-weight:600}
@@ -40,7 +40,7 @@ text{fill:#e6edf3}.took,.tick{fill:#9198a1}.page{fill:#0d1117}.grid{stroke:#3036
 }
 `
 
-// SVG draws the chart as a document of SVG 1.1.
+// SVG draws the chart as an SVG 1.1 document.
 func (c Chart) SVG(w io.Writer) error {
 	l := c.layout()
 	d := svg{Writer: bufio.NewWriter(w), until: max(l.until, time.Microsecond)}
@@ -57,7 +57,7 @@ func (c Chart) SVG(w io.Writer) error {
 	return d.Flush()
 }
 
-// svg is a document that is being written. Errors come from Flush.
+// svg writes a document. Flush returns its errors.
 type svg struct {
 	*bufio.Writer
 	until time.Duration
@@ -77,7 +77,7 @@ func (d svg) line(x float64, bottom int, class string) {
 	d.printf("<line x1=\"%.1f\" y1=\"%d\" x2=\"%.1f\" y2=\"%d\" class=\"%s\"/>\n", x, headHeight-4, x, bottom, class)
 }
 
-// axis draws the ticks, or, where time is left out, what is left out: times from the beginning would mislead there.
+// axis draws the ticks. If time is folded it marks the folds instead, because ticks would mislead.
 func (d svg) axis(l layout, bottom int) {
 	for _, at := range ticks(l.until, svgTicks) {
 		d.line(d.x(at), bottom, "grid")
@@ -104,9 +104,9 @@ func (d svg) row(s bar, y int) {
 	d.text(from+long+4, middle+4, "took", "start", Took(s.End-s.Start))
 }
 
-// escaped is text as it stands between two tags.
+// escaped returns text for use between two tags.
 func escaped(text string) string {
 	var b strings.Builder
-	_ = xml.EscapeText(&b, []byte(text)) // a Builder takes everything
+	_ = xml.EscapeText(&b, []byte(text)) // a Builder does not fail
 	return b.String()
 }

@@ -10,12 +10,13 @@ import (
 )
 
 const (
-	leastBars = 16              // columns that bars have however narrow the terminal
-	figures   = "   %9s  %9s  " // where a span begins, and how long it takes
-	mostName  = 40              // columns for names with their indents
+	leastBars = 16              // minimum number of columns for bars
+	figures   = "   %9s  %9s  " // a span's beginning and its duration
+	mostName  = 40              // maximum number of columns for indented names
 )
 
-// Text draws the chart in lines that are so many columns wide, where names and figures leave room for bars.
+// Text draws the chart with the given number of columns, which must leave room for bars beside
+// names and figures.
 func (c Chart) Text(w io.Writer, columns int) error {
 	l := c.layout()
 	names := utf8.RuneCountInString("span")
@@ -47,10 +48,10 @@ func label(s bar) string {
 	return name
 }
 
-// text is a drawing that is being written. Errors come from Flush.
+// text writes a drawing. Flush returns its errors.
 type text struct {
 	*bufio.Writer
-	names, bars int // columns
+	names, bars int // in columns
 	until       time.Duration
 }
 
@@ -63,12 +64,12 @@ func (d text) line(name, from, took, bar string) {
 	fmt.Fprintln(d, strings.TrimRight(name+fmt.Sprintf(figures, from, took)+bar, " "))
 }
 
-// cell is a place on the axis in eighths of a column.
+// cell returns a place on the axis in eighths of a column.
 func (d text) cell(at time.Duration) int {
 	return int(float64(8*d.bars) * float64(at) / float64(d.until))
 }
 
-// bar draws a span to an eighth of a column at its end; its start is a column's.
+// bar draws a span. Its end is exact to an eighth of a column, its start to a column.
 func (d text) bar(s bar) string {
 	from, to := d.cell(s.Start), d.cell(s.End)
 	column := min(from/8, d.bars-1)

@@ -1,10 +1,12 @@
-// Package waterfall draws spans of time as bars below one another: in SVG for a page, in text for a terminal.
+// Package waterfall draws time spans as bars below one another: as SVG for a page, as text for a
+// terminal.
 //
 // # Contract
 //
-// Pure: a chart is made of its fields and of nothing else. Names may come from anywhere: what can't be printed is replaced and what is long
-// is cut off, so that neither a terminal nor an XML parser takes a name for anything but text. The SVG needs no font, script or
-// style from elsewhere, and is legible on light and dark pages.
+// The package is pure: a chart depends only on its fields. Names may come from anywhere. It
+// replaces unprintable characters and truncates long names, so that neither a terminal nor an XML
+// parser interprets them. The SVG needs no external font, script or style, and is legible on light
+// and dark pages.
 package waterfall
 
 import (
@@ -20,41 +22,42 @@ import (
 // Span is one bar.
 type Span struct {
 	Name   string
-	Start  time.Duration // from any zero that all spans of a chart share
+	Start  time.Duration // from a zero that all spans of a chart share
 	End    time.Duration
-	Depth  int  // how far its name is indented: 0 for what is part of nothing else
-	Failed bool // it came to no good end
+	Depth  int  // indentation of the name: 0 for a span without a parent
+	Failed bool // the operation failed
 }
 
-// Chart is a drawing of spans, which come one below the other in the order given.
+// Chart is a drawing of spans, one below the other in the given order.
 type Chart struct {
 	Title string
 	Spans []Span
 
-	// Until is how long the axis is at least: charts with the same can be compared by eye.
+	// Until is the minimum length of the axis. Charts with the same length can be compared by eye.
 	Until time.Duration
-	// Fold is how long a time without any span may be before it is folded into a mark; 0: as long as it likes.
+	// Fold is the maximum length of a time without any span. A longer one is folded into a mark. 0
+	// means no limit.
 	Fold time.Duration
 }
 
-// SVG draws spans as a document of SVG 1.1, with the time from the first's start on the axis.
+// SVG draws spans as an SVG 1.1 document, on an axis that begins with the first span.
 func SVG(w io.Writer, title string, spans []Span) error {
 	return Chart{Title: title, Spans: spans}.SVG(w)
 }
 
-// fold is a time without spans that the drawing leaves out.
+// fold is a time without spans that the drawing omits.
 type fold struct {
 	at      time.Duration // on the axis
 	omitted time.Duration
 }
 
-// bar is a span as it is drawn, with its place on the axis, which begins at 0.
+// bar is a drawn span with its place on the axis, which begins at 0.
 type bar struct {
 	Span
-	from time.Duration // when it began, what is left out included
+	from time.Duration // beginning of the span, including folded time
 }
 
-// layout is a chart as it is drawn.
+// layout is the computed form of a chart.
 type layout struct {
 	title string
 	bars  []bar // in the order of the chart's spans
@@ -76,7 +79,7 @@ func (c Chart) layout() layout {
 		return l
 	}
 	first := inTime[0].Start
-	left, covered := first, first // what is taken off each time, and until when there are spans
+	left, covered := first, first // time folded so far, and the end of the spans so far
 	for _, b := range inTime {
 		if gap := b.Start - covered; c.Fold > 0 && gap > c.Fold {
 			l.folds = append(l.folds, fold{at: covered - left + c.Fold/2, omitted: gap - c.Fold})
@@ -96,7 +99,7 @@ const (
 	mostTime = 1000 * time.Hour * 24 // before and after zero
 )
 
-// clean is a name of any origin as text of one line.
+// clean returns a name of any origin as text on one line.
 func clean(name string) string {
 	var b strings.Builder
 	n := 0
@@ -105,7 +108,7 @@ func clean(name string) string {
 			b.WriteRune('…')
 			break
 		}
-		if !unicode.IsPrint(r) { // controls, and marks that turn the direction of text
+		if !unicode.IsPrint(r) { // control characters, and marks that change the direction of text
 			r = unicode.ReplacementChar
 		}
 		b.WriteRune(r)
@@ -114,7 +117,7 @@ func clean(name string) string {
 	return b.String()
 }
 
-// ticks are the places of marks on an axis of that length, at most most of them: round numbers.
+// ticks returns at most most marks at round numbers, on an axis of length until.
 func ticks(until time.Duration, most int) []time.Duration {
 	step := time.Microsecond
 	for i := 0; until/step > time.Duration(most); i++ { // 1, 2, 5, 10 …
@@ -131,7 +134,7 @@ func ticks(until time.Duration, most int) []time.Duration {
 	return all
 }
 
-// tick is the label of a mark, short.
+// tick returns the short label of a mark.
 func tick(d time.Duration) string {
 	switch {
 	case d == 0:
@@ -144,7 +147,7 @@ func tick(d time.Duration) string {
 	return fmt.Sprintf("%g ms", float64(d)/float64(time.Millisecond))
 }
 
-// Took is a length of time with the digits that matter.
+// Took formats a duration with its significant digits.
 func Took(d time.Duration) string {
 	switch {
 	case d >= 10*time.Second:

@@ -18,7 +18,7 @@ var update = flag.Bool("update", false, "write the golden files")
 
 const ms = time.Millisecond
 
-// sample is a pod's start: a network beside a pause, and, seconds later, a container, which fails.
+// sample is a pod's start: a network beside a pause, and seconds later a container that fails.
 var sample = Chart{Title: "default/web", Fold: 5 * ms, Spans: []Span{
 	{Name: "RunPodSandbox", Start: 100 * ms, End: 124 * ms},
 	{Name: "record", Start: 100*ms + 200*time.Microsecond, End: 101 * ms, Depth: 1},
@@ -63,7 +63,7 @@ func textOf(t testing.TB, c Chart, columns int) string {
 	return out.String()
 }
 
-func TestGolden(t *testing.T) {
+func TestChartsMatchGoldenFiles(t *testing.T) {
 	golden(t, "sample.svg", svgOf(t, sample))
 	golden(t, "sample.txt", textOf(t, sample, 80))
 	var plain bytes.Buffer
@@ -73,7 +73,7 @@ func TestGolden(t *testing.T) {
 	golden(t, "plain.svg", plain.String())
 }
 
-// texts parses a document and returns what stands in its text elements.
+// texts parses a document and returns the content of its text elements.
 func texts(t testing.TB, document string) (all []string) {
 	t.Helper()
 	parser := xml.NewDecoder(strings.NewReader(document))
@@ -116,7 +116,7 @@ func TestSVGShowsEverySpan(t *testing.T) {
 	}
 }
 
-func TestFolds(t *testing.T) {
+func TestLongGapsAreFolded(t *testing.T) {
 	l := sample.layout()
 	if len(l.folds) != 1 || l.folds[0].omitted != 1995*ms || l.until != 41*ms {
 		t.Errorf("%+v", l)
@@ -140,7 +140,7 @@ func TestTicks(t *testing.T) {
 	}
 }
 
-func TestTook(t *testing.T) {
+func TestTookKeepsSignificantDigits(t *testing.T) {
 	for d, want := range map[time.Duration]string{0: "0.00 ms", 1234 * time.Microsecond: "1.23 ms", 12345 * time.Microsecond: "12.3 ms",
 		123 * ms: "123 ms", 1230 * ms: "1.23 s", 72 * time.Second: "72.0 s"} {
 		if got := Took(d); got != want {
@@ -149,7 +149,6 @@ func TestTook(t *testing.T) {
 	}
 }
 
-// A disk that is full is no chart.
 func TestWriteErrors(t *testing.T) {
 	full := errors.New("full")
 	if err := sample.SVG(failing{full}); !errors.Is(err, full) {

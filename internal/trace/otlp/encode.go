@@ -84,8 +84,8 @@ func spansOf(t *trace.Trace) []*tracev1.Span {
 // randomID returns eight random bytes that are not all zero.
 func randomID() []byte { return binary.BigEndian.AppendUint64(nil, rand.Uint64()|1) }
 
-// describeOperation adds to an operation's first span what is known of the operation. The text of a
-// failure is left out, because it may contain details of the request.
+// describeOperation adds the operation's attributes and its outcome to its first span. The text of
+// a failure is left out, because it may contain details of the request.
 func describeOperation(s *tracev1.Span, t *trace.Trace) {
 	s.Kind = tracev1.Span_SPAN_KIND_SERVER
 	for _, a := range t.Attributes {

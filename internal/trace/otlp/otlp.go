@@ -3,9 +3,9 @@
 // # Contract
 //
 // Export never waits. It puts a trace into a queue of queueLength, or drops and counts it if the
-// queue is full. One goroutine owns the rest: it gathers the traces of a second, sends them, and
-// retries for a while if the collector says that this may help. Traces that it cannot deliver are
-// dropped and counted. Close sends the queue until its context ends.
+// queue is full. One goroutine owns the rest. It gathers the traces of a second, sends them, and
+// retries for a while if the collector allows it. Traces that it cannot deliver are dropped and
+// counted. Close sends the queue until its context ends.
 //
 // The package uses OTLP's generated message types but not OpenTelemetry's SDK. The SDK (1.47, with
 // otlptracegrpc) makes a bare gRPC server 5 MB larger and costs 2.2 MB of PSS even if nothing is
@@ -149,8 +149,8 @@ func (e *Exporter) run() {
 	}
 }
 
-// gather waits for traces and returns those of about a second. more is false if the exporter stops
-// and these are the last.
+// gather waits for traces and returns the traces of about a second. more is false if the exporter
+// stops and these are the last.
 func (e *Exporter) gather() (batch []*trace.Trace, more bool) {
 	var soon <-chan time.Time
 	for len(batch) < batchLength {

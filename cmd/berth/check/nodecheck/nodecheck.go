@@ -3,10 +3,10 @@
 // # Contract
 //
 // Run changes nothing permanently. It reads files and makes system calls. Where only an attempt
-// gives an answer, it uses network namespaces of its own, and a temporary directory below the
-// configured directory or its nearest existing ancestor. Kernel modules that an attempt loads stay
-// loaded, as after the first pod. Run needs no daemon and does not disturb one. It stops when ctx
-// ends.
+// gives an answer, it uses network namespaces of its own and temporary directories. These are below
+// the configured directory or its nearest existing ancestor. Kernel modules that an attempt loads
+// stay loaded, as after the first pod. Run needs no daemon and does not disturb one. It stops when
+// ctx ends.
 package nodecheck
 
 import (
@@ -54,7 +54,7 @@ type Node struct {
 // check performs the checks of one area.
 type check func(context.Context, *Node) []Finding
 
-// Run performs all checks, in the order in which an operator would fix problems.
+// Run performs all checks, in the order that suits an operator who fixes the problems.
 func Run(ctx context.Context, n *Node) []Finding {
 	if n.root == "" {
 		n.root = "/"

@@ -97,7 +97,7 @@ func (n *Node) checkOverlay() Finding {
 	return ok(subject, "overlayfs works on %s", nearest(n.Config.Root))
 }
 
-// checkLayerDriver determines the form in which layers would be stored.
+// checkLayerDriver determines how layers would be stored.
 func (n *Node) checkLayerDriver() Finding {
 	const subject = "layers of images"
 	if n.Config.LayerDriver == string(rootfs.Directory) {

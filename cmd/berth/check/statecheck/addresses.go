@@ -9,9 +9,9 @@ import (
 	"berth/sandbox/state"
 )
 
-// Addresses: whatever the CNI library, host-local and berth-net keep for a pod, and the objects
-// that berth-net has created for it, belong to a recorded pod whose network exists. Kept addresses
-// of a running pod equal those in its record. No two pods of a network have the same address.
+// Addresses: records of the CNI library, host-local and berth-net, and objects of berth-net, belong
+// to a recorded pod whose network exists. Kept addresses of a running pod equal those in its
+// record. No two pods of a network have the same address.
 
 // readNetwork needs the records, because pods may have networks that the configuration no longer
 // has.

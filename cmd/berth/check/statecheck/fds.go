@@ -10,9 +10,9 @@ import (
 	"berth/sandbox/state"
 )
 
-// File descriptors: the daemon's are bounded by its pods and containers. It holds no namespace, no
-// deleted file, no process except those of running objects and its own children, and no cgroup or
-// directory except those of recorded objects. Its other descriptors are few, with a share for each
+// File descriptors: the daemon's are bounded by its pods and containers. It holds no namespace and
+// no deleted file. It holds processes only of running objects and its own children, and cgroups and
+// directories only of recorded objects. Its other descriptors are few, with a share for each
 // container, child and client.
 
 // descriptor is an open file of a process.

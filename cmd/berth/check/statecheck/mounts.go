@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// Mounts: below the daemon's directories the host's mount table has the daemon's own mounts, and
-// the tmpfs and pinned namespaces of each running pod: each once, and no others. Launchers mount in
+// Mounts: below the daemon's directories the host has the daemon's own mounts, and each running
+// pod's tmpfs and pinned namespaces. Each exists once, and no others exist. Launchers mount in
 // their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
@@ -31,8 +31,8 @@ func compareMounts(f *facts, d *finder) {
 	}
 }
 
-// expectedMounts returns the mount points that must exist, with the object of each, and those that
-// may exist.
+// expectedMounts returns the mount points that must exist, with the object of each, and further
+// ones that may exist.
 func (f *facts) expectedMounts() (expected map[string]string, allowed map[string]bool) {
 	expected, allowed = map[string]string{}, map[string]bool{}
 	for _, point := range []string{f.node.State, f.dirs.SharedMounts(), f.dirs.RootPlace()} {

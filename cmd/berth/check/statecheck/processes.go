@@ -155,8 +155,8 @@ func (f *facts) groupOf(p *process) string {
 	return found
 }
 
-// around reports whether this process is in a cgroup with that ID, of a runtime in which berth
-// runs.
+// around reports whether this process is in a cgroup with that ID, because berth itself runs in a
+// container.
 func (f *facts) around(id string) bool {
 	self := f.processes[os.Getpid()]
 	return self != nil && slices.ContainsFunc(self.groups, func(g string) bool { return slices.Contains(idsIn(g), id) })

@@ -16,8 +16,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// Views: CRI's lists equal the records, and agree with the other calls, in which pods, containers
-// and images exist, in their states, and in the image of each container.
+// Views: CRI's lists have the recorded pods, containers and images, with the recorded states and
+// images. The other calls agree with the lists.
 
 // views are the daemon's answers. If err is set there are no others.
 type views struct {
@@ -276,8 +276,8 @@ func (f *facts) compareImageView(d *finder, i *image.Recorded, listed *runtimeap
 	}
 }
 
-// tagsOf returns the tags that belong to an image: those that no image with a later record has. A
-// tag moves when its new owner's record is written.
+// tagsOf returns the tags that belong to an image: the ones that no image with a later record has.
+// A tag moves when its new owner's record is written.
 func (f *facts) tagsOf(i *image.Recorded) []string {
 	var tags []string
 	for _, tag := range i.Tags {

@@ -3,8 +3,8 @@
 // # Contract
 //
 // The daemon counts as healthy while it answers on its own socket and its watch of waits makes
-// progress. systemd aborts and restarts a daemon that does not report for WatchdogSec, and the
-// abort logs all stacks. Containers keep running.
+// progress. systemd aborts a daemon that does not report for WatchdogSec, which logs all stacks,
+// and restarts it. Containers keep running.
 package watchdog
 
 import (
