@@ -18,8 +18,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Exec is one process started in a running container. Its methods may be called
-// from any goroutine; Close must be called once.
+// Exec is a process started in a running container. It is safe for concurrent use. Close must be
+// called once.
 type Exec struct {
 	l       *Launchers
 	p       *launcher
@@ -29,18 +29,17 @@ type Exec struct {
 	console *os.File
 
 	waiting sync.Mutex // held by the caller of Wait that reads the connection
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	ended   bool
 	code    int32
 	err     error
 }
 
-// Exec starts a process in a running container. Its files are duplicated: the
-// caller still closes its own. When ctx ends before the process runs, it is killed;
-// afterwards ctx has no meaning.
+// Exec starts a process in a running container. It duplicates the files of req, which stay the
+// caller's. If ctx ends before the process runs, Exec kills it. Later, ctx has no effect.
 //
-// Errors do not name the container, which the caller knows. Codes: FailedPrecondition if it is not running, InvalidArgument if
-// the process cannot be carried out, such as a command that does not exist.
+// Errors do not name the container. Codes: FailedPrecondition if it is not running; InvalidArgument if
+// the process cannot be started, for example if the command does not exist.
 func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -50,13 +49,13 @@ func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 		if ctx.Err() != nil { // the command must not run after its client's deadline
 			return nil, context.Cause(ctx)
 		}
-		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "error", err)
+		l.cfg.Log.Warn("launcher does not read its order, sending it to another", "container", req.ID, "error", err)
 		e, err = l.execWith(ctx, req, l.start)
 	}
 	return e, err
 }
 
-// execWith has a launcher do it.
+// execWith sends the order to the launcher that take returns.
 func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (*launcher, error)) (*Exec, error) {
 	l.lend(1)
 	p, err := take()
@@ -64,10 +63,10 @@ func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (
 		l.lend(-1)
 		return nil, err
 	}
-	if err := l.oom.lend(p.pid); err != nil { // what dies now is found out by asking it
-		l.cfg.Log.Warn("an exec is not as easily killed as it should be", "container", req.ID, "error", err)
+	if err := l.oom.lend(p.pid); err != nil { // a dead launcher fails the order below
+		l.cfg.Log.Warn("raise oom_score_adj of the launcher of an exec", "container", req.ID, "error", err)
 	}
-	p.executedIn = req.ID
+	p.loaded = req.ID
 	e := &Exec{l: l, p: p, req: req}
 	again, err := e.start(ctx, req)
 	switch {
@@ -85,7 +84,8 @@ func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (
 	return nil, err
 }
 
-// start tells in case of an error whether the launcher can serve again.
+// start sends the order and waits until the process runs. On an error, again says whether the launcher
+// can serve again.
 func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err error) {
 	order, files := req.PassFiles()
 	watch := e.p.watchOrder(orderTimeout)
@@ -104,7 +104,7 @@ func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err erro
 	case reply.Error != nil:
 		return true, failure(ctx, reply.Error)
 	case reply.Exec == nil || len(got) < 1 || len(got) > 2:
-		return false, errors.Join(errdefs.Internal("the launcher's reply makes no sense"), closeFiles(got))
+		return false, errors.Join(errdefs.Internal("unexpected reply from the launcher"), closeFiles(got))
 	}
 	e.pid = reply.Exec.PID
 	if e.proc, err = asPidfd(got[0]); err != nil {
@@ -118,7 +118,7 @@ func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err erro
 	return true, nil
 }
 
-// asConsole makes a received terminal fit for reads and writes with a deadline.
+// asConsole converts a received terminal to a file with deadlines.
 func asConsole(f *os.File) (*os.File, error) {
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err := errors.Join(err, f.Close()); err != nil {
@@ -133,14 +133,13 @@ func asConsole(f *os.File) (*os.File, error) {
 // PID returns the process's ID on the host.
 func (e *Exec) PID() int { return e.pid }
 
-// Console returns the master of the process's terminal, nil if it has none. It is
-// closed by Close.
+// Console returns the master of the process's terminal, nil if it has none. Close closes it.
 func (e *Exec) Console() *os.File { return e.console }
 
 // Resize changes the terminal's size, in characters.
 func (e *Exec) Resize(width, height uint16) error {
 	if e.console == nil {
-		return errdefs.FailedPrecondition("resize terminal: there is none")
+		return errdefs.FailedPrecondition("resize terminal: the process has none")
 	}
 	conn, err := e.console.SyscallConn()
 	if err != nil {
@@ -171,8 +170,8 @@ func (e *Exec) Kill() error {
 	return nil
 }
 
-// Wait returns the exit code, or 128+signal, when the process itself has ended;
-// children that it left running do not matter. After ctx it may be called again.
+// Wait waits for the end of the process, not of its children, and returns the exit code or 128+signal.
+// It may be called again after ctx has ended.
 func (e *Exec) Wait(ctx context.Context) (int32, error) {
 	e.waiting.Lock()
 	defer e.waiting.Unlock()
@@ -188,12 +187,12 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 	return e.finish(&reply, err)
 }
 
-// receive is Receive until ctx ends, which leaves the connection as it was.
+// receive is Conn.Receive with a context. The connection stays usable after ctx has ended.
 func (e *Exec) receive(ctx context.Context, reply *proto.Reply) ([]*os.File, error) {
 	interrupted := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(interrupted)
-		_ = e.p.conn.SetDeadline(time.Unix(1, 0)) // it can only fail on a closed connection
+		_ = e.p.conn.SetDeadline(time.Unix(1, 0)) // it fails only on a closed connection
 	})
 	files, err := e.p.conn.Receive(reply)
 	if !stop() {
@@ -216,7 +215,7 @@ func (e *Exec) finish(reply *proto.Reply, err error) (int32, error) {
 	case err != nil:
 		err = errdefs.Internal("the launcher is lost: %w", err)
 	case reply.Exited == nil:
-		err = errdefs.Internal("the launcher's reply makes no sense")
+		err = errdefs.Internal("unexpected reply from the launcher")
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -229,8 +228,8 @@ func (e *Exec) finish(reply *proto.Reply, err error) (int32, error) {
 	return e.code, nil
 }
 
-// Close gives up the exec. A process that has not ended is killed with everything
-// it has started; a launcher that did its work serves again.
+// Close releases the exec. It kills a process that still runs, with its descendants. After a complete
+// exec the launcher serves again.
 func (e *Exec) Close() error {
 	if ended, _, err := e.result(); ended && err == nil {
 		e.l.giveBack(e.p)
@@ -240,8 +239,8 @@ func (e *Exec) Close() error {
 	return e.closeFiles()
 }
 
-// removeExecTime is how long the processes of an exec may take to die whose launcher was lost; after
-// that they end with their container.
+// removeExecTime bounds the wait for the processes of an exec without a launcher. Survivors end with
+// their container.
 const removeExecTime = 10 * time.Second
 
 // removeExec kills the processes of an exec that lost its launcher and removes its cgroup. Without
@@ -273,7 +272,8 @@ func removeExec(req *proto.Exec) error {
 	return err
 }
 
-// removeGroup removes a cgroup without processes, which the kernel may call busy for a moment. It may be gone already.
+// removeGroup removes a cgroup without processes, unless it is gone. The kernel may return EBUSY for a
+// moment.
 func removeGroup(dir string) error {
 	for deadline := time.Now().Add(removeExecTime); ; time.Sleep(time.Millisecond) {
 		err := unix.Rmdir(dir)

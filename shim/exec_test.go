@@ -451,7 +451,7 @@ func TestLauncherComesBackAtOnce(t *testing.T) {
 
 // idleAs puts a launcher without a process into the pool.
 func (l *Launchers) idleAs(pid int, knows string) {
-	l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, executedIn: knows}, func() {}, time.Now()})
+	l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, loaded: knows}, func() {}, time.Now()})
 }
 
 // A launcher is spare if it was idle for long itself, however many others were taken and came back meanwhile.
@@ -472,7 +472,7 @@ func TestSpareLaunchersAgeWhileOthersServe(t *testing.T) {
 				serve := func(i int) (left int) {
 					id := takenFor(i)
 					p := l.pop(id)
-					l.idleAs(p.pid, cmp.Or(id, p.executedIn))
+					l.idleAs(p.pid, cmp.Or(id, p.loaded))
 					if _, rest := l.takeSpare(); len(l.idle) > l.enough() && rest <= 0 {
 						t.Fatalf("%d launchers are idle, and their owner does not look again", len(l.idle))
 					}

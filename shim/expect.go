@@ -11,7 +11,7 @@ const (
 	// launch: kubelet continues with the pod's next container. Each 100 ms take 2 ms of CPU.
 	expectTime = 100 * time.Millisecond
 	expectNext = 25 * time.Millisecond
-	// expectPace is shorter than a grace period.
+	// expectPace is shorter than an RCU grace period.
 	expectPace = 5 * time.Millisecond
 )
 
@@ -48,8 +48,8 @@ func (l *Launchers) ExpectPause(plain, systemd bool) {
 }
 
 func (l *Launchers) keepMovesFast() {
-	defer l.expecting.Store(false) // an Expect that comes just now is not served; so be it
-	var moved int                  // the launcher that was moved last
+	defer l.expecting.Store(false) // an Expect at this moment has no effect; that only costs time
+	var moved int                  // pid of the last moved launcher
 	var stay *cgroup.Anchor
 	for time.Now().Before(*l.expectUntil.Load()) {
 		if pid := l.idlePID(); pid != 0 {
@@ -74,7 +74,7 @@ func (l *Launchers) keepMovesFast() {
 	}
 }
 
-// idlePID returns the launcher that has been idle for the longest, 0 if there is none.
+// idlePID returns the pid of the launcher that has been idle longest, 0 if there is none.
 func (l *Launchers) idlePID() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -28,28 +28,28 @@ const (
 	cleanupTime = 10 * time.Second
 )
 
-// Launch creates and starts a container, or a pause. On an error nothing is left of
-// it: no process, cgroup, libcontainer state or socket. When ctx ends the launch is
-// taken back, unless the container was running by then, which is no error.
+// Launch creates and starts a container or a pause. On an error nothing is left of it: no process,
+// cgroup, libcontainer state or socket. The end of ctx cancels the launch. If the container runs by
+// then, Launch succeeds.
 //
-// Errors do not name the container, which the caller knows. Codes: InvalidArgument if the spec cannot be carried out, such as a command that
-// does not exist; Canceled or DeadlineExceeded with ctx; Internal otherwise.
+// Errors do not name the container. Codes: InvalidArgument if the spec cannot be carried out, for
+// example if the command does not exist; Canceled or DeadlineExceeded with ctx; otherwise Internal.
 func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Started, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	plainPause := req.IsPlainPause() // its launcher serves again
+	plainPause := req.IsPlainPause() // its launcher will serve again
 	switch {
 	case plainPause && cgroup.MovesItself(req.SystemdCgroup):
-		defer l.Expect() // its pod's containers
+		defer l.Expect() // the pod's containers will follow
 	case req.Pause:
-		l.Expect() // these, too
+		l.Expect() // for this launch and the containers that follow
 	default:
 		defer l.expect()()
 	}
 	if plainPause {
 		l.lend(1)
-		defer l.wantMore() // if it does not
+		defer l.wantMore() // in case it does not come back
 		defer l.lend(-1)
 	}
 	p, err := l.takeTraced(ctx, req)
@@ -63,7 +63,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 		if ctx.Err() != nil { // the pod of a cancelled order may be gone: no other launcher gets it
 			return nil, fmt.Errorf("%w: %w", err, ctx.Err())
 		}
-		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "pid", p.pid, "error", err)
+		l.cfg.Log.Warn("launcher does not read its order, sending it to another", "container", req.ID, "pid", p.pid, "error", err)
 		if p, err = l.start(); err != nil {
 			return nil, err
 		}
@@ -78,7 +78,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	return started, err
 }
 
-// takeTraced is takeFor with a span: a launcher that there is not ahead of need is waited for.
+// takeTraced is takeFor with a span: without an idle launcher it has to start one.
 func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launcher, error) {
 	defer trace.Begin(ctx, "take a launcher").End()
 	return l.takeFor(req.Spec)
@@ -106,7 +106,7 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Laun
 	}
 	switch {
 	case errors.Is(err, errUnresponsive):
-		if cleanupErr := l.cleanUpUnresponsive(p, req); cleanupErr != nil { // it may be reading now
+		if cleanupErr := l.cleanUpUnresponsive(p, req); cleanupErr != nil { // the launcher may be reading now
 			err = errdefs.Internal("%v: %w", err, cleanupErr)
 		}
 	case err != nil:
@@ -114,7 +114,7 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Laun
 	case reply.Error != nil:
 		err = failure(ctx, reply.Error)
 	case reply.Started == nil || len(files) != 1:
-		err = errors.Join(errdefs.Internal("the launcher's reply makes no sense"), l.cleanUp(p, req))
+		err = errors.Join(errdefs.Internal("unexpected reply from the launcher"), l.cleanUp(p, req))
 	}
 	failpoint.Reach("launch.answered")
 	l.logWarnings(req.ID, reply.Warnings)
@@ -157,18 +157,18 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 // which cancels the launch. The launcher may still report success.
 func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply) ([]*os.File, error) {
 	stop := context.AfterFunc(ctx, func() {
-		// If either fails the launcher is gone, which ends the wait as well.
+		// Both fail only if the launcher is gone; then the wait ends, too.
 		_ = p.conn.SetDeadline(time.Now().Add(undoTime))
 		_ = p.conn.CloseWrite()
 	})
 	files, err := p.conn.Receive(reply)
 	if !stop() && reply.Started != nil {
-		reply.Started.Again = false // it will read the end of the connection
+		reply.Started.Again = false // it will read the end of the connection and exit
 	}
 	return files, err
 }
 
-// started completes the result, whose files the caller owns.
+// started completes the result with files that the caller owns.
 func (l *Launchers) started(p *launcher, req *proto.Launch, s *proto.Started, init *os.File) (_ *proto.Started, err error) {
 	if s.Init, err = asPidfd(init); err != nil {
 		return nil, errors.Join(err, l.cleanUp(p, req))
@@ -177,14 +177,14 @@ func (l *Launchers) started(p *launcher, req *proto.Launch, s *proto.Started, in
 		return s, nil
 	}
 	s.Shim = p.proc
-	// The connection has ended with the launcher's life as a launcher.
+	// The launcher has become the monitor, which does not use the connection.
 	if err := p.conn.Close(); err != nil {
-		l.cfg.Log.Warn("close a launcher's connection", "pid", p.pid, "error", err)
+		l.cfg.Log.Warn("close connection to launcher", "pid", p.pid, "error", err)
 	}
 	return s, nil
 }
 
-// asPidfd makes a received pidfd fit for waiting.
+// asPidfd converts a received pidfd to a file that package pidfd can wait for.
 func asPidfd(f *os.File) (*os.File, error) {
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err := errors.Join(err, f.Close()); err != nil {
@@ -207,7 +207,7 @@ func (l *Launchers) cleanUpUnresponsive(p *launcher, req *proto.Launch) error {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
 	failpoint.Reach("launch.remove-record")
-	err := remove(filepath.Join(req.Dir, proto.ShimFile)) // it may end later, and that is not waited for
+	err := remove(filepath.Join(req.Dir, proto.ShimFile)) // the launcher may exit much later, so remove its record here
 	failpoint.Reach("launch.record-removed")
 	if err != nil {
 		return err
@@ -227,10 +227,10 @@ func (l *Launchers) removeLaunch(req *proto.Launch) error {
 		return err
 	}
 	if err := KillAndDestroy(ctx, req.ID, req.Dir, group); err != nil {
-		return err // the runtime's record is needed for another try
+		return err // the next attempt needs the runtime's record
 	}
 	failpoint.Reach("launch.processes-removed")
-	for _, v := range req.Volumes { // its mount went with the launcher's mount namespace
+	for _, v := range req.Volumes { // the mount has disappeared with the launcher's mount namespace
 		err = errors.Join(err, remove(v.Path))
 	}
 	return errors.Join(

@@ -22,7 +22,7 @@ import (
 	"berth/shim/proto"
 )
 
-// Config is how a pool of launchers works.
+// Config configures a pool of launchers.
 type Config struct {
 	ShimPath    string       // the berth-shim binary
 	MonitorPath string       // the monitor, as payload.Install put it
@@ -30,29 +30,28 @@ type Config struct {
 	Idle        int          // launchers kept ready
 	Warm        bool         // launch with idle launchers; false: later mounts would not reach them, so start one per launch
 	Log         *slog.Logger // nil: slog.Default()
-	LogFormat   string       // of the lines that launchers log themselves: "json", else text
+	LogFormat   string       // of the launchers' own log lines: "json", otherwise text
 }
 
-// Launchers starts containers and execs, each in a launcher process of its own.
-// Idle ones are started ahead of need by one goroutine and end by themselves when
-// this process ends. It is safe for concurrent use.
+// Launchers is a pool of launcher processes, which start containers and execs. One goroutine starts
+// launchers ahead of need. They exit when this process ends. It is safe for concurrent use.
 type Launchers struct {
 	cfg       Config
 	oom       oomScores
-	spareTime time.Duration // spareTime, but in tests
+	spareTime time.Duration // the constant, except in tests
 	filters   *os.File      // compiled seccomp filters that all launchers share
-	exe       *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
+	exe       *os.File      // sealed copy of ShimPath: containers cannot write to it (CVE-2019-5736), and launchers need not copy it
 
 	refill chan struct{} // wakes keepFilled; capacity 1
 	ctx    context.Context
 	stop   context.CancelFunc
-	owned  sync.WaitGroup // the owner and everything that waits for a launcher's end
+	owned  sync.WaitGroup // all goroutines of the pool
 
 	expecting   atomic.Bool // keepMovesFast runs
 	expectUntil atomic.Pointer[time.Time]
 
-	mu     sync.Mutex     // guards what follows
-	lent   int            // launchers that serve execs or pauses, and come back
+	mu     sync.Mutex     // guards the fields below
+	lent   int            // launchers that serve execs or pauses and will come back
 	idle   []idleLauncher // idle longest first
 	closed bool
 }
@@ -62,17 +61,17 @@ type Launchers struct {
 // than an exec.
 const (
 	maxSpare  = 8               // some MB each
-	spareTime = 5 * time.Second // that one is idle
+	spareTime = 5 * time.Second // of idleness
 )
 
-// idleLauncher is a launcher in the pool, which is watched: one that dies there is no zombie until the next launch.
+// idleLauncher is a launcher in the pool. A goroutine watches it, so that it is reaped when it dies.
 type idleLauncher struct {
 	*launcher
 	unwatch context.CancelFunc
 	since   time.Time
 }
 
-// New starts the pool. ShimPath is read once, here.
+// New starts the pool. It reads ShimPath once.
 func New(cfg Config) (*Launchers, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.Default()
@@ -96,8 +95,8 @@ func New(cfg Config) (*Launchers, error) {
 	return l, nil
 }
 
-// Close ends idle launchers and waits for them. Launches and execs must have
-// returned; containers and their monitors live on.
+// Close ends the idle launchers and waits for them. Launches and execs must have returned. Containers
+// and their monitors continue.
 func (l *Launchers) Close() error {
 	l.mu.Lock()
 	l.closed = true
@@ -119,13 +118,13 @@ type launcher struct {
 	pid  int
 	proc *os.File // pidfd
 
-	executedIn string // the container of its last exec, which it still knows; empty: none
+	loaded string // ID of the container of its last exec, whose state it has cached; empty: none
 }
 
-// startRetry is the pause before another try to start a launcher ahead of need.
+// startRetry is the pause after a failed start ahead of need, and after an idle launcher's death.
 const startRetry = 2 * time.Second
 
-// keepFilled is the owner of the idle launchers.
+// keepFilled starts launchers ahead of need and retires spare ones.
 func (l *Launchers) keepFilled() {
 	var again, calm <-chan time.Time
 	for {
@@ -143,8 +142,8 @@ func (l *Launchers) keepFilled() {
 		for l.missing() > 0 && l.ctx.Err() == nil {
 			p, err := l.start()
 			if err != nil {
-				// A launch will try itself, and fail with the reason.
-				l.cfg.Log.Error("cannot start a launcher ahead of need", "error", err)
+				// A launch will try again, and return the error.
+				l.cfg.Log.Error("start launcher ahead of need", "error", err)
 				again = time.After(startRetry)
 				break
 			}
@@ -153,11 +152,11 @@ func (l *Launchers) keepFilled() {
 	}
 }
 
-// wantMore wakes the owner.
+// wantMore wakes keepFilled.
 func (l *Launchers) wantMore() {
 	select {
 	case l.refill <- struct{}{}:
-	default: // it has not looked since the last time, and will
+	default: // a wake-up is pending
 	}
 }
 
@@ -178,7 +177,7 @@ func (l *Launchers) lend(n int) {
 	l.lent += n
 }
 
-// giveBack ends the use of a launcher for an exec, which has come to its end.
+// giveBack returns a launcher to the pool after its exec has ended.
 func (l *Launchers) giveBack(p *launcher) {
 	err := l.oom.giveBack(p.pid)
 	if err == nil {
@@ -186,7 +185,7 @@ func (l *Launchers) giveBack(p *launcher) {
 		return
 	}
 	l.lend(-1)
-	l.cfg.Log.Warn("a launcher serves no more", "pid", p.pid, "error", err)
+	l.cfg.Log.Warn("retire launcher: its oom_score_adj cannot be restored", "pid", p.pid, "error", err)
 	l.retire(p)
 	l.wantMore()
 }
@@ -204,7 +203,7 @@ func (l *Launchers) giveUp(p *launcher, req *proto.Exec) {
 func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	l.lend(-1)
 	if err := p.killUnresponsive(); err != nil {
-		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+		l.cfg.Log.Error("kill launcher", "pid", p.pid, "error", err)
 	}
 	l.tryRemoveExec(req)
 	l.retire(p)
@@ -232,15 +231,15 @@ func (l *Launchers) removeExecRemains(req *proto.Exec) {
 func (l *Launchers) tryRemoveExec(req *proto.Exec) (ended bool) {
 	err := removeExec(req)
 	if err != nil {
-		l.cfg.Log.Error("end what a launcher has left of an exec", "container", req.ID, "exec", req.ExecID, "error", err)
+		l.cfg.Log.Error("remove an exec of a lost launcher", "container", req.ID, "exec", req.ExecID, "error", err)
 	}
 	return err == nil
 }
 
-// put makes p available, or retires it if there are more than enough.
+// put adds p to the pool, or retires it if the pool is full.
 func (l *Launchers) put(p *launcher) { l.offer(p, 0) }
 
-// offer is put of one that comes back from so many that are lent: 1, or 0.
+// offer is put for a launcher that counts as lent (1) or not (0).
 func (l *Launchers) offer(p *launcher, lent int) {
 	kept, spare := l.keep(p, lent)
 	if !kept {
@@ -254,7 +253,7 @@ func (l *Launchers) offer(p *launcher, lent int) {
 func (l *Launchers) keep(p *launcher, lent int) (kept, spare bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.lent -= lent // not before: the owner might look in between, and start another one
+	l.lent -= lent // only now, or keepFilled could start another one in between
 	if l.closed || len(l.idle) >= l.enough()+l.spare() {
 		return false, false
 	}
@@ -264,10 +263,10 @@ func (l *Launchers) keep(p *launcher, lent int) (kept, spare bool) {
 	return true, len(l.idle) > l.enough()
 }
 
-// enough is how many idle launchers are kept for good.
+// enough returns the number of idle launchers that stay in the pool.
 func (l *Launchers) enough() int { return max(l.cfg.Idle, 1) }
 
-// spare is how many more are kept for a while.
+// spare returns the number of additional ones that stay for spareTime.
 func (l *Launchers) spare() int {
 	if l.cfg.Idle == 0 {
 		return 0 // the pool is off
@@ -285,7 +284,8 @@ func (l *Launchers) retireSpare() (rest time.Duration) {
 	return rest
 }
 
-// takeSpare takes them out of the pool. That others are taken and come back meanwhile, as by probes all the time, keeps none of them.
+// takeSpare removes them from the pool. Launchers that probes take and return meanwhile do not delay
+// that.
 func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -298,7 +298,7 @@ func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 	return spare, 0
 }
 
-// takeAt takes an idle launcher out of the pool.
+// takeAt removes and returns the idle launcher at index i.
 func (l *Launchers) takeAt(i int) *launcher {
 	p := l.idle[i]
 	l.idle = slices.Delete(l.idle, i, i+1)
@@ -306,20 +306,20 @@ func (l *Launchers) takeAt(i int) *launcher {
 	return p.launcher
 }
 
-// watch waits until p dies or is no longer idle. Its successor is not started at once: what killed
-// it, such as a node without a thread to spare, would kill that too.
+// watch waits until p dies or is taken. It delays the next launcher: the cause of the death, such as a
+// node without free threads, would kill that one, too.
 func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	err := pidfd.Wait(ctx, p.proc)
 	switch {
 	case ctx.Err() != nil:
 		return
 	case err != nil: // take will check it
-		l.cfg.Log.Warn("cannot watch an idle launcher", "pid", p.pid, "error", err)
+		l.cfg.Log.Warn("watch idle launcher", "pid", p.pid, "error", err)
 		return
 	case !l.drop(p):
-		return // it was just taken, by who finds out the same
+		return // it was just taken, and the caller will notice its death
 	}
-	l.cfg.Log.Warn("an idle launcher has died", "pid", p.pid)
+	l.cfg.Log.Warn("idle launcher died", "pid", p.pid)
 	l.retire(p)
 	select {
 	case <-l.ctx.Done():
@@ -354,7 +354,7 @@ func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 			l.wantMore()
 			return p, nil
 		}
-		l.cfg.Log.Warn("an idle launcher has died", "pid", p.pid, "error", err)
+		l.cfg.Log.Warn("idle launcher died", "pid", p.pid, "error", err)
 		l.retire(p)
 		l.wantMore()
 	}
@@ -380,27 +380,27 @@ func (l *Launchers) pop(execIn string) *launcher {
 // which would then never age.
 func (l *Launchers) choose(execIn string) int {
 	for i, p := range slices.Backward(l.idle) {
-		if p.executedIn == execIn {
+		if p.loaded == execIn {
 			return i
 		}
 	}
 	first := max(len(l.idle)-l.enough(), 0)
-	knowsNone := func(p idleLauncher) bool { return p.executedIn == "" }
+	knowsNone := func(p idleLauncher) bool { return p.loaded == "" }
 	return first + max(slices.IndexFunc(l.idle[first:], knowsNone), 0)
 }
 
 // retireTime bounds the exit of a launcher whose connection was closed.
 const retireTime = 10 * time.Second
 
-// retire ends a launcher, waits for that in the background, and does the rest then.
-func (l *Launchers) retire(p *launcher, rest ...func()) {
+// retire ends a launcher. A goroutine waits for its exit and then calls after.
+func (l *Launchers) retire(p *launcher, after ...func()) {
 	if err := p.conn.Close(); err != nil {
-		l.cfg.Log.Warn("close a launcher's connection", "pid", p.pid, "error", err)
+		l.cfg.Log.Warn("close connection to launcher", "pid", p.pid, "error", err)
 	}
 	l.owned.Go(func() {
 		defer p.proc.Close()
 		l.awaitEnd(p)
-		for _, do := range rest {
+		for _, do := range after {
 			do()
 		}
 	})
@@ -413,19 +413,19 @@ func (l *Launchers) awaitEnd(p *launcher) {
 	if err := pidfd.Wait(ctx, p.proc); err == nil {
 		return
 	}
-	l.cfg.Log.Warn("a launcher does not end; killing it", "pid", p.pid)
+	l.cfg.Log.Warn("launcher does not exit, killing it", "pid", p.pid)
 	err := kill(p.proc)
 	if err == nil {
 		return
 	}
-	l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
-	_ = pidfd.Wait(l.ctx, p.proc) // one that is frozen ends when it is thawed, and would stay a zombie
+	l.cfg.Log.Error("kill launcher", "pid", p.pid, "error", err)
+	_ = pidfd.Wait(l.ctx, p.proc) // a frozen one exits when it is thawed; reap it then
 }
 
-// kill ends a process and reaps it.
+// kill kills and reaps a process.
 func kill(proc *os.File) error { return killUpTo(proc, retireTime) }
 
-// killUpTo is kill that waits for the end no longer than limit.
+// killUpTo kills a process and waits for its end, at most for limit.
 func killUpTo(proc *os.File, limit time.Duration) error {
 	if err := pidfd.Signal(proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
@@ -435,7 +435,7 @@ func killUpTo(proc *os.File, limit time.Duration) error {
 	return pidfd.Wait(ctx, proc)
 }
 
-// start starts a launcher process, in a mount namespace that is a peer of ours.
+// start starts a launcher in a mount namespace that is a peer of this process's.
 func (l *Launchers) start() (*launcher, error) {
 	conn, theirs, err := proto.ConnPair()
 	if err != nil {
@@ -524,7 +524,7 @@ func sealedCopy(path string) (_ *os.File, err error) {
 	if _, err := io.Copy(f, src); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	// These are what libcontainer looks for to know that it need not copy again.
+	// libcontainer does not copy a program with these seals again.
 	const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 	// A container with CAP_SYS_PTRACE can open the file while an exec enters the container. Its
 	// root owns the file and could remove the execute permission. F_SEAL_EXEC (Linux 6.3) prevents
@@ -551,7 +551,7 @@ func addSeals(f *os.File, seals int) error {
 	}
 }
 
-// A page is held for milliseconds; the kernel has waited 150 ms itself each time.
+// Pages are held for milliseconds. Each attempt includes 150 ms of waiting in the kernel.
 const (
 	sealTries = 20
 	sealRetry = 50 * time.Millisecond

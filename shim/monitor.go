@@ -19,17 +19,17 @@ import (
 	"berth/shim/proto"
 )
 
-// Monitor talks to the monitor of a running container. Every call makes a
-// connection of its own, so a Monitor holds nothing and is safe for concurrent use.
+// Monitor talks to the monitor of a running container. Each call opens a connection of its own. It is
+// safe for concurrent use.
 //
 // Calls return FailedPrecondition if the container is not running.
 type Monitor struct{ dir string }
 
-// OpenMonitor returns the Monitor of a shim directory. Nothing is opened yet.
+// OpenMonitor returns the Monitor of a shim directory without connecting to it.
 func OpenMonitor(dir string) *Monitor { return &Monitor{dir} }
 
-// ReopenLog makes the monitor open the log's path anew, after a rotation. On an
-// error it goes on with the old file, and there is no new one.
+// ReopenLog makes the monitor open the log's path again after a rotation. On an error it continues
+// with the old file and has created no new one.
 func (m *Monitor) ReopenLog(ctx context.Context) error {
 	return m.call(ctx, "reopen log", proto.FrameReopen, nil)
 }
@@ -44,8 +44,7 @@ func (m *Monitor) CloseStdin(ctx context.Context) error {
 	return m.call(ctx, "close stdin", proto.FrameCloseStdin, nil)
 }
 
-// Listens returns nil if there is a monitor that takes connections, or has room for one that
-// it will take.
+// Listens returns nil if a monitor accepts connections or has space in its backlog.
 func (m *Monitor) Listens(ctx context.Context) error {
 	c, err := m.dial(ctx)
 	if err != nil {
@@ -54,7 +53,7 @@ func (m *Monitor) Listens(ctx context.Context) error {
 	return c.conn.Close()
 }
 
-// call makes one request and waits for its answer.
+// call sends one request and waits for the answer.
 func (m *Monitor) call(ctx context.Context, what string, t proto.FrameType, payload []byte) error {
 	c, err := m.dial(ctx)
 	if err != nil {
@@ -77,20 +76,17 @@ func (m *Monitor) call(ctx context.Context, what string, t proto.FrameType, payl
 
 // AttachIO are the streams of an attached client. Any may be nil.
 type AttachIO struct {
-	Stdin          io.ReadCloser // closed by Attach; that must end a Read
+	Stdin          io.ReadCloser // Attach closes it; Close must end a Read
 	Stdout, Stderr io.Writer     // a container with a terminal has only Stdout
-	Resize         <-chan Size
+	Resize         <-chan proto.TerminalSize
 }
 
-// Size is a terminal's size, in characters.
-type Size = proto.TerminalSize
-
-// Attach connects streams to a running container until it ends, or ctx does, or a
-// write to Stdout or Stderr fails. The end of Stdin does not end it; it closes the
-// container's stdin if that is open for once only (proto.Launch.StdinOnce).
+// Attach connects streams to a running container until the container or ctx ends, or a write to Stdout
+// or Stderr fails. The end of Stdin does not end it, but closes the container's stdin if that is open
+// for one client only (proto.Launch.StdinOnce).
 //
-// A client that does not take output for a while is dropped by the monitor, which
-// looks like the container's end.
+// The monitor disconnects a client that does not read output for a while. That looks like the
+// container's end.
 func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 	var sending sync.WaitGroup
 	defer sending.Wait()
@@ -147,11 +143,11 @@ type client struct {
 	conn *net.UnixConn
 	in   []byte // received, not yet decoded
 
-	sending sync.Mutex // held for one frame, so that frames do not mix
+	sending sync.Mutex // held while one frame is written
 }
 
-// dialAgain is the pause between two tries to connect to a monitor that is busy.
-const dialAgain = 5 * time.Millisecond
+// dialRetry is the pause between two attempts to connect to a busy monitor.
+const dialRetry = 5 * time.Millisecond
 
 // dial connects through a descriptor of the directory, since a socket's path is limited to 107
 // bytes. If the socket's backlog is full the kernel returns EAGAIN (unix_stream_connect); dial
@@ -172,7 +168,7 @@ func (m *Monitor) dial(ctx context.Context) (*client, error) {
 			return nil, notRunning(err)
 		}
 		select {
-		case <-time.After(dialAgain):
+		case <-time.After(dialRetry):
 		case <-ctx.Done():
 			return nil, errors.Join(ctx.Err(), err)
 		}
@@ -187,7 +183,7 @@ func notRunning(err error) error {
 	return err
 }
 
-// interrupt makes reads and writes fail.
+// interrupt makes pending and later reads and writes fail.
 func (c *client) interrupt() { _ = c.conn.SetDeadline(time.Unix(1, 0)) }
 
 func (c *client) send(t proto.FrameType, payload []byte) error {
@@ -197,8 +193,8 @@ func (c *client) send(t proto.FrameType, payload []byte) error {
 	return err
 }
 
-// next returns the next frame; its payload is valid until the following call. The
-// error is io.EOF at the end.
+// next returns the next frame. Its payload is valid until the following call. The error is io.EOF at
+// the end.
 func (c *client) next() (proto.Frame, error) {
 	for {
 		f, size, err := proto.NextFrame(c.in)
@@ -209,7 +205,7 @@ func (c *client) next() (proto.Frame, error) {
 			c.in = c.in[size:]
 			return f, nil
 		}
-		// Room for the longest frame, so that a payload is copied at most once.
+		// Space for the longest frame, so that a payload is copied at most once.
 		buf := make([]byte, len(c.in), proto.HeaderSize+proto.MaxPayload)
 		copy(buf, c.in)
 		n, err := c.conn.Read(buf[len(buf):cap(buf)])
@@ -273,9 +269,8 @@ func (c *client) sendStdin(r io.Reader) {
 	}
 }
 
-// sendSizes passes on the terminal's sizes; their answers are not waited for, and
-// are skipped by output.
-func (c *client) sendSizes(ctx context.Context, sizes <-chan Size) {
+// sendSizes sends the terminal's sizes. It does not wait for the answers; output skips them.
+func (c *client) sendSizes(ctx context.Context, sizes <-chan proto.TerminalSize) {
 	for {
 		select {
 		case <-ctx.Done():

@@ -24,14 +24,14 @@ type attached struct {
 	stdout, stderr testutil.Buffer
 	cancel         context.CancelFunc
 	done           chan error
-	resize         chan Size
+	resize         chan proto.TerminalSize
 }
 
 func (c *container) attach(change ...func(*AttachIO)) *attached {
 	c.Helper()
 	ctx, cancel := context.WithCancel(c.ctx)
 	r, w := io.Pipe()
-	a := &attached{env: c.env, stdin: w, cancel: cancel, done: make(chan error, 1), resize: make(chan Size)}
+	a := &attached{env: c.env, stdin: w, cancel: cancel, done: make(chan error, 1), resize: make(chan proto.TerminalSize)}
 	streams := AttachIO{Stdin: r, Stdout: &a.stdout, Stderr: &a.stderr, Resize: a.resize}
 	for _, f := range change {
 		f(&streams)
@@ -345,7 +345,7 @@ func TestTerminal(t *testing.T) {
 		func(r *proto.Launch) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
 	a := c.attach()
 	e.until("it starts", func() bool { return strings.Contains(c.output("stdout"), "a terminal\r\n") })
-	a.resize <- Size{Width: 123, Height: 45}
+	a.resize <- proto.TerminalSize{Width: 123, Height: 45}
 	e.until("the new size", func() bool {
 		a.send("x\n")
 		return strings.Contains(a.stdout.String(), "45 123\r\n")

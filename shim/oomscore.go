@@ -29,7 +29,7 @@ func readOOMScores() (oomScores, error) {
 // from libcontainer.
 func (s oomScores) lend(pid int) error { return s.set(pid, s.exec) }
 
-// giveBack prepares a launcher that served an exec for anything else: it may become a monitor.
+// giveBack restores a launcher's score after an exec: it may become a monitor.
 func (s oomScores) giveBack(pid int) error { return s.set(pid, s.own) }
 
 func (s oomScores) set(pid, score int) error {

@@ -35,8 +35,8 @@ func RuntimeOf(dir string) (*ociruntime.Runtime, error) {
 	return r, nil
 }
 
-// GroupOf returns the cgroup of a container that a runtime's program made, according
-// to its bundle. The error wraps fs.ErrNotExist if there is none.
+// GroupOf returns the cgroup of an OCI runtime's container, from its bundle. The error wraps
+// fs.ErrNotExist if there is no bundle.
 func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	bundle, err := ociruntime.ReadBundle(dir)
 	if err != nil {
@@ -48,12 +48,12 @@ func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 // undoPatience bounds the undo of a launcher that has lost its daemon.
 const undoPatience = 5 * time.Second
 
-// awaitLauncher waits for the end of a launcher that has not made the container's init yet. One that
-// does not end is killed.
+// awaitLauncher waits for a launcher that has not made the container's init yet, and kills it if it does
+// not exit in time.
 func awaitLauncher(ctx context.Context, dir string) error {
 	ids, err := ReadShim(dir)
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {
-		return err // for lack of descriptors, say: it may name one
+		return err // for example for lack of descriptors: the record may name a launcher
 	}
 	if err != nil || ids.InitPID != 0 {
 		return nil // without a valid record no launcher is known to work
@@ -100,7 +100,7 @@ func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) er
 	if err := group.Kill(ctx); err != nil {
 		return errors.Join(err, deleteErr)
 	}
-	if deleteErr != nil { // perhaps for its processes
+	if deleteErr != nil { // perhaps because of its processes
 		deleteErr = r.Delete(ctx, id)
 	}
 	if errors.Is(deleteErr, fs.ErrNotExist) && !r.Sandboxed {

@@ -14,42 +14,41 @@ import (
 )
 
 const (
-	// orderTimeout is how long a launcher may take to read its order before it is looked at. One that
-	// runs does so in a millisecond. It is given up at the second look at the earliest, after 500
-	// ms.
+	// orderTimeout is the time until the first check whether a launcher has read its order, which takes
+	// a running one a millisecond. The second check, after 500 ms, is the first that gives up on it.
 	orderTimeout = 400 * time.Millisecond
-	// orderCheckInterval is how often it is looked at from then on.
+	// orderCheckInterval is the interval of later checks.
 	orderCheckInterval = 100 * time.Millisecond
 	// slowOrderTimeout bounds the wait for a launcher that is not frozen, but waits for a processor or a
 	// disk. On a loaded machine, replacing it costs more than waiting.
 	slowOrderTimeout = 10 * time.Second
 )
 
-// errUnresponsive says that a launcher did not read its order, so that another may be given it.
+// errUnresponsive means that a launcher did not read its order. Another one can get it.
 var errUnresponsive = errors.New("the launcher does not read its order")
 
-// orderWatch watches whether a launcher reads its order. The lock guards what follows it.
+// orderWatch watches whether a launcher reads its order.
 type orderWatch struct {
 	p     *launcher
 	timer *time.Timer
 	begun time.Time
 
-	mu                         sync.Mutex
+	mu                         sync.Mutex // guards the fields below
 	isSent, over, unresponsive bool
-	wasFrozen                  bool // at the look before, when the order was unread, too
+	wasFrozen                  bool // at the previous check, with the order unread
 }
 
 // watchOrder starts the watch; the order is sent afterwards. If the launcher does not read it, Send
 // and Receive fail: after limit if the launcher is frozen, after slowOrderTimeout if it is slow.
 func (p *launcher) watchOrder(limit time.Duration) *orderWatch {
 	w := &orderWatch{p: p, begun: time.Now()}
-	w.mu.Lock() // it is complete when it looks
+	w.mu.Lock() // check waits until timer is set
 	defer w.mu.Unlock()
-	w.timer = time.AfterFunc(limit, w.look)
+	w.timer = time.AfterFunc(limit, w.check)
 	return w
 }
 
-func (w *orderWatch) look() {
+func (w *orderWatch) check() {
 	frozen := w.p.isFrozen() // check this first: the launcher may just have read everything and sleep
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -68,10 +67,10 @@ func (w *orderWatch) look() {
 		_ = w.p.conn.Interrupt() // it fails only on a closed connection, where nobody waits
 	}
 	w.wasFrozen = frozen
-	w.timer.Reset(orderCheckInterval) // a send that begins now would lift the interruption
+	w.timer.Reset(orderCheckInterval) // check again: a send that starts now removes the deadline
 }
 
-// result ends it. It is errUnresponsive if err comes of that, else err.
+// result ends the watch and returns errUnresponsive if that is the cause of err, otherwise err.
 func (w *orderWatch) result(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -83,12 +82,12 @@ func (w *orderWatch) result(err error) error {
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return errUnresponsive
 	}
-	// It has read and replied just now. The deadline is not to hit who waits for the next reply.
+	// The launcher has just replied. Remove the deadline for the next reply.
 	return errors.Join(err, w.p.conn.SetDeadline(time.Time{}))
 }
 
-// sent is the error of sending the order; it ends the watch if there is one. It is errUnresponsive
-// if the launcher reads nothing.
+// sent notes the result of sending the order. It returns nil, or ends the watch and returns its
+// result.
 func (w *orderWatch) sent(err error) error {
 	if err == nil {
 		w.mu.Lock()
@@ -115,11 +114,11 @@ func (p *launcher) isFrozen() bool {
 	})
 }
 
-// frozenEnd is how long the end of a killed launcher is waited for that may be frozen.
+// frozenEnd bounds the wait for the end of a killed launcher that may be frozen.
 const frozenEnd = 500 * time.Millisecond
 
-// killUnresponsive kills a launcher that has not read its order. One that the freezer of cgroup v1
-// holds ends when it is thawed; it executes nothing before, and so is not waited for.
+// killUnresponsive kills a launcher that has not read its order. It does not wait for one in a frozen
+// cgroup v1: that one executes nothing until it is thawed, and then exits.
 func (p *launcher) killUnresponsive() error {
 	err := killUpTo(p.proc, frozenEnd)
 	if !errors.Is(err, context.DeadlineExceeded) {
@@ -135,22 +134,22 @@ func (p *launcher) killUnresponsive() error {
 // would wait for it.
 func (l *Launchers) retireStopped() {
 	for _, p := range l.takeStopped() {
-		l.cfg.Log.Warn("an idle launcher is stopped, it is killed", "pid", p.pid)
+		l.cfg.Log.Warn("idle launcher is stopped, killing it", "pid", p.pid)
 		if err := pidfd.Signal(p.proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
-			l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+			l.cfg.Log.Error("kill launcher", "pid", p.pid, "error", err)
 		}
-		l.retire(p) // which waits for its end: a call waits here
+		l.retire(p) // it waits in the background
 	}
 	l.wantMore()
 }
 
-// takeStopped takes them out of the pool.
+// takeStopped removes them from the pool.
 func (l *Launchers) takeStopped() (stopped []*launcher) {
 	l.mu.Lock()
 	idle := slices.Clone(l.idle)
 	l.mu.Unlock()
 	for _, p := range idle {
-		isStopped, err := pidfd.AnyStopped(p.pid) // if it is taken and ends meanwhile, drop says so
+		isStopped, err := pidfd.AnyStopped(p.pid) // drop notices if it was taken meanwhile
 		if err == nil && isStopped && l.drop(p.launcher) {
 			stopped = append(stopped, p.launcher)
 		}

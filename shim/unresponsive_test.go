@@ -74,11 +74,11 @@ func TestSlowLauncher(t *testing.T) {
 	for p.isFrozen() && t.Context().Err() == nil { // until it is executed
 		time.Sleep(time.Millisecond)
 	}
-	if w.look(); w.unresponsive {
+	if w.check(); w.unresponsive {
 		t.Error("a launcher that runs is given up")
 	}
 	w.begun = w.begun.Add(-slowOrderTimeout)
-	if w.look(); !w.unresponsive {
+	if w.check(); !w.unresponsive {
 		t.Error("a launcher that runs is waited for for ever")
 	}
 	if err := w.result(os.ErrDeadlineExceeded); !errors.Is(err, errUnresponsive) {
@@ -106,12 +106,12 @@ func TestOrderSentLate(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 	w := p.watchOrder(time.Hour)
-	w.look() // nothing was sent yet
+	w.check() // nothing was sent yet
 	w.timer.Stop()
 	if err := w.sent(conn.Send(proto.Request{Kill: "x"})); err != nil {
 		t.Fatal(err)
 	}
-	w.look()
+	w.check()
 	if w.unresponsive {
 		t.Error("a launcher is given up that has had its order for a moment")
 	}

@@ -25,7 +25,7 @@ func (l *Launchers) takeFor(spec *specs.Spec) (*launcher, error) {
 	}
 	same, err := sameView(p.pid, sources)
 	if err != nil {
-		l.cfg.Log.Warn("a launcher's mounts cannot be compared with the host's; starting another", "pid", p.pid, "error", err)
+		l.cfg.Log.Warn("compare the mounts of a launcher with the host's; starting another", "pid", p.pid, "error", err)
 	}
 	if same {
 		return p, nil
@@ -77,7 +77,7 @@ func sameView(pid int, sources []string) (bool, error) {
 	return maps.Equal(ours, theirs), nil
 }
 
-// view is the mounts around some paths, each with how often it is there.
+// view counts the mounts around some paths.
 type view map[string]int
 
 func viewOf(process string, sources []string) (view, error) {
@@ -88,9 +88,8 @@ func viewOf(process string, sources []string) (view, error) {
 	return viewIn(table, sources), nil
 }
 
-// viewIn picks the mounts around the sources from a mountinfo table (proc_pid_mountinfo(5)).
-// Of each line that is about another mount it looks at the mount point only: a full
-// node has some five hundred.
+// viewIn returns the mounts around the sources from a mountinfo table (proc_pid_mountinfo(5)). A full
+// node has some 500 lines, so it parses only the mount point of others.
 func viewIn(table []byte, sources []string) view {
 	v := view{}
 	for line := range bytes.Lines(table) {

@@ -125,7 +125,7 @@ const maxLastOutput = 1 << 10
 // lastOutput returns the content of the container's standard error or terminal.
 func (c *launch) lastOutput() string {
 	for _, f := range []*os.File{c.io.stderr, c.io.console} {
-		if f == nil || unix.SetNonblock(int(f.Fd()), true) != nil { // the launch has failed: nobody else reads it
+		if f == nil || unix.SetNonblock(int(f.Fd()), true) != nil { // the launch has failed: nobody else reads them
 			continue
 		}
 		text := make([]byte, maxLastOutput)

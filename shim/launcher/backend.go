@@ -12,9 +12,9 @@ type backend interface {
 	prepare() error
 	// hostRoot returns the user and group on the host that are the container's root.
 	hostRoot() (uid, gid int, err error)
-	// create makes the container with its ends of the launch's streams. Its init, a child of this
-	// process, waits for execute. create adds everything it makes to the launch's undo list. pid is
-	// 0 if no process on the host stands for the container yet; then follow returns one.
+	// create makes the container. Its init, a child of this process, waits for execute. create adds
+	// everything it makes to the launch's undo list. pid is 0 if no process on the host stands for
+	// the container yet; then follow returns one.
 	create() (pid int, err error)
 	// execute makes init execute the command, and returns when it has.
 	execute() error

@@ -39,13 +39,13 @@ type execution struct {
 
 // joiner starts the process of an exec: libcontainer, or the program of an OCI runtime.
 type joiner interface {
-	// start starts the process, a child of ours, with the container's ends of the
-	// execution's io. It may give the execution a cgroup. A process that is returned
-	// with an error is to be abandoned.
+	// start starts the process as a child of this one, with the container's ends of the streams. It
+	// may set the execution's cgroup. The caller abandons a process that start returns with an
+	// error.
 	start() (pid int, err error)
 	// wait waits for the process and reaps it.
 	wait() (*os.ProcessState, error)
-	// kill ends the process and what it has started, also while start is at it.
+	// kill kills the process and its descendants. It may be called during start.
 	kill() error
 }
 
@@ -83,8 +83,8 @@ func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
 	failpoint.Reach("launcher.exec-announced")
 	defer e.pidfd.Close()
 	code := exitCode(e.how.wait())
-	// The daemon speaks next when it has the reply, so the listener is stopped
-	// before: what it has read by then belongs to this exec.
+	// Stop the listener before the reply: the daemon sends its next order after it. All messages so
+	// far belong to this exec.
 	if err := stopListening(); err != nil {
 		return err
 	}
@@ -95,7 +95,7 @@ func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
 	return err
 }
 
-// announce tells the daemon that the process runs.
+// announce reports to the daemon that the process runs.
 func (e *execution) announce() error {
 	files := []*os.File{e.pidfd}
 	if e.io.console != nil {
@@ -159,7 +159,7 @@ func (e *libcontainerExec) start() (pid int, err error) {
 	}
 	e.io.passTo(e.process)
 	e.makeCgroup()
-	defer e.l.lendFilter(e.process, &e.config)()
+	defer e.l.passFilter(e.process, &e.config)()
 	if err := e.run(); err != nil {
 		if endErr := e.checkRunning(); endErr != nil { // that is why
 			return 0, endErr
@@ -190,8 +190,9 @@ func (e *libcontainerExec) load() (err error) {
 	return e.checkRunning()
 }
 
-// run starts the process. What it will wait for in the kernel is waited for meanwhile, and not before: the kernel holds cgroup_mutex so long,
-// which the exec's own cgroup is made with.
+// run starts the process. The preparation of its move to the cgroups runs in parallel, and not
+// before: the kernel holds cgroup_mutex meanwhile, which the creation of the exec's own cgroup
+// needs.
 func (e *libcontainerExec) run() error {
 	var preparing sync.WaitGroup
 	defer preparing.Wait()
@@ -204,8 +205,8 @@ func (e *libcontainerExec) run() error {
 	return nil
 }
 
-// ownPipes gives the pipes that the daemon has made to the container's root, as those of a
-// container are: in a user namespace nobody could open /dev/stdout otherwise.
+// ownPipes gives the daemon's pipes to the container's root, like the container's own pipes. In a
+// user namespace nobody could open /dev/stdout otherwise.
 func (e *libcontainerExec) ownPipes() error {
 	uid, gid, err := hostRootOf(&e.config)
 	if err != nil {
@@ -279,12 +280,12 @@ func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy stri
 	return "", ""
 }
 
-// staleExec is the age from which an exec's cgroup that is empty will stay so: a
-// younger one may be waiting for its process.
+// staleExec is the age from which an empty cgroup of an exec stays empty. A younger one may be
+// waiting for its process.
 const staleExec = time.Minute
 
-// removeEmptyExecs removes the cgroups of earlier execs whose last process ended
-// after the exec itself. The kernel keeps those that have processes.
+// removeEmptyExecs removes cgroups of earlier execs whose last process ended after the exec itself.
+// The kernel refuses to remove those with processes.
 func removeEmptyExecs(dir string) {
 	old, _ := filepath.Glob(filepath.Join(dir, "exec-*")) // fails only for bad patterns
 	for _, d := range old {
@@ -313,13 +314,13 @@ func (e *execution) abandon() {
 		_, _ = e.how.wait() // it was killed: how it ended is of no interest
 	}
 	e.io.abandon()
-	endChildren(killTime) // what a start that failed, or was killed, has left to us
+	endChildren(killTime) // left by a start that failed or was killed
 	failpoint.Reach("launcher.exec-abandoned")
 	e.removeCgroup()
 }
 
-// removeCgroup removes the exec's cgroup unless there are processes in it: those
-// of an exec that has ended well may live on, with the container.
+// removeCgroup removes the exec's cgroup unless it has processes. Children of an exec that has
+// ended may live on with the container.
 func (e *execution) removeCgroup() {
 	if e.cgroup == "" {
 		return
@@ -338,9 +339,9 @@ func (e *execution) removeCgroup() {
 // busyTime is how long the kernel may call a cgroup busy whose last process has ended.
 const busyTime = time.Second
 
-// listen begins to take the daemon's orders, before the exec starts: that may take
-// long in a container that is frozen or short of memory. stop ends it; its error is
-// that the daemon is gone, upon which the exec was killed.
+// listen reads the daemon's messages from before the start on: a frozen container or one short of
+// memory delays the start. stop ends it. It returns an error if the daemon is gone; the exec was
+// killed then.
 func (e *execution) listen() (stop func() error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
@@ -377,8 +378,8 @@ func (e *execution) obey(ctx context.Context) error {
 	}
 }
 
-// killStarting is kill, also while the process is being started: again and again
-// then, for there is a moment before it is in its cgroup.
+// killStarting kills the exec. While the process is being started it kills repeatedly, since the
+// process enters its cgroup at some point meanwhile.
 func (e *execution) killStarting() error {
 	for {
 		select {
@@ -390,12 +391,12 @@ func (e *execution) killStarting() error {
 	}
 }
 
-// killTime is how long an exec's processes may take to die before they are left
-// to whoever removes the container.
+// killTime bounds the wait for the death of an exec's processes. The removal of the container ends
+// the rest.
 const killTime = 10 * time.Second
 
-// killProcesses ends the exec's processes on the host, all of them, also those that
-// init has adopted.
+// killProcesses kills all of the exec's processes on the host, including those that init has
+// adopted.
 func (e *execution) killProcesses() error {
 	failpoint.Reach("launcher.kill-exec")
 	e.mu.Lock()
@@ -405,7 +406,7 @@ func (e *execution) killProcesses() error {
 	case dir != "":
 		return cgroup.KillDir(dir, killTime)
 	case proc != nil:
-		return pidfd.KillTree(pid, proc) // but for what the container's init has adopted, which ends with the container
+		return pidfd.KillTree(pid, proc) // processes that the container's init has adopted end with the container
 	}
 	return nil // nothing runs
 }

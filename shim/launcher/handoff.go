@@ -16,8 +16,8 @@ import (
 	"berth/shim/proto"
 )
 
-// prepareMonitor does all of the handing over that can fail, so that after the
-// daemon was told only execve remains. It changes this goroutine's thread for good.
+// prepareMonitor does everything for the monitor that can fail, so that only execve remains after
+// the reply. It changes this goroutine's thread for good.
 func (c *launch) prepareMonitor() error {
 	if c.Pause {
 		return nil
@@ -63,7 +63,7 @@ func (c *launch) prepareMonitor() error {
 	return nil
 }
 
-// privatePIDs tells whether the container's processes end with its init.
+// privatePIDs returns whether the kernel kills the container's processes when its init ends.
 func (c *launch) privatePIDs() bool {
 	return slices.ContainsFunc(c.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool {
 		return ns.Type == specs.PIDNamespace && ns.Path == ""
@@ -104,8 +104,8 @@ func killDir(paths map[string]string) string {
 	return ""
 }
 
-// openOOM opens the file that counts OOM kills and, on cgroup v1, an eventfd that
-// tells of them. Without them no kill is reported, which is no reason to fail.
+// openOOM opens the file that counts OOM kills and, on cgroup v1, an eventfd for its changes. If
+// that fails the monitor reports no OOM kills; the launch continues.
 func openOOM(paths map[string]string) (file, notify *os.File) {
 	if dir := paths[""]; dir != "" {
 		if f, err := os.Open(filepath.Join(dir, "memory.events")); err == nil {
@@ -155,7 +155,7 @@ func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *laun
 	if err != nil {
 		return os.NewSyscallError("open /dev/null", err)
 	}
-	for _, std := range []int{0, 1, 2} { // the daemon's may be pipes that somebody waits on
+	for _, std := range []int{0, 1, 2} { // the daemon's may be pipes with a reader that waits for their end
 		if err := unix.Dup3(null, std, 0); err != nil {
 			return os.NewSyscallError("dup3", err)
 		}
@@ -165,15 +165,14 @@ func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *laun
 			return os.NewSyscallError("fcntl(F_SETFD)", err)
 		}
 	}
-	// Huge pages would round up what a monitor keeps for clients. execve keeps the setting.
+	// Huge pages would round up the monitor's buffers. execve keeps this setting.
 	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
 	failpoint.Reach("launcher.become-monitor")
 	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), failpoint.Env())
 }
 
-// clampOOMScore raises oom_score_adj to what this process may give: lowering it
-// needs CAP_SYS_RESOURCE, and init would fail. The daemon has told whoever needs to
-// know; this is for a daemon that is mistaken.
+// clampOOMScore raises oom_score_adj to the lowest value that this process may set: a lower one
+// needs CAP_SYS_RESOURCE, and init would fail. The daemon already does the same and logs it.
 func clampOOMScore(p *specs.Process) {
 	if p.OOMScoreAdj == nil {
 		return

@@ -21,7 +21,7 @@ type stdio struct {
 	console               *os.File // or the master of a terminal
 	log                   *os.File
 	listener              *os.File
-	oom, oomNotify        *os.File // where the kernel counts and tells of OOM kills
+	oom, oomNotify        *os.File // the kernel's count of OOM kills, and the eventfd for its changes
 	oomParent             *os.File
 
 	terminal bool
@@ -29,8 +29,8 @@ type stdio struct {
 	socket   *os.File // where libcontainer sends the terminal's master
 }
 
-// ends are what a container's process gets. console is where libcontainer's init sends
-// the terminal's master to.
+// ends are the container's ends of its streams. libcontainer's init sends the terminal's master to
+// console.
 type ends struct{ stdin, stdout, stderr, console *os.File }
 
 // all returns each file once: one null device may serve as several streams.
@@ -61,7 +61,7 @@ func (e *ends) fill() error {
 	return nil
 }
 
-// openIO makes what the container's process and its monitor read and write.
+// openIO opens the streams between the container's process and its monitor.
 func (c *launch) openIO() (err error) {
 	c.io = &stdio{}
 	if _, plain := c.backend.(*pauseBackend); plain {
@@ -91,8 +91,8 @@ func (c *launch) openMonitored() (err error) {
 	return c.io.makePipes(c.backend, c.Stdin)
 }
 
-// makeTerminal makes what the terminal's master comes through: libcontainer has a
-// socket for that, a runtime's program is told where to connect to.
+// makeTerminal prepares the transfer of the terminal's master: libcontainer uses a socket pair, an
+// OCI runtime connects to a path.
 func (s *stdio) makeTerminal(library bool) (err error) {
 	s.terminal = true
 	if library {

@@ -104,7 +104,7 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	b.endStep("libcontainer create")
 	b.undo.Add("destroy container "+b.ID, b.destroy)
 	b.io.passTo(b.process)
-	defer b.l.lendFilter(b.process, b.config)()
+	defer b.l.passFilter(b.process, b.config)()
 	if err := b.container.Start(b.process); err != nil {
 		return 0, err
 	}

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A launcher's last word is a line as the daemon's are, with time and container; an order that the
-// daemon has given up is no failure.
+// A launcher logs its failure in the daemon's format, with time and container. An order that the
+// daemon has cancelled is no failure.
 func TestLogFailure(t *testing.T) {
 	failure := errors.New("no\nroom")
 	for name, c := range map[string]struct {

@@ -1,15 +1,13 @@
-// Package launcher is the program berth-shim: a process that waits, warmed up, for
-// one order from the daemon (package shim/proto).
+// Package launcher is the program berth-shim: a process that waits for an order from the daemon
+// (package shim/proto).
 //
-// A launch creates a container with libcontainer and then turns this process, by
-// execve, into the container's monitor. An exec starts a process in a container
-// that runs; when it has ended, the launcher waits for the next order. So it does
-// after the launch of berth's own pause.
+// A launch creates a container with libcontainer and then turns this process, by execve, into the
+// container's monitor. After an exec, and after the launch of berth's own pause, the launcher waits
+// for the next order.
 //
-// The daemon starts a launcher in a mount namespace of its own, a peer of the
-// host's. There the container's root filesystem is mounted, and nowhere else: the
-// mount goes when the container's last process goes. The monitor goes back to the
-// host's namespace, so as not to keep this one.
+// The daemon starts a launcher in a mount namespace of its own, a peer of the host's. The launcher
+// mounts the container's root filesystem only there. The mount disappears with the container's last
+// process. The monitor returns to the host's namespace, so that it does not keep this one.
 package launcher
 
 import (
@@ -38,9 +36,9 @@ const memoryLimit = 24 << 20
 // Main serves orders until the daemon closes the control socket, and returns the
 // exit status. A successful launch does not return.
 func Main(settings proto.LauncherSettings) int {
-	// A daemon started by nohup, or in the background by a script, ignores these, and
-	// so would every workload. signal.Reset does not help; a handler of Go's, unlike
-	// SIG_IGN, does not outlive execve.
+	// A daemon started by nohup, or in the background of a script, ignores these signals, and
+	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
+	// survive execve.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT)
 	// libcontainer gives it to the container's init, whose start it shortens. Ours
 	// has been read already. It cannot fail for such a name.
@@ -61,8 +59,8 @@ func Main(settings proto.LauncherSettings) int {
 	return 0
 }
 
-// daemonIsGone tells whether the daemon has closed the connection, or its end has: it has given up
-// the order, or was killed. The launcher has undone what it did; nobody waits for its answer.
+// daemonIsGone returns whether the connection is closed: the daemon has cancelled the order or has
+// died. The launcher has undone its work, and nobody waits for its reply.
 func daemonIsGone(err error) bool {
 	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
@@ -130,8 +128,8 @@ func (l *launcher) serve() error {
 	}
 }
 
-// carryOut carries out an order, and tells whether there may be another one. It does so on one thread: the processes that it starts
-// inherit that thread's timer slack, which is to be the daemon's.
+// carryOut carries out an order and returns whether another one may follow. It stays on one thread
+// with the daemon's timer slack, which the processes it starts inherit.
 func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -154,7 +152,7 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 // restTime is how long a launcher waits for its next order before it gives back what earlier ones have left in its memory.
 const restTime = time.Second
 
-// keptGarbage is what it keeps nevertheless, in bytes: to give back less costs more than it brings.
+// keptGarbage is the heap size, in bytes, below which releasing memory costs more than it saves.
 const keptGarbage = 6 << 20
 
 // await receives the next order.
@@ -177,7 +175,7 @@ func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 	return l.conn.Receive(r)
 }
 
-// heapExceeds tells whether there is more on Go's heap, garbage too.
+// heapExceeds returns whether Go's heap, including garbage, is larger.
 func heapExceeds(bytes uint64) bool {
 	heap := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
 	metrics.Read(heap)

@@ -10,13 +10,13 @@ import (
 	"berth/internal/failpoint"
 )
 
-// newNull makes a null device for one process, and opens it. A process may change the mode and the
-// owner of a node that it has a descriptor of. If that was the host's, nobody on the host could use
-// it any more.
+// newNull creates and opens a null device for one process. A process can change the mode and owner
+// of a device node through a descriptor. With the host's node, it could take /dev/null away from
+// the host.
 //
-// The node is at /dev/null of a tmpfs of its own, which has no place in any mount namespace and
-// goes with the last descriptor. So its name is what programs expect, and no handle leads to
-// another process's node.
+// The node is /dev/null of a new tmpfs that is attached to no mount namespace and disappears with
+// the last descriptor. It has the name that programs expect, and no file handle leads to another
+// process's node.
 func newNull() (_ *os.File, err error) {
 	root, err := newTmpfs()
 	if err != nil {
@@ -63,7 +63,7 @@ func newTmpfs() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "tmpfs"), nil
 }
 
-// seLinuxLabel is the attribute in which SELinux keeps a file's label.
+// seLinuxLabel is the extended attribute with a file's SELinux label.
 const seLinuxLabel = "security.selinux"
 
 // copyLabel gives a file the SELinux label of another one, which all containers may use. Without

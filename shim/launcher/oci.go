@@ -24,22 +24,21 @@ import (
 	"berth/shim/proto"
 )
 
-// ociBackend is the program of an OCI runtime. The runtime's processes are children
-// of ours, and so, since we are a subreaper while it works, is what it leaves behind: the
-// container's init. The rest of a launch is the same.
+// ociBackend makes a container with an OCI runtime. The runtime's processes are children of this
+// one. This process is a subreaper while the runtime works, so it adopts the container's init, too.
 type ociBackend struct {
 	*launch
 	streams *ociStreams // of a container that joins a sandbox, until it runs
 }
 
-// joinsSandbox tells whether the container is to be part of a sandbox that pause has made.
+// joinsSandbox returns whether the container runs in the sandbox that its pause has created.
 func (b *ociBackend) joinsSandbox() bool { return b.Runtime.Sandboxed && !b.Pause }
 
 func (b *ociBackend) prepare() error {
 	if len(b.Spec.Process.Args) == 0 {
 		return proto.Errorf(proto.InvalidArgument, "there is no command to run")
 	}
-	for _, l := range b.Spec.Process.Rlimits { // crun ignores what it does not know
+	for _, l := range b.Spec.Process.Rlimits { // crun ignores unknown limits
 		if _, ok := rlimits[l.Type]; !ok {
 			return proto.Errorf(proto.InvalidArgument, "unknown resource limit %q", l.Type)
 		}
@@ -73,8 +72,8 @@ func hostID(mappings []specs.LinuxIDMapping) (int, error) {
 	return 0, nil
 }
 
-// create calls the runtime. From before the first call on, Dir/oci says how to remove
-// what it makes.
+// create calls the runtime. Dir/oci exists before the first call, so that a later daemon can remove
+// what the runtime makes.
 func (b *ociBackend) create() (pid int, err error) {
 	if b.Runtime.Has(b.ID) {
 		return 0, errors.New("it exists")
@@ -110,7 +109,7 @@ func (b *ociBackend) create() (pid int, err error) {
 	return pid, nil
 }
 
-// nameCommand adds the command to a complaint about it: crun does not always name it.
+// nameCommand adds the command to an error about it, because crun does not always name it.
 func nameCommand(p *specs.Process, err error) error {
 	if isRequestError(err) {
 		return fmt.Errorf("command %q: %w", p.Args[0], err)
@@ -138,8 +137,8 @@ func (b *ociBackend) writeBundle() error {
 	return nil
 }
 
-// execute calls the runtime from another thread than ours: that has gone back to the
-// host's mount namespace by now, and gVisor starts what serves the root filesystem here.
+// execute calls the runtime from another thread: this one has returned to the host's mount
+// namespace, but gVisor must start the server of the root filesystem in the launcher's.
 func (b *ociBackend) execute() error {
 	done := make(chan error)
 	go func() {
@@ -196,8 +195,8 @@ func (b *ociBackend) destroy() error {
 	return errors.Join(err, killErr, b.group.Destroy(ctx))
 }
 
-// adopting runs a command of a runtime's. What its processes leave behind become our
-// children. keep: so it shall be for ever, else only until then.
+// adopting runs a command of the runtime while this process is a subreaper, and so adopts the
+// processes that the command leaves. With keep, this process stays a subreaper.
 func adopting(keep bool, run func() error) error {
 	if err := setSubreaper(true); err != nil {
 		return err
@@ -235,7 +234,8 @@ func reapAll() (left bool) {
 	}
 }
 
-// endChildren kills what a start that failed has left to us, and collects it: even a zombie keeps its cgroup busy, and its PID namespace from ending.
+// endChildren kills and reaps the processes that a failed start has left to this one. A zombie
+// would keep its cgroup busy and its PID namespace alive.
 func endChildren(patience time.Duration) {
 	for deadline := time.Now().Add(patience); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		below, err := pidfd.Below(os.Getpid())
@@ -281,7 +281,7 @@ func (s *stdio) forRuntime(dir string) (*ociStreams, error) {
 // consoleTime is how long a terminal's master may take after its command has ended.
 const consoleTime = 5 * time.Second
 
-// receive takes the terminal's master, if there is to be one.
+// receive receives the terminal's master if the process has a terminal.
 func (p *ociStreams) receive(s *stdio) error {
 	if p.listener == nil {
 		return nil
@@ -381,7 +381,8 @@ func (e *ociExec) start() (pid int, err error) {
 	return pid, nil
 }
 
-// ownPipes is libcontainerExec's, for the container's root as the runtime was told of it.
+// ownPipes gives the daemon's pipes to the container's root, by the mappings in the runtime's
+// bundle.
 func (e *ociExec) ownPipes(bundle ociruntime.Bundle) error {
 	uid, gid, err := hostRootIn(bundle.UIDMappings, bundle.GIDMappings)
 	if err != nil {
@@ -422,8 +423,8 @@ func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 	return filepath.Base(dir)
 }
 
-// enterCgroup moves the process, and what it has started by now, to the exec's cgroup. A
-// process that left the tree before this is missed: it ends with the container.
+// enterCgroup moves the process and its descendants to the exec's cgroup. It misses a process that
+// has left the tree before; that one ends with the container.
 func (e *ociExec) enterCgroup(pid int) {
 	if e.cgroup == "" {
 		return
@@ -458,7 +459,7 @@ func (e *ociExec) wait() (*os.ProcessState, error) {
 	return state, err
 }
 
-// kill asks the runtime, for a process that is in a sandbox.
+// kill uses the runtime to kill a process in a sandbox.
 func (e *ociExec) kill() error {
 	e.giveUp()
 	if !e.Runtime.Sandboxed {

@@ -102,7 +102,7 @@ func (b *pauseBackend) create() (pid int, err error) {
 	return pid, nil
 }
 
-// checkCgroup refuses a cgroup that somebody else is in, or that would stop us.
+// checkCgroup refuses a cgroup that has processes or is frozen.
 func (b *pauseBackend) checkCgroup() error {
 	pids, err := b.group.Procs()
 	if err != nil {
@@ -174,8 +174,9 @@ func (b *pauseBackend) makeCgroup() error {
 // optional are the hierarchies that package cgroups does not mind to fail to join (NameGroup), beside v2's.
 var optionalControllers = []string{"name=systemd", "misc"}
 
-// listsOf returns by which files a process joins a cgroup, as pause.c takes them, and the cgroup's directory in v2's hierarchy, empty if there is none.
-// paths are the cgroup's directories by controller.
+// taskFilesOf returns the files to which a process writes itself to join a cgroup, in pause.c's
+// form, and the cgroup's directory in the v2 hierarchy, empty if there is none. paths are the
+// cgroup's directories by controller.
 func taskFilesOf(paths map[string]string) (lists []string, unified string) {
 	controllers := map[string][]string{} // by directory: a hierarchy may have several
 	for name, dir := range paths {
@@ -191,7 +192,7 @@ func taskFilesOf(paths map[string]string) (lists []string, unified string) {
 			lists = append(lists, "-"+tasks)
 		case unix.Access(dir, unix.F_OK) == nil:
 			unified = dir
-		} // else it is one of systemd's that could not be made, which nobody needs
+		} // otherwise systemd could not create it, and it is not needed
 	}
 	return lists, unified
 }
@@ -263,7 +264,7 @@ func pauseArguments(flags uintptr, dir string, lists []string, s *specs.Spec) []
 
 func decimal[T uint32 | uintptr](n T) string { return strconv.FormatUint(uint64(n), 10) }
 
-// sysctlNames has them in the order in which they are set.
+// sysctlNames returns the sysctls in the order of pause.c's arguments.
 func sysctlNames(s *specs.Spec) []string { return slices.Sorted(maps.Keys(s.Linux.Sysctl)) }
 
 // openFiles returns the stages' descriptors.
@@ -319,8 +320,9 @@ func (b *pauseBackend) confine() error {
 	return nil
 }
 
-// keepLockLimit calls set with this process's limit of locked memory as it is, and as it is again afterwards: to load the program that says which
-// devices may be used (cgroup v2), the library lifts it, for kernels before 5.11, and what the launcher starts next would have no limit.
+// keepLockLimit calls set and restores this process's limit of locked memory. On cgroup v2 the
+// library lifts the limit to load the device program, for kernels before 5.11. Later children of
+// the launcher would have no limit.
 func keepLockLimit(set func() error) error {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit); err != nil {
@@ -426,7 +428,7 @@ func (b *pauseBackend) checkAlive() error {
 			return err
 		}
 	}
-	ended, err := pidfd.Exited(b.second) // if not, what was read is not another process's with the same ID
+	ended, err := pidfd.Exited(b.second) // if it has not, the pid was not reused and cmdline was its own
 	if err == nil && ended {
 		err = errors.New("it was killed")
 	}
@@ -468,7 +470,7 @@ func (b *pauseBackend) reap(ctx context.Context) {
 		_ = pidfd.Signal(b.second, unix.SIGKILL) // it may have ended
 		_ = b.second.Close()
 	}
-	_ = b.child.Close() // a second stage that nobody knows ends
+	_ = b.child.Close() // a second stage whose pid is not known yet exits
 	if b.firstLetGo {
 		_ = sayTo(b.parent) // it reaps the second; it may have ended
 	}

@@ -64,7 +64,8 @@ func TestPauseTaskFiles(t *testing.T) {
 	}
 }
 
-// pauseStageEnv makes the test binary a second stage: it holds descriptor 3, awaits the word to go on, and does what the variable says.
+// pauseStageEnv makes the test binary a second stage: it waits for a byte on descriptor 3 and does
+// what the variable says.
 const pauseStageEnv = "BERTH_TEST_PAUSE"
 
 func TestMain(m *testing.M) {

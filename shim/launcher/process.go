@@ -13,15 +13,15 @@ import (
 	"berth/shim/proto"
 )
 
-// lendFilter gives a process that is about to be started its container's seccomp profile in compiled form, and returns what is to be called
-// when it has been started. What goes wrong is time lost: init compiles the profile then.
-func (l *launcher) lendFilter(p *libcontainer.Process, config *configs.Config) (started func()) {
-	takeBack, err := l.filters.Pass(p, config.Seccomp)
+// passFilter adds the compiled seccomp profile of the container to a process that is about to
+// start. The caller calls started after the start. On an error init compiles the profile itself.
+func (l *launcher) passFilter(p *libcontainer.Process, config *configs.Config) (started func()) {
+	done, err := l.filters.Pass(p, config.Seccomp)
 	if err != nil {
 		l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
 	}
 	return func() {
-		if err := takeBack(); err != nil {
+		if err := done(); err != nil {
 			l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
 		}
 	}

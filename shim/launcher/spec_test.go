@@ -146,7 +146,8 @@ func TestInsideVolume(t *testing.T) {
 	}
 }
 
-// A program's complaint about its command is the user's fault, and names the command; any other stays as it is.
+// An OCI runtime's error about the command is InvalidArgument and names the command. Others stay
+// unchanged.
 func TestNameCommand(t *testing.T) {
 	p := &specs.Process{Args: []string{"no-such-command", "argument"}}
 	named := nameCommand(p, &ociruntime.Error{Message: "executable file `no-such-command` not found in $PATH"})
@@ -158,7 +159,7 @@ func TestNameCommand(t *testing.T) {
 	}
 }
 
-// What an exec's cgroup is below, and which have none.
+// An exec has a cgroup below the container's freezer or pids cgroup, or none.
 func TestMakeExecCgroup(t *testing.T) {
 	dir := t.TempDir()
 	groups := map[string]string{"": dir, "freezer": dir, "pids": dir}
@@ -177,7 +178,7 @@ func TestMakeExecCgroup(t *testing.T) {
 func TestExitCode(t *testing.T) {
 	run := func(script string) *os.ProcessState {
 		cmd := exec.Command("sh", "-c", script)
-		_ = cmd.Run() // its error is what the state tells
+		_ = cmd.Run() // the state holds the result
 		return cmd.ProcessState
 	}
 	for script, want := range map[string]int32{"exit 0": 0, "exit 7": 7, "kill -TERM $$": 143, "kill -KILL $$": 137} {

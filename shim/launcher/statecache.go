@@ -14,18 +14,20 @@ import (
 	"berth/internal/cgroup"
 )
 
-// loaded is a container as libcontainer's state file describes it. Whether it runs has to be asked each time.
+// loaded is a container as libcontainer's state file describes it. It does not say whether the
+// container still runs.
 type loaded struct {
 	file      string
 	is        fs.FileInfo // of the file
 	container *libcontainer.Container
 	config    configs.Config
-	cgroups   map[string]string // folders by controller of v1; that of v2 is under ""
+	cgroups   map[string]string // directories by v1 controller; "" is v2
 }
 
-// load returns a container that another process has made. That of the last exec is not read again unless its state file was
-// replaced: a probe comes every few seconds, and to read it (tens of KB with a seccomp profile) takes longer than all else that a
-// launcher does. The error wraps libcontainer.ErrNotExist if there is no such container.
+// load returns a container that another process has made. It caches the last one until the state
+// file is replaced: probes come every few seconds, and reading the file (tens of KB with a seccomp
+// profile) takes longer than the rest of the launcher's work. The error wraps
+// libcontainer.ErrNotExist if there is no such container.
 func (l *launcher) load(root, id string) (*loaded, error) {
 	file := filepath.Join(root, id, "state.json")
 	is, err := os.Stat(file) // before it is read: one that is replaced meanwhile is read again the next time

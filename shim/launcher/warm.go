@@ -15,10 +15,9 @@ import (
 	"berth/shim/proto"
 )
 
-// warm does, before there is an order, what the first launch in a process would
-// otherwise wait for: libcontainer's look at the cgroup hierarchies, encoding/json's
-// at the types of the order and the configuration, and the page faults of both.
-// What fails here fails again with a message where it matters.
+// warm does work that the first launch would wait for: libcontainer's detection of the cgroup
+// hierarchies, encoding/json's analysis of the types of orders and configurations, and page faults.
+// A failure here appears again, with an error, in the launch.
 func warm() {
 	_ = exeseal.IsSelfExeCloned()
 	_, _ = os.Stat("/proc/self/ns/mnt")

@@ -1,14 +1,13 @@
-// Package ociruntime speaks the command line that runc has and other OCI runtimes
-// share (crun, gVisor's runsc): one program, run anew for every step. Launchers
-// create, start and exec with it; the daemon signals and deletes, since containers
-// outlive whoever launched them. It is light enough for launchers.
+// Package ociruntime calls OCI runtimes with the command line of runc, which crun and gVisor's
+// runsc share. Launchers create, start and exec with it. The daemon signals and deletes, since
+// containers outlive their launchers. The package links little, for launchers' sake.
 //
 // # Two kinds
 //
-// With most runtimes a container is processes of the host, in its cgroup. gVisor's are
-// processes of a sandbox, one per pod, that the host knows nothing of: such a runtime is
-// Sandboxed. It has commands of its own to wait for a container and to signal one
-// process of it. Probe finds out which kind a program is.
+// With most runtimes a container's processes are processes of the host, in its cgroup. gVisor's are
+// processes of a sandbox, one per pod, that the host does not see. Such a runtime is Sandboxed: it
+// has commands to wait for a container and to signal a process in it. Probe detects the kind of a
+// runtime.
 package ociruntime
 
 import (
@@ -36,9 +35,8 @@ import (
 // versions newer than themselves, and nothing that berth asks for is newer.
 const SpecVersion = "1.0.2"
 
-// Runtime is a runtime's program and how it is to be called. It is written down with
-// every container, so that a container can be removed when its runtime is not configured
-// any more.
+// Runtime is an OCI runtime's program and its options. Each container's record has a copy, so that
+// the container can be removed after the runtime is gone from the configuration.
 type Runtime struct {
 	Path          string   `json:"path"`
 	Args          []string `json:"args,omitempty"` // before every command
@@ -48,7 +46,7 @@ type Runtime struct {
 	SubCgroups    bool     `json:"subCgroups,omitempty"` // it can put an exec into a cgroup below the container's
 }
 
-// Error is what a runtime had to say of a command that failed.
+// Error is the message of a failed command of a runtime.
 type Error struct {
 	Command string // such as "create"
 	Message string
@@ -58,8 +56,8 @@ type Error struct {
 func (e *Error) Error() string { return e.Command + ": " + e.Message }
 func (e *Error) Unwrap() error { return e.Err }
 
-// IO is what a container or an exec gets from the command that makes it. A nil
-// file is the host's /dev/null, which no container is to get.
+// IO are the streams that a container or an exec gets from the command that creates it. A nil file
+// is the host's /dev/null, which containers must not get.
 type IO struct {
 	Stdin, Stdout, Stderr *os.File
 	ConsoleSocket         string // for a terminal instead: where to send its master
@@ -84,8 +82,8 @@ func (r *Runtime) Create(ctx context.Context, id, bundle string, streams IO) (pi
 	return readPID(filepath.Join(bundle, pidFile))
 }
 
-// Start lets a created container's init execute its command. A container that joins a
-// sandbox takes its streams only now; for others they are empty.
+// Start makes a created container's init execute its command. A container in a sandbox gets its
+// streams here; for others they are empty.
 func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err error) {
 	if streams == (IO{}) {
 		return r.run(ctx, "start", id)
@@ -94,10 +92,10 @@ func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err
 	return r.runWith(ctx, bundle, streams, []string{"start"}, id)
 }
 
-// Exec starts a process in a running container, described by process.json in dir. It
-// returns the process, or, of a Sandboxed runtime, one of the host that ends as it does;
-// internal is what the process is called in the sandbox then. cgroup is the name of one
-// below the container's, for runtimes with SubCgroups and cgroup v2; empty: the container's.
+// Exec starts a process in a running container, described by process.json in dir. It returns the
+// process. For a Sandboxed runtime that is a process on the host that ends together with it, and
+// internal is its PID in the sandbox. cgroup is the name of a cgroup below the container's, for
+// runtimes with SubCgroups on cgroup v2; empty: the container's.
 func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) (pid, internal int, err error) {
 	defer r.cleanBundle(dir, &err)
 	args := []string{"exec", "--detach", "--process", filepath.Join(dir, ProcessFile), "--pid-file", filepath.Join(dir, pidFile)}
@@ -150,7 +148,7 @@ func (r *Runtime) Kill(ctx context.Context, id string, sig unix.Signal) error {
 	return err
 }
 
-// ended tells whether a container has certainly ended.
+// ended returns whether a container has certainly ended.
 func (r *Runtime) ended(ctx context.Context, id string) bool {
 	var out bytes.Buffer
 	cmd := r.command(ctx, "", "state", id)
@@ -180,7 +178,8 @@ func (r *Runtime) Delete(ctx context.Context, id string) error {
 	return r.run(ctx, "delete", "--force", id)
 }
 
-// Has tells whether the runtime has, or has had and not deleted, a container of that ID.
+// Has returns whether the runtime has a container with that ID that it has not deleted, even an
+// ended one.
 func (r *Runtime) Has(id string) bool {
 	if _, err := os.Lstat(filepath.Join(r.Root, id)); err == nil { // runc's and crun's directory
 		return true
@@ -189,7 +188,7 @@ func (r *Runtime) Has(id string) bool {
 	return err == nil && len(found) > 0
 }
 
-// maxMessage bounds what is kept of a runtime's output, in bytes.
+// maxMessage bounds the stored output of a runtime, in bytes.
 const maxMessage = 4 << 10
 
 // outputPatience is how long a command that has ended may leave its output open to others.
@@ -214,13 +213,13 @@ func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec
 	return cmd
 }
 
-// run runs a command that concerns nobody's streams.
+// run runs a command without streams.
 func (r *Runtime) run(ctx context.Context, args ...string) error {
 	return r.finish(r.command(ctx, "", args...), args[0])
 }
 
-// finish runs cmd and words its failure by what it writes to standard error. That is
-// kept in memory and not read from a pipe, which processes that stay behind would hold open.
+// finish runs cmd and returns its standard error as the error's text. It uses a file in memory
+// instead of a pipe, which processes that stay behind would hold open.
 func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 	fd, err := unix.MemfdCreate("runtime output", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -310,7 +309,7 @@ func (r *Runtime) cleanBundle(dir string, err *error) {
 	}
 }
 
-// Bundle is what is needed of a container's spec as long as it exists.
+// Bundle holds the parts of a container's spec that are needed while it exists.
 type Bundle struct {
 	CgroupsPath string                 // in the spec's form
 	UIDMappings []specs.LinuxIDMapping // of its user namespace; none: the host's

@@ -103,7 +103,7 @@ func TestProbeRefuses(t *testing.T) {
 	}
 }
 
-// FuzzFeatures: what a program answers can't do more than be refused.
+// FuzzFeatures checks that any output of a runtime is accepted or refused.
 func FuzzFeatures(f *testing.F) {
 	f.Add([]byte(`{"mountOptions":["rro"],"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{"enabled":true}}}}`))
 	f.Add([]byte(`{"linux":null}`))
@@ -156,7 +156,7 @@ func TestCreate(t *testing.T) {
 	}
 }
 
-// A signal for what has ended is no error, any other failure is.
+// A signal to a process that has ended is no error. Any other failure is.
 func TestKill(t *testing.T) {
 	for status, wantErr := range map[string]bool{"stopped": false, "running": true, "": true} {
 		r := &Runtime{Path: program(t, `[ "$cmd" = state ] || { echo "no such process" >&2; exit 1; }; echo '{"status": "`+status+`"}'`)}

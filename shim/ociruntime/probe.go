@@ -24,7 +24,7 @@ type Capabilities struct {
 	UserNamespaces    bool `json:"userNamespaces"`    // user namespaces and ID-mapped mounts, which pods with one need
 }
 
-// Probe asks a runtime what it can do. The error wraps fs.ErrNotExist, or fs.ErrPermission, if
+// Probe detects a runtime's capabilities. The error wraps fs.ErrNotExist or fs.ErrPermission if
 // there is no such program.
 func Probe(ctx context.Context, path string, args []string) (Capabilities, error) {
 	r := &Runtime{Path: path, Args: args}
@@ -33,7 +33,7 @@ func Probe(ctx context.Context, path string, args []string) (Capabilities, error
 		return Capabilities{}, err
 	}
 	c := Capabilities{Version: firstLine(version)}
-	// runsc tells of its command wait; others have none, and do not know help or fail.
+	// runsc documents its command wait. Others have no such command or no help.
 	help, err := r.output(ctx, "help", "wait")
 	c.Sandboxed = err == nil && strings.HasPrefix(string(help), "wait ")
 	help, err = r.output(ctx, "exec", "--help")
@@ -50,7 +50,7 @@ func Probe(ctx context.Context, path string, args []string) (Capabilities, error
 	return c, c.parse(document)
 }
 
-// parse takes over what a document of the runtime-spec's features.md says.
+// parse reads a document in the format of the runtime-spec's features.md.
 func (c *Capabilities) parse(document []byte) error {
 	var f features.Features
 	if err := json.Unmarshal(document, &f); err != nil {
@@ -80,8 +80,8 @@ func firstLine(text []byte) string {
 	return strings.TrimSpace(line[:min(len(line), 128)])
 }
 
-// Executable returns the identity of a program's file, so that a change is noticed.
-// The error wraps fs.ErrNotExist, or fs.ErrPermission for what is no program.
+// Executable returns the identity of a program's file, which changes with the file. The error wraps
+// fs.ErrNotExist, or fs.ErrPermission for a file that is no program.
 func Executable(path string) (os.FileInfo, error) {
 	info, err := os.Stat(path)
 	if err != nil {

@@ -1,8 +1,7 @@
-// Package payload carries the two small programs that berth brings along, pause
-// and the monitor, and installs them where they can be executed.
+// Package payload embeds the two small programs of berth, pause and the monitor, and installs them
+// in an executable place.
 //
-// contrib/build makes them. A berth compiled without that has none, and Install
-// says so.
+// contrib/build compiles them. In a berth compiled without it they are missing, and Install fails.
 package payload
 
 import (
@@ -38,10 +37,10 @@ const PauseProgram = "/pause"
 // mounted read-only, has for mounts.
 var pauseMountPoints = []string{"dev", "proc", "sys"}
 
-// Install puts the programs below dir, which is made (0700) if needed. It must not
-// be on a noexec mount. What is there already is verified and kept: names contain
-// a hash of the content, so that berth may be upgraded under running pods; other versions are
-// removed. It may be called again and by several processes at once.
+// Install writes the programs below dir, which it creates (0700) if needed. dir must not be on a
+// noexec mount. It verifies existing programs and keeps them. Names contain a hash of the content,
+// so that running pods survive an upgrade. It removes other versions. Several processes may call it
+// at once.
 func Install(dir string) (Paths, error) {
 	return install(bin, dir)
 }
@@ -110,9 +109,8 @@ func removeOthers(dir string, keep ...string) error {
 	return err
 }
 
-// installTree makes the directory path, with one program and empty directories in
-// it, appear at once, or replaces it if it is not as it should be. The caller has
-// locked the directory above.
+// installTree creates the directory path, with one program and empty directories, atomically. It
+// replaces a directory with other content. The caller has locked the parent directory.
 func installTree(path, program string, data []byte, dirs ...string) error {
 	if intact(path, program, data, dirs) {
 		return nil

@@ -62,7 +62,7 @@ func TestInstallRepairs(t *testing.T) {
 	}
 }
 
-// What an installation left that a crash or a power cut interrupted, and the programs of other versions, are removed.
+// Install removes the remains of an interrupted installation and the programs of other versions.
 func TestInstallRemovesLeftovers(t *testing.T) {
 	dir := t.TempDir()
 	for _, name := range []string{unfinished + "1234", "pause-0123456789abcdef"} { // the latter of another version

@@ -1,17 +1,20 @@
-// Package sysmon keeps the monitor thread of Go's runtime from taking a part of what launchers and containers' inits do.
+// Package sysmon reduces the CPU time of the monitor thread of Go's runtime in launchers and
+// containers' inits.
 //
-// That thread (sysmon in Go's runtime/proc.go) sleeps for 20 µs at a time while the program works, also while that is in a system call. It took a
-// fifth of what a launcher did for an exec. Init, which has one P (libcontainer sets GOMAXPROCS=1), loses that in each system call that
-// lasts longer to another thread, which is woken, finds nothing to do and sleeps again.
+// That thread (sysmon in Go's runtime/proc.go) sleeps for only 20 µs at a time while the program
+// works, even in a system call. In init, which has one P (libcontainer sets GOMAXPROCS=1), it takes
+// the P from each longer system call and wakes another thread, which finds nothing to do. An exec
+// takes 1.2 times the CPU time with it.
 //
-// A program that imports this package has it sleep for half a millisecond, in a launcher and in init: the timer slack (prctl(2),
-// PR_SET_TIMERSLACK) of the process's first thread is set before Go's runtime starts, and inherited by the threads that are started then.
-// For so long a goroutine may wait for the P of one in a system call, where all are, which is seldom there.
+// This package lengthens these sleeps to half a millisecond. It sets the timer slack of the
+// process's first thread (prctl(2), PR_SET_TIMERSLACK) before Go's runtime starts, and the
+// runtime's threads inherit it. A goroutine may wait that long for a P that is blocked in a system
+// call.
 //
 // # Contract
 //
-// Nothing that is executed but the monitor, which starts nothing, has that slack, nor has it for its default: a process is started, and a program
-// executed, by a thread that has called [Restore].
+// No other program gets this slack, not even as its default: a thread calls [Restore] before it
+// starts a process or executes a program. The monitor is the exception; it starts nothing.
 package sysmon
 
 // #cgo LDFLAGS: -Wl,--wrap=nsexec

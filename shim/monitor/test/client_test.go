@@ -10,8 +10,8 @@ import (
 	"berth/shim/proto"
 )
 
-// FuzzClient sends arbitrary bytes to a monitor: each request is answered, in order, and the container gets
-// what was sent for it, once; whatever comes the monitor ends the connection in the end.
+// FuzzClient sends arbitrary bytes to a monitor. It answers each request, in order, the container
+// gets its input once, and the monitor closes the connection in the end.
 func FuzzClient(f *testing.F) {
 	hello := proto.AppendFrame(proto.AppendFrame(proto.AppendFrame(nil, proto.FrameAttach, []byte{byte(proto.WantStdin)}), proto.FrameStdin, []byte("hello")), proto.FrameStdinEOF, nil)
 	f.Add(hello, 100, false)
@@ -41,7 +41,8 @@ func FuzzClient(f *testing.F) {
 	})
 }
 
-// wanted is what a client's requests must bring: the kinds of the answers, and the container's input.
+// wanted returns the expected results of a client's requests: the types of the answers, and the
+// container's input.
 func wanted(data []byte, once bool) (answers, input []byte) {
 	var attached, feeds, closed bool
 	for {

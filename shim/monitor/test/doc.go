@@ -1,7 +1,7 @@
-// Package test tests the monitor's parts, which are C, and fuzzes those that read bytes from
-// outside. A program made of them and of shim/monitor/driver.c answers questions; it is built
-// with the address sanitizer and the sanitizer of undefined behaviour, which end it when they find something.
+// Package test tests the C code of the monitor, and fuzzes its parsers of foreign bytes. A program
+// made of that code and shim/monitor/driver.c answers the tests' questions. It is built with the
+// address and undefined-behaviour sanitizers.
 //
-// How the monitor works as a whole is tested by package shim, with a monitor that is built with the
-// sanitizers if the tests are built with the race detector.
+// Package shim tests the monitor as a whole. With the race detector it uses a monitor with the
+// sanitizers.
 package test

@@ -30,7 +30,7 @@ func killTree(t *testing.T, dir string) (none bool) {
 	return binary.BigEndian.Uint32(ask(t, 'k', []byte(dir))) != 0
 }
 
-// What is left is looked for below the top, too, after all was signalled.
+// The monitor also checks cgroups below the top one after it has signalled all processes.
 func TestKillTree(t *testing.T) {
 	top := t.TempDir()
 	group(t, top)
@@ -56,7 +56,7 @@ func TestKillTree(t *testing.T) {
 	}
 }
 
-// Who may nest groups does not get to the end of the stack, nor of the descriptors.
+// Deeply nested cgroups exhaust neither the stack nor the descriptors.
 func TestKillDeepTree(t *testing.T) {
 	top := t.TempDir()
 	dir := top

@@ -89,7 +89,7 @@ func FuzzTime(f *testing.F) {
 	})
 }
 
-// FuzzRecords checks that the log says what the stream said, however it was cut.
+// FuzzRecords checks that the log holds the stream's content, however the stream was split.
 func FuzzRecords(f *testing.F) {
 	f.Add([]byte("hello\nworld"), 5, 3)
 	f.Add([]byte("\n\n\n"), 1, 1)

@@ -12,7 +12,7 @@ import (
 	"berth/shim/proto"
 )
 
-// exitStatus asks what the monitor reads out of what `runsc wait` says.
+// exitStatus returns the exit status that the monitor parses from the output of `runsc wait`.
 func exitStatus(t *testing.T, text []byte) (code int, ok bool) {
 	t.Helper()
 	return number(t, ask(t, 'x', text))
@@ -50,8 +50,8 @@ func TestExitStatus(t *testing.T) {
 	}
 }
 
-// FuzzExitStatus: what an encoder writes is understood, and what nobody has written
-// is no exit code that there cannot be.
+// FuzzExitStatus checks that the monitor parses the output of a JSON encoder and never returns an
+// impossible exit code.
 func FuzzExitStatus(f *testing.F) {
 	f.Add([]byte(`{"id":"c","exitStatus":137}`), "c", uint8(137))
 	f.Add([]byte(`{"exitStatus":300,"exitStatus":-1}`), `"exitStatus":1}`, uint8(0))
@@ -69,7 +69,7 @@ func FuzzExitStatus(f *testing.F) {
 	})
 }
 
-// zombieStatus asks what the monitor reads out of a /proc/PID/stat.
+// zombieStatus returns the exit status that the monitor parses from a /proc/PID/stat.
 func zombieStatus(t *testing.T, stat string) (status int, ok bool) {
 	t.Helper()
 	return number(t, ask(t, 'z', []byte(stat)))
@@ -182,7 +182,8 @@ func TestExitRecord(t *testing.T) {
 	}
 }
 
-// params asks what the monitor takes a command line for: the values, a line each; nothing if it refuses.
+// params returns the parameters that the monitor parses from a command line, one per line, or
+// nothing if it refuses them.
 func params(t *testing.T, args []string) string {
 	t.Helper()
 	return string(ask(t, 'p', []byte(strings.Join(args, "\x00")+"\x00")))
