@@ -19,7 +19,6 @@ import (
 	"berth/checkpoint"
 	"berth/image/layer"
 	"berth/image/registry"
-	"berth/image/registry/platform"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -119,7 +118,7 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 		cfg.MaxUnpacking = DefaultUnpacking
 	}
 	if cfg.Platform.OS == "" {
-		cfg.Platform = platform.Default()
+		cfg.Platform = registry.DefaultPlatform()
 	}
 	cfg.Limits = cfg.Limits.WithDefaults()
 	ctx, cancel := context.WithCancel(context.Background())

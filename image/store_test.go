@@ -501,7 +501,7 @@ func TestRemoveBesideWhatCannotBeDeleted(t *testing.T) {
 	if err := s.Release("ctr"); err != nil {
 		t.Errorf("a container: %v", err)
 	}
-	for _, want := range []string{"tried again", aside} {
+	for _, want := range []string{"will be retried", aside} {
 		if !strings.Contains(log.String(), want) {
 			t.Errorf("the log lacks %q: %s", want, log)
 		}

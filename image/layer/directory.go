@@ -16,23 +16,22 @@ import (
 	"berth/internal/safefs"
 )
 
-// treeDir is where in a layer's directory its files are.
+// treeDir is the subdirectory of a layer's directory with its files.
 const treeDir = "fs"
 
-// Unpacker is unpack.Layer, or what does the same elsewhere. It may stop a blob that is an unpack.Stopper.
+// Unpacker has the contract of unpack.Layer. It may stop a blob that is an unpack.Stopper.
 type Unpacker func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
-// Directory is the driver that keeps a layer as a directory tree which overlayfs
-// mounts as it is. Package unpack tells what becomes of a tar.
+// Directory is a Joiner. It stores a layer as a directory tree in the form of overlayfs, see package unpack.
 type Directory struct{ unpack Unpacker }
 
-// NewDirectory returns the directory driver, which has blobs unpacked by the function.
+// NewDirectory returns the directory driver.
 func NewDirectory(u Unpacker) *Directory { return &Directory{u} }
 
 // Kind implements Driver.
 func (d *Directory) Kind() rootfs.Kind { return rootfs.Directory }
 
-// Layer implements Driver.
+// Layer implements Joiner.
 func (d *Directory) Layer(dir string) rootfs.Layer {
 	return rootfs.Layer{Kind: rootfs.Directory, Path: filepath.Join(dir, treeDir)}
 }
@@ -66,7 +65,7 @@ func (d *Directory) Apply(ctx context.Context, dir string, blob io.Reader, job u
 	return result, unpack.MarkOpaque(tree, result.Opaques)
 }
 
-// Empty implements Driver.
+// Empty implements Joiner.
 func (d *Directory) Empty(dir string) error {
 	tree, err := makeTree(dir)
 	if err != nil {
@@ -75,7 +74,7 @@ func (d *Directory) Empty(dir string) error {
 	return tree.Close()
 }
 
-// makeTree makes the tree of a layer in dir and opens it.
+// makeTree creates the tree of a layer in dir and opens it.
 func makeTree(dir string) (*os.File, error) {
 	path := filepath.Join(dir, treeDir)
 	if err := os.Mkdir(path, 0o755); err != nil {
@@ -87,7 +86,7 @@ func makeTree(dir string) (*os.File, error) {
 	return safefs.OpenRoot(path)
 }
 
-// blame gives an error the code InvalidArgument if it is the tar's fault.
+// blame adds the code InvalidArgument to an error that the tar caused.
 func blame(err error) error {
 	if errdefs.Code(err) == codes.Unknown && unpack.IsTarsFault(err) {
 		return errdefs.InvalidArgument("%w", err)

@@ -10,33 +10,33 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Effort bounds what the joins of one image take in the daemon, where no other limit ends them: a hard link's
-// target may lead through forty symlinks of a thousand names, each of which is looked for in hundreds of layers.
-// It ends with a context, too. Its methods may be called concurrently.
+// Effort limits the work for stacking one image in the daemon, where no other limit applies: a hard
+// link's path may contain forty symlinks of a thousand names, each looked up in hundreds of layers.
+// It also ends with a context. Its methods may be called concurrently.
 type Effort struct {
 	ctx  context.Context
 	left atomic.Int64
 }
 
-// What things take, in units of about a microsecond.
+// Costs, in units of about a microsecond.
 const (
-	allEffort  = 32 << 20 // of an image: less than a minute of CPU time, for up to four million look-ups
-	longEffort = 1 << 16  // that a join needs nothing is written down if finding it out took more than that
-	stepEffort = 1        // a name that is known
-	openEffort = 8        // a directory that is opened, and a name in it that is looked at
+	allEffort  = 32 << 20 // of an image: under a minute of CPU time, up to four million lookups
+	longEffort = 1 << 16  // if it took more to find that a chain needs no join, that is recorded
+	stepEffort = 1        // a cached name
+	openEffort = 8        // opening a directory and looking up a name in it
 )
 
-// newEffort returns so much effort, until ctx is done.
+// newEffort returns an Effort of so many units that ends with ctx.
 func newEffort(ctx context.Context, units int64) *Effort {
 	e := &Effort{ctx: ctx}
 	e.left.Store(units)
 	return e
 }
 
-// step pays for a step from one directory to the next.
+// step pays for a step from a directory to an entry.
 func (e *Effort) step() error { return e.pay(stepEffort) }
 
-// steps pays for so many.
+// steps pays for n steps.
 func (e *Effort) steps(n int) error { return e.pay(int64(n) * stepEffort) }
 
 // open pays for opening a directory; the kernel looks up each name of its path.
@@ -47,7 +47,7 @@ func (e *Effort) pay(cost int64) error {
 		return context.Cause(e.ctx)
 	}
 	if e.left.Add(-cost) < 0 {
-		return errdefs.New(codes.ResourceExhausted, "its layers lead to each other on too many and too long ways")
+		return errdefs.New(codes.ResourceExhausted, "resolving links across layers exceeds the work limit")
 	}
 	return nil
 }

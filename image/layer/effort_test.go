@@ -47,7 +47,7 @@ func TestJoinsTakeTooMuch(t *testing.T) {
 		"many layers": append(wide, create(t, s, makeTar(t, implied...))),
 	} {
 		_, err := s.Stack(context.Background(), chain)
-		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(fmt.Sprint(err), "too long ways") {
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(fmt.Sprint(err), "work limit") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

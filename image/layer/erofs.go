@@ -23,30 +23,30 @@ import (
 // Files of the EROFS driver.
 const (
 	dataFile  = "data"  // of a layer: the content of its files
-	treeFile  = "tree"  // of a layer: everything else, see package tree
-	imageFile = "image" // of a chain of layers: the EROFS image, whose devices are the layers' data
+	treeFile  = "tree"  // of a layer: names and attributes, see package tree
+	imageFile = "image" // of a chain: the EROFS image, with the layers' data files as devices
 )
 
 const newFile = os.O_RDWR | os.O_CREATE | os.O_EXCL
 
-// ErrTooLarge is wrapped by the errors about layers that the EROFS driver can't take, and another may.
-var ErrTooLarge = errors.New("too much for an EROFS image")
+// ErrTooLarge is wrapped by the errors about layers that are too large for the EROFS driver but not for directories.
+var ErrTooLarge = errors.New("too large for an EROFS image")
 
-// Packer is unpack.Pack, or what does the same elsewhere. It may stop a blob that is an unpack.Stopper.
+// Packer has the contract of unpack.Pack. It may stop a blob that is an unpack.Stopper.
 type Packer func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
-// EROFS is the driver that keeps a layer as one file with the content of all its files, and one with its tree. A chain of
-// layers becomes one small EROFS image that shows what overlayfs would show of them, and which refers to their data. No
-// file of an image is a file of the host.
+// EROFS is a Merger. It stores a layer as two files: the content of all its files, and its tree. Of a chain of layers it makes one
+// small EROFS image, which shows what overlayfs would show and refers to the layers' data files. No file of an image is a
+// file of the host.
 //
-// What a taken-over berth-unpack leaves of a layer is not shown to the kernel: the tree is in a form that package tree
-// believes nothing of, and the image is made of it here.
+// The kernel parses nothing that berth-unpack wrote, because a blob may have compromised that process: package tree validates the
+// tree file, and the daemon makes the image of it.
 type EROFS struct {
 	pack   Packer
 	merger *erofs.Merger
 }
 
-// NewEROFS returns the EROFS driver, which has blobs packed by the function, and merges layers with so much memory (erofs.NewMerger).
+// NewEROFS returns the EROFS driver. It merges layers with so many bytes of memory, see erofs.NewMerger.
 func NewEROFS(p Packer, memory int64) *EROFS { return &EROFS{p, erofs.NewMerger(memory)} }
 
 // Kind implements Driver.
@@ -78,7 +78,7 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	return result, err
 }
 
-// TreeDigest implements TreeDigester.
+// TreeDigest implements Merger.
 func (e *EROFS) TreeDigest(ctx context.Context, dir string, most int64) (digest.Digest, error) {
 	f, err := os.Open(filepath.Join(dir, treeFile))
 	if err != nil {
@@ -88,23 +88,23 @@ func (e *EROFS) TreeDigest(ctx context.Context, dir string, most int64) (digest.
 	return treeDigest(ctx, f, most)
 }
 
-// treeDigest reads a file that may have been made as long as a file can be, with holes, by who has no right to write that much.
+// treeDigest reads the tree file. A compromised process could have made it arbitrarily long with holes, so it checks the size first.
 func treeDigest(ctx context.Context, f *os.File, most int64) (digest.Digest, error) {
 	st, err := f.Stat()
 	if err != nil {
 		return "", err
 	}
 	if st.Size() > most {
-		return "", errdefs.New(codes.ResourceExhausted, "its tree has %d bytes, and may have %d", st.Size(), most)
+		return "", errdefs.New(codes.ResourceExhausted, "tree file has %d bytes, more than the %d allowed", st.Size(), most)
 	}
 	d, err := digest.SHA256.FromReader(untilDone{ctx, io.NewSectionReader(f, 0, st.Size())})
 	if err != nil {
-		return "", fmt.Errorf("digest of %s: %w", f.Name(), err)
+		return "", fmt.Errorf("compute digest of %s: %w", f.Name(), err)
 	}
 	return d, nil
 }
 
-// untilDone is a reader that ends with a context.
+// untilDone is a reader that fails when a context is done.
 type untilDone struct {
 	ctx  context.Context
 	from io.Reader
@@ -117,7 +117,7 @@ func (r untilDone) Read(p []byte) (int, error) {
 	return r.from.Read(p)
 }
 
-// usageOf counts files as diskusage.Nominal does. How many blocks one with holes takes is known when they are allocated.
+// usageOf counts files as diskusage.Nominal does. It syncs files with holes: their blocks may not be allocated yet.
 func usageOf(files ...*os.File) (sum Usage, err error) {
 	for _, f := range files {
 		bytes, sparse, err := bytesOf(f)
@@ -141,22 +141,19 @@ func bytesOf(f *os.File) (bytes int64, sparse bool, err error) {
 	return min(full, has), has < full, err
 }
 
-// Empty implements Driver. No chain needs it.
-func (e *EROFS) Empty(string) error { return nil }
-
-// Join implements Driver. Merge does more.
-func (e *EROFS) Join(*Effort, string, Part, []string) (_ Usage, _ bool, err error) { return }
-
-// Layer implements Driver.
-func (e *EROFS) Layer(dir string) rootfs.Layer {
-	return rootfs.Layer{Kind: rootfs.EROFS, Path: filepath.Join(dir, imageFile)}
+// Image implements Merger.
+func (e *EROFS) Image(dir string, data []string) rootfs.Layer {
+	l := rootfs.Layer{Kind: rootfs.EROFS, Path: filepath.Join(dir, imageFile)}
+	for _, d := range data {
+		l.Data = append(l.Data, filepath.Join(d, dataFile))
+	}
+	return l
 }
 
-// Remove implements Driver: a few files.
+// Remove implements Driver.
 func (e *EROFS) Remove(_ context.Context, dir string) error { return os.RemoveAll(dir) }
 
-// Merge writes into dir, which is empty, the image of a chain of layers, whose directories are given lowest first. used are those
-// that the image refers to, by index. A hard link to nowhere is InvalidArgument, too much ResourceExhausted.
+// Merge implements Merger.
 func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error) {
 	failpoint.Reach("layer.write-image")
 	image, err := os.OpenFile(filepath.Join(dir, imageFile), newFile, 0o600)
@@ -171,7 +168,7 @@ func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used
 	used, err = e.merger.Merge(effort.ctx, image, layers, effort.steps)
 	failpoint.Reach("layer.image-written")
 	if errors.Is(err, tree.ErrTooLarge) {
-		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: to merge its layers takes more than %d bytes of memory: %w", ErrTooLarge, e.merger.Memory(), err)
+		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: merging its layers takes more than %d bytes of memory: %w", ErrTooLarge, e.merger.Memory(), err)
 	}
 	if err != nil {
 		return Usage{}, nil, blame(err)

@@ -16,15 +16,15 @@ import (
 	"berth/internal/safefs"
 )
 
-// Join implements Driver. The join is mounted right above top. It holds
+// Join implements Joiner. The join is mounted right above top. It contains
 //
-//   - the hard links of top whose target is in a layer below, as further names of
-//     the very file there: layers share a filesystem and are never written to, so
-//     nothing is copied, and inode numbers are equal as they should be;
-//   - the directories that top's tar does not list and that have other attributes
-//     in the layers below than the 0755 root:root of top's. overlayfs shows those of the
-//     topmost layer: a layer that has only "tmp/x" would take the sticky bit off /tmp;
-//   - the directories that lead there, with the attributes they have anyway.
+//   - the hard links of top with a target in a layer below, as further names of the
+//     file there. Layers share a filesystem and never change, so nothing is copied
+//     and inode numbers are equal;
+//   - the directories that top's tar does not list and that have attributes in a
+//     layer below other than 0755 root:root. overlayfs shows the attributes of the
+//     topmost layer: a layer with only "tmp/x" would drop the sticky bit of /tmp;
+//   - the parents of these, with unchanged attributes.
 func (d *Directory) Join(effort *Effort, dir string, top Part, below []string) (Usage, bool, error) {
 	j := &joiner{effort: effort, made: map[string]bool{}, inherits: map[string]int{}}
 	if err := j.open(top, below); err != nil {
@@ -52,11 +52,11 @@ type joiner struct {
 	effort   *Effort
 	root     *os.File // of the join
 	block    int64
-	all      *view          // top and what is below
-	below    *view          // only what is below
-	inherits map[string]int // directories of top that have their attributes from a layer below
+	all      *view          // top and the layers below
+	below    *view          // the layers below
+	inherits map[string]int // directories of top, by the index of the layer below that gives their attributes
 	made     map[string]bool
-	times    []dirTimes // are set when all is in the directories
+	times    []dirTimes // set last: adding entries changes them
 	usage    Usage
 }
 
@@ -88,11 +88,10 @@ func (j *joiner) close() {
 	}
 }
 
-// inherit finds the layer below that an implied directory has its attributes
-// from, if they differ from those it has.
+// inherit finds the layer below that an implied directory gets its attributes from, if they differ.
 func (j *joiner) inherit(name string, opaque bool) error {
 	if opaque && name != "" {
-		return nil // top hides everything below, all but the root itself
+		return nil // top hides everything below except the root itself
 	}
 	layer, ok, err := j.source(name)
 	if err != nil || !ok {
@@ -105,7 +104,7 @@ func (j *joiner) inherit(name string, opaque bool) error {
 	return err
 }
 
-// source returns the topmost layer below that adds to the directory name of top.
+// source returns the topmost layer below that has the directory name of top.
 func (j *joiner) source(name string) (layer int, ok bool, err error) {
 	if name == "" {
 		layers := j.all.root.layers
@@ -119,7 +118,7 @@ func (j *joiner) source(name string) (layer int, ok bool, err error) {
 	if parent.layers[0] == 0 {
 		parent.layers = parent.layers[1:]
 	}
-	f, err := j.below.lookUp(parent, base) // what top hides is not to be remembered of below
+	f, err := j.below.lookUp(parent, base) // not child: the cache of below must not contain what top hides
 	if errors.Is(err, unix.ENOENT) {
 		return 0, false, nil
 	}
@@ -141,13 +140,13 @@ func (j *joiner) sameAttributes(name string, layer int) (bool, error) {
 	return a.equal(b), nil
 }
 
-// dirAttributes are what a join copies of a directory.
+// dirAttributes are the attributes that a join copies from a directory.
 type dirAttributes struct {
 	st     unix.Stat_t
 	xattrs map[string]string
 }
 
-// equal leaves the times out: every entry that is added changes them.
+// equal ignores times: each added entry changes them.
 func (a dirAttributes) equal(b dirAttributes) bool {
 	if a.st.Mode != b.st.Mode || a.st.Uid != b.st.Uid || a.st.Gid != b.st.Gid || len(a.xattrs) != len(b.xattrs) {
 		return false
@@ -187,7 +186,7 @@ func (j *joiner) attributes(layer int, name string) (dirAttributes, error) {
 	return a, nil
 }
 
-// build makes the directories and links.
+// build creates the directories and links.
 func (j *joiner) build(links []unpack.Link) error {
 	for name := range j.inherits {
 		d, err := j.directory(name)
@@ -209,7 +208,7 @@ func (j *joiner) build(links []unpack.Link) error {
 	return nil
 }
 
-// directory opens a directory of the join, which it makes if it is not there.
+// directory opens a directory of the join and creates it if needed.
 func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	if j.made[name] {
 		return safefs.OpenDir(j.root, name)
@@ -231,7 +230,7 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := j.dress(d); err != nil {
+	if err := j.setAttributes(d); err != nil {
 		d.Close()
 		return nil, err
 	}
@@ -241,14 +240,13 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	return d, nil
 }
 
-// dress gives a directory of the join the attributes that are to be seen: those
-// it inherits, else those it has in top.
-func (j *joiner) dress(d *safefs.Dir) error {
+// setAttributes gives a directory of the join its inherited attributes, or those it has in top.
+func (j *joiner) setAttributes(d *safefs.Dir) error {
 	a, err := j.attributes(j.inherits[d.Path()], d.Path()) // 0 is top
 	if err != nil {
 		return err
 	}
-	failpoint.Reach("join.dress")
+	failpoint.Reach("join.set-attributes")
 	if err := d.Chown("", a.st.Uid, a.st.Gid); err != nil {
 		return err
 	}
@@ -263,11 +261,11 @@ func (j *joiner) dress(d *safefs.Dir) error {
 	if err := d.Chmod(a.st.Mode & unpack.ModeBits); err != nil {
 		return err
 	}
-	failpoint.Reach("join.dressed")
+	failpoint.Reach("join.attributes-set")
 	return nil
 }
 
-// dirTimes are those that a directory of the join is to have.
+// dirTimes are the times to set on a directory of the join.
 type dirTimes struct {
 	name         string
 	atime, mtime unix.Timespec
@@ -284,9 +282,9 @@ func (j *joiner) setTimes(t dirTimes) error {
 	return err
 }
 
-// link makes a hard link to a file of a layer below. Where that has none, all
-// layers are asked: the target's way may lead through a symlink of top, or the
-// tar may have the link before its target.
+// link creates a hard link to a file of a layer below. If no layer below has it, all layers are
+// searched: the path may lead through a symlink of top, or the tar may list the link before its
+// target.
 func (j *joiner) link(name, target string) error {
 	f, err := j.below.resolve(target)
 	if err != nil {

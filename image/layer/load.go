@@ -25,7 +25,7 @@ const (
 	trashDir  = "trash"
 )
 
-// load fills the tables from disk, sets aside what cannot be used and sends to the trash what was half made.
+// load reads the records, sets unusable layers aside and discards what was under construction.
 func (s *Store) load() error {
 	if err := s.discardAll(tmpDir); err != nil {
 		return err
@@ -57,11 +57,11 @@ func (s *Store) loadJoin(path string) error {
 		return err
 	}
 	if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != filepath.Base(path) {
-		return fmt.Errorf("it is the record of %q", j.ChainID)
+		return fmt.Errorf("record belongs to %q", j.ChainID)
 	}
 	for _, name := range j.Layers {
 		if !s.Has(name) {
-			return fmt.Errorf("its layer %s is gone", name)
+			return fmt.Errorf("layer %s is missing", name)
 		}
 	}
 	if err := s.checkKind(j.Kind); err != nil {
@@ -74,13 +74,13 @@ func (s *Store) loadJoin(path string) error {
 
 func (s *Store) checkKind(kind rootfs.Kind) error {
 	if kind != s.driver.Kind() {
-		return fmt.Errorf("it is of kind %q, the driver's is %q", kind, s.driver.Kind())
+		return fmt.Errorf("kind is %q, the driver's is %q", kind, s.driver.Kind())
 	}
 	return nil
 }
 
-// loadDir hands the path of every entry of a folder to load, and sets those aside that load refuses. An
-// error that says nothing against the entry ends it: nothing is to be lost for that.
+// loadDir calls load for each entry of a folder and sets aside those that load rejects. It returns
+// an error that does not blame the entry.
 func (s *Store) loadDir(folder string, load func(path string) error) error {
 	entries, err := os.ReadDir(filepath.Join(s.root, folder))
 	if err != nil {
@@ -106,8 +106,8 @@ func (s *Store) loadDir(folder string, load func(path string) error) error {
 	return nil
 }
 
-// setAside moves what cannot be used out of its place. It is not deleted: containers that an earlier daemon started
-// may run on it, see DropSetAside.
+// setAside moves an unusable layer out of its place. It does not delete it, because containers of
+// an earlier daemon may run on it, see DropSetAside.
 func (s *Store) setAside(path string, reason error) error {
 	moved, err := checkpoint.SetAside(path)
 	s.log.Error("unusable layer set aside; its images must be pulled again", "path", moved, "error", errors.Join(reason, err))
@@ -118,8 +118,8 @@ func (s *Store) setAside(path string, reason error) error {
 	return nil
 }
 
-// DropSetAside deletes what was set aside, but for what belongs to the given chains of layers: those that containers
-// may run on, whoever started them. It is cheap where nothing was set aside.
+// DropSetAside deletes what was set aside, except for the given chains of layers that containers
+// may run on. It is cheap if nothing was set aside.
 func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 	if !s.aside.Swap(false) {
 		return nil
@@ -135,17 +135,17 @@ func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 	for _, folder := range []string{layersDir, joinsDir} {
 		left, err := s.dropSetAside(filepath.Join(s.root, folder, checkpoint.SetAsideDir), needed)
 		if left || err != nil {
-			s.aside.Store(true) // for the next time
+			s.aside.Store(true) // try again next time
 		}
 		if err != nil {
-			failed = append(failed, fmt.Errorf("delete layers that were set aside: %w", err))
+			failed = append(failed, fmt.Errorf("delete layers set aside: %w", err))
 		}
 	}
 	return errors.Join(failed...)
 }
 
-// dropSetAside empties one folder, and reports whether anything is left in it. What cannot be deleted keeps
-// nothing else.
+// dropSetAside empties one folder and reports whether something is left. A failed deletion does not
+// prevent others.
 func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, err error) {
 	entries, err := os.ReadDir(folder)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -171,14 +171,14 @@ func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, 
 	failpoint.Reach("layer.remove-aside")
 	err = os.Remove(folder)
 	failpoint.Reach("layer.aside-removed")
-	if errors.Is(err, fs.ErrExist) { // not empty: something has just been set aside
+	if errors.Is(err, fs.ErrExist) { // not empty: a layer was set aside meanwhile
 		return true, nil
 	}
 	return false, err
 }
 
-// discardAll sends what is in a folder to the trash. On a filesystem that takes nothing at the moment it stays
-// for the next start: this one shall succeed.
+// discardAll moves the content of a folder to the trash. On an unwritable filesystem the content
+// stays until the next start, and Open succeeds.
 func (s *Store) discardAll(folder string) error {
 	entries, err := os.ReadDir(filepath.Join(s.root, folder))
 	if err != nil {
@@ -188,7 +188,7 @@ func (s *Store) discardAll(folder string) error {
 		path := filepath.Join(s.root, folder, e.Name())
 		err := s.trash.Take(path, Usage{})
 		if errdefs.IsUnwritable(err) {
-			s.log.Warn("what a pull has left stays until the next start", "path", path, "error", err)
+			s.log.Warn("leftovers of a pull stay until the next start", "path", path, "error", err)
 			continue
 		}
 		if err != nil {

@@ -14,8 +14,8 @@ import (
 	"berth/checkpoint"
 )
 
-// recordFile is the record of a layer or a join, beside what the driver made. It has the form of
-// package checkpoint's records, with their checksum; up to 0.2.0 it was the JSON alone.
+// recordFile is the name of the record in the directory of a layer or join. It has the format of
+// package checkpoint; up to 0.2.0 it was plain JSON.
 const recordFile = "layer.json"
 
 // Kinds and schema version of records.
@@ -25,8 +25,8 @@ const (
 	recordVersion = 1
 )
 
-// errNewer is wrapped by the error of a record that a newer berth wrote.
-var errNewer = errors.New("a newer berth wrote it")
+// errNewer is wrapped by the error for a record of a newer berth.
+var errNewer = errors.New("written by a newer berth")
 
 func writeRecord(dir, kind string, record any) error {
 	data, err := checkpoint.Encode(kind, recordVersion, record)
@@ -50,14 +50,14 @@ func readRecord(dir, kind string, record any) error {
 		return err
 	}
 	if version > recordVersion {
-		return fmt.Errorf("%w: schema version %d, this one knows %d", errNewer, version, recordVersion)
+		return fmt.Errorf("%w: schema version %d, this berth supports %d", errNewer, version, recordVersion)
 	}
 	return json.Unmarshal(body, record)
 }
 
-// mayBeGood tells an error of readRecord that says nothing against the record: it cannot be read at the
-// moment, for want of memory or descriptors say, or not by this berth. Of what a disk can no longer give that
-// is not to be hoped.
+// mayBeGood reports whether an error of readRecord does not blame the record: it could not be read
+// for lack of memory or descriptors, for example, or a newer berth wrote it. Errors of a damaged
+// disk do blame it.
 func mayBeGood(err error) bool {
 	var failed *fs.PathError
 	if !errors.As(err, &failed) {

@@ -12,27 +12,28 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Reserve is what layers leave free on their filesystem: whoever serves a blob decides how much it
-// becomes, and pods, logs and kubelet need room too. Where a field is zero, that is nothing.
+// Reserve is the space that layers leave free on their filesystem for pods, logs and kubelet.
+// Without it the server of a blob would decide how much of the disk it fills. If a field is zero,
+// there is no reserve.
 type Reserve struct {
-	Percent int   // of the filesystem, of its bytes and of its inodes
-	Bytes   int64 // but no more than so many
+	Percent int   // of the filesystem's bytes, and of its inodes
+	Bytes   int64 // upper limit of the bytes
 
-	Statfs func(path string) (unix.Statfs_t, error) // looks at the filesystem; nil: statfs(2)
+	Statfs func(path string) (unix.Statfs_t, error) // returns the filesystem's state; nil: statfs(2)
 }
 
 func (r Reserve) isNone() bool { return r.Percent == 0 || r.Bytes == 0 }
 
 const (
-	// maxReservedInodes bounds what Percent makes of inodes.
+	// maxReservedInodes is the upper limit of the inodes.
 	maxReservedInodes = 1 << 16
-	// lookPeriod is how often free space is looked at while a layer is made: a fast disk takes some
-	// hundred megabytes in that time.
+	// lookPeriod is how often free space is checked while a layer is written. A fast disk takes
+	// some hundred megabytes in that time.
 	lookPeriod = 50 * time.Millisecond
 )
 
-// check fails with ResourceExhausted, and ENOSPC in it, if a filesystem, with so many bytes freed, has less free than the reserve and the
-// bytes that are wanted.
+// check returns ResourceExhausted, which wraps ENOSPC, if the filesystem has less free space than
+// the reserve and the wanted bytes. freed bytes count as free.
 func (r Reserve) check(fs *unix.Statfs_t, wanted, freed uint64) error {
 	block := uint64(fs.Bsize)
 	bytes := min(fs.Blocks*block/100*uint64(r.Percent), uint64(r.Bytes))
@@ -42,7 +43,7 @@ func (r Reserve) check(fs *unix.Statfs_t, wanted, freed uint64) error {
 	case free-bytes < wanted:
 		return exhausted("%d bytes are free on the filesystem of images, %d are kept free, and %d or more are needed", free, bytes, wanted)
 	}
-	if inodes := min(fs.Files/100*uint64(r.Percent), maxReservedInodes); fs.Ffree < inodes { // btrfs has no number of them: 0
+	if inodes := min(fs.Files/100*uint64(r.Percent), maxReservedInodes); fs.Ffree < inodes { // btrfs reports 0
 		return exhausted("%d inodes are free on the filesystem of images and %d are kept free", fs.Ffree, inodes)
 	}
 	return nil
@@ -52,8 +53,9 @@ func exhausted(format string, args ...any) error {
 	return errdefs.New(codes.ResourceExhausted, "%w: %s", unix.ENOSPC, fmt.Sprintf(format, args...))
 }
 
-// guard looks at the free space, at once and until stop is called. The context ends, with the reason as its
-// cause, when there is less than the reserve. It is who reads the filesystem that decides, not who writes the layer.
+// guard checks the free space now and until stop is called. If there is less than the reserve, it
+// cancels the context with the error as cause. The reading side decides, because the writing side
+// cannot be trusted.
 func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func(), err error) {
 	if err := s.HasRoom(0, 0); err != nil {
 		return nil, nil, err
@@ -78,20 +80,20 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 	return guarded, func() { cancel(nil); <-done }, nil
 }
 
-// HasRoom fails with ResourceExhausted if layers can't take so many bytes more and leave the reserve, once what is to be freed is. Without
-// a reserve there is always room.
+// HasRoom returns ResourceExhausted if layers cannot take so many bytes without using the reserve.
+// freed bytes count as free. Without a reserve there is always room.
 func (s *Store) HasRoom(bytes, freed uint64) error {
 	if s.reserve.isNone() {
 		return nil
 	}
 	fs, err := s.statfs()
 	if err != nil {
-		return fmt.Errorf("look at the free space of %s: %w", s.root, err)
+		return fmt.Errorf("get free space of %s: %w", s.root, err)
 	}
 	return s.reserve.check(&fs, bytes, freed)
 }
 
-// Inodes is how many files those of the layers have that are there.
+// Inodes returns the number of files in those of the layers that exist.
 func (s *Store) Inodes(names []digest.Digest) (sum uint64) {
 	for _, name := range names {
 		if info, err := s.Info(name); err == nil {
@@ -101,10 +103,11 @@ func (s *Store) Inodes(names []digest.Digest) (sum uint64) {
 	return sum
 }
 
-// Deleting is what those layers take that are being deleted, but for what could not be: a part of Usage.
+// Deleting returns the usage of layers under deletion, a part of Usage. Layers whose last deletion
+// failed do not count.
 func (s *Store) Deleting() Usage { return s.trash.Deleting() }
 
-// statfsOf returns a function that looks at the filesystem that a path is on.
+// statfsOf returns a function that calls statfs(2) for a path, or Reserve.Statfs.
 func (r Reserve) statfsOf(path string) func() (unix.Statfs_t, error) {
 	if r.Statfs != nil {
 		return func() (unix.Statfs_t, error) { return r.Statfs(path) }

@@ -16,34 +16,32 @@ import (
 	"berth/internal/rootfs"
 )
 
-// Stack returns the layers to mount for a chain of layers, named lowest first: the
-// layers, and the joins between them, which it makes if they are not there. A second
-// call is cheap. It is to be called when all layers of an image are there, so
-// that an image that cannot work fails its pull, and again for each container.
+// Stack returns the layers to mount for a chain of layers, named lowest first. It creates missing joins between them, or the
+// image of the chain. A second call is cheap. A pull calls it when all layers are there, so that a broken image fails its
+// pull; each container calls it again.
 //
-// NotFound: a layer is not there. InvalidArgument: a hard link to a file that no
-// layer below has; or more layers than overlayfs can mount. ResourceExhausted: making the joins
-// takes too long.
+// NotFound: a layer is missing. InvalidArgument: a hard link has no target in the layers below, or there are more layers than
+// overlayfs can mount. ResourceExhausted: stacking takes too much effort.
 func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	if len(names) == 0 {
-		return nil, errdefs.InvalidArgument("an image without layers cannot be mounted")
+		return nil, errdefs.InvalidArgument("image has no layers")
 	}
 	if len(names) > rootfs.MaxLayers {
-		return nil, errdefs.InvalidArgument("an image of %d layers, of which %d can be mounted", len(names), rootfs.MaxLayers)
+		return nil, errdefs.InvalidArgument("image has %d layers, more than the %d that can be mounted", len(names), rootfs.MaxLayers)
 	}
-	if driver, ok := s.driver.(Merger); ok {
-		return s.merged(ctx, driver, names)
+	if s.merger != nil {
+		return s.merged(ctx, names)
 	}
 	dirs, err := s.stack(ctx, names)
 	if err != nil {
 		return nil, err
 	}
 	if len(dirs) > rootfs.MaxLayers {
-		return nil, errdefs.InvalidArgument("an image of %d layers that needs %d on disk, of which %d can be mounted", len(names), len(dirs), rootfs.MaxLayers)
+		return nil, errdefs.InvalidArgument("image has %d layers and needs %d on disk, more than the %d that can be mounted", len(names), len(dirs), rootfs.MaxLayers)
 	}
 	layers := make([]rootfs.Layer, 0, len(dirs))
 	for _, dir := range dirs {
-		layers = append(layers, s.driver.Layer(dir))
+		layers = append(layers, s.joiner.Layer(dir))
 	}
 	return layers, nil
 }
@@ -60,7 +58,7 @@ func (s *Store) stack(ctx context.Context, names []digest.Digest) ([]string, err
 		}
 		below := dirs
 		if top.Opaque {
-			dirs = nil // overlayfs does not look at this mark on a layer's root
+			dirs = nil // overlayfs ignores the opaque mark on the root of a layer
 		}
 		dirs = append(slices.Clip(dirs), s.layerDir(name))
 		if !top.mayNeedJoin(i == 0) {
@@ -75,13 +73,12 @@ func (s *Store) stack(ctx context.Context, names []digest.Digest) ([]string, err
 		}
 	}
 	if len(dirs) == 1 && top.Whiteouts > 0 {
-		dirs = []string{s.emptyDir(), dirs[0]} // only overlayfs hides whiteouts, and it wants two layers
+		dirs = []string{s.emptyDir(), dirs[0]} // only overlayfs hides whiteouts, and it needs two layers
 	}
 	return dirs, nil
 }
 
-// join returns the join for a chain of layers, whose last is to be joined
-// with the directories below it.
+// join returns the join for a chain of layers, and creates it if needed. below are the directories below the topmost layer.
 func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest, below []string) (*join, error) {
 	chainID := identity.ChainID(names)
 	if j := s.joins.Get(chainID); j != nil {
@@ -89,7 +86,7 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	}
 	owned, err := s.joins.Acquire(ctx, chainID)
 	if err != nil {
-		return nil, fmt.Errorf("wait for the other maker of join %s: %w", chainID, err)
+		return nil, fmt.Errorf("wait for concurrent creation of join %s: %w", chainID, err)
 	}
 	defer owned.Release()
 	if j := owned.Value(); j != nil {
@@ -102,7 +99,7 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 		if err != nil {
 			return nil, err
 		}
-		usage, needed, err := s.driver.Join(effort, dir, top, below)
+		usage, needed, err := s.joiner.Join(effort, dir, top, below)
 		if err == nil && !needed {
 			err = errNothing
 		}
@@ -112,7 +109,7 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	switch {
 	case err == errNothing:
 		j.Empty, j.Usage = true, Usage{}
-		j.onDisk = had-effort.left.Load() > longEffort && s.note(j)
+		j.onDisk = had-effort.left.Load() > longEffort && s.recordEmpty(j)
 	case err != nil:
 		return nil, coded(fmt.Errorf("join with the layers below: %w", err))
 	}
@@ -120,17 +117,17 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	return j, nil
 }
 
-// note writes down that a chain needs no join, and reports whether that is on disk: it has to be found out
-// again by the next daemon if not.
-func (s *Store) note(j *join) bool {
+// recordEmpty records that a chain needs no join, and reports whether that succeeded. Otherwise the next daemon has to find out
+// again.
+func (s *Store) recordEmpty(j *join) bool {
 	err := s.publish(s.joinDir(j.ChainID), joinKind, func(string) (any, error) { return j, nil })
 	if err != nil {
-		s.log.Warn("that layers need no join is not written down", "chain", j.ChainID, "error", err)
+		s.log.Warn("record that layers need no join", "chain", j.ChainID, "error", err)
 	}
 	return err == nil
 }
 
-// part reads the record of a layer.
+// part reads the record of a layer for Join.
 func (s *Store) part(name digest.Digest) (Part, error) {
 	dir := s.layerDir(name)
 	var r record
@@ -140,7 +137,7 @@ func (s *Store) part(name digest.Digest) (Part, error) {
 	return Part{dir, unpack.Contents{Summary: r.Summary, Links: r.Links, Implied: r.Implied}}, nil
 }
 
-// removeJoins removes the joins that name takes part in.
+// removeJoins removes all joins of the layer name.
 func (s *Store) removeJoins(name digest.Digest) error {
 	for _, j := range s.joins.All() {
 		if !slices.Contains(j.Layers, name) {
@@ -153,13 +150,13 @@ func (s *Store) removeJoins(name digest.Digest) error {
 	return nil
 }
 
-// merged returns the image of a chain of layers, mounted.
-func (s *Store) merged(ctx context.Context, driver Merger, names []digest.Digest) ([]rootfs.Layer, error) {
+// merged returns the mounted image of a chain of layers.
+func (s *Store) merged(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	chainID := identity.ChainID(names)
 	j := s.joins.Get(chainID)
 	if j == nil || j.mount.Load() == nil {
 		var err error
-		if j, err = s.mountMerged(ctx, driver, chainID, names); err != nil {
+		if j, err = s.mountMerged(ctx, chainID, names); err != nil {
 			return nil, err
 		}
 	}
@@ -168,27 +165,27 @@ func (s *Store) merged(ctx context.Context, driver Merger, names []digest.Digest
 	return []rootfs.Layer{l}, nil
 }
 
-// imageOf is the image of a chain as it is on disk.
+// imageOf returns the image of a chain, unmounted.
 func (s *Store) imageOf(j *join) rootfs.Layer {
-	l := s.driver.Layer(s.joinDir(j.ChainID))
+	var data []string
 	for _, name := range j.Data {
-		l.Data = append(l.Data, filepath.Join(s.layerDir(name), dataFile))
+		data = append(data, s.layerDir(name))
 	}
-	return l
+	return s.merger.Image(s.joinDir(j.ChainID), data)
 }
 
-// mountMerged mounts the image of a chain, which it makes if it is not there. The mount has no place; it goes with the image, or
-// with this Store, and lives on where a container has it.
-func (s *Store) mountMerged(ctx context.Context, driver Merger, chainID digest.Digest, names []digest.Digest) (*join, error) {
+// mountMerged mounts the image of a chain, and creates it if needed. The mount is detached. The Store closes it with the image or
+// at its end; containers keep it for as long as they use it.
+func (s *Store) mountMerged(ctx context.Context, chainID digest.Digest, names []digest.Digest) (*join, error) {
 	owned, err := s.joins.Acquire(ctx, chainID)
 	if err != nil {
-		return nil, fmt.Errorf("wait for the other maker of image %s: %w", chainID, err)
+		return nil, fmt.Errorf("wait for concurrent creation of image %s: %w", chainID, err)
 	}
 	defer owned.Release()
 	j := owned.Value()
 	found := j != nil
 	if !found {
-		if j, err = s.merge(ctx, driver, owned, names); err != nil {
+		if j, err = s.merge(ctx, owned, names); err != nil {
 			return nil, err
 		}
 	}
@@ -197,8 +194,8 @@ func (s *Store) mountMerged(ctx context.Context, driver Merger, chainID digest.D
 	}
 	mount, err := s.imageOf(j).Open()
 	if err != nil && found && isDamaged(err) {
-		s.log.Error("image of layers is damaged, and made anew", "chain", chainID, "error", err)
-		if j, err = s.merge(ctx, driver, owned, names); err != nil {
+		s.log.Error("merged image is damaged, creating it again", "chain", chainID, "error", err)
+		if j, err = s.merge(ctx, owned, names); err != nil {
 			return nil, err
 		}
 		mount, err = s.imageOf(j).Open()
@@ -210,7 +207,7 @@ func (s *Store) mountMerged(ctx context.Context, driver Merger, chainID digest.D
 	return j, nil
 }
 
-// isDamaged tells what the kernel says of an image that is not what was written from what it says for want of something.
+// isDamaged reports whether a mount error blames the image and not a lack of resources.
 func isDamaged(err error) bool {
 	for _, errno := range []error{unix.EUCLEAN, unix.EBADMSG, unix.EINVAL, unix.EOPNOTSUPP, unix.EIO, unix.ENOENT} {
 		if errors.Is(err, errno) {
@@ -220,9 +217,9 @@ func isDamaged(err error) bool {
 	return false
 }
 
-// merge makes the image of the chain that is owned, in place of one that is there. No more is written than the reserve leaves.
-func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], names []digest.Digest) (*join, error) {
-	j := &join{ChainID: chain.Key(), Layers: slices.Clone(names), Kind: driver.Kind(), onDisk: true}
+// merge creates the image of the owned chain and replaces an existing one. It leaves the reserve free.
+func (s *Store) merge(ctx context.Context, chain *owned[join], names []digest.Digest) (*join, error) {
+	j := &join{ChainID: chain.Key(), Layers: slices.Clone(names), Kind: s.merger.Kind(), onDisk: true}
 	dirs := make([]string, 0, len(names))
 	for _, name := range names {
 		if _, err := s.Info(name); err != nil {
@@ -236,7 +233,7 @@ func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], na
 	}
 	defer stop()
 	err = s.publish(s.joinDir(chain.Key()), joinKind, func(dir string) (any, error) {
-		usage, used, err := driver.Merge(newEffort(guarded, s.effort), dir, dirs)
+		usage, used, err := s.merger.Merge(newEffort(guarded, s.effort), dir, dirs)
 		j.Usage = usage
 		for _, i := range used {
 			j.Data = append(j.Data, names[i])
@@ -250,18 +247,17 @@ func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], na
 	return j, nil
 }
 
-// IsStacked reports whether Stack has nothing left to make for a chain of layers.
+// IsStacked reports whether Stack need not create an image for a chain of layers.
 func (s *Store) IsStacked(names []digest.Digest) bool {
-	if _, merges := s.driver.(Merger); merges {
+	if s.merger != nil {
 		return s.joins.Get(identity.ChainID(names)) != nil
 	}
-	return true // joins are for parts of a chain; what is missing is made
+	return true // missing joins are cheap
 }
 
-// Merged returns the IDs of the chains of layers that there are images of (Merger). They are to be removed when nobody needs them
-// any more.
+// Merged returns the IDs of the chains that have an image. The caller removes those that nothing needs.
 func (s *Store) Merged() (chains []digest.Digest) {
-	if _, merges := s.driver.(Merger); merges {
+	if s.merger != nil {
 		for _, j := range s.joins.All() {
 			chains = append(chains, j.ChainID)
 		}
@@ -269,19 +265,19 @@ func (s *Store) Merged() (chains []digest.Digest) {
 	return chains
 }
 
-// RemoveMerged removes the image of a chain of layers, but not the layers. The caller sees to it that nothing uses it. It is no error
-// if it is not there.
+// RemoveMerged removes the image of a chain of layers, but not the layers. The caller ensures that nothing uses it. A missing
+// image is no error.
 func (s *Store) RemoveMerged(chainID digest.Digest) error {
-	if _, merges := s.driver.(Merger); !merges {
-		return nil // a join of that ID serves longer chains, too
+	if s.merger == nil {
+		return nil // the joins of a chain serve longer chains too
 	}
 	if err := s.removeJoin(chainID); err != nil {
-		return fmt.Errorf("remove the image of chain %s: %w", chainID, err)
+		return fmt.Errorf("remove image of chain %s: %w", chainID, err)
 	}
 	return nil
 }
 
-// unmount ends the mount of an image that the Store has.
+// unmount closes the Store's mount of an image.
 func (j *join) unmount() error {
 	if mount := j.mount.Swap(nil); mount != nil {
 		return mount.Close()

@@ -27,35 +27,44 @@ import (
 type Store struct {
 	root        string
 	driver      Driver
+	joiner      Joiner // the driver, if it is one; otherwise it is a Merger
+	merger      Merger
 	log         *slog.Logger
 	layers      *table[Info]
 	joins       *table[join]
 	trash       *trash.Trash
 	stopDeleter func()   // waits for the goroutine that empties the trash
-	home        *os.File // root; older than all that syncs brings to the disk
+	home        *os.File // root; opened before anything that syncs flushes is written
 	syncs       *syncer
 	reserve     Reserve
 	statfs      func() (unix.Statfs_t, error) // of root
-	aside       atomic.Bool                   // there may be something that was set aside
-	effort      int64                         // what the joins of an image may take: allEffort
-	making      atomic.Int64                  // bytes of the tars that have been read for layers being made
+	aside       atomic.Bool                   // something may have been set aside
+	effort      int64                         // limit for the joins of one image: allEffort
+	making      atomic.Int64                  // tar bytes read so far for layers under construction
 }
 
-// Open opens the store in root, which is made if it does not exist and belongs
-// to this Store alone, and starts its deleter. What an earlier Store left half
-// made or half deleted is deleted in the background. Layers whose record is damaged, or
-// that another driver made, are logged and set aside: they are pulled again. A record that
-// can't be read for want of something, or that a newer berth wrote, is an error. No layer
-// is made where less than the reserve is free.
+// Open opens the store in root and starts its deleter. It creates root if needed; no other Store
+// may use it. Layers that an earlier Store left half made or half deleted are deleted in the
+// background. Layers with a damaged record or of another driver are logged and set aside, to be
+// pulled again. It is an error if a record cannot be read for another reason, or if a newer berth
+// wrote it. Layers leave the reserve free on the filesystem.
 func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store, error) {
 	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
+	switch d := driver.(type) {
+	case Joiner:
+		s.joiner = d
+	case Merger:
+		s.merger = d
+	default:
+		return nil, fmt.Errorf("open layer store: %T is neither a Joiner nor a Merger", driver)
+	}
 	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)
 		}
 	}
 	if err := spreadOverDisk(filepath.Join(root, tmpDir)); err != nil {
-		log.Debug("layers are not spread over the disk", "error", err)
+		log.Debug("cannot spread layers over block groups", "error", err)
 	}
 	home, err := os.Open(root)
 	if err != nil {
@@ -70,7 +79,7 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 		return nil, fmt.Errorf("open layer store %s: %w", root, err)
 	}
 	if err := s.makeEmpty(); err != nil {
-		return nil, fmt.Errorf("open layer store %s: make the empty layer: %w", root, err)
+		return nil, fmt.Errorf("open layer store %s: create empty layer: %w", root, err)
 	}
 	s.startDeleter()
 	undo.Release()
@@ -85,20 +94,23 @@ func (s *Store) startDeleter() {
 	s.stopDeleter = func() { cancel(); <-done }
 }
 
-// makeEmpty makes the layer with nothing in it, see Stack.
+// makeEmpty creates the empty layer, see stack.
 func (s *Store) makeEmpty() error {
+	if s.joiner == nil {
+		return nil
+	}
 	if _, err := os.Lstat(s.emptyDir()); err == nil {
 		return nil
 	}
 	return s.publish(s.emptyDir(), layerKind, func(dir string) (any, error) {
-		return struct{}{}, s.driver.Empty(dir)
+		return struct{}{}, s.joiner.Empty(dir)
 	})
 }
 
 func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string(s.driver.Kind())) }
 
-// Close ends the deleter; what it has not deleted yet goes at the next Open. No
-// other method may be running or be called later.
+// Close stops the deleter, which continues at the next Open. No other method may run during or
+// after Close.
 func (s *Store) Close() error {
 	s.stopDeleter()
 	var failed error
@@ -108,17 +120,17 @@ func (s *Store) Close() error {
 	return errors.Join(failed, s.home.Close())
 }
 
-// Kind is the form in which it keeps layers.
+// Kind returns the form of the layers.
 func (s *Store) Kind() rootfs.Kind { return s.driver.Kind() }
 
-// Has reports whether the layer of that name is there.
+// Has reports whether a layer exists.
 func (s *Store) Has(name digest.Digest) bool { return s.layers.Get(name) != nil }
 
-// Info returns what is known of a layer; NotFound if it is not there.
+// Info returns the description of a layer, or NotFound.
 func (s *Store) Info(name digest.Digest) (Info, error) {
 	info := s.layers.Get(name)
 	if info == nil {
-		return Info{}, errdefs.NotFound("layer %s is not there", name)
+		return Info{}, errdefs.NotFound("layer %s does not exist", name)
 	}
 	return *info, nil
 }
@@ -133,9 +145,8 @@ func (s *Store) List() []digest.Digest {
 	return names
 }
 
-// Usage returns what all layers take on disk, those included that are being
-// deleted, and, for those being made, the bytes of their tars that have arrived. It
-// reads nothing: the sizes were counted when the layers were made.
+// Usage returns the disk usage of all layers. It includes layers under deletion and, for layers
+// under construction, the tar bytes received. It does not read the disk.
 func (s *Store) Usage() Usage {
 	sum := s.trash.Usage()
 	sum.Bytes += uint64(s.making.Load())
@@ -148,16 +159,15 @@ func (s *Store) Usage() Usage {
 	return sum
 }
 
-// Create makes the layer of a source from the blob with its tar, in gzip, zstd or as it is,
-// which it reads to its end (bytes behind the archive count for the diffID). That it is the source's
-// blob, the reader checks. When Create
-// returns nil the layer is visible and durable; on any error nothing of it is
-// left. If the layer is there already, blob is not read. blob is read from another
-// goroutine, which has ended when Create returns; its Read must return when ctx is
-// done, and should when the layer has failed meanwhile, see unpack.Stopper.
+// Create makes the layer of a source from its blob: a tar, plain or compressed with gzip or zstd.
+// It reads blob to its end, because bytes after the archive count for the diffID. The reader checks
+// the blob's digest. When Create returns nil, the layer is visible and durable; after an error
+// nothing is left of it. If the layer exists, blob is not read. Another goroutine reads blob and
+// has ended when Create returns. Its Read must return when ctx is done, and should return when the
+// layer has failed, see unpack.Stopper.
 //
-// Calls for the same layer do not wait for each other's blob, which may come from a
-// host that never ends: each makes the layer, and the first to finish is kept.
+// Concurrent calls for a layer do not wait for each other, because the other blob may come from a
+// host that never ends. Each makes the layer; the first to finish counts.
 func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits unpack.Limits) error {
 	if err := from.Validate(); err != nil {
 		return errdefs.InvalidArgument("layer: %w", err)
@@ -167,13 +177,13 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 	}
 	return s.create(ctx, from, blob, unpack.Job{Limits: limits}, func(made unpack.Result) (tarBytes int64, err error) {
 		if made.Digest != from.DiffID {
-			return 0, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", made.TarBytes, made.Digest)
+			return 0, errdefs.New(codes.DataLoss, "tar of %d bytes has the digest %s", made.TarBytes, made.Digest)
 		}
 		return made.TarBytes, nil
 	})
 }
 
-// create makes a layer of a source from what stands for its blob. check tells how long the tar was, if the result is right.
+// create makes a layer. check validates the result and returns the length of the tar.
 func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unpack.Job, check func(unpack.Result) (tarBytes int64, err error)) error {
 	var made record
 	count := &tally{sum: &s.making}
@@ -200,7 +210,7 @@ func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unp
 	return nil
 }
 
-// tally adds to a sum, and takes it off at the end.
+// tally adds to a sum until end, which subtracts all of it.
 type tally struct {
 	sum *atomic.Int64
 	n   atomic.Int64
@@ -213,14 +223,14 @@ func (t *tally) more(n int) {
 
 func (t *tally) end() { t.sum.Add(-t.n.Load()) }
 
-// errThere is returned by admit where another maker was faster.
-var errThere = errors.New("the layer is there")
+// errThere is the error of admit if the layer exists.
+var errThere = errors.New("layer exists")
 
-// admit makes the layer that was built in tmp visible, unless it is by now.
+// admit makes the layer in tmp visible unless another call has made the same one.
 func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 	layer, err := s.layers.Acquire(ctx, info.Name)
 	if err != nil {
-		return fmt.Errorf("wait for its other maker: %w", err)
+		return fmt.Errorf("wait for concurrent creation: %w", err)
 	}
 	defer layer.Release()
 	if layer.Value() != nil {
@@ -233,7 +243,7 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 	return nil
 }
 
-// apply lets the driver write the layer into dir.
+// apply has the driver write the layer into dir.
 func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	guarded, stop, err := s.guard(ctx)
 	if err != nil {
@@ -247,36 +257,34 @@ func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Read
 	return made, err
 }
 
-// recordOf is the record of what was made in dir.
+// recordOf returns the record of the layer in dir.
 func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits unpack.Limits, made unpack.Result, tarBytes int64) (_ record, err error) {
 	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
-	if d, ok := s.driver.(TreeDigester); ok {
-		info.Tree, err = d.TreeDigest(ctx, dir, limits.WithDefaults().Memory)
+	if s.merger != nil {
+		info.Tree, err = s.merger.TreeDigest(ctx, dir, limits.WithDefaults().Memory)
 	}
 	return record{info, made.Links, made.Implied}, err
 }
 
-// errInTheWay is why something is set aside that was found unusable before.
-var errInTheWay = errors.New("it is in the place of a layer that was made anew")
+// errInTheWay is the reason for setting aside a layer that Open could not set aside.
+var errInTheWay = errors.New("unusable layer in the place of a new one")
 
-// errNothing is returned by the fill function of publish when there is nothing to show.
+// errNothing is the error of publish's fill function if there is nothing to publish.
 var errNothing = errors.New("nothing to publish")
 
-// publish makes a directory at dir, all at once: fill writes it under another
-// name and returns its record, which is of the given kind.
+// publish creates the directory dir atomically. fill writes its content under another name and
+// returns its record.
 func (s *Store) publish(dir, kind string, fill func(tmp string) (record any, err error)) error {
 	return s.build(filepath.Base(dir), kind, fill, func(tmp string) error { return s.show(tmp, dir) })
 }
 
-// build lets fill write a directory and return its record, syncs everything, and
-// hands it to place, which moves it to where it belongs. After an error nothing
-// is left of it.
+// build calls fill, which writes a directory and returns its record, syncs everything, and calls
+// place, which moves the directory to its destination. After an error it deletes the directory.
 //
-// The sync comes before place because a filesystem may commit the rename first:
-// after a power failure the layer would be there, with empty files. It is a
-// syncfs, not an fsync a file: on ext4 and xfs each fsync is a journal commit, of
-// which a layer of 50,000 files would wait for one by one.
+// The sync precedes place because a filesystem may commit the rename first: after a power failure
+// the layer would have empty files. It is one syncfs instead of an fsync for each file. On ext4 and
+// XFS each fsync is a journal commit; a layer of 50,000 files would wait for as many.
 func (s *Store) build(name, kind string, fill func(tmp string) (record any, err error), place func(tmp string) error) (err error) {
 	failpoint.Reach("layer.make")
 	tmp, err := os.MkdirTemp(filepath.Join(s.root, tmpDir), name+"-")
@@ -308,8 +316,8 @@ func (s *Store) build(name, kind string, fill func(tmp string) (record any, err 
 	return nil
 }
 
-// show gives what was built in tmp its name, durably; after an error it is in tmp. Nobody else is
-// to be using the name; what Open could not set aside gives way.
+// show renames tmp to dir durably; after an error it is in tmp. If Open could not set aside an
+// unusable directory with that name, show does it now.
 func (s *Store) show(tmp, dir string) (err error) {
 	rename := func() error { return unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE) }
 	err = rename()
@@ -334,12 +342,11 @@ func (s *Store) show(tmp, dir string) (err error) {
 	return nil
 }
 
-// Discard moves a directory on the store's filesystem to the trash, to be deleted in the background.
+// Discard moves a directory on the store's filesystem to the trash, for deletion in the background.
 func (s *Store) Discard(dir string) error { return s.trash.Take(dir, Usage{}) }
 
-// Remove removes the layer and the joins it takes part in: by a rename, so that
-// it returns at once; the files are deleted in the background. It is no error if
-// the layer is not there. The caller sees to it that nothing uses the layer.
+// Remove removes a layer and its joins by a rename; the files are deleted in the background. A
+// missing layer is no error. The caller ensures that nothing uses the layer.
 func (s *Store) Remove(name digest.Digest) error {
 	if s.layers.Get(name) == nil {
 		return nil
@@ -354,7 +361,7 @@ func (s *Store) Remove(name digest.Digest) error {
 		return nil
 	}
 	layer.Set(nil)
-	// The joins first: one may hold the last name of a file of this layer.
+	// Joins go first: one may hold the last name of a file of this layer.
 	if err := s.removeJoins(name); err != nil {
 		layer.Set(info)
 		return fmt.Errorf("remove layer %s: %w", name, err)
@@ -382,8 +389,7 @@ func syncDir(path string) error {
 	return nil
 }
 
-// coded gives the errors of package unpack, and those of the filesystem that mean something to a
-// client, their code.
+// coded adds the gRPC code to errors of package unpack and of the filesystem.
 func coded(err error) error {
 	if errdefs.Code(err) != codes.Unknown {
 		return err

@@ -468,7 +468,7 @@ func TestOpenLosesNothing(t *testing.T) {
 	newer, err := checkpoint.Encode(layerKind, recordVersion+1, struct{}{})
 	must(t, err)
 	must(t, os.WriteFile(record, newer, 0o600))
-	if _, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog()); err == nil || !strings.Contains(err.Error(), "a newer berth wrote it") {
+	if _, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog()); err == nil || !strings.Contains(err.Error(), "written by a newer berth") {
 		t.Errorf("the record of a newer berth: %v", err)
 	}
 	must(t, os.WriteFile(record, good, 0o600))
@@ -689,7 +689,7 @@ func TestStackErrors(t *testing.T) {
 		code  codes.Code
 		text  string
 	}{
-		{"no layers", nil, codes.InvalidArgument, "without layers"},
+		{"no layers", nil, codes.InvalidArgument, "no layers"},
 		{"missing", []digest.Digest{bottom, digest.FromString("none")}, codes.NotFound, digest.FromString("none").String()},
 		{"too many", many, codes.InvalidArgument, "501 layers"},
 		{"link to nowhere", []digest.Digest{bottom, nowhere}, codes.InvalidArgument, `"link" to "no/where"`},

@@ -19,29 +19,29 @@ import (
 	"berth/internal/safefs"
 )
 
-// Survey is what is in the directory of a Store.
+// Survey lists the content of a Store's directory.
 type Survey struct {
 	Layers   map[digest.Digest]Stored // by name
-	Joins    []Stored                 // without Usage: what they share with layers does not count
-	Damaged  map[string]error         // what has a layer's or join's place and can't be one, by path
-	SetAside []string                 // paths of what is kept of layers that cannot be used
-	Making   []string                 // paths of what is being made, or was when its maker died
-	Trash    []string                 // paths of what is being deleted, or will be
-	Other    []string                 // paths of what is nothing of a Store's
+	Joins    []Stored                 // without Usage: files shared with layers do not count
+	Damaged  map[string]error         // unusable entries in the place of a layer or join, by path
+	SetAside []string                 // paths of layers set aside
+	Making   []string                 // paths of layers under construction, or abandoned by a crash
+	Trash    []string                 // paths of layers under deletion
+	Other    []string                 // paths of entries that are not a Store's
 }
 
 // Stored is a layer or join on disk, according to its record.
 type Stored struct {
 	Dir    string
 	Kind   rootfs.Kind
-	Layers []digest.Digest // a layer's name; the names of those that a join is for
-	Usage  Usage           // as it was counted when it was made
-	Sum    checksum.Sum    // as it was made then; zero if berth up to 0.2.0 did
-	Tree   digest.Digest   // of the tree of one that was packed, as it was then; empty: not known
+	Layers []digest.Digest // a layer's name, or the names of a join's layers
+	Usage  Usage           // as counted at creation
+	Sum    checksum.Sum    // as computed at creation; zero for layers of berth up to 0.2.0
+	Tree   digest.Digest   // digest of the tree file at creation; empty: unknown
 }
 
-// Inspect reads the directory of a Store, which may be open, and changes nothing. A
-// directory that does not exist is empty. Layers that vanish meanwhile are left out.
+// Inspect reads the directory of a Store without changing anything. The Store may be open. A
+// missing directory is empty. Layers that vanish meanwhile are omitted.
 func Inspect(root string) (*Survey, error) {
 	s := NewSurvey()
 	folders := map[string]func(path string){
@@ -62,12 +62,12 @@ func Inspect(root string) (*Survey, error) {
 	return s, nil
 }
 
-// NewSurvey is that of a Store with nothing in it.
+// NewSurvey returns the Survey of an empty Store.
 func NewSurvey() *Survey {
 	return &Survey{Layers: map[digest.Digest]Stored{}, Damaged: map[string]error{}}
 }
 
-// Add adds what is in another Store. Of a layer that both have, the first is kept.
+// Add adds the content of another Store. If both have a layer, the first counts.
 func (s *Survey) Add(t *Survey) {
 	for name, stored := range t.Layers {
 		if _, there := s.Layers[name]; !there {
@@ -80,7 +80,7 @@ func (s *Survey) Add(t *Survey) {
 	s.Trash, s.Other = append(s.Trash, t.Trash...), append(s.Other, t.Other...)
 }
 
-// addSetAside adds what is in path if that is the folder for what was set aside.
+// addSetAside adds the content of path if that is the folder for layers set aside.
 func (s *Survey) addSetAside(path string) bool {
 	if filepath.Base(path) != checkpoint.SetAsideDir {
 		return false
@@ -113,13 +113,13 @@ func (s *Survey) addJoin(path string) {
 		return
 	}
 	if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != filepath.Base(path) {
-		s.Damaged[path] = fmt.Errorf("it has the record of %q", j.ChainID)
+		s.Damaged[path] = fmt.Errorf("record belongs to %q", j.ChainID)
 		return
 	}
 	s.Joins = append(s.Joins, Stored{Dir: path, Kind: j.Kind, Layers: j.Layers})
 }
 
-// read decodes the record in a directory; false if there is none to be used.
+// read decodes the record in a directory and reports whether it is usable.
 func (s *Survey) read(path, kind string, record any) bool {
 	err := readRecord(path, kind, record)
 	if err == nil {
@@ -131,7 +131,7 @@ func (s *Survey) read(path, kind string, record any) bool {
 	return false
 }
 
-// SumNow sums a layer as it was summed when it was made. It reads all of it.
+// SumNow computes the checksum of a layer again. It reads all of it.
 func (s Stored) SumNow(ctx context.Context) (checksum.Sum, error) {
 	if s.Kind == rootfs.EROFS {
 		return s.sumPacked(ctx)
@@ -159,12 +159,13 @@ func (s Stored) sumPacked(ctx context.Context) (checksum.Sum, error) {
 	return found.Sum, err
 }
 
-// TreeNow is the digest of the tree of a layer that was packed. One that has become longer than the layer was is not read.
+// TreeNow computes the digest of the tree file again. It does not read a file that is longer than
+// the layer was.
 func (s Stored) TreeNow(ctx context.Context) (digest.Digest, error) {
 	return new(EROFS).TreeDigest(ctx, s.Dir, int64(s.Usage.Bytes))
 }
 
-// Count counts a layer as it was counted when it was made.
+// Count counts the disk usage of a layer again.
 func (s Stored) Count(ctx context.Context) (Usage, error) {
 	if s.Kind == rootfs.EROFS {
 		return s.countPacked()

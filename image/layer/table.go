@@ -23,14 +23,14 @@ type item[V any] struct {
 // newTable returns an empty table.
 func newTable[V any]() *table[V] { return &table[V]{items: map[digest.Digest]*item[V]{}} }
 
-// Add adds a thing that is there already, before there are owners.
+// Add adds an existing value during the load, when there are no owners.
 func (t *table[V]) Add(key digest.Digest, v *V) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.items[key] = &item[V]{value: v}
 }
 
-// Get returns the thing named key, nil if there is none to be seen.
+// Get returns the visible value of a key, or nil.
 func (t *table[V]) Get(key digest.Digest) *V {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -40,7 +40,7 @@ func (t *table[V]) Get(key digest.Digest) *V {
 	return nil
 }
 
-// All returns everything to be seen, in no order.
+// All returns all visible values, unordered.
 func (t *table[V]) All() []*V {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -53,8 +53,8 @@ func (t *table[V]) All() []*V {
 	return values
 }
 
-// Acquire waits until nobody changes key and makes the caller its owner, who
-// must call Release. The error is ctx's.
+// Acquire waits until key has no owner and makes the caller its owner, who must call Release. The
+// error is ctx's.
 func (t *table[V]) Acquire(ctx context.Context, key digest.Digest) (*owned[V], error) {
 	for {
 		t.mu.Lock()
@@ -78,20 +78,20 @@ func (t *table[V]) Acquire(ctx context.Context, key digest.Digest) (*owned[V], e
 	}
 }
 
-// owned is a key whose thing the holder may change.
+// owned is a key whose owner may change its value.
 type owned[V any] struct {
 	table *table[V]
 	key   digest.Digest
 	item  *item[V]
 }
 
-// Key is the thing's.
+// Key returns the key.
 func (o *owned[V]) Key() digest.Digest { return o.key }
 
-// Value is what readers see.
+// Value returns the visible value.
 func (o *owned[V]) Value() *V { return o.table.Get(o.key) }
 
-// Set shows readers v, nil to hide it.
+// Set makes v visible; nil hides the value.
 func (o *owned[V]) Set(v *V) {
 	o.table.mu.Lock()
 	defer o.table.mu.Unlock()

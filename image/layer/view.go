@@ -14,12 +14,12 @@ import (
 )
 
 const (
-	maxViewLinks = 40 // symlinks that one resolution follows, the kernel's own limit
-	namesPerStep = 16 // of a way: so many are copied in the time of a step
+	maxViewLinks = 40 // symlinks in one resolution, the kernel's own limit
+	namesPerStep = 16 // path names that can be copied in the time of a step
 )
 
-// view sees directory layers on top of each other as overlayfs shows them. It
-// tells in which layers a file is, which a mount of them does not.
+// view shows stacked directory layers as overlayfs would. Unlike a mount it tells which layers a
+// file is in.
 type view struct {
 	effort *Effort
 	roots  []*os.File // topmost first
@@ -28,13 +28,13 @@ type view struct {
 	size   int              // of seen
 }
 
-// maxSeen bounds what a view remembers, in words of memory.
+// maxSeen limits the cache of a view, in words of memory.
 const maxSeen = 1 << 20
 
-// found is something in a view.
+// found is a file or directory in a view.
 type found struct {
-	path   string      // free of symlinks
-	layers []int       // that it is in: one for a file, all that make up a directory, topmost first
+	path   string      // without symlinks
+	layers []int       // one layer for a file, all that contribute for a directory, topmost first
 	st     unix.Stat_t // in the first of these
 }
 
@@ -61,14 +61,14 @@ func (v *view) close() {
 	}
 }
 
-// without returns the same view without its topmost layer; it shares the open files.
+// without returns the view without its topmost layer. It shares the open files.
 func (v *view) without() *view {
 	w := &view{effort: v.effort, roots: v.roots, root: v.root, seen: map[string]found{}}
 	w.root.layers = v.root.layers[1:]
 	return w
 }
 
-// open opens the directory of the given path in one layer.
+// open opens a directory in one layer.
 func (v *view) open(layer int, dir string) (*safefs.Dir, error) {
 	if err := v.effort.open(dir); err != nil {
 		return nil, err
@@ -76,7 +76,7 @@ func (v *view) open(layer int, dir string) (*safefs.Dir, error) {
 	return safefs.OpenDir(v.roots[layer], dir)
 }
 
-// directory returns the directory of a path that is free of symlinks.
+// directory returns a directory. The path has no symlinks.
 func (v *view) directory(p string) (found, error) {
 	if p == "" {
 		return v.root, nil
@@ -98,7 +98,7 @@ func (v *view) directory(p string) (found, error) {
 	return f, nil
 }
 
-// child looks a name up in a directory of the view, all of it; ENOENT if there is none to be seen.
+// child looks up a name in a directory of the view, or returns ENOENT.
 func (v *view) child(dir found, name string) (found, error) {
 	if err := v.effort.step(); err != nil {
 		return found{}, err
@@ -114,9 +114,9 @@ func (v *view) child(dir found, name string) (found, error) {
 	return f, err
 }
 
-// remember keeps what was found; if that has become too much, nothing else.
+// remember caches f. A full cache is cleared first.
 func (v *view) remember(f found) {
-	const words = 32 // of a found and its place in the map
+	const words = 32 // of a found and its map entry
 	size := words + len(f.path)/8 + len(f.layers)
 	if v.size += size; v.size > maxSeen {
 		clear(v.seen)
@@ -125,7 +125,7 @@ func (v *view) remember(f found) {
 	v.seen[f.path] = f
 }
 
-// lookUp looks a name up in those layers that the directory is said to be in.
+// lookUp looks up a name in the layers of a directory.
 func (v *view) lookUp(dir found, name string) (found, error) {
 	f := found{path: safefs.Join(dir.path, name)}
 	for _, layer := range dir.layers {
@@ -170,8 +170,7 @@ func (v *view) look(layer int, dir, name string) (st unix.Stat_t, opaque bool, e
 	return st, string(value) == "y", err
 }
 
-// resolve finds a path, following symlinks on the way as a process in the root
-// would, but not one at its end.
+// resolve finds a path as a process in the root would. It follows symlinks except at the end.
 func (v *view) resolve(p string) (found, error) {
 	trail := []found{v.root}
 	rest := strings.Split(p, "/")
@@ -207,7 +206,7 @@ func (v *view) resolve(p string) (found, error) {
 			trail = trail[:1]
 		}
 		rest = slices.Concat(strings.Split(target, "/"), rest)
-		if err := v.effort.pay(stepEffort * int64(len(rest)) / namesPerStep); err != nil { // whether they are walked or not
+		if err := v.effort.pay(stepEffort * int64(len(rest)) / namesPerStep); err != nil { // also for names that are never reached
 			return found{}, err
 		}
 	}

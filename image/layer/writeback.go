@@ -16,38 +16,38 @@ import (
 // once. So a failed sync fails every Wait whose data it may have lost. Its methods may be called concurrently.
 type syncer struct {
 	sync   func() error
-	turn   chan struct{} // held during a sync
-	failed atomic.Int64  // syncs that have failed
+	turn   chan struct{} // a lock: held during a sync
+	failed atomic.Int64  // number of failed syncs
 
 	mu   sync.Mutex // guards next
-	next *round     // that has not begun; nil: nobody waits for one
+	next *round     // the sync that starts next; nil: nothing waits for one
 }
 
-// round is one sync, for all who asked for it before it began.
+// round is one sync, shared by all callers that asked before it started.
 type round struct {
 	done chan struct{}
 	err  error // valid after done
 }
 
-// newSyncer returns a syncer of the filesystem of dir, an open file, which is to be older than all that is synced: what
-// cannot be written back is reported once for each open file (Linux 5.8).
+// newSyncer returns a syncer for the filesystem of dir, an open file. dir must be opened before the
+// data is written: the kernel reports a write error once to each open file (Linux 5.8).
 func newSyncer(dir *os.File) *syncer {
 	return &syncer{sync: func() error { return unix.Syncfs(int(dir.Fd())) }, turn: make(chan struct{}, 1)}
 }
 
-// errNotWritten is returned to those whose data may be what an earlier sync could not write.
+// errNotWritten is returned to callers whose data an earlier sync may have failed to write.
 var errNotWritten = errors.New("not all that was written meanwhile has come to the disk")
 
-// Begin is to be called before data is written that is to be synced.
+// Begin must be called before the data is written that Wait waits for.
 func (s *syncer) Begin() (since int64) { return s.failed.Load() }
 
-// Wait returns when everything that was written since Begin is on the disk, or has failed to come there.
+// Wait returns when everything written since Begin is on disk, or could not be written.
 func (s *syncer) Wait(since int64) error {
 	r, leads := s.board()
 	return s.ride(r, leads, since)
 }
 
-// ride returns when a round that was boarded has ended.
+// ride waits for the end of a joined round.
 func (s *syncer) ride(r *round, leads bool, since int64) error {
 	if leads {
 		s.run(r)
@@ -59,7 +59,7 @@ func (s *syncer) ride(r *round, leads bool, since int64) error {
 	return r.err
 }
 
-// board returns the round that begins next, and whether the caller has to run it.
+// board joins the next round, and reports whether the caller has to run it.
 func (s *syncer) board() (r *round, leads bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -69,7 +69,7 @@ func (s *syncer) board() (r *round, leads bool) {
 	return s.next, leads
 }
 
-// run runs a round when the one before it has ended. From then on it is too late to board it.
+// run runs a round after the one before it. Once it starts, new callers join the next one.
 func (s *syncer) run(r *round) {
 	s.turn <- struct{}{}
 	defer func() { <-s.turn }()

@@ -13,56 +13,61 @@ import (
 )
 
 const (
-	// PartSize is how much of a blob one range request is for, and the memory that it takes.
+	// PartSize is the size of one range request, and the memory that it takes.
 	PartSize = 4 << 20
-	// watchTime is how long a reader is watched before parts are fetched for it: most of this time it has waited for the network.
+	// watchTime is how long a reader is observed before parts are fetched for it. It must have
+	// waited for the network for most of it.
 	watchTime = 200 * time.Millisecond
-	// fastEnough is the rate, in bytes a second, from which parts are fetched for a reader. On a line that is full they share it with the
-	// transfers of all layers: shared with 16 parts this still is twice slowest.
+	// fastEnough is the rate, in bytes a second, from which parts are fetched. On a saturated line
+	// parts share it with the transfers of all layers: shared by 16 parts it is still twice
+	// slowest.
 	fastEnough = 32 * slowest
-	// crawling is the share of fastEnough below which a part shows that the line has become too slow for more.
+	// crawling is the share of fastEnough below which a part shows that the line is too slow for
+	// more parts.
 	crawling = 8
-	// trialTime is how long parts are fetched before they must have been worth it: connecting takes some of it.
+	// trialTime is how long parts are fetched before they must have been worth it. Connecting takes
+	// some of it.
 	trialTime = 8 * watchTime
-	// worthwhile is how many times as fast a blob must come with parts as without them.
+	// worthwhile is how many times faster a blob must arrive with parts.
 	worthwhile = 1.25
 )
 
-// ahead fetches parts of a blob that its reader has not come to, each by a connection of its own, while the reader waits for the
-// network: many registries give a connection so much and no more. Whatever goes wrong with a part, the reader fetches that piece of the
-// blob as if there were no parts, and no more of them are begun. Until a registry is known to have ranges, one part is tried. It is the
-// reader's: not safe for concurrent use, but for the atomics, which fetches change.
+// ahead fetches parts of a blob before its reader needs them, each over its own connection, while
+// the reader waits for the network. Many registries limit the rate of a connection. If a part
+// fails, the reader fetches that range itself and no more parts are started. Until a registry is
+// known to support ranges, one part is tried. Only the atomics may be used concurrently.
 type ahead struct {
 	partsConfig
-	leave func() (giveBack func(), ok bool) // to fetch a part, for as long as it takes memory; nil: there is none
+	leave func() (giveBack func(), ok bool) // reserves the memory of a part until giveBack; nil: no parts
 
-	parts   []*part            // by offset; the reader is before them, or in the first
-	buffers [][]byte           // of parts that the reader has passed
-	cancel  context.CancelFunc // ends the fetches; nil: there were none since clear
-	ctx     context.Context    // theirs
+	parts   []*part            // by offset; the reader is before them or in the first
+	buffers [][]byte           // free, of parts that the reader has passed
+	cancel  context.CancelFunc // ends the fetches; nil: none since clear
+	ctx     context.Context    // of the fetches
 	used    bool
 	running sync.WaitGroup
 
-	over    atomic.Bool  // no more are begun
-	ranges  atomic.Bool  // the registry is known to have ranges
-	arrived atomic.Int64 // bytes, by the transfer and by parts, as long as the reader is watched
+	over    atomic.Bool  // no more parts are started
+	ranges  atomic.Bool  // the registry is known to support ranges
+	arrived atomic.Int64 // bytes of transfer and parts while the reader is observed
 
-	waited time.Duration // for the network, as long as the reader is watched
-	since  sample        // when it began to be watched
-	begun  sample        // when the first of the parts were
-	alone  float64       // how fast the blob came before that, see rate
+	waited time.Duration // for the network, while the reader is observed
+	since  sample        // the start of the observation
+	begun  sample        // the start of the first part
+	alone  float64       // the rate before that, see rate
 }
 
-// sample is how much had arrived at a time, and how long the reader had waited.
+// sample records bytes received and reader's waiting time at a point in time.
 type sample struct {
-	at      time.Time // zero: none was taken
+	at      time.Time // zero: no sample
 	arrived int64
 	waited  time.Duration
 }
 
 func (a *ahead) sample(now time.Time) sample { return sample{now, a.arrived.Load(), a.waited} }
 
-// rate is how many bytes came for each second that the reader waited: how fast the network is, however busy the reader was.
+// rate returns received bytes per second of waiting: the speed of the network, however busy the
+// reader was.
 func (s sample) rate(since sample) float64 {
 	return float64(s.arrived-since.arrived) / (s.waited - since.waited).Seconds()
 }
@@ -73,18 +78,18 @@ type part struct {
 	buf      []byte
 	giveBack func()
 	began    time.Time
-	entered  bool          // by the reader
-	news     chan struct{} // holds a token if there is something that the reader has not seen
+	entered  bool          // the reader has reached it
+	news     chan struct{} // holds a token if the reader has not seen the latest change
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	arrived int        // bytes of buf
-	whole   time.Time  // when all of them had arrived
-	err     error      // why no more will come; nil also when all have come
+	whole   time.Time  // when the last byte arrived
+	err     error      // why the fetch failed; nil if complete or running
 }
 
 func (p *part) end() int64 { return p.offset + int64(len(p.buf)) }
 
-// add tells of bytes that have arrived, and of why no more will.
+// add records received bytes, or the end with an error.
 func (p *part) add(n int, err error) {
 	p.mu.Lock()
 	p.arrived += n
@@ -119,7 +124,7 @@ func (p *part) read(ctx context.Context, to []byte, offset int64) (int, error) {
 	return 0, ctx.Err()
 }
 
-// at returns the part that begins at an offset or has it, nil if there is none.
+// at returns the part that contains an offset, or nil.
 func (a *ahead) at(offset int64) *part {
 	if len(a.parts) > 0 && a.parts[0].offset <= offset {
 		return a.parts[0]
@@ -127,7 +132,7 @@ func (a *ahead) at(offset int64) *part {
 	return nil
 }
 
-// limit is how much a transfer at an offset may still bring of the size that it is for.
+// limit returns how many bytes of size a transfer at an offset should still read.
 func (a *ahead) limit(offset, size int64) int64 {
 	if len(a.parts) > 0 {
 		size = a.parts[0].offset
@@ -135,20 +140,21 @@ func (a *ahead) limit(offset, size int64) int64 {
 	return size - offset
 }
 
-// drop gives up the first part, which the reader has passed or which will never be whole.
+// drop abandons the first part: the reader has passed it, or it has failed.
 func (a *ahead) drop() {
 	p := a.parts[0]
 	a.parts = a.parts[1:]
 	p.mu.Lock()
 	whole := p.arrived == len(p.buf)
 	p.mu.Unlock()
-	if whole { // nobody writes to it any more
+	if whole { // its fetch has ended
 		a.buffers = append(a.buffers, p.buf[:cap(p.buf)])
 	}
 	p.giveBack()
 }
 
-// waits tells of a time that the reader has waited for n bytes of its transfer, and reports whether parts are wanted.
+// waits records that the reader waited for n bytes of its transfer, and reports whether to fetch
+// parts.
 func (a *ahead) waits(began, now time.Time, n int) bool {
 	if a.over.Load() || a.leave == nil {
 		return false
@@ -173,8 +179,8 @@ func (a *ahead) waits(began, now time.Time, n int) bool {
 	return true
 }
 
-// judge tells of a time when the first part has been read. No more are begun where the line is what is slow: where the blob comes no
-// faster than without parts, or a part crawled.
+// judge is called when the first part has been read. It stops starting parts if the line is the
+// bottleneck: the blob comes no faster than without parts, or a part was too slow.
 func (a *ahead) judge(now time.Time) {
 	p := a.parts[0]
 	p.mu.Lock()
@@ -186,9 +192,10 @@ func (a *ahead) judge(now time.Time) {
 	}
 }
 
-// extend begins as many parts as there is leave for, for as long as ctx lasts. A reader that is at an offset, of a size, goes on by itself for the time of one.
+// extend starts as many parts as memory is available for. A reader at an offset continues with its
+// own transfer for the length of one part.
 func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx context.Context, p *part) error) {
-	defer func() { a.buffers = nil }() // there is no leave for their memory
+	defer func() { a.buffers = nil }() // no memory is reserved for them
 	next := offset + a.size
 	if n := len(a.parts); n > 0 {
 		next = a.parts[n-1].end()
@@ -197,7 +204,7 @@ func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx c
 	}
 	for ; !a.over.Load() && next < size; next = a.parts[len(a.parts)-1].end() {
 		if len(a.parts) > 0 && !a.ranges.Load() {
-			return // that is the trial
+			return // the trial
 		}
 		giveBack, ok := a.leave()
 		if !ok {
@@ -209,7 +216,7 @@ func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx c
 	}
 }
 
-// begin has a part fetched.
+// begin starts fetching a part.
 func (a *ahead) begin(ctx context.Context, p *part, fetch func(ctx context.Context, p *part) error) {
 	if a.cancel == nil {
 		a.ctx, a.cancel = context.WithCancel(ctx)
@@ -234,7 +241,7 @@ func (a *ahead) buffer() []byte {
 	return make([]byte, a.size)
 }
 
-// clear ends the fetches, and gives up all parts.
+// clear ends the fetches and drops all parts.
 func (a *ahead) clear() {
 	if a.cancel != nil {
 		a.cancel()
@@ -247,7 +254,7 @@ func (a *ahead) clear() {
 	a.parts, a.buffers = nil, nil
 }
 
-// fetchPart fetches a part from a host. It runs beside the blob's reader.
+// fetchPart fetches a part from a host. It runs concurrently with the blob's reader.
 func (b *Blob) fetchPart(ctx context.Context, e *endpoint, p *part) error {
 	last := p.end() - 1
 	resp, err := e.request(ctx, http.MethodGet, b.path(), http.Header{"Accept": {"*/*"}, "Range": {fmt.Sprintf("bytes=%d-%d", p.offset, last)}})

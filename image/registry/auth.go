@@ -21,17 +21,17 @@ import (
 	"berth/internal/errdefs"
 )
 
-// tokenTimeout bounds a token exchange.
+// tokenTimeout limits a token exchange.
 const tokenTimeout = 30 * time.Second
 
-// authorizer knows how to authenticate to one host for one repository. Safe for
-// concurrent use.
+// authorizer authenticates requests to one host for one repository. Its methods may be called
+// concurrently.
 type authorizer struct {
 	host    string // the endpoint's, for errors
-	scope   string // asked for where a challenge names none
+	scope   string // requested if a challenge names none
 	lookup  func(context.Context) (Credentials, error)
 	tokens  http.RoundTripper // for requests to the token server
-	isPlain func() bool       // the host is asked without TLS: its token server may be, too
+	isPlain func() bool       // the host is used without TLS; its token server may be, too
 
 	mu         sync.Mutex // guards the fields below; not held during requests
 	header     Secret     // current value of the Authorization header, "" for none
@@ -45,8 +45,7 @@ func (a *authorizer) current() (Secret, int) {
 	return a.header, a.generation
 }
 
-// preset sends a registry token without waiting for a challenge: there is nothing
-// to negotiate.
+// preset sends a registry token without waiting for a challenge, because it needs no exchange.
 func (a *authorizer) preset(token Secret) { a.set("Bearer " + token) }
 
 func (a *authorizer) set(header Secret) {
@@ -56,11 +55,11 @@ func (a *authorizer) set(header Secret) {
 	a.generation++
 }
 
-// answer reacts to the challenges of a 401 that a request of the given generation
-// got. After nil the request may be sent once more.
+// answer handles the challenges of a 401 response to a request of the given generation. After nil
+// the caller repeats the request.
 func (a *authorizer) answer(ctx context.Context, challenges []challenge, generation int) error {
 	if _, now := a.current(); now != generation {
-		return nil // another request has renewed the token meanwhile
+		return nil // another request has renewed the token
 	}
 	cred, err := a.lookup(ctx)
 	if err != nil {
@@ -92,7 +91,7 @@ func (a *authorizer) answerBasic(cred Credentials) error {
 	return a.try(header, "user name or password is refused")
 }
 
-// try sets a header that does not expire: if it has been sent, it is refused.
+// try sets a header that does not expire. If it was sent already, the host has rejected it.
 func (a *authorizer) try(header Secret, refused string) error {
 	if old, _ := a.current(); old == header {
 		return errdefs.New(codes.Unauthenticated, "%s", refused)
@@ -101,9 +100,8 @@ func (a *authorizer) try(header Secret, refused string) error {
 	return nil
 }
 
-// answerBearer gets a token from the server that the challenge names. The
-// registry's choice of that server is trusted, as by every client of the
-// protocol, but not to take credentials off TLS.
+// answerBearer gets a token from the server that the challenge names. Like every client of the
+// protocol it trusts the registry to choose that server, but it sends no credentials without TLS.
 func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credentials) error {
 	realm, err := url.Parse(c.Params["realm"])
 	if err != nil || realm.Host == "" {
@@ -120,12 +118,12 @@ func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credent
 	return nil
 }
 
-// exchange runs the token protocol (GET with basic authentication, or POST with
-// an identity token) through go-containerregistry.
+// exchange runs the token protocol of go-containerregistry: GET with basic authentication, or POST
+// with an identity token.
 func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials, realmHost string) (Secret, error) {
-	// Exchange refuses realms on private addresses unless they are the registry's
-	// own; on a cluster's network that is where a token server lives. So it is
-	// told the realm's host; it uses the name for nothing else.
+	// Exchange rejects realms on private addresses unless they are the registry's own, but that is
+	// where a cluster's token server is. So it gets the realm's host as the registry; it uses the
+	// name for nothing else.
 	server, err := name.NewRegistry(realmHost, name.WeakValidation)
 	if err != nil {
 		return "", errdefs.New(codes.Unauthenticated, "not a valid host name")
@@ -150,8 +148,8 @@ func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials
 	return Secret(token.Token), nil
 }
 
-// tokenError keeps what may be shown of a failed exchange: the library's text
-// holds the server's answer, which may hold tokens.
+// tokenError returns the displayable part of a failed exchange. The library's text contains the
+// server's answer, which may contain tokens.
 func tokenError(ctx context.Context, err error) error {
 	var status *transport.Error
 	var bad *url.Error
@@ -179,8 +177,8 @@ func tokenError(ctx context.Context, err error) error {
 	return errdefs.New(codes.Unauthenticated, "its answer holds no token")
 }
 
-// isNetwork reports whether an error is about the connection, so that its text
-// holds addresses and certificates but nothing that a server sent.
+// isNetwork reports whether an error is about the connection. Its text contains addresses and
+// certificates, but nothing that a server sent.
 func isNetwork(err error) bool {
 	var n net.Error
 	var cert *tls.CertificateVerificationError

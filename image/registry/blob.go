@@ -17,47 +17,47 @@ import (
 )
 
 const (
-	// maxFailures is how often in a row a transfer may break off or find no host.
+	// maxFailures limits consecutive interrupted transfers and failed connections.
 	maxFailures = 5
-	// progressBytes is how much must arrive for earlier failures to be forgotten.
+	// progressBytes must arrive before earlier failures are forgotten.
 	progressBytes = 1 << 20
 )
 
-// Blob reads a blob from the hosts of a repository. A transfer that breaks off
-// goes on where it stopped, with the next host if there are several. While a large one comes slowly, parts of it are fetched
-// beside, see Config.Spare. Read returns
-// io.EOF only after size and digest have been found right. URLs in the descriptor
-// are not followed. Not safe for concurrent use, but for Stop.
+// Blob reads a blob from the hosts of a repository. It resumes an interrupted transfer, with the
+// next host if there are several. While a large blob comes slowly, it fetches parts ahead, see
+// Config.Spare. Read returns io.EOF only after it has verified size and digest. It does not follow
+// URLs in the descriptor. Only Stop may be called concurrently with other methods.
 type Blob struct {
-	owner   context.Context    // of who asked for it
-	ctx     context.Context    // of reading: it ends with owner, or when the blob is stopped
-	stop    context.CancelFunc // ends ctx
+	owner   context.Context    // the caller's context
+	ctx     context.Context    // of transfers: done when owner is done or the blob is stopped
+	stop    context.CancelFunc // cancels ctx
 	repo    *Repository
 	want    ocispec.Descriptor
-	first   int // number of the host to ask first
+	first   int // number of the first host to try
 	onBytes func(n int)
 
 	hash     hash.Hash
 	body     io.ReadCloser // nil between transfers
-	host     *endpoint     // of the current transfer, or the last
-	from     string        // the same, for errors
+	host     *endpoint     // of the current or last transfer
+	from     string        // that host, for errors
 	ahead    ahead
 	offset   int64
-	failures int   // since the offset mark
-	mark     int64 // offset at the first of these failures
-	resumed  bool  // a host has answered a request for the rest with that
-	// rangeless are the hosts that have refused such a request or answered it with something else, and sent the whole up to where it was wanted.
+	failures int   // failures since the offset mark
+	mark     int64 // offset of the first of these failures
+	resumed  bool  // a host has served a request for the rest
+	// rangeless are the hosts that did not serve a request for the rest and then sent the whole
+	// blob up to the wanted offset.
 	rangeless map[*endpoint]bool
 	err       error // final result
 }
 
-// Hosts returns the number of hosts that a blob can be read from.
+// Hosts returns the number of hosts that may serve a blob.
 func (r *Repository) Hosts() int { return len(r.endpoints) }
 
-// Blob returns a reader of a layer's blob. It sends nothing before the first
-// Read. first is the number of the host to begin with, 0 for the configured
-// order: a caller that got corrupt content tries another, and gets that in one piece. onBytes, if not nil, is
-// called with each number of bytes received. The caller closes the blob.
+// Blob returns a reader for a layer's blob. It sends nothing before the first Read. first is the
+// number of the first host to try; 0 is the configured order. After corrupt content the caller
+// tries another number; such a blob is not fetched in parts. onBytes, if not nil, gets each number
+// of received bytes. The caller closes the blob.
 func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
 	if err := checkDescriptor(want, 0); err != nil {
 		return nil, err
@@ -74,10 +74,10 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	return b, nil
 }
 
-// InParts reports whether a part of the blob was fetched by itself.
+// InParts reports whether a part of the blob was fetched by a range request of its own.
 func (b *Blob) InParts() bool { return b.ahead.used }
 
-// Left is how many bytes have not been read. It is not to be called beside Read.
+// Left returns the number of unread bytes. It must not be called concurrently with Read.
 func (b *Blob) Left() int64 { return b.want.Size - b.offset }
 
 // Read implements io.Reader.
@@ -116,16 +116,16 @@ func (b *Blob) readBody(p []byte) int {
 	return n
 }
 
-// readPart reads what was fetched ahead. Of a part that fails the rest is read by a transfer as if there had been none: by
-// the one that there is, if nothing of the part has come.
+// readPart reads a part that was fetched ahead. If the part fails, a transfer reads the rest of it:
+// the current transfer, if nothing of the part has arrived.
 func (b *Blob) readPart(part *part, p []byte) int {
 	began := time.Now()
 	n, err := part.read(b.ctx, p, b.offset)
 	b.ahead.waited += time.Since(began)
 	if n > 0 && !part.entered {
 		part.entered = true
-		b.closeBody() // what it would bring next is here
-		b.extend()    // this one may have been the trial, and is not to be the last
+		b.closeBody() // its next bytes are in the part
+		b.extend()    // after a successful trial part, more follow
 	}
 	b.take(p[:n])
 	switch {
@@ -141,18 +141,18 @@ func (b *Blob) readPart(part *part, p []byte) int {
 	return n
 }
 
-// extend has parts fetched that follow.
+// extend starts fetching the following parts.
 func (b *Blob) extend() {
 	host := b.host
 	b.ahead.extend(b.ctx, b.offset, b.want.Size, func(ctx context.Context, p *part) error { return b.fetchPart(ctx, host, p) })
 }
 
-// Stop ends a Read that is under way, and makes those that follow fail, until Resume. It may be called beside Read, but
-// not beside Resume.
+// Stop ends a current Read and makes later ones fail, until Resume. It may be called concurrently
+// with Read, but not with Resume.
 func (b *Blob) Stop() { b.stop() }
 
-// Resume lets a blob that was stopped be read on from where it is, by another transfer. If it was not, nothing changes. What
-// was found wrong with the blob before stays wrong.
+// Resume lets a stopped blob continue at its offset with a new transfer. Earlier errors about the
+// blob's content stay. It does nothing if the blob was not stopped.
 func (b *Blob) Resume() {
 	if b.ctx.Err() == nil {
 		return
@@ -176,7 +176,7 @@ func (b *Blob) Close() error {
 	return nil
 }
 
-// closeBody gives up the current transfer; its errors say nothing any more.
+// closeBody abandons the current transfer. Its errors do not matter any more.
 func (b *Blob) closeBody() {
 	if b.body != nil {
 		_ = b.body.Close()
@@ -184,7 +184,7 @@ func (b *Blob) closeBody() {
 	}
 }
 
-// take accounts for bytes that have arrived.
+// take hashes and counts received bytes.
 func (b *Blob) take(p []byte) {
 	b.hash.Write(p)
 	b.offset += int64(len(p))
@@ -194,7 +194,7 @@ func (b *Blob) take(p []byte) {
 	b.onBytes(len(p))
 }
 
-// verify returns io.EOF if the whole blob is what it should be.
+// verify returns io.EOF if size and digest of the blob are right.
 func (b *Blob) verify() error {
 	b.closeBody()
 	if got := digest.NewDigest(b.want.Digest.Algorithm(), b.hash); got != b.want.Digest {
@@ -203,8 +203,8 @@ func (b *Blob) verify() error {
 	return io.EOF
 }
 
-// interrupted decides whether a transfer that ended early goes on. One that
-// stalled does not: its host had its time. But parts beside it may have taken what it lacked.
+// interrupted decides whether to resume a transfer that ended early. A stalled transfer is not
+// resumed, unless parts fetched beside it may have taken its bandwidth.
 func (b *Blob) interrupted(err error) error {
 	b.closeBody()
 	if e := b.ctx.Err(); e != nil {
@@ -221,14 +221,14 @@ func (b *Blob) interrupted(err error) error {
 	return b.failed(&UnavailableError{Err: fmt.Errorf("from %s: %w", b.from, err), temporary: true})
 }
 
-// noParts gives up what is fetched ahead, for good.
+// noParts stops fetching ahead for good.
 func (b *Blob) noParts() {
 	b.ahead.over.Store(true)
 	b.ahead.clear()
 }
 
-// failed counts a failure and waits before the next try, or gives up. nil means
-// try again.
+// failed counts a failure and waits before the next try. It returns an error when there are no
+// tries left.
 func (b *Blob) failed(err *UnavailableError) error {
 	if b.failures == 0 {
 		b.mark = b.offset
@@ -243,8 +243,8 @@ func (b *Blob) failed(err *UnavailableError) error {
 	return nil
 }
 
-// open starts a transfer at the current offset. After failures the next host is
-// asked first, so that one that always breaks off does not spoil all tries.
+// open starts a transfer at the current offset. After failures it starts with the next host, so
+// that a host that always breaks off does not use up all tries.
 func (b *Blob) open() error {
 	err := b.repo.askOnce(b.ctx, capPull, b.first+b.failures, func(e *endpoint) error {
 		body, err := b.openAt(e)
@@ -263,8 +263,9 @@ func (b *Blob) open() error {
 	return fmt.Errorf("%s: %w", b, err)
 }
 
-// openAt asks one host for the blob from the current offset on. No blob fails because of ranges: a host that refuses the request for the
-// rest, or answers it with what is not said to be that, is asked for the whole, and so is one, in the last try, that never had an answer to such requests.
+// openAt requests the blob from one host, from the current offset on. No blob fails because of
+// ranges. If a host refuses the request for the rest, or answers it in another way, openAt requests
+// the whole. It also does so in the last try if the host never answered such requests.
 func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	last := b.failures == maxFailures-1 && !b.resumed
 	rest := b.offset > 0 && !b.rangeless[e] && !last
@@ -276,7 +277,7 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	switch {
 	case whole:
 		err = b.skip(resp)
-		b.rangeless[e] = err == nil && (refused || b.rangeless[e]) // one that breaks off before is asked for the rest again: it may have refused that for another reason
+		b.rangeless[e] = err == nil && (refused || b.rangeless[e]) // if the whole breaks off, request the rest again: the refusal may have had another reason
 	case resp.StatusCode == http.StatusPartialContent:
 		_, err = rangeOf(resp, b.offset, b.want.Size)
 		b.resumed = b.resumed || err == nil
@@ -291,10 +292,11 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	return resp.Body, nil
 }
 
-// ask asks one host for the rest of the blob, or for the whole, or for that too if the host has refused the rest.
+// ask requests the rest of the blob, or the whole. If the host refuses the rest, it requests the
+// whole.
 func (b *Blob) ask(e *endpoint, rest bool) (_ *http.Response, refused bool, err error) {
 	header := http.Header{"Accept": {"*/*"}}
-	if rest { // with its end: go-containerregistry's registry answers 416 to a range that has none
+	if rest { // with its end: go-containerregistry's registry answers an open range with 416
 		header.Set("Range", fmt.Sprintf("bytes=%d-%d", b.offset, b.want.Size-1))
 	}
 	resp, err := e.request(b.ctx, http.MethodGet, b.path(), header)
@@ -306,7 +308,8 @@ func (b *Blob) ask(e *endpoint, rest bool) (_ *http.Response, refused bool, err 
 	return resp, true, err
 }
 
-// isWhole tells the answer to a request without a range from a server that sends everything as 206.
+// isWhole reports whether a 206 response to a request without range has the whole blob, as some
+// servers send it.
 func (b *Blob) isWhole(resp *http.Response) bool {
 	if resp.StatusCode != http.StatusPartialContent {
 		return false
@@ -315,8 +318,9 @@ func (b *Blob) isWhole(resp *http.Response) bool {
 	return resp.Header.Get("Content-Range") == "" || err == nil && last == b.want.Size-1
 }
 
-// refusesRange tells an answer that may be about the range: the same request without one may do. A partial answer without the right
-// Content-Range is one: caches and proxies that strip that header, or send it all as 206.
+// refusesRange reports whether a response may be due to the range, so that a request without one
+// may succeed. That includes partial responses without the right Content-Range: some caches and
+// proxies strip that header or send everything as 206.
 func (b *Blob) refusesRange(resp *http.Response) bool {
 	switch status := resp.StatusCode; status {
 	case http.StatusUnauthorized, http.StatusRequestTimeout, http.StatusTooManyRequests:
@@ -331,7 +335,7 @@ func (b *Blob) refusesRange(resp *http.Response) bool {
 	}
 }
 
-// noteRanges notes what an answer, with the whole blob or the rest, tells of whether its host has ranges.
+// noteRanges records whether the host of a response supports ranges.
 func (b *Blob) noteRanges(resp *http.Response, whole bool) {
 	accepts := resp.Header.Get("Accept-Ranges")
 	switch ignored := b.offset > 0 && whole; {
@@ -342,10 +346,10 @@ func (b *Blob) noteRanges(resp *http.Response, whole bool) {
 	}
 }
 
-// path is the blob's below the repository.
+// path returns the blob's path below the repository.
 func (b *Blob) path() string { return "blobs/" + b.want.Digest.String() }
 
-// skip checks an answer with the whole blob and reads over what we have already.
+// skip checks a response with the whole blob and reads past the current offset.
 func (b *Blob) skip(resp *http.Response) error {
 	if resp.ContentLength >= 0 && resp.ContentLength != b.want.Size {
 		return corrupt("size is %d bytes, not %d", resp.ContentLength, b.want.Size)
@@ -356,14 +360,14 @@ func (b *Blob) skip(resp *http.Response) error {
 	return nil
 }
 
-// rangeOf checks that a partial answer begins where it should and belongs to
-// a blob of the right size. It returns where it ends.
+// rangeOf checks that a partial response starts at offset and belongs to a blob of the right size.
+// It returns the last position.
 func rangeOf(resp *http.Response, offset, size int64) (last int64, err error) {
 	var first int64
 	var total string
 	value := resp.Header.Get("Content-Range")
 	n, err := fmt.Sscanf(value, "bytes %d-%d/%s", &first, &last, &total)
-	if n != 3 || err != nil || value != fmt.Sprintf("bytes %d-%d/%s", first, last, total) { // Sscanf takes signs, and what follows
+	if n != 3 || err != nil || value != fmt.Sprintf("bytes %d-%d/%s", first, last, total) { // Sscanf accepts signs and trailing text
 		return 0, errdefs.Internal("partial answer with the Content-Range %q", errdefs.Clip(value))
 	}
 	if first != offset || last < first || last >= size || total != "*" && total != fmt.Sprint(size) {
@@ -372,7 +376,7 @@ func rangeOf(resp *http.Response, offset, size int64) (last int64, err error) {
 	return last, nil
 }
 
-// String names the blob in errors: which, of which image, and how far it got.
+// String names the blob in errors: digest, image and offset.
 func (b *Blob) String() string {
 	return fmt.Sprintf("fetch %s of %s: at byte %d of %d", b.want.Digest, b.repo.ref, b.offset, b.want.Size)
 }

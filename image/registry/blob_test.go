@@ -19,7 +19,6 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/registry/platform"
 	"berth/image/registry/registrytest"
 )
 
@@ -307,7 +306,7 @@ func TestStalledManifest(t *testing.T) {
 	defer close(release)
 	repo := s.open(t, Config{})
 	repo.endpoints[0].stall = soon // once there are headers
-	_, err := repo.Resolve(t.Context(), platform.Default())
+	_, err := repo.Resolve(t.Context(), DefaultPlatform())
 	wantUnavailable(t, err, "fetch manifest", "transfer stalled")
 }
 
@@ -333,7 +332,7 @@ func TestSlowManifest(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer repo.Close()
-	_, err = repo.Resolve(t.Context(), platform.Default())
+	_, err = repo.Resolve(t.Context(), DefaultPlatform())
 	wantUnavailable(t, err, "fetch manifest", "not complete after 100ms")
 }
 

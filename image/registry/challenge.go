@@ -30,7 +30,7 @@ func parseChallenges(h http.Header) []challenge {
 	return all
 }
 
-// parseChallenge reads one challenge and returns what follows it.
+// parseChallenge parses one challenge and returns the rest.
 func parseChallenge(s string) (challenge, string) {
 	scheme, rest := token(skipList(s))
 	c := challenge{Scheme: strings.ToLower(scheme), Params: map[string]string{}}
@@ -38,13 +38,13 @@ func parseChallenge(s string) (challenge, string) {
 		name, after := token(skipList(rest))
 		value, ok := strings.CutPrefix(strings.TrimLeft(after, " \t"), "=")
 		if name == "" || !ok {
-			return c, rest // the end, or the next challenge's scheme
+			return c, rest // the end, or the scheme of the next challenge
 		}
 		c.Params[strings.ToLower(name)], rest = parseValue(strings.TrimLeft(value, " \t"))
 	}
 }
 
-// parseValue reads a token or a quoted string.
+// parseValue parses a token or a quoted string.
 func parseValue(s string) (value, rest string) {
 	if !strings.HasPrefix(s, `"`) {
 		end := strings.IndexAny(s, " \t,")
@@ -68,7 +68,7 @@ func parseValue(s string) (value, rest string) {
 	return b.String(), ""
 }
 
-// token reads an RFC 7230 token.
+// token parses an RFC 7230 token.
 func token(s string) (tok, rest string) {
 	i := 0
 	for i < len(s) && isTokenByte(s[i]) {

@@ -11,23 +11,23 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Config says how registries are reached.
+// Config configures a Client.
 type Config struct {
 	Dirs         []string      // roots of containerd's certs.d layout; the first with a directory for the host wins
 	DockerConfig string        // docker's config.json; empty: none
 	StallTimeout time.Duration // longest wait for a byte; 0: one minute
 	UserAgent    string        // empty: "berth"
 
-	// Spare, if not nil, gives leave for one more range request to a registry, for a part of a large blob that comes slowly. It
-	// does not wait. A part takes PartSize bytes of memory until giveBack is called.
+	// Spare, if not nil, grants one more range request to a registry for a part of a large, slow
+	// blob. It does not wait. A part takes PartSize bytes of memory until giveBack is called.
 	Spare func(registry string) (giveBack func(), ok bool)
 }
 
-// DefaultStallTimeout is the StallTimeout where none is configured.
+// DefaultStallTimeout is the default of Config.StallTimeout.
 const DefaultStallTimeout = time.Minute
 
-// Client opens repositories. It holds no connections and no state; it is safe for
-// concurrent use.
+// Client opens repositories. It has no connections and no state. Its methods may be called
+// concurrently.
 type Client struct {
 	dirs         []string
 	dockerConfig string
@@ -38,17 +38,17 @@ type Client struct {
 	parts        partsConfig
 }
 
-// partsConfig says how large blobs are divided.
+// partsConfig configures the range requests for large blobs.
 type partsConfig struct {
 	spare  func(registry string) (giveBack func(), ok bool)
 	size   int64         // PartSize, smaller in tests
 	watch  time.Duration // watchTime, shorter in tests
 	trial  time.Duration // trialTime, longer in tests
-	enough float64       // fastEnough, others in tests
+	enough float64       // fastEnough, other values in tests
 }
 
-// NewClient returns a client for a configuration. Host directories and
-// credentials are read when a repository is opened, so that changes need no restart.
+// NewClient returns a client. It reads host directories and credentials each time a repository is
+// opened, so changes need no restart.
 func NewClient(cfg Config) *Client {
 	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
 		parts: partsConfig{cfg.Spare, PartSize, watchTime, trialTime, fastEnough}}
@@ -61,8 +61,8 @@ func NewClient(cfg Config) *Client {
 	return c
 }
 
-// Repository is the source of one image: the hosts that may have it, and what has
-// been negotiated with them. Safe for concurrent use.
+// Repository is the source of one image: the hosts that may serve it, and the authentication state
+// of each. Its methods may be called concurrently.
 type Repository struct {
 	ref       Reference
 	endpoints []*endpoint
@@ -73,8 +73,8 @@ type Repository struct {
 	served []string
 }
 
-// Open prepares to fetch the image that ref names, with the credentials given for
-// it (zero: none). Nothing is sent yet. The caller closes the repository.
+// Open prepares to fetch the image that ref names with the given credentials (zero: none). It sends
+// nothing. The caller closes the repository.
 func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 	places, err := loadHosts(c.dirs, ref.Domain)
 	if err != nil {
@@ -91,7 +91,7 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 	return r, nil
 }
 
-// Close closes idle connections. Transfers under way go on.
+// Close closes idle connections. Current transfers continue.
 func (r *Repository) Close() {
 	for _, e := range r.endpoints {
 		e.wires.closeIdle()
@@ -117,8 +117,8 @@ func (r *Repository) noteServed(e *endpoint) {
 // Reference returns the reference the repository was opened for.
 func (r *Repository) Reference() Reference { return r.ref }
 
-// lookupFor returns a function that finds the credentials for a host: those given
-// for the pull if they are meant for it, else docker's.
+// lookupFor returns the function that finds the credentials for a host: those of the pull if they
+// are meant for it, else docker's.
 func (c *Client) lookupFor(given Credentials, h hostConfig, ref Reference) func(context.Context) (Credentials, error) {
 	return func(ctx context.Context) (Credentials, error) {
 		if given.belongTo(h.Host, h.Home, ref.Domain) {
@@ -133,14 +133,13 @@ func (c *Client) lookupFor(given Credentials, h hostConfig, ref Reference) func(
 }
 
 const (
-	maxRounds  = 3                      // times all hosts are asked for a manifest
+	maxRounds  = 3                      // rounds over all hosts for a manifest
 	firstDelay = 200 * time.Millisecond // before the second round, then doubled
-	maxDelay   = 10 * time.Second       // also the most of a Retry-After that is waited
+	maxDelay   = 10 * time.Second       // also the upper limit of a Retry-After
 )
 
-// askAll calls ask for the hosts with the given capabilities, in order, until one
-// has an answer. If the last one failed in a way that may pass, all are asked
-// again after a pause, maxRounds times at most.
+// askAll calls ask for the hosts with the given capabilities, in order, until one succeeds. After a
+// temporary failure of the last host it starts again after a pause, maxRounds times at most.
 func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endpoint) error) error {
 	for round := 1; ; round++ {
 		err := r.askOnce(ctx, caps, 0, ask)
@@ -154,12 +153,11 @@ func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endp
 	}
 }
 
-// askOnce asks each host once, beginning with number first. The error of the last
-// one is what counts and carries the code; the others are named in front of it.
+// askOnce calls ask once for each host, starting with number first. The error of the last host
+// decides the code; the text names the others before it.
 //
-// A host that could not be reached before is not asked again for this image,
-// unless it is the last that is left: a mirror that is down would take its dial
-// timeout of each manifest and layer anew.
+// A host that could not be reached before is skipped for this image, unless it is the only one
+// left. Otherwise a mirror that is down would cost its dial timeout for each manifest and layer.
 func (r *Repository) askOnce(ctx context.Context, caps capability, first int, ask func(*endpoint) error) error {
 	var failed []error
 	places := r.hosts(caps, first)
@@ -186,7 +184,7 @@ func (r *Repository) askOnce(ctx context.Context, caps capability, first int, as
 	return err
 }
 
-// hosts returns the hosts with the given capabilities, beginning with number first.
+// hosts returns the hosts with the given capabilities, starting with number first.
 func (r *Repository) hosts(caps capability, first int) []*endpoint {
 	var list []*endpoint
 	n := len(r.endpoints)
@@ -203,7 +201,7 @@ func (r *Repository) delay(failures int, wanted time.Duration) time.Duration {
 	return min(max(r.pause<<min(failures-1, 10), wanted), maxDelay)
 }
 
-// sleep waits, but not longer than ctx.
+// sleep waits for a duration or until ctx is done.
 func sleep(ctx context.Context, d time.Duration) error {
 	t := time.NewTimer(d)
 	defer t.Stop()

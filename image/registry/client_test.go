@@ -25,7 +25,6 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/registry/platform"
 	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
 )
@@ -67,7 +66,7 @@ func open(t *testing.T, cfg Config, ref string, cred Credentials) *Repository {
 // resolve opens and resolves.
 func resolve(t *testing.T, cfg Config, ref string, cred Credentials) (*Image, error) {
 	t.Helper()
-	return open(t, cfg, ref, cred).Resolve(t.Context(), platform.Default())
+	return open(t, cfg, ref, cred).Resolve(t.Context(), DefaultPlatform())
 }
 
 // readBlob reads the first layer of an image.
@@ -127,7 +126,7 @@ func TestResolveAndRead(t *testing.T) {
 				if d := repo.Digest(t.Context()); d != top.Digest {
 					t.Errorf("%s: Digest is %s, want %s", ref, d, top.Digest)
 				}
-				img, err := repo.Resolve(t.Context(), platform.Default())
+				img, err := repo.Resolve(t.Context(), DefaultPlatform())
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -298,7 +297,7 @@ func TestSlowErrorText(t *testing.T) {
 	}
 	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	repo.endpoints[0].stall = soon // once there are headers
-	_, err := repo.Resolve(t.Context(), platform.Default())
+	_, err := repo.Resolve(t.Context(), DefaultPlatform())
 	wantCode(t, err, codes.NotFound)
 }
 
@@ -327,7 +326,7 @@ server = %q
 	cfg := Config{Dirs: []string{tree}}
 	pull := func() ([]byte, error) {
 		repo := open(t, cfg, "app:v1", Credentials{})
-		img, err := repo.Resolve(t.Context(), platform.Default())
+		img, err := repo.Resolve(t.Context(), DefaultPlatform())
 		if err != nil {
 			return nil, err
 		}
@@ -396,7 +395,7 @@ func TestMirrorThatIsDownIsAskedOnce(t *testing.T) {
 	defer func() { _ = mirror.Close(); <-served }()
 	tree := hostsDir(t, "docker.io", fmt.Sprintf("server = %q\n[host.%q]\n", server.URL, "http://"+mirror.Addr().String()))
 	repo := open(t, Config{Dirs: []string{tree}}, "app:v1", Credentials{})
-	img, err := repo.Resolve(t.Context(), platform.Default())
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -407,7 +406,7 @@ func TestMirrorThatIsDownIsAskedOnce(t *testing.T) {
 		t.Errorf("the mirror was asked %d times", n)
 	}
 	server.Before = func(w http.ResponseWriter, _ *http.Request) bool { w.WriteHeader(http.StatusNotFound); return true }
-	_, err = repo.Resolve(t.Context(), platform.Default())
+	_, err = repo.Resolve(t.Context(), DefaultPlatform())
 	wantCode(t, err, codes.NotFound, mirror.Addr().String(), "malformed HTTP", server.Host())
 }
 
@@ -419,7 +418,7 @@ func TestCapabilities(t *testing.T) {
 	}
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]\ncapabilities = [\"pull\"]", server.URL, mirror.URL))
 	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
-	img, err := repo.Resolve(t.Context(), platform.Default())
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -608,7 +607,7 @@ func TestAuthentication(t *testing.T) {
 			c.auth.protect(reg)
 			c.cred.ServerAddress = strings.Replace(c.cred.ServerAddress, "SELF", reg.Host(), 1)
 			repo := open(t, Config{}, reg.Host()+"/app:v1", c.cred)
-			img, err := repo.Resolve(t.Context(), platform.Default())
+			img, err := repo.Resolve(t.Context(), DefaultPlatform())
 			wantCode(t, err, c.code)
 			if err != nil {
 				for _, secret := range []string{"hunter2", "hunter3"} {
@@ -640,7 +639,7 @@ func TestExpiredTokenIsRenewed(t *testing.T) {
 	a := &auth{user: "u", password: "p"}
 	a.protect(reg)
 	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{Username: "u", Password: "p"})
-	img, err := repo.Resolve(t.Context(), platform.Default())
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -754,7 +753,7 @@ func TestRedirectGetsNoCredentials(t *testing.T) {
 	})
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[header]\nX-Secret = \"s\"\nCookie = \"c\"", reg.URL))
 	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
-	img, err := repo.Resolve(t.Context(), platform.Default())
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,21 +10,20 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Credentials is one way to prove who we are to one registry host. The zero
-// value means anonymous.
+// Credentials authenticate to one registry host. The zero value is anonymous.
 type Credentials struct {
 	Username      string
 	Password      Secret
 	IdentityToken Secret // OAuth2 refresh token, exchanged at the token server
 	RegistryToken Secret // bearer token, sent to the registry as it is
-	ServerAddress string // host it is meant for; empty: the registry of the image
+	ServerAddress string // the host they are for; empty: the registry of the image
 }
 
-// identityUser is the user name by which Docker marks a password as an identity token.
+// identityUser is the user name that marks a password as an identity token in Docker's files.
 const identityUser = "<token>"
 
-// FromCRI converts the credentials of a PullImage call; nil is anonymous. Errors
-// have codes.InvalidArgument and do not show what could not be decoded.
+// FromCRI converts the credentials of a PullImage call; nil is anonymous. Errors have
+// codes.InvalidArgument and do not quote the credentials.
 func FromCRI(a *runtimeapi.AuthConfig) (Credentials, error) {
 	c := Credentials{
 		Username:      a.GetUsername(),
@@ -59,7 +58,7 @@ func decodeAuth(auth string) (string, Secret, error) {
 	return user, Secret(strings.Trim(password, "\x00")), nil
 }
 
-// normalize moves an identity token that came as a password to its field.
+// normalize moves an identity token from the password to its field.
 func (c Credentials) normalize() Credentials {
 	if c.Username == identityUser && c.IdentityToken == "" {
 		c.IdentityToken, c.Username, c.Password = c.Password, "", ""
@@ -67,7 +66,7 @@ func (c Credentials) normalize() Credentials {
 	return c
 }
 
-// isAnonymous reports whether there is nothing to prove anything with.
+// isAnonymous reports whether there are no credentials.
 func (c Credentials) isAnonymous() bool {
 	return c.Username == "" && c.IdentityToken == "" && c.RegistryToken == ""
 }
@@ -75,7 +74,7 @@ func (c Credentials) isAnonymous() bool {
 // hasPassword reports whether the credentials can be used for HTTP basic authentication.
 func (c Credentials) hasPassword() bool { return c.Username != "" && c.Password != "" }
 
-// authenticator returns the credentials in the form go-containerregistry exchanges for a token.
+// authenticator converts the credentials for go-containerregistry's token exchange.
 func (c Credentials) authenticator() authn.Authenticator {
 	if c.isAnonymous() {
 		return authn.Anonymous
@@ -87,10 +86,9 @@ func (c Credentials) authenticator() authn.Authenticator {
 	})
 }
 
-// belongTo reports whether credentials given for an image may be sent to a host.
-// Without a server address they are for the image's registry, that is for hosts
-// marked as its home. With one they are for that host, and for the image's
-// registry if that is the host.
+// belongTo reports whether credentials of a pull may be sent to a host. Without a server address
+// they are for the image's registry, that is for hosts marked as its home. With one they are for
+// that host, and for the image's registry if that is the host.
 func (c Credentials) belongTo(host string, home bool, domain string) bool {
 	if c.isAnonymous() {
 		return false

@@ -16,10 +16,10 @@ import (
 	"berth/internal/errdefs"
 )
 
-// helperTimeout bounds a credential helper's run.
+// helperTimeout limits the run of a credential helper.
 const helperTimeout = 30 * time.Second
 
-// dockerConfig is the part of docker's config.json that holds credentials.
+// dockerConfig is the part of docker's config.json with credentials.
 type dockerConfig struct {
 	Auths       map[string]dockerAuth `json:"auths"`
 	CredHelpers map[string]string     `json:"credHelpers"` // host → helper
@@ -34,7 +34,7 @@ type dockerAuth struct {
 	RegistryToken string `json:"registrytoken"`
 }
 
-// loadDockerConfig reads a config.json; a file that does not exist is an empty one.
+// loadDockerConfig reads a config.json. A missing file is empty.
 func loadDockerConfig(path string) (dockerConfig, error) {
 	var c dockerConfig
 	if path == "" {
@@ -53,8 +53,8 @@ func loadDockerConfig(path string) (dockerConfig, error) {
 	return c, nil
 }
 
-// lookup returns the credentials for a host: from its helper, else from the file,
-// else from the store for all hosts. None is no error.
+// lookup returns the credentials for a host: from the host's helper, else from the file, else from
+// the credentials store. No credentials is no error.
 func (c dockerConfig) lookup(ctx context.Context, host string) (Credentials, error) {
 	want := canonicalHost(host)
 	if key, ok := findHost(c.CredHelpers, want); ok {
@@ -69,9 +69,8 @@ func (c dockerConfig) lookup(ctx context.Context, host string) (Credentials, err
 	return Credentials{}, nil
 }
 
-// findHost returns the key of m that stands for a host, the plainest if there are
-// several. Keys with a path mean a part of a registry, except for the API
-// versions that `docker login` appends.
+// findHost returns the key of m for a host, the shortest if there are several. Keys with a path are
+// for a part of a registry, except for the API versions that `docker login` appends.
 func findHost[V comparable](m map[string]V, want string) (string, bool) {
 	var empty V
 	best, found := "", false
@@ -95,7 +94,7 @@ func wholeHost(key string) bool {
 	return path == "" || path == "v1" || path == "v2"
 }
 
-// storeKey returns the name under which `docker login` stores a host's credentials.
+// storeKey returns the key that `docker login` uses for a host's credentials.
 func storeKey(host string) string {
 	if host == dockerHub {
 		return "https://index.docker.io/v1/"
@@ -122,11 +121,11 @@ func (a dockerAuth) credentials() (Credentials, error) {
 	return c.normalize(), nil
 }
 
-// maxHelperOutput bounds what is kept of a helper's answer, in bytes.
+// maxHelperOutput limits the output of a helper, in bytes.
 const maxHelperOutput = 64 << 10
 
-// runHelper asks docker-credential-<name> by the credential helper protocol. The
-// helper's own output is not quoted in errors.
+// runHelper runs docker-credential-<name> with the credential helper protocol. Errors do not quote
+// its output.
 func runHelper(ctx context.Context, name, server string) (Credentials, error) {
 	if name == "" || strings.ContainsAny(name, "/\\") {
 		return Credentials{}, errdefs.FailedPrecondition("credential helper %q: not a helper's name", errdefs.Clip(name))
@@ -134,7 +133,7 @@ func runHelper(ctx context.Context, name, server string) (Credentials, error) {
 	ctx, cancel := context.WithTimeout(ctx, helperTimeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "docker-credential-"+name, "get")
-	cmd.WaitDelay = time.Second // a grandchild may keep the pipe of standard input
+	cmd.WaitDelay = time.Second // a grandchild may keep standard input open
 	cmd.Stdin = strings.NewReader(server)
 	out, err := capture.New(maxHelperOutput)
 	if err != nil {

@@ -12,11 +12,11 @@ import (
 	"time"
 )
 
-// endpoint is one host of a registry, ready to be asked for one repository.
+// endpoint is one host of a registry, prepared for one repository.
 type endpoint struct {
 	caps     capability
 	base     url.URL // API root and repository: https://host/v2/library/busybox
-	ns       string  // registry this host is a proxy for; "" if it is the registry
+	ns       string  // the registry that this host mirrors; "" if it is the registry
 	agent    string
 	stall    time.Duration
 	document time.Duration // documentTime
@@ -24,11 +24,10 @@ type endpoint struct {
 	wires    *connections
 	origin   *originOnly
 	auth     *authorizer
-	failure  atomic.Pointer[UnavailableError] // why it could not be reached
+	failure  atomic.Pointer[UnavailableError] // the last failure to reach the host
 }
 
-// newEndpoint prepares host h for the repository of ref. lookup finds credentials
-// for it when it asks for some.
+// newEndpoint prepares host h for the repository of ref. given are the credentials of the pull.
 func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*endpoint, error) {
 	wires, err := newConnections(&h, c.stall)
 	if err != nil {
@@ -76,8 +75,7 @@ func (e *endpoint) String() string {
 	return e.base.Scheme + "://" + e.base.Host
 }
 
-// down returns why the host could not be reached when it was last asked, nil if it
-// was not or there was an answer.
+// down returns why the last request could not reach the host, or nil.
 func (e *endpoint) down() error {
 	if u := e.failure.Load(); u != nil {
 		return u
@@ -85,7 +83,7 @@ func (e *endpoint) down() error {
 	return nil
 }
 
-// noteDown remembers an error that says that the host cannot be reached.
+// noteDown records an error if it says that the host cannot be reached.
 func (e *endpoint) noteDown(err error) {
 	var u *UnavailableError
 	if errors.As(err, &u) && !u.temporary {
@@ -93,12 +91,12 @@ func (e *endpoint) noteDown(err error) {
 	}
 }
 
-// maxAuthRounds is how often one request may be answered with 401: without
-// authentication, and with a token that has expired or lacks the scope.
+// maxAuthRounds limits the 401 responses to one request: without authentication, and with a token
+// that has expired or lacks the scope.
 const maxAuthRounds = 3
 
-// request sends a request below the repository ("manifests/latest"), authenticating as
-// asked. It returns the response whatever its status; the body must be closed.
+// request sends a request below the repository ("manifests/latest") and authenticates as requested.
+// It returns the response whatever its status; the caller closes the body.
 func (e *endpoint) request(ctx context.Context, method, suffix string, header http.Header) (*http.Response, error) {
 	for round := 1; ; round++ {
 		_, generation := e.auth.current()
@@ -117,8 +115,8 @@ func (e *endpoint) request(ctx context.Context, method, suffix string, header ht
 	}
 }
 
-// send sends a request once. The transfer is cancelled when no byte arrives for
-// the stall timeout while the body is being read.
+// send sends a request once. It cancels the transfer if no byte arrives for the stall timeout while
+// the caller reads the body.
 func (e *endpoint) send(ctx context.Context, method, suffix string, header http.Header) (*http.Response, error) {
 	u := e.base
 	u.Path += "/" + suffix
@@ -148,40 +146,39 @@ func (e *endpoint) send(ctx context.Context, method, suffix string, header http.
 	return resp, nil
 }
 
-// isOwn reports whether a response came from this host and not from one that it
-// redirected to.
+// isOwn reports whether a response came from this host and not from a redirect's target.
 func (e *endpoint) isOwn(resp *http.Response) bool { return e.origin.owns(resp.Request.URL) }
 
-// statusError reads a response that is no success and closes it.
+// statusError converts an unsuccessful response to an error and closes it.
 func (e *endpoint) statusError(resp *http.Response) error {
 	err := statusError(resp, e.isOwn(resp))
 	drain(resp.Body)
 	return err
 }
 
-// drain reads a little of what is left, so that the connection can be used again,
-// and closes. Nothing of it is needed: errors do not matter.
+// drain reads a little of the rest, so that the connection can be used again, and closes the body.
+// Its errors do not matter.
 func drain(body io.ReadCloser) {
 	_, _ = io.CopyN(io.Discard, body, 64<<10)
 	_ = body.Close()
 }
 
-// slowest is the rate, in bytes a second, below which a transfer counts as stalled: a
-// registry that sends a byte now and then would keep a pull going for ever. The eight transfers of a
-// pull together have that on a line of half a megabit: parts are fetched beside them only where there is far more, see fastEnough.
+// slowest is the rate, in bytes a second, below which a transfer counts as stalled. Otherwise a
+// registry could keep a pull alive with a byte now and then. The eight transfers of a pull reach it
+// on a line of half a megabit. Parts are fetched only at far higher rates, see fastEnough.
 const slowest = 8 << 10
 
-// guardedBody is a response body that fails with errStalled when a Read waits
-// longer than the timeout for its first byte, or Reads that have waited as long
-// together have got less than slowest. The time between Reads does not count: it is the reader's.
+// guardedBody is a response body that fails with errStalled if a Read waits for its first byte
+// longer than the timeout, or if Reads that waited as long together got less than slowest. Time
+// between Reads does not count.
 type guardedBody struct {
 	body    io.ReadCloser
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	timer   *time.Timer
-	whole   *time.Timer // nil: there is no end to reading while bytes come
+	whole   *time.Timer // nil: no limit for the whole body
 	timeout time.Duration
-	waited  time.Duration // in Reads, since got was last zero
+	waited  time.Duration // time in Reads since got was last zero
 	got     int
 }
 
@@ -206,7 +203,7 @@ func (g *guardedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// crawls accounts for a Read that got n bytes, and reports whether they come too slowly.
+// crawls records a Read of n bytes and reports whether they come too slowly.
 func (g *guardedBody) crawls(n int, took time.Duration) bool {
 	g.got += n
 	if g.waited += took; g.waited < g.timeout {
@@ -217,8 +214,7 @@ func (g *guardedBody) crawls(n int, took time.Duration) bool {
 	return slow
 }
 
-// hurry lets the whole body take no longer than the timeout: an error's text is
-// not worth waiting for however slowly it comes.
+// hurry limits the whole body to the timeout. An error's text is not worth a longer wait.
 func (g *guardedBody) hurry() {
 	g.whole = time.AfterFunc(g.timeout, func() { g.cancel(errStalled) })
 }

@@ -19,18 +19,17 @@ import (
 	"berth/internal/errdefs"
 )
 
-// UnavailableError says that a registry could not be reached or answered that it
-// is failing or overloaded.
+// UnavailableError says that a registry could not be reached, or that it is failing or overloaded.
 type UnavailableError struct {
 	Err       error
-	temporary bool          // trying again soon may help
-	after     time.Duration // the registry's Retry-After, 0 if it gave none
+	temporary bool          // an early retry may succeed
+	after     time.Duration // the registry's Retry-After, or 0
 }
 
 func (e *UnavailableError) Error() string { return e.Err.Error() }
 func (e *UnavailableError) Unwrap() error { return e.Err }
 
-// errStalled is the cause with which a transfer without bytes is cancelled.
+// errStalled is the cancellation cause of a stalled transfer.
 var errStalled = errors.New("transfer stalled")
 
 // corrupt returns an error for content that fails its checks.
@@ -38,9 +37,9 @@ func corrupt(format string, args ...any) error {
 	return errdefs.New(codes.DataLoss, format, args...)
 }
 
-// requestError turns the error of an HTTP round trip into one of this package's:
-// without the URL, whose query may hold a token, and as an UnavailableError
-// unless it was ctx that ended (a dial that timed out says DeadlineExceeded, too).
+// requestError converts the error of an HTTP round trip. It drops the URL, whose query may contain
+// a token. The result is an UnavailableError unless ctx is done: a dial timeout is DeadlineExceeded
+// as well.
 func requestError(ctx context.Context, err error) error {
 	var u *url.Error
 	if errors.As(err, &u) {
@@ -56,7 +55,7 @@ func requestError(ctx context.Context, err error) error {
 	return &UnavailableError{Err: err, temporary: isTemporary(err)}
 }
 
-// shortened is an error with foreign text in it that is fit to be shown.
+// shortened is an error whose text is shortened and printable.
 type shortened struct {
 	text string
 	err  error
@@ -65,8 +64,8 @@ type shortened struct {
 func (s *shortened) Error() string { return s.text }
 func (s *shortened) Unwrap() error { return s.err }
 
-// short makes an error of net/http's fit to be shown. It may quote what a server sent: a malformed header, or the
-// whole address of a redirect, which may hold a token.
+// short makes an error of net/http displayable. It may quote a server: a malformed header, or the
+// address of a redirect, which may contain a token.
 func short(err error) error {
 	text := err.Error()
 	if strings.Contains(text, "Location header") {
@@ -75,16 +74,16 @@ func short(err error) error {
 	return &shortened{errdefs.Clip(text), err}
 }
 
-// isTemporary reports whether a failed request is worth repeating at once. A
-// timeout, a refused connection, an unknown name or a failed TLS handshake is
-// not: kubelet comes back with a growing delay anyway.
+// isTemporary reports whether to repeat a failed request at once. Timeouts, refused connections,
+// unknown names and failed TLS handshakes are not temporary, because kubelet retries with a growing
+// delay anyway.
 func isTemporary(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET)
 }
 
-// statusError returns the error for a response whose status is not a success.
-// Text from the body is quoted only if the registry itself sent it: a redirect
-// could make the daemon read a page for somebody who may only see its errors.
+// statusError returns the error for an unsuccessful response. It quotes the body only if the
+// registry itself sent it. Otherwise a redirect could show a page that the daemon can read to a
+// user who sees only its errors.
 func statusError(resp *http.Response, own bool) error {
 	text := errdefs.Clip(resp.Status)
 	if own {
@@ -127,7 +126,7 @@ func retryAfter(h http.Header) time.Duration {
 	return time.Duration(min(s, 3600)) * time.Second
 }
 
-// origin returns scheme and host of a URL, the part that is safe to show.
+// origin returns scheme and host of a URL, which are safe to show.
 func origin(raw string) string {
 	u, err := url.Parse(raw)
 	if err != nil {

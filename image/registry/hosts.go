@@ -29,7 +29,7 @@ type capability uint8
 
 const (
 	capPull      capability = 1 << iota // content by digest
-	capResolve                          // a tag's digest: the host is trusted to name it
+	capResolve                          // the digest of a tag
 	capPush                             // parsed, not used
 	capReferrers                        // parsed, not used
 
@@ -40,10 +40,10 @@ var capabilityNames = map[string]capability{
 	"pull": capPull, "resolve": capResolve, "push": capPush, "referrers": capReferrers,
 }
 
-// Host is one place to ask for the images of a registry.
+// hostConfig is one host that serves the images of a registry.
 type hostConfig struct {
 	Scheme string
-	Host   string // with port if one is given; empty: the registry's own
+	Host   string // with port if configured; empty: the registry's own
 	Path   string // API root, "/v2" unless overridden
 	Caps   capability
 
@@ -52,14 +52,14 @@ type hostConfig struct {
 	skipVerify  *bool       // nil: not configured
 	Header      http.Header
 	DialTimeout time.Duration  // 0: default
-	RedirectTo  []netip.Prefix // to which it may send us, however near to this machine they are
+	RedirectTo  []netip.Prefix // redirect_to: always allowed targets of redirects
 
-	Home      bool // stands for the registry itself, not for a mirror of it
+	Home      bool // is the registry itself, not a mirror
 	PlainNext bool // try https, then plain http
 }
 
-// explicitTLS reports whether TLS was configured, which makes an http:// host one
-// that is asked by https first.
+// explicitTLS reports whether TLS is configured. An http:// host with TLS options is tried by https
+// first.
 func (h *hostConfig) explicitTLS() bool {
 	return h.caCerts != nil || h.clientPairs != nil || h.skipVerify != nil
 }
@@ -88,8 +88,8 @@ func loadHosts(dirs []string, domain string) ([]hostConfig, error) {
 	return hosts, nil
 }
 
-// findHostDir returns the configuration directory of a host, "" if there is none,
-// and whether it is the host's own and not the default.
+// findHostDir returns the configuration directory of a host, or "", and whether it is the host's
+// own and not the default.
 func findHostDir(dirs []string, domain string) (dir string, own bool, err error) {
 	for _, root := range dirs {
 		for _, name := range hostDirNames(domain) {
@@ -108,8 +108,8 @@ func findHostDir(dirs []string, domain string) (dir string, own bool, err error)
 
 const defaultHostDir = "_default"
 
-// hostDirNames returns the directory names of a host in containerd's order: with
-// a port "host_port_" comes first, for file systems that have no colon.
+// hostDirNames returns the directory names of a host in containerd's order. For a host with a port,
+// "host_port_" comes first, for filesystems without colons in names.
 func hostDirNames(domain string) []string {
 	names := []string{domain, defaultHostDir}
 	if i := strings.LastIndex(domain, ":"); i > 0 {
@@ -118,8 +118,8 @@ func hostDirNames(domain string) []string {
 	return names
 }
 
-// loadHostDir reads hosts.toml, or Docker's certificate files where there is none.
-// The last host returned is the server.
+// loadHostDir reads hosts.toml, or Docker's certificate files if there is none. The last host is
+// the server.
 func loadHostDir(dir string) ([]hostConfig, error) {
 	file := filepath.Join(dir, "hosts.toml")
 	data, err := os.ReadFile(file)
@@ -137,8 +137,8 @@ func loadHostDir(dir string) ([]hostConfig, error) {
 	return hosts, nil
 }
 
-// loadCertFiles reads Docker's layout: *.crt are CA certificates, *.cert client
-// certificates with their key in *.key or in the same file.
+// loadCertFiles reads Docker's layout: *.crt are CA certificates, *.cert are client certificates
+// with the key in *.key or in the same file.
 func loadCertFiles(dir string) (hostConfig, error) {
 	var h hostConfig
 	entries, err := os.ReadDir(dir)
@@ -164,8 +164,8 @@ func loadCertFiles(dir string) (hostConfig, error) {
 	return h, nil
 }
 
-// hostTable is a host's table in hosts.toml, and its top level for the server.
-// Other keys are ignored, as in containerd: the file may be written for a newer one.
+// hostTable is a host's table in hosts.toml, or its top level for the server. Like containerd it
+// ignores other keys, which may be for a newer version.
 type hostTable struct {
 	Capabilities []string       `toml:"capabilities"`
 	CA           any            `toml:"ca"`     // string or list
@@ -177,8 +177,8 @@ type hostTable struct {
 	RedirectTo   any            `toml:"redirect_to"` // berth's own: an address or network, or a list
 }
 
-// parseHosts parses a hosts.toml found in dir: the host tables in the order of
-// the file, then the server.
+// parseHosts parses a hosts.toml in dir. It returns the host tables in the order of the file, then
+// the server.
 func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 	var doc struct {
 		hostTable
@@ -189,7 +189,7 @@ func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 		return nil, err
 	}
 	var hosts []hostConfig
-	for i, name := range hostOrder(data, doc.Hosts) { // errors count them: a URL may hold a password
+	for i, name := range hostOrder(data, doc.Hosts) { // errors number the tables: a URL may contain a password
 		if name == "" {
 			return nil, errors.New("a host table without a name")
 		}
@@ -206,9 +206,8 @@ func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 	return append(hosts, server), nil
 }
 
-// hostOrder returns the names of the host tables as they appear in the file,
-// which is the order they are tried in; a TOML decoder into a map loses it.
-// Names that are not in table headers (inline tables) follow, sorted.
+// hostOrder returns the names of the host tables in the order of the file, which is the order of
+// attempts. Decoding TOML into a map loses it. Names of inline tables follow, sorted.
 func hostOrder(data []byte, tables map[string]hostTable) []string {
 	var order []string
 	seen := map[string]bool{}
@@ -244,7 +243,7 @@ func hostOrder(data []byte, tables map[string]hostTable) []string {
 	return order
 }
 
-// parseHost converts one table. An empty name leaves scheme, host and path open.
+// parseHost converts one table. An empty name leaves scheme, host and path empty.
 func parseHost(name, dir string, t hostTable) (hostConfig, error) {
 	h := hostConfig{skipVerify: t.SkipVerify}
 	var err error
@@ -279,15 +278,15 @@ func parseHost(name, dir string, t hostTable) (hostConfig, error) {
 	return h, nil
 }
 
-// setURL takes scheme, host and API root from a host's URL. The root is /v2 below
-// the URL's path unless the path ends in it or override says it is the root.
+// setURL sets scheme, host and API root from a host's URL. The root is /v2 below the URL's path,
+// unless the path ends in /v2 or override is set.
 func (h *hostConfig) setURL(raw string, override bool) error {
 	if !strings.Contains(raw, "://") {
 		raw = "https://" + raw
 	}
 	u, err := url.Parse(raw)
 	if err != nil {
-		return errors.New("is not a URL") // the parser's text would show a password
+		return errors.New("is not a URL") // the parser's text would quote a password
 	}
 	if u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
 		return errors.New("is not an http or https URL with a host")
@@ -399,7 +398,7 @@ func parseHeader(m map[string]any) (http.Header, error) {
 			return nil, fmt.Errorf("header %q: not a header's name", errdefs.Clip(name))
 		}
 		for _, value := range values {
-			if !httpguts.ValidHeaderFieldValue(value) { // which may be a secret
+			if !httpguts.ValidHeaderFieldValue(value) { // not quoted: it may be a secret
 				return nil, fmt.Errorf("header %s: a value has characters that cannot be sent", errdefs.Clip(name))
 			}
 			h.Add(name, value)
@@ -408,8 +407,8 @@ func parseHeader(m map[string]any) (http.Header, error) {
 	return h, nil
 }
 
-// absolute resolves a file name against the directory of its hosts.toml. Empty
-// stays empty: a pair without a key file.
+// absolute resolves a file name relative to the directory of its hosts.toml. An empty name stays
+// empty: a pair without a key file.
 func absolute(dir, name string) string {
 	if name == "" || filepath.IsAbs(name) {
 		return name
@@ -417,9 +416,9 @@ func absolute(dir, name string) string {
 	return filepath.Join(dir, name)
 }
 
-// setDefault fills in the registry's own place. On loopback the scheme depends on
-// the port, as in containerd: none or 443 means https, 80 http, and any other
-// https first, without verification, then http.
+// setDefault sets the registry's own address. On loopback the scheme depends on the port, as in
+// containerd: https without port or with 443, http with 80, otherwise https without verification,
+// then http.
 func (h *hostConfig) setDefault(domain string) {
 	h.Scheme, h.Host, h.Path, h.Caps = "https", apiHost(domain), "/v2", allCapabilities
 	if !isLoopback(domain) {
@@ -435,8 +434,8 @@ func (h *hostConfig) setDefault(domain string) {
 	}
 }
 
-// apiHost returns where a registry is asked. Docker Hub's name is that of a web
-// site; many a hosts.toml has it as its server all the same.
+// apiHost returns the host of the registry's API. Docker Hub's name is that of its web site, but
+// many hosts.toml files have it as server.
 func apiHost(host string) string {
 	if host == dockerHub {
 		return "registry-1.docker.io"
@@ -444,8 +443,8 @@ func apiHost(host string) string {
 	return host
 }
 
-// settle decides what depends on the whole: an http host with TLS options is
-// asked by https first, and a host that is the registry by name is its home.
+// settle decides what depends on several options: an http host with TLS options is tried by https
+// first, and a host with the registry's name is its home.
 func (h *hostConfig) settle(domain string) {
 	if h.Scheme == "http" && h.explicitTLS() && portOf(h.Host) != "80" {
 		h.Scheme, h.PlainNext = "https", true
@@ -455,7 +454,7 @@ func (h *hostConfig) settle(domain string) {
 	}
 }
 
-// Port is the port of a host that names one, else "".
+// portOf returns the port of a host, or "".
 func portOf(host string) string {
 	_, port, err := net.SplitHostPort(host)
 	if err != nil {
@@ -475,8 +474,8 @@ func isLoopback(domain string) bool {
 // dockerHub is the name of Docker Hub in references.
 const dockerHub = "docker.io"
 
-// Canonical reduces a server address, as found in credentials, to a host for
-// comparison: no scheme and path, lower case, one name for Docker Hub.
+// canonicalHost reduces a server address, as found in credentials, to a comparable host: without
+// scheme and path, in lower case, with one name for Docker Hub.
 func canonicalHost(address string) string {
 	if _, rest, ok := strings.Cut(address, "://"); ok {
 		address = rest
@@ -490,9 +489,10 @@ func canonicalHost(address string) string {
 	return host
 }
 
-// TLS reads the certificate files of a host. own is for the host itself, on any port. others is for where the host sends
-// its clients on to, token servers and redirects: they are always verified, by the host's CA certificates too, for they
-// are often of one house, and are shown no client certificate.
+// tlsConfigs reads the certificate files of a host. own is for the host itself, on any port. others
+// is for token servers and targets of redirects. It always verifies them, also with the host's CA
+// certificates, because they often belong to the same operator. It shows them no client
+// certificate.
 func (h *hostConfig) tlsConfigs() (own, others *tls.Config, err error) {
 	others = &tls.Config{MinVersion: tls.VersionTLS12}
 	if h.caCerts != nil {

@@ -12,16 +12,16 @@ import (
 	"berth/internal/errdefs"
 )
 
-// What is accepted from a registry, so that its bytes can't exhaust the node.
+// Limits for documents of a registry, so that they cannot exhaust the node.
 const (
 	MaxManifestSize = 8 << 20 // bytes of a manifest or index
 	MaxConfigSize   = 2 << 20 // bytes of an image configuration, which stays in memory
-	MaxValues       = 1 << 18 // JSON values in one of these: an empty descriptor is 2 bytes here, 120 in memory
+	MaxValues       = 1 << 18 // JSON values in a document: an empty descriptor takes 2 bytes here and 120 in memory
 	MaxIndexDepth   = 3       // indexes between a reference and its manifest
 	MaxLayers       = 500     // overlayfs mounts no more (OVL_MAX_STACK in fs/overlayfs)
 )
 
-// Media types of Docker's formats; those of OCI are in the image spec's package.
+// Media types of Docker's formats. Those of OCI are in the image-spec package.
 const (
 	mediaTypeDockerManifest = "application/vnd.docker.distribution.manifest.v2+json"
 	mediaTypeDockerList     = "application/vnd.docker.distribution.manifest.list.v2+json"
@@ -43,10 +43,9 @@ type document struct {
 	manifest ocispec.Manifest     // of a manifest
 }
 
-// parseDocument parses a manifest or index. contentType is what the registry
-// called it. What the document is follows from its content, and its media type
-// and the registry's must agree: a document that is both would be two images
-// (CVE-2021-41190).
+// parseDocument parses a manifest or index. contentType is the registry's Content-Type. The content
+// decides what the document is; its media type and the registry's must agree. A document that is
+// both a manifest and an index would be two images (CVE-2021-41190).
 func parseDocument(data []byte, contentType string) (document, error) {
 	var raw struct {
 		SchemaVersion int                  `json:"schemaVersion"`
@@ -87,8 +86,8 @@ func parseDocument(data []byte, contentType string) (document, error) {
 	return document{manifest: m}, checkManifest(m)
 }
 
-// checkValues refuses JSON with more than MaxValues values, before they are
-// decoded. In a string nothing counts.
+// checkValues rejects JSON with more than MaxValues values before it is decoded. The content of
+// strings does not count.
 func checkValues(data []byte) error {
 	values, inString := 0, false
 	for i := 0; i < len(data); i++ {
@@ -107,11 +106,11 @@ func checkValues(data []byte) error {
 	return nil
 }
 
-// checkManifest refuses what is no container image and what exceeds the limits.
+// checkManifest rejects manifests of other artifacts and those that exceed the limits.
 func checkManifest(m ocispec.Manifest) error {
 	switch m.Config.MediaType {
 	case ocispec.MediaTypeImageConfig, mediaTypeDockerConfig, "":
-	case "application/octet-stream": // written by Docker 1.10
+	case "application/octet-stream": // from Docker 1.10
 	default:
 		return errdefs.FailedPrecondition("not a container image but an artifact with a config of type %q", errdefs.Clip(m.Config.MediaType))
 	}
@@ -146,8 +145,8 @@ func checkDescriptor(d ocispec.Descriptor, limit int64) error {
 	return nil
 }
 
-// parseConfig parses an image configuration and returns it with the layers of the
-// manifest, paired with their uncompressed digests.
+// parseConfig parses an image configuration and pairs the manifest's layers with their uncompressed
+// digests.
 func parseConfig(data []byte, layers []ocispec.Descriptor) (ocispec.Image, []Layer, error) {
 	var c ocispec.Image
 	if err := checkValues(data); err != nil {
@@ -192,8 +191,8 @@ func isManifestType(t string) bool {
 	return t == ocispec.MediaTypeImageManifest || t == mediaTypeDockerManifest
 }
 
-// isLayerType accepts tar layers in any compression (the content tells which) and
-// no other: encrypted layers, Helm charts and attestations are not file systems.
+// isLayerType accepts tar layers in any compression, which the content shows. Encrypted layers,
+// Helm charts and attestations are no filesystems.
 func isLayerType(t string) bool {
 	return (strings.HasPrefix(t, ociLayerPrefix) || strings.HasPrefix(t, dockerLayerPrefix)) && !strings.Contains(t, "encrypted")
 }

@@ -12,7 +12,6 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/registry/platform"
 	"berth/internal/errdefs"
 )
 
@@ -107,7 +106,7 @@ func FuzzParseDocument(f *testing.F) {
 			return
 		}
 		if doc.index != nil {
-			platform.Choose(doc.index, platform.Default())
+			choosePlatform(doc.index, DefaultPlatform())
 			return
 		}
 		for _, d := range append(doc.manifest.Layers, doc.manifest.Config) {

@@ -7,8 +7,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Reference is a normalized image reference: Docker Hub's short names are
-// spelled out and a missing tag is "latest". Exactly one of Tag and Digest is set.
+// Reference is a normalized image reference: short names of Docker Hub are expanded and a missing
+// tag is "latest". Exactly one of Tag and Digest is set.
 type Reference struct {
 	Domain     string // registry host as written, "docker.io" for Docker Hub
 	Repository string // path below the host
@@ -16,9 +16,9 @@ type Reference struct {
 	Digest     digest.Digest
 }
 
-// ParseReference parses a reference as the Docker CLI and containerd do. Where it
-// has both a tag and a digest the digest wins and the tag is dropped: nobody
-// checked that they belong together. Errors have codes.InvalidArgument.
+// ParseReference parses a reference as the Docker CLI and containerd do. If it has both a tag and a
+// digest, it drops the tag, because nothing checks that they belong together. Errors have
+// codes.InvalidArgument.
 func ParseReference(s string) (Reference, error) {
 	named, err := reference.ParseDockerRef(s)
 	if err != nil {
@@ -51,7 +51,7 @@ func (r Reference) String() string {
 // WithDigest returns the reference's name at a digest, as in CRI's repo_digests.
 func (r Reference) WithDigest(d digest.Digest) string { return r.Name() + "@" + d.String() }
 
-// identifier returns what the registry API calls <reference>.
+// identifier returns the <reference> of the registry API.
 func (r Reference) identifier() string {
 	if r.Digest != "" {
 		return r.Digest.String()
@@ -59,8 +59,8 @@ func (r Reference) identifier() string {
 	return r.Tag
 }
 
-// checkDigest reports whether a digest is well-formed and of an algorithm that is
-// fit for verification. It must pass before the digest is used in a URL or path.
+// checkDigest returns an error unless a digest is well-formed and of a supported algorithm. It must
+// pass before the digest is used in a URL or path.
 func checkDigest(d digest.Digest) error {
 	if err := d.Validate(); err != nil {
 		return errdefs.InvalidArgument("digest %q: %w", errdefs.Clip(string(d)), err)

@@ -8,16 +8,16 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/containerd/platforms"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/image/registry/platform"
 	"berth/internal/errdefs"
 )
 
-// Image is a resolved image: everything but the content of its layers.
+// Image is a resolved image without the content of its layers.
 type Image struct {
-	Digest       digest.Digest // what the reference names: an index or a manifest
+	Digest       digest.Digest // of the index or manifest that the reference names
 	ConfigDigest digest.Digest // sha256; the image's ID
 	RawConfig    []byte
 	Config       ocispec.Image
@@ -27,11 +27,11 @@ type Image struct {
 // Layer is a layer of an image.
 type Layer struct {
 	DiffID digest.Digest      // sha256 of the tar
-	Blob   ocispec.Descriptor // the tar as the registry has it, compressed or not
+	Blob   ocispec.Descriptor // as the registry has it, compressed or not
 }
 
-// Digest asks what the reference names, without fetching it (HEAD). It returns ""
-// if no host can tell or lets us see it; only a GET has the reasons.
+// Digest resolves the reference with HEAD requests. It returns "" if no host answers with a digest;
+// only a GET tells the reason.
 func (r *Repository) Digest(ctx context.Context) digest.Digest {
 	caps := capPull
 	if r.ref.Digest == "" {
@@ -60,9 +60,8 @@ func (r *Repository) Digest(ctx context.Context) digest.Digest {
 	return found
 }
 
-// HasBlob asks whether the repository would serve a blob, without fetching it (HEAD). It is false
-// where no host says so, for whatever reason: a GET tells. A host can say so of a blob that it does
-// not have, too.
+// HasBlob asks with HEAD requests whether the repository would serve a blob. It returns false if no
+// host confirms it, for whatever reason. A host could also confirm a blob that it does not have.
 func (r *Repository) HasBlob(ctx context.Context, want ocispec.Descriptor) bool {
 	if checkDescriptor(want, 0) != nil {
 		return false
@@ -80,8 +79,8 @@ func (r *Repository) HasBlob(ctx context.Context, want ocispec.Descriptor) bool 
 	}) == nil
 }
 
-// Resolve fetches the manifest that the reference names and the configuration of
-// the image in it, choosing by platform where it is an index.
+// Resolve fetches the manifest and the configuration of the image that the reference names. From an
+// index it selects the image for a platform.
 func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image, error) {
 	doc, top, err := r.fetchDocument(ctx, r.ref.identifier(), ocispec.Descriptor{Digest: r.ref.Digest})
 	if err != nil {
@@ -93,8 +92,8 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 			return nil, errdefs.FailedPrecondition("more than %d indexes are nested", MaxIndexDepth)
 		}
 		var ok bool
-		if chosen, ok = platform.Choose(doc.index, node); !ok {
-			return nil, errdefs.NotFound("no image for platform %s in the index %s", platform.String(node), top)
+		if chosen, ok = choosePlatform(doc.index, node); !ok {
+			return nil, errdefs.NotFound("no image for platform %s in the index %s", platforms.Format(node), top)
 		}
 		if err := checkDescriptor(chosen, MaxManifestSize); err != nil {
 			return nil, corrupt("index %s: %w", top, err)
@@ -111,28 +110,28 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 	return img, checkConfigPlatform(img.Config, node, chosen.Platform == nil)
 }
 
-// checkConfigPlatform refuses an image of another operating system and, where an
-// index did not say what the image is for, one of another architecture. Whoever
-// names a manifest of another architecture directly may have an emulator for it.
+// checkConfigPlatform rejects an image of another operating system. It rejects one of another
+// architecture if an index did not state its platform (unsaid). If the reference names such a
+// manifest directly, the node may have an emulator.
 func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) error {
-	if c.OS != "" && !platform.SameOS(c.Platform, node) {
-		return errdefs.FailedPrecondition("image is for %s, this node is %s", errdefs.Clip(platform.String(c.Platform)), platform.String(node))
+	if c.OS != "" && platforms.Normalize(c.Platform).OS != platforms.Normalize(node).OS {
+		return errdefs.FailedPrecondition("image is for %s, this node is %s", errdefs.Clip(platforms.Format(c.Platform)), platforms.Format(node))
 	}
-	if !unsaid || platform.Runs(node, c.Platform) {
+	if !unsaid || platforms.Only(node).Match(c.Platform) {
 		return nil
 	}
-	return errdefs.NotFound("no image for platform %s in the index", platform.String(node))
+	return errdefs.NotFound("no image for platform %s in the index", platforms.Format(node))
 }
 
-// fetchDocument fetches a manifest or index by tag or digest. want holds the
-// digest it must have, and its size if that is known too.
+// fetchDocument fetches a manifest or index by tag or digest. want has the expected digest, and the
+// size if known.
 func (r *Repository) fetchDocument(ctx context.Context, identifier string, want ocispec.Descriptor) (doc document, d digest.Digest, err error) {
 	caps := capPull
 	if want.Digest == "" {
 		caps |= capResolve
 	}
 	err = r.askAll(ctx, caps, func(e *endpoint) error {
-		want := want // fetch fills in what this host says it is
+		want := want // fetch sets the digest that this host reports
 		data, contentType, err := e.fetch(ctx, "manifests/"+identifier, &want, MaxManifestSize)
 		if err != nil {
 			return err
@@ -166,12 +165,12 @@ func (r *Repository) fetchConfig(ctx context.Context, m ocispec.Manifest) (*Imag
 	return img, nil
 }
 
-// documentTime bounds the transfer of a manifest or configuration, which a registry could draw out over an hour
-// without ever counting as stalled.
+// documentTime limits the transfer of a manifest or configuration. A registry could otherwise
+// extend it over an hour without a stall.
 const documentTime = 2 * time.Minute
 
-// fetch fetches a small document whole and verifies it. want.Digest empty means
-// the host is trusted to say what the name stands for; it is filled in.
+// fetch fetches and verifies a small document. If want.Digest is empty, the host is trusted to
+// resolve the tag, and fetch sets it.
 func (e *endpoint) fetch(ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64) (data []byte, contentType string, err error) {
 	limited, cancel := context.WithTimeout(ctx, e.document)
 	defer cancel()
@@ -182,7 +181,7 @@ func (e *endpoint) fetch(ctx context.Context, suffix string, want *ocispec.Descr
 	return data, contentType, err
 }
 
-// fetchUntil is fetch for as long as ctx.
+// fetchUntil is fetch with the caller's deadline.
 func (e *endpoint) fetchUntil(ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64) (data []byte, contentType string, err error) {
 	resp, err := e.request(ctx, http.MethodGet, suffix, http.Header{"Accept": acceptManifests})
 	if err != nil {
@@ -191,7 +190,7 @@ func (e *endpoint) fetchUntil(ctx context.Context, suffix string, want *ocispec.
 	if resp.StatusCode != http.StatusOK {
 		return nil, "", e.statusError(resp)
 	}
-	defer resp.Body.Close() // read to its end or given up
+	defer resp.Body.Close() // read to its end or abandoned
 	data, err = io.ReadAll(io.LimitReader(resp.Body, limit+1))
 	if err != nil {
 		return nil, "", bodyError(ctx, err)
@@ -211,8 +210,8 @@ func (e *endpoint) fetchUntil(ctx context.Context, suffix string, want *ocispec.
 	return data, resp.Header.Get("Content-Type"), nil
 }
 
-// nameDigest sets the digest of content fetched by tag. Where the registry says
-// what it is, in an algorithm we know, that must be right.
+// nameDigest sets the digest of content that was fetched by tag. If the registry reports one of a
+// supported algorithm, it must match.
 func nameDigest(want *ocispec.Descriptor, data []byte, h http.Header) error {
 	want.Digest = digest.FromBytes(data)
 	said := digest.Digest(h.Get("Docker-Content-Digest"))
@@ -224,7 +223,7 @@ func nameDigest(want *ocispec.Descriptor, data []byte, h http.Header) error {
 	return corrupt("digest of the content is %s, not %s", got, said)
 }
 
-// bodyError is the error for a response that broke off.
+// bodyError is the error for an interrupted response.
 func bodyError(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()

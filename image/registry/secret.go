@@ -7,14 +7,14 @@ import (
 
 const redacted = "REDACTED"
 
-// Secret is a password or token. However it is printed, logged or marshalled,
-// it shows as REDACTED; Reveal is the only way to its value.
+// Secret is a password or token. Printed, logged or marshaled it shows as REDACTED. Reveal is the
+// only access to its value.
 type Secret string
 
 // Reveal returns the secret itself.
 func (s Secret) Reveal() string { return string(s) }
 
-// sendable reports whether a token can be in a header: RFC 6750 has visible ASCII only.
+// sendable reports whether a token is valid in a header: RFC 6750 allows visible ASCII only.
 func (s Secret) sendable() bool {
 	return !strings.ContainsFunc(string(s), func(r rune) bool { return r <= ' ' || r > '~' })
 }

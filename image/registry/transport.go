@@ -24,14 +24,16 @@ const (
 	maxTokenBytes    = 1 << 20   // of a token server's answer
 )
 
-// connections are the connection pools of an endpoint: TLS options of a host are for that host alone.
+// connections are the connection pools of an endpoint. The host's TLS options apply to that host
+// only.
 type connections struct {
 	guard  *redirectguard.Guard
 	own    *http.Transport
 	others *redirectguard.OtherHosts
 }
 
-// newConnections makes the connection pools for one host and those that it sends its clients on to.
+// newConnections creates the connection pools for a host and for the other hosts that it redirects
+// to.
 func newConnections(h *hostConfig, headerTimeout time.Duration) (*connections, error) {
 	own, others, err := h.tlsConfigs()
 	if err != nil {
@@ -48,9 +50,8 @@ func newConnections(h *hostConfig, headerTimeout time.Duration) (*connections, e
 	return &connections{guard: guard, own: newTransport(guard.DialRegistry(dialer), own, headerTimeout), others: guard.OtherHosts(dialer, otherTransport)}, nil
 }
 
-// newTransport makes a connection pool. HTTP/2 stays off: on one
-// connection the layers of an image would share one congestion window, and the
-// slowest could stop the others.
+// newTransport creates a connection pool without HTTP/2. The layers of an image would share the
+// congestion window of one connection, and the slowest could stop the others.
 func newTransport(connect redirectguard.Dial, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
@@ -63,7 +64,7 @@ func newTransport(connect redirectguard.Dial, tlsConfig *tls.Config, headerTimeo
 		MaxResponseHeaderBytes: maxHeaderBytes,
 		IdleConnTimeout:        idleTimeout,
 		MaxIdleConnsPerHost:    16,
-		DisableCompression:     true, // a blob is verified in the form it is stored in
+		DisableCompression:     true, // a blob is verified as it is stored
 		Protocols:              &protocols,
 	}
 }
@@ -81,8 +82,8 @@ func (c *connections) closeIdle() {
 	c.others.CloseIdleConnections()
 }
 
-// plainFallback asks by https and, once a host has answered that in plain HTTP,
-// by http. For hosts on loopback and http hosts with TLS options.
+// plainFallback uses https until a host answers it in plain HTTP, then http. It is for hosts on
+// loopback and http hosts with TLS options.
 type plainFallback struct {
 	inner http.RoundTripper
 	host  string
@@ -114,23 +115,22 @@ func speaksPlain(err error, host string) bool {
 	if errors.As(err, &record) && string(record.RecordHeader[:]) == "HTTP/" {
 		return true
 	}
-	// net/http reports a plain answer to its handshake by text only.
+	// net/http reports a plain HTTP response to a TLS handshake by text only.
 	if strings.Contains(err.Error(), "server gave HTTP response to HTTPS client") || strings.Contains(err.Error(), "TLS handshake timeout") {
 		return true
 	}
-	var op *net.OpError // without a port, http is another port that may be open
+	var op *net.OpError // without a port, http uses another port, which may be open
 	return portOf(host) == "" && errors.As(err, &op) && op.Op == "dial"
 }
 
-// originOnly adds what belongs to one host, and only to requests to that host:
-// configured headers and the Authorization. net/http would forward headers that a
-// request has to where it is redirected, Authorization even to subdomains and
-// other ports; here the requests that it redirects never had them.
+// originOnly adds configured headers and the Authorization to requests to one host. net/http would
+// forward the headers of a request to the target of a redirect, the Authorization even to
+// subdomains and other ports. The redirected requests here never have them.
 type originOnly struct {
 	inner   http.RoundTripper
 	scheme  string
 	host    string
-	isPlain func() bool // the host turned out to speak plain http
+	isPlain func() bool // the host speaks plain HTTP
 	header  http.Header
 	auth    *authorizer // nil: none
 }
@@ -160,7 +160,7 @@ func (o *originOnly) owns(u *url.URL) bool {
 	return u.Host == o.host && (u.Scheme == o.scheme || u.Scheme == "http" && o.isPlain())
 }
 
-// shortBodies cuts answers off at a limit: the library that talks to token servers reads all of them.
+// shortBodies truncates response bodies, because the library for token servers reads all of them.
 type shortBodies struct {
 	inner http.RoundTripper
 	limit int64
@@ -180,23 +180,23 @@ func (s shortBodies) RoundTrip(r *http.Request) (*http.Response, error) {
 // errTokenRedirect is the error of noForwarding.
 var errTokenRedirect = errors.New("it redirects the identity token to another host")
 
-// noForwarding refuses to send a request's body on to another host. net/http does
-// that for the status codes 307 and 308, and an identity token is sent in a body.
+// noForwarding refuses to resend a request's body to another host. net/http does so for the status
+// codes 307 and 308, and a body contains the identity token.
 type noForwarding struct{ inner http.RoundTripper }
 
 func (n noForwarding) RoundTrip(r *http.Request) (*http.Response, error) {
-	if r.Response == nil || r.Body == nil || r.Body == http.NoBody { // not redirected, or nothing to protect
+	if r.Response == nil || r.Body == nil || r.Body == http.NoBody { // no redirect, or no body to protect
 		return n.inner.RoundTrip(r)
 	}
 	if from := r.Response.Request.URL; from.Scheme != r.URL.Scheme || from.Host != r.URL.Host {
-		_ = r.Body.Close() // a string's
+		_ = r.Body.Close() // of a string
 		return nil, errTokenRedirect
 	}
 	return n.inner.RoundTrip(r)
 }
 
-// checkRedirect limits redirects and hides where they came from: the address of a
-// blob may hold a token, and net/http would send it on as Referer.
+// checkRedirect limits redirects and removes the Referer: the address of a blob may contain a
+// token.
 func checkRedirect(r *http.Request, via []*http.Request) error {
 	if len(via) >= maxRedirects {
 		return fmt.Errorf("more than %d redirects", maxRedirects)

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// WriteFile writes a file, with the folders it is in, and returns its path.
+// WriteFile writes a file, creates its parent directories and returns its path.
 func WriteFile(t *testing.T, path, content string) string {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {

@@ -1,5 +1,5 @@
-// Package registrytest is a registry for tests: go-containerregistry's, over real
-// HTTP, with a place to misbehave in and a log of what it was asked.
+// Package registrytest provides a registry for tests. It runs go-containerregistry's registry over
+// HTTP, records the requests and lets tests inject faults.
 package registrytest
 
 import (
@@ -21,20 +21,20 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 )
 
-// DiscardLog is a logger for servers whose complaints are part of the test.
+// DiscardLog is a logger for servers whose errors are part of the test.
 var DiscardLog = log.New(io.Discard, "", 0)
 
-// Server is a registry on loopback. It ends with its test.
+// Server is a registry on loopback. It is closed at the end of its test.
 type Server struct {
 	*httptest.Server
-	// Before, if set, sees each GET and HEAD first; true means that it has answered.
-	// It is set while no request is under way.
+	// Before, if set, gets each GET and HEAD request first. If it returns true, it has answered.
+	// Set it only while there are no requests.
 	Before func(w http.ResponseWriter, r *http.Request) bool
 
 	t        testing.TB
 	registry http.Handler
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	requests []string   // "GET /v2/…"
 	headers  []http.Header
 }
@@ -42,10 +42,10 @@ type Server struct {
 // New starts a registry that speaks plain HTTP.
 func New(t testing.TB) *Server { return Start(t, (*httptest.Server).Start) }
 
-// NewTLS starts a registry with a certificate that nobody knows.
+// NewTLS starts a registry with an untrusted certificate.
 func NewTLS(t testing.TB) *Server { return Start(t, (*httptest.Server).StartTLS) }
 
-// Start starts a registry by a function of the caller's.
+// Start starts a registry with the given start function.
 func Start(t testing.TB, start func(*httptest.Server)) *Server {
 	t.Helper()
 	s := &Server{t: t, registry: ggcr.New(ggcr.Logger(DiscardLog))}
@@ -73,19 +73,19 @@ func (s *Server) note(r *http.Request) {
 	s.headers = append(s.headers, r.Header.Clone())
 }
 
-// Wrap puts a handler in front of everything else.
+// Wrap puts a handler in front of all others.
 func (s *Server) Wrap(handler func(next http.Handler) http.Handler) {
 	next := s.Config.Handler
 	s.Config.Handler = handler(next)
 }
 
-// Note adds a request that a handler of the test's has answered to the log.
+// Note adds a request that the test has answered to the log.
 func (s *Server) Note(r *http.Request) { s.note(r) }
 
-// Host is the registry's host and port.
+// Host returns the registry's host and port.
 func (s *Server) Host() string { return s.Listener.Addr().String() }
 
-// Count returns how many requests contain a text, as in "GET /v2/".
+// Count returns how many requests contain a text, such as "GET /v2/".
 func (s *Server) Count(text string) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -105,7 +105,7 @@ func (s *Server) Requests() []string {
 	return slices.Clone(s.requests)
 }
 
-// Headers returns all values that a header had in the requests so far.
+// Headers returns all values of a header in the requests so far.
 func (s *Server) Headers(name string) []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -116,7 +116,7 @@ func (s *Server) Headers(name string) []string {
 	return all
 }
 
-// Answer returns what the registry itself would answer.
+// Answer returns the registry's own response.
 func (s *Server) Answer(r *http.Request) *httptest.ResponseRecorder {
 	rec := httptest.NewRecorder()
 	s.registry.ServeHTTP(rec, r)
@@ -155,15 +155,15 @@ func (s *Server) put(method, path, mediaType string, data []byte) {
 	}
 }
 
-// Layer is a layer to make an image of.
+// Layer is a layer of a test image.
 type Layer struct {
 	Blob      []byte
-	MediaType string        // empty: OCI's plain tar
+	MediaType string        // empty: OCI's uncompressed tar
 	DiffID    digest.Digest // empty: the blob's own digest
 }
 
-// PutImage stores an OCI image for this machine under a tag and returns the
-// descriptor of its manifest. comment makes images of the same layers different.
+// PutImage stores an OCI image for this machine under a tag and returns the descriptor of its
+// manifest. comment distinguishes images of the same layers.
 func (s *Server) PutImage(repo, tag, comment string, layers ...Layer) ocispec.Descriptor {
 	s.t.Helper()
 	return s.putImage(repo, tag, comment, ocispec.MediaTypeImageManifest, ocispec.MediaTypeImageConfig, layers)

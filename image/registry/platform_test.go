@@ -1,4 +1,4 @@
-package platform
+package registry
 
 import (
 	"strings"
@@ -7,7 +7,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 )
 
-func TestChoose(t *testing.T) {
+func TestChoosePlatform(t *testing.T) {
 	for _, c := range []struct {
 		node, manifests, want string
 	}{
@@ -31,23 +31,20 @@ func TestChoose(t *testing.T) {
 		{"linux/s390x", "none linux/s390x", "linux/s390x"},
 		{"linux/amd64", "unknown/unknown", ""},
 	} {
-		var list []ocispec.Descriptor
-		for _, m := range strings.Fields(c.manifests) {
-			d := ocispec.Descriptor{Annotations: map[string]string{"name": m}}
-			if m != "none" {
-				p := parse(m)
-				d.Platform = &p
+		t.Run(c.node+" of "+c.manifests, func(t *testing.T) {
+			var list []ocispec.Descriptor
+			for _, m := range strings.Fields(c.manifests) {
+				d := ocispec.Descriptor{Annotations: map[string]string{"name": m}}
+				if m != "none" {
+					p := parsePlatform(m)
+					d.Platform = &p
+				}
+				list = append(list, d)
 			}
-			list = append(list, d)
-		}
-		got, ok := Choose(list, parse(c.node))
-		if got.Annotations["name"] != c.want || ok != (c.want != "") {
-			t.Errorf("%s of %s: %q, want %q", c.node, c.manifests, got.Annotations["name"], c.want)
-		}
+			got, ok := choosePlatform(list, parsePlatform(c.node))
+			if got.Annotations["name"] != c.want || ok != (c.want != "") {
+				t.Errorf("got %q, want %q", got.Annotations["name"], c.want)
+			}
+		})
 	}
-}
-
-func parse(s string) ocispec.Platform {
-	parts := append(strings.Split(s, "/"), "", "")
-	return ocispec.Platform{OS: parts[0], Architecture: parts[1], Variant: parts[2]}
 }
