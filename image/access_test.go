@@ -129,7 +129,7 @@ func TestDownloadOfAPrivateLayerIsNotSharedWithOthers(t *testing.T) {
 }
 
 // The requests for a layer that is here depend on the registry and repository that it came from.
-func TestRequestsForALayerThatIsHere(t *testing.T) {
+func TestPresentLayerRequests(t *testing.T) {
 	base := gzipped(t, "base", "x")
 	for _, tc := range []struct {
 		name        string
@@ -267,7 +267,7 @@ func TestPullWithOtherCredentials(t *testing.T) {
 
 // The nearest place counts, whichever image comes first, and names that only begin the same are
 // others.
-func TestOrigins(t *testing.T) {
+func TestOriginsFindClosest(t *testing.T) {
 	layer := func(n int) digest.Digest { return digest.FromString(fmt.Sprint(n)) }
 	one, two := "sha256:"+strings.Repeat("1", 64), "sha256:"+strings.Repeat("2", 64)
 	ref, err := registry.ParseReference("reg.example/app:v1")

@@ -32,7 +32,7 @@ const mib = 1 << 20
 // Pulls of layers that take as much memory as they can, side by side, keep the processes that
 // unpack them within one budget. All of them end: what fits in the budget is pulled, one after the
 // other if need be, the rest is refused, and small images are pulled beside.
-func TestHostileLayersKeepToTheBudget(t *testing.T) {
+func TestHostileLayersStayWithinMemoryBudget(t *testing.T) {
 	const (
 		processes = 8
 		work      = 64 * mib

@@ -64,9 +64,9 @@ func TestPullsLeaveNothingOpen(t *testing.T) {
 	})
 }
 
-// TestPullsAndRemovalsSideBySide: layers that come and go under images that share
+// TestConcurrentPullsAndRemovals: layers that come and go under images that share
 // them are whole whenever somebody holds them, and gone in the end.
-func TestPullsAndRemovalsSideBySide(t *testing.T) {
+func TestConcurrentPullsAndRemovals(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})
 	base := gzipped(t, "base", "x")

@@ -13,7 +13,7 @@ import (
 )
 
 // A registry whose ranges are not what they say has its layers fetched anew, in one piece. One whose ranges are right does not.
-func TestRangesOfALayer(t *testing.T) {
+func TestLargeLayerIsFetchedInParts(t *testing.T) {
 	for _, wrong := range []bool{false, true} {
 		reg := registrytest.New(t)
 		l := plain(t, "f", strings.Repeat("0123456789abcdef", 1<<20))

@@ -54,7 +54,7 @@ func TestUnpackSlotsLeaveRoomForOtherRegistries(t *testing.T) {
 }
 
 // A registry that sends nothing more keeps no other one's images from being pulled.
-func TestSlowRegistryStarvesNobody(t *testing.T) {
+func TestSlowRegistryDoesNotStarveOthers(t *testing.T) {
 	slow, other := registrytest.New(t), registrytest.New(t)
 	s := openStore(t, Config{MaxUnpacking: 2})
 	held := gzipped(t, "f", "1")

@@ -347,8 +347,8 @@ func TestTagMoves(t *testing.T) {
 	check(openStore(t, Config{Root: root}))
 }
 
-// TestTagThatWasMoving: berth stopped between the two writes of a moving tag.
-func TestTagThatWasMoving(t *testing.T) {
+// TestInterruptedTagMoveIsSettled: berth stopped between the two writes of a moving tag.
+func TestInterruptedTagMoveIsSettled(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
 	s := openStore(t, Config{Root: root})
@@ -389,8 +389,8 @@ func TestTagThatWasMoving(t *testing.T) {
 	}
 }
 
-// TestTagOfAFullDisk: when a tag moved, the record of the image that lost it could not be written.
-func TestTagOfAFullDisk(t *testing.T) {
+// TestLostTagOnFullDiskIsWrittenLater: when a tag moved, the record of the image that lost it could not be written.
+func TestLostTagOnFullDiskIsWrittenLater(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
 	s := openStore(t, Config{Root: root})
@@ -459,7 +459,7 @@ func TestRemove(t *testing.T) {
 }
 
 // What cannot be deleted fails neither the removal of other images nor that of other containers. It goes when it can.
-func TestRemoveBesideWhatCannotBeDeleted(t *testing.T) {
+func TestRemoveSucceedsDespiteOtherFailedDeletions(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
 	s := openStore(t, Config{Root: root})
@@ -722,7 +722,7 @@ func TestRecordOfAnotherImageIsRefused(t *testing.T) {
 }
 
 // Of a configuration only what containers use is kept decoded, and goes into their records.
-func TestConfigInMemory(t *testing.T) {
+func TestImageKeepsOnlyContainerConfigDecoded(t *testing.T) {
 	used := ocispec.ImageConfig{User: "u", Env: []string{"A=1"}, Entrypoint: []string{"e"}, Cmd: []string{"c"}, WorkingDir: "/w", StopSignal: "SIGHUP"}
 	all := ocispec.Image{Author: "a", Config: used, History: []ocispec.History{{Comment: "h"}}}
 	all.Config.Labels = map[string]string{"l": "1"}
@@ -741,7 +741,7 @@ func TestConfigInMemory(t *testing.T) {
 }
 
 // An image whose tag is pushed again and again is not known by ever more digests; the last ones stay.
-func TestDigestsOfAnImage(t *testing.T) {
+func TestImageKeepsLastDigests(t *testing.T) {
 	ref, err := registry.ParseReference("example.com/app:v1")
 	if err != nil {
 		t.Fatal(err)
@@ -1227,7 +1227,7 @@ func TestLimitsOf(t *testing.T) {
 }
 
 // An image that cannot fit is not fetched; one whose layers are here needs no room.
-func TestImageThatDoesNotFit(t *testing.T) {
+func TestPullChecksFreeSpaceFirst(t *testing.T) {
 	reg := registrytest.New(t)
 	here, missing := plain(t, "f", "1"), plain(t, "f", "2")
 	reg.PutImage("app", "v1", "", here)
@@ -1346,7 +1346,7 @@ func TestCorruptMirror(t *testing.T) {
 }
 
 // The next host is asked also if the unpacker stopped the blob when it refused it.
-func TestCorruptMirrorIsReadOn(t *testing.T) {
+func TestCorruptBlobIsReadToItsEnd(t *testing.T) {
 	server, mirror := registrytest.New(t), registrytest.New(t)
 	large := plain(t, "f", strings.Repeat("content ", 1<<20))
 	server.PutImage("app", "v1", "", large)
@@ -1375,7 +1375,7 @@ func TestCorruptMirrorIsReadOn(t *testing.T) {
 }
 
 // While it is found out whose fault a refused layer is, other layers of its registry are unpacked.
-func TestRefusedLayerKeepsNobodyWaiting(t *testing.T) {
+func TestRejectedLayerDelaysNoOthers(t *testing.T) {
 	server, mirror := registrytest.New(t), registrytest.New(t)
 	bad := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1<<20)}
 	for _, reg := range []*registrytest.Server{server, mirror} {
@@ -1410,7 +1410,7 @@ func TestRefusedLayerKeepsNobodyWaiting(t *testing.T) {
 }
 
 // A layer that is refused is not asked for elsewhere: the blob is what it should be.
-func TestRefusedLayerIsFetchedOnce(t *testing.T) {
+func TestRejectedLayerIsFetchedOnce(t *testing.T) {
 	server, mirror := registrytest.New(t), registrytest.New(t)
 	bad := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1<<20)}
 	server.PutImage("app", "v1", "", bad)
@@ -1445,9 +1445,9 @@ func TestOpenRefusesBadConfig(t *testing.T) {
 	}
 }
 
-// TestDyingLayerIsWaitedFor: a pull that needs a layer that is being deleted goes
+// TestPullWaitsForLayerDeletion: a pull that needs a layer that is being deleted goes
 // on when it is gone; a container does not get it.
-func TestDyingLayerIsWaitedFor(t *testing.T) {
+func TestPullWaitsForLayerDeletion(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		refs := newLayerRefs()
 		refs.settle()

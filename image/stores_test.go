@@ -213,7 +213,7 @@ func pulledAsBoth(t *testing.T, cfg Config) (s *Store, app, more string) {
 }
 
 // Layers are there in the forms in which images and containers need them, and in no other.
-func TestFormsGoWhenNobodyNeedsThem(t *testing.T) {
+func TestUnusedFormsAreDeleted(t *testing.T) {
 	cfg := driversConfig(t)
 	s, app, more := pulledAsBoth(t, cfg)
 	wantLayers(t, s, 2, 3)
@@ -305,7 +305,7 @@ func TestKernelWithoutEROFSSetsAsideIncompleteImage(t *testing.T) {
 }
 
 // Where no layer was ever an EROFS image, the store of them is not made until it is of use.
-func TestDriverNeverUsed(t *testing.T) {
+func TestEROFSStoreIsCreatedOnFirstUse(t *testing.T) {
 	for name, c := range map[string]struct {
 		driver string
 		probe  func(string) error
@@ -342,7 +342,7 @@ func TestImageStaysWithItsDriver(t *testing.T) {
 }
 
 // An image of layers goes with the last that needs it, though its layers stay for others; and so does its mount.
-func TestMergedGoesWithItsImage(t *testing.T) {
+func TestMergedImageIsRemovedWithItsImage(t *testing.T) {
 	cfg := driversConfig(t).with("erofs", nil)
 	app, more := sharingImages(t)
 	s := restart(t, nil, cfg)
@@ -407,7 +407,7 @@ func erofsMounts(t *testing.T) (n int) {
 }
 
 // An image that one driver can't take is taken by the other, if nobody has chosen.
-func TestImageTooLargeForADriver(t *testing.T) {
+func TestImageTooLargeForEROFSBecomesDirectories(t *testing.T) {
 	cfg := driversConfig(t)
 	cfg.Pack = func(_ context.Context, _, _ *os.File, blob io.Reader, _ unpack.Job) (unpack.Result, error) {
 		if _, err := io.Copy(io.Discard, blob); err != nil {
@@ -578,7 +578,7 @@ func (p *countingPacker) pack(ctx context.Context, data, tree *os.File, blob io.
 }
 
 // Pulls, removals and containers of images that share their layers do not get in each other's way.
-func TestMergedUnderLoad(t *testing.T) {
+func TestConcurrentPullsRemovalsAndHoldsOfMergedImages(t *testing.T) {
 	cfg := driversConfig(t).with("erofs", nil)
 	app, more := sharingImages(t)
 	s := restart(t, nil, cfg)

@@ -32,7 +32,7 @@ func takenOver(t *testing.T, blob []byte, claim digest.Digest) layer.Unpacker {
 
 // A layer that lies about what it is deceives the images that have its blob, whichever way it is used: as
 // a layer of an image of its own, or below the very configuration of the image whose layer it claims to be.
-func TestLyingLayer(t *testing.T) {
+func TestFalseLayerServesOnlyItsBlob(t *testing.T) {
 	for _, liarFirst := range []bool{true, false} {
 		reg := registrytest.New(t)
 		honest, evil := gzipped(t, "f", "honest"), gzipped(t, "f", "evil")
@@ -95,7 +95,7 @@ func TestLyingLayer(t *testing.T) {
 }
 
 // What berth 0.2.0 unpacked serves the images that it recorded, and no others.
-func TestLayersOfAnOlderBerth(t *testing.T) {
+func TestLayersOfOlderBerthServeTheirImages(t *testing.T) {
 	reg := registrytest.New(t)
 	content := gzipped(t, "f", "content")
 	reg.PutImage("app", "v1", "", content)
@@ -140,7 +140,7 @@ func TestLayersOfAnOlderBerth(t *testing.T) {
 }
 
 // A record whose ID is made of other blobs than it names is none.
-func TestRecordOfOtherBlobs(t *testing.T) {
+func TestSameConfigWithOtherBlobsIsAnotherImage(t *testing.T) {
 	rec := record{Config: []byte(`{"rootfs":{"diff_ids":["` + digest.FromString("tar").String() + `"]}}`), Blobs: []digest.Digest{digest.FromString("blob")}}
 	other := rec.otherID()
 	for _, id := range []string{digest.FromBytes(rec.Config).String(), other} {

@@ -11,7 +11,7 @@ import (
 
 // However many layers there are, they take no more than there is together, the last as much as is
 // kept for it; all comes back.
-func TestWorkMemory(t *testing.T) {
+func TestWorkMemoryShares(t *testing.T) {
 	for _, c := range []struct {
 		name                string
 		all, merging, limit int64 // MiB

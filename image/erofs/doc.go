@@ -1,14 +1,16 @@
-// Package erofs writes EROFS images that hold the tree of an image and nothing else: the data of its files is in data files, the
-// image's devices.
+// Package erofs writes EROFS images with the tree of an image only. The content of files is in data
+// files, the image's devices.
 //
 // # Contract
 //
-// Write takes a merged tree (tree.Merger) and writes an uncompressed image, strictly forward: the same tree gives the same
-// bytes. What the kernel parses of it is made here, of names and numbers that were checked (tree.Decode); no byte of it
-// comes from elsewhere but names, the targets of symlinks and the values of extended attributes.
+// Write takes a merged tree (tree.Merger) and writes an uncompressed image sequentially. The same
+// tree gives the same bytes. The kernel parses only what this package makes of validated names and
+// numbers (tree.Decode). The bytes of a layer appear only as names, targets of symlinks and values
+// of extended attributes.
 //
-// Linux mounts the image from a file since 6.12. Features that it needs, all of Linux 5.16 or earlier: files in chunks,
-// and devices (EROFS_FEATURE_INCOMPAT_CHUNKED_FILE, DEVICE_TABLE). The form is that of fs/erofs/erofs_fs.h:
+// Linux mounts an image from a file since 6.12. It uses these features, all of Linux 5.16 or
+// earlier: files in chunks and devices (EROFS_FEATURE_INCOMPAT_CHUNKED_FILE, DEVICE_TABLE). The
+// format is that of fs/erofs/erofs_fs.h:
 //
 //	0              nothing, 1024 bytes
 //	1024           the superblock, then the table of devices
@@ -16,5 +18,6 @@
 //	               symlink or the last block of a directory; where the data of a file is
 //	next block     directories' other blocks, long targets
 //
-// github.com/erofs/go-erofs was looked at (0.3.1): its writer has no hard links, and merges by names of files, not of inodes.
+// github.com/erofs/go-erofs 0.3.1 is no replacement: its writer has no hard links, and it merges by
+// names of files, not by inodes.
 package erofs

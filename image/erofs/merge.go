@@ -15,20 +15,21 @@ import (
 )
 
 const (
-	// MaxMemory is what the layers of one image may take of it at most, together, while they are merged, and those that a Merger works on at a
-	// time. 140,000 files take so much.
+	// MaxMemory limits the memory for merging the layers of one image, and of all concurrent merges
+	// of a Merger. It suffices for 140,000 files.
 	MaxMemory = 64 << 20
-	// maxTreeBytes bounds the trees of one image on disk, for the names and extended attributes in them.
+	// maxTreeBytes limits the trees of one image on disk, because of their names and extended
+	// attributes.
 	maxTreeBytes = 64 << 20
 	// usualMemory is what most trees take of it for each byte on disk. A whiteout takes ten times as much.
 	usualMemory = 16
 	leastMemory = 64 << 10 // of small ones that is not true
 )
 
-// Files are those of a layer: its tree (tree.Encode), of which nothing is believed, and its data.
+// Files are the files of a layer: its tree (tree.Encode), which is not trusted, and its data.
 type Files struct{ Tree, Data string }
 
-// Merger merges layers. What all its merges have in memory at a time is bounded.
+// Merger merges layers and limits the memory of all its merges together.
 type Merger struct {
 	memory *semaphore.Weighted
 	most   int64 // of it
@@ -45,9 +46,11 @@ func NewMerger(memory int64) *Merger {
 // Memory is what its merges have of it.
 func (m *Merger) Memory() int64 { return m.most }
 
-// Merge writes the image of layers, lowest first, as tree.Merger merges them, and returns those whose data it refers to, by index: its
-// devices, in order. It waits for other merges where together they would need too much memory. pay is tree.Merger's. tree.ErrTooLarge
-// if the layers have too many names, too long ones or too many attributes. It ends with ctx, and with its cause.
+// Merge writes the image of layers, lowest first, as tree.Merger merges them. It returns the
+// indexes of the layers whose data the image refers to: its devices, in order. It waits for other
+// merges if there is not enough memory. pay is that of tree.Merger. tree.ErrTooLarge: the layers
+// have too many names, too long ones or too many attributes. When ctx is done it returns ctx's
+// cause.
 func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error) (used []int, err error) {
 	bytes, err := treeBytes(layers)
 	if err != nil {
@@ -64,7 +67,7 @@ func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay f
 // mergeWithin is Merge with so much memory. Nothing is written where that does not do.
 func (m *Merger) mergeWithin(ctx context.Context, out io.Writer, layers []Files, memory int64, pay func(steps int) error) (used []int, err error) {
 	if err := m.memory.Acquire(ctx, memory); err != nil {
-		return nil, fmt.Errorf("wait for other images that are merged: %w", context.Cause(ctx))
+		return nil, fmt.Errorf("wait for other merges: %w", context.Cause(ctx))
 	}
 	defer m.memory.Release(memory)
 	root, blocks, err := mergeTrees(ctx, layers, memory, pay)

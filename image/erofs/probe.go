@@ -12,14 +12,15 @@ import (
 	"berth/internal/safefs"
 )
 
-// probeContent is what the probe's only file holds.
+// probeContent is the content of the probe's only file.
 const probeContent = "berth"
 
-// Probe finds out whether images in dir can be used as layers: it makes one there, mounts it from its file, puts an
-// overlay on it and reads a file. The files have no names and the mounts no places, so nothing can be left of them. The kernel must
-// mount EROFS from files (Linux 6.12), of the filesystem that dir is on (not a tmpfs), and put an overlay on a mount that has no
-// place (Linux 6.15); else the error is errors.ErrUnsupported. Any other error says nothing about that: it was a lack of room, of
-// descriptors, of memory.
+// Probe checks whether images in dir can be used as layers. It creates one there, mounts it from
+// its file, puts an overlay on it and reads a file. The files have no names and the mounts are
+// detached, so nothing is left behind. The kernel must mount EROFS from files (Linux 6.12) on dir's
+// filesystem (not a tmpfs), and put an overlay on a detached mount (Linux 6.15). Otherwise the
+// error is errors.ErrUnsupported. Any other error is a lack of space, descriptors or memory and
+// leaves the question open.
 func Probe(dir string) error {
 	if err := probe(dir); err != nil {
 		return fmt.Errorf("probe EROFS in %s: %w", dir, err)
@@ -32,7 +33,7 @@ func probe(dir string) error {
 	if err != nil {
 		return err
 	}
-	defer image.Close() // with which it is gone
+	defer image.Close() // which deletes it
 	data, err := unnamed(dir)
 	if err != nil {
 		return err
@@ -63,8 +64,8 @@ func probe(dir string) error {
 	return err
 }
 
-// judge tells errors of a kernel that can't do it from those that say nothing of it. The image is a good one: a kernel that
-// finds it invalid does not know its form.
+// judge marks the errors of a kernel without support. The image is valid, so a kernel that rejects
+// it does not support its format.
 func judge(err error) error {
 	for _, cannot := range []error{unix.ENODEV, unix.ENOSYS, unix.EOPNOTSUPP, unix.ENOTBLK, unix.EINVAL} {
 		if errors.Is(err, cannot) && !errors.Is(err, errors.ErrUnsupported) {

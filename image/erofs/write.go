@@ -15,8 +15,8 @@ import (
 	"berth/image/tree"
 )
 
-// MaxDevices is how many data files an image may have: the root's inode, which lies behind the table of them, has
-// a number of two bytes.
+// MaxDevices limits the data files of an image. The root's inode follows their table and has a
+// two-byte number.
 const MaxDevices = 8000
 
 // From fs/erofs/erofs_fs.h.
@@ -39,7 +39,7 @@ const (
 	layoutInline  = 2 << 1
 	layoutChunked = 4 << 1
 
-	chunkIndexes = 0x20 // each chunk says in which device it is
+	chunkIndexes = 0x20 // each chunk names its device
 	maxChunkBits = 0x1f // that is how much there is for them: chunks of 8 TiB
 	chunkSize    = 8    // of what is said
 	noBlock      = math.MaxUint32
@@ -51,7 +51,7 @@ const (
 	maxInlineTail = blockSize / 2 // of more than that, too much would be left empty before it
 )
 
-// fileTypes are those of directory entries.
+// fileTypes are the types in directory entries.
 var fileTypes = map[uint32]byte{
 	unix.S_IFREG: 1, unix.S_IFDIR: 2, unix.S_IFCHR: 3, unix.S_IFBLK: 4, unix.S_IFIFO: 5, unix.S_IFLNK: 7,
 }
@@ -86,7 +86,7 @@ type kid struct {
 // Write writes the image of a tree whose files' data is in devices of so many blocks each, and returns how many bytes it has.
 func Write(out io.Writer, root *tree.Node, devices []int64) (int64, error) {
 	if len(devices) > MaxDevices {
-		return 0, fmt.Errorf("write EROFS image: %d devices, of which there can be %d", len(devices), MaxDevices)
+		return 0, fmt.Errorf("write EROFS image: %d devices, more than the %d possible", len(devices), MaxDevices)
 	}
 	p := &plan{known: map[*tree.Node]*inode{}, devices: devices}
 	if err := p.number(root); err != nil {
@@ -110,7 +110,7 @@ func Write(out io.Writer, root *tree.Node, devices []int64) (int64, error) {
 
 // plan says where everything goes.
 type plan struct {
-	inodes  []*inode // in the order in which they are written; the root is the first
+	inodes  []*inode // in write order, the root first
 	known   map[*tree.Node]*inode
 	devices []int64
 	blocks  int64 // of the image
@@ -141,7 +141,7 @@ func (p *plan) add(n *tree.Node, parent *inode) (*inode, error) {
 		return nil, fmt.Errorf("a file of mode %#o", n.Mode)
 	}
 	if n.Type() == unix.S_IFREG && n.Data.Size > 0 && (n.Data.Device < 0 || n.Data.Device >= len(p.devices) || int64(n.Data.Block)+n.Data.Blocks() > p.devices[n.Data.Device]) {
-		return nil, fmt.Errorf("%d bytes at block %d of device %d, which there are not", n.Data.Size, n.Data.Block, n.Data.Device)
+		return nil, fmt.Errorf("%d bytes at block %d of device %d are out of range", n.Data.Size, n.Data.Block, n.Data.Device)
 	}
 	i := &inode{Node: n, parent: parent, number: uint32(len(p.inodes) + 1), links: 1, xattrs: xattrSize(n.Xattrs)}
 	p.known[n] = i
@@ -212,7 +212,8 @@ func (i *inode) place(pos int64) int64 {
 	return i.placeTail(pos, head)
 }
 
-// placeTail is for what has content of its own: the last block of it is beside the inode, in the same block, if there is room.
+// placeTail places the last block of an inode's content. If there is room, it is next to the inode
+// in the same block.
 func (i *inode) placeTail(pos, head int64) int64 {
 	full, tail := i.size/blockSize, i.size%blockSize
 	if i.IsDir() {
@@ -337,7 +338,7 @@ func (w *writer) super(p *plan) {
 	w.bytes(b)
 }
 
-// inode writes an inode and what is beside it.
+// inode writes an inode and its inline data.
 func (w *writer) inode(i *inode) {
 	w.fill(i.pos)
 	le := binary.LittleEndian
@@ -411,7 +412,7 @@ func (w *writer) chunks(i *inode) {
 	}
 }
 
-// blocks writes what is not beside the inode.
+// blocks writes the content that is not inline.
 func (w *writer) blocks(i *inode) {
 	if i.blocks == 0 {
 		return

@@ -27,7 +27,7 @@ func longWay() (entries []header) {
 }
 
 // What a chain of layers takes is bounded, whether much is looked for in one of them or a little in many.
-func TestJoinsTakeTooMuch(t *testing.T) {
+func TestStackLimitsEffort(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	s.effort = 1 << 18
 	low := create(t, s, makeTar(t, longWay()...))
@@ -58,7 +58,7 @@ func TestJoinsTakeTooMuch(t *testing.T) {
 }
 
 // That a chain needs no join is found out once, by whatever daemon, if it takes long.
-func TestEmptyJoinIsKnown(t *testing.T) {
+func TestEmptyJoinIsRecorded(t *testing.T) {
 	root := t.TempDir()
 	s := openStore(t, root)
 	var few, many, list []header
@@ -118,7 +118,7 @@ func TestJoinIsCancelled(t *testing.T) {
 }
 
 // A view remembers little, and finds the same.
-func TestViewForgets(t *testing.T) {
+func TestViewCacheIsBounded(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	id := create(t, s, makeTar(t, dir("d", 0o755), file("d/f", "1")))
 	v, err := openView(newEffort(context.Background(), allEffort), []string{s.layerDir(id) + "/" + treeDir})

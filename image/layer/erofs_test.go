@@ -48,7 +48,7 @@ func newTwin(t testing.TB) twin {
 
 // As many extended attributes as a tree may have are packed and mounted; more are for another driver to take, whichever entries of a directory
 // they are of.
-func TestAsManyAttributesAsATreeHas(t *testing.T) {
+func TestXattrLimitsOfTrees(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{})
 	defer func() { must(t, s.Close()) }()

@@ -48,7 +48,7 @@ func shown(t testing.TB, s *Store, name string, chain ...digest.Digest) string {
 }
 
 // An image of layers that the disk has damaged is made anew of them, the next time that it is to be mounted.
-func TestDamagedImageHeals(t *testing.T) {
+func TestDamagedMergedImageIsRecreated(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	damage := map[string]func(image string) error{
 		"gone":      os.Remove,
@@ -95,7 +95,7 @@ func overwrite(path string, at int64, text string) error {
 }
 
 // What the kernel says for want of something is no damage: nothing is made anew, and nothing is set aside.
-func TestImageIsNotDamaged(t *testing.T) {
+func TestLackOfResourcesIsNoDamage(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{})
 	id := create(t, s, makeTar(t, file("f", "1")))
@@ -120,7 +120,7 @@ func TestImageIsNotDamaged(t *testing.T) {
 }
 
 // An image of layers is not written where that would take what is to be left free, but mounted if it is there.
-func TestImageThatTakesTheReserve(t *testing.T) {
+func TestMergeLeavesReserve(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{Percent: 5, Bytes: 1 << 30})
 	defer func() { must(t, s.Close()) }()

@@ -60,7 +60,7 @@ func TestReserve(t *testing.T) {
 }
 
 // A layer that takes what is to be left free is given up while it comes, and nothing of it stays.
-func TestLayerThatTakesTheReserve(t *testing.T) {
+func TestCreateLeavesReserve(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{Percent: 5, Bytes: 1 << 30}, discardLog())
 	must(t, err)

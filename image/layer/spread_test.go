@@ -10,7 +10,7 @@ import (
 )
 
 // On ext4 a directory has the attribute, also when it is told again; other filesystems refuse it.
-func TestScatter(t *testing.T) {
+func TestSpreadOverDisk(t *testing.T) {
 	dir := t.TempDir()
 	for range 2 { // the second time it is so
 		told := spreadOverDisk(dir)

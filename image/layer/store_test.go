@@ -455,7 +455,7 @@ func change(t *testing.T, dir, old, new string) {
 }
 
 // What says nothing against a record keeps the Store from opening, and takes nothing away.
-func TestOpenLosesNothing(t *testing.T) {
+func TestOpenKeepsUnreadableRecords(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
@@ -611,7 +611,7 @@ func TestConcurrent(t *testing.T) {
 
 // A maker whose tar does not come holds nobody up, and finds the layer there
 // when its own comes at last; one that fails leaves the layer to the other.
-func TestSecondMaker(t *testing.T) {
+func TestConcurrentCreationKeepsFirst(t *testing.T) {
 	for name, end := range map[string]error{"slow": nil, "failing": errors.New("connection reset")} {
 		t.Run(name, func(t *testing.T) {
 			root := t.TempDir()

@@ -10,7 +10,7 @@ import (
 )
 
 // A thing has one owner at a time, whoever waits gets it or gives up, and of what is gone no key is left.
-func TestOwners(t *testing.T) {
+func TestTableHasOneOwnerPerKey(t *testing.T) {
 	table, key := newTable[int](), digest.FromString("x")
 	var wg sync.WaitGroup
 	owners := 0 // guarded by the key

@@ -186,7 +186,7 @@ func setTime(t testing.TB, r *rand.Rand, path string) {
 }
 
 // The system's tar and the driver make the same of every archive that tar makes.
-func TestLikeTar(t *testing.T) {
+func TestCreateMatchesTar(t *testing.T) {
 	formats := map[string][]string{
 		"pax":       {"--format=pax", "--xattrs", "--xattrs-include=*"},
 		"gnu":       {"--format=gnu"},
@@ -429,7 +429,7 @@ func TestUmask(t *testing.T) {
 }
 
 // Nothing an image says leads out of the layer's directory.
-func TestMalicious(t *testing.T) {
+func TestMaliciousTars(t *testing.T) {
 	secret := func(outside string) string { return outside + "/secret" }
 	outside := t.TempDir()
 	must(t, os.WriteFile(secret(outside), []byte("secret"), 0o600))

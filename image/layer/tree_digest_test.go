@@ -21,7 +21,7 @@ import (
 const endless = 4 << 40
 
 // What a packer that was taken over writes is not read further than a tree can be, nor longer than the pull lasts.
-func TestTreeThatGoesOn(t *testing.T) {
+func TestTreeFileIsReadWithinLimit(t *testing.T) {
 	root := mounttest.DiskDir(t) // a tmpfs has no such files
 	length := int64(endless)
 	pack := func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {

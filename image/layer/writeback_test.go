@@ -8,7 +8,7 @@ import (
 )
 
 // Who asks during a sync waits for the next one, all together; what was written before it began is in it.
-func TestSyncerGathers(t *testing.T) {
+func TestSyncerSharesSync(t *testing.T) {
 	const many = 50
 	var syncs atomic.Int64
 	began, goOn := make(chan struct{}), make(chan struct{})
@@ -50,7 +50,7 @@ func TestSyncerGathers(t *testing.T) {
 }
 
 // A failure is told to all whose data it may be about, and to nobody who comes later.
-func TestSyncerFails(t *testing.T) {
+func TestSyncFailureReachesAffectedWaiters(t *testing.T) {
 	full := errors.New("input/output error")
 	fails := true
 	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {

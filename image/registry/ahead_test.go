@@ -282,7 +282,7 @@ func TestRangesIgnored(t *testing.T) {
 }
 
 // A registry that answers a resumed transfer with the whole is asked for no more parts, of which some are there.
-func TestRangesIgnoredLater(t *testing.T) {
+func TestRangesIgnoredAfterFirstPart(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
 	s.failSecond(http.StatusServiceUnavailable, &s.ignorant)
@@ -293,7 +293,7 @@ func TestRangesIgnoredLater(t *testing.T) {
 }
 
 // A registry that has no ranges any more, in the middle of a blob after parts, is asked for all of it.
-func TestRangesRefusedLater(t *testing.T) {
+func TestRangesRefusedAfterFirstPart(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
 	s.failSecond(http.StatusRequestedRangeNotSatisfiable, &s.refusing)

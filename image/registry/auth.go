@@ -84,7 +84,7 @@ func (a *authorizer) answer(ctx context.Context, challenges []challenge, generat
 
 func (a *authorizer) answerBasic(cred Credentials) error {
 	if !cred.hasPassword() {
-		return errdefs.New(codes.Unauthenticated, "pull access denied: the registry asks for a user name and password and none are configured for it")
+		return errdefs.New(codes.Unauthenticated, "pull access denied: the registry requires a user name and password and none are configured")
 	}
 	pair := cred.Username + ":" + cred.Password.Reveal()
 	header := Secret("Basic " + base64.StdEncoding.EncodeToString([]byte(pair)))
@@ -108,7 +108,7 @@ func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credent
 		return errdefs.New(codes.Unauthenticated, "the registry's challenge names no valid token server")
 	}
 	if realm.Scheme != "https" && !(realm.Scheme == "http" && a.isPlain()) {
-		return errdefs.New(codes.Unauthenticated, "token server %s is not asked without TLS", errdefs.Clip(realm.Host))
+		return errdefs.New(codes.Unauthenticated, "token server %s without TLS is not used", errdefs.Clip(realm.Host))
 	}
 	token, err := a.exchange(ctx, c, cred, realm.Host)
 	if err != nil {
@@ -143,7 +143,7 @@ func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials
 		token.Token = token.AccessToken
 	}
 	if !Secret(token.Token).sendable() {
-		return "", errdefs.New(codes.Unauthenticated, "its token has characters that cannot be sent")
+		return "", errdefs.New(codes.Unauthenticated, "token has characters that are invalid in a header")
 	}
 	return Secret(token.Token), nil
 }
@@ -172,9 +172,9 @@ func tokenError(ctx context.Context, err error) error {
 	case errors.As(err, &bad):
 		return &UnavailableError{Err: errors.New("the request failed")}
 	case errors.As(err, &syntax):
-		return errdefs.New(codes.Unauthenticated, "its answer is not valid JSON")
+		return errdefs.New(codes.Unauthenticated, "response is not valid JSON")
 	}
-	return errdefs.New(codes.Unauthenticated, "its answer holds no token")
+	return errdefs.New(codes.Unauthenticated, "response has no token")
 }
 
 // isNetwork reports whether an error is about the connection. Its text contains addresses and

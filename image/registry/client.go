@@ -175,7 +175,7 @@ func (r *Repository) askOnce(ctx context.Context, caps capability, first int, as
 		failed = append(failed, fmt.Errorf("%s: %w", e, err))
 	}
 	if len(failed) == 0 {
-		return errdefs.FailedPrecondition("no host that is configured for %s may be asked for this", r.ref.Domain)
+		return errdefs.FailedPrecondition("no host of %s serves this request", r.ref.Domain)
 	}
 	err := failed[len(failed)-1]
 	for i := len(failed) - 2; i >= 0; i-- {

@@ -149,7 +149,7 @@ func runHelper(ctx context.Context, name, server string) (Credentials, error) {
 	}
 	var reply struct{ Username, Secret string }
 	if json.Unmarshal(out.Bytes(), &reply) != nil {
-		return Credentials{}, fmt.Errorf("credential helper %s for %s: its answer is not valid JSON", name, server)
+		return Credentials{}, fmt.Errorf("credential helper %s for %s: response is not valid JSON", name, server)
 	}
 	return Credentials{Username: reply.Username, Password: Secret(reply.Secret)}.normalize(), nil
 }

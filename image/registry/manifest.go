@@ -76,7 +76,7 @@ func parseDocument(data []byte, contentType string) (document, error) {
 	}
 	for _, t := range []string{raw.MediaType, mediaType(contentType)} {
 		if isIndex && isManifestType(t) || isManifest && isIndexType(t) {
-			return document{}, corrupt("manifest is not the %s it is said to be", errdefs.Clip(t))
+			return document{}, corrupt("content does not match the media type %s", errdefs.Clip(t))
 		}
 	}
 	if isIndex {

@@ -13,7 +13,7 @@ import (
 
 // A registry, here of this machine, may not send us to the metadata of its cloud: not for a manifest, not
 // for a blob, not for a token.
-func TestMetadataIsNotAsked(t *testing.T) {
+func TestMetadataServiceIsNotContacted(t *testing.T) {
 	const credentials = "http://169.254.169.254/latest/meta-data/iam/security-credentials/role?secret=hunter2"
 	for name, c := range map[string]func(http.ResponseWriter, *http.Request) bool{
 		"manifest": func(w http.ResponseWriter, r *http.Request) bool {

@@ -178,7 +178,7 @@ func (s shortBodies) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 // errTokenRedirect is the error of noForwarding.
-var errTokenRedirect = errors.New("it redirects the identity token to another host")
+var errTokenRedirect = errors.New("token server redirects the identity token to another host")
 
 // noForwarding refuses to resend a request's body to another host. net/http does so for the status
 // codes 307 and 308, and a body contains the identity token.

@@ -15,7 +15,7 @@ import (
 // header begins every tree; the number is the version of the form.
 const header = "berth tree 1\n"
 
-// Kinds of nodes, each the first byte of one. What follows: see writer.node.
+// Kinds of nodes: the first byte of each. See writer.node for the rest.
 const (
 	kindDir      = 'd'
 	kindFile     = 'f'
@@ -38,7 +38,7 @@ const (
 	flagsKnown  = flagOpaque | flagImplied
 )
 
-// What a filesystem takes.
+// Limits of filesystems.
 const (
 	maxName  = unix.NAME_MAX
 	maxPath  = unix.PathMax - 1
@@ -60,9 +60,9 @@ type Limit struct {
 	Blocks int64 // of the data file
 }
 
-// What nodes take of memory, their strings apart, from Decode until an image is made of them, in which there is about as much again
-// (image/erofs: TestMemoryOfMerges). Who makes a tree counts alike (unpack.Pack): one that is too large for Decode is better not
-// made.
+// Memory of nodes, without their strings, from Decode to the finished image, which takes about as
+// much again (image/erofs: TestMemoryOfMerges). unpack.Pack counts in the same way, so that it
+// makes no tree that is too large for Decode.
 const (
 	NodeMemory  = 448 // with its place in its directory
 	DirMemory   = 384 // of a directory besides
@@ -151,7 +151,7 @@ func (w *writer) directory(n *Node) {
 	w.text("") // no name is empty: the end
 }
 
-// ErrMalformed is wrapped by the error of what is no tree.
+// ErrMalformed is wrapped by the errors for invalid trees.
 var ErrMalformed = errors.New("malformed tree of a layer")
 
 func malformed(format string, args ...any) error {
@@ -219,7 +219,7 @@ func (r *reader) number(max uint64) (uint64, error) {
 	return n, nil
 }
 
-// numberError tells the end of the tree from a number that is too long.
+// numberError distinguishes the end of the tree from a number that is too long.
 func numberError(err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return err
@@ -240,7 +240,7 @@ func (r *reader) text(max uint64) (string, error) {
 	return string(buf), err
 }
 
-// TextMemory is what a string of so many bytes takes.
+// TextMemory returns the memory of a string of so many bytes.
 func TextMemory(n uint64) uint64 {
 	if n > roomy {
 		return n + n/4
@@ -364,7 +364,8 @@ func (r *reader) xattrs(n *Node) error {
 		if x.Name <= last {
 			return malformed("the extended attribute %q after %q", x.Name, last)
 		}
-		// The kernel shows what it finds in an image; of what it is told by setxattr(2) it would keep this as it is.
+		// The kernel shows the attributes of an image unchecked. Accept only those that setxattr(2)
+		// would keep unchanged.
 		if kept, ok, err := CheckXattr(n.Type(), x.Name, x.Value); err != nil || !ok || kept == nil || *kept != x.Value {
 			return malformed("the extended attribute %q of %d bytes on a file of type %#o", x.Name, len(x.Value), n.Type())
 		}

@@ -21,8 +21,8 @@ type Merger struct {
 // Root is the merged tree, without whiteouts, opaque directories and links to layers below; nil before the first Add.
 func (m *Merger) Root() *Node { return m.root }
 
-// Add puts a layer on those that were added before, and takes over its nodes. A hard link whose target no layer has is
-// ENOENT, one to a directory EISDIR, one that leads through too many symlinks ELOOP.
+// Add puts a layer on those added before and takes over its nodes. A hard link without target in
+// any layer is ENOENT, one to a directory EISDIR, one through too many symlinks ELOOP.
 func (m *Merger) Add(layer *Node) error {
 	links := findLinks(layer)
 	if err := m.resolveLinks(links, true); err != nil {
@@ -75,7 +75,7 @@ func put(base, top *Node) {
 		case n.IsDir() && below != nil && below.IsDir() && !n.Opaque:
 			put(below, n)
 		case n.IsDir():
-			if n.Implied && below != nil && below.IsDir() { // opaque: what is in the one below is hidden, but not what it is like
+			if n.Implied && below != nil && below.IsDir() { // opaque: hides the content of the one below but not its attributes
 				n.dressLike(below)
 			}
 			settle(n)
@@ -91,7 +91,7 @@ func (n *Node) dressLike(other *Node) {
 	n.Mode, n.UID, n.GID, n.Sec, n.Nsec, n.Xattrs = other.Mode, other.UID, other.GID, other.Sec, other.Nsec, other.Xattrs
 }
 
-// where is a directory of a layer. Links have that and not a path, of which each may have four kilobytes.
+// where is a directory of a layer. Links store it instead of a path, which may have four kilobytes.
 type where struct {
 	parent *where // nil: the root
 	name   string
@@ -122,7 +122,7 @@ type link struct {
 	dir    *where
 	name   string
 	target string
-	file   *Node // what it is another name of
+	file   *Node // the link's target
 }
 
 func (l *link) failed(err error) error {
@@ -154,9 +154,9 @@ func findLinks(layer *Node) (links []*link) {
 	return links
 }
 
-// resolveLinks finds the targets of links that have none yet. Those that the layers below do not have (some is true) are asked
-// for again when the layer is on them: the way may lead through a symlink of the layer, or its tar has the link
-// before the target.
+// resolveLinks finds the missing targets of links. Targets that the layers below do not have (some
+// is true) are looked up again after the layer was added: the path may lead through a symlink of
+// the layer, or its tar may list the link before the target.
 func (m *Merger) resolveLinks(links []*link, some bool) error {
 	for _, l := range links {
 		if l.file != nil {

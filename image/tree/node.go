@@ -7,7 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BlockSize is that of data files: a file begins at a block. It is the one that every kernel's EROFS mounts.
+// BlockSize is the block size of data files: each file starts at a block. Every kernel's EROFS
+// supports it.
 const BlockSize = 4096
 
 // Node is a file of any type. One that has several names is one Node. A Node without a type (Mode is 0) is a hard
@@ -20,11 +21,11 @@ type Node struct {
 	Major    uint32 // of a device
 	Minor    uint32
 	Xattrs   []Xattr // sorted by name
-	Target   string  // of a symlink, as it is
+	Target   string  // of a symlink, unchanged
 	Data     Data    // of a regular file
 
 	Children map[string]*Node // of a directory
-	Opaque   bool             // nothing of the layers below is to be seen in it
+	Opaque   bool             // hides the content of the layers below
 	Implied  bool             // the layer does not list it: it has the attributes of the one below, if there is one
 }
 
@@ -36,11 +37,11 @@ type Data struct {
 	Size   int64
 	Device int    // which data file; Decode's argument
 	Block  uint32 // the first one
-	// Holes, if there are any, has a bit for each chunk of 1<<ChunkBits blocks, the first one's the lowest of the first byte:
-	// whether there is nothing but zeros in it.
+	// Holes, if not empty, has a bit for each chunk of 1<<ChunkBits blocks, starting with the
+	// lowest bit of the first byte. A set bit means that the chunk is all zeros.
 	Holes     []byte
 	ChunkBits uint8
-	Hash      uint64 // of the content, for who has just written it: it is not encoded
+	Hash      uint64 // of the content, set by the writer; not encoded
 }
 
 // MaxChunks is how many chunks a file with holes has at most.
@@ -59,7 +60,7 @@ func (d *Data) IsHole(chunk int64) bool {
 	return len(d.Holes) > 0 && d.Holes[chunk/8]&(1<<(chunk%8)) != 0
 }
 
-// ChunkBitsOf is how large the chunks of a file are whose holes are to be noted.
+// ChunkBitsOf returns the chunk size for recording the holes of a file.
 func ChunkBitsOf(size int64) (bits uint8) {
 	for d := (&Data{Size: size}); d.Chunks() > MaxChunks; bits++ {
 		d.ChunkBits = bits + 1
@@ -79,10 +80,10 @@ func (n *Node) IsDir() bool { return n.Type() == unix.S_IFDIR }
 // IsLink reports whether n is a hard link to a layer below.
 func (n *Node) IsLink() bool { return n.Mode == 0 }
 
-// IsWhiteout reports whether n hides what the layers below have of its name.
+// IsWhiteout reports whether n hides its name in the layers below.
 func (n *Node) IsWhiteout() bool { return n.Type() == unix.S_IFCHR && n.Major == 0 && n.Minor == 0 }
 
-// HandsDown reports whether what is made in a directory inherits an ACL.
+// HandsDown reports whether files created in a directory inherit an ACL.
 func (n *Node) HandsDown() bool {
 	return slices.ContainsFunc(n.Xattrs, func(x Xattr) bool { return x.Name == DefaultACL })
 }

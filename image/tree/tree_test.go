@@ -135,7 +135,7 @@ func TestDecodeXattrs(t *testing.T) {
 }
 
 // Whatever way a hard link leads, it is paid for, also where a symlink lengthens it in vain.
-func TestMergerIsPaid(t *testing.T) {
+func TestMergerPaysEffort(t *testing.T) {
 	root := NewDir()
 	root.Children["d"] = NewDir()
 	root.Children["s"] = &Node{Mode: unix.S_IFLNK | 0o777, Target: strings.Repeat("x/", 2000)}
@@ -160,7 +160,7 @@ func TestMergerIsPaid(t *testing.T) {
 }
 
 // Giving links their names is paid for, too, and not for each directory above them.
-func TestPlacingIsPaid(t *testing.T) {
+func TestPlacingPaysEffort(t *testing.T) {
 	below, layer := NewDir(), NewDir()
 	below.Children["f"] = &Node{Mode: unix.S_IFREG}
 	dir := layer

@@ -11,7 +11,7 @@ import (
 const (
 	// AccessACL is the name of the attribute that says more of a file than the permissions in its mode.
 	AccessACL = "system.posix_acl_access"
-	// DefaultACL is that of what a directory hands down to the files that are made in it.
+	// DefaultACL is the attribute with the ACL that new files in a directory inherit.
 	DefaultACL = "system.posix_acl_default"
 	capability = "security.capability"
 
@@ -31,8 +31,9 @@ func knownXattr(name string) bool {
 	return name == capability || name == AccessACL || name == DefaultACL
 }
 
-// CheckXattr does what Linux does with an attribute that is set on a file of a type (the S_IFMT bits of mode): it refuses it, has no
-// place for it (ok is false), or keeps a value, or none. A value that is kept may be longer than MaxXattrValue.
+// CheckXattr applies Linux's rules for setting an attribute on a file of a type (the S_IFMT bits of
+// mode). Linux rejects it, does not support it (ok is false), keeps a value, or keeps none. A kept
+// value may be longer than MaxXattrValue.
 func CheckXattr(mode uint32, name, value string) (kept *string, ok bool, err error) {
 	switch {
 	case len(name) > unix.NAME_MAX:
@@ -116,7 +117,7 @@ func checkACL(mode uint32, name, value string) (kept *string, ok bool, err error
 	case name == DefaultACL && mode != unix.S_IFDIR:
 		return nil, false, unix.EACCES
 	case name == AccessACL && !more:
-		return nil, true, nil // it says what the mode says
+		return nil, true, nil // equivalent to the mode
 	}
 	return &value, true, nil
 }

@@ -23,9 +23,10 @@ const XattrRecord = "SCHILY.xattr."
 // ModeBits are the permissions with setuid, setgid and sticky.
 const ModeBits = 0o7777
 
-// fileAttributes gives a regular file, made with the permissions of its entry and filled, what the entry says. The order matters:
-// chown clears setuid, setgid and file capabilities; an ACL changes the mode. Most files are as they should be but for their times, and to look
-// costs less than to change what would stay the same: that is a transaction of the filesystem.
+// fileAttributes sets the attributes of a regular file that was created with the permissions of its
+// entry and filled. The order matters: chown clears setuid, setgid and file capabilities; an ACL
+// changes the mode. It compares before it changes, because most files differ only in their times
+// and each change is a transaction of the filesystem.
 func (u *unpacker) fileAttributes(f *os.File, hdr *tar.Header) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
@@ -36,7 +37,7 @@ func (u *unpacker) fileAttributes(f *os.File, hdr *tar.Header) error {
 	if err := unix.Fstat(fd, &st); err != nil {
 		return fmt.Errorf("stat: %w", err)
 	}
-	if st.Uid != uid || st.Gid != gid { // the group may be that of the directory
+	if st.Uid != uid || st.Gid != gid { // a setgid directory determines the group
 		if err := unix.Fchown(fd, int(uid), int(gid)); err != nil {
 			return fmt.Errorf("chown to %d:%d: %w", uid, gid, err)
 		}
@@ -110,8 +111,9 @@ func owner(hdr *tar.Header) (uid, gid uint32, err error) {
 	return uint32(hdr.Uid), uint32(hdr.Gid), nil
 }
 
-// maxXattrNames is how long the names of a file's extended attributes are together, each with a zero, at
-// most: XATTR_LIST_MAX (linux/limits.h). Of a file with more nobody could list them, nor overlayfs copy it.
+// maxXattrNames limits the names of a file's extended attributes together, each with a zero byte:
+// XATTR_LIST_MAX (linux/limits.h). With more, the list cannot be read and overlayfs cannot copy the
+// file.
 const maxXattrNames = 64 << 10
 
 // keptXattrs are the extended attributes of an entry that an image may set, sorted by name.

@@ -10,14 +10,11 @@ import (
 // unpacked. Tars list a directory's entries together, so few are enough.
 const maxOpenDirs = 32
 
-// dirCache keeps directories open by the path they were asked for, so that not
-// every entry costs a resolution. That is safe as long as nothing on the path
-// is replaced: nobody else writes to the tree, and the unpacker clears the cache when it
-// removes a directory or a symlink. New entries cannot change a path that
-// has been resolved.
+// dirCache keeps directories open by path, so that not every entry has to be resolved. That is safe
+// while no directory or symlink on the path is replaced: nothing else writes to the tree, and the
+// unpacker clears the cache when it removes one. New entries cannot change a resolved path.
 //
-// A directory that leaves the cache stays open until reap: the entry being unpacked may be
-// using it.
+// A directory that leaves the cache stays open until reap, because the current entry may use it.
 type dirCache struct {
 	order   *list.List // of *openDir, the last used first
 	byPath  map[string]*list.Element

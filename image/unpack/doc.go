@@ -1,42 +1,41 @@
-// Package unpack makes a directory tree of the blob of an image's layer: it inflates,
-// hashes and reads the tar and writes the files. It is what berth-unpack does, and so all
-// that handles bytes of which an image decides alone; it imports little, because it is
-// started for every layer.
+// Package unpack makes a directory tree of the blob of an image layer: it decompresses, hashes and
+// parses the tar and writes the files. berth-unpack runs it, so it contains all code that handles
+// an image's bytes. It has few imports, because berth-unpack is started for every layer.
 //
 // # Contract
 //
-// Layer writes below the tree it is given and nowhere else. It needs no more memory for a
-// large layer than for a small one, but for names that have to be remembered; they
-// are bounded by maxNames and, where they are part of the result, by MaxTold.
+// Layer writes below the given tree and nowhere else. Its memory does not depend on the size of the
+// layer, except for names that it has to remember. These are limited by maxNames, and by MaxTold
+// where they are part of the result.
 //
-// It unpacks a tar as extracting it onto the layers below would, with these
-// rules where tar, the OCI image-spec ("layer.md") and overlayfs leave room:
+// The result is that of extracting the tar onto the layers below. Where tar, the OCI image-spec
+// ("layer.md") and overlayfs leave room, these rules apply:
 //
 //   - Every path is resolved inside the layer: absolute names, ".." and symlinks
-//     of the same layer never lead out of it. A symlink of a layer below is not
-//     known here; an entry below it makes a directory in its place, as in
-//     containerd's and docker's overlay drivers.
-//   - A whiteout hides what the layers below have, never what its own layer has,
-//     whatever their order. Where both exist and the layer's is a directory, that is
-//     opaque. So is a directory that takes the place of another type of file.
-//   - A char device 0/0, which overlayfs takes for a whiteout and cannot show, is
-//     one. No driver answers to that number, so nothing else can be meant.
-//   - A later entry replaces an earlier one of the same name; two directories become
+//     of the same layer never lead out of it. Symlinks of a layer below are unknown
+//     here; an entry below one creates a directory in its place, as in containerd's
+//     and docker's overlay drivers.
+//   - A whiteout hides entries of the layers below, never those of its own layer,
+//     regardless of their order. A directory that has a whiteout in the same layer is
+//     opaque, and so is one that replaces another type of file.
+//   - A character device 0/0 is a whiteout: overlayfs could not show it, and no
+//     driver has that number.
+//   - A later entry replaces an earlier one of the same name. Two directories become
 //     one with the attributes of the later.
 //   - Owners must be 0 to 2^32-2.
-//   - Of extended attributes, user.*, security.capability and system.posix_acl_* are
-//     kept; trusted.* (overlayfs' own are among them), user.overlay.* and the labels
-//     of security modules are for the host to set. They are dropped, as are those
-//     that the filesystem does not support.
-//   - The names of a file's extended attributes are no longer, together, than Linux lists.
+//   - The extended attributes user.*, security.capability and system.posix_acl_* are
+//     kept. Others are dropped, because they are for the host to set: trusted.*
+//     (overlayfs' own are among them), user.overlay.* and the labels of security
+//     modules. Those that the filesystem does not support are dropped as well.
+//   - The names of a file's extended attributes must fit into Linux's list.
 //   - AUFS' own files (.wh..wh.* in the root) are skipped.
-//   - The attributes in a hard link's entry are not used: they are its target's.
+//   - The attributes in a hard link's entry are ignored: its target has them.
 //
-// Pack is for the EROFS driver: it makes the same of a tar, but two files.
+// Pack does the same for the EROFS driver and writes two files.
 //
 // # Errors
 //
-// Those for which somebody is to blame are an *Error, whose code says who: InvalidArgument for
-// a tar that is no layer, ResourceExhausted where it exceeds its Limits or the disk is
-// full, DataLoss for a blob that cannot be decompressed. Errors of the reader are passed on.
+// Errors with a known cause are an *Error with a code: InvalidArgument for a tar that is no valid
+// layer, ResourceExhausted if it exceeds its Limits or the disk is full, DataLoss for a blob that
+// cannot be decompressed. Errors of the reader are passed on.
 package unpack

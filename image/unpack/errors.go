@@ -59,8 +59,8 @@ func exceeds(format string, args ...any) error {
 	return &Error{ResourceExhausted, fmt.Errorf(format, args...)}
 }
 
-// CodeOf returns the code of err: that of an *Error in it, DataLoss for an *inflate.CorruptError, that which an error of the
-// filesystem means to a client, those of a context; else Unknown.
+// CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, the codes for errors
+// of the filesystem and of contexts, else Unknown.
 func CodeOf(err error) Code {
 	var e *Error
 	var corrupt *inflate.CorruptError

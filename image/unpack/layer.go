@@ -18,8 +18,8 @@ import (
 	"berth/internal/safefs"
 )
 
-// Limits bound what a layer may take, against tars made to fill disk or memory.
-// A zero field means that of DefaultLimits.
+// Limits limit a layer, against tars made to fill disk or memory. A zero field means the value of
+// DefaultLimits.
 type Limits struct {
 	Tar     int64 // length of the tar, which bounds what its files take on disk
 	Bytes   int64 // length of all its files, with holes counted
@@ -28,10 +28,10 @@ type Limits struct {
 	Window  int64 // of zstd; more is MoreWindow
 }
 
-// DefaultLimits are far above what is known of real images.
+// DefaultLimits are far above the needs of known images.
 var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20, Memory: 384 << 20, Window: inflate.MaxWindow}
 
-// WithDefaults fills in what is zero.
+// WithDefaults replaces zero fields by those of DefaultLimits.
 func (l Limits) WithDefaults() Limits {
 	if l.Tar == 0 {
 		l.Tar = DefaultLimits.Tar
@@ -60,30 +60,32 @@ type Job struct {
 	Progress func(n int)
 }
 
-// Stopper is a blob whose Read may take long, from the network say, and can be ended: Stop, called beside Read, has it return an
-// error soon. An unpacker that leaves its blob to another goroutine stops it when it needs no more of it.
+// Stopper is a blob whose Read may wait for the network. Stop, called concurrently, makes Read
+// return an error soon. An unpacker that reads the blob in another goroutine calls Stop when it
+// needs no more.
 type Stopper interface{ Stop() }
 
-// Aborter is a blob that is of no use to anybody when its layer was refused, unlike one that is read on then to see whether its
-// digest is right. Abort, called beside Read, has it return an error soon.
+// Aborter is a blob that is useless after its layer was rejected. (Other blobs are read on to
+// verify their digest.) Abort, called concurrently with Read, makes it return an error soon.
 type Aborter interface{ Abort() }
 
-// Result is what came of a blob.
+// Result is the result of unpacking a blob.
 type Result struct {
 	Digest   digest.Digest // of the tar
 	TarBytes int64         // length of the tar
 	Contents
 }
 
-// Within fails if the result is of more than the limits let a layer become: then it is not true.
+// Within returns an error if the result exceeds the limits. Then it is false, because unpacking
+// enforces them.
 func (r *Result) Within(l Limits) error {
 	l = l.WithDefaults()
 	inodes := uint64(l.Entries) + maxNames/perEntry + 1 // directories that no entry is for are remembered
 	switch {
 	case r.TarBytes > l.Tar:
-		return fmt.Errorf("a tar of %d bytes, of %d that are allowed", r.TarBytes, l.Tar)
+		return fmt.Errorf("tar has %d bytes, more than the %d allowed", r.TarBytes, l.Tar)
 	case r.Inodes > inodes:
-		return fmt.Errorf("%d files, of %d that there can be", r.Inodes, inodes)
+		return fmt.Errorf("%d files, more than the %d possible", r.Inodes, inodes)
 	case r.Bytes > uint64(l.Bytes)+r.Inodes*maxBlock:
 		return fmt.Errorf("%d bytes on disk, of %d files with %d bytes", r.Bytes, r.Inodes, l.Bytes)
 	}
@@ -94,40 +96,39 @@ func (r *Result) Within(l Limits) error {
 // directory.
 type Usage = diskusage.Usage
 
-// Contents is what was found in a layer.
+// Contents describes the content of a layer.
 type Contents struct {
 	Summary
 	// Links are hard links whose target is not in the layer.
 	Links []Link
-	// Implied are directories that entries lie in and the tar does not list:
-	// their attributes are those of the layers below, where they exist there.
+	// Implied are directories that contain entries but that the tar does not list. They have the
+	// attributes of the layers below if they exist there.
 	Implied []Name
-	// Opaques are directories, other than the root, that are still to be marked opaque.
+	// Opaques are directories, except the root, that have yet to be marked opaque.
 	Opaques []Name
-	// Unsupported is how many extended attributes the filesystem did not take.
+	// Unsupported counts extended attributes that the filesystem rejected.
 	Unsupported int
 }
 
-// Summary is the part of Contents that is small.
+// Summary is the part of Contents with a fixed size.
 type Summary struct {
 	Usage
-	// Opaque: nothing of the layers below is to be seen (an opaque whiteout in the root).
+	// Opaque: the root has an opaque whiteout, which hides all layers below.
 	Opaque bool `json:"opaque,omitempty"`
-	// Whiteouts is how many whiteouts the layer has. One that has any shows them as
-	// devices if it is not mounted through overlayfs.
+	// Whiteouts counts the whiteouts. Without overlayfs they would show as devices.
 	Whiteouts int `json:"whiteouts,omitempty"`
-	// Sum is that of the tree.
+	// Sum is the checksum of the tree.
 	Sum checksum.Sum `json:"sum,omitzero"`
 }
 
-// Link is a hard link that is still to be made.
+// Link is a hard link that has yet to be created.
 type Link struct {
 	Name   Name `json:"name"`
 	Target Name `json:"target"`
 }
 
-// Name is a path in a layer, relative and clean; "" is the root. In JSON it is
-// percent-encoded: names are bytes, of which JSON keeps only UTF-8.
+// Name is a path in a layer, relative and clean; "" is the root. JSON has it percent-encoded,
+// because names are arbitrary bytes and JSON is UTF-8.
 type Name string
 
 // MarshalText implements encoding.TextMarshaler.
@@ -143,11 +144,11 @@ func (n *Name) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// MaxTold bounds the names in Contents, in bytes, with some for each: the daemon keeps
-// them in memory while it stores the layer.
+// MaxTold limits the names in Contents, in bytes, with PerName for each. The daemon keeps them in
+// memory while it stores the layer.
 const MaxTold = 4 << 20
 
-// PerName is what counts for a name beside its length.
+// PerName counts for each name beside its length.
 const PerName = 16
 
 // Check fails if the names in c are too many (ResourceExhausted), or are none
@@ -156,7 +157,7 @@ func (c *Contents) Check() error {
 	told := 0
 	check := func(name Name) error {
 		if told += len(name) + PerName; told > MaxTold {
-			return exceeds("the names of directories that it does not list or that hide others, and of links to other layers, are longer than %d bytes", MaxTold)
+			return exceeds("names of unlisted and opaque directories and of links to other layers exceed %d bytes", MaxTold)
 		}
 		if len(name) > maxPath || safefs.Clean(string(name)) != string(name) {
 			return refuse("the name %.100q", name)
@@ -181,13 +182,13 @@ func (c *Contents) Check() error {
 	return nil
 }
 
-// Layer writes the layer whose tar is in blob, compressed or not, into tree, an empty
-// directory with the mode 0755 that nobody else changes. It reads to the end of
-// blob; bytes behind the archive count for the digest. blob is read from another
-// goroutine, which has ended when Layer returns; its Read must return when ctx is done.
-// An Aborter is aborted when the layer has failed.
+// Layer writes the layer whose tar is in blob, compressed or not, into tree, an empty directory
+// with mode 0755 that nothing else changes. It reads blob to its end; bytes after the archive count
+// for the digest. Another goroutine reads blob and has ended when Layer returns; its Read must
+// return when ctx is done. Layer aborts an Aborter when the layer has failed.
 //
-// Nothing is synced, and the Opaques are not marked. After an error there may be anything in tree.
+// Layer does not sync and does not mark the Opaques. After an error the content of tree is
+// undefined.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
 	return run(ctx, blob, job, func(tick func()) (sink[*safefs.Dir], error) {
 		return newUnpacker(tree, job.Limits.WithDefaults().Memory, tick)

@@ -18,13 +18,12 @@ import (
 	"berth/image/unpack/checksum"
 )
 
-// Pack does what Layer does without a filesystem: it appends the files' data to data and writes the
-// tree to out (tree.Encode), both empty files, and needs nothing else. It makes the same of a tar
-// as Layer, with these differences: the tree is in memory until the end, at most Limits.Memory of
-// it: more is MoreMemory; what remains for those who know the layers below is in the tree and not
-// in Contents; Usage is not counted; a file whose extended attributes are more than a tree may
-// have, or have a byte more than it may, is OutOfRange; and where a directory has a default ACL,
-// what is in it does not inherit that, for a tar lists all attributes.
+// Pack is Layer without a filesystem: it appends the content of files to data and writes the tree
+// to out (tree.Encode), both empty files. It needs no other access. It differs from Layer as
+// follows. The tree is in memory until the end, at most Limits.Memory bytes; more is MoreMemory.
+// What depends on the layers below is in the tree and not in Contents. Usage is not counted. A file
+// with more or longer extended attributes than a tree may have is OutOfRange. Files do not inherit
+// a directory's default ACL, because a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
 	memory := job.Limits.WithDefaults().Memory
 	return run(ctx, blob, job, func(tick func()) (sink[found], error) {
@@ -63,7 +62,7 @@ func (f found) Path() string { return f.path }
 // spot is where an entry goes in a tree in memory.
 type spot = place[found]
 
-// at is what is at a spot, nil if nothing is.
+// at returns the node at a spot, or nil.
 func (p *packer) at(s spot) *tree.Node { return s.dir.Children[s.name] }
 
 func (p *packer) close() {}
@@ -111,7 +110,7 @@ func (p *packer) hide(at spot) error {
 
 func (p *packer) whiteout(at spot) error { return p.add(at, &tree.Node{Mode: unix.S_IFCHR}) }
 
-// add gives a node a name, in place of what is there.
+// add gives a node a name and replaces the node that has it.
 func (p *packer) add(at spot, n *tree.Node) error {
 	takes := tree.NodeMemory + textMemory(at.name) + textMemory(n.Target)
 	if n.IsDir() {
@@ -139,7 +138,7 @@ func (p *packer) keep(n uint64) error {
 
 func (p *packer) file(at spot, hdr *tar.Header, content io.Reader) error {
 	n := &tree.Node{Mode: unix.S_IFREG}
-	if err := p.dress(n, hdr); err != nil {
+	if err := p.setAttributes(n, hdr); err != nil {
 		return err
 	}
 	var err error
@@ -165,7 +164,7 @@ func (p *packer) directory(at spot, hdr *tar.Header) error {
 		return p.describe(old, hdr)
 	}
 	n := tree.NewDir()
-	n.Opaque = p.at(at) != nil // whatever gives way to it hid what the layers below have
+	n.Opaque = p.at(at) != nil // a replaced whiteout hid the layers below
 	if err := p.add(at, n); err != nil {
 		return err
 	}
@@ -178,7 +177,7 @@ func (p *packer) listed(dir found, hdr *tar.Header) error { return p.describe(di
 // describe gives a directory what its entry says.
 func (p *packer) describe(n *tree.Node, hdr *tar.Header) error {
 	n.Implied = false
-	return p.dress(n, hdr)
+	return p.setAttributes(n, hdr)
 }
 
 // special makes a symlink, a device or a FIFO.
@@ -187,7 +186,7 @@ func (p *packer) special(at spot, hdr *tar.Header, mode uint32, dev uint64) erro
 	if mode == unix.S_IFLNK {
 		n.Target = strings.Clone(hdr.Linkname)
 	}
-	if err := p.dress(n, hdr); err != nil {
+	if err := p.setAttributes(n, hdr); err != nil {
 		return err
 	}
 	return p.add(at, n)
@@ -218,7 +217,7 @@ func (p *packer) linkBelow(at spot, target string) error {
 	return p.add(at, &tree.Node{Target: strings.Clone(target)})
 }
 
-// parent finds the directory an entry goes to, and makes what is missing of it.
+// parent returns the directory of an entry and creates missing directories.
 func (p *packer) parent(dir string) (found, error) {
 	if p.last.Node != nil && p.last.path == dir {
 		return p.last, nil
@@ -238,8 +237,8 @@ const (
 	namesPerStep = 16 // of a way: so many are copied in the time of a step
 )
 
-// walk follows a path as a process with the layer as its root would. If it is to make what is missing, that includes the target of
-// a dangling symlink.
+// walk follows a path as a process with the layer as its root would. With create set it creates
+// missing directories, including the target of a dangling symlink.
 func (p *packer) walk(dir string, making bool) (found, error) {
 	trail := []found{{p.root, ""}}
 	rest := strings.Split(dir, "/")
@@ -248,7 +247,7 @@ func (p *packer) walk(dir string, making bool) (found, error) {
 		rest = rest[1:]
 		if links > 0 {
 			if p.steps--; p.steps < -freeSteps {
-				return found{}, exceeds("the way to its files leads through too many symlinks and directories")
+				return found{}, exceeds("paths of its files lead through too many symlinks and directories")
 			}
 		}
 		switch name {
@@ -295,7 +294,7 @@ func (p *packer) enter(at spot, n *tree.Node, making bool) (*tree.Node, error) {
 	}
 	made := tree.NewDir()
 	made.Sec, made.Nsec = impliedTime.Unix(), 0
-	// A whiteout gives way, and so does a link: the directory then hides what they hid.
+	// A directory replaces a whiteout or a link, and hides what they hid.
 	made.Opaque, made.Implied = n != nil, n == nil
 	return made, p.add(at, made)
 }
@@ -358,7 +357,7 @@ func (d *dataFile) flush() error {
 	return nil
 }
 
-// writeSparse leaves out what is zero.
+// writeSparse omits zero blocks.
 func (d *dataFile) writeSparse(at *tree.Data, size int64, in io.Reader, tick func()) error {
 	if err := errors.Join(d.flush(), d.room(size)); err != nil {
 		return err
@@ -384,7 +383,8 @@ func (d *dataFile) writeSparse(at *tree.Data, size int64, in io.Reader, tick fun
 	return nil
 }
 
-// finish writes what is left. The file has a whole number of blocks then, with a hole at its end too.
+// finish writes the remaining data. The file then has a whole number of blocks, possibly with a
+// hole at its end.
 func (d *dataFile) finish() error {
 	if err := d.flush(); err != nil {
 		return err

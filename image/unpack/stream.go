@@ -89,7 +89,7 @@ func (s *stream) fill(buf *[chunkSize]byte) chunk {
 	return chunk{buf, n, err}
 }
 
-// Read implements io.Reader. Its errors are those of the source.
+// Read implements io.Reader. It returns the source's errors.
 func (s *stream) Read(p []byte) (int, error) {
 	for len(s.rest) == 0 {
 		if s.cur.err != nil {

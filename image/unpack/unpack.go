@@ -31,15 +31,15 @@ const (
 	maxBlock = 1 << 20
 	// copySize is the size of one write.
 	copySize = 128 << 10
-	// freeSteps and stepsPerEntry bound what it takes to find the directories of a layer's entries where
-	// symlinks are on the way, or names are missing: each entry may lead through forty links of thousands of
-	// names. So many steps take some two seconds.
+	// freeSteps and stepsPerEntry limit resolving the directories of entries through symlinks and
+	// missing names. A path may contain forty symlinks of thousands of names. freeSteps takes about
+	// two seconds.
 	freeSteps     = 1 << 18
 	stepsPerEntry = 64
 )
 
-// impliedTime is the mtime of directories that the tar does not list. It is not
-// the time they are made at: a layer is to be the same wherever it is made.
+// impliedTime is the mtime of directories that the tar does not list. It is not the current time,
+// because a layer should be the same on every machine.
 var impliedTime = time.Unix(0, 0)
 
 var copyPool = sync.Pool{New: func() any { return new([copySize]byte) }}
@@ -47,7 +47,7 @@ var copyPool = sync.Pool{New: func() any { return new([copySize]byte) }}
 // unpacker writes one layer into a tree.
 type unpacker struct {
 	root    *os.File
-	tick    func() // tells that there is progress
+	tick    func() // reports progress
 	parents *dirCache
 	buf     *[copySize]byte
 	hash    *xxhash.Digest // of a file's content
@@ -56,9 +56,9 @@ type unpacker struct {
 	// Keys are paths in the tree, free of symlinks.
 	links   map[string]string    // hard links whose target is not in the layer
 	implied map[string]bool      // directories the tar has not listed so far
-	opaques map[string]bool      // directories that hide what the layers below have in them
+	opaques map[string]bool      // directories that hide the layers below
 	times   map[string]time.Time // of directories: set last, filling them changes them
-	within  map[string][]string  // what the maps above have in a directory, or had
+	within  map[string][]string  // paths in the maps above by directory; may be outdated
 	names   int                  // bytes left for the keys and targets above
 	steps   int                  // left for walks
 
@@ -66,7 +66,7 @@ type unpacker struct {
 	sum         checksum.Sum
 	whiteouts   int
 	opaque      bool   // the root
-	recount     bool   // something was removed: usage, sum and whiteouts have to be made from the tree
+	recount     bool   // something was removed: finish computes usage, sum and whiteouts from the tree
 	gone        string // the whiteout that a directory is about to be made in place of
 	unsupported int    // extended attributes that the filesystem refused
 }
@@ -119,7 +119,7 @@ func (u *unpacker) file(at filePlace, hdr *tar.Header, content io.Reader) error 
 	return nil
 }
 
-// summed adds what was made at a place, with the attributes of its entry.
+// summed adds a created file to the checksum.
 func (u *unpacker) summed(at filePlace, hdr *tar.Header, mode uint32, dev uint64, holds checksum.Content) {
 	u.sum.AddName(at.path(), mode)
 	u.sum.AddFile(mode, uint32(hdr.Uid), uint32(hdr.Gid), dev, holds)
@@ -142,7 +142,7 @@ type (
 	onlyReader struct{ io.Reader }
 )
 
-// fillSparse leaves out what is zero.
+// fillSparse omits zero blocks.
 func (u *unpacker) fillSparse(f *os.File, size int64, content io.Reader) (written int64, err error) {
 	err = eachBlock(content, size, u.buf[:], int(min(u.block, copySize)), u.tick, func(block []byte, offset int64) error {
 		written += int64(len(block))
@@ -165,8 +165,8 @@ func (u *unpacker) directory(at filePlace, hdr *tar.Header) error {
 	return u.newDirectory(at, hdr, u.forgetLink(at.path()))
 }
 
-// directoryAgain is for a name that exists: a directory stays, anything else
-// gives way to one that hides what the layers below have.
+// directoryAgain handles a directory entry for an existing name. An existing directory stays;
+// anything else is replaced by an opaque directory.
 func (u *unpacker) directoryAgain(at filePlace, hdr *tar.Header) error {
 	st, err := at.dir.Stat(at.name)
 	if err != nil {
@@ -274,8 +274,7 @@ func (u *unpacker) linkBelow(at filePlace, target string) error {
 	return u.remember(len(at.path()) + len(target))
 }
 
-// replacing runs make, which makes something at a place, again after it has
-// removed what is there.
+// replacing calls make to create something. If the name exists, it removes it and calls make again.
 func (u *unpacker) replacing(at filePlace, make func() error) error {
 	err := make()
 	if errors.Is(err, unix.EEXIST) {
@@ -294,7 +293,7 @@ func (u *unpacker) replacing(at filePlace, make func() error) error {
 	return err
 }
 
-// clear removes what is at a place, and all that is known of it.
+// clear removes the file or tree at a place and the records about it.
 func (u *unpacker) clear(at filePlace, st *unix.Stat_t) error {
 	u.recount = true
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
@@ -323,7 +322,7 @@ func (u *unpacker) enter(path string) {
 	u.within[dir] = append(u.within[dir], path)
 }
 
-// forgetBelow forgets what is known of the directory dir and what is in it.
+// forgetBelow removes the records about dir and its content.
 func (u *unpacker) forgetBelow(dir string) {
 	for _, path := range u.within[dir] {
 		u.forgetBelow(path)
@@ -366,7 +365,7 @@ func (u *unpacker) lookup(dir string) (*safefs.Dir, error) {
 // step pays for a step of a walk.
 func (u *unpacker) step(cost int) error {
 	if u.steps -= cost; u.steps < 0 {
-		return exceeds("the way to its files leads through too many symlinks and directories")
+		return exceeds("paths of its files lead through too many symlinks and directories")
 	}
 	return nil
 }

@@ -150,7 +150,7 @@ func TestLayerLimitsEntries(t *testing.T) {
 }
 
 // Hard links to nowhere and directories have to be remembered: not without end.
-func TestManyNames(t *testing.T) {
+func TestRememberedNamesAreLimited(t *testing.T) {
 	cases := map[string]func(i int) tar.Header{"directories": func(i int) tar.Header {
 		return tar.Header{Typeflag: tar.TypeDir, Name: deep(i) + "/", Mode: 0o755}
 	}}
@@ -174,7 +174,7 @@ func TestManyNames(t *testing.T) {
 }
 
 // A few entries can lead through tens of thousands of names each, which nobody has to follow without end.
-func TestLongWays(t *testing.T) {
+func TestPathResolutionIsLimited(t *testing.T) {
 	testenv.NeedRoot(t)
 	const links = 40 // the most that is followed
 	entries := []tar.Header{{Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755}}
@@ -287,7 +287,7 @@ func TestHolesAreProgress(t *testing.T) {
 }
 
 // The daemon is told few names, however many the worker could remember.
-func TestFewNamesAreTold(t *testing.T) {
+func TestReportedNamesAreLimited(t *testing.T) {
 	testenv.NeedRoot(t)
 	for name, entry := range awkward {
 		t.Run(name, func(t *testing.T) {

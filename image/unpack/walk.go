@@ -15,20 +15,21 @@ import (
 	"berth/internal/safefs"
 )
 
-// sink makes what the entries of a tar stand for, in one form of layers. D is how it knows a directory of the layer. It is
-// told of one entry after the other, and may give up at any.
+// sink creates the entries of a tar in one form of layers. D is its directory type. It gets one
+// entry after the other and may return an error for any.
 type sink[D directory] interface {
-	// next: what was done for the entry before is over.
+	// next: the previous entry is complete.
 	next()
 
-	// parent finds the directory at a path, through symlinks of the layer, and makes what is missing of it.
+	// parent returns the directory at a path, through symlinks of the layer, and creates missing
+	// ones.
 	parent(path string) (D, error)
 	// lookup finds it if it exists, else ENOENT or ENOTDIR.
 	lookup(path string) (D, error)
 	// listed gives a directory what its entry says.
 	listed(dir D, hdr *tar.Header) error
 
-	// These make something in the place of what is there, but for a directory that stays one.
+	// These replace what exists at the place, except that a directory stays a directory.
 	directory(at place[D], hdr *tar.Header) error
 	file(at place[D], hdr *tar.Header, content io.Reader) error
 	special(at place[D], hdr *tar.Header, mode uint32, dev uint64) error // symlinks, devices, FIFOs
@@ -36,12 +37,13 @@ type sink[D directory] interface {
 	link(at, target place[D]) error             // a hard link to something that is no directory
 	linkBelow(at place[D], target string) error // one to a file of a layer below
 
-	// hide hides what the layers below have at a place, and hideAll what they have in a directory. What this layer has stays.
+	// hide hides the entry of the layers below at a place, and hideAll all entries of a directory.
+	// Entries of this layer stay.
 	hide(at place[D]) error
 	hideAll(dir D) error
 
-	// target tells what a hard link to a place would be one to: something of a type (S_IFMT) in this layer or, if that has nothing
-	// there, the file of a layer below with the path.
+	// target returns the target of a hard link: the type (S_IFMT) of a file in this layer, or the
+	// path of a file in a layer below.
 	target(at place[D]) (mode uint32, below string, err error)
 
 	// finish returns the result when there are no more entries.
@@ -61,7 +63,8 @@ type place[D directory] struct {
 // path is free of symlinks.
 func (p place[D]) path() string { return safefs.Join(p.dir.Path(), p.name) }
 
-// walk hands the entries of a tar to a sink. What they mean is decided here, for all forms of layers alike; see the package doc.
+// walk passes the entries of a tar to a sink. It implements the rules of the package documentation
+// for all forms of layers.
 type walk[D directory] struct{ sink[D] }
 
 // all walks over the archive to its end, within the limits.
@@ -90,7 +93,7 @@ func (w walk[D]) all(ctx context.Context, tr *tar.Reader, limits Limits) error {
 	}
 }
 
-// quoted is a name for an error, which has to stay short enough to say what is wrong.
+// quoted shortens a name for an error.
 func quoted(name string) string {
 	const most = 256
 	if len(name) > most {
@@ -99,8 +102,8 @@ func quoted(name string) string {
 	return strconv.Quote(name)
 }
 
-// contentSize is what a file takes when its holes are filled, cut off above max;
-// other entries may claim a size and have none.
+// contentSize returns the size of a file with its holes, limited above max. Entries of other types
+// may claim a size and have none.
 func contentSize(hdr *tar.Header, max int64) int64 {
 	switch hdr.Typeflag {
 	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
@@ -164,7 +167,7 @@ func checkName(path, name string) error {
 	return nil
 }
 
-// make makes what an entry stands for, by its type.
+// make creates an entry according to its type.
 func (w walk[D]) make(at place[D], hdr *tar.Header, content io.Reader) error {
 	switch hdr.Typeflag {
 	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
@@ -255,8 +258,9 @@ func isSparse(hdr *tar.Header) bool {
 	return false
 }
 
-// eachBlock hands the blocks of a file of a size to write that are not all zero: archive/tar expands holes. A block has copySize
-// at most; tick is called again and again, for a hole takes time and no byte of the tar.
+// eachBlock calls write for the blocks of a file that are not all zero, because archive/tar expands
+// holes. A block has at most copySize bytes. It calls tick periodically: a hole takes time but no
+// bytes of the tar.
 func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(), write func(block []byte, offset int64) error) error {
 	for offset := int64(0); ; {
 		n, err := io.ReadFull(in, buf)

@@ -23,8 +23,8 @@ const (
 	OpaqueXattr = "trusted.overlay.opaque"
 )
 
-// isAUFS reports whether an entry is one of AUFS' own files, which lie in the
-// root of its branches and so in old layers: link counts, orphans, a mark.
+// isAUFS reports whether an entry is one of AUFS' own files in the root of its branches, and so of
+// old layers: link counts, orphans, a mark.
 func isAUFS(name string) bool {
 	return strings.HasPrefix(name, aufsPrefix) && name != opaqueWhiteout
 }
@@ -43,8 +43,8 @@ func (u *unpacker) setOpaque(path string) error {
 	return u.remember(len(path))
 }
 
-// MarkOpaque gives the directories of a tree overlayfs' mark. An attribute of that
-// name takes CAP_SYS_ADMIN to set, which nobody needs who unpacks.
+// MarkOpaque sets overlayfs' mark on directories of a tree. That takes CAP_SYS_ADMIN, which
+// berth-unpack does not have.
 func MarkOpaque(tree *os.File, dirs []Name) error {
 	for _, name := range dirs {
 		dir, err := safefs.OpenDir(tree, string(name))
@@ -98,8 +98,8 @@ func (u *unpacker) makeWhiteout(at filePlace) error {
 	return nil
 }
 
-// blocked is called where a directory is implied in whose place is something
-// else. A whiteout gives way: the directory then hides what the whiteout hid.
+// blocked is called if something else is in the place of an implied directory. The directory
+// replaces a whiteout and then hides what it hid.
 func (u *unpacker) blocked(dir *safefs.Dir, name string, st *unix.Stat_t) error {
 	if !IsWhiteout(st) {
 		return unix.ENOTDIR

@@ -1,22 +1,21 @@
-// Package diskusage counts what trees of files take on disk.
+// Package diskusage counts the disk usage of directory trees.
 //
 // # Contract
 //
-// Tree counts the blocks that are allocated, as du(1) does: those of preallocated
-// files, directories and long symlinks too. Nominal counts what the data needs, so that
-// the same tree has the same figure on every filesystem with that block size: file data in
-// whole blocks, holes not, one block for a directory. A file with several names
-// counts once; where there are very many of them, each name counts as its part of the file.
+// Tree counts allocated blocks, as du(1) does, including those of preallocated files, directories
+// and long symlinks. Nominal counts the blocks that the content needs, so that a tree has the same
+// usage on every filesystem with that block size: file data in whole blocks without holes, one
+// block for each directory. A file with several names counts once; among very many such files, each
+// name counts as a fraction of the file.
 //
-// The tree may be changing and may belong to somebody hostile: nothing is followed out
-// of it, names that vanish are left out, and memory and descriptors are bounded. A figure
-// that may be too low comes with an error that says so:
+// The tree may change and may be hostile. The walk never leaves it, names that vanish are omitted,
+// and memory and descriptors are limited. If the result may be too low, there is an error:
 //
-//   - ErrChanged: directories changed meanwhile, and what was moved may be left out.
-//   - safefs.ErrTooDeep: directories are nested deeper than a walk goes.
-//   - any other: the walk ended before it was complete.
+//   - ErrChanged: directories changed meanwhile, and moved files may be missing.
+//   - safefs.ErrTooDeep: directories are nested too deeply for a walk.
+//   - any other: the walk ended early.
 //
-// A file that is open and has no name any more is not counted: no walk finds it.
+// An open file without a name is not counted, because a walk does not find it.
 package diskusage
 
 import (
@@ -32,15 +31,14 @@ import (
 	"berth/internal/safefs"
 )
 
-// ErrChanged says that directories changed while a tree was counted. What was moved meanwhile may
-// be left out.
+// ErrChanged says that directories changed during the count. Files that were moved may be missing.
 var ErrChanged = errors.New("directories changed while they were counted")
 
 const (
 	// maxSeen is how many files are remembered so that they count once.
 	maxSeen = 200_000
-	// largeFile is the size of files that count once also when they are moved during the walk: one
-	// that is counted twice could get its pod evicted.
+	// largeFile is the size from which a file counts once even if it is moved during the walk.
+	// Counting it twice could get its pod evicted.
 	largeFile = 1 << 20
 )
 
@@ -65,15 +63,14 @@ func BlockSize(f *os.File) (int64, error) {
 	return int64(st.Bsize), nil
 }
 
-// Tree counts what root, a directory, and all below it on its filesystem has allocated. Beside an
-// error there is the usage of what was counted.
+// Tree counts the allocated space of root, a directory, and everything below it on its filesystem.
+// With an error it returns the usage counted so far.
 func Tree(ctx context.Context, root *os.File) (Usage, error) {
 	return tree(ctx, root, func(st *unix.Stat_t) int64 { return st.Blocks * 512 })
 }
 
-// Nominal counts what root, a directory on a filesystem with that block size, and all below it
-// needs. Beside an error there is the usage of what was counted. The tree is expected not to
-// change.
+// Nominal counts the space that root, a directory, and everything below it needs with that block
+// size. The tree should not change. With an error it returns the usage counted so far.
 func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
 	usage, err := tree(ctx, root, func(st *unix.Stat_t) int64 {
 		switch st.Mode & unix.S_IFMT {
@@ -123,7 +120,7 @@ type counter struct {
 	inodes float64 // each name of a file with several has its part, where that is not in seen
 }
 
-// content counts all that walk finds.
+// content counts everything that the walk finds.
 func (c *counter) content(ctx context.Context, walk *safefs.Walk) error {
 	for {
 		if err := ctx.Err(); err != nil {

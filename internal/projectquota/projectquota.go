@@ -1,12 +1,12 @@
-// Package projectquota limits and counts what directories take by project quotas of their
-// filesystem, which XFS and ext4 have.
+// Package projectquota limits and counts the usage of directories by the project quotas of XFS and
+// ext4.
 //
 // # Contract
 //
-// A directory that was assigned to a project passes that on to all that is made in it. The kernel
-// counts what belongs to a project, also what has no name any more, and refuses (ENOSPC, EDQUOT)
-// what exceeds its limit. A process that owns a file can take the file out of its project, by
-// FS_IOC_FSSETXATTR, unless it is in a user namespace: what the kernel counts is a lower bound.
+// Everything created in a directory inherits its project. The kernel counts the files of a project,
+// including those without a name, and refuses writes beyond its limit (ENOSPC, EDQUOT). A process
+// can move its own files out of the project with FS_IOC_FSSETXATTR unless it is in a user
+// namespace. So the count is a lower bound.
 //
 // It needs quotactl_fd(2), Linux 5.14, and CAP_SYS_ADMIN.
 package projectquota
@@ -25,7 +25,7 @@ import (
 // ErrUnsupported says that a filesystem has no project quotas, or that they are off.
 var ErrUnsupported = errors.New("no project quotas: the filesystem is not XFS or ext4 mounted with prjquota")
 
-// Usage is what a project takes.
+// Usage is the usage of a project.
 type Usage struct {
 	Bytes  uint64
 	Inodes uint64
@@ -120,7 +120,7 @@ func (f *Filesystem) check() error {
 	return nil
 }
 
-// Usage returns what a project takes. A project that nothing was ever assigned to takes nothing.
+// Usage returns the usage of a project. A project that was never assigned has none.
 func (f *Filesystem) Usage(id uint32) (Usage, error) {
 	var q quota
 	err := f.call(cmdGetQuota, id, unsafe.Pointer(&q))
@@ -130,7 +130,7 @@ func (f *Filesystem) Usage(id uint32) (Usage, error) {
 	return Usage{Bytes: q.blocks * block, Inodes: q.inodes}, nil
 }
 
-// SetLimit limits what a project may take; 0: it has no limit.
+// SetLimit sets the limit of a project; 0 means no limit.
 func (f *Filesystem) SetLimit(id uint32, bytes uint64) error {
 	q := quota{version: quotaVersion, flags: quotaProject, fields: fieldHard | fieldSoft, id: id, hard: (bytes + block - 1) / block}
 	failpoint.Reach("quota.set-limit")
@@ -141,7 +141,7 @@ func (f *Filesystem) SetLimit(id uint32, bytes uint64) error {
 	return nil
 }
 
-// Assign gives an empty directory to a project, with all that will be made in it.
+// Assign assigns an empty directory, and everything created in it, to a project.
 func Assign(dir *os.File, id uint32) error {
 	var a attributes
 	if err := ioctl(dir, getAttributes, &a); err != nil {

@@ -19,8 +19,9 @@ func (l Layer) mounted() (*os.File, error) {
 	return openDir(l.Path)
 }
 
-// mountImage mounts an EROFS image from its file (Linux 6.12), detached. If the layer has a Mount, that is used:
-// each mount of the file is a filesystem of its own to the kernel, with a page cache of its own.
+// mountImage mounts an EROFS image from its file (Linux 6.12), detached. It uses the layer's Mount
+// if there is one: each further mount of the file would be a filesystem of its own with its own
+// page cache.
 func (l Layer) mountImage() (*os.File, error) {
 	if l.Mount != nil {
 		fd, err := unix.FcntlInt(l.Mount.Fd(), unix.F_DUPFD_CLOEXEC, 0)
@@ -79,7 +80,7 @@ func (n *fileNames) set(fsfd int, option, path string) error {
 	return nil
 }
 
-// create creates the filesystem, for which the kernel opens the files.
+// create creates the filesystem; the kernel opens the files.
 func (n *fileNames) create(fsfd int) error {
 	if len(*n) == 0 {
 		return unix.FsconfigCreate(fsfd)
@@ -93,7 +94,7 @@ func (n *fileNames) close() {
 	}
 }
 
-// Open mounts the layer, if it is an EROFS image: the file is for its Mount. Who has it closes it.
+// Open mounts the layer if it is an EROFS image. The file is for its Mount; the caller closes it.
 func (l Layer) Open() (*os.File, error) {
 	if l.Kind != EROFS {
 		return nil, fmt.Errorf("mount layer %s of kind %q: %w", l.Path, l.Kind, errors.ErrUnsupported)

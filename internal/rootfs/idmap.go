@@ -12,23 +12,20 @@ import (
 	"berth/internal/userns"
 )
 
-// IDMap shows a root filesystem to a user namespace: what belongs to user 0 in the
-// layers belongs to user 0 of the namespace. The layers are shared with containers of
-// other mappings; nothing on disk changes. Only the writable layer has the
-// host's IDs of the namespace's users on disk: overlayfs writes there as the
-// container does, and in its work directory as the host's root, for whom an
-// ID-mapped mount would have no ID.
+// IDMap maps a root filesystem for a user namespace: files of user 0 in the layers belong to user 0
+// of the namespace. Containers with other mappings share the layers; nothing on disk changes. Only
+// the writable layer has the namespace's host IDs on disk. overlayfs writes there as the container,
+// and in its work directory as the host's root, which has no ID on an ID-mapped mount.
 //
-// Linux 5.19: overlayfs on ID-mapped layers.
+// Needs Linux 5.19: overlayfs on ID-mapped layers.
 type IDMap struct {
 	UserNS string `json:"userns"` // path of the namespace
 	userns.Mappings
 }
 
-// mountMapped mounts on place, a directory whose mount is private. Clones of the
-// layers' mounts get the mapping. overlayfs takes only mounts that are in a mount
-// namespace (before Linux 6.15 a mount without a place does not count), so they
-// are stacked on place until the overlay has taken what it needs of them.
+// mountMapped mounts on place, a directory whose mount is private. It maps clones of the layers'
+// mounts. overlayfs takes only mounts in a mount namespace (before Linux 6.15, no detached ones),
+// so it stacks them on place until the overlay has opened them.
 func (s Spec) mountMapped(place string) (err error) {
 	if err := s.check(); err != nil {
 		return err

@@ -23,11 +23,11 @@ func ProbeUserNamespace(holder, dir string) error {
 	})
 }
 
-// ProbeIDMap finds out whether root filesystems can be shown to user namespaces: it makes an
-// overlay with an ID-mapped layer below dir, in a mount namespace that ends
-// with it, and looks who owns a file there. Then it maps a tmpfs, which kubelet's secrets
-// are on (Linux 6.3). The namespace at ns must have the mappings m, with a host's user for 0
-// other than 0. What is made below dir is removed again.
+// ProbeIDMap checks whether root filesystems can be mapped for user namespaces. It mounts an
+// overlay with an ID-mapped layer below dir, in a temporary mount namespace, and checks the owner
+// of a file. Then it maps a tmpfs, which kubelet uses for secrets (Linux 6.3). The namespace at ns
+// must have the mappings m, with a host user other than 0 for user 0. It removes what it creates in
+// dir.
 func ProbeIDMap(dir, ns string, m userns.Mappings) (err error) {
 	tmp, err := os.MkdirTemp(dir, ".probe-")
 	if err != nil {

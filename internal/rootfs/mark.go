@@ -6,11 +6,10 @@ import (
 	"path/filepath"
 )
 
-// clearVolatile removes the marker that a volatile mount leaves in the work
-// directory, and that makes overlayfs refuse every later mount: after a crash
-// of the machine the upper layer may lack data. berth mounts an upper layer only
-// in the boot it was made in, where the page cache is the truth; a second mount is
-// a launch that is tried again after the first one failed.
+// clearVolatile removes the marker that a volatile mount leaves in the work directory. It makes
+// overlayfs refuse later mounts, because the upper layer may lack data after a crash of the
+// machine. berth mounts an upper layer only in the boot in which it was created, so nothing is
+// lost. A second mount is a retry of a failed launch.
 func (s Spec) clearVolatile() error {
 	if s.Work == "" {
 		return nil

@@ -19,25 +19,24 @@ import (
 // MaxLayers is how many lower layers overlayfs takes (OVL_MAX_STACK).
 const MaxLayers = 500
 
-// options are the overlayfs options of every root filesystem. Kernel
-// configurations and module parameters give other defaults, so each is named.
+// options are the overlayfs options of every root filesystem. All are set explicitly, because
+// kernel configurations and module parameters change the defaults.
 //
-//   - volatile (Linux 5.10): no sync of the upper filesystem, neither for an fsync
-//     in the container nor when the mount goes. Without it every container that
-//     ends makes the kernel write back the whole filesystem below (sync_filesystem
-//     in overlayfs' put_super), and all others wait. Nothing is lost by it: a
-//     container's upper layer is never used after the boot it was made in. The
-//     marker that overlayfs leaves against a second mount is dealt with in mark.go.
+//   - volatile (Linux 5.10): no sync of the upper filesystem on fsync or unmount.
+//     Without it, each ending container makes the kernel write back the whole
+//     filesystem (sync_filesystem in overlayfs' put_super) and all others wait.
+//     Nothing is lost: a container's upper layer is never used after the boot it
+//     was created in. See mark.go about the marker against a second mount.
 //   - metacopy=off, redirect_dir=nofollow: no extended attribute of a lower layer
-//     may lead overlayfs to another file. Layers have none (image/layer drops
-//     them); this is the second wall. Both features save copying when a container
-//     changes the owner of a large file or renames a directory of its image; neither
-//     pays for an upper layer whose content has meaning only together with them.
-//   - index=off: with it the kernel ties an upper layer to the very inodes of its
-//     lower ones and refuses layers that were fetched again (ESTALE).
+//     may redirect overlayfs to another file. image/layer drops such attributes; this
+//     is a second safeguard. Both features would save copies when a container changes
+//     the owner of a large file or renames a directory, but the upper layer would
+//     depend on them.
+//   - index=off: an index ties the upper layer to the inodes of its lower layers and
+//     refuses layers that were fetched again (ESTALE).
 //
-// xino is left alone: layers and upper of one store share a filesystem, where
-// inode numbers are those of the files; elsewhere the default picks what fits.
+// xino has its default: layers and upper layer usually share a filesystem and have its inode
+// numbers; otherwise the default fits.
 var options = []option{
 	{key: "metacopy", value: "off"},
 	{key: "redirect_dir", value: "nofollow"},
@@ -62,13 +61,12 @@ func (o option) String() string {
 	return o.key + "=" + o.value
 }
 
-// Mount makes the root filesystem and returns it as a detached mount: a file
-// that Attach gives a place, and with whose last descriptor it goes. It is
-// private (no propagation), and read-only if there is no Upper. Linux 5.10 or
-// later; before 6.7 it costs a thread and a mount namespace for a moment.
+// Mount mounts the root filesystem, detached. Attach gives it a place; it ends with its last
+// descriptor. It is private (no propagation), and read-only without Upper. It needs Linux 5.10;
+// before 6.7 it uses a thread with a mount namespace for a moment.
 //
-// errors.ErrUnsupported: there is no driver for a layer's kind, or no overlayfs.
-// A Spec without layers or with more than MaxLayers is fs.ErrInvalid.
+// errors.ErrUnsupported: there is no driver for a layer's kind, or no overlayfs. A Spec without
+// layers or with more than MaxLayers is fs.ErrInvalid.
 func (s Spec) Mount() (*os.File, error) {
 	if err := s.check(); err != nil {
 		return nil, err
@@ -88,8 +86,8 @@ func (s Spec) mountNew() (*os.File, error) {
 	return s.mountOverlay()
 }
 
-// Attach gives a detached mount its place: target, an existing directory (or
-// file, for a mount of one) of the host.
+// Attach attaches a detached mount at target, an existing directory of the host (or file, for a
+// mount of a file).
 func Attach(mount *os.File, target string) error {
 	err := unix.MoveMount(int(mount.Fd()), "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH)
 	runtime.KeepAlive(mount)
@@ -113,10 +111,9 @@ func (s Spec) MountAt(target string) error {
 	return Attach(mount, target)
 }
 
-// MakeUpper makes Upper and Work, whose parent must exist. Upper gets owner
-// and mode of the topmost layer's root: overlayfs shows those of the upper
-// directory, so / would lose what the image says. Directories that exist
-// already are kept. It does nothing for a read-only Spec.
+// MakeUpper creates Upper and Work; their parent must exist. Upper gets owner and mode of the
+// topmost layer's root, because overlayfs shows the attributes of the upper directory for /.
+// Existing directories stay. It does nothing for a read-only Spec.
 func (s Spec) MakeUpper() error {
 	if err := s.check(); err != nil {
 		return err
@@ -289,10 +286,10 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 	return nil
 }
 
-// setDir sets an option whose value is a directory. The kernel shows what the directory was called
-// in /proc/PID/mounts of the container. A path is best: an operator finds it again. A directory
-// without a usable path is passed as a descriptor: a detached mount, a path longer than a string of
-// fsconfig(2), or one with a character that overlayfs unescapes.
+// setDir sets an option whose value is a directory. The container's /proc/PID/mounts shows the
+// value, so it prefers a path, which helps operators. It passes a descriptor for directories
+// without a usable path: detached mounts, paths longer than a string of fsconfig(2), and paths with
+// characters that overlayfs unescapes.
 func setDir(fsfd int, key string, dir *os.File) error {
 	if path := dir.Name(); len(path) < maxOption && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
 		return unix.FsconfigSetString(fsfd, key, path)
@@ -332,8 +329,8 @@ func set(fsfd int, o option) error {
 // maxOption is how long the value of an fsconfig option may be, with the zero at its end.
 const maxOption = 256
 
-// dirs are the directories of an overlay, open so that each error names the one
-// it is about, and so that they have a short name.
+// dirs are the open directories of an overlay. Each error names its directory, and each has a short
+// path.
 type dirs struct {
 	lower       []*os.File // topmost first, as overlayfs counts
 	upper, work *os.File
@@ -406,7 +403,7 @@ func (d *dirs) close() {
 	}
 }
 
-// messages returns what the kernel wrote to the log of a filesystem context.
+// messages returns the kernel's messages in the log of a filesystem context.
 func messages(fsfd int) string {
 	var all []string
 	buf := make([]byte, 1024)
@@ -425,7 +422,7 @@ func messages(fsfd int) string {
 	return " (" + strings.Join(all, "; ") + ")"
 }
 
-// orUnsupported turns the errno of a missing system call or filesystem into errors.ErrUnsupported.
+// orUnsupported converts the errno of a missing system call or filesystem to errors.ErrUnsupported.
 func orUnsupported(err error) error {
 	if err == unix.ENOSYS || err == unix.ENODEV {
 		return fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)

@@ -10,12 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mountOld is Mount by mount(2), for kernels whose overlayfs does not know
-// "lowerdir+" (before Linux 6.7) or that cannot change a mount that has no place
-// yet (before 5.12). mount(2) wants a place: it gets one in a mount namespace of a
-// thread that ends here, and a copy of the mount, without a place, remains.
+// mountOld is Mount by mount(2), for kernels whose overlayfs lacks "lowerdir+" (before Linux 6.7)
+// or that cannot change detached mounts (before 5.12). mount(2) needs a mount point. It gets one in
+// the mount namespace of a temporary thread; a detached copy of the mount remains.
 func (s Spec) mountOld() (mount *os.File, err error) {
-	place := s.Layers[len(s.Layers)-1].Path // some directory: nobody sees what is mounted on it there
+	place := s.Layers[len(s.Layers)-1].Path // any directory: the mount is visible to this thread only
 	err = onThread(unix.CLONE_NEWNS|unix.CLONE_FS, func() error {
 		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 			return fmt.Errorf("make mount namespace private: %w", err)
@@ -59,10 +58,10 @@ func bindReadOnly(path, place string) error {
 	return nil
 }
 
-// mountInFDs names the directories by their descriptors, relative to
-// /proc/self/fd as the working directory: all options of a mount must fit in
-// one page, which 500 numbers do and 50 paths of layers do not, and a number has
-// no ":", "," or "\" that overlayfs would have to be told not to split at.
+// mountInFDs names the directories by descriptor numbers, relative to the working directory
+// /proc/self/fd. All options of mount(2) must fit in one page, which 500 numbers do and 50 layer
+// paths do not. Besides, numbers contain no ":", "," or "\", which overlayfs would treat as
+// separators.
 func mountInFDs(dirs *dirs, place string) error {
 	data := dirs.data()
 	if len(data) >= os.Getpagesize() {

@@ -1,12 +1,11 @@
-// Package rootfs describes how a container's root filesystem is put together
-// from layers, and mounts it with the new mount API (fsopen, fsmount,
-// move_mount), so that a mount can exist as a file descriptor before, or
-// without, having a place in any mount namespace.
+// Package rootfs describes a container's root filesystem, which is assembled from layers, and
+// mounts it with the new mount API (fsopen, fsmount, move_mount). So a mount can exist as a file
+// descriptor without a place in any mount namespace.
 package rootfs
 
 import "os"
 
-// Kind is the form in which a layer is stored.
+// Kind is the form of a stored layer.
 type Kind string
 
 const (
@@ -28,7 +27,7 @@ type Layer struct {
 	Passed bool `json:"passed,omitempty"`
 }
 
-// Spec tells how to assemble a root filesystem. It is sent to the launcher as JSON.
+// Spec describes a root filesystem. The launcher gets it as JSON.
 type Spec struct {
 	Layers []Layer `json:"layers"`          // bottom first, at least one
 	Upper  string  `json:"upper,omitempty"` // writable layer; empty: the root is read-only

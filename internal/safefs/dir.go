@@ -59,7 +59,7 @@ type Maker struct {
 	Step func(cost int) error
 }
 
-// MkdirAll does what the function of that name does.
+// MkdirAll is the function of that name with the Maker's options.
 func (m Maker) MkdirAll(root *os.File, path string) (*Dir, error) {
 	w := walk{Maker: m, root: root, rest: split(path)}
 	dir, err := w.run()
@@ -75,7 +75,7 @@ func ResolveDir(root *os.File, path string) (*Dir, error) {
 	return Maker{}.ResolveDir(root, path)
 }
 
-// ResolveDir does what the function of that name does.
+// ResolveDir is the function of that name with the Maker's options.
 func (m Maker) ResolveDir(root *os.File, path string) (*Dir, error) {
 	w := walk{Maker: m, root: root, rest: split(path), existing: true}
 	dir, err := w.run()
@@ -125,9 +125,9 @@ func openBeneath(root *os.File, clean string) (int, error) {
 	return fd, openErr
 }
 
-// walk resolves a path one component at a time, each relative to the open
-// directory before it and without following it: the only way to learn the
-// symlink-free path, and to go on through a symlink whose target is missing.
+// walk resolves a path component by component, each relative to the previous open directory and
+// without following symlinks. There is no other way to get the path without symlinks and to
+// continue through a symlink with a missing target.
 type walk struct {
 	Maker
 	root     *os.File
@@ -197,8 +197,7 @@ func (w *walk) step(cur *Dir) (*Dir, error) {
 	return w.enter(cur, name, fd)
 }
 
-// enter decides by the type of what was found: go into a directory, go on with
-// the target of a symlink. It takes over fd.
+// enter continues with a found entry: it enters a directory or follows a symlink. It takes over fd.
 func (w *walk) enter(cur *Dir, name string, fd int) (*Dir, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -405,8 +404,8 @@ func (d *Dir) RemoveAllUntil(ctx context.Context, name string) error {
 	return d.at("remove", name, func() error { return removeAll(ctx, d.fd, name) })
 }
 
-// Chown sets the owner of name itself; an empty name is the directory. uid and
-// gid are 0 to 2^32-2: the kernel takes 2^32-1 for "leave as it is", so that is refused.
+// Chown sets the owner of name itself; an empty name is the directory. uid and gid are 0 to 2^32-2.
+// It rejects 2^32-1, which the kernel takes for "unchanged".
 func (d *Dir) Chown(name string, uid, gid uint32) error {
 	if uid == ^uint32(0) || gid == ^uint32(0) {
 		return d.err("chown", name, unix.EINVAL)
@@ -431,8 +430,8 @@ func (d *Dir) Chmod(mode uint32) error {
 	return nil
 }
 
-// ChmodNode sets the permission bits of name, which the caller knows to be no
-// symlink: one that has taken its place is not followed but refused with EOPNOTSUPP.
+// ChmodNode sets the permission bits of name, which should not be a symlink. If a symlink has
+// replaced it, ChmodNode does not follow it and returns EOPNOTSUPP.
 func (d *Dir) ChmodNode(name string, mode uint32) error {
 	return d.at("chmod", name, func() error {
 		fd, err := openat2(d.fd, name, unix.O_PATH|unix.O_NOFOLLOW, 0, unix.RESOLVE_NO_SYMLINKS)

@@ -15,10 +15,10 @@ import (
 // openLevels is how many directories of a tree are held open at a time.
 const openLevels = 64
 
-// RemoveAll removes path, of which the folder is the caller's and the rest may be anybody's work, however
-// deep: os.RemoveAll holds a descriptor for each level, and a process can nest directories until its disk is full.
-// It is nil if there is nothing. A removal that ctx ended, or that failed, can be made again; meanwhile
-// parts of the tree may have other names within path.
+// RemoveAll removes path at any depth. The parent directory is the caller's; the tree may be
+// hostile. os.RemoveAll would hold a descriptor for each level, and a process can nest directories
+// until its disk is full. A missing path is no error. A removal that ctx ended, or that failed, can
+// be repeated; meanwhile parts of the tree may have other names within path.
 func RemoveAll(ctx context.Context, path string) error {
 	parent, err := os.Open(filepath.Dir(path))
 	if errors.Is(err, os.ErrNotExist) {
@@ -48,14 +48,15 @@ func removeAll(ctx context.Context, dir int, name string) error {
 	return rmdir(dir, name)
 }
 
-// remover removes what is in a directory. What is openLevels below is lifted to it and removed from there.
+// remover removes the content of a directory. It moves directories at the depth openLevels up to
+// the top and removes them from there.
 type remover struct {
 	ctx    context.Context
 	top    *os.File
 	lifted uint64
 }
 
-// empty removes what is in dir, which is that many levels deep.
+// empty removes the content of dir, which is at the given depth.
 func (r *remover) empty(dir *os.File, level int) error {
 	for {
 		names, err := dir.Readdirnames(1024)

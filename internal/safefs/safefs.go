@@ -1,19 +1,16 @@
-// Package safefs opens and makes files below a directory whose content is not
-// trusted: a container's root, an image layer, a checkpoint.
+// Package safefs opens and creates files below a directory with untrusted content: a container's
+// root, an image layer, a checkpoint.
 //
 // # Contract
 //
-// The kernel resolves every path as if the root were the process's own root
-// directory (openat2 with RESOLVE_IN_ROOT): absolute symlinks and ".." stay
-// inside, whoever changes the tree meanwhile, and magic links (those of /proc)
-// are not followed. Nothing here uses a path that was checked earlier.
-// Everything opened is close-on-exec. Linux 5.6 or later.
+// The kernel resolves every path as if the root were the process's own root directory (openat2 with
+// RESOLVE_IN_ROOT). Absolute symlinks and ".." stay inside even if the tree changes meanwhile, and
+// magic links (those of /proc) are not followed. No function relies on a path that was checked
+// earlier. All descriptors are close-on-exec. It needs Linux 5.6.
 //
-// Functions that take a *Dir act on one name in that directory and do not
-// follow a symlink there.
+// Functions that take a *Dir act on one name in that directory and do not follow a symlink there.
 //
-// Errors are *fs.PathError around an errno, so errors.Is works with
-// fs.ErrNotExist and its like.
+// Errors are *fs.PathError around an errno, so errors.Is works with fs.ErrNotExist and others.
 package safefs
 
 import (
@@ -36,9 +33,8 @@ var ErrTooLarge = errors.New("file is too large")
 // resolveInRoot is how every path of this package is resolved.
 const resolveInRoot = unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS
 
-// OpenRoot opens the directory at path, a path of the host that the caller
-// trusts, as a root for the other functions. The file is good for resolving
-// (O_PATH), not for reading the directory.
+// OpenRoot opens the directory at path, a trusted path of the host, as a root for the other
+// functions. The file is O_PATH: it can resolve paths but not be read.
 func OpenRoot(path string) (*os.File, error) {
 	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH|unix.O_DIRECTORY, 0, 0)
 	if err != nil {
@@ -47,9 +43,8 @@ func OpenRoot(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// OpenHost opens path, an absolute path of the host that was resolved before, for what needs no
-// more than a descriptor (O_PATH). ELOOP if there is a symlink in it: somebody has put it there
-// since.
+// OpenHost opens path, a resolved absolute path of the host, with O_PATH. ELOOP: somebody has put a
+// symlink into the path since.
 func OpenHost(path string) (*os.File, error) {
 	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH, 0, unix.RESOLVE_NO_SYMLINKS)
 	if err != nil {
@@ -104,9 +99,8 @@ func openRegular(root *os.File, path string) (*os.File, error) {
 	return os.NewFile(uintptr(rfd), path), nil
 }
 
-// ReadFile returns the content of the regular file at path inside root. It
-// fails with ErrNotRegular for any other type and with ErrTooLarge if the file
-// holds more than max bytes; it never allocates more than max+1.
+// ReadFile returns the content of the regular file at path inside root. It returns ErrNotRegular
+// for other types and ErrTooLarge for more than max bytes, and allocates at most max+1 bytes.
 func ReadFile(root *os.File, path string, max int64) ([]byte, error) {
 	f, err := OpenRegular(root, path)
 	if err != nil {
@@ -116,8 +110,8 @@ func ReadFile(root *os.File, path string, max int64) ([]byte, error) {
 	return readAll(f, path, max)
 }
 
-// ReadHostFile is ReadFile for a path of the host that the caller trusts, and follows as anybody would: what is there
-// may still be a FIFO, a device or without end.
+// ReadHostFile is ReadFile for a trusted path of the host, and follows symlinks. The file itself
+// may still be a FIFO, a device or endless.
 func ReadHostFile(path string, max int64) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -167,9 +161,9 @@ func open(root *os.File, path string, flags int, mode uint32) (int, error) {
 	return fd, openErr
 }
 
-// openat2 is the system call with close-on-exec, restarted after a signal and
-// after a race with a rename: resolving ".." in a root fails with EAGAIN when
-// any rename or mount on the machine happened meanwhile (openat2(2)).
+// openat2 calls openat2(2) with close-on-exec. It repeats the call after a signal and after a race
+// with a rename: resolving ".." in a root fails with EAGAIN if any rename or mount on the machine
+// happened meanwhile.
 func openat2(dir int, path string, flags int, mode uint32, resolve uint64) (int, error) {
 	const maxRaces = 128 // a busy machine; the kernel's own advice is to try again
 	how := unix.OpenHow{Flags: uint64(flags | unix.O_CLOEXEC), Mode: uint64(mode), Resolve: resolve}

@@ -31,16 +31,16 @@ var ErrTooDeep = errors.New("directories are nested too deep")
 // its content was left out.
 var ErrMoved = errors.New("a directory was moved during the walk")
 
-// Walk visits everything below a directory, in no order. The tree may belong to somebody hostile
-// who changes it meanwhile: nothing is followed out of it, and memory and descriptors are bounded,
-// however deep and wide it is. A Walk is used by one goroutine, and must be closed.
+// Walk visits everything below a directory, unordered. The tree may be hostile and may change
+// meanwhile. The walk never leaves it, and memory and descriptors are limited, however deep and
+// wide it is. One goroutine uses a Walk and must close it.
 //
-// At most walkOpen directories are open. Those above are closed and found again by their file
-// handle (open_by_handle_at(2)), wherever they were moved to. Where there are no handles they are
-// found by "..", and ErrMoved tells of one that is somewhere else.
+// At most walkOpen directories are open. The others above are closed and opened again by file
+// handle (open_by_handle_at(2)), even if they were moved. On filesystems without handles they are
+// opened by "..", and ErrMoved reports one that was moved.
 type Walk struct {
 	oneFilesystem bool
-	root          *os.File // for reading, of which handles are opened
+	root          *os.File // for opening file handles
 	mount         int      // ID of its mount
 	levels        int
 	begin         time.Time
@@ -75,8 +75,8 @@ type Entry struct {
 	dir  int
 }
 
-// NewWalk begins a walk of what is below root, a directory. With oneFilesystem what other
-// filesystems have in the tree is left out.
+// NewWalk starts a walk below root, a directory. With oneFilesystem it omits other filesystems
+// mounted in the tree.
 func NewWalk(root *os.File, oneFilesystem bool) (*Walk, error) {
 	fd, err := open(root, "", unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
@@ -111,8 +111,8 @@ func (w *Walk) Close() error {
 	return errors.Join(append(errs, w.root.Close())...)
 }
 
-// Changed tells whether a directory has changed since the walk began. Then the walk may have left
-// out what was moved from a directory that it had not read to one that it had.
+// Changed reports whether a directory has changed since the walk began. Then the walk may have
+// omitted files that moved from an unread directory to one already read.
 func (w *Walk) Changed() bool { return w.changed }
 
 // Incomplete tells why parts of the tree were left out: ErrTooDeep, ErrMoved. It is nil if the walk
@@ -158,8 +158,8 @@ func (w *Walk) Next() (Entry, error) {
 	return Entry{}, io.EOF
 }
 
-// isGone tells whether an error is of what vanished, or became something else, meanwhile, or is in
-// another filesystem.
+// isGone reports whether an error is due to a name that vanished, changed its type or is on another
+// filesystem.
 func (w *Walk) isGone(err error) bool {
 	switch {
 	case errors.Is(err, unix.EXDEV):
@@ -171,7 +171,7 @@ func (w *Walk) isGone(err error) bool {
 	return false
 }
 
-// IsGone tells whether an error is of a name that vanished or became something else.
+// IsGone reports whether an error is due to a name that vanished or changed its type.
 func IsGone(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ESTALE)
 }
@@ -359,7 +359,7 @@ func (r *reader) next() (Entry, error) {
 	}
 }
 
-// take takes one struct linux_dirent64 off what was read.
+// take parses one struct linux_dirent64 and removes it from the buffer.
 func (r *reader) take() (Entry, error) {
 	const offsetCursor, offsetLength, offsetType, offsetName = 8, 16, 18, 19
 	if len(r.left) < offsetName {

@@ -1,10 +1,10 @@
-// Package checksum has a checksum of a layer: of the tree that its blob was unpacked into, or packed.
+// Package checksum computes a checksum of a layer, in the form of a directory or of a packed tree.
 //
 // # Contract
 //
-// The same layer has the same Sum whether it is summed while it is made (AddName, AddFile), as a directory (OfDirectory) or as what it was packed
-// into (OfTree, OfPacked). Reading a tree changes nothing of it, access times included, and takes memory for the names of its
-// directories that are still to be read and for the inode numbers of files with several names.
+// A layer has the same Sum during creation (AddName, AddFile), as a directory (OfDirectory) and as
+// a packed tree (OfTree, OfPacked). Reading a tree changes nothing, not even access times. It takes
+// memory for the names of unread directories and for the inode numbers of files with several names.
 package checksum
 
 import (
@@ -24,12 +24,12 @@ import (
 	"berth/internal/safefs"
 )
 
-// Sum is a checksum of a tree: of all names with what they name, and of the owner, mode, device
-// number and content of everything that has a name. Times and extended attributes are left out. It finds what a
-// disk or a mistake has changed; who changes a tree on purpose can change the sum beside it too.
+// Sum is a checksum of a tree: of all names, and of owner, mode, device number and content of all
+// files. Times and extended attributes do not count. It detects damage by a disk or a mistake; an
+// attacker who changes a tree could change its recorded sum as well.
 //
-// It is made while the tree is, in whatever order, so it is a sum indeed: each name and each file is hashed, and the hashes
-// are added, in four parts. A file counts once, however many names it has.
+// Files are created in any order, so it is a sum: each name and each file is hashed, and the hashes
+// are added, in four parts. A file with several names counts once.
 type Sum [4]uint64
 
 // IsZero reports whether s was never made: up to 0.2.0 there were none.
@@ -71,7 +71,7 @@ func (s *Sum) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// add adds what is hashed as text.
+// add adds the hash of text.
 func (s *Sum) add(text []byte) {
 	sum := FromBytes(sha256.Sum256(text))
 	for i := range s {
@@ -85,7 +85,7 @@ func (s *Sum) AddName(path string, mode uint32) {
 	s.add(append(text, path...))
 }
 
-// Content is what is in a regular file or a symlink; of others the zero value.
+// Content is the content of a regular file or a symlink; the zero value for others.
 type Content struct {
 	Size   int64  // of a regular file
 	Hash   uint64 // of that, by xxhash
@@ -118,14 +118,14 @@ func (s *Sum) AddStatus(st *unix.Stat_t, c Content) {
 // isWhiteout tells overlayfs' mark for a name that is hidden.
 func isWhiteout(mode uint32, dev uint64) bool { return mode&unix.S_IFMT == unix.S_IFCHR && dev == 0 }
 
-// Found is what a tree comes to.
+// Found is the result of reading a tree.
 type Found struct {
 	Sum       Sum
 	Whiteouts int
 }
 
-// OfDirectory reads a tree that nobody changes, whose sum is that of the layer if it is as it was unpacked. It calls tick again and again. It
-// needs no more descriptors for a deep tree than for a flat one.
+// OfDirectory sums a directory tree that does not change. It calls tick periodically. The number of
+// open descriptors does not depend on the depth of the tree.
 func OfDirectory(ctx context.Context, root *os.File, tick func()) (Found, error) {
 	t := summing{ctx: ctx, root: root, tick: tick, linked: map[uint64]bool{}, dirs: []string{""}, buf: make([]byte, bufferSize)}
 	for len(t.dirs) > 0 {
@@ -242,7 +242,7 @@ func OfPacked(ctx context.Context, root *tree.Node, data *os.File, tick func()) 
 	})
 }
 
-// OfTree is OfPacked where hash tells the xxhash of a regular file's content.
+// OfTree is OfPacked with a function that returns the xxhash of a regular file's content.
 func OfTree(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error)) (found Found, err error) {
 	known := map[*tree.Node]bool{}
 	var walk func(path string, n *tree.Node) error

@@ -1,10 +1,10 @@
-// Package inflate reads the tar in a layer's blob, which is compressed or not.
+// Package inflate decompresses the tar of a layer's blob.
 //
 // # Contract
 //
-// Its memory is bounded by the window that NewReader is given, whatever the blob says. What is not
-// compressed as it should be is a CorruptError; the blob's own errors are passed on, in preference
-// to what the decompressor makes of them. gzip is read by ISA-L where that is there (package isal).
+// The window given to NewReader limits its memory, whatever the blob contains. Invalid compressed
+// data is a CorruptError; errors of the blob's reader are passed on and take precedence. It uses
+// ISA-L for gzip if available (package isal).
 package inflate
 
 import (
@@ -95,7 +95,7 @@ func NewReader(blob io.Reader, window int64) (*Reader, error) {
 func (r *Reader) Read(p []byte) (int, error) {
 	n, err := r.tar.Read(p)
 	if err == io.EOF {
-		// What follows the compressed data is read for the blob's verdict.
+		// Read what follows the compressed data: the blob's reader verifies the digest at its end.
 		if _, err := io.Copy(io.Discard, r.blob); err != nil {
 			return n, r.failure(err)
 		}

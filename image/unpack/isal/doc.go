@@ -1,15 +1,15 @@
-// Package isal reads gzip by ISA-L, a library of C and assembly that takes a third of the time of
-// Go's implementations. It is there in builds with cgo and the tag isal, which need the library's headers,
-// where libisal.so.2 can be loaded when the program starts.
+// Package isal decompresses gzip with ISA-L, a library in C and assembly that takes a third of the
+// time of Go's implementations. It is available in builds with cgo and the tag isal, which need the
+// library's headers, if libisal.so.2 can be loaded when the program starts.
 //
 // # Contract
 //
-// Loaded tells whether it is there, and says the same for as long as the program runs: nothing is loaded later, when the program may be confined.
-// Works tells whether it can be used, and has it inflate something to find out, the first time: what is wrong with a library concerns those who
-// have a gzip to read.
+// Loaded reports whether the library was loaded at the start. Its result never changes, because
+// nothing is loaded later, when the program may be confined. The first call of Works decompresses a
+// sample, so a broken library affects only users of gzip.
 //
-// Reader reads what gzip.Reader reads: all members, each verified by its checksum and length. It is an error if
-// anything follows the last one.
+// Reader reads what gzip.Reader reads: all members, each verified by checksum and length. Trailing
+// data is an error.
 //
-// The library is not memory-safe. Only berth-unpack, which is confined, may give it an image's bytes.
+// The library is not memory-safe. Only the confined berth-unpack may pass it an image's bytes.
 package isal

@@ -40,7 +40,7 @@ static int inflate_some(struct reader *r)
 	return isal_library.inflate(&r->state);
 }
 
-// inflate keeps neither buffer: the library has copied what it needs of them when it returns.
+// inflate retains neither buffer: the library copies what it needs.
 static struct step inflate(struct reader *r, uint8_t *in, uint32_t in_len, uint8_t *out, uint32_t out_len)
 {
 	struct inflate_state *s = &r->state;
@@ -74,10 +74,10 @@ type Reader struct {
 	err   error            // final
 }
 
-// Loaded tells whether a library is there.
+// Loaded reports whether the library was loaded.
 func Loaded() bool { return C.isal_library.inflate != nil }
 
-// Works tells whether the library is there and inflates what it should.
+// Works reports whether the library was loaded and decompresses a sample.
 func Works() bool { return works() }
 
 var works = sync.OnceValue(func() bool { return Loaded() && C.isal_works() != 0 })
@@ -99,7 +99,7 @@ func (r *Reader) Close() error {
 	return nil
 }
 
-// Read implements io.Reader. An error of what it reads from is returned as it is.
+// Read implements io.Reader. Errors of the source are returned unchanged.
 func (r *Reader) Read(p []byte) (int, error) {
 	p = p[:min(len(p), math.MaxInt32)]
 	for r.err == nil && len(p) > 0 {
@@ -112,13 +112,13 @@ func (r *Reader) Read(p []byte) (int, error) {
 	return 0, r.err
 }
 
-// step inflates what is buffered of the input. It makes some progress, or fails.
+// step decompresses buffered input. It makes progress or fails.
 func (r *Reader) step(p []byte) (int, error) {
 	_, err := r.from.Peek(1)
 	if err != nil && err != io.EOF {
 		return 0, err
 	}
-	in, _ := r.from.Peek(r.from.Buffered()) // what is buffered is there
+	in, _ := r.from.Peek(r.from.Buffered()) // buffered input comes first
 	s := C.inflate(r.state, bytesOf(in), C.uint32_t(len(in)), bytesOf(p), C.uint32_t(len(p)))
 	made, read := len(p)-int(s.unused), len(in)-int(s.unread)
 	if _, err := r.from.Discard(read); err != nil {
@@ -146,7 +146,7 @@ func (r *Reader) next() error {
 
 func bytesOf(b []byte) *C.uint8_t { return (*C.uint8_t)(unsafe.SliceData(b)) }
 
-// problem says what a negative code means.
+// problem describes a negative return code.
 func problem(code C.int) string {
 	switch code {
 	case C.ISAL_INVALID_BLOCK:

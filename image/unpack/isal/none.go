@@ -8,10 +8,10 @@ import (
 	"io"
 )
 
-// Loaded tells whether the library is there.
+// Loaded reports whether the library was loaded.
 func Loaded() bool { return false }
 
-// Works tells whether it can be used.
+// Works reports whether the library can be used.
 func Works() bool { return false }
 
 // NewReader fails.

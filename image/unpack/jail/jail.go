@@ -1,25 +1,24 @@
-// Package jail takes from a process what it does not need in order to write files below
-// one directory.
+// Package jail confines a process to writing files below one directory.
 //
 // # Contract
 //
-// After Process a process, whatever code comes to run in it, can
+// After Process, whatever code it runs, a process
 //
-//   - see one tree of files, which is its root directory, and nothing above or beside it. (Its
-//     working directory is its own /proc/self/fd, for package safefs.) The daemon
-//     hands it in as a mount that has no place and no parent, without devices and set-id.
-//   - do what it likes with owners, modes and types of the files there (CAP_CHOWN, DAC_OVERRIDE,
-//     FOWNER, FSETID, MKNOD, SETFCAP). Of other capabilities it has none and gets none.
-//   - to pack a layer (Grant.OnlyData), do none of that: it reads and writes the files that it was born with, and has
-//     no capability.
-//   - make only the system calls that Go's runtime and package unpack make: it opens no socket,
-//     starts no program, makes no namespace, signals nobody. (On architectures of FiltersCalls; berth warns
-//     on others.)
-//   - take only so much memory, descriptors, file size and CPU time as it was granted, and is the
-//     first to go where a node runs out of memory.
+//   - sees one tree of files as its root directory and nothing outside. (Its working
+//     directory is its own /proc/self/fd, for package safefs.) The daemon passes
+//     the tree as a detached mount without devices and set-id programs.
+//   - may change owners, modes and types of the files there (CAP_CHOWN, DAC_OVERRIDE,
+//     FOWNER, FSETID, MKNOD, SETFCAP). It has no other capabilities and cannot get any.
+//   - to pack a layer (Grant.OnlyData) may only read and write its inherited files,
+//     without any capability.
+//   - may make only the system calls of Go's runtime and of package unpack: no
+//     sockets, programs, namespaces or signals. (On the architectures of
+//     FiltersCalls; berth warns on others.)
+//   - has limits for memory, descriptors, file size and CPU time, and is the first
+//     process that the OOM killer takes.
 //
-// Namespaces are made by who starts the process. Landlock would say once more what the root directory
-// says; it took 6 % more CPU time for a layer of a distribution, and was left out.
+// The process that starts it creates the namespaces. Landlock would add nothing to the root
+// directory and took 6 % more CPU time for a distribution's layer.
 package jail
 
 import (
@@ -36,7 +35,7 @@ import (
 	"berth/internal/safefs"
 )
 
-// Grant is what a process may take.
+// Grant limits a process.
 type Grant struct {
 	Memory   uint64 // bytes of writable memory of its own
 	FileSize uint64 // bytes of one file
@@ -45,14 +44,14 @@ type Grant struct {
 	OnlyData bool   // it opens and makes no file, and has no capability
 }
 
-// step is one of those that confine a process.
+// step is one step of confining a process.
 type step struct {
 	name string
 	do   func() error
 }
 
-// Process confines the process to tree for good. A binary that uses cgo, whose threads nobody knows, has done a part
-// of it early, before it had threads (package early); that is checked.
+// Process confines the process to tree permanently. A binary with cgo has taken some steps before
+// it had threads (package early); Process checks them.
 func Process(tree *os.File, grant Grant, early bool) error {
 	steps := []step{
 		{"volunteer for the OOM killer", volunteer},
@@ -73,8 +72,8 @@ func Process(tree *os.File, grant Grant, early bool) error {
 	return nil
 }
 
-// checkEarly fails if the process is not confined as the other steps would confine it. What this thread has given up
-// all of them have: it was done when there was one.
+// checkEarly returns an error unless package early has taken its steps. Checking one thread
+// suffices: they were taken when there was only one.
 func checkEarly(tree *os.File) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var sets [2]unix.CapUserData
@@ -183,7 +182,7 @@ func allThreads(call, a, b, c uintptr) error {
 	return nil
 }
 
-// FiltersCalls tells whether Process filters system calls on an architecture, named as GOARCH is.
+// FiltersCalls reports whether Process filters system calls on an architecture, named as in GOARCH.
 func FiltersCalls(arch string) bool { return auditArch[arch] != 0 }
 
 // filterCalls lets the process make no other system calls than those, if FiltersCalls.

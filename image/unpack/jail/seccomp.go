@@ -5,8 +5,8 @@ import "golang.org/x/sys/unix"
 // auditArch is AUDIT_ARCH_* by GOARCH (linux/audit.h).
 var auditArch = map[string]uint32{"amd64": 0xc000003e, "arm64": 0xc00000b7}
 
-// always are the system calls that remain. One that is missing fails with EPERM, and with it
-// the layer: an upgrade of Go is to be tried with TestEveryKind.
+// always are the allowed system calls. A missing one fails with EPERM and the layer fails with it.
+// Run TestEveryKind after each upgrade of Go.
 var always = []uint32{
 	// Go's runtime: memory, threads, signals, time.
 	unix.SYS_MMAP, unix.SYS_MUNMAP, unix.SYS_MPROTECT, unix.SYS_MADVISE, unix.SYS_MINCORE, unix.SYS_BRK,
@@ -20,7 +20,7 @@ var always = []uint32{
 	unix.SYS_READ, unix.SYS_WRITE, unix.SYS_PREAD64, unix.SYS_PWRITE64, unix.SYS_LSEEK, unix.SYS_CLOSE, unix.SYS_FSTAT, unix.SYS_FTRUNCATE,
 }
 
-// files are those that remain to make files.
+// files are the additional system calls for creating files.
 var files = []uint32{
 	unix.SYS_OPENAT, unix.SYS_OPENAT2, unix.SYS_GETDENTS64, unix.SYS_READLINKAT, unix.SYS_FALLOCATE, unix.SYS_FSTATFS,
 	unix.SYS_MKDIRAT, unix.SYS_MKNODAT, unix.SYS_SYMLINKAT, unix.SYS_LINKAT, unix.SYS_UNLINKAT,

@@ -100,7 +100,7 @@ func inTheMiddle(ctx context.Context, t *testing.T, p *Program, data []byte, do 
 }
 
 // A process that is killed is an error worth trying again.
-func TestKilled(t *testing.T) {
+func TestKilledProcessIsUnavailable(t *testing.T) {
 	p := open(t, built, time.Minute)
 	_, err := inTheMiddle(t.Context(), t, p, everyKind(t), func(pid int) {
 		if err := unix.Kill(pid, unix.SIGKILL); err != nil {
@@ -132,7 +132,7 @@ func (s *silent) Read(b []byte) (int, error) {
 func (s *silent) Stop() { close(s.stopped) }
 
 // When the process has gone, nobody waits for the blob.
-func TestEndsWhileTheBlobIsSilent(t *testing.T) {
+func TestEndsWhileBlobStalls(t *testing.T) {
 	p := open(t, built, time.Hour)
 	full := errors.New("no room")
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -158,7 +158,7 @@ func TestEndsWhileTheBlobIsSilent(t *testing.T) {
 }
 
 // A layer that is refused is, though nothing more comes of its blob.
-func TestRefusedWhileTheBlobIsSilent(t *testing.T) {
+func TestRejectedWhileBlobStalls(t *testing.T) {
 	eachBuild(t, time.Minute, func(t *testing.T, p *Program) {
 		blob := &silent{strings.NewReader(strings.Repeat("no tar", 1<<17)), func() {}, make(chan struct{})}
 		if _, err := p.Unpack(t.Context(), tree(t), blob, job); errdefs.Code(err) != codes.InvalidArgument {
@@ -168,7 +168,7 @@ func TestRefusedWhileTheBlobIsSilent(t *testing.T) {
 }
 
 // A process that is frozen is given up, and can be cancelled before that.
-func TestFrozen(t *testing.T) {
+func TestFrozenProcessIsKilled(t *testing.T) {
 	large := pack(t, file("f", strings.Repeat("x", 8*pipeSize)))
 	stop := func(pid int) {
 		if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
@@ -294,7 +294,7 @@ func checkField(t *testing.T, dir, field, want string) {
 }
 
 // Descriptors and goroutines are as before, whatever happens.
-func TestNothingIsLeft(t *testing.T) {
+func TestNoDescriptorsOrGoroutinesLeak(t *testing.T) {
 	p := open(t, built, time.Minute)
 	data := gzipped(t, everyKind(t))
 	count := func() (int, int) {

@@ -1,16 +1,17 @@
-// Package process has layers unpacked by berth-unpack: one process for each layer, which can
-// reach nothing but the layer's own directory (package confine) and dies with it.
+// Package process runs berth-unpack to unpack layers: one process for each layer, which can access
+// nothing but the layer's directory (package jail) and ends with it.
 //
 // # Contract
 //
-// The daemon reads the blob, from the network, and passes it on; of what is in it it learns
-// only what package wire lets through. A process that dies, is killed or frozen, or says what
-// it must not is an error of the layer: Unavailable, because it is worth trying again, or
-// Internal for what it says. When Unpack returns the process is gone.
+// The daemon reads the blob from the network and passes it on. It gets only validated results of
+// the content, through package wire. If the process dies, is killed or stalls, the layer fails with
+// Unavailable, because a retry may succeed. If it violates the protocol, the layer fails with
+// Internal. When Unpack returns, the process has ended.
 //
-// Whether the result is true nobody knows: a process that its blob has taken over, by a bug in Go's runtime or
-// in the decompressors, which are memory-safe but for zstd's assembly and ISA-L, can say what it likes of the tar and
-// leave what it likes in the tree. The caller must use it for nobody but those who asked for that blob.
+// The result may be false. A blob could compromise the process through a bug in Go's runtime or in
+// the decompressors, which are memory-safe except zstd's assembly and ISA-L. Such a process can
+// report anything about the tar and leave anything in the tree. So the caller must use the result
+// only for images that name that very blob.
 package process
 
 import (
@@ -50,34 +51,35 @@ type Program struct {
 	most  func(unpack.Limits) time.Duration // worker.CPULimit
 	log   *slog.Logger
 
-	unrestricted sync.Once // a mount that could not be restricted is told of
+	unrestricted sync.Once // logs once that mounts cannot be restricted
 }
 
-// Open opens the program at path. A process that takes no bytes and tells of no progress for the time of
-// stall is killed. The caller closes the program.
+// Open opens the program at path. A process that takes no bytes and reports no progress for the
+// duration stall is killed. The caller closes the program.
 func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) {
 	exe, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("berth-unpack: %w", err)
 	}
 	if !jail.FiltersCalls(runtime.GOARCH) {
-		log.Warn("berth-unpack may make any system call: there is no filter for this architecture", "architecture", runtime.GOARCH)
+		log.Warn("system calls of berth-unpack are not filtered on this architecture", "architecture", runtime.GOARCH)
 	}
 	return &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log}, nil
 }
 
-// Close closes the program. No Unpack may be running or be called later.
+// Close closes the program. Unpack must not run during or after Close.
 func (p *Program) Close() error { return p.exe.Close() }
 
-// Unpack does what unpack.Layer does, in a process of its own. Beside the errors of unpack.Layer there
-// are Unavailable where the process died or stood still, ResourceExhausted where it took more CPU time than
-// any layer can need, and Internal where it could not be started or broke the rules. It waits for a Read of the blob that
-// is under way; one that may take long is to be an unpack.Stopper.
+// Unpack is unpack.Layer in a process of its own. Further errors: Unavailable if the process died
+// or stalled, ResourceExhausted if it used more CPU time than any layer can need, Internal if it
+// could not be started or violated the protocol. It waits for the current Read of the blob; a blob
+// whose Read may take long must be an unpack.Stopper.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	return p.do(ctx, tree, nil, blob, job)
 }
 
-// Pack does what unpack.Pack does, as Unpack does what unpack.Layer does. The process has no files but data and out.
+// Pack is unpack.Pack in a process of its own, see Unpack. The process can access no files but data
+// and out.
 func (p *Program) Pack(ctx context.Context, data, out *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	dir, err := os.Open(filepath.Dir(data.Name()))
 	if err != nil {
@@ -100,7 +102,7 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 	stopKilling := context.AfterFunc(ctx, w.kill)
 	var helpers sync.WaitGroup
 	helpers.Go(func() {
-		if err := p.guard("pass on the blob of", func() error { w.feed(blob, cancel); return nil }); err != nil {
+		if err := p.guard("pass on blob of", func() error { w.feed(blob, cancel); return nil }); err != nil {
 			cancel(err)
 		}
 	})
@@ -119,14 +121,14 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 	}
 	cancel(nil)
 	if s, ok := blob.(unpack.Stopper); ok {
-		s.Stop() // nobody takes what may come
+		s.Stop() // no more input is needed
 	}
 	helpers.Wait()
 	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(), "peakKiB", peak(end), "gunzip", w.gunzip)
 	return result, err
 }
 
-// guard runs a part of the work: its panic ends the layer, not the daemon.
+// guard runs a part of the work. A panic fails the layer, not the daemon.
 func (p *Program) guard(what string, part func() error) error {
 	return task.Guard(p.log, what, "a layer", part)
 }
@@ -144,19 +146,19 @@ type work struct {
 	process *os.Process
 	ended   chan struct{}    // closed when the process has been waited for
 	state   *os.ProcessState // valid then
-	said    chan string      // gets what it wrote to its standard error
+	said    chan string      // the first line of its standard error
 
 	in  *os.File // the blob goes there
 	out *os.File // the answer comes from there
 
-	gunzip string // what it reads gzip by, when it has answered
+	gunzip string // its gzip implementation, once it has answered
 
-	fed      atomic.Bool  // all of the blob, and it was right
-	awaiting atomic.Bool  // bytes of the blob: then it is not the process that is slow
-	steps    atomic.Int64 // what it has done, in no unit
+	fed      atomic.Bool  // the whole blob has been passed on, without error
+	awaiting atomic.Bool  // the blob's Read is the one that waits
+	steps    atomic.Int64 // progress, in no unit
 }
 
-// pipeSize is what Linux lets everybody have (fs.pipe-max-size).
+// pipeSize is the size that Linux allows unprivileged processes (fs.pipe-max-size).
 const pipeSize = 1 << 20
 
 func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *work, err error) {
@@ -177,7 +179,9 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 		readOnly = unix.MOUNT_ATTR_RDONLY
 	}
 	if err := restrict(mount, readOnly); errors.Is(err, unix.ENOSYS) { // Linux 5.12
-		p.unrestricted.Do(func() { p.log.Warn("berth-unpack may open devices that layers have in them", "error", err) })
+		p.unrestricted.Do(func() {
+			p.log.Warn("berth-unpack can open devices in layers: the kernel cannot restrict its mount", "error", err)
+		})
 	} else if err != nil {
 		return nil, errors.Join(err, mount.Close())
 	}
@@ -189,7 +193,7 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 	}
 	theirs.add(stdin)
 	mine.add(in)
-	// It may be refused to a user who has many pipes (fs.pipe-user-pages-soft): slower, that is all.
+	// This fails for a user with many pipes (fs.pipe-user-pages-soft); then it is only slower.
 	_, _ = unix.FcntlInt(stdin.Fd(), unix.F_SETPIPE_SZ, pipeSize)
 	out, stdout, err := os.Pipe()
 	if err != nil {
@@ -197,18 +201,18 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 	}
 	theirs.add(stdout)
 	mine.add(out)
-	complaints, stderr, err := os.Pipe()
+	messages, stderr, err := os.Pipe()
 	if err != nil {
 		return nil, err
 	}
 	theirs.add(stderr)
-	mine.add(complaints)
+	mine.add(messages)
 	w.in, w.out = in, out
 	inherited := append([]*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe}, packed...)
 	if err := w.run(worker.Args(job, packed != nil), inherited); err != nil {
 		return nil, err
 	}
-	go func() { w.said <- firstLine(complaints) }()
+	go func() { w.said <- firstLine(messages) }()
 	return w, nil
 }
 
@@ -223,8 +227,8 @@ func (f *files) close() {
 	}
 }
 
-// detached clones the mount that tree, a directory, is on, with tree as its root and without a
-// place: there is no way from it to anything else.
+// detached clones the mount of tree, a directory, as a detached mount with tree as its root. No
+// path leads out of it.
 func detached(tree *os.File) (*os.File, error) {
 	fd, err := unix.OpenTree(int(tree.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
 	if err != nil {
@@ -233,20 +237,20 @@ func detached(tree *os.File) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "tree"), nil
 }
 
-// restrict sees to it that devices on a mount cannot be opened, nor programs executed.
+// restrict makes devices, set-id and programs on a mount unusable.
 func restrict(mount *os.File, more uint64) error {
 	attr := unix.MountAttr{Attr_set: more | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
 	if err := unix.MountSetattr(int(mount.Fd()), "", unix.AT_EMPTY_PATH, &attr); err != nil {
-		return fmt.Errorf("restrict the mount of a layer: %w", err)
+		return fmt.Errorf("restrict mount of layer: %w", err)
 	}
 	return nil
 }
 
-// namespaces: it sees no processes, networks or IPC objects but its own.
+// namespaces hide other processes, networks and IPC objects.
 const namespaces = unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWNET
 
-// run starts the process and has it waited for. It is killed when this one dies; the kernel means the
-// thread that made it, so that one does nothing else until the process has ended.
+// run starts the process and a goroutine that waits for it. The kernel kills the process when the
+// starting thread ends (Pdeathsig), so the goroutine keeps its thread until the process has ended.
 func (w *work) run(args []string, fds []*os.File) error {
 	attr := &os.ProcAttr{
 		Files: fds, Env: []string{}, Dir: "/",
@@ -264,7 +268,7 @@ func (w *work) run(args []string, fds []*os.File) error {
 		}
 		defer close(w.ended)
 		if w.state, err = w.process.Wait(); err != nil {
-			w.state = &os.ProcessState{} // nobody else waits for our children: this does not happen
+			w.state = &os.ProcessState{} // cannot happen: nothing else waits for children
 		}
 	}()
 	return <-started
@@ -273,20 +277,20 @@ func (w *work) run(args []string, fds []*os.File) error {
 // kill ends the process, at any time.
 func (w *work) kill() { _ = w.process.Kill() } // it has ended by itself
 
-// end ends the process and returns how it ended, and its complaint.
+// end kills the process and returns its state and the first line of its standard error.
 func (w *work) end() (state *os.ProcessState, said string) {
 	w.kill()
 	<-w.ended
 	return w.state, <-w.said
 }
 
-// maxComplaint is how much is kept of what the process writes to its standard error.
-const maxComplaint = 512
+// maxStderr limits the standard error that is kept.
+const maxStderr = 512
 
 // firstLine reads all and returns the first line, made printable.
 func firstLine(r io.ReadCloser) string {
 	defer r.Close()
-	text, _ := io.ReadAll(io.LimitReader(r, maxComplaint)) // what came before an error counts
+	text, _ := io.ReadAll(io.LimitReader(r, maxStderr)) // what came before an error counts
 	_, _ = io.Copy(io.Discard, r)
 	line, _, _ := bytes.Cut(text, []byte("\n"))
 	return strings.Map(func(r rune) rune {
@@ -299,8 +303,9 @@ func firstLine(r io.ReadCloser) string {
 
 var feedPool = sync.Pool{New: func() any { return new([128 << 10]byte) }}
 
-// feed passes the blob on. It tells of the blob's error before it closes the pipe, for the process will complain
-// of the end. Why the process does not take the blob, its answer tells.
+// feed passes the blob on. It reports the blob's error before it closes the pipe, because the
+// process will report the truncated input. If the process does not take the blob, its answer has
+// the reason.
 func (w *work) feed(blob io.Reader, failed func(error)) {
 	defer w.in.Close() // again: the first one counts
 	buf := feedPool.Get().(*[128 << 10]byte)
@@ -327,8 +332,8 @@ func (w *work) feed(blob io.Reader, failed func(error)) {
 	}
 }
 
-// standsStill waits until the process has done nothing for the time of stall, though there was
-// something to do; false if ctx ended before that.
+// standsStill waits until the process makes no progress for the duration stall although it has
+// input. It returns false if ctx is done before.
 func (w *work) standsStill(ctx context.Context, stall time.Duration) bool {
 	const looks = 10
 	tick := time.NewTicker(max(stall/looks, time.Millisecond))
@@ -348,10 +353,10 @@ func (w *work) standsStill(ctx context.Context, stall time.Duration) bool {
 	return true
 }
 
-// errHasty is what a process is told of that knows the result before the blob has ended.
-var errHasty = errors.New("an answer before the end of the blob")
+// errHasty is the error for a result before the end of the blob.
+var errHasty = errors.New("result before the end of the blob")
 
-// answer reads what the process says, and refuses what cannot be true.
+// answer reads the answer and rejects impossible results.
 func (w *work) answer(limits unpack.Limits, progress func(n int)) (unpack.Result, error) {
 	defer w.out.Close()
 	r := wire.NewReader(w.out)
@@ -371,10 +376,10 @@ func (w *work) answer(limits unpack.Limits, progress func(n int)) (unpack.Result
 	return result, err
 }
 
-// verdict finds the error that led to the others: why the process was killed, what it complains of,
-// or how it ended, which it does when it has taken more CPU time than it may.
+// verdict returns the root cause: why the process was killed, its own error, or how it ended. It
+// ends by a signal when it exceeds its CPU time.
 func verdict(cause, answer error, end *os.ProcessState, said string, most time.Duration) error {
-	const nearly = 0.5 // the limit counts ticks, and this time: of little time they make much of a difference
+	const nearly = 0.5 // the limit counts ticks and this time does not, which matters for short times
 	var refused *unpack.Error
 	switch {
 	case cause != nil:
@@ -384,7 +389,7 @@ func verdict(cause, answer error, end *os.ProcessState, said string, most time.D
 	case !errors.Is(answer, wire.ErrEnded):
 		return errdefs.Internal("berth-unpack: %w", answer)
 	case end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)):
-		return errdefs.New(codes.ResourceExhausted, "berth-unpack has taken the %v of CPU time that it may", most)
+		return errdefs.New(codes.ResourceExhausted, "berth-unpack exceeded its CPU time limit of %v", most)
 	}
 	text := end.String()
 	if said != "" {

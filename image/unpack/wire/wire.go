@@ -1,15 +1,14 @@
-// Package wire is what berth-unpack tells the daemon of a layer: progress, and in the end
-// what came of it.
+// Package wire is the protocol by which berth-unpack reports progress and the result to the daemon.
 //
 // # Contract
 //
-// The reader trusts nothing. It takes memory for at most unpack.MaxTold bytes of names and
-// for one message, and what it returns has been checked: names are clean and bounded, numbers
-// are in range, an error has one of the codes that a layer can cause and a text that is
-// short and printable. What it can't check is whether the result is true.
+// The reader trusts nothing. It takes memory for at most unpack.MaxTold bytes of names and for one
+// message. It validates what it returns: names are clean and limited, numbers are in range, an
+// error has a code that a layer can cause and a short printable text. It cannot check whether the
+// result is true.
 //
-// A message is a byte for its kind, its length (four bytes, big-endian), and its body. The last
-// one is an error or the summary; names come before that.
+// A message is a type byte, the length of the body (four bytes, big-endian) and the body. Names
+// come first; the last message is an error or the summary.
 package wire
 
 import (
@@ -45,10 +44,10 @@ const (
 
 const (
 	headerSize = 5
-	// maxBody is that of a link.
+	// maxBody is the size of the largest body, that of a link.
 	maxBody = 2*unix.PathMax + 1
 	maxText = 4 << 10
-	// maxGunzip is that of the name of what reads gzip.
+	// maxGunzip limits the name of the gzip implementation.
 	maxGunzip = 16
 	// maxBytes is more than a layer can take or have: sums of a few stay far from overflow.
 	maxBytes = 1 << 56
@@ -125,7 +124,7 @@ func NewReader(r io.Reader) *Reader {
 	return &Reader{r: bufio.NewReaderSize(r, 16<<10), left: unpack.MaxTold}
 }
 
-// Gunzip returns the name of what reads gzip, empty if Result has not been told.
+// Gunzip returns the name of the gzip implementation, empty if it was not reported.
 func (r *Reader) Gunzip() string { return r.gunzip }
 
 // ErrEnded is returned by Result when the messages end before the last one.
@@ -247,7 +246,7 @@ func number(b []byte) (n uint64, rest []byte) {
 	return n, b[size:]
 }
 
-// reported is the error that the sender tells of.
+// reported returns the sender's error.
 func reported(body []byte) error {
 	n, text := number(body)
 	if text == nil || len(text) > maxText {
@@ -262,7 +261,7 @@ func reported(body []byte) error {
 	return &unpack.Error{Code: code, Err: errors.New(printable(string(text)))}
 }
 
-// printable replaces what is none.
+// printable replaces unprintable characters.
 func printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {

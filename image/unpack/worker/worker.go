@@ -1,11 +1,11 @@
-// Package worker is the program berth-unpack: it unpacks one layer and ends.
+// Package worker is the program berth-unpack, which unpacks one layer and ends.
 //
 // # Contract
 //
-// The daemon (package process) gives it the blob on its standard input, the tree as descriptor TreeFD
-// (to pack the layer, a directory in which nothing can be written, and two files) and what else there is to say as arguments. It first gives up what it does not need (package
-// confine) and only then reads. Its answer, in the form of package wire, goes to standard output.
-// Standard error is for what Go's runtime has to say when it gives up.
+// The daemon (package process) passes the blob on standard input, the tree as descriptor TreeFD and
+// the other parameters as arguments. To pack a layer, the tree is read-only and two files follow.
+// The program first confines itself (package jail) and then reads the blob. It writes its answer in
+// the form of package wire to standard output. Standard error is for fatal errors of Go's runtime.
 package worker
 
 import (
@@ -38,7 +38,7 @@ const (
 	OutFD  = 6 // to pack: the file for the tree
 )
 
-// What is done with the layer.
+// Operations.
 const (
 	toUnpack = "unpack"
 	toPack   = "pack"
@@ -48,7 +48,7 @@ const (
 	// heapLimit is from where on Go collects garbage at any price, whatever the limits of the
 	// layer.
 	heapLimit = 256 << 20
-	// heapBase is what a process needs that keeps nothing of its layer, with a window of zstd of
+	// heapBase is the heap of a process that keeps nothing of its layer and uses a zstd window of
 	// usualWindow.
 	heapBase    = 16 << 20
 	usualWindow = 8 << 20
@@ -66,10 +66,10 @@ const (
 	fileLimit = 4096
 )
 
-// progressPeriod is how often the daemon is told of progress, if there is some.
+// progressPeriod is the interval of progress reports.
 const progressPeriod = 200 * time.Millisecond
 
-// Args are the arguments that say what a job does: unpack.Pack or unpack.Layer.
+// Args returns the arguments for a job: unpack.Pack or unpack.Layer.
 func Args(job unpack.Job, pack bool) []string {
 	number := func(n int64) string { return strconv.FormatInt(n, 10) }
 	what := toUnpack
@@ -81,7 +81,7 @@ func Args(job unpack.Job, pack bool) []string {
 
 func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if len(args) == 0 || args[0] != wire.Version {
-		return job, false, errors.New("berth-unpack is started by berth, not by hand, and by a berth of its own version")
+		return job, false, errors.New("berth-unpack must be started by a berth of the same version")
 	}
 	if len(args) != 8 {
 		return job, false, fmt.Errorf("%d arguments", len(args))
@@ -91,7 +91,7 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 	case toPack:
 		pack = true
 	default:
-		return job, false, fmt.Errorf("to do %q", args[1])
+		return job, false, fmt.Errorf("unknown operation %q", args[1])
 	}
 	if job.Algorithm = digest.Algorithm(args[2]); !job.Algorithm.Available() {
 		return job, false, fmt.Errorf("digest %q", args[2])
@@ -104,13 +104,14 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 	return job, pack, nil
 }
 
-// CPULimit is how much CPU time a process may take for a layer within these limits: many times what the slowest
-// machine takes for the most awkward one. It is a second wall, for what package unpack does not bound.
+// CPULimit returns the CPU time limit for a layer within these limits: many times the need of the
+// most expensive layer on the slowest machine. It is a second limit, for work that package unpack
+// does not limit.
 func CPULimit(l unpack.Limits) time.Duration {
 	const (
 		start    = 10 * time.Minute
 		tarRate  = 4 << 20   // bytes of the tar a second
-		fileRate = 256 << 20 // bytes of files a second, of which most are holes where there are more than in the tar
+		fileRate = 256 << 20 // bytes of files a second; those beyond the tar are holes
 		perEntry = time.Millisecond
 	)
 	seconds := l.Tar/tarRate + l.Bytes/fileRate
@@ -126,8 +127,8 @@ func Main(args []string) int {
 	return 0
 }
 
-// HeapFor is from where on garbage is collected at any price: what the layer's limits let it keep,
-// with half as much for garbage, and a window of zstd, of which there is no garbage.
+// HeapFor returns Go's memory limit: what the layer's limits let it keep, half as much for garbage,
+// and the zstd window, which makes no garbage.
 func HeapFor(job unpack.Job, pack bool) int64 {
 	limits := job.Limits.WithDefaults()
 	if !pack {
@@ -136,8 +137,8 @@ func HeapFor(job unpack.Job, pack bool) int64 {
 	return min(heapLimit, heapBase+limits.Memory*3/2+max(0, limits.Window-usualWindow))
 }
 
-// MemoryFor is where the kernel refuses more memory to a process: its heap may be twice what is
-// said to Go, which takes that for a goal.
+// MemoryFor returns the kernel's memory limit. It allows twice the heap, because Go's memory limit
+// is soft.
 func MemoryFor(job unpack.Job, pack bool) int64 {
 	return min(memoryLimit, addresses+2*HeapFor(job, pack))
 }
@@ -216,8 +217,7 @@ func answer(out io.Writer, job *unpack.Job, layer func() (unpack.Result, error))
 	return w.Result(result)
 }
 
-// report tells of progress until the function it returns is called, after which nothing more
-// is written.
+// report reports progress until stop is called. Nothing is written after that.
 func report(w *wire.Writer, read, steps *atomic.Int64) (stop func() error) {
 	quit := make(chan struct{})
 	var failed error

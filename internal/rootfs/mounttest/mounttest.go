@@ -15,9 +15,8 @@ import (
 // inside is set in the environment of the process that runs the tests.
 const inside = "BERTH_MOUNTTEST"
 
-// Main runs the tests of m in a child process with a private mount namespace
-// and returns the exit code for TestMain. What the tests mount goes with the
-// child. Without root it skips them all.
+// Main runs the tests of m in a child process with a private mount namespace and returns the exit
+// code for TestMain. The tests' mounts end with the child. Without root it skips all tests.
 func Main(m *testing.M) int {
 	if os.Getenv(inside) != "" {
 		return m.Run()
@@ -41,8 +40,8 @@ func Main(m *testing.M) int {
 	return 0
 }
 
-// DiskDir is t.TempDir, but for files that the kernel is to mount: that is not on a tmpfs, whose files it does
-// not read for others.
+// DiskDir is t.TempDir on a disk, for files that the kernel mounts. It cannot mount files of a
+// tmpfs.
 func DiskDir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/var/tmp", "berth-test-")

@@ -1,4 +1,5 @@
-// Package inflatetest has what the benchmarks of decompressors inflate, so that their figures can be compared.
+// Package inflatetest has sample data for the benchmarks of decompressors, so that their results
+// are comparable.
 package inflatetest
 
 import (

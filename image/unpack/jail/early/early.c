@@ -65,7 +65,7 @@ static void limit_stacks(void)
 // Without a priority it comes after all that have one: package isal has loaded its library by then.
 __attribute__((constructor)) static void confine_early(void)
 {
-	must(fcntl(tree, F_GETFD) >= 0, "berth-unpack is started by berth, not by hand");
+	must(fcntl(tree, F_GETFD) >= 0, "berth-unpack must be started by berth");
 	volunteer();
 	enter();
 	must(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "renounce privileges");

@@ -4,5 +4,5 @@ package early
 
 import "C" // early.c
 
-// Done tells that the process was confined when it started.
+// Done reports that the process was confined at its start.
 const Done = true

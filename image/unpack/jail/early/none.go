@@ -2,5 +2,5 @@
 
 package early
 
-// Done tells that the process was confined when it started.
+// Done reports that the process was confined at its start.
 const Done = false

@@ -11,9 +11,9 @@ import (
 	"berth/image/tree"
 )
 
-// dress gives a node what its entry says: what chown, setxattr, chmod and utimensat, in this order, would make of it. A directory
-// keeps extended attributes that an earlier entry gave it.
-func (p *packer) dress(n *tree.Node, hdr *tar.Header) (err error) {
+// setAttributes gives a node the attributes of its entry as chown, setxattr, chmod and utimensat would, in this order. A directory
+// keeps extended attributes of an earlier entry.
+func (p *packer) setAttributes(n *tree.Node, hdr *tar.Header) (err error) {
 	if n.UID, n.GID, err = owner(hdr); err != nil {
 		return err
 	}
@@ -34,8 +34,8 @@ func (p *packer) dress(n *tree.Node, hdr *tar.Header) (err error) {
 	return nil
 }
 
-// setXattrs sets the extended attributes of an entry that an image may set. More than a tree may have are OutOfRange: a filesystem
-// may have room for them.
+// setXattrs sets the extended attributes of an entry that an image may set. More than a tree may have are OutOfRange, because a
+// filesystem may have room for them.
 func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 	names, err := keptXattrs(hdr)
 	if err != nil {
@@ -51,7 +51,7 @@ func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 			continue
 		}
 		if value != nil && len(*value) > tree.MaxXattrValue {
-			return &Error{OutOfRange, fmt.Errorf("extended attribute %q of %d bytes, of which one may have %d", name, len(*value), tree.MaxXattrValue)}
+			return &Error{OutOfRange, fmt.Errorf("extended attribute %q has %d bytes, more than the %d allowed", name, len(*value), tree.MaxXattrValue)}
 		}
 		if err := p.keep(tree.XattrMemory + textMemory(name) + textMemory(hdr.PAXRecords[XattrRecord+name])); err != nil {
 			return err
@@ -66,12 +66,12 @@ func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 		total += len(x.Name) + len(x.Value)
 	}
 	if total > tree.MaxXattrBytes || len(n.Xattrs) > tree.MaxXattrs {
-		return &Error{OutOfRange, fmt.Errorf("%d extended attributes of %d bytes, of which a file may have %d of %d bytes", len(n.Xattrs), total, tree.MaxXattrs, tree.MaxXattrBytes)}
+		return &Error{OutOfRange, fmt.Errorf("%d extended attributes of %d bytes exceed the limits of %d attributes and %d bytes", len(n.Xattrs), total, tree.MaxXattrs, tree.MaxXattrBytes)}
 	}
 	return nil
 }
 
-// setXattr sets an attribute, or removes it if it has no value left.
+// setXattr sets an attribute, or removes it if value is nil.
 func setXattr(n *tree.Node, name string, value *string) {
 	i, there := slices.BinarySearchFunc(n.Xattrs, name, func(x tree.Xattr, name string) int { return strings.Compare(x.Name, name) })
 	switch {
