@@ -225,11 +225,11 @@ func TestTooManyExecs(t *testing.T) {
 		})
 		if i == 1 {
 			_, _, err := d.Cri.ExecSync(t.Context(), first.Id, []string{"true"}, 0)
-			harness.WantCode(t, err, codes.ResourceExhausted, first.Id, "has 2 execs")
+			harness.WantCode(t, err, codes.ResourceExhausted, first.Id, "its limit of 2 execs")
 		}
 	}
 	_, _, err := d.Cri.ExecSync(t.Context(), second.Id, []string{"true"}, 0)
-	harness.WantCode(t, err, codes.ResourceExhausted, second.Id, "there are 3 execs")
+	harness.WantCode(t, err, codes.ResourceExhausted, second.Id, "limit of 3 execs")
 	cancel()
 	running.Wait()
 	harness.Eventually(t, "there are places again", func() error {

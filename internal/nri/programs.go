@@ -32,7 +32,7 @@ func (p *Plugins) startLibrary() error {
 		after, err = childrenOfThread()
 	}
 	if err != nil {
-		p.cfg.Log.Warn("NRI: cannot find the processes of installed plugins; those that never register stay zombies", "error", err)
+		p.cfg.Log.Warn("NRI: cannot find the processes of installed plugins; unregistered ones stay zombies", "error", err)
 	}
 	for _, pid := range after {
 		if !slices.Contains(before, pid) {

@@ -41,7 +41,7 @@ func TestNoSwapStaysNoSwap(t *testing.T) {
 	old := &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 1 << 20}
 	got := Merge(old, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 2 << 20})
 	if got.MemorySwapLimitInBytes != 2<<20 {
-		t.Errorf("the limit of memory and swap is %d, below that of memory", got.MemorySwapLimitInBytes)
+		t.Errorf("limit of memory and swap is %d, below the limit of memory", got.MemorySwapLimitInBytes)
 	}
 }
 
