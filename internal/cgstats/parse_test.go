@@ -13,6 +13,7 @@ import (
 )
 
 func TestParseNumbers(t *testing.T) {
+	t.Parallel()
 	for in, want := range map[string]struct {
 		v  uint64
 		ok bool
@@ -33,6 +34,7 @@ func TestParseNumbers(t *testing.T) {
 }
 
 func TestParsePressure(t *testing.T) {
+	t.Parallel()
 	for in, want := range map[string]Pressure{
 		"some avg10=51.50 avg60=34.33 avg300=22.67 total=188490071\nfull avg10=0.00 avg60=0.05 avg300=100.00 total=1024880\n": {Known: true,
 			Some: Stall{51.5, 34.33, 22.67, 188490071000}, Full: Stall{0, 0.05, 100, 1024880000}},
@@ -47,6 +49,7 @@ func TestParsePressure(t *testing.T) {
 }
 
 func TestParseInterfaces(t *testing.T) {
+	t.Parallel()
 	b, err := os.ReadFile("testdata/net-dev")
 	if err != nil {
 		t.Fatal(err)

@@ -40,6 +40,7 @@ func read(t *testing.T, r *Reader) Sample {
 
 // The files in testdata describe the same state in both versions where both can express it.
 func TestReadCapturedFiles(t *testing.T) {
+	t.Parallel()
 	memory := Memory{Known: true, Usage: 23171072, Limit: 64 << 20, RSS: 8515584, Cache: 12288000, MappedFile: 5406720,
 		ActiveFile: 2596864, InactiveFile: 9691136, PageFaults: 12345, MajorPageFaults: 67, SwapKnown: true, Swap: 4096}
 	memory1, memory2 := memory, memory
@@ -94,6 +95,7 @@ func TestReadCapturedFiles(t *testing.T) {
 }
 
 func TestWorkingSetAndAvailableMemory(t *testing.T) {
+	t.Parallel()
 	m := Memory{Usage: 100, InactiveFile: 30, Limit: 200, Swap: 5, SwapLimit: 20}
 	if m.WorkingSet() != 70 {
 		t.Error("working set", m.WorkingSet())
@@ -115,6 +117,7 @@ func TestWorkingSetAndAvailableMemory(t *testing.T) {
 
 // A directory with only the CPU's files is a node with the memory controller off.
 func TestMissingControllersAreUnknown(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	write(t, dir, "cpu.stat", "usage_usec 5\n")
 	s := read(t, New(at(dir, true), true))
@@ -125,6 +128,7 @@ func TestMissingControllersAreUnknown(t *testing.T) {
 }
 
 func TestErrorNamesMalformedFile(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	write(t, dir, "cpu.stat", "usage_usec 5\n")
 	write(t, dir, "memory.current", "many\n")
@@ -286,6 +290,7 @@ func TestReaderSeesUsageOfRealCgroup(t *testing.T) {
 
 // A hybrid node has pressure files in the v2 hierarchy.
 func TestReaderSeesPressureOnHybridNode(t *testing.T) {
+	t.Parallel()
 	machine := os.Getenv("BERTH_MACHINE")
 	dir := filepath.Join("/sys/fs/cgroup/unified", machine)
 	if _, err := os.Stat("/sys/fs/cgroup/unified/cpu.pressure"); err != nil || machine == "" {

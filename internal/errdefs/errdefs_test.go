@@ -8,6 +8,7 @@ import (
 )
 
 func TestIsBadPath(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	if err := os.WriteFile(dir+"/file", nil, 0o600); err != nil {
 		t.Fatal(err)

@@ -11,6 +11,7 @@ import (
 )
 
 func TestScarceGivesCodeOfExhaustedResource(t *testing.T) {
+	t.Parallel()
 	full := &fs.PathError{Op: "write", Path: "/x", Err: unix.ENOSPC}
 	for name, tt := range map[string]struct {
 		err  error
@@ -36,6 +37,7 @@ func TestScarceGivesCodeOfExhaustedResource(t *testing.T) {
 }
 
 func TestReportedTextOfExhaustedResourceHasItsCode(t *testing.T) {
+	t.Parallel()
 	for text, want := range map[string]codes.Code{
 		"open /x: no space left on device":             codes.ResourceExhausted,
 		"open log /x: read-only file system":           codes.FailedPrecondition,

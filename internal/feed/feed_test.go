@@ -14,6 +14,7 @@ func publish(f *Feed[int], from, to int) {
 }
 
 func TestEveryReaderGetsEverythingInOrder(t *testing.T) {
+	t.Parallel()
 	const count = 1000
 	f := New[int](count)
 	var readers sync.WaitGroup
@@ -37,6 +38,7 @@ func TestEveryReaderGetsEverythingInOrder(t *testing.T) {
 }
 
 func TestSlowReaderGetsErrBehindAlone(t *testing.T) {
+	t.Parallel()
 	f := New[int](2)
 	slow, quick := f.Subscribe(), f.Subscribe()
 	defer slow.Close()
@@ -58,6 +60,7 @@ func TestSlowReaderGetsErrBehindAlone(t *testing.T) {
 }
 
 func TestNoItemIsCreatedWithoutReaders(t *testing.T) {
+	t.Parallel()
 	f := New[int](1)
 	f.Publish(func() int { t.Error("made"); return 0 })
 	r := f.Subscribe()
@@ -66,6 +69,7 @@ func TestNoItemIsCreatedWithoutReaders(t *testing.T) {
 }
 
 func TestNextEndsWithItsContext(t *testing.T) {
+	t.Parallel()
 	f := New[int](1)
 	r := f.Subscribe()
 	defer r.Close()

@@ -15,6 +15,7 @@ import (
 )
 
 func TestResolve(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	if err := os.Mkdir(filepath.Join(dir, "real"), 0o755); err != nil {
 		t.Fatal(err)
@@ -38,6 +39,7 @@ func TestResolve(t *testing.T) {
 }
 
 func TestReadProfile(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	write := func(name string, b []byte) string {
 		p := filepath.Join(dir, name)
@@ -64,6 +66,7 @@ func TestReadProfile(t *testing.T) {
 }
 
 func TestAppArmorLoaded(t *testing.T) {
+	t.Parallel()
 	file := filepath.Join(t.TempDir(), "profiles")
 	if err := os.WriteFile(file, []byte("docker-default (enforce)\n/usr/bin/a (b) (complain)\n"), 0o644); err != nil {
 		t.Fatal(err)
@@ -79,6 +82,7 @@ func TestAppArmorLoaded(t *testing.T) {
 }
 
 func TestPropagation(t *testing.T) {
+	t.Parallel()
 	file := filepath.Join(t.TempDir(), "mountinfo")
 	content := "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n" +
 		"22 21 8:2 / /srv rw shared:5 - ext4 /dev/sdb rw\n" +
@@ -152,6 +156,7 @@ func TestDevices(t *testing.T) {
 }
 
 func TestResolveReportsLinkLoop(t *testing.T) {
+	t.Parallel()
 	loop := filepath.Join(t.TempDir(), "loop")
 	if err := os.Symlink("loop", loop); err != nil {
 		t.Fatal(err)

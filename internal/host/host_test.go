@@ -61,6 +61,7 @@ const v1Mounts = "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n" +
 	"24 22 0:22 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
 
 func TestDetect(t *testing.T) {
+	t.Parallel()
 	f, err := Detect(machine(t, nil))
 	if err != nil {
 		t.Fatal(err)
@@ -81,6 +82,7 @@ func TestDetect(t *testing.T) {
 }
 
 func TestDetectVariants(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		name    string
 		changes map[string]string
@@ -121,6 +123,7 @@ func TestDetectVariants(t *testing.T) {
 }
 
 func TestDetectErrors(t *testing.T) {
+	t.Parallel()
 	for path, content := range map[string]string{
 		"proc/sys/kernel/osrelease":                          "unknown",
 		"proc/self/status":                                   "CapPrm:\tzz\nCapBnd:\t0\n",

@@ -7,6 +7,7 @@ import (
 )
 
 func TestResolvConf(t *testing.T) {
+	t.Parallel()
 	const (
 		stub   = "# Made by systemd-resolved\nnameserver 127.0.0.53\noptions edns0 trust-ad\nsearch lan\n"
 		behind = "nameserver 192.0.2.1\nnameserver 2001:db8::1\n"

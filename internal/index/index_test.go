@@ -15,6 +15,7 @@ type item string
 func (i item) Visible() bool { return i != "hidden" }
 
 func TestFindAcceptsUniquePrefix(t *testing.T) {
+	t.Parallel()
 	ix := New[item]("container")
 	for _, id := range []string{"abc1", "abc2", "def", "defghi"} {
 		ix.Put(id, item(id))
@@ -46,6 +47,7 @@ func TestFindAcceptsUniquePrefix(t *testing.T) {
 }
 
 func TestSnapshotDoesNotChange(t *testing.T) {
+	t.Parallel()
 	ix := New[item]("pod")
 	ix.Put("a", "1")
 	before := ix.Snapshot()
@@ -57,6 +59,7 @@ func TestSnapshotDoesNotChange(t *testing.T) {
 }
 
 func TestSortedFollowsChanges(t *testing.T) {
+	t.Parallel()
 	ix := New[item]("pod")
 	want := func(want ...item) {
 		t.Helper()

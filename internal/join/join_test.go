@@ -18,6 +18,7 @@ func testMaker(make func() (string, error)) Maker {
 }
 
 func TestSameRequestJoinsRunningCreation(t *testing.T) {
+	t.Parallel()
 	var j Joiner
 	var made int
 	release := make(chan struct{})
@@ -65,6 +66,7 @@ func TestSameRequestJoinsRunningCreation(t *testing.T) {
 }
 
 func TestFailedCreationLeavesNothing(t *testing.T) {
+	t.Parallel()
 	var j Joiner
 	fail := errors.New("no")
 	for _, want := range []error{fail, nil} {
@@ -84,6 +86,7 @@ func TestFailedCreationLeavesNothing(t *testing.T) {
 
 // kubelet gives up after two minutes and retries with another path for the termination log.
 func TestUndeliveredObjectIsReplaced(t *testing.T) {
+	t.Parallel()
 	var j Joiner
 	proceed := make(chan struct{})
 	gone, cancel := context.WithCancel(context.Background())
@@ -110,6 +113,7 @@ func TestUndeliveredObjectIsReplaced(t *testing.T) {
 }
 
 func TestFailedReplacementIsRetried(t *testing.T) {
+	t.Parallel()
 	var j Joiner
 	j.Adopt("container a", Fingerprint{1}, "first")
 	j.by["container a"].delivered = false
@@ -132,6 +136,7 @@ func TestFailedReplacementIsRetried(t *testing.T) {
 
 // A client that requests a container during its removal must not receive the old ID.
 func TestRequestWaitsForRemoval(t *testing.T) {
+	t.Parallel()
 	var j Joiner
 	j.Adopt("container a", Fingerprint{1}, "first")
 	j.Going("container a", "another") // of an older object: no effect
@@ -164,6 +169,7 @@ func TestRequestWaitsForRemoval(t *testing.T) {
 
 // A caller with the old content must not receive the ID during the removal either.
 func TestRemovedObjectIsNotDelivered(t *testing.T) {
+	t.Parallel()
 	var j Joiner
 	j.Adopt("container a", Fingerprint{1}, "first")
 	j.by["container a"].delivered = false
@@ -195,6 +201,7 @@ func TestRemovedObjectIsNotDelivered(t *testing.T) {
 }
 
 func TestForgetIgnoresOtherID(t *testing.T) {
+	t.Parallel()
 	var j Joiner
 	j.Adopt("pod a", Fingerprint{1}, "new")
 	j.Forget("pod a", "old")

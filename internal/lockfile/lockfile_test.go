@@ -81,6 +81,7 @@ func TestSecondProcessIsRefusedByPID(t *testing.T) {
 }
 
 func TestReleaseAndTakeAgain(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "lock")
 	for range 2 {
 		lock, err := Acquire(path)
@@ -98,6 +99,7 @@ func TestReleaseAndTakeAgain(t *testing.T) {
 
 // Shared holders exclude an exclusive one, and the reverse.
 func TestSharedAndExclusiveLocksExcludeEachOther(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "lock")
 	take := func(ctx context.Context, mode Mode) func() {
 		t.Helper()
@@ -135,6 +137,7 @@ func TestSharedAndExclusiveLocksExcludeEachOther(t *testing.T) {
 
 // After the file's deletion, a waiter must lock the new file.
 func TestWaiterLocksRecreatedFile(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "lock")
 	first, err := Wait(t.Context(), path, Exclusive)
 	if err != nil {
@@ -182,6 +185,7 @@ func opened(t *testing.T, path string) (n int) {
 }
 
 func TestCheckReportsLockWithoutCreatingFile(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	path := filepath.Join(dir, "lock")
 	if err := Check(path); err != nil {
@@ -225,6 +229,7 @@ func TestCheckReportsLockWithoutCreatingFile(t *testing.T) {
 }
 
 func TestErrorWithoutPIDOfHolder(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "lock")
 	lock, err := Acquire(path)
 	if err != nil {
@@ -242,6 +247,7 @@ func TestErrorWithoutPIDOfHolder(t *testing.T) {
 }
 
 func TestSymlinkIsNotFollowed(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	if err := os.Symlink(filepath.Join(dir, "victim"), filepath.Join(dir, "lock")); err != nil {
 		t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 )
 
 func TestWarnLogsOncePerMinute(t *testing.T) {
+	t.Parallel()
 	var out strings.Builder
 	log := slog.New(slog.NewTextHandler(&out, nil))
 	var s Limiter

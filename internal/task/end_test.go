@@ -10,6 +10,7 @@ import (
 )
 
 func TestEndCancelsOperationsThenWatchers(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := NewRunner(slog.New(slog.DiscardHandler), nil)
 		left := false
@@ -32,6 +33,7 @@ func TestEndCancelsOperationsThenWatchers(t *testing.T) {
 }
 
 func TestEndLeavesHangingOperationsBehind(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := NewRunner(slog.New(slog.DiscardHandler), nil)
 		release := make(chan struct{})

@@ -27,6 +27,7 @@ func testRunner(t *testing.T) *Runner {
 }
 
 func TestLockIsAwaitedAndNamed(t *testing.T) {
+	t.Parallel()
 	r, turn := testRunner(t), NewLock()
 	pass, err := r.Acquire(context.Background(), turn, "start", "container 1")
 	if err != nil {
@@ -64,6 +65,7 @@ func TestLockIsAwaitedAndNamed(t *testing.T) {
 }
 
 func TestDetachedOperationOutlivesCaller(t *testing.T) {
+	t.Parallel()
 	r := testRunner(t)
 	gone, cancel := context.WithCancel(context.Background())
 	entered, proceed, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
@@ -97,6 +99,7 @@ func TestDetachedOperationOutlivesCaller(t *testing.T) {
 }
 
 func TestDetachEndsItsWaitBeforeItReturns(t *testing.T) {
+	t.Parallel()
 	r := testRunner(t)
 	for range 100 {
 		if err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { return nil }); err != nil {
@@ -109,6 +112,7 @@ func TestDetachEndsItsWaitBeforeItReturns(t *testing.T) {
 }
 
 func TestPanicBecomesInternalError(t *testing.T) {
+	t.Parallel()
 	r := testRunner(t)
 	err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { panic("oh") })
 	if errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
@@ -117,6 +121,7 @@ func TestPanicBecomesInternalError(t *testing.T) {
 }
 
 func TestBackgroundRetriesEndWithLifetime(t *testing.T) {
+	t.Parallel()
 	r := testRunner(t)
 	failing := make(chan struct{}, 1)
 	r.RetryInBackground("undo", "pod 1", func(context.Context) error {
@@ -131,6 +136,7 @@ func TestBackgroundRetriesEndWithLifetime(t *testing.T) {
 }
 
 func TestParallelJoinsErrorsAndPanics(t *testing.T) {
+	t.Parallel()
 	r := testRunner(t)
 	no := errors.New("no")
 	err := r.Parallel("take down", "pod 1", func() error { return no }, func() error { panic("oh") }, func() error { return nil })
@@ -140,6 +146,7 @@ func TestParallelJoinsErrorsAndPanics(t *testing.T) {
 }
 
 func TestOperationsAreRefusedWhileClosing(t *testing.T) {
+	t.Parallel()
 	r := testRunner(t)
 	r.Operations.Close()
 	ran := false

@@ -13,6 +13,7 @@ import (
 )
 
 func TestNilWaitsRecordNothing(t *testing.T) {
+	t.Parallel()
 	var w *Waits
 	w.Begin("x", "y")()
 	if w.List() != nil {
@@ -21,6 +22,7 @@ func TestNilWaitsRecordNothing(t *testing.T) {
 }
 
 func TestLimitsOfWaits(t *testing.T) {
+	t.Parallel()
 	w := new(Waits)
 	w.SetLimit(2 * time.Second)
 	for what, begin := range map[string]func(what, object string) func(){
@@ -44,6 +46,7 @@ func TestLimitsOfWaits(t *testing.T) {
 }
 
 func TestWatchLogsEachOverdueWaitOnce(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var out testutil.Buffer // the race detector does not accept synctest.Wait as synchronization
 		w := new(Waits)
@@ -89,6 +92,7 @@ func TestWatchLogsEachOverdueWaitOnce(t *testing.T) {
 }
 
 func TestWatchSleepsWithoutLimitedWaits(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var out testutil.Buffer
 		w := new(Waits)

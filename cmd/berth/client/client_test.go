@@ -35,6 +35,7 @@ func dial(t *testing.T, s *fakecri.Server) *client.Client {
 }
 
 func TestDialErrors(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	stale := filepath.Join(dir, "stale.sock")
 	listener, err := net.Listen("unix", stale)
@@ -60,6 +61,7 @@ func TestDialErrors(t *testing.T) {
 }
 
 func TestErrorsExplainTheirCode(t *testing.T) {
+	t.Parallel()
 	tests := []struct {
 		err  error
 		want string
@@ -85,6 +87,7 @@ func TestErrorsExplainTheirCode(t *testing.T) {
 }
 
 func TestCancelledCallIsCancelled(t *testing.T) {
+	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	c := dial(t, &fakecri.Server{Hook: func(ctx context.Context, _ string) error {
 		cancel()
@@ -128,6 +131,7 @@ func populate(t *testing.T, c *client.Client, s *fakecri.Server, names ...string
 }
 
 func TestFindByNameIDOrPrefix(t *testing.T) {
+	t.Parallel()
 	s := &fakecri.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "web", "web/app", "web/log", "db", "db/log", "db/once", "db/once:+", "c000", "web/a000", "web/b000")
@@ -165,6 +169,7 @@ func TestFindByNameIDOrPrefix(t *testing.T) {
 }
 
 func TestListsAreNewestFirst(t *testing.T) {
+	t.Parallel()
 	s := &fakecri.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "a", "a/1", "b", "a/2", "b/3")
@@ -179,6 +184,7 @@ func TestListsAreNewestFirst(t *testing.T) {
 }
 
 func TestWaitContainerSurvivesRestartOfRuntime(t *testing.T) {
+	t.Parallel()
 	s := &fakecri.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "p", "p/c")
@@ -199,6 +205,7 @@ func TestWaitContainerSurvivesRestartOfRuntime(t *testing.T) {
 }
 
 func TestPullReportsProgress(t *testing.T) {
+	t.Parallel()
 	layers := []client.Layer{{Digest: "sha256:a", State: "downloading", Done: 5, Total: 10}}
 	info, err := json.Marshal([]client.Pull{
 		{Ref: "docker.io/library/other:latest"}, {Ref: "docker.io/library/busybox:latest", Started: time.Now(), Layers: layers},
@@ -224,6 +231,7 @@ func TestPullReportsProgress(t *testing.T) {
 }
 
 func TestPullErrors(t *testing.T) {
+	t.Parallel()
 	c := dial(t, &fakecri.Server{PullsInfo: "not json"})
 	_, err := c.PullWithProgress(t.Context(), "none", nil, func([]client.Layer) { t.Error("progress was reported for a failed pull") })
 	if !errdefs.IsNotFound(err) || !strings.HasPrefix(err.Error(), "pull none: not found: ") {
@@ -233,6 +241,7 @@ func TestPullErrors(t *testing.T) {
 
 // berth's own messages already name the operation and the object.
 func TestPullErrorNamesOperationOnce(t *testing.T) {
+	t.Parallel()
 	const message = "pull none: RegistryUnavailable: connection refused"
 	c := dial(t, &fakecri.Server{Hook: func(context.Context, string) error { return status.Error(codes.Unavailable, message) }})
 	if _, err := c.Pull(t.Context(), "none", nil); err == nil || err.Error() != "not available: "+message {
@@ -241,6 +250,7 @@ func TestPullErrorNamesOperationOnce(t *testing.T) {
 }
 
 func TestShortID(t *testing.T) {
+	t.Parallel()
 	for id, want := range map[string]string{"sha256:0123456789abcdef": "0123456789abc", "short": "short", "": ""} {
 		if got := client.ShortID(id); got != want {
 			t.Errorf("%q: %q", id, got)

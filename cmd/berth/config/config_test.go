@@ -16,6 +16,7 @@ import (
 var update = flag.Bool("update", false, "rewrite docs/config.md")
 
 func TestDefaultsMatchTags(t *testing.T) {
+	t.Parallel()
 	c := Default()
 	want := Config{
 		Listen: "/run/berth/berth.sock", Root: "/var/lib/berth", State: "/run/berth",
@@ -41,6 +42,7 @@ func TestDefaultsMatchTags(t *testing.T) {
 }
 
 func TestEveryOptionIsDeclared(t *testing.T) {
+	t.Parallel()
 	keys := map[string]bool{}
 	all := options()
 	for _, table := range tables() {
@@ -68,6 +70,7 @@ func TestEveryOptionIsDeclared(t *testing.T) {
 }
 
 func TestDefaultTOMLRoundTrip(t *testing.T) {
+	t.Parallel()
 	text := DefaultTOML()
 	got, err := Parse("default", []byte(text))
 	if err != nil {
@@ -88,6 +91,7 @@ func TestDefaultTOMLRoundTrip(t *testing.T) {
 }
 
 func TestReferenceIsUpToDate(t *testing.T) {
+	t.Parallel()
 	const path = "../../../docs/config.md"
 	if *update {
 		if err := os.WriteFile(path, []byte(Reference()), 0o644); err != nil {
@@ -104,6 +108,7 @@ func TestReferenceIsUpToDate(t *testing.T) {
 }
 
 func TestExampleFileIsValid(t *testing.T) {
+	t.Parallel()
 	const path = "../../../contrib/systemd/config.toml"
 	content, err := os.ReadFile(path)
 	if err != nil {
@@ -119,6 +124,7 @@ func TestExampleFileIsValid(t *testing.T) {
 }
 
 func TestHandlersAreValidated(t *testing.T) {
+	t.Parallel()
 	c, err := Parse("f.toml", []byte("default_handler = 'crun'\n[handlers.crun]\npath = '/usr//bin/crun'\nargs = ['--debug']\n[handlers.test-handler]\n"))
 	if err != nil {
 		t.Fatal(err)
@@ -131,6 +137,7 @@ func TestHandlersAreValidated(t *testing.T) {
 
 // TestExamplesOfTables uncomments the tables in the output of "berth config default".
 func TestExamplesOfTables(t *testing.T) {
+	t.Parallel()
 	_, text, found := strings.Cut(DefaultTOML(), "#\n# [handlers.crun]")
 	if !found {
 		t.Fatal("no example is printed")
@@ -146,6 +153,7 @@ func TestExamplesOfTables(t *testing.T) {
 }
 
 func TestParseErrors(t *testing.T) {
+	t.Parallel()
 	for name, tc := range map[string]struct {
 		file string
 		want []string // all parts of the error
@@ -212,6 +220,7 @@ func TestParseErrors(t *testing.T) {
 }
 
 func TestParseValues(t *testing.T) {
+	t.Parallel()
 	c, err := Parse("f", []byte(`
 root = "/data//berth/"
 cni_bin_dirs = ["/a", "/b/"]
@@ -231,6 +240,7 @@ listen = "unix:///tmp/x.sock"
 }
 
 func TestSocketAcceptsPathAndURL(t *testing.T) {
+	t.Parallel()
 	for text, want := range map[string]string{
 		"/run/a.sock":         "/run/a.sock",
 		"unix:///run/a.sock":  "/run/a.sock",
@@ -271,6 +281,7 @@ func writeFile(t *testing.T, content string) string {
 }
 
 func TestFlagsOverrideFile(t *testing.T) {
+	t.Parallel()
 	path := writeFile(t, "root = '/from/file'\nlog_level = 'warn'\ncni_bin_dirs = ['/file']\n")
 	c, err := load(t, "--config", path, "--log-level=debug", "--cni-bin-dir=/one,/two", "--cni-bin-dir", "/three", "--listen=unix:///x/y")
 	if err != nil {
@@ -285,6 +296,7 @@ func TestFlagsOverrideFile(t *testing.T) {
 }
 
 func TestLoadErrors(t *testing.T) {
+	t.Parallel()
 	bad := writeFile(t, "root = 'relative'")
 	for name, tc := range map[string]struct {
 		args []string
@@ -316,6 +328,7 @@ func TestFlagsExist(t *testing.T) {
 }
 
 func TestNearestFindsMisspeltOption(t *testing.T) {
+	t.Parallel()
 	for key, want := range map[string]string{"rot": "root", "statte": "state", "cni_bin_dir": "cni_bin_dirs", "idle": "listen"} {
 		if got := nearest(key, keys()); got != want {
 			t.Errorf("nearest(%q) = %q, want %q", key, got, want)

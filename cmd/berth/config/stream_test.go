@@ -6,6 +6,7 @@ import (
 )
 
 func TestStreamOptionsFitTogether(t *testing.T) {
+	t.Parallel()
 	const tls = "stream_tls_cert = '/c'\nstream_tls_key = '/k'\n"
 	for _, tt := range []struct{ name, text, want string }{
 		{"default", "", ""},

@@ -6,6 +6,7 @@ import (
 )
 
 func TestTracingEndpointIsValidated(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct{ name, text, want string }{
 		{"gRPC", "tracing_endpoint = 'collector.monitoring.svc:4317'", ""},
 		{"HTTP", "tracing_endpoint = '[::1]:4318'\ntracing_protocol = 'http/protobuf'\ntracing_insecure = true\ntracing_sampling_rate_per_million = 1000000", ""},

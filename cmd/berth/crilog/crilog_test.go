@@ -8,6 +8,7 @@ import (
 )
 
 func TestParseRecord(t *testing.T) {
+	t.Parallel()
 	at := time.Date(2026, 1, 2, 15, 4, 5, 678, time.UTC)
 	const stamp = "2026-01-02T15:04:05.000000678Z"
 	tests := []struct {
@@ -47,6 +48,7 @@ func sameRecord(a, b Record) bool {
 }
 
 func TestJoinerJoinsPartialRecords(t *testing.T) {
+	t.Parallel()
 	var j joiner
 	var lines []string
 	for _, r := range []Record{
@@ -73,6 +75,7 @@ func TestJoinerJoinsPartialRecords(t *testing.T) {
 }
 
 func TestJoinerBoundsMemory(t *testing.T) {
+	t.Parallel()
 	var j joiner
 	part := bytes.Repeat([]byte("x"), 64<<10)
 	total, pieces := 0, 0

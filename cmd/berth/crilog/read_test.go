@@ -33,6 +33,7 @@ func write(t *testing.T, path string, records ...string) {
 }
 
 func TestReadOnce(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "0.log")
 	write(t, path, record(1, "F", "one"), record(2, "P", "t"), record(3, "F", "wo"), record(4, "F", "three"), record(5, "P", "open"))
 	for _, test := range []struct {
@@ -62,6 +63,7 @@ func TestReadOnce(t *testing.T) {
 }
 
 func TestReadErrors(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	path := filepath.Join(dir, "0.log")
 	nothing := func(Record) error { return nil }
@@ -130,6 +132,7 @@ func (f *follower) end() ([]string, error) {
 }
 
 func TestFollowWaitsForFileAndLines(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "0.log")
 	f := follow(t, t.Context(), path, All) // before the file exists
 	write(t, path, record(1, "F", "one"))
@@ -148,6 +151,7 @@ func TestFollowWaitsForFileAndLines(t *testing.T) {
 }
 
 func TestFollowTail(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "0.log")
 	write(t, path, record(1, "F", "one"), record(2, "F", "two"), record(3, "F", "three"))
 	f := follow(t, t.Context(), path, 1)
@@ -162,6 +166,7 @@ func TestFollowTail(t *testing.T) {
 // A rotation as kubelet does it: rename, then the runtime reopens the file. Lines that the writer
 // adds to the old file in between come first.
 func TestFollowRotation(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "0.log")
 	write(t, path, record(1, "F", "one"))
 	f := follow(t, t.Context(), path, All)
@@ -185,6 +190,7 @@ func TestFollowRotation(t *testing.T) {
 }
 
 func TestFollowRotationInsideALine(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "0.log")
 	write(t, path, record(1, "P", "half "))
 	f := follow(t, t.Context(), path, All)
@@ -200,6 +206,7 @@ func TestFollowRotationInsideALine(t *testing.T) {
 }
 
 func TestFollowTruncation(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "0.log")
 	long := strings.Repeat("long ", 50)
 	write(t, path, record(1, "F", long))
@@ -215,6 +222,7 @@ func TestFollowTruncation(t *testing.T) {
 }
 
 func TestFollowEndsWithContext(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	for _, name := range []string{"there", "missing"} {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -234,6 +242,7 @@ func TestFollowEndsWithContext(t *testing.T) {
 }
 
 func TestFollowOfALogThatNeverCame(t *testing.T) {
+	t.Parallel()
 	f := follow(t, t.Context(), filepath.Join(t.TempDir(), "0.log"), All)
 	if rest, err := f.end(); err != nil || len(rest) > 0 {
 		t.Errorf("rest %q, %v", rest, err)

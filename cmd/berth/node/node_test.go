@@ -8,6 +8,7 @@ import (
 )
 
 func TestSystemdCgroup(t *testing.T) {
+	t.Parallel()
 	here, gone := t.TempDir(), filepath.Join(t.TempDir(), "none")
 	for _, tc := range []struct {
 		driver, marker string

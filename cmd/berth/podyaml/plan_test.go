@@ -51,6 +51,7 @@ func same[T any](t *testing.T, what string, got, want T) {
 }
 
 func TestSandbox(t *testing.T) {
+	t.Parallel()
 	p := plan(t, `
 hostIPC: true
 shareProcessNamespace: true
@@ -93,6 +94,7 @@ containers:
 }
 
 func TestSandboxOnHostNetwork(t *testing.T) {
+	t.Parallel()
 	got := plan(t, "hostNetwork: true\nhostPID: true\n"+one("ports: [{containerPort: 80}]")).Sandbox()
 	same(t, "hostname", got.Hostname, "")
 	same(t, "ports", got.PortMappings, nil)
@@ -102,6 +104,7 @@ func TestSandboxOnHostNetwork(t *testing.T) {
 }
 
 func TestUserNamespace(t *testing.T) {
+	t.Parallel()
 	p := plan(t, "hostUsers: false\nvolumes: [{name: v, emptyDir: {}}]\n"+one("volumeMounts: [{name: v, mountPath: /v}]"))
 	p.FirstHostID = 1 << 20
 	ids := []*runtimeapi.IDMapping{{HostId: 1 << 20, ContainerId: 0, Length: 65536}}
@@ -121,12 +124,14 @@ func TestUserNamespace(t *testing.T) {
 }
 
 func TestHostnameIsTruncated(t *testing.T) {
+	t.Parallel()
 	p := plan(t, one(""))
 	p.Pod.Name = strings.Repeat("a", 62) + ".b"
 	same(t, "hostname", p.Sandbox().Hostname, strings.Repeat("a", 62))
 }
 
 func TestContainerEnvironment(t *testing.T) {
+	t.Parallel()
 	got := config(t, plan(t, one(`
 command: [sh, -c, 'echo $(A) $$(A) $(NONE) $'], args: ['$(BOTH)'], workingDir: /w, tty: true,
 resources: {limits: {cpu: 1500m}, requests: {memory: 100Mi}},
@@ -160,6 +165,7 @@ env: [
 }
 
 func TestContainerMounts(t *testing.T) {
+	t.Parallel()
 	got := config(t, plan(t, "volumes: [{name: d, emptyDir: {}}, {name: h, hostPath: {path: /srv}}]\n"+one(`
 env: [{name: WHO, value: me}], securityContext: {privileged: true},
 volumeMounts: [
@@ -176,11 +182,13 @@ volumeMounts: [
 }
 
 func TestManifestMayMountOverHostsFile(t *testing.T) {
+	t.Parallel()
 	got := config(t, plan(t, "volumes: [{name: h, hostPath: {path: /srv/hosts}}]\n"+one("volumeMounts: [{name: h, mountPath: /etc/hosts}]")))
 	same(t, "mounts", len(got.Mounts), 1)
 }
 
 func TestContainerErrors(t *testing.T) {
+	t.Parallel()
 	tests := []struct{ name, spec, want string }{
 		{"escaping expression", "volumes: [{name: d, emptyDir: {}}]\n" + one("env: [{name: A, value: ../..}], volumeMounts: [{name: d, mountPath: /d, subPathExpr: 'x/$(A)'}]"),
 			"spec.containers[0].volumeMounts[0].subPathExpr: \"x/../..\" must be a relative path"},
@@ -206,6 +214,7 @@ func TestContainerErrors(t *testing.T) {
 }
 
 func TestContainerSecurity(t *testing.T) {
+	t.Parallel()
 	number := func(n int64) *runtimeapi.Int64Value { return &runtimeapi.Int64Value{Value: n} }
 	private := &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER}
 	def := &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
@@ -240,6 +249,7 @@ func TestContainerSecurity(t *testing.T) {
 }
 
 func TestNonRootImages(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		image *runtimeapi.Image
 		want  string
@@ -257,6 +267,7 @@ func TestNonRootImages(t *testing.T) {
 }
 
 func TestContainerResources(t *testing.T) {
+	t.Parallel()
 	tests := []struct {
 		name, resources string
 		want            *runtimeapi.LinuxContainerResources
@@ -281,6 +292,7 @@ func TestContainerResources(t *testing.T) {
 }
 
 func TestPodResources(t *testing.T) {
+	t.Parallel()
 	got := plan(t, `
 initContainers:
 - {name: s, image: b, restartPolicy: Always, resources: {limits: {cpu: 100m, memory: 100Mi}}}
@@ -292,10 +304,12 @@ containers:
 }
 
 func TestStopSignal(t *testing.T) {
+	t.Parallel()
 	same(t, "signal", config(t, plan(t, one("lifecycle: {stopSignal: SIGUSR1}"))).StopSignal, runtimeapi.Signal_SIGNAL_SIGUSR1)
 }
 
 func TestEtcHosts(t *testing.T) {
+	t.Parallel()
 	alias := "hostAliases: [{ip: 192.0.2.9, hostnames: [db, cache]}]\n"
 	own := string(plan(t, alias+one("")).EtcHosts([]string{"10.0.0.2", "fd00::2"}))
 	for _, want := range []string{"127.0.0.1\tlocalhost\n", "\n10.0.0.2\tweb\nfd00::2\tweb\n", "\n192.0.2.9\tdb\tcache\n"} {
@@ -310,6 +324,7 @@ func TestEtcHosts(t *testing.T) {
 }
 
 func TestExpand(t *testing.T) {
+	t.Parallel()
 	lookup := func(name string) (string, bool) {
 		v, ok := map[string]string{"A": "1", "EMPTY": "", "REC": "$(A)"}[name]
 		return v, ok

@@ -64,6 +64,7 @@ func textOf(t testing.TB, c Chart, columns int) string {
 }
 
 func TestChartsMatchGoldenFiles(t *testing.T) {
+	t.Parallel()
 	golden(t, "sample.svg", svgOf(t, sample))
 	golden(t, "sample.txt", textOf(t, sample, 80))
 	var plain bytes.Buffer
@@ -105,6 +106,7 @@ func texts(t testing.TB, document string) (all []string) {
 }
 
 func TestSVGShowsEverySpan(t *testing.T) {
+	t.Parallel()
 	shown := strings.Join(texts(t, svgOf(t, sample)), "\n")
 	for _, s := range sample.Spans {
 		if !strings.Contains(shown, s.Name) || !strings.Contains(shown, Took(s.End-s.Start)) {
@@ -117,6 +119,7 @@ func TestSVGShowsEverySpan(t *testing.T) {
 }
 
 func TestLongGapsAreFolded(t *testing.T) {
+	t.Parallel()
 	l := sample.layout()
 	if len(l.folds) != 1 || l.folds[0].omitted != 1995*ms || l.until != 41*ms {
 		t.Errorf("%+v", l)
@@ -132,6 +135,7 @@ func TestLongGapsAreFolded(t *testing.T) {
 }
 
 func TestTicks(t *testing.T) {
+	t.Parallel()
 	for _, until := range []time.Duration{0, 1, time.Microsecond, 15 * ms, 99 * ms, time.Second, time.Hour, 2 * mostTime} {
 		all := ticks(until, 10)
 		if len(all) == 0 || len(all) > 11 || all[0] != 0 || all[len(all)-1] > until {
@@ -141,6 +145,7 @@ func TestTicks(t *testing.T) {
 }
 
 func TestTookKeepsSignificantDigits(t *testing.T) {
+	t.Parallel()
 	for d, want := range map[time.Duration]string{0: "0.00 ms", 1234 * time.Microsecond: "1.23 ms", 12345 * time.Microsecond: "12.3 ms",
 		123 * ms: "123 ms", 1230 * ms: "1.23 s", 72 * time.Second: "72.0 s"} {
 		if got := Took(d); got != want {
@@ -150,6 +155,7 @@ func TestTookKeepsSignificantDigits(t *testing.T) {
 }
 
 func TestWriteErrors(t *testing.T) {
+	t.Parallel()
 	full := errors.New("full")
 	if err := sample.SVG(failing{full}); !errors.Is(err, full) {
 		t.Error(err)

@@ -134,154 +134,162 @@ func TestHealthyNodeHasNoDifferences(t *testing.T) {
 	}
 }
 
+// difference is a case of TestDifferencesAreNamed.
+type difference struct {
+	name   string
+	change func(t *testing.T, f *facts)
+	want   []string
+}
+
+func kill(f *facts, pid int) { delete(f.processes, pid) }
+
+// orphan is a process in the cgroup of an object without a record.
+var orphan = &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod9/" + strangeID}}
+
+var differences = []difference{
+	{"a process without record, nobody's child", func(_ *testing.T, f *facts) { f.processes[50] = orphan }, []string{"processes: process 50 (leaked): expected the pod or container"}},
+	{"another runtime's container", func(_ *testing.T, f *facts) {
+		f.processes[49] = &process{pid: 49, parent: 1, name: "containerd-shim"}
+		f.processes[50] = &process{pid: 50, parent: 49, groups: orphan.groups}
+	}, nil},
+	{"a process without record in a scope of ours", func(_ *testing.T, f *facts) {
+		f.processes[50] = &process{pid: 50, parent: daemonPID, name: "leaked", groups: []string{"/system.slice/berth-" + strangeID + ".scope"}}
+	}, []string{"processes: process 50 (leaked)"}},
+	{"a process of an exited container", func(_ *testing.T, f *facts) {
+		f.processes[50] = &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod1/" + exitedID}}
+	}, []string{"processes: container " + exitedID + ": expected no process"}},
+	{"a CNI plugin's child whose run is noted", func(t *testing.T, f *facts) { f.withPlugin(t, true) }, nil},
+	{"a CNI plugin's child whose run is not recorded", func(t *testing.T, f *facts) { f.withPlugin(t, false) }, []string{"processes: process 50 (plugin): expected a record of the CNI plugin"}},
+	{"a launcher without a daemon", func(_ *testing.T, f *facts) { f.processes[idlePID].parent = 1; f.descriptors = nil }, []string{"processes: process 11 (berth-shim): expected the daemon"}},
+	{"a monitor without a shim record", func(_ *testing.T, f *facts) {
+		f.processes[50] = &process{pid: 50, parent: 1, name: "berth-monitor", exe: f.processes[monitorPID].exe}
+	}, []string{"processes: process 50 (berth-monitor): expected a recorded container"}},
+	{"another daemon's monitor", func(_ *testing.T, f *facts) {
+		f.processes[50] = &process{pid: 50, parent: 1, exe: "/elsewhere/bin/monitor-0123/berth-monitor"}
+	}, nil},
+	{"the pause is gone", func(_ *testing.T, f *facts) { kill(f, pausePID); f.descriptors = nil }, []string{"processes: pod " + podID + ": expected its pause, process 20", "views: pod " + podID + ": expected a state"}},
+	{"the pause is gone, as the daemon knows", func(_ *testing.T, f *facts) {
+		kill(f, pausePID)
+		f.descriptors = nil
+		f.views.pods[podID].State = runtimeapi.PodSandboxState_SANDBOX_NOTREADY
+	}, nil},
+	{"the pause's ID is another process's", func(_ *testing.T, f *facts) { f.processes[pausePID].start++ }, []string{"processes: pod " + podID, "views: pod " + podID}},
+	{"the monitor is gone", func(_ *testing.T, f *facts) { kill(f, monitorPID) }, []string{"processes: container " + runningID + ": expected its monitor, process 30"}},
+	{"an exit without a record", func(_ *testing.T, f *facts) { kill(f, monitorPID); f.shims[runningID].exit = nil }, []string{"processes: container " + runningID + ": expected a record of its exit"}},
+	{"an exit while there is no daemon", func(_ *testing.T, f *facts) {
+		kill(f, monitorPID)
+		kill(f, idlePID)
+		f.shims[runningID].exit, f.daemon, f.views, f.descriptors = nil, 0, nil, nil
+	}, nil},
+	{"a stuck monitor", func(_ *testing.T, f *facts) { kill(f, initPID) }, []string{"processes: container " + runningID + ": expected its init, process 31, or an exit record"}},
+
+	{"a shim directory without record", func(_ *testing.T, f *facts) { f.shims[strangeID] = &shimDir{exit: fs.ErrNotExist} }, []string{"shims: " + "…" + strangeID + ": expected a recorded pod"}},
+	{"a shim directory of an exited container", func(_ *testing.T, f *facts) { f.shims[exitedID] = &shimDir{} }, []string{"shims: container " + exitedID + ": expected nothing of a launch"}},
+	{"a deaf monitor", func(_ *testing.T, f *facts) { f.shims[runningID].listens = errors.New("nobody") }, []string{"shims: container " + runningID + ": expected a socket"}},
+	{"a pod without shim directory", func(_ *testing.T, f *facts) { delete(f.shims, podID) }, []string{"shims: pod " + podID + ": expected a shim directory"}},
+	{"runtime state without record", func(t *testing.T, f *facts) {
+		must(t, os.Mkdir(filepath.Join(f.dirs.Libcontainer(), strangeID), 0o700))
+	}, []string{"shims: …" + strangeID + ": expected a recorded pod"}},
+
+	{"a namespace without record", func(_ *testing.T, f *facts) { f.netns = append(f.netns, f.node.NetNSDir+"/berth-x") }, []string{"netns: …berth-x: expected a recorded pod"}},
+	{"a namespace that is gone", func(t *testing.T, f *facts) { must(t, os.Remove(f.netns[0])) }, []string{"netns: pod " + podID + ": expected a network namespace pinned"}},
+	{"a pin of another namespace", func(t *testing.T, f *facts) {
+		must(t, os.Remove(f.netns[0]))
+		must(t, os.Symlink("/proc/self/ns/user", f.netns[0]))
+	}, []string{"netns: pod " + podID + ": expected its pause in the network namespace"}},
+
+	{"an address of nobody", func(_ *testing.T, f *facts) {
+		f.reservations = append(f.reservations, cni.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
+	}, []string{"addresses: 10.0.0.3: expected a recorded pod"}},
+	{"an address that is not kept", func(_ *testing.T, f *facts) { f.reservations = nil }, []string{"addresses: pod " + podID + ": expected the addresses 10.0.0.2 in the store of addresses"}},
+	{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.CachedResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
+	{"an address twice", func(_ *testing.T, f *facts) {
+		other := *f.pods[podID]
+		other.ID, other.Stage = strangeID, state.BeingMade
+		f.pods[strangeID] = &other
+	}, []string{"addresses: address 10.0.0.2: expected one pod"}},
+
+	{"a missing layer", func(_ *testing.T, f *facts) { f.layers.Layers = nil }, []string{"layers: container " + runningID + ": expected its layer sha256:01", "layers: image sha256:aa: expected its layer"}},
+	{"garbage", func(_ *testing.T, f *facts) { f.layers.Layers["sha256:02"] = layer.Stored{} }, []string{"layers: layer sha256:02: expected an image or container"}},
+	{"layers of a pull", func(_ *testing.T, f *facts) {
+		f.layers.Layers["sha256:02"], f.views.pulls = layer.Stored{}, 1
+		f.layers.Making = []string{"half"}
+	}, nil},
+	{"half a layer", func(_ *testing.T, f *facts) { f.layers.Making = []string{"half"} }, []string{"layers: half: expected a pull"}},
+	{"a layer set aside", func(_ *testing.T, f *facts) { f.layers.SetAside = []string{"x"} }, []string{"layers: x: expected no layer that was set aside"}},
+	{"no layer", func(_ *testing.T, f *facts) { f.layers.Damaged["x"] = errors.New("no record") }, []string{"layers: x: expected a layer, found no record"}},
+	{"a join of a layer that is gone", func(_ *testing.T, f *facts) {
+		f.layers.Joins = []layer.Stored{{Dir: "j", Layers: []digest.Digest{"sha256:03"}}}
+	}, []string{"layers: j: expected the layer that it depends on"}},
+
+	{"a mount that leaked", func(_ *testing.T, f *facts) {
+		f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.dirs.Writable("") + "/x", FSType: "overlay", Source: "overlay"})
+	}, []string{"mounts: mount at …/x: expected no mount, found overlay"}},
+	{"a mount twice", func(_ *testing.T, f *facts) { f.mounts = append(f.mounts, f.mounts[3]) }, []string{"mounts: pod " + podID + ": expected one mount"}},
+	{"a mount that is gone", func(_ *testing.T, f *facts) { f.mounts = f.mounts[1:] }, []string{"mounts: the daemon: expected a mount"}},
+	{"images on a disk of their own", func(_ *testing.T, f *facts) { f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.imageRoot()}) }, nil},
+
+	{"a pidfd of a stranger", func(_ *testing.T, f *facts) {
+		f.descriptors = append(f.descriptors, descriptor{number: "9", target: pidfdTarget, pid: 1})
+	}, []string{"fds: descriptor 9 of the daemon: expected a process of a running object"}},
+	{"a pidfd of an ended process", func(_ *testing.T, f *facts) {
+		f.descriptors = append(f.descriptors, descriptor{number: "9", target: pidfdTarget, pid: -1})
+	}, []string{"fds: descriptor 9"}},
+	{"too many pidfds", func(_ *testing.T, f *facts) {
+		for range perProcess {
+			f.descriptors = append(f.descriptors, f.descriptors[1])
+		}
+	}, []string{"fds: the daemon: expected at most 8 descriptors of process 20"}},
+	{"a namespace held", func(_ *testing.T, f *facts) {
+		f.descriptors = append(f.descriptors, descriptor{number: "9", target: "net:[4026531840]"})
+	}, []string{"fds: descriptor 9 of the daemon: expected no namespace"}},
+	{"a deleted file held", func(_ *testing.T, f *facts) {
+		f.descriptors = append(f.descriptors, descriptor{number: "9", target: "/var/log/x (deleted)"})
+	}, []string{"fds: descriptor 9 of the daemon: expected a file that exists"}},
+	{"a cgroup's file held", func(_ *testing.T, f *facts) {
+		f.descriptors = append(f.descriptors, descriptor{number: "9", target: "/sys/fs/cgroup/kubepods/" + strangeID + "/cpu.stat"})
+	}, []string{"fds: descriptor 9 of the daemon: expected a file of a recorded pod"}},
+	{"too many descriptors", func(_ *testing.T, f *facts) {
+		for range 1000 {
+			f.descriptors = append(f.descriptors, descriptor{target: "socket:[1]"})
+		}
+	}, []string{"fds: the daemon: expected a number of descriptors"}},
+
+	{"a damaged record", func(_ *testing.T, f *facts) {
+		f.surveys[0].Damaged = []checkpoint.Damaged{{Path: "x", Err: checkpoint.ErrCorrupt}}
+	}, []string{"records: x: expected a valid record, found record is damaged"}},
+	{"a record set aside", func(_ *testing.T, f *facts) { f.surveys[0].SetAside = []string{"x"} }, []string{"records: x: expected no record that was set aside"}},
+	{"a newer record", func(_ *testing.T, f *facts) { f.surveys[0].Newer = []string{"x"} }, []string{"records: x: expected a record of this version"}},
+	{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: expected a file or directory of the daemon"}},
+	{"a writable layer of nobody", func(t *testing.T, f *facts) {
+		must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
+	}, []string{"records: …" + strangeID + ": expected a recorded pod or container that has it"}},
+	{"a pod's file that is gone", func(t *testing.T, f *facts) {
+		must(t, os.Remove(filepath.Join(f.dirs.Etc(podID), "hosts")))
+	}, []string{"records: pod " + podID + ": expected …/hosts"}},
+
+	{"a daemon that does not answer", func(_ *testing.T, f *facts) { f.views = &views{err: errors.New("refused"), pulls: 1} }, []string{"views: the daemon: expected an answer"}},
+	{"an image that is not listed", func(_ *testing.T, f *facts) { delete(f.views.images, imageID) }, []string{"views: image " + imageID + ": expected it in ListImages"}},
+	{"a pod that is not listed", func(_ *testing.T, f *facts) { delete(f.views.pods, podID) }, []string{"views: pod " + podID + ": expected it in ListPodSandbox"}},
+	{"a container without record", func(_ *testing.T, f *facts) {
+		f.views.containers[strangeID] = f.views.containers[exitedID]
+	}, []string{"views: container " + strangeID + ": expected a record"}},
+	{"another state in ContainerStatus", func(_ *testing.T, f *facts) {
+		f.views.statuses[runningID].State = runtimeapi.ContainerState_CONTAINER_EXITED
+	}, []string{"views: container " + runningID + ": expected the same state"}},
+	{"an exited container that is listed as running", func(_ *testing.T, f *facts) {
+		f.views.containers[exitedID].State = runtimeapi.ContainerState_CONTAINER_RUNNING
+	}, []string{"views: container " + exitedID + ": expected a state that matches its record (ended)"}},
+	{"another image", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageId = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
+	{"another image reference", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageRef = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
+	{"an image with another tag", func(_ *testing.T, f *facts) { f.views.images[imageID].RepoTags = nil }, []string{"views: image sha256:aa: expected the tags [a:1] in ListImages, found []"}},
+	{"a tag that leads elsewhere", func(_ *testing.T, f *facts) { f.views.resolved["a:1"] = "sha256:bb" }, []string{"views: image sha256:aa: expected ImageStatus to find it by a:1"}},
+}
+
 // Each case introduces one difference. The reported differences must begin with the wanted texts,
 // and all of these must be reported.
 func TestDifferencesAreNamed(t *testing.T) {
-	kill := func(f *facts, pid int) { delete(f.processes, pid) }
-	orphan := &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod9/" + strangeID}}
-	for _, tt := range []struct {
-		name   string
-		change func(t *testing.T, f *facts)
-		want   []string
-	}{
-		{"a process without record, nobody's child", func(_ *testing.T, f *facts) { f.processes[50] = orphan }, []string{"processes: process 50 (leaked): expected the pod or container"}},
-		{"another runtime's container", func(_ *testing.T, f *facts) {
-			f.processes[49] = &process{pid: 49, parent: 1, name: "containerd-shim"}
-			f.processes[50] = &process{pid: 50, parent: 49, groups: orphan.groups}
-		}, nil},
-		{"a process without record in a scope of ours", func(_ *testing.T, f *facts) {
-			f.processes[50] = &process{pid: 50, parent: daemonPID, name: "leaked", groups: []string{"/system.slice/berth-" + strangeID + ".scope"}}
-		}, []string{"processes: process 50 (leaked)"}},
-		{"a process of an exited container", func(_ *testing.T, f *facts) {
-			f.processes[50] = &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod1/" + exitedID}}
-		}, []string{"processes: container " + exitedID + ": expected no process"}},
-		{"a CNI plugin's child whose run is noted", func(t *testing.T, f *facts) { f.withPlugin(t, true) }, nil},
-		{"a CNI plugin's child whose run is not recorded", func(t *testing.T, f *facts) { f.withPlugin(t, false) }, []string{"processes: process 50 (plugin): expected a record of the CNI plugin"}},
-		{"a launcher without a daemon", func(_ *testing.T, f *facts) { f.processes[idlePID].parent = 1; f.descriptors = nil }, []string{"processes: process 11 (berth-shim): expected the daemon"}},
-		{"a monitor without a shim record", func(_ *testing.T, f *facts) {
-			f.processes[50] = &process{pid: 50, parent: 1, name: "berth-monitor", exe: f.processes[monitorPID].exe}
-		}, []string{"processes: process 50 (berth-monitor): expected a recorded container"}},
-		{"another daemon's monitor", func(_ *testing.T, f *facts) {
-			f.processes[50] = &process{pid: 50, parent: 1, exe: "/elsewhere/bin/monitor-0123/berth-monitor"}
-		}, nil},
-		{"the pause is gone", func(_ *testing.T, f *facts) { kill(f, pausePID); f.descriptors = nil }, []string{"processes: pod " + podID + ": expected its pause, process 20", "views: pod " + podID + ": expected a state"}},
-		{"the pause is gone, as the daemon knows", func(_ *testing.T, f *facts) {
-			kill(f, pausePID)
-			f.descriptors = nil
-			f.views.pods[podID].State = runtimeapi.PodSandboxState_SANDBOX_NOTREADY
-		}, nil},
-		{"the pause's ID is another process's", func(_ *testing.T, f *facts) { f.processes[pausePID].start++ }, []string{"processes: pod " + podID, "views: pod " + podID}},
-		{"the monitor is gone", func(_ *testing.T, f *facts) { kill(f, monitorPID) }, []string{"processes: container " + runningID + ": expected its monitor, process 30"}},
-		{"an exit without a record", func(_ *testing.T, f *facts) { kill(f, monitorPID); f.shims[runningID].exit = nil }, []string{"processes: container " + runningID + ": expected a record of its exit"}},
-		{"an exit while there is no daemon", func(_ *testing.T, f *facts) {
-			kill(f, monitorPID)
-			kill(f, idlePID)
-			f.shims[runningID].exit, f.daemon, f.views, f.descriptors = nil, 0, nil, nil
-		}, nil},
-		{"a stuck monitor", func(_ *testing.T, f *facts) { kill(f, initPID) }, []string{"processes: container " + runningID + ": expected its init, process 31, or an exit record"}},
-
-		{"a shim directory without record", func(_ *testing.T, f *facts) { f.shims[strangeID] = &shimDir{exit: fs.ErrNotExist} }, []string{"shims: " + "…" + strangeID + ": expected a recorded pod"}},
-		{"a shim directory of an exited container", func(_ *testing.T, f *facts) { f.shims[exitedID] = &shimDir{} }, []string{"shims: container " + exitedID + ": expected nothing of a launch"}},
-		{"a deaf monitor", func(_ *testing.T, f *facts) { f.shims[runningID].listens = errors.New("nobody") }, []string{"shims: container " + runningID + ": expected a socket"}},
-		{"a pod without shim directory", func(_ *testing.T, f *facts) { delete(f.shims, podID) }, []string{"shims: pod " + podID + ": expected a shim directory"}},
-		{"runtime state without record", func(t *testing.T, f *facts) {
-			must(t, os.Mkdir(filepath.Join(f.dirs.Libcontainer(), strangeID), 0o700))
-		}, []string{"shims: …" + strangeID + ": expected a recorded pod"}},
-
-		{"a namespace without record", func(_ *testing.T, f *facts) { f.netns = append(f.netns, f.node.NetNSDir+"/berth-x") }, []string{"netns: …berth-x: expected a recorded pod"}},
-		{"a namespace that is gone", func(t *testing.T, f *facts) { must(t, os.Remove(f.netns[0])) }, []string{"netns: pod " + podID + ": expected a network namespace pinned"}},
-		{"a pin of another namespace", func(t *testing.T, f *facts) {
-			must(t, os.Remove(f.netns[0]))
-			must(t, os.Symlink("/proc/self/ns/user", f.netns[0]))
-		}, []string{"netns: pod " + podID + ": expected its pause in the network namespace"}},
-
-		{"an address of nobody", func(_ *testing.T, f *facts) {
-			f.reservations = append(f.reservations, cni.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
-		}, []string{"addresses: 10.0.0.3: expected a recorded pod"}},
-		{"an address that is not kept", func(_ *testing.T, f *facts) { f.reservations = nil }, []string{"addresses: pod " + podID + ": expected the addresses 10.0.0.2 in the store of addresses"}},
-		{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.CachedResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
-		{"an address twice", func(_ *testing.T, f *facts) {
-			other := *f.pods[podID]
-			other.ID, other.Stage = strangeID, state.BeingMade
-			f.pods[strangeID] = &other
-		}, []string{"addresses: address 10.0.0.2: expected one pod"}},
-
-		{"a missing layer", func(_ *testing.T, f *facts) { f.layers.Layers = nil }, []string{"layers: container " + runningID + ": expected its layer sha256:01", "layers: image sha256:aa: expected its layer"}},
-		{"garbage", func(_ *testing.T, f *facts) { f.layers.Layers["sha256:02"] = layer.Stored{} }, []string{"layers: layer sha256:02: expected an image or container"}},
-		{"layers of a pull", func(_ *testing.T, f *facts) {
-			f.layers.Layers["sha256:02"], f.views.pulls = layer.Stored{}, 1
-			f.layers.Making = []string{"half"}
-		}, nil},
-		{"half a layer", func(_ *testing.T, f *facts) { f.layers.Making = []string{"half"} }, []string{"layers: half: expected a pull"}},
-		{"a layer set aside", func(_ *testing.T, f *facts) { f.layers.SetAside = []string{"x"} }, []string{"layers: x: expected no layer that was set aside"}},
-		{"no layer", func(_ *testing.T, f *facts) { f.layers.Damaged["x"] = errors.New("no record") }, []string{"layers: x: expected a layer, found no record"}},
-		{"a join of a layer that is gone", func(_ *testing.T, f *facts) {
-			f.layers.Joins = []layer.Stored{{Dir: "j", Layers: []digest.Digest{"sha256:03"}}}
-		}, []string{"layers: j: expected the layer that it depends on"}},
-
-		{"a mount that leaked", func(_ *testing.T, f *facts) {
-			f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.dirs.Writable("") + "/x", FSType: "overlay", Source: "overlay"})
-		}, []string{"mounts: mount at …/x: expected no mount, found overlay"}},
-		{"a mount twice", func(_ *testing.T, f *facts) { f.mounts = append(f.mounts, f.mounts[3]) }, []string{"mounts: pod " + podID + ": expected one mount"}},
-		{"a mount that is gone", func(_ *testing.T, f *facts) { f.mounts = f.mounts[1:] }, []string{"mounts: the daemon: expected a mount"}},
-		{"images on a disk of their own", func(_ *testing.T, f *facts) { f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.imageRoot()}) }, nil},
-
-		{"a pidfd of a stranger", func(_ *testing.T, f *facts) {
-			f.descriptors = append(f.descriptors, descriptor{number: "9", target: pidfdTarget, pid: 1})
-		}, []string{"fds: descriptor 9 of the daemon: expected a process of a running object"}},
-		{"a pidfd of an ended process", func(_ *testing.T, f *facts) {
-			f.descriptors = append(f.descriptors, descriptor{number: "9", target: pidfdTarget, pid: -1})
-		}, []string{"fds: descriptor 9"}},
-		{"too many pidfds", func(_ *testing.T, f *facts) {
-			for range perProcess {
-				f.descriptors = append(f.descriptors, f.descriptors[1])
-			}
-		}, []string{"fds: the daemon: expected at most 8 descriptors of process 20"}},
-		{"a namespace held", func(_ *testing.T, f *facts) {
-			f.descriptors = append(f.descriptors, descriptor{number: "9", target: "net:[4026531840]"})
-		}, []string{"fds: descriptor 9 of the daemon: expected no namespace"}},
-		{"a deleted file held", func(_ *testing.T, f *facts) {
-			f.descriptors = append(f.descriptors, descriptor{number: "9", target: "/var/log/x (deleted)"})
-		}, []string{"fds: descriptor 9 of the daemon: expected a file that exists"}},
-		{"a cgroup's file held", func(_ *testing.T, f *facts) {
-			f.descriptors = append(f.descriptors, descriptor{number: "9", target: "/sys/fs/cgroup/kubepods/" + strangeID + "/cpu.stat"})
-		}, []string{"fds: descriptor 9 of the daemon: expected a file of a recorded pod"}},
-		{"too many descriptors", func(_ *testing.T, f *facts) {
-			for range 1000 {
-				f.descriptors = append(f.descriptors, descriptor{target: "socket:[1]"})
-			}
-		}, []string{"fds: the daemon: expected a number of descriptors"}},
-
-		{"a damaged record", func(_ *testing.T, f *facts) {
-			f.surveys[0].Damaged = []checkpoint.Damaged{{Path: "x", Err: checkpoint.ErrCorrupt}}
-		}, []string{"records: x: expected a valid record, found record is damaged"}},
-		{"a record set aside", func(_ *testing.T, f *facts) { f.surveys[0].SetAside = []string{"x"} }, []string{"records: x: expected no record that was set aside"}},
-		{"a newer record", func(_ *testing.T, f *facts) { f.surveys[0].Newer = []string{"x"} }, []string{"records: x: expected a record of this version"}},
-		{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: expected a file or directory of the daemon"}},
-		{"a writable layer of nobody", func(t *testing.T, f *facts) {
-			must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
-		}, []string{"records: …" + strangeID + ": expected a recorded pod or container that has it"}},
-		{"a pod's file that is gone", func(t *testing.T, f *facts) {
-			must(t, os.Remove(filepath.Join(f.dirs.Etc(podID), "hosts")))
-		}, []string{"records: pod " + podID + ": expected …/hosts"}},
-
-		{"a daemon that does not answer", func(_ *testing.T, f *facts) { f.views = &views{err: errors.New("refused"), pulls: 1} }, []string{"views: the daemon: expected an answer"}},
-		{"an image that is not listed", func(_ *testing.T, f *facts) { delete(f.views.images, imageID) }, []string{"views: image " + imageID + ": expected it in ListImages"}},
-		{"a pod that is not listed", func(_ *testing.T, f *facts) { delete(f.views.pods, podID) }, []string{"views: pod " + podID + ": expected it in ListPodSandbox"}},
-		{"a container without record", func(_ *testing.T, f *facts) {
-			f.views.containers[strangeID] = f.views.containers[exitedID]
-		}, []string{"views: container " + strangeID + ": expected a record"}},
-		{"another state in ContainerStatus", func(_ *testing.T, f *facts) {
-			f.views.statuses[runningID].State = runtimeapi.ContainerState_CONTAINER_EXITED
-		}, []string{"views: container " + runningID + ": expected the same state"}},
-		{"an exited container that is listed as running", func(_ *testing.T, f *facts) {
-			f.views.containers[exitedID].State = runtimeapi.ContainerState_CONTAINER_RUNNING
-		}, []string{"views: container " + exitedID + ": expected a state that matches its record (ended)"}},
-		{"another image", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageId = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
-		{"another image reference", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageRef = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
-		{"an image with another tag", func(_ *testing.T, f *facts) { f.views.images[imageID].RepoTags = nil }, []string{"views: image sha256:aa: expected the tags [a:1] in ListImages, found []"}},
-		{"a tag that leads elsewhere", func(_ *testing.T, f *facts) { f.views.resolved["a:1"] = "sha256:bb" }, []string{"views: image sha256:aa: expected ImageStatus to find it by a:1"}},
-	} {
+	for _, tt := range differences {
 		t.Run(tt.name, func(t *testing.T) {
 			f := healthy(t)
 			tt.change(t, f)
