@@ -225,7 +225,8 @@ func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage,
 		return err, nil
 	}
 	if version > d.version {
-		return nil, fmt.Errorf("%s record %s was written by a newer berth (schema version %d, this one knows %d)", d.kind, name, version, d.version)
+		return nil, fmt.Errorf("%s record %s was written by a newer berth (schema version %d, this one knows %d)", d.kind,
+			name, version, d.version)
 	}
 	return decode(name, version, body), nil
 }
@@ -282,7 +283,8 @@ func Decode(kind string, data []byte) (version int, body []byte, err error) {
 	}
 	var gotMagic, gotKind, sum string
 	var size int
-	if n, err := fmt.Sscanf(string(header), "%s %s %d %d %s", &gotMagic, &gotKind, &version, &size, &sum); n != 5 || err != nil || gotMagic != magic && gotMagic != firstMagic {
+	if n, err := fmt.Sscanf(string(header), "%s %s %d %d %s", &gotMagic, &gotKind, &version, &size, &sum); n != 5 ||
+		err != nil || gotMagic != magic && gotMagic != firstMagic {
 		return 0, nil, fmt.Errorf("%w: not a record's header line", ErrCorrupt)
 	}
 	if gotKind != kind {

@@ -39,7 +39,8 @@ func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, err
 		return Result{}, errdefs.InvalidArgument("CNI ADD of pod %s: no network namespace", pod.ID)
 	}
 	var result Result
-	err := n.operate(ctx, att, pod, "ADD", func(ctx context.Context, list *libcni.NetworkConfigList, rt *libcni.RuntimeConf) error {
+	err := n.operate(ctx, att, pod, "ADD", func(ctx context.Context, list *libcni.NetworkConfigList,
+		rt *libcni.RuntimeConf) error {
 		n.warnUnusedPorts(list, pod)
 		r, err := n.lib.AddNetworkList(ctx, list, rt)
 		if err != nil {
@@ -72,7 +73,8 @@ func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
 	if err := pod.Validate(); err != nil {
 		return err
 	}
-	return n.operate(ctx, att, pod, "CHECK", func(ctx context.Context, list *libcni.NetworkConfigList, rt *libcni.RuntimeConf) error {
+	return n.operate(ctx, att, pod, "CHECK", func(ctx context.Context, list *libcni.NetworkConfigList,
+		rt *libcni.RuntimeConf) error {
 		err := n.lib.CheckNetworkList(ctx, list, rt)
 		if errors.Is(err, libcni.ErrorCheckNotSupp) {
 			return errdefs.New(codes.Unimplemented, "%w", err)
@@ -167,7 +169,8 @@ func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 	}
 	for _, p := range pod.PortMappings {
 		if ip, err := netip.ParseAddr(p.HostIP); err == nil && ip == netip.IPv6Loopback() {
-			n.log.Warn("the host port is not reachable at ::1, the kernel cannot redirect from there", "pod", pod.ID, "port", p.HostPort)
+			n.log.Warn("the host port is not reachable at ::1, the kernel cannot redirect from there", "pod", pod.ID, "port",
+				p.HostPort)
 		}
 	}
 	for _, p := range list.Plugins {
@@ -175,5 +178,6 @@ func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 			return
 		}
 	}
-	n.log.Warn("host ports are not open: no plugin of the network has the portMappings capability", "pod", pod.ID, "network", list.Name)
+	n.log.Warn("host ports are not open: no plugin of the network has the portMappings capability", "pod", pod.ID,
+		"network", list.Name)
 }

@@ -169,7 +169,8 @@ func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *capture.Output
 	failpoint.Reach("cni.started")
 	err := errors.Join(stdout.Started(), stderr.Started())
 	ended := cmd.Wait()
-	p.killed = cmd.ProcessState == nil || cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled() // nil: unknown exit status
+	// nil: unknown exit status
+	p.killed = cmd.ProcessState == nil || cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled()
 	if errors.Is(ended, exec.ErrWaitDelay) && cmd.ProcessState.Success() {
 		ended = nil
 	}
@@ -182,7 +183,8 @@ func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
 	case err == nil:
 		return p.result()
 	case ctx.Err() != nil:
-		return nil, errdefs.New(errdefs.Code(ctx.Err()), "CNI plugin %s did not end in time and was killed: %w", p.name(), ctx.Err())
+		return nil, errdefs.New(errdefs.Code(ctx.Err()), "CNI plugin %s did not end in time and was killed: %w", p.name(),
+			ctx.Err())
 	}
 	if _, exited := errors.AsType[*exec.ExitError](err); !exited {
 		return nil, errdefs.Internal("CNI plugin %s: %w", p.path, err)
@@ -202,7 +204,8 @@ func (p *pluginRun) name() string { return filepath.Base(p.path) }
 // result returns the output of a successful run. libcni uses it for ADD and VERSION only.
 func (p *pluginRun) result() ([]byte, error) {
 	if p.printed > maxStdout {
-		return nil, errdefs.Internal("CNI plugin %s printed a result of %d bytes, the limit is %d", p.name(), p.printed, maxStdout)
+		return nil, errdefs.Internal("CNI plugin %s printed a result of %d bytes, the limit is %d", p.name(), p.printed,
+			maxStdout)
 	}
 	if p.verb == "ADD" {
 		if err := checkResult(p.stdout); err != nil {
@@ -237,7 +240,8 @@ func codeOf(e *types.Error) codes.Code {
 
 // runVerb runs a verb for a network instead of a pod (STATUS, GC), with one plugin of the list. It
 // returns errVerbUnknown if the plugin does not implement the verb.
-func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, plugin *libcni.PluginConfig, verb string, extra map[string]any) error {
+func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, plugin *libcni.PluginConfig,
+	verb string, extra map[string]any) error {
 	defer n.cfg.Waits.Begin("CNI "+verb, "network "+list.Name)()
 	path, err := n.plugins.FindInPath(plugin.Network.Type, n.cfg.BinDirs)
 	if err != nil {

@@ -112,7 +112,8 @@ func (n *Network) delStale(ctx context.Context, a *libcni.NetworkAttachment, lis
 }
 
 // gcNetwork runs GC with each plugin of a network that implements it.
-func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList, keep map[types.GCAttachment]bool) error {
+func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
+	keep map[types.GCAttachment]bool) error {
 	if list.DisableGC || !supports11(list) {
 		return nil
 	}

@@ -63,12 +63,13 @@ const (
 
 // Config has the paths and limits of a Network. All paths are absolute.
 type Config struct {
-	ConfDir  string        // configuration files; may not exist
-	BinDirs  []string      // plugin directories, first match wins; plugins get them as CNI_PATH
-	CacheDir string        // libcni's cache of results, private to berth; survives a restart
-	RunDir   string        // notes of running plugins, lost at a reboot; "": no notes and no cgroups, so plugins' children can outlive them
-	Timeout  time.Duration // of one ADD, DEL or CHECK; 0: DefaultTimeout
-	Waits    *task.Waits   // register of waits; may be nil
+	ConfDir  string   // configuration files; may not exist
+	BinDirs  []string // plugin directories, first match wins; plugins get them as CNI_PATH
+	CacheDir string   // libcni's cache of results, private to berth; survives a restart
+	// notes of running plugins, lost at a reboot; "": no notes and no cgroups, so plugins' children can outlive them
+	RunDir  string
+	Timeout time.Duration // of one ADD, DEL or CHECK; 0: DefaultTimeout
+	Waits   *task.Waits   // register of waits; may be nil
 
 	BuiltIn map[string]BuiltIn // by plugin type
 	Readers Readers

@@ -85,7 +85,8 @@ func newOwner(ctx context.Context, n *Network) *owner {
 	}
 	w, err := newWatcher(n.cfg.ConfDir)
 	if err != nil {
-		n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the status; raise fs.inotify.max_user_instances",
+		n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the "+
+			"status; raise fs.inotify.max_user_instances",
 			"dir", n.cfg.ConfDir, "error", err)
 		return o
 	}
@@ -176,7 +177,8 @@ func (o *owner) syncWatch() {
 	}
 	if err.Error() != o.watchErr {
 		o.watchErr = err.Error()
-		o.n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the status", "dir", o.n.cfg.ConfDir, "error", err)
+		o.n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the "+
+			"status", "dir", o.n.cfg.ConfDir, "error", err)
 	}
 }
 
@@ -199,7 +201,8 @@ func (o *owner) logChanges(old, v *view) {
 	}
 	switch {
 	case v.net != nil && v.net != old.net:
-		o.n.log.Info("CNI network configured", "network", v.net.list.Name, "file", v.net.file, "cniVersion", v.net.list.CNIVersion)
+		o.n.log.Info("CNI network configured", "network", v.net.list.Name, "file", v.net.file, "cniVersion",
+			v.net.list.CNIVersion)
 	case v.net == nil && old.net != nil:
 		o.n.log.Warn("CNI network gone", "network", old.net.list.Name, "error", v.loadErr)
 	}

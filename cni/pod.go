@@ -111,7 +111,8 @@ func portMappings(in []*runtimeapi.PortMapping) ([]PortMapping, error) {
 		case !known:
 			return nil, errdefs.InvalidArgument("port mapping: unknown protocol %d", m.GetProtocol())
 		case !isPort(m.GetHostPort()) || !isPort(m.GetContainerPort()):
-			return nil, errdefs.InvalidArgument("port mapping %d:%d: a port is a number from 1 to 65535", m.GetHostPort(), m.GetContainerPort())
+			return nil, errdefs.InvalidArgument("port mapping %d:%d: a port is a number from 1 to 65535", m.GetHostPort(),
+				m.GetContainerPort())
 		}
 		if ip := m.GetHostIp(); ip != "" {
 			if _, err := netip.ParseAddr(ip); err != nil {
@@ -204,7 +205,8 @@ func (p Pod) Validate() error {
 	}
 	for _, kv := range p.args() {
 		if strings.ContainsFunc(kv[1], unfitForArgs) {
-			return errdefs.InvalidArgument("pod %s: %s %q: \";\", \"=\" and control characters cannot be passed to CNI plugins", p.ID, kv[0], kv[1])
+			return errdefs.InvalidArgument("pod %s: %s %q: \";\", \"=\" and control characters cannot be passed to CNI plugins",
+				p.ID, kv[0], kv[1])
 		}
 	}
 	return nil

@@ -32,7 +32,8 @@ func checkResult(stdout []byte) error {
 	}
 	for key, value := range top {
 		list, isList := value.([]any)
-		if !isList || !slices.ContainsFunc([]string{"ips", "interfaces", "routes"}, func(k string) bool { return strings.EqualFold(k, key) }) {
+		if !isList || !slices.ContainsFunc([]string{"ips", "interfaces", "routes"},
+			func(k string) bool { return strings.EqualFold(k, key) }) {
 			continue
 		}
 		if slices.Contains(list, nil) {

@@ -158,7 +158,8 @@ func (r *runs) keep(this run) {
 	err := os.Rename(filepath.Join(r.dir, this.name), filepath.Join(r.dir, this.name+overMark))
 	failpoint.Reach("cni.run-kept")
 	if err != nil {
-		r.log.Warn("mark a CNI plugin's run as over; the next daemon will kill the processes that the plugin left", "cgroup", this.group, "error", err)
+		r.log.Warn("mark a CNI plugin's run as over; the next daemon will kill the processes that the plugin left", "cgroup",
+			this.group, "error", err)
 	} else {
 		this.name += overMark
 	}

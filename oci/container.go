@@ -101,7 +101,8 @@ func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	if err := setPaths(sc, spec); err != nil {
 		return err
 	}
-	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	//nolint:staticcheck // deprecated, but old clients send it
+	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath())
 	if err := confine.SetSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}

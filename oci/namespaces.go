@@ -84,7 +84,8 @@ func setPIDNamespace(in ContainerInput, spec *specs.Spec, join func(specs.LinuxN
 		return nil
 	case runtimeapi.NamespaceMode_TARGET:
 		if in.TargetPIDNS == "" {
-			return errdefs.InvalidArgument("namespace_options.pid: TARGET, but there is no container %q to share with", o.GetTargetId())
+			return errdefs.InvalidArgument("namespace_options.pid: TARGET, but there is no container %q to share with",
+				o.GetTargetId())
 		}
 		return join(specs.PIDNamespace, in.TargetPIDNS)
 	case runtimeapi.NamespaceMode_POD, runtimeapi.NamespaceMode_NODE:

@@ -89,7 +89,8 @@ func memoryLimits(r *runtimeapi.LinuxContainerResources, host Host) (*specs.Linu
 		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d needs memory_limit_in_bytes", swap)
 	}
 	if swap > 0 && swap < limit {
-		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d, which counts memory and swap, is below memory_limit_in_bytes %d", swap, limit)
+		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d, which counts memory and swap, is below "+
+			"memory_limit_in_bytes %d", swap, limit)
 	}
 	memory := &specs.LinuxMemory{}
 	if limit != 0 {
@@ -168,7 +169,8 @@ func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
 // is set.
 func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host) map[string]string {
 	const name = "memory.swap.max"
-	if _, named := unified[name]; named || !host.CgroupV2 || memory.Limit == nil || memory.Swap == nil || *memory.Limit < 0 || *memory.Swap != *memory.Limit {
+	if _, named := unified[name]; named || !host.CgroupV2 || memory.Limit == nil || memory.Swap == nil ||
+		*memory.Limit < 0 || *memory.Swap != *memory.Limit {
 		return unified
 	}
 	if unified == nil {

@@ -132,7 +132,8 @@ func setSandboxHostname(in SandboxInput, spec *specs.Spec) error {
 
 func checkHostname(name string) error {
 	if len(name) > maxHostname || strings.ContainsFunc(name, isControl) || strings.ContainsAny(name, "/ ") {
-		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has", name, maxHostname)
+		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has", name,
+			maxHostname)
 	}
 	return nil
 }
@@ -154,11 +155,13 @@ func setSandboxSecurity(in SandboxInput, spec *specs.Spec) (err error) {
 	if spec.Linux.Sysctl, err = sysctls(in.Pod); err != nil {
 		return err
 	}
-	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	//nolint:staticcheck // deprecated, but old clients send it
+	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath())
 	if err := confine.SetSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	if err := confine.SetAppArmor(confine.AppArmorProfile(sc.GetApparmor(), ""), sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+	if err := confine.SetAppArmor(confine.AppArmorProfile(sc.GetApparmor(), ""), sc.GetPrivileged(), in.Host, in.Files,
+		spec); err != nil {
 		return err
 	}
 	confine.SetSELinux(in.Labels, sc.GetPrivileged(), spec)

@@ -85,7 +85,8 @@ func podMapping(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxID
 		return nil, errdefs.InvalidArgument("userns_options.%s: %d mappings, a pod needs exactly one", field, len(mappings))
 	}
 	if first := mappings[0].GetContainerId(); first != 0 {
-		return nil, errdefs.InvalidArgument("userns_options.%s: the mapping begins with ID %d in the container, not with 0", field, first)
+		return nil, errdefs.InvalidArgument("userns_options.%s: the mapping begins with ID %d in the container, not with 0",
+			field, first)
 	}
 	return idMappings("userns_options."+field, mappings)
 }
@@ -137,7 +138,8 @@ func checkMapped(pod Pod, u users.User) error {
 		return err
 	}
 	if !m.HasUID(u.UID) {
-		return errdefs.InvalidArgument("user %d is not in the pod's user namespace, which has %d users", u.UID, m.UIDs[0].Size)
+		return errdefs.InvalidArgument("user %d is not in the pod's user namespace, which has %d users", u.UID,
+			m.UIDs[0].Size)
 	}
 	for _, g := range append([]uint32{u.GID}, u.Groups...) {
 		if !m.HasGID(g) {
@@ -240,7 +242,8 @@ func BindDevices(spec *specs.Spec, sources []string, files Files) error {
 		}
 		i := slices.IndexFunc(known, func(d host.Device) bool { return isDevice(d, node) })
 		if i < 0 {
-			return errdefs.FailedPrecondition("device %s (%s %d:%d): the host has no such node, and in a user namespace none can be made",
+			return errdefs.FailedPrecondition("device %s (%s %d:%d): the host has no such node, and in a user namespace none "+
+				"can be made",
 				node.Path, node.Type, node.Major, node.Minor)
 		}
 		spec.Mounts = append(spec.Mounts, specs.Mount{Destination: node.Path, Type: "bind", Source: known[i].Path,

@@ -111,7 +111,8 @@ type cadvisorService struct {
 }
 
 // unary wraps every call.
-func (s *cadvisorService) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+func (s *cadvisorService) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
+	handler grpc.UnaryHandler) (resp any, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			s.log.Error("panic", "method", info.FullMethod, "panic", p, "stack", string(debug.Stack()))
@@ -168,7 +169,8 @@ type cadvisorContainers struct {
 }
 
 // Get implements ContainersServer.
-func (c cadvisorContainers) Get(ctx context.Context, req *containersapi.GetContainerRequest) (*containersapi.GetContainerResponse, error) {
+func (c cadvisorContainers) Get(ctx context.Context,
+	req *containersapi.GetContainerRequest) (*containersapi.GetContainerResponse, error) {
 	s := c.service
 	container, pod, err := s.find(ctx, req.GetID())
 	if err != nil {
@@ -196,7 +198,8 @@ func (s *cadvisorService) ofContainer(c *state.Container) (*containersapi.Contai
 	if err != nil {
 		return nil, fmt.Errorf("container %s: %w", c.ID, err)
 	}
-	return &containersapi.Container{ID: c.ID, Labels: kindLabels(c.Config.GetLabels(), kindContainer), Image: s.fullImageName(c), Spec: spec,
+	return &containersapi.Container{ID: c.ID, Labels: kindLabels(c.Config.GetLabels(), kindContainer),
+		Image: s.fullImageName(c), Spec: spec,
 		CreatedAt: timestamppb.New(c.CreatedAt), UpdatedAt: timestamppb.New(c.CreatedAt)}, nil
 }
 
@@ -211,7 +214,8 @@ func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error
 	if image == "" {
 		image = ownPauseImage
 	}
-	return &containersapi.Container{ID: p.ID, Labels: kindLabels(p.Config.GetLabels(), kindSandbox), Image: image, Spec: spec,
+	return &containersapi.Container{ID: p.ID, Labels: kindLabels(p.Config.GetLabels(), kindSandbox), Image: image,
+		Spec:      spec,
 		CreatedAt: timestamppb.New(p.CreatedAt), UpdatedAt: timestamppb.New(p.CreatedAt)}, nil
 }
 

@@ -15,7 +15,8 @@ import (
 
 // CreateContainer implements RuntimeService. It ignores the pod's config in the request, since the
 // manager has the one of RunPodSandbox.
-func (s *runtimeService) CreateContainer(ctx context.Context, req *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
+func (s *runtimeService) CreateContainer(ctx context.Context,
+	req *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
 	cfg := req.GetConfig()
 	if err := need(
 		field{"pod_sandbox_id", req.GetPodSandboxId() != ""},
@@ -34,7 +35,8 @@ func (s *runtimeService) CreateContainer(ctx context.Context, req *runtimeapi.Cr
 }
 
 // StartContainer implements RuntimeService.
-func (s *runtimeService) StartContainer(ctx context.Context, req *runtimeapi.StartContainerRequest) (*runtimeapi.StartContainerResponse, error) {
+func (s *runtimeService) StartContainer(ctx context.Context,
+	req *runtimeapi.StartContainerRequest) (*runtimeapi.StartContainerResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
 	}
@@ -45,7 +47,8 @@ func (s *runtimeService) StartContainer(ctx context.Context, req *runtimeapi.Sta
 }
 
 // StopContainer implements RuntimeService.
-func (s *runtimeService) StopContainer(ctx context.Context, req *runtimeapi.StopContainerRequest) (*runtimeapi.StopContainerResponse, error) {
+func (s *runtimeService) StopContainer(ctx context.Context,
+	req *runtimeapi.StopContainerRequest) (*runtimeapi.StopContainerResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
 	}
@@ -60,7 +63,8 @@ func (s *runtimeService) StopContainer(ctx context.Context, req *runtimeapi.Stop
 }
 
 // RemoveContainer implements RuntimeService.
-func (s *runtimeService) RemoveContainer(ctx context.Context, req *runtimeapi.RemoveContainerRequest) (*runtimeapi.RemoveContainerResponse, error) {
+func (s *runtimeService) RemoveContainer(ctx context.Context,
+	req *runtimeapi.RemoveContainerRequest) (*runtimeapi.RemoveContainerResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
 	}
@@ -106,7 +110,8 @@ func (s *runtimeService) filterContainers(filter *runtimeapi.ContainerFilter) []
 }
 
 // ContainerStatus implements RuntimeService.
-func (s *runtimeService) ContainerStatus(ctx context.Context, req *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
+func (s *runtimeService) ContainerStatus(ctx context.Context,
+	req *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
 	}
@@ -146,7 +151,8 @@ func (s *runtimeService) containerDetail(ctx context.Context, c *state.Container
 }
 
 // UpdateContainerResources implements RuntimeService. It ignores the request's annotations.
-func (s *runtimeService) UpdateContainerResources(ctx context.Context, req *runtimeapi.UpdateContainerResourcesRequest) (*runtimeapi.UpdateContainerResourcesResponse, error) {
+func (s *runtimeService) UpdateContainerResources(ctx context.Context,
+	req *runtimeapi.UpdateContainerResourcesRequest) (*runtimeapi.UpdateContainerResourcesResponse, error) {
 	if err := need(
 		field{"container_id", req.GetContainerId() != ""},
 		field{"linux", req.GetLinux() != nil},
@@ -160,7 +166,8 @@ func (s *runtimeService) UpdateContainerResources(ctx context.Context, req *runt
 }
 
 // ReopenContainerLog implements RuntimeService.
-func (s *runtimeService) ReopenContainerLog(ctx context.Context, req *runtimeapi.ReopenContainerLogRequest) (*runtimeapi.ReopenContainerLogResponse, error) {
+func (s *runtimeService) ReopenContainerLog(ctx context.Context,
+	req *runtimeapi.ReopenContainerLogRequest) (*runtimeapi.ReopenContainerLogResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
 	}
@@ -172,7 +179,8 @@ func (s *runtimeService) ReopenContainerLog(ctx context.Context, req *runtimeapi
 
 // ExecSync implements RuntimeService. It returns DeadlineExceeded for a command that exceeds its
 // timeout, so that kubelet can tell a slow probe from a failed one.
-func (s *runtimeService) ExecSync(ctx context.Context, req *runtimeapi.ExecSyncRequest) (*runtimeapi.ExecSyncResponse, error) {
+func (s *runtimeService) ExecSync(ctx context.Context,
+	req *runtimeapi.ExecSyncRequest) (*runtimeapi.ExecSyncResponse, error) {
 	if err := need(
 		field{"container_id", req.GetContainerId() != ""},
 		field{"cmd", len(req.GetCmd()) > 0},

@@ -36,8 +36,10 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 
 // encodedLists are the methods of RuntimeService with encoded answers.
 var encodedLists = map[string]grpc.MethodHandler{
-	"ListContainers": encodedList((*runtimeService).listContainers, runtimeapi.RuntimeService_ListContainers_FullMethodName),
-	"ListPodSandbox": encodedList((*runtimeService).listPodSandbox, runtimeapi.RuntimeService_ListPodSandbox_FullMethodName),
+	"ListContainers": encodedList((*runtimeService).listContainers,
+		runtimeapi.RuntimeService_ListContainers_FullMethodName),
+	"ListPodSandbox": encodedList((*runtimeService).listPodSandbox,
+		runtimeapi.RuntimeService_ListPodSandbox_FullMethodName),
 }
 
 // runtimeServiceDesc is RuntimeService with encodedLists.
@@ -54,8 +56,10 @@ func runtimeServiceDesc() *grpc.ServiceDesc {
 
 // encodedList does what protoc-gen-go-grpc generates for a unary method, except for the type of the
 // answer.
-func encodedList[Request any](list func(*runtimeService, *Request) (encoded, error), fullMethod string) grpc.MethodHandler {
-	return func(srv any, ctx context.Context, decode func(any) error, interceptor grpc.UnaryServerInterceptor) (any, error) {
+func encodedList[Request any](list func(*runtimeService, *Request) (encoded, error),
+	fullMethod string) grpc.MethodHandler {
+	return func(srv any, ctx context.Context, decode func(any) error, interceptor grpc.UnaryServerInterceptor) (any,
+		error) {
 		req := new(Request)
 		if err := decode(req); err != nil {
 			return nil, err
@@ -75,7 +79,8 @@ const itemsField = 1
 // encodedItems returns the encoded answer of a list. A repeated field is encoded as the
 // concatenation of its items. So items of an earlier answer are reused, and neither built nor
 // encoded again. keep returns an item's cached encoding; nil disables the cache.
-func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Snapshot) *state.Answer, item func(Snapshot) Item) (encoded, error) {
+func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Snapshot) *state.Answer,
+	item func(Snapshot) Item) (encoded, error) {
 	items := make(encoded, 0, len(all))
 	for _, snapshot := range all {
 		part, err := keep(snapshot).Get(func() ([]byte, error) { return encodedItem(item(snapshot)) })
@@ -101,5 +106,6 @@ func encodedItem(item proto.Message) ([]byte, error) {
 
 // sendItems sends encoded items of a streaming list, as sendBatches does with messages.
 func sendItems(items encoded, stream grpc.ServerStream) error {
-	return inBatches(slices.Values(items), mem.Buffer.Len, func(batch []mem.Buffer) error { return stream.SendMsg(encoded(batch)) })
+	return inBatches(slices.Values(items), mem.Buffer.Len,
+		func(batch []mem.Buffer) error { return stream.SendMsg(encoded(batch)) })
 }

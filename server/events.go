@@ -23,7 +23,8 @@ type Events interface {
 // GetContainerEvents implements RuntimeService (KEP-3386). The client gets all events after the
 // stream's header. The stream ends with ResourceExhausted if the client reads too slowly and events
 // were dropped, and with Unavailable if berth stops. In both cases the client must list again.
-func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest, stream grpc.ServerStreamingServer[runtimeapi.ContainerEventResponse]) error {
+func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest,
+	stream grpc.ServerStreamingServer[runtimeapi.ContainerEventResponse]) error {
 	reader := s.pods.Events()
 	defer reader.Close()
 	ctx, cancel := context.WithCancel(stream.Context())

@@ -15,7 +15,8 @@ import (
 )
 
 // ListImages implements ImageService.
-func (s *imageService) ListImages(_ context.Context, req *runtimeapi.ListImagesRequest) (*runtimeapi.ListImagesResponse, error) {
+func (s *imageService) ListImages(_ context.Context,
+	req *runtimeapi.ListImagesRequest) (*runtimeapi.ListImagesResponse, error) {
 	resp := &runtimeapi.ListImagesResponse{}
 	if ref := req.GetFilter().GetImage().GetImage(); ref != "" {
 		img, err := s.images.Get(ref)
@@ -36,7 +37,8 @@ func (s *imageService) ListImages(_ context.Context, req *runtimeapi.ListImagesR
 
 // ImageStatus implements ImageService. For an unknown image the answer has no image and there is no
 // error.
-func (s *imageService) ImageStatus(_ context.Context, req *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
+func (s *imageService) ImageStatus(_ context.Context,
+	req *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
 		return nil, err
 	}
@@ -70,7 +72,8 @@ type imageDetail struct {
 // kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage collector
 // compares Image.id with image_id. All runtime handlers share the images, so a known handler makes
 // no difference. The pod's config and the image's annotations are ignored.
-func (s *imageService) PullImage(ctx context.Context, req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
+func (s *imageService) PullImage(ctx context.Context,
+	req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
 		return nil, err
 	}
@@ -85,7 +88,8 @@ func (s *imageService) PullImage(ctx context.Context, req *runtimeapi.PullImageR
 }
 
 // RemoveImage implements ImageService.
-func (s *imageService) RemoveImage(ctx context.Context, req *runtimeapi.RemoveImageRequest) (*runtimeapi.RemoveImageResponse, error) {
+func (s *imageService) RemoveImage(ctx context.Context,
+	req *runtimeapi.RemoveImageRequest) (*runtimeapi.RemoveImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
 		return nil, err
 	}
@@ -98,7 +102,8 @@ func (s *imageService) RemoveImage(ctx context.Context, req *runtimeapi.RemoveIm
 // ImageFsInfo implements ImageService. It always names both filesystems, as kubelet expects since
 // KEP-4191. They have the same mountpoint if writable layers and images share a filesystem. The
 // images' usage is current; the writable layers' was sampled in the background.
-func (s *imageService) ImageFsInfo(ctx context.Context, _ *runtimeapi.ImageFsInfoRequest) (*runtimeapi.ImageFsInfoResponse, error) {
+func (s *imageService) ImageFsInfo(ctx context.Context,
+	_ *runtimeapi.ImageFsInfoRequest) (*runtimeapi.ImageFsInfoResponse, error) {
 	usage, err := s.images.Usage(ctx)
 	if err != nil {
 		return nil, err

@@ -18,7 +18,8 @@ import (
 )
 
 // unary wraps every unary RPC.
-func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
+	handler grpc.UnaryHandler) (resp any, err error) {
 	began := time.Now()
 	ctx, traced := s.beginTrace(ctx, info.FullMethod)
 	defer func() {
@@ -56,7 +57,8 @@ var changing = map[string]bool{
 }
 
 // stream wraps every streaming RPC.
-func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
+func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo,
+	handler grpc.StreamHandler) (err error) {
 	began := time.Now()
 	defer func() {
 		if p := recover(); p != nil {
@@ -104,7 +106,8 @@ func levelOf(err error) slog.Level {
 }
 
 // logCall logs one RPC.
-func (s *Server) logCall(ctx context.Context, level slog.Level, method string, took time.Duration, err error, attrs []slog.Attr) {
+func (s *Server) logCall(ctx context.Context, level slog.Level, method string, took time.Duration, err error,
+	attrs []slog.Attr) {
 	if !s.log.Enabled(ctx, level) {
 		return
 	}

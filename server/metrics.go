@@ -10,12 +10,14 @@ import (
 )
 
 // ListMetricDescriptors implements RuntimeService.
-func (s *runtimeService) ListMetricDescriptors(context.Context, *runtimeapi.ListMetricDescriptorsRequest) (*runtimeapi.ListMetricDescriptorsResponse, error) {
+func (s *runtimeService) ListMetricDescriptors(context.Context,
+	*runtimeapi.ListMetricDescriptorsRequest) (*runtimeapi.ListMetricDescriptorsResponse, error) {
 	return &runtimeapi.ListMetricDescriptorsResponse{Descriptors: metrics.Descriptors()}, nil
 }
 
 // ListPodSandboxMetrics implements RuntimeService.
-func (s *runtimeService) ListPodSandboxMetrics(ctx context.Context, _ *runtimeapi.ListPodSandboxMetricsRequest) (*runtimeapi.ListPodSandboxMetricsResponse, error) {
+func (s *runtimeService) ListPodSandboxMetrics(ctx context.Context,
+	_ *runtimeapi.ListPodSandboxMetricsRequest) (*runtimeapi.ListPodSandboxMetricsResponse, error) {
 	resp := &runtimeapi.ListPodSandboxMetricsResponse{}
 	for pod := range s.allPodMetrics(ctx) {
 		resp.PodMetrics = append(resp.PodMetrics, pod)
@@ -24,7 +26,8 @@ func (s *runtimeService) ListPodSandboxMetrics(ctx context.Context, _ *runtimeap
 }
 
 // StreamPodSandboxMetrics implements RuntimeService.
-func (s *runtimeService) StreamPodSandboxMetrics(_ *runtimeapi.StreamPodSandboxMetricsRequest, stream runtimeapi.RuntimeService_StreamPodSandboxMetricsServer) error {
+func (s *runtimeService) StreamPodSandboxMetrics(_ *runtimeapi.StreamPodSandboxMetricsRequest,
+	stream runtimeapi.RuntimeService_StreamPodSandboxMetricsServer) error {
 	return sendBatches(s.allPodMetrics(stream.Context()), func(batch []*runtimeapi.PodSandboxMetrics) error {
 		return stream.Send(&runtimeapi.StreamPodSandboxMetricsResponse{PodSandboxMetrics: batch})
 	})

@@ -9,15 +9,18 @@ import (
 // PodResources is the part of the sandbox manager that changes pods' resources. Package sandbox has
 // the contract.
 type PodResources interface {
-	UpdatePodSandboxResources(ctx context.Context, id string, overhead, resources *runtimeapi.LinuxContainerResources) error
+	UpdatePodSandboxResources(ctx context.Context, id string, overhead,
+		resources *runtimeapi.LinuxContainerResources) error
 }
 
 // UpdatePodSandboxResources implements RuntimeService.
-func (s *runtimeService) UpdatePodSandboxResources(ctx context.Context, req *runtimeapi.UpdatePodSandboxResourcesRequest) (*runtimeapi.UpdatePodSandboxResourcesResponse, error) {
+func (s *runtimeService) UpdatePodSandboxResources(ctx context.Context,
+	req *runtimeapi.UpdatePodSandboxResourcesRequest) (*runtimeapi.UpdatePodSandboxResourcesResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
-	if err := s.pods.UpdatePodSandboxResources(ctx, req.GetPodSandboxId(), req.GetOverhead(), req.GetResources()); err != nil {
+	if err := s.pods.UpdatePodSandboxResources(ctx, req.GetPodSandboxId(), req.GetOverhead(),
+		req.GetResources()); err != nil {
 		return nil, err
 	}
 	return &runtimeapi.UpdatePodSandboxResourcesResponse{}, nil

@@ -12,7 +12,8 @@ import (
 )
 
 // RunPodSandbox implements RuntimeService.
-func (s *runtimeService) RunPodSandbox(ctx context.Context, req *runtimeapi.RunPodSandboxRequest) (*runtimeapi.RunPodSandboxResponse, error) {
+func (s *runtimeService) RunPodSandbox(ctx context.Context,
+	req *runtimeapi.RunPodSandboxRequest) (*runtimeapi.RunPodSandboxResponse, error) {
 	metadata := req.GetConfig().GetMetadata()
 	if err := need(
 		field{"config", req.GetConfig() != nil},
@@ -30,7 +31,8 @@ func (s *runtimeService) RunPodSandbox(ctx context.Context, req *runtimeapi.RunP
 }
 
 // StopPodSandbox implements RuntimeService.
-func (s *runtimeService) StopPodSandbox(ctx context.Context, req *runtimeapi.StopPodSandboxRequest) (*runtimeapi.StopPodSandboxResponse, error) {
+func (s *runtimeService) StopPodSandbox(ctx context.Context,
+	req *runtimeapi.StopPodSandboxRequest) (*runtimeapi.StopPodSandboxResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
@@ -41,7 +43,8 @@ func (s *runtimeService) StopPodSandbox(ctx context.Context, req *runtimeapi.Sto
 }
 
 // RemovePodSandbox implements RuntimeService.
-func (s *runtimeService) RemovePodSandbox(ctx context.Context, req *runtimeapi.RemovePodSandboxRequest) (*runtimeapi.RemovePodSandboxResponse, error) {
+func (s *runtimeService) RemovePodSandbox(ctx context.Context,
+	req *runtimeapi.RemovePodSandboxRequest) (*runtimeapi.RemovePodSandboxResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
@@ -52,7 +55,8 @@ func (s *runtimeService) RemovePodSandbox(ctx context.Context, req *runtimeapi.R
 }
 
 // PodSandboxStatus implements RuntimeService.
-func (s *runtimeService) PodSandboxStatus(_ context.Context, req *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
+func (s *runtimeService) PodSandboxStatus(_ context.Context,
+	req *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}

@@ -31,7 +31,8 @@ func (s *runtimeService) Version(context.Context, *runtimeapi.VersionRequest) (*
 
 // Status implements RuntimeService. berth serves only after it has recovered its state, so the
 // runtime is ready unless it cannot write.
-func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
+func (s *runtimeService) Status(ctx context.Context,
+	req *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
 	network := &runtimeapi.RuntimeCondition{Type: runtimeapi.NetworkReady, Status: true}
 	if err := s.pods.NetworkStatus(ctx); err != nil {
 		network.Status, network.Reason, network.Message = false, "NetworkPluginNotReady", err.Error()
@@ -128,7 +129,8 @@ func (s *runtimeService) waits() []waitInfo {
 
 // RuntimeConfig implements RuntimeService. It always names the driver, because kubelet takes a
 // missing one for systemd.
-func (s *runtimeService) RuntimeConfig(context.Context, *runtimeapi.RuntimeConfigRequest) (*runtimeapi.RuntimeConfigResponse, error) {
+func (s *runtimeService) RuntimeConfig(context.Context,
+	*runtimeapi.RuntimeConfigRequest) (*runtimeapi.RuntimeConfigResponse, error) {
 	return &runtimeapi.RuntimeConfigResponse{
 		Linux: &runtimeapi.LinuxRuntimeConfiguration{CgroupDriver: s.cgroupDriver()},
 	}, nil
@@ -136,7 +138,8 @@ func (s *runtimeService) RuntimeConfig(context.Context, *runtimeapi.RuntimeConfi
 
 // UpdateRuntimeConfig implements RuntimeService. It sets the pod CIDRs of the node, which networks
 // with the capability ipRanges get. An empty CIDR means that kubelet has none.
-func (s *runtimeService) UpdateRuntimeConfig(ctx context.Context, req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
+func (s *runtimeService) UpdateRuntimeConfig(ctx context.Context,
+	req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
 	if cidrs := req.GetRuntimeConfig().GetNetworkConfig().GetPodCidr(); cidrs != "" {
 		if err := s.pods.UpdatePodCIDR(ctx, cidrs); err != nil {
 			return nil, err

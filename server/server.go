@@ -137,7 +137,8 @@ type Server struct {
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, changing: cfg.Changing, requests: semaphore.NewWeighted(allRequests)}
+	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, changing: cfg.Changing,
+		requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),
@@ -150,7 +151,8 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
 	)
-	s.grpc.RegisterService(runtimeServiceDesc(), &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log})
+	s.grpc.RegisterService(runtimeServiceDesc(), &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods,
+		images: images, log: log})
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images, pods: pods})
 	return s
 }

@@ -23,7 +23,8 @@ type Statistics interface {
 
 // ContainerStats implements RuntimeService. The answer for a stopped container has no CPU and
 // memory.
-func (s *runtimeService) ContainerStats(_ context.Context, req *runtimeapi.ContainerStatsRequest) (*runtimeapi.ContainerStatsResponse, error) {
+func (s *runtimeService) ContainerStats(_ context.Context,
+	req *runtimeapi.ContainerStatsRequest) (*runtimeapi.ContainerStatsResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
 	}
@@ -39,7 +40,8 @@ func (s *runtimeService) ContainerStats(_ context.Context, req *runtimeapi.Conta
 }
 
 // ListContainerStats implements RuntimeService.
-func (s *runtimeService) ListContainerStats(ctx context.Context, req *runtimeapi.ListContainerStatsRequest) (*runtimeapi.ListContainerStatsResponse, error) {
+func (s *runtimeService) ListContainerStats(ctx context.Context,
+	req *runtimeapi.ListContainerStatsRequest) (*runtimeapi.ListContainerStatsResponse, error) {
 	resp := &runtimeapi.ListContainerStatsResponse{}
 	for stats := range s.allContainerStats(ctx, req.GetFilter()) {
 		resp.Stats = append(resp.Stats, stats)
@@ -48,15 +50,18 @@ func (s *runtimeService) ListContainerStats(ctx context.Context, req *runtimeapi
 }
 
 // StreamContainerStats implements RuntimeService.
-func (s *runtimeService) StreamContainerStats(req *runtimeapi.StreamContainerStatsRequest, stream runtimeapi.RuntimeService_StreamContainerStatsServer) error {
-	return sendBatches(s.allContainerStats(stream.Context(), req.GetFilter()), func(batch []*runtimeapi.ContainerStats) error {
-		return stream.Send(&runtimeapi.StreamContainerStatsResponse{ContainerStats: batch})
-	})
+func (s *runtimeService) StreamContainerStats(req *runtimeapi.StreamContainerStatsRequest,
+	stream runtimeapi.RuntimeService_StreamContainerStatsServer) error {
+	return sendBatches(s.allContainerStats(stream.Context(), req.GetFilter()),
+		func(batch []*runtimeapi.ContainerStats) error {
+			return stream.Send(&runtimeapi.StreamContainerStatsResponse{ContainerStats: batch})
+		})
 }
 
 // allContainerStats measures the running containers that match until ctx ends. It leaves out
 // containers that cannot be measured.
-func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
+func (s *runtimeService) allContainerStats(ctx context.Context,
+	filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
 	return func(yield func(*runtimeapi.ContainerStats) bool) {
 		containers := s.pods.Containers()
 		id, known := resolve(filter.GetId(), containers, func(c *state.Container) string { return c.ID })
@@ -85,7 +90,8 @@ func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimea
 
 // PodSandboxStats implements RuntimeService. The answer for a pod that is not ready has no CPU,
 // memory, network and processes.
-func (s *runtimeService) PodSandboxStats(_ context.Context, req *runtimeapi.PodSandboxStatsRequest) (*runtimeapi.PodSandboxStatsResponse, error) {
+func (s *runtimeService) PodSandboxStats(_ context.Context,
+	req *runtimeapi.PodSandboxStatsRequest) (*runtimeapi.PodSandboxStatsResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
@@ -101,7 +107,8 @@ func (s *runtimeService) PodSandboxStats(_ context.Context, req *runtimeapi.PodS
 }
 
 // ListPodSandboxStats implements RuntimeService.
-func (s *runtimeService) ListPodSandboxStats(ctx context.Context, req *runtimeapi.ListPodSandboxStatsRequest) (*runtimeapi.ListPodSandboxStatsResponse, error) {
+func (s *runtimeService) ListPodSandboxStats(ctx context.Context,
+	req *runtimeapi.ListPodSandboxStatsRequest) (*runtimeapi.ListPodSandboxStatsResponse, error) {
 	resp := &runtimeapi.ListPodSandboxStatsResponse{}
 	for stats := range s.allPodStats(ctx, req.GetFilter()) {
 		resp.Stats = append(resp.Stats, podStats(&stats))
@@ -110,7 +117,8 @@ func (s *runtimeService) ListPodSandboxStats(ctx context.Context, req *runtimeap
 }
 
 // StreamPodSandboxStats implements RuntimeService.
-func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxStatsRequest, stream runtimeapi.RuntimeService_StreamPodSandboxStatsServer) error {
+func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxStatsRequest,
+	stream runtimeapi.RuntimeService_StreamPodSandboxStatsServer) error {
 	items := func(yield func(*runtimeapi.PodSandboxStats) bool) {
 		for stats := range s.allPodStats(stream.Context(), req.GetFilter()) {
 			if !yield(podStats(&stats)) {
@@ -125,7 +133,8 @@ func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxS
 
 // allPodStats measures the ready pods that match until ctx ends. It leaves out pods that cannot be
 // measured.
-func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[stats.PodUsage] {
+func (s *runtimeService) allPodStats(ctx context.Context,
+	filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[stats.PodUsage] {
 	return func(yield func(stats.PodUsage) bool) {
 		pods := s.pods.Pods()
 		id, known := resolve(filter.GetId(), pods, func(p *state.Pod) string { return p.ID })
@@ -177,7 +186,8 @@ func containerStats(stats *stats.ContainerUsage) *runtimeapi.ContainerStats {
 }
 
 func filesystemUsage(mountpoint string, at time.Time, used diskusage.Usage) *runtimeapi.FilesystemUsage {
-	return &runtimeapi.FilesystemUsage{Timestamp: at.UnixNano(), FsId: &runtimeapi.FilesystemIdentifier{Mountpoint: mountpoint},
+	return &runtimeapi.FilesystemUsage{Timestamp: at.UnixNano(),
+		FsId:      &runtimeapi.FilesystemIdentifier{Mountpoint: mountpoint},
 		UsedBytes: value(used.Bytes), InodesUsed: value(used.Inodes)}
 }
 
@@ -212,7 +222,8 @@ func cpuUsage(u *stats.Usage) *runtimeapi.CpuUsage {
 	if !u.CPU.Known {
 		return nil
 	}
-	cpu := &runtimeapi.CpuUsage{Timestamp: u.At.UnixNano(), UsageCoreNanoSeconds: value(u.CPU.Usage), Psi: psi(&u.CPU.Pressure)}
+	cpu := &runtimeapi.CpuUsage{Timestamp: u.At.UnixNano(), UsageCoreNanoSeconds: value(u.CPU.Usage),
+		Psi: psi(&u.CPU.Pressure)}
 	if u.NanoCoresKnown {
 		cpu.UsageNanoCores = value(u.NanoCores)
 	}
@@ -275,7 +286,8 @@ func networkUsage(stats *stats.PodUsage) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil
 	}
-	network := &runtimeapi.NetworkUsage{Timestamp: stats.Usage.At.UnixNano(), DefaultInterface: interfaceUsage(&stats.Interfaces[0])}
+	network := &runtimeapi.NetworkUsage{Timestamp: stats.Usage.At.UnixNano(),
+		DefaultInterface: interfaceUsage(&stats.Interfaces[0])}
 	for _, in := range stats.Interfaces {
 		network.Interfaces = append(network.Interfaces, interfaceUsage(&in))
 	}

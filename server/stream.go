@@ -83,7 +83,8 @@ func checkStreams(req interface {
 
 // PortForward implements RuntimeService. The request's ports are for WebSocket clients; SPDY
 // clients name the port of each stream.
-func (s *runtimeService) PortForward(_ context.Context, req *runtimeapi.PortForwardRequest) (*runtimeapi.PortForwardResponse, error) {
+func (s *runtimeService) PortForward(_ context.Context,
+	req *runtimeapi.PortForwardRequest) (*runtimeapi.PortForwardResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}

@@ -11,7 +11,8 @@ import (
 // messages.
 
 // StreamPodSandboxes implements RuntimeService. It shares encoded items with ListPodSandbox.
-func (s *runtimeService) StreamPodSandboxes(req *runtimeapi.StreamPodSandboxesRequest, stream grpc.ServerStreamingServer[runtimeapi.StreamPodSandboxesResponse]) error {
+func (s *runtimeService) StreamPodSandboxes(req *runtimeapi.StreamPodSandboxesRequest,
+	stream grpc.ServerStreamingServer[runtimeapi.StreamPodSandboxesResponse]) error {
 	items, err := s.encodedPods(req.GetFilter())
 	if err != nil {
 		return err
@@ -20,7 +21,8 @@ func (s *runtimeService) StreamPodSandboxes(req *runtimeapi.StreamPodSandboxesRe
 }
 
 // StreamContainers implements RuntimeService. It shares encoded items with ListContainers.
-func (s *runtimeService) StreamContainers(req *runtimeapi.StreamContainersRequest, stream grpc.ServerStreamingServer[runtimeapi.StreamContainersResponse]) error {
+func (s *runtimeService) StreamContainers(req *runtimeapi.StreamContainersRequest,
+	stream grpc.ServerStreamingServer[runtimeapi.StreamContainersResponse]) error {
 	items, err := s.encodedContainers(req.GetFilter())
 	if err != nil {
 		return err
@@ -29,7 +31,8 @@ func (s *runtimeService) StreamContainers(req *runtimeapi.StreamContainersReques
 }
 
 // StreamImages implements ImageService.
-func (s *imageService) StreamImages(req *runtimeapi.StreamImagesRequest, stream grpc.ServerStreamingServer[runtimeapi.StreamImagesResponse]) error {
+func (s *imageService) StreamImages(req *runtimeapi.StreamImagesRequest,
+	stream grpc.ServerStreamingServer[runtimeapi.StreamImagesResponse]) error {
 	list, err := s.ListImages(stream.Context(), &runtimeapi.ListImagesRequest{Filter: req.GetFilter()})
 	if err != nil {
 		return err

@@ -66,7 +66,8 @@ func (a *attachment) gateways() (all []netip.Prefix) {
 // plug connects the pod's port to the bridge. It makes the missing parts of the bridge and of the
 // rules for all pods. After a boot the first of several concurrent pods makes them, and the others
 // then share the lock.
-func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
+func (a *attachment) plug(ctx context.Context,
+	kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
 	for _, unlessReady := range []bool{true, false} {
 		bridge, made, err = a.plugIfReady(ctx, kept)
 		if bridge == nil && err == nil {
@@ -81,7 +82,8 @@ func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (brid
 
 // plugIfReady returns no bridge if something is missing. It holds the shared lock until the port
 // exists, so no other network can take the bridge meanwhile.
-func (a *attachment) plugIfReady(ctx context.Context, kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
+func (a *attachment) plugIfReady(ctx context.Context,
+	kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
 	unlock, err := links.Lock(ctx, lockfile.Shared)
 	if err != nil {
 		return nil, links.Plugged{}, err
@@ -98,7 +100,8 @@ func (a *attachment) plugIfReady(ctx context.Context, kept addresses.Reservation
 // makeAndPlug holds the exclusive lock until the port exists. Otherwise two networks that begin at
 // the same time would take the bridge from each other. With unlessReady it returns no bridge if
 // another pod has made everything meanwhile.
-func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation, unlessReady bool) (*links.Bridge, links.Plugged, error) {
+func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation,
+	unlessReady bool) (*links.Bridge, links.Plugged, error) {
 	unlockStore, err := a.store.Lock(ctx) // other pods may be making the network
 	if err != nil {
 		return nil, links.Plugged{}, err
@@ -128,7 +131,8 @@ func (a *attachment) reserve(ctx context.Context) (addresses.Reservation, error)
 	case errors.Is(err, addresses.ErrFull):
 		return kept, types.NewError(types.ErrTryAgainLater, "no address for the pod", err.Error())
 	case errors.Is(err, addresses.ErrExists):
-		return kept, types.NewError(types.ErrInternal, fmt.Sprintf("container %s is already attached to network %s as %s", a.id, a.Name, a.ifName), "")
+		return kept, types.NewError(types.ErrInternal, fmt.Sprintf("container %s is already attached to network %s as %s",
+			a.id, a.Name, a.ifName), "")
 	}
 	return kept, err
 }
@@ -141,7 +145,9 @@ func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links
 	}
 	return links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Network: a.Key(), Bridge: b, MTU: mtu,
 		Hairpin: a.Hairpins(), Isolated: a.Isolates(conf.IsolatePods), CheckSource: a.ChecksSource(),
-		Ingress: limit(a.Runtime.Bandwidth.IngressRate, a.Runtime.Bandwidth.IngressBurst), Egress: limit(a.Runtime.Bandwidth.EgressRate, a.Runtime.Bandwidth.EgressBurst), IPs: a.prefixes(kept), Routes: a.podRoutes()}
+		Ingress: limit(a.Runtime.Bandwidth.IngressRate, a.Runtime.Bandwidth.IngressBurst),
+		Egress:  limit(a.Runtime.Bandwidth.EgressRate, a.Runtime.Bandwidth.EgressBurst),
+		IPs:     a.prefixes(kept), Routes: a.podRoutes()}
 }
 
 // limit converts bits to bytes.
@@ -206,7 +212,8 @@ func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) 
 
 // tryPorts fails with ErrGone if another program deletes the rules meanwhile. If the ports belong
 // to another pod it removes the note, or the next rewrite of the rules would open them.
-func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, ports []rules.HostPort, note []byte) error {
+func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, ports []rules.HostPort,
+	note []byte) error {
 	if _, err := a.install(ctx); err != nil { // the rules may have been deleted since
 		return err
 	}
@@ -234,7 +241,8 @@ func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, made li
 		pod: {Name: a.ifName, Mac: made.PodMAC.String(), Sandbox: a.netns},
 	}}
 	for i, ip := range a.prefixes(kept) {
-		r.IPs = append(r.IPs, &types100.IPConfig{Interface: types100.Int(pod), Address: ipNet(ip), Gateway: a.Ranges[i].Gateway.AsSlice()})
+		r.IPs = append(r.IPs, &types100.IPConfig{Interface: types100.Int(pod), Address: ipNet(ip),
+			Gateway: a.Ranges[i].Gateway.AsSlice()})
 	}
 	for _, route := range a.podRoutes() {
 		r.Routes = append(r.Routes, &types.Route{Dst: ipNet(route.Dst), GW: route.Gateway.AsSlice()})

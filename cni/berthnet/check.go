@@ -37,7 +37,8 @@ func (p *Plugin) check(args *skel.CmdArgs) error {
 	if !ok {
 		return fmt.Errorf("no address is reserved for container %s", a.id)
 	}
-	expected := links.Expected{Attachment: links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Hairpin: a.Hairpins()}}
+	expected := links.Expected{Attachment: links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns,
+		Hairpin: a.Hairpins()}}
 	for _, ip := range result.IPs {
 		if prefix, own := a.isOwn(result, ip); own {
 			expected.IPs = append(expected.IPs, prefix)
@@ -82,7 +83,8 @@ func (a *attachment) previous(stdin []byte) (*types100.Result, error) {
 
 // isOwn reports whether an address of a result belongs to the pod's interface.
 func (a *attachment) isOwn(result *types100.Result, ip *types100.IPConfig) (netip.Prefix, bool) {
-	if ip.Interface != nil && (*ip.Interface < 0 || *ip.Interface >= len(result.Interfaces) || result.Interfaces[*ip.Interface].Name != a.ifName) {
+	if ip.Interface != nil && (*ip.Interface < 0 || *ip.Interface >= len(result.Interfaces) ||
+		result.Interfaces[*ip.Interface].Name != a.ifName) {
 		return netip.Prefix{}, false
 	}
 	return prefixOf(ip.Address), true

@@ -149,8 +149,9 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 // rules returns the wanted rules. Their subnets are all of the bridge's, since older pods may have
 // others than the configured ones.
 func (a *attachment) rules(b *links.Bridge) rules.Network {
-	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
-		IsolatePods: a.Isolates(conf.IsolatePods), IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
+	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(),
+		NoMasquerade: a.NoMasquerade, IsolatePods: a.Isolates(conf.IsolatePods),
+		IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
 	for _, p := range b.Prefixes {
 		n.Subnets = append(n.Subnets, p.Masked())
 	}

@@ -32,13 +32,16 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	}
 	for _, c := range chains {
 		all = append(all, Obstacle{
-			Problem: fmt.Sprintf("packet filter chain %q drops forwarded packets by default and its table has no rule for %s or its subnets: pods may lack connections to other hosts, and their host ports may be unreachable", c.Chain, n.Bridge),
-			Fix:     howToPass(c.Tool, n.Bridge),
+			Problem: fmt.Sprintf("packet filter chain %q drops forwarded packets by default and its table has no rule for %s "+
+				"or its subnets: pods may lack connections to other hosts, and their host ports may be "+
+				"unreachable", c.Chain, n.Bridge),
+			Fix: howToPass(c.Tool, n.Bridge),
 		})
 	}
 	err = links.CheckOverlap(subnets, own)
 	if errors.Is(err, links.ErrOverlap) {
-		all = append(all, Obstacle{Problem: err.Error(), Fix: "set other subnets with network_subnets, or give the node another pod CIDR"})
+		all = append(all, Obstacle{Problem: err.Error(),
+			Fix: "set other subnets with network_subnets, or give the node another pod CIDR"})
 		err = nil
 	}
 	return all, err
@@ -49,7 +52,9 @@ func howToPass(tool, bridge string) string {
 	if tool == "" {
 		tool = "iptables"
 	}
-	return fmt.Sprintf("with docker or ufw: %[2]s -I FORWARD -i %[1]s -j ACCEPT; %[2]s -I FORWARD -o %[1]s -j ACCEPT (docker's users' chain is DOCKER-USER); with firewalld: firewall-cmd --permanent --zone=trusted --add-interface=%[1]s", bridge, tool)
+	return fmt.Sprintf("with docker or ufw: %[2]s -I FORWARD -i %[1]s -j ACCEPT; %[2]s -I FORWARD -o %[1]s -j ACCEPT "+
+		"(docker's users' chain is DOCKER-USER); with firewalld: firewall-cmd --permanent --zone=trusted "+
+		"--add-interface=%[1]s", bridge, tool)
 }
 
 // subnetsOf returns the subnets of existing and new pods. These are the bridge's, once it belongs

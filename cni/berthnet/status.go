@@ -28,10 +28,12 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	}
 	if !p.Passive {
 		if _, err := a.restore(ctx); err != nil {
-			return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and existing pods may be unreachable", err.Error())
+			return types.NewError(types.ErrLimitedConnectivity,
+				"berth-net can attach no pod, and existing pods may be unreachable", err.Error())
 		}
 	}
-	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil { // last: errors of existing pods are worse
+	// last: errors of existing pods are worse
+	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
 	return nil
@@ -40,7 +42,8 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 // checkAdd returns the error that an ADD would return, or nil. It changes nothing, but the kernel may
 // load modules.
 func (p *Plugin) checkAdd(a *attachment) error {
-	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] { // with the capability a runtime may pass ranges to ADD that STATUS does not have
+	// with the capability a runtime may pass ranges to ADD that STATUS does not have
+	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] {
 		return errNoSubnet
 	}
 	if err := errors.Join(a.filter.Available(), addresses.Check(a.Dir())); err != nil {

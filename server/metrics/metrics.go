@@ -61,10 +61,12 @@ const (
 )
 
 // metrics are in the order of answers.
-var metrics = slices.Concat(cpuMetrics, memoryMetrics, diskMetrics, networkMetrics, processMetrics, specMetrics, pressureMetrics)
+var metrics = slices.Concat(cpuMetrics, memoryMetrics, diskMetrics, networkMetrics, processMetrics, specMetrics,
+	pressureMetrics)
 
 var cpuMetrics = []metric{
-	{name: "container_cpu_usage_seconds_total", help: "Cumulative cpu time consumed in seconds.", kind: counter, labels: []string{"cpu"},
+	{name: "container_cpu_usage_seconds_total", help: "Cumulative cpu time consumed in seconds.", kind: counter,
+		labels: []string{"cpu"},
 		values: func(m *measured, emit emit) {
 			if m.usage != nil && m.usage.CPU.Known {
 				emit(seconds64(m.usage.CPU.Usage), "total")
@@ -78,7 +80,8 @@ var cpuMetrics = []metric{
 		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.Periods })},
 	{name: "container_cpu_cfs_throttled_periods_total", help: "Number of throttled period intervals.", kind: counter,
 		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.ThrottledPeriods })},
-	{name: "container_cpu_cfs_throttled_seconds_total", help: "Total time duration the container has been throttled.", kind: counter,
+	{name: "container_cpu_cfs_throttled_seconds_total", help: "Total time duration the container has been throttled.",
+		kind:   counter,
 		values: ofQuota(func(c *cgstats.CPU) uint64 { return seconds64(c.Throttled) })},
 }
 
@@ -102,7 +105,8 @@ var memoryMetrics = []metric{
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.Swap })},
 	{name: "container_memory_failcnt", help: "Number of memory usage hits limits", kind: counter,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.LimitHits })},
-	{name: "container_memory_usage_bytes", help: "Current memory usage in bytes, including all memory regardless of when it was accessed", kind: gauge,
+	{name: "container_memory_usage_bytes", help: "Current memory usage in bytes, including all memory regardless of " +
+		"when it was accessed", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.Usage })},
 	{name: "container_memory_max_usage_bytes", help: "Maximum memory usage recorded in bytes", kind: gauge,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.MaxUsage })},
@@ -112,7 +116,8 @@ var memoryMetrics = []metric{
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.ActiveFile })},
 	{name: "container_memory_total_inactive_file_bytes", help: "Current total inactive file in bytes.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.InactiveFile })},
-	{name: "container_memory_failures_total", help: "Cumulative count of memory allocation failures.", kind: counter, labels: []string{"failure_type", "scope"},
+	{name: "container_memory_failures_total", help: "Cumulative count of memory allocation failures.", kind: counter,
+		labels: []string{"failure_type", "scope"},
 		values: func(m *measured, emit emit) {
 			if m.usage == nil || !m.usage.Memory.Known {
 				return
@@ -124,30 +129,41 @@ var memoryMetrics = []metric{
 		}},
 	{name: "container_oom_events_total", help: "Count of out of memory events observed for the container", kind: counter,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.OOMKills })},
-	{name: "container_hugetlb_usage_bytes", help: "Current hugepage usage in bytes", kind: gauge, labels: []string{"pagesize"},
+	{name: "container_hugetlb_usage_bytes", help: "Current hugepage usage in bytes", kind: gauge,
+		labels: []string{"pagesize"},
 		values: ofHugePages(func(p *cgstats.HugePages) cgstats.Figure { return p.Usage })},
-	{name: "container_hugetlb_max_usage_bytes", help: "Maximum hugepage usage recorded in bytes", kind: gauge, labels: []string{"pagesize"},
+	{name: "container_hugetlb_max_usage_bytes", help: "Maximum hugepage usage recorded in bytes", kind: gauge,
+		labels: []string{"pagesize"},
 		values: ofHugePages(func(p *cgstats.HugePages) cgstats.Figure { return p.Max })},
 }
 
 var diskMetrics = []metric{
-	{name: "container_fs_inodes_free", help: "Number of available Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.FreeInodes })},
-	{name: "container_fs_inodes_total", help: "Number of Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.Inodes })},
-	{name: "container_fs_limit_bytes", help: "Number of bytes that can be consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
+	{name: "container_fs_inodes_free", help: "Number of available Inodes", kind: gauge, labels: []string{"device"},
+		counted: ofStatfs,
+		values:  ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.FreeInodes })},
+	{name: "container_fs_inodes_total", help: "Number of Inodes", kind: gauge, labels: []string{"device"},
+		counted: ofStatfs,
+		values:  ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.Inodes })},
+	{name: "container_fs_limit_bytes", help: "Number of bytes that can be consumed by the container on this filesystem.",
+		kind: gauge, labels: []string{"device"}, counted: ofStatfs,
 		values: ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.Bytes })},
-	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofSample,
+	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.",
+		kind: gauge, labels: []string{"device"}, counted: ofSample,
 		values: ofFilesystem(func(_ *stats.Filesystem, c *stats.Sample) uint64 { return c.Layer.Bytes })},
-	{name: "container_fs_reads_bytes_total", help: "Cumulative count of bytes read", kind: counter, labels: []string{"device"},
+	{name: "container_fs_reads_bytes_total", help: "Cumulative count of bytes read", kind: counter,
+		labels: []string{"device"},
 		values: ofDevices(func(d *cgstats.Device) uint64 { return d.ReadBytes })},
-	{name: "container_fs_reads_total", help: "Cumulative count of reads completed", kind: counter, labels: []string{"device"},
+	{name: "container_fs_reads_total", help: "Cumulative count of reads completed", kind: counter,
+		labels: []string{"device"},
 		values: ofDevices(func(d *cgstats.Device) uint64 { return d.Reads })},
-	{name: "container_fs_writes_bytes_total", help: "Cumulative count of bytes written", kind: counter, labels: []string{"device"},
+	{name: "container_fs_writes_bytes_total", help: "Cumulative count of bytes written", kind: counter,
+		labels: []string{"device"},
 		values: ofDevices(func(d *cgstats.Device) uint64 { return d.WriteBytes })},
-	{name: "container_fs_writes_total", help: "Cumulative count of writes completed", kind: counter, labels: []string{"device"},
+	{name: "container_fs_writes_total", help: "Cumulative count of writes completed", kind: counter,
+		labels: []string{"device"},
 		values: ofDevices(func(d *cgstats.Device) uint64 { return d.Writes })},
-	{name: "container_blkio_device_usage_total", help: "Blkio Device bytes usage", kind: counter, labels: []string{"device", "major", "minor", "operation"},
+	{name: "container_blkio_device_usage_total", help: "Blkio Device bytes usage", kind: counter,
+		labels: []string{"device", "major", "minor", "operation"},
 		values: ofDetail(func(d *cgstats.Detail, emit emit) {
 			for _, dev := range d.Devices {
 				major, minor := strconv.Itoa(int(dev.Major)), strconv.Itoa(int(dev.Minor))
@@ -158,21 +174,29 @@ var diskMetrics = []metric{
 }
 
 var networkMetrics = []metric{
-	{name: "container_network_receive_bytes_total", help: "Cumulative count of bytes received", kind: counter, labels: []string{"interface"},
+	{name: "container_network_receive_bytes_total", help: "Cumulative count of bytes received", kind: counter,
+		labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Bytes })},
-	{name: "container_network_receive_packets_total", help: "Cumulative count of packets received", kind: counter, labels: []string{"interface"},
+	{name: "container_network_receive_packets_total", help: "Cumulative count of packets received", kind: counter,
+		labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Packets })},
-	{name: "container_network_receive_packets_dropped_total", help: "Cumulative count of packets dropped while receiving", kind: counter, labels: []string{"interface"},
+	{name: "container_network_receive_packets_dropped_total", help: "Cumulative count of packets dropped while receiving",
+		kind: counter, labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Dropped })},
-	{name: "container_network_receive_errors_total", help: "Cumulative count of errors encountered while receiving", kind: counter, labels: []string{"interface"},
+	{name: "container_network_receive_errors_total", help: "Cumulative count of errors encountered while receiving",
+		kind: counter, labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Errors })},
-	{name: "container_network_transmit_bytes_total", help: "Cumulative count of bytes transmitted", kind: counter, labels: []string{"interface"},
+	{name: "container_network_transmit_bytes_total", help: "Cumulative count of bytes transmitted", kind: counter,
+		labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Bytes })},
-	{name: "container_network_transmit_packets_total", help: "Cumulative count of packets transmitted", kind: counter, labels: []string{"interface"},
+	{name: "container_network_transmit_packets_total", help: "Cumulative count of packets transmitted", kind: counter,
+		labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Packets })},
-	{name: "container_network_transmit_packets_dropped_total", help: "Cumulative count of packets dropped while transmitting", kind: counter, labels: []string{"interface"},
+	{name: "container_network_transmit_packets_dropped_total",
+		help: "Cumulative count of packets dropped while transmitting", kind: counter, labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Dropped })},
-	{name: "container_network_transmit_errors_total", help: "Cumulative count of errors encountered while transmitting", kind: counter, labels: []string{"interface"},
+	{name: "container_network_transmit_errors_total", help: "Cumulative count of errors encountered while transmitting",
+		kind: counter, labels: []string{"interface"},
 		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Errors })},
 }
 
@@ -181,13 +205,16 @@ var processMetrics = []metric{
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.Processes })},
 	{name: "container_threads", help: "Number of threads running inside the container", kind: gauge,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.Tasks })},
-	{name: "container_threads_max", help: "Maximum number of threads allowed inside the container, infinity if value is zero", kind: gauge,
+	{name: "container_threads_max", help: "Maximum number of threads allowed inside the container, infinity if value is " +
+		"zero", kind: gauge,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return limitFigure(d.TasksMax) })},
-	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: ofSample,
-		values: ofProcesses(func(p *stats.Processes, emit emit) { emit(p.Files) })},
+	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge,
+		counted: ofSample,
+		values:  ofProcesses(func(p *stats.Processes, emit emit) { emit(p.Files) })},
 	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: ofSample,
 		values: ofProcesses(func(p *stats.Processes, emit emit) { emit(p.Sockets) })},
-	{name: "container_ulimits_soft", help: "Soft ulimit values for the container root process. Unlimited if -1, except priority and nice", kind: gauge,
+	{name: "container_ulimits_soft", help: "Soft ulimit values for the container root process. Unlimited if -1, except " +
+		"priority and nice", kind: gauge,
 		labels: []string{"ulimit"}, counted: ofSample,
 		values: ofProcesses(func(p *stats.Processes, emit emit) {
 			if p.MaxFiles != math.MaxUint64 { // CRI values cannot be -1
@@ -219,30 +246,37 @@ var specMetrics = []metric{
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return limit(m.Limit) })},
 	{name: "container_spec_memory_swap_limit_bytes", help: "Memory swap limit for the container.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return limit(m.SwapLimit) })},
-	{name: "container_spec_memory_reservation_limit_bytes", help: "Memory reservation limit for the container.", kind: gauge,
+	{name: "container_spec_memory_reservation_limit_bytes", help: "Memory reservation limit for the container.",
+		kind:   gauge,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return limitFigure(d.Reservation) })},
 }
 
 var pressureMetrics = []metric{
-	{name: "container_pressure_cpu_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to CPU congestion.", kind: counter,
+	{name: "container_pressure_cpu_stalled_seconds_total",
+		help: "Total time duration no tasks in the container could make progress due to CPU congestion.", kind: counter,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Full
 		})},
-	{name: "container_pressure_cpu_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to CPU congestion.", kind: counter,
+	{name: "container_pressure_cpu_waiting_seconds_total",
+		help: "Total time duration tasks in the container have waited due to CPU congestion.", kind: counter,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Some
 		})},
-	{name: "container_pressure_memory_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to memory congestion.", kind: counter,
+	{name: "container_pressure_memory_stalled_seconds_total",
+		help: "Total time duration no tasks in the container could make progress due to memory congestion.", kind: counter,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Full
 		})},
-	{name: "container_pressure_memory_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to memory congestion.", kind: counter,
+	{name: "container_pressure_memory_waiting_seconds_total",
+		help: "Total time duration tasks in the container have waited due to memory congestion.", kind: counter,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Some
 		})},
-	{name: "container_pressure_io_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to IO congestion.", kind: counter,
+	{name: "container_pressure_io_stalled_seconds_total",
+		help: "Total time duration no tasks in the container could make progress due to IO congestion.", kind: counter,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
-	{name: "container_pressure_io_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to IO congestion.", kind: counter,
+	{name: "container_pressure_io_waiting_seconds_total",
+		help: "Total time duration tasks in the container have waited due to IO congestion.", kind: counter,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
 }
 
@@ -388,17 +422,20 @@ func ofPressure(of func(*stats.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(
 func Descriptors() []*runtimeapi.MetricDescriptor {
 	var all []*runtimeapi.MetricDescriptor
 	for _, m := range metrics {
-		all = append(all, &runtimeapi.MetricDescriptor{Name: m.name, Help: m.help, LabelKeys: slices.Concat(baseLabels, m.labels)})
+		all = append(all, &runtimeapi.MetricDescriptor{Name: m.name, Help: m.help,
+			LabelKeys: slices.Concat(baseLabels, m.labels)})
 	}
 	return all
 }
 
 // OfContainer returns a container's metrics. image is the image's name in the container's request.
 // detail is nil if it was not measured.
-func OfContainer(pod *state.Pod, image string, c *stats.ContainerUsage, detail *cgstats.Detail, filesystem *stats.Filesystem) []*runtimeapi.Metric {
+func OfContainer(pod *state.Pod, image string, c *stats.ContainerUsage, detail *cgstats.Detail,
+	filesystem *stats.Filesystem) []*runtimeapi.Metric {
 	md := pod.Config.GetMetadata()
 	labels := []string{c.Info.Config.GetMetadata().GetName(), c.Cgroup, image, c.Info.ID, md.GetNamespace(), md.GetName()}
-	return take(labels, &measured{usage: &c.Usage, detail: detail, container: c.Info, sample: c.Sample, filesystem: filesystem})
+	return take(labels, &measured{usage: &c.Usage, detail: detail, container: c.Info, sample: c.Sample,
+		filesystem: filesystem})
 }
 
 // OfPod returns the metrics of the pod's cgroup, which have no container label as with cAdvisor,
@@ -408,7 +445,8 @@ func OfPod(stats *stats.PodUsage) []*runtimeapi.Metric {
 	labels := func(container string) []string {
 		return []string{container, stats.Cgroup, "", stats.Info.ID, md.GetNamespace(), md.GetName()}
 	}
-	return append(take(labels(""), &measured{usage: &stats.Usage}), take(labels(podContainer), &measured{interfaces: stats.Interfaces})...)
+	return append(take(labels(""), &measured{usage: &stats.Usage}), take(labels(podContainer),
+		&measured{interfaces: stats.Interfaces})...)
 }
 
 // take computes all metrics that m has values for.
@@ -416,7 +454,8 @@ func take(labels []string, m *measured) []*runtimeapi.Metric {
 	var all []*runtimeapi.Metric
 	for _, one := range metrics {
 		one.values(m, func(v uint64, own ...string) {
-			taken := &runtimeapi.Metric{Name: one.name, MetricType: one.kind, LabelValues: slices.Concat(labels, own), Value: &runtimeapi.UInt64Value{Value: v}}
+			taken := &runtimeapi.Metric{Name: one.name, MetricType: one.kind, LabelValues: slices.Concat(labels, own),
+				Value: &runtimeapi.UInt64Value{Value: v}}
 			if one.counted != nil {
 				taken.Timestamp = one.counted(m).UnixNano()
 			}

@@ -70,7 +70,8 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 	if err != nil {
 		return nil, err
 	}
-	g := &gate{listener: listener, tokens: tokens, quota: quota, most: max(1, min(quota.Limit()/4, maxUnidentified)), log: log,
+	g := &gate{listener: listener, tokens: tokens, quota: quota, most: max(1, min(quota.Limit()/4, maxUnidentified)),
+		log:    log,
 		closed: make(chan struct{}), wake: make(chan struct{}, 1)}
 	if overTLS {
 		g.patience = handshakeTime
@@ -83,7 +84,8 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 func (g *gate) offer(add func() (string, error)) (string, error) {
 	token, drained, err := g.offerDrained(add)
 	if drained > 0 {
-		g.warned.Warn(g.log, "connections to the streaming server are reset: they came before any session was offered", "connections", drained)
+		g.warned.Warn(g.log, "connections to the streaming server are reset: they came before any session was offered",
+			"connections", drained)
 	}
 	return token, err
 }
@@ -181,7 +183,8 @@ func (g *gate) waitOpen() error {
 func (g *gate) admit(conn *net.TCPConn) *connection {
 	if fd := descriptorOf(conn); !g.quota.Allows(fd) {
 		reset(conn)
-		g.warned.Warn(g.log, "connections to the streaming server are reset: the remaining file descriptors are reserved", "descriptor", fd)
+		g.warned.Warn(g.log, "connections to the streaming server are reset: the remaining file descriptors are reserved",
+			"descriptor", fd)
 		return nil
 	}
 	g.mu.Lock()
@@ -353,7 +356,8 @@ func (c *connection) Read(p []byte) (n int, err error) {
 	case err != nil:
 		return 0, err
 	case readErr != nil:
-		return 0, &net.OpError{Op: "read", Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError("recvfrom", readErr)}
+		return 0, &net.OpError{Op: "read", Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(),
+			Err: os.NewSyscallError("recvfrom", readErr)}
 	case n == 0:
 		return 0, io.EOF
 	}

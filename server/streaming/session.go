@@ -22,7 +22,8 @@ import (
 const killedCode = 128 + 9
 
 func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
-	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
+	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(),
+		TTY: req.GetTty()}
 	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
 		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
 		switch {
@@ -42,7 +43,8 @@ func exitError(code int) error {
 }
 
 func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
-	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
+	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(),
+		TTY: req.GetTty()}
 	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
 		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
 		switch cause := context.Cause(ctx); {
@@ -56,7 +58,8 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 }
 
 // serveCommand serves an exec or attach in the protocol that the client chose.
-func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options, run func(context.Context, stream.IO) error) {
+func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options,
+	run func(context.Context, stream.IO) error) {
 	c := &command{options: options, run: run}
 	defer c.sizes.Wait()
 	ctx, cancel := context.WithCancel(r.Context())
@@ -79,7 +82,8 @@ type command struct {
 
 // ExecInContainer implements remotecommand.Executor. The session already has the command and the
 // container.
-func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
+func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out,
+	err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	var streams stream.IO
 	// WebSocket opens all streams, even without a request for them.
 	if c.options.Stdin {
@@ -98,7 +102,8 @@ func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []strin
 }
 
 // AttachContainer implements remotecommand.Attacher. See ExecInContainer.
-func (c *command) AttachContainer(ctx context.Context, _, _, _ string, in io.Reader, out, err io.WriteCloser, terminal bool, resize <-chan remotecommand.TerminalSize) error {
+func (c *command) AttachContainer(ctx context.Context, _, _, _ string, in io.Reader, out, err io.WriteCloser,
+	terminal bool, resize <-chan remotecommand.TerminalSize) error {
 	return c.ExecInContainer(ctx, "", "", "", nil, in, out, err, terminal, resize, 0)
 }
 
@@ -129,7 +134,8 @@ func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *r
 		w = s.guardSPDY(w, func(string) streamRules { return forwardRules() })
 	}
 	f := forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId()}
-	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, min(s.patience, pairTime), portforward.SupportedProtocols)
+	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout,
+		min(s.patience, pairTime), portforward.SupportedProtocols)
 }
 
 // forwarder is a portforward.PortForwarder with the session's context, which the library does not

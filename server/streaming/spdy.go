@@ -63,8 +63,10 @@ type openedStream struct {
 }
 
 // collectStreams waits for the streams of a session. The guard passes each kind once.
-func collectStreams(ctx context.Context, opened <-chan openedStream, count int, patience time.Duration) (map[string]httpstream.Stream, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("the client has not opened its %d streams in %v", count, patience))
+func collectStreams(ctx context.Context, opened <-chan openedStream, count int,
+	patience time.Duration) (map[string]httpstream.Stream, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("the client has not opened its %d streams in %v",
+		count, patience))
 	defer cancel()
 	streams := map[string]httpstream.Stream{}
 	for len(streams) < count {

@@ -34,9 +34,11 @@ func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle tim
 		remotecommand.StreamStdOut: channel(c.options.Stdout, wsstream.WriteChannel),
 		remotecommand.StreamStdErr: channel(c.options.Stderr, wsstream.WriteChannel),
 		remotecommand.StreamErr:    wsstream.WriteChannel,
-		remotecommand.StreamResize: channel(c.options.TTY, wsstream.ReadChannel), // without a reader the channel would block all others
+		// without a reader the channel would block all others
+		remotecommand.StreamResize: channel(c.options.TTY, wsstream.ReadChannel),
 	}
-	binary, text := wsstream.ChannelProtocolConfig{Binary: true, Channels: channels}, wsstream.ChannelProtocolConfig{Channels: channels}
+	binary, text := wsstream.ChannelProtocolConfig{Binary: true,
+		Channels: channels}, wsstream.ChannelProtocolConfig{Channels: channels}
 	conn := wsstream.NewConn(map[string]wsstream.ChannelProtocolConfig{
 		"": binary, binaryV1: binary, remotecommand.StreamProtocolV4Name: binary, remotecommand.StreamProtocolV5Name: binary,
 		base64V1: text, base64V4: text,
@@ -124,5 +126,6 @@ func status(err error) metav1.Status {
 			Message: fmt.Sprintf("command terminated with non-zero exit code: %v", exit),
 		}
 	}
-	return metav1.Status{Status: metav1.StatusFailure, Reason: metav1.StatusReasonInternalError, Code: http.StatusInternalServerError, Message: err.Error()}
+	return metav1.Status{Status: metav1.StatusFailure, Reason: metav1.StatusReasonInternalError,
+		Code: http.StatusInternalServerError, Message: err.Error()}
 }

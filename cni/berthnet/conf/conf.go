@@ -53,16 +53,20 @@ const (
 type Net struct {
 	types.NetConf
 
-	Bridge       string         `json:"bridge,omitempty"`       // name; default berth0
-	MTU          int            `json:"mtu,omitempty"`          // 0: the MTU of the node's default route
-	Subnets      []netip.Prefix `json:"subnets,omitempty"`      // of pods, at most one per family; the bridge has the first address
-	Routes       []Route        `json:"routes,omitempty"`       // of pods, through the bridge; nil: default routes
-	Masquerade   *bool          `json:"masquerade,omitempty"`   // translate pods' addresses to the node's for other networks; default true
+	Bridge string `json:"bridge,omitempty"` // name; default berth0
+	MTU    int    `json:"mtu,omitempty"`    // 0: the MTU of the node's default route
+	// of pods, at most one per family; the bridge has the first address
+	Subnets []netip.Prefix `json:"subnets,omitempty"`
+	Routes  []Route        `json:"routes,omitempty"` // of pods, through the bridge; nil: default routes
+	// translate pods' addresses to the node's for other networks; default true
+	Masquerade   *bool          `json:"masquerade,omitempty"`
 	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations without masquerading
-	Hairpin      *bool          `json:"hairpin,omitempty"`      // let the bridge send a packet back through its port; default true
-	CheckSource  *bool          `json:"checkSource,omitempty"`  // restrict pods to their own source addresses; default true
-	Isolation    []string       `json:"isolation,omitempty"`    // kinds of isolation, see the constants
-	DataDir      string         `json:"dataDir,omitempty"`      // of addresses, with a subdirectory per network
+	// let the bridge send a packet back through its port; default true
+	Hairpin *bool `json:"hairpin,omitempty"`
+	// restrict pods to their own source addresses; default true
+	CheckSource *bool    `json:"checkSource,omitempty"`
+	Isolation   []string `json:"isolation,omitempty"` // kinds of isolation, see the constants
+	DataDir     string   `json:"dataDir,omitempty"`   // of addresses, with a subdirectory per network
 
 	Runtime struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
@@ -196,7 +200,8 @@ func (n *Net) names() error {
 		n.Bridge = DefaultBridge
 	}
 	// A colon is for aliases, and the kernel replaces a percent sign by a number.
-	if len(n.Bridge) >= unix.IFNAMSIZ || n.Bridge == "." || n.Bridge == ".." || n.Bridge == "all" || n.Bridge == "default" ||
+	if len(n.Bridge) >= unix.IFNAMSIZ || n.Bridge == "." || n.Bridge == ".." || n.Bridge == "all" ||
+		n.Bridge == "default" ||
 		strings.ContainsFunc(n.Bridge, func(r rune) bool { return r <= ' ' || r > '~' || strings.ContainsRune("/:%@", r) }) {
 		return fmt.Errorf("bridge: %q is not a valid interface name", n.Bridge)
 	}
@@ -213,7 +218,8 @@ func (n *Net) numbers() error {
 	for _, one := range []struct {
 		key         string
 		rate, burst uint64
-	}{{"ingress", n.Runtime.Bandwidth.IngressRate, n.Runtime.Bandwidth.IngressBurst}, {"egress", n.Runtime.Bandwidth.EgressRate, n.Runtime.Bandwidth.EgressBurst}} {
+	}{{"ingress", n.Runtime.Bandwidth.IngressRate, n.Runtime.Bandwidth.IngressBurst}, {"egress",
+		n.Runtime.Bandwidth.EgressRate, n.Runtime.Bandwidth.EgressBurst}} {
 		if (one.rate == 0) != (one.burst == 0) {
 			return fmt.Errorf("bandwidth: %sRate and %sBurst must both be set", one.key, one.key)
 		}
@@ -322,7 +328,8 @@ func (a IPRange) complete() (Range, error) {
 	if r.Subnet.Bits() > r.Subnet.Addr().BitLen()-2 {
 		return Range{}, fmt.Errorf("subnet %s has no room for a gateway and a pod", r.Subnet)
 	}
-	if r.Subnet.Addr().IsMulticast() || r.Subnet.Addr().IsLoopback() || r.Subnet.Addr().IsLinkLocalUnicast() || r.Subnet.Addr().IsUnspecified() {
+	if r.Subnet.Addr().IsMulticast() || r.Subnet.Addr().IsLoopback() || r.Subnet.Addr().IsLinkLocalUnicast() ||
+		r.Subnet.Addr().IsUnspecified() {
 		return Range{}, fmt.Errorf("subnet %s cannot be used for pods", r.Subnet)
 	}
 	first, last := r.Subnet.Addr().Next(), lastOf(r.Subnet)
@@ -360,7 +367,8 @@ func lastOf(p netip.Prefix) netip.Addr {
 	return last
 }
 
-var protocols = map[string]uint8{"": unix.IPPROTO_TCP, "tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "sctp": unix.IPPROTO_SCTP}
+var protocols = map[string]uint8{"": unix.IPPROTO_TCP, "tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP,
+	"sctp": unix.IPPROTO_SCTP}
 
 // ProtocolName returns the name of a port's protocol.
 func (p Port) ProtocolName() string {

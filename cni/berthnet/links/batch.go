@@ -121,7 +121,8 @@ func receive(socket int, buffer []byte) (n int, err error) {
 func (b *batch) answers(data []byte, answered int, failures []error) (int, error) {
 	for len(data) >= unix.NLMSG_HDRLEN {
 		order := nl.NativeEndian()
-		length, kind, flags, seq := int(order.Uint32(data)), order.Uint16(data[4:]), order.Uint16(data[6:]), int(order.Uint32(data[8:]))
+		length, kind, flags := int(order.Uint32(data)), order.Uint16(data[4:]), order.Uint16(data[6:])
+		seq := int(order.Uint32(data[8:]))
 		if length < unix.NLMSG_HDRLEN+4 || length > len(data) || kind != unix.NLMSG_ERROR || seq < 1 || seq > len(failures) {
 			return answered, fmt.Errorf("read netlink answers: unexpected message type %d", kind)
 		}

@@ -84,7 +84,8 @@ func FindBridge(name string) (*Bridge, error) {
 		return nil, fmt.Errorf("%s is not a bridge, but a device of type %s", name, link.Type())
 	}
 	at := link.Attrs()
-	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0, alias: at.Alias}
+	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0,
+		alias: at.Alias}
 	addresses, err := addressesOf(b.Index)
 	if errors.Is(err, unix.ENODEV) { // deleted meanwhile
 		return nil, nil
@@ -108,7 +109,8 @@ func (b *Bridge) BelongsTo(network string) bool {
 
 // Serves reports whether the bridge is up and has these addresses.
 func (b *Bridge) Serves(gateways []netip.Prefix) bool {
-	return b != nil && b.up && !slices.ContainsFunc(gateways, func(g netip.Prefix) bool { return !slices.Contains(b.Prefixes, g) })
+	return b != nil && b.up && !slices.ContainsFunc(gateways,
+		func(g netip.Prefix) bool { return !slices.Contains(b.Prefixes, g) })
 }
 
 // Obsolete returns the addresses of the bridge that are not described and that no pod uses as
@@ -205,7 +207,8 @@ func (b *Bridge) mayBecome(network string) error {
 			return err
 		}
 		if len(ports) > 0 {
-			return fmt.Errorf("%w: %s has %d pods of network %s, with another address directory", ErrTaken, b.Name, len(ports), owner)
+			return fmt.Errorf("%w: %s has %d pods of network %s, with another address directory", ErrTaken, b.Name, len(ports),
+				owner)
 		}
 	case b.alias != "":
 		return fmt.Errorf("%w: %s has the alias %q", ErrTaken, b.Name, b.alias)
@@ -276,7 +279,8 @@ func newBridge(d *Description) (*Bridge, error) {
 // bridgeMAC derives the address from the name and the machine ID, so a bridge that is made again
 // has the same address for existing pods.
 func bridgeMAC(name string) net.HardwareAddr {
-	machine, _ := os.ReadFile("/etc/machine-id") // without a machine ID all nodes have the same address, each on its own bridge
+	// without a machine ID all nodes have the same address, each on its own bridge
+	machine, _ := os.ReadFile("/etc/machine-id")
 	sum := sha256.Sum256(append(bytes.TrimSpace(machine), name...))
 	return append(net.HardwareAddr{sum[0]&^1 | 2}, sum[1:6]...)
 }
@@ -295,7 +299,8 @@ func outsideMTU() int {
 			if r.Dst != nil && !r.Dst.IP.IsUnspecified() || r.LinkIndex == 0 {
 				continue
 			}
-			if link, err := netlink.LinkByIndex(r.LinkIndex); err == nil && link.Attrs().MTU >= minMTU && link.Attrs().Name != "lo" {
+			if link, err := netlink.LinkByIndex(r.LinkIndex); err == nil && link.Attrs().MTU >= minMTU &&
+				link.Attrs().Name != "lo" {
 				return link.Attrs().MTU
 			}
 		}
@@ -318,7 +323,8 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 		message := nl.NewIfAddrmsg(family(g.Addr()))
 		message.Prefixlen, message.Index = uint8(g.Bits()), uint32(b.Index)
 		address := g.Addr().AsSlice() // the kernel compares IFA_ADDRESS with the prefix length
-		host.add("remove address "+g.String(), unix.RTM_DELADDR, 0, message, nl.NewRtAttr(unix.IFA_LOCAL, address), nl.NewRtAttr(unix.IFA_ADDRESS, address))
+		host.add("remove address "+g.String(), unix.RTM_DELADDR, 0, message, nl.NewRtAttr(unix.IFA_LOCAL, address),
+			nl.NewRtAttr(unix.IFA_ADDRESS, address))
 		host.pass(unix.EADDRNOTAVAIL)
 	}
 	if !b.up {
@@ -362,12 +368,14 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 		if wider, ok := prefixOf(a.IPNet); ok {
 			i := slices.IndexFunc(subnets, func(s netip.Prefix) bool { return wider.Overlaps(s) })
 			if i >= 0 && isNetworks(a.LinkIndex) {
-				return fmt.Errorf("%w: %s, with the subnet %s of bridge %s", ErrOverlap, subnets[i].Masked(), wider.Masked(), linkName(a.LinkIndex))
+				return fmt.Errorf("%w: %s, with the subnet %s of bridge %s", ErrOverlap, subnets[i].Masked(), wider.Masked(),
+					linkName(a.LinkIndex))
 			}
 		}
 	}
 	routes, err := dump(func() ([]netlink.Route, error) {
-		return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_MAIN, Type: unix.RTN_UNICAST}, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_MAIN,
+			Type: unix.RTN_UNICAST}, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
 	})
 	if err != nil {
 		return fmt.Errorf("read the node's routes: %w", err)
@@ -378,12 +386,14 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 		}
 		if dst, ok := prefixOf(r.Dst); ok {
 			if s := containing(subnets, dst); s.IsValid() {
-				return fmt.Errorf("%w: %s, with the route to %s by interface %s", ErrOverlap, s.Masked(), dst, linkName(r.LinkIndex))
+				return fmt.Errorf("%w: %s, with the route to %s by interface %s", ErrOverlap, s.Masked(), dst,
+					linkName(r.LinkIndex))
 			}
 		}
 		if gateway, ok := netip.AddrFromSlice(r.Gw); ok {
 			if s := containing(subnets, netip.PrefixFrom(gateway.Unmap(), gateway.Unmap().BitLen())); s.IsValid() {
-				return fmt.Errorf("%w: %s, with the gateway %s on interface %s", ErrOverlap, s.Masked(), gateway.Unmap(), linkName(r.LinkIndex))
+				return fmt.Errorf("%w: %s, with the gateway %s on interface %s", ErrOverlap, s.Masked(), gateway.Unmap(),
+					linkName(r.LinkIndex))
 			}
 		}
 	}
@@ -450,7 +460,8 @@ func (b *Bridge) Prepare(gateways []netip.Prefix) error {
 		if err := keepRouters(); err != nil {
 			return err
 		}
-		for _, one := range [][2]string{{"/conf/" + b.Name + "/disable_ipv6", "0"}, {"/conf/" + b.Name + "/accept_ra", "0"}, {"/conf/all/forwarding", "1"}} {
+		for _, one := range [][2]string{{"/conf/" + b.Name + "/disable_ipv6", "0"}, {"/conf/" + b.Name + "/accept_ra", "0"},
+			{"/conf/all/forwarding", "1"}} {
 			if err := set(ipv6+one[0], one[1]); err != nil {
 				return err
 			}
@@ -476,7 +487,8 @@ func IPv6Off() bool {
 // keepRouters lets the node continue to learn routes from router advertisements. With forwarding an
 // interface ignores them unless accept_ra is 2.
 func keepRouters() error {
-	if forwards, err := os.ReadFile(ipv6 + "/conf/all/forwarding"); err != nil || !bytes.Equal(bytes.TrimSpace(forwards), []byte("0")) {
+	if forwards, err := os.ReadFile(ipv6 + "/conf/all/forwarding"); err != nil ||
+		!bytes.Equal(bytes.TrimSpace(forwards), []byte("0")) {
 		return err
 	}
 	files, err := filepath.Glob(ipv6 + "/conf/*/accept_ra")

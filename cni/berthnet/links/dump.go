@@ -60,12 +60,14 @@ func addressesOf(index int) (all []netip.Prefix, err error) {
 // piece, so changes cannot interrupt them. Kernels before 4.20 return the addresses of all
 // interfaces. These take many pieces if a proxy has an address per service (kube-ipvs0).
 func askAddresses(index int) ([][]byte, error) {
-	socket, err := nl.Subscribe(unix.NETLINK_ROUTE) // without groups: a private socket in the thread's namespace, which the option below needs
+	// without groups: a private socket in the thread's namespace, which the option below needs
+	socket, err := nl.Subscribe(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("open netlink: %w", err)
 	}
 	defer socket.Close()
-	err = unix.SetsockoptInt(socket.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1) // otherwise the kernel ignores the index
+	// otherwise the kernel ignores the index
+	err = unix.SetsockoptInt(socket.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1)
 	if err != nil && !errors.Is(err, unix.ENOPROTOOPT) {
 		return nil, fmt.Errorf("open netlink: %w", err)
 	}

@@ -113,7 +113,8 @@ func (b *batch) redirect(index, to int) error {
 	const redirect, stolen = 1, 4 // TCA_EGRESS_REDIR, TC_ACT_STOLEN
 	action := options.AddRtAttr(nl.TCA_BPF_ACT, nil).AddRtAttr(1, nil)
 	action.AddRtAttr(nl.TCA_ACT_KIND, nl.ZeroTerminated("mirred"))
-	action.AddRtAttr(nl.TCA_ACT_OPTIONS, nil).AddRtAttr(nl.TCA_MIRRED_PARMS, words(0, 0, stolen, 0, 0, redirect, uint32(to)))
+	action.AddRtAttr(nl.TCA_ACT_OPTIONS, nil).AddRtAttr(nl.TCA_MIRRED_PARMS,
+		words(0, 0, stolen, 0, 0, redirect, uint32(to)))
 	b.addFilter("limit traffic from the pod", classifier, index, 2, options)
 	return nil
 }
@@ -155,8 +156,9 @@ func (b *batch) limit(index int, l Limit) {
 	rate := uint32(min(l.Rate, math.MaxUint32))
 	burst := uint32(min(l.Burst, math.MaxUint32))
 	queue := uint32(min(max(l.Rate/1000*queueTime, minQueue), math.MaxUint32))
-	const ethernet = 1                                                                       // TC_LINKLAYER_ETHERNET
-	parameters := append([]byte{0, ethernet, 0, 0}, words(0, rate, 0, 0, 0, queue, 0, 0)...) // tc_tbf_qopt: rate, no peak rate, limit; TCA_TBF_BURST replaces the buffer
+	const ethernet = 1 // TC_LINKLAYER_ETHERNET
+	// tc_tbf_qopt: rate, no peak rate, limit; TCA_TBF_BURST replaces the buffer
+	parameters := append([]byte{0, ethernet, 0, 0}, words(0, rate, 0, 0, 0, queue, 0, 0)...)
 	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
 	options.AddRtAttr(nl.TCA_TBF_PARMS, parameters)
 	options.AddRtAttr(nl.TCA_TBF_BURST, nl.Uint32Attr(burst))
@@ -185,7 +187,8 @@ func (a *Attachment) makeShaper() (index int, err error) {
 	info.AddRtAttr(unix.IFLA_INFO_KIND, []byte("ifb"))
 	var host batch
 	host.add("make ifb "+shaper, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
-		name(shaper), number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_NUM_TX_QUEUES, 1), number(unix.IFLA_NUM_RX_QUEUES, 1), info)
+		name(shaper), number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_NUM_TX_QUEUES, 1), number(unix.IFLA_NUM_RX_QUEUES,
+			1), info)
 	host.add("name ifb "+shaper, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC),
 		name(shaper), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses())
 	failpoint.Reach("net.make-shaper")

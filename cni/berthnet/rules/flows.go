@@ -107,7 +107,8 @@ func (f *Filter) forget(ports []HostPort, is func(*flow, HostPort) bool) error {
 			}
 			for _, m := range found {
 				c, ok := parseFlow(m.Data)
-				if !ok || c.protocol != unix.IPPROTO_UDP || !slices.ContainsFunc(some, func(p HostPort) bool { return c.asked.Port() == p.HostPort && is(c, p) }) {
+				if !ok || c.protocol != unix.IPPROTO_UDP ||
+					!slices.ContainsFunc(some, func(p HostPort) bool { return c.asked.Port() == p.HostPort && is(c, p) }) {
 					continue
 				}
 				if err := c.forget(conn, v6); err != nil {
@@ -128,7 +129,8 @@ func request(kind netlink.HeaderType, flags netlink.HeaderFlags, v6 bool, attrib
 	if v6 {
 		family = unix.AF_INET6
 	}
-	return netlink.Message{Header: netlink.Header{Type: kind, Flags: netlink.Request | flags}, Data: append([]byte{family, unix.NFNETLINK_V0, 0, 0}, attributes...)}
+	return netlink.Message{Header: netlink.Header{Type: kind, Flags: netlink.Request | flags},
+		Data: append([]byte{family, unix.NFNETLINK_V0, 0, 0}, attributes...)}
 }
 
 // forget deletes the flow, which may have ended meanwhile.

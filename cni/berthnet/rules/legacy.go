@@ -50,7 +50,8 @@ const (
 	legacyForward = 2       // NF_INET_FORWARD
 	legacyMost    = 1 << 28 // limit of a table's size in bytes
 
-	legacyTarget = 32     // size of struct xt_entry_target; the name is at 2, and a standard target's verdict follows the struct
+	// size of struct xt_entry_target; the name is at 2, and a standard target's verdict follows the struct
+	legacyTarget = 32
 	legacyDrop   = -1     // -NF_DROP - 1
 	maskedNames  = 4 * 16 // names of the incoming and outgoing interface, and their masks
 	ifNameSize   = 16     // IFNAMSIZ
@@ -132,13 +133,15 @@ func (f *legacyFamily) ask(socket int) (*legacyRules, error) {
 	if err := getsockopt(socket, f.level, legacyGetEntries, entries); err != nil {
 		return nil, err
 	}
-	return &legacyRules{entries[legacyHeaderSize:], int(binary.NativeEndian.Uint32(info[legacyPolicies+4*legacyForward:]))}, nil
+	return &legacyRules{entries[legacyHeaderSize:],
+		int(binary.NativeEndian.Uint32(info[legacyPolicies+4*legacyForward:]))}, nil
 }
 
 // getsockopt fills data, which begins with the request.
 func getsockopt(socket, level, option int, data []byte) error {
 	size := uint32(len(data))
-	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(socket), uintptr(level), uintptr(option), uintptr(unsafe.Pointer(&data[0])), uintptr(unsafe.Pointer(&size)), 0)
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(socket), uintptr(level), uintptr(option),
+		uintptr(unsafe.Pointer(&data[0])), uintptr(unsafe.Pointer(&size)), 0)
 	if errno != 0 {
 		return os.NewSyscallError("getsockopt", errno)
 	}
@@ -156,7 +159,8 @@ func (f *legacyFamily) inspect(t *legacyRules, bridge string, subnets []netip.Pr
 		if len(rule) < f.ruleSize {
 			return false, false, errLegacyTorn
 		}
-		target, next := int(binary.NativeEndian.Uint16(rule[f.targetAt:])), int(binary.NativeEndian.Uint16(rule[f.targetAt+2:]))
+		target := int(binary.NativeEndian.Uint16(rule[f.targetAt:]))
+		next := int(binary.NativeEndian.Uint16(rule[f.targetAt+2:]))
 		if target < f.ruleSize || next < target+legacyTarget || next > len(rule) {
 			return false, false, errLegacyTorn
 		}
@@ -175,7 +179,8 @@ func (f *legacyFamily) inspect(t *legacyRules, bridge string, subnets []netip.Pr
 // isLegacyDrop reports whether a target is the standard target, which has no name, with the verdict
 // DROP.
 func isLegacyDrop(target []byte) bool {
-	return len(target) >= legacyTarget+4 && target[2] == 0 && int32(binary.NativeEndian.Uint32(target[legacyTarget:])) == legacyDrop
+	return len(target) >= legacyTarget+4 && target[2] == 0 &&
+		int32(binary.NativeEndian.Uint32(target[legacyTarget:])) == legacyDrop
 }
 
 // matches reports whether a rule matches the name of an interface, or a prefix of it, or the

@@ -36,7 +36,8 @@ func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some 
 		return nil, err
 	}
 	for _, c := range all {
-		if !drops(c) || c.Table.Family != nftables.TableFamilyINet && !hasFamily(subnets, c.Table.Family == nftables.TableFamilyIPv4) {
+		if !drops(c) || c.Table.Family != nftables.TableFamilyINet &&
+			!hasFamily(subnets, c.Table.Family == nftables.TableFamilyIPv4) {
 			continue
 		}
 		known, err := hasRuleFor(conn, all, c.Table, bridge, subnets)
@@ -44,7 +45,8 @@ func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some 
 			return nil, err
 		}
 		if !known {
-			some = append(some, Blocker{Chain: fmt.Sprintf("%s %s %s", families[c.Table.Family], c.Table.Name, c.Name), Tool: tools[c.Table.Family]})
+			some = append(some, Blocker{Chain: fmt.Sprintf("%s %s %s", families[c.Table.Family], c.Table.Name, c.Name),
+				Tool: tools[c.Table.Family]})
 		}
 	}
 	return some, nil
@@ -55,7 +57,8 @@ func hasFamily(subnets []netip.Prefix, ip4 bool) bool {
 	return slices.ContainsFunc(subnets, func(s netip.Prefix) bool { return s.Addr().Unmap().Is4() == ip4 })
 }
 
-var families = map[nftables.TableFamily]string{nftables.TableFamilyINet: "inet", nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6"}
+var families = map[nftables.TableFamily]string{nftables.TableFamilyINet: "inet", nftables.TableFamilyIPv4: "ip",
+	nftables.TableFamilyIPv6: "ip6"}
 
 // tools are the iptables commands by family. No command covers family inet.
 var tools = map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "iptables", nftables.TableFamilyIPv6: "ip6tables"}
@@ -63,14 +66,17 @@ var tools = map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "iptables"
 // drops reports whether a chain drops forwarded packets by its policy or, like firewalld's, by its
 // last rule.
 func drops(c *nftables.Chain) bool {
-	if c.Hooknum == nil || *c.Hooknum != *nftables.ChainHookForward || families[c.Table.Family] == "" || c.Type != nftables.ChainTypeFilter {
+	if c.Hooknum == nil || *c.Hooknum != *nftables.ChainHookForward || families[c.Table.Family] == "" ||
+		c.Type != nftables.ChainTypeFilter {
 		return false
 	}
-	return c.Policy != nil && *c.Policy == nftables.ChainPolicyDrop || c.Table.Name == "firewalld" && c.Name == "filter_FORWARD"
+	return c.Policy != nil && *c.Policy == nftables.ChainPolicyDrop || c.Table.Name == "firewalld" &&
+		c.Name == "filter_FORWARD"
 }
 
 // hasRuleFor reports whether a rule of a table matches the interface or a subnet.
-func hasRuleFor(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName string, subnets []netip.Prefix) (bool, error) {
+func hasRuleFor(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName string,
+	subnets []netip.Prefix) (bool, error) {
 	for _, c := range all {
 		if c.Table.Name != t.Name || c.Table.Family != t.Family {
 			continue
@@ -103,7 +109,8 @@ func matches(all []expr.Any, ifName string, subnets []netip.Prefix) bool {
 					return true
 				}
 			case *expr.Payload:
-				if from.Base == expr.PayloadBaseNetworkHeader && slices.ContainsFunc(subnets, func(s netip.Prefix) bool { return isAddress(e.Data, s) }) {
+				if from.Base == expr.PayloadBaseNetworkHeader &&
+					slices.ContainsFunc(subnets, func(s netip.Prefix) bool { return isAddress(e.Data, s) }) {
 					return true
 				}
 			}

@@ -58,7 +58,8 @@ type portMap struct {
 }
 
 // maps are all maps. Maps of specific addresses come first.
-var maps = []portMap{{"ports4of", false, true}, {"ports6of", true, true}, {"ports4", false, false}, {"ports6", true, false}}
+var maps = []portMap{{"ports4of", false, true}, {"ports6of", true, true}, {"ports4", false, false},
+	{"ports6", true, false}}
 
 // portMap returns the map that the port belongs to.
 func (p HostPort) portMap() portMap {
@@ -83,7 +84,8 @@ func (m portMap) set(t *nftables.Table) *nftables.Set {
 		key = append([]nftables.SetDatatype{m.addressType()}, key...)
 	}
 	return &nftables.Set{Table: t, Name: m.name, IsMap: true, Concatenation: true,
-		KeyType: nftables.MustConcatSetType(key...), DataType: nftables.MustConcatSetType(m.addressType(), nftables.TypeInetService)}
+		KeyType: nftables.MustConcatSetType(key...), DataType: nftables.MustConcatSetType(m.addressType(),
+			nftables.TypeInetService)}
 }
 
 // words returns the number of 32-bit registers of an address.
@@ -104,7 +106,8 @@ func (m portMap) lookUp() expressions {
 		if m.v6 {
 			offset = 24
 		}
-		parts = append(parts, &expr.Payload{DestRegister: next, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4 * m.words()})
+		parts = append(parts, &expr.Payload{DestRegister: next, Base: expr.PayloadBaseNetworkHeader, Offset: offset,
+			Len: 4 * m.words()})
 		next += m.words()
 	}
 	return append(parts,
@@ -119,7 +122,8 @@ func (m portMap) toPod() expressions {
 	if m.v6 {
 		family = unix.NFPROTO_IPV6
 	}
-	return expressions{&expr.NAT{Type: expr.NATTypeDestNAT, Family: family, RegAddrMin: reg32, RegProtoMin: reg32 + m.words()}}
+	return expressions{&expr.NAT{Type: expr.NATTypeDestNAT, Family: family, RegAddrMin: reg32,
+		RegProtoMin: reg32 + m.words()}}
 }
 
 // element returns the port's element in its map.
@@ -321,7 +325,8 @@ func (f *Filter) taken(network string, ports []HostPort) error {
 	var names []string
 	for _, p := range ports {
 		for _, o := range open {
-			if o.Protocol == p.Protocol && o.HostPort == p.HostPort && o.HostIP == p.HostIP && o.Pod.BitLen() == p.Pod.BitLen() && o.Pod != p.Pod {
+			if o.Protocol == p.Protocol && o.HostPort == p.HostPort && o.HostIP == p.HostIP &&
+				o.Pod.BitLen() == p.Pod.BitLen() && o.Pod != p.Pod {
 				names = append(names, fmt.Sprintf("%s is of the pod with address %s", p, o.Pod))
 			}
 		}
@@ -379,7 +384,8 @@ func (f *Filter) closePorts(network string, ports, stay []HostPort) error {
 		for _, p := range stay {
 			delete(redirections, string(p.redirection().Key))
 		}
-		gone := slices.DeleteFunc(slices.Clone(ports), func(p HostPort) bool { return !redirections[string(p.redirection().Key)] })
+		gone := slices.DeleteFunc(slices.Clone(ports),
+			func(p HostPort) bool { return !redirections[string(p.redirection().Key)] })
 		if err := errors.Join(err, changeRedirections(conn.SetDeleteElements, t, gone)); err != nil {
 			return err
 		}

@@ -155,7 +155,8 @@ func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftabl
 		case !strings.HasPrefix(c.Name, markerPrefix) || !strings.HasPrefix(c.Table.Name, TablePrefix):
 		case c.Table.Name == TablePrefix+n.Key:
 			names = append(names, c.Name)
-		case strings.HasSuffix(c.Name, markerOf(n.Bridge)), c.Table.Name == TablePrefix+n.Name && !strings.Contains(c.Name, markerOf("")):
+		case strings.HasSuffix(c.Name, markerOf(n.Bridge)), c.Table.Name == TablePrefix+n.Name &&
+			!strings.Contains(c.Name, markerOf("")):
 			others = append(others, &nftables.Table{Family: nftables.TableFamilyINet, Name: c.Table.Name})
 		}
 	}
@@ -186,12 +187,18 @@ func (n *Network) write(conn *nftables.Conn, old []string) error {
 	}
 	ports := plain(conn, t, chainHostPorts)
 	n.forwardPorts(conn, ports)
-	n.redirect(conn, base(conn, t, "prerouting", nftables.ChainTypeNAT, nftables.ChainHookPrerouting, *nftables.ChainPriorityNATDest+early))
-	n.redirect(conn, base(conn, t, "output", nftables.ChainTypeNAT, nftables.ChainHookOutput, *nftables.ChainPriorityNATDest+early))
-	n.masquerade(conn, base(conn, t, "postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting, *nftables.ChainPriorityNATSource+early))
-	n.guardLoopback(conn, base(conn, t, "raw", nftables.ChainTypeFilter, nftables.ChainHookPrerouting, *nftables.ChainPriorityRaw))
-	n.isolateForwarded(conn, base(conn, t, "forward", nftables.ChainTypeFilter, nftables.ChainHookForward, *nftables.ChainPriorityFilter+early))
-	n.isolateNode(conn, base(conn, t, "input", nftables.ChainTypeFilter, nftables.ChainHookInput, *nftables.ChainPriorityFilter+early))
+	n.redirect(conn, base(conn, t, "prerouting", nftables.ChainTypeNAT, nftables.ChainHookPrerouting,
+		*nftables.ChainPriorityNATDest+early))
+	n.redirect(conn, base(conn, t, "output", nftables.ChainTypeNAT, nftables.ChainHookOutput,
+		*nftables.ChainPriorityNATDest+early))
+	n.masquerade(conn, base(conn, t, "postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting,
+		*nftables.ChainPriorityNATSource+early))
+	n.guardLoopback(conn, base(conn, t, "raw", nftables.ChainTypeFilter, nftables.ChainHookPrerouting,
+		*nftables.ChainPriorityRaw))
+	n.isolateForwarded(conn, base(conn, t, "forward", nftables.ChainTypeFilter, nftables.ChainHookForward,
+		*nftables.ChainPriorityFilter+early))
+	n.isolateNode(conn, base(conn, t, "input", nftables.ChainTypeFilter, nftables.ChainHookInput,
+		*nftables.ChainPriorityFilter+early))
 	for _, name := range old {
 		conn.DelChain(&nftables.Chain{Table: t, Name: name})
 	}
@@ -207,7 +214,8 @@ func plain(conn *nftables.Conn, t *nftables.Table, name string) *nftables.Chain 
 }
 
 // base adds an empty chain that the kernel calls.
-func base(conn *nftables.Conn, t *nftables.Table, name string, kind nftables.ChainType, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
+func base(conn *nftables.Conn, t *nftables.Table, name string, kind nftables.ChainType, hook *nftables.ChainHook,
+	priority nftables.ChainPriority) *nftables.Chain {
 	c := conn.AddChain(&nftables.Chain{Table: t, Name: name, Type: kind, Hooknum: hook, Priority: &priority})
 	conn.FlushChain(c)
 	return c
@@ -252,7 +260,8 @@ func of(prefixes []netip.Prefix, v6 bool) (some []netip.Prefix) {
 func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	for _, r := range redirections {
 		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), r.v6) {
-			add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, true), isFamily(r.v6), redirected(), from(source), r.match(), masquerade())
+			add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, true), isFamily(r.v6), redirected(), from(source), r.match(),
+				masquerade())
 		}
 	}
 	if !n.Masquerade {
@@ -331,8 +340,10 @@ func Try(n Network) error {
 	switch {
 	case err == nil:
 		return nil
-	case isMissing(err), errors.Is(err, errors.ErrUnsupported), errors.Is(err, unix.EAFNOSUPPORT), errors.Is(err, unix.EINVAL):
-		return fmt.Errorf("the kernel does not support the rules of network %s (Linux 5.2; CONFIG_NFT_NAT, NFT_MASQ, NFT_CT, NFT_FIB_INET): %w", n.Key, err)
+	case isMissing(err), errors.Is(err, errors.ErrUnsupported), errors.Is(err, unix.EAFNOSUPPORT),
+		errors.Is(err, unix.EINVAL):
+		return fmt.Errorf("the kernel does not support the rules of network %s (Linux 5.2; CONFIG_NFT_NAT, NFT_MASQ, "+
+			"NFT_CT, NFT_FIB_INET): %w", n.Key, err)
 	}
 	return fmt.Errorf("try the rules of network %s: %w", n.Key, err)
 }

@@ -57,7 +57,8 @@ func awaitDeletion(conn *netlink.Conn) error {
 	for {
 		messages, err := conn.Receive()
 		switch {
-		case errors.Is(err, unix.ENOBUFS), errors.Is(err, os.ErrDeadlineExceeded): // messages were lost, or the deadline has passed
+		// messages were lost, or the deadline has passed
+		case errors.Is(err, unix.ENOBUFS), errors.Is(err, os.ErrDeadlineExceeded):
 			return nil
 		case err != nil:
 			return err
@@ -105,7 +106,8 @@ func deletions() []bpf.Instruction {
 			bpf.RetConstant{Val: math.MaxUint32})
 		program = append(program, nextMessage()...)
 	}
-	return append(program, bpf.LoadIndirect{Off: type_, Size: 2}, bpf.RetConstant{Val: math.MaxUint32}) // there are more messages
+	// there are more messages
+	return append(program, bpf.LoadIndirect{Off: type_, Size: 2}, bpf.RetConstant{Val: math.MaxUint32})
 }
 
 // nextMessage adds the aligned length of the message at X to X. Lengths and types are in host byte

@@ -37,7 +37,8 @@ func (a *assembler) atLeast(size uint32) {
 // atLeastX drops frames with fewer bytes after X. The frame must have at least that many bytes in
 // total.
 func (a *assembler) atLeastX(size uint32) {
-	a.add(bpf.LoadExtension{Num: bpf.ExtLen}, bpf.ALUOpConstant{Op: bpf.ALUOpSub, Val: size}, bpf.JumpIfX{Cond: bpf.JumpGreaterOrEqual, SkipTrue: 1})
+	a.add(bpf.LoadExtension{Num: bpf.ExtLen}, bpf.ALUOpConstant{Op: bpf.ALUOpSub, Val: size},
+		bpf.JumpIfX{Cond: bpf.JumpGreaterOrEqual, SkipTrue: 1})
 	a.to(drop)
 }
 
