@@ -21,24 +21,24 @@ import (
 	"berth/shim/proto"
 )
 
-// execution is one exec on its way.
+// execution is the state of one exec order.
 type execution struct {
 	*proto.Exec
 	l     *launcher
 	files []*os.File // that came with the order
 
-	how      joiner
+	backend  execBackend
 	io       *stdio
 	starting chan struct{} // closed when start has returned
 
-	mu     sync.Mutex // guards what follows, which start sets and the listener needs to kill
-	cgroup string     // its own cgroup's directory; empty: it has none
+	mu     sync.Mutex // guards the fields below: start sets them, the listener reads them
+	cgroup string     // directory of its own cgroup; empty: it has none
 	pid    int
 	pidfd  *os.File
 }
 
-// joiner starts the process of an exec: libcontainer, or the program of an OCI runtime.
-type joiner interface {
+// execBackend starts the process of an exec: libcontainer or an OCI runtime.
+type execBackend interface {
 	// start starts the process as a child of this one, with the container's ends of the streams. It
 	// may set the execution's cgroup. The caller abandons a process that start returns with an
 	// error.
@@ -49,7 +49,7 @@ type joiner interface {
 	kill() error
 }
 
-func (e *execution) newJoiner() joiner {
+func (e *execution) newBackend() execBackend {
 	if e.Runtime != nil {
 		return newOCIExec(e)
 	}
@@ -60,7 +60,7 @@ func (e *execution) newJoiner() joiner {
 func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
 	failpoint.Reach("launcher.exec-ordered")
 	e := &execution{Exec: order, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
-	e.how = e.newJoiner()
+	e.backend = e.newBackend()
 	stopListening := e.listen()
 	err := e.start()
 	close(e.starting)
@@ -82,7 +82,7 @@ func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
 	}
 	failpoint.Reach("launcher.exec-announced")
 	defer e.pidfd.Close()
-	code := exitCode(e.how.wait())
+	code := exitCode(e.backend.wait())
 	// Stop the listener before the reply: the daemon sends its next order after it. All messages so
 	// far belong to this exec.
 	if err := stopListening(); err != nil {
@@ -112,7 +112,7 @@ func (e *execution) start() error {
 	if err := e.setIO(); err != nil {
 		return err
 	}
-	pid, err := e.how.start()
+	pid, err := e.backend.start()
 	if setErr := e.setPID(pid); err == nil {
 		err = setErr
 	}
@@ -122,7 +122,7 @@ func (e *execution) start() error {
 	return e.io.started()
 }
 
-// setPID notes the process, if there is one: a child of ours that is not reaped.
+// setPID stores the process, an unreaped child of this one, unless pid is 0.
 func (e *execution) setPID(pid int) (err error) {
 	if pid == 0 {
 		return nil
@@ -140,7 +140,7 @@ func (e *execution) setCgroup(dir string) {
 	e.cgroup = dir
 }
 
-// libcontainerExec is an exec by libcontainer.
+// libcontainerExec is an exec with libcontainer.
 type libcontainerExec struct {
 	*execution
 	*loaded
@@ -161,7 +161,7 @@ func (e *libcontainerExec) start() (pid int, err error) {
 	e.makeCgroup()
 	defer e.l.passFilter(e.process, &e.config)()
 	if err := e.run(); err != nil {
-		if endErr := e.checkRunning(); endErr != nil { // that is why
+		if endErr := e.checkRunning(); endErr != nil { // the better explanation
 			return 0, endErr
 		}
 		return 0, err
@@ -215,11 +215,11 @@ func (e *libcontainerExec) ownPipes() error {
 	return e.io.theirs.pipes().chown(uid, gid)
 }
 
-// checkRunning looks anew whether the container's init is there.
+// checkRunning checks whether the container's init still runs.
 func (e *libcontainerExec) checkRunning() error {
 	status, err := e.container.Status()
 	if err != nil {
-		return fmt.Errorf("look at its state: %w", err)
+		return fmt.Errorf("read its state: %w", err)
 	}
 	if status == libcontainer.Stopped {
 		return proto.Errorf(proto.FailedPrecondition, "it is not running")
@@ -227,8 +227,7 @@ func (e *libcontainerExec) checkRunning() error {
 	return nil
 }
 
-// setIO makes the process's streams of the files that came with the order, or a terminal. The
-// others are a null device.
+// setIO sets the process's streams: the order's files or a terminal, otherwise a null device.
 func (e *execution) setIO() error {
 	if err := e.TakeFiles(e.files); err != nil {
 		return err
@@ -243,7 +242,7 @@ func (e *execution) setIO() error {
 	return e.io.theirs.fill()
 }
 
-// makeCgroup makes the exec's own cgroup, which libcontainer puts the process into.
+// makeCgroup creates the exec's own cgroup, to which libcontainer moves the process.
 func (e *libcontainerExec) makeCgroup() {
 	dir, hierarchy := makeExecCgroup(e.cgroups, e.ExecID)
 	if dir != "" {
@@ -252,15 +251,15 @@ func (e *libcontainerExec) makeCgroup() {
 	}
 }
 
-// makeExecCgroup makes an exec's own cgroup, below the container's, so that all of
-// its processes can be found. Where that cannot be (a threaded cgroup, no freezer) dir
-// is empty: the exec runs in the container's.
+// makeExecCgroup creates an exec's own cgroup below the container's, so that all of its processes can
+// be found. If that fails (a threaded cgroup, no freezer), dir is empty and the exec runs in the
+// container's cgroup.
 func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy string) {
 	unified := cgroups.IsCgroup2UnifiedMode()
 	for _, hierarchy := range proto.ExecHierarchies {
 		dir := paths[hierarchy]
-		// In hybrid mode there is a path for "" too, but libcontainer takes that
-		// key for "below the container's cgroup in all hierarchies".
+		// In hybrid mode there is a path for "", too, but libcontainer uses that key for all
+		// hierarchies.
 		if dir == "" || unified != (hierarchy == "") {
 			continue
 		}
@@ -287,7 +286,7 @@ const staleExec = time.Minute
 // removeEmptyExecs removes cgroups of earlier execs whose last process ended after the exec itself.
 // The kernel refuses to remove those with processes.
 func removeEmptyExecs(dir string) {
-	old, _ := filepath.Glob(filepath.Join(dir, "exec-*")) // fails only for bad patterns
+	old, _ := filepath.Glob(filepath.Join(dir, "exec-*")) // it fails only for bad patterns
 	for _, d := range old {
 		if info, err := os.Stat(d); err == nil && time.Since(info.ModTime()) > staleExec {
 			_ = unix.Rmdir(d)
@@ -295,23 +294,23 @@ func removeEmptyExecs(dir string) {
 	}
 }
 
-// isDomain is false for a cgroup below a threaded domain (v2): it takes no process.
+// isDomain returns whether a cgroup can have processes. A v2 cgroup below a threaded domain cannot.
 func isDomain(dir string) bool {
 	kind, err := os.ReadFile(filepath.Join(dir, "cgroup.type"))
 	return err != nil || strings.TrimSpace(string(kind)) == "domain"
 }
 
-// abandon leaves nothing of an exec that could not be started.
+// abandon removes everything of an exec that could not be started.
 func (e *execution) abandon() {
 	failpoint.Reach("launcher.abandon-exec")
 	if e.pid > 0 {
 		if e.pidfd != nil {
-			_ = e.how.kill()
+			_ = e.backend.kill()
 			_ = e.pidfd.Close()
 		} else {
-			_ = unix.Kill(e.pid, unix.SIGKILL) // our child, not reaped: it is this one
+			_ = unix.Kill(e.pid, unix.SIGKILL) // our child, not reaped: the pid is its own
 		}
-		_, _ = e.how.wait() // it was killed: how it ended is of no interest
+		_, _ = e.backend.wait() // the result is the kill
 	}
 	e.io.abandon()
 	endChildren(killTime) // left by a start that failed or was killed
@@ -336,7 +335,7 @@ func (e *execution) removeCgroup() {
 	}
 }
 
-// busyTime is how long the kernel may call a cgroup busy whose last process has ended.
+// busyTime bounds the time in which the kernel returns EBUSY for a cgroup without processes.
 const busyTime = time.Second
 
 // listen reads the daemon's messages from before the start on: a frozen container or one short of
@@ -384,9 +383,9 @@ func (e *execution) killStarting() error {
 	for {
 		select {
 		case <-e.starting:
-			return e.how.kill()
+			return e.backend.kill()
 		case <-time.After(killInterval):
-			_ = e.how.kill() // what counts is the one after the start
+			_ = e.backend.kill() // the kill after the start is the one that counts
 		}
 	}
 }

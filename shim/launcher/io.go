@@ -14,9 +14,9 @@ import (
 	"berth/shim/proto"
 )
 
-// stdio is the container's input and output. Each file is there or nil.
+// stdio holds both ends of the container's streams. Any file may be nil.
 type stdio struct {
-	// The monitor's.
+	// Files of the monitor.
 	stdin, stdout, stderr *os.File // our ends of the pipes
 	console               *os.File // or the master of a terminal
 	log                   *os.File
@@ -25,15 +25,15 @@ type stdio struct {
 	oomParent             *os.File
 
 	terminal bool
-	theirs   ends     // the container's, closed when it has them
-	socket   *os.File // where libcontainer sends the terminal's master
+	theirs   ends     // the container's, closed when it has inherited them
+	socket   *os.File // receives the terminal's master from libcontainer
 }
 
 // ends are the container's ends of its streams. libcontainer's init sends the terminal's master to
 // console.
 type ends struct{ stdin, stdout, stderr, console *os.File }
 
-// all returns each file once: one null device may serve as several streams.
+// all returns each file once. Several streams may share one null device.
 func (e *ends) all() (files []*os.File) {
 	for _, f := range []*os.File{e.stdin, e.stdout, e.stderr, e.console} {
 		if f != nil && !slices.Contains(files, f) {
@@ -43,8 +43,7 @@ func (e *ends) all() (files []*os.File) {
 	return files
 }
 
-// fill sets the streams that are missing to a null device of the process's own. Without a file
-// package os/exec would take the host's.
+// fill sets missing streams to a null device of the process's own. Package os/exec would use the host's.
 func (e *ends) fill() error {
 	if e.stdin != nil && e.stdout != nil && e.stderr != nil {
 		return nil
@@ -76,10 +75,10 @@ func (c *launch) openIO() (err error) {
 	return c.io.theirs.fill()
 }
 
-// openMonitored makes the streams that the monitor has the other ends of, and its socket.
+// openMonitored opens the streams to the monitor, and its socket.
 func (c *launch) openMonitored() (err error) {
 	if c.io.listener, err = listen(c.Dir); err != nil {
-		return fmt.Errorf("socket: %w", err)
+		return fmt.Errorf("open the monitor's socket: %w", err)
 	}
 	c.undo.Add("remove the socket", func() error {
 		failpoint.Reach("launcher.remove-socket")
@@ -101,8 +100,8 @@ func (s *stdio) makeTerminal(library bool) (err error) {
 	return err
 }
 
-// makePipes gives the process pipes; the container's root owns its ends of them,
-// also where that is another user on the host.
+// makePipes makes pipes whose container's ends belong to the container's root, which may be another user
+// on the host.
 func (s *stdio) makePipes(b backend, withStdin bool) (err error) {
 	if s.theirs.stdout, s.stdout, err = pipe("stdout"); err != nil {
 		return err
@@ -125,8 +124,7 @@ func (s *stdio) makePipes(b backend, withStdin bool) (err error) {
 	return nil
 }
 
-// pipes returns those ends that are pipes: another one is a null device, which belongs to root
-// everywhere.
+// pipes returns the ends that are pipes. Others are null devices, which belong to root in any case.
 func (e *ends) pipes() *ends {
 	only := func(f *os.File) *os.File {
 		var st unix.Stat_t
@@ -150,18 +148,17 @@ func (e *ends) chown(uid, gid int) error {
 	return nil
 }
 
-// receiveConsole takes the terminal that libcontainer's init has sent.
+// receiveConsole receives the terminal from libcontainer's init.
 func (s *stdio) receiveConsole() (err error) {
 	if s.console, err = receiveFile(s.socket); err != nil {
-		return fmt.Errorf("terminal: %w", err)
+		return fmt.Errorf("receive the terminal: %w", err)
 	}
 	err = s.socket.Close()
 	s.socket = nil
 	return err
 }
 
-// started closes the container's ends, so that there is no writer of its output but
-// the container.
+// started closes the container's ends, so that the container is the only writer of its output.
 func (s *stdio) started() (err error) {
 	for _, f := range s.theirs.all() {
 		err = errors.Join(err, f.Close())
@@ -170,7 +167,7 @@ func (s *stdio) started() (err error) {
 	return err
 }
 
-// abandon closes what started has not.
+// abandon closes the files that started has left open.
 func (s *stdio) abandon() {
 	for _, f := range append(s.theirs.all(), s.socket, s.console) {
 		if f != nil {
@@ -179,12 +176,11 @@ func (s *stdio) abandon() {
 	}
 }
 
-// pipe returns the write end first. Blocking ends: one is the container's, and the
-// monitor changes the other.
+// pipe returns a pipe with blocking ends, the write end first. The monitor makes its end non-blocking.
 func pipe(name string) (w, r *os.File, err error) {
 	var fds [2]int
 	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
-		return nil, nil, fmt.Errorf("pipe for %s: %w", name, err)
+		return nil, nil, fmt.Errorf("make pipe for %s: %w", name, err)
 	}
 	return os.NewFile(uintptr(fds[1]), name), os.NewFile(uintptr(fds[0]), name), nil
 }
@@ -192,14 +188,14 @@ func pipe(name string) (w, r *os.File, err error) {
 func socketPair(name string) (ours, theirs *os.File, err error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, nil, fmt.Errorf("socket pair for %s: %w", name, err)
+		return nil, nil, fmt.Errorf("make socket pair for %s: %w", name, err)
 	}
 	return os.NewFile(uintptr(fds[0]), name), os.NewFile(uintptr(fds[1]), name), nil
 }
 
-// receiveFile takes the one file that init has sent before it reported ready.
+// receiveFile receives the one file that init has sent before it became ready.
 func receiveFile(socket *os.File) (*os.File, error) {
-	name := make([]byte, 4096) // init sends the terminal's path along
+	name := make([]byte, 4096) // the message holds the terminal's path
 	oob := make([]byte, unix.CmsgSpace(4))
 	_, n, _, _, err := unix.Recvmsg(int(socket.Fd()), name, oob, unix.MSG_CMSG_CLOEXEC|unix.MSG_DONTWAIT)
 	if err != nil {
@@ -222,8 +218,8 @@ func receiveFile(socket *os.File) (*os.File, error) {
 	return os.NewFile(uintptr(fds[0]), "console"), nil
 }
 
-// listen makes the monitor's socket. Its path goes through a descriptor of the
-// directory, since a socket's path is limited to 107 bytes.
+// listen creates the monitor's socket. It uses a path through a descriptor of the directory, since a
+// socket's path is limited to 107 bytes.
 func listen(dir string) (_ *os.File, err error) {
 	d, err := os.Open(dir)
 	if err != nil {

@@ -29,21 +29,21 @@ import (
 	"berth/shim/proto"
 )
 
-// memoryLimit is when the garbage collector begins to work. A launch allocates far
-// less; a launcher that serves many execs would grow without it.
+// memoryLimit is the heap size at which garbage collection starts. A launch allocates far less. A
+// launcher that serves many execs would grow without a limit.
 const memoryLimit = 24 << 20
 
-// Main serves orders until the daemon closes the control socket, and returns the
-// exit status. A successful launch does not return.
+// Main serves orders until the daemon closes the connection, and returns the exit status. It does not
+// return after a successful launch of a container.
 func Main(settings proto.LauncherSettings) int {
 	// A daemon started by nohup, or in the background of a script, ignores these signals, and
 	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
 	// survive execve.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT)
-	// libcontainer gives it to the container's init, whose start it shortens. Ours
-	// has been read already. It cannot fail for such a name.
+	// libcontainer passes this on to the container's init, whose start it shortens. This process's own
+	// runtime has already read it.
 	_ = os.Setenv("GOMAXPROCS", "1")
-	_ = os.Unsetenv(proto.SlackEnv) // it is not for hooks
+	_ = os.Unsetenv(proto.SlackEnv) // hooks must not inherit it
 	nameProcess()
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(memoryLimit)
@@ -65,8 +65,8 @@ func daemonIsGone(err error) bool {
 	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
-// logFailure writes a line as the daemon logs them: standard error is its own. l is nil for a
-// launcher that did not start.
+// logFailure logs to the daemon's standard error in its format. l is nil for a launcher that failed to
+// start.
 func logFailure(w io.Writer, format string, l *launcher, err error) {
 	var handler slog.Handler = slog.NewTextHandler(w, nil)
 	if format == "json" {
@@ -76,10 +76,10 @@ func logFailure(w io.Writer, format string, l *launcher, err error) {
 	if l != nil && l.container != "" {
 		log = log.With("container", l.container)
 	}
-	log.Error("a launcher has failed", "error", err)
+	log.Error("launcher failed", "error", err)
 }
 
-// launcher is one process's state.
+// launcher is the state of this process.
 type launcher struct {
 	settings proto.LauncherSettings
 	conn     *proto.Conn
@@ -88,17 +88,17 @@ type launcher struct {
 	warnings *warningList
 	last     *loaded // the container of the last exec; nil: none yet
 
-	container string // ID of the container or pod of the last order; "": none yet
+	container string // ID of the container or pod of the last order; empty: none yet
 }
 
-// start takes over the descriptors that the daemon has put in place.
+// start takes over the inherited descriptors.
 func start(settings proto.LauncherSettings) (*launcher, error) {
 	for fd := proto.SocketFD; fd <= proto.FiltersFD; fd++ {
 		if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
-			return nil, errors.New("it is started by berth, not by hand")
+			return nil, errors.New("berth starts berth-shim; it does not work by hand")
 		}
 	}
-	if err := unix.Close(proto.ExeFD); err != nil { // the kernel needs no descriptor of what runs
+	if err := unix.Close(proto.ExeFD); err != nil { // the running program needs no descriptor
 		return nil, os.NewSyscallError("close", err)
 	}
 	conn, err := proto.NewConn(os.NewFile(proto.SocketFD, "control"))
@@ -114,7 +114,7 @@ func start(settings proto.LauncherSettings) (*launcher, error) {
 	}, nil
 }
 
-// serve carries out one order after another, until the daemon closes the connection.
+// serve carries out orders until the daemon closes the connection.
 func (l *launcher) serve() error {
 	for {
 		var r proto.Request
@@ -143,13 +143,13 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 	case r.Exec != nil:
 		l.container = r.Exec.ID
 		return true, l.serveExec(r.Exec, files)
-	case r.Kill != "": // the exec that it was for has ended in the meantime
+	case r.Kill != "": // its exec has ended
 		return true, nil
 	}
-	return false, errors.New("an order of an unknown kind; berth and berth-shim are of different versions")
+	return false, errors.New("unknown order; berth and berth-shim have different versions")
 }
 
-// restTime is how long a launcher waits for its next order before it gives back what earlier ones have left in its memory.
+// restTime is the time without an order after which a launcher releases the memory of earlier ones.
 const restTime = time.Second
 
 // keptGarbage is the heap size, in bytes, below which releasing memory costs more than it saves.
@@ -182,14 +182,14 @@ func heapExceeds(bytes uint64) bool {
 	return heap[0].Value.Uint64() > bytes
 }
 
-// reply sends a reply with what libcontainer has warned of since the last one.
+// reply sends a reply with the warnings since the last one.
 func (l *launcher) reply(r proto.Reply, files ...*os.File) error {
 	r.Warnings = l.warnings.take()
 	return l.conn.Send(r, files...)
 }
 
-// nameProcess gives the process the name that ps shows: it was executed through a
-// descriptor, whose number is its name otherwise.
+// nameProcess sets the name that ps shows. Without it, that would be the number of the descriptor through
+// which the program was executed.
 func nameProcess() {
-	_ = os.WriteFile("/proc/self/comm", []byte("berth-shim"), 0) // it is for people only
+	_ = os.WriteFile("/proc/self/comm", []byte("berth-shim"), 0) // only people read it
 }

@@ -20,33 +20,33 @@ import (
 func newNull() (_ *os.File, err error) {
 	root, err := newTmpfs()
 	if err != nil {
-		return nil, fmt.Errorf("null device: %w", err)
+		return nil, fmt.Errorf("make null device: %w", err)
 	}
 	defer root.Close()
 	dir := int(root.Fd())
 	failpoint.Reach("launcher.make-null")
 	if err := unix.Mkdirat(dir, "dev", 0o755); err != nil {
-		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("mkdirat", err))
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("mkdirat", err))
 	}
 	if err := unix.Mknodat(dir, "dev/null", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))); err != nil {
-		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("mknodat", err))
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("mknodat", err))
 	}
 	if err := unix.Fchmodat(dir, "dev/null", 0o666, 0); err != nil { // mknod obeys the umask
-		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("fchmodat", err))
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("fchmodat", err))
 	}
 	fd, err := unix.Openat(dir, "dev/null", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("openat", err))
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("openat", err))
 	}
 	failpoint.Reach("launcher.null-made")
 	null := os.NewFile(uintptr(fd), os.DevNull)
 	if err := copyLabel(os.DevNull, null); err != nil {
-		return nil, errors.Join(fmt.Errorf("null device: %w", err), null.Close())
+		return nil, errors.Join(fmt.Errorf("make null device: %w", err), null.Close())
 	}
 	return null, nil
 }
 
-// newTmpfs mounts a tmpfs that has no place.
+// newTmpfs mounts a tmpfs that is attached nowhere.
 func newTmpfs() (*os.File, error) {
 	fs, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -66,8 +66,8 @@ func newTmpfs() (*os.File, error) {
 // seLinuxLabel is the extended attribute with a file's SELinux label.
 const seLinuxLabel = "security.selinux"
 
-// copyLabel gives a file the SELinux label of another one, which all containers may use. Without
-// SELinux there is none.
+// copyLabel copies the SELinux label of a file that all containers may use. It does nothing without
+// SELinux.
 func copyLabel(from string, to *os.File) error {
 	label := make([]byte, 256)
 	n, err := unix.Getxattr(from, seLinuxLabel, label)
@@ -75,11 +75,11 @@ func copyLabel(from string, to *os.File) error {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("SELinux label: %w", err)
+		return fmt.Errorf("copy SELinux label: %w", err)
 	}
 	failpoint.Reach("launcher.label-null")
 	if err := unix.Fsetxattr(int(to.Fd()), seLinuxLabel, label[:n], 0); err != nil {
-		return fmt.Errorf("SELinux label: %w", err)
+		return fmt.Errorf("copy SELinux label: %w", err)
 	}
 	failpoint.Reach("launcher.null-labelled")
 	return nil

@@ -28,7 +28,7 @@ import (
 // one. This process is a subreaper while the runtime works, so it adopts the container's init, too.
 type ociBackend struct {
 	*launch
-	streams *ociStreams // of a container that joins a sandbox, until it runs
+	streams *ociStreams // of a container that joins a sandbox, from create to execute
 }
 
 // joinsSandbox returns whether the container runs in the sandbox that its pause has created.
@@ -59,7 +59,7 @@ func hostRootIn(uids, gids []specs.LinuxIDMapping) (uid, gid int, err error) {
 	return uid, gid, err
 }
 
-// hostID maps the container's root to the host. Without mappings it is the host's.
+// hostID returns the ID on the host of the container's root, which is 0 without mappings.
 func hostID(mappings []specs.LinuxIDMapping) (int, error) {
 	for _, m := range mappings {
 		if m.ContainerID == 0 && m.Size > 0 {
@@ -76,7 +76,7 @@ func hostID(mappings []specs.LinuxIDMapping) (int, error) {
 // what the runtime makes.
 func (b *ociBackend) create() (pid int, err error) {
 	if b.Runtime.Has(b.ID) {
-		return 0, errors.New("it exists")
+		return 0, errors.New("the runtime has a container of that ID")
 	}
 	if err := b.writeBundle(); err != nil {
 		return 0, fmt.Errorf("write its bundle: %w", err)
@@ -98,7 +98,7 @@ func (b *ociBackend) create() (pid int, err error) {
 	})
 	failpoint.Reach("launcher.program-created")
 	if err == nil && b.joinsSandbox() {
-		return 0, nil // the process is the sandbox's, and no child of ours
+		return 0, nil // the process belongs to the sandbox
 	}
 	if err == nil {
 		err = streams.receive(b.io)
@@ -117,7 +117,7 @@ func nameCommand(p *specs.Process, err error) error {
 	return err
 }
 
-// writeBundle makes the shim directory the container's bundle.
+// writeBundle writes the container's bundle to the shim directory.
 func (b *ociBackend) writeBundle() error {
 	for name, content := range map[string]any{proto.RuntimeFile: b.Runtime, ociruntime.ConfigFile: b.Spec} {
 		data, err := json.Marshal(content)
@@ -152,7 +152,7 @@ func (b *ociBackend) execute() error {
 		done <- nameCommand(b.Spec.Process, err)
 	}()
 	err := <-done
-	if err == nil && !b.Runtime.Sandboxed { // gVisor answers when the command runs
+	if err == nil && !b.Runtime.Sandboxed { // gVisor returns when the command runs
 		err = b.explainNotExecuted(b.awaitCommand(b.ociPatience()))
 	}
 	if b.streams == nil {
@@ -180,7 +180,7 @@ func (b *ociBackend) follow() (pid int, verdict *os.File, err error) {
 	return cmd.Process.Pid, verdict, nil
 }
 
-// destroy leaves it to the runtime; what that does not get done is done without it.
+// destroy calls the runtime, and removes the rest itself.
 func (b *ociBackend) destroy() error {
 	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
 	defer cancel()
@@ -188,7 +188,7 @@ func (b *ociBackend) destroy() error {
 	err := b.Runtime.Delete(ctx, b.ID)
 	failpoint.Reach("launcher.program-deleted")
 	killErr := b.group.Kill(ctx)
-	if err != nil { // perhaps for its processes
+	if err != nil { // perhaps because of its processes
 		err = b.Runtime.Delete(ctx, b.ID)
 	}
 	endChildren(destroyPatience)
@@ -219,8 +219,8 @@ func setSubreaper(yes bool) error {
 	return nil
 }
 
-// reapAll collects children that have ended. No command of package os/exec may be
-// running: its status would be taken away.
+// reapAll reaps all children that have ended and returns whether others are left. No command of package
+// os/exec may run: it would lose its status.
 func reapAll() (left bool) {
 	for {
 		pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil)
@@ -243,23 +243,23 @@ func endChildren(patience time.Duration) {
 			return
 		}
 		for _, pid := range below {
-			_ = unix.Kill(pid, unix.SIGKILL) // our child's, or ended
+			_ = unix.Kill(pid, unix.SIGKILL) // a descendant, which may have ended
 		}
 	}
 }
 
-// ociStreams are the streams of a command of a runtime's.
+// ociStreams are the streams of a runtime's command.
 type ociStreams struct {
 	ociruntime.IO
 	listener *net.UnixListener // for a terminal's master
-	dir      *os.File          // that the listener's socket is in
+	dir      *os.File          // the directory of the listener's socket
 }
 
-// consoleSocket is where a runtime sends a terminal's master.
+// consoleSocket is the name of the socket to which a runtime sends a terminal's master.
 const consoleSocket = "console"
 
-// forRuntime returns the container's ends as a program takes them. For a terminal it
-// listens in dir.
+// forRuntime returns the container's ends in the form that runtimes use. For a terminal it listens in
+// dir.
 func (s *stdio) forRuntime(dir string) (*ociStreams, error) {
 	p := &ociStreams{IO: ociruntime.IO{Stdin: s.theirs.stdin, Stdout: s.theirs.stdout, Stderr: s.theirs.stderr}}
 	if !s.terminal {
@@ -278,7 +278,7 @@ func (s *stdio) forRuntime(dir string) (*ociStreams, error) {
 	return p, nil
 }
 
-// consoleTime is how long a terminal's master may take after its command has ended.
+// consoleTime bounds the wait for a terminal's master after the runtime's command has ended.
 const consoleTime = 5 * time.Second
 
 // receive receives the terminal's master if the process has a terminal.
@@ -291,34 +291,34 @@ func (p *ociStreams) receive(s *stdio) error {
 	}
 	conn, err := p.listener.AcceptUnix()
 	if err != nil {
-		return fmt.Errorf("terminal: %w", err)
+		return fmt.Errorf("receive the terminal: %w", err)
 	}
 	defer conn.Close()
 	socket, err := conn.File()
 	if err != nil {
-		return fmt.Errorf("terminal: %w", err)
+		return fmt.Errorf("receive the terminal: %w", err)
 	}
 	defer socket.Close()
 	if s.console, err = receiveFile(socket); err != nil {
-		return fmt.Errorf("terminal: %w", err)
+		return fmt.Errorf("receive the terminal: %w", err)
 	}
 	return nil
 }
 
 func (p *ociStreams) close() {
 	if p.listener != nil {
-		_ = p.listener.Close() // removes the socket as well
+		_ = p.listener.Close() // it removes the socket, too
 		_ = p.dir.Close()
 	}
 }
 
-// ociExec is an exec by the program of an OCI runtime.
+// ociExec is an exec with an OCI runtime.
 type ociExec struct {
 	*execution
 	dir      string
-	ctx      context.Context // of the command that starts it
+	ctx      context.Context // of the runtime's command
 	giveUp   context.CancelFunc
-	internal atomic.Int64 // the process in its sandbox
+	internal atomic.Int64 // the process's PID in its sandbox
 }
 
 func newOCIExec(e *execution) *ociExec {
@@ -391,7 +391,7 @@ func (e *ociExec) ownPipes(bundle ociruntime.Bundle) error {
 	return e.io.theirs.pipes().chown(uid, gid)
 }
 
-// explain gives an error the code that fits if the container has ended.
+// explain returns FailedPrecondition if the container has ended.
 func (e *ociExec) explain(err error) error {
 	if data, readErr := os.ReadFile(filepath.Join(e.Dir, proto.ShimFile)); readErr == nil {
 		if s, decodeErr := proto.DecodeProcesses(data); decodeErr == nil && s.InitPID != 0 {
@@ -405,20 +405,20 @@ func (e *ociExec) explain(err error) error {
 	return proto.Errorf(proto.FailedPrecondition, "it is not running: %v", err)
 }
 
-// makeCgroup makes the exec's own cgroup and returns its name if the runtime can put
-// the process there. A sandbox's processes are in none of their own.
+// makeCgroup creates the exec's own cgroup. It returns its name if the runtime can start the process in
+// it. Execs in a sandbox have none.
 func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 	if e.Runtime.Sandboxed {
 		return ""
 	}
 	group, err := cgroup.Open(bundle.CgroupsPath, e.Runtime.SystemdCgroup)
 	if err != nil {
-		return "" // it is killed by its place in the process tree then
+		return "" // kill then follows the process tree
 	}
 	dir, hierarchy := makeExecCgroup(group.Paths(), e.ExecID)
 	e.setCgroup(dir)
 	if dir == "" || hierarchy != "" || !e.Runtime.SubCgroups {
-		return "" // on v1 crun would look for it in all hierarchies
+		return "" // on v1 crun would expect it in all hierarchies
 	}
 	return filepath.Base(dir)
 }
@@ -438,7 +438,7 @@ func (e *ociExec) enterCgroup(pid int) {
 		before := len(moved)
 		for _, p := range append([]int{pid}, below...) {
 			if !slices.Contains(moved, p) {
-				// One that has ended meanwhile can't be moved.
+				// A process that has ended cannot be moved.
 				_ = os.WriteFile(filepath.Join(e.cgroup, "cgroup.procs"), []byte(strconv.Itoa(p)), 0)
 				moved = append(moved, p)
 			}
@@ -455,7 +455,7 @@ func (e *ociExec) wait() (*os.ProcessState, error) {
 		return nil, err
 	}
 	state, err := p.Wait()
-	reapAll() // in the host's PID namespace orphans may have come to us
+	reapAll() // in the host's PID namespace this process adopts orphans
 	return state, err
 }
 
@@ -471,7 +471,7 @@ func (e *ociExec) kill() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), killTime)
 	defer cancel()
-	err := sysmon.WithRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) }) // obey's goroutine is another than ours
+	err := sysmon.WithRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) }) // this is not the goroutine of carryOut
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.pidfd != nil {

@@ -74,7 +74,7 @@ func (b *pauseBackend) follow() (int, *os.File, error) {
 	return 0, nil, errors.New("a pause has an init process and needs no follower")
 }
 
-// Create makes pause, in its namespaces and its cgroup; it waits for Execute.
+// create makes the second stage, in its namespaces and its cgroup. It waits for execute.
 func (b *pauseBackend) create() (pid int, err error) {
 	if err := b.checkCgroup(); err != nil {
 		return 0, err
@@ -91,7 +91,7 @@ func (b *pauseBackend) create() (pid int, err error) {
 	if pid, err = b.receive(b.parent, pauseStarted); err != nil {
 		return 0, err
 	}
-	if b.second, err = pidfd.Open(pid); err != nil { // its parent does not reap it yet: it is this one
+	if b.second, err = pidfd.Open(pid); err != nil { // its parent has not reaped it, so the pid is its own
 		return 0, err
 	}
 	if _, err = b.receive(b.child, pauseReady); err != nil {
@@ -113,7 +113,7 @@ func (b *pauseBackend) checkCgroup() error {
 	}
 	state, err := b.manager.GetFreezerState()
 	if err != nil {
-		return fmt.Errorf("look whether its cgroup is frozen: %w", err)
+		return fmt.Errorf("read the freezer state of its cgroup: %w", err)
 	}
 	if state == cgroups.Frozen {
 		return errors.New("its cgroup is frozen")
@@ -124,8 +124,8 @@ func (b *pauseBackend) checkCgroup() error {
 // pauseCmdline is /proc/PID/cmdline of a second stage that has executed pause.
 var pauseCmdline = strings.Join(proto.PauseArgs, "\x00") + "\x00"
 
-// writeState writes what names the cgroup to who knows nothing but the ID. As a
-// container's it is there before the first process.
+// writeState writes the state file, from which others find the cgroup by the ID. Like a container's it
+// exists before the first process.
 func (b *pauseBackend) writeState() error {
 	dir := filepath.Join(b.l.settings.StateRoot, b.ID)
 	var state struct {
@@ -156,12 +156,12 @@ func (b *pauseBackend) writeState() error {
 	return nil
 }
 
-// makeCgroup makes the cgroup that the first stage moves itself into, if it does.
+// makeCgroup creates the cgroup if the first stage moves itself to it.
 func (b *pauseBackend) makeCgroup() error {
 	if !cgroup.MovesItself(b.SystemdCgroup) {
 		return nil
 	}
-	const nobody = -1 // to package cgroups
+	const nobody = -1 // package cgroups then moves no process
 	failpoint.Reach("launcher.make-cgroup")
 	if err := b.manager.Apply(nobody); err != nil {
 		return fmt.Errorf("make its cgroup: %w", err)
@@ -171,7 +171,8 @@ func (b *pauseBackend) makeCgroup() error {
 	return nil
 }
 
-// optional are the hierarchies that package cgroups does not mind to fail to join (NameGroup), beside v2's.
+// optionalControllers are the hierarchies, besides v2, that package cgroups may fail to join
+// (NameGroup).
 var optionalControllers = []string{"name=systemd", "misc"}
 
 // taskFilesOf returns the files to which a process writes itself to join a cgroup, in pause.c's
@@ -197,7 +198,7 @@ func taskFilesOf(paths map[string]string) (lists []string, unified string) {
 	return lists, unified
 }
 
-// start starts the first stage, which waits.
+// start starts the first stage. It waits for letGo.
 func (b *pauseBackend) start() error {
 	flags, err := proto.PauseNamespaces(b.Spec)
 	if err != nil {
@@ -208,12 +209,12 @@ func (b *pauseBackend) start() error {
 	if err != nil {
 		return err
 	}
-	if err := utils.CloseExecFrom(3); err != nil { // what this process was born with, as libcontainer does
+	if err := utils.CloseExecFrom(3); err != nil { // the inherited files; libcontainer does the same
 		return fmt.Errorf("mark files close-on-exec: %w", err)
 	}
 	failpoint.Reach("launcher.start-pause")
 	err = b.startInCgroup(flags, files)
-	if err != nil && b.unified != "" { // CLONE_INTO_CGROUP is Linux 5.7: it is moved
+	if err != nil && b.unified != "" { // CLONE_INTO_CGROUP is Linux 5.7; before, confine moves it
 		b.taskFiles, b.unified = nil, ""
 		err = b.startInCgroup(flags, files)
 	}
@@ -224,7 +225,7 @@ func (b *pauseBackend) start() error {
 	return nil
 }
 
-// startInCgroup starts it in unified, if there is that.
+// startInCgroup starts the first stage in unified, unless that is empty.
 func (b *pauseBackend) startInCgroup(flags uintptr, files []*os.File) error {
 	dir := b.Rootfs.Layers[0].Path
 	b.first = &exec.Cmd{Path: filepath.Join(dir, b.Spec.Process.Args[0]), Args: pauseArguments(flags, dir, b.taskFiles, b.Spec), Env: b.Spec.Process.Env, Dir: "/", ExtraFiles: files}
@@ -240,7 +241,7 @@ func (b *pauseBackend) startInCgroup(flags uintptr, files []*os.File) error {
 	return b.first.Start()
 }
 
-// arguments are the arguments of "pause enter".
+// pauseArguments returns the arguments of "pause enter".
 func pauseArguments(flags uintptr, dir string, lists []string, s *specs.Spec) []string {
 	mode := ""
 	switch {
@@ -267,7 +268,7 @@ func decimal[T uint32 | uintptr](n T) string { return strconv.FormatUint(uint64(
 // sysctlNames returns the sysctls in the order of pause.c's arguments.
 func sysctlNames(s *specs.Spec) []string { return slices.Sorted(maps.Keys(s.Linux.Sysctl)) }
 
-// openFiles returns the stages' descriptors.
+// openFiles returns the files that both stages inherit: their sockets and the network namespace.
 func (b *pauseBackend) openFiles() (files []*os.File, err error) {
 	for _, ours := range []**os.File{&b.parent, &b.child} {
 		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
@@ -297,7 +298,8 @@ func closeFiles(files []*os.File) {
 	}
 }
 
-// confine puts the first stage into the cgroup, unless it moves itself, and sets the limits. The second one is born there.
+// confine moves the first stage to the cgroup, unless it moves itself, and sets the limits. The second
+// stage starts there.
 func (b *pauseBackend) confine() error {
 	pid := b.first.Process.Pid
 	if len(b.taskFiles) == 0 {
@@ -334,35 +336,35 @@ func keepLockLimit(set func() error) error {
 	return os.NewSyscallError("setrlimit", unix.Setrlimit(unix.RLIMIT_MEMLOCK, &limit))
 }
 
-// letGo lets the first stage join the cgroup and make the second.
+// letGo makes the first stage join the cgroup and start the second.
 func (b *pauseBackend) letGo() error {
 	failpoint.Reach("launcher.enter-pause")
 	b.firstLetGo = true
-	return sayTo(b.parent)
+	return tellToContinue(b.parent)
 }
 
-// sayTo lets a stage go on.
-func sayTo(socket *os.File) error {
+// tellToContinue lets a stage continue.
+func tellToContinue(socket *os.File) error {
 	if _, err := socket.Write([]byte("+")); err != nil {
-		return fmt.Errorf("it is lost: %w", err)
+		return fmt.Errorf("lost connection to pause: %w", err)
 	}
 	return nil
 }
 
-// Reports of pause.c: these two, and the steps that failed.
+// Reports of pause.c: two of success, and one for each step that can fail.
 const (
 	pauseStarted = iota
 	pauseReady
 	stepClone
 	_          // setns
-	stepSysctl // which one is in the bits above the lowest eight, counted from one
+	stepSysctl // the bits from 8 up hold the sysctl's number, from one
 )
 
 var pauseSteps = []string{"started", "ready", "clone", "join its network namespace", "", "make its mounts private", "mount its root",
 	"change its root", "set its hostname", "join a keyring", "set its groups", "drop its capabilities", "change its user",
 	"set no_new_privs", "set its filter of system calls", "join its cgroup", "execute it"}
 
-// pauseStepError is a step of pause's that failed.
+// pauseStepError is a failed step of pause.
 type pauseStepError struct {
 	step  int
 	errno unix.Errno
@@ -381,15 +383,15 @@ func (e *pauseStepError) Error() string {
 	return fmt.Sprintf("step %d: %v", e.step, e.errno)
 }
 
-// receive waits for a report of success, and returns its value.
+// receive waits for a report of success and returns its value.
 func (b *pauseBackend) receive(socket *os.File, want int) (int, error) {
-	var data [9]byte // one more than there are
+	var data [9]byte // one byte more than a report has
 	n, err := socket.Read(data[:])
 	if err != nil {
-		return 0, fmt.Errorf("it is lost: %w", err)
+		return 0, fmt.Errorf("lost connection to pause: %w", err)
 	}
 	if n != 8 {
-		return 0, fmt.Errorf("it is lost: %d bytes of it", n)
+		return 0, fmt.Errorf("lost connection to pause: got %d of 8 bytes", n)
 	}
 	step, value := int(binary.NativeEndian.Uint32(data[:])), int(binary.NativeEndian.Uint32(data[4:]))
 	if step != want {
@@ -398,27 +400,29 @@ func (b *pauseBackend) receive(socket *os.File, want int) (int, error) {
 	return value, nil
 }
 
-// Execute lets it become pause, and leaves it to the reaper of orphans.
+// execute makes the second stage execute pause. The first one exits; the next subreaper adopts pause.
 func (b *pauseBackend) execute() error {
 	first := b.first
 	b.first = nil
-	err := b.parent.Close() // upon which it ends
-	if sayErr := sayTo(b.child); sayErr != nil {
+	err := b.parent.Close() // then it exits
+	if sayErr := tellToContinue(b.child); sayErr != nil {
 		return errors.Join(sayErr, err)
 	}
-	_, reportErr := b.receive(b.child, pauseReady) // it only says what failed
+	_, reportErr := b.receive(b.child, pauseReady) // only a failure is reported
 	if errors.Is(reportErr, io.EOF) {
 		reportErr = b.checkAlive()
 	}
-	_ = first.Wait() // it has nothing to say
+	_ = first.Wait() // its status does not matter
 	return errors.Join(reportErr, err, b.child.Close(), b.second.Close())
 }
 
-// endTime is more than a process needs from closing its files to its end, also where it gets no processor for a while. Only one that ends is waited for.
+// endTime bounds the time from the closing of an exiting process's files to its end, on a busy machine,
+// too.
 const endTime = 10 * time.Second
 
-// checkAlive tells a pause that has executed its command, which closed its socket, from one that was killed. That one's socket
-// is closed, and its arguments are gone, a moment before its pidfd says so (do_exit: exit_mm, exit_files, exit_notify).
+// checkAlive returns an error if the second stage was killed. Both execve and death close its socket. On
+// death its memory, and with it its arguments, is gone a moment before the pidfd becomes readable
+// (do_exit: exit_mm, exit_files, exit_notify).
 func (b *pauseBackend) checkAlive() error {
 	alive, err := b.hasExecuted()
 	if err != nil || !alive {
@@ -430,13 +434,13 @@ func (b *pauseBackend) checkAlive() error {
 	}
 	ended, err := pidfd.Exited(b.second) // if it has not, the pid was not reused and cmdline was its own
 	if err == nil && ended {
-		err = errors.New("it was killed")
+		err = errors.New("pause was killed")
 	}
 	return err
 }
 
-// hasExecuted compares the pause's arguments. No more is read: a process decides itself how long
-// what /proc/PID/cmdline tells is.
+// hasExecuted compares the second stage's arguments with pause's. It reads no more than these: a process
+// controls the length of its /proc/PID/cmdline.
 func (b *pauseBackend) hasExecuted() (bool, error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/cmdline", b.pid))
 	if err != nil {
@@ -447,10 +451,10 @@ func (b *pauseBackend) hasExecuted() (bool, error) {
 	return string(args) == pauseCmdline, err
 }
 
-// reapTime is how long the first stage may take to reap the second before both are killed.
+// reapTime bounds the time in which the first stage reaps the second. Then both are killed.
 const reapTime = time.Second
 
-// Destroy removes what there is of pause, but for its state.
+// destroy removes pause and its cgroup, but not its state file.
 func (b *pauseBackend) destroy() error {
 	failpoint.Reach("launcher.destroy-pause")
 	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
@@ -472,13 +476,13 @@ func (b *pauseBackend) reap(ctx context.Context) {
 	}
 	_ = b.child.Close() // a second stage whose pid is not known yet exits
 	if b.firstLetGo {
-		_ = sayTo(b.parent) // it reaps the second; it may have ended
+		_ = tellToContinue(b.parent) // it reaps the second; it may have ended
 	}
-	_ = b.parent.Close() // still waiting for its first word it ends, and there is no second
+	_ = b.parent.Close() // if it still waits for letGo it exits without a second stage
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		_ = b.first.Wait() // it has nothing to say
+		_ = b.first.Wait() // its status does not matter
 	}()
 	select {
 	case <-ended:

@@ -96,7 +96,7 @@ func pauseStage(what string) error {
 
 // The end of the second stage's socket says that it has executed pause, unless it was killed meanwhile.
 func TestPauseExecute(t *testing.T) {
-	for what, want := range map[string]string{"executes": "", "is killed": "it was killed", "fails": "execute it: no such file or directory"} {
+	for what, want := range map[string]string{"executes": "", "is killed": "pause was killed", "fails": "execute it: no such file or directory"} {
 		t.Run(what, func(t *testing.T) {
 			for range 10 { // the socket of one that is killed is closed a moment before it has ended
 				m, second := startPauseStage(t, what)

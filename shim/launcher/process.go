@@ -27,11 +27,11 @@ func (l *launcher) passFilter(p *libcontainer.Process, config *configs.Config) (
 	}
 }
 
-// initLogLevel is what libcontainer's init logs: what package warnings takes. Without a level its C code sends some 25 lines for debugging,
-// which are parsed and thrown away here.
+// initLogLevel is the log level of libcontainer's init, the same as collectWarnings'. Without a level its
+// C code sends some 25 debug lines, which the launcher would parse and discard.
 var initLogLevel = strconv.Itoa(int(logrus.WarnLevel))
 
-// newProcess translates a runtime-spec process for libcontainer.
+// newProcess converts a runtime-spec process to libcontainer's.
 func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 	if p == nil || len(p.Args) == 0 {
 		return nil, proto.Errorf(proto.InvalidArgument, "there is no command to run")

@@ -18,7 +18,7 @@ import (
 // container still runs.
 type loaded struct {
 	file      string
-	is        fs.FileInfo // of the file
+	info      fs.FileInfo // of the file when it was read
 	container *libcontainer.Container
 	config    configs.Config
 	cgroups   map[string]string // directories by v1 controller; "" is v2
@@ -30,14 +30,14 @@ type loaded struct {
 // libcontainer.ErrNotExist if there is no such container.
 func (l *launcher) load(root, id string) (*loaded, error) {
 	file := filepath.Join(root, id, "state.json")
-	is, err := os.Stat(file) // before it is read: one that is replaced meanwhile is read again the next time
+	info, err := os.Stat(file) // before reading: a file that is replaced meanwhile is read again next time
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, libcontainer.ErrNotExist
 	}
 	if err != nil {
 		return nil, err
 	}
-	if last := l.last; last != nil && last.file == file && os.SameFile(last.is, is) && last.is.ModTime().Equal(is.ModTime()) {
+	if last := l.last; last != nil && last.file == file && os.SameFile(last.info, info) && last.info.ModTime().Equal(info.ModTime()) {
 		return last, nil
 	}
 	l.last = nil
@@ -49,14 +49,14 @@ func (l *launcher) load(root, id string) (*loaded, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.last = &loaded{file: file, is: is, container: container, config: container.Config(), cgroups: state.CgroupPaths}
+	l.last = &loaded{file: file, info: info, container: container, config: container.Config(), cgroups: state.CgroupPaths}
 	return l.last, nil
 }
 
-// own is this process in its cgroup; nil where nothing is moved. Nobody moves a launcher.
-var own = sync.OnceValue(func() *cgroup.Anchor {
+// ownAnchor is this process in its cgroup, where it stays. It is nil on cgroup v2.
+var ownAnchor = sync.OnceValue(func() *cgroup.Anchor {
 	if cgroups.IsCgroup2UnifiedMode() {
-		return nil // processes are born in their cgroups
+		return nil // processes start in their cgroups, without a move
 	}
 	stay, err := cgroup.AnchorOf(os.Getpid())
 	if err != nil {
@@ -65,9 +65,9 @@ var own = sync.OnceValue(func() *cgroup.Anchor {
 	return stay
 })
 
-// prepareMove makes the move of an exec's process into its cgroups faster, which comes when it has entered its namespaces.
+// prepareMove makes the coming move of an exec's process to its cgroups faster.
 func prepareMove() {
-	if stay := own(); stay != nil {
-		_ = stay.Move() // without it the move waits itself
+	if stay := ownAnchor(); stay != nil {
+		_ = stay.Move() // if it fails, that move takes longer
 	}
 }

@@ -42,7 +42,7 @@ func warm() {
 	_, _ = cgroups.ReadFile("/sys/fs/cgroup", "cgroup.procs")
 }
 
-// sampleSpec has something of everything that a container has.
+// sampleSpec returns a spec with all parts of a container's.
 func sampleSpec() *specs.Spec {
 	caps := []string{"CAP_CHOWN"}
 	number := int64(1)
@@ -56,7 +56,7 @@ func sampleSpec() *specs.Spec {
 		Root:   &specs.Root{Path: "/"},
 		Mounts: []specs.Mount{{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "rbind", "rprivate"}}},
 		Linux: &specs.Linux{
-			CgroupsPath: "/berth-warm", // only its name is looked at
+			CgroupsPath: "/berth-warm", // only the name is used
 			Namespaces:  []specs.LinuxNamespace{{Type: specs.PIDNamespace}, {Type: specs.MountNamespace}},
 			Resources: &specs.LinuxResources{
 				Devices: []specs.LinuxDeviceCgroup{{Access: "rwm"}},

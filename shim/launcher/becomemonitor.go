@@ -70,8 +70,8 @@ func (c *launch) privatePIDs() bool {
 	})
 }
 
-// openLog opens the log where the monitor will open it again: an open file keeps
-// the mount it was opened through.
+// openLog opens the log in the host's mount namespace, where the monitor will open it again: an open
+// file keeps its mount.
 func (c *launch) openLog() error {
 	if c.LogPath == "" {
 		return nil
@@ -86,7 +86,7 @@ func (c *launch) openLog() error {
 	return nil
 }
 
-// fd returns the descriptor of a file that may be nil.
+// fd returns a file's descriptor, -1 if it is nil.
 func fd(f *os.File) int {
 	if f == nil {
 		return -1
@@ -94,7 +94,7 @@ func fd(f *os.File) int {
 	return int(f.Fd())
 }
 
-// killDir returns a cgroup directory that has all of the container's processes.
+// killDir returns a cgroup directory with all of the container's processes.
 func killDir(paths map[string]string) string {
 	for _, hierarchy := range []string{"", "freezer", "pids", "memory", "devices"} {
 		if dir := paths[hierarchy]; dir != "" {
@@ -133,8 +133,8 @@ func openOOM(paths map[string]string) (file, notify *os.File) {
 	return file, notify
 }
 
-// enterHost locks the goroutine to its thread and brings that back to the daemon's
-// mount namespace. Other threads stay behind: they end in execve.
+// enterHost locks the goroutine to its thread and moves the thread to the daemon's mount namespace. Other
+// threads stay in the launcher's; execve ends them.
 func (l *launcher) enterHost() error {
 	runtime.LockOSThread()
 	// The kernel refuses setns to a thread that shares root and working directory.
@@ -147,8 +147,8 @@ func (l *launcher) enterHost() error {
 	return os.NewSyscallError("chdir", unix.Chdir("/"))
 }
 
-// becomeMonitor executes the monitor. It only returns an error. The launch is kept
-// until then: a file that is collected closes the descriptor that was handed over.
+// becomeMonitor executes the monitor. It returns on an error only. keep keeps the launch's files from the
+// garbage collector, which would close their descriptors.
 func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *launch) error {
 	defer runtime.KeepAlive(keep)
 	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
@@ -190,6 +190,6 @@ func clampOOMScore(p *specs.Process) {
 		*p.OOMScoreAdj = now
 		return
 	}
-	// It is allowed. Raising it again is always.
+	// That succeeded, so init may set it. Raising it again always succeeds.
 	_ = os.WriteFile(file, own, 0)
 }
