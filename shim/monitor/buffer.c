@@ -4,7 +4,7 @@
 
 #define PAGE 4096 /* mappings are rounded up to the kernel's own pages */
 
-/* grow makes room for n bytes in all. */
+/* grow makes space for n bytes in total. */
 static bool grow(struct buffer *b, size_t n)
 {
 	size_t cap = b->cap == 0 ? PAGE : b->cap;
@@ -24,7 +24,7 @@ bool buffer_append(struct buffer *b, const void *from, size_t n)
 {
 	if (n == 0)
 		return true;
-	if (b->start + b->len + n > b->cap && b->start >= b->len && b->start > 0) { /* no byte is moved twice for nothing */
+	if (b->start + b->len + n > b->cap && b->start >= b->len && b->start > 0) { /* each move frees as much as it copies */
 		memcpy(b->data, b->data + b->start, b->len);
 		b->start = 0;
 	}

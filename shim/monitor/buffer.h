@@ -1,6 +1,5 @@
 /*
- * buffer holds bytes that wait. Its memory is the kernel's own pages, and goes back
- * to it as soon as nothing waits any more.
+ * buffer is a queue of bytes. It maps its memory directly from the kernel, and unmaps it when it is empty.
  */
 #ifndef BUFFER_H
 #define BUFFER_H
@@ -10,15 +9,15 @@
 
 struct buffer {
 	char *data;
-	size_t start, len; /* what waits is data[start, start+len) */
+	size_t start, len; /* the content is data[start, start+len) */
 	size_t cap;
 };
 
-/* buffer_append copies n bytes to the end. False: there is no memory, and nothing has changed. */
+/* buffer_append copies n bytes to the end. It returns false, and changes nothing, without memory. */
 bool buffer_append(struct buffer *b, const void *from, size_t n);
-/* buffer_drop drops the first n bytes, at most what there is. */
+/* buffer_drop removes the first n bytes, or all. */
 void buffer_drop(struct buffer *b, size_t n);
-/* buffer_free drops all. */
+/* buffer_free removes all bytes. */
 void buffer_free(struct buffer *b);
 
 static inline const char *buffer_at(const struct buffer *b) { return b->data + b->start; }

@@ -9,7 +9,7 @@ void frame_header(char *to, unsigned char type, size_t n)
 		to[1 + i] = (char)(n >> (24 - 8 * i));
 }
 
-/* frame_next tells how many bytes the first frame of in takes; 0 if it is not complete yet, -1 if it is too long. */
+/* frame_next returns the length of the first frame of in, 0 if it is incomplete, -1 if it is too long. */
 static long frame_next(const struct buffer *in)
 {
 	const unsigned char *at = (const unsigned char *)buffer_at(in);
@@ -23,17 +23,18 @@ static long frame_next(const struct buffer *in)
 	return in->len < HEADER_SIZE + length ? 0 : (long)(HEADER_SIZE + length);
 }
 
-/* lost notes that nothing can be sent to a client. What it sent before it went still counts. */
+/* lost marks a client to which nothing can be sent. Its earlier requests still count. */
 static void lost(struct client *c)
 {
 	c->wants &= (unsigned char)~(WANT_STDOUT | WANT_STDERR);
 	buffer_free(&c->queue);
 }
 
-/* waits tells whether the client's next request is complete, but has to wait. */
+/* waits returns whether the client's next request is complete but has to wait. */
 static bool waits(const struct monitor *m, const struct client *c) { return stdin_must_wait(m) && frame_next(&c->in) > 0; }
 
-/* watch_client waits for input unless an earlier request is waiting, and for room if something is queued. */
+/* watch_client waits for input unless a request is waiting, and for space in the socket if output is
+ * queued. */
 static void watch_client(struct monitor *m, struct client *c)
 {
 	uint32_t events = 0;
@@ -45,12 +46,12 @@ static void watch_client(struct monitor *m, struct client *c)
 	if (c->queue.len > 0)
 		events |= EPOLLOUT;
 	if (events == 0)
-		forget(m, c->fd); /* epoll would report its hang-up again and again */
+		forget(m, c->fd); /* epoll would report its disconnection forever */
 	else
 		watch_connection(m, c->fd, c->serial, events);
 }
 
-/* stdin_left notes that a client gives no input any more. */
+/* stdin_left notes that a client sends no more input. */
 static void stdin_left(struct monitor *m, struct client *c)
 {
 	if ((c->wants & WANT_STDIN) == 0)
@@ -79,8 +80,8 @@ void clients_sweep(struct monitor *m)
 }
 
 /*
- * evict makes room, or a container that never reads its stdin would keep its log from
- * being rotated: the oldest client that has hung up, else the oldest of all.
+ * evict disconnects the oldest client that has hung up, otherwise the oldest of all, to make room for
+ * another. Clients of a container that never reads its stdin would block the rotation of its log.
  */
 static void evict(struct monitor *m)
 {
@@ -96,7 +97,7 @@ static void evict(struct monitor *m)
 	clients_sweep(m);
 }
 
-/* may_connect tells whether whoever is at the other end is root or our own user. */
+/* may_connect returns whether the peer is root or this process's user. */
 static bool may_connect(int fd)
 {
 	struct ucred peer;
@@ -107,7 +108,7 @@ static bool may_connect(int fd)
 	return peer.uid == 0 || peer.uid == (uint32_t)sys_geteuid();
 }
 
-/* ACCEPT_REST is how long no connection is accepted after there was no descriptor or no memory for one: the next try would fail, too. */
+/* ACCEPT_REST is the pause after a lack of descriptors or memory: the next attempt would fail, too. */
 #define ACCEPT_REST (100 * MILLISECOND)
 
 void clients_accept_again(struct monitor *m)
@@ -118,7 +119,8 @@ void clients_accept_again(struct monitor *m)
 		m->accept_again = 0;
 }
 
-/* accept_failed stops watching a socket that would be ready again at once. Other errors are of the connection, which is gone. */
+/* accept_failed stops watching a socket that would be ready again at once. Other errors concern a
+ * connection that is gone. */
 static void accept_failed(struct monitor *m, long error)
 {
 	if (error != -EMFILE && error != -ENFILE && error != -ENOBUFS && error != -ENOMEM)
@@ -127,10 +129,10 @@ static void accept_failed(struct monitor *m, long error)
 	m->accept_again = now(CLOCK_MONOTONIC) + ACCEPT_REST;
 }
 
-/* next_serial returns a number that no connection of the last billions has. */
+/* next_serial returns a number that none of the last billions of connections has. */
 static uint32_t next_serial(struct monitor *m)
 {
-	if (++m->last_serial == 0) /* that is what is no connection */
+	if (++m->last_serial == 0) /* 0 means no connection */
 		m->last_serial = 1;
 	return m->last_serial;
 }
@@ -156,7 +158,7 @@ void client_accept(struct monitor *m)
 	m->clients[m->client_count++] = (struct client){.fd = (int)fd, .serial = serial};
 }
 
-/* send_now sends what the socket takes now. It returns how much, or -1 if the connection is lost. */
+/* send_now sends as much as the socket takes. It returns the length, or -1 if the connection is lost. */
 static long send_now(const struct client *c, const char *data, size_t n)
 {
 	long sent = sys_send(c->fd, data, n);
@@ -175,7 +177,7 @@ static size_t all_queued(const struct monitor *m)
 	return n;
 }
 
-/* slowest returns the client for which most bytes wait. */
+/* slowest returns the client with the longest queue. */
 static struct client *slowest(struct monitor *m)
 {
 	struct client *most = &m->clients[0];
@@ -186,7 +188,7 @@ static struct client *slowest(struct monitor *m)
 	return most;
 }
 
-/* send sends n bytes, or queues what cannot be sent. */
+/* send sends n bytes and queues those that the socket does not take. */
 static void send(struct monitor *m, struct client *c, const char *data, size_t n)
 {
 	if (c->queue.len == 0) {
@@ -226,7 +228,7 @@ void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n
 			send(m, &m->clients[i], data, n);
 }
 
-/* answer tells a client that its request was carried out, or why not. */
+/* answer answers a request: success, or the reason of a failure. */
 static void answer(struct monitor *m, struct client *c, const char *why)
 {
 	static char reply[HEADER_SIZE + 4096 + 256];
@@ -275,7 +277,7 @@ static void request(struct monitor *m, struct client *c, unsigned char type, con
 	}
 }
 
-/* receive reads at most what one frame takes, so that a client cannot fill memory. */
+/* receive reads at most one frame, so that a client cannot fill memory. */
 static void receive(struct client *c)
 {
 	const size_t room = HEADER_SIZE + MAX_PAYLOAD;
@@ -289,10 +291,10 @@ static void receive(struct client *c)
 	if (n <= 0)
 		c->ended = true;
 	else if (!buffer_append(&c->in, frame, (size_t)n))
-		c->dead = true; /* there is no memory: better no connection than one with a gap */
+		c->dead = true; /* no memory: closing the connection is better than a gap */
 }
 
-/* carry_out executes the requests received, until one has to wait. */
+/* carry_out processes the received requests until one has to wait. */
 static void carry_out(struct monitor *m, struct client *c)
 {
 	while (!c->dead) {
@@ -348,15 +350,15 @@ void clients_resume(struct monitor *m)
 			carry_out(m, &m->clients[i]);
 }
 
-/* The monitor's end is the container's, and nobody who reads slowly may delay it. */
-void say_farewell(struct monitor *m)
+/* The daemon waits for the monitor's end, so slow clients must not delay it. */
+void send_queued(struct monitor *m)
 {
 	for (int i = 0; i < m->client_count; i++) {
 		struct client *c = &m->clients[i];
 
 		if (c->dead || c->queue.len == 0)
 			continue;
-		/* Without CAP_NET_ADMIN the limit is net.core.wmem_max, and the rest is lost. */
+		/* Without CAP_NET_ADMIN the limit is net.core.wmem_max; the rest is lost. */
 		if (failed(sys_setsockopt(c->fd, SO_SNDBUFFORCE, MAX_QUEUED)))
 			sys_setsockopt(c->fd, SO_SNDBUF, MAX_QUEUED);
 		sys_send(c->fd, buffer_at(&c->queue), c->queue.len);

@@ -1,9 +1,9 @@
 /*
- * driver lets tests ask what the monitor's parts make of bytes (package shim/monitor/test). It is built with the
- * sanitizers, and ends when one of them has found something.
+ * driver gives tests access to functions of the monitor (package shim/monitor/test). It is built with the
+ * sanitizers, which end it when they find an error.
  *
- * A question on stdin is one byte that says what it is, four bytes of length (big endian), and that many bytes. The answer on
- * stdout is four bytes of length, and that many bytes.
+ * A question on stdin is a byte for its kind, its length in four big-endian bytes, and that many bytes. The
+ * answer on stdout is its length in four bytes, and that many bytes.
  */
 #include "monitor.h"
 
@@ -25,7 +25,7 @@ static void *allocate(size_t n)
 	return at;
 }
 
-/* read_all reads n bytes. False: there is nothing more. */
+/* read_all reads n bytes. It returns false at the end of the input. */
 static bool read_all(void *to, size_t n)
 {
 	for (size_t done = 0; done < n;) {
@@ -49,7 +49,7 @@ static void write_all(const char *from, size_t n)
 	}
 }
 
-/* take_number takes a number of four bytes off the question. */
+/* take_number removes a four-byte number from the question. */
 static uint32_t take_number(struct text *q)
 {
 	uint32_t n = 0;
@@ -69,7 +69,7 @@ static void put_number(uint32_t n)
 	line_bytes(&reply, at, sizeof(at));
 }
 
-/* ask_records: maximum, length of the pieces, room for records, bytes. The answer is the log. */
+/* ask_records: maximum, length of the pieces, space for records, bytes. The answer is the log. */
 static void ask_records(struct text q)
 {
 	uint32_t max = take_number(&q), piece = take_number(&q), room = take_number(&q);
@@ -142,7 +142,7 @@ static void line_string(const char *s)
 	line_text(&reply, "\n");
 }
 
-/* ask_params: arguments, each ended by a zero. The answer is the values, a line each, or nothing. */
+/* ask_params: zero-terminated arguments. The answer is the values, one per line, or nothing. */
 static void ask_params(struct text q)
 {
 	char *argv[64];
@@ -167,7 +167,7 @@ static void ask_params(struct text q)
 		line_number(fds[i]);
 }
 
-/* collect reads what there is. */
+/* collect reads all available bytes. */
 static void collect(int fd, struct buffer *to)
 {
 	char buf[4096];
@@ -177,7 +177,7 @@ static void collect(int fd, struct buffer *to)
 		expect(buffer_append(to, buf, (size_t)n));
 }
 
-/* talk has the monitor handle all that has happened, and reads what it says to the client and to the container. */
+/* talk makes the monitor handle all events, and reads its output to the client and the container. */
 static void talk(struct monitor *m, int client, int stdin, struct buffer *answers, struct buffer *input)
 {
 	struct epoll_event events[16];
@@ -194,7 +194,7 @@ static void talk(struct monitor *m, int client, int stdin, struct buffer *answer
 	collect(stdin, input);
 }
 
-/* say has a client send bytes in pieces, and hang up. */
+/* say makes a client send bytes in pieces and disconnect. */
 static void say(struct monitor *m, int client, int stdin, struct text q, uint32_t piece, struct buffer *answers, struct buffer *input)
 {
 	size_t rounds = q.len / 4096 + 8; /* stdin's pipe holds 4096 bytes */
@@ -203,7 +203,7 @@ static void say(struct monitor *m, int client, int stdin, struct text q, uint32_
 		long n = sys_send(client, q.at, min(q.len, piece));
 
 		if (failed(n) && n != -EAGAIN)
-			break; /* it was told something that it does not understand */
+			break; /* the monitor has closed the connection */
 		if (n > 0) {
 			q.at += n;
 			q.len -= (size_t)n;
@@ -215,8 +215,8 @@ static void say(struct monitor *m, int client, int stdin, struct text q, uint32_
 		talk(m, client, stdin, answers, input);
 }
 
-/* ask_client: whether stdin is closed with its first client, length of the pieces, bytes. The answer is whether the client is gone
- * at the end, the length of what it was told, that, and what the container was given. */
+/* ask_client: whether stdin closes with its first client, length of the pieces, bytes. The answer is
+ * whether the client is gone at the end, the length of the answers to it, these, and the container's input. */
 static void ask_client(struct text q)
 {
 	static struct monitor m;
@@ -266,7 +266,7 @@ static void ask_zombie(struct text q)
 		line_int(&reply, status);
 }
 
-/* next_event returns what epoll reports first. */
+/* next_event returns epoll's first event. */
 static struct epoll_event next_event(const struct monitor *m)
 {
 	struct epoll_event e = {0};
@@ -275,7 +275,7 @@ static struct epoll_event next_event(const struct monitor *m)
 	return e;
 }
 
-/* connect_to returns a client's end of a connection that waits to be accepted. */
+/* connect_to returns a client's end of a connection that is not accepted yet. */
 static int connect_to(const char *address, unsigned int size)
 {
 	long fd = SYS3(socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -285,8 +285,8 @@ static int connect_to(const char *address, unsigned int size)
 }
 
 /*
- * ask_stale makes room for clients by closing the oldest, whose descriptor's number a new one gets, and hands an event of the old one to
- * the monitor then. The answer is whether the new one has the number, and whether it counts as gone.
+ * ask_stale evicts the oldest client, lets a new one get its descriptor, and then passes the monitor an
+ * event of the old one. The answer is whether the new one has that descriptor, and whether it is gone.
  */
 static void ask_stale(void)
 {
@@ -317,7 +317,7 @@ static void ask_stale(void)
 	old = next_event(&m);
 	for (int i = MAX_CLIENTS; i < MAX_CLIENTS + 2; i++)
 		ends[i] = connect_to(address, size);
-	client_accept(&m); /* the oldest client goes */
+	client_accept(&m); /* it evicts the oldest client */
 	client_accept(&m);
 	handle(&m, old.data, old.events | EPOLLHUP);
 	last = &m.clients[m.client_count - 1];
@@ -332,7 +332,7 @@ static void ask_stale(void)
 	sys_close(m.epoll);
 }
 
-/* ask_kill_tree: a directory. The answer is whether nothing was left in it. */
+/* ask_kill_tree: a directory. The answer is whether it is empty at the end. */
 static void ask_kill_tree(struct text q)
 {
 	char path[4096];
@@ -368,7 +368,7 @@ int main(void)
 	while (read_all(header, sizeof(header))) {
 		struct text size = {header + 1, 4};
 		uint32_t n = take_number(&size);
-		char *bytes; /* of exactly that size, so that no byte beyond it is read unnoticed */
+		char *bytes; /* exactly that size, so that the sanitizer notices reads beyond it */
 
 		expect(n <= LONGEST);
 		bytes = allocate(n);

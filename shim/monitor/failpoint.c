@@ -1,8 +1,7 @@
 /*
- * What package internal/failpoint does: with the variable BERTH_FAILPOINTS naming a
- * directory, a test follows the program by a file in it, and kills or stops it at a point.
- * Released monitors are built without this. Trouble ends the monitor by a signal that no
- * test sends: a test that does not do what it says is worse than none.
+ * The monitor's version of package internal/failpoint: if BERTH_FAILPOINTS names a directory, files in it
+ * let a test trace the program, and kill or stop it at a failpoint. Released monitors are built without
+ * it. An internal error ends the monitor with a signal that no test sends.
  */
 #ifdef FAILPOINTS
 
@@ -47,7 +46,7 @@ static long open_file(const char *name, int flags, char *path, size_t size)
 	return fd;
 }
 
-/* note appends the name, our process ID and program to the trace, if there is one. */
+/* note appends the failpoint, the pid and the program to the trace, if there is one. */
 static void note(const char *name)
 {
 	char path[4096], text[256];
@@ -66,7 +65,7 @@ static void note(const char *name)
 	sys_close((int)fd);
 }
 
-/* is_meant tells whether this is the process, or a process of that program. */
+/* is_meant returns whether text is this process's pid or program. */
 static bool is_meant(struct text process)
 {
 	char text[16];
@@ -77,7 +76,8 @@ static bool is_meant(struct text process)
 	return text_equals(process, text) || text_equals(process, program);
 }
 
-/* count_down takes one off the number in the file, which is locked, if it is about this point, and returns the signal at the end of it. */
+/* count_down decrements the number in the locked file if it names this failpoint, and returns the signal
+ * when it reaches zero. */
 static int count_down(int fd, const char *path, const char *name)
 {
 	char buf[256];
@@ -94,10 +94,10 @@ static int count_down(int fd, const char *path, const char *name)
 	if (!text_equals(fields[0], name) || !is_meant(fields[3]))
 		return 0;
 	expect(text_unsigned(fields[1], INT32_MAX, &left));
-	if (left < 1) /* somebody was faster, and had opened it before it was removed */
+	if (left < 1) /* another process reached zero first and has removed the file */
 		return 0;
 	left--;
-	/* Padded, so that it is never longer or shorter than what it replaces. */
+	/* Padded to the length of the number that it replaces. */
 	number = (struct line){.at = (char *)fields[1].at, .cap = fields[1].len};
 	line_padded(&number, left, (unsigned int)fields[1].len);
 	expect(sys_pwrite(fd, buf, (size_t)n, 0) == n);
@@ -124,7 +124,7 @@ void failpoint_reach(const char *name)
 		return;
 	expect(!failed(sys_flock((int)fd, LOCK_EX)));
 	sig = count_down((int)fd, path, name);
-	sys_close((int)fd); /* one that is stopped must not keep the lock */
+	sys_close((int)fd); /* a stopped process must not hold the lock */
 	if (sig != 0)
 		sys_kill((int)sys_getpid(), sig);
 }

@@ -1,6 +1,7 @@
 #include "monitor.h"
 
-/* How long processes may take to die that a shared PID namespace let outlive init. Whoever removes the container tries again. */
+/* Bounds the wait for processes that outlive init in a shared PID namespace. The container's removal tries
+ * again. */
 #define KILL_PATIENCE (2 * SECOND)
 
 static void note_end(struct monitor *m, int status)
@@ -50,7 +51,7 @@ bool zombie_status(struct text stat, int *status)
 	return true;
 }
 
-/* proc_path composes /proc/PID/NAME. */
+/* proc_path writes /proc/PID/NAME. */
 static void proc_path(char *to, size_t size, int pid, const char *name)
 {
 	struct line l = {.at = to, .cap = size - 1};
@@ -62,7 +63,8 @@ static void proc_path(char *to, size_t size, int pid, const char *name)
 	to[l.len] = 0;
 }
 
-/* may_see tells whether the kernel shows us the status of a process: it writes 0 for those who may not trace it, and refuses them this link, too. */
+/* may_see returns whether the kernel shows a process's exit status. To readers that may not trace the
+ * process it shows 0, and it refuses them this link, too. */
 static bool may_see(int pid)
 {
 	char path[64], target[64];
@@ -71,7 +73,7 @@ static bool may_see(int pid)
 	return !failed(SYS4(readlinkat, AT_FDCWD, path, target, sizeof(target)));
 }
 
-/* read_zombie reads the status of a child that has ended, and was not reaped: its process ID is no other's. */
+/* read_zombie reads the status of a child that has ended. It is not reaped, so the pid is its own. */
 static bool read_zombie(int pid, int *status)
 {
 	char path[64], stat[2048];
@@ -87,8 +89,8 @@ static bool read_zombie(int pid, int *status)
 }
 
 /*
- * await_tracer waits for SIGCHLD, which the kernel sends when the tracer has let go of init: the pidfd would be reported all the time.
- * Without a descriptor for that it looks again and again, with a pause.
+ * await_tracer waits for SIGCHLD, which the kernel sends when init's tracer detaches. The pidfd would be
+ * ready all the time. Without a signalfd it polls with a pause.
  */
 static void await_tracer(struct monitor *m)
 {
@@ -97,12 +99,12 @@ static void await_tracer(struct monitor *m)
 		return;
 	}
 	forget(m, m->params.init);
-	reap(m); /* SIGCHLD may have come before it was watched for */
+	reap(m); /* SIGCHLD may have come before the signalfd existed */
 }
 
 /*
- * A process of another container, in a PID namespace that both share, may trace init and never wait for it. Then the kernel keeps init's
- * status from us, its parent, as long as the tracer lives. /proc/PID/stat has it all the same.
+ * A process of another container in a shared PID namespace may trace init and never wait for it. Then
+ * wait4 does not return init's status while the tracer lives. /proc/PID/stat has it.
  */
 void init_unreaped(struct monitor *m)
 {
@@ -134,7 +136,7 @@ bool exit_status(struct text t, int *code)
 		return false;
 	t.at++;
 	t.len--;
-	if (!text_cut(&t, '}', &object)) /* what was written was cut off */
+	if (!text_cut(&t, '}', &object)) /* the text is incomplete */
 		return false;
 	text_cut(&object, ',', &number);
 	if (!text_unsigned(text_trim(number), 255, &n))
@@ -143,7 +145,8 @@ bool exit_status(struct text t, int *code)
 	return true;
 }
 
-/* read_verdict reads what was written by a process that waited for the container: {"id": ID, "exitStatus": N}. */
+/* read_verdict reads the output of a process that waited for the container:
+ * {"id": ID, "exitStatus": N}. */
 static bool read_verdict(int fd, int *code)
 {
 	char buf[512];
@@ -155,10 +158,10 @@ static bool read_verdict(int fd, int *code)
 	return n > 0 && exit_status((struct text){buf, (size_t)n}, code);
 }
 
-/* verdict tells how the container ended. False: nobody knows. */
+/* verdict finds out how the container ended. It returns false if that is unknown. */
 static bool verdict(struct monitor *m, struct exit_record *exit)
 {
-	int signal = m->init_status & 0x7f; /* as wait4 has it */
+	int signal = m->init_status & 0x7f; /* as wait4 returns it */
 
 	oom_read(m);
 	*exit = (struct exit_record){.oom_killed = m->oom.kills > 0, .at = m->init_end};
@@ -172,8 +175,8 @@ static bool verdict(struct monitor *m, struct exit_record *exit)
 }
 
 /*
- * end_orphans kills what init has left and waits for it. On cgroup v2 a process is no member any more a moment before it
- * can be reaped.
+ * end_orphans kills init's orphans and waits for their end. On cgroup v2 a process leaves the cgroup a
+ * moment before it can be reaped.
  */
 static void end_orphans(struct monitor *m)
 {
@@ -186,7 +189,7 @@ static void end_orphans(struct monitor *m)
 	REACH("monitor.orphans-ended");
 }
 
-/* record_exit tries for a while: without the record the container counts as lost. */
+/* record_exit retries for a while: without the record the container counts as lost. */
 static long record_exit(struct monitor *m, const struct exit_record *exit)
 {
 	REACH("monitor.record-exit");
@@ -199,7 +202,8 @@ static long record_exit(struct monitor *m, const struct exit_record *exit)
 	}
 }
 
-/* The verdict comes first, while the cgroup exists; then the output; the record last, since it says that all is done. */
+/* The verdict comes first, while the cgroup exists, then the output. The record is last: it says that
+ * everything is done. */
 int finish(struct monitor *m)
 {
 	struct exit_record exit;
@@ -214,11 +218,11 @@ int finish(struct monitor *m)
 		stream_drain(m, &m->streams[i]);
 	log_flush(m);
 	REACH("monitor.output-logged");
-	if (known) { /* else whoever reads no record sees to it that nothing is left */
+	if (known) { /* otherwise the daemon finds no record and cleans up */
 		result = record_exit(m, &exit);
 		REACH("monitor.exit-recorded");
 	}
-	say_farewell(m);
+	send_queued(m);
 	REACH("monitor.farewell-said");
 	return failed(result) ? 1 : 0;
 }

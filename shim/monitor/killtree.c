@@ -1,11 +1,11 @@
-/* What cgroup.KillDir does, for the monitor: it ends every process in a cgroup directory and below it. */
+/* The monitor's version of cgroup.KillDir: it kills every process in a cgroup directory and below. */
 #include <asm/signal.h>
 
 #include "monitor.h"
 
 #define SIGNAL_NONE 0
 
-/* entry is struct linux_dirent64, which the kernel's headers do not give to programs. */
+/* entry is struct linux_dirent64, which the kernel's user headers lack. */
 struct entry {
 	uint64_t ino;
 	int64_t off;
@@ -16,10 +16,11 @@ struct entry {
 
 enum { DT_DIR = 4 };
 
-/* is_gone tells whether a cgroup or its file does not exist: opening gives ENOENT, using what was opened before its removal ENODEV. */
+/* is_gone returns whether an error means that a cgroup does not exist: opening fails with ENOENT, using
+ * files opened before its removal with ENODEV. */
 static bool is_gone(long result) { return result == -ENOENT || result == -ENODEV; }
 
-/* write_to writes text to a file that exists. It returns 0 or -errno. */
+/* write_to writes text to an existing file. It returns 0 or -errno. */
 static long write_to(int dir, const char *name, const char *text)
 {
 	long fd = sys_openat(dir, name, O_WRONLY | O_CLOEXEC | O_NOFOLLOW, 0), result;
@@ -31,7 +32,8 @@ static long write_to(int dir, const char *name, const char *text)
 	return failed(result) ? result : 0;
 }
 
-/* each_pid sends sig, unless it is 0, to the processes that a file lists, and counts them. It returns 0 or -errno. */
+/* each_pid sends sig, unless it is 0, to the processes that a file lists, and counts them. It returns 0
+ * or -errno. */
 static long each_pid(int fd, int sig, size_t *count)
 {
 	char buf[1024];
@@ -67,18 +69,18 @@ static long own_pids(int dir, const char *name, int sig, size_t *count)
 	return result;
 }
 
-/* DEEPEST bounds what recursion takes of the stack and of descriptors: nobody nests cgroups so deep but to overflow it. */
+/* DEEPEST bounds the stack and the descriptors of the recursion. Only an attack nests cgroups deeper. */
 enum { DEEPEST = 64 };
 
 static long tree_pids(int dir, int sig, size_t *count, int depth);
 
-/* child_pids does the same for the cgroups below. */
+/* child_pids is each_pid for the cgroups below dir. */
 static long child_pids(int dir, int sig, size_t *count, int depth)
 {
 	char buf[2048] __attribute__((aligned(8)));
 	long n, result = 0;
 
-	n = sys_lseek(dir, 0, SEEK_SET); /* it was read before, in the same round */
+	n = sys_lseek(dir, 0, SEEK_SET); /* it was read before in this round */
 	if (failed(n))
 		return n;
 	while ((n = sys_getdents64(dir, buf, sizeof(buf))) > 0) {
@@ -100,7 +102,7 @@ static long child_pids(int dir, int sig, size_t *count, int depth)
 	return failed(n) ? n : result;
 }
 
-/* tree_pids sends sig, unless it is 0, to all processes in dir and below, and counts them. It returns 0 or -errno. */
+/* tree_pids is each_pid for dir and all cgroups below it. */
 static long tree_pids(int dir, int sig, size_t *count, int depth)
 {
 	long result;
@@ -108,7 +110,7 @@ static long tree_pids(int dir, int sig, size_t *count, int depth)
 	if (depth > DEEPEST)
 		return -ELOOP;
 	result = own_pids(dir, "cgroup.procs", sig, count);
-	/* A threaded cgroup (v2) lists its processes by their threads; a signal to one reaches the process. */
+	/* A threaded cgroup (v2) lists threads; a signal to one reaches its process. */
 	if (result == -EOPNOTSUPP)
 		result = own_pids(dir, "cgroup.threads", sig, count);
 	if (is_gone(result))
@@ -116,10 +118,10 @@ static long tree_pids(int dir, int sig, size_t *count, int depth)
 	return failed(result) ? result : child_pids(dir, sig, count, depth);
 }
 
-/* FREEZE_PATIENCE is how long a cgroup may take to freeze. A process in uninterruptible sleep can keep it from that. */
+/* FREEZE_PATIENCE bounds the wait for a freeze, which a process in uninterruptible sleep can delay. */
 #define FREEZE_PATIENCE (200 * MILLISECOND)
 
-/* begins_with tells whether a file's content begins with text. */
+/* begins_with returns whether a file's content begins with text. */
 static bool begins_with(int dir, const char *name, const char *text)
 {
 	char buf[16];
@@ -139,8 +141,8 @@ static bool begins_with(int dir, const char *name, const char *text)
 }
 
 /*
- * freeze freezes a cgroup and waits until it is frozen. The freezer of v1 answers while processes still run; those that fork
- * escape the signals. A hierarchy without a freezer takes more rounds.
+ * freeze freezes a cgroup and waits until it is frozen: the v1 freezer returns while processes still run,
+ * and their forks would escape the signals. A hierarchy without a freezer takes more rounds.
  */
 static void freeze(int dir, const char *freezer, const char *frozen)
 {
@@ -150,7 +152,7 @@ static void freeze(int dir, const char *freezer, const char *frozen)
 		sleep_for(MILLISECOND);
 }
 
-/* kill_all kills what is there now. On v1 the group is frozen meanwhile, so that no fork escapes. */
+/* kill_all kills the current processes. On v1 it freezes the cgroup meanwhile, so that no fork escapes. */
 static void kill_all(int dir)
 {
 	const char *freezer = "freezer.state", *frozen = "FROZEN", *thawed = "THAWED";
@@ -158,7 +160,7 @@ static void kill_all(int dir)
 
 	if (!failed(write_to(dir, "cgroup.kill", "1"))) /* v2 since Linux 5.14 */
 		return;
-	if (!failed(sys_faccessat(dir, "cgroup.freeze", 0))) { /* v2 before */
+	if (!failed(sys_faccessat(dir, "cgroup.freeze", 0))) { /* older v2 */
 		freezer = "cgroup.freeze";
 		frozen = "1";
 		thawed = "0";
@@ -170,7 +172,7 @@ static void kill_all(int dir)
 	write_to(dir, freezer, thawed);
 }
 
-/* round_of kills all, and tells whether none is left. */
+/* round_of kills all processes and returns whether none is left. */
 static bool round_of(const char *path)
 {
 	long dir = sys_openat(AT_FDCWD, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0), result;
@@ -184,7 +186,7 @@ static bool round_of(const char *path)
 	return !failed(result) && left == 0;
 }
 
-/* Processes may be forking, frozen, or in uninterruptible sleep. */
+/* Processes may fork, be frozen, or be in uninterruptible sleep. */
 bool kill_tree(const char *dir, int64_t patience)
 {
 	int64_t deadline = now(CLOCK_MONOTONIC) + patience;

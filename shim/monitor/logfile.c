@@ -1,10 +1,10 @@
 /*
- * openLogFile in shim/launcher does the same for the launcher. Below dir no symbolic link is followed, and the file must be a
- * regular one: a container that has the log directory mounted could have put anything there.
+ * Opens log files like the launcher's openLogFile: below dir it refuses symbolic links and anything but a
+ * regular file, because a container that mounts the log directory can put anything there.
  */
 #include "monitor.h"
 
-/* below returns the part of path that comes after the directory dir, NULL if it is not below it. Both are clean. */
+/* below returns path relative to dir, NULL if it is not below dir. Both are clean. */
 static const char *below(const char *dir, const char *path)
 {
 	size_t n = strlen(dir);
@@ -24,8 +24,8 @@ static long open_beneath(int root, const char *path)
 		.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS,
 	};
 
-	/* EAGAIN means that a rename raced with the walk. Somebody who renames all the
-	 * time must not keep a monitor from its container. */
+	/* EAGAIN means that a rename raced with the path walk. A process that renames all the time must
+	 * not keep the monitor from its container. */
 	for (int attempt = 0;; attempt++) {
 		long fd = sys_openat2(root, path, &how);
 
@@ -34,7 +34,7 @@ static long open_beneath(int root, const char *path)
 	}
 }
 
-/* open_regular returns a descriptor, or -errno; *what is why if there is no errno for it. */
+/* open_regular returns a descriptor, or -errno. *what is the reason where no errno fits. */
 static long open_regular(const char *dir, const char *path, const char **what)
 {
 	const char *name = below(dir, path);

@@ -26,8 +26,8 @@ static void record(struct encoder *e, struct line *out, struct text timestamp, c
 }
 
 /*
- * cut finds the next record's content in data, to be appended to what is held. It returns the tag, NULL if the line is not
- * complete; len is the content's length, size how many bytes of data it uses up.
+ * cut finds the next record's content in data, which follows the held content. It returns the tag, NULL
+ * if the line is incomplete. len is the content's length, size the number of consumed bytes of data.
  */
 static const char *cut(const struct encoder *e, const char *data, size_t n, size_t *len, size_t *size)
 {
@@ -71,10 +71,11 @@ void encoder_flush(struct encoder *e, struct line *out, struct text timestamp)
 		record(e, out, timestamp, " P ", NULL, 0);
 }
 
-/* line_date appends the day that is so many days after 1970-01-01. */
+/* line_date appends the date of a day, counted from 1970-01-01. */
 static void line_date(struct line *l, uint64_t days)
 {
-	/* Years that begin in March, in eras of 400: the leap day is a year's last. 719,468 days are from 0000-03-01 to 1970. */
+	/* Years start in March here, so the leap day is the last day, and repeat every 400 years. From
+	 * 0000-03-01 to 1970-01-01 there are 719,468 days. */
 	uint64_t z = days + 719468;
 	uint64_t day_of_era = z % 146097;
 	uint64_t year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146096) / 365;

@@ -6,7 +6,7 @@
 
 char frame[HEADER_SIZE + MAX_PAYLOAD];
 
-/* The records that one write to the log takes. */
+/* The buffer for the records of one write to the log. */
 static char records[48 << 10];
 
 static void close_on_exec(int fd) { sys_fcntl(fd, F_SETFD, FD_CLOEXEC); }
@@ -37,7 +37,7 @@ void forget(struct monitor *m, int fd)
 	sys_epoll_ctl(m->epoll, EPOLL_CTL_DEL, fd, &unused);
 }
 
-/* init_records finds room for the records of the longest line. */
+/* init_records provides space for the records of the longest line. */
 static long init_records(struct monitor *m)
 {
 	size_t need = m->params.max_line > 0 ? (size_t)m->params.max_line + RECORD_OVERHEAD : 0;
@@ -46,7 +46,7 @@ static long init_records(struct monitor *m)
 	m->records = (struct line){.at = records, .cap = sizeof(records)};
 	if (need <= sizeof(records))
 		return 0;
-	at = sys_mmap(need); /* only with an unusual maximum */
+	at = sys_mmap(need); /* only for an unusual maximum */
 	if (failed(at))
 		return at;
 	m->records = (struct line){.at = (char *)at, .cap = need};
@@ -102,7 +102,7 @@ long watch_children(struct monitor *m)
 			return fd;
 		m->children = (int)fd;
 	}
-	return watch(m, m->children, EPOLLIN); /* again, where it failed before */
+	return watch(m, m->children, EPOLLIN); /* also if an earlier attempt failed */
 }
 
 long monitor_init(struct monitor *m, const struct params *p)
@@ -133,7 +133,7 @@ long monitor_init(struct monitor *m, const struct params *p)
 	return failed(result) ? result : 0;
 }
 
-/* ACCEPT_LOOK is how often a monitor that rests from accepting looks whether it may go on, in milliseconds. */
+/* ACCEPT_LOOK is the interval, in milliseconds, of checks whether paused accepting may continue. */
 enum { ACCEPT_LOOK = 50 };
 
 int monitor_run(struct monitor *m)
@@ -142,7 +142,7 @@ int monitor_run(struct monitor *m)
 
 	REACH("monitor.watches");
 	if (m->params.orphans)
-		reap(m); /* who ended before SIGCHLD was blocked */
+		reap(m); /* children that ended before SIGCHLD was blocked */
 	while (!m->init_ended) {
 		int timeout = m->accept_again == 0 ? -1 : ACCEPT_LOOK;
 		long n = sys_epoll_wait(m->epoll, events, sizeof(events) / sizeof(events[0]), timeout);
@@ -159,10 +159,10 @@ int monitor_run(struct monitor *m)
 	return finish(m);
 }
 
-/* take_signals empties the signalfd: what matters is that there was one. */
+/* take_signals empties the signalfd. */
 static void take_signals(const struct monitor *m)
 {
-	char info[128 * 8]; /* struct signalfd_siginfo, and some more */
+	char info[128 * 8]; /* several struct signalfd_siginfo */
 
 	while (sys_read(m->children, info, sizeof(info)) > 0)
 		;

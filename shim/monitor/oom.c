@@ -1,12 +1,11 @@
 /*
- * The OOM killer's count of the container's cgroup. The file was opened when the
- * container started: with the systemd driver the cgroup is removed as soon as it is
- * empty, perhaps before we look. Hence the count is read whenever the kernel says that
- * it changed: on v1 by an eventfd (notify), on v2 by EPOLLPRI on the file.
+ * The count of OOM kills in the container's cgroup. The file was opened when the container started: the
+ * systemd driver removes a cgroup as soon as it is empty, perhaps before the monitor reads it. So the
+ * count is read after each change, which an eventfd (v1, notify) or EPOLLPRI on the file (v2) reports.
  *
- * The cgroup above (parent, v2) counts kills of all below it. With the systemd driver
- * ours may be gone before the kernel's report of its change has reached us; a kill above
- * that no change of ours explains was ours then.
+ * The parent cgroup (v2) counts the kills of all its children. With the systemd driver the container's
+ * cgroup may be gone before the monitor has seen its last change. Then a kill in the parent without a
+ * known change of the container's was the container's.
  */
 #include "monitor.h"
 
@@ -15,7 +14,7 @@ void oom_watch(struct monitor *m)
 	if (m->oom.file < 0)
 		return;
 	if (m->oom.notify >= 0)
-		watch(m, m->oom.notify, EPOLLIN); /* without, the count is read at the end */
+		watch(m, m->oom.notify, EPOLLIN); /* if it fails, the count is read at the end */
 	else
 		watch(m, m->oom.file, EPOLLPRI);
 	if (m->oom.parent >= 0)
@@ -39,7 +38,7 @@ bool oom_kills(struct text data, uint64_t *kills)
 	return false;
 }
 
-/* read_kills reads the count from a file that kernfs makes. It returns 0 or -errno. */
+/* read_kills reads the count from a file of kernfs. It returns 0 or -errno. */
 static long read_kills(int fd, uint64_t *kills)
 {
 	char buf[512];
@@ -50,7 +49,7 @@ static long read_kills(int fd, uint64_t *kills)
 	return oom_kills((struct text){buf, (size_t)n}, kills) ? 0 : -ENODATA;
 }
 
-/* gone takes leave of a cgroup that has been removed. */
+/* gone stops watching a removed cgroup. */
 static void gone(struct monitor *m, bool killed_above)
 {
 	const int fds[] = {m->oom.file, m->oom.notify, m->oom.parent};
@@ -58,7 +57,7 @@ static void gone(struct monitor *m, bool killed_above)
 	m->oom.kills += killed_above;
 	for (size_t i = 0; i < sizeof(fds) / sizeof(fds[0]); i++)
 		if (fds[i] >= 0)
-			forget(m, fds[i]); /* nobody would reset it any more */
+			forget(m, fds[i]); /* it would stay ready */
 	m->oom.file = -1;
 }
 

@@ -1,9 +1,10 @@
 #include "monitor.h"
 
-/* log_write appends whole records to the log. What cannot be written is dropped: the container must go on. */
+/* log_write appends whole records to the log. It drops those that cannot be written: the container must
+ * continue. */
 static void log_write(struct monitor *m, const char *data, size_t n);
 
-/* timestamp composes the present time. */
+/* timestamp writes the current time. */
 static struct text timestamp(struct line *l)
 {
 	int64_t t = now(CLOCK_REALTIME);
@@ -12,7 +13,7 @@ static struct text timestamp(struct line *l)
 	return (struct text){l->at, l->len};
 }
 
-/* log_output encodes n bytes and writes them, in one piece if they fit. */
+/* log_output encodes n bytes and writes them, at once if they fit. */
 static void log_output(struct monitor *m, struct stream *s, const char *data, size_t n)
 {
 	char stamp_text[RECORD_OVERHEAD];
@@ -36,7 +37,7 @@ size_t stream_read(struct monitor *m, struct stream *s)
 
 	if (n == -EAGAIN || n == -EINTR)
 		return 0;
-	if (n <= 0) { /* end, or EIO: nobody has the terminal open */
+	if (n <= 0) { /* end of file, or EIO: no process has the terminal open */
 		forget(m, s->fd);
 		return 0;
 	}
@@ -47,8 +48,8 @@ size_t stream_read(struct monitor *m, struct stream *s)
 }
 
 /*
- * take_back removes the incomplete record at the end of what was written, so that the next one begins on a line of
- * its own, and returns its length.
+ * take_back removes the incomplete record at the end of a write, so that the next one starts on a new
+ * line, and returns its length.
  */
 static size_t take_back(struct monitor *m, const char *written, size_t n)
 {
@@ -107,7 +108,7 @@ const char *log_reopen(struct monitor *m)
 	return NULL;
 }
 
-/* Somebody may still hold the other end and write: no more is read than a pipe can hold. */
+/* Another process may still write: read no more than a pipe can hold. */
 void stream_drain(struct monitor *m, struct stream *s)
 {
 	long left = sys_fcntl(s->fd, F_GETPIPE_SZ, 0);

@@ -3,7 +3,7 @@
 /* kind is the type of a parameter. */
 enum kind { TEXT, NUMBER, FLAG };
 
-/* All parameters, in the order of the command line: those of package handoff. */
+/* All parameters, in the order of the command line: see proto.MonitorParams. */
 static const struct {
 	const char *name;
 	enum kind kind;

@@ -1,4 +1,4 @@
-/* The exit record, in the form that package shim/proto reads. */
+/* The exit record, in the format of proto.Exit. */
 #include "monitor.h"
 
 #define PATH_MAX 4096
@@ -10,7 +10,7 @@ static uint32_t crc32(const char *at, size_t n)
 	for (size_t i = 0; i < n; i++) {
 		crc ^= (unsigned char)at[i];
 		for (int bit = 0; bit < 8; bit++)
-			crc = crc >> 1 ^ (0xedb88320 & -(crc & 1)); /* IEEE's polynomial */
+			crc = crc >> 1 ^ (0xedb88320 & -(crc & 1)); /* the IEEE polynomial */
 	}
 	return ~crc;
 }
@@ -29,7 +29,7 @@ void exit_record_encode(struct line *l, const struct exit_record *r)
 	line_text(l, "\n");
 }
 
-/* write_file overwrites a file before it cuts off the rest: the launcher has reserved its room. */
+/* write_file overwrites a file before it truncates it, to keep the space that the launcher has reserved. */
 static long write_file(const char *path, const struct line *content)
 {
 	long fd = sys_openat(AT_FDCWD, path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -46,7 +46,7 @@ static long write_file(const char *path, const struct line *content)
 	return failed(result) ? result : closed;
 }
 
-/* path composes DIR/NAME. False: it is too long. */
+/* path writes DIR/NAME. It returns false if that is too long. */
 static bool path(struct line *l, const char *dir, const char *name)
 {
 	line_text(l, dir);
@@ -57,7 +57,7 @@ static bool path(struct line *l, const char *dir, const char *name)
 	return true;
 }
 
-/* It is not synced: the state directory dies with the boot. */
+/* No sync: the state directory does not outlive the boot. */
 long exit_record_write(const char *dir, const struct exit_record *r)
 {
 	char content[128], to[PATH_MAX], from[PATH_MAX];

@@ -7,10 +7,9 @@ static struct monitor monitor;
 #define BIT(sig) (1UL << ((sig)-1))
 
 /*
- * ignore_signals ignores what would end or stop us, apart from SIGKILL, SIGSTOP and
- * signals about a fault in us: stopping the daemon's service, or a terminal that is
- * closed, is nothing to a container. The launcher did the same until now. SIGCHLD is
- * blocked: it is read from a descriptor (loop.c).
+ * ignore_signals ignores signals that end or stop a process, except SIGKILL, SIGSTOP and signals about
+ * faults. Stopping the daemon's service or closing a terminal must not affect a container. The launcher
+ * ignored the same signals. SIGCHLD is blocked; a signalfd reports it (loop.c).
  */
 static void ignore_signals(void)
 {
@@ -22,7 +21,7 @@ static void ignore_signals(void)
 
 		if (sig == SIGKILL || sig == SIGSTOP)
 			continue;
-		/* Ignored, it would have children vanish with their exit codes. */
+		/* Ignoring it would discard the children's exit codes. */
 		if (sig == SIGCHLD || (faults & BIT(sig)) != 0)
 			action.sa_handler = SIG_DFL;
 		SYS4(rt_sigaction, sig, &action, 0, sizeof(children));
@@ -58,7 +57,7 @@ static int monitor_main(int argc, char **argv)
 	}
 	result = monitor_init(&monitor, &p);
 	if (result < 0) {
-		/* Nobody would log, reap or report: that is no way for a container to run. */
+		/* Without a monitor nobody logs, reaps or reports, so end the container. */
 		sys_kill(p.init_pid, SIGKILL);
 		complain("take over from the launcher", result);
 		return 1;
@@ -68,7 +67,7 @@ static int monitor_main(int argc, char **argv)
 
 #ifdef HOSTED
 
-/* The monitor keeps what clients wait for only as long as they do, and leaves all to the kernel at its end. */
+/* The monitor frees buffers as soon as they are empty. The kernel frees the rest at its end. */
 const char *__asan_default_options(void);
 const char *__asan_default_options(void) { return "quarantine_size_mb=1:detect_leaks=0"; }
 
@@ -83,7 +82,7 @@ int main(int argc, char **argv, char **environment)
 
 #else
 
-/* start is called with what the kernel put on the stack: argc, argv, NULL, environment, NULL. */
+/* start gets the stack as the kernel has prepared it: argc, argv, NULL, environment, NULL. */
 __attribute__((noreturn, used)) void start(long *stack)
 {
 	int argc = (int)stack[0];

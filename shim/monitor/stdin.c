@@ -1,6 +1,6 @@
 #include "monitor.h"
 
-/* shut gives the descriptor up, but for a terminal's, which output needs. */
+/* shut closes the descriptor, except a terminal's, which output needs. */
 static void shut(struct monitor *m)
 {
 	if (m->stdin >= 0 && m->stdin != m->params.console) {
@@ -12,8 +12,8 @@ static void shut(struct monitor *m)
 }
 
 /*
- * write_input writes what is possible and returns how much. Input that can never be delivered, because the container
- * closed its end, is dropped.
+ * write_input writes as much as possible and returns the length. It drops input after the container has
+ * closed its end.
  */
 static size_t write_input(struct monitor *m, const char *data, size_t n)
 {
@@ -35,7 +35,7 @@ static size_t write_input(struct monitor *m, const char *data, size_t n)
 	return done;
 }
 
-/* watch_stdin waits for the container's readiness as long as something is pending. */
+/* watch_stdin waits until the container is ready for input, if input is pending. */
 static void watch_stdin(struct monitor *m)
 {
 	bool waiting = m->pending.len > 0;
@@ -50,7 +50,7 @@ static void watch_stdin(struct monitor *m)
 		forget(m, m->stdin);
 }
 
-/* What the container does not take now is kept, and no client's input is looked at until that is gone. */
+/* The rest is pending. Until it is written, all clients' input waits. */
 void stdin_write(struct monitor *m, const char *data, size_t n)
 {
 	size_t done;
@@ -61,7 +61,7 @@ void stdin_write(struct monitor *m, const char *data, size_t n)
 	if (done == n || m->stdin < 0)
 		return;
 	if (!buffer_append(&m->pending, data + done, n - done))
-		shut(m); /* there is no memory: better an end than a gap */
+		shut(m); /* no memory: an end is better than a gap */
 	watch_stdin(m);
 }
 
@@ -90,7 +90,7 @@ void stdin_close(struct monitor *m)
 		shut(m);
 }
 
-/* The kernel tells the container of it (SIGWINCH). */
+/* The kernel sends SIGWINCH to the container. */
 const char *resize(struct monitor *m, const char *payload, size_t n)
 {
 	const unsigned char *p = (const unsigned char *)payload;

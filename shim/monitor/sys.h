@@ -1,7 +1,6 @@
 /*
- * The system calls of Linux that a monitor makes. They return what the kernel does: the
- * result, or -errno. There is no C library beneath: what glibc sets up costs more memory
- * than all that a monitor needs.
+ * The monitor's system calls. They return the kernel's result, or -errno. The monitor uses no C library:
+ * glibc's initialisation alone takes more memory than a monitor.
  */
 #ifndef SYS_H
 #define SYS_H
@@ -20,7 +19,7 @@
 #include <linux/stat.h>
 #include <linux/time_types.h>
 
-/* What the kernel's headers for programs leave to the C library. */
+/* Definitions that the kernel's user headers leave to the C library. */
 #define CLOCK_REALTIME 0
 #define CLOCK_MONOTONIC 1
 #define SEEK_SET 0
@@ -103,7 +102,7 @@ static inline long sys_openat2(int dir, const char *path, struct open_how *how)
 	return SYS4(openat2, dir, path, how, sizeof(*how));
 }
 
-/* struct stat is not the same on all architectures; struct statx is. */
+/* struct stat differs between architectures; struct statx does not. */
 static inline long sys_statx(int fd, const char *path, int flags, unsigned int mask, struct statx *st)
 {
 	return SYS5(statx, fd, path, flags, mask, st);
@@ -149,7 +148,7 @@ static inline long sys_geteuid(void) { return SYS0(geteuid); }
 static inline long sys_clock_gettime(int clock, struct __kernel_timespec *t) { return SYS2(clock_gettime, clock, t); }
 static inline long sys_nanosleep(const struct __kernel_timespec *t) { return SYS2(nanosleep, t, 0); }
 
-#ifdef HOSTED /* the sanitizers know the bounds of what their malloc gives */
+#ifdef HOSTED /* the sanitizers check the bounds of their malloc's memory */
 void *malloc(size_t size);
 void *realloc(void *at, size_t size);
 void free(void *at);
@@ -172,7 +171,7 @@ __attribute__((noreturn)) static inline void sys_exit(int code)
 		SYS1(exit_group, code);
 }
 
-/* failed tells whether a system call returned an error. */
+/* failed returns whether a system call returned an error. */
 static inline bool failed(long result) { return result < 0 && result >= -4095; }
 
 #endif

@@ -4,12 +4,12 @@
 
 typedef uint64_t __attribute__((may_alias, aligned(1))) word;
 
-#ifndef HOSTED /* what the compiler expects of any environment */
+#ifndef HOSTED /* functions that the compiler calls in any environment */
 
-/* The barriers keep the compiler from taking a loop for the function that it makes up. */
+/* The barriers keep the compiler from replacing a loop by a call of the function itself. */
 #define BARRIER() __asm__ volatile("" ::: "memory")
 
-/* copy_up copies from the start: each word is read before anything at or above it is written, if dst is not above src. */
+/* copy_up copies from the start. It is safe for overlapping memory if dst is not above src. */
 static void copy_up(char *dst, const char *src, size_t n)
 {
 	for (; n >= sizeof(word); n -= sizeof(word), dst += sizeof(word), src += sizeof(word)) {
@@ -202,7 +202,7 @@ void line_int(struct line *l, int64_t n)
 	line_digits(l, n < 0 ? -(uint64_t)n : (uint64_t)n, 10, 1);
 }
 
-/* The errors that opening a log or resizing a terminal brings; of others the number is told. */
+/* The errors of opening a log or resizing a terminal. Others are returned as numbers. */
 static const char *error_name(int err)
 {
 	switch (err) {

@@ -1,4 +1,4 @@
-/* Memory, numbers and text, each with its bounds. */
+/* Functions for memory, numbers and text, all with explicit bounds. */
 #ifndef TEXT_H
 #define TEXT_H
 
@@ -15,7 +15,7 @@ size_t strlen(const char *s);
 /* min returns the smaller of two sizes. */
 static inline size_t min(size_t a, size_t b) { return a < b ? a : b; }
 
-/* text is a part of somebody's bytes, which nothing ends. */
+/* text is a part of a byte array, without a terminating zero. */
 struct text {
 	const char *at;
 	size_t len;
@@ -23,21 +23,23 @@ struct text {
 
 struct text text_of(const char *s);
 bool text_equals(struct text t, const char *s);
-/* text_cut splits t at the first c into before and t, which is what comes after it. False: there is no c, and before is all. */
+/* text_cut splits t at the first c into before and, in t, the rest. Without a c it returns false, and
+ * before is all of t. */
 bool text_cut(struct text *t, char c, struct text *before);
-/* text_after drops what comes before and up to the first occurrence of s. False: it does not occur, and t stays. */
+/* text_after removes everything up to and including the first s. Without an s it returns false and does
+ * not change t. */
 bool text_after(struct text *t, const char *s);
-/* text_trim drops blanks, tabs and line ends from both ends. */
+/* text_trim removes blanks, tabs and line ends from both ends. */
 struct text text_trim(struct text t);
 /* text_unsigned parses all of t as a decimal number of at most max. */
 bool text_unsigned(struct text t, uint64_t max, uint64_t *n);
-/* text_int is the same with a sign perhaps. */
+/* text_int is text_unsigned with an optional sign. */
 bool text_int(struct text t, int *n);
 
 /* find returns the index of the first c in n bytes, n if there is none. */
 size_t find(const char *at, size_t n, char c);
 
-/* line is text that is being composed in a buffer. What does not fit is left out. */
+/* line is a text buffer. Text that does not fit is discarded. */
 struct line {
 	char *at;
 	size_t len, cap;
@@ -47,10 +49,10 @@ void line_text(struct line *l, const char *s);
 void line_bytes(struct line *l, const char *at, size_t n);
 void line_unsigned(struct line *l, uint64_t n, unsigned int base);
 void line_int(struct line *l, int64_t n);
-/* line_padded writes n with at least that many decimal digits. */
+/* line_padded appends n with at least that many decimal digits. */
 void line_padded(struct line *l, uint64_t n, unsigned int digits);
 
-/* error_text returns what an errno is called. */
+/* error_text returns an errno's name. */
 void line_error(struct line *l, int err);
 
 #endif

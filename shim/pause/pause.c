@@ -1,12 +1,11 @@
 /*
- * pause holds a pod's namespaces and, where the pod shares its PID namespace,
- * is process 1 there: it reaps orphans. It ends on SIGTERM and SIGINT.
+ * pause holds a pod's namespaces. Where the pod shares its PID namespace, it is process 1 there and reaps
+ * orphans. It exits on SIGTERM and SIGINT.
  *
- * "pause enter ..." makes these namespaces first, see enter(). It is what
- * libcontainer's init does for a container, without what only a container has
- * (/proc, /dev, a spec), and without the start of a Go program.
+ * "pause enter ..." makes these namespaces first, see enter(). It replaces libcontainer's init, without
+ * the parts that only containers need (/proc, /dev, a spec) and without the start of a Go program.
  *
- * It needs no C library, so that a pod costs a few pages.
+ * It uses no C library, so that a pod takes a few pages of memory.
  */
 #include <asm/errno.h>
 #include <asm/fcntl.h>
@@ -68,10 +67,10 @@ __attribute__((noreturn)) static void leave(int status)
 		SYSCALL(exit_group, status, 0, 0, 0, 0);
 }
 
-/* hold is all that pause does in its pod. The filter of enter() knows its system calls. */
+/* hold is pause's work in its pod. The filter of enter() allows its system calls. */
 __attribute__((noreturn)) static void hold(void)
 {
-	/* Blocked signals wait for rt_sigtimedwait; process 1 gets them like any other. */
+	/* rt_sigtimedwait receives blocked signals, in process 1, too. */
 	unsigned long set = BIT(SIGTERM) | BIT(SIGINT) | BIT(SIGCHLD);
 	long sig;
 
@@ -85,8 +84,8 @@ __attribute__((noreturn)) static void hold(void)
 }
 
 /*
- * What the launcher and the two stages of enter() say to each other, in
- * packets. Ends of file mean that the launcher is gone; nothing is to remain.
+ * Messages between the launcher and the two stages of enter(), in packets. An end of file means that the
+ * launcher is gone: both stages exit.
  */
 enum {
 	PARENT_FD = 3, /* of the first stage */
@@ -94,7 +93,7 @@ enum {
 	NETNS_FD = 5,  /* the network namespace to join, if flags has CLONE_NEWNET */
 };
 
-/* A report names the step that failed, with its errno, or tells of success. package launcher has the same list. */
+/* A report is a failed step with its errno, or a success. shim/launcher/pause.go has the same list. */
 enum step {
 	STARTED, /* value is the second stage's PID */
 	READY,
@@ -126,7 +125,7 @@ static long report(int fd, int step, long value)
 	return SYSCALL(write, fd, &r, sizeof(r), 0, 0);
 }
 
-/* must ends the second stage if a step of it has failed. */
+/* must exits if a step of the second stage has failed. */
 static long must(int step, long ret)
 {
 	if (ret < 0) {
@@ -136,7 +135,7 @@ static long must(int step, long ret)
 	return ret;
 }
 
-/* await returns the launcher's next word, 0 if it is gone. */
+/* await waits for the launcher's next message and returns it, 0 if the launcher is gone. */
 static char await(int fd)
 {
 	char word;
@@ -153,7 +152,7 @@ static size_t length(const char *s)
 	return n;
 }
 
-/* number reads a decimal number, and moves *s behind it and a comma. The launcher writes no others. */
+/* number parses a decimal number, and moves *s behind it and a comma. */
 static unsigned long number(const char **s)
 {
 	unsigned long n = 0;
@@ -176,7 +175,7 @@ static void set_sysctls(char **pairs)
 	}
 }
 
-/* enter_root makes a read-only view of dir the root directory, and the only mount there is. */
+/* enter_root makes a read-only mount of dir the root directory, and the only mount. */
 static void enter_root(const char *dir)
 {
 	const unsigned long flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV;
@@ -185,18 +184,18 @@ static void enter_root(const char *dir)
 	must(ROOT, SYSCALL(mount, dir, dir, 0, MS_BIND, 0));
 	must(ROOT, SYSCALL(mount, 0, dir, 0, flags, 0));
 	must(ROOT, SYSCALL(chdir, dir, 0, 0, 0, 0));
-	/* The old root comes to lie on the new one, without a directory to put it: pivot_root(2). */
+	/* This stacks the old root on the new one, without a directory for it: pivot_root(2). */
 	must(PIVOT, SYSCALL(pivot_root, ".", ".", 0, 0, 0));
 	must(PIVOT, SYSCALL(umount2, ".", MNT_DETACH, 0, 0, 0));
 	must(PIVOT, SYSCALL(chdir, "/", 0, 0, 0, 0));
 }
 
-/* join_keyring leaves the host's session keyring to the host. */
+/* join_keyring replaces the host's session keyring. */
 static void join_keyring(void)
 {
 	long ret = SYSCALL(keyctl, KEYCTL_JOIN_SESSION_KEYRING, 0, 0, 0, 0);
 
-	if (ret != -ENOSYS) /* a kernel without keys */
+	if (ret != -ENOSYS) /* the kernel has no keys */
 		must(KEYRING, ret);
 }
 
@@ -214,7 +213,7 @@ static void become(unsigned long uid, unsigned long gid, const char *groups)
 
 	for (int c = 0; (ret = SYSCALL(prctl, PR_CAPBSET_DROP, c, 0, 0, 0)) == 0; c++)
 		;
-	if (ret != -EINVAL) /* the first that the kernel does not know */
+	if (ret != -EINVAL) /* the first unknown capability */
 		must(CAPABILITIES, ret);
 	must(USER, SYSCALL(setresgid, gid, gid, gid, 0, 0));
 	must(USER, SYSCALL(setresuid, uid, uid, uid, 0, 0));
@@ -225,9 +224,8 @@ static void become(unsigned long uid, unsigned long gid, const char *groups)
 }
 
 /*
- * filter allows what hold() calls, and what it takes to get there. The launcher
- * uses it where the profile that is wanted allows these as well, which makes it
- * a stricter one.
+ * filter allows the system calls of hold() and those before it. The launcher uses it if the pod's profile
+ * allows them, too. So it is at least as strict as the profile.
  */
 static void filter(void)
 {
@@ -243,7 +241,7 @@ static void filter(void)
 		ALLOW(restart_syscall),
 		ALLOW(exit_group),
 		ALLOW(execve),
-		ALLOW(write), /* that execve has failed */
+		ALLOW(write), /* to report that execve has failed */
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
 	};
 	struct sock_fprog program = { sizeof(code) / sizeof(code[0]), (struct sock_filter *)code };
@@ -254,19 +252,20 @@ static void filter(void)
 /* enter()'s arguments. */
 enum {
 	FLAGS = 2, /* CLONE_NEW* */
-	DIR,	   /* becomes the root directory, with the program pause in it */
-	NAME,	   /* hostname; empty: it is kept */
+	DIR,	   /* the root directory, with the program pause in it */
+	NAME,	   /* hostname; empty: no change */
 	UID,
 	GID,
 	GROUP_LIST, /* separated by commas */
-	MODE,	    /* "n": no new privileges, "f": these and a filter of system calls, else: neither */
-	CGROUPS,    /* how many files come next */
-	REST,	    /* files of cgroups to join, see join_cgroups; then sysctls: path and value, any number of them */
+	MODE,	    /* "n": no new privileges, "f": also a filter of system calls, else: neither */
+	CGROUPS,    /* number of files that follow */
+	REST,	    /* files of cgroups to join, see join_cgroups; then sysctls: path and value of each */
 };
 
 /*
- * join_cgroups joins the cgroups of these files, "tasks" of cgroup v1. Who moves itself as the only thread there is needs no lock of all
- * forks and exits of the machine, for which others wait 5 to 15 ms (Linux 5.5, internal/cgroup/stay.go). One that may fail has a "-" before it.
+ * join_cgroups joins the cgroups of these files, "tasks" of cgroup v1. A process with one thread that
+ * moves itself does not need the lock against all forks and exits of the machine, for which other moves
+ * wait 5 to 15 ms (Linux 5.5, internal/cgroup/anchor.go). A leading "-" marks a file that may fail.
  */
 static long join_cgroups(char **files, unsigned long n)
 {
@@ -288,11 +287,11 @@ __attribute__((noreturn)) static void second_stage(unsigned long flags, char **a
 	const char *uid = argv[UID], *gid = argv[GID];
 	char *args[] = { "/pause", 0 };
 
-	/* The launcher's standard streams are the host's /dev/null: by /proc/PID/fd root of a shared PID namespace could change that. */
+	/* These are the host's /dev/null. Through /proc/PID/fd, root in a shared PID namespace could change it. */
 	for (int fd = 0; fd <= PARENT_FD; fd++)
 		SYSCALL(close, fd, 0, 0, 0, 0);
 	SYSCALL(fcntl, CHILD_FD, F_SETFD, FD_CLOEXEC, 0, 0);
-	SYSCALL(setsid, 0, 0, 0, 0, 0); /* it is no leader of a group: it was just cloned */
+	SYSCALL(setsid, 0, 0, 0, 0, 0); /* it cannot fail: a new process leads no group */
 	if (flags & CLONE_NEWNET) {
 		must(SETNS, SYSCALL(setns, NETNS_FD, CLONE_NEWNET, 0, 0, 0));
 		SYSCALL(close, NETNS_FD, 0, 0, 0, 0);
@@ -303,21 +302,21 @@ __attribute__((noreturn)) static void second_stage(unsigned long flags, char **a
 		must(HOSTNAME, SYSCALL(sethostname, argv[NAME], length(argv[NAME]), 0, 0, 0));
 	join_keyring();
 	become(number(&uid), number(&gid), argv[GROUP_LIST]);
-	/* Without capabilities a filter takes it. */
+	/* Without capabilities, a filter requires it. */
 	if (argv[MODE][0])
 		must(NO_NEW_PRIVILEGES, SYSCALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
 	if (report(CHILD_FD, READY, 0) < 0 || !await(CHILD_FD))
 		leave(1);
 	if (argv[MODE][0] == 'f')
 		filter();
-	must(EXEC, SYSCALL(execve, args[0], args, env, 0, 0)); /* closes CHILD_FD, which says that it worked */
+	must(EXEC, SYSCALL(execve, args[0], args, env, 0, 0)); /* it closes CHILD_FD, which reports success */
 	leave(1);
 }
 
 /*
- * enter runs in the launcher's namespaces and waits until the pod's cgroup is
- * there, or it was put into it. Its child, the second stage, makes the pod's namespaces, waits again
- * and becomes pause, which this one leaves to the reaper of orphans.
+ * enter is the first stage, in the launcher's namespaces. It waits until the pod's cgroup exists, or the
+ * launcher has moved it there. Its child, the second stage, makes the pod's namespaces, waits again and
+ * executes pause. Then the first stage exits, and the next subreaper adopts pause.
  */
 __attribute__((noreturn)) static void enter(char **argv, char **env)
 {
@@ -333,7 +332,7 @@ __attribute__((noreturn)) static void enter(char **argv, char **env)
 		report(PARENT_FD, CGROUP, -joined);
 		leave(1);
 	}
-	/* The daemon's affinity is not the pod's; its cpuset is what holds. */
+	/* Drop the daemon's CPU affinity; the pod's cpuset applies. */
 	for (size_t i = 0; i < sizeof(cpus) / sizeof(cpus[0]); i++)
 		((volatile unsigned long *)cpus)[i] = ~0UL;
 	SYSCALL(sched_setaffinity, 0, sizeof(cpus), cpus, 0, 0);
