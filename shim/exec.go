@@ -38,8 +38,8 @@ type Exec struct {
 // Exec starts a process in a running container. It duplicates the files of req, which stay the
 // caller's. If ctx ends before the process runs, Exec kills it. Later, ctx has no effect.
 //
-// Errors do not name the container. Codes: FailedPrecondition if it is not running; InvalidArgument if
-// the process cannot be started, for example if the command does not exist.
+// Errors do not name the container. Codes: FailedPrecondition if it is not running; InvalidArgument
+// if the process cannot be started, for example if the command does not exist.
 func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -84,8 +84,8 @@ func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (
 	return nil, err
 }
 
-// start sends the order and waits until the process runs. On an error, again says whether the launcher
-// can serve again.
+// start sends the order and waits until the process runs. On an error, again says whether the
+// launcher can serve again.
 func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err error) {
 	order, files := req.PassFiles()
 	watch := e.p.watchOrder(orderTimeout)
@@ -170,8 +170,8 @@ func (e *Exec) Kill() error {
 	return nil
 }
 
-// Wait waits for the end of the process, not of its children, and returns the exit code or 128+signal.
-// It may be called again after ctx has ended.
+// Wait waits for the end of the process, not of its children, and returns the exit code or
+// 128+signal. It may be called again after ctx has ended.
 func (e *Exec) Wait(ctx context.Context) (int32, error) {
 	e.waiting.Lock()
 	defer e.waiting.Unlock()
@@ -228,8 +228,8 @@ func (e *Exec) finish(reply *proto.Reply, err error) (int32, error) {
 	return e.code, nil
 }
 
-// Close releases the exec. It kills a process that still runs, with its descendants. After a complete
-// exec the launcher serves again.
+// Close releases the exec. It kills a process that still runs, with its descendants. After a
+// complete exec the launcher serves again.
 func (e *Exec) Close() error {
 	if ended, _, err := e.result(); ended && err == nil {
 		e.l.giveBack(e.p)
@@ -239,8 +239,8 @@ func (e *Exec) Close() error {
 	return e.closeFiles()
 }
 
-// removeExecTime bounds the wait for the processes of an exec without a launcher. Survivors end with
-// their container.
+// removeExecTime bounds the wait for the processes of an exec without a launcher. Survivors end
+// with their container.
 const removeExecTime = 10 * time.Second
 
 // removeExec kills the processes of an exec that lost its launcher and removes its cgroup. Without
@@ -272,8 +272,8 @@ func removeExec(req *proto.Exec) error {
 	return err
 }
 
-// removeGroup removes a cgroup without processes, unless it is gone. The kernel may return EBUSY for a
-// moment.
+// removeGroup removes a cgroup without processes, unless it is gone. The kernel may return EBUSY
+// for a moment.
 func removeGroup(dir string) error {
 	for deadline := time.Now().Add(removeExecTime); ; time.Sleep(time.Millisecond) {
 		err := unix.Rmdir(dir)

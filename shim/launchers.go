@@ -64,7 +64,8 @@ const (
 	spareTime = 5 * time.Second // of idleness
 )
 
-// idleLauncher is a launcher in the pool. A goroutine watches it, so that it is reaped when it dies.
+// idleLauncher is a launcher in the pool. A goroutine watches it, so that it is reaped when it
+// dies.
 type idleLauncher struct {
 	*launcher
 	unwatch context.CancelFunc
@@ -95,8 +96,8 @@ func New(cfg Config) (*Launchers, error) {
 	return l, nil
 }
 
-// Close ends the idle launchers and waits for them. Launches and execs must have returned. Containers
-// and their monitors continue.
+// Close ends the idle launchers and waits for them. Launches and execs must have returned.
+// Containers and their monitors continue.
 func (l *Launchers) Close() error {
 	l.mu.Lock()
 	l.closed = true
@@ -284,8 +285,8 @@ func (l *Launchers) retireSpare() (rest time.Duration) {
 	return rest
 }
 
-// takeSpare removes them from the pool. Launchers that probes take and return meanwhile do not delay
-// that.
+// takeSpare removes them from the pool. Launchers that probes take and return meanwhile do not
+// delay that.
 func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -306,8 +307,8 @@ func (l *Launchers) takeAt(i int) *launcher {
 	return p.launcher
 }
 
-// watch waits until p dies or is taken. It delays the next launcher: the cause of the death, such as a
-// node without free threads, would kill that one, too.
+// watch waits until p dies or is taken. It delays the next launcher: the cause of the death, such
+// as a node without free threads, would kill that one, too.
 func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	err := pidfd.Wait(ctx, p.proc)
 	switch {

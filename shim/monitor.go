@@ -19,8 +19,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Monitor talks to the monitor of a running container. Each call opens a connection of its own. It is
-// safe for concurrent use.
+// Monitor talks to the monitor of a running container. Each call opens a connection of its own. It
+// is safe for concurrent use.
 //
 // Calls return FailedPrecondition if the container is not running.
 type Monitor struct{ dir string }
@@ -81,9 +81,9 @@ type AttachIO struct {
 	Resize         <-chan proto.TerminalSize
 }
 
-// Attach connects streams to a running container until the container or ctx ends, or a write to Stdout
-// or Stderr fails. The end of Stdin does not end it, but closes the container's stdin if that is open
-// for one client only (proto.Launch.StdinOnce).
+// Attach connects streams to a running container until the container or ctx ends, or a write to
+// Stdout or Stderr fails. The end of Stdin does not end it, but closes the container's stdin if
+// that is open for one client only (proto.Launch.StdinOnce).
 //
 // The monitor disconnects a client that does not read output for a while. That looks like the
 // container's end.
@@ -193,8 +193,8 @@ func (c *client) send(t proto.FrameType, payload []byte) error {
 	return err
 }
 
-// next returns the next frame. Its payload is valid until the following call. The error is io.EOF at
-// the end.
+// next returns the next frame. Its payload is valid until the following call. The error is io.EOF
+// at the end.
 func (c *client) next() (proto.Frame, error) {
 	for {
 		f, size, err := proto.NextFrame(c.in)

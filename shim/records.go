@@ -22,8 +22,8 @@ func ReadShim(dir string) (proto.Processes, error) {
 	return p, nil
 }
 
-// ReadExit reads Dir/exit. The error wraps fs.ErrNotExist if there is none. If the monitor has ended
-// then, it was lost.
+// ReadExit reads Dir/exit. The error wraps fs.ErrNotExist if there is none. If the monitor has
+// ended then, it was lost.
 func ReadExit(dir string) (proto.Exit, error) {
 	data, err := os.ReadFile(filepath.Join(dir, proto.ExitFile))
 	if err != nil {

@@ -48,8 +48,8 @@ func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 // undoPatience bounds the undo of a launcher that has lost its daemon.
 const undoPatience = 5 * time.Second
 
-// awaitLauncher waits for a launcher that has not made the container's init yet, and kills it if it does
-// not exit in time.
+// awaitLauncher waits for a launcher that has not made the container's init yet, and kills it if it
+// does not exit in time.
 func awaitLauncher(ctx context.Context, dir string) error {
 	ids, err := ReadShim(dir)
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {

@@ -14,13 +14,14 @@ import (
 )
 
 const (
-	// orderTimeout is the time until the first check whether a launcher has read its order, which takes
-	// a running one a millisecond. The second check, after 500 ms, is the first that gives up on it.
+	// orderTimeout is the time until the first check whether a launcher has read its order, which
+	// takes a running one a millisecond. The second check, after 500 ms, is the first that gives up
+	// on it.
 	orderTimeout = 400 * time.Millisecond
 	// orderCheckInterval is the interval of later checks.
 	orderCheckInterval = 100 * time.Millisecond
-	// slowOrderTimeout bounds the wait for a launcher that is not frozen, but waits for a processor or a
-	// disk. On a loaded machine, replacing it costs more than waiting.
+	// slowOrderTimeout bounds the wait for a launcher that is not frozen, but waits for a processor
+	// or a disk. On a loaded machine, replacing it costs more than waiting.
 	slowOrderTimeout = 10 * time.Second
 )
 
@@ -117,8 +118,8 @@ func (p *launcher) isFrozen() bool {
 // frozenEnd bounds the wait for the end of a killed launcher that may be frozen.
 const frozenEnd = 500 * time.Millisecond
 
-// killUnresponsive kills a launcher that has not read its order. It does not wait for one in a frozen
-// cgroup v1: that one executes nothing until it is thawed, and then exits.
+// killUnresponsive kills a launcher that has not read its order. It does not wait for one in a
+// frozen cgroup v1: that one executes nothing until it is thawed, and then exits.
 func (p *launcher) killUnresponsive() error {
 	err := killUpTo(p.proc, frozenEnd)
 	if !errors.Is(err, context.DeadlineExceeded) {

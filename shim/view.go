@@ -88,8 +88,8 @@ func viewOf(process string, sources []string) (view, error) {
 	return viewIn(table, sources), nil
 }
 
-// viewIn returns the mounts around the sources from a mountinfo table (proc_pid_mountinfo(5)). A full
-// node has some 500 lines, so it parses only the mount point of others.
+// viewIn returns the mounts around the sources from a mountinfo table (proc_pid_mountinfo(5)). A
+// full node has some 500 lines, so it parses only the mount point of others.
 func viewIn(table []byte, sources []string) view {
 	v := view{}
 	for line := range bytes.Lines(table) {

@@ -59,8 +59,8 @@ func (c *launch) awaitCommand(mayWait patience) error {
 }
 
 // awaitCredentials waits until execve has set the process's name and credentials. It does so some
-// microseconds after the process counts as executed. To open a process's memory the kernel waits for
-// the end of execve (exec_update_lock).
+// microseconds after the process counts as executed. To open a process's memory the kernel waits
+// for the end of execve (exec_update_lock).
 func (c *launch) awaitCredentials() {
 	if f, err := os.Open(fmt.Sprintf("/proc/%d/auxv", c.started.InitPID)); err == nil { // otherwise it has ended
 		_ = f.Close() // nothing was written
@@ -70,15 +70,15 @@ func (c *launch) awaitCredentials() {
 // waitForever is the patience with libcontainer's init, which executes the command or ends.
 func waitForever(time.Duration, bool) bool { return true }
 
-// Limits of the wait for an OCI runtime's init. It may never execute a command: crun runs WebAssembly
-// in init.
+// Limits of the wait for an OCI runtime's init. It may never execute a command: crun runs
+// WebAssembly in init.
 const (
 	maxWaitAsleep   = 20 * time.Millisecond // init sleeps
 	maxWaitRunnable = time.Second           // init waits for a processor
 )
 
-// ociPatience returns the patience with an OCI runtime's init. crun's init runs startContainer hooks
-// as its children and sleeps meanwhile, so time with children does not count.
+// ociPatience returns the patience with an OCI runtime's init. crun's init runs startContainer
+// hooks as its children and sleeps meanwhile, so time with children does not count.
 func (c *launch) ociPatience() patience {
 	hooks := c.Spec.Hooks != nil && len(c.Spec.Hooks.StartContainer) > 0
 	var idleSince time.Duration

@@ -70,8 +70,8 @@ func (c *launch) privatePIDs() bool {
 	})
 }
 
-// openLog opens the log in the host's mount namespace, where the monitor will open it again: an open
-// file keeps its mount.
+// openLog opens the log in the host's mount namespace, where the monitor will open it again: an
+// open file keeps its mount.
 func (c *launch) openLog() error {
 	if c.LogPath == "" {
 		return nil
@@ -133,8 +133,8 @@ func openOOM(paths map[string]string) (file, notify *os.File) {
 	return file, notify
 }
 
-// enterHost locks the goroutine to its thread and moves the thread to the daemon's mount namespace. Other
-// threads stay in the launcher's; execve ends them.
+// enterHost locks the goroutine to its thread and moves the thread to the daemon's mount namespace.
+// Other threads stay in the launcher's; execve ends them.
 func (l *launcher) enterHost() error {
 	runtime.LockOSThread()
 	// The kernel refuses setns to a thread that shares root and working directory.
@@ -147,8 +147,8 @@ func (l *launcher) enterHost() error {
 	return os.NewSyscallError("chdir", unix.Chdir("/"))
 }
 
-// becomeMonitor executes the monitor. It returns on an error only. keep keeps the launch's files from the
-// garbage collector, which would close their descriptors.
+// becomeMonitor executes the monitor. It returns on an error only. keep keeps the launch's files
+// from the garbage collector, which would close their descriptors.
 func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *launch) error {
 	defer runtime.KeepAlive(keep)
 	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)

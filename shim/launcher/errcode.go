@@ -35,8 +35,8 @@ var runtimeRequestErrors = []string{
 	badCommand, badCwd,                 // runc
 }
 
-// isRequestError returns whether an OCI runtime blames the command or directory that it was asked to
-// run.
+// isRequestError returns whether an OCI runtime blames the command or directory that it was asked
+// to run.
 func isRequestError(err error) bool {
 	var e *ociruntime.Error
 	return errors.As(err, &e) && slices.ContainsFunc(runtimeRequestErrors, func(s string) bool { return strings.Contains(e.Message, s) })

@@ -251,9 +251,9 @@ func (e *libcontainerExec) makeCgroup() {
 	}
 }
 
-// makeExecCgroup creates an exec's own cgroup below the container's, so that all of its processes can
-// be found. If that fails (a threaded cgroup, no freezer), dir is empty and the exec runs in the
-// container's cgroup.
+// makeExecCgroup creates an exec's own cgroup below the container's, so that all of its processes
+// can be found. If that fails (a threaded cgroup, no freezer), dir is empty and the exec runs in
+// the container's cgroup.
 func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy string) {
 	unified := cgroups.IsCgroup2UnifiedMode()
 	for _, hierarchy := range proto.ExecHierarchies {

@@ -10,8 +10,8 @@ import (
 	"berth/shim/launcher/sysmon"
 )
 
-// Init continues libcontainer in the first process of a container, and of an exec. A package initialiser
-// calls it. It does not return.
+// Init continues libcontainer in the first process of a container, and of an exec. A package
+// initialiser calls it. It does not return.
 func Init() {
 	if err := sysmon.Restore(); err != nil {
 		fail("timer slack", err)

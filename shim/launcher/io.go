@@ -43,7 +43,8 @@ func (e *ends) all() (files []*os.File) {
 	return files
 }
 
-// fill sets missing streams to a null device of the process's own. Package os/exec would use the host's.
+// fill sets missing streams to a null device of the process's own. Package os/exec would use the
+// host's.
 func (e *ends) fill() error {
 	if e.stdin != nil && e.stdout != nil && e.stderr != nil {
 		return nil
@@ -100,8 +101,8 @@ func (s *stdio) makeTerminal(library bool) (err error) {
 	return err
 }
 
-// makePipes makes pipes whose container's ends belong to the container's root, which may be another user
-// on the host.
+// makePipes makes pipes whose container's ends belong to the container's root, which may be another
+// user on the host.
 func (s *stdio) makePipes(b backend, withStdin bool) (err error) {
 	if s.theirs.stdout, s.stdout, err = pipe("stdout"); err != nil {
 		return err
@@ -176,7 +177,8 @@ func (s *stdio) abandon() {
 	}
 }
 
-// pipe returns a pipe with blocking ends, the write end first. The monitor makes its end non-blocking.
+// pipe returns a pipe with blocking ends, the write end first. The monitor makes its end
+// non-blocking.
 func pipe(name string) (w, r *os.File, err error) {
 	var fds [2]int
 	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
@@ -218,8 +220,8 @@ func receiveFile(socket *os.File) (*os.File, error) {
 	return os.NewFile(uintptr(fds[0]), "console"), nil
 }
 
-// listen creates the monitor's socket. It uses a path through a descriptor of the directory, since a
-// socket's path is limited to 107 bytes.
+// listen creates the monitor's socket. It uses a path through a descriptor of the directory, since
+// a socket's path is limited to 107 bytes.
 func listen(dir string) (_ *os.File, err error) {
 	d, err := os.Open(dir)
 	if err != nil {

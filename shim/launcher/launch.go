@@ -49,8 +49,8 @@ type launch struct {
 	cancelled bool
 }
 
-// serveLaunch carries out a launch order. After a container's launch it does not return, but becomes
-// the monitor. Otherwise again says whether the launcher can take another order.
+// serveLaunch carries out a launch order. After a container's launch it does not return, but
+// becomes the monitor. Otherwise again says whether the launcher can take another order.
 func (l *launcher) serveLaunch(order *proto.Launch, mounts []*os.File) (again bool, err error) {
 	c := &launch{Launch: order, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
 	c.backend = c.newBackend()
@@ -198,8 +198,8 @@ func (c *launch) watchDaemon() (stop func()) {
 	})
 }
 
-// awaitClose waits for the end of the connection, which cancels the launch, and returns its error. It
-// skips a Kill of an exec that this launcher served before.
+// awaitClose waits for the end of the connection, which cancels the launch, and returns its error.
+// It skips a Kill of an exec that this launcher served before.
 func (c *launch) awaitClose() error {
 	for {
 		var r proto.Request
@@ -227,8 +227,8 @@ func (c *launch) identifyMonitor() (err error) {
 	return err
 }
 
-// reserveExit takes the disk space of the exit record. Without the record, on a full filesystem, the
-// container would count as lost.
+// reserveExit takes the disk space of the exit record. Without the record, on a full filesystem,
+// the container would count as lost.
 func (c *launch) reserveExit() error {
 	if c.Pause {
 		return nil
@@ -270,8 +270,8 @@ func (c *launch) create() error {
 	return c.identifyInit(pid)
 }
 
-// inheritsOrphans returns whether the container's orphans become this process's children. That is so
-// in the host's PID namespace; any other has a process 1 of its own that adopts them.
+// inheritsOrphans returns whether the container's orphans become this process's children. That is
+// so in the host's PID namespace; any other has a process 1 of its own that adopts them.
 func (c *launch) inheritsOrphans() bool {
 	return !c.Pause && !slices.ContainsFunc(c.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
 }

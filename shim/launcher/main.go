@@ -33,15 +33,15 @@ import (
 // launcher that serves many execs would grow without a limit.
 const memoryLimit = 24 << 20
 
-// Main serves orders until the daemon closes the connection, and returns the exit status. It does not
-// return after a successful launch of a container.
+// Main serves orders until the daemon closes the connection, and returns the exit status. It does
+// not return after a successful launch of a container.
 func Main(settings proto.LauncherSettings) int {
 	// A daemon started by nohup, or in the background of a script, ignores these signals, and
 	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
 	// survive execve.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT)
-	// libcontainer passes this on to the container's init, whose start it shortens. This process's own
-	// runtime has already read it.
+	// libcontainer passes this on to the container's init, whose start it shortens. This process's
+	// own runtime has already read it.
 	_ = os.Setenv("GOMAXPROCS", "1")
 	_ = os.Unsetenv(proto.SlackEnv) // hooks must not inherit it
 	nameProcess()
@@ -65,8 +65,8 @@ func daemonIsGone(err error) bool {
 	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
-// logFailure logs to the daemon's standard error in its format. l is nil for a launcher that failed to
-// start.
+// logFailure logs to the daemon's standard error in its format. l is nil for a launcher that failed
+// to start.
 func logFailure(w io.Writer, format string, l *launcher, err error) {
 	var handler slog.Handler = slog.NewTextHandler(w, nil)
 	if format == "json" {
@@ -188,8 +188,8 @@ func (l *launcher) reply(r proto.Reply, files ...*os.File) error {
 	return l.conn.Send(r, files...)
 }
 
-// nameProcess sets the name that ps shows. Without it, that would be the number of the descriptor through
-// which the program was executed.
+// nameProcess sets the name that ps shows. Without it, that would be the number of the descriptor
+// through which the program was executed.
 func nameProcess() {
 	_ = os.WriteFile("/proc/self/comm", []byte("berth-shim"), 0) // only people read it
 }

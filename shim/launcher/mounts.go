@@ -32,8 +32,8 @@ func (c *launch) mountRootfs() error {
 	return nil
 }
 
-// rootDir returns the mount point of the root filesystem: the order's RootPlace, which all launchers
-// can share because each has its own mount namespace, or a new directory.
+// rootDir returns the mount point of the root filesystem: the order's RootPlace, which all
+// launchers can share because each has its own mount namespace, or a new directory.
 func (c *launch) rootDir() (string, error) {
 	if c.RootPlace != "" {
 		return c.RootPlace, nil
@@ -69,7 +69,8 @@ func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 	return nil
 }
 
-// closeMounts closes the mounts that came with the order: the container's mounts hold what they need.
+// closeMounts closes the mounts that came with the order: the container's mounts hold what they
+// need.
 func (c *launch) closeMounts() (failed error) {
 	for _, f := range c.mounts {
 		failed = errors.Join(failed, f.Close())
@@ -107,8 +108,8 @@ func (c *launch) mountVolume(v proto.Volume) error {
 }
 
 // resolveSubPath returns the path of a volume's SubPath without symbolic links. The kernel resolves
-// it with the image as root, so no link leads outside. Nobody can change the image afterwards: it is
-// read-only and mounted in this process's namespace only.
+// it with the image as root, so no link leads outside. Nobody can change the image afterwards: it
+// is read-only and mounted in this process's namespace only.
 func resolveSubPath(v proto.Volume) (string, error) {
 	if v.SubPath == "" {
 		return v.Path, nil

@@ -219,8 +219,8 @@ func setSubreaper(yes bool) error {
 	return nil
 }
 
-// reapAll reaps all children that have ended and returns whether others are left. No command of package
-// os/exec may run: it would lose its status.
+// reapAll reaps all children that have ended and returns whether others are left. No command of
+// package os/exec may run: it would lose its status.
 func reapAll() (left bool) {
 	for {
 		pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil)
@@ -258,8 +258,8 @@ type ociStreams struct {
 // consoleSocket is the name of the socket to which a runtime sends a terminal's master.
 const consoleSocket = "console"
 
-// forRuntime returns the container's ends in the form that runtimes use. For a terminal it listens in
-// dir.
+// forRuntime returns the container's ends in the form that runtimes use. For a terminal it listens
+// in dir.
 func (s *stdio) forRuntime(dir string) (*ociStreams, error) {
 	p := &ociStreams{IO: ociruntime.IO{Stdin: s.theirs.stdin, Stdout: s.theirs.stdout, Stderr: s.theirs.stderr}}
 	if !s.terminal {
@@ -405,8 +405,8 @@ func (e *ociExec) explain(err error) error {
 	return proto.Errorf(proto.FailedPrecondition, "it is not running: %v", err)
 }
 
-// makeCgroup creates the exec's own cgroup. It returns its name if the runtime can start the process in
-// it. Execs in a sandbox have none.
+// makeCgroup creates the exec's own cgroup. It returns its name if the runtime can start the
+// process in it. Execs in a sandbox have none.
 func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 	if e.Runtime.Sandboxed {
 		return ""

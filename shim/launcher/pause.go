@@ -34,8 +34,8 @@ import (
 // pause's program makes the pod's namespaces itself ("pause enter", shim/pause/pause.c). That takes
 // a tenth of the CPU time and does not change the launcher, which can serve again.
 //
-// The program has two stages. The first joins the cgroup, clones the second with the namespaces, and
-// reaps it if the launch fails. The second sets itself up and executes pause.
+// The program has two stages. The first joins the cgroup, clones the second with the namespaces,
+// and reaps it if the launch fails. The second sets itself up and executes pause.
 //
 // libcontainer's state file has the fields that berth reads (cgroup.FromState).
 type pauseBackend struct {
@@ -124,8 +124,8 @@ func (b *pauseBackend) checkCgroup() error {
 // pauseCmdline is /proc/PID/cmdline of a second stage that has executed pause.
 var pauseCmdline = strings.Join(proto.PauseArgs, "\x00") + "\x00"
 
-// writeState writes the state file, from which others find the cgroup by the ID. Like a container's it
-// exists before the first process.
+// writeState writes the state file, from which others find the cgroup by the ID. Like a container's
+// it exists before the first process.
 func (b *pauseBackend) writeState() error {
 	dir := filepath.Join(b.l.settings.StateRoot, b.ID)
 	var state struct {
@@ -298,8 +298,8 @@ func closeFiles(files []*os.File) {
 	}
 }
 
-// confine moves the first stage to the cgroup, unless it moves itself, and sets the limits. The second
-// stage starts there.
+// confine moves the first stage to the cgroup, unless it moves itself, and sets the limits. The
+// second stage starts there.
 func (b *pauseBackend) confine() error {
 	pid := b.first.Process.Pid
 	if len(b.taskFiles) == 0 {
@@ -400,7 +400,8 @@ func (b *pauseBackend) receive(socket *os.File, want int) (int, error) {
 	return value, nil
 }
 
-// execute makes the second stage execute pause. The first one exits; the next subreaper adopts pause.
+// execute makes the second stage execute pause. The first one exits; the next subreaper adopts
+// pause.
 func (b *pauseBackend) execute() error {
 	first := b.first
 	b.first = nil
@@ -416,13 +417,13 @@ func (b *pauseBackend) execute() error {
 	return errors.Join(reportErr, err, b.child.Close(), b.second.Close())
 }
 
-// endTime bounds the time from the closing of an exiting process's files to its end, on a busy machine,
-// too.
+// endTime bounds the time from the closing of an exiting process's files to its end, on a busy
+// machine, too.
 const endTime = 10 * time.Second
 
-// checkAlive returns an error if the second stage was killed. Both execve and death close its socket. On
-// death its memory, and with it its arguments, is gone a moment before the pidfd becomes readable
-// (do_exit: exit_mm, exit_files, exit_notify).
+// checkAlive returns an error if the second stage was killed. Both execve and death close its
+// socket. On death its memory, and with it its arguments, is gone a moment before the pidfd becomes
+// readable (do_exit: exit_mm, exit_files, exit_notify).
 func (b *pauseBackend) checkAlive() error {
 	alive, err := b.hasExecuted()
 	if err != nil || !alive {
@@ -439,8 +440,8 @@ func (b *pauseBackend) checkAlive() error {
 	return err
 }
 
-// hasExecuted compares the second stage's arguments with pause's. It reads no more than these: a process
-// controls the length of its /proc/PID/cmdline.
+// hasExecuted compares the second stage's arguments with pause's. It reads no more than these: a
+// process controls the length of its /proc/PID/cmdline.
 func (b *pauseBackend) hasExecuted() (bool, error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/cmdline", b.pid))
 	if err != nil {

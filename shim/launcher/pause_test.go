@@ -94,7 +94,8 @@ func pauseStage(what string) error {
 	return err
 }
 
-// The end of the second stage's socket says that it has executed pause, unless it was killed meanwhile.
+// The end of the second stage's socket says that it has executed pause, unless it was killed
+// meanwhile.
 func TestPauseExecute(t *testing.T) {
 	for what, want := range map[string]string{"executes": "", "is killed": "pause was killed", "fails": "execute it: no such file or directory"} {
 		t.Run(what, func(t *testing.T) {

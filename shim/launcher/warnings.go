@@ -10,8 +10,8 @@ import (
 // maxWarnings is the number of warnings that one reply carries.
 const maxWarnings = 32
 
-// warningList collects libcontainer's warnings and the launcher's own until a reply takes them to the
-// daemon's log. It is safe for concurrent use.
+// warningList collects libcontainer's warnings and the launcher's own until a reply takes them to
+// the daemon's log. It is safe for concurrent use.
 type warningList struct {
 	mu   sync.Mutex // guards text
 	text []string

@@ -24,7 +24,8 @@ bool buffer_append(struct buffer *b, const void *from, size_t n)
 {
 	if (n == 0)
 		return true;
-	if (b->start + b->len + n > b->cap && b->start >= b->len && b->start > 0) { /* each move frees as much as it copies */
+	/* Each move frees as much as it copies. */
+	if (b->start + b->len + n > b->cap && b->start >= b->len && b->start > 0) {
 		memcpy(b->data, b->data + b->start, b->len);
 		b->start = 0;
 	}

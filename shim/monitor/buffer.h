@@ -1,5 +1,6 @@
 /*
- * buffer is a queue of bytes. It maps its memory directly from the kernel, and unmaps it when it is empty.
+ * buffer is a queue of bytes. It maps its memory directly from the kernel, and unmaps it when it is
+ * empty.
  */
 #ifndef BUFFER_H
 #define BUFFER_H
@@ -13,7 +14,8 @@ struct buffer {
 	size_t cap;
 };
 
-/* buffer_append copies n bytes to the end. It returns false, and changes nothing, without memory. */
+/* buffer_append copies n bytes to the end. It returns false, and changes nothing, without
+ * memory. */
 bool buffer_append(struct buffer *b, const void *from, size_t n);
 /* buffer_drop removes the first n bytes, or all. */
 void buffer_drop(struct buffer *b, size_t n);

@@ -9,7 +9,8 @@ void frame_header(char *to, unsigned char type, size_t n)
 		to[1 + i] = (char)(n >> (24 - 8 * i));
 }
 
-/* frame_next returns the length of the first frame of in, 0 if it is incomplete, -1 if it is too long. */
+/* frame_next returns the length of the first frame of in, 0 if it is incomplete, -1 if it is too
+ * long. */
 static long frame_next(const struct buffer *in)
 {
 	const unsigned char *at = (const unsigned char *)buffer_at(in);
@@ -31,10 +32,13 @@ static void lost(struct client *c)
 }
 
 /* waits returns whether the client's next request is complete but has to wait. */
-static bool waits(const struct monitor *m, const struct client *c) { return stdin_must_wait(m) && frame_next(&c->in) > 0; }
+static bool waits(const struct monitor *m, const struct client *c)
+{
+	return stdin_must_wait(m) && frame_next(&c->in) > 0;
+}
 
-/* watch_client waits for input unless a request is waiting, and for space in the socket if output is
- * queued. */
+/* watch_client waits for input unless a request is waiting, and for space in the socket if
+ * output is queued. */
 static void watch_client(struct monitor *m, struct client *c)
 {
 	uint32_t events = 0;
@@ -80,8 +84,9 @@ void clients_sweep(struct monitor *m)
 }
 
 /*
- * evict disconnects the oldest client that has hung up, otherwise the oldest of all, to make room for
- * another. Clients of a container that never reads its stdin would block the rotation of its log.
+ * evict disconnects the oldest client that has hung up, otherwise the oldest of all, to make room
+ * for another. Clients of a container that never reads its stdin would block the rotation of its
+ * log.
  */
 static void evict(struct monitor *m)
 {
@@ -108,7 +113,8 @@ static bool may_connect(int fd)
 	return peer.uid == 0 || peer.uid == (uint32_t)sys_geteuid();
 }
 
-/* ACCEPT_REST is the pause after a lack of descriptors or memory: the next attempt would fail, too. */
+/* ACCEPT_REST is the pause after a lack of descriptors or memory: the next attempt would fail,
+ * too. */
 #define ACCEPT_REST (100 * MILLISECOND)
 
 void clients_accept_again(struct monitor *m)
@@ -158,7 +164,8 @@ void client_accept(struct monitor *m)
 	m->clients[m->client_count++] = (struct client){.fd = (int)fd, .serial = serial};
 }
 
-/* send_now sends as much as the socket takes. It returns the length, or -1 if the connection is lost. */
+/* send_now sends as much as the socket takes. It returns the length, or -1 if the connection is
+ * lost. */
 static long send_now(const struct client *c, const char *data, size_t n)
 {
 	long sent = sys_send(c->fd, data, n);
@@ -256,24 +263,15 @@ static void request(struct monitor *m, struct client *c, unsigned char type, con
 		if ((c->wants & WANT_STDIN) != 0)
 			stdin_write(m, payload, n);
 		return;
-	case FRAME_STDIN_EOF:
-		stdin_left(m, c);
-		return;
-	case FRAME_ATTACH:
-		answer(m, c, attach(c, payload, n));
-		return;
-	case FRAME_RESIZE:
-		answer(m, c, resize(m, payload, n));
-		return;
-	case FRAME_REOPEN:
-		answer(m, c, log_reopen(m));
-		return;
+	case FRAME_STDIN_EOF: stdin_left(m, c); return;
+	case FRAME_ATTACH: answer(m, c, attach(c, payload, n)); return;
+	case FRAME_RESIZE: answer(m, c, resize(m, payload, n)); return;
+	case FRAME_REOPEN: answer(m, c, log_reopen(m)); return;
 	case FRAME_CLOSE_STDIN:
 		stdin_close(m);
 		answer(m, c, NULL);
 		return;
-	default:
-		answer(m, c, bad_request);
+	default: answer(m, c, bad_request);
 	}
 }
 

@@ -1,9 +1,9 @@
 /*
- * driver gives tests access to functions of the monitor (package shim/monitor/test). It is built with the
- * sanitizers, which end it when they find an error.
+ * driver gives tests access to functions of the monitor (package shim/monitor/test). It is built
+ * with the sanitizers, which end it when they find an error.
  *
- * A question on stdin is a byte for its kind, its length in four big-endian bytes, and that many bytes. The
- * answer on stdout is its length in four bytes, and that many bytes.
+ * A question on stdin is a byte for its kind, its length in four big-endian bytes, and that many
+ * bytes. The answer on stdout is its length in four bytes, and that many bytes.
  */
 #include "monitor.h"
 
@@ -123,7 +123,10 @@ static void ask_record(struct text q)
 {
 	uint32_t code = take_number(&q), signal = take_number(&q), oom_killed = take_number(&q);
 	uint64_t high = take_number(&q), low = take_number(&q);
-	struct exit_record r = {.code = (int)code, .signal = (int)signal, .oom_killed = oom_killed != 0, .at = (int64_t)(high << 32 | low)};
+	struct exit_record r = {.code = (int)code,
+		.signal = (int)signal,
+		.oom_killed = oom_killed != 0,
+		.at = (int64_t)(high << 32 | low)};
 
 	exit_record_encode(&reply, &r);
 }
@@ -162,7 +165,8 @@ static void ask_params(struct text q)
 	line_flag(p.stdin_once);
 	line_flag(p.orphans);
 	line_string(p.kill_dir);
-	const int fds[] = {p.init, p.listen, p.log, p.stdin, p.stdout, p.stderr, p.console, p.verdict, p.oom, p.oom_notify, p.oom_parent};
+	const int fds[] = {p.init, p.listen, p.log, p.stdin, p.stdout, p.stderr, p.console, p.verdict, p.oom,
+		p.oom_notify, p.oom_parent};
 	for (size_t i = 0; i < sizeof(fds) / sizeof(fds[0]); i++)
 		line_number(fds[i]);
 }
@@ -177,7 +181,8 @@ static void collect(int fd, struct buffer *to)
 		expect(buffer_append(to, buf, (size_t)n));
 }
 
-/* talk makes the monitor handle all events, and reads its output to the client and the container. */
+/* talk makes the monitor handle all events, and reads its output to the client and the
+ * container. */
 static void talk(struct monitor *m, int client, int stdin, struct buffer *answers, struct buffer *input)
 {
 	struct epoll_event events[16];
@@ -188,14 +193,16 @@ static void talk(struct monitor *m, int client, int stdin, struct buffer *answer
 			handle(m, events[i].data, events[i].events);
 		clients_sweep(m);
 		for (int i = 0; i < m->client_count; i++)
-			expect(m->clients[i].in.len <= HEADER_SIZE + MAX_PAYLOAD && m->clients[i].queue.len <= MAX_QUEUED);
+			expect(m->clients[i].in.len <= HEADER_SIZE + MAX_PAYLOAD &&
+				m->clients[i].queue.len <= MAX_QUEUED);
 	}
 	collect(client, answers);
 	collect(stdin, input);
 }
 
 /* say makes a client send bytes in pieces and disconnect. */
-static void say(struct monitor *m, int client, int stdin, struct text q, uint32_t piece, struct buffer *answers, struct buffer *input)
+static void say(struct monitor *m, int client, int stdin, struct text q, uint32_t piece, struct buffer *answers,
+	struct buffer *input)
 {
 	size_t rounds = q.len / 4096 + 8; /* stdin's pipe holds 4096 bytes */
 
@@ -215,8 +222,9 @@ static void say(struct monitor *m, int client, int stdin, struct text q, uint32_
 		talk(m, client, stdin, answers, input);
 }
 
-/* ask_client: whether stdin closes with its first client, length of the pieces, bytes. The answer is
- * whether the client is gone at the end, the length of the answers to it, these, and the container's input. */
+/* ask_client: whether stdin closes with its first client, length of the pieces, bytes. The
+ * answer is whether the client is gone at the end, the length of the answers to it, these, and
+ * the container's input. */
 static void ask_client(struct text q)
 {
 	static struct monitor m;
@@ -257,7 +265,8 @@ static void ask_client(struct text q)
 	sys_close(m.epoll);
 }
 
-/* ask_zombie: the content of a /proc/PID/stat. The answer is the status, nothing if there is none. */
+/* ask_zombie: the content of a /proc/PID/stat. The answer is the status, nothing if there is
+ * none. */
 static void ask_zombie(struct text q)
 {
 	int status;
@@ -285,8 +294,9 @@ static int connect_to(const char *address, unsigned int size)
 }
 
 /*
- * ask_stale evicts the oldest client, lets a new one get its descriptor, and then passes the monitor an
- * event of the old one. The answer is whether the new one has that descriptor, and whether it is gone.
+ * ask_stale evicts the oldest client, lets a new one get its descriptor, and then passes the
+ * monitor an event of the old one. The answer is whether the new one has that descriptor, and
+ * whether it is gone.
  */
 static void ask_stale(void)
 {
@@ -298,7 +308,10 @@ static void ask_stale(void)
 	struct client *last;
 
 	m = (struct monitor){
-		.params = {.log_path = "", .init = -1, .listen = (int)SYS3(socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), .console = -1},
+		.params = {.log_path = "",
+			.init = -1,
+			.listen = (int)SYS3(socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0),
+			.console = -1},
 		.epoll = (int)sys_epoll_create(),
 		.children = -1,
 		.log = -1,

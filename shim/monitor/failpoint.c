@@ -1,7 +1,7 @@
 /*
- * The monitor's version of package internal/failpoint: if BERTH_FAILPOINTS names a directory, files in it
- * let a test trace the program, and kill or stop it at a failpoint. Released monitors are built without
- * it. An internal error ends the monitor with a signal that no test sends.
+ * The monitor's version of package internal/failpoint: if BERTH_FAILPOINTS names a directory, files
+ * in it let a test trace the program, and kill or stop it at a failpoint. Released monitors are
+ * built without it. An internal error ends the monitor with a signal that no test sends.
  */
 #ifdef FAILPOINTS
 
@@ -22,7 +22,8 @@ void failpoint_init(const char *name, char **environment)
 		if (*s == '/')
 			program = s + 1;
 	for (; *environment != NULL; environment++)
-		if (strlen(*environment) >= sizeof(variable) && memcmp(*environment, variable, sizeof(variable) - 1) == 0)
+		if (strlen(*environment) >= sizeof(variable) &&
+			memcmp(*environment, variable, sizeof(variable) - 1) == 0)
 			directory = *environment + sizeof(variable) - 1;
 }
 
@@ -76,8 +77,8 @@ static bool is_meant(struct text process)
 	return text_equals(process, text) || text_equals(process, program);
 }
 
-/* count_down decrements the number in the locked file if it names this failpoint, and returns the signal
- * when it reaches zero. */
+/* count_down decrements the number in the locked file if it names this failpoint, and returns
+ * the signal when it reaches zero. */
 static int count_down(int fd, const char *path, const char *name)
 {
 	char buf[256];

@@ -1,7 +1,7 @@
 #include "monitor.h"
 
-/* Bounds the wait for processes that outlive init in a shared PID namespace. The container's removal tries
- * again. */
+/* Bounds the wait for processes that outlive init in a shared PID namespace. The container's
+ * removal tries again. */
 #define KILL_PATIENCE (2 * SECOND)
 
 static void note_end(struct monitor *m, int status)
@@ -31,7 +31,8 @@ bool zombie_status(struct text stat, int *status)
 	struct text field;
 	uint64_t n;
 
-	/* "PID (NAME) STATE ...": the name may hold anything, so fields are counted after the last ')'. */
+	/* "PID (NAME) STATE ...": the name may hold anything, so fields are counted after the
+	 * last ')'. */
 	if (!text_after(&stat, ")"))
 		return false;
 	while (text_after(&stat, ")"))
@@ -63,8 +64,8 @@ static void proc_path(char *to, size_t size, int pid, const char *name)
 	to[l.len] = 0;
 }
 
-/* may_see returns whether the kernel shows a process's exit status. To readers that may not trace the
- * process it shows 0, and it refuses them this link, too. */
+/* may_see returns whether the kernel shows a process's exit status. To readers that may not
+ * trace the process it shows 0, and it refuses them this link, too. */
 static bool may_see(int pid)
 {
 	char path[64], target[64];
@@ -73,7 +74,8 @@ static bool may_see(int pid)
 	return !failed(SYS4(readlinkat, AT_FDCWD, path, target, sizeof(target)));
 }
 
-/* read_zombie reads the status of a child that has ended. It is not reaped, so the pid is its own. */
+/* read_zombie reads the status of a child that has ended. It is not reaped, so the pid is its
+ * own. */
 static bool read_zombie(int pid, int *status)
 {
 	char path[64], stat[2048];
@@ -89,8 +91,8 @@ static bool read_zombie(int pid, int *status)
 }
 
 /*
- * await_tracer waits for SIGCHLD, which the kernel sends when init's tracer detaches. The pidfd would be
- * ready all the time. Without a signalfd it polls with a pause.
+ * await_tracer waits for SIGCHLD, which the kernel sends when init's tracer detaches. The pidfd
+ * would be ready all the time. Without a signalfd it polls with a pause.
  */
 static void await_tracer(struct monitor *m)
 {
@@ -103,8 +105,8 @@ static void await_tracer(struct monitor *m)
 }
 
 /*
- * A process of another container in a shared PID namespace may trace init and never wait for it. Then
- * wait4 does not return init's status while the tracer lives. /proc/PID/stat has it.
+ * A process of another container in a shared PID namespace may trace init and never wait for it.
+ * Then wait4 does not return init's status while the tracer lives. /proc/PID/stat has it.
  */
 void init_unreaped(struct monitor *m)
 {
@@ -175,8 +177,8 @@ static bool verdict(struct monitor *m, struct exit_record *exit)
 }
 
 /*
- * end_orphans kills init's orphans and waits for their end. On cgroup v2 a process leaves the cgroup a
- * moment before it can be reaped.
+ * end_orphans kills init's orphans and waits for their end. On cgroup v2 a process leaves the
+ * cgroup a moment before it can be reaped.
  */
 static void end_orphans(struct monitor *m)
 {
@@ -202,8 +204,8 @@ static long record_exit(struct monitor *m, const struct exit_record *exit)
 	}
 }
 
-/* The verdict comes first, while the cgroup exists, then the output. The record is last: it says that
- * everything is done. */
+/* The verdict comes first, while the cgroup exists, then the output. The record is last: it says
+ * that everything is done. */
 int finish(struct monitor *m)
 {
 	struct exit_record exit;

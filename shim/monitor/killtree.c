@@ -1,4 +1,5 @@
-/* The monitor's version of cgroup.KillDir: it kills every process in a cgroup directory and below. */
+/* The monitor's version of cgroup.KillDir: it kills every process in a cgroup directory and
+ * below. */
 #include <asm/signal.h>
 
 #include "monitor.h"
@@ -16,8 +17,8 @@ struct entry {
 
 enum { DT_DIR = 4 };
 
-/* is_gone returns whether an error means that a cgroup does not exist: opening fails with ENOENT, using
- * files opened before its removal with ENODEV. */
+/* is_gone returns whether an error means that a cgroup does not exist: opening fails with
+ * ENOENT, using files opened before its removal with ENODEV. */
 static bool is_gone(long result) { return result == -ENOENT || result == -ENODEV; }
 
 /* write_to writes text to an existing file. It returns 0 or -errno. */
@@ -32,8 +33,8 @@ static long write_to(int dir, const char *name, const char *text)
 	return failed(result) ? result : 0;
 }
 
-/* each_pid sends sig, unless it is 0, to the processes that a file lists, and counts them. It returns 0
- * or -errno. */
+/* each_pid sends sig, unless it is 0, to the processes that a file lists, and counts them. It
+ * returns 0 or -errno. */
 static long each_pid(int fd, int sig, size_t *count)
 {
 	char buf[1024];
@@ -69,7 +70,8 @@ static long own_pids(int dir, const char *name, int sig, size_t *count)
 	return result;
 }
 
-/* DEEPEST bounds the stack and the descriptors of the recursion. Only an attack nests cgroups deeper. */
+/* DEEPEST bounds the stack and the descriptors of the recursion. Only an attack nests cgroups
+ * deeper. */
 enum { DEEPEST = 64 };
 
 static long tree_pids(int dir, int sig, size_t *count, int depth);
@@ -89,7 +91,8 @@ static long child_pids(int dir, int sig, size_t *count, int depth)
 			long below, fd;
 
 			at += e->size;
-			if (e->type != DT_DIR || text_equals(text_of(e->name), ".") || text_equals(text_of(e->name), ".."))
+			if (e->type != DT_DIR || text_equals(text_of(e->name), ".") ||
+				text_equals(text_of(e->name), ".."))
 				continue;
 			fd = sys_openat(dir, e->name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW, 0);
 			below = failed(fd) ? fd : tree_pids((int)fd, sig, count, depth + 1);
@@ -118,7 +121,8 @@ static long tree_pids(int dir, int sig, size_t *count, int depth)
 	return failed(result) ? result : child_pids(dir, sig, count, depth);
 }
 
-/* FREEZE_PATIENCE bounds the wait for a freeze, which a process in uninterruptible sleep can delay. */
+/* FREEZE_PATIENCE bounds the wait for a freeze, which a process in uninterruptible sleep can
+ * delay. */
 #define FREEZE_PATIENCE (200 * MILLISECOND)
 
 /* begins_with returns whether a file's content begins with text. */
@@ -141,18 +145,21 @@ static bool begins_with(int dir, const char *name, const char *text)
 }
 
 /*
- * freeze freezes a cgroup and waits until it is frozen: the v1 freezer returns while processes still run,
- * and their forks would escape the signals. A hierarchy without a freezer takes more rounds.
+ * freeze freezes a cgroup and waits until it is frozen: the v1 freezer returns while processes
+ * still run, and their forks would escape the signals. A hierarchy without a freezer takes more
+ * rounds.
  */
 static void freeze(int dir, const char *freezer, const char *frozen)
 {
 	int64_t deadline = now(CLOCK_MONOTONIC) + FREEZE_PATIENCE;
 
-	while (!failed(write_to(dir, freezer, frozen)) && !begins_with(dir, freezer, frozen) && now(CLOCK_MONOTONIC) < deadline)
+	while (!failed(write_to(dir, freezer, frozen)) && !begins_with(dir, freezer, frozen) &&
+		now(CLOCK_MONOTONIC) < deadline)
 		sleep_for(MILLISECOND);
 }
 
-/* kill_all kills the current processes. On v1 it freezes the cgroup meanwhile, so that no fork escapes. */
+/* kill_all kills the current processes. On v1 it freezes the cgroup meanwhile, so that no fork
+ * escapes. */
 static void kill_all(int dir)
 {
 	const char *freezer = "freezer.state", *frozen = "FROZEN", *thawed = "THAWED";

@@ -1,6 +1,6 @@
 /*
- * Opens log files like the launcher's openLogFile: below dir it refuses symbolic links and anything but a
- * regular file, because a container that mounts the log directory can put anything there.
+ * Opens log files like the launcher's openLogFile: below dir it refuses symbolic links and anything
+ * but a regular file, because a container that mounts the log directory can put anything there.
  */
 #include "monitor.h"
 
@@ -24,8 +24,8 @@ static long open_beneath(int root, const char *path)
 		.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS,
 	};
 
-	/* EAGAIN means that a rename raced with the path walk. A process that renames all the time must
-	 * not keep the monitor from its container. */
+	/* EAGAIN means that a rename raced with the path walk. A process that renames all the
+	 * time must not keep the monitor from its container. */
 	for (int attempt = 0;; attempt++) {
 		long fd = sys_openat2(root, path, &how);
 

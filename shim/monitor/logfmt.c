@@ -13,7 +13,8 @@ bool encoder_init(struct encoder *e, const char *stream, int max)
 	return true;
 }
 
-static void record(struct encoder *e, struct line *out, struct text timestamp, const char *tag, const char *content, size_t n)
+static void record(
+	struct encoder *e, struct line *out, struct text timestamp, const char *tag, const char *content, size_t n)
 {
 	line_bytes(out, timestamp.at, timestamp.len);
 	line_text(out, " ");
@@ -26,8 +27,9 @@ static void record(struct encoder *e, struct line *out, struct text timestamp, c
 }
 
 /*
- * cut finds the next record's content in data, which follows the held content. It returns the tag, NULL
- * if the line is incomplete. len is the content's length, size the number of consumed bytes of data.
+ * cut finds the next record's content in data, which follows the held content. It returns the tag,
+ * NULL if the line is incomplete. len is the content's length, size the number of consumed bytes of
+ * data.
  */
 static const char *cut(const struct encoder *e, const char *data, size_t n, size_t *len, size_t *size)
 {
@@ -74,8 +76,8 @@ void encoder_flush(struct encoder *e, struct line *out, struct text timestamp)
 /* line_date appends the date of a day, counted from 1970-01-01. */
 static void line_date(struct line *l, uint64_t days)
 {
-	/* Years start in March here, so the leap day is the last day, and repeat every 400 years. From
-	 * 0000-03-01 to 1970-01-01 there are 719,468 days. */
+	/* Years start in March here, so the leap day is the last day, and repeat every 400
+	 * years. From 0000-03-01 to 1970-01-01 there are 719,468 days. */
 	uint64_t z = days + 719468;
 	uint64_t day_of_era = z % 146097;
 	uint64_t year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146096) / 365;

@@ -3,17 +3,17 @@
  * execve when the container runs, so the container's init is this process's child. The command line
  * (shim/proto, MonitorParams) names the files that it inherits.
  *
- * It writes the container's output to the log in CRI format and to attached clients, passes input to
- * its stdin, and reaps every process that becomes its child. After init's end it writes the exit
+ * It writes the container's output to the log in CRI format and to attached clients, passes input
+ * to its stdin, and reaps every process that becomes its child. After init's end it writes the exit
  * record and exits. No failure here, such as a full disk or a slow client, may block the container.
  *
  * There is one monitor per container, so it must be small: one thread waits in epoll, and an idle
  * monitor has written only to its stack and a few pages. That is why it is in C: a Go program that
  * does nothing takes half a megabyte.
  *
- * It reads foreign bytes from three sources: the container's output, which it only copies (logfmt.c),
- * its clients' frames (client.c), and texts of OCI runtimes and the kernel (finish.c, oom.c,
- * killtree.c). Package shim/monitor/test tests and fuzzes all of them under the sanitizers.
+ * It reads foreign bytes from three sources: the container's output, which it only copies
+ * (logfmt.c), its clients' frames (client.c), and texts of OCI runtimes and the kernel (finish.c,
+ * oom.c, killtree.c). Package shim/monitor/test tests and fuzzes all of them under the sanitizers.
  */
 #ifndef MONITOR_H
 #define MONITOR_H
@@ -82,9 +82,9 @@ enum {
 };
 
 enum {
-	/* Limit of the bytes that are queued for all clients together. Above it the client with the longest
-	 * queue is disconnected. A burst of output is faster than any reader, but clients that do not read
-	 * must not cost more memory, however many they are. */
+	/* Limit of the bytes that are queued for all clients together. Above it the client with
+	 * the longest queue is disconnected. A burst of output is faster than any reader, but
+	 * clients that do not read must not cost more memory, however many they are. */
 	MAX_QUEUED = 4 << 20,
 	MAX_CLIENTS = 64, /* bounds the memory for connections */
 	MAX_STREAMS = 2,
@@ -129,8 +129,8 @@ struct monitor {
 
 	struct client clients[MAX_CLIENTS]; /* oldest first */
 	int client_count;
-	uint32_t last_serial;  /* of the last accepted connection, 0: none */
-	int64_t accept_again;  /* monotonic time at which accepting continues; 0: it is not paused */
+	uint32_t last_serial; /* of the last accepted connection, 0: none */
+	int64_t accept_again; /* monotonic time at which accepting continues; 0: it is not paused */
 
 	int stdin;             /* -1: there is none, or it is closed */
 	struct buffer pending; /* input that the container has not read; clients wait meanwhile */
@@ -145,7 +145,8 @@ struct monitor {
 	int64_t init_end; /* unix nanoseconds */
 };
 
-/* frame is the buffer of every read, with space for a header before it. Unused, it takes no memory. */
+/* frame is the buffer of every read, with space for a header before it. Unused, it takes no
+ * memory. */
 extern char frame[HEADER_SIZE + MAX_PAYLOAD];
 
 /* loop.c */
@@ -171,21 +172,21 @@ long watch_children(struct monitor *m);
 
 /* output.c */
 
-/* stream_read copies one read of output to the log and the clients. It returns its length, 0 if there
- * is no output now or ever. */
+/* stream_read copies one read of output to the log and the clients. It returns its length, 0 if
+ * there is no output now or ever. */
 size_t stream_read(struct monitor *m, struct stream *s);
 /* stream_drain reads the output that init has left in its pipe. */
 void stream_drain(struct monitor *m, struct stream *s);
 /* log_flush writes incomplete lines. */
 void log_flush(struct monitor *m);
-/* log_reopen opens the log again after a rotation. It returns NULL, or the reason of a failure: then the
- * old file stays in use and no new one exists. */
+/* log_reopen opens the log again after a rotation. It returns NULL, or the reason of a failure:
+ * then the old file stays in use and no new one exists. */
 const char *log_reopen(struct monitor *m);
 
 /* logfile.c */
 
-/* logfile_open opens the log file at path, below dir, for appending. It returns the descriptor, or -1 and
- * the reason. */
+/* logfile_open opens the log file at path, below dir, for appending. It returns the descriptor,
+ * or -1 and the reason. */
 int logfile_open(const char *dir, const char *path, struct line *why);
 
 /* client.c */
@@ -213,8 +214,8 @@ static inline bool stdin_must_wait(const struct monitor *m) { return m->pending.
 void stdin_write(struct monitor *m, const char *data, size_t n);
 /* stdin_flush continues when the container is ready for more input. */
 void stdin_flush(struct monitor *m);
-/* stdin_close closes the container's stdin after the pending input. A terminal stays open: users end its
- * input by typing. */
+/* stdin_close closes the container's stdin after the pending input. A terminal stays open: users
+ * end its input by typing. */
 void stdin_close(struct monitor *m);
 /* resize changes the terminal's size. It returns NULL, or the reason of a failure. */
 const char *resize(struct monitor *m, const char *payload, size_t n);
@@ -224,8 +225,8 @@ const char *resize(struct monitor *m, const char *payload, size_t n);
 void oom_watch(struct monitor *m);
 /* oom_read updates the count. It keeps the last one when the cgroup is gone. */
 void oom_read(struct monitor *m);
-/* oom_kills parses the line "oom_kill N" of memory.events (v2) or memory.oom_control (v1 since Linux
- * 4.13). */
+/* oom_kills parses the line "oom_kill N" of memory.events (v2) or memory.oom_control (v1 since
+ * Linux 4.13). */
 bool oom_kills(struct text data, uint64_t *kills);
 
 /* finish.c */
@@ -234,8 +235,8 @@ bool oom_kills(struct text data, uint64_t *kills);
 bool reap(struct monitor *m);
 /* init_unreaped handles the end of an init that reap could not reap. */
 void init_unreaped(struct monitor *m);
-/* zombie_status parses the status, as of wait4, from the /proc/PID/stat of a process that has ended. It
- * returns false if the process has not ended, or for other text. */
+/* zombie_status parses the status, as of wait4, from the /proc/PID/stat of a process that has
+ * ended. It returns false if the process has not ended, or for other text. */
 bool zombie_status(struct text stat, int *status);
 /* finish does the work after init's end. It returns the exit code. */
 int finish(struct monitor *m);
@@ -254,14 +255,14 @@ struct exit_record {
 
 /* exit_record_encode writes the file's content, with a checksum, to l. */
 void exit_record_encode(struct line *l, const struct exit_record *r);
-/* exit_record_write writes the record to dir by rename: readers see none or all of it. It returns 0 or
- * -errno. */
+/* exit_record_write writes the record to dir by rename: readers see none or all of it. It
+ * returns 0 or -errno. */
 long exit_record_write(const char *dir, const struct exit_record *r);
 
 /* killtree.c */
 
-/* kill_tree kills all processes in the cgroup directory and below, repeatedly until none is left or the
- * patience is over. It returns whether none is left. */
+/* kill_tree kills all processes in the cgroup directory and below, repeatedly until none is left
+ * or the patience is over. It returns whether none is left. */
 bool kill_tree(const char *dir, int64_t patience);
 
 /* time.c */

@@ -1,7 +1,7 @@
 #include "monitor.h"
 
-/* log_write appends whole records to the log. It drops those that cannot be written: the container must
- * continue. */
+/* log_write appends whole records to the log. It drops those that cannot be written: the
+ * container must continue. */
 static void log_write(struct monitor *m, const char *data, size_t n);
 
 /* timestamp writes the current time. */
@@ -48,8 +48,8 @@ size_t stream_read(struct monitor *m, struct stream *s)
 }
 
 /*
- * take_back removes the incomplete record at the end of a write, so that the next one starts on a new
- * line, and returns its length.
+ * take_back removes the incomplete record at the end of a write, so that the next one starts on a
+ * new line, and returns its length.
  */
 static size_t take_back(struct monitor *m, const char *written, size_t n)
 {

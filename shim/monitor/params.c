@@ -61,7 +61,8 @@ bool params_parse(struct params *p, int argc, char **argv)
 
 void params_fds(const struct params *p, void (*f)(int fd))
 {
-	const int fds[] = {p->init, p->listen, p->log, p->stdin, p->stdout, p->stderr, p->console, p->verdict, p->oom, p->oom_notify, p->oom_parent};
+	const int fds[] = {p->init, p->listen, p->log, p->stdin, p->stdout, p->stderr, p->console, p->verdict, p->oom,
+		p->oom_notify, p->oom_parent};
 
 	for (size_t i = 0; i < sizeof(fds) / sizeof(fds[0]); i++)
 		if (fds[i] >= 0)

@@ -29,7 +29,8 @@ void exit_record_encode(struct line *l, const struct exit_record *r)
 	line_text(l, "\n");
 }
 
-/* write_file overwrites a file before it truncates it, to keep the space that the launcher has reserved. */
+/* write_file overwrites a file before it truncates it, to keep the space that the launcher has
+ * reserved. */
 static long write_file(const char *path, const struct line *content)
 {
 	long fd = sys_openat(AT_FDCWD, path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);

@@ -7,13 +7,14 @@ static struct monitor monitor;
 #define BIT(sig) (1UL << ((sig)-1))
 
 /*
- * ignore_signals ignores signals that end or stop a process, except SIGKILL, SIGSTOP and signals about
- * faults. Stopping the daemon's service or closing a terminal must not affect a container. The launcher
- * ignored the same signals. SIGCHLD is blocked; a signalfd reports it (loop.c).
+ * ignore_signals ignores signals that end or stop a process, except SIGKILL, SIGSTOP and signals
+ * about faults. Stopping the daemon's service or closing a terminal must not affect a container.
+ * The launcher ignored the same signals. SIGCHLD is blocked; a signalfd reports it (loop.c).
  */
 static void ignore_signals(void)
 {
-	const unsigned long faults = BIT(SIGILL) | BIT(SIGTRAP) | BIT(SIGABRT) | BIT(SIGBUS) | BIT(SIGFPE) | BIT(SIGSEGV) | BIT(SIGSYS);
+	const unsigned long faults =
+		BIT(SIGILL) | BIT(SIGTRAP) | BIT(SIGABRT) | BIT(SIGBUS) | BIT(SIGFPE) | BIT(SIGSEGV) | BIT(SIGSYS);
 	const unsigned long children = BIT(SIGCHLD);
 
 	for (int sig = 1; sig <= 64; sig++) {

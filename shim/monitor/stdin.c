@@ -12,8 +12,8 @@ static void shut(struct monitor *m)
 }
 
 /*
- * write_input writes as much as possible and returns the length. It drops input after the container has
- * closed its end.
+ * write_input writes as much as possible and returns the length. It drops input after the container
+ * has closed its end.
  */
 static size_t write_input(struct monitor *m, const char *data, size_t n)
 {
@@ -103,7 +103,8 @@ const char *resize(struct monitor *m, const char *payload, size_t n)
 		return "bad terminal size";
 	if (m->params.console < 0)
 		return "the container has no terminal";
-	size = (struct winsize){.ws_col = (unsigned short)(p[0] << 8 | p[1]), .ws_row = (unsigned short)(p[2] << 8 | p[3])};
+	size = (struct winsize){
+		.ws_col = (unsigned short)(p[0] << 8 | p[1]), .ws_row = (unsigned short)(p[2] << 8 | p[3])};
 	result = sys_ioctl(m->params.console, TIOCSWINSZ, (long)&size);
 	if (!failed(result))
 		return NULL;

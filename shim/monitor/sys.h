@@ -1,6 +1,6 @@
 /*
- * The monitor's system calls. They return the kernel's result, or -errno. The monitor uses no C library:
- * glibc's initialisation alone takes more memory than a monitor.
+ * The monitor's system calls. They return the kernel's result, or -errno. The monitor uses no C
+ * library: glibc's initialisation alone takes more memory than a monitor.
  */
 #ifndef SYS_H
 #define SYS_H
@@ -117,7 +117,10 @@ static inline long sys_rename(const char *from, const char *to)
 }
 
 static inline long sys_epoll_create(void) { return SYS1(epoll_create1, EPOLL_CLOEXEC); }
-static inline long sys_epoll_ctl(int epoll, int op, int fd, struct epoll_event *e) { return SYS4(epoll_ctl, epoll, op, fd, e); }
+static inline long sys_epoll_ctl(int epoll, int op, int fd, struct epoll_event *e)
+{
+	return SYS4(epoll_ctl, epoll, op, fd, e);
+}
 
 static inline long sys_epoll_wait(int epoll, struct epoll_event *events, int max, int timeout)
 {

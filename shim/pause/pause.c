@@ -1,9 +1,10 @@
 /*
- * pause holds a pod's namespaces. Where the pod shares its PID namespace, it is process 1 there and reaps
- * orphans. It exits on SIGTERM and SIGINT.
+ * pause holds a pod's namespaces. Where the pod shares its PID namespace, it is process 1 there and
+ * reaps orphans. It exits on SIGTERM and SIGINT.
  *
- * "pause enter ..." makes these namespaces first, see enter(). It replaces libcontainer's init, without
- * the parts that only containers need (/proc, /dev, a spec) and without the start of a Go program.
+ * "pause enter ..." makes these namespaces first, see enter(). It replaces libcontainer's init,
+ * without the parts that only containers need (/proc, /dev, a spec) and without the start of a Go
+ * program.
  *
  * It uses no C library, so that a pod takes a few pages of memory.
  */
@@ -21,7 +22,7 @@
 #include <linux/seccomp.h>
 #include <stddef.h>
 
-#define BIT(sig) (1UL << ((sig) - 1))
+#define BIT(sig) (1UL << ((sig)-1))
 #define WNOHANG 1
 #define MNT_DETACH 2
 
@@ -84,8 +85,8 @@ __attribute__((noreturn)) static void hold(void)
 }
 
 /*
- * Messages between the launcher and the two stages of enter(), in packets. An end of file means that the
- * launcher is gone: both stages exit.
+ * Messages between the launcher and the two stages of enter(), in packets. An end of file means
+ * that the launcher is gone: both stages exit.
  */
 enum {
 	PARENT_FD = 3, /* of the first stage */
@@ -93,7 +94,8 @@ enum {
 	NETNS_FD = 5,  /* the network namespace to join, if flags has CLONE_NEWNET */
 };
 
-/* A report is a failed step with its errno, or a success. shim/launcher/pause.go has the same list. */
+/* A report is a failed step with its errno, or a success. shim/launcher/pause.go has the same
+ * list. */
 enum step {
 	STARTED, /* value is the second stage's PID */
 	READY,
@@ -120,7 +122,7 @@ struct report {
 
 static long report(int fd, int step, long value)
 {
-	struct report r = { step, (int)value };
+	struct report r = {step, (int)value};
 
 	return SYSCALL(write, fd, &r, sizeof(r), 0, 0);
 }
@@ -201,7 +203,7 @@ static void join_keyring(void)
 
 static void become(unsigned long uid, unsigned long gid, const char *groups)
 {
-	struct __user_cap_header_struct header = { _LINUX_CAPABILITY_VERSION_3, 0 };
+	struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
 	struct __user_cap_data_struct none[2];
 	unsigned int list[64];
 	size_t n = 0;
@@ -224,8 +226,8 @@ static void become(unsigned long uid, unsigned long gid, const char *groups)
 }
 
 /*
- * filter allows the system calls of hold() and those before it. The launcher uses it if the pod's profile
- * allows them, too. So it is at least as strict as the profile.
+ * filter allows the system calls of hold() and those before it. The launcher uses it if the pod's
+ * profile allows them, too. So it is at least as strict as the profile.
  */
 static void filter(void)
 {
@@ -244,7 +246,7 @@ static void filter(void)
 		ALLOW(write), /* to report that execve has failed */
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
 	};
-	struct sock_fprog program = { sizeof(code) / sizeof(code[0]), (struct sock_filter *)code };
+	struct sock_fprog program = {sizeof(code) / sizeof(code[0]), (struct sock_filter *)code};
 
 	must(FILTER, SYSCALL(seccomp, SECCOMP_SET_MODE_FILTER, 0, &program, 0, 0));
 }
@@ -252,20 +254,21 @@ static void filter(void)
 /* enter()'s arguments. */
 enum {
 	FLAGS = 2, /* CLONE_NEW* */
-	DIR,	   /* the root directory, with the program pause in it */
-	NAME,	   /* hostname; empty: no change */
+	DIR,       /* the root directory, with the program pause in it */
+	NAME,      /* hostname; empty: no change */
 	UID,
 	GID,
 	GROUP_LIST, /* separated by commas */
-	MODE,	    /* "n": no new privileges, "f": also a filter of system calls, else: neither */
+	MODE,       /* "n": no new privileges, "f": also a filter of system calls, else: neither */
 	CGROUPS,    /* number of files that follow */
-	REST,	    /* files of cgroups to join, see join_cgroups; then sysctls: path and value of each */
+	REST,       /* files of cgroups to join, see join_cgroups; then sysctls: path and value of each */
 };
 
 /*
- * join_cgroups joins the cgroups of these files, "tasks" of cgroup v1. A process with one thread that
- * moves itself does not need the lock against all forks and exits of the machine, for which other moves
- * wait 5 to 15 ms (Linux 5.5, internal/cgroup/anchor.go). A leading "-" marks a file that may fail.
+ * join_cgroups joins the cgroups of these files, "tasks" of cgroup v1. A process with one thread
+ * that moves itself does not need the lock against all forks and exits of the machine, for which
+ * other moves wait 5 to 15 ms (Linux 5.5, internal/cgroup/anchor.go). A leading "-" marks a file
+ * that may fail.
  */
 static long join_cgroups(char **files, unsigned long n)
 {
@@ -285,9 +288,10 @@ static long join_cgroups(char **files, unsigned long n)
 __attribute__((noreturn)) static void second_stage(unsigned long flags, char **argv, char **sysctls, char **env)
 {
 	const char *uid = argv[UID], *gid = argv[GID];
-	char *args[] = { "/pause", 0 };
+	char *args[] = {"/pause", 0};
 
-	/* These are the host's /dev/null. Through /proc/PID/fd, root in a shared PID namespace could change it. */
+	/* These are the host's /dev/null. Through /proc/PID/fd, root in a shared PID namespace
+	 * could change it. */
 	for (int fd = 0; fd <= PARENT_FD; fd++)
 		SYSCALL(close, fd, 0, 0, 0, 0);
 	SYSCALL(fcntl, CHILD_FD, F_SETFD, FD_CLOEXEC, 0, 0);
@@ -314,9 +318,9 @@ __attribute__((noreturn)) static void second_stage(unsigned long flags, char **a
 }
 
 /*
- * enter is the first stage, in the launcher's namespaces. It waits until the pod's cgroup exists, or the
- * launcher has moved it there. Its child, the second stage, makes the pod's namespaces, waits again and
- * executes pause. Then the first stage exits, and the next subreaper adopts pause.
+ * enter is the first stage, in the launcher's namespaces. It waits until the pod's cgroup exists,
+ * or the launcher has moved it there. Its child, the second stage, makes the pod's namespaces,
+ * waits again and executes pause. Then the first stage exits, and the next subreaper adopts pause.
  */
 __attribute__((noreturn)) static void enter(char **argv, char **env)
 {

@@ -53,9 +53,9 @@ func ParseLauncherArgs(args []string) (LauncherSettings, error) {
 // Exec when the process runs, Exited when it has ended. The daemon may send Kill until it reads the
 // second.
 //
-// End of file is an order, too. An idle launcher exits. During a launch it destroys what there is of
-// the container. During an exec it kills the exec's processes. The reply to a launch is the turning
-// point: from then on the container runs on, whatever happens to the daemon.
+// End of file is an order, too. An idle launcher exits. During a launch it destroys what there is
+// of the container. During an exec it kills the exec's processes. The reply to a launch is the
+// turning point: from then on the container runs on, whatever happens to the daemon.
 type Request struct {
 	Launch *Launch `json:"launch,omitempty"`
 	Exec   *Exec   `json:"exec,omitempty"`
@@ -85,8 +85,8 @@ type Launch struct {
 	Terminal   bool   `json:"terminal,omitempty"`   // a pty instead of pipes
 }
 
-// Volume is an image that the launcher mounts as a volume of the container (KEP-4639). Like the root
-// filesystem it is mounted in the launcher's own mount namespace.
+// Volume is an image that the launcher mounts as a volume of the container (KEP-4639). Like the
+// root filesystem it is mounted in the launcher's own mount namespace.
 type Volume struct {
 	Path    string      `json:"path"`              // mount point below Dir; the source of its mounts in the spec
 	Rootfs  rootfs.Spec `json:"rootfs"`            // without Upper: read-only
@@ -114,8 +114,8 @@ type Exec struct {
 	SystemdCgroup bool   `json:"-"` // cgroup driver
 }
 
-// ExecName returns the name of an exec's own cgroup below the container's. With a Runtime it is also
-// the name of the exec's directory in the shim directory.
+// ExecName returns the name of an exec's own cgroup below the container's. With a Runtime it is
+// also the name of the exec's directory in the shim directory.
 func ExecName(execID string) string { return "exec-" + execID }
 
 // ExecHierarchies are the cgroup hierarchies that may hold an exec's own cgroup, in order of

@@ -27,7 +27,7 @@ static struct {
 	size_t program_size;
 	int invalid;    // RECORD: a call cannot be recorded
 	size_t matched; // COMPARE: bytes of calls that have matched
-	int has_rules; // a rule was recorded, or withheld from libseccomp
+	int has_rules;  // a rule was recorded, or withheld from libseccomp
 } state;
 
 void bpfcache_stop(void)
@@ -108,7 +108,8 @@ static void on_call(scmp_filter_ctx ctx, struct recorded_call call)
 		bpfcache_stop();
 }
 
-int __real_seccomp_rule_add_array(scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args);
+int __real_seccomp_rule_add_array(
+	scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args);
 
 // fall_back ends the comparison and passes the withheld rules to libseccomp.
 static int fall_back(scmp_filter_ctx ctx)
@@ -182,7 +183,8 @@ int __wrap_seccomp_attr_set(scmp_filter_ctx ctx, enum scmp_filter_attr attr, uin
 	return rc;
 }
 
-int __wrap_seccomp_rule_add_array(scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args)
+int __wrap_seccomp_rule_add_array(
+	scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args)
 {
 	struct {
 		struct recorded_call call;
@@ -295,32 +297,32 @@ int __wrap_seccomp_merge(scmp_filter_ctx ctx, scmp_filter_ctx src)
 }
 
 // PLAIN wraps a function whose calls are neither recorded nor compared.
-#define PLAIN(name, params, args)                                                                                      \
-	int __real_##name params;                                                                                      \
-	int __wrap_##name params                                                                                       \
-	{                                                                                                              \
-		int rc = fall_back(ctx);                                                                                 \
-                                                                                                                       \
-		return rc ? rc : __real_##name args;                                                                   \
+#define PLAIN(name, params, args)                    \
+	int __real_##name params;                    \
+	int __wrap_##name params                     \
+	{                                            \
+		int rc = fall_back(ctx);             \
+                                                     \
+		return rc ? rc : __real_##name args; \
 	}
 
 PLAIN(seccomp_reset, (scmp_filter_ctx ctx, uint32_t action), (ctx, action))
 PLAIN(seccomp_arch_remove, (scmp_filter_ctx ctx, uint32_t arch), (ctx, arch))
 PLAIN(seccomp_syscall_priority, (scmp_filter_ctx ctx, int syscall, uint8_t priority), (ctx, syscall, priority))
 PLAIN(seccomp_rule_add_exact_array,
-      (scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args),
-      (ctx, action, syscall, n, args))
+	(scmp_filter_ctx ctx, uint32_t action, int syscall, unsigned int n, const struct scmp_arg_cmp *args),
+	(ctx, action, syscall, n, args))
 PLAIN(seccomp_export_pfc, (const scmp_filter_ctx ctx, int fd), (ctx, fd))
 
 // Functions that libseccomp 2.6 added. A program built with it may run with an older library.
 #if SCMP_VER_MAJOR > 2 || SCMP_VER_MINOR >= 6
-#define NEWER(name, params, args)                                                                                      \
-	__attribute__((weak)) int __real_##name params;                                                                \
-	int __wrap_##name params                                                                                       \
-	{                                                                                                              \
-		int rc = __real_##name ? fall_back(ctx) : -EOPNOTSUPP;                                                   \
-                                                                                                                       \
-		return rc ? rc : __real_##name args;                                                                   \
+#define NEWER(name, params, args)                                      \
+	__attribute__((weak)) int __real_##name params;                \
+	int __wrap_##name params                                       \
+	{                                                              \
+		int rc = __real_##name ? fall_back(ctx) : -EOPNOTSUPP; \
+                                                                       \
+		return rc ? rc : __real_##name args;                   \
 	}
 
 NEWER(seccomp_precompute, (const scmp_filter_ctx ctx), (ctx))

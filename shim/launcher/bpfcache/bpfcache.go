@@ -1,19 +1,20 @@
 // Package bpfcache compiles each seccomp profile once and passes the program to all containers and
 // execs that use the profile.
 //
-// libcontainer makes libseccomp compile the filter in the process that installs it. For RuntimeDefault
-// these are some 400 rules, which take longer than everything else in that process. Here the launcher
-// runs the same code once per profile and records the calls to libseccomp and the resulting program
-// (Recording). libcontainer's init gets the recording with the profile and runs unchanged. The wrapped
-// functions of libseccomp compare its calls with the recorded ones. If all are equal it gets the
-// recorded program. At the first difference libseccomp gets all calls (bpfcache.h).
+// libcontainer makes libseccomp compile the filter in the process that installs it. For
+// RuntimeDefault these are some 400 rules, which take longer than everything else in that process.
+// Here the launcher runs the same code once per profile and records the calls to libseccomp and the
+// resulting program (Recording). libcontainer's init gets the recording with the profile and runs
+// unchanged. The wrapped functions of libseccomp compare its calls with the recorded ones. If all
+// are equal it gets the recorded program. At the first difference libseccomp gets all calls
+// (bpfcache.h).
 //
 // # Contract
 //
-// Programs come from launchers, which are not part of a container. Each process gets its own copy in
-// sealed memory (F_SEAL_WRITE), so a container can reach nothing that another one receives. A missing,
-// damaged or wrong recording costs time and changes nothing: the filter is always libseccomp's for the
-// profile. The descriptor is closed when the container's command runs.
+// Programs come from launchers, which are not part of a container. Each process gets its own copy
+// in sealed memory (F_SEAL_WRITE), so a container can reach nothing that another one receives. A
+// missing, damaged or wrong recording costs time and changes nothing: the filter is always
+// libseccomp's for the profile. The descriptor is closed when the container's command runs.
 package bpfcache
 
 import (
@@ -34,9 +35,10 @@ const initFD = 3
 // seals make a recording immutable.
 const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 
-// Pass adds the recording of the container's profile to a process that is about to start. The caller
-// calls done after the start. Pass adds nothing without a profile, for one that does not compile (init
-// reports why), and where sealing would take long. Then init compiles the profile itself.
+// Pass adds the recording of the container's profile to a process that is about to start. The
+// caller calls done after the start. Pass adds nothing without a profile, for one that does not
+// compile (init reports why), and where sealing would take long. Then init compiles the profile
+// itself.
 func (t *Table) Pass(p *libcontainer.Process, profile *configs.Seccomp) (done func() error, err error) {
 	nothing := func() error { return nil }
 	if profile == nil {
@@ -54,8 +56,8 @@ func (t *Table) Pass(p *libcontainer.Process, profile *configs.Seccomp) (done fu
 	return f.Close, nil
 }
 
-// recordingOf returns a profile's encoded recording from the table, or makes it. It returns nil for a
-// profile that does not compile.
+// recordingOf returns a profile's encoded recording from the table, or makes it. It returns nil for
+// a profile that does not compile.
 func (t *Table) recordingOf(profile *configs.Seccomp) ([]byte, error) {
 	key := profileKey(profile)
 	recording, err := t.find(key)
@@ -87,9 +89,9 @@ func sealed(recording []byte) (*os.File, error) {
 	return seal(f)
 }
 
-// seal seals f, or closes it and returns nil if something else, such as page migration, holds one of
-// its pages (memfd_wait_for_pins). The kernel has waited 150 ms by then; compiling is faster than
-// waiting again.
+// seal seals f, or closes it and returns nil if something else, such as page migration, holds one
+// of its pages (memfd_wait_for_pins). The kernel has waited 150 ms by then; compiling is faster
+// than waiting again.
 func seal(f *os.File) (*os.File, error) {
 	_, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals)
 	switch {
@@ -102,8 +104,8 @@ func seal(f *os.File) (*os.File, error) {
 }
 
 // Receive must be the first call of a process that libcontainer has started. If the process was
-// passed a recording, the next filter is compared with it. An error means that the container's command
-// would inherit the descriptor.
+// passed a recording, the next filter is compared with it. An error means that the container's
+// command would inherit the descriptor.
 func Receive() error {
 	has, err := unix.FcntlInt(initFD, unix.F_GET_SEALS, 0)
 	if err != nil || has&seals != seals {
@@ -130,8 +132,8 @@ func Receive() error {
 	return nil
 }
 
-// profileKey returns the key of a profile's recording. If two profiles have the same key, the recording
-// matches only one of them.
+// profileKey returns the key of a profile's recording. If two profiles have the same key, the
+// recording matches only one of them.
 func profileKey(p *configs.Seccomp) uint64 {
 	h := xxhash.New()
 	number := func(n uint64) { _, _ = h.Write(binary.NativeEndian.AppendUint64(nil, n)) } // it never fails

@@ -2,8 +2,8 @@
 
 package bpfcache
 
-// The linker redirects calls of these functions to bpfcache.c. They are all functions that take a filter
-// and read or change its rules (TestAllFunctionsAreWrapped).
+// The linker redirects calls of these functions to bpfcache.c. They are all functions that take a
+// filter and read or change its rules (TestAllFunctionsAreWrapped).
 
 // #cgo pkg-config: libseccomp
 // #cgo LDFLAGS: -Wl,--wrap=seccomp_init -Wl,--wrap=seccomp_arch_add -Wl,--wrap=seccomp_attr_set -Wl,--wrap=seccomp_rule_add_array

@@ -25,12 +25,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// profileEnv makes the test binary a process that installs a filter as a container's init does, with the
-// recording on descriptor initFD.
+// profileEnv makes the test binary a process that installs a filter as a container's init does,
+// with the recording on descriptor initFD.
 const profileEnv = "BERTH_TEST_SECCOMP_PROFILE"
 
-// The first thread installs the filter, and filterOf reads that thread's. main keeps a thread that init
-// has locked.
+// The first thread installs the filter, and filterOf reads that thread's. main keeps a thread that
+// init has locked.
 func init() {
 	if os.Getenv(profileEnv) != "" {
 		runtime.LockOSThread()
@@ -82,8 +82,8 @@ func libcontainers(tb testing.TB, profile *specs.LinuxSeccomp) *configs.Seccomp 
 	return config
 }
 
-// testProfiles returns profiles with all features. They allow the system calls that install needs after
-// the filter.
+// testProfiles returns profiles with all features. They allow the system calls that install needs
+// after the filter.
 func testProfiles(tb testing.TB) map[string]*configs.Seccomp {
 	errno, other := uint(unix.EACCES), uint(unix.ENOSYS)
 	call := func(action specs.LinuxSeccompAction, names ...string) specs.LinuxSyscall {
@@ -120,8 +120,8 @@ func testProfiles(tb testing.TB) map[string]*configs.Seccomp {
 	return result
 }
 
-// installed returns the kernel's filter of a process that has installed a profile, with or without a
-// recording.
+// installed returns the kernel's filter of a process that has installed a profile, with or without
+// a recording.
 func installed(t *testing.T, profile *configs.Seccomp, recording *os.File) []byte {
 	t.Helper()
 	text, err := json.Marshal(profile)
@@ -181,9 +181,9 @@ func filterOf(t *testing.T, pid int) []byte {
 	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(&filter[0])), n*instructionSize))
 }
 
-// samePrograms bounds the number of installations without a recording. The order of the architectures
-// in libcontainer's prologue, for system calls newer than the profile, is random, and some orders are
-// rare (one in 64).
+// samePrograms bounds the number of installations without a recording. The order of the
+// architectures in libcontainer's prologue, for system calls newer than the profile, is random, and
+// some orders are rare (one in 64).
 const samePrograms = 400
 
 // isOneOf returns whether the filter is one that libcontainer makes without a recording.
@@ -538,7 +538,8 @@ func TestAllFunctionsAreWrapped(t *testing.T) {
 	}
 }
 
-// BenchmarkCompile measures libseccomp's work for RuntimeDefault, and the lookup in the table instead.
+// BenchmarkCompile measures libseccomp's work for RuntimeDefault, and the lookup in the table
+// instead.
 func BenchmarkCompile(b *testing.B) {
 	profile := runtimeDefault(b)
 	b.Run("libseccomp", func(b *testing.B) {

@@ -124,8 +124,8 @@ func (t *Table) write(b []byte, at int64) error {
 	return nil
 }
 
-// lock takes or releases the write lock without waiting. It is a lock of the process (F_SETLK), since
-// the launchers share one open file. The kernel releases it when the process dies.
+// lock takes or releases the write lock without waiting. It is a lock of the process (F_SETLK),
+// since the launchers share one open file. The kernel releases it when the process dies.
 func (t *Table) lock(kind int16) (locked bool, err error) {
 	err = unix.FcntlFlock(t.f.Fd(), unix.F_SETLK, &unix.Flock_t{Type: kind})
 	if errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EACCES) {

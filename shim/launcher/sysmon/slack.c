@@ -30,7 +30,4 @@ void __wrap_nsexec(void)
 	slacken();
 }
 
-int sysmon_slack_back(void)
-{
-	return before ? prctl(PR_SET_TIMERSLACK, before, 0, 0, 0) : 0;
-}
+int sysmon_slack_back(void) { return before ? prctl(PR_SET_TIMERSLACK, before, 0, 0, 0) : 0; }
