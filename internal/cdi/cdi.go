@@ -57,7 +57,8 @@ func (d Dirs) Inject(spec *specs.Spec, devices []string) error {
 		return errdefs.FailedPrecondition("CDI device %s: %w", strings.Join(names, ", "), err)
 	}
 	if spec.Hooks != nil && len(spec.Hooks.Poststop) > 0 {
-		return errdefs.New(codes.Unimplemented, "CDI device %s: poststop hooks are not supported", strings.Join(names, ", "))
+		return errdefs.New(codes.Unimplemented, "CDI device %s: poststop hooks are not supported",
+			strings.Join(names, ", "))
 	}
 	return nil
 }

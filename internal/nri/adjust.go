@@ -189,13 +189,15 @@ func applyProcess(spec *specs.Spec, linux *api.LinuxContainerAdjustment, node No
 func applyDevices(spec *specs.Spec, devices []*api.LinuxDevice) {
 	for _, d := range devices {
 		name, removed := d.IsMarkedForRemoval()
-		spec.Linux.Devices = slices.DeleteFunc(spec.Linux.Devices, func(have specs.LinuxDevice) bool { return have.Path == name })
+		spec.Linux.Devices = slices.DeleteFunc(spec.Linux.Devices,
+			func(have specs.LinuxDevice) bool { return have.Path == name })
 		if removed {
 			continue
 		}
 		spec.Linux.Devices = append(spec.Linux.Devices, d.ToOCI())
 		applyDeviceRules(spec, []*api.LinuxDeviceCgroup{
-			{Allow: true, Type: d.GetType(), Major: api.Int64(d.GetMajor()), Minor: api.Int64(d.GetMinor()), Access: d.AccessString()}})
+			{Allow: true, Type: d.GetType(), Major: api.Int64(d.GetMajor()), Minor: api.Int64(d.GetMinor()),
+				Access: d.AccessString()}})
 	}
 }
 
@@ -231,9 +233,11 @@ func applyNetDevices(spec *specs.Spec, devices map[string]*api.LinuxNetDevice) {
 func applyNamespaces(spec *specs.Spec, namespaces []*api.LinuxNamespace) {
 	for _, n := range namespaces {
 		kind, removed := n.IsMarkedForRemoval()
-		spec.Linux.Namespaces = slices.DeleteFunc(spec.Linux.Namespaces, func(have specs.LinuxNamespace) bool { return string(have.Type) == kind })
+		spec.Linux.Namespaces = slices.DeleteFunc(spec.Linux.Namespaces,
+			func(have specs.LinuxNamespace) bool { return string(have.Type) == kind })
 		if !removed {
-			spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.LinuxNamespaceType(kind), Path: n.GetPath()})
+			spec.Linux.Namespaces = append(spec.Linux.Namespaces,
+				specs.LinuxNamespace{Type: specs.LinuxNamespaceType(kind), Path: n.GetPath()})
 		}
 	}
 }
@@ -327,7 +331,8 @@ func newMount(m *api.Mount, destination string, spec *specs.Spec) (specs.Mount, 
 	}
 	source, err := host.Files{}.Resolve(mount.Source)
 	if errors.Is(err, fs.ErrNotExist) {
-		return mount, errdefs.InvalidArgument("NRI adjustment: mount of %s: source %s does not exist", destination, mount.Source)
+		return mount, errdefs.InvalidArgument("NRI adjustment: mount of %s: source %s does not exist", destination,
+			mount.Source)
 	}
 	if err != nil {
 		return mount, fmt.Errorf("NRI adjustment: mount of %s: resolve source %s: %w", destination, mount.Source, err)
@@ -347,7 +352,8 @@ func propagate(spec *specs.Spec, mount specs.Mount, propagation string) error {
 		return fmt.Errorf("NRI adjustment: mount of %s: %w", mount.Destination, err)
 	}
 	if !at.Shared && !(at.Slave && propagation == "rslave") {
-		return errdefs.FailedPrecondition("NRI adjustment: mount of %s: propagation %s needs a shared mount, but source %s is on %s",
+		return errdefs.FailedPrecondition(
+			"NRI adjustment: mount of %s: propagation %s needs a shared mount, but source %s is on %s",
 			mount.Destination, propagation, mount.Source, at.Mountpoint)
 	}
 	if spec.Linux.RootfsPropagation != "rshared" {

@@ -70,7 +70,8 @@ func checkProcess(adjust *api.ContainerAdjustment) error {
 	}
 	for _, l := range adjust.GetRlimits() {
 		if !rlimits[l.GetType()] || l.GetSoft() > l.GetHard() {
-			return invalid("rlimit %q: unknown, or the soft limit %d is above the hard one %d", l.GetType(), l.GetSoft(), l.GetHard())
+			return invalid("rlimit %q: unknown, or the soft limit %d is above the hard one %d", l.GetType(), l.GetSoft(),
+				l.GetHard())
 		}
 	}
 	return nil
@@ -78,14 +79,16 @@ func checkProcess(adjust *api.ContainerAdjustment) error {
 
 // rlimits lists the limits of setrlimit(2).
 var rlimits = map[string]bool{
-	"RLIMIT_AS": true, "RLIMIT_CORE": true, "RLIMIT_CPU": true, "RLIMIT_DATA": true, "RLIMIT_FSIZE": true, "RLIMIT_LOCKS": true,
+	"RLIMIT_AS": true, "RLIMIT_CORE": true, "RLIMIT_CPU": true, "RLIMIT_DATA": true, "RLIMIT_FSIZE": true,
+	"RLIMIT_LOCKS":   true,
 	"RLIMIT_MEMLOCK": true, "RLIMIT_MSGQUEUE": true, "RLIMIT_NICE": true, "RLIMIT_NOFILE": true, "RLIMIT_NPROC": true,
 	"RLIMIT_RSS": true, "RLIMIT_RTPRIO": true, "RLIMIT_RTTIME": true, "RLIMIT_SIGPENDING": true, "RLIMIT_STACK": true,
 }
 
 func checkHooks(adjust *api.ContainerAdjustment) error {
 	hooks := adjust.GetHooks()
-	for _, list := range [][]*api.Hook{hooks.GetPrestart(), hooks.GetCreateRuntime(), hooks.GetCreateContainer(), hooks.GetStartContainer(), hooks.GetPoststart()} {
+	for _, list := range [][]*api.Hook{hooks.GetPrestart(), hooks.GetCreateRuntime(), hooks.GetCreateContainer(),
+		hooks.GetStartContainer(), hooks.GetPoststart()} {
 		for _, hook := range list {
 			if !path.IsAbs(hook.GetPath()) {
 				return invalid("hook %q is not an absolute path", hook.GetPath())

@@ -55,8 +55,9 @@ func (c *Container) api() *api.Container {
 	container := &api.Container{
 		Id: c.ID, PodSandboxId: c.PodID, Name: config.GetMetadata().GetName(), State: state(c.State),
 		Labels: maps.Clone(config.GetLabels()), Annotations: c.annotations(),
-		Pid: uint32(c.PID), CreatedAt: nanoseconds(c.CreatedAt), StartedAt: nanoseconds(c.StartedAt), FinishedAt: nanoseconds(c.FinishedAt),
-		ExitCode: c.ExitCode, StatusReason: c.Reason, StatusMessage: c.Message,
+		Pid: uint32(c.PID), CreatedAt: nanoseconds(c.CreatedAt), StartedAt: nanoseconds(c.StartedAt),
+		FinishedAt: nanoseconds(c.FinishedAt),
+		ExitCode:   c.ExitCode, StatusReason: c.Reason, StatusMessage: c.Message,
 		Image: &api.Image{Name: imageName(config), ConfigDigest: c.ImageID},
 		Linux: &api.LinuxContainer{SeccompProfile: seccompProfile(config)},
 	}

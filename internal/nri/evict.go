@@ -54,7 +54,8 @@ func (e *evictions) updates() []Update {
 	defer e.mu.Unlock()
 	var updates []Update
 	for _, asked := range e.list {
-		updates = append(updates, Update{ContainerID: asked.GetContainerId(), Evict: true, Reason: asked.GetReason(), IgnoreFailure: true})
+		updates = append(updates, Update{ContainerID: asked.GetContainerId(), Evict: true, Reason: asked.GetReason(),
+			IgnoreFailure: true})
 	}
 	return updates
 }
@@ -66,7 +67,8 @@ func interceptors() ([]ttrpc.ClientOpts, []ttrpc.ServerOpt) {
 }
 
 // answered collects the evictions in a plugin's answer.
-func answered(ctx context.Context, request *ttrpc.Request, response *ttrpc.Response, info *ttrpc.UnaryClientInfo, call ttrpc.Invoker) error {
+func answered(ctx context.Context, request *ttrpc.Request, response *ttrpc.Response, info *ttrpc.UnaryClientInfo,
+	call ttrpc.Invoker) error {
 	if err := call(ctx, request, response); err != nil {
 		return err
 	}
@@ -93,7 +95,8 @@ func answered(ctx context.Context, request *ttrpc.Request, response *ttrpc.Respo
 }
 
 // asked collects the evictions in a plugin's own request.
-func asked(ctx context.Context, decode ttrpc.Unmarshaler, info *ttrpc.UnaryServerInfo, handle ttrpc.Method) (any, error) {
+func asked(ctx context.Context, decode ttrpc.Unmarshaler, info *ttrpc.UnaryServerInfo,
+	handle ttrpc.Method) (any, error) {
 	if info.FullMethod != methodUpdateContainers {
 		return handle(ctx, decode)
 	}

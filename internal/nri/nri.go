@@ -187,7 +187,8 @@ func (p *Plugins) checkSocket() error {
 		return errdefs.New(codes.FailedPrecondition, "NRI socket %s may belong to another runtime: %w", p.cfg.Socket, err)
 	}
 	_ = conn.Close() // no data was sent
-	return errdefs.New(codes.FailedPrecondition, "NRI socket %s belongs to another runtime: set nri_socket to another path, or nri to false", p.cfg.Socket)
+	return errdefs.New(codes.FailedPrecondition,
+		"NRI socket %s belongs to another runtime: set nri_socket to another path, or nri to false", p.cfg.Socket)
 }
 
 // closeLimit limits how long Close waits for running updates and killed programs.
@@ -243,7 +244,8 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err 
 // unsolicited applies updates that a plugin sends on its own and returns those that failed. An
 // update fails when it waits for a lock longer than half the request timeout, because the lock's
 // holder may be waiting for that plugin.
-func (p *Plugins) unsolicited(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
+func (p *Plugins) unsolicited(ctx context.Context,
+	updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, p.cfg.RequestTimeout/2)
 	defer cancel()
 	failed = p.update(ctx, updates)
@@ -362,13 +364,15 @@ func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod,
 	err := p.relay(ctx, string(event), c.ID, func() error {
 		switch event {
 		case ContainerCreated:
-			return p.adaptation.PostCreateContainer(ctx, &api.PostCreateContainerRequest{Pod: sandbox, Container: container})
+			return p.adaptation.PostCreateContainer(ctx,
+				&api.PostCreateContainerRequest{Pod: sandbox, Container: container})
 		case StartContainer:
 			return p.adaptation.StartContainer(ctx, &api.StartContainerRequest{Pod: sandbox, Container: container})
 		case ContainerStarted:
 			return p.adaptation.PostStartContainer(ctx, &api.PostStartContainerRequest{Pod: sandbox, Container: container})
 		case ContainerUpdated:
-			return p.adaptation.PostUpdateContainer(ctx, &api.PostUpdateContainerRequest{Pod: sandbox, Container: container})
+			return p.adaptation.PostUpdateContainer(ctx,
+				&api.PostUpdateContainerRequest{Pod: sandbox, Container: container})
 		case ContainerStopped:
 			response, err := p.adaptation.StopContainer(ctx, &api.StopContainerRequest{Pod: sandbox, Container: container})
 			updates = response.GetUpdate()
@@ -427,12 +431,14 @@ func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 
 // UpdateContainer asks the plugins for changes of an update. It returns the update to apply to the
 // container, and updates and evictions of others.
-func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
+func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container,
+	wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
 	own := Update{ContainerID: c.ID, Resources: wanted}
 	ctx, evicted := withEvictions(ctx)
 	var response *api.UpdateContainerResponse
 	err := p.relay(ctx, "UpdateContainer", c.ID, func() (err error) {
-		response, err = p.adaptation.UpdateContainer(ctx, &api.UpdateContainerRequest{Pod: pod.api(), Container: c.api(), LinuxResources: fromCRI(wanted)})
+		response, err = p.adaptation.UpdateContainer(ctx,
+			&api.UpdateContainerRequest{Pod: pod.api(), Container: c.api(), LinuxResources: fromCRI(wanted)})
 		return err
 	})
 	if err != nil {

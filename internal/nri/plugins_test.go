@@ -233,7 +233,7 @@ func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 }
 
 // A panic in a goroutine of the library would end the daemon.
-func TestPanicsOfTheRuntimeAreErrors(t *testing.T) {
+func TestRuntimePanicIsError(t *testing.T) {
 	p := testPlugins(t, testRuntime{objects: func() { panic("oh") }, update: func(context.Context, Update) error { panic("ah") }})
 	if err := p.synchronize(t.Context(), nil); errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
 		t.Errorf("synchronize: %v", err)
@@ -272,7 +272,7 @@ func TestNothingIsUpdatedAfterClose(t *testing.T) {
 }
 
 // A socket whose listener is too busy to answer is not replaced.
-func TestSocketOfABusyRuntime(t *testing.T) {
+func TestBusySocketIsNotReplaced(t *testing.T) {
 	p := testPlugins(t, testRuntime{})
 	if err := p.checkSocket(); err != nil {
 		t.Errorf("no socket: %v", err)

@@ -70,10 +70,12 @@ func (p *Plugins) newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
 
 func newUpdate(u *api.ContainerUpdate) (Update, error) {
 	if len(u.GetLinux().GetResources().GetDevices()) > 0 {
-		return Update{ContainerID: u.GetContainerId()}, refusal("update of the device rules of container %s", u.GetContainerId())
+		return Update{ContainerID: u.GetContainerId()},
+			refusal("update of the device rules of container %s", u.GetContainerId())
 	}
 	resources, limits, err := toCRI(u.GetLinux().GetResources())
-	return Update{ContainerID: u.GetContainerId(), Resources: resources, Limits: limits, IgnoreFailure: u.GetIgnoreFailure()}, err
+	return Update{ContainerID: u.GetContainerId(), Resources: resources, Limits: limits,
+		IgnoreFailure: u.GetIgnoreFailure()}, err
 }
 
 // toCRI splits resources into those with a CRI field and the others. Zero means "not set" in both.
@@ -85,13 +87,15 @@ func toCRI(r *api.LinuxResources) (*runtimeapi.LinuxContainerResources, *Limits,
 	}
 	cpu, memory := r.GetCpu(), r.GetMemory()
 	resources := &runtimeapi.LinuxContainerResources{
-		CpuPeriod: int64(cpu.GetPeriod().GetValue()), CpuQuota: cpu.GetQuota().GetValue(), CpuShares: int64(cpu.GetShares().GetValue()),
+		CpuPeriod: int64(cpu.GetPeriod().GetValue()), CpuQuota: cpu.GetQuota().GetValue(),
+		CpuShares:  int64(cpu.GetShares().GetValue()),
 		CpusetCpus: cpu.GetCpus(), CpusetMems: cpu.GetMems(),
 		MemoryLimitInBytes: memory.GetLimit().GetValue(), MemorySwapLimitInBytes: memory.GetSwap().GetValue(),
 		Unified: maps.Clone(r.GetUnified()),
 	}
 	for _, l := range r.GetHugepageLimits() {
-		resources.HugepageLimits = append(resources.HugepageLimits, &runtimeapi.HugepageLimit{PageSize: l.GetPageSize(), Limit: l.GetLimit()})
+		resources.HugepageLimits = append(resources.HugepageLimits,
+			&runtimeapi.HugepageLimit{PageSize: l.GetPageSize(), Limit: l.GetLimit()})
 	}
 	limits := &Limits{}
 	if r.GetPids() != nil {
@@ -155,7 +159,8 @@ func fromCRI(r *runtimeapi.LinuxContainerResources) *api.LinuxResources {
 		resources.Memory.Swap = api.Int64(n)
 	}
 	for _, l := range r.GetHugepageLimits() {
-		resources.HugepageLimits = append(resources.HugepageLimits, &api.HugepageLimit{PageSize: l.GetPageSize(), Limit: l.GetLimit()})
+		resources.HugepageLimits = append(resources.HugepageLimits,
+			&api.HugepageLimit{PageSize: l.GetPageSize(), Limit: l.GetLimit()})
 	}
 	return resources
 }

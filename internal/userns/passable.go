@@ -17,7 +17,9 @@ func CheckPassable(path string) error {
 			return fmt.Errorf("stat %s: %w", dir, err)
 		}
 		if st.Mode&0o001 == 0 {
-			return fmt.Errorf("%s (mode %04o) must be searchable by all users, because %s must be reachable in user namespaces", dir, st.Mode&0o7777, path)
+			return fmt.Errorf(
+				"%s (mode %04o) must be searchable by all users, because %s must be reachable in user namespaces",
+				dir, st.Mode&0o7777, path)
 		}
 		if dir == "/" || !strings.HasPrefix(dir, "/") {
 			return nil

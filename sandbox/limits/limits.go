@@ -34,7 +34,8 @@ func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxCon
 		return merged
 	}
 	kept := slices.DeleteFunc(merged.HugepageLimits, func(have *runtimeapi.HugepageLimit) bool {
-		return slices.ContainsFunc(change.HugepageLimits, func(l *runtimeapi.HugepageLimit) bool { return l.GetPageSize() == have.GetPageSize() })
+		return slices.ContainsFunc(change.HugepageLimits,
+			func(l *runtimeapi.HugepageLimit) bool { return l.GetPageSize() == have.GetPageSize() })
 	})
 	merged.HugepageLimits = kept // a plugin sends the limit of one page size, kubelet sends all
 	proto.Merge(merged, change)  // copies non-zero fields, merges maps by key and appends lists
@@ -48,7 +49,8 @@ func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxCon
 
 // Kernel converts resources, and the limits that plugins added, to a runtime-spec. The error is
 // InvalidArgument for impossible resources.
-func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits, facts host.Facts) (*specs.LinuxResources, error) {
+func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits,
+	facts host.Facts) (*specs.LinuxResources, error) {
 	all, err := oci.LinuxResources(resources, facts)
 	if err == nil {
 		added.AddTo(all)

@@ -43,7 +43,8 @@ func (l profileLoader) ensure(name string) (fresh bool, err error) {
 		return false, fmt.Errorf("load AppArmor profile %s: %w", name, err)
 	}
 	if there, err = l.loaded(name); err == nil && !there {
-		err = fmt.Errorf("load AppArmor profile %s: apparmor_parser succeeded, but the kernel does not list the profile", name)
+		err = fmt.Errorf("load AppArmor profile %s: apparmor_parser succeeded, but the kernel does not list the profile",
+			name)
 	}
 	return err == nil, err
 }
@@ -107,7 +108,8 @@ func (a *AppArmor) Ensure(ctx context.Context) {
 		return // the caller's deadline says nothing about the profile
 	}
 	a.failed.Store(&profileFailure{at: time.Now(), err: err})
-	a.log.Error("load default AppArmor profile: containers that request it are refused, others run without it", "error", err)
+	a.log.Error("load default AppArmor profile: containers that request it are refused, others run without it",
+		"error", err)
 }
 
 // loadDefault loads the default profile once for all concurrent callers. A load that takes longer

@@ -76,8 +76,8 @@ func TestUnloadedProfileIsLoadedAgain(t *testing.T) {
 	}
 }
 
-// onHost returns AppArmor of a host that has it enabled.
-func onHost(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
+// newTestAppArmor returns AppArmor of a host that has it enabled.
+func newTestAppArmor(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	a := NewAppArmor(true, task.NewRunner(logger, nil), logger)
 	a.kernel = loader
@@ -94,7 +94,7 @@ func TestAppArmorLoadFailure(t *testing.T) {
 	t.Parallel()
 	kernel := fakeProfiles{parseErr: errors.New("no parser")}
 	var log bytes.Buffer
-	a := onHost(t, kernel.loader(), &log)
+	a := newTestAppArmor(t, kernel.loader(), &log)
 	for range 3 {
 		a.Ensure(t.Context())
 	}
@@ -126,7 +126,7 @@ func TestAppArmorIsLoadedOnce(t *testing.T) {
 	var kernel fakeProfiles
 	inner := kernel.loader()
 	var log bytes.Buffer
-	a := onHost(t, profileLoader{
+	a := newTestAppArmor(t, profileLoader{
 		loaded: func(name string) (bool, error) { mu.Lock(); defer mu.Unlock(); return inner.loaded(name) },
 		load:   func(name string) error { mu.Lock(); defer mu.Unlock(); return inner.load(name) },
 	}, &log)
@@ -154,7 +154,7 @@ func TestAppArmorParserHangs(t *testing.T) {
 		end := make(chan struct{})
 		var loads atomic.Int32
 		var log bytes.Buffer
-		a := onHost(t, profileLoader{
+		a := newTestAppArmor(t, profileLoader{
 			loaded: func(string) (bool, error) { return false, nil },
 			load:   func(string) error { loads.Add(1); <-end; return errors.New("ended at last") },
 		}, &log)
@@ -181,7 +181,7 @@ func TestAppArmorCanceledByCaller(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	var log bytes.Buffer
-	a := onHost(t, profileLoader{
+	a := newTestAppArmor(t, profileLoader{
 		loaded: func(string) (bool, error) { return false, nil },
 		load:   func(string) error { cancel(); return errors.New("broken") },
 	}, &log)

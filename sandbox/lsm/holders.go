@@ -14,13 +14,14 @@ import (
 // ones if their configs request a level, and the first to go must not release them. The zero value
 // is empty. The lock guards the map and the library's set in memory.
 type Holders struct {
-	mu sync.Mutex
-	of map[string]map[string]bool // set of owner IDs by level
+	mu     sync.Mutex
+	owners map[string]map[string]bool // set of owner IDs by level
 }
 
 // Draw chooses and reserves the labels of a pod or container. A container without options of its
 // own gets the labels of its pod. For a pod, pod is empty.
-func (h *Holders) Draw(s SELinux, options *runtimeapi.SELinuxOption, pod confine.Labels, facts host.Facts, owner string) (confine.Labels, error) {
+func (h *Holders) Draw(s SELinux, options *runtimeapi.SELinuxOption, pod confine.Labels, facts host.Facts,
+	owner string) (confine.Labels, error) {
 	labels, err := confine.NewLabels(options, pod, facts)
 	if err != nil {
 		return labels, err
@@ -39,13 +40,13 @@ func (h *Holders) Hold(s SELinux, labels confine.Labels, owner string) error {
 		return err
 	}
 	level := levelOf(labels)
-	if h.of == nil {
-		h.of = map[string]map[string]bool{}
+	if h.owners == nil {
+		h.owners = map[string]map[string]bool{}
 	}
-	if h.of[level] == nil {
-		h.of[level] = map[string]bool{}
+	if h.owners[level] == nil {
+		h.owners[level] = map[string]bool{}
 	}
-	h.of[level][owner] = true
+	h.owners[level][owner] = true
 	return nil
 }
 
@@ -54,10 +55,10 @@ func (h *Holders) Release(s SELinux, labels confine.Labels, owner string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	level := levelOf(labels)
-	if owners := h.of[level]; owners[owner] {
+	if owners := h.owners[level]; owners[owner] {
 		delete(owners, owner)
 		if len(owners) == 0 {
-			delete(h.of, level)
+			delete(h.owners, level)
 			s.Release(labels)
 		}
 	}

@@ -32,7 +32,8 @@ type Plugins interface {
 	Pod(ctx context.Context, event nri.PodEvent, pod *nri.Pod) error
 	Container(ctx context.Context, event nri.ContainerEvent, pod *nri.Pod, c *nri.Container) ([]nri.Update, error)
 	CreateContainer(ctx context.Context, pod *nri.Pod, c *nri.Container) (*nri.Adjustment, nri.Update, []nri.Update, error)
-	UpdateContainer(ctx context.Context, pod *nri.Pod, c *nri.Container, wanted *runtimeapi.LinuxContainerResources) (nri.Update, []nri.Update, error)
+	UpdateContainer(ctx context.Context, pod *nri.Pod, c *nri.Container,
+		wanted *runtimeapi.LinuxContainerResources) (nri.Update, []nri.Update, error)
 }
 
 // None implements Plugins when NRI is disabled.
@@ -121,7 +122,8 @@ type Changes struct {
 
 // PresentContainer lets plugins change a container that is about to be published. New plugins
 // cannot register until release is called. release is never nil. changes is nil without plugins.
-func (s Caller) PresentContainer(ctx context.Context, c Container) (release func(), presented bool, changes *Changes, err error) {
+func (s Caller) PresentContainer(ctx context.Context, c Container) (
+	release func(), presented bool, changes *Changes, err error) {
 	release, active := s.Plugins.Hold()
 	if !active {
 		return release, false, nil, nil
@@ -155,7 +157,8 @@ func (s Caller) RequestStart(ctx context.Context, c Container) error {
 
 // RequestUpdate calls plugins with the update of a container. It returns the update to apply and
 // the updates of other containers.
-func (s Caller) RequestUpdate(ctx context.Context, id string, wanted *runtimeapi.LinuxContainerResources, c Container) (nri.Update, []nri.Update, error) {
+func (s Caller) RequestUpdate(ctx context.Context, id string, wanted *runtimeapi.LinuxContainerResources,
+	c Container) (nri.Update, []nri.Update, error) {
 	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {

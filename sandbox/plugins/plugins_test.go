@@ -112,17 +112,19 @@ func newCaller(t *testing.T, plugins *fakePlugins) (caller Caller, finish func()
 	}
 }
 
-func thePod() *nri.Pod { return &nri.Pod{ID: "p"} }
+func fakePod() *nri.Pod { return &nri.Pod{ID: "p"} }
 
-func theContainer() (*nri.Pod, *nri.Container, error) { return thePod(), &nri.Container{ID: "c"}, nil }
+func fakeContainer() (*nri.Pod, *nri.Container, error) {
+	return fakePod(), &nri.Container{ID: "c"}, nil
+}
 
 // Without plugins no object is described, which would take time. done is called nevertheless.
 func TestWithoutPlugins(t *testing.T) {
 	t.Parallel()
 	caller, finish := newCaller(t, nil)
 	defer finish()
-	pod := func() *nri.Pod { t.Error("a pod is described"); return thePod() }
-	container := func() (*nri.Pod, *nri.Container, error) { t.Error("a container is described"); return theContainer() }
+	pod := func() *nri.Pod { t.Error("a pod is described"); return fakePod() }
+	container := func() (*nri.Pod, *nri.Container, error) { t.Error("a container is described"); return fakeContainer() }
 	release, presented, err := caller.PresentPod(t.Context(), pod)
 	release()
 	if presented || err != nil {
@@ -141,9 +143,9 @@ func TestWithoutPlugins(t *testing.T) {
 		t.Errorf("update: %v, %v, %v", own, others, err)
 	}
 	caller.NotifyPod(t.Context(), nri.PodStopped, pod)
-	told := false
-	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", container, func() { told = true })
-	if !told {
+	done := false
+	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", container, func() { done = true })
+	if !done {
 		t.Error("done was not called")
 	}
 }
@@ -154,7 +156,7 @@ func TestHolds(t *testing.T) {
 	f := &fakePlugins{journal: &journal{}}
 	caller, finish := newCaller(t, f)
 	defer finish()
-	release, presented, err := caller.PresentPod(t.Context(), thePod)
+	release, presented, err := caller.PresentPod(t.Context(), fakePod)
 	f.want(t, "hold", "pod p")
 	release()
 	if !presented || err != nil {
@@ -162,7 +164,7 @@ func TestHolds(t *testing.T) {
 	}
 	f.want(t, "release")
 
-	release, presented, changes, err := caller.PresentContainer(t.Context(), theContainer)
+	release, presented, changes, err := caller.PresentContainer(t.Context(), fakeContainer)
 	f.want(t, "hold", "create c")
 	release()
 	if !presented || err != nil || changes.Own.ContainerID != "c" {
@@ -170,11 +172,11 @@ func TestHolds(t *testing.T) {
 	}
 	f.want(t, "release")
 
-	if err := errors.Join(caller.RequestPodUpdate(t.Context(), thePod), caller.RequestStart(t.Context(), theContainer)); err != nil {
+	if err := errors.Join(caller.RequestPodUpdate(t.Context(), fakePod), caller.RequestStart(t.Context(), fakeContainer)); err != nil {
 		t.Error(err)
 	}
 	f.want(t, "hold", "pod p", "release", "hold", "container c", "release")
-	own, _, err := caller.RequestUpdate(t.Context(), "c", &runtimeapi.LinuxContainerResources{CpuShares: 5}, theContainer)
+	own, _, err := caller.RequestUpdate(t.Context(), "c", &runtimeapi.LinuxContainerResources{CpuShares: 5}, fakeContainer)
 	if own.Resources.GetCpuShares() != 6 || err != nil {
 		t.Errorf("update: %v, %v", own, err)
 	}
@@ -182,8 +184,8 @@ func TestHolds(t *testing.T) {
 
 	// done runs inside of the hold. A plugin that registers between the two would learn of the
 	// container but never of its stop.
-	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { f.note("told") })
-	f.want(t, "hold", "container c", "told", "release")
+	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", fakeContainer, func() { f.note("done") })
+	f.want(t, "hold", "container c", "done", "release")
 }
 
 // Refusing a request is an error, and the hold is kept. Refusing a notification has no effect.
@@ -192,27 +194,27 @@ func TestRefusals(t *testing.T) {
 	f := &fakePlugins{journal: &journal{}, fail: errdefs.FailedPrecondition("no")}
 	caller, finish := newCaller(t, f)
 	defer finish()
-	releasePod, presented, err := caller.PresentPod(t.Context(), thePod)
+	releasePod, presented, err := caller.PresentPod(t.Context(), fakePod)
 	if !presented || errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("present a pod: %t, %v", presented, err)
 	}
 	releasePod()
-	releaseContainer, presented, changes, err := caller.PresentContainer(t.Context(), theContainer)
+	releaseContainer, presented, changes, err := caller.PresentContainer(t.Context(), fakeContainer)
 	if !presented || changes != nil || errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("present a container: %t, %v, %v", presented, changes, err)
 	}
 	releaseContainer()
-	if err := caller.RequestStart(t.Context(), theContainer); errdefs.Code(err) != codes.FailedPrecondition {
+	if err := caller.RequestStart(t.Context(), fakeContainer); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("start: %v", err)
 	}
-	if err := caller.RequestPodUpdate(t.Context(), thePod); errdefs.Code(err) != codes.FailedPrecondition {
+	if err := caller.RequestPodUpdate(t.Context(), fakePod); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("update of a pod: %v", err)
 	}
 	f.want(t, "hold", "pod p", "release", "hold", "create c", "release", "hold", "container c", "release", "hold", "pod p", "release")
-	told := false
-	caller.NotifyPod(t.Context(), nri.PodStopped, thePod)
-	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { told = true })
-	if !told {
+	done := false
+	caller.NotifyPod(t.Context(), nri.PodStopped, fakePod)
+	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", fakeContainer, func() { done = true })
+	if !done {
 		t.Error("done was not called after a failure")
 	}
 }
@@ -222,13 +224,13 @@ func TestUpdatesOfOthers(t *testing.T) {
 	t.Parallel()
 	f := &fakePlugins{journal: &journal{}, updates: []nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}}
 	caller, finish := newCaller(t, f)
-	caller.NotifyContainer(t.Context(), nri.ContainerStarted, "c", theContainer, func() {})
+	caller.NotifyContainer(t.Context(), nri.ContainerStarted, "c", fakeContainer, func() {})
 	finish()
 	slices.Sort(f.entries) // the updates run in another goroutine
 	f.want(t, "container c", "hold", "release", "set c", "set gone")
 }
 
-func TestUpdateWith(t *testing.T) {
+func TestUpdateOthers(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		updates []nri.Update

@@ -28,7 +28,8 @@ func (r requests) Objects() ([]*nri.Pod, []*nri.Container) { return r.caller.Run
 // Update implements nri.Runtime. An update that has the container's lock when ctx ends is
 // completed, and the plugin gets its result.
 func (r requests) Update(ctx context.Context, u nri.Update) error {
-	return r.caller.Tasks.Detach(context.WithoutCancel(ctx), updateLimit, "update for a plugin", "container "+u.ContainerID,
+	return r.caller.Tasks.Detach(context.WithoutCancel(ctx), updateLimit, "update for a plugin",
+		"container "+u.ContainerID,
 		func(operation context.Context) error {
 			turn, cancel := context.WithCancel(operation)
 			defer cancel()

@@ -152,7 +152,7 @@ func TestFilesAreBounded(t *testing.T) {
 
 // The node's resolv.conf may be any kind of file. A FIFO does not block, an endless file is not
 // read.
-func TestNodesFiles(t *testing.T) {
+func TestUnusualResolvConfOfNode(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	fifo, large := filepath.Join(dir, "fifo"), filepath.Join(dir, "large")
@@ -172,7 +172,7 @@ func TestNodesFiles(t *testing.T) {
 	}
 }
 
-func TestWriteHostsRefusesWhatIsNoAddress(t *testing.T) {
+func TestWriteHostsRefusesInvalidAddress(t *testing.T) {
 	t.Parallel()
 	p := shared(t, false)
 	if err := p.writeHosts([]string{"10.0.0.7\n192.0.2.1 bank.example"}); err == nil {

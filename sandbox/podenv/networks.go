@@ -122,7 +122,8 @@ func addressStrings(ips []netip.Addr) []string {
 func (n *Networks) Detach(ctx context.Context, rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
 	pod, err := cniPod(rec, config)
 	if err != nil {
-		n.log.Warn("skip CNI DEL: plugins never saw this pod, because its config cannot be passed to them", "pod", rec.ID, "error", err)
+		n.log.Warn("skip CNI DEL: plugins never saw this pod, because its config cannot be passed to them",
+			"pod", rec.ID, "error", err)
 		return nil
 	}
 	ctx, span := trace.Nest(ctx, "CNI DEL")
@@ -170,7 +171,8 @@ func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord,
 		}
 		pod, err := cniPod(rec, config)
 		if err != nil {
-			n.log.Warn("CNI GC: the config of a pod cannot be passed to plugins, so they release what they hold for it", "pod", rec.ID, "error", err)
+			n.log.Warn("CNI GC: the config of a pod cannot be passed to plugins, so they release what they hold for it", "pod",
+				rec.ID, "error", err)
 			continue
 		}
 		valid = append(valid, pod)
@@ -179,7 +181,8 @@ func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord,
 	n.tasks.Background.Spawn(func() {
 		defer close(ended)
 		defer n.tasks.Begin("CNI GC", "all networks")()
-		err := n.tasks.Guard("run CNI GC of", "all networks", func() error { return n.network.GC(n.tasks.Background.Context(), valid) })
+		err := n.tasks.Guard("run CNI GC of", "all networks",
+			func() error { return n.network.GC(n.tasks.Background.Context(), valid) })
 		if err != nil {
 			n.log.Warn("CNI GC failed", "error", err)
 		}

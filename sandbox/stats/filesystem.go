@@ -81,7 +81,8 @@ func (c *Sampler) measureFilesystem() error {
 	}
 	c.filesystem.Store(&Filesystem{At: time.Now(), Mountpoint: c.mountpoint, Device: c.device,
 		Bytes: st.Blocks * uint64(st.Frsize), Inodes: st.Files, FreeInodes: st.Ffree,
-		occupied: diskusage.Usage{Bytes: (st.Blocks - min(st.Bfree, st.Blocks)) * uint64(st.Frsize), Inodes: st.Files - min(st.Ffree, st.Files)}})
+		occupied: diskusage.Usage{Bytes: (st.Blocks - min(st.Bfree, st.Blocks)) * uint64(st.Frsize),
+			Inodes: st.Files - min(st.Ffree, st.Files)}})
 	return nil
 }
 

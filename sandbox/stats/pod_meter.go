@@ -19,8 +19,8 @@ type PodMeter struct {
 	rate  rate            // of the sum, if the pod has no cgroup
 	net   *cgstats.NetDev
 
-	ended atomic.Pointer[cgstats.Sample] // counters of ended containers, if the pod has no cgroup
-	told  atomic.Pointer[cgstats.Sample] // highest counters reported so far
+	ended    atomic.Pointer[cgstats.Sample] // counters of ended containers, if the pod has no cgroup
+	reported atomic.Pointer[cgstats.Sample] // highest counters reported so far
 }
 
 // PodMeter returns the meter of a pod. cgroupsPath is the runtime-spec path of its pause's cgroup,
@@ -29,7 +29,7 @@ type PodMeter struct {
 func (h Cgroups) PodMeter(cgroupsPath string, hasCgroup bool, netnsPath string) *PodMeter {
 	p := &PodMeter{}
 	p.ended.Store(&cgstats.Sample{})
-	p.told.Store(&cgstats.Sample{})
+	p.reported.Store(&cgstats.Sample{})
 	if hasCgroup {
 		p.group = h.parent(cgroupsPath)
 	} else {
@@ -105,7 +105,8 @@ func (p *PodMeter) Past() *cgstats.Sample { return p.ended.Load() }
 // running containers; they are added up if the pod has no cgroup. interfaces lists up to
 // maxInterfaces network interfaces, the default one first, and none if the pod uses the node's
 // network. The error wraps cgstats.ErrGone when the pod has ended.
-func (p *PodMeter) Read(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface, err error) {
+func (p *PodMeter) Read(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface,
+	err error) {
 	if p.net != nil {
 		if interfaces, err = p.net.Read(); err != nil {
 			return nil, err
@@ -131,7 +132,7 @@ func (p *PodMeter) readSum(u *Usage, past *cgstats.Sample, containers iter.Seq[*
 	for c := range containers {
 		u.Add(&c.Sample)
 	}
-	update(&p.told, func(highest *cgstats.Sample) {
+	update(&p.reported, func(highest *cgstats.Sample) {
 		u.Raise(highest)
 		highest.Raise(&u.Sample)
 	})

@@ -35,10 +35,10 @@ type Sample struct {
 
 // SampleState holds the last sample of a container. The zero value has none.
 type SampleState struct {
-	last  atomic.Pointer[Sample]
-	asked atomic.Bool // a client has read the last sample
-	slow  atomic.Bool // left to the goroutine for slow layers
-	due   time.Time   // time of the next sample if a client asks; owned by the sampling goroutine
+	last      atomic.Pointer[Sample]
+	requested atomic.Bool // a client has read the last sample
+	slow      atomic.Bool // left to the goroutine for slow layers
+	due       time.Time   // time of the next sample if a client asks; owned by the sampling goroutine
 }
 
 // Target is the current state of a container to sample.
@@ -57,7 +57,7 @@ type Target struct {
 
 // SamplerConfig configures a Sampler.
 type SamplerConfig struct {
-	Period        time.Duration                          // minimum time between two samples of a container that clients ask for
+	Period        time.Duration                          // minimum time between samples of a requested container
 	Targets       iter.Seq[Target]                       // the current state of all containers
 	Layers        string                                 // directory of the writable layers, each in ID/upper
 	Images        string                                 // directory of the images
@@ -114,7 +114,7 @@ func (c *Sampler) Wake() {
 
 // Last returns the last sample, nil before the first one, and requests a new one after the period.
 func (c *Sampler) Last(l *SampleState) *Sample {
-	if !l.asked.Swap(true) {
+	if !l.requested.Swap(true) {
 		c.Wake()
 	}
 	return l.last.Load()
@@ -160,7 +160,7 @@ func (c *Sampler) run(ctx context.Context, slow bool) {
 // sampleNext samples a container and sets the time and the goroutine of its next sample.
 func (c *Sampler) sampleNext(ctx context.Context, s *Target) {
 	begin := time.Now()
-	s.State.asked.Store(false) // later requests are for the next sample
+	s.State.requested.Store(false) // later requests are for the next sample
 	if err := c.sample(ctx, s); err != nil && ctx.Err() == nil {
 		c.cfg.Log.Warn("sample container", "container", s.ID, "error", err)
 	}
@@ -191,7 +191,8 @@ func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 func (c *Sampler) next(slow bool) (*Target, time.Duration) {
 	var first *Target
 	for s := range c.cfg.Targets {
-		if s.State.slow.Load() == slow && s.needsSample() && (first == nil || cmp.Or(c.dueOf(&s).Compare(c.dueOf(first)), cmp.Compare(s.ID, first.ID)) < 0) {
+		if s.State.slow.Load() == slow && s.needsSample() && (first == nil ||
+			cmp.Or(c.dueOf(&s).Compare(c.dueOf(first)), cmp.Compare(s.ID, first.ID)) < 0) {
 			first = &s
 		}
 	}
@@ -206,7 +207,7 @@ func (c *Sampler) next(slow bool) (*Target, time.Duration) {
 
 // dueOf returns the time of a container's next sample, which is earlier if a client has asked.
 func (c *Sampler) dueOf(s *Target) time.Time {
-	if s.State.due.IsZero() || s.State.asked.Load() {
+	if s.State.due.IsZero() || s.State.requested.Load() {
 		return s.State.due
 	}
 	return s.State.due.Add((unaskedFactor - 1) * c.cfg.Period)

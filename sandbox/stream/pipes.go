@@ -115,7 +115,8 @@ func (o *output) copy() error {
 		}
 		switch {
 		case err == nil:
-		case err == io.EOF, errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, unix.EIO): // EIO: no process has the terminal open
+		case err == io.EOF, errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err,
+			unix.EIO): // EIO: no process has the terminal open
 			return nil
 		default:
 			return fmt.Errorf("read command output: %w", err)

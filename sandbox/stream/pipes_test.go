@@ -24,7 +24,7 @@ func startOutput(t *testing.T, to io.Writer) (*output, func([]byte)) {
 	}
 }
 
-func TestOutputIsWhatWasWritten(t *testing.T) {
+func TestOutputIsComplete(t *testing.T) {
 	t.Parallel()
 	kept := newCapture(&outputBudget{})
 	o, write := startOutput(t, kept.writer(0))
@@ -36,7 +36,7 @@ func TestOutputIsWhatWasWritten(t *testing.T) {
 	}
 }
 
-func TestOutputBeyondTheCapIsDiscarded(t *testing.T) {
+func TestExcessOutputIsDiscarded(t *testing.T) {
 	t.Parallel()
 	kept := newCapture(&outputBudget{})
 	o, write := startOutput(t, kept.writer(0))

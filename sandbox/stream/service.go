@@ -70,8 +70,10 @@ type Service struct {
 }
 
 // New returns a Service for these targets. systemd says whether systemd manages their cgroups.
-func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bool, limits Limits, tasks *task.Runner) *Service {
-	s := &Service{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: newDialLimiter(), outputs: &outputBudget{},
+func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bool, limits Limits,
+	tasks *task.Runner) *Service {
+	s := &Service{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks,
+		dials: newDialLimiter(), outputs: &outputBudget{},
 		execs:     newSlots("execs", limits.Execs, limits.ExecsPerContainer),
 		connected: newSlots("exec sessions", limits.execSessions(), limits.ExecsPerContainer),
 		attached:  newSlots("attached sessions and forwarded connections", limits.Sessions, limits.podSessions())}
@@ -215,7 +217,8 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 		return ContainerTarget{}, err
 	}
 	if c.Terminal != terminal {
-		return ContainerTarget{}, errdefs.InvalidArgument("attach to container %s: tty is %t, but the container was created with tty %t", c.ID, terminal, c.Terminal)
+		return ContainerTarget{}, errdefs.InvalidArgument(
+			"attach to container %s: tty is %t, but the container was created with tty %t", c.ID, terminal, c.Terminal)
 	}
 	return c, nil
 }
@@ -289,7 +292,8 @@ func (s *Service) PortForward(ctx context.Context, podID string, port int32, str
 	defer s.tasks.BeginOpen("end of forwarded connection", pod.String())()
 	err = s.sessions().Forward(ctx, pod.ID, pod.NetNS, uint16(port), stream)
 	if pod.Sandboxed && errors.Is(err, unix.ECONNREFUSED) {
-		return errdefs.FailedPrecondition("forward port %d of pod sandbox %s: the host cannot reach the localhost inside its runtime's sandbox", port, pod.ID)
+		return errdefs.FailedPrecondition(
+			"forward port %d of pod sandbox %s: the host cannot reach the localhost inside its runtime's sandbox", port, pod.ID)
 	}
 	if err != nil {
 		return fmt.Errorf("forward port %d of pod sandbox %s: %w", port, pod.ID, err)
