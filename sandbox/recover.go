@@ -12,7 +12,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
+	"berth/internal/failpoint"
 	"berth/internal/join"
+	"berth/internal/safefs"
 	"berth/internal/task"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
@@ -57,9 +59,7 @@ func (m *Manager) recover(ctx context.Context) error {
 	if err := m.removeUnrecorded(); err != nil {
 		return err
 	}
-	if err := m.emptyTrash(); err != nil {
-		return err
-	}
+	m.emptyTrash()
 	if err := m.plugins.Start(ctx); err != nil {
 		return err
 	}
@@ -68,12 +68,19 @@ func (m *Manager) recover(ctx context.Context) error {
 }
 
 // emptyTrash starts deleting removed directories in the background, also those that an earlier daemon left.
-func (m *Manager) emptyTrash() error {
-	if err := m.trash.Discard(m.dirs.OldTrash()); err != nil {
-		return err
-	}
+func (m *Manager) emptyTrash() {
 	m.tasks.Background.Spawn(func() { m.trash.Run(m.tasks.Background.Context()) })
-	return nil
+	old := m.dirs.OldTrash()
+	if _, err := os.Lstat(old); err != nil {
+		return
+	}
+	// Deleted in its place: the writable layers may be on another filesystem.
+	m.tasks.RetryInBackground("delete", old, func(ctx context.Context) error {
+		failpoint.Reach("trash.delete-old")
+		err := safefs.RemoveAll(ctx, old)
+		failpoint.Reach("trash.old-deleted")
+		return err
+	})
 }
 
 // findAtOnce bounds how many shims are looked for at a time. Most are found at once, but one that ends just then, or what a lost
