@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Functions shared by contrib/demo, contrib/test, contrib/bench and
-# contrib/machine. Source it; it changes nothing by itself but sets BERTH_SRC.
+# Functions shared by the scripts in contrib and integration. Sourcing this file only sets
+# variables.
+# shellcheck disable=SC2034 # the scripts that source this file use the variables
 
 # BERTH_SRC is the root of the checkout.
 BERTH_SRC=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,7 +15,7 @@ need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0"; }
 
 # Debian's and Ubuntu's names, the same in Debian 12 and 13 and Ubuntu 22.04 and 24.04.
 BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev libisal-dev busybox-static iproute2 util-linux ca-certificates git)
-# What the tests need beside that: other networks, and another runtime.
+# The tests also need CNI plugins, a firewall and another OCI runtime.
 BERTH_TEST_PACKAGES=(containernetworking-plugins iptables crun)
 
 install_packages() {
@@ -31,11 +32,12 @@ install_packages() {
 		die "apt-get could not install ${missing[*]}"
 }
 
-# BERTH_CORPUS_PACKAGES are packages of which tests make images: many small files, hard links, long paths, names in other scripts.
+# BERTH_CORPUS_PACKAGES are packages that tests turn into images. They have many small files, hard
+# links, long paths and names in other scripts.
 BERTH_CORPUS_PACKAGES=(tzdata git perl-base libc6 ncurses-term coreutils ca-certificates iso-codes)
 
-# fetch_corpus prints the directory that they are in, ${XDG_CACHE_HOME:-~/.cache}/berth-corpus; of a package that is there
-# no newer version is looked for. It fails where there are none to be had.
+# fetch_corpus downloads BERTH_CORPUS_PACKAGES into ${XDG_CACHE_HOME:-~/.cache}/berth-corpus and prints
+# that directory. It does not look for newer versions. It fails where packages cannot be downloaded.
 fetch_corpus() {
 	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-corpus p missing=()
 	mkdir -p "$dir" || return
@@ -56,9 +58,9 @@ go_minor() {
 	[[ $v =~ go1\.([0-9]+) ]] && echo "${BASH_REMATCH[1]}" || echo 0
 }
 
-# need_go puts the Go toolchain that go.mod names first in PATH. Any Go from 1.21
-# on fetches it by itself. An older one (Debian 12 has 1.19, Ubuntu 22.04 1.18)
-# can still download it, because a toolchain is a module like any other.
+# need_go puts the Go toolchain that go.mod names first in PATH. Go 1.21 and later fetch it
+# themselves. Older ones (Debian 12 has 1.19, Ubuntu 22.04 1.18) can still download it, because a
+# toolchain is a module.
 need_go() {
 	PATH=$PATH:/usr/local/go/bin # sudo drops it
 	[ "$(go_minor)" -gt 0 ] || install_packages golang-go
@@ -68,7 +70,7 @@ need_go() {
 		GOROOT=$(fetch_toolchain) || die "needs Go 1.21 or later, found $(go version)"
 	fi
 	export GOROOT PATH=$GOROOT/bin:$PATH GOTOOLCHAIN=local
-	# Under sudo the checkout belongs to somebody else, and git refuses to tell its revision.
+	# Under sudo the checkout belongs to another user, so git refuses to read its revision.
 	export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false"
 }
 
@@ -78,7 +80,7 @@ fetch_toolchain() {
 	version=v0.0.1-go$(awk '$1 == "go" {print $2}' "$BERTH_SRC/go.mod").linux-$(go env GOARCH)
 	dir=$(cd / && go mod download -json "golang.org/toolchain@$version" | sed -n 's/^\t"Dir": "\(.*\)",*$/\1/p')
 	[ -n "$dir" ] || return 1
-	# Module zips carry no modes; newer go commands do the same after their download.
+	# Module zips carry no file modes. Newer go commands also set them after the download.
 	chmod +x "$dir"/bin/* "$dir"/pkg/tool/*/* && echo "$dir"
 }
 
@@ -91,11 +93,11 @@ set_up() {
 	"$BERTH_SRC/contrib/build"
 }
 
-# source_git runs git on the checkout, whoever it belongs to: under sudo, or in a CI's container, it is somebody else.
+# source_git runs git on the checkout even if it belongs to another user, as under sudo or in CI.
 source_git() { git -c safe.directory="$BERTH_SRC" -C "$BERTH_SRC" "$@"; }
 
-# build_releases builds what integration/upgrade compares with: its tests have no network to fetch modules with. It
-# prints what cannot be built because this checkout has no history.
+# build_releases builds the released versions that integration/upgrade compares with, because its
+# tests have no network to fetch modules. It prints the versions that this checkout has no history of.
 build_releases() {
 	local version code
 	while read -r version _; do
@@ -110,26 +112,25 @@ build_releases() {
 	done <"$BERTH_SRC/integration/upgrade/versions"
 }
 
-# note_skips OUTPUT lists the tests that a run left out, each with the reason, which is what it logged last.
+# note_skips OUTPUT lists the tests that a run skipped, each with the reason it logged last.
 note_skips() {
 	awk '/^=== (RUN|NAME|CONT) / { test = $3 }
 		/^ *[a-z_0-9]+\.go:[0-9]+: / { said[test] = $0; sub(/^ *[a-z_0-9]+\.go:[0-9]+: /, "", said[test]) }
 		/^ *--- SKIP/ { print $0 ": " said[$3] }' "$1"
 }
 
-# --- a machine of one's own -----------------------------------------------------
+# --- private machines -----------------------------------------------------------
 #
-# machine_run CMD… runs CMD in mount, pid, network, uts and ipc namespaces of its
-# own, with an empty /run and with cgroups below a name of its own, exported as
-# BERTH_MACHINE. Nothing done inside reaches the host, and whatever is left when
-# CMD ends (or this shell dies) is killed with the pid namespace's init.
+# machine_run CMD… runs CMD in its own mount, PID, network, UTS and IPC namespaces, with an empty
+# /run and with cgroups below a unique name, exported as BERTH_MACHINE. Nothing done inside reaches
+# the host. When CMD ends or this shell dies, the kernel kills the rest with the namespace's init.
 #
-# The cgroups' name holds the pid and start time of its owner, so that the next
-# run can tell an aborted run's leftovers from a neighbour's (machine_sweep).
+# The cgroups' name holds the PID and start time of its owner, so that the next run can tell the
+# leftovers of an aborted run from a machine in use (machine_sweep).
 
 MACHINE_PREFIX=berth-machine-
 
-# starttime PID prints field 22 of /proc/PID/stat, counted after the name, which may hold blanks.
+# starttime PID prints field 22 of /proc/PID/stat. It counts after the name, which may hold blanks.
 starttime() {
 	local stat
 	read -r stat 2>/dev/null <"/proc/$1/stat" || return 1
@@ -137,8 +138,8 @@ starttime() {
 	echo "${stat[19]}"
 }
 
-# owned PATH prints the name of a directory below which only this shell works: PATH.PID-STARTTIME. Those of
-# shells that are gone are removed.
+# owned PATH prints PATH.PID-STARTTIME, the name of a directory that only this shell uses. It removes
+# the directories of shells that have ended.
 owned() {
 	local left owner
 	for left in "$1".*; do
@@ -148,19 +149,20 @@ owned() {
 	echo "$1.$$-$(starttime $$)"
 }
 
-# cgroups_named NAME prints NAME's directory in every mounted hierarchy, v1 or v2.
+# cgroups_named NAME prints the directory of NAME, which may be a pattern, in every mounted hierarchy, v1 or v2.
 cgroups_named() {
 	local dir
+	# shellcheck disable=SC2231 # NAME may be a pattern
 	for dir in /sys/fs/cgroup/$1 /sys/fs/cgroup/*/$1; do
 		[ -d "$dir" ] && echo "$dir"
 	done
 	return 0
 }
 
-# cgroups_remove NAME kills what lives in these cgroups, and removes them.
+# cgroups_remove NAME kills the processes in these cgroups and removes the cgroups.
 cgroups_remove() {
-	local dir pid try
-	for try in {1..100}; do
+	local dir pid
+	for _ in {1..100}; do
 		for dir in $(cgroups_named "$1"); do
 			find "$dir" -name cgroup.procs -exec cat {} + 2>/dev/null | while read -r pid; do
 				[ "$pid" = 0 ] || kill -KILL "$pid" 2>/dev/null
@@ -168,13 +170,13 @@ cgroups_remove() {
 			find "$dir" -depth -type d -exec rmdir {} + 2>/dev/null
 		done
 		[ -z "$(cgroups_named "$1")" ] && return 0
-		sleep 0.1 # a killed process leaves its cgroup when it has been reaped
+		sleep 0.1 # a killed process leaves its cgroup when it is reaped
 	done
-	echo "cgroups of $1 cannot be removed" >&2
+	echo "cannot remove the cgroups of $1" >&2
 	return 1
 }
 
-# machine_sweep removes what aborted runs left: machines whose owner is gone.
+# machine_sweep removes the cgroups of aborted runs: their owner has ended.
 machine_sweep() {
 	local name owner
 	for name in $(cgroups_named "$MACHINE_PREFIX*" | sed 's,.*/,,' | sort -u); do
@@ -185,12 +187,13 @@ machine_sweep() {
 	done
 }
 
-# cgroup_run CMD… runs CMD with a name for cgroups of its own in BERTH_MACHINE. They
-# are removed, and what lives in them killed, when CMD ends; CMD dies with this shell.
+# cgroup_run CMD… runs CMD with a unique name for cgroups in BERTH_MACHINE. When CMD ends it kills the
+# processes in these cgroups and removes the cgroups. CMD dies with this shell.
 cgroup_run() {
-	local code=0 owner=$BASHPID # in $(…) it would be another
+	local code=0 owner=$BASHPID # $$ would be the parent shell in $(…)
 	machine_sweep
-	export BERTH_MACHINE=$MACHINE_PREFIX$owner-$(starttime "$owner")
+	BERTH_MACHINE=$MACHINE_PREFIX$owner-$(starttime "$owner")
+	export BERTH_MACHINE
 	setpriv --pdeathsig KILL "$@" || code=$?
 	cgroups_remove "$BERTH_MACHINE" || code=1
 	return "$code"
@@ -201,8 +204,8 @@ machine_run() {
 		bash -c '. "$1"; shift; machine_init "$@"; exit' machine "$BERTH_SRC/contrib/lib.sh" "$@"
 }
 
-# join_cgroups NAME moves this shell to NAME in cgroup v2's hierarchy and in that of v1's freezer, below which the daemon makes
-# cgroups for CNI plugins.
+# join_cgroups NAME moves this shell to the cgroup NAME of the v2 hierarchy and of v1's freezer. The
+# daemon creates cgroups for CNI plugins below its own.
 join_cgroups() {
 	local hierarchy
 	for hierarchy in /sys/fs/cgroup{,/unified,/freezer}; do
@@ -212,7 +215,7 @@ join_cgroups() {
 	done
 }
 
-# machine_init is pid 1 inside: bash reaps orphans, which is all an init must do.
+# machine_init CMD… is PID 1 of a machine. An init only has to reap orphans, which bash does.
 machine_init() {
 	local resolv
 	set -e
@@ -220,29 +223,28 @@ machine_init() {
 	mount -t proc proc /proc
 	mount -t tmpfs -o mode=0755 berth-run /run
 	mkdir -p /run/lock /run/tmp
-	# Mounts do not protect a device node from chmod: a test that tries that gets one of its own.
+	# A mount namespace does not protect device nodes from chmod, which a test tries on /dev/null.
 	mknod -m 0666 /run/null c 1 3
 	mount --bind /run/null /dev/null
-	# systemd-resolved keeps the file below /run, where it is hidden now.
+	# systemd-resolved keeps the file below /run, which the tmpfs hides.
 	if [ -L /etc/resolv.conf ] && [ ! -e /etc/resolv.conf ]; then
 		mkdir -p "$(dirname "$(readlink -m /etc/resolv.conf)")"
 		printf '%s\n' "$resolv" >"$(readlink -m /etc/resolv.conf)"
 	fi
-	mount --make-rshared / # as systemd does: what is mounted later reaches warm launchers
+	mount --make-rshared / # as systemd does, so that later mounts reach idle launchers
 	hostname berth-machine
 	ip link set lo up
 	join_cgroups "$BERTH_MACHINE/self"
 	echo 1 >/proc/sys/net/ipv4/ip_forward
-	export TMPDIR=/run/tmp # gone with the machine, and overlayfs accepts it as its upper layer
+	export TMPDIR=/run/tmp # ends with the machine, and overlayfs accepts it as an upper layer
 	unset GOTMPDIR         # testing.T.TempDir prefers it
-	unset {http,https,all,no}_proxy {HTTP,HTTPS,ALL,NO}_PROXY # there is no way to one from here
+	unset {http,https,all,no}_proxy {HTTP,HTTPS,ALL,NO}_PROXY # none is reachable from here
 	set +e
 	"$@"
 }
 
-# start_registry DIR starts the registry with the demo's image on loopback. It sets
-# REGISTRY_PID and IMAGE; the registry also ends with this shell, which holds its
-# standard input.
+# start_registry DIR starts a registry on loopback that serves the demo's image. It sets REGISTRY_PID
+# and IMAGE. The registry ends with this shell, which holds its standard input.
 start_registry() {
 	mkfifo "$1/registry" "$1/registry.stdin"
 	exec 9<>"$1/registry.stdin"

@@ -33,7 +33,7 @@ func CgroupDir(t *testing.T, pid int, controller string) string {
 	return ""
 }
 
-// CgroupFile reads a setting of a process's cgroup: v1 and v2 are its names.
+// CgroupFile reads a setting of a process's cgroup. v1 and v2 are the file's names in each version.
 func CgroupFile(t *testing.T, pid int, controller, v1, v2 string) string {
 	t.Helper()
 	name := v1

@@ -1,5 +1,5 @@
-// Package machine is the machine that tests run in, as its kernel shows it: processes, mounts, cgroups, files. It knows no
-// daemon and no pods.
+// Package machine gives tests access to the processes, mounts, cgroups and files of the machine they
+// run in.
 package machine
 
 import "testing"

@@ -14,7 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ReadLines returns the lines of a file; none if it can't be read, as when its process has ended.
+// ReadLines returns the lines of a file, or none if reading fails, for example because the process of
+// a file in /proc has ended.
 func ReadLines(path string) []string {
 	content, err := os.ReadFile(path)
 	if err != nil {
@@ -23,7 +24,7 @@ func ReadLines(path string) []string {
 	return strings.Split(strings.TrimRight(string(content), "\n"), "\n")
 }
 
-// ReadDir returns the names in a directory, sorted; none if it can't be read.
+// ReadDir returns the sorted names in a directory, or none if reading fails.
 func ReadDir(path string) []string {
 	entries, err := os.ReadDir(path)
 	if err != nil {
@@ -37,7 +38,7 @@ func ReadDir(path string) []string {
 	return names
 }
 
-// HostDir makes a directory of the host with the given directories in it.
+// HostDir creates a temporary directory that contains the named directories and returns its path.
 func HostDir(t *testing.T, names ...string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -56,7 +57,7 @@ func Lgetxattr(path, name string, value []byte) (int, error) {
 	return n, nil
 }
 
-// Mountpoints returns the mount points a process sees, in the order they were made.
+// Mountpoints returns the mount points of a process's mount namespace, oldest first.
 func Mountpoints(t *testing.T, pid int) []string {
 	t.Helper()
 	var out []string
@@ -75,19 +76,19 @@ func IsMountpoint(t *testing.T, path string) bool {
 	return slices.Contains(Mountpoints(t, os.Getpid()), path)
 }
 
-// MountTmpfs mounts a tmpfs on the host with the given propagation until the test ends.
+// MountTmpfs mounts a tmpfs with the given propagation and unmounts it when the test ends.
 func MountTmpfs(t *testing.T, path string, propagation uintptr) {
 	t.Helper()
 	must(t, syscall.Mount("test", path, "tmpfs", 0, ""))
 	t.Cleanup(func() {
-		if err := syscall.Unmount(path, syscall.MNT_DETACH); !errors.Is(err, syscall.EINVAL) { // not mounted any more
+		if err := syscall.Unmount(path, syscall.MNT_DETACH); !errors.Is(err, syscall.EINVAL) { // no longer mounted
 			must(t, err)
 		}
 	})
 	must(t, syscall.Mount("", path, "", propagation, ""))
 }
 
-// NamespacePins returns where namespaces of a kind ("user:") are kept by bind mounts.
+// NamespacePins returns the paths where bind mounts keep namespaces of a kind, for example "user:".
 func NamespacePins(kind string) []string {
 	var pins []string
 	for _, line := range ReadLines("/proc/self/mountinfo") {

@@ -22,8 +22,8 @@ func Processes() (pids []int) {
 	return pids
 }
 
-// CommandLine returns a process's arguments, separated by blanks; "" if it is a
-// zombie or gone.
+// CommandLine returns a process's arguments, separated by blanks, or "" if it is a zombie or has
+// ended.
 func CommandLine(pid int) string {
 	return strings.ReplaceAll(strings.Join(ReadLines(fmt.Sprintf("/proc/%d/cmdline", pid)), "\n"), "\x00", " ")
 }
@@ -59,7 +59,7 @@ func ChildrenOf(parent int) (pids []int) {
 	return pids
 }
 
-// PidfdsOf returns how many pidfds of a process another one holds.
+// PidfdsOf returns how many pidfds of the process pid the process holder has open.
 func PidfdsOf(holder, pid int) (n int) {
 	dir := fmt.Sprintf("/proc/%d/fdinfo/", holder)
 	for _, fd := range ReadDir(dir) {
@@ -86,16 +86,16 @@ func KillProcess(t *testing.T, pid int) {
 	must(t, unix.Kill(pid, unix.SIGKILL))
 }
 
-// ContinueAll lets all processes go on that are stopped.
+// ContinueAll sends SIGCONT to all stopped processes.
 func ContinueAll() {
 	for _, pid := range Processes() {
 		if slices.Contains(ReadLines(fmt.Sprintf("/proc/%d/status", pid)), "State:\tT (stopped)") {
-			_ = unix.Kill(pid, unix.SIGCONT) // it has ended
+			_ = unix.Kill(pid, unix.SIGCONT) // it may have ended
 		}
 	}
 }
 
-// StatusField returns a line of /proc/PID/status.
+// StatusField returns the value of a line of /proc/PID/status.
 func StatusField(t *testing.T, pid int, key string) string {
 	t.Helper()
 	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/status", pid)) {
@@ -107,7 +107,7 @@ func StatusField(t *testing.T, pid int, key string) string {
 	return ""
 }
 
-// Namespace identifies a namespace of a process.
+// Namespace returns the identity of a process's namespace, for example "net:[4026531840]".
 func Namespace(t *testing.T, pid int, kind string) string {
 	t.Helper()
 	link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", pid, kind))
@@ -115,7 +115,7 @@ func Namespace(t *testing.T, pid int, kind string) string {
 	return link
 }
 
-// CountFiles returns how many entries a directory of /proc/PID has: fd, task.
+// CountFiles returns the number of entries in a directory of /proc/PID, for example fd or task.
 func CountFiles(t *testing.T, pid int, dir string) int {
 	t.Helper()
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/%s", pid, dir))
@@ -123,7 +123,7 @@ func CountFiles(t *testing.T, pid int, dir string) int {
 	return len(entries)
 }
 
-// SessionsLeft returns an error if a monitor has clients.
+// SessionsLeft returns an error if the monitor has sockets besides its listener.
 func SessionsLeft(monitor int) error {
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", monitor))
 	if err != nil {
@@ -135,20 +135,20 @@ func SessionsLeft(monitor int) error {
 			sockets++
 		}
 	}
-	if sockets != 1 { // the one it listens at
+	if sockets != 1 {
 		return fmt.Errorf("the monitor has %d sockets", sockets)
 	}
 	return nil
 }
 
-// CanLowerOOMScore reports whether this kernel lets us go below our own
-// oom_score_adj: that takes CAP_SYS_RESOURCE, which root may lack.
+// CanLowerOOMScore reports whether the process may lower its oom_score_adj, which needs
+// CAP_SYS_RESOURCE. Root may lack it.
 func CanLowerOOMScore() bool {
 	cmd := exec.Command("sh", "-c", "echo -998 >/proc/self/oom_score_adj")
 	return cmd.Run() == nil
 }
 
-// Limits returns a line of /proc/PID/limits: "soft hard".
+// Limits returns a line of /proc/PID/limits as "soft hard".
 func Limits(t *testing.T, pid int, name string) string {
 	t.Helper()
 	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/limits", pid)) {
