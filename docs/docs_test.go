@@ -33,6 +33,22 @@ func TestPagesNameExistingTests(t *testing.T) {
 	}
 }
 
+// Pages name packages and files of the checkout by their paths. runc.md also names files of modules.
+func TestPagesNameExistingPaths(t *testing.T) {
+	t.Parallel()
+	path := regexp.MustCompile("`((?:cmd|checkpoint|cni|contrib|image|integration|internal|oci|sandbox|server|shim)/[\\w./-]+)`")
+	for page, content := range files(t, ".md") {
+		if filepath.Base(page) == "runc.md" {
+			continue
+		}
+		for _, match := range path.FindAllStringSubmatch(content, -1) {
+			if _, err := os.Stat(filepath.Join(checkout, match[1])); err != nil {
+				t.Errorf("%s names a path that does not exist: %v", page, err)
+			}
+		}
+	}
+}
+
 // security.md names a test for each promise.
 func TestPromisesHaveTests(t *testing.T) {
 	t.Parallel()
