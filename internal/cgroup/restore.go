@@ -17,7 +17,12 @@ import (
 // globs, because each size of huge pages has its own file.
 var (
 	v1Limits = map[string][]string{
-		"memory":  {"memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.soft_limit_in_bytes", "memory.swappiness"},
+		"memory": {
+			"memory.limit_in_bytes",
+			"memory.memsw.limit_in_bytes",
+			"memory.soft_limit_in_bytes",
+			"memory.swappiness",
+		},
 		"cpu":     {"cpu.shares", "cpu.cfs_period_us", "cpu.cfs_quota_us", "cpu.cfs_burst_us", "cpu.idle"},
 		"cpuset":  {"cpuset.cpus", "cpuset.mems"},
 		"hugetlb": {"hugetlb.*.limit_in_bytes"},
@@ -158,7 +163,10 @@ func resourcesOf(limits []limit) *cgroups.Resources {
 			r.Memory = number(fields[0])
 		case "memory.low":
 			r.MemoryReservation = number(fields[0])
-		case "memory.min", "memory.high", "memory.swap.max", "pids.max": // memory.swap.max too, because a sum cannot express "no swap" to systemd
+		case "memory.min",
+			"memory.high",
+			"memory.swap.max",
+			"pids.max": // memory.swap.max too, because a sum cannot express "no swap" to systemd
 			r.Unified[name] = fields[0]
 		case "cpu.weight":
 			r.CpuWeight = uint64(max(number(fields[0]), 0))

@@ -84,7 +84,13 @@ func (v *detailReader) readV1(d *Detail) {
 	usage := v.number("cpuacct", "cpuacct.usage", parseUint)
 	user := v.number("cpuacct", "cpuacct.usage_user", parseUint) // Linux 4.11
 	system := v.number("cpuacct", "cpuacct.usage_sys", parseUint)
-	d.CPU = CPU{Known: usage.Known, Usage: usage.Value, TimesKnown: user.Known && system.Known, User: user.Value, System: system.Value}
+	d.CPU = CPU{
+		Known:      usage.Known,
+		Usage:      usage.Value,
+		TimesKnown: user.Known && system.Known,
+		User:       user.Value,
+		System:     system.Value,
+	}
 	parseCPUStat(v.content("cpu", "cpu.stat"), &d.CPU)
 	d.MaxUsage = v.number("memory", "memory.max_usage_in_bytes", parseUint)
 	d.Reservation = v.number("memory", "memory.soft_limit_in_bytes", parseLimit)

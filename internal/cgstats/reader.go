@@ -102,9 +102,11 @@ func (r *Reader) open() (*files, error) {
 	o := opener{group: group}
 	if group.V2 {
 		f.cpu = o.open("cpu", "cpu.stat")
-		f.usage, f.stat, f.limit = o.open("memory", "memory.current"), o.open("memory", "memory.stat"), o.open("memory", "memory.max")
+		f.usage, f.stat, f.limit = o.open("memory", "memory.current"), o.open("memory",
+			"memory.stat"), o.open("memory", "memory.max")
 		f.swap, f.swapLimit = o.open("memory", "memory.swap.current"), o.open("memory", "memory.swap.max")
-		f.cpuPSI, f.memoryPSI, f.ioPSI = o.open("cpu", "cpu.pressure"), o.open("memory", "memory.pressure"), o.open("io", "io.pressure")
+		f.cpuPSI, f.memoryPSI, f.ioPSI = o.open("cpu", "cpu.pressure"), o.open("memory",
+			"memory.pressure"), o.open("io", "io.pressure")
 	} else {
 		f.cpu = o.open("cpuacct", "cpuacct.usage")
 		f.usage, f.stat, f.limit = o.open("memory", "memory.usage_in_bytes"), o.open("memory", "memory.stat"), o.open("memory", "memory.limit_in_bytes")

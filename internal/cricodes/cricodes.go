@@ -33,7 +33,12 @@ var refusals = map[string][]codes.Code{
 	"UpdatePodSandboxResources": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition},
 	"UpdateRuntimeConfig":       {codes.InvalidArgument},
 
-	"ExecSync":    {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.DeadlineExceeded}, // DeadlineExceeded: the command's timeout
+	"ExecSync": {
+		codes.InvalidArgument,
+		codes.NotFound,
+		codes.FailedPrecondition,
+		codes.DeadlineExceeded,
+	}, // DeadlineExceeded: the command's timeout
 	"Exec":        {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
 	"Attach":      {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
 	"PortForward": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
@@ -60,5 +65,6 @@ func Allowed(method string, code codes.Code, text string) bool {
 	if method == "PullImage" && code == codes.Unknown {
 		return strings.HasPrefix(text, unavailable)
 	}
-	return code == codes.OK && !slices.Contains(refusals[method], codes.Unimplemented) || slices.Contains(refusals[method], code)
+	return code == codes.OK && !slices.Contains(refusals[method], codes.Unimplemented) ||
+		slices.Contains(refusals[method], code)
 }

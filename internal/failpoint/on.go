@@ -102,7 +102,8 @@ func countDown(fd int, name string) (unix.Signal, error) {
 	}
 	left--
 	// Padded to the length of the content that it replaces.
-	text := name + " " + strings.Repeat("0", max(0, len(fields[1])-len(strconv.Itoa(left)))) + strconv.Itoa(left) + " " + fields[2] + " " + fields[3] + "\n"
+	text := name + " " + strings.Repeat("0", max(0, len(fields[1])-len(strconv.Itoa(left)))) + strconv.Itoa(
+		left) + " " + fields[2] + " " + fields[3] + "\n"
 	if _, err := unix.Pwrite(fd, []byte(text), 0); err != nil || left > 0 {
 		return 0, err
 	}

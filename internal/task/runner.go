@@ -38,7 +38,8 @@ func NewRunner(log *slog.Logger, waits *Waits) *Runner {
 // Detach runs op to its end in a goroutine of Operations, so that the operation completes even if
 // its caller gives up. It returns when op has ended or ctx has. limit bounds op, which counts as a
 // wait.
-func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string, op func(context.Context) error) error {
+func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string,
+	op func(context.Context) error) error {
 	return r.detach(ctx, r.Operations, limit, what, object, op)
 }
 
@@ -49,7 +50,8 @@ func (r *Runner) DetachStep(ctx context.Context, limit time.Duration, what, obje
 	return r.detach(ctx, r.Watchers, limit, what, object, func(context.Context) error { return op() })
 }
 
-func (r *Runner) detach(ctx context.Context, in *Lifetime, limit time.Duration, what, object string, op func(context.Context) error) error {
+func (r *Runner) detach(ctx context.Context, in *Lifetime, limit time.Duration, what, object string,
+	op func(context.Context) error) error {
 	done := make(chan error, 1)
 	carried, release := trace.Carry(in.ctx, ctx)
 	if !in.Spawn(func() {

@@ -189,7 +189,16 @@ func (w *Waits) look(known map[*Wait]bool, last time.Time, log *slog.Logger) tim
 		}
 		known[entry] = true
 		w.overdue.Add(1)
-		attributes := []any{"what", entry.What, "object", entry.Object, "age", now.Sub(entry.Since).Round(time.Millisecond), "limit", entry.Limit}
+		attributes := []any{
+			"what",
+			entry.What,
+			"object",
+			entry.Object,
+			"age",
+			now.Sub(entry.Since).Round(time.Millisecond),
+			"limit",
+			entry.Limit,
+		}
 		if now.Sub(last) >= stacksPeriod {
 			last = now
 			attributes = append(attributes, "stacks", allStacks())

@@ -29,7 +29,8 @@ const progressInterval = 100 * time.Millisecond
 
 // PullWithProgress pulls an image and returns its ID. During the pull it calls each with the
 // progress that Status reports for ref. A runtime may report none. auth may be nil.
-func (c *Client) PullWithProgress(ctx context.Context, ref string, auth *runtimeapi.AuthConfig, each func([]Layer)) (string, error) {
+func (c *Client) PullWithProgress(ctx context.Context, ref string, auth *runtimeapi.AuthConfig,
+	each func([]Layer)) (string, error) {
 	type result struct {
 		id  string
 		err error

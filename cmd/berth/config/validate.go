@@ -29,7 +29,8 @@ func (c *Config) validate(where func(key string) string) error {
 	}
 	all = append(all, c.checkHandlers(where)...)
 	if len(all) == 0 && overlap(c.Root, c.State) {
-		all = append(all, fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
+		all = append(all,
+			fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
 	}
 	if err := checkEndpoint(c.TracingEndpoint); err != nil {
 		all = append(all, fmt.Errorf("%s: %w", where("tracing_endpoint"), err))
@@ -65,7 +66,14 @@ func (c *Config) checkHandlers(where func(key string) string) []error {
 		case name == BuiltinHandler:
 			all = append(all, fmt.Errorf("%s: %s is the built-in handler", where(key), name))
 		case !handlerName.MatchString(name):
-			all = append(all, fmt.Errorf("%s: %q is not a name that a RuntimeClass may have as its handler: lower case letters, digits and -, at most 63", where(key), name))
+			all = append(
+				all,
+				fmt.Errorf(
+					"%s: %q is not a name that a RuntimeClass may have as its handler: lower case letters, digits and -, at most 63",
+					where(key),
+					name,
+				),
+			)
 		case h.Path == "" && len(h.Args) > 0:
 			all = append(all, fmt.Errorf("%s: the built-in runtime takes no options; is a path missing?", where(key+".args")))
 		}

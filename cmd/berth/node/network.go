@@ -27,7 +27,13 @@ const AddressDir = "network"
 // of CNI's configuration directory. With a plugin, berth's own plugin runs as a function, also for
 // configurations in the directory. With nil it does not run.
 func NetworkConfig(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
-	c := cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cfg.CNICacheDir, Timeout: cfg.CNITimeout.Duration, Readers: Readers()}
+	c := cni.Config{
+		ConfDir:  cfg.CNIConfDir,
+		BinDirs:  cfg.CNIBinDirs,
+		CacheDir: cfg.CNICacheDir,
+		Timeout:  cfg.CNITimeout.Duration,
+		Readers:  Readers(),
+	}
 	if c.CacheDir == "" {
 		c.CacheDir = filepath.Join(cfg.Root, "cni")
 	}

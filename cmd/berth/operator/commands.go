@@ -23,11 +23,14 @@ type connection struct{ socket string }
 func Commands() []*cobra.Command {
 	o := &connection{}
 	commands := []*cobra.Command{
-		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), attachCommand(o), portForwardCommand(o), stopCommand(o), rmCommand(o),
+		runCommand(
+			o,
+		), psCommand(o), logsCommand(o), execCommand(o), attachCommand(o), portForwardCommand(o), stopCommand(o), rmCommand(o),
 		imagesCommand(o), pullCommand(o), traceCommand(o),
 	}
 	for _, cmd := range commands {
-		cmd.Flags().StringVarP(&o.socket, "socket", "s", defaultSocket(), "CRI socket of the runtime (environment: BERTH_SOCKET)")
+		cmd.Flags().
+			StringVarP(&o.socket, "socket", "s", defaultSocket(), "CRI socket of the runtime (environment: BERTH_SOCKET)")
 		cmd.SilenceUsage, cmd.SilenceErrors = true, true
 	}
 	return commands
@@ -48,7 +51,8 @@ func defaultSocket() string {
 }
 
 // connected returns a command's body that connects to the runtime and then calls run.
-func (o *connection) connected(run func(cmd *cobra.Command, args []string, c *client.Client) error) func(*cobra.Command, []string) error {
+func (o *connection) connected(
+	run func(cmd *cobra.Command, args []string, c *client.Client) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		c, err := client.Dial(cmd.Context(), o.socket)
 		if err != nil {

@@ -44,7 +44,8 @@ Other runtimes may let it run on.`,
 				Tty: s.terminal, Stdin: s.stdin, Stdout: true, Stderr: !s.terminal})
 			return reply.GetUrl(), err
 		})
-		ended := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded) // the latter from the handshake
+		ended := errors.Is(err, context.DeadlineExceeded) ||
+			errors.Is(err, os.ErrDeadlineExceeded) // the latter from the handshake
 		if end, ok := limited.Deadline(); ok && ended && !time.Now().Before(end) {
 			<-limited.Done() // the connection's own timer may fire a moment earlier
 		}

@@ -52,7 +52,8 @@ LOCAL defaults to REMOTE. ":REMOTE" selects any free local port.`,
 			return err
 		}
 		refusals := &refusals{}
-		forwarder, err := portforward.NewOnAddressesWithContext(refusals.context(ctx), dialer, []string{address}, args[1:], make(chan struct{}), cmd.OutOrStdout(), cmd.ErrOrStderr())
+		forwarder, err := portforward.NewOnAddressesWithContext(refusals.context(ctx), dialer, []string{address}, args[1:],
+			make(chan struct{}), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		if err != nil {
 			return err
 		}

@@ -43,7 +43,8 @@ and 2147352575 that no other pod of the runtime uses.`,
 	}
 	flags := cmd.Flags()
 	flags.BoolVarP(&config.Detach, "detach", "d", false, "print the pod's ID once its containers run, and exit")
-	flags.StringVar(&config.Dir, "run-dir", defaultRunDir, "directory for the pod's files while it exists: volumes, hosts, logs")
+	flags.StringVar(&config.Dir, "run-dir", defaultRunDir,
+		"directory for the pod's files while it exists: volumes, hosts, logs")
 	flags.StringVar(&config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
 	flags.StringVar(&config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pod (default: the daemon's choice)")
 	flags.StringVar(&config.Handler, "runtime-handler", "", "runtime handler of the pod")

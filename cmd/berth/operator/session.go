@@ -37,14 +37,16 @@ func (s *session) addFlags(cmd *cobra.Command) {
 }
 
 func addTLSFlags(cmd *cobra.Command, tls *rest.TLSClientConfig) {
-	cmd.Flags().StringVar(&tls.CAFile, "tls-ca", "", "file with CA certificates for the runtime's streaming server, if it serves https (default: the system's)")
+	cmd.Flags().
+		StringVar(&tls.CAFile, "tls-ca", "", "file with CA certificates for the runtime's streaming server, if it serves https (default: the system's)")
 	cmd.Flags().StringVar(&tls.CertFile, "tls-cert", "", "client certificate file for the runtime's streaming server")
 	cmd.Flags().StringVar(&tls.KeyFile, "tls-key", "", "key file of --tls-cert")
 }
 
 // run connects the command's input and output until the session or ctx ends. offer
 // asks the runtime for a URL. A command that fails is an *cli.ExitStatus without a cause.
-func (s *session) run(ctx context.Context, cmd *cobra.Command, offer func(context.Context) (string, error)) (err error) {
+func (s *session) run(ctx context.Context, cmd *cobra.Command,
+	offer func(context.Context) (string, error)) (err error) {
 	options := remotecommand.StreamOptions{Stdout: cmd.OutOrStdout(), Tty: s.terminal}
 	if !s.terminal {
 		options.Stderr = cmd.ErrOrStderr()
@@ -75,7 +77,8 @@ func (s *session) run(ctx context.Context, cmd *cobra.Command, offer func(contex
 
 // stream has a session over WebSocket or, with runtimes that know only older versions
 // of it, SPDY. A URL is good for one try.
-func (s *session) stream(ctx context.Context, offer func(context.Context) (string, error), options remotecommand.StreamOptions) error {
+func (s *session) stream(ctx context.Context, offer func(context.Context) (string, error),
+	options remotecommand.StreamOptions) error {
 	config := &rest.Config{TLSClientConfig: s.tls}
 	err := streamOver(ctx, offer, options, func(address string) (remotecommand.Executor, error) {
 		return remotecommand.NewWebSocketExecutor(config, http.MethodGet, address)
@@ -92,7 +95,8 @@ func (s *session) stream(ctx context.Context, offer func(context.Context) (strin
 	})
 }
 
-func streamOver(ctx context.Context, offer func(context.Context) (string, error), options remotecommand.StreamOptions, over func(address string) (remotecommand.Executor, error)) error {
+func streamOver(ctx context.Context, offer func(context.Context) (string, error), options remotecommand.StreamOptions,
+	over func(address string) (remotecommand.Executor, error)) error {
 	address, err := offer(ctx)
 	if err != nil {
 		return err

@@ -27,7 +27,8 @@ A pod's containers get its grace period, then the pod's network is removed. A
 stopped pod can be inspected until "berth rm".`,
 		Args: cobra.MinimumNArgs(1),
 	}
-	cmd.Flags().DurationVarP(&timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
+	cmd.Flags().
+		DurationVarP(&timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
 	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.Flags().Lookup("timeout").DefValue = "0s" // not shown: the text states the default
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {

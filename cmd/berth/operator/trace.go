@@ -79,14 +79,16 @@ func startOf(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox) 
 	}
 	text, told := reply.GetInfo()["trace"]
 	if !told {
-		return nil, errdefs.FailedPrecondition("the runtime does not tell where time goes: it is another one, or an older berth")
+		return nil, errdefs.FailedPrecondition(
+			"the runtime does not tell where time goes: it is another one, or an older berth")
 	}
 	var operations []trace.Operation
 	if err := json.Unmarshal([]byte(text), &operations); err != nil {
 		return nil, fmt.Errorf("trace of pod %s: %w", client.ShortID(pod.GetId()), err)
 	}
 	if len(operations) == 0 {
-		return nil, errdefs.NotFound("pod %s was started by an earlier daemon, whose record of it is lost", client.ShortID(pod.GetId()))
+		return nil, errdefs.NotFound("pod %s was started by an earlier daemon, whose record of it is lost",
+			client.ShortID(pod.GetId()))
 	}
 	return operations, nil
 }
@@ -155,8 +157,11 @@ func spansOf(operations []trace.Operation) (all []waterfall.Span) {
 				name += " …" // goes on
 			}
 			began := o.Monotonic - operations[0].Monotonic + s.From
-			all = append(all, waterfall.Span{Name: name, Depth: s.Depth, Start: time.Duration(began), End: time.Duration(began + s.Took),
-				Failed: s.Depth == 0 && o.Failure != ""})
+			all = append(
+				all,
+				waterfall.Span{Name: name, Depth: s.Depth, Start: time.Duration(began), End: time.Duration(began + s.Took),
+					Failed: s.Depth == 0 && o.Failure != ""},
+			)
 		}
 	}
 	return all

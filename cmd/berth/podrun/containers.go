@@ -238,7 +238,8 @@ func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
 }
 
 // runHook runs a lifecycle handler in a container. timeout 0 means no limit.
-func runHook(ctx context.Context, c *client.Client, id string, h *corev1.LifecycleHandler, timeout time.Duration) error {
+func runHook(ctx context.Context, c *client.Client, id string, h *corev1.LifecycleHandler,
+	timeout time.Duration) error {
 	switch {
 	case h.Sleep != nil:
 		pause := time.Duration(h.Sleep.Seconds) * time.Second

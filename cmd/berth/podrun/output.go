@@ -45,9 +45,14 @@ func (e *outputError) Unwrap() error { return e.err }
 
 // follow prints a container's log until the container has exited or ctx ends.
 func (p *prefixer) follow(ctx context.Context, container, path string, exited <-chan struct{}) error {
-	err := crilog.Read(ctx, path, crilog.Options{Tail: crilog.All, Follow: true, Ended: exited}, func(r crilog.Record) error {
-		return p.print(container, r)
-	})
+	err := crilog.Read(
+		ctx,
+		path,
+		crilog.Options{Tail: crilog.All, Follow: true, Ended: exited},
+		func(r crilog.Record) error {
+			return p.print(container, r)
+		},
+	)
 	var unwritten *outputError
 	if ctx.Err() != nil && !errors.As(err, &unwritten) {
 		return nil // the cause is reported elsewhere

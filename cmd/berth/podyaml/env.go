@@ -134,7 +134,8 @@ func (p *Plan) fieldValue(fieldPath string, podIPs []string) (string, error) {
 }
 
 // refContainer returns the container of a resource reference, by default its own.
-func refContainer(pod *corev1.Pod, own *corev1.Container, ref *corev1.ResourceFieldSelector) (*corev1.Container, error) {
+func refContainer(pod *corev1.Pod, own *corev1.Container,
+	ref *corev1.ResourceFieldSelector) (*corev1.Container, error) {
 	if ref.ContainerName == "" {
 		return own, nil
 	}

@@ -48,7 +48,10 @@ var containerFields = []string{
 // reasons explain refusals better than the general text, by the end of the field's path.
 var reasons = []struct{ end, reason string }{
 	{"configMapKeyRef", noAPI}, {"secretKeyRef", noAPI}, {"envFrom", noAPI},
-	{"configMap", noAPI}, {"secret", noAPI}, {"projected", noAPI}, {"downwardAPI", "only emptyDir and hostPath volumes can be made"},
+	{
+		"configMap",
+		noAPI,
+	}, {"secret", noAPI}, {"projected", noAPI}, {"downwardAPI", "only emptyDir and hostPath volumes can be made"},
 	{"persistentVolumeClaim", noAPI}, {"csi", "only emptyDir and hostPath volumes can be made"},
 	{"imagePullSecrets", noAPI}, {"serviceAccountName", noAPI}, {"serviceAccount", noAPI},
 	{"livenessProbe", noProbe}, {"readinessProbe", noProbe}, {"startupProbe", noProbe},
@@ -167,7 +170,8 @@ func isUnset(v reflect.Value) bool {
 func needsCompany(pod *corev1.Pod) []Problem {
 	var found []Problem
 	if p := pod.Spec.RestartPolicy; p != "" && p != corev1.RestartPolicyNever {
-		found = append(found, Problem{"spec.restartPolicy", fmt.Sprintf("%s: nobody restarts the containers of a detached pod", p)})
+		found = append(found,
+			Problem{"spec.restartPolicy", fmt.Sprintf("%s: nobody restarts the containers of a detached pod", p)})
 	}
 	for i := range pod.Spec.InitContainers {
 		if isSidecar(&pod.Spec.InitContainers[i]) {

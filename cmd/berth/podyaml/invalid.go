@@ -72,7 +72,8 @@ func (c *checker) metadata() {
 
 func (c *checker) spec() {
 	spec := &c.pod.Spec
-	oneOf(c, "spec.restartPolicy", spec.RestartPolicy, corev1.RestartPolicyAlways, corev1.RestartPolicyOnFailure, corev1.RestartPolicyNever)
+	oneOf(c, "spec.restartPolicy", spec.RestartPolicy, corev1.RestartPolicyAlways, corev1.RestartPolicyOnFailure,
+		corev1.RestartPolicyNever)
 	if *spec.TerminationGracePeriodSeconds < 0 {
 		c.add("spec.terminationGracePeriodSeconds", "must not be negative")
 	}
@@ -153,7 +154,8 @@ func (c *checker) podSecurity() {
 	}
 	oneOf(c, at+".supplementalGroupsPolicy", value(sc.SupplementalGroupsPolicy),
 		corev1.SupplementalGroupsPolicyMerge, corev1.SupplementalGroupsPolicyStrict)
-	oneOf(c, at+".fsGroupChangePolicy", value(sc.FSGroupChangePolicy), corev1.FSGroupChangeAlways, corev1.FSGroupChangeOnRootMismatch)
+	oneOf(c, at+".fsGroupChangePolicy", value(sc.FSGroupChangePolicy), corev1.FSGroupChangeAlways,
+		corev1.FSGroupChangeOnRootMismatch)
 	for i, s := range sc.Sysctls {
 		if !sysctlName.MatchString(s.Name) {
 			c.add(index(at+".sysctls", i)+".name", "%q is not the name of a sysctl", s.Name)
@@ -241,8 +243,9 @@ func (c *checker) hostPath(at string, h *corev1.HostPathVolumeSource) {
 	if !path.IsAbs(h.Path) || slices.Contains(strings.Split(h.Path, "/"), "..") {
 		c.add(at+".path", "%q must be an absolute path without ..", h.Path)
 	}
-	oneOf(c, at+".type", value(h.Type), corev1.HostPathDirectoryOrCreate, corev1.HostPathDirectory, corev1.HostPathFileOrCreate,
-		corev1.HostPathFile, corev1.HostPathSocket, corev1.HostPathCharDev, corev1.HostPathBlockDev)
+	oneOf(c, at+".type", value(h.Type), corev1.HostPathDirectoryOrCreate, corev1.HostPathDirectory,
+		corev1.HostPathFileOrCreate, corev1.HostPathFile, corev1.HostPathSocket, corev1.HostPathCharDev,
+		corev1.HostPathBlockDev)
 }
 
 // checkImage parses a reference as the runtime does.

@@ -119,7 +119,8 @@ func inherit[T any](field **T, from *T) {
 
 // containerSecurity translates the effective security context. runAsNonRoot, and runAsGroup without
 // a user, need the image's user.
-func (p *Plan) containerSecurity(c Container, image *runtimeapi.Image) (*runtimeapi.LinuxContainerSecurityContext, error) {
+func (p *Plan) containerSecurity(c Container,
+	image *runtimeapi.Image) (*runtimeapi.LinuxContainerSecurityContext, error) {
 	sc := p.effective(c.Container)
 	if value(sc.RunAsNonRoot) {
 		if err := checkNonRoot(sc.RunAsUser, image); err != nil {
@@ -160,7 +161,9 @@ func checkNonRoot(user *int64, image *runtimeapi.Image) error {
 	case user != nil:
 		return errors.New("runAsNonRoot and runAsUser 0 contradict each other")
 	case image.GetUsername() != "":
-		return fmt.Errorf("runAsNonRoot: the image's user %q is a name, so it cannot be told whether it is root; set runAsUser", image.GetUsername())
+		return fmt.Errorf(
+			"runAsNonRoot: the image's user %q is a name, so it cannot be told whether it is root; set runAsUser",
+			image.GetUsername())
 	case image.GetUid() == nil || image.GetUid().GetValue() == 0:
 		return errors.New("runAsNonRoot: the image runs as root; set runAsUser")
 	}

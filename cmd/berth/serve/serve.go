@@ -105,7 +105,8 @@ func setUpProcess() {
 func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
 	a := &assembly{cfg: cfg, shutdown: newShutdown(stopLimit), closing: cleanup.New(), log: log}
 	defer a.closing.Run(&err)
-	defer context.AfterFunc(ctx, func() { a.shutdown.deadline() })() // the limit starts with the signal, or with the first part that closes
+	defer context.AfterFunc(ctx,
+		func() { a.shutdown.deadline() })() // the limit starts with the signal, or with the first part that closes
 
 	a.closing.Add("stop watching signals", watchSignals(os.Stderr, log))
 	budget := memory.SetLimit(log)
@@ -228,12 +229,14 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 // ctx ends.
 func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
 	if err := own.Watch(ctx); err != nil {
-		log.Warn("cannot watch nftables: deleted rules of berth's own network are restored only by Status calls", "error", err)
+		log.Warn("cannot watch nftables: deleted rules of berth's own network are restored only by Status calls", "error",
+			err)
 	}
 }
 
 // openPods restores all pods and containers, and then deletes layers that none of them needs.
-func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store, network *cni.Network) (*sandbox.Manager, error) {
+func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store,
+	network *cni.Network) (*sandbox.Manager, error) {
 	plugins, err := newPlugins(a.cfg, a.waits, a.log)
 	if err != nil {
 		return nil, err
@@ -292,7 +295,8 @@ func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, images *
 }
 
 // announce serves CRI, and notifies systemd of its start and end.
-func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits, log *slog.Logger) error {
+func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits,
+	log *slog.Logger) error {
 	log.Info("serving", "version", version.Get(), "socket", listener.Addr().String())
 	notify(log, daemon.SdNotifyReady)
 	defer watchdog.Start(ctx, listener, waits, log)()
@@ -372,13 +376,17 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 		pinned = append([]string{cfg.PauseImage}, pinned...)
 	}
 	return image.Config{
-		Root:                 filepath.Join(cfg.Root, "images"),
-		Unpack:               u.Unpack,
-		Pack:                 u.Pack,
-		MergeMemory:          budget.MergeMemory(),
-		WorkMemory:           budget.WorkMemory(),
-		Driver:               cfg.LayerDriver,
-		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
+		Root:        filepath.Join(cfg.Root, "images"),
+		Unpack:      u.Unpack,
+		Pack:        u.Pack,
+		MergeMemory: budget.MergeMemory(),
+		WorkMemory:  budget.WorkMemory(),
+		Driver:      cfg.LayerDriver,
+		Limits: unpack.Limits{
+			Tar:     int64(cfg.MaxLayerBytes),
+			Bytes:   int64(cfg.MaxLayerBytes),
+			Entries: int64(cfg.MaxLayerEntries),
+		},
 		Reserve:              layer.Reserve{Percent: cfg.DiskReservePercent, Bytes: int64(cfg.DiskReserveBytes)},
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
@@ -410,7 +418,8 @@ func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (plugin
 	})
 }
 
-func sandboxConfig(cfg *config.Config, n *node.Node, plugins plugins.Plugins, waits *task.Waits, log *slog.Logger) sandbox.Config {
+func sandboxConfig(cfg *config.Config, n *node.Node, plugins plugins.Plugins, waits *task.Waits,
+	log *slog.Logger) sandbox.Config {
 	return sandbox.Config{
 		Root:           cfg.Root,
 		State:          cfg.State,
@@ -427,14 +436,18 @@ func sandboxConfig(cfg *config.Config, n *node.Node, plugins plugins.Plugins, wa
 		SamplePeriod:   cfg.StatsPeriod.Duration,
 		LayerLimit:     uint64(cfg.WritableLayerLimit),
 		LayerProjects:  uint32(cfg.WritableLayerProjects),
-		Streams:        stream.Limits{Execs: cfg.MaxExecs, ExecsPerContainer: cfg.MaxContainerExecs, Sessions: cfg.MaxSessions},
-		Plugins:        plugins,
-		Host:           &n.Facts,
-		CDI:            cfg.CDISpecDirs,
-		OwnDevices:     cfg.DeviceOwnership,
-		Waits:          waits,
-		Log:            log,
-		LogFormat:      cfg.LogFormat,
+		Streams: stream.Limits{
+			Execs:             cfg.MaxExecs,
+			ExecsPerContainer: cfg.MaxContainerExecs,
+			Sessions:          cfg.MaxSessions,
+		},
+		Plugins:    plugins,
+		Host:       &n.Facts,
+		CDI:        cfg.CDISpecDirs,
+		OwnDevices: cfg.DeviceOwnership,
+		Waits:      waits,
+		Log:        log,
+		LogFormat:  cfg.LogFormat,
 	}
 }
 
@@ -446,7 +459,8 @@ func handlers(cfg *config.Config) map[string]handler.Config {
 	return all
 }
 
-func serverConfig(cfg *config.Config, n *node.Node, network *cni.Network, sessions server.Sessions, tracing server.Tracing, waits *task.Waits) server.Config {
+func serverConfig(cfg *config.Config, n *node.Node, network *cni.Network, sessions server.Sessions,
+	tracing server.Tracing, waits *task.Waits) server.Config {
 	return server.Config{
 		Version:        version.Get(),
 		SystemdCgroup:  n.SystemdCgroup,

@@ -25,7 +25,9 @@ func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Lo
 	if err != nil {
 		return nil, err
 	}
-	return streaming.Listen(streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log}, runtime)
+	return streaming.Listen(
+		streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log},
+		runtime)
 }
 
 // streamTLS returns the TLS configuration of the streaming server, or nil without certificates. It
@@ -132,7 +134,11 @@ func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 		return nil, fmt.Errorf("stream_tls_cert and stream_tls_key: %w", err)
 	}
 	// No tickets: they would admit clients of a certificate authority that has been removed.
-	t := &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS12, SessionTicketsDisabled: true}
+	t := &tls.Config{
+		Certificates:           []tls.Certificate{certificate},
+		MinVersion:             tls.VersionTLS12,
+		SessionTicketsDisabled: true,
+	}
 	if cfg.StreamClientCA == "" {
 		return t, nil
 	}
@@ -154,7 +160,8 @@ func serveStreaming(s *streaming.Server, log *slog.Logger) (stop func() error) {
 	go func() {
 		err := s.Serve(ctx)
 		if err != nil && ctx.Err() == nil {
-			log.Error("streaming server failed: exec, attach and port-forward do not work until berth is restarted", "error", err)
+			log.Error("streaming server failed: exec, attach and port-forward do not work until berth is restarted", "error",
+				err)
 		}
 		ended <- err
 	}()

@@ -45,7 +45,13 @@ func (c Chart) SVG(w io.Writer) error {
 	l := c.layout()
 	d := svg{Writer: bufio.NewWriter(w), until: max(l.until, time.Microsecond)}
 	height := headHeight + rowHeight*len(l.bars) + margin
-	d.printf("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" role=\"img\">\n", width, height, width, height)
+	d.printf(
+		"<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" role=\"img\">\n",
+		width,
+		height,
+		width,
+		height,
+	)
 	d.printf("<title>%s</title>\n<style>%s</style>\n", escaped(l.title), style)
 	d.printf("<rect class=\"page\" width=\"%d\" height=\"%d\"/>\n", width, height)
 	d.text(margin, 22, "title", "start", l.title)
@@ -100,7 +106,8 @@ func (d svg) row(s bar, y int) {
 	d.text(margin+float64(s.Depth*indent), middle+4, "name", "start", s.Name)
 	from := d.x(s.Start)
 	long := max(d.x(s.End)-from, minBar)
-	d.printf("<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\" rx=\"1\" class=\"%s\"/>\n", from, middle-barHeight/2, long, barHeight, class)
+	d.printf("<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\" rx=\"1\" class=\"%s\"/>\n", from,
+		middle-barHeight/2, long, barHeight, class)
 	d.text(from+long+4, middle+4, "took", "start", Took(s.End-s.Start))
 }
 

@@ -23,12 +23,17 @@ const flagSampled = 1
 func validText(s string) string { return strings.ToValidUTF8(s, "\ufffd") }
 
 func attribute(key, value string) *common.KeyValue {
-	return &common.KeyValue{Key: validText(key), Value: &common.AnyValue{Value: &common.AnyValue_StringValue{StringValue: validText(value)}}}
+	return &common.KeyValue{
+		Key:   validText(key),
+		Value: &common.AnyValue{Value: &common.AnyValue_StringValue{StringValue: validText(value)}},
+	}
 }
 
 // describeSender returns the resource that all spans belong to: this daemon.
 func describeSender(cfg Config) *resource.Resource {
-	r := &resource.Resource{Attributes: []*common.KeyValue{attribute("service.name", "berth"), attribute("service.version", cfg.Version)}}
+	r := &resource.Resource{
+		Attributes: []*common.KeyValue{attribute("service.name", "berth"), attribute("service.version", cfg.Version)},
+	}
 	if cfg.Host != "" {
 		r.Attributes = append(r.Attributes, attribute("host.name", cfg.Host))
 	}
@@ -38,7 +43,8 @@ func describeSender(cfg Config) *resource.Resource {
 // encodeRequest returns an ExportTraceServiceRequest with these traces, and the number of its spans.
 // The request's own Go package imports a REST gateway, so this uses TracesData, which has the same
 // encoding by definition.
-func encodeRequest(sender *resource.Resource, version string, batch []*trace.Trace) (request []byte, spans int, err error) {
+func encodeRequest(sender *resource.Resource, version string,
+	batch []*trace.Trace) (request []byte, spans int, err error) {
 	scoped := &tracev1.ScopeSpans{Scope: &common.InstrumentationScope{Name: "berth", Version: version}}
 	for _, t := range batch {
 		scoped.Spans = append(scoped.Spans, spansOf(t)...)

@@ -74,7 +74,12 @@ type Exporter struct {
 
 // New starts an exporter. It connects when it first has something to send.
 func New(cfg Config) (*Exporter, error) {
-	e := &Exporter{cfg: cfg, resource: describeSender(cfg), queue: make(chan *trace.Trace, queueLength), stopping: make(chan struct{})}
+	e := &Exporter{
+		cfg:      cfg,
+		resource: describeSender(cfg),
+		queue:    make(chan *trace.Trace, queueLength),
+		stopping: make(chan struct{}),
+	}
 	var err error
 	if e.send, err = newSender(cfg); err != nil {
 		return nil, fmt.Errorf("export traces to %s: %w", cfg.Endpoint, err)

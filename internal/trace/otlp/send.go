@@ -44,7 +44,13 @@ func mayHelp(err error) bool {
 		return true // a connection error
 	}
 	switch st.Code() {
-	case codes.Canceled, codes.DeadlineExceeded, codes.Aborted, codes.OutOfRange, codes.Unavailable, codes.DataLoss, codes.ResourceExhausted:
+	case codes.Canceled,
+		codes.DeadlineExceeded,
+		codes.Aborted,
+		codes.OutOfRange,
+		codes.Unavailable,
+		codes.DataLoss,
+		codes.ResourceExhausted:
 		return true
 	}
 	return false
@@ -114,7 +120,11 @@ func newHTTPSender(cfg Config) *httpSender {
 	transport.MaxIdleConnsPerHost = 1
 	transport.IdleConnTimeout = sendTime                                                  // as above
 	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as above
-	return &httpSender{client: &http.Client{Transport: transport, CheckRedirect: noRedirect}, url: scheme + cfg.Endpoint + "/v1/traces", agent: "berth/" + cfg.Version}
+	return &httpSender{
+		client: &http.Client{Transport: transport, CheckRedirect: noRedirect},
+		url:    scheme + cfg.Endpoint + "/v1/traces",
+		agent:  "berth/" + cfg.Version,
+	}
 }
 
 // noRedirect refuses redirects: traces name pods and go to the configured collector only.

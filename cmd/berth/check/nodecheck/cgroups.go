@@ -29,12 +29,24 @@ func checkCgroups(_ context.Context, n *Node) []Finding {
 		}
 	}
 	if len(missing) > 0 {
-		return append(findings, lacking(Failure, "cgroup controllers", strings.Join(missing, ", ")+" missing",
-			"enable them on the kernel's command line (cgroup_enable=memory and the like) or in the parent's cgroup.subtree_control"))
+		return append(findings, lacking(
+			Failure,
+			"cgroup controllers",
+			strings.Join(missing, ", ")+" missing",
+			"enable them on the kernel's command line (cgroup_enable=memory and the like) or in the parent's cgroup.subtree_control",
+		))
 	}
 	findings = append(findings, ok("cgroup controllers", "%s", strings.Join(present, ", ")))
 	if !n.Facts.SwapAccounting {
-		findings = append(findings, lacking(Warning, "swap accounting", "off", "swapaccount=1 on the kernel's command line; without it limits of swap do nothing"))
+		findings = append(
+			findings,
+			lacking(
+				Warning,
+				"swap accounting",
+				"off",
+				"swapaccount=1 on the kernel's command line; without it limits of swap do nothing",
+			),
+		)
 	}
 	return findings
 }
@@ -50,7 +62,8 @@ func (n *Node) checkDriver() Finding {
 	case n.SystemdCgroup && !systemd:
 		return lacking(Failure, "cgroup driver", "systemd, but systemd is not PID 1", `set cgroup_driver = "cgroupfs"`)
 	case !n.SystemdCgroup && systemd && n.Facts.CgroupV2:
-		return lacking(Warning, "cgroup driver", "cgroupfs, although systemd manages cgroups too", `set cgroup_driver = "systemd", and cgroupDriver: systemd for kubelet`)
+		return lacking(Warning, "cgroup driver", "cgroupfs, although systemd manages cgroups too",
+			`set cgroup_driver = "systemd", and cgroupDriver: systemd for kubelet`)
 	}
 	return ok("cgroup driver", "%s; kubelet queries it", driver)
 }

@@ -33,11 +33,19 @@ func (n *Node) checkHandler(ctx context.Context, name string) Finding {
 	}
 	can, err := probeHandler(ctx, handler.Path, handler.Args)
 	if err != nil {
-		return lacking(level, subject, err.Error(), fmt.Sprintf("install the program, or fix handlers.%s.path: %s are refused until then", name, whose))
+		return lacking(level, subject, err.Error(),
+			fmt.Sprintf("install the program, or fix handlers.%s.path: %s are refused until then", name, whose))
 	}
 	if mixed := n.hybridControllers(); mixed != "" && strings.HasPrefix(can.Version, "crun ") {
-		return lacking(level, subject, "crun refuses mixed cgroup versions: version 2 has "+mixed,
-			fmt.Sprintf("boot with systemd.unified_cgroup_hierarchy=1, or have all controllers on version 1: %s fail until then", whose))
+		return lacking(
+			level,
+			subject,
+			"crun refuses mixed cgroup versions: version 2 has "+mixed,
+			fmt.Sprintf(
+				"boot with systemd.unified_cgroup_hierarchy=1, or have all controllers on version 1: %s fail until then",
+				whose,
+			),
+		)
 	}
 	if missing := missingFeatures(can); missing != "" {
 		return lacking(Warning, subject, fmt.Sprintf("%s (%s) has no %s", handler.Path, can.Version, missing),

@@ -41,8 +41,12 @@ func checkProcess(_ context.Context, n *Node) []Finding {
 	}
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err == nil && files.Max < 65536 {
-		findings = append(findings, lacking(Warning, "open files", fmt.Sprintf("the limit of this shell is %d", files.Max),
-			"see that the daemon has 65536 or more (LimitNOFILE= of its unit, which this command does not see): each container needs some"))
+		findings = append(findings, lacking(
+			Warning,
+			"open files",
+			fmt.Sprintf("the limit of this shell is %d", files.Max),
+			"see that the daemon has 65536 or more (LimitNOFILE= of its unit, which this command does not see): each container needs some",
+		))
 	}
 	return findings
 }
@@ -56,7 +60,12 @@ var features = []struct {
 	major, minor int
 	name, brings string
 }{
-	{5, 12, "mount_setattr", "recursive read-only mounts, ID-mapped mounts, and berth-unpack without access to devices in layers"},
+	{
+		5,
+		12,
+		"mount_setattr",
+		"recursive read-only mounts, ID-mapped mounts, and berth-unpack without access to devices in layers",
+	},
 	{5, 14, "cgroup.kill", "killing a whole container at once (cgroup v2)"},
 	{6, 3, "tmpfs ID-mapped mounts", "user namespaces with all kinds of volumes"},
 	{6, 7, "lowerdir+", "images with more than about 60 layers"},
@@ -67,12 +76,15 @@ func checkKernel(_ context.Context, n *Node) []Finding {
 		return n.Facts.KernelMajor > major || n.Facts.KernelMajor == major && n.Facts.KernelMinor >= minor
 	}
 	if !newerThan(oldestMajor, oldestMinor) {
-		return []Finding{lacking(Failure, "kernel", n.Facts.Kernel, fmt.Sprintf("install Linux %d.%d or later", oldestMajor, oldestMinor))}
+		return []Finding{
+			lacking(Failure, "kernel", n.Facts.Kernel, fmt.Sprintf("install Linux %d.%d or later", oldestMajor, oldestMinor)),
+		}
 	}
 	findings := []Finding{ok("kernel", "Linux %s", n.Facts.Kernel)}
 	for _, f := range features {
 		if !newerThan(f.major, f.minor) {
-			findings = append(findings, lacking(Warning, "kernel", "no "+f.name, fmt.Sprintf("Linux %d.%d has it, for %s", f.major, f.minor, f.brings)))
+			findings = append(findings,
+				lacking(Warning, "kernel", "no "+f.name, fmt.Sprintf("Linux %d.%d has it, for %s", f.major, f.minor, f.brings)))
 		}
 	}
 	if n.Facts.Seccomp {
@@ -138,7 +150,12 @@ var sysctls = []struct {
 }{
 	{"net.ipv4.ip_forward", 1, "", "pods reach nothing beyond the node without it"},
 	{"net.bridge.bridge-nf-call-iptables", 1, "br_netfilter", "services are not reached through a bridge without it"},
-	{"net.bridge.bridge-nf-call-ip6tables", 1, "br_netfilter", "services with IPv6 addresses are not reached through a bridge without it"},
+	{
+		"net.bridge.bridge-nf-call-ip6tables",
+		1,
+		"br_netfilter",
+		"services with IPv6 addresses are not reached through a bridge without it",
+	},
 	{"fs.inotify.max_user_instances", 512, "", "with the kernel's 128, pods that watch files fail on a full node"},
 	{"fs.inotify.max_user_watches", 65536, "", "pods that watch files fail on a full node"},
 	{"kernel.pid_max", 131072, "", "110 pods may have more processes than that"},

@@ -19,21 +19,46 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 	defer network.Close()
 	var findings []Finding
 	if err := tellRanges(network, n.Config.Root); err != nil {
-		findings = append(findings, lacking(Warning, "pod CIDR", err.Error(), "mend that; until then the network is asked about the addresses of its configuration"))
+		findings = append(
+			findings,
+			lacking(
+				Warning,
+				"pod CIDR",
+				err.Error(),
+				"mend that; until then the network is asked about the addresses of its configuration",
+			),
+		)
 	}
 	statusErr := network.AskStatus(ctx)
 	info := network.Info()
 	for _, s := range info.Skipped {
-		findings = append(findings, lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
+		findings = append(findings,
+			lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
 	}
 	if statusErr != nil && n.Network.List != nil {
-		return append(findings, lacking(Warning, subject, statusErr.Error(), "fix it, if necessary by the options network_…, or set network to cni; until then only pods on the host's network run"))
+		return append(
+			findings,
+			lacking(
+				Warning,
+				subject,
+				statusErr.Error(),
+				"fix it, if necessary by the options network_…, or set network to cni; until then only pods on the host's network run",
+			),
+		)
 	}
 	if statusErr != nil {
 		// Only a warning: no node has its network at first, and pods on the host's network install
 		// it.
-		return append(findings, lacking(Warning, subject, statusErr.Error(),
-			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods on the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
+		return append(findings, lacking(
+			Warning,
+			subject,
+			statusErr.Error(),
+			fmt.Sprintf(
+				"install a CNI network (configuration in %s, plugins in %s); until then only pods on the host's network run",
+				info.ConfDir,
+				strings.Join(info.BinDirs, " or "),
+			),
+		))
 	}
 	if n.Network.List != nil {
 		return append(append(findings, ok(subject, "berth's own")), checkOwnNetwork(network)...)
@@ -61,7 +86,8 @@ func checkOwnNetwork(network *cni.Network) (findings []Finding) {
 	const subject = "berth's own network"
 	obstacles, err := network.Obstacles()
 	if err != nil {
-		findings = append(findings, lacking(Warning, subject, err.Error(), "it was not found out whether something is in its way"))
+		findings = append(findings,
+			lacking(Warning, subject, err.Error(), "it was not found out whether something is in its way"))
 	}
 	for _, o := range obstacles {
 		findings = append(findings, lacking(Warning, subject, o.Problem, o.Fix))

@@ -44,8 +44,15 @@ func checkSockets(_ context.Context, n *Node) []Finding {
 	for _, path := range otherRuntimes {
 		others := n.listenersAt(listening, path)
 		if len(others) > 0 && path != n.Config.Listen && (cadvisor == "" || n.resolved(path) != n.resolved(cadvisor)) {
-			findings = append(findings, lacking(Warning, "other runtime", fmt.Sprintf("%s listens on %s", others[0], path),
-				fmt.Sprintf("have kubelet use one: containerRuntimeEndpoint: unix://%s; stop the other unless something needs it, because neither sees the other's pods", n.Config.Listen)))
+			findings = append(findings, lacking(
+				Warning,
+				"other runtime",
+				fmt.Sprintf("%s listens on %s", others[0], path),
+				fmt.Sprintf(
+					"have kubelet use one: containerRuntimeEndpoint: unix://%s; stop the other unless something needs it, because neither sees the other's pods",
+					n.Config.Listen,
+				),
+			))
 		}
 	}
 	return findings
@@ -63,7 +70,8 @@ func checkSocket(path string, listeners []process) Finding {
 	if listeners[0].pid == 1 {
 		return ok(subject, "%s has %s for the daemon", listeners[0], path)
 	}
-	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path), "stop it, or set listen to another path, and containerRuntimeEndpoint for kubelet")
+	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
+		"stop it, or set listen to another path, and containerRuntimeEndpoint for kubelet")
 }
 
 // checkNRISocket judges the owner of the NRI socket. Only the daemon with the CRI socket may own

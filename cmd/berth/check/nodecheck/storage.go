@@ -54,7 +54,8 @@ func (n *Node) checkRoom() Finding {
 	room, inodes := percent(st.Bavail, st.Blocks), percent(st.Ffree, st.Files)
 	found := fmt.Sprintf("%d %% of space and %d %% of inodes free", room, inodes)
 	if room < leastRoom || inodes < leastInodes {
-		return lacking(Warning, subject, found, fmt.Sprintf("free some space: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom, leastInodes))
+		return lacking(Warning, subject, found,
+			fmt.Sprintf("free some space: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom, leastInodes))
 	}
 	return ok(subject, "%s", found)
 }
@@ -74,7 +75,12 @@ func (n *Node) checkQuotas() Finding {
 	case errors.Is(err, projectquota.ErrUnsupported) && !limited:
 		return ok(subject, "off: writable layers have no hard limit, kubelet evicts by their usage")
 	default:
-		return lacking(Failure, subject, err.Error(), "mount the filesystem of "+n.Config.Root+" with prjquota (XFS; ext4 with the features project and quota), or unset writable_layer_limit")
+		return lacking(
+			Failure,
+			subject,
+			err.Error(),
+			"mount the filesystem of "+n.Config.Root+" with prjquota (XFS; ext4 with the features project and quota), or unset writable_layer_limit",
+		)
 	}
 }
 
@@ -92,7 +98,8 @@ func (n *Node) checkOverlay() Finding {
 	const subject = "container root filesystems"
 	err := tryOverlay(nearest(n.Config.Root))
 	if err != nil {
-		return lacking(Failure, subject, err.Error(), "put root on a file system that can be overlayfs' upper layer: ext4, or XFS with ftype=1; not on an overlay")
+		return lacking(Failure, subject, err.Error(),
+			"put root on a file system that can be overlayfs' upper layer: ext4, or XFS with ftype=1; not on an overlay")
 	}
 	return ok(subject, "overlayfs works on %s", nearest(n.Config.Root))
 }
@@ -108,7 +115,8 @@ func (n *Node) checkLayerDriver() Finding {
 	case err == nil:
 		return ok(subject, "kept as EROFS images")
 	case n.Config.LayerDriver == string(rootfs.EROFS):
-		return lacking(Failure, subject, err.Error(), "run Linux 6.15 or later, with root on a file system other than a tmpfs; or set layer_driver to auto")
+		return lacking(Failure, subject, err.Error(),
+			"run Linux 6.15 or later, with root on a file system other than a tmpfs; or set layer_driver to auto")
 	}
 	return ok(subject, "kept as directories: %v", err)
 }
@@ -137,8 +145,12 @@ func checkPropagation(_ context.Context, n *Node) []Finding {
 	if n.Facts.RootShared {
 		return []Finding{ok("mount propagation", "/ is shared")}
 	}
-	return []Finding{lacking(Warning, "mount propagation", "/ is a private mount",
-		"mount --make-rshared / at boot, as systemd does: without it volumes with mount propagation fail, and containers start slower")}
+	return []Finding{lacking(
+		Warning,
+		"mount propagation",
+		"/ is a private mount",
+		"mount --make-rshared / at boot, as systemd does: without it volumes with mount propagation fail, and containers start slower",
+	)}
 }
 
 func checkSecurityModules(_ context.Context, n *Node) []Finding {
@@ -150,7 +162,15 @@ func checkSecurityModules(_ context.Context, n *Node) []Finding {
 		findings = append(findings, n.checkSELinux())
 	}
 	if len(findings) == 0 {
-		findings = append(findings, lacking(Warning, "security module", "neither AppArmor nor SELinux", "boot a kernel with lsm=apparmor or SELinux: a second wall around containers"))
+		findings = append(
+			findings,
+			lacking(
+				Warning,
+				"security module",
+				"neither AppArmor nor SELinux",
+				"boot a kernel with lsm=apparmor or SELinux: a second wall around containers",
+			),
+		)
 	}
 	return findings
 }
@@ -161,7 +181,8 @@ func (n *Node) checkAppArmor() Finding {
 			return ok("AppArmor", "enabled")
 		}
 	}
-	return lacking(Warning, "AppArmor", "enabled, but apparmor_parser is not installed", "install the package apparmor: without it the default profile cannot be loaded")
+	return lacking(Warning, "AppArmor", "enabled, but apparmor_parser is not installed",
+		"install the package apparmor: without it the default profile cannot be loaded")
 }
 
 func (n *Node) checkSELinux() Finding {

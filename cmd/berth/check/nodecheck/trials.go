@@ -29,8 +29,20 @@ type trial struct {
 var trials = []trial{
 	{"veth", "the pods' network interfaces", "veth", "CONFIG_VETH", tryVeth},
 	{"bridge", "networks of the CNI plugin bridge", "bridge", "CONFIG_BRIDGE", tryBridge},
-	{"nftables", "masquerading and services with nftables or iptables-nft", "nf_tables nft_chain_nat nft_masq", "CONFIG_NF_TABLES, CONFIG_NFT_NAT and CONFIG_NFT_MASQ", tryNftables},
-	{"iptables", "host ports and masquerading by the CNI plugins portmap and bridge", "nft_compat nft_chain_nat iptable_nat xt_MASQUERADE xt_comment", "CONFIG_NFT_COMPAT or CONFIG_IP_NF_NAT", tryIptables},
+	{
+		"nftables",
+		"masquerading and services with nftables or iptables-nft",
+		"nf_tables nft_chain_nat nft_masq",
+		"CONFIG_NF_TABLES, CONFIG_NFT_NAT and CONFIG_NFT_MASQ",
+		tryNftables,
+	},
+	{
+		"iptables",
+		"host ports and masquerading by the CNI plugins portmap and bridge",
+		"nft_compat nft_chain_nat iptable_nat xt_MASQUERADE xt_comment",
+		"CONFIG_NFT_COMPAT or CONFIG_IP_NF_NAT",
+		tryIptables,
+	},
 }
 
 // programLimit bounds a program that a trial runs.
@@ -57,8 +69,17 @@ func (t trial) finding(err error) Finding {
 	case errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES):
 		return lacking(Warning, t.subject, err.Error(), "run berth as root, with CAP_NET_ADMIN and CAP_SYS_ADMIN")
 	}
-	return lacking(Warning, t.subject, err.Error(), fmt.Sprintf("modprobe -a %s, and list them in /etc/modules-load.d/berth.conf; without such modules install a kernel with %s. Needed for %s",
-		t.modules, t.config, t.purpose))
+	return lacking(
+		Warning,
+		t.subject,
+		err.Error(),
+		fmt.Sprintf(
+			"modprobe -a %s, and list them in /etc/modules-load.d/berth.conf; without such modules install a kernel with %s. Needed for %s",
+			t.modules,
+			t.config,
+			t.purpose,
+		),
+	)
 }
 
 func tryVeth(context.Context) error {
@@ -76,7 +97,15 @@ func tryNftables(context.Context) error {
 		return err
 	}
 	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "berth"})
-	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "berth", Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource})
+	chain := conn.AddChain(
+		&nftables.Chain{
+			Table:    table,
+			Name:     "berth",
+			Type:     nftables.ChainTypeNAT,
+			Hooknum:  nftables.ChainHookPostrouting,
+			Priority: nftables.ChainPriorityNATSource,
+		},
+	)
 	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{&expr.Masq{}}})
 	return conn.Flush()
 }
@@ -85,7 +114,8 @@ func tryNftables(context.Context) error {
 func tryIptables(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, programLimit)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, "iptables", "-w", "5", "-t", "nat", "-A", "POSTROUTING", "-m", "comment", "--comment", "berth", "-j", "MASQUERADE").CombinedOutput()
+	out, err := exec.CommandContext(ctx, "iptables", "-w", "5", "-t", "nat", "-A", "POSTROUTING", "-m", "comment", "--comment", "berth", "-j", "MASQUERADE").
+		CombinedOutput()
 	if text := strings.TrimSpace(string(out)); err != nil && text != "" {
 		return fmt.Errorf("%w: %s", err, text)
 	}

@@ -38,7 +38,13 @@ func compareBytes(ctx context.Context, f *facts, report *Report) error {
 		}
 	}
 	if unsummed > 0 {
-		report.Skipped = append(report.Skipped, fmt.Sprintf("bytes: compared only the numbers of files and bytes of %d layers, which an earlier version stored without a checksum", unsummed))
+		report.Skipped = append(
+			report.Skipped,
+			fmt.Sprintf(
+				"bytes: compared only the numbers of files and bytes of %d layers, which an earlier version stored without a checksum",
+				unsummed,
+			),
+		)
 	}
 	return nil
 }
@@ -52,7 +58,10 @@ func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {
 		return mismatch{}, err
 	}
 	if used != s.Usage {
-		return mismatch{fmt.Sprintf("%d files with %d bytes", s.Usage.Inodes, s.Usage.Bytes), fmt.Sprintf("%d files with %d bytes", used.Inodes, used.Bytes)}, nil
+		return mismatch{
+			fmt.Sprintf("%d files with %d bytes", s.Usage.Inodes, s.Usage.Bytes),
+			fmt.Sprintf("%d files with %d bytes", used.Inodes, used.Bytes),
+		}, nil
 	}
 	if s.Tree != "" {
 		now, err := s.TreeNow(ctx)
@@ -60,7 +69,10 @@ func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {
 			return mismatch{}, err
 		}
 		if now != s.Tree {
-			return mismatch{fmt.Sprintf("a list of its files with the digest %.19s", s.Tree), fmt.Sprintf("%.19s, in as many blocks", now)}, nil
+			return mismatch{
+				fmt.Sprintf("a list of its files with the digest %.19s", s.Tree),
+				fmt.Sprintf("%.19s, in as many blocks", now),
+			}, nil
 		}
 	}
 	if s.Sum.IsZero() {
@@ -70,5 +82,8 @@ func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {
 	if err != nil || now == s.Sum {
 		return mismatch{}, err
 	}
-	return mismatch{fmt.Sprintf("names, contents, owners and modes with the checksum %.16s", s.Sum), fmt.Sprintf("%.16s, in as many files and bytes", now)}, nil
+	return mismatch{
+		fmt.Sprintf("names, contents, owners and modes with the checksum %.16s", s.Sum),
+		fmt.Sprintf("%.16s, in as many files and bytes", now),
+	}, nil
 }

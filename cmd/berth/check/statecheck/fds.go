@@ -101,7 +101,8 @@ func compareDescriptors(f *facts, d *finder) {
 		}
 	}
 	if most := f.mostDescriptors(); f.daemon != 0 && len(f.descriptors) > most {
-		d.differ("the daemon", "a number of descriptors in proportion to its pods and containers", "%d, more than %d", len(f.descriptors), most)
+		d.differ("the daemon", "a number of descriptors in proportion to its pods and containers", "%d, more than %d",
+			len(f.descriptors), most)
 	}
 }
 
@@ -143,7 +144,8 @@ func (f *facts) compareDescriptor(d *finder, fd descriptor) {
 
 // concerns reports whether a file with an ID in its path belongs to an object, not to a layer.
 func (f *facts) concerns(path string) bool {
-	return !strings.HasPrefix(path, f.realPath(f.imageRoot())+"/") && !strings.HasPrefix(path, f.realPath(f.dirs.Trash())+"/")
+	return !strings.HasPrefix(path, f.realPath(f.imageRoot())+"/") &&
+		!strings.HasPrefix(path, f.realPath(f.dirs.Trash())+"/")
 }
 
 // mayWatch reports whether the daemon may hold a pidfd of a process.

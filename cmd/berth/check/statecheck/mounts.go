@@ -13,7 +13,8 @@ func compareMounts(f *facts, d *finder) {
 	expected, allowed := f.expectedMounts()
 	found := map[string]int{}
 	for _, m := range f.mounts {
-		if !f.isOurs(m.Mountpoint) || f.isPin(m.Mountpoint) && f.others[strings.TrimPrefix(filepath.Base(m.Mountpoint), filepath.Base(f.dirs.NetNS("")))] {
+		if !f.isOurs(m.Mountpoint) ||
+			f.isPin(m.Mountpoint) && f.others[strings.TrimPrefix(filepath.Base(m.Mountpoint), filepath.Base(f.dirs.NetNS("")))] {
 			continue
 		}
 		found[m.Mountpoint]++

@@ -69,7 +69,8 @@ func (f *facts) comparePin(d *finder, p *state.FoundPod, kind, file, path string
 		return // it has just ended
 	}
 	if inode := its.Sys().(*syscall.Stat_t).Ino; inode != pinned {
-		d.differ(podName(p.ID), fmt.Sprintf("its pause in the %s namespace pinned at %s", kind, path), "it in %s:[%d], and %d there", file, inode, pinned)
+		d.differ(podName(p.ID), fmt.Sprintf("its pause in the %s namespace pinned at %s", kind, path),
+			"it in %s:[%d], and %d there", file, inode, pinned)
 	}
 }
 

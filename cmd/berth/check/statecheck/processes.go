@@ -182,7 +182,8 @@ func (f *facts) isOurGroup(id string, p *process) bool {
 		if at < 0 {
 			continue
 		}
-		if strings.HasSuffix(group[:at], "/"+scopePrefix) || strings.HasSuffix(group[:at], oci.DefaultCgroupParent+"/") || f.isParent(group[:at]) {
+		if strings.HasSuffix(group[:at], "/"+scopePrefix) || strings.HasSuffix(group[:at], oci.DefaultCgroupParent+"/") ||
+			f.isParent(group[:at]) {
 			return true
 		}
 	}
@@ -213,7 +214,8 @@ func (f *facts) isParent(dir string) bool {
 func (f *facts) isOrphan(id string, p *process) bool {
 	for {
 		parent := f.processes[p.parent]
-		if parent == nil || parent.pid == 1 || parent.monitorOf(f.node.Root) || parent.isLauncher() && parent.parent == f.daemon {
+		if parent == nil || parent.pid == 1 || parent.monitorOf(f.node.Root) ||
+			parent.isLauncher() && parent.parent == f.daemon {
 			return true
 		}
 		if !slices.ContainsFunc(parent.groups, func(g string) bool { return strings.Contains(g, id) }) {
@@ -284,7 +286,8 @@ func (f *facts) compareInit(d *finder, c *state.FoundContainer) {
 		}
 	case f.alive(s.launched.ShimPID, s.launched.ShimStartTime) != nil:
 		if s.launched.InitPID != 0 && s.exit != nil && f.alive(s.launched.InitPID, s.launched.InitStartTime) == nil {
-			d.differ(name, fmt.Sprintf("its init, process %d, or an exit record", s.launched.InitPID), "neither, and a monitor (process %d) that does not record the exit", s.launched.ShimPID)
+			d.differ(name, fmt.Sprintf("its init, process %d, or an exit record", s.launched.InitPID),
+				"neither, and a monitor (process %d) that does not record the exit", s.launched.ShimPID)
 		}
 	case s.exit == nil: // an exit record exists
 		if f.daemon != 0 {

@@ -19,7 +19,19 @@ import (
 
 // The entries of root, state and the image directory, besides files that users of a socket create.
 var (
-	inRoot   = []string{"pods", "containers", "runtime", "images", "sandboxes", "rootfs", "empty", "bin", "cni", "lock", "run"} // run: files of berth run
+	inRoot = []string{
+		"pods",
+		"containers",
+		"runtime",
+		"images",
+		"sandboxes",
+		"rootfs",
+		"empty",
+		"bin",
+		"cni",
+		"lock",
+		"run",
+	} // run: files of berth run
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id"}
 	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
 	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
@@ -53,7 +65,8 @@ func compareRecords(f *facts, d *finder) {
 	}
 	f.compareObjects(d, f.dirs.PodFiles(""), func(id string) bool { return f.pods[id] != nil })
 	f.compareObjects(d, f.dirs.Writable(""), f.known)
-	f.compareObjects(d, f.dirs.SharedMounts(), func(id string) bool { return f.pods[id] != nil && !f.podIsOver(f.pods[id]) })
+	f.compareObjects(d, f.dirs.SharedMounts(),
+		func(id string) bool { return f.pods[id] != nil && !f.podIsOver(f.pods[id]) })
 	f.compareFiles(d)
 }
 
@@ -75,9 +88,21 @@ func (f *facts) compareFolder(d *finder, dir string, own []string) {
 // holdsOurs reports whether a configured path is at or below path.
 func (f *facts) holdsOurs(path string) bool {
 	socket := strings.TrimPrefix(f.node.Socket, "unix://")
-	return slices.ContainsFunc([]string{f.node.Root, f.node.State, socket, f.node.NetNSDir, f.node.CNICacheDir, f.node.CNIConfDir, f.dirs.RootPlace(), filepath.Join(f.node.Root, node.AddressDir)}, func(place string) bool {
-		return place == path || strings.HasPrefix(place, path+"/")
-	})
+	return slices.ContainsFunc(
+		[]string{
+			f.node.Root,
+			f.node.State,
+			socket,
+			f.node.NetNSDir,
+			f.node.CNICacheDir,
+			f.node.CNIConfDir,
+			f.dirs.RootPlace(),
+			filepath.Join(f.node.Root, node.AddressDir),
+		},
+		func(place string) bool {
+			return place == path || strings.HasPrefix(place, path+"/")
+		},
+	)
 }
 
 // compareObjects compares a directory with one entry for each object.

@@ -82,7 +82,12 @@ func NodeOf(cfg *config.Config) (*Node, error) {
 }
 
 // Pauses between looks while differences exist.
-var usualPauses = []time.Duration{100 * time.Millisecond, 200 * time.Millisecond, 300 * time.Millisecond, 400 * time.Millisecond}
+var usualPauses = []time.Duration{
+	100 * time.Millisecond,
+	200 * time.Millisecond,
+	300 * time.Millisecond,
+	400 * time.Millisecond,
+}
 
 // invariants in the order of reports.
 var invariants = []struct {
@@ -156,11 +161,18 @@ type finder struct {
 }
 
 func (d *finder) differ(object, expected, format string, args ...any) {
-	*d.found = append(*d.found, Difference{Invariant: d.invariant, Object: object, Expected: expected, Found: fmt.Sprintf(format, args...)})
+	*d.found = append(*d.found,
+		Difference{Invariant: d.invariant, Object: object, Expected: expected, Found: fmt.Sprintf(format, args...)})
 }
 
 func (f *facts) report(found []Difference) *Report {
-	r := &Report{Differences: found, Daemon: f.daemon, Pods: len(f.pods), Containers: len(f.containers), Images: len(f.images)}
+	r := &Report{
+		Differences: found,
+		Daemon:      f.daemon,
+		Pods:        len(f.pods),
+		Containers:  len(f.containers),
+		Images:      len(f.images),
+	}
 	slices.SortStableFunc(r.Differences, func(a, b Difference) int {
 		return strings.Compare(order(a)+a.Object, order(b)+b.Object)
 	})

@@ -73,7 +73,8 @@ func ofRoot(root string) func(context.Context, *client.Client) error {
 			return fmt.Errorf("verbose Status contains no root: %w", err)
 		}
 		if filepath.Clean(its.Root) != filepath.Clean(root) {
-			return fmt.Errorf("the daemon there has the root %s, not %s; set --listen to the socket of the other", its.Root, root)
+			return fmt.Errorf("the daemon there has the root %s, not %s; set --listen to the socket of the other", its.Root,
+				root)
 		}
 		return nil
 	}
@@ -85,8 +86,14 @@ func askViews(ctx context.Context, socket, root string) (_ *views, err error) {
 		return nil, err
 	}
 	defer c.Close() // no call is in progress
-	v := &views{pods: map[string]*runtimeapi.PodSandbox{}, containers: map[string]*runtimeapi.Container{}, images: map[string]*runtimeapi.Image{},
-		statuses: map[string]*runtimeapi.ContainerStatus{}, podStates: map[string]runtimeapi.PodSandboxState{}, resolved: map[string]string{}}
+	v := &views{
+		pods:       map[string]*runtimeapi.PodSandbox{},
+		containers: map[string]*runtimeapi.Container{},
+		images:     map[string]*runtimeapi.Image{},
+		statuses:   map[string]*runtimeapi.ContainerStatus{},
+		podStates:  map[string]runtimeapi.PodSandboxState{},
+		resolved:   map[string]string{},
+	}
 	for _, ask := range []func(context.Context, *client.Client) error{ofRoot(root), v.askLists, v.askStatuses, v.askWork} {
 		if err := ask(ctx, c); err != nil {
 			return nil, err
@@ -215,7 +222,8 @@ func (f *facts) comparePodView(d *finder, p *state.FoundPod, listed *runtimeapi.
 		d.differ(name, "the same state in ListPodSandbox and PodSandboxStatus", "%s and %s", listed.State, state)
 	}
 	if got, want := listed.GetMetadata(), p.Config.GetMetadata(); got.GetUid() != want.GetUid() || got.GetName() != want.GetName() ||
-		got.GetNamespace() != want.GetNamespace() || got.GetAttempt() != want.GetAttempt() {
+		got.GetNamespace() != want.GetNamespace() ||
+		got.GetAttempt() != want.GetAttempt() {
 		d.differ(name, fmt.Sprintf("the identity %s in ListPodSandbox", want), "%s", got)
 	}
 }
@@ -223,8 +231,11 @@ func (f *facts) comparePodView(d *finder, p *state.FoundPod, listed *runtimeapi.
 // states are the states that a client may see, by the stage in a container's record.
 var states = map[state.Stage][]runtimeapi.ContainerState{
 	state.Created: {runtimeapi.ContainerState_CONTAINER_CREATED},
-	state.Running: {runtimeapi.ContainerState_CONTAINER_CREATED, runtimeapi.ContainerState_CONTAINER_RUNNING}, // being launched
-	state.Ended:   {runtimeapi.ContainerState_CONTAINER_EXITED},
+	state.Running: {
+		runtimeapi.ContainerState_CONTAINER_CREATED,
+		runtimeapi.ContainerState_CONTAINER_RUNNING,
+	}, // being launched
+	state.Ended: {runtimeapi.ContainerState_CONTAINER_EXITED},
 }
 
 func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed *runtimeapi.Container) {
@@ -245,7 +256,8 @@ func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed 
 		d.differ(name, "the pod "+c.PodID+" in ListContainers", "%s", listed.PodSandboxId)
 	}
 	if listed.ImageRef != c.ImageRef || listed.ImageId != c.ImageID {
-		d.differ(name, fmt.Sprintf("the image %s (%s) in ListContainers", c.ImageID, c.ImageRef), "%s (%s)", listed.ImageId, listed.ImageRef)
+		d.differ(name, fmt.Sprintf("the image %s (%s) in ListContainers", c.ImageID, c.ImageRef), "%s (%s)", listed.ImageId,
+			listed.ImageRef)
 	}
 	status := f.views.statuses[c.ID]
 	if status == nil {
@@ -255,7 +267,8 @@ func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed 
 		d.differ(name, "the same state in ListContainers and ContainerStatus", "%s and %s", listed.State, status.State)
 	}
 	if status.ImageRef != c.ImageRef || status.ImageId != c.ImageID {
-		d.differ(name, fmt.Sprintf("the image %s (%s) in ContainerStatus", c.ImageID, c.ImageRef), "%s (%s)", status.ImageId, status.ImageRef)
+		d.differ(name, fmt.Sprintf("the image %s (%s) in ContainerStatus", c.ImageID, c.ImageRef), "%s (%s)", status.ImageId,
+			status.ImageRef)
 	}
 }
 

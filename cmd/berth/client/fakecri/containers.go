@@ -38,7 +38,8 @@ func (s *Server) find(id string) (*container, error) {
 	return nil, status.Errorf(codes.NotFound, "container %s not found", id)
 }
 
-func (s *Server) CreateContainer(ctx context.Context, r *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
+func (s *Server) CreateContainer(ctx context.Context,
+	r *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
 	c := &container{podID: r.GetPodSandboxId(), config: r.GetConfig(), ended: make(chan struct{})}
 	if err := s.note(ctx, "CreateContainer %s", c.name()); err != nil {
 		return nil, err
@@ -61,7 +62,8 @@ func (s *Server) CreateContainer(ctx context.Context, r *runtimeapi.CreateContai
 	return &runtimeapi.CreateContainerResponse{ContainerId: c.id}, nil
 }
 
-func (s *Server) StartContainer(ctx context.Context, r *runtimeapi.StartContainerRequest) (*runtimeapi.StartContainerResponse, error) {
+func (s *Server) StartContainer(ctx context.Context,
+	r *runtimeapi.StartContainerRequest) (*runtimeapi.StartContainerResponse, error) {
 	c, err := s.find(r.GetContainerId())
 	if err != nil {
 		return nil, err
@@ -97,7 +99,8 @@ func writeLog(path string, lines []string) error {
 	return os.WriteFile(path, []byte(text.String()), 0o600)
 }
 
-func (s *Server) StopContainer(ctx context.Context, r *runtimeapi.StopContainerRequest) (*runtimeapi.StopContainerResponse, error) {
+func (s *Server) StopContainer(ctx context.Context,
+	r *runtimeapi.StopContainerRequest) (*runtimeapi.StopContainerResponse, error) {
 	c, err := s.find(r.GetContainerId())
 	if err != nil {
 		return nil, err
@@ -121,7 +124,8 @@ func (s *Server) StopContainer(ctx context.Context, r *runtimeapi.StopContainerR
 	return &runtimeapi.StopContainerResponse{}, nil
 }
 
-func (s *Server) RemoveContainer(ctx context.Context, r *runtimeapi.RemoveContainerRequest) (*runtimeapi.RemoveContainerResponse, error) {
+func (s *Server) RemoveContainer(ctx context.Context,
+	r *runtimeapi.RemoveContainerRequest) (*runtimeapi.RemoveContainerResponse, error) {
 	c, err := s.find(r.GetContainerId())
 	if err != nil {
 		return &runtimeapi.RemoveContainerResponse{}, nil
@@ -136,7 +140,8 @@ func (s *Server) RemoveContainer(ctx context.Context, r *runtimeapi.RemoveContai
 	return &runtimeapi.RemoveContainerResponse{}, nil
 }
 
-func (s *Server) ContainerStatus(ctx context.Context, r *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
+func (s *Server) ContainerStatus(ctx context.Context,
+	r *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
 	s.mu.Lock()
 	away := s.away
 	s.mu.Unlock()
@@ -160,7 +165,8 @@ func (s *Server) ContainerStatus(ctx context.Context, r *runtimeapi.ContainerSta
 	}}, nil
 }
 
-func (s *Server) ListContainers(context.Context, *runtimeapi.ListContainersRequest) (*runtimeapi.ListContainersResponse, error) {
+func (s *Server) ListContainers(context.Context,
+	*runtimeapi.ListContainersRequest) (*runtimeapi.ListContainersResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	reply := &runtimeapi.ListContainersResponse{}
@@ -225,7 +231,8 @@ func (s *Server) PullImage(ctx context.Context, r *runtimeapi.PullImageRequest) 
 	return &runtimeapi.PullImageResponse{ImageRef: image.GetId()}, nil
 }
 
-func (s *Server) ImageStatus(_ context.Context, r *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
+func (s *Server) ImageStatus(_ context.Context,
+	r *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return &runtimeapi.ImageStatusResponse{Image: s.images[r.GetImage().GetImage()]}, nil

@@ -192,7 +192,8 @@ func (s *Server) Status(_ context.Context, r *runtimeapi.StatusRequest) (*runtim
 	return reply, nil
 }
 
-func (s *Server) RunPodSandbox(ctx context.Context, r *runtimeapi.RunPodSandboxRequest) (*runtimeapi.RunPodSandboxResponse, error) {
+func (s *Server) RunPodSandbox(ctx context.Context,
+	r *runtimeapi.RunPodSandboxRequest) (*runtimeapi.RunPodSandboxResponse, error) {
 	name := r.GetConfig().GetMetadata().GetName()
 	if err := s.note(ctx, "RunPodSandbox %s", name); err != nil {
 		return nil, err
@@ -207,7 +208,8 @@ func (s *Server) RunPodSandbox(ctx context.Context, r *runtimeapi.RunPodSandboxR
 	return &runtimeapi.RunPodSandboxResponse{PodSandboxId: p.id}, nil
 }
 
-func (s *Server) StopPodSandbox(ctx context.Context, r *runtimeapi.StopPodSandboxRequest) (*runtimeapi.StopPodSandboxResponse, error) {
+func (s *Server) StopPodSandbox(ctx context.Context,
+	r *runtimeapi.StopPodSandboxRequest) (*runtimeapi.StopPodSandboxResponse, error) {
 	if err := s.note(ctx, "StopPodSandbox"); err != nil {
 		return nil, err
 	}
@@ -224,7 +226,8 @@ func (s *Server) StopPodSandbox(ctx context.Context, r *runtimeapi.StopPodSandbo
 	return &runtimeapi.StopPodSandboxResponse{}, nil
 }
 
-func (s *Server) RemovePodSandbox(ctx context.Context, r *runtimeapi.RemovePodSandboxRequest) (*runtimeapi.RemovePodSandboxResponse, error) {
+func (s *Server) RemovePodSandbox(ctx context.Context,
+	r *runtimeapi.RemovePodSandboxRequest) (*runtimeapi.RemovePodSandboxResponse, error) {
 	if err := s.note(ctx, "RemovePodSandbox"); err != nil {
 		return nil, err
 	}
@@ -240,7 +243,8 @@ func (s *Server) RemovePodSandbox(ctx context.Context, r *runtimeapi.RemovePodSa
 	return &runtimeapi.RemovePodSandboxResponse{}, nil
 }
 
-func (s *Server) PodSandboxStatus(_ context.Context, r *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
+func (s *Server) PodSandboxStatus(_ context.Context,
+	r *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var info map[string]string
@@ -259,7 +263,8 @@ func (s *Server) PodSandboxStatus(_ context.Context, r *runtimeapi.PodSandboxSta
 	}}, nil
 }
 
-func (s *Server) ListPodSandbox(context.Context, *runtimeapi.ListPodSandboxRequest) (*runtimeapi.ListPodSandboxResponse, error) {
+func (s *Server) ListPodSandbox(context.Context,
+	*runtimeapi.ListPodSandboxRequest) (*runtimeapi.ListPodSandboxResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	reply := &runtimeapi.ListPodSandboxResponse{}

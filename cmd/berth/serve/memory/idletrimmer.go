@@ -27,7 +27,12 @@ const maxChange = 30 * time.Second
 // NewIdleTrimmer calls release after no change has begun or ended for the duration rest, and none
 // younger than maxChange is in progress. Its own start counts as the first change. Close stops it.
 func NewIdleTrimmer(rest time.Duration, release func() error, log *slog.Logger) *IdleTrimmer {
-	t := &IdleTrimmer{changed: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{}), active: map[*change]struct{}{}}
+	t := &IdleTrimmer{
+		changed: make(chan struct{}, 1),
+		stop:    make(chan struct{}),
+		stopped: make(chan struct{}),
+		active:  map[*change]struct{}{},
+	}
 	go t.run(rest, release, log)
 	return t
 }
