@@ -147,8 +147,7 @@ func decodeConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The function is deprecated upstream because CNI 1.0 has lists only, but operators still have
-	// such files.
+	//nolint:staticcheck // deprecated because CNI 1.0 has lists only, but operators still have such files
 	return libcni.ConfListFromConf(conf)
 }
 

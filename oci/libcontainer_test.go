@@ -50,7 +50,7 @@ func newNetNS(t *testing.T) string {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		hold.Close() //nolint:errcheck // a pipe
+		hold.Close() // a pipe
 		if err := holder.Wait(); err != nil {
 			t.Errorf("holder of the network namespace: %v", err)
 		}

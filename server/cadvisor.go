@@ -80,7 +80,6 @@ func NewCadvisor(cfg CadvisorConfig, pods CadvisorPods, images Images, log *slog
 	c := &Cadvisor{grpc: grpc.NewServer(
 		grpc.MaxRecvMsgSize(cadvisorMaxRequest),
 		grpc.ConnectionTimeout(cadvisorConnectTimeout),
-		grpc.SharedWriteBuffer(true),
 		grpc.WaitForHandlers(true),
 		grpc.Creds(peerCredentials{log: log}),
 		grpc.UnaryInterceptor(s.unary),

@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -151,7 +152,7 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 	var ids []string
 	for {
 		m, err := podStream.Recv()
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil || len(m.PodSandboxes) == 0 {
@@ -178,7 +179,7 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 	if err != nil || len(one.Containers) != 1 || one.Containers[0].PodSandboxId != "pod7" {
 		t.Errorf("filtered containers: %v, %v", one, err)
 	}
-	if _, err := containerStream.Recv(); err != io.EOF {
+	if _, err := containerStream.Recv(); !errors.Is(err, io.EOF) {
 		t.Errorf("end of the containers: %v", err)
 	}
 	imageStream, err := h.images.StreamImages(ctx, &runtimeapi.StreamImagesRequest{})
@@ -188,14 +189,14 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 	if all, err := imageStream.Recv(); err != nil || len(all.Images) != 2 {
 		t.Errorf("images: %v, %v", all, err)
 	}
-	if _, err := imageStream.Recv(); err != io.EOF {
+	if _, err := imageStream.Recv(); !errors.Is(err, io.EOF) {
 		t.Errorf("end of the images: %v", err)
 	}
 	none, err := h.runtime.StreamPodSandboxes(ctx, &runtimeapi.StreamPodSandboxesRequest{Filter: &runtimeapi.PodSandboxFilter{Id: "nobody"}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if m, err := none.Recv(); err != io.EOF {
+	if m, err := none.Recv(); !errors.Is(err, io.EOF) {
 		t.Errorf("an empty list: %v, %v", m, err)
 	}
 }

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -114,7 +115,7 @@ func TestMetricsMatchDescriptors(t *testing.T) {
 	if !slices.EqualFunc(streamed, list.PodMetrics, func(a, b *runtimeapi.PodSandboxMetrics) bool { return proto.Equal(a, b) }) {
 		t.Errorf("the stream tells %v", streamed)
 	}
-	if _, err := stream.Recv(); err != io.EOF {
+	if _, err := stream.Recv(); !errors.Is(err, io.EOF) {
 		t.Errorf("after its end: %v", err)
 	}
 }

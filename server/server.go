@@ -143,7 +143,6 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),
 		grpc.MaxSendMsgSize(MaxMessage),
-		grpc.SharedWriteBuffer(true),
 		grpc.WaitForHandlers(true),
 		grpc.ConnectionTimeout(handshakeTimeout),
 		grpc.Creds(peerCredentials{log: log}),

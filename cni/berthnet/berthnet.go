@@ -131,7 +131,7 @@ func (a *attachment) openStore() error {
 
 // asCNI converts an error to one of the specification.
 func asCNI(err error) *types.Error {
-	if e, ok := errors.AsType[*types.Error](err); ok && error(e) == err {
+	if e, ok := err.(*types.Error); ok { //nolint:errorlint // a wrapped one would lose the text around it
 		return e
 	}
 	code := types.ErrInternal

@@ -49,12 +49,12 @@ func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	if p != nil {
 		return Profile{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}
 	}
-	switch {
-	case deprecated == "":
+	switch deprecated {
+	case "":
 		return Profile{kind: runtimeapi.SecurityProfile_Unconfined}
-	case deprecated == "unconfined":
+	case "unconfined":
 		return Profile{kind: runtimeapi.SecurityProfile_Unconfined, set: true}
-	case deprecated == "runtime/default", deprecated == "docker/default":
+	case "runtime/default", "docker/default":
 		return Profile{kind: runtimeapi.SecurityProfile_RuntimeDefault, set: true}
 	}
 	if ref, ok := strings.CutPrefix(deprecated, localhostPrefix); ok {

@@ -221,7 +221,7 @@ func (s *Server) upgradeOverTLS(t *testing.T, client *tls.Config) {
 	t.Cleanup(func() { conn.Close() })
 	fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n%s: %s\r\n\r\n", u.Path, u.Host,
 		httpstream.HeaderProtocolVersion, remotecommand.StreamProtocolV4Name)
-	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	response, err := http.ReadResponse(bufio.NewReader(conn), nil) //nolint:bodyclose // the connection
 	if err != nil || response.StatusCode != http.StatusSwitchingProtocols {
 		t.Fatalf("%v %v", response, err)
 	}

@@ -191,7 +191,7 @@ func (c *forwardClient) Write(p []byte) (int, error) {
 func (c *forwardClient) Close() error { return c.note(c.ReadWriteCloser.Close()) }
 
 func (c *forwardClient) note(err error) error {
-	if err != nil && err != io.EOF {
+	if err != nil && !errors.Is(err, io.EOF) {
 		c.left.Store(true)
 	}
 	return err

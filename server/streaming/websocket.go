@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -116,7 +117,7 @@ func status(err error) metav1.Status {
 	if err == nil {
 		return metav1.Status{Status: metav1.StatusSuccess}
 	}
-	if exit, ok := err.(utilexec.ExitError); ok && exit.Exited() {
+	if exit, ok := errors.AsType[utilexec.ExitError](err); ok && exit.Exited() {
 		return metav1.Status{
 			Status: metav1.StatusFailure,
 			Reason: remotecommand.NonZeroExitCodeReason,
