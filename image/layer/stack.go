@@ -107,7 +107,7 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 		return j, err
 	})
 	switch {
-	case err == errNothing:
+	case errors.Is(err, errNothing):
 		j.Empty, j.Usage = true, Usage{}
 		j.onDisk = had-effort.left.Load() > longEffort && s.recordEmpty(j)
 	case err != nil:

@@ -201,7 +201,7 @@ func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unp
 		made, err = s.recordOf(ctx, tmp, from, job.Limits, result, tarBytes)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
-	if err == errThere {
+	if errors.Is(err, errThere) {
 		return nil
 	}
 	if err != nil {

@@ -198,7 +198,7 @@ func (r *reader) tree() (*Node, error) {
 	if !root.IsDir() {
 		return nil, malformed("its root is no directory")
 	}
-	if _, err := r.ReadByte(); err != io.EOF {
+	if _, err := r.ReadByte(); !errors.Is(err, io.EOF) {
 		if err == nil {
 			err = malformed("something follows")
 		}

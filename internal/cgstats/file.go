@@ -49,7 +49,7 @@ var buffers = sync.Pool{New: func() any {
 	b.pread = func(fd uintptr) {
 		for {
 			b.n, b.err = unix.Pread(int(fd), b.bytes[:], int64(b.offset))
-			if b.err != unix.EINTR {
+			if !errors.Is(b.err, unix.EINTR) {
 				return
 			}
 		}

@@ -127,7 +127,7 @@ func (c *counter) content(ctx context.Context, walk *safefs.Walk) error {
 			return context.Cause(ctx)
 		}
 		e, err := walk.Next()
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			return nil
 		}
 		if err != nil {

@@ -37,7 +37,7 @@ func Scarce(err error) error {
 	}
 	// EAGAIN has many meanings. From fork it means too many processes.
 	var path *fs.PathError
-	if errors.As(err, &path) && path.Op == "fork/exec" && path.Err == unix.EAGAIN {
+	if errors.As(err, &path) && path.Op == "fork/exec" && errors.Is(path.Err, unix.EAGAIN) {
 		return New(codes.ResourceExhausted, "%w", err)
 	}
 	return err

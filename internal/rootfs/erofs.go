@@ -47,7 +47,7 @@ func (l Layer) mountImage() (*os.File, error) {
 		}
 	}
 	if err := names.create(fsfd); err != nil {
-		if err == unix.ENOTBLK { // before Linux 6.12, or configured so
+		if errors.Is(err, unix.ENOTBLK) { // before Linux 6.12, or configured so
 			err = fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)
 		}
 		return nil, fmt.Errorf("mount image %s: %w%s", l.Path, err, messages(fsfd))

@@ -127,7 +127,7 @@ func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
 
 // idMapError is errors.ErrUnsupported where it is the filesystem that has no ID-mapped mounts.
 func idMapError(path string, err error) error {
-	if err == unix.EINVAL || err == unix.ENOSYS {
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
 		return fmt.Errorf("the filesystem of %s has no ID-mapped mounts on this kernel: %w (%w)", path, errors.ErrUnsupported, err)
 	}
 	return fmt.Errorf("map the IDs of %s: %w", path, err)

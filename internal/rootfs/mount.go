@@ -295,7 +295,7 @@ func setDir(fsfd int, key string, dir *os.File) error {
 		return unix.FsconfigSetString(fsfd, key, path)
 	}
 	err := unix.FsconfigSetFd(fsfd, key, int(dir.Fd()))
-	if err == unix.EINVAL || err == unix.EBADF { // Linux 6.13, and 6.15 for O_PATH
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EBADF) { // Linux 6.13, and 6.15 for O_PATH
 		err = setByNumber(fsfd, key, dir)
 	}
 	runtime.KeepAlive(dir)
@@ -424,7 +424,7 @@ func messages(fsfd int) string {
 
 // orUnsupported converts the errno of a missing system call or filesystem to errors.ErrUnsupported.
 func orUnsupported(err error) error {
-	if err == unix.ENOSYS || err == unix.ENODEV {
+	if errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENODEV) {
 		return fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)
 	}
 	return err

@@ -188,7 +188,7 @@ func (w *walk) step(cur *Dir) (*Dir, error) {
 		return w.reopen(Clean(path.Dir(cur.path)))
 	}
 	fd, err := openat2(cur.fd, name, unix.O_PATH|unix.O_NOFOLLOW, 0, 0)
-	if err == unix.ENOENT && !w.existing {
+	if errors.Is(err, unix.ENOENT) && !w.existing {
 		return w.mkdir(cur, name)
 	}
 	if err != nil {
@@ -239,10 +239,10 @@ func (w *walk) follow(cur *Dir, link int) (*Dir, error) {
 
 func (w *walk) mkdir(cur *Dir, name string) (*Dir, error) {
 	err := unix.Mkdirat(cur.fd, name, w.Perm)
-	if err != nil && err != unix.EEXIST {
+	if err != nil && !errors.Is(err, unix.EEXIST) {
 		return cur, err
 	}
-	existed := err == unix.EEXIST
+	existed := errors.Is(err, unix.EEXIST)
 	fd, err := openat2(cur.fd, name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_DIRECTORY, 0, 0)
 	if err != nil {
 		return cur, err
@@ -554,7 +554,7 @@ func (d *Dir) at(op, name string, call func() error) error {
 	}
 	for {
 		err := call()
-		if err == unix.EINTR {
+		if errors.Is(err, unix.EINTR) {
 			continue
 		}
 		if err != nil {

@@ -118,7 +118,7 @@ func unlinkOrOpen(dir int, name string) (*os.File, error) {
 		return nil, err
 	}
 	fd, openErr := openat2(dir, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, 0)
-	if openErr == unix.ENOTDIR {
+	if errors.Is(openErr, unix.ENOTDIR) {
 		return nil, err // the first error tells why it stays
 	}
 	if openErr != nil {

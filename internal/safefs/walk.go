@@ -148,7 +148,7 @@ func (w *Walk) Next() (Entry, error) {
 			}
 			return e, nil
 		}
-		if err != io.EOF && !w.isGone(err) {
+		if !errors.Is(err, io.EOF) && !w.isGone(err) {
 			return Entry{}, fmt.Errorf("read directory: %w", err)
 		}
 		if err := w.ascend(); err != nil {
@@ -206,7 +206,7 @@ func (w *Walk) openDir(dir int, name string) (int, error) {
 	// Times of access would show others where the walk is.
 	const flags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_NONBLOCK
 	fd, err := openat2(dir, name, flags|unix.O_NOATIME, 0, resolve)
-	if err == unix.EPERM {
+	if errors.Is(err, unix.EPERM) {
 		fd, err = openat2(dir, name, flags, 0, resolve)
 	}
 	return fd, err

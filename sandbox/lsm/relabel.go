@@ -92,7 +92,7 @@ func (l labeller) relabelBelow(root *os.File, label string) (err error) {
 	defer func() { err = errors.Join(err, walk.Close()) }()
 	for {
 		e, err := walk.Next()
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			return walk.Incomplete()
 		}
 		if err != nil {

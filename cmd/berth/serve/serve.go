@@ -1,3 +1,4 @@
+// Package serve is the command `berth serve`, the daemon.
 package serve
 
 import (

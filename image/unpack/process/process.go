@@ -318,7 +318,7 @@ func (w *work) feed(blob io.Reader, failed func(error)) {
 			return
 		}
 		w.steps.Add(1)
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			w.fed.Store(true)
 			err = w.in.Close()
 			if err == nil {

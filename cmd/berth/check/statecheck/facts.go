@@ -159,17 +159,6 @@ func (f *facts) imageRoot() string { return filepath.Join(f.node.Root, "images")
 // known reports whether an ID is that of a recorded pod or container.
 func (f *facts) known(id string) bool { return f.pods[id] != nil || f.containers[id] != nil }
 
-// object returns the name of the pod or container with an ID.
-func (f *facts) object(id string) string {
-	switch {
-	case f.pods[id] != nil:
-		return podName(id)
-	case f.containers[id] != nil:
-		return containerName(id)
-	}
-	return "unrecorded " + id
-}
-
 func podName(id string) string       { return "pod " + id }
 func containerName(id string) string { return "container " + id }
 
