@@ -188,7 +188,7 @@ func undoPause(t *testing.T, d *harness.Daemon) float64 {
 	}
 	harness.Must(t, json.Unmarshal([]byte(harness.Get(d.Cri.Status(t.Context(), true))(t).Info["waits"]), &waits))
 	for _, w := range waits {
-		if strings.HasPrefix(w.What, "another try to undo") {
+		if strings.HasPrefix(w.What, "retry: undo") {
 			return w.LimitSeconds - slack
 		}
 	}
@@ -406,7 +406,7 @@ func TestStopInterruptsNoPlugin(t *testing.T) {
 		}
 		pod.Remove(t)
 	})
-	t.Run("of another try to undo", func(t *testing.T) {
+	t.Run("of a retry", func(t *testing.T) {
 		plugin.Inject(t, "ADD", faults.Fail(1))
 		plugin.Inject(t, "DEL", faults.Fail(1))
 		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")

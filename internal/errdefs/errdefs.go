@@ -78,8 +78,8 @@ func DeadlineExceeded(format string, args ...any) error {
 	return New(codes.DeadlineExceeded, format, args...)
 }
 
-// IsBadPath reports whether a system call failed because of its path, which is the fault of whoever
-// supplied it: the path does not exist, leads through a file or a link loop, or is too long.
+// IsBadPath reports whether a system call failed because of its path, which is its
+// supplier's fault. The path does not exist, leads through a file or a link loop, or is too long.
 func IsBadPath(err error) bool {
 	for _, e := range []error{fs.ErrNotExist, unix.ENOTDIR, unix.ELOOP, unix.ENAMETOOLONG} {
 		if errors.Is(err, e) {

@@ -31,8 +31,8 @@ func New[T any](limit int) *Feed[T] {
 	return &Feed[T]{limit: limit, readers: map[*Reader[T]]struct{}{}}
 }
 
-// Publish gives an item to all readers. It calls make only if there are readers, under the lock, so
-// that items which describe states come in the order of these states. make must be fast, must not
+// Publish gives an item to all readers. It calls make under the lock, and only if there are
+// readers. So items that describe states come in the order of these states. make must be fast, must not
 // wait and must not call the feed.
 func (f *Feed[T]) Publish(make func() T) {
 	f.mu.Lock()

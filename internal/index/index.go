@@ -45,8 +45,8 @@ func New[T Object](kind string) *Index[T] {
 func (ix *Index[T]) Snapshot() map[string]T { return ix.all.Load().byID }
 
 // Sorted returns all objects in the order of compare. The slice is immutable. compare must be the
-// same function with each call and must not change its mind about two objects, because the index
-// sorts them once per change.
+// same function with each call and give
+// consistent answers, because the index sorts once per change.
 func (ix *Index[T]) Sorted(compare func(a, b T) int) []T {
 	all := ix.all.Load()
 	if sorted := all.sorted.Load(); sorted != nil {

@@ -108,7 +108,7 @@ func TestUndeliveredObjectIsReplaced(t *testing.T) {
 		t.Fatalf("the retry got %q, %v; removed %v", id, err, removed)
 	}
 	if _, err := j.Create(context.Background(), "container a", Fingerprint{3}, again); errdefs.Code(err) != codes.AlreadyExists {
-		t.Errorf("one that somebody was told of: %v", err)
+		t.Errorf("a delivered object: %v", err)
 	}
 }
 

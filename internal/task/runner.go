@@ -126,7 +126,7 @@ func (r *Runner) RetryInBackground(what, object string, do func(context.Context)
 				return
 			}
 			r.Log.Warn("will be tried again", "operation", what, "object", object, "error", err)
-			if !r.Sleep(r.Background.ctx, delay, "another try to "+what, object) {
+			if !r.Sleep(r.Background.ctx, delay, "retry: "+what, object) {
 				return
 			}
 		}

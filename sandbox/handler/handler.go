@@ -95,7 +95,7 @@ func Open(ctx context.Context, options Options) (*Set, error) {
 		})
 	}
 	set.all[options.BuiltIn] = &Handler{name: options.BuiltIn}
-	return set, options.Tasks.Together("probe", "runtime handlers", probes...)
+	return set, options.Tasks.Parallel("probe", "runtime handlers", probes...)
 }
 
 // Find returns the handler with this name; empty: the default one. The error is NotFound.

@@ -62,7 +62,7 @@ type AppArmor struct {
 	tasks   *task.Runner
 	log     *slog.Logger
 	kernel  profileLoader
-	turn    task.Turn                      // held while a load runs
+	turn    task.Lock                      // held while a load runs
 	failed  atomic.Pointer[profileFailure] // last failure
 }
 
@@ -74,7 +74,7 @@ type profileFailure struct {
 // NewAppArmor returns the host's AppArmor. enabled says whether the host has it. A load that takes
 // too long continues in the background of tasks.
 func NewAppArmor(enabled bool, tasks *task.Runner, log *slog.Logger) *AppArmor {
-	return &AppArmor{enabled: enabled, tasks: tasks, log: log, kernel: hostProfiles, turn: task.NewTurn()}
+	return &AppArmor{enabled: enabled, tasks: tasks, log: log, kernel: hostProfiles, turn: task.NewLock()}
 }
 
 // Problem returns why the default profile cannot be loaded, or "" if no load has failed.
@@ -119,7 +119,7 @@ func (a *AppArmor) loadDefault(ctx context.Context) error {
 	const what, profile = "load AppArmor profile", confine.DefaultAppArmorProfile
 	ctx, cancel := context.WithTimeout(ctx, appArmorLimit)
 	defer cancel()
-	pass, err := a.tasks.Take(ctx, a.turn, what, profile)
+	pass, err := a.tasks.Acquire(ctx, a.turn, what, profile)
 	if err != nil {
 		return err
 	}

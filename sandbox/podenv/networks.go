@@ -23,7 +23,7 @@ import (
 type Networks struct {
 	network *cni.Network
 	records *checkpoint.Dir
-	turn    task.Turn // serializes changes of the pod CIDR
+	turn    task.Lock // serializes changes of the pod CIDR
 	tasks   *task.Runner
 	log     *slog.Logger
 }
@@ -36,7 +36,7 @@ func OpenNetworks(network *cni.Network, root string, tasks *task.Runner, log *sl
 		return nil, err
 	}
 	records.Note(tasks.Begin)
-	return &Networks{network: network, records: records, turn: task.NewTurn(), tasks: tasks, log: log}, nil
+	return &Networks{network: network, records: records, turn: task.NewLock(), tasks: tasks, log: log}, nil
 }
 
 // Status returns the reason why new pods cannot have a network at the moment, or nil.
@@ -50,7 +50,7 @@ func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 	if err != nil {
 		return err
 	}
-	return n.tasks.WithTurn(ctx, n.turn, "update", "runtime config", func() error {
+	return n.tasks.WithLock(ctx, n.turn, "update", "runtime config", func() error {
 		if err := n.records.Write("runtime", state.Runtime{PodCIDR: cidr}); err != nil {
 			return err
 		}

@@ -14,7 +14,7 @@ func TestStreamOptionsFitTogether(t *testing.T) {
 		{"all with TLS", "stream_address = '0.0.0.0:10010'\n" + tls + "stream_client_ca = '/ca'", ""},
 		{"no port", "stream_address = '127.0.0.1'", "stream_address"},
 		{"a name", "stream_address = 'localhost:0'", "stream_address"},
-		{"plain HTTP for everybody", "stream_address = '0.0.0.0:10010'", "loopback"},
+		{"plain HTTP beyond loopback", "stream_address = '0.0.0.0:10010'", "loopback"},
 		{"plain HTTP for the network", "stream_address = '192.0.2.1:10010'", "loopback"},
 		{"certificate without key", "stream_tls_cert = '/c'", "stream_tls_key"},
 		{"key without certificate", "stream_tls_key = '/k'", "stream_tls_cert"},

@@ -171,12 +171,12 @@ func needsCompany(pod *corev1.Pod) []Problem {
 	var found []Problem
 	if p := pod.Spec.RestartPolicy; p != "" && p != corev1.RestartPolicyNever {
 		found = append(found,
-			Problem{"spec.restartPolicy", fmt.Sprintf("%s: nobody restarts the containers of a detached pod", p)})
+			Problem{"spec.restartPolicy", fmt.Sprintf("%s: berth does not restart the containers of a detached pod", p)})
 	}
 	for i := range pod.Spec.InitContainers {
 		if isSidecar(&pod.Spec.InitContainers[i]) {
 			path := fmt.Sprintf("spec.initContainers[%d].restartPolicy", i)
-			found = append(found, Problem{path, "Always: nobody restarts the containers of a detached pod"})
+			found = append(found, Problem{path, "Always: berth does not restart the containers of a detached pod"})
 		}
 	}
 	return found

@@ -162,7 +162,7 @@ func checkNonRoot(user *int64, image *runtimeapi.Image) error {
 		return errors.New("runAsNonRoot and runAsUser 0 contradict each other")
 	case image.GetUsername() != "":
 		return fmt.Errorf(
-			"runAsNonRoot: the image's user %q is a name, so it cannot be told whether it is root; set runAsUser",
+			"runAsNonRoot: the image's user %q is a name, so berth cannot check that it is not root; set runAsUser",
 			image.GetUsername())
 	case image.GetUid() == nil || image.GetUid().GetValue() == 0:
 		return errors.New("runAsNonRoot: the image runs as root; set runAsUser")

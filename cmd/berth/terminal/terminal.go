@@ -1,5 +1,5 @@
-// Package terminal formats the output of the operator's commands: numbers and times for people, and
-// the progress of a pull, with moving bars in a terminal.
+// Package terminal formats the output of the operator's commands: numbers and times
+// for people, and bars for the progress of a pull.
 package terminal
 
 import (

@@ -48,7 +48,7 @@ func TestSockets(t *testing.T) {
 		found   string
 	}{
 		{"nobody", nil, "CRI socket", OK, "free"},
-		{"nobody has NRI", nil, "NRI socket", OK, "free"},
+		{"NRI socket is free", nil, "NRI socket", OK, "free"},
 		{"a daemon", []listens{{7, "berth", cri}, {7, "berth", nri}}, "NRI socket", OK, "berth (pid 7)"},
 		{"a daemon serves", []listens{{7, "berth", cri}}, "CRI socket", OK, "berth (pid 7)"},
 		{"systemd for a daemon", []listens{{1, "systemd", cri}}, "CRI socket", OK, "systemd"},

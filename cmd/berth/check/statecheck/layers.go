@@ -46,7 +46,7 @@ func compareLayers(f *facts, d *finder) {
 		d.differ(path, "a layer", "%v", err)
 	}
 	for _, path := range f.layers.SetAside {
-		d.differ(path, "no layer that was set aside; a daemon that starts without containers on it deletes it", "one")
+		d.differ(path, "no quarantined layer; a daemon that starts without containers on it deletes it", "one")
 	}
 	for _, j := range f.layers.Joins {
 		for _, l := range j.Layers {

@@ -13,7 +13,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// Records: each is valid (checksum, kind, version, content), and none was set aside. Each file and
+// Records: each is valid (checksum, kind, version, content), and none is quarantined. Each file and
 // directory below root and state is one of the daemon's own or belongs to a recorded object, and
 // recorded objects have theirs.
 
@@ -46,7 +46,7 @@ func compareRecords(f *facts, d *finder) {
 			d.differ(path, "a record of this version of berth, or an older one", "a newer one")
 		}
 		for _, path := range s.SetAside {
-			d.differ(path, "no record that was set aside; look at it and delete it", "one")
+			d.differ(path, "no quarantined record; inspect and delete it", "one")
 		}
 		for _, path := range s.Other {
 			if f.daemon != 0 || !strings.HasSuffix(path, ".tmp") { // the next daemon deletes the remains of a crash

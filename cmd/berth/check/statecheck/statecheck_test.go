@@ -147,7 +147,7 @@ func kill(f *facts, pid int) { delete(f.processes, pid) }
 var orphan = &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod9/" + strangeID}}
 
 var differences = []difference{
-	{"a process without record, nobody's child", func(_ *testing.T, f *facts) { f.processes[50] = orphan }, []string{"processes: process 50 (leaked): expected the pod or container"}},
+	{"an orphan without a record", func(_ *testing.T, f *facts) { f.processes[50] = orphan }, []string{"processes: process 50 (leaked): expected the pod or container"}},
 	{"another runtime's container", func(_ *testing.T, f *facts) {
 		f.processes[49] = &process{pid: 49, parent: 1, name: "containerd-shim"}
 		f.processes[50] = &process{pid: 50, parent: 49, groups: orphan.groups}
@@ -185,7 +185,7 @@ var differences = []difference{
 
 	{"a shim directory without record", func(_ *testing.T, f *facts) { f.shims[strangeID] = &shimDir{exit: fs.ErrNotExist} }, []string{"shims: " + "…" + strangeID + ": expected a recorded pod"}},
 	{"a shim directory of an exited container", func(_ *testing.T, f *facts) { f.shims[exitedID] = &shimDir{} }, []string{"shims: container " + exitedID + ": expected nothing of a launch"}},
-	{"a deaf monitor", func(_ *testing.T, f *facts) { f.shims[runningID].listens = errors.New("nobody") }, []string{"shims: container " + runningID + ": expected a socket"}},
+	{"an unresponsive monitor", func(_ *testing.T, f *facts) { f.shims[runningID].listens = errors.New("nobody") }, []string{"shims: container " + runningID + ": expected a socket"}},
 	{"a pod without shim directory", func(_ *testing.T, f *facts) { delete(f.shims, podID) }, []string{"shims: pod " + podID + ": expected a shim directory"}},
 	{"runtime state without record", func(t *testing.T, f *facts) {
 		must(t, os.Mkdir(filepath.Join(f.dirs.Libcontainer(), strangeID), 0o700))
@@ -198,11 +198,11 @@ var differences = []difference{
 		must(t, os.Symlink("/proc/self/ns/user", f.netns[0]))
 	}, []string{"netns: pod " + podID + ": expected its pause in the network namespace"}},
 
-	{"an address of nobody", func(_ *testing.T, f *facts) {
+	{"an address without a pod", func(_ *testing.T, f *facts) {
 		f.reservations = append(f.reservations, cni.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
 	}, []string{"addresses: 10.0.0.3: expected a recorded pod"}},
 	{"an address that is not kept", func(_ *testing.T, f *facts) { f.reservations = nil }, []string{"addresses: pod " + podID + ": expected the addresses 10.0.0.2 in the store of addresses"}},
-	{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.CachedResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
+	{"a result without a pod", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.CachedResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
 	{"an address twice", func(_ *testing.T, f *facts) {
 		other := *f.pods[podID]
 		other.ID, other.Stage = strangeID, state.BeingMade
@@ -216,7 +216,7 @@ var differences = []difference{
 		f.layers.Making = []string{"half"}
 	}, nil},
 	{"half a layer", func(_ *testing.T, f *facts) { f.layers.Making = []string{"half"} }, []string{"layers: half: expected a pull"}},
-	{"a layer set aside", func(_ *testing.T, f *facts) { f.layers.SetAside = []string{"x"} }, []string{"layers: x: expected no layer that was set aside"}},
+	{"a quarantined layer", func(_ *testing.T, f *facts) { f.layers.SetAside = []string{"x"} }, []string{"layers: x: expected no quarantined layer"}},
 	{"no layer", func(_ *testing.T, f *facts) { f.layers.Damaged["x"] = errors.New("no record") }, []string{"layers: x: expected a layer, found no record"}},
 	{"a join of a layer that is gone", func(_ *testing.T, f *facts) {
 		f.layers.Joins = []layer.Stored{{Dir: "j", Layers: []digest.Digest{"sha256:03"}}}
@@ -258,10 +258,10 @@ var differences = []difference{
 	{"a damaged record", func(_ *testing.T, f *facts) {
 		f.surveys[0].Damaged = []checkpoint.Damaged{{Path: "x", Err: checkpoint.ErrCorrupt}}
 	}, []string{"records: x: expected a valid record, found record is damaged"}},
-	{"a record set aside", func(_ *testing.T, f *facts) { f.surveys[0].SetAside = []string{"x"} }, []string{"records: x: expected no record that was set aside"}},
+	{"a quarantined record", func(_ *testing.T, f *facts) { f.surveys[0].SetAside = []string{"x"} }, []string{"records: x: expected no quarantined record"}},
 	{"a newer record", func(_ *testing.T, f *facts) { f.surveys[0].Newer = []string{"x"} }, []string{"records: x: expected a record of this version"}},
 	{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: expected a file or directory of the daemon"}},
-	{"a writable layer of nobody", func(t *testing.T, f *facts) {
+	{"a writable layer without a container", func(t *testing.T, f *facts) {
 		must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
 	}, []string{"records: …" + strangeID + ": expected a recorded pod or container that has it"}},
 	{"a pod's file that is gone", func(t *testing.T, f *facts) {
