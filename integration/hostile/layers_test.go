@@ -131,7 +131,7 @@ func TestLayers(t *testing.T) {
 		{"a zstd window of 2 GiB", plain([]byte{0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00}), codes.DataLoss, "decompress"},
 		{"gzip that breaks off", plain(inGzip.Blob[:len(inGzip.Blob)/2]), codes.DataLoss, "decompress"},
 		{"gzip that is garbled", plain(garbled), codes.DataLoss, "decompress"},
-		{"another diffID", otherID(inGzip), codes.DataLoss, "have the digest"},
+		{"another diffID", otherID(inGzip), codes.DataLoss, "has the digest"},
 		{"a tar that breaks off", plain(good[:1024+100]), codes.InvalidArgument, "unexpected EOF"},
 		{"no tar", plain(bytes.Repeat([]byte("no tar "), 1000)), codes.InvalidArgument, "invalid tar header"},
 		{"more files than allowed", gzipped(t, bytes.NewReader(packed(t, repeated(5001, func(i int) fixture.Entry { return fixture.File(fmt.Sprint("f", i), 0o644, "") })...))), codes.ResourceExhausted, "more than the 5000 entries"},
@@ -166,7 +166,7 @@ func TestNamesToldWithoutEnd(t *testing.T) {
 	_, name := image(t, gzipped(t, bytes.NewReader(packed(t, repeated(1500, func(i int) fixture.Entry {
 		return fixture.Hardlink(fmt.Sprint("h", i), strings.Repeat("nowhere/", 490))
 	})...))))
-	refused(t, d, name, codes.ResourceExhausted, "the names of directories")
+	refused(t, d, name, codes.ResourceExhausted, "names of unlisted and opaque directories")
 }
 
 // withXattrs is a file with that many extended attributes.
