@@ -21,8 +21,8 @@ const (
 	fromRepository               // the same repository
 )
 
-// accesses records which layers the current pulls may use. It is not on disk: a pull that a crash
-// interrupted has proved nothing. The index has the repositories of recorded images.
+// accesses records which layers the current pulls may use. It is not on disk, because a pull that a
+// crash interrupted grants no access. The index has the repositories of recorded images.
 type accesses struct {
 	mu     sync.Mutex // guards active and the layers of each access
 	active map[*access]bool

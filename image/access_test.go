@@ -49,8 +49,8 @@ func denyBlob(repository string, l registrytest.Layer, head, get int) func(http.
 	}
 }
 
-// A manifest that names a private layer of this node does not get the layer, unless its registry
-// serves the blob to that pull, or has the blob and says that it would.
+// A pull gets a private layer of this node only if its registry serves the blob to that pull, or
+// confirms that it would.
 func TestPrivateLayerIsNotServedToOthers(t *testing.T) {
 	private := gzipped(t, "secret", "private")
 	for _, tc := range []struct {
@@ -300,7 +300,7 @@ func TestOriginsFindClosest(t *testing.T) {
 	}
 }
 
-// BenchmarkOrigins looks for the layers of an image among those of a thousand images of the same
+// BenchmarkOrigins looks up the layers of one image among those of a thousand images of the same
 // registry.
 func BenchmarkOrigins(b *testing.B) {
 	const layers = 10

@@ -14,8 +14,7 @@ import (
 )
 
 // flightKey identifies a shared download: one blob that becomes one layer, from one registry. Pulls
-// from different registries share nothing, because a registry could stall the download of somebody
-// else's layer.
+// from different registries share nothing, because a registry could stall another registry's pull.
 type flightKey struct {
 	domain     string
 	repository string // of a download that only proves access; empty: any of the registry
@@ -52,7 +51,8 @@ func newFlights(ctx context.Context, log *slog.Logger) *flights {
 // whether it did: the failure of another pull's download may have reasons that do not concern this
 // one. by is the image that started it. onStart gets the counter of received bytes.
 //
-// The download does not end with ctx but when no waiter is left. The last waiter waits for its end.
+// The download does not end with ctx: it ends when no waiter is left. The last waiter waits for its
+// end.
 func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*atomic.Int64), run func(context.Context, *atomic.Int64) error) (by registry.Reference, started bool, err error) {
 	fl, started := f.board(key, ref, run)
 	onStart(fl.bytes)

@@ -29,16 +29,16 @@ import (
 
 const mib = 1 << 20
 
-// Pulls of layers that take as much memory as they can, side by side, keep the processes that
-// unpack them within one budget. All of them end: what fits in the budget is pulled, one after the
-// other if need be, the rest is refused, and small images are pulled beside.
+// Concurrent pulls of layers that need the maximum of memory keep their unpack processes within one
+// budget, and all of them end. Layers that fit are pulled, if need be one by one. Others are
+// refused. Small images are pulled meanwhile.
 func TestHostileLayersStayWithinMemoryBudget(t *testing.T) {
 	const (
 		processes = 8
 		work      = 64 * mib
 		merging   = 2 * mib
-		// As cmd/berth reckons: 16 MiB for each process, and half as much again as what it keeps;
-		// and what Go takes beside its heap.
+		// The sum that cmd/berth uses: 16 MiB for each process and 1.5 times its retained data. On
+		// top of it comes what Go takes outside its heap.
 		budget = processes*16*mib + work*3/2 + processes*6*mib
 	)
 	program := filepath.Join(t.TempDir(), "berth-unpack")
@@ -81,7 +81,7 @@ func TestHostileLayersStayWithinMemoryBudget(t *testing.T) {
 	}
 }
 
-// hostileImages stores images in a registry and returns what is to become of their pulls.
+// hostileImages stores images in a registry and returns the expected code of each pull.
 func hostileImages(reg *registrytest.Server, trees int) map[string]codes.Code {
 	images := map[string]codes.Code{}
 	put := func(name string, want codes.Code, l registrytest.Layer) {

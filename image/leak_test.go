@@ -55,7 +55,7 @@ func TestPullsLeaveNothingOpen(t *testing.T) {
 			t.Error("a cancelled pull has succeeded")
 		}
 		close(g.open)
-		reg.Client().CloseIdleConnections() // those that filled the registry
+		reg.Client().CloseIdleConnections() // connections that filled the registry
 		listener := 1
 		eventually(t, "connections to the registry are closed", func() bool { return openFiles(t) <= files+listener })
 	})
@@ -64,8 +64,8 @@ func TestPullsLeaveNothingOpen(t *testing.T) {
 	})
 }
 
-// TestConcurrentPullsAndRemovals: layers that come and go under images that share
-// them are whole whenever somebody holds them, and gone in the end.
+// TestConcurrentPullsAndRemovals: images that share layers are pulled and removed concurrently.
+// Held layers are complete at all times, and none is left in the end.
 func TestConcurrentPullsAndRemovals(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})

@@ -12,7 +12,8 @@ import (
 	"berth/image/registry/registrytest"
 )
 
-// A registry whose ranges are not what they say has its layers fetched anew, in one piece. One whose ranges are right does not.
+// If a registry answers ranges with wrong content, the layer is fetched again in one piece. If the
+// ranges are right, it is not.
 func TestLargeLayerIsFetchedInParts(t *testing.T) {
 	for _, wrong := range []bool{false, true} {
 		reg := registrytest.New(t)

@@ -19,10 +19,13 @@ import (
 	"berth/internal/rootfs/mounttest"
 )
 
-// BenchmarkPull pulls the image of fixture.PullImage, eight layers of 628 MB, from a registry on loopback that is a process of its
-// own, and removes it. cpu-s/op is the CPU time of this process and of its berth-unpacks for a pull. TMPDIR decides on
-// which filesystem the layers are. disk-MB is what they take there, deleted-ms the time until that is free again, rss-MB the most memory that
-// this process has had.
+// BenchmarkPull pulls the image of fixture.PullImage, eight layers of 628 MB, from a registry
+// process on loopback, and removes it. TMPDIR decides on which filesystem the layers are.
+//
+//	cpu-s/op    CPU time of this process and its berth-unpacks for a pull
+//	disk-MB     disk usage of the layers
+//	deleted-ms  time until that is free again
+//	rss-MB      peak memory of this process
 func BenchmarkPull(b *testing.B) {
 	if testing.Short() {
 		b.Skip("it builds programs, and writes gigabytes")
@@ -147,7 +150,7 @@ func waitDeleted(b *testing.B, s *Store) {
 	}
 }
 
-// cpuTime is that of this process and of those that it has waited for.
+// cpuTime returns the CPU time of this process and of the children that it has waited for.
 func cpuTime(b *testing.B) (sum time.Duration) {
 	b.Helper()
 	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {

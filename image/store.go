@@ -306,8 +306,8 @@ func (s *Store) remove(id string) error {
 // holder may call it again. A missing layer is NotFound.
 //
 // After an error the holder holds nothing, with two exceptions, because a container may be running
-// on the layers: if it held them before, or before CollectGarbage, when it may be an earlier
-// daemon's holder.
+// on the layers. One is a holder that held them before. The other is a call before CollectGarbage,
+// when the holder may be an earlier daemon's.
 func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error) {
 	if len(layers) == 0 {
 		return rootfs.Spec{}, errdefs.FailedPrecondition("image has no layers")

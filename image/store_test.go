@@ -91,7 +91,7 @@ func tarOf(t *testing.T, name, content string) []byte {
 	return b.Bytes()
 }
 
-// plain is a layer with one file, as it is.
+// plain returns an uncompressed layer with one file.
 func plain(t *testing.T, name, content string) registrytest.Layer {
 	return registrytest.Layer{Blob: tarOf(t, name, content)}
 }
@@ -458,7 +458,8 @@ func TestRemove(t *testing.T) {
 	}
 }
 
-// What cannot be deleted fails neither the removal of other images nor that of other containers. It goes when it can.
+// A layer that cannot be deleted does not fail the removal of other images and containers. It is
+// deleted when possible.
 func TestRemoveSucceedsDespiteOtherFailedDeletions(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
@@ -622,8 +623,8 @@ func TestRestart(t *testing.T) {
 	}
 }
 
-// A container may run on layers of which one can no longer be mounted: the rest
-// must not be deleted under it.
+// A container may run on layers even if one of them can no longer be mounted. The others must not
+// be deleted then.
 func TestFailedHoldKeepsLayers(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
@@ -1009,7 +1010,7 @@ func TestLastCancelledPullEndsTheDownload(t *testing.T) {
 	<-g.arrived
 	cancel()
 	wantCode(t, <-one, codes.Canceled)
-	wantEmpty(t, s) // the download has ended, not only been told to
+	wantEmpty(t, s) // the download has really ended
 	close(g.open)
 	pull(t, s, reg.Host()+"/app:v1")
 }
@@ -1409,7 +1410,7 @@ func TestRejectedLayerDelaysNoOthers(t *testing.T) {
 	wantCode(t, <-refused, codes.InvalidArgument, "invalid tar header")
 }
 
-// A layer that is refused is not asked for elsewhere: the blob is what it should be.
+// A rejected layer is not fetched from other hosts, because its blob had the right digest.
 func TestRejectedLayerIsFetchedOnce(t *testing.T) {
 	server, mirror := registrytest.New(t), registrytest.New(t)
 	bad := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1<<20)}

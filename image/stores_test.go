@@ -31,7 +31,7 @@ import (
 	"berth/internal/testenv"
 )
 
-// What a probe may say.
+// Results of a probe.
 var (
 	works   = func(string) error { return nil }
 	cannot  = func(string) error { return fmt.Errorf("%w: an old kernel", errors.ErrUnsupported) }
@@ -69,7 +69,7 @@ func restart(t *testing.T, s *Store, cfg Config) *Store {
 	return openStore(t, cfg)
 }
 
-// content reads a file of an image through a mount of it, and tells of what kind its layers are.
+// content mounts an image, reads one of its files and returns the kind of its layers.
 func content(t *testing.T, s *Store, ref, name string) (text string, kind rootfs.Kind) {
 	t.Helper()
 	img, err := s.Get(ref)
@@ -212,7 +212,7 @@ func pulledAsBoth(t *testing.T, cfg Config) (s *Store, app, more string) {
 	return s, app, more
 }
 
-// Layers are there in the forms in which images and containers need them, and in no other.
+// Layers exist only in the forms that images and containers use.
 func TestUnusedFormsAreDeleted(t *testing.T) {
 	cfg := driversConfig(t)
 	s, app, more := pulledAsBoth(t, cfg)
@@ -330,7 +330,7 @@ func TestEROFSStoreIsCreatedOnFirstUse(t *testing.T) {
 	wantCode(t, err, codes.InvalidArgument)
 }
 
-// An image stays with its driver, though others have made its layers those of another driver.
+// An image stays with its driver, even if its layers exist with another driver too.
 func TestImageStaysWithItsDriver(t *testing.T) {
 	cfg := driversConfig(t)
 	s, app, more := pulledAsBoth(t, cfg)
@@ -406,7 +406,7 @@ func erofsMounts(t *testing.T) (n int) {
 	return n
 }
 
-// An image that one driver can't take is taken by the other, if nobody has chosen.
+// With "auto", an image that EROFS cannot take is stored as directories.
 func TestImageTooLargeForEROFSBecomesDirectories(t *testing.T) {
 	cfg := driversConfig(t)
 	cfg.Pack = func(_ context.Context, _, _ *os.File, blob io.Reader, _ unpack.Job) (unpack.Result, error) {
@@ -472,8 +472,9 @@ func TestImageTooLargeToMergeBecomesDirectories(t *testing.T) {
 	}
 }
 
-// Of the next version of an image that is too much for EROFS only what is new is fetched, if what is there is too much by itself; also after a restart, and when the
-// first one is gone. What shares little with it is no worse for that.
+// If an image is too large for EROFS, its next version reuses the existing layers as directories,
+// also after a restart and after the removal of the first version. Only new layers are fetched. An
+// image that shares few layers with it is stored as EROFS.
 func TestNextVersionOfImageTooLargeToMerge(t *testing.T) {
 	cfg := driversConfig(t)
 	cfg.MergeMemory = 4 << 20
@@ -506,7 +507,8 @@ func TestNextVersionOfImageTooLargeToMerge(t *testing.T) {
 	wantContent(t, s, reg.Host()+"/other:v1", "small", "2", rootfs.EROFS)
 }
 
-// What a driver can't take is no reason to read the rest of it where another may: the blob is not to blame.
+// If EROFS cannot take a layer and directories can, the rest of the blob is not read first, because
+// the blob is not at fault.
 func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 	cfg := driversConfig(t)
 	cfg.Pack = func(_ context.Context, _, _ *os.File, blob io.Reader, _ unpack.Job) (unpack.Result, error) {
@@ -538,7 +540,8 @@ func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 	}
 }
 
-// links is a layer of a directory with so many symlinks to nowhere, with names and targets of so many bytes: its tree is large though little is in it.
+// links returns a layer of one directory with n dangling symlinks, whose names and targets have the
+// given lengths. Its tree is large although it contains little.
 func links(t *testing.T, dir string, n, name, target int) registrytest.Layer {
 	t.Helper()
 	var b bytes.Buffer

@@ -17,8 +17,8 @@ import (
 	"berth/image/unpack"
 )
 
-// takenOver unpacks as unpack.Layer does, but for one blob, which has taken it over: of that it makes
-// something else, and says that its tar is what claim says.
+// takenOver unpacks as unpack.Layer does, with one exception: it treats blob as one that
+// compromised the process. For that it creates other files and reports claim as the tar's digest.
 func takenOver(t *testing.T, blob []byte, claim digest.Digest) layer.Unpacker {
 	return func(ctx context.Context, tree *os.File, in io.Reader, job unpack.Job) (unpack.Result, error) {
 		sum := digest.SHA256.Digester()
@@ -30,8 +30,8 @@ func takenOver(t *testing.T, blob []byte, claim digest.Digest) layer.Unpacker {
 	}
 }
 
-// A layer that lies about what it is deceives the images that have its blob, whichever way it is used: as
-// a layer of an image of its own, or below the very configuration of the image whose layer it claims to be.
+// A layer with a false digest affects only images that name its blob. That holds if it is used in
+// an image of its own, and below the same configuration as the image that it imitates.
 func TestFalseLayerServesOnlyItsBlob(t *testing.T) {
 	for _, liarFirst := range []bool{true, false} {
 		reg := registrytest.New(t)
@@ -94,7 +94,7 @@ func TestFalseLayerServesOnlyItsBlob(t *testing.T) {
 	}
 }
 
-// What berth 0.2.0 unpacked serves the images that it recorded, and no others.
+// Layers that berth 0.2.0 unpacked serve the images that it recorded, and no others.
 func TestLayersOfOlderBerthServeTheirImages(t *testing.T) {
 	reg := registrytest.New(t)
 	content := gzipped(t, "f", "content")

@@ -28,7 +28,7 @@ func TestWorkMemoryShares(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := newWorkMemory(c.all*mib, c.merging*mib, c.processes)
-			for range 2 { // what was given back is there again
+			for range 2 { // the released memory is available again
 				var got []int64
 				var back []func()
 				sum := int64(0)

@@ -48,9 +48,9 @@ func (m *Merger) Memory() int64 { return m.most }
 
 // Merge writes the image of layers, lowest first, as tree.Merger merges them. It returns the
 // indexes of the layers whose data the image refers to: its devices, in order. It waits for other
-// merges if there is not enough memory. pay is that of tree.Merger. tree.ErrTooLarge: the layers
-// have too many names, too long ones or too many attributes. When ctx is done it returns ctx's
-// cause.
+// merges if there is not enough memory. pay is tree.Merger's. It returns tree.ErrTooLarge if the
+// layers have too many names, too long names or too many attributes. When ctx is done it returns
+// ctx's cause.
 func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error) (used []int, err error) {
 	bytes, err := treeBytes(layers)
 	if err != nil {

@@ -60,7 +60,8 @@ func TestMergeIsBounded(t *testing.T) {
 	}
 }
 
-// heapWriter looks, when the first byte is written, at what is in memory then: the merged tree, and what the image is planned by.
+// heapWriter measures the heap at the first write. At that time the merged tree and the plan of the
+// image are in memory.
 type heapWriter struct{ live uint64 }
 
 func (w *heapWriter) Write(b []byte) (int, error) {
@@ -77,7 +78,7 @@ func liveHeap() uint64 {
 	return m.HeapAlloc
 }
 
-// What a merge has in memory is not more than what is counted, whatever the layers consist of.
+// A merge takes no more memory than the budget counts, whatever its layers contain.
 func TestMemoryOfMerges(t *testing.T) {
 	const most = 4 << 20
 	file := func(int) *tree.Node { return &tree.Node{Mode: unix.S_IFREG | 0o644} }

@@ -174,7 +174,7 @@ func (r *reader) xattrs(n *tree.Node, at, size int64) (end int64, err error) {
 	return at + size, nil
 }
 
-// content is that of a directory or symlink, the last block of which may be beside the inode.
+// content reads a directory or symlink. Its last block may be next to the inode.
 func (r *reader) content(layout uint16, at, size int64, block uint32) (string, error) {
 	switch layout {
 	case 0:
@@ -299,7 +299,8 @@ func (r *reader) entry(dir *tree.Node, name string, nid, parent uint64, kind uin
 	return nil
 }
 
-// plainData makes equal what is: chunks of a file without holes, and bits behind the last chunk.
+// plainData normalizes trees for a comparison: it merges chunks without a hole between them and
+// clears the bits behind the last chunk.
 func plainData(root *tree.Node) {
 	seen := map[*tree.Node]bool{}
 	var walk func(n *tree.Node)
@@ -331,7 +332,7 @@ func plainData(root *tree.Node) {
 	walk(root)
 }
 
-// readsBack fails if the image is not that of the tree.
+// readsBack fails if the image does not contain exactly the tree.
 func readsBack(t testing.TB, image []byte, root *tree.Node, devices []int64) {
 	t.Helper()
 	got, r, err := read(image)
@@ -382,7 +383,7 @@ func FuzzMerge(f *testing.F) {
 		var layers [3][]byte
 		for i := range layers {
 			m := newMaker(10*seed+uint64(i), 1)
-			root := m.directory(1, 4) // small, for a fuzzer
+			root := m.directory(1, 4) // keeps the fuzzer fast
 			root.Children["whiteout"] = &tree.Node{Mode: unix.S_IFCHR}
 			root.Children["dir"] = m.directory(0, 3)
 			root.Children["dir"].Opaque, root.Children["dir"].Implied = seed%2 == 0, seed%3 == 0

@@ -180,7 +180,7 @@ func fsck(t testing.TB, l rootfs.Layer) {
 	}
 }
 
-// compare compares what the kernel shows with a tree.
+// compare compares the mounted image with a tree.
 func (m *maker) compare(t testing.TB, path string, n *tree.Node, seen map[*tree.Node]uint64) {
 	t.Helper()
 	var st unix.Stat_t
@@ -268,7 +268,7 @@ func attached(t testing.TB, l rootfs.Layer) string {
 	return place
 }
 
-// What the kernel and erofs-utils find in an image is what was written.
+// The kernel and erofs-utils read back the tree that was written.
 func TestWrite(t *testing.T) {
 	for seed := range uint64(12) {
 		m := newMaker(seed, 1+int(seed%3)*12)

@@ -239,7 +239,7 @@ func gnu(h header) header { h.Format = tar.FormatGNU; return h }
 
 func withType(h header, typ byte) header { h.Typeflag = typ; return h }
 
-// checkUsage compares what was counted with what a walk finds.
+// checkUsage compares the counted usage with that of a walk.
 func checkUsage(t testing.TB, s *Store) {
 	t.Helper()
 	for _, info := range s.layers.All() {

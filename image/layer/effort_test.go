@@ -26,7 +26,8 @@ func longWay() (entries []header) {
 	return append(entries, file("d/f", "1"))
 }
 
-// What a chain of layers takes is bounded, whether much is looked for in one of them or a little in many.
+// The work for a chain of layers is limited: for many lookups in one layer and for few in each of
+// many.
 func TestStackLimitsEffort(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	s.effort = 1 << 18

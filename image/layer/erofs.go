@@ -35,12 +35,12 @@ var ErrTooLarge = errors.New("too large for an EROFS image")
 // Packer has the contract of unpack.Pack. It may stop a blob that is an unpack.Stopper.
 type Packer func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
-// EROFS is a Merger. It stores a layer as two files: the content of all its files, and its tree. Of a chain of layers it makes one
-// small EROFS image, which shows what overlayfs would show and refers to the layers' data files. No file of an image is a
-// file of the host.
+// EROFS is a Merger. It stores a layer as two files: the content of all its files, and its tree. It
+// merges a chain of layers into one small EROFS image, which shows the same files as overlayfs and
+// refers to the layers' data files. No file of an image is a file of the host.
 //
-// The kernel parses nothing that berth-unpack wrote, because a blob may have compromised that process: package tree validates the
-// tree file, and the daemon makes the image of it.
+// The kernel parses nothing that berth-unpack wrote, because a blob may have compromised that
+// process. Package tree validates the tree file, and the daemon makes the image of it.
 type EROFS struct {
 	pack   Packer
 	merger *erofs.Merger

@@ -97,8 +97,8 @@ func BenchmarkDrivers(b *testing.B) {
 	}
 }
 
-// BenchmarkRead reads all files of a layer through an overlay, as a container does, with both drivers: what is in memory, and what is
-// not, as far as a process can have it so.
+// BenchmarkRead reads all files of a layer through an overlay, as a container does, with both
+// drivers. It runs with a warm page cache and with a cold one, as far as a process can drop it.
 func BenchmarkRead(b *testing.B) {
 	if testing.Short() {
 		b.Skip("it reads 128 MiB and 10,000 files, four times each")
@@ -123,7 +123,7 @@ func BenchmarkRead(b *testing.B) {
 					for b.Loop() {
 						b.StopTimer()
 						if cold {
-							must(b, s.Close()) // with the mount goes what it has in memory
+							must(b, s.Close()) // unmounting drops the page cache
 							forget(b, root)
 							s = open()
 						}
@@ -165,7 +165,7 @@ func readAll(b *testing.B, root string) {
 	}))
 }
 
-// forget has the kernel drop what it has of files in memory.
+// forget drops the kernel's page cache of files.
 func forget(b *testing.B, root string) {
 	must(b, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {

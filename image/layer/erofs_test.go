@@ -46,8 +46,8 @@ func newTwin(t testing.TB) twin {
 	return twin{open("directory", NewDirectory(unpack.Layer)), open("erofs", NewEROFS(unpack.Pack, 0))}
 }
 
-// As many extended attributes as a tree may have are packed and mounted; more are for another driver to take, whichever entries of a directory
-// they are of.
+// Trees with the maximum of extended attributes are packed and mounted. Trees with more need
+// another driver, for any type of entry.
 func TestXattrLimitsOfTrees(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{})
@@ -123,7 +123,7 @@ func (w twin) create(t testing.TB, data []byte) digest.Digest {
 	return id
 }
 
-// compare mounts a chain of both and compares what is seen.
+// compare mounts a chain with both drivers and compares the files.
 func (w twin) compare(t testing.TB, chain ...digest.Digest) {
 	t.Helper()
 	var trees [2]map[string]string
@@ -151,10 +151,11 @@ func (w twin) compare(t testing.TB, chain ...digest.Digest) {
 	}
 }
 
-// unknownTime is said of directories that a layer does not list, and one below does: as directories they have lost their time.
+// unknownTime replaces the time of a directory that a layer does not list and a layer below does.
+// The directory driver loses this time.
 const unknownTime = " mtime ? "
 
-// withoutTime is what is said of a directory without its time.
+// withoutTime returns the description of a directory without its time.
 func withoutTime(text string) string {
 	before, after, _ := strings.Cut(text, " mtime ")
 	_, xattrs, _ := strings.Cut(after, " ")
@@ -163,8 +164,8 @@ func withoutTime(text string) string {
 
 var linkCount = regexp.MustCompile(" links [0-9]+ of ")
 
-// seen is all that a container sees of layers, but for what the drivers are free in: when a directory was changed that no
-// layer lists.
+// seen describes all files that a container sees. It omits the modification time of directories
+// that no layer lists, because drivers may choose it.
 func seen(t testing.TB, layers []rootfs.Layer) map[string]string {
 	t.Helper()
 	dir := mounttest.DiskDir(t)
@@ -187,7 +188,7 @@ func seen(t testing.TB, layers []rootfs.Layer) map[string]string {
 	return all
 }
 
-// Whatever tars say, both drivers make the same of it.
+// Both drivers show the same files for the same tars, including odd ones.
 func TestDriversAgree(t *testing.T) {
 	w := newTwin(t)
 	for seed := range uint64(150) {
@@ -237,7 +238,7 @@ func FuzzDrivers(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) { newTwin(t).program(t, data) })
 }
 
-// What is in layers beside files: attributes, holes, devices, long names, large directories.
+// Both drivers show the same attributes, holes, devices, long names and large directories.
 func TestDriversAgreeOnAttributes(t *testing.T) {
 	acl := func(entries ...uint16) string {
 		b := []byte{2, 0, 0, 0}

@@ -44,7 +44,7 @@ func newFuzzStore(t testing.TB) *fuzzStore {
 	return f
 }
 
-// watched describes what the fuzzer must not be able to change.
+// watched describes the files that a layer must not be able to change.
 func (f *fuzzStore) watched(t testing.TB) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -117,10 +117,10 @@ var fuzzNames = []string{
 	".wh.a", ".wh.b", ".wh.l", "a/.wh.b", "l/.wh.a", "a/b/.wh.c", ".wh..wh..opq", "a/.wh..wh..opq", "a/b/.wh..wh..opq", "l/.wh..wh..opq", ".wh.e",
 }
 
-// fuzzTargets are those of links.
+// fuzzTargets are targets of links.
 var fuzzTargets = []string{"a", "b", "/a/b", "..", "../../..", "l", "a/b", "b/a/c", "/", ".", "../secret", "e/f", "no/where", "a/l", "/dir"}
 
-// program turns bytes into the entries of a few layers.
+// program converts bytes to the entries of a few layers.
 func program(data []byte) [][]header {
 	layers := [][]header{nil}
 	for len(data) >= 3 && len(layers) <= 4 {
@@ -149,8 +149,8 @@ func program(data []byte) [][]header {
 
 func data2mode(kind byte) int { return 0o700 | int(kind)%0o100 }
 
-// FuzzLayers unpacks layers of entries that get in each other's way, and
-// compares what the driver thinks of their stack with what the kernel shows.
+// FuzzLayers unpacks layers with conflicting entries. It compares the driver's view of their stack
+// with the kernel's.
 func FuzzLayers(f *testing.F) {
 	f.Add([]byte("\x02\x00\x00\x00\x02\x00\x07\x00\x00\x04\x01\x06\x00\x11\x00"))
 	f.Add([]byte("\x00\x04\x00\x03\x06\x00\x07\x00\x00\x00\x07\x00\x04\x08\x01\x07\x00\x00\x02\x00\x00\x00\x14\x00"))

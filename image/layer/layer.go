@@ -85,9 +85,10 @@ type Joiner interface {
 type Merger interface {
 	Driver
 
-	// Merge writes into dir, which is empty, the image of a chain of layers, whose directories are given lowest first. used are the
-	// indexes of the layers that the image refers to. A hard link without target is InvalidArgument. Merge pays effort for
-	// its work; ResourceExhausted if there is not enough.
+	// Merge writes the image of a chain of layers into the empty directory dir. chain has the
+	// layers' directories, lowest first; used has the indexes of the layers that the image refers
+	// to. Merge pays effort for its work. Errors: InvalidArgument for a hard link without a target,
+	// ResourceExhausted if the effort does not suffice.
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 
 	// Image returns the layer to mount for the image in dir. data are the directories of the layers that it refers to, in order.
@@ -108,7 +109,7 @@ type Part struct {
 // Usage is a disk usage.
 type Usage = unpack.Usage
 
-// Source identifies what a layer is made from.
+// Source identifies the blob and the tar of a layer.
 type Source struct {
 	Blob   digest.Digest `json:"blob,omitempty"` // the compressed tar; empty for layers of berth up to 0.2.0
 	DiffID digest.Digest `json:"tar,omitempty"`  // the uncompressed tar

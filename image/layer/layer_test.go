@@ -102,7 +102,7 @@ func create(t testing.TB, s *Store, data []byte) digest.Digest {
 	return id
 }
 
-// checkSum compares the sum that was made while a layer was with that of its tree.
+// checkSum compares the sum that was computed while the layer was created with that of its tree.
 func checkSum(t testing.TB, s *Store, id digest.Digest) {
 	t.Helper()
 	info, err := s.Info(id)

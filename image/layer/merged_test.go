@@ -47,7 +47,7 @@ func shown(t testing.TB, s *Store, name string, chain ...digest.Digest) string {
 	return string(data)
 }
 
-// An image of layers that the disk has damaged is made anew of them, the next time that it is to be mounted.
+// A damaged image of merged layers is recreated before the next mount.
 func TestDamagedMergedImageIsRecreated(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	damage := map[string]func(image string) error{
@@ -94,7 +94,7 @@ func overwrite(path string, at int64, text string) error {
 	return errors.Join(err, f.Close())
 }
 
-// What the kernel says for want of something is no damage: nothing is made anew, and nothing is set aside.
+// An error about a lack of resources does not count as damage: nothing is recreated or set aside.
 func TestLackOfResourcesIsNoDamage(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{})
@@ -119,7 +119,8 @@ func TestLackOfResourcesIsNoDamage(t *testing.T) {
 	}
 }
 
-// An image of layers is not written where that would take what is to be left free, but mounted if it is there.
+// A merged image is not written if it would take from the disk's reserve. An existing one is still
+// mounted.
 func TestMergeLeavesReserve(t *testing.T) {
 	root := filepath.Join(mounttest.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{Percent: 5, Bytes: 1 << 30})
@@ -143,7 +144,7 @@ func TestMergeLeavesReserve(t *testing.T) {
 	}
 }
 
-// Whoever waits for an image of layers waits no longer than he wants to.
+// Waiting for a merged image ends with the waiter's context.
 func TestMergeEndsWithItsContext(t *testing.T) {
 	s := openImages(t, filepath.Join(mounttest.DiskDir(t), "store"), Reserve{})
 	defer func() { must(t, s.Close()) }()

@@ -16,8 +16,8 @@ import (
 // packagesEnv names a directory with packages of a distribution (fetch_corpus of contrib/lib.sh).
 const packagesEnv = "BERTH_CORPUS"
 
-// Both drivers show the same of images made of a distribution's packages, one above the other, with layers on top that hide, replace
-// and link what they hold; and fsck.erofs finds nothing wrong with the EROFS image.
+// Both drivers show the same files for images made of a distribution's packages, with layers on top
+// that hide, replace and link files. fsck.erofs accepts the EROFS image.
 func TestDriversAgreeOnPackages(t *testing.T) {
 	packages, err := filepath.Glob(filepath.Join(os.Getenv(packagesEnv), "*.deb"))
 	must(t, err)

@@ -59,7 +59,7 @@ func TestReserve(t *testing.T) {
 	}
 }
 
-// A layer that takes what is to be left free is given up while it comes, and nothing of it stays.
+// Creating a layer fails as soon as the layer takes from the disk's reserve, and leaves nothing.
 func TestCreateLeavesReserve(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{Percent: 5, Bytes: 1 << 30}, discardLog())

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// On ext4 a directory has the attribute, also when it is told again; other filesystems refuse it.
+// On ext4 the directory gets the attribute, also on a second call. Other filesystems refuse it.
 func TestSpreadOverDisk(t *testing.T) {
 	dir := t.TempDir()
 	for range 2 { // the second time it is so

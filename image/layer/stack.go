@@ -255,7 +255,7 @@ func (s *Store) IsStacked(names []digest.Digest) bool {
 	return true // missing joins are cheap
 }
 
-// Merged returns the IDs of the chains that have an image. The caller removes those that nothing needs.
+// Merged returns the IDs of the chains that have an image. The caller removes unneeded ones.
 func (s *Store) Merged() (chains []digest.Digest) {
 	if s.merger != nil {
 		for _, j := range s.joins.All() {

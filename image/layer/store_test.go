@@ -191,7 +191,7 @@ type readerFunc func([]byte) (int, error)
 
 func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
 
-// watched is the directory driver, telling what it removes.
+// watched is the directory driver. It reports removals.
 type watched struct {
 	*Directory
 	removed chan string
@@ -255,7 +255,7 @@ func TestRemove(t *testing.T) {
 	create(t, s, makeTar(t, hardlink("b", "a"))) // may come again
 }
 
-// blocked is a driver that deletes when it is told to.
+// blocked is a driver whose deletions wait until the test allows them.
 type blocked struct {
 	*Directory
 	goOn chan struct{}
@@ -266,7 +266,7 @@ func (b blocked) Remove(ctx context.Context, dir string) error {
 	return b.Directory.Remove(ctx, dir)
 }
 
-// What is being made or deleted takes disk as well.
+// Usage includes layers under construction and layers under deletion.
 func TestUsageOfUnfinished(t *testing.T) {
 	goOn := make(chan struct{})
 	s, err := Open(t.TempDir(), blocked{NewDirectory(unpack.Layer), goOn}, Reserve{}, discardLog())
@@ -377,8 +377,8 @@ func TestReopen(t *testing.T) {
 	}
 }
 
-// What cannot be used is out of the way at once, and deleted when it is known that no container runs on it: a
-// daemon before this one may have started some.
+// Open sets unusable layers aside at once. They are deleted later, when no container of an earlier
+// daemon can run on them.
 func TestOpenSetsAside(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
@@ -454,7 +454,7 @@ func change(t *testing.T, dir, old, new string) {
 	must(t, os.WriteFile(path, bytes.Replace(data, []byte(old), []byte(new), 1), 0o600))
 }
 
-// What says nothing against a record keeps the Store from opening, and takes nothing away.
+// An error that does not blame a record keeps the Store from opening and removes nothing.
 func TestOpenKeepsUnreadableRecords(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
@@ -609,8 +609,8 @@ func TestConcurrent(t *testing.T) {
 	expectEmpty(t, filepath.Join(root, "tmp"))
 }
 
-// A maker whose tar does not come holds nobody up, and finds the layer there
-// when its own comes at last; one that fails leaves the layer to the other.
+// Two callers create the same layer. One whose tar stalls does not delay the other and finds the
+// layer there in the end. One that fails leaves the layer to the other.
 func TestConcurrentCreationKeepsFirst(t *testing.T) {
 	for name, end := range map[string]error{"slow": nil, "failing": errors.New("connection reset")} {
 		t.Run(name, func(t *testing.T) {
@@ -795,8 +795,8 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// killMaker lets another process make the layer and kills it when it has been
-// handed data: at any moment if that was all, else while it waits for more.
+// killMaker starts a process that creates the layer, and kills it after it got data. If that is all
+// data (eof), it kills at a random moment, otherwise while the process waits for more.
 func killMaker(t testing.TB, root string, id digest.Digest, data []byte, eof bool) {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe", "-test.run=^TestMaker$", "--", id.String())
@@ -818,7 +818,7 @@ func killMaker(t testing.TB, root string, id digest.Digest, data []byte, eof boo
 	cmd.Wait() // "signal: killed", or success if it was faster
 }
 
-// What was made of one blob is not what was made of another, whatever both say of their tars.
+// Layers of two blobs are distinct, even if both blobs claim the same tar.
 func TestLayersOfTwoBlobs(t *testing.T) {
 	root := t.TempDir()
 	s := openStore(t, root)

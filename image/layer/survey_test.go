@@ -10,7 +10,7 @@ import (
 	"github.com/opencontainers/go-digest"
 )
 
-// What a Store has made is found without it, and counted as it was.
+// Inspect finds a Store's layers and their usage without opening the Store.
 func TestInspect(t *testing.T) {
 	root := t.TempDir()
 	s := openStore(t, root)

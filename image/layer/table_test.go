@@ -9,7 +9,7 @@ import (
 	"github.com/opencontainers/go-digest"
 )
 
-// A thing has one owner at a time, whoever waits gets it or gives up, and of what is gone no key is left.
+// A key has one owner at a time. A waiter becomes owner or gives up. Unused keys are deleted.
 func TestTableHasOneOwnerPerKey(t *testing.T) {
 	table, key := newTable[int](), digest.FromString("x")
 	var wg sync.WaitGroup

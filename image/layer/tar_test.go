@@ -35,8 +35,8 @@ func apply(t testing.TB, data []byte) (string, unpack.Contents) {
 	return filepath.Join(work, treeDir), c.Contents
 }
 
-// attributes describes a file with all that a tar carries, inodes as numbers
-// that depend on the order of names only.
+// attributes describes all properties of a file that a tar contains. Inodes are numbered in the
+// order of names.
 func attributes(t testing.TB, path string, inodes map[uint64]string) string {
 	t.Helper()
 	var st unix.Stat_t
@@ -233,7 +233,7 @@ func sparseFiles(t testing.TB, dir string) {
 	}
 }
 
-// What had holes has holes again.
+// Holes of sparse files survive.
 func TestSparse(t *testing.T) {
 	for _, format := range []string{"--format=gnu", "--sparse-version=0.0", "--sparse-version=0.1", "--sparse-version=1.0"} {
 		t.Run(format, func(t *testing.T) {
@@ -407,7 +407,7 @@ func TestReproducible(t *testing.T) {
 	one, _ := apply(t, data)
 	two, _ := apply(t, data)
 	a, b := fullTree(t, one), fullTree(t, two)
-	for name := range a { // a whiteout's time is nobody's to see
+	for name := range a { // the time of a whiteout is not visible
 		if strings.HasPrefix(a[name], "c 0 0:0 0:0") {
 			delete(a, name)
 			delete(b, name)

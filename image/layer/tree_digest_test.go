@@ -20,7 +20,8 @@ import (
 // endless is the length of a file that takes hours to read, and nothing to make.
 const endless = 4 << 40
 
-// What a packer that was taken over writes is not read further than a tree can be, nor longer than the pull lasts.
+// The tree file of a compromised packer is read up to the maximum size of a tree only, and only
+// until the pull ends.
 func TestTreeFileIsReadWithinLimit(t *testing.T) {
 	root := mounttest.DiskDir(t) // a tmpfs has no such files
 	length := int64(endless)

@@ -9,11 +9,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// syncer flushes one filesystem to disk. The layers of an image finish together and each syncfs writes everybody's data,
-// so concurrent callers share a sync: one runs at a time, and whoever asks during it waits for the next.
+// syncer flushes one filesystem to disk. The layers of an image finish together, and each syncfs
+// writes the data of all of them. So concurrent callers share a sync: one runs at a time, and later
+// callers wait for the next one.
 //
-// When Wait returns nil, everything that its caller wrote since Begin is on disk. The kernel reports a write error only
-// once. So a failed sync fails every Wait whose data it may have lost. Its methods may be called concurrently.
+// When Wait returns nil, everything that its caller wrote since Begin is on disk. The kernel
+// reports a write error only once. So a failed sync fails every Wait whose data it may have lost.
+// Its methods may be called concurrently.
 type syncer struct {
 	sync   func() error
 	turn   chan struct{} // a lock: held during a sync

@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// Who asks during a sync waits for the next one, all together; what was written before it began is in it.
+// Callers that ask during a sync share the next one, because the current one may not include their
+// data.
 func TestSyncerSharesSync(t *testing.T) {
 	const many = 50
 	var syncs atomic.Int64
@@ -49,7 +50,7 @@ func TestSyncerSharesSync(t *testing.T) {
 	}
 }
 
-// A failure is told to all whose data it may be about, and to nobody who comes later.
+// A failed sync fails all callers whose data it may have lost, and no later ones.
 func TestSyncFailureReachesAffectedWaiters(t *testing.T) {
 	full := errors.New("input/output error")
 	fails := true

@@ -37,7 +37,7 @@ type partServer struct {
 	// answer answers a request for a range; nil: as it should be.
 	answer func(w http.ResponseWriter, r *http.Request, first, last int64)
 
-	// ignorant of ranges: it answers each request with all that there is.
+	// ignorant of ranges: it answers each request with the whole blob.
 	ignorant atomic.Bool
 	// silent: it does not say that it has them.
 	silent bool
@@ -164,7 +164,8 @@ func (s *partServer) blob(t testing.TB, l *leave, first int) *Blob {
 	return b
 }
 
-// The rest of a blob whose transfer has come to a stop is fetched by as many others as may be; the transfer ends where they begin.
+// If the transfer of a blob stalls, the rest is fetched in parts, as many at once as allowed. The
+// transfer ends where the parts begin.
 func TestBlobInParts(t *testing.T) {
 	for _, most := range []int64{1, 4, 30} {
 		l := &leave{most: most}
@@ -186,7 +187,7 @@ func TestBlobInParts(t *testing.T) {
 	}
 }
 
-// Whatever becomes of parts, the blob comes; and what makes no sense is not asked for again and again.
+// The blob arrives although parts fail, and pointless requests are not repeated.
 func TestPartsThatFail(t *testing.T) {
 	for name, answer := range map[string]func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64){
 		"ranges with an end are ignored": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) { _, _ = w.Write(s.data) },
@@ -281,7 +282,8 @@ func TestRangesIgnored(t *testing.T) {
 	}
 }
 
-// A registry that answers a resumed transfer with the whole is asked for no more parts, of which some are there.
+// If a registry answers a resumed transfer with the whole blob, no more parts are requested,
+// although some have arrived.
 func TestRangesIgnoredAfterFirstPart(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
@@ -345,8 +347,8 @@ func TestTrialPart(t *testing.T) {
 	}
 }
 
-// The part that was the trial is followed by others, also where the reader is there before it is known that there are ranges: no transfer
-// of the rest is begun.
+// The trial part is followed by others, also if the reader reaches its end before the registry's
+// support of ranges is confirmed. No transfer of the rest is started then.
 func TestTrialIsFollowed(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, 1)
@@ -412,7 +414,7 @@ func TestSlowLine(t *testing.T) {
 		return true
 	}
 	b := s.blob(t, l, 0)
-	b.ahead.watch, b.ahead.enough = 100*time.Millisecond, fastEnough // in which all of the blob would be too little, whenever it is read
+	b.ahead.watch, b.ahead.enough = 100*time.Millisecond, fastEnough // even the whole blob would be too little in that time
 	got, err := io.ReadAll(b)
 	if err != nil || !bytes.Equal(got, s.data) || s.parts.Load() > 0 {
 		t.Errorf("%d bytes, %v, and %d parts", len(got), err, s.parts.Load())
@@ -486,7 +488,7 @@ func TestStallBesideParts(t *testing.T) {
 	}
 }
 
-// What is wrong with a part is wrong with the blob. Who asks again gets it in one piece.
+// A wrong part fails the blob. The next attempt fetches it in one piece.
 func TestWrongPart(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
@@ -591,8 +593,9 @@ func BenchmarkSlowRegistry(b *testing.B) {
 	}
 }
 
-// BenchmarkSharedLine reads three blobs at once over a line that gives all connections together so many bytes a second. Who gets
-// parts gets more of it, and all of them together take as long as without.
+// BenchmarkSharedLine reads three blobs at once over a line of limited bandwidth that all
+// connections share. A blob that is fetched in parts gets more of it. All together take as long as
+// without parts.
 func BenchmarkSharedLine(b *testing.B) {
 	if testing.Short() {
 		b.Skip("its line is slow: 20 s")
@@ -641,7 +644,7 @@ func newBenchRegistry(b *testing.B, lineOf func() *line, sizes ...int64) *benchR
 	return s
 }
 
-// read reads all blobs at once, and tells how long each took.
+// read reads all blobs concurrently and returns the time of each.
 func (s *benchRegistry) read(b *testing.B, most int64) []time.Duration {
 	ref, err := ParseReference(s.Host() + "/app:v1")
 	if err != nil {
@@ -677,7 +680,7 @@ func (s *benchRegistry) read(b *testing.B, most int64) []time.Duration {
 type line struct {
 	mu   sync.Mutex // guards free
 	rate int
-	free time.Time // when what was sent before has taken its time
+	free time.Time // when the earlier data has been transferred
 }
 
 // send waits until there is room for n bytes.
@@ -692,7 +695,7 @@ func (l *line) send(n int) {
 	time.Sleep(time.Until(turn))
 }
 
-// slowListener accepts connections, each of which has a line, its own or the others'.
+// slowListener accepts connections with limited bandwidth, each with its own line or a shared one.
 type slowListener struct {
 	net.Listener
 	lineOf func() *line

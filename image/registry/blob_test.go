@@ -62,8 +62,8 @@ func newBlobServer(t *testing.T, data []byte, answer func(s *blobServer, w http.
 	return s
 }
 
-// part answers with the bytes from offset to end, as a partial answer if the
-// offset is not 0, and breaks off before what it announced.
+// part answers with the bytes from offset to end, with status 206 if offset is not 0. It breaks off
+// before the announced end.
 func (s *blobServer) part(w http.ResponseWriter, offset, end int64) {
 	w.Header().Set("Content-Length", fmt.Sprint(int64(len(s.data))-offset))
 	if offset > 0 {
@@ -449,7 +449,7 @@ func TestBlobStops(t *testing.T) {
 	}
 }
 
-// What is wrong with a blob is so after it was stopped, too.
+// A corrupt blob remains corrupt after it was stopped.
 func TestStoppedBlobStaysCorrupt(t *testing.T) {
 	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
 		_, _ = w.Write(make([]byte, 1000))
@@ -470,9 +470,8 @@ func TestStoppedBlobStaysCorrupt(t *testing.T) {
 	}
 }
 
-// TestBlobChangesHosts: a mirror that always breaks off or has something else
-// does not keep the blob from coming from the server.
-// A host that refuses to send the rest once is asked for it again, if it does not get as far with the whole, and so are others.
+// TestBlobChangesHosts: a blob arrives although a mirror always breaks off or serves other content.
+// A host that refuses a range once is asked again, if the whole blob fails too, and so are others.
 func TestRangeRefusedOnce(t *testing.T) {
 	data := randomBytes(t, 300_000)
 	all := fmt.Sprintf("bytes=%%d-%d", len(data)-1)

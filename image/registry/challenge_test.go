@@ -46,7 +46,8 @@ func FuzzParseChallenges(f *testing.F) {
 	})
 }
 
-// FuzzChallenge: what is written by the rules (RFC 7235) is read back, whatever stands before and after it.
+// FuzzChallenge: a challenge written by the rules of RFC 7235 is parsed the same, between any other
+// text.
 func FuzzChallenge(f *testing.F) {
 	f.Add("Bearer", "realm", `https://a/b?c="d\e`, "Basic realm=x")
 	f.Add("a!", "B", "", `="`)

@@ -708,8 +708,8 @@ func TestRegistryTokenFromDockerConfig(t *testing.T) {
 	wantCode(t, err, codes.Unauthenticated, "refused")
 }
 
-// TestMirrorWithAPageInsteadOfAManifest: what a mirror says must not become what
-// the next host is checked against.
+// TestMirrorWithAPageInsteadOfAManifest: the next host is not checked against what a mirror
+// returned.
 func TestMirrorWithAPageInsteadOfAManifest(t *testing.T) {
 	server, mirror := registrytest.New(t), registrytest.New(t)
 	top := putImage(server, "app", "v1", []byte("x"))
@@ -841,7 +841,7 @@ func TestRedirectLoopEnds(t *testing.T) {
 	wantUnavailable(t, err, "redirects")
 }
 
-// What a server sends to be quoted is short and printable, and no address with a token.
+// Text of a server in errors is short and printable, and contains no URL with a token.
 func TestForeignTextInErrors(t *testing.T) {
 	const token = "s3cret"
 	for name, location := range map[string]string{

@@ -103,7 +103,7 @@ func FuzzContentRange(f *testing.F) {
 	})
 }
 
-// FuzzRegistryMessage: what a registry says is quoted in short, and printable.
+// FuzzRegistryMessage: errors quote a registry's message shortened and printable.
 func FuzzRegistryMessage(f *testing.F) {
 	f.Add([]byte(`{"errors":[{"code":"DENIED","message":"no\nway"}]}`))
 	f.Add([]byte(`{"errors":[{"message":"\u202e\u0000` + strings.Repeat("é", 500) + `"}]}`))

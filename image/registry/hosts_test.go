@@ -135,7 +135,8 @@ func pairFiles(pairs [][2]string) (files [][]string) {
 // hidden is what errors must not show: a password in a URL, a token in a header.
 const hidden = "hunter2-hunter2"
 
-// onlyInValues tells whether all that there is of a word in a TOML document is within values, which follow a sign of equality.
+// onlyInValues reports whether all occurrences of a word in a TOML document are in values, that is
+// after an equals sign.
 func onlyInValues(data []byte, word string) bool {
 	for line := range strings.Lines(string(data)) {
 		key, _, _ := strings.Cut(line, "=")
@@ -185,7 +186,7 @@ func FuzzParseHosts(f *testing.F) {
 	})
 }
 
-// brief formats a host as what it is asked by.
+// brief formats the properties of hosts that decide the requests to them.
 func brief(hosts []hostConfig) string {
 	var s []string
 	for _, h := range hosts {

@@ -11,8 +11,8 @@ import (
 	"berth/image/registry/registrytest"
 )
 
-// A registry, here of this machine, may not send us to the metadata of its cloud: not for a manifest, not
-// for a blob, not for a token.
+// A registry, here on this machine, must not direct requests to the cloud's metadata service: for
+// manifests, blobs or tokens.
 func TestMetadataServiceIsNotContacted(t *testing.T) {
 	const credentials = "http://169.254.169.254/latest/meta-data/iam/security-credentials/role?secret=hunter2"
 	for name, c := range map[string]func(http.ResponseWriter, *http.Request) bool{

@@ -45,8 +45,8 @@ func serverCertificate(t *testing.T, name string) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: private}
 }
 
-// What is configured for a host is not for those that it sends its clients on to: skip_verify and client certificates.
-// Its CA certificates are.
+// A host's skip_verify and client certificates do not apply to the hosts that it redirects to. Its
+// CA certificates do.
 func TestTLSOptionsAreForTheirHost(t *testing.T) {
 	const other = "localhost" // the registry is 127.0.0.1
 	cert, key, clients := clientCertificate(t)

@@ -45,7 +45,7 @@ func encoded(t testing.TB, n *Node) []byte {
 	return b.Bytes()
 }
 
-// What is decoded is what was encoded, second names included.
+// Decode returns the encoded tree, including hard links.
 func TestDecode(t *testing.T) {
 	data := encoded(t, sample())
 	got, memory, err := Decode(bytes.NewReader(data), 0, limit)
@@ -124,7 +124,7 @@ func TestDecodeRefuses(t *testing.T) {
 	}
 }
 
-// What Linux keeps of extended attributes is taken.
+// Extended attributes that Linux accepts are decoded.
 func TestDecodeXattrs(t *testing.T) {
 	root := sample()
 	root.Children["a"].Xattrs = []Xattr{{capability, goodCapability}, {AccessACL, goodACL}, {"user.a", "\x00"}}
@@ -134,7 +134,7 @@ func TestDecodeXattrs(t *testing.T) {
 	}
 }
 
-// Whatever way a hard link leads, it is paid for, also where a symlink lengthens it in vain.
+// Every step of resolving a hard link costs effort, also those through symlinks without a target.
 func TestMergerPaysEffort(t *testing.T) {
 	root := NewDir()
 	root.Children["d"] = NewDir()
@@ -221,7 +221,7 @@ func TestMergerNamesLinks(t *testing.T) {
 	}
 }
 
-// FuzzDecode decodes anything; what is a tree is merged, and is encoded as the same bytes again.
+// FuzzDecode decodes arbitrary bytes. A valid tree is merged and encodes to the same bytes.
 func FuzzDecode(f *testing.F) {
 	f.Add(encoded(f, sample()))
 	f.Add(encoded(f, NewDir()))

@@ -24,9 +24,9 @@
 //     one with the attributes of the later.
 //   - Owners must be 0 to 2^32-2.
 //   - The extended attributes user.*, security.capability and system.posix_acl_* are
-//     kept. Others are dropped, because they are for the host to set: trusted.*
-//     (overlayfs' own are among them), user.overlay.* and the labels of security
-//     modules. Those that the filesystem does not support are dropped as well.
+//     kept. Others are dropped, because the host sets them: trusted.* (with
+//     overlayfs' own), user.overlay.* and the labels of security modules. Attributes
+//     that the filesystem does not support are dropped as well.
 //   - The names of a file's extended attributes must fit into Linux's list.
 //   - AUFS' own files (.wh..wh.* in the root) are skipped.
 //   - The attributes in a hard link's entry are ignored: its target has them.

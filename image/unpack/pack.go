@@ -294,7 +294,7 @@ func (p *packer) enter(at spot, n *tree.Node, making bool) (*tree.Node, error) {
 	}
 	made := tree.NewDir()
 	made.Sec, made.Nsec = impliedTime.Unix(), 0
-	// A directory replaces a whiteout or a link, and hides what they hid.
+	// A directory replaces a whiteout or a link, and hides the same files below.
 	made.Opaque, made.Implied = n != nil, n == nil
 	return made, p.add(at, made)
 }

@@ -52,7 +52,7 @@ func TestStreamErrors(t *testing.T) {
 	s.close()
 }
 
-// close ends a stream that nobody read, with all chunks full.
+// close ends a stream that has no reader and full chunks.
 func TestStreamClose(t *testing.T) {
 	s := newStream(context.Background(), endless{}, sha256.New(), 1<<40, func(int) {})
 	if _, err := s.Read(make([]byte, 1)); err != nil {

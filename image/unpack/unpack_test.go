@@ -61,7 +61,7 @@ func emptyTree(t *testing.T) *os.File {
 // deep is the path of a directory in nine others.
 func deep(i int) string { return fmt.Sprint(i) + strings.Repeat("/"+strings.Repeat("x", 200), 9) }
 
-// awkward is what has to be remembered until the end of a layer: the i-th such entry.
+// awkward has constructors of entries that unpack must remember until the end of a layer.
 var awkward = map[string]func(i int) tar.Header{
 	"hard links": func(i int) tar.Header {
 		return tar.Header{Typeflag: tar.TypeLink, Name: fmt.Sprint(i), Linkname: deep(i)}
@@ -70,7 +70,7 @@ var awkward = map[string]func(i int) tar.Header{
 	"opaque":  func(i int) tar.Header { return tar.Header{Typeflag: tar.TypeReg, Name: deep(i) + "/.wh..wh..opq"} },
 }
 
-// What a file gets from its directory or from the umask does not stay.
+// A file inherits nothing from its directory or the umask.
 func TestFileTakesNothingOver(t *testing.T) {
 	testenv.NeedRoot(t)
 	const acl = "\x02\x00\x00\x00" + // user::rwx user:1000:rwx group::r-x mask::rwx other::---
@@ -149,7 +149,7 @@ func TestLayerLimitsEntries(t *testing.T) {
 	}
 }
 
-// Hard links to nowhere and directories have to be remembered: not without end.
+// The number of hard links without a target and of directories to remember is limited.
 func TestRememberedNamesAreLimited(t *testing.T) {
 	cases := map[string]func(i int) tar.Header{"directories": func(i int) tar.Header {
 		return tar.Header{Typeflag: tar.TypeDir, Name: deep(i) + "/", Mode: 0o755}
@@ -173,7 +173,8 @@ func TestRememberedNamesAreLimited(t *testing.T) {
 	}
 }
 
-// A few entries can lead through tens of thousands of names each, which nobody has to follow without end.
+// The work for resolving paths is limited, even if each of a few entries has tens of thousands of
+// names.
 func TestPathResolutionIsLimited(t *testing.T) {
 	testenv.NeedRoot(t)
 	const links = 40 // the most that is followed
@@ -205,7 +206,7 @@ func TestPathResolutionIsLimited(t *testing.T) {
 	}
 }
 
-// What is known of a directory goes with it, and nothing else does.
+// The cache forgets a directory and everything below it, and nothing else.
 func TestForgetBelow(t *testing.T) {
 	testenv.NeedRoot(t)
 	random := rand.New(rand.NewPCG(1, 2))
@@ -286,7 +287,7 @@ func TestHolesAreProgress(t *testing.T) {
 	}
 }
 
-// The daemon is told few names, however many the worker could remember.
+// The result has a limited number of names, however many the worker could remember.
 func TestReportedNamesAreLimited(t *testing.T) {
 	testenv.NeedRoot(t)
 	for name, entry := range awkward {

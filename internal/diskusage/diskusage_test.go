@@ -54,8 +54,8 @@ func TestNominal(t *testing.T) {
 	}
 }
 
-// What takes no data, and what is hidden from a look at sizes, takes blocks. du is what
-// Tree is to agree with.
+// Tree agrees with du about files that have blocks without data, and about blocks that a file's
+// size does not show.
 func TestTreeCountsWhatIsAllocated(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(filepath.Join(dir, "written"), make([]byte, 10_000), 0o600))
@@ -135,7 +135,7 @@ func TestTreeThatIsDeep(t *testing.T) {
 	}
 }
 
-// Thousands of directories deep in a tree count as others do, with what is in them.
+// Directories that are thousands of levels deep count like others, with their content.
 func TestTreeThatIsDeepAndWide(t *testing.T) {
 	top := t.TempDir()
 	const levels, wide, size = 255, 2000, 8192
@@ -155,8 +155,7 @@ func TestTreeThatIsDeepAndWide(t *testing.T) {
 	}
 }
 
-// What is moved while it is counted counts once, and the count says that it may have left out
-// something.
+// A file that is moved during the walk counts once, and the result says that it may be incomplete.
 func TestTreeWithMovedFiles(t *testing.T) {
 	for name, isDir := range map[string]bool{"file": false, "directory": true} {
 		t.Run(name, func(t *testing.T) {
@@ -213,7 +212,7 @@ func TestTreeIsInterrupted(t *testing.T) {
 	}
 }
 
-// What is counted changes all the time.
+// The counted tree changes all the time.
 func TestTreeThatChanges(t *testing.T) {
 	dir := t.TempDir()
 	stop, stopped := make(chan struct{}), make(chan error, 1)

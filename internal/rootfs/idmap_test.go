@@ -139,7 +139,7 @@ func TestIDMappedDirectory(t *testing.T) {
 	}
 }
 
-// What fails half-way leaves nothing on the place.
+// A mount that fails half-way leaves nothing at the place.
 func TestIDMappedOverlayFails(t *testing.T) {
 	dir := t.TempDir()
 	good := write(t, dir+"/1", map[string]string{"a": "1"})

@@ -113,7 +113,7 @@ func expect(t *testing.T, path, want string) {
 	}
 }
 
-// awkward are directory names with all that mount options give a meaning to.
+// awkward are directory names with all characters that are special in mount options.
 var awkward = []string{"plain", `back\slash`, "co:lon", "com,ma", `all\:,\,\\`, "sp ace\nline", strings.Repeat("long", 60)}
 
 func TestOverlay(t *testing.T) {
@@ -251,7 +251,7 @@ func TestMakeUpper(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := Spec{Layers: []Layer{layer}, Upper: dir + "/upper", Work: dir + "/work"}
-	for range 2 { // the second time keeps what is there
+	for range 2 { // the second call keeps existing files
 		if err := s.MakeUpper(); err != nil {
 			t.Fatal(err)
 		}
@@ -362,7 +362,7 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// What the kernel logs about a filesystem context reaches the error.
+// Errors contain the kernel's messages about a filesystem context.
 func TestKernelMessage(t *testing.T) {
 	layer := write(t, t.TempDir(), nil)
 	s := Spec{Layers: slices.Repeat([]Layer{layer}, MaxLayers+1)}

@@ -43,8 +43,8 @@ func OpenRoot(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// OpenHost opens path, a resolved absolute path of the host, with O_PATH. ELOOP: somebody has put a
-// symlink into the path since.
+// OpenHost opens path, a resolved absolute path of the host, with O_PATH. It returns ELOOP if a
+// symlink has been put into the path since.
 func OpenHost(path string) (*os.File, error) {
 	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH, 0, unix.RESOLVE_NO_SYMLINKS)
 	if err != nil {

@@ -266,7 +266,7 @@ func TestOpenDirFollowsNothing(t *testing.T) {
 	must(t, d.Close())
 }
 
-// Every method refuses what is not one name.
+// Every method rejects an argument that is not a single name.
 func TestDirNames(t *testing.T) {
 	root, _, _ := newRoot(t)
 	d, err := OpenDir(root, "")
@@ -299,7 +299,7 @@ func TestDirNames(t *testing.T) {
 	}
 }
 
-// What acts on a name acts on the symlink there, never on its target.
+// Methods that take a name act on a symlink there, never on its target.
 func TestDirDoesNotFollow(t *testing.T) {
 	testenv.NeedRoot(t)
 	root, dir, outside := newRoot(t)

@@ -110,8 +110,8 @@ func TestWalkIsDeep(t *testing.T) {
 	}
 }
 
-// Content of a directory below which the walk is, and that somebody moves, is not left out, or the
-// walk says that it is.
+// If a directory above the walk's position is moved, its content is still found, or the walk
+// reports that it may be incomplete.
 func TestWalkBelowMovedDirectory(t *testing.T) {
 	testenv.NeedRoot(t)
 	for name, byHandle := range map[string]bool{"by handle": true, "by dot dot": false} {

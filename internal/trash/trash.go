@@ -2,9 +2,10 @@
 //
 // # Contract
 //
-// A directory on disk is the queue. Take moves a tree there by one rename, so the tree is gone from its place at once or is still
-// there. Run deletes what is in the queue, also what an earlier process left. A tree that cannot be deleted does not delay
-// the others; Run tries it again with growing pauses. Its size counts until it is deleted.
+// A directory on disk is the queue. Take moves a tree there by one rename, so that the tree either
+// leaves its place at once or stays. Run deletes the trees in the queue, including those of an
+// earlier process. A tree that cannot be deleted does not delay the others; Run tries it again with
+// growing pauses. Its size counts until it is deleted.
 package trash
 
 import (
@@ -127,7 +128,8 @@ const (
 	maxPause   = 10 * time.Minute
 )
 
-// Run deletes what is in the trash, until ctx is done. It then leaves the current deletion unfinished.
+// Run deletes the trees in the trash until ctx is done. It then leaves the current deletion
+// unfinished.
 func (t *Trash) Run(ctx context.Context) {
 	for pause := firstPause; ; {
 		var again <-chan time.Time

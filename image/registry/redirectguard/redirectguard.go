@@ -1,16 +1,20 @@
-// Package redirectguard keeps a registry from directing berth's requests to this machine, to its link or to a cloud's
-// metadata service. Without it any registry could use a redirect or a token server's address to query services that only
-// the node may reach, and read the result from the error text.
+// Package redirectguard keeps a registry from directing berth's requests to this machine, to its
+// link or to a cloud's metadata service. Without it any registry could use a redirect or a token
+// server's address to query services that only the node may reach, and read the result from the
+// error text.
 //
 // # Contract
 //
-// The guard checks the address of each connection when it is made, not the name: a name may resolve differently at any
-// time. It orders addresses by proximity and forbids those that are closer than the registry itself. Private
-// networks count as remote, because the storage and the token servers of private registries are there. The
-// connections of DialRegistry show how close the registry is; before the first one it counts as remote. If it was reached at
-// several addresses, the most remote one counts. The option redirect_to of the registry's hosts.toml allows more.
-// For a request through a proxy the guard checks only an address that the URL spells out, because the proxy's operator decides
-// where the proxy connects. A forbidden connection fails with *ForbiddenTargetError before it is opened.
+// The guard checks the address of each connection when it is made, not the name: a name may resolve
+// differently at any time. It orders addresses by proximity and forbids those that are closer than
+// the registry itself. Private networks count as remote, because the storage and the token servers
+// of private registries are there. The connections of DialRegistry show how close the registry is;
+// before the first one it counts as remote. If it was reached at several addresses, the most remote
+// one counts. The option redirect_to of the registry's hosts.toml allows more.
+//
+// For a request through a proxy the guard checks only an address that the URL spells out, because
+// the proxy's operator decides where the proxy connects. A forbidden connection fails with
+// *ForbiddenTargetError before it is opened.
 package redirectguard
 
 import (
@@ -183,7 +187,7 @@ func (g *Guard) dialOther(dialer *net.Dialer) Dial {
 type OtherHosts struct {
 	guard   *Guard
 	direct  *http.Transport // without a proxy, each connection checked
-	proxied *http.Transport // through the proxy, whose operator decides what it connects to
+	proxied *http.Transport // through the proxy; the proxy's operator decides where it connects
 }
 
 // OtherHosts returns the transport for the registry's redirects and token servers. It uses the proxy of the

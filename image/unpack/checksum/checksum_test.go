@@ -48,7 +48,7 @@ func makeTar(t *testing.T, content string, entries ...tar.Header) []byte {
 	return b.Bytes()
 }
 
-// Whatever is changed in a tree changes its sum, but for what the sum leaves out.
+// Every change to a tree changes its sum, except for times and extended attributes.
 func TestOfDirectory(t *testing.T) {
 	testenv.NeedRoot(t)
 	entry := func(typ byte, name string) tar.Header { return tar.Header{Typeflag: typ, Name: name, Mode: 0o644} }
@@ -121,7 +121,7 @@ func TestEqualFiles(t *testing.T) {
 	}
 }
 
-// Reading a tree leaves its access times alone, and ends when nobody wants the sum any more.
+// Reading a tree keeps its access times and ends with its context.
 func TestOfDirectoryLeavesNoTrace(t *testing.T) {
 	root := emptyTree(t)
 	path := root.Name() + "/f"

@@ -12,8 +12,9 @@ import (
 	"berth/image/unpack/inflate/inflatetest"
 )
 
-// BenchmarkReader inflates what layers come in; the rate is that of what comes out. With the tag isal gzip is ISA-L's, else
-// klauspost's (BenchmarkGunzip in package isal has them side by side). sha256 is what a layer is hashed with beside.
+// BenchmarkReader decompresses the formats of layers and hashes the result with sha256. The rate is
+// that of the output. With the tag isal, gzip is ISA-L's, otherwise klauspost's. BenchmarkGunzip in
+// package isal compares them.
 func BenchmarkReader(b *testing.B) {
 	data := inflatetest.Sample(32 << 20)
 	for name, blob := range map[string][]byte{"gzip": compressed(b, data, newGzip), "zstd": compressed(b, data, newZstd), "plain": data} {

@@ -117,8 +117,8 @@ func zstdFrame(t *testing.T, data []byte, opts ...zstd.EOption) []byte {
 	return w.EncodeAll(data, nil)
 }
 
-// TestInflateKeepsTheBlobsError: what the network says is neither hidden by what
-// the decompressor makes of it nor given another code, wherever it comes.
+// TestInflateKeepsTheBlobsError: a network error keeps its code, wherever in the blob it occurs.
+// The decompressor's own error does not hide it.
 func TestInflateKeepsTheBlobsError(t *testing.T) {
 	broken := errors.New("broken")
 	content := strings.Repeat("content ", 100_000)

@@ -17,7 +17,7 @@ import (
 	"berth/image/unpack/inflate/inflatetest"
 )
 
-// most is how much of what a fuzzer makes is inflated.
+// most limits how much of a fuzzer's input is decompressed.
 const most = 256 << 10
 
 // inflateBy reads a gzip to its end, by portions of size bytes.
@@ -103,7 +103,7 @@ func pack(t testing.TB, data []byte, level int) []byte {
 	return b.Bytes()
 }
 
-// BenchmarkGunzip compares the library with Go's packages. The rate is that of what comes out.
+// BenchmarkGunzip compares the library with Go's packages. The rate is that of the output.
 func BenchmarkGunzip(b *testing.B) {
 	need(b)
 	data := inflatetest.Sample(32 << 20)

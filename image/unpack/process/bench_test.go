@@ -44,8 +44,8 @@ func distribution(b *testing.B, size int) []byte {
 	return gzipped(b, pack(b, entries...))
 }
 
-// BenchmarkUnpack compares a process of its own with none. What counts is CPU time: elapsed time
-// depends on what else the machine does.
+// BenchmarkUnpack compares unpacking in a process with unpacking in this one. Compare CPU times:
+// elapsed time depends on the machine's other load.
 func BenchmarkUnpack(b *testing.B) {
 	if testing.Short() {
 		b.Skip("it unpacks 200 MiB, by two ways")
@@ -82,7 +82,7 @@ func cpuTime(b *testing.B, who int) time.Duration {
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
-// BenchmarkStart is what a process costs: a layer with nothing in it.
+// BenchmarkStart measures the cost of a process, with an empty layer.
 func BenchmarkStart(b *testing.B) {
 	p := open(b, built, time.Minute)
 	root := tree(b)

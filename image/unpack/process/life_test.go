@@ -112,7 +112,7 @@ func TestKilledProcessIsUnavailable(t *testing.T) {
 	}
 }
 
-// silent is a blob of which, after a part, nothing comes until it is stopped.
+// silent is a blob that stalls after a part until it is stopped.
 type silent struct {
 	io.Reader
 	onSilence func()
@@ -131,7 +131,7 @@ func (s *silent) Read(b []byte) (int, error) {
 
 func (s *silent) Stop() { close(s.stopped) }
 
-// When the process has gone, nobody waits for the blob.
+// Unpack does not wait for the blob once the process has ended.
 func TestEndsWhileBlobStalls(t *testing.T) {
 	p := open(t, built, time.Hour)
 	full := errors.New("no room")
@@ -202,7 +202,7 @@ func TestStandsStill(t *testing.T) {
 	}
 }
 
-// The process can do what it needs and no more.
+// The process can do everything it needs and nothing else.
 func TestConfined(t *testing.T) { eachBuild(t, time.Minute, testConfined) }
 
 func testConfined(t *testing.T, p *Program) {
@@ -319,7 +319,7 @@ func TestNoDescriptorsOrGoroutinesLeak(t *testing.T) {
 	for range 5 {
 		once()
 	}
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) { // what has ended may not be gone yet
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) { // an ended process may still be in the process table
 		f, g := count()
 		if f <= fds && g <= goroutines {
 			return

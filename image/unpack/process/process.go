@@ -73,7 +73,7 @@ func (p *Program) Close() error { return p.exe.Close() }
 // Unpack is unpack.Layer in a process of its own. Further errors: Unavailable if the process died
 // or stalled, ResourceExhausted if it used more CPU time than any layer can need, Internal if it
 // could not be started or violated the protocol. It waits for the current Read of the blob; a blob
-// whose Read may take long must be an unpack.Stopper.
+// with a Read that may take long must be an unpack.Stopper.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	return p.do(ctx, tree, nil, blob, job)
 }

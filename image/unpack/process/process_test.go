@@ -35,7 +35,7 @@ import (
 	"berth/internal/testenv"
 )
 
-// built is the real berth-unpack, as it is without ISA-L.
+// built is the path of the real berth-unpack, built without ISA-L.
 var built string
 
 // builds are berth-unpacks by their names.
@@ -132,7 +132,8 @@ func buildAll(dir string) error {
 	return nil
 }
 
-// buildStub builds a library with ISA-L's functions, of which one inflates so, and returns its path: no longer than the name of ISA-L's.
+// buildStub builds a library with ISA-L's functions and the given inflate function, and returns its
+// path, which is no longer than the name of ISA-L's.
 func buildStub(inflate string) (path string, err error) {
 	for n := range 1000 {
 		path = fmt.Sprintf("/tmp/%03d.so", n)
@@ -207,7 +208,7 @@ func open(t testing.TB, path string, stall time.Duration) *Program {
 	return p
 }
 
-// spinning is how many entries a layer may have for which liar runs round and round.
+// spinning is the limit of a layer's entries that makes liar spin.
 const spinning = "7777777"
 
 // spin takes CPU time until that is used up, a second.
@@ -219,7 +220,8 @@ func spin() {
 	}
 }
 
-// What takes more CPU time than any layer can need is the layer's fault, and not worth trying again.
+// A layer that exceeds the CPU time that any layer can need fails with ResourceExhausted: a retry
+// would not help.
 func TestCPULimit(t *testing.T) {
 	p := liar(t)
 	p.most = func(unpack.Limits) time.Duration { return time.Second }
@@ -231,7 +233,7 @@ func TestCPULimit(t *testing.T) {
 	}
 }
 
-// liar is a program that repeats what it is given.
+// liar is a program that answers with the bytes of its blob.
 func liar(t *testing.T) *Program { return open(t, "/proc/self/exe", time.Minute) }
 
 func tree(t testing.TB) *os.File {
@@ -345,7 +347,7 @@ func zstandard(t testing.TB, data []byte) []byte {
 	return w.EncodeAll(data, nil)
 }
 
-// describe tells all that matters of each file in a tree.
+// describe describes the relevant properties of each file in a tree.
 func describe(t *testing.T, root string) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -387,7 +389,7 @@ func describe(t *testing.T, root string) map[string]string {
 			text += fmt.Sprintf(" %s=%q", name, value[:max(n, 0)])
 		}
 		if unpack.IsWhiteout(&st) {
-			text = "whiteout" // its time is that of unpacking
+			text = "whiteout" // a whiteout's time is the time of unpacking
 		}
 		all[path[len(root):]] = text
 		return nil
@@ -398,8 +400,9 @@ func describe(t *testing.T, root string) map[string]string {
 	return all
 }
 
-// ISA-L is used where it can be loaded, which is before the process is confined, and no other library in its place. What it
-// can't do, or crashes at, concerns gzip alone. The daemon's log says what reads that.
+// ISA-L is loaded, before the process is confined, if it exists; no other library is used in its
+// place. An unsupported or crashing library affects gzip only. The daemon logs the decompressor in
+// use.
 func TestGunzip(t *testing.T) {
 	data := pack(t, file("f", "content"))
 	blob := gzipped(t, data)
@@ -436,7 +439,8 @@ func TestLinkedLibraries(t *testing.T) {
 	}
 }
 
-// The process does what the library does, with every kind of entry, however the blob is compressed.
+// The process gives the same result as package unpack, for every type of entry and every
+// compression.
 func TestEveryKind(t *testing.T) { eachBuild(t, time.Minute, testEveryKind) }
 
 func testEveryKind(t *testing.T, p *Program) {
@@ -560,7 +564,7 @@ type panics struct{}
 
 func (panics) Read([]byte) (int, error) { panic("oh") }
 
-// What a process says that was taken over by its layer.
+// Answers of a process that its layer compromised.
 func TestFalseResultsAreRejected(t *testing.T) {
 	p := liar(t)
 	resultOf := func(change func(*unpack.Result)) []byte {

@@ -115,8 +115,8 @@ func TestMalformed(t *testing.T) {
 	}
 }
 
-// FuzzReader: whatever comes, the answer is an error or a result that passes its checks, and is
-// read again the same when it is sent again.
+// FuzzReader: for any input the answer is an error, or a valid result that encodes and decodes to
+// the same value.
 func FuzzReader(f *testing.F) {
 	f.Add(sent(f, gunzip("ISA-L"), progress(5), result(sample())))
 	f.Add(sent(f, failure(unpack.InvalidArgument, "entry")))

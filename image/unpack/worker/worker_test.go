@@ -6,7 +6,7 @@ import (
 	"berth/image/unpack"
 )
 
-// What a process may take follows from what its layer may keep.
+// The memory limit of a process follows from the limits of its layer.
 func TestHeapFor(t *testing.T) {
 	least, small := unpack.Limits{Memory: 2 << 20, Window: 8 << 20}, unpack.Limits{Memory: 16 << 20, Window: 8 << 20}
 	window, usual := unpack.Limits{Memory: 2 << 20, Window: 128 << 20}, unpack.DefaultLimits
