@@ -319,7 +319,7 @@ func TestExecEndsWithTheContainer(t *testing.T) {
 	c.wait()
 }
 
-func TestExecLaunchersServeAgain(t *testing.T) {
+func TestLauncherServesAgainAfterExec(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Warm, c.Idle = false, 1 })
 	c := e.run("again", "exec sleep 1000")
 	seen := map[int]bool{}
@@ -342,7 +342,7 @@ func TestExecLaunchersServeAgain(t *testing.T) {
 }
 
 // A launcher keeps the state of the container of its last exec and notices when it changes.
-func TestExecAgainInTheSameContainer(t *testing.T) {
+func TestLauncherNoticesReplacedContainer(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Warm, c.Idle = false, 1 }) // so that one launcher serves all execs
 	for _, says := range []string{"first", "second"} {            // which has the same ID, as no other has
 		req := e.request("again", "echo "+says+" >/name; exec sleep 1000")
@@ -428,7 +428,7 @@ func TestSpareLaunchers(t *testing.T) {
 }
 
 // A launcher that returns from an exec never makes the pool start another one.
-func TestLauncherComesBackAtOnce(t *testing.T) {
+func TestReturningLauncherStartsNoOther(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Idle = 2 })
 	e.awaitLaunchers()
 	ctx, stop := context.WithCancel(e.ctx)
@@ -455,7 +455,7 @@ func (l *Launchers) idleAs(pid int, knows string) {
 }
 
 // A launcher is spare if it was idle for long itself, however many others were taken and came back meanwhile.
-func TestSpareLaunchersAgeWhileOthersServe(t *testing.T) {
+func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 	for name, takenFor := range map[string]func(i int) string{
 		"pauses":                             func(int) string { return "" },
 		"probes of one container":            func(int) string { return "0" },
@@ -502,7 +502,7 @@ func TestSpareLaunchersAgeWhileOthersServe(t *testing.T) {
 // An exec takes the launcher that has loaded its container, a launch one that has loaded none. If
 // there is none, the choice is one without a container, or the one idle longest, but never a spare
 // one.
-func TestWhichLauncherIsTaken(t *testing.T) {
+func TestExecTakesLauncherWithItsContainer(t *testing.T) {
 	type pool []string // what each launcher knows; its PID is its index
 	for name, test := range map[string]struct {
 		idle   pool
@@ -536,7 +536,7 @@ func TestWhichLauncherIsTaken(t *testing.T) {
 
 // Each of two containers that are probed in turn keeps its launcher. A launch can take a launcher
 // that has served execs.
-func TestProbesInTurn(t *testing.T) {
+func TestAlternatingProbesKeepTheirLaunchers(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Idle = 2 })
 	names := []string{"a", "b"}
 	containers := map[string]*container{}
@@ -574,7 +574,7 @@ func TestProbesInTurn(t *testing.T) {
 
 // A frozen launcher does not read its order: another one gets the order long before the time limit
 // for slow launchers.
-func TestFrozenIdleLauncher(t *testing.T) {
+func TestOrderOfFrozenLauncherGoesToAnother(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
 		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },
 		"by cgroup": freezeInCgroup,
@@ -616,7 +616,7 @@ func (e *env) idleLauncher() *launcher {
 
 // An order that is cancelled while its launcher is frozen goes to no other launcher: the pod may be
 // gone by then.
-func TestOrderTakenBackFromFrozenLauncher(t *testing.T) {
+func TestCancelledOrderGoesToNoOtherLauncher(t *testing.T) {
 	var log testutil.Buffer
 	e := newEnv(t, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) })
 	frozen := e.idleLauncher()

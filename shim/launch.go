@@ -63,7 +63,8 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 		if ctx.Err() != nil { // the pod of a cancelled order may be gone: no other launcher gets it
 			return nil, fmt.Errorf("%w: %w", err, ctx.Err())
 		}
-		l.cfg.Log.Warn("launcher does not read its order, sending it to another", "container", req.ID, "pid", p.pid, "error", err)
+		l.cfg.Log.Warn("launcher does not read its order, sending it to another", "container", req.ID, "pid", p.pid,
+			"error", err)
 		if p, err = l.start(); err != nil {
 			return nil, err
 		}
@@ -86,7 +87,9 @@ func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launche
 
 // launchWith sends the order to p and waits for the reply. It returns whether p waits for its next
 // order.
-func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Launch) (_ *proto.Started, again bool, err error) {
+func (l *Launchers) launchWith(
+	ctx context.Context, p *launcher, req *proto.Launch,
+) (_ *proto.Started, again bool, err error) {
 	if err := recordLauncher(ctx, p, req.Dir); err != nil {
 		return nil, false, errdefs.Internal("launch %s: %w", req.ID, err)
 	}
@@ -133,7 +136,9 @@ func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 		return nil
 	}
 	last := steps[len(steps)-1].Ended
-	return slices.Concat([]trace.Step{{Name: "order", Began: sent, Ended: steps[0].Began}}, steps, []trace.Step{{Name: "answer", Began: last, Ended: trace.Now()}})
+	order := trace.Step{Name: "order", Began: sent, Ended: steps[0].Began}
+	answer := trace.Step{Name: "answer", Began: last, Ended: trace.Now()}
+	return slices.Concat([]trace.Step{order}, steps, []trace.Step{answer})
 }
 
 // recordLauncher writes the launcher's identity to Dir/shim before the order. The launcher removes
@@ -146,7 +151,8 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 		return fmt.Errorf("the launcher is lost: %w", err)
 	}
 	failpoint.Reach("launch.record")
-	if err := proto.WriteFile(dir, proto.ShimFile, proto.Processes{ShimPID: p.pid, ShimStartTime: start}.Encode()); err != nil {
+	processes := proto.Processes{ShimPID: p.pid, ShimStartTime: start}
+	if err := proto.WriteFile(dir, proto.ShimFile, processes.Encode()); err != nil {
 		return fmt.Errorf("record its launcher: %w", err)
 	}
 	failpoint.Reach("launch.recorded")
@@ -169,7 +175,9 @@ func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply
 }
 
 // started completes the result with files that the caller owns.
-func (l *Launchers) started(p *launcher, req *proto.Launch, s *proto.Started, init *os.File) (_ *proto.Started, err error) {
+func (l *Launchers) started(
+	p *launcher, req *proto.Launch, s *proto.Started, init *os.File,
+) (_ *proto.Started, err error) {
 	if s.Init, err = asPidfd(init); err != nil {
 		return nil, errors.Join(err, l.cleanUp(p, req))
 	}

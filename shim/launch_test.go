@@ -88,7 +88,7 @@ func TestRecords(t *testing.T) {
 	}
 }
 
-func TestMonitorIsBackInTheHostsMountNamespace(t *testing.T) {
+func TestMonitorRunsInHostMountNamespace(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("ns", "exec sleep 1000")
 	ns := func(pid string) string {

@@ -113,7 +113,7 @@ func TestNoLog(t *testing.T) {
 	}
 }
 
-func TestMuchOutputIsAllThere(t *testing.T) {
+func TestLargeOutputIsComplete(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("much", "i=0; while [ $i -lt 64 ]; do head -c 16000 /dev/zero | tr '\\0' x; echo; i=$((i+1)); done; seq 20000 >&2")
 	c.wait()
@@ -437,7 +437,7 @@ func TestBadRequests(t *testing.T) {
 	}
 }
 
-func TestMonitorOfNothing(t *testing.T) {
+func TestCallsWithoutMonitorFail(t *testing.T) {
 	m := OpenMonitor(t.TempDir())
 	for what, err := range map[string]error{
 		"ReopenLog": m.ReopenLog(context.Background()),
@@ -449,7 +449,7 @@ func TestMonitorOfNothing(t *testing.T) {
 	}
 }
 
-func TestLogHasNoGapWhenTheDaemonGoes(t *testing.T) {
+func TestLogHasNoGapWithoutDaemon(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("alone", "seq 30000")
 	// Everything of the daemon's that concerns the container goes.

@@ -56,7 +56,7 @@ func namespacesOf(t *testing.T, pid int) (own []string) {
 func TestPauseIsConfined(t *testing.T) {
 	e := newEnv(t)
 	if e.runtime() != nil {
-		t.Skip("only libcontainer's pods have it")
+		t.Skip("only libcontainer's pods have a confined pause")
 	}
 	network := filepath.Join(e.dir, "netns")
 	if err := netns.New(network); err != nil {
@@ -67,84 +67,109 @@ func TestPauseIsConfined(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	var cgroups string // of the one before, in all hierarchies
+	cgroups := map[bool]string{}
 	for _, builtIn := range []bool{true, false} {
 		t.Run(fmt.Sprintf("builtIn=%v", builtIn), func(t *testing.T) {
-			req := e.pauseRequest(fmt.Sprintf("pause-%v", builtIn))
-			req.BuiltIn = builtIn
-			score := 500
-			req.Spec.Hostname = "pod"
-			req.Spec.Process.User = specs.User{UID: 65535, GID: 65534, AdditionalGids: []uint32{7, 8}}
-			req.Spec.Process.OOMScoreAdj = &score
-			req.Spec.Linux.Sysctl = map[string]string{"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "0 7", "kernel.shm_rmid_forced": "1"}
-			req.Spec.Linux.Namespaces = append(req.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: network})
-			var err error
-			if req.Spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(req.Spec); err != nil {
-				t.Fatal(err)
-			}
-			c := e.launch(req)
-			e.until("it runs, and is ours to reap", func() bool { return strings.Contains(procOf(t, c.InitPID, "stat"), "(pause) S 1 ") })
-			status := procOf(t, c.InitPID, "status")
-			want := []string{"Uid:\t65535\t65535\t65535\t65535", "Gid:\t65534\t65534\t65534\t65534", "Groups:\t7 8 ", "Seccomp:\t2",
-				"CapInh:\t0000000000000000", "CapPrm:\t0000000000000000", "CapEff:\t0000000000000000", "CapBnd:\t0000000000000000", "CapAmb:\t0000000000000000"}
-			for _, line := range want {
-				if !strings.Contains(status, line+"\n") {
-					t.Errorf("no %q in its status:\n%s", line, status)
-				}
-			}
-			if got, want := namespacesOf(t, c.InitPID), []string{"ipc", "mnt", "net", "pid", "uts"}; !slices.Equal(got, want) {
-				t.Errorf("namespaces of its own: %v, want %v", got, want)
-			}
-			if got := procOf(t, c.InitPID, "oom_score_adj"); got != "500\n" {
-				t.Errorf("oom_score_adj is %s", got)
-			}
-			if got := procOf(t, c.InitPID, "cmdline"); got != "/pause\x00" {
-				t.Errorf("command line is %q", got)
-			}
-			if pids, err := c.group().Procs(); err != nil || !slices.Equal(pids, []int{c.InitPID}) {
-				t.Errorf("processes in its cgroup: %v, %v; want %d", pids, err, c.InitPID)
-			}
-			before := cgroups
-			cgroups = strings.ReplaceAll(procOf(t, c.InitPID, "cgroup"), req.ID, "ID")
-			if before != "" && cgroups != before {
-				t.Errorf("one moved itself into\n%s, libcontainer moves one into\n%s", before, cgroups)
-			}
-			group, err := cgroup.FromState(filepath.Join(e.cfg.StateRoot, req.ID, "state.json"))
-			if err != nil {
-				t.Fatal(err)
-			}
-			if pids, err := group.Procs(); err != nil || !slices.Equal(pids, []int{c.InitPID}) {
-				t.Errorf("its state names a cgroup with processes %v, %v; want %d", pids, err, c.InitPID)
-			}
-			fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", c.InitPID))
-			// None of the host's: who shares its PID namespace reaches them. libcontainer's three are of its own /dev.
-			if err != nil || builtIn && len(fds) > 0 || !builtIn && len(fds) != 3 {
-				t.Errorf("open files: %v, %v", fds, err)
-			}
-			root := fmt.Sprintf("/proc/%d/root", c.InitPID)
-			if err := os.WriteFile(root+"/file", nil, 0o600); err == nil {
-				t.Error("its root can be written to")
-			}
-			for i, line := range strings.Split(strings.TrimSpace(procOf(t, c.InitPID, "mountinfo")), "\n") {
-				if builtIn && i > 0 {
-					t.Errorf("another mount than its root: %s", line)
-				}
-				if strings.Contains(line, "shared:") || strings.Contains(line, "master:") {
-					t.Errorf("a mount that propagates: %s", line)
-				}
-			}
-			// A container in the pod's namespaces shows their settings.
-			shows := e.run(fmt.Sprintf("in-pod-%v", builtIn), "hostname; cat /proc/sys/net/ipv4/ping_group_range /proc/sys/kernel/shm_rmid_forced", func(r *proto.Launch) {
-				r.Spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.PIDNamespace}}
-				for kind, name := range map[specs.LinuxNamespaceType]string{specs.UTSNamespace: "uts", specs.IPCNamespace: "ipc", specs.NetworkNamespace: "net"} {
-					r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: kind, Path: fmt.Sprintf("/proc/%d/ns/%s", c.InitPID, name)})
-				}
-			})
-			shows.wait()
-			if got := strings.Fields(shows.output("stdout")); !slices.Equal(got, []string{"pod", "0", "7", "1"}) {
-				t.Errorf("hostname and sysctls are %q, %s", got, shows.output("stderr"))
-			}
+			c := launchConfinedPause(t, e, network, builtIn)
+			checkPauseStatus(t, c)
+			checkPauseFiles(t, c)
+			checkPodSettings(t, c)
+			cgroups[builtIn] = strings.ReplaceAll(procOf(t, c.InitPID, "cgroup"), c.ID, "ID")
 		})
+	}
+	if cgroups[true] != cgroups[false] {
+		t.Errorf("cgroups of pause:\n%s, with libcontainer:\n%s", cgroups[true], cgroups[false])
+	}
+}
+
+// launchConfinedPause launches a pause with a user, groups, sysctls, a network namespace and the
+// profile RuntimeDefault.
+func launchConfinedPause(t *testing.T, e *env, network string, builtIn bool) *container {
+	t.Helper()
+	req := e.pauseRequest(fmt.Sprintf("pause-%v", builtIn))
+	req.BuiltIn = builtIn
+	score := 500
+	req.Spec.Hostname = "pod"
+	req.Spec.Process.User = specs.User{UID: 65535, GID: 65534, AdditionalGids: []uint32{7, 8}}
+	req.Spec.Process.OOMScoreAdj = &score
+	req.Spec.Linux.Sysctl = map[string]string{
+		"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "0 7", "kernel.shm_rmid_forced": "1",
+	}
+	req.Spec.Linux.Namespaces = append(req.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: network})
+	var err error
+	if req.Spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(req.Spec); err != nil {
+		t.Fatal(err)
+	}
+	c := e.launch(req)
+	e.until("pause runs, and is ours to reap", func() bool { return strings.Contains(procOf(t, c.InitPID, "stat"), "(pause) S 1 ") })
+	return c
+}
+
+// checkPauseStatus checks the credentials, namespaces and cgroup of a pause.
+func checkPauseStatus(t *testing.T, c *container) {
+	t.Helper()
+	status := procOf(t, c.InitPID, "status")
+	for _, line := range []string{
+		"Uid:\t65535\t65535\t65535\t65535", "Gid:\t65534\t65534\t65534\t65534", "Groups:\t7 8 ", "Seccomp:\t2",
+		"CapInh:\t0000000000000000", "CapPrm:\t0000000000000000", "CapEff:\t0000000000000000", "CapBnd:\t0000000000000000", "CapAmb:\t0000000000000000",
+	} {
+		if !strings.Contains(status, line+"\n") {
+			t.Errorf("no %q in its status:\n%s", line, status)
+		}
+	}
+	if got, want := namespacesOf(t, c.InitPID), []string{"ipc", "mnt", "net", "pid", "uts"}; !slices.Equal(got, want) {
+		t.Errorf("namespaces of its own: %v, want %v", got, want)
+	}
+	for name, want := range map[string]string{"oom_score_adj": "500\n", "cmdline": "/pause\x00"} {
+		if got := procOf(t, c.InitPID, name); got != want {
+			t.Errorf("%s is %q, want %q", name, got, want)
+		}
+	}
+	group, err := cgroup.FromState(filepath.Join(c.cfg.StateRoot, c.ID, "state.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, group := range map[string]*cgroup.Group{"cgroup": c.group(), "cgroup of its state file": group} {
+		if pids, err := group.Procs(); err != nil || !slices.Equal(pids, []int{c.InitPID}) {
+			t.Errorf("processes in its %s: %v, %v; want %d", name, pids, err, c.InitPID)
+		}
+	}
+}
+
+// checkPauseFiles checks that a pause holds nothing of the host's: processes in a shared PID namespace
+// can reach its files and mounts.
+func checkPauseFiles(t *testing.T, c *container) {
+	t.Helper()
+	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", c.InitPID))
+	if err != nil || c.BuiltIn && len(fds) > 0 || !c.BuiltIn && len(fds) != 3 { // libcontainer's three are of its own /dev
+		t.Errorf("open files: %v, %v", fds, err)
+	}
+	if err := os.WriteFile(fmt.Sprintf("/proc/%d/root/file", c.InitPID), nil, 0o600); err == nil {
+		t.Error("its root is writable")
+	}
+	for i, line := range strings.Split(strings.TrimSpace(procOf(t, c.InitPID, "mountinfo")), "\n") {
+		if c.BuiltIn && i > 0 {
+			t.Errorf("a mount besides its root: %s", line)
+		}
+		if strings.Contains(line, "shared:") || strings.Contains(line, "master:") {
+			t.Errorf("a mount that propagates: %s", line)
+		}
+	}
+}
+
+// checkPodSettings checks the settings of the pod's namespaces in a container that joins them.
+func checkPodSettings(t *testing.T, pause *container) {
+	t.Helper()
+	script := "hostname; cat /proc/sys/net/ipv4/ping_group_range /proc/sys/kernel/shm_rmid_forced"
+	c := pause.run("in-"+pause.ID, script, func(r *proto.Launch) {
+		r.Spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.PIDNamespace}}
+		for kind, name := range map[specs.LinuxNamespaceType]string{specs.UTSNamespace: "uts", specs.IPCNamespace: "ipc", specs.NetworkNamespace: "net"} {
+			r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: kind, Path: fmt.Sprintf("/proc/%d/ns/%s", pause.InitPID, name)})
+		}
+	})
+	c.wait()
+	if got := strings.Fields(c.output("stdout")); !slices.Equal(got, []string{"pod", "0", "7", "1"}) {
+		t.Errorf("hostname and sysctls are %q, %s", got, c.output("stderr"))
 	}
 }
 
@@ -246,7 +271,7 @@ func TestLauncherServesAfterPause(t *testing.T) {
 }
 
 // A pause does not change what its launcher's children inherit.
-func TestPauseLeavesItsLauncherAsItWas(t *testing.T) {
+func TestPauseDoesNotChangeItsLauncher(t *testing.T) {
 	var network string
 	e := newEnv(t, func(c *Config) {
 		c.Idle = 2

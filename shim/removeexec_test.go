@@ -17,7 +17,7 @@ import (
 
 // Remains of an exec whose removal fails for lack of descriptors are removed when there are some
 // again.
-func TestLeftOfExecIsTriedAgain(t *testing.T) {
+func TestExecRemovalIsRetried(t *testing.T) {
 	dir := t.TempDir()
 	left := filepath.Join(dir, proto.ExecName("e"))
 	if err := errors.Join(os.Mkdir(left, 0o700), os.WriteFile(filepath.Join(left, "file"), nil, 0o600)); err != nil {

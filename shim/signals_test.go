@@ -11,7 +11,7 @@ import (
 
 // A daemon started by nohup, or in the background by a script, ignores signals that
 // workloads must get: STOPSIGNAL SIGINT, reload by SIGHUP.
-func TestWorkloadsIgnoreNoSignal(t *testing.T) {
+func TestContainersIgnoreNoSignals(t *testing.T) {
 	signal.Ignore(unix.SIGHUP, unix.SIGINT)
 	defer signal.Reset(unix.SIGHUP, unix.SIGINT)
 	e := newEnv(t)

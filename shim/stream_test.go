@@ -103,7 +103,7 @@ func closedBy(t *testing.T) *os.File {
 
 // An exec that cannot start, because its container is frozen, ends in time and
 // leaves nothing.
-func TestExecGivenUpWhileItStarts(t *testing.T) {
+func TestCancelledExecIsKilledDuringStart(t *testing.T) {
 	if os.Getenv(runtimeEnv) != "" {
 		t.Skip("crun refuses at once to exec in a frozen container")
 	}
@@ -194,7 +194,7 @@ func (c *container) freeze() (thaw func()) {
 }
 
 // attachUnread attaches a client that never reads.
-func (c *container) deaf() *client {
+func (c *container) attachUnread() *client {
 	c.Helper()
 	deaf, err := OpenMonitor(c.Dir).dial(c.ctx)
 	if err != nil {
@@ -211,7 +211,7 @@ func (c *container) deaf() *client {
 }
 
 // Clients that do not read share one buffer limit, and the monitor frees their buffers.
-func TestDeafClientsShareOneLimit(t *testing.T) {
+func TestUnreadClientsShareOneLimit(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("deaf", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
 	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // the monitor is up when it answers
@@ -221,7 +221,7 @@ func TestDeafClientsShareOneLimit(t *testing.T) {
 	const clients = 20
 	var deaf []*client
 	for range clients {
-		deaf = append(deaf, c.deaf())
+		deaf = append(deaf, c.attachUnread())
 	}
 	live := c.attach(func(s *AttachIO) { s.Stdout = nil })
 	live.send("go\n")
@@ -273,7 +273,7 @@ func (c *container) monitorMemory() int {
 func TestOutputOutlivesTheMonitor(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("farewell", "read x; seq 300000; exit 6", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
-	slow := c.deaf()
+	slow := c.attachUnread()
 	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
 	if got := c.wait(); got.Code != 6 { // no client has read anything

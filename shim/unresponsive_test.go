@@ -17,7 +17,7 @@ import (
 )
 
 // A launcher that replies just before it is given up is kept, and its next reply is awaited.
-func TestReplyAtTheLastMoment(t *testing.T) {
+func TestLateReplyKeepsLauncher(t *testing.T) {
 	conn, file, err := proto.ConnPair()
 	if err != nil {
 		t.Fatal(err)
@@ -88,7 +88,7 @@ func TestSlowLauncher(t *testing.T) {
 
 // If the daemon is delayed between the start of the watch and the order, it keeps healthy launchers
 // and still replaces frozen ones.
-func TestOrderSentLate(t *testing.T) {
+func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
 	cmd := exec.Command("sleep", "1000") // it sleeps, and reads nothing: as a launcher before it is woken, or a frozen one
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

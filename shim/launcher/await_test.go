@@ -11,7 +11,7 @@ import (
 var garbage []byte
 
 // A launcher that rests gives back what earlier orders have left, and takes the next order nevertheless.
-func TestGarbageIsGivenBack(t *testing.T) {
+func TestIdleLauncherReleasesMemory(t *testing.T) {
 	daemon, theirs, err := proto.ConnPair()
 	if err != nil {
 		t.Fatal(err)

@@ -39,7 +39,8 @@ var runtimeRequestErrors = []string{
 // to run.
 func isRequestError(err error) bool {
 	var e *ociruntime.Error
-	return errors.As(err, &e) && slices.ContainsFunc(runtimeRequestErrors, func(s string) bool { return strings.Contains(e.Message, s) })
+	return errors.As(err, &e) && slices.ContainsFunc(runtimeRequestErrors,
+		func(s string) bool { return strings.Contains(e.Message, s) })
 }
 
 // withoutNoise removes the parts of libcontainer's texts that do not help the reader.

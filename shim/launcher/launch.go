@@ -273,7 +273,8 @@ func (c *launch) create() error {
 // inheritsOrphans returns whether the container's orphans become this process's children. That is
 // so in the host's PID namespace; any other has a process 1 of its own that adopts them.
 func (c *launch) inheritsOrphans() bool {
-	return !c.Pause && !slices.ContainsFunc(c.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
+	return !c.Pause && !slices.ContainsFunc(c.Spec.Linux.Namespaces,
+		func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
 }
 
 // identifyInit notes the identity of the container's init, a child of this process.

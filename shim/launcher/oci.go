@@ -471,7 +471,8 @@ func (e *ociExec) kill() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), killTime)
 	defer cancel()
-	err := sysmon.WithRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) }) // this is not the goroutine of carryOut
+	// This is not the goroutine of carryOut, whose thread has the daemon's slack.
+	err := sysmon.WithRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) })
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.pidfd != nil {

@@ -57,7 +57,8 @@ type pauseBackend struct {
 // prepare checks the spec and makes nothing. It returns InvalidArgument for a spec that cannot be
 // carried out.
 func (b *pauseBackend) prepare() error {
-	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: b.ID, UseSystemdCgroup: b.SystemdCgroup, Spec: b.Spec})
+	options := &specconv.CreateOpts{CgroupName: b.ID, UseSystemdCgroup: b.SystemdCgroup, Spec: b.Spec}
+	config, err := specconv.CreateLibcontainerConfig(options)
 	if err != nil {
 		return proto.Errorf(proto.InvalidArgument, "runtime spec: %v", err)
 	}
@@ -135,7 +136,10 @@ func (b *pauseBackend) writeState() error {
 		} `json:"config"`
 	}
 	state.ID = b.ID
-	state.Config.Cgroups = &cgroups.Cgroup{Name: b.cgroups.Name, Parent: b.cgroups.Parent, Path: b.cgroups.Path, ScopePrefix: b.cgroups.ScopePrefix, Systemd: b.cgroups.Systemd}
+	state.Config.Cgroups = &cgroups.Cgroup{
+		Name: b.cgroups.Name, Parent: b.cgroups.Parent, Path: b.cgroups.Path,
+		ScopePrefix: b.cgroups.ScopePrefix, Systemd: b.cgroups.Systemd,
+	}
 	data, err := json.Marshal(state)
 	if err != nil {
 		return fmt.Errorf("encode its state: %w", err)
@@ -184,7 +188,8 @@ func taskFilesOf(paths map[string]string) (lists []string, unified string) {
 		controllers[dir] = append(controllers[dir], name)
 	}
 	for _, dir := range slices.Sorted(maps.Keys(controllers)) {
-		needed := slices.ContainsFunc(controllers[dir], func(name string) bool { return !slices.Contains(optionalControllers, name) })
+		isNeeded := func(name string) bool { return !slices.Contains(optionalControllers, name) }
+		needed := slices.ContainsFunc(controllers[dir], isNeeded)
 		tasks := filepath.Join(dir, "tasks")
 		switch {
 		case unix.Access(tasks, unix.F_OK) == nil && needed:
@@ -228,7 +233,13 @@ func (b *pauseBackend) start() error {
 // startInCgroup starts the first stage in unified, unless that is empty.
 func (b *pauseBackend) startInCgroup(flags uintptr, files []*os.File) error {
 	dir := b.Rootfs.Layers[0].Path
-	b.first = &exec.Cmd{Path: filepath.Join(dir, b.Spec.Process.Args[0]), Args: pauseArguments(flags, dir, b.taskFiles, b.Spec), Env: b.Spec.Process.Env, Dir: "/", ExtraFiles: files}
+	b.first = &exec.Cmd{
+		Path:       filepath.Join(dir, b.Spec.Process.Args[0]),
+		Args:       pauseArguments(flags, dir, b.taskFiles, b.Spec),
+		Env:        b.Spec.Process.Env,
+		Dir:        "/",
+		ExtraFiles: files,
+	}
 	if b.unified == "" {
 		return b.first.Start()
 	}
@@ -254,8 +265,11 @@ func pauseArguments(flags uintptr, dir string, lists []string, s *specs.Spec) []
 	for _, g := range s.Process.User.AdditionalGids {
 		groups = append(groups, decimal(g))
 	}
-	args := []string{s.Process.Args[0], "enter", decimal(flags), dir, s.Hostname, decimal(s.Process.User.UID), decimal(s.Process.User.GID),
-		strings.Join(groups, ","), mode, strconv.Itoa(len(lists))}
+	args := []string{
+		s.Process.Args[0], "enter", decimal(flags), dir, s.Hostname,
+		decimal(s.Process.User.UID), decimal(s.Process.User.GID), strings.Join(groups, ","),
+		mode, strconv.Itoa(len(lists)),
+	}
 	args = append(args, lists...)
 	for _, key := range sysctlNames(s) {
 		args = append(args, "/proc/sys/"+strings.ReplaceAll(key, ".", "/"), s.Linux.Sysctl[key])
@@ -360,9 +374,12 @@ const (
 	stepSysctl // the bits from 8 up hold the sysctl's number, from one
 )
 
-var pauseSteps = []string{"started", "ready", "clone", "join its network namespace", "", "make its mounts private", "mount its root",
-	"change its root", "set its hostname", "join a keyring", "set its groups", "drop its capabilities", "change its user",
-	"set no_new_privs", "set its filter of system calls", "join its cgroup", "execute it"}
+var pauseSteps = []string{
+	"started", "ready", "clone", "join its network namespace", "", "make its mounts private",
+	"mount its root", "change its root", "set its hostname", "join a keyring", "set its groups",
+	"drop its capabilities", "change its user", "set no_new_privs", "set its filter of system calls",
+	"join its cgroup", "execute it",
+}
 
 // pauseStepError is a failed step of pause.
 type pauseStepError struct {

@@ -43,7 +43,7 @@ func TestNewProcess(t *testing.T) {
 }
 
 // Both makers refuse what can't be run, before anything is made.
-func TestProcessesThatCannotBe(t *testing.T) {
+func TestBackendsRefuseInvalidProcesses(t *testing.T) {
 	for name, p := range map[string]*specs.Process{
 		"no command":           {},
 		"a limit of no kernel": {Args: []string{"true"}, Rlimits: []specs.POSIXRlimit{{Type: "RLIMIT_PATIENCE"}}},
@@ -120,7 +120,7 @@ func TestPIDNamespaces(t *testing.T) {
 }
 
 // A link of an image leads nowhere but into the image, and the path that is mounted has no link in it.
-func TestInsideVolume(t *testing.T) {
+func TestResolveSubPath(t *testing.T) {
 	place, err := filepath.EvalSymlinks(t.TempDir())
 	if err != nil {
 		t.Fatal(err)

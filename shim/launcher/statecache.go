@@ -37,7 +37,8 @@ func (l *launcher) load(root, id string) (*loaded, error) {
 	if err != nil {
 		return nil, err
 	}
-	if last := l.last; last != nil && last.file == file && os.SameFile(last.info, info) && last.info.ModTime().Equal(info.ModTime()) {
+	if last := l.last; last != nil && last.file == file && os.SameFile(last.info, info) &&
+		last.info.ModTime().Equal(info.ModTime()) {
 		return last, nil
 	}
 	l.last = nil

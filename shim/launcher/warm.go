@@ -53,8 +53,9 @@ func sampleSpec() *specs.Spec {
 			Capabilities: &specs.LinuxCapabilities{Bounding: caps, Effective: caps, Permitted: caps},
 			Rlimits:      []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 1, Soft: 1}},
 		},
-		Root:   &specs.Root{Path: "/"},
-		Mounts: []specs.Mount{{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "rbind", "rprivate"}}},
+		Root: &specs.Root{Path: "/"},
+		Mounts: []specs.Mount{{Destination: "/proc", Type: "proc", Source: "proc",
+			Options: []string{"nosuid", "rbind", "rprivate"}}},
 		Linux: &specs.Linux{
 			CgroupsPath: "/berth-warm", // only the name is used
 			Namespaces:  []specs.LinuxNamespace{{Type: specs.PIDNamespace}, {Type: specs.MountNamespace}},

@@ -167,7 +167,7 @@ func TestKill(t *testing.T) {
 }
 
 // A program that hangs is given up with its context.
-func TestHangingProgram(t *testing.T) {
+func TestHangingRuntimeIsKilled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	path := filepath.Join(t.TempDir(), "up")
 	done := make(chan error)

@@ -89,7 +89,7 @@ func TestTimeoutLosesNothing(t *testing.T) {
 	}
 }
 
-func TestEnd(t *testing.T) {
+func TestReceiveReturnsEOF(t *testing.T) {
 	a, b := pair(t)
 	if err := a.CloseWrite(); err != nil {
 		t.Fatal(err)
@@ -127,7 +127,7 @@ func TestBadMessages(t *testing.T) {
 }
 
 // A sender can see whether the other end reads.
-func TestUnread(t *testing.T) {
+func TestUnreadReportsPendingBytes(t *testing.T) {
 	a, b := pair(t)
 	unread := func() int {
 		t.Helper()
@@ -155,7 +155,7 @@ func TestUnread(t *testing.T) {
 }
 
 // Send returns when the other end does not make room for a message.
-func TestSendToOneThatDoesNotRead(t *testing.T) {
+func TestSendFailsWithoutReader(t *testing.T) {
 	a, _ := pair(t)
 	a.sendLimit = time.Millisecond
 	if err := a.Send(Request{Kill: strings.Repeat("x", 1<<20)}); !errors.Is(err, os.ErrDeadlineExceeded) {

@@ -77,7 +77,8 @@ func (p *MonitorParams) fields() []field {
 // FDs returns the file descriptors that the monitor inherits.
 func (p *MonitorParams) FDs() []int {
 	var fds []int
-	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.Verdict, p.OOM, p.OOMNotify, p.OOMParent} {
+	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.Verdict, p.OOM,
+		p.OOMNotify, p.OOMParent} {
 		if fd >= 0 {
 			fds = append(fds, fd)
 		}

@@ -25,7 +25,8 @@ const MaxPauseGroups = 64
 //
 // A plain pause has no /proc and no /dev: pause uses neither.
 func (l *Launch) IsPlainPause() bool {
-	return l.Pause && l.BuiltIn && l.Runtime == nil && l.RootPlace == "" && len(l.Volumes) == 0 && isPlainRoot(l.Rootfs) && isPlainSpec(l.Spec)
+	return l.Pause && l.BuiltIn && l.Runtime == nil && l.RootPlace == "" && len(l.Volumes) == 0 &&
+		isPlainRoot(l.Rootfs) && isPlainSpec(l.Spec)
 }
 
 func isPlainRoot(r rootfs.Spec) bool {
@@ -61,7 +62,8 @@ func isPlainSpec(s *specs.Spec) bool {
 		},
 	}
 	flags, err := PauseNamespaces(s)
-	return reflect.DeepEqual(s, known) && err == nil && slices.Equal(p.Args, PauseArgs) && len(p.User.AdditionalGids) <= MaxPauseGroups &&
+	return reflect.DeepEqual(s, known) && err == nil && slices.Equal(p.Args, PauseArgs) &&
+		len(p.User.AdditionalGids) <= MaxPauseGroups &&
 		!slices.ContainsFunc(s.Mounts, isNeededMount) && allowsPause(l.Seccomp) && ownsSysctls(flags, l.Sysctl)
 }
 
@@ -86,7 +88,8 @@ func PauseNamespaces(s *specs.Spec) (flags uintptr, err error) {
 }
 
 // ipcSysctls are the sysctls of an IPC namespace, besides fs.mqueue.*.
-var ipcSysctls = []string{"kernel.msgmax", "kernel.msgmnb", "kernel.msgmni", "kernel.sem", "kernel.shmall", "kernel.shmmax", "kernel.shmmni", "kernel.shm_rmid_forced"}
+var ipcSysctls = []string{"kernel.msgmax", "kernel.msgmnb", "kernel.msgmni", "kernel.sem", "kernel.shmall",
+	"kernel.shmmax", "kernel.shmmni", "kernel.shm_rmid_forced"}
 
 // ownsSysctls returns whether all sysctls belong to the pause's own namespaces. For others
 // libcontainer returns a clear error.
@@ -114,7 +117,8 @@ func isNeededMount(m specs.Mount) bool {
 }
 
 // pauseSyscalls are the system calls of pause. The filter in pause.c allows these only.
-var pauseSyscalls = []string{"execve", "exit_group", "restart_syscall", "rt_sigprocmask", "rt_sigtimedwait", "wait4", "write"}
+var pauseSyscalls = []string{"execve", "exit_group", "restart_syscall", "rt_sigprocmask", "rt_sigtimedwait", "wait4",
+	"write"}
 
 // allowsPause returns whether a seccomp profile allows all of pause's system calls with any
 // arguments. Then the filter in pause.c is at least as strict as the profile.
@@ -126,7 +130,8 @@ func allowsPause(profile *specs.LinuxSeccomp) bool {
 		return false
 	}
 	for _, name := range pauseSyscalls {
-		rules := slices.DeleteFunc(slices.Clone(profile.Syscalls), func(c specs.LinuxSyscall) bool { return !slices.Contains(c.Names, name) })
+		rules := slices.DeleteFunc(slices.Clone(profile.Syscalls),
+			func(c specs.LinuxSyscall) bool { return !slices.Contains(c.Names, name) })
 		if len(rules) == 0 && profile.DefaultAction == specs.ActAllow {
 			continue
 		}
