@@ -21,7 +21,8 @@ var errSystemPath = errors.New("system paths are never relabelled")
 // (CVE-2021-43816). Files below some of them may be. The list is that of the SELinux library, whose
 // own function walks by path and so can be redirected.
 var systemPaths = []string{
-	"/", "/bin", "/boot", "/dev", "/etc", "/etc/passwd", "/etc/pki", "/etc/shadow", "/home", "/lib", "/lib64", "/media", "/opt",
+	"/", "/bin", "/boot", "/dev", "/etc", "/etc/passwd", "/etc/pki", "/etc/shadow", "/home", "/lib", "/lib64",
+	"/media", "/opt",
 	"/proc", "/root", "/run", "/sbin", "/srv", "/sys", "/tmp", "/usr", "/var", "/var/lib", "/var/log",
 }
 
