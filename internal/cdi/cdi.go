@@ -1,5 +1,5 @@
-// Package cdi adds CDI devices to runtime-specs (tags.cncf.io/container-device-interface). Vendors
-// describe in /etc/cdi or /var/run/cdi what a container needs to use a device.
+// Package cdi adds CDI devices to runtime-specs (tags.cncf.io/container-device-interface). Spec
+// files of vendors in /etc/cdi or /var/run/cdi describe the devices.
 //
 // # Contract
 //

@@ -117,8 +117,8 @@ func setUp() error {
 	return nil
 }
 
-// refuseRouters disables router advertisements for future interfaces, and for those that the kernel
-// adds to every new namespace (sit0, if IPv6 in IPv4 is built in).
+// refuseRouters disables router advertisements for all interfaces. The kernel adds some to every
+// new namespace (sit0, if IPv6 in IPv4 is built in).
 func refuseRouters() error {
 	const dir = "/proc/sys/net/ipv6/conf" // shows the namespace of the thread that opens it
 	names, err := os.ReadDir(dir)

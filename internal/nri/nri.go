@@ -241,7 +241,7 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err 
 	return nil
 }
 
-// unsolicited applies updates that a plugin sends on its own and returns those that failed. An
+// unsolicited applies updates that a plugin sends on its own. It returns the failed ones. An
 // update fails when it waits for a lock longer than half the request timeout, because the lock's
 // holder may be waiting for that plugin.
 func (p *Plugins) unsolicited(ctx context.Context,
@@ -266,7 +266,7 @@ func (p *Plugins) evict(ctx context.Context) {
 	}
 }
 
-// update applies updates and returns those that failed. Different containers are updated in
+// update applies updates and returns the failed ones. Different containers are updated in
 // parallel, so a lock that is held delays only its own container. Updates of one container are
 // applied in order.
 func (p *Plugins) update(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate) {
@@ -459,8 +459,8 @@ func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container,
 	return own, append(others, evicted.updates()...), nil
 }
 
-// relay sends one request to the plugins. It turns a panic of the library, which parses the
-// plugins' answers, into an error of this request.
+// relay sends one request to the plugins. The library parses the plugins' answers; its panics
+// become errors of this request.
 func (p *Plugins) relay(ctx context.Context, request, object string, do func() error) (err error) {
 	defer p.recovered(request, object, &err)
 	defer p.cfg.Waits.Begin("NRI "+request, object)()

@@ -8,7 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Limits are limits of plugins for which CRI has no field. nil: not set.
+// Limits are limits that plugins set and CRI has no field for. nil: not set.
 type Limits struct {
 	Pids              *int64 `json:"pids,omitempty"` // -1: unlimited
 	MemoryReservation *int64 `json:"memoryReservation,omitempty"`

@@ -4,8 +4,8 @@
 //
 // Features are probed by running the runtime's binary, and again after the binary has changed. A
 // missing or silent binary fails only the pods that use its handler. The Runtime of a pod is
-// decided when the pod is planned and recorded with it, because the pod needs it for its whole life
-// even if the configuration changes. List runs no binary.
+// decided when the pod is planned, and recorded. The pod keeps it for its whole life, even if the
+// configuration changes. List runs no binary.
 package handler
 
 import (
@@ -207,8 +207,8 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 	}, nil
 }
 
-// Runtimes with one sandbox per pod read containerd's annotations to tell the pause from the
-// containers that join its sandbox. No other annotations reach a runtime.
+// Runtimes with one sandbox per pod distinguish the pause from other containers by containerd's
+// annotations. No other annotations reach a runtime.
 const (
 	containerTypeAnnotation = "io.kubernetes.cri.container-type"
 	sandboxIDAnnotation     = "io.kubernetes.cri.sandbox-id"

@@ -60,7 +60,7 @@ func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits,
 
 // Apply sets all limits of the cgroup at a runtime-spec cgroupsPath, or none. restore sets the
 // previous ones. The error is FailedPrecondition for limits that are impossible at the moment, and
-// InvalidArgument for those that always are.
+// InvalidArgument for impossible ones.
 func Apply(cgroupsPath string, systemd bool, limits *specs.LinuxResources) (restore func() error, err error) {
 	group, err := cgroup.Open(cgroupsPath, systemd)
 	if err != nil {

@@ -22,8 +22,8 @@ type profileLoader struct {
 	load   func(name string) error
 }
 
-// hostProfiles uses the kernel's list and apparmor_parser. The profile is that of moby/profiles,
-// the default of Docker, containerd and Podman as well.
+// hostProfiles uses the kernel's list and apparmor_parser. The profile comes from moby/profiles and
+// is the default of Docker, containerd and Podman, too.
 var hostProfiles = profileLoader{loaded: host.Files{}.AppArmorLoaded, load: installProfile}
 
 func installProfile(name string) error {

@@ -5,6 +5,6 @@
 //
 // Package oci decides the profile and labels of a pod; this package applies them to the host. On a
 // host without the module it does nothing. Concurrent callers load the profile once and wait for a
-// limited time. Only files for which the config requests it are relabelled. Labels in use are
+// limited time. Files are relabelled only if the config requests it. Labels in use are
 // reserved, also after a restart of the daemon.
 package lsm

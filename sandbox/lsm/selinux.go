@@ -73,9 +73,9 @@ func MountsToLabel(config *runtimeapi.ContainerConfig, labels confine.Labels) ([
 	return oci.RelabelSources(config, host.Files{})
 }
 
-// LabelMount labels the source of a mount. The error is InvalidArgument for system directories, and
-// FailedPrecondition if the filesystem has no labels or the path has got a symlink since it was
-// resolved.
+// LabelMount labels the source of a mount. The error is InvalidArgument for system directories. It
+// is FailedPrecondition if the filesystem has no labels, or if the path has got a symlink since it
+// was resolved.
 func (s SELinux) LabelMount(source string, labels confine.Labels) error {
 	err := s.Relabel(source, labels.Mount)
 	switch {

@@ -58,8 +58,8 @@ func (c *ContainerMeter) Read(u *Usage) error {
 }
 
 // final returns the last counters of a container that has ended. systemd removes a scope with its
-// last process; then final returns the counters of the last read. The error wraps cgstats.ErrGone
-// when the cgroup is gone and was never read.
+// last process. In that case final returns the counters of the last read. The error wraps
+// cgstats.ErrGone when the cgroup is gone and was never read.
 func (c *ContainerMeter) final() (*cgstats.Sample, error) {
 	if c.reader == nil {
 		return &cgstats.Sample{}, nil

@@ -8,10 +8,10 @@
 // cgstats.ErrGone, not a failure. A value that cannot be determined is marked unknown and never
 // reported as zero. One container that cannot be measured does not hide its pod.
 //
-// A Sampler measures in the background what is too expensive to measure per request: the size of
-// writable layers and the open files of processes. It measures one container at a time, on a thread
-// with the lowest priority, for at most a tenth of the time. Clients get the last Sample from
-// memory. Containers that no client asks for are sampled rarely. A pod that has used no CPU time
-// since its last sample is sampled again only when that sample is ten minutes old. The Sampler
+// A Sampler measures the size of writable layers and the open files of processes in the background,
+// because a measurement per request is too expensive. It measures one container at a time, on a
+// thread with the lowest priority, for at most a tenth of the time. Clients get the last Sample
+// from memory. Containers that no client asks for are sampled rarely. A pod that has used no CPU
+// time since its last sample is sampled again only when that sample is ten minutes old. The Sampler
 // neither changes nor locks containers. Each container owns its SampleState.
 package stats

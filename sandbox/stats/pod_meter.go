@@ -23,8 +23,8 @@ type PodMeter struct {
 	reported atomic.Pointer[cgstats.Sample] // highest counters reported so far
 }
 
-// PodMeter returns the meter of a pod. cgroupsPath is the runtime-spec path of its pause's cgroup,
-// whose parent is the pod's cgroup if hasCgroup is set. netnsPath is the pin of its network
+// PodMeter returns the meter of a pod. cgroupsPath is the runtime-spec path of its pause's cgroup.
+// Its parent is the pod's cgroup if hasCgroup is set. netnsPath is the pin of its network
 // namespace; empty: the pod uses the node's.
 func (h Cgroups) PodMeter(cgroupsPath string, hasCgroup bool, netnsPath string) *PodMeter {
 	p := &PodMeter{}
@@ -101,8 +101,8 @@ func update(p *atomic.Pointer[cgstats.Sample], change func(*cgstats.Sample)) {
 // running ones; otherwise a container that ends in between would count twice.
 func (p *PodMeter) Past() *cgstats.Sample { return p.ended.Load() }
 
-// Read takes a sample of the pod. past is the result of Past, and containers are the usages of the
-// running containers; they are added up if the pod has no cgroup. interfaces lists up to
+// Read takes a sample of the pod. past is the result of Past. containers are the usages of the
+// running containers, which are added up if the pod has no cgroup. interfaces lists up to
 // maxInterfaces network interfaces, the default one first, and none if the pod uses the node's
 // network. The error wraps cgstats.ErrGone when the pod has ended.
 func (p *PodMeter) Read(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface,
@@ -158,7 +158,7 @@ func (p *PodMeter) Close() error {
 const defaultInterface = "eth0"
 
 // maxInterfaces limits the reported interfaces of a pod. Containers with CAP_NET_ADMIN can create
-// any number, each takes 2 KiB of metrics, and a list of all pods must stay below the 16 MB that
+// any number. Each takes 2 KiB of metrics, and a list of all pods must stay below the 16 MB that
 // clients accept.
 const maxInterfaces = 100
 

@@ -36,8 +36,8 @@ type PodUsage struct {
 type Meters interface {
 	// ContainerMeter returns the meter of a container, nil if it does not run, and its last sample.
 	ContainerMeter(id string) (m *ContainerMeter, cgroupsPath string, count *Sample)
-	// PodMeter returns the meter of a pod, nil if it does not run, and the path of its cgroup, or
-	// of the pause's if the pod has none.
+	// PodMeter returns the meter of a pod, nil if it does not run. cgroup is the path of its
+	// cgroup, or of the pause's if the pod has none.
 	PodMeter(id string) (m *PodMeter, cgroup string)
 }
 

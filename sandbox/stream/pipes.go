@@ -147,8 +147,8 @@ func (o *output) stop() {
 	})
 }
 
-// finish delivers all output that was written before the command exited: what the goroutine has
-// read and what is still in the pipe. It does not wait for other processes that have the pipe open.
+// finish delivers all output that was written before the command exited, including the rest in the
+// pipe. It does not wait for other processes that have the pipe open.
 func (o *output) finish() error {
 	o.stop()
 	if o.err != nil {

@@ -274,8 +274,8 @@ func (s *Service) forwardTarget(podID string) (PodTarget, error) {
 //
 // On failure PortForward does not wait for a pending Read from stream; the caller closes stream.
 //
-// Errors: NotFound; FailedPrecondition if the pod is not ready, or the host cannot reach its
-// localhost; InvalidArgument for an invalid port; Unavailable if the port refuses the connection.
+// Errors: NotFound; InvalidArgument for an invalid port; Unavailable if the port refuses the
+// connection. FailedPrecondition if the pod is not ready, or the host cannot reach its localhost.
 func (s *Service) PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error {
 	pod, err := s.forwardTarget(podID)
 	if err != nil {
