@@ -12,9 +12,9 @@ import (
 func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time {
 	var before []time.Time
 	for _, p := range m.pods.Snapshot() {
-		md := p.config.GetMetadata()
+		md := p.Config.GetMetadata()
 		if md.GetUid() == metadata.GetUid() && md.GetName() == metadata.GetName() && md.GetNamespace() == metadata.GetNamespace() {
-			before = append(before, p.rec.CreatedAt) // which never changes
+			before = append(before, p.CreatedAt)
 		}
 	}
 	return state.CreationAfter(time.Now(), before)
@@ -24,7 +24,7 @@ func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time
 func (m *Manager) containerCreation(podID string) time.Time {
 	var before []time.Time
 	for _, c := range m.containersOf(podID) {
-		before = append(before, c.rec.CreatedAt) // which never changes
+		before = append(before, c.CreatedAt)
 	}
 	return state.CreationAfter(time.Now(), before)
 }

@@ -6,15 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"sync/atomic"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/image"
+	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/join"
 	"berth/internal/nri"
@@ -23,45 +22,7 @@ import (
 	"berth/oci"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
-	"berth/sandbox/stats"
 )
-
-// container is the one owner of a container's state.
-type container struct {
-	id, podID string
-	config    *runtimeapi.ContainerConfig // as in rec, decoded; never changed
-	turn      task.Turn
-	created   *trace.Trace // where the time of its creation went; nil if an earlier daemon created it; never changed
-
-	// These belong to the holder of turn.
-	rec       state.ContainerRecord
-	resources *runtimeapi.LinuxContainerResources // as in rec, decoded; replaced, never changed
-	presented bool                                // plugins were asked about it
-	removed   bool
-
-	stopUntold atomic.Pointer[chan struct{}]   // closed when plugins were told of its exit; nil: nothing is to be told
-	running    atomic.Pointer[running]         // nil without a shim
-	launching  runtime.UnderWay                // when it is being made or launched
-	info       atomic.Pointer[state.Container] // nil until created: nobody sees half a container
-	started    atomic.Pointer[trace.Trace]     // where the time of its start went; nil unless this daemon started it
-	sample     stats.SampleState               // what it has written
-	looking    atomic.Bool                     // somebody looks at its mounts
-}
-
-// running is a container that has a shim.
-type running struct {
-	*runtime.Running
-	meter *stats.ContainerMeter
-}
-
-func (c *container) String() string { return "container " + c.id }
-func (c *container) Visible() bool  { return c.info.Load() != nil }
-
-// Info implements state.Published.
-func (c *container) Info() *state.Container { return c.info.Load() }
-
-// Birth implements state.Published.
-func (c *container) Birth() state.Birth { return state.Birth{At: c.rec.CreatedAt, ID: c.id} } // which never changes
 
 // CreateContainer makes a container in a ready pod and returns its ID. A call
 // with the identity and content of an existing container, or of one being made,
@@ -77,14 +38,14 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	if err != nil {
 		return "", err
 	}
-	if err := state.CheckContainer(config, p.config); err != nil {
+	if err := state.CheckContainer(config, p.Config); err != nil {
 		return "", err
 	}
 	sum, err := join.Of(config)
 	if err != nil {
 		return "", err
 	}
-	identity := state.ContainerIdentity(p.id, config.Metadata)
+	identity := state.ContainerIdentity(p.ID, config.Metadata)
 	m.launchers.Expect() // who creates a container starts it at once
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
@@ -121,13 +82,13 @@ func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeap
 		return "", err
 	}
 	err = m.tasks.Guard("create", identity, func() error {
-		return m.tasks.WithTurn(ctx, c.turn, "create", c.String(), func() error { return m.makeContainer(ctx, p, c) })
+		return m.lockContainer(ctx, c, "create", func(c lockedContainer) error { return m.makeContainer(ctx, p, c) })
 	})
 	if err != nil {
 		m.abandonContainer(c)
 		return "", err
 	}
-	return c.id, nil
+	return c.ID, nil
 }
 
 // writtenName is the image's name as the pod's author wrote it. kubelet itself asks for images by
@@ -136,38 +97,44 @@ func writtenName(config *runtimeapi.ContainerConfig) string {
 	return cmp.Or(config.GetImage().GetUserSpecifiedImage(), config.GetImage().GetImage())
 }
 
-// planContainer decides everything that follows from the request and writes down
-// what is about to exist.
-func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (*container, error) {
+// planContainer decides the container's Spec, records it and enters the container.
+func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (_ *container, err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
+	undo := cleanup.New()
+	defer undo.Run(&err)
 	img, err := m.imageOf(config)
 	if err != nil {
 		return nil, err
 	}
-	c := &container{id: state.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources(), created: trace.Of(ctx)}
-	c.rec = state.ContainerRecord{ID: c.id, PodID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: state.ContainerCreated, CreatedAt: m.containerCreation(p.id),
+	spec := &state.ContainerSpec{ID: state.NewID(), PodID: p.ID, BootID: m.bootID, CreatedAt: m.containerCreation(p.ID), Config: config,
 		Image: state.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers, Config: img.Config}}
-	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
+	if spec.Volumes, err = m.roots.FindVolumes(config); err != nil {
 		return nil, err
 	}
-	if c.rec.Config, err = proto.Marshal(config); err != nil {
-		return nil, errdefs.InvalidArgument("encode container config: %w", err)
-	}
-	if c.rec.CgroupsPath, err = oci.CgroupsPath(p.config.GetLinux().GetCgroupParent(), c.id, m.cfg.SystemdCgroup); err != nil {
+	if spec.CgroupsPath, err = oci.CgroupsPath(p.Config.GetLinux().GetCgroupParent(), spec.ID, m.cfg.SystemdCgroup); err != nil {
 		return nil, err
 	}
-	if dir := p.config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
-		c.rec.LogPath = filepath.Join(dir, config.GetLogPath())
+	if dir := p.Config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
+		spec.LogPath = filepath.Join(dir, config.GetLogPath())
 	}
-	if c.rec.Project, err = m.roots.Quotas.Take(); err != nil {
+	options := config.GetLinux().GetSecurityContext().GetSelinuxOptions()
+	if spec.Labels, err = m.labels.Draw(m.selinux, options, p.Labels, *m.cfg.Host, spec.ID); err != nil {
 		return nil, err
 	}
-	err = m.tasks.WithTurn(ctx, p.turn, "create a container in", p.String(), func() error { return m.enterContainer(ctx, p, c) })
-	if err != nil {
-		m.roots.Quotas.Release(c.rec.Project)
+	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, spec.ID); return nil })
+	if spec.Project, err = m.roots.Quotas.Take(); err != nil {
+		return nil, err
 	}
-	return c, err
+	undo.Add("release quota project", func() error { m.roots.Quotas.Release(spec.Project); return nil })
+	c := newContainer(spec, state.NewContainerStatus(state.ContainerCreating), trace.Of(ctx))
+	status := c.status.Unshared()
+	status.RunID, status.Resources = m.run.ID, config.GetLinux().GetResources()
+	if err := m.lockPod(ctx, p, "create a container in", func(lockedPod) error { return m.enterContainer(ctx, p, c.unshared()) }); err != nil {
+		return nil, err
+	}
+	undo.Release()
+	return c, nil
 }
 
 // imageOf finds the image a config names: by the ID that kubelet got from
@@ -183,50 +150,46 @@ func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, err
 // enterContainer writes the record and enters the container, unless the pod is
 // being stopped. It needs the pod's turn, so that who stops the pod sees either
 // the container or its refusal.
-func (m *Manager) enterContainer(ctx context.Context, p *pod, c *container) error {
-	if info := p.info.Load(); info == nil || !info.Ready {
+func (m *Manager) enterContainer(ctx context.Context, p *pod, c lockedContainer) error {
+	if info := p.info.Load(); info == nil || !info.Ready() {
 		return notReady(p)
 	}
 	if err := m.writeContainer(ctx, c); err != nil {
 		return err
 	}
-	m.containers.Put(c.id, c)
+	m.containers.Put(c.ID, c.container)
 	return nil
 }
 
 // writeContainer writes the record of a container that is being created or started. The caller has its turn.
-func (m *Manager) writeContainer(ctx context.Context, c *container) error {
+func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
 	defer trace.Begin(ctx, "record").End()
-	return m.containerRecs.Write(c.id, c.rec)
+	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
 }
 
 // makeContainer makes the writable layer, lets plugins adjust the container, proves that it can be
 // described to the launcher, and publishes it. It needs the container's turn, and gives up when its pod is stopped.
-func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error {
-	if c.removed { // with its pod, before we had the turn
-		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
+func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) error {
+	if c.Phase() == state.Removed { // with its pod, before we had the turn
+		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.ID)
 	}
 	looking, looked := c.launching.Begin(ctx)
 	defer looked()
-	if _, err := m.readyPod(p.id); err != nil { // a stop that has not seen the look begin is seen by this
+	if _, err := m.readyPod(p.ID); err != nil { // a stop that has not seen the look begin is seen by this
 		return err
 	}
-	target := m.toLaunch(c, c.resources, nil)
-	root, err := m.launch.Root(ctx, p.described(), target)
+	snapshot := c.snapshot()
+	root, err := m.launch.Root(ctx, p.Info(), snapshot)
 	if err != nil {
 		return err
 	}
-	if c.rec.User, err = m.launch.User(ctx, target, root); err != nil {
-		return err
-	}
-	options := c.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	if c.rec.SELinux, err = m.labels.Draw(m.selinux, options, p.rec.SELinux, *m.cfg.Host, c.id); err != nil {
+	if c.User, err = m.launch.User(ctx, snapshot, root); err != nil {
 		return err
 	}
 	m.appArmor.Ensure(ctx)
 	others, err := m.describeContainer(ctx, looking, p, c)
 	if err != nil && errors.Is(context.Cause(looking), runtime.ErrStopped) {
-		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.id, err))
+		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.ID, err))
 	}
 	if err != nil {
 		return err
@@ -240,8 +203,12 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 
 // describeContainer publishes a container that can be described, with what plugins want of it, and returns
 // what they want of others. It needs the container's turn. looking, which is of ctx, ends looks at volumes.
-func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c *container) (others []nri.Update, err error) {
-	spec, err := m.launch.Prove(looking, p.described(), m.toLaunch(c, c.resources, nil)) // plugins see no container that can't be
+func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lockedContainer) (others []nri.Update, err error) {
+	target, err := m.targetPIDNS(c.container)
+	if err != nil {
+		return nil, err
+	}
+	spec, err := m.launch.Validate(looking, p.Info(), c.snapshot(), target) // plugins see no container that cannot be launched
 	if err != nil {
 		return nil, err
 	}
@@ -250,12 +217,15 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c *con
 	if err != nil {
 		return nil, err
 	}
-	if c.presented {
-		if spec, err = m.launch.Spec(looking, p.described(), m.toLaunch(c, c.resources, c.rec.Limits)); err != nil {
+	if c.Presented {
+		if spec, err = m.launch.Spec(looking, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
 	}
-	c.rec.Process, c.rec.Described = spec.Process, runtime.ForPlugins(spec)
+	c.Process, c.Described = spec.Process, runtime.ForPlugins(spec)
+	if err := c.Move(state.ContainerCreated); err != nil {
+		return nil, err
+	}
 	if err := m.writeContainer(ctx, c); err != nil {
 		return nil, err
 	}
@@ -263,25 +233,9 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c *con
 	return others, nil
 }
 
-// toLaunch is what the container is launched from, with these limits. Without the turn, only after it was published.
-func (m *Manager) toLaunch(c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) runtime.LaunchContainer {
-	return runtime.LaunchContainer{Rec: &c.rec, Config: c.config, Resources: resources, Limits: limits,
-		TargetPIDNS: func() (string, error) { return m.targetPIDNS(c) }}
-}
-
-// described is what descriptions need to know of a pod: for its pause before it is
-// published, for containers afterwards. It reads of the record only what does not change any more.
-func (p *pod) described() runtime.SpecPod {
-	var pausePID int
-	if info := p.info.Load(); info != nil {
-		pausePID = info.PausePID
-	}
-	return runtime.NewSpecPod(&p.rec, p.config, pausePID)
-}
-
 // targetPIDNS is the PID namespace of the container that an ephemeral container is to join.
 func (m *Manager) targetPIDNS(c *container) (string, error) {
-	options := c.config.GetLinux().GetSecurityContext().GetNamespaceOptions()
+	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
 		return "", nil
 	}
@@ -289,12 +243,12 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("target of the PID namespace: %w", err)
 	}
-	if target.podID != c.podID {
-		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.id)
+	if target.PodID != c.PodID {
+		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.ID)
 	}
 	run := target.running.Load()
 	if run == nil || run.HasEnded() {
-		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.id)
+		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.ID)
 	}
 	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
@@ -306,28 +260,21 @@ func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, erro
 	if err != nil {
 		return nil, err
 	}
-	p, err := m.pods.Find(c.podID)
+	p, err := m.pods.Find(c.PodID)
 	if err != nil {
 		return nil, err
 	}
-	info := c.info.Load()
-	return m.launch.Describe(ctx, p.described(), m.toLaunch(c, info.Resources, info.Limits), &c.looking)
+	target, err := m.targetPIDNS(c)
+	if err != nil {
+		return nil, err
+	}
+	return m.launch.Describe(ctx, p.Info(), c.Info(), target, &c.describing)
 }
 
 // publishContainer makes the record visible. The caller has the container's turn.
-func (m *Manager) publishContainer(c *container) {
+func (m *Manager) publishContainer(c lockedContainer) {
 	info := c.snapshot()
 	m.events.ContainerChanged(c.info.Swap(info), info)
-}
-
-// snapshot is what the record says. The caller has the container's turn.
-func (c *container) snapshot() *state.Container {
-	var pid int
-	var startedAt time.Time
-	if run := c.running.Load(); run != nil {
-		pid, startedAt = run.PID, run.StartedAt
-	}
-	return state.NewContainer(&c.rec, c.config, c.resources, pid, startedAt)
 }
 
 // abandonContainer undoes a container that could not be created. What can't be
@@ -337,7 +284,7 @@ func (m *Manager) abandonContainer(c *container) {
 	defer cancel()
 	undo := func(ctx context.Context) error { return m.removeContainer(ctx, c) }
 	if err := m.tasks.Guard("undo", c.String(), func() error { return undo(ctx) }); err != nil {
-		m.log.Error("undo of a container that was not created", "container", c.id, "error", err)
+		m.log.Error("undo of a container that was not created", "container", c.ID, "error", err)
 		m.tasks.InBackground("undo", c.String(), undo)
 	}
 }
@@ -361,19 +308,16 @@ func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 		if err := m.killContainer(ctx, c); err != nil {
 			return err
 		}
-		pass, err := m.tasks.Take(ctx, c.turn, "remove", c.String())
-		if err != nil {
+		started := false // while this call waited for the lock
+		err := m.lockContainer(ctx, c, "remove", func(c lockedContainer) error {
+			if started = c.running.Load() != nil; started {
+				return nil
+			}
+			return m.eraseContainer(ctx, c)
+		})
+		if !started || err != nil {
 			return err
 		}
-		if c.running.Load() != nil { // started while we waited for the turn
-			pass()
-			continue
-		}
-		defer pass()
-		if c.removed {
-			return nil
-		}
-		return m.eraseContainer(ctx, c)
 	}
 }
 
@@ -385,11 +329,10 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 		return nil
 	}
 	return m.tasks.Detach(ctx, task.Limit, "replace", c.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, c.turn, "replace", c.String(), func() error {
-			if c.removed {
-				return nil
-			}
-			if c.rec.Phase != state.ContainerCreated && c.rec.Phase != state.Removing {
+		return m.lockContainer(ctx, c, "replace", func(c lockedContainer) error {
+			switch c.Phase() {
+			case state.ContainerCreating, state.ContainerCreated, state.Removing, state.Removed:
+			default:
 				return fmt.Errorf("container %s was started: %w", id, join.ErrInUse)
 			}
 			return m.eraseContainer(ctx, c)
@@ -397,37 +340,53 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 	})
 }
 
-// eraseContainer removes what exists for the container, its record last. It needs
-// the container's turn and may be repeated.
-func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
-	if c.rec.Phase != state.Removing {
-		c.rec.Phase = state.Removing
-		m.containerIDs.Going(state.ContainerIdentity(c.podID, c.config.Metadata), c.id)
-		if err := m.containerRecs.Write(c.id, c.rec); err != nil {
-			m.log.Warn("record a removal, which goes on", "container", c.id, "error", err) // a full disk must not keep what fills it
+// eraseContainer removes what exists for the container, its record last. It may be repeated.
+func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
+	if c.Phase() == state.Removed {
+		return nil
+	}
+	if c.Phase() != state.Removing {
+		if err := c.Move(state.Removing); err != nil {
+			return err
+		}
+		m.containerIDs.Going(c.Identity(), c.ID)
+		if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
+			m.log.Warn("record a removal, which goes on", "container", c.ID, "error", err) // the removal frees space on a full disk
 		}
 	}
-	steps := []func() error{
-		func() error { return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath) },
-		func() error { return m.images.Release(c.id) },
-		func() error { return m.roots.ReleaseVolumes(c.id, c.rec.Volumes) },
-		func() error { return m.trash.Discard(m.dirs.Writable(c.id)) },
-		func() error { return m.roots.Quotas.Clear(c.rec.Project) },
-		func() error { return m.containerRecs.Remove(c.id) },
+	if err := m.removeParts(ctx, c.container); err != nil {
+		return fmt.Errorf("remove container %s: %w", c.ID, err)
 	}
-	for _, step := range steps {
-		if err := step(); err != nil {
-			return fmt.Errorf("remove container %s: %w", c.id, err)
-		}
+	if err := c.Move(state.Removed); err != nil {
+		return err
 	}
-	m.labels.Release(m.selinux, c.rec.SELinux, c.id)
-	m.roots.Quotas.Release(c.rec.Project)
-	c.removed = true
-	m.containers.Remove(c.id)
+	m.labels.Release(m.selinux, c.Labels, c.ID)
+	m.roots.Quotas.Release(c.Project)
+	m.containers.Remove(c.ID)
 	m.events.ContainerDeleted(c.info.Load())
-	m.containerIDs.Forget(state.ContainerIdentity(c.podID, c.config.Metadata), c.id)
-	if c.presented || c.Visible() {
+	m.containerIDs.Forget(c.Identity(), c.ID)
+	if c.Presented || c.Visible() {
 		m.tellOfContainer(ctx, nri.ContainerRemoved, c)
 	}
 	return nil
+}
+
+// removeParts removes the container's processes, layers, files and record.
+func (m *Manager) removeParts(ctx context.Context, c *container) error {
+	if err := m.processes.Remove(ctx, c.ID, c.CgroupsPath); err != nil {
+		return err
+	}
+	if err := m.images.Release(c.ID); err != nil {
+		return err
+	}
+	if err := m.roots.ReleaseVolumes(c.ID, c.Volumes); err != nil {
+		return err
+	}
+	if err := m.trash.Discard(m.dirs.Writable(c.ID)); err != nil {
+		return err
+	}
+	if err := m.roots.Quotas.Clear(c.Project); err != nil {
+		return err
+	}
+	return m.records.RemoveContainer(c.ID)
 }

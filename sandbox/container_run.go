@@ -35,37 +35,39 @@ func (m *Manager) StartContainer(ctx context.Context, id string) error {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "start", c.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, c.turn, "start", c.String(), func() error { return m.startContainer(ctx, c) })
+		return m.lockContainer(ctx, c, "start", func(c lockedContainer) error { return m.startContainer(ctx, c) })
 	})
 }
 
 // startContainer needs the container's turn.
-func (m *Manager) startContainer(ctx context.Context, c *container) error {
+func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	switch {
-	case c.removed:
-		return errdefs.NotFound("container %q does not exist", c.id)
-	case c.rec.Phase == state.ContainerRunning:
+	case c.Phase() == state.Removed:
+		return errdefs.NotFound("container %q does not exist", c.ID)
+	case c.Phase() == state.ContainerRunning:
 		return nil
-	case c.rec.Phase == state.ContainerStarting: // by an earlier daemon
-		return errdefs.Unavailable("container %s: what an earlier start left of it has not ended", c.id)
-	case c.rec.Phase != state.ContainerCreated:
-		return errdefs.FailedPrecondition("container %s has exited", c.id)
+	case c.Phase() == state.ContainerStarting: // by an earlier daemon
+		return errdefs.Unavailable("container %s: what an earlier start left of it has not ended", c.ID)
+	case c.Phase() != state.ContainerCreated:
+		return errdefs.FailedPrecondition("container %s has exited", c.ID)
 	}
 	c.started.Store(trace.Of(ctx))
 	launchCtx, launched := c.launching.Begin(ctx)
 	defer launched()
-	p, err := m.readyPod(c.podID) // a stop that has not seen the launch begin is seen by this
+	p, err := m.readyPod(c.PodID) // a stop that has not seen the launch begin is seen by this
 	if err != nil {
 		return err
 	}
-	c.rec.Phase, c.rec.StartedAt = state.ContainerStarting, time.Now()
-	if err := m.writeContainer(ctx, c); err != nil {
-		c.rec.Phase = state.ContainerCreated
+	if err := c.Move(state.ContainerStarting); err != nil {
 		return err
+	}
+	c.StartedAt = time.Now()
+	if err := m.writeContainer(ctx, c); err != nil {
+		return errors.Join(err, c.Move(state.ContainerCreated))
 	}
 	var started *proto.Started
 	if err = m.askToStart(ctx, c); err == nil {
-		started, err = m.launch.Container(launchCtx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
+		started, err = m.launchContainer(launchCtx, p, c)
 	}
 	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
 		return m.startInterrupted(ctx, c, err)
@@ -76,13 +78,24 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	if err != nil {
 		return m.startFailed(c, err)
 	}
-	m.containerStarted(ctx, c, started)
+	if err := m.containerStarted(ctx, c, started); err != nil {
+		return err
+	}
 	m.tellOfContainer(ctx, nri.ContainerStarted, c)
-	if _, err := m.readyPod(c.podID); err != nil { // stopped meanwhile: its stop may have missed us
-		m.tasks.InBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c) })
+	if _, err := m.readyPod(c.PodID); err != nil { // stopped meanwhile: its stop may have missed us
+		m.tasks.InBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c.container) })
 		return err
 	}
 	return nil
+}
+
+// launchContainer launches a container from a snapshot: the launch may go on when the caller has released the lock.
+func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (*proto.Started, error) {
+	target, err := m.targetPIDNS(c.container)
+	if err != nil {
+		return nil, err
+	}
+	return m.launch.Start(ctx, p.Info(), c.snapshot(), target)
 }
 
 // readyPod finds a pod that is ready, and asks its pause whether that still
@@ -93,12 +106,12 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 		return nil, err
 	}
 	pause := p.pause.Load()
-	if !p.info.Load().Ready || pause == nil {
+	if !p.info.Load().Ready() || pause == nil {
 		return nil, notReady(p)
 	}
 	ended, err := pidfd.Exited(pause)
 	if err != nil && !errors.Is(err, os.ErrClosed) {
-		return nil, fmt.Errorf("pause of pod sandbox %s: %w", p.id, err)
+		return nil, fmt.Errorf("pause of pod sandbox %s: %w", p.ID, err)
 	}
 	if ended || err != nil {
 		return nil, fmt.Errorf("%w: its pause has ended", notReady(p))
@@ -109,54 +122,62 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 // notReady refuses something in a pod that is not ready. Why it is not was logged, or will be: it
 // is being stopped, or has lost its pause.
 func notReady(p *pod) error {
-	return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id))
+	return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s is not ready", p.ID))
 }
 
 // startInterrupted makes a container created again whose start the end of the daemon has cancelled: it is not the
 // container that failed. What can't be taken back now the next daemon takes back, for the record says that it was being started.
-func (m *Manager) startInterrupted(ctx context.Context, c *container, cause error) error {
+func (m *Manager) startInterrupted(ctx context.Context, c lockedContainer, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillWait)
 	defer cancel()
 	if err := m.takeStartBack(ctx, c); err != nil {
-		m.log.Error("take the start of a container back; the next daemon will", "container", c.id, "error", err)
+		m.log.Error("take the start of a container back; the next daemon will", "container", c.ID, "error", err)
 	}
-	return errdefs.Unavailable("start container %s: berth is stopping: %w", c.id, cause)
+	return errdefs.Unavailable("start container %s: berth is stopping: %w", c.ID, cause)
 }
 
 // startFailed publishes a container that never ran, and returns the cause.
-func (m *Manager) startFailed(c *container, cause error) error {
+func (m *Manager) startFailed(c lockedContainer, cause error) error {
 	m.exited(c, state.Exit{Code: state.CodeStartError, Reason: state.ReasonStartError, Message: cause.Error(), FinishedAt: time.Now()})
-	return fmt.Errorf("start container %s: %w", c.id, cause)
+	return fmt.Errorf("start container %s: %w", c.ID, cause)
 }
 
 // containerStarted publishes a running container and watches its shim. The record
 // on disk still says "starting": the shim directory knows the rest.
-func (m *Manager) containerStarted(ctx context.Context, c *container, s *proto.Started) {
+func (m *Manager) containerStarted(ctx context.Context, c lockedContainer, s *proto.Started) error {
 	defer trace.Begin(ctx, "publish").End()
-	run := &running{runtime.Launched(s), m.containerMeter(c)}
-	m.publishRunning(c, run)
-	m.logContainer("container started", c, slog.Int("pid", run.PID))
-	m.watchContainer(c, run)
+	run := &running{runtime.Launched(s), m.containerMeter(c.container)}
+	if err := m.publishRunning(c, run); err != nil {
+		return errors.Join(err, run.Close(), run.meter.Close())
+	}
+	m.logContainer("container started", c.container, slog.Int("pid", run.PID))
+	m.watchContainer(c.container, run)
 	m.sampler.Wake()
+	return nil
 }
 
-// publishRunning needs the container's turn.
-func (m *Manager) publishRunning(c *container, run *running) {
+// publishRunning publishes a container that runs.
+func (m *Manager) publishRunning(c lockedContainer, run *running) error {
+	if c.Phase() != state.ContainerRunning { // else an earlier daemon recorded it
+		if err := c.Move(state.ContainerRunning); err != nil {
+			return err
+		}
+	}
 	c.running.Store(run)
-	c.rec.Phase = state.ContainerRunning
 	m.publishContainer(c)
+	return nil
 }
 
 // watchContainer publishes the exit of a container that has a shim.
 func (m *Manager) watchContainer(c *container, run *running) {
 	m.watchRunning(c, run, func() {
-		if !m.processes.AwaitShim(run.Running, "shim of container "+c.id) {
+		if !m.processes.AwaitShim(run.Running, "shim of container "+c.ID) {
 			return // the daemon is ending, the container goes on
 		}
-		if exit, settled := m.ending.Settle(m.toEnd(c), run.StartedAt); settled {
+		if exit, settled := m.ending.Settle(m.stopTarget(c), run.StartedAt); settled {
 			m.noteExit(c, exit)
 		}
-		m.processes.AwaitEnd(run.Shim, "shim of container "+c.id) // one that was killed while it is frozen ends, and is reaped, later
+		m.processes.AwaitEnd(run.Shim, "shim of container "+c.ID) // one that was killed while it is frozen ends, and is reaped, later
 	})
 }
 
@@ -173,13 +194,13 @@ func (m *Manager) watchRunning(c *container, run *running, watch func()) {
 
 func (m *Manager) closeRunning(c *container, run *running) {
 	if err := errors.Join(run.Close(), run.meter.Close()); err != nil {
-		m.log.Warn("close pidfds and statistics", "container", c.id, "error", err)
+		m.log.Warn("close pidfds and statistics", "container", c.ID, "error", err)
 	}
 }
 
 // noteExit fails only when the daemon is ending; the next one finds the exit record, or that the shim was lost.
 func (m *Manager) noteExit(c *container, exit state.Exit) {
-	_ = m.tasks.WithTurn(m.tasks.Watchers.Context(), c.turn, "note the exit of", c.String(), func() error {
+	_ = m.lockContainer(m.tasks.Watchers.Context(), c, "note the exit of", func(c lockedContainer) error {
 		m.exited(c, exit)
 		return nil
 	})
@@ -188,19 +209,23 @@ func (m *Manager) noteExit(c *container, exit state.Exit) {
 // exited records and publishes an exit, tells plugins of it, and then removes the runtime state. It
 // needs the container's turn. An exit that can't be recorded is seen all the same;
 // the runtime state then stays, as the only record there is, until it can.
-func (m *Manager) exited(c *container, exit state.Exit) {
-	if c.removed { // nothing of it is to come back; it had no shim then
+func (m *Manager) exited(c lockedContainer, exit state.Exit) {
+	if c.Phase() == state.Removed { // nothing of it may come back; it had no shim then
 		return
 	}
-	c.rec.Phase, c.rec.Exit = state.ContainerExited, &exit
-	err := m.containerRecs.Write(c.id, c.rec)
+	if err := c.Move(state.ContainerExited); err != nil {
+		m.log.Error("publish an exit", "container", c.ID, "error", err)
+		return
+	}
+	c.Exit = &exit
+	err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
 	told := make(chan struct{})
-	c.stopUntold.Store(&told)
+	c.stopNotified.Store(&told)
 	m.publishContainer(c)
-	m.logExit(c, exit)
+	m.logExit(c.container, exit)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins take their time
-		m.keepUsage(c, run)
+		m.keepUsage(c.container, run)
 		m.sampler.Wake()
 	}
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
@@ -208,13 +233,13 @@ func (m *Manager) exited(c *container, exit state.Exit) {
 		m.cleanExited(c)
 		return
 	}
-	m.log.Error("record the exit", "container", c.id, "error", err)
+	m.log.Error("record the exit", "container", c.ID, "error", err)
 	m.tasks.InBackground("record the exit of", c.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, c.turn, "record the exit of", c.String(), func() error {
-			if c.removed || c.rec.Phase != state.ContainerExited {
+		return m.lockContainer(ctx, c.container, "record the exit of", func(c lockedContainer) error {
+			if c.Phase() != state.ContainerExited {
 				return nil
 			}
-			if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+			if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
 				return err
 			}
 			m.cleanExited(c)
@@ -225,21 +250,21 @@ func (m *Manager) exited(c *container, exit state.Exit) {
 
 // cleanExited removes the runtime state of a container that has exited. What can't be removed
 // now, for lack of descriptors say, is removed by and by, or with the container.
-func (m *Manager) cleanExited(c *container) {
+func (m *Manager) cleanExited(c lockedContainer) {
 	ctx, cancel := context.WithTimeout(context.Background(), runtime.KillWait)
 	defer cancel()
-	err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
+	err := m.processes.Remove(ctx, c.ID, c.CgroupsPath)
 	if err == nil {
 		return
 	}
 	const what = "remove runtime state of exited"
-	m.log.Warn(what+" container", "container", c.id, "error", err)
+	m.log.Warn(what+" container", "container", c.ID, "error", err)
 	m.tasks.InBackground(what, c.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, c.turn, what, c.String(), func() error {
-			if c.removed || c.rec.Phase != state.ContainerExited {
+		return m.lockContainer(ctx, c.container, what, func(c lockedContainer) error {
+			if c.Phase() != state.ContainerExited {
 				return nil
 			}
-			return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
+			return m.processes.Remove(ctx, c.ID, c.CgroupsPath)
 		})
 	})
 }
@@ -268,30 +293,30 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 	if err := m.endContainer(ctx, c, timeout); err != nil {
 		return err
 	}
-	return m.awaitTold(ctx, c)
+	return m.waitNotified(ctx, c)
 }
 
 // endContainer holds no turn while it waits: the exit is published with it.
 func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
 	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.GiveUp)
-	err := m.tasks.WithTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
+	err := m.lockContainer(ctx, c, "stop", func(c lockedContainer) error { run = c.running.Load(); return nil })
 	overdue.Stop()
 	if err != nil || run == nil {
 		return err
 	}
-	return m.ending.Stop(ctx, m.toEnd(c), run.Running, stopSignal(c), timeout)
+	return m.ending.Stop(ctx, m.stopTarget(c), run.Running, stopSignal(c), timeout)
 }
 
 // killContainer kills a container and waits for its exit, see runtime.Stopper. A container that does not run is no error. It must not
 // hold the turn: the exit is published with it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
-	return m.ending.Kill(ctx, m.toEnd(c))
+	return m.ending.Kill(ctx, m.stopTarget(c))
 }
 
-// toEnd is the container as what ends it sees it.
-func (m *Manager) toEnd(c *container) runtime.StopTarget {
-	return runtime.StopTarget{ID: c.id, CgroupsPath: c.rec.CgroupsPath, Runtime: m.runtimeOf(c), Running: func() *runtime.Running {
+// stopTarget returns what runtime.Stopper needs of a container.
+func (m *Manager) stopTarget(c *container) runtime.StopTarget {
+	return runtime.StopTarget{ID: c.ID, CgroupsPath: c.CgroupsPath, Runtime: m.runtimeOf(c), Running: func() *runtime.Running {
 		if run := c.running.Load(); run != nil {
 			return run.Running
 		}
@@ -302,7 +327,7 @@ func (m *Manager) toEnd(c *container) runtime.StopTarget {
 // stopSignal is the signal that asks the container to end: the config's, else the
 // image's, else TERM.
 func stopSignal(c *container) unix.Signal {
-	return oci.StopSignal(c.config.GetStopSignal(), c.rec.Image.Config.StopSignal)
+	return oci.StopSignal(c.Config.GetStopSignal(), c.Image.Config.StopSignal)
 }
 
 // UpdateContainerResources changes the limits of a container that is created or
@@ -313,7 +338,7 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string, res *
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", c.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, c.turn, "update", c.String(), func() error { return m.updateResources(ctx, c, res) })
+		return m.lockContainer(ctx, c, "update", func(c lockedContainer) error { return m.updateResources(ctx, c, res) })
 	})
 }
 
@@ -325,11 +350,11 @@ func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 		return err
 	}
 	if c.running.Load() == nil {
-		return errdefs.FailedPrecondition("container %s is not running", c.id)
+		return errdefs.FailedPrecondition("container %s is not running", c.ID)
 	}
 	defer m.tasks.Begin("its monitor to open its log anew", c.String())()
-	if err := shim.OpenMonitor(m.dirs.Shim(c.id)).ReopenLog(ctx); err != nil {
-		return fmt.Errorf("reopen log of container %s: %w", c.id, err)
+	if err := shim.OpenMonitor(m.dirs.Shim(c.ID)).ReopenLog(ctx); err != nil {
+		return fmt.Errorf("reopen log of container %s: %w", c.ID, err)
 	}
 	return nil
 }

@@ -3,8 +3,8 @@ package sandbox
 import (
 	"context"
 
-	"berth/oci"
 	"berth/sandbox/handler"
+	"berth/sandbox/state"
 	"berth/shim/ociruntime"
 )
 
@@ -19,29 +19,21 @@ func (m *Manager) openHandlers(ctx context.Context) (err error) {
 // It asks no program: it tells what was found out last.
 func (m *Manager) Handlers() []handler.Info { return m.handlers.List() }
 
-// planRuntime returns what a pod of that handler is to be run with, nil for libcontainer.
-func (m *Manager) planRuntime(ctx context.Context, p *pod, name string) (*handler.Runtime, error) {
+// planRuntime returns what a pod of that handler is run with, nil for libcontainer.
+func (m *Manager) planRuntime(ctx context.Context, spec *state.PodSpec, name string) (*handler.Runtime, error) {
 	h, err := m.handlers.Find(name)
 	if err != nil {
 		return nil, err
 	}
-	mappings, err := oci.UserNamespace(p.config)
-	if err != nil {
-		return nil, err
-	}
 	defer m.tasks.Begin("what the handler's program can do", "handler "+name)()
-	return h.Runtime(ctx, m.dirs.OCI(p.id), m.cfg.SystemdCgroup, mappings != nil)
+	return h.Runtime(ctx, m.dirs.OCI(spec.ID), m.cfg.SystemdCgroup, spec.Mappings != nil)
 }
 
-// runtime is what a pod's containers are run with, nil for libcontainer. It does not
-// change once the pod is planned.
-func (p *pod) runtime() *ociruntime.Runtime { return p.rec.Runtime.Program() }
-
-// runtimeOf is the same for a container; nil also if its pod's record was lost.
+// runtimeOf returns what a container is run with: nil for libcontainer, or if its pod's record was lost.
 func (m *Manager) runtimeOf(c *container) *ociruntime.Runtime {
-	p, known := m.pods.Get(c.podID)
+	p, known := m.pods.Get(c.PodID)
 	if !known {
 		return nil
 	}
-	return p.runtime()
+	return p.Runtime.Program()
 }

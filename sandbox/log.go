@@ -22,18 +22,18 @@ func nameAttrs(m *runtimeapi.PodSandboxMetadata) []any {
 
 // logPod logs an event of a pod.
 func (m *Manager) logPod(event string, p *pod, more ...any) {
-	attrs := append(nameAttrs(p.config.GetMetadata()), slog.Uint64("attempt", uint64(p.config.GetMetadata().GetAttempt())), slog.String("pod", p.id))
+	attrs := append(nameAttrs(p.Config.GetMetadata()), slog.Uint64("attempt", uint64(p.Config.GetMetadata().GetAttempt())), slog.String("pod", p.ID))
 	m.log.Info(event, append(attrs, more...)...)
 }
 
 // logContainer logs an event of a container.
 func (m *Manager) logContainer(event string, c *container, more ...any) {
 	var attrs []any
-	if p, known := m.pods.Get(c.podID); known {
-		attrs = nameAttrs(p.config.GetMetadata())
+	if p, known := m.pods.Get(c.PodID); known {
+		attrs = nameAttrs(p.Config.GetMetadata())
 	}
-	attrs = append(attrs, slog.String("containerName", errdefs.Clip(c.config.GetMetadata().GetName())),
-		slog.Uint64("attempt", uint64(c.config.GetMetadata().GetAttempt())), slog.String("pod", c.podID), slog.String("container", c.id))
+	attrs = append(attrs, slog.String("containerName", errdefs.Clip(c.Config.GetMetadata().GetName())),
+		slog.Uint64("attempt", uint64(c.Config.GetMetadata().GetAttempt())), slog.String("pod", c.PodID), slog.String("container", c.ID))
 	m.log.Info(event, append(attrs, more...)...)
 }
 

@@ -10,7 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"berth/checkpoint"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/cdi"
@@ -32,7 +31,6 @@ import (
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 	"berth/sandbox/stream"
-	"berth/sandbox/unfinished"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -80,30 +78,29 @@ type Manager struct {
 	bootID    string
 	run       state.Run // of the state directory
 
-	dirs          state.Dirs
-	trash         *trash.Trash
-	namespaces    podenv.Namespaces
-	processes     runtime.Processes
-	ending        *runtime.Stopper
-	roots         runtime.Roots
-	launch        runtime.Launcher
-	podenv        podenv.Provisioner
-	pods          *index.Index[*pod]
-	containers    *index.Index[*container]
-	podIDs        join.Joiner // by (namespace, name, uid, attempt)
-	containerIDs  join.Joiner // by (pod, name, attempt)
-	podRecords    *checkpoint.Dir
-	containerRecs *checkpoint.Dir
-	appArmor      *lsm.AppArmor
-	selinux       lsm.SELinux
-	labels        lsm.Holders
-	unfinished    *unfinished.Work // found half done by recover
-	events        *state.Events
-	sampler       *stats.Sampler
-	unmeasured    lograte.Limiter // warnings of usage that can't be kept
-	tasks         *task.Runner
-	handlers      *handler.Set
-	disks         writable.Watch // root and state
+	dirs         state.Dirs
+	trash        *trash.Trash
+	namespaces   podenv.Namespaces
+	processes    runtime.Processes
+	ending       *runtime.Stopper
+	roots        runtime.Roots
+	launch       runtime.Launcher
+	podenv       podenv.Provisioner
+	pods         *index.Index[*pod]
+	containers   *index.Index[*container]
+	podIDs       join.Joiner // by (namespace, name, uid, attempt)
+	containerIDs join.Joiner // by (pod, name, attempt)
+	records      *state.Records
+	appArmor     *lsm.AppArmor
+	selinux      lsm.SELinux
+	labels       lsm.Holders
+	unfinished   *deferredWork // found half done by recover
+	events       *state.Events
+	sampler      *stats.Sampler
+	unmeasured   lograte.Limiter // warnings of usage that can't be kept
+	tasks        *task.Runner
+	handlers     *handler.Set
+	disks        writable.Watch // root and state
 }
 
 // closeLimit is for a manager that could not be opened: it has no operations.
@@ -116,7 +113,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
-	m.unfinished = unfinished.New(m.tasks)
+	m.unfinished = newDeferredWork(m.tasks)
 	m.dirs = state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = runtime.Processes{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.ending = runtime.NewStopper(m.processes)
@@ -199,15 +196,8 @@ func (m *Manager) openRun() (err error) {
 }
 
 func (m *Manager) openRecords() (err error) {
-	if m.podRecords, err = state.OpenPods(m.cfg.Root); err != nil {
-		return err
-	}
-	if m.containerRecs, err = state.OpenContainers(m.cfg.Root); err != nil {
-		return err
-	}
-	m.podRecords.Note(m.tasks.Begin)
-	m.containerRecs.Note(m.tasks.Begin)
-	return nil
+	m.records, err = state.OpenRecords(m.cfg.Root, m.tasks.Begin)
+	return err
 }
 
 func (m *Manager) startLaunchers() (err error) {
@@ -247,7 +237,7 @@ func (m *Manager) assemble() {
 	m.launch = runtime.Launcher{Node: node, Roots: m.roots, Users: new(runtime.Users), AppArmor: m.appArmor, SELinux: m.selinux,
 		Sources: runtime.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
 	m.podenv = podenv.Provisioner{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
-		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
+		SELinux: m.selinux, Images: m.images, Trash: m.trash}
 	m.Reader = stats.NewReader(meters{m}, m.log)
 	m.Service = stream.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.SystemdCgroup, m.cfg.Streams, m.tasks)
 }

@@ -16,15 +16,15 @@ import (
 )
 
 // presentPod asks the plugins about a pod that is about to be published, see plugins.Caller. It needs the pod's turn.
-func (m *Manager) presentPod(ctx context.Context, p *pod) (release func(), err error) {
+func (m *Manager) presentPod(ctx context.Context, p lockedPod) (release func(), err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
-	release, p.presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return p.forPlugins(p.snapshot()) })
+	release, p.Presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return p.forPlugins(p.snapshot()) })
 	return release, err
 }
 
 // tellOfPod tells plugins what happened to a pod. It needs the pod's turn.
-func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p *pod) {
+func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p lockedPod) {
 	m.plugins.NotifyPod(ctx, event, func() *nri.Pod {
 		info := p.info.Load()
 		if info == nil { // it was presented and then came to nothing
@@ -35,51 +35,51 @@ func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p *pod) {
 }
 
 func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
-	return plugins.DescribePod(info, p.rec.CgroupsPath)
+	return plugins.DescribePod(info)
 }
 
 // presentContainer lets the plugins change a container that is about to be published and has this spec so far.
 // others is what they want changed of others, see plugins.Caller. It needs the container's turn.
-func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container, spec *specs.Spec) (release func(), others []nri.Update, err error) {
+func (m *Manager) presentContainer(ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec) (release func(), others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	var changes *plugins.Changes
-	release, c.presented, changes, err = m.plugins.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
-		described := m.containerForPlugins(c, c.snapshot())
+	release, c.Presented, changes, err = m.plugins.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
+		described := m.containerForPlugins(c.snapshot())
 		described.Spec = spec
 		return p.forPlugins(p.info.Load()), described, nil
 	})
 	if err != nil || changes == nil {
 		return release, nil, err
 	}
-	c.rec.Adjustment = changes.Adjustment
+	c.Adjustment = changes.Adjustment
 	if !changes.Own.Empty() {
-		err = m.setResources(c, limits.Merge(c.resources, changes.Own.Resources), changes.Own.Limits)
+		err = m.setResources(c, limits.Merge(c.Resources, changes.Own.Resources), changes.Own.Limits)
 	}
 	return release, changes.Others, err
 }
 
 // askToStart tells plugins that a container is about to be started. It needs the container's turn.
-func (m *Manager) askToStart(ctx context.Context, c *container) error {
+func (m *Manager) askToStart(ctx context.Context, c lockedContainer) error {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	return m.plugins.RequestStart(ctx, m.describer(c))
 }
 
 // tellOfContainer tells plugins what happened to a container. It needs the container's turn.
-func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c *container) {
+func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c lockedContainer) {
 	defer trace.Begin(ctx, "tell plugins").End()
-	m.plugins.NotifyContainer(ctx, event, c.id, m.describer(c), func() {
+	m.plugins.NotifyContainer(ctx, event, c.ID, m.describer(c), func() {
 		if event == nri.ContainerStopped {
-			close(*c.stopUntold.Swap(nil))
+			close(*c.stopNotified.Swap(nil))
 		}
 	})
 }
 
 // describer describes a container to plugins, if there are any.
-func (m *Manager) describer(c *container) plugins.Container {
+func (m *Manager) describer(c lockedContainer) plugins.Container {
 	return func() (*nri.Pod, *nri.Container, error) {
-		p, err := m.pods.Find(c.podID)
+		p, err := m.pods.Find(c.PodID)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -87,17 +87,17 @@ func (m *Manager) describer(c *container) plugins.Container {
 		if info == nil { // it was presented and then came to nothing
 			info = c.snapshot()
 		}
-		return p.forPlugins(p.info.Load()), m.containerForPlugins(c, info), nil
+		return p.forPlugins(p.info.Load()), m.containerForPlugins(info), nil
 	}
 }
 
-func (m *Manager) containerForPlugins(c *container, info *state.Container) *nri.Container {
-	return plugins.DescribeContainer(info, c.rec.Adjustment, *m.cfg.Host)
+func (m *Manager) containerForPlugins(info *state.Container) *nri.Container {
+	return plugins.DescribeContainer(info, *m.cfg.Host)
 }
 
-// awaitTold waits until plugins were told of a published exit.
-func (m *Manager) awaitTold(ctx context.Context, c *container) error {
-	told := c.stopUntold.Load()
+// waitNotified waits until plugins were told of a published exit.
+func (m *Manager) waitNotified(ctx context.Context, c *container) error {
+	told := c.stopNotified.Load()
 	if told == nil {
 		return nil
 	}
@@ -106,7 +106,7 @@ func (m *Manager) awaitTold(ctx context.Context, c *container) error {
 	case <-*told:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("tell plugins of the exit of container %s: %w", c.id, ctx.Err())
+		return fmt.Errorf("tell plugins of the exit of container %s: %w", c.ID, ctx.Err())
 	}
 }
 
@@ -123,8 +123,8 @@ func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
 	}
 	var containers []*nri.Container
 	for _, c := range r.containers.Snapshot() {
-		if info := c.info.Load(); info != nil && (info.State != runtimeapi.ContainerState_CONTAINER_EXITED || c.stopUntold.Load() != nil) {
-			containers = append(containers, r.containerForPlugins(c, info))
+		if info := c.info.Load(); info != nil && (info.State() != runtimeapi.ContainerState_CONTAINER_EXITED || c.stopNotified.Load() != nil) {
+			containers = append(containers, r.containerForPlugins(info))
 		}
 	}
 	return pods, containers
@@ -151,7 +151,7 @@ func (r pluginRuntime) Update(ctx context.Context, u nri.Update) error {
 	if err != nil {
 		return err
 	}
-	return r.tasks.WithTurn(ctx, c.turn, "update for a plugin", c.String(), func() error {
+	return r.lockContainer(ctx, c, "update for a plugin", func(c lockedContainer) error {
 		if err := checkUpdatable(c); err != nil {
 			return err
 		}

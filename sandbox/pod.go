@@ -6,51 +6,22 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"sync/atomic"
 	"time"
 
-	"google.golang.org/protobuf/proto"
+	"golang.org/x/sync/errgroup"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/join"
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/oci"
 	"berth/oci/confine"
-	"berth/sandbox/podenv"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	shimproto "berth/shim/proto"
+	"berth/shim/proto"
 )
-
-// pod is the one owner of a pod's state.
-type pod struct {
-	id       string
-	config   *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
-	updated  *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
-	turn     task.Turn
-	rec      state.PodRecord                // belongs to the holder of turn
-	info     atomic.Pointer[state.Pod]      // nil until the pod is ready: nobody sees half a pod
-	pause    atomic.Pointer[os.File]        // pidfd, owned by the pod's watcher
-	meter    atomic.Pointer[stats.PodMeter] // nil without a pause; owned by the pod's watcher
-	launched atomic.Int64                   // process ID of the pause, before info has it; 0: it does not run yet, or an earlier daemon started it
-	started  *trace.Trace                   // where the time of its start went; nil if an earlier daemon started it; never changed
-
-	presented  bool // plugins were asked about it; belongs to the holder of turn
-	unrecorded bool // that it is stopped is yet to be recorded, in the background; belongs to the holder of turn
-	stopping   bool // it was ready, and what it has is being taken down; belongs to the holder of turn
-	takenDown  bool // nothing of it is left but its files; belongs to the holder of turn
-}
-
-func (p *pod) String() string { return "pod " + p.id }
-func (p *pod) Visible() bool  { return p.info.Load() != nil }
-
-// Info implements state.Published.
-func (p *pod) Info() *state.Pod { return p.info.Load() }
-
-// Birth implements state.Published.
-func (p *pod) Birth() state.Birth { return state.Birth{At: p.rec.CreatedAt, ID: p.id} } // which never changes
 
 // PodOrPlanned returns the pod with exactly that ID. Of one that is being made it tells the config
 // and, as soon as there is one, the process ID of the pause. NotFound if there is none.
@@ -62,7 +33,9 @@ func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 	if info := p.info.Load(); info != nil {
 		return info, nil
 	}
-	return &state.Pod{ID: p.id, Config: p.config, CreatedAt: p.rec.CreatedAt, PausePID: int(p.launched.Load())}, nil
+	planned := &state.Pod{PodSpec: p.PodSpec, PodStatus: state.NewPodStatus(state.PodStarting)}
+	planned.PausePID = int(p.launched.Load())
+	return planned, nil
 }
 
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
@@ -97,7 +70,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	if err != nil {
 		return "", err
 	}
-	if !info.Ready {
+	if !info.Ready() {
 		return "", errdefs.AlreadyExists("run %s: it exists (%s) and was stopped; remove it, or use another attempt", identity, id)
 	}
 	return id, nil
@@ -137,78 +110,117 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 		return "", err
 	}
 	err = m.tasks.Guard("run", identity, func() error {
-		return m.tasks.WithTurn(ctx, p.turn, "run", p.String(), func() error { return m.bringUp(ctx, p) })
+		return m.lockPod(ctx, p, "run", func(p lockedPod) error { return m.bringUp(ctx, p) })
 	})
 	if err != nil {
 		m.abandonPod(p)
 		return "", err
 	}
-	return p.id, nil
+	return p.ID, nil
 }
 
-// planPod writes down what is about to exist.
-func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (*pod, error) {
+// planPod decides the pod's Spec, records it and enters the pod.
+func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (_ *pod, err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
-	data, err := proto.Marshal(config)
-	if err != nil {
-		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
-	}
-	p := &pod{id: state.NewID(), config: config, turn: task.NewTurn(), started: trace.Of(ctx)}
-	p.rec = state.PodRecord{ID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: state.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data,
-		Handler: handler, Tmpfs: true}
-	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
-	if err != nil {
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	id := state.NewID()
+	spec := &state.PodSpec{ID: id, BootID: m.bootID, CreatedAt: m.podCreation(config.GetMetadata()), Config: config, Handler: handler, Tmpfs: true}
+	if spec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), id, m.cfg.SystemdCgroup); err != nil {
 		return nil, err
 	}
-	if p.rec.Runtime, err = m.planRuntime(ctx, p, handler); err != nil {
+	if spec.Mappings, err = oci.UserNamespace(config); err != nil {
 		return nil, err
 	}
+	if spec.Runtime, err = m.planRuntime(ctx, spec, handler); err != nil {
+		return nil, err
+	}
+	p := newPod(spec, state.NewPodStatus(state.PodStarting), trace.Of(ctx))
+	status := p.status.Unshared()
+	status.RunID = m.run.ID
 	if !state.HostNetwork(config) {
-		p.rec.NetNS = m.dirs.NetNS(p.id)
-		if err := m.networks.Plan(&p.rec, config); err != nil {
+		spec.NetNS = m.dirs.NetNS(id)
+		attachment, ranges, err := m.networks.Plan(spec)
+		if err != nil {
 			return nil, err
 		}
+		status.Network, spec.IPRanges = &attachment, ranges
 	}
 	if m.cfg.PauseImage != "" {
-		if p.rec.PauseImage, err = m.roots.PauseImage(ctx, m.cfg.PauseImage); err != nil {
+		if spec.PauseImage, err = m.roots.PauseImage(ctx, m.cfg.PauseImage); err != nil {
 			return nil, err
 		}
 	}
 	options := config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	if p.rec.SELinux, err = m.labels.Draw(m.selinux, options, confine.Labels{}, *m.cfg.Host, p.id); err != nil {
+	if spec.Labels, err = m.labels.Draw(m.selinux, options, confine.Labels{}, *m.cfg.Host, id); err != nil {
 		return nil, err
 	}
-	if err := m.writePod(ctx, p); err != nil {
-		m.labels.Release(m.selinux, p.rec.SELinux, p.id)
+	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, id); return nil })
+	if err := m.writePod(ctx, p.unshared()); err != nil {
 		return nil, err
 	}
-	m.pods.Put(p.id, p)
+	undo.Release()
+	m.pods.Put(id, p)
 	return p, nil
 }
 
-// bringUp makes everything the pod needs and publishes it. It needs the pod's turn.
-func (m *Manager) bringUp(ctx context.Context, p *pod) error {
-	pause, err := m.podenv.Make(ctx, p.onHost())
+// bringUp makes everything the pod needs and publishes it.
+func (m *Manager) bringUp(ctx context.Context, p lockedPod) error {
+	if err := m.podenv.Make(ctx, p.PodSpec); err != nil {
+		return err
+	}
+	pause, err := m.connectAndLaunch(ctx, p)
 	if err != nil {
 		return err
 	}
 	return m.finishPod(ctx, p, pause)
 }
 
-// onHost is the pod as what it has on the host is made from. It needs the pod's turn.
-func (p *pod) onHost() podenv.Pod {
-	return podenv.Pod{Rec: &p.rec, Config: p.config, Pause: p.pause.Load(), Launched: func(pid int) { p.launched.Store(int64(pid)) }}
+// connectAndLaunch attaches the pod to its network and launches its pause. The two run side by side where the pause does
+// not depend on the network.
+func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *proto.Started, err error) {
+	group, gctx := errgroup.WithContext(ctx)
+	if needsNetwork(p.PodSpec) {
+		group.SetLimit(1) // one after the other
+	}
+	snapshot := p.snapshot()
+	group.Go(func() error {
+		return m.tasks.Guard("attach network", p.String(), func() (err error) {
+			p.IPs, err = m.networks.Attach(gctx, p.PodSpec, p.Network)
+			return err
+		})
+	})
+	group.Go(func() error {
+		return m.tasks.Guard("launch pause", p.String(), func() (err error) {
+			if pause, err = m.launch.Pause(gctx, snapshot); err == nil {
+				p.launched.Store(int64(pause.InitPID))
+			}
+			return err
+		})
+	})
+	if err = group.Wait(); err != nil && pause != nil {
+		err = errors.Join(err, pause.Init.Close())
+	}
+	return pause, err
+}
+
+// needsNetwork reports whether the pause can be made only after the pod is attached to its network. A sandboxing runtime
+// takes over the addresses that it finds. Sysctls of the pod may be those of an interface (net.ipv4.conf.eth0.arp_ignore).
+func needsNetwork(spec *state.PodSpec) bool {
+	return spec.Sandboxed() || oci.SetsNetworkSysctls(spec.Config)
 }
 
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
-func (m *Manager) finishPod(ctx context.Context, p *pod, started *shimproto.Started) error {
-	p.rec.PausePID, p.rec.PauseStart = started.InitPID, started.InitStartTime
-	p.rec.Phase = state.PodReady
+func (m *Manager) finishPod(ctx context.Context, p lockedPod, started *proto.Started) error {
+	p.PausePID, p.PauseStart = started.InitPID, started.InitStartTime
+	if err := p.Move(state.PodReady); err != nil {
+		return errors.Join(err, started.Init.Close())
+	}
 	release, err := m.presentPod(ctx, p)
 	defer release()
 	if err == nil {
-		err = m.podenv.FinishFiles(ctx, p.onHost())
+		err = m.podenv.FinishFiles(ctx, p.PodSpec, p.IPs)
 	}
 	if err == nil {
 		err = m.writePod(ctx, p)
@@ -218,25 +230,22 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shimproto.Star
 	}
 	defer trace.Begin(ctx, "publish").End()
 	m.publishPod(p)
-	m.watchPause(p, started.Init)
-	m.logPod("pod ready", p, slog.Any("ips", p.rec.IPs), seconds(time.Since(p.rec.CreatedAt)))
+	m.watchPause(p.pod, started.Init)
+	m.logPod("pod ready", p.pod, slog.Any("ips", p.IPs), seconds(time.Since(p.CreatedAt)))
 	return nil
 }
 
 // writePod writes the record of a pod that is being started.
-func (m *Manager) writePod(ctx context.Context, p *pod) error {
+func (m *Manager) writePod(ctx context.Context, p lockedPod) error {
 	defer trace.Begin(ctx, "record").End()
-	return m.podRecords.Write(p.id, p.rec)
+	return m.records.WritePod(p.PodSpec, p.PodStatus)
 }
 
 // publishPod makes the record visible. The caller has the pod's turn.
-func (m *Manager) publishPod(p *pod) {
+func (m *Manager) publishPod(p lockedPod) {
 	info := p.snapshot()
 	m.events.PodChanged(p.info.Swap(info), info)
 }
-
-// snapshot is what the record says. The caller has the pod's turn.
-func (p *pod) snapshot() *state.Pod { return state.NewPod(&p.rec, p.shownConfig()) }
 
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
@@ -244,7 +253,7 @@ func (m *Manager) watchPause(p *pod, pause *os.File) {
 	measured := m.podMeter(p)
 	p.meter.Store(measured)
 	started := m.tasks.Watchers.Spawn(func() {
-		ended := m.processes.AwaitEnd(pause, "pause of pod "+p.id)
+		ended := m.processes.AwaitEnd(pause, "pause of pod "+p.ID)
 		m.closePause(p, pause, measured)
 		if ended {
 			m.pauseEnded(p)
@@ -259,27 +268,30 @@ func (m *Manager) closePause(p *pod, pause *os.File, measured *stats.PodMeter) {
 	p.pause.Store(nil)
 	p.meter.Store(nil)
 	if err := errors.Join(pause.Close(), measured.Close()); err != nil {
-		m.log.Warn("close pidfd and statistics of pause", "pod", p.id, "error", err)
+		m.log.Warn("close pidfd and statistics of pause", "pod", p.ID, "error", err)
 	}
 }
 
 // pauseEnded publishes that a pod lost its pause. What it has on the host is taken
 // away by StopPodSandbox, which kubelet calls when it sees the pod NotReady.
 func (m *Manager) pauseEnded(p *pod) {
-	_ = m.tasks.WithTurn(m.tasks.Watchers.Context(), p.turn, "note the end of its pause", p.String(), func() error {
-		if p.rec.Phase == state.PodReady { // else stopped on purpose
-			m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.id)
-			m.publishPauseless(p)
+	_ = m.lockPod(m.tasks.Watchers.Context(), p, "note the end of its pause", func(p lockedPod) error {
+		if p.Phase() != state.PodReady { // stopped on purpose
+			return nil
 		}
-		return nil
+		m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.ID)
+		return m.publishPauseless(p)
 	}) // fails only when the daemon is ending
 }
 
-// publishPauseless makes visible that the pod is not ready, before it is stopped.
-func (m *Manager) publishPauseless(p *pod) {
-	p.rec.PausePID, p.rec.PauseStart = 0, 0
-	info := p.info.Load().Pauseless()
-	m.events.PodChanged(p.info.Swap(info), info)
+// publishPauseless publishes that the pod has no pause. StopPodSandbox removes its network.
+func (m *Manager) publishPauseless(p lockedPod) error {
+	if err := p.Move(state.PodNotReady); err != nil {
+		return err
+	}
+	p.PausePID, p.PauseStart = 0, 0
+	m.publishPod(p)
+	return nil
 }
 
 // abandonPod undoes a pod that could not be started. It has its own time, in which a DEL may hang as long as the ADD before it: the
@@ -287,12 +299,12 @@ func (m *Manager) publishPauseless(p *pod) {
 func (m *Manager) abandonPod(p *pod) {
 	p.launched.Store(0) // the pause ends, and its process ID may become another process's
 	undo := func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
+		return m.lockPod(ctx, p, "undo", func(p lockedPod) error { return m.erasePod(ctx, p) })
 	}
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
 	defer cancel()
 	if err := m.tasks.Guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
-		m.log.Error("undo of a pod that did not start", "pod", p.id, "error", err)
+		m.log.Error("undo of a pod that did not start", "pod", p.ID, "error", err)
 		m.tasks.InBackground("undo", p.String(), undo)
 	}
 }

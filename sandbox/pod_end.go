@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"berth/internal/errdefs"
 	"berth/internal/join"
@@ -24,32 +25,35 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "stop", p.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
+		return m.lockPod(ctx, p, "stop", func(p lockedPod) error { return m.stopPod(ctx, p) })
 	})
 }
 
-// stopPod needs the pod's turn. It publishes NotReady first, so that nothing new
-// starts in the pod, and does every step whatever became of the others: a full
-// disk, for one, is no reason to let a pod run.
-func (m *Manager) stopPod(ctx context.Context, p *pod) error {
-	if _, known := m.pods.Get(p.id); !known || p.rec.Phase == state.Removing {
+// stopPod publishes NotReady first, so that nothing new starts in the pod. It does every step, whatever the others
+// return: a full disk is no reason to let a pod run.
+func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
+	if p.Phase() == state.Removing || p.Phase() == state.Removed {
 		return nil
 	}
-	first := p.rec.Phase != state.PodStopped
+	first := p.Phase() != state.PodStopping && p.Phase() != state.PodStopped
 	var unrecorded error
 	if first {
-		p.stopping = true
-		p.rec.Phase = state.PodStopped
-		unrecorded = m.podRecords.Write(p.id, p.rec)
+		if err := p.Move(state.PodStopping); err != nil {
+			return err
+		}
+		p.stopped.Store(true)
+		unrecorded = m.records.WritePod(p.PodSpec, p.PodStatus)
 		m.publishPod(p)
 	}
-	err := m.killContainers(ctx, p)
-	if unrecorded != nil { // before the rest: with its pause a daemon that is started meanwhile would take the pod for ready
-		m.podenv.EndPause(ctx, p.onHost())
+	err := m.killContainers(ctx, p.pod)
+	if unrecorded != nil { // before the rest: a daemon that starts meanwhile would take a pod with a pause for ready
+		m.endPause(ctx, p.pod)
 	}
-	err = errors.Join(err, m.takeDown(ctx, p))
-	for _, c := range m.containersOf(p.id) { // whose stop comes before the pod's
-		err = errors.Join(err, m.awaitTold(ctx, c))
+	if p.Phase() == state.PodStopping {
+		err = errors.Join(err, m.takeDown(ctx, p))
+	}
+	for _, c := range m.containersOf(p.ID) { // plugins see the containers' stop before the pod's
+		err = errors.Join(err, m.waitNotified(ctx, c))
 	}
 	if first {
 		m.tellOfPod(ctx, nri.PodStopped, p)
@@ -57,45 +61,82 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	if unrecorded != nil {
 		m.recordStopLater(p, unrecorded)
 	}
-	if p.stopping && err == nil {
-		p.stopping = false
-		m.logPod("pod stopped", p)
+	if err == nil && p.stopped.CompareAndSwap(true, false) {
+		m.logPod("pod stopped", p.pod)
 	}
 	return err
 }
 
-// takeDown removes what exists for the pod outside its files, once: nothing new starts in a pod that was stopped. It
-// needs the turn of such a one.
-func (m *Manager) takeDown(ctx context.Context, p *pod) error {
-	if p.takenDown {
-		return nil
+// takeDown removes what exists for the pod outside its files: network, pause and mounts. A pod that is stopped has nothing
+// of these left. The steps run side by side, because the end of a namespace and each unmount wait for an RCU grace period.
+func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
+	err := m.tasks.Together("take down", p.String(),
+		func() error { return m.detachNetwork(ctx, p) },
+		func() error { return m.removePause(ctx, p.pod) },
+		func() error { return m.podenv.RemoveMounts(p.ID) })
+	if err == nil && p.Phase() == state.PodStopping {
+		err = p.Move(state.PodStopped)
 	}
-	err := m.podenv.TakeDown(ctx, p.onHost())
-	p.takenDown = err == nil
 	return err
 }
 
-// recordStopLater writes the record of a stopped pod when the disk takes it, and removes what could not be removed from it. A daemon that is started before finds the pause gone.
-// It needs the pod's turn. kubelet stops a pod again and again: one try at a time is enough.
-func (m *Manager) recordStopLater(p *pod, cause error) {
-	if p.unrecorded {
+// detachNetwork runs CNI DEL with the configuration that ADD had. It removes the namespace after that succeeded: plugins may
+// need it until then.
+func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
+	if p.Network != nil {
+		if err := m.networks.Detach(ctx, p.PodSpec, *p.Network); err != nil {
+			return fmt.Errorf("detach pod %s from its network: %w", p.ID, err)
+		}
+		p.Network = nil
+		if p.Phase() != state.Removing { // else the record goes anyway
+			if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
+				m.log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.ID, "error", err)
+			}
+		}
+	}
+	return m.podenv.RemoveNetNS(p.NetNS)
+}
+
+// removePause kills the pause and removes everything that its launch made.
+func (m *Manager) removePause(ctx context.Context, p *pod) error {
+	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
+	defer cancel()
+	m.endPause(ctx, p)
+	return m.processes.Remove(ctx, p.ID, p.CgroupsPath)
+}
+
+// endPauseLimit bounds the wait for a killed pause, which takes a millisecond. A frozen pause takes longer: the kill of its
+// cgroup thaws it and needs the rest of the time.
+const endPauseLimit = time.Second
+
+// endPause kills the pause, unless a runtime's program does it.
+func (m *Manager) endPause(ctx context.Context, p *pod) {
+	pause := p.pause.Load()
+	if pause == nil || p.Runtime != nil {
 		return
 	}
-	p.unrecorded = true
-	m.log.Warn("record that a pod is stopped", "pod", p.id, "error", cause)
+	ctx, cancel := context.WithTimeout(ctx, endPauseLimit)
+	defer cancel()
+	if err := m.processes.End(ctx, pause); err != nil {
+		m.log.Warn("kill the pause; its cgroup is killed next", "pod", p.ID, "error", err)
+	}
+}
+
+// recordStopLater records a stopped pod in the background, as soon as the disk accepts it. A daemon that starts before that
+// finds the pause gone.
+func (m *Manager) recordStopLater(p lockedPod, cause error) {
+	m.log.Warn("record that a pod is stopped", "pod", p.ID, "error", cause)
 	m.tasks.InBackground("record the stop of", p.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, p.turn, "record the stop of", p.String(), func() error {
-			if _, known := m.pods.Get(p.id); !known || p.rec.Phase != state.PodStopped {
+		return m.lockPod(ctx, p.pod, "record the stop of", func(p lockedPod) error {
+			if p.Phase() != state.PodStopping && p.Phase() != state.PodStopped {
 				return nil
 			}
-			if p.rec.Network == nil { // it was detached
-				if err := m.networks.Forget(p.id); err != nil {
+			if p.Network == nil { // it was detached
+				if err := m.networks.Forget(p.ID); err != nil {
 					return err
 				}
 			}
-			err := m.podRecords.Write(p.id, p.rec)
-			p.unrecorded = err != nil
-			return err
+			return m.records.WritePod(p.PodSpec, p.PodStatus)
 		})
 	})
 }
@@ -106,7 +147,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
 	var kills []func() error
-	for _, c := range m.containersOf(p.id) {
+	for _, c := range m.containersOf(p.ID) {
 		c.launching.GiveUp()
 		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
@@ -117,7 +158,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 func (m *Manager) containersOf(podID string) []*container {
 	var of []*container
 	for _, c := range m.containers.Snapshot() {
-		if c.podID == podID {
+		if c.PodID == podID {
 			of = append(of, c)
 		}
 	}
@@ -135,7 +176,7 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "remove", p.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, p.turn, "remove", p.String(), func() error { return m.endPod(ctx, p) })
+		return m.lockPod(ctx, p, "remove", func(p lockedPod) error { return m.endPod(ctx, p) })
 	})
 }
 
@@ -147,8 +188,8 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 		return nil
 	}
 	return m.tasks.Detach(ctx, task.Limit, "replace", p.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, p.turn, "replace", p.String(), func() error {
-			if p.rec.Phase != state.Removing && len(m.containersOf(id)) > 0 {
+		return m.lockPod(ctx, p, "replace", func(p lockedPod) error {
+			if p.Phase() != state.Removing && len(m.containersOf(id)) > 0 {
 				return fmt.Errorf("pod sandbox %s has containers: %w", id, join.ErrInUse)
 			}
 			return m.endPod(ctx, p)
@@ -157,51 +198,73 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 }
 
 // endPod stops and removes the pod. It needs the pod's turn.
-func (m *Manager) endPod(ctx context.Context, p *pod) error {
+func (m *Manager) endPod(ctx context.Context, p lockedPod) error {
 	if err := m.stopPod(ctx, p); err != nil {
-		m.log.Warn("stop before removal", "pod", p.id, "error", err) // removal does the same again
+		m.log.Warn("stop before removal", "pod", p.ID, "error", err) // removal does the same again
 	}
 	return m.erasePod(ctx, p)
 }
 
-// erasePod removes the pod, its containers first, and its record last. It needs
-// the pod's turn and may be repeated.
-func (m *Manager) erasePod(ctx context.Context, p *pod) error {
-	if _, known := m.pods.Get(p.id); !known {
-		return nil // somebody else had the turn before
+// erasePod removes the pod, its containers first and its record last. It may be repeated.
+func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
+	if p.Phase() == state.Removed { // another operation held the lock before
+		return nil
 	}
-	if p.rec.Phase != state.Removing {
-		p.rec.Phase = state.Removing
-		m.podIDs.Going(state.PodIdentity(p.config.Metadata), p.id)
-		if err := m.podRecords.Write(p.id, p.rec); err != nil {
-			m.log.Warn("record a removal, which goes on", "pod", p.id, "error", err) // a full disk must not keep what fills it
+	takenDown := p.Phase() == state.PodStopped
+	if p.Phase() != state.Removing {
+		if err := p.Move(state.Removing); err != nil {
+			return err
+		}
+		m.podIDs.Going(p.Identity(), p.ID)
+		if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
+			m.log.Warn("record a removal, which goes on", "pod", p.ID, "error", err) // the removal frees space on a full disk
 		}
 	}
-	var removals []func() error
-	for _, c := range m.containersOf(p.id) {
-		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
+	err := m.removeContainersOf(ctx, p.pod)
+	if !takenDown {
+		err = errors.Join(err, m.takeDown(ctx, p))
 	}
-	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
+	if err != nil {
 		return err
 	}
-	if err := m.podenv.Remove(p.id); err != nil {
+	if err := m.processes.RemoveRoot(p.ID); err != nil {
 		return err
 	}
-	if err := m.podRecords.Remove(p.id); err != nil {
+	if err := m.podenv.Remove(p.ID); err != nil {
 		return err
 	}
-	m.labels.Release(m.selinux, p.rec.SELinux, p.id)
-	m.pods.Remove(p.id)
-	if p.Visible() { // else nobody was told of it
-		m.logPod("pod removed", p)
+	if err := m.records.RemovePod(p.ID); err != nil {
+		return err
+	}
+	return m.forgetPod(ctx, p)
+}
+
+// forgetPod publishes that nothing of the pod is left.
+func (m *Manager) forgetPod(ctx context.Context, p lockedPod) error {
+	if err := p.Move(state.Removed); err != nil {
+		return err
+	}
+	m.labels.Release(m.selinux, p.Labels, p.ID)
+	m.pods.Remove(p.ID)
+	if p.Visible() { // else no client has seen it
+		m.logPod("pod removed", p.pod)
 	}
 	m.events.PodDeleted(p.info.Load())
-	m.podIDs.Forget(state.PodIdentity(p.config.Metadata), p.id)
-	if p.presented && !p.Visible() {
+	m.podIDs.Forget(p.Identity(), p.ID)
+	if p.Presented && !p.Visible() {
 		m.tellOfPod(ctx, nri.PodStopped, p)
 	}
-	if p.presented || p.Visible() {
+	if p.Presented || p.Visible() {
 		m.tellOfPod(ctx, nri.PodRemoved, p)
 	}
 	return nil
+}
+
+// removeContainersOf removes the pod's containers, side by side.
+func (m *Manager) removeContainersOf(ctx context.Context, p *pod) error {
+	var removals []func() error
+	for _, c := range m.containersOf(p.ID) {
+		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
+	}
+	return m.tasks.Together("remove containers of", p.String(), removals...)
 }

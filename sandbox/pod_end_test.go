@@ -1,41 +1,38 @@
 package sandbox
 
 import (
-	"errors"
-	"sync/atomic"
+	"os"
 	"testing"
 
 	"berth/cni"
 	"berth/sandbox/state"
 )
 
-// However often a pod is stopped while its disk takes nothing, one goroutine records it in the end.
-func TestStopIsRecordedOnce(t *testing.T) {
-	m, p, _ := aReadyPod(t)
+// A stop that cannot be recorded is recorded in the background, as soon as the disk accepts it.
+func TestStopIsRecordedLater(t *testing.T) {
+	m, p, records := aReadyPod(t)
 	m.log = m.tasks.Log
-	p.rec.Phase, p.rec.Network = state.PodStopped, &cni.Attachment{}
-	var writes atomic.Int32
-	m.podRecords.Note(func(string, string) func() { writes.Add(1); return func() {} })
-	stops := func() {
-		pass, err := m.tasks.Take(t.Context(), p.turn, "stop", p.String())
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer pass()
-		for range 10 {
-			m.recordStopLater(p, errors.New("the disk is read-only"))
-		}
+	if err := p.unshared().Move(state.PodStopping); err != nil {
+		t.Fatal(err)
 	}
-	for round := range int32(2) {
-		stops()
-		for writes.Load() == round { // until it is recorded
-		}
+	if err := os.Rename(records, records+".away"); err != nil { // nothing can be written there
+		t.Fatal(err)
 	}
+	status := p.unshared()
+	status.Network = &cni.Attachment{} // it was not detached
+	err := m.records.WritePod(p.PodSpec, status.PodStatus)
+	if err == nil {
+		t.Fatal("a record was written to a folder that does not exist")
+	}
+	if err := os.Rename(records+".away", records); err != nil {
+		t.Fatal(err)
+	}
+	m.recordStopLater(status, err)
 	m.tasks.Background.Close()
 	if err := m.tasks.Background.Wait(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if n := writes.Load(); n != 2 {
-		t.Errorf("it was recorded %d times, want 2", n)
+	if entries, err := os.ReadDir(records); err != nil || len(entries) != 1 {
+		t.Errorf("records: %v, %v", entries, err)
 	}
 }

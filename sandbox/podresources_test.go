@@ -22,18 +22,17 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	t.Helper()
 	root := t.TempDir()
 	records = filepath.Join(root, "pods")
-	dir, err := state.OpenPods(root)
+	dir, err := state.OpenRecords(root, func(string, string) func() { return func() {} })
 	if err != nil {
 		t.Fatal(err)
 	}
-	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Caller{Plugins: plugins.None{}}, podRecords: dir,
+	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Caller{Plugins: plugins.None{}}, records: dir,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
-	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
-	p.rec = state.PodRecord{ID: p.id, Phase: state.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
-	p.info.Store(p.snapshot())
-	m.pods.Put(p.id, p)
+	p = newPod(&state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}, state.NewPodStatus(state.PodReady), nil)
+	p.info.Store(p.unshared().snapshot())
+	m.pods.Put(p.ID, p)
 	return m, p, records
 }
 
@@ -41,8 +40,7 @@ func shares(n int64) *runtimeapi.LinuxContainerResources {
 	return &runtimeapi.LinuxContainerResources{CpuShares: n}
 }
 
-// What readers take from the record without the pod's turn is not written by an update: the race
-// detector is the judge.
+// An update replaces the snapshot, so readers never wait for it. The race detector is the judge.
 func TestPodUpdateLeavesReadersAlone(t *testing.T) {
 	m, p, _ := aReadyPod(t)
 	stop := make(chan struct{})
@@ -54,23 +52,19 @@ func TestPodUpdateLeavesReadersAlone(t *testing.T) {
 				return
 			default:
 			}
-			info := p.info.Load()
-			if got := p.described().NetNS + p.forPlugins(info).CgroupsPath; got != "/run/netns/p/kubepods/p" {
-				t.Errorf("read %q", got)
-			}
-			if p.runtime() != nil || info.Config == nil {
-				t.Error("another pod")
+			if info := p.info.Load(); info.ShownConfig() == nil || p.forPlugins(info).CgroupsPath != "/kubepods/p" {
+				t.Errorf("read %+v", info)
 			}
 		}
 	})
 	for n := range int64(50) {
-		if err := m.UpdatePodSandboxResources(t.Context(), p.id, nil, shares(n+2)); err != nil {
+		if err := m.UpdatePodSandboxResources(t.Context(), p.ID, nil, shares(n+2)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	close(stop)
 	readers.Wait()
-	if got := p.info.Load().Config.Linux.Resources.CpuShares; got != 51 {
+	if got := p.info.Load().ShownConfig().Linux.Resources.CpuShares; got != 51 {
 		t.Errorf("the pod shows %d shares", got)
 	}
 }
@@ -78,17 +72,17 @@ func TestPodUpdateLeavesReadersAlone(t *testing.T) {
 // An update that can't be recorded did not happen: the next record that is written must not have it.
 func TestPodUpdateThatIsNotRecorded(t *testing.T) {
 	m, p, records := aReadyPod(t)
-	if err := m.UpdatePodSandboxResources(t.Context(), p.id, nil, shares(100)); err != nil {
+	if err := m.UpdatePodSandboxResources(t.Context(), p.ID, nil, shares(100)); err != nil {
 		t.Fatal(err)
 	}
-	recorded := string(p.rec.Resources)
+	recorded := p.unshared().Resources
 	if err := os.RemoveAll(records); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.UpdatePodSandboxResources(t.Context(), p.id, nil, shares(200)); err == nil {
+	if err := m.UpdatePodSandboxResources(t.Context(), p.ID, nil, shares(200)); err == nil {
 		t.Fatal("an update without a place for records succeeded")
 	}
-	if string(p.rec.Resources) != recorded || p.info.Load().Config.Linux.Resources.CpuShares != 100 {
-		t.Errorf("the failed update stays: %q, shown %v", p.rec.Resources, p.info.Load().Config.Linux.Resources)
+	if p.unshared().Resources != recorded || p.info.Load().ShownConfig().Linux.Resources.CpuShares != 100 {
+		t.Errorf("the failed update stays: %q, shown %v", p.unshared().Resources, p.info.Load().ShownConfig().Linux.Resources)
 	}
 }

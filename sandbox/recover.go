@@ -15,7 +15,6 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/join"
 	"berth/internal/safefs"
-	"berth/internal/task"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/shim/proto"
@@ -34,18 +33,18 @@ func (m *Manager) recover(ctx context.Context) error {
 			return err
 		}
 	}
-	m.networks.Collect(ctx, m.recordedPods)
+	m.networks.Collect(ctx, m.attachedPods)
 	for _, p := range m.pods.Snapshot() {
-		if err := m.recoverPod(p); err != nil {
-			return fmt.Errorf("recover pod %s: %w", p.id, err)
+		if err := m.recoverPod(p.unshared()); err != nil {
+			return fmt.Errorf("recover pod %s: %w", p.ID, err)
 		}
 	}
 	var shims errgroup.Group
 	shims.SetLimit(findAtOnce)
 	for _, c := range m.containers.Snapshot() {
-		launched, err := m.recoverContainer(c)
+		launched, err := m.recoverContainer(c.unshared())
 		if err != nil {
-			return errors.Join(fmt.Errorf("recover container %s: %w", c.id, err), shims.Wait())
+			return errors.Join(fmt.Errorf("recover container %s: %w", c.ID, err), shims.Wait())
 		}
 		if launched {
 			shims.Go(func() error {
@@ -93,10 +92,10 @@ func (m *Manager) loadPodCIDR() error {
 	return err
 }
 
-// recordedPods is an iter.Seq2.
-func (m *Manager) recordedPods(yield func(*state.PodRecord, *runtimeapi.PodSandboxConfig) bool) {
+// attachedPods is an iter.Seq of the pods that hold something of a network.
+func (m *Manager) attachedPods(yield func(*state.PodSpec) bool) {
 	for _, p := range m.pods.Snapshot() {
-		if !yield(&p.rec, p.config) {
+		if p.status.Unshared().Network != nil && !yield(p.PodSpec) {
 			return
 		}
 	}
@@ -104,17 +103,8 @@ func (m *Manager) recordedPods(yield func(*state.PodRecord, *runtimeapi.PodSandb
 
 func (m *Manager) loadPods() error {
 	pods := map[string]*pod{}
-	damaged, err := m.podRecords.Load(func(name string, _ int, body []byte) error {
-		rec, config, update, err := state.ReadPod(name, body)
-		if err != nil {
-			return err
-		}
-		p := &pod{id: name, turn: task.NewTurn(), config: config, rec: rec}
-		if update != nil {
-			p.updated = p.withResources(update)
-		}
-		pods[p.id] = p
-		return nil
+	damaged, err := m.records.LoadPods(func(spec *state.PodSpec, status state.PodStatus) {
+		pods[spec.ID] = newPod(spec, status, nil)
 	})
 	m.pods.PutAll(pods)
 	m.logDamaged("pod", damaged)
@@ -123,15 +113,9 @@ func (m *Manager) loadPods() error {
 
 func (m *Manager) loadContainers() error {
 	containers := map[string]*container{}
-	damaged, err := m.containerRecs.Load(func(name string, _ int, body []byte) error {
-		rec, config, resources, err := state.ReadContainer(name, body)
-		if err != nil {
-			return err
-		}
-		c := &container{id: name, podID: rec.PodID, turn: task.NewTurn(), config: config, resources: resources, rec: rec}
-		containers[c.id] = c
-		m.roots.Quotas.Keep(rec.Project)
-		return nil
+	damaged, err := m.records.LoadContainers(func(spec *state.ContainerSpec, status state.ContainerStatus) {
+		containers[spec.ID] = newContainer(spec, status, nil)
+		m.roots.Quotas.Keep(spec.Project)
 	})
 	m.containers.PutAll(containers)
 	m.logDamaged("container", damaged)
@@ -148,12 +132,12 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 // made. Containers with their pod's labels hold the same ones.
 func (m *Manager) reserveLabels() error {
 	for _, p := range m.pods.Snapshot() {
-		if err := m.labels.Hold(m.selinux, p.rec.SELinux, p.id); err != nil {
+		if err := m.labels.Hold(m.selinux, p.Labels, p.ID); err != nil {
 			return err
 		}
 	}
 	for _, c := range m.containers.Snapshot() {
-		if err := m.labels.Hold(m.selinux, c.rec.SELinux, c.id); err != nil {
+		if err := m.labels.Hold(m.selinux, c.Labels, c.ID); err != nil {
 			return err
 		}
 	}
@@ -161,25 +145,25 @@ func (m *Manager) reserveLabels() error {
 }
 
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
-func (m *Manager) recoverPod(p *pod) error {
-	if p.rec.Phase == state.PodStarting || p.rec.Phase == state.Removing { // never reported, or to go
-		m.unfinished.LaterWithPod("undo", p.String(), p.turn, func(ctx context.Context) error { return m.erasePod(ctx, p) })
+func (m *Manager) recoverPod(p lockedPod) error {
+	if p.Phase() == state.PodStarting || p.Phase() == state.Removing { // never reported, or to go
+		m.deferWithPod("undo", p.pod, m.erasePod)
 		return nil
 	}
-	sum, err := join.Of(p.config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.rec.Handler})
+	sum, err := join.Of(p.Config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.Handler})
 	if err != nil {
 		return err
 	}
-	m.podIDs.Adopt(state.PodIdentity(p.config.Metadata), sum, p.id)
-	if image := p.rec.PauseImage; image != nil {
-		if _, err := m.images.Hold(p.id, image.Layers); err != nil {
-			m.log.Error("pause image", "pod", p.id, "error", err)
+	m.podIDs.Adopt(state.PodIdentity(p.Config.Metadata), sum, p.ID)
+	if image := p.PauseImage; image != nil {
+		if _, err := m.images.Hold(p.ID, image.Layers); err != nil {
+			m.log.Error("pause image", "pod", p.ID, "error", err)
 		}
 	}
 	m.publishPod(p)
-	switch p.rec.Phase {
+	switch p.Phase() {
 	case state.PodReady:
-		lost, err := m.stateLost(p.rec.BootID, p.rec.RunID, p.id)
+		lost, err := m.stateLost(p.BootID, p.RunID, p.ID)
 		if err != nil {
 			return err
 		}
@@ -188,85 +172,87 @@ func (m *Manager) recoverPod(p *pod) error {
 			return m.findPause(p)
 		}
 		return m.recoverStateless(p)
-	case state.PodStopped:
-		m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error { return m.stopPod(ctx, p) }) // perhaps it was half done
+	case state.PodStopping:
+		m.deferWithPod("stop", p.pod, m.stopPod) // perhaps it was half done
 		return nil
 	}
-	return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
+	return fmt.Errorf("its record has the unknown phase %q", p.Phase())
 }
 
 // findPause watches the pause of a pod again, or publishes the pod as not ready:
 // its network is there still and goes with StopPodSandbox.
-func (m *Manager) findPause(p *pod) error {
+func (m *Manager) findPause(p lockedPod) error {
 	pause, err := openPause(p)
 	if errors.Is(err, os.ErrProcessDone) {
-		m.log.Warn("the pause process is gone", "pod", p.id)
-		m.publishPauseless(p)
+		m.log.Warn("the pause process is gone", "pod", p.ID)
+		if err := m.publishPauseless(p); err != nil {
+			return err
+		}
 		return m.finishStop(p)
 	}
 	if err != nil {
 		return err
 	}
-	m.watchPause(p, pause)
+	m.watchPause(p.pod, pause)
 	return nil
 }
 
 // finishStop goes on with a stop that an earlier daemon could not write down, on a read-only disk say: nothing else removes what
 // the launch of the pause has made.
-func (m *Manager) finishStop(p *pod) error {
-	_, err := os.Lstat(m.dirs.Shim(p.id))
+func (m *Manager) finishStop(p lockedPod) error {
+	_, err := os.Lstat(m.dirs.Shim(p.ID))
 	if errors.Is(err, fs.ErrNotExist) {
-		m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error { return m.stopPod(ctx, p) })
+		m.deferWithPod("stop", p.pod, m.stopPod)
 		return nil
 	}
 	return err
 }
 
 // recoverContainer decides by phase. Of one that was launched in this boot the shim directory tells the rest.
-func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
-	if _, known := m.pods.Get(c.podID); !known || c.rec.Phase == state.Removing || c.rec.Process == nil {
-		// Without its pod, to go, or never reported.
-		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error) {
+	if _, known := m.pods.Get(c.PodID); !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
+		// It lost its pod, is being removed, or was never reported.
+		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c.container) })
 		return false, nil
 	}
-	sum, err := join.Of(c.config)
+	sum, err := join.Of(c.Config)
 	if err != nil {
 		return false, err
 	}
-	m.containerIDs.Adopt(state.ContainerIdentity(c.podID, c.config.Metadata), sum, c.id)
-	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
-		m.log.Error("layers of a container", "container", c.id, "image", c.rec.Image.ID, "error", err)
+	m.containerIDs.Adopt(state.ContainerIdentity(c.PodID, c.Config.Metadata), sum, c.ID)
+	if _, err := m.images.Hold(c.ID, c.Image.Layers); err != nil {
+		m.log.Error("layers of a container", "container", c.ID, "image", c.Image.ID, "error", err)
 	}
-	if _, err := m.roots.HoldVolumes(c.id, c.config, c.rec.Volumes); err != nil {
-		m.log.Error("layers of a container's image volumes", "container", c.id, "error", err)
+	if _, err := m.roots.HoldVolumes(c.ID, c.Config, c.Volumes); err != nil {
+		m.log.Error("layers of a container's image volumes", "container", c.ID, "error", err)
 	}
 	switch {
-	case c.rec.Phase == state.ContainerExited:
+	case c.Phase() == state.ContainerExited:
 		m.publishContainer(c)
 		m.unfinished.Later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
-			return m.tasks.WithTurn(ctx, c.turn, "clean up after", c.String(), func() error {
-				if c.removed {
+			return m.lockContainer(ctx, c.container, "clean up after", func(c lockedContainer) error {
+				if c.Phase() == state.Removed {
 					return nil
 				}
-				return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
+				return m.processes.Remove(ctx, c.ID, c.CgroupsPath)
 			})
 		})
 		return false, nil
-	case c.rec.BootID != m.bootID:
+	case c.BootID != m.bootID:
 		m.exited(c, exitOfRestart(c))
 		return false, nil
-	case c.rec.Phase == state.ContainerCreated:
+	case c.Phase() == state.ContainerCreated:
 		return false, m.recoverCreated(c)
-	case c.rec.Phase != state.ContainerStarting && c.rec.Phase != state.ContainerRunning:
-		return false, fmt.Errorf("its record has the unknown phase %q", c.rec.Phase)
+	case c.Phase() != state.ContainerStarting && c.Phase() != state.ContainerRunning:
+		return false, fmt.Errorf("its record has the unknown phase %q", c.Phase())
 	}
 	return true, nil
 }
 
 // recoverCreated publishes a container that was not started. It ends with its pod where that is
 // lost, as after a reboot.
-func (m *Manager) recoverCreated(c *container) error {
-	lost, err := m.stateLost(c.rec.BootID, c.rec.RunID, c.podID)
+func (m *Manager) recoverCreated(c lockedContainer) error {
+	lost, err := m.stateLost(c.BootID, c.RunID, c.PodID)
 	switch {
 	case err != nil:
 		return err
@@ -280,13 +266,17 @@ func (m *Manager) recoverCreated(c *container) error {
 }
 
 // findShim watches the shim of a container again, or publishes how it ended.
-func (m *Manager) findShim(ctx context.Context, c *container) error {
-	found, ids, err := m.processes.Find(ctx, c.id)
+func (m *Manager) findShim(ctx context.Context, found *container) error {
+	return m.lockContainer(ctx, found, "find the shim of", func(c lockedContainer) error { return m.adoptShim(ctx, c) })
+}
+
+func (m *Manager) adoptShim(ctx context.Context, c lockedContainer) error {
+	found, ids, err := m.processes.Find(ctx, c.ID)
 	if err != nil {
 		return err
 	}
 	if found == nil {
-		lost, err := m.stateLost(c.rec.BootID, c.rec.RunID, c.id, c.podID)
+		lost, err := m.stateLost(c.BootID, c.RunID, c.ID, c.PodID)
 		if err != nil {
 			return err
 		}
@@ -297,21 +287,23 @@ func (m *Manager) findShim(ctx context.Context, c *container) error {
 		return m.publishLost(ctx, c, ids)
 	}
 	m.markContainer(c)
-	run := &running{found, m.containerMeter(c)}
-	m.publishRunning(c, run)
-	m.watchContainer(c, run)
+	run := &running{found, m.containerMeter(c.container)}
+	if err := m.publishRunning(c, run); err != nil {
+		return err
+	}
+	m.watchContainer(c.container, run)
 	return nil
 }
 
 // publishLost publishes a container whose shim is gone: by its exit record, as
 // lost, or, if it never got to start the container, as created. One of which something does not end runs until it does.
-func (m *Manager) publishLost(ctx context.Context, c *container, ids proto.Processes) error {
+func (m *Manager) publishLost(ctx context.Context, c lockedContainer, ids proto.Processes) error {
 	if ids.StartedAt.IsZero() {
-		ids.StartedAt = c.rec.StartedAt
+		ids.StartedAt = c.StartedAt
 	}
 	ctx, cancel := context.WithTimeout(ctx, runtime.HandoverLimit)
 	defer cancel()
-	exit, lost, err := m.processes.ReadExit(ctx, c.id, ids.StartedAt)
+	exit, lost, err := m.processes.ReadExit(ctx, c.ID, ids.StartedAt)
 	if err != nil {
 		return err
 	}
@@ -320,9 +312,9 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids proto.Proce
 		return nil
 	}
 	if lost {
-		m.processes.LogLost(c.id)
-		if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
-			m.log.Error("what a lost shim left does not end", "container", c.id, "error", err)
+		m.processes.LogLost(c.ID)
+		if err := m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {
+			m.log.Error("what a lost shim left does not end", "container", c.ID, "error", err)
 			return m.watchLost(c, ids, exit)
 		}
 	}
@@ -332,17 +324,17 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids proto.Proce
 
 // startLost takes back a start that has not led to a process, at once or, if something of it does not go, in the background. Until
 // then the container is one that was created, and can't be started.
-func (m *Manager) startLost(ctx context.Context, c *container) {
+func (m *Manager) startLost(ctx context.Context, c lockedContainer) {
 	err := m.takeStartBack(ctx, c)
 	if err == nil {
 		return
 	}
 	const what = "take back the start of"
-	m.log.Error(what+" a container; it is tried again", "container", c.id, "error", err)
+	m.log.Error(what+" a container; it is tried again", "container", c.ID, "error", err)
 	m.publishContainer(c)
 	m.unfinished.Later(what, c.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, c.turn, what, c.String(), func() error {
-			if c.removed || c.rec.Phase != state.ContainerStarting {
+		return m.lockContainer(ctx, c.container, what, func(c lockedContainer) error {
+			if c.Phase() != state.ContainerStarting {
 				return nil
 			}
 			return m.takeStartBack(ctx, c)
@@ -352,16 +344,18 @@ func (m *Manager) startLost(ctx context.Context, c *container) {
 
 // watchLost publishes a container as running of which a process is left that SIGKILL does not end, in a call to a volume whose server
 // does not answer for one, and as exited when nothing of it is left.
-func (m *Manager) watchLost(c *container, ids proto.Processes, exit state.Exit) error {
+func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.Exit) error {
 	left, err := runtime.LeftBehind(ids)
 	if err != nil {
 		return err
 	}
-	run := &running{left, m.containerMeter(c)}
-	m.publishRunning(c, run)
-	m.watchRunning(c, run, func() {
-		if exit, settled := m.ending.SettleLost(m.toEnd(c), exit); settled {
-			m.noteExit(c, exit)
+	run := &running{left, m.containerMeter(c.container)}
+	if err := m.publishRunning(c, run); err != nil {
+		return err
+	}
+	m.watchRunning(c.container, run, func() {
+		if exit, settled := m.ending.SettleLost(m.stopTarget(c.container), exit); settled {
+			m.noteExit(c.container, exit)
 		}
 	})
 	return nil
@@ -371,13 +365,16 @@ func (m *Manager) watchLost(c *container, ids proto.Processes, exit state.Exit) 
 // can be tried again: who asked for it was not told that it failed. Its launcher has undone what it did, or was lost. A
 // command that ran for the moment until the launcher noticed that its daemon was gone runs once more, as it would if kubelet
 // made the container anew.
-func (m *Manager) takeStartBack(ctx context.Context, c *container) error {
-	if err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath); err != nil {
+func (m *Manager) takeStartBack(ctx context.Context, c lockedContainer) error {
+	if err := m.processes.Remove(ctx, c.ID, c.CgroupsPath); err != nil {
 		return err
 	}
-	c.rec.Phase, c.rec.StartedAt = state.ContainerCreated, time.Time{}
-	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
-		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.id, "error", err)
+	if err := c.Move(state.ContainerCreated); err != nil {
+		return err
+	}
+	c.StartedAt = time.Time{}
+	if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
+		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.ID, "error", err)
 	}
 	m.publishContainer(c)
 	return nil
@@ -388,9 +385,19 @@ func (m *Manager) removeUnrecorded() error {
 	ids, err := m.podenv.Unrecorded(m.hasRecord)
 	for id := range ids {
 		m.log.Warn("removing what a pod or container without record left", "id", id)
-		m.unfinished.Later("remove what is left of", id, func(ctx context.Context) error { return m.podenv.RemoveUnrecorded(ctx, id) })
+		m.unfinished.Later("remove what is left of", id, func(ctx context.Context) error { return m.removeUnrecordedID(ctx, id) })
 	}
 	return err
+}
+
+// removeUnrecordedID removes everything that a pod or container of that ID can have.
+func (m *Manager) removeUnrecordedID(ctx context.Context, id string) error {
+	failpoint.Reach("unrecorded.remove")
+	if err := m.processes.RemoveByID(ctx, id); err != nil {
+		return err // it may be alive, so it keeps its files
+	}
+	failpoint.Reach("unrecorded.processes-removed")
+	return errors.Join(m.processes.RemoveRoot(id), m.podenv.RemoveUnrecorded(ctx, id))
 }
 
 func (m *Manager) hasRecord(id string) bool {

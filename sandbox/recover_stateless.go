@@ -38,35 +38,35 @@ func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 
 // markPod records the run of a pod that an earlier version recorded, so that the next restart is
 // noticed.
-func (m *Manager) markPod(p *pod) {
-	if p.rec.RunID == m.run.ID || m.run.ID == "" {
+func (m *Manager) markPod(p lockedPod) {
+	if p.RunID == m.run.ID || m.run.ID == "" {
 		return
 	}
-	p.rec.RunID = m.run.ID
-	if err := m.podRecords.Write(p.id, p.rec); err != nil {
-		m.log.Warn("record the state directory's ID; the next daemon will", "pod", p.id, "error", err)
+	p.RunID = m.run.ID
+	if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
+		m.log.Warn("record the state directory's ID; the next daemon will", "pod", p.ID, "error", err)
 	}
 }
 
 // markContainer is markPod for a container.
-func (m *Manager) markContainer(c *container) {
-	if c.rec.RunID == m.run.ID || m.run.ID == "" {
+func (m *Manager) markContainer(c lockedContainer) {
+	if c.RunID == m.run.ID || m.run.ID == "" {
 		return
 	}
-	c.rec.RunID = m.run.ID
-	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
-		m.log.Warn("record the state directory's ID; the next daemon will", "container", c.id, "error", err)
+	c.RunID = m.run.ID
+	if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
+		m.log.Warn("record the state directory's ID; the next daemon will", "container", c.ID, "error", err)
 	}
 }
 
 // exitOfRestart is how a container ended whose node was restarted.
-func exitOfRestart(c *container) state.Exit {
-	return state.Exit{Code: state.CodeUnknown, Reason: state.ReasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
+func exitOfRestart(c lockedContainer) state.Exit {
+	return state.Exit{Code: state.CodeUnknown, Reason: state.ReasonUnknown, StartedAt: c.StartedAt, FinishedAt: time.Now(),
 		Message: "the machine was restarted"}
 }
 
 // exitOfStateLost is exitOfRestart where the boot is the same.
-func exitOfStateLost(c *container) state.Exit {
+func exitOfStateLost(c lockedContainer) state.Exit {
 	exit := exitOfRestart(c)
 	exit.Message = "the machine was restarted, or its state directory emptied"
 	return exit
@@ -74,42 +74,44 @@ func exitOfStateLost(c *container) state.Exit {
 
 // openPause returns the pidfd of a pod's pause as it is recorded. The error wraps os.ErrProcessDone
 // if that is gone.
-func openPause(p *pod) (*os.File, error) {
-	if p.rec.PausePID == 0 { // it had ended when the record was written last
+func openPause(p lockedPod) (*os.File, error) {
+	if p.PausePID == 0 { // it had ended when the record was written last
 		return nil, os.ErrProcessDone
 	}
-	return pidfd.OpenVerified(p.rec.PausePID, p.rec.PauseStart)
+	return pidfd.OpenVerified(p.PausePID, p.PauseStart)
 }
 
 // recoverStateless publishes a pod as not ready whose runtime state is gone, and has it stopped, so
 // that it gives its addresses back. A pause that runs all the same is killed first: with it go the
 // processes of a shared PID namespace.
-func (m *Manager) recoverStateless(p *pod) error {
+func (m *Manager) recoverStateless(p lockedPod) error {
 	var pause *os.File
-	if p.rec.BootID == m.bootID {
+	if p.BootID == m.bootID {
 		var err error
 		pause, err = openPause(p)
 		if err != nil && !errors.Is(err, os.ErrProcessDone) {
 			return err
 		}
-		m.log.Warn("the runtime state of a pod is gone: the machine was restarted, or its state directory emptied", "pod", p.id, "runs", pause != nil)
+		m.log.Warn("the runtime state of a pod is gone: the machine was restarted, or its state directory emptied", "pod", p.ID, "runs", pause != nil)
 	}
-	m.publishPauseless(p)
-	m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error {
+	if err := m.publishPauseless(p); err != nil {
+		return err
+	}
+	m.deferWithPod("stop", p.pod, func(ctx context.Context, p lockedPod) error {
 		return errors.Join(m.endLostPause(ctx, p, &pause), m.stopPod(ctx, p))
 	})
 	return nil
 }
 
 // endLostPause kills the pause of a pod without runtime state, once.
-func (m *Manager) endLostPause(ctx context.Context, p *pod, pause **os.File) error {
+func (m *Manager) endLostPause(ctx context.Context, p lockedPod, pause **os.File) error {
 	if *pause == nil {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
 	if err := m.processes.End(ctx, *pause); err != nil {
-		return fmt.Errorf("end the pause of pod %s: %w", p.id, err)
+		return fmt.Errorf("end the pause of pod %s: %w", p.ID, err)
 	}
 	err := (*pause).Close()
 	*pause = nil
@@ -118,11 +120,11 @@ func (m *Manager) endLostPause(ctx context.Context, p *pod, pause **os.File) err
 
 // publishStateless publishes a container as exited whose runtime state is gone, after what still
 // runs in its cgroup was killed. One of which something does not end runs until it does.
-func (m *Manager) publishStateless(ctx context.Context, c *container) error {
+func (m *Manager) publishStateless(ctx context.Context, c lockedContainer) error {
 	exit := exitOfStateLost(c)
-	if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
-		m.log.Error("what is left of a container without runtime state does not end", "container", c.id, "error", err)
-		return m.watchLost(c, proto.Processes{StartedAt: c.rec.StartedAt}, exit)
+	if err := m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {
+		m.log.Error("what is left of a container without runtime state does not end", "container", c.ID, "error", err)
+		return m.watchLost(c, proto.Processes{StartedAt: c.StartedAt}, exit)
 	}
 	exit.FinishedAt = time.Now()
 	m.exited(c, exit)

@@ -45,12 +45,12 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 // labelledManager has a pod, a container with the pod's labels and one with its own.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
 	m = &Manager{selinux: host.selinux(), pods: index.New[*pod]("pod"), containers: index.New[*container]("container")}
-	p = &pod{id: "p", rec: state.PodRecord{SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
-	shares = &container{id: "shares", podID: "p", rec: state.ContainerRecord{SELinux: p.rec.SELinux}}
-	own = &container{id: "own", podID: "p", rec: state.ContainerRecord{SELinux: confine.Labels{Process: "own-process", Mount: "own-files"}}}
-	m.pods.Put(p.id, p)
-	m.containers.Put(shares.id, shares)
-	m.containers.Put(own.id, own)
+	p = &pod{PodSpec: &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
+	shares = &container{ContainerSpec: &state.ContainerSpec{ID: "shares", PodID: "p", Labels: p.Labels}}
+	own = &container{ContainerSpec: &state.ContainerSpec{ID: "own", PodID: "p", Labels: confine.Labels{Process: "own-process", Mount: "own-files"}}}
+	m.pods.Put(p.ID, p)
+	m.containers.Put(shares.ID, shares)
+	m.containers.Put(own.ID, own)
 	return m, p, shares, own
 }
 
@@ -68,11 +68,11 @@ func TestLabelsReservedAndReleased(t *testing.T) {
 		}
 	}
 	wantLabels("after the start", "own-process", "pod-process")
-	m.labels.Release(m.selinux, shares.rec.SELinux, shares.id)
+	m.labels.Release(m.selinux, shares.Labels, shares.ID)
 	wantLabels("a container with its pod's labels is removed", "own-process", "pod-process")
-	m.labels.Release(m.selinux, own.rec.SELinux, own.id)
+	m.labels.Release(m.selinux, own.Labels, own.ID)
 	wantLabels("a container with its own is removed", "pod-process")
-	m.labels.Release(m.selinux, p.rec.SELinux, p.id)
+	m.labels.Release(m.selinux, p.Labels, p.ID)
 	wantLabels("the pod is removed")
 }
 
@@ -82,7 +82,7 @@ func TestLabelsOfTwoPods(t *testing.T) {
 	m, _, _, _ := labelledManager(host)
 	const level = ":s0:c1,c2"
 	for _, id := range []string{"a", "b"} {
-		m.pods.Put(id, &pod{id: id, rec: state.PodRecord{SELinux: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
+		m.pods.Put(id, &pod{PodSpec: &state.PodSpec{ID: id, Labels: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
 	}
 	if err := m.reserveLabels(); err != nil {
 		t.Fatal(err)
@@ -96,13 +96,13 @@ func TestLabelsOfTwoPods(t *testing.T) {
 		return n
 	}
 	a, _ := m.pods.Get("a")
-	m.labels.Release(m.selinux, a.rec.SELinux, a.id)
-	m.labels.Release(m.selinux, a.rec.SELinux, a.id)
+	m.labels.Release(m.selinux, a.Labels, a.ID)
+	m.labels.Release(m.selinux, a.Labels, a.ID)
 	if reserved() != 2 {
 		t.Errorf("in use are %q", host.labels())
 	}
 	b, _ := m.pods.Get("b")
-	m.labels.Release(m.selinux, b.rec.SELinux, b.id)
+	m.labels.Release(m.selinux, b.Labels, b.ID)
 	if reserved() == 2 {
 		t.Errorf("in use are still %q", host.labels())
 	}

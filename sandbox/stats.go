@@ -24,7 +24,7 @@ func (s meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgrou
 	if run := c.running.Load(); run != nil {
 		measured = run.meter
 	}
-	return measured, c.rec.CgroupsPath, s.m.sampler.Last(&c.sample)
+	return measured, c.CgroupsPath, s.m.sampler.Last(&c.sample)
 }
 
 // PodMeter implements stats.Meters.
@@ -33,8 +33,8 @@ func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 	if !known {
 		return nil, ""
 	}
-	cgroup = oci.CgroupPath(p.rec.CgroupsPath)
-	if p.hasCgroup() {
+	cgroup = oci.CgroupPath(p.CgroupsPath)
+	if p.HasCgroup() {
 		cgroup = path.Dir(cgroup)
 	}
 	return p.meter.Load(), cgroup
@@ -43,17 +43,17 @@ func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 // containerMeter measures a container's cgroup. That of a Sandboxed runtime's is empty:
 // all its containers are in the cgroup of the pause, and their zeros would look measured.
 func (m *Manager) containerMeter(c *container) *stats.ContainerMeter {
-	p, known := m.pods.Get(c.podID)
-	if known && p.sandboxed() {
+	p, known := m.pods.Get(c.PodID)
+	if known && p.Sandboxed() {
 		return &stats.ContainerMeter{}
 	}
-	return m.cgroups().ContainerMeter(c.rec.CgroupsPath, known && !p.hasCgroup())
+	return m.cgroups().ContainerMeter(c.CgroupsPath, known && !p.HasCgroup())
 }
 
 // keepUsage adds to its pod what a container has used that has ended. It must not run any more for those who
 // measure the pod, and its cgroup must be there.
 func (m *Manager) keepUsage(c *container, run *running) {
-	p, known := m.pods.Get(c.podID)
+	p, known := m.pods.Get(c.PodID)
 	if !known {
 		return
 	}
@@ -62,25 +62,19 @@ func (m *Manager) keepUsage(c *container, run *running) {
 		return
 	}
 	if err := measured.Ended(run.meter); err != nil && !errors.Is(err, cgstats.ErrGone) {
-		m.unmeasured.Warn(m.log, "what a container has used is not known", "container", c.id, "error", err)
+		m.unmeasured.Warn(m.log, "what a container has used is not known", "container", c.ID, "error", err)
 	}
 }
 
 // podMeter measures a pod whose pause runs. The network is that of the pinned namespace: the process
 // of a Sandboxed runtime's pause is in the node's.
 func (m *Manager) podMeter(p *pod) *stats.PodMeter {
-	return m.cgroups().PodMeter(p.rec.CgroupsPath, p.hasCgroup(), p.rec.NetNS)
+	return m.cgroups().PodMeter(p.CgroupsPath, p.HasCgroup(), p.NetNS)
 }
 
 func (m *Manager) cgroups() stats.Cgroups {
 	return stats.Cgroups{V2: m.cfg.Host.CgroupV2, Systemd: m.cfg.SystemdCgroup}
 }
-
-// sandboxed tells whether the pod's containers run where the node can't see them.
-func (p *pod) sandboxed() bool { return p.rec.Runtime.IsSandboxed() }
-
-// hasCgroup tells whether the pod has a cgroup, to be its containers' parent.
-func (p *pod) hasCgroup() bool { return p.config.GetLinux().GetCgroupParent() != "" }
 
 // startSampler finds out where writable layers are and starts to count.
 func (m *Manager) startSampler() error {
@@ -105,9 +99,9 @@ func (m *Manager) sampleTargets(yield func(stats.Target) bool) {
 		if info == nil {
 			continue
 		}
-		s := stats.Target{ID: id, State: &c.sample, Running: info.State == runtimeapi.ContainerState_CONTAINER_RUNNING,
-			FinishedAt: info.FinishedAt, CgroupsPath: c.rec.CgroupsPath, Project: c.rec.Project}
-		if p, known := m.pods.Get(c.podID); known && !p.sandboxed() {
+		s := stats.Target{ID: id, State: &c.sample, Running: info.State() == runtimeapi.ContainerState_CONTAINER_RUNNING,
+			FinishedAt: info.Ended().FinishedAt, CgroupsPath: c.CgroupsPath, Project: c.Project}
+		if p, known := m.pods.Get(c.PodID); known && !p.Sandboxed() {
 			if run := c.running.Load(); run != nil {
 				s.Init = run.PID
 			}

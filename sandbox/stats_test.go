@@ -17,19 +17,17 @@ import (
 func TestSandboxedContainerHasNoFigures(t *testing.T) {
 	m := &Manager{cfg: Config{Host: &host.Facts{}}, sampler: stats.NewSampler(stats.SamplerConfig{}), containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
 	m.Reader = stats.NewReader(meters{m}, nil)
-	p := &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}}
-	p.rec.Runtime = &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}
-	m.pods.Put(p.id, p)
-	c := &container{id: "c", podID: "p"}
-	c.rec.CgroupsPath = "/"
+	p := &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, Runtime: &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}}}
+	m.pods.Put(p.ID, p)
+	c := &container{ContainerSpec: &state.ContainerSpec{ID: "c", PodID: "p", CgroupsPath: "/"}}
 	run := &running{meter: m.containerMeter(c)}
 	c.running.Store(run)
-	m.containers.Put(c.id, c)
-	stats, err := m.ContainerStats(&state.Container{ID: c.id})
+	m.containers.Put(c.ID, c)
+	stats, err := m.ContainerStats(&state.Container{ContainerSpec: c.ContainerSpec})
 	if err != nil || !stats.Running || stats.Usage.CPU.Known || stats.Usage.Memory.Known || stats.Usage.At.IsZero() {
 		t.Errorf("%+v, %v", stats, err)
 	}
-	if detail, err := m.ContainerDetail(c.id); err != nil || detail != nil {
+	if detail, err := m.ContainerDetail(c.ID); err != nil || detail != nil {
 		t.Errorf("%+v, %v", detail, err)
 	}
 	if err := run.meter.Close(); err != nil {

@@ -12,8 +12,8 @@ func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error
 		return stream.ContainerTarget{}, err
 	}
 	run := c.running.Load()
-	return stream.ContainerTarget{ID: c.id, PodID: c.podID, Process: c.info.Load().Process, Runtime: t.m.runtimeOf(c), Cgroup: c.rec.CgroupsPath,
-		Terminal: c.config.GetTty(), Stdin: c.config.GetStdin(), Running: run != nil && !run.HasEnded()}, nil
+	return stream.ContainerTarget{ID: c.ID, PodID: c.PodID, Process: c.info.Load().Process, Runtime: t.m.runtimeOf(c), Cgroup: c.CgroupsPath,
+		Terminal: c.Config.GetTty(), Stdin: c.Config.GetStdin(), Running: run != nil && !run.HasEnded()}, nil
 }
 
 // StreamPod implements stream.Targets.
@@ -22,5 +22,5 @@ func (t streamTargets) StreamPod(id string) (stream.PodTarget, error) {
 	if err != nil {
 		return stream.PodTarget{}, err
 	}
-	return stream.PodTarget{ID: info.ID, NetNS: info.NetNS, Ready: info.Ready, Sandboxed: info.Sandboxed}, nil
+	return stream.PodTarget{ID: info.ID, NetNS: info.NetNS, Ready: info.Ready(), Sandboxed: info.Sandboxed()}, nil
 }

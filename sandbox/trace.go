@@ -23,14 +23,14 @@ func (m *Manager) StartOf(podID string) []trace.Operation {
 	add(p.started, "", 0)
 	newest := map[string]*container{}
 	for _, c := range m.containers.Snapshot() {
-		name := c.config.GetMetadata().GetName()
-		if c.podID == podID && (newest[name] == nil || newest[name].config.GetMetadata().GetAttempt() <= c.config.GetMetadata().GetAttempt()) {
+		name := c.Config.GetMetadata().GetName()
+		if c.PodID == podID && (newest[name] == nil || newest[name].Config.GetMetadata().GetAttempt() <= c.Config.GetMetadata().GetAttempt()) {
 			newest[name] = c
 		}
 	}
 	for name, c := range newest {
-		add(c.created, name, c.config.GetMetadata().GetAttempt())
-		add(c.started.Load(), name, c.config.GetMetadata().GetAttempt())
+		add(c.created, name, c.Config.GetMetadata().GetAttempt())
+		add(c.started.Load(), name, c.Config.GetMetadata().GetAttempt())
 	}
 	slices.SortFunc(all, func(a, b trace.Operation) int { return cmp.Compare(a.Monotonic, b.Monotonic) })
 	return all

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 
-	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -15,13 +14,13 @@ import (
 )
 
 // updateResources makes an update as plugins want it. It needs the container's turn.
-func (m *Manager) updateResources(ctx context.Context, c *container, res *runtimeapi.LinuxContainerResources) error {
+func (m *Manager) updateResources(ctx context.Context, c lockedContainer, res *runtimeapi.LinuxContainerResources) error {
 	if err := checkUpdatable(c); err != nil {
 		return err
 	}
-	own, others, err := m.plugins.RequestUpdate(ctx, c.id, res, m.describer(c))
+	own, others, err := m.plugins.RequestUpdate(ctx, c.ID, res, m.describer(c))
 	if err != nil {
-		return fmt.Errorf("update container %s: %w", c.id, err)
+		return fmt.Errorf("update container %s: %w", c.ID, err)
 	}
 	if err := m.changeResources(c, own); err != nil {
 		return err
@@ -31,12 +30,12 @@ func (m *Manager) updateResources(ctx context.Context, c *container, res *runtim
 	return nil
 }
 
-func checkUpdatable(c *container) error {
-	if c.removed {
-		return errdefs.NotFound("container %q does not exist", c.id)
+func checkUpdatable(c lockedContainer) error {
+	if c.Phase() == state.Removed {
+		return errdefs.NotFound("container %q does not exist", c.ID)
 	}
-	if c.rec.Phase != state.ContainerCreated && c.rec.Phase != state.ContainerRunning {
-		return errdefs.FailedPrecondition("container %s has exited", c.id)
+	if c.Phase() != state.ContainerCreated && c.Phase() != state.ContainerRunning {
+		return errdefs.FailedPrecondition("container %s has exited", c.ID)
 	}
 	return nil
 }
@@ -44,22 +43,22 @@ func checkUpdatable(c *container) error {
 // changeResources applies, records and publishes new limits, or leaves all as it was. It needs the
 // container's turn. The kernel comes first: a daemon that dies in between leaves a container whose
 // status shows the limits before, and kubelet asks again.
-func (m *Manager) changeResources(c *container, change nri.Update) (err error) {
-	recorded, limitsBefore, resourcesBefore := c.rec.Resources, c.rec.Limits, c.resources
-	if err := m.setResources(c, limits.Merge(c.resources, change.Resources), c.rec.Limits.Merge(change.Limits)); err != nil {
+func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err error) {
+	limitsBefore, resourcesBefore := c.Limits, c.Resources
+	if err := m.setResources(c, limits.Merge(c.Resources, change.Resources), c.Limits.Merge(change.Limits)); err != nil {
 		return err
 	}
 	restore := func() error { return nil }
-	if c.rec.Phase == state.ContainerRunning {
+	if c.Phase() == state.ContainerRunning {
 		restore, err = m.applyLimits(c)
 	}
 	if err == nil {
-		if err = m.containerRecs.Write(c.id, c.rec); err != nil {
+		if err = m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
 			err = errors.Join(err, restore())
 		}
 	}
 	if err != nil {
-		c.rec.Resources, c.rec.Limits, c.resources = recorded, limitsBefore, resourcesBefore
+		c.Limits, c.Resources = limitsBefore, resourcesBefore
 		return err
 	}
 	m.publishContainer(c)
@@ -67,27 +66,23 @@ func (m *Manager) changeResources(c *container, change nri.Update) (err error) {
 }
 
 // setResources notes limits that can be, without recording them.
-func (m *Manager) setResources(c *container, resources *runtimeapi.LinuxContainerResources, added *nri.Limits) error {
+func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxContainerResources, added *nri.Limits) error {
 	if _, err := limits.Kernel(resources, added, *m.cfg.Host); err != nil {
 		return err
 	}
-	encoded, err := proto.Marshal(resources)
-	if err != nil {
-		return errdefs.InvalidArgument("encode resources: %w", err)
-	}
-	c.rec.Resources, c.rec.Limits, c.resources = encoded, added, resources
+	c.Limits, c.Resources = added, resources
 	return nil
 }
 
 // applyLimits sets all the container's limits, or none. restore sets back those before.
-func (m *Manager) applyLimits(c *container) (restore func() error, err error) {
-	wanted, err := limits.Kernel(c.resources, c.rec.Limits, *m.cfg.Host)
+func (m *Manager) applyLimits(c lockedContainer) (restore func() error, err error) {
+	wanted, err := limits.Kernel(c.Resources, c.Limits, *m.cfg.Host)
 	if err != nil {
 		return nil, err
 	}
-	restore, err = limits.Apply(c.rec.CgroupsPath, m.cfg.SystemdCgroup, wanted)
+	restore, err = limits.Apply(c.CgroupsPath, m.cfg.SystemdCgroup, wanted)
 	if err != nil {
-		return nil, fmt.Errorf("update container %s: %w", c.id, err)
+		return nil, fmt.Errorf("update container %s: %w", c.ID, err)
 	}
 	return restore, nil
 }

@@ -25,13 +25,13 @@ import (
 func containerManager(t *testing.T) (m *Manager, records string) {
 	t.Helper()
 	root := t.TempDir()
-	dir, err := state.OpenContainers(root)
+	dir, err := state.OpenRecords(root, func(string, string) func() { return func() {} })
 	if err != nil {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.DiscardHandler)
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
-		containerRecs: dir, tasks: task.NewRunner(log, nil)}
+		records: dir, tasks: task.NewRunner(log, nil)}
 	m.plugins = plugins.Caller{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	return m, filepath.Join(root, "containers")
@@ -39,9 +39,9 @@ func containerManager(t *testing.T) (m *Manager, records string) {
 
 // addContainer publishes a container.
 func addContainer(m *Manager, id, podID string, phase state.Phase) *container {
-	c := &container{id: id, podID: podID, config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: id}}, turn: task.NewTurn()}
-	c.rec = state.ContainerRecord{ID: id, PodID: podID, Phase: phase, CreatedAt: time.Unix(1, 0)}
-	c.info.Store(c.snapshot())
+	c := newContainer(&state.ContainerSpec{ID: id, PodID: podID, CreatedAt: time.Unix(1, 0),
+		Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: id}}}, state.NewContainerStatus(phase), nil)
+	c.info.Store(c.unshared().snapshot())
 	m.containers.Put(id, c)
 	return c
 }
@@ -67,14 +67,14 @@ func TestContainerUpdate(t *testing.T) {
 		t.Error("a snapshot was changed")
 	}
 
-	kept, info := c.rec, c.info.Load()
+	kept, info := c.unshared().Resources, c.info.Load()
 	if err := os.Rename(records, records+".away"); err != nil { // nothing can be written there
 		t.Fatal(err)
 	}
 	if err := update(shares(1024)); err == nil {
 		t.Error("an update that can't be recorded succeeds")
 	}
-	if c.info.Load() != info || c.resources.GetCpuShares() != 512 || !slices.Equal(c.rec.Resources, kept.Resources) {
+	if c.info.Load() != info || kept.GetCpuShares() != 512 || c.unshared().Resources != kept {
 		t.Errorf("it is in force: %v", c.info.Load().Resources)
 	}
 }
@@ -83,15 +83,11 @@ func TestWhatCanBeUpdated(t *testing.T) {
 	m, _ := containerManager(t)
 	for phase, want := range map[state.Phase]codes.Code{
 		state.ContainerCreated: codes.OK, state.ContainerRunning: codes.OK,
-		state.ContainerStarting: codes.FailedPrecondition, state.ContainerExited: codes.FailedPrecondition, state.Removing: codes.FailedPrecondition,
+		state.ContainerStarting: codes.FailedPrecondition, state.ContainerExited: codes.FailedPrecondition, state.Removing: codes.FailedPrecondition, state.Removed: codes.NotFound,
 	} {
 		c := addContainer(m, "c", "p", phase)
-		if err := checkUpdatable(c); errdefs.Code(err) != want {
+		if err := checkUpdatable(c.unshared()); errdefs.Code(err) != want {
 			t.Errorf("%s: %v, want %v", phase, err, want)
-		}
-		c.removed = true
-		if err := checkUpdatable(c); errdefs.Code(err) != codes.NotFound {
-			t.Errorf("%s, removed: %v", phase, err)
 		}
 	}
 	addContainer(m, "c", "p", state.ContainerCreated)
@@ -110,13 +106,13 @@ func TestObjectsForPlugins(t *testing.T) {
 	addContainer(m, "exited", "p", state.ContainerExited)
 	untold := addContainer(m, "exited, untold", "p", state.ContainerExited)
 	told := make(chan struct{})
-	untold.stopUntold.Store(&told)
+	untold.stopNotified.Store(&told)
 	addContainer(m, "half made", "p", state.ContainerCreated).info.Store(nil)
-	half := &pod{id: "half made"}
-	ready := &pod{id: "ready", rec: state.PodRecord{ID: "ready", CgroupsPath: "/kubepods/ready"}}
-	ready.info.Store(ready.snapshot())
-	m.pods.Put(half.id, half)
-	m.pods.Put(ready.id, ready)
+	half := newPod(&state.PodSpec{ID: "half made"}, state.NewPodStatus(state.PodStarting), nil)
+	ready := newPod(&state.PodSpec{ID: "ready", CgroupsPath: "/kubepods/ready"}, state.NewPodStatus(state.PodReady), nil)
+	ready.info.Store(ready.unshared().snapshot())
+	m.pods.Put(half.ID, half)
+	m.pods.Put(ready.ID, ready)
 
 	pods, containers := pluginRuntime{m}.Objects()
 	if len(pods) != 1 || pods[0].ID != "ready" || pods[0].CgroupsPath != "/kubepods/ready" {
@@ -132,13 +128,13 @@ func TestObjectsForPlugins(t *testing.T) {
 	if err := (pluginRuntime{m}).Update(t.Context(), nri.Update{ContainerID: "half made"}); errdefs.Code(err) != codes.NotFound {
 		t.Errorf("a container that nobody knows of: %v", err)
 	}
-	m.tellOfContainer(t.Context(), nri.ContainerStopped, untold)
+	m.tellOfContainer(t.Context(), nri.ContainerStopped, untold.unshared())
 	select {
 	case <-told:
 	default:
 		t.Error("who waits for plugins to be told waits on")
 	}
-	if err := m.awaitTold(t.Context(), untold); err != nil {
+	if err := m.waitNotified(t.Context(), untold); err != nil {
 		t.Error(err)
 	}
 }
@@ -147,7 +143,7 @@ func TestObjectsForPlugins(t *testing.T) {
 func TestCreationAfterEarlierAttempts(t *testing.T) {
 	m, _ := containerManager(t)
 	future := time.Now().Add(time.Hour)
-	addContainer(m, "c", "p", state.ContainerExited).rec.CreatedAt = future
+	addContainer(m, "c", "p", state.ContainerExited).CreatedAt = future
 	if got := m.containerCreation("p"); !got.After(future) {
 		t.Errorf("a container is created at %v, before the last one", got)
 	}
@@ -157,7 +153,7 @@ func TestCreationAfterEarlierAttempts(t *testing.T) {
 	metadata := func(name string) *runtimeapi.PodSandboxMetadata {
 		return &runtimeapi.PodSandboxMetadata{Name: name, Namespace: "n", Uid: "u"}
 	}
-	m.pods.Put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, rec: state.PodRecord{CreatedAt: future}})
+	m.pods.Put("p", &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, CreatedAt: future}})
 	if got := m.podCreation(metadata("web")); !got.After(future) {
 		t.Errorf("a pod is created at %v, before its last attempt", got)
 	}

@@ -213,8 +213,7 @@ func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error
 	if image == "" {
 		image = ownPauseImage
 	}
-	return &containersapi.Container{ID: p.ID, Labels: kindLabels(p.Config.GetLabels(), kindSandbox), Image: image,
-		Spec:      spec,
+	return &containersapi.Container{ID: p.ID, Labels: kindLabels(p.ShownConfig().GetLabels(), kindSandbox), Image: image, Spec: spec,
 		CreatedAt: timestamppb.New(p.CreatedAt), UpdatedAt: timestamppb.New(p.CreatedAt)}, nil
 }
 
@@ -246,12 +245,12 @@ func (s *cadvisorService) fullImageName(c *state.Container) string {
 	if named, err := reference.ParseDockerRef(asked.GetUserSpecifiedImage()); err == nil {
 		return named.String()
 	}
-	if !isID(asked.GetImage(), c.ImageID) {
+	if !isID(asked.GetImage(), c.Image.ID) {
 		if named, err := reference.ParseDockerRef(asked.GetImage()); err == nil {
 			return named.String()
 		}
 	}
-	return imageName(s.images, c.ImageID)
+	return imageName(s.images, c.Image.ID)
 }
 
 // cadvisorTasks implements Get of containerd's service Tasks.
@@ -274,11 +273,11 @@ func (t cadvisorTasks) Get(ctx context.Context, req *tasksapi.GetRequest) (*task
 		process.Pid = uint32(pod.PausePID)
 	case pod != nil:
 		return nil, errdefs.NotFound("the pause of pod sandbox %s does not run", id)
-	case container.State == runtimeapi.ContainerState_CONTAINER_RUNNING:
+	case container.State() == runtimeapi.ContainerState_CONTAINER_RUNNING:
 		process.Pid = uint32(container.PID)
-	case container.State == runtimeapi.ContainerState_CONTAINER_EXITED:
-		process.Status, process.ExitStatus = tasktypes.Status_STOPPED, uint32(container.ExitCode)
-		process.ExitedAt = timestamppb.New(container.FinishedAt)
+	case container.State() == runtimeapi.ContainerState_CONTAINER_EXITED:
+		process.Status, process.ExitStatus = tasktypes.Status_STOPPED, uint32(container.Ended().Code)
+		process.ExitedAt = timestamppb.New(container.Ended().FinishedAt)
 	default:
 		return nil, errdefs.NotFound("container %s was not started", id)
 	}

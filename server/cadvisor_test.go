@@ -89,12 +89,12 @@ func observed() cadvisorFake {
 	created := time.Unix(100, 0)
 	labels := map[string]string{"io.kubernetes.pod.name": "p", "io.cri-containerd.kind": "sandbox"} // a user could set it
 	container := func(id string, in runtimeapi.ContainerState, pid int, code int32) *state.Container {
-		return &state.Container{ID: id, PodID: "pod", CreatedAt: created, State: in, PID: pid, ExitCode: code, FinishedAt: created.Add(time.Second), ImageID: idA,
+		return testContainer{ID: id, PodID: "pod", CreatedAt: created, State: in, PID: pid, ExitCode: code, FinishedAt: created.Add(time.Second), ImageID: idA,
 			Config:  &runtimeapi.ContainerConfig{Labels: labels, Annotations: map[string]string{"a": "b"}, Image: &runtimeapi.ImageSpec{Image: idA}},
-			Process: &specs.Process{Args: []string{"sh"}, Env: []string{"A=B"}, Cwd: "/", Capabilities: &specs.LinuxCapabilities{Bounding: []string{"CAP_KILL"}}}}
+			Process: &specs.Process{Args: []string{"sh"}, Env: []string{"A=B"}, Cwd: "/", Capabilities: &specs.LinuxCapabilities{Bounding: []string{"CAP_KILL"}}}}.snapshot()
 	}
 	pod := func(id string, pause int) *state.Pod {
-		return &state.Pod{ID: id, CreatedAt: created, PausePID: pause, Config: &runtimeapi.PodSandboxConfig{Labels: map[string]string{"io.kubernetes.pod.name": "p"}}}
+		return testPod{ID: id, CreatedAt: created, PausePID: pause, Config: &runtimeapi.PodSandboxConfig{Labels: map[string]string{"io.kubernetes.pod.name": "p"}}}.snapshot()
 	}
 	return cadvisorFake{
 		pods: map[string]*state.Pod{"pod": pod("pod", 7), "planned": pod("planned", 0)},
@@ -154,7 +154,7 @@ func TestCadvisorImageNames(t *testing.T) {
 			if tc.image == idB {
 				id = idB
 			}
-			c := &state.Container{ImageID: id, Config: &runtimeapi.ContainerConfig{Image: &runtimeapi.ImageSpec{Image: tc.image, UserSpecifiedImage: tc.user}}}
+			c := testContainer{ImageID: id, Config: &runtimeapi.ContainerConfig{Image: &runtimeapi.ImageSpec{Image: tc.image, UserSpecifiedImage: tc.user}}}.snapshot()
 			if got := s.fullImageName(c); got != tc.want {
 				t.Errorf("got %q, want %q", got, tc.want)
 			}

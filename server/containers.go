@@ -104,7 +104,7 @@ func (s *runtimeService) filterContainers(filter *runtimeapi.ContainerFilter) []
 	return slices.DeleteFunc(containers, func(c *state.Container) bool {
 		return id != "" && c.ID != id ||
 			pod != "" && c.PodID != pod ||
-			filter.GetState() != nil && filter.GetState().GetState() != c.State ||
+			filter.GetState() != nil && filter.GetState().GetState() != c.State() ||
 			!selected(filter.GetLabelSelector(), c.Config.GetLabels())
 	})
 }
@@ -244,9 +244,9 @@ func (s *runtimeService) containerItem(c *state.Container) *runtimeapi.Container
 		PodSandboxId: c.PodID,
 		Metadata:     c.Config.GetMetadata(),
 		Image:        s.containerImage(c),
-		ImageRef:     c.ImageRef,
-		ImageId:      c.ImageID,
-		State:        c.State,
+		ImageRef:     c.ImageRef(),
+		ImageId:      c.Image.ID,
+		State:        c.State(),
 		CreatedAt:    c.CreatedAt.UnixNano(),
 		Labels:       c.Config.GetLabels(),
 		Annotations:  c.Config.GetAnnotations(),
@@ -254,25 +254,26 @@ func (s *runtimeService) containerItem(c *state.Container) *runtimeapi.Container
 }
 
 func (s *runtimeService) containerStatus(c *state.Container) *runtimeapi.ContainerStatus {
+	exit := c.Ended()
 	status := &runtimeapi.ContainerStatus{
 		Id:          c.ID,
 		Metadata:    c.Config.GetMetadata(),
-		State:       c.State,
+		State:       c.State(),
 		CreatedAt:   c.CreatedAt.UnixNano(),
 		StartedAt:   nanos(c.StartedAt),
-		FinishedAt:  nanos(c.FinishedAt),
-		ExitCode:    c.ExitCode,
+		FinishedAt:  nanos(exit.FinishedAt),
+		ExitCode:    exit.Code,
 		Image:       s.containerImage(c),
-		ImageRef:    c.ImageRef,
-		ImageId:     c.ImageID,
-		Reason:      c.Reason,
-		Message:     c.Message,
+		ImageRef:    c.ImageRef(),
+		ImageId:     c.Image.ID,
+		Reason:      exit.Reason,
+		Message:     exit.Message,
 		Labels:      c.Config.GetLabels(),
 		Annotations: c.Config.GetAnnotations(),
-		Mounts:      c.Mounts,
+		Mounts:      c.Mounts(),
 		LogPath:     c.LogPath,
-		User:        c.User,
-		StopSignal:  c.StopSignal,
+		User:        c.User.CRI(),
+		StopSignal:  c.StopSignal(),
 	}
 	if c.Resources != nil {
 		status.Resources = &runtimeapi.ContainerResources{Linux: c.Resources}
@@ -302,7 +303,7 @@ func (s *runtimeService) containerImage(c *state.Container) *runtimeapi.ImageSpe
 	if spec.UserSpecifiedImage != "" {
 		spec.Image = spec.UserSpecifiedImage
 	} else if namedByID(c) {
-		spec.Image = imageName(s.images, c.ImageID)
+		spec.Image = imageName(s.images, c.Image.ID)
 	}
 	return spec
 }
@@ -310,5 +311,5 @@ func (s *runtimeService) containerImage(c *state.Container) *runtimeapi.ImageSpe
 // namedByID reports whether the request named the container's image only by ID.
 func namedByID(c *state.Container) bool {
 	asked := c.Config.GetImage()
-	return asked.GetUserSpecifiedImage() == "" && isID(asked.GetImage(), c.ImageID)
+	return asked.GetUserSpecifiedImage() == "" && isID(asked.GetImage(), c.Image.ID)
 }

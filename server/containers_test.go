@@ -16,6 +16,7 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
+	"berth/oci/users"
 	"berth/sandbox/state"
 	"berth/sandbox/stream"
 )
@@ -92,11 +93,11 @@ func TestListContainersFilters(t *testing.T) {
 		return cfg
 	}
 	pods := &fakePods{
-		pods: []*state.Pod{{ID: "pod1"}, {ID: "pod2"}, {ID: "other"}},
+		pods: []*state.Pod{testPod{ID: "pod1"}.snapshot(), testPod{ID: "pod2"}.snapshot(), testPod{ID: "other"}.snapshot()},
 		containers: []*state.Container{
-			{ID: "aa11", PodID: "pod1", State: running, Config: labelled(map[string]string{"app": "x"})},
-			{ID: "aa22", PodID: "pod1", State: created, Config: labelled(map[string]string{"app": "x", "b": "2"})},
-			{ID: "bb33", PodID: "other", State: runtimeapi.ContainerState_CONTAINER_EXITED, Config: labelled(nil)},
+			testContainer{ID: "aa11", PodID: "pod1", State: running, Config: labelled(map[string]string{"app": "x"})}.snapshot(),
+			testContainer{ID: "aa22", PodID: "pod1", State: created, Config: labelled(map[string]string{"app": "x", "b": "2"})}.snapshot(),
+			testContainer{ID: "bb33", PodID: "other", State: runtimeapi.ContainerState_CONTAINER_EXITED, Config: labelled(nil)}.snapshot(),
 		},
 	}
 	h := start(t, testConfig, pods, &fakeImages{})
@@ -144,19 +145,18 @@ func exited() *state.Container {
 	cfg.Labels = map[string]string{"l": "1"}
 	cfg.Annotations = map[string]string{"n": " kept\n"}
 	cfg.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: "/host", Readonly: true}}
-	return &state.Container{
+	return testContainer{
 		ID: "c1", PodID: "p1", Config: cfg, ImageID: idA, ImageRef: refA, State: runtimeapi.ContainerState_CONTAINER_EXITED,
 		CreatedAt: time.Unix(1, 1), StartedAt: time.Unix(2, 2), FinishedAt: time.Unix(3, 3),
 		ExitCode: 137, Reason: "OOMKilled", Message: "out of memory", LogPath: "/var/log/pods/x/c/2.log", PID: 0,
-		User:       &runtimeapi.ContainerUser{Linux: &runtimeapi.LinuxContainerUser{Uid: 5, Gid: 6, SupplementalGroups: []int64{6, 7}}},
+		User:       users.User{UID: 5, GID: 6, Groups: []uint32{6, 7}},
 		Resources:  &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20},
-		StopSignal: runtimeapi.Signal_SIGNAL_SIGUSR1,
-		Mounts:     cfg.Mounts,
-	}
+		StopSignal: "SIGUSR1",
+	}.snapshot()
 }
 
 func TestContainerStatus(t *testing.T) {
-	pods := &fakePods{containers: []*state.Container{exited(), {ID: "c2", PodID: "p1", PID: 55, Config: containerConfig("d", "busybox"), CreatedAt: time.Unix(9, 0)}}}
+	pods := &fakePods{containers: []*state.Container{exited(), testContainer{ID: "c2", PodID: "p1", PID: 55, Config: containerConfig("d", "busybox"), CreatedAt: time.Unix(9, 0)}.snapshot()}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	got, err := h.runtime.ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: "c1"})
 	if err != nil {
@@ -170,7 +170,7 @@ func TestContainerStatus(t *testing.T) {
 		ImageRef: refA, ImageId: idA, Reason: "OOMKilled", Message: "out of memory",
 		Labels: cfg.Labels, Annotations: cfg.Annotations, Mounts: cfg.Mounts, LogPath: "/var/log/pods/x/c/2.log",
 		Resources:  &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20}},
-		User:       exited().User,
+		User:       exited().User.CRI(),
 		StopSignal: runtimeapi.Signal_SIGNAL_SIGUSR1,
 	}
 	if !proto.Equal(got.Status, want) {
@@ -233,7 +233,7 @@ func TestContainerImageName(t *testing.T) {
 			cfg := containerConfig("c", tc.asked)
 			cfg.Image.UserSpecifiedImage = tc.user
 			s := &runtimeService{images: &fakeImages{images: tc.images}}
-			if got := s.containerImage(&state.Container{Config: cfg, ImageID: tc.id}); got.Image != tc.want {
+			if got := s.containerImage(testContainer{Config: cfg, ImageID: tc.id}.snapshot()); got.Image != tc.want {
 				t.Errorf("asked for %q, user wrote %q: %q, want %q", tc.asked, tc.user, got.Image, tc.want)
 			}
 		})

@@ -55,7 +55,7 @@ func TestEventsReachAllClients(t *testing.T) {
 	streams := []runtimeapi.RuntimeService_GetContainerEventsClient{subscribe(t, h), subscribe(t, h)}
 	at := time.Unix(3, 4)
 	pods.publish(state.Event{Type: runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, ID: "c1", At: at,
-		Pod: &state.Pod{ID: "p1", Config: podConfig("a", nil)}, Containers: []*state.Container{exited()}})
+		Pod: testPod{ID: "p1", Config: podConfig("a", nil)}.snapshot(), Containers: []*state.Container{exited()}})
 	for _, stream := range streams {
 		event, err := stream.Recv()
 		if err != nil {
@@ -63,7 +63,7 @@ func TestEventsReachAllClients(t *testing.T) {
 		}
 		if event.ContainerId != "c1" || event.ContainerEventType != runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT ||
 			event.CreatedAt != at.UnixNano() || event.PodSandboxStatus.GetId() != "p1" ||
-			len(event.ContainersStatuses) != 1 || event.ContainersStatuses[0].ExitCode != exited().ExitCode {
+			len(event.ContainersStatuses) != 1 || event.ContainersStatuses[0].ExitCode != exited().Exit.Code {
 			t.Errorf("event: %v", event)
 		}
 	}
@@ -73,7 +73,7 @@ func TestEventsReachAllClients(t *testing.T) {
 // client that does not read.
 func publishLarge(pods *fakePods, n int) {
 	large := exited()
-	large.Message = strings.Repeat("x", 1<<20)
+	large.Exit.Message = strings.Repeat("x", 1<<20)
 	for n := range n {
 		pods.publish(state.Event{ID: fmt.Sprint(n), Containers: []*state.Container{large}})
 	}

@@ -67,7 +67,7 @@ func (f *fakePods) RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandbox
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	p := &state.Pod{ID: fmt.Sprintf("pod%d", len(f.pods)), Config: cfg, Handler: handler, Ready: true, CreatedAt: time.Unix(1, int64(len(f.pods)))}
+	p := testPod{ID: fmt.Sprintf("pod%d", len(f.pods)), Config: cfg, Handler: handler, Ready: true, CreatedAt: time.Unix(1, int64(len(f.pods)))}.snapshot()
 	f.pods = append(f.pods, p)
 	return p.ID, nil
 }
@@ -101,7 +101,7 @@ func (f *fakePods) CreateContainer(ctx context.Context, podID string, cfg *runti
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	c := &state.Container{ID: fmt.Sprintf("ctr%d", len(f.containers)), PodID: podID, Config: cfg, ImageID: idA, CreatedAt: time.Unix(2, int64(len(f.containers)))}
+	c := testContainer{ID: fmt.Sprintf("ctr%d", len(f.containers)), PodID: podID, Config: cfg, ImageID: idA, CreatedAt: time.Unix(2, int64(len(f.containers)))}.snapshot()
 	f.containers = append(f.containers, c)
 	return c.ID, nil
 }

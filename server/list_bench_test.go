@@ -17,7 +17,7 @@ import (
 // kubeletContainer returns a container with kubelet's labels and annotations.
 func kubeletContainer(i int) *state.Container {
 	id := fmt.Sprintf("%064x", i)
-	return &state.Container{
+	return testContainer{
 		ID: id, PodID: fmt.Sprintf("%064x", i/2), State: runtimeapi.ContainerState_CONTAINER_RUNNING,
 		ImageID: "sha256:" + id, ImageRef: "registry.example/app@sha256:" + id, CreatedAt: time.Unix(int64(i), 0), StartedAt: time.Unix(int64(i), 1), LogPath: "/var/log/pods/" + id,
 		Listed: new(state.Answer),
@@ -34,7 +34,7 @@ func kubeletContainer(i int) *state.Container {
 				"io.kubernetes.container.terminationMessagePolicy": "File", "io.kubernetes.pod.terminationGracePeriod": "30",
 			},
 		},
-	}
+	}.snapshot()
 }
 
 // A list from cached items equals the first one. Exceptions are a changed container, and an image
@@ -44,8 +44,8 @@ func TestListsReuseEncodedItems(t *testing.T) {
 	for i := range 3 {
 		c := kubeletContainer(i)
 		pods.containers = append(pods.containers, c)
-		pods.pods = append(pods.pods, &state.Pod{ID: c.ID, Listed: new(state.Answer), Ready: true, Config: &runtimeapi.PodSandboxConfig{
-			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}})
+		pods.pods = append(pods.pods, testPod{ID: c.ID, Listed: new(state.Answer), Ready: true, Config: &runtimeapi.PodSandboxConfig{
+			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}}.snapshot())
 	}
 	named := pods.containers[1]
 	named.Config.Image.UserSpecifiedImage = ""
@@ -64,7 +64,7 @@ func TestListsReuseEncodedItems(t *testing.T) {
 	}
 	containers, sandboxes := list()
 	for i, c := range pods.containers {
-		if got := containers.Containers[i]; got.Id != c.ID || got.State != c.State || got.Labels["io.kubernetes.pod.name"] != c.Config.Labels["io.kubernetes.pod.name"] {
+		if got := containers.Containers[i]; got.Id != c.ID || got.State != c.State() || got.Labels["io.kubernetes.pod.name"] != c.Config.Labels["io.kubernetes.pod.name"] {
 			t.Errorf("container %d is listed as %v", i, got)
 		}
 		if got := sandboxes.Items[i]; got.Id != c.ID || got.State != runtimeapi.PodSandboxState_SANDBOX_READY {
@@ -74,13 +74,12 @@ func TestListsReuseEncodedItems(t *testing.T) {
 	if again, podsAgain := list(); !proto.Equal(again, containers) || !proto.Equal(podsAgain, sandboxes) {
 		t.Errorf("the second lists are %v and %v", again, podsAgain)
 	}
-	exited := kubeletContainer(2)
-	exited.State = runtimeapi.ContainerState_CONTAINER_EXITED
+	exited := exitedNow(kubeletContainer(2))
 	pods.containers[2] = exited
-	pods.pods[2] = pods.pods[2].Pauseless()
-	images.images = append(images.images, &image.Image{ID: named.ImageID, RepoTags: []string{"registry.example/other:2"}})
+	pods.pods[2] = testPod{ID: pods.pods[2].ID, Config: pods.pods[2].Config, Listed: new(state.Answer)}.snapshot()
+	images.images = append(images.images, &image.Image{ID: named.Image.ID, RepoTags: []string{"registry.example/other:2"}})
 	containers, sandboxes = list()
-	if got := containers.Containers[2].State; got != exited.State {
+	if got := containers.Containers[2].State; got != exited.State() {
 		t.Errorf("a container that has exited is listed as %v", got)
 	}
 	if got := sandboxes.Items[2].State; got != runtimeapi.PodSandboxState_SANDBOX_NOTREADY {
@@ -117,11 +116,11 @@ func TestStreamingListsEqualLists(t *testing.T) {
 	for i := range count {
 		c := kubeletContainer(i)
 		if i%3 == 0 {
-			c.State = runtimeapi.ContainerState_CONTAINER_EXITED
+			c = exitedNow(c)
 		}
 		pods.containers = append(pods.containers, c)
-		pods.pods = append(pods.pods, &state.Pod{ID: c.ID, Listed: new(state.Answer), Ready: i%2 == 0, Config: &runtimeapi.PodSandboxConfig{
-			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}})
+		pods.pods = append(pods.pods, testPod{ID: c.ID, Listed: new(state.Answer), Ready: i%2 == 0, Config: &runtimeapi.PodSandboxConfig{
+			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}}.snapshot())
 	}
 	h := start(t, testConfig, pods, &fakeImages{})
 	id := pods.containers[7].ID

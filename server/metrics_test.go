@@ -48,7 +48,7 @@ func metricsFake() *fakePods {
 	u := someUsage()
 	u.CPU.Usage = 61*second + second/2
 	u.CPU.Pressure.Some.Total, u.CPU.Pressure.Full.Total = 7*second+1, 8*second
-	return &fakePods{containers: []*state.Container{c}, pods: []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
+	return &fakePods{containers: []*state.Container{c}, pods: []*state.Pod{testPod{ID: "p1", Config: podConfig("a", nil), Ready: true}.snapshot(), testPod{ID: "p2", Config: podConfig("b", nil)}.snapshot()},
 		stats: statsFake{usage: u,
 			interfaces: []cgstats.Interface{{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}},
 			sample: &stats.Sample{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52},

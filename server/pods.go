@@ -74,7 +74,7 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context,
 	}
 	if req.GetVerbose() {
 		resp.Info, err = infoMap(map[string]any{"trace": s.pods.StartOf(pod.ID), "info": podDetail{
-			PID: pod.PausePID, NetNS: pod.NetNS, RuntimeHandler: pod.Handler, Config: pod.Config,
+			PID: pod.PausePID, NetNS: pod.NetNS, RuntimeHandler: pod.Handler, Config: pod.ShownConfig(),
 		}})
 		if err != nil {
 			return nil, err
@@ -143,7 +143,7 @@ func podStatus(pod *state.Pod) *runtimeapi.PodSandboxStatus {
 }
 
 func podState(pod *state.Pod) runtimeapi.PodSandboxState {
-	if pod.Ready {
+	if pod.Ready() {
 		return runtimeapi.PodSandboxState_SANDBOX_READY
 	}
 	return runtimeapi.PodSandboxState_SANDBOX_NOTREADY

@@ -244,10 +244,10 @@ func TestRunAndListPods(t *testing.T) {
 func TestListPodSandboxFilters(t *testing.T) {
 	ready, notReady := runtimeapi.PodSandboxState_SANDBOX_READY, runtimeapi.PodSandboxState_SANDBOX_NOTREADY
 	pods := &fakePods{pods: []*state.Pod{
-		{ID: "aa11", Ready: true, Config: podConfig("1", map[string]string{"app": "x", "tier": "front"})},
-		{ID: "aa22", Ready: false, Config: podConfig("2", map[string]string{"app": "x"})},
-		{ID: "bb33", Ready: true, Config: podConfig("3", map[string]string{"empty": ""})},
-		{ID: "bb", Ready: true, Config: podConfig("4", nil)},
+		testPod{ID: "aa11", Ready: true, Config: podConfig("1", map[string]string{"app": "x", "tier": "front"})}.snapshot(),
+		testPod{ID: "aa22", Ready: false, Config: podConfig("2", map[string]string{"app": "x"})}.snapshot(),
+		testPod{ID: "bb33", Ready: true, Config: podConfig("3", map[string]string{"empty": ""})}.snapshot(),
+		testPod{ID: "bb", Ready: true, Config: podConfig("4", nil)}.snapshot(),
 	}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	state := func(s runtimeapi.PodSandboxState) *runtimeapi.PodSandboxStateValue {
@@ -292,13 +292,13 @@ func TestPodSandboxStatus(t *testing.T) {
 	cfg.Linux = &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: options}}
 	pods := &fakePods{
 		pods: []*state.Pod{
-			{ID: "p1", Config: cfg, Handler: "berth", CreatedAt: time.Unix(5, 6), Ready: true, IPs: []string{"10.0.0.2", "fd00::2", "fd00::3"}, NetNS: "/run/netns/berth-p1", PausePID: 77},
-			{ID: "p2", Config: podConfig("b", nil)},
+			testPod{ID: "p1", Config: cfg, Handler: "berth", CreatedAt: time.Unix(5, 6), Ready: true, IPs: []string{"10.0.0.2", "fd00::2", "fd00::3"}, NetNS: "/run/netns/berth-p1", PausePID: 77}.snapshot(),
+			testPod{ID: "p2", Config: podConfig("b", nil)}.snapshot(),
 		},
 		containers: []*state.Container{
-			{ID: "c0", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA},
-			{ID: "c1", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA},
-			{ID: "c2", PodID: "p2", Config: containerConfig("c", "i")},
+			testContainer{ID: "c0", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA}.snapshot(),
+			testContainer{ID: "c1", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA}.snapshot(),
+			testContainer{ID: "c2", PodID: "p2", Config: containerConfig("c", "i")}.snapshot(),
 		},
 	}
 	pods.traces = []trace.Operation{{Monotonic: 5, Spans: []trace.Shown{{Name: "RunPodSandbox", Took: 9}}}}

@@ -73,7 +73,7 @@ func (s *runtimeService) allContainerStats(ctx context.Context,
 			if ctx.Err() != nil {
 				return
 			}
-			if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING || id != "" && c.ID != id || pod != "" && c.PodID != pod ||
+			if c.State() != runtimeapi.ContainerState_CONTAINER_RUNNING || id != "" && c.ID != id || pod != "" && c.PodID != pod ||
 				!selected(filter.GetLabelSelector(), c.Config.GetLabels()) {
 				continue
 			}
@@ -146,7 +146,7 @@ func (s *runtimeService) allPodStats(ctx context.Context,
 			if ctx.Err() != nil {
 				return
 			}
-			if !pod.Ready || id != "" && pod.ID != id || !selected(filter.GetLabelSelector(), pod.Config.GetLabels()) {
+			if !pod.Ready() || id != "" && pod.ID != id || !selected(filter.GetLabelSelector(), pod.Config.GetLabels()) {
 				continue
 			}
 			stats, err := s.pods.PodStats(pod, containers[pod.ID])

@@ -43,7 +43,7 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 	for i := range count {
 		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{
 			"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": fmt.Sprintf("pod-%d", i), "io.kubernetes.pod.namespace": "default"}}
-		info := &state.Container{ID: fmt.Sprintf("bench%d", i), Config: config, State: runtimeapi.ContainerState_CONTAINER_RUNNING}
+		info := testContainer{ID: fmt.Sprintf("bench%d", i), Config: config, State: runtimeapi.ContainerState_CONTAINER_RUNNING}.snapshot()
 		path := "/" + machine + "/" + info.ID
 		makeCgroups(b, path)
 		measured := cgroups.ContainerMeter(path, false)

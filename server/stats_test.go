@@ -38,7 +38,7 @@ func (f *fakePods) ContainerStats(c *state.Container) (stats.ContainerUsage, err
 	if slices.Contains(f.stats.broken, c.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", c.ID)
 	}
-	if c.State == runtimeapi.ContainerState_CONTAINER_RUNNING {
+	if c.State() == runtimeapi.ContainerState_CONTAINER_RUNNING {
 		stats.Running, stats.Usage = true, f.stats.usage
 	}
 	stats.Sample = f.stats.sample
@@ -55,7 +55,7 @@ func (f *fakePods) PodStats(p *state.Pod, containers []*state.Container) (stats.
 			stats.Containers = append(stats.Containers, one)
 		}
 	}
-	if p.Ready {
+	if p.Ready() {
 		stats.Running, stats.Usage, stats.Interfaces = true, f.stats.usage, f.stats.interfaces
 	}
 	return stats, nil
@@ -80,13 +80,13 @@ func someUsage() stats.Usage {
 func runningContainer(id, pod string, labels map[string]string) *state.Container {
 	cfg := containerConfig(id, idA)
 	cfg.Labels, cfg.Annotations = labels, map[string]string{"n": " kept\n"}
-	return &state.Container{ID: id, PodID: pod, Config: cfg, State: runtimeapi.ContainerState_CONTAINER_RUNNING, ImageID: idA, StartedAt: time.Unix(2, 0)}
+	return testContainer{ID: id, PodID: pod, Config: cfg, State: runtimeapi.ContainerState_CONTAINER_RUNNING, ImageID: idA, StartedAt: time.Unix(2, 0)}.snapshot()
 }
 
 func TestStatsAreTranslated(t *testing.T) {
 	u := someUsage()
 	pods := &fakePods{containers: []*state.Container{runningContainer("c1", "p1", nil)},
-		pods: []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}},
+		pods: []*state.Pod{testPod{ID: "p1", Config: podConfig("a", nil), Ready: true}.snapshot()},
 		stats: statsFake{usage: u, sample: &stats.Sample{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52}}, interfaces: []cgstats.Interface{
 			{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}, {Name: "net1"}}}}
 	h := start(t, testConfig, pods, &fakeImages{})
@@ -124,7 +124,7 @@ func TestStatsAreTranslated(t *testing.T) {
 func TestStatsOmitUnknownValues(t *testing.T) {
 	u := stats.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0), CPU: cgstats.CPU{Known: true}, Memory: cgstats.Memory{Known: true, Limit: cgstats.Unlimited, SwapKnown: true, SwapLimit: cgstats.Unlimited}}}
 	pods := &fakePods{containers: []*state.Container{runningContainer("c1", "p1", nil), exited()},
-		pods:  []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
+		pods:  []*state.Pod{testPod{ID: "p1", Config: podConfig("a", nil), Ready: true}.snapshot(), testPod{ID: "p2", Config: podConfig("b", nil)}.snapshot()},
 		stats: statsFake{usage: u}}
 	pods.containers[1].ID = "c2"
 	h := start(t, testConfig, pods, &fakeImages{})
@@ -155,7 +155,7 @@ func TestStatsOmitUnknownValues(t *testing.T) {
 
 func TestStatsErrors(t *testing.T) {
 	pods := &fakePods{containers: []*state.Container{runningContainer("c1", "p1", nil)}, stats: statsFake{broken: []string{"c1", "p1"}},
-		pods: []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}}}
+		pods: []*state.Pod{testPod{ID: "p1", Config: podConfig("a", nil), Ready: true}.snapshot()}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	for id, code := range map[string]codes.Code{"": codes.InvalidArgument, "x": codes.NotFound} {
 		if _, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: id}); status.Code(err) != code {
@@ -177,12 +177,11 @@ func TestStatsErrors(t *testing.T) {
 // logged and left out.
 func TestStatsListsAndStreams(t *testing.T) {
 	app := map[string]string{"app": "x"}
-	stopped := runningContainer("c4", "p2", app)
-	stopped.State = runtimeapi.ContainerState_CONTAINER_EXITED
+	stopped := exitedNow(runningContainer("c4", "p2", app))
 	pods := &fakePods{
 		containers: []*state.Container{runningContainer("c1", "p1", app), runningContainer("c2", "p2", nil), runningContainer("c3", "p2", app), stopped, runningContainer("c5", "p2", app)},
-		pods: []*state.Pod{{ID: "p1", Config: podConfig("a", app), Ready: true}, {ID: "p2", Config: podConfig("b", nil), Ready: true},
-			{ID: "p3", Config: podConfig("c", app)}, {ID: "p4", Config: podConfig("d", app), Ready: true}},
+		pods: []*state.Pod{testPod{ID: "p1", Config: podConfig("a", app), Ready: true}.snapshot(), testPod{ID: "p2", Config: podConfig("b", nil), Ready: true}.snapshot(),
+			testPod{ID: "p3", Config: podConfig("c", app)}.snapshot(), testPod{ID: "p4", Config: podConfig("d", app), Ready: true}.snapshot()},
 		stats: statsFake{usage: someUsage(), broken: []string{"c5", "p4"}}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	for _, c := range []struct {

@@ -10,28 +10,25 @@ import (
 )
 
 // DescribePod describes a pod to plugins.
-func DescribePod(info *state.Pod, cgroupsPath string) *nri.Pod {
-	return &nri.Pod{ID: info.ID, Handler: info.Handler, Config: info.Config, IPs: info.IPs, PID: info.PausePID,
-		NetNS: info.NetNS, CgroupsPath: cgroupsPath}
+func DescribePod(p *state.Pod) *nri.Pod {
+	return &nri.Pod{ID: p.ID, Handler: p.Handler, Config: p.ShownConfig(), IPs: p.IPs, PID: p.PausePID, NetNS: p.NetNS, CgroupsPath: p.CgroupsPath}
 }
 
-// DescribeContainer describes a container to plugins, with the adjustments they made. It opens no
-// file.
-func DescribeContainer(info *state.Container, adjustment *nri.Adjustment, facts host.Facts) *nri.Container {
-	described := &nri.Container{ID: info.ID, PodID: info.PodID, ImageID: info.ImageID, Config: info.Config,
-		State:     info.State,
-		CreatedAt: info.CreatedAt, StartedAt: info.StartedAt, FinishedAt: info.FinishedAt, ExitCode: info.ExitCode,
-		Reason: info.Reason, Message: info.Message, PID: info.PID, Resources: info.Resources, Adjustment: adjustment}
-	described.Spec = &specs.Spec{Process: info.Process}
-	if info.Described == nil { // the record is of an older version, or the creation failed
+// DescribeContainer describes a container to plugins. It looks at no file.
+func DescribeContainer(c *state.Container, facts host.Facts) *nri.Container {
+	exit := c.Ended()
+	described := &nri.Container{ID: c.ID, PodID: c.PodID, ImageID: c.Image.ID, Config: c.Config, State: c.State(),
+		CreatedAt: c.CreatedAt, StartedAt: c.StartedAt, FinishedAt: exit.FinishedAt, ExitCode: exit.Code,
+		Reason: exit.Reason, Message: exit.Message, PID: c.PID, Resources: c.Resources, Adjustment: c.Adjustment}
+	described.Spec = &specs.Spec{Process: c.Process}
+	if c.Described == nil { // an earlier version made its record, or its creation failed
 		return described
 	}
-	linux := *info.Described.Linux
-	inForce, err := limits.Kernel(info.Resources, info.Limits, facts)
-	if err == nil { // else report the limits of the creation
+	linux := *c.Described.Linux
+	if inForce, err := limits.Kernel(c.Resources, c.Limits, facts); err == nil { // else it would have those of its creation
 		inForce.Devices = linux.Resources.Devices
 		linux.Resources = inForce
 	}
-	described.Spec.Mounts, described.Spec.Hooks, described.Spec.Linux = info.Described.Mounts, info.Described.Hooks, &linux
+	described.Spec.Mounts, described.Spec.Hooks, described.Spec.Linux = c.Described.Mounts, c.Described.Hooks, &linux
 	return described
 }

@@ -1,12 +1,9 @@
 package podenv
 
 import (
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
 	"berth/internal/netns"
 	"berth/internal/rootfs"
 	"berth/internal/userns"
-	"berth/oci"
 	"berth/sandbox/state"
 )
 
@@ -16,13 +13,9 @@ type Namespaces struct {
 	Holder string // path of a program that does nothing
 }
 
-// Make creates and pins the pod's own user and network namespaces. netnsPath is the pin of the
-// network namespace; empty: the pod uses the node's.
-func (n Namespaces) Make(podID string, config *runtimeapi.PodSandboxConfig, netnsPath string) error {
-	mappings, err := oci.UserNamespace(config)
-	if err != nil {
-		return err
-	}
+// Make makes the user and network namespaces that the pod does not share with the node, and pins
+// them, that of the network at netnsPath; empty: it has the node's.
+func (n Namespaces) Make(podID string, mappings *userns.Mappings, netnsPath string) error {
 	if mappings == nil {
 		if netnsPath == "" {
 			return nil

@@ -10,8 +10,6 @@ import (
 	"net/netip"
 	"time"
 
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/internal/task"
@@ -76,38 +74,36 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 	})
 }
 
-// Plan chooses the network configuration and IP ranges of a pod and sets them in the record. The
-// error is FailedPrecondition without a CNI configuration, and InvalidArgument when the pod's
-// config cannot be passed to plugins.
-func (n *Networks) Plan(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
+// Plan decides what a pod is to be attached with: the network's configuration, and the addresses that it may get. spec has
+// the pod's ID, network namespace and config. FailedPrecondition without a configuration, InvalidArgument for a config that
+// CNI plugins cannot be called with.
+func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error) {
 	attachment, err := n.network.Plan()
 	if err != nil {
-		return err
+		return attachment, nil, err
 	}
-	rec.Network, rec.IPRanges = &attachment, n.network.IPRanges()
-	_, err = cniPod(rec, config) // else DEL would fail as well, and would be retried forever
-	return err
+	_, err = cniPod(spec) // else DEL would fail too, and the pod could never be removed
+	return attachment, n.network.IPRanges(), err
 }
 
-// Attach runs CNI ADD and sets the addresses in the record. The record already says that a DEL is
-// due. For a pod on the node's network it does nothing.
-func (n *Networks) Attach(ctx context.Context, rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
-	if rec.Network == nil {
-		return nil
+// Attach runs CNI ADD and returns the pod's addresses. The record says already that a DEL is due. nil: the pod is on the
+// node's network and has nothing to attach.
+func (n *Networks) Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string, err error) {
+	if attachment == nil {
+		return nil, nil
 	}
-	pod, err := cniPod(rec, config)
+	pod, err := cniPod(spec)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	ctx, span := trace.Nest(ctx, "CNI ADD")
 	defer span.End()
-	defer n.tasks.Begin("CNI ADD", "pod "+rec.ID)()
-	result, err := n.network.Add(ctx, *rec.Network, pod)
+	defer n.tasks.Begin("CNI ADD", spec.String())()
+	result, err := n.network.Add(ctx, *attachment, pod)
 	if err != nil {
-		return fmt.Errorf("attach pod %s to its network: %w", rec.ID, err)
+		return nil, fmt.Errorf("attach pod %s to its network: %w", spec.ID, err)
 	}
-	rec.IPs = addressStrings(result.IPs)
-	return nil
+	return addressStrings(result.IPs), nil
 }
 
 func addressStrings(ips []netip.Addr) []string {
@@ -118,18 +114,17 @@ func addressStrings(ips []netip.Addr) []string {
 	return list
 }
 
-// Detach runs CNI DEL with the same configuration as ADD.
-func (n *Networks) Detach(ctx context.Context, rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
-	pod, err := cniPod(rec, config)
+// Detach runs CNI DEL with the configuration that ADD had.
+func (n *Networks) Detach(ctx context.Context, spec *state.PodSpec, attachment cni.Attachment) error {
+	pod, err := cniPod(spec)
 	if err != nil {
-		n.log.Warn("skip CNI DEL: plugins never saw this pod, because its config cannot be passed to them",
-			"pod", rec.ID, "error", err)
+		n.log.Warn("CNI plugins cannot be called for a pod, so it has no network to detach from", "pod", spec.ID, "error", err)
 		return nil
 	}
 	ctx, span := trace.Nest(ctx, "CNI DEL")
 	defer span.End()
-	defer n.tasks.Begin("CNI DEL", "pod "+rec.ID)()
-	return n.network.Del(ctx, *rec.Network, pod)
+	defer n.tasks.Begin("CNI DEL", spec.String())()
+	return n.network.Del(ctx, attachment, pod)
 }
 
 // Forget removes the cached ADD result of a detached pod.
@@ -160,19 +155,15 @@ func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 // ended.
 const gcLimit = 10 * time.Second
 
-// Collect runs CNI GC: plugins release what they hold for pods that are not in pods, because their
-// records were lost. It must start before the first request is served, so that pods is complete. A
-// plugin that does not support GC, or is slow, does not stop the daemon from starting.
-func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord, *runtimeapi.PodSandboxConfig]) {
+// Collect gives back what networks hold for pods that are not among these: of records that were
+// lost. It begins before the first request, so that every pod there can be is known. A plugin that can't do it, or
+// takes long, keeps nobody from starting.
+func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec]) {
 	var valid []cni.Pod
-	for rec, config := range pods {
-		if rec.Network == nil {
-			continue
-		}
-		pod, err := cniPod(rec, config)
+	for spec := range attached {
+		pod, err := cniPod(spec)
 		if err != nil {
-			n.log.Warn("CNI GC: the config of a pod cannot be passed to plugins, so they release what they hold for it", "pod",
-				rec.ID, "error", err)
+			n.log.Warn("a pod can't be told to CNI plugins: what they hold for it is given back", "pod", spec.ID, "error", err)
 			continue
 		}
 		valid = append(valid, pod)
@@ -200,13 +191,13 @@ func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord,
 // Leave stops waiting for plugins when the daemon shuts down. Running plugins continue.
 func (n *Networks) Leave() { n.network.Leave() }
 
-// cniPod returns the pod as passed to plugins, the same for ADD and DEL. It fails only for a pod
-// that Plan refuses, or would have refused in an older version, so plugins never saw such a pod.
-func cniPod(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) (cni.Pod, error) {
-	pod, err := cni.NewPod(rec.ID, rec.NetNS, config)
+// cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for what Plan refuses,
+// now or in an older berth, so plugins were never told of such a pod.
+func cniPod(spec *state.PodSpec) (cni.Pod, error) {
+	pod, err := cni.NewPod(spec.ID, spec.NetNS, spec.Config)
 	if err != nil {
 		return pod, err
 	}
-	pod.IPRanges = rec.IPRanges
+	pod.IPRanges = spec.IPRanges
 	return pod, nil
 }

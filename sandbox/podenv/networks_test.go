@@ -9,8 +9,6 @@ import (
 	"testing"
 	"time"
 
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
 	"berth/cni"
 	"berth/internal/task"
 	"berth/sandbox/state"
@@ -47,7 +45,7 @@ func TestCollectIsNotInterrupted(t *testing.T) {
 		}
 		cancel()
 	}()
-	n.Collect(ctx, func(func(*state.PodRecord, *runtimeapi.PodSandboxConfig) bool) {})
+	n.Collect(ctx, func(func(*state.PodSpec) bool) {})
 	if !exists("begun") || exists("done") {
 		t.Error("the start did not go on while the plugin works")
 	}

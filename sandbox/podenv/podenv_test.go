@@ -42,9 +42,8 @@ func TestFinishFiles(t *testing.T) {
 	k := Provisioner{Dirs: dirsBelow(t.TempDir()), SELinux: lsm.SELinux{Relabel: func(path, label string) error { labels[path] = label; return nil }}}
 	dir := k.Dirs.Etc("p")
 	makeAll(t, dir)
-	pod := Pod{Rec: &state.PodRecord{ID: "p", IPs: []string{"10.0.0.7"}, SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}},
-		Config: &runtimeapi.PodSandboxConfig{Hostname: "ship"}}
-	if err := k.FinishFiles(t.Context(), pod); err != nil {
+	pod := &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}, Config: &runtimeapi.PodSandboxConfig{Hostname: "ship"}}
+	if err := k.FinishFiles(t.Context(), pod, []string{"10.0.0.7"}); err != nil {
 		t.Fatal(err)
 	}
 	if want := map[string]string{dir: "pod-files"}; !maps.Equal(labels, want) {
@@ -95,10 +94,11 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer network.Close()
-	k := Provisioner{Dirs: dirsBelow(dir), Tasks: task.NewRunner(log, nil), Log: log}
+	tasks := task.NewRunner(log, nil)
+	k := Provisioner{Dirs: dirsBelow(dir)}
 	makeAll(t, k.Dirs.Trash(), filepath.Join(cache, "results"))
-	k.Trash, k.Processes.Dirs, k.Namespaces.Dirs = trash.New(k.Dirs.Trash(), safefs.RemoveAll, log), k.Dirs, k.Dirs
-	if k.Networks, err = OpenNetworks(network, k.Dirs.Root, k.Tasks, log); err != nil {
+	k.Trash, k.Namespaces.Dirs = trash.New(k.Dirs.Trash(), safefs.RemoveAll, log), k.Dirs
+	if k.Networks, err = OpenNetworks(network, k.Dirs.Root, tasks, log); err != nil {
 		t.Fatal(err)
 	}
 	exists := func(path string) bool { _, err := os.Lstat(path); return err == nil }
@@ -120,8 +120,8 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	if err := k.RemoveUnrecorded(t.Context(), id); err != nil || exists(k.Dirs.PodFiles(id)) {
 		t.Errorf("without an address: %v", err)
 	}
-	k.Tasks.Background.Close()
-	if err := k.Tasks.Background.Wait(t.Context()); err != nil {
+	tasks.Background.Close()
+	if err := tasks.Background.Wait(t.Context()); err != nil {
 		t.Error(err)
 	}
 }

@@ -30,17 +30,11 @@ func (k Provisioner) Unrecorded(known func(id string) bool) (map[string]bool, er
 	return ids, nil
 }
 
-// RemoveUnrecorded removes everything that a pod or container of that ID can have. Networks were asked to collect
-// theirs before.
+// RemoveUnrecorded removes everything that a pod or container of that ID can have, its processes apart. The caller has removed those.
+// Networks were asked to collect theirs before.
 func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
-	failpoint.Reach("unrecorded.remove")
-	if err := k.Processes.RemoveByID(ctx, id); err != nil {
-		return err // it may be alive: it keeps its files
-	}
-	failpoint.Reach("unrecorded.processes-removed")
 	err := errors.Join(
-		k.Processes.RemoveRoot(id),
-		k.removeMounts(id),
+		k.RemoveMounts(id),
 		k.Trash.Discard(k.Dirs.Writable(id)))
 	// The network comes last, for it may have to wait until the node has one. What says that it is due is the pod's files.
 	if detachErr := k.detachUnrecorded(ctx, id); detachErr != nil {

@@ -9,14 +9,14 @@ import (
 // ErrStopped is why a launch was given up.
 var ErrStopped = errors.New("it was stopped while it was being started")
 
-// UnderWay is a container's launch under way, or, while the container is made, what finds out whether one could be. There is one at a
+// CancelSlot is a container's launch under way, or, while the container is made, what finds out whether one could be. There is one at a
 // time; GiveUp may be called at any.
-type UnderWay struct {
+type CancelSlot struct {
 	giveUp atomic.Pointer[context.CancelCauseFunc] // nil: none is under way
 }
 
 // Begin returns what a launch's context is to be, and what ends it.
-func (u *UnderWay) Begin(ctx context.Context) (launchCtx context.Context, end func()) {
+func (u *CancelSlot) Begin(ctx context.Context) (launchCtx context.Context, end func()) {
 	launchCtx, cancel := context.WithCancelCause(ctx)
 	u.giveUp.Store(&cancel)
 	return launchCtx, func() {
@@ -26,7 +26,7 @@ func (u *UnderWay) Begin(ctx context.Context) (launchCtx context.Context, end fu
 }
 
 // GiveUp has a launch that is under way taken back, if there is one: its launcher may hang. ErrStopped is the cause.
-func (u *UnderWay) GiveUp() {
+func (u *CancelSlot) GiveUp() {
 	if cancel := u.giveUp.Load(); cancel != nil {
 		(*cancel)(ErrStopped)
 	}

@@ -7,8 +7,8 @@ import (
 )
 
 // A launch is given up while it is under way, and what was asked for before or after it concerns no other.
-func TestUnderWay(t *testing.T) {
-	var u UnderWay
+func TestCancelSlot(t *testing.T) {
+	var u CancelSlot
 	u.GiveUp()
 	first, end := u.Begin(t.Context())
 	if first.Err() != nil {

@@ -8,6 +8,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/errdefs"
+	"berth/sandbox/state"
 )
 
 // lookLimit is how long the description of a container may take, for which the sources of its mounts are looked at.
@@ -16,10 +17,10 @@ const lookLimit = 2 * time.Second
 // Describe is Spec for those who only want to see it. It looks at the sources of the container's mounts, and so may
 // meet a volume that hangs (NFS without its server): who asks waits for two seconds at most, and one looks at a time, which
 // looking, the container's own, tells. Errors: DeadlineExceeded, Unavailable while an earlier look hangs, else what became of a source.
-func (k Launcher) Describe(ctx context.Context, pod SpecPod, c LaunchContainer, looking *atomic.Bool) (*specs.Spec, error) {
+func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string, looking *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookLimit)
 	defer cancel()
-	return k.lookAt(ctx, c.Rec.ID, looking, func() (*specs.Spec, error) { return k.describe(pod, c) })
+	return k.lookAt(ctx, c.ID, looking, func() (*specs.Spec, error) { return k.describe(pod, c, targetPIDNS) })
 }
 
 // lookAt does what may hang, and waits for it until ctx ends.

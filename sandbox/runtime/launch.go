@@ -8,10 +8,8 @@ import (
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/failpoint"
-	"berth/internal/nri"
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/internal/trace"
@@ -37,28 +35,17 @@ type Launcher struct {
 	Tasks      *task.Runner
 }
 
-// Container is what a container is launched from.
-type LaunchContainer struct {
-	Rec         *state.ContainerRecord // what does not change after the container was published is read
-	Config      *runtimeapi.ContainerConfig
-	Resources   *runtimeapi.LinuxContainerResources
-	Limits      *nri.Limits            // added to these by plugins
-	TargetPIDNS func() (string, error) // the PID namespace to join; empty: as the config says
-}
-
-// Pause starts the process that holds the pod's namespaces, which there are. image replaces the embedded pause; nil: none.
-func (k Launcher) Pause(ctx context.Context, pod SpecPod, image *state.Image) (*proto.Started, error) {
+// Pause starts the process that holds the pod's namespaces. The namespaces exist.
+func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
-	idMap, err := k.idMap(pod.ID, pod.Config)
-	if err != nil {
-		return nil, err
-	}
+	image, idMap := pod.PauseImage, k.idMap(pod)
 	root := k.Roots.Pause(k.PauseDir, idMap, pod.Labels.Mount)
 	k.AppArmor.Ensure(ctx)
 	var files UserFiles
 	var config *ocispec.ImageConfig
 	var imageUser string
+	var err error
 	if image != nil {
 		// Writable, because the usual pause image is nothing but its program: the
 		// folders to mount on have to be made.
@@ -94,75 +81,66 @@ func (k Launcher) Pause(ctx context.Context, pod SpecPod, image *state.Image) (*
 }
 
 // Root is the writable root filesystem of a container.
-func (k Launcher) Root(ctx context.Context, pod SpecPod, c LaunchContainer) (rootfs.Spec, error) {
+func (k Launcher) Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error) {
 	defer trace.Begin(ctx, "root filesystem").End()
-	idMap, err := k.idMap(pod.ID, pod.Config)
-	if err != nil {
-		return rootfs.Spec{}, err
-	}
-	return k.Roots.Writable(c.Rec.ID, &c.Rec.Image, idMap, c.Rec.SELinux.Mount, c.Rec.Project)
+	return k.Roots.Writable(c.ID, &c.Image, k.idMap(pod), c.Labels.Mount, c.Project)
 }
 
 // User finds out who a container runs as. root is its root filesystem.
-func (k Launcher) User(ctx context.Context, c LaunchContainer, root rootfs.Spec) (users.User, error) {
+func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error) {
 	defer trace.Begin(ctx, "users").End()
-	files, err := k.Users.Of(c.Rec.Image.ID, root)
+	files, err := k.Users.Of(c.Image.ID, root)
 	if err != nil {
 		return users.User{}, err
 	}
-	request := users.ContainerRequest(c.Config.GetLinux().GetSecurityContext(), c.Rec.Image.Config.User)
+	request := users.ContainerRequest(c.Config.GetLinux().GetSecurityContext(), c.Image.Config.User)
 	return users.Resolve(files.Passwd, files.Group, request)
 }
 
-// Spec describes a container to its launcher. It looks at the sources of mounts, and ends with ctx where a volume hangs.
-func (k Launcher) Spec(ctx context.Context, pod SpecPod, c LaunchContainer) (*specs.Spec, error) {
+// Spec builds the runtime-spec of a container. targetPIDNS is the PID namespace to join, empty for the config's. It inspects
+// the sources of mounts and returns ctx's error when a volume hangs.
+func (k Launcher) Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
-	err := k.aside(ctx, c, "describe", func(c LaunchContainer) (err error) { spec, err = k.describe(pod, c); return err })
-	if err != nil { // spec may be written still
+	err := k.detached(ctx, c, "describe", func() (err error) { spec, err = k.describe(pod, c, targetPIDNS); return err })
+	if err != nil { // another goroutine may still write spec
 		return nil, err
 	}
 	return spec, nil
 }
 
 // describe may hang with a volume.
-func (k Launcher) describe(pod SpecPod, c LaunchContainer) (*specs.Spec, error) {
-	defer k.Tasks.Begin("the sources of its mounts", "container "+c.Rec.ID)()
-	target, err := c.TargetPIDNS()
-	if err != nil {
-		return nil, err
-	}
-	return k.Node.Container(pod, SpecContainer{ID: c.Rec.ID, Config: c.Config, Image: &c.Rec.Image.Config,
-		User: c.Rec.User, Labels: c.Rec.SELinux, Volumes: k.Roots.VolumePlaces(c.Rec.ID, c.Rec.Volumes),
-		TargetPIDNS: target, Resources: c.Resources, Limits: c.Limits, Adjustment: c.Rec.Adjustment})
+func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error) {
+	defer k.Tasks.Begin("the sources of its mounts", c.String())()
+	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), targetPIDNS)
 }
 
-// Prove describes a container, and refuses what a launch would. Its mounts have sources afterwards, and these their SELinux labels. It
-// ends with ctx where a volume hangs; nothing is begun then that was not.
-func (k Launcher) Prove(ctx context.Context, pod SpecPod, c LaunchContainer) (*specs.Spec, error) {
+// Validate builds the runtime-spec of a container and refuses what a launch would refuse. It makes missing sources of mounts
+// and sets their SELinux labels. It returns ctx's error when a volume hangs, and starts no further step then.
+func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "look at mounts").End()
-	if err := k.Roots.CheckVolumes(c.Rec.ID, c.Config, c.Rec.Volumes); err != nil {
+	if err := k.Roots.CheckVolumes(c.ID, c.Config, c.Volumes); err != nil {
 		return nil, err
 	}
 	var spec *specs.Spec
 	var toLabel []string
-	err := k.aside(ctx, c, "look at the mounts of", func(c LaunchContainer) (err error) {
+	err := k.detached(ctx, c, "look at the mounts of", func() (err error) {
 		if err = state.MakeSources(ctx, c.Config); err != nil {
 			return err
 		}
-		if spec, err = k.describe(pod, c); err != nil {
+		if spec, err = k.describe(pod, c, targetPIDNS); err != nil {
 			return err
 		}
 		if err = k.checkMounts(pod.ID, pod.Runtime, spec); err != nil {
 			return err
 		}
-		toLabel, err = lsm.MountsToLabel(c.Config, c.Rec.SELinux)
+		toLabel, err = lsm.MountsToLabel(c.Config, c.Labels)
 		return err
 	})
-	if err != nil { // the others may be written still
+	if err != nil { // another goroutine may still write the results
 		return nil, err
 	}
-	if err := k.labelMounts(ctx, toLabel, c.Rec.SELinux); err != nil {
+	if err := k.labelMounts(ctx, toLabel, c.Labels); err != nil {
 		return nil, err
 	}
 	return spec, nil
@@ -179,32 +157,32 @@ func (k Launcher) labelMounts(ctx context.Context, sources []string, labels conf
 	return nil
 }
 
-// Container starts a container of a pod that runs.
-func (k Launcher) Container(ctx context.Context, pod SpecPod, c LaunchContainer) (*proto.Started, error) {
+// Start starts a container of a pod that runs. targetPIDNS is the PID namespace to join, empty for the config's.
+func (k Launcher) Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*proto.Started, error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {
 		return nil, err
 	}
-	volumes, err := k.Roots.HoldVolumes(c.Rec.ID, c.Config, c.Rec.Volumes)
+	volumes, err := k.Roots.HoldVolumes(c.ID, c.Config, c.Volumes)
 	if err != nil {
 		return nil, err
 	}
 	k.AppArmor.Ensure(ctx)
-	spec, err := k.Spec(ctx, pod, c)
+	spec, err := k.Spec(ctx, pod, c, targetPIDNS)
 	if err != nil {
 		return nil, err
 	}
-	dir := k.Node.Dirs.Shim(c.Rec.ID)
+	dir := k.Node.Dirs.Shim(c.ID)
 	failpoint.Reach("container.make-directory")
 	if err := os.MkdirAll(filepath.Join(dir, "rootfs"), 0o700); err != nil {
-		return nil, fmt.Errorf("make shim directory of container %s: %w", c.Rec.ID, err)
+		return nil, fmt.Errorf("make shim directory of container %s: %w", c.ID, err)
 	}
 	failpoint.Reach("container.directory-made")
-	defer k.Tasks.Begin("its launch", "container "+c.Rec.ID)()
+	defer k.Tasks.Begin("its launch", "container "+c.ID)()
 	return k.Launchers.Launch(ctx, &proto.Launch{
-		ID: c.Rec.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: ShownAs(root, volumes),
+		ID: c.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: ShownAs(root, volumes),
 		SystemdCgroup: k.Node.SystemdCgroup,
-		LogPath:       c.Rec.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
+		LogPath:       c.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(), Runtime: pod.Runtime.Program(),
 	})
 }

@@ -10,6 +10,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/host"
 	"berth/internal/task"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
@@ -83,41 +84,38 @@ func TestNothingIsLabelledInVain(t *testing.T) {
 	}
 }
 
-// What is done aside goes on with the record as it was: whoever has the turn next may change it.
-func TestAsideHasItsOwnRecord(t *testing.T) {
+// A detached step goes on without its caller, also while berth stops.
+func TestDetachedStepOutlivesItsCaller(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	k := Launcher{Tasks: tasks, Sources: NewSources(tasks)}
 	tasks.Operations.Close() // a container that is being started while berth is told to stop is started
 	ctx, cancel := context.WithCancel(t.Context())
-	c := LaunchContainer{Rec: &state.ContainerRecord{ID: "c", LogPath: "before"}, Config: &runtimeapi.ContainerConfig{
-		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}
-	proceed, seen := make(chan struct{}), make(chan string, 1)
-	err := k.aside(ctx, c, "look at", func(c LaunchContainer) error {
+	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{
+		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}}
+	proceed, ended := make(chan struct{}), make(chan struct{})
+	err := k.detached(ctx, c, "look at", func() error {
 		cancel()
 		<-proceed
-		seen <- c.Rec.LogPath
+		close(ended)
 		return nil
 	})
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("error %v", err)
 	}
-	c.Rec.LogPath = "after"
 	close(proceed)
-	if got := <-seen; got != "before" {
-		t.Errorf("the record changed: %q", got)
-	}
+	<-ended
 }
 
-// A volume that hangs while a container is described shows among the waits, whoever asked for that and whether he still waits.
+// A volume that hangs while a container is described shows among the waits, whoever asked for it and whether the caller
+// still waits.
 func TestDescribingShowsAmongTheWaits(t *testing.T) {
 	waits := new(task.Waits)
-	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), waits)}
 	var during []task.Wait
-	enough := errors.New("enough")
-	look := func() (string, error) { during = waits.List(); return "", enough }
-	if _, err := k.describe(SpecPod{}, LaunchContainer{Rec: &state.ContainerRecord{ID: "c"}, TargetPIDNS: look}); !errors.Is(err, enough) {
-		t.Fatal(err)
-	}
+	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), waits),
+		Node: Node{Host: &host.Facts{}, NoAppArmor: func() string { during = waits.List(); return "" }}}
+	pod := &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}}
+	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{}}}
+	_, _ = k.describe(pod, c, "") // refused: the config has no command
 	if len(during) != 1 || during[0].Object != "container c" || during[0].Limit == 0 {
 		t.Errorf("waits: %v", during)
 	}

@@ -9,6 +9,7 @@ import (
 
 	"berth/internal/task"
 	"berth/oci"
+	"berth/sandbox/state"
 )
 
 // Sources are what mounts are of: volumes, whose servers may not answer. Who asks such a one is in the kernel for as long as that
@@ -82,11 +83,10 @@ func (s *Sources) leave(key string) {
 	delete(s.busy, key)
 }
 
-// aside does what may hang with a container's volumes, after each has answered: one that is dead has one thread, however many
-// containers are of it and however often they are tried. When ctx ends it goes on without the caller; op gets a copy of the
-// record, for the caller passes the turn on.
-func (k Launcher) aside(ctx context.Context, c LaunchContainer, what string, op func(LaunchContainer) error) error {
-	object := "container " + c.Rec.ID
+// detached runs op, which may hang with a volume of the container, after each volume has answered. A dead volume holds one
+// thread, however many containers mount it. When ctx ends, detached returns its error and op goes on.
+func (k Launcher) detached(ctx context.Context, c *state.Container, what string, op func() error) error {
+	object := "container " + c.ID
 	defer k.Tasks.Begin("its volumes to answer", object)()
 	for _, m := range c.Config.GetMounts() {
 		source := m.GetHostPath()
@@ -101,7 +101,5 @@ func (k Launcher) aside(ctx context.Context, c LaunchContainer, what string, op 
 			return fmt.Errorf("mount of %s: %w", m.GetContainerPath(), err)
 		}
 	}
-	rec := *c.Rec
-	c.Rec = &rec
-	return k.Tasks.Aside(ctx, task.Limit, what, object, func() error { return op(c) })
+	return k.Tasks.Aside(ctx, task.Limit, what, object, op)
 }

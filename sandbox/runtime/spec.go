@@ -11,9 +11,7 @@ import (
 	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/oci"
-	"berth/oci/confine"
 	"berth/oci/users"
-	"berth/sandbox/handler"
 	"berth/sandbox/state"
 )
 
@@ -27,39 +25,8 @@ type Node struct {
 	OwnDevices    bool // devices belong to the user and group of the security context
 }
 
-// Pod is what they need to know of a pod.
-type SpecPod struct {
-	ID       string
-	Config   *runtimeapi.PodSandboxConfig
-	Runtime  *handler.Runtime // nil: libcontainer
-	NetNS    string           // empty: the node's
-	PausePID int              // 0 for its pause
-	Tmpfs    bool             // see state.PodRecord
-	Labels   confine.Labels
-}
-
-// NewSpecPod returns what is written down of a pod. pausePID is 0 for its pause. What does not change any more once the pod is
-// published is read of the record.
-func NewSpecPod(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig, pausePID int) SpecPod {
-	return SpecPod{ID: rec.ID, Config: config, Runtime: rec.Runtime, NetNS: rec.NetNS, PausePID: pausePID, Labels: rec.SELinux, Tmpfs: rec.Tmpfs}
-}
-
-// Container is what they need to know of a container.
-type SpecContainer struct {
-	ID          string
-	Config      *runtimeapi.ContainerConfig
-	Image       *ocispec.ImageConfig
-	User        users.User
-	Labels      confine.Labels
-	Volumes     map[int]string // where image volumes are, by index of the mount
-	TargetPIDNS string         // the PID namespace to join; empty: as the config says
-	Resources   *runtimeapi.LinuxContainerResources
-	Limits      *nri.Limits     // added to these by plugins
-	Adjustment  *nri.Adjustment // what plugins changed of it
-}
-
 // Pause describes a pod's pause. image is its own, nil for the embedded one.
-func (n Node) Pause(p SpecPod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
+func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
 	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
 		SystemdCgroup: n.SystemdCgroup, User: user, Image: image})
 	if err != nil {
@@ -69,12 +36,13 @@ func (n Node) Pause(p SpecPod, user users.User, image *ocispec.ImageConfig) (*sp
 	return spec, nil
 }
 
-// Container describes a container of a pod that runs.
-func (n Node) Container(p SpecPod, c SpecContainer) (*specs.Spec, error) {
+// Container describes a container of a pod that runs. volumes are the places of its image volumes, by index of the mount;
+// targetPIDNS is the PID namespace to join, empty for the config's.
+func (n Node) Container(p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string) (*specs.Spec, error) {
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
-		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: c.Image, User: c.User, Labels: c.Labels, Host: n.facts(p),
-		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: c.TargetPIDNS, Resources: c.Resources, Files: host.Files{},
-		ImageVolumes: c.Volumes, DeviceOwnership: n.OwnDevices,
+		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: n.facts(p),
+		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: targetPIDNS, Resources: c.Resources, Files: host.Files{},
+		ImageVolumes: volumes, DeviceOwnership: n.OwnDevices,
 	})
 	if err != nil {
 		return nil, err
@@ -98,7 +66,7 @@ func (n Node) Container(p SpecPod, c SpecContainer) (*specs.Spec, error) {
 }
 
 // facts are what the machine offers to a pod: less than to others, if its runtime can't use it.
-func (n Node) facts(p SpecPod) host.Facts {
+func (n Node) facts(p *state.Pod) host.Facts {
 	facts := *n.Host
 	facts.NoAppArmorProfile = n.NoAppArmor()
 	if r := p.Runtime; r != nil {
@@ -108,7 +76,7 @@ func (n Node) facts(p SpecPod) host.Facts {
 }
 
 // pod is the pod as package oci sees it.
-func (n Node) pod(p SpecPod) oci.Pod {
+func (n Node) pod(p *state.Pod) oci.Pod {
 	dir, shm := n.Dirs.Etc(p.ID), n.Dirs.Shm(p.ID)
 	if !p.Tmpfs {
 		dir, shm = n.Dirs.PodFiles(p.ID), n.Dirs.OldShm(p.ID)
@@ -119,7 +87,7 @@ func (n Node) pod(p SpecPod) oci.Pod {
 	if state.HostIPC(p.Config) {
 		pod.Shm = "/dev/shm"
 	}
-	if state.HasUserNamespace(p.Config) {
+	if p.Mappings != nil {
 		pod.UserNS = n.Dirs.UserNS(p.ID)
 	}
 	return pod
@@ -137,8 +105,8 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 
 // bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They are of
 // the CRI's devices and of the CDI devices with these names.
-func (n Node) bindDevices(p SpecPod, c SpecContainer, cdiNames []string, spec *specs.Spec) error {
-	if !state.HasUserNamespace(p.Config) {
+func (n Node) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, spec *specs.Spec) error {
+	if p.Mappings == nil {
 		return nil
 	}
 	sources, err := n.CDI.HostPaths(cdiNames)

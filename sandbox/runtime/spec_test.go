@@ -7,6 +7,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/oci"
 	"berth/sandbox/handler"
 	"berth/sandbox/state"
 )
@@ -29,7 +30,11 @@ func TestPodForSpecs(t *testing.T) {
 	} {
 		config := &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/kubepods/p",
 			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: test.options}}}
-		got := n.pod(SpecPod{ID: "p", Config: config, NetNS: "/netns/p", PausePID: 7, Tmpfs: true})
+		mappings, err := oci.UserNamespace(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := n.pod(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: config, NetNS: "/netns/p", Tmpfs: true, Mappings: mappings}, PodStatus: state.PodStatus{PausePID: 7}})
 		if got.Shm != test.shm || got.UserNS != test.userns {
 			t.Errorf("%s: shm %s, user namespace %q", name, got.Shm, got.UserNS)
 		}
@@ -44,7 +49,7 @@ func TestPodForSpecs(t *testing.T) {
 // A pod that 0.2.0 made has its files where they were then.
 func TestPodOfEarlierVersion(t *testing.T) {
 	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
-	got := n.pod(SpecPod{ID: "p", Config: &runtimeapi.PodSandboxConfig{}})
+	got := n.pod(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}})
 	const etc = "/root/sandboxes/p/"
 	if got.Shm != "/state/pods/p/shm" || got.ResolvConf != etc+"resolv.conf" || got.Hosts != etc+"hosts" || got.Hostname != etc+"hostname" || got.OwnsFiles {
 		t.Errorf("%+v", got)
@@ -59,12 +64,12 @@ func TestFacts(t *testing.T) {
 		runtime *handler.Runtime
 		want    bool
 	}{"libcontainer": {nil, true}, "a program that can": {&handler.Runtime{RecursiveReadOnly: true}, true}, "one that can't": {&handler.Runtime{}, false}} {
-		if got := n.facts(SpecPod{Runtime: test.runtime}); got.RecursiveReadOnly != test.want || got.NoAppArmorProfile != "no parser" {
+		if got := n.facts(&state.Pod{PodSpec: &state.PodSpec{Runtime: test.runtime}}); got.RecursiveReadOnly != test.want || got.NoAppArmorProfile != "no parser" {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
 	facts.RecursiveReadOnly = false
-	if n.facts(SpecPod{Runtime: &handler.Runtime{RecursiveReadOnly: true}}).RecursiveReadOnly {
+	if n.facts(&state.Pod{PodSpec: &state.PodSpec{Runtime: &handler.Runtime{RecursiveReadOnly: true}}}).RecursiveReadOnly {
 		t.Error("a program is said to do what the host can't")
 	}
 }

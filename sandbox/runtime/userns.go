@@ -5,22 +5,20 @@ import (
 	"fmt"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/oci"
 	"berth/sandbox/handler"
+	"berth/sandbox/state"
 )
 
-// idMap is how the root filesystems of a pod's containers are shown to its user
-// namespace, nil if it has none.
-func (k Launcher) idMap(podID string, config *runtimeapi.PodSandboxConfig) (*rootfs.IDMap, error) {
-	mappings, err := oci.UserNamespace(config)
-	if err != nil || mappings == nil {
-		return nil, err
+// idMap returns how the root filesystems of the pod are shown to its user namespace, nil if it has none.
+func (k Launcher) idMap(pod *state.Pod) *rootfs.IDMap {
+	if pod.Mappings == nil {
+		return nil
 	}
-	return &rootfs.IDMap{UserNS: k.Node.Dirs.UserNS(podID), Mappings: *mappings}, nil
+	return &rootfs.IDMap{UserNS: k.Node.Dirs.UserNS(pod.ID), Mappings: *pod.Mappings}
 }
 
 // rootPlace is where a root filesystem has to be mounted; "" if that does not matter.

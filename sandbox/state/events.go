@@ -44,10 +44,10 @@ func (e *Events) ContainerChanged(before, after *Container) {
 	switch {
 	case before == nil:
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT, after.ID, after.PodID)
-	case before.State == after.State:
-	case after.State == runtimeapi.ContainerState_CONTAINER_RUNNING:
+	case before.State() == after.State():
+	case after.State() == runtimeapi.ContainerState_CONTAINER_RUNNING:
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, after.ID, after.PodID)
-	case after.State == runtimeapi.ContainerState_CONTAINER_EXITED:
+	case after.State() == runtimeapi.ContainerState_CONTAINER_EXITED:
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, after.ID, after.PodID)
 	}
 }
@@ -59,7 +59,7 @@ func (e *Events) PodChanged(before, after *Pod) {
 	case before == nil:
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT, after.ID, after.ID)
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, after.ID, after.ID)
-	case before.Ready && !after.Ready:
+	case before.Ready() && !after.Ready():
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, after.ID, after.ID)
 	}
 }

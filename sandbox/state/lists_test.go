@@ -31,8 +31,8 @@ func TestOldestFirst(t *testing.T) {
 	pods, containers := index.New[published[Pod]]("pod"), index.New[published[Container]]("container")
 	l, _ := NewLists(pods, containers)
 	add := func(id string, created int64) {
-		pods.Put(id, publishedPod(&Pod{ID: id, CreatedAt: time.Unix(created, 0)}))
-		containers.Put(id, publishedContainer(&Container{ID: id, CreatedAt: time.Unix(created, 0)}))
+		pods.Put(id, publishedPod(&Pod{PodSpec: &PodSpec{ID: id, CreatedAt: time.Unix(created, 0)}}))
+		containers.Put(id, publishedContainer(&Container{ContainerSpec: &ContainerSpec{ID: id, CreatedAt: time.Unix(created, 0)}}))
 	}
 	want := func(ids ...string) {
 		t.Helper()
@@ -67,7 +67,7 @@ func TestContainersOfOnePod(t *testing.T) {
 	containers := index.New[published[Container]]("container")
 	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)
 	add := func(id, podID string, age int) {
-		containers.Put(id, publishedContainer(&Container{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)}))
+		containers.Put(id, publishedContainer(&Container{ContainerSpec: &ContainerSpec{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)}}))
 	}
 	add("young", "p", 1)
 	add("old", "p", 2)
@@ -95,7 +95,7 @@ func BenchmarkContainers1000(b *testing.B) {
 	containers := index.New[published[Container]]("container")
 	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)
 	for i := range 1000 {
-		containers.Put(fmt.Sprint(i), publishedContainer(&Container{ID: fmt.Sprint(i), CreatedAt: time.Unix(int64(i), 0)}))
+		containers.Put(fmt.Sprint(i), publishedContainer(&Container{ContainerSpec: &ContainerSpec{ID: fmt.Sprint(i), CreatedAt: time.Unix(int64(i), 0)}}))
 	}
 	b.ReportAllocs()
 	for b.Loop() {

@@ -3,201 +3,248 @@ package state
 import (
 	"encoding/json"
 	"errors"
-	"fmt"
 	"path/filepath"
 	"time"
 
-	"github.com/opencontainers/go-digest"
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
 	"berth/cni"
+	"berth/internal/errdefs"
 	"berth/internal/nri"
+	"berth/internal/userns"
+	"berth/oci"
 	"berth/oci/confine"
 	"berth/oci/users"
 	"berth/sandbox/handler"
 )
 
-// Schema versions of the records. A newer berth reads older versions.
+// Versions of the record formats. A newer berth reads older versions.
 const (
 	podVersion       = 1
 	containerVersion = 1
 	runtimeVersion   = 1
 )
 
-type Phase string
-
-const (
-	PodStarting Phase = "starting" // effects may exist; the pod was never reported
-	PodReady    Phase = "ready"
-	PodStopped  Phase = "stopped" // no process, no network
-	Removing    Phase = "removing"
-
-	ContainerCreated  Phase = "created"
-	ContainerStarting Phase = "starting" // a launcher was asked; its shim directory tells how far it got
-	ContainerRunning  Phase = "running"
-	ContainerExited   Phase = "exited"
-)
-
-// PodRecord is what is known of a pod on disk: the checkpoint of its config, and
-// the names of everything that exists for it and does not follow from its ID.
-type PodRecord struct {
+// podRecord is a pod's Spec and Status as they are on disk.
+type podRecord struct {
 	ID        string    `json:"id"`
-	BootID    string    `json:"bootID"`          // nothing of it but files and addresses outlives the boot
-	RunID     string    `json:"runID,omitempty"` // of the state directory (Run), nor that; empty in records of earlier versions
+	BootID    string    `json:"bootID"`
+	RunID     string    `json:"runID,omitempty"`
 	Phase     Phase     `json:"phase"`
 	CreatedAt time.Time `json:"createdAt"`
 	Config    []byte    `json:"config"` // runtime.v1.PodSandboxConfig, as protobuf
 	Handler   string    `json:"handler,omitempty"`
 	Resources []byte    `json:"resources,omitempty"` // runtime.v1.UpdatePodSandboxResourcesRequest, as protobuf; nil: as in Config
 
-	Runtime *handler.Runtime `json:"runtime,omitempty"` // nil: libcontainer
+	Runtime *handler.Runtime `json:"runtime,omitempty"`
+	Tmpfs   bool             `json:"tmpfs,omitempty"`
 
-	Tmpfs bool `json:"tmpfs,omitempty"` // its files and /dev/shm are on a tmpfs of its own; false: 0.2.0 or earlier made it
+	CgroupsPath string           `json:"cgroupsPath"`
+	Mappings    *userns.Mappings `json:"mappings,omitempty"` // nil: the host's user namespace, or 0.4.0 or earlier made the record
+	NetNS       string           `json:"netns,omitempty"`
+	Network     *cni.Attachment  `json:"network,omitempty"`
+	IPRanges    [][]cni.IPRange  `json:"ipRanges,omitempty"`
+	IPs         []string         `json:"ips,omitempty"`
 
-	CgroupsPath string          `json:"cgroupsPath"`
-	NetNS       string          `json:"netns,omitempty"`   // empty: the host's
-	Network     *cni.Attachment `json:"network,omitempty"` // set before ADD, cleared after DEL
-	IPRanges    [][]cni.IPRange `json:"ipRanges,omitempty"`
-	IPs         []string        `json:"ips,omitempty"`
-
-	SELinux    confine.Labels `json:"selinux,omitzero"`     // containers without options of their own share them
-	PauseImage *Image         `json:"pauseImage,omitempty"` // nil: the embedded pause
+	SELinux    confine.Labels `json:"selinux,omitzero"`
+	PauseImage *Image         `json:"pauseImage,omitempty"`
 	PausePID   int            `json:"pausePID,omitempty"`
-	PauseStart uint64         `json:"pauseStart,omitempty"` // start time, clock ticks
+	PauseStart uint64         `json:"pauseStart,omitempty"`
 }
 
-// Image is what a container keeps of its image, which may be removed before it.
-type Image struct {
-	ID     string              `json:"id"`
-	Ref    string              `json:"ref,omitempty"` // name@digest; empty: the image had none, or 0.2.0 or earlier made the record
-	Layers []digest.Digest     `json:"layers"`
-	Config ocispec.ImageConfig `json:"config"`
-}
-
-// ContainerRecord is what is known of a container on disk.
-type ContainerRecord struct {
+// containerRecord is a container's Spec and Status as they are on disk.
+type containerRecord struct {
 	ID        string    `json:"id"`
 	PodID     string    `json:"podID"`
 	BootID    string    `json:"bootID"`
-	RunID     string    `json:"runID,omitempty"` // as in Pod
+	RunID     string    `json:"runID,omitempty"`
 	Phase     Phase     `json:"phase"`
 	CreatedAt time.Time `json:"createdAt"`
 	Config    []byte    `json:"config"`              // runtime.v1.ContainerConfig, as protobuf
-	Resources []byte    `json:"resources,omitempty"` // runtime.v1.LinuxContainerResources in force, as protobuf
+	Resources []byte    `json:"resources,omitempty"` // runtime.v1.LinuxContainerResources in force, as protobuf; nil: as in Config
 
-	Adjustment *nri.Adjustment `json:"adjustment,omitempty"` // what plugins changed at its creation
-	Limits     *nri.Limits     `json:"limits,omitempty"`     // in force, set by plugins
+	Adjustment *nri.Adjustment `json:"adjustment,omitempty"`
+	Limits     *nri.Limits     `json:"limits,omitempty"`
 
 	Image       Image          `json:"image"`
-	Volumes     []Volume       `json:"volumes,omitempty"` // images mounted as volumes
+	Volumes     []Volume       `json:"volumes,omitempty"`
 	User        users.User     `json:"user"`
-	Project     uint32         `json:"project,omitempty"` // of the writable layer, in the quotas of its filesystem; 0: none
+	Project     uint32         `json:"project,omitempty"`
 	CgroupsPath string         `json:"cgroupsPath"`
 	LogPath     string         `json:"logPath,omitempty"`
 	SELinux     confine.Labels `json:"selinux,omitzero"`
-	Process     *specs.Process `json:"process,omitempty"`   // what execs derive from
-	Described   *specs.Spec    `json:"described,omitempty"` // what plugins are told of it besides Process
+	Process     *specs.Process `json:"process,omitempty"`
+	Described   *specs.Spec    `json:"described,omitempty"`
 
-	StartedAt time.Time `json:"startedAt,omitzero"` // when the start began; the shim directory has the moment
+	StartedAt time.Time `json:"startedAt,omitzero"`
 	Exit      *Exit     `json:"exit,omitempty"`
 }
 
-// Exit is how a container ended.
-type Exit struct {
-	Code       int32     `json:"code"`
-	Reason     string    `json:"reason"`
-	Message    string    `json:"message,omitempty"`
-	StartedAt  time.Time `json:"startedAt,omitzero"`
-	FinishedAt time.Time `json:"finishedAt"`
-}
-
-// Volume is what a container keeps of an image that it has as a volume
-// (KEP-4639). The image may be removed before the container; its layers stay.
-type Volume struct {
-	Mount   int             `json:"mount"` // index in the config's mounts
-	ImageID string          `json:"imageID"`
-	Layers  []digest.Digest `json:"layers"`
-}
-
-// Holder is the name under which the layers are held for a container. Each volume has one
-// of its own, since a holder has one image's layers.
-func (v Volume) Holder(containerID string) string {
-	return fmt.Sprintf("%s volume %d", containerID, v.Mount)
-}
-
-// Runtime is what UpdateRuntimeConfig told.
+// Runtime is the record of what UpdateRuntimeConfig set.
 type Runtime struct {
 	PodCIDR string `json:"podCIDR"`
 }
 
-// OpenPods, OpenContainers and OpenRuntime open the folders of records below root.
-func OpenPods(root string) (*checkpoint.Dir, error) {
-	return checkpoint.OpenDir(filepath.Join(root, "pods"), "pod", podVersion, checkpoint.Process)
-}
-
-func OpenContainers(root string) (*checkpoint.Dir, error) {
-	return checkpoint.OpenDir(filepath.Join(root, "containers"), "container", containerVersion, checkpoint.Process)
-}
-
+// OpenRuntime opens the folder of the runtime record below root.
 func OpenRuntime(root string) (*checkpoint.Dir, error) {
 	return checkpoint.OpenDir(filepath.Join(root, "runtime"), "runtime", runtimeVersion, checkpoint.Process)
 }
 
-// ReadPod decodes the record of the pod with that ID. update is nil if its resources are those of config.
-func ReadPod(id string, body []byte) (rec PodRecord, config *runtimeapi.PodSandboxConfig, update *runtimeapi.UpdatePodSandboxResourcesRequest, err error) {
-	if err = json.Unmarshal(body, &rec); err != nil {
-		return rec, nil, nil, err
+// Records are the durable records of pods and containers. A record is on disk when a method that writes it returns.
+type Records struct{ pods, containers *checkpoint.Dir }
+
+// OpenRecords opens the folders of records below root. begin names each write among the waits.
+func OpenRecords(root string, begin func(what, object string) func()) (*Records, error) {
+	pods, err := checkpoint.OpenDir(filepath.Join(root, "pods"), "pod", podVersion, checkpoint.Process)
+	if err != nil {
+		return nil, err
 	}
-	config = &runtimeapi.PodSandboxConfig{}
-	if err = proto.Unmarshal(rec.Config, config); err != nil {
-		return rec, nil, nil, err
+	containers, err := checkpoint.OpenDir(filepath.Join(root, "containers"), "container", containerVersion, checkpoint.Process)
+	if err != nil {
+		return nil, err
 	}
-	if rec.ID != id || config.Metadata == nil {
-		return rec, nil, nil, errors.New("not the record of this pod")
-	}
-	if rec.Resources != nil {
-		update = &runtimeapi.UpdatePodSandboxResourcesRequest{}
-		err = proto.Unmarshal(rec.Resources, update)
-	}
-	return rec, config, update, err
+	pods.Note(begin)
+	containers.Note(begin)
+	return &Records{pods, containers}, nil
 }
 
-// ReadContainer decodes the record of the container with that ID. resources are those in force.
-func ReadContainer(id string, body []byte) (rec ContainerRecord, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, err error) {
-	if err = json.Unmarshal(body, &rec); err != nil {
-		return rec, nil, nil, err
+// WritePod records a pod. InvalidArgument for a config that cannot be encoded. The caller holds the pod's lock.
+func (r *Records) WritePod(spec *PodSpec, status *PodStatus) error {
+	rec, err := encodePod(spec, status)
+	if err != nil {
+		return err
 	}
-	config = &runtimeapi.ContainerConfig{}
-	if err = proto.Unmarshal(rec.Config, config); err != nil {
-		return rec, nil, nil, err
+	return r.pods.Write(spec.ID, rec)
+}
+
+// WriteContainer records a container. InvalidArgument for a config that cannot be encoded. The caller holds the
+// container's lock.
+func (r *Records) WriteContainer(spec *ContainerSpec, status *ContainerStatus) error {
+	rec, err := encodeContainer(spec, status)
+	if err != nil {
+		return err
+	}
+	return r.containers.Write(spec.ID, rec)
+}
+
+// RemovePod and RemoveContainer remove a record. No record is no error.
+func (r *Records) RemovePod(id string) error { return r.pods.Remove(id) }
+
+// RemoveContainer removes the record of a container.
+func (r *Records) RemoveContainer(id string) error { return r.containers.Remove(id) }
+
+// LoadPods reads the records of all pods. damaged are records that fail their checks and were moved aside.
+func (r *Records) LoadPods(add func(*PodSpec, PodStatus)) (damaged []checkpoint.Damaged, err error) {
+	return r.pods.Load(func(name string, _ int, body []byte) error {
+		spec, status, err := decodePod(name, body)
+		if err == nil {
+			add(spec, status)
+		}
+		return err
+	})
+}
+
+// LoadContainers is LoadPods for containers.
+func (r *Records) LoadContainers(add func(*ContainerSpec, ContainerStatus)) (damaged []checkpoint.Damaged, err error) {
+	return r.containers.Load(func(name string, _ int, body []byte) error {
+		spec, status, err := decodeContainer(name, body)
+		if err == nil {
+			add(spec, status)
+		}
+		return err
+	})
+}
+
+func encodePod(spec *PodSpec, status *PodStatus) (*podRecord, error) {
+	config, err := proto.Marshal(spec.Config)
+	if err != nil {
+		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
+	}
+	var resources []byte
+	if status.Resources != nil {
+		if resources, err = proto.Marshal(status.Resources); err != nil {
+			return nil, errdefs.InvalidArgument("encode resources: %w", err)
+		}
+	}
+	return &podRecord{ID: spec.ID, BootID: spec.BootID, RunID: status.RunID, Phase: podRecorded[status.phase], CreatedAt: spec.CreatedAt,
+		Config: config, Handler: spec.Handler, Resources: resources, Runtime: spec.Runtime, Tmpfs: spec.Tmpfs,
+		CgroupsPath: spec.CgroupsPath, Mappings: spec.Mappings, NetNS: spec.NetNS, Network: status.Network, IPRanges: spec.IPRanges, IPs: status.IPs,
+		SELinux: spec.Labels, PauseImage: spec.PauseImage, PausePID: status.PausePID, PauseStart: status.PauseStart}, nil
+}
+
+func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRecord, error) {
+	config, err := proto.Marshal(spec.Config)
+	if err != nil {
+		return nil, errdefs.InvalidArgument("encode container config: %w", err)
+	}
+	var resources []byte
+	if status.Resources != nil && status.Resources != spec.Config.GetLinux().GetResources() {
+		if resources, err = proto.Marshal(status.Resources); err != nil {
+			return nil, errdefs.InvalidArgument("encode resources: %w", err)
+		}
+	}
+	return &containerRecord{ID: spec.ID, PodID: spec.PodID, BootID: spec.BootID, RunID: status.RunID, Phase: containerRecorded[status.phase],
+		CreatedAt: spec.CreatedAt, Config: config, Resources: resources, Adjustment: status.Adjustment, Limits: status.Limits,
+		Image: spec.Image, Volumes: spec.Volumes, User: status.User, Project: spec.Project, CgroupsPath: spec.CgroupsPath, LogPath: spec.LogPath,
+		SELinux: spec.Labels, Process: status.Process, Described: status.Described, StartedAt: status.StartedAt, Exit: status.Exit}, nil
+}
+
+// decodePod decodes the record of the pod with that ID. It derives what earlier versions did not record.
+func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
+	var rec podRecord
+	if err := json.Unmarshal(body, &rec); err != nil {
+		return nil, PodStatus{}, err
+	}
+	config := &runtimeapi.PodSandboxConfig{}
+	if err := proto.Unmarshal(rec.Config, config); err != nil {
+		return nil, PodStatus{}, err
 	}
 	if rec.ID != id || config.Metadata == nil {
-		return rec, nil, nil, errors.New("not the record of this container")
+		return nil, PodStatus{}, errors.New("not the record of this pod")
 	}
-	resources = config.GetLinux().GetResources()
+	if rec.Mappings == nil { // earlier versions derived them from the config each time they were needed
+		rec.Mappings, _ = oci.UserNamespace(config) // the pod's creation refused a config with an error
+	}
+	spec := &PodSpec{ID: rec.ID, BootID: rec.BootID, CreatedAt: rec.CreatedAt, Config: config, Handler: rec.Handler, Runtime: rec.Runtime,
+		Tmpfs: rec.Tmpfs, CgroupsPath: rec.CgroupsPath, NetNS: rec.NetNS, IPRanges: rec.IPRanges, Mappings: rec.Mappings, Labels: rec.SELinux,
+		PauseImage: rec.PauseImage}
+	status := PodStatus{phase: loadedPodPhase(rec.Phase), RunID: rec.RunID, Network: rec.Network, IPs: rec.IPs, PausePID: rec.PausePID, PauseStart: rec.PauseStart}
+	if rec.Resources != nil {
+		update := &runtimeapi.UpdatePodSandboxResourcesRequest{}
+		if err := proto.Unmarshal(rec.Resources, update); err != nil {
+			return nil, PodStatus{}, err
+		}
+		status.SetResources(config, update)
+	}
+	return spec, status, nil
+}
+
+// decodeContainer decodes the record of the container with that ID.
+func decodeContainer(id string, body []byte) (*ContainerSpec, ContainerStatus, error) {
+	var rec containerRecord
+	if err := json.Unmarshal(body, &rec); err != nil {
+		return nil, ContainerStatus{}, err
+	}
+	config := &runtimeapi.ContainerConfig{}
+	if err := proto.Unmarshal(rec.Config, config); err != nil {
+		return nil, ContainerStatus{}, err
+	}
+	if rec.ID != id || config.Metadata == nil {
+		return nil, ContainerStatus{}, errors.New("not the record of this container")
+	}
+	resources := config.GetLinux().GetResources()
 	if rec.Resources != nil {
 		resources = &runtimeapi.LinuxContainerResources{}
-		err = proto.Unmarshal(rec.Resources, resources)
+		if err := proto.Unmarshal(rec.Resources, resources); err != nil {
+			return nil, ContainerStatus{}, err
+		}
 	}
-	return rec, config, resources, err
+	spec := &ContainerSpec{ID: rec.ID, PodID: rec.PodID, BootID: rec.BootID, CreatedAt: rec.CreatedAt, Config: config, Image: rec.Image,
+		Volumes: rec.Volumes, Project: rec.Project, CgroupsPath: rec.CgroupsPath, LogPath: rec.LogPath, Labels: rec.SELinux}
+	status := ContainerStatus{phase: loadedContainerPhase(rec.Phase, rec.Process != nil), RunID: rec.RunID, Resources: resources, Limits: rec.Limits, User: rec.User,
+		Adjustment: rec.Adjustment, Process: rec.Process, Described: rec.Described, StartedAt: rec.StartedAt, Exit: rec.Exit}
+	return spec, status, nil
 }
-
-// Reasons of an exit, as kubelet and users of other runtimes know them.
-const (
-	ReasonCompleted  = "Completed"
-	ReasonError      = "Error"
-	ReasonOOMKilled  = "OOMKilled"
-	ReasonStartError = "StartError"
-	ReasonShimLost   = "ShimLost" // the shim was killed, and the exit code with it
-	ReasonUnknown    = "Unknown"  // the machine went down
-)
-
-// CodeUnknown is what everybody reports where nobody saw the exit.
-const CodeUnknown = 255
-
-// CodeStartError is the exit code of a container that never ran.
-const CodeStartError = 128

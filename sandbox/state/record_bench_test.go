@@ -7,12 +7,11 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
 // recorded is a container as kubelet asks for it, with what is written down of it when it is created.
-func recorded(b *testing.B, id string) ContainerRecord {
+func recorded(b *testing.B, id string) (*ContainerSpec, *ContainerStatus) {
 	b.Helper()
 	config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{
 		"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": "pod", "io.kubernetes.pod.namespace": "default"}}
@@ -27,24 +26,22 @@ func recorded(b *testing.B, id string) ContainerRecord {
 		process.Capabilities.Bounding = append(process.Capabilities.Bounding, fmt.Sprintf("CAP_%d", i))
 		described.Mounts = append(described.Mounts, specs.Mount{Destination: fmt.Sprintf("/mnt/%d", i), Source: "/var/lib/kubelet/pods/x", Options: []string{"rbind", "rprivate", "ro"}})
 	}
-	encoded, err := proto.Marshal(config)
-	if err != nil {
-		b.Fatal(err)
-	}
-	return ContainerRecord{ID: id, PodID: "pod", BootID: "boot", Phase: ContainerCreated, CreatedAt: time.Now(), Config: encoded,
-		Image: Image{ID: "sha256:" + id, Layers: []digest.Digest{digest.FromString("layer")}}, CgroupsPath: "/kubepods/" + id, Process: process, Described: described}
+	status := NewContainerStatus(ContainerCreated)
+	status.Process, status.Described = process, described
+	return &ContainerSpec{ID: id, PodID: "pod", BootID: "boot", CreatedAt: time.Now(), Config: config,
+		Image: Image{ID: "sha256:" + id, Layers: []digest.Digest{digest.FromString("layer")}}, CgroupsPath: "/kubepods/" + id}, &status
 }
 
 // A container's record is written, which is done five times in its life.
 func BenchmarkWrite(b *testing.B) {
-	dir, err := OpenContainers(b.TempDir())
+	records, err := OpenRecords(b.TempDir(), noWait)
 	if err != nil {
 		b.Fatal(err)
 	}
-	rec := recorded(b, "c")
+	spec, status := recorded(b, "c")
 	b.ReportAllocs()
 	for b.Loop() {
-		if err := dir.Write(rec.ID, rec); err != nil {
+		if err := records.WriteContainer(spec, status); err != nil {
 			b.Fatal(err)
 		}
 	}
@@ -53,26 +50,24 @@ func BenchmarkWrite(b *testing.B) {
 // A daemon that is started reads the records of 500 containers.
 func BenchmarkLoad500(b *testing.B) {
 	const count = 500
-	dir, err := OpenContainers(b.TempDir())
+	records, err := OpenRecords(b.TempDir(), noWait)
 	if err != nil {
 		b.Fatal(err)
 	}
 	for i := range count {
-		rec := recorded(b, fmt.Sprintf("%064x", i))
-		if err := dir.Write(rec.ID, rec); err != nil {
+		spec, status := recorded(b, fmt.Sprintf("%064x", i))
+		if err := records.WriteContainer(spec, status); err != nil {
 			b.Fatal(err)
 		}
 	}
 	b.ReportAllocs()
 	for b.Loop() {
 		loaded := 0
-		damaged, err := dir.Load(func(name string, _ int, body []byte) error {
-			loaded++
-			_, _, _, err := ReadContainer(name, body)
-			return err
-		})
+		damaged, err := records.LoadContainers(func(*ContainerSpec, ContainerStatus) { loaded++ })
 		if err != nil || len(damaged) > 0 || loaded != count {
 			b.Fatalf("%d loaded, damaged %v, %v", loaded, damaged, err)
 		}
 	}
 }
+
+func noWait(string, string) func() { return func() {} }

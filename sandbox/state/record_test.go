@@ -1,9 +1,11 @@
 package state
 
 import (
+	"berth/internal/userns"
 	"encoding/json"
 	"testing"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
@@ -30,42 +32,100 @@ func shares(n int64) *runtimeapi.LinuxContainerResources {
 	return &runtimeapi.LinuxContainerResources{CpuShares: n}
 }
 
-func TestReadPod(t *testing.T) {
+func TestDecodePod(t *testing.T) {
+	t.Parallel()
 	config := encode(t, &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}})
-	rec, read, update, err := ReadPod("p", body(t, PodRecord{ID: "p", Config: config, Phase: PodReady}))
-	if err != nil || rec.Phase != PodReady || read.Metadata.Name != "web" || update != nil {
-		t.Errorf("%+v, %v, %v, %v", rec, read, update, err)
+	spec, status, err := decodePod("p", body(t, podRecord{ID: "p", Config: config, Phase: "ready"}))
+	if err != nil || status.Phase() != PodReady || spec.Config.Metadata.Name != "web" || status.Resources != nil {
+		t.Errorf("%+v, %+v, %v", spec, status, err)
 	}
 	resources := encode(t, &runtimeapi.UpdatePodSandboxResourcesRequest{Resources: shares(5)})
-	if _, _, update, err = ReadPod("p", body(t, PodRecord{ID: "p", Config: config, Resources: resources})); err != nil || update.GetResources().GetCpuShares() != 5 {
-		t.Errorf("updated: %v, %v", update, err)
+	if _, status, err = decodePod("p", body(t, podRecord{ID: "p", Config: config, Resources: resources})); err != nil || status.Resources.GetResources().GetCpuShares() != 5 {
+		t.Errorf("updated: %v, %v", status.Resources, err)
 	}
 	for name, damaged := range map[string][]byte{
-		"another pod's": body(t, PodRecord{ID: "q", Config: config}), "no metadata": body(t, PodRecord{ID: "p"}), "no JSON": []byte("{"),
-		"no config": body(t, PodRecord{ID: "p", Config: []byte{0xff}}), "no resources": body(t, PodRecord{ID: "p", Config: config, Resources: []byte{0xff}}),
+		"another pod's": body(t, podRecord{ID: "q", Config: config}), "no metadata": body(t, podRecord{ID: "p"}), "no JSON": []byte("{"),
+		"no config": body(t, podRecord{ID: "p", Config: []byte{0xff}}), "no resources": body(t, podRecord{ID: "p", Config: config, Resources: []byte{0xff}}),
 	} {
-		if _, _, _, err := ReadPod("p", damaged); err == nil {
-			t.Errorf("%s: it is trusted", name)
-		}
+		t.Run(name, func(t *testing.T) {
+			if _, _, err := decodePod("p", damaged); err == nil {
+				t.Error("it is trusted")
+			}
+		})
 	}
 }
 
-func TestReadContainer(t *testing.T) {
+func TestDecodeContainer(t *testing.T) {
+	t.Parallel()
 	config := encode(t, &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Linux: &runtimeapi.LinuxContainerConfig{Resources: shares(2)}})
-	rec, read, resources, err := ReadContainer("c", body(t, ContainerRecord{ID: "c", PodID: "p", Config: config}))
-	if err != nil || rec.PodID != "p" || read.Metadata.Name != "main" || resources.GetCpuShares() != 2 {
-		t.Errorf("%+v, %v, %v, %v", rec, read, resources, err)
+	spec, status, err := decodeContainer("c", body(t, containerRecord{ID: "c", PodID: "p", Config: config}))
+	if err != nil || spec.PodID != "p" || spec.Config.Metadata.Name != "main" || status.Resources.GetCpuShares() != 2 {
+		t.Errorf("%+v, %+v, %v", spec, status, err)
 	}
-	if _, _, resources, err = ReadContainer("c", body(t, ContainerRecord{ID: "c", Config: config, Resources: encode(t, shares(5))})); err != nil || resources.GetCpuShares() != 5 {
-		t.Errorf("updated: %v, %v", resources, err)
+	if _, status, err = decodeContainer("c", body(t, containerRecord{ID: "c", Config: config, Resources: encode(t, shares(5))})); err != nil || status.Resources.GetCpuShares() != 5 {
+		t.Errorf("updated: %v, %v", status.Resources, err)
 	}
 	for name, damaged := range map[string][]byte{
-		"another container's": body(t, ContainerRecord{ID: "d", Config: config}), "no metadata": body(t, ContainerRecord{ID: "c"}), "no JSON": []byte("{"),
-		"no config": body(t, ContainerRecord{ID: "c", Config: []byte{0xff}}), "no resources": body(t, ContainerRecord{ID: "c", Config: config, Resources: []byte{0xff}}),
+		"another container's": body(t, containerRecord{ID: "d", Config: config}), "no metadata": body(t, containerRecord{ID: "c"}), "no JSON": []byte("{"),
+		"no config": body(t, containerRecord{ID: "c", Config: []byte{0xff}}), "no resources": body(t, containerRecord{ID: "c", Config: config, Resources: []byte{0xff}}),
 	} {
-		if _, _, _, err := ReadContainer("c", damaged); err == nil {
-			t.Errorf("%s: it is trusted", name)
-		}
+		t.Run(name, func(t *testing.T) {
+			if _, _, err := decodeContainer("c", damaged); err == nil {
+				t.Error("it is trusted")
+			}
+		})
+	}
+}
+
+// Records keep everything but what is documented as not recorded. Phases that earlier versions lack come back as the
+// nearest recorded one.
+func TestRecordsRoundTrip(t *testing.T) {
+	t.Parallel()
+	for phase, want := range map[Phase]Phase{PodStarting: PodStarting, PodReady: PodReady, PodNotReady: PodReady, PodStopping: PodStopping, PodStopped: PodStopping, Removing: Removing} {
+		t.Run("pod "+string(phase), func(t *testing.T) {
+			spec := &PodSpec{ID: "p", CgroupsPath: "/c", NetNS: "/n", Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}},
+				Mappings: &userns.Mappings{UIDs: []specs.LinuxIDMapping{{HostID: 65536, Size: 65536}}}}
+			status := PodStatus{phase: phase, IPs: []string{"10.0.0.2"}, PausePID: 7, PauseStart: 8}
+			rec, err := encodePod(spec, &status)
+			if err != nil {
+				t.Fatal(err)
+			}
+			gotSpec, got, err := decodePod("p", body(t, rec))
+			if err != nil || got.Phase() != want || got.PausePID != 7 || got.PauseStart != 8 || got.IPs[0] != "10.0.0.2" ||
+				gotSpec.CgroupsPath != "/c" || gotSpec.NetNS != "/n" || gotSpec.Mappings.UIDs[0].HostID != 65536 {
+				t.Errorf("%+v, %+v, %v", gotSpec, got, err)
+			}
+		})
+	}
+	created := &specs.Process{}
+	for phase, want := range map[Phase]Phase{ContainerCreating: ContainerCreating, ContainerCreated: ContainerCreated, ContainerStarting: ContainerStarting,
+		ContainerRunning: ContainerRunning, ContainerExited: ContainerExited, Removing: Removing} {
+		t.Run("container "+string(phase), func(t *testing.T) {
+			status := ContainerStatus{phase: phase, Process: created}
+			if phase == ContainerCreating {
+				status.Process = nil
+			}
+			rec, err := encodeContainer(&ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}}}, &status)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, got, err := decodeContainer("c", body(t, rec)); err != nil || got.Phase() != want {
+				t.Errorf("%q, %v", got.Phase(), err)
+			}
+		})
+	}
+}
+
+// A record of an earlier version has no mappings: they are derived from the config, once.
+func TestMappingsOfEarlierVersion(t *testing.T) {
+	t.Parallel()
+	ids := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
+	config := encode(t, &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"},
+		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{
+			UsernsOptions: &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: ids, Gids: ids}}}}})
+	spec, _, err := decodePod("p", body(t, podRecord{ID: "p", Config: config, Phase: "ready"}))
+	if err != nil || spec.Mappings == nil || spec.Mappings.HostUID(0) != 65536 {
+		t.Errorf("%+v, %v", spec, err)
 	}
 }
 

@@ -11,65 +11,72 @@ import (
 	"berth/internal/feed"
 )
 
-// A pause's process ID is shown only as long as it means something.
-func TestPods(t *testing.T) {
-	rec := PodRecord{ID: "p", Phase: PodReady, PausePID: 7, IPs: []string{"10.0.0.7"}}
-	ready := NewPod(&rec, nil)
-	if !ready.Ready || ready.PausePID != 7 {
-		t.Errorf("a ready pod is %+v", ready)
-	}
-	pauseless := ready.Pauseless()
-	if pauseless.Ready || pauseless.PausePID != 0 || pauseless.ID != "p" || len(pauseless.IPs) != 1 {
-		t.Errorf("without its pause it is %+v", pauseless)
-	}
-	if !ready.Ready || ready.PausePID != 7 {
-		t.Error("the snapshot before was changed")
-	}
-	for _, phase := range []Phase{PodStarting, PodStopped, Removing} {
-		rec.Phase = phase
-		if p := NewPod(&rec, nil); p.Ready || p.PausePID != 0 {
-			t.Errorf("%s: %+v", phase, p)
-		}
+// A pause's process ID is shown only while the pod is ready.
+func TestPodSnapshots(t *testing.T) {
+	t.Parallel()
+	spec := &PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "h"}}
+	for _, phase := range []Phase{PodStarting, PodReady, PodNotReady, PodStopping, PodStopped, Removing, Removed} {
+		t.Run(string(phase), func(t *testing.T) {
+			status := PodStatus{phase: phase, PausePID: 7, IPs: []string{"10.0.0.7"}}
+			p := status.Snapshot(spec)
+			if p.Ready() != (phase == PodReady) || (p.PausePID != 0) != (phase == PodReady) || p.ShownConfig() != spec.Config {
+				t.Errorf("%+v", p)
+			}
+			update := &runtimeapi.UpdatePodSandboxResourcesRequest{Resources: &runtimeapi.LinuxContainerResources{CpuShares: 5}}
+			status.SetResources(spec.Config, update)
+			if p.ShownConfig() != spec.Config || spec.Config.Linux != nil {
+				t.Error("the snapshot or the config was changed")
+			}
+			if shown := status.Snapshot(spec).ShownConfig(); shown.Linux.Resources.CpuShares != 5 || shown.Hostname != "h" {
+				t.Errorf("after an update the config is %v", shown)
+			}
+		})
 	}
 }
 
-func TestContainers(t *testing.T) {
+func TestContainerSnapshots(t *testing.T) {
+	t.Parallel()
 	started, finished := time.Unix(100, 0), time.Unix(200, 0)
 	exit := &Exit{Code: 137, Reason: "OOMKilled", StartedAt: started, FinishedAt: finished}
-	for name, test := range map[string]struct {
-		phase    Phase
-		exit     *Exit
-		state    runtimeapi.ContainerState
-		pid      int
-		started  time.Time
-		finished time.Time
+	spec := &ContainerSpec{ID: "c", PodID: "p", Config: &runtimeapi.ContainerConfig{}, Image: Image{ID: "id", Config: ocispec.ImageConfig{StopSignal: "SIGUSR1"}}}
+	for _, test := range []struct {
+		phase   Phase
+		exit    *Exit
+		state   runtimeapi.ContainerState
+		pid     int
+		started time.Time
 	}{
-		"created":  {ContainerCreated, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}, time.Time{}},
-		"starting": {ContainerStarting, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}, time.Time{}},
-		"running":  {ContainerRunning, nil, runtimeapi.ContainerState_CONTAINER_RUNNING, 7, started, time.Time{}},
-		"exited":   {ContainerExited, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started, finished},
-		"removing": {Removing, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started, finished},
+		{ContainerCreating, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}},
+		{ContainerCreated, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}},
+		{ContainerStarting, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}},
+		{ContainerRunning, nil, runtimeapi.ContainerState_CONTAINER_RUNNING, 7, started},
+		{ContainerExited, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started},
+		{Removing, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started},
 	} {
-		rec := ContainerRecord{ID: "c", PodID: "p", Phase: test.phase, Exit: test.exit, Image: Image{Config: ocispec.ImageConfig{StopSignal: "SIGUSR1"}}}
-		c := NewContainer(&rec, &runtimeapi.ContainerConfig{}, nil, 7, started)
-		if c.State != test.state || c.PID != test.pid || !c.StartedAt.Equal(test.started) || !c.FinishedAt.Equal(test.finished) {
-			t.Errorf("%s: %+v", name, c)
-		}
-		if test.exit != nil && (c.ExitCode != 137 || c.Reason != "OOMKilled") {
-			t.Errorf("%s: exit %d, %s", name, c.ExitCode, c.Reason)
-		}
-		if c.StopSignal != runtimeapi.Signal_SIGNAL_SIGUSR1 {
-			t.Errorf("%s: the stop signal is %v, not the image's", name, c.StopSignal)
-		}
+		t.Run(string(test.phase), func(t *testing.T) {
+			status := ContainerStatus{phase: test.phase, Exit: test.exit, StartedAt: time.Unix(90, 0)}
+			c := status.Snapshot(spec, 7, started)
+			if c.State() != test.state || c.PID != test.pid || !c.StartedAt.Equal(test.started) {
+				t.Errorf("%v, PID %d, started %v", c.State(), c.PID, c.StartedAt)
+			}
+			if test.exit != nil && c.Ended() != *exit || test.exit == nil && c.Ended() != (Exit{}) {
+				t.Errorf("exit %+v", c.Ended())
+			}
+			if c.StopSignal() != runtimeapi.Signal_SIGNAL_SIGUSR1 || c.ImageRef() != "id" {
+				t.Errorf("stop signal %v, image %s", c.StopSignal(), c.ImageRef())
+			}
+		})
 	}
 }
 
 // Each step from one snapshot to the next is told once; what changes nothing that a client sees is not.
 func TestEvents(t *testing.T) {
-	pod := &Pod{ID: "p", Ready: true}
-	created := &Container{ID: "c", PodID: "p", State: runtimeapi.ContainerState_CONTAINER_CREATED}
-	running := &Container{ID: "c", PodID: "p", State: runtimeapi.ContainerState_CONTAINER_RUNNING}
-	exited := &Container{ID: "c", PodID: "p", State: runtimeapi.ContainerState_CONTAINER_EXITED}
+	in := func(phase Phase) *Container {
+		return &Container{ContainerSpec: &ContainerSpec{ID: "c", PodID: "p"}, ContainerStatus: NewContainerStatus(phase)}
+	}
+	pod := &Pod{PodSpec: &PodSpec{ID: "p"}, PodStatus: NewPodStatus(PodReady)}
+	notReady := &Pod{PodSpec: pod.PodSpec, PodStatus: NewPodStatus(PodNotReady)}
+	created, running, exited := in(ContainerCreated), in(ContainerRunning), in(ContainerExited)
 	events := NewEvents(
 		func(id string) *Pod {
 			if id == pod.ID {
@@ -88,9 +95,9 @@ func TestEvents(t *testing.T) {
 	events.ContainerChanged(running, exited)
 	events.ContainerDeleted(nil) // it was never published
 	events.ContainerDeleted(exited)
-	events.ContainerDeleted(&Container{ID: "d", PodID: "gone"})
+	events.ContainerDeleted(&Container{ContainerSpec: &ContainerSpec{ID: "d", PodID: "gone"}})
 	events.PodChanged(pod, pod)
-	events.PodChanged(pod, pod.Pauseless())
+	events.PodChanged(pod, notReady)
 	events.PodDeleted(nil)
 	events.PodDeleted(pod)
 
@@ -130,12 +137,14 @@ func next(t *testing.T, reader *feed.Reader[Event]) Event {
 	return event
 }
 
-func TestStatusMounts(t *testing.T) {
+func TestMountsShowImageIDs(t *testing.T) {
+	t.Parallel()
 	mounts := []*runtimeapi.Mount{
 		{ContainerPath: "/a", HostPath: "/b"},
 		{ContainerPath: "/v", Image: &runtimeapi.ImageSpec{Image: "name", ImageRef: "made up"}},
 	}
-	got := statusMounts(&runtimeapi.ContainerConfig{Mounts: mounts}, []Volume{{Mount: 1, ImageID: "sha256:1"}})
+	c := &Container{ContainerSpec: &ContainerSpec{Config: &runtimeapi.ContainerConfig{Mounts: mounts}, Volumes: []Volume{{Mount: 1, ImageID: "sha256:1"}}}}
+	got := c.Mounts()
 	if got[0] != mounts[0] || got[1].Image.Image != "name" || got[1].Image.ImageRef != "sha256:1" {
 		t.Errorf("got %v", got)
 	}

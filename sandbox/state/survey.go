@@ -15,7 +15,6 @@ import (
 
 	"berth/checkpoint"
 	"berth/cni"
-	"berth/oci"
 )
 
 // Stage is how far a record says that its object has got.
@@ -125,54 +124,47 @@ func PodCIDR(root string) (cidr string, err error) {
 }
 
 func (r *Found) addPod(dirs Dirs, name string, body []byte) error {
-	rec, config, _, err := ReadPod(name, body)
+	spec, status, err := decodePod(name, body)
 	if err != nil {
 		return err
 	}
-	p := &FoundPod{ID: rec.ID, BootID: rec.BootID, RunID: rec.RunID, Config: config, Program: rec.Runtime != nil, CgroupsPath: rec.CgroupsPath,
-		NetNS: rec.NetNS, Network: rec.Network, IPs: rec.IPs, PausePID: rec.PausePID, PauseStart: rec.PauseStart,
-		Stage: map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopped: Ended, Removing: BeingRemoved}[rec.Phase]}
+	p := &FoundPod{ID: spec.ID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config, Program: spec.Runtime != nil, CgroupsPath: spec.CgroupsPath,
+		NetNS: spec.NetNS, Network: status.Network, IPs: status.IPs, PausePID: status.PausePID, PauseStart: status.PauseStart,
+		Stage: map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopping: Ended, Removing: BeingRemoved}[status.phase]}
 	if p.Stage == "" {
 		return errors.New("its phase is unknown")
 	}
-	mappings, err := oci.UserNamespace(config)
-	if err != nil {
-		return err
-	}
-	if mappings != nil {
+	if spec.Mappings != nil {
 		p.UserNS = dirs.UserNS(p.ID)
 	}
 	switch {
-	case rec.Tmpfs:
+	case spec.Tmpfs:
 		p.Tmpfs, p.Etc = dirs.Tmpfs(p.ID), dirs.Etc(p.ID)
-	case HostIPC(config):
+	case HostIPC(spec.Config):
 		p.Etc = dirs.PodFiles(p.ID)
 	default:
 		p.Tmpfs, p.Etc = dirs.OldShm(p.ID), dirs.PodFiles(p.ID)
 	}
-	if rec.PauseImage != nil {
-		p.Layers = rec.PauseImage.Layers
+	if spec.PauseImage != nil {
+		p.Layers = spec.PauseImage.Layers
 	}
 	r.Pods[p.ID] = p
 	return nil
 }
 
 func (r *Found) addContainer(name string, _ int, body []byte) error {
-	rec, config, _, err := ReadContainer(name, body)
+	spec, status, err := decodeContainer(name, body)
 	if err != nil {
 		return err
 	}
-	c := &FoundContainer{ID: rec.ID, PodID: rec.PodID, BootID: rec.BootID, RunID: rec.RunID, Config: config, CgroupsPath: rec.CgroupsPath,
-		ImageID: rec.Image.ID, ImageRef: cmp.Or(rec.Image.Ref, rec.Image.ID), Layers: rec.Image.Layers,
-		Stage: map[Phase]Stage{ContainerCreated: Created, ContainerStarting: Running, ContainerRunning: Running,
-			ContainerExited: Ended, Removing: BeingRemoved}[rec.Phase]}
+	c := &FoundContainer{ID: spec.ID, PodID: spec.PodID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config, CgroupsPath: spec.CgroupsPath,
+		ImageID: spec.Image.ID, ImageRef: cmp.Or(spec.Image.Ref, spec.Image.ID), Layers: spec.Image.Layers,
+		Stage: map[Phase]Stage{ContainerCreating: BeingMade, ContainerCreated: Created, ContainerStarting: Running, ContainerRunning: Running,
+			ContainerExited: Ended, Removing: BeingRemoved}[status.phase]}
 	if c.Stage == "" {
 		return errors.New("its phase is unknown")
 	}
-	if rec.Process == nil && c.Stage != BeingRemoved {
-		c.Stage = BeingMade
-	}
-	for _, v := range rec.Volumes {
+	for _, v := range spec.Volumes {
 		c.Layers = append(c.Layers[:len(c.Layers):len(c.Layers)], v.Layers...)
 	}
 	r.Containers[c.ID] = c

@@ -13,11 +13,7 @@ import (
 // What the manager writes down is read back without it, in the words of the self check.
 func TestInspect(t *testing.T) {
 	dirs := Dirs{Root: t.TempDir(), State: "/state", NetNSs: "/run/netns"}
-	podRecords, err := OpenPods(dirs.Root)
-	if err != nil {
-		t.Fatal(err)
-	}
-	containerRecords, err := OpenContainers(dirs.Root)
+	records, err := OpenRecords(dirs.Root, noWait)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -32,22 +28,22 @@ func TestInspect(t *testing.T) {
 		Uids: []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}, Gids: []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}}
 	config := encode(&runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod"},
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{UsernsOptions: users}}}})
-	pods := map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopped: Ended, Removing: BeingRemoved}
+	pods := map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, "stopped": Ended, Removing: BeingRemoved}
 	for phase := range pods {
-		rec := PodRecord{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
-			Tmpfs: phase != PodStopped, NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
-		if err := podRecords.Write(rec.ID, rec); err != nil {
+		rec := podRecord{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
+			Tmpfs: phase != "stopped", NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
+		if err := records.pods.Write(rec.ID, rec); err != nil {
 			t.Fatal(err)
 		}
 	}
 	containers := map[Phase]Stage{ContainerCreated: BeingMade, ContainerStarting: BeingMade, ContainerExited: BeingMade, Removing: BeingRemoved}
 	for phase := range containers { // without a process they were never reported
-		rec := ContainerRecord{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
-		if err := containerRecords.Write(rec.ID, rec); err != nil {
+		rec := containerRecord{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
+		if err := records.containers.Write(rec.ID, rec); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := podRecords.Write("other", PodRecord{ID: "another", Phase: PodReady, Config: config}); err != nil {
+	if err := records.pods.Write("other", podRecord{ID: "another", Phase: PodReady, Config: config}); err != nil {
 		t.Fatal(err)
 	}
 	got, err := Inspect(dirs.Root, dirs.State)

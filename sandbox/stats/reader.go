@@ -96,7 +96,7 @@ func (s *Reader) PodStats(info *state.Pod, containers []*state.Container) (PodUs
 		past = measured.Past() // must precede the containers, see Past
 	}
 	for _, c := range containers {
-		if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING {
+		if c.State() != runtimeapi.ContainerState_CONTAINER_RUNNING {
 			continue
 		}
 		one, err := s.ContainerStats(c)

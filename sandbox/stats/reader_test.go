@@ -4,8 +4,6 @@ import (
 	"log/slog"
 	"testing"
 
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
 	"berth/sandbox/state"
 )
 
@@ -29,7 +27,7 @@ func TestContainerStats(t *testing.T) {
 	t.Parallel()
 	for id, want := range map[string]struct{ running, fails bool }{"good": {running: true}, "ended": {}, "broken": {fails: true}} {
 		t.Run(id, func(t *testing.T) {
-			used, err := testReader().ContainerStats(&state.Container{ID: id})
+			used, err := testReader().ContainerStats(&state.Container{ContainerSpec: &state.ContainerSpec{ID: id}})
 			if (err != nil) != want.fails || used.Running != want.running || used.Sample == nil {
 				t.Errorf("%+v, %v", used, err)
 			}
@@ -47,9 +45,12 @@ func TestContainerStats(t *testing.T) {
 // skipped.
 func TestPodStatsSkipUnmeasurableContainers(t *testing.T) {
 	t.Parallel()
-	running, exited := runtimeapi.ContainerState_CONTAINER_RUNNING, runtimeapi.ContainerState_CONTAINER_EXITED
-	containers := []*state.Container{{ID: "broken", State: running}, {ID: "good", State: running}, {ID: "good", State: exited}, {ID: "ended", State: running}}
-	used, err := testReader().PodStats(&state.Pod{ID: "p"}, containers)
+	in := func(id string, phase state.Phase) *state.Container {
+		return &state.Container{ContainerSpec: &state.ContainerSpec{ID: id}, ContainerStatus: state.NewContainerStatus(phase)}
+	}
+	containers := []*state.Container{in("broken", state.ContainerRunning), in("good", state.ContainerRunning),
+		in("good", state.ContainerExited), in("ended", state.ContainerRunning)}
+	used, err := testReader().PodStats(&state.Pod{PodSpec: &state.PodSpec{ID: "p"}}, containers)
 	if err != nil || used.Running || len(used.Containers) != 1 || used.Containers[0].Info != containers[1] {
 		t.Errorf("%+v, %v", used, err)
 	}

@@ -1,4 +1,4 @@
-package unfinished
+package sandbox
 
 import (
 	"context"
@@ -12,26 +12,28 @@ import (
 // After a reboot all pods are to be taken down: some at a time, and those in line have not got their turns, which clients may take.
 func TestTakenDownSomeAtATime(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
-	w := New(tasks)
-	pods := make([]task.Turn, 4*atOnce)
+	w := newDeferredWork(tasks)
+	pods := make([]task.Turn, 4*takeDownsAtOnce)
 	var working, tooMany atomic.Int32
 	begun, proceed := make(chan task.Turn, len(pods)), make(chan struct{})
 	for i := range pods {
 		turn := task.NewTurn()
 		pods[i] = turn
-		w.LaterWithPod("stop", "pod q", turn, func(context.Context) error {
-			if working.Add(1) > atOnce {
-				tooMany.Add(1)
-			}
-			defer working.Add(-1)
-			begun <- turn
-			<-proceed
-			return nil
+		w.LaterInQueue("stop", "pod q", func(ctx context.Context) error {
+			return tasks.WithTurn(ctx, turn, "stop", "pod q", func() error {
+				if working.Add(1) > takeDownsAtOnce {
+					tooMany.Add(1)
+				}
+				defer working.Add(-1)
+				begun <- turn
+				<-proceed
+				return nil
+			})
 		})
 	}
 	w.Start()
 	first := map[task.Turn]bool{}
-	for range atOnce {
+	for range takeDownsAtOnce {
 		first[<-begun] = true
 	}
 	for _, turn := range pods {
@@ -52,7 +54,7 @@ func TestTakenDownSomeAtATime(t *testing.T) {
 	if err := tasks.Background.Wait(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if tooMany.Load() > 0 || len(begun) != len(pods)-atOnce {
+	if tooMany.Load() > 0 || len(begun) != len(pods)-takeDownsAtOnce {
 		t.Errorf("%d times too many at a time, %d in line were worked on", tooMany.Load(), len(begun))
 	}
 }

@@ -1,0 +1,114 @@
+package sandbox
+
+import (
+	"context"
+	"os"
+	"sync/atomic"
+	"time"
+
+	"berth/internal/trace"
+	"berth/sandbox/runtime"
+	"berth/sandbox/state"
+	"berth/sandbox/stats"
+)
+
+// pod owns a pod: its Spec, its Status and its pause. The Status is reached through lockPod only.
+type pod struct {
+	*state.PodSpec
+	status   state.Locked[state.PodStatus]
+	info     atomic.Pointer[state.Pod]      // the published snapshot; nil until the pod is ready
+	pause    atomic.Pointer[os.File]        // pidfd, owned by the pod's watcher
+	meter    atomic.Pointer[stats.PodMeter] // nil without a pause; owned by the pod's watcher
+	launched atomic.Int64                   // process ID of the pause, before info has it; 0: it does not run yet, or an earlier daemon started it
+	started  *trace.Trace                   // of the pod's start; nil if an earlier daemon started it; never changed
+	stopped  atomic.Bool                    // this daemon began its stop, so it logs the end of it
+}
+
+// lockedPod is a pod whose lock the caller holds.
+type lockedPod struct {
+	*pod
+	*state.PodStatus
+}
+
+func newPod(spec *state.PodSpec, status state.PodStatus, started *trace.Trace) *pod {
+	return &pod{PodSpec: spec, status: state.NewLocked(status), started: started}
+}
+
+// Visible implements index.Object.
+func (p *pod) Visible() bool { return p.info.Load() != nil }
+
+// Info implements state.Published.
+func (p *pod) Info() *state.Pod { return p.info.Load() }
+
+// Birth implements state.Published.
+func (p *pod) Birth() state.Birth { return state.Birth{At: p.CreatedAt, ID: p.ID} }
+
+// unshared returns the pod as if it were locked. It is for planning and recovery, while no other goroutine can reach it.
+func (p *pod) unshared() lockedPod { return lockedPod{p, p.status.Unshared()} }
+
+// snapshot returns the pod as it is now.
+func (p lockedPod) snapshot() *state.Pod { return p.PodStatus.Snapshot(p.PodSpec) }
+
+// lockPod calls op while it holds the pod's lock.
+func (m *Manager) lockPod(ctx context.Context, p *pod, what string, op func(lockedPod) error) error {
+	return p.status.With(ctx, m.tasks, what, p.String(), func(status *state.PodStatus) error { return op(lockedPod{p, status}) })
+}
+
+// container owns a container: its Spec, its Status and its process. The Status is reached through lockContainer only.
+type container struct {
+	*state.ContainerSpec
+	status  state.Locked[state.ContainerStatus]
+	created *trace.Trace // of the container's creation; nil if an earlier daemon created it; never changed
+
+	stopNotified atomic.Pointer[chan struct{}]   // closed when plugins were notified of the exit; nil: nothing to wait for
+	running      atomic.Pointer[running]         // nil without a shim
+	launching    runtime.CancelSlot              // of its creation or launch
+	info         atomic.Pointer[state.Container] // the published snapshot; nil until created
+	started      atomic.Pointer[trace.Trace]     // of the container's start; nil unless this daemon started it
+	sample       stats.SampleState               // what it has written
+	describing   atomic.Bool                     // a caller inspects its mounts
+}
+
+// running is a container that has a shim.
+type running struct {
+	*runtime.Running
+	meter *stats.ContainerMeter
+}
+
+// lockedContainer is a container whose lock the caller holds.
+type lockedContainer struct {
+	*container
+	*state.ContainerStatus
+}
+
+func newContainer(spec *state.ContainerSpec, status state.ContainerStatus, created *trace.Trace) *container {
+	return &container{ContainerSpec: spec, status: state.NewLocked(status), created: created}
+}
+
+// Visible implements index.Object.
+func (c *container) Visible() bool { return c.info.Load() != nil }
+
+// Info implements state.Published.
+func (c *container) Info() *state.Container { return c.info.Load() }
+
+// Birth implements state.Published.
+func (c *container) Birth() state.Birth { return state.Birth{At: c.CreatedAt, ID: c.ID} }
+
+// unshared returns the container as if it were locked. It is for planning and recovery, while no other goroutine can reach
+// it.
+func (c *container) unshared() lockedContainer { return lockedContainer{c, c.status.Unshared()} }
+
+// snapshot returns the container as it is now.
+func (c lockedContainer) snapshot() *state.Container {
+	var pid int
+	var startedAt time.Time
+	if run := c.running.Load(); run != nil {
+		pid, startedAt = run.PID, run.StartedAt
+	}
+	return c.ContainerStatus.Snapshot(c.ContainerSpec, pid, startedAt)
+}
+
+// lockContainer calls op while it holds the container's lock.
+func (m *Manager) lockContainer(ctx context.Context, c *container, what string, op func(lockedContainer) error) error {
+	return c.status.With(ctx, m.tasks, what, c.String(), func(status *state.ContainerStatus) error { return op(lockedContainer{c, status}) })
+}

@@ -1,0 +1,94 @@
+package state
+
+import (
+	"slices"
+
+	"berth/internal/errdefs"
+)
+
+// Phase is a step in the life of a pod or container. Only PodStatus.Move and ContainerStatus.Move change it, and only
+// along the tables below.
+type Phase string
+
+// Phases of a pod. Its record is written before a pod enters Starting, and again at Ready, Stopping and Removing.
+const (
+	PodStarting Phase = "starting"  // its parts may exist on the host; no client has seen it
+	PodReady    Phase = "ready"     // its pause runs and its network is up
+	PodNotReady Phase = "not ready" // its pause has ended; its network remains until StopPodSandbox
+	PodStopping Phase = "stopping"  // nothing new starts in it; network, pause and mounts are being removed
+	PodStopped  Phase = "stopped"   // only its files remain
+)
+
+// Phases of a container. Its record is written before a container enters Creating, and again at Created, Starting,
+// Exited and Removing. It is not written at Running: the shim directory records the start.
+const (
+	ContainerCreating Phase = "creating" // its parts may exist on the host; no client has seen it
+	ContainerCreated  Phase = "created"
+	ContainerStarting Phase = "starting" // a launcher has the order; the shim directory tells how far it got
+	ContainerRunning  Phase = "running"
+	ContainerExited   Phase = "exited"
+)
+
+// Phases of both. Removing is recorded. In Removed nothing is left, the record included.
+const (
+	Removing Phase = "removing"
+	Removed  Phase = "removed"
+)
+
+// podMoves are the transitions of a pod.
+var podMoves = map[Phase][]Phase{
+	PodStarting: {PodReady, Removing},
+	PodReady:    {PodNotReady, PodStopping, Removing}, // Removing: its record could not be written, or its removal comes first
+	PodNotReady: {PodStopping, Removing},
+	PodStopping: {PodStopped, Removing},
+	PodStopped:  {Removing},
+	Removing:    {Removed},
+}
+
+// containerMoves are the transitions of a container.
+var containerMoves = map[Phase][]Phase{
+	ContainerCreating: {ContainerCreated, Removing},
+	ContainerCreated:  {ContainerStarting, ContainerExited, Removing}, // Exited: its pod was lost in a restart of the machine
+	ContainerStarting: {ContainerRunning, ContainerExited, ContainerCreated, Removing},
+	ContainerRunning:  {ContainerExited, ContainerCreated, Removing}, // after a restart: Created if no process was ever started, Removing if the pod's record was lost
+	ContainerExited:   {Removing},
+	Removing:          {Removed},
+}
+
+// move returns the new phase. The error is Internal: a transition that the table lacks is a bug.
+func move(moves map[Phase][]Phase, object string, from, to Phase) (Phase, error) {
+	if !slices.Contains(moves[from], to) {
+		return from, errdefs.Internal("%s cannot change its phase from %q to %q", object, from, to)
+	}
+	return to, nil
+}
+
+// Phases as records have them. Earlier versions read these records too, so phases that they lack are recorded as the
+// nearest one that they know. What that loses is found out again when the record is loaded.
+var (
+	podRecorded = map[Phase]Phase{PodStarting: "starting", PodReady: "ready", PodNotReady: "ready",
+		PodStopping: "stopped", PodStopped: "stopped", Removing: "removing"}
+	containerRecorded = map[Phase]Phase{ContainerCreating: "created", ContainerCreated: "created", ContainerStarting: "starting",
+		ContainerRunning: "running", ContainerExited: "exited", Removing: "removing"}
+)
+
+// loadedPodPhase returns the phase that a pod's record stands for. A recorded stop may not have come to its end. An unknown
+// phase stays as it is: recovery refuses it, and the daemon does not start.
+func loadedPodPhase(recorded Phase) Phase {
+	switch recorded {
+	case podRecorded[PodStopped]:
+		return PodStopping
+	case PodNotReady, PodStopping, Removed: // no version records these
+		return "unknown: " + recorded
+	}
+	return recorded
+}
+
+// loadedContainerPhase returns the phase that a container's record stands for. published reports whether its creation came
+// to its end.
+func loadedContainerPhase(recorded Phase, published bool) Phase {
+	if !published && recorded != Removing {
+		return ContainerCreating
+	}
+	return recorded
+}

@@ -1,0 +1,84 @@
+package state
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cni"
+	"berth/internal/userns"
+	"berth/oci/confine"
+	"berth/sandbox/handler"
+)
+
+// PodSpec is what was decided about a pod when it was planned. It never changes, so any goroutine may read it.
+type PodSpec struct {
+	ID          string
+	BootID      string // of the boot that it was planned in
+	CreatedAt   time.Time
+	Config      *runtimeapi.PodSandboxConfig // as kubelet sent it
+	Handler     string                       // name of the runtime handler that was asked for
+	Runtime     *handler.Runtime             // nil: libcontainer
+	Tmpfs       bool                         // its files and /dev/shm are on a tmpfs; false: berth 0.2.0 or earlier made it
+	CgroupsPath string                       // as in the runtime-spec
+	NetNS       string                       // path of its network namespace; empty: the host's
+	IPRanges    [][]cni.IPRange              // from the node's pod CIDR
+	Mappings    *userns.Mappings             // of its user namespace; nil: the host's
+	Labels      confine.Labels               // SELinux; containers without options of their own share them
+	PauseImage  *Image                       // nil: the embedded pause
+}
+
+func (s *PodSpec) String() string { return "pod " + s.ID }
+
+// Sandboxed reports whether the pod's containers run where the node cannot see them.
+func (s *PodSpec) Sandboxed() bool { return s.Runtime.IsSandboxed() }
+
+// HasCgroup reports whether the pod has a cgroup of its own, the parent of its containers' cgroups.
+func (s *PodSpec) HasCgroup() bool { return s.Config.GetLinux().GetCgroupParent() != "" }
+
+// Identity is what makes two requests mean the same pod.
+func (s *PodSpec) Identity() string { return PodIdentity(s.Config.GetMetadata()) }
+
+// ContainerSpec is what was decided about a container when it was planned. It never changes, so any goroutine may read it.
+type ContainerSpec struct {
+	ID, PodID   string
+	BootID      string // of the boot that it was planned in
+	CreatedAt   time.Time
+	Config      *runtimeapi.ContainerConfig // as kubelet sent it
+	Image       Image
+	Volumes     []Volume // images that are mounted as volumes
+	Project     uint32   // quota project of the writable layer; 0: none
+	CgroupsPath string   // as in the runtime-spec
+	LogPath     string   // absolute; empty: no log is kept
+	Labels      confine.Labels
+}
+
+func (s *ContainerSpec) String() string { return "container " + s.ID }
+
+// Identity is what makes two requests mean the same container.
+func (s *ContainerSpec) Identity() string { return ContainerIdentity(s.PodID, s.Config.GetMetadata()) }
+
+// Image is what a container keeps of its image, which may be removed before the container.
+type Image struct {
+	ID     string              `json:"id"`
+	Ref    string              `json:"ref,omitempty"` // name@digest; empty: the image had none, or berth 0.2.0 or earlier made the record
+	Layers []digest.Digest     `json:"layers"`
+	Config ocispec.ImageConfig `json:"config"`
+}
+
+// Volume is what a container keeps of an image that it mounts as a volume (KEP-4639). The image may be removed before the
+// container; its layers stay.
+type Volume struct {
+	Mount   int             `json:"mount"` // index in the config's mounts
+	ImageID string          `json:"imageID"`
+	Layers  []digest.Digest `json:"layers"`
+}
+
+// Holder is the name under which the layers are held for a container. Each volume has its own, because a holder holds the
+// layers of one image.
+func (v Volume) Holder(containerID string) string {
+	return fmt.Sprintf("%s volume %d", containerID, v.Mount)
+}

@@ -1,0 +1,139 @@
+package state
+
+import (
+	"context"
+	"time"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cni"
+	"berth/internal/nri"
+	"berth/internal/task"
+	"berth/oci/users"
+)
+
+// Locked holds a value that only the holder of an object's lock can reach. One operation at a time holds the lock. A
+// caller waits for it with a deadline, and the wait shows in verbose Status.
+type Locked[T any] struct {
+	lock  task.Turn
+	value *T
+}
+
+// NewLocked returns a value that nobody has locked.
+func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewTurn(), &value} }
+
+// With calls op with the value while it holds the lock. what and object name the operation. The error is op's, or ctx's if
+// the wait for the lock ends with it.
+func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object string, op func(*T) error) error {
+	return tasks.WithTurn(ctx, l.lock, what, object, func() error { return op(l.value) })
+}
+
+// Take acquires the lock and returns the value. The caller calls release.
+func (l *Locked[T]) Take(ctx context.Context, tasks *task.Runner, what, object string) (value *T, release func(), err error) {
+	release, err = tasks.Take(ctx, l.lock, what, object)
+	if err != nil {
+		return nil, nil, err
+	}
+	return l.value, release, nil
+}
+
+// Unshared returns the value without the lock. It is for the time before any other goroutine can reach the object.
+func (l *Locked[T]) Unshared() *T { return l.value }
+
+// PodStatus is what changes about a pod. It belongs to the holder of the pod's lock.
+type PodStatus struct {
+	phase      Phase
+	RunID      string                                       // of the state directory (see Run); empty in records of earlier versions
+	Resources  *runtimeapi.UpdatePodSandboxResourcesRequest // of the last update; nil: as in the config
+	Network    *cni.Attachment                              // set before CNI ADD, cleared after DEL
+	IPs        []string                                     // primary first; none with the host's network
+	PausePID   int
+	PauseStart uint64 // start time of the pause, in clock ticks
+	Presented  bool   // plugins were asked about it; not recorded
+
+	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
+}
+
+// NewPodStatus returns the status of a pod in that phase.
+func NewPodStatus(phase Phase) PodStatus { return PodStatus{phase: phase} }
+
+// Phase returns the pod's phase.
+func (s *PodStatus) Phase() Phase { return s.phase }
+
+// Move changes the phase. The error is Internal where the table of transitions lacks this one.
+func (s *PodStatus) Move(to Phase) (err error) {
+	s.phase, err = move(podMoves, "a pod", s.phase, to)
+	return err
+}
+
+// SetResources replaces the resources of the pod. config is the one that the pod was created with; it is not changed,
+// because a retry of RunPodSandbox is recognized by it.
+func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig, update *runtimeapi.UpdatePodSandboxResourcesRequest) {
+	s.Resources, s.shown = update, nil
+	if update == nil {
+		return
+	}
+	s.shown = proto.CloneOf(config)
+	if s.shown.Linux == nil {
+		s.shown.Linux = &runtimeapi.LinuxPodSandboxConfig{}
+	}
+	s.shown.Linux.Overhead, s.shown.Linux.Resources = update.GetOverhead(), update.GetResources()
+}
+
+// ContainerStatus is what changes about a container. It belongs to the holder of the container's lock.
+type ContainerStatus struct {
+	phase     Phase
+	RunID     string                              // of the state directory, as in PodStatus
+	Resources *runtimeapi.LinuxContainerResources // in force; replaced, never changed
+	Limits    *nri.Limits                         // in force, set by plugins
+
+	// The creation sets these before the container is published. They do not change afterwards.
+	User       users.User
+	Adjustment *nri.Adjustment // what plugins changed
+	Process    *specs.Process  // execs derive from it; nil until the creation has ended
+	Described  *specs.Spec     // what plugins see besides Process
+
+	StartedAt time.Time // the start began; of a snapshot of a running container: its init was started
+	Exit      *Exit     // nil unless it has exited
+	PID       int       // of the init, on the host; 0 unless it runs; not recorded
+	Presented bool      // plugins were asked about it; not recorded
+}
+
+// NewContainerStatus returns the status of a container in that phase.
+func NewContainerStatus(phase Phase) ContainerStatus { return ContainerStatus{phase: phase} }
+
+// Phase returns the container's phase.
+func (s *ContainerStatus) Phase() Phase { return s.phase }
+
+// Move changes the phase. The error is Internal where the table of transitions lacks this one.
+func (s *ContainerStatus) Move(to Phase) (err error) {
+	s.phase, err = move(containerMoves, "a container", s.phase, to)
+	return err
+}
+
+// Exit tells how a container ended.
+type Exit struct {
+	Code       int32     `json:"code"`
+	Reason     string    `json:"reason"`
+	Message    string    `json:"message,omitempty"`
+	StartedAt  time.Time `json:"startedAt,omitzero"`
+	FinishedAt time.Time `json:"finishedAt"`
+}
+
+// Reasons of an exit. kubelet and users of other runtimes expect these names.
+const (
+	ReasonCompleted  = "Completed"
+	ReasonError      = "Error"
+	ReasonOOMKilled  = "OOMKilled"
+	ReasonStartError = "StartError"
+	ReasonShimLost   = "ShimLost" // the shim was killed, so the exit code is unknown
+	ReasonUnknown    = "Unknown"  // the machine went down
+)
+
+// CodeUnknown is the exit code where nobody saw the exit. Other runtimes report the same.
+const CodeUnknown = 255
+
+// CodeStartError is the exit code of a container that never ran.
+const CodeStartError = 128
