@@ -3,14 +3,14 @@
 #include <stdlib.h>
 #include <sys/prctl.h>
 
-// What the process was started with, in nanoseconds; 0: nothing was changed.
+// The slack before the change, in nanoseconds; 0: unchanged.
 static unsigned long before;
 
 static void slacken(void)
 {
 	int now;
 
-	// The first is set for libcontainer's init, the second for launchers (shim/proto: SlackEnv).
+	// libcontainer sets the first for init, the daemon the second for launchers (proto.SlackEnv).
 	if (!getenv("_LIBCONTAINER_INITPIPE") && !getenv("BERTH_TIMER_SLACK"))
 		return;
 	now = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
@@ -18,9 +18,10 @@ static void slacken(void)
 		before = (unsigned long)now;
 }
 
-// nsexec is libcontainer's, called by a constructor: before Go's runtime starts threads, which inherit the slack. It forks init, where it
-// returns, and a process has for ever, as its default slack, what its parent had when it was forked (PR_SET_TIMERSLACK with 0 brings that
-// back). So it is only then that the slack may change. Between constructors there is no order to rely on, hence the linker's --wrap.
+// libcontainer calls nsexec in a constructor, before Go's runtime starts threads, which inherit the slack.
+// nsexec forks init and returns in it. A process's default slack is its parent's at the fork, for ever
+// (PR_SET_TIMERSLACK with 0 restores it). So the slack may change only after nsexec. The order of
+// constructors is undefined, hence the linker's --wrap.
 void __real_nsexec(void);
 void __wrap_nsexec(void);
 

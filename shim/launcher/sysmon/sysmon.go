@@ -28,7 +28,7 @@ import (
 	_ "github.com/opencontainers/runc/libcontainer/nsenter" // calls nsexec
 )
 
-// Restore gives the calling thread the timer slack that the process was started with.
+// Restore restores the calling thread's timer slack of the process's start.
 func Restore() error {
 	if status, err := C.sysmon_slack_back(); status != 0 {
 		return os.NewSyscallError("prctl(PR_SET_TIMERSLACK)", err)
@@ -36,8 +36,8 @@ func Restore() error {
 	return nil
 }
 
-// WithRestored calls do, which may start processes, on a thread that has called [Restore]. That is for goroutines other than the one whose thread is
-// restored already.
+// WithRestored calls do, which may start processes, on a thread with the restored slack. Goroutines
+// other than the one that handles an order need it.
 func WithRestored(do func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
