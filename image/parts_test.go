@@ -38,8 +38,8 @@ func TestLargeLayerIsFetchedInParts(t *testing.T) {
 	}
 }
 
-// rangeServer serves a blob, slowly until a part is asked for. How often a transfer goes on after parts is a matter of
-// time, and not counted.
+// rangeServer serves a blob, slowly until the first request for a part. It does not count transfers
+// that continue after parts, because their number depends on timing.
 type rangeServer struct {
 	blob  []byte
 	wrong bool // parts are of zeros

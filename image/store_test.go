@@ -389,7 +389,8 @@ func TestInterruptedTagMoveIsSettled(t *testing.T) {
 	}
 }
 
-// TestLostTagOnFullDiskIsWrittenLater: when a tag moved, the record of the image that lost it could not be written.
+// TestLostTagOnFullDiskIsWrittenLater: a tag moved to another image, and the disk was too full to
+// write the record of the first one.
 func TestLostTagOnFullDiskIsWrittenLater(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()

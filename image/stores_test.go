@@ -341,7 +341,8 @@ func TestImageStaysWithItsDriver(t *testing.T) {
 	}
 }
 
-// An image of layers goes with the last that needs it, though its layers stay for others; and so does its mount.
+// A merged image and its mount are removed with the last image that needs them, even if other
+// images still use its layers.
 func TestMergedImageIsRemovedWithItsImage(t *testing.T) {
 	cfg := driversConfig(t).with("erofs", nil)
 	app, more := sharingImages(t)

@@ -21,9 +21,10 @@ const (
 	// maxTreeBytes limits the trees of one image on disk, because of their names and extended
 	// attributes.
 	maxTreeBytes = 64 << 20
-	// usualMemory is what most trees take of it for each byte on disk. A whiteout takes ten times as much.
+	// usualMemory is the memory of most trees for each byte on disk. Whiteouts take ten times as
+	// much.
 	usualMemory = 16
-	leastMemory = 64 << 10 // of small ones that is not true
+	leastMemory = 64 << 10 // small trees take more than usualMemory
 )
 
 // Files are the files of a layer: its tree (tree.Encode), which is not trusted, and its data.
@@ -32,10 +33,10 @@ type Files struct{ Tree, Data string }
 // Merger merges layers and limits the memory of all its merges together.
 type Merger struct {
 	memory *semaphore.Weighted
-	most   int64 // of it
+	most   int64 // the size of memory
 }
 
-// NewMerger returns a Merger that is at nothing. Its merges have so many bytes of memory, MaxMemory at most; 0: MaxMemory.
+// NewMerger returns a Merger with so many bytes of memory, at most MaxMemory. 0 means MaxMemory.
 func NewMerger(memory int64) *Merger {
 	if memory = min(memory, MaxMemory); memory == 0 {
 		memory = MaxMemory
@@ -43,7 +44,7 @@ func NewMerger(memory int64) *Merger {
 	return &Merger{semaphore.NewWeighted(memory), memory}
 }
 
-// Memory is what its merges have of it.
+// Memory returns the limit of the merges' memory in bytes.
 func (m *Merger) Memory() int64 { return m.most }
 
 // Merge writes the image of layers, lowest first, as tree.Merger merges them. It returns the
@@ -64,7 +65,7 @@ func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay f
 	return used, err
 }
 
-// mergeWithin is Merge with so much memory. Nothing is written where that does not do.
+// mergeWithin is Merge with a given memory. It writes nothing if the memory does not suffice.
 func (m *Merger) mergeWithin(ctx context.Context, out io.Writer, layers []Files, memory int64, pay func(steps int) error) (used []int, err error) {
 	if err := m.memory.Acquire(ctx, memory); err != nil {
 		return nil, fmt.Errorf("wait for other merges: %w", context.Cause(ctx))
@@ -83,7 +84,7 @@ func (m *Merger) mergeWithin(ctx context.Context, out io.Writer, layers []Files,
 	return used, err
 }
 
-// treeBytes is how large the trees are on disk.
+// treeBytes returns the size of the trees on disk.
 func treeBytes(layers []Files) (sum int64, err error) {
 	for _, files := range layers {
 		st, err := os.Stat(files.Tree)
@@ -97,7 +98,8 @@ func treeBytes(layers []Files) (sum int64, err error) {
 	return sum, nil
 }
 
-// mergeTrees returns the merged tree of layers that take so much memory at most, and how many blocks of data each layer has.
+// mergeTrees returns the merged tree of layers and the number of data blocks of each layer. The
+// memory that is left limits the trees.
 func mergeTrees(ctx context.Context, layers []Files, left int64, pay func(steps int) error) (_ *tree.Node, blocks []int64, err error) {
 	m := &tree.Merger{Pay: pay}
 	blocks = make([]int64, len(layers))
@@ -121,7 +123,8 @@ func (f Files) Read() (*tree.Node, error) {
 	return root, err
 }
 
-// read returns the tree with its data in the given device, how much memory it takes, and how many blocks its data has.
+// read returns the tree with its data in the given device, its memory, and its number of data
+// blocks.
 func (f Files) read(ctx context.Context, device int, most int64) (root *tree.Node, memory, blocks int64, err error) {
 	st, err := os.Stat(f.Data)
 	if err != nil {
@@ -163,7 +166,7 @@ func (w *pacedWriter) Write(b []byte) (int, error) {
 	return w.out.Write(b)
 }
 
-// number finds out which layers' data a tree refers to, and numbers these anew.
+// number renumbers the data files that a tree uses, and returns the indexes of their layers.
 func number(root *tree.Node, layers int) (used []int) {
 	files := make([][]*tree.Node, layers)
 	known := map[*tree.Node]bool{}

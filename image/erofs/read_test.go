@@ -19,7 +19,8 @@ import (
 	"berth/internal/rootfs/mounttest"
 )
 
-// reader reads what Write writes, and nothing else of EROFS, after fs/erofs of Linux. It knows nothing of the writer.
+// reader reads the part of EROFS that Write uses, after fs/erofs of Linux. It shares no code with
+// the writer.
 type reader struct {
 	image   []byte
 	devices []int64 // blocks
@@ -371,8 +372,8 @@ func TestWriteReadsBack(t *testing.T) {
 // fuzzBlocks is how large the data files are that a fuzzer's trees refer to.
 const fuzzBlocks = 1 << 16
 
-// FuzzMerge merges up to three layers whose trees are anything, and reads the image. Those of the seeds are given to fsck.erofs and to
-// the kernel too.
+// FuzzMerge merges up to three layers with arbitrary trees and reads the image. fsck.erofs and the
+// kernel check the images of the seeds too.
 func FuzzMerge(f *testing.F) {
 	encode := func(root *tree.Node) []byte {
 		var b bytes.Buffer

@@ -40,15 +40,15 @@ const (
 	layoutChunked = 4 << 1
 
 	chunkIndexes = 0x20 // each chunk names its device
-	maxChunkBits = 0x1f // that is how much there is for them: chunks of 8 TiB
-	chunkSize    = 8    // of what is said
+	maxChunkBits = 0x1f // the field's size: chunks of 8 TiB
+	chunkSize    = 8    // of a chunk's index
 	noBlock      = math.MaxUint32
 
 	direntSize    = 12
 	xattrHeader   = 12
 	xattrEntry    = 4
 	xattrAlign    = 4
-	maxInlineTail = blockSize / 2 // of more than that, too much would be left empty before it
+	maxInlineTail = blockSize / 2 // longer ones would leave too much empty space before them
 )
 
 // fileTypes are the types in directory entries.
@@ -56,13 +56,13 @@ var fileTypes = map[uint32]byte{
 	unix.S_IFREG: 1, unix.S_IFDIR: 2, unix.S_IFCHR: 3, unix.S_IFBLK: 4, unix.S_IFIFO: 5, unix.S_IFLNK: 7,
 }
 
-// xattrPrefixes are what names begin with, by number; the first that fits is taken.
+// xattrPrefixes are prefixes of attribute names, by number. The first that matches is used.
 var xattrPrefixes = []struct {
 	prefix string
 	number byte
 }{{"user.", 1}, {"system.posix_acl_access", 2}, {"system.posix_acl_default", 3}, {"security.", 6}}
 
-// inode is a node and where it goes.
+// inode is a node with its place in the image.
 type inode struct {
 	*tree.Node
 	parent *inode
@@ -83,7 +83,8 @@ type kid struct {
 	to   *inode
 }
 
-// Write writes the image of a tree whose files' data is in devices of so many blocks each, and returns how many bytes it has.
+// Write writes the image of a tree and returns its size in bytes. devices has the number of blocks
+// of each data file.
 func Write(out io.Writer, root *tree.Node, devices []int64) (int64, error) {
 	if len(devices) > MaxDevices {
 		return 0, fmt.Errorf("write EROFS image: %d devices, more than the %d possible", len(devices), MaxDevices)
@@ -108,7 +109,7 @@ func Write(out io.Writer, root *tree.Node, devices []int64) (int64, error) {
 	return w.pos, nil
 }
 
-// plan says where everything goes.
+// plan is the layout of an image.
 type plan struct {
 	inodes  []*inode // in write order, the root first
 	known   map[*tree.Node]*inode
@@ -231,7 +232,8 @@ func (i *inode) placeTail(pos, head int64) int64 {
 	return pos + head
 }
 
-// chunkBits and chunks are how a file's data is described: as one chunk unless it has holes, or more than the largest chunk holds.
+// chunkBits returns the chunk size of a file. It is one chunk, unless it has holes or exceeds the
+// largest chunk.
 func (i *inode) chunkBits() (bits uint8) {
 	if len(i.Data.Holes) > 0 {
 		return i.Data.ChunkBits
@@ -247,8 +249,8 @@ func (i *inode) chunks() int64 {
 	return (i.Data.Blocks() + 1<<bits - 1) >> bits
 }
 
-// dirBlocks divides the entries of a directory into blocks, and hands each to do, if there is one. It returns how many there are, and
-// the size of the last.
+// dirBlocks divides the entries of a directory into blocks and calls do, if not nil, with each. It
+// returns the number of blocks and the size of the last.
 func (i *inode) dirBlocks(do func(kids []kid)) (blocks, last int64) {
 	first := 0
 	for n, k := range i.kids {

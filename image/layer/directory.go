@@ -22,7 +22,8 @@ const treeDir = "fs"
 // Unpacker has the contract of unpack.Layer. It may stop a blob that is an unpack.Stopper.
 type Unpacker func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
-// Directory is a Joiner. It stores a layer as a directory tree in the form of overlayfs, see package unpack.
+// Directory is a Joiner. It stores a layer as a directory tree in the form of overlayfs (package
+// unpack).
 type Directory struct{ unpack Unpacker }
 
 // NewDirectory returns the directory driver.

@@ -13,7 +13,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// longWay is a way to the directory d that leads through forty symlinks of some eight hundred names each.
+// longWay returns entries with a path to the directory d through forty symlinks of about 800 names
+// each.
 func longWay() (entries []header) {
 	entries = append(entries, dir("d", 0o755))
 	for i := range maxViewLinks {

@@ -29,7 +29,8 @@ const (
 
 const newFile = os.O_RDWR | os.O_CREATE | os.O_EXCL
 
-// ErrTooLarge is wrapped by the errors about layers that are too large for the EROFS driver but not for directories.
+// ErrTooLarge is wrapped by errors about layers that are too large for the EROFS driver but not for
+// directories.
 var ErrTooLarge = errors.New("too large for an EROFS image")
 
 // Packer has the contract of unpack.Pack. It may stop a blob that is an unpack.Stopper.
@@ -88,7 +89,8 @@ func (e *EROFS) TreeDigest(ctx context.Context, dir string, most int64) (digest.
 	return treeDigest(ctx, f, most)
 }
 
-// treeDigest reads the tree file. A compromised process could have made it arbitrarily long with holes, so it checks the size first.
+// treeDigest reads the tree file. It checks the size first, because a compromised process could
+// have made the file arbitrarily long with holes.
 func treeDigest(ctx context.Context, f *os.File, most int64) (digest.Digest, error) {
 	st, err := f.Stat()
 	if err != nil {
@@ -117,7 +119,8 @@ func (r untilDone) Read(p []byte) (int, error) {
 	return r.from.Read(p)
 }
 
-// usageOf counts files as diskusage.Nominal does. It syncs files with holes: their blocks may not be allocated yet.
+// usageOf counts files as diskusage.Nominal does. It syncs files with holes, because their blocks
+// may not be allocated yet.
 func usageOf(files ...*os.File) (sum Usage, err error) {
 	for _, f := range files {
 		bytes, sparse, err := bytesOf(f)

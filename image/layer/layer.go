@@ -50,15 +50,15 @@ import (
 	"berth/internal/rootfs"
 )
 
-// Driver stores layers in one form. It is a Joiner or a Merger. The Store calls its methods concurrently for different
-// directories. Each directory belongs to the Store: its mode is 0700, all are on one filesystem, and the file
-// layer.json in it is the Store's.
+// Driver stores layers in one form. It is a Joiner or a Merger. The Store calls its methods
+// concurrently for different directories. Each directory belongs to the Store: its mode is 0700,
+// all are on one filesystem, and the file layer.json in it is the Store's.
 type Driver interface {
 	// Kind returns the form.
 	Kind() rootfs.Kind
 
-	// Apply writes the layer of the tar in blob into dir, which is empty. It reads blob to its end. It need not sync. After an
-	// error the Store deletes dir.
+	// Apply writes the layer of the tar in blob into dir, which is empty. It reads blob to its end.
+	// It need not sync. After an error the Store deletes dir.
 	Apply(ctx context.Context, dir string, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
 	// Remove deletes dir and its content. It may return ctx's error when ctx is done.
@@ -72,9 +72,10 @@ type Joiner interface {
 	// Empty writes an empty layer into dir, which is empty.
 	Empty(dir string) error
 
-	// Join writes into dir, which is empty, what top needs of the layers and joins below it, whose directories are given lowest
-	// first. It returns false if top needs nothing; the Store deletes dir then. A hard link without target is
-	// InvalidArgument. Join pays effort for its work; ResourceExhausted if there is not enough.
+	// Join writes into dir, which is empty, what top needs of the layers and joins below it, whose
+	// directories are given lowest first. It returns false if top needs nothing; the Store deletes
+	// dir then. A hard link without target is InvalidArgument. Join pays effort for its work;
+	// ResourceExhausted if there is not enough.
 	Join(effort *Effort, dir string, top Part, below []string) (Usage, bool, error)
 
 	// Layer returns the layer to mount for the content of dir.
@@ -91,12 +92,13 @@ type Merger interface {
 	// ResourceExhausted if the effort does not suffice.
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 
-	// Image returns the layer to mount for the image in dir. data are the directories of the layers that it refers to, in order.
+	// Image returns the layer to mount for the image in dir. data are the directories of the layers
+	// that it refers to, in order.
 	Image(dir string, data []string) rootfs.Layer
 
-	// TreeDigest returns the digest of the tree file of the layer in dir: everything but the content of files, which
-	// checksum.Sum covers. A tree file of more than limit bytes is ResourceExhausted: the process that wrote it may have
-	// been compromised.
+	// TreeDigest returns the digest of the tree file of the layer in dir: everything but the
+	// content of files, which checksum.Sum covers. A tree file of more than limit bytes is
+	// ResourceExhausted: the process that wrote it may have been compromised.
 	TreeDigest(ctx context.Context, dir string, limit int64) (digest.Digest, error)
 }
 

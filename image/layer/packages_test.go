@@ -59,8 +59,8 @@ func tarNames(t *testing.T, data []byte) (names []string) {
 	}
 }
 
-// changes are a layer that does something to some of the files below: hides them, their directories, replaces them, gives them
-// other names.
+// changes returns the entries of a layer that hides, replaces or links some of the files and
+// directories below.
 func changes(names []string) (list []header) {
 	for i, name := range names {
 		dir, base := filepath.Split(name)

@@ -16,12 +16,13 @@ import (
 	"berth/internal/rootfs"
 )
 
-// Stack returns the layers to mount for a chain of layers, named lowest first. It creates missing joins between them, or the
-// image of the chain. A second call is cheap. A pull calls it when all layers are there, so that a broken image fails its
-// pull; each container calls it again.
+// Stack returns the layers to mount for a chain of layers, named lowest first. It creates missing
+// joins between them, or the image of the chain. A second call is cheap. A pull calls it when all
+// layers exist, so that a broken image fails its pull; each container calls it again.
 //
-// NotFound: a layer is missing. InvalidArgument: a hard link has no target in the layers below, or there are more layers than
-// overlayfs can mount. ResourceExhausted: stacking takes too much effort.
+// Errors: NotFound for a missing layer. InvalidArgument if a hard link has no target in the layers
+// below, or if there are more layers than overlayfs can mount. ResourceExhausted if stacking takes
+// too much effort.
 func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	if len(names) == 0 {
 		return nil, errdefs.InvalidArgument("image has no layers")
@@ -78,7 +79,8 @@ func (s *Store) stack(ctx context.Context, names []digest.Digest) ([]string, err
 	return dirs, nil
 }
 
-// join returns the join for a chain of layers, and creates it if needed. below are the directories below the topmost layer.
+// join returns the join for a chain of layers, and creates it if needed. below are the directories
+// below the topmost layer.
 func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest, below []string) (*join, error) {
 	chainID := identity.ChainID(names)
 	if j := s.joins.Get(chainID); j != nil {
@@ -117,8 +119,8 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	return j, nil
 }
 
-// recordEmpty records that a chain needs no join, and reports whether that succeeded. Otherwise the next daemon has to find out
-// again.
+// recordEmpty records that a chain needs no join, and reports whether that succeeded. Otherwise the
+// next daemon has to find out again.
 func (s *Store) recordEmpty(j *join) bool {
 	err := s.publish(s.joinDir(j.ChainID), joinKind, func(string) (any, error) { return j, nil })
 	if err != nil {
@@ -174,8 +176,8 @@ func (s *Store) imageOf(j *join) rootfs.Layer {
 	return s.merger.Image(s.joinDir(j.ChainID), data)
 }
 
-// mountMerged mounts the image of a chain, and creates it if needed. The mount is detached. The Store closes it with the image or
-// at its end; containers keep it for as long as they use it.
+// mountMerged mounts the image of a chain, and creates it if needed. The mount is detached. The
+// Store closes it with the image or at its end; containers keep it for as long as they use it.
 func (s *Store) mountMerged(ctx context.Context, chainID digest.Digest, names []digest.Digest) (*join, error) {
 	owned, err := s.joins.Acquire(ctx, chainID)
 	if err != nil {
@@ -265,8 +267,8 @@ func (s *Store) Merged() (chains []digest.Digest) {
 	return chains
 }
 
-// RemoveMerged removes the image of a chain of layers, but not the layers. The caller ensures that nothing uses it. A missing
-// image is no error.
+// RemoveMerged removes the image of a chain of layers, but not the layers. The caller ensures that
+// nothing uses it. A missing image is no error.
 func (s *Store) RemoveMerged(chainID digest.Digest) error {
 	if s.merger == nil {
 		return nil // the joins of a chain serve longer chains too

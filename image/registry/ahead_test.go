@@ -29,7 +29,8 @@ const (
 	testParts = 20
 )
 
-// partServer serves a blob whose first transfer, the one of the whole, stops after some bytes until enough parts have been asked for.
+// partServer serves a blob. The first transfer, of the whole blob, stalls after some bytes until
+// enough parts have been requested.
 type partServer struct {
 	*registrytest.Server
 	data []byte
@@ -248,7 +249,8 @@ func TestPartsThatFail(t *testing.T) {
 	}
 }
 
-// failSecond has the second part fail with a status, and the registry be one that ignores or refuses ranges from then on.
+// failSecond fails the second part with a status. From then on the registry ignores or refuses
+// ranges.
 func (s *partServer) failSecond(status int, from *atomic.Bool) {
 	s.answer = func(w http.ResponseWriter, _ *http.Request, first, last int64) {
 		if first == testPart/2+2*testPart {
@@ -305,7 +307,7 @@ func TestRangesRefusedAfterFirstPart(t *testing.T) {
 	}
 }
 
-// A registry like go-containerregistry's, which takes ranges that have an end only, is asked for no others.
+// Every requested range has an end, because registries like go-containerregistry's accept no other.
 func TestRangesHaveEnds(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
@@ -421,7 +423,8 @@ func TestSlowLine(t *testing.T) {
 	}
 }
 
-// Parts are wanted of a transfer that is waited for, and is no slower than a line must be that parts share with it.
+// Parts start if the reader waits for the transfer most of the time, and if the transfer is fast
+// enough for a line that parts share.
 func TestPartsWanted(t *testing.T) {
 	for _, c := range []struct {
 		rate    int     // bytes a second
@@ -466,7 +469,8 @@ func TestPartsJudged(t *testing.T) {
 	}
 }
 
-// A transfer that stalls beside parts, which may have taken its share of the line, is tried again without them.
+// A transfer that stalls while parts run is repeated without parts, because they may have taken its
+// bandwidth.
 func TestStallBesideParts(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most+1) // it answers nothing
@@ -576,7 +580,7 @@ func TestStopBetweenParts(t *testing.T) {
 	close(release)
 }
 
-// BenchmarkSlowRegistry reads a blob from a registry that gives each connection so many bytes a second, as many do.
+// BenchmarkSlowRegistry reads a blob from a registry that limits the rate of each connection.
 func BenchmarkSlowRegistry(b *testing.B) {
 	const (
 		size = 64 << 20

@@ -259,7 +259,8 @@ func TestEmptyBlob(t *testing.T) {
 	wantCode(t, err, codes.DataLoss)
 }
 
-// soon is when servers that stall on purpose are given up: not before a slow machine has done what comes before that.
+// soon is the timeout for servers that stall on purpose. It is long enough for the steps before
+// that on a slow machine.
 const soon = time.Second
 
 func TestStalledTransfer(t *testing.T) {

@@ -11,10 +11,11 @@ type challenge struct {
 	Params map[string]string // by name, lower case; not nil
 }
 
-// parseChallenges parses the WWW-Authenticate headers of a 401 response (RFC 7235, section 4.1). A header is a list of
-// challenges separated by commas, as are the parameters of a challenge. A syntax error ends the header; what precedes it counts.
-// Schemes and parameter names are in lower case, values are unquoted. The last of repeated parameters counts. It does not check
-// whether a scheme is supported or whether a value is safe to send or to show.
+// parseChallenges parses the WWW-Authenticate headers of a 401 response (RFC 7235, section 4.1). A
+// header is a list of challenges separated by commas, as are the parameters of a challenge. A
+// syntax error ends the header; what precedes it counts. Schemes and parameter names are in lower
+// case, values are unquoted. The last of repeated parameters counts. It does not check whether a
+// scheme is supported or whether a value is safe to send or to show.
 func parseChallenges(h http.Header) []challenge {
 	var all []challenge
 	for _, v := range h.Values("WWW-Authenticate") {

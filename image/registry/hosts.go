@@ -64,10 +64,10 @@ func (h *hostConfig) explicitTLS() bool {
 	return h.caCerts != nil || h.clientPairs != nil || h.skipVerify != nil
 }
 
-// loadHosts returns the hosts that serve images of domain, in the order to try them. It reads hosts.toml in containerd's
-// layout or Docker's certificate files, and applies the defaults if there are neither. It reads the files at each call, so
-// changes need no restart. An invalid file is FailedPrecondition; the text names the file but shows no URL, which may contain a
-// password.
+// loadHosts returns the hosts that serve images of domain, in the order to try them. It reads
+// hosts.toml in containerd's layout or Docker's certificate files, and applies the defaults if
+// there are neither. It reads the files at each call, so changes need no restart. An invalid file
+// is FailedPrecondition; the text names the file but shows no URL, which may contain a password.
 func loadHosts(dirs []string, domain string) ([]hostConfig, error) {
 	hosts := []hostConfig{{}}
 	dir, own, err := findHostDir(dirs, domain)

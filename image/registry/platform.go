@@ -13,8 +13,8 @@ func DefaultPlatform() ocispec.Platform {
 	return ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH}
 }
 
-// choosePlatform returns the manifest of an index that suits a node best: the first with the best matching platform, or the first
-// without a platform if none matches.
+// choosePlatform returns the manifest of an index that suits a node best. It is the first with the
+// best matching platform, or the first without a platform if none matches.
 func choosePlatform(manifests []ocispec.Descriptor, node ocispec.Platform) (best ocispec.Descriptor, ok bool) {
 	matcher := platforms.Only(node)
 	for _, m := range manifests {

@@ -45,17 +45,19 @@ const (
 	modeBits = 0o7777
 	maxMajor = 0xfff
 	maxMinor = 0xfffff
-	// MaxXattrs is how many extended attributes a file may have: with MaxXattrBytes it bounds what EROFS makes of them.
+	// MaxXattrs limits the extended attributes of a file. With MaxXattrBytes it limits their size
+	// in EROFS.
 	MaxXattrs = 1 << 12
 	// MaxXattrValue is one less than Linux takes: EROFS has two bytes for the length.
 	MaxXattrValue = 1<<16 - 1
-	// MaxXattrBytes is what all extended attributes of a file may take, names and values: EROFS counts words in two bytes.
+	// MaxXattrBytes limits the names and values of a file's extended attributes, because EROFS has
+	// two bytes for their size in words.
 	MaxXattrBytes = 192 << 10
 )
 
-// Limit is what Decode takes at most.
+// Limit limits the trees that Decode accepts.
 type Limit struct {
-	Bytes  int64 // of the form, which bounds the memory for it
+	Bytes  int64 // of the encoded tree, which limits the memory for it
 	Memory int64 // of the nodes, as Decode counts it
 	Blocks int64 // of the data file
 }
@@ -67,7 +69,8 @@ const (
 	NodeMemory  = 448 // with its place in its directory
 	DirMemory   = 384 // of a directory besides
 	XattrMemory = 64
-	// roomy is how long a string is at most whose place is counted there; of a longer one the allocator may leave a quarter empty.
+	// roomy is the longest string whose allocation NodeMemory includes. For a longer one the
+	// allocator may waste a quarter.
 	roomy = 64
 )
 
@@ -161,7 +164,8 @@ func malformed(format string, args ...any) error {
 // ErrTooLarge is returned by Decode for a tree beyond its Limit.
 var ErrTooLarge = errors.New("the tree of a layer is too large")
 
-// Decode reads a tree to its end, with its data in the given device, and returns how much memory is counted for it.
+// Decode reads a tree to its end, with its data in the given device. It returns the tree and the
+// memory that it counted.
 func Decode(in io.Reader, device int, limit Limit) (_ *Node, memory int64, err error) {
 	limited := &io.LimitedReader{R: in, N: limit.Bytes + 1}
 	r := &reader{Reader: bufio.NewReaderSize(limited, 64<<10), device: device, limit: limit}
@@ -240,7 +244,7 @@ func (r *reader) text(max uint64) (string, error) {
 	return string(buf), err
 }
 
-// TextMemory returns the memory of a string of so many bytes.
+// TextMemory returns the memory of a string of n bytes.
 func TextMemory(n uint64) uint64 {
 	if n > roomy {
 		return n + n/4
@@ -256,7 +260,7 @@ func (r *reader) keep(n uint64) error {
 	return nil
 }
 
-// node reads a node whose path has so many bytes.
+// node reads a node. path is the length of its path in bytes.
 func (r *reader) node(path int) (*Node, error) {
 	if err := r.keep(NodeMemory); err != nil {
 		return nil, err
@@ -403,7 +407,7 @@ func (r *reader) data(d *Data) error {
 	if err != nil {
 		return err
 	}
-	bits, err := r.number(31) // of a file of the largest size there are fewer
+	bits, err := r.number(31) // even the largest file has fewer blocks
 	if err != nil {
 		return err
 	}

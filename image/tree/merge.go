@@ -10,15 +10,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Merger puts the trees of layers on each other. Its zero value but for Pay has none yet.
+// Merger stacks the trees of layers. A Merger with only Pay set is empty.
 type Merger struct {
-	// Pay is called for steps from one directory to the next on the way of a hard link, and for what takes as long. An error ends
-	// the merge.
+	// Pay is called for each step from directory to directory on the path of a hard link, and for
+	// work that takes as long. An error ends the merge.
 	Pay  func(steps int) error
 	root *Node
 }
 
-// Root is the merged tree, without whiteouts, opaque directories and links to layers below; nil before the first Add.
+// Root returns the merged tree, without whiteouts, opaque directories and links to layers below. It
+// is nil before the first Add.
 func (m *Merger) Root() *Node { return m.root }
 
 // Add puts a layer on those added before and takes over its nodes. A hard link without target in
@@ -48,7 +49,8 @@ func (m *Merger) Add(layer *Node) error {
 	return nil
 }
 
-// settle makes a directory of a layer, with nothing below it, one of the merged tree: a second one would be memory.
+// settle converts a directory of a layer, with nothing below it, to one of the merged tree. It does
+// so in place, because a copy would take memory.
 func settle(dir *Node) {
 	dir.Opaque, dir.Implied = false, false
 	for name, n := range dir.Children {
@@ -64,7 +66,7 @@ func settle(dir *Node) {
 // put puts a directory of a layer on one of the merged tree.
 func put(base, top *Node) {
 	if !top.Implied {
-		base.dressLike(top)
+		base.copyAttributes(top)
 	}
 	for name, n := range top.Children {
 		below := base.Children[name]
@@ -76,7 +78,7 @@ func put(base, top *Node) {
 			put(below, n)
 		case n.IsDir():
 			if n.Implied && below != nil && below.IsDir() { // opaque: hides the content of the one below but not its attributes
-				n.dressLike(below)
+				n.copyAttributes(below)
 			}
 			settle(n)
 			base.Children[name] = n
@@ -86,8 +88,8 @@ func put(base, top *Node) {
 	}
 }
 
-// dressLike gives a directory the attributes of another.
-func (n *Node) dressLike(other *Node) {
+// copyAttributes gives a directory the attributes of another.
+func (n *Node) copyAttributes(other *Node) {
 	n.Mode, n.UID, n.GID, n.Sec, n.Nsec, n.Xattrs = other.Mode, other.UID, other.GID, other.Sec, other.Nsec, other.Xattrs
 }
 
@@ -105,7 +107,8 @@ func (w *where) path() string {
 	return w.parent.path() + w.name + "/"
 }
 
-// in finds the directory in the merged tree, which has the layer's; each once, however many links are in it.
+// in returns the directory's node in the merged tree. It looks each directory up once, however many
+// links are in it.
 func (w *where) in(root *Node) *Node {
 	switch {
 	case w.node != nil:
@@ -135,7 +138,7 @@ func clip(name string) string { return name[:min(len(name), 256)] }
 func findLinks(layer *Node) (links []*link) {
 	var walk func(n *Node, dir *where)
 	walk = func(n *Node, dir *where) {
-		var names []string // of what matters here: most are files
+		var names []string // only of directories and links: most children are files
 		for name, child := range n.Children {
 			if child.IsLink() || child.IsDir() {
 				names = append(names, name)
@@ -178,17 +181,18 @@ func (m *Merger) resolveLinks(links []*link, some bool) error {
 	return nil
 }
 
-// isPath tells an error of the path from one of Pay.
+// isPath distinguishes an error about the path from one of Pay.
 func isPath(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
 }
 
 const (
 	maxSymlinks  = 40 // the kernel's own limit in one resolution (MAXSYMLINKS)
-	namesPerStep = 16 // of a way: so many are copied in the time of a step
+	namesPerStep = 16 // names of a path that are copied in the time of a step
 )
 
-// resolve finds a path, following symlinks on the way as a process in the root would, but not one at its end.
+// resolve finds a path as a process with this root would. It follows symlinks, but not one at the
+// path's end.
 func (m *Merger) resolve(p string) (*Node, error) {
 	if m.root == nil {
 		return nil, unix.ENOENT
@@ -234,7 +238,8 @@ func (m *Merger) resolve(p string) (*Node, error) {
 	return trail[len(trail)-1], nil
 }
 
-// place gives the file of a link its name. The directory is there: the layer has it, with the link in it.
+// place adds the name of a link to its file. The link's directory exists, because the layer
+// contains it.
 func (m *Merger) place(l *link) error {
 	if err := m.Pay(1); err != nil {
 		return err

@@ -11,8 +11,8 @@ import (
 // supports it.
 const BlockSize = 4096
 
-// Node is a file of any type. One that has several names is one Node. A Node without a type (Mode is 0) is a hard
-// link to a file of a layer below, whose path is Target.
+// Node is a file of any type. A file with several names is one Node. A Node without a type (Mode is
+// 0) is a hard link to a file of a layer below, at the path Target.
 type Node struct {
 	Mode     uint32 // type and permissions, as in stat(2); a char device 0:0 is a whiteout
 	UID, GID uint32
@@ -32,7 +32,7 @@ type Node struct {
 // Xattr is an extended attribute.
 type Xattr struct{ Name, Value string }
 
-// Data is where the content of a regular file is: one range of a data file, a whole number of blocks.
+// Data is the place of a regular file's content: a range of whole blocks in a data file.
 type Data struct {
 	Size   int64
 	Device int    // which data file; Decode's argument
@@ -44,18 +44,18 @@ type Data struct {
 	Hash      uint64 // of the content, set by the writer; not encoded
 }
 
-// MaxChunks is how many chunks a file with holes has at most.
+// MaxChunks limits the chunks of a file with holes.
 const MaxChunks = 4096
 
-// Blocks is how many blocks the range has.
+// Blocks returns the number of blocks in the range.
 func (d *Data) Blocks() int64 { return (d.Size + BlockSize - 1) / BlockSize }
 
-// Chunks is how many chunks the file has.
+// Chunks returns the number of chunks of the file.
 func (d *Data) Chunks() int64 {
 	return (d.Blocks() + 1<<d.ChunkBits - 1) >> d.ChunkBits
 }
 
-// IsHole reports whether a chunk has nothing in it.
+// IsHole reports whether a chunk is all zeros.
 func (d *Data) IsHole(chunk int64) bool {
 	return len(d.Holes) > 0 && d.Holes[chunk/8]&(1<<(chunk%8)) != 0
 }
@@ -68,7 +68,7 @@ func ChunkBitsOf(size int64) (bits uint8) {
 	return bits
 }
 
-// NewDir returns a directory of root's with nothing in it.
+// NewDir returns an empty directory that belongs to root.
 func NewDir() *Node { return &Node{Mode: unix.S_IFDIR | 0o755, Children: map[string]*Node{}} }
 
 // Type is the type in Mode, 0 for a link to a layer below.

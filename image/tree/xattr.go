@@ -9,7 +9,7 @@ import (
 )
 
 const (
-	// AccessACL is the name of the attribute that says more of a file than the permissions in its mode.
+	// AccessACL is the attribute with the permissions that do not fit into the mode.
 	AccessACL = "system.posix_acl_access"
 	// DefaultACL is the attribute with the ACL that new files in a directory inherit.
 	DefaultACL = "system.posix_acl_default"
@@ -18,8 +18,8 @@ const (
 	maxLinuxXattr = 64 << 10 // XATTR_SIZE_MAX (linux/limits.h)
 )
 
-// knownXattr reports whether a tree may have the attribute: one that images may set (unpack.KeepXattr) and that has a
-// form on EROFS. Nothing of overlayfs' own is among them.
+// knownXattr reports whether a tree may have the attribute: an image may set it (unpack.KeepXattr),
+// and EROFS can store it. overlayfs' own attributes are excluded.
 func knownXattr(name string) bool {
 	user, ok := strings.CutPrefix(name, "user.")
 	switch {
@@ -52,7 +52,8 @@ func CheckXattr(mode uint32, name, value string) (kept *string, ok bool, err err
 	return &value, true, nil
 }
 
-// checkCapability refuses what cap_convert_nscap does: anything but versions 2 and 3 of struct vfs_cap_data.
+// checkCapability rejects the same values as cap_convert_nscap: all but versions 2 and 3 of struct
+// vfs_cap_data.
 func checkCapability(value string) error {
 	const (
 		size2, revision2 = 20, 0x02000000
@@ -68,7 +69,7 @@ func checkCapability(value string) error {
 	return unix.EINVAL
 }
 
-// Tags of the entries of an ACL (linux/posix_acl.h), and the form of both (linux/posix_acl_xattr.h).
+// Tags of the entries of an ACL (linux/posix_acl.h), and their format (linux/posix_acl_xattr.h).
 const (
 	aclUserObj  = 0x01
 	aclUser     = 0x02
@@ -155,7 +156,7 @@ func validACL(list []aclEntry) (more bool, err error) {
 	return more, nil
 }
 
-// ChmodACL is what chmod(2) makes of an access ACL.
+// ChmodACL returns the access ACL after chmod(2) with a mode.
 func ChmodACL(value string, mode uint32) string {
 	b := []byte(value)
 	hasMask := slices.ContainsFunc(aclEntries(value), func(e aclEntry) bool { return e.tag == aclMask })

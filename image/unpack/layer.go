@@ -92,8 +92,8 @@ func (r *Result) Within(l Limits) error {
 	return nil
 }
 
-// Usage is the disk usage of a layer, counted while it is made: file data in blocks of the filesystem, one block for each
-// directory.
+// Usage is the disk usage of a layer, counted while it is made: file data in blocks of the
+// filesystem, one block for each directory.
 type Usage = diskusage.Usage
 
 // Contents describes the content of a layer.

@@ -11,8 +11,8 @@ import (
 	"berth/image/tree"
 )
 
-// setAttributes gives a node the attributes of its entry as chown, setxattr, chmod and utimensat would, in this order. A directory
-// keeps extended attributes of an earlier entry.
+// setAttributes gives a node the attributes of its entry as chown, setxattr, chmod and utimensat
+// would, in this order. A directory keeps extended attributes of an earlier entry.
 func (p *packer) setAttributes(n *tree.Node, hdr *tar.Header) (err error) {
 	if n.UID, n.GID, err = owner(hdr); err != nil {
 		return err
@@ -34,8 +34,8 @@ func (p *packer) setAttributes(n *tree.Node, hdr *tar.Header) (err error) {
 	return nil
 }
 
-// setXattrs sets the extended attributes of an entry that an image may set. More than a tree may have are OutOfRange, because a
-// filesystem may have room for them.
+// setXattrs sets the extended attributes of an entry that an image may set. Too many for a tree are
+// OutOfRange, because a filesystem may have room for them.
 func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 	names, err := keptXattrs(hdr)
 	if err != nil {

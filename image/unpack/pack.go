@@ -212,7 +212,7 @@ func (p *packer) link(at, target spot) error {
 	return p.add(at, p.at(target))
 }
 
-// linkBelow notes a name that a file of a layer below is to have.
+// linkBelow records a hard link to a file of a layer below.
 func (p *packer) linkBelow(at spot, target string) error {
 	return p.add(at, &tree.Node{Target: strings.Clone(target)})
 }
@@ -234,7 +234,7 @@ func (p *packer) lookup(dir string) (found, error) { return p.walk(dir, false) }
 
 const (
 	maxLinks     = 40 // the kernel's own limit of symlinks in one resolution (MAXSYMLINKS)
-	namesPerStep = 16 // of a way: so many are copied in the time of a step
+	namesPerStep = 16 // names of a path that are copied in the time of a step
 )
 
 // walk follows a path as a process with the layer as its root would. With create set it creates
@@ -299,17 +299,17 @@ func (p *packer) enter(at spot, n *tree.Node, making bool) (*tree.Node, error) {
 	return made, p.add(at, made)
 }
 
-// dataBuffer is how much is written to the data file at once.
+// dataBuffer is the size of one write to the data file.
 const dataBuffer = 256 << 10
 
-// dataFile is written forward, but for holes.
+// dataFile is written sequentially, except for holes.
 type dataFile struct {
 	out *os.File
 	pos int64  // where buf goes: always a multiple of the block size after a file
 	buf []byte // of dataBuffer at most
 }
 
-// block is where the next file begins.
+// block returns the first block of the next file.
 func (d *dataFile) block() uint32 { return uint32((d.pos + int64(len(d.buf))) / tree.BlockSize) }
 
 // room fails where block addresses end: EROFS has four bytes for them.

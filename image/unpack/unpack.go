@@ -25,7 +25,8 @@ const (
 	maxPath = unix.PathMax - 1
 	// maxNames bounds the memory for names that are kept until the end of a layer.
 	maxNames = 64 << 20
-	// perEntry is what counts for such a name beside its length: of a map, and its place in within.
+	// perEntry is the memory of such a name in addition to its length: map entries and its place in
+	// within.
 	perEntry = 80
 	// maxBlock is more than the block size of any filesystem (diskusage.BlockSize).
 	maxBlock = 1 << 20
@@ -67,7 +68,7 @@ type unpacker struct {
 	whiteouts   int
 	opaque      bool   // the root
 	recount     bool   // something was removed: finish computes usage, sum and whiteouts from the tree
-	gone        string // the whiteout that a directory is about to be made in place of
+	gone        string // the whiteout that a new directory is about to replace
 	unsupported int    // extended attributes that the filesystem refused
 }
 
@@ -234,7 +235,7 @@ func (u *unpacker) whiteout(at filePlace) error {
 	return u.replacing(at, func() error { return u.makeWhiteout(at) })
 }
 
-// target implements sink. A link that remains for Join is one to what that is one to.
+// target implements sink. The target of a link that Join will resolve is that link's target.
 func (u *unpacker) target(at filePlace) (mode uint32, below string, err error) {
 	if below, ok := u.links[at.path()]; ok {
 		return 0, below, nil
@@ -316,7 +317,7 @@ func (u *unpacker) forgetLink(path string) bool {
 	return ok
 }
 
-// enter notes that path, new in one of the maps, goes with its directory.
+// enter records that path, new in one of the maps, disappears with its directory.
 func (u *unpacker) enter(path string) {
 	dir, _ := safefs.Split(path)
 	u.within[dir] = append(u.within[dir], path)
@@ -370,7 +371,7 @@ func (u *unpacker) step(cost int) error {
 	return nil
 }
 
-// impliedMade notes a directory that the tar has not listed.
+// impliedMade records a directory that the tar has not listed.
 func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 	if len(dir.Path()) > maxPath {
 		return unix.ENAMETOOLONG
@@ -394,7 +395,8 @@ func (u *unpacker) remember(n int) error {
 	return nil
 }
 
-// setTimes sets the times of all directories, and adds them to the sum: they have all their attributes now.
+// setTimes sets the times of all directories and adds the directories to the sum. Their attributes
+// are complete then.
 func (u *unpacker) setTimes() error {
 	for name, t := range u.times {
 		u.tick()

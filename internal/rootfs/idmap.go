@@ -106,8 +106,8 @@ func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
 	return os.NewFile(uintptr(fd), "overlay"), nil
 }
 
-// cloneMapped is a detached bind mount of an open file, mostly a directory, private, with the mapping of ns. Its
-// name is no path, see setDir: the path leads to the mount it is a clone of.
+// cloneMapped returns a private bind mount of an open file, usually a directory, with the mapping
+// of ns. The file's name is not the path, because that leads to the original mount (setDir).
 func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
 	path := source.Name()
 	fd, err := unix.OpenTree(int(source.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)

@@ -54,8 +54,9 @@ type Maker struct {
 	// symlink. If it returns nil, having removed it or put a directory in its
 	// place, the walk goes on with that; an error ends the walk.
 	Blocked func(dir *Dir, name string, st *unix.Stat_t) error
-	// Step, if set, is called for each step of a walk, with how much it takes: 1 for a name that is looked up. Forty
-	// symlinks make tens of thousands of them of a short path. An error ends the walk.
+	// Step, if set, is called for each step of a walk with its cost: 1 for looking up a name. A
+	// short path can take tens of thousands of steps through forty symlinks. An error ends the
+	// walk.
 	Step func(cost int) error
 }
 

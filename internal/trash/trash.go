@@ -39,8 +39,8 @@ type Trash struct {
 	wake     chan struct{} // holds one token: look into the directory again
 }
 
-// New returns the trash in dir, a directory that exists and has no other use. remove deletes a tree; it may return early when
-// its context is done. Nothing is deleted before Run.
+// New returns the trash in dir, a directory that exists and has no other use. remove deletes a
+// tree; it may return early when its context is done. Nothing is deleted before Run.
 func New(dir string, remove func(ctx context.Context, path string) error, log *slog.Logger) *Trash {
 	return &Trash{
 		dir: dir, remove: remove, log: log,
@@ -96,8 +96,8 @@ func (t *Trash) Deleting() diskusage.Usage {
 	return t.sizes.sum(func(failed bool) bool { return !failed })
 }
 
-// Take moves path, which is on the same filesystem, into the trash. size is its disk usage, zero if unknown. The error wraps
-// fs.ErrNotExist if there is nothing at path.
+// Take moves path, which is on the same filesystem, into the trash. size is its disk usage, zero if
+// unknown. The error wraps fs.ErrNotExist if there is nothing at path.
 func (t *Trash) Take(path string, size diskusage.Usage) error {
 	name := fmt.Sprintf("%s-%d", t.prefix, t.count.Add(1))
 	t.sizes.set(name, size)

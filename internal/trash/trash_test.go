@@ -26,7 +26,8 @@ func made(t *testing.T, parent, name string) string {
 	return path
 }
 
-// opened runs a trash in dir. began gets the path of each deletion that starts. A deletion fails with the error of fails.
+// opened runs a trash in dir. began gets the path of each deletion that starts. A deletion fails
+// with the error of fails.
 func opened(t *testing.T, dir string, fails func(path string) error) (_ *Trash, began <-chan string) {
 	t.Helper()
 	paths := make(chan string)

@@ -89,7 +89,8 @@ type Guard struct {
 	registry atomic.Int32   // proximity of the most remote address that served the registry
 }
 
-// New returns a Guard for the registry at host, which may have a port. Connections to the allowed networks always pass.
+// New returns a Guard for the registry at host, which may have a port. Connections to the allowed
+// networks always pass.
 func New(host string, allowed []netip.Prefix) *Guard {
 	g := &Guard{host: hostname(host), allowed: allowed, ports: []string{"443", "80"}}
 	if _, port, err := net.SplitHostPort(host); err == nil && port != "" {
@@ -122,8 +123,8 @@ func (g *Guard) check(a netip.Addr) error {
 	return &ForbiddenTargetError{a, p}
 }
 
-// observe records the address of a connection to the registry. The most remote address counts, because the
-// registry's owner could let its name resolve to this machine for a moment.
+// observe records the address of a connection to the registry. The most remote address counts,
+// because the registry's owner could let its name resolve to this machine for a moment.
 func (g *Guard) observe(a net.Addr) {
 	tcp, ok := a.(*net.TCPAddr)
 	if !ok {
@@ -147,9 +148,10 @@ func hostname(host string) string { return strings.ToLower((&url.URL{Host: host}
 // Dial has the type of http.Transport.DialContext.
 type Dial = func(ctx context.Context, network, address string) (net.Conn, error)
 
-// DialRegistry returns the function that connects for requests to the registry's name. Connections to the registry's own
-// ports pass and are observed. Connections to its name on other ports are checked like redirects: the
-// name may resolve to another machine at that moment. Connections to a proxy are not observed.
+// DialRegistry returns the function that connects for requests to the registry's name. Connections
+// to the registry's own ports pass and are observed. Connections to its name on other ports are
+// checked like redirects: the name may resolve to another machine at that moment. Connections to a
+// proxy are not observed.
 func (g *Guard) DialRegistry(dialer *net.Dialer) Dial {
 	guarded := g.dialOther(dialer)
 	return func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -169,8 +171,8 @@ func (g *Guard) DialRegistry(dialer *net.Dialer) Dial {
 	}
 }
 
-// dialOther returns the function that connects for requests to other hosts. It checks each address right before the
-// connection, because a name may resolve differently at any time.
+// dialOther returns the function that connects for requests to other hosts. It checks each address
+// right before the connection, because a name may resolve differently at any time.
 func (g *Guard) dialOther(dialer *net.Dialer) Dial {
 	guarded := *dialer
 	guarded.Control = func(_, address string, _ syscall.RawConn) error {
@@ -190,8 +192,9 @@ type OtherHosts struct {
 	proxied *http.Transport // through the proxy; the proxy's operator decides where it connects
 }
 
-// OtherHosts returns the transport for the registry's redirects and token servers. It uses the proxy of the
-// environment for hosts that have one. newTransport returns a connection pool that dials with the given function.
+// OtherHosts returns the transport for the registry's redirects and token servers. It uses the
+// proxy of the environment for hosts that have one. newTransport returns a connection pool that
+// dials with the given function.
 func (g *Guard) OtherHosts(dialer *net.Dialer, newTransport func(Dial) *http.Transport) *OtherHosts {
 	o := &OtherHosts{guard: g, direct: newTransport(g.dialOther(dialer)), proxied: newTransport(dialer.DialContext)}
 	o.direct.Proxy, o.proxied.Proxy = nil, http.ProxyFromEnvironment

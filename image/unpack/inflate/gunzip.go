@@ -13,7 +13,8 @@ import (
 // unfit: ISA-L was to read a gzip and can't.
 var unfit atomic.Bool
 
-// Gunzip names what reads gzip: "ISA-L" or "Go". Whether a library that is there can be used shows when it is to read the first.
+// Gunzip returns the name of gzip's decompressor: "ISA-L" or "Go". The first gzip shows whether a
+// loaded ISA-L works; before that its name is returned.
 func Gunzip() string {
 	if isal.Loaded() && !unfit.Load() {
 		return "ISA-L"

@@ -73,7 +73,8 @@ func TestInflateGzipHeader(t *testing.T) {
 	}
 }
 
-// TestInflateDividedHeader has each header of two members, all its fields used, end the input at each of its bytes.
+// TestInflateDividedHeader ends the input at each byte of the headers of two members that use all
+// fields.
 func TestInflateDividedHeader(t *testing.T) {
 	const fhcrc, fextra, fname, fcomment = 1 << 1, 1 << 2, 1 << 3, 1 << 4
 	header := []byte{0x1f, 0x8b, 8, fhcrc | fextra | fname | fcomment, 0, 0, 0, 0, 0, 255}

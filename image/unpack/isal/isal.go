@@ -82,7 +82,8 @@ func Works() bool { return works() }
 
 var works = sync.OnceValue(func() bool { return Loaded() && C.isal_works() != 0 })
 
-// NewReader returns a reader of the gzip in from. The library must be one that Works. The caller closes the reader, which does not close from.
+// NewReader returns a reader of the gzip in from. The caller calls it only if Works is true, and
+// closes the reader, which does not close from.
 func NewReader(from *bufio.Reader) (*Reader, error) {
 	state := (*C.struct_reader)(C.calloc(1, C.sizeof_struct_reader))
 	if state == nil {

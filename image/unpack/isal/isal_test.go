@@ -62,8 +62,8 @@ func byGo(blob []byte) ([]byte, error) {
 	return inflateBy(r, 32<<10)
 }
 
-// FuzzAgainstGo: the library inflates what Go's does, to the same bytes, and refuses what that refuses, however input and output
-// are divided.
+// FuzzAgainstGo: the library and Go's package decompress to the same bytes and reject the same
+// input, however input and output are divided.
 func FuzzAgainstGo(f *testing.F) {
 	need(f)
 	text := []byte(strings.Repeat("some text that repeats itself, some text ", 400))

@@ -10,9 +10,9 @@
 
 struct library isal_library;
 
-// works has the library inflate a gzip. The program was built with another machine's header, perhaps, and a library whose structures are other ones
-// is to be noticed here and not with a layer. So there is room behind the structures. It is called where a gzip is to be read, in the confined
-// program: with a library that crashes no gzip can be unpacked, but all else.
+// isal_works checks that the library decompresses a sample. The header may be of another version
+// than the library, with smaller structures. So there is room behind the structures. The confined
+// program calls it before the first gzip: a library that crashes affects only gzip.
 int isal_works(void)
 {
 	const struct library *l = &isal_library;
@@ -43,8 +43,9 @@ int isal_works(void)
 	return right;
 }
 
-// It is loaded from the node's root directory, before berth-unpack leaves that for a layer's: constructors with a priority
-// come before those without, as package early's is. 101 is the first that programs may have.
+// load loads the library from the node's root directory, before berth-unpack changes its root.
+// Constructors with a priority run before package early's, which has none. 101 is the first
+// priority that programs may use.
 __attribute__((constructor(101))) static void load(void)
 {
 	void *so = dlopen("libisal.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -59,5 +60,5 @@ __attribute__((constructor(101))) static void load(void)
 	if (found.inflate_init && found.gzip_header_init && found.read_gzip_header && found.inflate)
 		isal_library = found;
 	else
-		dlclose(so); // another version: Go inflates
+		dlclose(so); // another version: Go decompresses
 }

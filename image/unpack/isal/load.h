@@ -3,7 +3,7 @@
 
 #include <isa-l/igzip_lib.h>
 
-// library has the functions of ISA-L that are called. All are NULL where it was not loaded.
+// library has the used functions of ISA-L. All are NULL if it was not loaded.
 struct library {
 	__typeof__(isal_inflate_init) *inflate_init;
 	__typeof__(isal_gzip_header_init) *gzip_header_init;
@@ -13,7 +13,7 @@ struct library {
 
 extern struct library isal_library;
 
-// isal_works reports whether the library, which was loaded, can be used.
+// isal_works reports whether the loaded library works.
 int isal_works(void);
 
 #endif

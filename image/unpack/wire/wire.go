@@ -67,7 +67,8 @@ func (w *Writer) put(kind byte, body []byte) {
 	_, _ = w.w.Write(body)
 }
 
-// Gunzip says what reads gzip, by the name that inflate.Gunzip has for it. It is sent with the next message of another kind.
+// Gunzip reports gzip's decompressor by its name from inflate.Gunzip. It is sent with the next
+// message of another kind.
 func (w *Writer) Gunzip(name string) { w.put(kindGunzip, []byte(name)) }
 
 // Progress says how many bytes of the tar have been read so far.

@@ -1,6 +1,6 @@
 //go:build isal && cgo
 
-// The steps of confine.Process that have to come before threads, in the same order.
+// The steps of jail.Process that must precede threads, in the same order.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -20,7 +20,7 @@
 
 enum {
 	tree = 3,                // worker.TreeFD
-	stack_size = 256 * 1024, // of threads: what is reserved counts for the limit of memory
+	stack_size = 256 * 1024, // of threads: reserved memory counts for the limit
 };
 
 static void must(int succeeded, const char *step)
@@ -62,7 +62,8 @@ static void limit_stacks(void)
 	pthread_attr_destroy(&attr);
 }
 
-// Without a priority it comes after all that have one: package isal has loaded its library by then.
+// confine_early has no priority, so it runs after constructors with one: package isal has loaded
+// its library by then.
 __attribute__((constructor)) static void confine_early(void)
 {
 	must(fcntl(tree, F_GETFD) >= 0, "berth-unpack must be started by berth");
