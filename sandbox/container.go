@@ -119,7 +119,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 		spec.LogPath = filepath.Join(dir, config.GetLogPath())
 	}
 	options := config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	if spec.Labels, err = m.labels.Draw(m.selinux, options, p.Labels, *m.cfg.Host, spec.ID); err != nil {
+	if spec.Labels, err = m.labels.Draw(m.selinux, options, p.Labels, m.host, spec.ID); err != nil {
 		return nil, err
 	}
 	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, spec.ID); return nil })

@@ -11,7 +11,7 @@ import (
 // openHandlers needs the facts of the host to be complete.
 func (m *Manager) openHandlers(ctx context.Context) (err error) {
 	m.handlers, err = handler.Open(ctx, handler.Options{BuiltIn: m.cfg.Handler, Programs: m.cfg.Handlers, Default: m.cfg.DefaultHandler,
-		Host: m.cfg.Host, Tasks: m.tasks, Log: m.log})
+		Host: m.host, Tasks: m.tasks, Log: m.log})
 	return err
 }
 

@@ -54,10 +54,10 @@ type Config struct {
 	LayerLimit     uint64                    // bytes that a container's writable layer may take; 0: no limit
 	LayerProjects  uint32                    // the first of the project IDs of writable layers
 	Streams        stream.Limits             // what clients may have under way
-	Host           *host.Facts
-	CDI            cdi.Dirs    // where CDI devices are described
-	OwnDevices     bool        // devices belong to the user and group of the security context
-	Waits          *task.Waits // where waits are noted
+	Host           host.Facts                // from host.Detect
+	CDI            cdi.Dirs                  // where CDI devices are described
+	OwnDevices     bool                      // devices belong to the user and group of the security context
+	Waits          *task.Waits               // where waits are noted
 	Log            *slog.Logger
 	LogFormat      string // of Log: json or text
 }
@@ -69,6 +69,7 @@ type Manager struct {
 	*stats.Reader                  // ContainerStats, PodStats
 
 	cfg       Config
+	host      host.Facts // complete after probeUserNamespaces
 	log       *slog.Logger
 	images    *image.Store
 	networks  *podenv.Networks
@@ -110,7 +111,7 @@ const closeLimit = 5 * time.Second
 // and goes on with what an earlier daemon left half done. The daemon holds the
 // lock of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
-	m := &Manager{cfg: cfg, log: cfg.Log, images: images,
+	m := &Manager{cfg: cfg, host: cfg.Host, log: cfg.Log, images: images,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
 	m.unfinished = newDeferredWork(m.tasks)
@@ -137,9 +138,9 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		}
 	}
 	m.assemble()
-	if m.cfg.Host.OOMScoreAdjMin > pauseOOMScore {
+	if m.host.OOMScoreAdjMin > pauseOOMScore {
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
-			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
+			"wanted", pauseOOMScore, "lowest", m.host.OOMScoreAdjMin)
 	}
 	m.appArmor.Ensure(ctx)
 	err := m.recover(ctx)
@@ -211,28 +212,30 @@ func (m *Manager) startLaunchers() (err error) {
 		MonitorPath: m.payload.Monitor,
 		StateRoot:   m.dirs.Libcontainer(),
 		Idle:        m.cfg.IdleLaunchers,
-		Warm:        m.cfg.Host.RootShared,
+		Warm:        m.host.RootShared,
 		Log:         m.log,
 		LogFormat:   m.cfg.LogFormat,
 	})
 	return err
 }
 
-// probeUserNamespaces finds out whether pods can have user namespaces, by doing all
-// that they need of the kernel, and writes it down in the facts of the host.
+// probeUserNamespaces completes the node's facts with the result of probing user namespaces. It runs
+// before any part of the manager gets the facts, which do not change afterwards.
 func (m *Manager) probeUserNamespaces() error {
 	err := m.namespaces.Probe()
-	m.cfg.Host.UserNamespaces = err == nil
 	if err != nil {
-		m.cfg.Host.NoUserNamespaces = err.Error()
-		m.log.Warn("pods can't have user namespaces", "error", err)
+		m.log.Warn("pods cannot have user namespaces", "error", err)
 	}
+	m.host = m.host.WithUserNamespaces(err)
 	return nil
 }
 
+// HostFacts returns the node's facts.
+func (m *Manager) HostFacts() host.Facts { return m.host }
+
 // assemble makes the parts that are made of others.
 func (m *Manager) assemble() {
-	node := runtime.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
+	node := runtime.Node{Host: m.host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
 		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
 	m.launch = runtime.Launcher{Node: node, Roots: m.roots, Users: new(runtime.Users), AppArmor: m.appArmor, SELinux: m.selinux,
 		Sources: runtime.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}

@@ -92,7 +92,7 @@ func (m *Manager) describer(c lockedContainer) plugins.Container {
 }
 
 func (m *Manager) containerForPlugins(info *state.Container) *nri.Container {
-	return plugins.DescribeContainer(info, *m.cfg.Host)
+	return plugins.DescribeContainer(info, m.host)
 }
 
 // waitNotified waits until plugins were told of a published exit.

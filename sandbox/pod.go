@@ -79,7 +79,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 // hasPlainPause guesses whether the pod's pause will be one that makes its namespaces itself (shim/launcher/pause).
 func (m *Manager) hasPlainPause(config *runtimeapi.PodSandboxConfig, handler string) bool {
 	options := config.GetLinux().GetSecurityContext().GetNamespaceOptions()
-	return (handler == "" || handler == m.cfg.Handler) && m.cfg.PauseImage == "" && !m.cfg.Host.AppArmor && !m.cfg.Host.SELinux &&
+	return (handler == "" || handler == m.cfg.Handler) && m.cfg.PauseImage == "" && !m.host.AppArmor && !m.host.SELinux &&
 		options.GetUsernsOptions().GetMode() != runtimeapi.NamespaceMode_POD
 }
 
@@ -91,10 +91,10 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	if _, err := m.handlers.Find(handler); err != nil {
 		return err
 	}
-	if err := state.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), *m.cfg.Host); err != nil {
+	if err := state.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), m.host); err != nil {
 		return err
 	}
-	return state.CheckUserNamespace(config, *m.cfg.Host)
+	return state.CheckUserNamespace(config, m.host)
 }
 
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
@@ -153,7 +153,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 		}
 	}
 	options := config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	if spec.Labels, err = m.labels.Draw(m.selinux, options, confine.Labels{}, *m.cfg.Host, id); err != nil {
+	if spec.Labels, err = m.labels.Draw(m.selinux, options, confine.Labels{}, m.host, id); err != nil {
 		return nil, err
 	}
 	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, id); return nil })

@@ -21,7 +21,7 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 	if err != nil {
 		return err
 	}
-	if err := state.CheckPodResources(overhead, resources, *m.cfg.Host); err != nil {
+	if err := state.CheckPodResources(overhead, resources, m.host); err != nil {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", p.String(), func(ctx context.Context) error {

@@ -9,7 +9,6 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/host"
 	"berth/internal/index"
 	"berth/internal/task"
 	"berth/sandbox/lsm"
@@ -26,7 +25,7 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Caller{Plugins: plugins.None{}}, records: dir,
+	m = &Manager{plugins: plugins.Caller{Plugins: plugins.None{}}, records: dir,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)

@@ -73,7 +73,7 @@ func (m *Manager) podMeter(p *pod) *stats.PodMeter {
 }
 
 func (m *Manager) cgroups() stats.Cgroups {
-	return stats.Cgroups{V2: m.cfg.Host.CgroupV2, Systemd: m.cfg.SystemdCgroup}
+	return stats.Cgroups{V2: m.host.CgroupV2, Systemd: m.cfg.SystemdCgroup}
 }
 
 // startSampler finds out where writable layers are and starts to count.

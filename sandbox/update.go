@@ -67,7 +67,7 @@ func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err err
 
 // setResources notes limits that can be, without recording them.
 func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxContainerResources, added *nri.Limits) error {
-	if _, err := limits.Kernel(resources, added, *m.cfg.Host); err != nil {
+	if _, err := limits.Kernel(resources, added, m.host); err != nil {
 		return err
 	}
 	c.Limits, c.Resources = added, resources
@@ -76,7 +76,7 @@ func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxCon
 
 // applyLimits sets all the container's limits, or none. restore sets back those before.
 func (m *Manager) applyLimits(c lockedContainer) (restore func() error, err error) {
-	wanted, err := limits.Kernel(c.Resources, c.Limits, *m.cfg.Host)
+	wanted, err := limits.Kernel(c.Resources, c.Limits, m.host)
 	if err != nil {
 		return nil, err
 	}

@@ -13,7 +13,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/host"
 	"berth/internal/index"
 	"berth/internal/nri"
 	"berth/internal/task"
@@ -30,7 +29,7 @@ func containerManager(t *testing.T) (m *Manager, records string) {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.DiscardHandler)
-	m = &Manager{cfg: Config{Host: &host.Facts{}}, log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
+	m = &Manager{log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		records: dir, tasks: task.NewRunner(log, nil)}
 	m.plugins = plugins.Caller{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)

@@ -63,7 +63,7 @@ func parseLogLine(text string) (LogLine, error) {
 }
 
 // ofMachine are the beginnings of warnings about the machine that tests run on.
-var ofMachine = []string{"the kernel refuses to lower oom_score_adj", "berth-unpack may", "CNI configuration directory cannot be watched", "pods can't have user namespaces"}
+var ofMachine = []string{"the kernel refuses to lower oom_score_adj", "berth-unpack may", "CNI configuration directory cannot be watched", "pods cannot have user namespaces"}
 
 // QuietLog fails the test for each warning and error in the daemon's log, but for those about this
 // machine.

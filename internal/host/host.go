@@ -29,8 +29,8 @@ type Facts struct {
 	Seccomp  bool // seccomp filters
 	AppArmor bool // the AppArmor module is enabled
 	SELinux  bool // selinuxfs is mounted
-	// NoAppArmorProfile says why the default profile cannot be loaded. Package sandbox sets it,
-	// because it loads the profile.
+	// NoAppArmorProfile says why the default profile cannot be loaded. The daemon sets it in the
+	// copy for each runtime-spec, because the profile may be loaded later.
 	NoAppArmorProfile string
 
 	// Capabilities are the capabilities that this process can pass on: those in both its bounding
@@ -49,12 +49,21 @@ type Facts struct {
 	SwapAccounting    bool // a container's cgroup has a swap limit
 	RecursiveReadOnly bool // mount_setattr(2) with AT_RECURSIVE, Linux 5.12
 	// UserNamespaces reports that pods can have user namespaces, with ID-mapped root filesystems
-	// and volumes. Package sandbox sets it, because it has the directories for the probe, and gives
-	// the reason for false in NoUserNamespaces.
+	// and volumes. NoUserNamespaces is the reason for false. See WithUserNamespaces.
 	UserNamespaces   bool
 	NoUserNamespaces string
 
 	RootShared bool // "/" is a shared mount, so later mounts of kubelet propagate to existing namespaces
+}
+
+// WithUserNamespaces returns the facts with the result of probing user namespaces; nil: they work.
+// Detect does not probe them, because that needs directories of the daemon.
+func (f Facts) WithUserNamespaces(err error) Facts {
+	f.UserNamespaces, f.NoUserNamespaces = err == nil, ""
+	if err != nil {
+		f.NoUserNamespaces = err.Error()
+	}
+	return f
 }
 
 // Detect reads the facts. root is the directory that contains proc and sys: "/", or a tree of a

@@ -65,7 +65,7 @@ type Options struct {
 	BuiltIn  string            // name of the built-in handler, libcontainer
 	Programs map[string]Config // all other handlers by name
 	Default  string            // handler of pods that name none; empty: BuiltIn
-	Host     *host.Facts       // features of the node; no handler has more
+	Host     host.Facts        // features of the node; no handler has more
 	Tasks    *task.Runner
 	Log      *slog.Logger
 }

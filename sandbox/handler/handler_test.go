@@ -46,7 +46,7 @@ func write(t *testing.T, path, content string) {
 func open(t *testing.T, programs map[string]Config, facts host.Facts) *Set {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	set, err := Open(t.Context(), Options{BuiltIn: "berth", Programs: programs, Default: "capable", Host: &facts, Tasks: task.NewRunner(log, nil), Log: log})
+	set, err := Open(t.Context(), Options{BuiltIn: "berth", Programs: programs, Default: "capable", Host: facts, Tasks: task.NewRunner(log, nil), Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}

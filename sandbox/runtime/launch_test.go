@@ -10,7 +10,6 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/host"
 	"berth/internal/task"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
@@ -112,7 +111,7 @@ func TestDescribingShowsAmongTheWaits(t *testing.T) {
 	waits := new(task.Waits)
 	var during []task.Wait
 	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), waits),
-		Node: Node{Host: &host.Facts{}, NoAppArmor: func() string { during = waits.List(); return "" }}}
+		Node: Node{NoAppArmor: func() string { during = waits.List(); return "" }}}
 	pod := &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}}
 	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{}}}
 	_, _ = k.describe(pod, c, "") // refused: the config has no command

@@ -17,7 +17,7 @@ import (
 
 // Node is what descriptions need to know of the node.
 type Node struct {
-	Host          *host.Facts
+	Host          host.Facts
 	NoAppArmor    func() string // why the default profile can't be had; empty: it can
 	CDI           cdi.Dirs      // where CDI devices are described
 	Dirs          state.Dirs
@@ -67,7 +67,7 @@ func (n Node) Container(p *state.Pod, c *state.Container, volumes map[int]string
 
 // facts are what the machine offers to a pod: less than to others, if its runtime can't use it.
 func (n Node) facts(p *state.Pod) host.Facts {
-	facts := *n.Host
+	facts := n.Host
 	facts.NoAppArmorProfile = n.NoAppArmor()
 	if r := p.Runtime; r != nil {
 		facts.RecursiveReadOnly = facts.RecursiveReadOnly && r.RecursiveReadOnly

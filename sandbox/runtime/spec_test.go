@@ -59,7 +59,7 @@ func TestPodOfEarlierVersion(t *testing.T) {
 // A pod is offered what both the host and its runtime can do.
 func TestFacts(t *testing.T) {
 	facts := host.Facts{RecursiveReadOnly: true}
-	n := Node{Host: &facts, NoAppArmor: func() string { return "no parser" }}
+	n := Node{Host: facts, NoAppArmor: func() string { return "no parser" }}
 	for name, test := range map[string]struct {
 		runtime *handler.Runtime
 		want    bool
@@ -68,7 +68,7 @@ func TestFacts(t *testing.T) {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
-	facts.RecursiveReadOnly = false
+	n.Host.RecursiveReadOnly = false
 	if n.facts(&state.Pod{PodSpec: &state.PodSpec{Runtime: &handler.Runtime{RecursiveReadOnly: true}}}).RecursiveReadOnly {
 		t.Error("a program is said to do what the host can't")
 	}

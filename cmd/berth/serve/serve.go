@@ -152,6 +152,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, log)
 	a.closing.Add("stop the idle trimmer", trimmer.Close)
 	serverCfg := serverConfig(cfg, n, network, sessions, tracing, a.waits)
+	serverCfg.UserNamespaces = pods.HostFacts().UserNamespaces
 	serverCfg.Changing = trimmer.Changing
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)
 }
@@ -443,7 +444,7 @@ func sandboxConfig(cfg *config.Config, n *node.Node, plugins plugins.Plugins, wa
 			Sessions:          cfg.MaxSessions,
 		},
 		Plugins:    plugins,
-		Host:       &n.Facts,
+		Host:       n.Facts,
 		CDI:        cfg.CDISpecDirs,
 		OwnDevices: cfg.DeviceOwnership,
 		Waits:      waits,
@@ -463,14 +464,13 @@ func handlers(cfg *config.Config) map[string]handler.Config {
 func serverConfig(cfg *config.Config, n *node.Node, network *cni.Network, sessions server.Sessions,
 	tracing server.Tracing, waits *task.Waits) server.Config {
 	return server.Config{
-		Version:        version.Get(),
-		SystemdCgroup:  n.SystemdCgroup,
-		UserNamespaces: n.Facts.UserNamespaces,
-		Settings:       cfg,
-		Network:        network.Info,
-		PassedLimit:    waits.PassedLimit,
-		Sessions:       sessions,
-		Tracing:        tracing,
+		Version:       version.Get(),
+		SystemdCgroup: n.SystemdCgroup,
+		Settings:      cfg,
+		Network:       network.Info,
+		PassedLimit:   waits.PassedLimit,
+		Sessions:      sessions,
+		Tracing:       tracing,
 	}
 }
 
