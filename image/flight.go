@@ -53,7 +53,8 @@ func newFlights(ctx context.Context, log *slog.Logger) *flights {
 //
 // The download does not end with ctx: it ends when no waiter is left. The last waiter waits for its
 // end.
-func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*atomic.Int64), run func(context.Context, *atomic.Int64) error) (by registry.Reference, started bool, err error) {
+func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*atomic.Int64),
+	run func(context.Context, *atomic.Int64) error) (by registry.Reference, started bool, err error) {
 	fl, started := f.board(key, ref, run)
 	onStart(fl.bytes)
 	select {
@@ -65,7 +66,8 @@ func (f *flights) join(ctx context.Context, key flightKey, ref registry.Referenc
 	}
 }
 
-func (f *flights) board(key flightKey, ref registry.Reference, run func(context.Context, *atomic.Int64) error) (fl *flight, started bool) {
+func (f *flights) board(key flightKey, ref registry.Reference, run func(context.Context,
+	*atomic.Int64) error) (fl *flight, started bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if fl, ok := f.active[key]; ok {

@@ -46,7 +46,8 @@ func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfi
 	if err != nil {
 		return nil, pullError(ref, err)
 	}
-	s.log.Info("image pulled", "ref", ref, "image", img.ID, "size", img.Size, "host", strings.Join(track.hosts, ","), "bytes", track.received(),
+	s.log.Info("image pulled", "ref", ref, "image", img.ID, "size", img.Size, "host", strings.Join(track.hosts, ","),
+		"bytes", track.received(),
 		"seconds", math.Round(time.Since(track.started).Seconds()*1000)/1000)
 	return img, nil
 }
@@ -97,7 +98,8 @@ func checkSizes(layers []registry.Layer, limits unpack.Limits) error {
 	slack := limits.Tar>>6 + 1<<20 // overhead of compressing incompressible data, and an index
 	for i, l := range layers {
 		if l.Blob.Size-slack > limits.Tar {
-			return errdefs.New(codes.ResourceExhausted, "layer %d: blob %s has %d bytes, more than the %d allowed for an unpacked layer", i, l.Blob.Digest, l.Blob.Size, limits.Tar)
+			return errdefs.New(codes.ResourceExhausted,
+				"layer %d: blob %s has %d bytes, more than the %d allowed for an unpacked layer", i, l.Blob.Digest, l.Blob.Size, limits.Tar)
 		}
 	}
 	return nil
@@ -121,7 +123,8 @@ func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image
 
 // fetch downloads the missing layers and commits the image. After a failure it deletes the layers
 // that nothing else needs.
-func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) (*Image, error) {
+func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image,
+	tracks []*layerTrack) (*Image, error) {
 	chain := layersOf(img)
 	owner := fmt.Sprintf("%s%d", pullPrefix, s.pullID.Add(1))
 	end := s.cfg.Waits.Begin("layer deletion", "image "+repo.Reference().String())
@@ -139,12 +142,14 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	a := s.accesses.begin(repo, chain)
 	defer a.end()
 	store := s.layers.storeFor(distinct(chain))
-	if other := s.layers.fallback(store); other != nil && missing(store, img) > 0 && other.Inodes(distinct(chain)) > s.mostInodes() {
+	if other := s.layers.fallback(store); other != nil && missing(store, img) > 0 &&
+		other.Inodes(distinct(chain)) > s.mostInodes() {
 		store = other // the present layers alone are too large to merge: fetch the missing ones as directories at once
 	}
 	err = s.fetchInto(ctx, store, a, img, tracks)
 	if other := s.layers.fallback(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
-		s.log.Info("image is too large for a layer driver, trying another", "image", repo.Reference().String(), "from", store.Kind(), "to", other.Kind(), "error", err)
+		s.log.Info("image is too large for a layer driver, trying another", "image", repo.Reference().String(), "from",
+			store.Kind(), "to", other.Kind(), "error", err)
 		store = other
 		err = s.fetchInto(ctx, store, a, img, tracks)
 	}
@@ -165,7 +170,8 @@ func (s *Store) mostInodes() uint64 {
 }
 
 // fetchInto fetches the layers that a store lacks and checks that they can be stacked.
-func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, img *registry.Image, tracks []*layerTrack) error {
+func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, img *registry.Image,
+	tracks []*layerTrack) error {
 	if wanted := missing(store, img); wanted > 0 {
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
 			return err
@@ -175,7 +181,10 @@ func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, im
 	group.SetLimit(s.cfg.MaxParallelDownloads)
 	for i, l := range img.Layers {
 		group.Go(func() error {
-			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error { return s.fetchLayer(groupCtx, store, a, l, tracks[i]) })
+			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error {
+				return s.fetchLayer(groupCtx, store, a,
+					l, tracks[i])
+			})
 		})
 	}
 	if err := group.Wait(); err != nil {
@@ -219,7 +228,8 @@ func layersOf(img *registry.Image) []digest.Digest {
 
 // fetchLayer ensures that a layer is present and that the pull may use it. Concurrent pulls may
 // share the download.
-func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer, track *layerTrack) error {
+func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer,
+	track *layerTrack) error {
 	if name := sourceOf(l).Name(); store.Has(name) {
 		return s.use(ctx, a, l, s.originOf(a, name), track)
 	}
@@ -231,18 +241,21 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 
 // share runs a download that shows that the pull's registry has a layer, or joins that of another
 // pull. If the other one fails, it runs its own.
-func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack, run func(context.Context, *atomic.Int64) error) error {
+func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack,
+	run func(context.Context, *atomic.Int64) error) error {
 	name, ref := sourceOf(l).Name(), a.repo.Reference()
-	defer s.cfg.Waits.BeginOpen("layer download and unpack", "layer "+l.DiffID.String())() // no deadline: stalled transfers end
+	defer s.cfg.Waits.BeginOpen("layer download and unpack",
+		"layer "+l.DiffID.String())() // no deadline: stalled transfers end
 	for {
-		by, started, err := s.flights.join(ctx, key, ref, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
-			defer a.repo.Close()
-			err := run(ctx, received)
-			if err == nil {
-				a.grant(name)
-			}
-			return err
-		})
+		by, started, err := s.flights.join(ctx, key, ref, track.downloading,
+			func(ctx context.Context, received *atomic.Int64) error {
+				defer a.repo.Close()
+				err := run(ctx, received)
+				if err == nil {
+					a.grant(name)
+				}
+				return err
+			})
 		switch {
 		case err == nil && started:
 			track.set(LayerDone)
@@ -256,14 +269,16 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 }
 
 // download fetches and stores a layer.
-func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
+func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
+	received *atomic.Int64) error {
 	return s.fromHosts(repo, l, received, func(host int) (inParts bool, err error) {
 		for more := (shortage{}); ; received.Store(0) {
 			had, inParts, err := s.downloadFrom(ctx, store, repo, l, host, received, more)
 			if !more.grow(s.memory, had, err) {
 				return inParts, err
 			}
-			s.log.Info("fetching layer again to unpack it with more memory", "image", repo.Reference().String(), "layer", l.Blob.Digest, "error", err)
+			s.log.Info("fetching layer again to unpack it with more memory", "image", repo.Reference().String(), "layer",
+				l.Blob.Digest, "error", err)
 		}
 	})
 }
@@ -271,7 +286,8 @@ func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry
 // fromHosts calls fetch for the hosts of a repository, by number. After corrupt content it tries
 // the next host, because a mirror's cache may be damaged. After the last host, it retries one layer
 // that was fetched in parts as a whole.
-func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *atomic.Int64, fetch func(host int) (inParts bool, err error)) error {
+func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *atomic.Int64,
+	fetch func(host int) (inParts bool, err error)) error {
 	var err error
 	for first, tries := 0, repo.Hosts(); first < tries; first++ {
 		received.Store(0)
@@ -291,7 +307,8 @@ func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received 
 // downloadFrom streams a layer from the network through its checks into the layer store, starting
 // with the given host. It returns the limits of the layer and whether parts of it were fetched by
 // range requests.
-func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64, more shortage) (had unpack.Limits, inParts bool, err error) {
+func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
+	first int, received *atomic.Int64, more shortage) (had unpack.Limits, inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
 		return had, false, err
@@ -324,7 +341,8 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 
 // withMemory returns the limits of a layer with its share of the unpack memory. It waits if an
 // earlier attempt needed more.
-func (s *Store) withMemory(ctx context.Context, l registry.Layer, more shortage) (_ unpack.Limits, release func(), err error) {
+func (s *Store) withMemory(ctx context.Context, l registry.Layer, more shortage) (_ unpack.Limits, release func(),
+	err error) {
 	limits := limitsOf(l.Blob, s.cfg.Limits)
 	if more == (shortage{}) {
 		limits, release = s.memory.share(limits)

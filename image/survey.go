@@ -20,14 +20,15 @@ type Recorded struct {
 // open.
 func ReadRecords(root string) (map[string]*Recorded, checkpoint.Survey, error) {
 	images := map[string]*Recorded{}
-	survey, err := checkpoint.Inspect(filepath.Join(root, recordsDir), recordKind, recordVersion, func(name string, _ int, body []byte) error {
-		id := "sha256:" + name
-		rec, err := decodeRecord(id, body)
-		if err != nil {
-			return err
-		}
-		images[id] = &Recorded{ID: id, Tags: rec.Tags, Digests: rec.Digests, Layers: rec.layers(), Sequence: rec.Sequence}
-		return nil
-	})
+	survey, err := checkpoint.Inspect(filepath.Join(root, recordsDir), recordKind, recordVersion,
+		func(name string, _ int, body []byte) error {
+			id := "sha256:" + name
+			rec, err := decodeRecord(id, body)
+			if err != nil {
+				return err
+			}
+			images[id] = &Recorded{ID: id, Tags: rec.Tags, Digests: rec.Digests, Layers: rec.layers(), Sequence: rec.Sequence}
+			return nil
+		})
 	return images, survey, err
 }

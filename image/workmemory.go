@@ -46,7 +46,8 @@ func newWorkMemory(all, merging int64, processes int) *workMemory {
 	least := min(leastMemory, all/int64(2*processes))
 	most := cmp.Or(merging, erofs.MaxMemory) * 5 / 4 // a larger tree cannot be merged; while packing, replaced nodes count as well
 	rest := all - least*int64(processes)
-	return &workMemory{least: least, most: min(max(least, most), least+rest), rest: rest, line: make(chan struct{}, 1), free: rest, freed: make(chan struct{})}
+	return &workMemory{least: least, most: min(max(least, most), least+rest), rest: rest, line: make(chan struct{}, 1),
+		free: rest, freed: make(chan struct{})}
 }
 
 // share returns the limits with the share of one process, without waiting. The caller releases it.
@@ -100,7 +101,8 @@ func (n *shortage) grow(m *workMemory, had unpack.Limits, err error) bool {
 }
 
 // wait queues for the maximum of what a layer lacks. The caller releases it.
-func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n shortage) (_ unpack.Limits, release func(), err error) {
+func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n shortage) (_ unpack.Limits, release func(),
+	err error) {
 	memory, window := m.least, int64(usualWindow)
 	if n.memory {
 		memory = min(m.most, limits.Memory)

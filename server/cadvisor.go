@@ -115,7 +115,8 @@ func (s *cadvisorService) unary(ctx context.Context, req any, info *grpc.UnarySe
 	defer func() {
 		if p := recover(); p != nil {
 			s.log.Error("panic", "method", info.FullMethod, "panic", p, "stack", string(debug.Stack()))
-			resp, err = nil, status.Errorf(codes.Internal, "%s: internal error, see berth's log", path.Base(info.FullMethod))
+			resp, err = nil, status.Errorf(codes.Internal, "%s: internal error, see berth's log",
+				path.Base(info.FullMethod))
 		}
 		err = coded(err)
 	}()
@@ -213,7 +214,8 @@ func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error
 	if image == "" {
 		image = ownPauseImage
 	}
-	return &containersapi.Container{ID: p.ID, Labels: kindLabels(p.ShownConfig().GetLabels(), kindSandbox), Image: image, Spec: spec,
+	return &containersapi.Container{ID: p.ID, Labels: kindLabels(p.ShownConfig().GetLabels(), kindSandbox), Image: image,
+		Spec:      spec,
 		CreatedAt: timestamppb.New(p.CreatedAt), UpdatedAt: timestamppb.New(p.CreatedAt)}, nil
 }
 

@@ -73,7 +73,8 @@ func (s *runtimeService) allContainerStats(ctx context.Context,
 			if ctx.Err() != nil {
 				return
 			}
-			if c.State() != runtimeapi.ContainerState_CONTAINER_RUNNING || id != "" && c.ID != id || pod != "" && c.PodID != pod ||
+			if c.State() != runtimeapi.ContainerState_CONTAINER_RUNNING || id != "" && c.ID != id || pod != "" &&
+				c.PodID != pod ||
 				!selected(filter.GetLabelSelector(), c.Config.GetLabels()) {
 				continue
 			}

@@ -52,7 +52,8 @@ func (m *Merger) Memory() int64 { return m.most }
 // merges if there is not enough memory. pay is tree.Merger's. It returns tree.ErrTooLarge if the
 // layers have too many names, too long names or too many attributes. When ctx is done it returns
 // ctx's cause.
-func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error) (used []int, err error) {
+func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error) (used []int,
+	err error) {
 	bytes, err := treeBytes(layers)
 	if err != nil {
 		return nil, err
@@ -66,7 +67,8 @@ func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay f
 }
 
 // mergeWithin is Merge with a given memory. It writes nothing if the memory does not suffice.
-func (m *Merger) mergeWithin(ctx context.Context, out io.Writer, layers []Files, memory int64, pay func(steps int) error) (used []int, err error) {
+func (m *Merger) mergeWithin(ctx context.Context, out io.Writer, layers []Files, memory int64,
+	pay func(steps int) error) (used []int, err error) {
 	if err := m.memory.Acquire(ctx, memory); err != nil {
 		return nil, fmt.Errorf("wait for other merges: %w", context.Cause(ctx))
 	}
@@ -100,7 +102,8 @@ func treeBytes(layers []Files) (sum int64, err error) {
 
 // mergeTrees returns the merged tree of layers and the number of data blocks of each layer. The
 // memory that is left limits the trees.
-func mergeTrees(ctx context.Context, layers []Files, left int64, pay func(steps int) error) (_ *tree.Node, blocks []int64, err error) {
+func mergeTrees(ctx context.Context, layers []Files, left int64, pay func(steps int) error) (_ *tree.Node,
+	blocks []int64, err error) {
 	m := &tree.Merger{Pay: pay}
 	blocks = make([]int64, len(layers))
 	for i, files := range layers {
@@ -136,7 +139,8 @@ func (f Files) read(ctx context.Context, device int, most int64) (root *tree.Nod
 	}
 	defer in.Close() // read only
 	blocks = st.Size() / tree.BlockSize
-	root, memory, err = tree.Decode(&pacedReader{ctx, in}, device, tree.Limit{Bytes: maxTreeBytes, Memory: most, Blocks: blocks})
+	root, memory, err = tree.Decode(&pacedReader{ctx, in}, device, tree.Limit{Bytes: maxTreeBytes, Memory: most,
+		Blocks: blocks})
 	return root, memory, blocks, err
 }
 

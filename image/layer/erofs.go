@@ -171,7 +171,8 @@ func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used
 	used, err = e.merger.Merge(effort.ctx, image, layers, effort.steps)
 	failpoint.Reach("layer.image-written")
 	if errors.Is(err, tree.ErrTooLarge) {
-		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: merging its layers takes more than %d bytes of memory: %w", ErrTooLarge, e.merger.Memory(), err)
+		return Usage{}, nil, errdefs.New(codes.ResourceExhausted,
+			"%w: merging its layers takes more than %d bytes of memory: %w", ErrTooLarge, e.merger.Memory(), err)
 	}
 	if err != nil {
 		return Usage{}, nil, blame(err)

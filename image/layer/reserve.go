@@ -41,7 +41,8 @@ func (r Reserve) check(fs *unix.Statfs_t, wanted, freed uint64) error {
 	case free < bytes:
 		return exhausted("%d bytes are free on the filesystem of images and %d are kept free", free, bytes)
 	case free-bytes < wanted:
-		return exhausted("%d bytes are free on the filesystem of images, %d are kept free, and %d or more are needed", free, bytes, wanted)
+		return exhausted("%d bytes are free on the filesystem of images, %d are kept free, and %d or more are needed", free,
+			bytes, wanted)
 	}
 	if inodes := min(fs.Files/100*uint64(r.Percent), maxReservedInodes); fs.Ffree < inodes { // btrfs reports 0
 		return exhausted("%d inodes are free on the filesystem of images and %d are kept free", fs.Ffree, inodes)

@@ -49,7 +49,8 @@ type Store struct {
 // pulled again. It is an error if a record cannot be read for another reason, or if a newer berth
 // wrote it. Layers leave the reserve free on the filesystem.
 func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store, error) {
-	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
+	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](),
+		reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
 	switch d := driver.(type) {
 	case Joiner:
 		s.joiner = d
@@ -184,7 +185,8 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 }
 
 // create makes a layer. check validates the result and returns the length of the tar.
-func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unpack.Job, check func(unpack.Result) (tarBytes int64, err error)) error {
+func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unpack.Job,
+	check func(unpack.Result) (tarBytes int64, err error)) error {
 	var made record
 	count := &tally{sum: &s.making}
 	defer count.end()
@@ -244,7 +246,8 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 }
 
 // apply has the driver write the layer into dir.
-func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (unpack.Result,
+	error) {
 	guarded, stop, err := s.guard(ctx)
 	if err != nil {
 		return unpack.Result{}, err
@@ -252,13 +255,15 @@ func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Read
 	defer stop()
 	made, err := s.driver.Apply(guarded, dir, blob, job)
 	if err == nil && made.Unsupported > 0 {
-		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", from.DiffID, "count", made.Unsupported)
+		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", from.DiffID,
+			"count", made.Unsupported)
 	}
 	return made, err
 }
 
 // recordOf returns the record of the layer in dir.
-func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits unpack.Limits, made unpack.Result, tarBytes int64) (_ record, err error) {
+func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits unpack.Limits, made unpack.Result,
+	tarBytes int64) (_ record, err error) {
 	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
 	if s.merger != nil {
@@ -285,7 +290,8 @@ func (s *Store) publish(dir, kind string, fill func(tmp string) (record any, err
 // The sync precedes place because a filesystem may commit the rename first: after a power failure
 // the layer would have empty files. It is one syncfs instead of an fsync for each file. On ext4 and
 // XFS each fsync is a journal commit; a layer of 50,000 files would wait for as many.
-func (s *Store) build(name, kind string, fill func(tmp string) (record any, err error), place func(tmp string) error) (err error) {
+func (s *Store) build(name, kind string, fill func(tmp string) (record any, err error),
+	place func(tmp string) error) (err error) {
 	failpoint.Reach("layer.make")
 	tmp, err := os.MkdirTemp(filepath.Join(s.root, tmpDir), name+"-")
 	if err != nil {

@@ -104,7 +104,8 @@ func (s *Survey) addLayer(path string) {
 		s.Damaged[path] = err
 		return
 	}
-	s.Layers[info.Name] = Stored{Dir: path, Kind: info.Kind, Layers: []digest.Digest{info.Name}, Usage: info.Usage, Sum: info.Sum, Tree: info.Tree}
+	s.Layers[info.Name] = Stored{Dir: path, Kind: info.Kind, Layers: []digest.Digest{info.Name}, Usage: info.Usage,
+		Sum: info.Sum, Tree: info.Tree}
 }
 
 func (s *Survey) addJoin(path string) {

@@ -210,7 +210,8 @@ func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx c
 		if !ok {
 			return
 		}
-		p := &part{offset: next, buf: a.buffer()[:min(a.size, size-next)], giveBack: giveBack, began: time.Now(), news: make(chan struct{}, 1)}
+		p := &part{offset: next, buf: a.buffer()[:min(a.size, size-next)], giveBack: giveBack, began: time.Now(),
+			news: make(chan struct{}, 1)}
 		a.parts, a.used = append(a.parts, p), true
 		a.begin(ctx, p, fetch)
 	}
@@ -257,7 +258,8 @@ func (a *ahead) clear() {
 // fetchPart fetches a part from a host. It runs concurrently with the blob's reader.
 func (b *Blob) fetchPart(ctx context.Context, e *endpoint, p *part) error {
 	last := p.end() - 1
-	resp, err := e.request(ctx, http.MethodGet, b.path(), http.Header{"Accept": {"*/*"}, "Range": {fmt.Sprintf("bytes=%d-%d", p.offset, last)}})
+	resp, err := e.request(ctx, http.MethodGet, b.path(), http.Header{"Accept": {"*/*"},
+		"Range": {fmt.Sprintf("bytes=%d-%d", p.offset, last)}})
 	if err != nil {
 		return err
 	}

@@ -84,7 +84,8 @@ func (a *authorizer) answer(ctx context.Context, challenges []challenge, generat
 
 func (a *authorizer) answerBasic(cred Credentials) error {
 	if !cred.hasPassword() {
-		return errdefs.New(codes.Unauthenticated, "pull access denied: the registry requires a user name and password and none are configured")
+		return errdefs.New(codes.Unauthenticated,
+			"pull access denied: the registry requires a user name and password and none are configured")
 	}
 	pair := cred.Username + ":" + cred.Password.Reveal()
 	header := Secret("Basic " + base64.StdEncoding.EncodeToString([]byte(pair)))
@@ -155,12 +156,15 @@ func tokenError(ctx context.Context, err error) error {
 	var bad *url.Error
 	var syntax *json.SyntaxError
 	switch {
-	case errors.As(err, &status) && status.StatusCode >= 500, errors.As(err, &status) && status.StatusCode == http.StatusTooManyRequests:
-		return &UnavailableError{Err: fmt.Errorf("%d %s", status.StatusCode, http.StatusText(status.StatusCode)), temporary: true}
+	case errors.As(err, &status) && status.StatusCode >= 500, errors.As(err, &status) &&
+		status.StatusCode == http.StatusTooManyRequests:
+		return &UnavailableError{Err: fmt.Errorf("%d %s", status.StatusCode, http.StatusText(status.StatusCode)),
+			temporary: true}
 	case errors.As(err, &status) && status.StatusCode == http.StatusForbidden:
 		return errdefs.New(codes.PermissionDenied, "pull access denied: 403 Forbidden")
 	case errors.As(err, &status):
-		return errdefs.New(codes.Unauthenticated, "pull access denied, repository does not exist or may require authorization: %d %s", status.StatusCode, http.StatusText(status.StatusCode))
+		return errdefs.New(codes.Unauthenticated,
+			"pull access denied, repository does not exist or may require authorization: %d %s", status.StatusCode, http.StatusText(status.StatusCode))
 	case errors.Is(err, errTokenRedirect):
 		return errdefs.New(codes.Unauthenticated, "%w", errTokenRedirect)
 	case ctx.Err() != nil:

@@ -65,7 +65,8 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	if onBytes == nil {
 		onBytes = func(int) {}
 	}
-	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash(), rangeless: map[*endpoint]bool{}}
+	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash(),
+		rangeless: map[*endpoint]bool{}}
 	b.ctx, b.stop = context.WithCancel(ctx)
 	b.ahead.partsConfig = r.parts
 	if spare := r.parts.spare; spare != nil && first == 0 {
@@ -144,7 +145,10 @@ func (b *Blob) readPart(part *part, p []byte) int {
 // extend starts fetching the following parts.
 func (b *Blob) extend() {
 	host := b.host
-	b.ahead.extend(b.ctx, b.offset, b.want.Size, func(ctx context.Context, p *part) error { return b.fetchPart(ctx, host, p) })
+	b.ahead.extend(b.ctx, b.offset, b.want.Size, func(ctx context.Context,
+		p *part) error {
+		return b.fetchPart(ctx, host, p)
+	})
 }
 
 // Stop ends a current Read and makes later ones fail, until Resume. It may be called concurrently
@@ -277,7 +281,8 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	switch {
 	case whole:
 		err = b.skip(resp)
-		b.rangeless[e] = err == nil && (refused || b.rangeless[e]) // if the whole breaks off, request the rest again: the refusal may have had another reason
+		b.rangeless[e] = err == nil && (refused ||
+			b.rangeless[e]) // if the whole breaks off, request the rest again: the refusal may have had another reason
 	case resp.StatusCode == http.StatusPartialContent:
 		_, err = rangeOf(resp, b.offset, b.want.Size)
 		b.resumed = b.resumed || err == nil
@@ -367,7 +372,8 @@ func rangeOf(resp *http.Response, offset, size int64) (last int64, err error) {
 	var total string
 	value := resp.Header.Get("Content-Range")
 	n, err := fmt.Sscanf(value, "bytes %d-%d/%s", &first, &last, &total)
-	if n != 3 || err != nil || value != fmt.Sprintf("bytes %d-%d/%s", first, last, total) { // Sscanf accepts signs and trailing text
+	if n != 3 || err != nil || value != fmt.Sprintf("bytes %d-%d/%s", first, last,
+		total) { // Sscanf accepts signs and trailing text
 		return 0, errdefs.Internal("partial answer with the Content-Range %q", errdefs.Clip(value))
 	}
 	if first != offset || last < first || last >= size || total != "*" && total != fmt.Sprint(size) {

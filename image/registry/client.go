@@ -50,7 +50,8 @@ type partsConfig struct {
 // NewClient returns a client. It reads host directories and credentials each time a repository is
 // opened, so changes need no restart.
 func NewClient(cfg Config) *Client {
-	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
+	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay,
+		document: documentTime, agent: cfg.UserAgent,
 		parts: partsConfig{cfg.Spare, PartSize, watchTime, trialTime, fastEnough}}
 	if c.stall <= 0 {
 		c.stall = DefaultStallTimeout

@@ -182,7 +182,8 @@ type guardedBody struct {
 	got     int
 }
 
-func newGuardedBody(ctx context.Context, cancel context.CancelCauseFunc, body io.ReadCloser, timeout time.Duration) *guardedBody {
+func newGuardedBody(ctx context.Context, cancel context.CancelCauseFunc, body io.ReadCloser,
+	timeout time.Duration) *guardedBody {
 	timer := time.AfterFunc(timeout, func() { cancel(errStalled) })
 	timer.Stop()
 	return &guardedBody{body: body, ctx: ctx, cancel: cancel, timer: timer, timeout: timeout}

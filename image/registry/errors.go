@@ -91,7 +91,8 @@ func statusError(resp *http.Response, own bool) error {
 	}
 	switch code := resp.StatusCode; {
 	case code == http.StatusUnauthorized:
-		return errdefs.New(codes.Unauthenticated, "pull access denied, repository does not exist or may require authorization: %s", text)
+		return errdefs.New(codes.Unauthenticated,
+			"pull access denied, repository does not exist or may require authorization: %s", text)
 	case code == http.StatusForbidden:
 		return errdefs.New(codes.PermissionDenied, "pull access denied: %s", text)
 	case code == http.StatusNotFound:

@@ -82,7 +82,8 @@ func parseDocument(data []byte, contentType string) (document, error) {
 	if isIndex {
 		return document{index: raw.Manifests}, nil
 	}
-	m := ocispec.Manifest{MediaType: raw.MediaType, ArtifactType: raw.ArtifactType, Config: *raw.Config, Layers: raw.Layers}
+	m := ocispec.Manifest{MediaType: raw.MediaType, ArtifactType: raw.ArtifactType, Config: *raw.Config,
+		Layers: raw.Layers}
 	return document{manifest: m}, checkManifest(m)
 }
 
@@ -112,17 +113,20 @@ func checkManifest(m ocispec.Manifest) error {
 	case ocispec.MediaTypeImageConfig, mediaTypeDockerConfig, "":
 	case "application/octet-stream": // from Docker 1.10
 	default:
-		return errdefs.FailedPrecondition("not a container image but an artifact with a config of type %q", errdefs.Clip(m.Config.MediaType))
+		return errdefs.FailedPrecondition("not a container image but an artifact with a config of type %q",
+			errdefs.Clip(m.Config.MediaType))
 	}
 	if err := checkDescriptor(m.Config, MaxConfigSize); err != nil {
 		return corrupt("config: %w", err)
 	}
 	if len(m.Layers) > MaxLayers {
-		return errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted", len(m.Layers), MaxLayers)
+		return errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted", len(m.Layers),
+			MaxLayers)
 	}
 	for i, l := range m.Layers {
 		if !isLayerType(l.MediaType) {
-			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer", i, errdefs.Clip(l.MediaType))
+			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer", i,
+				errdefs.Clip(l.MediaType))
 		}
 		if err := checkDescriptor(l, 0); err != nil {
 			return corrupt("layer %d: %w", i, err)
@@ -194,5 +198,6 @@ func isManifestType(t string) bool {
 // isLayerType accepts tar layers in any compression, which the content shows. Encrypted layers,
 // Helm charts and attestations are no filesystems.
 func isLayerType(t string) bool {
-	return (strings.HasPrefix(t, ociLayerPrefix) || strings.HasPrefix(t, dockerLayerPrefix)) && !strings.Contains(t, "encrypted")
+	return (strings.HasPrefix(t, ociLayerPrefix) || strings.HasPrefix(t, dockerLayerPrefix)) &&
+		!strings.Contains(t, "encrypted")
 }

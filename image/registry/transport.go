@@ -47,7 +47,8 @@ func newConnections(h *hostConfig, headerTimeout time.Duration) (*connections, e
 	otherTransport := func(connect redirectguard.Dial) *http.Transport {
 		return newTransport(connect, others.Clone(), headerTimeout)
 	}
-	return &connections{guard: guard, own: newTransport(guard.DialRegistry(dialer), own, headerTimeout), others: guard.OtherHosts(dialer, otherTransport)}, nil
+	return &connections{guard: guard, own: newTransport(guard.DialRegistry(dialer), own, headerTimeout),
+		others: guard.OtherHosts(dialer, otherTransport)}, nil
 }
 
 // newTransport creates a connection pool without HTTP/2. The layers of an image would share the
@@ -116,7 +117,8 @@ func speaksPlain(err error, host string) bool {
 		return true
 	}
 	// net/http reports a plain HTTP response to a TLS handshake by text only.
-	if strings.Contains(err.Error(), "server gave HTTP response to HTTPS client") || strings.Contains(err.Error(), "TLS handshake timeout") {
+	if strings.Contains(err.Error(), "server gave HTTP response to HTTPS client") ||
+		strings.Contains(err.Error(), "TLS handshake timeout") {
 		return true
 	}
 	var op *net.OpError // without a port, http uses another port, which may be open

@@ -51,7 +51,8 @@ func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 			continue
 		}
 		if value != nil && len(*value) > tree.MaxXattrValue {
-			return &Error{OutOfRange, fmt.Errorf("extended attribute %q has %d bytes, more than the %d allowed", name, len(*value), tree.MaxXattrValue)}
+			return &Error{OutOfRange, fmt.Errorf("extended attribute %q has %d bytes, more than the %d allowed", name,
+				len(*value), tree.MaxXattrValue)}
 		}
 		if err := p.keep(tree.XattrMemory + textMemory(name) + textMemory(hdr.PAXRecords[XattrRecord+name])); err != nil {
 			return err
@@ -73,7 +74,10 @@ func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 
 // setXattr sets an attribute, or removes it if value is nil.
 func setXattr(n *tree.Node, name string, value *string) {
-	i, there := slices.BinarySearchFunc(n.Xattrs, name, func(x tree.Xattr, name string) int { return strings.Compare(x.Name, name) })
+	i, there := slices.BinarySearchFunc(n.Xattrs, name, func(x tree.Xattr,
+		name string) int {
+		return strings.Compare(x.Name, name)
+	})
 	switch {
 	case value == nil && there:
 		n.Xattrs = slices.Delete(n.Xattrs, i, i+1)

@@ -29,7 +29,8 @@ func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Res
 	return run(ctx, blob, job, func(tick func()) (sink[found], error) {
 		p := &packer{
 			root: &tree.Node{Mode: unix.S_IFDIR | 0o755, Implied: true, Children: map[string]*tree.Node{}},
-			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer)}, out: out, tick: tick, memory: memory, left: memory, hash: xxhash.New(),
+			data: &dataFile{out: data, buf: make([]byte, 0,
+				dataBuffer)}, out: out, tick: tick, memory: memory, left: memory, hash: xxhash.New(),
 		}
 		return p, p.keep(tree.NodeMemory + tree.DirMemory) // the root
 	})

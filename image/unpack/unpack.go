@@ -78,7 +78,8 @@ func newUnpacker(root *os.File, memory int64, tick func()) (*unpacker, error) {
 		return nil, err
 	}
 	return &unpacker{
-		root: root, tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(), block: block,
+		root: root, tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(),
+		block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
 		within: map[string][]string{}, names: int(min(maxNames, memory)), steps: freeSteps,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
@@ -441,7 +442,8 @@ func (u *unpacker) finish(ctx context.Context) (Contents, error) {
 		}
 		u.sum, u.whiteouts = found.Sum, found.Whiteouts
 	}
-	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts, Sum: u.sum}, Unsupported: u.unsupported}
+	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts, Sum: u.sum},
+		Unsupported: u.unsupported}
 	for _, name := range slices.Sorted(maps.Keys(u.links)) {
 		c.Links = append(c.Links, Link{Name(name), Name(u.links[name])})
 	}

@@ -261,7 +261,8 @@ func isSparse(hdr *tar.Header) bool {
 // eachBlock calls write for the blocks of a file that are not all zero, because archive/tar expands
 // holes. A block has at most copySize bytes. It calls tick periodically: a hole takes time but no
 // bytes of the tar.
-func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(), write func(block []byte, offset int64) error) error {
+func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(),
+	write func(block []byte, offset int64) error) error {
 	for offset := int64(0); ; {
 		n, err := io.ReadFull(in, buf)
 		tick()

@@ -65,7 +65,8 @@ func (r *Reader) Close() error { return r.files.close() }
 // Close closes all open files.
 func (f *files) Close() error {
 	var errs []error
-	for _, file := range []*file{f.cpu, f.usage, f.stat, f.limit, f.swap, f.swapLimit, f.cpuPSI, f.memoryPSI, f.ioPSI, f.tasks} {
+	for _, file := range []*file{f.cpu, f.usage, f.stat, f.limit, f.swap, f.swapLimit, f.cpuPSI, f.memoryPSI, f.ioPSI,
+		f.tasks} {
 		if file != nil {
 			errs = append(errs, file.Close())
 		}
@@ -109,7 +110,8 @@ func (r *Reader) open() (*files, error) {
 			"memory.pressure"), o.open("io", "io.pressure")
 	} else {
 		f.cpu = o.open("cpuacct", "cpuacct.usage")
-		f.usage, f.stat, f.limit = o.open("memory", "memory.usage_in_bytes"), o.open("memory", "memory.stat"), o.open("memory", "memory.limit_in_bytes")
+		f.usage, f.stat, f.limit = o.open("memory", "memory.usage_in_bytes"), o.open("memory",
+			"memory.stat"), o.open("memory", "memory.limit_in_bytes")
 		f.swapLimit = o.open("memory", "memory.memsw.limit_in_bytes")
 	}
 	if r.tasks {

@@ -236,7 +236,10 @@ func Stopped(f *os.File) (bool, error) {
 func pidOf(f *os.File) (int, error) {
 	var info []byte
 	var readErr error
-	if err := control(f, func(fd uintptr) { info, readErr = os.ReadFile("/proc/self/fdinfo/" + strconv.Itoa(int(fd))) }); err != nil {
+	if err := control(f, func(fd uintptr) {
+		info,
+			readErr = os.ReadFile("/proc/self/fdinfo/" + strconv.Itoa(int(fd)))
+	}); err != nil {
 		return 0, fmt.Errorf("find the process of %s: %w", f.Name(), err)
 	}
 	if readErr != nil {

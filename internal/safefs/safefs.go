@@ -155,7 +155,10 @@ func open(root *os.File, path string, flags int, mode uint32) (int, error) {
 		return -1, err
 	}
 	fd, openErr := -1, error(nil)
-	if err := conn.Control(func(dir uintptr) { fd, openErr = openat2(int(dir), path, flags, mode, resolveInRoot) }); err != nil {
+	if err := conn.Control(func(dir uintptr) {
+		fd, openErr = openat2(int(dir), path, flags, mode,
+			resolveInRoot)
+	}); err != nil {
 		return -1, err
 	}
 	return fd, openErr

@@ -173,7 +173,8 @@ func (w *Walk) isGone(err error) bool {
 
 // IsGone reports whether an error is due to a name that vanished or changed its type.
 func IsGone(err error) bool {
-	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ESTALE)
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) ||
+		errors.Is(err, unix.ESTALE)
 }
 
 // descend opens a directory as the deepest level.

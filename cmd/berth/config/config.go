@@ -138,7 +138,8 @@ func Default() *Config {
 	c := new(Config)
 	for _, o := range options() {
 		if err := o.set(fields(c), o.defaults()); err != nil {
-			panic(fmt.Sprintf("config: default of %s: %v", o.Key, err)) // an error in the tags above, which every test finds
+			panic(fmt.Sprintf("config: default of %s: %v", o.Key,
+				err)) // an error in the tags above, which every test finds
 		}
 	}
 	return c

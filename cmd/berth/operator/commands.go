@@ -25,7 +25,8 @@ func Commands() []*cobra.Command {
 	commands := []*cobra.Command{
 		runCommand(
 			o,
-		), psCommand(o), logsCommand(o), execCommand(o), attachCommand(o), portForwardCommand(o), stopCommand(o), rmCommand(o),
+		), psCommand(o), logsCommand(o), execCommand(o), attachCommand(o), portForwardCommand(o),
+		stopCommand(o), rmCommand(o),
 		imagesCommand(o), pullCommand(o), traceCommand(o),
 	}
 	for _, cmd := range commands {

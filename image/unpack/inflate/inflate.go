@@ -80,7 +80,8 @@ func NewReader(blob io.Reader, window int64) (*Reader, error) {
 		}
 		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
 	case bytes.HasPrefix(magic, zstdMagic):
-		z, err := zstd.NewReader(t.blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(uint64(t.window)))
+		z, err := zstd.NewReader(t.blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
+			zstd.WithDecoderMaxWindow(uint64(t.window)))
 		if err != nil {
 			return nil, t.failure(err)
 		}

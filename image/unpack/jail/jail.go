@@ -62,7 +62,8 @@ func Process(tree *os.File, grant Grant, early bool) error {
 	if early {
 		steps = []step{{"check what was done early", func() error { return checkEarly(tree) }}}
 	}
-	steps = append(steps, step{"limit resources", func() error { return limit(grant) }}, step{"filter system calls", func() error { return filterCalls(grant.calls()) }})
+	steps = append(steps, step{"limit resources", func() error { return limit(grant) }},
+		step{"filter system calls", func() error { return filterCalls(grant.calls()) }})
 	for _, s := range steps {
 		if err := s.do(); err != nil {
 			return fmt.Errorf("%s: %w", s.name, err)
@@ -106,8 +107,9 @@ func volunteer() error {
 
 func limit(grant Grant) error {
 	for resource, max := range map[int]uint64{
-		unix.RLIMIT_CORE: 0, unix.RLIMIT_DATA: grant.Memory, unix.RLIMIT_FSIZE: grant.FileSize, unix.RLIMIT_NOFILE: grant.Files,
-		unix.RLIMIT_CPU: grant.CPU,
+		unix.RLIMIT_CORE: 0, unix.RLIMIT_DATA: grant.Memory, unix.RLIMIT_FSIZE: grant.FileSize,
+		unix.RLIMIT_NOFILE: grant.Files,
+		unix.RLIMIT_CPU:    grant.CPU,
 	} {
 		var have unix.Rlimit
 		if err := unix.Getrlimit(resource, &have); err != nil {
@@ -154,7 +156,8 @@ func (g Grant) calls() []uint32 {
 }
 
 // Capabilities that are kept to make files.
-const kept = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_MKNOD | 1<<unix.CAP_SETFCAP
+const kept = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID |
+	1<<unix.CAP_MKNOD | 1<<unix.CAP_SETFCAP
 
 // dropCapabilities need not care for the bounding set: no program can be executed that had a
 // use for it.
@@ -192,7 +195,8 @@ func filterCalls(calls []uint32) error {
 	}
 	program := filter(auditArch[runtime.GOARCH], calls)
 	prog := unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]}
-	thread, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC, uintptr(unsafe.Pointer(&prog)))
+	thread, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC,
+		uintptr(unsafe.Pointer(&prog)))
 	runtime.KeepAlive(program)
 	if errno != 0 {
 		return errno

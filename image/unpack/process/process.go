@@ -90,7 +90,8 @@ func (p *Program) Pack(ctx context.Context, data, out *os.File, blob io.Reader, 
 }
 
 // do unpacks a layer into tree, or packs it into files.
-func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob io.Reader,
+	job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
 	failpoint.Reach("unpack.start")
 	w, err := p.start(tree, files, job)
@@ -124,7 +125,8 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 		s.Stop() // no more input is needed
 	}
 	helpers.Wait()
-	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(), "peakKiB", peak(end), "gunzip", w.gunzip)
+	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(),
+		"peakKiB", peak(end), "gunzip", w.gunzip)
 	return result, err
 }
 
@@ -261,7 +263,8 @@ func (w *work) run(args []string, fds []*os.File) error {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		var err error
-		w.process, err = os.StartProcess("/proc/self/fd/"+strconv.Itoa(worker.ExeFD), append([]string{"berth-unpack"}, args...), attr)
+		w.process, err = os.StartProcess("/proc/self/fd/"+strconv.Itoa(worker.ExeFD),
+			append([]string{"berth-unpack"}, args...), attr)
 		started <- err
 		if err != nil {
 			return

@@ -76,7 +76,8 @@ func Args(job unpack.Job, pack bool) []string {
 	if pack {
 		what = toPack
 	}
-	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window)}
+	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes),
+		number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window)}
 }
 
 func parse(args []string) (job unpack.Job, pack bool, err error) {
@@ -96,7 +97,8 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if job.Algorithm = digest.Algorithm(args[2]); !job.Algorithm.Available() {
 		return job, false, fmt.Errorf("digest %q", args[2])
 	}
-	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries, &job.Limits.Memory, &job.Limits.Window} {
+	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries, &job.Limits.Memory,
+		&job.Limits.Window} {
 		if *n, err = strconv.ParseInt(args[3+i], 10, 64); err != nil {
 			return job, false, err
 		}
@@ -155,7 +157,8 @@ func run(args []string) error {
 	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
-	grant := jail.Grant{Memory: uint64(MemoryFor(job, pack)), FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
+	grant := jail.Grant{Memory: uint64(MemoryFor(job, pack)), FileSize: uint64(job.Limits.Bytes), Files: fileLimit,
+		CPU: uint64(CPULimit(job.Limits).Seconds())}
 	layer := func(blob io.Reader) (unpack.Result, error) {
 		return unpack.Layer(context.Background(), tree, blob, job)
 	}

@@ -77,20 +77,23 @@ func checkKernel(_ context.Context, n *Node) []Finding {
 	}
 	if !newerThan(oldestMajor, oldestMinor) {
 		return []Finding{
-			lacking(Failure, "kernel", n.Facts.Kernel, fmt.Sprintf("install Linux %d.%d or later", oldestMajor, oldestMinor)),
+			lacking(Failure, "kernel", n.Facts.Kernel, fmt.Sprintf("install Linux %d.%d or later", oldestMajor,
+				oldestMinor)),
 		}
 	}
 	findings := []Finding{ok("kernel", "Linux %s", n.Facts.Kernel)}
 	for _, f := range features {
 		if !newerThan(f.major, f.minor) {
 			findings = append(findings,
-				lacking(Warning, "kernel", "no "+f.name, fmt.Sprintf("Linux %d.%d has it, for %s", f.major, f.minor, f.brings)))
+				lacking(Warning, "kernel", "no "+f.name, fmt.Sprintf("Linux %d.%d has it, for %s", f.major, f.minor,
+					f.brings)))
 		}
 	}
 	if n.Facts.Seccomp {
 		findings = append(findings, ok("seccomp", "available"))
 	} else {
-		findings = append(findings, lacking(Warning, "seccomp", "not available", "use a kernel with CONFIG_SECCOMP_FILTER: pods with a seccomp profile fail without"))
+		findings = append(findings, lacking(Warning, "seccomp", "not available",
+			"use a kernel with CONFIG_SECCOMP_FILTER: pods with a seccomp profile fail without"))
 	}
 	return findings
 }
@@ -106,7 +109,8 @@ func checkFilesystems(_ context.Context, n *Node) []Finding {
 	if slices.Contains(strings.Fields(filesystems), "overlay") || n.loadable("overlay") {
 		findings = append(findings, ok("overlayfs", "available"))
 	} else {
-		findings = append(findings, lacking(Failure, "overlayfs", "not available", "modprobe overlay, and name it in /etc/modules-load.d/berth.conf"))
+		findings = append(findings, lacking(Failure, "overlayfs", "not available",
+			"modprobe overlay, and name it in /etc/modules-load.d/berth.conf"))
 	}
 	return findings
 }

@@ -61,8 +61,10 @@ func Run(ctx context.Context, n *Node) []Finding {
 	}
 	var all []Finding
 	for _, c := range []check{
-		checkSource, checkProcess, checkKernel, checkFilesystems, checkSysctls, checkCgroups, checkDirectories, checkPropagation,
-		checkUserNamespaces, checkSecurityModules, checkPrograms, checkSockets, checkHandlers, checkNetworkParts, checkNetwork,
+		checkSource, checkProcess, checkKernel, checkFilesystems, checkSysctls, checkCgroups, checkDirectories,
+		checkPropagation,
+		checkUserNamespaces, checkSecurityModules, checkPrograms, checkSockets, checkHandlers, checkNetworkParts,
+		checkNetwork,
 	} {
 		if ctx.Err() != nil {
 			break

@@ -55,7 +55,8 @@ func (n *Node) checkRoom() Finding {
 	found := fmt.Sprintf("%d %% of space and %d %% of inodes free", room, inodes)
 	if room < leastRoom || inodes < leastInodes {
 		return lacking(Warning, subject, found,
-			fmt.Sprintf("free some space: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom, leastInodes))
+			fmt.Sprintf("free some space: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom,
+				leastInodes))
 	}
 	return ok(subject, "%s", found)
 }
@@ -186,7 +187,8 @@ func (n *Node) checkAppArmor() Finding {
 }
 
 func (n *Node) checkSELinux() Finding {
-	for _, path := range []string{"/etc/selinux/targeted/contexts/lxc_contexts", "/etc/selinux/default/contexts/lxc_contexts", "/usr/share/containers/selinux/contexts"} {
+	for _, path := range []string{"/etc/selinux/targeted/contexts/lxc_contexts",
+		"/etc/selinux/default/contexts/lxc_contexts", "/usr/share/containers/selinux/contexts"} {
 		if n.exists(path) {
 			return ok("SELinux", "enabled")
 		}

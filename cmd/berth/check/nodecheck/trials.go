@@ -114,7 +114,8 @@ func tryNftables(context.Context) error {
 func tryIptables(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, programLimit)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, "iptables", "-w", "5", "-t", "nat", "-A", "POSTROUTING", "-m", "comment", "--comment", "berth", "-j", "MASQUERADE").
+	out, err := exec.CommandContext(ctx, "iptables", "-w", "5", "-t", "nat", "-A", "POSTROUTING", "-m", "comment",
+		"--comment", "berth", "-j", "MASQUERADE").
 		CombinedOutput()
 	if text := strings.TrimSpace(string(out)); err != nil && text != "" {
 		return fmt.Errorf("%w: %s", err, text)

@@ -119,7 +119,8 @@ func (f *facts) findDaemon() error {
 		}
 	}
 	for _, pid := range candidates {
-		if slices.ContainsFunc(f.linksOf(pid, firstDescriptors), func(link descriptor) bool { return link.target == path }) {
+		if slices.ContainsFunc(f.linksOf(pid, firstDescriptors),
+			func(link descriptor) bool { return link.target == path }) {
 			f.daemon, err = strconv.Atoi(pid)
 			return err
 		}

@@ -96,7 +96,8 @@ func (f *facts) compareMonitorOf(d *finder, c *state.FoundContainer, s *shimDir)
 	switch {
 	case s.unread != nil:
 		d.differ(containerName(c.ID), "a shim record", "%v", s.unread)
-	case f.alive(s.launched.ShimPID, s.launched.ShimStartTime) != nil && monitor.isMonitor() && s.listens != nil && s.exit != nil:
+	case f.alive(s.launched.ShimPID, s.launched.ShimStartTime) != nil && monitor.isMonitor() && s.listens != nil &&
+		s.exit != nil:
 		d.differ(containerName(c.ID), "a socket at which its monitor answers", "%v", s.listens)
 	}
 }

@@ -78,7 +78,8 @@ type Node struct {
 func NodeOf(cfg *config.Config) (*Node, error) {
 	network, err := node.NetworkConfig(cfg, nil)
 	return &Node{Root: cfg.Root, State: cfg.State, Socket: cfg.Listen, NetNSDir: cfg.NetNSDir,
-		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, CNIRunDir: node.CNIRunDir(cfg), Networks: network.Readers, Network: network.List}, err
+		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, CNIRunDir: node.CNIRunDir(cfg), Networks: network.Readers,
+		Network: network.List}, err
 }
 
 // Pauses between looks while differences exist.

@@ -215,13 +215,15 @@ func (f *facts) comparePodView(d *finder, p *state.FoundPod, listed *runtimeapi.
 		return
 	case p.Stage == state.BeingMade:
 		d.differ(name, "hidden until it is created", "it in ListPodSandbox")
-	case f.views.isReady(p.ID) != (f.podRuns(p) && f.alive(p.PausePID, p.PauseStart) != nil) && p.Stage != state.BeingRemoved:
+	case f.views.isReady(p.ID) != (f.podRuns(p) && f.alive(p.PausePID, p.PauseStart) != nil) &&
+		p.Stage != state.BeingRemoved:
 		d.differ(name, fmt.Sprintf("a state that matches its record (%s) and its pause", p.Stage), "%s", listed.State)
 	}
 	if state, ok := f.views.podStates[p.ID]; ok && state != listed.State {
 		d.differ(name, "the same state in ListPodSandbox and PodSandboxStatus", "%s and %s", listed.State, state)
 	}
-	if got, want := listed.GetMetadata(), p.Config.GetMetadata(); got.GetUid() != want.GetUid() || got.GetName() != want.GetName() ||
+	if got, want := listed.GetMetadata(), p.Config.GetMetadata(); got.GetUid() != want.GetUid() ||
+		got.GetName() != want.GetName() ||
 		got.GetNamespace() != want.GetNamespace() ||
 		got.GetAttempt() != want.GetAttempt() {
 		d.differ(name, fmt.Sprintf("the identity %s in ListPodSandbox", want), "%s", got)
@@ -267,7 +269,8 @@ func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed 
 		d.differ(name, "the same state in ListContainers and ContainerStatus", "%s and %s", listed.State, status.State)
 	}
 	if status.ImageRef != c.ImageRef || status.ImageId != c.ImageID {
-		d.differ(name, fmt.Sprintf("the image %s (%s) in ContainerStatus", c.ImageID, c.ImageRef), "%s (%s)", status.ImageId,
+		d.differ(name, fmt.Sprintf("the image %s (%s) in ContainerStatus", c.ImageID, c.ImageRef), "%s (%s)",
+			status.ImageId,
 			status.ImageRef)
 	}
 }
@@ -280,7 +283,8 @@ func (f *facts) compareImageView(d *finder, i *image.Recorded, listed *runtimeap
 	}
 	want, got := slices.Sorted(slices.Values(f.tagsOf(i))), slices.Sorted(slices.Values(listed.RepoTags))
 	if !slices.Equal(want, got) {
-		d.differ(name, fmt.Sprintf("the tags [%s] in ListImages", strings.Join(want, ", ")), "[%s]", strings.Join(got, ", "))
+		d.differ(name, fmt.Sprintf("the tags [%s] in ListImages", strings.Join(want, ", ")), "[%s]",
+			strings.Join(got, ", "))
 	}
 	for _, ref := range slices.Concat(listed.RepoTags, listed.RepoDigests, []string{i.ID}) {
 		if got, asked := f.views.resolved[ref]; asked && got != i.ID {
