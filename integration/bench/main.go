@@ -129,7 +129,7 @@ func (b *bench) setting() string {
 	}
 	waited := ""
 	if b.quiet > 0 {
-		waited = fmt.Sprintf("\nSamples began when ten starts of a small program took at most %g ms; that took %.0f minutes of waiting (at most %.0f).",
+		waited = fmt.Sprintf("\nEach sample waited until ten starts of a small program took at most %g ms. All these waits took %.0f minutes (at most %.0f).",
 			b.quiet, b.waited.Minutes(), quietPatience.Minutes())
 	}
 	stolen := "an unknown part"
@@ -137,7 +137,7 @@ func (b *bench) setting() string {
 		stolen = fmt.Sprintf("%.0f %%", 100*now.stolenSince(b.begin))
 	}
 	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s. Measured on %s, %d samples per row unless n says otherwise.\n"+
-		"Versions: %s.\nOther machines took %s of the requested processor time (steal).%s\n",
+		"Versions: %s.\nOther machines on the host took %s of the requested processor time (steal).%s\n",
 		processor(), goruntime.NumCPU(), memorySize(), kernel(), cgroups(), filesystem(b.dir), time.Now().UTC().Format("2 January 2006"), b.samples,
 		strings.Join(versions, "; "), stolen, waited)
 }

@@ -95,18 +95,18 @@ For everyone who compares runtimes. contrib/bench writes this page; the reasons 
 
 How to read the table:
 
-- A cell is the median and, after the slash, the 99th percentile. Rows with fewer than 100 values have the maximum instead, and fewer than 10 values have the median only.
-- In parentheses: the median in multiples of berth's, and n, the number of values if fewer than 30. A runtime gets 100 to 120 s for a row.
-- A bold value reaches its goal. Goals are for a machine that needs 121 ms for the first row with containerd and runc.
+- A cell is the median and, after the slash, the 99th percentile. With fewer than 100 values the maximum replaces the percentile. With fewer than 10 values a cell is the median only.
+- In parentheses: the median in multiples of berth's, and n, the number of values if fewer than 30. Each runtime is measured for 100 to 120 s per row.
+- A bold value reaches its goal. The goals hold for a machine on which containerd with runc takes 121 ms in the first row.
 - A dash means not measured. Both OCI runtimes share one containerd in rows that start no pod.
-- "machine" is the slowness of the shared machine during the row: the time of ten starts of a small program before each sample, in multiples of the smallest (%.1f ms).
+- "machine" shows how slow the shared machine was during the row. Before each sample a small program is started ten times; the column has that time in multiples of the smallest (%.1f ms).
 
 What is measured:
 
 - "To Running" is RunPodSandbox, CreateContainer and StartContainer, one pod after another unless the row says otherwise. All pods run the same small program.
-- The runtimes' samples alternate, except in the two rows of 500 and 100 pods.
-- CPU time is the CPU time of the runtime's cgroup and its pods, with ended processes, plugins and preparations for the next pod. The kernel's own threads are not included.
-- Memory is the proportional set size (PSS), measured after 5 s without changes and two lists by the client. "What it keeps ready" includes processes that wait for a pod: two launchers of berth,
+- Samples of the runtimes alternate, except in the rows with 500 and 100 pods.
+- CPU time is that of the runtime's cgroup and its pods. It includes ended processes, plugins and preparations for the next pod. The kernel's own threads are not included.
+- Memory is the proportional set size (PSS), measured after 5 s without changes, when the client has listed everything twice. "What it keeps ready" includes processes that wait for a pod: two launchers of berth,
   which have 1.7 MiB each and share 6 MiB of program.
 - During the row of 100 idle pods no client sends requests. containerd's shims read statistics every second by default.
 - An image's disk is free when no file of it is left in the runtime's directory. containerd deletes before it answers, berth afterwards.
@@ -132,8 +132,8 @@ What is measured:
 // caveats are what the figures do not show.
 func (p Page) caveats() (all []string) {
 	if p.Cgroup1 {
-		all = append(all, `All figures are of cgroup v1 alone. On cgroup v2 an exec takes berth 6 to 7 ms less (BenchmarkExec in shim): init is created inside its
-cgroup, without the wait for an RCU grace period. A container has 14 mounts less there.`)
+		all = append(all, `All figures were measured on cgroup v1. On cgroup v2 an exec takes berth 6 to 7 ms less (BenchmarkExec in shim): init is created inside its
+cgroup, without the wait for an RCU grace period. A container has 14 fewer mounts there.`)
 	}
 	if !slices.ContainsFunc(p.Columns, func(c Column) bool { return strings.Contains(strings.ToLower(c.Version), "cri-o") }) {
 		all = append(all, "CRI-O was not measured. contrib/bench measures a running one, given as `NAME=SOCKET`.")
