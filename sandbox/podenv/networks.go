@@ -21,7 +21,7 @@ import (
 type Networks struct {
 	network *cni.Network
 	records *checkpoint.Dir
-	turn    task.Lock // serializes changes of the pod CIDR
+	lock    task.Lock // serializes changes of the pod CIDR
 	tasks   *task.Runner
 	log     *slog.Logger
 }
@@ -34,7 +34,7 @@ func OpenNetworks(network *cni.Network, root string, tasks *task.Runner, log *sl
 		return nil, err
 	}
 	records.Note(tasks.Begin)
-	return &Networks{network: network, records: records, turn: task.NewLock(), tasks: tasks, log: log}, nil
+	return &Networks{network: network, records: records, lock: task.NewLock(), tasks: tasks, log: log}, nil
 }
 
 // Status returns the reason why new pods cannot have a network at the moment, or nil.
@@ -48,7 +48,7 @@ func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 	if err != nil {
 		return err
 	}
-	return n.tasks.WithLock(ctx, n.turn, "update", "runtime config", func() error {
+	return n.tasks.WithLock(ctx, n.lock, "update", "runtime config", func() error {
 		if err := n.records.Write("runtime", state.Runtime{PodCIDR: cidr}); err != nil {
 			return err
 		}

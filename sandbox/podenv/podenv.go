@@ -14,7 +14,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// Provisioner makes and removes what a pod owns on the host beside its processes and its network attachment.
+// Provisioner creates and removes the files, namespaces and mounts of pods.
 type Provisioner struct {
 	Dirs           state.Dirs
 	HostResolvConf string // resolv.conf of pods with the Default DNS policy
@@ -25,7 +25,7 @@ type Provisioner struct {
 	Trash          *trash.Trash
 }
 
-// Make makes the pod's files and namespaces.
+// Make creates the pod's files and namespaces.
 func (k Provisioner) Make(ctx context.Context, spec *state.PodSpec) error {
 	if err := k.makeFiles(ctx, spec); err != nil {
 		return err
@@ -39,7 +39,8 @@ func (k Provisioner) makeFiles(ctx context.Context, spec *state.PodSpec) error {
 	return k.filesOf(spec).make(k.HostResolvConf)
 }
 
-// FinishFiles writes /etc/hosts with the pod's addresses and labels the pod's files. All containers of the pod read them.
+// FinishFiles writes /etc/hosts with the pod's addresses and labels the pod's files, which all its
+// containers read.
 func (k Provisioner) FinishFiles(ctx context.Context, spec *state.PodSpec, ips []string) error {
 	defer trace.Begin(ctx, "hosts").End()
 	if err := k.filesOf(spec).writeHosts(ips); err != nil {
@@ -63,7 +64,7 @@ func (k Provisioner) RemoveNetNS(path string) error {
 	return netns.Remove(path)
 }
 
-// RemoveMounts unmounts the pod's tmpfs and unpins its user namespace. Containers that still run keep their view.
+// RemoveMounts unmounts the pod's tmpfs and unpins its user namespace. Running containers keep both.
 func (k Provisioner) RemoveMounts(podID string) error {
 	if err := k.Namespaces.Unpin(podID); err != nil {
 		return fmt.Errorf("pod %s: %w", podID, err)
@@ -71,8 +72,8 @@ func (k Provisioner) RemoveMounts(podID string) error {
 	return unmountTmpfs(k.Dirs, podID)
 }
 
-// Remove removes the rest of a pod that was taken down: the layers of its pause, its files and its network's cached
-// results.
+// Remove removes the rest of a stopped pod: the layers of its pause, its files and the cached results
+// of its network.
 func (k Provisioner) Remove(podID string) error {
 	if err := k.Images.Release(podID); err != nil {
 		return fmt.Errorf("release pause image of pod %s: %w", podID, err)

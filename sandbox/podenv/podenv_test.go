@@ -36,7 +36,7 @@ func makeAll(t *testing.T, dirs ...string) {
 	}
 }
 
-// All containers read the pod's files, so they have the pod's label, and /etc/hosts its addresses.
+// FinishFiles labels the pod's files, which all containers read, and writes its addresses.
 func TestFinishFiles(t *testing.T) {
 	labels := map[string]string{}
 	k := Provisioner{Dirs: dirsBelow(t.TempDir()), SELinux: lsm.SELinux{Relabel: func(path, label string) error { labels[path] = label; return nil }}}
@@ -55,7 +55,7 @@ func TestFinishFiles(t *testing.T) {
 	}
 }
 
-// What bears an ID that nobody knows is found wherever it is; names that are no IDs are not ours.
+// Directories with an unknown ID are found in every place. Other names are ignored.
 func TestUnrecorded(t *testing.T) {
 	k := Provisioner{Dirs: dirsBelow(t.TempDir())}
 	makeAll(t, k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(), k.Dirs.PodFiles(""), k.Dirs.Trash())
@@ -80,11 +80,12 @@ func TestUnrecorded(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := k.Unrecorded(func(string) bool { return false }); err == nil {
-		t.Error("a place that can't be looked at counts as empty")
+		t.Error("an unreadable directory counts as empty")
 	}
 }
 
-// What a pod without record has goes also where there is no network to give its address back to, but for what says that this is due.
+// Without a CNI configuration everything of a pod without a record is removed, except the files that
+// show that a DEL is due.
 func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	testenv.NeedRoot(t)
 	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)
@@ -112,7 +113,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 		t.Errorf("with an address and no network: %v", err)
 	}
 	if exists(k.Dirs.Writable(id)) || exists(k.Dirs.PodMounts(id)) || !exists(k.Dirs.PodFiles(id)) {
-		t.Error("what needs no network is not gone, or what says that an address is due is")
+		t.Error("directories are left, or the pod's files are gone before DEL")
 	}
 	if err := os.Remove(kept); err != nil {
 		t.Fatal(err)

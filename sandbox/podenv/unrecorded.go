@@ -12,14 +12,15 @@ import (
 	"berth/sandbox/state"
 )
 
-// Unrecorded returns the IDs of pods and containers that have something on the host and are not known: their records
-// were damaged and set aside.
+// Unrecorded returns the IDs of pods and containers that left files on the host and are not known.
+// Their records were damaged and moved away.
 func (k Provisioner) Unrecorded(known func(id string) bool) (map[string]bool, error) {
 	ids := map[string]bool{}
-	for _, dir := range []string{k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(), k.Dirs.PodFiles(""), k.Dirs.Writable("")} {
+	for _, dir := range []string{k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(),
+		k.Dirs.PodFiles(""), k.Dirs.Writable("")} {
 		entries, err := os.ReadDir(dir)
 		if err != nil {
-			return nil, fmt.Errorf("look for what has no record: %w", err)
+			return nil, fmt.Errorf("find pods and containers without a record: %w", err)
 		}
 		for _, e := range entries {
 			if state.IsID(e.Name()) && !known(e.Name()) {
@@ -30,13 +31,14 @@ func (k Provisioner) Unrecorded(known func(id string) bool) (map[string]bool, er
 	return ids, nil
 }
 
-// RemoveUnrecorded removes everything that a pod or container of that ID can have, its processes apart. The caller has removed those.
-// Networks were asked to collect theirs before.
+// RemoveUnrecorded removes everything that a pod or container with this ID can own, except its
+// processes. The caller has removed those, and has called Networks.Collect.
 func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 	err := errors.Join(
 		k.RemoveMounts(id),
 		k.Trash.Discard(k.Dirs.Writable(id)))
-	// The network comes last, for it may have to wait until the node has one. What says that it is due is the pod's files.
+	// The network comes last: it may have to wait for a CNI configuration. The pod's files stay until
+	// then, because they show that a DEL is due.
 	if detachErr := k.detachUnrecorded(ctx, id); detachErr != nil {
 		return errors.Join(err, detachErr)
 	}
@@ -50,9 +52,9 @@ func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 	return err
 }
 
-// detachUnrecorded gives the addresses back of what was a pod: it has files, which are made before the
-// network is asked, and removed after it. The configuration its ADD used is lost with the record; what libcni recorded
-// of that was used before, by Networks.Collect. Both may be lost in a power cut, so the present one is tried.
+// detachUnrecorded releases the addresses of a pod. Only pods have files, which exist from before ADD
+// until after DEL. The record held the configuration of ADD and is lost. Networks.Collect has already
+// used libcni's cached copy. A power cut can lose both, so DEL runs with the present configuration.
 func (k Provisioner) detachUnrecorded(ctx context.Context, id string) error {
 	if _, err := os.Lstat(k.Dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
 		return nil
