@@ -49,7 +49,8 @@ func isIn(t *testing.T, what string, ip netip.Addr, subnet string) {
 	}
 }
 
-// With berth's own network pods have addresses, reach each other and have host ports, with nothing installed and nothing configured.
+// With berth's own network pods have addresses and host ports and reach each other. Nothing needs
+// to be installed or configured.
 func TestOwnNetwork(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	waitNetworkReady(t, d, true)
@@ -106,7 +107,7 @@ func TestOwnNetworkNotReady(t *testing.T) {
 	waitNetworkReady(t, d, true)
 	d.RunPodConfig(t, config).Remove(t)
 
-	// The pod CIDR counts, once there is one, whatever the options say.
+	// A pod CIDR overrides the subnets in the options.
 	setCIDR := func(cidr string) {
 		harness.Must(t, d.Cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: cidr}}))
 	}
@@ -137,7 +138,7 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 	})
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	waitNetworkReady(t, d, true)
-	harness.Eventually(t, "verbose Status names it", func() error { // the look comes after the first STATUS
+	harness.Eventually(t, "verbose Status names it", func() error { // berth looks for firewalls after the first STATUS
 		status, err := d.Cri.Status(t.Context(), true)
 		harness.Must(t, err)
 		var info struct{ Obstacles []string }
@@ -152,7 +153,8 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 	harness.Equal(t, "warnings in the log", strings.Count(string(log), "inet strict forward"), 1)
 }
 
-// Pods keep addresses and host ports while the daemon is replaced or killed, and give them back to the next one.
+// Pods keep addresses and host ports while the daemon is replaced or killed. The next daemon
+// gives their addresses to no other pod.
 func TestOwnNetworkOutlivesDaemon(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -183,7 +185,7 @@ func TestOwnNetworkOutlivesFlush(t *testing.T) {
 	harness.Must(t, err)
 	conn.FlushRuleset()
 	harness.Must(t, conn.Flush())
-	client := http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}} // no flow from before
+	client := http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}} // each request needs a new connection
 	harness.Eventually(t, "the host port is open again", func() error {
 		answer, err := client.Get("http://127.0.0.1:18080/")
 		if err != nil {
@@ -211,7 +213,7 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, pod, "after-the-reboot")
 	harness.Equal(t, "page after the reboot", httpGet(t, "http://127.0.0.1:18080/"), "after-the-reboot\n")
-	pod.Remove(t) // berth check sees the machine's own boot ID
+	pod.Remove(t) // the check at the end compares with the machine's own boot ID
 }
 
 // keptAddresses returns the names of the address files of a daemon's own network.
@@ -252,7 +254,8 @@ func TestOwnNetworkCollectsGarbage(t *testing.T) {
 	harness.Equal(t, "the pod's address is kept", strings.HasPrefix(keptAddresses(d)[0], ip4.String()+","), true)
 }
 
-// The node's pod CIDR, which kubelet passes on, is where new pods have their addresses from; others keep theirs, and all reach each other.
+// New pods get addresses from the node's pod CIDR, which kubelet passes on. Older pods keep their
+// addresses, and all pods reach each other.
 func TestOwnNetworkFollowsPodCIDR(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	old := d.RunPod(t)

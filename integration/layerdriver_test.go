@@ -15,7 +15,7 @@ import (
 	"berth/integration/harness"
 )
 
-// layeredImage has layers that say something of each other.
+// layeredImage pushes an image. Its second layer changes and deletes files of the first one.
 func layeredImage(t *testing.T, tag string) (name, id string) {
 	t.Helper()
 	img := harness.BuildImage(t, v1.Config{},
@@ -53,7 +53,7 @@ func TestLayerDrivers(t *testing.T) {
 	d.SetConfig(t, `layer_driver = "erofs"`, `layer_driver = "directory"`)
 	d.Restart(t)
 	harness.Equal(t, "driver", harness.Get(d.Cri.Status(t.Context(), true))(t).Info["layerDriver"], `"directory"`)
-	harness.Equal(t, "the container of before", running.Exec(t, "cat", "/e/kept"), "kept drivers\nmore")
+	harness.Equal(t, "the container from before the restart", running.Exec(t, "cat", "/e/kept"), "kept drivers\nmore")
 	harness.Equal(t, "pulled again", d.Pull(t, name), id)
 	harness.Equal(t, "EROFS under directory", pod.Sh(t, showLayered, harness.Image(name)), want)
 	other, _ := layeredImage(t, "other")
@@ -64,7 +64,8 @@ func TestLayerDrivers(t *testing.T) {
 	d.Restart(t)
 	harness.Equal(t, "a directory under auto", pod.Sh(t, showLayered, harness.Image(other)), strings.ReplaceAll(want, "drivers", "other"))
 
-	// Simulate a reboot into a kernel that cannot mount EROFS layers: the probe's files are on a tmpfs.
+	// Simulate a reboot into a kernel that cannot mount EROFS layers: the probe's files are on a
+	// tmpfs.
 	pod.Remove(t)
 	inside.Remove(t)
 	probed := filepath.Join(d.Root, "images/tmp")

@@ -172,8 +172,8 @@ spec:
 	}
 }
 
-// hostUsers: false gives the pod IDs that no other pod has; its volumes have the owners that they
-// would have without.
+// With hostUsers: false a pod has user IDs that no other pod has. Its volumes have the same owners
+// as in a pod without a user namespace.
 func TestOperatorRunInUserNamespace(t *testing.T) {
 	d := harness.StartDaemon(t)
 	manifest := writeManifest(t, d, `
@@ -265,8 +265,8 @@ var checkedSubjects = []string{
 	"berth-shim", "CRI socket", "NRI socket", "veth", "bridge", "nftables", "iptables", "CNI network",
 }
 
-// `berth check` finds nothing that keeps pods from running where they run, and fails
-// where they cannot: with a root that can't be written. Without a network pods with the host's network run.
+// `berth check` reports no failure on a node that can run pods. It fails if root cannot be written.
+// A missing network is only a warning, because pods on the host's network run without it.
 func TestCheck(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StateInFile)
 	flags := []string{"check", "--config", d.ConfigFile(), "--listen", d.Socket, "--root", d.Root, "--cni-conf-dir", d.ConfDir, "--cni-bin-dir", harness.PluginDir}

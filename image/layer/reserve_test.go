@@ -46,8 +46,8 @@ func TestReserve(t *testing.T) {
 		{"more than that", kept, 86*gib + 1, 0, disk(100*gib, 90*gib, 1000, 1000), "are needed"},
 		{"as much as that and what is freed", kept, 88 * gib, 2 * gib, disk(100*gib, 90*gib, 1000, 1000), ""},
 		{"more than both", kept, 88*gib + 1, 2 * gib, disk(100*gib, 90*gib, 1000, 1000), "are needed"},
-		{"what is kept was taken, and is freed", kept, 0, gib, disk(100*gib, 3*gib, 1000, 1000), ""},
-		{"no inodes are told of", kept, 0, 0, disk(100*gib, 90*gib, 0, 0), ""},
+		{"the reserve is used, but will be freed", kept, 0, gib, disk(100*gib, 3*gib, 1000, 1000), ""},
+		{"a filesystem that does not count inodes", kept, 0, 0, disk(100*gib, 90*gib, 0, 0), ""},
 	} {
 		err := c.reserve.check(&c.fs, c.wanted, c.freed)
 		switch {
@@ -87,7 +87,7 @@ func TestCreateLeavesReserve(t *testing.T) {
 		enough.Store(c.enough)
 		err := s.Create(context.Background(), id, c.blob, unpack.Limits{Tar: 1 << 41, Bytes: 1 << 41})
 		if errdefs.Code(err) != codes.ResourceExhausted || !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "kept free") {
-			t.Errorf("with room at %d looks: %v", c.enough, err)
+			t.Errorf("with space for %d checks: %v", c.enough, err)
 		}
 		left, err := os.ReadDir(filepath.Join(root, "tmp"))
 		if err != nil || len(left) > 0 || s.Has(id.Name()) {

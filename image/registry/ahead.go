@@ -15,18 +15,17 @@ import (
 const (
 	// PartSize is the size of one range request, and the memory that it takes.
 	PartSize = 4 << 20
-	// watchTime is how long a reader is observed before parts are fetched for it. It must have
-	// waited for the network for most of it.
+	// watchTime is how long a reader is observed before parts are fetched. They are fetched only if
+	// the reader waited for the network most of that time.
 	watchTime = 200 * time.Millisecond
-	// fastEnough is the rate, in bytes a second, from which parts are fetched. On a saturated line
-	// parts share it with the transfers of all layers: shared by 16 parts it is still twice
-	// slowest.
+	// fastEnough is the lowest rate, in bytes a second, at which parts are fetched. Parts share a
+	// saturated line with all transfers. At this rate each of 16 parts still gets twice slowest.
 	fastEnough = 32 * slowest
 	// crawling is the share of fastEnough below which a part shows that the line is too slow for
 	// more parts.
 	crawling = 8
-	// trialTime is how long parts are fetched before they must have been worth it. Connecting takes
-	// some of it.
+	// trialTime is how long parts are fetched before their benefit is judged. It includes the time
+	// to connect.
 	trialTime = 8 * watchTime
 	// worthwhile is how many times faster a blob must arrive with parts.
 	worthwhile = 1.25
@@ -204,7 +203,7 @@ func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx c
 	}
 	for ; !a.over.Load() && next < size; next = a.parts[len(a.parts)-1].end() {
 		if len(a.parts) > 0 && !a.ranges.Load() {
-			return // the trial
+			return // only the trial part
 		}
 		giveBack, ok := a.leave()
 		if !ok {

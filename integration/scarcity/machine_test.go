@@ -89,14 +89,14 @@ func (k *smallDisk) fillInodes(t *testing.T) {
 	}
 }
 
-// empty takes away what fill and fillInodes made.
+// empty deletes the files that fill and fillInodes made.
 func (k *smallDisk) empty(t *testing.T) {
 	t.Helper()
 	harness.Must(t, os.RemoveAll(k.ballast))
 }
 
-// readOnly makes dir on the disk read-only for new opens, or writable again, with the daemon's own
-// bind mounts there. The filesystem itself cannot become read-only while files are open for
+// readOnly makes dir and the daemon's bind mounts in it read-only for new opens, or writable again.
+// The filesystem itself cannot become read-only while files are open for
 // writing. Other filesystems mounted below stay as they are.
 func (k *smallDisk) readOnly(t *testing.T, dir string, readOnly bool) {
 	t.Helper()
@@ -161,7 +161,7 @@ func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOpti
 	return g, harness.StartedBy("sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, g.dir)
 }
 
-// limitMemory bounds the memory of the group, in bytes; 0: no longer.
+// limitMemory bounds the memory of the group, in bytes; 0: no limit.
 func (g *limitedGroup) limitMemory(t *testing.T, limit int64) {
 	t.Helper()
 	file, value := "memory.limit_in_bytes", fmt.Sprint(limit)
@@ -199,8 +199,8 @@ func (g *limitedGroup) number(t *testing.T, file string) (n int64) {
 	return n
 }
 
-// leaveFiles lowers the daemon's limit of open files while it runs so that it can open left more, until
-// the returned function is called.
+// leaveFiles lowers the limit of open files of the running daemon, so that it can open left more
+// files. undo restores the limit.
 func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	t.Helper()
 	pid := d.Cmd.Process.Pid
@@ -208,7 +208,7 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	for _, fd := range machine.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)) {
 		used[fd] = true
 	}
-	limit := 0 // a descriptor is a number below it
+	limit := 0 // all descriptors are below it
 	for free := 0; free < left || used[fmt.Sprint(limit)]; limit++ {
 		if !used[fmt.Sprint(limit)] {
 			free++

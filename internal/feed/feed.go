@@ -32,8 +32,8 @@ func New[T any](limit int) *Feed[T] {
 }
 
 // Publish gives an item to all readers. It calls make under the lock, and only if there are
-// readers. So items that describe states come in the order of these states. make must be fast, must not
-// wait and must not call the feed.
+// readers. So items that describe states come in the order of these states. make must be fast, must
+// not wait and must not call the feed.
 func (f *Feed[T]) Publish(make func() T) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -82,7 +82,7 @@ func (r *Reader[T]) add(item T, limit int) {
 func (r *Reader[T]) wake() {
 	select {
 	case r.more <- struct{}{}:
-	default: // Next has not looked since the last wake, and will
+	default: // an earlier wake is pending, and Next will see it
 	}
 }
 

@@ -35,8 +35,8 @@ const MaxLayers = 500
 //   - index=off: an index ties the upper layer to the inodes of its lower layers and
 //     refuses layers that were fetched again (ESTALE).
 //
-// xino has its default: layers and upper layer usually share a filesystem and have its inode
-// numbers; otherwise the default fits.
+// xino keeps its default. Layers and upper layer usually share a filesystem, so files keep its
+// inode numbers. The default also suits other cases.
 var options = []option{
 	{key: "metacopy", value: "off"},
 	{key: "redirect_dir", value: "nofollow"},
@@ -61,9 +61,9 @@ func (o option) String() string {
 	return o.key + "=" + o.value
 }
 
-// Mount mounts the root filesystem, detached. Attach gives it a place; it ends with its last
-// descriptor. It is private (no propagation), and read-only without Upper. It needs Linux 5.10;
-// before 6.7 it uses a thread with a mount namespace for a moment.
+// Mount mounts the root filesystem, detached. Attach attaches it to a path. The mount ends when its
+// last descriptor is closed. It is private (no propagation), and read-only without Upper. Mount
+// needs Linux 5.10. Before 6.7 it uses a thread with its own mount namespace for a moment.
 //
 // errors.ErrUnsupported: there is no driver for a layer's kind, or no overlayfs. A Spec without
 // layers or with more than MaxLayers is fs.ErrInvalid.
@@ -78,7 +78,7 @@ func (s Spec) Mount() (*os.File, error) {
 	return mount, err
 }
 
-// mountNew is Mount by the mount API of today.
+// mountNew is Mount without mount(2), for kernels that do not need mountOld.
 func (s Spec) mountNew() (*os.File, error) {
 	if s.isSingle() {
 		return s.cloneReadOnly()
@@ -384,7 +384,7 @@ func (d *dirs) writable() []dirOption {
 	return []dirOption{{"upperdir", d.upper}, {"workdir", d.work}}
 }
 
-// options returns the options whose values are no directories.
+// options returns the options whose values are not directories.
 func (d *dirs) options() []option {
 	all := options
 	if d.upper != nil {

@@ -37,7 +37,7 @@ func TestNewLabels(t *testing.T) {
 		}
 	}
 	if got, err := NewLabels(nil, podLabels, with); err != nil || got != podLabels {
-		t.Errorf("a container without options has not its pod's labels: %v, %v", got, err)
+		t.Errorf("a container without options does not have its pod's labels: %v, %v", got, err)
 	}
 	// With SELinux the library decides, since it has the policy.
 	got, err := NewLabels(own, podLabels, with)

@@ -9,7 +9,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// checkNetwork asks package cni, which decides for the daemon, and the plugins (STATUS).
+// checkNetwork selects the network with package cni, as the daemon does, and asks its plugins
+// (STATUS).
 func checkNetwork(ctx context.Context, n *Node) []Finding {
 	const subject = "CNI network"
 	network, err := cni.New(n.Network, quiet())
@@ -25,7 +26,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 				Warning,
 				"pod CIDR",
 				err.Error(),
-				"mend that; until then the network is asked about the addresses of its configuration",
+				"repair that record; until then this check uses the addresses of the network's configuration",
 			),
 		)
 	}
@@ -87,7 +88,7 @@ func checkOwnNetwork(network *cni.Network) (findings []Finding) {
 	obstacles, err := network.Obstacles()
 	if err != nil {
 		findings = append(findings,
-			lacking(Warning, subject, err.Error(), "it was not found out whether something is in its way"))
+			lacking(Warning, subject, err.Error(), "repair that, and run berth check again: obstacles such as firewalls were not examined"))
 	}
 	for _, o := range obstacles {
 		findings = append(findings, lacking(Warning, subject, o.Problem, o.Fix))

@@ -85,7 +85,7 @@ func (n *Node) checkQuotas() Finding {
 	}
 }
 
-// percent returns 100 for filesystems that do not count, such as btrfs its inodes.
+// percent returns 100 if the filesystem does not count: btrfs does not count inodes.
 func percent(part, whole uint64) uint64 {
 	if whole == 0 {
 		return 100
@@ -169,7 +169,7 @@ func checkSecurityModules(_ context.Context, n *Node) []Finding {
 				Warning,
 				"security module",
 				"neither AppArmor nor SELinux",
-				"boot a kernel with lsm=apparmor or SELinux: a second wall around containers",
+				"boot a kernel with lsm=apparmor or SELinux: it restricts containers in addition to namespaces and seccomp",
 			),
 		)
 	}

@@ -11,9 +11,9 @@ import (
 )
 
 // File descriptors: the daemon's are bounded by its pods and containers. It holds no namespace and
-// no deleted file. It holds processes only of running objects and its own children, and cgroups and
-// directories only of recorded objects. Its other descriptors are few, with a share for each
-// container, child and client.
+// no deleted file. It holds pidfds only of running objects' processes and of its own children. It
+// holds cgroups and directories only of recorded objects. The number of its other descriptors is
+// limited, and the limit grows with containers, children and clients.
 
 // descriptor is an open file of a process.
 type descriptor struct {
@@ -24,7 +24,7 @@ type descriptor struct {
 
 // Limits on how many open files of a process are read. Any process may have a million.
 const (
-	firstDescriptors = 1 << 10 // of a possible daemon, which opens its lock at its start
+	firstDescriptors = 1 << 10 // of a process that may be the daemon: a daemon opens its lock first
 	mostLinks        = 1 << 18 // of the daemon
 )
 

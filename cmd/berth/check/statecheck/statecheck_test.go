@@ -313,7 +313,7 @@ func begins(s, text string) bool {
 	return ok && (!any || strings.Contains(rest, tail))
 }
 
-func TestNothingIsDemandedOfWhatIsBeingMadeOrRemoved(t *testing.T) {
+func TestObjectsInTransitionHaveNoDifferences(t *testing.T) {
 	for _, stage := range []state.Stage{state.BeingMade, state.BeingRemoved} {
 		f := healthy(t)
 		f.pods[podID].Stage, f.containers[runningID].Stage, f.containers[exitedID].Stage = stage, stage, stage
@@ -372,7 +372,7 @@ func TestFindDaemon(t *testing.T) {
 	report, err := Run(t.Context(), n)
 	must(t, err)
 	if report.Daemon != 0 || len(report.Differences) > 0 {
-		t.Errorf("who does not have the lock open is taken for the daemon: %+v", report)
+		t.Errorf("a process that has not opened the lock is taken for the daemon: %+v", report)
 	}
 	must(t, os.Symlink(n.Root+"/lock", n.proc+"/7/fd/3"))
 	n.pauses = []time.Duration{0}
