@@ -285,7 +285,7 @@ func (m *Manager) abandonContainer(c *container) {
 	undo := func(ctx context.Context) error { return m.removeContainer(ctx, c) }
 	if err := m.tasks.Guard("undo", c.String(), func() error { return undo(ctx) }); err != nil {
 		m.log.Error("undo of a container that was not created", "container", c.ID, "error", err)
-		m.tasks.InBackground("undo", c.String(), undo)
+		m.tasks.RetryInBackground("undo", c.String(), undo)
 	}
 }
 

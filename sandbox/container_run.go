@@ -83,7 +83,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	}
 	m.tellOfContainer(ctx, nri.ContainerStarted, c)
 	if _, err := m.readyPod(c.PodID); err != nil { // stopped meanwhile: its stop may have missed us
-		m.tasks.InBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c.container) })
+		m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c.container) })
 		return err
 	}
 	return nil
@@ -234,7 +234,7 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 		return
 	}
 	m.log.Error("record the exit", "container", c.ID, "error", err)
-	m.tasks.InBackground("record the exit of", c.String(), func(ctx context.Context) error {
+	m.tasks.RetryInBackground("record the exit of", c.String(), func(ctx context.Context) error {
 		return m.lockContainer(ctx, c.container, "record the exit of", func(c lockedContainer) error {
 			if c.Phase() != state.ContainerExited {
 				return nil
@@ -259,7 +259,7 @@ func (m *Manager) cleanExited(c lockedContainer) {
 	}
 	const what = "remove runtime state of exited"
 	m.log.Warn(what+" container", "container", c.ID, "error", err)
-	m.tasks.InBackground(what, c.String(), func(ctx context.Context) error {
+	m.tasks.RetryInBackground(what, c.String(), func(ctx context.Context) error {
 		return m.lockContainer(ctx, c.container, what, func(c lockedContainer) error {
 			if c.Phase() != state.ContainerExited {
 				return nil

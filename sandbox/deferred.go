@@ -31,7 +31,7 @@ func newDeferredWork(tasks *task.Runner) *deferredWork {
 func (w *deferredWork) Later(what, object string, do func(context.Context) error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.noted = append(w.noted, func() { w.tasks.InBackground(what, object, do) })
+	w.noted = append(w.noted, func() { w.tasks.RetryInBackground(what, object, do) })
 }
 
 // LaterInQueue is Later for work that takes a pod down. Queued work does not hold the pod's lock, so client requests

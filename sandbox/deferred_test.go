@@ -13,14 +13,14 @@ import (
 func TestTakenDownSomeAtATime(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	w := newDeferredWork(tasks)
-	pods := make([]task.Turn, 4*takeDownsAtOnce)
+	pods := make([]task.Lock, 4*takeDownsAtOnce)
 	var working, tooMany atomic.Int32
-	begun, proceed := make(chan task.Turn, len(pods)), make(chan struct{})
+	begun, proceed := make(chan task.Lock, len(pods)), make(chan struct{})
 	for i := range pods {
-		turn := task.NewTurn()
+		turn := task.NewLock()
 		pods[i] = turn
 		w.LaterInQueue("stop", "pod q", func(ctx context.Context) error {
-			return tasks.WithTurn(ctx, turn, "stop", "pod q", func() error {
+			return tasks.WithLock(ctx, turn, "stop", "pod q", func() error {
 				if working.Add(1) > takeDownsAtOnce {
 					tooMany.Add(1)
 				}
@@ -32,7 +32,7 @@ func TestTakenDownSomeAtATime(t *testing.T) {
 		})
 	}
 	w.Start()
-	first := map[task.Turn]bool{}
+	first := map[task.Lock]bool{}
 	for range takeDownsAtOnce {
 		first[<-begun] = true
 	}

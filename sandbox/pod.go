@@ -305,6 +305,6 @@ func (m *Manager) abandonPod(p *pod) {
 	defer cancel()
 	if err := m.tasks.Guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
 		m.log.Error("undo of a pod that did not start", "pod", p.ID, "error", err)
-		m.tasks.InBackground("undo", p.String(), undo)
+		m.tasks.RetryInBackground("undo", p.String(), undo)
 	}
 }

@@ -70,7 +70,7 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 // takeDown removes what exists for the pod outside its files: network, pause and mounts. A pod that is stopped has nothing
 // of these left. The steps run side by side, because the end of a namespace and each unmount wait for an RCU grace period.
 func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
-	err := m.tasks.Together("take down", p.String(),
+	err := m.tasks.Parallel("take down", p.String(),
 		func() error { return m.detachNetwork(ctx, p) },
 		func() error { return m.removePause(ctx, p.pod) },
 		func() error { return m.podenv.RemoveMounts(p.ID) })
@@ -126,7 +126,7 @@ func (m *Manager) endPause(ctx context.Context, p *pod) {
 // finds the pause gone.
 func (m *Manager) recordStopLater(p lockedPod, cause error) {
 	m.log.Warn("record that a pod is stopped", "pod", p.ID, "error", cause)
-	m.tasks.InBackground("record the stop of", p.String(), func(ctx context.Context) error {
+	m.tasks.RetryInBackground("record the stop of", p.String(), func(ctx context.Context) error {
 		return m.lockPod(ctx, p.pod, "record the stop of", func(p lockedPod) error {
 			if p.Phase() != state.PodStopping && p.Phase() != state.PodStopped {
 				return nil
@@ -151,7 +151,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 		c.launching.GiveUp()
 		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
-	return m.tasks.Together("kill containers of", p.String(), kills...)
+	return m.tasks.Parallel("kill containers of", p.String(), kills...)
 }
 
 // containersOf returns the pod's containers, the invisible ones too.
@@ -266,5 +266,5 @@ func (m *Manager) removeContainersOf(ctx context.Context, p *pod) error {
 	for _, c := range m.containersOf(p.ID) {
 		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
 	}
-	return m.tasks.Together("remove containers of", p.String(), removals...)
+	return m.tasks.Parallel("remove containers of", p.String(), removals...)
 }

@@ -3,7 +3,6 @@ package task
 import (
 	"context"
 	"fmt"
-	"time"
 
 	"berth/internal/trace"
 )
@@ -34,35 +33,4 @@ func (r *Runner) Acquire(ctx context.Context, l Lock, what, object string) (rele
 	case <-ctx.Done():
 		return nil, fmt.Errorf("%s %s: wait for another operation on it: %w", what, object, ctx.Err())
 	}
-}
-
-// Old names, until their callers change.
-type Turn = Lock
-
-// NewTurn is NewLock.
-func NewTurn() Lock { return NewLock() }
-
-// Take is Acquire.
-func (r *Runner) Take(ctx context.Context, l Lock, what, object string) (release func(), err error) {
-	return r.Acquire(ctx, l, what, object)
-}
-
-// WithTurn is WithLock.
-func (r *Runner) WithTurn(ctx context.Context, l Lock, what, object string, op func() error) error {
-	return r.WithLock(ctx, l, what, object, op)
-}
-
-// Aside is DetachStep.
-func (r *Runner) Aside(ctx context.Context, limit time.Duration, what, object string, op func() error) error {
-	return r.DetachStep(ctx, limit, what, object, op)
-}
-
-// Together is Parallel.
-func (r *Runner) Together(what, object string, steps ...func() error) error {
-	return r.Parallel(what, object, steps...)
-}
-
-// InBackground is RetryInBackground.
-func (r *Runner) InBackground(what, object string, do func(context.Context) error) {
-	r.RetryInBackground(what, object, do)
 }

@@ -33,7 +33,7 @@ func (s *Sources) alone(ctx context.Context, what, source string, op func() erro
 	if err != nil {
 		return err
 	}
-	return s.tasks.Aside(ctx, task.Limit, what, source, func() error { // not begun only if no operation is to go on
+	return s.tasks.DetachStep(ctx, task.Limit, what, source, func() error { // not begun only if no operation is to go on
 		defer end()
 		defer s.tasks.Begin("it to answer", "volume "+source)()
 		return op()
@@ -101,5 +101,5 @@ func (k Launcher) detached(ctx context.Context, c *state.Container, what string,
 			return fmt.Errorf("mount of %s: %w", m.GetContainerPath(), err)
 		}
 	}
-	return k.Tasks.Aside(ctx, task.Limit, what, object, op)
+	return k.Tasks.DetachStep(ctx, task.Limit, what, object, op)
 }

@@ -17,22 +17,22 @@ import (
 // Locked holds a value that only the holder of an object's lock can reach. One operation at a time holds the lock. A
 // caller waits for it with a deadline, and the wait shows in verbose Status.
 type Locked[T any] struct {
-	lock  task.Turn
+	lock  task.Lock
 	value *T
 }
 
 // NewLocked returns a value that nobody has locked.
-func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewTurn(), &value} }
+func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewLock(), &value} }
 
 // With calls op with the value while it holds the lock. what and object name the operation. The error is op's, or ctx's if
 // the wait for the lock ends with it.
 func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object string, op func(*T) error) error {
-	return tasks.WithTurn(ctx, l.lock, what, object, func() error { return op(l.value) })
+	return tasks.WithLock(ctx, l.lock, what, object, func() error { return op(l.value) })
 }
 
 // Take acquires the lock and returns the value. The caller calls release.
 func (l *Locked[T]) Take(ctx context.Context, tasks *task.Runner, what, object string) (value *T, release func(), err error) {
-	release, err = tasks.Take(ctx, l.lock, what, object)
+	release, err = tasks.Acquire(ctx, l.lock, what, object)
 	if err != nil {
 		return nil, nil, err
 	}
