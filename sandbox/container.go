@@ -46,7 +46,7 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 		return "", err
 	}
 	identity := state.ContainerIdentity(p.ID, config.Metadata)
-	m.launchers.Expect() // who creates a container starts it at once
+	m.pool.Expect() // who creates a container starts it at once
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
 	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
@@ -109,7 +109,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	}
 	spec := &state.ContainerSpec{ID: state.NewID(), PodID: p.ID, BootID: m.bootID, CreatedAt: m.containerCreation(p.ID), Config: config,
 		Image: state.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers, Config: img.Config}}
-	if spec.Volumes, err = m.roots.FindVolumes(config); err != nil {
+	if spec.Volumes, err = m.volumes.FindVolumes(config); err != nil {
 		return nil, err
 	}
 	if spec.CgroupsPath, err = oci.CgroupsPath(p.Config.GetLinux().GetCgroupParent(), spec.ID, m.cfg.SystemdCgroup); err != nil {
@@ -123,10 +123,10 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 		return nil, err
 	}
 	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, spec.ID); return nil })
-	if spec.Project, err = m.roots.Quotas.Take(); err != nil {
+	if spec.Project, err = m.quotas.Take(); err != nil {
 		return nil, err
 	}
-	undo.Add("release quota project", func() error { m.roots.Quotas.Release(spec.Project); return nil })
+	undo.Add("release quota project", func() error { m.quotas.Release(spec.Project); return nil })
 	c := newContainer(spec, state.NewContainerStatus(state.ContainerCreating), trace.Of(ctx))
 	status := c.status.Unshared()
 	status.RunID, status.Resources = m.run.ID, config.GetLinux().GetResources()
@@ -179,11 +179,11 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 		return err
 	}
 	snapshot := c.snapshot()
-	root, err := m.launch.Root(ctx, p.Info(), snapshot)
+	root, err := m.launcher.Root(ctx, p.Info(), snapshot)
 	if err != nil {
 		return err
 	}
-	if c.User, err = m.launch.User(ctx, snapshot, root); err != nil {
+	if c.User, err = m.launcher.User(ctx, snapshot, root); err != nil {
 		return err
 	}
 	m.appArmor.Ensure(ctx)
@@ -208,7 +208,7 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lock
 	if err != nil {
 		return nil, err
 	}
-	spec, err := m.launch.Validate(looking, p.Info(), c.snapshot(), target) // plugins see no container that cannot be launched
+	spec, err := m.launcher.Validate(looking, p.Info(), c.snapshot(), target) // plugins see no container that cannot be launched
 	if err != nil {
 		return nil, err
 	}
@@ -218,7 +218,7 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lock
 		return nil, err
 	}
 	if c.Presented {
-		if spec, err = m.launch.Spec(looking, p.Info(), c.snapshot(), target); err != nil {
+		if spec, err = m.launcher.Spec(looking, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
 	}
@@ -268,7 +268,7 @@ func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, erro
 	if err != nil {
 		return nil, err
 	}
-	return m.launch.Describe(ctx, p.Info(), c.Info(), target, &c.describing)
+	return m.launcher.Describe(ctx, p.Info(), c.Info(), target, &c.describing)
 }
 
 // publishContainer makes the record visible. The caller has the container's turn.
@@ -361,7 +361,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 		return err
 	}
 	m.labels.Release(m.selinux, c.Labels, c.ID)
-	m.roots.Quotas.Release(c.Project)
+	m.quotas.Release(c.Project)
 	m.containers.Remove(c.ID)
 	m.events.ContainerDeleted(c.info.Load())
 	m.containerIDs.Forget(c.Identity(), c.ID)
@@ -379,13 +379,13 @@ func (m *Manager) removeParts(ctx context.Context, c *container) error {
 	if err := m.images.Release(c.ID); err != nil {
 		return err
 	}
-	if err := m.roots.ReleaseVolumes(c.ID, c.Volumes); err != nil {
+	if err := m.volumes.ReleaseVolumes(c.ID, c.Volumes); err != nil {
 		return err
 	}
 	if err := m.trash.Discard(m.dirs.Writable(c.ID)); err != nil {
 		return err
 	}
-	if err := m.roots.Quotas.Clear(c.Project); err != nil {
+	if err := m.quotas.Clear(c.Project); err != nil {
 		return err
 	}
 	return m.records.RemoveContainer(c.ID)

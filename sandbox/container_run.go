@@ -95,7 +95,7 @@ func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer
 	if err != nil {
 		return nil, err
 	}
-	return m.launch.Start(ctx, p.Info(), c.snapshot(), target)
+	return m.launcher.Start(ctx, p.Info(), c.snapshot(), target)
 }
 
 // readyPod finds a pod that is ready, and asks its pause whether that still
@@ -174,7 +174,7 @@ func (m *Manager) watchContainer(c *container, run *running) {
 		if !m.processes.AwaitShim(run.Running, "shim of container "+c.ID) {
 			return // the daemon is ending, the container goes on
 		}
-		if exit, settled := m.ending.Settle(m.stopTarget(c), run.StartedAt); settled {
+		if exit, settled := m.stopper.Settle(m.stopTarget(c), run.StartedAt); settled {
 			m.noteExit(c, exit)
 		}
 		m.processes.AwaitEnd(run.Shim, "shim of container "+c.ID) // one that was killed while it is frozen ends, and is reaped, later
@@ -305,13 +305,13 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 	if err != nil || run == nil {
 		return err
 	}
-	return m.ending.Stop(ctx, m.stopTarget(c), run.Running, stopSignal(c), timeout)
+	return m.stopper.Stop(ctx, m.stopTarget(c), run.Running, stopSignal(c), timeout)
 }
 
 // killContainer kills a container and waits for its exit, see runtime.Stopper. A container that does not run is no error. It must not
 // hold the turn: the exit is published with it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
-	return m.ending.Kill(ctx, m.stopTarget(c))
+	return m.stopper.Kill(ctx, m.stopTarget(c))
 }
 
 // stopTarget returns what runtime.Stopper needs of a container.

@@ -14,8 +14,9 @@ import (
 	"berth/image"
 	"berth/internal/cdi"
 	"berth/internal/cgroup"
+	"berth/internal/cleanup"
+	"berth/internal/diskusage"
 	"berth/internal/host"
-	"berth/internal/index"
 	"berth/internal/join"
 	"berth/internal/lograte"
 	"berth/internal/safefs"
@@ -67,41 +68,40 @@ type Manager struct {
 	*state.Lists[*pod, *container] // Pods, Containers, Events
 	*stream.Service                // Exec, ExecSync, Attach, PortForward
 	*stats.Reader                  // ContainerStats, PodStats
+	objects                        // all pods and containers, by ID
 
-	cfg       Config
-	host      host.Facts // complete after probeUserNamespaces
-	log       *slog.Logger
-	images    *image.Store
-	networks  *podenv.Networks
-	launchers *shim.Launchers
+	cfg    Config
+	host   host.Facts
+	log    *slog.Logger
+	bootID string
+	run    state.Run // of the state directory
+	dirs   state.Dirs
+
+	launcher  Launcher
+	processes Processes
+	stopper   Stopper
+	images    Images
+	volumes   Volumes
+	network   Network
+	podenv    Environment
+	records   Records
+	trash     Trash
+	pool      Pool
+	quotas    *runtime.Quotas // nil where quotas are off
 	plugins   plugins.Caller
-	payload   payload.Paths
-	bootID    string
-	run       state.Run // of the state directory
+	handlers  *handler.Set
+	appArmor  *lsm.AppArmor
+	selinux   lsm.SELinux
+	labels    lsm.Holders
 
-	dirs         state.Dirs
-	trash        *trash.Trash
-	namespaces   podenv.Namespaces
-	processes    runtime.Processes
-	ending       *runtime.Stopper
-	roots        runtime.Roots
-	launch       runtime.Launcher
-	podenv       podenv.Provisioner
-	pods         *index.Index[*pod]
-	containers   *index.Index[*container]
 	podIDs       join.Joiner // by (namespace, name, uid, attempt)
 	containerIDs join.Joiner // by (pod, name, attempt)
-	records      *state.Records
-	appArmor     *lsm.AppArmor
-	selinux      lsm.SELinux
-	labels       lsm.Holders
-	unfinished   *deferredWork // found half done by recover
 	events       *state.Events
 	sampler      *stats.Sampler
-	unmeasured   lograte.Limiter // warnings of usage that can't be kept
+	unmeasured   lograte.Limiter // of warnings about usage that cannot be kept
+	unfinished   *deferredWork   // that recover found
 	tasks        *task.Runner
-	handlers     *handler.Set
-	disks        writable.Watch // root and state
+	disks        writable.Watch // of root and state
 }
 
 // closeLimit is for a manager that could not be opened: it has no operations.
@@ -111,44 +111,16 @@ const closeLimit = 5 * time.Second
 // and goes on with what an earlier daemon left half done. The daemon holds the
 // lock of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
-	m := &Manager{cfg: cfg, host: cfg.Host, log: cfg.Log, images: images,
-		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
-		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
-	m.unfinished = newDeferredWork(m.tasks)
-	m.dirs = state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
-	m.processes = runtime.Processes{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
-	m.ending = runtime.NewStopper(m.processes)
-	m.Lists, m.events = state.NewLists(m.pods, m.containers)
-	m.roots = runtime.Roots{Images: images, Dirs: m.dirs}
-	m.trash = trash.New(m.dirs.Trash(), safefs.RemoveAll, m.log)
-	m.sampler = m.newSampler()
-	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
-	m.plugins = plugins.Caller{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: m.log}
-	if cfg.Plugins == nil {
-		m.plugins.Plugins = plugins.None{}
+	m, err := newManager(ctx, cfg, images, network)
+	if err != nil {
+		return nil, err
 	}
-	openNetworks := func() (err error) {
-		m.networks, err = podenv.OpenNetworks(network, cfg.Root, m.tasks, m.log)
-		return err
-	}
-	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.openRun, m.dirs.Prepare, m.openQuotas, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
-		func() error { return m.openHandlers(ctx) }} {
-		if err := step(); err != nil {
-			return nil, err
-		}
-	}
-	m.assemble()
 	if m.host.OOMScoreAdjMin > pauseOOMScore {
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.host.OOMScoreAdjMin)
 	}
 	m.appArmor.Ensure(ctx)
-	err := m.recover(ctx)
-	if err == nil {
-		m.tasks.Watchers.Spawn(func() { m.disks.Run(m.tasks.Watchers.Context(), m.cfg.Root, m.cfg.State) })
-		err = m.startSampler()
-	}
-	if err != nil {
+	if err := m.start(ctx); err != nil {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLimit)
 		defer cancel()
 		return nil, errors.Join(err, m.Close(ctx))
@@ -156,15 +128,109 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	return m, nil
 }
 
+// newManager prepares the host and assembles the manager. It starts nothing but idle launchers, which it ends if it fails.
+func newManager(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (_ *Manager, err error) {
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	tasks := task.NewRunner(cfg.Log, cfg.Waits)
+	dirs := state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
+	if err := cgroup.Prepare(); err != nil {
+		return nil, err
+	}
+	bootID, err := readBootID()
+	if err != nil {
+		return nil, err
+	}
+	run, err := openRun(dirs, cfg.Log)
+	if err != nil {
+		return nil, err
+	}
+	if err := dirs.Prepare(); err != nil {
+		return nil, err
+	}
+	quotas, err := runtime.OpenQuotas(dirs.Writable(""), cfg.LayerLimit, cfg.LayerProjects)
+	if err != nil {
+		return nil, err
+	}
+	undo.Add("close quotas", quotas.Close)
+	records, err := state.OpenRecords(cfg.Root, tasks.Begin)
+	if err != nil {
+		return nil, err
+	}
+	networks, err := podenv.OpenNetworks(network, cfg.Root, tasks, cfg.Log)
+	if err != nil {
+		return nil, err
+	}
+	programs, err := payload.Install(filepath.Join(cfg.Root, "bin"))
+	if err != nil {
+		return nil, fmt.Errorf("install pause and monitor: %w", err)
+	}
+	pool, err := startPool(cfg, dirs, programs)
+	if err != nil {
+		return nil, err
+	}
+	undo.Add("end idle launchers", pool.Close)
+	namespaces := podenv.Namespaces{Dirs: dirs, Holder: programs.Pause + payload.PauseProgram}
+	facts := probeUserNamespaces(namespaces, cfg)
+	handlers, err := handler.Open(ctx, handler.Options{BuiltIn: cfg.Handler, Programs: cfg.Handlers, Default: cfg.DefaultHandler,
+		Host: facts, Tasks: tasks, Log: cfg.Log})
+	if err != nil {
+		return nil, err
+	}
+	undo.Release()
+
+	selinux, appArmor := lsm.HostSELinux, lsm.NewAppArmor(facts.AppArmor, tasks, cfg.Log)
+	roots := runtime.Roots{Images: images, Dirs: dirs, Quotas: quotas}
+	processes := runtime.Processes{Dirs: dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: tasks, Log: cfg.Log}
+	bin := trash.New(dirs.Trash(), safefs.RemoveAll, cfg.Log)
+	node := runtime.Node{Host: facts, NoAppArmor: appArmor.Problem, CDI: cfg.CDI, Dirs: dirs, SystemdCgroup: cfg.SystemdCgroup, OwnDevices: cfg.OwnDevices}
+	m := newWith(cfg, tasks)
+	m.host, m.dirs, m.bootID, m.run = facts, dirs, bootID, run
+	m.launcher = runtime.Launcher{Node: node, Roots: roots, Users: new(runtime.Users), AppArmor: appArmor, SELinux: selinux,
+		Sources: runtime.NewSources(tasks), Launchers: pool, PauseDir: programs.Pause, MaxLogLine: cfg.MaxLogLine, Tasks: tasks}
+	m.processes, m.stopper, m.pool = processes, runtime.NewStopper(processes), pool
+	m.images, m.volumes, m.quotas = images, roots, quotas
+	m.network, m.records, m.trash, m.handlers = networks, records, bin, handlers
+	m.podenv = podenv.Provisioner{Dirs: dirs, HostResolvConf: cfg.HostResolvConf, Namespaces: namespaces, Networks: networks,
+		SELinux: selinux, Images: images, Trash: bin}
+	m.appArmor, m.selinux = appArmor, selinux
+	m.sampler = stats.NewSampler(stats.SamplerConfig{Period: cfg.SamplePeriod, Targets: m.sampleTargets, Layers: dirs.Writable(""),
+		Images: images.Root(), SystemdCgroup: cfg.SystemdCgroup, Begin: tasks.BeginOpen, Log: cfg.Log,
+		Quota: func(project uint32) (diskusage.Usage, bool, error) { return quotas.Usage(project) }})
+	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, cfg.Log)
+	m.Service = stream.New(streamTargets{m.objects}, pool, dirs, cfg.SystemdCgroup, cfg.Streams, tasks)
+	return m, nil
+}
+
+// newWith returns a manager without objects that has only what needs no host.
+func newWith(cfg Config, tasks *task.Runner) *Manager {
+	m := &Manager{objects: newObjects(), cfg: cfg, log: cfg.Log, tasks: tasks, unfinished: newDeferredWork(tasks)}
+	m.Lists, m.events = state.NewLists(m.pods, m.containers)
+	m.plugins = plugins.Caller{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: tasks, Log: cfg.Log}
+	if cfg.Plugins == nil {
+		m.plugins.Plugins = plugins.None{}
+	}
+	return m
+}
+
+// start recovers the objects of an earlier daemon and starts the background work.
+func (m *Manager) start(ctx context.Context) error {
+	if err := m.recover(ctx); err != nil {
+		return err
+	}
+	m.tasks.Watchers.Spawn(func() { m.disks.Run(m.tasks.Watchers.Context(), m.cfg.Root, m.cfg.State) })
+	return m.startSampler()
+}
+
 // Close stops the daemon's part of everything and leaves pods and containers
 // running. Operations under way are waited for, until ctx ends at most; the next daemon
 // goes on with those that did not end, and with what was being undone. CNI plugins are not interrupted: what
 // runs when everything else is told to end goes on without this daemon.
 func (m *Manager) Close(ctx context.Context) error {
-	idle, err := m.tasks.End(ctx, m.networks.Leave)
+	idle, err := m.tasks.End(ctx, m.network.Leave)
 	m.plugins.Plugins.Close()
 	if idle { // else they are in use
-		err = errors.Join(err, m.launchers.Close(), m.roots.Quotas.Close())
+		err = errors.Join(err, m.pool.Close(), m.quotas.Close())
 	}
 	if len(m.pods.Snapshot()) == 0 && !m.cfg.SystemdCgroup {
 		err = errors.Join(err, cgroup.RemoveIfEmpty(oci.DefaultCgroupParent))
@@ -172,78 +238,49 @@ func (m *Manager) Close(ctx context.Context) error {
 	return err
 }
 
-func (m *Manager) openQuotas() (err error) {
-	m.roots.Quotas, err = runtime.OpenQuotas(m.dirs.Writable(""), m.cfg.LayerLimit, m.cfg.LayerProjects)
-	return err
-}
-
-func (m *Manager) readBootID() error {
+func readBootID() (string, error) {
 	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
-		return fmt.Errorf("read boot ID: %w", err)
+		return "", fmt.Errorf("read boot ID: %w", err)
 	}
-	m.bootID = strings.TrimSpace(string(data))
-	return nil
+	return strings.TrimSpace(string(data)), nil
 }
 
 // openRun finds out whether the state directory is that of the daemon before this one.
-func (m *Manager) openRun() (err error) {
-	m.run, err = m.dirs.OpenRun()
-	if err == nil && m.run.ID == "" {
-		m.log.Warn("write the ID of the state directory: there is no room, or it is read-only; until it is written a restart without a new boot ID is not noticed",
-			"path", m.dirs.RunID())
+func openRun(dirs state.Dirs, log *slog.Logger) (state.Run, error) {
+	run, err := dirs.OpenRun()
+	if err == nil && run.ID == "" {
+		log.Warn("write the ID of the state directory: there is no room, or it is read-only; until it is written a restart without a new boot ID is not noticed",
+			"path", dirs.RunID())
 	}
-	return err
+	return run, err
 }
 
-func (m *Manager) openRecords() (err error) {
-	m.records, err = state.OpenRecords(m.cfg.Root, m.tasks.Begin)
-	return err
-}
-
-func (m *Manager) startLaunchers() (err error) {
-	m.payload, err = payload.Install(filepath.Join(m.cfg.Root, "bin"))
-	if err != nil {
-		return fmt.Errorf("install pause and monitor: %w", err)
-	}
-	m.namespaces = podenv.Namespaces{Dirs: m.dirs, Holder: m.payload.Pause + payload.PauseProgram}
-	m.launchers, err = shim.New(shim.Config{
-		ShimPath:    m.cfg.ShimPath,
-		MonitorPath: m.payload.Monitor,
-		StateRoot:   m.dirs.Libcontainer(),
-		Idle:        m.cfg.IdleLaunchers,
-		Warm:        m.host.RootShared,
-		Log:         m.log,
-		LogFormat:   m.cfg.LogFormat,
+// startPool starts the launchers that are kept ready.
+func startPool(cfg Config, dirs state.Dirs, programs payload.Paths) (*shim.Launchers, error) {
+	return shim.New(shim.Config{
+		ShimPath:    cfg.ShimPath,
+		MonitorPath: programs.Monitor,
+		StateRoot:   dirs.Libcontainer(),
+		Idle:        cfg.IdleLaunchers,
+		Warm:        cfg.Host.RootShared,
+		Log:         cfg.Log,
+		LogFormat:   cfg.LogFormat,
 	})
-	return err
 }
 
 // probeUserNamespaces completes the node's facts with the result of probing user namespaces. It runs
 // before any part of the manager gets the facts, which do not change afterwards.
-func (m *Manager) probeUserNamespaces() error {
-	err := m.namespaces.Probe()
+func probeUserNamespaces(namespaces podenv.Namespaces, cfg Config) host.Facts {
+	err := namespaces.Probe()
 	if err != nil {
-		m.log.Warn("pods cannot have user namespaces", "error", err)
+		cfg.Log.Warn("pods cannot have user namespaces", "error", err)
 	}
-	m.host = m.host.WithUserNamespaces(err)
-	return nil
+	return cfg.Host.WithUserNamespaces(err)
 }
 
 // HostFacts returns the node's facts.
 func (m *Manager) HostFacts() host.Facts { return m.host }
-
-// assemble makes the parts that are made of others.
-func (m *Manager) assemble() {
-	node := runtime.Node{Host: m.host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
-		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
-	m.launch = runtime.Launcher{Node: node, Roots: m.roots, Users: new(runtime.Users), AppArmor: m.appArmor, SELinux: m.selinux,
-		Sources: runtime.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
-	m.podenv = podenv.Provisioner{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
-		SELinux: m.selinux, Images: m.images, Trash: m.trash}
-	m.Reader = stats.NewReader(meters{m}, m.log)
-	m.Service = stream.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.SystemdCgroup, m.cfg.Streams, m.tasks)
-}
 
 // Waits returns what operations are waiting for at the moment, oldest first.
 func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
@@ -254,11 +291,11 @@ func (m *Manager) RuntimeStatus() error { return m.disks.Err() }
 // UpdatePodCIDR takes the node's pod CIDR, one or several comma-separated. Networks that declare the ipRanges
 // capability get it with every new pod. Empty: none. InvalidArgument otherwise.
 func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
-	return m.networks.SetPodCIDR(ctx, cidr)
+	return m.network.SetPodCIDR(ctx, cidr)
 }
 
 // NetworkStatus tells why pods can't have a network at the moment, or nil.
-func (m *Manager) NetworkStatus(ctx context.Context) error { return m.networks.Status(ctx) }
+func (m *Manager) NetworkStatus(ctx context.Context) error { return m.network.Status(ctx) }
 
 // pauseOOMScore is the pause's oom_score_adj: it goes last, after all containers.
 const pauseOOMScore = -998

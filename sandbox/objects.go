@@ -6,11 +6,33 @@ import (
 	"sync/atomic"
 	"time"
 
+	"berth/internal/index"
 	"berth/internal/trace"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 )
+
+// objects are all pods and containers, the unpublished ones too.
+type objects struct {
+	pods       *index.Index[*pod]
+	containers *index.Index[*container]
+}
+
+func newObjects() objects {
+	return objects{index.New[*pod]("pod sandbox"), index.New[*container]("container")}
+}
+
+// containersOf returns the pod's containers.
+func (o objects) containersOf(podID string) []*container {
+	var of []*container
+	for _, c := range o.containers.Snapshot() {
+		if c.PodID == podID {
+			of = append(of, c)
+		}
+	}
+	return of
+}
 
 // pod owns a pod: its Spec, its Status and its pause. The Status is reached through lockPod only.
 type pod struct {

@@ -55,7 +55,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 		return "", err
 	}
 	identity := state.PodIdentity(config.Metadata)
-	m.launchers.ExpectPause(m.hasPlainPause(config, handler), m.cfg.SystemdCgroup)
+	m.pool.ExpectPause(m.hasPlainPause(config, handler), m.cfg.SystemdCgroup)
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
@@ -141,14 +141,14 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	status.RunID = m.run.ID
 	if !state.HostNetwork(config) {
 		spec.NetNS = m.dirs.NetNS(id)
-		attachment, ranges, err := m.networks.Plan(spec)
+		attachment, ranges, err := m.network.Plan(spec)
 		if err != nil {
 			return nil, err
 		}
 		status.Network, spec.IPRanges = &attachment, ranges
 	}
 	if m.cfg.PauseImage != "" {
-		if spec.PauseImage, err = m.roots.PauseImage(ctx, m.cfg.PauseImage); err != nil {
+		if spec.PauseImage, err = m.volumes.PauseImage(ctx, m.cfg.PauseImage); err != nil {
 			return nil, err
 		}
 	}
@@ -187,13 +187,13 @@ func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *pro
 	snapshot := p.snapshot()
 	group.Go(func() error {
 		return m.tasks.Guard("attach network", p.String(), func() (err error) {
-			p.IPs, err = m.networks.Attach(gctx, p.PodSpec, p.Network)
+			p.IPs, err = m.network.Attach(gctx, p.PodSpec, p.Network)
 			return err
 		})
 	})
 	group.Go(func() error {
 		return m.tasks.Guard("launch pause", p.String(), func() (err error) {
-			if pause, err = m.launch.Pause(gctx, snapshot); err == nil {
+			if pause, err = m.launcher.Pause(gctx, snapshot); err == nil {
 				p.launched.Store(int64(pause.InitPID))
 			}
 			return err

@@ -84,7 +84,7 @@ func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
 // need it until then.
 func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 	if p.Network != nil {
-		if err := m.networks.Detach(ctx, p.PodSpec, *p.Network); err != nil {
+		if err := m.network.Detach(ctx, p.PodSpec, *p.Network); err != nil {
 			return fmt.Errorf("detach pod %s from its network: %w", p.ID, err)
 		}
 		p.Network = nil
@@ -132,7 +132,7 @@ func (m *Manager) recordStopLater(p lockedPod, cause error) {
 				return nil
 			}
 			if p.Network == nil { // it was detached
-				if err := m.networks.Forget(p.ID); err != nil {
+				if err := m.network.Forget(p.ID); err != nil {
 					return err
 				}
 			}
@@ -152,17 +152,6 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
 	return m.tasks.Parallel("kill containers of", p.String(), kills...)
-}
-
-// containersOf returns the pod's containers, the invisible ones too.
-func (m *Manager) containersOf(podID string) []*container {
-	var of []*container
-	for _, c := range m.containers.Snapshot() {
-		if c.PodID == podID {
-			of = append(of, c)
-		}
-	}
-	return of
 }
 
 // RemovePodSandbox stops the pod if need be, removes its containers and then the

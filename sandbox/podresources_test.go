@@ -9,7 +9,6 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/index"
 	"berth/internal/task"
 	"berth/sandbox/lsm"
 	"berth/sandbox/plugins"
@@ -26,7 +25,7 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 		t.Fatal(err)
 	}
 	m = &Manager{plugins: plugins.Caller{Plugins: plugins.None{}}, records: dir,
-		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
+		objects:  newObjects(),
 		appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	p = newPod(&state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}, state.NewPodStatus(state.PodReady), nil)

@@ -33,7 +33,7 @@ func (m *Manager) recover(ctx context.Context) error {
 			return err
 		}
 	}
-	m.networks.Collect(ctx, m.attachedPods)
+	m.network.Collect(ctx, m.attachedPods)
 	for _, p := range m.pods.Snapshot() {
 		if err := m.recoverPod(p.unshared()); err != nil {
 			return fmt.Errorf("recover pod %s: %w", p.ID, err)
@@ -87,7 +87,7 @@ func (m *Manager) emptyTrash() {
 const findAtOnce = 16
 
 func (m *Manager) loadPodCIDR() error {
-	damaged, err := m.networks.Load()
+	damaged, err := m.network.Load()
 	m.logDamaged("runtime", damaged)
 	return err
 }
@@ -115,7 +115,7 @@ func (m *Manager) loadContainers() error {
 	containers := map[string]*container{}
 	damaged, err := m.records.LoadContainers(func(spec *state.ContainerSpec, status state.ContainerStatus) {
 		containers[spec.ID] = newContainer(spec, status, nil)
-		m.roots.Quotas.Keep(spec.Project)
+		m.quotas.Keep(spec.Project)
 	})
 	m.containers.PutAll(containers)
 	m.logDamaged("container", damaged)
@@ -223,7 +223,7 @@ func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error)
 	if _, err := m.images.Hold(c.ID, c.Image.Layers); err != nil {
 		m.log.Error("layers of a container", "container", c.ID, "image", c.Image.ID, "error", err)
 	}
-	if _, err := m.roots.HoldVolumes(c.ID, c.Config, c.Volumes); err != nil {
+	if _, err := m.volumes.HoldVolumes(c.ID, c.Config, c.Volumes); err != nil {
 		m.log.Error("layers of a container's image volumes", "container", c.ID, "error", err)
 	}
 	switch {
@@ -354,7 +354,7 @@ func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.E
 		return err
 	}
 	m.watchRunning(c.container, run, func() {
-		if exit, settled := m.ending.SettleLost(m.stopTarget(c.container), exit); settled {
+		if exit, settled := m.stopper.SettleLost(m.stopTarget(c.container), exit); settled {
 			m.noteExit(c.container, exit)
 		}
 	})

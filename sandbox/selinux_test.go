@@ -9,7 +9,6 @@ import (
 
 	"github.com/opencontainers/selinux/go-selinux"
 
-	"berth/internal/index"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
 	"berth/sandbox/state"
@@ -44,7 +43,7 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 
 // labelledManager has a pod, a container with the pod's labels and one with its own.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
-	m = &Manager{selinux: host.selinux(), pods: index.New[*pod]("pod"), containers: index.New[*container]("container")}
+	m = &Manager{selinux: host.selinux(), objects: newObjects()}
 	p = &pod{PodSpec: &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
 	shares = &container{ContainerSpec: &state.ContainerSpec{ID: "shares", PodID: "p", Labels: p.Labels}}
 	own = &container{ContainerSpec: &state.ContainerSpec{ID: "own", PodID: "p", Labels: confine.Labels{Process: "own-process", Mount: "own-files"}}}

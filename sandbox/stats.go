@@ -7,29 +7,31 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
-	"berth/internal/diskusage"
 	"berth/oci"
 	"berth/sandbox/stats"
 )
 
-// meters are the manager's, as statistics see them.
-type meters struct{ m *Manager }
+// meters finds what measures pods and containers.
+type meters struct {
+	objects
+	sampler *stats.Sampler
+}
 
 // ContainerMeter implements stats.Meters.
 func (s meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgroupsPath string, count *stats.Sample) {
-	c, known := s.m.containers.Get(id)
+	c, known := s.containers.Get(id)
 	if !known {
 		return nil, "", nil
 	}
 	if run := c.running.Load(); run != nil {
 		measured = run.meter
 	}
-	return measured, c.CgroupsPath, s.m.sampler.Last(&c.sample)
+	return measured, c.CgroupsPath, s.sampler.Last(&c.sample)
 }
 
 // PodMeter implements stats.Meters.
 func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
-	p, known := s.m.pods.Get(id)
+	p, known := s.pods.Get(id)
 	if !known {
 		return nil, ""
 	}
@@ -83,13 +85,6 @@ func (m *Manager) startSampler() error {
 	}
 	m.tasks.Watchers.Spawn(func() { m.sampler.Run(m.tasks.Watchers.Context()) })
 	return nil
-}
-
-// newSampler returns the counter of the containers that are visible.
-func (m *Manager) newSampler() *stats.Sampler {
-	return stats.NewSampler(stats.SamplerConfig{Period: m.cfg.SamplePeriod, Targets: m.sampleTargets, Layers: m.dirs.Writable(""),
-		Images: m.images.Root(), SystemdCgroup: m.cfg.SystemdCgroup, Begin: m.tasks.BeginOpen, Log: m.log,
-		Quota: func(project uint32) (diskusage.Usage, bool, error) { return m.roots.Quotas.Usage(project) }})
 }
 
 // sampleTargets is an iter.Seq.

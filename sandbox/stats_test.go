@@ -5,7 +5,6 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/index"
 	"berth/sandbox/handler"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
@@ -14,8 +13,8 @@ import (
 
 // The cgroup of a container in a sandbox of its runtime's is there, and empty.
 func TestSandboxedContainerHasNoFigures(t *testing.T) {
-	m := &Manager{sampler: stats.NewSampler(stats.SamplerConfig{}), containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
-	m.Reader = stats.NewReader(meters{m}, nil)
+	m := &Manager{sampler: stats.NewSampler(stats.SamplerConfig{}), objects: newObjects()}
+	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, nil)
 	p := &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, Runtime: &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}}}
 	m.pods.Put(p.ID, p)
 	c := &container{ContainerSpec: &state.ContainerSpec{ID: "c", PodID: "p", CgroupsPath: "/"}}

@@ -2,25 +2,26 @@ package sandbox
 
 import "berth/sandbox/stream"
 
-// streamTargets is the manager as streams see it.
-type streamTargets struct{ m *Manager }
+// streamTargets finds containers and pods for streams.
+type streamTargets struct{ objects }
 
 // StreamContainer implements stream.Targets.
 func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error) {
-	c, err := t.m.containers.Find(id)
+	c, err := t.containers.Find(id)
 	if err != nil {
 		return stream.ContainerTarget{}, err
 	}
 	run := c.running.Load()
-	return stream.ContainerTarget{ID: c.ID, PodID: c.PodID, Process: c.info.Load().Process, Runtime: t.m.runtimeOf(c), Cgroup: c.CgroupsPath,
+	return stream.ContainerTarget{ID: c.ID, PodID: c.PodID, Process: c.info.Load().Process, Runtime: t.runtimeOf(c), Cgroup: c.CgroupsPath,
 		Terminal: c.Config.GetTty(), Stdin: c.Config.GetStdin(), Running: run != nil && !run.HasEnded()}, nil
 }
 
 // StreamPod implements stream.Targets.
 func (t streamTargets) StreamPod(id string) (stream.PodTarget, error) {
-	info, err := t.m.Pod(id)
+	p, err := t.pods.Find(id)
 	if err != nil {
 		return stream.PodTarget{}, err
 	}
+	info := p.Info()
 	return stream.PodTarget{ID: info.ID, NetNS: info.NetNS, Ready: info.Ready(), Sandboxed: info.Sandboxed()}, nil
 }

@@ -13,7 +13,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/index"
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/sandbox/plugins"
@@ -29,7 +28,7 @@ func containerManager(t *testing.T) (m *Manager, records string) {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.DiscardHandler)
-	m = &Manager{log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
+	m = &Manager{log: log, objects: newObjects(),
 		records: dir, tasks: task.NewRunner(log, nil)}
 	m.plugins = plugins.Caller{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)

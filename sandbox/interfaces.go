@@ -1,0 +1,123 @@
+package sandbox
+
+import (
+	"context"
+	"iter"
+	"os"
+	"sync/atomic"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint"
+	"berth/cni"
+	"berth/image"
+	"berth/internal/rootfs"
+	"berth/oci/users"
+	"berth/sandbox/runtime"
+	"berth/sandbox/state"
+	"berth/shim/proto"
+)
+
+// The manager commands the host through these interfaces only. Tests replace them with fakes, so that each failure of each
+// step can be tested without root.
+
+// Launcher turns pods and containers into processes. *runtime.Launcher implements it and documents the methods.
+type Launcher interface {
+	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
+	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
+	User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error)
+	Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error)
+	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error)
+	Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*proto.Started, error)
+	Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string, describing *atomic.Bool) (*specs.Spec, error)
+}
+
+// Processes finds, watches and removes what launches made. runtime.Processes implements it and documents the methods.
+type Processes interface {
+	Find(ctx context.Context, id string) (*runtime.Running, proto.Processes, error)
+	AwaitEnd(process *os.File, object string) bool
+	AwaitShim(run *runtime.Running, object string) bool
+	ReadExit(ctx context.Context, id string, startedAt time.Time) (exit state.Exit, lost bool, err error)
+	LogLost(id string)
+	End(ctx context.Context, process *os.File) error
+	KillLeftBehind(ctx context.Context, id, cgroupsPath string) error
+	Remove(ctx context.Context, id, cgroupsPath string) error
+	RemoveByID(ctx context.Context, id string) error
+	RemoveRoot(podID string) error
+}
+
+// Stopper stops containers and finds out how they ended. *runtime.Stopper implements it and documents the methods.
+type Stopper interface {
+	Stop(ctx context.Context, c runtime.StopTarget, run *runtime.Running, signal unix.Signal, timeout time.Duration) error
+	Kill(ctx context.Context, c runtime.StopTarget) error
+	Settle(c runtime.StopTarget, startedAt time.Time) (exit state.Exit, settled bool)
+	SettleLost(c runtime.StopTarget, exit state.Exit) (_ state.Exit, settled bool)
+}
+
+// Images finds images and holds their layers. *image.Store implements it and documents the methods.
+type Images interface {
+	Get(ref string) (*image.Image, error)
+	Hold(id string, layers []digest.Digest) (rootfs.Spec, error)
+	Release(id string) error
+}
+
+// Volumes finds and holds images that are not a container's own: volumes, and the image of a pause. runtime.Roots implements
+// it and documents the methods.
+type Volumes interface {
+	FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error)
+	HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume, error)
+	ReleaseVolumes(id string, volumes []state.Volume) error
+	PauseImage(ctx context.Context, reference string) (*state.Image, error)
+}
+
+// Network attaches pods to the node's network. *podenv.Networks implements it and documents the methods.
+type Network interface {
+	Status(ctx context.Context) error
+	SetPodCIDR(ctx context.Context, cidr string) error
+	Load() (damaged []checkpoint.Damaged, err error)
+	Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error)
+	Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string, err error)
+	Detach(ctx context.Context, spec *state.PodSpec, attachment cni.Attachment) error
+	Forget(id string) error
+	Collect(ctx context.Context, attached iter.Seq[*state.PodSpec])
+	Leave()
+}
+
+// Environment makes and removes what a pod owns on the host beside processes and network. podenv.Provisioner implements it
+// and documents the methods.
+type Environment interface {
+	Make(ctx context.Context, spec *state.PodSpec) error
+	FinishFiles(ctx context.Context, spec *state.PodSpec, ips []string) error
+	RemoveNetNS(path string) error
+	RemoveMounts(podID string) error
+	Remove(podID string) error
+	Unrecorded(known func(id string) bool) (map[string]bool, error)
+	RemoveUnrecorded(ctx context.Context, id string) error
+}
+
+// Records are the durable records. *state.Records implements it and documents the methods.
+type Records interface {
+	WritePod(spec *state.PodSpec, status *state.PodStatus) error
+	WriteContainer(spec *state.ContainerSpec, status *state.ContainerStatus) error
+	RemovePod(id string) error
+	RemoveContainer(id string) error
+	LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]checkpoint.Damaged, error)
+	LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]checkpoint.Damaged, error)
+}
+
+// Trash removes directory trees in the background. *trash.Trash implements it.
+type Trash interface {
+	Discard(path string) error
+	Run(ctx context.Context)
+}
+
+// Pool keeps idle launchers. *shim.Launchers implements it and documents the methods.
+type Pool interface {
+	Expect()
+	ExpectPause(plain, systemd bool)
+	Close() error
+}
