@@ -304,7 +304,8 @@ func TestCrunWithoutRecords(t *testing.T) {
 	})
 }
 
-// A start that the end of the daemon interrupts is none that the container failed: the next daemon has it as created, and starts it.
+// If the daemon ends during a start, the container has not failed. The next daemon has it in the
+// state created and can start it.
 func TestStopDuringStart(t *testing.T) {
 	testenv.Long(t)
 	dir := t.TempDir()

@@ -25,8 +25,8 @@ func wantInterfaceSysctls(t *testing.T, pod *harness.Pod) {
 		"/proc/sys/kernel/shm_rmid_forced"), "1\n2\n1")
 }
 
-// Sysctls of a pod's interface are set when that is there, however long the plugin takes, and hold
-// whatever it sets.
+// Sysctls of a pod's interface are set when the interface exists, however long the plugin takes.
+// They override values that the plugin sets.
 func TestInterfaceSysctlsWithSlowPlugin(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `sleep 1
 nsenter --net="$CNI_NETNS" ip link add eth0 type bridge >&2 || exit 1

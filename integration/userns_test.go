@@ -263,7 +263,8 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	})
 }
 
-// Nobody makes device nodes in a user namespace: they are bound, from where the vendor says that they are.
+// Device nodes cannot be created in a user namespace. They are bind-mounted from the host path in
+// the vendor's CDI specification.
 func TestCDIInUserNamespace(t *testing.T) {
 	const base = 5 * usernsLength
 	dir, option := cdiDir(t)
@@ -397,7 +398,7 @@ func TestUserNamespaceSurvivesKill(t *testing.T) {
 	}
 	pod.Remove(t)
 	for _, pid := range machine.Processes() {
-		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/user", pid)); err == nil && link == ns && machine.Alive(pid) { // a zombie waits for who reaps it
+		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/user", pid)); err == nil && link == ns && machine.Alive(pid) { // zombies do not count
 			t.Errorf("process %d is in the pod's user namespace: %s", pid, machine.CommandLine(pid))
 		}
 	}

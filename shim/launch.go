@@ -49,7 +49,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	}
 	if plainPause {
 		l.lend(1)
-		defer l.wantMore() // in case it does not come back
+		defer l.wantMore() // starts another launcher if this one is lost
 		defer l.lend(-1)
 	}
 	p, err := l.takeTraced(ctx, req)
@@ -142,8 +142,8 @@ func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 }
 
 // recordLauncher writes the launcher's identity to Dir/shim before the order. The launcher removes
-// the record as the last step of an undo. So a launch without a record has ended, for a later
-// daemon, too.
+// the record as the last step of an undo. So a later daemon, too, treats a launch without a
+// record as ended.
 func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 	defer trace.Begin(ctx, "record").End()
 	start, err := pidfd.StartTime(p.pid)

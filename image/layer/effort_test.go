@@ -27,8 +27,8 @@ func longWay() (entries []header) {
 	return append(entries, file("d/f", "1"))
 }
 
-// The work for a chain of layers is limited: for many lookups in one layer and for few in each of
-// many.
+// The work for a chain of layers is limited, both for many lookups in one layer and for a few in
+// each of many layers.
 func TestStackLimitsEffort(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	s.effort = 1 << 18
@@ -59,7 +59,8 @@ func TestStackLimitsEffort(t *testing.T) {
 	}
 }
 
-// That a chain needs no join is found out once, by whatever daemon, if it takes long.
+// If it takes long to find out that a chain needs no join, the result is recorded. Later daemons
+// use it.
 func TestEmptyJoinIsRecorded(t *testing.T) {
 	root := t.TempDir()
 	s := openStore(t, root)
@@ -119,7 +120,7 @@ func TestJoinIsCancelled(t *testing.T) {
 	}
 }
 
-// A view remembers little, and finds the same.
+// The cache of a view is bounded, and lookups give the same results when it is full.
 func TestViewCacheIsBounded(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	id := create(t, s, makeTar(t, dir("d", 0o755), file("d/f", "1")))

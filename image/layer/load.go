@@ -79,8 +79,8 @@ func (s *Store) checkKind(kind rootfs.Kind) error {
 	return nil
 }
 
-// loadDir calls load for each entry of a folder and sets aside those that load rejects. It returns
-// an error that does not blame the entry.
+// loadDir calls load for each entry of a folder and sets aside the entries that are unusable. It
+// fails at an error that does not show that the entry is unusable.
 func (s *Store) loadDir(folder string, load func(path string) error) error {
 	entries, err := os.ReadDir(filepath.Join(s.root, folder))
 	if err != nil {

@@ -34,7 +34,7 @@ type Store struct {
 	joins       *table[join]
 	trash       *trash.Trash
 	stopDeleter func()   // waits for the goroutine that empties the trash
-	home        *os.File // root; opened before anything that syncs flushes is written
+	home        *os.File // root, for syncs; opened before the first write that they flush
 	syncs       *syncer
 	reserve     Reserve
 	statfs      func() (unix.Statfs_t, error) // of root

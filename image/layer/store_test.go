@@ -454,7 +454,7 @@ func change(t *testing.T, dir, old, new string) {
 	must(t, os.WriteFile(path, bytes.Replace(data, []byte(old), []byte(new), 1), 0o600))
 }
 
-// An error that does not blame a record keeps the Store from opening and removes nothing.
+// If a record cannot be read and may be good, Open fails and removes nothing.
 func TestOpenKeepsUnreadableRecords(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
@@ -520,7 +520,7 @@ func TestOldRecords(t *testing.T) {
 	}
 }
 
-// A disk that takes nothing keeps nothing from being used.
+// Layers on a read-only disk can be used.
 func TestOpenReadOnly(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
@@ -541,7 +541,7 @@ func TestOpenReadOnly(t *testing.T) {
 	}
 	must(t, s.DropSetAside(nil))
 	must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND, ""))
-	create(t, s, makeTar(t, file("torn", "1"))) // the torn one gives way
+	create(t, s, makeTar(t, file("torn", "1"))) // it replaces the damaged one
 	must(t, s.DropSetAside(nil))
 	must(t, s.Close())
 
@@ -840,7 +840,7 @@ func TestLayersOfTwoBlobs(t *testing.T) {
 	if err != nil || len(found.Layers) != 2 || len(found.Damaged) > 0 {
 		t.Errorf("%+v, %v", found, err)
 	}
-	// A record that says that it is of another blob than its name is made of is none.
+	// A record whose blob does not match the layer's name is invalid.
 	must(t, writeRecord(s.layerDir(second.Name()), layerKind, Info{Name: second.Name(), Source: first, Kind: rootfs.Directory}))
 	if found, err = Inspect(root); err != nil || len(found.Layers) != 1 || len(found.Damaged) != 1 {
 		t.Errorf("%+v, %v", found, err)

@@ -52,7 +52,7 @@ type idleSince struct {
 	used time.Duration
 }
 
-// wait waits, not at all if d is not positive.
+// wait waits for d. It returns at once if d is not positive.
 func wait(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
@@ -62,5 +62,5 @@ func wait(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// once is for what measures a long time.
+// once is the number of samples of an experiment whose samples take long.
 func once(int) int { return 1 }

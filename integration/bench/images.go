@@ -11,7 +11,7 @@ import (
 	"berth/integration/fixture"
 )
 
-// pull pulls an image of eight layers from loopback, looks how much of the disk it takes, and removes it.
+// pull pulls an image of eight layers from loopback, measures its disk usage, and removes it.
 func pull(form string, c fixture.Compression) experiment {
 	wall, cpu := "pull-"+form, "pull-"+form+"-cpu"
 	e := experiment{
@@ -42,7 +42,7 @@ func pull(form string, c fixture.Compression) experiment {
 	return e
 }
 
-// ownImages leaves out runtimes whose images another one here handles as well.
+// ownImages omits a runtime that shares its images with another measured runtime.
 func ownImages(s *subject.Subject) bool { return plugins(s) && !s.Twin }
 
 // pullCost holds the measurements of a pull.
@@ -52,7 +52,8 @@ type pullCost struct {
 	disk         int64
 }
 
-// pullOnce pulls and removes an image. No runtime has to write what another one has left in the page cache.
+// pullOnce pulls and removes an image. It syncs first, so that no runtime has to write the dirty
+// pages of another one.
 func pullOnce(ctx context.Context, s *subject.Subject, image string) (p pullCost, err error) {
 	unix.Sync()
 	var empty, full int64
@@ -95,7 +96,7 @@ func removed(ctx context.Context, s *subject.Subject, empty int64) (freed time.T
 		look  = 10 * time.Millisecond
 	)
 	for begin := time.Now(); s.Root != ""; {
-		freed = time.Now() // by a look that itself takes a while
+		freed = time.Now() // before the next call, which takes a while
 		used, err := s.Disk()
 		if err != nil {
 			return freed, err

@@ -57,13 +57,13 @@ func limit(t *testing.T, w *world) error {
 		Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512, CpuPeriod: 100_000, CpuQuota: 50_000, MemoryLimitInBytes: 256 << 20}})
 }
 
-// ownNetwork has the daemon connect pods by its own network, in its own process: it dies in the middle of ADD and DEL. Addresses of IPv6
-// would differ from case to case.
+// ownNetwork enables the built-in network, so that the daemon can be killed in the middle of ADD
+// and DEL. IPv6 is off because its addresses differ from case to case.
 func ownNetwork(*testing.T) harness.DaemonOption {
 	return harness.WithOwnNetwork(`network_subnets = ["10.83.0.0/16"]`)
 }
 
-// networkLost has the pod be the first one after a boot.
+// networkLost makes the pod the first one after a boot.
 func networkLost(t *testing.T, w *world) { w.d.LoseNetwork(t) }
 
 // foundBridge makes the bridge in advance, as an administrator may. Results of ADD contain its
@@ -81,7 +81,7 @@ func bandwidth(c *runtimeapi.PodSandboxConfig) {
 	c.Annotations["kubernetes.io/ingress-bandwidth"], c.Annotations["kubernetes.io/egress-bandwidth"] = "1G", "1G"
 }
 
-// converse has the kernel know of a conversation by the host port.
+// converse sends a datagram to the host port, so that the kernel tracks a connection.
 func converse(t *testing.T, _ *world) {
 	conn := harness.Get(net.Dial("udp4", fmt.Sprintf("127.0.0.1:%d", udpPort)))(t)
 	harness.Get(conn.Write([]byte("?")))(t)

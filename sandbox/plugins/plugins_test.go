@@ -237,12 +237,12 @@ func TestUpdateOthers(t *testing.T) {
 		want    codes.Code
 		done    []string
 	}{
-		"none":                 {nil, codes.OK, nil},
-		"all":                  {[]nri.Update{{ContainerID: "c"}}, codes.OK, []string{"set c"}},
-		"one may fail":         {[]nri.Update{{ContainerID: "gone", IgnoreFailure: true}, {ContainerID: "c"}}, codes.OK, []string{"set gone", "set c"}},
-		"one fails":            {[]nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}, codes.NotFound, []string{"set gone"}},
-		"one is evicted":       {[]nri.Update{{ContainerID: "c", Evict: true}}, codes.OK, []string{"stop c in 30s"}},
-		"an unknown one is so": {[]nri.Update{{ContainerID: "gone", Evict: true}}, codes.NotFound, nil},
+		"none":                  {nil, codes.OK, nil},
+		"all":                   {[]nri.Update{{ContainerID: "c"}}, codes.OK, []string{"set c"}},
+		"one may fail":          {[]nri.Update{{ContainerID: "gone", IgnoreFailure: true}, {ContainerID: "c"}}, codes.OK, []string{"set gone", "set c"}},
+		"one fails":             {[]nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}, codes.NotFound, []string{"set gone"}},
+		"one is evicted":        {[]nri.Update{{ContainerID: "c", Evict: true}}, codes.OK, []string{"stop c in 30s"}},
+		"an unknown is evicted": {[]nri.Update{{ContainerID: "gone", Evict: true}}, codes.NotFound, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := &fakePlugins{journal: &journal{}}

@@ -62,9 +62,9 @@ func (s *source) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// NewReader decompresses a blob as its first bytes demand: gzip, zstd or not at all. Media types
-// are not asked; they are known to be wrong in places. The caller closes the reader, which does not
-// close the blob. window is the memory that a zstd blob may ask for.
+// NewReader detects the compression of a blob by its first bytes: gzip, zstd or none. It ignores
+// media types, because some registries and builders set wrong ones. The caller closes the reader,
+// which does not close the blob. window is the memory that a zstd blob may ask for.
 func NewReader(blob io.Reader, window int64) (*Reader, error) {
 	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow)}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)

@@ -45,7 +45,8 @@ type recipe struct {
 	name     string   // a directory's and a cgroup's
 	programs []string // paths; the daemon gets copies, so that it shares no page of its programs with others
 	config   string   // content of its configuration file
-	// args returns the command line, from the directory of the copies and the path of the configuration file.
+	// args returns the command line, from the directory of the copies and the path of the
+	// configuration file.
 	args func(bin, config string) []string
 }
 
@@ -111,7 +112,8 @@ func copyProgram(to, from string) (err error) {
 	return err
 }
 
-// Restart stops the daemon and starts it again. It returns how long it took from then until the daemon knew all pods.
+// Restart stops the daemon and starts it again. It returns the time from
+// the start until the daemon knew all pods.
 func (s *Subject) Restart(ctx context.Context, pods int) (time.Duration, error) {
 	if err := s.Daemon.stop(); err != nil {
 		return 0, err
@@ -158,7 +160,7 @@ func (d *Daemon) start() error {
 		return err
 	}
 	defer log.Close()
-	// It moves into its cgroup itself, so that no process of its is ever elsewhere.
+	// The daemon moves itself into its cgroup before it starts, so that no child is outside of it.
 	d.cmd = exec.Command("/bin/sh", slices.Concat([]string{"-c", `echo $$ >"$0" && exec "$@"`, d.procs}, d.args)...)
 	d.cmd.Env, d.cmd.Stdout, d.cmd.Stderr = d.env, log, log
 	if err := d.cmd.Start(); err != nil {

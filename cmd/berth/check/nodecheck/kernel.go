@@ -170,7 +170,7 @@ func checkSysctls(_ context.Context, n *Node) []Finding {
 	for _, s := range sysctls {
 		text, err := n.value("/proc/sys/" + strings.ReplaceAll(s.name, ".", "/"))
 		if errors.Is(err, fs.ErrNotExist) {
-			mend := "have a kernel with it: "
+			mend := "use a kernel that has it: "
 			if s.module != "" {
 				mend = fmt.Sprintf("modprobe %s, and name it in /etc/modules-load.d/berth.conf: ", s.module)
 			}
@@ -179,7 +179,7 @@ func checkSysctls(_ context.Context, n *Node) []Finding {
 		}
 		value, parseErr := strconv.Atoi(text)
 		if err := errors.Join(err, parseErr); err != nil {
-			findings = append(findings, lacking(Warning, s.name, err.Error(), "have it readable"))
+			findings = append(findings, lacking(Warning, s.name, err.Error(), "make it readable"))
 			continue
 		}
 		if value < s.least {

@@ -71,7 +71,7 @@ func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {
 		if now != s.Tree {
 			return mismatch{
 				fmt.Sprintf("a list of its files with the digest %.19s", s.Tree),
-				fmt.Sprintf("%.19s, in as many blocks", now),
+				fmt.Sprintf("%.19s, with the same number of blocks", now),
 			}, nil
 		}
 	}
@@ -84,6 +84,6 @@ func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {
 	}
 	return mismatch{
 		fmt.Sprintf("names, contents, owners and modes with the checksum %.16s", s.Sum),
-		fmt.Sprintf("%.16s, in as many files and bytes", now),
+		fmt.Sprintf("%.16s, with the same numbers of files and bytes", now),
 	}, nil
 }
