@@ -73,7 +73,8 @@ func TestSlowRegistryDoesNotStarveOthers(t *testing.T) {
 	if n := slow.Count(digest.FromBytes(more.Blob).String()); n != 0 {
 		t.Errorf("the slow registry was asked for another layer %d times", n)
 	}
-	// The one that waits first: the other's turn would be its own, and time enough to be pulled after all.
+	// The waiting pull ends first. Otherwise the end of another pull would give it a turn, and it
+	// could succeed.
 	endQueuing()
 	if err := <-waits; err == nil || !strings.Contains(err.Error(), "canceled") {
 		t.Errorf("the pull that waits for a turn ended with %v", err)

@@ -139,7 +139,7 @@ func TestLayersOfOlderBerthServeTheirImages(t *testing.T) {
 	}
 }
 
-// A record whose ID is made of other blobs than it names is none.
+// A record is invalid if its ID does not match its blobs.
 func TestSameConfigWithOtherBlobsIsAnotherImage(t *testing.T) {
 	rec := record{Config: []byte(`{"rootfs":{"diff_ids":["` + digest.FromString("tar").String() + `"]}}`), Blobs: []digest.Digest{digest.FromString("blob")}}
 	other := rec.otherID()

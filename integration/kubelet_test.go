@@ -407,7 +407,7 @@ containers:
 	}
 }
 
-// preStop runs first, then SIGTERM comes, and who obeys is not killed.
+// preStop runs first, then SIGTERM is sent. A process that ends on SIGTERM is not killed.
 func testKubeletGracefulDeletion(t *testing.T, n *node) {
 	p := n.apply(t, "graceful", `
 terminationGracePeriodSeconds: 60

@@ -55,7 +55,7 @@ func wantExited(t *testing.T, c *harness.Container, code int32, sleepers ...int)
 	nothingRuns(t, sleepers...)
 }
 
-// nothingRuns checks that there is none of the processes that sleep so long.
+// nothingRuns checks that no process sleeps for one of these times.
 func nothingRuns(t *testing.T, sleepers ...int) {
 	t.Helper()
 	for _, n := range sleepers {
@@ -65,7 +65,8 @@ func nothingRuns(t *testing.T, sleepers ...int) {
 	}
 }
 
-// goesOn checks that a pod runs whose container was lost: its other container does, and the next attempt of the lost one.
+// goesOn checks that a pod runs whose container was lost: its other container does, and the next
+// attempt of the lost one.
 func goesOn(t *testing.T, pod *harness.Pod, lost, other *harness.Container) {
 	t.Helper()
 	harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
@@ -91,8 +92,8 @@ var kinds = []struct {
 	{"terminal", harness.HostNetwork, func(c *runtimeapi.ContainerConfig) { c.Tty = true }},
 }
 
-// A monitor that is killed takes its container with it, and no more; the status says so. The same if there is no
-// daemon when it happens.
+// A monitor that is killed takes its container with it, and no more; the status says so. The same
+// if there is no daemon when it happens.
 func TestMonitorKilled(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for i, kind := range kinds {
@@ -230,7 +231,8 @@ func readers(d *harness.Daemon, pod *harness.Pod, c *harness.Container) map[stri
 	}
 }
 
-// answer makes every call several times while monitors are frozen, and notes the slowest answer of each, for docs/reliability.md.
+// answer makes every call several times while monitors are frozen, and notes the slowest answer of
+// each, for docs/reliability.md.
 func answer(t *testing.T, when string, calls map[string]func(context.Context) error, monitors ...int) {
 	t.Helper()
 	slowest, which := time.Duration(0), ""

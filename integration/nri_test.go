@@ -192,7 +192,8 @@ func TestNRIRefusals(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
-// A plugin's error fails the container it is about, which the plugins then see removed, and no other.
+// A plugin's error fails the container it is about, which the plugins then see removed, and no
+// other.
 func TestNRIErrorFailsOneContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	other := connectPlugin(t, d, "10", "other", &nriPlugin{})
@@ -247,8 +248,8 @@ func TestNRISynchronisation(t *testing.T) {
 	harness.Equal(t, "synchronisations of the installed plugin", len(synced), 2)
 }
 
-// A plugin that does not answer is dropped, and nothing but the time it was given is lost; the others
-// are asked as ever.
+// A plugin that does not answer is dropped, and nothing but the time it was given is lost; the
+// others are asked as ever.
 func TestNRIHangingPlugin(t *testing.T) {
 	testenv.Long(t)
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`)) // for the other plugin, on a loaded machine
@@ -507,7 +508,7 @@ func (v *visitor) removed(c *api.Container) {
 	delete(v.containers, c.Id)
 }
 
-// left returns an error if there are containers whose removal it was not told of.
+// left returns an error if the plugin got no removal event for some container.
 func (v *visitor) left() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -526,7 +527,8 @@ func (v *visitor) check(t *testing.T, name string) {
 	}
 }
 
-// churnPods makes and removes pods side by side until stop is called, which returns the first error.
+// churnPods makes and removes pods side by side until stop is called, which returns the first
+// error.
 func churnPods(t *testing.T, d *harness.Daemon) (stop func() error) {
 	t.Helper()
 	d.EnsureImage(t, harness.BaseImage)

@@ -13,7 +13,8 @@ import (
 	"berth/integration/machine"
 )
 
-// swapEnv says that swap is this test's to turn on: in a guest, which has memory and a disk of its own.
+// swapEnv says that swap is this test's to turn on: in a guest, which has memory and a disk of its
+// own.
 const swapEnv = "BERTH_TEST_SWAP"
 
 // turnOnSwap gives the machine so many bytes of swap until the test ends.
@@ -40,7 +41,8 @@ func system(t *testing.T, command ...string) {
 	}
 }
 
-// holding has the container hold so many bytes of memory: dd fills its buffer, and waits with it for a reader.
+// holding makes the container use that many bytes of memory. dd fills its buffer and then waits for
+// a reader.
 func holding(bytes int) harness.ContainerOption {
 	return harness.Script(fmt.Sprintf("mkfifo /tmp/f; exec 3<>/tmp/f; exec dd if=/dev/zero of=/tmp/f bs=%d count=2", bytes))
 }

@@ -87,7 +87,7 @@ func TestTracing(t *testing.T) {
 		t.Errorf("%+v", o)
 	}
 
-	// Two parents are none.
+	// A request with two parents counts as one without a parent.
 	if _, err := h.runtime.RunPodSandbox(metadata.AppendToOutgoingContext(traced, "traceparent", header), run); err != nil {
 		t.Fatal(err)
 	}

@@ -128,7 +128,8 @@ func (e *env) outcome(req *proto.Launch) (running bool) {
 		return false
 	}
 	if rec.InitPID == 0 {
-		// The daemon wrote who the launcher is and died before the order was sent. The next one takes that back.
+		// The daemon recorded the launcher and died before it sent the order. The next daemon
+		// removes the record.
 		if err := os.Remove(filepath.Join(req.Dir, proto.ShimFile)); err != nil {
 			e.Fatal(err)
 		}

@@ -454,7 +454,8 @@ func (l *Launchers) idleAs(pid int, knows string) {
 	l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, loaded: knows}, func() {}, time.Now()})
 }
 
-// A launcher is spare if it was idle for long itself, however many others were taken and came back meanwhile.
+// A launcher is spare if it was idle for long itself, however many others were taken and came back
+// meanwhile.
 func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 	for name, takenFor := range map[string]func(i int) string{
 		"pauses":                             func(int) string { return "" },
@@ -499,9 +500,9 @@ func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 	}
 }
 
-// An exec takes the launcher that has loaded its container, a launch one that has loaded none. If
-// there is none, the choice is one without a container, or the one idle longest, but never a spare
-// one.
+// An exec takes the launcher that has loaded its container. A launch takes one that has loaded no
+// container. If there is no such launcher, an exec takes one without a container, or else the one
+// that has been idle longest, but never a spare one.
 func TestExecTakesLauncherWithItsContainer(t *testing.T) {
 	type pool []string // what each launcher knows; its PID is its index
 	for name, test := range map[string]struct {

@@ -303,8 +303,8 @@ func TestPause(t *testing.T) {
 		t.Errorf("ReadShim = %+v, %v", rec, err)
 	}
 
-	// It becomes ours, who are process 1, when its launcher has ended: only then
-	// can waiting for it reap it.
+	// When its launcher has ended, pause becomes a child of this process, which is process 1 and
+	// can then reap it.
 	e.until("pause is reparented", func() bool {
 		stat, err := os.ReadFile("/proc/" + itoa(pause.InitPID) + "/stat")
 		return err == nil && strings.Contains(string(stat), ") S 1 ")

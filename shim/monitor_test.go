@@ -236,7 +236,7 @@ func TestAttachEcho(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("echo", "while read x; do echo you said $x; echo and on stderr >&2; [ $x = bye ] && exit 8; done", func(r *proto.Launch) { r.Stdin = true })
 	a, b := c.attach(), c.attach(func(s *AttachIO) { s.Stdin = nil })
-	// Both are attached once each has had an answer; b's comes first or not at all.
+	// Both are attached when each has got an answer.
 	e.until("both get output", func() bool {
 		a.send("hello\n")
 		return strings.Contains(a.stdout.String(), "you said hello\n") && strings.Contains(b.stdout.String(), "you said hello\n")

@@ -395,7 +395,7 @@ func TestOverlap(t *testing.T) {
 		testutil.Must(t, err)
 		testutil.Must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: n}))
 	}
-	route("10.64.0.0/10") // a wider one is none
+	route("10.64.0.0/10") // a wider route is no obstacle
 	route("10.99.0.128/25")
 	for subnet, want := range map[string]string{subnet4: "route to 10.99.0.128/25", "192.0.0.0/8": "192.0.2.1/24", "2001:db8::/48": "2001:db8::1/64"} {
 		b := newBed(t, map[string]any{"subnets": []string{subnet}})

@@ -352,7 +352,7 @@ func TestWriteIsReproducible(t *testing.T) {
 	}
 }
 
-// Nothing is written that is none of an image's files, or has no data.
+// Write refuses nodes that an image cannot have, and files whose data is outside of the devices.
 func TestWriteRefuses(t *testing.T) {
 	file := func(block uint32, size int64, device int) *tree.Node {
 		return &tree.Node{Mode: unix.S_IFREG | 0o644, Data: tree.Data{Size: size, Block: block, Device: device}}

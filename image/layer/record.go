@@ -55,9 +55,9 @@ func readRecord(dir, kind string, record any) error {
 	return json.Unmarshal(body, record)
 }
 
-// mayBeGood reports whether an error of readRecord does not blame the record: it could not be read
-// for lack of memory or descriptors, for example, or a newer berth wrote it. Errors of a damaged
-// disk do blame it.
+// mayBeGood reports whether a record may be good despite an error of readRecord. For example, it
+// could not be read for lack of memory or descriptors, or a newer berth wrote it. After an error of
+// a damaged disk it is not good.
 func mayBeGood(err error) bool {
 	var failed *fs.PathError
 	if !errors.As(err, &failed) {

@@ -134,7 +134,7 @@ func TestDecodeXattrs(t *testing.T) {
 	}
 }
 
-// Every step of resolving a hard link costs effort, also those through symlinks without a target.
+// Every step of resolving a hard link costs effort, also steps through symlinks without a target.
 func TestMergerPaysEffort(t *testing.T) {
 	root := NewDir()
 	root.Children["d"] = NewDir()
@@ -159,7 +159,7 @@ func TestMergerPaysEffort(t *testing.T) {
 	}
 }
 
-// Giving links their names is paid for, too, and not for each directory above them.
+// Adding the names of links costs effort, too, but not for each parent directory.
 func TestPlacingPaysEffort(t *testing.T) {
 	below, layer := NewDir(), NewDir()
 	below.Children["f"] = &Node{Mode: unix.S_IFREG}

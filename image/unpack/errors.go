@@ -93,8 +93,8 @@ func blame(err error) error {
 	return err
 }
 
-// IsTarsFault tells an error that says that a name or the combination of entries cannot be, or that
-// the tar is none.
+// IsTarsFault reports whether the tar caused an error: it is not a tar, or a name or a combination
+// of entries is invalid.
 func IsTarsFault(err error) bool {
 	for _, fault := range []error{
 		unix.ENAMETOOLONG, unix.ELOOP, unix.ENOTDIR, unix.EISDIR, unix.EINVAL, unix.EMLINK, unix.ERANGE, unix.E2BIG, unix.EFBIG, unix.EILSEQ,

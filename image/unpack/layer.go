@@ -152,8 +152,8 @@ const MaxTold = 4 << 20
 // PerName counts for each name beside its length.
 const PerName = 16
 
-// Check fails if the names in c are too many (ResourceExhausted), or are none
-// (InvalidArgument): too long, or not clean.
+// Check returns an error if c has too many names (ResourceExhausted), or a name that is too long or
+// not clean (InvalidArgument).
 func (c *Contents) Check() error {
 	told := 0
 	check := func(name Name) error {

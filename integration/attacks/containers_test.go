@@ -437,8 +437,8 @@ func TestCVE_2020_15257_SocketsOfTheRuntime(t *testing.T) {
 		if len(fields) != 8 || !strings.HasPrefix(fields[7], "@") {
 			continue
 		}
-		// Nobody can connect to one that neither listens nor takes datagrams: clients of D-Bus, as
-		// systemd is one, give theirs a name.
+		// A socket that neither listens nor takes datagrams is harmless: no process can connect to
+		// it. Clients of D-Bus, such as systemd, have such sockets.
 		const listens, datagram = "00010000", "0002"
 		if fields[3] == listens || fields[4] == datagram {
 			t.Errorf("an abstract socket can be reached from the pod: %s", fields[7])

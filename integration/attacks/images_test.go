@@ -87,7 +87,7 @@ func TestHardLinkOutOfTheLayer(t *testing.T) {
 	}
 }
 
-// A digest is part of a path in the store: one that is none must be refused before.
+// A digest becomes part of a path in the store. An invalid digest must be refused before that.
 func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 	d := harness.StartDaemon(t)
 	r := harness.NewRegistry(t)

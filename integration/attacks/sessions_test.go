@@ -47,7 +47,7 @@ func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	attachAndCancel(100) // what is made once
+	attachAndCancel(100) // creates everything that is created only once
 	count := func() map[string]int {
 		return map[string]int{"daemon's goroutines": d.Goroutines(t), "daemon's descriptors": machine.CountFiles(t, d.Cmd.Process.Pid, "fd"), "monitor's descriptors": machine.CountFiles(t, monitor, "fd"),
 			"monitor's threads": machine.CountFiles(t, monitor, "task")}

@@ -9,8 +9,9 @@ import (
 	"berth/integration/harness"
 )
 
-// converted are operations on an image that is to be directories, of whose layers two are here as they were packed for EROFS: directories are made of
-// these. That is what becomes of an image that turns out to be too large for EROFS when its layers are merged.
+// converted are operations on an image that is to be directories, of whose layers two are here as
+// they were packed for EROFS: directories are made of these. That is what becomes of an image that
+// turns out to be too large for EROFS when its layers are merged.
 var converted = []operation{
 	{name: "PullImage_converted", daemon: onDisk, prepare: packed, request: pullConverted, more: true},
 	{name: "Recovery_of_PullImage_converted", daemon: onDisk, first: &point{"layer.marked-opaque", 1}, prepare: packed, request: pullConverted, more: true},
@@ -21,7 +22,8 @@ const (
 	asEROFS       = `layer_driver = "erofs"`
 )
 
-// onDisk has the daemon be one that keeps layers as EROFS at first: what it has for these is there from the beginning.
+// onDisk starts the daemon with the EROFS driver, so that the files of that driver exist from the
+// beginning.
 func onDisk(t *testing.T) harness.DaemonOption {
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)

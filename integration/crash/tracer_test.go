@@ -103,10 +103,10 @@ func (e *shimEnumeration) atCall(n int) killing {
 // launcher. These include libcontainer's calls, which have no failpoints. It does not trace the
 // launchers' children.
 type tracer struct {
-	at int // the how manyth effect its maker is stopped after, to be killed; 0: none
+	at int // number of the effect after which the thread is stopped, to be killed; 0: none
 
 	ready   chan error
-	reached chan int      // gets a thread of who was stopped, which is not watched any more soon
+	reached chan int      // gets the ID of the stopped thread, which is not traced for long after that
 	end     chan struct{} // closed by stop
 	ended   sync.WaitGroup
 	effects []string // read after ended
@@ -135,7 +135,8 @@ func traceLaunchers(t *testing.T, d *harness.Daemon, at int) *tracer {
 	return tr
 }
 
-// onItsOwnThread runs a tracer on a thread that ends then, upon which the kernel lets its tracees go.
+// onItsOwnThread runs a tracer on a thread that ends then, upon which the kernel lets its tracees
+// go.
 func onItsOwnThread(trace func()) {
 	runtime.LockOSThread()
 	if unix.Gettid() != unix.Getpid() {
@@ -277,7 +278,8 @@ func (tr *tracer) enter(tid int) bool {
 	return len(tr.effects) == tr.at
 }
 
-// effectOf are the system calls with an effect outside of the process, each with the argument that is a path; -1: none is.
+// effectOf are the system calls with an effect outside of the process, each with the argument that
+// is a path; -1: none is.
 var effectOf = map[uint64]struct {
 	name string
 	path int

@@ -91,7 +91,7 @@ func converse(t *testing.T, _ *world) {
 // withCrun gives the daemon a handler whose containers crun makes.
 func withCrun(t *testing.T) harness.DaemonOption { return harness.WithHandler(crun, harness.Crun(t)) }
 
-// withPlugin has each daemon start an NRI plugin.
+// withPlugin makes each daemon start an NRI plugin.
 func withPlugin(*testing.T) harness.DaemonOption {
 	return func(t *testing.T, d *harness.Daemon) {
 		dir := filepath.Join(d.Dir, "plugins")

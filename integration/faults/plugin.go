@@ -92,7 +92,7 @@ func (p *Plugin) Option(_ *testing.T, d *harness.Daemon) {
 	d.BinDirs = append([]string{p.dir}, d.BinDirs...)
 }
 
-// Inject sets the fault of a CNI verb; "" is none.
+// Inject sets the fault of a CNI verb; "" removes it.
 func (p *Plugin) Inject(t *testing.T, verb, fault string) {
 	t.Helper()
 	harness.Must(t, os.WriteFile(filepath.Join(p.dir, verb+".new"), []byte(fault), 0o600))

@@ -94,8 +94,8 @@ func WithLayerDriver(driver string) DaemonOption {
 
 const diskDir = "/var/tmp"
 
-// OnDisk has the root of all daemons of this process on a disk, if there is one here, so that layers can be EROFS images. It is for TestMain, before
-// Main; layerDriverEnv goes before it.
+// OnDisk has the root of all daemons of this process on a disk, if there is one here, so that
+// layers can be EROFS images. It is for TestMain, before Main; layerDriverEnv goes before it.
 func OnDisk() {
 	var fs unix.Statfs_t
 	if os.Getenv(layerDriverEnv) != "" || unix.Statfs(diskDir, &fs) != nil {
@@ -119,7 +119,7 @@ func WithEnv(env ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.env = append(d.env, env...) }
 }
 
-// WithNetwork replaces the default network configuration; "" is none at all.
+// WithNetwork replaces the default network configuration; "" removes it.
 func WithNetwork(conflist string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		if conflist == "" {
@@ -130,7 +130,7 @@ func WithNetwork(conflist string) DaemonOption {
 	}
 }
 
-// WithOwnNetwork has the daemon connect pods by berth's own network, and finds neither a configuration nor a plugin.
+// WithOwnNetwork enables berth's own network, and removes the CNI configuration and plugins.
 func WithOwnNetwork(lines ...string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		Must(t, os.Remove(d.NetworkFile()))
@@ -258,8 +258,8 @@ func (d *Daemon) writeConfig(t *testing.T, lines []string) {
 	Must(t, os.WriteFile(d.ConfigFile(), []byte(strings.Join(lines, "\n")+"\n"), 0o600))
 }
 
-// UseVersion makes the next Start run the programs in bin, of an earlier version, which knows the options in config only.
-// With bin "" it is the tested version again, with its own options.
+// UseVersion makes the next Start run the programs in bin, of an earlier version, which knows the
+// options in config only. With bin "" it is the tested version again, with its own options.
 func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 	t.Helper()
 	d.bin = bin
@@ -401,7 +401,8 @@ func (d *Daemon) waitReady(t *testing.T) {
 	}
 }
 
-// answers returns nil when the daemon answers, and an error when it has ended, or the limit is over.
+// answers returns nil when the daemon answers, and an error when it has ended, or the limit is
+// over.
 func (d *Daemon) answers(t *testing.T, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
@@ -582,7 +583,8 @@ func RemoveLink(t *testing.T, name string) {
 	}
 }
 
-// ForgetMounts removes the mounts of options, and the two that a stopped daemon leaves for its running containers.
+// ForgetMounts removes the mounts of options, and the two that a stopped daemon leaves for its
+// running containers.
 func (d *Daemon) ForgetMounts(t *testing.T) {
 	t.Helper()
 	d.forgetOwnMounts(t)

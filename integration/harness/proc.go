@@ -29,8 +29,9 @@ func (c *Container) InitPID(t *testing.T) int {
 	return infoPID(t, response.Info)
 }
 
-// WaitStoppable waits until SIGTERM reaches the container's program, and returns its process: it catches the signal, or waits for it
-// as pause does. Before that a process 1 never learns of the signal, and another process ends by it.
+// WaitStoppable waits until SIGTERM reaches the container's program, and returns its process: it
+// catches the signal, or waits for it as pause does. Before that a process 1 never learns of the
+// signal, and another process ends by it.
 func (c *Container) WaitStoppable(t *testing.T) (pid int) {
 	t.Helper()
 	pid = c.Pid(t)
@@ -92,7 +93,7 @@ func infoPID(t *testing.T, info map[string]string) int {
 	return parsed.PID
 }
 
-// LauncherOf returns the process ID of who launches a container, and becomes its monitor.
+// LauncherOf returns the process ID of a container's launcher, which becomes its monitor.
 func LauncherOf(t *testing.T, d *Daemon, c *Container) (pid int) {
 	t.Helper()
 	data, err := os.ReadFile(filepath.Join(d.State, "c", c.Id, "shim"))
@@ -106,8 +107,8 @@ func LauncherOf(t *testing.T, d *Daemon, c *Container) (pid int) {
 func MonitorOf(t *testing.T, d *Daemon, c *Container) int {
 	t.Helper()
 	pid := LauncherOf(t, d, c)
-	// A stop that comes while the launcher executes the monitor is forgotten: execve ends the other threads, and
-	// the group's stop with them.
+	// A stop that comes while the launcher executes the monitor is forgotten: execve ends the other
+	// threads, and the group's stop with them.
 	Eventually(t, "the launcher is the monitor", func() error {
 		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
 		if err == nil && string(comm) != "berth-monitor\n" {

@@ -87,7 +87,8 @@ func sparse(t *testing.T, size int64) []byte {
 	return out
 }
 
-// patched is the tar of one empty file with bytes of its header replaced and the checksum mended.
+// patched is the tar of one empty file with bytes of its header replaced and the checksum
+// corrected.
 func patched(t *testing.T, at int, with string) []byte {
 	t.Helper()
 	data := packed(t, fixture.File("f", 0o644, ""))

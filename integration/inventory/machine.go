@@ -158,8 +158,8 @@ func addCgroups(s Items, groups Cgroups, d *Daemon) {
 	}
 }
 
-// roots is where there can be cgroups of the daemon's. Without objects that is below the machine's own
-// only, which is a small part where many work side by side.
+// roots is where there can be cgroups of the daemon's. Without objects that is below the machine's
+// own only, which is a small part where many work side by side.
 func (g Cgroups) roots(d *Daemon) []string {
 	if d != nil && len(d.Objects) > 0 || g.Systemd {
 		return []string{"/sys/fs/cgroup"}
@@ -210,7 +210,8 @@ func addHostPorts(s Items) {
 	}
 }
 
-// addAddresses adds the reservations of host-local, files whose name is an address, and of berth-net, files whose name begins with one or two.
+// addAddresses adds the reserved addresses. The name of a file of host-local is an address. The
+// name of a file of berth-net begins with one or two addresses.
 func addAddresses(s Items, dataDir string) {
 	for _, network := range machine.ReadDir(dataDir) {
 		for _, name := range machine.ReadDir(filepath.Join(dataDir, network)) {

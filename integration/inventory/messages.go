@@ -17,7 +17,7 @@ var differs = []struct {
 	{regexp.MustCompile(`(^|[^:]|[^6]:)[0-9a-f]{64}`), "$1#"},      // IDs of pods and containers, not digests (sha256:)
 	{regexp.MustCompile(`"\d{19}"`), `"T"`},                        // times in nanoseconds
 	{regexp.MustCompile(`"\d{4}-\d\d-\d\dT[^"]*"`), `"T"`},         // and in words
-	{regexp.MustCompile(`,"(attempt|podSandboxAttempt)":\d+`), ""}, // of who tried again
+	{regexp.MustCompile(`,"(attempt|podSandboxAttempt)":\d+`), ""}, // counts of retries
 	{regexp.MustCompile(`\b\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b`), "IP"},
 	{regexp.MustCompile(`/\d+\.log`), "/#.log"},
 	{regexp.MustCompile(`/proc/\d+/`), "/proc/#/"},

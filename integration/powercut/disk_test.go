@@ -54,8 +54,8 @@ func (f filesystem) usable(t *testing.T) {
 	}
 }
 
-// atomic is how many bytes the disks write whole or not at all: a block, which none of the filesystems
-// expects to be torn. (One that xfs finds torn after a power cut keeps it from being mounted.)
+// atomic is how many bytes the disks write as a whole or not: one block. No filesystem expects a
+// block to be torn, and xfs refuses to mount after a power cut that tears one.
 const atomic = 4096
 
 // mounted is a filesystem on a disk.
@@ -65,7 +65,8 @@ type mounted struct {
 	device *blocklog.Attached
 }
 
-// mount mounts the filesystem of a disk at dir, until the test ends or unmount is called. Only one disk is mounted there at a time.
+// mount mounts the filesystem of a disk at dir, until the test ends or unmount is called. Only one
+// disk is mounted there at a time.
 func (f filesystem) mount(t *testing.T, disk *blocklog.Disk, dir string) *mounted {
 	t.Helper()
 	m := &mounted{f, dir, attach(t, disk, makeDir(t, dir+"-device"))}

@@ -112,7 +112,8 @@ func TestFailedDel(t *testing.T) {
 	}
 }
 
-// The pod of a DEL that fails ten times is stopped by the eleventh call, and keeps its address until then.
+// The pod of a DEL that fails ten times is stopped by the eleventh call, and keeps its address
+// until then.
 func TestDelFailsTenTimes(t *testing.T) {
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
@@ -179,7 +180,8 @@ func TestUndoIsRetried(t *testing.T) {
 // slack is the margin in seconds of a time limit in these tests.
 const slack = 15
 
-// undoPause is how long, in seconds, verbose Status says that the next try to undo is waited for; 0: not at all.
+// undoPause returns the wait before the next try of an undo, in seconds, according to verbose
+// Status. 0: there is no such wait.
 func undoPause(t *testing.T, d *harness.Daemon) float64 {
 	t.Helper()
 	var waits []struct {

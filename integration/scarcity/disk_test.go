@@ -55,9 +55,9 @@ func startOn(t *testing.T, which, kind string) (*harness.Daemon, *smallDisk) {
 type verdict int
 
 const (
-	works verdict = iota // needs no room there
-	fails                // says that there is none
-	may                  // needs room sometimes: either of both
+	works verdict = iota // it needs no space on that disk
+	fails                // its error says that there is no space
+	may                  // it sometimes needs space: it works or fails
 )
 
 // verdicts are an operation's, by disk; works is the default.
@@ -67,8 +67,8 @@ type verdicts map[string]verdict
 type operation struct {
 	name           string
 	full, readOnly verdicts
-	once           bool // it is not tried again when the disk is mended
-	// prepare makes the objects of the operation while there is room.
+	once           bool // it is not tried again when the disk has space or is writable again
+	// prepare makes the objects of the operation while there is space.
 	prepare func(t *testing.T, d *harness.Daemon, pod *harness.Pod) (call func() error)
 }
 
@@ -212,7 +212,7 @@ func TestDiskWithoutInodes(t *testing.T) {
 	}
 }
 
-// The same on a disk that is read-only, as after an error, and again when it is mended.
+// The same on a disk that is read-only, as after an error, and then writable again.
 func TestReadOnlyDisk(t *testing.T) {
 	testenv.Long(t)
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
@@ -457,8 +457,8 @@ func TestReadOnlyLogs(t *testing.T) {
 	}
 }
 
-// Pods come and go while the disk is filled and emptied at any moment. Errors are about room; what could be
-// started ends with its exit code; and nothing is left.
+// Pods come and go while the disk is filled and emptied at any moment. Errors are about room; what
+// could be started ends with its exit code; and nothing is left.
 func TestDiskFillsAtAnyMoment(t *testing.T) {
 	testenv.Long(t)
 	rounds := 6
@@ -505,7 +505,8 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 	}
 }
 
-// lifeOfPod runs a pod with a container that exits with 3, and removes it. False if there was no room at some point.
+// lifeOfPod runs a pod with a container that exits with 3, and removes it. False if there was no
+// room at some point.
 func lifeOfPod(t *testing.T, d *harness.Daemon) bool {
 	t.Helper()
 	ctx := t.Context()

@@ -58,7 +58,8 @@ func TestMemoryLimit(t *testing.T) {
 	})
 }
 
-// needEROFS skips the test where layers can't be EROFS images, or the disk has not so many inodes for files.
+// needEROFS skips the test where layers can't be EROFS images, or the disk has not so many inodes
+// for files.
 func needEROFS(t *testing.T, files uint64) {
 	t.Helper()
 	const disk = "/var/tmp"
@@ -71,7 +72,8 @@ func needEROFS(t *testing.T, files uint64) {
 	}
 }
 
-// slowLayer is an image with one large layer, whose registry sends it slowly until parts are asked for, and how many were.
+// slowLayer is an image with one large layer, whose registry sends it slowly until parts are asked
+// for, and how many were.
 func slowLayer(t *testing.T) (name string, parts *atomic.Int64) {
 	t.Helper()
 	data := make([]byte, 24<<20)
@@ -256,7 +258,7 @@ func TestOutOfDescriptors(t *testing.T) {
 		t.Run(o.name, func(t *testing.T) {
 			for left := 0; ; left = more(left) {
 				call := o.prepare(t, d, pod)
-				d.WaitIdle(t) // who starts a launcher meanwhile has descriptors of it
+				d.WaitIdle(t) // a launcher that is starting would use descriptors
 				undo := leaveFiles(t, d, left)
 				err := call()
 				undo()
@@ -311,7 +313,8 @@ func more(n int) int {
 // daemon may be: the next one goes on with everything.
 func TestOutOfProcesses(t *testing.T) {
 	group, option := inGroup(t, "pids")
-	// The bridge plugin, when it dies in the middle of a DEL, leaves rules for ipMasq that no DEL finds again.
+	// The bridge plugin, when it dies in the middle of a DEL, leaves rules for ipMasq that no DEL
+	// finds again.
 	d := harness.StartDaemon(t, option, func(t *testing.T, d *harness.Daemon) {
 		harness.WithNetwork(fmt.Sprintf(otherNetwork, d.DataDir))(t, d)
 	})

@@ -74,9 +74,9 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 	})
 }
 
-// Plan decides what a pod is to be attached with: the network's configuration, and the addresses that it may get. spec has
-// the pod's ID, network namespace and config. FailedPrecondition without a configuration, InvalidArgument for a config that
-// CNI plugins cannot be called with.
+// Plan decides what a pod is to be attached with: the network's configuration, and the addresses
+// that it may get. spec has the pod's ID, network namespace and config. FailedPrecondition without
+// a configuration, InvalidArgument for a config that CNI plugins cannot be called with.
 func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error) {
 	attachment, err := n.network.Plan()
 	if err != nil {
@@ -86,8 +86,8 @@ func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, e
 	return attachment, n.network.IPRanges(), err
 }
 
-// Attach runs CNI ADD and returns the pod's addresses. The record says already that a DEL is due. nil: the pod is on the
-// node's network and has nothing to attach.
+// Attach runs CNI ADD and returns the pod's addresses. The record says already that a DEL is due.
+// nil: the pod is on the node's network and has nothing to attach.
 func (n *Networks) Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string, err error) {
 	if attachment == nil {
 		return nil, nil
@@ -156,8 +156,8 @@ func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 const gcLimit = 10 * time.Second
 
 // Collect gives back what networks hold for pods that are not among these: of records that were
-// lost. It begins before the first request, so that every pod there can be is known. A plugin that can't do it, or
-// takes long, keeps nobody from starting.
+// lost. It begins before the first request, so that every pod there can be is known. A plugin that
+// cannot do it, or takes long, does not delay the daemon's start.
 func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec]) {
 	var valid []cni.Pod
 	for spec := range attached {
@@ -191,8 +191,8 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 // Leave stops waiting for plugins when the daemon shuts down. Running plugins continue.
 func (n *Networks) Leave() { n.network.Leave() }
 
-// cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for what Plan refuses,
-// now or in an older berth, so plugins were never told of such a pod.
+// cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for pods that Plan
+// refuses, now or in an older berth. So no plugin was ever called for such a pod.
 func cniPod(spec *state.PodSpec) (cni.Pod, error) {
 	pod, err := cni.NewPod(spec.ID, spec.NetNS, spec.Config)
 	if err != nil {

@@ -205,8 +205,8 @@ func (e *libcontainerExec) run() error {
 	return nil
 }
 
-// ownPipes gives the daemon's pipes to the container's root, like the container's own pipes. In a
-// user namespace nobody could open /dev/stdout otherwise.
+// ownPipes makes the container's root the owner of the daemon's pipes, as of the container's own
+// pipes. Otherwise no process in a user namespace could open /dev/stdout.
 func (e *libcontainerExec) ownPipes() error {
 	uid, gid, err := hostRootOf(&e.config)
 	if err != nil {

@@ -135,7 +135,7 @@ func (s IO) args() []string {
 // ended, and then has written {"id": ID, "exitStatus": N}, N being 128+signal for one
 // that was killed.
 func (r *Runtime) Waiter(id string, stdout *os.File) *exec.Cmd {
-	cmd := r.command(context.Background(), "", "wait", id) // it outlives who starts it
+	cmd := r.command(context.Background(), "", "wait", id) // it outlives the process that starts it
 	cmd.Stdout = stdout
 	return cmd
 }
@@ -246,7 +246,8 @@ func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []string, id string) error {
 	log := filepath.Join(dir, logFile)
 	cmd := r.command(ctx, log, append(args, id)...)
-	// It must not go on making things when its launcher is gone. The kernel looks at the thread that has started it.
+	// It must not go on making things when its launcher is gone. The kernel looks at the thread
+	// that has started it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

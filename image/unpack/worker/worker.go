@@ -33,7 +33,7 @@ import (
 // Descriptors beside the standard ones.
 const (
 	TreeFD = 3 // the tree
-	ExeFD  = 4 // the program itself; it is closed at once, for its mode is not the layer's to change
+	ExeFD  = 4 // the program itself; closed at once, so that a layer cannot change its mode
 	DataFD = 5 // to pack: the file for the data
 	OutFD  = 6 // to pack: the file for the tree
 )

@@ -23,7 +23,8 @@ type Subject struct {
 	Column string // of the table
 	// OwnNetwork: its pods are on a network that the runtime makes itself, without plugins.
 	OwnNetwork bool
-	// Twin is a runtime whose daemon another one has already: rows that are about the daemon or images leave it out.
+	// Twin marks a runtime that shares its daemon with an earlier one. Rows about the daemon or
+	// images omit it.
 	Twin    bool
 	Version string
 	Pid     int     // the daemon's
@@ -105,7 +106,8 @@ func (s *Subject) findCgroups(ctx context.Context, machine string) error {
 	if err != nil {
 		return err
 	}
-	// One that it shares with all the machine says nothing about it, and neither does half of the whole.
+	// One that it shares with all the machine says nothing about it, and neither does half of the
+	// whole.
 	if own == "/" || pods == "" {
 		return nil
 	}

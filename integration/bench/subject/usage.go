@@ -78,7 +78,8 @@ func (s *Subject) CPU() (time.Duration, error) {
 // AccountsCPU reports whether CPU is available for this runtime.
 func (s *Subject) AccountsCPU() bool { return len(s.cgroups) > 0 }
 
-// When a runtime counts as at rest: it has used next to nothing for a while. Daemons wake up now and then for nothing.
+// When a runtime counts as at rest: it has used next to nothing for a while. Daemons wake up now
+// and then for nothing.
 const (
 	restWindow = 25 * time.Millisecond
 	restUsage  = 300 * time.Microsecond
@@ -285,8 +286,8 @@ func (s *Subject) polledMemory(ctx context.Context) (Memory, error) {
 	return s.Memory()
 }
 
-// Disk returns how many bytes of content the runtime's root directory holds: a file with several names counts once,
-// a hole not at all.
+// Disk returns how many bytes of content the runtime's root directory holds. A file with several
+// names counts once, and holes do not count.
 func (s *Subject) Disk() (int64, error) {
 	type inode struct{ dev, ino uint64 }
 	seen := map[inode]bool{}
