@@ -1456,10 +1456,10 @@ func TestPullWaitsForLayerDeletion(t *testing.T) {
 		layers := []digest.Digest{"sha256:a", "sha256:b"}
 		forms := []form{{rootfs.Directory, layers[0]}, {rootfs.EROFS, layers[1]}}
 		if got := refs.markDeleting(forms[:1]); !slices.Equal(got, forms[:1]) {
-			t.Fatalf("condemned %v", got)
+			t.Fatalf("marked for deletion: %v", got)
 		}
 		if got := refs.markDeleting(forms[:1]); len(got) != 0 {
-			t.Errorf("condemned twice: %v", got)
+			t.Errorf("marked for deletion twice: %v", got)
 		}
 		if _, ok := refs.tryAcquire("ctr", layers); ok {
 			t.Error("got a deleting layer")
@@ -1481,7 +1481,7 @@ func TestPullWaitsForLayerDeletion(t *testing.T) {
 			t.Fatal(err)
 		}
 		if got := refs.markDeleting(forms); len(got) != 0 {
-			t.Errorf("condemned %v, which is needed", got)
+			t.Errorf("marked %v for deletion, which is needed", got)
 		}
 		refs.markDeleting([]form{{rootfs.EROFS, "sha256:c"}})
 		ctx, cancel := context.WithCancel(t.Context())

@@ -231,22 +231,22 @@ func keptAddresses(d *harness.Daemon) (all []string) {
 func TestOwnNetworkCollectsGarbage(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
-	const stray = "/run/netns/stray"
-	harness.Must(t, netns.New(stray))
-	t.Cleanup(func() { harness.Must(t, netns.Remove(stray)) })
+	const orphan = "/run/netns/orphan"
+	harness.Must(t, netns.New(orphan))
+	t.Cleanup(func() { harness.Must(t, netns.Remove(orphan)) })
 
 	config, err := json.Marshal(map[string]any{"cniVersion": "1.1.0", "name": "berth-net", "type": "berth-net", "subnets": []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"},
 		"dataDir": filepath.Join(d.Root, "network"), "runtimeConfig": map[string]any{"portMappings": []map[string]any{{"hostPort": 18081, "containerPort": 80}}}})
 	harness.Must(t, err)
 	cmd := exec.Command(filepath.Join(harness.BinDir, "berth-net"))
-	cmd.Env = []string{"CNI_COMMAND=ADD", "CNI_CONTAINERID=stray", "CNI_NETNS=" + stray, "CNI_IFNAME=eth0", "CNI_PATH=/nowhere"}
+	cmd.Env = []string{"CNI_COMMAND=ADD", "CNI_CONTAINERID=orphan", "CNI_NETNS=" + orphan, "CNI_IFNAME=eth0", "CNI_PATH=/nowhere"}
 	cmd.Stdin = bytes.NewReader(config)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	harness.Equal(t, "addresses kept", len(keptAddresses(d)), 2)
 	if found := d.StateCheck(t); len(found) < 3 {
-		t.Errorf("check --state does not name address, port of the bridge and host port of the stray: %v", found)
+		t.Errorf("check --state does not name address, port of the bridge and host port of the orphan: %v", found)
 	}
 	d.Restart(t)
 	harness.Equal(t, "addresses kept after GC", len(keptAddresses(d)), 1)

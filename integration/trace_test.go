@@ -42,15 +42,15 @@ func TestTrace(t *testing.T) {
 		pod.Run(t)
 		id, operations = pod.Id, nil
 		harness.Must(t, json.Unmarshal([]byte(runBerth(t, d, "trace", id, "--output", "json")), &operations))
-		var untold error
+		var uncovered error
 		for _, o := range operations {
 			name, took := o.Spans[0].Name, o.Spans[0].Took
 			told[name] = told[name] || covered(o)*100 >= took*coveredPercent || covered(o) >= took-handOver
 			if !told[name] {
-				untold = fmt.Errorf("of the %d µs of %s, %d are told of: %+v", took/1000, name, covered(o)/1000, o.Spans)
+				uncovered = fmt.Errorf("spans cover only %[3]d of the %[1]d µs of %[2]s: %+[4]v", took/1000, name, covered(o)/1000, o.Spans)
 			}
 		}
-		return untold
+		return uncovered
 	})
 	harness.Equal(t, "operations", strings.Join(spanNames(operations, 0), " "), "RunPodSandbox CreateContainer StartContainer")
 	for _, o := range operations {

@@ -139,11 +139,11 @@ func (a *attachment) closeOrphans(used map[netip.Addr]bool) error {
 	if err != nil {
 		return err
 	}
-	var strays []rules.HostPort
+	var orphans []rules.HostPort
 	for _, p := range all {
 		if !used[p.Pod] {
-			strays = append(strays, p)
+			orphans = append(orphans, p)
 		}
 	}
-	return a.filter.ClosePorts(a.Key(), strays)
+	return a.filter.ClosePorts(a.Key(), orphans)
 }

@@ -130,10 +130,10 @@ func TestSlowLayer(t *testing.T) {
 			if err := errors.Join(os.MkdirAll(layers+"/a/upper/b/c", 0o700), os.WriteFile(layers+"/a/upper/b/file", make([]byte, 1<<20), 0o600)); err != nil {
 				t.Fatal(err)
 			}
-			var ledger SampleState
+			var sample SampleState
 			counter := NewSampler(SamplerConfig{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler),
 				Begin: func(string, string) func() { return func() {} }, Targets: func(yield func(Target) bool) {
-					yield(Target{ID: "a", State: &ledger, FinishedAt: time.Now().Add(-time.Hour)})
+					yield(Target{ID: "a", State: &sample, FinishedAt: time.Now().Add(-time.Hour)})
 				}})
 			counter.quick, counter.longest = 1, c.longest
 			if err := counter.Locate(); err != nil {
@@ -141,12 +141,12 @@ func TestSlowLayer(t *testing.T) {
 			}
 			first, _ := counter.next(false)
 			counter.sampleNext(t.Context(), first)
-			if again, _ := counter.next(false); again != nil || !ledger.last.Load().partial {
-				t.Fatalf("%+v, next %v", ledger.last.Load(), again)
+			if again, _ := counter.next(false); again != nil || !sample.last.Load().partial {
+				t.Fatalf("%+v, next %v", sample.last.Load(), again)
 			}
 			second, _ := counter.next(true)
 			counter.sampleNext(t.Context(), second)
-			got := ledger.last.Load()
+			got := sample.last.Load()
 			if c.whole && (got.Layer.Inodes != 4 || got.Layer.Bytes < 1<<20) || !c.whole && got.Layer != counter.filesystem.Load().occupied {
 				t.Errorf("got %+v", got)
 			}
@@ -160,8 +160,8 @@ func TestSlowLayer(t *testing.T) {
 // Other layers are sampled while a slow layer is walked.
 func TestSlowLayerDelaysNoOther(t *testing.T) {
 	layers := t.TempDir()
-	ledgers := map[string]*SampleState{"slow": {}, "other": {}}
-	ledgers["slow"].slow.Store(true)
+	states := map[string]*SampleState{"slow": {}, "other": {}}
+	states["slow"].slow.Store(true)
 	ctx, cancel := context.WithCancel(t.Context())
 	begun, ended := make(chan struct{}), make(chan struct{})
 	counter := NewSampler(SamplerConfig{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler), Begin: func(_, object string) func() {
@@ -175,8 +175,8 @@ func TestSlowLayerDelaysNoOther(t *testing.T) {
 		}
 		return func() {}
 	}, Targets: func(yield func(Target) bool) {
-		for id, ledger := range ledgers {
-			if !yield(Target{ID: id, State: ledger}) {
+		for id, sample := range states {
+			if !yield(Target{ID: id, State: sample}) {
 				return
 			}
 		}

@@ -77,18 +77,18 @@ func TestNextToCount(t *testing.T) {
 // A container that no client asks for is sampled rarely. A request makes it due after the period.
 func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
 	t.Parallel()
-	var ledger SampleState
+	var sample SampleState
 	counted := &Sample{At: time.Now()}
-	c := NewSampler(SamplerConfig{Period: time.Minute, Targets: func(yield func(Target) bool) { yield(Target{ID: "a", Running: true, State: &ledger}) }})
+	c := NewSampler(SamplerConfig{Period: time.Minute, Targets: func(yield func(Target) bool) { yield(Target{ID: "a", Running: true, State: &sample}) }})
 	if s, _ := c.next(false); s == nil {
 		t.Error("a container without a sample is not due")
 	}
-	ledger.last.Store(counted)
-	ledger.due = time.Now().Add(-time.Second)
+	sample.last.Store(counted)
+	sample.due = time.Now().Add(-time.Second)
 	if s, wait := c.next(false); s != nil || wait < (unaskedFactor-2)*time.Minute {
 		t.Errorf("without a client: %v is due, or in %v", s, wait)
 	}
-	if c.Last(&ledger) != counted {
+	if c.Last(&sample) != counted {
 		t.Error("Last returned another sample")
 	}
 	select {
@@ -99,7 +99,7 @@ func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
 	if s, _ := c.next(false); s == nil {
 		t.Error("requested container is not due")
 	}
-	c.Last(&ledger)
+	c.Last(&sample)
 	if len(c.wake) != 0 {
 		t.Error("a second request woke the sampler again")
 	}

@@ -18,7 +18,7 @@ import (
 
 // Many clients read all events of many containers, in one order, while one of them never reads.
 // That client disturbs no other. Its stream ends when its queue is full, and its memory is freed.
-func TestEventsWithADeafClient(t *testing.T) {
+func TestStuckEventClientDisturbsNoOther(t *testing.T) {
 	testenv.Long(t)
 	const (
 		clients = 20
@@ -28,7 +28,7 @@ func TestEventsWithADeafClient(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	d.Pull(t, harness.BaseImage)
-	deaf := events(t, d)
+	stuck := events(t, d)
 	streams := make([]runtimeapi.RuntimeService_GetContainerEventsClient, clients-1)
 	for i := range streams {
 		streams[i] = events(t, d)
@@ -64,8 +64,8 @@ func TestEventsWithADeafClient(t *testing.T) {
 			harness.Must(t, <-errs)
 		}
 	}
-	// told reads n events from a stream and checks each container's order.
-	told := func(stream runtimeapi.RuntimeService_GetContainerEventsClient, n int) (string, error) {
+	// readEvents reads n events from a stream and checks each container's order.
+	readEvents := func(stream runtimeapi.RuntimeService_GetContainerEventsClient, n int) (string, error) {
 		var all strings.Builder
 		last := map[string]runtimeapi.ContainerEventType{}
 		for range n {
@@ -81,41 +81,41 @@ func TestEventsWithADeafClient(t *testing.T) {
 		}
 		return all.String(), nil
 	}
-	// sameTold runs a function that causes n events while all clients but one read, and returns
+	// sameEvents runs a function that causes n events while all clients but one read, and returns
 	// their events.
-	sameTold := func(n int, run func()) string {
+	sameEvents := func(n int, run func()) string {
 		t.Helper()
 		all, errs := make([]string, len(streams)), make([]error, len(streams))
 		var reading sync.WaitGroup
 		for i, stream := range streams {
-			reading.Go(func() { all[i], errs[i] = told(stream, n) })
+			reading.Go(func() { all[i], errs[i] = readEvents(stream, n) })
 		}
 		run()
 		reading.Wait()
 		harness.Must(t, errors.Join(errs...))
 		for _, one := range all {
 			if one != all[0] {
-				t.Fatalf("one client was told\n%s\nanother\n%s", all[0], one)
+				t.Fatalf("one client read\n%s\nanother\n%s", all[0], one)
 			}
 		}
 		return all[0]
 	}
-	first := sameTold(4*lives, func() { together(lives, true) })
+	first := sameEvents(4*lives, func() { together(lives, true) })
 	harness.Equal(t, "containers that stopped", strings.Count(first, "STOPPED"), lives)
 	harness.Equal(t, "containers that were removed", strings.Count(first, "DELETED"), lives)
 	if testing.Short() { // the stuck client's queue is not full yet
-		harness.Equal(t, "what the deaf one is told when it reads at last", harness.Get(told(deaf, 4*lives))(t), first)
+		harness.Equal(t, "events of the stuck client when it reads again", harness.Get(readEvents(stuck, 4*lives))(t), first)
 		return
 	}
 	const more = kept/2 + 500 // two events each; some are still in flight to the client
-	sameTold(2*more, func() { together(more, false) })
+	sameEvents(2*more, func() { together(more, false) })
 	n := 0
 	var err error
 	for ; err == nil; n++ {
-		_, err = deaf.Recv()
+		_, err = stuck.Recv()
 	}
 	harness.WantCode(t, err, codes.ResourceExhausted)
-	t.Logf("the deaf client was told of %d of %d events", n-1, 4*lives+2*more)
+	t.Logf("the stuck client got %d of %d events", n-1, 4*lives+2*more)
 	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
 	harness.Must(t, err)
 	if peak > 256<<10 {
