@@ -40,7 +40,8 @@ func memoryUpdate(id string, limit int64) *api.ContainerUpdate {
 	return u
 }
 
-// Every event of a life comes once and in order, however often kubelet repeats itself.
+// A plugin gets each event of a pod and a container once and in order, even if kubelet repeats
+// calls.
 func TestNRIEvents(t *testing.T) {
 	d := harness.StartDaemon(t)
 	p := connectPlugin(t, d, "10", "events", &nriPlugin{})
@@ -132,7 +133,7 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 	check(t)
 }
 
-// Adjustments of a container's processes and of its place in the kernel.
+// Plugins can adjust a container's command, devices, sysctls, hooks, scheduling and seccomp policy.
 func TestNRIAdjustsMore(t *testing.T) {
 	d := harness.StartDaemon(t)
 	hooks := filepath.Join(d.Dir, "hooks")
@@ -192,8 +193,8 @@ func TestNRIRefusals(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
-// A plugin's error fails the container it is about, which the plugins then see removed, and no
-// other.
+// A plugin's error fails the creation of one container and of no other. The plugins get the event
+// of its removal.
 func TestNRIErrorFailsOneContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	other := connectPlugin(t, d, "10", "other", &nriPlugin{})
@@ -248,8 +249,8 @@ func TestNRISynchronisation(t *testing.T) {
 	harness.Equal(t, "synchronisations of the installed plugin", len(synced), 2)
 }
 
-// A plugin that does not answer is dropped, and nothing but the time it was given is lost; the
-// others are asked as ever.
+// A plugin that does not answer is dropped. Its timeout delays the request, but the request
+// succeeds, and berth still asks the other plugins.
 func TestNRIHangingPlugin(t *testing.T) {
 	testenv.Long(t)
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`)) // for the other plugin, on a loaded machine
@@ -282,7 +283,7 @@ func TestNRIHangingPlugin(t *testing.T) {
 	}
 }
 
-// One that does not answer when it registers is not registered.
+// A plugin that does not answer when it registers is not registered.
 func TestNRIHangingRegistration(t *testing.T) {
 	testenv.Long(t)
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`))
@@ -355,7 +356,8 @@ func TestNRIUnsolicitedUpdate(t *testing.T) {
 	check()
 }
 
-// A plugin changes an update, and another container because of it or because one has stopped.
+// A plugin can change an update. After an update or a stop of one container it can also change
+// another container.
 func TestNRIUpdates(t *testing.T) {
 	d := harness.StartDaemon(t)
 	p := &nriPlugin{}
@@ -403,7 +405,7 @@ func TestNRIUpdates(t *testing.T) {
 	memoryOf(b, 88<<20)
 }
 
-// The operator decides what plugins may not do, and which there must be.
+// The operator can forbid adjustments (nri_reject) and require plugins (nri_required_plugins).
 func TestNRIValidation(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_reject = ["hooks"]`, `nri_required_plugins = ["needed"]`))
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -419,7 +421,7 @@ func TestNRIValidation(t *testing.T) {
 	harness.WantCode(t, err, codes.Aborted, "hook")
 }
 
-// Without NRI there is no socket; without a socket none may connect.
+// Without NRI, and without nri_socket, no plugin can connect.
 func TestNRIOff(t *testing.T) {
 	for _, line := range []string{"nri = false", `nri_socket = ""`} {
 		t.Run(line, func(t *testing.T) {
@@ -555,8 +557,8 @@ func churnPods(t *testing.T, d *harness.Daemon) (stop func() error) {
 	return func() error { close(ended); return churn.Wait() }
 }
 
-// Plugins register and leave while pods do. Each plugin learns of every pod and container exactly
-// once: at registration or by an event. It gets every exit before the removal.
+// Plugins register and leave while pods start and end. Each plugin learns of every pod and
+// container exactly once: at registration or by an event. It gets every exit before the removal.
 func TestNRIPluginsComeAndGo(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stop := churnPods(t, d)
@@ -647,14 +649,14 @@ func TestNRIBrokenPlugins(t *testing.T) {
 		_, event, _ := strings.Cut(line, " ")
 		told = append(told, event)
 	}
-	// With systemd there was the fixture's pod before.
+	// With systemd a pod of the fixture has caused earlier events.
 	want := []string{"RunPodSandbox", "CreateContainer", "PostCreateContainer", "StartContainer", "PostStartContainer"}
 	if len(told) <= len(want) || told[0] != "Synchronize" || !slices.Equal(told[len(told)-len(want):], want) {
 		t.Errorf("the good plugin was told of %v", told)
 	}
 }
 
-// Names that are paths get nowhere from a plugin either: the container is refused.
+// If a plugin sets a name that contains a path, the container is refused.
 func TestNRIPathInNames(t *testing.T) {
 	const name = "../../../../run/escape"
 	d := harness.StartDaemon(t)

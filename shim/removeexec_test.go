@@ -15,8 +15,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Remains of an exec whose removal fails for lack of descriptors are removed when there are some
-// again.
+// If the remains of an exec cannot be removed for lack of descriptors, they are removed when
+// descriptors are free again.
 func TestExecRemovalIsRetried(t *testing.T) {
 	dir := t.TempDir()
 	left := filepath.Join(dir, proto.ExecName("e"))

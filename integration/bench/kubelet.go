@@ -146,8 +146,9 @@ imageGCHighThresholdPercent: 100
 `, kubeletAddress, n.s.Daemon.Socket, n.manifests(), filepath.Join(n.dir, "logs"), cgroup, kubeletPods+10)
 }
 
-// startKubelet starts kubelet where the kernel's parameters seem to be as it wants them: otherwise it would change this
-// machine's. They are files mounted in a namespace of its own; its other mounts must reach the runtime.
+// startKubelet starts kubelet in a mount namespace in which files with kubelet's wanted values
+// cover the kernel's parameters. Otherwise kubelet would change the parameters of this machine. Its
+// other mounts must reach the runtime.
 func (n *node) startKubelet(program, config string) error {
 	const script = `set -e; dir=$1; shift
 mount --make-private /proc

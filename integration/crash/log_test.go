@@ -33,7 +33,7 @@ func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, poin
 	return started
 }
 
-// A start that is taken back because its pod is stopped is no reason to warn.
+// If the stop of a pod cancels a start, the log has no warning.
 func TestLogOfAStartThatIsStopped(t *testing.T) {
 	testenv.Long(t)
 	var fp harness.Failpoints
@@ -48,8 +48,8 @@ func TestLogOfAStartThatIsStopped(t *testing.T) {
 	d.QuietLog(t)
 }
 
-// A start that ends with its daemon is undone by the next one. Neither the undoing nor the
-// launcher, which has lost its client, logs an error.
+// If the daemon dies during a start, the next daemon undoes the start. The undo logs no error, and
+// neither does the launcher that has lost its client.
 func TestLogOfAStartThatIsTakenBack(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))

@@ -20,14 +20,14 @@ func (d Difference) Text() string {
 	return d.Invariant + ": " + d.Object + ": expected " + d.Expected + ", found " + d.Found
 }
 
-// StateInFile names the state directory in the configuration file: to "berth check" --state says
-// something else.
+// StateInFile sets the state directory in the configuration file, because the flag --state of
+// `berth check` has another meaning.
 func StateInFile(_ *testing.T, d *Daemon) {
 	d.Extra = append(d.Extra, fmt.Sprintf("state = %q", d.State))
 }
 
-// StateCheck runs `berth check --state` and returns the differences it names. It fails the test if the check has
-// left something out, or was of another daemon than this one.
+// StateCheck runs `berth check --state` and returns the differences that it reports. It fails the
+// test if the check skipped something or examined another daemon.
 func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
 	t.Helper()
 	cmd := d.Command(append([]string{"check", "--state=" + d.State, "--json", "--config", d.ConfigFile(), "--listen", d.Socket,

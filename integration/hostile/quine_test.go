@@ -17,8 +17,8 @@ type unit [5]byte
 // literal is a stored block of the n units that follow it.
 func literal(n byte) unit { return unit{0, 5 * n, 0, ^(5 * n), 0xff} }
 
-// repeat is a block that repeats the last four units: twice ten bytes from twenty bytes back, in fixed
-// codes (RFC 1951, section 3.2.6), which are 40 bits.
+// repeat is a block that repeats the last four units: twice ten bytes from twenty bytes back, in
+// fixed codes (RFC 1951, section 3.2.6), which are 40 bits.
 func repeat() unit {
 	var bits uint64
 	n := 0
@@ -48,8 +48,8 @@ func repeat() unit {
 func quine(t *testing.T) []byte {
 	t.Helper()
 	l0, l1, l4, r4 := literal(0), literal(1), literal(4), repeat()
-	// Head and tail are printed with what stands before or after them, and repeated; they have three units each. The tail is the
-	// end of the compressed data, checksum and length.
+	// Head and tail have three units each. Each is printed together with the units before or after
+	// it, and repeated. The tail is the end of the compressed data, checksum and length.
 	head := []unit{{0x1f, 0x8b, 8, 8, 0}, {0, 0, 0, 0, 255}, {'q', 'u', 'i', 'n', 0}}
 	tail := []unit{l0, {3, 0}, {}}
 	var program []unit
@@ -78,10 +78,12 @@ func quine(t *testing.T) []byte {
 	return file
 }
 
-// fixpoint finds x with f(x) = x, of a function whose bits are sums of some bits of x, modulo 2, and a constant.
+// fixpoint finds x with f(x) = x. f must be affine over GF(2): each bit of f(x) is the sum, modulo
+// 2, of some bits of x and a constant.
 func fixpoint(t *testing.T, f func(uint32) uint32) uint32 {
 	t.Helper()
-	// Column i of f(x) - x is what bit i of x changes. Gauss, with the right side in bit 32.
+	// Gaussian elimination. Column i has the bits of f(x) - x that bit i of x changes. Bit 32 of
+	// each row is the right side.
 	constant := f(0)
 	var rows [32]uint64
 	for i := range 32 {

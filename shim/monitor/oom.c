@@ -5,8 +5,8 @@
  * (v2) reports.
  *
  * The parent cgroup (v2) counts the kills of all its children. With the systemd driver the
- * container's cgroup may be gone before the monitor has seen its last change. Then a kill in the
- * parent without a known change of the container's was the container's.
+ * container's cgroup may be gone before the monitor has seen its last change. Then a kill
+ * that only the parent has counted is taken for the container's.
  */
 #include "monitor.h"
 
