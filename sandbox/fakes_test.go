@@ -1,0 +1,500 @@
+package sandbox
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"log/slog"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint"
+	"berth/cni"
+	"berth/image"
+	"berth/internal/errdefs"
+	"berth/internal/pidfd"
+	"berth/internal/rootfs"
+	"berth/internal/task"
+	"berth/oci/users"
+	"berth/sandbox/handler"
+	"berth/sandbox/lsm"
+	"berth/sandbox/runtime"
+	"berth/sandbox/state"
+	"berth/sandbox/stats"
+	"berth/shim/proto"
+)
+
+// fakeHost implements all interfaces through which the manager commands the host. It notes each call and fails those that a
+// test names. Nothing exists but records. The lock guards all fields.
+type fakeHost struct {
+	t  *testing.T
+	mu sync.Mutex
+
+	calls      []string
+	fail       map[string]int             // how often a call is still to fail
+	pods       map[string]state.Phase     // recorded
+	containers map[string]state.Phase     // recorded
+	loaded     func(*fakeHost, *fakeLoad) // what an earlier daemon recorded
+	running    map[string]proto.Processes // shims that Find finds
+	ended      map[string]chan struct{}   // by container: closed when its shim has ended
+	tasks      *task.Runner
+}
+
+// fakeLoad collects what an earlier daemon recorded.
+type fakeLoad struct {
+	pods       []*pod
+	containers []*container
+}
+
+// errFake is what a failing call returns.
+var errFake = errdefs.Unavailable("the fake host fails")
+
+// call notes a call and returns its error.
+func (f *fakeHost) call(name string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.calls = append(f.calls, name)
+	if f.fail[name] == 0 {
+		return nil
+	}
+	f.fail[name]--
+	return errFake
+}
+
+// failing makes the next n calls fail.
+func (f *fakeHost) failing(name string, n int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.fail[name] = n
+}
+
+// forget drops the notes of the calls so far.
+func (f *fakeHost) forget() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.calls = nil
+}
+
+func (f *fakeHost) called(name string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Contains(f.calls, name)
+}
+
+func (f *fakeHost) recordedPod(id string) state.Phase {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.pods[id]
+}
+
+func (f *fakeHost) recordedContainer(id string) state.Phase {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.containers[id]
+}
+
+func (f *fakeHost) podRecords() map[string]state.Phase {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return maps.Clone(f.pods)
+}
+
+func (f *fakeHost) containerRecords() map[string]state.Phase {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return maps.Clone(f.containers)
+}
+
+// process returns a pidfd of a process that does not end while the test runs.
+func (f *fakeHost) process() *os.File {
+	file, err := pidfd.Open(os.Getpid())
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	return file
+}
+
+// Launcher
+
+func (f *fakeHost) Pause(context.Context, *state.Pod) (*proto.Started, error) {
+	if err := f.call("launch pause"); err != nil {
+		return nil, err
+	}
+	return &proto.Started{Init: f.process(), Processes: proto.Processes{InitPID: 77, InitStartTime: 7}}, nil
+}
+
+func (f *fakeHost) Root(context.Context, *state.Pod, *state.Container) (rootfs.Spec, error) {
+	return rootfs.Spec{}, f.call("make root filesystem")
+}
+
+func (f *fakeHost) User(context.Context, *state.Container, rootfs.Spec) (users.User, error) {
+	return users.User{UID: 5}, f.call("resolve user")
+}
+
+func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, string) (*specs.Spec, error) {
+	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("validate")
+}
+
+func (f *fakeHost) Spec(context.Context, *state.Pod, *state.Container, string) (*specs.Spec, error) {
+	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("spec")
+}
+
+func (f *fakeHost) Start(_ context.Context, _ *state.Pod, c *state.Container, _ string) (*proto.Started, error) {
+	if err := f.call("launch"); err != nil {
+		return nil, err
+	}
+	f.shimEnd(c.ID)
+	return &proto.Started{Init: f.process(), Shim: f.process(), Processes: proto.Processes{InitPID: 78, StartedAt: time.Now()}}, nil
+}
+
+func (f *fakeHost) Describe(context.Context, *state.Pod, *state.Container, string, *atomic.Bool) (*specs.Spec, error) {
+	return nil, f.call("describe")
+}
+
+// shimEnd returns what is closed when the shim of a container has ended.
+func (f *fakeHost) shimEnd(id string) chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.ended[id] == nil {
+		f.ended[id] = make(chan struct{})
+	}
+	return f.ended[id]
+}
+
+// Processes
+
+func (f *fakeHost) Find(_ context.Context, id string) (*runtime.Running, proto.Processes, error) {
+	err := f.call("find shim")
+	f.mu.Lock()
+	ids, found := f.running[id]
+	f.mu.Unlock()
+	if err != nil || !found {
+		return nil, ids, err
+	}
+	return runtime.Launched(&proto.Started{Init: f.process(), Shim: f.process(), Processes: ids}), ids, nil
+}
+
+func (f *fakeHost) AwaitEnd(*os.File, string) bool {
+	<-f.tasks.Watchers.Context().Done()
+	return false
+}
+
+func (f *fakeHost) AwaitShim(_ *runtime.Running, object string) bool {
+	select {
+	case <-f.shimEnd(strings.TrimPrefix(object, "shim of container ")):
+		return true
+	case <-f.tasks.Watchers.Context().Done():
+		return false
+	}
+}
+
+func (f *fakeHost) ReadExit(_ context.Context, _ string, startedAt time.Time) (state.Exit, bool, error) {
+	exit := state.Exit{Code: state.CodeUnknown, Reason: state.ReasonShimLost, StartedAt: startedAt}
+	return exit, true, f.call("read exit")
+}
+
+func (f *fakeHost) LogLost(string) {}
+
+func (f *fakeHost) End(context.Context, *os.File) error { return f.call("kill pause") }
+
+func (f *fakeHost) KillLeftBehind(context.Context, string, string) error {
+	return f.call("kill what is left")
+}
+
+func (f *fakeHost) Remove(context.Context, string, string) error { return f.call("remove processes") }
+func (f *fakeHost) RemoveByID(context.Context, string) error     { return f.call("remove by ID") }
+func (f *fakeHost) RemoveRoot(string) error                      { return f.call("remove runtime state") }
+
+// Stopper
+
+func (f *fakeHost) Stop(ctx context.Context, c runtime.StopTarget, run *runtime.Running, _ unix.Signal, _ time.Duration) error {
+	if err := f.call("stop"); err != nil {
+		return err
+	}
+	return f.endShim(ctx, c.ID, run)
+}
+
+func (f *fakeHost) Kill(ctx context.Context, c runtime.StopTarget) error {
+	run := c.Running()
+	if run == nil {
+		return nil
+	}
+	if err := f.call("kill"); err != nil {
+		return err
+	}
+	return f.endShim(ctx, c.ID, run)
+}
+
+// endShim ends the shim of a container and waits until its exit is published.
+func (f *fakeHost) endShim(ctx context.Context, id string, run *runtime.Running) error {
+	ended := f.shimEnd(id)
+	f.mu.Lock()
+	select {
+	case <-ended:
+	default:
+		close(ended)
+	}
+	f.mu.Unlock()
+	select {
+	case <-run.Exited:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (f *fakeHost) Settle(_ runtime.StopTarget, startedAt time.Time) (state.Exit, bool) {
+	return state.Exit{Code: 137, Reason: state.ReasonError, StartedAt: startedAt, FinishedAt: time.Now()}, true
+}
+
+func (f *fakeHost) SettleLost(_ runtime.StopTarget, exit state.Exit) (state.Exit, bool) {
+	return exit, true
+}
+
+// Images and Volumes
+
+func (f *fakeHost) Get(ref string) (*image.Image, error) {
+	return &image.Image{ID: "sha256:" + ref}, f.call("find image")
+}
+
+func (f *fakeHost) Hold(string, []digest.Digest) (rootfs.Spec, error) {
+	return rootfs.Spec{}, f.call("hold layers")
+}
+
+func (f *fakeHost) Release(string) error { return f.call("release layers") }
+
+func (f *fakeHost) FindVolumes(*runtimeapi.ContainerConfig) ([]state.Volume, error) {
+	return nil, f.call("find volumes")
+}
+
+func (f *fakeHost) HoldVolumes(string, *runtimeapi.ContainerConfig, []state.Volume) ([]proto.Volume, error) {
+	return nil, f.call("hold volumes")
+}
+
+func (f *fakeHost) ReleaseVolumes(string, []state.Volume) error { return f.call("release volumes") }
+
+func (f *fakeHost) PauseImage(context.Context, string) (*state.Image, error) {
+	return &state.Image{}, f.call("find pause image")
+}
+
+// Pool
+
+func (f *fakeHost) Expect()                {}
+func (f *fakeHost) ExpectPause(bool, bool) {}
+func (f *fakeHost) Close() error           { return nil }
+
+// fakeNetwork is the part of fakeHost whose method names are taken.
+type fakeNetwork struct{ *fakeHost }
+
+func (f fakeNetwork) Status(context.Context) error                      { return f.call("network status") }
+func (f fakeNetwork) SetPodCIDR(context.Context, string) error          { return f.call("set pod CIDR") }
+func (f fakeNetwork) Load() ([]checkpoint.Damaged, error)               { return nil, f.call("load pod CIDR") }
+func (f fakeNetwork) Forget(string) error                               { return f.call("forget network") }
+func (f fakeNetwork) Collect(context.Context, iter.Seq[*state.PodSpec]) {}
+func (f fakeNetwork) Leave()                                            {}
+
+func (f fakeNetwork) Plan(*state.PodSpec) (cni.Attachment, [][]cni.IPRange, error) {
+	return cni.Attachment{Network: "net"}, nil, f.call("plan network")
+}
+
+func (f fakeNetwork) Attach(context.Context, *state.PodSpec, *cni.Attachment) ([]string, error) {
+	return []string{"10.0.0.2"}, f.call("attach")
+}
+
+func (f fakeNetwork) Detach(context.Context, *state.PodSpec, cni.Attachment) error {
+	return f.call("detach")
+}
+
+// fakeEnvironment is the part of fakeHost that makes what a pod owns on the host.
+type fakeEnvironment struct{ *fakeHost }
+
+func (f fakeEnvironment) Make(context.Context, *state.PodSpec) error { return f.call("make files") }
+func (f fakeEnvironment) RemoveNetNS(string) error                   { return f.call("remove netns") }
+func (f fakeEnvironment) RemoveMounts(string) error                  { return f.call("remove mounts") }
+func (f fakeEnvironment) Remove(string) error                        { return f.call("remove files") }
+
+func (f fakeEnvironment) FinishFiles(context.Context, *state.PodSpec, []string) error {
+	return f.call("write hosts")
+}
+
+func (f fakeEnvironment) Unrecorded(func(string) bool) (map[string]bool, error) {
+	return nil, f.call("look for orphans")
+}
+
+func (f fakeEnvironment) RemoveUnrecorded(context.Context, string) error {
+	return f.call("remove orphan")
+}
+
+// fakeRecords keeps records in memory. A call is named after the phase that it records.
+type fakeRecords struct{ *fakeHost }
+
+func (f fakeRecords) WritePod(spec *state.PodSpec, status *state.PodStatus) error {
+	if err := f.call(fmt.Sprintf("record pod %s", status.Phase())); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.pods[spec.ID] = status.Phase()
+	return nil
+}
+
+func (f fakeRecords) WriteContainer(spec *state.ContainerSpec, status *state.ContainerStatus) error {
+	if err := f.call(fmt.Sprintf("record container %s", status.Phase())); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.containers[spec.ID] = status.Phase()
+	return nil
+}
+
+func (f fakeRecords) RemovePod(id string) error {
+	if err := f.call("remove pod record"); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.pods, id)
+	return nil
+}
+
+func (f fakeRecords) RemoveContainer(id string) error {
+	if err := f.call("remove container record"); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.containers, id)
+	return nil
+}
+
+func (f fakeRecords) load() *fakeLoad {
+	found := &fakeLoad{}
+	if f.loaded != nil {
+		f.loaded(f.fakeHost, found)
+	}
+	return found
+}
+
+func (f fakeRecords) LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]checkpoint.Damaged, error) {
+	if err := f.call("load pods"); err != nil {
+		return nil, err
+	}
+	for _, p := range f.load().pods {
+		f.pods[p.ID] = p.status.Unshared().Phase()
+		add(p.PodSpec, *p.status.Unshared())
+	}
+	return nil, nil
+}
+
+func (f fakeRecords) LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]checkpoint.Damaged, error) {
+	if err := f.call("load containers"); err != nil {
+		return nil, err
+	}
+	for _, c := range f.load().containers {
+		f.containers[c.ID] = c.status.Unshared().Phase()
+		add(c.ContainerSpec, *c.status.Unshared())
+	}
+	return nil, nil
+}
+
+// fakeTrash deletes nothing.
+type fakeTrash struct{ *fakeHost }
+
+func (f fakeTrash) Discard(string) error { return f.call("discard layer") }
+func (f fakeTrash) Run(context.Context)  {}
+
+// withFakes runs a test with a manager on a fake host. Time is virtual, so retries take none. The manager ends with the test,
+// and no goroutine of it may be left.
+func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		log := slog.New(slog.DiscardHandler)
+		tasks := task.NewRunner(log, nil)
+		m := newWith(Config{Root: t.TempDir(), Handler: "berth", Log: log, SystemdCgroup: true}, tasks)
+		f := &fakeHost{t: t, fail: map[string]int{}, pods: map[string]state.Phase{}, containers: map[string]state.Phase{},
+			running: map[string]proto.Processes{}, ended: map[string]chan struct{}{}, tasks: tasks}
+		m.launcher, m.processes, m.stopper, m.images, m.volumes, m.pool = f, f, f, f, f, f
+		m.network, m.podenv, m.records, m.trash = fakeNetwork{f}, fakeEnvironment{f}, fakeRecords{f}, fakeTrash{f}
+		m.dirs = state.Dirs{Root: t.TempDir(), State: t.TempDir(), NetNSs: t.TempDir()}
+		m.bootID, m.run = "boot", state.Run{ID: "run"}
+		m.appArmor, m.sampler = lsm.NewAppArmor(false, tasks, log), stats.NewSampler(stats.SamplerConfig{})
+		var err error
+		if m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log}); err != nil {
+			t.Fatal(err)
+		}
+		test(t, m, f)
+		if err := m.Close(context.WithoutCancel(t.Context())); err != nil {
+			t.Errorf("close: %v", err)
+		}
+	})
+}
+
+func podConfig() *runtimeapi.PodSandboxConfig {
+	return &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web", Namespace: "default", Uid: "u"}}
+}
+
+func containerConfig() *runtimeapi.ContainerConfig {
+	return &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Image: &runtimeapi.ImageSpec{Image: "busybox"}}
+}
+
+// runPod runs a pod that nothing is wrong with.
+func runPod(t *testing.T, m *Manager) (id string) {
+	t.Helper()
+	id, err := m.RunPodSandbox(t.Context(), podConfig(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+// createContainer creates a container that nothing is wrong with.
+func createContainer(t *testing.T, m *Manager, podID string) (id string) {
+	t.Helper()
+	id, err := m.CreateContainer(t.Context(), podID, containerConfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+// startContainer creates and starts a container that nothing is wrong with.
+func startContainer(t *testing.T, m *Manager, podID string) (id string) {
+	t.Helper()
+	id = createContainer(t, m, podID)
+	if err := m.StartContainer(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+// wantFailure checks that an error has the code of the failing call.
+func wantFailure(t *testing.T, err error) {
+	t.Helper()
+	if errdefs.Code(err) != codes.Unavailable {
+		t.Errorf("error %v, want the failing call's with code Unavailable", err)
+	}
+}
+
+// wantCalled checks which of these calls were made.
+func wantCalled(t *testing.T, f *fakeHost, want bool, names ...string) {
+	t.Helper()
+	for _, name := range names {
+		if f.called(name) != want {
+			t.Errorf("call %q: made %t, want %t", name, !want, want)
+		}
+	}
+}

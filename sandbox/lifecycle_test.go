@@ -1,0 +1,362 @@
+package sandbox
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/sandbox/state"
+	"berth/shim/proto"
+)
+
+// podParts are the calls that remove what a pod has on the host.
+var podParts = []string{"remove processes", "remove mounts", "remove netns", "remove runtime state", "remove files", "remove pod record"}
+
+// containerParts are the calls that remove what a container has on the host.
+var containerParts = []string{"remove processes", "release layers", "release volumes", "discard layer", "remove container record"}
+
+// A step of RunPodSandbox that fails undoes all of it: nothing is recorded, and the same request succeeds afterwards.
+func TestRunPodSandboxFailures(t *testing.T) {
+	for _, test := range []struct {
+		step     string
+		recorded bool // the pod was recorded before, so its parts may exist
+	}{
+		{"plan network", false},
+		{"record pod starting", false},
+		{"make files", true},
+		{"attach", true},
+		{"launch pause", true},
+		{"write hosts", true},
+		{"record pod ready", true},
+	} {
+		t.Run(test.step, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				f.failing(test.step, 1)
+				_, err := m.RunPodSandbox(t.Context(), podConfig(), "")
+				wantFailure(t, err)
+				if len(f.podRecords()) > 0 || len(m.pods.Snapshot()) > 0 || len(m.Pods()) > 0 {
+					t.Errorf("left: records %v, pods %v", f.podRecords(), m.Pods())
+				}
+				wantCalled(t, f, test.recorded, podParts...)
+				wantCalled(t, f, test.recorded, "detach")
+				id := runPod(t, m)
+				if p, err := m.Pod(id); err != nil || !p.Ready() || f.recordedPod(id) != state.PodReady {
+					t.Errorf("the second try: %+v, %v", p, err)
+				}
+			})
+		})
+	}
+}
+
+// What cannot be undone at once is undone in the background.
+func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
+	for _, step := range append([]string{"detach"}, podParts...) {
+		t.Run(step, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				f.failing("record pod ready", 1)
+				f.failing(step, 3)
+				_, err := m.RunPodSandbox(t.Context(), podConfig(), "")
+				wantFailure(t, err)
+				if len(f.podRecords()) != 1 {
+					t.Errorf("records %v: the record must stay until everything is undone", f.podRecords())
+				}
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				if len(f.podRecords()) > 0 || len(m.pods.Snapshot()) > 0 {
+					t.Errorf("left: %v", f.podRecords())
+				}
+			})
+		})
+	}
+}
+
+// A step of CreateContainer that fails undoes all of it: nothing is recorded, and the same request succeeds afterwards.
+func TestCreateContainerFailures(t *testing.T) {
+	for _, test := range []struct {
+		step     string
+		recorded bool
+	}{
+		{"find image", false},
+		{"find volumes", false},
+		{"record container creating", false},
+		{"make root filesystem", true},
+		{"resolve user", true},
+		{"validate", true},
+		{"record container created", true},
+	} {
+		t.Run(test.step, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				pod := runPod(t, m)
+				f.forget()
+				f.failing(test.step, 1)
+				_, err := m.CreateContainer(t.Context(), pod, containerConfig())
+				wantFailure(t, err)
+				if len(f.containerRecords()) > 0 || len(m.containers.Snapshot()) > 0 {
+					t.Errorf("left: %v", f.containerRecords())
+				}
+				wantCalled(t, f, test.recorded, containerParts...)
+				if id := createContainer(t, m, pod); f.recordedContainer(id) != state.ContainerCreated {
+					t.Errorf("recorded as %q", f.recordedContainer(id))
+				}
+			})
+		})
+	}
+}
+
+// A start that cannot be recorded leaves a created container. A launch that fails leaves one that has exited.
+func TestStartContainerFailures(t *testing.T) {
+	for _, test := range []struct {
+		step  string
+		state runtimeapi.ContainerState
+		phase state.Phase // recorded
+	}{
+		{"record container starting", runtimeapi.ContainerState_CONTAINER_CREATED, state.ContainerCreated},
+		{"launch", runtimeapi.ContainerState_CONTAINER_EXITED, state.ContainerExited},
+	} {
+		t.Run(test.step, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				id := createContainer(t, m, runPod(t, m))
+				f.failing(test.step, 1)
+				wantFailure(t, m.StartContainer(t.Context(), id))
+				c, err := m.Container(id)
+				if err != nil || c.State() != test.state || f.recordedContainer(id) != test.phase {
+					t.Fatalf("%v, recorded %q, %v", c.State(), f.recordedContainer(id), err)
+				}
+				if exit := c.Ended(); test.phase == state.ContainerExited && (exit.Code != state.CodeStartError || exit.Reason != state.ReasonStartError) {
+					t.Errorf("exit %+v", exit)
+				}
+				wantCalled(t, f, test.phase == state.ContainerExited, "remove processes")
+				if test.phase == state.ContainerCreated {
+					if err := m.StartContainer(t.Context(), id); err != nil {
+						t.Errorf("the second try: %v", err)
+					}
+				}
+			})
+		})
+	}
+}
+
+// An exit that cannot be recorded is published. The runtime state stays, as the only record, until the exit is recorded.
+func TestExitThatCannotBeRecorded(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		id := startContainer(t, m, runPod(t, m))
+		f.failing("record container exited", 3)
+		if err := m.StopContainer(t.Context(), id, time.Second); err != nil {
+			t.Fatal(err)
+		}
+		if c, err := m.Container(id); err != nil || c.State() != runtimeapi.ContainerState_CONTAINER_EXITED || c.Ended().Code != 137 {
+			t.Errorf("%+v, %v", c, err)
+		}
+		if f.recordedContainer(id) == state.ContainerExited {
+			t.Error("the record was written")
+		}
+		wantCalled(t, f, false, "remove processes")
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if f.recordedContainer(id) != state.ContainerExited {
+			t.Errorf("recorded as %q", f.recordedContainer(id))
+		}
+		wantCalled(t, f, true, "remove processes")
+	})
+}
+
+// A container that does not stop stays running and can be stopped again.
+func TestStopContainerFailures(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		id := startContainer(t, m, runPod(t, m))
+		f.failing("stop", 1)
+		wantFailure(t, m.StopContainer(t.Context(), id, time.Second))
+		if c, err := m.Container(id); err != nil || c.State() != runtimeapi.ContainerState_CONTAINER_RUNNING {
+			t.Errorf("%+v, %v", c, err)
+		}
+		if err := m.StopContainer(t.Context(), id, time.Second); err != nil {
+			t.Fatal(err)
+		}
+		if c, err := m.Container(id); err != nil || c.State() != runtimeapi.ContainerState_CONTAINER_EXITED || f.recordedContainer(id) != state.ContainerExited {
+			t.Errorf("%v, recorded %q, %v", c.State(), f.recordedContainer(id), err)
+		}
+	})
+}
+
+// A step of RemoveContainer that fails keeps the record, and the next call goes on. Only a removal that cannot be recorded goes
+// on at once: it frees space on a full disk.
+func TestRemoveContainerFailures(t *testing.T) {
+	for _, test := range []struct {
+		step string
+		goes bool
+	}{
+		{"kill", false},
+		{"record container removing", true},
+		{"remove processes", false},
+		{"release layers", false},
+		{"release volumes", false},
+		{"discard layer", false},
+		{"remove container record", false},
+	} {
+		t.Run(test.step, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				id := startContainer(t, m, runPod(t, m))
+				if test.step == "remove processes" { // the exit removes them, too, and tries again
+					if err := m.StopContainer(t.Context(), id, 0); err != nil {
+						t.Fatal(err)
+					}
+				}
+				f.failing(test.step, 1)
+				err := m.RemoveContainer(t.Context(), id)
+				if test.goes {
+					if err != nil || len(f.containerRecords()) > 0 {
+						t.Errorf("%v, left %v", err, f.containerRecords())
+					}
+					return
+				}
+				wantFailure(t, err)
+				if len(f.containerRecords()) != 1 {
+					t.Errorf("records %v: the record must stay", f.containerRecords())
+				}
+				if err := m.RemoveContainer(t.Context(), id); err != nil || len(f.containerRecords()) > 0 || len(m.containers.Snapshot()) > 0 {
+					t.Errorf("the second try: %v, left %v", err, f.containerRecords())
+				}
+			})
+		})
+	}
+}
+
+// A stop of a pod does all its steps, whatever the others return, and can be repeated.
+func TestStopPodSandboxFailures(t *testing.T) {
+	steps := []string{"kill", "detach", "remove netns", "remove mounts"}
+	for _, failing := range append(steps, "record pod stopping") {
+		t.Run(failing, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				id := runPod(t, m)
+				startContainer(t, m, id)
+				f.forget()
+				f.failing(failing, 1)
+				err := m.StopPodSandbox(t.Context(), id)
+				if failing == "record pod stopping" { // a full disk keeps no pod running
+					if err != nil {
+						t.Error(err)
+					}
+				} else {
+					wantFailure(t, err)
+				}
+				if p, err := m.Pod(id); err != nil || p.Ready() {
+					t.Errorf("the pod is ready, %v", err)
+				}
+				wantCalled(t, f, true, "kill", "detach", "remove mounts", "kill pause")
+				if err := m.StopPodSandbox(t.Context(), id); err != nil {
+					t.Errorf("the second try: %v", err)
+				}
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				if phase := f.recordedPod(id); phase != state.PodStopped && phase != state.PodStopping {
+					t.Errorf("recorded as %q", phase)
+				}
+			})
+		})
+	}
+}
+
+// A step of RemovePodSandbox that fails keeps the record, and the next call goes on.
+func TestRemovePodSandboxFailures(t *testing.T) {
+	for _, failing := range []string{"remove container record", "remove runtime state", "remove files", "remove pod record", "record pod removing"} {
+		t.Run(failing, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				id := runPod(t, m)
+				startContainer(t, m, id)
+				f.failing(failing, 1)
+				err := m.RemovePodSandbox(t.Context(), id)
+				if failing == "record pod removing" {
+					if err != nil || len(f.podRecords()) > 0 {
+						t.Errorf("%v, left %v", err, f.podRecords())
+					}
+					return
+				}
+				wantFailure(t, err)
+				if len(f.podRecords()) != 1 {
+					t.Errorf("records %v: the record must stay", f.podRecords())
+				}
+				if err := m.RemovePodSandbox(t.Context(), id); err != nil || len(f.podRecords())+len(f.containerRecords())+len(m.pods.Snapshot()) > 0 {
+					t.Errorf("the second try: %v, left %v, %v", err, f.podRecords(), f.containerRecords())
+				}
+			})
+		})
+	}
+}
+
+// recovered is a pod and a container as an earlier daemon of this boot recorded them.
+func recovered(podPhase, containerPhase state.Phase) func(*fakeHost, *fakeLoad) {
+	return func(_ *fakeHost, found *fakeLoad) {
+		p := newPod(&state.PodSpec{ID: "p", BootID: "boot", Config: podConfig(), NetNS: "/netns"}, state.NewPodStatus(podPhase), nil)
+		p.status.Unshared().RunID = "run"
+		c := newContainer(&state.ContainerSpec{ID: "c", PodID: "p", BootID: "boot", Config: containerConfig()}, state.NewContainerStatus(containerPhase), nil)
+		c.status.Unshared().RunID = "run"
+		found.pods, found.containers = []*pod{p}, []*container{c}
+	}
+}
+
+// Recovery decides by phase. Nothing but what is certainly gone counts as gone.
+func TestRecovery(t *testing.T) {
+	running := proto.Processes{InitPID: 78, StartedAt: time.Unix(100, 0)}
+	for _, test := range []struct {
+		name           string
+		pod, container state.Phase
+		shim           bool
+		podLeft, ready bool
+		state          runtimeapi.ContainerState
+		containerLeft  bool
+	}{
+		{"pod half made", state.PodStarting, state.ContainerCreated, false, false, false, 0, false},
+		{"pod half removed", state.Removing, state.ContainerExited, false, false, false, 0, false},
+		{"stop half done", state.PodStopping, state.ContainerExited, false, true, false, runtimeapi.ContainerState_CONTAINER_EXITED, true},
+		{"pause gone", state.PodReady, state.ContainerExited, false, true, false, runtimeapi.ContainerState_CONTAINER_EXITED, true},
+		{"container half made", state.PodStopping, state.ContainerCreating, false, true, false, 0, false},
+		{"container half removed", state.PodStopping, state.Removing, false, true, false, 0, false},
+		{"shim runs", state.PodReady, state.ContainerStarting, true, true, false, runtimeapi.ContainerState_CONTAINER_RUNNING, true},
+		{"launch never began", state.PodReady, state.ContainerStarting, false, true, false, runtimeapi.ContainerState_CONTAINER_CREATED, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				f.loaded = recovered(test.pod, test.container)
+				if test.shim {
+					f.running["c"] = running
+				}
+				if err := m.recover(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				if test.shim {
+					if c, err := m.Container("c"); err != nil || c.State() != test.state || c.PID != 78 {
+						t.Errorf("%+v, %v", c, err)
+					}
+					return // its pod has no pause and is stopped in the background
+				}
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				p, err := m.Pod("p")
+				if (err == nil) != test.podLeft || err == nil && p.Ready() != test.ready {
+					t.Errorf("pod %+v, %v", p, err)
+				}
+				c, err := m.Container("c")
+				if (err == nil) != test.containerLeft || err == nil && c.State() != test.state {
+					t.Errorf("container %+v, %v", c, err)
+				}
+			})
+		})
+	}
+}
+
+// What cannot be found out is an error, so the daemon does not start, and nothing was stopped or removed.
+func TestRecoveryFailures(t *testing.T) {
+	for _, failing := range []string{"load pod CIDR", "load pods", "load containers", "find shim", "look for orphans"} {
+		t.Run(failing, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				f.loaded = recovered(state.PodStopping, state.ContainerStarting)
+				f.running["c"] = proto.Processes{InitPID: 78}
+				f.failing(failing, 1)
+				wantFailure(t, m.recover(t.Context()))
+				wantCalled(t, f, false, "kill", "detach", "remove files", "remove pod record", "remove container record")
+			})
+		})
+	}
+}
