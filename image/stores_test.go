@@ -156,15 +156,6 @@ func mustGet(t *testing.T, s *Store, ref string) *Image {
 	return img
 }
 
-func used(t *testing.T, s *Store) uint64 {
-	t.Helper()
-	u, err := s.Usage(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	return u.Bytes
-}
-
 // List returns the names of all layers, each once.
 func (s *stores) List() (names []digest.Digest) {
 	for _, f := range s.list() {

@@ -280,8 +280,8 @@ func start(t *testing.T, state, id, root string, spec *specs.Spec, out *bytes.Bu
 	process := &libcontainer.Process{Init: true, Args: p.Args, Env: p.Env, Cwd: p.Cwd, Stdout: out, Stderr: out,
 		UID: int(p.User.UID), GID: int(p.User.GID), AdditionalGroups: groups}
 	t.Cleanup(func() {
-		process.Signal(syscall.SIGKILL) //nolint:errcheck // it may have ended
-		process.Wait()                  //nolint:errcheck // killed, or waited for
+		process.Signal(syscall.SIGKILL) // it may have ended
+		process.Wait()
 		if err := container.Destroy(); err != nil {
 			t.Errorf("destroy %s: %v", id, err)
 		}

@@ -13,7 +13,8 @@ func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time
 	var before []time.Time
 	for _, p := range m.pods.Snapshot() {
 		md := p.Config.GetMetadata()
-		if md.GetUid() == metadata.GetUid() && md.GetName() == metadata.GetName() && md.GetNamespace() == metadata.GetNamespace() {
+		if md.GetUid() == metadata.GetUid() && md.GetName() == metadata.GetName() &&
+			md.GetNamespace() == metadata.GetNamespace() {
 			before = append(before, p.CreatedAt)
 		}
 	}

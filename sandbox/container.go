@@ -31,7 +31,8 @@ import (
 // Errors: NotFound for the pod or the image, InvalidArgument for a config that
 // can't be, FailedPrecondition if the pod is not ready, AlreadyExists for an
 // identity in use with another content.
-func (m *Manager) CreateContainer(ctx context.Context, podID string, config *runtimeapi.ContainerConfig) (string, error) {
+func (m *Manager) CreateContainer(ctx context.Context, podID string, config *runtimeapi.ContainerConfig) (string,
+	error) {
 	checking := trace.Begin(ctx, "check")
 	defer checking.End() // where it fails
 	p, err := m.readyPod(podID)
@@ -70,7 +71,8 @@ func createFailed(identity string, err error) error {
 }
 
 // newContainer runs in a goroutine of its own, whatever becomes of the caller.
-func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeapi.ContainerConfig, identity string) (string, error) {
+func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeapi.ContainerConfig,
+	identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
@@ -98,7 +100,8 @@ func writtenName(config *runtimeapi.ContainerConfig) string {
 }
 
 // planContainer decides the container's Spec, records it and enters the container.
-func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (_ *container, err error) {
+func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (_ *container,
+	err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
 	undo := cleanup.New()
@@ -107,12 +110,15 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if err != nil {
 		return nil, err
 	}
-	spec := &state.ContainerSpec{ID: state.NewID(), PodID: p.ID, BootID: m.bootID, CreatedAt: m.containerCreation(p.ID), Config: config,
-		Image: state.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers, Config: img.Config}}
+	spec := &state.ContainerSpec{ID: state.NewID(), PodID: p.ID, BootID: m.bootID, CreatedAt: m.containerCreation(p.ID),
+		Config: config,
+		Image: state.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers,
+			Config: img.Config}}
 	if spec.Volumes, err = m.volumes.FindVolumes(config); err != nil {
 		return nil, err
 	}
-	if spec.CgroupsPath, err = oci.CgroupsPath(p.Config.GetLinux().GetCgroupParent(), spec.ID, m.cfg.SystemdCgroup); err != nil {
+	if spec.CgroupsPath, err = oci.CgroupsPath(p.Config.GetLinux().GetCgroupParent(), spec.ID,
+		m.cfg.SystemdCgroup); err != nil {
 		return nil, err
 	}
 	if dir := p.Config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
@@ -130,7 +136,10 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	c := newContainer(spec, state.NewContainerStatus(state.ContainerCreating), trace.Of(ctx))
 	status := c.status.Unshared()
 	status.RunID, status.Resources = m.run.ID, config.GetLinux().GetResources()
-	if err := m.lockPod(ctx, p, "create a container in", func(lockedPod) error { return m.enterContainer(ctx, p, c.unshared()) }); err != nil {
+	if err := m.lockPod(ctx, p, "create a container in", func(lockedPod) error {
+		return m.enterContainer(ctx, p,
+			c.unshared())
+	}); err != nil {
 		return nil, err
 	}
 	undo.Release()
@@ -203,12 +212,14 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 
 // describeContainer publishes a container that can be described, with what plugins want of it, and returns
 // what they want of others. It needs the container's turn. looking, which is of ctx, ends looks at volumes.
-func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lockedContainer) (others []nri.Update, err error) {
+func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lockedContainer) (others []nri.Update,
+	err error) {
 	target, err := m.targetPIDNS(c.container)
 	if err != nil {
 		return nil, err
 	}
-	spec, err := m.launcher.Validate(looking, p.Info(), c.snapshot(), target) // plugins see no container that cannot be launched
+	spec, err := m.launcher.Validate(looking, p.Info(), c.snapshot(),
+		target) // plugins see no container that cannot be launched
 	if err != nil {
 		return nil, err
 	}
@@ -300,7 +311,8 @@ func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "remove", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+	return m.tasks.Detach(ctx, task.Limit, "remove", c.String(),
+		func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 }
 
 func (m *Manager) removeContainer(ctx context.Context, c *container) error {
@@ -351,7 +363,8 @@ func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 		}
 		m.containerIDs.Going(c.Identity(), c.ID)
 		if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-			m.log.Warn("record a removal, which goes on", "container", c.ID, "error", err) // the removal frees space on a full disk
+			m.log.Warn("record a removal, which goes on", "container", c.ID, "error",
+				err) // the removal frees space on a full disk
 		}
 	}
 	if err := m.removeParts(ctx, c.container); err != nil {

@@ -33,7 +33,8 @@ type Launcher interface {
 	Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error)
 	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error)
 	Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*proto.Started, error)
-	Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string, describing *atomic.Bool) (*specs.Spec, error)
+	Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string,
+		describing *atomic.Bool) (*specs.Spec, error)
 }
 
 // Processes finds, watches and removes what launches made. runtime.Processes implements it and documents the methods.

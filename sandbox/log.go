@@ -17,12 +17,14 @@ import (
 
 // nameAttrs are the names of a pod.
 func nameAttrs(m *runtimeapi.PodSandboxMetadata) []any {
-	return []any{slog.String("namespace", errdefs.Clip(m.GetNamespace())), slog.String("podName", errdefs.Clip(m.GetName()))}
+	return []any{slog.String("namespace", errdefs.Clip(m.GetNamespace())),
+		slog.String("podName", errdefs.Clip(m.GetName()))}
 }
 
 // logPod logs an event of a pod.
 func (m *Manager) logPod(event string, p *pod, more ...any) {
-	attrs := append(nameAttrs(p.Config.GetMetadata()), slog.Uint64("attempt", uint64(p.Config.GetMetadata().GetAttempt())), slog.String("pod", p.ID))
+	attrs := append(nameAttrs(p.Config.GetMetadata()), slog.Uint64("attempt",
+		uint64(p.Config.GetMetadata().GetAttempt())), slog.String("pod", p.ID))
 	m.log.Info(event, append(attrs, more...)...)
 }
 
@@ -33,13 +35,15 @@ func (m *Manager) logContainer(event string, c *container, more ...any) {
 		attrs = nameAttrs(p.Config.GetMetadata())
 	}
 	attrs = append(attrs, slog.String("containerName", errdefs.Clip(c.Config.GetMetadata().GetName())),
-		slog.Uint64("attempt", uint64(c.Config.GetMetadata().GetAttempt())), slog.String("pod", c.PodID), slog.String("container", c.ID))
+		slog.Uint64("attempt", uint64(c.Config.GetMetadata().GetAttempt())), slog.String("pod",
+			c.PodID), slog.String("container", c.ID))
 	m.log.Info(event, append(attrs, more...)...)
 }
 
 // logExit logs how a container ended.
 func (m *Manager) logExit(c *container, exit state.Exit) {
-	attrs := []any{slog.Int("code", int(exit.Code)), slog.String("reason", exit.Reason), slog.Bool("oom", exit.Reason == state.ReasonOOMKilled)}
+	attrs := []any{slog.Int("code", int(exit.Code)), slog.String("reason", exit.Reason),
+		slog.Bool("oom", exit.Reason == state.ReasonOOMKilled)}
 	if !exit.StartedAt.IsZero() {
 		attrs = append(attrs, seconds(exit.FinishedAt.Sub(exit.StartedAt)))
 	}

@@ -172,8 +172,9 @@ func newManager(ctx context.Context, cfg Config, images *image.Store, network *c
 	undo.Add("end idle launchers", pool.Close)
 	namespaces := podenv.Namespaces{Dirs: dirs, Holder: programs.Pause + payload.PauseProgram}
 	facts := probeUserNamespaces(namespaces, cfg)
-	handlers, err := handler.Open(ctx, handler.Options{BuiltIn: cfg.Handler, Programs: cfg.Handlers, Default: cfg.DefaultHandler,
-		Host: facts, Tasks: tasks, Log: cfg.Log})
+	handlers, err := handler.Open(ctx, handler.Options{BuiltIn: cfg.Handler, Programs: cfg.Handlers,
+		Default: cfg.DefaultHandler,
+		Host:    facts, Tasks: tasks, Log: cfg.Log})
 	if err != nil {
 		return nil, err
 	}
@@ -183,18 +184,22 @@ func newManager(ctx context.Context, cfg Config, images *image.Store, network *c
 	roots := runtime.Roots{Images: images, Dirs: dirs, Quotas: quotas}
 	processes := runtime.Processes{Dirs: dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: tasks, Log: cfg.Log}
 	bin := trash.New(dirs.Trash(), safefs.RemoveAll, cfg.Log)
-	node := runtime.Node{Host: facts, NoAppArmor: appArmor.Problem, CDI: cfg.CDI, Dirs: dirs, SystemdCgroup: cfg.SystemdCgroup, OwnDevices: cfg.OwnDevices}
+	node := runtime.Node{Host: facts, NoAppArmor: appArmor.Problem, CDI: cfg.CDI, Dirs: dirs,
+		SystemdCgroup: cfg.SystemdCgroup, OwnDevices: cfg.OwnDevices}
 	m := newWith(cfg, tasks)
 	m.host, m.dirs, m.bootID, m.run = facts, dirs, bootID, run
-	m.launcher = runtime.Launcher{Node: node, Roots: roots, Users: new(runtime.Users), AppArmor: appArmor, SELinux: selinux,
+	m.launcher = runtime.Launcher{Node: node, Roots: roots, Users: new(runtime.Users), AppArmor: appArmor,
+		SELinux: selinux,
 		Sources: runtime.NewSources(tasks), Launchers: pool, PauseDir: programs.Pause, MaxLogLine: cfg.MaxLogLine, Tasks: tasks}
 	m.processes, m.stopper, m.pool = processes, runtime.NewStopper(processes), pool
 	m.images, m.volumes, m.quotas = images, roots, quotas
 	m.network, m.records, m.trash, m.handlers = networks, records, bin, handlers
-	m.podenv = podenv.Provisioner{Dirs: dirs, HostResolvConf: cfg.HostResolvConf, Namespaces: namespaces, Networks: networks,
-		SELinux: selinux, Images: images, Trash: bin}
+	m.podenv = podenv.Provisioner{Dirs: dirs, HostResolvConf: cfg.HostResolvConf, Namespaces: namespaces,
+		Networks: networks,
+		SELinux:  selinux, Images: images, Trash: bin}
 	m.appArmor, m.selinux = appArmor, selinux
-	m.sampler = stats.NewSampler(stats.SamplerConfig{Period: cfg.SamplePeriod, Targets: m.sampleTargets, Layers: dirs.Writable(""),
+	m.sampler = stats.NewSampler(stats.SamplerConfig{Period: cfg.SamplePeriod, Targets: m.sampleTargets,
+		Layers: dirs.Writable(""),
 		Images: images.Root(), SystemdCgroup: cfg.SystemdCgroup, Begin: tasks.BeginOpen, Log: cfg.Log,
 		Quota: func(project uint32) (diskusage.Usage, bool, error) { return quotas.Usage(project) }})
 	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, cfg.Log)

@@ -73,7 +73,10 @@ func (p lockedPod) snapshot() *state.Pod { return p.PodStatus.Snapshot(p.PodSpec
 
 // lockPod calls op while it holds the pod's lock.
 func (m *Manager) lockPod(ctx context.Context, p *pod, what string, op func(lockedPod) error) error {
-	return p.status.With(ctx, m.tasks, what, p.String(), func(status *state.PodStatus) error { return op(lockedPod{p, status}) })
+	return p.status.With(ctx, m.tasks, what, p.String(), func(status *state.PodStatus) error {
+		return op(lockedPod{p,
+			status})
+	})
 }
 
 // container owns a container: its Spec, its Status and its process. The Status is reached through lockContainer only.
@@ -132,5 +135,6 @@ func (c lockedContainer) snapshot() *state.Container {
 
 // lockContainer calls op while it holds the container's lock.
 func (m *Manager) lockContainer(ctx context.Context, c *container, what string, op func(lockedContainer) error) error {
-	return c.status.With(ctx, m.tasks, what, c.String(), func(status *state.ContainerStatus) error { return op(lockedContainer{c, status}) })
+	return c.status.With(ctx, m.tasks, what, c.String(),
+		func(status *state.ContainerStatus) error { return op(lockedContainer{c, status}) })
 }

@@ -40,7 +40,8 @@ func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
 
 // presentContainer lets the plugins change a container that is about to be published and has this spec so far.
 // others is what they want changed of others, see plugins.Caller. It needs the container's turn.
-func (m *Manager) presentContainer(ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec) (release func(), others []nri.Update, err error) {
+func (m *Manager) presentContainer(ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec) (release func(),
+	others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	var changes *plugins.Changes
@@ -123,7 +124,8 @@ func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
 	}
 	var containers []*nri.Container
 	for _, c := range r.containers.Snapshot() {
-		if info := c.info.Load(); info != nil && (info.State() != runtimeapi.ContainerState_CONTAINER_EXITED || c.stopNotified.Load() != nil) {
+		if info := c.info.Load(); info != nil && (info.State() != runtimeapi.ContainerState_CONTAINER_EXITED ||
+			c.stopNotified.Load() != nil) {
 			containers = append(containers, r.containerForPlugins(info))
 		}
 	}

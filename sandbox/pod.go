@@ -44,7 +44,8 @@ func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 //
 // Errors: InvalidArgument for a config that can't be, AlreadyExists for an identity in
 // use with another content, NotFound for an unknown handler, FailedPrecondition without a CNI config.
-func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (string, error) {
+func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (string,
+	error) {
 	checking := trace.Begin(ctx, "check")
 	defer checking.End() // where it fails
 	if err := m.checkPodConfig(config, handler); err != nil {
@@ -71,7 +72,8 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 		return "", err
 	}
 	if !info.Ready() {
-		return "", errdefs.AlreadyExists("run %s: it exists (%s) and was stopped; remove it, or use another attempt", identity, id)
+		return "", errdefs.AlreadyExists("run %s: it exists (%s) and was stopped; remove it, or use another attempt",
+			identity, id)
 	}
 	return id, nil
 }
@@ -91,14 +93,16 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	if _, err := m.handlers.Find(handler); err != nil {
 		return err
 	}
-	if err := state.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), m.host); err != nil {
+	if err := state.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(),
+		m.host); err != nil {
 		return err
 	}
 	return state.CheckUserNamespace(config, m.host)
 }
 
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
-func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig, handler, identity string) (string, error) {
+func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig, handler,
+	identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
@@ -120,13 +124,15 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 }
 
 // planPod decides the pod's Spec, records it and enters the pod.
-func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (_ *pod, err error) {
+func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (_ *pod,
+	err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	id := state.NewID()
-	spec := &state.PodSpec{ID: id, BootID: m.bootID, CreatedAt: m.podCreation(config.GetMetadata()), Config: config, Handler: handler, Tmpfs: true}
+	spec := &state.PodSpec{ID: id, BootID: m.bootID, CreatedAt: m.podCreation(config.GetMetadata()), Config: config,
+		Handler: handler, Tmpfs: true}
 	if spec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), id, m.cfg.SystemdCgroup); err != nil {
 		return nil, err
 	}

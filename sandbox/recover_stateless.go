@@ -92,7 +92,8 @@ func (m *Manager) recoverStateless(p lockedPod) error {
 		if err != nil && !errors.Is(err, os.ErrProcessDone) {
 			return err
 		}
-		m.log.Warn("the runtime state of a pod is gone: the machine was restarted, or its state directory emptied", "pod", p.ID, "runs", pause != nil)
+		m.log.Warn("the runtime state of a pod is gone: the machine was restarted, or its state directory emptied", "pod",
+			p.ID, "runs", pause != nil)
 	}
 	if err := m.publishPauseless(p); err != nil {
 		return err

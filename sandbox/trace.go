@@ -24,7 +24,8 @@ func (m *Manager) StartOf(podID string) []trace.Operation {
 	newest := map[string]*container{}
 	for _, c := range m.containers.Snapshot() {
 		name := c.Config.GetMetadata().GetName()
-		if c.PodID == podID && (newest[name] == nil || newest[name].Config.GetMetadata().GetAttempt() <= c.Config.GetMetadata().GetAttempt()) {
+		if c.PodID == podID && (newest[name] == nil ||
+			newest[name].Config.GetMetadata().GetAttempt() <= c.Config.GetMetadata().GetAttempt()) {
 			newest[name] = c
 		}
 	}

@@ -14,7 +14,8 @@ import (
 )
 
 // updateResources makes an update as plugins want it. It needs the container's turn.
-func (m *Manager) updateResources(ctx context.Context, c lockedContainer, res *runtimeapi.LinuxContainerResources) error {
+func (m *Manager) updateResources(ctx context.Context, c lockedContainer,
+	res *runtimeapi.LinuxContainerResources) error {
 	if err := checkUpdatable(c); err != nil {
 		return err
 	}
@@ -66,7 +67,8 @@ func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err err
 }
 
 // setResources notes limits that can be, without recording them.
-func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxContainerResources, added *nri.Limits) error {
+func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxContainerResources,
+	added *nri.Limits) error {
 	if _, err := limits.Kernel(resources, added, m.host); err != nil {
 		return err
 	}

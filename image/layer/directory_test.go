@@ -22,21 +22,6 @@ import (
 
 func unmount(path string) error { return unix.Unmount(path, 0) }
 
-// treeOf describes every file below root: path → "type mode uid:gid", and what
-// belongs to the type.
-func treeOf(t testing.TB, root string) map[string]string {
-	t.Helper()
-	got := map[string]string{}
-	must(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
-		must(t, err)
-		rel, err := filepath.Rel(root, path)
-		must(t, err)
-		got[rel] = describe(t, path)
-		return nil
-	}))
-	return got
-}
-
 func describe(t testing.TB, path string) string {
 	t.Helper()
 	var st unix.Stat_t

@@ -29,7 +29,8 @@ const (
 )
 
 var kinds = map[uint32]byte{
-	unix.S_IFDIR: kindDir, unix.S_IFREG: kindFile, unix.S_IFLNK: kindSymlink, unix.S_IFCHR: kindChar, unix.S_IFBLK: kindBlock,
+	unix.S_IFDIR: kindDir, unix.S_IFREG: kindFile, unix.S_IFLNK: kindSymlink, unix.S_IFCHR: kindChar,
+	unix.S_IFBLK: kindBlock,
 	unix.S_IFIFO: kindFIFO,
 }
 

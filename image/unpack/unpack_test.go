@@ -22,12 +22,6 @@ import (
 	"berth/internal/testenv"
 )
 
-// tarOf returns a tar of one file.
-func tarOf(t *testing.T, name, content string) []byte {
-	t.Helper()
-	return makeTar(t, content, tar.Header{Name: name, Mode: 0o644, Size: int64(len(content)), Typeflag: tar.TypeReg})
-}
-
 // makeTar returns the tar of the entries, which have the content if they have a size.
 func makeTar(t *testing.T, content string, entries ...tar.Header) []byte {
 	t.Helper()

@@ -11,7 +11,8 @@ import (
 
 // DescribePod describes a pod to plugins.
 func DescribePod(p *state.Pod) *nri.Pod {
-	return &nri.Pod{ID: p.ID, Handler: p.Handler, Config: p.ShownConfig(), IPs: p.IPs, PID: p.PausePID, NetNS: p.NetNS, CgroupsPath: p.CgroupsPath}
+	return &nri.Pod{ID: p.ID, Handler: p.Handler, Config: p.ShownConfig(), IPs: p.IPs, PID: p.PausePID, NetNS: p.NetNS,
+		CgroupsPath: p.CgroupsPath}
 }
 
 // DescribeContainer describes a container to plugins. It looks at no file.
@@ -25,7 +26,8 @@ func DescribeContainer(c *state.Container, facts host.Facts) *nri.Container {
 		return described
 	}
 	linux := *c.Described.Linux
-	if inForce, err := limits.Kernel(c.Resources, c.Limits, facts); err == nil { // else it would have those of its creation
+	if inForce, err := limits.Kernel(c.Resources, c.Limits,
+		facts); err == nil { // else it would have those of its creation
 		inForce.Devices = linux.Resources.Devices
 		linux.Resources = inForce
 	}

@@ -88,7 +88,8 @@ func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, e
 
 // Attach runs CNI ADD and returns the pod's addresses. The record says already that a DEL is due.
 // nil: the pod is on the node's network and has nothing to attach.
-func (n *Networks) Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string, err error) {
+func (n *Networks) Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string,
+	err error) {
 	if attachment == nil {
 		return nil, nil
 	}
@@ -118,7 +119,8 @@ func addressStrings(ips []netip.Addr) []string {
 func (n *Networks) Detach(ctx context.Context, spec *state.PodSpec, attachment cni.Attachment) error {
 	pod, err := cniPod(spec)
 	if err != nil {
-		n.log.Warn("CNI plugins cannot be called for a pod, so it has no network to detach from", "pod", spec.ID, "error", err)
+		n.log.Warn("CNI plugins cannot be called for a pod, so it has no network to detach from", "pod", spec.ID, "error",
+			err)
 		return nil
 	}
 	ctx, span := trace.Nest(ctx, "CNI DEL")
@@ -163,7 +165,8 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 	for spec := range attached {
 		pod, err := cniPod(spec)
 		if err != nil {
-			n.log.Warn("a pod can't be told to CNI plugins: what they hold for it is given back", "pod", spec.ID, "error", err)
+			n.log.Warn("a pod can't be told to CNI plugins: what they hold for it is given back", "pod", spec.ID, "error",
+				err)
 			continue
 		}
 		valid = append(valid, pod)

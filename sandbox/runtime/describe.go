@@ -17,14 +17,16 @@ const lookLimit = 2 * time.Second
 // Describe is Spec for those who only want to see it. It looks at the sources of the container's mounts, and so may
 // meet a volume that hangs (NFS without its server): who asks waits for two seconds at most, and one looks at a time, which
 // looking, the container's own, tells. Errors: DeadlineExceeded, Unavailable while an earlier look hangs, else what became of a source.
-func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string, looking *atomic.Bool) (*specs.Spec, error) {
+func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string,
+	looking *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookLimit)
 	defer cancel()
 	return k.lookAt(ctx, c.ID, looking, func() (*specs.Spec, error) { return k.describe(pod, c, targetPIDNS) })
 }
 
 // lookAt does what may hang, and waits for it until ctx ends.
-func (k Launcher) lookAt(ctx context.Context, id string, looking *atomic.Bool, look func() (*specs.Spec, error)) (*specs.Spec, error) {
+func (k Launcher) lookAt(ctx context.Context, id string, looking *atomic.Bool,
+	look func() (*specs.Spec, error)) (*specs.Spec, error) {
 	if !looking.CompareAndSwap(false, true) {
 		return nil, errdefs.Unavailable("describe container %s: somebody looks at its mounts", id)
 	}

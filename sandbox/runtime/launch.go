@@ -57,7 +57,8 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 		}
 		config, imageUser = &image.Config, image.Config.User
 	}
-	user, err := users.Resolve(files.Passwd, files.Group, users.SandboxRequest(pod.Config.GetLinux().GetSecurityContext(), imageUser))
+	user, err := users.Resolve(files.Passwd, files.Group,
+		users.SandboxRequest(pod.Config.GetLinux().GetSecurityContext(), imageUser))
 	if err != nil {
 		return nil, err
 	}
@@ -73,7 +74,8 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	failpoint.Reach("pause.directory-made")
 	defer k.Tasks.Begin("the launch of its pause", "pod "+pod.ID)()
 	started, err := k.Launchers.Launch(ctx, &proto.Launch{ID: pod.ID, Dir: dir, Spec: spec,
-		Rootfs: root, RootPlace: k.rootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true, BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
+		Rootfs: root, RootPlace: k.rootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true,
+		BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
 	}
@@ -99,7 +101,8 @@ func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec
 
 // Spec builds the runtime-spec of a container. targetPIDNS is the PID namespace to join, empty for the config's. It inspects
 // the sources of mounts and returns ctx's error when a volume hangs.
-func (k Launcher) Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error) {
+func (k Launcher) Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec,
+	error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
 	err := k.detached(ctx, c, "describe", func() (err error) { spec, err = k.describe(pod, c, targetPIDNS); return err })
@@ -117,7 +120,8 @@ func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS strin
 
 // Validate builds the runtime-spec of a container and refuses what a launch would refuse. It makes missing sources of mounts
 // and sets their SELinux labels. It returns ctx's error when a volume hangs, and starts no further step then.
-func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error) {
+func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec,
+	error) {
 	defer trace.Begin(ctx, "look at mounts").End()
 	if err := k.Roots.CheckVolumes(c.ID, c.Config, c.Volumes); err != nil {
 		return nil, err
@@ -150,7 +154,10 @@ func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Contain
 // answer. When ctx ends the one that is at work goes on; a container that is created again waits for it, and begins anew.
 func (k Launcher) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
 	for _, source := range sources {
-		if err := k.Sources.alone(ctx, "label", source, func() error { return k.SELinux.LabelMount(source, labels) }); err != nil {
+		if err := k.Sources.alone(ctx, "label", source, func() error {
+			return k.SELinux.LabelMount(source,
+				labels)
+		}); err != nil {
 			return err
 		}
 	}
@@ -158,7 +165,8 @@ func (k Launcher) labelMounts(ctx context.Context, sources []string, labels conf
 }
 
 // Start starts a container of a pod that runs. targetPIDNS is the PID namespace to join, empty for the config's.
-func (k Launcher) Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*proto.Started, error) {
+func (k Launcher) Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*proto.Started,
+	error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {
 		return nil, err
@@ -183,6 +191,7 @@ func (k Launcher) Start(ctx context.Context, pod *state.Pod, c *state.Container,
 		ID: c.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: ShownAs(root, volumes),
 		SystemdCgroup: k.Node.SystemdCgroup,
 		LogPath:       c.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
-		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(), Runtime: pod.Runtime.Program(),
+		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(),
+		Runtime: pod.Runtime.Program(),
 	})
 }

@@ -126,7 +126,8 @@ func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociru
 		return err
 	}
 	exit.OOMKilled = kills > 0
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), orphanPatience) // whoever gave up waiting wants the exit, too
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx),
+		orphanPatience) // whoever gave up waiting wants the exit, too
 	defer cancel()
 	if err := group.Kill(ctx); err != nil {
 		return err
@@ -264,7 +265,8 @@ func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, limit
 		if k.AwaitExit(ctx, run, min(left, lookTime)) {
 			return true
 		}
-		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() || k.UnreadableExit(id, run) != nil {
+		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() ||
+			k.UnreadableExit(id, run) != nil {
 			return false
 		}
 	}

@@ -92,7 +92,8 @@ func (q *Quotas) Take() (uint32, error) {
 			return 0, err
 		}
 	}
-	return 0, errdefs.New(codes.ResourceExhausted, "each of %d project IDs drawn from %d on has files: another program uses them, see writable_layer_projects", tries, q.first)
+	return 0, errdefs.New(codes.ResourceExhausted,
+		"each of %d project IDs drawn from %d on has files: another program uses them, see writable_layer_projects", tries, q.first)
 }
 
 // reserve returns a project that no container has. When maxDrawn IDs have been drawn it takes the

@@ -22,7 +22,8 @@ type Roots struct {
 
 // Writable holds the layers of an image for a container or pause with that ID and makes the folders
 // of its writable layer. label is SELinux's; project is of Quotas, 0 for none.
-func (k Roots) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label string, project uint32) (rootfs.Spec, error) {
+func (k Roots) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label string,
+	project uint32) (rootfs.Spec, error) {
 	root, err := k.Images.Hold(id, image.Layers)
 	if err != nil {
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)

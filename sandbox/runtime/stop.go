@@ -34,7 +34,8 @@ type StopTarget struct {
 func (c StopTarget) String() string { return "container " + c.ID }
 
 // Stop sends the signal to a container that runs as run, gives it timeout to exit, and kills it then; at once if timeout is zero.
-func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal unix.Signal, timeout time.Duration) error {
+func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal unix.Signal,
+	timeout time.Duration) error {
 	if timeout > 0 {
 		failpoint.Reach("container.signal")
 		if err := k.processes.Signal(ctx, c.ID, c.Runtime, run, signal); err != nil {
@@ -77,7 +78,8 @@ func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 			return fmt.Errorf("container %s has ended: %w", c.ID, unreadable)
 		}
 		if ctx.Err() != nil {
-			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.ID, run.PID, ctx.Err()), err)
+			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.ID, run.PID, ctx.Err()),
+				err)
 		}
 	}
 }
@@ -101,7 +103,9 @@ func (k *Stopper) SettleLost(c StopTarget, exit state.Exit) (_ state.Exit, settl
 	ctx := k.processes.Tasks.Watchers.Context()
 	for err := k.killLeft(ctx, c); err != nil; err = k.killLeft(ctx, c) {
 		if ctx.Err() == nil {
-			k.stuck.Warn(k.processes.Log, "what a lost shim left does not end; it is tried again", "container", c.ID, "error", err)
+			k.stuck.Warn(k.processes.Log, "what a lost shim left does not end; it is tried again", "container", c.ID,
+				"error",
+				err)
 		}
 		if !k.processes.Tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
 			return state.Exit{}, false

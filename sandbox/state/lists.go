@@ -50,7 +50,8 @@ type Lists[P Published[Pod], C Published[Container]] struct {
 }
 
 // NewLists returns the lists of what is in these, and the events that are to be told by who publishes.
-func NewLists[P Published[Pod], C Published[Container]](pods *index.Index[P], containers *index.Index[C]) (*Lists[P, C], *Events) {
+func NewLists[P Published[Pod], C Published[Container]](pods *index.Index[P],
+	containers *index.Index[C]) (*Lists[P, C], *Events) {
 	l := &Lists[P, C]{pods: pods, containers: containers}
 	l.events = NewEvents(l.published, l.containersOf)
 	return l, l.events

@@ -38,7 +38,8 @@ const (
 // podMoves are the transitions of a pod.
 var podMoves = map[Phase][]Phase{
 	PodStarting: {PodReady, Removing},
-	PodReady:    {PodNotReady, PodStopping, Removing}, // Removing: its record could not be written, or its removal comes first
+	PodReady: {PodNotReady, PodStopping,
+		Removing}, // Removing: its record could not be written, or its removal comes first
 	PodNotReady: {PodStopping, Removing},
 	PodStopping: {PodStopped, Removing},
 	PodStopped:  {Removing},
@@ -48,11 +49,13 @@ var podMoves = map[Phase][]Phase{
 // containerMoves are the transitions of a container.
 var containerMoves = map[Phase][]Phase{
 	ContainerCreating: {ContainerCreated, Removing},
-	ContainerCreated:  {ContainerStarting, ContainerExited, Removing}, // Exited: its pod was lost in a restart of the machine
+	ContainerCreated: {ContainerStarting, ContainerExited,
+		Removing}, // Exited: its pod was lost in a restart of the machine
 	ContainerStarting: {ContainerRunning, ContainerExited, ContainerCreated, Removing},
-	ContainerRunning:  {ContainerExited, ContainerCreated, Removing}, // after a restart: Created if no process was ever started, Removing if the pod's record was lost
-	ContainerExited:   {Removing},
-	Removing:          {Removed},
+	ContainerRunning: {ContainerExited, ContainerCreated,
+		Removing}, // after a restart: Created if no process was ever started, Removing if the pod's record was lost
+	ContainerExited: {Removing},
+	Removing:        {Removed},
 }
 
 // move returns the new phase. The error is Internal: a transition that the table lacks is a bug.
@@ -68,8 +71,9 @@ func move(moves map[Phase][]Phase, object string, from, to Phase) (Phase, error)
 var (
 	podRecorded = map[Phase]Phase{PodStarting: "starting", PodReady: "ready", PodNotReady: "ready",
 		PodStopping: "stopped", PodStopped: "stopped", Removing: "removing"}
-	containerRecorded = map[Phase]Phase{ContainerCreating: "created", ContainerCreated: "created", ContainerStarting: "starting",
-		ContainerRunning: "running", ContainerExited: "exited", Removing: "removing"}
+	containerRecorded = map[Phase]Phase{ContainerCreating: "created", ContainerCreated: "created",
+		ContainerStarting: "starting",
+		ContainerRunning:  "running", ContainerExited: "exited", Removing: "removing"}
 )
 
 // loadedPodPhase returns the phase that a pod's record stands for. A recorded stop may not have come to its end. An unknown

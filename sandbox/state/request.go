@@ -67,7 +67,8 @@ func checkName(what, name string) error {
 	}
 	bad := func(r rune) bool { return r == '/' || r < ' ' || r == 0x7f }
 	if len(name) > 253 || name == "." || name == ".." || strings.ContainsFunc(name, bad) {
-		return errdefs.InvalidArgument("the %s %.300q is not a name: at most 253 bytes, no slash, no control character", what, name)
+		return errdefs.InvalidArgument("the %s %.300q is not a name: at most 253 bytes, no slash, no control character",
+			what, name)
 	}
 	return nil
 }
@@ -75,7 +76,8 @@ func checkName(what, name string) error {
 // PodIdentity is what makes two requests mean the same pod. Quoted, so that no
 // name can be made to look like another's.
 func PodIdentity(md *runtimeapi.PodSandboxMetadata) string {
-	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)", md.GetName(), md.GetNamespace(), md.GetUid(), md.GetAttempt())
+	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)", md.GetName(), md.GetNamespace(), md.GetUid(),
+		md.GetAttempt())
 }
 
 // ContainerIdentity is what makes two requests mean the same container.

@@ -31,7 +31,8 @@ func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object s
 }
 
 // Take acquires the lock and returns the value. The caller calls release.
-func (l *Locked[T]) Take(ctx context.Context, tasks *task.Runner, what, object string) (value *T, release func(), err error) {
+func (l *Locked[T]) Take(ctx context.Context, tasks *task.Runner, what, object string) (value *T, release func(),
+	err error) {
 	release, err = tasks.Acquire(ctx, l.lock, what, object)
 	if err != nil {
 		return nil, nil, err
@@ -70,7 +71,8 @@ func (s *PodStatus) Move(to Phase) (err error) {
 
 // SetResources replaces the resources of the pod. config is the one that the pod was created with; it is not changed,
 // because a retry of RunPodSandbox is recognized by it.
-func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig, update *runtimeapi.UpdatePodSandboxResourcesRequest) {
+func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig,
+	update *runtimeapi.UpdatePodSandboxResourcesRequest) {
 	s.Resources, s.shown = update, nil
 	if update == nil {
 		return

@@ -83,7 +83,10 @@ func Inspect(root, state string) (*Found, error) {
 	}{
 		{"pods", "pod", podVersion, func(name string, _ int, body []byte) error { return r.addPod(dirs, name, body) }},
 		{"containers", "container", containerVersion, r.addContainer},
-		{"runtime", "runtime", runtimeVersion, func(_ string, _ int, body []byte) error { return json.Unmarshal(body, &Runtime{}) }},
+		{"runtime", "runtime", runtimeVersion, func(_ string, _ int, body []byte) error {
+			return json.Unmarshal(body,
+				&Runtime{})
+		}},
 	} {
 		survey, err := checkpoint.Inspect(filepath.Join(root, folder.name), folder.kind, folder.version, folder.decode)
 		if err != nil {
@@ -114,12 +117,13 @@ func IDs(root string) ([]string, error) {
 
 // PodCIDR is what kubelet has told a daemon with that root, which may be running; "" if nothing, or what is written down can't be trusted.
 func PodCIDR(root string) (cidr string, err error) {
-	_, err = checkpoint.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion, func(_ string, _ int, body []byte) error {
-		var rec Runtime
-		err := json.Unmarshal(body, &rec)
-		cidr = rec.PodCIDR
-		return err
-	})
+	_, err = checkpoint.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion,
+		func(_ string, _ int, body []byte) error {
+			var rec Runtime
+			err := json.Unmarshal(body, &rec)
+			cidr = rec.PodCIDR
+			return err
+		})
 	return cidr, err
 }
 
@@ -128,9 +132,11 @@ func (r *Found) addPod(dirs Dirs, name string, body []byte) error {
 	if err != nil {
 		return err
 	}
-	p := &FoundPod{ID: spec.ID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config, Program: spec.Runtime != nil, CgroupsPath: spec.CgroupsPath,
+	p := &FoundPod{ID: spec.ID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config,
+		Program: spec.Runtime != nil, CgroupsPath: spec.CgroupsPath,
 		NetNS: spec.NetNS, Network: status.Network, IPs: status.IPs, PausePID: status.PausePID, PauseStart: status.PauseStart,
-		Stage: map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopping: Ended, Removing: BeingRemoved}[status.phase]}
+		Stage: map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopping: Ended,
+			Removing: BeingRemoved}[status.phase]}
 	if p.Stage == "" {
 		return errors.New("its phase is unknown")
 	}
@@ -157,10 +163,12 @@ func (r *Found) addContainer(name string, _ int, body []byte) error {
 	if err != nil {
 		return err
 	}
-	c := &FoundContainer{ID: spec.ID, PodID: spec.PodID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config, CgroupsPath: spec.CgroupsPath,
-		ImageID: spec.Image.ID, ImageRef: cmp.Or(spec.Image.Ref, spec.Image.ID), Layers: spec.Image.Layers,
-		Stage: map[Phase]Stage{ContainerCreating: BeingMade, ContainerCreated: Created, ContainerStarting: Running, ContainerRunning: Running,
-			ContainerExited: Ended, Removing: BeingRemoved}[status.phase]}
+	c := &FoundContainer{ID: spec.ID, PodID: spec.PodID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config,
+		CgroupsPath: spec.CgroupsPath,
+		ImageID:     spec.Image.ID, ImageRef: cmp.Or(spec.Image.Ref, spec.Image.ID), Layers: spec.Image.Layers,
+		Stage: map[Phase]Stage{ContainerCreating: BeingMade, ContainerCreated: Created, ContainerStarting: Running,
+			ContainerRunning: Running,
+			ContainerExited:  Ended, Removing: BeingRemoved}[status.phase]}
 	if c.Stage == "" {
 		return errors.New("its phase is unknown")
 	}

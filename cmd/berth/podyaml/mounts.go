@@ -96,7 +96,7 @@ func subPath(m *corev1.VolumeMount, env *environment) (string, error) {
 	case len(missing) > 0:
 		return "", fmt.Errorf("variable %s is not set", strings.Join(missing, ", "))
 	case path.IsAbs(sub) || slices.Contains(strings.Split(sub, "/"), ".."):
-		return "", fmt.Errorf("%q must be a relative path without ..", sub)
+		return "", fmt.Errorf("%q must be a relative path without .. in it", sub)
 	}
 	return sub, nil
 }

@@ -216,7 +216,7 @@ func spin() {
 	if err := unix.Setrlimit(unix.RLIMIT_CPU, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
 		os.Exit(1)
 	}
-	for {
+	for { //nolint:staticcheck // the test needs a busy process
 	}
 }
 

@@ -149,7 +149,7 @@ func (s *Subject) connect(ctx context.Context, socket string) error {
 	}
 	v, err := s.cri.Version(ctx, &runtimeapi.VersionRequest{})
 	if err != nil {
-		return fmt.Errorf("Version: %w", err)
+		return fmt.Errorf("call Version: %w", err)
 	}
 	s.Version = strings.TrimSuffix(v.RuntimeName+" "+strings.TrimPrefix(v.RuntimeVersion, "v"), "+unknown")
 	if s.with != "" {

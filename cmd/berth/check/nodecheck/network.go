@@ -88,7 +88,8 @@ func checkOwnNetwork(network *cni.Network) (findings []Finding) {
 	obstacles, err := network.Obstacles()
 	if err != nil {
 		findings = append(findings,
-			lacking(Warning, subject, err.Error(), "repair that, and run berth check again: obstacles such as firewalls were not examined"))
+			lacking(Warning, subject, err.Error(),
+				"repair that, and run berth check again: obstacles such as firewalls were not examined"))
 	}
 	for _, o := range obstacles {
 		findings = append(findings, lacking(Warning, subject, o.Problem, o.Fix))

@@ -46,7 +46,7 @@ func TestMemoryIsReleasedWhenChangesRest(t *testing.T) {
 			time.Sleep(restTime - 1)
 			want(0)
 		}
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		want(1)
 		time.Sleep(10 * restTime)
 		want(1)
@@ -62,7 +62,7 @@ func TestLongChangeDelaysReleaseForLimitedTime(t *testing.T) {
 		short()
 		time.Sleep(maxChange - 1)
 		want(0)
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		want(1)
 		time.Sleep(10 * maxChange)
 		want(1)
