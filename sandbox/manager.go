@@ -190,7 +190,8 @@ func newManager(ctx context.Context, cfg Config, images *image.Store, network *c
 	m.host, m.dirs, m.bootID, m.run = facts, dirs, bootID, run
 	m.launcher = runtime.Launcher{Node: node, Roots: roots, Users: new(runtime.Users), AppArmor: appArmor,
 		SELinux: selinux,
-		Sources: runtime.NewSources(tasks), Launchers: pool, PauseDir: programs.Pause, MaxLogLine: cfg.MaxLogLine, Tasks: tasks}
+		Sources: runtime.NewSources(tasks), Launchers: pool, PauseDir: programs.Pause,
+		MaxLogLine: cfg.MaxLogLine, Tasks: tasks}
 	m.processes, m.stopper, m.pool = processes, runtime.NewStopper(processes), pool
 	m.images, m.volumes, m.quotas = images, roots, quotas
 	m.network, m.records, m.trash, m.handlers = networks, records, bin, handlers
