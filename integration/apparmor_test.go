@@ -80,7 +80,7 @@ func TestAppArmor(t *testing.T) {
 		runtimeDefault = runtimeapi.SecurityProfile_RuntimeDefault
 		unconfined     = runtimeapi.SecurityProfile_Unconfined
 		localhost      = runtimeapi.SecurityProfile_Localhost
-		// Writing here is denied by the default profile, and by /denied of the test's own.
+		// The default profile denies writes here. The test's own profile denies writes to /denied.
 		inDefault, inLocal = "/proc/sysrq-trigger", "/denied"
 	)
 	for _, tt := range []struct {
@@ -123,7 +123,7 @@ func isDenied(t *testing.T, c *harness.Container, file string) bool {
 	return complaint != ""
 }
 
-// The pod's own process is confined, too.
+// The pause process is confined, too.
 func TestAppArmorOfPods(t *testing.T) {
 	needAppArmor(t)
 	d := harness.StartDaemon(t)
@@ -139,7 +139,7 @@ func TestAppArmorOfPods(t *testing.T) {
 		d.RunPod(t, harness.HostNetwork, profile(runtimeapi.SecurityProfile_Unconfined)).PausePID(t)), "unconfined")
 }
 
-// A profile that the kernel does not have is never replaced by none.
+// If the kernel does not have a profile, the container is refused and never runs without one.
 func TestUnknownAppArmorProfile(t *testing.T) {
 	needAppArmor(t)
 	d := harness.StartDaemon(t)
@@ -157,7 +157,7 @@ func TestUnknownAppArmorProfile(t *testing.T) {
 	}
 }
 
-// A runtime's program confines as libcontainer does.
+// An OCI runtime confines a container in the same way as libcontainer.
 func TestAppArmorWithCrun(t *testing.T) {
 	needAppArmor(t)
 	path := harness.Crun(t)

@@ -187,7 +187,7 @@ func TestUnknownIDs(t *testing.T) {
 				t.Errorf("%s of %q answers %s, want NotFound", name, id, code)
 			}
 		}
-		// These are idempotent: what does not exist is stopped and removed already.
+		// Stop and remove calls are idempotent. They succeed for objects that do not exist.
 		for name, call := range map[string]func() error{
 			"StopPodSandbox":   func() error { return d.Cri.StopPodSandbox(ctx, id) },
 			"RemovePodSandbox": func() error { return d.Cri.RemovePodSandbox(ctx, id) },

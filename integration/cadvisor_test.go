@@ -142,7 +142,8 @@ func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
 }
 
 // The pause of a pod that failed ends when the pod is undone, which may take long. Another process
-// may get its ID meanwhile, whose network cAdvisor would count to the pod.
+// may get the same process ID meanwhile. cAdvisor would then count that process's network traffic
+// for the pod.
 func TestCadvisorSocketNamesNoPauseOfAPodThatFailed(t *testing.T) {
 	dir := t.TempDir()
 	fails, goOn := filepath.Join(dir, "fails"), filepath.Join(dir, "go-on")
@@ -182,7 +183,7 @@ while [ ! -e %s ]; do sleep 0.05; done`, fails, goOn))
 	harness.WantCode(t, <-run, codes.Internal, "no network")
 }
 
-// A daemon does not take the socket of a runtime that serves there, and says so.
+// A daemon does not take the socket of another running runtime. Its error names the socket.
 func TestCadvisorSocketOfAnotherRuntime(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "containerd.sock")
 	other := harness.Get(net.Listen("unix", socket))(t)

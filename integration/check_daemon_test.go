@@ -103,8 +103,8 @@ func TestCheckAsksTheDaemon(t *testing.T) {
 	pod.Remove(t)
 }
 
-// Nothing is amiss with user namespaces where pods have them, whatever the mode of the state
-// directory is.
+// The check reports no problem with user namespaces where pods can have them, whatever the mode of
+// the state directory is.
 func TestCheckOfUserNamespaces(t *testing.T) {
 	d := harness.StartDaemon(t)
 	const base = 6 * usernsLength

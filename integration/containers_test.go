@@ -73,7 +73,8 @@ func TestContainerExit(t *testing.T) {
 		{"kill -KILL $$", 137, "Error"},
 	} {
 		t.Run(c.script, func(t *testing.T) {
-			// The shell that kills itself is not the namespace's init, which its own children cannot kill.
+			// The shell that kills itself is not the namespace's init, which its own children
+			// cannot kill.
 			_, status := pod.RunToEnd(t, harness.Script("sh -c '"+c.script+"'; exit $?"))
 			harness.Equal(t, "exit code", status.ExitCode, c.code)
 			harness.Equal(t, "reason", status.Reason, c.reason)
@@ -232,7 +233,7 @@ func TestContainerMounts(t *testing.T) {
 func TestContainerDevices(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	// The kernel's log is no device that every container has.
+	// /dev/kmsg is not among the devices that every container has.
 	device := filepath.Join(t.TempDir(), "kmsg")
 	harness.Must(t, syscall.Mknod(device, syscall.S_IFCHR|0o666, 1<<8|11))
 	mayReadIt := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.Capabilities.AddCapabilities = []string{"SYSLOG"} })
@@ -346,7 +347,8 @@ func TestContainerMaskedAndReadonlyPaths(t *testing.T) {
 }
 
 func TestContainerNoNewPrivs(t *testing.T) {
-	// busybox gives up its privileges unless the applet needs them, and crontab says so if it has none.
+	// busybox gives up its privileges unless the applet needs them, and crontab says so if it has
+	// none.
 	suid := fixture.File("suid/crontab", 0o4755, string(harness.Get(os.ReadFile("/bin/busybox"))(t)))
 	name, _ := harness.Push(t, harness.Registry, "suid:latest", harness.BuildImage(t, v1.Config{User: "1001"}, fixture.Tree{fixture.Dir("suid", 0o755), suid}))
 	d := harness.StartDaemon(t)

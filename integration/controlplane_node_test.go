@@ -92,7 +92,7 @@ func (c *cluster) startControlPlane(t *testing.T) {
 		"--listen-peer-urls", "http://127.0.0.1:2380")
 	etcd.waitFor(t, "etcd is healthy", func() error { return healthy("http://127.0.0.1:2379/health") })
 
-	// Its certificate it makes itself.
+	// The apiserver creates its own certificate.
 	apiserver := c.startPart(t, "kube-apiserver", "--etcd-servers", "http://127.0.0.1:2379", "--cert-dir", c.dir+"/certs",
 		"--secure-port", apiserverPort, "--bind-address", "127.0.0.1", "--advertise-address", kubeletAddress,
 		"--service-cluster-ip-range", "10.96.0.0/16", "--token-auth-file", c.dir+"/tokens", "--authorization-mode", "AlwaysAllow",

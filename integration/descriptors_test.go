@@ -126,7 +126,7 @@ func TestDescriptorsAreNotTheHosts(t *testing.T) {
 	}
 }
 
-// attackNull takes all rights to whatever the process has as standard streams.
+// attackNull removes all permissions from the files of the process's standard streams.
 const attackNull = `for n in 0 1 2; do chmod 000 /proc/self/fd/$n; chown 1:1 /proc/self/fd/$n; done; true`
 
 // wantUsableNull checks that all users can use the host's /dev/null.

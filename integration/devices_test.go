@@ -151,7 +151,7 @@ func TestCDI(t *testing.T) {
 		t.Errorf("groups are %q", groups)
 	}
 	harness.Equal(t, "devices of a container that asks for none", pod.Sh(t, "ls /dev | grep vendor; true"), "")
-	// Annotations steer nothing (CVE-2026-53492).
+	// Annotations have no effect (CVE-2026-53492).
 	harness.Equal(t, "devices of one that asks by annotation", pod.Sh(t, "ls /dev | grep vendor; true",
 		func(c *runtimeapi.ContainerConfig) { c.Annotations["cdi.k8s.io/vendor"] = "vendor.example/dev=zero" }), "")
 

@@ -79,7 +79,7 @@ func TestEventLog(t *testing.T) {
 		wantKeys(t, eventsOf(t, d, 1, "container exited", its)[0], "seconds")
 	}
 	running := pod.Run(t)
-	d.Restart(t) // a daemon that finds pods again tells nothing of them
+	d.Restart(t) // a daemon logs no event when it finds existing pods again
 	running.Stop(t, 0)
 	pod.Stop(t)
 	pod.Stop(t)
@@ -128,8 +128,8 @@ func TestEventLogOfHostileNames(t *testing.T) {
 	harness.Equal(t, "lines of the pod that is ready", found, 1)
 }
 
-// Clients that give up, and pods that are stopped while something begins in them, are no reason to
-// warn.
+// A client that gives up causes no warning in the log. Neither does a pod that is stopped while a
+// container in it starts.
 func TestNoWarningsOfClientsThatCancel(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)

@@ -17,7 +17,8 @@ import (
 )
 
 // Many clients read all events of many containers, in one order, while one of them never reads.
-// That client disturbs no other. Its stream ends when its queue is full, and its memory is freed.
+// That client does not disturb the others. Its stream ends when its queue is full, and its memory
+// is freed.
 func TestStuckEventClientDisturbsNoOther(t *testing.T) {
 	testenv.Long(t)
 	const (

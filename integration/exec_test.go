@@ -207,7 +207,8 @@ func TestAmbientCapabilities(t *testing.T) {
 	}
 }
 
-// Clients can't have more commands under way than the configuration allows, and have places again when commands end.
+// Clients cannot run more commands at a time than the configuration allows. When commands end, new
+// ones can run.
 func TestTooManyExecs(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig("max_execs = 3", "max_container_execs = 2"))
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -132,7 +132,8 @@ func (w *world) form(t *testing.T, m method) proto.Message {
 	return m.input.New().Interface()
 }
 
-// request is the next request for an RPC: odd mostly, and tamed to stay within the test.
+// request returns the next request for an RPC. Most have unusual values, which tame keeps within
+// the bounds of the test.
 func (w *world) request(t *testing.T, m method) proto.Message {
 	t.Helper()
 	request := proto.Clone(w.form(t, m)) // it may share the pod's config
@@ -170,8 +171,8 @@ func (w *world) identify(m protoreflect.Message) {
 	}
 }
 
-// tame keeps a request from what would leave the test's directories, cgroups and
-// registry, or take too long.
+// tame changes a request so that it stays within the test's directories, cgroups and registry, and
+// does not take too long.
 func (w *world) tame(request proto.Message) {
 	switch request := request.(type) {
 	case *runtimeapi.RunPodSandboxRequest:

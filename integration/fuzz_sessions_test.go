@@ -49,7 +49,7 @@ func (w *world) visit(t *testing.T, address string) {
 	}
 }
 
-// streamOptions may be others than the RPC asked for.
+// streamOptions may differ from the options of the RPC.
 func (w *world) streamOptions(input string) remotecommand.StreamOptions {
 	o := remotecommand.StreamOptions{Tty: w.r.IntN(3) == 0}
 	if w.r.IntN(2) == 0 {
@@ -69,8 +69,8 @@ func stream(ctx context.Context, p sessions.Protocol, address string, o remoteco
 	_, _ = p.Stream(ctx, sessions.Plain(), address, o)
 }
 
-// speakSPDY opens any session's streams with odd headers, without waiting to be answered. The server may
-// refuse whatever it likes.
+// speakSPDY opens any session's streams with odd headers, without waiting to be answered. The
+// server may refuse whatever it likes.
 func (w *world) speakSPDY(address, odd string) {
 	u, err := url.Parse(address)
 	if err != nil {
@@ -95,7 +95,8 @@ func (w *world) speakSPDY(address, odd string) {
 	id := spdy.StreamId(1)
 	for request := range 1 + w.r.IntN(3) {
 		headers := http.Header{"Port": {pick(w.r, oddPorts)}, "Requestid": {pick(w.r, []string{fmt.Sprint(request), odd})}}
-		// A port-forward's come in pairs: a lone one is waited for, and so would be here.
+		// The streams of a port-forward come in pairs. The server would wait for the second stream
+		// of a pair, and so would this test.
 		for _, kind := range pick(w.r, [][]string{{"error", "data"}, {"error", "data"}, {"error", "stdin"}, {"error", "stdout", "resize"}, {odd}}) {
 			headers.Set("streamType", kind)
 			_ = framer.WriteFrame(&spdy.SynStreamFrame{StreamId: id, Headers: headers})

@@ -53,7 +53,8 @@ func TestHugepageLimits(t *testing.T) {
 	harness.Equal(t, "what the kernel refused of a container that may have none", hugepageFile(t, none, ".rsvd.failcnt", ".events"), "1")
 }
 
-// mountHugepages mounts a file system of huge pages until the test ends, as kubelet does for a volume of them.
+// mountHugepages mounts a file system of huge pages until the test ends, as kubelet does for a
+// volume of them.
 func mountHugepages(t *testing.T) string {
 	t.Helper()
 	dir := machine.HostDir(t)
@@ -91,7 +92,8 @@ func wantHugepages(t *testing.T, c *harness.Container, want string) {
 	}
 }
 
-// hugepageFile reads a file for pages of 2 MB of the container's cgroup: v1 and v2 are how its name ends.
+// hugepageFile reads a file for pages of 2 MB of the container's cgroup: v1 and v2 are how its name
+// ends.
 func hugepageFile(t *testing.T, c *harness.Container, v1, v2 string) string {
 	t.Helper()
 	const kind = "hugetlb.2MB"

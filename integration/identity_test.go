@@ -17,7 +17,7 @@ import (
 	"berth/integration/machine"
 )
 
-// Requests with the same identity and config join, at once and afterwards.
+// Requests with the same identity and config get the same object, both at the same time and later.
 func TestRunPodSandboxIsIdempotent(t *testing.T) {
 	d := harness.StartDaemon(t)
 	config := d.PodConfig(t)
@@ -77,7 +77,7 @@ func TestCreateContainerIsIdempotent(t *testing.T) {
 	if id == c.Id {
 		t.Error("another attempt got the same container")
 	}
-	// Once removed, the identity is free.
+	// After a removal the identity is free.
 	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
 	id, err = d.Cri.CreateContainer(t.Context(), pod.Id, c.Config, pod.Config)
 	harness.Must(t, err)
@@ -111,7 +111,8 @@ func TestRetryAfterClientsDeadline(t *testing.T) {
 	harness.Equal(t, "times the plugin was called", len(plugin.calls("ADD")), 1)
 }
 
-// kubelet's deadline passes again and again while an NRI plugin is slow: each retry joins the one creation.
+// kubelet's deadline passes again and again while an NRI plugin is slow: each retry joins the one
+// creation.
 func TestCreateContainerJoins(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
 	plugin, asked, end := slowPlugin(t, d)
@@ -166,7 +167,8 @@ func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
 	harness.Equal(t, "content", c.Exec(t, "sh", "-c", "echo $RETRY"), "1")
 }
 
-// The image of pause comes from a slow registry: retries join the pod that waits for it, and it travels once.
+// The image of pause comes from a slow registry: retries wait for the same pod, and the image is
+// downloaded once.
 func TestRunPodSandboxJoinsSlowPull(t *testing.T) {
 	if harness.SystemdDriver() {
 		t.Skip("with the systemd driver the fixture runs a pod first, and that needs the image of pause")

@@ -386,7 +386,7 @@ func TestRemoveImageOfManyNames(t *testing.T) {
 	}
 }
 
-// The API wants an image for an unknown runtime handler refused.
+// The API requires that a pull for an unknown runtime handler is refused.
 func TestPullForRuntimeHandler(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pull := func(handler string) error {

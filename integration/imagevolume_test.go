@@ -146,8 +146,8 @@ func TestImageVolumeOutlivesImageAndDaemon(t *testing.T) {
 	harness.WantCode(t, err, codes.NotFound, id)
 }
 
-// The layers are other containers' as well: not even a privileged container, which may
-// remount, can write to them.
+// Other containers use the same layers. Not even a privileged container, which may remount, can
+// write to them.
 func TestImageVolumeOfPrivilegedContainer(t *testing.T) {
 	single, err := fixture.ImageOf(v1.Config{}, harness.PackLayer(t, fixture.Tree{fixture.File("file", 0o644, "content\n")}, fixture.Gzip))
 	harness.Must(t, err)
@@ -183,7 +183,8 @@ func TestImageVolumeInUserNamespace(t *testing.T) {
 		inUserNamespace(hostID), harness.Mount(imageVolume(several, ""))), "0:0\nnew\n")
 }
 
-// A container whose program is missing, which is found out when its volumes are mounted, leaves no mount and no folder of a volume.
+// A missing program is detected only after the volumes are mounted. The failed container leaves no
+// mount and no folder of a volume.
 func TestImageVolumeOfContainerThatCannotStart(t *testing.T) {
 	_, id := volumeImage(t, "startfails")
 	d := harness.StartDaemon(t)

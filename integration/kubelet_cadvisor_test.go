@@ -34,7 +34,7 @@ const recordedStatistics = "testdata/kubelet-containerd-statistics"
 
 var updateStatistics = flag.Bool("update-statistics", false, "rewrite "+recordedStatistics+" (with "+containerdEnv+")")
 
-// observedPod has what series are about: two containers, traffic, execs.
+// observedPod has everything that the series measure: two containers, traffic, execs.
 const observedPod = `
 containers:
 - name: web
@@ -239,7 +239,7 @@ type row struct {
 	labels map[string]string
 }
 
-// kind tells whose cgroup a row of a pod's is of.
+// kind returns which cgroup of a pod a row belongs to.
 func (r row) kind() string {
 	switch {
 	case r.labels["container"] != "":
@@ -251,7 +251,7 @@ func (r row) kind() string {
 	}
 }
 
-// others are the labels that do not say whose the row is.
+// others are the labels that do not identify the row's pod or container.
 func (r row) others() string {
 	var others []string
 	for key, value := range r.labels {

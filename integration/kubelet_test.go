@@ -66,7 +66,7 @@ func TestKubeletFeatureGates(t *testing.T) {
 	}
 }
 
-// quickKubelet makes what kubelet does at leisure happen while a test watches.
+// quickKubelet shortens kubelet's periods, so that a test sees periodic work.
 const quickKubelet = `containerLogMaxSize: 20Ki
 containerLogMaxFiles: 40
 containerLogMonitorInterval: 3s
@@ -183,7 +183,7 @@ containers:
 	p.await(t, "closed is restarted", func(pod *corev1.Pod) error { return restarts(pod, "closed", 1) })
 }
 
-// A container that fails its liveness probe gets SIGTERM, time, and a successor.
+// A container that fails its liveness probe gets SIGTERM and a grace period, and is then replaced.
 func testKubeletLiveness(t *testing.T, n *node) {
 	p := n.apply(t, "liveness", `
 terminationGracePeriodSeconds: 20

@@ -65,8 +65,8 @@ func nothingRuns(t *testing.T, sleepers ...int) {
 	}
 }
 
-// goesOn checks that a pod runs whose container was lost: its other container does, and the next
-// attempt of the lost one.
+// goesOn checks that a pod continues after one of its containers was lost. Its other container
+// runs, and so does the next attempt of the lost one.
 func goesOn(t *testing.T, pod *harness.Pod, lost, other *harness.Container) {
 	t.Helper()
 	harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
@@ -124,7 +124,7 @@ func TestMonitorKilled(t *testing.T) {
 	}
 }
 
-// A monitor is killed while its container is executed in: the exec ends.
+// If a monitor is killed during an exec in its container, the exec ends.
 func TestMonitorKilledDuringExec(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.SharedPID)
@@ -342,7 +342,7 @@ func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
 	return func() { write(file, thawed) }
 }
 
-// A frozen pod is removed in one go, also when there is no daemon while its monitor freezes.
+// One call removes a pod with a frozen monitor, also if the monitor froze while no daemon ran.
 func TestFrozenMonitorOfRemovedPod(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -356,7 +356,8 @@ func TestFrozenMonitorOfRemovedPod(t *testing.T) {
 	waitDead(t, monitor)
 }
 
-// A monitor that goes on after it was frozen tells everything: output, and the exit with its code.
+// A monitor that was frozen and continues delivers everything: the complete output, and the exit
+// with its code.
 func TestThawedMonitor(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -52,8 +52,8 @@ func TestContainerRecursiveReadOnly(t *testing.T) {
 	}
 }
 
-// Mount propagation in both directions. A container's mounts stay on the host when it ends, as
-// storage drivers need it. An unmount on either side removes them.
+// Mount propagation in both directions. A container's mounts stay on the host after its end,
+// because storage drivers need them. An unmount on either side removes them.
 func TestMountPropagation(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)

@@ -103,7 +103,7 @@ func goOn(t *testing.T, d *harness.Daemon) {
 	harness.Must(t, os.WriteFile(goOnFile(d), nil, 0o600))
 }
 
-// installedTold counts how often installed plugins were told of an event.
+// installedTold counts how often installed plugins got an event.
 func installedTold(d *harness.Daemon, event string) (n int) {
 	for _, line := range machine.ReadLines(installedEvents(d)) {
 		if strings.HasSuffix(line, " "+event) {

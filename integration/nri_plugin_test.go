@@ -86,7 +86,8 @@ func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
 	})
 }
 
-// livePod runs a pod with a container that ends at once, and removes it. It fails no test, so that it may run beside one.
+// livePod runs a pod with a container that ends at once, and removes it. It returns errors instead
+// of failing the test, so that it may run in another goroutine.
 func livePod(d *harness.Daemon, ctx context.Context, config *runtimeapi.PodSandboxConfig) error {
 	id, err := d.Cri.RunPodSandbox(ctx, config, "")
 	if err != nil {
@@ -181,8 +182,8 @@ func (p *nriPlugin) RemoveContainer(_ context.Context, _ *api.PodSandbox, c *api
 
 func nriSocket(d *harness.Daemon) string { return filepath.Join(d.Dir, "nri", "nri.sock") }
 
-// connectPlugin connects a plugin to the daemon's NRI socket, and waits until it is registered. It is disconnected when
-// the test ends, or before by Stop.
+// connectPlugin connects a plugin to the daemon's NRI socket, and waits until it is registered. It
+// is disconnected when the test ends, or before by Stop.
 func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPlugin, options ...stub.Option) *nriPlugin {
 	t.Helper()
 	p.closed = make(chan struct{})
@@ -198,7 +199,7 @@ func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPl
 		}
 		return nil
 	})
-	// It is among the plugins a moment after it has answered; the daemon's log tells.
+	// The daemon registers the plugin a moment after its answer, and then logs it.
 	harness.Eventually(t, "registration of plugin "+name, func() error {
 		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, want) }) {
 			return fmt.Errorf("the log does not have %s", want)
@@ -217,8 +218,8 @@ func (quiet) Infof(context.Context, string, ...any)  {}
 func (quiet) Warnf(context.Context, string, ...any)  {}
 func (quiet) Errorf(context.Context, string, ...any) {}
 
-// installPlugin installs this program as a plugin that the daemon starts. It appends "PID event name" to a file, and
-// hangs at the event named, if any, until there is the goOnFile.
+// installPlugin installs this program as a plugin that the daemon starts. It appends "PID event
+// name" to a file, and hangs at the event named, if any, until there is the goOnFile.
 func installPlugin(name, hangAt string) harness.DaemonOption {
 	return func(t *testing.T, d *harness.Daemon) {
 		t.Helper()

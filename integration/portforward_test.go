@@ -77,8 +77,8 @@ func TestPortForward(t *testing.T) {
 	}
 }
 
-// A side that has said all can still listen. Localhost of a pod in the host's network
-// is ours.
+// After one side has closed its direction, it can still receive. A pod on the host's network uses
+// this machine's localhost.
 func TestPortForwardHalfClosed(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -191,7 +191,7 @@ func TestPullShortNames(t *testing.T) {
 	}
 }
 
-// Two images with a common layer, pulled at once: it travels once.
+// Two images with a common layer are pulled at once. The layer is downloaded once.
 func TestConcurrentPullsShareLayer(t *testing.T) {
 	r := harness.NewRegistry(t)
 	shared := harness.PackLayer(t, fixture.Tree{fixture.File("shared", 0o644, noise(1<<20))}, fixture.Gzip)
@@ -379,7 +379,7 @@ func TestPullStalled(t *testing.T) {
 	harness.NoTraceOf(t, d, name)
 }
 
-// An image whose bytes are not what its manifest says never becomes visible.
+// An image whose content does not match its manifest never becomes visible.
 func TestPullBadLayers(t *testing.T) {
 	r := harness.NewRegistry(t)
 	img, layer := noisyImage(t, "bad", 256<<10)
@@ -418,10 +418,10 @@ func TestPullBadLayers(t *testing.T) {
 		})
 	}
 	r.Hook(nil)
-	d.Pull(t, good) // nothing of the failures is in its way
+	d.Pull(t, good) // the failures have left nothing that disturbs it
 }
 
-// A manifest that is not the one its digest names.
+// A manifest that does not match its digest.
 func TestPullWrongManifestDigest(t *testing.T) {
 	r := harness.NewRegistry(t)
 	img := harness.BuildImage(t, v1.Config{})

@@ -181,7 +181,7 @@ func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
 	}
 }
 
-// Nothing is lost with the ID of the state directory alone.
+// If only the ID of the state directory is lost, nothing else is lost.
 func TestOnlyTheIDOfTheStateDirectoryIsLost(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

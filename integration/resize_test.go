@@ -190,7 +190,7 @@ func TestMemoryQoS(t *testing.T) {
 	harness.Equal(t, "reported memory.min", c.Status(t).Resources.GetLinux().GetUnified()["memory.min"], "33554432")
 }
 
-// CPU shares become a weight; an idle cgroup has none until it is idle no more.
+// CPU shares become a weight; an idle cgroup has no weight.
 func TestCPUWeight(t *testing.T) {
 	needCgroup2(t)
 	d := harness.StartDaemon(t)
@@ -277,7 +277,7 @@ func TestThreadedCgroups(t *testing.T) {
 	harness.Equal(t, "processes left in the threaded cgroup", len(machine.CommandLines("sleep 77777")), 0)
 }
 
-// With memory.oom.group the kernel kills all of a container for one process's sake.
+// With memory.oom.group an OOM kill of one process kills the whole container.
 func TestOOMKilledAsAGroup(t *testing.T) {
 	needCgroup2(t)
 	d := harness.StartDaemon(t)

@@ -109,7 +109,7 @@ func TestMessageLimits(t *testing.T) {
 	harness.WantCode(t, stream.RecvMsg(&runtimeapi.VersionRequest{}), codes.Unimplemented)
 }
 
-// RPCs of later issues say so.
+// RPCs that are not implemented return Unimplemented.
 func TestUnimplementedRPCs(t *testing.T) {
 	d := harness.StartDaemon(t)
 	runtime := harness.RawRuntime(t, d)

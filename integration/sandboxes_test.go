@@ -97,7 +97,7 @@ func TestPodSharedPIDNamespace(t *testing.T) {
 		}
 		return nil
 	})
-	// The end of one container does not touch the other.
+	// The end of one container does not affect the other.
 	a.Stop(t, 0)
 	harness.Equal(t, "state of the other container", b.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 }
@@ -194,7 +194,7 @@ func TestPodHostIPCSharedMemory(t *testing.T) {
 	harness.Equal(t, "content", d.RunPod(t, harness.HostIPC).Run(t).Exec(t, "cat", path), "host")
 }
 
-// Hostnames are kubelet's. Its own /etc/hosts, mounted over berth's, has the same names.
+// kubelet decides the hostname. kubelet's /etc/hosts, mounted over berth's, has the same names.
 func TestPodHostnameAndHosts(t *testing.T) {
 	d := harness.StartDaemon(t)
 	longest := strings.Repeat("n", 54) + ".t.ns.svc."

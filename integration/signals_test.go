@@ -10,7 +10,7 @@ import (
 	"berth/integration/harness"
 )
 
-// Signals that reload or inspect other daemons do not end this one.
+// Signals that make other daemons reload or report do not end berth.
 func TestSignalsThatDoNotEndTheDaemon(t *testing.T) {
 	tests := []struct {
 		name   string

@@ -42,8 +42,8 @@ func waitProcesses(t *testing.T, p *harness.Pod, want uint64) {
 	})
 }
 
-// A container that works is seen to: CPU time, and from the second sample on how
-// many cores it is that it uses.
+// A busy container has CPU time in its statistics, and the number of used cores from the second
+// sample on.
 func TestStatsCPU(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -181,7 +181,7 @@ func TestStatsNetwork(t *testing.T) {
 	c := pod.Run(t)
 	before := podStats(t, pod).Linux.Network
 	harness.Equal(t, "the default interface", before.DefaultInterface.Name, "eth0")
-	// Some kernels give each network namespace devices for tunnels, as sit0.
+	// Some kernels give each network namespace devices for tunnels, such as sit0.
 	want := slices.DeleteFunc(strings.Fields(c.Exec(t, "ls", "/sys/class/net")), func(name string) bool { return name == "lo" })
 	var listed []string
 	for _, in := range before.Interfaces {
@@ -274,7 +274,7 @@ func TestStatsLists(t *testing.T) {
 	}
 }
 
-// A pod that names no cgroup is the sum of its parts.
+// The statistics of a pod without a cgroup are the sum of its containers' and its pause's.
 func TestStatsOfPodWithoutCgroup(t *testing.T) {
 	d := harness.StartDaemon(t)
 	config := d.PodConfig(t, harness.HostNetwork)
@@ -412,8 +412,8 @@ func TestStatsWritableLayerOfSleeper(t *testing.T) {
 	})
 }
 
-// Writable layers on a filesystem of their own have another name than the images',
-// which is how kubelet knows (KEP-4191).
+// If writable layers have a filesystem of their own, its name differs from that of the images'
+// filesystem. kubelet detects it by that (KEP-4191).
 func TestStatsSplitFilesystem(t *testing.T) {
 	onItsOwn := func(t *testing.T, d *harness.Daemon) {
 		harness.Must(t, os.MkdirAll(d.Root+"/rootfs", 0o700))

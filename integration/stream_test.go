@@ -388,8 +388,7 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
 }
 
-// Sessions over TLS. A certificate of the client's is asked for where there is an authority for it,
-// and only there.
+// Sessions over TLS. The server asks for a client certificate only if stream_client_ca is set.
 func TestSessionsOverTLS(t *testing.T) {
 	ca := newAuthority(t)
 	server, client := ca.issue(t, "127.0.0.1"), ca.issue(t, "127.0.0.1")

@@ -13,7 +13,7 @@ import (
 	"berth/integration/machine"
 )
 
-// swapEnv says that swap is this test's to turn on: in a guest, which has memory and a disk of its
+// swapEnv is set where this test may turn on swap: in a guest, which has memory and a disk of its
 // own.
 const swapEnv = "BERTH_TEST_SWAP"
 
@@ -96,7 +96,7 @@ func TestSwap(t *testing.T) {
 	}
 }
 
-// A container with a memory limit and no word of swap has none.
+// A container with a memory limit and no swap limit cannot swap.
 func TestNoSwapWithoutAskingForIt(t *testing.T) {
 	const memory, need = 32 << 20, 72 << 20
 	turnOnSwap(t, 2*need)

@@ -72,7 +72,7 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-// A start that failed tells why, and where the time went until then.
+// The trace of a failed start has the reason, and shows where the time went.
 func TestTraceOfFailedStart(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -238,7 +238,8 @@ func TestTracesAreExported(t *testing.T) {
 	harness.Equal(t, "service", c.node["service.name"], "berth")
 }
 
-// A collector that does not answer delays no pod, and not the daemon's end beyond what its traces are granted.
+// A collector that does not answer delays no pod, and not the daemon's end beyond what its traces
+// are granted.
 func TestHangingCollector(t *testing.T) {
 	hang, asked := make(chan struct{}), make(chan struct{}, 1)
 	d := harness.StartDaemon(t, tracingTo(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {

@@ -15,8 +15,8 @@ import (
 	"berth/integration/machine"
 )
 
-// The unit file that berth ships, with systemd: whatever ends the daemon, there is another one that goes on with the container. In
-// the end nothing is left.
+// The unit file that berth ships, with systemd: whatever ends the daemon, a new one continues with
+// the container. At the end nothing is left.
 func TestSystemdUnit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.ByUnit)
 	pod := d.RunPod(t)
@@ -33,7 +33,8 @@ func TestSystemdUnit(t *testing.T) {
 
 	t.Run("resources", func(t *testing.T) { haveUnitsResources(t, d, c) })
 	t.Run("kill", func(t *testing.T) {
-		// Units that do not say StartLimitIntervalSec=0 are given up by systemd for that.
+		// Without StartLimitIntervalSec=0 systemd would stop restarting the unit after that many
+		// kills.
 		harness.DropIn(t, harness.UnitName, "[Service]", "RestartSec=20ms")
 		for range 10 {
 			killMain(t, d, syscall.SIGKILL)
@@ -109,7 +110,8 @@ func TestSystemdUnit(t *testing.T) {
 	})
 }
 
-// killMain sends a signal to the unit's main process, and returns when there is another one. That may not be ready.
+// killMain sends a signal to the unit's main process, and returns when there is another one. That
+// may not be ready.
 func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
 	t.Helper()
 	before := 0
@@ -128,7 +130,8 @@ func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
 	})
 }
 
-// noLeftovers fails the test if there is anything in the unit's cgroup but the daemon, its children and monitors of containers.
+// noLeftovers fails the test if there is anything in the unit's cgroup but the daemon, its children
+// and monitors of containers.
 func noLeftovers(t *testing.T, d *harness.Daemon) {
 	t.Helper()
 	harness.Eventually(t, "what earlier daemons started has ended", func() error {

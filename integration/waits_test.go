@@ -77,7 +77,8 @@ const (
 	longWaits = `wait_limit = "5s"`
 )
 
-// A wait for the end of a container whose shim is frozen passes its limit, and ends when the shim is killed.
+// A wait for the end of a container whose shim is frozen passes its limit, and ends when the shim
+// is killed.
 func TestWaitForFrozenShim(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(shortWaits))
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -89,7 +90,7 @@ func TestWaitForFrozenShim(t *testing.T) {
 	harness.Must(t, <-ended)
 }
 
-// So does one for a CNI plugin that hangs, until it is killed.
+// A wait for a hanging CNI plugin passes its limit too, and ends when the plugin is killed.
 func TestWaitForHungPlugin(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(longWaits), plugin.Option)
@@ -133,7 +134,8 @@ func TestWaitsAreShown(t *testing.T) {
 	stubborn.Pid(t) // it runs its program
 
 	speak, stopped := make(chan struct{}), []int{}
-	// letGo ends all waits. A failure does so, too: a stop with a grace period of 100 minutes would be waited for.
+	// letGo ends all waits. A failure does so, too: a stop with a grace period of 100 minutes would
+	// be waited for.
 	letGo := sync.OnceFunc(func() {
 		close(speak)
 		plugin.Inject(t, "ADD", "")

@@ -52,7 +52,7 @@ type attacker struct {
 	made   int
 }
 
-// connect makes one more connection, without waiting for it to stand.
+// connect begins one more connection and does not wait until it is established.
 func (a *attacker) connect() error {
 	if len(a.held) >= a.most {
 		if err := unix.Close(a.held[0]); err != nil {
@@ -82,8 +82,8 @@ func (a *attacker) leave() {
 	}
 }
 
-// attack runs on a thread that is another user's, until stop. It returns when the first connections
-// are made.
+// attack runs as another user, on a thread of its own, until stop is called. It returns when the
+// first connections are made.
 func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(ctx)
@@ -187,7 +187,7 @@ func newClientAsks(t *testing.T, d *harness.Daemon) {
 	}
 }
 
-// Sessions that clients may have leave descriptors to CRI, the watchdog and the daemon itself, too.
+// The maximum number of sessions leaves descriptors for CRI, the watchdog and the daemon itself.
 func TestSessionsLeaveDescriptors(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d", fewFiles)))
 	pod := d.RunPod(t, harness.HostNetwork)

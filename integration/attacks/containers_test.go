@@ -40,7 +40,7 @@ func untouched(t *testing.T) string {
 	return dir
 }
 
-// tryRun runs a container to its end if it is let; else it returns the refusal.
+// tryRun runs a container to its end. If the container is refused, it returns the error.
 func tryRun(t *testing.T, p *harness.Pod, opts ...harness.ContainerOption) (output string, refusal error) {
 	t.Helper()
 	c, err := p.TryCreate(t, opts...)
@@ -174,7 +174,7 @@ func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 		fixture.File("evil", 0o755, "#!/proc/self/exe\n"), fixture.Symlink("link", "/proc/self/exe")})
 	tryRun(t, pod, harness.Image(evil), harness.Command("/evil"))
 	tryRun(t, pod, harness.Image(evil), harness.Command("/link"))
-	// And a process that tries to write to every program that shows up, while execs come and go.
+	// A second process tries to write to every new program while execs start and end.
 	c := pod.Run(t, harness.Image(evil), harness.Script(`while :; do for p in /proc/[0-9]*; do
 		case $(readlink $p/exe) in /bin/busybox) ;; *) echo x 2>/dev/null >>$p/exe && echo written ;; esac
 	done; done 2>/dev/null`))
@@ -253,8 +253,8 @@ func sums(t *testing.T, paths []string) map[string][sha256.Size]byte {
 	return all
 }
 
-// A volume at /dev whose null is something else: masking a path by binding /dev/null over
-// it would bind that.
+// A volume at /dev has another file in place of null. To mask a path, the runtime would bind-mount
+// that file.
 func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -269,7 +269,7 @@ func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 		wantRefusal(t, refusal, "can't mask paths")
 		harness.Must(t, os.Remove(null))
 	}
-	// And one that is the device when it is looked at, and a link when it is bound.
+	// In a second volume, null is the device during the check, and a link when it is bind-mounted.
 	harness.Must(t, unix.Mknod(null, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))))
 	masked := harness.Script("stat -c %F:%t:%T /proc/keys")
 	out, refusal := tryRun(t, pod, dev, masked)
@@ -327,8 +327,8 @@ func TestCVE_2025_52881_ProcReplacedByAVolume(t *testing.T) {
 	harness.Equal(t, "a file of the volume", strings.Join(machine.ReadLines(trap), ""), "untouched")
 }
 
-// Annotations steer nothing: not systemd's properties (CVE-2024-3154), not CDI
-// (CVE-2026-53492), not what other runtimes take orders from.
+// Annotations have no effect: neither those of systemd properties (CVE-2024-3154) and CDI
+// (CVE-2026-53492) nor those that control other runtimes.
 func TestCVE_2024_3154_SystemdPropertyInAnnotation(t *testing.T) {
 	host := canary(t)
 	annotationsSteerNothing(t, map[string]string{
@@ -367,8 +367,8 @@ func annotationsSteerNothing(t *testing.T, annotations map[string]string) {
 	harness.Equal(t, "the device", c.Exec(t, "sh", "-c", "ls /dev/stolen 2>/dev/null; echo $STOLEN"), "")
 }
 
-// A value with a newline, or with a plus as CRI-O's own tool read it, sets a second
-// sysctl: one of the node.
+// A value with a newline could set a second sysctl, one of the node. So could a plus sign, which
+// CRI-O's tool read as a separator.
 func TestCVE_2022_0811_SysctlValue(t *testing.T) {
 	d := harness.StartDaemon(t)
 	before := machine.ReadLines("/proc/sys/kernel/core_pattern")
@@ -446,7 +446,7 @@ func TestCVE_2020_15257_SocketsOfTheRuntime(t *testing.T) {
 	}
 }
 
-// Directories of state hold what other users must not read, or execute.
+// The state directories contain files that other users must not read or execute.
 func TestCVE_2024_25621_StateOfOthers(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.RunPod(t).Run(t)
@@ -503,8 +503,8 @@ func TestCVE_2021_43816_RelabelOfDefaultFiles(t *testing.T) {
 	}
 }
 
-// A name becomes part of a path: one with ../ in it must not lead out of the directory that
-// is meant. It is refused, by whatever way it comes, and nothing is made where it leads.
+// A name becomes part of a path: a name with ../ must not lead out of the intended directory. It is
+// refused in every request, and nothing is created at the place that it names.
 func TestPathInNames(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.BaseImage)

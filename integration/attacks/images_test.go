@@ -356,8 +356,8 @@ func TestCVE_2026_53488_ImageLabelSteers(t *testing.T) {
 	harness.Equal(t, "device of the host", c.Exec(t, "sh", "-c", "ls /dev/mem 2>/dev/null || echo none"), "none")
 }
 
-// ENV of one image is not seen in another container, nor what another container
-// was given (CVE-2021-21334: both had the same image).
+// A container sees neither ENV of another image nor variables of another container (in
+// CVE-2021-21334 both had the same image).
 func TestCVE_2021_21334_EnvironmentOfAnother(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -397,8 +397,8 @@ func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
 	}
 }
 
-// USER is looked up in files of the image: large, special, or full of tricks. None of them
-// knows the user or the group, and none is read into memory.
+// USER is looked up in files of the image: large, special, or full of tricks. None of these files
+// contains the user or the group, and none is read into memory as a whole.
 func TestCVE_2026_47262_PasswdThatIsNoFile(t *testing.T) { userFileThatIsNone(t, "etc/passwd", "app") }
 
 func TestCVE_2026_47262_GroupThatIsNoFile(t *testing.T) {
@@ -465,7 +465,7 @@ func newlineInHome(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	const line = "root::0:0::/:/bin/sh"
 	passwd := fixture.Tree{fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\nweb:x:1000:1000::/x\r"+line+"\n")}
-	// A variable is a line here, whatever lines it has itself.
+	// Here each variable is one line, even if its value contains newlines.
 	look := harness.Script(`grep -c '^root:' /etc/passwd; cat /proc/self/environ | tr '\n\0' '#\n' | grep -E '^(HOME|root)'; pwd | tr '\n' '#'`)
 	for what, c := range map[string]struct {
 		image v1.Config
@@ -497,7 +497,7 @@ func TestCVE_2024_40635_UserOutOfRange(t *testing.T) {
 	}
 }
 
-// "1" is the user 1, also if a line of /etc/passwd bears that name and says 0.
+// USER "1" is the user ID 1, even if /etc/passwd has a user with the name 1 and the ID 0.
 func TestCVE_2026_30892_TextualUserReadAsZero(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

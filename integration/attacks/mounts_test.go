@@ -96,7 +96,7 @@ func exchanging(t *testing.T, one, other string) (stop func() int) {
 	}
 }
 
-// exchange lets two files take each other's place.
+// exchange swaps two files atomically.
 func exchange(t *testing.T, one, other string) {
 	t.Helper()
 	harness.Must(t, unix.Renameat2(unix.AT_FDCWD, one, unix.AT_FDCWD, other, unix.RENAME_EXCHANGE))

@@ -39,8 +39,8 @@ type neighbour struct {
 }
 
 // Pods without privileges attack the daemon in every way that the program neighbour knows, all at
-// once. Other pods live meanwhile, and the daemon is killed and started. What it takes stays within
-// the bounds.
+// once. Meanwhile other pods run, and the daemon is killed and restarted. Its resource usage stays
+// within the bounds.
 func TestHostileNeighbours(t *testing.T) {
 	testenv.Long(t)
 	duration := 30 * time.Second
@@ -94,7 +94,7 @@ func neighbourImage(t *testing.T) string {
 	return hostileImage(t, v1.Config{}, fixture.Tree{fixture.File("bin/neighbour", 0o755, string(body))})
 }
 
-// nodeOf tells what of a device node a container could change.
+// nodeOf returns those attributes of a device node that a container could change.
 func nodeOf(t *testing.T, path string) string {
 	t.Helper()
 	info, err := os.Stat(path)
@@ -199,8 +199,8 @@ func (s *soak) life(t *testing.T) {
 	s.lives = append(s.lives, time.Since(began))
 }
 
-// killPlugin has a CNI plugin die of a signal. What it left has to be found and killed among the
-// neighbours' processes.
+// killPlugin makes a CNI plugin die of a signal. The daemon has to find and kill its children among
+// the neighbours' processes.
 func (s *soak) killPlugin(t *testing.T) {
 	t.Helper()
 	began := time.Now()
@@ -213,7 +213,7 @@ func (s *soak) killPlugin(t *testing.T) {
 	}
 }
 
-// attackExec has an exec change the files that it was given.
+// attackExec makes an exec change the files that it gets.
 func (s *soak) attackExec(t *testing.T) {
 	t.Helper()
 	_, _, err := s.d.Cri.ExecSync(t.Context(), s.execs.Id, []string{"chmod", "000", "/proc/self/fd/0", "/proc/self/fd/1", "/proc/self/fd/2"}, time.Minute)
@@ -236,8 +236,8 @@ func (s *soak) attackLog(t *testing.T) {
 func (s *soak) checkVictim(t *testing.T) {
 	t.Helper()
 	began := time.Now()
-	// It waits for a second without a child: the shell would never hear of the end of a child that
-	// is traced.
+	// It waits for a second without a child: the shell would never be notified of the end of a
+	// traced child.
 	_, status := s.traced.RunToEnd(t, harness.Script("read -t 1 line <>/dev/ptmx; exit 7"))
 	harness.Equal(t, "exit code of a traced container", status.ExitCode, 7)
 	if took := time.Since(began); took > lifeBound {

@@ -84,7 +84,7 @@ func attachOnce(ctx context.Context, d *harness.Daemon, c *harness.Container, p 
 	return nil
 }
 
-// hangingUp is input that hangs up when it is asked for.
+// hangingUp is an input that disconnects when it is read.
 type hangingUp struct{ hangUp context.CancelFunc }
 
 func (h *hangingUp) Read([]byte) (int, error) {

@@ -31,7 +31,8 @@ type bench struct {
 	timelines []report.Timeline
 }
 
-// open starts the registry and all runtimes. One that does not start is left out, unless it is berth.
+// open starts the registry and all runtimes. One that does not start is left out, unless it is
+// berth.
 func (b *bench) open(ctx context.Context) error {
 	var err error
 	if b.registry, err = fixture.NewRegistry(); err != nil {

@@ -23,7 +23,8 @@ type experiment struct {
 	samples func(wanted int) int
 	// oneByOne: the preparation is too large for two runtimes at a time.
 	oneByOne bool
-	// limit is how long a sample, or the preparation, may take; budget how long one runtime's samples.
+	// limit is how long a sample, or the preparation, may take; budget how long one runtime's
+	// samples.
 	limit, budget time.Duration
 
 	prepare func(context.Context, *bench, *subject.Subject) (any, error)
@@ -121,7 +122,8 @@ const (
 	burstWidth = 8
 )
 
-// burstRounds is how many bursts of a runtime count at least: what one round meets on the machine is the same for all its pods.
+// burstRounds is how many bursts of a runtime count at least: what one round meets on the machine
+// is the same for all its pods.
 const burstRounds = 4
 
 // burst is many pods at a time.
@@ -209,8 +211,8 @@ var calls = experiment{
 // memoryPods is how many pods run while memory is measured.
 const memoryPods = 20
 
-// memory compares what runs with pods to what runs without, after a fresh start of the daemon where it is ours. A sample removes
-// its pods, so that one runtime at a time has some.
+// memory compares what runs with pods to what runs without, after a fresh start of the daemon where
+// it is ours. A sample removes its pods, so that one runtime at a time has some.
 var memory = experiment{
 	name: "memory", rows: []string{"pss-pod", "pss-daemon-idle", "pss-all-idle", "pss-daemon-20", "pss-all-20"}, suits: plugins,
 	samples: atMost(10), limit: 3 * time.Minute, budget: 2 * time.Minute,

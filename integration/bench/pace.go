@@ -32,7 +32,8 @@ const (
 	quietTries    = 3
 )
 
-// awaitQuiet waits until the machine is as fast as the option -quiet wants it, or the patience of this run is used up.
+// awaitQuiet waits until the machine is as fast as the option -quiet wants it, or the patience of
+// this run is used up.
 func (b *bench) awaitQuiet(ctx context.Context) {
 	for b.quiet > 0 && b.waited < quietPatience {
 		began := time.Now()

@@ -35,7 +35,8 @@ func timelines(network string, suits func(*subject.Subject) bool) experiment {
 	}
 }
 
-// timeline is a start as it is drawn: the calls, with the daemon's own spans below, which begin with the call.
+// timeline is a start as it is drawn: the calls, with the daemon's own spans below, which begin
+// with the call.
 func timeline(s *subject.Subject, network string, start subject.Start, inner map[string][]subject.Span) report.Timeline {
 	name := s.Column
 	if s.OwnNetwork {

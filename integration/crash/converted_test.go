@@ -9,9 +9,9 @@ import (
 	"berth/integration/harness"
 )
 
-// converted are operations on an image that is to be directories, of whose layers two are here as
-// they were packed for EROFS: directories are made of these. That is what becomes of an image that
-// turns out to be too large for EROFS when its layers are merged.
+// converted are operations on an image that must be stored as directories, although two of its
+// layers are already stored for EROFS. These two are converted to directories. This happens if an
+// image turns out to be too large for EROFS when its layers are merged.
 var converted = []operation{
 	{name: "PullImage_converted", daemon: onDisk, prepare: packed, request: pullConverted, more: true},
 	{name: "Recovery_of_PullImage_converted", daemon: onDisk, first: &point{"layer.marked-opaque", 1}, prepare: packed, request: pullConverted, more: true},
@@ -31,7 +31,7 @@ func onDisk(t *testing.T) harness.DaemonOption {
 	return harness.WithLayerDriver("erofs")
 }
 
-// packed has an image as EROFS, and the daemon go on with directories.
+// packed pulls an image with the EROFS driver, and restarts the daemon with the directory driver.
 func packed(t *testing.T, w *world) {
 	if slices.Contains(w.d.Extra, asDirectories) { // of the case before
 		w.d.SetConfig(t, asDirectories, asEROFS)
@@ -42,7 +42,7 @@ func packed(t *testing.T, w *world) {
 	w.d.Restart(t)
 }
 
-// pullConverted pulls an image that has two layers of the first: they are not fetched.
+// pullConverted pulls an image that shares two layers with the first one. These are not downloaded.
 func pullConverted(t *testing.T, w *world) error {
 	img, err := secondImage()
 	harness.Must(t, err)

@@ -19,8 +19,8 @@ import (
 // everything selects all cases instead of the shortened enumeration.
 var everything = harness.Thorough()
 
-// deathPatience is how long a point may take to be reached. It is long because some are reached in the
-// background, after the operation has returned.
+// deathPatience is how long a point may take to be reached. It is long because some are reached in
+// the background, after the operation has returned.
 const deathPatience = 20 * time.Second
 
 // TestCrash is the enumeration.
@@ -201,13 +201,14 @@ func (e *enumeration) startOver(t *testing.T) {
 // point is a failpoint and a count: the daemon is killed when it reaches the failpoint that often.
 type point struct {
 	point string
-	n     int // the how manyth time that it is reached
+	n     int // number of the occurrence
 }
 
 // answered is the point before each answer of the daemon.
 const answered = "server.answer"
 
-// casesOf returns the points of a trace, each once, or as often as it was reached if everything is wanted.
+// casesOf returns the points of a trace, each once, or as often as it was reached if everything is
+// wanted.
 func casesOf(trace []string) (cases []point) {
 	count := map[string]int{}
 	for _, name := range trace {
@@ -222,8 +223,8 @@ func casesOf(trace []string) (cases []point) {
 	return cases
 }
 
-// selected returns the cases to run: all of them in the complete suite (testenv.All), otherwise one in
-// caseStride.
+// selected returns the cases to run: all of them in the complete suite (testenv.All), otherwise one
+// in caseStride.
 func selected[T any](cases []T) []T {
 	if everything || testenv.All() {
 		return cases

@@ -18,7 +18,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// TestFrozenLauncher stops a launcher in the middle of a launch. Everybody else goes on, and the pod can be stopped.
+// TestFrozenLauncher stops a launcher in the middle of a launch. Everybody else goes on, and the
+// pod can be stopped.
 func TestFrozenLauncher(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
@@ -33,7 +34,8 @@ func TestFrozenLauncher(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// TestFrozenLauncherIsGivenUp stops launchers for good. A stop of the container, or of its pod, ends them.
+// TestFrozenLauncherIsGivenUp stops launchers for good. A stop of the container, or of its pod,
+// ends them.
 func TestFrozenLauncherIsGivenUp(t *testing.T) {
 	testenv.Long(t)
 	var fp harness.Failpoints

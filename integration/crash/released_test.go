@@ -11,7 +11,7 @@ import (
 	"berth/internal/failpoint/points"
 )
 
-// Released binaries contain no failpoints: neither the names nor what would make a daemon obey.
+// Released binaries contain no failpoints: neither their names nor the code that handles them.
 func TestReleasedBinariesHaveNone(t *testing.T) {
 	all, err := points.Below("../..")
 	harness.Must(t, err)

@@ -192,7 +192,8 @@ func onLayer(w *world, change func(t *testing.T, layer string) func()) func(*tes
 	}
 }
 
-// unlinkJoined replaces the file that the join has from a layer by another with the same content, mode, owner and time.
+// unlinkJoined replaces the file that the join has from a layer by another with the same content,
+// mode, owner and time.
 func unlinkJoined(t *testing.T, layer string) func() {
 	found, err := filepath.Glob(filepath.Join(layer, "../../joins/*/fs/bin/other"))
 	harness.Must(t, err)

@@ -28,7 +28,7 @@ var starts = []operation{
 	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: goOn, more: true},
 }
 
-// goOn is what kubelet does about a daemon that was started: nothing.
+// goOn does nothing, as kubelet does after a start of the daemon.
 func goOn(*testing.T, *world) error { return nil }
 
 func (w *world) podRecord() string { return filepath.Join(w.d.Root, "pods", w.podID+".record") }

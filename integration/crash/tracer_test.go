@@ -143,7 +143,7 @@ func onItsOwnThread(trace func()) {
 		trace()
 		return
 	}
-	// The main thread never ends. It is kept from being taken again.
+	// The main thread never ends, so it is locked and not used again.
 	var other sync.WaitGroup
 	other.Go(func() { onItsOwnThread(trace) })
 	other.Wait()

@@ -124,7 +124,7 @@ func (c *churn) round(t *testing.T, n, daemonKills int) {
 	workers.Wait()
 }
 
-// pause makes the moment of a kill any, not the one when a pod begins.
+// pause waits for a random time, so that kills do not always hit the beginning of a pod.
 func pause(random *rand.Rand) { time.Sleep(time.Duration(random.IntN(int(50 * time.Millisecond)))) }
 
 // killLauncher kills one of the daemon's launchers, idle or at work.
@@ -191,7 +191,8 @@ func (c *churn) newLife(t *testing.T, i int) *life {
 	return l
 }
 
-// run is a whole life. All random numbers are drawn first, so that they do not depend on how it goes.
+// run is a whole life. All random numbers are drawn first, so that they do not depend on how it
+// goes.
 func (l *life) run(ctx context.Context) error {
 	code, execCode := int32(l.random.IntN(128)), int32(l.random.IntN(128))
 	killMonitor, removeContainer := l.random.IntN(20) == 0, l.random.IntN(2) == 0
@@ -217,8 +218,8 @@ func (l *life) run(ctx context.Context) error {
 	return l.remove(ctx, removeContainer)
 }
 
-// start runs the pod with a container that executes a command. A container that ended with its launcher is followed by
-// another attempt, as kubelet's is.
+// start runs the pod with a container that executes a command. A container that ended with its
+// launcher is followed by another attempt, as kubelet's is.
 func (l *life) start(ctx context.Context, execCode int32) error {
 	pod, err := ask(ctx, l.churn, l.client.RunPodSandbox, &runtimeapi.RunPodSandboxRequest{Config: l.pod})
 	if err != nil {
@@ -237,7 +238,8 @@ func (l *life) start(ctx context.Context, execCode int32) error {
 	}
 }
 
-// startContainer creates and starts the container. A start that the daemon did not survive is repeated.
+// startContainer creates and starts the container. A start that the daemon did not survive is
+// repeated.
 func (l *life) startContainer(ctx context.Context) error {
 	container, err := ask(ctx, l.churn, l.client.CreateContainer, &runtimeapi.CreateContainerRequest{PodSandboxId: l.podID, Config: l.container, SandboxConfig: l.pod})
 	if err != nil {
@@ -330,7 +332,7 @@ func (l *life) remove(ctx context.Context, containerFirst bool) error {
 	return os.RemoveAll(l.pod.LogDirectory)
 }
 
-// launcherLost is what calls say whose launcher was killed.
+// launcherLost is a part of the error of calls whose launcher was killed.
 const launcherLost = "the launcher is lost"
 
 // lostLauncher reports whether a call failed because its launcher was killed.

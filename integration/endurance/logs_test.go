@@ -41,7 +41,7 @@ func TestLogThroughKillsAndRotations(t *testing.T) {
 	pod.Remove(t)
 }
 
-// shuffled returns so many times true and false, in a random order.
+// shuffled returns these numbers of true and false values, in random order.
 func shuffled(yes, no int) []bool {
 	all := make([]bool, yes+no)
 	for i := range yes {

@@ -44,7 +44,8 @@ func findFailpoints() error {
 	return nil
 }
 
-// isBuiltHere reports whether a directory of binaries is where the build of this checkout, if this is one, puts them.
+// isBuiltHere reports whether a directory of binaries is where the build of this checkout, if this
+// is one, puts them.
 func isBuiltHere(dir string) (bool, error) {
 	if _, err := os.Stat(filepath.Join(source(), buildScript)); errors.Is(err, fs.ErrNotExist) {
 		return false, nil
@@ -114,7 +115,8 @@ func (f *Failpoints) Kill(t *testing.T, d *Daemon, name string, n int) {
 	f.arm(t, name, n, "kill", strconv.Itoa(d.Cmd.Process.Pid))
 }
 
-// KillNext does that to a process of a program: a daemon that is started later, a launcher or monitor.
+// KillNext does that to a process of a program: a daemon that is started later, a launcher or
+// monitor.
 func (f *Failpoints) KillNext(t *testing.T, program, name string, n int) {
 	t.Helper()
 	f.arm(t, name, n, "kill", program)

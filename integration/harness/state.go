@@ -38,7 +38,8 @@ func (d *Daemon) Settled(t *testing.T) inventory.Items {
 	return last
 }
 
-// Becomes waits for the state to be the wanted one, and returns what differs if it does not get there.
+// Becomes waits for the state to be the wanted one, and returns what differs if it does not get
+// there.
 func (d *Daemon) Becomes(t *testing.T, want inventory.Items) (differences []string) {
 	t.Helper()
 	return d.BecomesWithin(t, want, leakPatience)

@@ -248,7 +248,7 @@ func TestOddLayers(t *testing.T) {
 	}
 }
 
-// A layer that takes all the memory it can get: the dictionary of zstd is the most.
+// A layer that uses as much memory as possible, most of it for the window of zstd.
 func TestMemoryOfALayer(t *testing.T) {
 	testenv.Long(t)
 	d := startDaemon(t)
@@ -259,7 +259,8 @@ func TestMemoryOfALayer(t *testing.T) {
 	_, err = io.Copy(io.MultiWriter(z, sum.Hash()), bigFile(t, 200<<20))
 	harness.Must(t, err)
 	harness.Must(t, z.Close())
-	// A blob so small may not hold so much: it is refused after the window has been filled.
+	// A blob of this size may not inflate to so much. It is refused after the window has been
+	// filled.
 	_, name := image(t, registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerZstd, DiffID: sum.Digest()})
 	refused(t, d, name, codes.ResourceExhausted, "bytes allowed")
 	_, name = image(t, gzipped(t, bigFile(t, 200<<20)))

@@ -125,8 +125,8 @@ func refused(t *testing.T, d *harness.Daemon, name string, code codes.Code, text
 	noTraceOf(t, d, name)
 }
 
-// noTraceOf looks for the image and its layers. Everything else, from descriptors to goroutines, the fixture
-// looks at in the end.
+// noTraceOf looks for leftovers of the image and its layers. The fixture checks everything else at
+// the end, from descriptors to goroutines.
 func noTraceOf(t *testing.T, d *harness.Daemon, name string) {
 	t.Helper()
 	if status := d.ImageStatus(t, name); status != nil {
@@ -147,7 +147,8 @@ func noTraceOf(t *testing.T, d *harness.Daemon, name string) {
 	}
 }
 
-// image puts an image of these layers into a registry of its own, which the caller may have misbehave.
+// image puts an image of these layers into a registry of its own, which the caller may have
+// misbehave.
 func image(t *testing.T, layers ...registrytest.Layer) (*registrytest.Server, string) {
 	t.Helper()
 	r := registrytest.New(t)

@@ -296,7 +296,7 @@ func TestRegistries(t *testing.T) {
 	allRefused(t, d, attempts)
 }
 
-// Token servers are of the registry's choice: their answers are as little to be trusted.
+// The registry chooses its token servers, so their answers are not trusted either.
 func TestTokenServers(t *testing.T) {
 	testenv.Long(t)
 	d := startDaemon(t)

@@ -68,7 +68,8 @@ func (n fileNames) another(name string, st *unix.Stat_t) string {
 	return first
 }
 
-// describe tells everything about a file of an image's layer or join, whose name begins with "/fs" if it is of the image.
+// describe tells everything about a file of an image's layer or join, whose name begins with "/fs"
+// if it is of the image.
 func describe(path, name string, names fileNames) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {

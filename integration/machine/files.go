@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ReadLines returns the lines of a file, or none if reading fails, for example because the process of
-// a file in /proc has ended.
+// ReadLines returns the lines of a file, or none if reading fails, for example because the process
+// of a file in /proc has ended.
 func ReadLines(path string) []string {
 	content, err := os.ReadFile(path)
 	if err != nil {

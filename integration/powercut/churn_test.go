@@ -29,7 +29,8 @@ type node struct {
 	layers   map[string]inventory.Tree // expected content of each layer and join
 }
 
-// newNode prepares a daemon. Records hold paths, so all disks are mounted at one place, one after the other.
+// newNode prepares a daemon. Records hold paths, so all disks are mounted at one place, one after
+// the other.
 func newNode(t *testing.T, f filesystem) *node {
 	t.Helper()
 	n := &node{filesystem: f, pictures: pictures(t)}
@@ -61,7 +62,8 @@ func (n *node) boot(t *testing.T, disk *blocklog.Disk) (end func()) {
 	}
 }
 
-// churn is the work during which the power is cut: one goroutine pulls and removes images, others run pods.
+// churn is the work during which the power is cut: one goroutine pulls and removes images, others
+// run pods.
 type churn struct {
 	*node
 	disk    *blocklog.Disk
@@ -133,7 +135,7 @@ func (n *node) jobs(t *testing.T, count int) (all []job) {
 	return all
 }
 
-// pods runs the pods of jobs, so that there are always two, and removes them in the end.
+// pods runs the pods of jobs, always two at a time, and removes them at the end.
 func (c *churn) pods(ctx context.Context, jobs []job) error {
 	var running []string
 	for _, j := range jobs {

@@ -15,7 +15,7 @@ import (
 	"berth/integration/powercut/blocklog"
 )
 
-// filesystem is one that the daemon's root is on.
+// filesystem is a type of filesystem for the daemon's root.
 type filesystem struct {
 	name    string
 	size    int64

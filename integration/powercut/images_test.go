@@ -106,7 +106,7 @@ func knownOf(images []*runtimeapi.Image) known {
 	return k
 }
 
-// pulled is k after a name was pulled, which now stands for an image.
+// pulled returns k with a name that now refers to an image, as after a pull.
 func (k known) pulled(name, id string) known {
 	next := known{}
 	for other, tags := range k {

@@ -23,7 +23,8 @@ import (
 	"berth/internal/testenv"
 )
 
-// cuts is how many power cuts are tried on a filesystem: BERTH_CUTS, or all with BERTH_TORTURE=1, or a few.
+// cuts is how many power cuts are tried on a filesystem: BERTH_CUTS, or all with BERTH_TORTURE=1,
+// or a few.
 func (f filesystem) cuts(t *testing.T) int {
 	t.Helper()
 	if text := os.Getenv("BERTH_CUTS"); text != "" {
@@ -40,7 +41,7 @@ func (f filesystem) cuts(t *testing.T) int {
 	return max(1, f.few/4)
 }
 
-// seed returns what all random choices come from.
+// seed returns the seed of all random choices.
 func seed(t *testing.T) uint64 {
 	t.Helper()
 	s := rand.Uint64()
@@ -152,7 +153,8 @@ func (n *node) interruptedRecovery(t *testing.T, r recording, c cut) recording {
 	return recording{disk, 0, again.history}
 }
 
-// visibleLayersAreWhole looks at the layers before a daemon does: each that has its name must be as it should.
+// visibleLayersAreWhole looks at the layers before a daemon does: each layer at its final path must
+// have the expected content.
 func (n *node) visibleLayersAreWhole(t *testing.T, disk *blocklog.Disk) {
 	t.Helper()
 	m := n.mount(t, disk, n.dir)
@@ -199,7 +201,8 @@ func (n *node) ready(t *testing.T) {
 	})
 }
 
-// podsAreGone checks that pods and containers have ended, can be removed, and give their addresses back.
+// podsAreGone checks that pods and containers have ended, can be removed, and give their addresses
+// back.
 func (n *node) podsAreGone(t *testing.T) {
 	t.Helper()
 	containers := harness.Get(n.Cri.ListContainers(t.Context(), nil))(t)

@@ -16,10 +16,10 @@ import (
 	"berth/integration/sessions"
 )
 
-// clockEnv says that the clock is this test's to set: in a guest, which has its own.
+// clockEnv is set where this test may set the clock: in a guest, which has a clock of its own.
 const clockEnv = "BERTH_TEST_CLOCK"
 
-// ownClock skips the test where the clock is not this test's alone.
+// ownClock skips the test where it may not set the clock.
 func ownClock(t *testing.T) {
 	t.Helper()
 	if os.Getenv(clockEnv) == "" {
@@ -126,7 +126,8 @@ func TestClockJumps(t *testing.T) {
 				}
 				return nil
 			})
-			// Of a container with one process that does nothing else; others need the CPU, too.
+			// The container has one process that only uses CPU time. Other processes need the CPU,
+			// too.
 			if used := harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t).Cpu.UsageNanoCores; used == nil || used.Value < 0.05e9 || used.Value > 1.2e9 {
 				t.Errorf("a container that uses a core is said to use %v nanocores", used)
 			}

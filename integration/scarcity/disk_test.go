@@ -197,7 +197,7 @@ func TestFullDisk(t *testing.T) {
 	}
 }
 
-// The same where there is room for bytes but not for a further file.
+// The same on a disk with space for bytes but without a free inode.
 func TestDiskWithoutInodes(t *testing.T) {
 	testenv.Long(t)
 	disks := []string{rootDisk, stateDisk}

@@ -127,7 +127,7 @@ func emptyFiles(t *testing.T, dir string, n int) registrytest.Layer {
 	return registrytest.Layer{Blob: blob.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: sum.Digest()}
 }
 
-// pacedWriter sends 4 MB a second until something is so.
+// pacedWriter sends 4 MB a second until a condition is true.
 type pacedWriter struct {
 	http.ResponseWriter
 	until func() bool
@@ -163,7 +163,7 @@ func underMemoryLimit(t *testing.T, limit int64, images []string, options ...har
 		trees = append(trees, fixture.Tree{fixture.File(fmt.Sprintf("file%d", i), 0o644, body.String())})
 	}
 	name, _ := harness.Push(t, harness.Registry, "layers:latest", harness.BuildImage(t, v1.Config{}, trees...))
-	var left []func() error // what kubelet wants, and asks for until it has it
+	var left []func() error // kubelet's calls, repeated until they succeed
 	for _, name := range append(images, name) {
 		left = append(left, func() error { _, err := d.TryPull(t, name, nil); return err })
 	}
@@ -309,8 +309,8 @@ func more(n int) int {
 	return 2*n + 1
 }
 
-// The same with processes and threads. A Go program that cannot have a thread is at its end, so the
-// daemon may be: the next one goes on with everything.
+// The same with processes and threads. A Go program that cannot start a thread dies, and that may
+// happen to the daemon. The next daemon continues everything.
 func TestOutOfProcesses(t *testing.T) {
 	group, option := inGroup(t, "pids")
 	// The bridge plugin, when it dies in the middle of a DEL, leaves rules for ipMasq that no DEL

@@ -1,5 +1,5 @@
-// Package sessions is the client's side of exec and attach: the protocols that clients speak, and the screens and
-// terminals they have.
+// Package sessions is the client's side of exec and attach: the protocols that clients speak, and
+// the screens and terminals they have.
 package sessions
 
 import (

@@ -13,7 +13,7 @@ import (
 	"berth/integration/harness"
 )
 
-// features are pods and containers with what 0.1.0 could not do yet.
+// features are pods and containers with features that 0.1.0 did not have.
 type features struct {
 	mapped, ported *harness.Pod
 	inMapped       *harness.Container // in a user namespace

@@ -57,7 +57,8 @@ func TestGoldenState(t *testing.T) {
 	}
 }
 
-// openGoldenOnDisk opens the state with images that are directories, as released versions made them, where new ones become EROFS.
+// openGoldenOnDisk opens the state with images that are directories, as released versions made
+// them, where new ones become EROFS.
 func openGoldenOnDisk(t *testing.T, file string) {
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
@@ -142,7 +143,8 @@ func emptyDaemon(t *testing.T, opts ...harness.DaemonOption) *harness.Daemon {
 	return d
 }
 
-// rootWritten has the root at the path that is written down, also if it is on another disk so that images can be EROFS.
+// rootWritten makes the root appear at the recorded path, even if it is on another disk so that
+// images can be EROFS.
 func rootWritten(t *testing.T, d *harness.Daemon) {
 	root := filepath.Join(goldenDir, "root")
 	if d.Root == root {
@@ -153,7 +155,8 @@ func rootWritten(t *testing.T, d *harness.Daemon) {
 	d.Root, d.Mounts = root, append(d.Mounts, root)
 }
 
-// writeGolden lets a released version make one of everything, and packs the state that it leaves when it is killed.
+// writeGolden makes a released version create one object of each kind. It packs the state that
+// remains after that version is killed.
 func writeGolden(t *testing.T, version, file string) {
 	if _, err := os.Stat(file); err == nil {
 		return
@@ -189,7 +192,7 @@ func writeGolden(t *testing.T, version, file string) {
 	d.Start(t)
 }
 
-// goldenImage is small, and has in its layers what layers can have.
+// goldenImage is small. Its layers have every kind of entry.
 func goldenImage(t *testing.T) v1.Image {
 	t.Helper()
 	pause := harness.Get(os.ReadFile("../../shim/payload/bin/pause"))(t)

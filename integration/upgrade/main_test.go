@@ -28,7 +28,8 @@ func released(t *testing.T) (versions []string) {
 	return versions
 }
 
-// programs returns the directory of a version's programs, and skips the test where they can't be built.
+// programs returns the directory of a version's programs, and skips the test where they can't be
+// built.
 func programs(t *testing.T, version string) string {
 	t.Helper()
 	testenv.Long(t) // contrib/test -all builds the released versions

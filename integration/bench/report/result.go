@@ -46,7 +46,8 @@ func (r *Results) Pace(row string) *Series {
 	return r.paces[row]
 }
 
-// QuickestPace is the median of the row while which the machine was fastest; 0: nothing was measured.
+// QuickestPace is the median of the row while which the machine was fastest; 0: nothing was
+// measured.
 func (r *Results) QuickestPace() (ms float64) {
 	for _, s := range r.paces {
 		if len(s.Values) > 0 && (ms == 0 || s.Quantile(0.5) < ms) {

@@ -6,7 +6,8 @@ type Row struct {
 	Key   string // what -rows matches
 	Title string
 	Unit  string
-	// Goal is what berth's median must not exceed, Goal99 what its 99th percentile must not; 0: none.
+	// Goal is what berth's median must not exceed, Goal99 what its 99th percentile must not; 0:
+	// none.
 	Goal, Goal99 float64
 }
 

@@ -81,8 +81,8 @@ func HasOwnNetwork(ctx context.Context, bin string) (bool, error) {
 	return strings.Contains(string(help), " "+ownNetworkFlag+" "), err
 }
 
-// network writes the CNI configuration of one runtime, with a bridge and addresses of its own, and returns where
-// the plugins are.
+// network writes the CNI configuration of one runtime, with a bridge and addresses of its own, and
+// returns where the plugins are.
 func (at *Site) network(dir string) (string, error) {
 	plugins, err := fixture.PluginDir()
 	if err != nil {

@@ -94,8 +94,8 @@ func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, san
 	})
 }
 
-// containerdInflates names what containerd inflates gzip with: the first of these programs in its PATH (gzipDecompress in its
-// pkg/archive/compression, version 2.4).
+// containerdInflates names what containerd inflates gzip with: the first of these programs in its
+// PATH (gzipDecompress in its pkg/archive/compression, version 2.4).
 func containerdInflates() string {
 	for _, program := range []string{"igzip", "unpigz"} {
 		if _, err := exec.LookPath(program); err == nil {

@@ -42,7 +42,8 @@ func (t Start) Total() time.Duration {
 	return sum
 }
 
-// Start starts a pod of one container, on the host's network or one of its own. When it fails halfway, Clean finds it.
+// Start starts a pod of one container, on the host's network or one of its own. When it fails
+// halfway, Clean finds it.
 func (s *Subject) Start(ctx context.Context, hostNetwork bool) (*Pod, Start, error) {
 	var t Start
 	begin := time.Now()
@@ -176,7 +177,8 @@ func parseTrace(text string) (map[string][]Span, error) {
 	return all, nil
 }
 
-// StopContainer stops the first container, whose process ends when it is asked to, and returns how long it took.
+// StopContainer stops the first container, whose process ends when it is asked to, and returns how
+// long it took.
 func (p *Pod) StopContainer(ctx context.Context) (time.Duration, error) {
 	const grace = 10 // seconds
 	begin := time.Now()
