@@ -265,8 +265,8 @@ func TestPullWithOtherCredentials(t *testing.T) {
 	}
 }
 
-// The nearest place counts, whichever image comes first, and names that only begin the same are
-// others.
+// The closest origin counts, whichever image comes first. A name that only has the same beginning
+// is another repository.
 func TestOriginsFindClosest(t *testing.T) {
 	layer := func(n int) digest.Digest { return digest.FromString(fmt.Sprint(n)) }
 	one, two := "sha256:"+strings.Repeat("1", 64), "sha256:"+strings.Repeat("2", 64)

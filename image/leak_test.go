@@ -122,7 +122,7 @@ func pullHoldRemove(ctx context.Context, s *Store, ref, holder string) error {
 	return s.Release(holder)
 }
 
-// TestReadsNeverWait: Get and List answer while the writer is at its disk.
+// TestReadsNeverWait: Get and List answer while the writer accesses the disk.
 func TestReadsNeverWait(t *testing.T) {
 	testenv.NeedRoot(t)
 	reg := registrytest.New(t)

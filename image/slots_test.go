@@ -53,7 +53,7 @@ func TestUnpackSlotsLeaveRoomForOtherRegistries(t *testing.T) {
 	}
 }
 
-// A registry that sends nothing more keeps no other one's images from being pulled.
+// A registry that stops sending does not prevent pulls from other registries.
 func TestSlowRegistryDoesNotStarveOthers(t *testing.T) {
 	slow, other := registrytest.New(t), registrytest.New(t)
 	s := openStore(t, Config{MaxUnpacking: 2})

@@ -175,7 +175,7 @@ func wantEmpty(t *testing.T, s *Store) {
 	}
 }
 
-// names returns the owners there are.
+// names returns the present owners.
 func (l *layerRefs) names() []string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -376,7 +376,7 @@ func TestInterruptedTagMoveIsSettled(t *testing.T) {
 	if !strings.Contains(log.String(), name+":v1") {
 		t.Errorf("the log does not name the tag: %s", log)
 	}
-	// It does not come back with the new image gone, and another daemon.
+	// The tag does not come back after the new image was removed and another daemon has started.
 	if err := s.Remove(t.Context(), second.ID); err != nil {
 		t.Fatal(err)
 	}
@@ -723,7 +723,8 @@ func TestRecordOfAnotherImageIsRefused(t *testing.T) {
 	}
 }
 
-// Of a configuration only what containers use is kept decoded, and goes into their records.
+// Only the fields of a configuration that containers use are kept decoded and written to their
+// records.
 func TestImageKeepsOnlyContainerConfigDecoded(t *testing.T) {
 	used := ocispec.ImageConfig{User: "u", Env: []string{"A=1"}, Entrypoint: []string{"e"}, Cmd: []string{"c"}, WorkingDir: "/w", StopSignal: "SIGHUP"}
 	all := ocispec.Image{Author: "a", Config: used, History: []ocispec.History{{Comment: "h"}}}
@@ -742,7 +743,8 @@ func TestImageKeepsOnlyContainerConfigDecoded(t *testing.T) {
 	}
 }
 
-// An image whose tag is pushed again and again is not known by ever more digests; the last ones stay.
+// If a tag is pushed again and again, the number of an image's digests is limited; the last ones
+// stay.
 func TestImageKeepsLastDigests(t *testing.T) {
 	ref, err := registry.ParseReference("example.com/app:v1")
 	if err != nil {
@@ -1072,7 +1074,7 @@ func TestFailedDownloadOfAnotherPull(t *testing.T) {
 	}
 }
 
-// A panic ends its pull, and nothing else.
+// A panic ends only the pull in which it occurs.
 func TestPanicEndsThePull(t *testing.T) {
 	reg := registrytest.New(t)
 	var once sync.Once
@@ -1241,7 +1243,7 @@ func TestPullChecksFreeSpaceFirst(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	s = openStore(t, Config{Root: root, Reserve: layer.Reserve{Percent: 100, Bytes: math.MaxInt64}}) // with an image on it the disk is not empty
+	s = openStore(t, Config{Root: root, Reserve: layer.Reserve{Percent: 100, Bytes: math.MaxInt64}}) // with an image the disk is not empty
 	_, err := s.Pull(t.Context(), reg.Host()+"/app:v3", nil)
 	wantCode(t, err, codes.ResourceExhausted, "no space left on device", "kept free")
 	if n := reg.Count("GET /v2/app/blobs/" + diffID(missing).String()); n != 0 {
@@ -1311,12 +1313,13 @@ func TestStalledLayer(t *testing.T) {
 	wantEmpty(t, s)
 }
 
-// TestCorruptMirror: what one host has wrong comes from the next, whatever it seems to be.
+// TestCorruptMirror: if one host serves corrupt content, it is fetched from the next host, whatever
+// the error looks like.
 func TestCorruptMirror(t *testing.T) {
 	large := plain(t, "f", strings.Repeat("content ", 1<<20)) // more than pipes and buffers hold
 	for name, tt := range map[string]struct {
 		layer registrytest.Layer
-		at    int // the byte that the mirror has wrong
+		at    int // the byte that the mirror has changed
 	}{
 		"compressed":      {gzipped(t, "f", strings.Repeat("content ", 10_000)), 100},
 		"tar's header":    {large, 0},
@@ -1376,7 +1379,8 @@ func TestCorruptBlobIsReadToItsEnd(t *testing.T) {
 	}
 }
 
-// While it is found out whose fault a refused layer is, other layers of its registry are unpacked.
+// While the store finds out whether the host or the image caused a refused layer, other layers of
+// the registry are unpacked.
 func TestRejectedLayerDelaysNoOthers(t *testing.T) {
 	server, mirror := registrytest.New(t), registrytest.New(t)
 	bad := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1<<20)}
@@ -1492,8 +1496,8 @@ func TestPullWaitsForLayerDeletion(t *testing.T) {
 	})
 }
 
-// A container is reported by the digest that the registry knows, in the repository that its author
-// wrote.
+// A container's image is reported by the registry's digest, in the repository that the pod's author
+// named.
 func TestDigestedReference(t *testing.T) {
 	digestOf := func(n int) string { return digest.FromString(fmt.Sprint(n)).String() }
 	first, moved, other := "docker.io/library/app@"+digestOf(1), "docker.io/library/app@"+digestOf(2), "example.com/app@"+digestOf(1)

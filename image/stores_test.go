@@ -128,7 +128,7 @@ func TestImagesStayUsableWhenDriverChanges(t *testing.T) {
 	pull(t, s, late)
 	wantContent(t, s, late, "f", "late", rootfs.Directory)
 
-	s = restart(t, s, cfg.with("erofs", noRoom)) // it was asked for, and may do
+	s = restart(t, s, cfg.with("erofs", noRoom)) // it was configured, and may work
 	if got := s.Driver(); got != rootfs.EROFS {
 		t.Errorf("layers are made as %s", got)
 	}
@@ -276,7 +276,8 @@ func TestKernelWithoutEROFSRemovesOrphanedLayers(t *testing.T) {
 	}
 }
 
-// An image is removed only if all its layers are unmountable. A record with missing layers is set aside.
+// An image is removed only if all its layers are unmountable. A record with missing layers is set
+// aside.
 func TestKernelWithoutEROFSSetsAsideIncompleteImage(t *testing.T) {
 	cfg := driversConfig(t)
 	reg := registrytest.New(t)
@@ -295,7 +296,7 @@ func TestKernelWithoutEROFSSetsAsideIncompleteImage(t *testing.T) {
 	}
 }
 
-// Where no layer was ever an EROFS image, the store of them is not made until it is of use.
+// If no layer was ever an EROFS image, the store of EROFS layers is not created until it is needed.
 func TestEROFSStoreIsCreatedOnFirstUse(t *testing.T) {
 	for name, c := range map[string]struct {
 		driver string
@@ -367,7 +368,7 @@ func TestMergedImageIsRemovedWithItsImage(t *testing.T) {
 	wantMerged(2)
 	wantContent(t, s, app, "g", "2", rootfs.EROFS)
 
-	// One that a daemon has left which was killed meanwhile goes at the next start.
+	// If the daemon is killed before that, the next start removes them.
 	if err := s.records.Remove(recordName(s.index.Load().byName[app].ID)); err != nil {
 		t.Fatal(err)
 	}
@@ -510,7 +511,7 @@ func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 		return unpack.Result{}, &unpack.Error{Code: unpack.MoreMemory, Err: errors.New("its tree takes too much memory")}
 	}
 	reg := registrytest.New(t)
-	reg.PutImage("app", "v1", "", plain(t, "f", strings.Repeat("f", littleLeft/2))) // so little would be read to the end
+	reg.PutImage("app", "v1", "", plain(t, "f", strings.Repeat("f", littleLeft/2))) // otherwise a blob of this size would be read to the end
 	s := restart(t, nil, cfg.with("auto", nil))
 	ref, err := registry.ParseReference(reg.Host() + "/app:v1")
 	if err != nil {

@@ -70,7 +70,7 @@ func TestFalseLayerServesOnlyItsBlob(t *testing.T) {
 		}
 		s = openStore(t, Config{Root: root})
 		check(s)
-		// By another name each is the same image again, and nothing is added.
+		// A pull of each by another name finds the same image and adds no layer.
 		reg.PutImage("victim-again", "v1", "the same configuration", honest)
 		reg.PutImage("liar-again", "v1", "the same configuration", liar)
 		for _, name := range []string{"liar", "victim"} {

@@ -9,8 +9,8 @@ import (
 	"berth/image/unpack"
 )
 
-// However many layers there are, they take no more than there is together, the last as much as is
-// kept for it; all comes back.
+// All layers together take no more than the budget, however many there are. The last one gets the
+// reserved share. All memory is given back.
 func TestWorkMemoryShares(t *testing.T) {
 	for _, c := range []struct {
 		name                string
@@ -53,8 +53,8 @@ func TestWorkMemoryShares(t *testing.T) {
 	}
 }
 
-// A layer that needs more than its share gets what any layer may have, when it is there. Small ones
-// do not wait for it.
+// A layer that needs more than its share gets the maximum when that is free. Small layers do not
+// wait for it.
 func TestLayerWaitsForWorkMemory(t *testing.T) {
 	m := newWorkMemory(341*mib, 64*mib, 32)
 	usual := unpack.DefaultLimits

@@ -141,7 +141,8 @@ func BenchmarkPod(b *testing.B) {
 	})
 }
 
-// awaitOurs waits until a pause that libcontainer or crun has made is not its launcher's child any more: only then is it reaped by remove.
+// awaitOurs waits until a pause that libcontainer or crun has made is no longer its launcher's
+// child. Only then can remove reap it.
 func awaitOurs(c *container) {
 	c.until("pause is ours to reap", func() bool {
 		stat, err := os.ReadFile("/proc/" + itoa(c.InitPID) + "/stat")
@@ -178,7 +179,8 @@ func benchPod(b *testing.B, rest func(*env), change ...func(*proto.Launch)) {
 	s.report(b)
 }
 
-// BenchmarkExec measures an exec probe: start, wait, launcher back in the pool. "seccomp" is in a container with the default profile.
+// BenchmarkExec measures an exec probe: start, wait, launcher back in the pool. "seccomp" is in a
+// container with the default profile.
 func BenchmarkExec(b *testing.B) {
 	b.Run("plain", func(b *testing.B) { benchExec(b, usual) })
 	b.Run("seccomp", func(b *testing.B) { benchExec(b, usual, filtered) })

@@ -12,8 +12,8 @@ import (
 	"berth/shim/proto"
 )
 
-// A monitor that does not get to accept its clients in time has the kernel refuse
-// more of them: these must wait, not fail.
+// If a monitor does not accept its clients in time, the kernel refuses more of them. These clients
+// must wait and not fail.
 func TestClientsWaitForABusyMonitor(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("busy", "sleep 1000")

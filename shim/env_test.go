@@ -24,11 +24,10 @@ import (
 	"berth/shim/proto"
 )
 
-// patience is how long a test waits for what must happen. It is only ever used up
-// by a failing test.
+// patience is how long a test waits for what must happen. Only a failing test waits that long.
 const patience = 60 * time.Second
 
-// env is what one test works with.
+// env is the environment of one test.
 type env struct {
 	*testing.T
 	ctx   context.Context

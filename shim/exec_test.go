@@ -344,7 +344,7 @@ func TestLauncherServesAgainAfterExec(t *testing.T) {
 // A launcher keeps the state of the container of its last exec and notices when it changes.
 func TestLauncherNoticesReplacedContainer(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Warm, c.Idle = false, 1 }) // so that one launcher serves all execs
-	for _, says := range []string{"first", "second"} {            // which has the same ID, as no other has
+	for _, says := range []string{"first", "second"} {            // a second container with the same ID, which does not happen otherwise
 		req := e.request("again", "echo "+says+" >/name; exec sleep 1000")
 		started, err := e.Launch(e.ctx, req)
 		if err != nil {
@@ -379,7 +379,7 @@ func TestLauncherNoticesReplacedContainer(t *testing.T) {
 	}
 }
 
-// Launchers that have served execs at a time are kept for the next ones, and not for ever.
+// Launchers that have served concurrent execs are kept for the next ones, but not for ever.
 func TestSpareLaunchers(t *testing.T) {
 	e := newEnv(t)
 	setSpareTime := func(d time.Duration) { e.mu.Lock(); e.spareTime = d; e.mu.Unlock() }
@@ -454,8 +454,7 @@ func (l *Launchers) idleAs(pid int, knows string) {
 	l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, loaded: knows}, func() {}, time.Now()})
 }
 
-// A launcher is spare if it was idle for long itself, however many others were taken and came back
-// meanwhile.
+// A launcher is spare if it has been idle for long itself, however many others were used meanwhile.
 func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 	for name, takenFor := range map[string]func(i int) string{
 		"pauses":                             func(int) string { return "" },

@@ -310,7 +310,7 @@ func TestPause(t *testing.T) {
 		return err == nil && strings.Contains(string(stat), ") S 1 ")
 	})
 
-	// It is process 1 of the PID namespace for others, and reaps their orphans.
+	// Pause is process 1 of the PID namespace for other containers, and reaps their orphans.
 	c := e.run("in-pod", "(sleep 0 &); echo $$; exec sleep 1000", func(r *proto.Launch) {
 		for i, ns := range r.Spec.Linux.Namespaces {
 			if ns.Type == specs.PIDNamespace {

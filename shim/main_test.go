@@ -102,7 +102,7 @@ func outer() (code int, err error) {
 	return code, nil
 }
 
-// runtimes returns what makes the containers: libcontainer, which is "", and crun.
+// runtimes returns the runtimes to test: libcontainer, which is "", and crun.
 func runtimes() []string {
 	crun, err := exec.LookPath("crun")
 	if err != nil {
@@ -220,7 +220,7 @@ func enter(work string) error {
 }
 
 // hideUnifiedControllers makes a hybrid cgroup setup look like pure v1, because crun refuses hybrid
-// ones. The tests use no controller of the v2 hierarchy.
+// setups. The tests use no controller of the v2 hierarchy.
 func hideUnifiedControllers(work string) error {
 	const file = "/sys/fs/cgroup/unified/cgroup.controllers"
 	if _, err := os.Stat(file); err != nil {

@@ -452,7 +452,7 @@ func TestCallsWithoutMonitorFail(t *testing.T) {
 func TestLogHasNoGapWithoutDaemon(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("alone", "seq 30000")
-	// Everything of the daemon's that concerns the container goes.
+	// All objects of the daemon for this container disappear.
 	if err := e.Launchers.Close(); err != nil {
 		t.Fatal(err)
 	}

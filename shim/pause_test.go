@@ -136,8 +136,8 @@ func checkPauseStatus(t *testing.T, c *container) {
 	}
 }
 
-// checkPauseFiles checks that a pause holds nothing of the host's: processes in a shared PID namespace
-// can reach its files and mounts.
+// checkPauseFiles checks that a pause holds nothing of the host's: processes in a shared PID
+// namespace can reach its files and mounts.
 func checkPauseFiles(t *testing.T, c *container) {
 	t.Helper()
 	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", c.InitPID))
@@ -173,7 +173,7 @@ func checkPodSettings(t *testing.T, pause *container) {
 	}
 }
 
-// A pause that cannot be made leaves nothing, and says why.
+// If a pause cannot be started, nothing is left, and the error has the reason.
 func TestPauseRefused(t *testing.T) {
 	e := newEnv(t)
 	if e.runtime() != nil {
@@ -293,16 +293,16 @@ func TestPauseDoesNotChangeItsLauncher(t *testing.T) {
 	var was map[string]string
 	e.until("they wait for an order", func() bool {
 		was = allOf(t, before)
-		warm := 0 // which ends with a look at the cgroups
+		warm := 0 // launchers after their warm-up, which ends with a check of the cgroups
 		for _, value := range was {
 			if strings.HasSuffix(value, "/cgroup.procs") {
-				return false // it is at that look
+				return false // it is at that check
 			}
 			if value == "/sys/fs/cgroup" {
 				warm++
 			}
 		}
-		return warm == len(before) && maps.Equal(allOf(t, before), was) // nor is anything open for that look
+		return warm == len(before) && maps.Equal(allOf(t, before), was) // and no file is open for that check
 	})
 	req := e.pauseRequest("pause")
 	score := 500
@@ -364,7 +364,7 @@ func selfOf(t *testing.T, pid int) map[string]string {
 	}
 	for _, f := range files {
 		link, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, f.Name()))
-		if err == nil { // else it was the one of reading the directory
+		if err == nil { // otherwise it was the descriptor for reading the directory
 			self["file "+f.Name()] = link
 		}
 	}

@@ -2,5 +2,5 @@
 
 package shim
 
-// monitorOptions has the monitor checked, too, where the tests are.
+// monitorOptions builds the monitor with sanitizers if the tests run with the race detector.
 var monitorOptions = []string{"-sanitize"}

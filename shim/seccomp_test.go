@@ -25,8 +25,8 @@ func TestSeccomp(t *testing.T) {
 	}
 }
 
-// TestDefaultProfile has containers and commands with the same profile: the first launcher compiles it, the others find it. None of them sees a
-// descriptor of that.
+// TestDefaultProfile runs containers and execs with the same profile. The first launcher compiles
+// it, and the others find the recording. No command inherits its descriptor.
 func TestDefaultProfile(t *testing.T) {
 	e := newEnv(t)
 	const script = "ls /proc/self/fd | tr '\\n' ' '; grep ^Seccomp: /proc/self/status; unshare -m true 2>/dev/null || echo denied"
@@ -48,7 +48,8 @@ func TestDefaultProfile(t *testing.T) {
 	}
 }
 
-// TestProfilesOfContainers has containers with different profiles side by side: each keeps its own.
+// TestProfilesOfContainers runs containers with different profiles at the same time. Each has its
+// own profile.
 func TestProfilesOfContainers(t *testing.T) {
 	e := newEnv(t)
 	deny := func(calls ...string) func(*proto.Launch) {

@@ -49,8 +49,9 @@ func TestReadOnlyRootfs(t *testing.T) {
 	}
 }
 
-// What quiets Go's runtime in launchers and init (shim/launcher/sysmon) reaches neither the container's command nor one that is executed there:
-// both have the timer slack of the thread that has started their launcher, and it is the default that they go back to.
+// The timer slack of launchers and init (shim/launcher/sysmon) does not reach a container's command
+// or an exec. Both have the timer slack of the thread that started their launcher, also as their
+// default.
 func TestTimerSlack(t *testing.T) {
 	for name, slack := range map[string]int{"usual": 50_000, "unusual": 70_000} {
 		t.Run(name, func(t *testing.T) {
@@ -75,7 +76,7 @@ func TestTimerSlack(t *testing.T) {
 	}
 }
 
-// Go's runtime is quieted in launchers: else the tests above would show nothing.
+// Launchers do have the longer timer slack. Otherwise the tests above would show nothing.
 func TestTimerSlackOfLauncher(t *testing.T) {
 	e := newEnv(t)
 	e.until("a launcher waits, and has threads with the longer slack", func() bool { return hasThreadWithSlack(e.Launchers.idlePID(), 500_000) })
@@ -90,8 +91,9 @@ func hasThreadWithSlack(pid, slack int) bool {
 	})
 }
 
-// An OCI runtime's program has the timer slack of the thread that has started the launcher with every command: what the command leaves behind
-// inherits it, such as gVisor's server of the root filesystem.
+// Each command of an OCI runtime has the timer slack of the thread that started the launcher.
+// Processes that the command leaves behind inherit it, such as gVisor's server of the root
+// filesystem.
 func TestTimerSlackOfRuntime(t *testing.T) {
 	const slack = "70000"
 	runtime.LockOSThread() // for good: the thread ends with this function

@@ -48,11 +48,12 @@ func TestKillNamesItsExec(t *testing.T) {
 	}
 }
 
-// A Kill that arrives when its exec has ended and the launcher is at a launch does not take that back.
+// A Kill may arrive when its exec has ended and the launcher already serves a launch. It does not
+// cancel that launch.
 func TestKillOfAnExecDuringALaunch(t *testing.T) {
 	e := newEnv(t)
 	var p *launcher
-	e.until("a launcher is idle", func() bool { // it is the next that is taken
+	e.until("a launcher is idle", func() bool { // it is the next launcher to be taken
 		e.mu.Lock()
 		defer e.mu.Unlock()
 		if len(e.idle) == 1 {
@@ -68,7 +69,7 @@ func TestKillOfAnExecDuringALaunch(t *testing.T) {
 	req.Spec.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{Path: "/bin/sh", Args: []string{"sh", "-c", "read go <" + fifo}}}}
 	killed := make(chan error, 1)
 	go func() {
-		f, err := os.OpenFile(fifo, os.O_WRONLY, 0) // which waits until the launch is in the middle
+		f, err := os.OpenFile(fifo, os.O_WRONLY, 0) // which waits until the launch has begun
 		if err == nil {
 			err = p.conn.Send(proto.Request{Kill: "ended"})
 		}
@@ -109,7 +110,7 @@ func TestCancelledExecIsKilledDuringStart(t *testing.T) {
 	}
 	e := newEnv(t)
 	c := e.run("frozen", "sleep 1000 & echo up; wait")
-	// Not earlier: cgroup v1 can freeze half of a process in execve for ever.
+	// Do not freeze earlier: cgroup v1 can freeze some threads of a process in execve for ever.
 	e.until("it is up", func() bool { return c.log() != "" && c.countProcesses() == 2 })
 	e.until("its sleep is up", func() bool { return len(c.processesNamed("sleep")) == 1 })
 	before := c.countProcesses()

@@ -28,8 +28,8 @@ func onThread(do func()) {
 	runtime.UnlockOSThread()
 }
 
-// seize traces a process, as one of another container in the same PID namespace can, and waits for
-// nothing of it. The function returned lets go of it.
+// seize traces a process, as a process of another container in the same PID namespace can, and
+// never waits for it. The returned function detaches.
 func seize(t *testing.T, pid int) (letGo func()) {
 	t.Helper()
 	result, end, ended := make(chan error), make(chan struct{}), make(chan struct{})
@@ -52,8 +52,8 @@ func seize(t *testing.T, pid int) (letGo func()) {
 	return func() { close(end); <-ended }
 }
 
-// sharePIDNamespace has a container live in the PID namespace of the tests, where other processes
-// can trace it.
+// sharePIDNamespace puts a container into the PID namespace of the tests, where other processes can
+// trace it.
 func sharePIDNamespace(r *proto.Launch) {
 	var own []specs.LinuxNamespace
 	for _, ns := range r.Spec.Linux.Namespaces {

@@ -51,8 +51,8 @@ func TestLateReplyKeepsLauncher(t *testing.T) {
 	}
 }
 
-// A launcher that runs but does not get to its order, for lack of a processor, is waited for longer
-// than one that is frozen.
+// The daemon waits longer for a launcher that runs but gets no processor time than for a frozen
+// one.
 func TestSlowLauncher(t *testing.T) {
 	cmd := exec.Command("sh", "-c", "while :; do :; done")
 	if err := cmd.Start(); err != nil {
@@ -89,7 +89,7 @@ func TestSlowLauncher(t *testing.T) {
 // If the daemon is delayed between the start of the watch and the order, it keeps healthy launchers
 // and still replaces frozen ones.
 func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
-	cmd := exec.Command("sleep", "1000") // it sleeps, and reads nothing: as a launcher before it is woken, or a frozen one
+	cmd := exec.Command("sleep", "1000") // it sleeps and reads nothing, like a frozen launcher or one that has not been woken yet
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -123,8 +123,8 @@ func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
 	}
 }
 
-// A launcher is frozen if it is stopped or its cgroup is frozen. It counts as frozen, too, when it
-// sleeps, in spite of an order.
+// A launcher is frozen if it is stopped or its cgroup is frozen. It also counts as frozen if it
+// sleeps although it has an order to read.
 func TestIsFrozen(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
 		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },

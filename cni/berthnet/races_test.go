@@ -295,7 +295,7 @@ func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 	}
 }
 
-// The network takes over the bridge, with its addresses, and the rules of a version before keys.
+// The network takes over the bridge, its addresses, and the rules of a version that had no keys.
 func TestEarlierVersion(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, b.attached(nil).del())

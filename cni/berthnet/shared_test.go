@@ -100,8 +100,8 @@ func flushRuleset(t *testing.T) {
 	testutil.Must(t, conn.Flush())
 }
 
-// rewriteRuleset deletes all rules in a transaction that also adds some, before of them ahead of
-// the deletion.
+// rewriteRuleset deletes all rules in one transaction. The transaction also adds rules, and before
+// says how many it adds ahead of the deletion.
 func rewriteRuleset(t *testing.T, before int) {
 	t.Helper()
 	conn, err := nftables.New()

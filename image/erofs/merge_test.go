@@ -34,7 +34,7 @@ func layerOf(t testing.TB, root *tree.Node) Files {
 	return f
 }
 
-// The trees of an image are bounded together, whichever of its layers they are of.
+// One limit bounds the sum of an image's trees, however it is divided among the layers.
 func TestMergeIsBounded(t *testing.T) {
 	m := NewMerger(0)
 	half := layerOf(t, tree.NewDir())
@@ -198,7 +198,7 @@ func TestMergesWait(t *testing.T) {
 	})
 }
 
-// A merge ends with its context wherever it is.
+// A merge ends with its context at any step.
 func TestMergeIsCancelled(t *testing.T) {
 	reason := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -222,7 +222,8 @@ func TestMergeIsCancelled(t *testing.T) {
 	}
 }
 
-// The probe tells a filesystem that can't do it from a lack of something, and leaves nothing.
+// The probe distinguishes a filesystem without support from a lack of resources, and leaves
+// nothing.
 func TestProbe(t *testing.T) {
 	if err := Probe(filepath.Join(t.TempDir(), "missing")); err == nil || errors.Is(err, errors.ErrUnsupported) {
 		t.Errorf("a directory that is not there: %v", err)

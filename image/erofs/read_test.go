@@ -30,7 +30,7 @@ type reader struct {
 	used    []span
 }
 
-// span is a part of the image that something takes.
+// span is a used part of the image.
 type span struct{ from, to int64 }
 
 var errImage = errors.New("not an image")
@@ -61,7 +61,7 @@ func read(image []byte) (*tree.Node, *reader, error) {
 	return n, r, r.checkSpans()
 }
 
-// take returns a part of the image that nothing else may take.
+// take returns a part of the image, and fails if another object uses any of it.
 func (r *reader) take(from, size int64) ([]byte, error) {
 	if from < 0 || size < 0 || from+size > int64(len(r.image)) {
 		return nil, bad("%d bytes at %d of %d", size, from, len(r.image))
@@ -350,7 +350,7 @@ func readsBack(t testing.TB, image []byte, root *tree.Node, devices []int64) {
 	}
 }
 
-// Images of random trees are read back as these.
+// Images of random trees, when read back, have the same trees.
 func TestWriteReadsBack(t *testing.T) {
 	for seed := range uint64(16) {
 		m := newMaker(seed+100, 1+int(seed%7))

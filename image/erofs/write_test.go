@@ -253,7 +253,7 @@ func (m *maker) compareContent(t testing.TB, path string, n *tree.Node, seen map
 	}
 }
 
-// attached gives the layer a place.
+// attached mounts the layer at a path.
 func attached(t testing.TB, l rootfs.Layer) string {
 	t.Helper()
 	mount, err := l.Open()
@@ -282,7 +282,8 @@ func TestWrite(t *testing.T) {
 	}
 }
 
-// Directories of many blocks, of one that is just full, and of none but the two entries all have.
+// Directories with many blocks, with one block that is exactly full, and with only the two entries
+// that all directories have.
 func TestWriteDirectories(t *testing.T) {
 	m := newMaker(1, 1)
 	root := m.directory(0, 0)
@@ -339,7 +340,7 @@ func TestWriteLargeFile(t *testing.T) {
 	}
 }
 
-// The same tree is the same image.
+// The same tree gives the same image.
 func TestWriteIsReproducible(t *testing.T) {
 	var images [2]bytes.Buffer
 	for i := range images {

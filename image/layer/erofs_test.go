@@ -299,7 +299,8 @@ func TestDriversAgreeOnAttributes(t *testing.T) {
 	}
 }
 
-// Both make the same of what GNU tar writes of random trees, sparse files among them.
+// Both drivers show the same files for tars that GNU tar writes of random trees, including sparse
+// files.
 func TestDriversAgreeOnTars(t *testing.T) {
 	w := newTwin(t)
 	var chain []digest.Digest

@@ -61,7 +61,7 @@ func (f *fuzzStore) watched(t testing.TB) map[string]string {
 	return all
 }
 
-// check is what holds after whatever was unpacked.
+// check checks what must be true after any unpacking.
 func (f *fuzzStore) check(t testing.TB) {
 	t.Helper()
 	compareTrees(t, f.watched(t), f.canary)
@@ -111,7 +111,7 @@ func FuzzApply(f *testing.F) {
 
 const randomPrograms = 300
 
-// fuzzNames are few, so that entries meet.
+// fuzzNames are few, so that entries conflict.
 var fuzzNames = []string{
 	"a", "b", "a/b", "b/a", "a/b/c", "b/a/c", "l", "l/a", "l/b/c", "a/l", "a/l/b", ".", "../secret", "/a", "a/../b", "e", "e/f",
 	".wh.a", ".wh.b", ".wh.l", "a/.wh.b", "l/.wh.a", "a/b/.wh.c", ".wh..wh..opq", "a/.wh..wh..opq", "a/b/.wh..wh..opq", "l/.wh..wh..opq", ".wh.e",

@@ -114,7 +114,7 @@ func checkSum(t testing.TB, s *Store, id digest.Digest) {
 	}
 }
 
-// mounted mounts the stack of layers, writable, and returns where.
+// mounted mounts the stack of layers, writable, and returns the path.
 func mounted(t testing.TB, s *Store, ids ...digest.Digest) string {
 	t.Helper()
 	layers, err := s.Stack(context.Background(), ids)

@@ -95,7 +95,7 @@ func changes(names []string) (list []header) {
 	return list
 }
 
-// extremes are files as few packages have them.
+// extremes are unusual files that few packages contain.
 func extremes() (list []header) {
 	deep := "deep"
 	for len(deep) < 3000 {

@@ -185,7 +185,7 @@ func setTime(t testing.TB, r *rand.Rand, path string) {
 	must(t, unix.UtimesNanoAt(unix.AT_FDCWD, path, []unix.Timespec{ts, ts}, unix.AT_SYMLINK_NOFOLLOW))
 }
 
-// The system's tar and the driver make the same of every archive that tar makes.
+// The system's tar and the driver unpack every archive that tar makes to the same files.
 func TestCreateMatchesTar(t *testing.T) {
 	formats := map[string][]string{
 		"pax":       {"--format=pax", "--xattrs", "--xattrs-include=*"},
@@ -293,7 +293,7 @@ func TestXattrs(t *testing.T) {
 	want := map[string][]string{"f": kept, "d": kept, ".": kept, "l": {"security.capability"}, "p": {"security.capability"}}
 	for name, attrs := range want {
 		have := xattrs(t, filepath.Join(got, name))
-		// This ACL says no more than the mode does: the filesystem keeps it there.
+		// This ACL has the same content as the mode, so the filesystem stores it in the mode.
 		delete(have, "system.posix_acl_access")
 		if names := slices.Sorted(maps.Keys(have)); !slices.Equal(names, attrs) {
 			t.Errorf("%s has %q, want %q", name, names, attrs)
@@ -345,7 +345,7 @@ func TestTimes(t *testing.T) {
 	if st := info.Sys().(*syscall.Stat_t); st.Atim.Sec != 1_500_000_000 || st.Atim.Nsec != 5 {
 		t.Errorf("access time %v", st.Atim)
 	}
-	if !mtime("far").After(time.Unix(1<<33, 0)) { // the filesystem's latest, not one that wrapped around
+	if !mtime("far").After(time.Unix(1<<33, 0)) { // the latest time that the filesystem supports, not one that wrapped around
 		t.Errorf("far: %v", mtime("far"))
 	}
 }
@@ -388,7 +388,7 @@ func TestJoinsDiffer(t *testing.T) {
 	}
 }
 
-// The times of directories under a join are those they would have without it.
+// A join does not change the times of directories under it.
 func TestJoinTimes(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	bottom := create(t, s, makeTar(t, dir("d", 0o711), file("f", "a")))
@@ -428,7 +428,7 @@ func TestUmask(t *testing.T) {
 	}
 }
 
-// Nothing an image says leads out of the layer's directory.
+// No entry of an image leads out of the layer's directory.
 func TestMaliciousTars(t *testing.T) {
 	secret := func(outside string) string { return outside + "/secret" }
 	outside := t.TempDir()

@@ -17,7 +17,7 @@ import (
 	"berth/internal/rootfs/mounttest"
 )
 
-// endless is the length of a file that takes hours to read, and nothing to make.
+// endless is the length of a sparse file that takes hours to read.
 const endless = 4 << 40
 
 // The tree file of a compromised packer is read up to the maximum size of a tree only, and only
@@ -48,7 +48,8 @@ func TestTreeFileIsReadWithinLimit(t *testing.T) {
 	}
 }
 
-// packedStore is one of the EROFS driver that need not be able to mount anything.
+// packedStore returns a store of the EROFS driver that works without a kernel that can mount
+// layers.
 func packedStore(t *testing.T, root string) *Store {
 	t.Helper()
 	s, err := Open(root, NewEROFS(unpack.Pack, 0), Reserve{}, discardLog())
@@ -56,7 +57,7 @@ func packedStore(t *testing.T, root string) *Store {
 	return s
 }
 
-// The digest of the tree is kept over restarts, and is of packed layers alone.
+// The digest of the tree survives restarts. Only packed layers have one.
 func TestTreeDigestIsRecorded(t *testing.T) {
 	root := t.TempDir()
 	s := packedStore(t, root)

@@ -35,12 +35,12 @@ type partServer struct {
 	*registrytest.Server
 	data []byte
 	want ocispec.Descriptor
-	// answer answers a request for a range; nil: as it should be.
+	// answer answers a request for a range; nil: correctly.
 	answer func(w http.ResponseWriter, r *http.Request, first, last int64)
 
 	// ignorant of ranges: it answers each request with the whole blob.
 	ignorant atomic.Bool
-	// silent: it does not say that it has them.
+	// silent: it supports ranges, but has no Accept-Ranges header.
 	silent bool
 	// refusing: it answers no more requests for a range, nor for a part.
 	refusing atomic.Bool
@@ -93,7 +93,8 @@ func (s *partServer) serveBlob(w http.ResponseWriter, r *http.Request) {
 	s.rangeOf(w, first, last)
 }
 
-// askedFor is the range that a request is for, and whether it is for a part, and not for the rest.
+// askedFor returns the range of a request, and whether it is a request for a part rather than for
+// the rest.
 func askedFor(r *http.Request) (first, last int64, inPart bool) {
 	n, _ := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last)
 	return first, last, n == 2 && last-first < testPart
@@ -272,7 +273,7 @@ func (s *partServer) wantInParts(t *testing.T, l *leave) {
 	}
 }
 
-// Of a registry that ignores ranges, one part is tried, and the transfer goes on.
+// If a registry ignores ranges, one part is tried, and the transfer continues.
 func TestRangesIgnored(t *testing.T) {
 	l := &leave{most: 8}
 	s := newPartServer(t, 1)
@@ -296,7 +297,8 @@ func TestRangesIgnoredAfterFirstPart(t *testing.T) {
 	}
 }
 
-// A registry that has no ranges any more, in the middle of a blob after parts, is asked for all of it.
+// If a registry stops to support ranges after parts of a blob have arrived, the whole blob is
+// requested.
 func TestRangesRefusedAfterFirstPart(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
@@ -321,7 +323,7 @@ func TestRangesHaveEnds(t *testing.T) {
 		return serve(w, r)
 	}
 	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
-		if first/testPart%2 == 1 { // the rest is asked for again and again
+		if first/testPart%2 == 1 { // the rest is requested again and again
 			w.WriteHeader(http.StatusInternalServerError)
 			return
 		}
@@ -333,7 +335,8 @@ func TestRangesHaveEnds(t *testing.T) {
 	}
 }
 
-// A registry that has not said that it has ranges gets one part, and more when it has answered that.
+// A registry that has not said that it has ranges gets one part, and more when it has answered
+// that.
 func TestTrialPart(t *testing.T) {
 	a := ahead{leave: func() (func(), bool) { return func() {}, true }, partsConfig: partsConfig{size: 10}}
 	defer a.clear()

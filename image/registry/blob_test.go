@@ -292,7 +292,7 @@ func TestStalledBeforeAnswer(t *testing.T) {
 	defer close(release)
 	_, err := readBlob(t, s.open(t, Config{StallTimeout: soon}), s.want)
 	wantUnavailable(t, err, s.want.Digest.String(), "at byte 0 of 1", "timeout awaiting response headers")
-	if n := len(s.asked()); n > 1 { // it may not have come to note the one
+	if n := len(s.asked()); n > 1 { // 0: the server has not noted the request yet
 		t.Errorf("a host that does not answer was asked %d times", n)
 	}
 }
@@ -311,7 +311,7 @@ func TestStalledManifest(t *testing.T) {
 	wantUnavailable(t, err, "fetch manifest", "transfer stalled")
 }
 
-// A manifest that comes slowly, and never stalls, comes to an end.
+// A manifest that comes slowly but never stalls is read to its end.
 func TestSlowManifest(t *testing.T) {
 	s := newBlobServer(t, []byte("x"), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
 		for { // ends when the client has gone
@@ -405,7 +405,8 @@ func TestBlobCancelled(t *testing.T) {
 	}
 }
 
-// A Read that waits for a host that is silent ends when the blob is stopped. It can be read on, then.
+// A Read that waits for a host that is silent ends when the blob is stopped. It can be read on,
+// then.
 func TestBlobStops(t *testing.T) {
 	release := make(chan struct{})
 	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {

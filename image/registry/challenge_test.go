@@ -66,7 +66,7 @@ func FuzzChallenge(f *testing.F) {
 				t.Fatalf("scheme %q", c.Scheme)
 			}
 		}
-		// A parameter that follows may have the same name, and then it counts.
+		// If a later parameter has the same name, the later one counts.
 		if again := parseChallenges(http.Header{"Www-Authenticate": {fmt.Sprintf("%s %s=%s", scheme, name, quoted)}}); len(again) != 1 ||
 			again[0].Params[strings.ToLower(name)] != value {
 			t.Fatalf("%q: %+v", header, again)

@@ -687,7 +687,7 @@ func TestCredentialsDoNotReachMirrors(t *testing.T) {
 	if got := mirror.Headers("Authorization"); len(got) != 0 {
 		t.Errorf("the mirror got %q", got)
 	}
-	// docker's own entry for the mirror's host is what may go there.
+	// Only the entry for the mirror's host in docker's configuration may be sent there.
 	docker := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"m","password":"q"}}}`, mirror.Host()))
 	asked := server.Count("")
 	if _, err := resolve(t, Config{Dirs: []string{tree}, DockerConfig: docker}, "example.com/app:v1", Credentials{}); err != nil || server.Count("") != asked {

@@ -184,7 +184,7 @@ func TestPlacingPaysEffort(t *testing.T) {
 	}
 }
 
-// The errors of links tell which, and the links do not keep the paths of all.
+// Errors of links name the link, although the links do not store their paths.
 func TestMergerNamesLinks(t *testing.T) {
 	root := NewDir()
 	dir := root

@@ -10,7 +10,7 @@ import (
 
 var garbage []byte
 
-// A launcher that rests gives back what earlier orders have left, and takes the next order nevertheless.
+// An idle launcher releases the memory of earlier orders, and can still take the next order.
 func TestIdleLauncherReleasesMemory(t *testing.T) {
 	daemon, theirs, err := proto.ConnPair()
 	if err != nil {

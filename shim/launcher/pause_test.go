@@ -35,7 +35,7 @@ func TestPauseStepError(t *testing.T) {
 	}
 }
 
-// Only of hierarchies that limit nothing may it fail to join the cgroup.
+// It may fail to join a cgroup only in hierarchies that limit nothing.
 func TestPauseTaskFiles(t *testing.T) {
 	root := t.TempDir()
 	dir := func(hierarchy, file string) string {

@@ -98,7 +98,8 @@ func TestHostID(t *testing.T) {
 	}
 }
 
-// Whose orphans come to the monitor, and whether the kernel ends a container's processes with its init.
+// Which containers' orphans the monitor gets, and whether the kernel ends a container's processes
+// with its init.
 func TestPIDNamespaces(t *testing.T) {
 	own, pods := specs.LinuxNamespace{Type: specs.PIDNamespace}, specs.LinuxNamespace{Type: specs.PIDNamespace, Path: "/proc/7/ns/pid"}
 	for name, test := range map[string]struct {
@@ -119,7 +120,8 @@ func TestPIDNamespaces(t *testing.T) {
 	}
 }
 
-// A link of an image leads nowhere but into the image, and the path that is mounted has no link in it.
+// A link of an image leads nowhere but into the image, and the path that is mounted has no link in
+// it.
 func TestResolveSubPath(t *testing.T) {
 	place, err := filepath.EvalSymlinks(t.TempDir())
 	if err != nil {

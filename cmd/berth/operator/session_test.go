@@ -140,7 +140,7 @@ func TestAttach(t *testing.T) {
 	}
 }
 
-// In a terminal, where Ctrl-C is the container's, other keys leave.
+// In a terminal the container gets Ctrl-C, and other keys end the session.
 func TestAttachLeft(t *testing.T) {
 	c := newSessions(t)
 	c.stdin = "\x10\x11"

@@ -69,7 +69,7 @@ func packed(t *testing.T, data []byte, form uint8) []byte {
 	return out.Bytes()
 }
 
-// unpackedTar reads at most a few MB: bombs are others' business.
+// unpackedTar reads at most a few MB: other tests cover bombs.
 func unpackedTar(t *testing.T, blob []byte) (out []byte, rest int, err error) {
 	t.Helper()
 	from := bytes.NewReader(blob)

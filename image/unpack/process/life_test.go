@@ -157,7 +157,7 @@ func TestEndsWhileBlobStalls(t *testing.T) {
 	}
 }
 
-// A layer that is refused is, though nothing more comes of its blob.
+// A layer is refused at once, even if the rest of its blob never arrives.
 func TestRejectedWhileBlobStalls(t *testing.T) {
 	eachBuild(t, time.Minute, func(t *testing.T, p *Program) {
 		blob := &silent{strings.NewReader(strings.Repeat("no tar", 1<<17)), func() {}, make(chan struct{})}
@@ -186,7 +186,7 @@ func TestFrozenProcessIsKilled(t *testing.T) {
 	}
 }
 
-// Waiting for the network is no standstill; waiting for the process is.
+// Waiting for the network does not count as a standstill. Waiting for the process does.
 func TestStandsStill(t *testing.T) {
 	const stall = 20 * time.Millisecond
 	w := &work{}
@@ -256,7 +256,8 @@ func testConfined(t *testing.T, p *Program) {
 	}
 }
 
-// keptCapabilities are CHOWN (0), DAC_OVERRIDE (1), FOWNER (3), FSETID (4), MKNOD (27), SETFCAP (31).
+// keptCapabilities are CHOWN (0), DAC_OVERRIDE (1), FOWNER (3), FSETID (4), MKNOD (27), SETFCAP
+// (31).
 const (
 	keptCapabilities = "000000008800001b"
 	noCapabilities   = "0000000000000000"

@@ -41,7 +41,7 @@ var built string
 // builds are berth-unpacks by their names.
 var builds = map[string]*struct {
 	loads  string // looked for instead of libisal.so.2
-	stub   string // instead: how a library inflates that is built for it
+	stub   string // instead: the inflate function of the library that is built for it
 	gunzip string // what reads gzip; empty: the process dies of it
 	path   string // of the program; empty where ISA-L's headers are missing
 }{
@@ -53,7 +53,8 @@ var builds = map[string]*struct {
 	"isal that crashes":         {stub: "__builtin_trap()"},
 }
 
-// eachBuild runs a test with each build of berth-unpack. Those that do without the library are alike.
+// eachBuild runs a test with each build of berth-unpack. Those that do without the library are
+// alike.
 func eachBuild(t *testing.T, stall time.Duration, test func(*testing.T, *Program)) {
 	for _, name := range []string{"go", "isal", "isal without the library"} {
 		t.Run(name, func(t *testing.T) { test(t, open(t, need(t, name), stall)) })

@@ -39,7 +39,7 @@ func TestKillTree(t *testing.T) {
 		t.Error("something is left in empty groups")
 	}
 	victim := exec.Command("sleep", "1000")
-	t.Cleanup(func() { _ = victim.Process.Kill() }) // it is dead but where the test fails
+	t.Cleanup(func() { _ = victim.Process.Kill() }) // it is already dead unless the test fails
 	if err := victim.Start(); err != nil {
 		t.Fatal(err)
 	}

@@ -46,7 +46,7 @@ func TestRecords(t *testing.T) {
 	}
 }
 
-// A maximum that is no number of bytes is 16 KiB.
+// A maximum that is not positive means 16 KiB.
 func TestRecordsDefaultMaximum(t *testing.T) {
 	const most = 16 << 10
 	line := strings.Repeat("x", most)

@@ -80,8 +80,8 @@ func statLine(name, state, status string) string {
 	return "7 (" + name + ") " + state + strings.Repeat(" -1", 52-4) + " " + status
 }
 
-// The status of a process that has ended is found whatever it calls itself, and only in a whole
-// text of the kernel's.
+// The status of an ended process is found whatever its name is, and only in a complete text of the
+// kernel.
 func TestZombieStatus(t *testing.T) {
 	for name, c := range map[string]struct {
 		stat string
@@ -116,7 +116,8 @@ func TestZombieStatus(t *testing.T) {
 	}
 }
 
-// FuzzZombieStatus: a status is one that wait4 can give, and the name has no say in it.
+// FuzzZombieStatus: the parsed status is one that wait4 can return, and does not depend on the
+// name.
 func FuzzZombieStatus(f *testing.F) {
 	f.Add("sh", "7 (sh) Z 1", uint16(9))
 	f.Add("a) Z 1 2 3", statLine("sh", "Z", "70000\n"), uint16(7<<8))
@@ -147,7 +148,7 @@ func TestOOMKills(t *testing.T) {
 	}
 }
 
-// FuzzOOMKills: a number is found where Go finds one.
+// FuzzOOMKills: the C parser finds the same number as a parser in Go.
 func FuzzOOMKills(f *testing.F) {
 	f.Add("oom 3\noom_kill 2\n")
 	f.Add("oom_kill \t9 \r\noom_kill 3")
