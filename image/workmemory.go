@@ -119,7 +119,7 @@ func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n shortage)
 	return limits, func() { m.release(bytes) }, nil
 }
 
-// take queues for bytes of the rest. All of the rest together suffices.
+// take queues for bytes of the rest. bytes must not exceed the whole rest.
 func (m *workMemory) take(ctx context.Context, bytes int64) error {
 	select {
 	case m.line <- struct{}{}:

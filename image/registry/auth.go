@@ -122,9 +122,9 @@ func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credent
 // exchange runs the token protocol of go-containerregistry: GET with basic authentication, or POST
 // with an identity token.
 func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials, realmHost string) (Secret, error) {
-	// Exchange rejects realms on private addresses unless they are the registry's own, but that is
-	// where a cluster's token server is. So it gets the realm's host as the registry; it uses the
-	// name for nothing else.
+	// Exchange rejects realms on private addresses other than the registry's. A cluster's token
+	// server may have such an address. So Exchange gets the realm's host in place of the registry;
+	// it has no other use for that name.
 	server, err := name.NewRegistry(realmHost, name.WeakValidation)
 	if err != nil {
 		return "", errdefs.New(codes.Unauthenticated, "not a valid host name")

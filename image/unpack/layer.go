@@ -24,8 +24,8 @@ type Limits struct {
 	Tar     int64 // length of the tar, which bounds what its files take on disk
 	Bytes   int64 // length of all its files, with holes counted
 	Entries int64 // entries of the tar
-	Memory  int64 // for its tree, where that is in memory (see Pack), or for names that are kept; more is MoreMemory
-	Window  int64 // of zstd; more is MoreWindow
+	Memory  int64 // for a tree in memory (see Pack) or for kept names; a layer that needs more fails with MoreMemory
+	Window  int64 // of zstd; a layer that needs more fails with MoreWindow
 }
 
 // DefaultLimits are far above the needs of known images.
@@ -81,7 +81,7 @@ type Result struct {
 // enforces them.
 func (r *Result) Within(l Limits) error {
 	l = l.WithDefaults()
-	inodes := uint64(l.Entries) + maxNames/perEntry + 1 // directories that no entry is for are remembered
+	inodes := uint64(l.Entries) + maxNames/perEntry + 1 // directories without an entry are kept in memory, which limits their number
 	switch {
 	case r.TarBytes > l.Tar:
 		return fmt.Errorf("tar has %d bytes, more than the %d allowed", r.TarBytes, l.Tar)
@@ -149,7 +149,7 @@ func (n *Name) UnmarshalText(text []byte) error {
 // memory while it stores the layer.
 const MaxTold = 4 << 20
 
-// PerName counts for each name beside its length.
+// PerName is added to the length of each name.
 const PerName = 16
 
 // Check returns an error if c has too many names (ResourceExhausted), or a name that is too long or

@@ -157,15 +157,15 @@ func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 // ended.
 const gcLimit = 10 * time.Second
 
-// Collect gives back what networks hold for pods that are not among these: of records that were
-// lost. It begins before the first request, so that every pod there can be is known. A plugin that
-// cannot do it, or takes long, does not delay the daemon's start.
+// Collect releases what networks hold for pods other than attached, such as pods whose records were
+// lost. It begins before the first request, so attached has all pods. A plugin that cannot do it,
+// or takes long, does not delay the daemon's start.
 func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec]) {
 	var valid []cni.Pod
 	for spec := range attached {
 		pod, err := cniPod(spec)
 		if err != nil {
-			n.log.Warn("a pod can't be told to CNI plugins: what they hold for it is given back", "pod", spec.ID, "error",
+			n.log.Warn("CNI plugins cannot be called for a pod; what they hold for it is released", "pod", spec.ID, "error",
 				err)
 			continue
 		}

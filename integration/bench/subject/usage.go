@@ -78,8 +78,8 @@ func (s *Subject) CPU() (time.Duration, error) {
 // AccountsCPU reports whether CPU is available for this runtime.
 func (s *Subject) AccountsCPU() bool { return len(s.cgroups) > 0 }
 
-// When a runtime counts as at rest: it has used next to nothing for a while. Daemons wake up now
-// and then for nothing.
+// A runtime counts as at rest if it used at most restUsage of CPU time for restWindow. It need not
+// be zero, because idle daemons wake up now and then.
 const (
 	restWindow = 25 * time.Millisecond
 	restUsage  = 300 * time.Microsecond
@@ -169,7 +169,7 @@ func sumMemory(all map[int]process, daemon int) (m Memory) {
 
 // descends reports whether a process is ancestor or its descendant.
 func descends(all map[int]process, pid, ancestor int) bool {
-	for range all { // in a list taken while processes end and begin there might be a circle
+	for range all { // bounded, because a list that is not atomic may contain a cycle
 		if pid == ancestor {
 			return true
 		}
@@ -182,7 +182,7 @@ func descends(all map[int]process, pid, ancestor int) bool {
 	return false
 }
 
-// process is what counts of one.
+// process has the relevant properties of a process.
 type process struct {
 	parent    int
 	pss       float64

@@ -66,7 +66,7 @@ func newDisk(dir string, sectors []place) (*Disk, error) {
 	return &Disk{file: f, base: sectors, sectors: slices.Clone(sectors)}, nil
 }
 
-// Close gives up the disk and its content.
+// Close closes the disk and drops its content.
 func (d *Disk) Close() error { return d.file.Close() }
 
 // Size is in bytes.
@@ -142,10 +142,10 @@ func apply(sectors []place, op operation) {
 	}
 }
 
-// span tells which sectors a range consists of.
+// span returns the sectors of a range.
 func (d *Disk) span(offset, length int64) (first, count int64, err error) {
 	if offset < 0 || length < 0 || offset%Sector != 0 || length%Sector != 0 || offset+length > d.Size() {
-		return 0, 0, fmt.Errorf("bytes %d to %d are no sectors of a disk of %d", offset, offset+length, d.Size())
+		return 0, 0, fmt.Errorf("bytes %d to %d are not whole sectors of a disk of %d bytes", offset, offset+length, d.Size())
 	}
 	return offset / Sector, length / Sector, nil
 }
@@ -170,7 +170,7 @@ func (d *Disk) ReadAt(p []byte, offset int64) (int, error) {
 	return len(p), nil
 }
 
-// together is how many of the first places follow each other.
+// together returns how many places, counted from the first one, are contiguous.
 func together(places []place) int {
 	n := 1
 	for n < len(places) && places[n] == places[0].plus(n) {
