@@ -24,13 +24,12 @@ import (
 	"berth/sandbox/state"
 )
 
-// CreateContainer makes a container in a ready pod and returns its ID. A call
-// with the identity and content of an existing container, or of one being made,
-// returns that one.
+// CreateContainer creates a container in a ready pod and returns its ID. A call with the identity
+// and content of an existing container joins its creation, or returns its ID.
 //
-// Errors: NotFound for the pod or the image, InvalidArgument for a config that
-// can't be, FailedPrecondition if the pod is not ready, AlreadyExists for an
-// identity in use with another content.
+// Errors: NotFound for the pod or the image, InvalidArgument for a malformed config,
+// FailedPrecondition if the pod is not ready, AlreadyExists for a used identity with another
+// content.
 func (m *Manager) CreateContainer(ctx context.Context, podID string, config *runtimeapi.ContainerConfig) (string,
 	error) {
 	checking := trace.Begin(ctx, "check")
@@ -70,7 +69,8 @@ func createFailed(identity string, err error) error {
 	return fmt.Errorf("create %s: %w", identity, err)
 }
 
-// newContainer runs in a goroutine of its own, whatever becomes of the caller.
+// newContainer creates a container. It runs in its own goroutine and continues when the caller
+// leaves.
 func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeapi.ContainerConfig,
 	identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
@@ -156,9 +156,8 @@ func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, err
 	return m.images.Get(ref)
 }
 
-// enterContainer writes the record and enters the container, unless the pod is
-// being stopped. It needs the pod's turn, so that who stops the pod sees either
-// the container or its refusal.
+// enterContainer records the container and enters it, unless the pod is being stopped. The caller
+// holds the pod's lock, so a stop of the pod cannot miss the container.
 func (m *Manager) enterContainer(ctx context.Context, p *pod, c lockedContainer) error {
 	if info := p.info.Load(); info == nil || !info.Ready() {
 		return notReady(p)
@@ -170,16 +169,16 @@ func (m *Manager) enterContainer(ctx context.Context, p *pod, c lockedContainer)
 	return nil
 }
 
-// writeContainer writes the record of a container that is being created or started. The caller has its turn.
+// writeContainer records a container that is being created or started.
 func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
 	defer trace.Begin(ctx, "record").End()
 	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
 }
 
 // makeContainer makes the writable layer, lets plugins adjust the container, proves that it can be
-// described to the launcher, and publishes it. It needs the container's turn, and gives up when its pod is stopped.
+// described to the launcher, and publishes it. It gives up when the pod is stopped.
 func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) error {
-	if c.Phase() == state.Removed { // with its pod, before we had the turn
+	if c.Phase() == state.Removed { // with its pod, before this call got the lock
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.ID)
 	}
 	looking, looked := c.launching.Begin(ctx)
@@ -210,8 +209,9 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 	return nil
 }
 
-// describeContainer publishes a container that can be described, with what plugins want of it, and returns
-// what they want of others. It needs the container's turn. looking, which is of ctx, ends looks at volumes.
+// describeContainer lets plugins adjust the container, records it and publishes it. It returns the
+// changes that plugins request of other containers. The end of looking, a child of ctx, cancels the
+// inspection of volumes.
 func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lockedContainer) (others []nri.Update,
 	err error) {
 	target, err := m.targetPIDNS(c.container)
@@ -264,8 +264,8 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
-// RuntimeSpec returns what the launcher is, or was, told of a container. Errors: NotFound, else as of runtime.Launcher.Describe, which
-// may have to look at a volume that hangs.
+// RuntimeSpec returns the runtime-spec of a container, as its launcher got it or would get it.
+// Errors: NotFound, else those of runtime.Launcher.Describe.
 func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error) {
 	c, err := m.containers.Find(id)
 	if err != nil {
@@ -282,14 +282,13 @@ func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, erro
 	return m.launcher.Describe(ctx, p.Info(), c.Info(), target, &c.describing)
 }
 
-// publishContainer makes the record visible. The caller has the container's turn.
+// publishContainer makes the record visible.
 func (m *Manager) publishContainer(c lockedContainer) {
 	info := c.snapshot()
 	m.events.ContainerChanged(c.info.Swap(info), info)
 }
 
-// abandonContainer undoes a container that could not be created. What can't be
-// undone now is tried again and again.
+// abandonContainer undoes a failed creation. Steps that fail are retried in the background.
 func (m *Manager) abandonContainer(c *container) {
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), time.Minute)
 	defer cancel()

@@ -24,11 +24,11 @@ import (
 	"berth/shim/proto"
 )
 
-// StartContainer starts a created container. One that runs already is no error.
+// StartContainer starts a created container. A running container is no error.
 //
-// Errors: NotFound, FailedPrecondition for a container that has exited or whose pod is
-// not ready; else the launch's own, after which the container has exited with
-// reason StartError.
+// Errors: NotFound; FailedPrecondition for a container that has exited or whose pod is not ready;
+// else the error of the launch. After a failed launch the container has exited with the reason
+// StartError.
 func (m *Manager) StartContainer(ctx context.Context, id string) error {
 	c, err := m.containers.Find(id)
 	if err != nil {
@@ -39,7 +39,7 @@ func (m *Manager) StartContainer(ctx context.Context, id string) error {
 	})
 }
 
-// startContainer needs the container's turn.
+// startContainer starts a created container and publishes the result.
 func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	switch {
 	case c.Phase() == state.Removed:
@@ -128,8 +128,9 @@ func notReady(p *pod) error {
 	return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s is not ready", p.ID))
 }
 
-// startInterrupted makes a container created again whose start the end of the daemon has cancelled: it is not the
-// container that failed. What can't be taken back now the next daemon takes back, for the record says that it was being started.
+// startInterrupted takes a start back that the daemon's shutdown cancelled, because the container
+// did not fail. If that fails, the next daemon repeats it: the record says that the container was
+// being started.
 func (m *Manager) startInterrupted(ctx context.Context, c lockedContainer, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillWait)
 	defer cancel()
@@ -210,9 +211,9 @@ func (m *Manager) noteExit(c *container, exit state.Exit) {
 	})
 }
 
-// exited records and publishes an exit, tells plugins of it, and then removes the runtime state. It
-// needs the container's turn. An exit that can't be recorded is seen all the same;
-// the runtime state then stays, as the only record there is, until it can.
+// exited records and publishes an exit, notifies plugins, and then removes the runtime state. An
+// exit that cannot be recorded is published too. The runtime state is then the only record, so it
+// stays until the exit is recorded.
 func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	if c.Phase() == state.Removed { // nothing of it may come back; it had no shim then
 		return
@@ -252,8 +253,8 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	})
 }
 
-// cleanExited removes the runtime state of a container that has exited. What can't be removed
-// now, for lack of descriptors say, is removed by and by, or with the container.
+// cleanExited removes the runtime state of an exited container. A removal that fails, for lack of
+// file descriptors for example, is retried in the background or with the container's removal.
 func (m *Manager) cleanExited(c lockedContainer) {
 	ctx, cancel := context.WithTimeout(context.Background(), runtime.KillWait)
 	defer cancel()
@@ -273,10 +274,10 @@ func (m *Manager) cleanExited(c lockedContainer) {
 	})
 }
 
-// StopContainer sends the container's stop signal, gives it timeout to exit, and
-// kills it then; at once if timeout is zero. A container that does not run or is
-// unknown is no error. One that is being started is stopped when it has started; if that takes longer than timeout, and a
-// kill, may, its launch is taken back.
+// StopContainer sends the container's stop signal, waits up to timeout for the exit, and then kills
+// the container. A zero timeout kills it at once. A container that does not run or does not exist
+// is no error. A container that is being started is stopped after its start. If the start takes
+// longer than timeout, the launch is cancelled.
 func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
 	c, err := m.containers.Find(id)
 	if errdefs.IsNotFound(err) {
@@ -303,7 +304,7 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 	return m.waitNotified(ctx, c)
 }
 
-// endContainer holds no turn while it waits: the exit is published with it.
+// endContainer holds no lock while it waits, because the exit is published under it.
 func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
 	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.GiveUp)
@@ -315,8 +316,9 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 	return m.stopper.Stop(ctx, m.stopTarget(c), run.Running, stopSignal(c), timeout)
 }
 
-// killContainer kills a container and waits for its exit, see runtime.Stopper. A container that does not run is no error. It must not
-// hold the turn: the exit is published with it.
+// killContainer kills a container and waits for its exit, see runtime.Stopper. A container that
+// does not run is no error. The caller must not hold the container's lock, because the exit is
+// published under it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
 	return m.stopper.Kill(ctx, m.stopTarget(c))
 }

@@ -11,7 +11,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// kubelet looks at how the text of some errors begins; their codes stay what they are.
+// kubelet matches the beginning of some errors. Their codes must not change.
 func TestCreateFailed(t *testing.T) {
 	volume := fmt.Errorf("%w: mount of /v: %w", crierrors.ErrImageVolumeMountFailed, errdefs.NotFound("image %q: not found", "x"))
 	for _, test := range []struct {

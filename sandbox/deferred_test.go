@@ -9,7 +9,8 @@ import (
 	"berth/internal/task"
 )
 
-// After a reboot all pods are to be taken down: some at a time, and those in line have not got their turns, which clients may take.
+// After a reboot all pods are taken down, a few at a time. Queued pods do not hold their locks, so
+// client requests proceed.
 func TestTakenDownSomeAtATime(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	w := newDeferredWork(tasks)
@@ -17,15 +18,15 @@ func TestTakenDownSomeAtATime(t *testing.T) {
 	var working, tooMany atomic.Int32
 	begun, proceed := make(chan task.Lock, len(pods)), make(chan struct{})
 	for i := range pods {
-		turn := task.NewLock()
-		pods[i] = turn
+		lock := task.NewLock()
+		pods[i] = lock
 		w.LaterInQueue("stop", "pod q", func(ctx context.Context) error {
-			return tasks.WithLock(ctx, turn, "stop", "pod q", func() error {
+			return tasks.WithLock(ctx, lock, "stop", "pod q", func() error {
 				if working.Add(1) > takeDownsAtOnce {
 					tooMany.Add(1)
 				}
 				defer working.Add(-1)
-				begun <- turn
+				begun <- lock
 				<-proceed
 				return nil
 			})
@@ -36,16 +37,16 @@ func TestTakenDownSomeAtATime(t *testing.T) {
 	for range takeDownsAtOnce {
 		first[<-begun] = true
 	}
-	for _, turn := range pods {
+	for _, lock := range pods {
 		select {
-		case turn <- struct{}{}:
-			<-turn
-			if first[turn] {
-				t.Error("a pod is taken down without its turn")
+		case lock <- struct{}{}:
+			<-lock
+			if first[lock] {
+				t.Error("a pod is taken down without its lock")
 			}
 		default:
-			if !first[turn] {
-				t.Error("a pod in line has its turn")
+			if !first[lock] {
+				t.Error("a pod in the queue holds its lock")
 			}
 		}
 	}

@@ -37,8 +37,9 @@ import (
 	"berth/shim/proto"
 )
 
-// fakeHost implements all interfaces through which the manager commands the host. It notes each call and fails those that a
-// test names. Nothing exists but records. The lock guards all fields.
+// fakeHost implements all interfaces through which the manager commands the host. It notes each
+// call, and fails the calls that a test selects. It keeps records in memory and nothing else. The
+// lock guards all fields.
 type fakeHost struct {
 	t  *testing.T
 	mu sync.Mutex
@@ -47,19 +48,19 @@ type fakeHost struct {
 	fail       map[string]int             // how often a call is still to fail
 	pods       map[string]state.Phase     // recorded
 	containers map[string]state.Phase     // recorded
-	loaded     func(*fakeHost, *fakeLoad) // what an earlier daemon recorded
+	loaded     func(*fakeHost, *fakeLoad) // adds the records of an earlier daemon
 	running    map[string]proto.Processes // shims that Find finds
 	ended      map[string]chan struct{}   // by container: closed when its shim has ended
 	tasks      *task.Runner
 }
 
-// fakeLoad collects what an earlier daemon recorded.
+// fakeLoad collects the records of an earlier daemon.
 type fakeLoad struct {
 	pods       []*pod
 	containers []*container
 }
 
-// errFake is what a failing call returns.
+// errFake is the error of each failing call.
 var errFake = errdefs.Unavailable("the fake host fails")
 
 // call notes a call and returns its error.
@@ -164,7 +165,7 @@ func (f *fakeHost) Describe(context.Context, *state.Pod, *state.Container, strin
 	return nil, f.call("describe")
 }
 
-// shimEnd returns what is closed when the shim of a container has ended.
+// shimEnd returns the channel that is closed when the container's shim has ended.
 func (f *fakeHost) shimEnd(id string) chan struct{} {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -318,7 +319,7 @@ func (f fakeNetwork) Detach(context.Context, *state.PodSpec, cni.Attachment) err
 	return f.call("detach")
 }
 
-// fakeEnvironment is the part of fakeHost that makes what a pod owns on the host.
+// fakeEnvironment makes a pod's files and namespaces on the fake host.
 type fakeEnvironment struct{ *fakeHost }
 
 func (f fakeEnvironment) Make(context.Context, *state.PodSpec) error { return f.call("make files") }

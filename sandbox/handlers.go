@@ -8,11 +8,11 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// Handlers returns the runtime handlers by name, first the one of pods that name none.
-// It asks no program: it tells what was found out last.
+// Handlers returns the runtime handlers sorted by name. The default handler comes first, with an
+// empty name. It returns the results of the last probes and runs no program.
 func (m *Manager) Handlers() []handler.Info { return m.handlers.List() }
 
-// planRuntime returns what a pod of that handler is run with, nil for libcontainer.
+// planRuntime returns the runtime of a pod with that handler, nil for libcontainer.
 func (m *Manager) planRuntime(ctx context.Context, spec *state.PodSpec, name string) (*handler.Runtime, error) {
 	h, err := m.handlers.Find(name)
 	if err != nil {
@@ -22,7 +22,8 @@ func (m *Manager) planRuntime(ctx context.Context, spec *state.PodSpec, name str
 	return h.Runtime(ctx, m.dirs.OCI(spec.ID), m.cfg.SystemdCgroup, spec.Mappings != nil)
 }
 
-// runtimeOf returns what a container is run with: nil for libcontainer, or if its pod's record was lost.
+// runtimeOf returns the runtime of a container. It is nil for libcontainer, and if the record of
+// the pod was lost.
 func (o objects) runtimeOf(c *container) *ociruntime.Runtime {
 	p, known := o.pods.Get(c.PodID)
 	if !known {

@@ -25,7 +25,8 @@ import (
 // The manager commands the host through these interfaces only. Tests replace them with fakes, so that each failure of each
 // step can be tested without root.
 
-// Launcher turns pods and containers into processes. *runtime.Launcher implements it and documents the methods.
+// Launcher turns pods and containers into processes. runtime.Launcher implements it and documents
+// the methods.
 type Launcher interface {
 	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
@@ -88,8 +89,8 @@ type Network interface {
 	Leave()
 }
 
-// Environment makes and removes what a pod owns on the host beside processes and network. podenv.Provisioner implements it
-// and documents the methods.
+// Environment makes and removes a pod's files, mounts and namespaces. podenv.Provisioner implements
+// it and documents the methods.
 type Environment interface {
 	Make(ctx context.Context, spec *state.PodSpec) error
 	FinishFiles(ctx context.Context, spec *state.PodSpec, ips []string) error

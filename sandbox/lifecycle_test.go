@@ -11,10 +11,10 @@ import (
 	"berth/shim/proto"
 )
 
-// podParts are the calls that remove what a pod has on the host.
+// podParts are the calls that remove a pod from the host.
 var podParts = []string{"remove processes", "remove mounts", "remove netns", "remove runtime state", "remove files", "remove pod record"}
 
-// containerParts are the calls that remove what a container has on the host.
+// containerParts are the calls that remove a container from the host.
 var containerParts = []string{"remove processes", "release layers", "release volumes", "discard layer", "remove container record"}
 
 // A step of RunPodSandbox that fails undoes all of it: nothing is recorded, and the same request succeeds afterwards.
@@ -50,7 +50,7 @@ func TestRunPodSandboxFailures(t *testing.T) {
 	}
 }
 
-// What cannot be undone at once is undone in the background.
+// An undo step that fails is retried in the background.
 func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 	for _, step := range append([]string{"detach"}, podParts...) {
 		t.Run(step, func(t *testing.T) {
@@ -138,7 +138,8 @@ func TestStartContainerFailures(t *testing.T) {
 	}
 }
 
-// An exit that cannot be recorded is published. The runtime state stays, as the only record, until the exit is recorded.
+// An exit that cannot be recorded is published. The runtime state is then the only record, so it
+// stays until the exit is recorded.
 func TestExitThatCannotBeRecorded(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		id := startContainer(t, m, runPod(t, m))
@@ -296,7 +297,7 @@ func recovered(podPhase, containerPhase state.Phase) func(*fakeHost, *fakeLoad) 
 	}
 }
 
-// Recovery decides by phase. Nothing but what is certainly gone counts as gone.
+// Recovery decides by phase.
 func TestRecovery(t *testing.T) {
 	running := proto.Processes{InitPID: 78, StartedAt: time.Unix(100, 0)}
 	for _, test := range []struct {
@@ -346,7 +347,7 @@ func TestRecovery(t *testing.T) {
 	}
 }
 
-// What cannot be found out is an error, so the daemon does not start, and nothing was stopped or removed.
+// A failing look-up keeps the daemon from starting. Nothing is stopped or removed.
 func TestRecoveryFailures(t *testing.T) {
 	for _, failing := range []string{"load pod CIDR", "load pods", "load containers", "find shim", "look for orphans"} {
 		t.Run(failing, func(t *testing.T) {

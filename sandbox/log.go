@@ -11,9 +11,9 @@ import (
 	"berth/sandbox/state"
 )
 
-// Each event in the life of a pod or container is one line at the level info, with the names that
-// kubelet gave: their keys are namespace, podName, containerName and attempt; pod and container are
-// IDs, as in all other lines. docs/operations.md lists the events.
+// Each event of a pod or container is one line at the level info. The keys namespace, podName,
+// containerName and attempt hold kubelet's names; pod and container hold IDs, as in all other
+// lines. docs/operations.md lists the events.
 
 // nameAttrs are the names of a pod.
 func nameAttrs(m *runtimeapi.PodSandboxMetadata) []any {

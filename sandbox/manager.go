@@ -36,7 +36,7 @@ import (
 	"berth/shim/payload"
 )
 
-// Config is what the daemon decides for all pods.
+// Config holds the daemon's settings for all pods.
 type Config struct {
 	Root           string                    // durable state: records, pod files, writable layers; survives a reboot
 	State          string                    // what dies with the boot: shim directories, the pods' shm
@@ -45,13 +45,13 @@ type Config struct {
 	SystemdCgroup  bool                      // cgroup driver: systemd, else cgroupfs
 	Handler        string                    // name of the built-in runtime handler
 	Handlers       map[string]handler.Config // the others
-	DefaultHandler string                    // the one that "" means; empty: Handler
+	DefaultHandler string                    // the handler of pods that name none; empty: Handler
 	PauseImage     string                    // image to use instead of the embedded pause; empty: none
 	ShimPath       string                    // the berth-shim binary
 	IdleLaunchers  int                       // launchers kept ready
 	MaxLogLine     int                       // bytes before a log line is split as partial
 	Plugins        plugins.Plugins           // nil: none
-	SamplePeriod   time.Duration             // between two counts of what a container has written
+	SamplePeriod   time.Duration             // between two measurements of a container's writable layer
 	LayerLimit     uint64                    // bytes that a container's writable layer may take; 0: no limit
 	LayerProjects  uint32                    // the first of the project IDs of writable layers
 	Streams        stream.Limits             // what clients may have under way
@@ -107,9 +107,8 @@ type Manager struct {
 // closeLimit is for a manager that could not be opened: it has no operations.
 const closeLimit = 5 * time.Second
 
-// Open prepares the state directories, reads all records, finds again what runs
-// and goes on with what an earlier daemon left half done. The daemon holds the
-// lock of root and state.
+// Open prepares the state directories, loads all records, adopts running containers, and continues
+// the unfinished operations of an earlier daemon. The daemon holds the locks of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m, err := newManager(ctx, cfg, images, network)
 	if err != nil {
@@ -228,10 +227,9 @@ func (m *Manager) start(ctx context.Context) error {
 	return m.startSampler()
 }
 
-// Close stops the daemon's part of everything and leaves pods and containers
-// running. Operations under way are waited for, until ctx ends at most; the next daemon
-// goes on with those that did not end, and with what was being undone. CNI plugins are not interrupted: what
-// runs when everything else is told to end goes on without this daemon.
+// Close ends the daemon's goroutines and leaves pods and containers running. It waits for running
+// operations until ctx ends. The next daemon continues operations and undo steps that did not end.
+// CNI plugins are not interrupted and continue without this daemon.
 func (m *Manager) Close(ctx context.Context) error {
 	idle, err := m.tasks.End(ctx, m.network.Leave)
 	m.plugins.Plugins.Close()
@@ -252,7 +250,7 @@ func readBootID() (string, error) {
 	return strings.TrimSpace(string(data)), nil
 }
 
-// openRun finds out whether the state directory is that of the daemon before this one.
+// openRun returns the run of the state directory, see state.Run.
 func openRun(dirs state.Dirs, log *slog.Logger) (state.Run, error) {
 	run, err := dirs.OpenRun()
 	if err == nil && run.ID == "" {

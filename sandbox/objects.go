@@ -90,7 +90,7 @@ type container struct {
 	launching    runtime.CancelSlot              // of its creation or launch
 	info         atomic.Pointer[state.Container] // the published snapshot; nil until created
 	started      atomic.Pointer[trace.Trace]     // of the container's start; nil unless this daemon started it
-	sample       stats.SampleState               // what it has written
+	sample       stats.SampleState               // of its writable layer
 	describing   atomic.Bool                     // a caller inspects its mounts
 }
 

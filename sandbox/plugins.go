@@ -15,7 +15,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// presentPod asks the plugins about a pod that is about to be published, see plugins.Caller. It needs the pod's turn.
+// presentPod asks the plugins about a pod that is about to be published, see plugins.Caller.
 func (m *Manager) presentPod(ctx context.Context, p lockedPod) (release func(), err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
@@ -23,7 +23,7 @@ func (m *Manager) presentPod(ctx context.Context, p lockedPod) (release func(), 
 	return release, err
 }
 
-// tellOfPod tells plugins what happened to a pod. It needs the pod's turn.
+// tellOfPod tells plugins what happened to a pod.
 func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p lockedPod) {
 	m.plugins.NotifyPod(ctx, event, func() *nri.Pod {
 		info := p.info.Load()
@@ -38,8 +38,8 @@ func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
 	return plugins.DescribePod(info)
 }
 
-// presentContainer lets the plugins change a container that is about to be published and has this spec so far.
-// others is what they want changed of others, see plugins.Caller. It needs the container's turn.
+// presentContainer lets plugins adjust a container before it is published. spec is its runtime-spec
+// so far. others are the changes that plugins request of other containers, see plugins.Caller.
 func (m *Manager) presentContainer(ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec) (release func(),
 	others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
@@ -60,14 +60,14 @@ func (m *Manager) presentContainer(ctx context.Context, p *pod, c lockedContaine
 	return release, changes.Others, err
 }
 
-// askToStart tells plugins that a container is about to be started. It needs the container's turn.
+// askToStart tells plugins that a container is about to be started.
 func (m *Manager) askToStart(ctx context.Context, c lockedContainer) error {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	return m.plugins.RequestStart(ctx, m.describer(c))
 }
 
-// tellOfContainer tells plugins what happened to a container. It needs the container's turn.
+// tellOfContainer tells plugins what happened to a container.
 func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c lockedContainer) {
 	defer trace.Begin(ctx, "tell plugins").End()
 	m.plugins.NotifyContainer(ctx, event, c.ID, m.describer(c), func() {

@@ -23,8 +23,9 @@ import (
 	"berth/shim/proto"
 )
 
-// PodOrPlanned returns the pod with exactly that ID. Of one that is being made it tells the config
-// and, as soon as there is one, the process ID of the pause. NotFound if there is none.
+// PodOrPlanned returns the pod with exactly that ID, also before it is published. A pod that is
+// being started has its config and, once the pause runs, PausePID. NotFound if there is no such
+// pod.
 func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 	p, known := m.pods.Get(id)
 	if !known {
@@ -38,12 +39,11 @@ func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 	return planned, nil
 }
 
-// RunPodSandbox creates and starts a pod, and returns its ID when its network is up
-// and its pause runs. A call with the identity and content of an existing pod, or of one
-// being started, returns that one.
+// RunPodSandbox creates and starts a pod. It returns the ID when the network is up and the pause
+// runs. A call with the identity and content of an existing pod joins its start, or returns its ID.
 //
-// Errors: InvalidArgument for a config that can't be, AlreadyExists for an identity in
-// use with another content, NotFound for an unknown handler, FailedPrecondition without a CNI config.
+// Errors: InvalidArgument for a malformed config, AlreadyExists for a used identity with another
+// content, NotFound for an unknown handler, FailedPrecondition without a CNI config.
 func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (string,
 	error) {
 	checking := trace.Begin(ctx, "check")
@@ -100,7 +100,7 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	return state.CheckUserNamespace(config, m.host)
 }
 
-// newPod runs in a goroutine of its own, whatever becomes of the caller.
+// newPod creates a pod. It runs in its own goroutine and continues when the caller leaves.
 func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig, handler,
 	identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()
@@ -211,8 +211,9 @@ func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *pro
 	return pause, err
 }
 
-// needsNetwork reports whether the pause can be made only after the pod is attached to its network. A sandboxing runtime
-// takes over the addresses that it finds. Sysctls of the pod may be those of an interface (net.ipv4.conf.eth0.arp_ignore).
+// needsNetwork reports whether the pause depends on the pod's network. A sandboxing runtime takes
+// over the addresses that it finds. Sysctls of the pod may belong to an interface
+// (net.ipv4.conf.eth0.arp_ignore).
 func needsNetwork(spec *state.PodSpec) bool {
 	return spec.Sandboxed() || oci.SetsNetworkSysctls(spec.Config)
 }
@@ -247,7 +248,7 @@ func (m *Manager) writePod(ctx context.Context, p lockedPod) error {
 	return m.records.WritePod(p.PodSpec, p.PodStatus)
 }
 
-// publishPod makes the record visible. The caller has the pod's turn.
+// publishPod makes the record visible.
 func (m *Manager) publishPod(p lockedPod) {
 	info := p.snapshot()
 	m.events.PodChanged(p.info.Swap(info), info)
@@ -278,8 +279,8 @@ func (m *Manager) closePause(p *pod, pause *os.File, measured *stats.PodMeter) {
 	}
 }
 
-// pauseEnded publishes that a pod lost its pause. What it has on the host is taken
-// away by StopPodSandbox, which kubelet calls when it sees the pod NotReady.
+// pauseEnded publishes that a pod lost its pause. kubelet sees the pod NotReady and calls
+// StopPodSandbox, which removes its network.
 func (m *Manager) pauseEnded(p *pod) {
 	_ = m.lockPod(m.tasks.Watchers.Context(), p, "note the end of its pause", func(p lockedPod) error {
 		if p.Phase() != state.PodReady { // stopped on purpose
@@ -300,8 +301,8 @@ func (m *Manager) publishPauseless(p lockedPod) error {
 	return nil
 }
 
-// abandonPod undoes a pod that could not be started. It has its own time, in which a DEL may hang as long as the ADD before it: the
-// operation's may be used up. What can't be undone now is tried again and again.
+// abandonPod undoes a failed start. It has its own deadline, because the operation's may be used up
+// and CNI DEL may hang as long as CNI ADD did. Steps that fail are retried in the background.
 func (m *Manager) abandonPod(p *pod) {
 	p.launched.Store(0) // the pause ends, and its process ID may become another process's
 	undo := func(ctx context.Context) error {

@@ -142,8 +142,8 @@ func (m *Manager) recordStopLater(p lockedPod, cause error) {
 	})
 }
 
-// killContainers ends the pod's containers, side by side. What is being launched in it is given up and not waited for: its
-// launcher may hang.
+// killContainers kills the pod's containers in parallel. It cancels launches and does not wait for
+// them, because a launcher may hang.
 func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
@@ -170,8 +170,8 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 	})
 }
 
-// replacePod removes a pod without containers, or goes on with its removal. join.ErrInUse for
-// any other; who creates a container enters it with the pod's turn.
+// replacePod removes a pod without containers, or continues its removal. Any other pod is
+// join.ErrInUse. A new container is entered under the pod's lock, so none can be missed.
 func (m *Manager) replacePod(ctx context.Context, id string) error {
 	p, known := m.pods.Get(id)
 	if !known {
@@ -187,7 +187,7 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 	})
 }
 
-// endPod stops and removes the pod. It needs the pod's turn.
+// endPod stops and removes the pod.
 func (m *Manager) endPod(ctx context.Context, p lockedPod) error {
 	if err := m.stopPod(ctx, p); err != nil {
 		m.log.Warn("stop before removal", "pod", p.ID, "error", err) // removal does the same again

@@ -11,11 +11,12 @@ import (
 	"berth/sandbox/state"
 )
 
-// UpdatePodSandboxResources notes new resources of a pod as a whole, and its overhead, in the
-// config that status shows. nil leaves what was. The pod's cgroup is kubelet's, which calls after it has changed
-// that (KEP-1287); the pause in it has a weight of its own and no limits.
+// UpdatePodSandboxResources records new resources and overhead of a pod, which PodSandboxStatus
+// shows. nil keeps the old value. kubelet owns the pod's cgroup and calls after it changed that
+// (KEP-1287). The pause in it has its own weight and no limits.
 //
-// Errors: NotFound, FailedPrecondition for a pod that is not ready, InvalidArgument for resources that can't be.
+// Errors: NotFound, FailedPrecondition for a pod that is not ready, InvalidArgument for malformed
+// resources.
 func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, overhead,
 	resources *runtimeapi.LinuxContainerResources) error {
 	p, err := m.pods.Find(id)

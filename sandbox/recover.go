@@ -20,13 +20,13 @@ import (
 	"berth/shim/proto"
 )
 
-// recover makes the objects of an earlier daemon this one's: what runs is watched
-// again, what ended is published as ended, what was half made is undone, what was half
-// removed is removed. Plugins are started when everything is known. Undoing goes on in the background: it may need
-// plugins that take their time. When recover returns, every layer that a container needs is held.
+// recover adopts the objects of an earlier daemon. It watches running containers again, publishes
+// exits, and schedules the undo of unfinished creations and removals. It starts plugins when all
+// objects are loaded. Undo steps run in the background, because they may call slow plugins. When
+// recover returns, all layers that containers need are held.
 //
-// Only what is certainly gone counts as gone. Anything else that can't be found
-// out is an error, and the daemon does not start: that kills nobody.
+// An object counts as gone only if that is certain. Any failing look-up is an error, and the daemon
+// does not start, so that no container is killed by mistake.
 func (m *Manager) recover(ctx context.Context) error {
 	for _, step := range []func() error{m.loadPodCIDR, m.loadPods, m.loadContainers, m.reserveLabels} {
 		if err := step(); err != nil {
@@ -66,7 +66,7 @@ func (m *Manager) recover(ctx context.Context) error {
 	return nil
 }
 
-// emptyTrash starts deleting removed directories in the background, also those that an earlier daemon left.
+// emptyTrash starts deleting the trash in the background, the earlier daemon's too.
 func (m *Manager) emptyTrash() {
 	m.tasks.Background.Spawn(func() { m.trash.Run(m.tasks.Background.Context()) })
 	old := m.dirs.OldTrash()
@@ -82,8 +82,8 @@ func (m *Manager) emptyTrash() {
 	})
 }
 
-// findAtOnce bounds how many shims are looked for at a time. Most are found at once, but one that ends just then, or what a lost
-// one left, may take as long as runtime.HandoverLimit, and systemd waits five minutes for a daemon.
+// findAtOnce bounds how many shims are looked up in parallel. Most look-ups are immediate. One may
+// take runtime.HandoverLimit, and systemd gives a daemon five minutes to start.
 const findAtOnce = 16
 
 func (m *Manager) loadPodCIDR() error {
@@ -145,7 +145,7 @@ func (m *Manager) reserveLabels() error {
 	return nil
 }
 
-// recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
+// recoverPod decides by phase. It needs no lock: no other goroutine uses the manager yet.
 func (m *Manager) recoverPod(p lockedPod) error {
 	if p.Phase() == state.PodStarting || p.Phase() == state.Removing { // never reported, or to go
 		m.deferWithPod("undo", p.pod, m.erasePod)
@@ -198,8 +198,8 @@ func (m *Manager) findPause(p lockedPod) error {
 	return nil
 }
 
-// finishStop goes on with a stop that an earlier daemon could not write down, on a read-only disk say: nothing else removes what
-// the launch of the pause has made.
+// finishStop continues a stop that an earlier daemon could not record, on a read-only disk for
+// example. No other step removes the launch's leftovers.
 func (m *Manager) finishStop(p lockedPod) error {
 	_, err := os.Lstat(m.dirs.Shim(p.ID))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -209,7 +209,7 @@ func (m *Manager) finishStop(p lockedPod) error {
 	return err
 }
 
-// recoverContainer decides by phase. Of one that was launched in this boot the shim directory tells the rest.
+// recoverContainer decides by phase. launched tells the caller to inspect the shim directory.
 func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error) {
 	if _, known := m.pods.Get(c.PodID); !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
 		// It lost its pod, is being removed, or was never reported.
@@ -299,8 +299,9 @@ func (m *Manager) adoptShim(ctx context.Context, c lockedContainer) error {
 	return nil
 }
 
-// publishLost publishes a container whose shim is gone: by its exit record, as
-// lost, or, if it never got to start the container, as created. One of which something does not end runs until it does.
+// publishLost publishes a container whose shim is gone: as exited if it has an exit record, as
+// created if its launch never began, else as lost. A container with a surviving process stays
+// Running until that process exits.
 func (m *Manager) publishLost(ctx context.Context, c lockedContainer, ids proto.Processes) error {
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.StartedAt
@@ -346,8 +347,9 @@ func (m *Manager) startLost(ctx context.Context, c lockedContainer) {
 	})
 }
 
-// watchLost publishes a container as running of which a process is left that SIGKILL does not end, in a call to a volume whose server
-// does not answer for one, and as exited when nothing of it is left.
+// watchLost publishes a container without shim as running while a process of it survives SIGKILL.
+// Such a process may be in a call to a volume whose server does not answer. The container exits
+// when the last process does.
 func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.Exit) error {
 	left, err := runtime.LeftBehind(ids)
 	if err != nil {
@@ -365,10 +367,9 @@ func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.E
 	return nil
 }
 
-// takeStartBack makes a container created again that a daemon was about to start when it ended, so that the start
-// can be tried again: who asked for it was not told that it failed. Its launcher has undone what it did, or was lost. A
-// command that ran for the moment until the launcher noticed that its daemon was gone runs once more, as it would if kubelet
-// made the container anew.
+// takeStartBack makes a container created again if its start was interrupted, so that the client
+// can retry. The launcher has undone its steps, or was lost. A command that ran before the launcher
+// noticed the daemon's end runs once more, as it would after a new creation by kubelet.
 func (m *Manager) takeStartBack(ctx context.Context, c lockedContainer) error {
 	if err := m.processes.Remove(ctx, c.ID, c.CgroupsPath); err != nil {
 		return err

@@ -13,14 +13,13 @@ import (
 	"berth/shim/proto"
 )
 
-// A node that is a container itself (kind, LXC, nspawn) restarts without a new boot ID: the state
-// directory is empty then, and the processes are gone. Where somebody has emptied or covered the
-// directory on a running node, the processes are not gone. Both are recognized by the ID of the
-// state directory, and end as a reboot does, after what still runs was killed.
+// A node inside a container (kind, LXC, nspawn) restarts with the same boot ID. Its state directory
+// is then empty and its processes are gone. An operator may also empty or cover the directory of a
+// running node, whose processes continue. The ID of the state directory reveals both cases. They
+// are handled like a reboot, after surviving processes are killed.
 
-// stateLost tells whether an object that was recorded in a boot and a run of the state directory
-// has lost its runtime state. Where a shim directory of its own is there, or of its pod, it has
-// not: somebody has deleted nothing but the ID.
+// stateLost reports whether an object recorded in that boot and run lost its runtime state. An
+// existing shim directory of one of ids shows that only the ID file was deleted.
 func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 	if bootID != m.bootID {
 		return true, nil
@@ -119,8 +118,8 @@ func (m *Manager) endLostPause(ctx context.Context, p lockedPod, pause **os.File
 	return err
 }
 
-// publishStateless publishes a container as exited whose runtime state is gone, after what still
-// runs in its cgroup was killed. One of which something does not end runs until it does.
+// publishStateless kills the surviving processes of a container without runtime state and publishes
+// it as exited. A container with a surviving process stays Running until that process exits.
 func (m *Manager) publishStateless(ctx context.Context, c lockedContainer) error {
 	exit := exitOfStateLost(c)
 	if err := m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {

@@ -14,7 +14,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// fakeSELinux is a host with SELinux: labels that are in use, and those of files.
+// fakeSELinux is a host with SELinux. It keeps the labels in use and the labels of files.
 type fakeSELinux struct {
 	inUse map[string]bool
 	files map[string]string
@@ -53,7 +53,7 @@ func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *contai
 	return m, p, shares, own
 }
 
-// What an earlier daemon gave away is not given away again, until its owner is removed.
+// Recovered labels are not drawn again until their owner is removed.
 func TestLabelsReservedAndReleased(t *testing.T) {
 	host := newFakeSELinux()
 	m, p, shares, own := labelledManager(host)

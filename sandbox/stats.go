@@ -52,8 +52,8 @@ func (m *Manager) containerMeter(c *container) *stats.ContainerMeter {
 	return m.cgroups().ContainerMeter(c.CgroupsPath, known && !p.HasCgroup())
 }
 
-// keepUsage adds to its pod what a container has used that has ended. It must not run any more for those who
-// measure the pod, and its cgroup must be there.
+// keepUsage adds the usage of an exited container to its pod. The container is no longer published
+// as running, and its cgroup still exists.
 func (m *Manager) keepUsage(c *container, run *running) {
 	p, known := m.pods.Get(c.PodID)
 	if !known {
@@ -68,8 +68,8 @@ func (m *Manager) keepUsage(c *container, run *running) {
 	}
 }
 
-// podMeter measures a pod whose pause runs. The network is that of the pinned namespace: the process
-// of a Sandboxed runtime's pause is in the node's.
+// podMeter measures a pod whose pause runs. It reads interfaces in the pinned namespace, because
+// the process of a sandboxing runtime's pause is in the node's.
 func (m *Manager) podMeter(p *pod) *stats.PodMeter {
 	return m.cgroups().PodMeter(p.CgroupsPath, p.HasCgroup(), p.NetNS)
 }
@@ -107,6 +107,5 @@ func (m *Manager) sampleTargets(yield func(stats.Target) bool) {
 	}
 }
 
-// WritableFilesystem returns where writable layers are and what they take there,
-// from memory.
+// WritableFilesystem returns the filesystem of the writable layers and their usage, from memory.
 func (m *Manager) WritableFilesystem() stats.Filesystem { return m.sampler.Filesystem() }

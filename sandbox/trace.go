@@ -7,8 +7,9 @@ import (
 	"berth/internal/trace"
 )
 
-// StartOf returns the operations that started a pod: its own and those of its containers, of each the newest attempt, in order of time. Nothing of what an
-// earlier daemon did, and of a pod that is unknown.
+// StartOf returns the traces of a pod's start, oldest first: the pod's own and, of each container,
+// that of the newest attempt. It returns none for an unknown pod, or if an earlier daemon started
+// the pod.
 func (m *Manager) StartOf(podID string) []trace.Operation {
 	p, known := m.pods.Get(podID)
 	if !known {

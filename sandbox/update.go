@@ -13,7 +13,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// updateResources makes an update as plugins want it. It needs the container's turn.
+// updateResources applies an update that plugins may change.
 func (m *Manager) updateResources(ctx context.Context, c lockedContainer,
 	res *runtimeapi.LinuxContainerResources) error {
 	if err := checkUpdatable(c); err != nil {
@@ -41,9 +41,9 @@ func checkUpdatable(c lockedContainer) error {
 	return nil
 }
 
-// changeResources applies, records and publishes new limits, or leaves all as it was. It needs the
-// container's turn. The kernel comes first: a daemon that dies in between leaves a container whose
-// status shows the limits before, and kubelet asks again.
+// changeResources applies, records and publishes new limits, or changes nothing. The kernel comes
+// first: if the daemon dies in between, the status shows the old limits and kubelet repeats the
+// update.
 func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err error) {
 	limitsBefore, resourcesBefore := c.Limits, c.Resources
 	if err := m.setResources(c, limits.Merge(c.Resources, change.Resources), c.Limits.Merge(change.Limits)); err != nil {

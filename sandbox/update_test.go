@@ -44,7 +44,7 @@ func addContainer(m *Manager, id, podID string, phase state.Phase) *container {
 	return c
 }
 
-// An update is seen when it is on disk, and merged into what was before.
+// An update is merged into the resources in force, recorded, and then published.
 func TestContainerUpdate(t *testing.T) {
 	m, records := containerManager(t)
 	c := addContainer(m, "c", "p", state.ContainerCreated)
@@ -97,7 +97,7 @@ func TestWhatCanBeUpdated(t *testing.T) {
 	}
 }
 
-// What a plugin that registers is told of: what others were not told the end of.
+// A plugin that registers learns of all objects except exits that others already know.
 func TestObjectsForPlugins(t *testing.T) {
 	m, _ := containerManager(t)
 	addContainer(m, "created", "p", state.ContainerCreated)
@@ -137,7 +137,8 @@ func TestObjectsForPlugins(t *testing.T) {
 	}
 }
 
-// kubelet takes what was created last for the current one, so an attempt comes after those before it, whatever the clock says.
+// kubelet takes the newest attempt for the current one. So each attempt is created after the
+// earlier ones, even if the clock was set back.
 func TestCreationAfterEarlierAttempts(t *testing.T) {
 	m, _ := containerManager(t)
 	future := time.Now().Add(time.Hour)

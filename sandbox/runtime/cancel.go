@@ -15,7 +15,7 @@ type CancelSlot struct {
 	giveUp atomic.Pointer[context.CancelCauseFunc] // nil: none is under way
 }
 
-// Begin returns what a launch's context is to be, and what ends it.
+// Begin returns the context of a launch, and the function that ends the use of the slot.
 func (u *CancelSlot) Begin(ctx context.Context) (launchCtx context.Context, end func()) {
 	launchCtx, cancel := context.WithCancelCause(ctx)
 	u.giveUp.Store(&cancel)

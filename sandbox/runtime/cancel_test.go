@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// A launch is given up while it is under way, and what was asked for before or after it concerns no other.
+// GiveUp cancels the current launch and no earlier or later one.
 func TestCancelSlot(t *testing.T) {
 	var u CancelSlot
 	u.GiveUp()

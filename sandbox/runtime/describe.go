@@ -11,12 +11,13 @@ import (
 	"berth/sandbox/state"
 )
 
-// lookLimit is how long the description of a container may take, for which the sources of its mounts are looked at.
+// lookLimit bounds the inspection of mount sources for a description.
 const lookLimit = 2 * time.Second
 
-// Describe is Spec for those who only want to see it. It looks at the sources of the container's mounts, and so may
-// meet a volume that hangs (NFS without its server): who asks waits for two seconds at most, and one looks at a time, which
-// looking, the container's own, tells. Errors: DeadlineExceeded, Unavailable while an earlier look hangs, else what became of a source.
+// Describe returns the same runtime-spec as Spec, for display. It inspects mount sources and may
+// meet a hanging volume, such as NFS without its server. So a caller waits two seconds at most, and
+// looking admits one inspection of a container at a time. Errors: DeadlineExceeded; Unavailable
+// while an earlier inspection hangs; else the error of a source.
 func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string,
 	looking *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookLimit)

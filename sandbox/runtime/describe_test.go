@@ -14,7 +14,7 @@ import (
 	"berth/internal/task"
 )
 
-// A volume that hangs holds nobody who asks, and one goroutine.
+// A hanging volume blocks no caller and holds one goroutine.
 func TestLookAtWhatHangs(t *testing.T) {
 	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
 	var looking atomic.Bool

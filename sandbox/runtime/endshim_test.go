@@ -33,9 +33,8 @@ func opened(t *testing.T, args ...string) (*exec.Cmd, *os.File) {
 	return cmd, f
 }
 
-// The exit of a container whose shim hangs is init's, where that is the container's own process. Of
-// a sandboxed runtime init is a program that waits for the container, and succeeds whatever the
-// container's exit code is: the code is unknown then, not 0.
+// The exit of a container with a hanging shim is that of its init. With a sandboxing runtime, init
+// is a program that waits for the container and returns 0 in any case. The code is then unknown.
 func TestExitOfHangingShim(t *testing.T) {
 	for _, c := range []struct {
 		name    string
@@ -63,7 +62,7 @@ func TestExitOfHangingShim(t *testing.T) {
 			defer run.Close()
 			ended := time.Now()
 			run.left.Store(&ended)
-			for !run.isZombie() && t.Context().Err() == nil { // nobody reaps it, as while the shim hangs
+			for !run.isZombie() && t.Context().Err() == nil { // it is not reaped while the shim hangs
 				time.Sleep(time.Millisecond)
 			}
 			group := fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid())

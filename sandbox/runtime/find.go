@@ -19,8 +19,9 @@ import (
 	"berth/shim/proto"
 )
 
-// Find finds the processes of a container that an earlier daemon launched, by what the shim directory
-// tells. nil: its shim is gone, or there was none; Launched is what is known of it then.
+// Find returns the processes of a container that an earlier daemon launched, as the shim directory
+// records them. Running is nil without a living shim; the second result then holds the recorded
+// processes.
 func (k Processes) Find(ctx context.Context, id string) (*Running, proto.Processes, error) {
 	shimFile, ids, err := k.openShim(ctx, id)
 	if err != nil || shimFile == nil {
@@ -54,8 +55,8 @@ func openInit(ids proto.Processes) (*os.File, error) {
 	return init, err
 }
 
-// HandoverLimit is how long a launcher of an earlier daemon may take to become a
-// monitor, or to notice that its daemon is gone and undo the launch.
+// HandoverLimit bounds the wait for an earlier daemon's launcher. It becomes a monitor, or notices
+// that its daemon is gone and undoes the launch.
 const HandoverLimit = 15 * time.Second
 
 // openShim returns the pidfd of a container's monitor, nil if there is none. A
@@ -78,7 +79,7 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 		if err != nil {
 			return nil, ids, err
 		}
-		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie, where nobody reaps
+		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie of a parent that does not reap
 			return nil, ids, errors.Join(err, f.Close())
 		}
 		launching, err := isLauncher(ids.ShimPID, f)
@@ -159,8 +160,9 @@ func (k Processes) LogLost(id string) {
 	k.Log.Error("the shim was lost", "container", id, "error", err)
 }
 
-// UnreadableExit tells why the exit of a container whose shim has ended cannot be read at the moment, for lack of descriptors say: who
-// waits for it may wait for long. nil: nothing is in the way, or the shim has not ended, or was lost before this daemon.
+// UnreadableExit returns the error that prevents reading the exit record of an ended shim, for
+// example a lack of file descriptors. It is nil if nothing prevents it, the shim runs, or the shim
+// was lost before this daemon started.
 func (k Processes) UnreadableExit(id string, run *Running) error {
 	if run.Shim == nil {
 		return nil
@@ -174,7 +176,7 @@ func (k Processes) UnreadableExit(id string, run *Running) error {
 	return nil
 }
 
-// isTransient tells whether reading may succeed later.
+// isTransient reports whether a retry of the read may succeed.
 func isTransient(err error) bool {
 	for _, e := range []error{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EIO} {
 		if errors.Is(err, e) {
@@ -184,8 +186,8 @@ func isTransient(err error) bool {
 	return false
 }
 
-// KillLeftBehind ends what a lost shim left of its container, so that no second
-// instance runs beside it.
+// KillLeftBehind kills the surviving processes of a container whose shim was lost, so that no
+// second instance runs beside them.
 func (k Processes) KillLeftBehind(ctx context.Context, id, cgroupsPath string) error {
 	ctx, cancel := context.WithTimeout(ctx, KillWait)
 	defer cancel()

@@ -10,7 +10,7 @@ import (
 	"berth/internal/pidfd"
 )
 
-// What can't be found out of a shim that lives does not make a launcher of it, which would be killed.
+// A living shim that cannot be inspected is not taken for a launcher, which would be killed.
 func TestIsLauncher(t *testing.T) {
 	cmd := exec.Command("sleep", "1000")
 	if err := cmd.Start(); err != nil {

@@ -21,7 +21,7 @@ import (
 	"berth/shim/proto"
 )
 
-// Launcher is what is needed to launch.
+// Launcher starts pauses and containers.
 type Launcher struct {
 	Node       Node
 	Roots      Roots
@@ -47,8 +47,8 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	var imageUser string
 	var err error
 	if image != nil {
-		// Writable, because the usual pause image is nothing but its program: the
-		// folders to mount on have to be made.
+		// Writable, because mount points have to be made: the usual pause image holds nothing but
+		// its program.
 		if root, err = k.Roots.Writable(pod.ID, image, idMap, pod.Labels.Mount, 0); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
@@ -118,8 +118,9 @@ func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS strin
 	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), targetPIDNS)
 }
 
-// Validate builds the runtime-spec of a container and refuses what a launch would refuse. It makes missing sources of mounts
-// and sets their SELinux labels. It returns ctx's error when a volume hangs, and starts no further step then.
+// Validate builds the runtime-spec of a container and refuses what a launch would refuse. It makes
+// missing mount sources and sets their SELinux labels. Validate returns ctx's error when a volume
+// hangs. It starts no further step then.
 func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec,
 	error) {
 	defer trace.Begin(ctx, "look at mounts").End()
@@ -150,8 +151,9 @@ func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Contain
 	return spec, nil
 }
 
-// labelMounts labels the files of mounts that ask for it: all of a volume's, of which there may be millions, on a server that may not
-// answer. When ctx ends the one that is at work goes on; a container that is created again waits for it, and begins anew.
+// labelMounts labels the files of mounts that request it. A volume may hold millions of files on a
+// server that does not answer. When ctx ends, the current volume is finished in the background. A
+// retry of the creation waits for that and starts again.
 func (k Launcher) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
 	for _, source := range sources {
 		if err := k.Sources.alone(ctx, "label", source, func() error {

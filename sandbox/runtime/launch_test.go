@@ -16,8 +16,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// Labelling the files of a volume that hangs is waited for no longer than the caller has time, shows among the waits, and is done
-// by one goroutine, however often it is asked for. Other volumes are labelled.
+// A hanging relabel ends for its caller with ctx and shows among the waits. One goroutine does it,
+// however many callers ask. Other volumes are labelled.
 func TestLabelMountsThatHang(t *testing.T) {
 	waits := new(task.Waits)
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), waits)
@@ -87,7 +87,7 @@ func TestNothingIsLabelledInVain(t *testing.T) {
 func TestDetachedStepOutlivesItsCaller(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	k := Launcher{Tasks: tasks, Sources: NewSources(tasks)}
-	tasks.Operations.Close() // a container that is being started while berth is told to stop is started
+	tasks.Operations.Close() // a start that is under way continues while berth stops
 	ctx, cancel := context.WithCancel(t.Context())
 	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{
 		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}}
@@ -105,8 +105,8 @@ func TestDetachedStepOutlivesItsCaller(t *testing.T) {
 	<-ended
 }
 
-// A volume that hangs while a container is described shows among the waits, whoever asked for it and whether the caller
-// still waits.
+// A volume that hangs while a container is described shows among the waits, even after the caller
+// left.
 func TestDescribingShowsAmongTheWaits(t *testing.T) {
 	waits := new(task.Waits)
 	var during []task.Wait

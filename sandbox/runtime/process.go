@@ -21,7 +21,7 @@ import (
 	"berth/shim/proto"
 )
 
-// Processes is what is needed to find processes, and what was made for them.
+// Processes finds, signals, watches and removes the processes of pauses and containers.
 type Processes struct {
 	Dirs          state.Dirs
 	SystemdCgroup bool // cgroup paths name scopes of systemd's
@@ -29,18 +29,18 @@ type Processes struct {
 	Log           *slog.Logger
 }
 
-// KillWait bounds the wait for killed processes to be gone. What takes longer is
-// stuck in the kernel; the rest of the pod is taken down all the same.
+// KillWait bounds the wait for killed processes. A process that takes longer is stuck in the
+// kernel; the rest of the pod is taken down without it.
 const KillWait = 10 * time.Second
 
-// ShimPatience is how long a shim may take to tell that its container has ended. It is less than KillWait, so that a pod's
-// stop need not fail for it.
+// ShimPatience bounds the time between a container's end and its shim's report. It is less than
+// KillWait, so that a pod's stop does not fail because of it.
 const ShimPatience = KillWait / 2
 
 // stoppedPatience is the same for a shim that is stopped, and so does nothing.
 const stoppedPatience = 2 * time.Second
 
-// orphanPatience is how long what an init has left may take to end before the exit is noted in
+// orphanPatience bounds the wait for a dead init's other processes before the exit is recorded in
 // place of the shim.
 const orphanPatience = 2 * time.Second
 
@@ -77,10 +77,9 @@ func (r *Running) Close() error {
 	return errors.Join(errs...)
 }
 
-// EndShim ends a shim that hangs, and notes how its container ended, as the shim would have: its
-// init is still there with the status, but no longer when the shim is gone, whose child it is. Then
-// nobody waits for the shim any more (AwaitShim): one that is frozen does not end before it is
-// thawed, and does nothing then.
+// EndShim kills a hanging shim and writes the exit record in its place. It reads the status of init
+// first: init is the shim's child, and its status is lost with the shim. AwaitShim then returns. A
+// frozen shim ends only when it is thawed, and does nothing then.
 func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	noteErr := k.noteEnd(ctx, id, cgroupsPath, r, run)
 	if noteErr != nil { // the exit code is unknown then
@@ -95,9 +94,9 @@ func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociru
 	return nil
 }
 
-// noteEnd writes the exit record from the status of init, unless the shim has written one. What
-// else is in the container's cgroup ends before, as with the shim: another instance is started when
-// the exit is seen.
+// noteEnd writes the exit record from init's status, unless the shim wrote one. It first kills all
+// other processes of the cgroup, as the shim does, because kubelet starts the next instance after
+// the exit.
 func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
 		return nil
@@ -127,7 +126,7 @@ func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociru
 	}
 	exit.OOMKilled = kills > 0
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx),
-		orphanPatience) // whoever gave up waiting wants the exit, too
+		orphanPatience) // the exit is recorded also if the caller left
 	defer cancel()
 	if err := group.Kill(ctx); err != nil {
 		return err
@@ -135,8 +134,8 @@ func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociru
 	return shim.WriteExit(k.Dirs.Shim(id), exit)
 }
 
-// Signal sends a signal to the init of a container that r runs, nil being libcontainer; in a sandbox of its runtime's it is the
-// runtime that does it. One that has ended is no error: its exit follows.
+// Signal sends a signal to the init of a container. r is its runtime, nil for libcontainer; a
+// sandboxing runtime sends the signal itself. An ended init is no error: its exit follows.
 func (k Processes) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
 	if r == nil || !r.Sandboxed || run.HasEnded() {
 		return run.signal(sig)
@@ -150,8 +149,8 @@ func (k Processes) Signal(ctx context.Context, id string, r *ociruntime.Runtime,
 	return err
 }
 
-// Kill sends SIGKILL to the container's init and to whatever else is in its cgroup, to the one also if the other fails: the program
-// of another runtime may hang.
+// Kill sends SIGKILL to the container's init and to its cgroup. It does the second also if the
+// first fails, because a runtime's program may hang.
 func (k Processes) Kill(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	failpoint.Reach("container.kill")
 	err := k.Signal(ctx, id, r, run, unix.SIGKILL)
@@ -195,8 +194,8 @@ func (k Processes) End(ctx context.Context, process *os.File) error {
 	return ignoreDone(pidfd.Wait(ctx, process))
 }
 
-// ShimHangs tells whether only the container's shim is left, and that for so long that it won't tell of the end: it is
-// stopped, or writes to a log that can't be written. The time counts from the first such question.
+// ShimHangs reports whether the shim outlived its container for longer than ShimPatience: it is
+// stopped, or blocked on a log. The time counts from the first call.
 func (r *Running) ShimHangs() bool {
 	if !r.HasEnded() && !r.isZombie() {
 		return false
@@ -212,8 +211,8 @@ func (r *Running) ShimHangs() bool {
 	return time.Since(*r.left.Load()) > patience
 }
 
-// isZombie tells whether each thread of the init has ended, though its pidfd does not say so:
-// another process traces one of them.
+// isZombie reports whether all threads of init have ended while its pidfd does not report it,
+// because another process traces one of them.
 func (r *Running) isZombie() bool {
 	if r.Init == nil {
 		return false
@@ -222,7 +221,8 @@ func (r *Running) isZombie() bool {
 	return err == nil
 }
 
-// shimIsStopped tells whether the shim can do nothing. Where that can't be found out it counts as at work.
+// shimIsStopped reports whether the shim is in a stopped state. A shim that cannot be inspected
+// counts as working.
 func (r *Running) shimIsStopped() bool {
 	if r.Shim == nil {
 		return false
@@ -231,7 +231,7 @@ func (r *Running) shimIsStopped() bool {
 	return stopped && err == nil
 }
 
-// HasEnded tells whether the init is gone, so that its process ID means nothing.
+// HasEnded reports whether init has ended. Its process ID is then meaningless.
 func (r *Running) HasEnded() bool {
 	if r.Init == nil {
 		return true
@@ -256,9 +256,9 @@ func (k Processes) AwaitExit(ctx context.Context, run *Running, limit time.Durat
 // lookTime is how often a container that is to end is looked at.
 const lookTime = 500 * time.Millisecond
 
-// AwaitStop is AwaitExit, and does not wait for a shim that is stopped, and so does not tell of an exit. One that is at work, on a
-// slow disk with the log say, has all the time there is: what it has not told is lost when it is killed.
-// Nor does it wait for an exit that cannot be read.
+// AwaitStop is AwaitExit, but returns early for a stopped shim, which cannot report the exit, and
+// for an unreadable exit record. A working shim gets all the time, on a slow disk for example:
+// killing it would lose the exit.
 func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, limit time.Duration) bool {
 	for begin := time.Now(); ; {
 		left := limit - time.Since(begin)

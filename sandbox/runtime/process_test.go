@@ -37,7 +37,7 @@ func leave(t *testing.T, k Processes, id, name string, content []byte) {
 	}
 }
 
-// A record says how the container ended. Without one that can be trusted nobody knows, and that is said too.
+// A trusted record gives the exit. Without one the exit is unknown.
 func TestReadExit(t *testing.T) {
 	started, ended := time.Unix(100, 0), time.Unix(200, 0)
 	exit := func(code int32, oom bool) []byte {
@@ -85,7 +85,7 @@ func TestTransientErrors(t *testing.T) {
 	}
 }
 
-// What is certainly gone is not found, and no error; a record that can't be read is one.
+// A missing shim is no error. An unreadable record is one.
 func TestFindWhatIsGone(t *testing.T) {
 	k := testProcesses(t)
 	if found, _, err := k.Find(t.Context(), "c"); found != nil || err != nil {
@@ -125,7 +125,7 @@ func TestAwaitExit(t *testing.T) {
 	}
 }
 
-// A shim that is stopped, and does not tell of the exit, is not waited for; one that is at work is, as long as the container may take.
+// A stopped shim is not waited for. A working one is, until the timeout.
 func TestAwaitStop(t *testing.T) {
 	shim := exec.Command("sleep", "1000")
 	if err := shim.Start(); err != nil {
@@ -158,7 +158,7 @@ func TestAwaitStop(t *testing.T) {
 	_ = shim.Wait() // it was killed
 }
 
-// Who waits for an exit is told what is in the way of reading it, when the shim has ended.
+// A caller that waits for an exit learns why the record cannot be read, once the shim has ended.
 func TestUnreadableExit(t *testing.T) {
 	k := testProcesses(t)
 	leave(t, k, "c", proto.ExitFile, nil)

@@ -22,15 +22,15 @@ const (
 	maxDrawn = 1 << 16
 )
 
-// Quotas gives each writable layer a project of its filesystem's project quotas. Where these are
-// off nil takes its place, and no layer has a project.
+// Quotas gives each writable layer a project ID of its filesystem's project quotas. nil stands for
+// a filesystem without them.
 //
-// IDs are drawn at random. Whoever owns a file can assign it to any project by FS_IOC_FSSETXATTR,
-// outside of user namespaces: a container that knew its neighbour's ID could use up the neighbour's
-// limit, or have its pod evicted.
+// IDs are random. Outside of user namespaces the owner of a file may assign it to any project
+// (FS_IOC_FSSETXATTR). A container that could guess its neighbour's ID could use up the neighbour's
+// limit, or cause its eviction.
 //
-// An ID that was used lately is not used again soon, and none that anything on the filesystem still
-// belongs to: a layer is deleted in the background after its container's removal.
+// A recently used ID is not drawn again soon, nor is one that still owns files: a layer is deleted
+// in the background after its container's removal.
 type Quotas struct {
 	filesystem *projectquota.Filesystem
 	limit      uint64 // bytes of a layer; 0: none
@@ -42,9 +42,8 @@ type Quotas struct {
 	used  map[uint32]bool
 }
 
-// OpenQuotas returns the quotas of the filesystem of dir. limit is how many bytes a layer may take,
-// 0 means without limit; it is an error if there is one and the filesystem has no quotas. first is
-// the first of the project IDs that are berth's.
+// OpenQuotas returns the quotas of the filesystem of dir. limit is the size of a layer in bytes; 0:
+// none. A limit on a filesystem without quotas is an error. first is the lowest project ID to draw.
 func OpenQuotas(dir string, limit uint64, first uint32) (*Quotas, error) {
 	filesystem, err := projectquota.Open(dir)
 	if errors.Is(err, projectquota.ErrUnsupported) && limit == 0 {
@@ -96,8 +95,8 @@ func (q *Quotas) Take() (uint32, error) {
 		"each of %d project IDs drawn from %d on has files: another program uses them, see writable_layer_projects", tries, q.first)
 }
 
-// reserve returns a project that no container has. When maxDrawn IDs have been drawn it takes the
-// one that was drawn the longest ago.
+// reserve returns a free project ID. After maxDrawn draws it reuses the ID that was drawn longest
+// ago.
 func (q *Quotas) reserve() uint32 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -145,8 +144,8 @@ func (q *Quotas) Clear(project uint32) error {
 	return q.filesystem.SetLimit(project, 0)
 }
 
-// Usage returns what a project takes, also files that are open and have no name any more. ok is
-// false if nothing is known.
+// Usage returns the usage of a project, including deleted files that are still open. ok is false if
+// it is unknown.
 func (q *Quotas) Usage(project uint32) (usage diskusage.Usage, ok bool, err error) {
 	if q == nil || project == 0 {
 		return usage, false, nil

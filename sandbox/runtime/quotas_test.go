@@ -7,8 +7,8 @@ import (
 	"berth/internal/projectquota"
 )
 
-// Two layers never have the same project, one that was used lately is not used again soon, and a
-// container that knows its own does not know its neighbours'.
+// No two layers share a project. A recently used ID is not drawn again soon. A container cannot
+// guess its neighbour's ID.
 func TestProjectsAreUnique(t *testing.T) {
 	const first = 1000
 	q := &Quotas{first: first, used: map[uint32]bool{}}
@@ -24,7 +24,7 @@ func TestProjectsAreUnique(t *testing.T) {
 			near++
 		}
 	}
-	if near > 100 { // 0.1 are to be expected
+	if near > 100 { // 0.1 is the expected value
 		t.Errorf("%d of %d projects are next to the one before", near, len(given))
 	}
 	var kept uint32

@@ -16,8 +16,8 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// Remove kills and removes what a launch made for a container or
-// pause: its processes, cgroup, libcontainer state and shim directory.
+// Remove kills the processes of a container or pause, and removes its cgroup, libcontainer state
+// and shim directory.
 func (k Processes) Remove(ctx context.Context, id, cgroupsPath string) error {
 	defer k.Tasks.Begin("the end of its processes", id)()
 	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
@@ -41,7 +41,7 @@ func (k Processes) removeGroup(ctx context.Context, id string, group *cgroup.Gro
 	return nil
 }
 
-// RemoveByID removes what launches made for that ID, of which nothing but the ID is known.
+// RemoveByID is Remove for an object without a record.
 func (k Processes) RemoveByID(ctx context.Context, id string) error {
 	r, err := shim.RuntimeOf(k.Dirs.Shim(id))
 	if err != nil {
@@ -73,8 +73,8 @@ func (k Processes) RemoveByID(ctx context.Context, id string) error {
 	return nil
 }
 
-// groupByID is the cgroup of what was launched with that ID, from what was left by who
-// made it: a runtime's program or libcontainer. The error wraps fs.ErrNotExist if nothing was.
+// groupByID returns the cgroup from the state of the runtime's program or of libcontainer. The
+// error wraps fs.ErrNotExist if there is none.
 func (k Processes) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	if r != nil {
 		return shim.GroupOf(k.Dirs.Shim(id), r)
@@ -90,7 +90,7 @@ func ignoreExisting(err error) error {
 	return err
 }
 
-// RemoveRoot removes what the runtime kept of the pod's containers, which are gone.
+// RemoveRoot removes the state directory of a pod's runtime. Its containers are gone.
 func (k Processes) RemoveRoot(podID string) error {
 	failpoint.Reach("runtime.remove-root")
 	if err := os.RemoveAll(k.Dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -13,15 +13,15 @@ import (
 	"berth/sandbox/state"
 )
 
-// Roots is what is needed to have them.
+// Roots makes root filesystems and image volumes.
 type Roots struct {
 	Images *image.Store
 	Dirs   state.Dirs
 	Quotas *Quotas
 }
 
-// Writable holds the layers of an image for a container or pause with that ID and makes the folders
-// of its writable layer. label is SELinux's; project is of Quotas, 0 for none.
+// Writable holds the layers of an image under id and makes the directories of the writable layer.
+// label is the SELinux label; project is an ID of Quotas, 0 for none.
 func (k Roots) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label string,
 	project uint32) (rootfs.Spec, error) {
 	root, err := k.Images.Hold(id, image.Layers)
@@ -68,9 +68,9 @@ func (k Roots) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec 
 	return root
 }
 
-// notAlone puts an empty layer below a single one. An image of one layer would be a read-only
-// bind mount of it, which a container with CAP_SYS_ADMIN can make writable, and change the
-// layer for all who use it. An overlay that has no upper layer can't be made writable.
+// notAlone puts an empty layer below a single one. A single layer would be a read-only bind mount.
+// A container with CAP_SYS_ADMIN could remount it writable and change the layer for all its users.
+// An overlay without an upper layer cannot become writable.
 func (k Roots) notAlone(layers []rootfs.Layer) []rootfs.Layer {
 	if len(layers) > 1 {
 		return layers

@@ -12,22 +12,22 @@ import (
 	"berth/sandbox/state"
 )
 
-// Sources are what mounts are of: volumes, whose servers may not answer. Who asks such a one is in the kernel for as long as that
-// lasts, nothing ends it, and it keeps a thread. So it is done aside, which ends for the caller with its context, and by one at a time: those who
-// come later wait without a thread. The lock guards the map and is held for no more.
+// Sources serializes access to mount sources. A stat of a volume whose server does not answer
+// blocks in the kernel and holds a thread. Callers wait without a thread, and each leaves with its
+// context. The lock guards the map.
 type Sources struct {
 	tasks *task.Runner
 	mu    sync.Mutex
-	busy  map[string]chan struct{} // closed when who is at it has ended
+	busy  map[string]chan struct{} // closed when the current access ends
 }
 
-// NewSources returns sources at which nobody looks.
+// NewSources returns an idle Sources.
 func NewSources(tasks *task.Runner) *Sources {
 	return &Sources{tasks: tasks, busy: map[string]chan struct{}{}}
 }
 
-// alone does something with a source when nobody else does the same. When ctx ends, which is the error, it goes on
-// without the caller if it has begun, and is not begun.
+// alone runs op when no other call does the same with the source. It returns ctx's error when ctx
+// ends. A running op continues then; a waiting one is not started.
 func (s *Sources) alone(ctx context.Context, what, source string, op func() error) error {
 	end, err := s.begin(ctx, what, source)
 	if err != nil {
@@ -66,7 +66,7 @@ func (s *Sources) await(ctx context.Context, other chan struct{}, source string)
 	}
 }
 
-// enter returns nil if nobody was there, and else what is closed when they leave.
+// enter returns nil if the source is free, else the channel that is closed when it becomes free.
 func (s *Sources) enter(key string) (other chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -94,7 +94,7 @@ func (k Launcher) detached(ctx context.Context, c *state.Container, what string,
 			continue
 		}
 		err := k.Sources.alone(ctx, "look at", source, func() error {
-			_, _ = os.Stat(source) // what it answers is the affair of who looks at it closely
+			_, _ = os.Stat(source) // a later step reports the error
 			return nil
 		})
 		if err != nil {

@@ -36,8 +36,8 @@ func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (
 	return spec, nil
 }
 
-// Container describes a container of a pod that runs. volumes are the places of its image volumes, by index of the mount;
-// targetPIDNS is the PID namespace to join, empty for the config's.
+// Container returns the runtime-spec of a container. volumes are the mount points of its image
+// volumes, by index of the mount. targetPIDNS is the PID namespace to join, empty for the config's.
 func (n Node) Container(p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string) (*specs.Spec,
 	error) {
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
@@ -66,7 +66,7 @@ func (n Node) Container(p *state.Pod, c *state.Container, volumes map[int]string
 	return spec, n.bindDevices(p, c, names, spec)
 }
 
-// facts are what the machine offers to a pod: less than to others, if its runtime can't use it.
+// facts returns the node's facts, reduced to the features of the pod's runtime.
 func (n Node) facts(p *state.Pod) host.Facts {
 	facts := n.Host
 	facts.NoAppArmorProfile = n.NoAppArmor()
@@ -121,9 +121,10 @@ func (n Node) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, s
 	return oci.BindDevices(spec, sources, host.Files{})
 }
 
-// ForPlugins is what a record keeps of a container's spec for the plugins. They are told of it under a hold
-// and with turns, so it must be at hand: making a spec anew would look at the container's volumes, and one
-// that does not answer would hold up everything. The seccomp filter, the largest part, plugins see at the creation only.
+// ForPlugins returns the part of a container's spec that its record keeps for plugins. Plugins are
+// called under a hold and with locks. A new spec would inspect the container's volumes, and a
+// hanging one would block all plugins. Plugins see the seccomp filter, the largest part, at the
+// creation only.
 func ForPlugins(spec *specs.Spec) *specs.Spec {
 	linux := *spec.Linux
 	linux.Seccomp = nil

@@ -12,7 +12,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// What a pod is for package oci: its own shm unless it has the node's IPC, and its user namespace only if it has one.
+// A pod has its own shm unless it uses the node's IPC, and a user namespace only if it requests
+// one.
 func TestPodForSpecs(t *testing.T) {
 	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
 	users := func(mode runtimeapi.NamespaceMode) *runtimeapi.UserNamespace {

@@ -14,7 +14,7 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// Stopper is what is needed to end containers. Its methods may be called concurrently.
+// Stopper stops containers. Its methods may be called concurrently.
 type Stopper struct {
 	processes Processes
 	stuck     lograte.Limiter // warnings of processes that SIGKILL does not end
@@ -33,7 +33,8 @@ type StopTarget struct {
 
 func (c StopTarget) String() string { return "container " + c.ID }
 
-// Stop sends the signal to a container that runs as run, gives it timeout to exit, and kills it then; at once if timeout is zero.
+// Stop sends the signal, waits up to timeout for the exit, and then kills the container. A zero
+// timeout kills it at once.
 func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal unix.Signal,
 	timeout time.Duration) error {
 	if timeout > 0 {
@@ -56,8 +57,9 @@ func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal u
 	return k.Kill(ctx, c)
 }
 
-// Kill kills a container and waits for its exit, looking again and again. A container that does not run is no error. What is in
-// the way of reading the exit is the error: its watcher tries again.
+// Kill kills a container and waits for its exit. It repeats the kill until the exit is published. A
+// container that does not run is no error. An unreadable exit record is an error; the container's
+// watcher retries the read.
 func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 	defer k.processes.Tasks.Begin("its end after SIGKILL", c.String())()
 	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
@@ -84,8 +86,8 @@ func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 	}
 }
 
-// Settle returns how a container ended whose shim has: by the exit record, or, where the shim was lost, by what it left having
-// ended. False: the daemon is ending.
+// Settle returns the exit of a container whose shim has ended: from the exit record, or, for a lost
+// shim, after all surviving processes are killed. settled is false when the daemon shuts down.
 func (k *Stopper) Settle(c StopTarget, startedAt time.Time) (exit state.Exit, settled bool) {
 	exit, lost, err := k.processes.ReadExit(k.processes.Tasks.Watchers.Context(), c.ID, startedAt)
 	switch {
@@ -98,7 +100,8 @@ func (k *Stopper) Settle(c StopTarget, startedAt time.Time) (exit state.Exit, se
 	return exit, true
 }
 
-// SettleLost ends what a lost shim left of its container and returns the exit with the time of that. False: the daemon is ending.
+// SettleLost kills the surviving processes of a container whose shim was lost, and returns the exit
+// with the time of their end. settled is false when the daemon shuts down.
 func (k *Stopper) SettleLost(c StopTarget, exit state.Exit) (_ state.Exit, settled bool) {
 	ctx := k.processes.Tasks.Watchers.Context()
 	for err := k.killLeft(ctx, c); err != nil; err = k.killLeft(ctx, c) {

@@ -28,13 +28,14 @@ func testStopper(t *testing.T) *Stopper {
 	return NewStopper(Processes{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log})
 }
 
-// contained is a container of that kit whose processes these are. It has no cgroup (any more).
+// contained returns a container with these processes and without a cgroup.
 func contained(run *Running) StopTarget {
 	return StopTarget{ID: "c", CgroupsPath: fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid()), Running: func() *Running { return run }}
 }
 
-// command starts a shell command, which is to print its process ID, as the init of a container, whose exit is published when it ends.
-// status then tells how it ended, as a shell does. It is another process's child: looking at a pidfd reaps children.
+// command runs a shell command as the init of a container; the command prints its process ID first.
+// The exit is published when it ends. status returns its exit code like a shell. A separate shell
+// is its parent, because polling a pidfd reaps children.
 func command(t *testing.T, script string) (run *Running, status func() string) {
 	t.Helper()
 	cmd := exec.Command("sh", "-c", `sh -c "$1" & wait $!; echo $?`, "sh", script)
@@ -74,7 +75,7 @@ func command(t *testing.T, script string) (run *Running, status func() string) {
 	return run, func() string { <-run.Exited; return ended }
 }
 
-// A container is asked first, if it has time, and killed if it does not do as it is told.
+// A container gets its stop signal first, if it has time, and is killed after the timeout.
 func TestStop(t *testing.T) {
 	const willing, unwilling = `echo $$; exec sleep 1000`, `trap "" TERM; echo $$; exec sleep 1000`
 	for name, test := range map[string]struct {
@@ -96,7 +97,7 @@ func TestStop(t *testing.T) {
 	}
 }
 
-// Whoever kills a container looks again and again whether it has ended: its exit may be published otherwise.
+// Kill repeats its look, because the exit may be published by another path.
 func TestKillLooksAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var looks atomic.Int64
@@ -114,7 +115,7 @@ func TestKillLooksAgain(t *testing.T) {
 	})
 }
 
-// Whoever kills a container that does not end is told so.
+// Kill of a container that does not end returns an error.
 func TestKillGivesUp(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -124,7 +125,7 @@ func TestKillGivesUp(t *testing.T) {
 	}
 }
 
-// A shim that hangs when its container has ended is killed: nobody else tells of the end.
+// A shim that hangs after its container's end is killed.
 func TestKillOfAShimThatHangs(t *testing.T) {
 	left, status := command(t, `echo $$; exec sleep 1000`) // a shim, to this test
 	synctest.Test(t, func(t *testing.T) {
@@ -161,7 +162,8 @@ func TestSettle(t *testing.T) {
 	}
 }
 
-// What a lost shim left is killed again and again. While that fails nobody is told of an exit, nor when the daemon ends meanwhile.
+// Surviving processes of a lost shim are killed repeatedly. No exit is published before they end,
+// nor when the daemon shuts down.
 func TestWhatDoesNotEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k, c := testStopper(t), contained(nil)

@@ -10,8 +10,8 @@ import (
 	"berth/internal/safefs"
 )
 
-// CheckSubPath tells whether an image has a directory or regular file at a path, which is resolved with the image as
-// the root. InvalidArgument if not.
+// CheckSubPath refuses, with InvalidArgument, a path that is no directory or regular file of the
+// image. It resolves links with the image as the root.
 func CheckSubPath(layers rootfs.Spec, path string) error {
 	root, err := layers.Mount()
 	if err != nil {

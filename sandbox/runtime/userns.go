@@ -21,7 +21,7 @@ func (k Launcher) idMap(pod *state.Pod) *rootfs.IDMap {
 	return &rootfs.IDMap{UserNS: k.Node.Dirs.UserNS(pod.ID), Mappings: *pod.Mappings}
 }
 
-// rootPlace is where a root filesystem has to be mounted; "" if that does not matter.
+// rootPlace returns the required mount point of a root filesystem; empty: any.
 func (k Launcher) rootPlace(root rootfs.Spec) string {
 	if root.IDMap == nil {
 		return ""

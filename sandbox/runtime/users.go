@@ -13,8 +13,8 @@ import (
 	"berth/oci/users"
 )
 
-// What is kept in memory of images' user files: of so many images, of files up to
-// that size. Larger ones are read each time.
+// Limits of the cache of images' user files: the number of images, and the size of a file. Larger
+// files are read each time.
 const (
 	maxUserFiles     = 64
 	maxUserFileBytes = 64 << 10
@@ -93,9 +93,8 @@ func readUserFile(root *os.File, path string) ([]byte, error) {
 	return data, nil
 }
 
-// isImagesFault tells whether a file cannot be read because of what the image has
-// in its place: no file, too large a one, links that lead round and round, a file where
-// a directory should be.
+// isImagesFault reports whether the image is the reason that a file cannot be read: it is missing
+// or too large, its links loop, or a directory is a file.
 func isImagesFault(err error) bool {
 	return errors.Is(err, safefs.ErrNotRegular) || errors.Is(err, safefs.ErrTooLarge) || errdefs.IsBadPath(err)
 }

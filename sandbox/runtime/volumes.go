@@ -56,7 +56,7 @@ func (k Roots) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volume
 		layers, err := k.Images.Hold(v.Holder(id), v.Layers)
 		if err != nil {
 			failed = errors.Join(failed, volumeFailed(mount, fmt.Errorf("layers of image %s: %w", v.ImageID, err)))
-			continue // after a restart the others are to be held all the same
+			continue // after a restart the other volumes must be held nevertheless
 		}
 		layers.Layers = k.notAlone(layers.Layers)
 		held = append(held, proto.Volume{Path: places[v.Mount], Rootfs: layers, SubPath: mount.ImageSubPath})
@@ -82,8 +82,8 @@ func (k Roots) ReleaseVolumes(id string, volumes []state.Volume) error {
 	return failed
 }
 
-// CheckVolumes proves that a container's image volumes can be had: that their layers are
-// there, and in them what the mounts are of.
+// CheckVolumes verifies that a container's image volumes can be mounted: their layers exist, and
+// the layers contain the subpaths.
 func (k Roots) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) error {
 	held, err := k.HoldVolumes(id, config, volumes)
 	if err != nil {

@@ -2,11 +2,12 @@ package state
 
 import "sync/atomic"
 
-// Answer is what a reader tells of a snapshot, encoded when it was first asked for and kept as long as the snapshot: kubelet lists
-// everything every second, and hardly anything has changed. nil keeps nothing.
+// Answer caches the encoding of a snapshot for lists. kubelet lists everything each second and few
+// objects change between two lists. A nil Answer caches nothing.
 type Answer struct{ encoded atomic.Pointer[[]byte] }
 
-// Get returns what was kept, or what encode returns, and keeps that. Several readers may encode at the same time, the same.
+// Get returns the cached encoding, or calls encode and caches its result. Concurrent callers may
+// each encode the same result.
 func (a *Answer) Get(encode func() ([]byte, error)) ([]byte, error) {
 	if a == nil {
 		return encode()

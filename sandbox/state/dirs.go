@@ -6,14 +6,14 @@ import (
 	"path/filepath"
 )
 
-// NewID returns a new pod or container ID: 64 hex digits, as everybody expects.
+// NewID returns a new pod or container ID of 64 hex digits.
 func NewID() string {
 	var b [32]byte
 	rand.Read(b[:]) // never fails, see crypto/rand
 	return hex.EncodeToString(b[:])
 }
 
-// IsID tells whether a folder's name is one of NewID's; others are not ours.
+// IsID reports whether a directory name has the form of an ID.
 func IsID(name string) bool {
 	b, err := hex.DecodeString(name)
 	return err == nil && len(b) == 32
@@ -35,7 +35,7 @@ func (d Dirs) PodFiles(podID string) string { return filepath.Join(d.Root, "sand
 // Writable has the writable layer of a container, or of a pause that is an image's.
 func (d Dirs) Writable(id string) string { return filepath.Join(d.Root, "rootfs", id) }
 
-// Trash has what is about to be removed; it is on the filesystem of the writable layers.
+// Trash holds directories that are being deleted, on the filesystem of the writable layers.
 func (d Dirs) Trash() string { return d.Writable("trash") }
 
 // OldTrash is the trash of version 0.1.0.
@@ -64,8 +64,8 @@ func (d Dirs) SharedMounts() string { return filepath.Join(d.State, "pods") }
 // PodMounts has a pod's part of these.
 func (d Dirs) PodMounts(podID string) string { return filepath.Join(d.SharedMounts(), podID) }
 
-// Tmpfs is where a pod's tmpfs is mounted. What its containers write there is bounded by its size,
-// and is memory of theirs.
+// Tmpfs is the mount point of a pod's tmpfs. Its size bounds the files that containers write there.
+// They count as memory of the containers.
 func (d Dirs) Tmpfs(podID string) string { return filepath.Join(d.PodMounts(podID), "tmpfs") }
 
 // Etc has a pod's resolv.conf, hosts and hostname.
@@ -88,8 +88,7 @@ const netnsPrefix = "berth-"
 // NetNS is where a pod's network namespace is pinned.
 func (d Dirs) NetNS(podID string) string { return filepath.Join(d.NetNSs, netnsPrefix+podID) }
 
-// RootPlace is where launchers mount the root filesystem of a container in a user
-// namespace, each in its own mount namespace. libcontainer looks for it there as the
-// namespace's root, who may not pass through the state directory; so it is beside
-// that, and nothing is ever in it.
+// RootPlace is where launchers mount the root filesystem of a container in a user namespace, each
+// in its own mount namespace. libcontainer opens it as the namespace's root, which may not traverse
+// the state directory. So it lies beside the state directory. It stays empty.
 func (d Dirs) RootPlace() string { return d.State + "-rootfs" }

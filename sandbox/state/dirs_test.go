@@ -18,7 +18,7 @@ func TestIDs(t *testing.T) {
 	}
 }
 
-// No two places are the same or within each other, but those of one pod's mounts: who removes one removes nothing else.
+// No place contains another one, except for a pod's mounts. Removing one place removes no other.
 func TestPlacesAreApart(t *testing.T) {
 	d := Dirs{Root: "/root", State: "/state", NetNSs: "/netns"}
 	a, b := NewID(), NewID()

@@ -8,29 +8,29 @@ import (
 	"berth/internal/feed"
 )
 
-// Event tells that a container or a pod sandbox was created, started, has stopped
-// or was deleted. It holds snapshots and is never changed.
+// Event reports that a container or pod was created, started, stopped or deleted. It holds
+// snapshots and never changes.
 type Event struct {
 	Type       runtimeapi.ContainerEventType
 	ID         string // of the container, or of the pod sandbox itself
 	At         time.Time
 	Pod        *Pod         // the last there was, if it is deleted; nil if the container had outlived it
-	Containers []*Container // of the pod, oldest first, as they were right after the event
+	Containers []*Container // of the pod right after the event, oldest first
 }
 
 // maxUnread is how many events are kept for a client that does not read them. A
 // node with 110 pods, all ending at once, has a tenth of that.
 const maxUnread = 8192
 
-// Events tells what happens to all pods and containers.
+// Events publishes the events of all pods and containers.
 type Events struct {
 	feed       *feed.Feed[Event]
 	pod        func(id string) *Pod
 	containers func(podID string) []*Container
 }
 
-// NewEvents returns events of pods and containers that these find, as they are now: nil for an unknown pod, containers
-// the oldest first. They are called under the feed's lock, so they wait for nothing and cost no more than the pod has containers.
+// NewEvents returns an Events. pod and containers find a pod, nil if it is unknown, and its
+// containers, oldest first. They are called under the feed's lock, so they must not block.
 func NewEvents(pod func(id string) *Pod, containers func(podID string) []*Container) *Events {
 	return &Events{feed: feed.New[Event](maxUnread), pod: pod, containers: containers}
 }
@@ -39,7 +39,7 @@ func NewEvents(pod func(id string) *Pod, containers func(podID string) []*Contai
 // feed.ErrBehind.
 func (e *Events) Subscribe() *feed.Reader[Event] { return e.feed.Subscribe() }
 
-// ContainerChanged tells of the step from one published snapshot to the next; before is nil for the first.
+// ContainerChanged publishes the event between two snapshots. before is nil for the first one.
 func (e *Events) ContainerChanged(before, after *Container) {
 	switch {
 	case before == nil:
@@ -64,7 +64,8 @@ func (e *Events) PodChanged(before, after *Pod) {
 	}
 }
 
-// ContainerDeleted tells that a container is gone. last is what was published of it; nil: nobody has heard of it.
+// ContainerDeleted publishes the end of a container. last is its last snapshot; nil: it was never
+// published.
 func (e *Events) ContainerDeleted(last *Container) {
 	if last != nil {
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, last.ID, last.PodID)

@@ -6,17 +6,17 @@ import (
 	"berth/internal/errdefs"
 )
 
-// maxHostname is the kernel's limit (__NEW_UTS_LEN) in bytes; maxLabel that of RFC
-// 1123 for each part between dots.
+// maxHostname is the kernel's limit in bytes (__NEW_UTS_LEN). maxLabel is the limit of RFC 1123 for
+// each part between dots.
 const (
 	maxHostname = 64
 	maxLabel    = 63
 )
 
-// CheckHostname refuses what cannot be a pod's hostname: it has 1 to 64 bytes, and the parts
-// between dots consist of letters, digits, "-" and "_" (which the kernel takes and some images'
-// hosts have), at most 63 each, without "-" at either end. One dot may end it: with
-// setHostnameAsFQDN and an empty cluster domain kubelet sends "web.shop.default.svc.".
+// CheckHostname refuses an invalid hostname with InvalidArgument. A hostname has 1 to 64 bytes. Its
+// labels have at most 63 letters, digits, "-" and "_", and no "-" at either end. The kernel accepts
+// "_". One trailing dot is allowed: with setHostnameAsFQDN and an empty cluster domain kubelet
+// sends "web.shop.default.svc.".
 func CheckHostname(hostname string) error {
 	if hostname == "" || len(hostname) > maxHostname {
 		return errdefs.InvalidArgument("hostname %q: must have 1 to %d bytes, not %d", hostname, maxHostname, len(hostname))

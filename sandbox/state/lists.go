@@ -31,7 +31,7 @@ func oldestFirst[Snapshot any, T Published[Snapshot]](a, b T) int {
 	return cmp.Compare(older.ID, younger.ID)
 }
 
-// infos returns what was published of these, in their order.
+// infos returns the published snapshots in the same order.
 func infos[Snapshot any, T Published[Snapshot]](all []T) []*Snapshot {
 	published := make([]*Snapshot, 0, len(all))
 	for _, object := range all {
@@ -42,14 +42,14 @@ func infos[Snapshot any, T Published[Snapshot]](all []T) []*Snapshot {
 	return published
 }
 
-// Lists are all pods and containers, as they were published.
+// Lists returns the published snapshots of all pods and containers.
 type Lists[P Published[Pod], C Published[Container]] struct {
 	pods       *index.Index[P]
 	containers *index.Index[C]
 	events     *Events
 }
 
-// NewLists returns the lists of what is in these, and the events that are to be told by who publishes.
+// NewLists returns the lists of these indexes, and the events that their owner publishes.
 func NewLists[P Published[Pod], C Published[Container]](pods *index.Index[P],
 	containers *index.Index[C]) (*Lists[P, C], *Events) {
 	l := &Lists[P, C]{pods: pods, containers: containers}
@@ -91,7 +91,7 @@ func (l *Lists[P, C]) Containers() []*Container {
 // caller closes the reader. One that falls too far behind gets feed.ErrBehind.
 func (l *Lists[P, C]) Events() *feed.Reader[Event] { return l.events.Subscribe() }
 
-// published is what was published of a pod; nil if it is unknown, or was not.
+// published returns the snapshot of a pod; nil if it is unknown or unpublished.
 func (l *Lists[P, C]) published(id string) *Pod {
 	p, known := l.pods.Get(id)
 	if !known {

@@ -10,7 +10,7 @@ import (
 	"berth/internal/index"
 )
 
-// published is a container, or pod, and what was published of it.
+// published is an object with a fixed snapshot.
 type published[T any] struct {
 	info  *T
 	birth Birth

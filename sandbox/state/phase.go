@@ -24,7 +24,7 @@ const (
 const (
 	ContainerCreating Phase = "creating" // its parts may exist on the host; no client has seen it
 	ContainerCreated  Phase = "created"
-	ContainerStarting Phase = "starting" // a launcher has the order; the shim directory tells how far it got
+	ContainerStarting Phase = "starting" // a launcher has the order; the shim directory records its progress
 	ContainerRunning  Phase = "running"
 	ContainerExited   Phase = "exited"
 )
@@ -66,8 +66,8 @@ func move(moves map[Phase][]Phase, object string, from, to Phase) (Phase, error)
 	return to, nil
 }
 
-// Phases as records have them. Earlier versions read these records too, so phases that they lack are recorded as the
-// nearest one that they know. What that loses is found out again when the record is loaded.
+// Recorded names of the phases. Earlier versions read these records too, so a phase that they lack
+// is recorded as the nearest known one. Recovery restores the difference.
 var (
 	podRecorded = map[Phase]Phase{PodStarting: "starting", PodReady: "ready", PodNotReady: "ready",
 		PodStopping: "stopped", PodStopped: "stopped", Removing: "removing"}

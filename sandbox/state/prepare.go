@@ -11,12 +11,11 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Prepare makes the directories that pods and containers live in.
+// Prepare makes the directories of pods and containers.
 //
-// The state directory is bind-mounted on itself and private, so that what a
-// launcher mounts below it stays in the launcher's own mount namespace. One
-// folder in it, for the pods' shm, is shared again: launchers are started ahead of
-// need, and what is mounted there later must reach them.
+// It bind-mounts the state directory on itself as a private mount, so that mounts of a launcher
+// stay in its own mount namespace. One directory below it, for the pods' mounts, is shared: later
+// mounts there must reach the launchers that are already running.
 func (d Dirs) Prepare() error {
 	failpoint.Reach("layout.make-state")
 	if err := os.MkdirAll(d.State, 0o700); err != nil {
@@ -53,7 +52,7 @@ func bindOnItself(dir string, propagation uintptr) error {
 	if err != nil {
 		return fmt.Errorf("resolve %s: %w", dir, err)
 	}
-	mounted, err := mountinfo.Mounted(real) // not by the mount table: what is there may be covered by another mount
+	mounted, err := mountinfo.Mounted(real) // not by the mount table: another mount may cover this one
 	if err != nil {
 		return fmt.Errorf("look for a mount at %s: %w", real, err)
 	}
@@ -72,8 +71,8 @@ func bindOnItself(dir string, propagation uintptr) error {
 	return nil
 }
 
-// prepareRootPlace makes RootPlace, on a mount of its own: what a launcher mounts must not
-// come to the host. It must be there before the first launcher gets its mount namespace.
+// prepareRootPlace makes RootPlace on a private mount of its own, so that launchers' mounts do not
+// reach the host. It must exist before the first launcher gets its mount namespace.
 func (d Dirs) prepareRootPlace() error {
 	failpoint.Reach("layout.make-root-place")
 	if err := os.MkdirAll(d.RootPlace(), 0o711); err != nil {

@@ -137,7 +137,8 @@ func (r *Records) RemovePod(id string) error { return r.pods.Remove(id) }
 // RemoveContainer removes the record of a container.
 func (r *Records) RemoveContainer(id string) error { return r.containers.Remove(id) }
 
-// LoadPods reads the records of all pods. damaged are records that fail their checks and were moved aside.
+// LoadPods reads the records of all pods. damaged lists records that failed their checks and were
+// moved aside.
 func (r *Records) LoadPods(add func(*PodSpec, PodStatus)) (damaged []checkpoint.Damaged, err error) {
 	return r.pods.Load(func(name string, _ int, body []byte) error {
 		spec, status, err := decodePod(name, body)

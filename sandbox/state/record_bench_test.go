@@ -10,7 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// recorded is a container as kubelet asks for it, with what is written down of it when it is created.
+// recorded returns a typical container of kubelet after its creation.
 func recorded(b *testing.B, id string) (*ContainerSpec, *ContainerStatus) {
 	b.Helper()
 	config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{

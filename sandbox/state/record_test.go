@@ -77,8 +77,8 @@ func TestDecodeContainer(t *testing.T) {
 	}
 }
 
-// Records keep everything but what is documented as not recorded. Phases that earlier versions lack come back as the
-// nearest recorded one.
+// Records keep every recorded field. Phases that earlier versions lack come back as the nearest
+// recorded one.
 func TestRecordsRoundTrip(t *testing.T) {
 	t.Parallel()
 	for phase, want := range map[Phase]Phase{PodStarting: PodStarting, PodReady: PodReady, PodNotReady: PodReady, PodStopping: PodStopping, PodStopped: PodStopping, Removing: Removing} {

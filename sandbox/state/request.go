@@ -85,17 +85,17 @@ func ContainerIdentity(podID string, md *runtimeapi.ContainerMetadata) string {
 	return fmt.Sprintf("container %q (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)
 }
 
-// HostNetwork tells whether a pod has the node's network.
+// HostNetwork reports whether a pod uses the node's network.
 func HostNetwork(config *runtimeapi.PodSandboxConfig) bool {
 	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetNetwork() == runtimeapi.NamespaceMode_NODE
 }
 
-// HostIPC tells whether a pod has the node's IPC.
+// HostIPC reports whether a pod uses the node's IPC namespace.
 func HostIPC(config *runtimeapi.PodSandboxConfig) bool {
 	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetIpc() == runtimeapi.NamespaceMode_NODE
 }
 
-// HasUserNamespace tells whether a pod is to have a user namespace.
+// HasUserNamespace reports whether a pod requests a user namespace.
 func HasUserNamespace(config *runtimeapi.PodSandboxConfig) bool {
 	mappings, err := oci.UserNamespace(config)
 	return err == nil && mappings != nil

@@ -21,13 +21,13 @@ type Run struct {
 	ID  string // random; "" if it could not be written down
 	New bool   // the state directory was empty: nothing of an earlier daemon is in it
 
-	// Adopted tells that the directory had the state of a version without IDs when it got its own.
-	// Records without an ID can belong to such a run only. The file says so, because the daemon
-	// that adopts may be killed before it has marked all records.
+	// Adopted reports that an earlier version without IDs made the directory. Only such a run can
+	// own records without an ID. The file holds it, because an adopting daemon may be killed before
+	// it marked all records.
 	Adopted bool
 }
 
-// Has tells whether a record that names this ID can be of this run. Earlier versions record none.
+// Has reports whether a record with this ID may belong to the run. Earlier versions record no ID.
 func (r Run) Has(id string) bool { return id == r.ID || id == "" && r.Adopted }
 
 const (
@@ -94,7 +94,7 @@ func (d Dirs) writeRun(run Run) error {
 	return err
 }
 
-// HasState tells whether something of a pod's or container's launch is in the state directory.
+// HasState reports whether the state directory holds anything of the object's launch.
 func (d Dirs) HasState(id string) (bool, error) {
 	_, err := os.Lstat(d.Shim(id))
 	if errors.Is(err, fs.ErrNotExist) {

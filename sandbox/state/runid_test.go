@@ -48,8 +48,8 @@ func TestOpenRun(t *testing.T) {
 	}
 }
 
-// Records of earlier versions name no ID. They can be of a directory that such a version made, and
-// of no other, also for the daemon that follows one that was killed while it marked records.
+// Records of earlier versions have no ID. They belong only to a directory that such a version made,
+// also after a daemon was killed while marking records.
 func TestRunOfRecordsWithoutID(t *testing.T) {
 	for name, c := range map[string]struct {
 		made func(d Dirs) error
@@ -76,7 +76,7 @@ func TestRunOfRecordsWithoutID(t *testing.T) {
 	}
 }
 
-// What is in the place of the ID and is none is an error: nobody is killed for it.
+// A malformed ID file is an error, so that no container is killed by mistake.
 func TestReadRunIDRefuses(t *testing.T) {
 	for name, made := range map[string]func(path string) error{
 		"a long file":                       func(path string) error { return os.WriteFile(path, []byte(strings.Repeat("a", 1<<20)), 0o600) },

@@ -45,8 +45,8 @@ type Container struct {
 	Listed *Answer
 }
 
-// Snapshot returns the container as it is now. The caller holds the container's lock. pid and startedAt are those of the
-// init, if the container runs.
+// Snapshot returns the container as it is now. pid and startedAt are those of a running container's
+// init. The caller holds the container's lock.
 func (s *ContainerStatus) Snapshot(spec *ContainerSpec, pid int, startedAt time.Time) *Container {
 	c := &Container{ContainerSpec: spec, ContainerStatus: *s, Listed: new(Answer)}
 	c.PID, c.StartedAt = 0, time.Time{}

@@ -69,7 +69,7 @@ func TestContainerSnapshots(t *testing.T) {
 	}
 }
 
-// Each step from one snapshot to the next is told once; what changes nothing that a client sees is not.
+// Each visible step between snapshots is published once. An invisible one is not published.
 func TestEvents(t *testing.T) {
 	in := func(phase Phase) *Container {
 		return &Container{ContainerSpec: &ContainerSpec{ID: "c", PodID: "p"}, ContainerStatus: NewContainerStatus(phase)}

@@ -16,10 +16,11 @@ import (
 	"berth/oci"
 )
 
-// MakeSources makes the directories that a container's mounts are of and that are not there. The CRI would have them refused; but
-// kubelet leaves a hostPath without a type to the runtime, containerd and CRI-O make it, and
-// workloads rely on that. As theirs, they stay. Nothing is made where a link leads nowhere, and nothing once ctx has ended:
-// with a volume that hangs this may be long after the container was removed.
+// MakeSources makes the missing source directories of a container's mounts. The CRI requires a
+// refusal. But kubelet leaves a hostPath without a type to the runtime, containerd and CRI-O make
+// it, and workloads rely on that. Like theirs, the directories stay. It follows no dangling link.
+// It makes nothing after ctx has ended: with a hanging volume that may be long after the
+// container's removal.
 func MakeSources(ctx context.Context, config *runtimeapi.ContainerConfig) error {
 	for _, m := range config.GetMounts() {
 		source := m.GetHostPath()

@@ -14,7 +14,7 @@ import (
 	"berth/sandbox/handler"
 )
 
-// PodSpec is what was decided about a pod when it was planned. It never changes, so any goroutine may read it.
+// PodSpec holds the decisions of a pod's planning. It never changes, so any goroutine may read it.
 type PodSpec struct {
 	ID          string
 	BootID      string // of the boot that it was planned in
@@ -42,7 +42,8 @@ func (s *PodSpec) HasCgroup() bool { return s.Config.GetLinux().GetCgroupParent(
 // Identity is what makes two requests mean the same pod.
 func (s *PodSpec) Identity() string { return PodIdentity(s.Config.GetMetadata()) }
 
-// ContainerSpec is what was decided about a container when it was planned. It never changes, so any goroutine may read it.
+// ContainerSpec holds the decisions of a container's planning. It never changes, so any goroutine
+// may read it.
 type ContainerSpec struct {
 	ID, PodID   string
 	BootID      string // of the boot that it was planned in
@@ -61,7 +62,7 @@ func (s *ContainerSpec) String() string { return "container " + s.ID }
 // Identity is what makes two requests mean the same container.
 func (s *ContainerSpec) Identity() string { return ContainerIdentity(s.PodID, s.Config.GetMetadata()) }
 
-// Image is what a container keeps of its image, which may be removed before the container.
+// Image is a container's copy of its image's data. The image may be removed before the container.
 type Image struct {
 	ID     string              `json:"id"`
 	Ref    string              `json:"ref,omitempty"` // name@digest; empty: the image had none, or berth 0.2.0 or earlier made the record
@@ -69,8 +70,8 @@ type Image struct {
 	Config ocispec.ImageConfig `json:"config"`
 }
 
-// Volume is what a container keeps of an image that it mounts as a volume (KEP-4639). The image may be removed before the
-// container; its layers stay.
+// Volume is an image that a container mounts as a volume (KEP-4639). The image may be removed
+// before the container; its layers stay.
 type Volume struct {
 	Mount   int             `json:"mount"` // index in the config's mounts
 	ImageID string          `json:"imageID"`

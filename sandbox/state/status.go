@@ -21,7 +21,7 @@ type Locked[T any] struct {
 	value *T
 }
 
-// NewLocked returns a value that nobody has locked.
+// NewLocked returns a value with a free lock.
 func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewLock(), &value} }
 
 // With calls op with the value while it holds the lock. what and object name the operation. The error is op's, or ctx's if
@@ -69,8 +69,8 @@ func (s *PodStatus) Move(to Phase) (err error) {
 	return err
 }
 
-// SetResources replaces the resources of the pod. config is the one that the pod was created with; it is not changed,
-// because a retry of RunPodSandbox is recognized by it.
+// SetResources replaces the pod's resources. It does not change config, because a retry of
+// RunPodSandbox is recognized by it.
 func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig,
 	update *runtimeapi.UpdatePodSandboxResourcesRequest) {
 	s.Resources, s.shown = update, nil
@@ -115,7 +115,7 @@ func (s *ContainerStatus) Move(to Phase) (err error) {
 	return err
 }
 
-// Exit tells how a container ended.
+// Exit is the result of a container.
 type Exit struct {
 	Code       int32     `json:"code"`
 	Reason     string    `json:"reason"`
@@ -134,7 +134,7 @@ const (
 	ReasonUnknown    = "Unknown"  // the machine went down
 )
 
-// CodeUnknown is the exit code where nobody saw the exit. Other runtimes report the same.
+// CodeUnknown is the exit code of an unobserved exit. Other runtimes report the same.
 const CodeUnknown = 255
 
 // CodeStartError is the exit code of a container that never ran.

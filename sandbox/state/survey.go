@@ -25,12 +25,12 @@ type Stage string
 const (
 	BeingMade    Stage = "being made" // it was never reported
 	Created      Stage = "created"    // a container that was not started
-	Running      Stage = "running"    // a pod that is ready, a container that was started; its shim directory tells whether it still runs
+	Running      Stage = "running"    // a ready pod, or a started container; its shim directory shows whether it still runs
 	Ended        Stage = "ended"      // a pod that was stopped, a container that has exited
 	BeingRemoved Stage = "being removed"
 )
 
-// FoundPod is what the record of a pod says that exists for it.
+// FoundPod lists the parts of a recorded pod.
 type FoundPod struct {
 	ID          string
 	BootID      string
@@ -50,7 +50,7 @@ type FoundPod struct {
 	Layers      []digest.Digest // held for its pause
 }
 
-// FoundContainer is what the record of a container says that exists for it.
+// FoundContainer lists the parts of a recorded container.
 type FoundContainer struct {
 	ID          string
 	PodID       string
@@ -64,15 +64,14 @@ type FoundContainer struct {
 	Layers      []digest.Digest // held for it: its image's and its image volumes'
 }
 
-// Found is what the records below a root directory say.
+// Found holds the contents of all records below a root directory.
 type Found struct {
 	Pods       map[string]*FoundPod
 	Containers map[string]*FoundContainer
 	Surveys    []checkpoint.Survey // of all folders
 }
 
-// Inspect reads what a daemon has written down below root and state, whether it runs or
-// not, and changes nothing.
+// Inspect reads the records below root, also of a running daemon, and changes nothing.
 func Inspect(root, state string) (*Found, error) {
 	dirs := Dirs{Root: root, State: state}
 	r := &Found{Pods: map[string]*FoundPod{}, Containers: map[string]*FoundContainer{}}
@@ -97,8 +96,7 @@ func Inspect(root, state string) (*Found, error) {
 	return r, nil
 }
 
-// IDs are those of the pods and containers that a daemon with that root has recorded, whether the
-// records can be trusted or not.
+// IDs returns the IDs of all recorded pods and containers, those of damaged records too.
 func IDs(root string) ([]string, error) {
 	var ids []string
 	for _, folder := range []string{"pods", "containers"} {
@@ -115,7 +113,8 @@ func IDs(root string) ([]string, error) {
 	return ids, nil
 }
 
-// PodCIDR is what kubelet has told a daemon with that root, which may be running; "" if nothing, or what is written down can't be trusted.
+// PodCIDR returns the recorded pod CIDR, also of a running daemon; empty if there is none or the
+// record is damaged.
 func PodCIDR(root string) (cidr string, err error) {
 	_, err = checkpoint.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion,
 		func(_ string, _ int, body []byte) error {

@@ -10,7 +10,7 @@ import (
 	"berth/cni"
 )
 
-// What the manager writes down is read back without it, in the words of the self check.
+// Inspect reads the records that the manager writes.
 func TestInspect(t *testing.T) {
 	dirs := Dirs{Root: t.TempDir(), State: "/state", NetNSs: "/run/netns"}
 	records, err := OpenRecords(dirs.Root, noWait)
