@@ -93,6 +93,9 @@ set_up() {
 	"$BERTH_SRC/contrib/build"
 }
 
+# has_isal succeeds if ISA-L's headers are installed.
+has_isal() { echo '#include <isa-l/igzip_lib.h>' | "${CC:-cc}" -E -x c - >/dev/null 2>&1; }
+
 # source_git runs git on the checkout even if it belongs to another user, as under sudo or in CI.
 source_git() { git -c safe.directory="$BERTH_SRC" -C "$BERTH_SRC" "$@"; }
 

@@ -214,12 +214,9 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 // inspection of volumes.
 func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lockedContainer) (others []nri.Update,
 	err error) {
-	target, err := m.targetPIDNS(c.container)
-	if err != nil {
-		return nil, err
-	}
-	spec, err := m.launcher.Validate(looking, p.Info(), c.snapshot(),
-		target) // plugins see no container that cannot be launched
+	target := m.targetPIDNS(c.container)
+	// Plugins see no container that cannot be launched.
+	spec, err := m.launcher.Validate(looking, p.Info(), c.snapshot(), target)
 	if err != nil {
 		return nil, err
 	}
@@ -244,8 +241,13 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lock
 	return others, nil
 }
 
-// targetPIDNS is the PID namespace of the container that an ephemeral container is to join.
-func (m *Manager) targetPIDNS(c *container) (string, error) {
+// targetPIDNS returns a function that finds the PID namespace which an ephemeral container joins. It is
+// called late and needs no lock, because the target may end at any time.
+func (m *Manager) targetPIDNS(c *container) func() (string, error) {
+	return func() (string, error) { return m.findTargetPIDNS(c) }
+}
+
+func (m *Manager) findTargetPIDNS(c *container) (string, error) {
 	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
 		return "", nil
@@ -275,11 +277,7 @@ func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, erro
 	if err != nil {
 		return nil, err
 	}
-	target, err := m.targetPIDNS(c)
-	if err != nil {
-		return nil, err
-	}
-	return m.launcher.Describe(ctx, p.Info(), c.Info(), target, &c.describing)
+	return m.launcher.Describe(ctx, p.Info(), c.Info(), m.targetPIDNS(c), &c.describing)
 }
 
 // publishContainer makes the record visible.

@@ -94,11 +94,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 
 // launchContainer launches a container from a snapshot: the launch may go on when the caller has released the lock.
 func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (*proto.Started, error) {
-	target, err := m.targetPIDNS(c.container)
-	if err != nil {
-		return nil, err
-	}
-	return m.launcher.Start(ctx, p.Info(), c.snapshot(), target)
+	return m.launcher.Start(ctx, p.Info(), c.snapshot(), m.targetPIDNS(c.container))
 }
 
 // readyPod finds a pod that is ready, and asks its pause whether that still

@@ -145,15 +145,15 @@ func (f *fakeHost) User(context.Context, *state.Container, rootfs.Spec) (users.U
 	return users.User{UID: 5}, f.call("resolve user")
 }
 
-func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, string) (*specs.Spec, error) {
+func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
 	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("validate")
 }
 
-func (f *fakeHost) Spec(context.Context, *state.Pod, *state.Container, string) (*specs.Spec, error) {
+func (f *fakeHost) Spec(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
 	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("spec")
 }
 
-func (f *fakeHost) Start(_ context.Context, _ *state.Pod, c *state.Container, _ string) (*proto.Started, error) {
+func (f *fakeHost) Start(_ context.Context, _ *state.Pod, c *state.Container, _ func() (string, error)) (*proto.Started, error) {
 	if err := f.call("launch"); err != nil {
 		return nil, err
 	}
@@ -161,7 +161,7 @@ func (f *fakeHost) Start(_ context.Context, _ *state.Pod, c *state.Container, _ 
 	return &proto.Started{Init: f.process(), Shim: f.process(), Processes: proto.Processes{InitPID: 78, StartedAt: time.Now()}}, nil
 }
 
-func (f *fakeHost) Describe(context.Context, *state.Pod, *state.Container, string, *atomic.Bool) (*specs.Spec, error) {
+func (f *fakeHost) Describe(context.Context, *state.Pod, *state.Container, func() (string, error), *atomic.Bool) (*specs.Spec, error) {
 	return nil, f.call("describe")
 }
 

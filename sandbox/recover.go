@@ -211,6 +211,9 @@ func (m *Manager) finishStop(p lockedPod) error {
 
 // recoverContainer decides by phase. launched tells the caller to inspect the shim directory.
 func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error) {
+	if !state.IsContainerPhase(c.Phase()) { // a later version's: no transition would be allowed
+		return false, fmt.Errorf("its record has the unknown phase %q", c.Phase())
+	}
 	if _, known := m.pods.Get(c.PodID); !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
 		// It lost its pod, is being removed, or was never reported.
 		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error {
@@ -247,8 +250,6 @@ func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error)
 		return false, nil
 	case c.Phase() == state.ContainerCreated:
 		return false, m.recoverCreated(c)
-	case c.Phase() != state.ContainerStarting && c.Phase() != state.ContainerRunning:
-		return false, fmt.Errorf("its record has the unknown phase %q", c.Phase())
 	}
 	return true, nil
 }

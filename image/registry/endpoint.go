@@ -198,7 +198,7 @@ func (g *guardedBody) Read(p []byte) (int, error) {
 		g.cancel(errStalled)
 		return n, fmt.Errorf("%w: less than %d bytes a second for %v", errStalled, slowest, g.timeout)
 	}
-	if err != nil && !errors.Is(err, io.EOF) && errors.Is(context.Cause(g.ctx), errStalled) {
+	if err != nil && err != io.EOF && errors.Is(context.Cause(g.ctx), errStalled) { //nolint:errorlint // io.Reader
 		err = fmt.Errorf("%w: no bytes for %v", errStalled, g.timeout)
 	}
 	return n, err

@@ -333,7 +333,7 @@ func (d *dataFile) write(in io.Reader, hash io.Writer) (size int64, err error) {
 		_, _ = hash.Write(d.buf[len(d.buf) : len(d.buf)+n]) // it never fails
 		d.buf = d.buf[:len(d.buf)+n]
 		size += int64(n)
-		if errors.Is(err, io.EOF) {
+		if err == io.EOF { //nolint:errorlint // a wrapped EOF is an error
 			break
 		}
 		if err == nil {

@@ -124,8 +124,8 @@ func (t *Trash) Discard(path string) error {
 
 // Pauses before a failed deletion is tried again.
 const (
-	firstPause = 10 * time.Second
-	maxPause   = 10 * time.Minute
+	firstPause = time.Second
+	maxPause   = time.Minute
 )
 
 // Run deletes the trees in the trash until ctx is done. It then leaves the current deletion

@@ -119,8 +119,8 @@ func addressStrings(ips []netip.Addr) []string {
 func (n *Networks) Detach(ctx context.Context, spec *state.PodSpec, attachment cni.Attachment) error {
 	pod, err := cniPod(spec)
 	if err != nil {
-		n.log.Warn("CNI plugins cannot be called for a pod, so it has no network to detach from", "pod", spec.ID, "error",
-			err)
+		n.log.Warn("skip CNI DEL: plugins never saw this pod, because its config cannot be passed to them",
+			"pod", spec.ID, "error", err)
 		return nil
 	}
 	ctx, span := trace.Nest(ctx, "CNI DEL")
@@ -165,8 +165,8 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 	for spec := range attached {
 		pod, err := cniPod(spec)
 		if err != nil {
-			n.log.Warn("CNI plugins cannot be called for a pod; what they hold for it is released", "pod", spec.ID, "error",
-				err)
+			n.log.Warn("CNI GC: the config of a pod cannot be passed to plugins, so they release what they hold for it",
+				"pod", spec.ID, "error", err)
 			continue
 		}
 		valid = append(valid, pod)
@@ -194,8 +194,8 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 // Leave stops waiting for plugins when the daemon shuts down. Running plugins continue.
 func (n *Networks) Leave() { n.network.Leave() }
 
-// cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for pods that Plan
-// refuses, now or in an older berth. So no plugin was ever called for such a pod.
+// cniPod returns the pod as passed to plugins, the same for ADD and DEL. It fails only for a pod that
+// Plan refuses, or would have refused in an older version, so plugins never saw such a pod.
 func cniPod(spec *state.PodSpec) (cni.Pod, error) {
 	pod, err := cni.NewPod(spec.ID, spec.NetNS, spec.Config)
 	if err != nil {

@@ -18,7 +18,7 @@ const lookLimit = 2 * time.Second
 // meet a hanging volume, such as NFS without its server. So a caller waits two seconds at most, and
 // looking admits one inspection of a container at a time. Errors: DeadlineExceeded; Unavailable
 // while an earlier inspection hangs; else the error of a source.
-func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string,
+func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 	looking *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookLimit)
 	defer cancel()

@@ -99,9 +99,10 @@ func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec
 	return users.Resolve(files.Passwd, files.Group, request)
 }
 
-// Spec builds the runtime-spec of a container. targetPIDNS is the PID namespace to join, empty for the config's. It inspects
-// the sources of mounts and returns ctx's error when a volume hangs.
-func (k Launcher) Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec,
+// Spec builds the runtime-spec of a container. targetPIDNS finds the PID namespace to join; "" is the
+// config's. Spec calls it after the waits for volumes. It inspects the sources of mounts and returns
+// ctx's error when a volume hangs.
+func (k Launcher) Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec,
 	error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
@@ -113,15 +114,19 @@ func (k Launcher) Spec(ctx context.Context, pod *state.Pod, c *state.Container, 
 }
 
 // describe may hang with a volume.
-func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec, error) {
+func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error) {
 	defer k.Tasks.Begin("the sources of its mounts", c.String())()
-	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), targetPIDNS)
+	target, err := targetPIDNS() // late, after the waits for volumes: the target may have ended meanwhile
+	if err != nil {
+		return nil, err
+	}
+	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), target)
 }
 
 // Validate builds the runtime-spec of a container and refuses what a launch would refuse. It makes
 // missing mount sources and sets their SELinux labels. Validate returns ctx's error when a volume
 // hangs. It starts no further step then.
-func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*specs.Spec,
+func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec,
 	error) {
 	defer trace.Begin(ctx, "look at mounts").End()
 	if err := k.Roots.CheckVolumes(c.ID, c.Config, c.Volumes); err != nil {
@@ -166,8 +171,8 @@ func (k Launcher) labelMounts(ctx context.Context, sources []string, labels conf
 	return nil
 }
 
-// Start starts a container of a pod that runs. targetPIDNS is the PID namespace to join, empty for the config's.
-func (k Launcher) Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS string) (*proto.Started,
+// Start starts a container of a pod that runs. targetPIDNS is as for Spec.
+func (k Launcher) Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*proto.Started,
 	error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {

@@ -114,7 +114,7 @@ func TestDescribingShowsAmongTheWaits(t *testing.T) {
 		Node: Node{NoAppArmor: func() string { during = waits.List(); return "" }}}
 	pod := &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}}
 	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{}}}
-	_, _ = k.describe(pod, c, "") // refused: the config has no command
+	_, _ = k.describe(pod, c, func() (string, error) { return "", nil }) // refused: the config has no command
 	if len(during) != 1 || during[0].Object != "container c" || during[0].Limit == 0 {
 		t.Errorf("waits: %v", during)
 	}

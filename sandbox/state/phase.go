@@ -58,6 +58,12 @@ var containerMoves = map[Phase][]Phase{
 	Removing:        {Removed},
 }
 
+// IsContainerPhase reports whether this version knows the phase of a container.
+func IsContainerPhase(p Phase) bool {
+	_, known := containerMoves[p]
+	return known
+}
+
 // move returns the new phase. The error is Internal: a transition that the table lacks is a bug.
 func move(moves map[Phase][]Phase, object string, from, to Phase) (Phase, error) {
 	if !slices.Contains(moves[from], to) {

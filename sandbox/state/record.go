@@ -43,7 +43,7 @@ type podRecord struct {
 	Tmpfs   bool             `json:"tmpfs,omitempty"`
 
 	CgroupsPath string           `json:"cgroupsPath"`
-	Mappings    *userns.Mappings `json:"mappings,omitempty"` // nil: the host's user namespace, or 0.4.0 or earlier made the record
+	Mappings    *userns.Mappings `json:"mappings,omitempty"` // nil: the host's user namespace, or 0.2.0 or earlier made the record
 	NetNS       string           `json:"netns,omitempty"`
 	Network     *cni.Attachment  `json:"network,omitempty"`
 	IPRanges    [][]cni.IPRange  `json:"ipRanges,omitempty"`
@@ -213,7 +213,10 @@ func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
 		return nil, PodStatus{}, errors.New("not the record of this pod")
 	}
 	if rec.Mappings == nil { // earlier versions derived them from the config each time they were needed
-		rec.Mappings, _ = oci.UserNamespace(config) // the pod's creation refused a config with an error
+		var err error
+		if rec.Mappings, err = oci.UserNamespace(config); err != nil {
+			return nil, PodStatus{}, err
+		}
 	}
 	spec := &PodSpec{ID: rec.ID, BootID: rec.BootID, CreatedAt: rec.CreatedAt, Config: config, Handler: rec.Handler,
 		Runtime: rec.Runtime,

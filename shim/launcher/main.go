@@ -62,7 +62,8 @@ func Main(settings proto.LauncherSettings) int {
 // daemonIsGone returns whether the connection is closed: the daemon has cancelled the order or has
 // died. The launcher has undone its work, and nobody waits for its reply.
 func daemonIsGone(err error) bool {
-	return errors.Is(err, io.EOF) || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
+	//nolint:errorlint // a wrapped EOF is an order that was cut off
+	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
 // logFailure logs to the daemon's standard error in its format. l is nil for a launcher that failed

@@ -95,7 +95,7 @@ func NewReader(blob io.Reader, window int64) (*Reader, error) {
 // Read implements io.Reader.
 func (r *Reader) Read(p []byte) (int, error) {
 	n, err := r.tar.Read(p)
-	if errors.Is(err, io.EOF) {
+	if err == io.EOF { //nolint:errorlint // a wrapped EOF is an error
 		// Read what follows the compressed data: the blob's reader verifies the digest at its end.
 		if _, err := io.Copy(io.Discard, r.blob); err != nil {
 			return n, r.failure(err)

@@ -321,7 +321,7 @@ func (w *work) feed(blob io.Reader, failed func(error)) {
 			return
 		}
 		w.steps.Add(1)
-		if errors.Is(err, io.EOF) {
+		if err == io.EOF { //nolint:errorlint // a wrapped EOF is a failed transfer
 			w.fed.Store(true)
 			err = w.in.Close()
 			if err == nil {

@@ -535,13 +535,15 @@ func testErrors(t *testing.T, p *Program) {
 		code codes.Code
 		text string
 	}{
-		"no tar":       {strings.NewReader(strings.Repeat("no tar", 1000)), job, codes.InvalidArgument, "invalid tar header"},
-		"bad gzip":     {bytes.NewReader(gzipped(t, good)[:1000]), job, codes.DataLoss, "decompress"},
-		"bomb":         {bytes.NewReader(gzipped(t, make([]byte, 100<<20))), bomb, codes.ResourceExhausted, "longer than the 1048576 bytes"},
-		"name":         {bytes.NewReader(pack(t, file("a", ""), file("a/b\x1b[31m", ""))), job, codes.InvalidArgument, `a/b\x1b[31m`},
-		"blob breaks":  {io.MultiReader(bytes.NewReader(good[:70_000]), iotest.ErrReader(broken)), job, codes.Unknown, "connection reset"},
-		"blob is none": {io.MultiReader(bytes.NewReader(good), iotest.ErrReader(errdefs.New(codes.DataLoss, "wrong digest"))), job, codes.DataLoss, "wrong digest"},
-		"nothing":      {iotest.ErrReader(broken), job, codes.Unknown, "connection reset"},
+		"no tar":               {strings.NewReader(strings.Repeat("no tar", 1000)), job, codes.InvalidArgument, "invalid tar header"},
+		"bad gzip":             {bytes.NewReader(gzipped(t, good)[:1000]), job, codes.DataLoss, "decompress"},
+		"bomb":                 {bytes.NewReader(gzipped(t, make([]byte, 100<<20))), bomb, codes.ResourceExhausted, "longer than the 1048576 bytes"},
+		"name":                 {bytes.NewReader(pack(t, file("a", ""), file("a/b\x1b[31m", ""))), job, codes.InvalidArgument, `a/b\x1b[31m`},
+		"blob breaks":          {io.MultiReader(bytes.NewReader(good[:70_000]), iotest.ErrReader(broken)), job, codes.Unknown, "connection reset"},
+		"blob is none":         {io.MultiReader(bytes.NewReader(good), iotest.ErrReader(errdefs.New(codes.DataLoss, "wrong digest"))), job, codes.DataLoss, "wrong digest"},
+		"nothing":              {iotest.ErrReader(broken), job, codes.Unknown, "connection reset"},
+		"wrapped end of file":  {io.MultiReader(bytes.NewReader(good[:70_000]), iotest.ErrReader(fmt.Errorf("transfer: %w", io.EOF))), job, codes.Unknown, "transfer: EOF"},
+		"wrapped end, no data": {iotest.ErrReader(fmt.Errorf("transfer: %w", io.EOF)), job, codes.Unknown, "transfer: EOF"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := p.Unpack(t.Context(), tree(t), c.blob, c.job)
