@@ -94,7 +94,7 @@ func TestPage(t *testing.T) {
 		"| ExecSync `true`, ms | 5.00 | failed | **4.00** (n 1) | ×1.00 |\n",
 		"- **host network, to Running**: 16.0 instead of 15.0 ms.",
 		"- ExecSync `true`, other, after 0 samples: `it 'fails'`\n",
-		"of cgroup v1 alone", "CRI-O was not measured", "smallest (6.0 ms)", "StopPodSandbox, own network, ms | 8.00 | – | – | – |",
+		"measured on cgroup v1", "CRI-O was not measured", "smallest (6.0 ms)", "StopPodSandbox, own network, ms | 8.00 | – | – | – |",
 	} {
 		if !strings.Contains(string(content), want) {
 			t.Errorf("the page lacks %q:\n%s", want, content)
