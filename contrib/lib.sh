@@ -11,7 +11,7 @@ die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 1; }
 
 need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0"; }
 
-# --- what a machine needs before berth can be built and tested ----------------
+# --- packages and toolchain -----------------------------------------------------
 
 # Debian's and Ubuntu's names, the same in Debian 12 and 13 and Ubuntu 22.04 and 24.04.
 BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev libisal-dev busybox-static iproute2 util-linux ca-certificates git)
@@ -124,12 +124,12 @@ note_skips() {
 
 # --- private machines -----------------------------------------------------------
 #
-# machine_run CMD… runs CMD in its own mount, PID, network, UTS and IPC namespaces, with an empty
-# /run and with cgroups below a unique name, exported as BERTH_MACHINE. Nothing done inside reaches
-# the host. When CMD ends or this shell dies, the kernel kills the rest with the namespace's init.
+# machine_run CMD… runs CMD in its own mount, PID, network, UTS and IPC namespaces with an empty /run.
+# Its cgroups are below a unique name, exported as BERTH_MACHINE. Nothing done inside reaches the
+# host. When CMD ends or this shell dies, the kernel kills the rest with the namespace's init.
 #
-# The cgroups' name holds the PID and start time of its owner, so that the next run can tell the
-# leftovers of an aborted run from a machine in use (machine_sweep).
+# The cgroups' name holds the PID and start time of its owner. machine_sweep uses them to find the
+# leftovers of aborted runs.
 
 MACHINE_PREFIX=berth-machine-
 
