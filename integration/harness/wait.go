@@ -9,28 +9,32 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"berth/internal/testutil"
 )
 
-// Patience is how long a condition may take before the test gives it up. It is
-// long because it only matters when something is wrong.
+// Patience limits how long tests wait for a condition. It is long because only tests that fail
+// wait until its end.
 const Patience = 60 * time.Second
 
-// Eventually waits until the condition returns nil.
+// Eventually waits until the condition returns nil. It ends the test with the text what and the
+// last error if the condition does not hold within Patience.
 func Eventually(t *testing.T, what string, condition func() error) {
 	t.Helper()
 	if err := WaitFor(condition); err != nil {
-		t.Fatalf("%s: still not after %v: %v", what, Patience, err)
+		t.Fatalf("not within %v: %s: %v", Patience, what, err)
 	}
 }
 
 // WaitFor returns nil as soon as the condition does, or its last error.
 func WaitFor(condition func() error) error { return WaitUpTo(Patience, condition) }
 
+// WaitUpTo is WaitFor with another limit than Patience.
 func WaitUpTo(limit time.Duration, condition func() error) error {
 	return PollUpTo(limit, 20*time.Millisecond, condition)
 }
 
-// PollUpTo is waitUpTo for conditions that are expensive to look at.
+// PollUpTo is WaitUpTo for expensive conditions. It pauses between two calls of the condition.
 func PollUpTo(limit, pause time.Duration, condition func() error) error {
 	deadline := time.Now().Add(limit)
 	for {
@@ -42,14 +46,13 @@ func PollUpTo(limit, pause time.Duration, condition func() error) error {
 	}
 }
 
+// Must ends the test if err is not nil.
 func Must(t *testing.T, err error) {
 	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 }
 
-// Get unpacks a result that must come without an error: get(f())(t).
+// Get returns the value of a call, and ends the test if the call failed: Get(f())(t).
 func Get[T any](value T, err error) func(*testing.T) T {
 	return func(t *testing.T) T {
 		t.Helper()
@@ -66,7 +69,7 @@ func Equal[T comparable](t *testing.T, what string, got, want T) {
 	}
 }
 
-// WantCode fails the test unless err carries the gRPC code and its text all the parts.
+// WantCode fails the test unless err carries the gRPC code and its text contains all the parts.
 func WantCode(t *testing.T, err error, code codes.Code, parts ...string) {
 	t.Helper()
 	if err == nil {
@@ -82,18 +85,18 @@ func WantCode(t *testing.T, err error, code codes.Code, parts ...string) {
 	}
 }
 
-// WantOnce checks that an error mentions something, and does not repeat itself.
+// WantOnce fails the test unless the error's text contains part exactly once.
 func WantOnce(t *testing.T, err error, part string) {
 	t.Helper()
 	if err == nil {
-		t.Fatal("no error")
+		t.Fatalf("no error, want one that mentions %q", part)
 	}
 	if n := strings.Count(err.Error(), part); n != 1 {
-		t.Errorf("the error mentions %q %d times: %v", part, n, err)
+		t.Errorf("the error mentions %q %d times, want once: %v", part, n, err)
 	}
 }
 
-// CodeOf returns the gRPC code of an answer: OK without an error.
+// CodeOf returns the gRPC code of an error, and OK if err is nil.
 func CodeOf(err error) codes.Code {
 	if err == nil {
 		return codes.OK
@@ -105,6 +108,7 @@ func CodeOf(err error) codes.Code {
 	return codes.Unknown
 }
 
+// Unexpected returns an error that says what a value is and what it should be.
 func Unexpected(what string, got, want any) error {
 	return fmt.Errorf("%s is %v, want %v", what, got, want)
 }

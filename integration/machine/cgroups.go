@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 // Cgroup2 reports whether the host uses cgroup v2 alone.
@@ -41,6 +43,6 @@ func CgroupFile(t *testing.T, pid int, controller, v1, v2 string) string {
 		name = v2
 	}
 	content, err := os.ReadFile(filepath.Join(CgroupDir(t, pid, controller), name))
-	must(t, err)
+	testutil.Must(t, err)
 	return strings.TrimSpace(string(content))
 }

@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // ReadLines returns the lines of a file, or none if reading fails, for example because the process
@@ -43,7 +45,7 @@ func HostDir(t *testing.T, names ...string) string {
 	t.Helper()
 	dir := t.TempDir()
 	for _, name := range names {
-		must(t, os.MkdirAll(filepath.Join(dir, name), 0o755))
+		testutil.Must(t, os.MkdirAll(filepath.Join(dir, name), 0o755))
 	}
 	return dir
 }
@@ -79,13 +81,13 @@ func IsMountpoint(t *testing.T, path string) bool {
 // MountTmpfs mounts a tmpfs with the given propagation and unmounts it when the test ends.
 func MountTmpfs(t *testing.T, path string, propagation uintptr) {
 	t.Helper()
-	must(t, syscall.Mount("test", path, "tmpfs", 0, ""))
+	testutil.Must(t, syscall.Mount("test", path, "tmpfs", 0, ""))
 	t.Cleanup(func() {
 		if err := syscall.Unmount(path, syscall.MNT_DETACH); !errors.Is(err, syscall.EINVAL) { // no longer mounted
-			must(t, err)
+			testutil.Must(t, err)
 		}
 	})
-	must(t, syscall.Mount("", path, "", propagation, ""))
+	testutil.Must(t, syscall.Mount("", path, "", propagation, ""))
 }
 
 // NamespacePins returns the paths where bind mounts keep namespaces of a kind, for example "user:".

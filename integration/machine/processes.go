@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // Processes returns the IDs of all processes.
@@ -83,7 +85,7 @@ func Alive(pid int) bool {
 // KillProcess sends SIGKILL.
 func KillProcess(t *testing.T, pid int) {
 	t.Helper()
-	must(t, unix.Kill(pid, unix.SIGKILL))
+	testutil.Must(t, unix.Kill(pid, unix.SIGKILL))
 }
 
 // ContinueAll sends SIGCONT to all stopped processes.
@@ -111,7 +113,7 @@ func StatusField(t *testing.T, pid int, key string) string {
 func Namespace(t *testing.T, pid int, kind string) string {
 	t.Helper()
 	link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", pid, kind))
-	must(t, err)
+	testutil.Must(t, err)
 	return link
 }
 
@@ -119,7 +121,7 @@ func Namespace(t *testing.T, pid int, kind string) string {
 func CountFiles(t *testing.T, pid int, dir string) int {
 	t.Helper()
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/%s", pid, dir))
-	must(t, err)
+	testutil.Must(t, err)
 	return len(entries)
 }
 

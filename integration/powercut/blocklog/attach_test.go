@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 func attach(t *testing.T, d *Disk) *Attached {
@@ -106,23 +108,17 @@ func TestFoundOut(t *testing.T) {
 func replace(t *testing.T, dir, name string, content []byte, sync bool) {
 	t.Helper()
 	f, err := os.Create(filepath.Join(dir, "."+name))
-	must(t, err)
+	testutil.Must(t, err)
 	_, err = f.Write(content)
-	must(t, err)
+	testutil.Must(t, err)
 	if sync {
-		must(t, f.Sync())
+		testutil.Must(t, f.Sync())
 	}
-	must(t, f.Close())
-	must(t, os.Rename(f.Name(), filepath.Join(dir, name)))
+	testutil.Must(t, f.Close())
+	testutil.Must(t, os.Rename(f.Name(), filepath.Join(dir, name)))
 	parent, err := os.Open(dir)
-	must(t, err)
-	must(t, parent.Sync())
-	must(t, parent.Close())
+	testutil.Must(t, err)
+	testutil.Must(t, parent.Sync())
+	testutil.Must(t, parent.Close())
 }
 
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
