@@ -155,7 +155,7 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 
 // Pods keep addresses and host ports while the daemon is replaced or killed. The next daemon
 // gives their addresses to no other pod.
-func TestOwnNetworkOutlivesDaemon(t *testing.T) {
+func TestOwnNetworkSurvivesDaemonRestart(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, pod, "still-there")

@@ -102,7 +102,7 @@ func TestCadvisorSocket(t *testing.T) {
 
 // A pod's cgroup exists long before a slow network is up. cAdvisor asks about it once; without an
 // answer the pod's statistics have neither labels nor network.
-func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
+func TestCadvisorSocketListsStartingPods(t *testing.T) {
 	dir := t.TempDir()
 	goOn := filepath.Join(dir, "go-on")
 	plugin := newFakePlugin(t, "fake", fmt.Sprintf("while [ ! -e %s ]; do sleep 0.05; done\n%s", goOn, fakeResult))
@@ -144,7 +144,7 @@ func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
 // The pause of a pod that failed ends when the pod is undone, which may take long. Another process
 // may get the same process ID meanwhile. cAdvisor would then count that process's network traffic
 // for the pod.
-func TestCadvisorSocketNamesNoPauseOfAPodThatFailed(t *testing.T) {
+func TestCadvisorSocketOmitsPauseOfFailedPod(t *testing.T) {
 	dir := t.TempDir()
 	fails, goOn := filepath.Join(dir, "fails"), filepath.Join(dir, "go-on")
 	plugin := newFakePlugin(t, "fake", fmt.Sprintf(`while [ ! -e %s ]; do sleep 0.05; done

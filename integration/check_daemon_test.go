@@ -38,7 +38,7 @@ spec:
 
 // Cgroups and directories of another berth on the machine are no differences, whether its daemon
 // runs, was restarted, or ended.
-func TestStateCheckBesideAnotherBerth(t *testing.T) {
+func TestStateCheckWithAnotherDaemon(t *testing.T) {
 	d, other := harness.StartDaemon(t), harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	pod.Run(t)

@@ -15,7 +15,7 @@ import (
 // Creating a container whose volume's server is dead ends with the caller's deadline, and shows
 // among the waits. Repeated attempts hang only one stat of the volume. Meanwhile the pod can be
 // removed without leftovers, and other pods work.
-func TestContainersOfADeadVolume(t *testing.T) {
+func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 	volume := faults.NewVolume(t)
 	d := harness.StartDaemon(t)
 	defer volume.Answer()

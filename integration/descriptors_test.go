@@ -92,7 +92,7 @@ var openedBy = []struct {
 // A container's process has open only its own files or its container's. A descriptor of a device
 // node lets its holder change the node's mode and owner for everyone: the host's /dev/null became
 // unusable.
-func TestDescriptorsAreNotTheHosts(t *testing.T) {
+func TestContainerHasNoHostDescriptors(t *testing.T) {
 	for _, handler := range []string{"", "crun"} {
 		t.Run("handler "+handler, func(t *testing.T) {
 			options := []harness.DaemonOption{}

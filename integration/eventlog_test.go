@@ -130,7 +130,7 @@ func TestEventLogOfHostileNames(t *testing.T) {
 
 // A client that gives up causes no warning in the log. Neither does a pod that is stopped while a
 // container in it starts.
-func TestNoWarningsOfClientsThatCancel(t *testing.T) {
+func TestCanceledCallsLogNoWarning(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -19,7 +19,7 @@ import (
 // Many clients read all events of many containers, in one order, while one of them never reads.
 // That client does not disturb the others. Its stream ends when its queue is full, and its memory
 // is freed.
-func TestStuckEventClientDisturbsNoOther(t *testing.T) {
+func TestStuckEventClientIsDisconnected(t *testing.T) {
 	testenv.Long(t)
 	const (
 		clients = 20

@@ -75,7 +75,7 @@ func TestContainerEvents(t *testing.T) {
 
 // An exit that no client asked for causes an event with its code. A client that disconnects leaves
 // nothing: the leak check counts goroutines.
-func TestEventOfAnExit(t *testing.T) {
+func TestExitEvent(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	ctx, cancel := context.WithCancel(t.Context())

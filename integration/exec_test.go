@@ -167,7 +167,7 @@ func TestExecSyncErrors(t *testing.T) {
 }
 
 // Each error names the container exactly once, whichever layers it passes.
-func TestErrorsNameTheContainerOnce(t *testing.T) {
+func TestErrorsNameContainerOnce(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	running := pod.Run(t)

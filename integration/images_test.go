@@ -368,7 +368,7 @@ func TestContainerImageRefIsARepositoryDigest(t *testing.T) {
 }
 
 // Removing an image by one name removes all its names, also those in other repositories.
-func TestRemoveImageOfManyNames(t *testing.T) {
+func TestRemoveImageWithManyNames(t *testing.T) {
 	d := harness.StartDaemon(t)
 	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("many", 0o644, "x")})
 	one, id := harness.Push(t, harness.Registry, "many-a:one", img)

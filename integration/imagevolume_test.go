@@ -199,7 +199,7 @@ func TestImageVolumeOfContainerThatCannotStart(t *testing.T) {
 }
 
 // The mounts of an image are gone with the container's last process.
-func TestImageVolumeGoesWithItsContainer(t *testing.T) {
+func TestImageVolumeIsUnmountedWithContainer(t *testing.T) {
 	_, id := volumeImage(t, "gone")
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.Registry.Host+"/volume:gone")

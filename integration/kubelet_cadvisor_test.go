@@ -92,7 +92,7 @@ func (n *node) testCadvisorAfterKill(t *testing.T) {
 
 // recordedStatistics matches containerd's output. The test needs containerd's programs, which are
 // not part of the project.
-func TestKubeletStatisticsOfContainerd(t *testing.T) {
+func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 	bin := os.Getenv(containerdEnv)
 	if bin == "" {
 		t.Skipf("%s is not set", containerdEnv)

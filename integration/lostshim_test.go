@@ -358,7 +358,7 @@ func TestFrozenMonitorOfRemovedPod(t *testing.T) {
 
 // A monitor that was frozen and continues delivers everything: the complete output, and the exit
 // with its code.
-func TestThawedMonitor(t *testing.T) {
+func TestThawedMonitorDeliversOutputAndExit(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := whenReady(t, pod.Run(t, family(110500, 110501)))

@@ -278,7 +278,7 @@ func TestMountSources(t *testing.T) {
 }
 
 // Links of an image at the places of mounts stay inside of the container.
-func TestMountTargetsThatAreLinks(t *testing.T) {
+func TestMountTargetsAreSymlinks(t *testing.T) {
 	host := machine.HostDir(t, "volume", "escape")
 	escape := filepath.Join(host, "escape")
 	harness.Must(t, os.WriteFile(filepath.Join(host, "volume/file"), []byte("content\n"), 0o600))

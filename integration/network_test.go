@@ -278,7 +278,7 @@ func TestPluginArgumentsAndCapabilities(t *testing.T) {
 }
 
 // DEL is given the configuration that ADD had, even when it has changed since.
-func TestPluginDelUsesConfigOfAdd(t *testing.T) {
+func TestDelUsesConfigurationOfAdd(t *testing.T) {
 	plugin := newFakePlugin(t, "fake", fakeResult)
 	conflist := `{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake", "mark": "%s"}]}`
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(fmt.Sprintf(conflist, "old")))

@@ -422,7 +422,7 @@ func TestNRIValidation(t *testing.T) {
 }
 
 // Without NRI, and without nri_socket, no plugin can connect.
-func TestNRIOff(t *testing.T) {
+func TestNRIDisabled(t *testing.T) {
 	for _, line := range []string{"nri = false", `nri_socket = ""`} {
 		t.Run(line, func(t *testing.T) {
 			key, _, _ := strings.Cut(line, " ")
@@ -559,7 +559,7 @@ func churnPods(t *testing.T, d *harness.Daemon) (stop func() error) {
 
 // Plugins register and leave while pods start and end. Each plugin learns of every pod and
 // container exactly once: at registration or by an event. It gets every exit before the removal.
-func TestNRIPluginsComeAndGo(t *testing.T) {
+func TestNRIPluginsConnectAndDisconnect(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stop := churnPods(t, d)
 	for i := range 8 {
@@ -579,7 +579,7 @@ func TestNRIPluginsComeAndGo(t *testing.T) {
 
 // A plugin may update containers from within an event. An update of the container of that very
 // event fails, without a deadlock.
-func TestNRIUpdateWhileAsked(t *testing.T) {
+func TestNRIUpdateDuringEvent(t *testing.T) {
 	testenv.Long(t)
 	d := harness.StartDaemon(t)
 	p := &nriPlugin{}

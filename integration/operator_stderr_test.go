@@ -57,7 +57,7 @@ func (s *operatorSession) keepTyping(t *testing.T) {
 }
 
 // A session that is cut off ends with one line of berth's own.
-func TestOperatorSessionsCutOffPrintOneLine(t *testing.T) {
+func TestOperatorLostSessionPrintsOneLine(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("echo up; exec cat"), harness.WithStdin(false))
 	running := map[string]*operatorSession{

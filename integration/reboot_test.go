@@ -182,7 +182,7 @@ func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
 }
 
 // If only the ID of the state directory is lost, nothing else is lost.
-func TestOnlyTheIDOfTheStateDirectoryIsLost(t *testing.T) {
+func TestStateDirectoryLosesItsID(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	running, created := pod.Run(t), pod.Create(t)

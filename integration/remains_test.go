@@ -12,7 +12,7 @@ import (
 
 // The harness ends the leftovers of a failed test, so that the next test does not fail: a stopped
 // launcher, a monitor with its container, a pause.
-func TestRemainsAreEnded(t *testing.T) {
+func TestHarnessEndsLeftoverProcesses(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	running, created := pod.Run(t), pod.Create(t)

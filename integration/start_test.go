@@ -78,7 +78,7 @@ func TestStopEndsStartThatWaitsForCommand(t *testing.T) {
 }
 
 // A command that execve refuses is an error of StartContainer: the container never ran.
-func TestStartFailsWhereExecveDoes(t *testing.T) {
+func TestStartFailsWhenExecveFails(t *testing.T) {
 	dir := machine.HostDir(t)
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "garbage"), []byte("\x7fELF and no more"), 0o755))
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "script"), []byte("#!/no/such/interpreter\n"), 0o755))

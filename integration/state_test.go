@@ -241,7 +241,7 @@ func waitDead(t *testing.T, pid int) {
 
 // While pods come and go the check reports nothing: a difference in the middle of an operation is
 // gone at a later look.
-func TestStateCheckBesideWork(t *testing.T) {
+func TestStateCheckDuringOperations(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)
 	var configs []*runtimeapi.PodSandboxConfig

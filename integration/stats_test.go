@@ -388,7 +388,7 @@ func TestStatsWritableLayer(t *testing.T) {
 
 // Writes of another container of the pod into a layer count, even while the layer's own container
 // sleeps.
-func TestStatsWritableLayerOfSleeper(t *testing.T) {
+func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
 	pod := d.RunPod(t, harness.HostNetwork, harness.SharedPID)
 	sleeper, writer := pod.Run(t, harness.ContainerNamed("sleeper"), harness.Command("sleep", "98765")), pod.Run(t, harness.ContainerNamed("writer"))

@@ -206,7 +206,7 @@ func TestSessionRefusals(t *testing.T) {
 
 // A container may end between the URL and the session. The error names the request and, once, the
 // container.
-func TestSessionOfAContainerThatHasEnded(t *testing.T) {
+func TestSessionOfEndedContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	for _, p := range sessions.Protocols {

@@ -97,7 +97,7 @@ func TestSwap(t *testing.T) {
 }
 
 // A container with a memory limit and no swap limit cannot swap.
-func TestNoSwapWithoutAskingForIt(t *testing.T) {
+func TestNoSwapWithoutSwapLimit(t *testing.T) {
 	const memory, need = 32 << 20, 72 << 20
 	turnOnSwap(t, 2*need)
 	d := harness.StartDaemon(t)

@@ -73,7 +73,7 @@ func TestTrace(t *testing.T) {
 }
 
 // The trace of a failed start has the reason, and shows where the time went.
-func TestTraceOfFailedStart(t *testing.T) {
+func TestTraceOfFailedStartHasReason(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	c := pod.Create(t, harness.Command("/no/such/program"))
@@ -240,7 +240,7 @@ func TestTracesAreExported(t *testing.T) {
 
 // A collector that does not answer delays no pod, and not the daemon's end beyond what its traces
 // are granted.
-func TestHangingCollector(t *testing.T) {
+func TestHangingTraceCollector(t *testing.T) {
 	hang, asked := make(chan struct{}), make(chan struct{}, 1)
 	d := harness.StartDaemon(t, tracingTo(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		select {

@@ -189,7 +189,7 @@ func TestCVE_2025_47291_UserNamespaceOutsideItsCgroup(t *testing.T) {
 }
 
 // Containers of one image, whose layers are on disk once, run with different mappings.
-func TestUserNamespacesOfOneImage(t *testing.T) {
+func TestUserNamespacesShareImage(t *testing.T) {
 	d := harness.StartDaemon(t)
 	plain := d.RunPod(t).Run(t)
 	one := d.RunPod(t, userNamespace(2*usernsLength)).Run(t)
@@ -408,7 +408,7 @@ func TestUserNamespaceSurvivesKill(t *testing.T) {
 }
 
 // The daemon is killed while it makes a pod: the next one undoes it.
-func TestHalfMadeUserNamespaceIsUndone(t *testing.T) {
+func TestIncompleteUserNamespaceIsRemoved(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `while [ ! -e "`+"$(dirname \"$0\")"+`/go" ]; do sleep 0.02; done; `+fakeResult)
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
 	config := d.PodConfig(t, userNamespace(10*usernsLength))

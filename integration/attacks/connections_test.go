@@ -188,7 +188,7 @@ func newClientAsks(t *testing.T, d *harness.Daemon) {
 }
 
 // The maximum number of sessions leaves descriptors for CRI, the watchdog and the daemon itself.
-func TestSessionsLeaveDescriptors(t *testing.T) {
+func TestSessionsLeaveDescriptorsForDaemon(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d", fewFiles)))
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)

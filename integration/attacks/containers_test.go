@@ -447,7 +447,7 @@ func TestCVE_2020_15257_SocketsOfTheRuntime(t *testing.T) {
 }
 
 // The state directories contain files that other users must not read or execute.
-func TestCVE_2024_25621_StateOfOthers(t *testing.T) {
+func TestCVE_2024_25621_StateIsPrivate(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.RunPod(t).Run(t)
 	for _, dir := range []string{d.Root, d.State, filepath.Dir(d.Socket)} {

@@ -72,7 +72,7 @@ func TestCVE_2025_47290_SymlinkDuringUnpack(t *testing.T) {
 }
 
 // A hard link to a file outside of the layer.
-func TestHardLinkOutOfTheLayer(t *testing.T) {
+func TestHardLinkToFileOutsideLayer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for _, target := range []string{canary(t), "../../../../../../../../etc/passwd", "/proc/self/environ"} {
 		img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.Hardlink("stolen", target)})
@@ -232,7 +232,7 @@ func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
 
 // Credentials go only to their registry: not to the target of a redirect, and not to the URL of a
 // foreign layer.
-func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
+func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 	d := harness.StartDaemon(t)
 	thief, r := harness.NewRegistry(t), harness.NewRegistry(t)
 	var mu sync.Mutex // guards stolen
@@ -325,7 +325,7 @@ func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
 }
 
 // Labels and annotations of an image have no effect on the runtime.
-func TestCVE_2026_53488_ImageLabelSteers(t *testing.T) {
+func TestCVE_2026_53488_ImageLabelIsIgnored(t *testing.T) {
 	d := harness.StartDaemon(t)
 	host := canary(t)
 	name := hostileImage(t, v1.Config{Labels: map[string]string{
@@ -358,7 +358,7 @@ func TestCVE_2026_53488_ImageLabelSteers(t *testing.T) {
 
 // A container sees neither ENV of another image nor variables of another container (in
 // CVE-2021-21334 both had the same image).
-func TestCVE_2021_21334_EnvironmentOfAnother(t *testing.T) {
+func TestCVE_2021_21334_EnvironmentOfAnotherContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	pod.Run(t, harness.Env("SECRET", "of-the-first"))
@@ -399,9 +399,11 @@ func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
 
 // USER is looked up in files of the image: large, special, or full of tricks. None of these files
 // contains the user or the group, and none is read into memory as a whole.
-func TestCVE_2026_47262_PasswdThatIsNoFile(t *testing.T) { userFileThatIsNone(t, "etc/passwd", "app") }
+func TestCVE_2026_47262_PasswdIsNoRegularFile(t *testing.T) {
+	userFileThatIsNone(t, "etc/passwd", "app")
+}
 
-func TestCVE_2026_47262_GroupThatIsNoFile(t *testing.T) {
+func TestCVE_2026_47262_GroupIsNoRegularFile(t *testing.T) {
 	userFileThatIsNone(t, "etc/group", "root:games")
 }
 

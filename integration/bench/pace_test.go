@@ -2,7 +2,7 @@ package main
 
 import "testing"
 
-func TestStolen(t *testing.T) {
+func TestStolenCPUTime(t *testing.T) {
 	const later = "cpu  3743825 693213 3230081 3376676 66509 0 32883 102473 0 0\ncpu0 1 2 3\n"
 	now, err := parseProcessors(later)
 	if err != nil {

@@ -34,9 +34,9 @@ func TestFrozenLauncher(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// TestFrozenLauncherIsGivenUp stops launchers for good. A stop of the container, or of its pod,
+// TestStopEndsFrozenLauncher stops launchers for good. A stop of the container, or of its pod,
 // ends them.
-func TestFrozenLauncherIsGivenUp(t *testing.T) {
+func TestStopEndsFrozenLauncher(t *testing.T) {
 	testenv.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
@@ -91,10 +91,10 @@ func TestFrozenExec(t *testing.T) {
 	harness.Equal(t, "another exec", c.Exec(t, "echo", "fine"), "fine")
 }
 
-// TestStartCannotBeTakenBack kills the daemon during a start, and keeps a process of that start
+// TestStartIsRefusedWhileKilledStartRuns kills the daemon during a start, and keeps a process of that start
 // alive. The next daemon shows the container as created and refuses to start it until the process
 // has gone.
-func TestStartCannotBeTakenBack(t *testing.T) {
+func TestStartIsRefusedWhileKilledStartRuns(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -34,7 +34,7 @@ func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, poin
 }
 
 // If the stop of a pod cancels a start, the log has no warning.
-func TestLogOfAStartThatIsStopped(t *testing.T) {
+func TestStoppedStartLogsNoError(t *testing.T) {
 	testenv.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
@@ -50,7 +50,7 @@ func TestLogOfAStartThatIsStopped(t *testing.T) {
 
 // If the daemon dies during a start, the next daemon undoes the start. The undo logs no error, and
 // neither does the launcher that has lost its client.
-func TestLogOfAStartThatIsTakenBack(t *testing.T) {
+func TestUndoneStartLogsNoError(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -12,7 +12,7 @@ import (
 )
 
 // Released binaries contain no failpoints: neither their names nor the code that handles them.
-func TestReleasedBinariesHaveNone(t *testing.T) {
+func TestReleasedBinariesHaveNoFailpoints(t *testing.T) {
 	all, err := points.Below("../..")
 	harness.Must(t, err)
 	traces := []string{"BERTH_FAILPOINTS"}

@@ -21,9 +21,9 @@ import (
 	"berth/integration/machine"
 )
 
-// TestDifferencesAreSeen checks the inventory itself. Each kind of leftover shows as a difference,
+// TestInventoryShowsEveryDifference checks the inventory itself. Each kind of leftover shows as a difference,
 // and without leftovers there is none.
-func TestDifferencesAreSeen(t *testing.T) {
+func TestInventoryShowsEveryDifference(t *testing.T) {
 	d := harness.StartDaemon(t)
 	w := &world{d: d}
 	with(podRuns(hostPort), withContainer(obedient), started, has(first))(t, w)

@@ -77,7 +77,7 @@ func allFree(t *testing.T, d *harness.Daemon, before unix.Statfs_t) {
 
 // A layer has one file more than allowed; each costs the tar half a kilobyte. With BERTH_TORTURE=1
 // it is a million files.
-func TestMillionsOfFiles(t *testing.T) {
+func TestLayerWithTooManyFiles(t *testing.T) {
 	most := 20_000
 	if harness.Thorough() {
 		most = 1_000_000
@@ -115,7 +115,7 @@ func writeFiles(w io.Writer, n int) error {
 }
 
 // Two images at a time, each with almost as many files as the memory for merging layers allows.
-func TestImagesThatTakeMemory(t *testing.T) {
+func TestMergesOfManyFilesLimitMemory(t *testing.T) {
 	testenv.Long(t)
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)

@@ -162,7 +162,7 @@ func TestLayers(t *testing.T) {
 
 // With the directory driver, berth-unpack reports a layer's references to lower layers by name. A
 // hostile layer makes that report huge.
-func TestNamesToldWithoutEnd(t *testing.T) {
+func TestLayerReportWithoutEnd(t *testing.T) {
 	d := startDaemonWith(t, nil, harness.WithLayerDriver("directory"))
 	_, name := image(t, gzipped(t, bytes.NewReader(packed(t, repeated(1500, func(i int) fixture.Entry {
 		return fixture.Hardlink(fmt.Sprint("h", i), strings.Repeat("nowhere/", 490))

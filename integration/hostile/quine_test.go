@@ -117,7 +117,7 @@ func fixpoint(t *testing.T, f func(uint32) uint32) uint32 {
 	return x
 }
 
-func TestQuineIsOne(t *testing.T) {
+func TestQuineUnpacksToItself(t *testing.T) {
 	file := quine(t)
 	z, err := gzip.NewReader(bytes.NewReader(file))
 	harness.Must(t, err)

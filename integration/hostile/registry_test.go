@@ -75,7 +75,7 @@ func index(t *testing.T, manifests int) []byte {
 	return marshal(t, i)
 }
 
-func TestManifests(t *testing.T) {
+func TestHostileManifests(t *testing.T) {
 	testenv.Long(t)
 	d := startDaemon(t)
 	const typeIndex, typeManifest = ocispec.MediaTypeImageIndex, ocispec.MediaTypeImageManifest
@@ -297,7 +297,7 @@ func TestRegistries(t *testing.T) {
 }
 
 // The registry chooses its token servers, so their answers are not trusted either.
-func TestTokenServers(t *testing.T) {
+func TestHostileTokenServers(t *testing.T) {
 	testenv.Long(t)
 	d := startDaemon(t)
 	layer := incompressible(t)

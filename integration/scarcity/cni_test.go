@@ -114,7 +114,7 @@ func TestFailedDel(t *testing.T) {
 
 // The pod of a DEL that fails ten times is stopped by the eleventh call, and keeps its address
 // until then.
-func TestDelFailsTenTimes(t *testing.T) {
+func TestStopSucceedsAfterTenFailedDels(t *testing.T) {
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
 	pod := d.RunPod(t)
@@ -138,7 +138,7 @@ func TestDelFailsTenTimes(t *testing.T) {
 
 // A failed RunPodSandbox whose undo fails too is undone in the background, with growing pauses,
 // until that succeeds. Verbose Status shows the retries. The pod's name is free meanwhile.
-func TestUndoIsRetried(t *testing.T) {
+func TestFailedUndoIsRetried(t *testing.T) {
 	failures, longest := 3, 4.0 // pauses of 1, 2 and 4 seconds
 	if harness.Thorough() {
 		failures, longest = 10, 60
@@ -238,7 +238,7 @@ func during(t *testing.T, d *harness.Daemon, plugin *faults.Plugin, call func() 
 }
 
 // Children of a successful plugin keep running, even after the daemon is killed.
-func TestPluginsChildStays(t *testing.T) {
+func TestChildOfPluginSurvivesDaemon(t *testing.T) {
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
 	plugin.Inject(t, "ADD", faults.WorkLeave)
@@ -257,7 +257,7 @@ func TestPluginsChildStays(t *testing.T) {
 
 // While a plugin hangs for one pod, pods on the host's network and on another network start and
 // stop, and all requests are answered.
-func TestHungPluginHoldsNobodyUp(t *testing.T) {
+func TestHungPluginDelaysNoOtherPod(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
 	victim := d.RunPod(t)
@@ -322,7 +322,7 @@ func TestDelWithoutConfig(t *testing.T) {
 
 // A pod whose record is lost is removed. A DEL from the CNI library's cached result releases the
 // address; the pod's ID identifies the rest.
-func TestLostRecord(t *testing.T) {
+func TestPodWithLostRecordIsRemoved(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		also func(d *harness.Daemon, id, address string) []string // files damaged besides the record
@@ -365,7 +365,7 @@ func TestLostRecord(t *testing.T) {
 }
 
 // A stopping daemon does not interrupt a plugin, because the next daemon could not finish its work.
-func TestStopInterruptsNoPlugin(t *testing.T) {
+func TestDaemonStopInterruptsNoPlugin(t *testing.T) {
 	testenv.Long(t)
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)

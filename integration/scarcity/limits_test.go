@@ -236,7 +236,7 @@ func callAll(calls []func() error, parallel int) (failed []func() error, errs []
 
 // Containers and execs get the open-files limit that the daemon was started with, not its own
 // raised limit.
-func TestContainersHaveTheStartersFileLimit(t *testing.T) {
+func TestContainersGetDaemonsInitialFileLimit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", "--nofile=1000:4000"))
 	if own := machine.Limits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
 		t.Error("the daemon has not raised its own limit")
@@ -281,7 +281,7 @@ func TestOutOfDescriptors(t *testing.T) {
 
 // The same with no descriptor at all, not even those that the daemon frees meanwhile. Stop and
 // remove calls name the cause at once, not only after their client's deadline.
-func TestNoDescriptors(t *testing.T) {
+func TestNoFreeDescriptors(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	for _, o := range operations {

@@ -28,7 +28,7 @@ func TestQuantile(t *testing.T) {
 	}
 }
 
-func TestNumber(t *testing.T) {
+func TestNumberFormat(t *testing.T) {
 	for v, want := range map[float64]string{0: "0.00", 0.304: "0.30", 9.99: "9.99", 9.996: "10.0", 45: "45.0", 99.94: "99.9", 99.96: "100", 1234.5: "1234"} {
 		if got := number(v); got != want {
 			t.Errorf("number(%v): got %q, want %q", v, got, want)
@@ -36,7 +36,7 @@ func TestNumber(t *testing.T) {
 	}
 }
 
-func TestCell(t *testing.T) {
+func TestTableCell(t *testing.T) {
 	row := Row{Key: "k", Unit: "ms", Goal: 15}
 	var results Results
 	*results.Of("k", Ours) = Series{Values: []float64{10, 20, 14}}
@@ -114,7 +114,7 @@ func TestParseWhy(t *testing.T) {
 }
 
 // Reasons are for rows that there are.
-func TestWhyNamesRows(t *testing.T) {
+func TestReasonsBelongToRows(t *testing.T) {
 	for key, reason := range parseWhy(why) {
 		if !slices.ContainsFunc(Rows, func(r Row) bool { return r.Key == key }) || reason == "" {
 			t.Errorf("%q: %q", key, reason)

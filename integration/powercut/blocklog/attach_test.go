@@ -58,7 +58,7 @@ func mounted(t *testing.T, d *Disk, do func(dir string)) {
 // The device finds programs that forget to sync. A file that is written beside its place and
 // renamed may be empty after a power cut if its content was not synced before. With the sync it
 // never is.
-func TestFoundOut(t *testing.T) {
+func TestCutLosesUnsyncedFile(t *testing.T) {
 	d, err := New(t.TempDir(), 32<<20)
 	opened(t, d, err)
 	a := attach(t, d)
@@ -121,4 +121,3 @@ func replace(t *testing.T, dir, name string, content []byte, sync bool) {
 	testutil.Must(t, parent.Sync())
 	testutil.Must(t, parent.Close())
 }
-

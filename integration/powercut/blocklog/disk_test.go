@@ -134,7 +134,7 @@ func TestCutLosesAnySubset(t *testing.T) {
 	}
 }
 
-func TestRefused(t *testing.T) {
+func TestDiskRefusesInvalidArguments(t *testing.T) {
 	d := newTestDisk(t, 2)
 	for _, c := range []struct{ length, offset int64 }{{1, 0}, {Sector, 1}, {Sector, 2 * Sector}, {Sector, -Sector}} {
 		if _, err := d.WriteAt(make([]byte, c.length), c.offset); err == nil {
