@@ -127,84 +127,141 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	return m, nil
 }
 
-// newManager prepares the host and assembles the manager. It starts nothing but idle launchers, which it ends if it fails.
-func newManager(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (_ *Manager, err error) {
+// newManager prepares the host and assembles the manager. It starts nothing but idle launchers.
+func newManager(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
+	tasks := task.NewRunner(cfg.Log, cfg.Waits)
+	parts, err := openParts(ctx, cfg, network, tasks)
+	if err != nil {
+		return nil, err
+	}
+	return wireManager(cfg, images, parts, tasks), nil
+}
+
+// hostParts are the parts of a manager that need the host: its files, processes and kernel.
+type hostParts struct {
+	dirs       state.Dirs
+	bootID     string
+	run        state.Run
+	quotas     *runtime.Quotas
+	records    *state.Records
+	networks   *podenv.Networks
+	programs   payload.Paths
+	pool       *shim.Launchers
+	namespaces podenv.Namespaces
+	facts      host.Facts
+	handlers   *handler.Set
+}
+
+// openParts prepares the host's directories and opens the parts. If it fails, it ends the idle
+// launchers again.
+func openParts(ctx context.Context, cfg Config, network *cni.Network, tasks *task.Runner) (_ *hostParts, err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	tasks := task.NewRunner(cfg.Log, cfg.Waits)
-	dirs := state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
+	p := &hostParts{dirs: state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}}
 	if err := cgroup.Prepare(); err != nil {
 		return nil, err
 	}
-	bootID, err := readBootID()
-	if err != nil {
+	if p.bootID, err = readBootID(); err != nil {
 		return nil, err
 	}
-	run, err := openRun(dirs, cfg.Log)
-	if err != nil {
+	if p.run, err = openRun(p.dirs, cfg.Log); err != nil {
 		return nil, err
 	}
-	if err := dirs.Prepare(); err != nil {
+	if err := p.dirs.Prepare(); err != nil {
 		return nil, err
 	}
-	quotas, err := runtime.OpenQuotas(dirs.Writable(""), cfg.LayerLimit, cfg.LayerProjects)
-	if err != nil {
+	if p.quotas, err = runtime.OpenQuotas(p.dirs.Writable(""), cfg.LayerLimit, cfg.LayerProjects); err != nil {
 		return nil, err
 	}
-	undo.Add("close quotas", quotas.Close)
-	records, err := state.OpenRecords(cfg.Root, tasks.Begin)
-	if err != nil {
+	undo.Add("close quotas", p.quotas.Close)
+	if p.records, err = state.OpenRecords(cfg.Root, tasks.Begin); err != nil {
 		return nil, err
 	}
-	networks, err := podenv.OpenNetworks(network, cfg.Root, tasks, cfg.Log)
-	if err != nil {
+	if p.networks, err = podenv.OpenNetworks(network, cfg.Root, tasks, cfg.Log); err != nil {
 		return nil, err
 	}
-	programs, err := payload.Install(filepath.Join(cfg.Root, "bin"))
-	if err != nil {
+	if p.programs, err = payload.Install(filepath.Join(cfg.Root, "bin")); err != nil {
 		return nil, fmt.Errorf("install pause and monitor: %w", err)
 	}
-	pool, err := startPool(cfg, dirs, programs)
-	if err != nil {
+	if p.pool, err = startPool(cfg, p.dirs, p.programs); err != nil {
 		return nil, err
 	}
-	undo.Add("end idle launchers", pool.Close)
-	namespaces := podenv.Namespaces{Dirs: dirs, Holder: programs.Pause + payload.PauseProgram}
-	facts := probeUserNamespaces(namespaces, cfg)
-	handlers, err := handler.Open(ctx, handler.Options{BuiltIn: cfg.Handler, Programs: cfg.Handlers,
-		Default: cfg.DefaultHandler,
-		Host:    facts, Tasks: tasks, Log: cfg.Log})
+	undo.Add("end idle launchers", p.pool.Close)
+	p.namespaces = podenv.Namespaces{Dirs: p.dirs, Holder: p.programs.Pause + payload.PauseProgram}
+	p.facts = probeUserNamespaces(p.namespaces, cfg)
+	p.handlers, err = handler.Open(ctx, handler.Options{
+		BuiltIn:  cfg.Handler,
+		Programs: cfg.Handlers,
+		Default:  cfg.DefaultHandler,
+		Host:     p.facts,
+		Tasks:    tasks,
+		Log:      cfg.Log,
+	})
 	if err != nil {
 		return nil, err
 	}
 	undo.Release()
+	return p, nil
+}
 
-	selinux, appArmor := lsm.HostSELinux, lsm.NewAppArmor(facts.AppArmor, tasks, cfg.Log)
-	roots := runtime.Roots{Images: images, Dirs: dirs, Quotas: quotas}
-	processes := runtime.Processes{Dirs: dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: tasks, Log: cfg.Log}
-	bin := trash.New(dirs.Trash(), safefs.RemoveAll, cfg.Log)
-	node := runtime.Node{Host: facts, NoAppArmor: appArmor.Problem, CDI: cfg.CDI, Dirs: dirs,
-		SystemdCgroup: cfg.SystemdCgroup, OwnDevices: cfg.OwnDevices}
+// wireManager connects the opened parts. It does not fail and touches nothing on the host.
+func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runner) *Manager {
 	m := newWith(cfg, tasks)
-	m.host, m.dirs, m.bootID, m.run = facts, dirs, bootID, run
-	m.launcher = runtime.Launcher{Node: node, Roots: roots, Users: new(runtime.Users), AppArmor: appArmor,
-		SELinux: selinux,
-		Sources: runtime.NewSources(tasks), Launchers: pool, PauseDir: programs.Pause,
-		MaxLogLine: cfg.MaxLogLine, Tasks: tasks}
-	m.processes, m.stopper, m.pool = processes, runtime.NewStopper(processes), pool
-	m.images, m.volumes, m.quotas = images, roots, quotas
-	m.network, m.records, m.trash, m.handlers = networks, records, bin, handlers
-	m.podenv = podenv.Provisioner{Dirs: dirs, HostResolvConf: cfg.HostResolvConf, Namespaces: namespaces,
-		Networks: networks,
-		SELinux:  selinux, Images: images, Trash: bin}
-	m.appArmor, m.selinux = appArmor, selinux
-	m.sampler = stats.NewSampler(stats.SamplerConfig{Period: cfg.SamplePeriod, Targets: m.sampleTargets,
-		Layers: dirs.Writable(""),
-		Images: images.Root(), SystemdCgroup: cfg.SystemdCgroup, Begin: tasks.BeginOpen, Log: cfg.Log,
-		Quota: func(project uint32) (diskusage.Usage, bool, error) { return quotas.Usage(project) }})
+	m.host, m.dirs, m.bootID, m.run = p.facts, p.dirs, p.bootID, p.run
+	m.selinux, m.appArmor = lsm.HostSELinux, lsm.NewAppArmor(p.facts.AppArmor, tasks, cfg.Log)
+	roots := runtime.Roots{Images: images, Dirs: p.dirs, Quotas: p.quotas}
+	m.launcher = newLauncher(cfg, p, roots, m.appArmor, tasks)
+	processes := runtime.Processes{Dirs: p.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: tasks, Log: cfg.Log}
+	m.processes, m.stopper, m.pool = processes, runtime.NewStopper(processes), p.pool
+	m.images, m.volumes, m.quotas = images, roots, p.quotas
+	bin := trash.New(p.dirs.Trash(), safefs.RemoveAll, cfg.Log)
+	m.network, m.records, m.trash, m.handlers = p.networks, p.records, bin, p.handlers
+	m.podenv = podenv.Provisioner{
+		Dirs:           p.dirs,
+		HostResolvConf: cfg.HostResolvConf,
+		Namespaces:     p.namespaces,
+		Networks:       p.networks,
+		SELinux:        m.selinux,
+		Images:         images,
+		Trash:          bin,
+	}
+	m.sampler = stats.NewSampler(stats.SamplerConfig{
+		Period:        cfg.SamplePeriod,
+		Targets:       m.sampleTargets,
+		Layers:        p.dirs.Writable(""),
+		Images:        images.Root(),
+		SystemdCgroup: cfg.SystemdCgroup,
+		Begin:         tasks.BeginOpen,
+		Log:           cfg.Log,
+		Quota:         func(project uint32) (diskusage.Usage, bool, error) { return p.quotas.Usage(project) },
+	})
 	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, cfg.Log)
-	m.Service = stream.New(streamTargets{m.objects}, pool, dirs, cfg.SystemdCgroup, cfg.Streams, tasks)
-	return m, nil
+	m.Service = stream.New(streamTargets{m.objects}, p.pool, p.dirs, cfg.SystemdCgroup, cfg.Streams, tasks)
+	return m
+}
+
+func newLauncher(
+	cfg Config, p *hostParts, roots runtime.Roots, appArmor *lsm.AppArmor, tasks *task.Runner,
+) runtime.Launcher {
+	return runtime.Launcher{
+		Node: runtime.Node{
+			Host:          p.facts,
+			NoAppArmor:    appArmor.Problem,
+			CDI:           cfg.CDI,
+			Dirs:          p.dirs,
+			SystemdCgroup: cfg.SystemdCgroup,
+			OwnDevices:    cfg.OwnDevices,
+		},
+		Roots:      roots,
+		Users:      new(runtime.Users),
+		AppArmor:   appArmor,
+		SELinux:    lsm.HostSELinux,
+		Sources:    runtime.NewSources(tasks),
+		Launchers:  p.pool,
+		PauseDir:   p.programs.Pause,
+		MaxLogLine: cfg.MaxLogLine,
+		Tasks:      tasks,
+	}
 }
 
 // newWith returns a manager without objects that has only what needs no host.
