@@ -169,8 +169,8 @@ func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 	}
 	for _, p := range pod.PortMappings {
 		if ip, err := netip.ParseAddr(p.HostIP); err == nil && ip == netip.IPv6Loopback() {
-			n.log.Warn("the host port is not reachable at ::1, the kernel cannot redirect from there", "pod", pod.ID, "port",
-				p.HostPort)
+			n.log.Warn("the host port is not reachable at ::1, the kernel cannot redirect from there", "pod", pod.ID,
+				"port", p.HostPort)
 		}
 	}
 	for _, p := range list.Plugins {

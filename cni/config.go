@@ -163,8 +163,8 @@ func knownVersion(data []byte, v string) error {
 	}
 	switch {
 	case v == "" && len(raw.CNIVersions) > 0:
-		return fmt.Errorf("none of cniVersions %q is supported, the newest supported is %s", raw.CNIVersions,
-			version.Current())
+		return fmt.Errorf("none of cniVersions %q is supported, the newest supported is %s",
+			raw.CNIVersions, version.Current())
 	case v != "" && !slices.Contains(version.All.SupportedVersions(), v):
 		return fmt.Errorf("cniVersion %q is not supported, the newest supported is %s", v, version.Current())
 	}

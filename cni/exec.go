@@ -183,8 +183,8 @@ func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
 	case err == nil:
 		return p.result()
 	case ctx.Err() != nil:
-		return nil, errdefs.New(errdefs.Code(ctx.Err()), "CNI plugin %s did not end in time and was killed: %w", p.name(),
-			ctx.Err())
+		return nil, errdefs.New(errdefs.Code(ctx.Err()), "CNI plugin %s did not end in time and was killed: %w",
+			p.name(), ctx.Err())
 	}
 	if _, exited := errors.AsType[*exec.ExitError](err); !exited {
 		return nil, errdefs.Internal("CNI plugin %s: %w", p.path, err)
@@ -204,8 +204,8 @@ func (p *pluginRun) name() string { return filepath.Base(p.path) }
 // result returns the output of a successful run. libcni uses it for ADD and VERSION only.
 func (p *pluginRun) result() ([]byte, error) {
 	if p.printed > maxStdout {
-		return nil, errdefs.Internal("CNI plugin %s printed a result of %d bytes, the limit is %d", p.name(), p.printed,
-			maxStdout)
+		return nil, errdefs.Internal("CNI plugin %s printed a result of %d bytes, the limit is %d",
+			p.name(), p.printed, maxStdout)
 	}
 	if p.verb == "ADD" {
 		if err := checkResult(p.stdout); err != nil {

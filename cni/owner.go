@@ -201,8 +201,8 @@ func (o *owner) logChanges(old, v *view) {
 	}
 	switch {
 	case v.net != nil && v.net != old.net:
-		o.n.log.Info("CNI network configured", "network", v.net.list.Name, "file", v.net.file, "cniVersion",
-			v.net.list.CNIVersion)
+		o.n.log.Info("CNI network configured", "network", v.net.list.Name, "file", v.net.file,
+			"cniVersion", v.net.list.CNIVersion)
 	case v.net == nil && old.net != nil:
 		o.n.log.Warn("CNI network gone", "network", old.net.list.Name, "error", v.loadErr)
 	}

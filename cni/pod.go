@@ -111,8 +111,8 @@ func portMappings(in []*runtimeapi.PortMapping) ([]PortMapping, error) {
 		case !known:
 			return nil, errdefs.InvalidArgument("port mapping: unknown protocol %d", m.GetProtocol())
 		case !isPort(m.GetHostPort()) || !isPort(m.GetContainerPort()):
-			return nil, errdefs.InvalidArgument("port mapping %d:%d: a port is a number from 1 to 65535", m.GetHostPort(),
-				m.GetContainerPort())
+			return nil, errdefs.InvalidArgument("port mapping %d:%d: a port is a number from 1 to 65535",
+				m.GetHostPort(), m.GetContainerPort())
 		}
 		if ip := m.GetHostIp(); ip != "" {
 			if _, err := netip.ParseAddr(ip); err != nil {

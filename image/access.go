@@ -165,8 +165,8 @@ func (s *Store) mayUse(ctx context.Context, a *access, l registry.Layer, from or
 }
 
 func (s *Store) hasBlob(ctx context.Context, repo *registry.Repository, l registry.Layer) bool {
-	defer s.cfg.Waits.BeginOpen("registry layer access",
-		"layer "+l.DiffID.String())() // no deadline: stalled transfers end
+	// No deadline: stalled transfers end.
+	defer s.cfg.Waits.BeginOpen("registry layer access", "layer "+l.DiffID.String())()
 	return repo.HasBlob(ctx, l.Blob)
 }
 
@@ -178,8 +178,8 @@ func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origi
 		return nil
 	}
 	ref := a.repo.Reference()
-	s.log.Info("fetching a present layer: its registry has not proved access to it", "image", ref.String(), "layer",
-		l.Blob.Digest)
+	s.log.Info("fetching a present layer: its registry has not proved access to it", "image", ref.String(),
+		"layer", l.Blob.Digest)
 	key := flightKey{domain: ref.Domain, repository: ref.Name(), blob: l.Blob.Digest, diffID: l.DiffID}
 	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {
 		return s.fromHosts(a.repo, l, received, func(host int) (inParts bool, err error) {

@@ -66,8 +66,9 @@ func (f *flights) join(ctx context.Context, key flightKey, ref registry.Referenc
 	}
 }
 
-func (f *flights) board(key flightKey, ref registry.Reference, run func(context.Context,
-	*atomic.Int64) error) (fl *flight, started bool) {
+func (f *flights) board(
+	key flightKey, ref registry.Reference, run func(context.Context, *atomic.Int64) error,
+) (fl *flight, started bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if fl, ok := f.active[key]; ok {

@@ -60,8 +60,14 @@ func (i *Image) DigestedReference(written string) string {
 // ofContainers returns the part of a configuration that containers use. Each container's record
 // contains it.
 func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
-	return ocispec.ImageConfig{User: c.User, Env: c.Env, Entrypoint: c.Entrypoint, Cmd: c.Cmd, WorkingDir: c.WorkingDir,
-		StopSignal: c.StopSignal}
+	return ocispec.ImageConfig{
+		User:       c.User,
+		Env:        c.Env,
+		Entrypoint: c.Entrypoint,
+		Cmd:        c.Cmd,
+		WorkingDir: c.WorkingDir,
+		StopSignal: c.StopSignal,
+	}
 }
 
 // index is an immutable snapshot of all images.
@@ -132,8 +138,7 @@ func (x *index) findPrefix(ref, hex string) (*Image, error) {
 	}
 	id := "sha256:" + hex
 	first, _ := slices.BinarySearchFunc(x.images, id, func(img *Image, id string) int {
-		return strings.Compare(img.ID,
-			id)
+		return strings.Compare(img.ID, id)
 	})
 	if first == len(x.images) || !strings.HasPrefix(x.images[first].ID, id) {
 		return nil, notFound

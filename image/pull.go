@@ -182,8 +182,7 @@ func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, im
 	for i, l := range img.Layers {
 		group.Go(func() error {
 			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error {
-				return s.fetchLayer(groupCtx, store, a,
-					l, tracks[i])
+				return s.fetchLayer(groupCtx, store, a, l, tracks[i])
 			})
 		})
 	}
@@ -244,8 +243,8 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack,
 	run func(context.Context, *atomic.Int64) error) error {
 	name, ref := sourceOf(l).Name(), a.repo.Reference()
-	defer s.cfg.Waits.BeginOpen("layer download and unpack",
-		"layer "+l.DiffID.String())() // no deadline: stalled transfers end
+	// No deadline: stalled transfers end.
+	defer s.cfg.Waits.BeginOpen("layer download and unpack", "layer "+l.DiffID.String())()
 	for {
 		by, started, err := s.flights.join(ctx, key, ref, track.downloading,
 			func(ctx context.Context, received *atomic.Int64) error {
@@ -341,8 +340,9 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 
 // withMemory returns the limits of a layer with its share of the unpack memory. It waits if an
 // earlier attempt needed more.
-func (s *Store) withMemory(ctx context.Context, l registry.Layer, more shortage) (_ unpack.Limits, release func(),
-	err error) {
+func (s *Store) withMemory(
+	ctx context.Context, l registry.Layer, more shortage,
+) (_ unpack.Limits, release func(), err error) {
 	limits := limitsOf(l.Blob, s.cfg.Limits)
 	if more == (shortage{}) {
 		limits, release = s.memory.share(limits)

@@ -116,8 +116,9 @@ func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.D
 
 // tryAcquire registers an owner's layers unless one of them, or their chain, is under deletion. In
 // that case it returns a channel that is closed after the deletion.
-func (l *layerRefs) tryAcquire(owner string, layers []digest.Digest, kinds ...rootfs.Kind) (gone <-chan struct{},
-	ok bool) {
+func (l *layerRefs) tryAcquire(
+	owner string, layers []digest.Digest, kinds ...rootfs.Kind,
+) (gone <-chan struct{}, ok bool) {
 	if len(kinds) == 0 {
 		kinds = anyKind
 	}

@@ -181,13 +181,13 @@ func (s *Store) load() error {
 	}
 	s.removeUnmountable(unmountable)
 	for _, d := range damaged {
-		s.log.Error("image record set aside; the image must be pulled again", "image", d.Name, "file", d.Path, "error",
-			d.Err)
+		s.log.Error("image record set aside; the image must be pulled again", "image", d.Name, "file", d.Path,
+			"error", d.Err)
 	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
-		s.refs.tryAcquire(imageOwner(id), rec.layers(),
-			s.layers.storeFor(distinct(rec.layers())).Kind()) // nothing is being deleted yet
+		kind := s.layers.storeFor(distinct(rec.layers())).Kind()
+		s.refs.tryAcquire(imageOwner(id), rec.layers(), kind) // nothing is being deleted yet
 	}
 	for id, tags := range settleTags(records) {
 		s.log.Warn("tags moved between images when berth stopped; the newer image keeps them", "tags", tags, "older", id)
@@ -203,12 +203,12 @@ func (s *Store) removeUnmountable(images map[string]record) {
 	for id, rec := range images {
 		s.sequence = max(s.sequence, rec.Sequence)
 		if err := s.records.Remove(recordName(id)); err != nil {
-			s.log.Warn("remove an image that this kernel cannot mount; the next start tries again", "image", id, "error",
-				err)
+			s.log.Warn("remove an image that this kernel cannot mount; the next start tries again", "image", id,
+				"error", err)
 			return
 		}
-		s.log.Warn("image removed: this kernel cannot mount its EROFS layers; it must be pulled again", "image", id, "tags",
-			rec.Tags)
+		s.log.Warn("image removed: this kernel cannot mount its EROFS layers; it must be pulled again", "image", id,
+			"tags", rec.Tags)
 	}
 	s.layers.removeUnmountable()
 }
@@ -416,8 +416,9 @@ func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
 
 // commit writes the record of a pulled image and makes it visible under a name. The caller holds
 // the layers, which are in the store. Another image with the same tag loses it.
-func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registry.Image, store *layer.Store) (*Image,
-	error) {
+func (s *Store) commit(
+	ctx context.Context, ref registry.Reference, img *registry.Image, store *layer.Store,
+) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
 		return nil, err

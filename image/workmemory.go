@@ -101,8 +101,9 @@ func (n *shortage) grow(m *workMemory, had unpack.Limits, err error) bool {
 }
 
 // wait queues for the maximum of what a layer lacks. The caller releases it.
-func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n shortage) (_ unpack.Limits, release func(),
-	err error) {
+func (m *workMemory) wait(
+	ctx context.Context, limits unpack.Limits, n shortage,
+) (_ unpack.Limits, release func(), err error) {
 	memory, window := m.least, int64(usualWindow)
 	if n.memory {
 		memory = min(m.most, limits.Memory)

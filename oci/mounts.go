@@ -259,8 +259,8 @@ func accessOption(m *runtimeapi.Mount, host Host) (string, error) {
 	case !m.GetReadonly():
 		return "", errdefs.InvalidArgument("mount of %s: recursive_read_only without readonly", m.GetContainerPath())
 	case m.GetPropagation() != runtimeapi.MountPropagation_PROPAGATION_PRIVATE:
-		return "", errdefs.InvalidArgument("mount of %s: recursive_read_only with propagation %s", m.GetContainerPath(),
-			m.GetPropagation())
+		return "", errdefs.InvalidArgument("mount of %s: recursive_read_only with propagation %s",
+			m.GetContainerPath(), m.GetPropagation())
 	case !host.RecursiveReadOnly:
 		return "", errdefs.FailedPrecondition("%w: mount of %s: kernel %s or the runtime handler has no recursive "+
 			"read-only mounts (Linux 5.12)",

@@ -132,8 +132,8 @@ func setSandboxHostname(in SandboxInput, spec *specs.Spec) error {
 
 func checkHostname(name string) error {
 	if len(name) > maxHostname || strings.ContainsFunc(name, isControl) || strings.ContainsAny(name, "/ ") {
-		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has", name,
-			maxHostname)
+		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has",
+			name, maxHostname)
 	}
 	return nil
 }

@@ -138,8 +138,8 @@ func checkMapped(pod Pod, u users.User) error {
 		return err
 	}
 	if !m.HasUID(u.UID) {
-		return errdefs.InvalidArgument("user %d is not in the pod's user namespace, which has %d users", u.UID,
-			m.UIDs[0].Size)
+		return errdefs.InvalidArgument("user %d is not in the pod's user namespace, which has %d users",
+			u.UID, m.UIDs[0].Size)
 	}
 	for _, g := range append([]uint32{u.GID}, u.Groups...) {
 		if !m.HasGID(g) {

@@ -30,8 +30,9 @@ import (
 // Errors: NotFound for the pod or the image, InvalidArgument for a malformed config,
 // FailedPrecondition if the pod is not ready, AlreadyExists for a used identity with another
 // content.
-func (m *Manager) CreateContainer(ctx context.Context, podID string, config *runtimeapi.ContainerConfig) (string,
-	error) {
+func (m *Manager) CreateContainer(
+	ctx context.Context, podID string, config *runtimeapi.ContainerConfig,
+) (string, error) {
 	checking := trace.Begin(ctx, "check")
 	defer checking.End() // where it fails
 	p, err := m.readyPod(podID)
@@ -100,8 +101,9 @@ func writtenName(config *runtimeapi.ContainerConfig) string {
 }
 
 // planContainer decides the container's Spec, records it and enters the container.
-func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (_ *container,
-	err error) {
+func (m *Manager) planContainer(
+	ctx context.Context, p *pod, config *runtimeapi.ContainerConfig,
+) (_ *container, err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
 	undo := cleanup.New()
@@ -110,15 +112,24 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if err != nil {
 		return nil, err
 	}
-	spec := &state.ContainerSpec{ID: state.NewID(), PodID: p.ID, BootID: m.bootID, CreatedAt: m.containerCreation(p.ID),
-		Config: config,
-		Image: state.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers,
-			Config: img.Config}}
+	spec := &state.ContainerSpec{
+		ID:        state.NewID(),
+		PodID:     p.ID,
+		BootID:    m.bootID,
+		CreatedAt: m.containerCreation(p.ID),
+		Config:    config,
+		Image: state.Image{
+			ID:     img.ID,
+			Ref:    img.DigestedReference(writtenName(config)),
+			Layers: img.Layers,
+			Config: img.Config,
+		},
+	}
 	if spec.Volumes, err = m.volumes.FindVolumes(config); err != nil {
 		return nil, err
 	}
-	if spec.CgroupsPath, err = oci.CgroupsPath(p.Config.GetLinux().GetCgroupParent(), spec.ID,
-		m.cfg.SystemdCgroup); err != nil {
+	parent := p.Config.GetLinux().GetCgroupParent()
+	if spec.CgroupsPath, err = oci.CgroupsPath(parent, spec.ID, m.cfg.SystemdCgroup); err != nil {
 		return nil, err
 	}
 	if dir := p.Config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
@@ -137,8 +148,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	status := c.status.Unshared()
 	status.RunID, status.Resources = m.run.ID, config.GetLinux().GetResources()
 	if err := m.lockPod(ctx, p, "create a container in", func(lockedPod) error {
-		return m.enterContainer(ctx, p,
-			c.unshared())
+		return m.enterContainer(ctx, p, c.unshared())
 	}); err != nil {
 		return nil, err
 	}
@@ -212,8 +222,9 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 // describeContainer lets plugins adjust the container, records it and publishes it. It returns the
 // changes that plugins request of other containers. The end of looking, a child of ctx, cancels the
 // inspection of volumes.
-func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c lockedContainer) (others []nri.Update,
-	err error) {
+func (m *Manager) describeContainer(
+	ctx, looking context.Context, p *pod, c lockedContainer,
+) (others []nri.Update, err error) {
 	target := m.targetPIDNS(c.container)
 	// Plugins see no container that cannot be launched.
 	spec, err := m.launcher.Validate(looking, p.Info(), c.snapshot(), target)
@@ -360,8 +371,8 @@ func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 		}
 		m.containerIDs.Going(c.Identity(), c.ID)
 		if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-			m.log.Warn("record a removal, which goes on", "container", c.ID, "error",
-				err) // the removal frees space on a full disk
+			// Go on: the removal frees space on a full disk.
+			m.log.Warn("record a removal, which goes on", "container", c.ID, "error", err)
 		}
 	}
 	if err := m.removeParts(ctx, c.container); err != nil {

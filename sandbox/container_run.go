@@ -84,8 +84,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	m.tellOfContainer(ctx, nri.ContainerStarted, c)
 	if _, err := m.readyPod(c.PodID); err != nil { // stopped meanwhile: its stop may have missed us
 		m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
-			return m.killContainer(ctx,
-				c.container)
+			return m.killContainer(ctx, c.container)
 		})
 		return err
 	}
@@ -138,8 +137,12 @@ func (m *Manager) startInterrupted(ctx context.Context, c lockedContainer, cause
 
 // startFailed publishes a container that never ran, and returns the cause.
 func (m *Manager) startFailed(c lockedContainer, cause error) error {
-	m.exited(c, state.Exit{Code: state.CodeStartError, Reason: state.ReasonStartError, Message: cause.Error(),
-		FinishedAt: time.Now()})
+	m.exited(c, state.Exit{
+		Code:       state.CodeStartError,
+		Reason:     state.ReasonStartError,
+		Message:    cause.Error(),
+		FinishedAt: time.Now(),
+	})
 	return fmt.Errorf("start container %s: %w", c.ID, cause)
 }
 
@@ -287,8 +290,7 @@ func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Dur
 		limit += timeout
 	}
 	return m.tasks.Detach(ctx, limit, "stop", c.String(), func(ctx context.Context) error {
-		return m.stopContainer(ctx,
-			c, timeout)
+		return m.stopContainer(ctx, c, timeout)
 	})
 }
 
@@ -321,13 +323,17 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 
 // stopTarget returns what runtime.Stopper needs of a container.
 func (m *Manager) stopTarget(c *container) runtime.StopTarget {
-	return runtime.StopTarget{ID: c.ID, CgroupsPath: c.CgroupsPath, Runtime: m.runtimeOf(c),
+	return runtime.StopTarget{
+		ID:          c.ID,
+		CgroupsPath: c.CgroupsPath,
+		Runtime:     m.runtimeOf(c),
 		Running: func() *runtime.Running {
 			if run := c.running.Load(); run != nil {
 				return run.Running
 			}
 			return nil
-		}}
+		},
+	}
 }
 
 // stopSignal is the signal that asks the container to end: the config's, else the

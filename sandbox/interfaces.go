@@ -34,8 +34,8 @@ type Launcher interface {
 	Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)
 	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)
 	Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*proto.Started, error)
-	Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
-		describing *atomic.Bool) (*specs.Spec, error)
+	Describe(ctx context.Context, pod *state.Pod, c *state.Container,
+		targetPIDNS func() (string, error), describing *atomic.Bool) (*specs.Spec, error)
 }
 
 // Processes finds, watches and removes what launches made. runtime.Processes implements it and documents the methods.

@@ -74,8 +74,7 @@ func (p lockedPod) snapshot() *state.Pod { return p.PodStatus.Snapshot(p.PodSpec
 // lockPod calls op while it holds the pod's lock.
 func (m *Manager) lockPod(ctx context.Context, p *pod, what string, op func(lockedPod) error) error {
 	return p.status.With(ctx, m.tasks, what, p.String(), func(status *state.PodStatus) error {
-		return op(lockedPod{p,
-			status})
+		return op(lockedPod{p, status})
 	})
 }
 

@@ -40,8 +40,9 @@ func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
 
 // presentContainer lets plugins adjust a container before it is published. spec is its runtime-spec
 // so far. others are the changes that plugins request of other containers, see plugins.Caller.
-func (m *Manager) presentContainer(ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec) (release func(),
-	others []nri.Update, err error) {
+func (m *Manager) presentContainer(
+	ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec,
+) (release func(), others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	var changes *plugins.Changes

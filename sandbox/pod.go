@@ -44,8 +44,9 @@ func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 //
 // Errors: InvalidArgument for a malformed config, AlreadyExists for a used identity with another
 // content, NotFound for an unknown handler, FailedPrecondition without a CNI config.
-func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (string,
-	error) {
+func (m *Manager) RunPodSandbox(
+	ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string,
+) (string, error) {
 	checking := trace.Begin(ctx, "check")
 	defer checking.End() // where it fails
 	if err := m.checkPodConfig(config, handler); err != nil {
@@ -93,16 +94,16 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	if _, err := m.handlers.Find(handler); err != nil {
 		return err
 	}
-	if err := state.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(),
-		m.host); err != nil {
+	linux := config.GetLinux()
+	if err := state.CheckPodResources(linux.GetOverhead(), linux.GetResources(), m.host); err != nil {
 		return err
 	}
 	return state.CheckUserNamespace(config, m.host)
 }
 
 // newPod creates a pod. It runs in its own goroutine and continues when the caller leaves.
-func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig, handler,
-	identity string) (string, error) {
+func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig,
+	handler, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
@@ -124,8 +125,9 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 }
 
 // planPod decides the pod's Spec, records it and enters the pod.
-func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (_ *pod,
-	err error) {
+func (m *Manager) planPod(
+	ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string,
+) (_ *pod, err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
 	undo := cleanup.New()

@@ -90,8 +90,8 @@ func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 		p.Network = nil
 		if p.Phase() != state.Removing { // else the record goes anyway
 			if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
-				m.log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.ID, "error",
-					err)
+				m.log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.ID,
+					"error", err)
 			}
 		}
 	}
@@ -207,8 +207,8 @@ func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
 		}
 		m.podIDs.Going(p.Identity(), p.ID)
 		if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
-			m.log.Warn("record a removal, which goes on", "pod", p.ID, "error",
-				err) // the removal frees space on a full disk
+			// Go on: the removal frees space on a full disk.
+			m.log.Warn("record a removal, which goes on", "pod", p.ID, "error", err)
 		}
 	}
 	err := m.removeContainersOf(ctx, p.pod)

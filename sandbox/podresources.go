@@ -17,8 +17,8 @@ import (
 //
 // Errors: NotFound, FailedPrecondition for a pod that is not ready, InvalidArgument for malformed
 // resources.
-func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, overhead,
-	resources *runtimeapi.LinuxContainerResources) error {
+func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string,
+	overhead, resources *runtimeapi.LinuxContainerResources) error {
 	p, err := m.pods.Find(id)
 	if err != nil {
 		return err
@@ -33,8 +33,8 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 	})
 }
 
-func (m *Manager) updatePodResources(ctx context.Context, p lockedPod, overhead,
-	resources *runtimeapi.LinuxContainerResources) error {
+func (m *Manager) updatePodResources(ctx context.Context, p lockedPod,
+	overhead, resources *runtimeapi.LinuxContainerResources) error {
 	if p.Phase() == state.Removing || p.Phase() == state.Removed {
 		return errdefs.NotFound("pod sandbox %q does not exist", p.ID)
 	}
@@ -63,8 +63,8 @@ func (m *Manager) updatePodResources(ctx context.Context, p lockedPod, overhead,
 }
 
 // askAboutPod lets plugins refuse new resources of a pod.
-func (m *Manager) askAboutPod(ctx context.Context, p lockedPod, overhead,
-	resources *runtimeapi.LinuxContainerResources) error {
+func (m *Manager) askAboutPod(ctx context.Context, p lockedPod,
+	overhead, resources *runtimeapi.LinuxContainerResources) error {
 	return m.plugins.RequestPodUpdate(ctx, func() *nri.Pod {
 		pod := p.forPlugins(p.info.Load())
 		pod.WantedOverhead, pod.WantedResources = overhead, resources

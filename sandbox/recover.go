@@ -124,8 +124,8 @@ func (m *Manager) loadContainers() error {
 
 func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 	for _, d := range damaged {
-		m.log.Error("a record can't be trusted and was set aside", "kind", kind, "id", d.Name, "path", d.Path, "error",
-			d.Err)
+		m.log.Error("a record can't be trusted and was set aside", "kind", kind, "id", d.Name, "path", d.Path,
+			"error", d.Err)
 	}
 }
 
@@ -217,8 +217,7 @@ func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error)
 	if _, known := m.pods.Get(c.PodID); !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
 		// It lost its pod, is being removed, or was never reported.
 		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error {
-			return m.removeContainer(ctx,
-				c.container)
+			return m.removeContainer(ctx, c.container)
 		})
 		return false, nil
 	}
@@ -380,8 +379,8 @@ func (m *Manager) takeStartBack(ctx context.Context, c lockedContainer) error {
 	}
 	c.StartedAt = time.Time{}
 	if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.ID, "error",
-			err)
+		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.ID,
+			"error", err)
 	}
 	m.publishContainer(c)
 	return nil
@@ -393,8 +392,7 @@ func (m *Manager) removeUnrecorded() error {
 	for id := range ids {
 		m.log.Warn("removing what a pod or container without record left", "id", id)
 		m.unfinished.Later("remove what is left of", id, func(ctx context.Context) error {
-			return m.removeUnrecordedID(ctx,
-				id)
+			return m.removeUnrecordedID(ctx, id)
 		})
 	}
 	return err

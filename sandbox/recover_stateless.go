@@ -60,8 +60,13 @@ func (m *Manager) markContainer(c lockedContainer) {
 
 // exitOfRestart is how a container ended whose node was restarted.
 func exitOfRestart(c lockedContainer) state.Exit {
-	return state.Exit{Code: state.CodeUnknown, Reason: state.ReasonUnknown, StartedAt: c.StartedAt, FinishedAt: time.Now(),
-		Message: "the machine was restarted"}
+	return state.Exit{
+		Code:       state.CodeUnknown,
+		Reason:     state.ReasonUnknown,
+		StartedAt:  c.StartedAt,
+		FinishedAt: time.Now(),
+		Message:    "the machine was restarted",
+	}
 }
 
 // exitOfStateLost is exitOfRestart where the boot is the same.

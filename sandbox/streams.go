@@ -12,9 +12,16 @@ func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error
 		return stream.ContainerTarget{}, err
 	}
 	run := c.running.Load()
-	return stream.ContainerTarget{ID: c.ID, PodID: c.PodID, Process: c.info.Load().Process, Runtime: t.runtimeOf(c),
+	return stream.ContainerTarget{
+		ID:       c.ID,
+		PodID:    c.PodID,
+		Process:  c.info.Load().Process,
+		Runtime:  t.runtimeOf(c),
 		Cgroup:   c.CgroupsPath,
-		Terminal: c.Config.GetTty(), Stdin: c.Config.GetStdin(), Running: run != nil && !run.HasEnded()}, nil
+		Terminal: c.Config.GetTty(),
+		Stdin:    c.Config.GetStdin(),
+		Running:  run != nil && !run.HasEnded(),
+	}, nil
 }
 
 // StreamPod implements stream.Targets.

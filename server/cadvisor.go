@@ -198,9 +198,14 @@ func (s *cadvisorService) ofContainer(c *state.Container) (*containersapi.Contai
 	if err != nil {
 		return nil, fmt.Errorf("container %s: %w", c.ID, err)
 	}
-	return &containersapi.Container{ID: c.ID, Labels: kindLabels(c.Config.GetLabels(), kindContainer),
-		Image: s.fullImageName(c), Spec: spec,
-		CreatedAt: timestamppb.New(c.CreatedAt), UpdatedAt: timestamppb.New(c.CreatedAt)}, nil
+	return &containersapi.Container{
+		ID:        c.ID,
+		Labels:    kindLabels(c.Config.GetLabels(), kindContainer),
+		Image:     s.fullImageName(c),
+		Spec:      spec,
+		CreatedAt: timestamppb.New(c.CreatedAt),
+		UpdatedAt: timestamppb.New(c.CreatedAt),
+	}, nil
 }
 
 // ofPause returns the fields that cAdvisor uses of a pod's pause. It assigns the pod's network to
@@ -214,9 +219,14 @@ func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error
 	if image == "" {
 		image = ownPauseImage
 	}
-	return &containersapi.Container{ID: p.ID, Labels: kindLabels(p.ShownConfig().GetLabels(), kindSandbox), Image: image,
+	return &containersapi.Container{
+		ID:        p.ID,
+		Labels:    kindLabels(p.ShownConfig().GetLabels(), kindSandbox),
+		Image:     image,
 		Spec:      spec,
-		CreatedAt: timestamppb.New(p.CreatedAt), UpdatedAt: timestamppb.New(p.CreatedAt)}, nil
+		CreatedAt: timestamppb.New(p.CreatedAt),
+		UpdatedAt: timestamppb.New(p.CreatedAt),
+	}, nil
 }
 
 // kindLabels adds the label of a kind to kubelet's labels. Unlike containerd it leaves out the

@@ -58,8 +58,9 @@ func runtimeServiceDesc() *grpc.ServiceDesc {
 // answer.
 func encodedList[Request any](list func(*runtimeService, *Request) (encoded, error),
 	fullMethod string) grpc.MethodHandler {
-	return func(srv any, ctx context.Context, decode func(any) error, interceptor grpc.UnaryServerInterceptor) (any,
-		error) {
+	return func(
+		srv any, ctx context.Context, decode func(any) error, interceptor grpc.UnaryServerInterceptor,
+	) (any, error) {
 		req := new(Request)
 		if err := decode(req); err != nil {
 			return nil, err

@@ -9,8 +9,8 @@ import (
 // PodResources is the part of the sandbox manager that changes pods' resources. Package sandbox has
 // the contract.
 type PodResources interface {
-	UpdatePodSandboxResources(ctx context.Context, id string, overhead,
-		resources *runtimeapi.LinuxContainerResources) error
+	UpdatePodSandboxResources(ctx context.Context, id string,
+		overhead, resources *runtimeapi.LinuxContainerResources) error
 }
 
 // UpdatePodSandboxResources implements RuntimeService.
@@ -19,8 +19,8 @@ func (s *runtimeService) UpdatePodSandboxResources(ctx context.Context,
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
-	if err := s.pods.UpdatePodSandboxResources(ctx, req.GetPodSandboxId(), req.GetOverhead(),
-		req.GetResources()); err != nil {
+	err := s.pods.UpdatePodSandboxResources(ctx, req.GetPodSandboxId(), req.GetOverhead(), req.GetResources())
+	if err != nil {
 		return nil, err
 	}
 	return &runtimeapi.UpdatePodSandboxResourcesResponse{}, nil

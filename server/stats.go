@@ -223,8 +223,11 @@ func cpuUsage(u *stats.Usage) *runtimeapi.CpuUsage {
 	if !u.CPU.Known {
 		return nil
 	}
-	cpu := &runtimeapi.CpuUsage{Timestamp: u.At.UnixNano(), UsageCoreNanoSeconds: value(u.CPU.Usage),
-		Psi: psi(&u.CPU.Pressure)}
+	cpu := &runtimeapi.CpuUsage{
+		Timestamp:            u.At.UnixNano(),
+		UsageCoreNanoSeconds: value(u.CPU.Usage),
+		Psi:                  psi(&u.CPU.Pressure),
+	}
 	if u.NanoCoresKnown {
 		cpu.UsageNanoCores = value(u.NanoCores)
 	}

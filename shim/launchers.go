@@ -89,8 +89,14 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
 	}
-	l := &Launchers{cfg: cfg, oom: scores, spareTime: spareTime, exe: exe, filters: filters,
-		refill: make(chan struct{}, 1)}
+	l := &Launchers{
+		cfg:       cfg,
+		oom:       scores,
+		spareTime: spareTime,
+		exe:       exe,
+		filters:   filters,
+		refill:    make(chan struct{}, 1),
+	}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()
@@ -468,14 +474,22 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	fd := -1
 	// With Unshareflags instead, package os would make all mounts private.
 	attr := &os.ProcAttr{
-		Files: []*os.File{null, null, os.Stderr, proto.SocketFD: socket, proto.MountNSFD: mnt, proto.ExeFD: l.exe,
-			proto.FiltersFD: l.filters},
+		Files: []*os.File{
+			null, null, os.Stderr,
+			proto.SocketFD:  socket,
+			proto.MountNSFD: mnt,
+			proto.ExeFD:     l.exe,
+			proto.FiltersFD: l.filters,
+		},
 		Env: append([]string{"PATH=" + os.Getenv("PATH"), proto.SlackEnv + "=1"}, failpoint.Env()...),
 		Sys: &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Setsid: true, PidFD: &fd},
 		Dir: "/",
 	}
-	settings := proto.LauncherSettings{StateRoot: l.cfg.StateRoot, MonitorPath: l.cfg.MonitorPath,
-		LogFormat: l.cfg.LogFormat}
+	settings := proto.LauncherSettings{
+		StateRoot:   l.cfg.StateRoot,
+		MonitorPath: l.cfg.MonitorPath,
+		LogFormat:   l.cfg.LogFormat,
+	}
 	exe := "/proc/self/fd/" + strconv.Itoa(proto.ExeFD)
 	failpoint.Reach("launchers.start")
 	proc, err := os.StartProcess(exe, append([]string{"berth-shim"}, settings.Args()...), attr)

@@ -241,8 +241,11 @@ func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, made li
 		pod: {Name: a.ifName, Mac: made.PodMAC.String(), Sandbox: a.netns},
 	}}
 	for i, ip := range a.prefixes(kept) {
-		r.IPs = append(r.IPs, &types100.IPConfig{Interface: types100.Int(pod), Address: ipNet(ip),
-			Gateway: a.Ranges[i].Gateway.AsSlice()})
+		r.IPs = append(r.IPs, &types100.IPConfig{
+			Interface: types100.Int(pod),
+			Address:   ipNet(ip),
+			Gateway:   a.Ranges[i].Gateway.AsSlice(),
+		})
 	}
 	for _, route := range a.podRoutes() {
 		r.Routes = append(r.Routes, &types.Route{Dst: ipNet(route.Dst), GW: route.Gateway.AsSlice()})

@@ -37,8 +37,12 @@ func (p *Plugin) check(args *skel.CmdArgs) error {
 	if !ok {
 		return fmt.Errorf("no address is reserved for container %s", a.id)
 	}
-	expected := links.Expected{Attachment: links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns,
-		Hairpin: a.Hairpins()}}
+	expected := links.Expected{Attachment: links.Attachment{
+		ContainerID: a.id,
+		IfName:      a.ifName,
+		NetNS:       a.netns,
+		Hairpin:     a.Hairpins(),
+	}}
 	for _, ip := range result.IPs {
 		if prefix, own := a.isOwn(result, ip); own {
 			expected.IPs = append(expected.IPs, prefix)

@@ -52,8 +52,9 @@ func (m *Merger) Memory() int64 { return m.most }
 // merges if there is not enough memory. pay is tree.Merger's. It returns tree.ErrTooLarge if the
 // layers have too many names, too long names or too many attributes. When ctx is done it returns
 // ctx's cause.
-func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error) (used []int,
-	err error) {
+func (m *Merger) Merge(
+	ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error,
+) (used []int, err error) {
 	bytes, err := treeBytes(layers)
 	if err != nil {
 		return nil, err
@@ -102,8 +103,9 @@ func treeBytes(layers []Files) (sum int64, err error) {
 
 // mergeTrees returns the merged tree of layers and the number of data blocks of each layer. The
 // memory that is left limits the trees.
-func mergeTrees(ctx context.Context, layers []Files, left int64, pay func(steps int) error) (_ *tree.Node,
-	blocks []int64, err error) {
+func mergeTrees(
+	ctx context.Context, layers []Files, left int64, pay func(steps int) error,
+) (_ *tree.Node, blocks []int64, err error) {
 	m := &tree.Merger{Pay: pay}
 	blocks = make([]int64, len(layers))
 	for i, files := range layers {
@@ -139,8 +141,11 @@ func (f Files) read(ctx context.Context, device int, most int64) (root *tree.Nod
 	}
 	defer in.Close() // read only
 	blocks = st.Size() / tree.BlockSize
-	root, memory, err = tree.Decode(&pacedReader{ctx, in}, device, tree.Limit{Bytes: maxTreeBytes, Memory: most,
-		Blocks: blocks})
+	root, memory, err = tree.Decode(&pacedReader{ctx, in}, device, tree.Limit{
+		Bytes:  maxTreeBytes,
+		Memory: most,
+		Blocks: blocks,
+	})
 	return root, memory, blocks, err
 }
 

@@ -143,8 +143,8 @@ func (p *plan) add(n *tree.Node, parent *inode) (*inode, error) {
 	}
 	if n.Type() == unix.S_IFREG && n.Data.Size > 0 && (n.Data.Device < 0 || n.Data.Device >= len(p.devices) ||
 		int64(n.Data.Block)+n.Data.Blocks() > p.devices[n.Data.Device]) {
-		return nil, fmt.Errorf("%d bytes at block %d of device %d are out of range", n.Data.Size, n.Data.Block,
-			n.Data.Device)
+		return nil, fmt.Errorf("%d bytes at block %d of device %d are out of range",
+			n.Data.Size, n.Data.Block, n.Data.Device)
 	}
 	i := &inode{Node: n, parent: parent, number: uint32(len(p.inodes) + 1), links: 1, xattrs: xattrSize(n.Xattrs)}
 	p.known[n] = i

@@ -110,8 +110,8 @@ func (s *Store) loadDir(folder string, load func(path string) error) error {
 // an earlier daemon may run on it, see DropSetAside.
 func (s *Store) setAside(path string, reason error) error {
 	moved, err := checkpoint.SetAside(path)
-	s.log.Error("unusable layer set aside; its images must be pulled again", "path", moved, "error",
-		errors.Join(reason, err))
+	s.log.Error("unusable layer set aside; its images must be pulled again", "path", moved,
+		"error", errors.Join(reason, err))
 	if err != nil {
 		return fmt.Errorf("set %s aside: %w", path, err)
 	}

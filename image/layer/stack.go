@@ -28,8 +28,8 @@ func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Laye
 		return nil, errdefs.InvalidArgument("image has no layers")
 	}
 	if len(names) > rootfs.MaxLayers {
-		return nil, errdefs.InvalidArgument("image has %d layers, more than the %d that can be mounted", len(names),
-			rootfs.MaxLayers)
+		return nil, errdefs.InvalidArgument("image has %d layers, more than the %d that can be mounted",
+			len(names), rootfs.MaxLayers)
 	}
 	if s.merger != nil {
 		return s.merged(ctx, names)

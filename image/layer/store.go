@@ -246,8 +246,9 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 }
 
 // apply has the driver write the layer into dir.
-func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (unpack.Result,
-	error) {
+func (s *Store) apply(
+	ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job,
+) (unpack.Result, error) {
 	guarded, stop, err := s.guard(ctx)
 	if err != nil {
 		return unpack.Result{}, err

@@ -209,8 +209,13 @@ func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx c
 		if !ok {
 			return
 		}
-		p := &part{offset: next, buf: a.buffer()[:min(a.size, size-next)], giveBack: giveBack, began: time.Now(),
-			news: make(chan struct{}, 1)}
+		p := &part{
+			offset:   next,
+			buf:      a.buffer()[:min(a.size, size-next)],
+			giveBack: giveBack,
+			began:    time.Now(),
+			news:     make(chan struct{}, 1),
+		}
 		a.parts, a.used = append(a.parts, p), true
 		a.begin(ctx, p, fetch)
 	}

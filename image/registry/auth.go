@@ -158,8 +158,10 @@ func tokenError(ctx context.Context, err error) error {
 	switch {
 	case errors.As(err, &status) && status.StatusCode >= 500, errors.As(err, &status) &&
 		status.StatusCode == http.StatusTooManyRequests:
-		return &UnavailableError{Err: fmt.Errorf("%d %s", status.StatusCode, http.StatusText(status.StatusCode)),
-			temporary: true}
+		return &UnavailableError{
+			Err:       fmt.Errorf("%d %s", status.StatusCode, http.StatusText(status.StatusCode)),
+			temporary: true,
+		}
 	case errors.As(err, &status) && status.StatusCode == http.StatusForbidden:
 		return errdefs.New(codes.PermissionDenied, "pull access denied: 403 Forbidden")
 	case errors.As(err, &status):

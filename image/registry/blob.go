@@ -65,8 +65,15 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	if onBytes == nil {
 		onBytes = func(int) {}
 	}
-	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash(),
-		rangeless: map[*endpoint]bool{}}
+	b := &Blob{
+		owner:     ctx,
+		repo:      r,
+		want:      want,
+		first:     first,
+		onBytes:   onBytes,
+		hash:      want.Digest.Algorithm().Hash(),
+		rangeless: map[*endpoint]bool{},
+	}
 	b.ctx, b.stop = context.WithCancel(ctx)
 	b.ahead.partsConfig = r.parts
 	if spare := r.parts.spare; spare != nil && first == 0 {

@@ -82,8 +82,12 @@ func parseDocument(data []byte, contentType string) (document, error) {
 	if isIndex {
 		return document{index: raw.Manifests}, nil
 	}
-	m := ocispec.Manifest{MediaType: raw.MediaType, ArtifactType: raw.ArtifactType, Config: *raw.Config,
-		Layers: raw.Layers}
+	m := ocispec.Manifest{
+		MediaType:    raw.MediaType,
+		ArtifactType: raw.ArtifactType,
+		Config:       *raw.Config,
+		Layers:       raw.Layers,
+	}
 	return document{manifest: m}, checkManifest(m)
 }
 
@@ -120,13 +124,13 @@ func checkManifest(m ocispec.Manifest) error {
 		return corrupt("config: %w", err)
 	}
 	if len(m.Layers) > MaxLayers {
-		return errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted", len(m.Layers),
-			MaxLayers)
+		return errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted",
+			len(m.Layers), MaxLayers)
 	}
 	for i, l := range m.Layers {
 		if !isLayerType(l.MediaType) {
-			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer", i,
-				errdefs.Clip(l.MediaType))
+			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer",
+				i, errdefs.Clip(l.MediaType))
 		}
 		if err := checkDescriptor(l, 0); err != nil {
 			return corrupt("layer %d: %w", i, err)

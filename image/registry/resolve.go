@@ -116,8 +116,8 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 // manifest directly, the node may have an emulator.
 func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) error {
 	if c.OS != "" && platforms.Normalize(c.Platform).OS != platforms.Normalize(node).OS {
-		return errdefs.FailedPrecondition("image is for %s, this node is %s", errdefs.Clip(platforms.Format(c.Platform)),
-			platforms.Format(node))
+		return errdefs.FailedPrecondition("image is for %s, this node is %s",
+			errdefs.Clip(platforms.Format(c.Platform)), platforms.Format(node))
 	}
 	if !unsaid || platforms.Only(node).Match(c.Platform) {
 		return nil
@@ -127,8 +127,9 @@ func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) er
 
 // fetchDocument fetches a manifest or index by tag or digest. want has the expected digest, and the
 // size if known.
-func (r *Repository) fetchDocument(ctx context.Context, identifier string, want ocispec.Descriptor) (doc document,
-	d digest.Digest, err error) {
+func (r *Repository) fetchDocument(
+	ctx context.Context, identifier string, want ocispec.Descriptor,
+) (doc document, d digest.Digest, err error) {
 	caps := capPull
 	if want.Digest == "" {
 		caps |= capResolve
@@ -174,8 +175,9 @@ const documentTime = 2 * time.Minute
 
 // fetch fetches and verifies a small document. If want.Digest is empty, the host is trusted to
 // resolve the tag, and fetch sets it.
-func (e *endpoint) fetch(ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64) (data []byte,
-	contentType string, err error) {
+func (e *endpoint) fetch(
+	ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64,
+) (data []byte, contentType string, err error) {
 	limited, cancel := context.WithTimeout(ctx, e.document)
 	defer cancel()
 	data, contentType, err = e.fetchUntil(limited, suffix, want, limit)
@@ -186,8 +188,9 @@ func (e *endpoint) fetch(ctx context.Context, suffix string, want *ocispec.Descr
 }
 
 // fetchUntil is fetch with the caller's deadline.
-func (e *endpoint) fetchUntil(ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64) (data []byte,
-	contentType string, err error) {
+func (e *endpoint) fetchUntil(
+	ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64,
+) (data []byte, contentType string, err error) {
 	resp, err := e.request(ctx, http.MethodGet, suffix, http.Header{"Accept": acceptManifests})
 	if err != nil {
 		return nil, "", err

@@ -90,8 +90,11 @@ type aclEntry struct {
 
 func aclEntries(value string) (list []aclEntry) {
 	for e := range slices.Chunk([]byte(value[aclHeaderSize:]), aclEntrySize) {
-		list = append(list, aclEntry{binary.LittleEndian.Uint16(e), binary.LittleEndian.Uint16(e[2:]),
-			binary.LittleEndian.Uint32(e[4:])})
+		list = append(list, aclEntry{
+			tag:  binary.LittleEndian.Uint16(e),
+			perm: binary.LittleEndian.Uint16(e[2:]),
+			id:   binary.LittleEndian.Uint32(e[4:]),
+		})
 	}
 	return list
 }

@@ -126,8 +126,8 @@ func keptXattrs(hdr *tar.Header) (kept []string, err error) {
 		}
 	}
 	if names > maxXattrNames {
-		return nil, refuse("the names of its extended attributes take %d bytes, more than the %d that Linux lists", names,
-			maxXattrNames)
+		return nil, refuse("the names of its extended attributes take %d bytes, more than the %d that Linux lists",
+			names, maxXattrNames)
 	}
 	slices.Sort(kept)
 	return kept, nil

@@ -29,8 +29,13 @@ type Limits struct {
 }
 
 // DefaultLimits are far above the needs of known images.
-var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20, Memory: 384 << 20,
-	Window: inflate.MaxWindow}
+var DefaultLimits = Limits{
+	Tar:     256 << 30,
+	Bytes:   256 << 30,
+	Entries: 4 << 20,
+	Memory:  384 << 20,
+	Window:  inflate.MaxWindow,
+}
 
 // WithDefaults replaces zero fields by those of DefaultLimits.
 func (l Limits) WithDefaults() Limits {
@@ -197,8 +202,9 @@ func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result,
 }
 
 // run inflates and hashes a blob, and has its entries made.
-func run[D directory](ctx context.Context, blob io.Reader, job Job, open func(tick func()) (sink[D],
-	error)) (_ Result, err error) {
+func run[D directory](
+	ctx context.Context, blob io.Reader, job Job, open func(tick func()) (sink[D], error),
+) (_ Result, err error) {
 	in, err := inflate.NewReader(blob, job.Limits.WithDefaults().Window)
 	if err != nil {
 		return Result{}, err

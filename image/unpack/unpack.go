@@ -442,8 +442,10 @@ func (u *unpacker) finish(ctx context.Context) (Contents, error) {
 		}
 		u.sum, u.whiteouts = found.Sum, found.Whiteouts
 	}
-	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts, Sum: u.sum},
-		Unsupported: u.unsupported}
+	c := Contents{
+		Summary:     Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts, Sum: u.sum},
+		Unsupported: u.unsupported,
+	}
 	for _, name := range slices.Sorted(maps.Keys(u.links)) {
 		c.Links = append(c.Links, Link{Name(name), Name(u.links[name])})
 	}

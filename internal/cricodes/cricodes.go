@@ -37,8 +37,8 @@ var refusals = map[string][]codes.Code{
 		codes.InvalidArgument,
 		codes.NotFound,
 		codes.FailedPrecondition,
-		codes.DeadlineExceeded,
-	}, // DeadlineExceeded: the command's timeout
+		codes.DeadlineExceeded, // the command's timeout
+	},
 	"Exec":        {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
 	"Attach":      {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
 	"PortForward": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted},
@@ -47,8 +47,11 @@ var refusals = map[string][]codes.Code{
 	"StreamImages": {codes.InvalidArgument},
 	"ImageStatus":  {codes.InvalidArgument},
 	"RemoveImage":  {codes.InvalidArgument},
-	"PullImage": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
-		codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted}, // codes of the registry
+	"PullImage": {
+		codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
+		// Codes of the registry.
+		codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted,
+	},
 
 	"CheckpointContainer": {codes.Unimplemented},
 	"CheckpointPod":       {codes.Unimplemented},

@@ -58,8 +58,8 @@ func (q Quota) Check() error {
 		return fmt.Errorf("close a file descriptor: %w", err)
 	}
 	if !q.Allows(fd) {
-		return errdefs.New(codes.ResourceExhausted, "%d of %d file descriptors are in use, the others are reserved", fd,
-			q.limit)
+		return errdefs.New(codes.ResourceExhausted, "%d of %d file descriptors are in use, the others are reserved",
+			fd, q.limit)
 	}
 	return nil
 }

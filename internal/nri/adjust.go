@@ -195,9 +195,13 @@ func applyDevices(spec *specs.Spec, devices []*api.LinuxDevice) {
 			continue
 		}
 		spec.Linux.Devices = append(spec.Linux.Devices, d.ToOCI())
-		applyDeviceRules(spec, []*api.LinuxDeviceCgroup{
-			{Allow: true, Type: d.GetType(), Major: api.Int64(d.GetMajor()), Minor: api.Int64(d.GetMinor()),
-				Access: d.AccessString()}})
+		applyDeviceRules(spec, []*api.LinuxDeviceCgroup{{
+			Allow:  true,
+			Type:   d.GetType(),
+			Major:  api.Int64(d.GetMajor()),
+			Minor:  api.Int64(d.GetMinor()),
+			Access: d.AccessString(),
+		}})
 	}
 }
 
@@ -331,8 +335,8 @@ func newMount(m *api.Mount, destination string, spec *specs.Spec) (specs.Mount, 
 	}
 	source, err := host.Files{}.Resolve(mount.Source)
 	if errors.Is(err, fs.ErrNotExist) {
-		return mount, errdefs.InvalidArgument("NRI adjustment: mount of %s: source %s does not exist", destination,
-			mount.Source)
+		return mount, errdefs.InvalidArgument("NRI adjustment: mount of %s: source %s does not exist",
+			destination, mount.Source)
 	}
 	if err != nil {
 		return mount, fmt.Errorf("NRI adjustment: mount of %s: resolve source %s: %w", destination, mount.Source, err)

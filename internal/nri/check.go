@@ -70,8 +70,8 @@ func checkProcess(adjust *api.ContainerAdjustment) error {
 	}
 	for _, l := range adjust.GetRlimits() {
 		if !rlimits[l.GetType()] || l.GetSoft() > l.GetHard() {
-			return invalid("rlimit %q: unknown, or the soft limit %d is above the hard one %d", l.GetType(), l.GetSoft(),
-				l.GetHard())
+			return invalid("rlimit %q: unknown, or the soft limit %d is above the hard one %d",
+				l.GetType(), l.GetSoft(), l.GetHard())
 		}
 	}
 	return nil

@@ -54,8 +54,12 @@ func (e *evictions) updates() []Update {
 	defer e.mu.Unlock()
 	var updates []Update
 	for _, asked := range e.list {
-		updates = append(updates, Update{ContainerID: asked.GetContainerId(), Evict: true, Reason: asked.GetReason(),
-			IgnoreFailure: true})
+		updates = append(updates, Update{
+			ContainerID:   asked.GetContainerId(),
+			Evict:         true,
+			Reason:        asked.GetReason(),
+			IgnoreFailure: true,
+		})
 	}
 	return updates
 }

@@ -74,8 +74,12 @@ func newUpdate(u *api.ContainerUpdate) (Update, error) {
 			refusal("update of the device rules of container %s", u.GetContainerId())
 	}
 	resources, limits, err := toCRI(u.GetLinux().GetResources())
-	return Update{ContainerID: u.GetContainerId(), Resources: resources, Limits: limits,
-		IgnoreFailure: u.GetIgnoreFailure()}, err
+	return Update{
+		ContainerID:   u.GetContainerId(),
+		Resources:     resources,
+		Limits:        limits,
+		IgnoreFailure: u.GetIgnoreFailure(),
+	}, err
 }
 
 // toCRI splits resources into those with a CRI field and the others. Zero means "not set" in both.

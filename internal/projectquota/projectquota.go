@@ -109,8 +109,8 @@ func (f *Filesystem) check() error {
 	s := state{version: stateVersion}
 	err := f.call(cmdGetState, 0, unsafe.Pointer(&s))
 	switch {
-	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL), errors.Is(err, unix.ESRCH), errors.Is(err,
-		unix.ENOTBLK),
+	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL),
+		errors.Is(err, unix.ESRCH), errors.Is(err, unix.ENOTBLK),
 		errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EPERM), errors.Is(err, unix.ENODEV):
 		return fmt.Errorf("%w (%w)", ErrUnsupported, err)
 	case err != nil:
@@ -133,8 +133,13 @@ func (f *Filesystem) Usage(id uint32) (Usage, error) {
 
 // SetLimit sets the limit of a project; 0 means no limit.
 func (f *Filesystem) SetLimit(id uint32, bytes uint64) error {
-	q := quota{version: quotaVersion, flags: quotaProject, fields: fieldHard | fieldSoft, id: id,
-		hard: (bytes + block - 1) / block}
+	q := quota{
+		version: quotaVersion,
+		flags:   quotaProject,
+		fields:  fieldHard | fieldSoft,
+		id:      id,
+		hard:    (bytes + block - 1) / block,
+	}
 	failpoint.Reach("quota.set-limit")
 	if err := f.call(cmdSetLimit, id, unsafe.Pointer(&q)); err != nil {
 		return fmt.Errorf("limit project %d: %w", id, err)

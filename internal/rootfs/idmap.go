@@ -57,8 +57,9 @@ func (s Spec) mountMapped(place string) (err error) {
 }
 
 // overlayMapped makes the overlay with newOverlay, and leaves place as it was.
-func (s Spec) overlayMapped(ns *os.File, place string, newOverlay func(*dirs, string) (*os.File,
-	error)) (mount *os.File, err error) {
+func (s Spec) overlayMapped(
+	ns *os.File, place string, newOverlay func(*dirs, string) (*os.File, error),
+) (mount *os.File, err error) {
 	dirs, err := s.open()
 	if err != nil {
 		return nil, err
@@ -117,8 +118,11 @@ func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
 		return nil, fmt.Errorf("clone mount of %s: %w", path, err)
 	}
 	mount := os.NewFile(uintptr(fd), "ID-mapped "+path)
-	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP | attributes, Propagation: unix.MS_PRIVATE,
-		Userns_fd: uint64(ns.Fd())}
+	attr := unix.MountAttr{
+		Attr_set:    unix.MOUNT_ATTR_IDMAP | attributes,
+		Propagation: unix.MS_PRIVATE,
+		Userns_fd:   uint64(ns.Fd()),
+	}
 	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr)
 	runtime.KeepAlive(ns)
 	if err != nil {

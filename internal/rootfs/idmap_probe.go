@@ -45,9 +45,12 @@ func ProbeIDMap(dir, ns string, m userns.Mappings) (err error) {
 	if err := os.WriteFile(filepath.Join(layer, "file"), nil, 0o644); err != nil {
 		return fmt.Errorf("probe ID-mapped mounts: %w", err)
 	}
-	spec := Spec{Layers: []Layer{{Kind: Directory, Path: layer}}, Upper: filepath.Join(tmp, "upper"),
-		Work:  filepath.Join(tmp, "work"),
-		IDMap: &IDMap{UserNS: ns, Mappings: m}}
+	spec := Spec{
+		Layers: []Layer{{Kind: Directory, Path: layer}},
+		Upper:  filepath.Join(tmp, "upper"),
+		Work:   filepath.Join(tmp, "work"),
+		IDMap:  &IDMap{UserNS: ns, Mappings: m},
+	}
 	if err := spec.MakeUpper(); err != nil {
 		return err
 	}
@@ -67,8 +70,8 @@ func probeOverlay(spec Spec, place string) error {
 			return fmt.Errorf("look into ID-mapped overlay: %w", err)
 		}
 		if want := spec.IDMap.HostUID(0); int(st.Uid) != want {
-			return fmt.Errorf("an overlay does not show the mapping of its layers (user %d, not %d): %w", st.Uid, want,
-				errors.ErrUnsupported)
+			return fmt.Errorf("an overlay does not show the mapping of its layers (user %d, not %d): %w",
+				st.Uid, want, errors.ErrUnsupported)
 		}
 		return nil
 	})

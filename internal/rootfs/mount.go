@@ -281,8 +281,8 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 		}
 	}
 	if err := unix.FsconfigCreate(fsfd); err != nil {
-		return fmt.Errorf("create overlay of %d layers on %s: %w%s", len(dirs.lower), dirs.lower[0].Name(), err,
-			messages(fsfd))
+		return fmt.Errorf("create overlay of %d layers on %s: %w%s",
+			len(dirs.lower), dirs.lower[0].Name(), err, messages(fsfd))
 	}
 	return nil
 }

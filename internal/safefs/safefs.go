@@ -156,8 +156,7 @@ func open(root *os.File, path string, flags int, mode uint32) (int, error) {
 	}
 	fd, openErr := -1, error(nil)
 	if err := conn.Control(func(dir uintptr) {
-		fd, openErr = openat2(int(dir), path, flags, mode,
-			resolveInRoot)
+		fd, openErr = openat2(int(dir), path, flags, mode, resolveInRoot)
 	}); err != nil {
 		return -1, err
 	}

@@ -197,8 +197,8 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 		return nil, err
 	}
 	if userNamespace && !can.UserNamespaces {
-		return nil, errdefs.FailedPrecondition("runtime handler %q: %s does not report support for user namespaces", h.name,
-			h.config.Path)
+		return nil, errdefs.FailedPrecondition("runtime handler %q: %s does not report support for user namespaces",
+			h.name, h.config.Path)
 	}
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: h.config.Path, Args: h.config.Args, Root: root,

@@ -11,8 +11,15 @@ import (
 
 // DescribePod describes a pod to plugins.
 func DescribePod(p *state.Pod) *nri.Pod {
-	return &nri.Pod{ID: p.ID, Handler: p.Handler, Config: p.ShownConfig(), IPs: p.IPs, PID: p.PausePID, NetNS: p.NetNS,
-		CgroupsPath: p.CgroupsPath}
+	return &nri.Pod{
+		ID:          p.ID,
+		Handler:     p.Handler,
+		Config:      p.ShownConfig(),
+		IPs:         p.IPs,
+		PID:         p.PausePID,
+		NetNS:       p.NetNS,
+		CgroupsPath: p.CgroupsPath,
+	}
 }
 
 // DescribeContainer describes a container to plugins. It looks at no file.

@@ -95,8 +95,8 @@ func checkSearches(searches []string) error {
 		}
 	}
 	if n := len(strings.Join(searches, " ")); n > maxSearchChars {
-		return errdefs.InvalidArgument("DNS config: search domains have %d characters, at most %d are possible", n,
-			maxSearchChars)
+		return errdefs.InvalidArgument("DNS config: search domains have %d characters, at most %d are possible",
+			n, maxSearchChars)
 	}
 	return nil
 }
@@ -107,8 +107,8 @@ func checkOptions(options []string) error {
 	}
 	for _, o := range options {
 		if !isWord(o) || len(o) > maxOptionChars {
-			return errdefs.InvalidArgument("DNS config: option %q is not one word of at most %d characters", o,
-				maxOptionChars)
+			return errdefs.InvalidArgument("DNS config: option %q is not one word of at most %d characters",
+				o, maxOptionChars)
 		}
 	}
 	return nil

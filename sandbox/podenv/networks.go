@@ -88,8 +88,9 @@ func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, e
 
 // Attach runs CNI ADD and returns the pod's addresses. The record says already that a DEL is due.
 // nil: the pod is on the node's network and has nothing to attach.
-func (n *Networks) Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string,
-	err error) {
+func (n *Networks) Attach(
+	ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment,
+) (ips []string, err error) {
 	if attachment == nil {
 		return nil, nil
 	}

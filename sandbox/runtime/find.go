@@ -127,8 +127,9 @@ func isLauncher(pid int, shim *os.File) (bool, error) {
 // ReadExit is the exit according to the shim's record. If there is none, or it
 // can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
 // again until ctx ends, which is the error: it would turn a Job's success into a failure.
-func (k Processes) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit state.Exit, lost bool,
-	err error) {
+func (k Processes) ReadExit(
+	ctx context.Context, id string, startedAt time.Time,
+) (exit state.Exit, lost bool, err error) {
 	left, err := shim.ReadExit(k.Dirs.Shim(id))
 	for isTransient(err) {
 		k.Log.Error("read exit record", "container", id, "error", err)
@@ -138,9 +139,13 @@ func (k Processes) ReadExit(ctx context.Context, id string, startedAt time.Time)
 		left, err = shim.ReadExit(k.Dirs.Shim(id))
 	}
 	if err != nil {
-		return state.Exit{Code: state.CodeUnknown, Reason: state.ReasonShimLost, StartedAt: startedAt,
+		return state.Exit{
+			Code:       state.CodeUnknown,
+			Reason:     state.ReasonShimLost,
+			StartedAt:  startedAt,
 			FinishedAt: time.Now(),
-			Message:    "the container's shim was lost, its exit code is unknown"}, true, nil
+			Message:    "the container's shim was lost, its exit code is unknown",
+		}, true, nil
 	}
 	failpoint.Reach("container.exit-read")
 	exit = state.Exit{Code: left.Code, Reason: state.ReasonCompleted, StartedAt: startedAt, FinishedAt: left.At}

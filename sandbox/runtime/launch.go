@@ -102,8 +102,9 @@ func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec
 // Spec builds the runtime-spec of a container. targetPIDNS finds the PID namespace to join; "" is the
 // config's. Spec calls it after the waits for volumes. It inspects the sources of mounts and returns
 // ctx's error when a volume hangs.
-func (k Launcher) Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec,
-	error) {
+func (k Launcher) Spec(
+	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
 	err := k.detached(ctx, c, "describe", func() (err error) { spec, err = k.describe(pod, c, targetPIDNS); return err })
@@ -126,8 +127,9 @@ func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS func(
 // Validate builds the runtime-spec of a container and refuses what a launch would refuse. It makes
 // missing mount sources and sets their SELinux labels. Validate returns ctx's error when a volume
 // hangs. It starts no further step then.
-func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec,
-	error) {
+func (k Launcher) Validate(
+	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "look at mounts").End()
 	if err := k.Roots.CheckVolumes(c.ID, c.Config, c.Volumes); err != nil {
 		return nil, err
@@ -162,8 +164,7 @@ func (k Launcher) Validate(ctx context.Context, pod *state.Pod, c *state.Contain
 func (k Launcher) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
 	for _, source := range sources {
 		if err := k.Sources.alone(ctx, "label", source, func() error {
-			return k.SELinux.LabelMount(source,
-				labels)
+			return k.SELinux.LabelMount(source, labels)
 		}); err != nil {
 			return err
 		}
@@ -172,8 +173,9 @@ func (k Launcher) labelMounts(ctx context.Context, sources []string, labels conf
 }
 
 // Start starts a container of a pod that runs. targetPIDNS is as for Spec.
-func (k Launcher) Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*proto.Started,
-	error) {
+func (k Launcher) Start(
+	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+) (*proto.Started, error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {
 		return nil, err

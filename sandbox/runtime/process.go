@@ -125,8 +125,8 @@ func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociru
 		return err
 	}
 	exit.OOMKilled = kills > 0
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx),
-		orphanPatience) // the exit is recorded also if the caller left
+	// The exit is recorded even if the caller has given up.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), orphanPatience)
 	defer cancel()
 	if err := group.Kill(ctx); err != nil {
 		return err

@@ -38,8 +38,9 @@ func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (
 
 // Container returns the runtime-spec of a container. volumes are the mount points of its image
 // volumes, by index of the mount. targetPIDNS is the PID namespace to join, empty for the config's.
-func (n Node) Container(p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string) (*specs.Spec,
-	error) {
+func (n Node) Container(
+	p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
+) (*specs.Spec, error) {
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
 		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: n.facts(p),
 		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: targetPIDNS, Resources: c.Resources, Files: host.Files{},
@@ -82,10 +83,18 @@ func (n Node) pod(p *state.Pod) oci.Pod {
 	if !p.Tmpfs {
 		dir, shm = n.Dirs.PodFiles(p.ID), n.Dirs.OldShm(p.ID)
 	}
-	pod := oci.Pod{ID: p.ID, Config: p.Config, CgroupParent: p.Config.GetLinux().GetCgroupParent(), NetNS: p.NetNS,
-		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir,
-			"hosts"),
-		Shm: shm, OwnsFiles: p.Tmpfs, PausePID: p.PausePID}
+	pod := oci.Pod{
+		ID:           p.ID,
+		Config:       p.Config,
+		CgroupParent: p.Config.GetLinux().GetCgroupParent(),
+		NetNS:        p.NetNS,
+		ResolvConf:   filepath.Join(dir, "resolv.conf"),
+		Hostname:     filepath.Join(dir, "hostname"),
+		Hosts:        filepath.Join(dir, "hosts"),
+		Shm:          shm,
+		OwnsFiles:    p.Tmpfs,
+		PausePID:     p.PausePID,
+	}
 	if state.HostIPC(p.Config) {
 		pod.Shm = "/dev/shm"
 	}

@@ -80,8 +80,8 @@ func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 			return fmt.Errorf("container %s has ended: %w", c.ID, unreadable)
 		}
 		if ctx.Err() != nil {
-			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.ID, run.PID, ctx.Err()),
-				err)
+			unkillable := fmt.Errorf("kill container %s: its process %d does not end: %w", c.ID, run.PID, ctx.Err())
+			return errors.Join(unkillable, err)
 		}
 	}
 }

@@ -35,8 +35,8 @@ func (k Launcher) checkMounts(podID string, r *handler.Runtime, spec *specs.Spec
 	ns := k.Node.Dirs.UserNS(podID)
 	for _, mount := range spec.Mounts {
 		if oci.IsIDMapped(mount) && r != nil && !r.IDMappedMounts { // it would show wrong owners
-			return errdefs.FailedPrecondition("mount of %s: %s has no ID-mapped mounts, or does not say so", mount.Destination,
-				r.Path)
+			return errdefs.FailedPrecondition("mount of %s: %s has no ID-mapped mounts, or does not say so",
+				mount.Destination, r.Path)
 		}
 		if !oci.IsIDMapped(mount) || len(mount.UIDMappings) > 0 { // those libcontainer makes a namespace for
 			continue

@@ -46,8 +46,9 @@ func (k Roots) VolumePlaces(id string, volumes []state.Volume) map[int]string {
 }
 
 // HoldVolumes keeps the layers of a container's image volumes alive and returns what to mount.
-func (k Roots) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume,
-	error) {
+func (k Roots) HoldVolumes(
+	id string, config *runtimeapi.ContainerConfig, volumes []state.Volume,
+) ([]proto.Volume, error) {
 	places := k.VolumePlaces(id, volumes)
 	var held []proto.Volume
 	var failed error

@@ -76,8 +76,12 @@ func (e *Events) ContainerDeleted(last *Container) {
 func (e *Events) PodDeleted(last *Pod) {
 	if last != nil {
 		e.feed.Publish(func() Event {
-			return Event{Type: runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, ID: last.ID, At: time.Now(),
-				Pod: last}
+			return Event{
+				Type: runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT,
+				ID:   last.ID,
+				At:   time.Now(),
+				Pod:  last,
+			}
 		})
 	}
 }

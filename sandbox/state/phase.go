@@ -38,8 +38,8 @@ const (
 // podMoves are the transitions of a pod.
 var podMoves = map[Phase][]Phase{
 	PodStarting: {PodReady, Removing},
-	PodReady: {PodNotReady, PodStopping,
-		Removing}, // Removing: its record could not be written, or its removal comes first
+	// To Removing: the pod's record could not be written, or the pod is removed without a stop.
+	PodReady:    {PodNotReady, PodStopping, Removing},
 	PodNotReady: {PodStopping, Removing},
 	PodStopping: {PodStopped, Removing},
 	PodStopped:  {Removing},
@@ -49,13 +49,14 @@ var podMoves = map[Phase][]Phase{
 // containerMoves are the transitions of a container.
 var containerMoves = map[Phase][]Phase{
 	ContainerCreating: {ContainerCreated, Removing},
-	ContainerCreated: {ContainerStarting, ContainerExited,
-		Removing}, // Exited: its pod was lost in a restart of the machine
+	// To Exited: a restart of the machine ended the pod.
+	ContainerCreated:  {ContainerStarting, ContainerExited, Removing},
 	ContainerStarting: {ContainerRunning, ContainerExited, ContainerCreated, Removing},
-	ContainerRunning: {ContainerExited, ContainerCreated,
-		Removing}, // after a restart: Created if no process was ever started, Removing if the pod's record was lost
-	ContainerExited: {Removing},
-	Removing:        {Removed},
+	// After a restart of the daemon: to Created if no process was ever started, to Removing if the
+	// pod's record was lost.
+	ContainerRunning: {ContainerExited, ContainerCreated, Removing},
+	ContainerExited:  {Removing},
+	Removing:         {Removed},
 }
 
 // IsContainerPhase reports whether this version knows the phase of a container.
@@ -75,11 +76,22 @@ func move(moves map[Phase][]Phase, object string, from, to Phase) (Phase, error)
 // Recorded names of the phases. Earlier versions read these records too, so a phase that they lack
 // is recorded as the nearest known one. Recovery restores the difference.
 var (
-	podRecorded = map[Phase]Phase{PodStarting: "starting", PodReady: "ready", PodNotReady: "ready",
-		PodStopping: "stopped", PodStopped: "stopped", Removing: "removing"}
-	containerRecorded = map[Phase]Phase{ContainerCreating: "created", ContainerCreated: "created",
+	podRecorded = map[Phase]Phase{
+		PodStarting: "starting",
+		PodReady:    "ready",
+		PodNotReady: "ready",
+		PodStopping: "stopped",
+		PodStopped:  "stopped",
+		Removing:    "removing",
+	}
+	containerRecorded = map[Phase]Phase{
+		ContainerCreating: "created",
+		ContainerCreated:  "created",
 		ContainerStarting: "starting",
-		ContainerRunning:  "running", ContainerExited: "exited", Removing: "removing"}
+		ContainerRunning:  "running",
+		ContainerExited:   "exited",
+		Removing:          "removing",
+	}
 )
 
 // loadedPodPhase returns the phase that a pod's record stands for. A recorded stop may not have come to its end. An unknown

@@ -102,8 +102,8 @@ func OpenRecords(root string, begin func(what, object string) func()) (*Records,
 	if err != nil {
 		return nil, err
 	}
-	containers, err := checkpoint.OpenDir(filepath.Join(root, "containers"), "container", containerVersion,
-		checkpoint.Process)
+	containers, err := checkpoint.OpenDir(filepath.Join(root, "containers"), "container",
+		containerVersion, checkpoint.Process)
 	if err != nil {
 		return nil, err
 	}
@@ -171,12 +171,28 @@ func encodePod(spec *PodSpec, status *PodStatus) (*podRecord, error) {
 			return nil, errdefs.InvalidArgument("encode resources: %w", err)
 		}
 	}
-	return &podRecord{ID: spec.ID, BootID: spec.BootID, RunID: status.RunID, Phase: podRecorded[status.phase],
-		CreatedAt: spec.CreatedAt,
-		Config:    config, Handler: spec.Handler, Resources: resources, Runtime: spec.Runtime, Tmpfs: spec.Tmpfs,
-		CgroupsPath: spec.CgroupsPath, Mappings: spec.Mappings, NetNS: spec.NetNS, Network: status.Network,
-		IPRanges: spec.IPRanges, IPs: status.IPs,
-		SELinux: spec.Labels, PauseImage: spec.PauseImage, PausePID: status.PausePID, PauseStart: status.PauseStart}, nil
+	return &podRecord{
+		ID:          spec.ID,
+		BootID:      spec.BootID,
+		RunID:       status.RunID,
+		Phase:       podRecorded[status.phase],
+		CreatedAt:   spec.CreatedAt,
+		Config:      config,
+		Handler:     spec.Handler,
+		Resources:   resources,
+		Runtime:     spec.Runtime,
+		Tmpfs:       spec.Tmpfs,
+		CgroupsPath: spec.CgroupsPath,
+		Mappings:    spec.Mappings,
+		NetNS:       spec.NetNS,
+		Network:     status.Network,
+		IPRanges:    spec.IPRanges,
+		IPs:         status.IPs,
+		SELinux:     spec.Labels,
+		PauseImage:  spec.PauseImage,
+		PausePID:    status.PausePID,
+		PauseStart:  status.PauseStart,
+	}, nil
 }
 
 func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRecord, error) {
@@ -190,13 +206,29 @@ func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRe
 			return nil, errdefs.InvalidArgument("encode resources: %w", err)
 		}
 	}
-	return &containerRecord{ID: spec.ID, PodID: spec.PodID, BootID: spec.BootID, RunID: status.RunID,
-		Phase:     containerRecorded[status.phase],
-		CreatedAt: spec.CreatedAt, Config: config, Resources: resources, Adjustment: status.Adjustment, Limits: status.Limits,
-		Image: spec.Image, Volumes: spec.Volumes, User: status.User, Project: spec.Project, CgroupsPath: spec.CgroupsPath,
-		LogPath: spec.LogPath,
-		SELinux: spec.Labels, Process: status.Process, Described: status.Described,
-		StartedAt: status.StartedAt, Exit: status.Exit}, nil
+	return &containerRecord{
+		ID:          spec.ID,
+		PodID:       spec.PodID,
+		BootID:      spec.BootID,
+		RunID:       status.RunID,
+		Phase:       containerRecorded[status.phase],
+		CreatedAt:   spec.CreatedAt,
+		Config:      config,
+		Resources:   resources,
+		Adjustment:  status.Adjustment,
+		Limits:      status.Limits,
+		Image:       spec.Image,
+		Volumes:     spec.Volumes,
+		User:        status.User,
+		Project:     spec.Project,
+		CgroupsPath: spec.CgroupsPath,
+		LogPath:     spec.LogPath,
+		SELinux:     spec.Labels,
+		Process:     status.Process,
+		Described:   status.Described,
+		StartedAt:   status.StartedAt,
+		Exit:        status.Exit,
+	}, nil
 }
 
 // decodePod decodes the record of the pod with that ID. It derives what earlier versions did not record.
@@ -218,11 +250,21 @@ func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
 			return nil, PodStatus{}, err
 		}
 	}
-	spec := &PodSpec{ID: rec.ID, BootID: rec.BootID, CreatedAt: rec.CreatedAt, Config: config, Handler: rec.Handler,
-		Runtime: rec.Runtime,
-		Tmpfs:   rec.Tmpfs, CgroupsPath: rec.CgroupsPath, NetNS: rec.NetNS, IPRanges: rec.IPRanges, Mappings: rec.Mappings,
-		Labels:     rec.SELinux,
-		PauseImage: rec.PauseImage}
+	spec := &PodSpec{
+		ID:          rec.ID,
+		BootID:      rec.BootID,
+		CreatedAt:   rec.CreatedAt,
+		Config:      config,
+		Handler:     rec.Handler,
+		Runtime:     rec.Runtime,
+		Tmpfs:       rec.Tmpfs,
+		CgroupsPath: rec.CgroupsPath,
+		NetNS:       rec.NetNS,
+		IPRanges:    rec.IPRanges,
+		Mappings:    rec.Mappings,
+		Labels:      rec.SELinux,
+		PauseImage:  rec.PauseImage,
+	}
 	status := PodStatus{phase: loadedPodPhase(rec.Phase), RunID: rec.RunID, Network: rec.Network, IPs: rec.IPs,
 		PausePID: rec.PausePID, PauseStart: rec.PauseStart}
 	if rec.Resources != nil {
@@ -255,9 +297,19 @@ func decodeContainer(id string, body []byte) (*ContainerSpec, ContainerStatus, e
 			return nil, ContainerStatus{}, err
 		}
 	}
-	spec := &ContainerSpec{ID: rec.ID, PodID: rec.PodID, BootID: rec.BootID, CreatedAt: rec.CreatedAt, Config: config,
-		Image:   rec.Image,
-		Volumes: rec.Volumes, Project: rec.Project, CgroupsPath: rec.CgroupsPath, LogPath: rec.LogPath, Labels: rec.SELinux}
+	spec := &ContainerSpec{
+		ID:          rec.ID,
+		PodID:       rec.PodID,
+		BootID:      rec.BootID,
+		CreatedAt:   rec.CreatedAt,
+		Config:      config,
+		Image:       rec.Image,
+		Volumes:     rec.Volumes,
+		Project:     rec.Project,
+		CgroupsPath: rec.CgroupsPath,
+		LogPath:     rec.LogPath,
+		Labels:      rec.SELinux,
+	}
 	status := ContainerStatus{phase: loadedContainerPhase(rec.Phase, rec.Process != nil), RunID: rec.RunID,
 		Resources: resources, Limits: rec.Limits, User: rec.User,
 		Adjustment: rec.Adjustment, Process: rec.Process, Described: rec.Described, StartedAt: rec.StartedAt, Exit: rec.Exit}

@@ -76,8 +76,8 @@ func checkName(what, name string) error {
 // PodIdentity is what makes two requests mean the same pod. Quoted, so that no
 // name can be made to look like another's.
 func PodIdentity(md *runtimeapi.PodSandboxMetadata) string {
-	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)", md.GetName(), md.GetNamespace(), md.GetUid(),
-		md.GetAttempt())
+	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)",
+		md.GetName(), md.GetNamespace(), md.GetUid(), md.GetAttempt())
 }
 
 // ContainerIdentity is what makes two requests mean the same container.

@@ -31,8 +31,9 @@ func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object s
 }
 
 // Take acquires the lock and returns the value. The caller calls release.
-func (l *Locked[T]) Take(ctx context.Context, tasks *task.Runner, what, object string) (value *T, release func(),
-	err error) {
+func (l *Locked[T]) Take(
+	ctx context.Context, tasks *task.Runner, what, object string,
+) (value *T, release func(), err error) {
 	release, err = tasks.Acquire(ctx, l.lock, what, object)
 	if err != nil {
 		return nil, nil, err

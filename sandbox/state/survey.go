@@ -30,6 +30,24 @@ const (
 	BeingRemoved Stage = "being removed"
 )
 
+// The stages of recorded phases.
+var (
+	podStages = map[Phase]Stage{
+		PodStarting: BeingMade,
+		PodReady:    Running,
+		PodStopping: Ended,
+		Removing:    BeingRemoved,
+	}
+	containerStages = map[Phase]Stage{
+		ContainerCreating: BeingMade,
+		ContainerCreated:  Created,
+		ContainerStarting: Running,
+		ContainerRunning:  Running,
+		ContainerExited:   Ended,
+		Removing:          BeingRemoved,
+	}
+)
+
 // FoundPod lists the parts of a recorded pod.
 type FoundPod struct {
 	ID          string
@@ -83,8 +101,7 @@ func Inspect(root, state string) (*Found, error) {
 		{"pods", "pod", podVersion, func(name string, _ int, body []byte) error { return r.addPod(dirs, name, body) }},
 		{"containers", "container", containerVersion, r.addContainer},
 		{"runtime", "runtime", runtimeVersion, func(_ string, _ int, body []byte) error {
-			return json.Unmarshal(body,
-				&Runtime{})
+			return json.Unmarshal(body, &Runtime{})
 		}},
 	} {
 		survey, err := checkpoint.Inspect(filepath.Join(root, folder.name), folder.kind, folder.version, folder.decode)
@@ -131,11 +148,20 @@ func (r *Found) addPod(dirs Dirs, name string, body []byte) error {
 	if err != nil {
 		return err
 	}
-	p := &FoundPod{ID: spec.ID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config,
-		Program: spec.Runtime != nil, CgroupsPath: spec.CgroupsPath,
-		NetNS: spec.NetNS, Network: status.Network, IPs: status.IPs, PausePID: status.PausePID, PauseStart: status.PauseStart,
-		Stage: map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopping: Ended,
-			Removing: BeingRemoved}[status.phase]}
+	p := &FoundPod{
+		ID:          spec.ID,
+		BootID:      spec.BootID,
+		RunID:       status.RunID,
+		Config:      spec.Config,
+		Program:     spec.Runtime != nil,
+		CgroupsPath: spec.CgroupsPath,
+		NetNS:       spec.NetNS,
+		Network:     status.Network,
+		IPs:         status.IPs,
+		PausePID:    status.PausePID,
+		PauseStart:  status.PauseStart,
+		Stage:       podStages[status.phase],
+	}
 	if p.Stage == "" {
 		return errors.New("its phase is unknown")
 	}
@@ -162,12 +188,18 @@ func (r *Found) addContainer(name string, _ int, body []byte) error {
 	if err != nil {
 		return err
 	}
-	c := &FoundContainer{ID: spec.ID, PodID: spec.PodID, BootID: spec.BootID, RunID: status.RunID, Config: spec.Config,
+	c := &FoundContainer{
+		ID:          spec.ID,
+		PodID:       spec.PodID,
+		BootID:      spec.BootID,
+		RunID:       status.RunID,
+		Config:      spec.Config,
 		CgroupsPath: spec.CgroupsPath,
-		ImageID:     spec.Image.ID, ImageRef: cmp.Or(spec.Image.Ref, spec.Image.ID), Layers: spec.Image.Layers,
-		Stage: map[Phase]Stage{ContainerCreating: BeingMade, ContainerCreated: Created, ContainerStarting: Running,
-			ContainerRunning: Running,
-			ContainerExited:  Ended, Removing: BeingRemoved}[status.phase]}
+		ImageID:     spec.Image.ID,
+		ImageRef:    cmp.Or(spec.Image.Ref, spec.Image.ID),
+		Layers:      spec.Image.Layers,
+		Stage:       containerStages[status.phase],
+	}
 	if c.Stage == "" {
 		return errors.New("its phase is unknown")
 	}

@@ -105,8 +105,9 @@ func (p *PodMeter) Past() *cgstats.Sample { return p.ended.Load() }
 // running containers, which are added up if the pod has no cgroup. interfaces lists up to
 // maxInterfaces network interfaces, the default one first, and none if the pod uses the node's
 // network. The error wraps cgstats.ErrGone when the pod has ended.
-func (p *PodMeter) Read(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface,
-	err error) {
+func (p *PodMeter) Read(
+	u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage],
+) (interfaces []cgstats.Interface, err error) {
 	if p.net != nil {
 		if interfaces, err = p.net.Read(); err != nil {
 			return nil, err

@@ -149,8 +149,7 @@ func newSocket(address netip.Addr) (*os.File, error) {
 // connect waits on Go's poller and so holds no thread.
 func connect(ctx context.Context, socket *os.File, address netip.AddrPort) error {
 	defer context.AfterFunc(ctx, func() {
-		_ = socket.SetWriteDeadline(time.Unix(1,
-			0))
+		_ = socket.SetWriteDeadline(time.Unix(1, 0))
 	})() // fails after socket is closed, which is harmless
 	conn, err := socket.SyscallConn()
 	if err != nil {

@@ -115,8 +115,9 @@ func (o *output) copy() error {
 		}
 		switch {
 		case err == nil:
-		case err == io.EOF, errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err,
-			unix.EIO): // EIO: no process has the terminal open
+		case err == io.EOF, errors.Is(err, os.ErrDeadlineExceeded):
+			return nil
+		case errors.Is(err, unix.EIO): // no process has the terminal open
 			return nil
 		default:
 			return fmt.Errorf("read command output: %w", err)

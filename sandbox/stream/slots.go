@@ -64,12 +64,12 @@ func (p *slots) take(object string) (release func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.taken >= p.max {
-		return nil, errdefs.New(codes.ResourceExhausted, "%s: the node's limit of %d %s is reached", object, p.taken,
-			p.what)
+		return nil, errdefs.New(codes.ResourceExhausted, "%s: the node's limit of %d %s is reached",
+			object, p.taken, p.what)
 	}
 	if p.each[object] >= p.maxEach {
-		return nil, errdefs.New(codes.ResourceExhausted, "%s: its limit of %d %s is reached", object, p.each[object],
-			p.what)
+		return nil, errdefs.New(codes.ResourceExhausted, "%s: its limit of %d %s is reached",
+			object, p.each[object], p.what)
 	}
 	p.taken++
 	p.each[object]++

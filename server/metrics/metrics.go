@@ -61,8 +61,10 @@ const (
 )
 
 // metrics are in the order of answers.
-var metrics = slices.Concat(cpuMetrics, memoryMetrics, diskMetrics, networkMetrics, processMetrics, specMetrics,
-	pressureMetrics)
+var metrics = slices.Concat(
+	cpuMetrics, memoryMetrics, diskMetrics, networkMetrics,
+	processMetrics, specMetrics, pressureMetrics,
+)
 
 var cpuMetrics = []metric{
 	{name: "container_cpu_usage_seconds_total", help: "Cumulative cpu time consumed in seconds.", kind: counter,
@@ -434,8 +436,13 @@ func OfContainer(pod *state.Pod, image string, c *stats.ContainerUsage, detail *
 	filesystem *stats.Filesystem) []*runtimeapi.Metric {
 	md := pod.Config.GetMetadata()
 	labels := []string{c.Info.Config.GetMetadata().GetName(), c.Cgroup, image, c.Info.ID, md.GetNamespace(), md.GetName()}
-	return take(labels, &measured{usage: &c.Usage, detail: detail, container: c.Info, sample: c.Sample,
-		filesystem: filesystem})
+	return take(labels, &measured{
+		usage:      &c.Usage,
+		detail:     detail,
+		container:  c.Info,
+		sample:     c.Sample,
+		filesystem: filesystem,
+	})
 }
 
 // OfPod returns the metrics of the pod's cgroup, which have no container label as with cAdvisor,

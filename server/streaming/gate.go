@@ -70,9 +70,15 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 	if err != nil {
 		return nil, err
 	}
-	g := &gate{listener: listener, tokens: tokens, quota: quota, most: max(1, min(quota.Limit()/4, maxUnidentified)),
-		log:    log,
-		closed: make(chan struct{}), wake: make(chan struct{}, 1)}
+	g := &gate{
+		listener: listener,
+		tokens:   tokens,
+		quota:    quota,
+		most:     max(1, min(quota.Limit()/4, maxUnidentified)),
+		log:      log,
+		closed:   make(chan struct{}),
+		wake:     make(chan struct{}, 1),
+	}
 	if overTLS {
 		g.patience = handshakeTime
 	}

@@ -241,8 +241,8 @@ func (s *Server) Attach(req *runtimeapi.AttachRequest) (string, error) {
 // numbers are bytes.
 func (s *Server) PortForward(req *runtimeapi.PortForwardRequest) (string, error) {
 	if n := len(req.GetPort()); n > maxForwards {
-		return "", errdefs.InvalidArgument("forward %d ports of pod sandbox %s: %d is the limit", n, req.GetPodSandboxId(),
-			maxForwards)
+		return "", errdefs.InvalidArgument("forward %d ports of pod sandbox %s: %d is the limit",
+			n, req.GetPodSandboxId(), maxForwards)
 	}
 	return s.offer("portforward", func(w http.ResponseWriter, r *http.Request) { s.servePortForward(w, r, req) })
 }

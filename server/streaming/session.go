@@ -22,8 +22,12 @@ import (
 const killedCode = 128 + 9
 
 func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
-	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(),
-		TTY: req.GetTty()}
+	options := remotecommand.Options{
+		Stdin:  req.GetStdin(),
+		Stdout: req.GetStdout(),
+		Stderr: req.GetStderr(),
+		TTY:    req.GetTty(),
+	}
 	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
 		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
 		switch {
@@ -43,8 +47,12 @@ func exitError(code int) error {
 }
 
 func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
-	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(),
-		TTY: req.GetTty()}
+	options := remotecommand.Options{
+		Stdin:  req.GetStdin(),
+		Stdout: req.GetStdout(),
+		Stderr: req.GetStderr(),
+		TTY:    req.GetTty(),
+	}
 	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
 		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
 		switch cause := context.Cause(ctx); {
@@ -82,8 +90,8 @@ type command struct {
 
 // ExecInContainer implements remotecommand.Executor. The session already has the command and the
 // container.
-func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out,
-	err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
+func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader,
+	out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	var streams stream.IO
 	// WebSocket opens all streams, even without a request for them.
 	if c.options.Stdin {

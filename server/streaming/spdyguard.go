@@ -160,8 +160,11 @@ func (g *spdyGuard) next() error {
 		}
 		return nil
 	}
-	return g.beginData(dataFrame{stream: spdy.StreamId(binary.BigEndian.Uint32(header[:])), flags: header[4],
-		left: length})
+	return g.beginData(dataFrame{
+		stream: spdy.StreamId(binary.BigEndian.Uint32(header[:])),
+		flags:  header[4],
+		left:   length,
+	})
 }
 
 func isControl(header [8]byte) bool { return header[0]&0x80 != 0 }

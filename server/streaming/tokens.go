@@ -43,8 +43,8 @@ func (t *tokens) add(kind string, serve http.HandlerFunc) (string, error) {
 	}
 	t.dropExpired(now)
 	if len(t.waiting) >= maxTokens {
-		return "", errdefs.New(codes.ResourceExhausted, "%s: %d URLs of sessions are unused, the limit is reached", kind,
-			maxTokens)
+		return "", errdefs.New(codes.ResourceExhausted, "%s: %d URLs of sessions are unused, the limit is reached",
+			kind, maxTokens)
 	}
 	t.waiting[token] = offer{kind: kind, serve: serve, expires: now.Add(tokenTime)}
 	return token, nil

@@ -98,8 +98,11 @@ func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err
 // runtimes with SubCgroups on cgroup v2; empty: the container's.
 func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) (pid, internal int, err error) {
 	defer r.cleanBundle(dir, &err)
-	args := []string{"exec", "--detach", "--process", filepath.Join(dir, ProcessFile), "--pid-file",
-		filepath.Join(dir, pidFile)}
+	args := []string{
+		"exec", "--detach",
+		"--process", filepath.Join(dir, ProcessFile),
+		"--pid-file", filepath.Join(dir, pidFile),
+	}
 	if r.Sandboxed {
 		args = append(args, "--internal-pid-file", filepath.Join(dir, internalPIDFile))
 	}

@@ -117,8 +117,10 @@ func isNeededMount(m specs.Mount) bool {
 }
 
 // pauseSyscalls are the system calls of pause. The filter in pause.c allows these only.
-var pauseSyscalls = []string{"execve", "exit_group", "restart_syscall", "rt_sigprocmask", "rt_sigtimedwait", "wait4",
-	"write"}
+var pauseSyscalls = []string{
+	"execve", "exit_group", "restart_syscall",
+	"rt_sigprocmask", "rt_sigtimedwait", "wait4", "write",
+}
 
 // allowsPause returns whether a seccomp profile allows all of pause's system calls with any
 // arguments. Then the filter in pause.c is at least as strict as the profile.

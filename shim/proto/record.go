@@ -80,8 +80,12 @@ func DecodeExit(data []byte) (Exit, error) {
 		return Exit{}, err
 	}
 	var n numbers
-	e := Exit{Code: int32(n.int(f[0], 32)), Signal: int(n.int(f[1], 32)), OOMKilled: f[2] == "true",
-		At: time.Unix(0, n.int(f[3], 64))}
+	e := Exit{
+		Code:      int32(n.int(f[0], 32)),
+		Signal:    int(n.int(f[1], 32)),
+		OOMKilled: f[2] == "true",
+		At:        time.Unix(0, n.int(f[3], 64)),
+	}
 	if n.err != nil {
 		return Exit{}, n.err
 	}

@@ -120,8 +120,8 @@ func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (co
 	defer c.Close() // no call is in progress
 	told, err := c.Settings(asking)
 	if err != nil {
-		loaded.source = fmt.Sprintf("of a daemon started now: the process at %s does not report its own: %v", loaded.Listen,
-			err)
+		loaded.source = fmt.Sprintf("of a daemon started now: the process at %s does not report its own: %v",
+			loaded.Listen, err)
 		return loaded, nil
 	}
 	running, err := config.LoadTold(flags, told)
@@ -180,8 +180,8 @@ func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 			return err
 		}
 	}
-	_, err := fmt.Fprintf(w, "%d pods, %d containers, %d images: %d differences\n", r.Pods, r.Containers, r.Images,
-		len(r.Differences))
+	_, err := fmt.Fprintf(w, "%d pods, %d containers, %d images: %d differences\n",
+		r.Pods, r.Containers, r.Images, len(r.Differences))
 	return err
 }
 

@@ -138,8 +138,8 @@ func Default() *Config {
 	c := new(Config)
 	for _, o := range options() {
 		if err := o.set(fields(c), o.defaults()); err != nil {
-			panic(fmt.Sprintf("config: default of %s: %v", o.Key,
-				err)) // an error in the tags above, which every test finds
+			// The struct tags above are wrong. Every test finds this.
+			panic(fmt.Sprintf("config: default of %s: %v", o.Key, err))
 		}
 	}
 	return c

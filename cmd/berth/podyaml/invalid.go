@@ -72,8 +72,8 @@ func (c *checker) metadata() {
 
 func (c *checker) spec() {
 	spec := &c.pod.Spec
-	oneOf(c, "spec.restartPolicy", spec.RestartPolicy, corev1.RestartPolicyAlways, corev1.RestartPolicyOnFailure,
-		corev1.RestartPolicyNever)
+	oneOf(c, "spec.restartPolicy", spec.RestartPolicy,
+		corev1.RestartPolicyAlways, corev1.RestartPolicyOnFailure, corev1.RestartPolicyNever)
 	if *spec.TerminationGracePeriodSeconds < 0 {
 		c.add("spec.terminationGracePeriodSeconds", "must not be negative")
 	}
@@ -154,8 +154,8 @@ func (c *checker) podSecurity() {
 	}
 	oneOf(c, at+".supplementalGroupsPolicy", value(sc.SupplementalGroupsPolicy),
 		corev1.SupplementalGroupsPolicyMerge, corev1.SupplementalGroupsPolicyStrict)
-	oneOf(c, at+".fsGroupChangePolicy", value(sc.FSGroupChangePolicy), corev1.FSGroupChangeAlways,
-		corev1.FSGroupChangeOnRootMismatch)
+	oneOf(c, at+".fsGroupChangePolicy", value(sc.FSGroupChangePolicy),
+		corev1.FSGroupChangeAlways, corev1.FSGroupChangeOnRootMismatch)
 	for i, s := range sc.Sysctls {
 		if !sysctlName.MatchString(s.Name) {
 			c.add(index(at+".sysctls", i)+".name", "%q is not the name of a sysctl", s.Name)

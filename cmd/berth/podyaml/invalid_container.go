@@ -31,8 +31,8 @@ func (c *checker) container(ctr Container) {
 	if err := checkImage(ctr.Image); err != nil {
 		c.add(ctr.Path+".image", "%q: %v", ctr.Image, err)
 	}
-	oneOf(c, ctr.Path+".imagePullPolicy", ctr.ImagePullPolicy, corev1.PullAlways, corev1.PullIfNotPresent,
-		corev1.PullNever)
+	oneOf(c, ctr.Path+".imagePullPolicy", ctr.ImagePullPolicy,
+		corev1.PullAlways, corev1.PullIfNotPresent, corev1.PullNever)
 	if ctr.Init {
 		oneOf(c, ctr.Path+".restartPolicy", value(ctr.RestartPolicy), corev1.ContainerRestartPolicyAlways)
 	}

@@ -106,8 +106,8 @@ func setUpProcess() {
 func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
 	a := &assembly{cfg: cfg, shutdown: newShutdown(stopLimit), closing: cleanup.New(), log: log}
 	defer a.closing.Run(&err)
-	defer context.AfterFunc(ctx,
-		func() { a.shutdown.deadline() })() // the limit starts with the signal, or with the first part that closes
+	// The limit starts with the signal, or with the first part that closes.
+	defer context.AfterFunc(ctx, func() { a.shutdown.deadline() })()
 
 	a.closing.Add("stop watching signals", watchSignals(os.Stderr, log))
 	budget := memory.SetLimit(log)
@@ -231,8 +231,8 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 // ctx ends.
 func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
 	if err := own.Watch(ctx); err != nil {
-		log.Warn("cannot watch nftables: deleted rules of berth's own network are restored only by Status calls", "error",
-			err)
+		log.Warn("cannot watch nftables: deleted rules of berth's own network are restored only by Status calls",
+			"error", err)
 	}
 }
 

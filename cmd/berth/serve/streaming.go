@@ -160,8 +160,8 @@ func serveStreaming(s *streaming.Server, log *slog.Logger) (stop func() error) {
 	go func() {
 		err := s.Serve(ctx)
 		if err != nil && ctx.Err() == nil {
-			log.Error("streaming server failed: exec, attach and port-forward do not work until berth is restarted", "error",
-				err)
+			log.Error("streaming server failed: exec, attach and port-forward do not work until berth is restarted",
+				"error", err)
 		}
 		ended <- err
 	}()

@@ -367,8 +367,12 @@ func lastOf(p netip.Prefix) netip.Addr {
 	return last
 }
 
-var protocols = map[string]uint8{"": unix.IPPROTO_TCP, "tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP,
-	"sctp": unix.IPPROTO_SCTP}
+var protocols = map[string]uint8{
+	"":     unix.IPPROTO_TCP,
+	"tcp":  unix.IPPROTO_TCP,
+	"udp":  unix.IPPROTO_UDP,
+	"sctp": unix.IPPROTO_SCTP,
+}
 
 // ProtocolName returns the name of a port's protocol.
 func (p Port) ProtocolName() string {

@@ -84,8 +84,14 @@ func FindBridge(name string) (*Bridge, error) {
 		return nil, fmt.Errorf("%s is not a bridge, but a device of type %s", name, link.Type())
 	}
 	at := link.Attrs()
-	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0,
-		alias: at.Alias}
+	b := &Bridge{
+		Name:  name,
+		Index: at.Index,
+		MTU:   at.MTU,
+		MAC:   at.HardwareAddr,
+		up:    at.Flags&net.FlagUp != 0,
+		alias: at.Alias,
+	}
 	addresses, err := addressesOf(b.Index)
 	if errors.Is(err, unix.ENODEV) { // deleted meanwhile
 		return nil, nil
@@ -207,8 +213,8 @@ func (b *Bridge) mayBecome(network string) error {
 			return err
 		}
 		if len(ports) > 0 {
-			return fmt.Errorf("%w: %s has %d pods of network %s, with another address directory", ErrTaken, b.Name, len(ports),
-				owner)
+			return fmt.Errorf("%w: %s has %d pods of network %s, with another address directory",
+				ErrTaken, b.Name, len(ports), owner)
 		}
 	case b.alias != "":
 		return fmt.Errorf("%w: %s has the alias %q", ErrTaken, b.Name, b.alias)
@@ -368,8 +374,8 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 		if wider, ok := prefixOf(a.IPNet); ok {
 			i := slices.IndexFunc(subnets, func(s netip.Prefix) bool { return wider.Overlaps(s) })
 			if i >= 0 && isNetworks(a.LinkIndex) {
-				return fmt.Errorf("%w: %s, with the subnet %s of bridge %s", ErrOverlap, subnets[i].Masked(), wider.Masked(),
-					linkName(a.LinkIndex))
+				return fmt.Errorf("%w: %s, with the subnet %s of bridge %s",
+					ErrOverlap, subnets[i].Masked(), wider.Masked(), linkName(a.LinkIndex))
 			}
 		}
 	}
@@ -386,14 +392,14 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 		}
 		if dst, ok := prefixOf(r.Dst); ok {
 			if s := containing(subnets, dst); s.IsValid() {
-				return fmt.Errorf("%w: %s, with the route to %s by interface %s", ErrOverlap, s.Masked(), dst,
-					linkName(r.LinkIndex))
+				return fmt.Errorf("%w: %s, with the route to %s by interface %s",
+					ErrOverlap, s.Masked(), dst, linkName(r.LinkIndex))
 			}
 		}
 		if gateway, ok := netip.AddrFromSlice(r.Gw); ok {
 			if s := containing(subnets, netip.PrefixFrom(gateway.Unmap(), gateway.Unmap().BitLen())); s.IsValid() {
-				return fmt.Errorf("%w: %s, with the gateway %s on interface %s", ErrOverlap, s.Masked(), gateway.Unmap(),
-					linkName(r.LinkIndex))
+				return fmt.Errorf("%w: %s, with the gateway %s on interface %s",
+					ErrOverlap, s.Masked(), gateway.Unmap(), linkName(r.LinkIndex))
 			}
 		}
 	}

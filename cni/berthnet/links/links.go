@@ -149,8 +149,8 @@ func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	port := PortName(a.ContainerID, a.IfName)
 	var host batch
 	host.add("make veth "+port, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
-		name(port), nl.NewRtAttr(unix.IFLA_ADDRESS, macs.PortMAC), number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_MASTER,
-			a.Bridge.Index),
+		name(port), nl.NewRtAttr(unix.IFLA_ADDRESS, macs.PortMAC),
+		number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_MASTER, a.Bridge.Index),
 		number(unix.IFLA_NUM_TX_QUEUES, 1), number(unix.IFLA_NUM_RX_QUEUES, 1), a.peer(ns, macs.PodMAC))
 	failpoint.Reach("net.make-pair")
 	err := host.do()
@@ -243,8 +243,11 @@ func (b *batch) addAddress(index int, ip netip.Prefix) {
 func (b *batch) addRoute(index int, r Route) {
 	message := nl.NewRtMsg()
 	message.Family, message.Dst_len, message.Protocol = uint8(family(r.Dst.Addr())), uint8(r.Dst.Bits()), unix.RTPROT_BOOT
-	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.RTA_GATEWAY, r.Gateway.AsSlice()),
-		number(unix.RTA_OIF, index)}
+	parts := []nl.NetlinkRequestData{
+		message,
+		nl.NewRtAttr(unix.RTA_GATEWAY, r.Gateway.AsSlice()),
+		number(unix.RTA_OIF, index),
+	}
 	if r.Dst.Bits() > 0 {
 		parts = append(parts, nl.NewRtAttr(unix.RTA_DST, r.Dst.Addr().AsSlice()))
 	}

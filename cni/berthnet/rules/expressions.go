@@ -70,15 +70,24 @@ func address(p netip.Prefix, offset4, offset6 uint32) expressions {
 		offset = offset6
 	}
 	length := uint32(len(data))
-	parts := expressions{&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset,
-		Len: length}}
+	parts := expressions{&expr.Payload{
+		DestRegister: reg,
+		Base:         expr.PayloadBaseNetworkHeader,
+		Offset:       offset,
+		Len:          length,
+	}}
 	if p.Bits() < p.Addr().BitLen() {
 		mask := make([]byte, length)
 		for bit := range p.Bits() {
 			mask[bit/8] |= 0x80 >> (bit % 8)
 		}
-		parts = append(parts, &expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: length, Mask: mask,
-			Xor: make([]byte, length)})
+		parts = append(parts, &expr.Bitwise{
+			SourceRegister: reg,
+			DestRegister:   reg,
+			Len:            length,
+			Mask:           mask,
+			Xor:            make([]byte, length),
+		})
 	}
 	return append(parts, compare(expr.CmpOpEq, data))
 }
@@ -91,8 +100,13 @@ func toLocalAddress() expressions {
 
 // masked keeps some bits of the mark or state in the register.
 func masked(bits uint32) expr.Any {
-	return &expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bits),
-		Xor: make([]byte, 4)}
+	return &expr.Bitwise{
+		SourceRegister: reg,
+		DestRegister:   reg,
+		Len:            4,
+		Mask:           binaryutil.NativeEndian.PutUint32(bits),
+		Xor:            make([]byte, 4),
+	}
 }
 
 var notZero = compare(expr.CmpOpNeq, make([]byte, 4))

@@ -45,8 +45,10 @@ func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some 
 			return nil, err
 		}
 		if !known {
-			some = append(some, Blocker{Chain: fmt.Sprintf("%s %s %s", families[c.Table.Family], c.Table.Name, c.Name),
-				Tool: tools[c.Table.Family]})
+			some = append(some, Blocker{
+				Chain: fmt.Sprintf("%s %s %s", families[c.Table.Family], c.Table.Name, c.Name),
+				Tool:  tools[c.Table.Family],
+			})
 		}
 	}
 	return some, nil
@@ -57,8 +59,11 @@ func hasFamily(subnets []netip.Prefix, ip4 bool) bool {
 	return slices.ContainsFunc(subnets, func(s netip.Prefix) bool { return s.Addr().Unmap().Is4() == ip4 })
 }
 
-var families = map[nftables.TableFamily]string{nftables.TableFamilyINet: "inet", nftables.TableFamilyIPv4: "ip",
-	nftables.TableFamilyIPv6: "ip6"}
+var families = map[nftables.TableFamily]string{
+	nftables.TableFamilyINet: "inet",
+	nftables.TableFamilyIPv4: "ip",
+	nftables.TableFamilyIPv6: "ip6",
+}
 
 // tools are the iptables commands by family. No command covers family inet.
 var tools = map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "iptables", nftables.TableFamilyIPv6: "ip6tables"}

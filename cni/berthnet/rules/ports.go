@@ -83,9 +83,14 @@ func (m portMap) set(t *nftables.Table) *nftables.Set {
 	if m.withIP {
 		key = append([]nftables.SetDatatype{m.addressType()}, key...)
 	}
-	return &nftables.Set{Table: t, Name: m.name, IsMap: true, Concatenation: true,
-		KeyType: nftables.MustConcatSetType(key...), DataType: nftables.MustConcatSetType(m.addressType(),
-			nftables.TypeInetService)}
+	return &nftables.Set{
+		Table:         t,
+		Name:          m.name,
+		IsMap:         true,
+		Concatenation: true,
+		KeyType:       nftables.MustConcatSetType(key...),
+		DataType:      nftables.MustConcatSetType(m.addressType(), nftables.TypeInetService),
+	}
 }
 
 // words returns the number of 32-bit registers of an address.
@@ -106,8 +111,12 @@ func (m portMap) lookUp() expressions {
 		if m.v6 {
 			offset = 24
 		}
-		parts = append(parts, &expr.Payload{DestRegister: next, Base: expr.PayloadBaseNetworkHeader, Offset: offset,
-			Len: 4 * m.words()})
+		parts = append(parts, &expr.Payload{
+			DestRegister: next,
+			Base:         expr.PayloadBaseNetworkHeader,
+			Offset:       offset,
+			Len:          4 * m.words(),
+		})
 		next += m.words()
 	}
 	return append(parts,
@@ -122,8 +131,12 @@ func (m portMap) toPod() expressions {
 	if m.v6 {
 		family = unix.NFPROTO_IPV6
 	}
-	return expressions{&expr.NAT{Type: expr.NATTypeDestNAT, Family: family, RegAddrMin: reg32,
-		RegProtoMin: reg32 + m.words()}}
+	return expressions{&expr.NAT{
+		Type:        expr.NATTypeDestNAT,
+		Family:      family,
+		RegAddrMin:  reg32,
+		RegProtoMin: reg32 + m.words(),
+	}}
 }
 
 // element returns the port's element in its map.

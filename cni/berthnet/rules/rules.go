@@ -187,18 +187,18 @@ func (n *Network) write(conn *nftables.Conn, old []string) error {
 	}
 	ports := plain(conn, t, chainHostPorts)
 	n.forwardPorts(conn, ports)
-	n.redirect(conn, base(conn, t, "prerouting", nftables.ChainTypeNAT, nftables.ChainHookPrerouting,
-		*nftables.ChainPriorityNATDest+early))
-	n.redirect(conn, base(conn, t, "output", nftables.ChainTypeNAT, nftables.ChainHookOutput,
-		*nftables.ChainPriorityNATDest+early))
+	n.redirect(conn, base(conn, t, "prerouting",
+		nftables.ChainTypeNAT, nftables.ChainHookPrerouting, *nftables.ChainPriorityNATDest+early))
+	n.redirect(conn, base(conn, t, "output",
+		nftables.ChainTypeNAT, nftables.ChainHookOutput, *nftables.ChainPriorityNATDest+early))
 	n.masquerade(conn, base(conn, t, "postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting,
 		*nftables.ChainPriorityNATSource+early))
-	n.guardLoopback(conn, base(conn, t, "raw", nftables.ChainTypeFilter, nftables.ChainHookPrerouting,
-		*nftables.ChainPriorityRaw))
-	n.isolateForwarded(conn, base(conn, t, "forward", nftables.ChainTypeFilter, nftables.ChainHookForward,
-		*nftables.ChainPriorityFilter+early))
-	n.isolateNode(conn, base(conn, t, "input", nftables.ChainTypeFilter, nftables.ChainHookInput,
-		*nftables.ChainPriorityFilter+early))
+	n.guardLoopback(conn, base(conn, t, "raw",
+		nftables.ChainTypeFilter, nftables.ChainHookPrerouting, *nftables.ChainPriorityRaw))
+	n.isolateForwarded(conn, base(conn, t, "forward",
+		nftables.ChainTypeFilter, nftables.ChainHookForward, *nftables.ChainPriorityFilter+early))
+	n.isolateNode(conn, base(conn, t, "input",
+		nftables.ChainTypeFilter, nftables.ChainHookInput, *nftables.ChainPriorityFilter+early))
 	for _, name := range old {
 		conn.DelChain(&nftables.Chain{Table: t, Name: name})
 	}
@@ -260,8 +260,8 @@ func of(prefixes []netip.Prefix, v6 bool) (some []netip.Prefix) {
 func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	for _, r := range redirections {
 		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), r.v6) {
-			add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, true), isFamily(r.v6), redirected(), from(source), r.match(),
-				masquerade())
+			add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, true), isFamily(r.v6),
+				redirected(), from(source), r.match(), masquerade())
 		}
 	}
 	if !n.Masquerade {

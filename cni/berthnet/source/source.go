@@ -161,10 +161,17 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 		a.to(pass)
 		a.label(skip)
 		a.atLeastX(2)
-		a.add(bpf.LoadIndirect{Off: 0, Size: 1}, bpf.StoreScratch{Src: bpf.RegA, N: 0}, // the type of the header after it
-			bpf.LoadIndirect{Off: 1, Size: 1}, bpf.ALUOpConstant{Op: bpf.ALUOpAdd, Val: 1}, bpf.ALUOpConstant{Op: bpf.ALUOpMul,
-				Val: 8},
-			bpf.ALUOpX{Op: bpf.ALUOpAdd}, bpf.TAX{}, bpf.LoadScratch{Dst: bpf.RegA, N: 0})
+		a.add(
+			// The type of the next header.
+			bpf.LoadIndirect{Off: 0, Size: 1},
+			bpf.StoreScratch{Src: bpf.RegA, N: 0},
+			// Skip this header: its length field counts units of 8 bytes after the first 8.
+			bpf.LoadIndirect{Off: 1, Size: 1},
+			bpf.ALUOpConstant{Op: bpf.ALUOpAdd, Val: 1},
+			bpf.ALUOpConstant{Op: bpf.ALUOpMul, Val: 8},
+			bpf.ALUOpX{Op: bpf.ALUOpAdd}, bpf.TAX{},
+			bpf.LoadScratch{Dst: bpf.RegA, N: 0},
+		)
 		a.label(look)
 	}
 	a.to(drop) // too many headers
@@ -202,7 +209,10 @@ func word(ip netip.Addr) uint32 {
 // linkLocal returns the address that the kernel derives from a hardware address (RFC 4291, appendix
 // A).
 func linkLocal(mac net.HardwareAddr) netip.Addr {
-	b := [16]byte{0: 0xfe, 1: 0x80, 8: mac[0] ^ 2, 9: mac[1], 10: mac[2], 11: 0xff, 12: 0xfe, 13: mac[3], 14: mac[4],
-		15: mac[5]}
+	b := [16]byte{
+		0: 0xfe, 1: 0x80,
+		8: mac[0] ^ 2, 9: mac[1], 10: mac[2], 11: 0xff,
+		12: 0xfe, 13: mac[3], 14: mac[4], 15: mac[5],
+	}
 	return netip.AddrFrom16(b)
 }

@@ -127,8 +127,14 @@ type Found struct {
 // OfDirectory sums a directory tree that does not change. It calls tick periodically. The number of
 // open descriptors does not depend on the depth of the tree.
 func OfDirectory(ctx context.Context, root *os.File, tick func()) (Found, error) {
-	t := summing{ctx: ctx, root: root, tick: tick, linked: map[uint64]bool{}, dirs: []string{""},
-		buf: make([]byte, bufferSize)}
+	t := summing{
+		ctx:    ctx,
+		root:   root,
+		tick:   tick,
+		linked: map[uint64]bool{},
+		dirs:   []string{""},
+		buf:    make([]byte, bufferSize),
+	}
 	for len(t.dirs) > 0 {
 		last := len(t.dirs) - 1
 		dir := t.dirs[last]

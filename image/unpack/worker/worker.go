@@ -157,8 +157,12 @@ func run(args []string) error {
 	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
-	grant := jail.Grant{Memory: uint64(MemoryFor(job, pack)), FileSize: uint64(job.Limits.Bytes), Files: fileLimit,
-		CPU: uint64(CPULimit(job.Limits).Seconds())}
+	grant := jail.Grant{
+		Memory:   uint64(MemoryFor(job, pack)),
+		FileSize: uint64(job.Limits.Bytes),
+		Files:    fileLimit,
+		CPU:      uint64(CPULimit(job.Limits).Seconds()),
+	}
 	layer := func(blob io.Reader) (unpack.Result, error) {
 		return unpack.Layer(context.Background(), tree, blob, job)
 	}

@@ -77,16 +77,16 @@ func checkKernel(_ context.Context, n *Node) []Finding {
 	}
 	if !newerThan(oldestMajor, oldestMinor) {
 		return []Finding{
-			lacking(Failure, "kernel", n.Facts.Kernel, fmt.Sprintf("install Linux %d.%d or later", oldestMajor,
-				oldestMinor)),
+			lacking(Failure, "kernel", n.Facts.Kernel,
+				fmt.Sprintf("install Linux %d.%d or later", oldestMajor, oldestMinor)),
 		}
 	}
 	findings := []Finding{ok("kernel", "Linux %s", n.Facts.Kernel)}
 	for _, f := range features {
 		if !newerThan(f.major, f.minor) {
 			findings = append(findings,
-				lacking(Warning, "kernel", "no "+f.name, fmt.Sprintf("Linux %d.%d has it, for %s", f.major, f.minor,
-					f.brings)))
+				lacking(Warning, "kernel", "no "+f.name,
+					fmt.Sprintf("Linux %d.%d has it, for %s", f.major, f.minor, f.brings)))
 		}
 	}
 	if n.Facts.Seccomp {

@@ -55,8 +55,8 @@ func (n *Node) checkRoom() Finding {
 	found := fmt.Sprintf("%d %% of space and %d %% of inodes free", room, inodes)
 	if room < leastRoom || inodes < leastInodes {
 		return lacking(Warning, subject, found,
-			fmt.Sprintf("free some space: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom,
-				leastInodes))
+			fmt.Sprintf("free some space: kubelet evicts pods below %d %% of space, %d %% of inodes",
+				leastRoom, leastInodes))
 	}
 	return ok(subject, "%s", found)
 }

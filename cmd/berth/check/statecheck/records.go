@@ -30,8 +30,8 @@ var (
 		"bin",
 		"cni",
 		"lock",
-		"run",
-	} // run: files of berth run
+		"run", // files of berth run
+	}
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id"}
 	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
 	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}

@@ -77,9 +77,17 @@ type Node struct {
 // invalid.
 func NodeOf(cfg *config.Config) (*Node, error) {
 	network, err := node.NetworkConfig(cfg, nil)
-	return &Node{Root: cfg.Root, State: cfg.State, Socket: cfg.Listen, NetNSDir: cfg.NetNSDir,
-		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, CNIRunDir: node.CNIRunDir(cfg), Networks: network.Readers,
-		Network: network.List}, err
+	return &Node{
+		Root:        cfg.Root,
+		State:       cfg.State,
+		Socket:      cfg.Listen,
+		NetNSDir:    cfg.NetNSDir,
+		CNIConfDir:  cfg.CNIConfDir,
+		CNICacheDir: network.CacheDir,
+		CNIRunDir:   node.CNIRunDir(cfg),
+		Networks:    network.Readers,
+		Network:     network.List,
+	}, err
 }
 
 // Pauses between looks while differences exist.

@@ -73,8 +73,8 @@ func ofRoot(root string) func(context.Context, *client.Client) error {
 			return fmt.Errorf("verbose Status contains no root: %w", err)
 		}
 		if filepath.Clean(its.Root) != filepath.Clean(root) {
-			return fmt.Errorf("the daemon there has the root %s, not %s; set --listen to the socket of the other", its.Root,
-				root)
+			return fmt.Errorf("the daemon there has the root %s, not %s; set --listen to the socket of the other",
+				its.Root, root)
 		}
 		return nil
 	}
@@ -234,9 +234,9 @@ func (f *facts) comparePodView(d *finder, p *state.FoundPod, listed *runtimeapi.
 var states = map[state.Stage][]runtimeapi.ContainerState{
 	state.Created: {runtimeapi.ContainerState_CONTAINER_CREATED},
 	state.Running: {
-		runtimeapi.ContainerState_CONTAINER_CREATED,
+		runtimeapi.ContainerState_CONTAINER_CREATED, // being launched
 		runtimeapi.ContainerState_CONTAINER_RUNNING,
-	}, // being launched
+	},
 	state.Ended: {runtimeapi.ContainerState_CONTAINER_EXITED},
 }
 
@@ -258,8 +258,8 @@ func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed 
 		d.differ(name, "the pod "+c.PodID+" in ListContainers", "%s", listed.PodSandboxId)
 	}
 	if listed.ImageRef != c.ImageRef || listed.ImageId != c.ImageID {
-		d.differ(name, fmt.Sprintf("the image %s (%s) in ListContainers", c.ImageID, c.ImageRef), "%s (%s)", listed.ImageId,
-			listed.ImageRef)
+		d.differ(name, fmt.Sprintf("the image %s (%s) in ListContainers", c.ImageID, c.ImageRef), "%s (%s)",
+			listed.ImageId, listed.ImageRef)
 	}
 	status := f.views.statuses[c.ID]
 	if status == nil {
