@@ -27,8 +27,8 @@ import (
 // CreateContainer creates a container in a ready pod and returns its ID. A call with the identity
 // and content of an existing container joins its creation, or returns its ID.
 //
-// Errors: NotFound for the pod or the image, InvalidArgument for a malformed config,
-// FailedPrecondition if the pod is not ready, AlreadyExists for a used identity with another
+// Errors: NotFound for the pod or the image. InvalidArgument for a malformed config.
+// FailedPrecondition if the pod is not ready. AlreadyExists if the identity exists with other
 // content.
 func (m *Manager) CreateContainer(
 	ctx context.Context, podID string, config *runtimeapi.ContainerConfig,
@@ -252,8 +252,8 @@ func (m *Manager) describeContainer(
 	return others, nil
 }
 
-// targetPIDNS returns a function that finds the PID namespace which an ephemeral container joins. It is
-// called late and needs no lock, because the target may end at any time.
+// targetPIDNS returns a function that finds the PID namespace which an ephemeral container joins.
+// It is called late and needs no lock, because the target may end at any time.
 func (m *Manager) targetPIDNS(c *container) func() (string, error) {
 	return func() (string, error) { return m.findTargetPIDNS(c) }
 }
@@ -277,8 +277,8 @@ func (m *Manager) findTargetPIDNS(c *container) (string, error) {
 	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
-// RuntimeSpec returns the runtime-spec of a container, as its launcher got it or would get it.
-// Errors: NotFound, else those of runtime.Launcher.Describe.
+// RuntimeSpec returns the runtime-spec of a container, built from its record as for a launch.
+// Errors: NotFound, and the errors of runtime.Launcher.Describe.
 func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error) {
 	c, err := m.containers.Find(id)
 	if err != nil {

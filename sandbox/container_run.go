@@ -91,7 +91,8 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	return nil
 }
 
-// launchContainer launches a container from a snapshot: the launch may go on when the caller has released the lock.
+// launchContainer launches a container from a snapshot: the launch may go on when the caller has
+// released the lock.
 func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (*proto.Started, error) {
 	return m.launcher.Start(ctx, p.Info(), c.snapshot(), m.targetPIDNS(c.container))
 }
@@ -202,7 +203,8 @@ func (m *Manager) closeRunning(c *container, run *running) {
 	}
 }
 
-// noteExit fails only when the daemon is ending; the next one finds the exit record, or that the shim was lost.
+// noteExit fails only when the daemon is ending; the next one finds the exit record, or that the
+// shim was lost.
 func (m *Manager) noteExit(c *container, exit state.Exit) {
 	_ = m.lockContainer(m.tasks.Watchers.Context(), c, "note the exit of", func(c lockedContainer) error {
 		m.exited(c, exit)

@@ -10,12 +10,13 @@ import (
 	"berth/internal/task"
 )
 
-// takeDownsAtOnce bounds how many pods of an earlier daemon are taken down at a time. After a reboot it is all of them, and
-// each one runs plugins.
+// takeDownsAtOnce bounds how many pods of an earlier daemon are taken down at a time. After a
+// reboot it is all of them, and each one runs plugins.
 const takeDownsAtOnce = 8
 
-// deferredWork is what recovery finds unfinished. Recovery notes it and starts nothing, because the work takes locks and may
-// look for any other object. After Start each item runs in the background until it succeeds. The lock guards noted.
+// deferredWork is what recovery finds unfinished. Recovery notes it and starts nothing, because the
+// work takes locks and may look for any other object. After Start each item runs in the background
+// until it succeeds. The lock guards noted.
 type deferredWork struct {
 	tasks *task.Runner
 	queue *semaphore.Weighted
@@ -34,8 +35,8 @@ func (w *deferredWork) Later(what, object string, do func(context.Context) error
 	w.noted = append(w.noted, func() { w.tasks.RetryInBackground(what, object, do) })
 }
 
-// LaterInQueue is Later for work that takes a pod down. Queued work does not hold the pod's lock, so client requests
-// proceed.
+// LaterInQueue is Later for work that takes a pod down. Queued work does not hold the pod's lock,
+// so client requests proceed.
 func (w *deferredWork) LaterInQueue(what, object string, do func(context.Context) error) {
 	w.Later(what, object, func(ctx context.Context) error {
 		end := w.tasks.BeginOpen("other pods of an earlier daemon to be taken down", object)

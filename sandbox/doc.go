@@ -20,7 +20,7 @@
 // A container ends when its shim ends, which a pidfd reports. The exit record then gives the
 // reason. Stopping is level-triggered: look, signal, look again.
 //
-// This package decides the order of steps, and what is recorded and published between them. The
-// manager commands the host through the interfaces of interfaces.go. The packages that implement
-// them import nothing of this one.
+// This package orders the steps and records and publishes the states between them. The manager
+// commands the host through the interfaces of interfaces.go. The packages that implement them
+// import nothing of this one.
 package sandbox

@@ -418,8 +418,8 @@ type fakeTrash struct{ *fakeHost }
 func (f fakeTrash) Discard(string) error { return f.call("discard layer") }
 func (f fakeTrash) Run(context.Context)  {}
 
-// withFakes runs a test with a manager on a fake host. Time is virtual, so retries take none. The manager ends with the test,
-// and no goroutine of it may be left.
+// withFakes runs a test with a manager on a fake host. Time is virtual, so retries take none. The
+// manager ends with the test, and no goroutine of it may be left.
 func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {

@@ -22,11 +22,11 @@ import (
 	"berth/shim/proto"
 )
 
-// The manager commands the host through these interfaces only. Tests replace them with fakes, so that each failure of each
-// step can be tested without root.
+// The manager commands the host through these interfaces only. Tests replace them with fakes, so
+// that each failure of each step can be tested without root.
 
-// Launcher turns pods and containers into processes. runtime.Launcher implements it and documents
-// the methods.
+// Launcher starts the processes of pods and containers. runtime.Launcher implements it and
+// documents the methods.
 type Launcher interface {
 	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
@@ -38,7 +38,8 @@ type Launcher interface {
 		targetPIDNS func() (string, error), describing *atomic.Bool) (*specs.Spec, error)
 }
 
-// Processes finds, watches and removes what launches made. runtime.Processes implements it and documents the methods.
+// Processes finds, watches and removes what launches made. runtime.Processes implements it and
+// documents the methods.
 type Processes interface {
 	Find(ctx context.Context, id string) (*runtime.Running, proto.Processes, error)
 	AwaitEnd(process *os.File, object string) bool
@@ -52,7 +53,8 @@ type Processes interface {
 	RemoveRoot(podID string) error
 }
 
-// Stopper stops containers and finds out how they ended. *runtime.Stopper implements it and documents the methods.
+// Stopper stops containers and finds out how they ended. *runtime.Stopper implements it and
+// documents the methods.
 type Stopper interface {
 	Stop(ctx context.Context, c runtime.StopTarget, run *runtime.Running, signal unix.Signal, timeout time.Duration) error
 	Kill(ctx context.Context, c runtime.StopTarget) error
@@ -67,8 +69,8 @@ type Images interface {
 	Release(id string) error
 }
 
-// Volumes finds and holds images that are not a container's own: volumes, and the image of a pause. runtime.Roots implements
-// it and documents the methods.
+// Volumes finds and holds images that are not a container's own: volumes, and the image of a pause.
+// runtime.Roots implements it and documents the methods.
 type Volumes interface {
 	FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error)
 	HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume, error)
@@ -76,7 +78,8 @@ type Volumes interface {
 	PauseImage(ctx context.Context, reference string) (*state.Image, error)
 }
 
-// Network attaches pods to the node's network. *podenv.Networks implements it and documents the methods.
+// Network attaches pods to the node's network. *podenv.Networks implements it and documents the
+// methods.
 type Network interface {
 	Status(ctx context.Context) error
 	SetPodCIDR(ctx context.Context, cidr string) error

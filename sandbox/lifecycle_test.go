@@ -17,7 +17,8 @@ var podParts = []string{"remove processes", "remove mounts", "remove netns", "re
 // containerParts are the calls that remove a container from the host.
 var containerParts = []string{"remove processes", "release layers", "release volumes", "discard layer", "remove container record"}
 
-// A step of RunPodSandbox that fails undoes all of it: nothing is recorded, and the same request succeeds afterwards.
+// A step of RunPodSandbox that fails undoes all of it: nothing is recorded, and the same request
+// succeeds afterwards.
 func TestRunPodSandboxFailures(t *testing.T) {
 	for _, test := range []struct {
 		step     string
@@ -72,7 +73,8 @@ func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 	}
 }
 
-// A step of CreateContainer that fails undoes all of it: nothing is recorded, and the same request succeeds afterwards.
+// A step of CreateContainer that fails undoes all of it: nothing is recorded, and the same request
+// succeeds afterwards.
 func TestCreateContainerFailures(t *testing.T) {
 	for _, test := range []struct {
 		step     string
@@ -105,7 +107,8 @@ func TestCreateContainerFailures(t *testing.T) {
 	}
 }
 
-// A start that cannot be recorded leaves a created container. A launch that fails leaves one that has exited.
+// A start that cannot be recorded leaves a created container. A launch that fails leaves one that
+// has exited.
 func TestStartContainerFailures(t *testing.T) {
 	for _, test := range []struct {
 		step  string
@@ -181,8 +184,8 @@ func TestStopContainerFailures(t *testing.T) {
 	})
 }
 
-// A step of RemoveContainer that fails keeps the record, and the next call goes on. Only a removal that cannot be recorded goes
-// on at once: it frees space on a full disk.
+// A step of RemoveContainer that fails keeps the record, and the next call goes on. Only a removal
+// that cannot be recorded goes on at once: it frees space on a full disk.
 func TestRemoveContainerFailures(t *testing.T) {
 	for _, test := range []struct {
 		step string

@@ -330,8 +330,8 @@ func startPool(cfg Config, dirs state.Dirs, programs payload.Paths) (*shim.Launc
 	})
 }
 
-// probeUserNamespaces completes the node's facts with the result of probing user namespaces. It runs
-// before any part of the manager gets the facts, which do not change afterwards.
+// probeUserNamespaces completes the node's facts with the result of probing user namespaces. It
+// runs before any part of the manager gets the facts, which do not change afterwards.
 func probeUserNamespaces(namespaces podenv.Namespaces, cfg Config) host.Facts {
 	err := namespaces.Probe()
 	if err != nil {
@@ -349,8 +349,8 @@ func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
 // RuntimeStatus tells why no pod can be run at the moment, or nil. It answers from memory.
 func (m *Manager) RuntimeStatus() error { return m.disks.Err() }
 
-// UpdatePodCIDR takes the node's pod CIDR, one or several comma-separated. Networks that declare the ipRanges
-// capability get it with every new pod. Empty: none. InvalidArgument otherwise.
+// UpdatePodCIDR takes the node's pod CIDR, one or several comma-separated. Networks that declare
+// the ipRanges capability get it with every new pod. Empty: none. InvalidArgument otherwise.
 func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 	return m.network.SetPodCIDR(ctx, cidr)
 }

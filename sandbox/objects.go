@@ -65,7 +65,8 @@ func (p *pod) Info() *state.Pod { return p.info.Load() }
 // Birth implements state.Published.
 func (p *pod) Birth() state.Birth { return state.Birth{At: p.CreatedAt, ID: p.ID} }
 
-// unshared returns the pod as if it were locked. It is for planning and recovery, while no other goroutine can reach it.
+// unshared returns the pod as if it were locked. It is for planning and recovery, while no other
+// goroutine can reach it.
 func (p *pod) unshared() lockedPod { return lockedPod{p, p.status.Unshared()} }
 
 // snapshot returns the pod as it is now.
@@ -78,7 +79,8 @@ func (m *Manager) lockPod(ctx context.Context, p *pod, what string, op func(lock
 	})
 }
 
-// container owns a container: its Spec, its Status and its process. The Status is reached through lockContainer only.
+// container owns a container: its Spec, its Status and its process. The Status is reached through
+// lockContainer only.
 type container struct {
 	*state.ContainerSpec
 	status  state.Locked[state.ContainerStatus]
@@ -118,8 +120,8 @@ func (c *container) Info() *state.Container { return c.info.Load() }
 // Birth implements state.Published.
 func (c *container) Birth() state.Birth { return state.Birth{At: c.CreatedAt, ID: c.ID} }
 
-// unshared returns the container as if it were locked. It is for planning and recovery, while no other goroutine can reach
-// it.
+// unshared returns the container as if it were locked. It is for planning and recovery, while no
+// other goroutine can reach it.
 func (c *container) unshared() lockedContainer { return lockedContainer{c, c.status.Unshared()} }
 
 // snapshot returns the container as it is now.

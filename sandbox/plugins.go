@@ -38,8 +38,9 @@ func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
 	return plugins.DescribePod(info)
 }
 
-// presentContainer lets plugins adjust a container before it is published. spec is its runtime-spec
-// so far. others are the changes that plugins request of other containers, see plugins.Caller.
+// presentContainer lets plugins adjust a container before it is published. spec is the runtime-spec
+// before the adjustments. others are the changes that plugins request of other containers (see
+// plugins.Caller).
 func (m *Manager) presentContainer(
 	ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec,
 ) (release func(), others []nri.Update, err error) {

@@ -79,7 +79,8 @@ func (m *Manager) RunPodSandbox(
 	return id, nil
 }
 
-// hasPlainPause guesses whether the pod's pause will be one that makes its namespaces itself (shim/launcher/pause).
+// hasPlainPause guesses whether the pod's pause will be one that makes its namespaces itself
+// (shim/launcher/pause).
 func (m *Manager) hasPlainPause(config *runtimeapi.PodSandboxConfig, handler string) bool {
 	options := config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	return (handler == "" || handler == m.cfg.Handler) && m.cfg.PauseImage == "" && !m.host.AppArmor && !m.host.SELinux &&
@@ -185,8 +186,8 @@ func (m *Manager) bringUp(ctx context.Context, p lockedPod) error {
 	return m.finishPod(ctx, p, pause)
 }
 
-// connectAndLaunch attaches the pod to its network and launches its pause. The two run side by side where the pause does
-// not depend on the network.
+// connectAndLaunch attaches the pod to its network and launches its pause. The two run side by side
+// where the pause does not depend on the network.
 func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *proto.Started, err error) {
 	group, gctx := errgroup.WithContext(ctx)
 	if needsNetwork(p.PodSpec) {
@@ -220,7 +221,8 @@ func needsNetwork(spec *state.PodSpec) bool {
 	return spec.Sandboxed() || oci.SetsNetworkSysctls(spec.Config)
 }
 
-// finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
+// finishPod presents the pod to plugins, records that it is ready, publishes it and watches its
+// pause.
 func (m *Manager) finishPod(ctx context.Context, p lockedPod, started *proto.Started) error {
 	p.PausePID, p.PauseStart = started.InitPID, started.InitStartTime
 	if err := p.Move(state.PodReady); err != nil {

@@ -29,8 +29,8 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 	})
 }
 
-// stopPod publishes NotReady first, so that nothing new starts in the pod. It does every step, whatever the others
-// return: a full disk is no reason to let a pod run.
+// stopPod publishes NotReady first, so that nothing new starts in the pod. It does every step,
+// whatever the others return: a full disk is no reason to let a pod run.
 func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	if p.Phase() == state.Removing || p.Phase() == state.Removed {
 		return nil
@@ -67,8 +67,9 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	return err
 }
 
-// takeDown removes what exists for the pod outside its files: network, pause and mounts. A pod that is stopped has nothing
-// of these left. The steps run side by side, because the end of a namespace and each unmount wait for an RCU grace period.
+// takeDown removes what exists for the pod outside its files: network, pause and mounts. A pod that
+// is stopped has nothing of these left. The steps run side by side, because the end of a namespace
+// and each unmount wait for an RCU grace period.
 func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
 	err := m.tasks.Parallel("take down", p.String(),
 		func() error { return m.detachNetwork(ctx, p) },
@@ -80,8 +81,8 @@ func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
 	return err
 }
 
-// detachNetwork runs CNI DEL with the configuration that ADD had. It removes the namespace after that succeeded: plugins may
-// need it until then.
+// detachNetwork runs CNI DEL with the configuration that ADD had. It removes the namespace after
+// that succeeded: plugins may need it until then.
 func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 	if p.Network != nil {
 		if err := m.network.Detach(ctx, p.PodSpec, *p.Network); err != nil {
@@ -106,8 +107,8 @@ func (m *Manager) removePause(ctx context.Context, p *pod) error {
 	return m.processes.Remove(ctx, p.ID, p.CgroupsPath)
 }
 
-// endPauseLimit bounds the wait for a killed pause, which takes a millisecond. A frozen pause takes longer: the kill of its
-// cgroup thaws it and needs the rest of the time.
+// endPauseLimit bounds the wait for a killed pause, which takes a millisecond. A frozen pause takes
+// longer: the kill of its cgroup thaws it and needs the rest of the time.
 const endPauseLimit = time.Second
 
 // endPause kills the pause, unless a runtime's program does it.
@@ -123,8 +124,8 @@ func (m *Manager) endPause(ctx context.Context, p *pod) {
 	}
 }
 
-// recordStopLater records a stopped pod in the background, as soon as the disk accepts it. A daemon that starts before that
-// finds the pause gone.
+// recordStopLater records a stopped pod in the background, as soon as the disk accepts it. A daemon
+// that starts before that finds the pause gone.
 func (m *Manager) recordStopLater(p lockedPod, cause error) {
 	m.log.Warn("record that a pod is stopped", "pod", p.ID, "error", cause)
 	m.tasks.RetryInBackground("record the stop of", p.String(), func(ctx context.Context) error {

@@ -11,11 +11,11 @@ import (
 	"berth/sandbox/state"
 )
 
-// UpdatePodSandboxResources records new resources and overhead of a pod, which PodSandboxStatus
-// shows. nil keeps the old value. kubelet owns the pod's cgroup and calls after it changed that
-// (KEP-1287). The pause in it has its own weight and no limits.
+// UpdatePodSandboxResources records new resources and overhead of a pod. PodSandboxStatus shows
+// them. nil keeps the old value. kubelet owns the pod's cgroup, and calls this method after it has
+// changed the cgroup (KEP-1287). The pause has a weight of its own and no limits.
 //
-// Errors: NotFound, FailedPrecondition for a pod that is not ready, InvalidArgument for malformed
+// Errors: NotFound. FailedPrecondition for a pod that is not ready. InvalidArgument for malformed
 // resources.
 func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string,
 	overhead, resources *runtimeapi.LinuxContainerResources) error {

@@ -67,7 +67,8 @@ func TestPodUpdateLeavesReadersAlone(t *testing.T) {
 	}
 }
 
-// An update that can't be recorded did not happen: the next record that is written must not have it.
+// An update that can't be recorded did not happen: the next record that is written must not have
+// it.
 func TestPodUpdateThatIsNotRecorded(t *testing.T) {
 	m, p, records := aReadyPod(t)
 	if err := m.UpdatePodSandboxResources(t.Context(), p.ID, nil, shares(100)); err != nil {

@@ -209,7 +209,7 @@ func (m *Manager) finishStop(p lockedPod) error {
 	return err
 }
 
-// recoverContainer decides by phase. launched tells the caller to inspect the shim directory.
+// recoverContainer decides by phase. If launched is true, the caller inspects the shim directory.
 func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error) {
 	if !state.IsContainerPhase(c.Phase()) { // a later version's: no transition would be allowed
 		return false, fmt.Errorf("its record has the unknown phase %q", c.Phase())
@@ -300,8 +300,8 @@ func (m *Manager) adoptShim(ctx context.Context, c lockedContainer) error {
 }
 
 // publishLost publishes a container whose shim is gone: as exited if it has an exit record, as
-// created if its launch never began, else as lost. A container with a surviving process stays
-// Running until that process exits.
+// created if its launch never began, and as lost otherwise. A container with a surviving process
+// stays Running until that process exits.
 func (m *Manager) publishLost(ctx context.Context, c lockedContainer, ids proto.Processes) error {
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.StartedAt
@@ -327,8 +327,9 @@ func (m *Manager) publishLost(ctx context.Context, c lockedContainer, ids proto.
 	return nil
 }
 
-// startLost takes back a start that has not led to a process, at once or, if something of it does not go, in the background. Until
-// then the container is one that was created, and can't be started.
+// startLost takes back a start that has not led to a process, at once or, if something of it does
+// not go, in the background. Until then the container is one that was created, and can't be
+// started.
 func (m *Manager) startLost(ctx context.Context, c lockedContainer) {
 	err := m.takeStartBack(ctx, c)
 	if err == nil {
@@ -368,8 +369,9 @@ func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.E
 }
 
 // takeStartBack makes a container created again if its start was interrupted, so that the client
-// can retry. The launcher has undone its steps, or was lost. A command that ran before the launcher
-// noticed the daemon's end runs once more, as it would after a new creation by kubelet.
+// can retry. The launcher has undone its steps, or was lost. If the command ran before the launcher
+// noticed the end of the daemon, it runs a second time. kubelet would also run it again, in a new
+// container.
 func (m *Manager) takeStartBack(ctx context.Context, c lockedContainer) error {
 	if err := m.processes.Remove(ctx, c.ID, c.CgroupsPath); err != nil {
 		return err

@@ -75,7 +75,8 @@ func TestLabelsReservedAndReleased(t *testing.T) {
 	wantLabels("the pod is removed")
 }
 
-// Two pods that ask for one level use the same categories: they are given back with the second of them.
+// Two pods that ask for one level use the same categories: they are given back with the second of
+// them.
 func TestLabelsOfTwoPods(t *testing.T) {
 	host := newFakeSELinux()
 	m, _, _, _ := labelledManager(host)

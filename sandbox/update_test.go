@@ -19,7 +19,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// containerManager has no pods, and just enough for containers that have no process. Their records are in records.
+// containerManager has no pods, and just enough for containers that have no process. Their records
+// are in records.
 func containerManager(t *testing.T) (m *Manager, records string) {
 	t.Helper()
 	root := t.TempDir()

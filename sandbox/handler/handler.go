@@ -217,8 +217,8 @@ const (
 	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
-// Annotate adds the annotations for a runtime binary that say how a spec belongs to its pod. kind
-// is "sandbox" for a pause and "container" otherwise. A nil Runtime (libcontainer) gets none.
+// Annotate adds the annotations that tell a runtime binary the pod of a spec. kind is
+// "sandbox" for a pause and "container" otherwise. A nil Runtime (libcontainer) gets none.
 func (r *Runtime) Annotate(spec *specs.Spec, kind, podID string) {
 	if r == nil {
 		return

@@ -33,8 +33,8 @@ func DescribeContainer(c *state.Container, facts host.Facts) *nri.Container {
 		return described
 	}
 	linux := *c.Described.Linux
-	if inForce, err := limits.Kernel(c.Resources, c.Limits,
-		facts); err == nil { // else it would have those of its creation
+	// Show the limits in force, not the limits of the container's creation.
+	if inForce, err := limits.Kernel(c.Resources, c.Limits, facts); err == nil {
 		inForce.Devices = linux.Resources.Devices
 		linux.Resources = inForce
 	}

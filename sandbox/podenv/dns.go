@@ -121,7 +121,7 @@ func isWord(s string) bool {
 	})
 }
 
-// localHosts are the entries of every pod. The IPv6 ones are those of RFC 4291.
+// localHosts are the entries of every pod. RFC 4291 defines the IPv6 addresses.
 const localHosts = `127.0.0.1	localhost
 ::1	localhost ip6-localhost ip6-loopback
 fe00::	ip6-localnet

@@ -4,8 +4,8 @@
 // # Contract
 //
 // The pod's record is on disk before the first step, and holds every name that does not follow from
-// the pod's ID. Removal needs only record and ID. Each step may be repeated, and succeeds when there
-// is nothing to remove. The caller holds the pod's lock.
+// the pod's ID. Removal needs only record and ID. Each step may be repeated, and succeeds when
+// there is nothing to remove. The caller holds the pod's lock.
 //
 // Network: the CNI configuration and IP ranges of a pod are chosen and recorded before ADD, and DEL
 // gets the same ones. CNI GC releases the addresses of pods whose records are lost.

@@ -13,8 +13,8 @@ type Namespaces struct {
 	Holder string // path of a program that does nothing
 }
 
-// Make makes the user and network namespaces that the pod does not share with the node, and pins
-// them, that of the network at netnsPath; empty: it has the node's.
+// Make makes and pins the user and network namespaces that the pod does not share with the node. It
+// pins the network namespace at netnsPath. An empty netnsPath means the node's network.
 func (n Namespaces) Make(podID string, mappings *userns.Mappings, netnsPath string) error {
 	if mappings == nil {
 		if netnsPath == "" {

@@ -74,9 +74,9 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 	})
 }
 
-// Plan decides what a pod is to be attached with: the network's configuration, and the addresses
-// that it may get. spec has the pod's ID, network namespace and config. FailedPrecondition without
-// a configuration, InvalidArgument for a config that CNI plugins cannot be called with.
+// Plan chooses the network configuration of a pod and the address ranges that it may use. spec has
+// the pod's ID, network namespace and config. Errors: FailedPrecondition without a configuration,
+// InvalidArgument for a config that CNI plugins cannot be called with.
 func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error) {
 	attachment, err := n.network.Plan()
 	if err != nil {
@@ -195,8 +195,8 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 // Leave stops waiting for plugins when the daemon shuts down. Running plugins continue.
 func (n *Networks) Leave() { n.network.Leave() }
 
-// cniPod returns the pod as passed to plugins, the same for ADD and DEL. It fails only for a pod that
-// Plan refuses, or would have refused in an older version, so plugins never saw such a pod.
+// cniPod returns the pod as passed to plugins, the same for ADD and DEL. It fails only for a pod
+// that Plan refuses, or would have refused in an older version, so plugins never saw such a pod.
 func cniPod(spec *state.PodSpec) (cni.Pod, error) {
 	pod, err := cni.NewPod(spec.ID, spec.NetNS, spec.Config)
 	if err != nil {

@@ -64,7 +64,8 @@ func (k Provisioner) RemoveNetNS(path string) error {
 	return netns.Remove(path)
 }
 
-// RemoveMounts unmounts the pod's tmpfs and unpins its user namespace. Running containers keep both.
+// RemoveMounts unmounts the pod's tmpfs and unpins its user namespace. Running containers keep
+// both.
 func (k Provisioner) RemoveMounts(podID string) error {
 	if err := k.Namespaces.Unpin(podID); err != nil {
 		return fmt.Errorf("pod %s: %w", podID, err)
@@ -72,8 +73,8 @@ func (k Provisioner) RemoveMounts(podID string) error {
 	return unmountTmpfs(k.Dirs, podID)
 }
 
-// Remove removes the rest of a stopped pod: the layers of its pause, its files and the cached results
-// of its network.
+// Remove removes the rest of a stopped pod: the layers of its pause, its files and the cached
+// results of its network.
 func (k Provisioner) Remove(podID string) error {
 	if err := k.Images.Release(podID); err != nil {
 		return fmt.Errorf("release pause image of pod %s: %w", podID, err)

@@ -84,8 +84,8 @@ func TestUnrecorded(t *testing.T) {
 	}
 }
 
-// Without a CNI configuration everything of a pod without a record is removed, except the files that
-// show that a DEL is due.
+// Without a CNI configuration everything of a pod without a record is removed, except the files
+// that show that a DEL is due.
 func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	testenv.NeedRoot(t)
 	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)

@@ -37,8 +37,8 @@ func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 	err := errors.Join(
 		k.RemoveMounts(id),
 		k.Trash.Discard(k.Dirs.Writable(id)))
-	// The network comes last: it may have to wait for a CNI configuration. The pod's files stay until
-	// then, because they show that a DEL is due.
+	// The network comes last: it may have to wait for a CNI configuration. The pod's files stay
+	// until then, because they show that a DEL is due.
 	if detachErr := k.detachUnrecorded(ctx, id); detachErr != nil {
 		return errors.Join(err, detachErr)
 	}
@@ -52,9 +52,10 @@ func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 	return err
 }
 
-// detachUnrecorded releases the addresses of a pod. Only pods have files, which exist from before ADD
-// until after DEL. The record held the configuration of ADD and is lost. Networks.Collect has already
-// used libcni's cached copy. A power cut can lose both, so DEL runs with the present configuration.
+// detachUnrecorded releases the addresses of a pod. Only pods have files, which exist from before
+// ADD until after DEL. The record held the configuration of ADD and is lost. Networks.Collect has
+// already used libcni's cached copy. A power cut can lose both, so DEL runs with the present
+// configuration.
 func (k Provisioner) detachUnrecorded(ctx context.Context, id string) error {
 	if _, err := os.Lstat(k.Dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -9,8 +9,8 @@ import (
 // ErrStopped is why a launch was given up.
 var ErrStopped = errors.New("it was stopped while it was being started")
 
-// CancelSlot is a container's launch under way, or, while the container is made, what finds out whether one could be. There is one at a
-// time; GiveUp may be called at any.
+// CancelSlot is a container's launch under way, or, while the container is made, what finds out
+// whether one could be. There is one at a time; GiveUp may be called at any.
 type CancelSlot struct {
 	giveUp atomic.Pointer[context.CancelCauseFunc] // nil: none is under way
 }
@@ -25,7 +25,8 @@ func (u *CancelSlot) Begin(ctx context.Context) (launchCtx context.Context, end 
 	}
 }
 
-// GiveUp has a launch that is under way taken back, if there is one: its launcher may hang. ErrStopped is the cause.
+// GiveUp has a launch that is under way taken back, if there is one: its launcher may hang.
+// ErrStopped is the cause.
 func (u *CancelSlot) GiveUp() {
 	if cancel := u.giveUp.Load(); cancel != nil {
 		(*cancel)(ErrStopped)

@@ -33,8 +33,8 @@ func opened(t *testing.T, args ...string) (*exec.Cmd, *os.File) {
 	return cmd, f
 }
 
-// The exit of a container with a hanging shim is that of its init. With a sandboxing runtime, init
-// is a program that waits for the container and returns 0 in any case. The code is then unknown.
+// A container with a hanging shim gets the exit of its init. With a sandboxing runtime, init is a
+// program that waits for the container and always returns 0, so the code is unknown.
 func TestExitOfHangingShim(t *testing.T) {
 	for _, c := range []struct {
 		name    string

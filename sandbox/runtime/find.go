@@ -19,8 +19,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Find returns the processes of a container that an earlier daemon launched, as the shim directory
-// records them. Running is nil without a living shim; the second result then holds the recorded
+// Find returns the processes of a container of an earlier daemon. It reads them from the shim
+// directory. Running is nil without a living shim; the second result then holds the recorded
 // processes.
 func (k Processes) Find(ctx context.Context, id string) (*Running, proto.Processes, error) {
 	shimFile, ids, err := k.openShim(ctx, id)
@@ -34,7 +34,8 @@ func (k Processes) Find(ctx context.Context, id string) (*Running, proto.Process
 	return newRunning(init, shimFile, ids.InitPID, ids.StartedAt), ids, nil
 }
 
-// LeftBehind returns the processes of a container whose shim is gone, while something of it does not end.
+// LeftBehind returns the processes of a container whose shim is gone, while something of it does
+// not end.
 func LeftBehind(ids proto.Processes) (*Running, error) {
 	init, err := openInit(ids)
 	if err != nil {
@@ -108,8 +109,9 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 // readExe reads the link to the program that a process executes; replaced in tests.
 var readExe = func(pid int) (string, error) { return os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)) }
 
-// isLauncher tells a shim that is still a launcher from one that is a monitor. One that ends meanwhile counts as a launcher: it
-// is looked at again. Any other trouble says nothing about the shim, and is no reason to kill it.
+// isLauncher tells a shim that is still a launcher from one that is a monitor. One that ends
+// meanwhile counts as a launcher: it is looked at again. Any other trouble says nothing about the
+// shim, and is no reason to kill it.
 func isLauncher(pid int, shim *os.File) (bool, error) {
 	exe, err := readExe(pid)
 	if err == nil { // a launcher is executed from a sealed copy in memory, a monitor from its file

@@ -17,7 +17,8 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// A runtime whose program does nothing but fail keeps nothing alive: the sandbox is a process of the host, in the cgroup.
+// A runtime whose program does nothing but fail keeps nothing alive: the sandbox is a process of
+// the host, in the cgroup.
 func TestKillWithoutTheRuntimesHelp(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to make cgroups")

@@ -47,8 +47,8 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	var imageUser string
 	var err error
 	if image != nil {
-		// Writable, because mount points have to be made: the usual pause image holds nothing but
-		// its program.
+		// The layer is writable because the launcher makes mount points in it. The usual pause
+		// image holds only its program.
 		if root, err = k.Roots.Writable(pod.ID, image, idMap, pod.Labels.Mount, 0); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
@@ -99,9 +99,9 @@ func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec
 	return users.Resolve(files.Passwd, files.Group, request)
 }
 
-// Spec builds the runtime-spec of a container. targetPIDNS finds the PID namespace to join; "" is the
-// config's. Spec calls it after the waits for volumes. It inspects the sources of mounts and returns
-// ctx's error when a volume hangs.
+// Spec builds the runtime-spec of a container. targetPIDNS finds the PID namespace to join; "" is
+// the config's. Spec calls it after the waits for volumes. It inspects the sources of mounts and
+// returns ctx's error when a volume hangs.
 func (k Launcher) Spec(
 	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
@@ -124,7 +124,7 @@ func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS func(
 	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), target)
 }
 
-// Validate builds the runtime-spec of a container and refuses what a launch would refuse. It makes
+// Validate builds the runtime-spec of a container and refuses the same specs as a launch. It makes
 // missing mount sources and sets their SELinux labels. Validate returns ctx's error when a volume
 // hangs. It starts no further step then.
 func (k Launcher) Validate(

@@ -67,7 +67,8 @@ func TestLabelMountsThatHang(t *testing.T) {
 	}
 }
 
-// Nothing is labelled for a container that was given up just before, while its mounts were looked at: all of a volume would be.
+// Nothing is labelled for a container that was given up just before, while its mounts were looked
+// at: all of a volume would be.
 func TestNothingIsLabelledInVain(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	relabel := func(source, _ string) error { t.Errorf("%s was labelled", source); return nil }

@@ -94,9 +94,8 @@ func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociru
 	return nil
 }
 
-// noteEnd writes the exit record from init's status, unless the shim wrote one. It first kills all
-// other processes of the cgroup, as the shim does, because kubelet starts the next instance after
-// the exit.
+// noteEnd writes the exit record from init's status, unless the shim wrote one. Like the shim, it
+// first kills all other processes of the cgroup. kubelet starts the next instance after the exit.
 func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
 		return nil
@@ -240,7 +239,8 @@ func (r *Running) HasEnded() bool {
 	return ended || err != nil
 }
 
-// AwaitExit waits for the exit to be published, which closes run.Exited, for at most limit. The caller notes the wait.
+// AwaitExit waits for the exit to be published, which closes run.Exited, for at most limit. The
+// caller notes the wait.
 func (k Processes) AwaitExit(ctx context.Context, run *Running, limit time.Duration) bool {
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
@@ -272,8 +272,9 @@ func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, limit
 	}
 }
 
-// AwaitEnd waits until a process has ended; false means that the daemon ends, and with it the lifetime Watchers. Trouble
-// with the pidfd does not mean that the process has ended: it is waited for again.
+// AwaitEnd waits until a process has ended; false means that the daemon ends, and with it the
+// lifetime Watchers. Trouble with the pidfd does not mean that the process has ended: it is waited
+// for again.
 func (k Processes) AwaitEnd(process *os.File, object string) bool {
 	return k.awaitEnd(process, object, context.Background())
 }

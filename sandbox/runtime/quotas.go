@@ -29,8 +29,8 @@ const (
 // (FS_IOC_FSSETXATTR). A container that could guess its neighbour's ID could use up the neighbour's
 // limit, or cause its eviction.
 //
-// A recently used ID is not drawn again soon, nor is one that still owns files: a layer is deleted
-// in the background after its container's removal.
+// A recently used ID is not drawn again soon. An ID that still owns files is not drawn either: a
+// layer is deleted in the background after its container's removal.
 type Quotas struct {
 	filesystem *projectquota.Filesystem
 	limit      uint64 // bytes of a layer; 0: none

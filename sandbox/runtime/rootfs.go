@@ -21,7 +21,7 @@ type Roots struct {
 }
 
 // Writable holds the layers of an image under id and makes the directories of the writable layer.
-// label is the SELinux label; project is an ID of Quotas, 0 for none.
+// label is the SELinux label. project is an ID of Quotas, or 0 for none.
 func (k Roots) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label string,
 	project uint32) (rootfs.Spec, error) {
 	root, err := k.Images.Hold(id, image.Layers)

@@ -83,8 +83,9 @@ func (s *Sources) leave(key string) {
 	delete(s.busy, key)
 }
 
-// detached runs op, which may hang with a volume of the container, after each volume has answered. A dead volume holds one
-// thread, however many containers mount it. When ctx ends, detached returns its error and op goes on.
+// detached runs op, which may hang with a volume of the container, after each volume has answered.
+// A dead volume holds one thread, however many containers mount it. When ctx ends, detached returns
+// its error and op goes on.
 func (k Launcher) detached(ctx context.Context, c *state.Container, what string, op func() error) error {
 	object := "container " + c.ID
 	defer k.Tasks.Begin("its volumes to answer", object)()

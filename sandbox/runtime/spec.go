@@ -37,7 +37,8 @@ func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (
 }
 
 // Container returns the runtime-spec of a container. volumes are the mount points of its image
-// volumes, by index of the mount. targetPIDNS is the PID namespace to join, empty for the config's.
+// volumes, by index of the mount. targetPIDNS is the path of the PID namespace to join; if it is
+// empty, the config decides.
 func (n Node) Container(
 	p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
 ) (*specs.Spec, error) {
@@ -114,8 +115,8 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 	return names
 }
 
-// bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They are of
-// the CRI's devices and of the CDI devices with these names.
+// bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They
+// are of the CRI's devices and of the CDI devices with these names.
 func (n Node) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, spec *specs.Spec) error {
 	if p.Mappings == nil {
 		return nil

@@ -75,7 +75,8 @@ func TestFacts(t *testing.T) {
 	}
 }
 
-// CDI devices are asked for by the field that is made for it, never by annotations (CVE-2026-53492).
+// CDI devices are asked for by the field that is made for it, never by annotations
+// (CVE-2026-53492).
 func TestCDIDevices(t *testing.T) {
 	config := &runtimeapi.ContainerConfig{Annotations: map[string]string{"cdi.k8s.io/x": "vendor.example/dev=evil"},
 		CDIDevices: []*runtimeapi.CDIDevice{{Name: "vendor.example/dev=1"}, {Name: "vendor.example/dev=2"}}}

@@ -86,8 +86,9 @@ func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 	}
 }
 
-// Settle returns the exit of a container whose shim has ended: from the exit record, or, for a lost
-// shim, after all surviving processes are killed. settled is false when the daemon shuts down.
+// Settle returns the exit of a container whose shim has ended. It reads the exit record. If the
+// shim was lost, it first kills all surviving processes. settled is false when the daemon shuts
+// down.
 func (k *Stopper) Settle(c StopTarget, startedAt time.Time) (exit state.Exit, settled bool) {
 	exit, lost, err := k.processes.ReadExit(k.processes.Tasks.Watchers.Context(), c.ID, startedAt)
 	switch {
@@ -100,8 +101,8 @@ func (k *Stopper) Settle(c StopTarget, startedAt time.Time) (exit state.Exit, se
 	return exit, true
 }
 
-// SettleLost kills the surviving processes of a container whose shim was lost, and returns the exit
-// with the time of their end. settled is false when the daemon shuts down.
+// SettleLost kills the surviving processes of a container whose shim was lost. The returned exit
+// has the time of their end. settled is false when the daemon shuts down.
 func (k *Stopper) SettleLost(c StopTarget, exit state.Exit) (_ state.Exit, settled bool) {
 	ctx := k.processes.Tasks.Watchers.Context()
 	for err := k.killLeft(ctx, c); err != nil; err = k.killLeft(ctx, c) {

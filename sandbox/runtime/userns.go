@@ -13,7 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// idMap returns how the root filesystems of the pod are shown to its user namespace, nil if it has none.
+// idMap returns how the root filesystems of the pod are shown to its user namespace, nil if it has
+// none.
 func (k Launcher) idMap(pod *state.Pod) *rootfs.IDMap {
 	if pod.Mappings == nil {
 		return nil

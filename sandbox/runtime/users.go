@@ -20,15 +20,16 @@ const (
 	maxUserFileBytes = 64 << 10
 )
 
-// Users remembers /etc/passwd and /etc/group of images: containers of one
-// image start again and again. An image's ID names its content, so entries never
-// become wrong. Its zero value is ready. The lock guards the map and is held for map operations only.
+// Users remembers /etc/passwd and /etc/group of images: containers of one image start again and
+// again. An image's ID names its content, so entries never become wrong. Its zero value is ready.
+// The lock guards the map and is held for map operations only.
 type Users struct {
 	mu sync.Mutex
 	by map[string]UserFiles
 }
 
-// UserFiles are the contents of an image's /etc/passwd and /etc/group, nil for one it does not have.
+// UserFiles are the contents of an image's /etc/passwd and /etc/group, nil for one it does not
+// have.
 type UserFiles struct{ Passwd, Group []byte }
 
 func (u *Users) get(imageID string) (UserFiles, bool) {
@@ -93,8 +94,8 @@ func readUserFile(root *os.File, path string) ([]byte, error) {
 	return data, nil
 }
 
-// isImagesFault reports whether the image is the reason that a file cannot be read: it is missing
-// or too large, its links loop, or a directory is a file.
+// isImagesFault reports whether a file is unreadable because of the image. The file is missing or
+// too large, its links loop, or a directory is a file.
 func isImagesFault(err error) bool {
 	return errors.Is(err, safefs.ErrNotRegular) || errors.Is(err, safefs.ErrTooLarge) || errdefs.IsBadPath(err)
 }

@@ -3,8 +3,8 @@ package state
 import "time"
 
 // CreationAfter returns a creation time later than all of before: now, or the moment after the
-// latest one. kubelet takes the newest pod or container for the current one, so each is created
-// after the earlier ones, even if the clock was set back.
+// latest one. kubelet treats the newest pod or container as the current one. The order therefore
+// holds even if the clock was set back.
 func CreationAfter(now time.Time, before []time.Time) time.Time {
 	now = now.Round(0) // records have no monotonic reading either
 	for _, t := range before {

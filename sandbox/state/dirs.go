@@ -88,7 +88,8 @@ const netnsPrefix = "berth-"
 // NetNS is where a pod's network namespace is pinned.
 func (d Dirs) NetNS(podID string) string { return filepath.Join(d.NetNSs, netnsPrefix+podID) }
 
-// RootPlace is where launchers mount the root filesystem of a container in a user namespace, each
-// in its own mount namespace. libcontainer opens it as the namespace's root, which may not traverse
-// the state directory. So it lies beside the state directory. It stays empty.
+// RootPlace returns the mount point for root filesystems of containers with a user namespace. Each
+// launcher mounts there in its own mount namespace, so the directory stays empty. It lies beside
+// the state directory, because libcontainer opens it as root of the user namespace. That user may
+// not traverse the state directory.
 func (d Dirs) RootPlace() string { return d.State + "-rootfs" }

@@ -16,7 +16,7 @@
 //
 // Records are versioned JSON documents with a checksum (package checkpoint). Records of earlier
 // versions stay readable: missing fields are derived once, when the record is loaded. A record that
-// fails its checks is moved aside.
+// fails its checks is moved to checkpoint.SetAsideDir.
 //
 // Dirs names every path on the host. All of them follow from an ID, so undoing an operation needs
 // no memory of its completed steps. The checks of requests are pure: they use the config and the

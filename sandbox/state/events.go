@@ -35,8 +35,8 @@ func NewEvents(pod func(id string) *Pod, containers func(podID string) []*Contai
 	return &Events{feed: feed.New[Event](maxUnread), pod: pod, containers: containers}
 }
 
-// Subscribe returns what happens from now on; the caller closes the reader. One that falls too far behind gets
-// feed.ErrBehind.
+// Subscribe returns what happens from now on; the caller closes the reader. One that falls too far
+// behind gets feed.ErrBehind.
 func (e *Events) Subscribe() *feed.Reader[Event] { return e.feed.Subscribe() }
 
 // ContainerChanged publishes the event between two snapshots. before is nil for the first one.

@@ -26,7 +26,8 @@ func publishedContainer(c *Container) published[Container] {
 	return published[Container]{c, Birth{c.CreatedAt, c.ID}}
 }
 
-// Lists have the oldest first, also what came or went since the last ones, and nothing that was not published.
+// Lists have the oldest first, also what came or went since the last ones, and nothing that was not
+// published.
 func TestOldestFirst(t *testing.T) {
 	pods, containers := index.New[published[Pod]]("pod"), index.New[published[Container]]("container")
 	l, _ := NewLists(pods, containers)
@@ -62,7 +63,8 @@ func TestOldestFirst(t *testing.T) {
 	want("d", "a", "c")
 }
 
-// Events are made under the feed's lock: what one costs must not grow with the other pods of the node.
+// Events are made under the feed's lock: what one costs must not grow with the other pods of the
+// node.
 func TestContainersOfOnePod(t *testing.T) {
 	containers := index.New[published[Container]]("container")
 	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)

@@ -6,11 +6,12 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Phase is a step in the life of a pod or container. Only PodStatus.Move and ContainerStatus.Move change it, and only
-// along the tables below.
+// Phase is a step in the life of a pod or container. Only PodStatus.Move and ContainerStatus.Move
+// change it, and only along the tables below.
 type Phase string
 
-// Phases of a pod. Its record is written before a pod enters Starting, and again at Ready, Stopping and Removing.
+// Phases of a pod. Its record is written before a pod enters Starting, and again at Ready, Stopping
+// and Removing.
 const (
 	PodStarting Phase = "starting"  // its parts may exist on the host; no client has seen it
 	PodReady    Phase = "ready"     // its pause runs and its network is up
@@ -19,8 +20,9 @@ const (
 	PodStopped  Phase = "stopped"   // only its files remain
 )
 
-// Phases of a container. Its record is written before a container enters Creating, and again at Created, Starting,
-// Exited and Removing. It is not written at Running: the shim directory records the start.
+// Phases of a container. Its record is written before a container enters Creating, and again at
+// Created, Starting, Exited and Removing. It is not written at Running: the shim directory records
+// the start.
 const (
 	ContainerCreating Phase = "creating" // its parts may exist on the host; no client has seen it
 	ContainerCreated  Phase = "created"
@@ -94,8 +96,9 @@ var (
 	}
 )
 
-// loadedPodPhase returns the phase that a pod's record stands for. A recorded stop may not have come to its end. An unknown
-// phase stays as it is: recovery refuses it, and the daemon does not start.
+// loadedPodPhase returns the phase that a pod's record stands for. A recorded stop may not have
+// come to its end. An unknown phase stays as it is: recovery refuses it, and the daemon does not
+// start.
 func loadedPodPhase(recorded Phase) Phase {
 	switch recorded {
 	case podRecorded[PodStopped]:
@@ -106,8 +109,8 @@ func loadedPodPhase(recorded Phase) Phase {
 	return recorded
 }
 
-// loadedContainerPhase returns the phase that a container's record stands for. published reports whether its creation came
-// to its end.
+// loadedContainerPhase returns the phase that a container's record stands for. published reports
+// whether its creation came to its end.
 func loadedContainerPhase(recorded Phase, published bool) Phase {
 	if !published && recorded != Removing {
 		return ContainerCreating

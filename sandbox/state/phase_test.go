@@ -14,7 +14,8 @@ var (
 	containerPhases = []Phase{ContainerCreating, ContainerCreated, ContainerStarting, ContainerRunning, ContainerExited, Removing, Removed}
 )
 
-// Each pair of phases is either a transition of the table, or refused with Internal and without a change.
+// Each pair of phases is either a transition of the table, or refused with Internal and without a
+// change.
 func TestPodTransitions(t *testing.T) {
 	t.Parallel()
 	allowed := []string{

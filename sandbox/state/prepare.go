@@ -14,8 +14,8 @@ import (
 // Prepare makes the directories of pods and containers.
 //
 // It bind-mounts the state directory on itself as a private mount, so that mounts of a launcher
-// stay in its own mount namespace. One directory below it, for the pods' mounts, is shared: later
-// mounts there must reach the launchers that are already running.
+// stay in its own mount namespace. One directory below it is shared and holds the pods' mounts:
+// later mounts there must reach the launchers that are already running.
 func (d Dirs) Prepare() error {
 	failpoint.Reach("layout.make-state")
 	if err := os.MkdirAll(d.State, 0o700); err != nil {

@@ -93,7 +93,8 @@ func OpenRuntime(root string) (*checkpoint.Dir, error) {
 	return checkpoint.OpenDir(filepath.Join(root, "runtime"), "runtime", runtimeVersion, checkpoint.Process)
 }
 
-// Records are the durable records of pods and containers. A record is on disk when a method that writes it returns.
+// Records are the durable records of pods and containers. A record is on disk when a method that
+// writes it returns.
 type Records struct{ pods, containers *checkpoint.Dir }
 
 // OpenRecords opens the folders of records below root. begin names each write among the waits.
@@ -112,7 +113,8 @@ func OpenRecords(root string, begin func(what, object string) func()) (*Records,
 	return &Records{pods, containers}, nil
 }
 
-// WritePod records a pod. InvalidArgument for a config that cannot be encoded. The caller holds the pod's lock.
+// WritePod records a pod. InvalidArgument for a config that cannot be encoded. The caller holds the
+// pod's lock.
 func (r *Records) WritePod(spec *PodSpec, status *PodStatus) error {
 	rec, err := encodePod(spec, status)
 	if err != nil {
@@ -121,8 +123,8 @@ func (r *Records) WritePod(spec *PodSpec, status *PodStatus) error {
 	return r.pods.Write(spec.ID, rec)
 }
 
-// WriteContainer records a container. InvalidArgument for a config that cannot be encoded. The caller holds the
-// container's lock.
+// WriteContainer records a container. InvalidArgument for a config that cannot be encoded. The
+// caller holds the container's lock.
 func (r *Records) WriteContainer(spec *ContainerSpec, status *ContainerStatus) error {
 	rec, err := encodeContainer(spec, status)
 	if err != nil {
@@ -137,8 +139,8 @@ func (r *Records) RemovePod(id string) error { return r.pods.Remove(id) }
 // RemoveContainer removes the record of a container.
 func (r *Records) RemoveContainer(id string) error { return r.containers.Remove(id) }
 
-// LoadPods reads the records of all pods. damaged lists records that failed their checks and were
-// moved aside.
+// LoadPods reads the records of all pods. damaged lists the records that failed their checks. They
+// are moved to checkpoint.SetAsideDir.
 func (r *Records) LoadPods(add func(*PodSpec, PodStatus)) (damaged []checkpoint.Damaged, err error) {
 	return r.pods.Load(func(name string, _ int, body []byte) error {
 		spec, status, err := decodePod(name, body)
@@ -231,7 +233,8 @@ func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRe
 	}, nil
 }
 
-// decodePod decodes the record of the pod with that ID. It derives what earlier versions did not record.
+// decodePod decodes the record of the pod with that ID. It derives what earlier versions did not
+// record.
 func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
 	var rec podRecord
 	if err := json.Unmarshal(body, &rec); err != nil {

@@ -18,7 +18,8 @@ func CheckPodResources(overhead, resources *runtimeapi.LinuxContainerResources, 
 	return nil
 }
 
-// CheckUserNamespace refuses, with FailedPrecondition, a pod with a user namespace where there can't be one.
+// CheckUserNamespace refuses, with FailedPrecondition, a pod with a user namespace where there
+// can't be one.
 func CheckUserNamespace(config *runtimeapi.PodSandboxConfig, facts host.Facts) error {
 	mappings, err := oci.UserNamespace(config)
 	if err != nil || mappings == nil || facts.UserNamespaces {

@@ -45,8 +45,8 @@ type Container struct {
 	Listed *Answer
 }
 
-// Snapshot returns the container as it is now. pid and startedAt are those of a running container's
-// init. The caller holds the container's lock.
+// Snapshot returns the container as it is now. pid and startedAt describe the init of a running
+// container. The caller holds the container's lock.
 func (s *ContainerStatus) Snapshot(spec *ContainerSpec, pid int, startedAt time.Time) *Container {
 	c := &Container{ContainerSpec: spec, ContainerStatus: *s, Listed: new(Answer)}
 	c.PID, c.StartedAt = 0, time.Time{}
@@ -86,8 +86,8 @@ func (c *Container) StopSignal() runtimeapi.Signal {
 	return oci.CRISignal(oci.StopSignal(c.Config.GetStopSignal(), c.Image.Config.StopSignal))
 }
 
-// Mounts returns the config's mounts. Those of images have the image IDs, which kubelet shows in the pod's status
-// (KEP-5365).
+// Mounts returns the config's mounts. Those of images have the image IDs, which kubelet shows in
+// the pod's status (KEP-5365).
 func (c *Container) Mounts() []*runtimeapi.Mount {
 	mounts := slices.Clone(c.Config.GetMounts())
 	for _, v := range c.Volumes {

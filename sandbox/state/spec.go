@@ -78,8 +78,8 @@ type Volume struct {
 	Layers  []digest.Digest `json:"layers"`
 }
 
-// Holder is the name under which the layers are held for a container. Each volume has its own, because a holder holds the
-// layers of one image.
+// Holder is the name under which the layers are held for a container. Each volume has its own,
+// because a holder holds the layers of one image.
 func (v Volume) Holder(containerID string) string {
 	return fmt.Sprintf("%s volume %d", containerID, v.Mount)
 }

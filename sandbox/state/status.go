@@ -14,8 +14,8 @@ import (
 	"berth/oci/users"
 )
 
-// Locked holds a value that only the holder of an object's lock can reach. One operation at a time holds the lock. A
-// caller waits for it with a deadline, and the wait shows in verbose Status.
+// Locked holds a value that only the holder of an object's lock can reach. One operation at a time
+// holds the lock. A caller waits for it with a deadline, and the wait shows in verbose Status.
 type Locked[T any] struct {
 	lock  task.Lock
 	value *T
@@ -24,8 +24,8 @@ type Locked[T any] struct {
 // NewLocked returns a value with a free lock.
 func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewLock(), &value} }
 
-// With calls op with the value while it holds the lock. what and object name the operation. The error is op's, or ctx's if
-// the wait for the lock ends with it.
+// With calls op with the value while it holds the lock. what and object name the operation. The
+// error is op's, or ctx's if the wait for the lock ends with it.
 func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object string, op func(*T) error) error {
 	return tasks.WithLock(ctx, l.lock, what, object, func() error { return op(l.value) })
 }
@@ -41,7 +41,8 @@ func (l *Locked[T]) Take(
 	return l.value, release, nil
 }
 
-// Unshared returns the value without the lock. It is for the time before any other goroutine can reach the object.
+// Unshared returns the value without the lock. It is for the time before any other goroutine can
+// reach the object.
 func (l *Locked[T]) Unshared() *T { return l.value }
 
 // PodStatus is what changes about a pod. It belongs to the holder of the pod's lock.
@@ -85,7 +86,8 @@ func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig,
 	s.shown.Linux.Overhead, s.shown.Linux.Resources = update.GetOverhead(), update.GetResources()
 }
 
-// ContainerStatus is what changes about a container. It belongs to the holder of the container's lock.
+// ContainerStatus is what changes about a container. It belongs to the holder of the container's
+// lock.
 type ContainerStatus struct {
 	phase     Phase
 	RunID     string                              // of the state directory, as in PodStatus

@@ -113,7 +113,7 @@ func Inspect(root, state string) (*Found, error) {
 	return r, nil
 }
 
-// IDs returns the IDs of all recorded pods and containers, those of damaged records too.
+// IDs returns the IDs of all recorded pods and containers, also of damaged records.
 func IDs(root string) ([]string, error) {
 	var ids []string
 	for _, folder := range []string{"pods", "containers"} {

@@ -16,8 +16,8 @@ import (
 	"berth/internal/safefs"
 )
 
-// kubelet evicts pods by the published size, so no trick of a container may lower it below what is
-// known.
+// kubelet evicts pods by the published size, so no trick of a container may lower it below the
+// known use.
 func TestSettle(t *testing.T) {
 	t.Parallel()
 	usage := func(n uint64) diskusage.Usage { return diskusage.Usage{Bytes: n << 10, Inodes: n} }

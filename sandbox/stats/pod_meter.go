@@ -102,8 +102,8 @@ func update(p *atomic.Pointer[cgstats.Sample], change func(*cgstats.Sample)) {
 func (p *PodMeter) Past() *cgstats.Sample { return p.ended.Load() }
 
 // Read takes a sample of the pod. past is the result of Past. containers are the usages of the
-// running containers, which are added up if the pod has no cgroup. interfaces lists up to
-// maxInterfaces network interfaces, the default one first, and none if the pod uses the node's
+// running containers. Read adds them up if the pod has no cgroup. interfaces lists up to
+// maxInterfaces network interfaces, the default one first. It is empty if the pod uses the node's
 // network. The error wraps cgstats.ErrGone when the pod has ended.
 func (p *PodMeter) Read(
 	u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage],

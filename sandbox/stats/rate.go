@@ -9,7 +9,7 @@ import (
 // time since the last sample that is at least minWindow old. Two clients that read every second and
 // every ten seconds both get the average of the last one to two seconds. A single client gets the
 // average since its own last read. A much shorter window would mostly show the scheduler's clock
-// tick. rate has no lock: one of two samples taken at the same time is dropped.
+// tick. rate has no lock. It drops one of two samples taken at the same time.
 type rate struct{ last atomic.Pointer[window] }
 
 // window is the time between two samples. It is immutable.

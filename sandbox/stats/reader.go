@@ -36,8 +36,8 @@ type PodUsage struct {
 type Meters interface {
 	// ContainerMeter returns the meter of a container, nil if it does not run, and its last sample.
 	ContainerMeter(id string) (m *ContainerMeter, cgroupsPath string, count *Sample)
-	// PodMeter returns the meter of a pod, nil if it does not run. cgroup is the path of its
-	// cgroup, or of the pause's if the pod has none.
+	// PodMeter returns the meter of a pod, or nil if the pod does not run. cgroup is the path of
+	// the pod's cgroup, or of the pause's cgroup if the pod has none.
 	PodMeter(id string) (m *PodMeter, cgroup string)
 }
 
@@ -85,9 +85,9 @@ func (s *Reader) ContainerDetail(id string) (*cgstats.Detail, error) {
 // PodStats measures a pod and its containers. A pod that is not ready, or ends meanwhile, is not an
 // error. It reads only files of the kernel and does not block.
 //
-// The pod's usage is that of the cgroup in its config, which kubelet creates per pod. Without one
-// it is the sum of pause and containers, including those that have ended since the daemon started.
-// A container that cannot be measured is left out.
+// The config names a cgroup that kubelet creates per pod; the pod's usage is the usage of that
+// cgroup. Without one it is the sum of pause and containers. The sum includes containers that have
+// ended since the daemon started. A container that cannot be measured is left out.
 func (s *Reader) PodStats(info *state.Pod, containers []*state.Container) (PodUsage, error) {
 	used := PodUsage{Info: info}
 	measured, cgroup := s.meters.PodMeter(info.ID)

@@ -29,7 +29,7 @@ type dialLimiter struct {
 	pods  map[string]*podDials
 }
 
-// podDials limits the connections to one pod. users counts those that are open or waiting.
+// podDials limits the connections to one pod. users counts the open and waiting connections.
 type podDials struct {
 	slots *semaphore.Weighted
 	users int
@@ -107,8 +107,8 @@ func (d *dialLimiter) dial(ctx context.Context, pod, netnsPath string, port uint
 }
 
 // dialAddress opens the socket in the namespace and connects outside of it. Entering a namespace
-// occupies a thread, so waiting there would hold one. A socket stays in the namespace in which it
-// was opened.
+// occupies a thread, so waiting there would hold one. A socket stays in the namespace that it was
+// opened in.
 func dialAddress(ctx context.Context, netnsPath string, address netip.AddrPort) (*net.TCPConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTime)
 	defer cancel()

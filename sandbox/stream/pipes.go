@@ -84,8 +84,8 @@ func (p *execPipes) close() {
 	}
 }
 
-// output copies what a command writes into a pipe or terminal to a writer. finish and stop end its
-// goroutine and wait for it.
+// output copies the output of a command from a pipe or terminal to a writer. finish and stop end
+// its goroutine and wait for it.
 type output struct {
 	r       *os.File
 	to      io.Writer
