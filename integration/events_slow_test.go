@@ -23,7 +23,7 @@ func TestStuckEventClientIsDisconnected(t *testing.T) {
 	testenv.Long(t)
 	const (
 		clients = 20
-		lives   = 60   // of containers that are started
+		lives   = 60   // number of started containers
 		kept    = 8192 // events that the daemon keeps for a client
 	)
 	d := harness.StartDaemon(t)
@@ -34,82 +34,15 @@ func TestStuckEventClientIsDisconnected(t *testing.T) {
 	for i := range streams {
 		streams[i] = events(t, d)
 	}
-	live := func(start bool) error {
-		config := pod.ContainerConfig(harness.Command("true"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
-		id, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
-		if err == nil && start {
-			if err = d.Cri.StartContainer(t.Context(), id); err == nil {
-				err = d.Cri.StopContainer(t.Context(), id, 10)
-			}
-		}
-		if err != nil {
-			return err
-		}
-		return d.Cri.RemoveContainer(t.Context(), id)
-	}
-	// together runs n lives, some of them at the same time.
-	together := func(n int, start bool) {
-		t.Helper()
-		const workers = 6
-		errs := make(chan error, workers)
-		for w := range workers {
-			go func() {
-				var err error
-				for i := w; i < n && err == nil; i += workers {
-					err = live(start)
-				}
-				errs <- err
-			}()
-		}
-		for range workers {
-			harness.Must(t, <-errs)
-		}
-	}
-	// readEvents reads n events from a stream and checks each container's order.
-	readEvents := func(stream runtimeapi.RuntimeService_GetContainerEventsClient, n int) (string, error) {
-		var all strings.Builder
-		last := map[string]runtimeapi.ContainerEventType{}
-		for range n {
-			event, err := stream.Recv()
-			if err != nil {
-				return "", err
-			}
-			if before, known := last[event.ContainerId]; known && event.ContainerEventType <= before {
-				return "", fmt.Errorf("container %s: %s after %s", event.ContainerId, event.ContainerEventType, before)
-			}
-			last[event.ContainerId] = event.ContainerEventType
-			fmt.Fprintln(&all, event.ContainerId, event.ContainerEventType)
-		}
-		return all.String(), nil
-	}
-	// sameEvents runs a function that causes n events while all clients but one read, and returns
-	// their events.
-	sameEvents := func(n int, run func()) string {
-		t.Helper()
-		all, errs := make([]string, len(streams)), make([]error, len(streams))
-		var reading sync.WaitGroup
-		for i, stream := range streams {
-			reading.Go(func() { all[i], errs[i] = readEvents(stream, n) })
-		}
-		run()
-		reading.Wait()
-		harness.Must(t, errors.Join(errs...))
-		for _, one := range all {
-			if one != all[0] {
-				t.Fatalf("one client read\n%s\nanother\n%s", all[0], one)
-			}
-		}
-		return all[0]
-	}
-	first := sameEvents(4*lives, func() { together(lives, true) })
-	harness.Equal(t, "containers that stopped", strings.Count(first, "STOPPED"), lives)
-	harness.Equal(t, "containers that were removed", strings.Count(first, "DELETED"), lives)
+	first := sameEvents(t, streams, 4*lives, func() { runContainers(t, d, pod, lives, true) })
+	harness.Equal(t, "number of stopped containers", strings.Count(first, "STOPPED"), lives)
+	harness.Equal(t, "number of removed containers", strings.Count(first, "DELETED"), lives)
 	if testing.Short() { // the stuck client's queue is not full yet
-		harness.Equal(t, "events of the stuck client when it reads again", harness.Get(readEvents(stuck, 4*lives))(t), first)
+		harness.Equal(t, "list of the stuck client's events when it reads again", harness.Get(readEvents(stuck, 4*lives))(t), first)
 		return
 	}
 	const more = kept/2 + 500 // two events each; some are still in flight to the client
-	sameEvents(2*more, func() { together(more, false) })
+	sameEvents(t, streams, 2*more, func() { runContainers(t, d, pod, more, false) })
 	n := 0
 	var err error
 	for ; err == nil; n++ {
@@ -120,6 +53,78 @@ func TestStuckEventClientIsDisconnected(t *testing.T) {
 	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
 	harness.Must(t, err)
 	if peak > 256<<10 {
-		t.Errorf("the daemon took %d KiB", peak)
+		t.Errorf("the daemon's peak memory is %d KiB, want at most %d", peak, 256<<10)
 	}
+}
+
+// runContainer creates and removes a container. With start it also starts and stops the container.
+func runContainer(t *testing.T, d *harness.Daemon, pod *harness.Pod, start bool) error {
+	config := pod.ContainerConfig(harness.Command("true"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
+	id, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
+	if err == nil && start {
+		if err = d.Cri.StartContainer(t.Context(), id); err == nil {
+			err = d.Cri.StopContainer(t.Context(), id, 10)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	return d.Cri.RemoveContainer(t.Context(), id)
+}
+
+// runContainers calls runContainer n times. Several calls run at the same time.
+func runContainers(t *testing.T, d *harness.Daemon, pod *harness.Pod, n int, start bool) {
+	t.Helper()
+	const workers = 6
+	errs := make(chan error, workers)
+	for w := range workers {
+		go func() {
+			var err error
+			for i := w; i < n && err == nil; i += workers {
+				err = runContainer(t, d, pod, start)
+			}
+			errs <- err
+		}()
+	}
+	for range workers {
+		harness.Must(t, <-errs)
+	}
+}
+
+// readEvents reads n events from a stream and checks the order of each container's events.
+func readEvents(stream runtimeapi.RuntimeService_GetContainerEventsClient, n int) (string, error) {
+	var all strings.Builder
+	last := map[string]runtimeapi.ContainerEventType{}
+	for range n {
+		event, err := stream.Recv()
+		if err != nil {
+			return "", err
+		}
+		if before, known := last[event.ContainerId]; known && event.ContainerEventType <= before {
+			return "", fmt.Errorf("container %s: %s after %s", event.ContainerId, event.ContainerEventType, before)
+		}
+		last[event.ContainerId] = event.ContainerEventType
+		fmt.Fprintln(&all, event.ContainerId, event.ContainerEventType)
+	}
+	return all.String(), nil
+}
+
+// sameEvents calls a function that causes n events, and reads them from all streams at the same
+// time. It checks that all streams have the same events, and returns them.
+func sameEvents(t *testing.T, streams []runtimeapi.RuntimeService_GetContainerEventsClient, n int, run func()) string {
+	t.Helper()
+	all, errs := make([]string, len(streams)), make([]error, len(streams))
+	var reading sync.WaitGroup
+	for i, stream := range streams {
+		reading.Go(func() { all[i], errs[i] = readEvents(stream, n) })
+	}
+	run()
+	reading.Wait()
+	harness.Must(t, errors.Join(errs...))
+	for _, one := range all {
+		if one != all[0] {
+			t.Fatalf("one client read\n%s\nanother\n%s", all[0], one)
+		}
+	}
+	return all[0]
 }

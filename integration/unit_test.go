@@ -15,99 +15,119 @@ import (
 	"berth/integration/machine"
 )
 
-// The unit file that berth ships, with systemd: whatever ends the daemon, a new one continues with
-// the container. At the end nothing is left.
+// unitTest is a daemon that systemd started with berth's unit file, and a container of it.
+type unitTest struct {
+	d   *harness.Daemon
+	c   *harness.Container
+	pid int // process ID of the container
+}
+
+// Tests the unit file with systemd. Whatever ends the daemon, the next daemon serves the running
+// container. When the last daemon has stopped, the unit has no process.
 func TestSystemdUnit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.ByUnit)
 	pod := d.RunPod(t)
 	c := pod.Run(t)
-	pid := c.Pid(t)
-	goesOn := func(t *testing.T) {
-		t.Helper()
-		harness.Equal(t, "state of the container", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-		harness.Equal(t, "its process", c.Pid(t), pid)
-		harness.Equal(t, "an exec", c.Exec(t, "echo", "still here"), "still here")
-		noLeftovers(t, d)
-		d.StateSettles(t)
-	}
-
+	u := &unitTest{d: d, c: c, pid: c.Pid(t)}
 	t.Run("resources", func(t *testing.T) { haveUnitsResources(t, d, c) })
-	t.Run("kill", func(t *testing.T) {
-		// Without StartLimitIntervalSec=0 systemd would stop restarting the unit after that many
-		// kills.
-		harness.DropIn(t, harness.UnitName, "[Service]", "RestartSec=20ms")
-		for range 10 {
-			killMain(t, d, syscall.SIGKILL)
-		}
-		d.AdoptRestarted(t)
-		harness.DropIn(t, harness.UnitName)
-		goesOn(t)
-	})
-	t.Run("hang", func(t *testing.T) {
-		harness.DropIn(t, harness.UnitName, "[Service]", "WatchdogSec=10")
-		harness.Systemctl(t, "restart", harness.UnitName)
-		d.AdoptRestarted(t)
-		killMain(t, d, syscall.SIGSTOP)
-		d.AdoptRestarted(t)
-		log := harness.Journal()
-		for _, want := range []string{"Watchdog timeout", "SIGABRT: abort", "goroutine 1 "} {
-			if !strings.Contains(log, want) {
-				t.Errorf("the journal does not contain %q", want)
-			}
-		}
-		harness.DropIn(t, harness.UnitName)
-		goesOn(t)
-	})
-	t.Run("stop", func(t *testing.T) {
-		d.Stop(t)
-		harness.Equal(t, "the container lives while there is no daemon", machine.Alive(pid), true)
-		d.Start(t)
-		goesOn(t)
-	})
-	t.Run("restart", func(t *testing.T) {
-		harness.Systemctl(t, "restart", harness.UnitName)
-		d.AdoptRestarted(t)
-		goesOn(t)
-	})
-	t.Run("start returns when the daemon is ready", func(t *testing.T) {
-		d.Stop(t)
-		harness.Systemctl(t, "start", harness.UnitName)
-		// One call, which does not wait for a daemon.
-		status, err := harness.RawRuntime(t, d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: c.Id})
-		harness.Must(t, err)
-		harness.Equal(t, "state of the container", status.Status.State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-		harness.Systemctl(t, "stop", harness.UnitName)
-		d.Start(t)
-		goesOn(t)
-	})
-	t.Run("socket", func(t *testing.T) {
-		d.Stop(t)
-		harness.DropIn(t, harness.SocketName, "[Socket]", "ListenStream=", "ListenStream="+d.Socket)
-		harness.Systemctl(t, "start", harness.SocketName)
-		for _, what := range []string{"before the daemon is started", "while it is started anew"} {
-			// A new connection, and one call, which does not wait for a daemon.
-			_, err := harness.RawRuntime(t, d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: c.Id})
-			if err != nil {
-				t.Errorf("a call %s: %v", what, err)
-			}
-			killMain(t, d, syscall.SIGKILL)
-		}
-		d.Start(t)
-		goesOn(t)
-		d.Stop(t)
-		harness.Systemctl(t, "stop", harness.SocketName)
-		d.Start(t)
-		goesOn(t)
-	})
+	t.Run("kill", u.testKill)
+	t.Run("hang", u.testHang)
+	t.Run("stop", u.testStop)
+	t.Run("restart", u.testRestart)
+	t.Run("start returns when the daemon is ready", u.testStart)
+	t.Run("socket", u.testSocket)
 	t.Run("end", func(t *testing.T) {
 		pod.Remove(t)
 		group := harness.UnitCgroup(t)
 		d.Stop(t)
 		if _, err := os.Stat(group); !os.IsNotExist(err) {
-			t.Errorf("the unit has left processes: %v", harness.Journal())
+			t.Errorf("the unit's cgroup still has processes: %v", harness.Journal())
 		}
 		d.Start(t)
 	})
+}
+
+// checkContainer checks that the container runs and that the daemon serves it.
+func (u *unitTest) checkContainer(t *testing.T) {
+	t.Helper()
+	harness.Equal(t, "state of the container", u.c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	harness.Equal(t, "process ID of the container", u.c.Pid(t), u.pid)
+	harness.Equal(t, "output of an exec", u.c.Exec(t, "echo", "still here"), "still here")
+	noLeftovers(t, u.d)
+	u.d.StateSettles(t)
+}
+
+func (u *unitTest) testKill(t *testing.T) {
+	// Without StartLimitIntervalSec=0 systemd would stop restarting the unit after that many
+	// kills.
+	harness.DropIn(t, harness.UnitName, "[Service]", "RestartSec=20ms")
+	for range 10 {
+		killMain(t, u.d, syscall.SIGKILL)
+	}
+	u.d.AdoptRestarted(t)
+	harness.DropIn(t, harness.UnitName)
+	u.checkContainer(t)
+}
+
+func (u *unitTest) testHang(t *testing.T) {
+	harness.DropIn(t, harness.UnitName, "[Service]", "WatchdogSec=10")
+	harness.Systemctl(t, "restart", harness.UnitName)
+	u.d.AdoptRestarted(t)
+	killMain(t, u.d, syscall.SIGSTOP)
+	u.d.AdoptRestarted(t)
+	log := harness.Journal()
+	for _, want := range []string{"Watchdog timeout", "SIGABRT: abort", "goroutine 1 "} {
+		if !strings.Contains(log, want) {
+			t.Errorf("the journal does not contain %q", want)
+		}
+	}
+	harness.DropIn(t, harness.UnitName)
+	u.checkContainer(t)
+}
+
+func (u *unitTest) testStop(t *testing.T) {
+	u.d.Stop(t)
+	harness.Equal(t, "whether the container runs without a daemon", machine.Alive(u.pid), true)
+	u.d.Start(t)
+	u.checkContainer(t)
+}
+
+func (u *unitTest) testRestart(t *testing.T) {
+	harness.Systemctl(t, "restart", harness.UnitName)
+	u.d.AdoptRestarted(t)
+	u.checkContainer(t)
+}
+
+func (u *unitTest) testStart(t *testing.T) {
+	u.d.Stop(t)
+	harness.Systemctl(t, "start", harness.UnitName)
+	// One call, which does not wait for a daemon.
+	status, err := harness.RawRuntime(t, u.d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: u.c.Id})
+	harness.Must(t, err)
+	harness.Equal(t, "state of the container", status.Status.State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	harness.Systemctl(t, "stop", harness.UnitName)
+	u.d.Start(t)
+	u.checkContainer(t)
+}
+
+func (u *unitTest) testSocket(t *testing.T) {
+	u.d.Stop(t)
+	harness.DropIn(t, harness.SocketName, "[Socket]", "ListenStream=", "ListenStream="+u.d.Socket)
+	harness.Systemctl(t, "start", harness.SocketName)
+	for _, what := range []string{"before the daemon is started", "while systemd restarts it"} {
+		// A new connection, and one call, which does not wait for a daemon.
+		_, err := harness.RawRuntime(t, u.d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: u.c.Id})
+		if err != nil {
+			t.Errorf("a call %s: %v", what, err)
+		}
+		killMain(t, u.d, syscall.SIGKILL)
+	}
+	u.d.Start(t)
+	u.checkContainer(t)
+	u.d.Stop(t)
+	harness.Systemctl(t, "stop", harness.SocketName)
+	u.d.Start(t)
+	u.checkContainer(t)
 }
 
 // killMain sends a signal to the unit's main process, and returns when there is another one. That
@@ -115,16 +135,16 @@ func TestSystemdUnit(t *testing.T) {
 func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
 	t.Helper()
 	before := 0
-	harness.Eventually(t, "there is a daemon", func() error {
+	harness.Eventually(t, "the unit has a main process", func() error {
 		if before = harness.MainPID(t); before == 0 {
-			return fmt.Errorf("systemd has started none: the unit is %s, %s", harness.UnitProperty(t, "ActiveState"), harness.UnitProperty(t, "Result"))
+			return fmt.Errorf("no main process: the unit is %s, %s", harness.UnitProperty(t, "ActiveState"), harness.UnitProperty(t, "Result"))
 		}
 		return nil
 	})
 	harness.Must(t, syscall.Kill(before, signal))
-	harness.Eventually(t, "it is not the main process any more", func() error {
+	harness.Eventually(t, "systemd replaces the main process", func() error {
 		if pid := harness.MainPID(t); pid == before {
-			return fmt.Errorf("process %d is", pid)
+			return fmt.Errorf("the main process is still %d", pid)
 		}
 		return nil
 	})
@@ -134,7 +154,7 @@ func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
 // and monitors of containers.
 func noLeftovers(t *testing.T, d *harness.Daemon) {
 	t.Helper()
-	harness.Eventually(t, "what earlier daemons started has ended", func() error {
+	harness.Eventually(t, "the processes of earlier daemons have ended", func() error {
 		main := d.Cmd.Process.Pid
 		own := append(machine.ChildrenOf(main), main)
 		for _, pid := range harness.UnitProcesses(t) {
@@ -152,7 +172,7 @@ func haveUnitsResources(t *testing.T, d *harness.Daemon, c *harness.Container) {
 	t.Helper()
 	pid, group := d.Cmd.Process.Pid, harness.UnitCgroup(t)
 	harness.Equal(t, "cgroup of the daemon", machine.CgroupDir(t, pid, ""), group)
-	harness.Equal(t, "delegation", harness.UnitProperty(t, "Delegate"), "yes")
+	harness.Equal(t, "Delegate of the unit", harness.UnitProperty(t, "Delegate"), "yes")
 	have := strings.Fields(content(t, filepath.Join(group, "cgroup.controllers")))
 	for _, controller := range strings.Fields(harness.UnitProperty(t, "DelegateControllers")) {
 		if there := strings.Fields(content(t, "/sys/fs/cgroup/cgroup.controllers")); slices.Contains(there, controller) && !slices.Contains(have, controller) {
@@ -164,14 +184,14 @@ func haveUnitsResources(t *testing.T, d *harness.Daemon, c *harness.Container) {
 			t.Errorf("controller %s is not delegated, only %v", controller, have)
 		}
 	}
-	harness.Equal(t, "number of tasks that the daemon may have", content(t, filepath.Join(group, "pids.max")), "max")
-	harness.Equal(t, "what systemd does when the OOM killer takes one of them", harness.UnitProperty(t, "OOMPolicy"), "continue")
+	harness.Equal(t, "pids.max of the unit", content(t, filepath.Join(group, "pids.max")), "max")
+	harness.Equal(t, "OOMPolicy of the unit", harness.UnitProperty(t, "OOMPolicy"), "continue")
 	harness.Equal(t, "the daemon's oom_score_adj", content(t, fmt.Sprintf("/proc/%d/oom_score_adj", pid)), "-999")
 	harness.Equal(t, "the container's oom_score_adj", content(t, fmt.Sprintf("/proc/%d/oom_score_adj", c.Pid(t))), fmt.Sprint(c.Config.Linux.Resources.OomScoreAdj))
 
 	systemds := harness.UnitProperty(t, "LimitNOFILESoft") + " " + harness.UnitProperty(t, "LimitNOFILE")
 	if own := machine.Limits(t, pid, "Max open files"); own == systemds {
-		t.Errorf("the daemon has not raised its own limit of open files: %s", own)
+		t.Errorf("the daemon has not raised its limit of open files from %s", own)
 	}
 	harness.Equal(t, "limit of the container's open files", machine.Limits(t, c.Pid(t), "Max open files"), systemds)
 	for _, of := range []int{pid, c.Pid(t)} {

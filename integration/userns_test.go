@@ -93,6 +93,13 @@ func TestUserNamespace(t *testing.T) {
 	}
 	harness.Equal(t, "CapEff", machine.StatusField(t, c.Pid(t), "CapEff"), machine.StatusField(t, pod.Run(t).Pid(t), "CapEff"))
 
+	testUserNamespaceFiles(t, d, pod, c, base)
+	testUserNamespacePod(t, pod, c, base)
+}
+
+// testUserNamespaceFiles checks the owners and the content of files in a container whose IDs begin
+// with base on the host.
+func testUserNamespaceFiles(t *testing.T, d *harness.Daemon, pod *harness.Pod, c *harness.Container, base int) {
 	t.Run("files of the image", func(t *testing.T) {
 		harness.Equal(t, "owners", c.Exec(t, "stat", "-c", "%u:%g", "/", "/owned", "/owned/file", "/bin/busybox"), "0:0\n1000:2000\n1000:2000\n0:0")
 	})
@@ -118,6 +125,10 @@ func TestUserNamespace(t *testing.T) {
 		}
 		c.Exec(t, "sh", "-c", "echo x >/dev/null && head -c 1 /dev/zero && test -e /sys/class/net/eth0 && test -e /sys/fs/cgroup")
 	})
+}
+
+// testUserNamespacePod checks the pod's network and further containers of the pod.
+func testUserNamespacePod(t *testing.T, pod *harness.Pod, c *harness.Container, base int) {
 	t.Run("network", func(t *testing.T) {
 		harness.Equal(t, "port range", c.Exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start"), "0")
 		harness.Equal(t, "ping groups", c.Exec(t, "cat", "/proc/sys/net/ipv4/ping_group_range"), "0\t65535")
@@ -144,7 +155,7 @@ func TestUserNamespace(t *testing.T) {
 		harness.Equal(t, "exit code", status.ExitCode, 0)
 	})
 	t.Run("ephemeral container", func(t *testing.T) {
-		debug := pod.Run(t, inUserNamespace(base), harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+		debug := pod.Run(t, inUserNamespace(uint32(base)), harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.NamespaceOptions.Pid, s.NamespaceOptions.TargetId = runtimeapi.NamespaceMode_TARGET, c.Id
 		}))
 		harness.Equal(t, "PID namespace", machine.Namespace(t, debug.Pid(t), "pid"), machine.Namespace(t, c.Pid(t), "pid"))

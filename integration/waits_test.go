@@ -120,9 +120,63 @@ func endHungPlugins(t *testing.T) {
 	}
 }
 
-// Every wait shows with its object, age and limit, exactly as long as it lasts. Here all waits that
-// a test can cause last at the same time; docs/reliability.md lists them. An operation shows
-// whatever it waits for, even when its caller has gone.
+// The limits, in seconds, of the waits that TestWaitsAreShown causes.
+const (
+	minutes      = 60
+	margin       = 15  // the daemon adds it to a call's own limit
+	generalLimit = 100 // wait_limit
+	callLimit    = 4*minutes + margin
+)
+
+// waitTest causes waits and checks that verbose Status shows them.
+type waitTest struct {
+	d      *harness.Daemon
+	plugin *faults.Plugin
+	seen   map[string]string // wait → object
+
+	release chan struct{}  // closed when registries answer
+	stopped []int          // processes stopped by SIGSTOP
+	calls   sync.WaitGroup // calls that wait
+	ctx     context.Context
+}
+
+// begin makes a call in the background. The call waits until its cause is removed.
+func (w *waitTest) begin(t *testing.T, what string, call func(ctx context.Context) error) {
+	w.calls.Go(func() {
+		if err := call(w.ctx); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	})
+}
+
+// shown waits until verbose Status shows a wait for an object, and checks its limit in seconds.
+func (w *waitTest) shown(t *testing.T, what, object string, limit float64) {
+	t.Helper()
+	harness.Eventually(t, "verbose Status shows a wait for "+what, func() error {
+		info := harness.Get(w.d.Cri.Status(t.Context(), true))(t).Info
+		for _, wait := range waitsOf(t, info) {
+			if wait.What == what && harness.Contains(wait.Object, object) && wait.Seconds > 0 {
+				harness.Equal(t, "limit of the wait for "+what, wait.LimitSeconds, limit)
+				w.seen[what] = wait.Object
+				return nil
+			}
+		}
+		return fmt.Errorf("waits are %s", info["waits"])
+	})
+}
+
+// stop stops processes until the end of the waits.
+func (w *waitTest) stop(t *testing.T, pids ...int) {
+	t.Helper()
+	w.stopped = append(w.stopped, pids...)
+	for _, pid := range pids {
+		harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
+	}
+}
+
+// Verbose Status shows each wait with its object, age and limit, exactly as long as it lasts. All
+// waits that a test can cause last at the same time here; docs/reliability.md lists them. Status
+// shows an operation's wait even after its caller has gone.
 func TestWaitsAreShown(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `stall_timeout = "10m"`), plugin.Option)
@@ -131,50 +185,45 @@ func TestWaitsAreShown(t *testing.T) {
 	stubborn, frozen := host.Run(t, harness.Script("trap '' TERM; while :; do sleep 0.05; done")), host.Run(t)
 	created := host.Create(t)
 	config := d.PodConfig(t)
-	stubborn.Pid(t) // it runs its program
+	stubborn.Pid(t) // waits until the container runs its program
 
-	speak, stopped := make(chan struct{}), []int{}
-	// letGo ends all waits. A failure does so, too: a stop with a grace period of 100 minutes would
-	// be waited for.
-	letGo := sync.OnceFunc(func() {
-		close(speak)
+	w := &waitTest{d: d, plugin: plugin, seen: map[string]string{}, release: make(chan struct{})}
+	// end ends all waits. It must run after a failure, too: the test would otherwise wait for a stop
+	// with a grace period of 100 minutes.
+	end := sync.OnceFunc(func() {
+		close(w.release)
 		plugin.Inject(t, "ADD", "")
 		plugin.Inject(t, "DEL", "")
-		for _, pid := range stopped {
-			_ = syscall.Kill(pid, syscall.SIGCONT) // it has ended
+		for _, pid := range w.stopped {
+			_ = syscall.Kill(pid, syscall.SIGCONT) // fails if the process has ended
 		}
 		machine.KillProcess(t, stubborn.Pid(t))
 	})
-	ctx, giveUp := context.WithCancel(t.Context())
-	var under sync.WaitGroup
-	defer under.Wait()
-	defer giveUp()
-	defer letGo()
-	// begin makes a call that waits until it is let go.
-	begin := func(what string, call func(ctx context.Context) error) {
-		under.Go(func() {
-			if err := call(ctx); err != nil {
-				t.Errorf("%s: %v", what, err)
-			}
-		})
-	}
-	seen := map[string]string{} // wait → object
-	shown := func(what, object string, limit float64) {
-		t.Helper()
-		harness.Eventually(t, "a wait for "+what+" is shown", func() error {
-			info := harness.Get(d.Cri.Status(t.Context(), true))(t).Info
-			for _, w := range waitsOf(t, info) {
-				if w.What == what && harness.Contains(w.Object, object) && w.Seconds > 0 {
-					harness.Equal(t, "limit of the wait for "+what, w.LimitSeconds, limit)
-					seen[what] = w.Object
-					return nil
-				}
-			}
-			return fmt.Errorf("waits are %s", info["waits"])
-		})
-	}
-	const minutes, slack, general = 60, 15, 100
+	var cancel context.CancelFunc
+	w.ctx, cancel = context.WithCancel(t.Context())
+	defer w.calls.Wait()
+	defer cancel()
+	defer end()
 
+	w.pulls(t)
+	w.pods(t, config, victim)
+	w.containers(t, stubborn, frozen, created)
+
+	end()
+	w.calls.Wait()
+	harness.Eventually(t, "no wait is left", func() error {
+		for _, wait := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
+			if w.seen[wait.What] == wait.Object {
+				return fmt.Errorf("verbose Status still shows the wait for %s of %s", wait.What, wait.Object)
+			}
+		}
+		return nil
+	})
+}
+
+// pulls causes waits of pulls for a registry that does not answer.
+func (w *waitTest) pulls(t *testing.T) {
+	t.Helper()
 	for what, path := range map[string]string{"layer download and unpack": "/blobs/", "registry manifest": "/manifests/"} {
 		registry := harness.NewRegistry(t)
 		img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("of", 0o644, registry.Host)})
@@ -187,67 +236,59 @@ func TestWaitsAreShown(t *testing.T) {
 			harness.Must(t, err)
 			path, object = path+harness.DigestOf(t, layers[1]), "layer "+diffID.String()
 		}
-		registry.Hook(untilClosed(speak, path))
-		begin("pull", func(ctx context.Context) error {
-			_, err := d.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: name}, nil, nil)
+		registry.Hook(untilClosed(w.release, path))
+		w.begin(t, "pull", func(ctx context.Context) error {
+			_, err := w.d.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: name}, nil, nil)
 			return err
 		})
-		shown(what, object, 0)
+		w.shown(t, what, object, 0)
 	}
+}
 
-	plugin.Inject(t, "ADD", faults.WorkPause)
-	run := func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err }
-	begin("run", run)
-	shown("CNI ADD", "pod ", general)
-	begin("run, joined", run)
-	shown("it to be made", config.Metadata.Name, 4*minutes+slack)
-	shown("run", config.Metadata.Name, 4*minutes+slack)
-	plugin.Inject(t, "DEL", faults.WorkPause)
-	begin("stop pod", func(ctx context.Context) error { return d.Cri.StopPodSandbox(ctx, victim.Id) })
-	shown("CNI DEL", "pod "+victim.Id, general)
-	shown("stop", "pod "+victim.Id, 4*minutes+slack)
-	begin("remove pod", func(ctx context.Context) error { return d.Cri.RemovePodSandbox(ctx, victim.Id) })
-	shown("lock to remove", "pod "+victim.Id, 4*minutes+slack)
-	shown("remove", "pod "+victim.Id, 4*minutes+slack)
+// pods causes waits of calls for pods whose CNI plugin does not return.
+func (w *waitTest) pods(t *testing.T, config *runtimeapi.PodSandboxConfig, victim *harness.Pod) {
+	t.Helper()
+	w.plugin.Inject(t, "ADD", faults.WorkPause)
+	run := func(ctx context.Context) error { _, err := w.d.Cri.RunPodSandbox(ctx, config, ""); return err }
+	w.begin(t, "run", run)
+	w.shown(t, "CNI ADD", "pod ", generalLimit)
+	w.begin(t, "run, joined", run)
+	w.shown(t, "it to be made", config.Metadata.Name, callLimit)
+	w.shown(t, "run", config.Metadata.Name, callLimit)
+	w.plugin.Inject(t, "DEL", faults.WorkPause)
+	w.begin(t, "stop pod", func(ctx context.Context) error { return w.d.Cri.StopPodSandbox(ctx, victim.Id) })
+	w.shown(t, "CNI DEL", "pod "+victim.Id, generalLimit)
+	w.shown(t, "stop", "pod "+victim.Id, callLimit)
+	w.begin(t, "remove pod", func(ctx context.Context) error { return w.d.Cri.RemovePodSandbox(ctx, victim.Id) })
+	w.shown(t, "lock to remove", "pod "+victim.Id, callLimit)
+	w.shown(t, "remove", "pod "+victim.Id, callLimit)
+}
 
-	begin("exec", func(ctx context.Context) error {
-		_, err := harness.RawRuntime(t, d).ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: stubborn.Id, Cmd: []string{"sleep", "1000"}, Timeout: 10 * minutes})
+// containers causes waits of calls for containers: stubborn ignores SIGTERM, the monitor of frozen
+// is stopped, and the launchers are stopped before created is started.
+func (w *waitTest) containers(t *testing.T, stubborn, frozen, created *harness.Container) {
+	t.Helper()
+	w.begin(t, "exec", func(ctx context.Context) error {
+		_, err := harness.RawRuntime(t, w.d).ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: stubborn.Id, Cmd: []string{"sleep", "1000"}, Timeout: 10 * minutes})
 		return err
 	})
-	shown("end of exec", "container "+stubborn.Id, 10*minutes+slack)
-	harness.Eventually(t, "the command runs", func() error {
+	w.shown(t, "end of exec", "container "+stubborn.Id, 10*minutes+margin)
+	harness.Eventually(t, "the exec runs its command", func() error {
 		if len(machine.ProcessesOf("sleep 1000")) == 0 {
-			return errors.New("it does not")
+			return errors.New("no process sleeps for 1000 s")
 		}
 		return nil
 	})
-	begin("stop container", func(ctx context.Context) error { return d.Cri.StopContainer(ctx, stubborn.Id, 100*minutes) })
-	shown("exit", "container "+stubborn.Id, 100*minutes+slack)
-	stop := func(pids ...int) {
-		stopped = append(stopped, pids...)
-		for _, pid := range pids {
-			harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
-		}
-	}
-	stop(harness.MonitorOf(t, d, frozen))
-	begin("reopen", func(ctx context.Context) error { return d.Cri.ReopenContainerLog(ctx, frozen.Id) })
-	shown("its monitor to open its log anew", "container "+frozen.Id, general)
-	d.WaitIdle(t)
-	stop(d.Launchers()...)
-	begin("start", func(ctx context.Context) error { return d.Cri.StartContainer(ctx, created.Id) })
-	shown("its launch", "container "+created.Id, general)
-	shown("start", "container "+created.Id, 4*minutes+slack)
-
-	letGo()
-	under.Wait()
-	harness.Eventually(t, "no wait is left", func() error {
-		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
-			if seen[w.What] == w.Object {
-				return fmt.Errorf("%s of %s is waited for", w.What, w.Object)
-			}
-		}
-		return nil
-	})
+	w.begin(t, "stop container", func(ctx context.Context) error { return w.d.Cri.StopContainer(ctx, stubborn.Id, 100*minutes) })
+	w.shown(t, "exit", "container "+stubborn.Id, 100*minutes+margin)
+	w.stop(t, harness.MonitorOf(t, w.d, frozen))
+	w.begin(t, "reopen", func(ctx context.Context) error { return w.d.Cri.ReopenContainerLog(ctx, frozen.Id) })
+	w.shown(t, "its monitor to open its log anew", "container "+frozen.Id, generalLimit)
+	w.d.WaitIdle(t)
+	w.stop(t, w.d.Launchers()...)
+	w.begin(t, "start", func(ctx context.Context) error { return w.d.Cri.StartContainer(ctx, created.Id) })
+	w.shown(t, "its launch", "container "+created.Id, generalLimit)
+	w.shown(t, "start", "container "+created.Id, callLimit)
 }
 
 // untilClosed keeps requests of paths that contain part waiting.

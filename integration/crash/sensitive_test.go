@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -18,11 +19,18 @@ import (
 
 	"berth/checkpoint"
 	"berth/integration/harness"
+	"berth/integration/inventory"
 	"berth/integration/machine"
 )
 
-// TestInventoryShowsEveryDifference checks the inventory itself. Each kind of leftover shows as a difference,
-// and without leftovers there is none.
+// leftover makes a difference of a kind, and returns a function that undoes it.
+type leftover struct {
+	kind string
+	make func(*testing.T) (undo func())
+}
+
+// TestInventoryShowsEveryDifference checks the inventory itself. Each kind of leftover shows as a
+// difference, and without leftovers the inventory shows no difference.
 func TestInventoryShowsEveryDifference(t *testing.T) {
 	d := harness.StartDaemon(t)
 	w := &world{d: d}
@@ -33,10 +41,37 @@ func TestInventoryShowsEveryDifference(t *testing.T) {
 	harness.Must(t, unix.Mount("", place, "", unix.MS_PRIVATE, ""))
 	t.Cleanup(func() { harness.Must(t, unix.Unmount(place, 0)) })
 	before := d.Settled(t)
-	for _, c := range []struct {
-		kind string
-		make func(*testing.T) (undo func())
-	}{
+	for _, l := range slices.Concat(machineLeftovers(d, pid, place), fileLeftovers(d, w), daemonLeftovers(d, w)) {
+		t.Run(l.kind, func(t *testing.T) { l.check(t, d, before) })
+	}
+	harness.Must(t, stopContainer(0)(t, w))
+	if found := strings.Join(d.Settled(t).Differences(before), "\n"); !strings.Contains(found, `missing: process`) || !strings.Contains(found, "status of container") {
+		t.Errorf("the differences do not show that the container was stopped: %q", found)
+	}
+}
+
+// check makes the leftover and checks that it shows as a difference until it is removed.
+func (l leftover) check(t *testing.T, d *harness.Daemon, before inventory.Items) {
+	undo := l.make(t)
+	err := harness.WaitFor(func() error { // the daemon may accept a connection later
+		if found := strings.Join(d.FullState(t).Differences(before), "\n"); !strings.Contains(found, l.kind+": ") {
+			return fmt.Errorf("the differences are %q", found)
+		}
+		return nil
+	})
+	undo()
+	if err != nil {
+		t.Errorf("no difference shows: %v", err)
+	}
+	if left := d.Becomes(t, before); len(left) > 0 {
+		t.Errorf("differences without a leftover:\n%s", strings.Join(left, "\n"))
+	}
+}
+
+// machineLeftovers are processes, mounts, cgroups, addresses and firewall rules. The container runs
+// process pid, and a private tmpfs is mounted at place.
+func machineLeftovers(d *harness.Daemon, pid int, place string) []leftover {
+	return []leftover{
 		{"process", func(t *testing.T) func() {
 			cmd := exec.Command("sleep", "100000")
 			harness.Must(t, cmd.Start())
@@ -57,6 +92,39 @@ func TestInventoryShowsEveryDifference(t *testing.T) {
 			return func() { harness.Must(t, os.Remove(dirs[0]+"/left")) }
 		}},
 		{"CNI address", file(filepath.Join(d.DataDir, "test/10.88.0.99"), "left")},
+		{"options of mount", func(t *testing.T) func() {
+			remount := func(flags uintptr) {
+				harness.Must(t, unix.Mount("", place, "", unix.MS_REMOUNT|unix.MS_BIND|flags, ""))
+			}
+			remount(unix.MS_NOEXEC)
+			return func() { remount(0) }
+		}},
+		{"options of mount", func(t *testing.T) func() {
+			harness.Must(t, unix.Mount("", place, "", unix.MS_SHARED, ""))
+			return func() { harness.Must(t, unix.Mount("", place, "", unix.MS_PRIVATE, "")) }
+		}},
+		{"limit of cgroup", func(t *testing.T) func() {
+			path := filepath.Join(machine.CgroupDir(t, pid, "pids"), "pids.max")
+			old, err := os.ReadFile(path)
+			harness.Must(t, err)
+			harness.Must(t, os.WriteFile(path, []byte("1234"), 0))
+			return func() { harness.Must(t, os.WriteFile(path, bytes.TrimSpace(old), 0)) }
+		}},
+		{"rule", func(t *testing.T) func() {
+			rule := func(action string) {
+				if out, err := exec.Command("iptables", "-t", "nat", action, "PREROUTING", "-d", "10.99.0.1", "-j", "ACCEPT").CombinedOutput(); err != nil {
+					t.Fatalf("iptables %s: %v: %s", action, err, out)
+				}
+			}
+			rule("-A")
+			return func() { rule("-D") }
+		}},
+	}
+}
+
+// fileLeftovers are differences of files in the daemon's directories.
+func fileLeftovers(d *harness.Daemon, w *world) []leftover {
+	return []leftover{
 		{"file below root", file(filepath.Join(d.Root, "sandboxes/left"), "")},
 		{"file below state", file(filepath.Join(d.State, "c/left"), "")},
 		{"file of logs", file(filepath.Join(d.LogDir, "uid/left"), "")},
@@ -101,33 +169,12 @@ func TestInventoryShowsEveryDifference(t *testing.T) {
 		}},
 		{"file below state", appended(filepath.Join(d.State, "libcontainer", w.id, "state.json"))},
 		{"file of logs", appended(filepath.Join(w.pod.LogDirectory, w.container.LogPath))},
-		{"options of mount", func(t *testing.T) func() {
-			remount := func(flags uintptr) {
-				harness.Must(t, unix.Mount("", place, "", unix.MS_REMOUNT|unix.MS_BIND|flags, ""))
-			}
-			remount(unix.MS_NOEXEC)
-			return func() { remount(0) }
-		}},
-		{"options of mount", func(t *testing.T) func() {
-			harness.Must(t, unix.Mount("", place, "", unix.MS_SHARED, ""))
-			return func() { harness.Must(t, unix.Mount("", place, "", unix.MS_PRIVATE, "")) }
-		}},
-		{"limit of cgroup", func(t *testing.T) func() {
-			path := filepath.Join(machine.CgroupDir(t, pid, "pids"), "pids.max")
-			old, err := os.ReadFile(path)
-			harness.Must(t, err)
-			harness.Must(t, os.WriteFile(path, []byte("1234"), 0))
-			return func() { harness.Must(t, os.WriteFile(path, bytes.TrimSpace(old), 0)) }
-		}},
-		{"rule", func(t *testing.T) func() {
-			rule := func(action string) {
-				if out, err := exec.Command("iptables", "-t", "nat", action, "PREROUTING", "-d", "10.99.0.1", "-j", "ACCEPT").CombinedOutput(); err != nil {
-					t.Fatalf("iptables %s: %v: %s", action, err, out)
-				}
-			}
-			rule("-A")
-			return func() { rule("-D") }
-		}},
+	}
+}
+
+// daemonLeftovers are a descriptor of the daemon, a container and an image.
+func daemonLeftovers(d *harness.Daemon, w *world) []leftover {
+	return []leftover{
 		{"fd of the daemon", func(t *testing.T) func() {
 			conn, err := net.Dial("unix", d.Socket)
 			harness.Must(t, err)
@@ -143,27 +190,6 @@ func TestInventoryShowsEveryDifference(t *testing.T) {
 			has(second)(t, w)
 			return func() { harness.Must(t, removeImage(second)(t, w)) }
 		}},
-	} {
-		t.Run(c.kind, func(t *testing.T) {
-			undo := c.make(t)
-			err := harness.WaitFor(func() error { // a connection is the daemon's when it has accepted it
-				if found := strings.Join(d.FullState(t).Differences(before), "\n"); !strings.Contains(found, c.kind+": ") {
-					return fmt.Errorf("the differences are %q", found)
-				}
-				return nil
-			})
-			undo()
-			if err != nil {
-				t.Errorf("not seen: %v", err)
-			}
-			if left := d.Becomes(t, before); len(left) > 0 {
-				t.Errorf("differences without a cause:\n%s", strings.Join(left, "\n"))
-			}
-		})
-	}
-	harness.Must(t, stopContainer(0)(t, w))
-	if found := strings.Join(d.Settled(t).Differences(before), "\n"); !strings.Contains(found, `missing: process`) || !strings.Contains(found, "status of container") {
-		t.Errorf("that the container was stopped is not seen: %q", found)
 	}
 }
 
@@ -186,7 +212,7 @@ func onLayer(w *world, change func(t *testing.T, layer string) func()) func(*tes
 		found, err := filepath.Glob(filepath.Join(w.d.Root, "images/layers/*/fs/bin/program"))
 		harness.Must(t, err)
 		if len(found) != 1 {
-			t.Fatalf("the program is in %d layers", len(found))
+			t.Fatalf("%d layers have the program, want 1", len(found))
 		}
 		return change(t, strings.TrimSuffix(found[0], "/fs/bin/program"))
 	}
@@ -198,7 +224,7 @@ func unlinkJoined(t *testing.T, layer string) func() {
 	found, err := filepath.Glob(filepath.Join(layer, "../../joins/*/fs/bin/other"))
 	harness.Must(t, err)
 	if len(found) != 1 {
-		t.Fatalf("the link is in %d joins", len(found))
+		t.Fatalf("%d joins have the link, want 1", len(found))
 	}
 	link := found[0]
 	info, err := os.Stat(link)
