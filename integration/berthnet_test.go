@@ -203,7 +203,7 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	d.LosePower(t)
 	d.Boot(t)
 	harness.Equal(t, "state after the reboot", before.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
-	kept := func() []string { return keptAddresses(d) }
+	kept := func() []string { return recordedAddresses(d) }
 	harness.Eventually(t, "the address is given back", func() error {
 		if all := kept(); len(all) > 0 {
 			return harness.Unexpected("addresses kept", all, nil)
@@ -216,8 +216,8 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	pod.Remove(t) // the check at the end compares with the machine's own boot ID
 }
 
-// keptAddresses returns the names of the address files of a daemon's own network.
-func keptAddresses(d *harness.Daemon) (all []string) {
+// recordedAddresses returns the names of the address files of a daemon's own network.
+func recordedAddresses(d *harness.Daemon) (all []string) {
 	for _, name := range machine.ReadDir(filepath.Join(d.Root, "network/berth-net")) {
 		if strings.Contains(name, "@") {
 			all = append(all, name)
@@ -244,14 +244,14 @@ func TestOwnNetworkCollectsGarbage(t *testing.T) {
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	harness.Equal(t, "addresses kept", len(keptAddresses(d)), 2)
+	harness.Equal(t, "addresses kept", len(recordedAddresses(d)), 2)
 	if found := d.StateCheck(t); len(found) < 3 {
 		t.Errorf("check --state does not name address, port of the bridge and host port of the orphan: %v", found)
 	}
 	d.Restart(t)
-	harness.Equal(t, "addresses kept after GC", len(keptAddresses(d)), 1)
+	harness.Equal(t, "addresses kept after GC", len(recordedAddresses(d)), 1)
 	ip4, _ := addressesOf(t, pod)
-	harness.Equal(t, "the pod's address is kept", strings.HasPrefix(keptAddresses(d)[0], ip4.String()+","), true)
+	harness.Equal(t, "the pod's address is kept", strings.HasPrefix(recordedAddresses(d)[0], ip4.String()+","), true)
 }
 
 // New pods get addresses from the node's pod CIDR, which kubelet passes on. Older pods keep their

@@ -80,7 +80,7 @@ func TestCadvisorSocket(t *testing.T) {
 	check("after the start")
 	d.Kill(t)
 	d.Start(t)
-	check("told by the next daemon")
+	check("answer of the next daemon")
 
 	c.Stop(t, 10)
 	ended := harness.Get(asked.task(c.Id))(t)

@@ -84,7 +84,7 @@ func TestCheckAsksTheDaemon(t *testing.T) {
 	out, err = checkOf(t, d)
 	for _, want := range []string{"of the daemon that serves on " + d.Socket, "room in " + d.Root, "ok"} {
 		if err != nil || !strings.Contains(out, want) {
-			t.Errorf("check: %v; it does not say %q:\n%s", err, want, out)
+			t.Errorf("check: %v; the output does not contain %q:\n%s", err, want, out)
 		}
 	}
 	out, err = checkOf(t, d, "--state", "--root", filepath.Join(d.Dir, "none"))
@@ -93,11 +93,11 @@ func TestCheckAsksTheDaemon(t *testing.T) {
 	}
 	out, err = checkOf(t, d, "--config", os.DevNull)
 	if err != nil || strings.Contains(out, d.Root) {
-		t.Errorf("check of a file: %v; it tells of the daemon:\n%s", err, out)
+		t.Errorf("check of a configuration file: %v; the output mentions the daemon's root:\n%s", err, out)
 	}
 	d.Kill(t)
 	if out, _ = checkOf(t, d); !strings.Contains(out, "none answers at "+d.Socket) {
-		t.Errorf("check without a daemon does not say so:\n%s", out)
+		t.Errorf("the output of check without a daemon does not say so:\n%s", out)
 	}
 	d.Start(t)
 	pod.Remove(t)
@@ -116,11 +116,11 @@ func TestCheckOfUserNamespaces(t *testing.T) {
 	harness.Must(t, json.Unmarshal([]byte(out), &findings))
 	for _, f := range findings {
 		if f.Subject == "user namespaces" && f.Level != "ok" || err != nil {
-			t.Errorf("check: %v; of user namespaces it says %s, %s", err, f.Level, f.Found)
+			t.Errorf("check: %v; the result for user namespaces is %s, %s", err, f.Level, f.Found)
 		}
 	}
 	if !strings.Contains(out, `"user namespaces"`) {
-		t.Error("check says nothing of user namespaces")
+		t.Error("the output of check has no result for user namespaces")
 	}
 	pod.Remove(t)
 }

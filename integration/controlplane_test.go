@@ -168,7 +168,7 @@ spec:
 	c.kubectl(t, "rollout", "status", "deployment/web")
 	c.kubectl(t, "scale", "deployment/web", "--replicas", "1")
 	c.wait(t, "deployment/web", "jsonpath={.status.replicas}=1")
-	harness.Equal(t, "what the new pod has", c.kubectl(t, "exec", "deployment/web", "--", "sh", "-c", "echo $VERSION"), "2\n")
+	harness.Equal(t, "VERSION in the new pod", c.kubectl(t, "exec", "deployment/web", "--", "sh", "-c", "echo $VERSION"), "2\n")
 }
 
 func testControlPlaneJob(t *testing.T, c *cluster) {
@@ -256,7 +256,7 @@ spec:
 
 func testControlPlaneUserNamespace(t *testing.T, c *cluster) {
 	if !c.userNamespaces(t) {
-		t.Skip("the runtime says that this machine has no user namespaces for pods")
+		t.Skip("the runtime does not support user namespaces for pods here")
 	}
 	c.create(t, `
 apiVersion: v1

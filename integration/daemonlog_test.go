@@ -29,7 +29,7 @@ func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 		}
 	}
 	if len(all) == 0 {
-		t.Fatalf("the daemon's log tells of no %s", method)
+		t.Fatalf("the daemon's log has no line for %s", method)
 	}
 	slices.Sort(all)
 	return all

@@ -41,7 +41,7 @@ func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 		go func() { _, err := d.Cri.CreateContainer(ctx, in.Id, config, in.Config); ended <- err }()
 		harness.Eventually(t, "it waits for its volume", func() error {
 			if hang, waiting := looks(); hang != 1 || waiting != i+1 {
-				return fmt.Errorf("%d looks hang, want 1; %d containers wait, want %d", hang, waiting, i+1)
+				return fmt.Errorf("%d lookups hang, want 1; %d containers wait, want %d", hang, waiting, i+1)
 			}
 			return nil
 		})
@@ -50,10 +50,10 @@ func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 	}
 	volume.AwaitAsked(t, 1)
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), pod.Id))
-	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo fine"), "fine\n")
+	harness.Equal(t, "output of a container of another pod", other.Sh(t, "echo fine"), "fine\n")
 	d.StateMatches(t)
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), other.Id))
 	if hang, waiting := looks(); hang != 1 || waiting != 0 {
-		t.Errorf("when the pods were removed %d looks hang, want 1, for the volume is dead still; %d containers wait, want 0", hang, waiting)
+		t.Errorf("after the removal of the pods %d lookups hang, want 1; %d containers wait, want 0", hang, waiting)
 	}
 }

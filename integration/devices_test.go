@@ -183,7 +183,7 @@ func TestCDIHooks(t *testing.T) {
 	d := harness.StartDaemon(t, option)
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t, harness.Cdi("hooked"))
-	harness.Equal(t, "what the hooks wrote into the root", c.Exec(t, "cat", "/hooks"), "createRuntime\ncreateContainer")
+	harness.Equal(t, "output of the hooks in the root directory", c.Exec(t, "cat", "/hooks"), "createRuntime\ncreateContainer")
 	for _, name := range []string{"createRuntime", "createContainer"} {
 		var state struct{ ID, Status, Bundle string }
 		content, err := os.ReadFile(filepath.Join(trace, name+".state"))

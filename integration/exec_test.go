@@ -55,7 +55,7 @@ func TestExecSyncTimeoutKillsGrandchildren(t *testing.T) {
 		t.Errorf("the error is %v, want DeadlineExceeded", err)
 	}
 	awaitNoProcesses(t, "sleep 777", "sh -c trap")
-	harness.Equal(t, "the container goes on", c.Exec(t, "echo", "alive"), "alive")
+	harness.Equal(t, "output of a later exec", c.Exec(t, "echo", "alive"), "alive")
 }
 
 // awaitNoProcesses waits until no process has a command line that begins so.

@@ -177,11 +177,11 @@ func (w *world) tame(request proto.Message) {
 	switch request := request.(type) {
 	case *runtimeapi.RunPodSandboxRequest:
 		if request.Config != nil {
-			tamePod(w.d, request.Config)
+			confinePod(w.d, request.Config)
 		}
 	case *runtimeapi.CreateContainerRequest:
 		if request.Config != nil {
-			tameContainer(w.d, request.Config, w.r)
+			confineContainer(w.d, request.Config, w.r)
 		}
 	case *runtimeapi.StopContainerRequest:
 		request.Timeout = min(request.Timeout, 1)

@@ -38,8 +38,8 @@ func below(dir, path string) string {
 	return filepath.Join(dir, filepath.Join("/", strings.ReplaceAll(path, "\x00", "0")))
 }
 
-// tamePod keeps a pod within the test's directories and cgroups.
-func tamePod(d *harness.Daemon, config *runtimeapi.PodSandboxConfig) {
+// confinePod keeps a pod within the test's directories and cgroups.
+func confinePod(d *harness.Daemon, config *runtimeapi.PodSandboxConfig) {
 	config.LogDirectory = below(d.LogDir, config.LogDirectory)
 	if len(config.LogDirectory) > 1024 {
 		config.LogDirectory = ""
@@ -52,8 +52,8 @@ func tamePod(d *harness.Daemon, config *runtimeapi.PodSandboxConfig) {
 	}
 }
 
-// tameContainer does the same for a container, and mostly gives it an image that is there.
-func tameContainer(d *harness.Daemon, config *runtimeapi.ContainerConfig, r *rand.Rand) {
+// confineContainer does the same for a container, and mostly gives it an image that is there.
+func confineContainer(d *harness.Daemon, config *runtimeapi.ContainerConfig, r *rand.Rand) {
 	if config.Image != nil && r.IntN(8) > 0 {
 		config.Image.Image = harness.BaseImage
 	}
@@ -101,7 +101,7 @@ func FuzzRunPodSandbox(f *testing.F) {
 	f.Fuzz(func(t *testing.T, form uint8, seed uint64) {
 		config := scrambled(forms, form, seed)
 		d := harness.StartDaemon(t)
-		tamePod(d, config)
+		confinePod(d, config)
 		id, err := harness.RawRuntime(t, d).RunPodSandbox(t.Context(), &runtimeapi.RunPodSandboxRequest{Config: config})
 		fits(t, "RunPodSandbox", err)
 		if err == nil {
@@ -138,7 +138,7 @@ func FuzzCreateContainer(f *testing.F) {
 		config := scrambled(forms, form, seed)
 		kind := fuzzPods[int(form)/len(forms)%len(fuzzPods)]
 		d := harness.StartDaemon(t)
-		tameContainer(d, config, rand.New(rand.NewPCG(seed, 1)))
+		confineContainer(d, config, rand.New(rand.NewPCG(seed, 1)))
 		d.Pull(t, harness.BaseImage)
 		pod := d.RunPod(t, kind)
 		runtime := harness.RawRuntime(t, d)

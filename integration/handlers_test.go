@@ -40,7 +40,7 @@ func runsc(t *testing.T) string {
 	if path == "" {
 		var err error
 		if path, err = exec.LookPath("runsc"); err != nil {
-			t.Skip("NOT TESTED: there is no runsc in PATH, and BERTH_RUNSC names none")
+			t.Skip("NOT TESTED: runsc is not installed, and BERTH_RUNSC is not set")
 		}
 	}
 	return path
@@ -81,7 +81,7 @@ func TestHandlerProgramMissing(t *testing.T) {
 	announced, problems := handlersOf(t, d)
 	for _, name := range []string{"later", "broken"} {
 		if _, ok := announced[name]; ok || problems[name] == "" {
-			t.Errorf("handler %s is announced (%v), its problem is %q", name, ok, problems[name])
+			t.Errorf("handler %s is offered: %v, with problem %q", name, ok, problems[name])
 		}
 		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.HostNetwork), name)
 		harness.WantCode(t, err, codes.FailedPrecondition, name)
@@ -90,7 +90,7 @@ func TestHandlerProgramMissing(t *testing.T) {
 	harness.Must(t, os.Symlink(path, link))
 	runPodWith(t, d, "later", harness.HostNetwork)
 	if announced, _ := handlersOf(t, d); announced["later"] == nil {
-		t.Error("the handler is not announced although a pod runs with it")
+		t.Error("the handler is not offered although a pod runs with it")
 	}
 }
 

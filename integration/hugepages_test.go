@@ -43,14 +43,14 @@ func TestHugepageLimits(t *testing.T) {
 	}
 	wantHugepages(t, c, "2097152")
 	takeHugepage(t, c)
-	harness.Equal(t, "what the kernel refused below the limit", hugepageFile(t, c, ".failcnt", ".events"), "0")
+	harness.Equal(t, "number of refused allocations below the limit", hugepageFile(t, c, ".failcnt", ".events"), "0")
 	resizeContainer(t, c, hugepageLimits(0))
 	wantHugepages(t, c, "0")
 
 	none := run(0)
 	wantHugepages(t, none, "0")
 	takeHugepage(t, none)
-	harness.Equal(t, "what the kernel refused of a container that may have none", hugepageFile(t, none, ".rsvd.failcnt", ".events"), "1")
+	harness.Equal(t, "number of refused allocations of a container without huge pages", hugepageFile(t, none, ".rsvd.failcnt", ".events"), "1")
 }
 
 // mountHugepages mounts a file system of huge pages until the test ends, as kubelet does for a

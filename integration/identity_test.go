@@ -122,7 +122,7 @@ func TestCreateContainerJoins(t *testing.T) {
 	create := func(ctx context.Context) (string, error) {
 		return d.Cri.CreateContainer(ctx, pod.Id, config, pod.Config)
 	}
-	giveUpWhile(t, d, asked, func(ctx context.Context) error { _, err := create(ctx); return err })
+	cancelWhile(t, d, asked, func(ctx context.Context) error { _, err := create(ctx); return err })
 	for range 3 {
 		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 		_, err := create(ctx)
@@ -151,7 +151,7 @@ func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	d.EnsureImage(t, harness.BaseImage)
 	config := pod.ContainerConfig(func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
-	giveUpWhile(t, d, asked, func(ctx context.Context) error {
+	cancelWhile(t, d, asked, func(ctx context.Context) error {
 		_, err := d.Cri.CreateContainer(ctx, pod.Id, config, pod.Config)
 		return err
 	})
@@ -186,7 +186,7 @@ func TestRunPodSandboxJoinsSlowPull(t *testing.T) {
 	})
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", name)))
 	config := d.PodConfig(t, harness.HostNetwork)
-	giveUpWhile(t, d, asked, func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err })
+	cancelWhile(t, d, asked, func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err })
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	_, err := d.Cri.RunPodSandbox(ctx, config, "")
@@ -216,9 +216,9 @@ func slowPlugin(t *testing.T, d *harness.Daemon) (p *nriPlugin, asked <-chan str
 	return p, calls, release
 }
 
-// giveUpWhile cancels a call once it is blocked, and returns when the daemon has noticed the
+// cancelWhile cancels a call once it is blocked, and returns when the daemon has noticed the
 // cancellation. A call that ends earlier has been answered.
-func giveUpWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call func(context.Context) error) {
+func cancelWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call func(context.Context) error) {
 	t.Helper()
 	givenUp := func() (n int) {
 		for _, line := range machine.ReadLines(d.LogFile()) {
@@ -235,7 +235,7 @@ func giveUpWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call f
 	<-heldUp
 	cancel()
 	harness.WantCode(t, <-result, codes.Canceled)
-	harness.Eventually(t, "the daemon has noticed that nobody listens", func() error {
+	harness.Eventually(t, "the daemon logs the canceled call", func() error {
 		if n := givenUp(); n <= before {
 			return harness.Unexpected("calls given up", n, before+1)
 		}

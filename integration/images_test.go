@@ -315,13 +315,13 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	for _, status := range harness.Get(d.Cri.PodSandboxStatus(t.Context(), pod.Id, false))(t).ContainersStatuses {
 		check("the pod's status", status)
 	}
-	for told := 0; told < 2; { // until both containers were seen started
+	for seen := 0; seen < 2; { // until both containers were seen started
 		event := harness.Get(stream.Recv())(t)
 		for _, status := range event.ContainersStatuses {
 			check("event "+event.ContainerEventType.String(), status)
 		}
 		if event.ContainerEventType == runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT && event.ContainerId != pod.Id {
-			told++
+			seen++
 		}
 	}
 }

@@ -133,7 +133,7 @@ func TestImageVolumeOutlivesImageAndDaemon(t *testing.T) {
 	created := pod.Create(t, harness.Mount(imageVolume(id, "")))
 	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: id}))
 	if got := d.ImageStatus(t, id); got != nil {
-		t.Errorf("the removed image is still there: %v", got)
+		t.Errorf("the removed image still exists: %v", got)
 	}
 	harness.Equal(t, "content without the image", running.Exec(t, "cat", "/v/weights"), "42 held")
 	d.Kill(t)
@@ -158,7 +158,7 @@ func TestImageVolumeOfPrivilegedContainer(t *testing.T) {
 	d.Pull(t, harness.Registry.Host+"/volume:several")
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
 	for _, id := range []string{single1, several} {
-		harness.Equal(t, "what a privileged container can do", pod.Sh(t,
+		harness.Equal(t, "output of a privileged container", pod.Sh(t,
 			"for o in remount,rw remount,bind,rw; do mount -o $o /v 2>/dev/null; touch /v/new 2>/dev/null && echo written; done; true",
 			harness.Security(harness.Privileged), harness.Mount(imageVolume(id, ""))), "")
 	}

@@ -98,7 +98,7 @@ func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 		t.Skipf("%s is not set", containerdEnv)
 	}
 	if machine.Cgroup2() {
-		t.Skip("what is recorded is of cgroup v1")
+		t.Skip("the recorded statistics are from cgroup v1")
 	}
 	prepareNode(t)
 	n := newNodeOf(t, startContainerd(t, bin), quickKubelet)
@@ -202,7 +202,7 @@ func (n *node) awaitStatistics(t *testing.T, p *kubePod, want []string) {
 			return err
 		}
 		if missing, more := without(want, got), without(got, want); len(missing)+len(more) > 0 {
-			return fmt.Errorf("missing:\n%s\nand there are also:\n%s", strings.Join(missing, "\n"), strings.Join(more, "\n"))
+			return fmt.Errorf("missing:\n%s\nadditional:\n%s", strings.Join(missing, "\n"), strings.Join(more, "\n"))
 		}
 		return nil
 	})

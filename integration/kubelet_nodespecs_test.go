@@ -53,7 +53,7 @@ func testKubeletProcMount(t *testing.T, n *node) {
 	})
 	t.Run("Unmasked", func(t *testing.T) {
 		if !n.userNamespaces(t) {
-			t.Skip("the runtime says that this machine has no user namespaces for pods")
+			t.Skip("the runtime does not support user namespaces for pods here")
 		}
 		p := n.apply(t, "proc-unmasked", `
 hostUsers: false

@@ -40,7 +40,7 @@ containers:
 
 	end := terminated(never.awaitPhase(t, corev1.PodFailed), "main")
 	if end == nil || end.ExitCode != 255 || end.Reason != "Unknown" {
-		t.Errorf("what is never restarted ended with %+v", end)
+		t.Errorf("the container with restartPolicy Never ended with %+v", end)
 	}
 	pod := always.await(t, "it runs again", func(pod *corev1.Pod) error {
 		if s := containerStatus(pod, "main"); s.RestartCount == 0 || s.State.Running == nil {

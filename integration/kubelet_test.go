@@ -323,7 +323,7 @@ containers:
 // hostUsers: false. The pod's root has no rights on the host, but owns its volumes.
 func testKubeletUserNamespace(t *testing.T, n *node) {
 	if !n.userNamespaces(t) {
-		t.Skip("the runtime says that this machine has no user namespaces for pods")
+		t.Skip("the runtime does not support user namespaces for pods here")
 	}
 	p := n.apply(t, "userns", `
 hostUsers: false
@@ -420,7 +420,7 @@ containers:
 	p.awaitReady(t)
 	p.withdraw(t)
 	p.awaitGone(t)
-	harness.Equal(t, "its last words", awaitFile(t, p.hostFile("end")), "prepared\nasked to end\nended\n")
+	harness.Equal(t, "content of the file end", awaitFile(t, p.hostFile("end")), "prepared\nasked to end\nended\n")
 }
 
 // A container that ignores SIGTERM is killed after the grace period.
@@ -567,7 +567,7 @@ func testKubeletStatistics(t *testing.T, n *node) {
 containers:
 - command: [sh, -c, 'head -c 65536 /dev/zero >/file; while :; do usleep 10000; done']
 `)
-	p.n.kubelet.waitFor(t, "the summary tells about the pod", func() error {
+	p.n.kubelet.waitFor(t, "the summary lists the pod", func() error {
 		var all kubeSummary
 		if err := n.read("/stats/summary", &all); err != nil {
 			return err

@@ -158,7 +158,7 @@ func TestLogDiskFull(t *testing.T) {
 		t.Error("reopening the log succeeds where no file can be made")
 	}
 	if _, err := os.Stat(c.LogPath()); err == nil {
-		t.Error("there is a new log file although reopening failed")
+		t.Error("a new log file exists although reopening failed")
 	}
 	harness.Must(t, os.Remove(ballast))
 	harness.Must(t, os.Remove(ballast+"2"))
@@ -191,7 +191,7 @@ func TestReopenContainerLogFailures(t *testing.T) {
 		t.Error("reopening a log whose directory is gone succeeds")
 	}
 	if _, err := os.Stat(c.LogPath()); err == nil {
-		t.Error("there is a new log file although reopening failed")
+		t.Error("a new log file exists although reopening failed")
 	}
 	harness.Must(t, os.Rename(dir+".moved", dir))
 	c.Release(t, "/tmp/go")

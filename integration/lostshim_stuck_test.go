@@ -42,13 +42,13 @@ func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
 				t.Errorf("StopContainer succeeds, though process %d does not end", pid)
 			}
 			harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-			answer(t, "while a process does not end whose monitor is lost", readers(d, pod, c))
+			measureAnswers(t, "while a process does not end whose monitor is lost", readers(d, pod, c))
 			if !machine.Alive(pid) {
-				t.Error("the process has ended: the test shows nothing")
+				t.Error("the process has ended before the check")
 			}
 			volume.Answer()
 			wantLost(t, c)
-			goesOn(t, pod, c, pod.Run(t))
+			checkPodWorks(t, pod, c, pod.Run(t))
 			d.StateMatches(t)
 		})
 	}

@@ -16,9 +16,9 @@ import (
 	"berth/integration/machine"
 )
 
-// family is a container command with several processes. It exits with 7 on request. The numbers
-// identify the processes of one container.
-func family(first, second int) harness.ContainerOption {
+// sleeping is a container command with two processes that sleep for the given seconds, and that
+// identify the container. It exits with 7 on SIGTERM.
+func sleeping(first, second int) harness.ContainerOption {
 	return harness.Script(fmt.Sprintf("trap 'exit 7' TERM; sleep %d & setsid sleep %d & echo ready; wait; wait", first, second))
 }
 
@@ -28,8 +28,8 @@ func whenReady(t *testing.T, c *harness.Container) *harness.Container {
 	return c
 }
 
-// wantLost checks that a container has ended with its shim, and that nothing of it runs.
-func wantLost(t *testing.T, c *harness.Container, sleepers ...int) {
+// wantLost checks that a container has ended with its shim, and that none of its processes runs.
+func wantLost(t *testing.T, c *harness.Container, seconds ...int) {
 	t.Helper()
 	status := c.WaitExited(t)
 	harness.Equal(t, "exit code", status.ExitCode, 255)
@@ -38,36 +38,36 @@ func wantLost(t *testing.T, c *harness.Container, sleepers ...int) {
 		t.Errorf("the message %q does not say that the shim was lost", status.Message)
 	}
 	if status.StartedAt == 0 || status.FinishedAt < status.StartedAt {
-		t.Errorf("it ran from %d to %d", status.StartedAt, status.FinishedAt)
+		t.Errorf("the container started at %d and finished at %d, want two times in order", status.StartedAt, status.FinishedAt)
 	}
-	nothingRuns(t, sleepers...)
+	wantNoSleep(t, seconds...)
 }
 
-// wantExited checks that a container has ended with a code, and that nothing of it runs.
-func wantExited(t *testing.T, c *harness.Container, code int32, sleepers ...int) {
+// wantExited checks that a container has ended with a code, and that none of its processes runs.
+func wantExited(t *testing.T, c *harness.Container, code int32, seconds ...int) {
 	t.Helper()
 	status := c.WaitExited(t)
 	harness.Equal(t, "exit code", status.ExitCode, code)
 	harness.Equal(t, "reason", status.Reason, "Error")
 	if status.StartedAt == 0 || status.FinishedAt < status.StartedAt {
-		t.Errorf("it ran from %d to %d", status.StartedAt, status.FinishedAt)
+		t.Errorf("the container started at %d and finished at %d, want two times in order", status.StartedAt, status.FinishedAt)
 	}
-	nothingRuns(t, sleepers...)
+	wantNoSleep(t, seconds...)
 }
 
-// nothingRuns checks that no process sleeps for one of these times.
-func nothingRuns(t *testing.T, sleepers ...int) {
+// wantNoSleep checks that no process sleeps for one of these times.
+func wantNoSleep(t *testing.T, seconds ...int) {
 	t.Helper()
-	for _, n := range sleepers {
+	for _, n := range seconds {
 		if pids := machine.ProcessesOf(fmt.Sprintf("sleep %d", n)); len(pids) > 0 {
 			t.Errorf("sleep %d still runs: %v", n, pids)
 		}
 	}
 }
 
-// goesOn checks that a pod continues after one of its containers was lost. Its other container
-// runs, and so does the next attempt of the lost one.
-func goesOn(t *testing.T, pod *harness.Pod, lost, other *harness.Container) {
+// checkPodWorks checks that a pod works after one of its containers was lost: its other container
+// and the next attempt of the lost one run.
+func checkPodWorks(t *testing.T, pod *harness.Pod, lost, other *harness.Container) {
 	t.Helper()
 	harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 	harness.Equal(t, "exec in the other container", other.Exec(t, "echo", "fine"), "fine")
@@ -105,7 +105,7 @@ func TestMonitorKilled(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				pod := d.RunPod(t, kind.pod)
 				first, second := 110000+10*i, 110001+10*i
-				c, other := whenReady(t, pod.Run(t, family(first, second), kind.ctr)), pod.Run(t)
+				c, other := whenReady(t, pod.Run(t, sleeping(first, second), kind.ctr)), pod.Run(t)
 				monitor := harness.MonitorOf(t, d, c)
 				if alone {
 					d.Kill(t)
@@ -116,7 +116,7 @@ func TestMonitorKilled(t *testing.T) {
 					d.Start(t)
 				}
 				wantLost(t, c, first, second)
-				goesOn(t, pod, c, other)
+				checkPodWorks(t, pod, c, other)
 				d.StateMatches(t)
 				pod.Remove(t)
 			})
@@ -128,7 +128,7 @@ func TestMonitorKilled(t *testing.T) {
 func TestMonitorKilledDuringExec(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.SharedPID)
-	c, other := whenReady(t, pod.Run(t, family(110100, 110101))), pod.Run(t)
+	c, other := whenReady(t, pod.Run(t, sleeping(110100, 110101))), pod.Run(t)
 	ended := make(chan error, 1)
 	go func() {
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 110102 & sleep 110103"}, 0)
@@ -145,7 +145,7 @@ func TestMonitorKilledDuringExec(t *testing.T) {
 		t.Error("an exec that was killed succeeded")
 	}
 	wantLost(t, c, 110100, 110101, 110102, 110103)
-	goesOn(t, pod, c, other)
+	checkPodWorks(t, pod, c, other)
 }
 
 // A killed pause leaves a pod that is not ready. Its containers stay, except those in pause's PID
@@ -161,7 +161,7 @@ func TestPauseKilled(t *testing.T) {
 					options = append(options, harness.SharedPID)
 				}
 				pod := d.RunPod(t, options...)
-				c := whenReady(t, pod.Run(t, family(110200, 110201)))
+				c := whenReady(t, pod.Run(t, sleeping(110200, 110201)))
 				pause := pod.PausePID(t)
 				if alone {
 					d.Kill(t)
@@ -183,12 +183,12 @@ func TestPauseKilled(t *testing.T) {
 				pod.Stop(t)
 				status := c.WaitExited(t)
 				harness.Equal(t, "exit code", status.ExitCode, 137)
-				nothingRuns(t, 110200, 110201)
+				wantNoSleep(t, 110200, 110201)
 				next := d.PodConfig(t)
 				next.Metadata.Name, next.Metadata.Uid, next.Metadata.Attempt = pod.Config.Metadata.Name, pod.Config.Metadata.Uid, 1
 				replaced := d.RunPodConfig(t, next)
 				pod.Remove(t)
-				harness.Equal(t, "what the next attempt prints", replaced.Sh(t, "echo again"), "again\n")
+				harness.Equal(t, "output of the next attempt", replaced.Sh(t, "echo again"), "again\n")
 				replaced.Remove(t)
 			})
 		}
@@ -231,9 +231,9 @@ func readers(d *harness.Daemon, pod *harness.Pod, c *harness.Container) map[stri
 	}
 }
 
-// answer makes every call several times while monitors are frozen, and notes the slowest answer of
-// each, for docs/reliability.md.
-func answer(t *testing.T, when string, calls map[string]func(context.Context) error, monitors ...int) {
+// measureAnswers makes every call several times while monitors are frozen. It logs the slowest
+// answer, for docs/reliability.md.
+func measureAnswers(t *testing.T, when string, calls map[string]func(context.Context) error, monitors ...int) {
 	t.Helper()
 	slowest, which := time.Duration(0), ""
 	for range 20 {
@@ -247,7 +247,7 @@ func answer(t *testing.T, when string, calls map[string]func(context.Context) er
 			}
 		}
 	}
-	for _, m := range monitors { // or it was no answer in spite of them
+	for _, m := range monitors { // the calls were answered while the monitors were frozen
 		harness.Must(t, isFrozen(t, m))
 	}
 	t.Logf("TRIED %d calls %s; the slowest answer was %s's, after %v", 20*len(calls), when, which, slowest)
@@ -258,16 +258,16 @@ func answer(t *testing.T, when string, calls map[string]func(context.Context) er
 func TestFrozenMonitor(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod, other := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
-	stopped, withPod := whenReady(t, pod.Run(t, family(110300, 110301))), whenReady(t, pod.Run(t, family(110302, 110303)))
+	stopped, withPod := whenReady(t, pod.Run(t, sleeping(110300, 110301))), whenReady(t, pod.Run(t, sleeping(110302, 110303)))
 	monitors := []int{freeze(t, d, stopped), freeze(t, d, withPod)}
 	calls := readers(d, pod, stopped)
 
-	answer(t, "while a container's monitor is frozen", calls, monitors...)
-	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo fine"), "fine\n")
+	measureAnswers(t, "while a container's monitor is frozen", calls, monitors...)
+	harness.Equal(t, "output of a container of another pod", other.Sh(t, "echo fine"), "fine\n")
 	another := d.RunPod(t)
-	harness.Equal(t, "what a container of a new pod prints", another.Sh(t, "echo new"), "new\n")
+	harness.Equal(t, "output of a container of a new pod", another.Sh(t, "echo new"), "new\n")
 	another.Remove(t)
-	harness.Equal(t, "exec beside a frozen monitor", stopped.Exec(t, "echo", "here"), "here")
+	harness.Equal(t, "output of an exec while a monitor is frozen", stopped.Exec(t, "echo", "here"), "here")
 
 	const grace = 30
 	ctx, cancel := context.WithTimeout(t.Context(), grace*time.Second)
@@ -275,7 +275,7 @@ func TestFrozenMonitor(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- d.Cri.StopContainer(ctx, stopped.Id, grace) }()
 	waitGone(t, 110300, 110301)
-	answer(t, "while a container with a frozen monitor is being stopped", calls, monitors[1])
+	measureAnswers(t, "while a container with a frozen monitor is being stopped", calls, monitors[1])
 	harness.Must(t, <-ended)
 	harness.Must(t, ctx.Err()) // it ended within the grace period
 	wantExited(t, stopped, 7, 110300, 110301)
@@ -283,8 +283,8 @@ func TestFrozenMonitor(t *testing.T) {
 	stopping := make(chan error, 1)
 	go func() { stopping <- d.Cri.StopPodSandbox(t.Context(), pod.Id) }()
 	waitGone(t, 110302, 110303)
-	answer(t, "while a pod with a frozen monitor is being stopped", calls)
-	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo still"), "still\n")
+	measureAnswers(t, "while a pod with a frozen monitor is being stopped", calls)
+	harness.Equal(t, "output of a container of another pod", other.Sh(t, "echo still"), "still\n")
 	harness.Must(t, <-stopping)
 	wantExited(t, withPod, 137, 110302, 110303)
 	for _, m := range monitors {
@@ -294,10 +294,10 @@ func TestFrozenMonitor(t *testing.T) {
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), pod.Id))
 }
 
-func waitGone(t *testing.T, sleepers ...int) {
+func waitGone(t *testing.T, seconds ...int) {
 	t.Helper()
 	harness.Eventually(t, "the container's processes end", func() error {
-		for _, n := range sleepers {
+		for _, n := range seconds {
 			if pids := machine.ProcessesOf(fmt.Sprintf("sleep %d", n)); len(pids) > 0 {
 				return fmt.Errorf("sleep %d runs: %v", n, pids)
 			}
@@ -311,7 +311,7 @@ func waitGone(t *testing.T, sleepers ...int) {
 func TestMonitorInFrozenCgroup(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	c := whenReady(t, pod.Run(t, family(110310, 110311)))
+	c := whenReady(t, pod.Run(t, sleeping(110310, 110311)))
 	monitor := harness.MonitorOf(t, d, c)
 	thaw := freezeInCgroup(t, monitor)
 	harness.Must(t, d.Cri.StopContainer(t.Context(), c.Id, 5))
@@ -346,13 +346,13 @@ func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
 func TestFrozenMonitorOfRemovedPod(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
-	c := whenReady(t, pod.Run(t, family(110400, 110401)))
+	c := whenReady(t, pod.Run(t, sleeping(110400, 110401)))
 	d.Kill(t)
 	monitor := freeze(t, d, c)
 	d.Start(t)
-	answer(t, "of a daemon that was started beside a frozen monitor", readers(d, pod, c), monitor)
+	measureAnswers(t, "of a daemon that was started beside a frozen monitor", readers(d, pod, c), monitor)
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), pod.Id))
-	nothingRuns(t, 110400, 110401)
+	wantNoSleep(t, 110400, 110401)
 	waitDead(t, monitor)
 }
 
@@ -361,11 +361,11 @@ func TestFrozenMonitorOfRemovedPod(t *testing.T) {
 func TestThawedMonitorDeliversOutputAndExit(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	c := whenReady(t, pod.Run(t, family(110500, 110501)))
+	c := whenReady(t, pod.Run(t, sleeping(110500, 110501)))
 	pid, monitor := c.Pid(t), freeze(t, d, c)
 	harness.Must(t, syscall.Kill(pid, syscall.SIGTERM))
 	waitGone(t, 110500, 110501)
-	harness.Equal(t, "state, though nobody has told of the end", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	harness.Equal(t, "state before a monitor reports the exit", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 	harness.Must(t, syscall.Kill(monitor, syscall.SIGCONT))
 	status := c.WaitExited(t)
 	harness.Equal(t, "exit code", status.ExitCode, 7)

@@ -269,12 +269,12 @@ func TestMountSources(t *testing.T) {
 		harness.Equal(t, source, pod.Sh(t, "cat "+file, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)})), "content\n")
 	}
 	pod.Sh(t, "echo new >/v/file", harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, "not/there/yet")}))
-	harness.Equal(t, "what was written to a new directory", string(harness.Get(os.ReadFile(filepath.Join(host, "not/there/yet/file")))(t)), "new\n")
+	harness.Equal(t, "content of a file in a new directory", string(harness.Get(os.ReadFile(filepath.Join(host, "not/there/yet/file")))(t)), "new\n")
 	for source, text := range map[string]string{"dangling": "does not exist", "dangling/below": "dangling", "real/file/below": "not a directory"} {
 		_, err := pod.TryCreate(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)}))
 		harness.WantCode(t, err, codes.InvalidArgument, source, text)
 	}
-	harness.Equal(t, "where the link leads", fmt.Sprint(machine.ReadDir(host)), "[dangling link not real tofile twice]")
+	harness.Equal(t, "target of the link", fmt.Sprint(machine.ReadDir(host)), "[dangling link not real tofile twice]")
 }
 
 // Links of an image at the places of mounts stay inside of the container.

@@ -342,7 +342,7 @@ func TestPluginStatusAndGC(t *testing.T) {
 	})
 	plugin.breakStatus(t)
 	harness.WithNetwork(network+" ")(t, d) // a change makes berth look again at once
-	harness.Eventually(t, "the condition tells what the plugin said", func() error {
+	harness.Eventually(t, "the condition has the plugin's message", func() error {
 		if c := networkReady(t, d); c.Status || !strings.Contains(c.Message, "out of order") {
 			return harness.Unexpected("NetworkReady", c, "false, with the plugin's words")
 		}

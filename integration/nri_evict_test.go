@@ -34,7 +34,7 @@ func TestNRIEvictions(t *testing.T) {
 			ask()
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, int32(5))
 			stopped := "StopContainer " + c.Config.Metadata.Name
-			harness.Eventually(t, stopped, func() error { return p.toldOf(stopped) })
+			harness.Eventually(t, stopped, func() error { return p.received(stopped) })
 		})
 	}
 }

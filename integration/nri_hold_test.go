@@ -47,25 +47,25 @@ func TestNRIHungVolume(t *testing.T) {
 	ends.Stop(t, 0)
 	p.waitEvents(t, "StopContainer "+ends.Config.Metadata.Name)
 	d.Restart(t)
-	var told []*api.Container
-	connectPlugin(t, d, "10", "after", &nriPlugin{synchronize: func(_ []*api.PodSandbox, c []*api.Container) { told = c }})
-	if len(told) != 1 || told[0].Id != stays.Id || !slices.ContainsFunc(told[0].Mounts, func(m *api.Mount) bool { return m.Destination == "/volume" && m.Source == volume }) {
-		t.Errorf("the new daemon told of %v", told)
+	var got []*api.Container
+	connectPlugin(t, d, "10", "after", &nriPlugin{synchronize: func(_ []*api.PodSandbox, c []*api.Container) { got = c }})
+	if len(got) != 1 || got[0].Id != stays.Id || !slices.ContainsFunc(got[0].Mounts, func(m *api.Mount) bool { return m.Destination == "/volume" && m.Source == volume }) {
+		t.Errorf("the new daemon sent the containers %v, want only %s", got, stays.Id)
 	}
 }
 
 // A plugin that the daemon starts gets the exit of a container that ended during the plugin's
 // start.
 func TestNRIExitWhileDaemonStarts(t *testing.T) {
-	d := harness.StartDaemon(t, installPlugin("10-installed", "Synchronize"), goOn, harness.WithConfig(`nri_request_timeout = "20s"`))
+	d := harness.StartDaemon(t, installPlugin("10-installed", "Synchronize"), resume, harness.WithConfig(`nri_request_timeout = "20s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	pid := c.Pid(t)
 	d.Stop(t)
-	harness.Must(t, os.Remove(goOnFile(d)))
+	harness.Must(t, os.Remove(resumeFile(d)))
 	ended := make(chan error, 4)
 	go func() {
 		ended <- harness.WaitFor(func() error {
-			if n := installedTold(d, "Synchronize"); n != 2 {
+			if n := countInstalled(d, "Synchronize"); n != 2 {
 				return harness.Unexpected("number of synchronisations", n, 2)
 			}
 			return nil
@@ -78,33 +78,33 @@ func TestNRIExitWhileDaemonStarts(t *testing.T) {
 			}
 			return err
 		})
-		ended <- os.WriteFile(goOnFile(d), nil, 0o600)
+		ended <- os.WriteFile(resumeFile(d), nil, 0o600)
 	}()
 	d.Start(t)
 	for range 4 {
 		harness.Must(t, <-ended)
 	}
 	harness.Eventually(t, "StopContainer", func() error {
-		if n := installedTold(d, "StopContainer"); n != 1 {
+		if n := countInstalled(d, "StopContainer"); n != 1 {
 			return harness.Unexpected("number of events", n, 1)
 		}
 		return nil
 	})
 }
 
-// goOnFile lets installed plugins that hang go on, once it exists.
-func goOnFile(d *harness.Daemon) string { return installedEvents(d) + goOnSuffix }
+// resumeFile is a file that hanging installed plugins wait for.
+func resumeFile(d *harness.Daemon) string { return installedEvents(d) + resumeSuffix }
 
-const goOnSuffix = ".go-on"
+const resumeSuffix = ".go-on"
 
-// goOn makes the goOnFile.
-func goOn(t *testing.T, d *harness.Daemon) {
+// resume makes the file for which hanging installed plugins wait.
+func resume(t *testing.T, d *harness.Daemon) {
 	t.Helper()
-	harness.Must(t, os.WriteFile(goOnFile(d), nil, 0o600))
+	harness.Must(t, os.WriteFile(resumeFile(d), nil, 0o600))
 }
 
-// installedTold counts how often installed plugins got an event.
-func installedTold(d *harness.Daemon, event string) (n int) {
+// countInstalled counts an event in the logs of installed plugins.
+func countInstalled(d *harness.Daemon, event string) (n int) {
 	for _, line := range machine.ReadLines(installedEvents(d)) {
 		if strings.HasSuffix(line, " "+event) {
 			n++
@@ -189,7 +189,7 @@ func TestNRITermWhilePluginHangs(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	harness.Eventually(t, "synchronisation", func() error {
-		if n := installedTold(d, "Synchronize"); n != 1 {
+		if n := countInstalled(d, "Synchronize"); n != 1 {
 			return harness.Unexpected("number of synchronisations", n, 1)
 		}
 		return nil

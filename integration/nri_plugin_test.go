@@ -67,10 +67,10 @@ func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	})
 }
 
-// toldOf returns an error unless the plugin has received an event.
-func (p *nriPlugin) toldOf(event string) error {
+// received returns an error unless the plugin has received an event.
+func (p *nriPlugin) received(event string) error {
 	if got := p.noted(); !slices.Contains(got, event) {
-		return fmt.Errorf("it was told of %v", got)
+		return fmt.Errorf("the plugin got the events %v", got)
 	}
 	return nil
 }
@@ -195,7 +195,7 @@ func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPl
 	t.Cleanup(func() { p.stub.Stop(); <-p.closed })
 	harness.Eventually(t, "synchronisation of plugin "+name, func() error {
 		if len(p.noted()) == 0 {
-			return errors.New("it was told nothing")
+			return errors.New("the plugin got no event")
 		}
 		return nil
 	})
@@ -219,7 +219,7 @@ func (quiet) Warnf(context.Context, string, ...any)  {}
 func (quiet) Errorf(context.Context, string, ...any) {}
 
 // installPlugin installs this program as a plugin that the daemon starts. It appends "PID event
-// name" to a file, and hangs at the event named, if any, until there is the goOnFile.
+// name" to a file, and hangs at the event named, if any, until there is the resumeFile.
 func installPlugin(name, hangAt string) harness.DaemonOption {
 	return func(t *testing.T, d *harness.Daemon) {
 		t.Helper()
@@ -260,7 +260,7 @@ func runInstalledPlugin() error {
 		}
 		_, err = fmt.Fprintln(f, os.Getpid(), event)
 		if err = errors.Join(err, f.Close()); err == nil && event == p.hangAt {
-			return harness.WaitUpTo(time.Hour, func() error { _, err := os.Stat(p.file + goOnSuffix); return err })
+			return harness.WaitUpTo(time.Hour, func() error { _, err := os.Stat(p.file + resumeSuffix); return err })
 		}
 		return err
 	}

@@ -160,7 +160,7 @@ func TestNRIAdjustsMore(t *testing.T) {
 	harness.Equal(t, "sysctl", c.Exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start"), "99")
 	harness.Equal(t, "scheduling policy", c.Exec(t, "sh", "-c", "grep ^policy /proc/1/sched | tr -d ' '"), "policy:3")
 	if out := c.Exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"); !strings.Contains(out, "Invalid cross-device link") {
-		t.Errorf("mkdir says %q, the plugin's seccomp policy does not hold", out)
+		t.Errorf("mkdir printed %q, want a refusal by the plugin's seccomp policy", out)
 	}
 	harness.Equal(t, "hooks", strings.Join(machine.ReadLines(hooks), " "), "createRuntime poststart")
 }
@@ -226,7 +226,7 @@ func TestNRISynchronisation(t *testing.T) {
 		var containers []*api.Container
 		connectPlugin(t, d, "10", name, &nriPlugin{synchronize: func(p []*api.PodSandbox, c []*api.Container) { pods, containers = p, c }})
 		if len(pods) != 1 || len(containers) != 1 {
-			t.Fatalf("it was told of pods %v and containers %v", pods, containers)
+			t.Fatalf("the plugin got pods %v and containers %v, want one each", pods, containers)
 		}
 		harness.Equal(t, "pod", pods[0].Id+" "+pods[0].Ips[0], pod.Id+" "+pod.Ip(t))
 		harness.Equal(t, "pid of the pod", int(pods[0].Pid), pod.PausePID(t))
@@ -234,7 +234,7 @@ func TestNRISynchronisation(t *testing.T) {
 		harness.Equal(t, "state", containers[0].State, api.ContainerState_CONTAINER_RUNNING)
 		harness.Equal(t, "pid of the container", int(containers[0].Pid), c.Pid(t))
 		if !strings.Contains(strings.Join(containers[0].Env, " "), "KEY=value") || len(containers[0].Mounts) == 0 {
-			t.Errorf("it was told of the environment %v and mounts %v", containers[0].Env, containers[0].Mounts)
+			t.Errorf("the plugin got the environment %v and mounts %v", containers[0].Env, containers[0].Mounts)
 		}
 	}
 	check("late")
@@ -473,7 +473,7 @@ func (v *visitor) synchronize(pods []*api.PodSandbox, containers []*api.Containe
 func (v *visitor) ran(pod *api.PodSandbox) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.expect(!v.pods[pod.Id], "told twice of pod", pod.Id)
+	v.expect(!v.pods[pod.Id], "second event for the start of pod", pod.Id)
 	v.pods[pod.Id] = true
 }
 
@@ -481,8 +481,8 @@ func (v *visitor) learn(c *api.Container) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	_, known := v.containers[c.Id]
-	v.expect(!known, "told twice of container", c.Id)
-	v.expect(v.pods[c.PodSandboxId], "told of a container without its pod:", c.Id)
+	v.expect(!known, "second event for the creation of container", c.Id)
+	v.expect(v.pods[c.PodSandboxId], "event for a container without its pod:", c.Id)
 	v.containers[c.Id] = false
 }
 
@@ -495,8 +495,8 @@ func (v *visitor) stopped(c *api.Container) []*api.ContainerUpdate {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	ended, known := v.containers[c.Id]
-	v.expect(known, "told of the end of the unknown container", c.Id)
-	v.expect(!ended, "told twice of the end of container", c.Id)
+	v.expect(known, "event for the exit of the unknown container", c.Id)
+	v.expect(!ended, "second event for the exit of container", c.Id)
 	v.containers[c.Id] = true
 	return nil
 }
@@ -506,7 +506,7 @@ func (v *visitor) removed(c *api.Container) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	ended, known := v.containers[c.Id]
-	v.expect(ended || !known, "not told of the end of the removed container", c.Id)
+	v.expect(ended || !known, "no event for the exit of the removed container", c.Id)
 	delete(v.containers, c.Id)
 }
 
@@ -515,7 +515,7 @@ func (v *visitor) left() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if len(v.containers) > 0 {
-		return fmt.Errorf("it was not told of the removal of %v", v.containers)
+		return fmt.Errorf("no event for the removal of %v", v.containers)
 	}
 	return nil
 }
@@ -644,15 +644,15 @@ func TestNRIBrokenPlugins(t *testing.T) {
 		}
 	})
 	d.RunPod(t, harness.HostNetwork).Run(t)
-	var told []string
+	var got []string
 	for _, line := range machine.ReadLines(installedEvents(d)) {
 		_, event, _ := strings.Cut(line, " ")
-		told = append(told, event)
+		got = append(got, event)
 	}
 	// With systemd a pod of the fixture has caused earlier events.
 	want := []string{"RunPodSandbox", "CreateContainer", "PostCreateContainer", "StartContainer", "PostStartContainer"}
-	if len(told) <= len(want) || told[0] != "Synchronize" || !slices.Equal(told[len(told)-len(want):], want) {
-		t.Errorf("the good plugin was told of %v", told)
+	if len(got) <= len(want) || got[0] != "Synchronize" || !slices.Equal(got[len(got)-len(want):], want) {
+		t.Errorf("the good plugin got the events %v, want Synchronize first and %v last", got, want)
 	}
 }
 

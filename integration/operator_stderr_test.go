@@ -78,7 +78,7 @@ func TestOperatorLostSessionPrintsOneLine(t *testing.T) {
 				t.Errorf("stderr is %q", s.stderr.String())
 			}
 			if s.cmd.ProcessState.ExitCode() == 0 {
-				t.Error("a session that was cut off has exit code 0")
+				t.Error("the exit code of a lost session is 0, want another")
 			}
 		})
 	}
@@ -106,7 +106,7 @@ func TestOperatorPortForwardPrintsRefusalsOnly(t *testing.T) {
 	conn := harness.Get(net.Dial("tcp", forwardedAddress(t, s, 8393)))(t)
 	defer conn.Close()
 	if err := s.cmd.Wait(); err == nil {
-		t.Error("a port that nobody listens on: exit code 0")
+		t.Error("the exit code for a port without listener is 0, want another")
 	}
 	onlyOwnLines(t, s.stderr.String())
 	if text := s.stderr.String(); strings.Count(text, "\n") != 1 || !strings.HasPrefix(text, "berth: forward ports of pod ") || !strings.Contains(text, "connection refused") {

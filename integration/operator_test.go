@@ -290,7 +290,7 @@ func TestCheck(t *testing.T) {
 	}
 	for _, subject := range checkedSubjects {
 		if !strings.Contains(string(out), fmt.Sprintf("\"subject\": %q", subject)) {
-			t.Errorf("check --json says nothing of %s:\n%s", subject, out)
+			t.Errorf("the output of check --json has no %s:\n%s", subject, out)
 		}
 	}
 	out, err = d.Command(append(flags, "--json", "--root", "/proc/berth")...).Output()
@@ -307,7 +307,7 @@ func TestCheckFindsOtherRuntimes(t *testing.T) {
 	out := string(harness.Get(d.Command(append(flags, d.Socket)...).Output())(t))
 	for _, want := range []string{"ok       CRI socket: berth (pid ", "ok       NRI socket: berth (pid "} {
 		if !strings.Contains(out, want) {
-			t.Errorf("beside its daemon check does not say %q:\n%s", want, out)
+			t.Errorf("the output of check while the daemon runs has no %q:\n%s", want, out)
 		}
 	}
 	other := filepath.Join(d.Dir, "other.sock")
@@ -317,7 +317,7 @@ func TestCheckFindsOtherRuntimes(t *testing.T) {
 	out = string(raw)
 	for _, want := range []string{fmt.Sprintf("(pid %d) listens on %s", os.Getpid(), other), "failure  NRI socket: berth (pid "} {
 		if err == nil || !strings.Contains(out, want) {
-			t.Errorf("check beside another runtime: %v, and it does not say %q:\n%s", err, want, out)
+			t.Errorf("check next to another runtime: %v; the output has no %q:\n%s", err, want, out)
 		}
 	}
 }

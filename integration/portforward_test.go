@@ -138,7 +138,7 @@ func TestPortForwardToClosedPort(t *testing.T) {
 		}
 	}
 	if n, err := data.Read(make([]byte, 1)); err == nil {
-		t.Errorf("%d bytes came from a port that is closed", n)
+		t.Errorf("read %d bytes from a closed port, want none", n)
 	}
 	if _, err := os.Stat(filepath.Join("/run/netns", "berth-"+pod.Id)); err != nil {
 		t.Error(err) // the pod is as it was

@@ -58,7 +58,7 @@ func (p *program) waitFor(t *testing.T, what string, condition func() error) {
 		return condition()
 	})
 	if err != nil {
-		t.Fatalf("%s: still not after %v: %v", what, kubeletPatience, err)
+		t.Fatalf("not within %v: %s: %v", kubeletPatience, what, err)
 	}
 }
 

@@ -93,7 +93,7 @@ func TestPullAuthConfig(t *testing.T) {
 			if c.code != codes.OK {
 				harness.WantCode(t, err, c.code, name)
 				if strings.Contains(err.Error(), "wrong-password") {
-					t.Errorf("the error tells the password: %v", err)
+					t.Errorf("the error contains the password: %v", err)
 				}
 				if d.ImageStatus(t, name) != nil {
 					t.Error("the image exists nevertheless")

@@ -66,7 +66,7 @@ func TestWritableLayerLimit(t *testing.T) {
 			open := pod.Run(t, harness.Script(hold))
 			harness.Eventually(t, "the file without a name is counted", func() error {
 				if used := containerStats(t, open).WritableLayer.GetUsedBytes().GetValue(); used < 4<<20 || used > 8<<20 { // XFS keeps some room for a file that grows
-					return fmt.Errorf("%d bytes are told", used)
+					return fmt.Errorf("the statistics show %d bytes", used)
 				}
 				return nil
 			})

@@ -157,7 +157,7 @@ func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
 	lose()
 	for _, pid := range append(inits, others...) {
 		if !machine.Alive(pid) {
-			t.Errorf("process %d ended with the state directory", pid)
+			t.Errorf("process %d ended after the loss of the state directory", pid)
 		}
 	}
 	d.Start(t)
@@ -166,7 +166,7 @@ func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
 	}
 	for _, pid := range inits {
 		if machine.Alive(pid) {
-			t.Errorf("process %d of a container that is said to have exited lives", pid)
+			t.Errorf("process %d of a container runs although its state is exited", pid)
 		}
 	}
 	for name, r := range pods {

@@ -35,7 +35,7 @@ func TestHarnessEndsLeftoverProcesses(t *testing.T) {
 	d.Kill(t)
 	<-ended
 	if !slices.ContainsFunc(launchers, machine.Alive) {
-		t.Error("a killed daemon has left no launcher, so this shows less than it should")
+		t.Error("the killed daemon has left no launcher, want one")
 	}
 	d.KillAll(t)
 	for _, pid := range append(left, launchers...) {

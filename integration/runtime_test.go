@@ -48,7 +48,7 @@ func TestVersionStatusAndRuntimeConfig(t *testing.T) {
 		t.Errorf("features are %v", status.Features)
 	}
 	if len(harness.Get(d.Cri.Status(t.Context(), true))(t).Info) == 0 {
-		t.Error("verbose Status tells nothing more")
+		t.Error("verbose Status has no more information than Status")
 	}
 	driver := runtimeapi.CgroupDriver_CGROUPFS
 	if harness.SystemdDriver() {

@@ -26,7 +26,7 @@ func TestSignalsThatDoNotEndTheDaemon(t *testing.T) {
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			harness.Must(t, d.Cmd.Process.Signal(test.signal))
-			harness.Eventually(t, "the daemon tells of the signal", func() error {
+			harness.Eventually(t, "the daemon logs the signal", func() error {
 				log, err := os.ReadFile(d.LogFile())
 				if err == nil && !strings.Contains(string(log), test.said) {
 					err = errors.New("not in its log: " + test.said)

@@ -249,7 +249,7 @@ func TestStateCheckDuringOperations(t *testing.T) {
 		configs = append(configs, d.PodConfig(t))
 	}
 	work := make(chan error, 1)
-	go func() { work <- comeAndGo(t.Context(), d, configs) }()
+	go func() { work <- runAndRemovePods(t.Context(), d, configs) }()
 	for {
 		select {
 		case err := <-work:
@@ -261,8 +261,8 @@ func TestStateCheckDuringOperations(t *testing.T) {
 	}
 }
 
-// comeAndGo runs pods with a container, one after the other, and removes them.
-func comeAndGo(ctx context.Context, d *harness.Daemon, configs []*runtimeapi.PodSandboxConfig) error {
+// runAndRemovePods runs pods with a container, one after the other, and removes them.
+func runAndRemovePods(ctx context.Context, d *harness.Daemon, configs []*runtimeapi.PodSandboxConfig) error {
 	for _, config := range configs {
 		id, err := d.Cri.RunPodSandbox(ctx, config, "")
 		if err != nil {

@@ -127,7 +127,7 @@ func TestStatsMemory(t *testing.T) {
 // Pressure comes from the container's cgroup: CPU, memory and I/O.
 func TestStatsPressure(t *testing.T) {
 	if !machine.Cgroup2() {
-		t.Skip("the kernel tells it of cgroups of version 2 only")
+		t.Skip("the kernel reports the pressure only of cgroups v2")
 	}
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("while :; do :; done"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
@@ -139,7 +139,7 @@ func TestStatsPressure(t *testing.T) {
 		"memory": func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats { return s.Memory.Psi },
 		"io":     func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats { return s.Io.GetPsi() },
 	}
-	harness.Eventually(t, "a container that is throttled feels it", func() error {
+	harness.Eventually(t, "a throttled container has CPU pressure", func() error {
 		if s := containerStats(t, c); of["cpu"](s).GetSome().GetTotal() == 0 || of["cpu"](s).GetFull().GetTotal() == 0 {
 			return harness.Unexpected("its pressure", of["cpu"](s), "some")
 		}
@@ -148,15 +148,15 @@ func TestStatsPressure(t *testing.T) {
 	for what, psi := range of {
 		path := filepath.Join(dir, what+".pressure")
 		before := kernelPressure(t, path)
-		told := psi(containerStats(t, c))
+		got := psi(containerStats(t, c))
 		after := kernelPressure(t, path)
-		if told == nil {
-			t.Errorf("no pressure of %s is told", what)
+		if got == nil {
+			t.Errorf("the statistics have no pressure of %s", what)
 			continue
 		}
-		for kind, total := range map[string]uint64{"some": told.Some.GetTotal(), "full": told.Full.GetTotal()} {
+		for kind, total := range map[string]uint64{"some": got.Some.GetTotal(), "full": got.Full.GetTotal()} {
 			if total < before[kind] || total > after[kind] {
-				t.Errorf("%s.%s is told as %d ns, it was between %d and %d", what, kind, total, before[kind], after[kind])
+				t.Errorf("%s.%s is %d ns, want a value between %d and %d", what, kind, total, before[kind], after[kind])
 			}
 		}
 	}
@@ -263,7 +263,7 @@ func TestStatsLists(t *testing.T) {
 		t.Errorf("streamed: %v", m)
 	}
 	if _, err := containers.Recv(); err != io.EOF {
-		t.Errorf("the stream of containers does not end: %v", err)
+		t.Errorf("the stream of containers does not end with EOF: %v", err)
 	}
 	podStream := harness.Get(raw.StreamPodSandboxStats(t.Context(), &runtimeapi.StreamPodSandboxStatsRequest{}))(t)
 	if m := harness.Get(podStream.Recv())(t); len(m.PodSandboxStats) != 1 || m.PodSandboxStats[0].Attributes.Id != pod.Id {
@@ -370,7 +370,7 @@ func TestStatsWritableLayer(t *testing.T) {
 	harness.Equal(t, "one filesystem has one name", containers.FsId.Mountpoint, images.FsId.Mountpoint)
 	harness.Equal(t, "the writable layer's filesystem", layer.FsId.Mountpoint, containers.FsId.Mountpoint)
 
-	harness.Eventually(t, "what does not run counts as counted again", func() error {
+	harness.Eventually(t, "the use of a container that does not run was measured again", func() error {
 		if later := containerStats(t, c).WritableLayer; later.Timestamp <= layer.Timestamp || later.UsedBytes.Value != layer.UsedBytes.Value {
 			return fmt.Errorf("it is %v, and was %v", later, layer)
 		}
@@ -391,10 +391,10 @@ func TestStatsWritableLayer(t *testing.T) {
 func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
 	pod := d.RunPod(t, harness.HostNetwork, harness.SharedPID)
-	sleeper, writer := pod.Run(t, harness.ContainerNamed("sleeper"), harness.Command("sleep", "98765")), pod.Run(t, harness.ContainerNamed("writer"))
+	sleeping, writer := pod.Run(t, harness.ContainerNamed("sleeping"), harness.Command("sleep", "98765")), pod.Run(t, harness.ContainerNamed("writer"))
 	var before *runtimeapi.FilesystemUsage
 	harness.Eventually(t, "the layer is counted twice", func() error {
-		layer := containerStats(t, sleeper).WritableLayer
+		layer := containerStats(t, sleeping).WritableLayer
 		if layer == nil || before == nil || layer.Timestamp == before.Timestamp {
 			before = layer
 			return fmt.Errorf("it is %v", layer)
@@ -402,10 +402,10 @@ func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
 		return nil
 	})
 	const size = 3 << 20
-	sleeper.Pid(t) // which has executed its command then
+	sleeping.Pid(t) // which has executed its command then
 	writer.Exec(t, "sh", "-c", fmt.Sprintf(`for p in /proc/[0-9]*; do if grep -q 98765 $p/cmdline && ! grep -q proc $p/cmdline; then head -c %d /dev/zero >$p/root/written; fi; done`, size))
 	harness.Eventually(t, "what was written is counted", func() error {
-		if layer := containerStats(t, sleeper).WritableLayer; layer.UsedBytes.Value < size {
+		if layer := containerStats(t, sleeping).WritableLayer; layer.UsedBytes.Value < size {
 			return fmt.Errorf("it is %v", layer)
 		}
 		return nil

@@ -143,21 +143,21 @@ func wantSwap(t *testing.T, c *harness.Container, least, limit uint64) {
 		return nil
 	}
 	for what, stats := range map[string]func() *runtimeapi.ContainerStats{"container": func() *runtimeapi.ContainerStats { return containerStats(t, c) }, "pod": ofPod} {
-		var told *runtimeapi.SwapUsage
-		harness.Eventually(t, "swap in use is told by the statistics of the "+what, func() error {
-			if told = stats().Swap; told.GetSwapUsageBytes().GetValue() < least {
-				return harness.Unexpected("it", told, least)
+		var got *runtimeapi.SwapUsage
+		harness.Eventually(t, "the statistics of the "+what+" show the swap in use", func() error {
+			if got = stats().Swap; got.GetSwapUsageBytes().GetValue() < least {
+				return harness.Unexpected("the swap", got, least)
 			}
 			return nil
 		})
-		used := told.SwapUsageBytes.Value
+		used := got.SwapUsageBytes.Value
 		available := uint64(0)
 		if used < limit {
 			available = limit - used
 		}
-		harness.Equal(t, "swap that is left", told.SwapAvailableBytes.GetValue(), available)
+		harness.Equal(t, "available swap", got.SwapAvailableBytes.GetValue(), available)
 	}
 	if now := machine.CgroupFile(t, c.Pid(t), "memory", "", "memory.swap.current"); now == "0" {
-		t.Error("the kernel has none in use")
+		t.Error("the kernel has no swap in use, want some")
 	}
 }

@@ -34,7 +34,7 @@ func TestTrace(t *testing.T) {
 	d := harness.StartDaemon(t)
 	var operations []trace.Operation
 	var id string
-	told := map[string]bool{} // operations that were covered
+	done := map[string]bool{} // operations that were covered
 	// On a machine busy with other tests, a runnable goroutine may wait for a CPU between two
 	// spans.
 	harness.Eventually(t, "starts whose spans cover them", func() error {
@@ -45,8 +45,8 @@ func TestTrace(t *testing.T) {
 		var uncovered error
 		for _, o := range operations {
 			name, took := o.Spans[0].Name, o.Spans[0].Took
-			told[name] = told[name] || covered(o)*100 >= took*coveredPercent || covered(o) >= took-handOver
-			if !told[name] {
+			done[name] = done[name] || covered(o)*100 >= took*coveredPercent || covered(o) >= took-handOver
+			if !done[name] {
 				uncovered = fmt.Errorf("spans cover only %[3]d of the %[1]d µs of %[2]s: %+[4]v", took/1000, name, covered(o)/1000, o.Spans)
 			}
 		}

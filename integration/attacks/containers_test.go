@@ -34,7 +34,7 @@ func untouched(t *testing.T) string {
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "kept"), []byte("kept"), 0o644))
 	t.Cleanup(func() {
 		if names := machine.ReadDir(dir); len(names) != 1 || names[0] != "kept" {
-			t.Errorf("a directory of the host has %v", names)
+			t.Errorf("a directory of the host has the files %v, want only kept", names)
 		}
 	})
 	return dir
@@ -211,7 +211,7 @@ func TestSeccompFilterOverwritten(t *testing.T) {
 	done; done 2>/dev/null`))
 	refused := func(c *harness.Container) {
 		t.Helper()
-		harness.Equal(t, "unshare in a command", c.Exec(t, "sh", "-c", "unshare -U true 2>/dev/null || echo refused"), "refused")
+		harness.Equal(t, "output of unshare in a command", c.Exec(t, "sh", "-c", "unshare -U true 2>/dev/null || echo refused"), "refused")
 	}
 	for tries := 0; !strings.Contains(c.Output(t), "seen"); tries++ {
 		if tries == 300 && runtime.NumCPU() == 1 {
@@ -274,13 +274,13 @@ func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 	masked := harness.Script("stat -c %F:%t:%T /proc/keys")
 	out, refusal := tryRun(t, pod, dev, masked)
 	harness.Must(t, refusal)
-	harness.Equal(t, "what masks a path", out, "character special file:1:3\n")
+	harness.Equal(t, "masked path", out, "character special file:1:3\n")
 	link := filepath.Join(volume, "link")
 	harness.Must(t, os.Symlink("/proc/sys/kernel/core_pattern", link))
 	race(t, null, link, func() bool {
 		out, refusal := tryRun(t, pod, dev, masked)
 		if refusal == nil {
-			harness.Equal(t, "what masks a path", out, "character special file:1:3\n")
+			harness.Equal(t, "masked path", out, "character special file:1:3\n")
 		}
 		return refusal == nil
 	})
@@ -331,14 +331,14 @@ func TestCVE_2025_52881_ProcReplacedByAVolume(t *testing.T) {
 // (CVE-2026-53492) nor those that control other runtimes.
 func TestCVE_2024_3154_SystemdPropertyInAnnotation(t *testing.T) {
 	host := canary(t)
-	annotationsSteerNothing(t, map[string]string{
+	checkAnnotationsHaveNoEffect(t, map[string]string{
 		"org.systemd.property.ExecStartPost": `["/bin/rm", "` + host + `"]`,
 		"org.systemd.property.MemoryMax":     "1",
 	})
 }
 
 func TestCVE_2026_53492_CDIAnnotation(t *testing.T) {
-	annotationsSteerNothing(t, map[string]string{
+	checkAnnotationsHaveNoEffect(t, map[string]string{
 		"cdi.k8s.io/anything":                      "vendor.com/device=null",
 		"io.kubernetes.cri-o.Devices":              "/dev/null:/dev/stolen:rwm",
 		"devices.nri.io/container.c1":              "- path: /dev/stolen",
@@ -349,7 +349,7 @@ func TestCVE_2026_53492_CDIAnnotation(t *testing.T) {
 	})
 }
 
-func annotationsSteerNothing(t *testing.T, annotations map[string]string) {
+func checkAnnotationsHaveNoEffect(t *testing.T, annotations map[string]string) {
 	t.Helper()
 	cdi := t.TempDir()
 	harness.Must(t, os.WriteFile(filepath.Join(cdi, "vendor.json"), []byte(`{"cdiVersion": "0.6.0", "kind": "vendor.com/device",
@@ -580,11 +580,11 @@ func TestDirectoriesWithoutEnd(t *testing.T) {
 
 // Attacks through checkpoint archives: berth does not restore yet. An implementation must replace
 // these tests.
-func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) { nothingIsRestored(t) }
+func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) { checkRestoreIsRefused(t) }
 
-func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) { nothingIsRestored(t) }
+func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) { checkRestoreIsRefused(t) }
 
-func nothingIsRestored(t *testing.T) {
+func checkRestoreIsRefused(t *testing.T) {
 	d := harness.StartDaemon(t)
 	_, err := harness.RawRuntime(t, d).RestorePod(t.Context(), &runtimeapi.RestorePodRequest{})
 	harness.WantCode(t, err, codes.Unimplemented)

@@ -107,7 +107,7 @@ func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 		harness.WantCode(t, err, codes.DataLoss, "config", said)
 	}
 	if n := r.Count(http.MethodGet, ""); r.Count(http.MethodGet, "/manifests/latest") != n {
-		t.Errorf("of %d requests some were for what bears such a digest", n)
+		t.Errorf("some of %d requests were for a blob with an invalid digest", n)
 	}
 	harness.NoTraceOf(t, d, name)
 }
@@ -285,7 +285,7 @@ func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 	_, err = d.TryPull(t, name, auth) // the registry has the layer as well, whatever other places it names
 	harness.Must(t, err)
 	if n := thief.Count(http.MethodGet, "/stolen"); n > 0 {
-		t.Errorf("the place that the layer names was asked %d times", n)
+		t.Errorf("the URL in the layer's descriptor was requested %d times", n)
 	}
 	mu.Lock()
 	defer mu.Unlock()
@@ -400,14 +400,14 @@ func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
 // USER is looked up in files of the image: large, special, or full of tricks. None of these files
 // contains the user or the group, and none is read into memory as a whole.
 func TestCVE_2026_47262_PasswdIsNoRegularFile(t *testing.T) {
-	userFileThatIsNone(t, "etc/passwd", "app")
+	testIrregularUserFile(t, "etc/passwd", "app")
 }
 
 func TestCVE_2026_47262_GroupIsNoRegularFile(t *testing.T) {
-	userFileThatIsNone(t, "etc/group", "root:games")
+	testIrregularUserFile(t, "etc/group", "root:games")
 }
 
-func userFileThatIsNone(t *testing.T, path, user string) {
+func testIrregularUserFile(t *testing.T, path, user string) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	fifo := fixture.Entry{}
@@ -452,7 +452,7 @@ func tookLessThan(t *testing.T, d *harness.Daemon, limit int) {
 	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
 	harness.Must(t, err)
 	if peak > limit>>10 {
-		t.Errorf("the daemon took %d KiB, %d are enough", peak, limit>>10)
+		t.Errorf("the daemon took %d KiB, want at most %d", peak, limit>>10)
 	}
 }
 

@@ -49,7 +49,7 @@ func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
 		exchange(t, target, other)
 	}
 	race(t, target, other, func() bool { return start() == nil }) // may be refused: the target has changed since
-	harness.Equal(t, "what was made outside of the container", fmt.Sprint(machine.ReadDir(escape)), "[]")
+	harness.Equal(t, "files made outside the container", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }
 
 // race repeats an attempt while two files keep swapping places, until it has succeeded and has been

@@ -130,7 +130,7 @@ func (e *enumeration) uncrashed(t *testing.T) (trace []harness.ReachedPoint) {
 func (e *enumeration) end(t *testing.T, w *world) {
 	t.Helper()
 	if e.op.first != nil {
-		e.die(t, w, *e.op.first)
+		e.runUntilKilled(t, w, *e.op.first)
 		return
 	}
 	e.d.Kill(t)
@@ -158,8 +158,8 @@ func (e *enumeration) recovered(t *testing.T) (trace []string) {
 	return trace
 }
 
-// die runs the operation until the daemon is killed at a point.
-func (e *enumeration) die(t *testing.T, w *world, at point) {
+// runUntilKilled runs the operation until the daemon is killed at a point.
+func (e *enumeration) runUntilKilled(t *testing.T, w *world, at point) {
 	t.Helper()
 	e.fp.Kill(t, e.d, at.point, at.n)
 	err := e.op.request(t, w)
@@ -245,7 +245,7 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 	e.d.WaitIdle(t)
 	e.killed[at.point] = true
 	if !e.op.ofStart() {
-		e.die(t, w, at)
+		e.runUntilKilled(t, w, at)
 	} else {
 		e.end(t, w)
 		e.fp.KillNext(t, harness.DaemonProgram, at.point, at.n)

@@ -26,7 +26,7 @@ func TestFrozenLauncher(t *testing.T) {
 	pod, other := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
 	c, launcher, started := startFrozen(t, &fp, pod)
 	harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_CREATED)
-	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo fine"), "fine\n")
+	harness.Equal(t, "output of a container of another pod", other.Sh(t, "echo fine"), "fine\n")
 	pod.Stop(t)
 	harness.Must(t, syscall.Kill(launcher, syscall.SIGCONT))
 	harness.Must(t, expect(<-started, codes.FailedPrecondition))
@@ -50,7 +50,7 @@ func TestStopEndsFrozenLauncher(t *testing.T) {
 	for _, c := range []*harness.Container{inPod, alone} {
 		harness.Equal(t, "reason", c.WaitExited(t).Reason, state.ReasonStartError)
 	}
-	harness.Equal(t, "what the next container prints", alone.Pod.Sh(t, "echo fine"), "fine\n")
+	harness.Equal(t, "output of the next container", alone.Pod.Sh(t, "echo fine"), "fine\n")
 	d.StateMatches(t)
 }
 
@@ -62,7 +62,7 @@ func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *har
 	ended := make(chan error, 1)
 	go func() { ended <- pod.D.Cri.StartContainer(t.Context(), c.Id) }()
 	if !fp.WaitReached(deathPatience) {
-		t.Fatal("the launcher does not get to its point")
+		t.Fatal("the launcher does not reach its failpoint")
 	}
 	return c, harness.LauncherOf(t, pod.D, c), ended
 }
@@ -78,7 +78,7 @@ func TestFrozenExec(t *testing.T) {
 	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, 10*time.Second) // time for the launcher to reach its point
 	harness.Must(t, expectTimeout(err))
 	if !fp.WaitReached(deathPatience) {
-		t.Fatal("the launcher does not get to its point, so it was not stopped")
+		t.Fatal("the launcher does not reach its failpoint, so it was not stopped")
 	}
 	harness.Eventually(t, "the exec's processes end", func() error {
 		for _, line := range []string{"sleep 100003", "sleep 100004"} {
@@ -111,6 +111,6 @@ func TestStartIsRefusedWhileKilledStartRuns(t *testing.T) {
 	harness.Must(t, expect(d.Cri.StartContainer(t.Context(), c.Id), codes.Unavailable))
 	harness.Must(t, unix.Unmount(busy, 0))
 	harness.Eventually(t, "it is started", func() error { return d.Cri.StartContainer(t.Context(), c.Id) })
-	harness.Equal(t, "what it prints", c.Exec(t, "echo", "fine"), "fine")
+	harness.Equal(t, "output of an exec", c.Exec(t, "echo", "fine"), "fine")
 	d.StateMatches(t)
 }

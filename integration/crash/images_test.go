@@ -67,8 +67,8 @@ func pull(which func(imageNames) string) func(*testing.T, *world) error {
 	}
 }
 
-// tagWas is the image that the moving tag stands for before it moves.
-func tagWas(t *testing.T, w *world) {
+// moveTag pulls the first image by a tag, and then pushes the second image to that tag.
+func moveTag(t *testing.T, w *world) {
 	img, err := firstImage()
 	harness.Must(t, err)
 	harness.Push(t, harness.Registry, "crash/moving:1", img)

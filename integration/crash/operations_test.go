@@ -99,7 +99,7 @@ var operations = []operation{
 
 	{name: "PullImage", prepare: nothing, request: pull(first)},
 	{name: "PullImage_shared_layers", prepare: has(first), request: pull(second), more: true},
-	{name: "PullImage_moved_tag", prepare: with(has(first), tagWas), request: pullTag, more: true},
+	{name: "PullImage_moved_tag", prepare: with(has(first), moveTag), request: pullTag, more: true},
 
 	{name: "RemoveImage", prepare: has(first), request: removeImage(first)},
 	{name: "RemoveImage_shared_layers", prepare: with(has(first), has(second)), request: removeImage(first), more: true},

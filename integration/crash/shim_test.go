@@ -64,13 +64,13 @@ var shimOperations = []shimOperation{
 		request: startContainer, more: true}, goOn: startNext, launches: true},
 	{operation: operation{name: "StartContainer_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer, more: true},
 		goOn: startNext, launches: true, crun: true},
-	{operation: operation{name: "StartContainer_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(harness.Command("/no/such/program")), created), request: startInVain}, launches: true},
+	{operation: operation{name: "StartContainer_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(harness.Command("/no/such/program")), created), request: failToStart}, launches: true},
 
 	{operation: operation{name: "Exec", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: execute}, execs: true, launches: true},
 	{operation: operation{name: "Exec_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: execute, more: true},
 		execs: true, launches: true, crun: true},
 	{operation: operation{name: "Exec_timeout", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: executeTooLong}, execs: true, launches: true, limited: true},
-	{operation: operation{name: "Exec_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: executeInVain, more: true}, execs: true, launches: true},
+	{operation: operation{name: "Exec_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: failToExec, more: true}, execs: true, launches: true},
 
 	{operation: operation{name: "StopContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(30)}, exits: true},
 	{operation: operation{name: "StopContainer_kill", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(0), more: true}, exits: true},
@@ -209,8 +209,8 @@ func atFailpoint(fp *harness.Failpoints, at shimPoint) killing {
 	}
 }
 
-// missedIt ends a case in which nothing was killed.
-func (e *shimEnumeration) missedIt(t *testing.T, w *world, how killing, err error) {
+// notReached ends a case in which nothing was killed.
+func (e *shimEnumeration) notReached(t *testing.T, w *world, how killing, err error) {
 	t.Helper()
 	if !how.mayMiss || err != nil {
 		t.Fatalf("the point was not reached; the operation returned %v", err)
@@ -236,7 +236,7 @@ func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want 
 	err := <-ended
 	how.disarm()
 	if !reached {
-		e.missedIt(t, w, how, err)
+		e.notReached(t, w, how, err)
 	}
 	if daemonToo {
 		e.d.Start(t)
@@ -273,8 +273,8 @@ func (e *shimEnumeration) repeated(t *testing.T, w *world, want inventory.Items)
 
 // --- requests -----------------------------------------------------------------
 
-// startInVain starts a container that can't be started, and removes it then.
-func startInVain(t *testing.T, w *world) error {
+// failToStart starts a container without a program, checks that this fails, and removes it.
+func failToStart(t *testing.T, w *world) error {
 	if err := w.d.Cri.StartContainer(t.Context(), w.id); err == nil {
 		return fmt.Errorf("container %s, which has no program, was started", w.id)
 	}
@@ -303,7 +303,7 @@ func expectTimeout(err error) error {
 	return nil
 }
 
-func executeInVain(t *testing.T, w *world) error {
+func failToExec(t *testing.T, w *world) error {
 	_, _, err := w.d.Cri.ExecSync(t.Context(), w.id, []string{"/no/such/program"}, 0)
 	return expect(err, codes.InvalidArgument)
 }

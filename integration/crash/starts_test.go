@@ -21,8 +21,8 @@ var starts = []operation{
 	{name: "Start_lost_records_crun", daemon: withCrun, spoil: loseRecords,
 		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: goOn, more: true},
 	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: goOn, more: true},
-	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, tearAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
-	{name: "Start_other_programs", spoil: with(ageProgram("pause"), ageProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
+	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
+	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
 	{name: "Start_damaged_layer", named: checkpoint.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
 	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
 	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: goOn, more: true},
@@ -68,19 +68,19 @@ func damageLayers(t *testing.T, w *world) {
 // cutShort truncates a file to the header that all records of its kind share.
 func cutShort(t *testing.T, path string) { harness.Must(t, os.Truncate(path, 16)) }
 
-// tearAddress makes an empty address file of host-local. A power cut between creation and write
+// emptyAddress makes an empty address file of host-local. A power cut between creation and write
 // leaves such a file.
-func tearAddress(t *testing.T, w *world) {
+func emptyAddress(t *testing.T, w *world) {
 	harness.Must(t, os.WriteFile(filepath.Join(w.d.DataDir, "test/10.88.0.99"), nil, 0o600))
 }
 
-// ageProgram changes an installed program, as an upgrade would.
-func ageProgram(name string) func(*testing.T, *world) {
+// renameProgram renames an installed program as if it came from another version.
+func renameProgram(name string) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
 		installed, err := filepath.Glob(filepath.Join(w.d.Root, "bin", name+"-*"))
 		harness.Must(t, err)
 		if len(installed) != 1 {
-			t.Fatalf("installed are %v", installed)
+			t.Fatalf("installed programs are %v, want one", installed)
 		}
 		harness.Must(t, os.Rename(installed[0], filepath.Join(w.d.Root, "bin", name+"-0123456789abcdef")))
 	}

@@ -24,10 +24,10 @@ var variants = []operation{
 	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
 
 	{name: "RunPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(networkLost, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
-	{name: "RunPodSandbox_ownNetwork_found", daemon: ownNetwork, prepare: with(networkLost, foundBridge, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
+	{name: "RunPodSandbox_ownNetwork_found", daemon: ownNetwork, prepare: with(networkLost, makeBridge, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "StopPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
 	{name: "RunPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: withPod(udpHostPort, bandwidth), request: runPod, again: anotherPod, more: true},
-	{name: "StopPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: with(podRuns(udpHostPort, bandwidth), converse), request: stopPod, more: true},
+	{name: "StopPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: with(podRuns(udpHostPort, bandwidth), sendDatagram), request: stopPod, more: true},
 
 	{name: "RunPodSandbox_crun", daemon: withCrun, prepare: with(byCrun, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "StartContainer_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer,
@@ -66,9 +66,9 @@ func ownNetwork(*testing.T) harness.DaemonOption {
 // networkLost makes the pod the first one after a boot.
 func networkLost(t *testing.T, w *world) { w.d.LoseNetwork(t) }
 
-// foundBridge makes the bridge in advance, as an administrator may. Results of ADD contain its
+// makeBridge makes the bridge in advance, as an administrator may. Results of ADD contain its
 // hardware address.
-func foundBridge(t *testing.T, _ *world) {
+func makeBridge(t *testing.T, _ *world) {
 	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0", HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 1}}}))
 }
 
@@ -81,8 +81,8 @@ func bandwidth(c *runtimeapi.PodSandboxConfig) {
 	c.Annotations["kubernetes.io/ingress-bandwidth"], c.Annotations["kubernetes.io/egress-bandwidth"] = "1G", "1G"
 }
 
-// converse sends a datagram to the host port, so that the kernel tracks a connection.
-func converse(t *testing.T, _ *world) {
+// sendDatagram sends a datagram to the host port, so that the kernel tracks a connection.
+func sendDatagram(t *testing.T, _ *world) {
 	conn := harness.Get(net.Dial("udp4", fmt.Sprintf("127.0.0.1:%d", udpPort)))(t)
 	harness.Get(conn.Write([]byte("?")))(t)
 	harness.Must(t, conn.Close())

@@ -193,7 +193,7 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	d.Start(t)
 	t.Cleanup(func() { d.Stop(t) })
 	if SystemdDriver() {
-		d.meetSystemd(t)
+		d.connectToSystemd(t)
 	}
 	d.WaitWatched(t)
 	d.Empty = d.Snapshot(t)
@@ -248,7 +248,7 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	for _, opt := range opts {
 		opt(t, d)
 	}
-	d.bearSlowPlugins()
+	d.allowSlowPlugins()
 	d.writeConfig(t, d.Extra)
 	return d
 }
@@ -269,9 +269,9 @@ func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 	d.writeConfig(t, config)
 }
 
-// bearSlowPlugins raises nri_request_timeout. A plugin that misses the default of five seconds, as
+// allowSlowPlugins raises nri_request_timeout. A plugin that misses the default of five seconds, as
 // on a loaded machine, is dropped.
-func (d *Daemon) bearSlowPlugins() {
+func (d *Daemon) allowSlowPlugins() {
 	for _, option := range []string{"nri_request_timeout", "nri_registration_timeout"} {
 		if !slices.ContainsFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, option) }) {
 			d.Extra = slices.Insert(d.Extra, 0, option+` = "20s"`) // first: a test's last lines may be of a table

@@ -62,9 +62,9 @@ func (d *Daemon) CgroupParent(name string) string {
 	return parent
 }
 
-// meetSystemd has a pod made and removed, for with the first one the daemon opens
-// connections to D-Bus that it keeps.
-func (d *Daemon) meetSystemd(t *testing.T) {
+// connectToSystemd runs and removes a pod. With its first pod the daemon opens connections to D-Bus
+// and keeps them.
+func (d *Daemon) connectToSystemd(t *testing.T) {
 	t.Helper()
 	d.RunPod(t, HostNetwork).Remove(t)
 	d.removePodCgroups(t)

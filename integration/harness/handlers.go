@@ -31,7 +31,7 @@ func Crun(t *testing.T) string {
 	if path == "" {
 		var err error
 		if path, err = exec.LookPath("crun"); err != nil {
-			t.Skip("NOT TESTED: crun is not installed, and BERTH_CRUN names none")
+			t.Skip("NOT TESTED: crun is not installed, and BERTH_CRUN is not set")
 		}
 	}
 	const file = "/sys/fs/cgroup/unified/cgroup.controllers"

@@ -49,7 +49,7 @@ func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventor
 // Snapshot takes everything the machine and the daemon hold.
 func (d *Daemon) Snapshot(t *testing.T) inventory.Items {
 	t.Helper()
-	s := inventory.OfDaemon(t, podCgroups(), d.belongings(), d.Cmd.Process.Pid)
+	s := inventory.OfDaemon(t, podCgroups(), d.inventoried(), d.Cmd.Process.Pid)
 	for range d.Goroutines(t) {
 		s.Add("goroutine of the daemon", "any")
 	}
@@ -58,11 +58,11 @@ func (d *Daemon) Snapshot(t *testing.T) inventory.Items {
 
 // MachineSnapshot takes what exists outside of any daemon. d may be nil.
 func MachineSnapshot(d *Daemon) inventory.Items {
-	return inventory.OfMachine(podCgroups(), d.belongings())
+	return inventory.OfMachine(podCgroups(), d.inventoried())
 }
 
-// belongings returns the daemon's directories and objects for the inventory; nil without a daemon.
-func (d *Daemon) belongings() *inventory.Daemon {
+// inventoried returns the daemon's directories and objects for the inventory; nil without a daemon.
+func (d *Daemon) inventoried() *inventory.Daemon {
 	if d == nil {
 		return nil
 	}
@@ -155,7 +155,7 @@ func (d *Daemon) Goroutines(t *testing.T) int {
 	Must(t, err)
 	n, err := strconv.Atoi(status.Info["goroutines"])
 	if err != nil {
-		t.Fatalf("verbose Status does not tell the number of goroutines: info is %v", status.Info)
+		t.Fatalf("verbose Status has no number of goroutines: info is %v", status.Info)
 	}
 	return n
 }

@@ -53,7 +53,7 @@ func expectsTerm(t *testing.T, pid int) error {
 	// In sigtimedwait the kernel removes the awaited signals from the process's mask.
 	call, err := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", pid))
 	if err == nil && !strings.HasPrefix(string(call), strconv.Itoa(unix.SYS_RT_SIGTIMEDWAIT)+" ") {
-		err = fmt.Errorf("it catches %s and is in system call %s", caught, bytes.TrimSpace(call))
+		err = fmt.Errorf("the process catches signals %s and is in system call %s", caught, bytes.TrimSpace(call))
 	}
 	return err
 }
@@ -88,7 +88,7 @@ func infoPID(t *testing.T, info map[string]string) int {
 		PID int `json:"pid"`
 	}
 	if err := json.Unmarshal([]byte(info["info"]), &parsed); err != nil || parsed.PID == 0 {
-		t.Fatalf("verbose status tells no pid (%v): %v", err, info)
+		t.Fatalf("verbose Status has no pid (%v): %v", err, info)
 	}
 	return parsed.PID
 }

@@ -16,7 +16,7 @@ import (
 func (d *Daemon) FullState(t *testing.T) inventory.Items {
 	t.Helper()
 	Registry.DropIdle()
-	s := inventory.Everything(t, podCgroups(), d.belongings(), d.Cmd.Process.Pid)
+	s := inventory.Everything(t, podCgroups(), d.inventoried(), d.Cmd.Process.Pid)
 	d.addLists(t, s)
 	return s
 }

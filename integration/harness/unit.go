@@ -37,7 +37,7 @@ const (
 func ByUnit(t *testing.T, d *Daemon) {
 	t.Helper()
 	if !SystemdDriver() {
-		t.Skip("systemd is not PID 1 here, or its units are not this test's: contrib/guest systemd runs it")
+		t.Skip("needs systemd as PID 1 and the test's units; run contrib/guest systemd")
 	}
 	d.byUnit = true
 	t.Cleanup(func() { uninstallUnit(t) })

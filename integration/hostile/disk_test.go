@@ -67,7 +67,7 @@ func free(t *testing.T, d *harness.Daemon) unix.Statfs_t {
 func allFree(t *testing.T, d *harness.Daemon, before unix.Statfs_t) {
 	t.Helper()
 	const slack = 64 // blocks, of directories that have grown
-	harness.Eventually(t, "the disk has the room that it had", func() error {
+	harness.Eventually(t, "the disk has as much room as before", func() error {
 		if now := free(t, d); now.Bavail+slack < before.Bavail || now.Ffree+slack < before.Ffree {
 			return fmt.Errorf("%d blocks and %d inodes are free, of %d and %d", now.Bavail, now.Ffree, before.Bavail, before.Ffree)
 		}
@@ -139,7 +139,7 @@ func TestMergesOfManyFilesLimitMemory(t *testing.T) {
 	}
 	images, err := filepath.Glob(filepath.Join(d.Root, "images/erofs/joins/*/image"))
 	if harness.Must(t, err); len(images) != len(names) {
-		t.Errorf("%d images of layers were made of %d: there is too much in them for this test", len(images), len(names))
+		t.Errorf("%d of %d images of layers were made", len(images), len(names))
 	}
 	for _, name := range names {
 		harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))

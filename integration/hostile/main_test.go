@@ -74,10 +74,10 @@ func bounded(t *testing.T, d *harness.Daemon) {
 	}
 	t.Logf("peaks: daemon %d KiB, berth-unpack %d KiB", peak, worst)
 	if peak > daemonPeak {
-		t.Errorf("the daemon took %d KiB, %d are enough", peak, daemonPeak)
+		t.Errorf("the daemon took %d KiB, want at most %d", peak, daemonPeak)
 	}
 	if worst > workerPeak {
-		t.Errorf("a berth-unpack took %d KiB, %d are enough", worst, workerPeak)
+		t.Errorf("a berth-unpack took %d KiB, want at most %d", worst, workerPeak)
 	}
 }
 

@@ -21,8 +21,8 @@ import (
 // public is an address of documentation (RFC 5737), which for berth is another machine's.
 const public = "192.0.2.7"
 
-// abroad starts a registry at the public address.
-func abroad(t *testing.T) *registrytest.Server {
+// startPublic starts a registry at the public address.
+func startPublic(t *testing.T) *registrytest.Server {
 	t.Helper()
 	return registrytest.Start(t, func(s *httptest.Server) {
 		s.Listener.Close()
@@ -62,7 +62,7 @@ func TestRedirectsToThisMachine(t *testing.T) {
 		return status(http.StatusTemporaryRedirect, "Location", to)
 	}
 	here := "http://127.0.0.1:" + port + "/?secret=hunter2"
-	twice := abroad(t)
+	twice := startPublic(t)
 	twice.Before = redirect(here)
 	blob := digest.FromBytes(layer.Blob).Encoded()
 	var attempts []attempt
@@ -82,13 +82,13 @@ func TestRedirectsToThisMachine(t *testing.T) {
 		"for a token":           {on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="`+here+`"`)), "127.0.0.1"},
 		"for a token, metadata": {on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="http://169.254.169.254/token"`)), "metadata service"},
 	} {
-		r := abroad(t)
+		r := startPublic(t)
 		r.PutImage("hostile", "v1", what, layer)
 		plainHTTP(r, "")
 		r.Before = c.before
 		attempts = append(attempts, attempt{what: what, name: r.Host() + "/hostile:v1", code: codes.FailedPrecondition, text: c.text})
 	}
-	allowed := abroad(t)
+	allowed := startPublic(t)
 	allowed.PutImage("hostile", "v1", "allowed", layer)
 	plainHTTP(allowed, `redirect_to = ["127.0.0.0/8"]`)
 	allowed.Before = on(blob, redirect(here))

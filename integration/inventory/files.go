@@ -96,7 +96,7 @@ func reserved(path string) string {
 
 func exactly(path string) string { return path }
 
-// ofLayer tells all of a file of a layer or join. Its name there is what follows its digest.
+// ofLayer describes a file of a layer or join completely. Its name is the part after the digest.
 func ofLayer(path, below string, st *unix.Stat_t) (string, error) {
 	below = strings.TrimPrefix(strings.TrimPrefix(below, "/images/"), "erofs/")
 	_, name, _ := strings.Cut(below, "/") // layers or joins
@@ -108,7 +108,7 @@ func ofLayer(path, below string, st *unix.Stat_t) (string, error) {
 	return modified("/"+name, st) + content, err
 }
 
-// inside tells content and attributes.
+// inside describes content and attributes.
 func inside(path, _ string, st *unix.Stat_t) (string, error) { return sums.of(path, st) }
 
 // alikeText returns a text with its IDs and numbers replaced.
@@ -143,7 +143,7 @@ func logged(path, _ string, st *unix.Stat_t) (string, error) {
 	return fmt.Sprintf("%q", logTime.ReplaceAllString(string(content), "T $1 ")), err
 }
 
-// exited tells a monitor's record of an exit.
+// exited describes a monitor's record of an exit.
 func exited(path, _ string, _ *unix.Stat_t) (string, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -232,19 +232,19 @@ func (c *contentSums) of(path string, st *unix.Stat_t) (string, error) {
 	if known, ok := c.get(key); ok {
 		return known, nil
 	}
-	told, err := insideOf(path, st)
+	sum, err := insideOf(path, st)
 	if err != nil {
 		return "", err
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.known[key] = told
-	return told, nil
+	c.known[key] = sum
+	return sum, nil
 }
 
 func (c *contentSums) get(key string) (string, bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	told, ok := c.known[key]
-	return told, ok
+	sum, ok := c.known[key]
+	return sum, ok
 }

@@ -21,7 +21,7 @@ import (
 	"berth/integration/machine"
 )
 
-// Cgroups tells where the cgroups of pods are.
+// Cgroups has the paths of the pods' cgroups.
 type Cgroups struct {
 	Group     string // holds all of them, and is this machine's own
 	PodPrefix string // begins the names of the pods' own

@@ -92,7 +92,7 @@ func modified(name string, st *unix.Stat_t) string {
 	return fmt.Sprintf("time %d.%d ", st.Mtim.Sec, st.Mtim.Nsec)
 }
 
-// insideOf tells a file's content, by its sum, and its extended attributes.
+// insideOf describes a file by the checksum of its content and by its extended attributes.
 func insideOf(path string, st *unix.Stat_t) (string, error) {
 	content, err := describeContent(path, st)
 	if err != nil {

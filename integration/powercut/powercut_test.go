@@ -222,7 +222,7 @@ func (n *node) podsAreGone(t *testing.T) {
 		return nil
 	})
 	if err != nil {
-		t.Errorf("addresses that no pod has: %v", err)
+		t.Errorf("addresses without a pod: %v", err)
 	}
 	t.Logf("%d pods and %d containers were known", len(pods), len(containers))
 }

@@ -68,7 +68,7 @@ func TestClockOf1970(t *testing.T) {
 	harness.Equal(t, "state", running.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 
 	setClock(t, time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC))
-	harness.Equal(t, "what the container answers", running.Exec(t, "echo", "here"), "here")
+	harness.Equal(t, "output of an exec", running.Exec(t, "echo", "here"), "here")
 	d.Restart(t)
 	harness.Equal(t, "state after a restart", running.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 	harness.Equal(t, "exit code", pod.Sh(t, "echo 5"), "5\n")
@@ -129,16 +129,16 @@ func TestClockJumps(t *testing.T) {
 			// The container has one process that only uses CPU time. Other processes need the CPU,
 			// too.
 			if used := harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t).Cpu.UsageNanoCores; used == nil || used.Value < 0.05e9 || used.Value > 1.2e9 {
-				t.Errorf("a container that uses a core is said to use %v nanocores", used)
+				t.Errorf("the statistics of a container that uses one core show %v nanocores", used)
 			}
-			laterOnes(t, d, pod, c2)
+			checkLatest(t, d, pod, c2)
 		})
 	}
 }
 
-// laterOnes checks that kubelet takes an object created after the jump for the latest, also from
-// the next daemon.
-func laterOnes(t *testing.T, d *harness.Daemon, pod *harness.Pod, before *harness.Container) {
+// checkLatest checks that kubelet takes an object created after the jump for the latest. The next
+// daemon must return the same order.
+func checkLatest(t *testing.T, d *harness.Daemon, pod *harness.Pod, before *harness.Container) {
 	t.Helper()
 	after := pod.Run(t, harness.ContainerNamed(before.Config.Metadata.Name), func(c *runtimeapi.ContainerConfig) { c.Metadata.Attempt = 1 })
 	pod.Stop(t)

@@ -132,7 +132,7 @@ func TestStopSucceedsAfterTenFailedDels(t *testing.T) {
 	}
 	pod.Stop(t)
 	if n := len(plugin.Calls("DEL")); n != 11 {
-		t.Errorf("DEL was called %d times, want 11: not again after it succeeded", n)
+		t.Errorf("DEL was called %d times, want 11", n)
 	}
 }
 
@@ -208,13 +208,13 @@ func TestDaemonDiesWithPlugin(t *testing.T) {
 				d := harness.StartDaemon(t, plugin.Option)
 				config := d.PodConfig(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
 				plugin.Inject(t, "ADD", fault)
-				during(t, d, plugin, func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
+				killDuring(t, d, plugin, func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
 				plugin.Inject(t, "ADD", "")
 				d.Start(t)
 				pod := d.RunPodConfig(t, config)
 
 				plugin.Inject(t, "DEL", fault)
-				during(t, d, plugin, func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
+				killDuring(t, d, plugin, func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
 				plugin.Inject(t, "DEL", "")
 				d.Start(t)
 				harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
@@ -224,8 +224,8 @@ func TestDaemonDiesWithPlugin(t *testing.T) {
 	}
 }
 
-// during kills the daemon when the plugin is at work for a call, which must fail.
-func during(t *testing.T, d *harness.Daemon, plugin *faults.Plugin, call func() error) {
+// killDuring kills the daemon while the plugin runs for a call. The call must fail.
+func killDuring(t *testing.T, d *harness.Daemon, plugin *faults.Plugin, call func() error) {
 	t.Helper()
 	before := plugin.Left()
 	ended := make(chan error, 1)
@@ -285,7 +285,7 @@ func TestHungPluginDelaysNoOtherPod(t *testing.T) {
 			harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)
 			waits := harness.Get(d.Cri.Status(t.Context(), true))(t).Info["waits"]
 			if !harness.Contains(waits, "CNI "+verb) {
-				t.Errorf("verbose Status does not show that a plugin is waited for: %s", waits)
+				t.Errorf("verbose Status does not show the wait for a plugin: %s", waits)
 			}
 			select {
 			case err := <-ended:

@@ -279,7 +279,7 @@ func tryOperations(t *testing.T, d *harness.Daemon, disk trouble) {
 				d.Start(t)
 			}
 			harness.Equal(t, "the bystander's state", bystander.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-			harness.Equal(t, "what it answers", bystander.Exec(t, "echo", "here"), "here")
+			harness.Equal(t, "output of an exec", bystander.Exec(t, "echo", "here"), "here")
 			mend()
 			if restarted && disk.leaves {
 				d.Restart(t)
@@ -318,13 +318,13 @@ func TestReadOnlyStateAtStart(t *testing.T) {
 		t.Errorf("it ends with %v", err)
 	}
 	if text := out.String(); !strings.Contains(text, "read-only file system") || !strings.Contains(text, d.State) {
-		t.Errorf("it does not say why, and of what: %s", text)
+		t.Errorf("the error has neither the cause nor the object: %s", text)
 	}
 	disk.readOnly(t, d.State, false)
 	d.Start(t)
 	harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 	harness.Equal(t, "process", c.Pid(t), pid)
-	harness.Equal(t, "what it answers", c.Exec(t, "echo", "here"), "here")
+	harness.Equal(t, "output of an exec", c.Exec(t, "echo", "here"), "here")
 }
 
 // Containers exit on a full disk, where neither the monitor nor the daemon can write a record. Each
@@ -395,16 +395,16 @@ func TestReadOnlyRoot(t *testing.T) {
 	_, err = pod.TryCreate(t)
 	harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
 	harness.WantCode(t, d.Cri.StartContainer(t.Context(), created.Id), codes.FailedPrecondition, "read-only file system")
-	_, err = d.TryPull(t, unpulled(t), nil)
+	_, err = d.TryPull(t, pushUnpulled(t), nil)
 	harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
-	harness.Equal(t, "what a running container answers", running.Exec(t, "echo", "here"), "here")
+	harness.Equal(t, "output of an exec in a running container", running.Exec(t, "echo", "here"), "here")
 	machine.KillProcess(t, exits.Pid(t))
 	harness.Equal(t, "exit code", exits.WaitExited(t).ExitCode, 137)
 
 	d.Restart(t)
 	waitRuntimeReady(t, d, false)
 	harness.Equal(t, "exit code, for the next daemon", exits.Status(t).ExitCode, 137)
-	harness.Equal(t, "what a running container answers", running.Exec(t, "echo", "here"), "here")
+	harness.Equal(t, "output of an exec in a running container", running.Exec(t, "echo", "here"), "here")
 	running.Stop(t, 0)
 	harness.Equal(t, "exit code", running.Status(t).ExitCode, 137)
 	harness.WantCode(t, d.Cri.RemoveContainer(t.Context(), running.Id), codes.FailedPrecondition, "read-only file system")
@@ -415,14 +415,14 @@ func TestReadOnlyRoot(t *testing.T) {
 	d.Restart(t)
 	harness.Equal(t, "exit code, on the mended disk", exits.Status(t).ExitCode, 137)
 	if _, err := os.Lstat(half); !os.IsNotExist(err) {
-		t.Errorf("what the pull has left is there still: %v", err)
+		t.Errorf("files of the failed pull remain: %v", err)
 	}
 	pod.Remove(t)
 	d.RunPod(t).Remove(t)
 }
 
-// unpulled pushes an image that no daemon has pulled yet.
-func unpulled(t *testing.T) string {
+// pushUnpulled pushes an image that no daemon has pulled yet.
+func pushUnpulled(t *testing.T) string {
 	t.Helper()
 	name, _ := harness.Push(t, harness.Registry, "another:latest", anotherImage(t))
 	return name
@@ -486,7 +486,7 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 			failed, lived := 0, 0
 			decided := func() bool { return lived > 0 && (failed > 0 || which == logDisk) }
 			for n := 0; n < rounds || !decided() && n < 20*rounds; n++ {
-				if lifeOfPod(t, d) {
+				if runPodToEnd(t, d) {
 					lived++
 				} else {
 					failed++
@@ -498,16 +498,16 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 			if !decided() {
 				t.Error("not both kinds were seen")
 			}
-			if !lifeOfPod(t, d) {
-				t.Error("with room for good a pod does not run to its end")
+			if !runPodToEnd(t, d) {
+				t.Error("a pod does not run to its end although the disk has room")
 			}
 		})
 	}
 }
 
-// lifeOfPod runs a pod with a container that exits with 3, and removes it. False if there was no
+// runPodToEnd runs a pod with a container that exits with 3, and removes it. False if there was no
 // room at some point.
-func lifeOfPod(t *testing.T, d *harness.Daemon) bool {
+func runPodToEnd(t *testing.T, d *harness.Daemon) bool {
 	t.Helper()
 	ctx := t.Context()
 	noRoom := func(err error) bool {

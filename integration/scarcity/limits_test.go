@@ -182,7 +182,7 @@ func underMemoryLimit(t *testing.T, limit int64, images []string, options ...har
 		for _, err := range errs {
 			failed++
 			if !lacksMemory(err) {
-				t.Errorf("the error does not tell what is lacking: %v", err)
+				t.Errorf("the error does not name the missing resource: %v", err)
 			}
 		}
 		if replaceDead(t, d, errs...) {
@@ -335,7 +335,7 @@ func TestOutOfProcesses(t *testing.T) {
 				if replaceDead(t, d, err) {
 					died++
 				} else if err != nil && !lacksProcesses(err) {
-					t.Errorf("the error does not tell what is lacking: %v", err)
+					t.Errorf("the error does not name the missing resource: %v", err)
 				}
 				harness.Equal(t, "the bystander's state", bystander.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 				if err == nil {

@@ -79,7 +79,7 @@ func (f *features) goOn(t *testing.T) {
 		s.NamespaceOptions.UsernsOptions = f.mapped.Config.Linux.SecurityContext.NamespaceOptions.UsernsOptions
 	})), fmt.Sprintln(firstHostID))
 	harness.Equal(t, "a file of the image that is a volume", f.volume.Exec(t, "cat", "/v/etc/passwd"), f.volume.Exec(t, "cat", "/etc/passwd"))
-	harness.Equal(t, "what CDI gave", f.device.Exec(t, "sh", "-c", "echo $FROM_CDI; stat -c %t:%T /dev/from-cdi"), "yes\n1:3")
+	harness.Equal(t, "environment and device from CDI", f.device.Exec(t, "sh", "-c", "echo $FROM_CDI; stat -c %t:%T /dev/from-cdi"), "yes\n1:3")
 	harness.Equal(t, "the limit that was changed", f.resized.Status(t).Resources.GetLinux().GetMemoryLimitInBytes(), memoryLimit)
 	f.serves(t)
 	for _, c := range []*harness.Container{f.inMapped, f.volume, f.device, f.resized} {
@@ -94,7 +94,7 @@ func (f *features) goOn(t *testing.T) {
 func (f *features) serves(t *testing.T) {
 	t.Helper()
 	f.ported.Run(t, harness.Script("while :; do echo through | nc -l -p 80; done"))
-	harness.Eventually(t, "the host's port leads to the pod", func() error {
+	harness.Eventually(t, "the host port reaches the pod", func() error {
 		conn, err := net.DialTimeout("tcp", net.JoinHostPort("127.0.0.1", fmt.Sprint(hostPort)), time.Second)
 		if err != nil {
 			return err

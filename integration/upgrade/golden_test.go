@@ -67,7 +67,7 @@ func openGoldenOnDisk(t *testing.T, file string) {
 	harness.Equal(t, "driver", harness.Get(d.Cri.Status(t.Context(), true))(t).Info["layerDriver"], `"erofs"`)
 	directories := len(machine.ReadDir(filepath.Join(d.Root, "images/layers")))
 	if directories == 0 {
-		t.Error("the old image is none of directories")
+		t.Error("the old image has no directory layers")
 	}
 	pod := d.RunPod(t, harness.HostNetwork)
 	harness.Equal(t, "a container of a new image", pod.Sh(t, "echo fine"), "fine\n")

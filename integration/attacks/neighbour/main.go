@@ -187,8 +187,8 @@ func idleConnections() error {
 	return nil
 }
 
-// traceAll traces every process that it sees and never waits for one: the end of a traced process
-// is not told to its parent.
+// traceAll traces every process that it sees and never waits for one. The kernel does not report
+// the exit of a traced process to its parent.
 func traceAll() error {
 	go func() {
 		runtime.LockOSThread()

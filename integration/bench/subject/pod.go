@@ -148,8 +148,8 @@ func (p *Pod) Trace(ctx context.Context) (map[string][]Span, error) {
 	if err != nil {
 		return nil, fmt.Errorf("PodSandboxStatus: %w", err)
 	}
-	text, told := r.Info["trace"]
-	if !told {
+	text, ok := r.Info["trace"]
+	if !ok {
 		return nil, nil
 	}
 	return parseTrace(text)

@@ -45,7 +45,7 @@ type Subject struct {
 	next   atomic.Int32
 }
 
-// workMark is an argument of all containers. It tells them from the runtime's processes.
+// workMark is an argument of all containers. It distinguishes them from the runtime's processes.
 const workMark = "31536000"
 
 // TermWaiter is what berth's pause is called in images: a program that sleeps until SIGTERM.

@@ -40,7 +40,7 @@ func Attach(d *Disk, dir string) (_ *Attached, err error) {
 		return nil, errors.Join(fmt.Errorf("serve the disk: %w", err), os.Remove(a.dir))
 	}
 	if err := a.setUpLoop(d.Size()); err != nil {
-		return nil, errors.Join(fmt.Errorf("make a loop device of the disk: %w", err), a.unserve())
+		return nil, errors.Join(fmt.Errorf("make a loop device of the disk: %w", err), a.stopServing())
 	}
 	return a, nil
 }
@@ -58,11 +58,11 @@ func (a *Attached) Idle() error {
 func (a *Attached) Detach() error {
 	// With the last descriptor the kernel detaches the file.
 	err := errors.Join(a.loop.Close(), os.Remove(a.Path))
-	return errors.Join(err, a.unserve())
+	return errors.Join(err, a.stopServing())
 }
 
-// unserve returns when the kernel has let go of the file.
-func (a *Attached) unserve() error {
+// stopServing unmounts the filesystem that serves the file, and waits for its server.
+func (a *Attached) stopServing() error {
 	if err := unix.Unmount(a.dir, unix.MNT_DETACH); err != nil {
 		return fmt.Errorf("unmount %s: %w", a.dir, err)
 	}
