@@ -48,7 +48,7 @@ func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 		giveUp()
 		harness.WantCode(t, <-ended, codes.Canceled)
 	}
-	volume.AwaitAsked(t, 1)
+	volume.AwaitLookups(t, 1)
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), pod.Id))
 	harness.Equal(t, "output of a container of another pod", other.Sh(t, "echo fine"), "fine\n")
 	d.StateMatches(t)

@@ -84,12 +84,12 @@ func newWorld(t *testing.T, seed uint64) *world {
 	d := harness.StartDaemon(t)
 	w := &world{d: d, conn: harness.RawConn(t, d), r: rand.New(rand.NewPCG(seed, 0)), calm: seed == 0}
 	w.pod = d.RunPod(t, fuzzPods[seed%uint64(len(fuzzPods))])
-	w.podIDs, w.ctrIDs = []string{w.pod.Id}, []string{w.pod.Run(t, w.suits()).Id}
+	w.podIDs, w.ctrIDs = []string{w.pod.Id}, []string{w.pod.Run(t, w.containerOptions()).Id}
 	return w
 }
 
-// suits returns the options that a container of the pod needs.
-func (w *world) suits() harness.ContainerOption {
+// containerOptions returns the options that a container of the pod needs.
+func (w *world) containerOptions() harness.ContainerOption {
 	if w.pod.Config.Linux.SecurityContext.NamespaceOptions.UsernsOptions != nil {
 		return inUserNamespace(fuzzUserNamespace)
 	}
@@ -98,8 +98,8 @@ func (w *world) suits() harness.ContainerOption {
 
 func pick[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
 
-// form is a request as a sane client would send it, apart from the IDs.
-func (w *world) form(t *testing.T, m method) proto.Message {
+// newRequest returns a valid request except for the IDs.
+func (w *world) newRequest(t *testing.T, m method) proto.Message {
 	t.Helper()
 	image := &runtimeapi.ImageSpec{Image: harness.BaseImage}
 	limits := &runtimeapi.LinuxContainerResources{CpuShares: 100, CpuPeriod: 100000, CpuQuota: 50000, MemoryLimitInBytes: 64 << 20}
@@ -107,7 +107,7 @@ func (w *world) form(t *testing.T, m method) proto.Message {
 	case "RunPodSandbox":
 		return &runtimeapi.RunPodSandboxRequest{Config: w.d.PodConfig(t, pick(w.r, fuzzPods))}
 	case "CreateContainer":
-		config := w.pod.ContainerConfig(w.suits())
+		config := w.pod.ContainerConfig(w.containerOptions())
 		harness.Must(t, os.MkdirAll(filepath.Dir(filepath.Join(w.pod.Config.LogDirectory, config.LogPath)), 0o755))
 		return &runtimeapi.CreateContainerRequest{PodSandboxId: w.pod.Id, Config: config, SandboxConfig: w.pod.Config}
 	case "ExecSync":
@@ -136,20 +136,20 @@ func (w *world) form(t *testing.T, m method) proto.Message {
 // the bounds of the test.
 func (w *world) request(t *testing.T, m method) proto.Message {
 	t.Helper()
-	request := proto.Clone(w.form(t, m)) // it may share the pod's config
-	w.identify(request.ProtoReflect())
+	request := proto.Clone(w.newRequest(t, m)) // it may share the pod's config
+	w.setIDs(request.ProtoReflect())
 	if !w.calm && request.ProtoReflect().Descriptor().Fields().Len() > 0 {
 		scramble(request.ProtoReflect(), w.r)
 		if w.r.IntN(4) > 0 { // or few requests would get past their first field
-			w.identify(request.ProtoReflect())
+			w.setIDs(request.ProtoReflect())
 		}
 	}
-	w.tame(request)
+	w.confine(request)
 	return request
 }
 
-// identify fills in IDs of what there is.
-func (w *world) identify(m protoreflect.Message) {
+// setIDs fills in IDs of what there is.
+func (w *world) setIDs(m protoreflect.Message) {
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
 		field := fields.Get(i)
@@ -160,7 +160,7 @@ func (w *world) identify(m protoreflect.Message) {
 		case field.Name() == "pod_sandbox_id" && m.Descriptor().Name() != "CreateContainerRequest": // whose config suits its pod
 			ids = w.podIDs
 		case field.Name() == "filter" && m.Has(field):
-			w.identify(m.Mutable(field).Message())
+			w.setIDs(m.Mutable(field).Message())
 			continue
 		case field.Name() == "id":
 			ids = slices.Concat(w.podIDs, w.ctrIDs)
@@ -171,9 +171,9 @@ func (w *world) identify(m protoreflect.Message) {
 	}
 }
 
-// tame changes a request so that it stays within the test's directories, cgroups and registry, and
-// does not take too long.
-func (w *world) tame(request proto.Message) {
+// confine changes a request so that it stays within the test's directories, cgroups and registry,
+// and does not take too long.
+func (w *world) confine(request proto.Message) {
 	switch request := request.(type) {
 	case *runtimeapi.RunPodSandboxRequest:
 		if request.Config != nil {
@@ -211,11 +211,11 @@ func (w *world) send(t *testing.T, m method, request proto.Message) {
 	}
 	fits(t, m.name, err)
 	if err == nil {
-		w.keep(t, answer)
+		w.recordObjects(t, answer)
 	}
 }
 
-// exchange reads a stream's answers to their end.
+// exchange makes a call and reads a stream's answers to their end.
 func (w *world) exchange(ctx context.Context, m method, request, answer proto.Message) error {
 	if !m.stream {
 		return w.conn.Invoke(ctx, m.path, request, answer)
@@ -236,8 +236,8 @@ func (w *world) exchange(ctx context.Context, m method, request, answer proto.Me
 	}
 }
 
-// keep records the objects that an answer names, and visits its URL.
-func (w *world) keep(t *testing.T, answer proto.Message) {
+// recordObjects records the objects that an answer names, and uses its URL.
+func (w *world) recordObjects(t *testing.T, answer proto.Message) {
 	t.Helper()
 	switch answer := answer.(type) {
 	case *runtimeapi.RunPodSandboxResponse:
@@ -247,11 +247,11 @@ func (w *world) keep(t *testing.T, answer proto.Message) {
 		w.ctrIDs = append(w.ctrIDs, answer.ContainerId)
 		w.d.Objects = append(w.d.Objects, answer.ContainerId)
 	case *runtimeapi.ExecResponse:
-		w.visit(t, answer.Url)
+		w.useURL(t, answer.Url)
 	case *runtimeapi.AttachResponse:
-		w.visit(t, answer.Url)
+		w.useURL(t, answer.Url)
 	case *runtimeapi.PortForwardResponse:
-		w.visit(t, answer.Url)
+		w.useURL(t, answer.Url)
 	}
 }
 

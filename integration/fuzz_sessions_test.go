@@ -27,9 +27,9 @@ const sessionTime = 300 * time.Millisecond
 // Ports that a client of a port-forward may ask for when it is connected.
 var oddPorts = []string{"8080", "0", "-1", "65536", "4294967376", "http", "", "80 ", "0x50", strings.Repeat("9", 500)}
 
-// visit uses a URL of the daemon in a more or less valid way. The answer must be HTTP without a
+// useURL uses a URL of the daemon in a more or less valid way. The answer must be HTTP without a
 // server error. The leak check at the end of the test covers leftovers.
-func (w *world) visit(t *testing.T, address string) {
+func (w *world) useURL(t *testing.T, address string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), sessionTime)
 	defer cancel()

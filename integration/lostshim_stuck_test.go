@@ -26,7 +26,7 @@ func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
 			defer volume.Answer()
 			pod := d.RunPod(t, harness.HostNetwork)
 			c := pod.Run(t, harness.Script("exec stat /v/something"), harness.Mount(&runtimeapi.Mount{HostPath: volume.Dir, ContainerPath: "/v"}))
-			volume.AwaitAsked(t, 1)
+			volume.AwaitLookups(t, 1)
 			pid, monitor := c.Pid(t), harness.MonitorOf(t, d, c)
 			if alone {
 				d.Kill(t)

@@ -466,7 +466,7 @@ func (v *visitor) synchronize(pods []*api.PodSandbox, containers []*api.Containe
 		v.ran(pod)
 	}
 	for _, c := range containers {
-		v.learn(c)
+		v.addContainer(c)
 	}
 }
 
@@ -477,7 +477,7 @@ func (v *visitor) ran(pod *api.PodSandbox) {
 	v.pods[pod.Id] = true
 }
 
-func (v *visitor) learn(c *api.Container) {
+func (v *visitor) addContainer(c *api.Container) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	_, known := v.containers[c.Id]
@@ -487,7 +487,7 @@ func (v *visitor) learn(c *api.Container) {
 }
 
 func (v *visitor) created(_ *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
-	v.learn(c)
+	v.addContainer(c)
 	return nil, nil, nil
 }
 

@@ -86,8 +86,8 @@ func (p plant) file(path, content, want string) planted {
 	return p.planted(want, func() { harness.Must(p.t, os.Remove(path)) })
 }
 
-// away takes a file or directory away for the time of the check.
-func (p plant) away(path, want string) planted {
+// renamed gives a file or directory another name during the check.
+func (p plant) renamed(path, want string) planted {
 	other := filepath.Join(p.d.Dir, "away-"+filepath.Base(path))
 	if strings.HasPrefix(path, p.d.State) { // a mount of its own
 		other = path + ".away"
@@ -163,8 +163,8 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 		p.dir(at("libcontainer", exited.Id), "shims: container "+exited.Id+": expected nothing of a launch"),
 		p.file("/run/netns/berth-"+fakeID(3), "", "netns: /run/netns/berth-"+fakeID(3)+": expected a recorded pod"),
 		p.file(filepath.Join(d.DataDir, "test/10.88.0.250"), fakeID(4)+"\r\neth0", "addresses: "+d.DataDir+"/test/10.88.0.250: expected a recorded pod"),
-		p.away(filepath.Join(d.DataDir, "test", pod.Ip(t)), "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in the store of addresses, found []"),
-		p.away(result, "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in the CNI library's result, found []"),
+		p.renamed(filepath.Join(d.DataDir, "test", pod.Ip(t)), "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in the store of addresses, found []"),
+		p.renamed(result, "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in the CNI library's result, found []"),
 		p.dir(below("images/layers", fakeID(5)), "layers: "+below("images/layers", fakeID(5))+": expected a layer"),
 		p.dir(below("images/tmp/half-1"), "layers: "+below("images/tmp/half-1")+": expected a pull"),
 		p.mount(below("rootfs", running.Id, "upper"), "mounts: mount at "+below("rootfs", running.Id, "upper")+": expected no mount, found tmpfs of planted"),
@@ -176,14 +176,14 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 		p.dir(below("sandboxes", fakeID(6)), "records: "+below("sandboxes", fakeID(6))+": expected a recorded pod"),
 	)
 	checkNames(t, d, nil,
-		p.away(at("c", running.Id, "sock"), "shims: container "+running.Id+": expected a socket"),
+		p.renamed(at("c", running.Id, "sock"), "shims: container "+running.Id+": expected a socket"),
 		p.changed(below("containers", created.Id+".record"), "records: "+below("containers", created.Id+".record")+": expected a valid record…checksum"),
 		planted{want: "views: container " + created.Id + ": expected a record, since it is listed, found none"},
 		planted{want: "records: " + below("rootfs", created.Id) + ": expected a recorded pod or container"},
-		p.away(below("images/layers", layers[0]), "layers: image …its layer sha256:"+layers[0]),
+		p.renamed(below("images/layers", layers[0]), "layers: image …its layer sha256:"+layers[0]),
 		planted{want: "layers: container …its layer sha256:" + layers[0]},
 	)
-	checkNames(t, d, []string{"--bytes"}, p.away(programs, "bytes: "+below("images/layers", layers[0])))
+	checkNames(t, d, []string{"--bytes"}, p.renamed(programs, "bytes: "+below("images/layers", layers[0])))
 	checkNames(t, d, []string{"--bytes"}, p.changed(below("images/layers", layers[0], "fs/etc/passwd"), "bytes: "+below("images/layers", layers[0])+"…checksum"))
 
 	harness.Must(t, syscall.Unmount(netns, syscall.MNT_DETACH))

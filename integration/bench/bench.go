@@ -64,7 +64,7 @@ func (b *bench) open(ctx context.Context) error {
 	b.subjects = slices.DeleteFunc(b.subjects, func(s *subject.Subject) bool {
 		err := s.PullWorkload(ctx)
 		if err != nil {
-			b.complain(s, err)
+			b.logError(s, err)
 		}
 		return err != nil
 	})
@@ -187,7 +187,7 @@ func (b *bench) columns() (all []report.Column) {
 	return all
 }
 
-func (b *bench) complain(s *subject.Subject, err error) {
+func (b *bench) logError(s *subject.Subject, err error) {
 	fmt.Fprintf(os.Stderr, "bench: %s: %v\n", s.Column, err)
 }
 
@@ -233,7 +233,7 @@ func (b *bench) experiment(ctx context.Context, e experiment, subjects []*subjec
 	samples := e.samples(b.samples)
 	for n := range e.warmUp + samples {
 		// A prepared runtime may be busy for as long as the experiment lasts.
-		if n > 0 && e.prepare == nil && slices.ContainsFunc(all, (*contestant).goesOn) {
+		if n > 0 && e.prepare == nil && slices.ContainsFunc(all, (*contestant).needsSample) {
 			b.awaitQuiet(ctx)
 		}
 		for i := range all {
@@ -276,12 +276,12 @@ func (c *contestant) prepare(ctx context.Context) bool {
 	return !c.failed
 }
 
-// goesOn reports whether to take more samples: the runtime has not failed and has time left.
-func (c *contestant) goesOn() bool { return !c.failed && (c.n < enough || c.spent <= c.e.budget) }
+// needsSample reports whether to take more samples: the runtime has not failed and has time left.
+func (c *contestant) needsSample() bool { return !c.failed && (c.n < enough || c.spent <= c.e.budget) }
 
 // sample takes a sample, unless the runtime has failed or used up its time.
 func (c *contestant) sample(ctx context.Context, warmUp bool) {
-	if ctx.Err() != nil || !c.goesOn() {
+	if ctx.Err() != nil || !c.needsSample() {
 		return
 	}
 	limited, cancel := context.WithTimeout(ctx, c.e.limit)
@@ -322,7 +322,7 @@ func (c *contestant) fail(ctx context.Context, err error) {
 		c.clean(ctx)
 		return
 	}
-	c.b.complain(c.s, fmt.Errorf("%s: %w", c.e.name, err))
+	c.b.logError(c.s, fmt.Errorf("%s: %w", c.e.name, err))
 	for _, row := range c.e.rows {
 		c.b.results.Of(row, c.s.Column).Failed = err.Error()
 	}
@@ -337,6 +337,6 @@ func (c *contestant) clean(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanLimit)
 	defer cancel()
 	if err := c.s.Clean(ctx); err != nil {
-		c.b.complain(c.s, fmt.Errorf("%s: clean up: %w", c.e.name, err))
+		c.b.logError(c.s, fmt.Errorf("%s: clean up: %w", c.e.name, err))
 	}
 }

@@ -34,7 +34,7 @@ func TestShimCrash(t *testing.T) {
 // shimOperation is an operation that involves launchers or monitors.
 type shimOperation struct {
 	operation
-	goOn func(*testing.T, *world) error // how kubelet goes on, every time that it looks; nil: by the same request
+	next func(*testing.T, *world) error // kubelet's next calls after the crash; nil: the same request
 
 	// noShim: the operation involves no launcher and no monitor.
 	noShim bool
@@ -58,12 +58,12 @@ var shimOperations = []shimOperation{
 
 	{operation: operation{name: "CreateContainer", prepare: with(podRuns(hostPort), withContainer()), request: createContainer}, noShim: true},
 
-	{operation: operation{name: "StartContainer", prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer}, goOn: startNext, launches: true},
-	{operation: operation{name: "StartContainer_terminal", prepare: with(podRuns(hostPort), withContainer(terminal), created), request: startContainer, more: true}, goOn: startNext, launches: true},
+	{operation: operation{name: "StartContainer", prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer}, next: startNext, launches: true},
+	{operation: operation{name: "StartContainer_terminal", prepare: with(podRuns(hostPort), withContainer(terminal), created), request: startContainer, more: true}, next: startNext, launches: true},
 	{operation: operation{name: "StartContainer_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created),
-		request: startContainer, more: true}, goOn: startNext, launches: true},
+		request: startContainer, more: true}, next: startNext, launches: true},
 	{operation: operation{name: "StartContainer_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer, more: true},
-		goOn: startNext, launches: true, crun: true},
+		next: startNext, launches: true, crun: true},
 	{operation: operation{name: "StartContainer_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(harness.Command("/no/such/program")), created), request: failToStart}, launches: true},
 
 	{operation: operation{name: "Exec", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: execute}, execs: true, launches: true},
@@ -254,13 +254,13 @@ func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want 
 // the remaining differences.
 func (e *shimEnumeration) repeated(t *testing.T, w *world, want inventory.Items) (differences []string) {
 	t.Helper()
-	goOn := e.goOn
-	if goOn == nil {
-		goOn = e.request
+	next := e.next
+	if next == nil {
+		next = e.request
 	}
 	const looks = 4
 	for range looks {
-		if err := goOn(t, w); err != nil {
+		if err := next(t, w); err != nil {
 			differences = []string{err.Error()}
 			continue
 		}

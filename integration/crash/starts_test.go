@@ -14,22 +14,22 @@ import (
 
 // starts lists starts of the daemon on state that was changed while no daemon ran.
 var starts = []operation{
-	{name: "Start", spoil: nothing, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
-	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
+	{name: "Start", spoil: nothing, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing},
+	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing, more: true},
 	{name: "Start_lost_records_userNamespace_imageVolume", spoil: loseRecords,
-		prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started), request: goOn, more: true},
+		prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started), request: doNothing, more: true},
 	{name: "Start_lost_records_crun", daemon: withCrun, spoil: loseRecords,
-		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: goOn, more: true},
-	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: goOn, more: true},
-	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
-	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
+		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: doNothing, more: true},
+	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: doNothing, more: true},
+	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing},
+	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing, more: true},
 	{name: "Start_damaged_layer", named: checkpoint.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
-	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
-	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: goOn, more: true},
+	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing, more: true},
+	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: doNothing, more: true},
 }
 
-// goOn does nothing, as kubelet does after a start of the daemon.
-func goOn(*testing.T, *world) error { return nil }
+// doNothing does nothing, as kubelet does after a start of the daemon.
+func doNothing(*testing.T, *world) error { return nil }
 
 func (w *world) podRecord() string { return filepath.Join(w.d.Root, "pods", w.podID+".record") }
 func (w *world) containerRecord() string {

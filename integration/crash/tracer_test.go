@@ -224,15 +224,15 @@ func (tr *tracer) follow() {
 				return
 			case <-time.After(50 * time.Microsecond):
 			}
-		case status.Stopped() && tr.goOn(tid, status):
+		case status.Stopped() && tr.resume(tid, status):
 			return
 		}
 	}
 }
 
-// goOn handles a stopped thread and resumes it until its next system call, unless this call was the
+// resume handles a stopped thread and resumes it until its next system call, unless this call was the
 // chosen one. Errors mean that the thread has ended.
-func (tr *tracer) goOn(tid int, status unix.WaitStatus) (reached bool) {
+func (tr *tracer) resume(tid int, status unix.WaitStatus) (reached bool) {
 	signal := 0
 	switch event := int(status) >> 16; {
 	case event == unix.PTRACE_EVENT_EXEC: // it is a monitor now

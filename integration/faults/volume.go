@@ -45,14 +45,14 @@ func NewVolume(t *testing.T) *Volume {
 // Path returns a path in the volume. A lookup of it does not return.
 func (v *Volume) Path() string { return filepath.Join(v.Dir, "something") }
 
-// Asked returns the number of lookups.
-func (v *Volume) Asked() int { return int(v.asked.Load()) }
+// Lookups returns the number of lookups.
+func (v *Volume) Lookups() int { return int(v.asked.Load()) }
 
-// AwaitAsked waits for a number of lookups.
-func (v *Volume) AwaitAsked(t *testing.T, times int) {
+// AwaitLookups waits for a number of lookups.
+func (v *Volume) AwaitLookups(t *testing.T, times int) {
 	t.Helper()
 	harness.Eventually(t, "the volume is looked up", func() error {
-		if got := v.Asked(); got < times {
+		if got := v.Lookups(); got < times {
 			return harness.Unexpected("number of lookups", got, times)
 		}
 		return nil

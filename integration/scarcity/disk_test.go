@@ -318,7 +318,7 @@ func TestReadOnlyStateAtStart(t *testing.T) {
 		t.Errorf("it ends with %v", err)
 	}
 	if text := out.String(); !strings.Contains(text, "read-only file system") || !strings.Contains(text, d.State) {
-		t.Errorf("the error has neither the cause nor the object: %s", text)
+		t.Errorf("the error lacks the cause or the object: %s", text)
 	}
 	disk.readOnly(t, d.State, false)
 	d.Start(t)

@@ -71,8 +71,8 @@ func runFeatures(t *testing.T, d *harness.Daemon, volume string, opts ...harness
 	return f
 }
 
-// goOn checks that all of it works for a newer daemon. The containers are busybox.
-func (f *features) goOn(t *testing.T) {
+// checkAll checks that all of it works for a newer daemon. The containers are busybox.
+func (f *features) checkAll(t *testing.T) {
 	t.Helper()
 	harness.Equal(t, "user namespace of an exec", f.inMapped.Exec(t, "awk", "{print $2}", "/proc/self/uid_map"), fmt.Sprint(firstHostID))
 	harness.Equal(t, "a new container in the user namespace", f.mapped.Sh(t, "awk '{print $2}' /proc/self/uid_map", harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {

@@ -62,7 +62,7 @@ func TestRunningPods(t *testing.T) {
 			harness.Equal(t, "exit code after stop", writes.Status(t).ExitCode, 7)
 			harness.Equal(t, "a new container in the old pod", pod.Sh(t, "echo fine"), "fine\n")
 			if later != nil {
-				later.goOn(t)
+				later.checkAll(t)
 			}
 			pod.Remove(t)
 			host.Remove(t)
