@@ -160,8 +160,8 @@ func setSandboxSecurity(in SandboxInput, spec *specs.Spec) (err error) {
 	if err := confine.SetSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	if err := confine.SetAppArmor(confine.AppArmorProfile(sc.GetApparmor(), ""), sc.GetPrivileged(), in.Host, in.Files,
-		spec); err != nil {
+	profile := confine.AppArmorProfile(sc.GetApparmor(), "")
+	if err := confine.SetAppArmor(profile, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
 	confine.SetSELinux(in.Labels, sc.GetPrivileged(), spec)

@@ -39,8 +39,8 @@ func (r *Repository) Digest(ctx context.Context) digest.Digest {
 	}
 	var found digest.Digest
 	err := r.askOnce(ctx, caps, 0, func(e *endpoint) error {
-		resp, err := e.request(ctx, http.MethodHead, "manifests/"+r.ref.identifier(),
-			http.Header{"Accept": acceptManifests})
+		accept := http.Header{"Accept": acceptManifests}
+		resp, err := e.request(ctx, http.MethodHead, "manifests/"+r.ref.identifier(), accept)
 		if err != nil {
 			return err
 		}

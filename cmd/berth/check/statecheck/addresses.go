@@ -84,8 +84,8 @@ func compareIPs(d *finder, p *state.FoundPod, where string, found []string) {
 	want := slices.Sorted(slices.Values(p.IPs))
 	slices.Sort(found)
 	if !slices.Equal(want, found) {
-		d.differ(podName(p.ID), fmt.Sprintf("the addresses %s in %s", strings.Join(want, ", "), where), "[%s]",
-			strings.Join(found, ", "))
+		d.differ(podName(p.ID), fmt.Sprintf("the addresses %s in %s", strings.Join(want, ", "), where),
+			"[%s]", strings.Join(found, ", "))
 	}
 }
 

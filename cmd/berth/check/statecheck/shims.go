@@ -113,8 +113,8 @@ func (f *facts) comparePauseShim(d *finder, p *state.FoundPod) {
 	case s.unread != nil:
 		d.differ(podName(p.ID), "a shim record", "%v", s.unread)
 	case s.launched.InitPID != p.PausePID || s.launched.InitStartTime != p.PauseStart:
-		d.differ(podName(p.ID), fmt.Sprintf("a shim record that names its pause, process %d", p.PausePID), "process %d",
-			s.launched.InitPID)
+		d.differ(podName(p.ID), fmt.Sprintf("a shim record that names its pause, process %d", p.PausePID),
+			"process %d", s.launched.InitPID)
 	}
 	if _, err := os.Stat(filepath.Join(f.dirs.Libcontainer(), p.ID)); !p.Program && errors.Is(err, fs.ErrNotExist) {
 		d.differ(podName(p.ID), "libcontainer's state", "none")

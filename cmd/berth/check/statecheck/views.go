@@ -258,8 +258,8 @@ func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed 
 		d.differ(name, "the pod "+c.PodID+" in ListContainers", "%s", listed.PodSandboxId)
 	}
 	if listed.ImageRef != c.ImageRef || listed.ImageId != c.ImageID {
-		d.differ(name, fmt.Sprintf("the image %s (%s) in ListContainers", c.ImageID, c.ImageRef), "%s (%s)",
-			listed.ImageId, listed.ImageRef)
+		d.differ(name, fmt.Sprintf("the image %s (%s) in ListContainers", c.ImageID, c.ImageRef),
+			"%s (%s)", listed.ImageId, listed.ImageRef)
 	}
 	status := f.views.statuses[c.ID]
 	if status == nil {
@@ -283,8 +283,8 @@ func (f *facts) compareImageView(d *finder, i *image.Recorded, listed *runtimeap
 	}
 	want, got := slices.Sorted(slices.Values(f.tagsOf(i))), slices.Sorted(slices.Values(listed.RepoTags))
 	if !slices.Equal(want, got) {
-		d.differ(name, fmt.Sprintf("the tags [%s] in ListImages", strings.Join(want, ", ")), "[%s]",
-			strings.Join(got, ", "))
+		d.differ(name, fmt.Sprintf("the tags [%s] in ListImages", strings.Join(want, ", ")),
+			"[%s]", strings.Join(got, ", "))
 	}
 	for _, ref := range slices.Concat(listed.RepoTags, listed.RepoDigests, []string{i.ID}) {
 		if got, asked := f.views.resolved[ref]; asked && got != i.ID {
