@@ -31,9 +31,11 @@ type Launcher interface {
 	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
 	User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error)
-	Validate(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)
+	Validate(ctx context.Context, pod *state.Pod, c *state.Container,
+		targetPIDNS func() (string, error)) (*specs.Spec, error)
 	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)
-	Start(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*proto.Started, error)
+	Start(ctx context.Context, pod *state.Pod, c *state.Container,
+		targetPIDNS func() (string, error)) (*proto.Started, error)
 	Describe(ctx context.Context, pod *state.Pod, c *state.Container,
 		targetPIDNS func() (string, error), describing *atomic.Bool) (*specs.Spec, error)
 }

@@ -115,7 +115,9 @@ func (k Launcher) Spec(
 }
 
 // describe may hang with a volume.
-func (k Launcher) describe(pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error) {
+func (k Launcher) describe(
+	pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+) (*specs.Spec, error) {
 	defer k.Tasks.Begin("the sources of its mounts", c.String())()
 	target, err := targetPIDNS() // late, after the waits for volumes: the target may have ended meanwhile
 	if err != nil {
