@@ -103,9 +103,9 @@ func TestObjectsForPlugins(t *testing.T) {
 	m, _ := containerManager(t)
 	addContainer(m, "created", "p", state.ContainerCreated)
 	addContainer(m, "exited", "p", state.ContainerExited)
-	untold := addContainer(m, "exited, untold", "p", state.ContainerExited)
+	unnotified := addContainer(m, "exited, unnotified", "p", state.ContainerExited)
 	told := make(chan struct{})
-	untold.stopNotified.Store(&told)
+	unnotified.stopNotified.Store(&told)
 	addContainer(m, "half made", "p", state.ContainerCreated).info.Store(nil)
 	half := newPod(&state.PodSpec{ID: "half made"}, state.NewPodStatus(state.PodStarting), nil)
 	ready := newPod(&state.PodSpec{ID: "ready", CgroupsPath: "/kubepods/ready"}, state.NewPodStatus(state.PodReady), nil)
@@ -121,19 +121,19 @@ func TestObjectsForPlugins(t *testing.T) {
 	for _, c := range containers {
 		ids = append(ids, c.ID)
 	}
-	if slices.Sort(ids); fmt.Sprint(ids) != "[created exited, untold]" {
+	if slices.Sort(ids); fmt.Sprint(ids) != "[created exited, unnotified]" {
 		t.Errorf("containers: %q", ids)
 	}
 	if err := (pluginRuntime{m}).Update(t.Context(), nri.Update{ContainerID: "half made"}); errdefs.Code(err) != codes.NotFound {
 		t.Errorf("a container that nobody knows of: %v", err)
 	}
-	m.tellOfContainer(t.Context(), nri.ContainerStopped, untold.unshared())
+	m.tellOfContainer(t.Context(), nri.ContainerStopped, unnotified.unshared())
 	select {
 	case <-told:
 	default:
 		t.Error("who waits for plugins to be told waits on")
 	}
-	if err := m.waitNotified(t.Context(), untold); err != nil {
+	if err := m.waitNotified(t.Context(), unnotified); err != nil {
 		t.Error(err)
 	}
 }

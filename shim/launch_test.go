@@ -53,11 +53,11 @@ func TestSignals(t *testing.T) {
 	if got := trap.wait(); got.Code != 7 || got.Signal != 0 {
 		t.Errorf("after SIGTERM: %+v, want code 7", got)
 	}
-	sleeper := e.run("sleeper", "exec sleep 1000")
-	if err := pidfd.Signal(sleeper.Init, unix.SIGKILL); err != nil {
+	sleeping := e.run("sleeping", "exec sleep 1000")
+	if err := pidfd.Signal(sleeping.Init, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	if got := sleeper.wait(); got.Code != 137 || got.Signal != 9 {
+	if got := sleeping.wait(); got.Code != 137 || got.Signal != 9 {
 		t.Errorf("after SIGKILL: %+v, want code 137, signal 9", got)
 	}
 }

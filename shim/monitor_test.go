@@ -324,7 +324,7 @@ func TestStdinFasterThanTheContainer(t *testing.T) {
 
 func TestStdinClosedByTheContainer(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("deaf", "trap 'exit 0' TERM; exec <&-; echo closed; while :; do sleep 0.01; done", func(r *proto.Launch) { r.Stdin = true })
+	c := e.run("stuck", "trap 'exit 0' TERM; exec <&-; echo closed; while :; do sleep 0.01; done", func(r *proto.Launch) { r.Stdin = true })
 	a := c.attach()
 	e.until("stdin is closed", func() bool { return c.log() != "" })
 	a.send(strings.Repeat("x", 200000))

@@ -197,44 +197,44 @@ func (c *container) freeze() (thaw func()) {
 // attachUnread attaches a client that never reads.
 func (c *container) attachUnread() *client {
 	c.Helper()
-	deaf, err := OpenMonitor(c.Dir).dial(c.ctx)
+	stuck, err := OpenMonitor(c.Dir).dial(c.ctx)
 	if err != nil {
 		c.Fatal(err)
 	}
-	c.Cleanup(func() { deaf.conn.Close() })
-	if err := deaf.send(proto.FrameAttach, []byte{byte(proto.WantStdout)}); err != nil {
+	c.Cleanup(func() { stuck.conn.Close() })
+	if err := stuck.send(proto.FrameAttach, []byte{byte(proto.WantStdout)}); err != nil {
 		c.Fatal(err)
 	}
-	if err := deaf.answer(); err != nil {
+	if err := stuck.answer(); err != nil {
 		c.Fatal(err)
 	}
-	return deaf
+	return stuck
 }
 
 // Clients that do not read share one buffer limit, and the monitor frees their buffers.
 func TestUnreadClientsShareOneLimit(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("deaf", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
+	c := e.run("stuck", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
 	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // the monitor is up when it answers
 		t.Fatal(err)
 	}
 	idle := c.monitorMemory()
 	const clients = 20
-	var deaf []*client
+	var stuck []*client
 	for range clients {
-		deaf = append(deaf, c.attachUnread())
+		stuck = append(stuck, c.attachUnread())
 	}
 	live := c.attach(func(s *AttachIO) { s.Stdout = nil })
 	live.send("go\n")
 	e.until("all is said", func() bool { return live.stderr.String() == "end\n" })
 	var total int64
-	for _, d := range deaf {
+	for _, d := range stuck {
 		if err := d.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
 			t.Fatal(err)
 		}
 		n, err := io.Copy(io.Discard, d.conn)
 		if err != nil {
-			t.Errorf("a deaf client was not dropped: %v", err)
+			t.Errorf("a stuck client was not dropped: %v", err)
 		}
 		total += n
 	}
@@ -244,7 +244,7 @@ func TestUnreadClientsShareOneLimit(t *testing.T) {
 	if len(monitorOptions) == 0 { // the sanitizers' malloc keeps it
 		e.until("the memory is given back", func() bool { return c.monitorMemory() < idle+64<<10 })
 	}
-	t.Logf("%d deaf clients could read %d bytes; the monitor has %d KB, %d before", clients, total, c.monitorMemory()>>10, idle>>10)
+	t.Logf("%d stuck clients could read %d bytes; the monitor has %d KB, %d before", clients, total, c.monitorMemory()>>10, idle>>10)
 	live.send("go\n")
 	if err := live.wait(); err != nil {
 		t.Error(err)

@@ -81,7 +81,8 @@ func (t Thread) stopped(pid int) bool {
 }
 
 // InFreezer reports whether its cgroup has frozen the thread. A thread frozen on cgroup v1
-// looks like one that waits for a disk, on v2 like a sleeping one. Only the kernel function differs. Compilers inline v2's function into get_signal, which sleeps for no other reason.
+// looks like one that waits for a disk, on v2 like a sleeping one. Only the kernel function differs.
+// Compilers inline v2's function into get_signal, which sleeps for no other reason.
 func (t Thread) InFreezer(pid int) bool {
 	if t.State != 'D' && t.State != 'S' {
 		return false

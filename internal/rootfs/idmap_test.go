@@ -20,11 +20,11 @@ func inUserNamespace(t *testing.T, use func(*IDMap)) {
 	t.Helper()
 	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: mappedRoot, Size: 1 << 16}}
 	m := userns.Mappings{UIDs: ids, GIDs: ids}
-	sleeper := filepath.Join(t.TempDir(), "sleeper")
-	if err := os.WriteFile(sleeper, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700); err != nil {
+	program := filepath.Join(t.TempDir(), "program")
+	if err := os.WriteFile(program, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	err := userns.With(sleeper, m, false, func(ns userns.Namespaces) error {
+	err := userns.With(program, m, false, func(ns userns.Namespaces) error {
 		use(&IDMap{UserNS: ns.User(), Mappings: m})
 		return nil
 	})

@@ -31,10 +31,10 @@ func TestMappings(t *testing.T) {
 	}
 }
 
-// sleeper returns a program that needs no arguments, in a directory that only root can search.
-func sleeper(t *testing.T) string {
+// holdProgram returns a program that needs no arguments, in a directory that only root can search.
+func holdProgram(t *testing.T) string {
 	t.Helper()
-	path := filepath.Join(t.TempDir(), "sleeper")
+	path := filepath.Join(t.TempDir(), "program")
 	if err := os.WriteFile(path, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -49,7 +49,7 @@ func sample(host uint32) Mappings {
 func TestWith(t *testing.T) {
 	pin := filepath.Join(t.TempDir(), "user")
 	var pid Namespaces
-	err := With(sleeper(t), sample(65536), true, func(ns Namespaces) error {
+	err := With(holdProgram(t), sample(65536), true, func(ns Namespaces) error {
 		pid = ns
 		uidMap, err := os.ReadFile(strings.TrimSuffix(ns.User(), "ns/user") + "uid_map")
 		if err != nil || strings.Join(strings.Fields(string(uidMap)), " ") != "0 65536 65536" {
@@ -82,14 +82,14 @@ func TestWith(t *testing.T) {
 
 func TestWithFails(t *testing.T) {
 	mine := errors.New("mine")
-	if err := With(sleeper(t), sample(65536), false, func(Namespaces) error { return mine }); !errors.Is(err, mine) {
+	if err := With(holdProgram(t), sample(65536), false, func(Namespaces) error { return mine }); !errors.Is(err, mine) {
 		t.Errorf("got %v", err)
 	}
 	never := func(Namespaces) error { t.Error("called"); return nil }
 	if err := With("/does/not/exist", sample(65536), false, never); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("no program: %v", err)
 	}
-	if err := With(sleeper(t), sample(4294967290), false, never); err == nil {
+	if err := With(holdProgram(t), sample(4294967290), false, never); err == nil {
 		t.Error("a mapping that the kernel refuses is no error")
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"flag"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -252,8 +251,8 @@ func TestImagesAsTableAndJSON(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{})
 	c.must("pull", testImage)
 	c.must("pull", "registry.test/bare")
-	golden(t, "images.txt", c.must("images"))
-	golden(t, "images.json", c.must("images", "--output=json"))
+	testutil.Golden(t, *updateGolden, "images.txt", c.must("images"))
+	testutil.Golden(t, *updateGolden, "images.json", c.must("images", "--output=json"))
 }
 
 func TestPullPrintsImageID(t *testing.T) {
@@ -273,22 +272,5 @@ func TestErrorWithoutDaemon(t *testing.T) {
 	c := &console{t: t, socket: "/run/nothing/here.sock"}
 	if _, stderr, code := c.do("ps"); code != 1 || stderr != "berth: no runtime listens on /run/nothing/here.sock (is `berth serve` running?)\n" {
 		t.Errorf("%q, %d", stderr, code)
-	}
-}
-
-func golden(t *testing.T, name, got string) {
-	t.Helper()
-	path := filepath.Join("testdata", name)
-	if *updateGolden {
-		if err := os.WriteFile(path, []byte(got), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got != string(want) {
-		t.Errorf("%s:\n%s\nwant:\n%s", name, got, want)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"unicode"
 
 	"berth/cmd/berth/client/fakecri"
+	"berth/internal/testutil"
 	"berth/internal/trace"
 )
 
@@ -28,7 +29,7 @@ const traced = `[
 func TestTrace(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{PodInfo: map[string]string{"trace": traced}})
 	c.detach("containers: [" + app("app") + "]")
-	golden(t, "trace.txt", c.must("trace", "web"))
+	testutil.Golden(t, *updateGolden, "trace.txt", c.must("trace", "web"))
 
 	parser := xml.NewDecoder(strings.NewReader(c.must("trace", "web", "--output", "svg")))
 	var text strings.Builder

@@ -3,13 +3,12 @@ package terminal
 import (
 	"bytes"
 	"flag"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"berth/cmd/berth/client"
+	"berth/internal/testutil"
 )
 
 var updateGolden = flag.Bool("update", false, "write the golden files anew")
@@ -28,7 +27,7 @@ func TestProgressLines(t *testing.T) {
 		p.Update(f)
 	}
 	p.Done(true)
-	golden(t, "pull-lines.txt", out.String())
+	testutil.Golden(t, *updateGolden, "pull-lines.txt", out.String())
 }
 
 func TestProgressBars(t *testing.T) {
@@ -40,7 +39,7 @@ func TestProgressBars(t *testing.T) {
 		}
 		p.Done(true)
 	}
-	golden(t, "pull-bars.txt", strings.ReplaceAll(out.String(), "\x1b", "ESC"))
+	testutil.Golden(t, *updateGolden, "pull-bars.txt", strings.ReplaceAll(out.String(), "\x1b", "ESC"))
 	for line := range strings.Lines(out.String()) {
 		if !strings.Contains(line, "0123") {
 			continue
@@ -64,23 +63,6 @@ func TestProgressBarsFit(t *testing.T) {
 	want := "\rb downloading\x1b[K\n\rd waiting\x1b[K\n"
 	if got := out.String(); got != want+"\x1b[2A"+want {
 		t.Errorf("%q", got)
-	}
-}
-
-func golden(t *testing.T, name, got string) {
-	t.Helper()
-	path := filepath.Join("testdata", name)
-	if *updateGolden {
-		if err := os.WriteFile(path, []byte(got), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got != string(want) {
-		t.Errorf("%s:\n%s\nwant:\n%s", name, got, want)
 	}
 }
 

@@ -1,0 +1,21 @@
+package testutil
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+// Golden compares got with the file name in testdata. With update it writes the file instead.
+func Golden(t testing.TB, update bool, name, got string) {
+	t.Helper()
+	path := filepath.Join("testdata", name)
+	if update {
+		Must(t, os.WriteFile(path, []byte(got), 0o644))
+	}
+	want, err := os.ReadFile(path)
+	Must(t, err)
+	if got != string(want) {
+		t.Errorf("%s:\n%s\nwant:\n%s", name, got, want)
+	}
+}
