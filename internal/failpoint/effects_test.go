@@ -45,6 +45,7 @@ var leftOut = map[string]string{
 	"cmd/berth/client/fakecri":    "tests",
 	"internal/failpoint":          "these failpoints",
 	"internal/rootfs/mounttest":   "tests",
+	"internal/testutil":           "tests",
 	"internal/safefs":             "the functions are effects of their callers",
 	"shim/launcher":               "the launcher: see TestEffectsOfShimsAreMarked",
 	"shim/monitor":                "the monitor, in C: see TestEffectsOfShimsAreMarked",
