@@ -122,6 +122,27 @@ note_skips() {
 		/^ *--- SKIP/ { print $0 ": " said[$3] }' "$1"
 }
 
+# note_failures OUTPUT prints the output of each failed test and failed build, at most 60 lines for
+# each. go test -v prints a test's output before its result and mixes parallel tests.
+note_failures() {
+	awk 'function show(name, i) {
+			for (i = 1; i <= n[name]; i++)
+				if (i <= 20 || i > n[name] - 40) print line[name, i]
+				else if (i == 21) print "    … " n[name] - 60 " lines omitted …"
+			n[name] = 0
+		}
+		/^=== (RUN|NAME|CONT|PAUSE) / { test = $3; next }
+		/^ *--- (PASS|SKIP): / { n[$3] = 0; next }
+		/^ *--- FAIL: / { print; show($3); failed = 1; next }
+		/^(PASS|FAIL)$/ { test = ""; next }
+		/^FAIL\t/ { print; show(""); failed = 1 }
+		/^(ok  |FAIL|\?   )\t/ { n[""] = 0; test = ""; next }
+		/^# / { test = "build" }
+		/^(panic|fatal error): / { test = "" } # of the package: its test has its result already
+		{ line[test, ++n[test]] = $0 }
+		END { show("build"); if (!failed) show("") }' "$1"
+}
+
 # --- private machines -----------------------------------------------------------
 #
 # machine_run CMD… runs CMD in its own mount, PID, network, UTS and IPC namespaces with an empty /run.
