@@ -15,7 +15,6 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/internal/testenv"
 	"berth/internal/testutil"
 )
 
@@ -69,7 +68,7 @@ func TestPluginFailures(t *testing.T) {
 // A hung plugin is killed with its children, even if they hold its output open or have their own
 // session.
 func TestHungPluginIsKilledWithChildren(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `sleep 1000 & echo $! >$record/child; setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & echo $$ >$record/self; wait`)
 	r := &runner{log: testutil.Logger(t), runs: newRuns(b.runs, testutil.Logger(t))}
@@ -117,7 +116,7 @@ func TestCanceledCallerWaitsForPlugin(t *testing.T) {
 }
 
 func TestLeaveKeepsPluginRunning(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", waits)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -214,7 +213,7 @@ func TestOperationHasDeadline(t *testing.T) {
 
 // A plugin ends with its exit, not with the end of its output.
 func TestChildOutlivesPlugin(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `if [ "$CNI_COMMAND" = ADD ]; then sleep 1000 & echo $! >$record/child; fi; `+okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -241,7 +240,7 @@ func TestChildOutlivesPlugin(t *testing.T) {
 }
 
 func TestChildrenOfKilledPluginAreKilled(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	const stay = `echo $$ >$record/child; exec sleep 1000`
 	tests := []struct{ name, start string }{
 		{"session of its own", `setsid sh -c '` + stay + `' &`},
@@ -274,7 +273,7 @@ kill -9 $$`)
 // Finding a plugin's processes must not read other processes' memory through /proc. Here an
 // unprivileged process has an environment of 1 GiB.
 func TestHugeEnvironmentIsNotRead(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `kill -9 $$`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -335,7 +334,7 @@ func (s sink) Write(b []byte) (int, error) {
 // The next daemon kills the hung plugin's children at its start: their work after its DEL would
 // never be undone.
 func TestNewKillsHungPluginOfKilledDaemon(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & sleep 1000 & echo $! >$record/child; echo $$ >$record/self; wait`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -352,7 +351,7 @@ func TestNewKillsHungPluginOfKilledDaemon(t *testing.T) {
 }
 
 func TestNewWaitsForPluginOfKilledDaemon(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `echo $$ >$record/self; while [ ! -e $record/killed ]; do sleep 0.01; done; sleep 0.5; echo $$ >$record/done`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -390,7 +389,7 @@ func (d testDaemon) kill() {
 
 // ADD needs a note. DEL does not, since it may free space on a full disk.
 func TestRunWithoutNote(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))

@@ -18,7 +18,6 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/netns"
-	"berth/internal/testenv"
 	"berth/internal/testutil"
 )
 
@@ -43,7 +42,7 @@ type realBed struct {
 
 func newRealBed(t *testing.T, bridge string, subnet int) *realBed {
 	t.Helper()
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := &realBed{bed: newBed(t), bridge: bridge}
 	b.ipam = filepath.Dir(b.conf) + "/ipam"
 	b.writeConf("10-real.conflist", fmt.Sprintf(`{"cniVersion":"1.0.0","name":"real","plugins":[

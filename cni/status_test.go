@@ -14,7 +14,6 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/netns"
-	"berth/internal/testenv"
 	"berth/internal/testutil"
 )
 
@@ -113,7 +112,7 @@ func TestStatusVerbUnknown(t *testing.T) {
 
 // The skeleton answers for verbs that a plugin does not implement.
 func TestSkeletonPlugin(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	b := newBed(t)
 	self, err := os.Executable()
 	testutil.Must(t, err)

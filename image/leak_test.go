@@ -15,7 +15,7 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // openFiles counts this process's descriptors.
@@ -124,7 +124,7 @@ func pullHoldRemove(ctx context.Context, s *Store, ref, holder string) error {
 
 // TestReadsNeverWait: Get and List answer while the writer accesses the disk.
 func TestReadsNeverWait(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	reg := registrytest.New(t)
 	s, err := Open(t.Context(), Config{Root: t.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
 	if err != nil {

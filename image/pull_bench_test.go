@@ -16,7 +16,7 @@ import (
 	"berth/image/layer"
 	"berth/image/unpack/process"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
 // BenchmarkPull pulls the image of fixture.PullImage, eight layers of 628 MB, from a registry
@@ -93,7 +93,7 @@ func pullAndRemove(b *testing.B, unpacker, ref string, driver rootfs.Kind) {
 		b.Fatal(err)
 	}
 	defer p.Close()
-	s, err := Open(b.Context(), Config{Root: mounttest.DiskDir(b), Unpack: layer.Unpacker(p.Unpack), Pack: layer.Packer(p.Pack), Driver: string(driver)}, log)
+	s, err := Open(b.Context(), Config{Root: testutil.DiskDir(b), Unpack: layer.Unpacker(p.Unpack), Pack: layer.Packer(p.Pack), Driver: string(driver)}, log)
 	if err != nil {
 		b.Fatal(err)
 	}

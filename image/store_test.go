@@ -39,7 +39,6 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
-	"berth/internal/testenv"
 	"berth/internal/testutil"
 )
 
@@ -55,7 +54,7 @@ func openStore(t *testing.T, cfg Config) *Store {
 
 func openUnsettled(t *testing.T, cfg Config, log io.Writer) *Store {
 	t.Helper()
-	testenv.NeedRoot(t) // layers have owners
+	testutil.NeedRoot(t) // layers have owners
 	if cfg.Root == "" {
 		cfg.Root = t.TempDir()
 	}

@@ -26,9 +26,8 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
 	"berth/internal/safefs"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // Results of a probe.
@@ -42,8 +41,8 @@ var (
 // driversConfig is of a store that may have layers of both kinds.
 func driversConfig(t *testing.T) Config {
 	t.Helper()
-	testenv.NeedRoot(t)
-	root := mounttest.DiskDir(t)
+	testutil.NeedRoot(t)
+	root := testutil.DiskDir(t)
 	if err := erofs.Probe(root); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
 	} else if err != nil {

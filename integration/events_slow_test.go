@@ -13,14 +13,14 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // Many clients read all events of many containers, in one order, while one of them never reads.
 // That client does not disturb the others. Its stream ends when its queue is full, and its memory
 // is freed.
 func TestStuckEventClientIsDisconnected(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	const (
 		clients = 20
 		lives   = 60   // number of started containers

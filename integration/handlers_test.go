@@ -20,7 +20,7 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // runPodWith is runPod with a runtime handler.
@@ -307,7 +307,7 @@ func TestCrunWithoutRecords(t *testing.T) {
 // If the daemon ends during a start, the container has not failed. The next daemon has it in the
 // state created and can start it.
 func TestStopDuringStart(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	dir := t.TempDir()
 	hold, held := filepath.Join(dir, "hold"), filepath.Join(dir, "held")
 	slow := filepath.Join(dir, "slow")

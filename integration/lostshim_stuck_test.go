@@ -11,14 +11,14 @@ import (
 	"berth/integration/faults"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // A container with an unkillable process stays Running until that process exits, even without its
 // monitor, with and without a daemon. kubelet starts the next instance after the exit. Requests are
 // answered meanwhile, and a stop fails at its deadline.
 func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	for name, alone := range map[string]bool{"with a daemon": false, "without daemon": true} {
 		t.Run(name, func(t *testing.T) {
 			volume := faults.NewVolume(t)

@@ -22,7 +22,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // adjusting makes a CreateContainer that fills in an adjustment.
@@ -252,7 +252,7 @@ func TestNRISynchronisation(t *testing.T) {
 // A plugin that does not answer is dropped. Its timeout delays the request, but the request
 // succeeds, and berth still asks the other plugins.
 func TestNRIHangingPlugin(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`)) // for the other plugin, on a loaded machine
 	for _, event := range []string{"RunPodSandbox", "CreateContainer", "StartContainer", "UpdateContainer", "StopContainer", "RemoveContainer", "StopPodSandbox", "RemovePodSandbox"} {
 		t.Run(event, func(t *testing.T) {
@@ -285,7 +285,7 @@ func TestNRIHangingPlugin(t *testing.T) {
 
 // A plugin that does not answer when it registers is not registered.
 func TestNRIHangingRegistration(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`))
 	asked, end := make(chan struct{}), make(chan struct{})
 	p := &nriPlugin{closed: make(chan struct{}), before: func(string) error { close(asked); <-end; return nil }}
@@ -580,7 +580,7 @@ func TestNRIPluginsConnectAndDisconnect(t *testing.T) {
 // A plugin may update containers from within an event. An update of the container of that very
 // event fails, without a deadlock.
 func TestNRIUpdateDuringEvent(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := harness.StartDaemon(t)
 	p := &nriPlugin{}
 	connectPlugin(t, d, "10", "busy", p)
@@ -637,7 +637,7 @@ func TestNRIRefusesToStart(t *testing.T) {
 
 // Installed plugins that do not start, or do not register, are passed over.
 func TestNRIBrokenPlugins(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := harness.StartDaemon(t, installPlugin("20-good", ""), harness.WithConfig(`nri_registration_timeout = "15s"`), func(t *testing.T, d *harness.Daemon) {
 		for name, script := range map[string]string{"05-ends": "#!/bin/sh\nexit 1\n", "06-silent": "#!/bin/sh\nexec sleep 1000\n", "07-nothing": "no program\n"} {
 			harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", name), []byte(script), 0o755))

@@ -23,7 +23,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 	"berth/oci/users"
 )
 
@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 // newNetNS returns the path of a new network namespace that lives as long as the test.
 func newNetNS(t *testing.T) string {
 	t.Helper()
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	holder := exec.Command("cat") // runs until its input ends, at the latest with this process
 	holder.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 	hold, err := holder.StdinPipe()
@@ -80,7 +80,7 @@ func detect(t *testing.T) Host {
 
 // libcontainer accepts the specs of typical requests.
 func TestLibcontainerAccepts(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	facts, netns, root := detect(t), newNetNS(t), t.TempDir()
 	for name, change := range map[string]func(*ContainerInput){
 		"plain":      func(*ContainerInput) {},
@@ -121,7 +121,7 @@ func TestLibcontainerAccepts(t *testing.T) {
 }
 
 func TestLibcontainerAcceptsSandbox(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	in := testSandbox()
 	in.Host, in.Pod.NetNS = detect(t), newNetNS(t)
 	in.sc().Seccomp = profile(runtimeDefault, "")

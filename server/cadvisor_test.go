@@ -27,7 +27,6 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
-	"berth/internal/testenv"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
@@ -223,7 +222,7 @@ func TestCadvisorRefusesEverythingElse(t *testing.T) {
 }
 
 func TestCadvisorSocketAdmitsRootOnly(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	conn, path, log := startCadvisor(t, CadvisorConfig{}, observed(), &fakeImages{})
 	for p, want := range map[string]fs.FileMode{path: fs.ModeSocket | 0o600, filepath.Dir(path): fs.ModeDir | 0o711} {
 		if info, err := os.Stat(p); err != nil || info.Mode() != want {

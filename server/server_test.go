@@ -21,7 +21,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 	"berth/sandbox/stream"
 )
 
@@ -263,7 +263,7 @@ func TestServeReportsBrokenListener(t *testing.T) {
 
 // The client has the effective uid of nobody, and the socket's mode admits all users.
 func TestOtherUsersAreRefused(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})
 	for dir := filepath.Dir(h.path); dir != os.TempDir(); dir = filepath.Dir(dir) {
 		if err := os.Chmod(dir, 0o755); err != nil {

@@ -16,7 +16,7 @@ import (
 	_ "github.com/opencontainers/runc/libcontainer/nsenter"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 	program "berth/shim/launcher"
 	"berth/shim/proto"
 )
@@ -56,7 +56,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(workEnv) != "" {
 		os.Exit(inner(m))
 	}
-	testenv.MainNeedsRoot()
+	testutil.MainNeedsRoot()
 	code, err := outer()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "set-up of the tests:", err)
@@ -86,7 +86,7 @@ func outer() (code int, err error) {
 	runtimes := runtimes()
 	for i, runtime := range runtimes {
 		for j, v := range versions {
-			if !testenv.All() && i%len(versions) != j%len(runtimes) {
+			if !testutil.AllTests() && i%len(versions) != j%len(runtimes) {
 				continue // each runtime and each cgroup version once
 			}
 			c, err := runInner(work, v, runtime)

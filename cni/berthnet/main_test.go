@@ -20,7 +20,6 @@ import (
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/rules"
 	"berth/internal/netns"
-	"berth/internal/testenv"
 	"berth/internal/testutil"
 )
 
@@ -40,7 +39,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(m.Run())
 	}
-	testenv.MainNeedsRoot()
+	testutil.MainNeedsRoot()
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Env = append(os.Environ(), insideVar+"=1")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/tree"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
 func free(int) error { return nil }
@@ -228,7 +228,7 @@ func TestProbe(t *testing.T) {
 	if err := Probe(filepath.Join(t.TempDir(), "missing")); err == nil || errors.Is(err, errors.ErrUnsupported) {
 		t.Errorf("a directory that is not there: %v", err)
 	}
-	dir := mounttest.DiskDir(t)
+	dir := testutil.DiskDir(t)
 	if err := Probe(dir); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
 	} else {

@@ -16,7 +16,7 @@ import (
 
 	"berth/image/tree"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
 // reader reads the part of EROFS that Write uses, after fs/erofs of Linux. It shares no code with
@@ -434,7 +434,7 @@ func FuzzMerge(f *testing.F) {
 // mountsAs has fsck.erofs and the kernel read an image whose files have nothing but zeros in them.
 func mountsAs(t *testing.T, image []byte, root *tree.Node, devices int) {
 	t.Helper()
-	dir := mounttest.DiskDir(t)
+	dir := testutil.DiskDir(t)
 	l := rootfs.Layer{Kind: rootfs.EROFS, Path: filepath.Join(dir, "image")}
 	must(t, os.WriteFile(l.Path, image, 0o600))
 	for i := range devices {

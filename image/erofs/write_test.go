@@ -18,10 +18,10 @@ import (
 
 	"berth/image/tree"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
-func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
 func must(t testing.TB, err error) {
 	t.Helper()
@@ -145,7 +145,7 @@ func (m *maker) directory(depth, entries int) *tree.Node {
 // written writes the image and its data files, and returns the layer.
 func (m *maker) written(t testing.TB, root *tree.Node) rootfs.Layer {
 	t.Helper()
-	dir := mounttest.DiskDir(t)
+	dir := testutil.DiskDir(t)
 	l := rootfs.Layer{Kind: rootfs.EROFS, Path: filepath.Join(dir, "image")}
 	var blocks []int64
 	for i := range m.data {
@@ -317,7 +317,7 @@ func TestWriteLargeFile(t *testing.T) {
 	_, err := Write(&image, root, devices)
 	must(t, err)
 	readsBack(t, image.Bytes(), root, devices)
-	dir := mounttest.DiskDir(t)
+	dir := testutil.DiskDir(t)
 	l := rootfs.Layer{Kind: rootfs.EROFS, Path: filepath.Join(dir, "image"), Data: []string{filepath.Join(dir, "data")}}
 	must(t, os.WriteFile(l.Path, image.Bytes(), 0o600))
 	data, err := os.Create(l.Data[0])

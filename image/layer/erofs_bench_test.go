@@ -19,7 +19,7 @@ import (
 
 	"berth/image/unpack"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
 // cpu is the CPU time of the process.
@@ -38,14 +38,14 @@ func BenchmarkDrivers(b *testing.B) {
 	id := digest.FromBytes(data)
 	for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack, 0)} {
 		open := func(b *testing.B) *Store {
-			s, err := Open(filepath.Join(mounttest.DiskDir(b), "store"), d, Reserve{}, discardLog())
+			s, err := Open(filepath.Join(testutil.DiskDir(b), "store"), d, Reserve{}, discardLog())
 			must(b, err)
 			b.Cleanup(func() { must(b, s.Close()) })
 			return s
 		}
 		b.Run("apply/"+string(d.Kind()), func(b *testing.B) {
 			b.SetBytes(int64(len(data)))
-			dir := mounttest.DiskDir(b)
+			dir := testutil.DiskDir(b)
 			user, sys := cpu(b)
 			for b.Loop() {
 				tmp, err := os.MkdirTemp(dir, "")
@@ -58,7 +58,7 @@ func BenchmarkDrivers(b *testing.B) {
 			b.ReportMetric(float64((sys2-sys).Microseconds())/1000/float64(b.N), "sys-ms/op")
 		})
 		b.Run("remove/"+string(d.Kind()), func(b *testing.B) {
-			dir := mounttest.DiskDir(b)
+			dir := testutil.DiskDir(b)
 			for b.Loop() {
 				b.StopTimer()
 				tmp, err := os.MkdirTemp(dir, "")
@@ -83,7 +83,7 @@ func BenchmarkDrivers(b *testing.B) {
 		b.Run("mount/"+string(d.Kind()), func(b *testing.B) {
 			layers, err := s.Stack(context.Background(), []digest.Digest{id})
 			must(b, err)
-			dir := mounttest.DiskDir(b)
+			dir := testutil.DiskDir(b)
 			spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
 			must(b, spec.MakeUpper())
 			must(b, os.Mkdir(dir+"/root", 0o700))
@@ -108,7 +108,7 @@ func BenchmarkRead(b *testing.B) {
 	for name, data := range map[string][]byte{"small": data, "large": large} {
 		id := digest.FromBytes(data)
 		for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack, 0)} {
-			root := filepath.Join(mounttest.DiskDir(b), "store")
+			root := filepath.Join(testutil.DiskDir(b), "store")
 			open := func() *Store {
 				s, err := Open(root, d, Reserve{}, discardLog())
 				must(b, err)
@@ -129,7 +129,7 @@ func BenchmarkRead(b *testing.B) {
 						}
 						layers, err := s.Stack(context.Background(), []digest.Digest{id})
 						must(b, err)
-						dir := mounttest.DiskDir(b)
+						dir := testutil.DiskDir(b)
 						spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
 						must(b, spec.MakeUpper())
 						must(b, os.Mkdir(dir+"/root", 0o700))

@@ -25,7 +25,7 @@ import (
 	"berth/image/unpack/checksum"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
 // twin has a store of each kind. Both must show the same content.
@@ -33,7 +33,7 @@ type twin struct{ directory, erofs *Store }
 
 func newTwin(t testing.TB) twin {
 	t.Helper()
-	root := mounttest.DiskDir(t) // a tmpfs can't be mounted from
+	root := testutil.DiskDir(t) // a tmpfs can't be mounted from
 	if err := erofs.Probe(root); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
 	}
@@ -49,7 +49,7 @@ func newTwin(t testing.TB) twin {
 // Trees with the maximum of extended attributes are packed and mounted. Trees with more need
 // another driver, for any type of entry.
 func TestXattrLimitsOfTrees(t *testing.T) {
-	root := filepath.Join(mounttest.DiskDir(t), "store")
+	root := filepath.Join(testutil.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{})
 	defer func() { must(t, s.Close()) }()
 	attributes := func(h header, first, n, size int) header {
@@ -168,7 +168,7 @@ var linkCount = regexp.MustCompile(" links [0-9]+ of ")
 // that no layer lists, because drivers may choose it.
 func seen(t testing.TB, layers []rootfs.Layer) map[string]string {
 	t.Helper()
-	dir := mounttest.DiskDir(t)
+	dir := testutil.DiskDir(t)
 	spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
 	must(t, spec.MakeUpper())
 	must(t, os.Mkdir(dir+"/root", 0o700))

@@ -17,10 +17,10 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
-func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
 func must(t testing.TB, err error) {
 	t.Helper()

@@ -17,8 +17,8 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
-	"berth/internal/rootfs/mounttest"
 	"berth/internal/safefs"
+	"berth/internal/testutil"
 )
 
 // openImages opens a store of the EROFS driver, which the kernel must be able to mount.
@@ -49,7 +49,7 @@ func shown(t testing.TB, s *Store, name string, chain ...digest.Digest) string {
 
 // A damaged image of merged layers is recreated before the next mount.
 func TestDamagedMergedImageIsRecreated(t *testing.T) {
-	root := filepath.Join(mounttest.DiskDir(t), "store")
+	root := filepath.Join(testutil.DiskDir(t), "store")
 	damage := map[string]func(image string) error{
 		"gone":      os.Remove,
 		"empty":     func(image string) error { return os.Truncate(image, 0) },
@@ -96,7 +96,7 @@ func overwrite(path string, at int64, text string) error {
 
 // An error about a lack of resources does not count as damage: nothing is recreated or set aside.
 func TestLackOfResourcesIsNoDamage(t *testing.T) {
-	root := filepath.Join(mounttest.DiskDir(t), "store")
+	root := filepath.Join(testutil.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{})
 	id := create(t, s, makeTar(t, file("f", "1")))
 	shown(t, s, "f", id)
@@ -122,7 +122,7 @@ func TestLackOfResourcesIsNoDamage(t *testing.T) {
 // A merged image is not written if it would take from the disk's reserve. An existing one is still
 // mounted.
 func TestMergeLeavesReserve(t *testing.T) {
-	root := filepath.Join(mounttest.DiskDir(t), "store")
+	root := filepath.Join(testutil.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{Percent: 5, Bytes: 1 << 30})
 	defer func() { must(t, s.Close()) }()
 	free := uint64(1 << 20)
@@ -146,7 +146,7 @@ func TestMergeLeavesReserve(t *testing.T) {
 
 // Waiting for a merged image ends with the waiter's context.
 func TestMergeEndsWithItsContext(t *testing.T) {
-	s := openImages(t, filepath.Join(mounttest.DiskDir(t), "store"), Reserve{})
+	s := openImages(t, filepath.Join(testutil.DiskDir(t), "store"), Reserve{})
 	defer func() { must(t, s.Close()) }()
 	id := create(t, s, makeTar(t, file("f", "1")))
 	ctx, cancel := context.WithTimeout(context.Background(), time.Nanosecond)

@@ -14,7 +14,7 @@ import (
 
 	"berth/image/unpack"
 	"berth/internal/errdefs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
 // endless is the length of a sparse file that takes hours to read.
@@ -23,7 +23,7 @@ const endless = 4 << 40
 // The tree file of a compromised packer is read up to the maximum size of a tree only, and only
 // until the pull ends.
 func TestTreeFileIsReadWithinLimit(t *testing.T) {
-	root := mounttest.DiskDir(t) // a tmpfs has no such files
+	root := testutil.DiskDir(t) // a tmpfs has no such files
 	length := int64(endless)
 	pack := func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 		result, err := unpack.Pack(ctx, data, tree, blob, job)

@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/safefs"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // makeTar returns the tar of the entries, which have the content if they have a size.
@@ -66,7 +66,7 @@ var awkward = map[string]func(i int) tar.Header{
 
 // A file inherits nothing from its directory or the umask.
 func TestFileTakesNothingOver(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	const acl = "\x02\x00\x00\x00" + // user::rwx user:1000:rwx group::r-x mask::rwx other::---
 		"\x01\x00\x07\x00\xff\xff\xff\xff" + "\x02\x00\x07\x00\xe8\x03\x00\x00" + "\x04\x00\x05\x00\xff\xff\xff\xff" +
 		"\x10\x00\x07\x00\xff\xff\xff\xff" + "\x20\x00\x00\x00\xff\xff\xff\xff"
@@ -122,7 +122,7 @@ func many(n int, entry func(i int) tar.Header) []tar.Header {
 }
 
 func TestLayerLimitsEntries(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	entries := []tar.Header{
 		{Typeflag: tar.TypeDir, Name: "./", Mode: 0o755}, {Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755},
 		{Typeflag: tar.TypeReg, Name: "d/f", Size: 1}, {Typeflag: tar.TypeReg, Name: "implied/empty"}, {Typeflag: tar.TypeReg, Name: "implied/too/.wh.w"},
@@ -170,7 +170,7 @@ func TestRememberedNamesAreLimited(t *testing.T) {
 // The work for resolving paths is limited, even if each of a few entries has tens of thousands of
 // names.
 func TestPathResolutionIsLimited(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	const links = 40 // the most that is followed
 	entries := []tar.Header{{Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755}}
 	for i := range links {
@@ -202,7 +202,7 @@ func TestPathResolutionIsLimited(t *testing.T) {
 
 // The cache forgets a directory and everything below it, and nothing else.
 func TestForgetBelow(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
 		u, err := newUnpacker(emptyTree(t), maxNames, func() {})
@@ -283,7 +283,7 @@ func TestHolesAreProgress(t *testing.T) {
 
 // The result has a limited number of names, however many the worker could remember.
 func TestReportedNamesAreLimited(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	for name, entry := range awkward {
 		t.Run(name, func(t *testing.T) {
 			per := 5 // times the length of the longest name that all directories of one entry have

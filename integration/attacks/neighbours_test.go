@@ -20,7 +20,7 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // The bounds of TestHostileNeighbours. docs/reliability.md states them with what was measured.
@@ -42,7 +42,7 @@ type neighbour struct {
 // once. Meanwhile other pods run, and the daemon is killed and restarted. Its resource usage stays
 // within the bounds.
 func TestHostileNeighbours(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	duration := 30 * time.Second
 	switch {
 	case harness.Thorough():

@@ -14,12 +14,12 @@ import (
 	"berth/integration/harness"
 	"berth/integration/machine"
 	"berth/integration/sessions"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // Each attach that was given up left a goroutine.
 func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.WithStdin(false))
 	monitor := harness.MonitorOf(t, d, c)

@@ -13,7 +13,7 @@ import (
 	"berth/integration/harness"
 	"berth/integration/inventory"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // everything selects all cases instead of the shortened enumeration.
@@ -223,10 +223,10 @@ func casesOf(trace []string) (cases []point) {
 	return cases
 }
 
-// selected returns the cases to run: all of them in the complete suite (testenv.All), otherwise one
+// selected returns the cases to run: all of them with testutil.AllTests, otherwise one
 // in caseStride.
 func selected[T any](cases []T) []T {
-	if everything || testenv.All() {
+	if everything || testutil.AllTests() {
 		return cases
 	}
 	var some []T

@@ -14,7 +14,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
@@ -37,7 +37,7 @@ func TestFrozenLauncher(t *testing.T) {
 // TestStopEndsFrozenLauncher stops launchers for good. A stop of the container, or of its pod,
 // ends them.
 func TestStopEndsFrozenLauncher(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	inPod, _, podStopped := startFrozen(t, &fp, d.RunPod(t))
@@ -70,7 +70,7 @@ func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *har
 // TestFrozenExec stops the launcher of an exec with a timeout. The exec ends in time. The exec's
 // processes end when the daemon replaces the launcher.
 func TestFrozenExec(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)

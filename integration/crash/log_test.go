@@ -14,7 +14,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 const pointLimit = time.Minute // to reach a point on a slow machine
@@ -35,7 +35,7 @@ func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, poin
 
 // If the stop of a pod cancels a start, the log has no warning.
 func TestStoppedStartLogsNoError(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -18,7 +18,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // TestLauncherKilledAtSystemCalls kills the launcher after each system call that changes something,
@@ -65,7 +65,7 @@ func (e *shimEnumeration) runTraced(t *testing.T) {
 }
 
 func calls() int {
-	if testenv.All() {
+	if testutil.AllTests() {
 		return fewCalls
 	}
 	return fewestCalls

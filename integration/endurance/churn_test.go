@@ -21,7 +21,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // Eight at a time, pods are created, exec'd and removed, while the daemon, launchers and monitors
@@ -30,7 +30,7 @@ import (
 // state after the second tenth. In the last third the daemon is not killed, so that its own growth
 // shows.
 func TestChurn(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	pods, kills := 200, 3 // kills of the daemon in each round that has some
 	if harness.Thorough() {
 		pods, kills = 5000, 20

@@ -14,7 +14,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"berth/integration/fixture"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 const (
@@ -48,7 +48,7 @@ func Main(m *testing.M) {
 }
 
 func run(m *testing.M) (int, error) {
-	testenv.MainNeedsRoot()
+	testutil.MainNeedsRoot()
 	if err := findBinaries(); err != nil {
 		return 0, err
 	}

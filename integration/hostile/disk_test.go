@@ -17,7 +17,7 @@ import (
 	"berth/image/erofs"
 	"berth/integration/fixture"
 	"berth/integration/harness"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // onDisk starts a daemon whose root is a disk of its own. Layers may use half of it.
@@ -34,7 +34,7 @@ func onDisk(t *testing.T, bytes, inodes int) *harness.Daemon {
 
 // Layers that fit on the disk but exceed the free reserve are refused.
 func TestLayersThatFillTheDisk(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	for _, c := range []struct {
 		what   string
 		inodes int
@@ -116,7 +116,7 @@ func writeFiles(w io.Writer, n int) error {
 
 // Two images at a time, each with almost as many files as the memory for merging layers allows.
 func TestMergesOfManyFilesLimitMemory(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
 	}

@@ -20,7 +20,7 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/integration/fixture"
 	"berth/integration/harness"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // packed is the tar of entries, which may say what fixture.Tree does not: sizes, PAX records.
@@ -250,7 +250,7 @@ func TestOddLayers(t *testing.T) {
 
 // A layer that uses as much memory as possible, most of it for the window of zstd.
 func TestMemoryOfALayer(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := startDaemon(t)
 	var b bytes.Buffer
 	z, err := zstd.NewWriter(&b, zstd.WithWindowSize(128<<20))

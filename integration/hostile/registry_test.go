@@ -24,7 +24,7 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/integration/fixture"
 	"berth/integration/harness"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 func imageSpec(name string) *runtimeapi.ImageSpec { return &runtimeapi.ImageSpec{Image: name} }
@@ -76,7 +76,7 @@ func index(t *testing.T, manifests int) []byte {
 }
 
 func TestHostileManifests(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := startDaemon(t)
 	const typeIndex, typeManifest = ocispec.MediaTypeImageIndex, ocispec.MediaTypeImageManifest
 	var squeezed bytes.Buffer
@@ -237,7 +237,7 @@ func partial(contentRange string, body []byte) func(http.ResponseWriter) {
 }
 
 func TestRegistries(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := startDaemon(t)
 	layer := incompressible(t)
 	blob := layer.Blob
@@ -298,7 +298,7 @@ func TestRegistries(t *testing.T) {
 
 // The registry chooses its token servers, so their answers are not trusted either.
 func TestHostileTokenServers(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d := startDaemon(t)
 	layer := incompressible(t)
 	auth := &runtimeapi.AuthConfig{Username: "user", Password: "secret-of-the-user"}

@@ -20,7 +20,7 @@ import (
 	"berth/integration/harness"
 	"berth/integration/machine"
 	"berth/integration/powercut/blocklog"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // cuts is how many power cuts are tried on a filesystem: BERTH_CUTS, or all with BERTH_TORTURE=1,
@@ -35,7 +35,7 @@ func (f filesystem) cuts(t *testing.T) int {
 	if harness.Thorough() {
 		return 200
 	}
-	if testenv.All() {
+	if testutil.AllTests() {
 		return f.few
 	}
 	return max(1, f.few/4)

@@ -18,7 +18,7 @@ import (
 	"berth/integration/faults"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // shortTimeout is for plugins that hang; the others need tens of milliseconds.
@@ -46,7 +46,7 @@ var addCases = []struct {
 // plugin works again. bridge is the first plugin of the chain; when portmap fails, an address and a
 // veth exist.
 func TestFailedAdd(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	for _, name := range []string{"bridge", "portmap"} {
 		t.Run(name, func(t *testing.T) {
 			plugin := faults.NewPlugin(t, name)
@@ -200,7 +200,7 @@ func undoPause(t *testing.T, d *harness.Daemon) float64 {
 // The daemon dies while a plugin runs. The next daemon kills the plugin's processes, and a repeated
 // request for the pod succeeds.
 func TestDaemonDiesWithPlugin(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	for _, fault := range []string{faults.Hang, faults.WorkHang, faults.WorkKill} {
 		for _, name := range []string{"bridge", "portmap"} {
 			t.Run(name+" "+fault, func(t *testing.T) {
@@ -366,7 +366,7 @@ func TestPodWithLostRecordIsRemoved(t *testing.T) {
 
 // A stopping daemon does not interrupt a plugin, because the next daemon could not finish its work.
 func TestDaemonStopInterruptsNoPlugin(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
 	stopWhilePaused := func(t *testing.T, exitCode int) {

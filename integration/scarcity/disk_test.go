@@ -21,7 +21,7 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // The daemon's directories that are on a disk of their own in a test.
@@ -199,7 +199,7 @@ func TestFullDisk(t *testing.T) {
 
 // The same on a disk with space for bytes but without a free inode.
 func TestDiskWithoutInodes(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	disks := []string{rootDisk, stateDisk}
 	if harness.Thorough() {
 		disks = append(disks, logDisk)
@@ -214,7 +214,7 @@ func TestDiskWithoutInodes(t *testing.T) {
 
 // The same on a disk that is read-only, as after an error, and then writable again.
 func TestReadOnlyDisk(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
 		t.Run(which, func(t *testing.T) {
 			d, disk := startOn(t, which, tmpfs)
@@ -378,7 +378,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 // Containers keep running and can be stopped, and a new daemon serves. When the disk works again,
 // so does berth.
 func TestReadOnlyRoot(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	d, disk := startOn(t, rootDisk, tmpfs)
 	d.Pull(t, harness.BaseImage)
 	pod := d.RunPod(t)
@@ -460,7 +460,7 @@ func TestReadOnlyLogs(t *testing.T) {
 // Pods come and go while the disk is filled and emptied at any moment. Errors are about room; what
 // could be started ends with its exit code; and nothing is left.
 func TestDiskFillsAtAnyMoment(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	rounds := 6
 	if harness.Thorough() {
 		rounds = 100

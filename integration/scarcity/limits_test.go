@@ -31,7 +31,7 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // A daemon with a memory limit of 64 MiB, children included, pulls an image of many layers and runs
@@ -39,7 +39,7 @@ import (
 // them or the daemon is killed, and the next daemon continues. Every error names the cause. In the
 // end the image and all pods exist.
 func TestMemoryLimit(t *testing.T) {
-	testenv.Long(t)
+	testutil.Long(t)
 	const small = 64 << 20 // enough for one layer at a time
 	t.Run("directories", func(t *testing.T) { underMemoryLimit(t, small, nil) })
 	t.Run("EROFS images, a layer in parts, and one of many files", func(t *testing.T) {

@@ -9,7 +9,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 func TestMain(m *testing.M) { harness.Main(m) }
@@ -32,7 +32,7 @@ func released(t *testing.T) (versions []string) {
 // built.
 func programs(t *testing.T, version string) string {
 	t.Helper()
-	testenv.Long(t) // contrib/test -all builds the released versions
+	testutil.Long(t) // contrib/test -all builds the released versions
 	build := exec.Command("./build", version)
 	build.Stderr = os.Stderr
 	out, err := build.Output()

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // hierarchiesForChildren returns the hierarchies of this machine that allow children.
@@ -51,7 +51,7 @@ const maxForked = 100
 // and the cgroup can be removed then: sessions of their own, second forks, empty environments,
 // forks without end.
 func TestChildrenAreKilledWithDescendants(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	tests := []struct {
 		name, program string
 		before        func(dir string) bool // is true when the kill is to come; nil: at once
@@ -97,7 +97,7 @@ func TestChildrenAreKilledWithDescendants(t *testing.T) {
 
 // If the thread cannot leave the v1 cgroup, the start fails and the command must be killed.
 func TestStartFailsIfThreadCannotLeaveCgroup(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	c := hierarchiesForChildren(t)["freezer"]
 	if c == nil {
 		t.Skip("NOT TESTED: the freezer of cgroup v1 is not mounted")

@@ -44,9 +44,8 @@ var leftOut = map[string]string{
 	"image/unpack/worker":         "berth-unpack",
 	"cmd/berth/client/fakecri":    "tests",
 	"internal/failpoint":          "these failpoints",
-	"internal/rootfs/mounttest":   "tests",
-	"internal/testutil":           "tests",
 	"internal/safefs":             "the functions are effects of their callers",
+	"internal/testutil":           "tests",
 	"shim/launcher":               "the launcher: see TestEffectsOfShimsAreMarked",
 	"shim/monitor":                "the monitor, in C: see TestEffectsOfShimsAreMarked",
 }

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 func TestResolve(t *testing.T) {
@@ -111,7 +111,7 @@ func TestPropagation(t *testing.T) {
 }
 
 func TestDevices(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	dir := t.TempDir()
 	mknod := func(name string, mode uint32, major, minor uint32) {
 		p := filepath.Join(dir, name)

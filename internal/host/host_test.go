@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // machine writes a fake /proc and /sys and returns their root. changes maps a path to its content;
@@ -143,7 +143,7 @@ func TestDetectErrors(t *testing.T) {
 }
 
 func TestDetectOnThisMachine(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	f, err := Detect("/")
 	if err != nil {
 		t.Fatal(err)

@@ -16,10 +16,10 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
-func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
 func must(t testing.TB, err error) {
 	t.Helper()

@@ -13,10 +13,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
-func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
 // write makes the files of a layer: name → content; a name ending in "/" is a directory.
 func write(t *testing.T, dir string, files map[string]string) Layer {

@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // nest makes a chain of directories in dir, deeper than any path can be, with a file at each level.
@@ -83,7 +83,7 @@ func TestRemoveDeep(t *testing.T) {
 }
 
 func TestRemovePath(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	dir := t.TempDir()
 	outside := filepath.Join(dir, "outside")
 	if err := os.WriteFile(outside, nil, 0o600); err != nil {

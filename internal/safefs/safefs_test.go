@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // newRoot makes a directory with a secret file beside it that nothing may reach.
@@ -35,7 +35,7 @@ func must(t testing.TB, err error) {
 }
 
 func TestReadFile(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	root, dir, outside := newRoot(t)
 	must(t, os.MkdirAll(dir+"/etc/sub", 0o755))
 	must(t, os.WriteFile(dir+"/etc/passwd", []byte("root"), 0o644))
@@ -301,7 +301,7 @@ func TestDirNames(t *testing.T) {
 
 // Methods that take a name act on a symlink there, never on its target.
 func TestDirDoesNotFollow(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	root, dir, outside := newRoot(t)
 	must(t, os.Symlink("../secret", dir+"/l"))
 	must(t, os.Symlink("..", dir+"/ldir"))
@@ -339,7 +339,7 @@ func TestDirDoesNotFollow(t *testing.T) {
 }
 
 func TestDirItself(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	root, dir, _ := newRoot(t)
 	must(t, os.Mkdir(dir+"/d", 0o700))
 	d, err := OpenDir(root, "d")

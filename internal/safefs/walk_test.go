@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // newWalk begins a walk of a directory, which the test's end closes.
@@ -113,7 +113,7 @@ func TestWalkIsDeep(t *testing.T) {
 // If a directory above the walk's position is moved, its content is still found, or the walk
 // reports that it may be incomplete.
 func TestWalkBelowMovedDirectory(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	for name, byHandle := range map[string]bool{"by handle": true, "by dot dot": false} {
 		t.Run(name, func(t *testing.T) {
 			top := t.TempDir()

@@ -1,4 +1,5 @@
-// Package testutil provides helpers for the tests of several packages.
+// Package testutil supports tests: checks, files, a mount namespace, and skips with a reason.
+// contrib/test lists the skipped tests in its summary. Only test code imports this package.
 package testutil
 
 import (

@@ -10,10 +10,10 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/rootfs/mounttest"
+	"berth/internal/testutil"
 )
 
-func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
 func TestMappings(t *testing.T) {
 	t.Parallel()

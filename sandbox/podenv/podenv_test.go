@@ -16,7 +16,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
 	"berth/internal/task"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 	"berth/internal/trash"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
@@ -87,7 +87,7 @@ func TestUnrecorded(t *testing.T) {
 // Without a CNI configuration everything of a pod without a record is removed, except the files
 // that show that a DEL is due.
 func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)
 	cache := filepath.Join(dir, "cache")
 	network, err := cni.New(cni.Config{ConfDir: filepath.Join(dir, "net.d"), BinDirs: []string{dir}, CacheDir: cache}, log)

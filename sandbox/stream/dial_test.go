@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // unresponsive returns a listener on localhost with a full backlog: further connections hang.
@@ -66,7 +66,7 @@ func dialOwn(t *testing.T, d *dialLimiter, pod string) error {
 
 // Hanging connections hold no threads, leave slots for other pods and end with their clients.
 func TestHangingDialsHoldNoThreads(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	address := unresponsive(t)
 	d := newDialLimiter()
 	before := threads(t)
@@ -105,7 +105,7 @@ func TestHangingDialsHoldNoThreads(t *testing.T) {
 }
 
 func TestDial(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	for _, localhost := range []string{"127.0.0.1:0", "[::1]:0"} {
 		t.Run(localhost, func(t *testing.T) {
 			l, err := net.Listen("tcp", localhost)

@@ -16,7 +16,7 @@ import (
 
 	"berth/cmd/berth/client/fakecri"
 	"berth/cmd/berth/podyaml"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // inMountNamespace runs the rest of a test in a process with its own mount namespace, so that its
@@ -65,7 +65,7 @@ func write(t *testing.T, path, content string) {
 }
 
 func TestEmptyDirs(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}
@@ -113,7 +113,7 @@ func checkRemoved(t *testing.T, f *files, parent string) {
 }
 
 func TestSubPaths(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}
@@ -188,7 +188,7 @@ func show(t *testing.T, path string) string {
 // A foreign mount in a volume, for example of a Bidirectional container, must be unmounted and not
 // emptied.
 func TestRemoveDoesNotEnterMounts(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}
@@ -239,7 +239,7 @@ func TestHostPaths(t *testing.T) {
 }
 
 func TestRunHandsOverHostsAndVolumes(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	if !inMountNamespace(t) {
 		return
 	}

@@ -12,12 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/netns"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // A node may have so many addresses that the kernel never returns all of them in one piece.
 func TestAddressesOfOneInterface(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	err := netns.InNew(func() error {
 		bridge, err := addressed(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}},
 			"10.99.0.1/24", "10.98.0.1/16", "169.254.7.1/16", "fd99::1/64", "fe80::7/64")

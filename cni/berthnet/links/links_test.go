@@ -15,13 +15,13 @@ import (
 
 	"berth/internal/lockfile"
 	"berth/internal/netns"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // MakeBridge also claims its bridge after a kill half-way, and leaves a bridge alone that another
 // program makes at the same time.
 func TestMakeBridge(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	d := &Description{Name: "bn0", Network: "net-1", MTU: 1400}
 	for _, begun := range []bool{false, true} {
 		t.Run(fmt.Sprintf("begun=%t", begun), func(t *testing.T) {
@@ -65,7 +65,7 @@ func TestMakeBridge(t *testing.T) {
 
 // A waiter for the exclusive lock gets it once the present holders have released it.
 func TestLockIsFair(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	first, err := Lock(t.Context(), lockfile.Shared)
@@ -101,7 +101,7 @@ func TestLockIsFair(t *testing.T) {
 
 // A stuck holder of the lock delays others for a limited time. Their error names the lock.
 func TestStuckBridgeLockIsReported(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	unlock, err := Lock(t.Context(), lockfile.Exclusive)
 	if err != nil {
 		t.Fatal(err)
@@ -121,7 +121,7 @@ func TestStuckBridgeLockIsReported(t *testing.T) {
 }
 
 func TestTryClassifier(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	for kind, want := range map[string]error{classifier: nil, "nothing": unix.ENOENT} {
 		if err := tryClassifier(kind); !errors.Is(err, want) {
 			t.Errorf("classifier %q: %v, want %v", kind, err, want)

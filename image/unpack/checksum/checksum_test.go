@@ -15,7 +15,7 @@ import (
 	"berth/image/unpack"
 	"berth/image/unpack/checksum"
 	"berth/internal/safefs"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // emptyTree opens an empty directory.
@@ -50,7 +50,7 @@ func makeTar(t *testing.T, content string, entries ...tar.Header) []byte {
 
 // Every change to a tree changes its sum, except for times and extended attributes.
 func TestOfDirectory(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	entry := func(typ byte, name string) tar.Header { return tar.Header{Typeflag: typ, Name: name, Mode: 0o644} }
 	regular, link, hard, device := entry(tar.TypeReg, "d/f"), entry(tar.TypeSymlink, "d/l"), entry(tar.TypeLink, "d/h"), entry(tar.TypeBlock, "d/b")
 	regular.Size, link.Linkname, hard.Linkname, device.Devmajor, device.Devminor = 7, "f", "d/f", 7, 1

@@ -32,7 +32,7 @@ import (
 	"berth/image/unpack/wire"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // built is the path of the real berth-unpack, built without ISA-L.
@@ -84,7 +84,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	testenv.MainNeedsRoot()
+	testutil.MainNeedsRoot()
 	os.Exit(run(m))
 }
 

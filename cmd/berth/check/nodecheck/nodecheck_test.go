@@ -10,7 +10,7 @@ import (
 	"berth/cmd/berth/config"
 	"berth/cni"
 	"berth/internal/host"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // machine returns a node with proc, sys and run of its own.
@@ -105,7 +105,7 @@ func TestFindings(t *testing.T) {
 }
 
 func TestRunLeavesNothing(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	facts, err := host.Detect("/")
 	if err != nil {
 		t.Fatal(err)

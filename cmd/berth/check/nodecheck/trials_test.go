@@ -10,7 +10,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 func TestTrialsTellTheMend(t *testing.T) {
@@ -45,7 +45,7 @@ func TestTrialsTellTheMend(t *testing.T) {
 
 // The test's own namespace must have the same links before and after.
 func TestTrialsAreMadeElsewhere(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	links := func() (names []string) {
 		all, err := netlink.LinkList()
 		if err != nil {

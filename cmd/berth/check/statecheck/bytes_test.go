@@ -16,7 +16,7 @@ import (
 	"berth/image/layer"
 	"berth/image/unpack"
 	"berth/image/unpack/checksum"
-	"berth/internal/testenv"
+	"berth/internal/testutil"
 )
 
 // file returns the header of the only file in the test's layers.
@@ -45,7 +45,7 @@ func storeOf(t *testing.T, driver layer.Driver, file tar.Header) layer.Stored {
 }
 
 func TestBytes(t *testing.T) {
-	testenv.NeedRoot(t)
+	testutil.NeedRoot(t)
 	for what, c := range map[string]struct {
 		change  func(file string) error
 		sum     bool

@@ -1,5 +1,4 @@
-// Package mounttest gives a test binary a mount namespace of its own.
-package mounttest
+package testutil
 
 import (
 	"errors"
@@ -8,20 +7,18 @@ import (
 	"os/exec"
 	"syscall"
 	"testing"
-
-	"berth/internal/testenv"
 )
 
 // inside is set in the environment of the process that runs the tests.
 const inside = "BERTH_MOUNTTEST"
 
-// Main runs the tests of m in a child process with a private mount namespace and returns the exit
+// MainInMountNamespace runs the tests of m in a child process with a private mount namespace and returns the exit
 // code for TestMain. The tests' mounts end with the child. Without root it skips all tests.
-func Main(m *testing.M) int {
+func MainInMountNamespace(m *testing.M) int {
 	if os.Getenv(inside) != "" {
 		return m.Run()
 	}
-	testenv.MainNeedsRoot()
+	MainNeedsRoot()
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
 	cmd.Env = append(os.Environ(), inside+"=1")
