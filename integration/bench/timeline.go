@@ -40,7 +40,7 @@ func timelines(network string, suits func(*subject.Subject) bool) experiment {
 func timeline(s *subject.Subject, network string, start subject.Start, inner map[string][]subject.Span) report.Timeline {
 	name := s.Column
 	if s.OwnNetwork {
-		name += ", own network"
+		name += ", built-in network"
 	}
 	t := report.Timeline{Network: network, Name: name, Took: start.Total()}
 	for _, call := range start.Spans {

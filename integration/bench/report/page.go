@@ -20,7 +20,7 @@ type Span struct {
 	Depth      int
 }
 
-// Timeline is how one pod was started.
+// Timeline is the start of one pod.
 type Timeline struct {
 	Network string // host, cni or own
 	Name    string
@@ -30,14 +30,14 @@ type Timeline struct {
 
 // Page is performance.md.
 type Page struct {
-	Setting   string // what was measured where
+	Setting   string // machine, versions and date
 	Cgroup1   bool   // the machine has cgroup v1
 	Results   *Results
 	Columns   []Column
 	Timelines []Timeline
 }
 
-// why.md holds what people have found out about rows that miss their goal: "## KEY" and text.
+// why.md holds the reasons for missed goals: a heading "## KEY" and Markdown text per row.
 //
 //go:embed why.md
 var why string
@@ -68,7 +68,7 @@ type drawing struct {
 
 var drawings = []drawing{
 	{"performance-host.svg", "one pod on the host's network, to Running", []string{"host"}},
-	{"performance-cni.svg", "one pod on a network of its own, to Running", []string{"cni", "own"}},
+	{"performance-cni.svg", "one pod with CNI plugins or the built-in network, to Running", []string{"cni", "own"}},
 }
 
 // draw draws the starts of all runtimes on one axis, each from its own beginning.
@@ -89,27 +89,27 @@ func (p Page) draw(out *bytes.Buffer, d drawing) error {
 func (p Page) markdown(out *bytes.Buffer) error {
 	fmt.Fprintf(out, `# Performance
 
-For everyone who compares runtimes. contrib/bench writes this page; the reasons for missed goals come from integration/bench/report/why.md.
+For everyone who compares runtimes. contrib/bench writes this page. The reasons for missed goals come from integration/bench/report/why.md.
 
 %s
 
 How to read the table:
 
-- A cell is the median and, after the slash, the 99th percentile. With fewer than 100 values the maximum replaces the percentile. With fewer than 10 values a cell is the median only.
-- In parentheses: the median in multiples of berth's, and n, the number of values if fewer than 30. Each runtime is measured for 100 to 120 s per row.
-- A bold value reaches its goal. The goals hold for a machine on which containerd with runc takes 121 ms in the first row.
+- A cell holds the median and, after the slash, the 99th percentile. With fewer than 100 values the maximum replaces the percentile. With fewer than 10 values a cell holds the median only.
+- Parentheses hold the median in multiples of berth's median. They also hold n, the number of values, if fewer than 30. Each runtime is measured for 100 to 120 s per row.
+- A bold value reaches its goal. The goals are for a machine where containerd with runc takes 121 ms in the first row.
 - A dash means not measured. Both OCI runtimes share one containerd in rows that start no pod.
-- "machine" shows how slow the shared machine was during the row. Before each sample a small program is started ten times; the column has that time in multiples of the smallest (%.1f ms).
+- "machine" shows how slow the shared machine was during the row. Before each sample a small program is started ten times. The column compares that time with the shortest one (%.1f ms).
 
-What is measured:
+Terms:
 
-- "To Running" is RunPodSandbox, CreateContainer and StartContainer, one pod after another unless the row says otherwise. All pods run the same small program.
+- "To Running" means RunPodSandbox, CreateContainer and StartContainer, one pod after another unless the row says otherwise. All pods run the same small program.
 - Samples of the runtimes alternate, except in the rows with 500 and 100 pods.
-- CPU time is that of the runtime's cgroup and its pods. It includes ended processes, plugins and preparations for the next pod. The kernel's own threads are not included.
-- Memory is the proportional set size (PSS), measured after 5 s without changes, when the client has listed everything twice. "What it keeps ready" includes processes that wait for a pod: two launchers of berth,
-  which have 1.7 MiB each and share 6 MiB of program.
+- CPU time is the time of the runtime's cgroup and its pods. It includes ended processes, plugins and preparations for the next pod. It does not include the kernel's own threads.
+- Memory is the proportional set size (PSS). It is measured after the client has listed everything twice and nothing has changed for 5 s.
+- "Idle helpers" are processes that wait for the next pod. Berth keeps two launchers, which have 1.7 MiB each and share 6 MiB of program.
 - During the row of 100 idle pods no client sends requests. containerd's shims read statistics every second by default.
-- An image's disk is free when no file of it is left in the runtime's directory. containerd deletes before it answers, berth afterwards.
+- The disk is free when the runtime's directory holds no file of the image. containerd deletes before it answers, berth afterwards.
 
 [contrib/bench](../contrib/bench) repeats all of it.
 
@@ -129,11 +129,11 @@ What is measured:
 	return nil
 }
 
-// caveats are what the figures do not show.
+// caveats returns the limits of the measurement.
 func (p Page) caveats() (all []string) {
 	if p.Cgroup1 {
-		all = append(all, `All figures were measured on cgroup v1. On cgroup v2 an exec takes berth 6 to 7 ms less (BenchmarkExec in shim): init is created inside its
-cgroup, without the wait for an RCU grace period. A container has 14 fewer mounts there.`)
+		all = append(all, `All figures were measured on cgroup v1. On cgroup v2 an exec takes berth 6 to 7 ms less (BenchmarkExec in shim), because the kernel creates init
+inside its cgroup. On cgroup v1 init moves there, which waits for an RCU grace period. A container also has 14 fewer mounts on cgroup v2.`)
 	}
 	if !slices.ContainsFunc(p.Columns, func(c Column) bool { return strings.Contains(strings.ToLower(c.Version), "cri-o") }) {
 		all = append(all, "CRI-O was not measured. contrib/bench measures a running one, given as `NAME=SOCKET`.")
@@ -158,12 +158,12 @@ func (p Page) misses(out *bytes.Buffer) {
 		if row.Goal99 != 0 {
 			got += " / " + number(s.Quantile(0.99))
 		}
-		fmt.Fprintf(out, "%s- **%s**: %s instead of %s %s. %s\n", heading, row.Title, got, row.goal(), row.Unit, reason)
-		heading = ""
+		fmt.Fprintf(out, "%s### %s\n\n%s instead of %s %s.\n\n%s\n", heading, row.Title, got, row.goal(), row.Unit, reason)
+		heading = "\n"
 	}
 }
 
-// failures names what could not be measured.
+// failures lists the rows whose measurement failed.
 func (p Page) failures(out *bytes.Buffer) {
 	heading := "\n## What failed\n\n"
 	for _, row := range Rows {
@@ -181,12 +181,12 @@ func firstLine(text string) string {
 	return line
 }
 
-// parseWhy returns the texts by their rows' keys.
+// parseWhy returns the texts by the keys of their rows.
 func parseWhy(text string) map[string]string {
 	reasons := map[string]string{}
 	for _, section := range strings.Split("\n"+text, "\n## ")[1:] {
 		key, body, _ := strings.Cut(section, "\n")
-		reasons[strings.TrimSpace(key)] = strings.Join(strings.Fields(body), " ")
+		reasons[strings.TrimSpace(key)] = strings.TrimSpace(body)
 	}
 	return reasons
 }
