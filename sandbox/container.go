@@ -15,7 +15,6 @@ import (
 	"berth/image"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
-	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/internal/trace"
@@ -42,7 +41,7 @@ func (m *Manager) CreateContainer(
 	if err := state.CheckContainer(config, p.Config); err != nil {
 		return "", err
 	}
-	sum, err := join.Of(config)
+	sum, err := fingerprintOf(config)
 	if err != nil {
 		return "", err
 	}
@@ -50,7 +49,7 @@ func (m *Manager) CreateContainer(
 	m.pool.Expect() // who creates a container starts it at once
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
-	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
+	id, err := m.containerIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return m.newContainer(ctx, p, config, identity) },
 		Remove: m.replaceContainer,
@@ -342,7 +341,7 @@ func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 }
 
 // replaceContainer removes a container that was not started, or goes on with its removal.
-// join.ErrInUse for any other.
+// errInUse for any other.
 func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 	c, known := m.containers.Get(id)
 	if !known {
@@ -353,7 +352,7 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 			switch c.Phase() {
 			case state.ContainerCreating, state.ContainerCreated, state.Removing, state.Removed:
 			default:
-				return fmt.Errorf("container %s was started: %w", id, join.ErrInUse)
+				return fmt.Errorf("container %s was started: %w", id, errInUse)
 			}
 			return m.eraseContainer(ctx, c)
 		})

@@ -17,12 +17,10 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/diskusage"
 	"berth/internal/host"
-	"berth/internal/join"
 	"berth/internal/lograte"
 	"berth/internal/safefs"
 	"berth/internal/task"
 	"berth/internal/trash"
-	"berth/internal/writable"
 	"berth/oci"
 	"berth/sandbox/handler"
 	"berth/sandbox/lsm"
@@ -94,14 +92,14 @@ type Manager struct {
 	selinux   lsm.SELinux
 	labels    lsm.Holders
 
-	podIDs       join.Joiner // by (namespace, name, uid, attempt)
-	containerIDs join.Joiner // by (pod, name, attempt)
+	podIDs       creations // by (namespace, name, uid, attempt)
+	containerIDs creations // by (pod, name, attempt)
 	events       *state.Events
 	sampler      *stats.Sampler
 	unmeasured   lograte.Limiter // of warnings about usage that cannot be kept
 	unfinished   *deferredWork   // that recover found
 	tasks        *task.Runner
-	disks        writable.Watch // of root and state
+	disks        writableWatch // of root and state
 }
 
 // closeLimit is for a manager that could not be opened: it has no operations.

@@ -13,7 +13,6 @@ import (
 
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
-	"berth/internal/join"
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/oci"
@@ -52,7 +51,7 @@ func (m *Manager) RunPodSandbox(
 	if err := m.checkPodConfig(config, handler); err != nil {
 		return "", err
 	}
-	sum, err := join.Of(config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: handler})
+	sum, err := fingerprintOf(config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: handler})
 	if err != nil {
 		return "", err
 	}
@@ -60,7 +59,7 @@ func (m *Manager) RunPodSandbox(
 	m.pool.ExpectPause(m.hasPlainPause(config, handler), m.cfg.SystemdCgroup)
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
-	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
+	id, err := m.podIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return m.newPod(ctx, config, handler, identity) },
 		Remove: m.replacePod,

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"berth/internal/errdefs"
-	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/sandbox/runtime"
@@ -172,7 +171,7 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 }
 
 // replacePod removes a pod without containers, or continues its removal. Any other pod is
-// join.ErrInUse. A new container is entered under the pod's lock, so none can be missed.
+// errInUse. A new container is entered under the pod's lock, so none can be missed.
 func (m *Manager) replacePod(ctx context.Context, id string) error {
 	p, known := m.pods.Get(id)
 	if !known {
@@ -181,7 +180,7 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 	return m.tasks.Detach(ctx, task.Limit, "replace", p.String(), func(ctx context.Context) error {
 		return m.lockPod(ctx, p, "replace", func(p lockedPod) error {
 			if p.Phase() != state.Removing && len(m.containersOf(id)) > 0 {
-				return fmt.Errorf("pod sandbox %s has containers: %w", id, join.ErrInUse)
+				return fmt.Errorf("pod sandbox %s has containers: %w", id, errInUse)
 			}
 			return m.endPod(ctx, p)
 		})

@@ -13,7 +13,6 @@ import (
 
 	"berth/checkpoint"
 	"berth/internal/failpoint"
-	"berth/internal/join"
 	"berth/internal/safefs"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
@@ -151,7 +150,7 @@ func (m *Manager) recoverPod(p lockedPod) error {
 		m.deferWithPod("undo", p.pod, m.erasePod)
 		return nil
 	}
-	sum, err := join.Of(p.Config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.Handler})
+	sum, err := fingerprintOf(p.Config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.Handler})
 	if err != nil {
 		return err
 	}
@@ -221,7 +220,7 @@ func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error)
 		})
 		return false, nil
 	}
-	sum, err := join.Of(c.Config)
+	sum, err := fingerprintOf(c.Config)
 	if err != nil {
 		return false, err
 	}

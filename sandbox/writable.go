@@ -1,11 +1,4 @@
-// Package writable monitors whether directories are writable.
-//
-// # Contract
-//
-// A Watch periodically changes a directory's modification time. This needs no free space, but fails
-// on a filesystem that is read-only, that the kernel made read-only after an error, or that was
-// shut down. Err answers from memory, also while a probe hangs on a disk that does not respond.
-package writable
+package sandbox
 
 import (
 	"context"
@@ -18,25 +11,28 @@ import (
 )
 
 const (
-	// period is the time between two probes.
-	period = 10 * time.Second
-	// patience is how long a disk may take to respond.
-	patience = time.Minute
+	// writablePeriod is the time between two probes.
+	writablePeriod = 10 * time.Second
+	// writablePatience is how long a disk may take to respond.
+	writablePatience = time.Minute
 )
 
-// Watch monitors directories. The zero value is ready for use and reports no error.
-type Watch struct {
+// writableWatch checks whether directories are writable. It periodically changes their modification
+// times. That needs no free space, but fails on a filesystem that is read-only, that the kernel
+// made read-only after an error, or that was shut down. Err answers from memory, even while a probe
+// hangs on a disk that does not respond. The zero value is ready for use and reports no error.
+type writableWatch struct {
 	trouble atomic.Pointer[error]     // nil: none
 	trying  atomic.Pointer[time.Time] // start of the running probe; nil: none
 }
 
 // Try probes once.
-func (w *Watch) Try(dirs ...string) {
+func (w *writableWatch) Try(dirs ...string) {
 	now := time.Now()
 	w.trying.Store(&now)
 	var errs []error
 	for _, dir := range dirs {
-		errs = append(errs, try(dir))
+		errs = append(errs, tryWrite(dir))
 	}
 	w.trying.Store(nil)
 	if err := errors.Join(errs...); err != nil {
@@ -47,8 +43,8 @@ func (w *Watch) Try(dirs ...string) {
 }
 
 // Run probes periodically until ctx ends.
-func (w *Watch) Run(ctx context.Context, dirs ...string) {
-	tick := time.NewTicker(period)
+func (w *writableWatch) Run(ctx context.Context, dirs ...string) {
+	tick := time.NewTicker(writablePeriod)
 	defer tick.Stop()
 	for {
 		w.Try(dirs...)
@@ -61,8 +57,8 @@ func (w *Watch) Run(ctx context.Context, dirs ...string) {
 }
 
 // Err returns the error of the last probe, which names the directory, or nil.
-func (w *Watch) Err() error {
-	if since := w.trying.Load(); since != nil && time.Since(*since) > patience {
+func (w *writableWatch) Err() error {
+	if since := w.trying.Load(); since != nil && time.Since(*since) > writablePatience {
 		return fmt.Errorf("a filesystem has not responded for %v", time.Since(*since).Round(time.Second))
 	}
 	if err := w.trouble.Load(); err != nil {
@@ -71,9 +67,9 @@ func (w *Watch) Err() error {
 	return nil
 }
 
-// try changes dir's modification time. It ignores a lack of space, which some filesystems report
-// even for that, because space can be freed.
-func try(dir string) error {
+// tryWrite changes dir's modification time. It ignores a lack of space, because space can be freed.
+// Some filesystems need space even for this change.
+func tryWrite(dir string) error {
 	now := unix.Timespec{Nsec: unix.UTIME_NOW}
 	err := unix.UtimesNanoAt(unix.AT_FDCWD, dir, []unix.Timespec{now, now}, 0)
 	for _, passing := range []error{unix.ENOSPC, unix.EDQUOT, unix.ENOMEM, unix.EINTR} {

@@ -1,4 +1,4 @@
-package join
+package sandbox
 
 import (
 	"context"
@@ -12,14 +12,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// testMaker returns a Maker whose objects cannot be removed.
-func testMaker(make func() (string, error)) Maker {
-	return Maker{Spawn: func(f func()) bool { go f(); return true }, Make: make}
+// testMaker returns a maker whose objects cannot be removed.
+func testMaker(make func() (string, error)) maker {
+	return maker{Spawn: func(f func()) bool { go f(); return true }, Make: make}
 }
 
 func TestSameRequestJoinsRunningCreation(t *testing.T) {
 	t.Parallel()
-	var j Joiner
+	var j creations
 	var made int
 	release := make(chan struct{})
 	entered := make(chan struct{})
@@ -32,7 +32,7 @@ func TestSameRequestJoinsRunningCreation(t *testing.T) {
 	var callers sync.WaitGroup
 	for range 8 {
 		callers.Go(func() {
-			id, err := j.Create(context.Background(), "pod a", Fingerprint{1}, mk)
+			id, err := j.Create(context.Background(), "pod a", fingerprint{1}, mk)
 			if id != "id-1" || err != nil {
 				t.Errorf("create: %q, %v", id, err)
 			}
@@ -41,15 +41,15 @@ func TestSameRequestJoinsRunningCreation(t *testing.T) {
 	<-entered
 	gone, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := j.Create(gone, "pod a", Fingerprint{1}, mk); !errors.Is(err, context.Canceled) {
+	if _, err := j.Create(gone, "pod a", fingerprint{1}, mk); !errors.Is(err, context.Canceled) {
 		t.Errorf("a caller that goes away: %v", err)
 	}
 	other := make(chan error, 1)
 	go func() {
-		_, err := j.Create(context.Background(), "pod a", Fingerprint{2}, mk)
+		_, err := j.Create(context.Background(), "pod a", fingerprint{2}, mk)
 		other <- err
 	}()
-	if _, err := j.Create(gone, "pod a", Fingerprint{2}, mk); !errors.Is(err, context.Canceled) {
+	if _, err := j.Create(gone, "pod a", fingerprint{2}, mk); !errors.Is(err, context.Canceled) {
 		t.Errorf("another content while running, given up: %v", err)
 	}
 	close(release)
@@ -60,23 +60,23 @@ func TestSameRequestJoinsRunningCreation(t *testing.T) {
 	if made != 1 {
 		t.Errorf("made %d times", made)
 	}
-	if _, err := j.Create(context.Background(), "pod a", Fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
+	if _, err := j.Create(context.Background(), "pod a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("another content afterwards: %v", err)
 	}
 }
 
 func TestFailedCreationLeavesNothing(t *testing.T) {
 	t.Parallel()
-	var j Joiner
+	var j creations
 	fail := errors.New("no")
 	for _, want := range []error{fail, nil} {
-		_, err := j.Create(context.Background(), "pod a", Fingerprint{}, testMaker(func() (string, error) { return "id", want }))
+		_, err := j.Create(context.Background(), "pod a", fingerprint{}, testMaker(func() (string, error) { return "id", want }))
 		if !errors.Is(err, want) {
 			t.Errorf("create: %v, want %v", err, want)
 		}
 	}
-	var closing Joiner
-	if _, err := closing.Create(context.Background(), "pod a", Fingerprint{}, Maker{Spawn: func(func()) bool { return false }}); errdefs.Code(err) != codes.Unavailable {
+	var closing creations
+	if _, err := closing.Create(context.Background(), "pod a", fingerprint{}, maker{Spawn: func(func()) bool { return false }}); errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("create while closing: %v", err)
 	}
 	if len(closing.by) != 0 {
@@ -87,11 +87,11 @@ func TestFailedCreationLeavesNothing(t *testing.T) {
 // kubelet gives up after two minutes and retries with another path for the termination log.
 func TestUndeliveredObjectIsReplaced(t *testing.T) {
 	t.Parallel()
-	var j Joiner
+	var j creations
 	proceed := make(chan struct{})
 	gone, cancel := context.WithCancel(context.Background())
 	cancel()
-	_, err := j.Create(gone, "container a", Fingerprint{1}, testMaker(func() (string, error) { <-proceed; return "first", nil }))
+	_, err := j.Create(gone, "container a", fingerprint{1}, testMaker(func() (string, error) { <-proceed; return "first", nil }))
 	if !errors.Is(err, context.Canceled) {
 		t.Fatalf("the first caller: %v", err)
 	}
@@ -103,33 +103,33 @@ func TestUndeliveredObjectIsReplaced(t *testing.T) {
 		return nil
 	}
 	close(proceed)
-	id, err := j.Create(context.Background(), "container a", Fingerprint{2}, again)
+	id, err := j.Create(context.Background(), "container a", fingerprint{2}, again)
 	if id != "second" || err != nil || len(removed) != 1 || removed[0] != "first" {
 		t.Fatalf("the retry got %q, %v; removed %v", id, err, removed)
 	}
-	if _, err := j.Create(context.Background(), "container a", Fingerprint{3}, again); errdefs.Code(err) != codes.AlreadyExists {
+	if _, err := j.Create(context.Background(), "container a", fingerprint{3}, again); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("a delivered object: %v", err)
 	}
 }
 
 func TestFailedReplacementIsRetried(t *testing.T) {
 	t.Parallel()
-	var j Joiner
-	j.Adopt("container a", Fingerprint{1}, "first")
+	var j creations
+	j.Adopt("container a", fingerprint{1}, "first")
 	j.by["container a"].delivered = false
 	fail := errors.New("busy")
 	mk := testMaker(nil)
 	mk.Remove = func(context.Context, string) error { return fail }
 	for range 2 {
-		if _, err := j.Create(context.Background(), "container a", Fingerprint{2}, mk); !errors.Is(err, fail) {
+		if _, err := j.Create(context.Background(), "container a", fingerprint{2}, mk); !errors.Is(err, fail) {
 			t.Errorf("got %v", err)
 		}
 	}
-	mk.Remove = func(context.Context, string) error { return fmt.Errorf("container first: %w", ErrInUse) }
-	if _, err := j.Create(context.Background(), "container a", Fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
+	mk.Remove = func(context.Context, string) error { return fmt.Errorf("container first: %w", errInUse) }
+	if _, err := j.Create(context.Background(), "container a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("one that is in use: %v", err)
 	}
-	if id, err := j.Create(context.Background(), "container a", Fingerprint{1}, mk); id != "first" || err != nil {
+	if id, err := j.Create(context.Background(), "container a", fingerprint{1}, mk); id != "first" || err != nil {
 		t.Errorf("one that is in use, and the same: %q, %v", id, err)
 	}
 }
@@ -137,10 +137,10 @@ func TestFailedReplacementIsRetried(t *testing.T) {
 // A client that requests a container during its removal must not receive the old ID.
 func TestRequestWaitsForRemoval(t *testing.T) {
 	t.Parallel()
-	var j Joiner
-	j.Adopt("container a", Fingerprint{1}, "first")
+	var j creations
+	j.Adopt("container a", fingerprint{1}, "first")
 	j.Going("container a", "another") // of an older object: no effect
-	if id, err := j.Create(t.Context(), "container a", Fingerprint{1}, testMaker(nil)); id != "first" || err != nil {
+	if id, err := j.Create(t.Context(), "container a", fingerprint{1}, testMaker(nil)); id != "first" || err != nil {
 		t.Fatalf("before its removal: %q, %v", id, err)
 	}
 	j.Going("container a", "first")
@@ -154,11 +154,11 @@ func TestRequestWaitsForRemoval(t *testing.T) {
 		j.Forget("container a", id)
 		return nil
 	}
-	if id, err := j.Create(t.Context(), "container a", Fingerprint{1}, mk); !errors.Is(err, fail) {
+	if id, err := j.Create(t.Context(), "container a", fingerprint{1}, mk); !errors.Is(err, fail) {
 		t.Errorf("a removal that can't go on: %q, %v", id, err)
 	}
 	for range 2 {
-		if id, err := j.Create(t.Context(), "container a", Fingerprint{1}, mk); id != "second" || err != nil {
+		if id, err := j.Create(t.Context(), "container a", fingerprint{1}, mk); id != "second" || err != nil {
 			t.Errorf("after the removal: %q, %v", id, err)
 		}
 	}
@@ -170,8 +170,8 @@ func TestRequestWaitsForRemoval(t *testing.T) {
 // A caller with the old content must not receive the ID during the removal either.
 func TestRemovedObjectIsNotDelivered(t *testing.T) {
 	t.Parallel()
-	var j Joiner
-	j.Adopt("container a", Fingerprint{1}, "first")
+	var j creations
+	j.Adopt("container a", fingerprint{1}, "first")
 	j.by["container a"].delivered = false
 	removing, proceed := make(chan struct{}), make(chan struct{})
 	replacing := testMaker(func() (string, error) { return "second", nil })
@@ -183,12 +183,12 @@ func TestRemovedObjectIsNotDelivered(t *testing.T) {
 	}
 	gone, cancel := context.WithCancel(context.Background())
 	go func() { <-removing; cancel() }()
-	if _, err := j.Create(gone, "container a", Fingerprint{2}, replacing); !errors.Is(err, context.Canceled) {
+	if _, err := j.Create(gone, "container a", fingerprint{2}, replacing); !errors.Is(err, context.Canceled) {
 		t.Errorf("the replacing caller gave up: %v", err)
 	}
 	got := make(chan string, 1)
 	go func() {
-		id, err := j.Create(context.Background(), "container a", Fingerprint{1}, testMaker(func() (string, error) { return "third", nil }))
+		id, err := j.Create(context.Background(), "container a", fingerprint{1}, testMaker(func() (string, error) { return "third", nil }))
 		if err != nil {
 			t.Error(err)
 		}
@@ -202,8 +202,8 @@ func TestRemovedObjectIsNotDelivered(t *testing.T) {
 
 func TestForgetIgnoresOtherID(t *testing.T) {
 	t.Parallel()
-	var j Joiner
-	j.Adopt("pod a", Fingerprint{1}, "new")
+	var j creations
+	j.Adopt("pod a", fingerprint{1}, "new")
 	j.Forget("pod a", "old")
 	if j.by["pod a"] == nil {
 		t.Fatal("the removal of an older object freed the identity of the newer")

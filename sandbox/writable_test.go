@@ -1,4 +1,4 @@
-package writable
+package sandbox
 
 import (
 	"errors"
@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestWatchReportsUnwritableDirectory(t *testing.T) {
-	var w Watch
+func TestWritableWatchReportsUnwritableDirectory(t *testing.T) {
+	var w writableWatch
 	dir := t.TempDir()
 	if w.Try(dir); w.Err() != nil {
 		t.Errorf("a writable directory: %v", w.Err())
@@ -21,7 +21,7 @@ func TestWatchReportsUnwritableDirectory(t *testing.T) {
 	if w.Try(dir); w.Err() != nil {
 		t.Errorf("after the failure: %v", w.Err())
 	}
-	long := time.Now().Add(-2 * patience)
+	long := time.Now().Add(-2 * writablePatience)
 	w.trying.Store(&long)
 	if w.Err() == nil {
 		t.Error("a hanging probe is not reported")

@@ -1,6 +1,4 @@
-// Package join makes the creation of objects idempotent: a call that repeats a running request
-// joins it, and a later one gets the existing object.
-package join
+package sandbox
 
 import (
 	"context"
@@ -14,35 +12,35 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Fingerprint identifies the content of a request.
-type Fingerprint [sha256.Size]byte
+// fingerprint identifies the content of a request.
+type fingerprint [sha256.Size]byte
 
-// Of returns the fingerprint of a request, from its deterministic encoding.
-func Of(messages ...proto.Message) (Fingerprint, error) {
+// fingerprintOf returns the fingerprint of a request, from its deterministic encoding.
+func fingerprintOf(messages ...proto.Message) (fingerprint, error) {
 	h := sha256.New()
 	for _, msg := range messages {
 		data, err := proto.MarshalOptions{Deterministic: true}.Marshal(msg)
 		if err != nil {
-			return Fingerprint{}, errdefs.InvalidArgument("encode request: %w", err)
+			return fingerprint{}, errdefs.InvalidArgument("encode request: %w", err)
 		}
 		fmt.Fprintf(h, "%d:", len(data))
 		h.Write(data)
 	}
-	return Fingerprint(h.Sum(nil)), nil
+	return fingerprint(h.Sum(nil)), nil
 }
 
 // creation is one object that exists or is being created.
 type creation struct {
-	sum  Fingerprint
+	sum  fingerprint
 	done chan struct{} // closed when id and err are final
 	id   string
 	err  error
 
-	// Guarded by the Joiner's lock:
+	// Guarded by the lock of creations:
 	waiting   int      // callers that will receive the ID
 	delivered bool     // a caller has received the ID
-	going     bool     // its removal has begun and cannot be undone
-	removal   *removal // not nil: a caller that replaces the object is having it removed
+	going     bool     // the removal has started and cannot be undone
+	removal   *removal // the running removal for a caller that replaces the object; nil: none
 }
 
 // removal is one attempt to remove an object for a caller that replaces it.
@@ -51,42 +49,44 @@ type removal struct {
 	err  error
 }
 
-// ErrInUse is the error of Maker.Remove for an object in use.
-var ErrInUse = errors.New("in use")
+// errInUse is the error of maker.Remove for an object in use.
+var errInUse = errors.New("in use")
 
-// Joiner allows at most one creation for each identity. Later calls with the same content join it.
+// creations makes the creation of objects idempotent: it creates at most one object for each
+// identity. A call that repeats a running request waits for its result. A later call with the same
+// content gets the existing object.
 //
 // A call with other content gets AlreadyExists, unless no caller has received the ID and the object
-// is unused. In that case its caller has given up and is retrying: the object is removed and
-// created again. (kubelet never repeats the exact request of a container, because it draws a new
-// path for the termination log each time.)
+// is unused. Then the first caller has given up and is retrying, so the object is removed and
+// created again. kubelet never repeats the exact request of a container, because it chooses a new
+// path for the termination log each time.
 //
-// No caller receives the ID of an object whose removal has begun (Going). A caller waits until the
-// object is gone, and gets a new one.
+// No caller receives the ID of an object whose removal has started (Going). A caller waits until
+// the object is gone, and gets a new one.
 //
 // The lock guards the map and the creations' fields and is held for nothing else.
-type Joiner struct {
+type creations struct {
 	mu sync.Mutex
 	by map[string]*creation
 }
 
-// Maker creates objects of one kind for a Joiner.
-type Maker struct {
+// maker creates and removes objects of one kind.
+type maker struct {
 	// Spawn starts a goroutine, or returns false if the manager is closing.
 	Spawn func(func()) bool
 	// Make creates the object.
 	Make func() (id string, err error)
 	// Remove removes an object whose ID no caller has received, or continues a removal that has
-	// begun. It returns when the object is gone. It returns ErrInUse and removes nothing if a
-	// client found the object by other means and uses it. After that decision no client can begin
-	// to use it.
+	// started. It returns when the object is gone. It returns errInUse and removes nothing if a
+	// client found the object by other means and uses it. Once Remove has decided to remove the
+	// object, no client can start to use it.
 	Remove func(ctx context.Context, id string) error
 }
 
 // Create returns the ID of the object with that identity. It waits for a running creation, and
-// creates the object if there is none. A failed creation leaves nothing behind. Errors do not name
-// the identity, because the caller does.
-func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, mk Maker) (string, error) {
+// creates a missing object. A failed creation leaves nothing behind. Errors do not name the
+// identity, because the caller adds it.
+func (j *creations) Create(ctx context.Context, identity string, sum fingerprint, mk maker) (string, error) {
 	for {
 		c, mine, joined, going := j.enter(identity, sum)
 		if mine && !mk.Spawn(func() { id, err := mk.Make(); j.finish(identity, c, id, err) }) {
@@ -111,7 +111,7 @@ func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, m
 		}
 		switch {
 		case going.err == nil:
-		case !errors.Is(going.err, ErrInUse):
+		case !errors.Is(going.err, errInUse):
 			return "", fmt.Errorf("replace %s: %w", c.id, going.err)
 		case c.sum != sum:
 			return "", inUse(c)
@@ -132,10 +132,10 @@ func waitDone(ctx context.Context, done <-chan struct{}) error {
 	}
 }
 
-// replace begins to remove an object whose ID no caller has received, or continues a removal that
-// has begun. It returns nil in other cases. The removal outlives its caller. If it fails the object
-// stays, and the next caller retries.
-func (j *Joiner) replace(c *creation, mk Maker) *removal {
+// replace starts to remove an object whose ID no caller has received, or continues a removal that
+// has started. It returns nil in other cases. The removal outlives its caller. If the removal
+// fails, the object stays, and the next caller retries.
+func (j *creations) replace(c *creation, mk maker) *removal {
 	going, mine := j.claim(c)
 	if !mine {
 		return going
@@ -146,10 +146,9 @@ func (j *Joiner) replace(c *creation, mk Maker) *removal {
 	return going
 }
 
-// enter returns the creation of that identity, and creates it if there is none. joined reports that
-// the caller is counted as waiting for the ID. For an object that is being removed it returns the
-// removal to wait for, if any.
-func (j *Joiner) enter(identity string, sum Fingerprint) (c *creation, mine, joined bool, going *removal) {
+// enter returns the creation with that identity, and adds a missing one (mine). joined reports that
+// the caller is counted as waiting for the ID. going is the running removal of the object, or nil.
+func (j *creations) enter(identity string, sum fingerprint) (c *creation, mine, joined bool, going *removal) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c = j.by[identity]
@@ -166,34 +165,34 @@ func (j *Joiner) enter(identity string, sum Fingerprint) (c *creation, mine, joi
 	return c, mine, joined, nil
 }
 
-func (j *Joiner) put(identity string, c *creation) {
+func (j *creations) put(identity string, c *creation) {
 	if j.by == nil {
 		j.by = map[string]*creation{}
 	}
 	j.by[identity] = c
 }
 
-func (j *Joiner) await(ctx context.Context, c *creation) (string, error) {
-	told := false
+func (j *creations) await(ctx context.Context, c *creation) (string, error) {
+	delivered := false
 	defer func() {
 		j.mu.Lock()
 		defer j.mu.Unlock()
 		c.waiting--
-		c.delivered = c.delivered || told
+		c.delivered = c.delivered || delivered
 	}()
 	select {
 	case <-c.done:
-		told = c.err == nil && ctx.Err() == nil
+		delivered = c.err == nil && ctx.Err() == nil
 		return c.id, c.err
 	case <-ctx.Done():
 		return "", fmt.Errorf("continues in the background: %w", ctx.Err())
 	}
 }
 
-// claim marks the object as being removed by the caller (mine) if its removal has begun or no
-// caller has received its ID. If another caller was faster it returns that one's removal, in other
-// cases nil.
-func (j *Joiner) claim(c *creation) (going *removal, mine bool) {
+// claim marks the object as being removed by the caller (mine) if its removal has started or no
+// caller has received its ID. If another caller was faster, claim returns the removal of that
+// caller. In other cases it returns nil.
+func (j *creations) claim(c *creation) (going *removal, mine bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if c.removal != nil {
@@ -206,7 +205,7 @@ func (j *Joiner) claim(c *creation) (going *removal, mine bool) {
 	return c.removal, true
 }
 
-func (j *Joiner) release(c *creation, err error) {
+func (j *creations) release(c *creation, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c.removal.err = err
@@ -214,7 +213,7 @@ func (j *Joiner) release(c *creation, err error) {
 	c.removal = nil
 }
 
-func (j *Joiner) finish(identity string, c *creation, id string, err error) {
+func (j *creations) finish(identity string, c *creation, id string, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c.id, c.err = id, err
@@ -224,8 +223,8 @@ func (j *Joiner) finish(identity string, c *creation, id string, err error) {
 	close(c.done)
 }
 
-// Adopt adds an existing object from its record, at start.
-func (j *Joiner) Adopt(identity string, sum Fingerprint, id string) {
+// Adopt adds an object that a record describes, when the daemon starts.
+func (j *creations) Adopt(identity string, sum fingerprint, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c := &creation{sum: sum, done: make(chan struct{}), id: id, delivered: true}
@@ -233,9 +232,9 @@ func (j *Joiner) Adopt(identity string, sum Fingerprint, id string) {
 	j.put(identity, c)
 }
 
-// Going records that the removal of the object with that ID has begun and cannot be undone. No
-// caller receives its ID any more. Its identity is free after Forget.
-func (j *Joiner) Going(identity, id string) {
+// Going records that the removal of the object with that ID has started and cannot be undone. No
+// caller receives the ID any more. The identity is free after Forget.
+func (j *creations) Going(identity, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if c := j.made(identity, id); c != nil {
@@ -244,7 +243,7 @@ func (j *Joiner) Going(identity, id string) {
 }
 
 // Forget frees the identity after the removal of the object with that ID.
-func (j *Joiner) Forget(identity, id string) {
+func (j *creations) Forget(identity, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.made(identity, id) != nil {
@@ -253,8 +252,8 @@ func (j *Joiner) Forget(identity, id string) {
 }
 
 // made returns the creation of the object with that identity and ID. It returns nil if the identity
-// belongs to another object, which may still be in creation. It needs the lock.
-func (j *Joiner) made(identity, id string) *creation {
+// belongs to another object, which may still be in creation. The caller holds the lock.
+func (j *creations) made(identity, id string) *creation {
 	c := j.by[identity]
 	if c == nil {
 		return nil
