@@ -15,7 +15,7 @@ import (
 	"berth/integration/machine"
 )
 
-// defaultProfile is the AppArmor profile that RuntimeDefault stands for, which the daemon loads.
+// defaultProfile is the AppArmor profile that the daemon loads and that RuntimeDefault selects.
 const defaultProfile = "berth-default"
 
 func needAppArmor(t *testing.T) {
@@ -31,7 +31,8 @@ func needAppArmor(t *testing.T) {
 	}
 }
 
-// loadProfile loads an AppArmor profile that allows all but to write /denied, until the test ends.
+// loadProfile loads an AppArmor profile that denies only writes to /denied. It is unloaded when the
+// test ends.
 func loadProfile(t *testing.T) (name string) {
 	t.Helper()
 	name = fmt.Sprintf("berth-test-%d", os.Getpid())
@@ -50,14 +51,14 @@ func loadProfile(t *testing.T) (name string) {
 	return name
 }
 
-// appArmor asks for a profile as kubelet does.
+// appArmor requests a profile in the field that kubelet uses since 1.30.
 func appArmor(kind runtimeapi.SecurityProfile_ProfileType, ref string) harness.ContainerOption {
 	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: kind, LocalhostRef: ref}
 	})
 }
 
-// appArmorBefore1_30 asks for a profile in the field that kubelet used then.
+// appArmorBefore1_30 requests a profile in the field that older kubelets use.
 func appArmorBefore1_30(profile string) harness.ContainerOption {
 	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.ApparmorProfile = profile }) //nolint:staticcheck // deprecated
 }
@@ -80,7 +81,7 @@ func TestAppArmor(t *testing.T) {
 		runtimeDefault = runtimeapi.SecurityProfile_RuntimeDefault
 		unconfined     = runtimeapi.SecurityProfile_Unconfined
 		localhost      = runtimeapi.SecurityProfile_Localhost
-		// The default profile denies writes here. The test's own profile denies writes to /denied.
+		// The default profile denies writes to inDefault, the test's own profile writes to inLocal.
 		inDefault, inLocal = "/proc/sysrq-trigger", "/denied"
 	)
 	for _, tt := range []struct {
@@ -89,7 +90,7 @@ func TestAppArmor(t *testing.T) {
 		want            string
 		denied, allowed []string
 	}{
-		{"nothing asked for", nil, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
+		{"no profile requested", nil, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
 		{"runtime default", []harness.ContainerOption{appArmor(runtimeDefault, "")}, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
 		{"runtime default before 1.30", []harness.ContainerOption{appArmorBefore1_30("runtime/default")}, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
 		{"unconfined", []harness.ContainerOption{appArmor(unconfined, "")}, "unconfined", nil, []string{inDefault, inLocal}},
@@ -101,7 +102,7 @@ func TestAppArmor(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			c := pod.Run(t, tt.options...)
-			harness.Equal(t, "the program's profile", confinement(t, c.Pid(t)), tt.want)
+			harness.Equal(t, "profile of the command", confinement(t, c.Pid(t)), tt.want)
 			harness.Equal(t, "profile of an exec", c.Exec(t, "cat", "/proc/self/attr/current"), tt.want)
 			for _, file := range tt.denied {
 				harness.Equal(t, file+" is denied", isDenied(t, c, file), true)
@@ -113,17 +114,17 @@ func TestAppArmor(t *testing.T) {
 	}
 }
 
-// isDenied reports whether the container may not open a file for writing. It writes nothing.
+// isDenied reports whether the container is denied to open a file for writing. It writes nothing.
 func isDenied(t *testing.T, c *harness.Container, file string) bool {
 	t.Helper()
-	complaint := c.Exec(t, "sh", "-c", "{ true >>"+file+"; } 2>&1; true")
-	if complaint != "" && !strings.HasSuffix(complaint, "Permission denied") {
-		t.Errorf("open %s: %s", file, complaint)
+	message := c.Exec(t, "sh", "-c", "{ true >>"+file+"; } 2>&1; true")
+	if message != "" && !strings.HasSuffix(message, "Permission denied") {
+		t.Errorf("open %s: %s", file, message)
 	}
-	return complaint != ""
+	return message != ""
 }
 
-// The pause process is confined, too.
+// The default profile also confines the pause process.
 func TestAppArmorOfPods(t *testing.T) {
 	needAppArmor(t)
 	d := harness.StartDaemon(t)
@@ -139,7 +140,7 @@ func TestAppArmorOfPods(t *testing.T) {
 		d.RunPod(t, harness.HostNetwork, profile(runtimeapi.SecurityProfile_Unconfined)).PausePID(t)), "unconfined")
 }
 
-// If the kernel does not have a profile, the container is refused and never runs without one.
+// A container whose profile is not loaded is refused. It never runs unconfined.
 func TestUnknownAppArmorProfile(t *testing.T) {
 	needAppArmor(t)
 	d := harness.StartDaemon(t)
@@ -168,7 +169,7 @@ func TestAppArmorWithCrun(t *testing.T) {
 		defaultProfile: pod.Run(t),
 		local:          pod.Run(t, appArmor(runtimeapi.SecurityProfile_Localhost, local)),
 	} {
-		harness.Equal(t, "the program's profile", confinement(t, c.Pid(t)), want+" (enforce)")
+		harness.Equal(t, "profile of the command", confinement(t, c.Pid(t)), want+" (enforce)")
 		harness.Equal(t, "profile of an exec", c.Exec(t, "cat", "/proc/self/attr/current"), want+" (enforce)")
 	}
 }

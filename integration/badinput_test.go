@@ -15,8 +15,8 @@ import (
 	"berth/integration/machine"
 )
 
-// Bad requests for images are in TestPullUnknown and TestPullBadLayers, those for
-// the network in TestNetworkConfigHotPlug and TestPluginFailure.
+// TestPullUnknown and TestPullBadLayers contain the bad requests for images,
+// TestNetworkConfigHotPlug and TestPluginFailure those for the network.
 
 func TestBadPods(t *testing.T) {
 	d := harness.StartDaemon(t)
@@ -28,7 +28,7 @@ func TestBadPods(t *testing.T) {
 	}{
 		{"unknown sysctl", harness.Sysctl("kernel.no_such_thing", "1"), codes.InvalidArgument, "kernel.no_such_thing"},
 		{"sysctl of the node", harness.Sysctl("kernel.panic", "1"), codes.InvalidArgument, "kernel.panic"},
-		{"sysctl that escapes", harness.Sysctl("net/../kernel/panic", "1"), codes.InvalidArgument, "net/../kernel/panic"},
+		{"sysctl with ../", harness.Sysctl("net/../kernel/panic", "1"), codes.InvalidArgument, "net/../kernel/panic"},
 		{"sysctl value with a newline", harness.Sysctl("net.ipv4.ip_forward", "1\nkernel.panic=1"), codes.InvalidArgument, "net.ipv4.ip_forward"},
 		{"sysctl value with a plus", harness.Sysctl("kernel.shm_rmid_forced", "1+kernel.core_pattern=|/x"), codes.InvalidArgument, "kernel.shm_rmid_forced"},
 		{"network sysctl with host network", func(c *runtimeapi.PodSandboxConfig) {
@@ -43,9 +43,9 @@ func TestBadPods(t *testing.T) {
 		{"cgroup parent with ..", func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = "/" + harness.Machine + "/../../escape" }, codes.InvalidArgument, ".."},
 		{"cgroup parent of the other driver", func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = foreignParent() }, codes.InvalidArgument, foreignParent()},
 		{"hostname with a slash", func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "a/b" }, codes.InvalidArgument, "a/b"},
-		{"port that is none", harness.HostPort(2, 0, runtimeapi.Protocol_TCP), codes.InvalidArgument, "2:0"},
-		{"protocol that is none", harness.HostPort(2, 3, 99), codes.InvalidArgument, "99"},
-		{"bandwidth that is none", func(c *runtimeapi.PodSandboxConfig) { c.Annotations["kubernetes.io/ingress-bandwidth"] = "much" }, codes.InvalidArgument, "much"},
+		{"host port without container port", harness.HostPort(2, 0, runtimeapi.Protocol_TCP), codes.InvalidArgument, "2:0"},
+		{"unknown protocol", harness.HostPort(2, 3, 99), codes.InvalidArgument, "99"},
+		{"invalid bandwidth", func(c *runtimeapi.PodSandboxConfig) { c.Annotations["kubernetes.io/ingress-bandwidth"] = "much" }, codes.InvalidArgument, "much"},
 		{"name with a semicolon", func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Name = "a;K8S_POD_UID=b" }, codes.InvalidArgument, "a;K8S_POD_UID=b"},
 		{"relative log directory", func(c *runtimeapi.PodSandboxConfig) { c.LogDirectory = "logs/here" }, codes.InvalidArgument, "logs/here"},
 		{"target namespace for a pod", harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) {
@@ -67,7 +67,7 @@ func TestBadPods(t *testing.T) {
 	}
 }
 
-// foreignParent is a cgroup parent as kubelet writes it for the other driver.
+// foreignParent returns a cgroup parent as kubelet writes it for the other cgroup driver.
 func foreignParent() string {
 	if harness.SystemdDriver() {
 		return "/kubepods/besteffort"
@@ -82,7 +82,7 @@ func TestBadContainers(t *testing.T) {
 	pod.PausePID(t)
 	d.WaitWatched(t)
 	empty := d.Empty
-	d.Empty = d.Snapshot(t) // each case must leave what there was: the pod
+	d.Empty = d.Snapshot(t) // each case must leave only the pod
 	t.Cleanup(func() { d.Empty = empty })
 	loop := filepath.Join(t.TempDir(), "loop")
 	if err := os.Symlink("loop", loop); err != nil {
@@ -103,16 +103,16 @@ func TestBadContainers(t *testing.T) {
 		{"unknown user", harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.RunAsUsername = "nobody-knows" }), codes.InvalidArgument, "nobody-knows"},
 		{"group without user", harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.RunAsGroup = &runtimeapi.Int64Value{Value: 5} }), codes.InvalidArgument, "run_as_group"},
 		{"mount source below a file", harness.Mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: "/etc/passwd/x"}), codes.InvalidArgument, "/etc/passwd/x"},
-		{"mount source of links round and round", harness.Mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: loop}), codes.InvalidArgument, loop},
+		{"mount source in a link loop", harness.Mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: loop}), codes.InvalidArgument, loop},
 		{"mount source with a long name", harness.Mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: "/" + strings.Repeat("x", 256)}), codes.InvalidArgument, "xxx"},
 		{"device below a file", device(&runtimeapi.Device{HostPath: "/etc/passwd/x"}), codes.InvalidArgument, "/etc/passwd/x"},
-		{"device of links round and round", device(&runtimeapi.Device{HostPath: loop}), codes.InvalidArgument, loop},
+		{"device in a link loop", device(&runtimeapi.Device{HostPath: loop}), codes.InvalidArgument, loop},
 		{"relative mount target", harness.Mount(&runtimeapi.Mount{ContainerPath: "m", HostPath: "/tmp"}), codes.InvalidArgument, "\"m\""},
 		{"missing device", func(c *runtimeapi.ContainerConfig) {
 			c.Devices = []*runtimeapi.Device{{HostPath: "/dev/no-such", ContainerPath: "/dev/x", Permissions: "rwm"}}
 		}, codes.InvalidArgument, "/dev/no-such"},
 		{"unknown capability", harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.Capabilities.AddCapabilities = []string{"FLY"} }), codes.InvalidArgument, "FLY"},
-		{"privileged in a pod that is not", harness.Security(harness.Privileged), codes.InvalidArgument, "privileged"},
+		{"privileged in an unprivileged pod", harness.Security(harness.Privileged), codes.InvalidArgument, "privileged"},
 		{"unknown namespace target", harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.NamespaceOptions.Pid = runtimeapi.NamespaceMode_TARGET
 			s.NamespaceOptions.TargetId = "feedfacefeed"
@@ -128,15 +128,15 @@ func TestBadContainers(t *testing.T) {
 			harness.WantCode(t, err, c.code, c.says)
 			harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 			if _, err := os.Stat("/run/escape.log"); err == nil {
-				t.Error("a log was made outside the pod's directory")
+				t.Error("a log was created outside the pod's directory")
 			}
 			d.NoLeaks(t)
 		})
 	}
 }
 
-// Some errors appear only when the process starts. The error names the cause, and the container has
-// exited with the code that other runtimes use.
+// These errors appear only when the process starts. The error names the cause, and the container
+// exits with the code that other runtimes use.
 func TestBadCommands(t *testing.T) {
 	plain, _ := harness.Push(t, harness.Registry, "plain:latest", harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("plain", 0o644, "no program")}))
 	d := harness.StartDaemon(t)
@@ -223,6 +223,6 @@ func TestLogPathThroughSymlink(t *testing.T) {
 		t.Error("the container started")
 	}
 	if files := machine.ReadDir(outside); len(files) > 0 {
-		t.Errorf("files were made outside: %v", files)
+		t.Errorf("files were created outside the pod's directory: %v", files)
 	}
 }

@@ -22,7 +22,7 @@ import (
 	"berth/internal/netns"
 )
 
-// addressesOf returns the pod's addresses of IPv4 and IPv6.
+// addressesOf returns the pod's IPv4 and IPv6 addresses.
 func addressesOf(t *testing.T, pod *harness.Pod) (ip4, ip6 netip.Addr) {
 	t.Helper()
 	network := pod.Status(t).Network
@@ -49,8 +49,8 @@ func isIn(t *testing.T, what string, ip netip.Addr, subnet string) {
 	}
 }
 
-// With berth's own network pods have addresses and host ports and reach each other. Nothing needs
-// to be installed or configured.
+// With berth's own network, pods have addresses and host ports and reach each other. The network
+// needs neither plugins nor configuration.
 func TestOwnNetwork(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	waitNetworkReady(t, d, true)
@@ -58,7 +58,7 @@ func TestOwnNetwork(t *testing.T) {
 	serveHTTP(t, server, "from-the-pod")
 	ip4, ip6 := addressesOf(t, server)
 	isIn(t, "the pod's address", ip4, "10.83.0.0/16")
-	isIn(t, "the pod's address of IPv6", ip6, "fdb6:83e7:2d10::/64")
+	isIn(t, "the pod's IPv6 address", ip6, "fdb6:83e7:2d10::/64")
 	client := d.RunPod(t).Run(t)
 	for what, host := range map[string]string{"by IPv4": ip4.String(), "by IPv6": "[" + ip6.String() + "]", "by the host port": nodeAddress(t) + ":18080"} {
 		harness.Equal(t, "page seen by another pod "+what, client.Exec(t, "wget", "-q", "-O-", "http://"+host+"/"), "from-the-pod")
@@ -77,18 +77,18 @@ func TestOwnNetwork(t *testing.T) {
 	}
 	pod := d.RunPodConfig(t, again)
 	if next, _ := addressesOf(t, pod); next == ip4 {
-		t.Errorf("%s is given again at once", next)
+		t.Errorf("the next pod has the same address %s", next)
 	}
 }
 
-// An obstacle to attaching pods makes the network not ready, with the reason, until it is removed.
+// An obstacle makes the network not ready, with the reason, until the obstacle is removed.
 func TestOwnNetworkNotReady(t *testing.T) {
 	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0"}}))
 	bridge, err := netlink.LinkByName("berth0")
 	harness.Must(t, err)
-	harness.Must(t, netlink.LinkSetAlias(bridge, "somebody's"))
+	harness.Must(t, netlink.LinkSetAlias(bridge, "mine"))
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
-	const why = `berth0 has the alias "somebody's"`
+	const why = `berth0 has the alias "mine"`
 	says := func(why string) {
 		t.Helper()
 		harness.Eventually(t, "the condition says "+why, func() error {
@@ -138,7 +138,7 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 	})
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	waitNetworkReady(t, d, true)
-	harness.Eventually(t, "verbose Status names it", func() error { // berth looks for firewalls after the first STATUS
+	harness.Eventually(t, "verbose Status names the firewall", func() error { // berth checks for firewalls after the first STATUS
 		status, err := d.Cri.Status(t.Context(), true)
 		harness.Must(t, err)
 		var info struct{ Obstacles []string }
@@ -153,8 +153,8 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 	harness.Equal(t, "warnings in the log", strings.Count(string(log), "inet strict forward"), 1)
 }
 
-// Pods keep addresses and host ports while the daemon is replaced or killed. The next daemon
-// gives their addresses to no other pod.
+// Pods keep addresses and host ports while the daemon is restarted or killed. The next daemon
+// assigns their addresses to no other pod.
 func TestOwnNetworkSurvivesDaemonRestart(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -168,14 +168,14 @@ func TestOwnNetworkSurvivesDaemonRestart(t *testing.T) {
 		harness.Equal(t, "page after the daemon was "+what, httpGet(t, "http://127.0.0.1:18080/"), "still-there\n")
 		new4, new6 := addressesOf(t, d.RunPod(t))
 		if new4 == ip4 || new6 == ip6 {
-			t.Errorf("after the daemon was %s, %s and %s are given twice", what, ip4, ip6)
+			t.Errorf("after the daemon was %s, %s and %s are assigned twice", what, ip4, ip6)
 		}
 		d.StateMatches(t)
 	}
 }
 
 // A flush of all packet filter rules, as by a reload of nftables.service, closes host ports only
-// for a moment.
+// briefly.
 func TestOwnNetworkOutlivesFlush(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -196,7 +196,7 @@ func TestOwnNetworkOutlivesFlush(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// After a reboot only the network's files remain, and addresses are released.
+// After a reboot only the network's files are left. The daemon releases the addresses in them.
 func TestOwnNetworkAfterReboot(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	before := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -204,7 +204,7 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	d.Boot(t)
 	harness.Equal(t, "state after the reboot", before.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
 	kept := func() []string { return recordedAddresses(d) }
-	harness.Eventually(t, "the address is given back", func() error {
+	harness.Eventually(t, "the address is released", func() error {
 		if all := kept(); len(all) > 0 {
 			return harness.Unexpected("addresses kept", all, nil)
 		}
@@ -213,7 +213,7 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, pod, "after-the-reboot")
 	harness.Equal(t, "page after the reboot", httpGet(t, "http://127.0.0.1:18080/"), "after-the-reboot\n")
-	pod.Remove(t) // the check at the end compares with the machine's own boot ID
+	pod.Remove(t) // the state check at the test's end would see two boot IDs
 }
 
 // recordedAddresses returns the names of the address files of a daemon's own network.
@@ -227,7 +227,7 @@ func recordedAddresses(d *harness.Daemon) (all []string) {
 }
 
 // The plugin program and the daemon share a network. A starting daemon releases attachments that
-// the program made.
+// the plugin program made.
 func TestOwnNetworkCollectsGarbage(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -254,7 +254,7 @@ func TestOwnNetworkCollectsGarbage(t *testing.T) {
 	harness.Equal(t, "the pod's address is kept", strings.HasPrefix(recordedAddresses(d)[0], ip4.String()+","), true)
 }
 
-// New pods get addresses from the node's pod CIDR, which kubelet passes on. Older pods keep their
+// New pods get addresses from the node's pod CIDR, which kubelet sends. Older pods keep their
 // addresses, and all pods reach each other.
 func TestOwnNetworkFollowsPodCIDR(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
@@ -268,7 +268,7 @@ func TestOwnNetworkFollowsPodCIDR(t *testing.T) {
 		pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 		ip4, ip6 := addressesOf(t, pod)
 		isIn(t, "the address of a new pod "+when, ip4, "10.200.3.0/24")
-		isIn(t, "the address of IPv6 of a new pod "+when, ip6, "fd77::/64")
+		isIn(t, "the IPv6 address of a new pod "+when, ip6, "fd77::/64")
 		serveHTTP(t, pod, "new")
 		c := pod.Run(t)
 		old4, old6 := addressesOf(t, old)

@@ -23,7 +23,7 @@ import (
 	"berth/integration/harness"
 )
 
-// cadvisor asks a daemon as cAdvisor does.
+// cadvisor sends requests to a daemon as cAdvisor does.
 type cadvisor struct {
 	containers containersapi.ContainersClient
 	tasks      tasksapi.TasksClient
@@ -47,8 +47,8 @@ func (c cadvisor) task(id string) (*tasktypes.Process, error) {
 	return resp.GetProcess(), err
 }
 
-// cAdvisor gets answers about pods and containers from the appearance of their cgroups until their
-// removal, also from the next daemon.
+// cAdvisor gets answers about pods and containers from the creation of their cgroups until their
+// removal, also after a restart of the daemon.
 func TestCadvisorSocket(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "new", "cadvisor.sock")
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", socket)))
@@ -85,7 +85,7 @@ func TestCadvisorSocket(t *testing.T) {
 	c.Stop(t, 10)
 	ended := harness.Get(asked.task(c.Id))(t)
 	if ended.Status != tasktypes.Status_STOPPED || ended.ExitStatus != 7 || ended.Pid != 0 {
-		t.Errorf("the container that has ended is %v", ended)
+		t.Errorf("the exited container is %v", ended)
 	}
 	pod.Remove(t)
 	for _, id := range []string{pod.Id, c.Id} {
@@ -95,13 +95,13 @@ func TestCadvisorSocket(t *testing.T) {
 	}
 	d.Stop(t)
 	if _, err := os.Lstat(socket); !os.IsNotExist(err) {
-		t.Errorf("the socket is left: %v", err)
+		t.Errorf("the stopped daemon left the socket: %v", err)
 	}
 	d.Start(t)
 }
 
-// A pod's cgroup exists long before a slow network is up. cAdvisor asks about it once; without an
-// answer the pod's statistics have neither labels nor network.
+// A pod's cgroup exists long before a slow network is up, and cAdvisor asks about it only once.
+// Without an answer, the pod's statistics have neither labels nor network.
 func TestCadvisorSocketListsStartingPods(t *testing.T) {
 	dir := t.TempDir()
 	goOn := filepath.Join(dir, "go-on")
@@ -141,9 +141,9 @@ func TestCadvisorSocketListsStartingPods(t *testing.T) {
 	harness.Must(t, <-run)
 }
 
-// The pause of a pod that failed ends when the pod is undone, which may take long. Another process
-// may get the same process ID meanwhile. cAdvisor would then count that process's network traffic
-// for the pod.
+// When the start of a pod fails, the pause process ends while the daemon still detaches the
+// network. Another process may get the same process ID meanwhile. cAdvisor would then count that
+// process's network traffic for the pod.
 func TestCadvisorSocketOmitsPauseOfFailedPod(t *testing.T) {
 	dir := t.TempDir()
 	fails, goOn := filepath.Join(dir, "fails"), filepath.Join(dir, "go-on")
@@ -170,20 +170,20 @@ while [ ! -e %s ]; do sleep 0.05; done`, fails, goOn))
 		return err
 	})
 	harness.Must(t, os.WriteFile(fails, nil, 0o600))
-	harness.Eventually(t, "the network is undone", func() error {
+	harness.Eventually(t, "the network is being detached", func() error {
 		if n := len(plugin.calls("DEL")); n < 2 {
 			return fmt.Errorf("DEL was called %d times", n)
 		}
 		return nil
 	})
 	if pause, err := asked.task(plugin.calls("ADD")[0].id); status.Code(err) != codes.NotFound {
-		t.Errorf("the pause of a pod that failed: %v, %v", pause, err)
+		t.Errorf("pause of a failed pod: %v, %v", pause, err)
 	}
 	harness.Must(t, os.WriteFile(goOn, nil, 0o600))
 	harness.WantCode(t, <-run, codes.Internal, "no network")
 }
 
-// A daemon does not take the socket of another running runtime. Its error names the socket.
+// A daemon refuses to take over the socket of a running runtime. Its error names the socket.
 func TestCadvisorSocketOfAnotherRuntime(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "containerd.sock")
 	other := harness.Get(net.Listen("unix", socket))(t)
@@ -191,14 +191,14 @@ func TestCadvisorSocketOfAnotherRuntime(t *testing.T) {
 	d := harness.NewDaemon(t, harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", socket)))
 	out, err := d.ServeCommand().CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "cadvisor_socket") || !strings.Contains(string(out), fmt.Sprintf("process %d serves it", os.Getpid())) {
-		t.Errorf("the daemon ended with %v:\n%s", err, out)
+		t.Errorf("daemon on a socket in use: %v:\n%s", err, out)
 	}
 	if _, err := os.Lstat(d.Socket); !os.IsNotExist(err) {
-		t.Errorf("its own socket is left: %v", err)
+		t.Errorf("the refused daemon left its own socket: %v", err)
 	}
 	conn, err := net.Dial("unix", socket)
 	if err != nil {
-		t.Fatalf("the other's socket: %v", err)
+		t.Fatalf("socket of the other runtime: %v", err)
 	}
 	harness.Must(t, conn.Close())
 }

@@ -28,9 +28,9 @@ import (
 )
 
 const (
-	nobody = 65534 // the user whose processes attack
-	// fewFiles is the daemon's limit of descriptors in these tests. The daemon reserves a quarter
-	// of it for CRI and itself.
+	nobody = 65534 // user of the attacking processes
+	// fewFiles is the daemon's descriptor limit in these tests. The daemon reserves a quarter of it
+	// for CRI and itself.
 	fewFiles     = 512
 	reserved     = fewFiles / 4
 	unidentified = fewFiles / 4 // connections without a token that the daemon keeps
@@ -43,7 +43,7 @@ func streamPort(t *testing.T, address string) netip.AddrPort {
 	return harness.Get(netip.ParseAddrPort(harness.Get(url.Parse(address))(t).Host))(t)
 }
 
-// attacker holds TCP connections of another user's, the newest of as many as it may have.
+// attacker holds TCP connections to the daemon. At its limit it closes the oldest for each new one.
 type attacker struct {
 	target netip.AddrPort
 	say    string // sent on each connection
@@ -52,7 +52,7 @@ type attacker struct {
 	made   int
 }
 
-// connect begins one more connection and does not wait until it is established.
+// connect starts one more connection and does not wait until it is established.
 func (a *attacker) connect() error {
 	if len(a.held) >= a.most {
 		if err := unix.Close(a.held[0]); err != nil {
@@ -66,12 +66,12 @@ func (a *attacker) connect() error {
 	}
 	a.held = append(a.held, fd)
 	err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(a.target.Port()), Addr: a.target.Addr().As4()})
-	if err != nil && !errors.Is(err, unix.EINPROGRESS) && !errors.Is(err, unix.EAGAIN) { // no port is free
+	if err != nil && !errors.Is(err, unix.EINPROGRESS) && !errors.Is(err, unix.EAGAIN) { // EAGAIN: no port is free
 		return fmt.Errorf("connect: %w", err)
 	}
 	a.made++
 	if a.say != "" {
-		_, _ = unix.Write(fd, []byte(a.say)) // the daemon may have reset it, or not taken it yet
+		_, _ = unix.Write(fd, []byte(a.say)) // the daemon may have reset the connection, or not accepted it yet
 	}
 	return nil
 }
@@ -82,21 +82,21 @@ func (a *attacker) leave() {
 	}
 }
 
-// attack runs as another user, on a thread of its own, until stop is called. It returns when the
-// first connections are made.
+// attack makes connections as another user until stop is called. It returns once the attacker holds
+// its first connections.
 func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(ctx)
 	ready, ended := make(chan struct{}), make(chan error, 1)
 	go func() {
-		runtime.LockOSThread() // and not unlocked: the thread ends with its user
+		runtime.LockOSThread() // never unlocked, so that the thread exits with its user ID
 		defer a.leave()
-		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, nobody, nobody, nobody); errno != 0 { // of this thread only
+		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, nobody, nobody, nobody); errno != 0 { // this thread only
 			close(ready)
 			ended <- errno
 			return
 		}
-		pace := time.NewTicker(time.Millisecond) // the pace of an attacker that avoids attention
+		pace := time.NewTicker(time.Millisecond) // slow, to avoid attention
 		defer pace.Stop()
 		var err error
 		for err == nil && ctx.Err() == nil {
@@ -117,7 +117,7 @@ func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
 	stop = sync.OnceFunc(func() {
 		cancel()
 		if err := <-ended; err != nil {
-			t.Errorf("the attacker: %v", err)
+			t.Errorf("attacker: %v", err)
 		}
 		t.Logf("the attacker made %d connections", a.made)
 	})
@@ -125,16 +125,15 @@ func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
 	return stop
 }
 
-// Any user of the node may connect to the port of the sessions, as often as it wants. Its
-// connections were kept until the daemon had no descriptor left: no CRI client could connect, nor
-// the daemon's own watchdog.
+// Any user of the node can make any number of connections to the session port. The daemon must
+// limit them. Otherwise no descriptor is left for CRI clients and for its own watchdog.
 func TestIdleConnectionsDoNotCutKubeletOff(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d", fewFiles)))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	port := streamPort(t, offerExec(t, d, c))
 	execIn(t, d, c)
 	before := machine.CountFiles(t, d.Cmd.Process.Pid, "fd")
-	bound := before + unidentified + 40 // the client's own, an exec's, launchers'
+	bound := before + unidentified + 40 // descriptors of the client, an exec and launchers
 	for name, say := range map[string]string{"silent": "", "half a request": "GET /exec/AAAA HTTP/1.1\r\nHost: ", "TLS": "\x16\x03\x01\x02\x00"} {
 		t.Run(name, func(t *testing.T) {
 			defer (&attacker{target: port, say: say, most: idleAttacker}).attack(t.Context(), t)()
@@ -160,7 +159,7 @@ func offerExec(t *testing.T, d *harness.Daemon, c *harness.Container) string {
 	return harness.Get(d.Cri.Exec(t.Context(), &runtimeapi.ExecRequest{ContainerId: c.Id, Cmd: []string{"echo", "here"}, Stdout: true, Stderr: true}))(t).Url
 }
 
-// execIn has a session, in each protocol.
+// execIn runs an exec session over each protocol.
 func execIn(t *testing.T, d *harness.Daemon, c *harness.Container) {
 	t.Helper()
 	for _, p := range sessions.Protocols {
@@ -175,7 +174,7 @@ func execIn(t *testing.T, d *harness.Daemon, c *harness.Container) {
 	}
 }
 
-// newClientAsks makes a connection to the CRI socket and a call, as the watchdog does.
+// newClientAsks connects to the CRI socket and makes a call, as the watchdog does.
 func newClientAsks(t *testing.T, d *harness.Daemon) {
 	t.Helper()
 	conn := harness.Get(grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
@@ -183,7 +182,7 @@ func newClientAsks(t *testing.T, d *harness.Daemon) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	if _, err := runtimeapi.NewRuntimeServiceClient(conn).Version(ctx, &runtimeapi.VersionRequest{}); err != nil {
-		t.Errorf("a new client of CRI: %v", err)
+		t.Errorf("call of a new CRI client: %v", err)
 	}
 }
 
@@ -213,7 +212,7 @@ func TestSessionsLeaveDescriptorsForDaemon(t *testing.T) {
 	pod.Run(t)
 }
 
-// forwardSession opens the session of a port-forward.
+// forwardSession opens a port-forward session.
 func forwardSession(t *testing.T, d *harness.Daemon, pod *harness.Pod) (net.Conn, error) {
 	t.Helper()
 	u := harness.Get(url.Parse(harness.Get(d.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: pod.Id}))(t).Url))(t)

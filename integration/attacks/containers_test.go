@@ -27,20 +27,20 @@ import (
 	"berth/integration/sessions"
 )
 
-// untouched returns a directory of the host that must stay as it is: nothing is made in it.
+// untouched returns a directory of the host. The test fails if a file is created in it.
 func untouched(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "kept"), []byte("kept"), 0o644))
 	t.Cleanup(func() {
 		if names := machine.ReadDir(dir); len(names) != 1 || names[0] != "kept" {
-			t.Errorf("a directory of the host has the files %v, want only kept", names)
+			t.Errorf("host directory has the files %v, want only kept", names)
 		}
 	})
 	return dir
 }
 
-// tryRun runs a container to its end. If the container is refused, it returns the error.
+// tryRun runs a container until it exits. It returns the error if the container is refused.
 func tryRun(t *testing.T, p *harness.Pod, opts ...harness.ContainerOption) (output string, refusal error) {
 	t.Helper()
 	c, err := p.TryCreate(t, opts...)
@@ -66,8 +66,9 @@ func wantRefusal(t *testing.T, refusal error, text string) {
 	}
 }
 
-// The image's /dev is a symbolic link. Devices and mounts for it must not reach the host's /dev. A
-// link to a directory is resolved inside the container's root; a link through procfs is refused.
+// The image's /dev is a symbolic link. Devices and mounts for /dev must not reach the host's /dev.
+// The runtime resolves a link to a directory inside the container's root and refuses a link through
+// procfs.
 func TestCVE_2026_41579_DevIsASymlink(t *testing.T) {
 	pod := harness.StartDaemon(t).RunPod(t, harness.HostNetwork)
 	dir := untouched(t)
@@ -81,14 +82,14 @@ func TestCVE_2026_41579_DevIsASymlink(t *testing.T) {
 			}
 			harness.Must(t, refusal)
 			if !strings.HasPrefix(out, target+"\n1:3\n") || strings.Contains(out, "kept") {
-				t.Errorf("the container has\n%s", out)
+				t.Errorf("/dev of the container:\n%s", out)
 			}
 		})
 	}
 }
 
-// /etc is a link to a directory of the host: resolv.conf, hosts and hostname would be
-// made there.
+// /etc is a link to a directory of the host. The runtime must not create resolv.conf, hosts and
+// hostname there.
 func TestCVE_2024_5154_EtcIsASymlink(t *testing.T) {
 	d := harness.StartDaemon(t)
 	dir := untouched(t)
@@ -97,7 +98,7 @@ func TestCVE_2024_5154_EtcIsASymlink(t *testing.T) {
 		base := fixture.Tree{fixture.Whiteout("", "etc"), fixture.Symlink("etc", target)}
 		return tryRun(t, pod, harness.Image(hostileImage(t, v1.Config{}, base)), harness.Script("cat /etc/resolv.conf; touch /etc/made"))
 	}
-	for _, target := range []string{dir, "../../../.." + dir} { // stays a link into the container's own root
+	for _, target := range []string{dir, "../../../.." + dir} { // resolved inside the container's root
 		out, refusal := run(target)
 		if refusal != nil || !strings.Contains(out, "nameserver") {
 			t.Errorf("/etc -> %s: resolv.conf is %q (%v)", target, out, refusal)
@@ -107,7 +108,7 @@ func TestCVE_2024_5154_EtcIsASymlink(t *testing.T) {
 	wantRefusal(t, refusal, "/etc/")
 }
 
-// A working directory that is a descriptor of the runtime leads out of the container.
+// The working directory is a descriptor of the runtime, which leads out of the container.
 func TestCVE_2024_21626_WorkingDirectoryInProc(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -125,8 +126,7 @@ func TestCVE_2024_21626_WorkingDirectoryInProc(t *testing.T) {
 	}
 }
 
-// A container swaps the working directory that it was made with for such a link: the
-// next exec would start there.
+// A container replaces its working directory with such a link before the next exec starts there.
 func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 	d := harness.StartDaemon(t)
 	host := canary(t)
@@ -141,7 +141,7 @@ func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 	swap("/tmp") // is followed
 	harness.Equal(t, "working directory of an exec", c.Exec(t, "pwd", "-P"), "/tmp")
 	look := []string{"cat"}
-	for depth := range 16 { // however deep the directory is
+	for depth := range 16 { // the directory's depth does not matter
 		look = append(look, strings.Repeat("../", depth)+host[1:])
 	}
 	for fd := range 24 {
@@ -169,7 +169,7 @@ func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 	installed := filepath.Join(d.Root, "bin")
 	inRoot := sums(t, filesBelow(t, installed))
 	pod := d.RunPod(t, harness.HostNetwork)
-	// The command is the interpreter of itself.
+	// The script names itself as its interpreter.
 	evil := hostileImage(t, v1.Config{}, fixture.Tree{
 		fixture.File("evil", 0o755, "#!/proc/self/exe\n"), fixture.Symlink("link", "/proc/self/exe")})
 	tryRun(t, pod, harness.Image(evil), harness.Command("/evil"))
@@ -182,7 +182,7 @@ func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 		c.Exec(t, "true")
 	}
 	if out := c.Output(t); strings.Contains(out, "written") {
-		t.Error("a program of the runtime could be written to")
+		t.Error("the container could write to a program of the runtime")
 	}
 	for path, sum := range sums(t, programs) {
 		if before[path] != sum {
@@ -196,9 +196,9 @@ func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 	}
 }
 
-// The seccomp filter of a command is compiled elsewhere and passed to the container's first process
-// on a descriptor. A container with ptrace sees that process and writes to the descriptor. The
-// write must not change its own filter or another container's.
+// A command's seccomp filter is compiled in another process and passed to the container's first
+// process on a descriptor. A container with ptrace sees that process and writes to the descriptor.
+// The write must not change its own filter or another container's.
 func TestSeccompFilterOverwritten(t *testing.T) {
 	d := harness.StartDaemon(t)
 	filtered := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -215,10 +215,10 @@ func TestSeccompFilterOverwritten(t *testing.T) {
 	}
 	for tries := 0; !strings.Contains(c.Output(t), "seen"); tries++ {
 		if tries == 300 && runtime.NumCPU() == 1 {
-			t.Skip("NOT TESTED: the only processor was init's as long as it had a filter, 300 times")
+			t.Skip("NOT TESTED: on one processor the container never ran while init held a filter (300 attempts)")
 		}
 		if tries == 300 {
-			t.Fatal("no command's filter was seen in 300")
+			t.Fatal("the container saw no filter in 300 attempts")
 		}
 		refused(c)
 	}
@@ -253,8 +253,8 @@ func sums(t *testing.T, paths []string) map[string][sha256.Size]byte {
 	return all
 }
 
-// A volume at /dev has another file in place of null. To mask a path, the runtime would bind-mount
-// that file.
+// A volume at /dev contains another file in place of null. The runtime masks a path by a bind mount
+// of /dev/null and would mount that file.
 func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -269,7 +269,7 @@ func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 		wantRefusal(t, refusal, "can't mask paths")
 		harness.Must(t, os.Remove(null))
 	}
-	// In a second volume, null is the device during the check, and a link when it is bind-mounted.
+	// In a second volume, null is a device during the check and a link during the bind mount.
 	harness.Must(t, unix.Mknod(null, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))))
 	masked := harness.Script("stat -c %F:%t:%T /proc/keys")
 	out, refusal := tryRun(t, pod, dev, masked)
@@ -308,7 +308,7 @@ func TestCVE_2025_52565_DevConsoleSwapped(t *testing.T) {
 	}
 	out, refusal := tryRun(t, pod, options...)
 	harness.Must(t, refusal)
-	harness.Equal(t, "the console, where there is no link", out, "character special file:88\r\n")
+	harness.Equal(t, "console without a link", out, "character special file:88\r\n")
 }
 
 // A mount in the container must not redirect the runtime's writes below /proc/self/attr and
@@ -324,11 +324,11 @@ func TestCVE_2025_52881_ProcReplacedByAVolume(t *testing.T) {
 	pod := d.RunPod(t, harness.Sysctl("net.ipv4.ping_group_range", "0 1"))
 	_, refusal := tryRun(t, pod, harness.Mount(&runtimeapi.Mount{ContainerPath: "/proc", HostPath: volume}), harness.Script("true"))
 	wantRefusal(t, refusal, "/proc mount")
-	harness.Equal(t, "a file of the volume", strings.Join(machine.ReadLines(trap), ""), "untouched")
+	harness.Equal(t, "content of the volume's file", strings.Join(machine.ReadLines(trap), ""), "untouched")
 }
 
-// Annotations have no effect: neither those of systemd properties (CVE-2024-3154) and CDI
-// (CVE-2026-53492) nor those that control other runtimes.
+// Annotations have no effect. This holds for systemd properties (CVE-2024-3154), for CDI
+// (CVE-2026-53492) and for the annotations of other runtimes.
 func TestCVE_2024_3154_SystemdPropertyInAnnotation(t *testing.T) {
 	host := canary(t)
 	checkAnnotationsHaveNoEffect(t, map[string]string{
@@ -364,11 +364,11 @@ func checkAnnotationsHaveNoEffect(t *testing.T, annotations map[string]string) {
 	}
 	harness.Must(t, json.Unmarshal([]byte(harness.Get(d.Cri.ContainerStatus(t.Context(), c.Id, true))(t).Info["info"]), &detail))
 	harness.Equal(t, "annotations of the runtime spec", len(detail.RuntimeSpec.Annotations), 0)
-	harness.Equal(t, "the device", c.Exec(t, "sh", "-c", "ls /dev/stolen 2>/dev/null; echo $STOLEN"), "")
+	harness.Equal(t, "device from the annotation", c.Exec(t, "sh", "-c", "ls /dev/stolen 2>/dev/null; echo $STOLEN"), "")
 }
 
-// A value with a newline could set a second sysctl, one of the node. So could a plus sign, which
-// CRI-O's tool read as a separator.
+// A value with a newline could set a second sysctl of the node. A plus sign could do the same,
+// because CRI-O's tool read it as a separator.
 func TestCVE_2022_0811_SysctlValue(t *testing.T) {
 	d := harness.StartDaemon(t)
 	before := machine.ReadLines("/proc/sys/kernel/core_pattern")
@@ -380,7 +380,7 @@ func TestCVE_2022_0811_SysctlValue(t *testing.T) {
 	harness.Equal(t, "the node's core pattern", strings.Join(machine.ReadLines("/proc/sys/kernel/core_pattern"), "\n"), strings.Join(before, "\n"))
 }
 
-// A command that writes without end must not fill the daemon's memory.
+// A command with endless output must not fill the daemon's memory.
 func TestCVE_2022_1708_ExecOutputWithoutEnd(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -392,7 +392,7 @@ func TestCVE_2022_1708_ExecOutputWithoutEnd(t *testing.T) {
 	tookLessThan(t, d, 256<<20)
 }
 
-// Inheritable capabilities would come to life in a program with file capabilities.
+// Inheritable capabilities would become effective in a program with file capabilities.
 func TestCVE_2022_24769_InheritableCapabilities(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -425,8 +425,8 @@ func supplementaryGroups(t *testing.T) {
 	}
 }
 
-// Sockets in the abstract namespace belong to the network namespace: a pod on the
-// node's network could connect to them.
+// Abstract sockets belong to the network namespace, so a pod on the node's network could connect to
+// them.
 func TestCVE_2020_15257_SocketsOfTheRuntime(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -455,7 +455,7 @@ func TestCVE_2024_25621_StateIsPrivate(t *testing.T) {
 			as := exec.Command("ls", path+"/")
 			as.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 			if out, err := as.CombinedOutput(); err == nil {
-				t.Errorf("another user can look into %s:\n%s", path, out)
+				t.Errorf("another user can read or execute %s:\n%s", path, out)
 			}
 		}
 	}
@@ -464,8 +464,8 @@ func TestCVE_2024_25621_StateIsPrivate(t *testing.T) {
 	harness.Equal(t, "mode of the socket", info.Mode().Perm(), os.FileMode(0o600))
 }
 
-// A router advertisement of a neighbour pod must not change the pod's routes (lo has no
-// neighbours).
+// A neighbour pod's router advertisement must not change the pod's routes. lo is left out because
+// it has no neighbours.
 func TestCVE_2020_10749_RouterAdvertisement(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -475,9 +475,9 @@ func TestCVE_2020_10749_RouterAdvertisement(t *testing.T) {
 	}
 }
 
-// The default files of a container (hosts, hostname, resolv.conf) may be the node's in a pod on the
-// node's network. No pod may relabel them. TestRelabelMounts (sandbox/selinux_test.go) shows on
-// every machine that only requested relabels happen.
+// In a pod on the node's network, a container's hosts, hostname and resolv.conf may be the node's
+// files. No pod may relabel them. TestRelabelMounts (sandbox/selinux_test.go) shows on every
+// machine that only requested relabels happen.
 func TestCVE_2021_43816_RelabelOfDefaultFiles(t *testing.T) {
 	if !selinux.GetEnabled() {
 		t.Skip("NOT TESTED: this machine has no SELinux")
@@ -503,8 +503,8 @@ func TestCVE_2021_43816_RelabelOfDefaultFiles(t *testing.T) {
 	}
 }
 
-// A name becomes part of a path: a name with ../ must not lead out of the intended directory. It is
-// refused in every request, and nothing is created at the place that it names.
+// A name becomes part of a path, and a name with ../ must not lead out of the intended directory.
+// Every request refuses it and creates nothing at that place.
 func TestPathInNames(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.BaseImage)
@@ -554,14 +554,14 @@ func TestPathInNames(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
-// A container nests directories deeper than the daemon's limit of descriptors. The daemon removes
-// them and serves meanwhile.
+// A container nests directories deeper than the daemon's descriptor limit. The daemon removes them
+// and serves meanwhile.
 func TestDirectoriesWithoutEnd(t *testing.T) {
 	const files, levels = 400, 3000
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d:%d", files, files)))
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)
-	// A path ends at 4096 bytes; so each branch is moved below the next.
+	// A path has at most 4096 bytes, so each branch is moved below the next.
 	c.Exec(t, "sh", "-c", fmt.Sprintf(`mkdir /tree && cd /tree
 		for branch in $(seq %d); do
 			mkdir -p next/$(seq -s/ 100) && { [ ! -e done ] || mv done next/$(seq -s/ 100)/; } && mv next done || exit
@@ -578,8 +578,8 @@ func TestDirectoriesWithoutEnd(t *testing.T) {
 	d.RunPod(t).Run(t)
 }
 
-// Attacks through checkpoint archives: berth does not restore yet. An implementation must replace
-// these tests.
+// Attacks through checkpoint archives. berth does not restore yet. An implementation of restore
+// must replace these tests.
 func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) { checkRestoreIsRefused(t) }
 
 func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) { checkRestoreIsRefused(t) }

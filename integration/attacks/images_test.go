@@ -29,11 +29,10 @@ import (
 	"berth/integration/machine"
 )
 
-// hostileImages counts them, for their names.
+// hostileImages numbers the images, for their names.
 var hostileImages atomic.Int32
 
-// hostileImage pushes an image to the shared registry: busybox, and these layers
-// on top.
+// hostileImage pushes an image to the shared registry: busybox with these layers on top.
 func hostileImage(t *testing.T, config v1.Config, trees ...fixture.Tree) string {
 	t.Helper()
 	n := hostileImages.Add(1)
@@ -54,8 +53,8 @@ func canary(t *testing.T) string {
 	return path
 }
 
-// A symbolic link in one layer and a file beneath it in the next: unpacked by path,
-// the file lands on the host. The link stays a link into the container's own root.
+// One layer has a symbolic link to the host, the next a file below that link. An unpacker that
+// follows paths writes that file to the host. Here the link resolves inside the container's root.
 func TestCVE_2025_47290_SymlinkDuringUnpack(t *testing.T) {
 	d := harness.StartDaemon(t)
 	host := canary(t)
@@ -65,13 +64,13 @@ func TestCVE_2025_47290_SymlinkDuringUnpack(t *testing.T) {
 		fixture.Tree{fixture.File("escape/canary", 0o644, "overwritten"), fixture.File("up/canary", 0o644, "overwritten")},
 		fixture.Tree{fixture.Dir("swap", 0o755), fixture.File("swap/a", 0o644, "x"), fixture.Symlink("swap", dir), fixture.File("swap/canary", 0o644, "overwritten")})
 	if _, err := d.TryPull(t, name, nil); err != nil {
-		harness.WantCode(t, err, codes.DataLoss) // refused as a whole is as good
+		harness.WantCode(t, err, codes.DataLoss) // a refusal of the whole image is correct, too
 		return
 	}
 	d.RunPod(t, harness.HostNetwork).Sh(t, "ls -ld /escape /up /swap", harness.Image(name))
 }
 
-// A hard link to a file outside of the layer.
+// A layer has a hard link to a file outside the layer.
 func TestHardLinkToFileOutsideLayer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for _, target := range []string{canary(t), "../../../../../../../../etc/passwd", "/proc/self/environ"} {
@@ -87,7 +86,7 @@ func TestHardLinkToFileOutsideLayer(t *testing.T) {
 	}
 }
 
-// A digest becomes part of a path in the store. An invalid digest must be refused before that.
+// A digest becomes part of a path in the store, so an invalid digest must be refused.
 func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 	d := harness.StartDaemon(t)
 	r := harness.NewRegistry(t)
@@ -112,7 +111,7 @@ func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 	harness.NoTraceOf(t, d, name)
 }
 
-// rewriteManifest answers requests for a manifest by tag with a changed one.
+// rewriteManifest returns a hook that changes the manifest in answers to requests by tag.
 func rewriteManifest(t *testing.T, change func(map[string]any)) func(http.ResponseWriter, *http.Request) bool {
 	img, err := harness.BuildImage(t, v1.Config{}).RawManifest()
 	harness.Must(t, err)
@@ -126,13 +125,13 @@ func rewriteManifest(t *testing.T, change func(map[string]any)) func(http.Respon
 			return false
 		}
 		w.Header().Set("Content-Type", string(types.OCIManifestSchema1))
-		_, _ = w.Write(body) // to a client that may have hung up
+		_, _ = w.Write(body) // the client may have disconnected
 		return true
 	}
 }
 
-// Manifests, indexes and configs are read into memory: they need a limit, and so
-// does the number of layers.
+// The daemon reads manifests, indexes and configs into memory, so it must limit their sizes and the
+// number of layers.
 func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 	d := harness.StartDaemon(t)
 	r := harness.NewRegistry(t)
@@ -161,7 +160,7 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 		r.Hook(hook)
 		_, err := d.TryPull(t, name, nil)
 		if n := sent.Load(); n > 64<<20 { // includes bytes in flight
-			t.Errorf("%d bytes were taken of it", n)
+			t.Errorf("the daemon read %d bytes of the blob", n)
 		}
 		harness.NoTraceOf(t, d, name)
 		return err
@@ -173,22 +172,22 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 		code codes.Code
 		text string
 	}{
-		{"a manifest without end", endless(func(p string) bool { return strings.Contains(p, "/manifests/") }), codes.FailedPrecondition, limit},
-		{"a config without end", endless(func(p string) bool { return strings.Contains(p, "/blobs/") && !strings.HasSuffix(p, layer) }), codes.FailedPrecondition, limit},
+		{"endless manifest", endless(func(p string) bool { return strings.Contains(p, "/manifests/") }), codes.FailedPrecondition, limit},
+		{"endless config", endless(func(p string) bool { return strings.Contains(p, "/blobs/") && !strings.HasSuffix(p, layer) }), codes.FailedPrecondition, limit},
 		{"10,000 layers", rewriteManifest(t, func(m map[string]any) {
 			m["layers"] = slices.Repeat(m["layers"].([]any)[:1], 10_000)
 		}), codes.FailedPrecondition, "image has 10000 layers"},
-		{"a layer of 2^62 bytes", rewriteManifest(t, func(m map[string]any) {
+		{"layer of 2^62 bytes", rewriteManifest(t, func(m map[string]any) {
 			m["layers"].([]any)[0].(map[string]any)["size"] = int64(1) << 62
 		}), codes.ResourceExhausted, "allowed for an unpacked layer"},
-		{"a config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }), codes.DataLoss, limit},
-		{"a negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }), codes.DataLoss, "size is negative"},
+		{"config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }), codes.DataLoss, limit},
+		{"negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }), codes.DataLoss, "size is negative"},
 	} {
 		t.Run(c.what, func(t *testing.T) { harness.WantCode(t, try(t, c.hook), c.code, c.text) })
 	}
-	t.Run("a layer without end", func(t *testing.T) {
+	t.Run("endless layer", func(t *testing.T) {
 		err := try(t, endless(func(p string) bool { return strings.HasSuffix(p, layer) }))
-		// The first error wins: either the stream is no tar, or the digest is wrong.
+		// The stream is no tar and has the wrong digest. Either error may come first.
 		if code := harness.CodeOf(err); code != codes.InvalidArgument && code != codes.DataLoss {
 			t.Errorf("refused with %v", err)
 		}
@@ -196,7 +195,7 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 	tookLessThan(t, d, 128<<20)
 }
 
-// Indexes in indexes in indexes.
+// An index contains an index, which contains another, and so on.
 func TestCVE_2023_25153_DeepIndex(t *testing.T) {
 	d := harness.StartDaemon(t)
 	r := harness.NewRegistry(t)
@@ -209,13 +208,14 @@ func TestCVE_2023_25153_DeepIndex(t *testing.T) {
 	_, err = d.TryPull(t, name, nil)
 	harness.WantCode(t, err, codes.FailedPrecondition, "indexes are nested")
 	if got := r.Count(http.MethodGet, ""); got > 20 {
-		t.Errorf("%d requests were made for it", got)
+		t.Errorf("the daemon made %d requests for the nested indexes", got)
 	}
 	harness.NoTraceOf(t, d, name)
 }
 
-// A small blob inflates beyond the limit of a layer. The image's metadata is right, so only the
-// limit refuses it. It must do so early, because the disk has no room for the whole layer.
+// A small blob inflates beyond the size limit of a layer. The image's metadata is correct, so only
+// the limit refuses the blob. The limit must apply early, because the disk has no room for the
+// whole layer.
 func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
 	const allowed, bomb = 64 << 20, 320 << 20
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("max_layer_bytes = %d", allowed)), func(t *testing.T, d *harness.Daemon) {
@@ -230,12 +230,12 @@ func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
 	tookLessThan(t, d, 128<<20)
 }
 
-// Credentials go only to their registry: not to the target of a redirect, and not to the URL of a
+// Credentials go only to their registry, and neither to a redirect's target nor to the URL of a
 // foreign layer.
 func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 	d := harness.StartDaemon(t)
 	thief, r := harness.NewRegistry(t), harness.NewRegistry(t)
-	var mu sync.Mutex // guards stolen
+	var mu sync.Mutex // protects stolen
 	var stolen []string
 	thief.Hook(func(w http.ResponseWriter, req *http.Request) bool {
 		mu.Lock()
@@ -247,7 +247,7 @@ func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 		return true
 	})
 	const password = "secret-of-the-user"
-	// welcome answers requests without the password.
+	// welcome reports whether a request has the password. It refuses other requests.
 	welcome := func(w http.ResponseWriter, req *http.Request) bool {
 		if _, p, _ := req.BasicAuth(); p == password {
 			return true
@@ -274,7 +274,7 @@ func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 		t.Errorf("the password is in the error: %v", err)
 	}
 	if thief.Count(http.MethodGet, "") == 0 {
-		t.Error("the other host, to which the registry redirects, was never asked")
+		t.Error("the redirect's target received no request")
 	}
 	foreign := rewriteManifest(t, func(m map[string]any) {
 		layer := m["layers"].([]any)[0].(map[string]any)
@@ -282,7 +282,7 @@ func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 		layer["mediaType"] = string(types.OCIRestrictedLayer)
 	})
 	r.Hook(func(w http.ResponseWriter, req *http.Request) bool { return !welcome(w, req) || foreign(w, req) })
-	_, err = d.TryPull(t, name, auth) // the registry has the layer as well, whatever other places it names
+	_, err = d.TryPull(t, name, auth) // the registry has the layer, so its other URLs are not needed
 	harness.Must(t, err)
 	if n := thief.Count(http.MethodGet, "/stolen"); n > 0 {
 		t.Errorf("the URL in the layer's descriptor was requested %d times", n)
@@ -299,8 +299,8 @@ func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 	}
 }
 
-// A signed URL that a registry redirects to holds a token: neither errors nor the
-// log may show it (containerd issue 5453).
+// A registry may redirect to a signed URL, which contains a token. Neither errors nor the log may
+// show the token (containerd issue 5453).
 func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
 	d := harness.StartDaemon(t)
 	r := harness.NewRegistry(t)
@@ -315,12 +315,12 @@ func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
 	})
 	_, err := d.TryPull(t, name, nil)
 	if err == nil {
-		t.Fatal("pulled from nowhere")
+		t.Fatal("the pull succeeded, want an error")
 	}
 	log, readErr := os.ReadFile(d.LogFile())
 	harness.Must(t, readErr)
 	if text := err.Error() + string(log); strings.Contains(text, "sesame") {
-		t.Errorf("the token of the URL is shown: %v", err)
+		t.Errorf("the error shows the URL's token: %v", err)
 	}
 }
 
@@ -373,7 +373,7 @@ func TestCVE_2021_21334_EnvironmentOfAnotherContainer(t *testing.T) {
 	}
 }
 
-// VOLUME of an image through a symbolic link: content of the host would be copied
+// VOLUME of an image leads through a symbolic link. The runtime must not copy the host's content
 // into the volume.
 func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
 	d := harness.StartDaemon(t)
@@ -397,8 +397,8 @@ func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
 	}
 }
 
-// USER is looked up in files of the image: large, special, or full of tricks. None of these files
-// contains the user or the group, and none is read into memory as a whole.
+// The daemon looks up USER in files of the image, which may be large or special files or links.
+// None of them contains the user or the group, and the daemon reads none into memory as a whole.
 func TestCVE_2026_47262_PasswdIsNoRegularFile(t *testing.T) {
 	testIrregularUserFile(t, "etc/passwd", "app")
 }
@@ -434,7 +434,7 @@ func testIrregularUserFile(t *testing.T, path, user string) {
 	tookLessThan(t, d, 256<<20)
 }
 
-// hugeFile packs a sparse file of the given size. Neither the layer nor the unpacked file takes
+// hugeFile packs a sparse file of the given size. Neither the layer nor the unpacked file uses disk
 // space.
 func hugeFile(t *testing.T, path string, size int64) v1.Layer {
 	t.Helper()
@@ -446,13 +446,13 @@ func hugeFile(t *testing.T, path string, size int64) v1.Layer {
 	return harness.Get(fixture.NewLayer(packed, fixture.Gzip))(t)
 }
 
-// tookLessThan fails the test if the daemon's memory was ever larger than limit bytes.
+// tookLessThan fails the test if the daemon's peak memory exceeds limit bytes.
 func tookLessThan(t *testing.T, d *harness.Daemon, limit int) {
 	t.Helper()
 	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
 	harness.Must(t, err)
 	if peak > limit>>10 {
-		t.Errorf("the daemon took %d KiB, want at most %d", peak, limit>>10)
+		t.Errorf("the daemon's peak memory is %d KiB, want at most %d", peak, limit>>10)
 	}
 }
 
@@ -460,14 +460,14 @@ func TestCVE_2022_4318_NewlineInHome(t *testing.T) { newlineInHome(t) }
 
 func TestCVE_2026_15809_NewlineInHome(t *testing.T) { newlineInHome(t) }
 
-// newlineInHome: HOME with a newline would be a second line of /etc/passwd, or a
-// second variable.
+// newlineInHome tests home directories with a newline. The part after the newline must become
+// neither a line of /etc/passwd nor a variable.
 func newlineInHome(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	const line = "root::0:0::/:/bin/sh"
 	passwd := fixture.Tree{fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\nweb:x:1000:1000::/x\r"+line+"\n")}
-	// Here each variable is one line, even if its value contains newlines.
+	// tr joins the lines of a variable whose value contains newlines.
 	look := harness.Script(`grep -c '^root:' /etc/passwd; cat /proc/self/environ | tr '\n\0' '#\n' | grep -E '^(HOME|root)'; pwd | tr '\n' '#'`)
 	for what, c := range map[string]struct {
 		image v1.Config
@@ -481,12 +481,12 @@ func newlineInHome(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			out, refusal := tryRun(t, pod, harness.Image(hostileImage(t, c.image, c.more...)), look)
 			harness.Must(t, refusal)
-			harness.Equal(t, "what the container has", out, c.want)
+			harness.Equal(t, "output of the container", out, c.want)
 		})
 	}
 }
 
-// A numeric USER is a number of 32 bits, or refused: neither cut off nor read as 0.
+// A numeric USER that exceeds 32 bits is refused. It is neither truncated nor read as 0.
 func TestCVE_2024_40635_UserOutOfRange(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -499,7 +499,7 @@ func TestCVE_2024_40635_UserOutOfRange(t *testing.T) {
 	}
 }
 
-// USER "1" is the user ID 1, even if /etc/passwd has a user with the name 1 and the ID 0.
+// USER "1" is the user ID 1, even if /etc/passwd has a user named 1 with the ID 0.
 func TestCVE_2026_30892_TextualUserReadAsZero(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

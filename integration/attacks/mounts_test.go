@@ -15,17 +15,17 @@ import (
 	"berth/integration/machine"
 )
 
-// An image whose /proc is a link: the proc that masking and labelling rely on would be
-// mounted elsewhere. It is refused.
+// The image's /proc is a link, so proc would be mounted at another place than the one that is
+// masked and labelled. The container is refused.
 func TestCVE_2023_27561_ProcIsASymlink(t *testing.T) {
 	escape := machine.HostDir(t)
 	name, _ := harness.Push(t, harness.Registry, "targets:proc", harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.Symlink("proc", escape)}))
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Create(t, harness.Image(name))
 	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil || !harness.Contains(err.Error(), "/proc") {
-		t.Errorf("the start of such a container: %v", err)
+		t.Errorf("start of a container whose /proc is a link: %v", err)
 	}
-	harness.Equal(t, "what was made on the host", fmt.Sprint(machine.ReadDir(escape)), "[]")
+	harness.Equal(t, "files created on the host", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }
 
 // Another container of the pod keeps swapping a mount target between a directory and a link. The
@@ -48,12 +48,12 @@ func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
 		harness.Must(t, start())
 		exchange(t, target, other)
 	}
-	race(t, target, other, func() bool { return start() == nil }) // may be refused: the target has changed since
-	harness.Equal(t, "files made outside the container", fmt.Sprint(machine.ReadDir(escape)), "[]")
+	race(t, target, other, func() bool { return start() == nil }) // may fail, because the target has changed meanwhile
+	harness.Equal(t, "files created outside the container", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }
 
-// race repeats an attempt while two files keep swapping places, until it has succeeded and has been
-// refused, or a limit is reached. The caller has tested each of the two files alone.
+// race repeats an attempt while two files keep swapping places. It returns after a success and a
+// refusal, or at a limit. The caller has tested each of the two files before.
 func race(t *testing.T, one, other string, attempt func() (succeeded bool)) {
 	t.Helper()
 	const least, most = 10, 300

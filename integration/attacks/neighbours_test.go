@@ -23,24 +23,24 @@ import (
 	"berth/internal/testutil"
 )
 
-// The bounds of TestHostileNeighbours. docs/reliability.md states them with what was measured.
+// The bounds of TestHostileNeighbours. docs/reliability.md states them beside the measured values.
 const (
-	memoryBound     = 96 << 10         // kB that the daemon has at its peak
+	memoryBound     = 96 << 10         // the daemon's peak memory in kB
 	descriptorBound = 1500             // descriptors of the daemon
-	startBound      = 15 * time.Second // from the start of a daemon to its first answer
-	lifeBound       = 30 * time.Second // of one pod from RunPodSandbox to RemovePodSandbox
+	startBound      = 15 * time.Second // from a daemon's start to its first answer
+	lifeBound       = 30 * time.Second // from RunPodSandbox to RemovePodSandbox
 )
 
-// neighbour is a hostile container: which attack it makes, in what kind of pod, as which user.
+// neighbour is a hostile container: its attack, the kind of its pod, and its user.
 type neighbour struct {
 	attack string
 	pod    []harness.PodOption
 	opts   []harness.ContainerOption
 }
 
-// Pods without privileges attack the daemon in every way that the program neighbour knows, all at
-// once. Meanwhile other pods run, and the daemon is killed and restarted. Its resource usage stays
-// within the bounds.
+// Pods without privileges run all attacks of the program neighbour at the same time. Meanwhile
+// other pods run, and the daemon is killed and restarted. Its resource usage stays within the
+// bounds.
 func TestHostileNeighbours(t *testing.T) {
 	testutil.Long(t)
 	duration := 30 * time.Second
@@ -73,7 +73,7 @@ func TestHostileNeighbours(t *testing.T) {
 		began := time.Now()
 		pod.Stop(t)
 		if took := time.Since(began); took > lifeBound {
-			t.Errorf("the pod of the attack %s took %v to stop", pod.Config.Metadata.Name, took)
+			t.Errorf("StopPodSandbox of the attack %s took %v", pod.Config.Metadata.Name, took)
 		}
 	}
 }
@@ -81,7 +81,7 @@ func TestHostileNeighbours(t *testing.T) {
 // neighbourImage pushes an image with the program neighbour, and returns its name.
 func neighbourImage(t *testing.T) string {
 	t.Helper()
-	program := filepath.Join(harness.BinDir, "neighbour") // in a guest, which has no go
+	program := filepath.Join(harness.BinDir, "neighbour") // a guest has no go command
 	if _, err := os.Stat(program); err != nil {
 		program = filepath.Join(t.TempDir(), "neighbour")
 		build := exec.CommandContext(t.Context(), "go", "build", "-o", program, "./neighbour")
@@ -94,7 +94,7 @@ func neighbourImage(t *testing.T) string {
 	return hostileImage(t, v1.Config{}, fixture.Tree{fixture.File("bin/neighbour", 0o755, string(body))})
 }
 
-// nodeOf returns those attributes of a device node that a container could change.
+// nodeOf returns the attributes of a device node that a container could change.
 func nodeOf(t *testing.T, path string) string {
 	t.Helper()
 	info, err := os.Stat(path)
@@ -102,7 +102,7 @@ func nodeOf(t *testing.T, path string) string {
 	return info.Mode().String()
 }
 
-// streamingAddress returns where the daemon serves sessions.
+// streamingAddress returns the address of the session server.
 func streamingAddress(t *testing.T, d *harness.Daemon) string {
 	t.Helper()
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -111,7 +111,7 @@ func streamingAddress(t *testing.T, d *harness.Daemon) string {
 	return session.Host
 }
 
-// soak is what is measured while the neighbours attack.
+// soak holds the pods of the test and its measurements.
 type soak struct {
 	d         *harness.Daemon
 	plugin    *faults.Plugin
@@ -145,7 +145,7 @@ func (s *soak) neighbours() []neighbour {
 	}
 }
 
-// startNeighbours runs all attacks, and waits until each is under way.
+// startNeighbours starts all attacks, and waits until each runs.
 func (s *soak) startNeighbours(t *testing.T, image string) {
 	t.Helper()
 	for _, n := range s.neighbours() {
@@ -153,7 +153,7 @@ func (s *soak) startNeighbours(t *testing.T, image string) {
 		s.pods = append(s.pods, pod)
 		command := append([]string{"neighbour"}, strings.Fields(n.attack)...)
 		c := pod.Run(t, append(n.opts, harness.Image(image), harness.Command(command...))...)
-		harness.Eventually(t, "the attack "+n.attack+" is under way", func() error {
+		harness.Eventually(t, "the attack "+n.attack+" runs", func() error {
 			out := c.Output(t)
 			if strings.Contains(out, "failed") {
 				t.Fatalf("the attack %s: %s", n.attack, out)
@@ -178,8 +178,7 @@ func (s *soak) startNeighbours(t *testing.T, image string) {
 	}))
 }
 
-// startLogAttack runs a container that replaces its log by a FIFO that nobody reads, again and
-// again.
+// startLogAttack runs a container that keeps replacing its log by a FIFO without a reader.
 func (s *soak) startLogAttack(t *testing.T) {
 	t.Helper()
 	pod := s.d.RunPod(t, harness.HostNetwork)
@@ -188,7 +187,7 @@ func (s *soak) startLogAttack(t *testing.T) {
 		harness.Script(`while :; do for log in /logs/*/0.log; do rm -f $log; mkfifo $log; done; echo line; sleep 0.1; done`))
 }
 
-// life runs a pod as kubelet does, with an exec, and notes how long it took.
+// life runs a pod through kubelet's calls, with an exec, and records the duration.
 func (s *soak) life(t *testing.T) {
 	t.Helper()
 	began := time.Now()
@@ -199,8 +198,8 @@ func (s *soak) life(t *testing.T) {
 	s.lives = append(s.lives, time.Since(began))
 }
 
-// killPlugin makes a CNI plugin die of a signal. The daemon has to find and kill its children among
-// the neighbours' processes.
+// killPlugin makes a CNI plugin die from a signal. The daemon must find and kill the plugin's
+// children among the neighbours' processes.
 func (s *soak) killPlugin(t *testing.T) {
 	t.Helper()
 	began := time.Now()
@@ -213,7 +212,7 @@ func (s *soak) killPlugin(t *testing.T) {
 	}
 }
 
-// attackExec makes an exec change the files that it gets.
+// attackExec runs an exec that changes the files of its descriptors.
 func (s *soak) attackExec(t *testing.T) {
 	t.Helper()
 	_, _, err := s.d.Cri.ExecSync(t.Context(), s.execs.Id, []string{"chmod", "000", "/proc/self/fd/0", "/proc/self/fd/1", "/proc/self/fd/2"}, time.Minute)
@@ -222,7 +221,7 @@ func (s *soak) attackExec(t *testing.T) {
 	}
 }
 
-// attackLog reopens a log that is a FIFO by then. It may fail, but must answer.
+// attackLog reopens a log that has become a FIFO. The call may fail, but must return.
 func (s *soak) attackLog(t *testing.T) {
 	t.Helper()
 	began := time.Now()
@@ -232,12 +231,13 @@ func (s *soak) attackLog(t *testing.T) {
 	}
 }
 
-// checkVictim runs a container beside the one that traces it. Its exit code must be known.
+// checkVictim runs a container while another container traces its processes. The daemon must report
+// its exit code.
 func (s *soak) checkVictim(t *testing.T) {
 	t.Helper()
 	began := time.Now()
-	// It waits for a second without a child: the shell would never be notified of the end of a
-	// traced child.
+	// The command waits for a second without a child. The kernel would not notify the shell of a
+	// traced child's exit.
 	_, status := s.traced.RunToEnd(t, harness.Script("read -t 1 line <>/dev/ptmx; exit 7"))
 	harness.Equal(t, "exit code of a traced container", status.ExitCode, 7)
 	if took := time.Since(began); took > lifeBound {
@@ -245,7 +245,7 @@ func (s *soak) checkVictim(t *testing.T) {
 	}
 }
 
-// sample notes the most that the daemon has taken. The kernel keeps the peak of its memory.
+// sample records the daemon's highest resource usage. The kernel keeps the peak of its memory.
 func (s *soak) sample(t *testing.T) {
 	t.Helper()
 	var peak int
@@ -255,7 +255,7 @@ func (s *soak) sample(t *testing.T) {
 	s.descriptors = max(s.descriptors, machine.CountFiles(t, s.d.Cmd.Process.Pid, "fd"))
 }
 
-// restart kills the daemon and starts it, and notes how long it takes to answer.
+// restart kills the daemon, starts it and records the time until its first answer.
 func (s *soak) restart(t *testing.T) {
 	t.Helper()
 	s.d.Kill(t)

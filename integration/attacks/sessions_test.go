@@ -17,7 +17,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// Each attach that was given up left a goroutine.
+// A cancelled attach leaves no goroutine.
 func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 	testutil.Long(t)
 	d := harness.StartDaemon(t)
@@ -53,12 +53,12 @@ func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 			"monitor's threads": machine.CountFiles(t, monitor, "task")}
 	}
 	var before map[string]int
-	harness.Eventually(t, "the first ones are gone", func() error {
+	harness.Eventually(t, "sessions of the warm-up are gone", func() error {
 		before = count()
 		return machine.SessionsLeft(monitor)
 	})
 	attachAndCancel(rounds)
-	harness.Eventually(t, "nothing is left", func() error {
+	harness.Eventually(t, "cancelled sessions leave nothing", func() error {
 		var err error
 		for what, n := range count() {
 			if n > before[what] {
@@ -69,7 +69,7 @@ func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 	})
 }
 
-// attachOnce attaches to a container and hangs up, some time in between.
+// attachOnce attaches to a container and disconnects after a random time.
 func attachOnce(ctx context.Context, d *harness.Daemon, c *harness.Container, p sessions.Protocol) error {
 	response, err := d.Cri.Attach(ctx, &runtimeapi.AttachRequest{ContainerId: c.Id, Stdin: true, Stdout: true, Stderr: true})
 	if err != nil {
@@ -79,12 +79,12 @@ func attachOnce(ctx context.Context, d *harness.Daemon, c *harness.Container, p 
 	input := &hangingUp{hangUp}
 	_, err = p.Stream(ctx, sessions.Plain(), response.Url, remotecommand.StreamOptions{Stdin: input, Stdout: io.Discard, Stderr: io.Discard})
 	if !errors.Is(err, context.Canceled) {
-		return fmt.Errorf("an attach that was given up: %w", err)
+		return fmt.Errorf("cancelled attach: %w", err)
 	}
 	return nil
 }
 
-// hangingUp is an input that disconnects when it is read.
+// hangingUp is an input that cancels the session when it is read.
 type hangingUp struct{ hangUp context.CancelFunc }
 
 func (h *hangingUp) Read([]byte) (int, error) {

@@ -22,17 +22,17 @@ import (
 type bench struct {
 	options
 	begin    processors
-	waited   time.Duration // for a quiet machine
+	waited   time.Duration // waited for a quiet machine
 	registry *fixture.Registry
 	subjects []*subject.Subject
 	results  report.Results
-	pushed   map[string]string // images for pulls, by their layers' form
+	pushed   map[string]string // names of the images for pulls, by the form of their layers
 
 	timelines []report.Timeline
 }
 
-// open starts the registry and all runtimes. One that does not start is left out, unless it is
-// berth.
+// open starts the registry and all runtimes. A runtime that does not start is left out, but berth's
+// failure is an error.
 func (b *bench) open(ctx context.Context) error {
 	var err error
 	if b.registry, err = fixture.NewRegistry(); err != nil {
@@ -88,7 +88,7 @@ func (b *bench) openBerth(ctx context.Context, site *subject.Site, column, bin, 
 	return nil
 }
 
-// openPeers starts the runtimes that there are programs for: containerd, with runc and with crun.
+// openPeers starts containerd with runc and with crun, if their programs exist.
 func (b *bench) openPeers(ctx context.Context, site *subject.Site) error {
 	program, err := pauseProgram()
 	if err != nil {
@@ -121,7 +121,7 @@ func (b *bench) openPeers(ctx context.Context, site *subject.Site) error {
 	return nil
 }
 
-// add takes a runtime in, or says why not.
+// add adds a runtime, or prints why it is left out.
 func (b *bench) add(s *subject.Subject, err error) {
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench: left out:", err)
@@ -130,7 +130,7 @@ func (b *bench) add(s *subject.Subject, err error) {
 	b.subjects = append(b.subjects, s)
 }
 
-// pushWorkload makes the pods' image: busybox, and pause as a program that waits for SIGTERM.
+// pushWorkload pushes the pods' image: busybox and a program that waits for SIGTERM.
 func (b *bench) pushWorkload() (subject.Workload, error) {
 	work := subject.Workload{Command: []string{subject.TermWaiter}}
 	program, err := pauseProgram()
@@ -149,7 +149,7 @@ func (b *bench) pushWorkload() (subject.Workload, error) {
 	return work, err
 }
 
-// pauseProgram returns berth's pause. All runtimes have the same.
+// pauseProgram returns the path of berth's pause, which all runtimes use.
 func pauseProgram() (program string, err error) {
 	dir, err := os.MkdirTemp("", "payload")
 	if err != nil {
@@ -177,7 +177,7 @@ func (b *bench) close() error {
 
 func (b *bench) selected(row report.Row) bool { return b.rows.MatchString(row.Key) }
 
-// columns are the runtimes, each once, berth last.
+// columns returns the runtimes, each once, berth last.
 func (b *bench) columns() (all []report.Column) {
 	for _, s := range slices.Backward(b.subjects) {
 		if !s.OwnNetwork {
@@ -204,7 +204,7 @@ func (b *bench) measure(ctx context.Context) {
 			continue
 		}
 		subjects := slices.Clone(b.subjects)
-		subjects = slices.DeleteFunc(subjects, func(s *subject.Subject) bool { return !e.suits(s) })
+		subjects = slices.DeleteFunc(subjects, func(s *subject.Subject) bool { return !e.applies(s) })
 		begin := time.Now()
 		if e.oneByOne {
 			for i := range subjects {
@@ -232,7 +232,8 @@ func (b *bench) experiment(ctx context.Context, e experiment, subjects []*subjec
 	}
 	samples := e.samples(b.samples)
 	for n := range e.warmUp + samples {
-		// A prepared runtime may be busy for as long as the experiment lasts.
+		// An experiment with a preparation may keep the runtimes busy, so the machine does not
+		// become quiet.
 		if n > 0 && e.prepare == nil && slices.ContainsFunc(all, (*contestant).needsSample) {
 			b.awaitQuiet(ctx)
 		}
@@ -253,14 +254,14 @@ type contestant struct {
 	b     *bench
 	e     experiment
 	s     *subject.Subject
-	state any // what prepare has made
+	state any // result of the preparation
 
-	n      int           // samples that count
-	spent  time.Duration // on them
+	n      int           // counted samples
+	spent  time.Duration // duration of the counted samples
 	failed bool
 }
 
-// enough is how many samples a runtime gives at least, however long they take.
+// enough is the minimum number of a runtime's samples, however long they take.
 const enough = 5
 
 // prepare runs the experiment's preparation. It returns false if the runtime fails.
@@ -308,7 +309,7 @@ func (c *contestant) sample(ctx context.Context, warmUp bool) {
 	for row, v := range values {
 		series := c.b.results.Of(row, c.s.Column)
 		series.Values = append(series.Values, v...)
-		if c.s.Column == report.Ours { // others do more when they rest
+		if c.s.Column == report.Ours { // other runtimes have background work, which changes the pace
 			p := c.b.results.Pace(row)
 			p.Values = append(p.Values, pace)
 		}
@@ -318,7 +319,7 @@ func (c *contestant) sample(ctx context.Context, warmUp bool) {
 // fail records an error for all rows of the experiment and removes its pods.
 func (c *contestant) fail(ctx context.Context, err error) {
 	c.failed = true
-	if ctx.Err() != nil { // we have been interrupted: it has not failed
+	if ctx.Err() != nil { // interrupted, not failed
 		c.clean(ctx)
 		return
 	}
@@ -329,7 +330,7 @@ func (c *contestant) fail(ctx context.Context, err error) {
 	c.clean(ctx)
 }
 
-// cleanLimit is how long the removal of an experiment's pods may take.
+// cleanLimit bounds the removal of an experiment's pods.
 const cleanLimit = 5 * time.Minute
 
 // clean removes all pods, also after an interruption.

@@ -10,21 +10,20 @@ import (
 	"berth/integration/fixture"
 )
 
-// values are what one sample gives, by row.
+// values holds the results of one sample, by row.
 type values map[string][]float64
 
-// experiment is one way to measure, for one row or several.
+// experiment measures one row or several.
 type experiment struct {
 	name string
 	rows []string
-	// suits tells which runtimes take part.
-	suits   func(*subject.Subject) bool
+	// applies reports whether a runtime takes part.
+	applies func(*subject.Subject) bool
 	warmUp  int
 	samples func(wanted int) int
-	// oneByOne: the preparation is too large for two runtimes at a time.
+	// oneByOne prepares one runtime at a time, because the preparation is large.
 	oneByOne bool
-	// limit is how long a sample, or the preparation, may take; budget how long one runtime's
-	// samples.
+	// limit bounds a sample or the preparation, budget all samples of a runtime.
 	limit, budget time.Duration
 
 	prepare func(context.Context, *bench, *subject.Subject) (any, error)
@@ -49,14 +48,14 @@ func ownNetwork(s *subject.Subject) bool { return s.OwnNetwork }
 func wanted(n int) int { return n }
 
 // lifecycle runs one pod after another on one kind of network. It measures the duration of each
-// call and the CPU time of the whole, including the runtime's work between pods.
-func lifecycle(network string, suits func(*subject.Subject) bool) experiment {
+// call and the CPU time of the pod's life, including the runtime's work between pods.
+func lifecycle(network string, applies func(*subject.Subject) bool) experiment {
 	rows := []string{"start-" + network, "cpu-" + network, "stop-sandbox-" + network}
 	if network == "host" {
 		rows = append(rows, "stop-container")
 	}
 	return experiment{
-		name: "one pod after another, " + network, rows: rows, suits: suits, warmUp: 3, samples: wanted, limit: time.Minute, budget: 2 * time.Minute,
+		name: "one pod after another, " + network, rows: rows, applies: applies, warmUp: 3, samples: wanted, limit: time.Minute, budget: 2 * time.Minute,
 		sample: func(ctx context.Context, c *contestant) (values, error) {
 			life, err := live(ctx, c.s, network == "host")
 			if err != nil {
@@ -80,8 +79,8 @@ type life struct {
 	stopContainer, stopSandbox, cpu time.Duration
 }
 
-// live runs one pod through its life as kubelet does. It waits for the runtime to rest before it
-// stops the pod, so that work of the start does not count as work of the stop.
+// live runs one pod through kubelet's calls. Before the stop it waits until the runtime rests, so
+// that work of the start does not count as work of the stop.
 func live(ctx context.Context, s *subject.Subject, hostNetwork bool) (l life, err error) {
 	before, err := s.CPU()
 	if err != nil {
@@ -122,15 +121,15 @@ const (
 	burstWidth = 8
 )
 
-// burstRounds is how many bursts of a runtime count at least: what one round meets on the machine
-// is the same for all its pods.
+// burstRounds is the minimum number of a runtime's bursts. Other load on the machine affects all
+// pods of a burst, so one burst does not suffice.
 const burstRounds = 4
 
-// burst is many pods at a time.
-func burst(network string, suits func(*subject.Subject) bool) experiment {
+// burst starts many pods at the same time.
+func burst(network string, applies func(*subject.Subject) bool) experiment {
 	row := "burst-" + network
 	return experiment{
-		name: "64 pods, 8 at a time, " + network, rows: []string{row}, suits: suits, warmUp: 1, limit: 3 * time.Minute, budget: 3 * time.Minute,
+		name: "64 pods, 8 at a time, " + network, rows: []string{row}, applies: applies, warmUp: 1, limit: 3 * time.Minute, budget: 3 * time.Minute,
 		samples: func(wanted int) int { return max(burstRounds, (wanted+burstPods-1)/burstPods) },
 		sample: func(ctx context.Context, c *contestant) (values, error) {
 			var times [burstPods]time.Duration
@@ -168,9 +167,9 @@ func inParallel(ctx context.Context, n int, f func(ctx context.Context, i int) e
 	return group.Wait()
 }
 
-// calls are calls to a pod that runs.
+// calls measures calls to a running pod.
 var calls = experiment{
-	name: "calls", rows: []string{"exec", "exec-cpu", "status"}, suits: plugins,
+	name: "calls", rows: []string{"exec", "exec-cpu", "status"}, applies: plugins,
 	warmUp: 3, samples: wanted, limit: time.Minute, budget: time.Minute,
 	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
 		pod, _, err := s.Start(ctx, true)
@@ -208,13 +207,13 @@ var calls = experiment{
 	},
 }
 
-// memoryPods is how many pods run while memory is measured.
+// memoryPods is the number of pods while memory is measured.
 const memoryPods = 20
 
-// memory compares what runs with pods to what runs without, after a fresh start of the daemon where
-// it is ours. A sample removes its pods, so that one runtime at a time has some.
+// memory compares the memory with pods to the memory without, after a restart of the daemon if the
+// benchmark started it. A sample removes its pods, so that only one runtime has pods at a time.
 var memory = experiment{
-	name: "memory", rows: []string{"pss-pod", "pss-daemon-idle", "pss-all-idle", "pss-daemon-20", "pss-all-20"}, suits: plugins,
+	name: "memory", rows: []string{"pss-pod", "pss-daemon-idle", "pss-all-idle", "pss-daemon-20", "pss-all-20"}, applies: plugins,
 	samples: atMost(10), limit: 3 * time.Minute, budget: 2 * time.Minute,
 	sample: func(ctx context.Context, c *contestant) (values, error) {
 		if c.s.Daemon != nil {
@@ -243,7 +242,7 @@ var memory = experiment{
 	},
 }
 
-// atMost is for samples that take long and vary little.
+// atMost limits the number of samples that take long and vary little.
 func atMost(n int) func(int) int { return func(wanted int) int { return min(wanted, n) } }
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

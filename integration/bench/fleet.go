@@ -10,13 +10,13 @@ import (
 
 const (
 	fleetPods       = 500
-	fleetContainers = 2 // in each, created and not started
+	fleetContainers = 2 // in each pod, created and not started
 )
 
 // fleet fills a node with more pods than any node has. It measures lists and a restart of the
 // daemon.
 var fleet = experiment{
-	name: "500 pods with 1,000 containers", rows: []string{"list-1000", "restart-500"}, suits: ownImages, oneByOne: true,
+	name: "500 pods with 1,000 containers", rows: []string{"list-1000", "restart-500"}, applies: ownImages, oneByOne: true,
 	warmUp: 1, samples: wanted, limit: 6 * time.Minute, budget: time.Minute,
 	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
 		return nil, inParallel(ctx, fleetPods, func(ctx context.Context, _ int) error {

@@ -9,15 +9,15 @@ import (
 
 const (
 	idlePods = 100
-	// idleTime exceeds the longest period of any runtime's own work: berth counts files every five
-	// minutes.
+	// idleTime exceeds the longest period of any runtime's background work. berth counts files
+	// every five minutes.
 	idleTime = 6 * time.Minute
 )
 
 // idle measures a node with idle pods and no requests. All runtimes are idle at the same time,
-// except during the start of the others' pods.
+// except while the pods of others start.
 var idle = experiment{
-	name: "100 pods, idle", rows: []string{"cpu-idle-100"}, suits: plugins, samples: once, limit: idleTime + 3*time.Minute,
+	name: "100 pods, idle", rows: []string{"cpu-idle-100"}, applies: plugins, samples: once, limit: idleTime + 3*time.Minute,
 	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
 		err := inParallel(ctx, idlePods, func(ctx context.Context, _ int) error {
 			_, _, err := s.Start(ctx, true)
@@ -26,7 +26,7 @@ var idle = experiment{
 		if err != nil {
 			return nil, err
 		}
-		// Caches are filled by then, and memory is given back.
+		// By then caches are filled, and freed memory has returned to the kernel.
 		if _, err := s.SettledMemory(ctx); err != nil {
 			return nil, err
 		}
@@ -46,7 +46,7 @@ var idle = experiment{
 	},
 }
 
-// idleSince holds the time at which a runtime became idle, and its CPU time until then.
+// idleSince holds the time at which a runtime became idle, and its CPU time then.
 type idleSince struct {
 	at   time.Time
 	used time.Duration
@@ -62,5 +62,5 @@ func wait(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// once is the number of samples of an experiment whose samples take long.
+// once is the number of samples of a slow experiment.
 func once(int) int { return 1 }

@@ -15,7 +15,7 @@ import (
 func pull(form string, c fixture.Compression) experiment {
 	wall, cpu := "pull-"+form, "pull-"+form+"-cpu"
 	e := experiment{
-		name: "pull, " + form, rows: []string{wall, cpu}, suits: ownImages, warmUp: 1, samples: wanted, limit: 3 * time.Minute, budget: 100 * time.Second,
+		name: "pull, " + form, rows: []string{wall, cpu}, applies: ownImages, warmUp: 1, samples: wanted, limit: 3 * time.Minute, budget: 100 * time.Second,
 		prepare: func(_ context.Context, b *bench, _ *subject.Subject) (any, error) { return b.pushPullImage(form, c) },
 		sample: func(ctx context.Context, c *contestant) (values, error) {
 			p, err := pullOnce(ctx, c.s, c.state.(string))
@@ -48,7 +48,7 @@ func ownImages(s *subject.Subject) bool { return plugins(s) && !s.Twin }
 // pullCost holds the measurements of a pull.
 type pullCost struct {
 	wall, cpu    time.Duration
-	remove, free time.Duration // of RemoveImage: until its answer, and until the disk is as it was
+	remove, free time.Duration // time until RemoveImage answers, and until the disk usage is as before the pull
 	disk         int64
 }
 
@@ -88,11 +88,11 @@ func pullOnce(ctx context.Context, s *subject.Subject, image string) (p pullCost
 }
 
 // removed waits until the disk usage is back to empty, and returns the time. A runtime may delete
-// files after its answer, and that work must not slow the next pull.
+// files after its answer. That work must not slow the next pull.
 func removed(ctx context.Context, s *subject.Subject, empty int64) (freed time.Time, err error) {
 	const (
 		limit = time.Minute
-		slack = 1 << 20 // of metadata
+		slack = 1 << 20 // metadata
 		look  = 10 * time.Millisecond
 	)
 	for begin := time.Now(); s.Root != ""; {
@@ -114,7 +114,7 @@ func removed(ctx context.Context, s *subject.Subject, empty int64) (freed time.T
 	return freed, s.Rest(ctx)
 }
 
-// pushPullImage makes the image and puts it in the registry, once.
+// pushPullImage pushes the image once and returns its name.
 func (b *bench) pushPullImage(form string, c fixture.Compression) (string, error) {
 	if name, ok := b.pushed[form]; ok {
 		return name, nil

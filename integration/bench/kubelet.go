@@ -31,7 +31,7 @@ const (
 // waits until they are ready. It needs a machine of its own, because kubelet has fixed places in
 // /var/lib.
 var throughKubelet = experiment{
-	name: "110 pods through kubelet", rows: []string{"kubelet-110"}, suits: func(s *subject.Subject) bool { return ownImages(s) && s.Daemon != nil },
+	name: "110 pods through kubelet", rows: []string{"kubelet-110"}, applies: func(s *subject.Subject) bool { return ownImages(s) && s.Daemon != nil },
 	samples: atMost(5), limit: 6 * time.Minute, budget: 2 * time.Minute,
 	sample: func(ctx context.Context, c *contestant) (v values, err error) {
 		n, err := c.b.startNode(ctx, c.s)
@@ -64,7 +64,7 @@ type node struct {
 	s      *subject.Subject
 	dir    string
 	cmd    *exec.Cmd
-	mounts []string // that stop removes, the last first
+	mounts []string // stop removes them in reverse order
 }
 
 func (n *node) manifests() string { return filepath.Join(n.dir, "manifests") }
@@ -83,7 +83,7 @@ func (b *bench) startNode(ctx context.Context, s *subject.Subject) (*node, error
 }
 
 func (n *node) prepare(ctx context.Context, b *bench) error {
-	// kubelet's fixed places: the pods' directories, device plugins, and links to logs.
+	// kubelet uses fixed places for pod directories, device plugins and links to logs.
 	for _, dir := range []string{"/var/lib", "/var/log"} {
 		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=755"); err != nil {
 			return fmt.Errorf("hide %s: %w", dir, err)
@@ -96,7 +96,7 @@ func (n *node) prepare(ctx context.Context, b *bench) error {
 	const link = `ip link show eth0 >/dev/null 2>&1 || { ip link add eth0 type veth peer name eth0-peer && ip address add ` + kubeletAddress + `/24 dev eth0 &&
 		ip link set eth0 up && ip link set eth0-peer up && ip route add default via 192.0.2.1; }`
 	if out, err := exec.CommandContext(ctx, "sh", "-c", link).CombinedOutput(); err != nil {
-		return fmt.Errorf("the node's address: %w: %s", err, out)
+		return fmt.Errorf("add the node's address: %w: %s", err, out)
 	}
 	cgroup := filepath.Join("/", b.machine, "kubelet")
 	for _, dir := range hierarchies() {
@@ -116,9 +116,9 @@ func hierarchies() []string {
 	if subject.Cgroup2() {
 		return []string{"/sys/fs/cgroup"}
 	}
-	all, _ := filepath.Glob("/sys/fs/cgroup/*") // the pattern is a good one
+	all, _ := filepath.Glob("/sys/fs/cgroup/*") // the pattern is valid
 	return slices.DeleteFunc(all, func(dir string) bool {
-		info, err := os.Lstat(dir) // cpu and cpuacct may be links to one that has both
+		info, err := os.Lstat(dir) // cpu and cpuacct may be links to one hierarchy
 		return err != nil || !info.IsDir()
 	})
 }
@@ -146,9 +146,9 @@ imageGCHighThresholdPercent: 100
 `, kubeletAddress, n.s.Daemon.Socket, n.manifests(), filepath.Join(n.dir, "logs"), cgroup, kubeletPods+10)
 }
 
-// startKubelet starts kubelet in a mount namespace in which files with kubelet's wanted values
-// cover the kernel's parameters. Otherwise kubelet would change the parameters of this machine. Its
-// other mounts must reach the runtime.
+// startKubelet starts kubelet in a mount namespace. In it, files with kubelet's wanted values cover
+// the kernel's parameters, because kubelet would change those of this machine. kubelet's other
+// mounts must reach the runtime.
 func (n *node) startKubelet(program, config string) error {
 	const script = `set -e; dir=$1; shift
 mount --make-private /proc
@@ -200,7 +200,7 @@ func (n *node) stop() error {
 
 func (n *node) manifest(name string) string { return filepath.Join(n.manifests(), name+".yaml") }
 
-// writeManifest gives kubelet one more pod.
+// writeManifest adds the manifest of one more pod.
 func (n *node) writeManifest(name string) error {
 	grace := int64(1)
 	document, err := yaml.Marshal(&corev1.Pod{
@@ -235,7 +235,7 @@ func ready(pod *corev1.Pod) bool {
 	})
 }
 
-// await waits until kubelet answers, and so many pods fulfil a condition.
+// await waits until kubelet answers and want pods fulfil the condition.
 func (n *node) await(ctx context.Context, want int, condition func(*corev1.Pod) bool) error {
 	return poll(ctx, func() error {
 		pods, err := n.pods(ctx)
@@ -266,7 +266,7 @@ func (n *node) awaitNoSandbox(ctx context.Context) error {
 	})
 }
 
-// poll asks until there is no error.
+// poll calls ask until it succeeds or ctx ends.
 func poll(ctx context.Context, ask func() error) error {
 	for {
 		err := ask()
@@ -281,7 +281,7 @@ func poll(ctx context.Context, ask func() error) error {
 	}
 }
 
-// pods returns all pods as kubelet sees them.
+// pods returns all pods that kubelet reports.
 func (n *node) pods(ctx context.Context) ([]corev1.Pod, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+kubeletAddress+":10255/pods", nil)
 	if err != nil {

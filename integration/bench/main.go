@@ -2,10 +2,11 @@
 // programs it finds, and runtimes that already run. contrib/bench builds the programs and calls it;
 // its header explains the options.
 //
-// The samples of the runtimes alternate, forwards and backwards, so that all of them see the same
-// load from other work. An experiment whose preparation is too large for two runtimes runs one by
-// one. Before each sample the runtime comes to rest (subject.Rest). experiments.go defines the
-// experiments. A runtime that fails in one is left out of the rest of it, and the table says so.
+// The samples of the runtimes alternate, forwards and backwards, so that all runtimes see the same
+// load from other work. An experiment with a large preparation runs on one runtime at a time.
+// Before each sample the runtime comes to rest (subject.Rest). experiments.go defines the
+// experiments. A runtime that fails in an experiment takes no further part in it, and the table
+// says so.
 package main
 
 import (
@@ -28,18 +29,18 @@ import (
 
 type options struct {
 	berth    string // directory of programs
-	against  string // directory of another build of berth; empty: none
+	against  string // directory of another build of berth; empty: no comparison
 	peers    string
-	revision string // of berth
+	revision string // revision of berth
 	image    string
 	samples  int
-	quiet    float64 // greatest pace in ms at which a round may begin; 0: any
+	quiet    float64 // a round starts only at this pace in ms or below; 0: at any pace
 	rows     *regexp.Regexp
-	dir      string // on a disk
-	state    string // on tmpfs
-	machine  string // name of the cgroup for all of it
-	kubelet  string // program; empty: no row needs it
-	docs     string // directory for performance.md
+	dir      string // directory on a disk
+	state    string // directory on tmpfs
+	machine  string // cgroup of all runtimes and pods
+	kubelet  string // path of the program; empty: no row needs it
+	docs     string // directory of performance.md
 
 	external []string
 }
@@ -47,21 +48,21 @@ type options struct {
 func main() {
 	o := options{rows: regexp.MustCompile("")}
 	flag.StringVar(&o.berth, "berth", "bin", "directory of berth's programs")
-	flag.StringVar(&o.against, "against", "", "directory of the programs of another build of berth, to compare with; empty: none")
-	flag.StringVar(&o.peers, "peers", "", "directory of the programs of others; empty: none")
-	flag.StringVar(&o.revision, "revision", "", "what berth's version is not precise enough for")
-	flag.StringVar(&o.image, "image", "", "image of the pods, with sh, sleep and true; empty: one that a registry on loopback serves")
-	flag.IntVar(&o.samples, "samples", 30, "samples of each row and runtime, where time allows")
-	flag.Float64Var(&o.quiet, "quiet", 0, "begin rounds of samples when ten starts of a small program take so many ms at most, and wait for that; 0: never")
+	flag.StringVar(&o.against, "against", "", "directory of another build of berth to compare with; empty: no comparison")
+	flag.StringVar(&o.peers, "peers", "", "directory of the other runtimes' programs; empty: measure none of them")
+	flag.StringVar(&o.revision, "revision", "", "berth's commit, shown beside its version")
+	flag.StringVar(&o.image, "image", "", "image of the pods, with sh, sleep and true; empty: an image from a registry on loopback")
+	flag.IntVar(&o.samples, "samples", 30, "samples of each row and runtime, if time allows")
+	flag.Float64Var(&o.quiet, "quiet", 0, "wait with each round of samples until ten starts of a small program take at most this many ms; 0: do not wait")
 	flag.Func("rows", "rows to measure: a regular expression that matches part of their keys", func(text string) (err error) {
 		o.rows, err = regexp.Compile(text)
 		return err
 	})
-	flag.StringVar(&o.dir, "dir", "", "directory on a disk for everything that outlives a reboot")
-	flag.StringVar(&o.state, "state", "", "directory for everything that does not")
-	flag.StringVar(&o.machine, "machine", os.Getenv("BERTH_MACHINE"), "cgroup below which everything is")
-	flag.StringVar(&o.kubelet, "kubelet", "", "kubelet, for the row that needs one")
-	flag.StringVar(&o.docs, "docs", "", "directory in which performance.md and its drawings are written; empty: none")
+	flag.StringVar(&o.dir, "dir", "", "directory on a disk for files that outlive a reboot")
+	flag.StringVar(&o.state, "state", "", "directory on tmpfs for files that do not outlive a reboot")
+	flag.StringVar(&o.machine, "machine", os.Getenv("BERTH_MACHINE"), "cgroup of all runtimes and pods")
+	flag.StringVar(&o.kubelet, "kubelet", "", "kubelet's program, for the row kubelet-110")
+	flag.StringVar(&o.docs, "docs", "", "directory for performance.md and its drawings; empty: do not write them")
 	flag.Parse()
 	o.external = flag.Args()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
@@ -111,7 +112,7 @@ func keys() (all []string) {
 	return all
 }
 
-// write writes the page and its drawings, also before all is measured.
+// write writes the page and its drawings, also before all rows are measured.
 func (b *bench) write() error {
 	if b.docs == "" {
 		return nil
@@ -156,7 +157,7 @@ func processor() string {
 	return goruntime.GOARCH
 }
 
-// memorySize is the machine's memory in GiB.
+// memorySize returns the machine's memory in GiB.
 func memorySize() float64 {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {

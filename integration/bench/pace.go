@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// paceStarts is how often measurePace starts a program: for some ten milliseconds in all.
+// paceStarts is how often measurePace starts a program. All starts together take about ten
+// milliseconds.
 const paceStarts = 10
 
 // measurePace does a fixed piece of work, similar to a runtime's, and returns its duration in ms.
@@ -23,17 +24,17 @@ func measurePace(ctx context.Context) (took float64, err error) {
 	return ms(time.Since(begin)), nil
 }
 
-// quietPatience bounds the time that a run waits for a quiet machine, in all. quietPause is the
-// pause between two measurements; it is short because the load changes within seconds. An idle
-// processor is slow at first, so the best of quietTries in a row counts.
+// quietPatience bounds all waits of a run for a quiet machine. quietPause is the pause between two
+// measurements; it is short because the load changes within seconds. An idle processor is slow at
+// first, so the best of quietTries counts.
 const (
 	quietPatience = time.Hour
 	quietPause    = time.Second
 	quietTries    = 3
 )
 
-// awaitQuiet waits until the machine is as fast as the option -quiet wants it, or the patience of
-// this run is used up.
+// awaitQuiet waits until the machine is as fast as the option -quiet requires, or until
+// quietPatience has passed.
 func (b *bench) awaitQuiet(ctx context.Context) {
 	for b.quiet > 0 && b.waited < quietPatience {
 		began := time.Now()
@@ -54,7 +55,7 @@ func (b *bench) awaitQuiet(ctx context.Context) {
 	}
 }
 
-// isQuiet reports whether the machine is as fast now as the option -quiet wants it.
+// isQuiet reports whether the machine is now as fast as the option -quiet requires.
 func (b *bench) isQuiet(ctx context.Context) (bool, error) {
 	for range quietTries {
 		pace, err := measurePace(ctx)
@@ -87,7 +88,8 @@ func parseProcessors(stat string) (p processors, err error) {
 	return p, nil
 }
 
-// stolenSince is the share of the processor time that was asked for since then and that others got.
+// stolenSince returns the share of the requested processor time that the hypervisor gave to other
+// machines.
 func (p processors) stolenSince(then processors) float64 {
 	busy, stolen := p.busy-then.busy, p.stolen-then.stolen
 	if busy+stolen <= 0 {

@@ -10,11 +10,11 @@ import (
 	"berth/integration/bench/subject"
 )
 
-// timelines starts a few pods for the drawings, and keeps the one in the middle.
-func timelines(network string, suits func(*subject.Subject) bool) experiment {
+// timelines starts a few pods for the drawings and keeps the median.
+func timelines(network string, applies func(*subject.Subject) bool) experiment {
 	const pods = 5
 	return experiment{
-		name: "timelines, " + network, rows: []string{"start-" + network}, suits: suits, warmUp: 1, limit: time.Minute, budget: time.Minute,
+		name: "timelines, " + network, rows: []string{"start-" + network}, applies: applies, warmUp: 1, limit: time.Minute, budget: time.Minute,
 		samples: func(int) int { return pods },
 		prepare: func(context.Context, *bench, *subject.Subject) (any, error) { return new([]report.Timeline), nil },
 		sample: func(ctx context.Context, c *contestant) (values, error) {
@@ -35,7 +35,7 @@ func timelines(network string, suits func(*subject.Subject) bool) experiment {
 	}
 }
 
-// timeline is a start as it is drawn: the calls, with the daemon's own spans below, which begin
+// timeline returns a start's calls for a drawing, with the daemon's own spans below. These start
 // with the call.
 func timeline(s *subject.Subject, network string, start subject.Start, inner map[string][]subject.Span) report.Timeline {
 	name := s.Column

@@ -1,6 +1,5 @@
-// Command neighbour is a program of a pod that attacks the node's runtime without any privilege.
-// Its argument names the attack. It prints "ready" once the attack is under way and goes on until
-// it is killed.
+// Command neighbour is a pod's program that attacks the node's runtime without any privilege. Its
+// argument names the attack. It prints "ready" once the attack runs and goes on until it is killed.
 //
 // It is built without cgo, so that it runs in an image without a C library.
 package main
@@ -23,8 +22,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// attacks are the attacks by name. Each returns when it is under way, and an error if it is
-// impossible.
+// attacks maps names to attacks. Each function returns once its attack runs, or an error if the
+// attack is impossible.
 var attacks = map[string]func() error{
 	"environ":     hugeEnvironment,
 	"no-environ":  emptyEnvironments,
@@ -55,15 +54,14 @@ func main() {
 	rest()
 }
 
-// rest keeps the process as it is. A main goroutine that only selects would be taken for a
-// deadlock.
+// rest blocks forever. It does not use an empty select, which the Go runtime reports as a deadlock.
 func rest() {
 	for {
-		_ = unix.Pause() // it returns for a signal that has a handler
+		_ = unix.Pause() // Pause returns after a handled signal
 	}
 }
 
-// children are the subcommands that the attacks start this program with.
+// children are the subcommands that attacks start.
 var children = map[string]func() error{
 	"idle-child":    func() error { rest(); return nil },
 	"environ-child": func() error { return moveEnvironment(1 << 30) },
@@ -75,7 +73,7 @@ func fail(err error) {
 	os.Exit(1)
 }
 
-// start runs this program as one of its children, which lives until the container ends.
+// start starts a subcommand of this program. The child lives until the container ends.
 func start(child string, args ...string) error {
 	cmd := exec.Command("/proc/self/exe", append([]string{child}, args...)...)
 	out, err := cmd.StdoutPipe()
@@ -104,7 +102,7 @@ type memoryMap struct {
 	auxvSize, exeFd                                       uint32
 }
 
-// moveEnvironment has the kernel show other memory as this process's environment: size bytes that
+// moveEnvironment makes the kernel show other memory as this process's environment: size bytes that
 // were never touched. It needs no privilege (Linux 4.10, CONFIG_CHECKPOINT_RESTORE).
 func moveEnvironment(size int) error {
 	stat, err := os.ReadFile("/proc/self/stat")
@@ -143,7 +141,7 @@ func emptyEnvironments() error {
 	return nil
 }
 
-// hugeArguments has processes with as long a command line as the kernel allows: 128 KiB an
+// hugeArguments starts processes with the longest command line that the kernel allows: 128 KiB an
 // argument.
 func hugeArguments() error {
 	args := make([]string, 12)
@@ -158,8 +156,8 @@ func hugeArguments() error {
 	return nil
 }
 
-// idleConnections opens as many connections to an address as its descriptors allow, sends nothing,
-// and replaces those that the other side closes.
+// idleConnections opens as many connections to an address as its descriptors allow and sends
+// nothing. It replaces connections that the other side closes.
 func idleConnections() error {
 	address := os.Args[2]
 	const workers = 4
@@ -187,8 +185,8 @@ func idleConnections() error {
 	return nil
 }
 
-// traceAll traces every process that it sees and never waits for one. The kernel does not report
-// the exit of a traced process to its parent.
+// traceAll traces every process that it sees and never waits for one. The kernel does not report a
+// traced process's exit to its parent.
 func traceAll() error {
 	go func() {
 		runtime.LockOSThread()
@@ -205,7 +203,7 @@ func traceAll() error {
 	return nil
 }
 
-// exhaustInotify takes the user's inotify instances, and watches with each.
+// exhaustInotify uses up the user's inotify instances and adds watches to each.
 func exhaustInotify() error {
 	for n := 0; ; n++ {
 		fd, err := unix.InotifyInit1(0)
@@ -221,8 +219,7 @@ func exhaustInotify() error {
 	}
 }
 
-// fillPipes takes the memory that a user's pipes may have (pipe-user-pages-soft), and keeps it
-// full.
+// fillPipes uses up the user's pipe memory (pipe-user-pages-soft) and keeps the pipes full.
 func fillPipes() error {
 	for n := range 2000 {
 		var fds [2]int
@@ -242,8 +239,8 @@ func fillPipes() error {
 	return nil
 }
 
-// deepTrees makes trees deeper than a path may be long, with a file at each end, and moves their
-// parts about.
+// deepTrees creates trees that are deeper than the longest path, with a file at each end, and moves
+// their parts around.
 func deepTrees() error {
 	top, err := os.MkdirTemp("/tmp", "deep")
 	if err != nil {
@@ -276,7 +273,7 @@ func deepTrees() error {
 	return os.Chdir("/")
 }
 
-// forkStorm starts processes that end at once, from several threads.
+// forkStorm starts processes that exit at once, from several threads.
 func forkStorm() error {
 	for range 4 {
 		go func() {
@@ -288,7 +285,7 @@ func forkStorm() error {
 	return nil
 }
 
-// manyMounts makes 10,000 mounts in a user namespace of its own.
+// manyMounts makes 10,000 mounts in a new user namespace.
 func manyMounts() error {
 	if os.Args[len(os.Args)-1] != "inside" {
 		cmd := exec.Command("/proc/self/exe", os.Args[1], "inside")
@@ -297,14 +294,14 @@ func manyMounts() error {
 		cmd.Stdout = os.Stdout
 		err := cmd.Run()
 		if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
-			fmt.Println("refused:", err) // by a security module
+			fmt.Println("refused:", err) // refused by a security module
 			return nil
 		}
 		return err
 	}
 	err := unix.Mount("none", "/tmp", "tmpfs", 0, "size=1m")
 	if errors.Is(err, unix.EACCES) {
-		fmt.Println("refused:", err) // by a security module
+		fmt.Println("refused:", err) // refused by a security module
 		return nil
 	}
 	if err != nil {
@@ -321,8 +318,7 @@ func manyMounts() error {
 	return nil
 }
 
-// shimNames has processes that call themselves what berth's own are called: by name, arguments and
-// program.
+// shimNames starts processes with the names, arguments and programs of berth's processes.
 func shimNames() error {
 	self, err := os.ReadFile("/proc/self/exe")
 	if err != nil {
@@ -345,14 +341,14 @@ func shimNames() error {
 	return nil
 }
 
-// growNodeFiles writes to the files that the runtime mounts into each container, until there is no
-// room.
+// growNodeFiles writes to the files that the runtime mounts into each container until the disk is
+// full.
 func growNodeFiles() error {
 	block := make([]byte, 1<<20)
 	for _, name := range []string{"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"} {
 		file, err := os.OpenFile(name, os.O_WRONLY|os.O_APPEND, 0)
 		if err != nil {
-			continue // this user may not
+			continue // this user may not write
 		}
 		for range 64 {
 			if _, err := file.Write(block); err != nil {

@@ -60,7 +60,7 @@ func (p Page) Write(dir string) error {
 	return os.WriteFile(filepath.Join(dir, "performance.md"), out.Bytes(), 0o644)
 }
 
-// drawing is one picture of timelines.
+// drawing is one figure of timelines.
 type drawing struct {
 	file, title string
 	networks    []string

@@ -55,7 +55,7 @@ func TestTableCell(t *testing.T) {
 	}
 	row.Goal99 = 19
 	if got := cell(&results, row, Ours); got != "14.0 (n 3)" {
-		t.Errorf("a goal for the 99th percentile that is not reached: got %q", got)
+		t.Errorf("missed goal for the 99th percentile: got %q", got)
 	}
 }
 

@@ -8,7 +8,7 @@ import (
 // Series holds the values of one runtime for one row.
 type Series struct {
 	Values []float64 // in the row's unit
-	Failed string    // why there are no more; empty: all went well
+	Failed string    // error that ended the samples; empty: none
 }
 
 // Quantile returns the smallest value that at least the share q of all values does not exceed.
@@ -17,13 +17,13 @@ func (s Series) Quantile(q float64) float64 {
 	return sorted[max(0, int(math.Ceil(q*float64(len(sorted))))-1)]
 }
 
-// Results are the series by row and column.
+// Results holds the series by row and column.
 type Results struct {
 	series map[[2]string]*Series
 	paces  map[string]*Series
 }
 
-// Of returns the series of a row and a column, for reading and for adding to it.
+// Of returns the series of a row and a column. The caller may add to it.
 func (r *Results) Of(row, column string) *Series {
 	if r.series == nil {
 		r.series = map[[2]string]*Series{}
@@ -46,8 +46,8 @@ func (r *Results) Pace(row string) *Series {
 	return r.paces[row]
 }
 
-// QuickestPace is the median of the row while which the machine was fastest; 0: nothing was
-// measured.
+// QuickestPace returns the median pace of the row during which the machine was fastest; 0: nothing
+// was measured.
 func (r *Results) QuickestPace() (ms float64) {
 	for _, s := range r.paces {
 		if len(s.Values) > 0 && (ms == 0 || s.Quantile(0.5) < ms) {
@@ -57,7 +57,7 @@ func (r *Results) QuickestPace() (ms float64) {
 	return ms
 }
 
-// slowness is a row's pace in units of the quickest one.
+// slowness returns a row's pace in units of the quickest one.
 func (r *Results) slowness(row string) string {
 	s := r.paces[row]
 	if s == nil || len(s.Values) == 0 {

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// Ours is the column that others are compared with.
+// Ours is the column with which others are compared.
 const Ours = "berth"
 
 // Table writes the selected rows as Markdown: median and 99th percentile, the ratio of each other
@@ -93,7 +93,7 @@ func (r Row) reached(s Series) bool {
 	return r.Goal > 0 && len(s.Values) > 0 && s.Quantile(0.5) <= r.Goal && (r.Goal99 == 0 || s.Quantile(0.99) <= r.Goal99)
 }
 
-// number prints three digits of a positive value, more if they are before the point.
+// number prints three digits of a positive value, or all digits before the point if these are more.
 func number(v float64) string {
 	switch {
 	case v >= 99.95:

@@ -44,7 +44,7 @@ func (at *Site) Berth(ctx context.Context, column, bin, revision string, ownNetw
 	s := &Subject{Column: column, with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs,
-		// Sockets and directories of its own, because another daemon may use the defaults.
+		// Another daemon may use the default sockets and directories.
 		config: fmt.Sprintf("nri_socket = %q\nnri_plugin_dir = %[2]q\nnri_plugin_config_dir = %[2]q\n", d.state+"/nri.sock", d.state+"/nri"),
 		args: func(bin, config string) []string {
 			return append([]string{filepath.Join(bin, "berth"), "serve", "--config", config}, flags...)
@@ -72,7 +72,7 @@ func berthInflates(ctx context.Context, bin string) (string, error) {
 	return "Go", nil
 }
 
-// ownNetworkFlag is berth serve's for a network without plugins.
+// ownNetworkFlag is the flag of berth serve that enables berth's own network.
 const ownNetworkFlag = "--network"
 
 // HasOwnNetwork reports whether that build of berth has a network of its own.
@@ -81,8 +81,8 @@ func HasOwnNetwork(ctx context.Context, bin string) (bool, error) {
 	return strings.Contains(string(help), " "+ownNetworkFlag+" "), err
 }
 
-// network writes the CNI configuration of one runtime, with a bridge and addresses of its own, and
-// returns where the plugins are.
+// network writes a CNI configuration with a separate bridge and addresses for one runtime, and
+// returns the plugins' directory.
 func (at *Site) network(dir string) (string, error) {
 	plugins, err := fixture.PluginDir()
 	if err != nil {

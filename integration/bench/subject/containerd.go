@@ -94,7 +94,7 @@ func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, san
 	})
 }
 
-// containerdInflates names what containerd inflates gzip with: the first of these programs in its
+// containerdInflates returns what containerd inflates gzip with: the first of these programs in its
 // PATH (gzipDecompress in its pkg/archive/compression, version 2.4).
 func containerdInflates() string {
 	for _, program := range []string{"igzip", "unpigz"} {
@@ -105,7 +105,8 @@ func containerdInflates() string {
 	return "Go"
 }
 
-// speakHTTP tells containerd, in its directory of registries, that one is spoken to over HTTP.
+// speakHTTP configures containerd to use plain HTTP for a registry. dir is containerd's directory
+// of registries.
 func speakHTTP(dir, registry string) error {
 	if err := os.MkdirAll(filepath.Join(dir, registry), 0o755); err != nil {
 		return err

@@ -17,21 +17,21 @@ import (
 
 // Daemon is a runtime's daemon that the benchmark starts.
 type Daemon struct {
-	Socket string // of CRI
+	Socket string // CRI socket
 	args   []string
 	env    []string
 	log    string
-	procs  string // its cgroup's file of processes
+	procs  string // cgroup.procs of its cgroup
 
 	cmd    *exec.Cmd
-	exited chan error // how cmd ended; buffered
+	exited chan error // buffered; gets the result of cmd.Wait
 }
 
-// Site is where the benchmark's own runtimes live.
+// Site holds the places of the runtimes that the benchmark starts.
 type Site struct {
-	Machine string // name of the cgroup under which all of it happens
+	Machine string // name of the cgroup of all runtimes and pods
 	Dir     string // on a disk: images, copies of programs, logs
-	State   string // on tmpfs: what ends with the boot
+	State   string // on tmpfs: files that do not outlive the boot
 	Work    Workload
 
 	bridges int
@@ -40,17 +40,17 @@ type Site struct {
 // startLimit is how long a daemon may take until it answers.
 const startLimit = 2 * time.Minute
 
-// recipe is how a daemon is made.
+// recipe describes how to start a daemon.
 type recipe struct {
-	name     string   // a directory's and a cgroup's
-	programs []string // paths; the daemon gets copies, so that it shares no page of its programs with others
+	name     string   // name of its directory and its cgroup
+	programs []string // paths; the daemon gets copies, so that it shares no page of its programs with other processes
 	config   string   // content of its configuration file
-	// args returns the command line, from the directory of the copies and the path of the
+	// args returns the command line. bin is the directory of the copies, config the path of the
 	// configuration file.
 	args func(bin, config string) []string
 }
 
-// start makes directories and cgroups for a daemon, starts it and connects s to it.
+// start makes directories and cgroups for a daemon, starts the daemon and connects s to it.
 func (at *Site) start(ctx context.Context, s *Subject, r recipe) (*Subject, error) {
 	dir := at.dir(r.name)
 	for _, path := range []string{dir.bin, dir.netd, dir.state, s.Root} {
@@ -96,7 +96,7 @@ func (at *Site) dir(name string) dirs {
 
 // copyProgram copies an executable file in small pieces, as package managers and cp do. Linux
 // (6.18, ext4) caches a file that was written at once in pages of 2 MiB. A daemon that touches one
-// byte of such a page then accounts for all of it: 31 MiB instead of 10 in berth's case.
+// byte of such a page is charged for the whole page: 31 MiB instead of 10 in berth's case.
 func copyProgram(to, from string) (err error) {
 	source, err := os.Open(from)
 	if err != nil {
@@ -112,8 +112,8 @@ func copyProgram(to, from string) (err error) {
 	return err
 }
 
-// Restart stops the daemon and starts it again. It returns the time from
-// the start until the daemon knew all pods.
+// Restart stops the daemon and starts it again. It returns the time from the start until the daemon
+// lists all pods.
 func (s *Subject) Restart(ctx context.Context, pods int) (time.Duration, error) {
 	if err := s.Daemon.stop(); err != nil {
 		return 0, err
@@ -125,7 +125,7 @@ func (s *Subject) Restart(ctx context.Context, pods int) (time.Duration, error) 
 	n, err := s.CountPods(ctx)
 	took := time.Since(begin)
 	if err == nil && n != pods {
-		err = fmt.Errorf("the restarted daemon knows %d pods, want %d", n, pods)
+		err = fmt.Errorf("the restarted daemon lists %d pods, want %d", n, pods)
 	}
 	return took, err
 }
@@ -146,9 +146,9 @@ func (s *Subject) startDaemon(ctx context.Context) error {
 		select {
 		case ended := <-d.exited:
 			d.exited <- ended // for stop
-			return fmt.Errorf("the daemon has ended: %w; its log ends with %s", ended, d.tail())
+			return fmt.Errorf("daemon exited: %w; end of its log: %s", ended, d.tail())
 		case <-ctx.Done():
-			return fmt.Errorf("it does not answer: %w; its log ends with %s", err, d.tail())
+			return fmt.Errorf("daemon does not answer: %w; end of its log: %s", err, d.tail())
 		case <-time.After(time.Millisecond):
 		}
 	}
@@ -160,7 +160,8 @@ func (d *Daemon) start() error {
 		return err
 	}
 	defer log.Close()
-	// The daemon moves itself into its cgroup before it starts, so that no child is outside of it.
+	// The daemon moves itself into its cgroup before it starts, so that all its children are
+	// inside.
 	d.cmd = exec.Command("/bin/sh", slices.Concat([]string{"-c", `echo $$ >"$0" && exec "$@"`, d.procs}, d.args)...)
 	d.cmd.Env, d.cmd.Stdout, d.cmd.Stderr = d.env, log, log
 	if err := d.cmd.Start(); err != nil {
@@ -171,7 +172,7 @@ func (d *Daemon) start() error {
 	return nil
 }
 
-// stop ends the daemon, and leaves its pods.
+// stop stops the daemon. Its pods go on.
 func (d *Daemon) stop() error {
 	if d.exited == nil {
 		return nil
@@ -183,15 +184,15 @@ func (d *Daemon) stop() error {
 	select {
 	case err = <-d.exited:
 	case <-time.After(startLimit):
-		err = errors.Join(fmt.Errorf("the daemon ignores SIGTERM for %v", startLimit), d.cmd.Process.Kill(), <-d.exited)
+		err = errors.Join(fmt.Errorf("daemon ran %v after SIGTERM", startLimit), d.cmd.Process.Kill(), <-d.exited)
 	}
 	d.exited = nil
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.Sys().(syscall.WaitStatus).Signal() == unix.SIGTERM {
-		err = nil // a daemon may end by the signal
+		err = nil // the signal may have killed the daemon
 	}
 	if err != nil {
-		return fmt.Errorf("the daemon ended with: %w; its log ends with %s", err, d.tail())
+		return fmt.Errorf("daemon exited: %w; end of its log: %s", err, d.tail())
 	}
 	return nil
 }

@@ -23,17 +23,17 @@ type Pod struct {
 	config *runtimeapi.PodSandboxConfig
 }
 
-// Span is one call, from a point in time that is the same for all of a pod's.
+// Span is one call. All spans of a pod count time from the same moment.
 type Span struct {
 	Name       string
 	Begin, End time.Duration
 	Depth      int // number of enclosing spans
 }
 
-// Start is how a pod's start went.
+// Start holds the spans of a pod's start.
 type Start struct{ Spans []Span }
 
-// Total is the time until the container runs.
+// Total returns the time until the container runs.
 func (t Start) Total() time.Duration {
 	var sum time.Duration
 	for _, s := range t.Spans {
@@ -42,8 +42,8 @@ func (t Start) Total() time.Duration {
 	return sum
 }
 
-// Start starts a pod of one container, on the host's network or one of its own. When it fails
-// halfway, Clean finds it.
+// Start starts a pod of one container, on the host's network or in a network namespace. Clean
+// removes the parts of a failed start.
 func (s *Subject) Start(ctx context.Context, hostNetwork bool) (*Pod, Start, error) {
 	var t Start
 	begin := time.Now()
@@ -118,7 +118,7 @@ func (p *Pod) run(ctx context.Context) error {
 	return nil
 }
 
-// CreateContainer makes one more container, and does not start it.
+// CreateContainer creates one more container and does not start it.
 func (p *Pod) CreateContainer(ctx context.Context) error {
 	name := fmt.Sprintf("c%d", len(p.Containers))
 	r, err := p.s.cri.CreateContainer(ctx, &runtimeapi.CreateContainerRequest{
@@ -142,7 +142,7 @@ func (p *Pod) CreateContainer(ctx context.Context) error {
 	return nil
 }
 
-// Trace returns the runtime's own spans of its calls for this pod, by call. Only berth has them.
+// Trace returns the runtime's own spans of each call for this pod. Only berth has them.
 func (p *Pod) Trace(ctx context.Context) (map[string][]Span, error) {
 	r, err := p.s.cri.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: p.ID, Verbose: true})
 	if err != nil {
@@ -155,7 +155,7 @@ func (p *Pod) Trace(ctx context.Context) (map[string][]Span, error) {
 	return parseTrace(text)
 }
 
-// parseTrace reads what berth trace --output json shows, too.
+// parseTrace parses the output of berth trace --output json.
 func parseTrace(text string) (map[string][]Span, error) {
 	var operations []struct {
 		Spans []struct {
@@ -169,7 +169,7 @@ func parseTrace(text string) (map[string][]Span, error) {
 	}
 	all := map[string][]Span{}
 	for _, o := range operations {
-		for _, s := range o.Spans[min(1, len(o.Spans)):] { // the first is the call
+		for _, s := range o.Spans[min(1, len(o.Spans)):] { // the first span is the call itself
 			call := o.Spans[0].Name
 			all[call] = append(all[call], Span{Name: s.Name, Depth: s.Depth, Begin: time.Duration(s.From), End: time.Duration(s.From + s.Took)})
 		}
@@ -177,8 +177,8 @@ func parseTrace(text string) (map[string][]Span, error) {
 	return all, nil
 }
 
-// StopContainer stops the first container, whose process ends when it is asked to, and returns how
-// long it took.
+// StopContainer stops the first container, whose process exits on SIGTERM, and returns the
+// duration.
 func (p *Pod) StopContainer(ctx context.Context) (time.Duration, error) {
 	const grace = 10 // seconds
 	begin := time.Now()
@@ -188,7 +188,7 @@ func (p *Pod) StopContainer(ctx context.Context) (time.Duration, error) {
 	}
 	took := time.Since(begin)
 	if took >= grace*time.Second {
-		return 0, fmt.Errorf("StopContainer: it took %v, so the process did not end on SIGTERM", took)
+		return 0, fmt.Errorf("StopContainer took %v: the process did not exit on SIGTERM", took)
 	}
 	return took, nil
 }
@@ -202,7 +202,7 @@ func (p *Pod) RemoveContainer(ctx context.Context) error {
 	return nil
 }
 
-// Stop stops the pod and returns how long it took.
+// Stop stops the pod and returns the duration.
 func (p *Pod) Stop(ctx context.Context) (time.Duration, error) {
 	begin := time.Now()
 	if _, err := p.s.cri.StopPodSandbox(ctx, &runtimeapi.StopPodSandboxRequest{PodSandboxId: p.ID}); err != nil {
@@ -212,7 +212,7 @@ func (p *Pod) Stop(ctx context.Context) (time.Duration, error) {
 }
 
 // AwaitReady waits until the containers' processes are ready for SIGTERM. Each is the first process
-// of its PID namespace, so the kernel drops a signal that it does not handle yet.
+// of its PID namespace, so the kernel drops a signal that the process does not handle yet.
 func (s *Subject) AwaitReady(ctx context.Context) error {
 	for {
 		ready, err := allReady()
@@ -225,7 +225,7 @@ func (s *Subject) AwaitReady(ctx context.Context) error {
 	}
 }
 
-// allReady reports whether containers' processes exist and all are ready for SIGTERM.
+// allReady reports whether the containers' processes exist and are ready for SIGTERM.
 func allReady() (bool, error) {
 	dirs, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
@@ -235,11 +235,11 @@ func allReady() (bool, error) {
 	for _, dir := range dirs {
 		cmdline, err := os.ReadFile(dir + "/cmdline")
 		if err != nil || !strings.Contains(string(cmdline), workMark) || strings.HasPrefix(string(cmdline), "sleep\x00") {
-			continue // gone, or none; the shell's sleep is not the first process
+			continue // exited, no container, or a child of the container's shell
 		}
 		status, err := os.ReadFile(dir + "/status")
 		if err != nil {
-			return false, nil // it has ended
+			return false, nil // exited
 		}
 		if !expectsTerm(string(status)) {
 			return false, nil
@@ -283,7 +283,7 @@ func (p *Pod) Remove(ctx context.Context) error {
 	return nil
 }
 
-// Exec runs true in the first container and returns how long it took.
+// Exec runs true in the first container and returns the duration.
 func (p *Pod) Exec(ctx context.Context) (time.Duration, error) {
 	begin := time.Now()
 	r, err := p.s.cri.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: p.Containers[0], Cmd: []string{"true"}, Timeout: 10})
@@ -296,7 +296,7 @@ func (p *Pod) Exec(ctx context.Context) (time.Duration, error) {
 	return time.Since(begin), nil
 }
 
-// Status asks for the first container's status and returns how long it took.
+// Status requests the first container's status and returns the duration.
 func (p *Pod) Status(ctx context.Context) (time.Duration, error) {
 	begin := time.Now()
 	r, err := p.s.cri.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: p.Containers[0]})
@@ -310,7 +310,7 @@ func (p *Pod) Status(ctx context.Context) (time.Duration, error) {
 	return took, nil
 }
 
-// ListContainers lists all containers and returns how many there are and how long it took.
+// ListContainers lists all containers and returns their number and the duration.
 func (s *Subject) ListContainers(ctx context.Context) (int, time.Duration, error) {
 	begin := time.Now()
 	r, err := s.cri.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
@@ -320,7 +320,7 @@ func (s *Subject) ListContainers(ctx context.Context) (int, time.Duration, error
 	return len(r.Containers), time.Since(begin), nil
 }
 
-// CountPods returns how many pods of the benchmark's the runtime knows.
+// CountPods returns the number of the benchmark's pods that the runtime lists.
 func (s *Subject) CountPods(ctx context.Context) (int, error) {
 	return s.countPods(ctx, &runtimeapi.PodSandboxFilter{LabelSelector: labels()})
 }

@@ -21,23 +21,23 @@ import (
 // Subject is one CRI runtime to measure.
 type Subject struct {
 	Column string // of the table
-	// OwnNetwork: its pods are on a network that the runtime makes itself, without plugins.
+	// OwnNetwork: the runtime makes the pods' network itself, without plugins.
 	OwnNetwork bool
 	// Twin marks a runtime that shares its daemon with an earlier one. Rows about the daemon or
 	// images omit it.
 	Twin    bool
 	Version string
-	Pid     int     // the daemon's
-	Root    string  // directory of its images; empty: not known
+	Pid     int     // process ID of the daemon
+	Root    string  // directory of the images; empty: unknown
 	Daemon  *Daemon // nil: the benchmark did not start it
 
-	Image   string // of its containers
+	Image   string // image of its containers
 	Command []string
 
-	with    string   // what else its version depends on: its OCI runtime, a commit
+	with    string   // addition to its version: OCI runtime or commit
 	parent  string   // cgroup parent of its pods
-	cgroups []string // that hold it and its pods, none inside another
-	logs    string   // of its pods
+	cgroups []string // cgroups of the runtime and its pods; none contains another
+	logs    string   // directory of its pods' logs
 
 	conn   *grpc.ClientConn
 	cri    runtimeapi.RuntimeServiceClient
@@ -48,13 +48,13 @@ type Subject struct {
 // workMark is an argument of all containers. It distinguishes them from the runtime's processes.
 const workMark = "31536000"
 
-// TermWaiter is what berth's pause is called in images: a program that sleeps until SIGTERM.
+// TermWaiter is the name of berth's pause in images: a program that sleeps until SIGTERM.
 const TermWaiter = "await-term"
 
 // Workload is the container that pods consist of.
 type Workload struct {
 	Image string // with sh, sleep and true
-	// Command ends on SIGTERM. Empty: a shell that waits does.
+	// Command exits on SIGTERM. If it is empty, a waiting shell is used.
 	Command []string
 }
 
@@ -65,7 +65,7 @@ func (w Workload) command() []string {
 	return []string{"sh", "-c", `trap "exit 0" TERM; sleep ` + workMark + ` & wait`}
 }
 
-// maxMessage is kubelet's limit of an answer.
+// maxMessage is kubelet's limit for the size of an answer.
 const maxMessage = 16 << 20
 
 // External connects to a runtime that already runs. arg is NAME=SOCKET[,CGROUP-PARENT[,ROOT]]: the
@@ -88,7 +88,7 @@ func External(ctx context.Context, arg, machine, logs string, work Workload) (*S
 	return s, nil
 }
 
-// findCgroups finds the cgroup of an external runtime, and chooses the one for its pods.
+// findCgroups finds the cgroup of an external runtime and chooses the cgroup of its pods.
 func (s *Subject) findCgroups(ctx context.Context, machine string) error {
 	config, err := s.cri.RuntimeConfig(ctx, &runtimeapi.RuntimeConfigRequest{})
 	systemd := err == nil && config.GetLinux().GetCgroupDriver() == runtimeapi.CgroupDriver_SYSTEMD
@@ -106,8 +106,8 @@ func (s *Subject) findCgroups(ctx context.Context, machine string) error {
 	if err != nil {
 		return err
 	}
-	// One that it shares with all the machine says nothing about it, and neither does half of the
-	// whole.
+	// The root cgroup counts the whole machine. Without the pods' cgroup, only half of the runtime
+	// would be counted.
 	if own == "/" || pods == "" {
 		return nil
 	}
@@ -118,7 +118,7 @@ func (s *Subject) findCgroups(ctx context.Context, machine string) error {
 	return nil
 }
 
-// cgroupOf returns the path of a process's cgroup where CPU time is accounted.
+// cgroupOf returns the path of a process's cgroup in the hierarchy that counts CPU time.
 func cgroupOf(pid int) (string, error) {
 	content, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
@@ -130,10 +130,10 @@ func cgroupOf(pid int) (string, error) {
 			return fields[2], nil
 		}
 	}
-	return "", fmt.Errorf("process %d has no cgroup of CPU time", pid)
+	return "", fmt.Errorf("process %d has no cgroup that counts CPU time", pid)
 }
 
-// connect opens the connection, and finds out who answers.
+// connect opens the connection and reads the runtime's name and version.
 func (s *Subject) connect(ctx context.Context, socket string) error {
 	var err error
 	if s.conn == nil {
@@ -164,7 +164,7 @@ func (s *Subject) close() {
 	}
 }
 
-// Close ends the daemon, if it is ours, and the connection.
+// Close stops the daemon, if the benchmark started it, and closes the connection.
 func (s *Subject) Close() error {
 	s.close()
 	if s.Daemon == nil {
@@ -193,12 +193,12 @@ func peer(socket string) (int, error) {
 		return 0, os.NewSyscallError("getsockopt SO_PEERCRED", credErr)
 	}
 	if cred.Pid == 0 {
-		return 0, fmt.Errorf("%s: its daemon is in a PID namespace that is not seen from here", socket)
+		return 0, fmt.Errorf("%s: the daemon's PID namespace is not visible", socket)
 	}
 	return int(cred.Pid), nil
 }
 
-// Pull pulls an image and returns how long it took.
+// Pull pulls an image and returns the duration.
 func (s *Subject) Pull(ctx context.Context, image string) (time.Duration, error) {
 	begin := time.Now()
 	_, err := s.images.PullImage(ctx, &runtimeapi.PullImageRequest{Image: &runtimeapi.ImageSpec{Image: image}})
@@ -208,7 +208,7 @@ func (s *Subject) Pull(ctx context.Context, image string) (time.Duration, error)
 	return time.Since(begin), nil
 }
 
-// RemoveImage removes an image and returns how long it took.
+// RemoveImage removes an image and returns the duration.
 func (s *Subject) RemoveImage(ctx context.Context, image string) (time.Duration, error) {
 	begin := time.Now()
 	_, err := s.images.RemoveImage(ctx, &runtimeapi.RemoveImageRequest{Image: &runtimeapi.ImageSpec{Image: image}})
@@ -224,7 +224,7 @@ func (s *Subject) PullWorkload(ctx context.Context) error {
 	return err
 }
 
-// Clean removes all pods of the benchmark's, and returns what could not be removed.
+// Clean removes all pods of the benchmark, and returns an error for each pod that is left.
 func (s *Subject) Clean(ctx context.Context) error {
 	pods, err := s.cri.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{Filter: &runtimeapi.PodSandboxFilter{LabelSelector: labels()}})
 	if err != nil {
@@ -239,7 +239,7 @@ func (s *Subject) Clean(ctx context.Context) error {
 			return errs[i]
 		})
 	}
-	if group.Wait() == nil { // otherwise errs has all of them
+	if group.Wait() == nil { // otherwise errs has all errors
 		return nil
 	}
 	return errors.Join(errs...)

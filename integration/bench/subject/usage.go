@@ -22,16 +22,16 @@ func usageFile(cgroup string) string {
 	return filepath.Join(accounting, cgroup, "cpuacct.usage")
 }
 
-// accounting is cgroup v1's hierarchy of CPU time.
+// accounting is the cgroup v1 hierarchy that counts CPU time.
 const accounting = "/sys/fs/cgroup/cpuacct"
 
-// Cgroup2 reports whether this machine has only the unified hierarchy.
+// Cgroup2 reports whether this machine uses only cgroup v2.
 func Cgroup2() bool {
 	_, err := os.Stat("/sys/fs/cgroup/cgroup.controllers")
 	return err == nil
 }
 
-// makeCgroup makes a cgroup where CPU time is accounted, and returns its file of processes.
+// makeCgroup makes a cgroup that counts CPU time, and returns its file of processes.
 func makeCgroup(cgroup string) (string, error) {
 	dir := filepath.Dir(usageFile(cgroup))
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -61,7 +61,7 @@ func (s *Subject) CPU() (time.Duration, error) {
 		path := usageFile(cgroup)
 		content, err := os.ReadFile(path)
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // the pods' parent: the first pod makes it
+			continue // the runtime creates the pods' parent with the first pod
 		}
 		if err != nil {
 			return 0, err
@@ -78,16 +78,16 @@ func (s *Subject) CPU() (time.Duration, error) {
 // AccountsCPU reports whether CPU is available for this runtime.
 func (s *Subject) AccountsCPU() bool { return len(s.cgroups) > 0 }
 
-// A runtime counts as at rest if it used at most restUsage of CPU time for restWindow. It need not
-// be zero, because idle daemons wake up now and then.
+// A runtime rests if it used at most restUsage of CPU time for restWindow. restUsage is not zero,
+// because idle daemons wake up now and then.
 const (
 	restWindow = 25 * time.Millisecond
 	restUsage  = 300 * time.Microsecond
 	restLimit  = 3 * time.Second
 )
 
-// Rest waits until the runtime has finished its background work, so that each sample has its own
-// cost only. It gives up after 3 seconds, because a runtime that polls never rests.
+// Rest waits until the runtime has finished its background work, so that each sample measures only
+// its own cost. It gives up after 3 seconds, because a runtime that polls never rests.
 func (s *Subject) Rest(ctx context.Context) error {
 	if !s.AccountsCPU() {
 		return wait(ctx, 2*restWindow)
@@ -131,21 +131,21 @@ func PSS(pid int) (float64, error) {
 	return 0, fmt.Errorf("%s has no Pss", path)
 }
 
-// Memory is the PSS in bytes: of the daemon, of processes that it keeps and that belong to no pod,
-// and of all others on this machine except containers and the benchmark.
+// Memory is the PSS in bytes of the daemon, of its processes that belong to no pod, and of all
+// other processes on this machine except containers and the benchmark.
 type Memory struct{ Daemon, Kept, Others float64 }
 
 func (m Memory) sum() float64 { return m.Daemon + m.Kept + m.Others }
 
-// Memory measures the memory now. Others belongs to all runtimes, so compare two measurements
-// between which only this runtime changed.
+// Memory measures the memory now. Others includes all runtimes, so it is useful only as a
+// difference of two measurements between which no other runtime changed.
 func (s *Subject) Memory() (Memory, error) {
 	all, err := processes()
 	if err != nil {
 		return Memory{}, err
 	}
 	if _, ok := all[s.Pid]; !ok {
-		return Memory{}, fmt.Errorf("the daemon, process %d, is gone", s.Pid)
+		return Memory{}, fmt.Errorf("the daemon (process %d) has exited", s.Pid)
 	}
 	return sumMemory(all, s.Pid), nil
 }
@@ -167,7 +167,7 @@ func sumMemory(all map[int]process, daemon int) (m Memory) {
 	return m
 }
 
-// descends reports whether a process is ancestor or its descendant.
+// descends reports whether a process is ancestor or one of its descendants.
 func descends(all map[int]process, pid, ancestor int) bool {
 	for range all { // bounded, because a list that is not atomic may contain a cycle
 		if pid == ancestor {
@@ -182,7 +182,7 @@ func descends(all map[int]process, pid, ancestor int) bool {
 	return false
 }
 
-// process has the relevant properties of a process.
+// process holds the properties of a process that sumMemory needs.
 type process struct {
 	parent    int
 	pss       float64
@@ -194,7 +194,7 @@ type process struct {
 // command lines of shims and monitors, and in the names of cgroups.
 var podID = regexp.MustCompile(`[0-9a-f]{64}`)
 
-// processes returns all but kernel threads and ourselves.
+// processes returns all processes except kernel threads and the benchmark.
 func processes() (map[int]process, error) {
 	dirs, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
@@ -213,7 +213,7 @@ func processes() (map[int]process, error) {
 	return all, nil
 }
 
-// readProcess returns false for kernel threads and for processes that have ended.
+// readProcess reads a process. It returns false for kernel threads and exited processes.
 func readProcess(pid int) (p process, ok bool) {
 	cmdline, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 	if err != nil || len(cmdline) == 0 {
@@ -238,7 +238,7 @@ func readProcess(pid int) (p process, ok bool) {
 	return p, true
 }
 
-// parentIn reads /proc/PID/status.
+// parentIn parses the parent's ID in /proc/PID/status.
 func parentIn(status string) (int, error) {
 	for line := range strings.Lines(status) {
 		if value, ok := strings.CutPrefix(line, "PPid:"); ok {
@@ -249,7 +249,7 @@ func parentIn(status string) (int, error) {
 }
 
 // settleTime is the idle time before a memory measurement. berth returns memory to the kernel 3 s
-// after the last change, and the memory of a node matters over hours.
+// after the last change. A short peak does not matter for a node that runs for hours.
 const settleTime = 5 * time.Second
 
 // SettledMemory returns a measurement once two in a row are nearly equal, or after a limit. Before

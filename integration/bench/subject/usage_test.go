@@ -59,7 +59,7 @@ func TestParseTrace(t *testing.T) {
 		t.Errorf("got %v, %v", got, err)
 	}
 	if _, err := parseTrace("{"); err == nil {
-		t.Error("no error for what is no trace")
+		t.Error("parseTrace accepted text that is not JSON")
 	}
 }
 
@@ -69,13 +69,13 @@ func TestPSS(t *testing.T) {
 	}
 }
 
-// Processes that wait for pods count as the daemon's. Processes of pods do not. All others count as
-// others.
+// Processes that wait for pods count as the daemon's. Processes of pods count nowhere. All others
+// count as others.
 func TestSumMemory(t *testing.T) {
 	all := map[int]process{
 		10: {parent: 1, pss: 1},                    // the daemon
-		11: {parent: 10, pss: 2},                   // a launcher that waits
-		12: {parent: 11, pss: 4},                   // what that has started
+		11: {parent: 10, pss: 2},                   // a waiting launcher
+		12: {parent: 11, pss: 4},                   // a child of the launcher
 		13: {parent: 10, pss: 8, ofPod: true},      // a monitor
 		14: {parent: 1, pss: 16, ofPod: true},      // a shim
 		15: {parent: 13, pss: 32, container: true}, // the workload
@@ -94,7 +94,7 @@ func TestReadProcess(t *testing.T) {
 		t.Errorf("got %+v, %v", p, ok)
 	}
 	if _, err := parentIn("Name:\tsh\n"); err == nil {
-		t.Error("no error for a status without a parent")
+		t.Error("parentIn accepted a status without a parent")
 	}
 }
 
