@@ -41,8 +41,8 @@ func newRebooted(t *testing.T, d *harness.Daemon, pod []harness.PodOption, inPod
 
 // Messages of containers that ended with the machine.
 const (
-	afterReboot  = "the machine was restarted"
-	afterRestart = "the machine was restarted, or its state directory emptied" // the boot ID is the same
+	afterReboot  = "the node was restarted"
+	afterRestart = "the node was restarted, or its state directory was emptied" // the boot ID is the same
 )
 
 // check checks the pod after a reboot: it and its containers have ended, their logs exist, and

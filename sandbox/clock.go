@@ -8,7 +8,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// podCreation returns the time of creation for a new attempt of a pod.
+// podCreation returns the creation time of a pod's new attempt, after those of the earlier
+// attempts.
 func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time {
 	var before []time.Time
 	for _, p := range m.pods.Snapshot() {
@@ -21,7 +22,7 @@ func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time
 	return state.CreationAfter(time.Now(), before)
 }
 
-// containerCreation returns the time of creation for a new container of a pod.
+// containerCreation returns the creation time of a pod's new container, after those of the others.
 func (m *Manager) containerCreation(podID string) time.Time {
 	var before []time.Time
 	for _, c := range m.containersOf(podID) {

@@ -33,7 +33,7 @@ func (m *Manager) CreateContainer(
 	ctx context.Context, podID string, config *runtimeapi.ContainerConfig,
 ) (string, error) {
 	checking := trace.Begin(ctx, "check")
-	defer checking.End() // where it fails
+	defer checking.End() // after an error
 	p, err := m.readyPod(podID)
 	if err != nil {
 		return "", err
@@ -46,8 +46,8 @@ func (m *Manager) CreateContainer(
 		return "", err
 	}
 	identity := state.ContainerIdentity(p.ID, config.Metadata)
-	m.pool.Expect() // who creates a container starts it at once
-	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
+	m.pool.Expect() // clients start a container right after its creation
+	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
 	checking.End()
 	id, err := m.containerIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
@@ -60,8 +60,8 @@ func (m *Manager) CreateContainer(
 	return id, nil
 }
 
-// createFailed names what could not be created: first, or, where kubelet looks at how the
-// text begins, last.
+// createFailed adds the container's identity to an error. kubelet matches the first words of some
+// errors. These get the identity at the end.
 func createFailed(identity string, err error) error {
 	if errors.Is(err, crierrors.ErrImageVolumeMountFailed) || errors.Is(err, crierrors.ErrRROUnsupported) {
 		return fmt.Errorf("%w (create %s)", err, identity)
@@ -93,7 +93,7 @@ func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeap
 	return c.ID, nil
 }
 
-// writtenName is the image's name as the pod's author wrote it. kubelet itself asks for images by
+// writtenName returns the image's name as the pod's author wrote it. kubelet requests images by
 // their IDs.
 func writtenName(config *runtimeapi.ContainerConfig) string {
 	return cmp.Or(config.GetImage().GetUserSpecifiedImage(), config.GetImage().GetImage())
@@ -155,8 +155,7 @@ func (m *Manager) planContainer(
 	return c, nil
 }
 
-// imageOf finds the image a config names: by the ID that kubelet got from
-// PullImage, or any other reference.
+// imageOf finds the image of a config, by the ID that PullImage returned or by any other reference.
 func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, error) {
 	ref := config.GetImage().GetImage()
 	if ref == "" {
@@ -184,15 +183,15 @@ func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
 	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
 }
 
-// makeContainer makes the writable layer, lets plugins adjust the container, proves that it can be
-// described to the launcher, and publishes it. It gives up when the pod is stopped.
+// makeContainer creates the writable layer, lets plugins adjust the container, validates its launch
+// request, and publishes it. A stop of the pod cancels it.
 func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) error {
 	if c.Phase() == state.Removed { // with its pod, before this call got the lock
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.ID)
 	}
-	looking, looked := c.launching.Begin(ctx)
-	defer looked()
-	if _, err := m.readyPod(p.ID); err != nil { // a stop that has not seen the look begin is seen by this
+	inspectCtx, done := c.launching.Begin(ctx)
+	defer done()
+	if _, err := m.readyPod(p.ID); err != nil { // a stop of the pod before Begin could not cancel it
 		return err
 	}
 	snapshot := c.snapshot()
@@ -204,8 +203,8 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 		return err
 	}
 	m.appArmor.Ensure(ctx)
-	others, err := m.describeContainer(ctx, looking, p, c)
-	if err != nil && errors.Is(context.Cause(looking), runtime.ErrStopped) {
+	others, err := m.describeContainer(ctx, inspectCtx, p, c)
+	if err != nil && errors.Is(context.Cause(inspectCtx), runtime.ErrStopped) {
 		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.ID, err))
 	}
 	if err != nil {
@@ -214,19 +213,19 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 	if err := m.plugins.UpdateOthers(ctx, others); err != nil {
 		return err
 	}
-	m.tellOfContainer(ctx, nri.ContainerCreated, c)
+	m.notifyContainer(ctx, nri.ContainerCreated, c)
 	return nil
 }
 
 // describeContainer lets plugins adjust the container, records it and publishes it. It returns the
-// changes that plugins request of other containers. The end of looking, a child of ctx, cancels the
+// changes that plugins request of other containers. inspectCtx, a child of ctx, cancels the
 // inspection of volumes.
 func (m *Manager) describeContainer(
-	ctx, looking context.Context, p *pod, c lockedContainer,
+	ctx, inspectCtx context.Context, p *pod, c lockedContainer,
 ) (others []nri.Update, err error) {
 	target := m.targetPIDNS(c.container)
-	// Plugins see no container that cannot be launched.
-	spec, err := m.launcher.Validate(looking, p.Info(), c.snapshot(), target)
+	// Plugins do not see a container that cannot be launched.
+	spec, err := m.launcher.Validate(inspectCtx, p.Info(), c.snapshot(), target)
 	if err != nil {
 		return nil, err
 	}
@@ -236,7 +235,7 @@ func (m *Manager) describeContainer(
 		return nil, err
 	}
 	if c.Presented {
-		if spec, err = m.launcher.Spec(looking, p.Info(), c.snapshot(), target); err != nil {
+		if spec, err = m.launcher.Spec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
 	}
@@ -251,8 +250,8 @@ func (m *Manager) describeContainer(
 	return others, nil
 }
 
-// targetPIDNS returns a function that finds the PID namespace which an ephemeral container joins.
-// It is called late and needs no lock, because the target may end at any time.
+// targetPIDNS returns a function that finds the PID namespace of an ephemeral container's target.
+// It is called late and needs no lock, because the target may exit at any time.
 func (m *Manager) targetPIDNS(c *container) func() (string, error) {
 	return func() (string, error) { return m.findTargetPIDNS(c) }
 }
@@ -290,13 +289,13 @@ func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, erro
 	return m.launcher.Describe(ctx, p.Info(), c.Info(), m.targetPIDNS(c), &c.describing)
 }
 
-// publishContainer makes the record visible.
+// publishContainer publishes a snapshot of the container.
 func (m *Manager) publishContainer(c lockedContainer) {
 	info := c.snapshot()
 	m.events.ContainerChanged(c.info.Swap(info), info)
 }
 
-// abandonContainer undoes a failed creation. Steps that fail are retried in the background.
+// abandonContainer undoes a failed creation. Failed steps are retried in the background.
 func (m *Manager) abandonContainer(c *container) {
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), time.Minute)
 	defer cancel()
@@ -307,9 +306,8 @@ func (m *Manager) abandonContainer(c *container) {
 	}
 }
 
-// RemoveContainer ends the container if it runs and removes everything that
-// exists for it. It blocks until that is done, also when another call is at it. A
-// container that is unknown is no error.
+// RemoveContainer kills the container if it runs, and removes all its resources. It waits for a
+// concurrent removal. An unknown container is no error.
 func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
 	c, err := m.containers.Find(id)
 	if errdefs.IsNotFound(err) {
@@ -340,8 +338,8 @@ func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 	}
 }
 
-// replaceContainer removes a container that was not started, or goes on with its removal.
-// errInUse for any other.
+// replaceContainer removes a container that was not started, or continues its removal. For any
+// other container it returns errInUse.
 func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 	c, known := m.containers.Get(id)
 	if !known {
@@ -359,7 +357,7 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 	})
 }
 
-// eraseContainer removes what exists for the container, its record last. It may be repeated.
+// eraseContainer removes all resources of the container, and its record last. It may be repeated.
 func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 	if c.Phase() == state.Removed {
 		return nil
@@ -370,8 +368,8 @@ func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 		}
 		m.containerIDs.Going(c.Identity(), c.ID)
 		if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-			// Go on: the removal frees space on a full disk.
-			m.log.Warn("record a removal, which goes on", "container", c.ID, "error", err)
+			// Continue: the removal frees space on a full disk.
+			m.log.Warn("record the removal of a container; the removal continues", "container", c.ID, "error", err)
 		}
 	}
 	if err := m.removeParts(ctx, c.container); err != nil {
@@ -386,7 +384,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 	m.events.ContainerDeleted(c.info.Load())
 	m.containerIDs.Forget(c.Identity(), c.ID)
 	if c.Presented || c.Visible() {
-		m.tellOfContainer(ctx, nri.ContainerRemoved, c)
+		m.notifyContainer(ctx, nri.ContainerRemoved, c)
 	}
 	return nil
 }

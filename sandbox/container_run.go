@@ -24,11 +24,11 @@ import (
 	"berth/shim/proto"
 )
 
-// StartContainer starts a created container. A running container is no error.
+// StartContainer starts a created container. A running container is no error. After a failed launch
+// the container has exited with the reason StartError.
 //
-// Errors: NotFound; FailedPrecondition for a container that has exited or whose pod is not ready;
-// else the error of the launch. After a failed launch the container has exited with the reason
-// StartError.
+// Errors: NotFound. FailedPrecondition for a container that has exited or whose pod is not ready.
+// Otherwise the error of the launch.
 func (m *Manager) StartContainer(ctx context.Context, id string) error {
 	c, err := m.containers.Find(id)
 	if err != nil {
@@ -47,14 +47,14 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	case c.Phase() == state.ContainerRunning:
 		return nil
 	case c.Phase() == state.ContainerStarting: // by an earlier daemon
-		return errdefs.Unavailable("container %s: what an earlier start left of it has not ended", c.ID)
+		return errdefs.Unavailable("container %s: processes of an earlier start have not exited", c.ID)
 	case c.Phase() != state.ContainerCreated:
 		return errdefs.FailedPrecondition("container %s has exited", c.ID)
 	}
 	c.started.Store(trace.Of(ctx))
 	launchCtx, launched := c.launching.Begin(ctx)
 	defer launched()
-	p, err := m.readyPod(c.PodID) // a stop that has not seen the launch begin is seen by this
+	p, err := m.readyPod(c.PodID) // a stop of the pod before Begin could not cancel it
 	if err != nil {
 		return err
 	}
@@ -66,7 +66,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 		return errors.Join(err, c.Move(state.ContainerCreated))
 	}
 	var started *proto.Started
-	if err = m.askToStart(ctx, c); err == nil {
+	if err = m.requestStart(ctx, c); err == nil {
 		started, err = m.launchContainer(launchCtx, p, c)
 	}
 	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
@@ -81,8 +81,8 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	if err := m.containerStarted(ctx, c, started); err != nil {
 		return err
 	}
-	m.tellOfContainer(ctx, nri.ContainerStarted, c)
-	if _, err := m.readyPod(c.PodID); err != nil { // stopped meanwhile: its stop may have missed us
+	m.notifyContainer(ctx, nri.ContainerStarted, c)
+	if _, err := m.readyPod(c.PodID); err != nil { // a stop of the pod may have missed this container
 		m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
 			return m.killContainer(ctx, c.container)
 		})
@@ -91,14 +91,14 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	return nil
 }
 
-// launchContainer launches a container from a snapshot: the launch may go on when the caller has
-// released the lock.
+// launchContainer launches a container from a snapshot, because the launch may outlast the caller's
+// lock.
 func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (*proto.Started, error) {
 	return m.launcher.Start(ctx, p.Info(), c.snapshot(), m.targetPIDNS(c.container))
 }
 
-// readyPod finds a pod that is ready, and asks its pause whether that still
-// holds: containers join namespaces by its process ID.
+// readyPod returns the pod if it is ready and its pause runs. Containers join namespaces by the
+// pause's process ID.
 func (m *Manager) readyPod(id string) (*pod, error) {
 	p, err := m.pods.Find(id)
 	if err != nil {
@@ -118,20 +118,20 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 	return p, nil
 }
 
-// notReady refuses something in a pod that is not ready. Why it is not was logged, or will be: it
-// is being stopped, or has lost its pause.
+// notReady returns the error for a request to a pod that is not ready. The log has the reason: a
+// stop, or the exit of the pause.
 func notReady(p *pod) error {
 	return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s is not ready", p.ID))
 }
 
-// startInterrupted takes a start back that the daemon's shutdown cancelled, because the container
-// did not fail. If that fails, the next daemon repeats it: the record says that the container was
-// being started.
+// startInterrupted reverts a start that the daemon's shutdown cancelled, because the container
+// itself did not fail. If that fails, the next daemon repeats it, because the record has the phase
+// Starting.
 func (m *Manager) startInterrupted(ctx context.Context, c lockedContainer, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillWait)
 	defer cancel()
-	if err := m.takeStartBack(ctx, c); err != nil {
-		m.log.Error("take the start of a container back; the next daemon will", "container", c.ID, "error", err)
+	if err := m.revertStart(ctx, c); err != nil {
+		m.log.Error("revert the start of a container; the next daemon will retry", "container", c.ID, "error", err)
 	}
 	return errdefs.Unavailable("start container %s: berth is stopping: %w", c.ID, cause)
 }
@@ -147,8 +147,8 @@ func (m *Manager) startFailed(c lockedContainer, cause error) error {
 	return fmt.Errorf("start container %s: %w", c.ID, cause)
 }
 
-// containerStarted publishes a running container and watches its shim. The record
-// on disk still says "starting": the shim directory knows the rest.
+// containerStarted publishes a running container and watches its shim. The record keeps the phase
+// Starting, and the shim directory has the current state.
 func (m *Manager) containerStarted(ctx context.Context, c lockedContainer, s *proto.Started) error {
 	defer trace.Begin(ctx, "publish").End()
 	run := &running{runtime.Launched(s), m.containerMeter(c.container)}
@@ -161,9 +161,8 @@ func (m *Manager) containerStarted(ctx context.Context, c lockedContainer, s *pr
 	return nil
 }
 
-// publishRunning publishes a container that runs.
 func (m *Manager) publishRunning(c lockedContainer, run *running) error {
-	if c.Phase() != state.ContainerRunning { // else an earlier daemon recorded it
+	if c.Phase() != state.ContainerRunning { // else the record of an earlier daemon has this phase
 		if err := c.Move(state.ContainerRunning); err != nil {
 			return err
 		}
@@ -177,16 +176,16 @@ func (m *Manager) publishRunning(c lockedContainer, run *running) error {
 func (m *Manager) watchContainer(c *container, run *running) {
 	m.watchRunning(c, run, func() {
 		if !m.processes.AwaitShim(run.Running, "shim of container "+c.ID) {
-			return // the daemon is ending, the container goes on
+			return // daemon shutdown; the container keeps running
 		}
 		if exit, settled := m.stopper.Settle(m.stopTarget(c), run.StartedAt); settled {
 			m.noteExit(c, exit)
 		}
-		m.processes.AwaitEnd(run.Shim, "shim of container "+c.ID) // one that was killed while it is frozen ends, and is reaped, later
+		m.processes.AwaitEnd(run.Shim, "shim of container "+c.ID) // a shim that was killed while frozen exits later
 	})
 }
 
-// watchRunning owns run's files; watch waits for the exit and publishes it.
+// watchRunning owns run's files. watch waits for the exit and publishes it.
 func (m *Manager) watchRunning(c *container, run *running, watch func()) {
 	started := m.tasks.Watchers.Spawn(func() {
 		defer m.closeRunning(c, run)
@@ -203,7 +202,7 @@ func (m *Manager) closeRunning(c *container, run *running) {
 	}
 }
 
-// noteExit fails only when the daemon is ending; the next one finds the exit record, or that the
+// noteExit fails only during shutdown. The next daemon finds the exit record, or notices that the
 // shim was lost.
 func (m *Manager) noteExit(c *container, exit state.Exit) {
 	_ = m.lockContainer(m.tasks.Watchers.Context(), c, "note the exit of", func(c lockedContainer) error {
@@ -213,33 +212,33 @@ func (m *Manager) noteExit(c *container, exit state.Exit) {
 }
 
 // exited records and publishes an exit, notifies plugins, and then removes the runtime state. An
-// exit that cannot be recorded is published too. The runtime state is then the only record, so it
+// exit that cannot be recorded is published too. The runtime state is then the only record, and
 // stays until the exit is recorded.
 func (m *Manager) exited(c lockedContainer, exit state.Exit) {
-	if c.Phase() == state.Removed { // nothing of it may come back; it had no shim then
+	if c.Phase() == state.Removed { // a removed container has no shim and must not reappear
 		return
 	}
 	if err := c.Move(state.ContainerExited); err != nil {
-		m.log.Error("publish an exit", "container", c.ID, "error", err)
+		m.log.Error("publish the exit of a container", "container", c.ID, "error", err)
 		return
 	}
 	c.Exit = &exit
 	err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
-	told := make(chan struct{})
-	c.stopNotified.Store(&told)
+	notified := make(chan struct{})
+	c.stopNotified.Store(&notified)
 	m.publishContainer(c)
 	m.logExit(c.container, exit)
 	if run := c.running.Swap(nil); run != nil {
-		close(run.Exited) // first: the wait for a kill is short, and plugins take their time
+		close(run.Exited) // first: the wait for a kill is short, and plugins may be slow
 		m.keepUsage(c.container, run)
 		m.sampler.Wake()
 	}
-	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
+	m.notifyContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if err == nil {
 		m.cleanExited(c)
 		return
 	}
-	m.log.Error("record the exit", "container", c.ID, "error", err)
+	m.log.Error("record the exit of a container", "container", c.ID, "error", err)
 	m.tasks.RetryInBackground("record the exit of", c.String(), func(ctx context.Context) error {
 		return m.lockContainer(ctx, c.container, "record the exit of", func(c lockedContainer) error {
 			if c.Phase() != state.ContainerExited {
@@ -254,8 +253,8 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	})
 }
 
-// cleanExited removes the runtime state of an exited container. A removal that fails, for lack of
-// file descriptors for example, is retried in the background or with the container's removal.
+// cleanExited removes the runtime state of an exited container. A failed removal, without free file
+// descriptors for example, is retried in the background.
 func (m *Manager) cleanExited(c lockedContainer) {
 	ctx, cancel := context.WithTimeout(context.Background(), runtime.KillWait)
 	defer cancel()
@@ -277,8 +276,8 @@ func (m *Manager) cleanExited(c lockedContainer) {
 
 // StopContainer sends the container's stop signal, waits up to timeout for the exit, and then kills
 // the container. A zero timeout kills it at once. A container that does not run or does not exist
-// is no error. A container that is being started is stopped after its start. If the start takes
-// longer than timeout, the launch is cancelled.
+// is no error. A starting container is stopped after its start. If the start takes longer than
+// timeout, StopContainer cancels the launch.
 func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
 	c, err := m.containers.Find(id)
 	if errdefs.IsNotFound(err) {
@@ -296,7 +295,7 @@ func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Dur
 	})
 }
 
-// stopContainer returns when the container has ended and plugins were told.
+// stopContainer returns when the container has exited and plugins were notified.
 func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	if err := m.endContainer(ctx, c, timeout); err != nil {
 		return err
@@ -304,7 +303,7 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 	return m.waitNotified(ctx, c)
 }
 
-// endContainer holds no lock while it waits, because the exit is published under it.
+// endContainer holds no lock while it waits, because the exit is published under the lock.
 func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
 	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.GiveUp)
@@ -316,14 +315,13 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 	return m.stopper.Stop(ctx, m.stopTarget(c), run.Running, stopSignal(c), timeout)
 }
 
-// killContainer kills a container and waits for its exit, see runtime.Stopper. A container that
+// killContainer kills a container and waits for its exit (see runtime.Stopper). A container that
 // does not run is no error. The caller must not hold the container's lock, because the exit is
 // published under it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
 	return m.stopper.Kill(ctx, m.stopTarget(c))
 }
 
-// stopTarget returns what runtime.Stopper needs of a container.
 func (m *Manager) stopTarget(c *container) runtime.StopTarget {
 	return runtime.StopTarget{
 		ID:          c.ID,
@@ -338,14 +336,13 @@ func (m *Manager) stopTarget(c *container) runtime.StopTarget {
 	}
 }
 
-// stopSignal is the signal that asks the container to end: the config's, else the
-// image's, else TERM.
+// stopSignal returns the stop signal of the config, else of the image, else SIGTERM.
 func stopSignal(c *container) unix.Signal {
 	return oci.StopSignal(c.Config.GetStopSignal(), c.Image.Config.StopSignal)
 }
 
-// UpdateContainerResources changes the limits of a container that is created or
-// runs; fields that are zero keep their value.
+// UpdateContainerResources changes the limits of a created or running container. Zero fields keep
+// their value.
 func (m *Manager) UpdateContainerResources(ctx context.Context, id string,
 	res *runtimeapi.LinuxContainerResources) error {
 	c, err := m.containers.Find(id)
@@ -357,8 +354,8 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string,
 	})
 }
 
-// ReopenContainerLog makes the shim of a running container open its log file
-// anew, after kubelet has renamed it. If that fails no new file exists.
+// ReopenContainerLog makes the shim of a running container open its log file again, after kubelet
+// has renamed the file. If it fails, no new file exists.
 func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 	c, err := m.containers.Find(id)
 	if err != nil {
@@ -367,7 +364,7 @@ func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 	if c.running.Load() == nil {
 		return errdefs.FailedPrecondition("container %s is not running", c.ID)
 	}
-	defer m.tasks.Begin("its monitor to open its log anew", c.String())()
+	defer m.tasks.Begin("reopening of its log", c.String())()
 	if err := shim.OpenMonitor(m.dirs.Shim(c.ID)).ReopenLog(ctx); err != nil {
 		return fmt.Errorf("reopen log of container %s: %w", c.ID, err)
 	}

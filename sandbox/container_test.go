@@ -12,7 +12,7 @@ import (
 )
 
 // kubelet matches the beginning of some errors. Their codes must not change.
-func TestCreateFailed(t *testing.T) {
+func TestCreateErrorKeepsPrefixForKubelet(t *testing.T) {
 	volume := fmt.Errorf("%w: mount of /v: %w", crierrors.ErrImageVolumeMountFailed, errdefs.NotFound("image %q: not found", "x"))
 	for _, test := range []struct {
 		err  error

@@ -10,12 +10,12 @@ import (
 	"berth/internal/task"
 )
 
-// takeDownsAtOnce bounds how many pods of an earlier daemon are taken down at a time. After a
-// reboot it is all of them, and each one runs plugins.
+// takeDownsAtOnce bounds how many recovered pods are taken down at a time. After a reboot all pods
+// are taken down, and each take-down runs CNI plugins.
 const takeDownsAtOnce = 8
 
-// deferredWork is what recovery finds unfinished. Recovery notes it and starts nothing, because the
-// work takes locks and may look for any other object. After Start each item runs in the background
+// deferredWork collects unfinished work during recovery. Recovery starts none of it, because the
+// work takes locks and may look up any other object. After Start each item runs in the background
 // until it succeeds. The lock guards noted.
 type deferredWork struct {
 	tasks *task.Runner
@@ -28,7 +28,7 @@ func newDeferredWork(tasks *task.Runner) *deferredWork {
 	return &deferredWork{tasks: tasks, queue: semaphore.NewWeighted(takeDownsAtOnce)}
 }
 
-// Later notes work on an object.
+// Later adds work on an object.
 func (w *deferredWork) Later(what, object string, do func(context.Context) error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -39,7 +39,7 @@ func (w *deferredWork) Later(what, object string, do func(context.Context) error
 // so client requests proceed.
 func (w *deferredWork) LaterInQueue(what, object string, do func(context.Context) error) {
 	w.Later(what, object, func(ctx context.Context) error {
-		end := w.tasks.BeginOpen("other pods of an earlier daemon to be taken down", object)
+		end := w.tasks.BeginOpen("take-down of other pods", object)
 		err := w.queue.Acquire(ctx, 1)
 		end()
 		if err != nil {
@@ -50,7 +50,7 @@ func (w *deferredWork) LaterInQueue(what, object string, do func(context.Context
 	})
 }
 
-// Start begins all noted work.
+// Start starts all collected work.
 func (w *deferredWork) Start() {
 	w.mu.Lock()
 	noted := w.noted
@@ -61,7 +61,7 @@ func (w *deferredWork) Start() {
 	}
 }
 
-// deferWithPod notes work that takes a pod down and needs its lock.
+// deferWithPod adds work that takes a pod down and needs its lock.
 func (m *Manager) deferWithPod(what string, p *pod, do func(context.Context, lockedPod) error) {
 	m.unfinished.LaterInQueue(what, p.String(), func(ctx context.Context) error {
 		return m.lockPod(ctx, p, what, func(p lockedPod) error { return do(ctx, p) })

@@ -11,12 +11,12 @@ import (
 
 // After a reboot all pods are taken down, a few at a time. Queued pods do not hold their locks, so
 // client requests proceed.
-func TestTakenDownSomeAtATime(t *testing.T) {
+func TestTakeDownsAreLimited(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	w := newDeferredWork(tasks)
 	pods := make([]task.Lock, 4*takeDownsAtOnce)
 	var working, tooMany atomic.Int32
-	begun, proceed := make(chan task.Lock, len(pods)), make(chan struct{})
+	started, proceed := make(chan task.Lock, len(pods)), make(chan struct{})
 	for i := range pods {
 		lock := task.NewLock()
 		pods[i] = lock
@@ -26,7 +26,7 @@ func TestTakenDownSomeAtATime(t *testing.T) {
 					tooMany.Add(1)
 				}
 				defer working.Add(-1)
-				begun <- lock
+				started <- lock
 				<-proceed
 				return nil
 			})
@@ -35,7 +35,7 @@ func TestTakenDownSomeAtATime(t *testing.T) {
 	w.Start()
 	first := map[task.Lock]bool{}
 	for range takeDownsAtOnce {
-		first[<-begun] = true
+		first[<-started] = true
 	}
 	for _, lock := range pods {
 		select {
@@ -55,7 +55,7 @@ func TestTakenDownSomeAtATime(t *testing.T) {
 	if err := tasks.Background.Wait(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if tooMany.Load() > 0 || len(begun) != len(pods)-takeDownsAtOnce {
-		t.Errorf("%d times too many at a time, %d in line were worked on", tooMany.Load(), len(begun))
+	if tooMany.Load() > 0 || len(started) != len(pods)-takeDownsAtOnce {
+		t.Errorf("%d take-downs exceeded the limit, %d queued take-downs ran", tooMany.Load(), len(started))
 	}
 }

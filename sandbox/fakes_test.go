@@ -28,6 +28,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/oci/users"
 	"berth/sandbox/handler"
 	"berth/sandbox/lsm"
@@ -37,17 +38,17 @@ import (
 	"berth/shim/proto"
 )
 
-// fakeHost implements all interfaces through which the manager commands the host. It notes each
-// call, and fails the calls that a test selects. It keeps records in memory and nothing else. The
-// lock guards all fields.
+// fakeHost implements all interfaces through which the manager commands the host. It logs each call
+// in calls, and fails the calls that a test selects. It keeps records in memory. The lock guards all
+// fields.
 type fakeHost struct {
 	t  *testing.T
 	mu sync.Mutex
 
 	calls      []string
-	fail       map[string]int             // how often a call is still to fail
-	pods       map[string]state.Phase     // recorded
-	containers map[string]state.Phase     // recorded
+	fail       map[string]int             // remaining failures of each call
+	pods       map[string]state.Phase     // by ID, as recorded
+	containers map[string]state.Phase     // by ID, as recorded
 	loaded     func(*fakeHost, *fakeLoad) // adds the records of an earlier daemon
 	running    map[string]proto.Processes // shims that Find finds
 	ended      map[string]chan struct{}   // by container: closed when its shim has ended
@@ -63,7 +64,7 @@ type fakeLoad struct {
 // errFake is the error of each failing call.
 var errFake = errdefs.Unavailable("the fake host fails")
 
-// call notes a call and returns its error.
+// call logs a call and returns its error.
 func (f *fakeHost) call(name string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -82,7 +83,7 @@ func (f *fakeHost) failing(name string, n int) {
 	f.fail[name] = n
 }
 
-// forget drops the notes of the calls so far.
+// forget clears the log of calls.
 func (f *fakeHost) forget() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -119,7 +120,7 @@ func (f *fakeHost) containerRecords() map[string]state.Phase {
 	return maps.Clone(f.containers)
 }
 
-// process returns a pidfd of a process that does not end while the test runs.
+// process returns a pidfd of a process that outlives the test.
 func (f *fakeHost) process() *os.File {
 	file, err := pidfd.Open(os.Getpid())
 	if err != nil {
@@ -212,7 +213,7 @@ func (f *fakeHost) LogLost(string) {}
 func (f *fakeHost) End(context.Context, *os.File) error { return f.call("kill pause") }
 
 func (f *fakeHost) KillLeftBehind(context.Context, string, string) error {
-	return f.call("kill what is left")
+	return f.call("kill left behind")
 }
 
 func (f *fakeHost) Remove(context.Context, string, string) error { return f.call("remove processes") }
@@ -297,7 +298,7 @@ func (f *fakeHost) Expect()                {}
 func (f *fakeHost) ExpectPause(bool, bool) {}
 func (f *fakeHost) Close() error           { return nil }
 
-// fakeNetwork is the part of fakeHost whose method names are taken.
+// fakeNetwork implements Network. Its method names collide with those of fakeHost.
 type fakeNetwork struct{ *fakeHost }
 
 func (f fakeNetwork) Status(context.Context) error                      { return f.call("network status") }
@@ -319,7 +320,7 @@ func (f fakeNetwork) Detach(context.Context, *state.PodSpec, cni.Attachment) err
 	return f.call("detach")
 }
 
-// fakeEnvironment makes a pod's files and namespaces on the fake host.
+// fakeEnvironment implements Environment.
 type fakeEnvironment struct{ *fakeHost }
 
 func (f fakeEnvironment) Make(context.Context, *state.PodSpec) error { return f.call("make files") }
@@ -332,14 +333,14 @@ func (f fakeEnvironment) FinishFiles(context.Context, *state.PodSpec, []string) 
 }
 
 func (f fakeEnvironment) Unrecorded(func(string) bool) (map[string]bool, error) {
-	return nil, f.call("look for orphans")
+	return nil, f.call("find orphans")
 }
 
 func (f fakeEnvironment) RemoveUnrecorded(context.Context, string) error {
 	return f.call("remove orphan")
 }
 
-// fakeRecords keeps records in memory. A call is named after the phase that it records.
+// fakeRecords keeps records in memory. Write calls have the name of the recorded phase.
 type fakeRecords struct{ *fakeHost }
 
 func (f fakeRecords) WritePod(spec *state.PodSpec, status *state.PodStatus) error {
@@ -418,8 +419,8 @@ type fakeTrash struct{ *fakeHost }
 func (f fakeTrash) Discard(string) error { return f.call("discard layer") }
 func (f fakeTrash) Run(context.Context)  {}
 
-// withFakes runs a test with a manager on a fake host. Time is virtual, so retries take none. The
-// manager ends with the test, and no goroutine of it may be left.
+// withFakes runs a test with a manager on a fake host. Time is virtual, so retries take no time. The
+// manager is closed at the end, and all its goroutines must end.
 func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -452,33 +453,25 @@ func containerConfig() *runtimeapi.ContainerConfig {
 	return &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Image: &runtimeapi.ImageSpec{Image: "busybox"}}
 }
 
-// runPod runs a pod that nothing is wrong with.
 func runPod(t *testing.T, m *Manager) (id string) {
 	t.Helper()
 	id, err := m.RunPodSandbox(t.Context(), podConfig(), "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return id
 }
 
-// createContainer creates a container that nothing is wrong with.
 func createContainer(t *testing.T, m *Manager, podID string) (id string) {
 	t.Helper()
 	id, err := m.CreateContainer(t.Context(), podID, containerConfig())
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return id
 }
 
-// startContainer creates and starts a container that nothing is wrong with.
+// startContainer creates and starts a container.
 func startContainer(t *testing.T, m *Manager, podID string) (id string) {
 	t.Helper()
 	id = createContainer(t, m, podID)
-	if err := m.StartContainer(t.Context(), id); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, m.StartContainer(t.Context(), id))
 	return id
 }
 
@@ -486,11 +479,11 @@ func startContainer(t *testing.T, m *Manager, podID string) (id string) {
 func wantFailure(t *testing.T, err error) {
 	t.Helper()
 	if errdefs.Code(err) != codes.Unavailable {
-		t.Errorf("error %v, want the failing call's with code Unavailable", err)
+		t.Errorf("got %v, want the failing call's error with code Unavailable", err)
 	}
 }
 
-// wantCalled checks which of these calls were made.
+// wantCalled checks that these calls were made, or that they were not.
 func wantCalled(t *testing.T, f *fakeHost, want bool, names ...string) {
 	t.Helper()
 	for _, name := range names {

@@ -12,18 +12,18 @@ import (
 // empty name. It returns the results of the last probes and runs no program.
 func (m *Manager) Handlers() []handler.Info { return m.handlers.List() }
 
-// planRuntime returns the runtime of a pod with that handler, nil for libcontainer.
+// planRuntime returns the runtime of a new pod with the named handler, and nil for libcontainer.
 func (m *Manager) planRuntime(ctx context.Context, spec *state.PodSpec, name string) (*handler.Runtime, error) {
 	h, err := m.handlers.Find(name)
 	if err != nil {
 		return nil, err
 	}
-	defer m.tasks.Begin("what the handler's program can do", "handler "+name)()
+	defer m.tasks.Begin("probe of the runtime program", "handler "+name)()
 	return h.Runtime(ctx, m.dirs.OCI(spec.ID), m.cfg.SystemdCgroup, spec.Mappings != nil)
 }
 
-// runtimeOf returns the runtime of a container. It is nil for libcontainer, and if the record of
-// the pod was lost.
+// runtimeOf returns the runtime of a container. It is nil for libcontainer, and if the pod's record
+// was lost.
 func (o objects) runtimeOf(c *container) *ociruntime.Runtime {
 	p, known := o.pods.Get(c.PodID)
 	if !known {

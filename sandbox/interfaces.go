@@ -40,8 +40,8 @@ type Launcher interface {
 		targetPIDNS func() (string, error), describing *atomic.Bool) (*specs.Spec, error)
 }
 
-// Processes finds, watches and removes what launches made. runtime.Processes implements it and
-// documents the methods.
+// Processes finds, watches and removes the processes of launched containers and pods.
+// runtime.Processes implements it and documents the methods.
 type Processes interface {
 	Find(ctx context.Context, id string) (*runtime.Running, proto.Processes, error)
 	AwaitEnd(process *os.File, object string) bool
@@ -71,8 +71,8 @@ type Images interface {
 	Release(id string) error
 }
 
-// Volumes finds and holds images that are not a container's own: volumes, and the image of a pause.
-// runtime.Roots implements it and documents the methods.
+// Volumes finds and holds image volumes and the image of a pause. runtime.Roots implements it and
+// documents the methods.
 type Volumes interface {
 	FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error)
 	HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume, error)
@@ -106,7 +106,7 @@ type Environment interface {
 	RemoveUnrecorded(ctx context.Context, id string) error
 }
 
-// Records are the durable records. *state.Records implements it and documents the methods.
+// Records stores durable records. *state.Records implements it and documents the methods.
 type Records interface {
 	WritePod(spec *state.PodSpec, status *state.PodStatus) error
 	WriteContainer(spec *state.ContainerSpec, status *state.ContainerStatus) error

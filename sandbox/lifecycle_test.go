@@ -7,6 +7,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -17,7 +18,7 @@ var podParts = []string{"remove processes", "remove mounts", "remove netns", "re
 // containerParts are the calls that remove a container from the host.
 var containerParts = []string{"remove processes", "release layers", "release volumes", "discard layer", "remove container record"}
 
-// A step of RunPodSandbox that fails undoes all of it: nothing is recorded, and the same request
+// If a step of RunPodSandbox fails, all steps are undone. No record remains, and the same request
 // succeeds afterwards.
 func TestRunPodSandboxFailures(t *testing.T) {
 	for _, test := range []struct {
@@ -44,14 +45,14 @@ func TestRunPodSandboxFailures(t *testing.T) {
 				wantCalled(t, f, test.recorded, "detach")
 				id := runPod(t, m)
 				if p, err := m.Pod(id); err != nil || !p.Ready() || f.recordedPod(id) != state.PodReady {
-					t.Errorf("the second try: %+v, %v", p, err)
+					t.Errorf("second attempt: %+v, %v", p, err)
 				}
 			})
 		})
 	}
 }
 
-// An undo step that fails is retried in the background.
+// A failed undo step is retried in the background.
 func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 	for _, step := range append([]string{"detach"}, podParts...) {
 		t.Run(step, func(t *testing.T) {
@@ -61,7 +62,7 @@ func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 				_, err := m.RunPodSandbox(t.Context(), podConfig(), "")
 				wantFailure(t, err)
 				if len(f.podRecords()) != 1 {
-					t.Errorf("records %v: the record must stay until everything is undone", f.podRecords())
+					t.Errorf("records %v: the record must stay until all steps are undone", f.podRecords())
 				}
 				time.Sleep(time.Minute)
 				synctest.Wait()
@@ -73,7 +74,7 @@ func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 	}
 }
 
-// A step of CreateContainer that fails undoes all of it: nothing is recorded, and the same request
+// If a step of CreateContainer fails, all steps are undone. No record remains, and the same request
 // succeeds afterwards.
 func TestCreateContainerFailures(t *testing.T) {
 	for _, test := range []struct {
@@ -107,7 +108,7 @@ func TestCreateContainerFailures(t *testing.T) {
 	}
 }
 
-// A start that cannot be recorded leaves a created container. A launch that fails leaves one that
+// If the start cannot be recorded, the container stays created. If the launch fails, the container
 // has exited.
 func TestStartContainerFailures(t *testing.T) {
 	for _, test := range []struct {
@@ -133,7 +134,7 @@ func TestStartContainerFailures(t *testing.T) {
 				wantCalled(t, f, test.phase == state.ContainerExited, "remove processes")
 				if test.phase == state.ContainerCreated {
 					if err := m.StartContainer(t.Context(), id); err != nil {
-						t.Errorf("the second try: %v", err)
+						t.Errorf("second attempt: %v", err)
 					}
 				}
 			})
@@ -141,15 +142,13 @@ func TestStartContainerFailures(t *testing.T) {
 	}
 }
 
-// An exit that cannot be recorded is published. The runtime state is then the only record, so it
-// stays until the exit is recorded.
-func TestExitThatCannotBeRecorded(t *testing.T) {
+// An exit that cannot be recorded is published. The runtime state is then the only record, and stays
+// until the exit is recorded.
+func TestUnrecordedExitIsPublished(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		id := startContainer(t, m, runPod(t, m))
 		f.failing("record container exited", 3)
-		if err := m.StopContainer(t.Context(), id, time.Second); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, m.StopContainer(t.Context(), id, time.Second))
 		if c, err := m.Container(id); err != nil || c.State() != runtimeapi.ContainerState_CONTAINER_EXITED || c.Ended().Code != 137 {
 			t.Errorf("%+v, %v", c, err)
 		}
@@ -166,7 +165,7 @@ func TestExitThatCannotBeRecorded(t *testing.T) {
 	})
 }
 
-// A container that does not stop stays running and can be stopped again.
+// If a stop fails, the container stays running, and the stop can be repeated.
 func TestStopContainerFailures(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		id := startContainer(t, m, runPod(t, m))
@@ -175,21 +174,19 @@ func TestStopContainerFailures(t *testing.T) {
 		if c, err := m.Container(id); err != nil || c.State() != runtimeapi.ContainerState_CONTAINER_RUNNING {
 			t.Errorf("%+v, %v", c, err)
 		}
-		if err := m.StopContainer(t.Context(), id, time.Second); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, m.StopContainer(t.Context(), id, time.Second))
 		if c, err := m.Container(id); err != nil || c.State() != runtimeapi.ContainerState_CONTAINER_EXITED || f.recordedContainer(id) != state.ContainerExited {
 			t.Errorf("%v, recorded %q, %v", c.State(), f.recordedContainer(id), err)
 		}
 	})
 }
 
-// A step of RemoveContainer that fails keeps the record, and the next call goes on. Only a removal
-// that cannot be recorded goes on at once: it frees space on a full disk.
+// If a step of RemoveContainer fails, the record stays, and the next call continues. A removal that
+// cannot be recorded continues at once, because it frees space on a full disk.
 func TestRemoveContainerFailures(t *testing.T) {
 	for _, test := range []struct {
-		step string
-		goes bool
+		step      string
+		continues bool
 	}{
 		{"kill", false},
 		{"record container removing", true},
@@ -202,14 +199,12 @@ func TestRemoveContainerFailures(t *testing.T) {
 		t.Run(test.step, func(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 				id := startContainer(t, m, runPod(t, m))
-				if test.step == "remove processes" { // the exit removes them, too, and tries again
-					if err := m.StopContainer(t.Context(), id, 0); err != nil {
-						t.Fatal(err)
-					}
+				if test.step == "remove processes" { // the exit removes and retries them, too
+					testutil.Must(t, m.StopContainer(t.Context(), id, 0))
 				}
 				f.failing(test.step, 1)
 				err := m.RemoveContainer(t.Context(), id)
-				if test.goes {
+				if test.continues {
 					if err != nil || len(f.containerRecords()) > 0 {
 						t.Errorf("%v, left %v", err, f.containerRecords())
 					}
@@ -220,14 +215,14 @@ func TestRemoveContainerFailures(t *testing.T) {
 					t.Errorf("records %v: the record must stay", f.containerRecords())
 				}
 				if err := m.RemoveContainer(t.Context(), id); err != nil || len(f.containerRecords()) > 0 || len(m.containers.Snapshot()) > 0 {
-					t.Errorf("the second try: %v, left %v", err, f.containerRecords())
+					t.Errorf("second attempt: %v, left %v", err, f.containerRecords())
 				}
 			})
 		})
 	}
 }
 
-// A stop of a pod does all its steps, whatever the others return, and can be repeated.
+// A stop of a pod runs all steps even if some fail, and can be repeated.
 func TestStopPodSandboxFailures(t *testing.T) {
 	steps := []string{"kill", "detach", "remove netns", "remove mounts"}
 	for _, failing := range append(steps, "record pod stopping") {
@@ -237,8 +232,11 @@ func TestStopPodSandboxFailures(t *testing.T) {
 				startContainer(t, m, id)
 				f.forget()
 				f.failing(failing, 1)
+				if failing == "record pod stopping" {
+					f.failing("record pod stopped", 2)
+				}
 				err := m.StopPodSandbox(t.Context(), id)
-				if failing == "record pod stopping" { // a full disk keeps no pod running
+				if failing == "record pod stopping" { // a full disk does not keep a pod running
 					if err != nil {
 						t.Error(err)
 					}
@@ -250,11 +248,11 @@ func TestStopPodSandboxFailures(t *testing.T) {
 				}
 				wantCalled(t, f, true, "kill", "detach", "remove mounts", "kill pause")
 				if err := m.StopPodSandbox(t.Context(), id); err != nil {
-					t.Errorf("the second try: %v", err)
+					t.Errorf("second attempt: %v", err)
 				}
 				time.Sleep(time.Minute)
 				synctest.Wait()
-				if phase := f.recordedPod(id); phase != state.PodStopped && phase != state.PodStopping {
+				if phase := f.recordedPod(id); phase != state.PodStopped && (phase != state.PodStopping || failing == "record pod stopping") {
 					t.Errorf("recorded as %q", phase)
 				}
 			})
@@ -262,7 +260,7 @@ func TestStopPodSandboxFailures(t *testing.T) {
 	}
 }
 
-// A step of RemovePodSandbox that fails keeps the record, and the next call goes on.
+// If a step of RemovePodSandbox fails, the record stays, and the next call continues.
 func TestRemovePodSandboxFailures(t *testing.T) {
 	for _, failing := range []string{"remove container record", "remove runtime state", "remove files", "remove pod record", "record pod removing"} {
 		t.Run(failing, func(t *testing.T) {
@@ -282,14 +280,14 @@ func TestRemovePodSandboxFailures(t *testing.T) {
 					t.Errorf("records %v: the record must stay", f.podRecords())
 				}
 				if err := m.RemovePodSandbox(t.Context(), id); err != nil || len(f.podRecords())+len(f.containerRecords())+len(m.pods.Snapshot()) > 0 {
-					t.Errorf("the second try: %v, left %v, %v", err, f.podRecords(), f.containerRecords())
+					t.Errorf("second attempt: %v, left %v, %v", err, f.podRecords(), f.containerRecords())
 				}
 			})
 		})
 	}
 }
 
-// recovered is a pod and a container as an earlier daemon of this boot recorded them.
+// recovered adds the records of a pod and a container, which an earlier daemon of this boot wrote.
 func recovered(podPhase, containerPhase state.Phase) func(*fakeHost, *fakeLoad) {
 	return func(_ *fakeHost, found *fakeLoad) {
 		p := newPod(&state.PodSpec{ID: "p", BootID: "boot", Config: podConfig(), NetNS: "/netns"}, state.NewPodStatus(podPhase), nil)
@@ -300,8 +298,7 @@ func recovered(podPhase, containerPhase state.Phase) func(*fakeHost, *fakeLoad) 
 	}
 }
 
-// Recovery decides by phase.
-func TestRecovery(t *testing.T) {
+func TestRecoveryByPhase(t *testing.T) {
 	running := proto.Processes{InitPID: 78, StartedAt: time.Unix(100, 0)}
 	for _, test := range []struct {
 		name           string
@@ -311,14 +308,14 @@ func TestRecovery(t *testing.T) {
 		state          runtimeapi.ContainerState
 		containerLeft  bool
 	}{
-		{"pod half made", state.PodStarting, state.ContainerCreated, false, false, false, 0, false},
-		{"pod half removed", state.Removing, state.ContainerExited, false, false, false, 0, false},
-		{"stop half done", state.PodStopping, state.ContainerExited, false, true, false, runtimeapi.ContainerState_CONTAINER_EXITED, true},
-		{"pause gone", state.PodReady, state.ContainerExited, false, true, false, runtimeapi.ContainerState_CONTAINER_EXITED, true},
-		{"container half made", state.PodStopping, state.ContainerCreating, false, true, false, 0, false},
-		{"container half removed", state.PodStopping, state.Removing, false, true, false, 0, false},
+		{"pod was starting", state.PodStarting, state.ContainerCreated, false, false, false, 0, false},
+		{"pod was being removed", state.Removing, state.ContainerExited, false, false, false, 0, false},
+		{"pod was stopping", state.PodStopping, state.ContainerExited, false, true, false, runtimeapi.ContainerState_CONTAINER_EXITED, true},
+		{"pause has exited", state.PodReady, state.ContainerExited, false, true, false, runtimeapi.ContainerState_CONTAINER_EXITED, true},
+		{"container was being created", state.PodStopping, state.ContainerCreating, false, true, false, 0, false},
+		{"container was being removed", state.PodStopping, state.Removing, false, true, false, 0, false},
 		{"shim runs", state.PodReady, state.ContainerStarting, true, true, false, runtimeapi.ContainerState_CONTAINER_RUNNING, true},
-		{"launch never began", state.PodReady, state.ContainerStarting, false, true, false, runtimeapi.ContainerState_CONTAINER_CREATED, true},
+		{"launch did not start", state.PodReady, state.ContainerStarting, false, true, false, runtimeapi.ContainerState_CONTAINER_CREATED, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
@@ -326,9 +323,7 @@ func TestRecovery(t *testing.T) {
 				if test.shim {
 					f.running["c"] = running
 				}
-				if err := m.recover(t.Context()); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, m.recover(t.Context()))
 				if test.shim {
 					if c, err := m.Container("c"); err != nil || c.State() != test.state || c.PID != 78 {
 						t.Errorf("%+v, %v", c, err)
@@ -350,9 +345,9 @@ func TestRecovery(t *testing.T) {
 	}
 }
 
-// A failing look-up keeps the daemon from starting. Nothing is stopped or removed.
+// A failed look-up prevents the daemon's start. Nothing is stopped or removed.
 func TestRecoveryFailures(t *testing.T) {
-	for _, failing := range []string{"load pod CIDR", "load pods", "load containers", "find shim", "look for orphans"} {
+	for _, failing := range []string{"load pod CIDR", "load pods", "load containers", "find shim", "find orphans"} {
 		t.Run(failing, func(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 				f.loaded = recovered(state.PodStopping, state.ContainerStarting)

@@ -12,10 +12,10 @@ import (
 )
 
 // Each event of a pod or container is one line at the level info. The keys namespace, podName,
-// containerName and attempt hold kubelet's names; pod and container hold IDs, as in all other
-// lines. docs/operations.md lists the events.
+// containerName and attempt hold kubelet's names. The keys pod and container hold IDs, as in all
+// other lines. docs/operations.md lists the events.
 
-// nameAttrs are the names of a pod.
+// nameAttrs returns the log attributes with a pod's names.
 func nameAttrs(m *runtimeapi.PodSandboxMetadata) []any {
 	return []any{slog.String("namespace", errdefs.Clip(m.GetNamespace())),
 		slog.String("podName", errdefs.Clip(m.GetName()))}
@@ -40,7 +40,7 @@ func (m *Manager) logContainer(event string, c *container, more ...any) {
 	m.log.Info(event, append(attrs, more...)...)
 }
 
-// logExit logs how a container ended.
+// logExit logs the exit of a container.
 func (m *Manager) logExit(c *container, exit state.Exit) {
 	attrs := []any{slog.Int("code", int(exit.Code)), slog.String("reason", exit.Reason),
 		slog.Bool("oom", exit.Reason == state.ReasonOOMKilled)}
@@ -50,7 +50,7 @@ func (m *Manager) logExit(c *container, exit state.Exit) {
 	m.logContainer("container exited", c, attrs...)
 }
 
-// seconds is how long something took, to the millisecond.
+// seconds returns a duration as a log attribute, rounded to milliseconds.
 func seconds(d time.Duration) slog.Attr {
 	return slog.Float64("seconds", math.Round(max(d, 0).Seconds()*1000)/1000)
 }

@@ -37,12 +37,12 @@ import (
 // Config holds the daemon's settings for all pods.
 type Config struct {
 	Root           string                    // durable state: records, pod files, writable layers; survives a reboot
-	State          string                    // what dies with the boot: shim directories, the pods' shm
+	State          string                    // state of the current boot: shim directories, the pods' shm
 	NetNSDir       string                    // where network namespaces are pinned, /run/netns
-	HostResolvConf string                    // what pods with the Default DNS policy get, /etc/resolv.conf
+	HostResolvConf string                    // resolv.conf of pods with the Default DNS policy, /etc/resolv.conf
 	SystemdCgroup  bool                      // cgroup driver: systemd, else cgroupfs
 	Handler        string                    // name of the built-in runtime handler
-	Handlers       map[string]handler.Config // the others
+	Handlers       map[string]handler.Config // the other runtime handlers
 	DefaultHandler string                    // the handler of pods that name none; empty: Handler
 	PauseImage     string                    // image to use instead of the embedded pause; empty: none
 	ShimPath       string                    // the berth-shim binary
@@ -50,13 +50,13 @@ type Config struct {
 	MaxLogLine     int                       // bytes before a log line is split as partial
 	Plugins        plugins.Plugins           // nil: none
 	SamplePeriod   time.Duration             // between two measurements of a container's writable layer
-	LayerLimit     uint64                    // bytes that a container's writable layer may take; 0: no limit
-	LayerProjects  uint32                    // the first of the project IDs of writable layers
-	Streams        stream.Limits             // what clients may have under way
+	LayerLimit     uint64                    // maximum bytes of a container's writable layer; 0: no limit
+	LayerProjects  uint32                    // the first quota project ID of writable layers
+	Streams        stream.Limits             // limits of concurrent streams
 	Host           host.Facts                // from host.Detect
-	CDI            cdi.Dirs                  // where CDI devices are described
+	CDI            cdi.Dirs                  // directories of CDI device specs
 	OwnDevices     bool                      // devices belong to the user and group of the security context
-	Waits          *task.Waits               // where waits are noted
+	Waits          *task.Waits               // lists the waits of operations
 	Log            *slog.Logger
 	LogFormat      string // of Log: json or text
 }
@@ -96,13 +96,13 @@ type Manager struct {
 	containerIDs creations // by (pod, name, attempt)
 	events       *state.Events
 	sampler      *stats.Sampler
-	unmeasured   lograte.Limiter // of warnings about usage that cannot be kept
-	unfinished   *deferredWork   // that recover found
+	unmeasured   lograte.Limiter // rate limit of warnings about usage that cannot be read
+	unfinished   *deferredWork   // found by recover
 	tasks        *task.Runner
 	disks        writableWatch // of root and state
 }
 
-// closeLimit is for a manager that could not be opened: it has no operations.
+// closeLimit bounds Close after Open failed, when no operation runs.
 const closeLimit = 5 * time.Second
 
 // Open prepares the state directories, loads all records, adopts running containers, and continues
@@ -150,8 +150,8 @@ type hostParts struct {
 	handlers   *handler.Set
 }
 
-// openParts prepares the host's directories and opens the parts. If it fails, it ends the idle
-// launchers again.
+// openParts prepares the host's directories and opens the parts. If it fails, it stops the idle
+// launchers.
 func openParts(ctx context.Context, cfg Config, network *cni.Network, tasks *task.Runner) (_ *hostParts, err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
@@ -202,7 +202,7 @@ func openParts(ctx context.Context, cfg Config, network *cni.Network, tasks *tas
 	return p, nil
 }
 
-// wireManager connects the opened parts. It does not fail and touches nothing on the host.
+// wireManager connects the opened parts. It cannot fail and does not change the host.
 func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runner) *Manager {
 	m := newWith(cfg, tasks)
 	m.host, m.dirs, m.bootID, m.run = p.facts, p.dirs, p.bootID, p.run
@@ -262,7 +262,7 @@ func newLauncher(
 	}
 }
 
-// newWith returns a manager without objects that has only what needs no host.
+// newWith returns a manager without objects and without the parts that need the host.
 func newWith(cfg Config, tasks *task.Runner) *Manager {
 	m := &Manager{objects: newObjects(), cfg: cfg, log: cfg.Log, tasks: tasks, unfinished: newDeferredWork(tasks)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
@@ -283,12 +283,12 @@ func (m *Manager) start(ctx context.Context) error {
 }
 
 // Close ends the daemon's goroutines and leaves pods and containers running. It waits for running
-// operations until ctx ends. The next daemon continues operations and undo steps that did not end.
-// CNI plugins are not interrupted and continue without this daemon.
+// operations until ctx ends. The next daemon continues interrupted operations and undo steps. CNI
+// plugins are not interrupted and continue without this daemon.
 func (m *Manager) Close(ctx context.Context) error {
 	idle, err := m.tasks.End(ctx, m.network.Leave)
 	m.plugins.Plugins.Close()
-	if idle { // else they are in use
+	if idle { // else operations still use them
 		err = errors.Join(err, m.pool.Close(), m.quotas.Close())
 	}
 	if len(m.pods.Snapshot()) == 0 && !m.cfg.SystemdCgroup {
@@ -305,17 +305,17 @@ func readBootID() (string, error) {
 	return strings.TrimSpace(string(data)), nil
 }
 
-// openRun returns the run of the state directory, see state.Run.
+// openRun opens the run of the state directory (see state.Run).
 func openRun(dirs state.Dirs, log *slog.Logger) (state.Run, error) {
 	run, err := dirs.OpenRun()
 	if err == nil && run.ID == "" {
-		log.Warn("write the ID of the state directory: there is no room, or it is read-only; until it is written a restart without a new boot ID is not noticed",
+		log.Warn("write the ID of the state directory: the filesystem is full or read-only; until it is written, restarts with the same boot ID are not noticed",
 			"path", dirs.RunID())
 	}
 	return run, err
 }
 
-// startPool starts the launchers that are kept ready.
+// startPool starts the idle launchers.
 func startPool(cfg Config, dirs state.Dirs, programs payload.Paths) (*shim.Launchers, error) {
 	return shim.New(shim.Config{
 		ShimPath:    cfg.ShimPath,
@@ -341,20 +341,21 @@ func probeUserNamespaces(namespaces podenv.Namespaces, cfg Config) host.Facts {
 // HostFacts returns the node's facts.
 func (m *Manager) HostFacts() host.Facts { return m.host }
 
-// Waits returns what operations are waiting for at the moment, oldest first.
+// Waits returns the current waits of operations, oldest first.
 func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
 
-// RuntimeStatus tells why no pod can be run at the moment, or nil. It answers from memory.
+// RuntimeStatus returns nil, or the error that prevents pods from running. It answers from memory.
 func (m *Manager) RuntimeStatus() error { return m.disks.Err() }
 
-// UpdatePodCIDR takes the node's pod CIDR, one or several comma-separated. Networks that declare
-// the ipRanges capability get it with every new pod. Empty: none. InvalidArgument otherwise.
+// UpdatePodCIDR sets the node's pod CIDR: one CIDR, or several separated by commas. Networks that
+// declare the ipRanges capability get it with every new pod. An empty string unsets it. The error
+// is InvalidArgument for malformed CIDRs.
 func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 	return m.network.SetPodCIDR(ctx, cidr)
 }
 
-// NetworkStatus tells why pods can't have a network at the moment, or nil.
+// NetworkStatus returns nil, or the error that prevents pods from getting a network.
 func (m *Manager) NetworkStatus(ctx context.Context) error { return m.network.Status(ctx) }
 
-// pauseOOMScore is the pause's oom_score_adj: it goes last, after all containers.
+// pauseOOMScore is the pause's oom_score_adj: the OOM killer picks the pause after all containers.
 const pauseOOMScore = -998

@@ -13,7 +13,7 @@ import (
 	"berth/sandbox/stats"
 )
 
-// objects are all pods and containers, the unpublished ones too.
+// objects are all pods and containers, including unpublished ones.
 type objects struct {
 	pods       *index.Index[*pod]
 	containers *index.Index[*container]
@@ -23,7 +23,6 @@ func newObjects() objects {
 	return objects{index.New[*pod]("pod sandbox"), index.New[*container]("container")}
 }
 
-// containersOf returns the pod's containers.
 func (o objects) containersOf(podID string) []*container {
 	var of []*container
 	for _, c := range o.containers.Snapshot() {
@@ -34,16 +33,16 @@ func (o objects) containersOf(podID string) []*container {
 	return of
 }
 
-// pod owns a pod: its Spec, its Status and its pause. The Status is reached through lockPod only.
+// pod owns a pod: its Spec, its Status and its pause. Only lockPod gives access to the Status.
 type pod struct {
 	*state.PodSpec
 	status   state.Locked[state.PodStatus]
 	info     atomic.Pointer[state.Pod]      // the published snapshot; nil until the pod is ready
 	pause    atomic.Pointer[os.File]        // pidfd, owned by the pod's watcher
 	meter    atomic.Pointer[stats.PodMeter] // nil without a pause; owned by the pod's watcher
-	launched atomic.Int64                   // process ID of the pause, before info has it; 0: it does not run yet, or an earlier daemon started it
+	launched atomic.Int64                   // process ID of the pause before info has it; 0: not launched yet, or launched by an earlier daemon
 	started  *trace.Trace                   // of the pod's start; nil if an earlier daemon started it; never changed
-	stopped  atomic.Bool                    // this daemon began its stop, so it logs the end of it
+	stopped  atomic.Bool                    // this daemon started its stop and logs the end of the stop
 }
 
 // lockedPod is a pod whose lock the caller holds.
@@ -65,11 +64,10 @@ func (p *pod) Info() *state.Pod { return p.info.Load() }
 // Birth implements state.Published.
 func (p *pod) Birth() state.Birth { return state.Birth{At: p.CreatedAt, ID: p.ID} }
 
-// unshared returns the pod as if it were locked. It is for planning and recovery, while no other
-// goroutine can reach it.
+// unshared returns the pod as if it were locked. Planning and recovery use it, while no other
+// goroutine can reach the pod.
 func (p *pod) unshared() lockedPod { return lockedPod{p, p.status.Unshared()} }
 
-// snapshot returns the pod as it is now.
 func (p lockedPod) snapshot() *state.Pod { return p.PodStatus.Snapshot(p.PodSpec) }
 
 // lockPod calls op while it holds the pod's lock.
@@ -79,20 +77,20 @@ func (m *Manager) lockPod(ctx context.Context, p *pod, what string, op func(lock
 	})
 }
 
-// container owns a container: its Spec, its Status and its process. The Status is reached through
-// lockContainer only.
+// container owns a container: its Spec, its Status and its process. Only lockContainer gives access
+// to the Status.
 type container struct {
 	*state.ContainerSpec
 	status  state.Locked[state.ContainerStatus]
 	created *trace.Trace // of the container's creation; nil if an earlier daemon created it; never changed
 
-	stopNotified atomic.Pointer[chan struct{}]   // closed when plugins were notified of the exit; nil: nothing to wait for
+	stopNotified atomic.Pointer[chan struct{}]   // closed when plugins were notified of the exit; nil: no notification is pending
 	running      atomic.Pointer[running]         // nil without a shim
-	launching    runtime.CancelSlot              // of its creation or launch
+	launching    runtime.CancelSlot              // cancels its creation or launch
 	info         atomic.Pointer[state.Container] // the published snapshot; nil until created
 	started      atomic.Pointer[trace.Trace]     // of the container's start; nil unless this daemon started it
 	sample       stats.SampleState               // of its writable layer
-	describing   atomic.Bool                     // a caller inspects its mounts
+	describing   atomic.Bool                     // a RuntimeSpec call inspects its mounts
 }
 
 // running is a container that has a shim.
@@ -120,11 +118,9 @@ func (c *container) Info() *state.Container { return c.info.Load() }
 // Birth implements state.Published.
 func (c *container) Birth() state.Birth { return state.Birth{At: c.CreatedAt, ID: c.ID} }
 
-// unshared returns the container as if it were locked. It is for planning and recovery, while no
-// other goroutine can reach it.
+// unshared is pod.unshared for a container.
 func (c *container) unshared() lockedContainer { return lockedContainer{c, c.status.Unshared()} }
 
-// snapshot returns the container as it is now.
 func (c lockedContainer) snapshot() *state.Container {
 	var pid int
 	var startedAt time.Time

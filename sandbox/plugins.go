@@ -15,27 +15,23 @@ import (
 	"berth/sandbox/state"
 )
 
-// presentPod asks the plugins about a pod that is about to be published, see plugins.Caller.
+// presentPod calls plugins with a pod that is about to be published (see plugins.Caller).
 func (m *Manager) presentPod(ctx context.Context, p lockedPod) (release func(), err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
-	release, p.Presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return p.forPlugins(p.snapshot()) })
+	release, p.Presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return plugins.DescribePod(p.snapshot()) })
 	return release, err
 }
 
-// tellOfPod tells plugins what happened to a pod.
-func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p lockedPod) {
+// notifyPod notifies plugins of a pod's event.
+func (m *Manager) notifyPod(ctx context.Context, event nri.PodEvent, p lockedPod) {
 	m.plugins.NotifyPod(ctx, event, func() *nri.Pod {
 		info := p.info.Load()
-		if info == nil { // it was presented and then came to nothing
+		if info == nil { // presented, but never published
 			info = p.snapshot()
 		}
-		return p.forPlugins(info)
+		return plugins.DescribePod(info)
 	})
-}
-
-func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
-	return plugins.DescribePod(info)
 }
 
 // presentContainer lets plugins adjust a container before it is published. spec is the runtime-spec
@@ -50,7 +46,7 @@ func (m *Manager) presentContainer(
 	release, c.Presented, changes, err = m.plugins.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
 		described := m.containerForPlugins(c.snapshot())
 		described.Spec = spec
-		return p.forPlugins(p.info.Load()), described, nil
+		return plugins.DescribePod(p.info.Load()), described, nil
 	})
 	if err != nil || changes == nil {
 		return release, nil, err
@@ -62,16 +58,16 @@ func (m *Manager) presentContainer(
 	return release, changes.Others, err
 }
 
-// askToStart tells plugins that a container is about to be started.
-func (m *Manager) askToStart(ctx context.Context, c lockedContainer) error {
+// requestStart asks plugins for permission to start a container.
+func (m *Manager) requestStart(ctx context.Context, c lockedContainer) error {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	return m.plugins.RequestStart(ctx, m.describer(c))
 }
 
-// tellOfContainer tells plugins what happened to a container.
-func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c lockedContainer) {
-	defer trace.Begin(ctx, "tell plugins").End()
+// notifyContainer notifies plugins of a container's event.
+func (m *Manager) notifyContainer(ctx context.Context, event nri.ContainerEvent, c lockedContainer) {
+	defer trace.Begin(ctx, "notify plugins").End()
 	m.plugins.NotifyContainer(ctx, event, c.ID, m.describer(c), func() {
 		if event == nri.ContainerStopped {
 			close(*c.stopNotified.Swap(nil))
@@ -79,7 +75,7 @@ func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent,
 	})
 }
 
-// describer describes a container to plugins, if there are any.
+// describer returns a function that describes a container to plugins.
 func (m *Manager) describer(c lockedContainer) plugins.Container {
 	return func() (*nri.Pod, *nri.Container, error) {
 		p, err := m.pods.Find(c.PodID)
@@ -87,10 +83,10 @@ func (m *Manager) describer(c lockedContainer) plugins.Container {
 			return nil, nil, err
 		}
 		info := c.info.Load()
-		if info == nil { // it was presented and then came to nothing
+		if info == nil { // presented, but never published
 			info = c.snapshot()
 		}
-		return p.forPlugins(p.info.Load()), m.containerForPlugins(info), nil
+		return plugins.DescribePod(p.info.Load()), m.containerForPlugins(info), nil
 	}
 }
 
@@ -98,22 +94,22 @@ func (m *Manager) containerForPlugins(info *state.Container) *nri.Container {
 	return plugins.DescribeContainer(info, m.host)
 }
 
-// waitNotified waits until plugins were told of a published exit.
+// waitNotified waits until plugins were notified of a published exit.
 func (m *Manager) waitNotified(ctx context.Context, c *container) error {
-	told := c.stopNotified.Load()
-	if told == nil {
+	notified := c.stopNotified.Load()
+	if notified == nil {
 		return nil
 	}
-	defer m.tasks.Begin("plugins to be told of the exit", c.String())()
+	defer m.tasks.Begin("notification of plugins", c.String())()
 	select {
-	case <-*told:
+	case <-*notified:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("tell plugins of the exit of container %s: %w", c.ID, ctx.Err())
+		return fmt.Errorf("notify plugins of the exit of container %s: %w", c.ID, ctx.Err())
 	}
 }
 
-// pluginRuntime is the manager as plugins see it.
+// pluginRuntime implements plugins.Runtime.
 type pluginRuntime struct{ *Manager }
 
 // Objects implements plugins.Runtime.
@@ -121,7 +117,7 @@ func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
 	var pods []*nri.Pod
 	for _, p := range r.pods.Snapshot() {
 		if info := p.info.Load(); info != nil {
-			pods = append(pods, p.forPlugins(info))
+			pods = append(pods, plugins.DescribePod(info))
 		}
 	}
 	var containers []*nri.Container
@@ -140,7 +136,7 @@ func (r pluginRuntime) CheckContainer(id string) error {
 	return err
 }
 
-// visible finds a container by its full ID, unless plugins can't know of it.
+// visible finds a container by its full ID, if plugins can have seen it.
 func (r pluginRuntime) visible(id string) (*container, error) {
 	c, known := r.containers.Get(id)
 	if !known || !c.Visible() {

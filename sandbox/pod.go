@@ -22,9 +22,8 @@ import (
 	"berth/shim/proto"
 )
 
-// PodOrPlanned returns the pod with exactly that ID, also before it is published. A pod that is
-// being started has its config and, once the pause runs, PausePID. NotFound if there is no such
-// pod.
+// PodOrPlanned returns the pod with exactly that ID, even before it is published. A starting pod
+// has its config and, once the pause runs, PausePID. The error is NotFound for an unknown ID.
 func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 	p, known := m.pods.Get(id)
 	if !known {
@@ -41,13 +40,13 @@ func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 // RunPodSandbox creates and starts a pod. It returns the ID when the network is up and the pause
 // runs. A call with the identity and content of an existing pod joins its start, or returns its ID.
 //
-// Errors: InvalidArgument for a malformed config, AlreadyExists for a used identity with another
-// content, NotFound for an unknown handler, FailedPrecondition without a CNI config.
+// Errors: InvalidArgument for a malformed config. AlreadyExists if the identity exists with other
+// content. NotFound for an unknown handler. FailedPrecondition without a CNI config.
 func (m *Manager) RunPodSandbox(
 	ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string,
 ) (string, error) {
 	checking := trace.Begin(ctx, "check")
-	defer checking.End() // where it fails
+	defer checking.End() // after an error
 	if err := m.checkPodConfig(config, handler); err != nil {
 		return "", err
 	}
@@ -57,7 +56,7 @@ func (m *Manager) RunPodSandbox(
 	}
 	identity := state.PodIdentity(config.Metadata)
 	m.pool.ExpectPause(m.hasPlainPause(config, handler), m.cfg.SystemdCgroup)
-	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
+	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
 	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
@@ -72,21 +71,21 @@ func (m *Manager) RunPodSandbox(
 		return "", err
 	}
 	if !info.Ready() {
-		return "", errdefs.AlreadyExists("run %s: it exists (%s) and was stopped; remove it, or use another attempt",
+		return "", errdefs.AlreadyExists("run %s: pod sandbox %s exists and was stopped; remove it, or use another attempt",
 			identity, id)
 	}
 	return id, nil
 }
 
-// hasPlainPause guesses whether the pod's pause will be one that makes its namespaces itself
-// (shim/launcher/pause).
+// hasPlainPause guesses whether the pod's pause can create its own namespaces (see
+// shim/launcher/pause).
 func (m *Manager) hasPlainPause(config *runtimeapi.PodSandboxConfig, handler string) bool {
 	options := config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	return (handler == "" || handler == m.cfg.Handler) && m.cfg.PauseImage == "" && !m.host.AppArmor && !m.host.SELinux &&
 		options.GetUsernsOptions().GetMode() != runtimeapi.NamespaceMode_POD
 }
 
-// checkPodConfig refuses what no later step would refuse as precisely.
+// checkPodConfig rejects configs before the pod is planned, while errors can name the field.
 func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler string) error {
 	if err := state.CheckPod(config); err != nil {
 		return err
@@ -173,7 +172,7 @@ func (m *Manager) planPod(
 	return p, nil
 }
 
-// bringUp makes everything the pod needs and publishes it.
+// bringUp makes everything that the pod needs, and publishes the pod.
 func (m *Manager) bringUp(ctx context.Context, p lockedPod) error {
 	if err := m.podenv.Make(ctx, p.PodSpec); err != nil {
 		return err
@@ -185,12 +184,12 @@ func (m *Manager) bringUp(ctx context.Context, p lockedPod) error {
 	return m.finishPod(ctx, p, pause)
 }
 
-// connectAndLaunch attaches the pod to its network and launches its pause. The two run side by side
-// where the pause does not depend on the network.
+// connectAndLaunch attaches the pod to its network and launches its pause. The two run in parallel
+// if the pause does not depend on the network.
 func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *proto.Started, err error) {
 	group, gctx := errgroup.WithContext(ctx)
 	if needsNetwork(p.PodSpec) {
-		group.SetLimit(1) // one after the other
+		group.SetLimit(1) // sequentially
 	}
 	snapshot := p.snapshot()
 	group.Go(func() error {
@@ -213,8 +212,8 @@ func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *pro
 	return pause, err
 }
 
-// needsNetwork reports whether the pause depends on the pod's network. A sandboxing runtime takes
-// over the addresses that it finds. Sysctls of the pod may belong to an interface
+// needsNetwork reports whether the launch of the pause needs the pod's network. A sandboxing
+// runtime takes over the addresses of the namespace. Sysctls of the pod may belong to an interface
 // (net.ipv4.conf.eth0.arp_ignore).
 func needsNetwork(spec *state.PodSpec) bool {
 	return spec.Sandboxed() || oci.SetsNetworkSysctls(spec.Config)
@@ -251,13 +250,13 @@ func (m *Manager) writePod(ctx context.Context, p lockedPod) error {
 	return m.records.WritePod(p.PodSpec, p.PodStatus)
 }
 
-// publishPod makes the record visible.
+// publishPod publishes a snapshot of the pod.
 func (m *Manager) publishPod(p lockedPod) {
 	info := p.snapshot()
 	m.events.PodChanged(p.info.Swap(info), info)
 }
 
-// watchPause owns the pause's pidfd: the pod stops being ready when it ends.
+// watchPause owns the pause's pidfd. When the pause exits, the pod is not ready any more.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)
 	measured := m.podMeter(p)
@@ -278,20 +277,20 @@ func (m *Manager) closePause(p *pod, pause *os.File, measured *stats.PodMeter) {
 	p.pause.Store(nil)
 	p.meter.Store(nil)
 	if err := errors.Join(pause.Close(), measured.Close()); err != nil {
-		m.log.Warn("close pidfd and statistics of pause", "pod", p.ID, "error", err)
+		m.log.Warn("close pidfd and statistics of a pause", "pod", p.ID, "error", err)
 	}
 }
 
 // pauseEnded publishes that a pod lost its pause. kubelet sees the pod NotReady and calls
 // StopPodSandbox, which removes its network.
 func (m *Manager) pauseEnded(p *pod) {
-	_ = m.lockPod(m.tasks.Watchers.Context(), p, "note the end of its pause", func(p lockedPod) error {
-		if p.Phase() != state.PodReady { // stopped on purpose
+	_ = m.lockPod(m.tasks.Watchers.Context(), p, "publish the exit of its pause", func(p lockedPod) error {
+		if p.Phase() != state.PodReady { // stopped by a client
 			return nil
 		}
-		m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.ID)
+		m.log.Warn("the pause exited, the pod is not ready any more", "pod", p.ID)
 		return m.publishPauseless(p)
-	}) // fails only when the daemon is ending
+	}) // fails only during shutdown
 }
 
 // publishPauseless publishes that the pod has no pause. StopPodSandbox removes its network.
@@ -304,10 +303,10 @@ func (m *Manager) publishPauseless(p lockedPod) error {
 	return nil
 }
 
-// abandonPod undoes a failed start. It has its own deadline, because the operation's may be used up
-// and CNI DEL may hang as long as CNI ADD did. Steps that fail are retried in the background.
+// abandonPod undoes a failed start. It has a deadline of its own: the operation's may have expired,
+// and CNI DEL may hang as long as CNI ADD did. Failed steps are retried in the background.
 func (m *Manager) abandonPod(p *pod) {
-	p.launched.Store(0) // the pause ends, and its process ID may become another process's
+	p.launched.Store(0) // the pause exits, and another process may get its process ID
 	undo := func(ctx context.Context) error {
 		return m.lockPod(ctx, p, "undo", func(p lockedPod) error { return m.erasePod(ctx, p) })
 	}

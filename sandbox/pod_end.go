@@ -13,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// StopPodSandbox ends everything that runs in the pod and takes its network away,
-// also if a process cannot be killed. A pod that is stopped or unknown is no error.
+// StopPodSandbox kills all processes of the pod and detaches its network, even if a process
+// survives. A stopped or unknown pod is no error.
 func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 	p, err := m.pods.Find(id)
 	if errdefs.IsNotFound(err) {
@@ -28,8 +28,8 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 	})
 }
 
-// stopPod publishes NotReady first, so that nothing new starts in the pod. It does every step,
-// whatever the others return: a full disk is no reason to let a pod run.
+// stopPod publishes NotReady first, so that nothing new starts in the pod. It runs all steps even
+// if some fail: a full disk must not keep a pod running.
 func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	if p.Phase() == state.Removing || p.Phase() == state.Removed {
 		return nil
@@ -45,7 +45,7 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 		m.publishPod(p)
 	}
 	err := m.killContainers(ctx, p.pod)
-	if unrecorded != nil { // before the rest: a daemon that starts meanwhile would take a pod with a pause for ready
+	if unrecorded != nil { // first: a daemon that restarts now would take a recorded pod with a pause for ready
 		m.endPause(ctx, p.pod)
 	}
 	if p.Phase() == state.PodStopping {
@@ -55,7 +55,7 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 		err = errors.Join(err, m.waitNotified(ctx, c))
 	}
 	if first {
-		m.tellOfPod(ctx, nri.PodStopped, p)
+		m.notifyPod(ctx, nri.PodStopped, p)
 	}
 	if unrecorded != nil {
 		m.recordStopLater(p, unrecorded)
@@ -66,9 +66,9 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	return err
 }
 
-// takeDown removes what exists for the pod outside its files: network, pause and mounts. A pod that
-// is stopped has nothing of these left. The steps run side by side, because the end of a namespace
-// and each unmount wait for an RCU grace period.
+// takeDown removes the pod's network, pause and mounts. They do not exist for a stopped pod. The
+// steps run in parallel, because removing a namespace and each unmount wait for an RCU grace
+// period.
 func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
 	err := m.tasks.Parallel("take down", p.String(),
 		func() error { return m.detachNetwork(ctx, p) },
@@ -80,17 +80,17 @@ func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
 	return err
 }
 
-// detachNetwork runs CNI DEL with the configuration that ADD had. It removes the namespace after
-// that succeeded: plugins may need it until then.
+// detachNetwork runs CNI DEL with the configuration that ADD had. It removes the namespace only
+// after DEL succeeded, because plugins may need it until then.
 func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 	if p.Network != nil {
 		if err := m.network.Detach(ctx, p.PodSpec, *p.Network); err != nil {
 			return fmt.Errorf("detach pod %s from its network: %w", p.ID, err)
 		}
 		p.Network = nil
-		if p.Phase() != state.Removing { // else the record goes anyway
+		if p.Phase() != state.Removing { // else the record is removed anyway
 			if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
-				m.log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.ID,
+				m.log.Warn("record that a pod is detached; the next daemon will detach it again", "pod", p.ID,
 					"error", err)
 			}
 		}
@@ -98,7 +98,7 @@ func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 	return m.podenv.RemoveNetNS(p.NetNS)
 }
 
-// removePause kills the pause and removes everything that its launch made.
+// removePause kills the pause and removes everything that its launch created.
 func (m *Manager) removePause(ctx context.Context, p *pod) error {
 	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
@@ -107,10 +107,10 @@ func (m *Manager) removePause(ctx context.Context, p *pod) error {
 }
 
 // endPauseLimit bounds the wait for a killed pause, which takes a millisecond. A frozen pause takes
-// longer: the kill of its cgroup thaws it and needs the rest of the time.
+// longer: only the kill of its cgroup thaws it, and that needs the remaining time.
 const endPauseLimit = time.Second
 
-// endPause kills the pause, unless a runtime's program does it.
+// endPause kills the pause. The pause of a runtime program is left to the program.
 func (m *Manager) endPause(ctx context.Context, p *pod) {
 	pause := p.pause.Load()
 	if pause == nil || p.Runtime != nil {
@@ -123,8 +123,8 @@ func (m *Manager) endPause(ctx context.Context, p *pod) {
 	}
 }
 
-// recordStopLater records a stopped pod in the background, as soon as the disk accepts it. A daemon
-// that starts before that finds the pause gone.
+// recordStopLater records a stopped pod in the background, once the disk accepts writes. A daemon
+// that starts earlier notices that the pause is gone.
 func (m *Manager) recordStopLater(p lockedPod, cause error) {
 	m.log.Warn("record that a pod is stopped", "pod", p.ID, "error", cause)
 	m.tasks.RetryInBackground("record the stop of", p.String(), func(ctx context.Context) error {
@@ -142,7 +142,7 @@ func (m *Manager) recordStopLater(p lockedPod, cause error) {
 	})
 }
 
-// killContainers kills the pod's containers in parallel. It cancels launches and does not wait for
+// killContainers kills the pod's containers in parallel. It cancels launches without waiting for
 // them, because a launcher may hang.
 func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
@@ -155,8 +155,8 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	return m.tasks.Parallel("kill containers of", p.String(), kills...)
 }
 
-// RemovePodSandbox stops the pod if need be, removes its containers and then the
-// pod with everything that exists for it. A pod that is unknown is no error.
+// RemovePodSandbox stops the pod if necessary. It removes the pod's containers, and then the pod
+// with all its resources. An unknown pod is no error.
 func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 	p, err := m.pods.Find(id)
 	if errdefs.IsNotFound(err) {
@@ -170,8 +170,9 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 	})
 }
 
-// replacePod removes a pod without containers, or continues its removal. Any other pod is
-// errInUse. A new container is entered under the pod's lock, so none can be missed.
+// replacePod removes a pod without containers, or continues its removal. For a pod with containers
+// it returns errInUse. New containers are entered under the pod's lock, so replacePod cannot
+// miss one.
 func (m *Manager) replacePod(ctx context.Context, id string) error {
 	p, known := m.pods.Get(id)
 	if !known {
@@ -190,14 +191,14 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 // endPod stops and removes the pod.
 func (m *Manager) endPod(ctx context.Context, p lockedPod) error {
 	if err := m.stopPod(ctx, p); err != nil {
-		m.log.Warn("stop before removal", "pod", p.ID, "error", err) // removal does the same again
+		m.log.Warn("stop a pod before its removal", "pod", p.ID, "error", err) // removal repeats all steps
 	}
 	return m.erasePod(ctx, p)
 }
 
-// erasePod removes the pod, its containers first and its record last. It may be repeated.
+// erasePod removes the pod's containers, then the pod, and its record last. It may be repeated.
 func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
-	if p.Phase() == state.Removed { // another operation held the lock before
+	if p.Phase() == state.Removed { // by another operation that held the lock before
 		return nil
 	}
 	takenDown := p.Phase() == state.PodStopped
@@ -207,8 +208,8 @@ func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
 		}
 		m.podIDs.Going(p.Identity(), p.ID)
 		if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
-			// Go on: the removal frees space on a full disk.
-			m.log.Warn("record a removal, which goes on", "pod", p.ID, "error", err)
+			// Continue: the removal frees space on a full disk.
+			m.log.Warn("record the removal of a pod; the removal continues", "pod", p.ID, "error", err)
 		}
 	}
 	err := m.removeContainersOf(ctx, p.pod)
@@ -230,28 +231,28 @@ func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
 	return m.forgetPod(ctx, p)
 }
 
-// forgetPod publishes that nothing of the pod is left.
+// forgetPod publishes the removal of the pod.
 func (m *Manager) forgetPod(ctx context.Context, p lockedPod) error {
 	if err := p.Move(state.Removed); err != nil {
 		return err
 	}
 	m.labels.Release(m.selinux, p.Labels, p.ID)
 	m.pods.Remove(p.ID)
-	if p.Visible() { // else no client has seen it
+	if p.Visible() { // else no client has seen the pod
 		m.logPod("pod removed", p.pod)
 	}
 	m.events.PodDeleted(p.info.Load())
 	m.podIDs.Forget(p.Identity(), p.ID)
 	if p.Presented && !p.Visible() {
-		m.tellOfPod(ctx, nri.PodStopped, p)
+		m.notifyPod(ctx, nri.PodStopped, p)
 	}
 	if p.Presented || p.Visible() {
-		m.tellOfPod(ctx, nri.PodRemoved, p)
+		m.notifyPod(ctx, nri.PodRemoved, p)
 	}
 	return nil
 }
 
-// removeContainersOf removes the pod's containers, side by side.
+// removeContainersOf removes the pod's containers in parallel.
 func (m *Manager) removeContainersOf(ctx context.Context, p *pod) error {
 	var removals []func() error
 	for _, c := range m.containersOf(p.ID) {

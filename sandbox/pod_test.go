@@ -10,9 +10,9 @@ import (
 	"berth/sandbox/handler"
 )
 
-// A pod's resources are refused at its creation as they would be later.
-func TestPodResourcesAreChecked(t *testing.T) {
-	m, _, _ := aReadyPod(t)
+// The creation of a pod and an update reject the same resources.
+func TestInvalidPodResourcesAreRejected(t *testing.T) {
+	m, _, _ := managerWithPod(t)
 	var err error
 	if m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth"}); err != nil {
 		t.Fatal(err)

@@ -8,12 +8,13 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/task"
+	"berth/sandbox/plugins"
 	"berth/sandbox/state"
 )
 
 // UpdatePodSandboxResources records new resources and overhead of a pod. PodSandboxStatus shows
 // them. nil keeps the old value. kubelet owns the pod's cgroup, and calls this method after it has
-// changed the cgroup (KEP-1287). The pause has a weight of its own and no limits.
+// changed the cgroup (KEP-1287). The pause has a fixed weight and no limits.
 //
 // Errors: NotFound. FailedPrecondition for a pod that is not ready. InvalidArgument for malformed
 // resources.
@@ -49,7 +50,7 @@ func (m *Manager) updatePodResources(ctx context.Context, p lockedPod,
 		resources = shown.GetResources()
 	}
 	before := p.Resources
-	if err := m.askAboutPod(ctx, p, overhead, resources); err != nil {
+	if err := m.requestPodUpdate(ctx, p, overhead, resources); err != nil {
 		return err
 	}
 	p.SetResources(p.Config, &runtimeapi.UpdatePodSandboxResourcesRequest{Overhead: overhead, Resources: resources})
@@ -58,15 +59,15 @@ func (m *Manager) updatePodResources(ctx context.Context, p lockedPod,
 		return err
 	}
 	m.publishPod(p)
-	m.tellOfPod(ctx, nri.PodUpdated, p)
+	m.notifyPod(ctx, nri.PodUpdated, p)
 	return nil
 }
 
-// askAboutPod lets plugins refuse new resources of a pod.
-func (m *Manager) askAboutPod(ctx context.Context, p lockedPod,
+// requestPodUpdate lets plugins refuse new resources of a pod.
+func (m *Manager) requestPodUpdate(ctx context.Context, p lockedPod,
 	overhead, resources *runtimeapi.LinuxContainerResources) error {
 	return m.plugins.RequestPodUpdate(ctx, func() *nri.Pod {
-		pod := p.forPlugins(p.info.Load())
+		pod := plugins.DescribePod(p.info.Load())
 		pod.WantedOverhead, pod.WantedResources = overhead, resources
 		return pod
 	})

@@ -24,8 +24,8 @@ import (
 // objects are loaded. Undo steps run in the background, because they may call slow plugins. When
 // recover returns, all layers that containers need are held.
 //
-// An object counts as gone only if that is certain. Any failing look-up is an error, and the daemon
-// does not start, so that no container is killed by mistake.
+// Recovery treats an object as gone only if that is certain. After any failed look-up the daemon
+// does not start, so that it kills no container by mistake.
 func (m *Manager) recover(ctx context.Context) error {
 	for _, step := range []func() error{m.loadPodCIDR, m.loadPods, m.loadContainers, m.reserveLabels} {
 		if err := step(); err != nil {
@@ -65,14 +65,14 @@ func (m *Manager) recover(ctx context.Context) error {
 	return nil
 }
 
-// emptyTrash starts deleting the trash in the background, the earlier daemon's too.
+// emptyTrash starts deleting the trash in the background, including an earlier version's trash.
 func (m *Manager) emptyTrash() {
 	m.tasks.Background.Spawn(func() { m.trash.Run(m.tasks.Background.Context()) })
 	old := m.dirs.OldTrash()
 	if _, err := os.Lstat(old); err != nil {
 		return
 	}
-	// Deleted in its place: the writable layers may be on another filesystem.
+	// Deleted in place, because the writable layers may be on another filesystem.
 	m.tasks.RetryInBackground("delete", old, func(ctx context.Context) error {
 		failpoint.Reach("trash.delete-old")
 		err := safefs.RemoveAll(ctx, old)
@@ -81,8 +81,8 @@ func (m *Manager) emptyTrash() {
 	})
 }
 
-// findAtOnce bounds how many shims are looked up in parallel. Most look-ups are immediate. One may
-// take runtime.HandoverLimit, and systemd gives a daemon five minutes to start.
+// findAtOnce bounds the parallel look-ups of shims. Most look-ups are immediate. One may take
+// runtime.HandoverLimit, and systemd gives a daemon five minutes to start.
 const findAtOnce = 16
 
 func (m *Manager) loadPodCIDR() error {
@@ -91,7 +91,7 @@ func (m *Manager) loadPodCIDR() error {
 	return err
 }
 
-// attachedPods is an iter.Seq of the pods that hold something of a network.
+// attachedPods is an iter.Seq of the pods with network resources.
 func (m *Manager) attachedPods(yield func(*state.PodSpec) bool) {
 	for _, p := range m.pods.Snapshot() {
 		if p.status.Unshared().Network != nil && !yield(p.PodSpec) {
@@ -123,13 +123,13 @@ func (m *Manager) loadContainers() error {
 
 func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 	for _, d := range damaged {
-		m.log.Error("a record can't be trusted and was set aside", "kind", kind, "id", d.Name, "path", d.Path,
+		m.log.Error("a damaged record was moved away", "kind", kind, "id", d.Name, "path", d.Path,
 			"error", d.Err)
 	}
 }
 
-// reserveLabels keeps the categories of the pods and containers that an earlier daemon
-// made. Containers with their pod's labels hold the same ones.
+// reserveLabels reserves the SELinux categories of recovered pods and containers. A container with
+// its pod's labels holds the same categories.
 func (m *Manager) reserveLabels() error {
 	for _, p := range m.pods.Snapshot() {
 		if err := m.labels.Hold(m.selinux, p.Labels, p.ID); err != nil {
@@ -144,9 +144,10 @@ func (m *Manager) reserveLabels() error {
 	return nil
 }
 
-// recoverPod decides by phase. It needs no lock: no other goroutine uses the manager yet.
+// recoverPod acts on the recorded phase. It needs no lock, because no other goroutine uses the
+// manager yet.
 func (m *Manager) recoverPod(p lockedPod) error {
-	if p.Phase() == state.PodStarting || p.Phase() == state.Removing { // never reported, or to go
+	if p.Phase() == state.PodStarting || p.Phase() == state.Removing { // no client got the ID, or a client requested the removal
 		m.deferWithPod("undo", p.pod, m.erasePod)
 		return nil
 	}
@@ -157,7 +158,7 @@ func (m *Manager) recoverPod(p lockedPod) error {
 	m.podIDs.Adopt(state.PodIdentity(p.Config.Metadata), sum, p.ID)
 	if image := p.PauseImage; image != nil {
 		if _, err := m.images.Hold(p.ID, image.Layers); err != nil {
-			m.log.Error("pause image", "pod", p.ID, "error", err)
+			m.log.Error("hold layers of a pause image", "pod", p.ID, "error", err)
 		}
 	}
 	m.publishPod(p)
@@ -173,18 +174,18 @@ func (m *Manager) recoverPod(p lockedPod) error {
 		}
 		return m.recoverStateless(p)
 	case state.PodStopping:
-		m.deferWithPod("stop", p.pod, m.stopPod) // perhaps it was half done
+		m.deferWithPod("stop", p.pod, m.stopPod) // some steps may be missing
 		return nil
 	}
 	return fmt.Errorf("its record has the unknown phase %q", p.Phase())
 }
 
-// findPause watches the pause of a pod again, or publishes the pod as not ready:
-// its network is there still and goes with StopPodSandbox.
+// findPause watches the pause of a pod again, or publishes the pod as not ready. StopPodSandbox
+// then removes its network.
 func (m *Manager) findPause(p lockedPod) error {
 	pause, err := openPause(p)
 	if errors.Is(err, os.ErrProcessDone) {
-		m.log.Warn("the pause process is gone", "pod", p.ID)
+		m.log.Warn("the pause of a pod has exited", "pod", p.ID)
 		if err := m.publishPauseless(p); err != nil {
 			return err
 		}
@@ -198,7 +199,7 @@ func (m *Manager) findPause(p lockedPod) error {
 }
 
 // finishStop continues a stop that an earlier daemon could not record, on a read-only disk for
-// example. No other step removes the launch's leftovers.
+// example. No other step removes the leftovers of the launch.
 func (m *Manager) finishStop(p lockedPod) error {
 	_, err := os.Lstat(m.dirs.Shim(p.ID))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -208,13 +209,14 @@ func (m *Manager) finishStop(p lockedPod) error {
 	return err
 }
 
-// recoverContainer decides by phase. If launched is true, the caller inspects the shim directory.
+// recoverContainer acts on the recorded phase. If launched is true, the caller inspects the shim
+// directory.
 func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error) {
-	if !state.IsContainerPhase(c.Phase()) { // a later version's: no transition would be allowed
+	if !state.IsContainerPhase(c.Phase()) { // of a later version; Move would refuse all transitions
 		return false, fmt.Errorf("its record has the unknown phase %q", c.Phase())
 	}
 	if _, known := m.pods.Get(c.PodID); !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
-		// It lost its pod, is being removed, or was never reported.
+		// The pod is lost, the container is being removed, or no client got its ID.
 		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error {
 			return m.removeContainer(ctx, c.container)
 		})
@@ -226,15 +228,15 @@ func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error)
 	}
 	m.containerIDs.Adopt(state.ContainerIdentity(c.PodID, c.Config.Metadata), sum, c.ID)
 	if _, err := m.images.Hold(c.ID, c.Image.Layers); err != nil {
-		m.log.Error("layers of a container", "container", c.ID, "image", c.Image.ID, "error", err)
+		m.log.Error("hold layers of a container", "container", c.ID, "image", c.Image.ID, "error", err)
 	}
 	if _, err := m.volumes.HoldVolumes(c.ID, c.Config, c.Volumes); err != nil {
-		m.log.Error("layers of a container's image volumes", "container", c.ID, "error", err)
+		m.log.Error("hold layers of a container's image volumes", "container", c.ID, "error", err)
 	}
 	switch {
 	case c.Phase() == state.ContainerExited:
 		m.publishContainer(c)
-		m.unfinished.Later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
+		m.unfinished.Later("clean up after", c.String(), func(ctx context.Context) error { // the earlier daemon may not have cleaned up
 			return m.lockContainer(ctx, c.container, "clean up after", func(c lockedContainer) error {
 				if c.Phase() == state.Removed {
 					return nil
@@ -252,8 +254,8 @@ func (m *Manager) recoverContainer(c lockedContainer) (launched bool, err error)
 	return true, nil
 }
 
-// recoverCreated publishes a container that was not started. It ends with its pod where that is
-// lost, as after a reboot.
+// recoverCreated publishes a container that was not started. If its pod was lost, by a restart of
+// the node for example, the container has exited.
 func (m *Manager) recoverCreated(c lockedContainer) error {
 	lost, err := m.stateLost(c.BootID, c.RunID, c.PodID)
 	switch {
@@ -298,9 +300,9 @@ func (m *Manager) adoptShim(ctx context.Context, c lockedContainer) error {
 	return nil
 }
 
-// publishLost publishes a container whose shim is gone: as exited if it has an exit record, as
-// created if its launch never began, and as lost otherwise. A container with a surviving process
-// stays Running until that process exits.
+// publishLost publishes a container whose shim is gone. It has exited if it has an exit record, it
+// is created if its launch never started, and it is lost otherwise. A container with a surviving
+// process stays Running until that process exits.
 func (m *Manager) publishLost(ctx context.Context, c lockedContainer, ids proto.Processes) error {
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.StartedAt
@@ -318,7 +320,7 @@ func (m *Manager) publishLost(ctx context.Context, c lockedContainer, ids proto.
 	if lost {
 		m.processes.LogLost(c.ID)
 		if err := m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {
-			m.log.Error("what a lost shim left does not end", "container", c.ID, "error", err)
+			m.log.Error("processes of a container without shim survive SIGKILL", "container", c.ID, "error", err)
 			return m.watchLost(c, ids, exit)
 		}
 	}
@@ -326,30 +328,29 @@ func (m *Manager) publishLost(ctx context.Context, c lockedContainer, ids proto.
 	return nil
 }
 
-// startLost takes back a start that has not led to a process, at once or, if something of it does
-// not go, in the background. Until then the container is one that was created, and can't be
-// started.
+// startLost reverts a start that did not lead to a process. If that fails, it retries in the
+// background. The container is then shown as created, but cannot be started until a retry succeeds.
 func (m *Manager) startLost(ctx context.Context, c lockedContainer) {
-	err := m.takeStartBack(ctx, c)
+	err := m.revertStart(ctx, c)
 	if err == nil {
 		return
 	}
-	const what = "take back the start of"
-	m.log.Error(what+" a container; it is tried again", "container", c.ID, "error", err)
+	const what = "revert the start of"
+	m.log.Error(what+" a container; it is retried", "container", c.ID, "error", err)
 	m.publishContainer(c)
 	m.unfinished.Later(what, c.String(), func(ctx context.Context) error {
 		return m.lockContainer(ctx, c.container, what, func(c lockedContainer) error {
 			if c.Phase() != state.ContainerStarting {
 				return nil
 			}
-			return m.takeStartBack(ctx, c)
+			return m.revertStart(ctx, c)
 		})
 	})
 }
 
-// watchLost publishes a container without shim as running while a process of it survives SIGKILL.
-// Such a process may be in a call to a volume whose server does not answer. The container exits
-// when the last process does.
+// watchLost publishes a container without a shim as running while one of its processes survives
+// SIGKILL. Such a process may be blocked in a call to a volume whose server does not answer. The
+// container exits with the last process.
 func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.Exit) error {
 	left, err := runtime.LeftBehind(ids)
 	if err != nil {
@@ -367,11 +368,10 @@ func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.E
 	return nil
 }
 
-// takeStartBack makes a container created again if its start was interrupted, so that the client
+// revertStart moves a container back to created if its start was interrupted, so that the client
 // can retry. The launcher has undone its steps, or was lost. If the command ran before the launcher
-// noticed the end of the daemon, it runs a second time. kubelet would also run it again, in a new
-// container.
-func (m *Manager) takeStartBack(ctx context.Context, c lockedContainer) error {
+// noticed the shutdown, it runs a second time. kubelet would also run it again, in a new container.
+func (m *Manager) revertStart(ctx context.Context, c lockedContainer) error {
 	if err := m.processes.Remove(ctx, c.ID, c.CgroupsPath); err != nil {
 		return err
 	}
@@ -380,30 +380,30 @@ func (m *Manager) takeStartBack(ctx context.Context, c lockedContainer) error {
 	}
 	c.StartedAt = time.Time{}
 	if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.ID,
+		m.log.Warn("record that a start was reverted; the next daemon will revert it again", "container", c.ID,
 			"error", err)
 	}
 	m.publishContainer(c)
 	return nil
 }
 
-// removeUnrecorded removes what bears the ID of a pod or container that has no record.
+// removeUnrecorded removes resources with the ID of a pod or container that has no record.
 func (m *Manager) removeUnrecorded() error {
 	ids, err := m.podenv.Unrecorded(m.hasRecord)
 	for id := range ids {
-		m.log.Warn("removing what a pod or container without record left", "id", id)
-		m.unfinished.Later("remove what is left of", id, func(ctx context.Context) error {
+		m.log.Warn("removing resources of a pod or container without record", "id", id)
+		m.unfinished.Later("remove unrecorded", id, func(ctx context.Context) error {
 			return m.removeUnrecordedID(ctx, id)
 		})
 	}
 	return err
 }
 
-// removeUnrecordedID removes everything that a pod or container of that ID can have.
+// removeUnrecordedID removes all resources that a pod or container with this ID can have.
 func (m *Manager) removeUnrecordedID(ctx context.Context, id string) error {
 	failpoint.Reach("unrecorded.remove")
 	if err := m.processes.RemoveByID(ctx, id); err != nil {
-		return err // it may be alive, so it keeps its files
+		return err // a process may survive, so its files stay
 	}
 	failpoint.Reach("unrecorded.processes-removed")
 	return errors.Join(m.processes.RemoveRoot(id), m.podenv.RemoveUnrecorded(ctx, id))

@@ -14,12 +14,12 @@ import (
 )
 
 // A node inside a container (kind, LXC, nspawn) restarts with the same boot ID. Its state directory
-// is then empty and its processes are gone. An operator may also empty or cover the directory of a
-// running node, whose processes continue. The ID of the state directory reveals both cases. They
-// are handled like a reboot, after surviving processes are killed.
+// is then empty and its processes are gone. An operator may also empty the directory of a running
+// node, or mount over it, while processes continue. The ID of the state directory reveals both
+// cases. Recovery handles them like a reboot, after it has killed surviving processes.
 
-// stateLost reports whether an object recorded in that boot and run lost its runtime state. An
-// existing shim directory of one of ids shows that only the ID file was deleted.
+// stateLost reports whether an object of that boot and run lost its runtime state. An existing shim
+// directory of one of ids shows that only the ID file was deleted.
 func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 	if bootID != m.bootID {
 		return true, nil
@@ -35,15 +35,14 @@ func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 	return true, nil
 }
 
-// markPod records the run of a pod that an earlier version recorded, so that the next restart is
-// noticed.
+// markPod adds the run to the record of an earlier version, so that the next restart is noticed.
 func (m *Manager) markPod(p lockedPod) {
 	if p.RunID == m.run.ID || m.run.ID == "" {
 		return
 	}
 	p.RunID = m.run.ID
 	if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
-		m.log.Warn("record the state directory's ID; the next daemon will", "pod", p.ID, "error", err)
+		m.log.Warn("record the state directory's ID; the next daemon will retry", "pod", p.ID, "error", err)
 	}
 }
 
@@ -54,40 +53,40 @@ func (m *Manager) markContainer(c lockedContainer) {
 	}
 	c.RunID = m.run.ID
 	if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-		m.log.Warn("record the state directory's ID; the next daemon will", "container", c.ID, "error", err)
+		m.log.Warn("record the state directory's ID; the next daemon will retry", "container", c.ID, "error", err)
 	}
 }
 
-// exitOfRestart is how a container ended whose node was restarted.
+// exitOfRestart returns the exit of a container whose node was restarted.
 func exitOfRestart(c lockedContainer) state.Exit {
 	return state.Exit{
 		Code:       state.CodeUnknown,
 		Reason:     state.ReasonUnknown,
 		StartedAt:  c.StartedAt,
 		FinishedAt: time.Now(),
-		Message:    "the machine was restarted",
+		Message:    "the node was restarted",
 	}
 }
 
-// exitOfStateLost is exitOfRestart where the boot is the same.
+// exitOfStateLost returns the exit of a container whose state was lost during the same boot.
 func exitOfStateLost(c lockedContainer) state.Exit {
 	exit := exitOfRestart(c)
-	exit.Message = "the machine was restarted, or its state directory emptied"
+	exit.Message = "the node was restarted, or its state directory was emptied"
 	return exit
 }
 
-// openPause returns the pidfd of a pod's pause as it is recorded. The error wraps os.ErrProcessDone
-// if that is gone.
+// openPause returns the pidfd of a pod's recorded pause. The error wraps os.ErrProcessDone if the
+// pause has exited.
 func openPause(p lockedPod) (*os.File, error) {
-	if p.PausePID == 0 { // it had ended when the record was written last
+	if p.PausePID == 0 { // the pause had exited when the record was written
 		return nil, os.ErrProcessDone
 	}
 	return pidfd.OpenVerified(p.PausePID, p.PauseStart)
 }
 
-// recoverStateless publishes a pod as not ready whose runtime state is gone, and has it stopped, so
-// that it gives its addresses back. A pause that runs all the same is killed first: with it go the
-// processes of a shared PID namespace.
+// recoverStateless publishes a pod without runtime state as not ready, and schedules its stop,
+// which releases its addresses. The stop kills a surviving pause first. The kernel then kills the
+// other processes of a shared PID namespace.
 func (m *Manager) recoverStateless(p lockedPod) error {
 	var pause *os.File
 	if p.BootID == m.bootID {
@@ -96,7 +95,7 @@ func (m *Manager) recoverStateless(p lockedPod) error {
 		if err != nil && !errors.Is(err, os.ErrProcessDone) {
 			return err
 		}
-		m.log.Warn("the runtime state of a pod is gone: the machine was restarted, or its state directory emptied", "pod",
+		m.log.Warn("the runtime state of a pod is gone: the node was restarted, or its state directory was emptied", "pod",
 			p.ID, "runs", pause != nil)
 	}
 	if err := m.publishPauseless(p); err != nil {
@@ -108,7 +107,7 @@ func (m *Manager) recoverStateless(p lockedPod) error {
 	return nil
 }
 
-// endLostPause kills the pause of a pod without runtime state, once.
+// endLostPause kills the pause of a pod without runtime state. It may be repeated.
 func (m *Manager) endLostPause(ctx context.Context, p lockedPod, pause **os.File) error {
 	if *pause == nil {
 		return nil
@@ -128,7 +127,7 @@ func (m *Manager) endLostPause(ctx context.Context, p lockedPod, pause **os.File
 func (m *Manager) publishStateless(ctx context.Context, c lockedContainer) error {
 	exit := exitOfStateLost(c)
 	if err := m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {
-		m.log.Error("what is left of a container without runtime state does not end", "container", c.ID, "error", err)
+		m.log.Error("processes of a container without runtime state survive SIGKILL", "container", c.ID, "error", err)
 		return m.watchLost(c, proto.Processes{StartedAt: c.StartedAt}, exit)
 	}
 	exit.FinishedAt = time.Now()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/opencontainers/selinux/go-selinux"
 
+	"berth/internal/testutil"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
 	"berth/sandbox/state"
@@ -41,7 +42,8 @@ func (f *fakeSELinux) selinux() lsm.SELinux {
 
 func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse)) }
 
-// labelledManager has a pod, a container with the pod's labels and one with its own.
+// labelledManager returns a manager with a pod and two containers. One has the pod's labels, and the
+// other has different labels.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
 	m = &Manager{selinux: host.selinux(), objects: newObjects()}
 	p = &pod{PodSpec: &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
@@ -53,40 +55,35 @@ func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *contai
 	return m, p, shares, own
 }
 
-// Recovered labels are not drawn again until their owner is removed.
-func TestLabelsReservedAndReleased(t *testing.T) {
+// Recovered labels stay reserved until their last owner is removed.
+func TestRecoveredLabelsAreReserved(t *testing.T) {
 	host := newFakeSELinux()
 	m, p, shares, own := labelledManager(host)
-	if err := m.reserveLabels(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, m.reserveLabels())
 	wantLabels := func(when string, want ...string) {
 		t.Helper()
 		if got := host.labels(); !slices.Equal(got, want) {
-			t.Errorf("%s: in use are %q, want %q", when, got, want)
+			t.Errorf("%s: reserved %q, want %q", when, got, want)
 		}
 	}
-	wantLabels("after the start", "own-process", "pod-process")
+	wantLabels("after recovery", "own-process", "pod-process")
 	m.labels.Release(m.selinux, shares.Labels, shares.ID)
-	wantLabels("a container with its pod's labels is removed", "own-process", "pod-process")
+	wantLabels("after removal of the container with the pod's labels", "own-process", "pod-process")
 	m.labels.Release(m.selinux, own.Labels, own.ID)
-	wantLabels("a container with its own is removed", "pod-process")
+	wantLabels("after removal of the other container", "pod-process")
 	m.labels.Release(m.selinux, p.Labels, p.ID)
-	wantLabels("the pod is removed")
+	wantLabels("after removal of the pod")
 }
 
-// Two pods that ask for one level use the same categories: they are given back with the second of
-// them.
-func TestLabelsOfTwoPods(t *testing.T) {
+// Two pods with the same level share its categories. The removal of the second pod releases them.
+func TestLabelsSharedByPods(t *testing.T) {
 	host := newFakeSELinux()
 	m, _, _, _ := labelledManager(host)
 	const level = ":s0:c1,c2"
 	for _, id := range []string{"a", "b"} {
 		m.pods.Put(id, &pod{PodSpec: &state.PodSpec{ID: id, Labels: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
 	}
-	if err := m.reserveLabels(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, m.reserveLabels())
 	reserved := func() (n int) {
 		for _, l := range host.labels() {
 			if strings.HasSuffix(l, level) {
@@ -99,16 +96,16 @@ func TestLabelsOfTwoPods(t *testing.T) {
 	m.labels.Release(m.selinux, a.Labels, a.ID)
 	m.labels.Release(m.selinux, a.Labels, a.ID)
 	if reserved() != 2 {
-		t.Errorf("in use are %q", host.labels())
+		t.Errorf("reserved: %q", host.labels())
 	}
 	b, _ := m.pods.Get("b")
 	m.labels.Release(m.selinux, b.Labels, b.ID)
 	if reserved() == 2 {
-		t.Errorf("in use are still %q", host.labels())
+		t.Errorf("still reserved: %q", host.labels())
 	}
 }
 
-func TestLabelsThatCannotBeReserved(t *testing.T) {
+func TestReserveLabelsReturnsError(t *testing.T) {
 	host := newFakeSELinux()
 	host.fail = errors.New("broken")
 	m, _, _, _ := labelledManager(host)

@@ -11,13 +11,13 @@ import (
 	"berth/sandbox/stats"
 )
 
-// meters finds what measures pods and containers.
+// meters implements stats.Meters.
 type meters struct {
 	objects
 	sampler *stats.Sampler
 }
 
-// ContainerMeter implements stats.Meters.
+// ContainerMeter returns the meter, cgroupsPath and last layer sample of a container.
 func (s meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgroupsPath string, count *stats.Sample) {
 	c, known := s.containers.Get(id)
 	if !known {
@@ -29,7 +29,7 @@ func (s meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgrou
 	return measured, c.CgroupsPath, s.sampler.Last(&c.sample)
 }
 
-// PodMeter implements stats.Meters.
+// PodMeter returns the meter and cgroup of a pod.
 func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 	p, known := s.pods.Get(id)
 	if !known {
@@ -42,8 +42,8 @@ func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 	return p.meter.Load(), cgroup
 }
 
-// containerMeter measures a container's cgroup. That of a Sandboxed runtime's is empty:
-// all its containers are in the cgroup of the pause, and their zeros would look measured.
+// containerMeter opens the meter of a container's cgroup. For a container of a sandboxing runtime
+// it is empty: all processes are in the pause's cgroup, and zeros would look like measurements.
 func (m *Manager) containerMeter(c *container) *stats.ContainerMeter {
 	p, known := m.pods.Get(c.PodID)
 	if known && p.Sandboxed() {
@@ -52,24 +52,24 @@ func (m *Manager) containerMeter(c *container) *stats.ContainerMeter {
 	return m.cgroups().ContainerMeter(c.CgroupsPath, known && !p.HasCgroup())
 }
 
-// keepUsage adds the usage of an exited container to its pod. The container is no longer published
-// as running, and its cgroup still exists.
+// keepUsage adds the usage of an exited container to its pod. The caller has published the exit,
+// and the cgroup still exists.
 func (m *Manager) keepUsage(c *container, run *running) {
 	p, known := m.pods.Get(c.PodID)
 	if !known {
 		return
 	}
 	measured := p.meter.Load()
-	if measured == nil { // the pod has ended too
+	if measured == nil { // the pause has exited too
 		return
 	}
 	if err := measured.Ended(run.meter); err != nil && !errors.Is(err, cgstats.ErrGone) {
-		m.unmeasured.Warn(m.log, "what a container has used is not known", "container", c.ID, "error", err)
+		m.unmeasured.Warn(m.log, "read the final usage of a container", "container", c.ID, "error", err)
 	}
 }
 
-// podMeter measures a pod whose pause runs. It reads interfaces in the pinned namespace, because
-// the process of a sandboxing runtime's pause is in the node's.
+// podMeter opens the meter of a pod whose pause runs. It reads interfaces in the pinned namespace,
+// because the pause process of a sandboxing runtime is in the node's namespace.
 func (m *Manager) podMeter(p *pod) *stats.PodMeter {
 	return m.cgroups().PodMeter(p.CgroupsPath, p.HasCgroup(), p.NetNS)
 }
@@ -78,7 +78,7 @@ func (m *Manager) cgroups() stats.Cgroups {
 	return stats.Cgroups{V2: m.host.CgroupV2, Systemd: m.cfg.SystemdCgroup}
 }
 
-// startSampler finds out where writable layers are and starts to count.
+// startSampler locates the writable layers and starts the sampler.
 func (m *Manager) startSampler() error {
 	if err := m.sampler.Locate(); err != nil {
 		return err
@@ -87,7 +87,7 @@ func (m *Manager) startSampler() error {
 	return nil
 }
 
-// sampleTargets is an iter.Seq.
+// sampleTargets is an iter.Seq of the containers to measure.
 func (m *Manager) sampleTargets(yield func(stats.Target) bool) {
 	for id, c := range m.containers.Snapshot() {
 		info := c.info.Load()

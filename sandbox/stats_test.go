@@ -11,8 +11,8 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// The cgroup of a container in a sandbox of its runtime's is there, and empty.
-func TestSandboxedContainerHasNoFigures(t *testing.T) {
+// The cgroup of a container of a sandboxing runtime exists, but has no processes.
+func TestSandboxedContainerHasNoUsage(t *testing.T) {
 	m := &Manager{sampler: stats.NewSampler(stats.SamplerConfig{}), objects: newObjects()}
 	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, nil)
 	p := &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, Runtime: &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}}}

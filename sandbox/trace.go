@@ -7,9 +7,9 @@ import (
 	"berth/internal/trace"
 )
 
-// StartOf returns the traces of a pod's start, oldest first: the trace of the pod, and for each
-// container the trace of its newest attempt. It returns none for an unknown pod, or if an earlier
-// daemon started the pod.
+// StartOf returns the traces of a pod's start, oldest first: the trace of the pod, and the trace of
+// each container's newest attempt. It returns nil for an unknown pod, and if an earlier daemon
+// started the pod.
 func (m *Manager) StartOf(podID string) []trace.Operation {
 	p, known := m.pods.Get(podID)
 	if !known {

@@ -26,7 +26,7 @@ func (m *Manager) updateResources(ctx context.Context, c lockedContainer,
 	if err := m.changeResources(c, own); err != nil {
 		return err
 	}
-	m.tellOfContainer(ctx, nri.ContainerUpdated, c)
+	m.notifyContainer(ctx, nri.ContainerUpdated, c)
 	m.plugins.UpdateLater(others)
 	return nil
 }
@@ -41,9 +41,9 @@ func checkUpdatable(c lockedContainer) error {
 	return nil
 }
 
-// changeResources applies, records and publishes new limits, or changes nothing. The kernel comes
-// first: if the daemon dies in between, the status shows the old limits and kubelet repeats the
-// update.
+// changeResources applies, records and publishes new limits, or changes nothing. It changes the
+// kernel's limits first: if the daemon dies before the record, the status shows the old limits and
+// kubelet repeats the update.
 func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err error) {
 	limitsBefore, resourcesBefore := c.Limits, c.Resources
 	if err := m.setResources(c, limits.Merge(c.Resources, change.Resources), c.Limits.Merge(change.Limits)); err != nil {
@@ -66,7 +66,7 @@ func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err err
 	return nil
 }
 
-// setResources notes limits that can be, without recording them.
+// setResources checks and stores limits without recording them.
 func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxContainerResources,
 	added *nri.Limits) error {
 	if _, err := limits.Kernel(resources, added, m.host); err != nil {
@@ -76,7 +76,7 @@ func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxCon
 	return nil
 }
 
-// applyLimits sets all the container's limits, or none. restore sets back those before.
+// applyLimits sets all the container's limits, or none. restore sets the previous limits.
 func (m *Manager) applyLimits(c lockedContainer) (restore func() error, err error) {
 	wanted, err := limits.Kernel(c.Resources, c.Limits, m.host)
 	if err != nil {

@@ -15,25 +15,20 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/task"
-	"berth/sandbox/plugins"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
-// containerManager has no pods, and just enough for containers that have no process. Their records
-// are in records.
-func containerManager(t *testing.T) (m *Manager, records string) {
+// managerWithRecords returns a manager with real records below root and no parts of the host.
+func managerWithRecords(t *testing.T) (m *Manager, root string) {
 	t.Helper()
-	root := t.TempDir()
-	dir, err := state.OpenRecords(root, func(string, string) func() { return func() {} })
-	if err != nil {
-		t.Fatal(err)
-	}
+	root = t.TempDir()
+	records, err := state.OpenRecords(root, func(string, string) func() { return func() {} })
+	testutil.Must(t, err)
 	log := slog.New(slog.DiscardHandler)
-	m = &Manager{log: log, objects: newObjects(),
-		records: dir, tasks: task.NewRunner(log, nil)}
-	m.plugins = plugins.Caller{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
-	m.Lists, m.events = state.NewLists(m.pods, m.containers)
-	return m, filepath.Join(root, "containers")
+	m = newWith(Config{Log: log}, task.NewRunner(log, nil))
+	m.records = records
+	return m, root
 }
 
 // addContainer publishes a container.
@@ -46,19 +41,16 @@ func addContainer(m *Manager, id, podID string, phase state.Phase) *container {
 }
 
 // An update is merged into the resources in force, recorded, and then published.
-func TestContainerUpdate(t *testing.T) {
-	m, records := containerManager(t)
+func TestUpdateIsMergedAndPublished(t *testing.T) {
+	m, root := managerWithRecords(t)
+	records := filepath.Join(root, "containers")
 	c := addContainer(m, "c", "p", state.ContainerCreated)
 	before := c.info.Load()
 	update := func(r *runtimeapi.LinuxContainerResources) error {
 		return m.UpdateContainerResources(t.Context(), "c", r)
 	}
-	if err := update(shares(512)); err != nil {
-		t.Fatal(err)
-	}
-	if err := update(&runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, update(shares(512)))
+	testutil.Must(t, update(&runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20}))
 	if got := c.info.Load().Resources; got.GetCpuShares() != 512 || got.GetMemoryLimitInBytes() != 64<<20 {
 		t.Errorf("published: %v", got)
 	}
@@ -67,19 +59,19 @@ func TestContainerUpdate(t *testing.T) {
 	}
 
 	kept, info := c.unshared().Resources, c.info.Load()
-	if err := os.Rename(records, records+".away"); err != nil { // nothing can be written there
+	if err := os.Rename(records, records+".away"); err != nil { // writes fail from here on
 		t.Fatal(err)
 	}
 	if err := update(shares(1024)); err == nil {
 		t.Error("an update that can't be recorded succeeds")
 	}
 	if c.info.Load() != info || kept.GetCpuShares() != 512 || c.unshared().Resources != kept {
-		t.Errorf("it is in force: %v", c.info.Load().Resources)
+		t.Errorf("the failed update was published: %v", c.info.Load().Resources)
 	}
 }
 
-func TestWhatCanBeUpdated(t *testing.T) {
-	m, _ := containerManager(t)
+func TestUpdateErrorsByPhase(t *testing.T) {
+	m, _ := managerWithRecords(t)
 	for phase, want := range map[state.Phase]codes.Code{
 		state.ContainerCreated: codes.OK, state.ContainerRunning: codes.OK,
 		state.ContainerStarting: codes.FailedPrecondition, state.ContainerExited: codes.FailedPrecondition, state.Removing: codes.FailedPrecondition, state.Removed: codes.NotFound,
@@ -98,19 +90,19 @@ func TestWhatCanBeUpdated(t *testing.T) {
 	}
 }
 
-// A plugin that registers learns of all objects except exits that others already know.
+// A plugin that registers gets all published objects, except exits that were already notified.
 func TestObjectsForPlugins(t *testing.T) {
-	m, _ := containerManager(t)
+	m, _ := managerWithRecords(t)
 	addContainer(m, "created", "p", state.ContainerCreated)
 	addContainer(m, "exited", "p", state.ContainerExited)
 	unnotified := addContainer(m, "exited, unnotified", "p", state.ContainerExited)
-	told := make(chan struct{})
-	unnotified.stopNotified.Store(&told)
-	addContainer(m, "half made", "p", state.ContainerCreated).info.Store(nil)
-	half := newPod(&state.PodSpec{ID: "half made"}, state.NewPodStatus(state.PodStarting), nil)
+	notified := make(chan struct{})
+	unnotified.stopNotified.Store(&notified)
+	addContainer(m, "unpublished", "p", state.ContainerCreated).info.Store(nil)
+	unpublished := newPod(&state.PodSpec{ID: "unpublished"}, state.NewPodStatus(state.PodStarting), nil)
 	ready := newPod(&state.PodSpec{ID: "ready", CgroupsPath: "/kubepods/ready"}, state.NewPodStatus(state.PodReady), nil)
 	ready.info.Store(ready.unshared().snapshot())
-	m.pods.Put(half.ID, half)
+	m.pods.Put(unpublished.ID, unpublished)
 	m.pods.Put(ready.ID, ready)
 
 	pods, containers := pluginRuntime{m}.Objects()
@@ -124,40 +116,40 @@ func TestObjectsForPlugins(t *testing.T) {
 	if slices.Sort(ids); fmt.Sprint(ids) != "[created exited, unnotified]" {
 		t.Errorf("containers: %q", ids)
 	}
-	if err := (pluginRuntime{m}).Update(t.Context(), nri.Update{ContainerID: "half made"}); errdefs.Code(err) != codes.NotFound {
-		t.Errorf("a container that nobody knows of: %v", err)
+	if err := (pluginRuntime{m}).Update(t.Context(), nri.Update{ContainerID: "unpublished"}); errdefs.Code(err) != codes.NotFound {
+		t.Errorf("update of an unpublished container: %v", err)
 	}
-	m.tellOfContainer(t.Context(), nri.ContainerStopped, unnotified.unshared())
+	m.notifyContainer(t.Context(), nri.ContainerStopped, unnotified.unshared())
 	select {
-	case <-told:
+	case <-notified:
 	default:
-		t.Error("who waits for plugins to be told waits on")
+		t.Error("a waiter for the notification was not released")
 	}
 	if err := m.waitNotified(t.Context(), unnotified); err != nil {
 		t.Error(err)
 	}
 }
 
-// kubelet takes the newest attempt for the current one. So each attempt is created after the
-// earlier ones, even if the clock was set back.
+// kubelet treats the newest attempt as the current one. A new attempt therefore gets a later creation
+// time than the earlier ones, even if the clock was set back.
 func TestCreationAfterEarlierAttempts(t *testing.T) {
-	m, _ := containerManager(t)
+	m, _ := managerWithRecords(t)
 	future := time.Now().Add(time.Hour)
 	addContainer(m, "c", "p", state.ContainerExited).CreatedAt = future
 	if got := m.containerCreation("p"); !got.After(future) {
-		t.Errorf("a container is created at %v, before the last one", got)
+		t.Errorf("container creation time %v is before that of the last container", got)
 	}
 	if got := m.containerCreation("q"); got.After(future) {
-		t.Errorf("another pod's containers count: %v", got)
+		t.Errorf("creation time depends on another pod's containers: %v", got)
 	}
 	metadata := func(name string) *runtimeapi.PodSandboxMetadata {
 		return &runtimeapi.PodSandboxMetadata{Name: name, Namespace: "n", Uid: "u"}
 	}
 	m.pods.Put("p", &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, CreatedAt: future}})
 	if got := m.podCreation(metadata("web")); !got.After(future) {
-		t.Errorf("a pod is created at %v, before its last attempt", got)
+		t.Errorf("pod creation time %v is before that of its last attempt", got)
 	}
 	if got := m.podCreation(metadata("db")); got.After(future) {
-		t.Errorf("another pod counts: %v", got)
+		t.Errorf("creation time depends on another pod: %v", got)
 	}
 }

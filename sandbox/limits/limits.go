@@ -2,8 +2,8 @@
 //
 // # Contract
 //
-// Merge is pure and does not modify its arguments, which snapshots share. Apply sets all limits or
-// none. Errors have the gRPC code of the responsible party.
+// Merge does not modify its arguments, because snapshots share them. Apply sets all limits or none.
+// Errors have gRPC codes.
 package limits
 
 import (
@@ -23,8 +23,8 @@ import (
 	"berth/oci"
 )
 
-// Merge returns a copy of old with the fields that are set in change. In CRI's resources zero means
-// "not set".
+// Merge returns a copy of old with the set fields of change. In CRI's resources zero means "not
+// set".
 func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxContainerResources {
 	merged := &runtimeapi.LinuxContainerResources{}
 	if old != nil {
@@ -43,11 +43,11 @@ func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxCon
 		old.MemorySwapLimitInBytes == old.MemoryLimitInBytes {
 		merged.MemorySwapLimitInBytes = change.MemoryLimitInBytes // keep "no swap"
 	}
-	merged.OomScoreAdj = old.GetOomScoreAdj() // belongs to the processes, which keep it from their start
+	merged.OomScoreAdj = old.GetOomScoreAdj() // set at the start of the processes
 	return merged
 }
 
-// Kernel converts resources, and the limits that plugins added, to a runtime-spec. The error is
+// Kernel converts resources, and the limits that plugins added, to the runtime-spec. The error is
 // InvalidArgument for impossible resources.
 func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits,
 	facts host.Facts) (*specs.LinuxResources, error) {
@@ -59,8 +59,8 @@ func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits,
 }
 
 // Apply sets all limits of the cgroup at a runtime-spec cgroupsPath, or none. restore sets the
-// previous ones. The error is FailedPrecondition for limits that are impossible at the moment, and
-// InvalidArgument for impossible ones.
+// previous limits. The error is FailedPrecondition for limits that the current usage prevents, and
+// InvalidArgument for impossible limits.
 func Apply(cgroupsPath string, systemd bool, limits *specs.LinuxResources) (restore func() error, err error) {
 	group, err := cgroup.Open(cgroupsPath, systemd)
 	if err != nil {
@@ -81,7 +81,7 @@ func updateCode(err error) codes.Code {
 	}{
 		{cgroup.ErrMemoryInUse, codes.FailedPrecondition},
 		{cgroup.ErrNoSuchSetting, codes.InvalidArgument},
-		{unix.EBUSY, codes.FailedPrecondition}, // v1: memory and swap in use, or CPUs of cgroups below
+		{unix.EBUSY, codes.FailedPrecondition}, // v1: memory and swap in use, or CPUs of child cgroups
 		{unix.EINVAL, codes.InvalidArgument},
 		{unix.ERANGE, codes.InvalidArgument},
 	} {

@@ -29,24 +29,24 @@ func TestMerge(t *testing.T) {
 		t.Error("the argument was modified")
 	}
 	if got := Merge(nil, nil); got == nil || !proto.Equal(got, &runtimeapi.LinuxContainerResources{}) {
-		t.Errorf("nothing merged into nothing: %v", got)
+		t.Errorf("Merge(nil, nil) = %v", got)
 	}
 	if got := Merge(old, nil); !proto.Equal(got, old) {
-		t.Errorf("no change: %v", got)
+		t.Errorf("Merge(old, nil) = %v", got)
 	}
 }
 
-func TestNoSwapStaysNoSwap(t *testing.T) {
+func TestMergeKeepsNoSwap(t *testing.T) {
 	t.Parallel()
 	old := &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 1 << 20}
 	got := Merge(old, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 2 << 20})
 	if got.MemorySwapLimitInBytes != 2<<20 {
-		t.Errorf("limit of memory and swap is %d, below the limit of memory", got.MemorySwapLimitInBytes)
+		t.Errorf("memory and swap limit is %d, below the memory limit", got.MemorySwapLimitInBytes)
 	}
 }
 
-// Set fields of the change win and all others stay. Merging the same change again changes nothing.
-// Neither argument is modified.
+// Merge takes the set fields of the change and keeps all others. It is idempotent and does not modify
+// its arguments.
 func FuzzMerge(f *testing.F) {
 	add := func(messages ...*runtimeapi.LinuxContainerResources) {
 		var data [2][]byte

@@ -9,7 +9,6 @@ import (
 	"berth/sandbox/state"
 )
 
-// DescribePod describes a pod to plugins.
 func DescribePod(p *state.Pod) *nri.Pod {
 	return &nri.Pod{
 		ID:          p.ID,
@@ -22,14 +21,14 @@ func DescribePod(p *state.Pod) *nri.Pod {
 	}
 }
 
-// DescribeContainer describes a container to plugins. It looks at no file.
+// DescribeContainer describes a container to plugins. It opens no file.
 func DescribeContainer(c *state.Container, facts host.Facts) *nri.Container {
 	exit := c.Ended()
 	described := &nri.Container{ID: c.ID, PodID: c.PodID, ImageID: c.Image.ID, Config: c.Config, State: c.State(),
 		CreatedAt: c.CreatedAt, StartedAt: c.StartedAt, FinishedAt: exit.FinishedAt, ExitCode: exit.Code,
 		Reason: exit.Reason, Message: exit.Message, PID: c.PID, Resources: c.Resources, Adjustment: c.Adjustment}
 	described.Spec = &specs.Spec{Process: c.Process}
-	if c.Described == nil { // an earlier version made its record, or its creation failed
+	if c.Described == nil { // recorded by an earlier version, or not created
 		return described
 	}
 	linux := *c.Described.Linux

@@ -3,12 +3,11 @@
 //
 // # Contract
 //
-// The caller holds the lock of the pod or container that a call is about, so plugins see its events
-// in order. Each call holds off registrations of new plugins (Plugins.Hold). While it does, no code
-// may take the lock of a pod or container or open a file that a user named. The request timeout
-// limits each plugin's answer. Updates of other containers are applied after the hold is released
-// and without any lock of the caller's. A plugin that registers learns the present state of all
-// objects.
+// The caller holds the lock of the pod or container of a call, so plugins see its events in order.
+// Each call prevents registrations of new plugins (Plugins.Hold). During a hold no code may take
+// the lock of a pod or container, or open a file that a user named. The request timeout limits each
+// plugin's answer. Updates of other containers are applied after the hold, without the caller's
+// locks. A plugin that registers gets the present state of all objects.
 package plugins
 
 import (
@@ -43,7 +42,7 @@ func (None) Start(context.Context, nri.Runtime) error { return nil }
 func (None) Close()                                   {}
 func (None) Hold() (release func(), active bool)      { return func() {}, false }
 
-// Runtime applies what plugins request to containers.
+// Runtime gives plugins access to pods and containers.
 type Runtime interface {
 	// Objects returns all pods, and all containers whose exit has not been reported to plugins. It
 	// is called during a hold.
@@ -116,8 +115,8 @@ func (s Caller) RequestPodUpdate(ctx context.Context, pod Pod) error {
 // Changes are the changes that plugins request when a container is created.
 type Changes struct {
 	Adjustment *nri.Adjustment
-	Own        nri.Update   // of the container's own resources
-	Others     []nri.Update // apply after release: a lock holder may wait for a registration, which waits for release
+	Own        nri.Update   // of the new container's resources
+	Others     []nri.Update // to apply after release: a lock holder may wait for a registration, which waits for release
 }
 
 // PresentContainer lets plugins change a container that is about to be published. New plugins
@@ -171,9 +170,9 @@ func (s Caller) RequestUpdate(ctx context.Context, id string, wanted *runtimeapi
 	return s.Plugins.UpdateContainer(ctx, pod, container, wanted)
 }
 
-// NotifyContainer reports an event of a container to plugins. Their answers do not affect it;
-// updates of other containers are applied afterwards. It calls done at the end of the hold, even
-// without plugins.
+// NotifyContainer reports an event of a container to plugins. Their answers do not affect the
+// container. Updates of other containers are applied in the background. It calls done before the
+// hold ends, even without plugins.
 func (s Caller) NotifyContainer(ctx context.Context, event nri.ContainerEvent, id string, c Container, done func()) {
 	release, active := s.Plugins.Hold()
 	defer release()

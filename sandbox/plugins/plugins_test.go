@@ -16,6 +16,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/task"
+	"berth/internal/testutil"
 )
 
 // journal records events in order. The lock guards it.
@@ -106,9 +107,7 @@ func newCaller(t *testing.T, plugins *fakePlugins) (caller Caller, finish func()
 	return caller, func() {
 		t.Helper()
 		caller.Tasks.Operations.Close()
-		if err := caller.Tasks.Operations.Wait(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, caller.Tasks.Operations.Wait(t.Context()))
 	}
 }
 
@@ -118,7 +117,7 @@ func fakeContainer() (*nri.Pod, *nri.Container, error) {
 	return fakePod(), &nri.Container{ID: "c"}, nil
 }
 
-// Without plugins no object is described, which would take time. done is called nevertheless.
+// Without plugins no object is described, because that would take time. done is still called.
 func TestWithoutPlugins(t *testing.T) {
 	t.Parallel()
 	caller, finish := newCaller(t, nil)
@@ -150,8 +149,9 @@ func TestWithoutPlugins(t *testing.T) {
 	}
 }
 
-// Present keeps the hold until the object is published. All other calls release it at their end.
-func TestHolds(t *testing.T) {
+// PresentPod and PresentContainer keep the hold until the object is published. All other calls
+// release it when they return.
+func TestHoldLastsUntilPublication(t *testing.T) {
 	t.Parallel()
 	f := &fakePlugins{journal: &journal{}}
 	caller, finish := newCaller(t, f)
@@ -182,14 +182,14 @@ func TestHolds(t *testing.T) {
 	}
 	f.want(t, "hold", "update c", "release")
 
-	// done runs inside of the hold. A plugin that registers between the two would learn of the
-	// container but never of its stop.
+	// done runs during the hold. A plugin that registers between the notification and done would
+	// get the container, but never its stop.
 	caller.NotifyContainer(t.Context(), nri.ContainerStopped, "c", fakeContainer, func() { f.note("done") })
 	f.want(t, "hold", "container c", "done", "release")
 }
 
-// Refusing a request is an error, and the hold is kept. Refusing a notification has no effect.
-func TestRefusals(t *testing.T) {
+// A refused request is an error, and the hold is kept. A refused notification has no effect.
+func TestPluginErrors(t *testing.T) {
 	t.Parallel()
 	f := &fakePlugins{journal: &journal{}, fail: errdefs.FailedPrecondition("no")}
 	caller, finish := newCaller(t, f)
@@ -219,8 +219,8 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// Updates of other containers are applied after the hold. One that fails does not stop the rest.
-func TestUpdatesOfOthers(t *testing.T) {
+// Updates of other containers are applied after the hold. A failed update does not prevent the others.
+func TestUpdatesRunAfterHold(t *testing.T) {
 	t.Parallel()
 	f := &fakePlugins{journal: &journal{}, updates: []nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}}
 	caller, finish := newCaller(t, f)
@@ -230,19 +230,19 @@ func TestUpdatesOfOthers(t *testing.T) {
 	f.want(t, "container c", "hold", "release", "set c", "set gone")
 }
 
-func TestUpdateOthers(t *testing.T) {
+func TestUpdateOthersErrors(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		updates []nri.Update
 		want    codes.Code
 		done    []string
 	}{
-		"none":                  {nil, codes.OK, nil},
-		"all":                   {[]nri.Update{{ContainerID: "c"}}, codes.OK, []string{"set c"}},
-		"one may fail":          {[]nri.Update{{ContainerID: "gone", IgnoreFailure: true}, {ContainerID: "c"}}, codes.OK, []string{"set gone", "set c"}},
-		"one fails":             {[]nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}, codes.NotFound, []string{"set gone"}},
-		"one is evicted":        {[]nri.Update{{ContainerID: "c", Evict: true}}, codes.OK, []string{"stop c in 30s"}},
-		"an unknown is evicted": {[]nri.Update{{ContainerID: "gone", Evict: true}}, codes.NotFound, nil},
+		"none":                          {nil, codes.OK, nil},
+		"all":                           {[]nri.Update{{ContainerID: "c"}}, codes.OK, []string{"set c"}},
+		"optional update fails":         {[]nri.Update{{ContainerID: "gone", IgnoreFailure: true}, {ContainerID: "c"}}, codes.OK, []string{"set gone", "set c"}},
+		"mandatory update fails":        {[]nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}, codes.NotFound, []string{"set gone"}},
+		"eviction":                      {[]nri.Update{{ContainerID: "c", Evict: true}}, codes.OK, []string{"stop c in 30s"}},
+		"eviction of unknown container": {[]nri.Update{{ContainerID: "gone", Evict: true}}, codes.NotFound, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := &fakePlugins{journal: &journal{}}
@@ -257,8 +257,7 @@ func TestUpdateOthers(t *testing.T) {
 	}
 }
 
-// While berth stops, a plugin's request for an eviction fails.
-func TestEvictionWhileStopping(t *testing.T) {
+func TestEvictionFailsDuringShutdown(t *testing.T) {
 	t.Parallel()
 	f := &fakePlugins{journal: &journal{}}
 	caller, finish := newCaller(t, f)

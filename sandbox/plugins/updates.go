@@ -9,8 +9,8 @@ import (
 	"berth/internal/nri"
 )
 
-// evictionGrace is the grace period of a container that a plugin evicts: Kubernetes' default for
-// pods.
+// evictionGrace is the grace period of a container that a plugin evicts. It is Kubernetes' default
+// for pods.
 const evictionGrace = 30 * time.Second
 
 // updateLimit limits how long a plugin's update waits for the container's lock.
@@ -19,14 +19,14 @@ const updateLimit = 10 * time.Second
 // Start accepts registrations and requests of plugins.
 func (s Caller) Start(ctx context.Context) error { return s.Plugins.Start(ctx, requests{s}) }
 
-// requests serves the requests that plugins send on their own.
+// requests implements nri.Runtime for requests that plugins send at any time.
 type requests struct{ caller Caller }
 
 // Objects implements nri.Runtime.
 func (r requests) Objects() ([]*nri.Pod, []*nri.Container) { return r.caller.Runtime.Objects() }
 
-// Update implements nri.Runtime. An update that has the container's lock when ctx ends is
-// completed, and the plugin gets its result.
+// Update implements nri.Runtime. If the update has the container's lock when ctx ends, it completes
+// and the plugin gets its result.
 func (r requests) Update(ctx context.Context, u nri.Update) error {
 	return r.caller.Tasks.Detach(context.WithoutCancel(ctx), updateLimit, "update for a plugin",
 		"container "+u.ContainerID,
@@ -53,8 +53,8 @@ func (s Caller) UpdateOthers(ctx context.Context, others []nri.Update) error {
 	return nil
 }
 
-// UpdateLater applies updates in the background. They wait for locks whose holders may wait for the
-// caller's.
+// UpdateLater applies updates in the background, because a holder of a needed lock may wait for a
+// lock of the caller.
 func (s Caller) UpdateLater(updates []nri.Update) {
 	if len(updates) == 0 {
 		return
@@ -68,7 +68,7 @@ func (s Caller) UpdateLater(updates []nri.Update) {
 				s.Log.Warn("apply update of NRI plugin", "container", u.ContainerID, "error", err)
 			}
 		}
-	}) // else the daemon is stopping, and the next one reports the state again
+	}) // else the daemon is shutting down, and the next daemon sends plugins the state again
 }
 
 // update changes a container's limits or evicts it.
@@ -82,7 +82,7 @@ func (s Caller) update(ctx context.Context, u nri.Update) error {
 }
 
 // evictLater stops a container in the background. The stop takes a lock that the caller may hold,
-// and lasts as long as the container's grace period.
+// and lasts as long as the grace period.
 func (s Caller) evictLater(id, reason string) error {
 	if err := s.Runtime.CheckContainer(id); err != nil {
 		return err
