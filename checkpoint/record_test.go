@@ -12,6 +12,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+
+	"berth/internal/testutil"
 )
 
 type doc struct{ Text string }
@@ -19,9 +21,7 @@ type doc struct{ Text string }
 func open(t *testing.T, dir string, version int) *Dir {
 	t.Helper()
 	d, err := OpenDir(dir, "doc", version, Power)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return d
 }
 
@@ -36,9 +36,7 @@ func load(t *testing.T, d *Dir) (map[string]string, []Damaged) {
 		got[name] = v.Text
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return got, bad
 }
 
@@ -46,17 +44,13 @@ func TestWriteLoadRemove(t *testing.T) {
 	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	for _, text := range []string{"first", "second, longer", "3"} {
-		if err := d.Write("a", doc{text}); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, d.Write("a", doc{text}))
 		if got, bad := load(t, d); got["a"] != text || len(got) != 1 || bad != nil {
 			t.Fatalf("after writing %q: %v, damaged %v", text, got, bad)
 		}
 	}
 	for range 2 {
-		if err := d.Remove("a"); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, d.Remove("a"))
 	}
 	if got, _ := load(t, d); len(got) != 0 {
 		t.Fatalf("after removal: %v", got)
@@ -91,19 +85,13 @@ func TestDamagedIsSetAside(t *testing.T) {
 			dir := t.TempDir()
 			d := open(t, dir, 1)
 			for _, n := range []string{"good", "bad"} {
-				if err := d.Write(n, doc{n}); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, d.Write(n, doc{n}))
 			}
 			path := filepath.Join(dir, "bad"+suffix)
 			data, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			damaged := damage(data)
-			if err := os.WriteFile(path, damaged, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, os.WriteFile(path, damaged, 0o600))
 			got, bad := load(t, d)
 			if len(got) != 1 || got["good"] != "good" {
 				t.Errorf("loaded %v", got)
@@ -124,9 +112,7 @@ func TestDamagedIsSetAside(t *testing.T) {
 func TestNewerVersionIsNotLost(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	if err := open(t, dir, 2).Write("a", doc{"x"}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, open(t, dir, 2).Write("a", doc{"x"}))
 	bad, err := open(t, dir, 1).Load(func(string, int, []byte) error { return nil })
 	if err == nil || bad != nil || !strings.Contains(err.Error(), "newer berth") {
 		t.Fatalf("%v, %v", bad, err)
@@ -139,9 +125,7 @@ func TestNewerVersionIsNotLost(t *testing.T) {
 func TestFullDiskHasACode(t *testing.T) {
 	t.Parallel()
 	d := open(t, t.TempDir(), 1)
-	if err := os.Symlink("/dev/full", filepath.Join(d.path, ".a.tmp")); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink("/dev/full", filepath.Join(d.path, ".a.tmp")))
 	if err := d.Write("a", doc{"x"}); errdefs.Code(err) != codes.ResourceExhausted {
 		t.Errorf("got %v", err)
 	}
@@ -154,9 +138,7 @@ func TestRefusedByDecoderIsSetAside(t *testing.T) {
 	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	for n := range 2 { // the second file must not overwrite the first
-		if err := d.Write("a", doc{strings.Repeat("x", n)}); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, d.Write("a", doc{strings.Repeat("x", n)}))
 		bad, err := d.Load(func(string, int, []byte) error { return errors.New("no") })
 		if err != nil || len(bad) != 1 {
 			t.Fatalf("%v, %v", bad, err)
@@ -173,9 +155,7 @@ func TestLeftoverOfInterruptedWrite(t *testing.T) {
 	dir := t.TempDir()
 	d := open(t, dir, 1)
 	tmp := filepath.Join(dir, ".a.tmp")
-	if err := os.WriteFile(tmp, []byte("half"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(tmp, []byte("half"), 0o600))
 	if got, bad := load(t, d); len(got) != 0 || bad != nil {
 		t.Fatalf("%v %v", got, bad)
 	}
@@ -200,9 +180,7 @@ func TestFirstForm(t *testing.T) {
 // FuzzDecode checks that accepted content is exactly what Encode writes.
 func FuzzDecode(f *testing.F) {
 	good, err := Encode("doc", 1, doc{"x"})
-	if err != nil {
-		f.Fatal(err)
-	}
+	testutil.Must(f, err)
 	f.Add(good, false)
 	f.Add([]byte(headerOf(firstMagic, "doc", 1, []byte("{}"))+"{}"), false)
 	f.Add(bytes.Replace(good, []byte(" 1 "), []byte(" +1  "), 1), false)
@@ -239,13 +217,9 @@ func FuzzDecode(f *testing.F) {
 // other.
 func FuzzLoad(f *testing.F) {
 	good, err := Encode("doc", 1, doc{"x"})
-	if err != nil {
-		f.Fatal(err)
-	}
+	testutil.Must(f, err)
 	newer, err := Encode("doc", 9, doc{"x"})
-	if err != nil {
-		f.Fatal(err)
-	}
+	testutil.Must(f, err)
 	f.Add("b.record", good)
 	f.Add("b.record", newer)
 	f.Add("b.record", []byte("{}"))
@@ -254,9 +228,7 @@ func FuzzLoad(f *testing.F) {
 	f.Add("..record", good)
 	f.Fuzz(func(t *testing.T, name string, data []byte) {
 		d := open(t, t.TempDir(), 1)
-		if err := d.Write("good", doc{"kept"}); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, d.Write("good", doc{"kept"}))
 		path := filepath.Join(d.path, name)
 		if filepath.Dir(path) != d.path || name == "good.record" || os.WriteFile(path, data, 0o600) != nil {
 			t.Skip("no name of a file")

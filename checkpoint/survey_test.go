@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 // Inspect reports what Load would set aside, and changes nothing.
@@ -22,15 +24,11 @@ func TestInspect(t *testing.T) {
 		os.Mkdir(filepath.Join(path, SetAsideDir), 0o700),
 		os.WriteFile(filepath.Join(path, SetAsideDir, "old.record.0"), nil, 0o600),
 	} {
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 	}
 	files := func() (all []string) {
 		err := filepath.WalkDir(path, func(p string, _ os.DirEntry, err error) error { all = append(all, p); return err })
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		return all
 	}
 	before := files()
@@ -43,9 +41,7 @@ func TestInspect(t *testing.T) {
 		got = append(got, name)
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	at := func(name string) []string { return []string{filepath.Join(path, name)} }
 	if !slices.Equal(got, []string{"good"}) || !slices.Equal(s.Newer, at("newer.record")) ||
 		!slices.Equal(s.SetAside, at("set-aside/old.record.0")) || !slices.Equal(s.Other, at(".good.tmp")) {

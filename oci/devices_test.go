@@ -6,6 +6,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
 )
 
 func TestDevices(t *testing.T) {
@@ -35,13 +37,9 @@ func TestDevices(t *testing.T) {
 			in.Config.Devices = test.devices
 			spec := mustSpec(t, in)
 			nodes, err := json.Marshal(spec.Linux.Devices)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			rules, err := json.Marshal(spec.Linux.Resources.Devices)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if string(nodes) != test.nodes || string(rules) != test.rules {
 				t.Errorf("got  %s\n     %s\nwant %s\n     %s", nodes, rules, test.nodes, test.rules)
 			}

@@ -13,6 +13,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+
+	"berth/internal/testutil"
 )
 
 // FuzzContainerSpec builds specs from arbitrary requests and checks the invariants of every spec.
@@ -30,19 +32,13 @@ func FuzzContainerSpec(f *testing.F) {
 	users.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: "/srv/data", UidMappings: mapping(0, 65536, 65536), GidMappings: mapping(0, 7, 8)}}
 	for _, in := range []ContainerInput{testInput(), kubeletInput(), privileged, hostNet, users} {
 		config, err := proto.Marshal(in.Config)
-		if err != nil {
-			f.Fatal(err)
-		}
+		testutil.Must(f, err)
 		pod, err := proto.Marshal(in.Pod.Config)
-		if err != nil {
-			f.Fatal(err)
-		}
+		testutil.Must(f, err)
 		f.Add(config, pod)
 	}
 	withImage, err := proto.Marshal(&runtimeapi.ContainerConfig{Command: []string{"x"}, Mounts: []*runtimeapi.Mount{imageMount(nil)}})
-	if err != nil {
-		f.Fatal(err)
-	}
+	testutil.Must(f, err)
 	f.Add(withImage, []byte{})
 	f.Add([]byte{}, []byte{})
 	f.Fuzz(func(t *testing.T, config, pod []byte) {

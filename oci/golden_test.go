@@ -12,6 +12,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/oci/users"
+
+	"berth/internal/testutil"
 )
 
 var update = flag.Bool("update", false, "write the results to testdata/*.json")
@@ -61,23 +63,15 @@ func TestGolden(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			spec, err := build()
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			got, err := json.MarshalIndent(spec, "", "  ")
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			file := filepath.Join("testdata", name+".json")
 			if *update {
-				if err := os.WriteFile(file, append(got, '\n'), 0o644); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, os.WriteFile(file, append(got, '\n'), 0o644))
 			}
 			want, err := os.ReadFile(file)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if string(got)+"\n" != string(want) {
 				t.Errorf("differs from %s (run with -update and read the diff):\n%s", file, got)
 			}

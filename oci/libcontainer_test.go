@@ -43,12 +43,8 @@ func newNetNS(t *testing.T) string {
 	holder := exec.Command("cat") // runs until its input ends, at the latest with this process
 	holder.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 	hold, err := holder.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := holder.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, holder.Start())
 	t.Cleanup(func() {
 		hold.Close() // a pipe
 		if err := holder.Wait(); err != nil {
@@ -72,9 +68,7 @@ func convert(spec *specs.Spec, root, id string, systemd bool) (*configs.Config, 
 func detect(t *testing.T) Host {
 	t.Helper()
 	facts, err := host.Detect("/")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return facts
 }
 
@@ -108,9 +102,7 @@ func TestLibcontainerAccepts(t *testing.T) {
 			in.Pod.NetNS, in.Pod.PausePID = netns, os.Getpid()
 			change(&in)
 			config, err := convert(mustSpec(t, in), root, in.ID, in.SystemdCgroup)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			for _, m := range config.Mounts {
 				if m.IsBind() && m.Data != "" {
 					t.Errorf("mount option of %s not understood: %s", m.Destination, m.Data)
@@ -128,9 +120,7 @@ func TestLibcontainerAcceptsSandbox(t *testing.T) {
 	in.Pod.Config.Linux.Sysctls = map[string]string{"kernel.shm_rmid_forced": "1", "net/core/somaxconn": "100", "fs.mqueue.msg_max": "20",
 		"kernel.domainname": "example.org"}
 	spec, err := SandboxSpec(in)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if _, err := convert(spec, t.TempDir(), in.Pod.ID, false); err != nil {
 		t.Error(err)
 	}
@@ -150,9 +140,7 @@ func TestRun(t *testing.T) {
 	sandbox.Pod.Config.Linux.Sysctls = map[string]string{"net.core.somaxconn": "123", "kernel.shm_rmid_forced": "1"}
 	sandbox.Image = &ocispec.ImageConfig{Entrypoint: []string{"/bin/sleep", "1000"}}
 	spec, err := SandboxSpec(sandbox)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	pause, _ := start(t, state, id, rootfs, spec, &bytes.Buffer{})
 
 	sandbox.Pod.PausePID = pause
@@ -163,9 +151,7 @@ func TestRun(t *testing.T) {
 		t.Errorf("container: %v", err)
 	}
 	pidns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pause))
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	want := `1000
 100
 groups 100 29 50 4000
@@ -201,9 +187,7 @@ func probeInput(t *testing.T, facts Host, id string, pod Pod) ContainerInput {
 	in.ID, in.Pod = id, pod
 	dir := t.TempDir()
 	in.Pod.Hosts, in.Pod.Hostname, in.Pod.ResolvConf, in.Pod.Shm = filepath.Join(dir, "hosts"), "", "", dir
-	if err := os.WriteFile(in.Pod.Hosts, []byte("10.0.0.1 web-0\n"), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(in.Pod.Hosts, []byte("10.0.0.1 web-0\n"), 0o644))
 	in.sc().NamespaceOptions = nil
 	in.sc().ReadonlyRootfs = true
 	in.sc().NoNewPrivs = true
@@ -242,21 +226,13 @@ func busyboxRoot(t *testing.T) string {
 		t.Fatal("this test needs busybox-static: ", err)
 	}
 	data, err := os.ReadFile(busybox)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for _, dir := range []string{"bin", "tmp"} {
-		if err := os.Mkdir(filepath.Join(root, dir), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.Mkdir(filepath.Join(root, dir), 0o755))
 	}
-	if err := os.WriteFile(filepath.Join(root, "bin/busybox"), data, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(filepath.Join(root, "bin/busybox"), data, 0o755))
 	for _, name := range strings.Fields("sh sleep id hostname cat grep touch readlink test pwd echo") {
-		if err := os.Symlink("busybox", filepath.Join(root, "bin", name)); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.Symlink("busybox", filepath.Join(root, "bin", name)))
 	}
 	return root
 }
@@ -265,13 +241,9 @@ func busyboxRoot(t *testing.T) string {
 func start(t *testing.T, state, id, root string, spec *specs.Spec, out *bytes.Buffer) (pid int, wait func() error) {
 	t.Helper()
 	config, err := convert(spec, root, id, false)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	container, err := libcontainer.Create(state, id, config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	p := spec.Process
 	groups := make([]int, len(p.User.AdditionalGids))
 	for i, g := range p.User.AdditionalGids {

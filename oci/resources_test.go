@@ -57,13 +57,9 @@ func TestLinuxResources(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r, err := LinuxResources(test.r, test.host)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			got, err := json.Marshal(r)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if string(got) != test.want {
 				t.Errorf("got  %s\nwant %s", got, test.want)
 			}

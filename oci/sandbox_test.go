@@ -45,9 +45,7 @@ func TestSandboxNamespaces(t *testing.T) {
 			in := testSandbox()
 			in.sc().NamespaceOptions = test.o
 			spec, err := SandboxSpec(in)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if got := paths(spec); !maps.Equal(got, test.want) {
 				t.Errorf("%s: got %v, want %v", test.name, got, test.want)
 			}
@@ -64,9 +62,7 @@ func TestSandboxProcess(t *testing.T) {
 	in.User = users.User{UID: 65535, GID: 65535, Groups: []uint32{5, 65535}}
 	in.sc().Seccomp = profile(runtimeDefault, "")
 	spec, err := SandboxSpec(in)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	p := spec.Process
 	if !slices.Equal(p.Args, []string{PausePath}) || *p.OOMScoreAdj != -998 || p.User.UID != 65535 || !spec.Root.Readonly {
 		t.Errorf("got %+v", p)
@@ -110,9 +106,7 @@ func sandboxSpec(t *testing.T, change func(*SandboxInput)) *specs.Spec {
 	in := testSandbox()
 	change(&in)
 	spec, err := SandboxSpec(in)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return spec
 }
 
@@ -125,9 +119,7 @@ func TestSysctls(t *testing.T) {
 		"kernel.domainname": "example.org",
 	}
 	spec, err := SandboxSpec(in)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	want := maps.Clone(in.Pod.Config.Linux.Sysctls)
 	delete(want, "net/core/somaxconn")
 	want["net.core.somaxconn"] = "4096"

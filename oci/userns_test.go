@@ -206,9 +206,7 @@ func TestIDMappedMounts(t *testing.T) {
 				testutil.WantError(t, err, codes.InvalidArgument, "/data", test.err)
 				return
 			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			m := findMount(spec, "/data")
 			if IsIDMapped(*m) != test.mapped || !slices.Equal(m.UIDMappings, test.uids) || !slices.Equal(m.GIDMappings, test.gids) {
 				t.Errorf("got %+v", m)
@@ -228,9 +226,7 @@ func TestDevicesInUserNamespace(t *testing.T) {
 	spec := mustSpec(t, in)
 	spec.Linux.Devices = append(spec.Linux.Devices, // like edits of a CDI vendor
 		specs.LinuxDevice{Path: "/dev/vendor", Type: "u", Major: pcm.Major, Minor: pcm.Minor})
-	if err := BindDevices(spec, []string{"/dev/missing", "/srv/data", "/dev/fuse", "/dev/snd"}, in.Files); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, BindDevices(spec, []string{"/dev/missing", "/srv/data", "/dev/fuse", "/dev/snd"}, in.Files))
 	for at, source := range map[string]string{"/dev/other": "/dev/fuse", "/dev/vendor": pcm.Path, "/dev/snd/pcm": "/dev/fuse"} {
 		if m := findMount(spec, at); m == nil || m.Source != source || m.Type != "bind" {
 			t.Errorf("mount at %s: %v", at, m)

@@ -62,9 +62,7 @@ func startCadvisor(t *testing.T, cfg CadvisorConfig, pods CadvisorPods, images I
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "run", "containerd.sock")
 	l, err := ListenForCadvisor(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	var log testutil.Buffer
 	srv := NewCadvisor(cfg, pods, images, slog.New(slog.NewTextHandler(&log, nil)))
 	served := make(chan error, 1)
@@ -120,9 +118,7 @@ func TestCadvisorContainers(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			conn, _, _ := startCadvisor(t, CadvisorConfig{PauseImage: tc.pauseImage}, observed(), &fakeImages{})
 			resp, err := containersapi.NewContainersClient(conn).Get(inNamespace(t, "k8s.io"), &containersapi.GetContainerRequest{ID: tc.id})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			c := resp.Container
 			if c.ID != tc.id || c.Labels["io.kubernetes.pod.name"] != "p" || c.Labels["io.cri-containerd.kind"] != tc.kind || c.Image != tc.image || c.CreatedAt.AsTime().Unix() != 100 {
 				t.Errorf("got %v", c)
@@ -230,9 +226,7 @@ func TestCadvisorSocketAdmitsRootOnly(t *testing.T) {
 		}
 	}
 	for dir := filepath.Dir(filepath.Dir(path)); dir != os.TempDir(); dir = filepath.Dir(dir) {
-		if err := os.Chmod(dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.Chmod(dir, 0o755))
 	}
 	if err := os.Chmod(path, 0o666); err != nil { // as an operator could
 		t.Fatal(err)
@@ -253,9 +247,7 @@ func TestCadvisorSocketAdmitsRootOnly(t *testing.T) {
 func TestCadvisorKeepsForeignSocket(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	live, err := net.Listen("unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer live.Close()
 	_, err = ListenForCadvisor(path)
 	if want := fmt.Sprintf("process %d serves it", os.Getpid()); err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "cadvisor_socket") {

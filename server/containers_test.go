@@ -16,6 +16,7 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 	"berth/oci/users"
 	"berth/sandbox/state"
 	"berth/sandbox/stream"
@@ -125,9 +126,7 @@ func TestListContainersFilters(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			resp, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{Filter: tc.filter})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if got := idsOf(resp.Containers); got != tc.want {
 				t.Errorf("got %q, want %q", got, tc.want)
 			}
@@ -159,9 +158,7 @@ func TestContainerStatus(t *testing.T) {
 	pods := &fakePods{containers: []*state.Container{exited(), testContainer{ID: "c2", PodID: "p1", PID: 55, Config: containerConfig("d", "busybox"), CreatedAt: time.Unix(9, 0)}.snapshot()}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	got, err := h.runtime.ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: "c1"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	cfg := exited().Config
 	want := &runtimeapi.ContainerStatus{
 		Id: "c1", Metadata: cfg.Metadata, State: runtimeapi.ContainerState_CONTAINER_EXITED,
@@ -181,16 +178,12 @@ func TestContainerStatus(t *testing.T) {
 	}
 
 	got, err = h.runtime.ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: "c2", Verbose: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if s := got.Status; s.StartedAt != 0 || s.FinishedAt != 0 || s.Resources != nil {
 		t.Errorf("a container that was never started: %v", s)
 	}
 	var info containerDetail
-	if err := json.Unmarshal([]byte(got.Info["info"]), &info); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, json.Unmarshal([]byte(got.Info["info"]), &info))
 	if info.PID != 55 || info.PodID != "p1" || !proto.Equal(info.Config, containerConfig("d", "busybox")) {
 		t.Errorf("info %s", got.Info["info"])
 	}
@@ -199,9 +192,7 @@ func TestContainerStatus(t *testing.T) {
 	}
 
 	list, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{Filter: &runtimeapi.ContainerFilter{Id: "c1"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	item := &runtimeapi.Container{
 		Id: "c1", PodSandboxId: "p1", Metadata: cfg.Metadata, Image: want.Image, ImageRef: refA, ImageId: idA, State: want.State,
 		CreatedAt: 1e9 + 1, Labels: cfg.Labels, Annotations: cfg.Annotations,

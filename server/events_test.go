@@ -16,6 +16,7 @@ import (
 
 	"berth/image"
 	"berth/internal/feed"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
@@ -43,9 +44,7 @@ func subscribe(t *testing.T, h *harness) runtimeapi.RuntimeService_GetContainerE
 	if err == nil {
 		_, err = stream.Header()
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return stream
 }
 
@@ -58,9 +57,7 @@ func TestEventsReachAllClients(t *testing.T) {
 		Pod: testPod{ID: "p1", Config: podConfig("a", nil)}.snapshot(), Containers: []*state.Container{exited()}})
 	for _, stream := range streams {
 		event, err := stream.Recv()
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if event.ContainerId != "c1" || event.ContainerEventType != runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT ||
 			event.CreatedAt != at.UnixNano() || event.PodSandboxStatus.GetId() != "p1" ||
 			len(event.ContainersStatuses) != 1 || event.ContainersStatuses[0].ExitCode != exited().Exit.Code {
@@ -87,9 +84,7 @@ func TestStopWithClientThatDoesNotRead(t *testing.T) {
 		h.server.grace = time.Hour // so that only the stop itself can end it
 		subscribe(t, h)
 		publishLarge(pods, 2) // the feed has room for them
-		if err := h.stop(); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, h.stop())
 		if strings.Contains(h.log.String(), "cut off") {
 			return
 		}
@@ -121,9 +116,7 @@ func TestEventStreamsEndWithTheServer(t *testing.T) {
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})
 	h.server.grace = time.Hour // must not be needed
 	stream := subscribe(t, h)
-	if err := h.stop(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, h.stop())
 	if _, err := stream.Recv(); status.Code(err) != codes.Unavailable {
 		t.Errorf("got %v", err)
 	}
@@ -137,17 +130,13 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 	const count = 300
 	for n := range count { // the labels fill more than one message
 		pod, err := pods.RunPodSandbox(ctx, podConfig(fmt.Sprint(n), map[string]string{"l": strings.Repeat("x", 16<<10)}), "")
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if _, err := pods.CreateContainer(ctx, pod, exited().Config); err != nil {
 			t.Fatal(err)
 		}
 	}
 	podStream, err := h.runtime.StreamPodSandboxes(ctx, &runtimeapi.StreamPodSandboxesRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	messages := 0
 	var ids []string
 	for {
@@ -172,9 +161,7 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 		}
 	}
 	containerStream, err := h.runtime.StreamContainers(ctx, &runtimeapi.StreamContainersRequest{Filter: &runtimeapi.ContainerFilter{PodSandboxId: "pod7"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	one, err := containerStream.Recv()
 	if err != nil || len(one.Containers) != 1 || one.Containers[0].PodSandboxId != "pod7" {
 		t.Errorf("filtered containers: %v, %v", one, err)
@@ -183,9 +170,7 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 		t.Errorf("end of the containers: %v", err)
 	}
 	imageStream, err := h.images.StreamImages(ctx, &runtimeapi.StreamImagesRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if all, err := imageStream.Recv(); err != nil || len(all.Images) != 2 {
 		t.Errorf("images: %v, %v", all, err)
 	}
@@ -193,9 +178,7 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 		t.Errorf("end of the images: %v", err)
 	}
 	none, err := h.runtime.StreamPodSandboxes(ctx, &runtimeapi.StreamPodSandboxesRequest{Filter: &runtimeapi.PodSandboxFilter{Id: "nobody"}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if m, err := none.Recv(); !errors.Is(err, io.EOF) {
 		t.Errorf("an empty list: %v, %v", m, err)
 	}

@@ -239,9 +239,7 @@ func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testutil.Buffer)}
 	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	l, err := Listen(h.path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
 	var served error
@@ -270,8 +268,6 @@ func dial(t testing.TB, path string, options ...grpc.DialOption) *grpc.ClientCon
 	conn, err := grpc.NewClient("unix://"+path, append(options,
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(4*MaxMessage)))...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return conn
 }

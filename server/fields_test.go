@@ -10,6 +10,8 @@ import (
 
 	"google.golang.org/protobuf/reflect/protoreflect"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
 )
 
 var update = flag.Bool("update", false, "write testdata/fields.txt anew")
@@ -51,14 +53,10 @@ func TestEachFieldIsDocumented(t *testing.T) {
 	const golden = "testdata/fields.txt"
 	fields := apiFields()
 	if *update {
-		if err := os.WriteFile(golden, []byte(strings.Join(fields, "\n")+"\n"), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.WriteFile(golden, []byte(strings.Join(fields, "\n")+"\n"), 0o644))
 	}
 	text, err := os.ReadFile(golden)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	decided := strings.Fields(string(text))
 	for _, f := range fields {
 		if !slices.Contains(decided, f) {
@@ -75,9 +73,7 @@ func TestEachFieldIsDocumented(t *testing.T) {
 func TestConformanceNamesRealFields(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../docs/conformance.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	fields := apiFields()
 	names := regexp.MustCompile("`([A-Z][A-Za-z]+\\.[a-z_]+)").FindAllStringSubmatch(string(text), -1)
 	if len(names) < 20 {

@@ -17,6 +17,7 @@ import (
 
 	"berth/image"
 	"berth/internal/cricodes"
+	"berth/internal/testutil"
 )
 
 // fuzzStream feeds one request to a streaming handler and drops the answers.
@@ -82,18 +83,14 @@ func FuzzRPC(f *testing.F) {
 		f.Add(uint8(i), []byte{0xff, 0x01})
 		for _, msg := range seeds {
 			data, err := proto.Marshal(msg)
-			if err != nil {
-				f.Fatal(err)
-			}
+			testutil.Must(f, err)
 			f.Add(uint8(i), data)
 		}
 	}
 	f.Fuzz(func(t *testing.T, which uint8, data []byte) {
 		pods := &fakePods{}
 		config, err := json.Marshal(ocispec.Image{Author: string(data)})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}, Raw: config}}}
 		rpcs := allRPCs(pods, images)
 		r := rpcs[int(which)%len(rpcs)]
@@ -124,9 +121,7 @@ func check(t *testing.T, name string, err error) {
 // read decodes an answer like a client.
 func read(t *testing.T, answer encoded, as proto.Message) {
 	t.Helper()
-	if err := proto.Unmarshal(mem.BufferSlice(answer).Materialize(), as); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, proto.Unmarshal(mem.BufferSlice(answer).Materialize(), as))
 }
 
 func readBack(t *testing.T, s *runtimeService) {

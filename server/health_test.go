@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
 )
 
 func (f *fakePods) RuntimeStatus() error { return f.runtime }
@@ -15,9 +17,7 @@ func TestRuntimeReady(t *testing.T) {
 	for _, trouble := range []error{nil, errors.New("/var/lib/berth cannot be written to"), nil} {
 		pods.runtime = trouble
 		resp, err := h.runtime.Status(t.Context(), &runtimeapi.StatusRequest{})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		c := resp.Status.Conditions[0]
 		if c.Type != runtimeapi.RuntimeReady || c.Status != (trouble == nil) {
 			t.Errorf("with trouble %v the condition is %v", trouble, c)

@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
@@ -53,13 +54,9 @@ func TestListsReuseEncodedItems(t *testing.T) {
 	list := func() (*runtimeapi.ListContainersResponse, *runtimeapi.ListPodSandboxResponse) {
 		t.Helper()
 		containers, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		sandboxes, err := h.runtime.ListPodSandbox(t.Context(), &runtimeapi.ListPodSandboxRequest{})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		return containers, sandboxes
 	}
 	containers, sandboxes := list()
@@ -136,9 +133,7 @@ func TestStreamingListsEqualLists(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			list, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{Filter: tt.filter})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			streamed := &runtimeapi.ListContainersResponse{Containers: streamContainers(t, h, tt.filter)}
 			if len(list.Containers) != tt.want || !proto.Equal(list, streamed) {
 				t.Errorf("%s: %d containers listed, %d streamed, want %d, the same", name, len(list.Containers), len(streamed.Containers), tt.want)
@@ -147,22 +142,16 @@ func TestStreamingListsEqualLists(t *testing.T) {
 	}
 	ready := &runtimeapi.PodSandboxFilter{State: &runtimeapi.PodSandboxStateValue{State: runtimeapi.PodSandboxState_SANDBOX_READY}}
 	list, err := h.runtime.ListPodSandbox(t.Context(), &runtimeapi.ListPodSandboxRequest{Filter: ready})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	stream, err := h.runtime.StreamPodSandboxes(t.Context(), &runtimeapi.StreamPodSandboxesRequest{Filter: ready})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	streamed := &runtimeapi.ListPodSandboxResponse{}
 	for {
 		answer, err := stream.Recv()
 		if errors.Is(err, io.EOF) {
 			break
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		streamed.Items = append(streamed.Items, answer.PodSandboxes...)
 	}
 	if len(list.Items) != count/2 || !proto.Equal(list, streamed) {
@@ -202,9 +191,7 @@ func BenchmarkListContainers1000(b *testing.B) {
 	})
 	b.Run("client", func(b *testing.B) { // its part of list
 		measureCPU(b, func() {
-			if err := proto.Unmarshal(answer, &runtimeapi.ListContainersResponse{}); err != nil {
-				b.Fatal(err)
-			}
+			testutil.Must(b, proto.Unmarshal(answer, &runtimeapi.ListContainersResponse{}))
 		})
 	})
 	b.Run("status", func(b *testing.B) {

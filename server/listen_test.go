@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 var discardLog = slog.New(slog.DiscardHandler)
@@ -18,14 +20,10 @@ var discardLog = slog.New(slog.DiscardHandler)
 func TestListenMode(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "new", "dir", "s")
 	l, err := Listen(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for p, want := range map[string]fs.FileMode{path: fs.ModeSocket | 0o600, filepath.Dir(path): fs.ModeDir | 0o700} {
 		info, err := os.Stat(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if info.Mode() != want {
 			t.Errorf("%s has mode %s, want %s", p, info.Mode(), want)
 		}
@@ -41,29 +39,21 @@ func TestListenMode(t *testing.T) {
 func TestListenReplacesStaleSocket(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	stale, err := net.Listen("unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	stale.(*net.UnixListener).SetUnlinkOnClose(false) // like a killed daemon's
 	stale.Close()
 	l, err := Listen(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer l.Close()
 	conn, err := net.Dial("unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	conn.Close()
 }
 
 func TestListenKeepsSocketInUse(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	live, err := net.Listen("unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer live.Close()
 	if _, err := Listen(path); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("process %d serves it", os.Getpid())) {
 		t.Errorf("a socket in use: %v", err)
@@ -75,13 +65,9 @@ func TestListenKeepsSocketInUse(t *testing.T) {
 	conn.Close()
 
 	file := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(file, []byte("precious"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(file, []byte("precious"), 0o600))
 	link := filepath.Join(t.TempDir(), "link")
-	if err := os.Symlink(path, link); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink(path, link))
 	for _, p := range []string{file, link} {
 		if _, err := Listen(p); err == nil || !strings.Contains(err.Error(), "is not a socket") {
 			t.Errorf("%s: %v", p, err)
@@ -95,9 +81,7 @@ func TestListenKeepsSocketInUse(t *testing.T) {
 func TestListenDatagramSocketIsNotStale(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer conn.Close()
 	if _, err := Listen(path); err == nil || !strings.Contains(err.Error(), unix.EPROTOTYPE.Error()) {
 		t.Errorf("a datagram socket in use: %v", err)

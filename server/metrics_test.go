@@ -15,6 +15,7 @@ import (
 	"berth/image"
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 )
@@ -66,9 +67,7 @@ func TestMetricsMatchDescriptors(t *testing.T) {
 	t.Parallel()
 	h := start(t, testConfig, metricsFake(), &fakeImages{images: []*image.Image{{ID: idA}}})
 	described, err := h.runtime.ListMetricDescriptors(t.Context(), &runtimeapi.ListMetricDescriptorsRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	descriptors := map[string]*runtimeapi.MetricDescriptor{}
 	for _, d := range described.Descriptors {
 		if descriptors[d.Name] != nil || d.Help == "" || !strings.HasPrefix(strings.Join(d.LabelKeys, " "), "container id image name namespace pod") {
@@ -108,9 +107,7 @@ func TestMetricsMatchDescriptors(t *testing.T) {
 		}
 	}
 	stream, err := h.runtime.StreamPodSandboxMetrics(t.Context(), &runtimeapi.StreamPodSandboxMetricsRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	streamed := drain(t, stream.Recv, (*runtimeapi.StreamPodSandboxMetricsResponse).GetPodSandboxMetrics)
 	if !slices.EqualFunc(streamed, list.PodMetrics, func(a, b *runtimeapi.PodSandboxMetrics) bool { return proto.Equal(a, b) }) {
 		t.Errorf("the stream tells %v", streamed)
@@ -124,9 +121,7 @@ func TestMetricValues(t *testing.T) {
 	t.Parallel()
 	h := start(t, testConfig, metricsFake(), &fakeImages{images: []*image.Image{{ID: idA}}})
 	list, err := h.runtime.ListPodSandboxMetrics(t.Context(), &runtimeapi.ListPodSandboxMetricsRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	const ofContainer, ofPod, ofNetwork = "[c1 /cgroup/c1 busybox:1 c1 ns a", "[ /cgroup/p1  p1 ns a", "[POD /cgroup/p1  p1 ns a"
 	got := map[string]uint64{}
 	for _, m := range slices.Concat(list.PodMetrics[0].Metrics, list.PodMetrics[0].ContainerMetrics[0].Metrics) {

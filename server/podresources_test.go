@@ -8,6 +8,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
 )
 
 func (f *fakePods) UpdatePodSandboxResources(ctx context.Context, id string, overhead, resources *runtimeapi.LinuxContainerResources) error {
@@ -19,9 +21,7 @@ func TestUpdatePodSandboxResources(t *testing.T) {
 	h := start(t, testConfig, pods, &fakeImages{})
 	_, err := h.runtime.UpdatePodSandboxResources(t.Context(), &runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: "p1",
 		Overhead: &runtimeapi.LinuxContainerResources{CpuShares: 2}, Resources: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 99}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if want := []string{"UpdatePodSandboxResourcesp1 2 99"}; !slices.Equal(pods.called(), want) {
 		t.Errorf("calls %q, want %q", pods.called(), want)
 	}

@@ -15,6 +15,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/internal/trace"
 	"berth/sandbox/state"
 )
@@ -22,9 +23,7 @@ import (
 func TestVersion(t *testing.T) {
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})
 	got, err := h.runtime.Version(t.Context(), &runtimeapi.VersionRequest{Version: "0.1.0"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	want := &runtimeapi.VersionResponse{Version: "0.1.0", RuntimeName: "berth", RuntimeVersion: "1.2.3", RuntimeApiVersion: "v1"}
 	if !proto.Equal(got, want) {
 		t.Errorf("got %v", got)
@@ -38,9 +37,7 @@ func TestRuntimeConfigNamesTheDriver(t *testing.T) {
 			cfg.SystemdCgroup = systemd
 			h := start(t, cfg, &fakePods{}, &fakeImages{})
 			got, err := h.runtime.RuntimeConfig(t.Context(), &runtimeapi.RuntimeConfigRequest{})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if got.Linux == nil || got.Linux.CgroupDriver != want {
 				t.Errorf("systemd %t: %v", systemd, got)
 			}
@@ -69,9 +66,7 @@ func TestStatus(t *testing.T) {
 	pods := &fakePods{network: errors.New("no network configuration in /etc/cni/net.d")}
 	h := start(t, testConfig, pods, &fakeImages{})
 	got, err := h.runtime.Status(t.Context(), &runtimeapi.StatusRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	features := &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: true}
 	want := &runtimeapi.StatusResponse{
 		Status: &runtimeapi.RuntimeStatus{Conditions: []*runtimeapi.RuntimeCondition{
@@ -102,9 +97,7 @@ func TestStatusVerbose(t *testing.T) {
 	cfg.Network = func() cni.Info { return cni.Info{File: "/etc/cni/net.d/10-net.conflist", Network: "net"} }
 	h := start(t, cfg, pods, images)
 	got, err := h.runtime.Status(t.Context(), &runtimeapi.StatusRequest{Verbose: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	var waits []waitInfo
 	var pulls []struct{ Ref string }
 	var settings, versions map[string]any
@@ -210,13 +203,9 @@ func TestRunAndListPods(t *testing.T) {
 	pods := &fakePods{}
 	h := start(t, testConfig, pods, &fakeImages{})
 	resp, err := h.runtime.RunPodSandbox(t.Context(), &runtimeapi.RunPodSandboxRequest{Config: podConfig("a", map[string]string{"l": "1"}), RuntimeHandler: "berth"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	list, err := h.runtime.ListPodSandbox(t.Context(), &runtimeapi.ListPodSandboxRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	want := &runtimeapi.ListPodSandboxResponse{Items: []*runtimeapi.PodSandbox{{
 		Id: resp.PodSandboxId, Metadata: podConfig("a", nil).Metadata, State: runtimeapi.PodSandboxState_SANDBOX_READY, CreatedAt: time.Second.Nanoseconds(),
 		Labels: map[string]string{"l": "1"}, Annotations: podConfig("a", nil).Annotations, RuntimeHandler: "berth",
@@ -276,9 +265,7 @@ func TestListPodSandboxFilters(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			resp, err := h.runtime.ListPodSandbox(t.Context(), &runtimeapi.ListPodSandboxRequest{Filter: tc.filter})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if got := idsOf(resp.Items); got != tc.want {
 				t.Errorf("got %q, want %q", got, tc.want)
 			}
@@ -306,9 +293,7 @@ func TestPodSandboxStatus(t *testing.T) {
 
 	before := time.Now().UnixNano()
 	got, err := h.runtime.PodSandboxStatus(t.Context(), &runtimeapi.PodSandboxStatusRequest{PodSandboxId: "p1"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	want := &runtimeapi.PodSandboxStatus{
 		Id: "p1", Metadata: cfg.Metadata, State: runtimeapi.PodSandboxState_SANDBOX_READY, CreatedAt: 5e9 + 6,
 		Network: &runtimeapi.PodSandboxNetworkStatus{Ip: "10.0.0.2", AdditionalIps: []*runtimeapi.PodIP{{Ip: "fd00::2"}, {Ip: "fd00::3"}}},
@@ -323,13 +308,9 @@ func TestPodSandboxStatus(t *testing.T) {
 	}
 
 	got, err = h.runtime.PodSandboxStatus(t.Context(), &runtimeapi.PodSandboxStatusRequest{PodSandboxId: "p1", Verbose: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	var info podDetail
-	if err := json.Unmarshal([]byte(got.Info["info"]), &info); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, json.Unmarshal([]byte(got.Info["info"]), &info))
 	if got.Info["trace"] != `[{"began":"0001-01-01T00:00:00Z","monotonic":5,"spans":[{"name":"RunPodSandbox","depth":0,"from":0,"took":9}]}]` {
 		t.Errorf("trace %s", got.Info["trace"])
 	}
@@ -338,9 +319,7 @@ func TestPodSandboxStatus(t *testing.T) {
 	}
 
 	got, err = h.runtime.PodSandboxStatus(t.Context(), &runtimeapi.PodSandboxStatusRequest{PodSandboxId: "p2"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if s := got.Status; s.State != runtimeapi.PodSandboxState_SANDBOX_NOTREADY || s.Network == nil || s.Network.Ip != "" || s.Linux.GetNamespaces().GetOptions() == nil {
 		t.Errorf("a stopped pod without anything: %v", s)
 	}

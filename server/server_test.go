@@ -161,9 +161,7 @@ func TestNoReflection(t *testing.T) {
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})
 	for _, service := range []string{"grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"} {
 		stream, err := h.conn.NewStream(t.Context(), &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, "/"+service+"/ServerReflectionInfo")
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if err := stream.RecvMsg(&runtimeapi.VersionResponse{}); status.Code(err) != codes.Unimplemented {
 			t.Errorf("%s: %v", service, err)
 		}
@@ -251,9 +249,7 @@ func TestStopCancelsHungRequests(t *testing.T) {
 
 func TestServeReportsBrokenListener(t *testing.T) {
 	l, err := Listen(filepath.Join(t.TempDir(), "s"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	l.Close()
 	err = New(testConfig, &fakePods{}, &fakeImages{}, discardLog).Serve(t.Context(), l)
 	if err == nil || !strings.Contains(err.Error(), "serve CRI on") {
@@ -266,13 +262,9 @@ func TestOtherUsersAreRefused(t *testing.T) {
 	testutil.NeedRoot(t)
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})
 	for dir := filepath.Dir(h.path); dir != os.TempDir(); dir = filepath.Dir(dir) {
-		if err := os.Chmod(dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.Chmod(dir, 0o755))
 	}
-	if err := os.Chmod(h.path, 0o666); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Chmod(h.path, 0o666))
 	conn := dial(t, h.path, grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) {
 		return dialAs(65534, h.path)
 	}))

@@ -13,6 +13,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgroup"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 )
@@ -35,9 +36,7 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 		b.Skip("needs contrib/machine to make cgroups")
 	}
 	var st unix.Statfs_t
-	if err := unix.Statfs("/sys/fs/cgroup", &st); err != nil {
-		b.Fatal(err)
-	}
+	testutil.Must(b, unix.Statfs("/sys/fs/cgroup", &st))
 	cgroups := stats.Cgroups{V2: st.Type == unix.CGROUP2_SUPER_MAGIC}
 	pods := measuredPods{&fakePods{}, map[string]*stats.ContainerMeter{}}
 	for i := range count {
@@ -88,9 +87,7 @@ func BenchmarkContainerStats500(b *testing.B) {
 	})
 	b.Run("client", func(b *testing.B) { // its part of list
 		measureCPU(b, func() {
-			if err := proto.Unmarshal(answer, &runtimeapi.ListContainerStatsResponse{}); err != nil {
-				b.Fatal(err)
-			}
+			testutil.Must(b, proto.Unmarshal(answer, &runtimeapi.ListContainerStatsResponse{}))
 		})
 	})
 }
@@ -111,9 +108,7 @@ func measureCPU(b *testing.B, do func()) {
 func cpuTime(b *testing.B) time.Duration {
 	b.Helper()
 	var usage unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &usage); err != nil {
-		b.Fatal(err)
-	}
+	testutil.Must(b, unix.Getrusage(unix.RUSAGE_SELF, &usage))
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
@@ -121,14 +116,10 @@ func cpuTime(b *testing.B) time.Duration {
 func makeCgroups(b *testing.B, path string) {
 	b.Helper()
 	group, err := cgroup.Open(path, false)
-	if err != nil {
-		b.Fatal(err)
-	}
+	testutil.Must(b, err)
 	for _, controller := range []string{"cpu", "cpuacct", "memory", "pids"} {
 		dir := group.Dir(controller)
-		if err := os.MkdirAll(dir, 0o755); err != nil {
-			b.Fatal(err)
-		}
+		testutil.Must(b, os.MkdirAll(dir, 0o755))
 		b.Cleanup(func() {
 			if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
 				b.Error(err)

@@ -20,6 +20,7 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 )
@@ -129,9 +130,7 @@ func TestStatsOmitUnknownValues(t *testing.T) {
 	pods.containers[1].ID = "c2"
 	h := start(t, testConfig, pods, &fakeImages{})
 	one, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c1"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	s := one.Stats
 	if s.Cpu.UsageNanoCores != nil || s.Cpu.Psi != nil || s.Memory.AvailableBytes != nil || s.Memory.Psi != nil || s.Swap.SwapAvailableBytes != nil || s.Io != nil || s.WritableLayer != nil {
 		t.Errorf("got %v", s)
@@ -196,9 +195,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 	} {
 		want, filter := c.want, c.filter
 		list, err := h.runtime.ListContainerStats(t.Context(), &runtimeapi.ListContainerStatsRequest{Filter: filter})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		var ids []string
 		for _, s := range list.Stats {
 			ids = append(ids, s.Attributes.Id)
@@ -207,9 +204,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 			t.Errorf("%v: %v", filter, ids)
 		}
 		stream, err := h.runtime.StreamContainerStats(t.Context(), &runtimeapi.StreamContainerStatsRequest{Filter: filter})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		got := drain(t, stream.Recv, (*runtimeapi.StreamContainerStatsResponse).GetContainerStats)
 		if !slices.EqualFunc(got, list.Stats, func(a, b *runtimeapi.ContainerStats) bool { return proto.Equal(a, b) }) {
 			t.Errorf("%v: the stream tells %v", filter, got)
@@ -224,9 +219,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 	} {
 		want, filter := c.want, c.filter
 		list, err := h.runtime.ListPodSandboxStats(t.Context(), &runtimeapi.ListPodSandboxStatsRequest{Filter: filter})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		var found []string
 		for _, s := range list.Stats {
 			var ids []string
@@ -239,9 +232,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 			t.Errorf("%v: %v", filter, found)
 		}
 		stream, err := h.runtime.StreamPodSandboxStats(t.Context(), &runtimeapi.StreamPodSandboxStatsRequest{Filter: filter})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		got := drain(t, stream.Recv, (*runtimeapi.StreamPodSandboxStatsResponse).GetPodSandboxStats)
 		if !slices.EqualFunc(got, list.Stats, func(a, b *runtimeapi.PodSandboxStats) bool { return proto.Equal(a, b) }) {
 			t.Errorf("%v: the stream tells %v", filter, got)
@@ -260,9 +251,7 @@ func drain[M, T any](t *testing.T, recv func() (M, error), items func(M) []T) (a
 		if errors.Is(err, io.EOF) {
 			return all
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if len(items(m)) == 0 {
 			t.Error("a message without items")
 		}

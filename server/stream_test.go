@@ -9,6 +9,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+
+	"berth/internal/testutil"
 )
 
 // In fakePods every container runs, without a terminal.
@@ -72,14 +74,10 @@ func TestSessionRequests(t *testing.T) {
 	h := start(t, cfg, &fakePods{}, &fakeImages{})
 	pod, err := h.runtime.RunPodSandbox(t.Context(), &runtimeapi.RunPodSandboxRequest{Config: &runtimeapi.PodSandboxConfig{
 		Metadata: &runtimeapi.PodSandboxMetadata{Name: "p", Namespace: "n", Uid: "u"}}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	ctr, err := h.runtime.CreateContainer(t.Context(), &runtimeapi.CreateContainerRequest{PodSandboxId: pod.PodSandboxId, Config: &runtimeapi.ContainerConfig{
 		Metadata: &runtimeapi.ContainerMetadata{Name: "c"}, Image: &runtimeapi.ImageSpec{Image: "i"}}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	id, cmd := ctr.ContainerId, []string{"sh"}
 	exec := func(req *runtimeapi.ExecRequest) func() (string, error) {
 		return func() (string, error) {

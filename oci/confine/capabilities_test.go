@@ -54,9 +54,7 @@ func TestCapabilities(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			c := &runtimeapi.Capability{AddCapabilities: test.add, DropCapabilities: test.drop, AddAmbientCapabilities: test.ambient}
 			got, err := Capabilities(c, test.privileged, host.Facts{Capabilities: allNames()})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			for name, set := range map[string][2]s{
 				"bounding": {got.Bounding, test.want}, "effective": {got.Effective, test.want}, "permitted": {got.Permitted, test.want},
 				"ambient": {got.Ambient, test.wantAmbient}, "inheritable": {got.Inheritable, test.wantAmbient},

@@ -41,9 +41,7 @@ func TestNewLabels(t *testing.T) {
 	}
 	// With SELinux the library decides, since it has the policy.
 	got, err := NewLabels(own, podLabels, with)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if selinux.GetEnabled() != strings.HasSuffix(got.Process, ":spc_t:s0:c3,c4") {
 		t.Errorf("options of its own: %v", got)
 	}

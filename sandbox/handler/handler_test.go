@@ -14,6 +14,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/shim/ociruntime"
 )
 
@@ -35,21 +36,15 @@ esac
 
 func write(t *testing.T, path, content string) {
 	t.Helper()
-	if err := os.WriteFile(path+".new", []byte(content), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Rename(path+".new", path); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(path+".new", []byte(content), 0o755))
+	testutil.Must(t, os.Rename(path+".new", path))
 }
 
 func open(t *testing.T, programs map[string]Config, facts host.Facts) *Set {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
 	set, err := Open(t.Context(), Options{BuiltIn: "berth", Programs: programs, Default: "capable", Host: facts, Tasks: task.NewRunner(log, nil), Log: log})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return set
 }
 
@@ -95,16 +90,12 @@ func TestRuntime(t *testing.T) {
 		t.Errorf("unknown handler: %v", err)
 	}
 	builtIn, err := set.Find("berth")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if r, err := builtIn.Runtime(t.Context(), "/state", false, true); r != nil || err != nil {
 		t.Errorf("libcontainer: %+v, %v", r, err)
 	}
 	h, err := set.Find("")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if _, err := h.Runtime(t.Context(), "/state", false, false); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("missing binary: %v", err)
 	}

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // standIn is an attribute that symlinks and devices can have on a kernel without SELinux, too.
@@ -48,17 +50,11 @@ func TestRelabel(t *testing.T) {
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, top)
 	makeTree(t, outside)
-	if err := errors.Join(os.Symlink(outside, top+"/dir"), os.Symlink(outside+"/a/file", top+"/a/link")); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(os.Symlink(outside, top+"/dir"), os.Symlink(outside+"/a/file", top+"/a/link")))
 	deep := strings.Repeat("/d", 100)
-	if err := os.MkdirAll(top+deep, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.MkdirAll(top+deep, 0o700))
 	for _, label := range []string{"first", "second, longer", "3rd", "3rd"} {
-		if err := l.relabel(top, label); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, l.relabel(top, label))
 		for _, name := range []string{"", "/a", "/a/file", "/a/b/file", "/fifo", "/dir", "/a/link", deep} {
 			if got := labelAt(t, top+name); got != label {
 				t.Errorf("%s has the label %q, want %q", name, got, label)
@@ -86,9 +82,7 @@ func TestRelabelPathWithSymlink(t *testing.T) {
 	t.Parallel()
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, outside)
-	if err := os.Symlink(outside, top+"/link"); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink(outside, top+"/link"))
 	for _, path := range []string{"/link", "/link/a"} {
 		t.Run(path, func(t *testing.T) {
 			if err := l.relabel(top+path, "label"); !errors.Is(err, unix.ELOOP) || labelAt(t, outside+"/a") != "" {
@@ -122,9 +116,7 @@ func TestRelabelWhileDirectoriesAreSwapped(t *testing.T) {
 	l, top, outside := newLabeller(t), t.TempDir(), t.TempDir()
 	makeTree(t, outside)
 	makeTree(t, top)
-	if err := os.Symlink(outside, top+"/link"); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink(outside, top+"/link"))
 	var swaps atomic.Int64
 	stop, stopped := make(chan struct{}), make(chan error, 1)
 	go func() {
@@ -144,14 +136,10 @@ func TestRelabelWhileDirectoriesAreSwapped(t *testing.T) {
 	}()
 	labels := []string{"one", "another"}
 	for i := 0; i < 500 || swaps.Load() < 500; i++ {
-		if err := l.relabel(top, labels[i%2]); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, l.relabel(top, labels[i%2]))
 	}
 	close(stop)
-	if err := <-stopped; err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, <-stopped)
 	for _, name := range []string{"", "/a", "/a/file", "/a/b", "/fifo"} {
 		if got := labelAt(t, outside+name); got != "" {
 			t.Errorf("%s outside has the label %q", name, got)

@@ -13,6 +13,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 	"berth/oci/confine"
 )
 
@@ -22,13 +23,9 @@ func TestLabelMounts(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	for _, name := range []string{"asked", "other"} {
-		if err := os.Mkdir(filepath.Join(dir, name), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.Mkdir(filepath.Join(dir, name), 0o755))
 	}
-	if err := os.Symlink("asked", dir+"/link"); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink("asked", dir+"/link"))
 	labels := confine.Labels{Process: "own-process", Mount: "own-files"}
 	files := map[string]string{}
 	var fail error
@@ -45,9 +42,7 @@ func TestLabelMounts(t *testing.T) {
 		{HostPath: dir + "/other", ContainerPath: "/b"},
 		{Image: &runtimeapi.ImageSpec{Image: "x"}, ContainerPath: "/c", SelinuxRelabel: true},
 	}}
-	if err := labelMounts(config, labels); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, labelMounts(config, labels))
 	if want := map[string]string{dir + "/asked": "own-files"}; !maps.Equal(files, want) {
 		t.Errorf("labelled %v, want %v", files, want)
 	}

@@ -13,6 +13,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
@@ -52,32 +53,22 @@ func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) files {
 func read(t *testing.T, p files, name string) string {
 	t.Helper()
 	content, err := os.ReadFile(filepath.Join(p.Dirs.Etc(p.ID), name))
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return string(content)
 }
 
 func TestMakeFiles(t *testing.T) {
 	t.Parallel()
 	node, err := os.Hostname()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	resolvConf := filepath.Join(t.TempDir(), "resolv.conf")
-	if err := os.WriteFile(resolvConf, []byte("nameserver 192.0.2.1\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(resolvConf, []byte("nameserver 192.0.2.1\n"), 0o600))
 	for _, onNode := range []bool{false, true} {
 		t.Run(fmt.Sprintf("node network %t", onNode), func(t *testing.T) {
 			p := shared(t, onNode)
 			p.Config.LogDirectory = filepath.Join(t.TempDir(), "logs/of/pod")
-			if err := p.make(resolvConf); err != nil {
-				t.Fatal(err)
-			}
-			if err := p.writeHosts([]string{"10.0.0.7", "fd00::7"}); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, p.make(resolvConf))
+			testutil.Must(t, p.writeHosts([]string{"10.0.0.7", "fd00::7"}))
 			want := "ship"
 			if onNode { // the pod shares the node's UTS namespace
 				want = node
@@ -119,9 +110,7 @@ func TestFilesAreBounded(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := podOf(t, c.namespaces)
-			if err := errors.Join(p.make(filepath.Join(t.TempDir(), "none")), p.writeHosts(nil)); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, errors.Join(p.make(filepath.Join(t.TempDir(), "none")), p.writeHosts(nil)))
 			for _, name := range []string{"hosts", "hostname", "resolv.conf"} {
 				var st unix.Stat_t
 				if err := unix.Stat(filepath.Join(p.Dirs.Etc(p.ID), name), &st); err != nil || st.Uid != c.owner || st.Gid != c.owner || st.Mode&0o777 != 0o644 {
@@ -133,9 +122,7 @@ func TestFilesAreBounded(t *testing.T) {
 				t.Errorf("/dev/shm: %v, owner %d, mode %o", err, st.Uid, st.Mode)
 			}
 			f, err := os.OpenFile(filepath.Join(p.Dirs.Etc(p.ID), "hosts"), os.O_WRONLY|os.O_APPEND, 0)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			defer f.Close()
 			written, chunk := 0, make([]byte, 1<<20)
 			for err == nil && written <= shmSize {
@@ -156,12 +143,8 @@ func TestUnusualResolvConfOfNode(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	fifo, large := filepath.Join(dir, "fifo"), filepath.Join(dir, "large")
-	if err := unix.Mkfifo(fifo, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(large, make([]byte, 1<<20+1), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Mkfifo(fifo, 0o600))
+	testutil.Must(t, os.WriteFile(large, make([]byte, 1<<20+1), 0o600))
 	for path, want := range map[string]codes.Code{fifo: codes.FailedPrecondition, large: codes.FailedPrecondition, dir: codes.FailedPrecondition,
 		filepath.Join(dir, "none"): codes.OK, os.DevNull: codes.FailedPrecondition} {
 		t.Run(filepath.Base(path), func(t *testing.T) {
@@ -185,9 +168,7 @@ func TestResolvConfOfPod(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	fifo, good := filepath.Join(dir, "fifo"), filepath.Join(dir, "good")
-	if err := errors.Join(unix.Mkfifo(fifo, 0o600), os.WriteFile(good, []byte("nameserver 192.0.2.1\n"), 0o600)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(unix.Mkfifo(fifo, 0o600), os.WriteFile(good, []byte("nameserver 192.0.2.1\n"), 0o600)))
 	own := &runtimeapi.DNSConfig{Servers: []string{"192.0.2.2"}}
 	for _, tt := range []struct {
 		file string

@@ -11,6 +11,7 @@ import (
 
 	"berth/cni"
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
@@ -20,23 +21,15 @@ func TestCollectIsNotInterrupted(t *testing.T) {
 	path := func(name string) string { return filepath.Join(dir, name) }
 	plugin := fmt.Sprintf("#!/bin/sh\n[ $CNI_COMMAND = GC ] || exit 0\ntouch %[1]s/begun\nwhile [ ! -e %[1]s/go ]; do sleep 0.01; done\ntouch %[1]s/done\n", dir)
 	for name, content := range map[string]string{"bin/plugin": plugin, "net.d/1.conflist": `{"cniVersion": "1.1.0", "name": "n", "plugins": [{"type": "plugin"}]}`} {
-		if err := os.MkdirAll(filepath.Dir(path(name)), 0o700); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path(name), []byte(content), 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(filepath.Dir(path(name)), 0o700))
+		testutil.Must(t, os.WriteFile(path(name), []byte(content), 0o700))
 	}
 	network, err := cni.New(cni.Config{ConfDir: path("net.d"), BinDirs: []string{path("bin")}, CacheDir: path("cache")}, log)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer network.Close()
 	tasks := task.NewRunner(log, nil)
 	n, err := OpenNetworks(network, dir, tasks, log)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	exists := func(name string) bool { _, err := os.Stat(path(name)); return err == nil }
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
@@ -49,9 +42,7 @@ func TestCollectIsNotInterrupted(t *testing.T) {
 	if !exists("begun") || exists("done") {
 		t.Error("the start did not go on while the plugin works")
 	}
-	if err := os.WriteFile(path("go"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(path("go"), nil, 0o600))
 	tasks.Background.Close()
 	if err := tasks.Background.Wait(t.Context()); err != nil {
 		t.Error(err)

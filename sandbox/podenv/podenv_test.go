@@ -30,9 +30,7 @@ func dirsBelow(root string) state.Dirs {
 func makeAll(t *testing.T, dirs ...string) {
 	t.Helper()
 	for _, dir := range dirs {
-		if err := os.MkdirAll(dir, 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(dir, 0o700))
 	}
 }
 
@@ -43,9 +41,7 @@ func TestFinishFiles(t *testing.T) {
 	dir := k.Dirs.Etc("p")
 	makeAll(t, dir)
 	pod := &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}, Config: &runtimeapi.PodSandboxConfig{Hostname: "ship"}}
-	if err := k.FinishFiles(t.Context(), pod, []string{"10.0.0.7"}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, k.FinishFiles(t.Context(), pod, []string{"10.0.0.7"}))
 	if want := map[string]string{dir: "pod-files"}; !maps.Equal(labels, want) {
 		t.Errorf("labelled %v, want %v", labels, want)
 	}
@@ -69,16 +65,12 @@ func TestUnrecorded(t *testing.T) {
 	}
 	makeAll(t, places...)
 	found, err := k.Unrecorded(func(id string) bool { return id == known })
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	slices.Sort(want)
 	if got := slices.Sorted(maps.Keys(found)); !slices.Equal(got, want) {
 		t.Errorf("found %v, want %v", got, want)
 	}
-	if err := os.RemoveAll(k.Dirs.Shim("")); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.RemoveAll(k.Dirs.Shim("")))
 	if _, err := k.Unrecorded(func(string) bool { return false }); err == nil {
 		t.Error("an unreadable directory counts as empty")
 	}
@@ -91,9 +83,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)
 	cache := filepath.Join(dir, "cache")
 	network, err := cni.New(cni.Config{ConfDir: filepath.Join(dir, "net.d"), BinDirs: []string{dir}, CacheDir: cache}, log)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer network.Close()
 	tasks := task.NewRunner(log, nil)
 	k := Provisioner{Dirs: dirsBelow(dir)}
@@ -105,9 +95,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	exists := func(path string) bool { _, err := os.Lstat(path); return err == nil }
 	id := state.NewID()
 	kept := filepath.Join(cache, "results", "net-"+id+"-eth0")
-	if err := os.WriteFile(kept, []byte(`{"containerId": "`+id+`"}`), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(kept, []byte(`{"containerId": "`+id+`"}`), 0o600))
 	makeAll(t, k.Dirs.PodFiles(id), k.Dirs.Writable(id), k.Dirs.Tmpfs(id), k.Dirs.OldShm(id))
 	if err := k.RemoveUnrecorded(t.Context(), id); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("with an address and no network: %v", err)
@@ -115,9 +103,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	if exists(k.Dirs.Writable(id)) || exists(k.Dirs.PodMounts(id)) || !exists(k.Dirs.PodFiles(id)) {
 		t.Error("directories are left, or the pod's files are gone before DEL")
 	}
-	if err := os.Remove(kept); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Remove(kept))
 	if err := k.RemoveUnrecorded(t.Context(), id); err != nil || exists(k.Dirs.PodFiles(id)) {
 		t.Errorf("without an address: %v", err)
 	}

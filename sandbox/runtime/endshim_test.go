@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
+	"berth/internal/testutil"
 	"berth/shim"
 	"berth/shim/ociruntime"
 	"berth/shim/proto"
@@ -19,13 +20,9 @@ import (
 func opened(t *testing.T, args ...string) (*exec.Cmd, *os.File) {
 	t.Helper()
 	cmd := exec.Command(args[0], args[1:]...)
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Start())
 	f, err := pidfd.Open(cmd.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
@@ -50,14 +47,10 @@ func TestExitOfHangingShim(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			k := testProcesses(t)
-			if err := os.MkdirAll(k.Dirs.Shim("c"), 0o700); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, os.MkdirAll(k.Dirs.Shim("c"), 0o700))
 			initCmd, init := opened(t, "sh", "-c", c.script)
 			monitorCmd, monitor := opened(t, "sleep", "1000")
-			if err := pidfd.Signal(monitor, unix.SIGSTOP); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, pidfd.Signal(monitor, unix.SIGSTOP))
 			run := newRunning(init, monitor, initCmd.Process.Pid, time.Now())
 			defer run.Close()
 			ended := time.Now()
@@ -66,9 +59,7 @@ func TestExitOfHangingShim(t *testing.T) {
 				time.Sleep(time.Millisecond)
 			}
 			group := fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid())
-			if err := k.EndShim(t.Context(), "c", group, c.runtime, run); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, k.EndShim(t.Context(), "c", group, c.runtime, run))
 			_ = monitorCmd.Wait() // it was killed
 			got, err := shim.ReadExit(k.Dirs.Shim("c"))
 			if (err == nil) != c.noted {

@@ -8,18 +8,16 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
+
+	"berth/internal/testutil"
 )
 
 // A living shim that cannot be inspected is not taken for a launcher, which would be killed.
 func TestIsLauncher(t *testing.T) {
 	cmd := exec.Command("sleep", "1000")
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Start())
 	shim, err := pidfd.Open(cmd.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer shim.Close()
 	defer func(read func(int) (string, error)) { readExe = read }(readExe)
 	look := func(exe string, err error) (bool, error) {
@@ -39,9 +37,7 @@ func TestIsLauncher(t *testing.T) {
 	if launcher, err := look("", unix.ENOENT); !launcher || err != nil {
 		t.Errorf("one that ends: %t, %v", launcher, err)
 	}
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Process.Kill())
 	_ = cmd.Wait() // it was killed
 	if launcher, err := look("", unix.EACCES); !launcher || err != nil {
 		t.Errorf("one that has ended: %t, %v", launcher, err)

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
+	"berth/internal/testutil"
 	"berth/shim/ociruntime"
 )
 
@@ -24,25 +25,17 @@ func TestKillWithoutTheRuntimesHelp(t *testing.T) {
 		t.Skip("needs root to make cgroups")
 	}
 	sandbox := exec.Command("sleep", "1000")
-	if err := sandbox.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, sandbox.Start())
 	init, err := pidfd.Open(sandbox.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	path := fmt.Sprintf("/berth-unit-test-%d", os.Getpid())
 	mgr, err := manager.New(&cgroups.Cgroup{Path: path, Resources: &cgroups.Resources{SkipDevices: true}})
 	if err == nil {
 		err = mgr.Apply(sandbox.Process.Pid)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	program := filepath.Join(t.TempDir(), "runtime")
-	if err := os.WriteFile(program, []byte("#!/bin/sh\necho oh no >&2\nexit 1\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(program, []byte("#!/bin/sh\necho oh no >&2\nexit 1\n"), 0o700))
 	run := newRunning(init, init, sandbox.Process.Pid, time.Now())
 	err = Processes{}.Kill(t.Context(), "c", path, &ociruntime.Runtime{Path: program, Root: t.TempDir(), Sandboxed: true}, run)
 	t.Log(err) // it depends on whether the process is gone by then

@@ -16,6 +16,7 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -29,12 +30,8 @@ func testProcesses(t *testing.T) Processes {
 // leave writes a shim directory as a shim has left it.
 func leave(t *testing.T, k Processes, id, name string, content []byte) {
 	t.Helper()
-	if err := os.MkdirAll(k.Dirs.Shim(id), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(k.Dirs.Shim(id), name), content, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.MkdirAll(k.Dirs.Shim(id), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(k.Dirs.Shim(id), name), content, 0o600))
 }
 
 // A trusted record gives the exit. Without one the exit is unknown.
@@ -128,13 +125,9 @@ func TestAwaitExit(t *testing.T) {
 // A stopped shim is not waited for. A working one is, until the timeout.
 func TestAwaitStop(t *testing.T) {
 	shim := exec.Command("sleep", "1000")
-	if err := shim.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, shim.Start())
 	file, err := pidfd.Open(shim.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	synctest.Test(t, func(t *testing.T) {
 		k, run := testProcesses(t), newRunning(nil, file, 0, time.Time{})
 		const grace = time.Minute
@@ -142,9 +135,7 @@ func TestAwaitStop(t *testing.T) {
 		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) < grace {
 			t.Errorf("a shim that is at work was waited for for %v", time.Since(begin))
 		}
-		if err := pidfd.Signal(file, unix.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, pidfd.Signal(file, unix.SIGSTOP))
 		for !run.shimIsStopped() { // it takes a moment
 		}
 		begin = time.Now()
@@ -163,13 +154,9 @@ func TestUnreadableExit(t *testing.T) {
 	k := testProcesses(t)
 	leave(t, k, "c", proto.ExitFile, nil)
 	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Start())
 	file, err := pidfd.Open(cmd.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer file.Close()
 	run := newRunning(nil, file, 0, time.Time{})
 	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", newRunning(nil, nil, 0, time.Time{})) }); err != nil {
@@ -178,9 +165,7 @@ func TestUnreadableExit(t *testing.T) {
 	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", run) }); err != nil {
 		t.Errorf("while the shim runs: %v", err)
 	}
-	if err := errors.Join(cmd.Process.Kill(), pidfd.Wait(t.Context(), file)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(cmd.Process.Kill(), pidfd.Wait(t.Context(), file)))
 	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", run) }); !errors.Is(err, unix.EMFILE) {
 		t.Errorf("without descriptors: %v", err)
 	}
@@ -195,15 +180,11 @@ func TestUnreadableExit(t *testing.T) {
 func withoutDescriptors(t *testing.T, do func() error) error {
 	t.Helper()
 	var old unix.Rlimit
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old))
 	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil); err != nil { // poll(2) of one needs one
 		t.Fatal(err)
 	}
 	err := do()
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil))
 	return err
 }

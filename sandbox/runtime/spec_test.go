@@ -7,6 +7,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/internal/testutil"
 	"berth/oci"
 	"berth/sandbox/handler"
 	"berth/sandbox/state"
@@ -32,9 +33,7 @@ func TestPodForSpecs(t *testing.T) {
 		config := &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/kubepods/p",
 			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: test.options}}}
 		mappings, err := oci.UserNamespace(config)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		got := n.pod(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: config, NetNS: "/netns/p", Tmpfs: true, Mappings: mappings}, PodStatus: state.PodStatus{PausePID: 7}})
 		if got.Shm != test.shm || got.UserNS != test.userns {
 			t.Errorf("%s: shm %s, user namespace %q", name, got.Shm, got.UserNS)

@@ -18,6 +18,7 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -40,20 +41,14 @@ func command(t *testing.T, script string) (run *Running, status func() string) {
 	t.Helper()
 	cmd := exec.Command("sh", "-c", `sh -c "$1" & wait $!; echo $?`, "sh", script)
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	var pid int
 	if _, err := fmt.Fscanln(out, &pid); err != nil {
 		t.Fatal(err)
 	}
 	init, err := pidfd.Open(pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	run = Launched(&proto.Started{Init: init, Processes: proto.Processes{InitPID: pid, StartedAt: time.Now()}})
 	var ended string
 	go func() {
@@ -149,13 +144,9 @@ func TestSettle(t *testing.T) {
 		t.Errorf("without a record: %+v, %v", exit, settled)
 	}
 	dir := k.processes.Dirs.Shim("c")
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.MkdirAll(dir, 0o700))
 	written := proto.Exit{Code: 7, At: time.Unix(200, 0)}
-	if err := os.WriteFile(filepath.Join(dir, proto.ExitFile), written.Encode(), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, proto.ExitFile), written.Encode(), 0o600))
 	exit, settled = k.Settle(contained(nil), started)
 	if !settled || exit.Code != 7 || !exit.FinishedAt.Equal(time.Unix(200, 0)) || !exit.StartedAt.Equal(started) {
 		t.Errorf("with one: %+v, %v", exit, settled)

@@ -8,6 +8,8 @@ import (
 	"github.com/opencontainers/go-digest"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
 )
 
 // recorded returns a typical container of kubelet after its creation.
@@ -35,15 +37,11 @@ func recorded(b *testing.B, id string) (*ContainerSpec, *ContainerStatus) {
 // A container's record is written, which is done five times in its life.
 func BenchmarkWrite(b *testing.B) {
 	records, err := OpenRecords(b.TempDir(), noWait)
-	if err != nil {
-		b.Fatal(err)
-	}
+	testutil.Must(b, err)
 	spec, status := recorded(b, "c")
 	b.ReportAllocs()
 	for b.Loop() {
-		if err := records.WriteContainer(spec, status); err != nil {
-			b.Fatal(err)
-		}
+		testutil.Must(b, records.WriteContainer(spec, status))
 	}
 }
 
@@ -51,14 +49,10 @@ func BenchmarkWrite(b *testing.B) {
 func BenchmarkLoad500(b *testing.B) {
 	const count = 500
 	records, err := OpenRecords(b.TempDir(), noWait)
-	if err != nil {
-		b.Fatal(err)
-	}
+	testutil.Must(b, err)
 	for i := range count {
 		spec, status := recorded(b, fmt.Sprintf("%064x", i))
-		if err := records.WriteContainer(spec, status); err != nil {
-			b.Fatal(err)
-		}
+		testutil.Must(b, records.WriteContainer(spec, status))
 	}
 	b.ReportAllocs()
 	for b.Loop() {

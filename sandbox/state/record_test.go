@@ -1,6 +1,7 @@
 package state
 
 import (
+	"berth/internal/testutil"
 	"berth/internal/userns"
 	"encoding/json"
 	"testing"
@@ -13,18 +14,14 @@ import (
 func encode(t *testing.T, m proto.Message) []byte {
 	t.Helper()
 	data, err := proto.Marshal(m)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return data
 }
 
 func body(t *testing.T, rec any) []byte {
 	t.Helper()
 	data, err := json.Marshal(rec)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return data
 }
 
@@ -87,9 +84,7 @@ func TestRecordsRoundTrip(t *testing.T) {
 				Mappings: &userns.Mappings{UIDs: []specs.LinuxIDMapping{{HostID: 65536, Size: 65536}}}}
 			status := PodStatus{phase: phase, IPs: []string{"10.0.0.2"}, PausePID: 7, PauseStart: 8}
 			rec, err := encodePod(spec, &status)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			gotSpec, got, err := decodePod("p", body(t, rec))
 			if err != nil || got.Phase() != want || got.PausePID != 7 || got.PauseStart != 8 || got.IPs[0] != "10.0.0.2" ||
 				gotSpec.CgroupsPath != "/c" || gotSpec.NetNS != "/n" || gotSpec.Mappings.UIDs[0].HostID != 65536 {
@@ -106,9 +101,7 @@ func TestRecordsRoundTrip(t *testing.T) {
 				status.Process = nil
 			}
 			rec, err := encodeContainer(&ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}}}, &status)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if _, got, err := decodeContainer("c", body(t, rec)); err != nil || got.Phase() != want {
 				t.Errorf("%q, %v", got.Phase(), err)
 			}

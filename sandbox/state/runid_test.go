@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // An ID lasts as long as the directory. A directory with folders and without ID is an earlier
@@ -25,9 +27,7 @@ func TestOpenRun(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := Dirs{State: t.TempDir()}
-			if err := c.made(d); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, c.made(d))
 			run, err := d.OpenRun()
 			if err != nil || run.ID == "" || run.New != c.isNew || c.id != "" && run.ID != c.id {
 				t.Fatalf("got %+v, %v", run, err)
@@ -35,12 +35,8 @@ func TestOpenRun(t *testing.T) {
 			if again, err := d.OpenRun(); err != nil || again != (Run{ID: run.ID, Adopted: run.Adopted}) {
 				t.Errorf("then %+v, %v", again, err)
 			}
-			if err := os.RemoveAll(d.State); err != nil {
-				t.Fatal(err)
-			}
-			if err := os.Mkdir(d.State, 0o700); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, os.RemoveAll(d.State))
+			testutil.Must(t, os.Mkdir(d.State, 0o700))
 			if next, err := d.OpenRun(); err != nil || !next.New || next.ID == run.ID {
 				t.Errorf("emptied: %+v, %v", next, err)
 			}
@@ -60,9 +56,7 @@ func TestRunOfRecordsWithoutID(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := Dirs{State: t.TempDir()}
-			if err := c.made(d); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, c.made(d))
 			for daemon := range 3 {
 				run, err := d.OpenRun()
 				if err != nil || run.Has("") != c.want || !run.Has(run.ID) || run.Has("another") {
@@ -85,9 +79,7 @@ func TestReadRunIDRefuses(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := Dirs{State: filepath.Join(t.TempDir())}
-			if err := made(d.RunID()); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, made(d.RunID()))
 			if run, err := d.OpenRun(); err == nil {
 				t.Errorf("got %+v", run)
 			}

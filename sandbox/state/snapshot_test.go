@@ -9,6 +9,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/feed"
+
+	"berth/internal/testutil"
 )
 
 // A pause's process ID is shown only while the pod is ready.
@@ -131,9 +133,7 @@ func TestEvents(t *testing.T) {
 func next(t *testing.T, reader *feed.Reader[Event]) Event {
 	t.Helper()
 	event, err := reader.Next(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return event
 }
 

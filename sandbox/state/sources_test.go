@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
 )
 
 // Nothing is made for a container that was given up while a look at a volume hung.
@@ -24,9 +26,7 @@ func TestMakeSourcesInTime(t *testing.T) {
 	if _, err := os.Lstat(filepath.Dir(source)); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("it was made: %v", err)
 	}
-	if err := MakeSources(t.Context(), config); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, MakeSources(t.Context(), config))
 	if info, err := os.Lstat(source); err != nil || !info.IsDir() {
 		t.Errorf("it was not made: %v", err)
 	}

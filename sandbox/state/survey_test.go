@@ -8,20 +8,18 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cni"
+
+	"berth/internal/testutil"
 )
 
 // Inspect reads the records that the manager writes.
 func TestInspect(t *testing.T) {
 	dirs := Dirs{Root: t.TempDir(), State: "/state", NetNSs: "/run/netns"}
 	records, err := OpenRecords(dirs.Root, noWait)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	encode := func(m proto.Message) []byte {
 		data, err := proto.Marshal(m)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		return data
 	}
 	users := &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD,
@@ -32,24 +30,16 @@ func TestInspect(t *testing.T) {
 	for phase := range pods {
 		rec := podRecord{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
 			Tmpfs: phase != "stopped", NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
-		if err := records.pods.Write(rec.ID, rec); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, records.pods.Write(rec.ID, rec))
 	}
 	containers := map[Phase]Stage{ContainerCreated: BeingMade, ContainerStarting: BeingMade, ContainerExited: BeingMade, Removing: BeingRemoved}
 	for phase := range containers { // without a process they were never reported
 		rec := containerRecord{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
-		if err := records.containers.Write(rec.ID, rec); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, records.containers.Write(rec.ID, rec))
 	}
-	if err := records.pods.Write("other", podRecord{ID: "another", Phase: PodReady, Config: config}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, records.pods.Write("other", podRecord{ID: "another", Phase: PodReady, Config: config}))
 	got, err := Inspect(dirs.Root, dirs.State)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for phase, stage := range pods {
 		p := got.Pods[string(phase)]
 		tmpfs, etc := dirs.Tmpfs(string(phase)), dirs.Etc(string(phase))

@@ -14,6 +14,7 @@ import (
 
 	"berth/internal/diskusage"
 	"berth/internal/safefs"
+	"berth/internal/testutil"
 )
 
 // kubelet evicts pods by the published size, so no trick of a container may lower it below the
@@ -80,18 +81,12 @@ func TestQuotaOfLayer(t *testing.T) {
 func TestFailedWalkKeepsSize(t *testing.T) {
 	upper := filepath.Join(t.TempDir(), "upper")
 	for i := range 100 {
-		if err := os.MkdirAll(fmt.Sprintf("%s/%d%s", upper, i, strings.Repeat("/d", 20)), 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(fmt.Sprintf("%s/%d%s", upper, i, strings.Repeat("/d", 20)), 0o700))
 	}
 	c := NewSampler(SamplerConfig{Layers: filepath.Dir(upper), Images: filepath.Dir(upper), Log: slog.New(slog.DiscardHandler)})
-	if err := c.Locate(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, c.Locate())
 	root, err := os.Open(upper)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	counted := func(last *Sample) (*Sample, error) {
 		s := &Target{ID: "c", State: &SampleState{}}
 		s.State.last.Store(last)
@@ -102,9 +97,7 @@ func TestFailedWalkKeepsSize(t *testing.T) {
 	if err != nil || first.Layer.Inodes != 1+100*21 || first.usedCPU == "" {
 		t.Fatalf("%+v, %v", first, err)
 	}
-	if err := errors.Join(root.Close(), os.RemoveAll(upper), os.WriteFile(upper, nil, 0o600)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(root.Close(), os.RemoveAll(upper), os.WriteFile(upper, nil, 0o600)))
 	if root, err = os.Open(upper); err != nil { // no longer a directory
 		t.Fatal(err)
 	}
@@ -127,18 +120,14 @@ func TestSlowLayer(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			layers := t.TempDir()
-			if err := errors.Join(os.MkdirAll(layers+"/a/upper/b/c", 0o700), os.WriteFile(layers+"/a/upper/b/file", make([]byte, 1<<20), 0o600)); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, errors.Join(os.MkdirAll(layers+"/a/upper/b/c", 0o700), os.WriteFile(layers+"/a/upper/b/file", make([]byte, 1<<20), 0o600)))
 			var sample SampleState
 			counter := NewSampler(SamplerConfig{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler),
 				Begin: func(string, string) func() { return func() {} }, Targets: func(yield func(Target) bool) {
 					yield(Target{ID: "a", State: &sample, FinishedAt: time.Now().Add(-time.Hour)})
 				}})
 			counter.quick, counter.longest = 1, c.longest
-			if err := counter.Locate(); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, counter.Locate())
 			first, _ := counter.next(false)
 			counter.sampleNext(t.Context(), first)
 			if again, _ := counter.next(false); again != nil || !sample.last.Load().partial {
@@ -181,9 +170,7 @@ func TestSlowLayerDelaysNoOther(t *testing.T) {
 			}
 		}
 	}})
-	if err := counter.Locate(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, counter.Locate())
 	go func() {
 		defer close(ended)
 		counter.Run(ctx)

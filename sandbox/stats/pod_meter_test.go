@@ -12,6 +12,7 @@ import (
 
 	"berth/internal/cgstats"
 	"berth/internal/netns"
+	"berth/internal/testutil"
 )
 
 // The pause process of a sandboxed runtime is in the node's network namespace, not in the pod's.
@@ -20,9 +21,7 @@ func TestNetworkOfPinnedNamespace(t *testing.T) {
 		t.Skip("needs contrib/machine to make a network namespace")
 	}
 	netnsPath := t.TempDir() + "/ns"
-	if err := netns.New(netnsPath); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, netns.New(netnsPath))
 	if err := netns.In(netnsPath, func() error {
 		return netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "net1"}, PeerName: defaultInterface})
 	}); err != nil {
@@ -33,9 +32,7 @@ func TestNetworkOfPinnedNamespace(t *testing.T) {
 	if names := interfaceNames(defaultFirst(found)); err != nil || len(names) != 2 || names[0] != defaultInterface || names[1] != "net1" {
 		t.Errorf("interfaces %v, %v", names, err)
 	}
-	if err := errors.Join(pod.Close(), netns.Remove(netnsPath)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(pod.Close(), netns.Remove(netnsPath)))
 	stopped := Cgroups{}.PodMeter("/p", true, netnsPath)
 	if _, err := stopped.net.Read(); !errors.Is(err, cgstats.ErrGone) {
 		t.Errorf("without the namespace: %v", err)
@@ -51,9 +48,7 @@ func fakeContainer(t *testing.T) (c *ContainerMeter, spend func(uint64)) {
 	dir, used := t.TempDir(), uint64(0)
 	spend = func(more uint64) {
 		used += more
-		if err := os.WriteFile(filepath.Join(dir, "cpu.stat"), fmt.Appendf(nil, "usage_usec %d\nuser_usec %d\nsystem_usec 0\n", used, used), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, "cpu.stat"), fmt.Appendf(nil, "usage_usec %d\nuser_usec %d\nsystem_usec 0\n", used, used), 0o600))
 	}
 	spend(0)
 	c = &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
@@ -87,9 +82,7 @@ func testUsageIsKept(t *testing.T, gone bool) {
 		var usages []*Usage
 		for _, c := range running {
 			u := &Usage{}
-			if err := c.Read(u); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, c.Read(u))
 			usages = append(usages, u)
 		}
 		var u Usage
@@ -113,9 +106,7 @@ func testUsageIsKept(t *testing.T, gone bool) {
 	if gone {
 		removeGroup(t, ending)
 	}
-	if err := pod.Ended(ending); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, pod.Ended(ending))
 	if !gone {
 		check("measured since before the end", used(before, ending, staying), 520)
 	}
@@ -127,8 +118,6 @@ func testUsageIsKept(t *testing.T, gone bool) {
 // removeGroup makes a meter fail as if its cgroup were removed.
 func removeGroup(t *testing.T, c *ContainerMeter) {
 	t.Helper()
-	if err := c.Close(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, c.Close())
 	c.reader = cgstats.New(func() (cgstats.Group, error) { return cgstats.Group{}, cgstats.ErrGone }, false)
 }

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 func TestParseOpenFiles(t *testing.T) {
@@ -43,15 +45,11 @@ func TestOpenFilesLimit(t *testing.T) {
 	}
 	cmd := exec.Command("sleep", "1000")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Start())
 	defer cmd.Wait()
 	defer cmd.Process.Kill()
 	var own unix.Rlimit
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &own); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &own))
 	for _, path := range []string{"/proc/self/limits", "/proc/" + strconv.Itoa(cmd.Process.Pid) + "/limits"} {
 		if got, err := openFilesLimit(path); err != nil || got == 0 || path == "/proc/self/limits" && got != own.Cur {
 			t.Errorf("%s: %d, %v; ours is %d", path, got, err, own.Cur)

@@ -8,6 +8,8 @@ import (
 	"os"
 	"testing"
 	"time"
+
+	"berth/internal/testutil"
 )
 
 // Sampling takes a tenth of the time, whatever a sample takes and however many containers exist.
@@ -108,9 +110,7 @@ func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
 func TestAddFiles(t *testing.T) {
 	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer listener.Close()
 	var own, gone Processes
 	if err := own.addFiles(t.Context(), fmt.Sprintf("/proc/%d/fd/", os.Getpid())); err != nil || own.Files < 4 || own.Sockets < 1 {

@@ -18,23 +18,15 @@ import (
 func unresponsive(t *testing.T) netip.AddrPort {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() { _ = unix.Close(fd) })
 	localhost := [4]byte{127, 0, 0, 1}
-	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: localhost}), unix.Listen(fd, 0)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: localhost}), unix.Listen(fd, 0)))
 	name, err := unix.Getsockname(fd)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	address := netip.AddrPortFrom(netip.AddrFrom4(localhost), uint16(name.(*unix.SockaddrInet4).Port))
 	first, err := dialAddress(t.Context(), "", address) // a backlog of 0 holds one connection
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() { first.Close() })
 	return address
 }
@@ -43,9 +35,7 @@ func unresponsive(t *testing.T) netip.AddrPort {
 func threads(t *testing.T) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/task")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return len(entries)
 }
 
@@ -53,9 +43,7 @@ func threads(t *testing.T) int {
 func dialOwn(t *testing.T, d *dialLimiter, pod string) error {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer l.Close()
 	conn, err := d.dial(t.Context(), pod, "", l.Addr().(*net.TCPAddr).AddrPort().Port())
 	if err == nil {
@@ -109,15 +97,11 @@ func TestDial(t *testing.T) {
 	for _, localhost := range []string{"127.0.0.1:0", "[::1]:0"} {
 		t.Run(localhost, func(t *testing.T) {
 			l, err := net.Listen("tcp", localhost)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			port := l.Addr().(*net.TCPAddr).AddrPort().Port()
 			for _, netns := range []string{"", "/proc/self/ns/net"} {
 				conn, err := newDialLimiter().dial(t.Context(), "pod", netns, port)
-				if err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, err)
 				if got := conn.RemoteAddr().String(); got != l.Addr().String() {
 					t.Errorf("connected to %s, want %s", got, l.Addr())
 				}

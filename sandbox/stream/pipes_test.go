@@ -6,15 +6,15 @@ import (
 	"errors"
 	"io"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 // startOutput returns an output and a function that writes into its pipe.
 func startOutput(t *testing.T, to io.Writer) (*output, func([]byte)) {
 	t.Helper()
 	r, w, err := pipe(reading)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	o := copyOutput(r, to, func(err error) { t.Errorf("output failed: %v", err) })
 	t.Cleanup(func() { o.close(); w.Close() })
 	return o, func(data []byte) {
@@ -59,9 +59,7 @@ func (brokenWriter) Write([]byte) (int, error) { return 0, errBroken }
 func TestFailedWriteEndsSession(t *testing.T) {
 	t.Parallel()
 	r, w, err := pipe(reading)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer w.Close()
 	ctx, broken := context.WithCancelCause(context.Background())
 	defer broken(nil)

@@ -10,6 +10,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
@@ -110,9 +111,7 @@ func TestInvalidPortIsRefused(t *testing.T) {
 func closedPort(t *testing.T) int32 {
 	t.Helper()
 	l, err := net.Listen("tcp", "localhost:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer l.Close()
 	return int32(l.Addr().(*net.TCPAddr).Port)
 }

@@ -7,6 +7,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+
+	"berth/internal/testutil"
 )
 
 func TestSlots(t *testing.T) {
@@ -27,14 +29,10 @@ func TestSlots(t *testing.T) {
 		}
 	}
 	for _, object := range []string{"a", "a"} {
-		if err := take(object); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, take(object))
 	}
 	refused("a", "a: its limit of 2 execs")
-	if err := take("b"); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, take("b"))
 	refused("c", "c: the node's limit of 3 execs")
 	releases[0]()
 	if err := take("a"); err != nil {

@@ -21,6 +21,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"berth/sandbox/stream"
+
+	"berth/internal/testutil"
 )
 
 // counted runs sessions that accept any input, and counts them.
@@ -61,9 +63,7 @@ func FuzzConnections(f *testing.F) {
 	f.Cleanup(func() { klog.LogToStderr(true) })
 	runtime := &counted{}
 	s, err := Listen(Config{Address: "127.0.0.1:0", IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, runtime)
-	if err != nil {
-		f.Fatal(err)
-	}
+	testutil.Must(f, err)
 	s.patience = time.Hour // no session ends by this timeout
 	ctx, stop := context.WithCancel(context.Background())
 	served := make(chan error)
@@ -121,13 +121,9 @@ func (s *Server) offered(t *testing.T, kind uint8) string {
 		s.tokens.forgetAll()
 		return s.offered(t, kind)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	u, err := url.Parse(address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return u.Path
 }
 
@@ -141,9 +137,7 @@ func (t *tokens) forgetAll() {
 func exchange(t *testing.T, address string, data []byte) {
 	t.Helper()
 	conn, err := net.Dial("tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer conn.Close()
 	sent := make(chan struct{})
 	go func() {

@@ -21,6 +21,7 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 
 	"berth/internal/fdquota"
+	"berth/internal/testutil"
 	"berth/sandbox/stream"
 )
 
@@ -59,9 +60,7 @@ func (g *gate) keep(most int) {
 func dial(t *testing.T, s *Server) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", s.gate.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() { conn.Close() })
 	return conn
 }
@@ -78,9 +77,7 @@ func intrude(t *testing.T, s *Server, say string) net.Conn {
 	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
 		return nil
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return conn
 }
 
@@ -121,14 +118,10 @@ func TestNoConnectionWithoutOutstandingToken(t *testing.T) {
 func TestUsedTokenIsNotFound(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	s.spdyClient(t, address, remotecommand.StreamProtocolV4Name)
 	response, err := http.Get(address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	response.Body.Close()
 	if response.StatusCode != http.StatusNotFound || !response.Close {
 		t.Errorf("%s, the connection stays %t", response.Status, !response.Close)
@@ -207,17 +200,11 @@ func testTLS(t *testing.T) (server, client *tls.Config) {
 func (s *Server) upgradeOverTLS(t *testing.T, client *tls.Config) {
 	t.Helper()
 	address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	u, err := url.Parse(address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	conn, err := tls.Dial("tcp", u.Host, client)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() { conn.Close() })
 	fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n%s: %s\r\n\r\n", u.Path, u.Host,
 		httpstream.HeaderProtocolVersion, remotecommand.StreamProtocolV4Name)
@@ -231,13 +218,9 @@ func (s *Server) upgradeOverTLS(t *testing.T, client *tls.Config) {
 func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	u, err := url.Parse(address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	ours, theirs := connected(t)
 	s.gate.keep(1)
 	s.gate.mu.Lock()
@@ -261,9 +244,7 @@ func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 func TestTokenIsClaimedOnce(t *testing.T) {
 	var all tokens
 	token, err := all.add("exec", nothing)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if all.claim("attach", token) || all.claim("exec", "another") {
 		t.Error("another is claimed")
 	}
@@ -279,28 +260,20 @@ func TestTokenIsClaimedOnce(t *testing.T) {
 // again.
 func TestConnectionsLeaveDescriptors(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer listener.Close()
 	var all tokens
 	g, err := newGate(listener.(*net.TCPListener), &all, false, slog.New(slog.DiscardHandler))
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if _, err := g.offer(func() (string, error) { return all.add("exec", nothing) }); err != nil {
 		t.Fatal(err)
 	}
 	connect := func() (ours *connection, theirs net.Conn) {
 		theirs, err := net.Dial("tcp", listener.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		t.Cleanup(func() { theirs.Close() })
 		accepted, err := g.listener.AcceptTCP()
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		return g.admit(accepted), theirs
 	}
 	enough := g.quota

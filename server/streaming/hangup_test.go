@@ -4,24 +4,20 @@ import (
 	"bytes"
 	"net"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 // connected returns both ends of a TCP connection.
 func connected(t *testing.T) (ours *connection, theirs *net.TCPConn) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer l.Close()
 	client, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	server, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() { client.Close(); server.Close() })
 	return &connection{TCPConn: server.(*net.TCPConn)}, client.(*net.TCPConn)
 }
@@ -29,9 +25,7 @@ func connected(t *testing.T) (ours *connection, theirs *net.TCPConn) {
 func watching(t *testing.T) *hangups {
 	t.Helper()
 	h, err := watchHangups()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() {
 		if err := h.Close(); err != nil {
 			t.Error(err)
@@ -50,9 +44,7 @@ func TestHangupIsDetectedBehindUnreadData(t *testing.T) {
 		ours, theirs := connected(t)
 		gone := make(chan struct{})
 		forget, err := h.add(ours, func() { close(gone) })
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if _, err := theirs.Write(bytes.Repeat([]byte("x"), 1<<16)); err != nil {
 			t.Fatal(err)
 		}
@@ -61,9 +53,7 @@ func TestHangupIsDetectedBehindUnreadData(t *testing.T) {
 			t.Fatal("reported a client that is still connected")
 		default:
 		}
-		if err := theirs.Close(); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, theirs.Close())
 		<-gone
 		forget()
 	}
@@ -74,14 +64,10 @@ func TestForgottenConnectionsAreNotReported(t *testing.T) {
 	first, firstTheirs := connected(t)
 	second, secondTheirs := connected(t)
 	forget, err := h.add(first, func() { t.Error("reported a forgotten connection") })
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	gone := make(chan struct{})
 	forgetSecond, err := h.add(second, func() { close(gone) })
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	forget()
 	firstTheirs.Close()
 	secondTheirs.Close()
@@ -95,12 +81,8 @@ func TestCloseIsReported(t *testing.T) {
 	ours, _ := connected(t)
 	calls := 0
 	forget, err := h.add(ours, func() { calls++ })
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := ours.Close(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, ours.Close())
 	_ = ours.Close() // again
 	forget()
 	if calls != 1 {

@@ -15,6 +15,8 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
 	"berth/sandbox/stream"
+
+	"berth/internal/testutil"
 )
 
 // An incomplete session ends at once when its client or the daemon ends, whatever the client's
@@ -54,9 +56,7 @@ func TestStatusOfSessions(t *testing.T) {
 		t.Run(c.protocol+" "+fmt.Sprint(c.err), func(t *testing.T) {
 			s := serving(t, doing{exec: func(context.Context, stream.IO) error { return c.err }})
 			address, err := s.Attach(&runtimeapi.AttachRequest{Stdout: true})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			client := s.spdyClient(t, address, c.protocol)
 			said := client.readAll(client.open(remotecommand.StreamTypeError), func() { client.open(remotecommand.StreamTypeStdout) })
 			if c.protocol != remotecommand.StreamProtocolV4Name {

@@ -25,6 +25,8 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 
 	"berth/sandbox/stream"
+
+	"berth/internal/testutil"
 )
 
 // doing is a Runtime whose sessions run a test's function.
@@ -56,9 +58,7 @@ func serving(t *testing.T, d doing) *Server {
 func servingOverTLS(t *testing.T, d doing, certificates *tls.Config) *Server {
 	t.Helper()
 	s, err := Listen(Config{Address: "127.0.0.1:0", TLS: certificates, IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, d)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	ctx, stop := context.WithCancel(context.Background())
 	served := make(chan error)
 	go func() { served <- s.Serve(ctx) }()
@@ -100,13 +100,9 @@ type spdyClient struct {
 func (s *Server) spdyClient(t *testing.T, address, protocol string) *spdyClient {
 	t.Helper()
 	u, err := url.Parse(address)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	conn, err := net.Dial("tcp", u.Host)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() { conn.Close() })
 	fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n%s: %s\r\n\r\n", u.Path, u.Host, httpstream.HeaderProtocolVersion, protocol)
 	r := bufio.NewReader(conn)
@@ -115,27 +111,21 @@ func (s *Server) spdyClient(t *testing.T, address, protocol string) *spdyClient 
 		t.Fatalf("%v %v", resp, err)
 	}
 	framer, err := spdy.NewFramer(conn, r)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return &spdyClient{t: t, conn: conn, framer: framer}
 }
 
 func (s *Server) execClient(t *testing.T, req *runtimeapi.ExecRequest) *spdyClient {
 	t.Helper()
 	address, err := s.Exec(req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return s.spdyClient(t, address, remotecommand.StreamProtocolV4Name)
 }
 
 func (s *Server) forwardClient(t *testing.T) *spdyClient {
 	t.Helper()
 	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return s.spdyClient(t, address, portforward.ProtocolV1Name)
 }
 
@@ -285,9 +275,7 @@ func TestUnreadDataBlocksNothing(t *testing.T) {
 	c.send(&spdy.DataFrame{StreamId: data, Data: []byte("hello")})
 	for {
 		f, err := c.framer.ReadFrame()
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if d, ok := f.(*spdy.DataFrame); ok && string(d.Data) == "hello" {
 			return
 		}
@@ -327,13 +315,9 @@ func FuzzSPDYGuard(f *testing.F) {
 		rules := commandRules(remotecommand.Options{Stdin: true}, remotecommand.StreamProtocolV4Name)
 		allowed := len(rules.once)
 		g, err := newSPDYGuard(discarding{}, bufio.NewReader(bytes.NewReader(data)), rules, slog.New(slog.DiscardHandler))
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		framer, err := spdy.NewFramer(g, g)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		for {
 			frame, err := framer.ReadFrame()
 			if err != nil {
@@ -344,9 +328,7 @@ func FuzzSPDYGuard(f *testing.F) {
 				if allowed--; allowed < 0 {
 					t.Fatal("more streams than expected")
 				}
-				if err := framer.WriteFrame(&spdy.SynReplyFrame{StreamId: frame.StreamId, Headers: http.Header{}}); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, framer.WriteFrame(&spdy.SynReplyFrame{StreamId: frame.StreamId, Headers: http.Header{}}))
 			case *spdy.DataFrame:
 				if len(frame.Data) > maxData {
 					t.Fatalf("a frame of %d bytes", len(frame.Data))
@@ -363,13 +345,9 @@ func said(f *testing.F, frames ...spdy.Frame) []byte {
 	f.Helper()
 	var b bytes.Buffer
 	framer, err := spdy.NewFramer(&b, &b)
-	if err != nil {
-		f.Fatal(err)
-	}
+	testutil.Must(f, err)
 	for _, frame := range frames {
-		if err := framer.WriteFrame(frame); err != nil {
-			f.Fatal(err)
-		}
+		testutil.Must(f, framer.WriteFrame(frame))
 	}
 	return b.Bytes()
 }
@@ -383,9 +361,7 @@ func TestFailedForwardsAreAnsweredFirst(t *testing.T) {
 		c.send(&spdy.DataFrame{StreamId: data - 2, Flags: spdy.DataFlagFin})
 		for answered := false; ; {
 			f, err := c.framer.ReadFrame()
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if reply, ok := f.(*spdy.SynReplyFrame); ok && reply.StreamId == data {
 				answered = true
 			}

@@ -9,6 +9,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+
+	"berth/internal/testutil"
 )
 
 func nothing(http.ResponseWriter, *http.Request) {}
@@ -17,9 +19,7 @@ func TestTokenWorksOnceForItsKind(t *testing.T) {
 	t.Parallel()
 	var all tokens
 	token, err := all.add("exec", nothing)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if _, ok := all.take("exec", "another"); ok {
 		t.Error("a token that was not given out is good")
 	}

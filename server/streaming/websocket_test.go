@@ -21,6 +21,7 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 	"berth/sandbox/stream"
 )
 
@@ -94,9 +95,7 @@ func TestWebSocketProtocols(t *testing.T) {
 				return errors.Join(err, result)
 			}})
 			address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true, Stdout: true, Tty: true})
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			c := dialWebSocket(t, address, protocol)
 			c.say(remotecommand.StreamStdIn, []byte("hello"))
 			c.say(remotecommand.StreamResize, []byte(`{"Width":65,"Height":66}`))
@@ -130,9 +129,7 @@ func TestWebSocketFramesAreBounded(t *testing.T) {
 			return nil
 		}})
 		address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		c := dialWebSocket(t, address, protocol)
 		allowed := maxFrame - 1 // and the channel
 		if c.text() {
@@ -156,9 +153,7 @@ func TestWebSocketForwardsAreBounded(t *testing.T) {
 		return nil
 	}})
 	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod", Port: []int32{80}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	c := dialWebSocket(t, address, remotecommand.StreamProtocolV4Name)
 	c.say(0, make([]byte, maxFrame-1))
 	c.say(0, make([]byte, maxFrame))
@@ -240,9 +235,7 @@ func TestSizesWithoutTerminal(t *testing.T) {
 			return err
 		}})
 		address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true, Stdout: true})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		c := dialWebSocket(t, address, protocol)
 		for range 3 {
 			c.say(remotecommand.StreamResize, []byte(`{"Width":65,"Height":66}`))
