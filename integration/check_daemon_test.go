@@ -13,7 +13,8 @@ import (
 	"berth/integration/harness"
 )
 
-// The files of `berth run` are no difference, while its pod runs and after it.
+// `berth check` reports no difference for the files of `berth run`, neither while its pod runs nor
+// afterwards.
 func TestStateCheckAfterBerthRun(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)
@@ -27,7 +28,7 @@ spec:
   terminationGracePeriodSeconds: 0
   containers: [{name: c, image: "`+harness.BaseImage+`", imagePullPolicy: Never, command: [sleep, "100000"]}]
 `), 0o600))
-	runDir := filepath.Join(d.Root, "run") // as /var/lib/berth/run is in /var/lib/berth
+	runDir := filepath.Join(d.Root, "run") // like the default, /var/lib/berth/run in /var/lib/berth
 	run := operatorCommand(d, "run", "--detach", "--run-dir", runDir, "--cgroup-parent", d.PodConfig(t).Linux.CgroupParent, manifest)
 	id := strings.TrimSpace(string(harness.Get(run.Output())(t)))
 	d.StateMatches(t)
@@ -36,8 +37,8 @@ spec:
 	harness.Must(t, os.RemoveAll(runDir))
 }
 
-// Cgroups and directories of another berth on the machine are no differences, whether its daemon
-// runs, was restarted, or ended.
+// Another berth on the machine causes no differences by its cgroups and directories, whether its
+// daemon runs, was restarted or has exited.
 func TestStateCheckWithAnotherDaemon(t *testing.T) {
 	d, other := harness.StartDaemon(t), harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -58,15 +59,15 @@ func TestStateCheckWithAnotherDaemon(t *testing.T) {
 	pod.Remove(t)
 }
 
-// checkOf runs `berth check` without anything but the daemon's socket and these flags.
+// checkOf runs `berth check` with only the daemon's socket and these flags.
 func checkOf(t *testing.T, d *harness.Daemon, flags ...string) (out string, err error) {
 	t.Helper()
 	raw, err := d.Command(append([]string{"check", "--json", "--listen", d.Socket}, flags...)...).Output()
 	return string(raw), err
 }
 
-// `berth check` uses the configuration and flags of the running daemon, unless it gets flags of its
-// own.
+// `berth check` uses the configuration and flags of the running daemon, unless its own flags
+// override them.
 func TestCheckAsksTheDaemon(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -77,7 +78,7 @@ func TestCheckAsksTheDaemon(t *testing.T) {
 	}
 	out, err := checkOf(t, d, "--state")
 	harness.Must(t, json.Unmarshal([]byte(out), &report))
-	harness.Equal(t, "state: what was compared", fmt.Sprint(report.Daemon, report.Pods, report.Containers), fmt.Sprint(d.Cmd.Process.Pid, 1, 1))
+	harness.Equal(t, "state: daemon, pods and containers of the report", fmt.Sprint(report.Daemon, report.Pods, report.Containers), fmt.Sprint(d.Cmd.Process.Pid, 1, 1))
 	if err != nil || len(report.Differences) > 0 {
 		t.Errorf("state: %v\n%s", err, out)
 	}
@@ -97,14 +98,14 @@ func TestCheckAsksTheDaemon(t *testing.T) {
 	}
 	d.Kill(t)
 	if out, _ = checkOf(t, d); !strings.Contains(out, "none answers at "+d.Socket) {
-		t.Errorf("the output of check without a daemon does not say so:\n%s", out)
+		t.Errorf("the output of check does not mention that no daemon answers:\n%s", out)
 	}
 	d.Start(t)
 	pod.Remove(t)
 }
 
-// The check reports no problem with user namespaces where pods can have them, whatever the mode of
-// the state directory is.
+// The check reports no problem with user namespaces if pods can have them, for any mode of the
+// state directory.
 func TestCheckOfUserNamespaces(t *testing.T) {
 	d := harness.StartDaemon(t)
 	const base = 6 * usernsLength

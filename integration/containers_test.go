@@ -73,8 +73,8 @@ func TestContainerExit(t *testing.T) {
 		{"kill -KILL $$", 137, "Error"},
 	} {
 		t.Run(c.script, func(t *testing.T) {
-			// The shell that kills itself is not the namespace's init, which its own children
-			// cannot kill.
+			// The namespace's init cannot be killed by its own children, so a child shell kills
+			// itself.
 			_, status := pod.RunToEnd(t, harness.Script("sh -c '"+c.script+"'; exit $?"))
 			harness.Equal(t, "exit code", status.ExitCode, c.code)
 			harness.Equal(t, "reason", status.Reason, c.reason)
@@ -105,7 +105,7 @@ func TestContainerOOMKilled(t *testing.T) {
 	})
 }
 
-// Command, arguments, environment and directory of the config win over the image's.
+// Command, arguments, environment and directory of the config override the image's.
 func TestContainerProcessMergedWithImage(t *testing.T) {
 	name, _ := harness.Push(t, harness.Registry, "process:latest", harness.BuildImage(t, v1.Config{
 		Entrypoint: []string{"sh", "-c", `echo "$0 $@ A=$A B=$B $(pwd)"`, "zero"}, Cmd: []string{"image-arg"},
@@ -212,7 +212,7 @@ func TestContainerMounts(t *testing.T) {
 	readonly := &runtimeapi.Mount{ContainerPath: "/readonly", HostPath: host, Readonly: true}
 	file := &runtimeapi.Mount{ContainerPath: "/etc/one-file", HostPath: filepath.Join(host, "file")}
 	nested := &runtimeapi.Mount{ContainerPath: "/data/deep/sub/nested", HostPath: host}
-	c := pod.Run(t, harness.Mount(nested), harness.Mount(writable), harness.Mount(readonly), harness.Mount(file)) // in no good order
+	c := pod.Run(t, harness.Mount(nested), harness.Mount(writable), harness.Mount(readonly), harness.Mount(file)) // the nested mount comes first
 	c.Exec(t, "sh", "-c", "echo written >/data/deep/new")
 	harness.Equal(t, "content on the host", strings.Join(machine.ReadLines(filepath.Join(host, "new")), ""), "written")
 	harness.Equal(t, "content of the file", c.Exec(t, "cat", "/etc/one-file"), "from the host")
@@ -233,7 +233,7 @@ func TestContainerMounts(t *testing.T) {
 func TestContainerDevices(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	// /dev/kmsg is not among the devices that every container has.
+	// Containers have no /dev/kmsg by default.
 	device := filepath.Join(t.TempDir(), "kmsg")
 	harness.Must(t, syscall.Mknod(device, syscall.S_IFCHR|0o666, 1<<8|11))
 	mayReadIt := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.Capabilities.AddCapabilities = []string{"SYSLOG"} })
@@ -269,7 +269,7 @@ func TestContainerReadonlyRootfs(t *testing.T) {
 	b.Exec(t, "test", "-f", "/etc/group")
 }
 
-// capabilities of the container's init: effective and ambient.
+// capsOf returns a capability set of the container's init.
 func capsOf(t *testing.T, c *harness.Container, set string) string {
 	t.Helper()
 	return machine.StatusField(t, c.Pid(t), set)
@@ -293,7 +293,7 @@ func TestContainerCapabilities(t *testing.T) {
 	}
 	plain := caps(with(func(*runtimeapi.Capability) {}), "CapEff")
 	if plain&chown == 0 || plain&sysTime != 0 {
-		t.Errorf("default capabilities are %x", plain)
+		t.Errorf("default capabilities: got %x", plain)
 	}
 	added := caps(with(func(c *runtimeapi.Capability) { c.AddCapabilities = []string{"SYS_TIME"} }), "CapEff")
 	harness.Equal(t, "added", added, plain|sysTime)
@@ -347,8 +347,8 @@ func TestContainerMaskedAndReadonlyPaths(t *testing.T) {
 }
 
 func TestContainerNoNewPrivs(t *testing.T) {
-	// busybox gives up its privileges unless the applet needs them, and crontab says so if it has
-	// none.
+	// busybox drops its privileges unless the applet needs them. crontab prints an error without
+	// them.
 	suid := fixture.File("suid/crontab", 0o4755, string(harness.Get(os.ReadFile("/bin/busybox"))(t)))
 	name, _ := harness.Push(t, harness.Registry, "suid:latest", harness.BuildImage(t, v1.Config{User: "1001"}, fixture.Tree{fixture.Dir("suid", 0o755), suid}))
 	d := harness.StartDaemon(t)
@@ -390,7 +390,7 @@ func TestContainerSeccomp(t *testing.T) {
 	}
 }
 
-// The default profile keeps dangerous system calls away and is in force for exec too.
+// The default profile refuses dangerous system calls, also in execs.
 func TestContainerDefaultSeccompInExec(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -431,7 +431,7 @@ func TestContainerTTY(t *testing.T) {
 	harness.Equal(t, "TERM", strings.TrimRight(pod.Sh(t, "echo $TERM", func(c *runtimeapi.ContainerConfig) { c.Tty = true }), "\r\n"), "xterm")
 }
 
-// Standard input is /dev/null, unless it is asked for; then it stays open.
+// Standard input is /dev/null by default. With stdin it stays open.
 func TestContainerStdin(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -477,7 +477,8 @@ func TestStopSignals(t *testing.T) {
 	}
 }
 
-// A container that ignores its stop signal is killed after the grace period, its children with it.
+// A container that ignores its stop signal is killed after the grace period, with all its
+// processes.
 func TestStopKillsAfterGracePeriod(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, harness.HostPID)

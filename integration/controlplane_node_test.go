@@ -19,8 +19,8 @@ import (
 	"berth/integration/harness"
 )
 
-// cluster is a control plane with one node, whose kubelet runs pods on berth. There
-// is neither kube-proxy nor DNS: nothing here needs services.
+// cluster is a control plane with one node, whose kubelet runs pods on berth. It has neither
+// kube-proxy nor DNS, because no test needs services.
 type cluster struct {
 	*node
 	dir string
@@ -31,9 +31,9 @@ const (
 	apiserverPort = "6443"
 )
 
-// startCluster starts etcd, apiserver, controllers, scheduler and a node, and waits
-// until pods can be created. When the test ends all pods are deleted, and what
-// kubelet and the daemon leave is checked.
+// startCluster starts etcd, apiserver, controllers, scheduler and a node, and waits until pods can
+// be created. When the test ends, it deletes all pods and checks for leftovers of kubelet and the
+// daemon.
 func startCluster(t *testing.T) *cluster {
 	t.Helper()
 	for _, name := range []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"} {
@@ -54,7 +54,7 @@ func startCluster(t *testing.T) *cluster {
 	n.kubelet.waitFor(t, "the node is ready", func() error {
 		return c.check("wait", "--for=condition=Ready", "--timeout=1s", "node/"+kubeletNode)
 	})
-	n.kubelet.waitFor(t, "pods get their account", func() error { return c.check("get", "serviceaccount", "default") })
+	n.kubelet.waitFor(t, "the default service account exists", func() error { return c.check("get", "serviceaccount", "default") })
 	return c
 }
 
@@ -84,7 +84,8 @@ current-context: test
 func (c *cluster) accountKey() string { return c.dir + "/account.key" }
 func (c *cluster) kubeconfig() string { return c.dir + "/kubeconfig" }
 
-// startControlPlane starts the programs one after the other, each when the one it needs answers.
+// startControlPlane starts the programs in the order of their dependencies. Each must answer before
+// the next starts.
 func (c *cluster) startControlPlane(t *testing.T) {
 	t.Helper()
 	etcd := c.startPart(t, "etcd", "--data-dir", c.dir+"/etcd", "--unsafe-no-fsync",
@@ -125,7 +126,7 @@ func healthy(url string) error {
 	if answer.StatusCode != http.StatusOK {
 		err = fmt.Errorf("%s: %s", url, answer.Status)
 	}
-	_ = answer.Body.Close() // nothing of it was wanted
+	_ = answer.Body.Close() // only the status code matters
 	return err
 }
 
@@ -134,11 +135,11 @@ func healthy(url string) error {
 // command returns a kubectl command line, killed when ctx ends.
 func (c *cluster) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, os.Getenv(kubernetesEnv)+"/kubectl", append([]string{"--kubeconfig", c.kubeconfig()}, args...)...)
-	cmd.Env = append(os.Environ(), "HOME="+c.dir) // its cache
+	cmd.Env = append(os.Environ(), "HOME="+c.dir) // directory of kubectl's cache
 	return cmd
 }
 
-// try runs kubectl with some input and returns its output.
+// try runs kubectl with the given input and returns its output.
 func (c *cluster) try(input string, args ...string) (stdout, stderr string, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), kubeletPatience)
 	defer cancel()
@@ -150,7 +151,7 @@ func (c *cluster) try(input string, args ...string) (stdout, stderr string, err 
 	return out.String(), complaint.String(), err
 }
 
-// kubectl runs kubectl, which must succeed, and returns its output.
+// kubectl runs kubectl and returns its output. It fails the test on an error.
 func (c *cluster) kubectl(t *testing.T, args ...string) string {
 	t.Helper()
 	return c.kubectlInput(t, "", args...)
@@ -165,7 +166,7 @@ func (c *cluster) kubectlInput(t *testing.T, input string, args ...string) strin
 	return stdout
 }
 
-// check runs kubectl and returns an error with its whole output.
+// check runs kubectl and returns an error with its complete output.
 func (c *cluster) check(args ...string) error {
 	stdout, stderr, err := c.try("", args...)
 	if err != nil {
@@ -186,7 +187,7 @@ func (c *cluster) wait(t *testing.T, object, condition string) {
 	c.kubectl(t, "wait", "--for="+condition, fmt.Sprintf("--timeout=%v", kubeletPatience-time.Second), object)
 }
 
-// read asks the API for an object.
+// readObject reads an object from the API.
 func (c *cluster) readObject(t *testing.T, into any, args ...string) {
 	t.Helper()
 	harness.Must(t, json.Unmarshal([]byte(c.kubectl(t, append([]string{"get", "-o", "json"}, args...)...)), into))

@@ -23,8 +23,8 @@ import (
 	"berth/integration/machine"
 )
 
-// Use cases of kubectl on a cluster whose node runs berth. The parts run side by side and mostly
-// wait, so run these tests with -parallel 16.
+// These are use cases of kubectl on a cluster whose node runs berth. The subtests run in parallel
+// and mostly wait, so use -parallel 16.
 func TestControlPlane(t *testing.T) {
 	c := startCluster(t)
 	for name, test := range controlPlane {
@@ -61,7 +61,7 @@ func (c *cluster) run(t *testing.T, name string, args ...string) {
 func testControlPlaneExec(t *testing.T, c *cluster) {
 	c.run(t, "exec", "--command", "--", "sleep", "100000")
 	harness.Equal(t, "output", c.kubectl(t, "exec", "exec", "--", "sh", "-c", "echo out; echo err >&2"), "out\n")
-	harness.Equal(t, "input that comes back", c.kubectlInput(t, "in\n", "exec", "-i", "exec", "--", "cat"), "in\n")
+	harness.Equal(t, "output of cat with input", c.kubectlInput(t, "in\n", "exec", "-i", "exec", "--", "cat"), "in\n")
 
 	_, stderr, err := c.try("", "exec", "exec", "--", "sh", "-c", "echo err >&2; exit 3")
 	if !strings.HasPrefix(stderr, "err\n") {
@@ -69,7 +69,7 @@ func testControlPlaneExec(t *testing.T, c *cluster) {
 	}
 	var exit *exec.ExitError
 	if !errors.As(err, &exit) || exit.ExitCode() != 3 {
-		t.Errorf("exit 3 came back as %v", err)
+		t.Errorf("error of a command with exit code 3: %v", err)
 	}
 
 	const size = 20 << 20
@@ -111,7 +111,7 @@ func testControlPlaneCopy(t *testing.T, c *cluster) {
 	back, err := os.ReadFile(filepath.Join(dir, "back", "deep", "file"))
 	harness.Must(t, err)
 	if string(back) != content {
-		t.Errorf("%d bytes came back of %d", len(back), len(content))
+		t.Errorf("got %d bytes, want %d", len(back), len(content))
 	}
 }
 
@@ -128,7 +128,7 @@ func testControlPlanePortForward(t *testing.T, c *cluster) {
 	harness.Must(t, err)
 	port := regexp.MustCompile(`127\.0\.0\.1:(\d+)`).FindStringSubmatch(line)
 	if port == nil {
-		t.Fatalf("kubectl port-forward says %q", line)
+		t.Fatalf("kubectl port-forward printed %q", line)
 	}
 	for range 20 {
 		harness.Equal(t, "answer", httpGet(t, "http://127.0.0.1:"+port[1]+"/"), "hello from a pod\n")
@@ -141,7 +141,7 @@ func testControlPlaneDebug(t *testing.T, c *cluster) {
 	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--target", "debug", "--container", "looker", "--", "ps", "-o", "pid,args")
 	c.wait(t, "pod/debug", "jsonpath={.status.ephemeralContainerStatuses[0].state.terminated.exitCode}=0")
 	if out := c.kubectl(t, "logs", "debug", "-c", "looker"); !strings.Contains(out, "1 sleep 123456") {
-		t.Errorf("the ephemeral container sees:\n%s", out)
+		t.Errorf("processes in the ephemeral container:\n%s", out)
 	}
 }
 
@@ -274,7 +274,7 @@ spec:
 	if len(fields) != 3 || fields[0] != "0" || fields[1] == "0" {
 		t.Errorf("uid_map is %v", fields)
 	}
-	// The account's token is mounted from a tmpfs of kubelet's, and belongs to the pod's root.
+	// kubelet mounts the account's token from a tmpfs. The token belongs to the pod's root.
 	c.kubectl(t, "exec", "userns", "--", "cat", "/var/run/secrets/kubernetes.io/serviceaccount/token")
 }
 
@@ -321,11 +321,12 @@ func testControlPlaneNodeStatus(t *testing.T, c *cluster) {
 
 // --- many pods --------------------------------------------------------------------
 
-// A hundred pods at once. The test logs the durations and asserts none.
+// TestControlPlaneBurst creates a hundred pods at once. It logs the durations and checks none of
+// them.
 func TestControlPlaneBurst(t *testing.T) {
 	const pods = 100
 	c := startCluster(t)
-	c.run(t, "first", "--command", "--", "sleep", "100000") // has the image pulled
+	c.run(t, "first", "--command", "--", "sleep", "100000") // pulls the image
 	cpu := newCPUMeter(t, c.d)
 
 	start := time.Now()
@@ -363,7 +364,8 @@ spec:
 	}
 }
 
-// cpuMeter counts the CPU time of the daemon and its children, by a cgroup of their own.
+// cpuMeter measures the CPU time of the daemon and its children, which it puts into a separate
+// cgroup.
 type cpuMeter struct{ file string }
 
 func newCPUMeter(t *testing.T, d *harness.Daemon) cpuMeter {
@@ -387,7 +389,7 @@ func newCPUMeter(t *testing.T, d *harness.Daemon) cpuMeter {
 	return cpuMeter{dir + "/" + file}
 }
 
-// moveToCgroup moves a process, which may have ended, to a cgroup.
+// moveToCgroup moves a process to a cgroup. The process may have exited.
 func moveToCgroup(t *testing.T, pid int, dir string) {
 	t.Helper()
 	if err := os.WriteFile(dir+"/cgroup.procs", fmt.Append(nil, pid), 0o600); !errors.Is(err, syscall.ESRCH) {

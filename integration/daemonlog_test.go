@@ -19,7 +19,7 @@ func wasAsked(d *harness.Daemon, method string) bool {
 	return slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, "msg="+method+" ") })
 }
 
-// durations returns how long all calls of a method took so far, sorted.
+// durations returns the sorted durations of all calls of a method so far.
 func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 	t.Helper()
 	var all []time.Duration
@@ -35,8 +35,8 @@ func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 	return all
 }
 
-// failedCalls returns the failed calls in the daemon's log. NotFound is no failure: kubelet asks
-// for the status of objects that it has just removed.
+// failedCalls returns the failed calls in the daemon's log. It leaves out NotFound, because kubelet
+// asks for the status of objects that it has just removed.
 func failedCalls(d *harness.Daemon) []string {
 	var all []string
 	for _, line := range machine.ReadLines(d.LogFile()) {

@@ -12,9 +12,9 @@ import (
 	"berth/integration/harness"
 )
 
-// Creating a container whose volume's server is dead ends with the caller's deadline, and shows
-// among the waits. Repeated attempts hang only one stat of the volume. Meanwhile the pod can be
-// removed without leftovers, and other pods work.
+// If a volume's server is dead, CreateContainer returns at the caller's deadline, and the daemon's
+// list of waits shows the call. Repeated attempts block only one stat of the volume. Meanwhile the
+// pod can be removed without leftovers, and other pods work.
 func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 	volume := faults.NewVolume(t)
 	d := harness.StartDaemon(t)
@@ -39,7 +39,7 @@ func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 		config.Image = &runtimeapi.ImageSpec{Image: image}
 		ended := make(chan error, 1)
 		go func() { _, err := d.Cri.CreateContainer(ctx, in.Id, config, in.Config); ended <- err }()
-		harness.Eventually(t, "it waits for its volume", func() error {
+		harness.Eventually(t, "CreateContainer waits for its volume", func() error {
 			if hang, waiting := looks(); hang != 1 || waiting != i+1 {
 				return fmt.Errorf("%d lookups hang, want 1; %d containers wait, want %d", hang, waiting, i+1)
 			}

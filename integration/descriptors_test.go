@@ -20,7 +20,7 @@ import (
 	"berth/integration/sessions"
 )
 
-// hostFilesystems returns the device numbers of all filesystems that the host has mounted.
+// hostFilesystems maps the device numbers of all filesystems of the host to their mount points.
 func hostFilesystems() map[uint64]string {
 	found := map[uint64]string{}
 	for _, line := range machine.ReadLines("/proc/self/mountinfo") {
@@ -35,7 +35,7 @@ func hostFilesystems() map[uint64]string {
 	return found
 }
 
-// wantOwnDescriptors checks that no descriptor of a process leads to a file of the host.
+// wantOwnDescriptors checks that no descriptor of a process refers to a file of the host.
 func wantOwnDescriptors(t *testing.T, pid int) {
 	t.Helper()
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
@@ -53,11 +53,11 @@ func wantOwnDescriptors(t *testing.T, pid int) {
 	}
 }
 
-// listDescriptors makes a shell write down its descriptors. Those that the redirection replaces are
-// kept, with another number.
+// listDescriptors is a shell script that lists the shell's own descriptors. The redirection
+// duplicates those that it replaces, so they are listed with another number.
 const listDescriptors = `{ for f in /proc/$$/fd/*; do stat -L -c '%d %n' $f 2>&1 && readlink $f; done; true; } >/descriptors`
 
-// wantListed checks what listDescriptors has written.
+// wantListed checks the output of listDescriptors.
 func wantListed(t *testing.T, c *harness.Container) {
 	t.Helper()
 	lines := strings.Split(c.Exec(t, "cat", "/descriptors"), "\n")
@@ -69,7 +69,7 @@ func wantListed(t *testing.T, c *harness.Container) {
 		number, _, _ := strings.Cut(line, " ")
 		dev, err := strconv.ParseUint(number, 10, 64)
 		if err != nil {
-			continue // where the link leads to
+			continue // target of the link
 		}
 		if place, ok := host[dev]; ok {
 			t.Errorf("descriptor %s is of the host's filesystem at %s", lines[i:min(i+2, len(lines))], place)
@@ -77,7 +77,7 @@ func wantListed(t *testing.T, c *harness.Container) {
 	}
 }
 
-// openedBy are the streams that an exec may have.
+// openedBy lists the combinations of streams of an exec.
 var openedBy = []struct {
 	name    string
 	options remotecommand.StreamOptions
@@ -89,9 +89,9 @@ var openedBy = []struct {
 	{"terminal", remotecommand.StreamOptions{Stdin: strings.NewReader(""), Stdout: &bytes.Buffer{}, Tty: true}},
 }
 
-// A container's process has open only its own files or its container's. A descriptor of a device
-// node lets its holder change the node's mode and owner for everyone: the host's /dev/null became
-// unusable.
+// A container's process has only its own or its container's files open. A descriptor of a device
+// node allows its holder to change the node's mode and owner for all users. Such a descriptor of
+// the host's /dev/null could make it unusable.
 func TestContainerHasNoHostDescriptors(t *testing.T) {
 	for _, handler := range []string{"", "crun"} {
 		t.Run("handler "+handler, func(t *testing.T) {
@@ -138,13 +138,12 @@ func wantUsableNull(t *testing.T) {
 	harness.Equal(t, "its owner", info.Sys().(*syscall.Stat_t).Uid, 0)
 }
 
-// Neither init nor an exec can change the host's /dev/null, with any handler. The next exec works
-// all the same.
+// Neither init nor an exec can change the host's /dev/null, with any handler. The next exec works.
 func TestContainerCannotChangeHostsNull(t *testing.T) {
 	if info, err := os.Stat("/run/null"); err != nil || info.Mode().Type() != os.ModeDevice|os.ModeCharDevice {
-		t.Skip("NOT TESTED: /dev/null is not one that contrib/machine has made")
+		t.Skip("NOT TESTED: /dev/null was not made by contrib/machine")
 	}
-	t.Cleanup(func() { // for the tests after this one
+	t.Cleanup(func() { // for the next tests
 		harness.Must(t, errors.Join(os.Chown(os.DevNull, 0, 0), os.Chmod(os.DevNull, 0o666)))
 	})
 	network := strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
@@ -165,7 +164,7 @@ func TestContainerCannotChangeHostsNull(t *testing.T) {
 			d := harness.StartDaemon(t, options...)
 			pod := runPodWith(t, d, test.handler)
 			c := pod.Run(t, harness.Script(attackNull+"; echo done >/done; sleep 1000"))
-			harness.Eventually(t, "the attack's end", func() error {
+			harness.Eventually(t, "the attack has run", func() error {
 				_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"cat", "/done"}, 0)
 				return err
 			})

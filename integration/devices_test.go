@@ -17,7 +17,7 @@ import (
 	"berth/integration/machine"
 )
 
-// The devices that the tests give: null and full, under other names.
+// The tests' devices are null and full, under other names.
 const (
 	nullDevice = 1<<8 | 3
 	fullDevice = 1<<8 | 7
@@ -27,7 +27,7 @@ func device(d *runtimeapi.Device) harness.ContainerOption {
 	return func(c *runtimeapi.ContainerConfig) { c.Devices = append(c.Devices, d) }
 }
 
-// hostDevices makes a directory of the host with device nodes, some of them in a directory.
+// hostDevices creates a host directory with device nodes and a subdirectory of device nodes.
 func hostDevices(t *testing.T) string {
 	t.Helper()
 	dir := machine.HostDir(t, "many/below")
@@ -54,7 +54,7 @@ func TestDevices(t *testing.T) {
 	} {
 		_, err := pod.TryCreate(t, device(&runtimeapi.Device{HostPath: test.path, ContainerPath: "/dev/x"}))
 		if test.says == "" {
-			harness.Must(t, err) // a directory of devices
+			harness.Must(t, err) // a directory of devices is accepted
 			continue
 		}
 		harness.WantCode(t, err, codes.InvalidArgument, test.path, test.says)
@@ -67,7 +67,7 @@ func TestDevicePermissions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	dir := machine.HostDir(t)
-	const loop0 = 7 << 8 // which no container has by default
+	const loop0 = 7 << 8 // no container has it by default
 	harness.Must(t, unix.Mknod(filepath.Join(dir, "loop"), unix.S_IFBLK|0o600, loop0))
 	const try = "exec 2>/dev/null; dd if=/dev/x of=/dev/null count=0 && echo r; dd if=/dev/null of=/dev/x count=0 conv=notrunc && echo w; true"
 	for _, c := range []struct{ permissions, want string }{{"r", "r\n"}, {"w", "w\n"}, {"rw", "r\nw\n"}, {"m", ""}} {
@@ -102,7 +102,7 @@ func TestDeviceOwnership(t *testing.T) {
 	}
 }
 
-// cdiDir makes a directory of CDI specs and configures the daemon to read it.
+// cdiDir makes a directory for CDI specs and an option that makes the daemon read it.
 func cdiDir(t *testing.T) (dir string, option harness.DaemonOption) {
 	t.Helper()
 	dir = t.TempDir()
@@ -150,22 +150,22 @@ func TestCDI(t *testing.T) {
 	if groups := strings.Fields(machine.StatusField(t, c.Pid(t), "Groups")); !slices.Contains(groups, "4711") {
 		t.Errorf("groups are %q", groups)
 	}
-	harness.Equal(t, "devices of a container that asks for none", pod.Sh(t, "ls /dev | grep vendor; true"), "")
+	harness.Equal(t, "devices of a container without CDI devices", pod.Sh(t, "ls /dev | grep vendor; true"), "")
 	// Annotations have no effect (CVE-2026-53492).
-	harness.Equal(t, "devices of one that asks by annotation", pod.Sh(t, "ls /dev | grep vendor; true",
+	harness.Equal(t, "devices of a container with an annotation", pod.Sh(t, "ls /dev | grep vendor; true",
 		func(c *runtimeapi.ContainerConfig) { c.Annotations["cdi.k8s.io/vendor"] = "vendor.example/dev=zero" }), "")
 
 	_, err := pod.TryCreate(t, harness.Cdi("zero", "missing"))
 	harness.WantCode(t, err, codes.FailedPrecondition, "vendor.example/dev=missing", "broken.json")
 	_, err = pod.TryCreate(t, func(c *runtimeapi.ContainerConfig) { c.CDIDevices = []*runtimeapi.CDIDevice{{Name: "zero"}} })
 	harness.WantCode(t, err, codes.InvalidArgument, `"zero"`)
-	// Spec files are noticed when they come, without a restart.
+	// The daemon reads new spec files without a restart.
 	writeCDI(t, filepath.Join(dir, "late.json"), map[string]any{"missing": map[string]any{"env": []string{"VENDOR_DEVICE=late"}}})
 	harness.Equal(t, "environment of the late device", pod.Sh(t, "echo $VENDOR_DEVICE", harness.Cdi("missing")), "late\n")
 }
 
-// Hooks of a CDI spec are run where the runtime-spec says, with the bundle that they look
-// for in the state on their standard input.
+// Hooks of a CDI spec run in the namespaces that the runtime-spec requires. Their standard input
+// contains the state with the bundle.
 func TestCDIHooks(t *testing.T) {
 	dir, option := cdiDir(t)
 	trace := machine.HostDir(t)

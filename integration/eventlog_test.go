@@ -14,8 +14,8 @@ import (
 	"berth/integration/harness"
 )
 
-// eventsOf returns the lines of an event, and fails the test unless they are at the level info and
-// n.
+// eventsOf returns the log lines of an event. It fails the test unless it finds n lines, all at
+// level info.
 func eventsOf(t *testing.T, d *harness.Daemon, n int, event string, want harness.LogLine) []harness.LogLine {
 	t.Helper()
 	var found []harness.LogLine
@@ -34,7 +34,7 @@ func eventsOf(t *testing.T, d *harness.Daemon, n int, event string, want harness
 	return found
 }
 
-// wantKeys demands that a line has these keys, with values.
+// wantKeys fails the test unless a line has values for these keys.
 func wantKeys(t *testing.T, line harness.LogLine, keys ...string) {
 	t.Helper()
 	for _, key := range keys {
@@ -44,7 +44,7 @@ func wantKeys(t *testing.T, line harness.LogLine, keys ...string) {
 	}
 }
 
-// Each event of pods, containers and images is one line at level info, with names. Normal operation
+// Each event of a pod, container or image is one line at level info, with names. Normal operation
 // logs no warning.
 func TestEventLog(t *testing.T) {
 	d := harness.StartDaemon(t)
@@ -79,7 +79,7 @@ func TestEventLog(t *testing.T) {
 		wantKeys(t, eventsOf(t, d, 1, "container exited", its)[0], "seconds")
 	}
 	running := pod.Run(t)
-	d.Restart(t) // a daemon logs no event when it finds existing pods again
+	d.Restart(t) // the next daemon logs no events for existing pods
 	running.Stop(t, 0)
 	pod.Stop(t)
 	pod.Stop(t)
@@ -90,13 +90,13 @@ func TestEventLog(t *testing.T) {
 	eventsOf(t, d, 1, "pod stopped", names)
 	eventsOf(t, d, 1, "pod removed", names)
 	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
-	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name})) // it is gone
+	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name})) // already removed
 	eventsOf(t, d, 1, "image removed", harness.LogLine{"image": id, "tags": "[" + name + "]"})
 	d.QuietLog(t)
 }
 
-// Names may be anything: each event is one line, which can be parsed. No credentials are in the
-// log.
+// Names may contain any text. Each event is still one line that can be parsed. The log contains no
+// credentials.
 func TestEventLogOfHostileNames(t *testing.T) {
 	const hostile = "a\u2028 level=ERROR msg=\"forged\" \u202e time=now" // control characters are refused
 	d := harness.StartDaemon(t)
@@ -109,7 +109,7 @@ func TestEventLogOfHostileNames(t *testing.T) {
 	pod.Remove(t)
 	for _, line := range d.LogLines(t) {
 		if line["msg"] == "forged" {
-			t.Errorf("a forged line: %s", line)
+			t.Errorf("forged line in the log: %s", line)
 		}
 	}
 	d.QuietLog(t)
@@ -128,8 +128,8 @@ func TestEventLogOfHostileNames(t *testing.T) {
 	harness.Equal(t, "lines of the pod that is ready", found, 1)
 }
 
-// A client that gives up causes no warning in the log. Neither does a pod that is stopped while a
-// container in it starts.
+// A call that its client cancels causes no warning in the log. Neither does the stop of a pod while
+// one of its containers starts.
 func TestCanceledCallsLogNoWarning(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)
@@ -154,7 +154,7 @@ func TestCanceledCallsLogNoWarning(t *testing.T) {
 		harness.Must(t, d.Cri.StopPodSandbox(t.Context(), id))
 		harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), id))
 	}
-	for range 10 { // the start begins before, in, or after the stop
+	for range 10 { // the start begins before, during, or after the stop
 		other := d.RunPod(t, harness.HostNetwork)
 		c := other.Create(t)
 		started := make(chan struct{})
@@ -179,7 +179,7 @@ func TestNoCredentialsInTheLog(t *testing.T) {
 	log := string(harness.Get(os.ReadFile(d.LogFile()))(t))
 	for _, secret := range []string{"secret", "hunter2", "dXNlcj"} {
 		if strings.Contains(log, secret) {
-			t.Errorf("the log has %q", secret)
+			t.Errorf("the log contains %q", secret)
 		}
 	}
 	eventsOf(t, d, 1, "image pulled", harness.LogLine{"ref": name, "host": r.Host})

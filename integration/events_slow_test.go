@@ -16,15 +16,15 @@ import (
 	"berth/internal/testutil"
 )
 
-// Many clients read all events of many containers, in one order, while one of them never reads.
-// That client does not disturb the others. Its stream ends when its queue is full, and its memory
-// is freed.
+// Many clients read all events of many containers in the same order, while another client never
+// reads. That client does not disturb the others. The daemon ends its stream when its queue is
+// full, and frees its memory.
 func TestStuckEventClientIsDisconnected(t *testing.T) {
 	testutil.Long(t)
 	const (
 		clients = 20
 		lives   = 60   // number of started containers
-		kept    = 8192 // events that the daemon keeps for a client
+		kept    = 8192 // length of a client's queue in the daemon
 	)
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -38,7 +38,7 @@ func TestStuckEventClientIsDisconnected(t *testing.T) {
 	harness.Equal(t, "number of stopped containers", strings.Count(first, "STOPPED"), lives)
 	harness.Equal(t, "number of removed containers", strings.Count(first, "DELETED"), lives)
 	if testing.Short() { // the stuck client's queue is not full yet
-		harness.Equal(t, "list of the stuck client's events when it reads again", harness.Get(readEvents(stuck, 4*lives))(t), first)
+		harness.Equal(t, "events that the stuck client reads later", harness.Get(readEvents(stuck, 4*lives))(t), first)
 		return
 	}
 	const more = kept/2 + 500 // two events each; some are still in flight to the client
@@ -57,7 +57,8 @@ func TestStuckEventClientIsDisconnected(t *testing.T) {
 	}
 }
 
-// runContainer creates and removes a container. With start it also starts and stops the container.
+// runContainer creates and removes a container. If start is set, it also starts and stops the
+// container.
 func runContainer(t *testing.T, d *harness.Daemon, pod *harness.Pod, start bool) error {
 	config := pod.ContainerConfig(harness.Command("true"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
 	id, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
@@ -72,7 +73,7 @@ func runContainer(t *testing.T, d *harness.Daemon, pod *harness.Pod, start bool)
 	return d.Cri.RemoveContainer(t.Context(), id)
 }
 
-// runContainers calls runContainer n times. Several calls run at the same time.
+// runContainers calls runContainer n times, several times in parallel.
 func runContainers(t *testing.T, d *harness.Daemon, pod *harness.Pod, n int, start bool) {
 	t.Helper()
 	const workers = 6
@@ -109,8 +110,8 @@ func readEvents(stream runtimeapi.RuntimeService_GetContainerEventsClient, n int
 	return all.String(), nil
 }
 
-// sameEvents calls a function that causes n events, and reads them from all streams at the same
-// time. It checks that all streams have the same events, and returns them.
+// sameEvents calls a function that causes n events and reads them from all streams. It checks that
+// all streams have the same events, and returns them.
 func sameEvents(t *testing.T, streams []runtimeapi.RuntimeService_GetContainerEventsClient, n int, run func()) string {
 	t.Helper()
 	all, errs := make([]string, len(streams)), make([]error, len(streams))

@@ -11,7 +11,7 @@ import (
 	"berth/integration/harness"
 )
 
-// events subscribes to a daemon's events and returns when it has.
+// events subscribes to a daemon's events. It returns once the subscription is active.
 func events(t *testing.T, d *harness.Daemon) runtimeapi.RuntimeService_GetContainerEventsClient {
 	t.Helper()
 	stream := harness.Get(harness.RawRuntime(t, d).GetContainerEvents(t.Context(), &runtimeapi.GetEventsRequest{}))(t)
@@ -19,8 +19,8 @@ func events(t *testing.T, d *harness.Daemon) runtimeapi.RuntimeService_GetContai
 	return stream
 }
 
-// Every step of a pod and its container causes one event, in order, for every client, with the
-// resulting state.
+// Every step of a pod and its container causes one event with the resulting state. Every client
+// gets the events in order.
 func TestContainerEvents(t *testing.T) {
 	d := harness.StartDaemon(t)
 	streams := []runtimeapi.RuntimeService_GetContainerEventsClient{events(t, d), events(t, d)}
@@ -73,8 +73,8 @@ func TestContainerEvents(t *testing.T) {
 	}
 }
 
-// An exit that no client asked for causes an event with its code. A client that disconnects leaves
-// nothing: the leak check counts goroutines.
+// The exit of a container causes an event with its code. A client that disconnects leaves nothing
+// behind, because the leak check counts goroutines.
 func TestExitEvent(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -34,7 +34,7 @@ func TestExecSync(t *testing.T) {
 	}
 }
 
-// kubelet runs postStart hooks the moment StartContainer returns.
+// kubelet runs postStart hooks as soon as StartContainer returns.
 func TestExecRightAfterStart(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -45,23 +45,23 @@ func TestExecRightAfterStart(t *testing.T) {
 	}
 }
 
-// A timeout ends the command and everything it has started.
+// At its timeout, an exec's command is killed with everything that it started.
 func TestExecSyncTimeoutKillsGrandchildren(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	const script = "trap '' TERM; sleep 7771 & (setsid sleep 7772 &) ; echo started; sleep 7773"
 	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", script}, time.Second)
-	if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's word for DeadlineExceeded
+	if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's form of DeadlineExceeded
 		t.Errorf("the error is %v, want DeadlineExceeded", err)
 	}
 	awaitNoProcesses(t, "sleep 777", "sh -c trap")
 	harness.Equal(t, "output of a later exec", c.Exec(t, "echo", "alive"), "alive")
 }
 
-// awaitNoProcesses waits until no process has a command line that begins so.
+// awaitNoProcesses waits until no command line of a process begins with one of these prefixes.
 func awaitNoProcesses(t *testing.T, prefixes ...string) {
 	t.Helper()
-	harness.Eventually(t, "everything that was started is gone", func() error {
+	harness.Eventually(t, "no process is left", func() error {
 		for _, prefix := range prefixes {
 			if left := machine.CommandLines(prefix); len(left) > 0 {
 				return fmt.Errorf("still running: %q", left)
@@ -71,7 +71,7 @@ func awaitNoProcesses(t *testing.T, prefixes ...string) {
 	})
 }
 
-// A background process that holds stdout does not hold up the answer.
+// A background process that holds stdout does not delay the answer.
 func TestExecSyncReturnsWhileChildHoldsStdout(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -82,7 +82,7 @@ func TestExecSyncReturnsWhileChildHoldsStdout(t *testing.T) {
 	}
 }
 
-// Of each stream 16 MiB are returned, the rest is dropped without an error.
+// ExecSync returns at most 16 MiB of each stream. It drops the rest without an error.
 func TestExecSyncOutputCap(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -96,7 +96,7 @@ func TestExecSyncOutputCap(t *testing.T) {
 	harness.Equal(t, "exit code", response.ExitCode, 0)
 }
 
-// Processes of an exec are in a cgroup below the container's, and die with it.
+// An exec's processes are in a cgroup below the container's and are killed with the container.
 func TestExecSyncDiesWithContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -107,13 +107,13 @@ func TestExecSyncDiesWithContainer(t *testing.T) {
 	}()
 	harness.Eventually(t, "the command runs", func() error {
 		if len(machine.CommandLines("sleep 9991")) == 0 {
-			return errors.New("not yet")
+			return errors.New("the command does not run")
 		}
 		return nil
 	})
 	c.Stop(t, 0)
 	if err := <-result; harness.ExitCode(err) != 137 && harness.CodeOf(err) == codes.OK {
-		t.Errorf("ExecSync in a container that ended: %v", err)
+		t.Errorf("ExecSync in a container that is being killed: %v", err)
 	}
 }
 
@@ -159,14 +159,14 @@ func TestExecSyncErrors(t *testing.T) {
 		_, err := runtime.ExecSync(t.Context(), c.req)
 		t.Run(c.name, func(t *testing.T) { harness.WantCode(t, err, c.code, c.says) })
 	}
-	// A missing command is a result with the shell's exit code, or an error that names it.
+	// A missing command causes either the shell's exit code or an error with its name.
 	_, _, err := d.Cri.ExecSync(t.Context(), running.Id, []string{"/no/such/command"}, 0)
 	if err == nil || !strings.Contains(err.Error(), "/no/such/command") {
 		t.Errorf("the error does not name the command: %v", err)
 	}
 }
 
-// Each error names the container exactly once, whichever layers it passes.
+// Each error names the container exactly once.
 func TestErrorsNameContainerOnce(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -174,15 +174,15 @@ func TestErrorsNameContainerOnce(t *testing.T) {
 	exited, _ := pod.RunToEnd(t, harness.Command("true"))
 	bad := pod.Create(t, harness.Command("/no/such/program"))
 	for name, try := range map[string]func() (id string, err error){
-		"exec of no program": func() (string, error) {
+		"exec of a missing program": func() (string, error) {
 			_, _, err := d.Cri.ExecSync(t.Context(), running.Id, []string{"/no/such/program"}, 0)
 			return running.Id, err
 		},
-		"exec in what has exited": func() (string, error) {
+		"exec in an exited container": func() (string, error) {
 			_, _, err := d.Cri.ExecSync(t.Context(), exited.Id, []string{"true"}, 0)
 			return exited.Id, err
 		},
-		"start of no program": func() (string, error) { return bad.Id, d.Cri.StartContainer(t.Context(), bad.Id) },
+		"start of a missing program": func() (string, error) { return bad.Id, d.Cri.StartContainer(t.Context(), bad.Id) },
 	} {
 		id, err := try()
 		t.Run(name, func(t *testing.T) { harness.WantOnce(t, err, id) })
@@ -233,7 +233,7 @@ func TestTooManyExecs(t *testing.T) {
 	harness.WantCode(t, err, codes.ResourceExhausted, second.Id, "limit of 3 execs")
 	cancel()
 	running.Wait()
-	harness.Eventually(t, "there are places again", func() error {
+	harness.Eventually(t, "new commands can run", func() error {
 		_, _, err := d.Cri.ExecSync(t.Context(), first.Id, []string{"true"}, 0)
 		return err
 	})

@@ -27,7 +27,7 @@ import (
 type method struct {
 	name, path    string
 	input, output protoreflect.MessageType
-	stream        bool // of answers; no client streams in CRI
+	stream        bool // the server streams its answers; no RPC of CRI has a client stream
 }
 
 // methods returns all RPCs of both services, in the order of the API.
@@ -62,33 +62,33 @@ func messageType(t testing.TB, d protoreflect.MessageDescriptor) protoreflect.Me
 	return found
 }
 
-// fuzzUserNamespace is where the IDs of the pod with a user namespace begin.
+// fuzzUserNamespace is the first host ID of the pod with a user namespace.
 const fuzzUserNamespace = 21 * usernsLength
 
-// fuzzPods are the kinds of pods that odd requests meet.
+// fuzzPods are the kinds of pods in which the fuzz tests send requests.
 var fuzzPods = []harness.PodOption{harness.HostNetwork, func(*runtimeapi.PodSandboxConfig) {}, userNamespace(fuzzUserNamespace)}
 
-// world is a daemon with a pod and a container in it, and what requests add to them.
+// world is a daemon with a pod, a container, and the objects that requests create.
 type world struct {
-	d    *harness.Daemon
-	conn *grpc.ClientConn
-	r    *rand.Rand
-	calm bool // requests are sent as a sane client would
+	d     *harness.Daemon
+	conn  *grpc.ClientConn
+	r     *rand.Rand
+	valid bool // all requests are valid
 
-	pod            *harness.Pod // it may be gone by now
-	podIDs, ctrIDs []string     // also of what requests have made
+	pod            *harness.Pod // requests may have removed it
+	podIDs, ctrIDs []string     // including objects that requests created
 }
 
 func newWorld(t *testing.T, seed uint64) *world {
 	t.Helper()
 	d := harness.StartDaemon(t)
-	w := &world{d: d, conn: harness.RawConn(t, d), r: rand.New(rand.NewPCG(seed, 0)), calm: seed == 0}
+	w := &world{d: d, conn: harness.RawConn(t, d), r: rand.New(rand.NewPCG(seed, 0)), valid: seed == 0}
 	w.pod = d.RunPod(t, fuzzPods[seed%uint64(len(fuzzPods))])
 	w.podIDs, w.ctrIDs = []string{w.pod.Id}, []string{w.pod.Run(t, w.containerOptions()).Id}
 	return w
 }
 
-// containerOptions returns the options that a container of the pod needs.
+// containerOptions returns the option that a container of the pod needs.
 func (w *world) containerOptions() harness.ContainerOption {
 	if w.pod.Config.Linux.SecurityContext.NamespaceOptions.UsernsOptions != nil {
 		return inUserNamespace(fuzzUserNamespace)
@@ -98,7 +98,7 @@ func (w *world) containerOptions() harness.ContainerOption {
 
 func pick[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
 
-// newRequest returns a valid request except for the IDs.
+// newRequest returns a request that is valid except for its IDs.
 func (w *world) newRequest(t *testing.T, m method) proto.Message {
 	t.Helper()
 	image := &runtimeapi.ImageSpec{Image: harness.BaseImage}
@@ -132,15 +132,15 @@ func (w *world) newRequest(t *testing.T, m method) proto.Message {
 	return m.input.New().Interface()
 }
 
-// request returns the next request for an RPC. Most have unusual values, which tame keeps within
+// request returns the next request for an RPC. Most have unusual values, which confine keeps within
 // the bounds of the test.
 func (w *world) request(t *testing.T, m method) proto.Message {
 	t.Helper()
-	request := proto.Clone(w.newRequest(t, m)) // it may share the pod's config
+	request := proto.Clone(w.newRequest(t, m)) // the request may share the pod's config
 	w.setIDs(request.ProtoReflect())
-	if !w.calm && request.ProtoReflect().Descriptor().Fields().Len() > 0 {
+	if !w.valid && request.ProtoReflect().Descriptor().Fields().Len() > 0 {
 		scramble(request.ProtoReflect(), w.r)
-		if w.r.IntN(4) > 0 { // or few requests would get past their first field
+		if w.r.IntN(4) > 0 { // otherwise few requests pass the check of their first field
 			w.setIDs(request.ProtoReflect())
 		}
 	}
@@ -148,7 +148,7 @@ func (w *world) request(t *testing.T, m method) proto.Message {
 	return request
 }
 
-// setIDs fills in IDs of what there is.
+// setIDs sets IDs of existing objects.
 func (w *world) setIDs(m protoreflect.Message) {
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
@@ -157,7 +157,7 @@ func (w *world) setIDs(m protoreflect.Message) {
 		switch {
 		case field.Name() == "container_id":
 			ids = w.ctrIDs
-		case field.Name() == "pod_sandbox_id" && m.Descriptor().Name() != "CreateContainerRequest": // whose config suits its pod
+		case field.Name() == "pod_sandbox_id" && m.Descriptor().Name() != "CreateContainerRequest": // its config must match its pod
 			ids = w.podIDs
 		case field.Name() == "filter" && m.Has(field):
 			w.setIDs(m.Mutable(field).Message())
@@ -171,8 +171,8 @@ func (w *world) setIDs(m protoreflect.Message) {
 	}
 }
 
-// confine changes a request so that it stays within the test's directories, cgroups and registry,
-// and does not take too long.
+// confine limits a request to the test's directories, cgroups and registry, and shortens its
+// timeouts.
 func (w *world) confine(request proto.Message) {
 	switch request := request.(type) {
 	case *runtimeapi.RunPodSandboxRequest:
@@ -199,7 +199,7 @@ func (w *world) send(t *testing.T, m method, request proto.Message) {
 	t.Helper()
 	limit := harness.Patience
 	if m.name == "GetContainerEvents" {
-		limit = 100 * time.Millisecond // it has no end of its own
+		limit = 100 * time.Millisecond // an endless stream
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
@@ -215,7 +215,7 @@ func (w *world) send(t *testing.T, m method, request proto.Message) {
 	}
 }
 
-// exchange makes a call and reads a stream's answers to their end.
+// exchange makes a call and reads all answers of a stream.
 func (w *world) exchange(ctx context.Context, m method, request, answer proto.Message) error {
 	if !m.stream {
 		return w.conn.Invoke(ctx, m.path, request, answer)
@@ -236,7 +236,7 @@ func (w *world) exchange(ctx context.Context, m method, request, answer proto.Me
 	}
 }
 
-// recordObjects records the objects that an answer names, and uses its URL.
+// recordObjects records the objects in an answer, and uses its URL.
 func (w *world) recordObjects(t *testing.T, answer proto.Message) {
 	t.Helper()
 	switch answer := answer.(type) {
@@ -255,12 +255,12 @@ func (w *world) recordObjects(t *testing.T, answer proto.Message) {
 	}
 }
 
-// enough is how many requests one daemon gets: the fuzzer gives a program ten seconds.
+// enough is the number of requests to one daemon. The fuzzer allows ten seconds for a program.
 const enough = 24
 
-// FuzzOtherRPCs sends odd requests for all RPCs, one after the other, to one daemon. Each byte of
-// the program selects an RPC; the seed selects its odd fields. At the end the test removes all
-// objects and checks for leaks.
+// FuzzOtherRPCs sends unusual requests for all RPCs to one daemon, one after the other. Each byte
+// of the program selects an RPC. The seed selects its unusual fields. At the end the test removes
+// all objects and checks for leaks.
 //
 //	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzOtherRPCs
 func FuzzOtherRPCs(f *testing.F) {
@@ -269,7 +269,7 @@ func FuzzOtherRPCs(f *testing.F) {
 	for i := range all {
 		inOrder[i] = byte(i)
 	}
-	for seed := range uint64(4) { // nothing odd, then each kind of pod
+	for seed := range uint64(4) { // first without unusual values, then each kind of pod
 		for program := range slices.Chunk(shuffled(inOrder, seed), enough) {
 			f.Add(program, seed)
 		}
@@ -280,7 +280,7 @@ func FuzzOtherRPCs(f *testing.F) {
 			m := all[int(which)%len(all)]
 			w.send(t, m, w.request(t, m))
 		}
-		// The daemon still answers after any request.
+		// The daemon must answer after any request.
 		harness.Get(w.d.Cri.Status(t.Context(), true))(t)
 		for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
 			harness.Get(w.d.Cri.PodSandboxStatus(t.Context(), p.Id, true))(t)

@@ -16,21 +16,21 @@ import (
 )
 
 // The server's own fuzz tests send arbitrary bytes to a fake manager. These tests send requests
-// with odd fields to a real daemon, a new one each time. Accepted requests run, and the leak check
-// follows. Paths are moved below the test's directories, because a CRI client may name any path of
-// the node.
+// with unusual fields to a real daemon, a new one for each request. The daemon runs accepted
+// requests, and the leak check follows. A CRI client may name any path of the node, so the tests
+// move paths below their own directories.
 //
-// 	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzCreateContainer
+//	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzCreateContainer
 
-// fits fails the test for an answer that no client could make sense of.
+// fits fails the test if the method does not document the error's code.
 func fits(t *testing.T, method string, err error) {
 	t.Helper()
 	if code := harness.CodeOf(err); !cricodes.Allowed(method, code, status.Convert(err).Message()) {
-		t.Errorf("%s: code %s does not fit: %v", method, code, err)
+		t.Errorf("%s: undocumented code %s: %v", method, code, err)
 	}
 }
 
-// below returns a path inside dir that resembles the one given.
+// below returns a path inside dir that resembles path.
 func below(dir, path string) string {
 	if path == "" {
 		return ""
@@ -45,14 +45,16 @@ func confinePod(d *harness.Daemon, config *runtimeapi.PodSandboxConfig) {
 		config.LogDirectory = ""
 	}
 	if linux := config.Linux; linux != nil && linux.CgroupParent != "" {
-		// One level: the fixture removes only the pod's own cgroup, as kubelet would.
+		// The parent has one level, because the fixture removes only the pod's own cgroup, as
+		// kubelet does.
 		name := strings.NewReplacer("/", "-", "\x00", "-").Replace(linux.CgroupParent)
 		linux.CgroupParent = "/" + harness.Machine + "/pod" + filepath.Base(d.Dir) + name[:min(len(name), 200)]
 		d.Parents = append(d.Parents, linux.CgroupParent)
 	}
 }
 
-// confineContainer does the same for a container, and mostly gives it an image that is there.
+// confineContainer keeps a container within the test's directories, and mostly sets an existing
+// image.
 func confineContainer(d *harness.Daemon, config *runtimeapi.ContainerConfig, r *rand.Rand) {
 	if config.Image != nil && r.IntN(8) > 0 {
 		config.Image.Image = harness.BaseImage
@@ -65,7 +67,7 @@ func confineContainer(d *harness.Daemon, config *runtimeapi.ContainerConfig, r *
 	}
 }
 
-// addSeeds adds the message at rest of each form, and some scrambled ones.
+// addSeeds adds the unchanged message of each form, and some scrambled ones.
 func addSeeds(f *testing.F, forms int) {
 	for form := range forms {
 		for seed := range uint64(4) {
@@ -74,7 +76,7 @@ func addSeeds(f *testing.F, forms int) {
 	}
 }
 
-// scrambled is a copy of one of the forms, scrambled unless seed is 0.
+// scrambled returns a copy of one of the forms, scrambled unless seed is 0.
 func scrambled[T proto.Message](forms []T, form uint8, seed uint64) T {
 	m := proto.Clone(forms[int(form)%len(forms)]).(T)
 	if seed != 0 {
@@ -129,7 +131,7 @@ func FuzzCreateContainer(f *testing.F) {
 			Linux: &runtimeapi.LinuxContainerConfig{SecurityContext: &runtimeapi.LinuxContainerSecurityContext{
 				NamespaceOptions: &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER, UsernsOptions: usernsOptions(fuzzUserNamespace)}}}},
 	}
-	// Each form in a pod of each kind. The first kind is the fastest.
+	// Each form runs in a pod of each kind. The first kind is the fastest.
 	addSeeds(f, len(forms))
 	for form := len(forms); form < len(forms)*len(fuzzPods); form++ {
 		f.Add(uint8(form), uint64(form))
@@ -154,7 +156,7 @@ func FuzzCreateContainer(f *testing.F) {
 	})
 }
 
-// FuzzRunning sends requests to a container that runs: resources, execs, signals' times.
+// FuzzRunning sends requests to a running container: resources, execs, stop timeouts.
 func FuzzRunning(f *testing.F) {
 	f.Add([]byte{}, int64(0), "true", "x")
 	f.Add([]byte{}, int64(-1), "", "")
@@ -185,7 +187,7 @@ func FuzzRunning(f *testing.F) {
 		_, err = runtime.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: c.Id, Cmd: []string{command, argument}, Timeout: 1})
 		fits(t, "ExecSync", err)
 		if ctx.Err() != nil {
-			t.Errorf("ExecSync with a limit of a second does not end: %v", err)
+			t.Errorf("ExecSync with a timeout of a second does not return: %v", err)
 		}
 		if seconds > 1 {
 			seconds = 1

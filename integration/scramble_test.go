@@ -12,10 +12,10 @@ import (
 
 // Values that clients send by mistake or malice.
 var (
-	oddStrings = []string{"", "a", "..", "../../../etc", "/", "//", "/proc/self/fd/3", "/dev", "a\x00b", "a\nb=c", "\xff\xfe", "%s%n", "kubepods.slice",
+	unusualStrings = []string{"", "a", "..", "../../../etc", "/", "//", "/proc/self/fd/3", "/dev", "a\x00b", "a\nb=c", "\xff\xfe", "%s%n", "kubepods.slice",
 		"-1", "0", "4294967296", "0-99999", ",", "sha256:", "2MB", "ALL", "CAP_SYS_ADMIN", "rwm", "net.ipv4.ip_forward", "unconfined", "localhost/x",
 		"10.0.0.0/33", "::", strings.Repeat("x", 5000), strings.Repeat("/x", 3000)}
-	oddNumbers = []int64{0, 1, -1, 2, 3, 7, 99, 999, 1000, 65535, 65536, math.MaxInt32, math.MinInt32, math.MaxUint32, math.MaxUint32 + 1, math.MaxInt64, math.MinInt64}
+	unusualNumbers = []int64{0, 1, -1, 2, 3, 7, 99, 999, 1000, 65535, 65536, math.MaxInt32, math.MinInt32, math.MaxUint32, math.MaxUint32 + 1, math.MaxInt64, math.MinInt64}
 )
 
 // scramble changes some fields of a message, at any depth.
@@ -29,13 +29,13 @@ func scramble(m protoreflect.Message, r *rand.Rand) {
 		case field.IsMap():
 			entries := m.Mutable(field).Map()
 			for range r.IntN(3) {
-				entries.Set(odd(field.MapKey(), r).MapKey(), odd(field.MapValue(), r))
+				entries.Set(unusual(field.MapKey(), r).MapKey(), unusual(field.MapValue(), r))
 			}
 		case field.IsList():
 			list := m.Mutable(field).List()
 			for range r.IntN(4) {
 				if field.Message() == nil {
-					list.Append(odd(field, r))
+					list.Append(unusual(field, r))
 					continue
 				}
 				scramble(list.AppendMutable().Message(), r)
@@ -43,15 +43,15 @@ func scramble(m protoreflect.Message, r *rand.Rand) {
 		case field.Message() != nil:
 			scramble(m.Mutable(field).Message(), r)
 		default:
-			m.Set(field, odd(field, r))
+			m.Set(field, unusual(field, r))
 		}
 	}
 }
 
-// odd is a value of a field's type. Invalid UTF-8 would not leave the client.
-func odd(field protoreflect.FieldDescriptor, r *rand.Rand) protoreflect.Value {
-	number := oddNumbers[r.IntN(len(oddNumbers))]
-	text := oddStrings[r.IntN(len(oddStrings))]
+// unusual is a value of a field's type. Invalid UTF-8 would not leave the client.
+func unusual(field protoreflect.FieldDescriptor, r *rand.Rand) protoreflect.Value {
+	number := unusualNumbers[r.IntN(len(unusualNumbers))]
+	text := unusualStrings[r.IntN(len(unusualStrings))]
 	switch field.Kind() {
 	case protoreflect.StringKind:
 		return protoreflect.ValueOfString(strings.ToValidUTF8(text, "?"))

@@ -10,8 +10,8 @@ import (
 )
 
 // converted are operations on an image that must be stored as directories, although two of its
-// layers are already stored for EROFS. These two are converted to directories. This happens if an
-// image turns out to be too large for EROFS when its layers are merged.
+// layers are already stored for EROFS. The daemon converts these two to directories. A node
+// converts layers if the merge of an image's layers shows that the image is too large for EROFS.
 var converted = []operation{
 	{name: "PullImage_converted", daemon: onDisk, prepare: packed, request: pullConverted, more: true},
 	{name: "Recovery_of_PullImage_converted", daemon: onDisk, first: &point{"layer.marked-opaque", 1}, prepare: packed, request: pullConverted, more: true},
@@ -22,8 +22,8 @@ const (
 	asEROFS       = `layer_driver = "erofs"`
 )
 
-// onDisk starts the daemon with the EROFS driver, so that the files of that driver exist from the
-// beginning.
+// onDisk starts the daemon with the EROFS driver, so that the driver's files exist before the
+// operation.
 func onDisk(t *testing.T) harness.DaemonOption {
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
@@ -33,7 +33,7 @@ func onDisk(t *testing.T) harness.DaemonOption {
 
 // packed pulls an image with the EROFS driver, and restarts the daemon with the directory driver.
 func packed(t *testing.T, w *world) {
-	if slices.Contains(w.d.Extra, asDirectories) { // of the case before
+	if slices.Contains(w.d.Extra, asDirectories) { // set by the previous case
 		w.d.SetConfig(t, asDirectories, asEROFS)
 		w.d.Restart(t)
 	}
@@ -42,7 +42,8 @@ func packed(t *testing.T, w *world) {
 	w.d.Restart(t)
 }
 
-// pullConverted pulls an image that shares two layers with the first one. These are not downloaded.
+// pullConverted pulls an image that shares two layers with the first image. It fails if these two
+// are downloaded.
 func pullConverted(t *testing.T, w *world) error {
 	img, err := secondImage()
 	harness.Must(t, err)
@@ -57,7 +58,7 @@ func pullConverted(t *testing.T, w *world) error {
 	before := fetched()
 	err = pull(second)(t, w)
 	if n := fetched() - before; n > 0 {
-		t.Errorf("%d layers were fetched that were here", n)
+		t.Errorf("%d stored layers were downloaded again", n)
 	}
 	return err
 }

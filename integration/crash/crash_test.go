@@ -16,17 +16,17 @@ import (
 	"berth/internal/testutil"
 )
 
-// everything selects all cases instead of the shortened enumeration.
+// everything selects all cases instead of a selection.
 var everything = harness.Thorough()
 
-// deathPatience is how long a point may take to be reached. It is long because some are reached in
+// deathPatience limits the wait for a point. It is long because the daemon reaches some points in
 // the background, after the operation has returned.
 const deathPatience = 20 * time.Second
 
-// TestCrash is the enumeration.
+// TestCrash kills the daemon at each point of each operation.
 func TestCrash(t *testing.T) {
 	if testing.Short() {
-		t.Skip("the enumeration takes minutes")
+		t.Skip("runs for minutes")
 	}
 	killed, all := map[string]bool{}, everything
 	for _, op := range slices.Concat(operations, variants, converted, starts) {
@@ -52,15 +52,15 @@ type enumeration struct {
 	op    operation
 	d     *harness.Daemon
 	fp    harness.Failpoints
-	idle  inventory.Items // without pods
-	after inventory.Items // after the operation without a crash
+	idle  inventory.Items // state without pods
+	after inventory.Items // state after the operation without a crash
 
 	points, cases, failed, differences int
-	missed                             int             // cases whose point was not reached often enough to kill the daemon
-	killed                             map[string]bool // the points that killed a daemon, in any operation
+	missed                             int             // cases in which the daemon reached the point too few times to be killed
+	killed                             map[string]bool // points that killed a daemon, in any operation
 }
 
-// summary is a line that contrib/torture repeats at its end.
+// summary returns the line that contrib/torture repeats at its end.
 func (e *enumeration) summary(what string) string {
 	return fmt.Sprintf("TRIED %s: %s %d points, %d cases, %d failed, %d differences, %d not reached again",
 		e.op.name, what, e.points, e.cases, e.failed, e.differences, e.missed)
@@ -72,7 +72,7 @@ func (e *enumeration) run(t *testing.T) {
 		options = append(options, e.op.daemon(t))
 	}
 	e.d = harness.StartDaemon(t, options...)
-	e.uncrashed(t) // makes the permanent results of the operation exist before the enumeration
+	e.uncrashed(t) // creates the operation's permanent results before the enumeration
 	trace := e.byDaemon(e.uncrashed(t))
 	if e.op.ofStart() {
 		trace = e.recovered(t)
@@ -92,14 +92,14 @@ func (e *enumeration) run(t *testing.T) {
 	e.mostReached(t)
 }
 
-// mostReached fails if so many cases were missed that little was tried.
+// mostReached fails if too many cases missed their point.
 func (e *enumeration) mostReached(t *testing.T) {
 	if e.missed > e.cases {
-		t.Errorf("of %d cases %d were not reached", e.cases+e.missed, e.missed)
+		t.Errorf("of %d cases %d missed their point", e.cases+e.missed, e.missed)
 	}
 }
 
-// byDaemon returns the daemon's points of a trace.
+// byDaemon returns the points of a trace that the daemon reached.
 func (e *enumeration) byDaemon(trace []harness.ReachedPoint) (names []string) {
 	for _, p := range trace {
 		if p.PID == e.d.Cmd.Process.Pid {
@@ -126,7 +126,7 @@ func (e *enumeration) uncrashed(t *testing.T) (trace []harness.ReachedPoint) {
 	return trace
 }
 
-// end ends the daemon in the way that the next one has to recover from.
+// end ends the daemon in the state from which the next daemon must recover.
 func (e *enumeration) end(t *testing.T, w *world) {
 	t.Helper()
 	if e.op.first != nil {
@@ -137,8 +137,8 @@ func (e *enumeration) end(t *testing.T, w *world) {
 	e.op.spoil(t, w)
 }
 
-// recovered ends the daemon, starts a new one and returns the points that the new one reaches. For
-// operations that damage something, the result of this start is the expected state.
+// recovered ends the daemon, starts a new one and returns the points that the new one reaches. If
+// the operation damages the state, the result of this start is the expected state.
 func (e *enumeration) recovered(t *testing.T) (trace []string) {
 	t.Helper()
 	w := &world{d: e.d}
@@ -168,9 +168,9 @@ func (e *enumeration) runUntilKilled(t *testing.T, w *world, at point) {
 	}
 }
 
-// notReached ends a case in which the daemon was not killed. That is a failure unless the point
-// depends on timing. Examples are a point in a loop that polls for a process's end, and a point at
-// which recovery kills a process that may have ended by itself.
+// notReached ends a case in which the daemon was not killed. The case fails unless the point
+// depends on timing. Examples are a point in a loop that polls for a process's exit, and a point at
+// which recovery kills a process that may have exited.
 func (e *enumeration) notReached(t *testing.T, w *world, at point, err error) {
 	t.Helper()
 	e.fp.Disarm()
@@ -180,10 +180,10 @@ func (e *enumeration) notReached(t *testing.T, w *world, at point, err error) {
 	e.cases--
 	e.missed++
 	w.clean(t)
-	t.Skipf("the point %v was not reached as often this time", at)
+	t.Skipf("the point %v was reached less often than in the first run", at)
 }
 
-// startOver accepts the leftovers of a failed case as the new initial state.
+// startOver makes the leftovers of a failed case the new initial state.
 func (e *enumeration) startOver(t *testing.T) {
 	t.Helper()
 	e.fp.Disarm()
@@ -198,17 +198,18 @@ func (e *enumeration) startOver(t *testing.T) {
 	}
 }
 
-// point is a failpoint and a count: the daemon is killed when it reaches the failpoint that often.
+// point is a failpoint and a count. The daemon is killed when it reaches the failpoint for the nth
+// time.
 type point struct {
 	point string
-	n     int // number of the occurrence
+	n     int // counts from 1
 }
 
-// answered is the point before each answer of the daemon.
+// answered is the failpoint before each answer of the daemon.
 const answered = "server.answer"
 
-// casesOf returns the points of a trace, each once, or as often as it was reached if everything is
-// wanted.
+// casesOf returns the points of a trace: each occurrence if everything is set, otherwise the first
+// occurrence of each point.
 func casesOf(trace []string) (cases []point) {
 	count := map[string]int{}
 	for _, name := range trace {
@@ -263,7 +264,7 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 	e.report(t, "after everything was removed", e.d.Becomes(t, e.idle))
 }
 
-// checked is what berth itself finds wrong with its state.
+// checked returns the differences that `berth check --state` reports.
 func (e *enumeration) checked(t *testing.T) (differences []string) {
 	t.Helper()
 	for _, found := range e.d.StateCheck(t) {
@@ -285,7 +286,7 @@ func (e *enumeration) report(t *testing.T, when string, differences []string) {
 	}
 }
 
-// clean removes all pods and the images that the operations are about.
+// clean removes all pods, and the images of the operations.
 func (w *world) clean(t *testing.T) {
 	t.Helper()
 	for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
@@ -293,9 +294,9 @@ func (w *world) clean(t *testing.T) {
 		harness.Must(t, w.d.Cri.RemovePodSandbox(t.Context(), p.Id))
 	}
 	w.removeImages(t)
-	for _, records := range []string{"pods", "containers", "images/records"} { // the operator's part
+	for _, records := range []string{"pods", "containers", "images/records"} { // removed by an operator
 		harness.Must(t, os.RemoveAll(filepath.Join(w.d.Root, records, checkpoint.SetAsideDir)))
 	}
-	harness.Must(t, os.RemoveAll(w.d.LogDir)) // kubelet's part
+	harness.Must(t, os.RemoveAll(w.d.LogDir)) // removed by kubelet
 	harness.Must(t, os.Mkdir(w.d.LogDir, 0o700))
 }

@@ -1,19 +1,19 @@
 // Package crash kills the daemon at each of its failpoints (berth/internal/failpoint) during each
 // operation that changes something, and compares the result.
 //
-// An operation first runs without a crash. That run shows the points that the operation reaches,
-// how often, and its result: processes, mounts, namespaces, cgroups, addresses, files and listed
-// objects (harness.FullState). Then the operation runs once for each point. The daemon is killed
-// there and started again, and the request is repeated as kubelet repeats it. The result must equal
-// that of the run without a crash. After all objects are removed, nothing may be left. No
-// difference is allowed.
+// An operation first runs without a crash. That run yields the points that the operation reaches,
+// how often it reaches them, and its result: processes, mounts, namespaces, cgroups, addresses,
+// files and listed objects (harness.FullState). Then the operation runs once for each point. The
+// daemon is killed there and started again, and the test repeats the request as kubelet does. The
+// result must equal that of the run without a crash. After the removal of all objects, nothing may
+// be left. No difference is allowed.
 //
-// The daemon's start is such an operation, too. It runs on the state of a killed daemon, and on
-// records, layers, addresses and programs that were lost or damaged meanwhile.
+// The start of the daemon is such an operation, too. It runs on the state of a killed daemon, also
+// with lost or damaged records, layers, addresses and programs.
 //
-// With BERTH_TORTURE=1 each point is tried as often as it is reached, for all variants of each
-// operation and each way in which kubelet repeats it. A point that never killed the daemon is then
-// a failure unless it is in a list with reasons. By default each point is tried the first time that
-// it is reached, for the plain operations only, and kubelet repeats the same request. Of the points
-// that send an answer only the first is tried: later answers belong to the inventory.
+// BERTH_TORTURE=1 tries each occurrence of each point, all variants of each operation, and each way
+// in which kubelet repeats the request. A point that never killed the daemon then fails the test,
+// unless a list gives the reason. The default tries the first occurrence of each point, only plain
+// operations, and only the same request. Of the points before an answer it tries only the first,
+// because later answers belong to the inventory.
 package crash

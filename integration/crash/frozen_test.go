@@ -18,8 +18,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// TestFrozenLauncher stops a launcher in the middle of a launch. Everybody else goes on, and the
-// pod can be stopped.
+// TestFrozenLauncher stops a launcher during a launch. Other pods and calls are not affected, and
+// the pod can be stopped.
 func TestFrozenLauncher(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
@@ -30,12 +30,12 @@ func TestFrozenLauncher(t *testing.T) {
 	pod.Stop(t)
 	harness.Must(t, syscall.Kill(launcher, syscall.SIGCONT))
 	harness.Must(t, expect(<-started, codes.FailedPrecondition))
-	harness.Equal(t, "state in the end", c.WaitExited(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+	harness.Equal(t, "state after the stop", c.WaitExited(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
 	d.StateMatches(t)
 }
 
-// TestStopEndsFrozenLauncher stops launchers for good. A stop of the container, or of its pod,
-// ends them.
+// TestStopEndsFrozenLauncher stops launchers and never continues them. A stop of the container or
+// of its pod kills the launcher.
 func TestStopEndsFrozenLauncher(t *testing.T) {
 	testutil.Long(t)
 	var fp harness.Failpoints
@@ -54,7 +54,7 @@ func TestStopEndsFrozenLauncher(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// startFrozen starts a container whose launcher is stopped on its way.
+// startFrozen starts a container whose launcher stops at a failpoint.
 func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *harness.Container, launcher int, started <-chan error) {
 	t.Helper()
 	c = pod.Create(t)
@@ -62,12 +62,12 @@ func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *har
 	ended := make(chan error, 1)
 	go func() { ended <- pod.D.Cri.StartContainer(t.Context(), c.Id) }()
 	if !fp.WaitReached(deathPatience) {
-		t.Fatal("the launcher does not reach its failpoint")
+		t.Fatal("the launcher did not reach its failpoint")
 	}
 	return c, harness.LauncherOf(t, pod.D, c), ended
 }
 
-// TestFrozenExec stops the launcher of an exec with a timeout. The exec ends in time. The exec's
+// TestFrozenExec stops the launcher of an exec with a timeout. The exec returns in time. Its
 // processes end when the daemon replaces the launcher.
 func TestFrozenExec(t *testing.T) {
 	testutil.Long(t)
@@ -75,10 +75,10 @@ func TestFrozenExec(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	fp.FreezeNext(t, harness.LauncherProgram, "launcher.exec-announced", 1)
-	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, 10*time.Second) // time for the launcher to reach its point
+	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, 10*time.Second) // the launcher reaches its point within the timeout
 	harness.Must(t, expectTimeout(err))
 	if !fp.WaitReached(deathPatience) {
-		t.Fatal("the launcher does not reach its failpoint, so it was not stopped")
+		t.Fatal("the launcher did not reach its failpoint")
 	}
 	harness.Eventually(t, "the exec's processes end", func() error {
 		for _, line := range []string{"sleep 100003", "sleep 100004"} {
@@ -91,9 +91,9 @@ func TestFrozenExec(t *testing.T) {
 	harness.Equal(t, "another exec", c.Exec(t, "echo", "fine"), "fine")
 }
 
-// TestStartIsRefusedWhileKilledStartRuns kills the daemon during a start, and keeps a process of that start
-// alive. The next daemon shows the container as created and refuses to start it until the process
-// has gone.
+// TestStartIsRefusedWhileKilledStartRuns kills the daemon during a start, and keeps a process of
+// that start running. The next daemon reports the container as created and refuses to start it
+// until the process has exited.
 func TestStartIsRefusedWhileKilledStartRuns(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
@@ -101,7 +101,7 @@ func TestStartIsRefusedWhileKilledStartRuns(t *testing.T) {
 	c := pod.Create(t)
 	fp.Kill(t, d, "launch.recorded", 1)
 	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil || !d.WaitKilled(t, deathPatience) {
-		t.Fatalf("the daemon is not killed: %v", err)
+		t.Fatalf("the daemon was not killed: %v", err)
 	}
 	busy := filepath.Join(d.State, "c", c.Id, "busy")
 	harness.Must(t, os.Mkdir(busy, 0o700))

@@ -12,7 +12,8 @@ import (
 	"berth/integration/harness"
 )
 
-// imageNames names images that share two of their three layers. tag moves between them.
+// imageNames names two images that share two of their three layers. tag moves from the first to the
+// second.
 type imageNames struct{ first, second, tag string }
 
 func first(n imageNames) string  { return n.first }
@@ -23,7 +24,7 @@ var (
 	secondImage = sync.OnceValues(func() (v1.Image, error) { return threeLayers("second") })
 )
 
-// images pushes them.
+// images pushes the two images once.
 var images = sync.OnceValue(func() imageNames {
 	a, errA := firstImage()
 	b, errB := secondImage()
@@ -40,7 +41,8 @@ var images = sync.OnceValue(func() imageNames {
 	return imageNames{push("crash/first:1", a), push("crash/second:1", b), push("crash/moving:1", a)}
 })
 
-// threeLayers returns an image whose layers need a join: one hard-links a file of another.
+// threeLayers returns an image whose layers need a join, because one layer hard-links a file of
+// another.
 func threeLayers(name string) (v1.Image, error) {
 	trees := []fixture.Tree{
 		{fixture.Dir("bin", 0o755), fixture.File("bin/program", 0o755, "program"), fixture.Symlink("bin/link", "program"), fixture.Dir("etc", 0o700).WithXattr("user.berth", "kept")},
@@ -67,7 +69,7 @@ func pull(which func(imageNames) string) func(*testing.T, *world) error {
 	}
 }
 
-// moveTag pulls the first image by a tag, and then pushes the second image to that tag.
+// moveTag pulls the first image by a tag and then pushes the second image to that tag.
 func moveTag(t *testing.T, w *world) {
 	img, err := firstImage()
 	harness.Must(t, err)

@@ -17,10 +17,10 @@ import (
 	"berth/internal/testutil"
 )
 
-const pointLimit = time.Minute // to reach a point on a slow machine
+const pointLimit = time.Minute // a slow machine needs a while to reach a point
 
-// startUntil starts a container whose launcher stops at a point. The channel returns the start's
-// error.
+// startUntil starts a container whose launcher stops at a failpoint. The channel returns the
+// start's error.
 func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, point string) chan error {
 	t.Helper()
 	fp.FreezeNext(t, harness.LauncherProgram, point, 1)
@@ -28,12 +28,12 @@ func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, poin
 	cri := c.Pod.D.Cri
 	go func() { started <- cri.StartContainer(context.WithoutCancel(t.Context()), c.Id) }()
 	if !fp.WaitReached(pointLimit) {
-		t.Fatal("the point was not reached")
+		t.Fatal("the launcher did not reach its failpoint")
 	}
 	return started
 }
 
-// If the stop of a pod cancels a start, the log has no warning.
+// A start that is cancelled by a stop of the pod logs no warning.
 func TestStoppedStartLogsNoError(t *testing.T) {
 	testutil.Long(t)
 	var fp harness.Failpoints
@@ -48,8 +48,8 @@ func TestStoppedStartLogsNoError(t *testing.T) {
 	d.QuietLog(t)
 }
 
-// If the daemon dies during a start, the next daemon undoes the start. The undo logs no error, and
-// neither does the launcher that has lost its client.
+// If the daemon dies during a start, the next daemon undoes the start without an error in the log.
+// The launcher, which has lost its client, logs no error either.
 func TestUndoneStartLogsNoError(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
@@ -73,7 +73,7 @@ func TestUndoneStartLogsNoError(t *testing.T) {
 	d.QuietLog(t)
 }
 
-// stoppedLauncher finds the launcher that a failpoint has stopped.
+// stoppedLauncher returns the launcher that a failpoint has stopped.
 func stoppedLauncher(t *testing.T) (found int) {
 	t.Helper()
 	harness.Eventually(t, "a launcher is stopped", func() error {
@@ -84,7 +84,7 @@ func stoppedLauncher(t *testing.T) (found int) {
 				return nil
 			}
 		}
-		return fmt.Errorf("none is")
+		return fmt.Errorf("no launcher is stopped")
 	})
 	return found
 }

@@ -8,7 +8,7 @@ import (
 	"berth/integration/harness"
 )
 
-// TestMain is also an NRI plugin, which the daemon starts.
+// The daemon also starts this program as an NRI plugin.
 func TestMain(m *testing.M) {
 	if !isPlugin() {
 		harness.MainWithFailpoints(m)

@@ -17,23 +17,23 @@ import (
 // operation is a request that changes something, with its preparations.
 type operation struct {
 	name    string
-	more    bool // a variant that the shortened enumeration leaves out
+	more    bool // a variant that only the complete enumeration runs
 	prepare func(*testing.T, *world)
 	request func(*testing.T, *world) error
-	again   []retry                               // ways to try again other than by the same request
+	again   []retry                               // kubelet's other ways to repeat the request
 	daemon  func(*testing.T) harness.DaemonOption // options of the daemon; nil: none
-	first   *point                                // not nil: the daemon is killed here first, and the next one at each point of its start and recovery
+	first   *point                                // if not nil, the daemon is killed here first, and the next one at each point of its start and recovery
 
 	// spoil, if not nil, damages the state of a daemon that was killed while idle. The next daemon
-	// is killed at each point of its start; the request follows.
+	// is killed at each point of its start. The request follows.
 	spoil func(*testing.T, *world)
-	named string // text of the differences that berth check --state then reports permanently
+	named string // part of the differences that berth check --state reports permanently after spoil
 }
 
 // ofStart reports whether the daemon is killed at the points of its start.
 func (o operation) ofStart() bool { return o.first != nil || o.spoil != nil }
 
-// retry is how kubelet goes on when the daemon is back.
+// retry is kubelet's next request after the daemon's restart.
 type retry struct {
 	name    string
 	request func(*testing.T, *world) error
@@ -48,12 +48,12 @@ func (o operation) retries() []retry {
 }
 
 // later repeats a request while its host port is in use, as kubelet does. A pod whose creation was
-// interrupted holds the port until the new daemon has undone it in the background. Other errors end
-// the case.
+// interrupted holds the port until the new daemon has undone the creation in the background. The
+// first other result is returned.
 func later(request func(*testing.T, *world) error) func(*testing.T, *world) error {
 	return func(t *testing.T, w *world) (err error) {
 		t.Helper()
-		harness.Eventually(t, "the daemon does not put it off", func() error {
+		harness.Eventually(t, "the host port is free", func() error {
 			if err = request(t, w); status.Code(err) == codes.Unavailable && strings.Contains(err.Error(), rules.ErrInUse.Error()) {
 				return err
 			}
@@ -82,19 +82,19 @@ var operations = []operation{
 	{name: "StartContainer_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created),
 		request: startContainer, again: startAnother, more: true},
 
-	{name: "StopContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(30)},
-	{name: "StopContainer_kill", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(0), more: true},
+	{name: "StopContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: stopContainer(30)},
+	{name: "StopContainer_kill", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: stopContainer(0), more: true},
 
-	{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod},
-	{name: "StopPodSandbox_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started),
+	{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod},
+	{name: "StopPodSandbox_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace, imageVolume), started),
 		request: stopPod, more: true},
 
-	{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer},
-	{name: "RemoveContainer_exited", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started, stopped), request: removeContainer, more: true},
+	{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer},
+	{name: "RemoveContainer_exited", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started, stopped), request: removeContainer, more: true},
 	{name: "RemoveContainer_created", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created), request: removeContainer, more: true},
 
-	{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod},
-	{name: "RemovePodSandbox_stopped", prepare: with(podRuns(hostPort), withContainer(obedient), started, podStopped), request: removePod, more: true},
+	{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod},
+	{name: "RemovePodSandbox_stopped", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started, podStopped), request: removePod, more: true},
 	{name: "RemovePodSandbox_userNamespace", prepare: podRuns(podInUserNamespace), request: removePod, more: true},
 
 	{name: "PullImage", prepare: nothing, request: pull(first)},
@@ -107,9 +107,9 @@ var operations = []operation{
 	{name: "Recovery_of_RunPodSandbox_userNamespace", first: &point{"launch.sent", 1}, prepare: withPod(podInUserNamespace), request: runPod, more: true},
 	{name: "Recovery_of_CreateContainer", first: &point{"rootfs.owner-set", 1}, prepare: with(podRuns(hostPort), withContainer()), request: createContainer, more: true},
 	{name: "Recovery_of_StartContainer", first: &point{"launch.sent", 1}, prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer, more: true},
-	{name: "Recovery_of_StopPodSandbox", first: &point{"container.killed", 1}, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
-	{name: "Recovery_of_RemoveContainer", first: &point{"trash.taken", 1}, prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer, more: true},
-	{name: "Recovery_of_RemovePodSandbox", first: &point{"trash.taken", 1}, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod, more: true},
+	{name: "Recovery_of_StopPodSandbox", first: &point{"container.killed", 1}, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod, more: true},
+	{name: "Recovery_of_RemoveContainer", first: &point{"trash.taken", 1}, prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer, more: true},
+	{name: "Recovery_of_RemovePodSandbox", first: &point{"trash.taken", 1}, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod, more: true},
 	{name: "Recovery_of_PullImage", first: &point{"layer.synced", 2}, prepare: nothing, request: pull(first), more: true},
 	{name: "Recovery_of_RemoveImage", first: &point{"record.removed", 1}, prepare: has(first), request: removeImage(first), more: true},
 
@@ -120,14 +120,14 @@ var operations = []operation{
 type world struct {
 	d         *harness.Daemon
 	pod       *runtimeapi.PodSandboxConfig
-	handler   string // the pod's; empty: the default one
+	handler   string // handler of the pod; empty: the default handler
 	container *runtimeapi.ContainerConfig
 	podID, id string
 }
 
 func nothing(*testing.T, *world) {}
 
-// crun is the handler of pods whose containers a program makes.
+// crun is the handler of pods whose containers are created by crun.
 const crun = "crun"
 
 func byCrun(_ *testing.T, w *world) { w.handler = crun }
@@ -142,7 +142,7 @@ func with(steps ...func(*testing.T, *world)) func(*testing.T, *world) {
 
 // --- pods ---------------------------------------------------------------------
 
-// withPod describes the pod: the same in each case.
+// withPod sets the configuration of the pod, which is the same in each case.
 func withPod(options ...harness.PodOption) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
 		w.pod = w.d.PodConfig(t, append([]harness.PodOption{func(c *runtimeapi.PodSandboxConfig) {
@@ -215,7 +215,7 @@ func userNamespace() *runtimeapi.UserNamespace {
 
 // --- containers ---------------------------------------------------------------
 
-// withContainer describes the container: the same in each case.
+// withContainer sets the configuration of the container, which is the same in each case.
 func withContainer(options ...harness.ContainerOption) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
 		w.d.EnsureImage(t, harness.BaseImage)
@@ -237,8 +237,8 @@ func (w *world) nameLog(t *testing.T) {
 	harness.Must(t, os.MkdirAll(filepath.Join(w.pod.LogDirectory, "c"), 0o755))
 }
 
-// obedient is a container that ends when it is asked to. Its processes stay the same until then.
-func obedient(c *runtimeapi.ContainerConfig) {
+// exitsOnTerm is a container that exits on SIGTERM. Its processes stay the same until then.
+func exitsOnTerm(c *runtimeapi.ContainerConfig) {
 	harness.Script("trap 'exit 7' TERM; sleep 100000 & echo ready; wait")(c)
 }
 
@@ -296,7 +296,7 @@ func startNext(t *testing.T, w *world) error {
 	return startContainer(t, w)
 }
 
-// started starts the container and waits until it knows what to do with signals.
+// started starts the container and waits until its program handles signals.
 func started(t *testing.T, w *world) {
 	harness.Must(t, createContainer(t, w))
 	harness.Must(t, startContainer(t, w))

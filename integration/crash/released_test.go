@@ -11,13 +11,13 @@ import (
 	"berth/internal/failpoint/points"
 )
 
-// Released binaries contain no failpoints: neither their names nor the code that handles them.
+// Released binaries contain neither the names of failpoints nor the code for them.
 func TestReleasedBinariesHaveNoFailpoints(t *testing.T) {
 	all, err := points.Below("../..")
 	harness.Must(t, err)
 	traces := []string{"BERTH_FAILPOINTS"}
 	for _, p := range all {
-		if strings.Contains(p.Name, "-") { // others may be parts of functions' names
+		if strings.Contains(p.Name, "-") { // shorter names may be parts of function names
 			traces = append(traces, p.Name)
 		}
 	}
@@ -27,12 +27,12 @@ func TestReleasedBinariesHaveNoFailpoints(t *testing.T) {
 			t.Errorf("a released binary contains %q", name)
 		}
 		if !bytes.Contains(with, []byte(name)) {
-			t.Errorf("no binary with failpoints contains %q: this test would not find it", name)
+			t.Errorf("no binary with failpoints contains %q, so this test would not find it", name)
 		}
 	}
 }
 
-// programs returns the bytes of the programs in a directory, one after the other.
+// programs returns the concatenated content of the programs in a directory.
 func programs(t *testing.T, dir string) (all []byte) {
 	t.Helper()
 	for _, name := range []string{"berth", "berth-shim", "berth-unpack"} {

@@ -23,18 +23,18 @@ import (
 	"berth/integration/machine"
 )
 
-// leftover makes a difference of a kind, and returns a function that undoes it.
+// leftover makes a difference of one kind. make returns a function that undoes it.
 type leftover struct {
 	kind string
 	make func(*testing.T) (undo func())
 }
 
-// TestInventoryShowsEveryDifference checks the inventory itself. Each kind of leftover shows as a
-// difference, and without leftovers the inventory shows no difference.
+// TestInventoryShowsEveryDifference checks the inventory itself. It shows each kind of leftover as
+// a difference, and no difference without leftovers.
 func TestInventoryShowsEveryDifference(t *testing.T) {
 	d := harness.StartDaemon(t)
 	w := &world{d: d}
-	with(podRuns(hostPort), withContainer(obedient), started, has(first))(t, w)
+	with(podRuns(hostPort), withContainer(exitsOnTerm), started, has(first))(t, w)
 	pid := (&harness.Container{Pod: &harness.Pod{D: d, Id: w.podID, Config: w.pod}, Id: w.id, Config: w.container}).Pid(t)
 	place := t.TempDir()
 	harness.Must(t, unix.Mount("own", place, "tmpfs", 0, ""))
@@ -50,7 +50,7 @@ func TestInventoryShowsEveryDifference(t *testing.T) {
 	}
 }
 
-// check makes the leftover and checks that it shows as a difference until it is removed.
+// check makes the leftover and expects a difference until it is removed.
 func (l leftover) check(t *testing.T, d *harness.Daemon, before inventory.Items) {
 	undo := l.make(t)
 	err := harness.WaitFor(func() error { // the daemon may accept a connection later
@@ -61,15 +61,15 @@ func (l leftover) check(t *testing.T, d *harness.Daemon, before inventory.Items)
 	})
 	undo()
 	if err != nil {
-		t.Errorf("no difference shows: %v", err)
+		t.Errorf("no difference: %v", err)
 	}
 	if left := d.Becomes(t, before); len(left) > 0 {
 		t.Errorf("differences without a leftover:\n%s", strings.Join(left, "\n"))
 	}
 }
 
-// machineLeftovers are processes, mounts, cgroups, addresses and firewall rules. The container runs
-// process pid, and a private tmpfs is mounted at place.
+// machineLeftovers are processes, mounts, cgroups, addresses and firewall rules. pid is the
+// container's process. place is the mount point of a private tmpfs.
 func machineLeftovers(d *harness.Daemon, pid int, place string) []leftover {
 	return []leftover{
 		{"process", func(t *testing.T) func() {
@@ -128,32 +128,32 @@ func fileLeftovers(d *harness.Daemon, w *world) []leftover {
 		{"file below root", file(filepath.Join(d.Root, "sandboxes/left"), "")},
 		{"file below state", file(filepath.Join(d.State, "c/left"), "")},
 		{"file of logs", file(filepath.Join(d.LogDir, "uid/left"), "")},
-		{"file below state", func(t *testing.T) func() { // its content
+		{"file below state", func(t *testing.T) func() { // changed content
 			path := filepath.Join(d.State, "pods", w.podID, "tmpfs/etc/hostname")
 			content, err := os.ReadFile(path)
 			harness.Must(t, err)
 			harness.Must(t, os.WriteFile(path, []byte("another\n"), 0o644))
 			return func() { harness.Must(t, os.WriteFile(path, content, 0o644)) }
 		}},
-		{"file below root", func(t *testing.T) func() { // its mode
+		{"file below root", func(t *testing.T) func() { // changed mode
 			path := filepath.Join(d.Root, "rootfs", w.id, "upper")
 			harness.Must(t, os.Chmod(path, 0o700))
 			return func() { harness.Must(t, os.Chmod(path, 0o755)) }
 		}},
-		{"file below root", onLayer(w, func(t *testing.T, layer string) func() { // an attribute
+		{"file below root", onLayer(w, func(t *testing.T, layer string) func() { // changed attribute
 			dir := filepath.Join(layer, "fs/etc")
 			harness.Must(t, unix.Lsetxattr(dir, "trusted.left", []byte("x"), 0))
 			return func() { harness.Must(t, unix.Lremovexattr(dir, "trusted.left")) }
 		})},
-		{"file below root", onLayer(w, func(t *testing.T, layer string) func() { // its time
+		{"file below root", onLayer(w, func(t *testing.T, layer string) func() { // changed time
 			path := filepath.Join(layer, "fs/bin/program")
 			info, err := os.Stat(path)
 			harness.Must(t, err)
 			harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime().Add(time.Second)))
 			return func() { harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime())) }
 		})},
-		{"file below root", onLayer(w, unlinkJoined)}, // a hard link replaced with a copy
-		{"file below root", func(t *testing.T) func() { // the content of a record
+		{"file below root", onLayer(w, unlinkJoined)}, // a copy in place of a hard link
+		{"file below root", func(t *testing.T) func() { // changed content of a record
 			path := filepath.Join(d.Root, "pods", w.podID+".record")
 			content, err := os.ReadFile(path)
 			harness.Must(t, err)
@@ -206,25 +206,25 @@ func appended(path string) func(*testing.T) func() {
 	}
 }
 
-// onLayer changes something in the layers of the image that the operations are about.
+// onLayer applies change to the layer that contains bin/program.
 func onLayer(w *world, change func(t *testing.T, layer string) func()) func(*testing.T) func() {
 	return func(t *testing.T) func() {
 		found, err := filepath.Glob(filepath.Join(w.d.Root, "images/layers/*/fs/bin/program"))
 		harness.Must(t, err)
 		if len(found) != 1 {
-			t.Fatalf("%d layers have the program, want 1", len(found))
+			t.Fatalf("%d layers contain the program, want 1", len(found))
 		}
 		return change(t, strings.TrimSuffix(found[0], "/fs/bin/program"))
 	}
 }
 
-// unlinkJoined replaces the file that the join has from a layer by another with the same content,
-// mode, owner and time.
+// unlinkJoined replaces a join's hard link to a layer's file with a copy of the same content, mode,
+// owner and time.
 func unlinkJoined(t *testing.T, layer string) func() {
 	found, err := filepath.Glob(filepath.Join(layer, "../../joins/*/fs/bin/other"))
 	harness.Must(t, err)
 	if len(found) != 1 {
-		t.Fatalf("%d joins have the link, want 1", len(found))
+		t.Fatalf("%d joins contain the link, want 1", len(found))
 	}
 	link := found[0]
 	info, err := os.Stat(link)
@@ -243,7 +243,7 @@ func unlinkJoined(t *testing.T, layer string) func() {
 	return func() { replace(func() error { return os.Link(filepath.Join(layer, "fs/bin/program"), link) }) }
 }
 
-// file makes a file.
+// file creates a file. The undo function removes it.
 func file(path, content string) func(*testing.T) func() {
 	return func(t *testing.T) func() {
 		harness.Must(t, os.WriteFile(path, []byte(content), 0o600))

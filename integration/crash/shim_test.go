@@ -14,10 +14,10 @@ import (
 	"berth/integration/inventory"
 )
 
-// TestShimCrash kills the launcher or the monitor, and not the daemon, at each of its steps.
+// TestShimCrash kills the launcher or the monitor, but not the daemon, at each of its steps.
 func TestShimCrash(t *testing.T) {
 	if testing.Short() {
-		t.Skip("the enumeration takes minutes")
+		t.Skip("runs for minutes")
 	}
 	for _, op := range shimOperations {
 		if op.more && !everything {
@@ -34,15 +34,15 @@ func TestShimCrash(t *testing.T) {
 // shimOperation is an operation that involves launchers or monitors.
 type shimOperation struct {
 	operation
-	next func(*testing.T, *world) error // kubelet's next calls after the crash; nil: the same request
+	next func(*testing.T, *world) error // kubelet's next requests after the crash; nil: the same request
 
 	// noShim: the operation involves no launcher and no monitor.
 	noShim bool
-	// exits: the container has exited afterwards, by its monitor's report. A monitor that is killed
-	// before it writes the report causes another exit status.
+	// exits: the container exits during the operation, and its monitor reports the exit. If the
+	// monitor is killed before it writes the report, the exit status differs.
 	exits bool
-	// execs: the operation is an exec. When both the daemon and the launcher are killed, no record
-	// of the exec remains, and its processes live as long as the container.
+	// execs: the operation is an exec. If both the daemon and the launcher are killed, no record of
+	// the exec remains. Its processes then live until the container exits.
 	execs bool
 	crun  bool // the daemon has crun as a handler
 	// launches: a launcher does most of the operation.
@@ -66,31 +66,31 @@ var shimOperations = []shimOperation{
 		next: startNext, launches: true, crun: true},
 	{operation: operation{name: "StartContainer_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(harness.Command("/no/such/program")), created), request: failToStart}, launches: true},
 
-	{operation: operation{name: "Exec", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: execute}, execs: true, launches: true},
-	{operation: operation{name: "Exec_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: execute, more: true},
+	{operation: operation{name: "Exec", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: execute}, execs: true, launches: true},
+	{operation: operation{name: "Exec_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: execute, more: true},
 		execs: true, launches: true, crun: true},
-	{operation: operation{name: "Exec_timeout", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: executeTooLong}, execs: true, launches: true, limited: true},
-	{operation: operation{name: "Exec_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: failToExec, more: true}, execs: true, launches: true},
+	{operation: operation{name: "Exec_timeout", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: executeTooLong}, execs: true, launches: true, limited: true},
+	{operation: operation{name: "Exec_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: failToExec, more: true}, execs: true, launches: true},
 
-	{operation: operation{name: "StopContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(30)}, exits: true},
-	{operation: operation{name: "StopContainer_kill", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(0), more: true}, exits: true},
-	{operation: operation{name: "StopContainer_sharedPIDs", prepare: with(podRuns(harness.SharedPID), withContainer(obedient), started), request: stopContainer(30)}, exits: true},
+	{operation: operation{name: "StopContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: stopContainer(30)}, exits: true},
+	{operation: operation{name: "StopContainer_kill", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: stopContainer(0), more: true}, exits: true},
+	{operation: operation{name: "StopContainer_sharedPIDs", prepare: with(podRuns(harness.SharedPID), withContainer(exitsOnTerm), started), request: stopContainer(30)}, exits: true},
 
-	{operation: operation{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod}, exits: true},
-	{operation: operation{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer}},
-	{operation: operation{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod}},
-	{operation: operation{name: "RemovePodSandbox_userNamespace", prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace), started),
+	{operation: operation{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod}, exits: true},
+	{operation: operation{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer}},
+	{operation: operation{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod}},
+	{operation: operation{name: "RemovePodSandbox_userNamespace", prepare: with(podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace), started),
 		request: removePod, more: true}},
 }
 
-// shimEnumeration is one of these with all its cases.
+// shimEnumeration is one shimOperation with all its cases.
 type shimEnumeration struct {
 	enumeration
 	shimOperation
-	lost inventory.Items // after, where the monitor was lost before the container's exit was written down
+	lost inventory.Items // like after, but the monitor was lost before it recorded the container's exit
 }
 
-// shimPoint is a failpoint and a count at which a launcher or monitor is killed.
+// shimPoint is a failpoint, a program and a count. A launcher or monitor is killed there.
 type shimPoint struct {
 	program string
 	point
@@ -101,7 +101,7 @@ func (e *shimEnumeration) run(t *testing.T) {
 	e.uncrashed(t)
 	cases := shimCases(e.uncrashed(t))
 	if e.noShim != (len(cases) == 0) {
-		t.Errorf("launchers and monitors reach %d points", len(cases))
+		t.Errorf("launchers and monitors reached only %d points", len(cases))
 	}
 	recorded := slices.Index(cases, shimPoint{harness.MonitorProgram, point{"monitor.exit-recorded", 1}})
 	if e.exits && recorded < 0 {
@@ -178,7 +178,7 @@ func asLost(s inventory.Items) inventory.Items {
 	})
 }
 
-// shimCases returns the points of a trace that launchers and monitors have reached.
+// shimCases returns the points of a trace that launchers and monitors reached.
 func shimCases(trace []harness.ReachedPoint) (cases []shimPoint) {
 	var names []string
 	for _, p := range trace {
@@ -193,12 +193,12 @@ func shimCases(trace []harness.ReachedPoint) (cases []shimPoint) {
 	return cases
 }
 
-// killing is how a launcher or monitor is killed.
+// killing describes how a launcher or monitor is killed.
 type killing struct {
 	arm     func(*testing.T)
-	reached func() bool // waits for it
+	reached func() bool // waits until the process is at the point
 	disarm  func()
-	mayMiss bool // whether it is reached depends on time
+	mayMiss bool // the point depends on timing
 }
 
 func atFailpoint(fp *harness.Failpoints, at shimPoint) killing {
@@ -209,7 +209,7 @@ func atFailpoint(fp *harness.Failpoints, at shimPoint) killing {
 	}
 }
 
-// notReached ends a case in which nothing was killed.
+// notReached ends a case in which no process was killed.
 func (e *shimEnumeration) notReached(t *testing.T, w *world, how killing, err error) {
 	t.Helper()
 	if !how.mayMiss || err != nil {
@@ -218,7 +218,7 @@ func (e *shimEnumeration) notReached(t *testing.T, w *world, how killing, err er
 	e.cases--
 	e.missed++
 	w.clean(t)
-	t.Skip("the point was not reached this time")
+	t.Skip("the point was not reached, which depends on timing")
 }
 
 // crash is one case.
@@ -250,8 +250,8 @@ func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want 
 	e.report(t, "after everything was removed", e.d.Becomes(t, e.idle))
 }
 
-// repeated repeats the request, as kubelet does, until the state is the expected one. It returns
-// the remaining differences.
+// repeated repeats the request until the state is the expected one, as kubelet does. It returns the
+// remaining differences.
 func (e *shimEnumeration) repeated(t *testing.T, w *world, want inventory.Items) (differences []string) {
 	t.Helper()
 	next := e.next
@@ -265,7 +265,7 @@ func (e *shimEnumeration) repeated(t *testing.T, w *world, want inventory.Items)
 			continue
 		}
 		if differences = e.d.BecomesWithin(t, want, deathPatience/looks); len(differences) == 0 {
-			return e.d.Becomes(t, want) // and stays so
+			return e.d.Becomes(t, want) // the state must not change again
 		}
 	}
 	return differences
@@ -295,10 +295,10 @@ func executeTooLong(t *testing.T, w *world) error {
 	return expectTimeout(err)
 }
 
-// expectTimeout returns nil for the client's form of an exec's DeadlineExceeded.
+// expectTimeout returns nil for cri-client's form of an exec's DeadlineExceeded.
 func expectTimeout(err error) error {
-	if err == nil || !strings.Contains(err.Error(), "timed out after 1") { // second, or ten
-		return fmt.Errorf("an exec that takes too long returned: %v", err)
+	if err == nil || !strings.Contains(err.Error(), "timed out after 1") { // 1 or 10 seconds
+		return fmt.Errorf("exec beyond its timeout returned: %v", err)
 	}
 	return nil
 }
@@ -308,10 +308,10 @@ func failToExec(t *testing.T, w *world) error {
 	return expect(err, codes.InvalidArgument)
 }
 
-// expect is nil for an error with that code.
+// expect returns nil for an error with that code.
 func expect(err error, code codes.Code) error {
 	if got := harness.CodeOf(err); got != code {
-		return fmt.Errorf("the code is %v, not %v: %v", got, code, err)
+		return fmt.Errorf("gRPC code is %v, want %v: %v", got, code, err)
 	}
 	return nil
 }

@@ -12,23 +12,23 @@ import (
 	"berth/internal/failpoint/points"
 )
 
-// starts lists starts of the daemon on state that was changed while no daemon ran.
+// starts lists starts of the daemon on a state that was changed while no daemon ran.
 var starts = []operation{
-	{name: "Start", spoil: nothing, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing},
-	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing, more: true},
+	{name: "Start", spoil: nothing, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
+	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_records_userNamespace_imageVolume", spoil: loseRecords,
-		prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started), request: doNothing, more: true},
+		prepare: with(podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace, imageVolume), started), request: doNothing, more: true},
 	{name: "Start_lost_records_crun", daemon: withCrun, spoil: loseRecords,
-		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: doNothing, more: true},
+		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: doNothing, more: true},
-	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing},
-	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing, more: true},
+	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
+	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_damaged_layer", named: checkpoint.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
-	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: doNothing, more: true},
+	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: doNothing, more: true},
 }
 
-// doNothing does nothing, as kubelet does after a start of the daemon.
+// doNothing sends no request. After the daemon's start kubelet needs none.
 func doNothing(*testing.T, *world) error { return nil }
 
 func (w *world) podRecord() string { return filepath.Join(w.d.Root, "pods", w.podID+".record") }
@@ -36,7 +36,7 @@ func (w *world) containerRecord() string {
 	return filepath.Join(w.d.Root, "containers", w.id+".record")
 }
 
-// loseRecords removes records, as a power cut can.
+// loseRecords removes records, as a power failure can.
 func loseRecords(t *testing.T, w *world) {
 	harness.Must(t, os.Remove(w.podRecord()))
 	loseContainerRecord(t, w)
@@ -44,21 +44,21 @@ func loseRecords(t *testing.T, w *world) {
 
 func loseContainerRecord(t *testing.T, w *world) { harness.Must(t, os.Remove(w.containerRecord())) }
 
-// damageRecords cuts records short, and leaves one that was being written.
+// damageRecords truncates records and leaves a temporary file.
 func damageRecords(t *testing.T, w *world) {
 	cutShort(t, w.podRecord())
 	cutShort(t, w.containerRecord())
 	harness.Must(t, os.WriteFile(filepath.Join(filepath.Dir(w.podRecord()), "."+w.podID+".tmp"), []byte("berth"), 0o600))
 }
 
-// damageLayers cuts the records of all layers short.
+// damageLayers truncates the records of all layers.
 func damageLayers(t *testing.T, w *world) {
 	var records []string
 	for _, root := range image.LayerRoots(filepath.Join(w.d.Root, "images")) {
 		records = append(records, harness.Get(filepath.Glob(filepath.Join(root, "layers/*/layer.json")))(t)...)
 	}
 	if len(records) == 0 {
-		t.Fatal("there are no layers")
+		t.Fatal("no layers found")
 	}
 	for _, path := range records {
 		cutShort(t, path)
@@ -68,13 +68,13 @@ func damageLayers(t *testing.T, w *world) {
 // cutShort truncates a file to the header that all records of its kind share.
 func cutShort(t *testing.T, path string) { harness.Must(t, os.Truncate(path, 16)) }
 
-// emptyAddress makes an empty address file of host-local. A power cut between creation and write
-// leaves such a file.
+// emptyAddress creates an empty address file of host-local. A power failure between creation and
+// write leaves such a file.
 func emptyAddress(t *testing.T, w *world) {
 	harness.Must(t, os.WriteFile(filepath.Join(w.d.DataDir, "test/10.88.0.99"), nil, 0o600))
 }
 
-// renameProgram renames an installed program as if it came from another version.
+// renameProgram renames an installed program as if another version had installed it.
 func renameProgram(name string) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
 		installed, err := filepath.Glob(filepath.Join(w.d.Root, "bin", name+"-*"))
@@ -86,33 +86,33 @@ func renameProgram(name string) func(*testing.T, *world) {
 	}
 }
 
-// unkilled lists the points that never kill the daemon in an operation, with reasons.
+// unkilled lists points that never kill the daemon in an operation, with reasons.
 var unkilled = map[string]string{
-	"launch.processes-removed": "a launcher was lost, which takes another kill: TestShimCrash has those",
-	"exec.kill-left":           oddExec,
-	"exec.remove-directory":    oddExec,
-	"exec.directory-removed":   oddExec,
-	"exec.left-killed":         oddExec,
-	"killtree.frozen":          oddExec,
-	"killtree.signalled":       oddExec,
+	"launch.processes-removed": "needs a lost launcher, which TestShimCrash tests",
+	"exec.kill-left":           lostExec,
+	"exec.remove-directory":    lostExec,
+	"exec.directory-removed":   lostExec,
+	"exec.left-killed":         lostExec,
+	"killtree.frozen":          lostExec,
+	"killtree.signalled":       lostExec,
 }
 
-const oddExec = "reached by the daemon only for an exec whose launcher is lost or given up; with the daemon lost as well, it ends with its container"
+const lostExec = "reached only for an exec whose launcher is lost; if the daemon is lost, too, the exec ends with its container"
 
-// allKilled demands that the daemon was killed at each point that there is.
+// allKilled fails unless each failpoint of the daemon killed it in some operation.
 func allKilled(t *testing.T, killed map[string]bool) {
 	t.Helper()
 	all, err := points.Below("../..")
 	harness.Must(t, err)
 	for _, p := range all {
 		if area, _, _ := strings.Cut(p.Name, "."); area == "launcher" || area == "monitor" {
-			continue // that is their program: see TestShimCrash
+			continue // TestShimCrash tests these programs
 		}
 		switch {
 		case !killed[p.Name] && unkilled[p.Name] == "":
-			t.Errorf("%s: no operation has the daemon killed at %q", p.Place, p.Name)
+			t.Errorf("%s: no operation killed the daemon at %q", p.Place, p.Name)
 		case killed[p.Name] && unkilled[p.Name] != "":
-			t.Errorf("%s: the daemon was killed at %q: take it off the list", p.Place, p.Name)
+			t.Errorf("%s: the daemon was killed at %q; remove it from the list", p.Place, p.Name)
 		}
 	}
 }

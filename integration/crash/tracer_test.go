@@ -21,11 +21,11 @@ import (
 	"berth/internal/testutil"
 )
 
-// TestLauncherKilledAtSystemCalls kills the launcher after each system call that changes something,
-// and so between any two steps of libcontainer.
+// TestLauncherKilledAtSystemCalls kills the launcher after each system call that changes something.
+// This covers the gaps between libcontainer's steps, which have no failpoints.
 func TestLauncherKilledAtSystemCalls(t *testing.T) {
 	if testing.Short() {
-		t.Skip("the enumeration takes minutes")
+		t.Skip("runs for minutes")
 	}
 	for _, op := range shimOperations {
 		if !op.launches || op.more && !everything {
@@ -39,7 +39,8 @@ func TestLauncherKilledAtSystemCalls(t *testing.T) {
 	}
 }
 
-// fewCalls is the number of cases of an operation in contrib/test -all, fewestCalls without it.
+// fewCalls is the number of an operation's cases in contrib/test -all, fewestCalls that in
+// contrib/test.
 const fewCalls, fewestCalls = 8, 2
 
 func (e *shimEnumeration) runTraced(t *testing.T) {
@@ -57,7 +58,7 @@ func (e *shimEnumeration) runTraced(t *testing.T) {
 		call, _, _ := strings.Cut(effects[i], " ")
 		if !t.Run(fmt.Sprintf("%d-%s", i+1, call), func(t *testing.T) { e.crash(t, e.atCall(i+1), false, e.after) }) {
 			e.failed++
-			t.Logf("killed after system call %d, which was without a crash: %s", i+1, effects[i])
+			t.Logf("killed after system call %d, in the first run: %s", i+1, effects[i])
 			e.startOver(t)
 		}
 	}
@@ -71,7 +72,7 @@ func calls() int {
 	return fewestCalls
 }
 
-// effects runs the operation without a crash, and returns what its launcher does.
+// effects runs the operation without a crash, and returns the system calls of its launcher.
 func (e *shimEnumeration) effects(t *testing.T) []string {
 	t.Helper()
 	w := &world{d: e.d}
@@ -82,7 +83,7 @@ func (e *shimEnumeration) effects(t *testing.T) []string {
 	effects := tr.stop()
 	harness.Must(t, err)
 	if len(effects) == 0 {
-		t.Fatal("launchers do nothing")
+		t.Fatal("no system calls of launchers were traced")
 	}
 	w.clean(t)
 	e.d.Settled(t)
@@ -95,7 +96,7 @@ func (e *shimEnumeration) atCall(n int) killing {
 		arm:     func(t *testing.T) { tr = traceLaunchers(t, e.d, n) },
 		reached: func() bool { return tr.kill(deathPatience) },
 		disarm:  func() { tr.stop() },
-		mayMiss: true, // the next idle launcher is watched, too, for as long as the operation takes
+		mayMiss: true, // the tracer also watches the next idle launcher during the operation
 	}
 }
 
@@ -103,16 +104,16 @@ func (e *shimEnumeration) atCall(n int) killing {
 // launcher. These include libcontainer's calls, which have no failpoints. It does not trace the
 // launchers' children.
 type tracer struct {
-	at int // number of the effect after which the thread is stopped, to be killed; 0: none
+	at int // the thread is stopped after this effect (counted from 1), to be killed; 0: never
 
 	ready   chan error
-	reached chan int      // gets the ID of the stopped thread, which is not traced for long after that
+	reached chan int      // gets the ID of the stopped thread, whose tracing ends soon after
 	end     chan struct{} // closed by stop
 	ended   sync.WaitGroup
-	effects []string // read after ended
+	effects []string // valid after ended
 }
 
-// traceLaunchers begins to watch the daemon's idle launchers.
+// traceLaunchers starts to trace the daemon's idle launchers.
 func traceLaunchers(t *testing.T, d *harness.Daemon, at int) *tracer {
 	t.Helper()
 	tr := &tracer{at: at, ready: make(chan error), reached: make(chan int, 1), end: make(chan struct{})}
@@ -135,30 +136,31 @@ func traceLaunchers(t *testing.T, d *harness.Daemon, at int) *tracer {
 	return tr
 }
 
-// onItsOwnThread runs a tracer on a thread that ends then, upon which the kernel lets its tracees
-// go.
+// onItsOwnThread runs a tracer on a new thread, which then exits. The kernel detaches its tracees
+// at the exit.
 func onItsOwnThread(trace func()) {
 	runtime.LockOSThread()
 	if unix.Gettid() != unix.Getpid() {
 		trace()
 		return
 	}
-	// The main thread never ends, so it is locked and not used again.
+	// The main thread never exits. It stays locked, so that no other goroutine uses it.
 	var other sync.WaitGroup
 	other.Go(func() { onItsOwnThread(trace) })
 	other.Wait()
 	runtime.UnlockOSThread()
 }
 
-// stop lets the launchers go, and returns the effects that they had.
+// stop detaches the launchers and returns their effects.
 func (tr *tracer) stop() []string {
 	close(tr.end)
 	tr.ended.Wait()
 	return tr.effects
 }
 
-// kill waits up to limit until the launcher is stopped, kills it, and reports whether it did. Only
-// the tracer can reap a traced process, so kill reaps it for the daemon.
+// kill waits up to limit until the launcher is stopped, kills it, and reports whether the kill
+// succeeded. It waits for the end of the tracing, because only a tracer could reap a traced
+// process.
 func (tr *tracer) kill(limit time.Duration) bool {
 	select {
 	case tid := <-tr.reached:
@@ -166,7 +168,7 @@ func (tr *tracer) kill(limit time.Duration) bool {
 			threads := fmt.Sprintf("/proc/%d/task", tid)
 			for _, thread := range machine.ReadDir(threads) {
 				if status := machine.ReadLines(threads + "/" + thread + "/status"); !slices.Contains(status, "TracerPid:\t0") {
-					return errors.New("it is watched")
+					return errors.New("the launcher is still traced")
 				}
 			}
 			return unix.Kill(tid, unix.SIGKILL) // any thread's ID works; the thread is stopped, so its ID is not reused
@@ -188,7 +190,7 @@ func (tr *tracer) attach(pids []int) error {
 			}
 			err = ptrace(unix.PTRACE_SEIZE, tid, 0, traceOptions)
 			if errors.Is(err, unix.ESRCH) {
-				continue // the thread has ended
+				continue // the thread has exited
 			}
 			if err != nil {
 				return fmt.Errorf("trace thread %d of launcher %d: %w", tid, pid, err)
@@ -209,7 +211,7 @@ func ptrace(request, pid int, address, data uintptr) error {
 	return nil
 }
 
-// follow handles what happens to the threads until stop is called or none is left.
+// follow handles the events of the threads until stop is called or no thread is left.
 func (tr *tracer) follow() {
 	for {
 		var status unix.WaitStatus
@@ -230,18 +232,18 @@ func (tr *tracer) follow() {
 	}
 }
 
-// resume handles a stopped thread and resumes it until its next system call, unless this call was the
-// chosen one. Errors mean that the thread has ended.
+// resume handles a stopped thread and resumes it until its next system call, unless this call was
+// the chosen one. Errors mean that the thread has exited.
 func (tr *tracer) resume(tid int, status unix.WaitStatus) (reached bool) {
 	signal := 0
 	switch event := int(status) >> 16; {
-	case event == unix.PTRACE_EVENT_EXEC: // it is a monitor now
+	case event == unix.PTRACE_EVENT_EXEC: // the launcher has become a monitor
 		_ = unix.PtraceDetach(tid)
 		return false
-	case event != 0: // a new thread or the start of tracing
+	case event != 0: // a new thread, or the start of tracing
 	case status.StopSignal() == unix.SIGTRAP|0x80:
 		if tr.enter(tid) {
-			_ = unix.Kill(tid, unix.SIGSTOP) // this system call is its last
+			_ = unix.Kill(tid, unix.SIGSTOP) // stops the thread after this system call
 			tr.reached <- tid
 			return true
 		}
@@ -252,7 +254,7 @@ func (tr *tracer) resume(tid int, status unix.WaitStatus) (reached bool) {
 	return false
 }
 
-// syscallInfo is struct ptrace_syscall_info of a system call that is entered.
+// syscallInfo is struct ptrace_syscall_info at the entry of a system call.
 type syscallInfo struct {
 	op     uint8
 	_      [3]uint8
@@ -262,8 +264,8 @@ type syscallInfo struct {
 	args   [6]uint64
 }
 
-// enter records the effect of the system call that the thread is entering. It reports whether the
-// call is the chosen one.
+// enter records the effect of the system call that the thread enters. It reports whether the call
+// is the chosen one.
 func (tr *tracer) enter(tid int) bool {
 	const entry = 1 // PTRACE_SYSCALL_INFO_ENTRY
 	var info syscallInfo
@@ -278,8 +280,8 @@ func (tr *tracer) enter(tid int) bool {
 	return len(tr.effects) == tr.at
 }
 
-// effectOf are the system calls with an effect outside of the process, each with the argument that
-// is a path; -1: none is.
+// effectOf lists the system calls with an effect outside the process. path is the index of the
+// argument that is a path; -1: none.
 var effectOf = map[uint64]struct {
 	name string
 	path int
@@ -295,7 +297,7 @@ var effectOf = map[uint64]struct {
 }
 
 // describeEffect returns the system call's name and object, or "" for a call without an effect
-// outside.
+// outside the process.
 func describeEffect(tid int, info *syscallInfo) string {
 	call, known := effectOf[info.number]
 	if !known {
@@ -331,7 +333,7 @@ func stringAt(tid int, address uint64) string {
 	}
 	defer memory.Close()
 	buf := make([]byte, 256)
-	n, _ := memory.ReadAt(buf, int64(address)) // it may end before
+	n, _ := memory.ReadAt(buf, int64(address)) // the mapping may end before
 	text, _, _ := bytes.Cut(buf[:n], []byte{0})
 	return string(text)
 }

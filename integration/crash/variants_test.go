@@ -19,24 +19,24 @@ import (
 
 // variants lists operations on unusual state.
 var variants = []operation{
-	{name: "StopContainer_frozen", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started, freezeMonitor), request: stopContainer(0), more: true},
-	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: limit, more: true},
+	{name: "StopContainer_frozen", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started, freezeMonitor), request: stopContainer(0), more: true},
+	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: limit, more: true},
 	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
 
 	{name: "RunPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(networkLost, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "RunPodSandbox_ownNetwork_found", daemon: ownNetwork, prepare: with(networkLost, makeBridge, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
-	{name: "StopPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
+	{name: "StopPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod, more: true},
 	{name: "RunPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: withPod(udpHostPort, bandwidth), request: runPod, again: anotherPod, more: true},
 	{name: "StopPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: with(podRuns(udpHostPort, bandwidth), sendDatagram), request: stopPod, more: true},
 
 	{name: "RunPodSandbox_crun", daemon: withCrun, prepare: with(byCrun, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "StartContainer_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer,
 		again: startAnother, more: true},
-	{name: "RemovePodSandbox_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: removePod, more: true},
+	{name: "RemovePodSandbox_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removePod, more: true},
 
 	{name: "RunPodSandbox_plugin", daemon: withPlugin, prepare: withPod(harness.HostNetwork), request: runPod, again: anotherPod, more: true},
 	{name: "CreateContainer_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer()), request: createContainer, again: anotherContainer, more: true},
-	{name: "StopPodSandbox_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopPod, more: true},
+	{name: "StopPodSandbox_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: stopPod, more: true},
 }
 
 // freezeMonitor stops the container's monitor.
@@ -51,23 +51,23 @@ func withHostPath(_ *testing.T, w *world) {
 	w.container.Mounts = append(w.container.Mounts, &runtimeapi.Mount{HostPath: filepath.Join(w.d.LogDir, "host/path"), ContainerPath: "/host"})
 }
 
-// limit sets limits of a container that runs.
+// limit updates the limits of a running container.
 func limit(t *testing.T, w *world) error {
 	return w.d.Cri.UpdateContainerResources(t.Context(), w.id, &runtimeapi.ContainerResources{
 		Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512, CpuPeriod: 100_000, CpuQuota: 50_000, MemoryLimitInBytes: 256 << 20}})
 }
 
-// ownNetwork enables the built-in network, so that the daemon can be killed in the middle of ADD
-// and DEL. IPv6 is off because its addresses differ from case to case.
+// ownNetwork enables berth's own network, so that the daemon can be killed during ADD and DEL. IPv6
+// is off because its addresses differ from case to case.
 func ownNetwork(*testing.T) harness.DaemonOption {
 	return harness.WithOwnNetwork(`network_subnets = ["10.83.0.0/16"]`)
 }
 
-// networkLost makes the pod the first one after a boot.
+// networkLost removes the network, as if the pod were the first after a boot.
 func networkLost(t *testing.T, w *world) { w.d.LoseNetwork(t) }
 
-// makeBridge makes the bridge in advance, as an administrator may. Results of ADD contain its
-// hardware address.
+// makeBridge creates the bridge before the daemon does, as an administrator may. Results of ADD
+// contain its hardware address.
 func makeBridge(t *testing.T, _ *world) {
 	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0", HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 1}}}))
 }
@@ -88,10 +88,10 @@ func sendDatagram(t *testing.T, _ *world) {
 	harness.Must(t, conn.Close())
 }
 
-// withCrun gives the daemon a handler whose containers crun makes.
+// withCrun configures crun as a handler.
 func withCrun(t *testing.T) harness.DaemonOption { return harness.WithHandler(crun, harness.Crun(t)) }
 
-// withPlugin makes each daemon start an NRI plugin.
+// withPlugin configures an NRI plugin that each daemon starts.
 func withPlugin(*testing.T) harness.DaemonOption {
 	return func(t *testing.T, d *harness.Daemon) {
 		dir := filepath.Join(d.Dir, "plugins")
@@ -103,7 +103,7 @@ func withPlugin(*testing.T) harness.DaemonOption {
 // isPlugin reports whether a daemon has started this process as an NRI plugin.
 func isPlugin() bool { return os.Getenv(api.PluginSocketEnvVar) != "" }
 
-// runPlugin is that plugin.
+// runPlugin runs the NRI plugin.
 func runPlugin() error {
 	s, err := stub.New(plugin{})
 	if err != nil {
@@ -112,7 +112,7 @@ func runPlugin() error {
 	return s.Run(context.Background())
 }
 
-// plugin gives each container a variable, and asks for limits of others.
+// plugin adds a variable to each container and requests limits for others.
 type plugin struct{}
 
 func (plugin) CreateContainer(context.Context, *api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {

@@ -1,8 +1,8 @@
 // Command demoregistry serves an image built from the host's busybox at
-// ADDRESS/library/busybox:latest, so that the demo and the benchmark need no
-// internet. It prints the image's full name when it is ready, and ends on SIGTERM
-// or when its standard input does. With -pull it serves the image that pulls are measured
-// with, too, in gzip and in zstd, and prints their names in further lines.
+// ADDRESS/library/busybox:latest, so that the demo and the benchmark need no internet. It prints
+// the image's full name when it is ready. It ends on SIGTERM or at the end of its standard input.
+// With -pull it also serves the image for pull measurements, in gzip and in zstd, and prints these
+// names in further lines.
 package main
 
 import (
@@ -22,7 +22,7 @@ import (
 
 func main() {
 	address := flag.String("listen", "127.0.0.1:0", "address to listen at")
-	pull := flag.Bool("pull", false, "serve the images that pulls are measured with, too")
+	pull := flag.Bool("pull", false, "also serve the images for pull measurements")
 	flag.Parse()
 	if err := serve(*address, *pull); err != nil {
 		fmt.Fprintln(os.Stderr, "demoregistry:", err)
@@ -62,7 +62,7 @@ func serve(address string, pull bool) error {
 	return registry.Close()
 }
 
-// pushPullImages returns the names of the images that pulls are measured with.
+// pushPullImages pushes the images for pull measurements and returns their names.
 func pushPullImages(registry *fixture.Registry) (names []string, err error) {
 	for _, form := range []struct {
 		name        string

@@ -24,14 +24,14 @@ import (
 	"berth/internal/testutil"
 )
 
-// Eight at a time, pods are created, exec'd and removed, while the daemon, launchers and monitors
-// are killed at random. Every exit code is right, and every start that a kill interrupted can be
-// repeated. After each tenth of the pods the test compares the daemon and the machine with their
-// state after the second tenth. In the last third the daemon is not killed, so that its own growth
-// shows.
+// TestChurn creates pods, runs execs in them and removes them, eight at a time. Meanwhile it kills
+// the daemon, launchers and monitors at random. Every exit code must be right, and every start that
+// a kill interrupted must succeed when repeated. After each tenth of the pods the test compares the
+// daemon and the machine with their state after the second tenth. In the last third the daemon is
+// not killed, so that growth of its memory shows.
 func TestChurn(t *testing.T) {
 	testutil.Long(t)
-	pods, kills := 200, 3 // kills of the daemon in each round that has some
+	pods, kills := 200, 3 // daemon kills in each of the first roundsWithKills rounds
 	if harness.Thorough() {
 		pods, kills = 5000, 20
 	}
@@ -51,13 +51,13 @@ func TestChurn(t *testing.T) {
 	t.Logf("%d pods, %d kills of monitors, %d of launchers, of which %d were at work, %d calls repeated",
 		c.done.Load(), c.monitorsKilled.Load(), c.launchersKilled.Load(), c.launchersLost.Load(), c.repeated.Load())
 	if c.monitorsKilled.Load() == 0 || c.launchersKilled.Load() == 0 {
-		t.Error("not all kinds of processes were killed")
+		t.Error("no process of some kind was killed")
 	}
 }
 
 const rounds, roundsWithKills = 10, 6
 
-// parallel is how many pods are worked on at a time.
+// parallel is the number of pods at a time.
 const parallel = 8
 
 type churn struct {
@@ -65,14 +65,14 @@ type churn struct {
 	client client
 	seed   uint64
 
-	daemon                         atomic.Int64 // how often it was killed and started; odd: it does not run
+	daemon                         atomic.Int64 // number of kills and starts; odd while no daemon runs
 	done, monitorsKilled, repeated atomic.Int64
-	launchersKilled, launchersLost atomic.Int64                // lost: killed while they worked on an order
-	held                           func(t *testing.T) []string // compares with the state after the second round
-	heap                           uint64                      // bytes the last daemon had in use after its first whole round
+	launchersKilled, launchersLost atomic.Int64                // lost: killed during a launch or exec
+	grown                          func(t *testing.T) []string // returns growth since the second round
+	heap                           uint64                      // bytes of the last daemon's heap in use after its first complete round
 }
 
-// client is one connection, which finds each new daemon by itself.
+// client is one connection, which reconnects to each new daemon.
 type client struct {
 	runtimeapi.RuntimeServiceClient
 }
@@ -86,7 +86,7 @@ func dial(t *testing.T, d *harness.Daemon) client {
 	return client{runtimeapi.NewRuntimeServiceClient(conn)}
 }
 
-// round works on n pods, and kills the daemon so many times meanwhile.
+// round runs n pods and kills the daemon daemonKills times meanwhile.
 func (c *churn) round(t *testing.T, n, daemonKills int) {
 	t.Helper()
 	var workers sync.WaitGroup
@@ -124,10 +124,10 @@ func (c *churn) round(t *testing.T, n, daemonKills int) {
 	workers.Wait()
 }
 
-// pause waits for a random time, so that kills do not always hit the beginning of a pod.
+// pause waits for a random time, so that kills do not always hit the start of a pod.
 func pause(random *rand.Rand) { time.Sleep(time.Duration(random.IntN(int(50 * time.Millisecond)))) }
 
-// killLauncher kills one of the daemon's launchers, idle or at work.
+// killLauncher kills one of the daemon's launchers, idle or busy.
 func (c *churn) killLauncher(t *testing.T, random *rand.Rand) {
 	t.Helper()
 	launchers := c.d.Launchers()
@@ -136,24 +136,24 @@ func (c *churn) killLauncher(t *testing.T, random *rand.Rand) {
 	}
 	c.launchersKilled.Add(1)
 	if err := unix.Kill(launchers[random.IntN(len(launchers))], unix.SIGKILL); err != nil {
-		harness.Equal(t, "why a launcher could not be killed", err, error(unix.ESRCH)) // it has just ended
+		harness.Equal(t, "error of kill", err, error(unix.ESRCH)) // it has just exited
 		c.launchersKilled.Add(-1)
 	}
 }
 
 // compare reports growth since the second round, and growth of the last daemon's heap since its
-// first whole round.
+// first complete round.
 func (c *churn) compare(t *testing.T, round int) {
 	t.Helper()
 	c.d.WaitIdle(t)
 	heap := c.d.HeapInUse(t)
-	t.Logf("after %d pods: daemon %d kB, of its heap in use %d bytes", c.done.Load(), c.d.Memory(t), heap)
-	if round == 1 { // until then pools fill, files are made once
-		c.held = c.d.Held(t)
+	t.Logf("after %d pods: the daemon has %d kB of memory and %d bytes of its heap in use", c.done.Load(), c.d.Memory(t), heap)
+	if round == 1 { // pools fill and some files are created only once in the first two rounds
+		c.grown = c.d.WatchGrowth(t)
 	}
 	if round > 1 {
-		if grown := c.held(t); len(grown) > 0 {
-			t.Errorf("after %d pods there is more:\n  %s", c.done.Load(), strings.Join(grown, "\n  "))
+		if grown := c.grown(t); len(grown) > 0 {
+			t.Errorf("growth after %d pods:\n  %s", c.done.Load(), strings.Join(grown, "\n  "))
 		}
 	}
 	if round == roundsWithKills {
@@ -164,8 +164,8 @@ func (c *churn) compare(t *testing.T, round int) {
 	}
 }
 
-// heapMargin bounds the variation of the heap at rest, from connections and buffers. Measured: 200
-// KiB.
+// heapMargin bounds variations of the heap of an idle daemon, caused by connections and buffers.
+// The measured variation is 200 KiB.
 const heapMargin = 256 << 10
 
 // life is one pod with one container.
@@ -182,7 +182,7 @@ func (c *churn) newLife(t *testing.T, i int) *life {
 	t.Helper()
 	options := []harness.PodOption{harness.HostNetwork}
 	if i%2 == 0 {
-		options = nil // a network of its own
+		options = nil // in its own network namespace
 	}
 	l := &life{churn: c, random: rand.New(rand.NewPCG(c.seed, uint64(c.d.PodCount()))), pod: c.d.PodConfig(t, options...)}
 	pod := &harness.Pod{D: c.d, Config: l.pod}
@@ -191,8 +191,8 @@ func (c *churn) newLife(t *testing.T, i int) *life {
 	return l
 }
 
-// run is a whole life. All random numbers are drawn first, so that they do not depend on how it
-// goes.
+// run runs the pod through its complete life. It draws all random numbers first, so that they do
+// not depend on the results of calls.
 func (l *life) run(ctx context.Context) error {
 	code, execCode := int32(l.random.IntN(128)), int32(l.random.IntN(128))
 	killMonitor, removeContainer := l.random.IntN(20) == 0, l.random.IntN(2) == 0
@@ -218,8 +218,8 @@ func (l *life) run(ctx context.Context) error {
 	return l.remove(ctx, removeContainer)
 }
 
-// start runs the pod with a container that executes a command. A container that ended with its
-// launcher is followed by another attempt, as kubelet's is.
+// start runs the pod with a container that executes a command. If a killed launcher prevents or
+// ends the container, start creates the next attempt, as kubelet does.
 func (l *life) start(ctx context.Context, execCode int32) error {
 	pod, err := ask(ctx, l.churn, l.client.RunPodSandbox, &runtimeapi.RunPodSandboxRequest{Config: l.pod})
 	if err != nil {
@@ -238,8 +238,8 @@ func (l *life) start(ctx context.Context, execCode int32) error {
 	}
 }
 
-// startContainer creates and starts the container. A start that the daemon did not survive is
-// repeated.
+// startContainer creates and starts the container. It repeats a start that was interrupted by a
+// kill of the daemon.
 func (l *life) startContainer(ctx context.Context) error {
 	container, err := ask(ctx, l.churn, l.client.CreateContainer, &runtimeapi.CreateContainerRequest{PodSandboxId: l.podID, Config: l.container, SandboxConfig: l.pod})
 	if err != nil {
@@ -332,7 +332,7 @@ func (l *life) remove(ctx context.Context, containerFirst bool) error {
 	return os.RemoveAll(l.pod.LogDirectory)
 }
 
-// launcherLost is a part of the error of calls whose launcher was killed.
+// launcherLost is part of the error of calls whose launcher was killed.
 const launcherLost = "the launcher is lost"
 
 // lostLauncher reports whether a call failed because its launcher was killed.
@@ -340,10 +340,11 @@ func lostLauncher(err error) bool {
 	return err != nil && (strings.Contains(err.Error(), launcherLost) || strings.Contains(err.Error(), "ask the launcher"))
 }
 
-// longest is how long kubelet waits at most, for RunPodSandbox.
+// longest is kubelet's longest timeout, that of RunPodSandbox.
 const longest = 4 * time.Minute
 
-// ask repeats a call as kubelet does, when the daemon or the launcher was killed meanwhile.
+// ask makes a call. It repeats the call as kubelet does if the daemon or the launcher was killed
+// meanwhile.
 func ask[Request, Response any](ctx context.Context, c *churn, call func(context.Context, Request, ...grpc.CallOption) (Response, error), request Request) (Response, error) {
 	ctx, cancel := context.WithTimeout(ctx, longest)
 	defer cancel()

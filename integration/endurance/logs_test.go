@@ -11,8 +11,8 @@ import (
 	"berth/integration/harness"
 )
 
-// A container writes numbered lines as fast as it can, while the daemon is killed and the log is
-// rotated. Every line is there once, in order.
+// A container writes numbered lines at full speed while the daemon is killed and the log is
+// rotated. The log has every line once and in order.
 func TestLogThroughKillsAndRotations(t *testing.T) {
 	lines, kills, rotations := 100_000, 4, 10
 	if harness.Thorough() {
@@ -41,7 +41,7 @@ func TestLogThroughKillsAndRotations(t *testing.T) {
 	pod.Remove(t)
 }
 
-// shuffled returns these numbers of true and false values, in random order.
+// shuffled returns yes true values and no false values, in random order.
 func shuffled(yes, no int) []bool {
 	all := make([]bool, yes+no)
 	for i := range yes {
@@ -59,10 +59,10 @@ const lineBytes = 50
 type rotatedLog struct {
 	c    *harness.Container
 	old  []string
-	size int64 // of the old ones
+	size int64 // of the renamed files
 }
 
-// rotate does what kubelet does: a rename, then the call.
+// rotate renames the log and calls ReopenContainerLog, as kubelet does.
 func (l *rotatedLog) rotate(t *testing.T) {
 	t.Helper()
 	name := fmt.Sprintf("%s.%d", l.c.LogPath(), len(l.old))
@@ -76,7 +76,7 @@ func (l *rotatedLog) waitSize(t *testing.T, want int64) {
 	t.Helper()
 	harness.Eventually(t, fmt.Sprintf("%d bytes of log", want), func() error {
 		if have := l.size + sizeOf(l.c.LogPath()); have < want {
-			return fmt.Errorf("there are %d", have)
+			return fmt.Errorf("the log has %d bytes", have)
 		}
 		return nil
 	})
@@ -90,7 +90,7 @@ func sizeOf(path string) int64 {
 	return info.Size()
 }
 
-// check reads all files and returns the number of lines. The last line holds the expected number.
+// check reads all files and returns the number of lines. It expects that number in the last line.
 func (l *rotatedLog) check(t *testing.T) int {
 	t.Helper()
 	next, end := 1, ""

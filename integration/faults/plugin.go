@@ -1,5 +1,5 @@
 // Package faults provides components that fail on demand: a CNI plugin that wraps one of the
-// distribution's, and a volume whose server does not answer.
+// distribution's plugins, and a volume whose server does not answer.
 package faults
 
 import (
@@ -13,18 +13,18 @@ import (
 	"berth/integration/machine"
 )
 
-// Plugin is a CNI plugin that fails in a chosen way, before or after the wrapped plugin has run. It
+// Plugin is a CNI plugin that fails in a chosen way, before or after the wrapped plugin runs. It
 // records its calls.
 type Plugin struct {
 	Name string
-	dir  string // holds the program, the chosen fault of each verb and the records
+	dir  string // holds the program, the fault of each verb, and the records
 }
 
-// Faults of a plugin. Those that begin with Work happen after the wrapped plugin has run.
+// Faults of a plugin. Faults that begin with Work happen after the wrapped plugin has run.
 const (
 	Hang        = "hang" // with one child in its process group and one in a new session
 	WorkHang    = "work hang"
-	Die         = "die" // from SIGKILL
+	Die         = "die" // by SIGKILL
 	WorkDie     = "work die"
 	Crash       = "crash" // exit code 2, no CNI error
 	Garbage     = "garbage"
@@ -34,7 +34,7 @@ const (
 	WorkKill    = "work kill"    // kills the daemon with SIGKILL
 	WorkLeave   = "work leave"   // leaves two children and succeeds
 	WorkPause   = "work pause"   // waits until the fault changes, then succeeds; see Resumed
-	failPrefix  = "fail "        // returns a CNI error, a number of times
+	failPrefix  = "fail "        // returns a CNI error a number of times
 )
 
 // Fail returns the fault that makes n calls return a CNI error. Later calls succeed.
@@ -79,7 +79,8 @@ fail*)
 esac
 `
 
-// NewPlugin makes a plugin that wraps the distribution's plugin of that name. It has no fault yet.
+// NewPlugin makes a plugin that wraps the distribution's plugin of that name. It has no fault at
+// first.
 func NewPlugin(t *testing.T, name string) *Plugin {
 	t.Helper()
 	p := &Plugin{Name: name, dir: t.TempDir()}
@@ -99,7 +100,7 @@ func (p *Plugin) Inject(t *testing.T, verb, fault string) {
 	harness.Must(t, os.Rename(filepath.Join(p.dir, verb+".new"), filepath.Join(p.dir, verb)))
 }
 
-// Calls returns the pods that the plugin was called for with a verb.
+// Calls returns the pod IDs of the plugin's calls with a verb.
 func (p *Plugin) Calls(verb string) (ids []string) {
 	for _, line := range machine.ReadLines(filepath.Join(p.dir, "calls")) {
 		if id, ok := strings.CutPrefix(line, verb+" "); ok {
@@ -109,7 +110,7 @@ func (p *Plugin) Calls(verb string) (ids []string) {
 	return ids
 }
 
-// AwaitChildren waits until the plugin has left children behind, or paused, more than n times.
+// AwaitChildren waits until the plugin has left children behind or paused more than n times.
 func (p *Plugin) AwaitChildren(t *testing.T, n int) {
 	t.Helper()
 	harness.Eventually(t, "plugin "+p.Name+" injects its fault", func() error {
@@ -120,8 +121,8 @@ func (p *Plugin) AwaitChildren(t *testing.T, n int) {
 	})
 }
 
-// Resumed returns how many calls have ended after a pause.
+// Resumed returns the number of calls that have ended after a pause.
 func (p *Plugin) Resumed() int { return len(machine.ReadLines(filepath.Join(p.dir, "resumed"))) }
 
-// Left returns how many calls have left children behind or paused.
+// Left returns the number of calls that have left children behind or paused.
 func (p *Plugin) Left() int { return len(machine.ReadLines(filepath.Join(p.dir, "left"))) }

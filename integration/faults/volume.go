@@ -15,17 +15,17 @@ import (
 	"berth/integration/harness"
 )
 
-// Volume is an empty volume whose server does not answer, like NFS without its server. stat of the
-// mount point works. A lookup inside sleeps uninterruptibly until Answer is called.
+// Volume is an empty volume whose server does not answer, like NFS with a dead server. stat of the
+// mount point works. A lookup inside blocks uninterruptibly until Answer is called.
 type Volume struct {
 	Dir     string
 	asked   atomic.Int32
 	answers chan struct{}
-	Answer  func() // lets lookups return ENOENT from now on; may be called again
+	Answer  func() // makes lookups return ENOENT; may be called more than once
 }
 
-// NewVolume mounts a volume until the test ends. Call it before the daemon is started, so that the
-// unmount comes after the daemon's end. It skips the test without FUSE.
+// NewVolume mounts a volume until the test ends. Call it before the daemon is started, so that it
+// is unmounted after the daemon has exited. It skips the test without FUSE.
 func NewVolume(t *testing.T) *Volume {
 	t.Helper()
 	v := &Volume{Dir: t.TempDir(), answers: make(chan struct{})}
@@ -66,7 +66,7 @@ type silent struct {
 
 var _ fs.NodeLookuper = (*silent)(nil)
 
-// Lookup implements fs.NodeLookuper. It ignores that the caller was killed.
+// Lookup implements fs.NodeLookuper. It goes on if the caller is killed.
 func (s *silent) Lookup(context.Context, string, *fuse.EntryOut) (*fs.Inode, syscall.Errno) {
 	s.volume.asked.Add(1)
 	<-s.volume.answers
