@@ -12,7 +12,6 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-
 	"berth/internal/testutil"
 )
 

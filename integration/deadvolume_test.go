@@ -24,9 +24,9 @@ func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 	looks := func() (looks, waiting int) {
 		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
 			switch {
-			case w.What == "it to answer" && w.Object == "volume "+volume.Path():
+			case w.What == "answer" && w.Object == "volume "+volume.Path():
 				looks++
-			case w.What == "its volumes to answer":
+			case w.What == "answer of volumes":
 				waiting++
 			}
 		}

@@ -26,7 +26,7 @@ func TestHarnessEndsLeftoverProcesses(t *testing.T) {
 	go func() { ended <- d.Cri.StartContainer(t.Context(), created.Id) }()
 	harness.Eventually(t, "a launcher has its order", func() error {
 		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
-			if w.What == "its launch" {
+			if w.What == "container launch" {
 				return nil
 			}
 		}

@@ -86,7 +86,7 @@ func TestWaitForFrozenShim(t *testing.T) {
 	harness.Must(t, syscall.Kill(harness.MonitorOf(t, d, c), syscall.SIGSTOP))
 	ended := make(chan error, 1)
 	go func() { ended <- d.Cri.StopContainer(t.Context(), c.Id, 0) }()
-	passesLimit(t, d, "its end after SIGKILL", "container "+c.Id, 1)
+	passesLimit(t, d, "exit after SIGKILL", "container "+c.Id, 1)
 	harness.Must(t, <-ended)
 }
 
@@ -287,7 +287,7 @@ func (w *waitTest) containers(t *testing.T, stubborn, frozen, created *harness.C
 	w.d.WaitIdle(t)
 	w.stop(t, w.d.Launchers()...)
 	w.begin(t, "start", func(ctx context.Context) error { return w.d.Cri.StartContainer(ctx, created.Id) })
-	w.shown(t, "its launch", "container "+created.Id, generalLimit)
+	w.shown(t, "container launch", "container "+created.Id, generalLimit)
 	w.shown(t, "start", "container "+created.Id, callLimit)
 }
 

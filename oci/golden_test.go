@@ -11,9 +11,8 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/oci/users"
-
 	"berth/internal/testutil"
+	"berth/oci/users"
 )
 
 var update = flag.Bool("update", false, "write the results to testdata/*.json")

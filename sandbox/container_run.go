@@ -306,7 +306,7 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 // endContainer holds no lock while it waits, because the exit is published under the lock.
 func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
-	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.GiveUp)
+	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.Cancel)
 	err := m.lockContainer(ctx, c, "stop", func(c lockedContainer) error { run = c.running.Load(); return nil })
 	overdue.Stop()
 	if err != nil || run == nil {

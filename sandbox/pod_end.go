@@ -149,7 +149,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	defer cancel()
 	var kills []func() error
 	for _, c := range m.containersOf(p.ID) {
-		c.launching.GiveUp()
+		c.launching.Cancel()
 		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
 	return m.tasks.Parallel("kill containers of", p.String(), kills...)

@@ -6,29 +6,28 @@ import (
 	"sync/atomic"
 )
 
-// ErrStopped is why a launch was given up.
-var ErrStopped = errors.New("it was stopped while it was being started")
+// ErrStopped is the cause of a launch that Cancel cancelled.
+var ErrStopped = errors.New("stopped during its start")
 
-// CancelSlot is a container's launch under way, or, while the container is made, what finds out
-// whether one could be. There is one at a time; GiveUp may be called at any.
+// CancelSlot cancels the current launch of a container, or the validation during its creation. One
+// of them runs at a time. Cancel may be called at any time.
 type CancelSlot struct {
-	giveUp atomic.Pointer[context.CancelCauseFunc] // nil: none is under way
+	cancel atomic.Pointer[context.CancelCauseFunc] // nil: nothing runs
 }
 
-// Begin returns the context of a launch, and the function that ends the use of the slot.
+// Begin returns the context of a launch. The caller calls end after the launch.
 func (u *CancelSlot) Begin(ctx context.Context) (launchCtx context.Context, end func()) {
 	launchCtx, cancel := context.WithCancelCause(ctx)
-	u.giveUp.Store(&cancel)
+	u.cancel.Store(&cancel)
 	return launchCtx, func() {
-		u.giveUp.Store(nil)
+		u.cancel.Store(nil)
 		cancel(nil)
 	}
 }
 
-// GiveUp has a launch that is under way taken back, if there is one: its launcher may hang.
-// ErrStopped is the cause.
-func (u *CancelSlot) GiveUp() {
-	if cancel := u.giveUp.Load(); cancel != nil {
+// Cancel cancels a current launch with the cause ErrStopped, because its launcher may hang.
+func (u *CancelSlot) Cancel() {
+	if cancel := u.cancel.Load(); cancel != nil {
 		(*cancel)(ErrStopped)
 	}
 }

@@ -19,23 +19,22 @@ import (
 	"berth/shim/proto"
 )
 
-// Find returns the processes of a container of an earlier daemon. It reads them from the shim
-// directory. Running is nil without a living shim; the second result then holds the recorded
-// processes.
+// Find returns the processes of an earlier daemon's container, from the shim directory. Running is
+// nil without a living shim. The second result holds the recorded processes.
 func (k Processes) Find(ctx context.Context, id string) (*Running, proto.Processes, error) {
 	shimFile, ids, err := k.openShim(ctx, id)
 	if err != nil || shimFile == nil {
 		return nil, ids, err
 	}
-	init, err := openInit(ids) // one that has ended is no trouble: the shim is about to tell
+	init, err := openInit(ids) // nil after its exit, which the shim is about to report
 	if err != nil {
 		return nil, ids, errors.Join(err, shimFile.Close())
 	}
 	return newRunning(init, shimFile, ids.InitPID, ids.StartedAt), ids, nil
 }
 
-// LeftBehind returns the processes of a container whose shim is gone, while something of it does
-// not end.
+// LeftBehind returns the processes of a container whose shim is gone and whose processes survive
+// SIGKILL.
 func LeftBehind(ids proto.Processes) (*Running, error) {
 	init, err := openInit(ids)
 	if err != nil {
@@ -44,7 +43,7 @@ func LeftBehind(ids proto.Processes) (*Running, error) {
 	return newRunning(init, nil, ids.InitPID, ids.StartedAt), nil
 }
 
-// openInit returns the pidfd of a container's init, nil if it has ended or there was none.
+// openInit returns the pidfd of a container's init, or nil if it has exited or never existed.
 func openInit(ids proto.Processes) (*os.File, error) {
 	if ids.InitPID == 0 {
 		return nil, nil
@@ -60,8 +59,8 @@ func openInit(ids proto.Processes) (*os.File, error) {
 // that its daemon is gone and undoes the launch.
 const HandoverLimit = 15 * time.Second
 
-// openShim returns the pidfd of a container's monitor, nil if there is none. A
-// launcher that is still at work is waited for: its launch ends one way or the other.
+// openShim returns the pidfd of a container's monitor, or nil if there is no monitor. It waits
+// until a working launcher becomes a monitor or exits.
 func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Processes, error) {
 	ctx, cancel := context.WithTimeout(ctx, HandoverLimit)
 	defer cancel()
@@ -80,19 +79,19 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 		if err != nil {
 			return nil, ids, err
 		}
-		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie of a parent that does not reap
+		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie that its parent does not reap
 			return nil, ids, errors.Join(err, f.Close())
 		}
 		launching, err := isLauncher(ids.ShimPID, f)
 		if err != nil {
-			return nil, ids, errors.Join(fmt.Errorf("look at the shim of container %s: %w", id, err), f.Close())
+			return nil, ids, errors.Join(fmt.Errorf("inspect the shim of container %s: %w", id, err), f.Close())
 		}
 		if !launching && ids.InitPID != 0 {
 			return f, ids, nil
 		}
-		waiting := k.Tasks.Sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", "container "+id)
+		waiting := k.Tasks.Sleep(ctx, 5*time.Millisecond, "launcher of an earlier daemon", "container "+id)
 		if !waiting {
-			k.Log.Error("the launcher of an earlier daemon does not end, it is killed", "container", id, "pid", ids.ShimPID)
+			k.Log.Error("kill the launcher of an earlier daemon, which does not exit", "container", id, "pid", ids.ShimPID)
 			err = pidfd.Signal(f, unix.SIGKILL)
 		} else {
 			err = nil
@@ -106,19 +105,19 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 	}
 }
 
-// readExe reads the link to the program that a process executes; replaced in tests.
+// readExe reads the path of a process's executable. Tests replace it.
 var readExe = func(pid int) (string, error) { return os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)) }
 
-// isLauncher tells a shim that is still a launcher from one that is a monitor. One that ends
-// meanwhile counts as a launcher: it is looked at again. Any other trouble says nothing about the
-// shim, and is no reason to kill it.
+// isLauncher reports whether a shim is still a launcher, and not yet a monitor. An exiting shim
+// counts as a launcher, so that the caller checks it again. Any other failure is returned, because
+// the shim may be a healthy monitor.
 func isLauncher(pid int, shim *os.File) (bool, error) {
 	exe, err := readExe(pid)
-	if err == nil { // a launcher is executed from a sealed copy in memory, a monitor from its file
+	if err == nil { // a launcher runs from a sealed memory file, a monitor from its file on disk
 		return strings.HasPrefix(exe, "/memfd:"), nil
 	}
 	if errors.Is(err, fs.ErrNotExist) {
-		return true, nil // it has no memory any more: it ends, which its pidfd tells some milliseconds later (exit_mm, exit_notify)
+		return true, nil // exiting: its memory is gone (exit_mm), and its pidfd reports the exit some milliseconds later (exit_notify)
 	}
 	if ended, exitedErr := pidfd.Exited(shim); ended || exitedErr != nil {
 		return true, exitedErr
@@ -126,16 +125,16 @@ func isLauncher(pid int, shim *os.File) (bool, error) {
 	return false, err
 }
 
-// ReadExit is the exit according to the shim's record. If there is none, or it
-// can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
-// again until ctx ends, which is the error: it would turn a Job's success into a failure.
+// ReadExit returns the exit from the shim's record. lost is true if the record is missing or
+// damaged, and exit then says so. Transient read errors are retried until ctx ends, because an
+// unknown exit would turn a Job's success into a failure.
 func (k Processes) ReadExit(
 	ctx context.Context, id string, startedAt time.Time,
 ) (exit state.Exit, lost bool, err error) {
 	left, err := shim.ReadExit(k.Dirs.Shim(id))
 	for isTransient(err) {
 		k.Log.Error("read exit record", "container", id, "error", err)
-		if !k.Tasks.Sleep(ctx, time.Second, "its exit record", "container "+id) {
+		if !k.Tasks.Sleep(ctx, time.Second, "exit record", "container "+id) {
 			return exit, false, err
 		}
 		left, err = shim.ReadExit(k.Dirs.Shim(id))
@@ -160,21 +159,20 @@ func (k Processes) ReadExit(
 	return exit, false, nil
 }
 
-// LogLost logs that the shim of a container was lost which had started it, and why its exit is not
-// known. A start that was taken back has no exit either, and is no loss.
+// LogLost logs that the shim of a started container was lost, and why its exit is unknown.
 func (k Processes) LogLost(id string) {
 	_, err := shim.ReadExit(k.Dirs.Shim(id))
-	k.Log.Error("the shim was lost", "container", id, "error", err)
+	k.Log.Error("the shim of a container was lost", "container", id, "error", err)
 }
 
-// UnreadableExit returns the error that prevents reading the exit record of an ended shim, for
-// example a lack of file descriptors. It is nil if nothing prevents it, the shim runs, or the shim
-// was lost before this daemon started.
+// UnreadableExit returns the transient error that prevents reading the exit record of an ended
+// shim, for example a lack of file descriptors. It returns nil if the record is readable or
+// damaged, or if this daemon watches no ended shim.
 func (k Processes) UnreadableExit(id string, run *Running) error {
 	if run.Shim == nil {
 		return nil
 	}
-	if ended, err := pidfd.Exited(run.Shim); !ended || err != nil { // or closed, after the exit
+	if ended, err := pidfd.Exited(run.Shim); !ended || err != nil { // closed after the exit was published
 		return nil
 	}
 	if _, err := shim.ReadExit(k.Dirs.Shim(id)); isTransient(err) {
@@ -198,7 +196,7 @@ func isTransient(err error) bool {
 func (k Processes) KillLeftBehind(ctx context.Context, id, cgroupsPath string) error {
 	ctx, cancel := context.WithTimeout(ctx, KillWait)
 	defer cancel()
-	defer k.Tasks.BeginUpTo(KillWait, "the end of what its lost shim left", "container "+id)()
+	defer k.Tasks.BeginUpTo(KillWait, "exit of surviving processes", "container "+id)()
 	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
 	if err != nil {
 		return err

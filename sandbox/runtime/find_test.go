@@ -8,11 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
-
 	"berth/internal/testutil"
 )
 
-// A living shim that cannot be inspected is not taken for a launcher, which would be killed.
+// A living shim that cannot be inspected must not count as a launcher, because a launcher would be
+// killed.
 func TestIsLauncher(t *testing.T) {
 	cmd := exec.Command("sleep", "1000")
 	testutil.Must(t, cmd.Start())
@@ -20,26 +20,26 @@ func TestIsLauncher(t *testing.T) {
 	testutil.Must(t, err)
 	defer shim.Close()
 	defer func(read func(int) (string, error)) { readExe = read }(readExe)
-	look := func(exe string, err error) (bool, error) {
+	inspect := func(exe string, err error) (bool, error) {
 		readExe = func(int) (string, error) { return exe, err }
 		return isLauncher(cmd.Process.Pid, shim)
 	}
 	for exe, want := range map[string]bool{"/memfd:berth-shim (deleted)": true, "/var/lib/berth/bin/monitor": false} {
-		if got, err := look(exe, nil); got != want || err != nil {
+		if got, err := inspect(exe, nil); got != want || err != nil {
 			t.Errorf("%s: %t, %v", exe, got, err)
 		}
 	}
-	for _, trouble := range []error{unix.ENOMEM, unix.EACCES} {
-		if launcher, err := look("", trouble); launcher || !errors.Is(err, trouble) {
-			t.Errorf("%v: %t, %v", trouble, launcher, err)
+	for _, failure := range []error{unix.ENOMEM, unix.EACCES} {
+		if launcher, err := inspect("", failure); launcher || !errors.Is(err, failure) {
+			t.Errorf("%v: %t, %v", failure, launcher, err)
 		}
 	}
-	if launcher, err := look("", unix.ENOENT); !launcher || err != nil {
-		t.Errorf("one that ends: %t, %v", launcher, err)
+	if launcher, err := inspect("", unix.ENOENT); !launcher || err != nil {
+		t.Errorf("exiting shim: %t, %v", launcher, err)
 	}
 	testutil.Must(t, cmd.Process.Kill())
-	_ = cmd.Wait() // it was killed
-	if launcher, err := look("", unix.EACCES); !launcher || err != nil {
-		t.Errorf("one that has ended: %t, %v", launcher, err)
+	_ = cmd.Wait()
+	if launcher, err := inspect("", unix.EACCES); !launcher || err != nil {
+		t.Errorf("exited shim: %t, %v", launcher, err)
 	}
 }

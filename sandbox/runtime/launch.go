@@ -30,12 +30,12 @@ type Launcher struct {
 	SELinux    lsm.SELinux
 	Sources    *Sources
 	Launchers  *shim.Launchers
-	PauseDir   string // the root filesystem of the embedded pause
-	MaxLogLine int    // bytes before a log line is split as partial
+	PauseDir   string // root filesystem of the embedded pause
+	MaxLogLine int    // maximum bytes of a log line; longer lines are split as partial
 	Tasks      *task.Runner
 }
 
-// Pause starts the process that holds the pod's namespaces. The namespaces exist.
+// Pause starts the pod's pause in its existing namespaces.
 func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
@@ -47,10 +47,10 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	var imageUser string
 	var err error
 	if image != nil {
-		// The layer is writable because the launcher makes mount points in it. The usual pause
-		// image holds only its program.
+		// The layer is writable because the launcher creates mount points in it. The usual pause
+		// image contains only its program.
 		if root, err = k.Roots.Writable(pod.ID, image, idMap, pod.Labels.Mount, 0); err != nil {
-			return nil, fmt.Errorf("pause image: %w", err)
+			return nil, fmt.Errorf("make root filesystem of pause image: %w", err)
 		}
 		if files, err = k.Users.Of(image.ID, root); err != nil {
 			return nil, err
@@ -72,7 +72,7 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", pod.ID, err)
 	}
 	failpoint.Reach("pause.directory-made")
-	defer k.Tasks.Begin("the launch of its pause", "pod "+pod.ID)()
+	defer k.Tasks.Begin("pause launch", "pod "+pod.ID)()
 	started, err := k.Launchers.Launch(ctx, &proto.Launch{ID: pod.ID, Dir: dir, Spec: spec,
 		Rootfs: root, RootPlace: k.rootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true,
 		BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
@@ -82,13 +82,13 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	return started, nil
 }
 
-// Root is the writable root filesystem of a container.
+// Root makes the writable root filesystem of a container.
 func (k Launcher) Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error) {
 	defer trace.Begin(ctx, "root filesystem").End()
 	return k.Roots.Writable(c.ID, &c.Image, k.idMap(pod), c.Labels.Mount, c.Project)
 }
 
-// User finds out who a container runs as. root is its root filesystem.
+// User resolves the user of a container, whose root filesystem is root.
 func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error) {
 	defer trace.Begin(ctx, "users").End()
 	files, err := k.Users.Of(c.Image.ID, root)
@@ -99,9 +99,9 @@ func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec
 	return users.Resolve(files.Passwd, files.Group, request)
 }
 
-// Spec builds the runtime-spec of a container. targetPIDNS finds the PID namespace to join; "" is
-// the config's. Spec calls it after the waits for volumes. It inspects the sources of mounts and
-// returns ctx's error when a volume hangs.
+// Spec builds the runtime-spec of a container. targetPIDNS returns the path of the PID namespace to
+// join, or "" for the config's. Spec calls it after the waits for volumes. Spec inspects the
+// sources of mounts, and returns ctx's error if a volume hangs.
 func (k Launcher) Spec(
 	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
@@ -114,31 +114,31 @@ func (k Launcher) Spec(
 	return spec, nil
 }
 
-// describe may hang with a volume.
+// describe builds the runtime-spec. It blocks while a volume hangs.
 func (k Launcher) describe(
 	pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
-	defer k.Tasks.Begin("the sources of its mounts", c.String())()
-	target, err := targetPIDNS() // late, after the waits for volumes: the target may have ended meanwhile
+	defer k.Tasks.Begin("mount sources", c.String())()
+	target, err := targetPIDNS() // after the waits for volumes, because the target may exit meanwhile
 	if err != nil {
 		return nil, err
 	}
 	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), target)
 }
 
-// Validate builds the runtime-spec of a container and refuses the same specs as a launch. It makes
-// missing mount sources and sets their SELinux labels. Validate returns ctx's error when a volume
-// hangs. It starts no further step then.
+// Validate builds the runtime-spec of a container and refuses the same specs as a launch. It
+// creates missing mount sources and sets their SELinux labels. If a volume hangs, Validate returns
+// ctx's error and starts no further step.
 func (k Launcher) Validate(
 	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
-	defer trace.Begin(ctx, "look at mounts").End()
+	defer trace.Begin(ctx, "inspect mounts").End()
 	if err := k.Roots.CheckVolumes(c.ID, c.Config, c.Volumes); err != nil {
 		return nil, err
 	}
 	var spec *specs.Spec
 	var toLabel []string
-	err := k.detached(ctx, c, "look at the mounts of", func() (err error) {
+	err := k.detached(ctx, c, "inspect the mounts of", func() (err error) {
 		if err = state.MakeSources(ctx, c.Config); err != nil {
 			return err
 		}
@@ -160,12 +160,12 @@ func (k Launcher) Validate(
 	return spec, nil
 }
 
-// labelMounts labels the files of mounts that request it. A volume may hold millions of files on a
+// labelMounts sets the labels of mounts that request it. A volume may hold millions of files on a
 // server that does not answer. When ctx ends, the current volume is finished in the background. A
-// retry of the creation waits for that and starts again.
+// retry of the creation waits for it and then labels the volume again.
 func (k Launcher) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
 	for _, source := range sources {
-		if err := k.Sources.alone(ctx, "label", source, func() error {
+		if err := k.Sources.exclusive(ctx, "label", source, func() error {
 			return k.SELinux.LabelMount(source, labels)
 		}); err != nil {
 			return err
@@ -174,7 +174,7 @@ func (k Launcher) labelMounts(ctx context.Context, sources []string, labels conf
 	return nil
 }
 
-// Start starts a container of a pod that runs. targetPIDNS is as for Spec.
+// Start starts a container of a running pod. targetPIDNS is as for Spec.
 func (k Launcher) Start(
 	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*proto.Started, error) {
@@ -197,9 +197,9 @@ func (k Launcher) Start(
 		return nil, fmt.Errorf("make shim directory of container %s: %w", c.ID, err)
 	}
 	failpoint.Reach("container.directory-made")
-	defer k.Tasks.Begin("its launch", "container "+c.ID)()
+	defer k.Tasks.Begin("container launch", "container "+c.ID)()
 	return k.Launchers.Launch(ctx, &proto.Launch{
-		ID: c.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: ShownAs(root, volumes),
+		ID: c.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: WithMapping(root, volumes),
 		SystemdCgroup: k.Node.SystemdCgroup,
 		LogPath:       c.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(),

@@ -16,9 +16,9 @@ import (
 	"berth/sandbox/state"
 )
 
-// A hanging relabel ends for its caller with ctx and shows among the waits. One goroutine does it,
-// however many callers ask. Other volumes are labelled.
-func TestLabelMountsThatHang(t *testing.T) {
+// When a volume hangs, labelMounts returns with ctx and the wait stays listed. One goroutine blocks
+// for all callers. Other volumes are labelled.
+func TestLabelMountsWithHangingVolume(t *testing.T) {
 	waits := new(task.Waits)
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), waits)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -46,13 +46,13 @@ func TestLabelMountsThatHang(t *testing.T) {
 		}
 	}
 	if n := hanging.Load(); n != 1 || len(waits.List()) == 0 {
-		t.Errorf("when the callers have gone %d hang, and the waits are %v", n, waits.List())
+		t.Errorf("after the callers left: %d calls hang, waits %v", n, waits.List())
 	}
 	if err := k.labelMounts(t.Context(), []string{"/alive"}, labels); err != nil {
 		t.Error(err)
 	}
 	close(release)
-	if err := k.labelMounts(t.Context(), []string{"/dead"}, labels); err != nil { // begins anew
+	if err := k.labelMounts(t.Context(), []string{"/dead"}, labels); err != nil { // labels the volume again
 		t.Error(err)
 	}
 	if want := []string{"/alive", "/dead", "/dead"}; !slices.Equal(labelled, want) {
@@ -67,9 +67,9 @@ func TestLabelMountsThatHang(t *testing.T) {
 	}
 }
 
-// Nothing is labelled for a container that was given up just before, while its mounts were looked
-// at: all of a volume would be.
-func TestNothingIsLabelledInVain(t *testing.T) {
+// Labelling starts no volume for a cancelled creation, because a volume is always labelled
+// completely.
+func TestCancelledCreationLabelsNothing(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	relabel := func(source, _ string) error { t.Errorf("%s was labelled", source); return nil }
 	k := Launcher{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}, Sources: NewSources(tasks)}
@@ -84,16 +84,16 @@ func TestNothingIsLabelledInVain(t *testing.T) {
 	}
 }
 
-// A detached step goes on without its caller, also while berth stops.
+// A detached step outlives its caller, even while berth shuts down.
 func TestDetachedStepOutlivesItsCaller(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	k := Launcher{Tasks: tasks, Sources: NewSources(tasks)}
-	tasks.Operations.Close() // a start that is under way continues while berth stops
+	tasks.Operations.Close() // a current start continues during the shutdown
 	ctx, cancel := context.WithCancel(t.Context())
 	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{
 		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}}
 	proceed, ended := make(chan struct{}), make(chan struct{})
-	err := k.detached(ctx, c, "look at", func() error {
+	err := k.detached(ctx, c, "inspect", func() error {
 		cancel()
 		<-proceed
 		close(ended)
@@ -106,16 +106,15 @@ func TestDetachedStepOutlivesItsCaller(t *testing.T) {
 	<-ended
 }
 
-// A volume that hangs while a container is described shows among the waits, even after the caller
-// left.
-func TestDescribingShowsAmongTheWaits(t *testing.T) {
+// The wait for a hanging volume is listed until the inspection ends, even after the caller left.
+func TestDescribeIsListedAsWait(t *testing.T) {
 	waits := new(task.Waits)
 	var during []task.Wait
 	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), waits),
 		Node: Node{NoAppArmor: func() string { during = waits.List(); return "" }}}
 	pod := &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}}
 	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{}}}
-	_, _ = k.describe(pod, c, func() (string, error) { return "", nil }) // refused: the config has no command
+	_, _ = k.describe(pod, c, func() (string, error) { return "", nil }) // fails because the config has no command
 	if len(during) != 1 || during[0].Object != "container c" || during[0].Limit == 0 {
 		t.Errorf("waits: %v", during)
 	}

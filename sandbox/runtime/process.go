@@ -24,39 +24,39 @@ import (
 // Processes finds, signals, watches and removes the processes of pauses and containers.
 type Processes struct {
 	Dirs          state.Dirs
-	SystemdCgroup bool // cgroup paths name scopes of systemd's
+	SystemdCgroup bool // cgroup paths are names of systemd scopes
 	Tasks         *task.Runner
 	Log           *slog.Logger
 }
 
-// KillWait bounds the wait for killed processes. A process that takes longer is stuck in the
-// kernel; the rest of the pod is taken down without it.
+// KillWait bounds the wait for killed processes. A process that takes longer is blocked in the
+// kernel. The rest of its pod is taken down without it.
 const KillWait = 10 * time.Second
 
-// ShimPatience bounds the time between a container's end and its shim's report. It is less than
-// KillWait, so that a pod's stop does not fail because of it.
+// ShimPatience bounds the time between a container's exit and its shim's report. It is less than
+// KillWait, so that a late report does not fail the stop of a pod.
 const ShimPatience = KillWait / 2
 
-// stoppedPatience is the same for a shim that is stopped, and so does nothing.
+// stoppedPatience is ShimPatience for a shim in a stopped state, which cannot report.
 const stoppedPatience = 2 * time.Second
 
-// orphanPatience bounds the wait for a dead init's other processes before the exit is recorded in
-// place of the shim.
+// orphanPatience bounds the wait for the other processes of an exited init, before the daemon
+// writes the exit record in place of the shim.
 const orphanPatience = 2 * time.Second
 
-// Running are the processes of a container that has a shim.
+// Running holds the processes of a container that has a shim.
 type Running struct {
-	Init, Shim *os.File // pidfds; nil for what had ended when an earlier daemon's container was found
+	Init, Shim *os.File // pidfds; nil for processes that had exited when recovery found the container
 	PID        int      // of Init
 	StartedAt  time.Time
 	Exited     chan struct{} // closed when the exit is published
 
-	left    atomic.Pointer[time.Time] // when Init was first found to have ended, its shim not
-	settled context.Context           // ends when the exit record is written and the shim does nothing any more, though it may not have ended
+	left    atomic.Pointer[time.Time] // first time that Init was seen exited while the shim ran
+	settled context.Context           // done when the daemon has written the exit record and killed the shim, even if the shim is frozen
 	settle  context.CancelFunc
 }
 
-// Launched returns the processes that a launch has made.
+// Launched returns the processes of a launch.
 func Launched(s *proto.Started) *Running { return newRunning(s.Init, s.Shim, s.InitPID, s.StartedAt) }
 
 func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
@@ -65,7 +65,7 @@ func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
 	return r
 }
 
-// Close gives up the pidfds.
+// Close closes the pidfds.
 func (r *Running) Close() error {
 	r.settle()
 	var errs []error
@@ -78,33 +78,34 @@ func (r *Running) Close() error {
 }
 
 // EndShim kills a hanging shim and writes the exit record in its place. It reads the status of init
-// first: init is the shim's child, and its status is lost with the shim. AwaitShim then returns. A
-// frozen shim ends only when it is thawed, and does nothing then.
+// first: init is the shim's child, and its status is lost with the shim. AwaitShim then returns,
+// even if the shim is frozen and exits only when it is thawed.
 func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
-	noteErr := k.noteEnd(ctx, id, cgroupsPath, r, run)
-	if noteErr != nil { // the exit code is unknown then
-		k.Log.Error("find out how a container has ended whose shim hangs", "container", id, "error", noteErr)
+	writeErr := k.writeExit(ctx, id, cgroupsPath, r, run)
+	if writeErr != nil { // the exit code is then unknown
+		k.Log.Error("record the exit of a container with a hanging shim", "container", id, "error", writeErr)
 	}
 	if err := signal(run.Shim, unix.SIGKILL); err != nil {
 		return err
 	}
-	if noteErr == nil {
+	if writeErr == nil {
 		run.settle()
 	}
 	return nil
 }
 
-// noteEnd writes the exit record from init's status, unless the shim wrote one. Like the shim, it
-// first kills all other processes of the cgroup. kubelet starts the next instance after the exit.
-func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
+// writeExit writes the exit record from init's status, unless the shim wrote one. Like the shim, it
+// first kills all other processes of the cgroup, because kubelet starts the next instance after the
+// exit.
+func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
 		return nil
 	}
 	if r != nil && r.Sandboxed {
-		return errors.New("only its shim reads what the runtime tells of the end") // run.Init is "runsc wait", which exits with 0
+		return errors.New("only the shim can read the runtime's exit code") // run.Init is "runsc wait", which always exits with 0
 	}
 	if run.Init == nil {
-		return errors.New("its init was gone before")
+		return errors.New("its init exited earlier")
 	}
 	status, err := pidfd.ZombieStatus(run.Init)
 	if err != nil {
@@ -124,7 +125,7 @@ func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociru
 		return err
 	}
 	exit.OOMKilled = kills > 0
-	// The exit is recorded even if the caller has given up.
+	// The exit is recorded even if the caller's context has ended.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), orphanPatience)
 	defer cancel()
 	if err := group.Kill(ctx); err != nil {
@@ -133,8 +134,8 @@ func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociru
 	return shim.WriteExit(k.Dirs.Shim(id), exit)
 }
 
-// Signal sends a signal to the init of a container. r is its runtime, nil for libcontainer; a
-// sandboxing runtime sends the signal itself. An ended init is no error: its exit follows.
+// Signal sends a signal to the init of a container. r is its runtime, nil for libcontainer. A
+// sandboxing runtime sends the signal itself. An exited init is no error.
 func (k Processes) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
 	if r == nil || !r.Sandboxed || run.HasEnded() {
 		return run.signal(sig)
@@ -148,8 +149,8 @@ func (k Processes) Signal(ctx context.Context, id string, r *ociruntime.Runtime,
 	return err
 }
 
-// Kill sends SIGKILL to the container's init and to its cgroup. It does the second also if the
-// first fails, because a runtime's program may hang.
+// Kill sends SIGKILL to the container's init and to its cgroup. It signals the cgroup even if the
+// first step fails, because a runtime program may hang.
 func (k Processes) Kill(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	failpoint.Reach("container.kill")
 	err := k.Signal(ctx, id, r, run, unix.SIGKILL)
@@ -164,7 +165,7 @@ func (k Processes) Kill(ctx context.Context, id, cgroupsPath string, r *ocirunti
 	return errors.Join(err, group.Signal())
 }
 
-// signal sends a signal to the init. One that has ended is no error: its exit follows.
+// signal sends a signal to the init. An exited init is no error.
 func (r *Running) signal(sig unix.Signal) error { return signal(r.Init, sig) }
 
 func signal(process *os.File, sig unix.Signal) error {
@@ -174,7 +175,7 @@ func signal(process *os.File, sig unix.Signal) error {
 	return ignoreDone(pidfd.Signal(process, sig))
 }
 
-// ignoreDone drops the errors of a process that has ended, and been forgotten.
+// ignoreDone drops the errors of a process that has exited or whose pidfd was closed.
 func ignoreDone(err error) error {
 	if errors.Is(err, os.ErrProcessDone) || errors.Is(err, os.ErrClosed) {
 		return nil
@@ -182,7 +183,7 @@ func ignoreDone(err error) error {
 	return err
 }
 
-// End kills a process and waits until it has ended. One that has ended is no error.
+// End kills a process and waits for its exit. An exited process is no error.
 func (k Processes) End(ctx context.Context, process *os.File) error {
 	failpoint.Reach("process.end")
 	err := signal(process, unix.SIGKILL)
@@ -193,14 +194,14 @@ func (k Processes) End(ctx context.Context, process *os.File) error {
 	return ignoreDone(pidfd.Wait(ctx, process))
 }
 
-// ShimHangs reports whether the shim outlived its container for longer than ShimPatience: it is
-// stopped, or blocked on a log. The time counts from the first call.
+// ShimHangs reports whether the shim outlived its container for longer than ShimPatience, because
+// it is stopped or blocked on a log. The time counts from the first call.
 func (r *Running) ShimHangs() bool {
 	if !r.HasEnded() && !r.isZombie() {
 		return false
 	}
 	if r.left.Load() == nil {
-		now := time.Now() // with its monotonic reading
+		now := time.Now() // keeps its monotonic reading
 		r.left.CompareAndSwap(nil, &now)
 	}
 	patience := ShimPatience
@@ -210,8 +211,8 @@ func (r *Running) ShimHangs() bool {
 	return time.Since(*r.left.Load()) > patience
 }
 
-// isZombie reports whether all threads of init have ended while its pidfd does not report it,
-// because another process traces one of them.
+// isZombie reports whether all threads of init have exited. Its pidfd does not report that while
+// another process traces a thread.
 func (r *Running) isZombie() bool {
 	if r.Init == nil {
 		return false
@@ -220,8 +221,8 @@ func (r *Running) isZombie() bool {
 	return err == nil
 }
 
-// shimIsStopped reports whether the shim is in a stopped state. A shim that cannot be inspected
-// counts as working.
+// shimIsStopped reports whether the shim is in a stopped state. A shim that cannot be inspected is
+// assumed to work.
 func (r *Running) shimIsStopped() bool {
 	if r.Shim == nil {
 		return false
@@ -230,7 +231,7 @@ func (r *Running) shimIsStopped() bool {
 	return stopped && err == nil
 }
 
-// HasEnded reports whether init has ended. Its process ID is then meaningless.
+// HasEnded reports whether init has exited. Its process ID is then invalid.
 func (r *Running) HasEnded() bool {
 	if r.Init == nil {
 		return true
@@ -239,8 +240,7 @@ func (r *Running) HasEnded() bool {
 	return ended || err != nil
 }
 
-// AwaitExit waits for the exit to be published, which closes run.Exited, for at most limit. The
-// caller notes the wait.
+// AwaitExit waits for run.Exited until limit or ctx ends. The caller registers the wait.
 func (k Processes) AwaitExit(ctx context.Context, run *Running, limit time.Duration) bool {
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
@@ -253,39 +253,37 @@ func (k Processes) AwaitExit(ctx context.Context, run *Running, limit time.Durat
 	return false
 }
 
-// lookTime is how often a container that is to end is looked at.
-const lookTime = 500 * time.Millisecond
+// pollInterval is the time between two checks of a container that is being stopped.
+const pollInterval = 500 * time.Millisecond
 
-// AwaitStop is AwaitExit, but returns early for a stopped shim, which cannot report the exit, and
-// for an unreadable exit record. A working shim gets all the time, on a slow disk for example:
-// killing it would lose the exit.
+// AwaitStop is AwaitExit, but returns early for an unreadable exit record, and for a stopped shim,
+// which cannot report the exit. A working shim on a slow disk gets the full limit, because killing
+// it would lose the exit.
 func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, limit time.Duration) bool {
 	for begin := time.Now(); ; {
 		left := limit - time.Since(begin)
-		if k.AwaitExit(ctx, run, min(left, lookTime)) {
+		if k.AwaitExit(ctx, run, min(left, pollInterval)) {
 			return true
 		}
-		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() ||
+		if left <= pollInterval || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() ||
 			k.UnreadableExit(id, run) != nil {
 			return false
 		}
 	}
 }
 
-// AwaitEnd waits until a process has ended; false means that the daemon ends, and with it the
-// lifetime Watchers. Trouble with the pidfd does not mean that the process has ended: it is waited
-// for again.
+// AwaitEnd waits for the exit of a process. It returns false when the daemon shuts down. If the
+// pidfd fails, it retries, because the process may run.
 func (k Processes) AwaitEnd(process *os.File, object string) bool {
 	return k.awaitEnd(process, object, context.Background())
 }
 
-// AwaitShim is AwaitEnd of a container's shim, and returns, too, when that does nothing any more
-// (EndShim).
+// AwaitShim is AwaitEnd for a container's shim. It also returns after EndShim replaced the shim.
 func (k Processes) AwaitShim(run *Running, object string) bool {
 	return k.awaitEnd(run.Shim, object, run.settled)
 }
 
-// awaitEnd waits until the process or enough has ended.
+// awaitEnd waits until the process exits or enough is done.
 func (k Processes) awaitEnd(process *os.File, object string, enough context.Context) bool {
 	ctx, cancel := context.WithCancel(k.Tasks.Watchers.Context())
 	defer cancel()
@@ -298,8 +296,8 @@ func (k Processes) awaitEnd(process *os.File, object string, enough context.Cont
 		if err == nil || enough.Err() != nil {
 			return true
 		}
-		k.Log.Error("watch a process", "object", object, "error", err)
-		if !k.Tasks.Sleep(k.Tasks.Watchers.Context(), time.Second, "another try to watch", object) {
+		k.Log.Error("watch a process; the watch is retried", "object", object, "error", err)
+		if !k.Tasks.Sleep(k.Tasks.Watchers.Context(), time.Second, "retry of the watch", object) {
 			return false
 		}
 	}

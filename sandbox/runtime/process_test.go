@@ -27,14 +27,14 @@ func testProcesses(t *testing.T) Processes {
 	return Processes{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log}
 }
 
-// leave writes a shim directory as a shim has left it.
+// leave writes a file into the shim directory, like a shim that has exited.
 func leave(t *testing.T, k Processes, id, name string, content []byte) {
 	t.Helper()
 	testutil.Must(t, os.MkdirAll(k.Dirs.Shim(id), 0o700))
 	testutil.Must(t, os.WriteFile(filepath.Join(k.Dirs.Shim(id), name), content, 0o600))
 }
 
-// A trusted record gives the exit. Without one the exit is unknown.
+// A valid record gives the exit. Without a valid record the exit is unknown.
 func TestReadExit(t *testing.T) {
 	started, ended := time.Unix(100, 0), time.Unix(200, 0)
 	exit := func(code int32, oom bool) []byte {
@@ -46,13 +46,13 @@ func TestReadExit(t *testing.T) {
 		reason string
 		lost   bool
 	}{
-		"well":                       {exit(0, false), 0, state.ReasonCompleted, false},
-		"badly":                      {exit(7, false), 7, state.ReasonError, false},
-		"out of memory":              {exit(137, true), 137, state.ReasonOOMKilled, false},
-		"well, a child was killed":   {exit(0, true), 0, state.ReasonCompleted, false},
-		"no record":                  {nil, state.CodeUnknown, state.ReasonShimLost, true},
-		"a record that is cut off":   {exit(0, false)[:5], state.CodeUnknown, state.ReasonShimLost, true},
-		"only the room for a record": {make([]byte, 64), state.CodeUnknown, state.ReasonShimLost, true},
+		"success":                     {exit(0, false), 0, state.ReasonCompleted, false},
+		"error":                       {exit(7, false), 7, state.ReasonError, false},
+		"out of memory":               {exit(137, true), 137, state.ReasonOOMKilled, false},
+		"success, a child was killed": {exit(0, true), 0, state.ReasonCompleted, false},
+		"no record":                   {nil, state.CodeUnknown, state.ReasonShimLost, true},
+		"truncated record":            {exit(0, false)[:5], state.CodeUnknown, state.ReasonShimLost, true},
+		"zeros":                       {make([]byte, 64), state.CodeUnknown, state.ReasonShimLost, true},
 	} {
 		k := testProcesses(t)
 		if test.record != nil {
@@ -68,61 +68,61 @@ func TestReadExit(t *testing.T) {
 	}
 }
 
-// Being short of something is no reason to say that a container failed.
+// A lack of resources does not mean that a container failed.
 func TestTransientErrors(t *testing.T) {
 	for _, errno := range []unix.Errno{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EIO} {
 		if !isTransient(fmt.Errorf("read: %w", &os.PathError{Op: "open", Err: errno})) {
-			t.Errorf("%v is final", errno)
+			t.Errorf("%v is not transient", errno)
 		}
 	}
 	for _, err := range []error{nil, errors.New("checksum"), &os.PathError{Op: "open", Err: unix.ENOENT}} {
 		if isTransient(err) {
-			t.Errorf("%v may change", err)
+			t.Errorf("%v is transient", err)
 		}
 	}
 }
 
 // A missing shim is no error. An unreadable record is one.
-func TestFindWhatIsGone(t *testing.T) {
+func TestFindWithoutShim(t *testing.T) {
 	k := testProcesses(t)
 	if found, _, err := k.Find(t.Context(), "c"); found != nil || err != nil {
 		t.Errorf("without a shim directory: %v, %v", found, err)
 	}
-	// This process's ID, with another start time: it was given anew.
+	// This process's ID with another start time stands for a reused ID.
 	gone := proto.Processes{ShimPID: os.Getpid(), ShimStartTime: 1, InitPID: os.Getpid(), InitStartTime: 1, StartedAt: time.Unix(100, 0)}
 	leave(t, k, "c", proto.ShimFile, gone.Encode())
 	found, ids, err := k.Find(t.Context(), "c")
 	if found != nil || err != nil || ids.InitPID != os.Getpid() || !ids.StartedAt.Equal(time.Unix(100, 0)) {
-		t.Errorf("a shim that has ended: %v, %+v, %v", found, ids, err)
+		t.Errorf("exited shim: %v, %+v, %v", found, ids, err)
 	}
 	leave(t, k, "c", proto.ShimFile, []byte("no record"))
 	if found, _, err := k.Find(t.Context(), "c"); found != nil || err == nil {
-		t.Errorf("a damaged record: %v, %v", found, err)
+		t.Errorf("damaged record: %v, %v", found, err)
 	}
 }
 
-// The exit is what counts; the wait ends with its context or its limit too.
+// AwaitExit waits for the publication of the exit, its context or its limit.
 func TestAwaitExit(t *testing.T) {
 	k := testProcesses(t)
 	run := newRunning(nil, nil, 0, time.Time{})
 	if k.AwaitExit(t.Context(), run, time.Millisecond) {
-		t.Error("an exit that was not published")
+		t.Error("AwaitExit returned true before the exit")
 	}
-	given, up := context.WithCancel(t.Context())
-	up()
-	if k.AwaitExit(given, run, time.Hour) {
-		t.Error("an exit that was not published, given up")
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	if k.AwaitExit(cancelled, run, time.Hour) {
+		t.Error("AwaitExit returned true for a cancelled context")
 	}
 	close(run.Exited)
 	if !k.AwaitExit(t.Context(), run, time.Hour) {
-		t.Error("a published exit is not seen")
+		t.Error("AwaitExit returned false after the exit")
 	}
 	if !run.HasEnded() {
-		t.Error("without an init there is nothing that runs")
+		t.Error("HasEnded is false without an init")
 	}
 }
 
-// A stopped shim is not waited for. A working one is, until the timeout.
+// AwaitStop returns early for a stopped shim, and waits until the timeout for a working one.
 func TestAwaitStop(t *testing.T) {
 	shim := exec.Command("sleep", "1000")
 	testutil.Must(t, shim.Start())
@@ -133,23 +133,23 @@ func TestAwaitStop(t *testing.T) {
 		const grace = time.Minute
 		begin := time.Now()
 		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) < grace {
-			t.Errorf("a shim that is at work was waited for for %v", time.Since(begin))
+			t.Errorf("working shim: waited %v", time.Since(begin))
 		}
 		testutil.Must(t, pidfd.Signal(file, unix.SIGSTOP))
-		for !run.shimIsStopped() { // it takes a moment
+		for !run.shimIsStopped() { // SIGSTOP takes effect after a moment
 		}
 		begin = time.Now()
 		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) > ShimPatience {
-			t.Errorf("a shim that is stopped was waited for for %v", time.Since(begin))
+			t.Errorf("stopped shim: waited %v", time.Since(begin))
 		}
 	})
 	if err := errors.Join(shim.Process.Kill(), file.Close()); err != nil {
 		t.Error(err)
 	}
-	_ = shim.Wait() // it was killed
+	_ = shim.Wait() // the test killed it
 }
 
-// A caller that waits for an exit learns why the record cannot be read, once the shim has ended.
+// After the shim's exit UnreadableExit returns the transient error of reading its record.
 func TestUnreadableExit(t *testing.T) {
 	k := testProcesses(t)
 	leave(t, k, "c", proto.ExitFile, nil)
@@ -169,19 +169,19 @@ func TestUnreadableExit(t *testing.T) {
 	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", run) }); !errors.Is(err, unix.EMFILE) {
 		t.Errorf("without descriptors: %v", err)
 	}
-	for name, id := range map[string]string{"a damaged record": "c", "no record": "d"} { // the watcher says that the shim was lost
+	for name, id := range map[string]string{"damaged record": "c", "no record": "d"} {
 		if err := k.UnreadableExit(id, run); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 }
 
-// withoutDescriptors does something while this process gets no more of them.
+// withoutDescriptors calls do while this process can open no file descriptor.
 func withoutDescriptors(t *testing.T, do func() error) error {
 	t.Helper()
 	var old unix.Rlimit
 	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old))
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil); err != nil { // poll(2) of one needs one
+	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil); err != nil { // poll(2) of one descriptor needs a limit of 1
 		t.Fatal(err)
 	}
 	err := do()

@@ -15,47 +15,47 @@ import (
 )
 
 const (
-	// projects is how many project IDs Quotas draws from.
+	// projects is the number of project IDs to draw from.
 	projects = 1 << 30
-	// maxDrawn is how many of them one daemon uses. XFS keeps a block of 4 KiB for each ID that was
-	// ever used.
+	// maxDrawn is the number of IDs that one daemon draws. XFS keeps a block of 4 KiB for each ID
+	// that was ever used.
 	maxDrawn = 1 << 16
 )
 
-// Quotas gives each writable layer a project ID of its filesystem's project quotas. nil stands for
-// a filesystem without them.
+// Quotas assigns a project ID of the filesystem's project quotas to each writable layer. nil stands
+// for a filesystem without project quotas.
 //
 // IDs are random. Outside of user namespaces the owner of a file may assign it to any project
 // (FS_IOC_FSSETXATTR). A container that could guess its neighbour's ID could use up the neighbour's
 // limit, or cause its eviction.
 //
-// A recently used ID is not drawn again soon. An ID that still owns files is not drawn either: a
-// layer is deleted in the background after its container's removal.
+// A recently used ID is not drawn again soon. An ID that still owns files is not drawn either,
+// because a layer is deleted in the background after its container's removal.
 type Quotas struct {
 	filesystem *projectquota.Filesystem
-	limit      uint64 // bytes of a layer; 0: none
+	limit      uint64 // maximum bytes of a layer; 0: no limit
 	first      uint32
 
 	mu    sync.Mutex // guards the fields below
-	drawn []uint32   // maxDrawn, unless more layers than that exist at a time
-	next  int        // index of the ID of a full drawn that is used next
+	drawn []uint32   // all drawn IDs; at most maxDrawn, unless more layers exist
+	next  int        // index of the next ID to reuse when drawn is full
 	used  map[uint32]bool
 }
 
-// OpenQuotas returns the quotas of the filesystem of dir. limit is the size of a layer in bytes; 0:
-// none. A limit on a filesystem without quotas is an error. first is the lowest project ID to draw.
+// OpenQuotas returns the quotas of the filesystem of dir. limit is the maximum size of a layer in
+// bytes, or 0 for no limit. A limit on a filesystem without quotas is an error. first is the lowest
+// project ID to draw.
 func OpenQuotas(dir string, limit uint64, first uint32) (*Quotas, error) {
 	filesystem, err := projectquota.Open(dir)
 	if errors.Is(err, projectquota.ErrUnsupported) && limit == 0 {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, errdefs.FailedPrecondition("writable_layer_limit can't be kept: %w", err)
+		return nil, errdefs.FailedPrecondition("writable_layer_limit cannot be enforced: %w", err)
 	}
 	return &Quotas{filesystem: filesystem, limit: limit, first: first, used: map[uint32]bool{}}, nil
 }
 
-// Close ends their use.
 func (q *Quotas) Close() error {
 	if q == nil {
 		return nil
@@ -63,7 +63,7 @@ func (q *Quotas) Close() error {
 	return q.filesystem.Close()
 }
 
-// Keep notes that a layer that an earlier daemon made has that project.
+// Keep marks the project of an earlier daemon's layer as used.
 func (q *Quotas) Keep(project uint32) {
 	if q == nil || project == 0 {
 		return
@@ -73,8 +73,7 @@ func (q *Quotas) Keep(project uint32) {
 	q.used[project] = true
 }
 
-// Take returns a project that nothing belongs to, 0 without quotas. It is the caller's until
-// Release.
+// Take reserves a project without files until Release. It returns 0 without quotas.
 func (q *Quotas) Take() (uint32, error) {
 	if q == nil {
 		return 0, nil
@@ -92,11 +91,10 @@ func (q *Quotas) Take() (uint32, error) {
 		}
 	}
 	return 0, errdefs.New(codes.ResourceExhausted,
-		"each of %d project IDs drawn from %d on has files: another program uses them, see writable_layer_projects", tries, q.first)
+		"%d random project IDs from %d on all have files: another program uses this range; change writable_layer_projects", tries, q.first)
 }
 
-// reserve returns a free project ID. After maxDrawn draws it reuses the ID that was drawn longest
-// ago.
+// reserve returns a free project ID. After maxDrawn draws it reuses the oldest ID.
 func (q *Quotas) reserve() uint32 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -114,10 +112,10 @@ func (q *Quotas) reserve() uint32 {
 	return q.draw()
 }
 
-// draw returns a random ID that no container has: far fewer are used than there are. It needs mu.
+// draw returns a random unused ID. The caller holds mu.
 func (q *Quotas) draw() uint32 {
 	for {
-		project := q.first + rand.Uint32N(projects) // seeded by the kernel, and not predictable
+		project := q.first + rand.Uint32N(projects) // seeded by the kernel and unpredictable
 		if !q.used[project] {
 			q.used[project] = true
 			q.drawn = append(q.drawn, project)
@@ -126,7 +124,7 @@ func (q *Quotas) draw() uint32 {
 	}
 }
 
-// Release gives a project back whose container is removed.
+// Release frees the project of a removed container.
 func (q *Quotas) Release(project uint32) {
 	if q == nil || project == 0 {
 		return
@@ -136,7 +134,7 @@ func (q *Quotas) Release(project uint32) {
 	delete(q.used, project)
 }
 
-// Clear takes the limit off a project whose layer is being removed.
+// Clear removes the limit of a project whose layer is being removed.
 func (q *Quotas) Clear(project uint32) error {
 	if q == nil || project == 0 {
 		return nil
@@ -154,8 +152,7 @@ func (q *Quotas) Usage(project uint32) (usage diskusage.Usage, ok bool, err erro
 	return diskusage.Usage{Bytes: found.Bytes, Inodes: found.Inodes}, err == nil, err
 }
 
-// assign makes dir, and what will be made in it, the project's, with the limit of this daemon's
-// configuration.
+// assign assigns dir and its future contents to the project, and sets the configured limit.
 func (q *Quotas) assign(dir string, project uint32) error {
 	if q == nil || project == 0 {
 		return nil
@@ -169,7 +166,7 @@ func (q *Quotas) assign(dir string, project uint32) error {
 		return err
 	}
 	if err := projectquota.Assign(f, project); err != nil {
-		return fmt.Errorf("quota: %w", err)
+		return fmt.Errorf("assign quota project: %w", err)
 	}
 	return nil
 }

@@ -25,7 +25,7 @@ func TestProjectsAreUnique(t *testing.T) {
 		}
 	}
 	if near > 100 { // 0.1 is the expected value
-		t.Errorf("%d of %d projects are next to the one before", near, len(given))
+		t.Errorf("%d of %d projects are close to the previous one", near, len(given))
 	}
 	var kept uint32
 	for _, project := range given {
@@ -37,13 +37,13 @@ func TestProjectsAreUnique(t *testing.T) {
 	}
 	for i := 1; i < 10 && len(q.drawn) == maxDrawn; i++ {
 		if got := q.reserve(); got == kept || !seen[got] {
-			t.Errorf("project %d after all were used: %d", i, got)
+			t.Errorf("reuse %d: got project %d", i, got)
 		}
 	}
 }
 
-// More layers than a daemon draws IDs for get further IDs.
-func TestProjectsWhenAllAreUsed(t *testing.T) {
+// If all drawn IDs are in use, reserve draws further IDs.
+func TestFurtherProjectsWhenAllAreUsed(t *testing.T) {
 	q := &Quotas{first: 1000, used: map[uint32]bool{}}
 	q.drawn = make([]uint32, maxDrawn)
 	for i := range q.drawn {
@@ -51,12 +51,12 @@ func TestProjectsWhenAllAreUsed(t *testing.T) {
 		q.Keep(q.drawn[i])
 	}
 	if got := q.reserve(); got < 1000+maxDrawn {
-		t.Errorf("got %d, which a layer has", got)
+		t.Errorf("got %d, which is in use", got)
 	}
 }
 
-// A project that a container of an earlier daemon has is not given to another.
-func TestProjectsOfEarlierDaemon(t *testing.T) {
+// The project of an earlier daemon's container is not reused.
+func TestKeptProjectsAreNotReused(t *testing.T) {
 	q := &Quotas{first: 1000, used: map[uint32]bool{}}
 	q.drawn = make([]uint32, maxDrawn)
 	for i := range q.drawn {
@@ -69,7 +69,7 @@ func TestProjectsOfEarlierDaemon(t *testing.T) {
 	}
 }
 
-// A filesystem without quotas is no reason not to start, unless a limit is asked for.
+// A filesystem without quotas is an error only if a limit is configured.
 func TestWithoutQuotas(t *testing.T) {
 	q, err := OpenQuotas("/proc", 0, 1000)
 	if q != nil || err != nil {

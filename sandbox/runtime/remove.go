@@ -19,7 +19,7 @@ import (
 // Remove kills the processes of a container or pause, and removes its cgroup, libcontainer state
 // and shim directory.
 func (k Processes) Remove(ctx context.Context, id, cgroupsPath string) error {
-	defer k.Tasks.Begin("the end of its processes", id)()
+	defer k.Tasks.Begin("exit of its processes", id)()
 	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
 	if err != nil {
 		return err
@@ -63,7 +63,7 @@ func (k Processes) RemoveByID(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	if r != nil { // its call to delete makes the directory anew that its pod may have removed meanwhile
+	if r != nil { // "delete" of the program creates the directory again, after the removal of the pod
 		failpoint.Reach("unrecorded.remove-root")
 		if err := ignoreExisting(os.Remove(r.Root)); err != nil {
 			return fmt.Errorf("remove runtime state of %s: %w", id, err)
@@ -73,8 +73,8 @@ func (k Processes) RemoveByID(ctx context.Context, id string) error {
 	return nil
 }
 
-// groupByID returns the cgroup from the state of the runtime's program or of libcontainer. The
-// error wraps fs.ErrNotExist if there is none.
+// groupByID returns the cgroup from the state of the runtime program or of libcontainer. The error
+// wraps fs.ErrNotExist if neither has state.
 func (k Processes) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	if r != nil {
 		return shim.GroupOf(k.Dirs.Shim(id), r)
@@ -82,7 +82,7 @@ func (k Processes) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, e
 	return cgroup.FromState(filepath.Join(k.Dirs.Libcontainer(), id, "state.json"))
 }
 
-// ignoreExisting drops the error of removing a directory that is gone, or in use.
+// ignoreExisting drops the error of removing a missing or non-empty directory.
 func ignoreExisting(err error) error {
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTEMPTY) {
 		return nil
@@ -90,7 +90,7 @@ func ignoreExisting(err error) error {
 	return err
 }
 
-// RemoveRoot removes the state directory of a pod's runtime. Its containers are gone.
+// RemoveRoot removes the state directory of a pod's runtime. The caller has removed the containers.
 func (k Processes) RemoveRoot(podID string) error {
 	failpoint.Reach("runtime.remove-root")
 	if err := os.RemoveAll(k.Dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {

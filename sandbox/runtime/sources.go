@@ -26,16 +26,16 @@ func NewSources(tasks *task.Runner) *Sources {
 	return &Sources{tasks: tasks, busy: map[string]chan struct{}{}}
 }
 
-// alone runs op when no other call does the same with the source. It returns ctx's error when ctx
-// ends. A running op continues then; a waiting one is not started.
-func (s *Sources) alone(ctx context.Context, what, source string, op func() error) error {
+// exclusive runs op while no other call runs the same operation on the source. When ctx ends, it
+// returns ctx's error. A running op then continues, and a waiting op is not started.
+func (s *Sources) exclusive(ctx context.Context, what, source string, op func() error) error {
 	end, err := s.begin(ctx, what, source)
 	if err != nil {
 		return err
 	}
-	return s.tasks.DetachStep(ctx, task.Limit, what, source, func() error { // not begun only if no operation is to go on
+	return s.tasks.DetachStep(ctx, task.Limit, what, source, func() error { // starts nothing only after the daemon's shutdown
 		defer end()
-		defer s.tasks.Begin("it to answer", "volume "+source)()
+		defer s.tasks.Begin("answer", "volume "+source)()
 		return op()
 	})
 }
@@ -51,13 +51,13 @@ func (s *Sources) begin(ctx context.Context, what, source string) (end func(), e
 			return func() { s.leave(key) }, nil
 		}
 		if err := s.await(ctx, other, source); err != nil {
-			return nil, fmt.Errorf("%s %s: an earlier try hangs: %w", what, source, err)
+			return nil, fmt.Errorf("%s %s: an earlier access hangs: %w", what, source, err)
 		}
 	}
 }
 
 func (s *Sources) await(ctx context.Context, other chan struct{}, source string) error {
-	defer s.tasks.Begin("somebody else to be told by it", "volume "+source)()
+	defer s.tasks.Begin("concurrent access", "volume "+source)()
 	select {
 	case <-other:
 		return nil
@@ -83,18 +83,18 @@ func (s *Sources) leave(key string) {
 	delete(s.busy, key)
 }
 
-// detached runs op, which may hang with a volume of the container, after each volume has answered.
-// A dead volume holds one thread, however many containers mount it. When ctx ends, detached returns
-// its error and op goes on.
+// detached runs op, which may block on a hanging volume, after each volume of the container has
+// answered. A dead volume blocks one thread, however many containers mount it. When ctx ends,
+// detached returns ctx's error and op continues.
 func (k Launcher) detached(ctx context.Context, c *state.Container, what string, op func() error) error {
 	object := "container " + c.ID
-	defer k.Tasks.Begin("its volumes to answer", object)()
+	defer k.Tasks.Begin("answer of volumes", object)()
 	for _, m := range c.Config.GetMounts() {
 		source := m.GetHostPath()
 		if oci.IsImageVolume(m) || !path.IsAbs(source) {
 			continue
 		}
-		err := k.Sources.alone(ctx, "look at", source, func() error {
+		err := k.Sources.exclusive(ctx, "inspect", source, func() error {
 			_, _ = os.Stat(source) // a later step reports the error
 			return nil
 		})

@@ -15,17 +15,18 @@ import (
 	"berth/sandbox/state"
 )
 
-// Node is what descriptions need to know of the node.
+// Node holds the node's properties that runtime-specs depend on.
 type Node struct {
 	Host          host.Facts
-	NoAppArmor    func() string // why the default profile can't be had; empty: it can
-	CDI           cdi.Dirs      // where CDI devices are described
+	NoAppArmor    func() string // the reason why the default profile is unavailable; empty: it is available
+	CDI           cdi.Dirs      // directories of CDI device specs
 	Dirs          state.Dirs
 	SystemdCgroup bool
 	OwnDevices    bool // devices belong to the user and group of the security context
 }
 
-// Pause describes a pod's pause. image is its own, nil for the embedded one.
+// Pause returns the runtime-spec of a pod's pause. image is the config of the pause image, nil for
+// the embedded pause.
 func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
 	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
 		SystemdCgroup: n.SystemdCgroup, User: user, Image: image})
@@ -37,7 +38,7 @@ func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (
 }
 
 // Container returns the runtime-spec of a container. volumes are the mount points of its image
-// volumes, by index of the mount. targetPIDNS is the path of the PID namespace to join; if it is
+// volumes, by index of the mount. targetPIDNS is the path of the PID namespace to join. If it is
 // empty, the config decides.
 func (n Node) Container(
 	p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
@@ -78,7 +79,7 @@ func (n Node) facts(p *state.Pod) host.Facts {
 	return facts
 }
 
-// pod is the pod as package oci sees it.
+// pod converts a pod for package oci.
 func (n Node) pod(p *state.Pod) oci.Pod {
 	dir, shm := n.Dirs.Etc(p.ID), n.Dirs.Shm(p.ID)
 	if !p.Tmpfs {
@@ -105,8 +106,8 @@ func (n Node) pod(p *state.Pod) oci.Pod {
 	return pod
 }
 
-// cdiDevices are the names of the CDI devices that a container's config asks for, by the
-// field that is made for it. Annotations steer nothing (CVE-2026-53492).
+// cdiDevices returns the names of the CDI devices in the CDIDevices field of a container's config.
+// Annotations cannot request devices (CVE-2026-53492).
 func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 	var names []string
 	for _, d := range config.GetCDIDevices() {
@@ -115,8 +116,8 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 	return names
 }
 
-// bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They
-// are of the CRI's devices and of the CDI devices with these names.
+// bindDevices replaces device nodes of a complete spec by bind mounts, if the pod has a user
+// namespace. The devices are the config's, and those of the CDI devices cdiNames.
 func (n Node) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, spec *specs.Spec) error {
 	if p.Mappings == nil {
 		return nil
@@ -132,9 +133,9 @@ func (n Node) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, s
 }
 
 // ForPlugins returns the part of a container's spec that its record keeps for plugins. Plugins are
-// called under a hold and with locks. A new spec would inspect the container's volumes, and a
-// hanging one would block all plugins. Plugins see the seccomp filter, the largest part, at the
-// creation only.
+// called under a hold and with locks. Building a new spec would inspect the container's volumes,
+// and a hanging volume would block all plugins. The seccomp filter is the largest part and is left
+// out. Plugins see it only at the creation.
 func ForPlugins(spec *specs.Spec) *specs.Spec {
 	linux := *spec.Linux
 	linux.Seccomp = nil

@@ -13,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// A pod has its own shm unless it uses the node's IPC, and a user namespace only if it requests
-// one.
+// A pod has a private shm unless it uses the node's IPC namespace. It has a user namespace only if
+// it requests one.
 func TestPodForSpecs(t *testing.T) {
 	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
 	users := func(mode runtimeapi.NamespaceMode) *runtimeapi.UserNamespace {
@@ -46,7 +46,7 @@ func TestPodForSpecs(t *testing.T) {
 	}
 }
 
-// A pod that 0.2.0 made has its files where they were then.
+// A pod of version 0.2.0 keeps its files at their old paths.
 func TestPodOfEarlierVersion(t *testing.T) {
 	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
 	got := n.pod(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}})
@@ -56,26 +56,25 @@ func TestPodOfEarlierVersion(t *testing.T) {
 	}
 }
 
-// A pod is offered what both the host and its runtime can do.
+// A pod gets the features that both the host and its runtime support.
 func TestFacts(t *testing.T) {
 	facts := host.Facts{RecursiveReadOnly: true}
 	n := Node{Host: facts, NoAppArmor: func() string { return "no parser" }}
 	for name, test := range map[string]struct {
 		runtime *handler.Runtime
 		want    bool
-	}{"libcontainer": {nil, true}, "a program that can": {&handler.Runtime{RecursiveReadOnly: true}, true}, "one that can't": {&handler.Runtime{}, false}} {
+	}{"libcontainer": {nil, true}, "runtime with feature": {&handler.Runtime{RecursiveReadOnly: true}, true}, "runtime without feature": {&handler.Runtime{}, false}} {
 		if got := n.facts(&state.Pod{PodSpec: &state.PodSpec{Runtime: test.runtime}}); got.RecursiveReadOnly != test.want || got.NoAppArmorProfile != "no parser" {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
 	n.Host.RecursiveReadOnly = false
 	if n.facts(&state.Pod{PodSpec: &state.PodSpec{Runtime: &handler.Runtime{RecursiveReadOnly: true}}}).RecursiveReadOnly {
-		t.Error("a program is said to do what the host can't")
+		t.Error("a feature is offered that the host lacks")
 	}
 }
 
-// CDI devices are asked for by the field that is made for it, never by annotations
-// (CVE-2026-53492).
+// The CDIDevices field requests CDI devices. Annotations cannot (CVE-2026-53492).
 func TestCDIDevices(t *testing.T) {
 	config := &runtimeapi.ContainerConfig{Annotations: map[string]string{"cdi.k8s.io/x": "vendor.example/dev=evil"},
 		CDIDevices: []*runtimeapi.CDIDevice{{Name: "vendor.example/dev=1"}, {Name: "vendor.example/dev=2"}}}
@@ -84,7 +83,7 @@ func TestCDIDevices(t *testing.T) {
 	}
 }
 
-// Records have no seccomp filters in them, and the spec that is launched keeps its own.
+// ForPlugins omits the seccomp filter and does not modify the launched spec.
 func TestForPlugins(t *testing.T) {
 	spec := &specs.Spec{Process: &specs.Process{}, Mounts: []specs.Mount{{Destination: "/m"}}, Hooks: &specs.Hooks{},
 		Linux: &specs.Linux{Seccomp: &specs.LinuxSeccomp{}, CgroupsPath: "/c"}}
@@ -93,6 +92,6 @@ func TestForPlugins(t *testing.T) {
 		t.Errorf("%+v, %+v", got, got.Linux)
 	}
 	if spec.Linux.Seccomp == nil {
-		t.Error("the spec lost its filter")
+		t.Error("the launched spec lost its filter")
 	}
 }

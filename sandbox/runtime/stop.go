@@ -17,13 +17,13 @@ import (
 // Stopper stops containers. Its methods may be called concurrently.
 type Stopper struct {
 	processes Processes
-	stuck     lograte.Limiter // warnings of processes that SIGKILL does not end
+	stuck     lograte.Limiter // rate limit of warnings about processes that survive SIGKILL
 }
 
 // NewStopper returns a Stopper for these processes.
 func NewStopper(processes Processes) *Stopper { return &Stopper{processes: processes} }
 
-// Container is one that is to end, or has.
+// StopTarget identifies a container to Stopper.
 type StopTarget struct {
 	ID          string
 	CgroupsPath string
@@ -40,7 +40,7 @@ func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal u
 	if timeout > 0 {
 		failpoint.Reach("container.signal")
 		if err := k.processes.Signal(ctx, c.ID, c.Runtime, run, signal); err != nil {
-			k.processes.Log.Warn("a container can't be asked to stop and is killed", "container", c.ID, "error", err)
+			k.processes.Log.Warn("kill a container, because its stop signal failed", "container", c.ID, "error", err)
 			return k.Kill(ctx, c)
 		}
 		failpoint.Reach("container.signalled")
@@ -58,10 +58,10 @@ func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal u
 }
 
 // Kill kills a container and waits for its exit. It repeats the kill until the exit is published. A
-// container that does not run is no error. An unreadable exit record is an error; the container's
-// watcher retries the read.
+// container that does not run is no error. An unreadable exit record is an error, and the
+// container's watcher retries the read.
 func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
-	defer k.processes.Tasks.Begin("its end after SIGKILL", c.String())()
+	defer k.processes.Tasks.Begin("exit after SIGKILL", c.String())()
 	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
 		run := c.Running()
 		if run == nil {
@@ -77,18 +77,17 @@ func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 			return nil
 		}
 		if unreadable := k.processes.UnreadableExit(c.ID, run); unreadable != nil {
-			return fmt.Errorf("container %s has ended: %w", c.ID, unreadable)
+			return fmt.Errorf("read the exit of container %s: %w", c.ID, unreadable)
 		}
 		if ctx.Err() != nil {
-			unkillable := fmt.Errorf("kill container %s: its process %d does not end: %w", c.ID, run.PID, ctx.Err())
+			unkillable := fmt.Errorf("kill container %s: process %d does not exit: %w", c.ID, run.PID, ctx.Err())
 			return errors.Join(unkillable, err)
 		}
 	}
 }
 
-// Settle returns the exit of a container whose shim has ended. It reads the exit record. If the
-// shim was lost, it first kills all surviving processes. settled is false when the daemon shuts
-// down.
+// Settle returns the exit of a container whose shim has exited, from the exit record. If the shim
+// was lost, it first kills all surviving processes. settled is false when the daemon shuts down.
 func (k *Stopper) Settle(c StopTarget, startedAt time.Time) (exit state.Exit, settled bool) {
 	exit, lost, err := k.processes.ReadExit(k.processes.Tasks.Watchers.Context(), c.ID, startedAt)
 	switch {
@@ -102,16 +101,16 @@ func (k *Stopper) Settle(c StopTarget, startedAt time.Time) (exit state.Exit, se
 }
 
 // SettleLost kills the surviving processes of a container whose shim was lost. The returned exit
-// has the time of their end. settled is false when the daemon shuts down.
+// has the time of their exit. settled is false when the daemon shuts down.
 func (k *Stopper) SettleLost(c StopTarget, exit state.Exit) (_ state.Exit, settled bool) {
 	ctx := k.processes.Tasks.Watchers.Context()
 	for err := k.killLeft(ctx, c); err != nil; err = k.killLeft(ctx, c) {
 		if ctx.Err() == nil {
-			k.stuck.Warn(k.processes.Log, "what a lost shim left does not end; it is tried again", "container", c.ID,
+			k.stuck.Warn(k.processes.Log, "processes of a lost shim survive SIGKILL; the kill is retried", "container", c.ID,
 				"error",
 				err)
 		}
-		if !k.processes.Tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
+		if !k.processes.Tasks.Sleep(ctx, time.Second, "retry of the kill of surviving processes", c.String()) {
 			return state.Exit{}, false
 		}
 	}

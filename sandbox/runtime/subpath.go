@@ -10,25 +10,25 @@ import (
 	"berth/internal/safefs"
 )
 
-// CheckSubPath refuses, with InvalidArgument, a path that is no directory or regular file of the
-// image. It resolves links with the image as the root.
+// CheckSubPath returns InvalidArgument if the path is no directory or regular file of the image. It
+// resolves links with the image as the root.
 func CheckSubPath(layers rootfs.Spec, path string) error {
 	root, err := layers.Mount()
 	if err != nil {
-		return fmt.Errorf("look into the image: %w", err)
+		return fmt.Errorf("mount the image: %w", err)
 	}
-	defer root.Close() // takes the mount away
+	defer root.Close() // unmounts
 	f, err := safefs.Open(root, path, unix.O_PATH, 0)
 	if errdefs.IsBadPath(err) {
 		return errdefs.InvalidArgument("image_sub_path %.300q does not exist in the image: %w", path, err)
 	}
 	if err != nil {
-		return fmt.Errorf("look for image_sub_path %q: %w", path, err)
+		return fmt.Errorf("open image_sub_path %q: %w", path, err)
 	}
 	defer f.Close()
 	st, err := f.Stat()
 	if err != nil {
-		return fmt.Errorf("look at image_sub_path %q: %w", path, err)
+		return fmt.Errorf("stat image_sub_path %q: %w", path, err)
 	}
 	if !st.IsDir() && !st.Mode().IsRegular() {
 		return errdefs.InvalidArgument("image_sub_path %q is neither a directory nor a regular file of the image", path)

@@ -13,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// idMap returns how the root filesystems of the pod are shown to its user namespace, nil if it has
-// none.
+// idMap returns the ID mapping of the root filesystems of a pod, nil if the pod has no user
+// namespace.
 func (k Launcher) idMap(pod *state.Pod) *rootfs.IDMap {
 	if pod.Mappings == nil {
 		return nil
@@ -22,7 +22,7 @@ func (k Launcher) idMap(pod *state.Pod) *rootfs.IDMap {
 	return &rootfs.IDMap{UserNS: k.Node.Dirs.UserNS(pod.ID), Mappings: *pod.Mappings}
 }
 
-// rootPlace returns the required mount point of a root filesystem; empty: any.
+// rootPlace returns the required mount point of a root filesystem, or "" for any.
 func (k Launcher) rootPlace(root rootfs.Spec) string {
 	if root.IDMap == nil {
 		return ""
@@ -30,16 +30,16 @@ func (k Launcher) rootPlace(root rootfs.Spec) string {
 	return k.Node.Dirs.RootPlace()
 }
 
-// checkMounts refuses mounts whose filesystem cannot be mapped, when the
-// container is created and not only when it starts.
+// checkMounts refuses mounts whose filesystem cannot be ID-mapped. It runs at the creation of a
+// container, so that the start does not fail.
 func (k Launcher) checkMounts(podID string, r *handler.Runtime, spec *specs.Spec) error {
 	ns := k.Node.Dirs.UserNS(podID)
 	for _, mount := range spec.Mounts {
-		if oci.IsIDMapped(mount) && r != nil && !r.IDMappedMounts { // it would show wrong owners
-			return errdefs.FailedPrecondition("mount of %s: %s has no ID-mapped mounts, or does not say so",
+		if oci.IsIDMapped(mount) && r != nil && !r.IDMappedMounts { // unmapped, the mount would show wrong owners
+			return errdefs.FailedPrecondition("mount of %s: runtime %s does not report support for ID-mapped mounts",
 				mount.Destination, r.Path)
 		}
-		if !oci.IsIDMapped(mount) || len(mount.UIDMappings) > 0 { // those libcontainer makes a namespace for
+		if !oci.IsIDMapped(mount) || len(mount.UIDMappings) > 0 { // libcontainer creates a user namespace for mounts with mappings
 			continue
 		}
 		err := rootfs.CheckIDMap(mount.Source, ns)

@@ -20,16 +20,15 @@ const (
 	maxUserFileBytes = 64 << 10
 )
 
-// Users remembers /etc/passwd and /etc/group of images: containers of one image start again and
-// again. An image's ID names its content, so entries never become wrong. Its zero value is ready.
-// The lock guards the map and is held for map operations only.
+// Users caches /etc/passwd and /etc/group of images, because many containers start from the same
+// image. Entries never become stale, because an image's ID identifies its content. The zero value
+// is ready to use. The lock guards the map and is held for map operations only.
 type Users struct {
 	mu sync.Mutex
 	by map[string]UserFiles
 }
 
-// UserFiles are the contents of an image's /etc/passwd and /etc/group, nil for one it does not
-// have.
+// UserFiles are the contents of an image's /etc/passwd and /etc/group. A missing file is nil.
 type UserFiles struct{ Passwd, Group []byte }
 
 func (u *Users) get(imageID string) (UserFiles, bool) {
@@ -49,7 +48,7 @@ func (u *Users) put(imageID string, files UserFiles) {
 		u.by = map[string]UserFiles{}
 	}
 	if len(u.by) >= maxUserFiles {
-		for id := range u.by { // any: map order is as good as another here
+		for id := range u.by { // an arbitrary entry
 			delete(u.by, id)
 			break
 		}
@@ -57,7 +56,7 @@ func (u *Users) put(imageID string, files UserFiles) {
 	u.by[imageID] = files
 }
 
-// Of returns the user files of the image with that ID, whose layers root has.
+// Of returns the user files of the image with that ID and the layers of root.
 func (u *Users) Of(imageID string, root rootfs.Spec) (UserFiles, error) {
 	if files, ok := u.get(imageID); ok {
 		return files, nil
@@ -65,27 +64,27 @@ func (u *Users) Of(imageID string, root rootfs.Spec) (UserFiles, error) {
 	root.Upper, root.Work, root.IDMap = "", "", nil
 	mount, err := root.Mount()
 	if err != nil {
-		return UserFiles{}, fmt.Errorf("look into image %s: %w", imageID, err)
+		return UserFiles{}, fmt.Errorf("mount image %s: %w", imageID, err)
 	}
-	defer mount.Close() // takes the mount away
+	defer mount.Close() // unmounts
 	var files UserFiles
 	if files.Passwd, err = readUserFile(mount, "/etc/passwd"); err != nil {
-		return UserFiles{}, fmt.Errorf("image %s: %w", imageID, err)
+		return UserFiles{}, fmt.Errorf("user files of image %s: %w", imageID, err)
 	}
 	if files.Group, err = readUserFile(mount, "/etc/group"); err != nil {
-		return UserFiles{}, fmt.Errorf("image %s: %w", imageID, err)
+		return UserFiles{}, fmt.Errorf("user files of image %s: %w", imageID, err)
 	}
 	u.put(imageID, files)
 	return files, nil
 }
 
-// readUserFile returns nil for a file the image does not have.
+// readUserFile returns nil for a missing file.
 func readUserFile(root *os.File, path string) ([]byte, error) {
 	data, err := safefs.ReadFile(root, path, users.MaxFile)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
-	if isImagesFault(err) {
+	if isImageFault(err) {
 		return nil, errdefs.InvalidArgument("read %s of the image: %w", path, err)
 	}
 	if err != nil {
@@ -94,8 +93,8 @@ func readUserFile(root *os.File, path string) ([]byte, error) {
 	return data, nil
 }
 
-// isImagesFault reports whether a file is unreadable because of the image. The file is missing or
-// too large, its links loop, or a directory is a file.
-func isImagesFault(err error) bool {
+// isImageFault reports whether the image makes a file unreadable: the file is missing or too large,
+// its links loop, or a directory is a file.
+func isImageFault(err error) bool {
 	return errors.Is(err, safefs.ErrNotRegular) || errors.Is(err, safefs.ErrTooLarge) || errdefs.IsBadPath(err)
 }

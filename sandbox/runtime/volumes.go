@@ -14,8 +14,8 @@ import (
 	"berth/shim/proto"
 )
 
-// FindVolumes finds the images that a config's mounts name, by the ID that kubelet got
-// from PullImage or any other reference.
+// FindVolumes finds the images of a config's mounts, by the IDs that PullImage returned or by other
+// references.
 func (k Roots) FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error) {
 	var volumes []state.Volume
 	for i, mount := range config.GetMounts() {
@@ -31,12 +31,13 @@ func (k Roots) FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, 
 	return volumes, nil
 }
 
-// volumeFailed makes an error that kubelet recognizes by how it begins.
+// volumeFailed returns an error with the prefix that kubelet matches.
 func volumeFailed(m *runtimeapi.Mount, err error) error {
 	return fmt.Errorf("%w: mount of %s: %w", crierrors.ErrImageVolumeMountFailed, m.ContainerPath, err)
 }
 
-// VolumePlaces tells where the launcher mounts a container's image volumes, by index of the mount.
+// VolumePlaces returns the launcher's mount points of a container's image volumes, by index of the
+// mount.
 func (k Roots) VolumePlaces(id string, volumes []state.Volume) map[int]string {
 	places := make(map[int]string, len(volumes))
 	for _, v := range volumes {
@@ -45,7 +46,7 @@ func (k Roots) VolumePlaces(id string, volumes []state.Volume) map[int]string {
 	return places
 }
 
-// HoldVolumes keeps the layers of a container's image volumes alive and returns what to mount.
+// HoldVolumes holds the layers of a container's image volumes and returns the volumes to mount.
 func (k Roots) HoldVolumes(
 	id string, config *runtimeapi.ContainerConfig, volumes []state.Volume,
 ) ([]proto.Volume, error) {
@@ -56,25 +57,24 @@ func (k Roots) HoldVolumes(
 		mount := config.Mounts[v.Mount]
 		layers, err := k.Images.Hold(v.Holder(id), v.Layers)
 		if err != nil {
-			failed = errors.Join(failed, volumeFailed(mount, fmt.Errorf("layers of image %s: %w", v.ImageID, err)))
-			continue // after a restart the other volumes must be held nevertheless
+			failed = errors.Join(failed, volumeFailed(mount, fmt.Errorf("hold layers of image %s: %w", v.ImageID, err)))
+			continue // recovery must hold the other volumes
 		}
-		layers.Layers = k.notAlone(layers.Layers)
+		layers.Layers = k.asOverlay(layers.Layers)
 		held = append(held, proto.Volume{Path: places[v.Mount], Rootfs: layers, SubPath: mount.ImageSubPath})
 	}
 	return held, failed
 }
 
-// ShownAs returns image volumes shown as a root filesystem is: to the same user namespace, with the
-// same SELinux label.
-func ShownAs(root rootfs.Spec, volumes []proto.Volume) []proto.Volume {
+// WithMapping returns image volumes with the ID mapping and SELinux label of a root filesystem.
+func WithMapping(root rootfs.Spec, volumes []proto.Volume) []proto.Volume {
 	for i := range volumes {
 		volumes[i].Rootfs.IDMap, volumes[i].Rootfs.Label = root.IDMap, root.Label
 	}
 	return volumes
 }
 
-// ReleaseVolumes ends what HoldVolumes began. It may be repeated.
+// ReleaseVolumes releases the layers that HoldVolumes holds. It may be repeated.
 func (k Roots) ReleaseVolumes(id string, volumes []state.Volume) error {
 	var failed error
 	for _, v := range volumes {

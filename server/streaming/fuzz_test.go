@@ -20,9 +20,8 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/klog/v2"
 
-	"berth/sandbox/stream"
-
 	"berth/internal/testutil"
+	"berth/sandbox/stream"
 )
 
 // counted runs sessions that accept any input, and counts them.

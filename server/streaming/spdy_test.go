@@ -14,9 +14,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
-	"berth/sandbox/stream"
-
 	"berth/internal/testutil"
+	"berth/sandbox/stream"
 )
 
 // An incomplete session ends at once when its client or the daemon ends, whatever the client's

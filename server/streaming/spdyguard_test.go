@@ -24,9 +24,8 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"berth/sandbox/stream"
-
 	"berth/internal/testutil"
+	"berth/sandbox/stream"
 )
 
 // doing is a Runtime whose sessions run a test's function.

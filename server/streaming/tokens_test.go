@@ -9,7 +9,6 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-
 	"berth/internal/testutil"
 )
 
