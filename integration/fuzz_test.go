@@ -12,7 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
-	"berth/internal/cricodes"
+	"berth/internal/errdefs"
 )
 
 // The server's own fuzz tests send arbitrary bytes to a fake manager. These tests send requests
@@ -25,7 +25,7 @@ import (
 // fits fails the test if the method does not document the error's code.
 func fits(t *testing.T, method string, err error) {
 	t.Helper()
-	if code := harness.CodeOf(err); !cricodes.Allowed(method, code, status.Convert(err).Message()) {
+	if code := harness.CodeOf(err); !errdefs.Allowed(method, code, status.Convert(err).Message()) {
 		t.Errorf("%s: undocumented code %s: %v", method, code, err)
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"berth/internal/index"
 	"berth/internal/trace"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
@@ -15,12 +14,12 @@ import (
 
 // objects are all pods and containers, including unpublished ones.
 type objects struct {
-	pods       *index.Index[*pod]
-	containers *index.Index[*container]
+	pods       *state.Index[*pod]
+	containers *state.Index[*container]
 }
 
 func newObjects() objects {
-	return objects{index.New[*pod]("pod sandbox"), index.New[*container]("container")}
+	return objects{state.NewIndex[*pod]("pod sandbox"), state.NewIndex[*container]("container")}
 }
 
 func (o objects) containersOf(podID string) []*container {
@@ -55,7 +54,7 @@ func newPod(spec *state.PodSpec, status state.PodStatus, started *trace.Trace) *
 	return &pod{PodSpec: spec, status: state.NewLocked(status), started: started}
 }
 
-// Visible implements index.Object.
+// Visible implements state.Indexed.
 func (p *pod) Visible() bool { return p.info.Load() != nil }
 
 // Info implements state.Published.
@@ -109,7 +108,7 @@ func newContainer(spec *state.ContainerSpec, status state.ContainerStatus, creat
 	return &container{ContainerSpec: spec, status: state.NewLocked(status), created: created}
 }
 
-// Visible implements index.Object.
+// Visible implements state.Indexed.
 func (c *container) Visible() bool { return c.info.Load() != nil }
 
 // Info implements state.Published.

@@ -11,13 +11,12 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/feed"
 	"berth/sandbox/state"
 )
 
 // Events is the part of the sandbox manager that GetContainerEvents uses.
 type Events interface {
-	Events() *feed.Reader[state.Event]
+	Events() *state.FeedReader[state.Event]
 }
 
 // GetContainerEvents implements RuntimeService (KEP-3386). The client gets all events after the
@@ -38,7 +37,7 @@ func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest,
 		switch {
 		case s.stopping.Err() != nil:
 			return errdefs.Unavailable("container events: berth is stopping")
-		case errors.Is(err, feed.ErrBehind):
+		case errors.Is(err, state.ErrBehind):
 			return errdefs.New(codes.ResourceExhausted, "container events: %w", err)
 		case err != nil:
 			return err

@@ -15,7 +15,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
-	"berth/internal/feed"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
@@ -23,15 +22,15 @@ import (
 // eventsFake is a feed with room for two unread events.
 type eventsFake struct {
 	once sync.Once
-	feed *feed.Feed[state.Event]
+	feed *state.Feed[state.Event]
 }
 
-func (e *eventsFake) get() *feed.Feed[state.Event] {
-	e.once.Do(func() { e.feed = feed.New[state.Event](2) })
+func (e *eventsFake) get() *state.Feed[state.Event] {
+	e.once.Do(func() { e.feed = state.NewFeed[state.Event](2) })
 	return e.feed
 }
 
-func (f *fakePods) Events() *feed.Reader[state.Event] { return f.events.get().Subscribe() }
+func (f *fakePods) Events() *state.FeedReader[state.Event] { return f.events.get().Subscribe() }
 
 func (f *fakePods) publish(event state.Event) {
 	f.events.get().Publish(func() state.Event { return event })

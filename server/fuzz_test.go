@@ -16,7 +16,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
-	"berth/internal/cricodes"
+	"berth/internal/errdefs"
 	"berth/internal/testutil"
 )
 
@@ -113,7 +113,7 @@ func FuzzRPC(f *testing.F) {
 func check(t *testing.T, name string, err error) {
 	t.Helper()
 	code, text := status.Code(coded(err)), status.Convert(err).Message()
-	if canceled := code == codes.Canceled && name == "GetContainerEvents"; !canceled && !cricodes.Allowed(name, code, text) { // by us: it has no end
+	if canceled := code == codes.Canceled && name == "GetContainerEvents"; !canceled && !errdefs.Allowed(name, code, text) { // by us: it has no end
 		t.Errorf("%s: code %s does not fit: %v", name, code, err)
 	}
 }

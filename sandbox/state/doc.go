@@ -12,7 +12,8 @@
 // refused.
 //
 // Readers get snapshots, Pod and Container. A snapshot holds the Spec and a copy of the Status and
-// never changes. Events are steps from one snapshot to the next.
+// never changes. Events are steps from one snapshot to the next. Index finds objects without a lock
+// for readers; Feed distributes the events.
 //
 // Records are versioned JSON documents with a checksum (package checkpoint). Records of earlier
 // versions stay readable: missing fields are derived once, when the record is loaded. A record that

@@ -4,8 +4,6 @@ import (
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
-	"berth/internal/feed"
 )
 
 // Event reports that a container or pod was created, started, stopped or deleted. It holds
@@ -24,7 +22,7 @@ const maxUnread = 8192
 
 // Events publishes the events of all pods and containers.
 type Events struct {
-	feed       *feed.Feed[Event]
+	feed       *Feed[Event]
 	pod        func(id string) *Pod
 	containers func(podID string) []*Container
 }
@@ -32,12 +30,12 @@ type Events struct {
 // NewEvents returns an Events. pod and containers find a pod, nil if it is unknown, and its
 // containers, oldest first. They are called under the feed's lock, so they must not block.
 func NewEvents(pod func(id string) *Pod, containers func(podID string) []*Container) *Events {
-	return &Events{feed: feed.New[Event](maxUnread), pod: pod, containers: containers}
+	return &Events{feed: NewFeed[Event](maxUnread), pod: pod, containers: containers}
 }
 
 // Subscribe returns what happens from now on; the caller closes the reader. One that falls too far
-// behind gets feed.ErrBehind.
-func (e *Events) Subscribe() *feed.Reader[Event] { return e.feed.Subscribe() }
+// behind gets ErrBehind.
+func (e *Events) Subscribe() *FeedReader[Event] { return e.feed.Subscribe() }
 
 // ContainerChanged publishes the event between two snapshots. before is nil for the first one.
 func (e *Events) ContainerChanged(before, after *Container) {

@@ -4,14 +4,11 @@ import (
 	"cmp"
 	"slices"
 	"time"
-
-	"berth/internal/feed"
-	"berth/internal/index"
 )
 
 // Published is an object that has a snapshot of its own as soon as it is published.
 type Published[Snapshot any] interface {
-	index.Object
+	Indexed
 	Info() *Snapshot // nil until then
 	Birth() Birth    // never changes
 }
@@ -44,14 +41,14 @@ func infos[Snapshot any, T Published[Snapshot]](all []T) []*Snapshot {
 
 // Lists returns the published snapshots of all pods and containers.
 type Lists[P Published[Pod], C Published[Container]] struct {
-	pods       *index.Index[P]
-	containers *index.Index[C]
+	pods       *Index[P]
+	containers *Index[C]
 	events     *Events
 }
 
 // NewLists returns the lists of these indexes, and the events that their owner publishes.
-func NewLists[P Published[Pod], C Published[Container]](pods *index.Index[P],
-	containers *index.Index[C]) (*Lists[P, C], *Events) {
+func NewLists[P Published[Pod], C Published[Container]](pods *Index[P],
+	containers *Index[C]) (*Lists[P, C], *Events) {
 	l := &Lists[P, C]{pods: pods, containers: containers}
 	l.events = NewEvents(l.published, l.containersOf)
 	return l, l.events
@@ -88,8 +85,8 @@ func (l *Lists[P, C]) Containers() []*Container {
 }
 
 // Events subscribes to what happens to all pods and containers from now on; the
-// caller closes the reader. One that falls too far behind gets feed.ErrBehind.
-func (l *Lists[P, C]) Events() *feed.Reader[Event] { return l.events.Subscribe() }
+// caller closes the reader. One that falls too far behind gets ErrBehind.
+func (l *Lists[P, C]) Events() *FeedReader[Event] { return l.events.Subscribe() }
 
 // published returns the snapshot of a pod; nil if it is unknown or unpublished.
 func (l *Lists[P, C]) published(id string) *Pod {

@@ -6,8 +6,6 @@ import (
 	"slices"
 	"testing"
 	"time"
-
-	"berth/internal/index"
 )
 
 // published is an object with a fixed snapshot.
@@ -29,7 +27,7 @@ func publishedContainer(c *Container) published[Container] {
 // Lists have the oldest first, also what came or went since the last ones, and nothing that was not
 // published.
 func TestOldestFirst(t *testing.T) {
-	pods, containers := index.New[published[Pod]]("pod"), index.New[published[Container]]("container")
+	pods, containers := NewIndex[published[Pod]]("pod"), NewIndex[published[Container]]("container")
 	l, _ := NewLists(pods, containers)
 	add := func(id string, created int64) {
 		pods.Put(id, publishedPod(&Pod{PodSpec: &PodSpec{ID: id, CreatedAt: time.Unix(created, 0)}}))
@@ -66,8 +64,8 @@ func TestOldestFirst(t *testing.T) {
 // Events are made under the feed's lock: what one costs must not grow with the other pods of the
 // node.
 func TestContainersOfOnePod(t *testing.T) {
-	containers := index.New[published[Container]]("container")
-	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)
+	containers := NewIndex[published[Container]]("container")
+	l, _ := NewLists(NewIndex[published[Pod]]("pod"), containers)
 	add := func(id, podID string, age int) {
 		containers.Put(id, publishedContainer(&Container{ContainerSpec: &ContainerSpec{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)}}))
 	}
@@ -94,8 +92,8 @@ func TestContainersOfOnePod(t *testing.T) {
 }
 
 func BenchmarkContainers1000(b *testing.B) {
-	containers := index.New[published[Container]]("container")
-	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)
+	containers := NewIndex[published[Container]]("container")
+	l, _ := NewLists(NewIndex[published[Pod]]("pod"), containers)
 	for i := range 1000 {
 		containers.Put(fmt.Sprint(i), publishedContainer(&Container{ContainerSpec: &ContainerSpec{ID: fmt.Sprint(i), CreatedAt: time.Unix(int64(i), 0)}}))
 	}

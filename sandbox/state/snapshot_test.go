@@ -8,7 +8,6 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/feed"
 	"berth/internal/testutil"
 )
 
@@ -129,7 +128,7 @@ func TestEvents(t *testing.T) {
 	}
 }
 
-func next(t *testing.T, reader *feed.Reader[Event]) Event {
+func next(t *testing.T, reader *FeedReader[Event]) Event {
 	t.Helper()
 	event, err := reader.Next(t.Context())
 	testutil.Must(t, err)

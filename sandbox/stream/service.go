@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/errdefs"
-	"berth/internal/fdquota"
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/state"
@@ -84,7 +83,7 @@ func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bo
 // spareDescriptors returns ResourceExhausted if another session would use descriptors that are
 // reserved for CRI and the daemon.
 func spareDescriptors() error {
-	quota, err := fdquota.ForSessions()
+	quota, err := NewFDQuota()
 	if err != nil {
 		return err
 	}

@@ -12,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/fdquota"
 	"berth/internal/lograte"
+	"berth/sandbox/stream"
 )
 
 const (
@@ -49,7 +49,7 @@ const (
 type gate struct {
 	listener *net.TCPListener
 	tokens   *tokens
-	quota    fdquota.Quota
+	quota    stream.FDQuota
 	most     int           // connections without a token
 	patience time.Duration // handshakeTime with TLS; 0 otherwise, because the first data shows the token
 	log      *slog.Logger
@@ -66,7 +66,7 @@ type gate struct {
 }
 
 func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.Logger) (*gate, error) {
-	quota, err := fdquota.ForSessions()
+	quota, err := stream.NewFDQuota()
 	if err != nil {
 		return nil, err
 	}

@@ -20,7 +20,6 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"berth/internal/fdquota"
 	"berth/internal/testutil"
 	"berth/sandbox/stream"
 )
@@ -277,7 +276,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 		return g.admit(accepted), theirs
 	}
 	enough := g.quota
-	g.quota = fdquota.Quota{}
+	g.quota = stream.FDQuota{}
 	ours, theirs := connect()
 	if ours != nil {
 		t.Error("a descriptor of the reserve is used")

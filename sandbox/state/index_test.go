@@ -1,4 +1,4 @@
-package index
+package state
 
 import (
 	"cmp"
@@ -16,7 +16,7 @@ func (i item) Visible() bool { return i != "hidden" }
 
 func TestFindAcceptsUniquePrefix(t *testing.T) {
 	t.Parallel()
-	ix := New[item]("container")
+	ix := NewIndex[item]("container")
 	for _, id := range []string{"abc1", "abc2", "def", "defghi"} {
 		ix.Put(id, item(id))
 	}
@@ -48,7 +48,7 @@ func TestFindAcceptsUniquePrefix(t *testing.T) {
 
 func TestSnapshotDoesNotChange(t *testing.T) {
 	t.Parallel()
-	ix := New[item]("pod")
+	ix := NewIndex[item]("pod")
 	ix.Put("a", "1")
 	before := ix.Snapshot()
 	ix.Put("b", "2")
@@ -60,7 +60,7 @@ func TestSnapshotDoesNotChange(t *testing.T) {
 
 func TestSortedFollowsChanges(t *testing.T) {
 	t.Parallel()
-	ix := New[item]("pod")
+	ix := NewIndex[item]("pod")
 	want := func(want ...item) {
 		t.Helper()
 		for range 2 {

@@ -1,10 +1,4 @@
-// Package cricodes lists the gRPC codes with which each method of CRI v1 may refuse a request. It
-// is for tests that send odd requests to the server alone or to a whole daemon.
-//
-// The list lacks codes of failures that no request causes: Internal, Unknown (with the exception in
-// Allowed) and DataLoss are always a fault of berth or the machine, and Canceled is the client's
-// own.
-package cricodes
+package errdefs
 
 import (
 	"slices"
@@ -13,7 +7,11 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// Methods without an entry never fail: they report the current state.
+// refusals lists the gRPC codes with which each method of CRI v1 may refuse a request. Methods
+// without an entry never fail, because they report the current state.
+//
+// The list lacks the codes of failures that no request causes. Internal, Unknown (except in
+// Allowed) and DataLoss report a fault of berth or the machine. Canceled comes from the client.
 var refusals = map[string][]codes.Code{
 	"RunPodSandbox":    {codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition},
 	"StopPodSandbox":   {codes.InvalidArgument},
@@ -58,12 +56,12 @@ var refusals = map[string][]codes.Code{
 	"RestorePod":          {codes.Unimplemented},
 }
 
-// unavailable is the prefix of errors that kubelet recognizes (images.ErrRegistryUnavailable).
-// kubelet only looks for it in errors with code Unknown.
+// unavailable is the prefix of errors that kubelet recognizes (images.ErrRegistryUnavailable), but
+// only in errors with code Unknown.
 const unavailable = "RegistryUnavailable: "
 
-// Allowed reports whether a method, for example "StopContainer", may answer with this code and
-// error text because of its request.
+// Allowed reports whether a request may cause a method, for example "StopContainer", to answer with
+// this code and error text. It serves tests that send malformed requests.
 func Allowed(method string, code codes.Code, text string) bool {
 	if method == "PullImage" && code == codes.Unknown {
 		return strings.HasPrefix(text, unavailable)

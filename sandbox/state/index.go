@@ -1,10 +1,4 @@
-// Package index finds objects by ID without a lock for readers.
-//
-// # Contract
-//
-// Readers load an immutable map. Writers replace it, one after the other. An object that is not
-// visible yet is found only by its exact ID.
-package index
+package state
 
 import (
 	"maps"
@@ -16,37 +10,37 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Object is an element of an index.
-type Object interface {
+// Indexed is an element of an Index.
+type Indexed interface {
 	Visible() bool // to clients
 }
 
-// Index finds objects by ID. The lock serializes writers, which replace the map.
-type Index[T Object] struct {
+// Index finds objects by ID. Readers need no lock: they load an immutable map, which writers
+// replace. Only Get finds an object that is not visible yet. The lock serializes writers.
+type Index[T Indexed] struct {
 	kind string // for error texts
 	mu   sync.Mutex
-	all  atomic.Pointer[objects[T]]
+	all  atomic.Pointer[indexed[T]]
 }
 
-// objects is the immutable content of an index.
-type objects[T Object] struct {
+// indexed is the immutable content of an index.
+type indexed[T Indexed] struct {
 	byID   map[string]T
 	sorted atomic.Pointer[[]T] // nil until Sorted is called
 }
 
-// New returns an empty index. kind names its objects in error texts.
-func New[T Object](kind string) *Index[T] {
+// NewIndex returns an empty index. kind names its objects in error texts.
+func NewIndex[T Indexed](kind string) *Index[T] {
 	ix := &Index[T]{kind: kind}
-	ix.all.Store(&objects[T]{byID: map[string]T{}})
+	ix.all.Store(&indexed[T]{byID: map[string]T{}})
 	return ix
 }
 
 // Snapshot returns all objects by ID. The map is immutable.
 func (ix *Index[T]) Snapshot() map[string]T { return ix.all.Load().byID }
 
-// Sorted returns all objects in the order of compare. The slice is immutable. compare must be the
-// same function with each call and give
-// consistent answers, because the index sorts once per change.
+// Sorted returns all objects in the order of compare. The slice is immutable. Each call must pass
+// the same compare function, because the index sorts once per change.
 func (ix *Index[T]) Sorted(compare func(a, b T) int) []T {
 	all := ix.all.Load()
 	if sorted := all.sorted.Load(); sorted != nil {
@@ -77,7 +71,7 @@ func (ix *Index[T]) change(edit func(map[string]T)) {
 	defer ix.mu.Unlock()
 	next := maps.Clone(ix.Snapshot())
 	edit(next)
-	ix.all.Store(&objects[T]{byID: next})
+	ix.all.Store(&indexed[T]{byID: next})
 }
 
 // Get returns the object with exactly that ID, visible or not.
@@ -86,8 +80,8 @@ func (ix *Index[T]) Get(id string) (T, bool) {
 	return v, ok
 }
 
-// Find returns the visible object with that ID, or the only one whose ID starts
-// with it. NotFound if there is none, InvalidArgument if there are several.
+// Find returns the visible object with that ID, or the only visible object whose ID starts with id.
+// Errors: NotFound without such an object; InvalidArgument for an empty or ambiguous id.
 func (ix *Index[T]) Find(id string) (T, error) {
 	var found T
 	if id == "" {

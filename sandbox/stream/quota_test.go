@@ -1,4 +1,4 @@
-package fdquota
+package stream
 
 import (
 	"os"
@@ -18,7 +18,7 @@ func TestReserveIsShareOfLimit(t *testing.T) {
 		"tiny":           {32, -32},
 	} {
 		t.Run(name, func(t *testing.T) {
-			q := forLimit(test.limit)
+			q := quotaFor(test.limit)
 			if q.Allows(test.first) || !q.Allows(test.first-1) {
 				t.Errorf("the reserve of %d does not begin at %d: %+v", test.limit, test.first, q)
 			}
@@ -27,7 +27,7 @@ func TestReserveIsShareOfLimit(t *testing.T) {
 }
 
 func TestCheckRefusesTheReserve(t *testing.T) {
-	q, err := ForSessions()
+	q, err := NewFDQuota()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -39,7 +39,7 @@ func TestCheckRefusesTheReserve(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	if err := forLimit(minReserve + int(f.Fd())).Check(); errdefs.Code(err) != codes.ResourceExhausted {
+	if err := quotaFor(minReserve + int(f.Fd())).Check(); errdefs.Code(err) != codes.ResourceExhausted {
 		t.Errorf("within the reserve: %v", err)
 	}
 }

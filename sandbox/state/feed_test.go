@@ -1,4 +1,4 @@
-package feed
+package state
 
 import (
 	"context"
@@ -16,7 +16,7 @@ func publish(f *Feed[int], from, to int) {
 func TestEveryReaderGetsEverythingInOrder(t *testing.T) {
 	t.Parallel()
 	const count = 1000
-	f := New[int](count)
+	f := NewFeed[int](count)
 	var readers sync.WaitGroup
 	for range 8 {
 		r := f.Subscribe()
@@ -39,7 +39,7 @@ func TestEveryReaderGetsEverythingInOrder(t *testing.T) {
 
 func TestSlowReaderGetsErrBehindAlone(t *testing.T) {
 	t.Parallel()
-	f := New[int](2)
+	f := NewFeed[int](2)
 	slow, quick := f.Subscribe(), f.Subscribe()
 	defer slow.Close()
 	defer quick.Close()
@@ -61,7 +61,7 @@ func TestSlowReaderGetsErrBehindAlone(t *testing.T) {
 
 func TestNoItemIsCreatedWithoutReaders(t *testing.T) {
 	t.Parallel()
-	f := New[int](1)
+	f := NewFeed[int](1)
 	f.Publish(func() int { t.Error("made"); return 0 })
 	r := f.Subscribe()
 	r.Close()
@@ -70,7 +70,7 @@ func TestNoItemIsCreatedWithoutReaders(t *testing.T) {
 
 func TestNextEndsWithItsContext(t *testing.T) {
 	t.Parallel()
-	f := New[int](1)
+	f := NewFeed[int](1)
 	r := f.Subscribe()
 	defer r.Close()
 	ctx, cancel := context.WithCancel(context.Background())

@@ -1,0 +1,62 @@
+package stream
+
+import (
+	"fmt"
+	"math"
+	"os"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+const (
+	minReserve = 64
+	maxReserve = 4096
+)
+
+// FDQuota is the range of file descriptors that clients' sessions may use, so that they cannot use
+// up all of the daemon's descriptors.
+//
+// The kernel assigns the lowest free number. The highest numbers are reserved for CRI connections,
+// the watchdog and the daemon's files. A session that checks its FDQuota never keeps a reserved
+// descriptor.
+type FDQuota struct{ limit, reserve int }
+
+// NewFDQuota returns the quota for this process's limit of open files. The Go runtime raises that
+// limit to the hard limit at start.
+func NewFDQuota() (FDQuota, error) {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return FDQuota{}, os.NewSyscallError("getrlimit RLIMIT_NOFILE", err)
+	}
+	return quotaFor(int(min(limit.Cur, math.MaxInt32))), nil
+}
+
+func quotaFor(limit int) FDQuota {
+	return FDQuota{limit: limit, reserve: min(max(limit/4, minReserve), maxReserve)}
+}
+
+// Limit returns how many descriptors the process may have.
+func (q FDQuota) Limit() int { return q.limit }
+
+// Allows reports whether a session may keep this descriptor.
+func (q FDQuota) Allows(fd int) bool { return fd < q.limit-q.reserve }
+
+// Check returns nil if a session may open descriptors now, else an error with code
+// ResourceExhausted.
+func (q FDQuota) Check() error {
+	fd, err := unix.FcntlInt(os.Stderr.Fd(), unix.F_DUPFD_CLOEXEC, 0) // only the number matters
+	if err != nil {
+		return errdefs.New(codes.ResourceExhausted, "open a file descriptor: %w", err)
+	}
+	if err := unix.Close(fd); err != nil {
+		return fmt.Errorf("close a file descriptor: %w", err)
+	}
+	if !q.Allows(fd) {
+		return errdefs.New(codes.ResourceExhausted, "%d of %d file descriptors are in use, the others are reserved",
+			fd, q.limit)
+	}
+	return nil
+}
