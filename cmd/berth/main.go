@@ -7,15 +7,10 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/spf13/cobra"
-
-	"berth/cmd/berth/check"
 	"berth/cmd/berth/cli"
-	"berth/cmd/berth/config"
 	"berth/cmd/berth/operator"
-	"berth/cmd/berth/serve"
+	"berth/cmd/berth/root"
 	"berth/cni/berthnet"
-	"berth/internal/version"
 )
 
 func main() {
@@ -24,18 +19,5 @@ func main() {
 		return
 	}
 	operator.SilenceLibraries() // serve redirects them to its log
-	os.Exit(cli.ExitCode(newRootCommand().ExecuteContext(context.Background()), os.Stderr))
-}
-
-func newRootCommand() *cobra.Command {
-	root := &cobra.Command{
-		Use:           "berth",
-		Short:         "A container runtime for Kubernetes nodes",
-		Version:       version.Full(),
-		SilenceUsage:  true,
-		SilenceErrors: true,
-	}
-	root.AddCommand(serve.Command(), config.Command(), check.Command())
-	root.AddCommand(operator.Commands()...)
-	return root
+	os.Exit(cli.ExitCode(root.Command().ExecuteContext(context.Background()), os.Stderr))
 }

@@ -1,4 +1,4 @@
-package main
+package root
 
 import (
 	"bytes"
@@ -12,7 +12,7 @@ import (
 // run executes a berth command line in this process.
 func run(t *testing.T, args ...string) (string, error) {
 	t.Helper()
-	root := newRootCommand()
+	root := Command()
 	var out bytes.Buffer
 	root.SetOut(&out)
 	root.SetErr(&out)
