@@ -68,7 +68,7 @@ func checkOf(t *testing.T, d *harness.Daemon, flags ...string) (out string, err 
 
 // `berth check` uses the configuration and flags of the running daemon, unless its own flags
 // override them.
-func TestCheckAsksTheDaemon(t *testing.T) {
+func TestCheckUsesDaemonsConfiguration(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	pod.Run(t)

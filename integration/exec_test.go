@@ -97,7 +97,7 @@ func TestExecSyncOutputCap(t *testing.T) {
 }
 
 // An exec's processes are in a cgroup below the container's and are killed with the container.
-func TestExecSyncDiesWithContainer(t *testing.T) {
+func TestExecIsKilledWithContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	result := make(chan error, 1)

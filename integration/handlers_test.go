@@ -23,7 +23,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// runPodWith is runPod with a runtime handler.
+// runPodWith runs a pod with a runtime handler and expects success.
 func runPodWith(t *testing.T, d *harness.Daemon, handler string, opts ...harness.PodOption) *harness.Pod {
 	t.Helper()
 	config := d.PodConfig(t, opts...)
@@ -46,7 +46,8 @@ func runsc(t *testing.T) string {
 	return path
 }
 
-// handlersOf returns what Status and verbose Status say of the runtime handlers.
+// handlersOf returns the runtime handlers in Status and the problems with handlers in verbose
+// Status.
 func handlersOf(t *testing.T, d *harness.Daemon) (announced map[string]*runtimeapi.RuntimeHandlerFeatures, problems map[string]string) {
 	t.Helper()
 	status := harness.Get(d.Cri.Status(t.Context(), true))(t)
@@ -62,7 +63,7 @@ func handlersOf(t *testing.T, d *harness.Daemon) (announced map[string]*runtimea
 	return announced, problems
 }
 
-// A handler without a program is the built-in one by another name.
+// A handler without a program is another name for the built-in one.
 func TestHandlerAlias(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithHandler("test-handler", ""))
 	announced, _ := handlersOf(t, d)
@@ -72,8 +73,8 @@ func TestHandlerAlias(t *testing.T) {
 	harness.Equal(t, "exec", pod.Run(t).Exec(t, "echo", "hello"), "hello")
 }
 
-// A program that is missing keeps neither the daemon nor other handlers' pods from
-// running. When it is there, no restart is needed.
+// The daemon and pods of other handlers run although a handler's program is missing. Once it is
+// installed, the handler works without a restart.
 func TestHandlerProgramMissing(t *testing.T) {
 	path := harness.Crun(t)
 	link := filepath.Join(t.TempDir(), "crun")
@@ -81,7 +82,7 @@ func TestHandlerProgramMissing(t *testing.T) {
 	announced, problems := handlersOf(t, d)
 	for _, name := range []string{"later", "broken"} {
 		if _, ok := announced[name]; ok || problems[name] == "" {
-			t.Errorf("handler %s is offered: %v, with problem %q", name, ok, problems[name])
+			t.Errorf("handler %s in Status: %v, with problem %q", name, ok, problems[name])
 		}
 		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.HostNetwork), name)
 		harness.WantCode(t, err, codes.FailedPrecondition, name)
@@ -90,7 +91,7 @@ func TestHandlerProgramMissing(t *testing.T) {
 	harness.Must(t, os.Symlink(path, link))
 	runPodWith(t, d, "later", harness.HostNetwork)
 	if announced, _ := handlersOf(t, d); announced["later"] == nil {
-		t.Error("the handler is not offered although a pod runs with it")
+		t.Error("the handler is missing in Status although a pod runs with it")
 	}
 }
 
@@ -148,10 +149,10 @@ func TestCrun(t *testing.T) {
 			t.Errorf("the runtime got %v, want %v", spec.Annotations, want)
 		}
 	})
-	t.Run("what it can't do", func(t *testing.T) {
+	t.Run("recursive read-only mounts", func(t *testing.T) {
 		announced, _ := handlersOf(t, d)
 		if announced["crun"].GetRecursiveReadOnlyMounts() {
-			t.Skip("this crun can")
+			t.Skip("this crun supports recursive read-only mounts")
 		}
 		_, err := pod.TryCreate(t, harness.Mount(&runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/mnt", Readonly: true, RecursiveReadOnly: true}))
 		if err == nil || !harness.Contains(err.Error(), "RROUnsupported") {
@@ -160,7 +161,7 @@ func TestCrun(t *testing.T) {
 	})
 }
 
-// A pod's user namespace is made by berth; a runtime's program joins it, if it says that it can.
+// berth makes a pod's user namespace. An OCI runtime that supports user namespaces joins it.
 func TestCrunUserNamespace(t *testing.T) {
 	const base = 5 * usernsLength
 	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
@@ -170,7 +171,7 @@ func TestCrunUserNamespace(t *testing.T) {
 		mapped := &runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/mnt", UidMappings: idMapping(base), GidMappings: idMapping(base)}
 		_, err = runPodWith(t, d, "crun", harness.HostNetwork).TryCreate(t, harness.Mount(mapped))
 		harness.WantCode(t, err, codes.FailedPrecondition, "ID-mapped mounts")
-		t.Skip("NOT TESTED beyond its refusal: this crun can't run pods in user namespaces (1.21 can)")
+		t.Skip("NOT TESTED except for the refusal: this crun does not support user namespaces (1.21 does)")
 	}
 	volume := t.TempDir()
 	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), nil, 0o600))
@@ -191,8 +192,8 @@ func TestCrunUserNamespace(t *testing.T) {
 	harness.Equal(t, "exit code", status.ExitCode, 4)
 }
 
-// The next daemon finds, stops and removes the containers of an OCI runtime, even after the handler
-// is gone from its configuration.
+// The next daemon finds, stops and removes the containers of an OCI runtime, even if the handler is
+// no longer configured.
 func TestCrunSurvivesDaemon(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
@@ -220,10 +221,10 @@ func TestCrunSurvivesDaemon(t *testing.T) {
 	}
 }
 
-// The containers of a pod run in one sandbox of gVisor's, whose kernel is not the node's.
+// The containers of a pod run in one gVisor sandbox, with its own kernel.
 func TestRunsc(t *testing.T) {
-	// gVisor takes the pod's addresses from its interface. The bridge plugin then has no source
-	// address to masquerade.
+	// gVisor removes the pod's addresses from its interface and uses them itself. The bridge plugin
+	// then has no source address to masquerade.
 	network := strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
 	d := harness.StartDaemon(t, harness.WithHandler("runsc", runsc(t)), harness.WithNetwork(network))
 	pod := runPodWith(t, d, "runsc")
@@ -242,16 +243,16 @@ func TestRunsc(t *testing.T) {
 	t.Run("network", func(t *testing.T) {
 		c := pod.Run(t)
 		if out := c.Exec(t, "ip", "addr"); !harness.Contains(out, pod.Ip(t)) {
-			t.Errorf("the pod's address %s is not in the sandbox:\n%s", pod.Ip(t), out)
+			t.Errorf("no address %s in the sandbox:\n%s", pod.Ip(t), out)
 		}
 	})
 	t.Run("exec is killed inside", func(t *testing.T) {
 		c := pod.Run(t)
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 4711 & sleep 4711"}, 2e9)
-		if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's word for DeadlineExceeded
+		if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's form of DeadlineExceeded
 			t.Errorf("the error is %v, want DeadlineExceeded", err)
 		}
-		harness.Eventually(t, "the processes inside are gone", func() error {
+		harness.Eventually(t, "the processes in the sandbox have exited", func() error {
 			if out := c.Exec(t, "ps"); harness.Contains(out, "4711") {
 				return harness.Unexpected("ps", out, "no sleep")
 			}
@@ -280,7 +281,7 @@ func TestRunsc(t *testing.T) {
 	})
 }
 
-// The daemon removes containers of an OCI runtime whose pod's records are lost.
+// The daemon removes the containers of an OCI runtime if the records of their pod are lost.
 func TestCrunWithoutRecords(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
@@ -291,7 +292,7 @@ func TestCrunWithoutRecords(t *testing.T) {
 		harness.Must(t, os.RemoveAll(filepath.Join(d.Root, dir)))
 	}
 	d.Start(t)
-	harness.Eventually(t, "nothing of the pod is left", func() error {
+	harness.Eventually(t, "the pod's container is removed", func() error {
 		for _, dir := range []string{"c", "oci"} {
 			if left, err := os.ReadDir(filepath.Join(d.State, dir)); err != nil || len(left) > 0 {
 				return fmt.Errorf("%s has %v, %w", dir, left, err)
@@ -304,8 +305,8 @@ func TestCrunWithoutRecords(t *testing.T) {
 	})
 }
 
-// If the daemon ends during a start, the container has not failed. The next daemon has it in the
-// state created and can start it.
+// If the daemon exits during a start, the container has not failed. The next daemon reports it as
+// created and can start it.
 func TestStopDuringStart(t *testing.T) {
 	testutil.Long(t)
 	dir := t.TempDir()
@@ -319,7 +320,7 @@ func TestStopDuringStart(t *testing.T) {
 	harness.Must(t, os.WriteFile(hold, nil, 0o600))
 	ended := make(chan error, 1)
 	go func() { ended <- d.Cri.StartContainer(t.Context(), c.Id) }()
-	harness.Eventually(t, "the runtime is asked to create the container", func() error { _, err := os.Stat(held); return err })
+	harness.Eventually(t, "the OCI runtime creates the container", func() error { _, err := os.Stat(held); return err })
 	d.Disconnect(t)
 	d.Signal(t, syscall.SIGTERM)
 	if <-ended == nil {

@@ -41,7 +41,7 @@ func TestRunPodSandboxIsIdempotent(t *testing.T) {
 	}
 	pod := d.RunPodConfig(t, config)
 	ids[pod.Id] = true
-	harness.Equal(t, "number of pods made", len(ids), 1)
+	harness.Equal(t, "number of created pods", len(ids), 1)
 	harness.Equal(t, "number of pods listed", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 1)
 
 	d.Restart(t)
@@ -77,7 +77,7 @@ func TestCreateContainerIsIdempotent(t *testing.T) {
 	if id == c.Id {
 		t.Error("another attempt got the same container")
 	}
-	// After a removal the identity is free.
+	// After a removal the identity can be used again.
 	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
 	id, err = d.Cri.CreateContainer(t.Context(), pod.Id, c.Config, pod.Config)
 	harness.Must(t, err)
@@ -86,7 +86,8 @@ func TestCreateContainerIsIdempotent(t *testing.T) {
 	}
 }
 
-// kubelet's deadline passes, and its retry gets the pod: "name is reserved" cannot happen.
+// At kubelet's deadline the call fails, and the retry gets the pod. The error "name is reserved"
+// cannot occur.
 func TestRetryAfterClientsDeadline(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `while [ ! -e "`+"$(dirname \"$0\")"+`/go" ]; do sleep 0.02; done; `+fakeResult)
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
@@ -108,12 +109,12 @@ func TestRetryAfterClientsDeadline(t *testing.T) {
 	plugin.release(t)
 	pod := d.RunPodConfig(t, config)
 	harness.Equal(t, "state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
-	harness.Equal(t, "times the plugin was called", len(plugin.calls("ADD")), 1)
+	harness.Equal(t, "number of ADD calls", len(plugin.calls("ADD")), 1)
 }
 
-// kubelet's deadline passes again and again while an NRI plugin is slow: each retry joins the one
-// creation.
-func TestCreateContainerJoins(t *testing.T) {
+// While an NRI plugin is slow, kubelet's deadline passes several times. Each retry waits for the
+// creation that already runs.
+func TestCreateContainerRetriesShareOneCreation(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
 	plugin, asked, end := slowPlugin(t, d)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -143,8 +144,8 @@ func TestCreateContainerJoins(t *testing.T) {
 	harness.WantCode(t, err, codes.AlreadyExists, id)
 }
 
-// kubelet's retries always differ: each has a new path of the termination log. The retry gets a
-// container with its own content, in place of the one that was never reported.
+// kubelet's retries always differ, because each has a new path of the termination log. The retry
+// gets a container with its own content, which replaces the unreported one.
 func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
 	_, asked, end := slowPlugin(t, d)
@@ -167,11 +168,11 @@ func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
 	harness.Equal(t, "content", c.Exec(t, "sh", "-c", "echo $RETRY"), "1")
 }
 
-// The image of pause comes from a slow registry: retries wait for the same pod, and the image is
+// The image of pause comes from a slow registry. Retries wait for the same pod, and the image is
 // downloaded once.
-func TestRunPodSandboxJoinsSlowPull(t *testing.T) {
+func TestRunPodSandboxRetriesShareSlowPull(t *testing.T) {
 	if harness.SystemdDriver() {
-		t.Skip("with the systemd driver the fixture runs a pod first, and that needs the image of pause")
+		t.Skip("with the systemd driver the harness runs a pod first, which pulls the image of pause")
 	}
 	r := harness.NewRegistry(t)
 	img := harness.BuildImage(t, v1.Config{Entrypoint: []string{"sleep", "99999"}})
@@ -202,7 +203,7 @@ func TestRunPodSandboxJoinsSlowPull(t *testing.T) {
 	}
 }
 
-// slowPlugin connects an NRI plugin that answers CreateContainer only after end was closed.
+// slowPlugin connects an NRI plugin that answers CreateContainer only after end is closed.
 func slowPlugin(t *testing.T, d *harness.Daemon) (p *nriPlugin, asked <-chan struct{}, end chan<- struct{}) {
 	t.Helper()
 	calls, release := make(chan struct{}, 8), make(chan struct{})
@@ -216,8 +217,8 @@ func slowPlugin(t *testing.T, d *harness.Daemon) (p *nriPlugin, asked <-chan str
 	return p, calls, release
 }
 
-// cancelWhile cancels a call once it is blocked, and returns when the daemon has noticed the
-// cancellation. A call that ends earlier has been answered.
+// cancelWhile cancels a call once it blocks, and returns when the daemon has noticed the
+// cancellation. It also returns if the call returns earlier.
 func cancelWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call func(context.Context) error) {
 	t.Helper()
 	givenUp := func() (n int) {
@@ -237,7 +238,7 @@ func cancelWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call f
 	harness.WantCode(t, <-result, codes.Canceled)
 	harness.Eventually(t, "the daemon logs the canceled call", func() error {
 		if n := givenUp(); n <= before {
-			return harness.Unexpected("calls given up", n, before+1)
+			return harness.Unexpected("canceled calls", n, before+1)
 		}
 		return nil
 	})

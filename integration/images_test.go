@@ -29,7 +29,7 @@ func TestPullByTagDigestAndBoth(t *testing.T) {
 			for _, query := range []string{ref, id} {
 				status := d.ImageStatus(t, query)
 				if status == nil {
-					t.Fatalf("ImageStatus(%s) knows no image", query)
+					t.Fatalf("ImageStatus(%s) returns no image", query)
 				}
 				harness.Equal(t, "ID", status.Id, id)
 				harness.Equal(t, "username", status.Username, "web")
@@ -56,7 +56,7 @@ func TestPullDockerSchema2(t *testing.T) {
 	harness.Equal(t, "output", d.RunPod(t, harness.HostNetwork).Sh(t, "echo hello", harness.Image(name)), "hello\n")
 }
 
-// The index names an image for another platform first, whose layer does not exist.
+// The index first lists an image for another platform, whose layer does not exist.
 func TestPullIndexByPlatform(t *testing.T) {
 	img := harness.BuildImage(t, v1.Config{Env: []string{"PATH=/bin", "FROM=index"}})
 	foreign, err := fixture.ImageOf(v1.Config{}, harness.PackLayer(t, fixture.Tree{fixture.File("foreign", 0o644, "x")}, fixture.Gzip))
@@ -91,7 +91,7 @@ func TestPullLayersGzipZstdPlain(t *testing.T) {
 	harness.Equal(t, "content", d.RunPod(t, harness.HostNetwork).Sh(t, "cat gzip zstd plain; echo", harness.Image(name)), "onetwothree\n")
 }
 
-// The content of a layer, checked from inside a container.
+// The content of a layer is checked inside a container.
 func TestLayerContent(t *testing.T) {
 	long := strings.Repeat("d/", 60) + strings.Repeat("n", 200)
 	capability := "\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00" // cap_net_bind_service=ep
@@ -130,7 +130,7 @@ func TestLayerContent(t *testing.T) {
 	}
 	var s strings.Builder
 	for _, check := range checks {
-		fmt.Fprintf(&s, "%s || { echo 'not true: %s'; bad=1; }\n", check, strings.ReplaceAll(check, "'", `'\''`))
+		fmt.Fprintf(&s, "%s || { echo 'failed: %s'; bad=1; }\n", check, strings.ReplaceAll(check, "'", `'\''`))
 	}
 	c, status := pod.RunToEnd(t, harness.Image(name), harness.Script(s.String()+"exit $bad"))
 	if status.ExitCode != 0 {
@@ -139,7 +139,7 @@ func TestLayerContent(t *testing.T) {
 	fileCapability(t, pod.Run(t, harness.Image(name)), "/capable", capability)
 }
 
-// fileCapability reads the attribute through the container's root, since busybox has no getcap.
+// fileCapability reads the attribute through the container's root, because busybox has no getcap.
 func fileCapability(t *testing.T, c *harness.Container, path, want string) {
 	t.Helper()
 	value := make([]byte, 64)
@@ -148,7 +148,7 @@ func fileCapability(t *testing.T, c *harness.Container, path, want string) {
 	harness.Equal(t, "file capability", fmt.Sprintf("%x", value[:n]), fmt.Sprintf("%x", want))
 }
 
-// A file with holes comes back with its content, and takes no more room than its data.
+// A sparse file keeps its content, and uses no more space than its data.
 func TestLayerSparseFile(t *testing.T) {
 	hole := strings.Repeat("\x00", 8<<20)
 	name, _ := harness.Push(t, harness.Registry, "sparse:latest", harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("sparse", 0o644, "head"+hole+"tail")}))
@@ -192,12 +192,12 @@ func TestImageListStatusRemove(t *testing.T) {
 		}
 	}
 
-	// Removing one tag removes them all; removing twice is no error.
+	// Removing one tag removes all tags. A second removal is no error.
 	for range 2 {
 		harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: first}))
 	}
 	if status := d.ImageStatus(t, second); status != nil {
-		t.Errorf("after removal of %s there is still %v", first, status.RepoTags)
+		t.Errorf("after the removal of %s its tags are %v", first, status.RepoTags)
 	}
 }
 
@@ -233,16 +233,16 @@ func TestImageFsInfo(t *testing.T) {
 	d.Pull(t, name)
 	bytesAfter, inodesAfter := used()
 	if bytesAfter < bytesBefore+size {
-		t.Errorf("used bytes went from %d to %d, the image alone has more than %d", bytesBefore, bytesAfter, size)
+		t.Errorf("used bytes went from %d to %d, the image has more than %d", bytesBefore, bytesAfter, size)
 	}
 	if inodesAfter <= inodesBefore {
 		t.Errorf("used inodes went from %d to %d", inodesBefore, inodesAfter)
 	}
 	// kubelet's garbage collection counts the space that a removal has freed.
 	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
-	harness.Eventually(t, "what the image took is free", func() error { // files are deleted in the background, and count until then
+	harness.Eventually(t, "the image's space is free", func() error { // the daemon deletes files in the background, and counts them until then
 		if bytes, inodes := used(); bytes != bytesBefore || inodes != inodesBefore {
-			return fmt.Errorf("used are %d bytes in %d inodes, before the pull %d in %d", bytes, inodes, bytesBefore, inodesBefore)
+			return fmt.Errorf("%d bytes and %d inodes are used, before the pull %d and %d", bytes, inodes, bytesBefore, inodesBefore)
 		}
 		return nil
 	})
@@ -259,13 +259,13 @@ func TestPinnedImages(t *testing.T) {
 	if d.ImageStatus(t, other).Pinned {
 		t.Error("another image is reported as pinned")
 	}
-	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: harness.BaseImage})) // pinned is advice
+	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: harness.BaseImage})) // pinned is only a hint
 	if d.ImageStatus(t, harness.BaseImage) != nil {
 		t.Error("a pinned image cannot be removed")
 	}
 }
 
-// Layers stay as long as a container needs them, and go with it.
+// Layers exist as long as a container needs them.
 func TestRemoveImageUnderContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	name, id := harness.Push(t, harness.Registry, "removed:latest", harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("kept", 0o644, "kept")}))
@@ -283,9 +283,9 @@ func TestRemoveImageUnderContainer(t *testing.T) {
 	harness.WantCode(t, err, codes.NotFound, name)
 }
 
-// Each field that identifies an image holds its ID (strict since v1.36): PullImage, ImageStatus,
-// ListImages, image_id in statuses and lists of containers, image volumes, and events. image_ref of
-// a container is the registry's digest.
+// Each field that identifies an image contains its ID (required since v1.36): PullImage,
+// ImageStatus, ListImages, image_id in statuses and lists of containers, image volumes, and events.
+// image_ref of a container is the registry's digest.
 func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stream := events(t, d)
@@ -315,7 +315,7 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	for _, status := range harness.Get(d.Cri.PodSandboxStatus(t.Context(), pod.Id, false))(t).ContainersStatuses {
 		check("the pod's status", status)
 	}
-	for seen := 0; seen < 2; { // until both containers were seen started
+	for seen := 0; seen < 2; { // until events of both started containers have arrived
 		event := harness.Get(stream.Recv())(t)
 		for _, status := range event.ContainersStatuses {
 			check("event "+event.ContainerEventType.String(), status)
@@ -326,9 +326,9 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	}
 }
 
-// image_ref of a container is repository@digest, with the pod's repository and the digest that the
-// registry served. Scanners and policy engines look images up by it. It stays the same when the
-// image gets other names or is removed.
+// A container's image_ref is repository@digest, with the repository in the container's config and
+// the digest that the registry served. Scanners and policy engines identify images by it. It does
+// not change when the image gets other names or is removed.
 func TestContainerImageRefIsARepositoryDigest(t *testing.T) {
 	d := harness.StartDaemon(t)
 	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("ref", 0o644, "x")})
@@ -395,13 +395,13 @@ func TestPullForRuntimeHandler(t *testing.T) {
 	}
 	harness.WantCode(t, pull("unknown"), codes.NotFound, "unknown")
 	if d.ImageStatus(t, harness.BaseImage) != nil {
-		t.Error("the image was pulled nevertheless")
+		t.Error("the image was pulled")
 	}
 	harness.Must(t, pull("berth"))
 	harness.Must(t, pull(""))
 }
 
-// pauseImage pushes an image that can stand in for pause.
+// pauseImage pushes an image that can replace pause.
 func pauseImage(t *testing.T) string {
 	t.Helper()
 	name, _ := harness.Push(t, harness.Registry, "pause:override", harness.BuildImage(t, v1.Config{Entrypoint: []string{"sleep", "99999"}}))

@@ -18,8 +18,8 @@ import (
 	"berth/integration/machine"
 )
 
-// volumeImage pushes an image of two layers without a program of its own: a model, and
-// links that try to lead out of it.
+// volumeImage pushes an image of two layers without programs: a model, and links that try to lead
+// out of it.
 func volumeImage(t *testing.T, tag string) (name, id string) {
 	t.Helper()
 	img, err := fixture.ImageOf(v1.Config{},
@@ -35,7 +35,7 @@ func volumeImage(t *testing.T, tag string) (name, id string) {
 	return harness.Push(t, harness.Registry, "volume:"+tag, img)
 }
 
-// imageVolume mounts an image at /v as kubelet asks for it: by the ID that PullImage gave.
+// imageVolume mounts an image at /v as kubelet requests it: by the ID from PullImage.
 func imageVolume(id, subPath string) *runtimeapi.Mount {
 	return &runtimeapi.Mount{ContainerPath: "/v", Readonly: true, ImageSubPath: subPath, Image: &runtimeapi.ImageSpec{Image: id}}
 }
@@ -47,7 +47,7 @@ func TestImageVolume(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t, harness.Mount(imageVolume(id, "")))
 	harness.Equal(t, "content", c.Exec(t, "sh", "-c", "cat /v/model/weights /v/replaced"), "42 content\nnew")
-	harness.Equal(t, "a program of it", c.Exec(t, "/v/model/run"), "ran")
+	harness.Equal(t, "a program of the volume", c.Exec(t, "/v/model/run"), "ran")
 	for _, script := range []string{"echo x >/v/model/weights", "touch /v/new", "mount -o remount,rw /v"} {
 		if _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", script}, 0); err == nil {
 			t.Errorf("%q succeeded", script)
@@ -55,7 +55,7 @@ func TestImageVolume(t *testing.T) {
 	}
 	reported := c.Status(t)
 	harness.Equal(t, "image of the mount in the status", reported.Mounts[0].Image.GetImage(), id)
-	harness.Equal(t, "its ID in the status", reported.Mounts[0].Image.GetImageRef(), id)
+	harness.Equal(t, "image ID in the status", reported.Mounts[0].Image.GetImageRef(), id)
 	for _, m := range machine.Mountpoints(t, 1) {
 		if harness.Contains(m, c.Id) {
 			t.Errorf("the host has a mount at %s", m)
@@ -68,7 +68,7 @@ func TestImageVolume(t *testing.T) {
 	harness.Equal(t, "a program with noexec", pod.Sh(t, "/v/model/run 2>/dev/null || echo refused", harness.Mount(options)), "refused\n")
 }
 
-// A sub path is resolved with the image as the root, links included.
+// A sub path, including links, is resolved with the image as the root.
 func TestImageVolumeSubPath(t *testing.T) {
 	_, id := volumeImage(t, "subpath")
 	d := harness.StartDaemon(t)
@@ -85,10 +85,10 @@ func TestImageVolumeSubPath(t *testing.T) {
 		harness.WantCode(t, err, codes.InvalidArgument, "/v", path)
 		wantReason(t, err, "ImageVolumeMountFailed: ")
 	}
-	harness.Equal(t, "containers left by those that could not be created", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 7)
+	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 7)
 }
 
-// wantReason checks the beginning of an error's text, which is what kubelet looks at.
+// wantReason checks the beginning of an error's text, by which kubelet recognizes the reason.
 func wantReason(t *testing.T, err error, reason string) {
 	t.Helper()
 	var s interface{ GRPCStatus() *status.Status }
@@ -122,8 +122,8 @@ func TestImageVolumeRefused(t *testing.T) {
 	}
 }
 
-// The layers of a volume's image exist as long as the container, even without the image and across
-// daemons. They are removed with the container.
+// The layers of a volume's image exist as long as the container, even after the image's removal and
+// across daemons. They are removed with the container.
 func TestImageVolumeOutlivesImageAndDaemon(t *testing.T) {
 	_, id := volumeImage(t, "held")
 	d := harness.StartDaemon(t)
@@ -146,8 +146,8 @@ func TestImageVolumeOutlivesImageAndDaemon(t *testing.T) {
 	harness.WantCode(t, err, codes.NotFound, id)
 }
 
-// Other containers use the same layers. Not even a privileged container, which may remount, can
-// write to them.
+// Containers share the layers. Even a privileged container, which may remount, cannot write to
+// them.
 func TestImageVolumeOfPrivilegedContainer(t *testing.T) {
 	single, err := fixture.ImageOf(v1.Config{}, harness.PackLayer(t, fixture.Tree{fixture.File("file", 0o644, "content\n")}, fixture.Gzip))
 	harness.Must(t, err)
@@ -165,7 +165,7 @@ func TestImageVolumeOfPrivilegedContainer(t *testing.T) {
 	harness.Equal(t, "content", pod.Sh(t, "ls -A /v; cat /v/file", harness.Mount(imageVolume(single1, ""))), "file\ncontent\n")
 }
 
-// A pod with a user namespace sees the owners that the image says, not those on the host.
+// A pod with a user namespace sees the owners in the image, and not those on the host.
 func TestImageVolumeInUserNamespace(t *testing.T) {
 	owned := fixture.Tree{fixture.Dir("dir", 0o700).Owned(1001, 2001), fixture.File("dir/file", 0o600, "content\n").Owned(1001, 2001)}
 	img, err := fixture.ImageOf(v1.Config{}, harness.PackLayer(t, owned, fixture.Gzip))
@@ -183,8 +183,8 @@ func TestImageVolumeInUserNamespace(t *testing.T) {
 		inUserNamespace(hostID), harness.Mount(imageVolume(several, ""))), "0:0\nnew\n")
 }
 
-// A missing program is detected only after the volumes are mounted. The failed container leaves no
-// mount and no folder of a volume.
+// A missing program is detected only after the volumes are mounted. The failed container leaves
+// neither a mount nor a directory of a volume.
 func TestImageVolumeOfContainerThatCannotStart(t *testing.T) {
 	_, id := volumeImage(t, "startfails")
 	d := harness.StartDaemon(t)
@@ -198,7 +198,7 @@ func TestImageVolumeOfContainerThatCannotStart(t *testing.T) {
 	harness.Equal(t, "another container runs", pod.Sh(t, "cat /v/weights", harness.Mount(imageVolume(id, "model"))), "42 startfails\n")
 }
 
-// The mounts of an image are gone with the container's last process.
+// The mounts of an image are removed when the container's last process exits.
 func TestImageVolumeIsUnmountedWithContainer(t *testing.T) {
 	_, id := volumeImage(t, "gone")
 	d := harness.StartDaemon(t)

@@ -381,7 +381,7 @@ func TestCVE_2022_0811_SysctlValue(t *testing.T) {
 }
 
 // A command with endless output must not fill the daemon's memory.
-func TestCVE_2022_1708_ExecOutputWithoutEnd(t *testing.T) {
+func TestCVE_2022_1708_EndlessExecOutput(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	stdout, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "dd if=/dev/zero bs=1M count=1024 2>/dev/null"}, 2*time.Minute)
@@ -556,7 +556,7 @@ func TestPathInNames(t *testing.T) {
 
 // A container nests directories deeper than the daemon's descriptor limit. The daemon removes them
 // and serves meanwhile.
-func TestDirectoriesWithoutEnd(t *testing.T) {
+func TestDeeplyNestedDirectories(t *testing.T) {
 	const files, levels = 400, 3000
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d:%d", files, files)))
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -132,7 +132,7 @@ func rewriteManifest(t *testing.T, change func(map[string]any)) func(http.Respon
 
 // The daemon reads manifests, indexes and configs into memory, so it must limit their sizes and the
 // number of layers.
-func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
+func TestCVE_2023_25153_SizeLimits(t *testing.T) {
 	d := harness.StartDaemon(t)
 	r := harness.NewRegistry(t)
 	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))

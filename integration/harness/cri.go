@@ -104,7 +104,7 @@ func PodSecurity(change func(*runtimeapi.LinuxSandboxSecurityContext)) PodOption
 // HostNetwork puts the pod into the node's network namespace.
 func HostNetwork(c *runtimeapi.PodSandboxConfig) {
 	c.Linux.SecurityContext.NamespaceOptions.Network = runtimeapi.NamespaceMode_NODE
-	c.Hostname = "" // kubelet sends the node's
+	c.Hostname = "" // kubelet sends no hostname
 }
 
 func HostPID(c *runtimeapi.PodSandboxConfig) {
@@ -115,7 +115,7 @@ func HostIPC(c *runtimeapi.PodSandboxConfig) {
 	c.Linux.SecurityContext.NamespaceOptions.Ipc = runtimeapi.NamespaceMode_NODE
 }
 
-// SharedPID is a pod whose containers share one PID namespace.
+// SharedPID makes the pod's containers share one PID namespace.
 func SharedPID(c *runtimeapi.PodSandboxConfig) {
 	c.Linux.SecurityContext.NamespaceOptions.Pid = runtimeapi.NamespaceMode_POD
 }
@@ -174,7 +174,7 @@ func (p *Pod) ContainerConfig(opts ...ContainerOption) *runtimeapi.ContainerConf
 	return config
 }
 
-// Create creates a container and expects success. The image is pulled if need be.
+// Create creates a container and expects success. It pulls a missing image.
 func (p *Pod) Create(t *testing.T, opts ...ContainerOption) *Container {
 	t.Helper()
 	c, err := p.TryCreate(t, opts...)
@@ -213,7 +213,7 @@ func (p *Pod) RunToEnd(t *testing.T, opts ...ContainerOption) (*Container, *runt
 	return c, c.WaitExited(t)
 }
 
-// Sh runs a script to its end, which must be good, and returns its output.
+// Sh runs a script in a container, expects exit code 0, and returns the output.
 func (p *Pod) Sh(t *testing.T, script string, opts ...ContainerOption) string {
 	t.Helper()
 	c, status := p.RunToEnd(t, append([]ContainerOption{Command("sh", "-c", script)}, opts...)...)
@@ -260,8 +260,8 @@ func (c *Container) WaitExited(t *testing.T) *runtimeapi.ContainerStatus {
 	return c.waitState(t, runtimeapi.ContainerState_CONTAINER_EXITED)
 }
 
-// Exec runs a command in the container, which must succeed, and returns its
-// standard output without the last newline.
+// Exec runs a command in the container, expects success, and returns its standard output without
+// the last newline.
 func (c *Container) Exec(t *testing.T, cmd ...string) string {
 	t.Helper()
 	stdout, stderr, err := c.Pod.D.Cri.ExecSync(t.Context(), c.Id, cmd, time.Minute)
@@ -271,7 +271,7 @@ func (c *Container) Exec(t *testing.T, cmd ...string) string {
 	return strings.TrimSuffix(string(stdout), "\n")
 }
 
-// ExecURL asks for a session that runs a command.
+// ExecURL requests a session that runs a command.
 func (c *Container) ExecURL(t *testing.T, o remotecommand.StreamOptions, cmd ...string) string {
 	t.Helper()
 	response, err := c.Pod.D.Cri.Exec(t.Context(), &runtimeapi.ExecRequest{ContainerId: c.Id, Cmd: cmd,
@@ -280,7 +280,7 @@ func (c *Container) ExecURL(t *testing.T, o remotecommand.StreamOptions, cmd ...
 	return response.Url
 }
 
-// AttachURL asks for a session with a container.
+// AttachURL requests an attach session.
 func (c *Container) AttachURL(t *testing.T, o remotecommand.StreamOptions) string {
 	t.Helper()
 	response, err := c.Pod.D.Cri.Attach(t.Context(), &runtimeapi.AttachRequest{ContainerId: c.Id,
@@ -289,8 +289,8 @@ func (c *Container) AttachURL(t *testing.T, o remotecommand.StreamOptions) strin
 	return response.Url
 }
 
-// Release makes a file in the container that the container's command waits for. The command that
-// makes the file may be killed with the container, so its error is ignored.
+// Release creates a file in the container, for which the container's command waits. It ignores
+// errors, because the container's exit may kill touch.
 func (c *Container) Release(t *testing.T, path string) {
 	t.Helper()
 	_, stderr, err := c.Pod.D.Cri.ExecSync(t.Context(), c.Id, []string{"touch", path}, time.Minute)
@@ -361,7 +361,7 @@ func Cdi(names ...string) ContainerOption {
 	}
 }
 
-// WithStdin keeps the container's stdin open, for one session only if once.
+// WithStdin opens the container's stdin. If once, it is closed after the first session.
 func WithStdin(once bool) ContainerOption {
 	return func(c *runtimeapi.ContainerConfig) { c.Stdin, c.StdinOnce = true, once }
 }
@@ -382,7 +382,7 @@ func (d *Daemon) TryPull(t *testing.T, image string, auth *runtimeapi.AuthConfig
 	return d.Images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: image}, auth, nil)
 }
 
-// ImageStatus returns nil for an image the daemon does not have.
+// ImageStatus returns nil if the daemon does not have the image.
 func (d *Daemon) ImageStatus(t *testing.T, image string) *runtimeapi.Image {
 	t.Helper()
 	response, err := d.Images.ImageStatus(t.Context(), &runtimeapi.ImageSpec{Image: image}, false)

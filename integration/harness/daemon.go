@@ -34,14 +34,14 @@ import (
 // callTimeout is kubelet's deadline for a call.
 const callTimeout = 2 * time.Minute
 
-// Daemon is one `berth serve` with directories of its own, and CRI clients to it.
+// Daemon is one `berth serve` with its own directories, and CRI clients to it.
 type Daemon struct {
-	Dir     string   // everything below is in it; short, because socket paths must be
+	Dir     string   // contains everything below; short, because the length of socket paths is limited
 	Root    string   // --root
 	State   string   // --state
 	Socket  string   // --listen
 	ConfDir string   // --cni-conf-dir
-	DataDir string   // host-local's addresses
+	DataDir string   // where host-local records addresses
 	LogDir  string   // parent of the pods' log directories
 	certs   string   // --registry-dir
 	BinDirs []string // --cni-bin-dir
@@ -50,20 +50,20 @@ type Daemon struct {
 	env   []string
 	bin   string // directory of the programs; empty: BinDir
 
-	starter []string // what starts the daemon; empty: the test itself
-	byUnit  bool     // systemd does
+	starter []string // command that starts the daemon; empty: the test itself
+	byUnit  bool     // systemd starts the daemon
 
 	Cmd     *exec.Cmd
-	exited  chan struct{} // closed when cmd has been waited for
+	exited  chan struct{} // closed after cmd.Wait
 	Cri     internalapi.RuntimeService
 	Images  internalapi.ImageManagerService
-	Objects []string        // IDs of all pods and containers made; used by the leak check
+	Objects []string        // IDs of all created pods and containers, for the leak check
 	Parents []string        // the pods' cgroups
-	Mounts  []string        // made for the daemon by options
+	Mounts  []string        // mounts that options made for the daemon
 	Empty   inventory.Items // the daemon and the machine before the first pod
 	pods    atomic.Int32
 
-	tolerated []string // differences that a test makes, see Tolerate
+	tolerated []string // differences that the test causes, see Tolerate
 }
 
 type DaemonOption func(*testing.T, *Daemon)
@@ -76,34 +76,34 @@ func WithConfig(lines ...string) DaemonOption {
 // layerDriverEnv names the layer driver of all daemons of a test run; empty: the default.
 const layerDriverEnv = "BERTH_TEST_LAYER_DRIVER"
 
-// WithLayerDriver sets the layer driver. It puts root on a disk, because files on tmpfs cannot be
-// mounted.
+// WithLayerDriver sets the layer driver. It puts root on a disk, because EROFS images on tmpfs
+// cannot be mounted.
 func WithLayerDriver(driver string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		if !strings.HasPrefix(d.Root, diskDir) {
 			root, err := os.MkdirTemp(diskDir, "berth-it-")
 			Must(t, err)
-			Must(t, os.Chmod(root, 0o711)) // as Dir
+			Must(t, os.Chmod(root, 0o711)) // same mode as Dir
 			t.Cleanup(func() { Must(t, os.RemoveAll(root)) })
 			d.Root = root
 		}
-		d.Extra = slices.DeleteFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, "layer_driver") }) // of layerDriverEnv
+		d.Extra = slices.DeleteFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, "layer_driver") }) // set by layerDriverEnv
 		WithConfig(fmt.Sprintf("layer_driver = %q", driver))(t, d)
 	}
 }
 
 const diskDir = "/var/tmp"
 
-// OnDisk has the root of all daemons of this process on a disk, if there is one here, so that
-// layers can be EROFS images. It is for TestMain, before Main; layerDriverEnv goes before it.
+// OnDisk puts the root of all daemons of this process on a disk, if this machine has one, so that
+// layers can be EROFS images. A TestMain calls it before Main. layerDriverEnv takes precedence.
 func OnDisk() {
 	var fs unix.Statfs_t
 	if os.Getenv(layerDriverEnv) != "" || unix.Statfs(diskDir, &fs) != nil {
 		return
 	}
-	switch fs.Type { // not an overlay, which containers' overlays can't be on
+	switch fs.Type { // the kernel refuses an overlay as a layer of containers' overlays
 	case unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC:
-		_ = os.Setenv(layerDriverEnv, "auto") // it has no zero in it
+		_ = os.Setenv(layerDriverEnv, "auto") // the value contains no NUL byte
 	}
 }
 
@@ -139,7 +139,7 @@ func WithOwnNetwork(lines ...string) DaemonOption {
 	}
 }
 
-// WithHosts writes a hosts.toml for a registry host.
+// WithHosts writes a hosts.toml file for a registry host.
 func WithHosts(host, content string) DaemonOption {
 	return func(t *testing.T, d *Daemon) { d.writeHosts(t, host, content) }
 }
@@ -151,7 +151,7 @@ func (d *Daemon) writeHosts(t *testing.T, host, content string) {
 	Must(t, os.WriteFile(filepath.Join(dir, "hosts.toml"), []byte(content), 0o600))
 }
 
-// WithNetworkIn is the default network configuration with the addresses in another directory.
+// WithNetworkIn uses the default network configuration, with addresses in another directory.
 func WithNetworkIn(dataDir string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		d.DataDir = dataDir
@@ -159,7 +159,8 @@ func WithNetworkIn(dataDir string) DaemonOption {
 	}
 }
 
-// StartedBy has the daemon started by a command that is given its command line, such as prlimit.
+// StartedBy starts the daemon by a command, such as prlimit. The daemon's command line follows its
+// arguments.
 func StartedBy(command ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.starter = append(command, d.starter...) }
 }
@@ -168,14 +169,14 @@ func (d *Daemon) NetworkFile() string { return filepath.Join(d.ConfDir, "10-test
 
 var daemons atomic.Int32
 
-// StartDaemon starts a daemon for this test. When the test ends, its pods, images
-// and the daemon itself are removed, and the leak check is run.
+// StartDaemon starts a daemon for this test. When the test ends, it removes the daemon's pods and
+// images, stops the daemon and runs the leak check.
 func StartDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
 	t.Helper()
 	return StartDaemonIn(t, nextDir(), opts...)
 }
 
-// StartDaemonIn is StartDaemon for a daemon whose directories have been written down.
+// StartDaemonIn is StartDaemon with a given directory.
 func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	t.Helper()
 	before := MachineSnapshot(nil)
@@ -185,8 +186,8 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 			t.Logf("the daemon's log:\n%s", d.Tail())
 		}
 	})
-	// Each is a clean-up of its own, so that a failing one does not keep the others
-	// from their work. They run from the last to the first.
+	// Each step is a separate clean-up, so that a failed step does not prevent the others. They run
+	// in reverse order.
 	t.Cleanup(func() { NoMachineLeaks(t, before, d) })
 	t.Cleanup(func() { d.ForgetMounts(t) })
 	t.Cleanup(func() { d.removeNetwork(t) })
@@ -204,7 +205,7 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	t.Cleanup(func() { d.StateSettles(t) })
 	t.Cleanup(func() {
 		if t.Failed() {
-			machine.ContinueAll() // whom the test would have, so that its pods can be removed
+			machine.ContinueAll() // processes that a failed test has left stopped, so that its pods can be removed
 		}
 	})
 	return d
@@ -224,18 +225,18 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 		Dir: dir, Root: dir + "/root", State: dir + "/state", Socket: dir + "/berth.sock",
 		ConfDir: dir + "/net.d", DataDir: dir + "/addresses", LogDir: dir + "/logs", certs: dir + "/certs.d",
 		BinDirs: []string{PluginDir},
-		Extra: []string{ // this daemon's own, beside others
+		Extra: []string{ // separate from other daemons
 			fmt.Sprintf("nri_socket = %q", dir+"/nri/nri.sock"), fmt.Sprintf("nri_plugin_dir = %q", dir+"/plugins"),
 			fmt.Sprintf("nri_plugin_config_dir = %q", dir+"/plugins.d")},
 	}
-	Must(t, os.Mkdir(dir, 0o711)) // to be passed on the way to the root filesystems of user namespaces
+	Must(t, os.Mkdir(dir, 0o711)) // so that root filesystems of user namespaces can be reached
 	for _, path := range []string{d.ConfDir, d.LogDir, d.certs} {
 		Must(t, os.Mkdir(path, 0o700))
 	}
 	t.Cleanup(func() { Must(t, os.RemoveAll(dir)) })
 	t.Cleanup(func() {
 		d.end(t)
-		if t.Failed() { // otherwise the leftovers of an aborted test would fail the state check of each later test
+		if t.Failed() { // otherwise leftovers of an aborted test would fail the state checks of later tests
 			d.KillAll(t)
 			unpinNetworks(t)
 		}
@@ -258,8 +259,8 @@ func (d *Daemon) writeConfig(t *testing.T, lines []string) {
 	Must(t, os.WriteFile(d.ConfigFile(), []byte(strings.Join(lines, "\n")+"\n"), 0o600))
 }
 
-// UseVersion makes the next Start run the programs in bin, of an earlier version, which knows the
-// options in config only. With bin "" it is the tested version again, with its own options.
+// UseVersion makes the next Start run the programs of an earlier version in bin, which supports
+// only the options in config. With bin "" it selects the tested version and its options again.
 func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 	t.Helper()
 	d.bin = bin
@@ -269,12 +270,12 @@ func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 	d.writeConfig(t, config)
 }
 
-// allowSlowPlugins raises nri_request_timeout. A plugin that misses the default of five seconds, as
-// on a loaded machine, is dropped.
+// allowSlowPlugins raises nri_request_timeout. On a loaded machine a plugin could exceed the
+// default of five seconds and be dropped.
 func (d *Daemon) allowSlowPlugins() {
 	for _, option := range []string{"nri_request_timeout", "nri_registration_timeout"} {
 		if !slices.ContainsFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, option) }) {
-			d.Extra = slices.Insert(d.Extra, 0, option+` = "20s"`) // first: a test's last lines may be of a table
+			d.Extra = slices.Insert(d.Extra, 0, option+` = "20s"`) // first, because the test's last lines may belong to a table
 		}
 	}
 }
@@ -282,7 +283,7 @@ func (d *Daemon) allowSlowPlugins() {
 func (d *Daemon) ConfigFile() string { return filepath.Join(d.Dir, "config.toml") }
 func (d *Daemon) LogFile() string    { return filepath.Join(d.Dir, "log") }
 
-// Command returns a berth command line for this daemon's operator commands.
+// Command returns a command line of berth for this daemon.
 func (d *Daemon) Command(args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(context.Background(), filepath.Join(cmp.Or(d.bin, BinDir), "berth"), args...)
 	cmd.Env = append(os.Environ(), d.env...)
@@ -302,11 +303,11 @@ func (d *Daemon) Start(t *testing.T) {
 }
 
 // StartUntilKilled starts a daemon that a failpoint kills, before or after it answers. It waits up
-// to limit for the kill, and reports whether it came.
+// to limit and reports whether the daemon was killed.
 func (d *Daemon) StartUntilKilled(t *testing.T, limit time.Duration) bool {
 	t.Helper()
 	d.launch(t)
-	_ = d.answers(t, limit) // or it has ended
+	_ = d.answers(t, limit) // or it has exited
 	select {
 	case <-d.exited:
 	case <-time.After(limit):
@@ -317,7 +318,7 @@ func (d *Daemon) StartUntilKilled(t *testing.T, limit time.Duration) bool {
 	return true
 }
 
-// launch starts the daemon and does not wait.
+// launch starts the daemon without waiting.
 func (d *Daemon) launch(t *testing.T) {
 	t.Helper()
 	if d.byUnit {
@@ -334,18 +335,18 @@ func (d *Daemon) launch(t *testing.T) {
 		Must(t, err)
 	}
 	d.Cmd.Stdout, d.Cmd.Stderr = logFile, logFile
-	// A group of its own: Ctrl-C at the terminal must not look like a stopped daemon.
+	// A separate process group, so that Ctrl-C at the terminal does not stop the daemon.
 	d.Cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	Must(t, d.Cmd.Start())
 	cmd, exited := d.Cmd, make(chan struct{})
 	d.exited = exited
 	go func() {
-		_ = cmd.Wait() // its result is in cmd.ProcessState
+		_ = cmd.Wait() // the result is in cmd.ProcessState
 		close(exited)
 	}()
 }
 
-// idleLaunchers is the daemon's default.
+// idleLaunchers is the daemon's default number of idle launchers.
 const idleLaunchers = 2
 
 // WaitIdle waits until the daemon has all its idle launchers.
@@ -353,14 +354,14 @@ func (d *Daemon) WaitIdle(t *testing.T) {
 	t.Helper()
 	Eventually(t, "idle launchers are ready", func() error {
 		if n := len(d.Launchers()); n < idleLaunchers {
-			return Unexpected("their number", n, idleLaunchers)
+			return Unexpected("number of launchers", n, idleLaunchers)
 		}
 		return nil
 	})
 }
 
-// WaitWatched waits until the launchers are idle and the daemon watches them, with a goroutine and
-// a second pidfd each. WaitIdle alone counts launchers that are not ready yet.
+// WaitWatched waits until the launchers are idle and the daemon watches them, each with a goroutine
+// and a second pidfd. WaitIdle also counts launchers that are not ready yet.
 func (d *Daemon) WaitWatched(t *testing.T) {
 	t.Helper()
 	d.WaitIdle(t)
@@ -374,7 +375,7 @@ func (d *Daemon) WaitWatched(t *testing.T) {
 	})
 }
 
-// Launchers returns the daemon's launchers, idle or at work.
+// Launchers returns the daemon's launchers, idle or busy.
 func (d *Daemon) Launchers() []int {
 	return slices.DeleteFunc(machine.ChildrenOf(d.Cmd.Process.Pid), func(pid int) bool {
 		return !strings.HasPrefix(machine.CommandLine(pid), "berth-shim launcher")
@@ -392,21 +393,21 @@ func (d *Daemon) connect(t *testing.T) {
 	Must(t, err)
 }
 
-// waitReady waits for the daemon's first answer. cri-client does not wait, and
-// leaves a connection behind when it fails.
+// waitReady waits for the daemon's first answer. It does not use cri-client, which does not wait
+// and leaks a connection when it fails.
 func (d *Daemon) waitReady(t *testing.T) {
 	t.Helper()
 	if err := d.answers(t, Patience); err != nil {
-		t.Fatalf("the daemon does not answer: %v; its end: %v\n%s", err, d.Cmd.ProcessState, d.Tail())
+		t.Fatalf("the daemon does not answer: %v; state of its process: %v\n%s", err, d.Cmd.ProcessState, d.Tail())
 	}
 }
 
-// answers returns nil when the daemon answers, and an error when it has ended, or the limit is
-// over.
+// answers returns nil when the daemon answers. It returns an error when the daemon has exited or
+// the limit has passed.
 func (d *Daemon) answers(t *testing.T, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
-	exited := d.exited // this daemon's, not the next one's
+	exited := d.exited // this daemon's channel, not the next one's
 	go func() {        // ends with ctx
 		select {
 		case <-exited:
@@ -434,7 +435,7 @@ func (d *Daemon) Disconnect(t *testing.T) {
 	Must(t, d.Images.Close(context.Background()))
 }
 
-// Stop ends the daemon as systemd does. It must exit with 0.
+// Stop stops the daemon by SIGTERM, as systemd does, and expects exit code 0.
 func (d *Daemon) Stop(t *testing.T) {
 	t.Helper()
 	if d.Gone() {
@@ -447,7 +448,7 @@ func (d *Daemon) Stop(t *testing.T) {
 	}
 	d.Signal(t, syscall.SIGTERM)
 	if code := d.Cmd.ProcessState.ExitCode(); code != 0 {
-		t.Errorf("after SIGTERM the daemon ended with %v, want exit code 0", d.Cmd.ProcessState)
+		t.Errorf("after SIGTERM the daemon exited with %v, want exit code 0", d.Cmd.ProcessState)
 	}
 }
 
@@ -471,14 +472,14 @@ func (d *Daemon) wasKilled(t *testing.T) {
 	}
 }
 
-// Kill ends the daemon with SIGKILL.
+// Kill kills the daemon with SIGKILL.
 func (d *Daemon) Kill(t *testing.T) {
 	t.Helper()
 	d.Disconnect(t)
 	d.Signal(t, syscall.SIGKILL)
 }
 
-// End is Kill for a daemon that may have ended by itself.
+// End is Kill for a daemon that may have exited.
 func (d *Daemon) End(t *testing.T) {
 	t.Helper()
 	d.Disconnect(t)
@@ -494,7 +495,7 @@ func (d *Daemon) Restart(t *testing.T) {
 	d.Start(t)
 }
 
-// Gone reports whether the daemon has ended.
+// Gone reports whether the daemon has exited.
 func (d *Daemon) Gone() bool {
 	select {
 	case <-d.exited:
@@ -504,23 +505,23 @@ func (d *Daemon) Gone() bool {
 	}
 }
 
-// Signal sends a signal that ends the daemon, and waits for its end.
+// Signal sends a signal that ends the daemon, and waits until it has exited.
 func (d *Daemon) Signal(t *testing.T, sig syscall.Signal) {
 	t.Helper()
 	Must(t, d.Cmd.Process.Signal(sig))
 	select {
 	case <-d.exited:
 	case <-time.After(time.Minute):
-		Must(t, d.Cmd.Process.Signal(syscall.SIGQUIT)) // its goroutines, into the log
+		Must(t, d.Cmd.Process.Signal(syscall.SIGQUIT)) // writes its goroutines to the log
 		<-d.exited
-		t.Fatalf("the daemon did not end within a minute of %s", sig)
+		t.Fatalf("the daemon did not exit within a minute of %s", sig)
 	}
 }
 
-// quietCall matches log lines of read-only calls. Tests make many.
+// quietCall matches log lines of read-only calls, of which tests make many.
 var quietCall = regexp.MustCompile(`level=DEBUG msg=(Version|ImageFsInfo|List\w+|\w*Status) .*code=OK`)
 
-// end kills a daemon that a test could not stop as it should.
+// end kills a daemon that a failed test has left running.
 func (d *Daemon) end(t *testing.T) {
 	t.Helper()
 	if d.Cmd != nil && !d.Gone() {
@@ -548,7 +549,7 @@ func (d *Daemon) Tail() string {
 // Clean removes all pods and images, as kubelet would.
 func (d *Daemon) Clean(t *testing.T) {
 	t.Helper()
-	ctx := context.Background() // the test's own has ended
+	ctx := context.Background() // the test's own context is cancelled
 	pods, err := d.Cri.ListPodSandbox(ctx, nil)
 	Must(t, err)
 	for _, p := range pods {
@@ -568,8 +569,8 @@ func (d *Daemon) NetworkKey() string {
 	return n.Key()
 }
 
-// removeNetwork removes the bridge, so that the next daemon's pods, which get the
-// same addresses, meet no old neighbour entries.
+// removeNetwork removes the bridge. Otherwise pods of the next daemon, which get the same
+// addresses, would meet stale neighbour entries.
 func (d *Daemon) removeNetwork(t *testing.T) {
 	t.Helper()
 	RemoveLink(t, "berth0")
@@ -583,8 +584,8 @@ func RemoveLink(t *testing.T, name string) {
 	}
 }
 
-// ForgetMounts removes the mounts of options, and the two that a stopped daemon leaves for its
-// running containers.
+// ForgetMounts removes the mounts of options, and the two mounts that a stopped daemon leaves for
+// its running containers.
 func (d *Daemon) ForgetMounts(t *testing.T) {
 	t.Helper()
 	d.forgetOwnMounts(t)

@@ -1,8 +1,8 @@
 // Package harness runs a real berth for tests.
 //
-// The tests run as root in a machine of their own (contrib/machine). Main is a test package's
-// TestMain. It enters a machine unless it runs in one already, so `go test ./integration` works.
-// Each test starts a daemon of its own:
+// The tests run as root in a private machine (contrib/machine). Main is a test package's TestMain.
+// It enters such a machine unless it already runs in one, so `go test ./integration` works. Each
+// test starts its own daemon:
 //
 //	d := harness.StartDaemon(t)
 //	pod := d.RunPod(t, harness.PodLabel("app", "web"))

@@ -13,8 +13,8 @@ import (
 	"berth/integration/machine"
 )
 
-// driverEnv names the cgroup driver that the suite is run with: cgroupfs, which is
-// the default, or systemd, where that is PID 1.
+// driverEnv names the cgroup driver of the test run: cgroupfs (the default), or systemd on machines
+// whose PID 1 is systemd.
 const driverEnv = "BERTH_TEST_CGROUP_DRIVER"
 
 func cgroupDriver() string {
@@ -26,7 +26,7 @@ func cgroupDriver() string {
 
 func SystemdDriver() bool { return cgroupDriver() == "systemd" }
 
-// machineGroup is the cgroup that holds all pods' cgroups.
+// machineGroup returns the cgroup that contains all pods' cgroups.
 func machineGroup() string {
 	if SystemdDriver() {
 		return "/" + Machine + ".slice"
@@ -34,7 +34,7 @@ func machineGroup() string {
 	return "/" + Machine
 }
 
-// podPrefix begins the names of the pods' cgroups.
+// podPrefix returns the prefix of the names of the pods' cgroups.
 func podPrefix() string {
 	if SystemdDriver() {
 		return Machine + "-pod"
@@ -42,16 +42,17 @@ func podPrefix() string {
 	return "pod"
 }
 
-// podCgroups is where the cgroups of pods are.
+// podCgroups returns the location of the pods' cgroups.
 func podCgroups() inventory.Cgroups {
 	return inventory.Cgroups{Group: machineGroup(), PodPrefix: podPrefix(), Systemd: SystemdDriver()}
 }
 
-// PodCgroup is where a pod's cgroup of that name is below the cgroup mounts.
+// PodCgroup returns the path of a pod's cgroup with that name, below the cgroup mounts.
 func PodCgroup(name string) string { return path.Join(machineGroup(), podPrefix()+name) }
 
-// CgroupParent names a pod's cgroup as kubelet would, and has it removed with the
-// daemon's pods. A dash in a slice's name stands for a slice above.
+// CgroupParent returns the name of a new pod's cgroup, as kubelet would choose it. The cgroup is
+// removed with the daemon's pods. A dash in a slice's name separates parent and child, so it
+// becomes an underscore.
 func (d *Daemon) CgroupParent(name string) string {
 	parent := PodCgroup(filepath.Base(d.Dir) + "-" + name)
 	if SystemdDriver() {
@@ -71,7 +72,7 @@ func (d *Daemon) connectToSystemd(t *testing.T) {
 	d.Objects, d.Parents = nil, nil
 }
 
-// removePodCgroups does what kubelet does when pods are gone.
+// removePodCgroups removes the pods' cgroups, as kubelet does after the pods.
 func (d *Daemon) removePodCgroups(t *testing.T) {
 	t.Helper()
 	for _, parent := range d.Parents {
@@ -94,7 +95,7 @@ func stopSlice(t *testing.T, slice string) {
 	Must(t, err)
 	dir := strings.TrimSpace(string(group))
 	if dir == "" {
-		return // nothing was ever in it
+		return // the slice was never used
 	}
 	for _, dir := range machine.ReadDir("/sys/fs/cgroup" + dir) {
 		if strings.HasSuffix(dir, ".scope") {

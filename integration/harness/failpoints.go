@@ -13,10 +13,10 @@ import (
 	"time"
 )
 
-// failpointsDir is, in BinDir, the directory of the binaries that have failpoints.
+// failpointsDir is the subdirectory of BinDir with the binaries that have failpoints.
 const failpointsDir = "failpoints"
 
-// withFailpoints makes findBinaries look for those.
+// withFailpoints makes findBinaries use the binaries with failpoints.
 var withFailpoints bool
 
 // MainWithFailpoints is Main for tests that kill programs at failpoints.
@@ -26,7 +26,7 @@ func MainWithFailpoints(m *testing.M) {
 }
 
 // findFailpoints sets BinDir to the directory of the binaries with failpoints. In a checkout it
-// builds them, which takes two seconds when nothing has changed. A guest has them already.
+// builds them, which takes two seconds if nothing has changed. A guest already has them.
 func findFailpoints() error {
 	inCheckout, err := isBuiltHere(BinDir)
 	if err != nil {
@@ -44,8 +44,8 @@ func findFailpoints() error {
 	return nil
 }
 
-// isBuiltHere reports whether a directory of binaries is where the build of this checkout, if this
-// is one, puts them.
+// isBuiltHere reports whether dir is the directory into which this checkout builds binaries. It
+// returns false outside a checkout.
 func isBuiltHere(dir string) (bool, error) {
 	if _, err := os.Stat(filepath.Join(source(), buildScript)); errors.Is(err, fs.ErrNotExist) {
 		return false, nil
@@ -58,13 +58,13 @@ func isBuiltHere(dir string) (bool, error) {
 	return err == nil && os.SameFile(there, here), nil
 }
 
-// ReleasedBinaries is the directory of the binaries that have no failpoints.
+// ReleasedBinaries returns the directory of the binaries without failpoints.
 func ReleasedBinaries() string { return strings.TrimSuffix(BinDir, "/"+failpointsDir) }
 
 // Failpoints controls the failpoints of a daemon; see package berth/internal/failpoint.
 type Failpoints struct{ dir string }
 
-// WithFailpoints starts a daemon whose failpoints obey what f becomes.
+// WithFailpoints starts a daemon with failpoints, and sets f to control them.
 func WithFailpoints(f *Failpoints) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		f.dir = filepath.Join(d.Dir, "failpoints")
@@ -73,7 +73,7 @@ func WithFailpoints(f *Failpoints) DaemonOption {
 	}
 }
 
-// Trace begins to note the points that are reached.
+// Trace starts to record the points that are reached.
 func (f *Failpoints) Trace(t *testing.T) {
 	t.Helper()
 	Must(t, os.WriteFile(filepath.Join(f.dir, "trace"), nil, 0o600))
@@ -86,14 +86,14 @@ type ReachedPoint struct {
 	Program string // DaemonProgram, LauncherProgram or MonitorProgram
 }
 
-// The names of berth's programs that have failpoints.
+// Names of berth's programs that have failpoints.
 const (
 	DaemonProgram   = "berth"
 	LauncherProgram = "berth-shim"
 	MonitorProgram  = "berth-monitor"
 )
 
-// Traced ends that and returns the points that were reached, in that order.
+// Traced ends the trace and returns the recorded points in order.
 func (f *Failpoints) Traced(t *testing.T) (points []ReachedPoint) {
 	t.Helper()
 	path := filepath.Join(f.dir, "trace")
@@ -109,30 +109,30 @@ func (f *Failpoints) Traced(t *testing.T) (points []ReachedPoint) {
 	return points
 }
 
-// Kill has the daemon killed at a point, the nth time from now on that it reaches it.
+// Kill kills the daemon when it reaches a point for the nth time from now on.
 func (f *Failpoints) Kill(t *testing.T, d *Daemon, name string, n int) {
 	t.Helper()
 	f.arm(t, name, n, "kill", strconv.Itoa(d.Cmd.Process.Pid))
 }
 
-// KillNext does that to a process of a program: a daemon that is started later, a launcher or
+// KillNext kills a process of a program at a point: a daemon that is started later, a launcher or a
 // monitor.
 func (f *Failpoints) KillNext(t *testing.T, program, name string, n int) {
 	t.Helper()
 	f.arm(t, name, n, "kill", program)
 }
 
-// FreezeNext has a process of a program stopped (SIGSTOP) at a point.
+// FreezeNext stops a process of a program (SIGSTOP) at a point.
 func (f *Failpoints) FreezeNext(t *testing.T, program, name string, n int) {
 	t.Helper()
 	f.arm(t, name, n, "stop", program)
 }
 
-// WaitReached waits up to limit until the armed point was reached, and reports whether it was.
+// WaitReached waits up to limit until the armed point is reached, and reports whether it was.
 func (f *Failpoints) WaitReached(limit time.Duration) bool {
 	return WaitUpTo(limit, func() error {
 		if _, err := os.Lstat(filepath.Join(f.dir, "armed")); !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("it was not reached: %w", err)
+			return fmt.Errorf("the point was not reached: %w", err)
 		}
 		return nil
 	}) == nil
@@ -145,5 +145,6 @@ func (f *Failpoints) arm(t *testing.T, name string, n int, action, process strin
 	Must(t, os.Rename(path+".new", path))
 }
 
-// Disarm undoes Arm. It reports whether the point was still armed, that is, not reached.
+// Disarm removes the armed point. It reports whether the point was still armed, that is, not
+// reached.
 func (f *Failpoints) Disarm() (armed bool) { return os.Remove(filepath.Join(f.dir, "armed")) == nil }

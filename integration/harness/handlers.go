@@ -24,7 +24,7 @@ func WithHandler(name, path string, args ...string) DaemonOption {
 }
 
 // Crun returns the path of crun: $BERTH_CRUN, or the one in PATH. A wrapper hides cgroup v2's
-// controllers from it, because crun refuses hybrid set-ups with a controller on version 2.
+// controllers from it, because crun refuses hybrid mode with controllers in version 2.
 func Crun(t *testing.T) string {
 	t.Helper()
 	path := os.Getenv("BERTH_CRUN")

@@ -14,22 +14,22 @@ import (
 	"berth/integration/machine"
 )
 
-// NoLeaks fails the test if the daemon, with its pods and images removed, holds
-// more than it did when it was new. Some things end a moment after the call that
-// asks for it (processes are reaped, connections close), so the check is repeated.
+// NoLeaks fails the test if the daemon, after the removal of its pods and images, holds more than
+// it did at its start. It repeats the check, because some resources are released a moment after the
+// call (processes are reaped, connections close).
 func (d *Daemon) NoLeaks(t *testing.T) {
 	t.Helper()
 	d.leaks(t, d.Empty, func() inventory.Items { return d.Snapshot(t) })
 }
 
-// NoMachineLeaks fails the test if the machine holds more than before the daemon.
+// NoMachineLeaks fails the test if the machine holds more than before the daemon's start.
 func NoMachineLeaks(t *testing.T, before inventory.Items, d *Daemon) {
 	t.Helper()
 	d.leaks(t, before, func() inventory.Items { return MachineSnapshot(d) })
 }
 
-// leakPatience is the time limit of the leak check. A connection to a trace collector closes after
-// 10 s of idleness. In a busy guest with one processor, 15 s were too short for that.
+// leakPatience is the time limit of the leak check. An idle connection to a trace collector closes
+// after 10 s. In a busy guest with one processor, 15 s were too short for that.
 const leakPatience = 25 * time.Second
 
 func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventory.Items) {
@@ -42,11 +42,11 @@ func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventor
 		return nil
 	})
 	if err != nil {
-		t.Errorf("left behind:\n  %v", err)
+		t.Errorf("leaked:\n  %v", err)
 	}
 }
 
-// Snapshot takes everything the machine and the daemon hold.
+// Snapshot takes an inventory of the machine and the daemon.
 func (d *Daemon) Snapshot(t *testing.T) inventory.Items {
 	t.Helper()
 	s := inventory.OfDaemon(t, podCgroups(), d.inventoried(), d.Cmd.Process.Pid)
@@ -56,7 +56,7 @@ func (d *Daemon) Snapshot(t *testing.T) inventory.Items {
 	return s
 }
 
-// MachineSnapshot takes what exists outside of any daemon. d may be nil.
+// MachineSnapshot takes an inventory of the machine without the daemon's process. d may be nil.
 func MachineSnapshot(d *Daemon) inventory.Items {
 	return inventory.OfMachine(podCgroups(), d.inventoried())
 }
@@ -87,7 +87,7 @@ func (d *Daemon) WatchGrowth(t *testing.T) (grown func(t *testing.T) []string) {
 	}
 }
 
-// settled takes snapshots until two, one after the other, are the same.
+// settled takes snapshots until two consecutive ones are equal.
 func (d *Daemon) settled(t *testing.T) inventory.Items {
 	t.Helper()
 	last := d.Snapshot(t)
@@ -95,7 +95,7 @@ func (d *Daemon) settled(t *testing.T) inventory.Items {
 		before := last
 		last = d.Snapshot(t)
 		if len(before.Grown(last))+len(last.Grown(before)) > 0 {
-			return fmt.Errorf("it changes")
+			return fmt.Errorf("the snapshot changes")
 		}
 		return nil
 	})
@@ -110,10 +110,10 @@ func (d *Daemon) Memory(t *testing.T) (kilobytes int) {
 	return kilobytes
 }
 
-// Heap holds the daemon's own memory statistics, in bytes.
+// Heap contains memory statistics of the daemon, in bytes.
 type Heap struct{ InUse, Collections, Taken, Limit uint64 }
 
-// Heap asks the daemon for it.
+// Heap reads the statistics from the daemon.
 func (d *Daemon) Heap(t *testing.T) (heap Heap) {
 	t.Helper()
 	status, err := d.Cri.Status(context.Background(), true)
@@ -123,7 +123,7 @@ func (d *Daemon) Heap(t *testing.T) (heap Heap) {
 }
 
 // HeapInUse returns the bytes of the daemon's heap in use, without garbage. Answers to verbose
-// Status make garbage, so polling it drives the collector. HeapInUse returns the minimum over
+// Status create garbage, so the polls trigger collections. HeapInUse returns the minimum over
 // several collections, because temporary objects count as in use.
 func (d *Daemon) HeapInUse(t *testing.T) (bytes uint64) {
 	t.Helper()
@@ -145,10 +145,10 @@ func (d *Daemon) HeapInUse(t *testing.T) (bytes uint64) {
 	return bytes
 }
 
-// PodCount is how many configurations of pods and containers were made.
+// PodCount returns how many configurations of pods and containers were created.
 func (d *Daemon) PodCount() int { return int(d.pods.Load()) }
 
-// Goroutines asks the daemon how many it has.
+// Goroutines returns the daemon's number of goroutines.
 func (d *Daemon) Goroutines(t *testing.T) int {
 	t.Helper()
 	status, err := d.Cri.Status(context.Background(), true)

@@ -9,21 +9,21 @@ import (
 	"testing"
 )
 
-// LogLine is a line of the daemon's log, by its keys.
+// LogLine is a line of the daemon's log: values by key.
 type LogLine map[string]string
 
 func (l LogLine) String() string {
 	return l["time"] + " " + l["level"] + " " + l["msg"] + " " + fmt.Sprint(map[string]string(l))
 }
 
-// LogLines returns the daemon's log. It fails the test for a line that is not in slog's text form,
-// with time, level and msg.
+// LogLines returns the daemon's log. It fails the test unless each line has slog's text form with
+// time, level and msg.
 func (d *Daemon) LogLines(t *testing.T) (lines []LogLine) {
 	t.Helper()
 	for text := range strings.Lines(string(Get(os.ReadFile(d.LogFile()))(t))) {
 		line, err := parseLogLine(strings.TrimSuffix(text, "\n"))
 		if err != nil {
-			t.Errorf("the log has %q: %v", text, err)
+			t.Errorf("invalid log line %q: %v", text, err)
 			continue
 		}
 		lines = append(lines, line)
@@ -50,7 +50,7 @@ func parseLogLine(text string) (LogLine, error) {
 			after = strings.TrimPrefix(rest[len(quoted):], " ")
 		}
 		if _, twice := line[key]; twice {
-			return nil, fmt.Errorf("the key %s is there twice", key)
+			return nil, fmt.Errorf("duplicate key %s", key)
 		}
 		line[key], text = value, after
 	}
@@ -62,11 +62,11 @@ func parseLogLine(text string) (LogLine, error) {
 	return line, nil
 }
 
-// ofMachine are the beginnings of warnings about the machine that tests run on.
+// ofMachine contains the beginnings of warnings about the machine on which the tests run.
 var ofMachine = []string{"the kernel refuses to lower oom_score_adj", "berth-unpack may", "CNI configuration directory cannot be watched", "pods cannot have user namespaces"}
 
-// QuietLog fails the test for each warning and error in the daemon's log, but for those about this
-// machine.
+// QuietLog fails the test for each warning and error in the daemon's log, except warnings about
+// this machine.
 func (d *Daemon) QuietLog(t *testing.T) {
 	t.Helper()
 	for _, line := range d.LogLines(t) {

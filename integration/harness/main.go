@@ -18,11 +18,11 @@ import (
 )
 
 const (
-	// binEnv names the directory of the binaries; unset, contrib/build makes them.
+	// binEnv names the directory of the binaries. If unset, contrib/build makes them.
 	binEnv = "BERTH_BIN"
-	// machineEnv is the name of the private machine we are in, and of its cgroups.
+	// machineEnv is the name of the private machine of this process, and of its cgroups.
 	machineEnv = "BERTH_MACHINE"
-	// buildScript is, in a checkout, what makes the binaries.
+	// buildScript builds the binaries in a checkout.
 	buildScript = "contrib/build"
 )
 
@@ -30,13 +30,13 @@ const (
 var (
 	BinDir    string
 	Machine   string            // name of the machine's cgroups
-	PluginDir string            // the CNI plugins
-	Registry  *fixture.Registry // holds baseImage; tests that disturb a registry start their own
+	PluginDir string            // directory of the CNI plugins
+	Registry  *fixture.Registry // contains BaseImage; tests that disturb a registry start their own
 	BaseImage string            // busybox
 )
 
-// Main is a test package's TestMain. It finds or builds the binaries, enters a machine unless it
-// runs in one, starts the registry, and runs the tests.
+// Main is a test package's TestMain. It finds or builds the binaries, enters a private machine
+// unless it already runs in one, starts the registry, and runs the tests.
 func Main(m *testing.M) {
 	flag.Parse()
 	code, err := run(m)
@@ -60,7 +60,7 @@ func run(m *testing.M) (int, error) {
 	if Machine = os.Getenv(machineEnv); Machine == "" {
 		return 0, enterMachine()
 	}
-	klog.SetLogger(klog.Logger{}) // cri-client logs each error it returns
+	klog.SetLogger(klog.Logger{}) // cri-client logs each error that it returns
 
 	var err error
 	if PluginDir, err = fixture.PluginDir(); err != nil {
@@ -80,7 +80,7 @@ func run(m *testing.M) (int, error) {
 	return code, Registry.Close()
 }
 
-// findBinaries sets binDir, and builds missing binaries.
+// findBinaries sets BinDir, and builds missing binaries.
 func findBinaries() error {
 	if BinDir = os.Getenv(binEnv); BinDir != "" {
 		return nil
@@ -96,7 +96,7 @@ func findBinaries() error {
 	return os.Setenv(binEnv, BinDir)
 }
 
-// enterMachine replaces this process by the same one in a private machine.
+// enterMachine executes this process again in a private machine.
 func enterMachine() error {
 	self, err := os.Executable()
 	if err != nil {
@@ -106,7 +106,8 @@ func enterMachine() error {
 	return fmt.Errorf("enter private machine: %w", syscall.Exec(filepath.Join(source(), "contrib/machine"), args, os.Environ()))
 }
 
-// source is the root of the checkout: the nearest directory above the tests' with a go.mod.
+// source returns the root of the checkout: the nearest parent of the working directory with a
+// go.mod.
 func source() string {
 	dir, err := os.Getwd()
 	for err == nil && dir != "/" {
@@ -118,6 +119,6 @@ func source() string {
 	return "."
 }
 
-// Thorough reports whether tests that enumerate cases should run all of them, which takes hours.
-// Otherwise they run a selection. contrib/torture sets BERTH_TORTURE.
+// Thorough reports whether tests that enumerate cases run all of them, which takes hours. Otherwise
+// they run a selection. contrib/torture sets BERTH_TORTURE.
 func Thorough() bool { return os.Getenv("BERTH_TORTURE") != "" }

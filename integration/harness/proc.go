@@ -15,13 +15,13 @@ import (
 	"berth/integration/machine"
 )
 
-// Pid returns the container's init, once that runs its program.
+// Pid returns the container's init. It waits until init runs the container's program.
 func (c *Container) Pid(t *testing.T) int {
 	t.Helper()
 	return waitProgram(t, c.InitPID(t))
 }
 
-// InitPID is Pid, whatever the process executes.
+// InitPID returns the container's init, which may still be libcontainer's.
 func (c *Container) InitPID(t *testing.T) int {
 	t.Helper()
 	response, err := c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, true)
@@ -29,9 +29,9 @@ func (c *Container) InitPID(t *testing.T) int {
 	return infoPID(t, response.Info)
 }
 
-// WaitStoppable waits until SIGTERM reaches the container's program, and returns its process: it
-// catches the signal, or waits for it as pause does. Before that a process 1 never learns of the
-// signal, and another process ends by it.
+// WaitStoppable waits until the container's program expects SIGTERM, and returns its process. The
+// program either catches the signal or waits for it as pause does. Before that, the kernel drops a
+// signal to a process 1, and the signal kills any other process.
 func (c *Container) WaitStoppable(t *testing.T) (pid int) {
 	t.Helper()
 	pid = c.Pid(t)
@@ -45,7 +45,7 @@ func expectsTerm(t *testing.T, pid int) error {
 	caught := machine.StatusField(t, pid, "SigCgt")
 	mask, err := strconv.ParseUint(caught, 16, 64)
 	if err != nil {
-		return fmt.Errorf("signals that it catches: %w", err)
+		return fmt.Errorf("parse SigCgt of the process: %w", err)
 	}
 	if mask&term != 0 {
 		return nil
@@ -66,8 +66,8 @@ func (p *Pod) PausePID(t *testing.T) int {
 	return waitProgram(t, infoPID(t, response.Info))
 }
 
-// waitProgram waits until a process executes its program: daemons of earlier versions answer
-// before.
+// waitProgram waits until a process executes its program. Daemons of earlier versions answer before
+// that.
 func waitProgram(t *testing.T, pid int) int {
 	t.Helper()
 	Eventually(t, fmt.Sprintf("process %d runs its program", pid), func() error {
@@ -80,8 +80,8 @@ func waitProgram(t *testing.T, pid int) int {
 	return pid
 }
 
-// infoPID finds the process ID in verbose information: as crictl and critest do,
-// in the JSON object under the key "info".
+// infoPID returns the process ID in verbose information. As crictl and critest do, it reads the
+// JSON object under the key "info".
 func infoPID(t *testing.T, info map[string]string) int {
 	t.Helper()
 	var parsed struct {
@@ -107,8 +107,8 @@ func LauncherOf(t *testing.T, d *Daemon, c *Container) (pid int) {
 func MonitorOf(t *testing.T, d *Daemon, c *Container) int {
 	t.Helper()
 	pid := LauncherOf(t, d, c)
-	// A stop that comes while the launcher executes the monitor is forgotten: execve ends the other
-	// threads, and the group's stop with them.
+	// A SIGSTOP before the launcher executes the monitor would be lost, because execve ends the
+	// other threads and with them the stop.
 	Eventually(t, "the launcher is the monitor", func() error {
 		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
 		if err == nil && string(comm) != "berth-monitor\n" {

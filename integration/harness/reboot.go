@@ -20,7 +20,7 @@ import (
 )
 
 // LosePower kills the daemon and its pods' processes. It removes everything that a reboot removes:
-// the state directory, network namespaces, devices and the packet filter's rules.
+// the state directory, network namespaces, devices and packet filter rules.
 func (d *Daemon) LosePower(t *testing.T) {
 	t.Helper()
 	if !d.Gone() {
@@ -37,15 +37,15 @@ func (d *Daemon) LosePower(t *testing.T) {
 	}
 }
 
-// LoseNetwork removes the shared parts of the daemon's own network: the bridge and the packet
-// filter's rules.
+// LoseNetwork removes the shared parts of berth's own network: the bridge and the packet filter
+// rules.
 func (d *Daemon) LoseNetwork(t *testing.T) {
 	t.Helper()
 	d.removeNetwork(t)
 	Must(t, d.removeRules())
 }
 
-// removeRules deletes the table of the daemon's own network, whether it is there or not.
+// removeRules deletes the table of berth's own network, if it exists.
 func (d *Daemon) removeRules() error {
 	conn, err := nftables.New()
 	if err != nil {
@@ -64,7 +64,7 @@ func unpinNetworks(t *testing.T) {
 	}
 }
 
-// LoseState empties the state directory of a daemon that has ended.
+// LoseState empties the state directory of a daemon that has exited.
 func (d *Daemon) LoseState(t *testing.T) {
 	t.Helper()
 	d.forgetOwnMounts(t)
@@ -88,8 +88,8 @@ func (d *Daemon) KillAll(t *testing.T) {
 	})
 }
 
-// podProcesses returns the processes in the pods' cgroups and those of berth-shim. No other daemon
-// runs in the test's machine.
+// podProcesses returns the processes in the pods' cgroups and those of berth-shim. The test's
+// machine runs no other daemon.
 func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
 	t.Helper()
 	inPod := func(pid int) bool {
@@ -110,7 +110,7 @@ func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
 	return pids
 }
 
-// Boot starts the daemon as after a boot: with another boot ID than any before.
+// Boot starts the daemon with a new boot ID, as after a boot.
 func (d *Daemon) Boot(t *testing.T) {
 	t.Helper()
 	var id [16]byte
@@ -119,7 +119,8 @@ func (d *Daemon) Boot(t *testing.T) {
 }
 
 // StartInBoot starts the daemon with a boot ID. It covers the kernel's boot ID only until the
-// daemon has read it: with a mount in /proc the kernel refuses proc mounts in user namespaces.
+// daemon has read it, because with a mount in /proc the kernel refuses proc mounts in user
+// namespaces.
 func (d *Daemon) StartInBoot(t *testing.T, id string) {
 	t.Helper()
 	const path = "/proc/sys/kernel/random/boot_id"

@@ -25,7 +25,7 @@ func NewRegistry(t *testing.T) *fixture.Registry {
 	return r
 }
 
-// Push builds an image, pushes it and returns its name and its ID.
+// Push pushes an image and returns its name and its ID.
 func Push(t *testing.T, r *fixture.Registry, repoTag string, img v1.Image) (name, id string) {
 	t.Helper()
 	name, err := r.Push(repoTag, img)
@@ -35,7 +35,7 @@ func Push(t *testing.T, r *fixture.Registry, repoTag string, img v1.Image) (name
 	return name, config.String()
 }
 
-// BuildImage returns the base image with trees on top, each gzipped.
+// BuildImage returns the base image with trees on top, each a gzip layer.
 func BuildImage(t *testing.T, config v1.Config, trees ...fixture.Tree) v1.Image {
 	t.Helper()
 	layers := make([]v1.Layer, 0, len(trees))
@@ -64,7 +64,7 @@ func DigestOf(t *testing.T, d interface{ Digest() (v1.Hash, error) }) string {
 // Repository strips the tag of a name.
 func Repository(name string) string { return name[:strings.LastIndexByte(name, ':')] }
 
-// BasicAuth makes the registry ask for a user and password.
+// BasicAuth answers requests without the right user and password. It is a hook of a registry.
 func BasicAuth(w http.ResponseWriter, r *http.Request) bool {
 	if user, password, _ := r.BasicAuth(); user == "user" && password == "secret" {
 		return false
@@ -83,7 +83,7 @@ func UnusedAddress(t *testing.T) string {
 	return l.Addr().String()
 }
 
-// NoTraceOf fails the test if the image is known or its bytes are still there.
+// NoTraceOf fails the test if the daemon lists the image or its files still exist.
 func NoTraceOf(t *testing.T, d *Daemon, name string) {
 	t.Helper()
 	if status := d.ImageStatus(t, name); status != nil {
@@ -92,7 +92,7 @@ func NoTraceOf(t *testing.T, d *Daemon, name string) {
 	d.NoLeaks(t)
 }
 
-// SwapBlob serves other content for a blob.
+// SwapBlob returns a registry hook that serves other content for a blob.
 func SwapBlob(digest string, content []byte) func(http.ResponseWriter, *http.Request) bool {
 	return func(w http.ResponseWriter, r *http.Request) bool {
 		if r.Method != http.MethodGet || !strings.HasSuffix(r.URL.Path, digest) {

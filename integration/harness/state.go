@@ -10,9 +10,9 @@ import (
 	"berth/integration/inventory"
 )
 
-// FullState takes a complete inventory of the daemon's pods, containers and images: on the machine
-// and in its lists. It replaces values that differ between two runs of the same requests. It leaves
-// out the daemon's goroutines.
+// FullState takes a complete inventory of the daemon's pods, containers and images, on the machine
+// and in the daemon's lists. It replaces values that differ between two runs of the same requests,
+// and leaves out the daemon's goroutines.
 func (d *Daemon) FullState(t *testing.T) inventory.Items {
 	t.Helper()
 	Registry.DropIdle()
@@ -21,13 +21,14 @@ func (d *Daemon) FullState(t *testing.T) inventory.Items {
 	return s
 }
 
-// Settled waits until nothing changes any more and the launchers are there, and returns the state.
+// Settled waits until the state no longer changes and the launchers are ready, and returns the
+// state.
 func (d *Daemon) Settled(t *testing.T) inventory.Items {
 	t.Helper()
 	d.WaitIdle(t)
 	last := d.FullState(t)
-	Eventually(t, "the state stays the same", func() error {
-		time.Sleep(30 * time.Millisecond) // between the two looks
+	Eventually(t, "the state no longer changes", func() error {
+		time.Sleep(30 * time.Millisecond) // between two inventories
 		now := d.FullState(t)
 		diff := now.Differences(last)
 		if last = now; len(diff) > 0 {
@@ -38,14 +39,13 @@ func (d *Daemon) Settled(t *testing.T) inventory.Items {
 	return last
 }
 
-// Becomes waits for the state to be the wanted one, and returns what differs if it does not get
-// there.
+// Becomes waits until the state equals want. It returns the remaining differences.
 func (d *Daemon) Becomes(t *testing.T, want inventory.Items) (differences []string) {
 	t.Helper()
 	return d.BecomesWithin(t, want, leakPatience)
 }
 
-// BecomesWithin is Becomes with another limit.
+// BecomesWithin is Becomes with another time limit.
 func (d *Daemon) BecomesWithin(t *testing.T, want inventory.Items, limit time.Duration) (differences []string) {
 	t.Helper()
 	_ = PollUpTo(limit, 100*time.Millisecond, func() error {
@@ -60,12 +60,12 @@ func (d *Daemon) BecomesWithin(t *testing.T, want inventory.Items, limit time.Du
 // addLists adds the daemon's CRI status of each of its objects.
 func (d *Daemon) addLists(t *testing.T, s inventory.Items) {
 	t.Helper()
-	ctx := context.Background() // of a test that has ended, too
+	ctx := context.Background() // also works after the test's context is cancelled
 	pods, err := d.Cri.ListPodSandbox(ctx, nil)
 	Must(t, err)
 	for _, p := range pods {
 		Must(t, s.AddMessage("listed pod", p))
-		if status, err := d.Cri.PodSandboxStatus(ctx, p.Id, false); err == nil { // else it is gone by now
+		if status, err := d.Cri.PodSandboxStatus(ctx, p.Id, false); err == nil { // otherwise the pod was removed meanwhile
 			Must(t, s.AddMessage("status of pod", status.Status))
 		}
 	}

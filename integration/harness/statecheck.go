@@ -10,12 +10,12 @@ import (
 	"testing"
 )
 
-// Difference is what `berth check --state` names.
+// Difference is one difference that `berth check --state` reports.
 type Difference struct {
 	Invariant, Object, Expected, Found string
 }
 
-// Text is the difference in one line.
+// Text returns the difference in one line.
 func (d Difference) Text() string {
 	return d.Invariant + ": " + d.Object + ": expected " + d.Expected + ", found " + d.Found
 }
@@ -50,10 +50,10 @@ func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
 	if (err != nil) != (len(report.Differences) > 0) {
 		t.Errorf("check --state: %v with %d differences", err, len(report.Differences))
 	}
-	left := slices.DeleteFunc(report.Skipped, func(s string) bool { return strings.HasPrefix(s, "bytes: ") }) // only where it is asked for
+	left := slices.DeleteFunc(report.Skipped, func(s string) bool { return strings.HasPrefix(s, "bytes: ") }) // checked only on request
 	if !d.Gone() {
-		Equal(t, "the daemon that check --state has seen", report.Daemon, d.Cmd.Process.Pid)
-		Equal(t, "what check --state has left out", strings.Join(left, "; "), "")
+		Equal(t, "daemon that check --state has examined", report.Daemon, d.Cmd.Process.Pid)
+		Equal(t, "skipped checks of check --state", strings.Join(left, "; "), "")
 	}
 	return report.Differences
 }
@@ -67,8 +67,8 @@ func (d *Daemon) StateMatches(t *testing.T) {
 	}
 }
 
-// StateSettles is StateMatches with retries, for the end of a case. The daemon retries writes and
-// removals that failed, on a full disk for example.
+// StateSettles is StateMatches with retries, for the end of a test. The daemon itself retries
+// writes and removals that failed, for example on a full disk.
 func (d *Daemon) StateSettles(t *testing.T) {
 	t.Helper()
 	var found []string

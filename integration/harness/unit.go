@@ -24,16 +24,16 @@ const (
 const (
 	// unitsEnv names the directory of the unit files. The default is the checkout's.
 	unitsEnv = "BERTH_UNITS"
-	// unitDir is where systemd looks for units until the machine is switched off.
+	// unitDir is systemd's directory for units that do not outlive the boot.
 	unitDir = "/run/systemd/system"
-	// Paths that the unit expects; see docs/install.md.
+	// Paths in the unit file; see docs/install.md.
 	installDir    = "/usr/local/bin"
 	installConfig = "/etc/berth/config.toml"
 )
 
 // ByUnit makes systemd run the daemon with berth's unit file, unchanged. It installs the programs
 // in the unit's paths and writes all options to the configuration file, except the cgroup driver,
-// which the daemon detects. It skips the test unless PID 1 of the test's own machine is systemd.
+// which the daemon detects. It skips the test unless PID 1 of the private machine is systemd.
 func ByUnit(t *testing.T, d *Daemon) {
 	t.Helper()
 	if !SystemdDriver() {
@@ -49,7 +49,7 @@ func ByUnit(t *testing.T, d *Daemon) {
 	Systemctl(t, "daemon-reload")
 }
 
-// uninstallUnit ends the daemon, if that is necessary, and takes away what ByUnit has made.
+// uninstallUnit stops the daemon, if it still runs, and removes the files that ByUnit has made.
 func uninstallUnit(t *testing.T) {
 	t.Helper()
 	Systemctl(t, "stop", SocketName, UnitName)
@@ -66,7 +66,8 @@ func uninstallUnit(t *testing.T) {
 
 func dropInFile(unit string) string { return filepath.Join(unitDir, unit+".d", "test.conf") }
 
-// DropIn replaces the lines of a unit's drop-in. Most take effect at the next start, some at once.
+// DropIn replaces the lines of a unit's drop-in. Most settings take effect at the next start, some
+// at once.
 func DropIn(t *testing.T, unit string, lines ...string) {
 	t.Helper()
 	file := dropInFile(unit)
@@ -75,7 +76,7 @@ func DropIn(t *testing.T, unit string, lines ...string) {
 	Systemctl(t, "daemon-reload")
 }
 
-// startUnit returns when systemctl does: when the daemon has said that it is ready.
+// startUnit starts the unit. systemctl returns when the daemon has reported that it is ready.
 func (d *Daemon) startUnit(t *testing.T) {
 	t.Helper()
 	lines := []string{
@@ -96,7 +97,7 @@ func (d *Daemon) AdoptRestarted(t *testing.T) {
 	before := d.Cmd.Process.Pid
 	Eventually(t, "systemd has started the daemon again", func() error {
 		if pid := MainPID(t); pid == 0 || pid == before {
-			return fmt.Errorf("its main process is %d, was %d", pid, before)
+			return fmt.Errorf("the unit's main process is %d, was %d", pid, before)
 		}
 		if state := UnitProperty(t, "ActiveState"); state != "active" {
 			return Unexpected("the unit's state", state, "active")
@@ -125,7 +126,7 @@ func (d *Daemon) adopt(t *testing.T, pid int) {
 	}()
 }
 
-// stopUnit has systemd stop the daemon, which must end well.
+// stopUnit makes systemd stop the daemon, and expects success.
 func (d *Daemon) stopUnit(t *testing.T) {
 	t.Helper()
 	Systemctl(t, "stop", UnitName)
@@ -134,31 +135,31 @@ func (d *Daemon) stopUnit(t *testing.T) {
 	Equal(t, "exit code of the daemon", UnitProperty(t, "ExecMainStatus"), "0")
 }
 
-// MainPID is the process ID of the unit's daemon; 0: there is none.
+// MainPID returns the process ID of the unit's daemon, or 0 if none runs.
 func MainPID(t *testing.T) int {
 	t.Helper()
 	return Get(strconv.Atoi(UnitProperty(t, "MainPID")))(t)
 }
 
-// UnitProperty asks systemd for a property of the unit.
+// UnitProperty returns a property of the unit.
 func UnitProperty(t *testing.T, name string) string {
 	t.Helper()
 	return Systemctl(t, "show", "--property", name, "--value", UnitName)
 }
 
-// UnitCgroup is the directory of the unit's cgroup.
+// UnitCgroup returns the directory of the unit's cgroup.
 func UnitCgroup(t *testing.T) string {
 	t.Helper()
 	return filepath.Join("/sys/fs/cgroup", UnitProperty(t, "ControlGroup"))
 }
 
-// UnitProcesses are the processes in the unit's cgroup and below it.
+// UnitProcesses returns the processes in the unit's cgroup and below it.
 func UnitProcesses(t *testing.T) []int {
 	t.Helper()
 	return Get(cgroup.ProcsIn(UnitCgroup(t)))(t)
 }
 
-// Journal returns the journal of the unit: the daemons' log lines and systemd's. If the journal
+// Journal returns the unit's journal, with log lines of the daemons and of systemd. If the journal
 // cannot be read, Journal returns the reason.
 func Journal() string {
 	out, err := exec.CommandContext(context.Background(), "journalctl", "--no-pager", "--output", "cat", "--unit", UnitName).CombinedOutput()
@@ -168,7 +169,7 @@ func Journal() string {
 	return string(out)
 }
 
-// Systemctl runs systemctl, which must succeed, and returns its answer.
+// Systemctl runs systemctl, expects success, and returns its output.
 func Systemctl(t *testing.T, args ...string) string {
 	t.Helper()
 	return command(t, "systemctl", args...)

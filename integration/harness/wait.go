@@ -13,12 +13,12 @@ import (
 	"berth/internal/testutil"
 )
 
-// Patience limits how long tests wait for a condition. It is long because only tests that fail
-// wait until its end.
+// Patience limits how long tests wait for a condition. It is long because only a failing test waits
+// for the whole time.
 const Patience = 60 * time.Second
 
-// Eventually waits until the condition returns nil. It ends the test with the text what and the
-// last error if the condition does not hold within Patience.
+// Eventually waits until the condition returns nil. If the condition does not hold within Patience,
+// it ends the test with the text what and the last error.
 func Eventually(t *testing.T, what string, condition func() error) {
 	t.Helper()
 	if err := WaitFor(condition); err != nil {
@@ -26,10 +26,10 @@ func Eventually(t *testing.T, what string, condition func() error) {
 	}
 }
 
-// WaitFor returns nil as soon as the condition does, or its last error.
+// WaitFor waits up to Patience until the condition returns nil. It returns the last error.
 func WaitFor(condition func() error) error { return WaitUpTo(Patience, condition) }
 
-// WaitUpTo is WaitFor with another limit than Patience.
+// WaitUpTo is WaitFor with another time limit.
 func WaitUpTo(limit time.Duration, condition func() error) error {
 	return PollUpTo(limit, 20*time.Millisecond, condition)
 }
@@ -61,7 +61,7 @@ func Get[T any](value T, err error) func(*testing.T) T {
 	}
 }
 
-// Equal fails the test if got is not want.
+// Equal fails the test if got differs from want.
 func Equal[T comparable](t *testing.T, what string, got, want T) {
 	t.Helper()
 	if got != want {
@@ -108,7 +108,7 @@ func CodeOf(err error) codes.Code {
 	return codes.Unknown
 }
 
-// Unexpected returns an error that says what a value is and what it should be.
+// Unexpected returns an error with the name of a value, the value and its expected value.
 func Unexpected(what string, got, want any) error {
 	return fmt.Errorf("%s is %v, want %v", what, got, want)
 }

@@ -20,7 +20,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// onDisk starts a daemon whose root is a disk of its own. Layers may use half of it.
+// onDisk starts a daemon whose root is on a separate disk. Layers may use half of it.
 func onDisk(t *testing.T, bytes, inodes int) *harness.Daemon {
 	t.Helper()
 	return startDaemonWith(t, []string{"disk_reserve_percent = 50"}, func(t *testing.T, d *harness.Daemon) {
@@ -42,7 +42,7 @@ func TestLayersThatFillTheDisk(t *testing.T) {
 		text   string
 	}{
 		{"bytes", 100_000, bigFile(t, 200<<20), "are kept free"},
-		// The limit is checked periodically: so many files may exist before the first check.
+		// The daemon checks the limit periodically, so the disk may be full before the first check.
 		{"inodes", 2000, bytes.NewReader(packed(t, repeated(4000, func(i int) fixture.Entry { return fixture.File(fmt.Sprint("f", i), 0o644, "") })...)), "no space left on device"},
 	} {
 		t.Run(c.what, func(t *testing.T) {
@@ -55,7 +55,7 @@ func TestLayersThatFillTheDisk(t *testing.T) {
 	}
 }
 
-// free returns the free space of the daemon's root.
+// free returns the statistics of the filesystem of the daemon's root.
 func free(t *testing.T, d *harness.Daemon) unix.Statfs_t {
 	t.Helper()
 	var fs unix.Statfs_t
@@ -63,11 +63,11 @@ func free(t *testing.T, d *harness.Daemon) unix.Statfs_t {
 	return fs
 }
 
-// allFree waits until a refused layer has been deleted, which happens in the background.
+// allFree waits until the daemon has deleted a refused layer in the background.
 func allFree(t *testing.T, d *harness.Daemon, before unix.Statfs_t) {
 	t.Helper()
-	const slack = 64 // blocks, of directories that have grown
-	harness.Eventually(t, "the disk has as much room as before", func() error {
+	const slack = 64 // blocks of directories that have grown
+	harness.Eventually(t, "the disk has as much free space as before", func() error {
 		if now := free(t, d); now.Bavail+slack < before.Bavail || now.Ffree+slack < before.Ffree {
 			return fmt.Errorf("%d blocks and %d inodes are free, of %d and %d", now.Bavail, now.Ffree, before.Bavail, before.Ffree)
 		}
@@ -75,8 +75,8 @@ func allFree(t *testing.T, d *harness.Daemon, before unix.Statfs_t) {
 	})
 }
 
-// A layer has one file more than allowed; each costs the tar half a kilobyte. With BERTH_TORTURE=1
-// it is a million files.
+// A layer has one file more than allowed. Each file costs the tar half a kilobyte. With
+// BERTH_TORTURE=1 the limit is a million files.
 func TestLayerWithTooManyFiles(t *testing.T) {
 	most := 20_000
 	if harness.Thorough() {
@@ -103,7 +103,7 @@ func TestLayerWithTooManyFiles(t *testing.T) {
 	})
 }
 
-// writeFiles writes the tar of that many empty files, a thousand in each directory.
+// writeFiles writes a tar of n empty files, a thousand in each directory.
 func writeFiles(w io.Writer, n int) error {
 	out := tar.NewWriter(w)
 	for i := range n {
@@ -114,7 +114,8 @@ func writeFiles(w io.Writer, n int) error {
 	return out.Close()
 }
 
-// Two images at a time, each with almost as many files as the memory for merging layers allows.
+// Two images are pulled at a time, each with almost as many files as the memory for merging layers
+// allows.
 func TestMergesOfManyFilesLimitMemory(t *testing.T) {
 	testutil.Long(t)
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
@@ -139,7 +140,7 @@ func TestMergesOfManyFilesLimitMemory(t *testing.T) {
 	}
 	images, err := filepath.Glob(filepath.Join(d.Root, "images/erofs/joins/*/image"))
 	if harness.Must(t, err); len(images) != len(names) {
-		t.Errorf("%d of %d images of layers were made", len(images), len(names))
+		t.Errorf("%d of %d layer images were created", len(images), len(names))
 	}
 	for _, name := range names {
 		harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))
@@ -149,8 +150,8 @@ func TestMergesOfManyFilesLimitMemory(t *testing.T) {
 	}
 }
 
-// Many files with the maximum of extended attributes; a million with BERTH_TORTURE=1. The
-// filesystem decides about the maximum: ext4 has one block for the attributes of a file.
+// A layer has many files with the maximum size of extended attributes; a million with
+// BERTH_TORTURE=1. The filesystem sets the maximum: ext4 has one block for a file's attributes.
 func TestManyExtendedAttributes(t *testing.T) {
 	d := startDaemon(t)
 	files, each := 10, 5000

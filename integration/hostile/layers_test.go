@@ -23,7 +23,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// packed is the tar of entries, which may say what fixture.Tree does not: sizes, PAX records.
+// packed returns a tar of entries. Entries may contain fields that fixture.Tree does not support,
+// such as sizes and PAX records.
 func packed(t *testing.T, entries ...fixture.Entry) []byte {
 	t.Helper()
 	var b bytes.Buffer
@@ -68,7 +69,7 @@ type zeros struct{}
 
 func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
 
-// bigFile is the tar of one file of zeros, without its end.
+// bigFile returns a tar of one file of zeros, without its end.
 func bigFile(t *testing.T, size int64) io.Reader {
 	t.Helper()
 	var b bytes.Buffer
@@ -76,7 +77,7 @@ func bigFile(t *testing.T, size int64) io.Reader {
 	return io.MultiReader(&b, io.LimitReader(zeros{}, size+1024))
 }
 
-// sparse is the tar of a file of the given size without data.
+// sparse returns a tar of a file of the given size without data.
 func sparse(t *testing.T, size int64) []byte {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "hole")
@@ -87,7 +88,7 @@ func sparse(t *testing.T, size int64) []byte {
 	return out
 }
 
-// patched is the tar of one empty file with bytes of its header replaced and the checksum
+// patched returns a tar of one empty file, with bytes of its header replaced and the checksum
 // corrected.
 func patched(t *testing.T, at int, with string) []byte {
 	t.Helper()
@@ -110,14 +111,14 @@ func repeated(n int, entry func(i int) fixture.Entry) []fixture.Entry {
 	return list
 }
 
-// Layers that are refused.
+// The daemon refuses these layers.
 func TestLayers(t *testing.T) {
 	d := startDaemon(t, "max_layer_entries = 5000")
 	good := packed(t, fixture.Dir("d", 0o755), fixture.File("d/f", 0o644, strings.Repeat("content", 1000)))
 	inGzip := gzipped(t, bytes.NewReader(good))
 	otherID := func(l registrytest.Layer) registrytest.Layer { l.DiffID = digest.FromString("other"); return l }
 	garbled := bytes.Clone(inGzip.Blob)
-	garbled[len(garbled)-6] ^= 0xff // in its checksum
+	garbled[len(garbled)-6] ^= 0xff // corrupts the checksum
 	deep := strings.Repeat("d/", 2100)
 	for _, c := range []struct {
 		name  string
@@ -125,33 +126,33 @@ func TestLayers(t *testing.T) {
 		code  codes.Code
 		text  string
 	}{
-		{"a zstd bomb of 512 MiB", zstandard(t, bigFile(t, 512<<20)), codes.ResourceExhausted, "bytes allowed"},
+		{"zstd bomb of 512 MiB", zstandard(t, bigFile(t, 512<<20)), codes.ResourceExhausted, "bytes allowed"},
 		{"gzip in gzip in gzip", gzipped(t, bytes.NewReader(gzipped(t, bytes.NewReader(inGzip.Blob)).Blob)), codes.InvalidArgument, "read tar after 0 entries"},
 		{"gzip that inflates to itself", registrytest.Layer{Blob: quine(t), MediaType: ocispec.MediaTypeImageLayerGzip}, codes.InvalidArgument, "read tar after 0 entries"},
 		{"20,000 extended attributes of a file", plain(packed(t, withXattrs("f", 20_000))), codes.InvalidArgument, "more than the 65536 that Linux lists"},
-		{"a zstd window of 2 GiB", plain([]byte{0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00}), codes.DataLoss, "decompress"},
-		{"gzip that breaks off", plain(inGzip.Blob[:len(inGzip.Blob)/2]), codes.DataLoss, "decompress"},
-		{"gzip that is garbled", plain(garbled), codes.DataLoss, "decompress"},
-		{"another diffID", otherID(inGzip), codes.DataLoss, "has the digest"},
-		{"a tar that breaks off", plain(good[:1024+100]), codes.InvalidArgument, "unexpected EOF"},
-		{"no tar", plain(bytes.Repeat([]byte("no tar "), 1000)), codes.InvalidArgument, "invalid tar header"},
+		{"zstd window of 2 GiB", plain([]byte{0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00}), codes.DataLoss, "decompress"},
+		{"truncated gzip", plain(inGzip.Blob[:len(inGzip.Blob)/2]), codes.DataLoss, "decompress"},
+		{"corrupt gzip", plain(garbled), codes.DataLoss, "decompress"},
+		{"wrong diffID", otherID(inGzip), codes.DataLoss, "has the digest"},
+		{"truncated tar", plain(good[:1024+100]), codes.InvalidArgument, "unexpected EOF"},
+		{"not a tar", plain(bytes.Repeat([]byte("no tar "), 1000)), codes.InvalidArgument, "invalid tar header"},
 		{"more files than allowed", gzipped(t, bytes.NewReader(packed(t, repeated(5001, func(i int) fixture.Entry { return fixture.File(fmt.Sprint("f", i), 0o644, "") })...))), codes.ResourceExhausted, "more than the 5000 entries"},
-		{"one file again and again", gzipped(t, bytes.NewReader(packed(t, repeated(5001, func(int) fixture.Entry { return fixture.File("f", 0o644, "") })...))), codes.ResourceExhausted, "more than the 5000 entries"},
-		{"a sparse file of 1 TiB", plain(sparse(t, 1<<40)), codes.ResourceExhausted, "its files are larger"},
-		{"a file of negative size", plain(patched(t, 124, "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")), codes.InvalidArgument, "invalid tar header"},
-		{"a file of 2^63 bytes", plain(patched(t, 124, "\x80\x00\x00\x00\x7f\xff\xff\xff\xff\xff\xff\xff")), codes.ResourceExhausted, "its files are larger"},
-		{"a type of nobody's", plain(patched(t, 156, "V")), codes.InvalidArgument, "unknown type"},
-		{"a PAX record of 2 MiB", plain(packedPAX(t, 2<<20)), codes.InvalidArgument, "header field too long"},
-		{"a PAX record with a zero", plain(paxPath(t, "a\x00b")), codes.InvalidArgument, "invalid tar header"},
-		{"a path that is too long", plain(packed(t, fixture.File(deep+"f", 0o644, ""))), codes.InvalidArgument, "file name too long"},
-		{"a name that is too long", plain(packed(t, fixture.File(strings.Repeat("x", 256), 0o644, ""))), codes.InvalidArgument, "file name too long"},
-		{"a way round and round", plain(packed(t, fixture.Symlink("l", "m"), fixture.Symlink("m", "l"), fixture.File("l/f", 0o644, ""))), codes.InvalidArgument, "too many levels"},
-		{"a hard link to nowhere", plain(packed(t, fixture.Hardlink("h", "no/where"))), codes.InvalidArgument, "no such file"},
-		{"a hard link to the host", plain(packed(t, fixture.Hardlink("h", "../../../../../../etc/hostname"))), codes.InvalidArgument, "no such file"},
-		{"a hard link to a directory", plain(packed(t, fixture.Dir("d", 0o755), fixture.Hardlink("h", "d"))), codes.InvalidArgument, "directory"},
-		{"an owner of 33 bits", plain(packed(t, fixture.File("f", 0o644, "").Owned(1<<32, 0))), codes.InvalidArgument, "owner"},
-		{"a device of no number", plain(packed(t, fixture.CharDevice("c", 0o644, 1<<12, 0))), codes.InvalidArgument, "device number"},
-		{"a root that is a link", plain(packed(t, fixture.Symlink("/", "/etc"))), codes.InvalidArgument, "root is no directory"},
+		{"the same file 5001 times", gzipped(t, bytes.NewReader(packed(t, repeated(5001, func(int) fixture.Entry { return fixture.File("f", 0o644, "") })...))), codes.ResourceExhausted, "more than the 5000 entries"},
+		{"sparse file of 1 TiB", plain(sparse(t, 1<<40)), codes.ResourceExhausted, "its files are larger"},
+		{"file of negative size", plain(patched(t, 124, "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")), codes.InvalidArgument, "invalid tar header"},
+		{"file of 2^63 bytes", plain(patched(t, 124, "\x80\x00\x00\x00\x7f\xff\xff\xff\xff\xff\xff\xff")), codes.ResourceExhausted, "its files are larger"},
+		{"unknown type", plain(patched(t, 156, "V")), codes.InvalidArgument, "unknown type"},
+		{"PAX record of 2 MiB", plain(packedPAX(t, 2<<20)), codes.InvalidArgument, "header field too long"},
+		{"PAX record with a NUL byte", plain(paxPath(t, "a\x00b")), codes.InvalidArgument, "invalid tar header"},
+		{"path that is too long", plain(packed(t, fixture.File(deep+"f", 0o644, ""))), codes.InvalidArgument, "file name too long"},
+		{"name that is too long", plain(packed(t, fixture.File(strings.Repeat("x", 256), 0o644, ""))), codes.InvalidArgument, "file name too long"},
+		{"file below a symlink loop", plain(packed(t, fixture.Symlink("l", "m"), fixture.Symlink("m", "l"), fixture.File("l/f", 0o644, ""))), codes.InvalidArgument, "too many levels"},
+		{"hard link to a missing file", plain(packed(t, fixture.Hardlink("h", "no/where"))), codes.InvalidArgument, "no such file"},
+		{"hard link to the host", plain(packed(t, fixture.Hardlink("h", "../../../../../../etc/hostname"))), codes.InvalidArgument, "no such file"},
+		{"hard link to a directory", plain(packed(t, fixture.Dir("d", 0o755), fixture.Hardlink("h", "d"))), codes.InvalidArgument, "directory"},
+		{"owner of 33 bits", plain(packed(t, fixture.File("f", 0o644, "").Owned(1<<32, 0))), codes.InvalidArgument, "owner"},
+		{"invalid device number", plain(packed(t, fixture.CharDevice("c", 0o644, 1<<12, 0))), codes.InvalidArgument, "device number"},
+		{"root that is a link", plain(packed(t, fixture.Symlink("/", "/etc"))), codes.InvalidArgument, "root is no directory"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, name := image(t, c.layer)
@@ -160,9 +161,9 @@ func TestLayers(t *testing.T) {
 	}
 }
 
-// With the directory driver, berth-unpack reports a layer's references to lower layers by name. A
-// hostile layer makes that report huge.
-func TestLayerReportWithoutEnd(t *testing.T) {
+// With the directory driver, berth-unpack reports the names that a layer refers to in lower layers.
+// A hostile layer makes that report huge.
+func TestHugeLayerReport(t *testing.T) {
 	d := startDaemonWith(t, nil, harness.WithLayerDriver("directory"))
 	_, name := image(t, gzipped(t, bytes.NewReader(packed(t, repeated(1500, func(i int) fixture.Entry {
 		return fixture.Hardlink(fmt.Sprint("h", i), strings.Repeat("nowhere/", 490))
@@ -170,7 +171,7 @@ func TestLayerReportWithoutEnd(t *testing.T) {
 	refused(t, d, name, codes.ResourceExhausted, "names of unlisted and opaque directories")
 }
 
-// withXattrs is a file with that many extended attributes.
+// withXattrs returns a file with n extended attributes.
 func withXattrs(name string, n int) fixture.Entry {
 	file := fixture.File(name, 0o644, "")
 	file.PAXRecords = map[string]string{}
@@ -180,7 +181,7 @@ func withXattrs(name string, n int) fixture.Entry {
 	return file
 }
 
-// packedPAX is a tar with a PAX record of that size, which tar.Writer would not write.
+// packedPAX returns a tar with a PAX record of that size, which tar.Writer refuses to write.
 func packedPAX(t *testing.T, size int) []byte {
 	t.Helper()
 	return withPAX(t, "comment", strings.Repeat("x", size))
@@ -191,7 +192,7 @@ func paxPath(t *testing.T, path string) []byte {
 	return withPAX(t, "path", path)
 }
 
-// withPAX is a PAX header with one record, and a file.
+// withPAX returns a tar of a PAX header with one record, and a file.
 func withPAX(t *testing.T, key, value string) []byte {
 	t.Helper()
 	record := fmt.Sprintf(" %s=%s\n", key, value)
@@ -201,7 +202,7 @@ func withPAX(t *testing.T, key, value string) []byte {
 	}
 	record = fmt.Sprint(length) + record
 	data := packed(t, fixture.File("pax", 0o644, record))
-	data = data[:len(data)-1024] // its end
+	data = data[:len(data)-1024] // the end of the tar
 	data[156] = tar.TypeXHeader
 	copy(data[148:156], "        ")
 	sum := 0
@@ -212,8 +213,8 @@ func withPAX(t *testing.T, key, value string) []byte {
 	return append(data, packed(t, fixture.File("f", 0o644, ""))...)
 }
 
-// Odd but allowed layers unpack to their content, inside the image.
-func TestOddLayers(t *testing.T) {
+// Unusual but valid layers unpack to their content, inside the image.
+func TestUnusualLayers(t *testing.T) {
 	d := startDaemon(t)
 	dir := t.TempDir()
 	canary := filepath.Join(dir, "canary")
@@ -221,18 +222,18 @@ func TestOddLayers(t *testing.T) {
 	var fifo fixture.Entry
 	fifo.Name, fifo.Typeflag, fifo.Mode = "x", tar.TypeFifo, 0o644
 	for what, entries := range map[string][]fixture.Entry{
-		"ways out": {
+		"paths that lead out": {
 			fixture.File("../../../../../.."+canary, 0o644, "owned"), fixture.File("/"+canary, 0o644, "owned"),
 			fixture.Symlink("l", dir), fixture.File("l/canary", 0o644, "owned"), fixture.File("l/.wh.canary", 0, ""),
 			fixture.Symlink("p", "/proc/self/root/"+dir), fixture.File("p/canary", 0o644, "owned"),
 			fixture.Symlink("fd", "/proc/self/fd/3"), fixture.File("fd/x", 0o644, "owned"),
 			fixture.Symlink("cwd", "/proc/self/cwd"), fixture.File("cwd/0", 0o644, "owned"),
 		},
-		"the same name again and again": {
+		"the same name several times": {
 			fixture.File("x", 0o644, "1"), fixture.Dir("x", 0o755), fixture.File("x/y", 0o644, "2"), fixture.Symlink("x", "/etc"), fifo,
 			fixture.CharDevice("x", 0o644, 1, 3), fixture.Whiteout("", "x"), fixture.File("x", 0o644, "3"), fixture.Hardlink("x", "x"),
 		},
-		"names of bytes":   {fixture.File("new\nline", 0o644, ""), fixture.File("\xff\xfe", 0o644, ""), fixture.File("\x1b[31m", 0o644, ""), fixture.File(`"\`, 0o644, "")},
+		"unusual names":    {fixture.File("new\nline", 0o644, ""), fixture.File("\xff\xfe", 0o644, ""), fixture.File("\x1b[31m", 0o644, ""), fixture.File(`"\`, 0o644, "")},
 		"2000 directories": {fixture.File(strings.Repeat("d/", 2000)+"f", 0o644, "")},
 		"nothing":          {},
 	} {
@@ -241,14 +242,14 @@ func TestOddLayers(t *testing.T) {
 			harness.Must(t, pull(t, d, name, nil))
 			content, err := os.ReadFile(canary)
 			harness.Must(t, err)
-			harness.Equal(t, "the host's file", string(content), "the host's own")
+			harness.Equal(t, "content of the host's file", string(content), "the host's own")
 			harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))
 			noTraceOf(t, d, name)
 		})
 	}
 }
 
-// A layer that uses as much memory as possible, most of it for the window of zstd.
+// A layer makes berth-unpack use as much memory as possible, most of it for the window of zstd.
 func TestMemoryOfALayer(t *testing.T) {
 	testutil.Long(t)
 	d := startDaemon(t)
@@ -259,8 +260,8 @@ func TestMemoryOfALayer(t *testing.T) {
 	_, err = io.Copy(io.MultiWriter(z, sum.Hash()), bigFile(t, 200<<20))
 	harness.Must(t, err)
 	harness.Must(t, z.Close())
-	// A blob of this size may not inflate to so much. It is refused after the window has been
-	// filled.
+	// The inflated size exceeds the limit for a blob of this size. The layer is refused after the
+	// window has been filled.
 	_, name := image(t, registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerZstd, DiffID: sum.Digest()})
 	refused(t, d, name, codes.ResourceExhausted, "bytes allowed")
 	_, name = image(t, gzipped(t, bigFile(t, 200<<20)))

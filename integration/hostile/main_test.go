@@ -25,15 +25,15 @@ func TestMain(m *testing.M) {
 	harness.Main(m)
 }
 
-// Bounds that a daemon and its helpers keep, whatever is pulled.
+// Bounds for a daemon and its helpers with any image.
 const (
-	daemonPeak = 192 << 10 // KiB; MaxManifestSize and MaxValues of JSON are the most of it
-	workerPeak = 400 << 10 // KiB; a window of zstd is 128 MiB
-	// ends bounds a case. None needs more than a few seconds of an idle machine.
+	daemonPeak = 192 << 10 // KiB, mostly for MaxManifestSize and MaxValues of JSON
+	workerPeak = 400 << 10 // KiB; the window of zstd is 128 MiB
+	// ends bounds a case. On an idle machine each case takes a few seconds at most.
 	ends = 3 * time.Minute
 )
 
-// startDaemon starts a daemon that gives slow registries up soon.
+// startDaemon starts a daemon with short timeouts for slow registries.
 func startDaemon(t *testing.T, config ...string) *harness.Daemon {
 	t.Helper()
 	return startDaemonWith(t, config)
@@ -53,13 +53,13 @@ func stillPulls(t *testing.T, d *harness.Daemon) {
 	ctx, cancel := context.WithTimeout(context.Background(), ends)
 	defer cancel()
 	if _, err := d.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: harness.BaseImage}, nil, nil); err != nil {
-		t.Errorf("an honest image: %v", err)
+		t.Errorf("pull of an honest image: %v", err)
 	}
 }
 
 var peakInLog = regexp.MustCompile(`msg="unpacked a layer".* peakKiB=(\d+)`)
 
-// bounded checks the peaks of memory.
+// bounded checks the memory peaks of the daemon and of berth-unpack.
 func bounded(t *testing.T, d *harness.Daemon) {
 	t.Helper()
 	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
@@ -74,21 +74,21 @@ func bounded(t *testing.T, d *harness.Daemon) {
 	}
 	t.Logf("peaks: daemon %d KiB, berth-unpack %d KiB", peak, worst)
 	if peak > daemonPeak {
-		t.Errorf("the daemon took %d KiB, want at most %d", peak, daemonPeak)
+		t.Errorf("the daemon's peak memory is %d KiB, want at most %d", peak, daemonPeak)
 	}
 	if worst > workerPeak {
-		t.Errorf("a berth-unpack took %d KiB, want at most %d", worst, workerPeak)
+		t.Errorf("berth-unpack's peak memory is %d KiB, want at most %d", worst, workerPeak)
 	}
 }
 
-// pull pulls within the time that any case may take.
+// pull pulls an image within the bound of a case.
 func pull(t *testing.T, d *harness.Daemon, name string, auth *runtimeapi.AuthConfig) error {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), ends)
 	defer cancel()
 	_, err := d.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: name}, auth, nil)
 	if ctx.Err() != nil {
-		t.Errorf("the pull does not end by itself: %v", err)
+		t.Errorf("the pull did not return in time: %v", err)
 	}
 	return err
 }
@@ -125,7 +125,7 @@ func refused(t *testing.T, d *harness.Daemon, name string, code codes.Code, text
 	noTraceOf(t, d, name)
 }
 
-// noTraceOf looks for leftovers of the image and its layers. The fixture checks everything else at
+// noTraceOf looks for leftovers of the image and its layers. The harness checks everything else at
 // the end, from descriptors to goroutines.
 func noTraceOf(t *testing.T, d *harness.Daemon, name string) {
 	t.Helper()
@@ -147,8 +147,8 @@ func noTraceOf(t *testing.T, d *harness.Daemon, name string) {
 	}
 }
 
-// image puts an image of these layers into a registry of its own, which the caller may have
-// misbehave.
+// image pushes an image of these layers to a new registry. The caller may change the registry's
+// answers.
 func image(t *testing.T, layers ...registrytest.Layer) (*registrytest.Server, string) {
 	t.Helper()
 	r := registrytest.New(t)

@@ -11,18 +11,18 @@ import (
 	"berth/integration/harness"
 )
 
-// unit is an instruction of the quine: five bytes, whatever it does.
+// unit is an instruction of the quine, five bytes long.
 type unit [5]byte
 
-// literal is a stored block of the n units that follow it.
+// literal returns a stored block of the n units that follow it.
 func literal(n byte) unit { return unit{0, 5 * n, 0, ^(5 * n), 0xff} }
 
-// repeat is a block that repeats the last four units: twice ten bytes from twenty bytes back, in
-// fixed codes (RFC 1951, section 3.2.6), which are 40 bits.
+// repeat returns a block that repeats the last four units: twice ten bytes from a distance of
+// twenty bytes. Its fixed codes (RFC 1951, section 3.2.6) have 40 bits.
 func repeat() unit {
 	var bits uint64
 	n := 0
-	put := func(value, width int) { // the most significant bit first, as codes are
+	put := func(value, width int) { // codes begin with the most significant bit
 		for i := width - 1; i >= 0; i-- {
 			bits |= uint64(value>>i&1) << n
 			n++
@@ -32,8 +32,8 @@ func repeat() unit {
 	put(2, 2) // fixed codes: 01, low bit first
 	for range 2 {
 		put(264-256, 7) // length 10
-		put(8, 5)       // distance 17 to 24: plus the next three bits, lowest first
-		put(6, 3)       // 3, the other way round
+		put(8, 5)       // distance 17 to 24: the next three bits, lowest first, are added
+		put(6, 3)       // 3, lowest bit first
 	}
 	put(0, 7) // end of the block
 	var u unit
@@ -43,13 +43,14 @@ func repeat() unit {
 	return u
 }
 
-// quine is a gzip file that inflates to itself, so recursive inflating never ends. It is a program
-// of two instructions that prints itself, after R. Cox, "Zip Files All The Way Down" (2010).
+// quine returns a gzip file that inflates to itself, so recursive inflation never ends. It is a
+// program of two instructions that prints itself, after R. Cox, "Zip Files All The Way Down"
+// (2010).
 func quine(t *testing.T) []byte {
 	t.Helper()
 	l0, l1, l4, r4 := literal(0), literal(1), literal(4), repeat()
 	// Head and tail have three units each. Each is printed together with the units before or after
-	// it, and repeated. The tail is the end of the compressed data, checksum and length.
+	// it, and then repeated. The tail contains the end of the compressed data, checksum and length.
 	head := []unit{{0x1f, 0x8b, 8, 8, 0}, {0, 0, 0, 0, 255}, {'q', 'u', 'i', 'n', 0}}
 	tail := []unit{l0, {3, 0}, {}}
 	var program []unit
@@ -79,11 +80,11 @@ func quine(t *testing.T) []byte {
 }
 
 // fixpoint finds x with f(x) = x. f must be affine over GF(2): each bit of f(x) is the sum, modulo
-// 2, of some bits of x and a constant.
+// 2, of a constant and some bits of x.
 func fixpoint(t *testing.T, f func(uint32) uint32) uint32 {
 	t.Helper()
-	// Gaussian elimination. Column i has the bits of f(x) - x that bit i of x changes. Bit 32 of
-	// each row is the right side.
+	// This is Gaussian elimination. Column i contains the bits of f(x) - x that bit i of x changes.
+	// Bit 32 of each row is the right side.
 	constant := f(0)
 	var rows [32]uint64
 	for i := range 32 {
@@ -101,7 +102,7 @@ func fixpoint(t *testing.T, f func(uint32) uint32) uint32 {
 			pivot++
 		}
 		if pivot == 32 {
-			t.Fatal("no checksum is its own: change the name in the head")
+			t.Fatal("no checksum is a fixed point; change the name in the head")
 		}
 		rows[i], rows[pivot] = rows[pivot], rows[i]
 		for j := range rows {

@@ -18,7 +18,7 @@ import (
 	"berth/integration/harness"
 )
 
-// public is an address of documentation (RFC 5737), which for berth is another machine's.
+// public is a documentation address (RFC 5737), which berth treats as another machine's.
 const public = "192.0.2.7"
 
 // startPublic starts a registry at the public address.
@@ -32,8 +32,9 @@ func startPublic(t *testing.T) *registrytest.Server {
 }
 
 // A remote registry redirects berth to this machine, to link-local addresses and to the cloud's
-// metadata service. It does so for each request, by a second redirect, by a name, and as its token
-// server. None of these addresses gets a request, except those that hosts.toml allows.
+// metadata service. It does so for each kind of request, by a second redirect, by a name, and as
+// its token server. None of these addresses receives a request, except those that hosts.toml
+// allows.
 func TestRedirectsToThisMachine(t *testing.T) {
 	out, err := exec.Command("ip", "addr", "add", public+"/32", "dev", "lo").CombinedOutput()
 	if err != nil {
@@ -70,17 +71,17 @@ func TestRedirectsToThisMachine(t *testing.T) {
 		before func(http.ResponseWriter, *http.Request) bool
 		text   string
 	}{
-		"a manifest":            {on("/manifests/", redirect(here)), "127.0.0.1"},
-		"a config":              {on("/blobs/", redirect(here)), "127.0.0.1"},
-		"a layer":               {on(blob, redirect(here)), "127.0.0.1"},
-		"by a name":             {on(blob, redirect("http://localhost:"+port+"/")), "127.0.0.1"},
-		"to the unspecified":    {on(blob, redirect("http://0.0.0.0:"+port+"/")), "0.0.0.0"},
-		"in IPv6's words":       {on(blob, redirect("http://[::ffff:127.0.0.1]:"+port+"/")), "127.0.0.1"},
-		"by way of another":     {on(blob, redirect(twice.URL+"/v2/x")), "127.0.0.1"},
-		"a link-local address":  {on(blob, redirect("http://169.254.1.1/")), "link-local"},
-		"metadata":              {on(blob, redirect("http://169.254.169.254/latest/meta-data/")), "metadata service"},
-		"for a token":           {on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="`+here+`"`)), "127.0.0.1"},
-		"for a token, metadata": {on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="http://169.254.169.254/token"`)), "metadata service"},
+		"a manifest":              {on("/manifests/", redirect(here)), "127.0.0.1"},
+		"a config":                {on("/blobs/", redirect(here)), "127.0.0.1"},
+		"a layer":                 {on(blob, redirect(here)), "127.0.0.1"},
+		"by a name":               {on(blob, redirect("http://localhost:"+port+"/")), "127.0.0.1"},
+		"the unspecified address": {on(blob, redirect("http://0.0.0.0:"+port+"/")), "0.0.0.0"},
+		"in IPv6's words":         {on(blob, redirect("http://[::ffff:127.0.0.1]:"+port+"/")), "127.0.0.1"},
+		"by a second redirect":    {on(blob, redirect(twice.URL+"/v2/x")), "127.0.0.1"},
+		"a link-local address":    {on(blob, redirect("http://169.254.1.1/")), "link-local"},
+		"metadata":                {on(blob, redirect("http://169.254.169.254/latest/meta-data/")), "metadata service"},
+		"for a token":             {on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="`+here+`"`)), "127.0.0.1"},
+		"for a token, metadata":   {on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="http://169.254.169.254/token"`)), "metadata service"},
 	} {
 		r := startPublic(t)
 		r.PutImage("hostile", "v1", what, layer)

@@ -32,7 +32,7 @@ func imageSpec(name string) *runtimeapi.ImageSpec { return &runtimeapi.ImageSpec
 // unavailable is the error text by which kubelet recognizes a faulty registry.
 const unavailable = "RegistryUnavailable"
 
-// document serves a manifest that may be anything.
+// document serves arbitrary data as a manifest.
 func document(t *testing.T, mediaType string, data []byte, header ...string) string {
 	t.Helper()
 	r := registrytest.New(t)
@@ -41,7 +41,7 @@ func document(t *testing.T, mediaType string, data []byte, header ...string) str
 		for i := 0; i+1 < len(header); i += 2 {
 			w.Header().Set(header[i], header[i+1])
 		}
-		_, _ = w.Write(data) // a client that hangs up is part of the test
+		_, _ = w.Write(data) // the client may disconnect
 		return true
 	}
 	return r.Host() + "/hostile:v1"
@@ -54,7 +54,7 @@ func marshal(t *testing.T, v any) []byte {
 	return data
 }
 
-// manifest is one with that many layers, and index one with that many manifests.
+// manifest returns a manifest with n layers, index one with n manifests.
 func manifest(t *testing.T, layers int) []byte {
 	layer := ocispec.Descriptor{MediaType: ocispec.MediaTypeImageLayerGzip, Digest: digest.FromString("x"), Size: 1}
 	m := ocispec.Manifest{MediaType: ocispec.MediaTypeImageManifest, Config: layer}
@@ -100,8 +100,8 @@ func TestHostileManifests(t *testing.T) {
 		{"100 MiB", document(t, typeManifest, make([]byte, 100<<20)), codes.FailedPrecondition, "larger than the limit"},
 		{"brackets", document(t, typeIndex, bytes.Repeat([]byte("["), 200_000)), codes.DataLoss, "invalid JSON"},
 		{"gzip that inflates to 1 GiB", document(t, typeManifest, squeezed.Bytes(), "Content-Encoding", "gzip"), codes.DataLoss, "invalid JSON"},
-		{"manifest and index in one", document(t, typeIndex, []byte(`{"schemaVersion":2,"manifests":[],"layers":[],"config":{}}`)), codes.DataLoss, "either manifests or a config"},
-		{"another digest than it says", document(t, typeManifest, manifest(t, 1), "Docker-Content-Digest", digest.FromString("other").String()), codes.DataLoss, "digest of the content"},
+		{"manifest that is also an index", document(t, typeIndex, []byte(`{"schemaVersion":2,"manifests":[],"layers":[],"config":{}}`)), codes.DataLoss, "either manifests or a config"},
+		{"another digest than its header", document(t, typeManifest, manifest(t, 1), "Docker-Content-Digest", digest.FromString("other").String()), codes.DataLoss, "digest of the content"},
 		{"a page", document(t, "text/html", []byte("<html>")), codes.DataLoss, "invalid JSON"},
 		{"nothing", document(t, typeManifest, nil), codes.DataLoss, "invalid JSON"},
 		{"headers of 20 MiB", document(t, typeManifest, nil, "X-Long", strings.Repeat("x", 20<<20)), codes.Unknown, unavailable},
@@ -110,13 +110,13 @@ func TestHostileManifests(t *testing.T) {
 	}
 }
 
-// Indexes that refer to themselves or to each other. A digest cannot refer to itself, but a
-// registry can answer every request with the same index.
-func TestIndexesInIndexes(t *testing.T) {
+// Indexes refer to themselves or to each other. A digest cannot refer to itself, but a registry can
+// answer every request with the same index.
+func TestNestedIndexes(t *testing.T) {
 	d := startDaemon(t)
 	again, name := image(t)
 	first := again.PutImage("hostile", "v2", "", plain(packed(t)))
-	first.Size = 0 // it is not said how long it is
+	first.Size = 0 // unknown size
 	same := indexOf(t, first)
 	again.Before = func(w http.ResponseWriter, _ *http.Request) bool { _, _ = w.Write(same); return true }
 	refused(t, d, name, codes.DataLoss, "digest of the content")
@@ -131,7 +131,7 @@ func TestIndexesInIndexes(t *testing.T) {
 	harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(chain.Host()+"/hostile:v3")))
 }
 
-// indexOf is an index with one manifest or index for this machine.
+// indexOf returns an index with one manifest or index for this machine.
 func indexOf(t *testing.T, desc ocispec.Descriptor) []byte {
 	desc.Platform = &ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH}
 	i := ocispec.Index{MediaType: ocispec.MediaTypeImageIndex, Manifests: []ocispec.Descriptor{desc}}
@@ -139,7 +139,7 @@ func indexOf(t *testing.T, desc ocispec.Descriptor) []byte {
 	return marshal(t, i)
 }
 
-// drip sends a byte, now and then, until the client has gone.
+// drip sends a byte now and then, until the client disconnects.
 func drip(w io.Writer, flush func(), done <-chan struct{}) {
 	tick := time.NewTicker(200 * time.Millisecond)
 	defer tick.Stop()
@@ -156,14 +156,14 @@ func drip(w io.Writer, flush func(), done <-chan struct{}) {
 	}
 }
 
-// dripBody answers with a body that never ends, a byte at a time.
+// dripBody answers with an endless body, a byte at a time.
 func dripBody(w http.ResponseWriter, r *http.Request) bool {
 	w.WriteHeader(http.StatusOK)
 	drip(w, func() { _ = http.NewResponseController(w).Flush() }, r.Context().Done())
 	return true
 }
 
-// dripHeader answers with a header that never ends, a byte at a time.
+// dripHeader answers with an endless header, a byte at a time.
 func dripHeader(w http.ResponseWriter, r *http.Request) bool {
 	conn, buf, err := w.(http.Hijacker).Hijack()
 	if err != nil {
@@ -171,17 +171,17 @@ func dripHeader(w http.ResponseWriter, r *http.Request) bool {
 	}
 	defer conn.Close()
 	_, _ = buf.WriteString("HTTP/1.1 200 OK\r\nX-Slow: ")
-	drip(buf, func() { _ = buf.Flush() }, make(chan struct{})) // until writing fails: the request's context is ours to end
+	drip(buf, func() { _ = buf.Flush() }, make(chan struct{})) // until a write fails, because the server does not cancel the context of a hijacked request
 	return true
 }
 
-// endless writes zeros until the client has gone.
+// endless writes zeros until the client disconnects.
 func endless(w http.ResponseWriter, _ *http.Request) bool {
 	_, _ = io.Copy(w, zeros{})
 	return true
 }
 
-// on lets a function answer requests whose path has a part.
+// on applies answer to requests whose path contains part.
 func on(part string, answer func(http.ResponseWriter, *http.Request) bool) func(http.ResponseWriter, *http.Request) bool {
 	return func(w http.ResponseWriter, r *http.Request) bool {
 		return strings.Contains(r.URL.Path, part) && answer(w, r)
@@ -198,7 +198,7 @@ func status(code int, header ...string) func(http.ResponseWriter, *http.Request)
 	}
 }
 
-// incompressible is a layer whose blob has some length.
+// incompressible returns a layer of random bytes.
 func incompressible(t *testing.T) registrytest.Layer {
 	t.Helper()
 	random := make([]byte, 256<<10)
@@ -217,7 +217,7 @@ func cut(blob []byte) func(http.ResponseWriter, *http.Request) bool {
 	}
 }
 
-// cutThen is cut, and something else when the client asks for the rest.
+// cutThen is like cut, but calls next when the client requests the rest.
 func cutThen(blob []byte, next func(w http.ResponseWriter)) func(http.ResponseWriter, *http.Request) bool {
 	return func(w http.ResponseWriter, r *http.Request) bool {
 		if r.Header.Get("Range") == "" {
@@ -258,36 +258,36 @@ func TestRegistries(t *testing.T) {
 		code   codes.Code
 		text   string
 	}{
-		{"a manifest, byte by byte", on("/manifests/", dripBody), codes.Unknown, "transfer stalled"},
-		{"a config, byte by byte", on("/blobs/", dripBody), codes.Unknown, "transfer stalled"},
-		{"a layer, byte by byte", on(blobPath, dripBody), codes.Unknown, "transfer stalled"},
-		{"a header, byte by byte", on("/manifests/", dripHeader), codes.Unknown, "timeout awaiting response headers"},
-		{"a manifest without end", on("/manifests/", endless), codes.FailedPrecondition, "larger than the limit"},
-		{"a layer without end", on(blobPath, endless), codes.DataLoss, "digest of the content"},
-		{"a layer of other bytes", on(blobPath, func(w http.ResponseWriter, _ *http.Request) bool { _, _ = w.Write(garbage); return true }), codes.DataLoss, ""},
-		{"a layer that is shorter", on(blobPath, func(w http.ResponseWriter, _ *http.Request) bool {
+		{"manifest, byte by byte", on("/manifests/", dripBody), codes.Unknown, "transfer stalled"},
+		{"config, byte by byte", on("/blobs/", dripBody), codes.Unknown, "transfer stalled"},
+		{"layer, byte by byte", on(blobPath, dripBody), codes.Unknown, "transfer stalled"},
+		{"header, byte by byte", on("/manifests/", dripHeader), codes.Unknown, "timeout awaiting response headers"},
+		{"endless manifest", on("/manifests/", endless), codes.FailedPrecondition, "larger than the limit"},
+		{"endless layer", on(blobPath, endless), codes.DataLoss, "digest of the content"},
+		{"layer with other content", on(blobPath, func(w http.ResponseWriter, _ *http.Request) bool { _, _ = w.Write(garbage); return true }), codes.DataLoss, ""},
+		{"layer that is shorter", on(blobPath, func(w http.ResponseWriter, _ *http.Request) bool {
 			w.Header().Set("Content-Length", strconv.Itoa(size/2))
 			_, _ = w.Write(blob[:size/2])
 			return true
 		}), codes.DataLoss, "size is"},
-		{"a layer that is longer", on(blobPath, func(w http.ResponseWriter, _ *http.Request) bool {
+		{"layer that is longer", on(blobPath, func(w http.ResponseWriter, _ *http.Request) bool {
 			w.Header().Set("Content-Length", strconv.Itoa(size+1))
 			_, _ = w.Write(append(bytes.Clone(blob), 'x'))
 			return true
 		}), codes.DataLoss, "size is"},
-		{"a layer that always breaks off", on(blobPath, cut(blob)), codes.Unknown, "at byte"},
-		// The client rejects a range other than the requested one. It asks for the whole blob,
-		// which the host cuts off.
-		{"a rest that is of another place", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes 0-%d/%d", size-1, size), blob))), codes.Unknown, "at byte"},
-		{"a rest of another length", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes %d-%d/%d", size/2, 1<<40, 1<<41), blob))), codes.Unknown, "at byte"},
-		{"a rest that is garbage", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes %d-%d/%d", size/2, size-1, size), garbage[size/2:]))), codes.DataLoss, ""},
-		{"redirects round and round", on("/manifests/", loop), codes.Unknown, "more than 10 redirects"},
-		{"a redirect to a file", on(blobPath, redirect("file:///etc/passwd")), codes.Unknown, "unsupported protocol scheme"},
-		{"a redirect to nowhere", on(blobPath, redirect("http://"+harness.UnusedAddress(t)+"/x")), codes.Unknown, "connection refused"},
-		{"come again in ten years", on("", status(http.StatusTooManyRequests, "Retry-After", "315360000")), codes.Unknown, "429"},
-		{"a failure for ever", on("", status(http.StatusInternalServerError)), codes.Unknown, "500"},
-		{"a challenge for ever", on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="http://256.256.256.256/token"`)), codes.Unknown, "token server"},
-		{"a realm that is none", on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="file:///etc/passwd"`)), codes.Unauthenticated, "token server"},
+		{"layer that is always truncated", on(blobPath, cut(blob)), codes.Unknown, "at byte"},
+		// The client rejects a range other than the requested one. It then requests the whole blob,
+		// which the host truncates.
+		{"rest from another offset", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes 0-%d/%d", size-1, size), blob))), codes.Unknown, "at byte"},
+		{"rest of another length", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes %d-%d/%d", size/2, 1<<40, 1<<41), blob))), codes.Unknown, "at byte"},
+		{"rest with other content", on(blobPath, cutThen(blob, partial(fmt.Sprintf("bytes %d-%d/%d", size/2, size-1, size), garbage[size/2:]))), codes.DataLoss, ""},
+		{"redirect loop", on("/manifests/", loop), codes.Unknown, "more than 10 redirects"},
+		{"redirect to a file", on(blobPath, redirect("file:///etc/passwd")), codes.Unknown, "unsupported protocol scheme"},
+		{"redirect to a closed port", on(blobPath, redirect("http://"+harness.UnusedAddress(t)+"/x")), codes.Unknown, "connection refused"},
+		{"Retry-After of ten years", on("", status(http.StatusTooManyRequests, "Retry-After", "315360000")), codes.Unknown, "429"},
+		{"permanent failure", on("", status(http.StatusInternalServerError)), codes.Unknown, "500"},
+		{"unreachable token server", on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="http://256.256.256.256/token"`)), codes.Unknown, "token server"},
+		{"realm that is no HTTP URL", on("", status(http.StatusUnauthorized, "WWW-Authenticate", `Bearer realm="file:///etc/passwd"`)), codes.Unauthenticated, "token server"},
 	} {
 		r, name := image(t, layer)
 		r.Before = c.before
@@ -296,7 +296,7 @@ func TestRegistries(t *testing.T) {
 	allRefused(t, d, attempts)
 }
 
-// The registry chooses its token servers, so their answers are not trusted either.
+// The registry chooses its token servers, so berth does not trust their answers either.
 func TestHostileTokenServers(t *testing.T) {
 	testutil.Long(t)
 	d := startDaemon(t)
@@ -314,7 +314,7 @@ func TestHostileTokenServers(t *testing.T) {
 			_, _ = fmt.Fprintf(w, `{"token":"%s"}`, strings.Repeat("x", 1<<20))
 			return true
 		}, codes.Unauthenticated},
-		"a header in there": {func(w http.ResponseWriter, _ *http.Request) bool {
+		"header in the token": {func(w http.ResponseWriter, _ *http.Request) bool {
 			_, _ = w.Write([]byte(`{"token":"x\r\nHost: y"}`))
 			return true
 		}, codes.Unauthenticated},

@@ -10,10 +10,10 @@ import (
 )
 
 // Everything takes a complete inventory of a daemon, its pods, containers and images. pid is the
-// daemon's process. It covers processes, mounts with their options, namespaces, devices, packet
-// filter rules, cgroups with their limits, addresses, files with their metadata, records, logs and
-// the daemon's descriptors. It replaces IDs, addresses and times, which differ between two runs of
-// the same requests. It leaves out the answers of the daemon's API.
+// daemon's process. The inventory covers processes, mounts with their options, namespaces, devices,
+// packet filter rules, cgroups with their limits, addresses, files with their metadata, records,
+// logs and the daemon's descriptors. It replaces IDs, addresses and times, which differ between two
+// runs of the same requests. It leaves out the answers of the daemon's API.
 func Everything(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	t.Helper()
 	s := Items{}
@@ -21,12 +21,12 @@ func Everything(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	for kind, names := range outside {
 		for name, n := range names {
 			for range n {
-				s.Add(kind, alike(name))
+				s.Add(kind, normalized(name))
 			}
 		}
 	}
 	for _, m := range machine.Mountpoints(t, pid) {
-		s.Add("mount of the daemon", alike(m))
+		s.Add("mount of the daemon", normalized(m))
 	}
 	addMountOptions(s, "of mount", 1)
 	addMountOptions(s, "of mount of the daemon", pid)
@@ -41,7 +41,7 @@ func Everything(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 
 var deviceName = regexp.MustCompile(`(veth|vifb)[0-9a-f]{8,11}`)
 
-// alike makes names equal that differ in IDs, addresses and numbers.
-func alike(name string) string {
+// normalized replaces IDs, addresses and numbers in a name, so that names of two runs are equal.
+func normalized(name string) string {
 	return idPattern.ReplaceAllString(deviceName.ReplaceAllString(name, "$1#"), "#")
 }

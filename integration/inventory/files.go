@@ -21,7 +21,7 @@ import (
 	shimproto "berth/shim/proto"
 )
 
-// place is a part of a tree, and what of its files is the same in every run.
+// place describes a part of a tree, and the properties of its files that are the same in every run.
 type place struct {
 	path *regexp.Regexp
 	name func(path string) string
@@ -31,18 +31,18 @@ type place struct {
 var (
 	rootPlaces = []place{
 		{regexp.MustCompile(`^/images/(erofs/)?(layers|joins)/`), exactly, ofLayer},
-		{regexp.MustCompile(`^/(bin|images/(erofs/)?empty-[a-z]+)/`), alike, inside},
-		{regexp.MustCompile(`^/rootfs/`), alike, inside},
+		{regexp.MustCompile(`^/(bin|images/(erofs/)?empty-[a-z]+)/`), normalized, inside},
+		{regexp.MustCompile(`^/rootfs/`), normalized, inside},
 		{regexp.MustCompile(`^/network/`), reserved, func(string, string, *unix.Stat_t) (string, error) { return "", nil }},
-		{regexp.MustCompile(`\.record$`), alike, recorded},
-		{regexp.MustCompile(``), alike, alikeText},
+		{regexp.MustCompile(`\.record$`), normalized, recorded},
+		{regexp.MustCompile(``), normalized, normalizedText},
 	}
 	statePlaces = []place{
-		{regexp.MustCompile(`^/c/[^/]+/exit$`), alike, exited},
-		{regexp.MustCompile(`^/run-id$`), alike, sized}, // it is random
-		{regexp.MustCompile(``), alike, alikeText},
+		{regexp.MustCompile(`^/c/[^/]+/exit$`), normalized, exited},
+		{regexp.MustCompile(`^/run-id$`), normalized, sized}, // random content
+		{regexp.MustCompile(``), normalized, normalizedText},
 	}
-	logPlaces = []place{{regexp.MustCompile(``), alike, logged}}
+	logPlaces = []place{{regexp.MustCompile(``), normalized, logged}}
 )
 
 // addFiles adds the files of a tree, each with its type, mode, owner and content summary.
@@ -50,7 +50,7 @@ func addFiles(s Items, where, root string, places []place) {
 	names := fileNames{}
 	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
 		if err != nil {
-			return nil // gone meanwhile: there will be another look
+			return nil // removed meanwhile; the caller repeats the inventory
 		}
 		below := strings.TrimPrefix(path, root)
 		for _, p := range places {
@@ -65,38 +65,39 @@ func addFiles(s Items, where, root string, places []place) {
 	})
 }
 
-// line describes one file. The error wraps fs.ErrNotExist if the file is gone. Any other error
-// becomes part of the line.
+// line describes one file. The error wraps fs.ErrNotExist if the file no longer exists. Any other
+// error becomes part of the line.
 func (p place) line(path, below string, names fileNames) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
 		return "", &os.PathError{Op: "lstat", Path: path, Err: err}
 	}
 	if first := names.another(below, &st); first != "" {
-		return p.name(below) + " is another name of " + p.name(first), nil
+		return p.name(below) + " is a hard link to " + p.name(first), nil
 	}
 	content, err := p.tell(path, below, &st)
 	if errors.Is(err, fs.ErrNotExist) {
 		return "", err
 	}
 	if err != nil {
-		content = alike(err.Error())
+		content = normalized(err.Error())
 	}
 	return strings.TrimSpace(fmt.Sprintf("%s %o %d:%d %s", p.name(below), st.Mode, st.Uid, st.Gid, content)), nil
 }
 
-// reserved is the name of a file of berth's own network, which begins with addresses.
+// reserved returns the name of an address file of berth's own network without its addresses.
 func reserved(path string) string {
 	dir, name := filepath.Split(path)
 	if _, owner, ok := strings.Cut(name, "@"); ok {
-		name = "addresses@" + alike(owner)
+		name = "addresses@" + normalized(owner)
 	}
 	return dir + name
 }
 
 func exactly(path string) string { return path }
 
-// ofLayer describes a file of a layer or join completely. Its name is the part after the digest.
+// ofLayer describes a file of a layer or join completely. The described name is the part after the
+// digest.
 func ofLayer(path, below string, st *unix.Stat_t) (string, error) {
 	below = strings.TrimPrefix(strings.TrimPrefix(below, "/images/"), "erofs/")
 	_, name, _ := strings.Cut(below, "/") // layers or joins
@@ -111,15 +112,15 @@ func ofLayer(path, below string, st *unix.Stat_t) (string, error) {
 // inside describes content and attributes.
 func inside(path, _ string, st *unix.Stat_t) (string, error) { return sums.of(path, st) }
 
-// alikeText returns a text with its IDs and numbers replaced.
-func alikeText(path, _ string, st *unix.Stat_t) (string, error) {
+// normalizedText returns a text with its IDs and numbers replaced.
+func normalizedText(path, _ string, st *unix.Stat_t) (string, error) {
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
 		content, err := os.ReadFile(path)
-		return fmt.Sprintf("%q", alike(hardware.ReplaceAllString(string(content), "MAC"))), err
+		return fmt.Sprintf("%q", normalized(hardware.ReplaceAllString(string(content), "MAC"))), err
 	case unix.S_IFLNK:
 		target, err := os.Readlink(path)
-		return "-> " + alike(target), err
+		return "-> " + normalized(target), err
 	}
 	return "", nil
 }
@@ -129,10 +130,10 @@ func sized(_, _ string, st *unix.Stat_t) (string, error) {
 	return fmt.Sprintf("%d bytes", st.Size), nil
 }
 
-// hardware is the address of a network device.
+// hardware matches the hardware address of a network device.
 var hardware = regexp.MustCompile(`\b([0-9a-f]{2}:){5}[0-9a-f]{2}\b`)
 
-// logTime begins the lines of a container's log.
+// logTime matches the beginning of a line in a container's log.
 var logTime = regexp.MustCompile(`(?m)^\d{4}-\S+ (stdout|stderr) `)
 
 func logged(path, _ string, st *unix.Stat_t) (string, error) {
@@ -190,7 +191,7 @@ func recorded(path, _ string, _ *unix.Stat_t) (string, error) {
 	return fmt.Sprintf("%s/%d %s", kind, version, withoutDiffering(string(text))), err
 }
 
-// messagesOf are the fields of a record that are messages.
+// messagesOf returns the fields of a record that contain messages.
 func messagesOf(kind string) map[string]proto.Message {
 	switch kind {
 	case "pod":
@@ -223,7 +224,7 @@ func decodeField(fields map[string]any, name string, message proto.Message) erro
 var sums = contentSums{known: map[string]string{}}
 
 type contentSums struct {
-	mu    sync.Mutex // guards known
+	mu    sync.Mutex // protects known
 	known map[string]string
 }
 

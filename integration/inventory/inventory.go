@@ -1,13 +1,14 @@
-// Package inventory lists everything on a machine, and of a daemon on it, by kind.
+// Package inventory lists everything on a machine, and everything that belongs to a daemon, by
+// kind.
 //
 // # Contract
 //
 // Items are sets of names, so two inventories can be compared. OfMachine and OfDaemon serve leak
-// checks: they name things finely enough to see growth between two moments. Everything serves
-// comparisons of two runs of the same requests. It describes each thing in full and replaces values
-// that always differ, such as IDs, addresses and times. An inventory changes nothing and skips
-// things that vanish meanwhile. The package identifies a daemon by its process, its directories and
-// the IDs of its objects.
+// checks. Their names are precise enough to show growth between two moments. Everything serves
+// comparisons of two runs of the same requests. It describes each object in full and replaces
+// values that always differ, such as IDs, addresses and times. An inventory changes nothing and
+// skips objects that vanish meanwhile. The package identifies a daemon by its process, its
+// directories and the IDs of its objects.
 package inventory
 
 import (
@@ -16,11 +17,10 @@ import (
 	"slices"
 )
 
-// Items is what exists, by kind: for each kind a set of names with how often
-// each occurs.
+// Items counts everything that exists, by kind and name.
 type Items map[string]map[string]int
 
-// Add adds one of a kind.
+// Add adds one object of a kind.
 func (s Items) Add(kind, name string) {
 	if s[kind] == nil {
 		s[kind] = make(map[string]int)
@@ -28,7 +28,7 @@ func (s Items) Add(kind, name string) {
 	s[kind][name]++
 }
 
-// madeOnce are the things that the first pod or image makes and that stay for good.
+// madeOnce lists files and descriptors that the first pod or image creates and that stay.
 var madeOnce = map[string]bool{
 	"fd of the daemon: /sys/fs/cgroup":         true, // opencontainers/cgroups opens files below it by openat2
 	"file below root: /cni":                    true, // libcni's cache of results
@@ -37,10 +37,10 @@ var madeOnce = map[string]bool{
 	"file below root: /network/berth-net":      true,
 	"file below root: /network/berth-net/lock": true,
 	"file below root: /network/berth-net/last": true,
-	"file below root: /runtime/runtime.record": true, // what UpdateRuntimeConfig said
+	"file below root: /runtime/runtime.record": true, // configuration from UpdateRuntimeConfig
 }
 
-// Grown names everything there is more of in s than in before.
+// Grown returns the names that occur more often in s than in before.
 func (s Items) Grown(before Items) []string {
 	var out []string
 	for _, kind := range slices.Sorted(maps.Keys(s)) {
@@ -54,8 +54,7 @@ func (s Items) Grown(before Items) []string {
 	return out
 }
 
-// Summary shortens a list that is too long to be read: a layer that was not deleted
-// has hundreds of files.
+// Summary shortens a long list. A layer that was not deleted has hundreds of files.
 func Summary(diff []string) []string {
 	const limit = 40
 	if len(diff) > limit {
@@ -64,11 +63,11 @@ func Summary(diff []string) []string {
 	return diff
 }
 
-// Differences names what there is more or less of than in want.
+// Differences returns the names that occur more or less often than in want.
 func (s Items) Differences(want Items) []string {
 	var out []string
 	for _, line := range s.Grown(want) {
-		out = append(out, "too much: "+line)
+		out = append(out, "unexpected: "+line)
 	}
 	for _, line := range want.Grown(s) {
 		out = append(out, "missing: "+line)
@@ -76,7 +75,7 @@ func (s Items) Differences(want Items) []string {
 	return out
 }
 
-// Map returns the items with other names.
+// Map returns the items with renamed names.
 func (s Items) Map(rename func(kind, name string) string) Items {
 	out := Items{}
 	for kind, names := range s {

@@ -12,7 +12,7 @@ import (
 	"berth/integration/machine"
 )
 
-// peerGroup is the number of a mount's peer group in /proc/PID/mountinfo.
+// peerGroup matches the number of a mount's peer group in /proc/PID/mountinfo.
 var peerGroup = regexp.MustCompile(`:\d+`)
 
 // addMountOptions adds the source, options and propagation of each mount that a process sees.
@@ -21,11 +21,11 @@ func addMountOptions(s Items, what string, pid int) {
 		here, super, _ := strings.Cut(line, " - ")
 		fields := strings.Fields(here) // ID, parent, device, root, mount point, options, propagation…
 		propagation := peerGroup.ReplaceAllString(strings.Join(fields[6:], ","), "")
-		s.Add("options "+what, fmt.Sprintf("%s of %s: %s %s %s", alike(fields[4]), alike(fields[3]), fields[5], propagation, super))
+		s.Add("options "+what, fmt.Sprintf("%s of %s: %s %s %s", normalized(fields[4]), normalized(fields[3]), fields[5], propagation, super))
 	}
 }
 
-// limits are the files of a cgroup that say what its processes may have.
+// limits lists the files with limits of a cgroup.
 var limits = []string{
 	// version 1
 	"memory.limit_in_bytes", "memory.soft_limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.swappiness",
@@ -41,8 +41,8 @@ var limits = []string{
 func addLimits(s Items, cgroups []string) {
 	for _, dir := range cgroups {
 		for _, name := range limits {
-			if value, err := os.ReadFile(filepath.Join(dir, name)); err == nil { // else it is another controller's
-				s.Add("limit of cgroup", fmt.Sprintf("%s %q", alike(filepath.Join(dir, name)), value))
+			if value, err := os.ReadFile(filepath.Join(dir, name)); err == nil { // otherwise the file belongs to another controller
+				s.Add("limit of cgroup", fmt.Sprintf("%s %q", normalized(filepath.Join(dir, name)), value))
 			}
 		}
 	}
@@ -56,20 +56,20 @@ func addAllRules(s Items) {
 			s.Add("rule", fmt.Sprintf("%s: %v", tool, err))
 		}
 		for line := range strings.Lines(string(out)) {
-			if !strings.HasPrefix(line, "#") { // with the time of day
-				s.Add("rule", tool+": "+alike(strings.TrimSpace(line)))
+			if !strings.HasPrefix(line, "#") { // comments contain the time of day
+				s.Add("rule", tool+": "+normalized(strings.TrimSpace(line)))
 			}
 		}
 	}
 }
 
-// addDescriptors adds the daemon's open descriptors, without mounts of images. The daemon makes
+// addDescriptors adds the daemon's open descriptors, without mounts of images. The daemon creates
 // these on first use and keeps them with the image, so a new daemon has fewer. OfDaemon counts
 // them.
 func addDescriptors(s Items, pid int, systemd bool) {
 	const kind = "fd of the daemon"
 	for _, target := range OpenFiles(pid) {
-		dbus := systemd && target == "socket:[#]" // connections that are made with the first cgroup, and kept
+		dbus := systemd && target == "socket:[#]" // connections opened with the first cgroup and kept open
 		if !dbus && target != imageMount && !madeOnce[kind+": "+target] {
 			s.Add(kind, target)
 		}

@@ -21,18 +21,18 @@ import (
 	"berth/integration/machine"
 )
 
-// Cgroups has the paths of the pods' cgroups.
+// Cgroups describes the location of the pods' cgroups.
 type Cgroups struct {
-	Group     string // holds all of them, and is this machine's own
-	PodPrefix string // begins the names of the pods' own
-	Systemd   bool   // it is systemd that makes them
+	Group     string // contains all of them; belongs to this machine alone
+	PodPrefix string // prefix of the names of the pods' cgroups
+	Systemd   bool   // systemd manages them
 }
 
 // Daemon identifies the daemon of an inventory.
 type Daemon struct {
 	Root, State, Logs string   // its directories
 	Addresses         string   // host-local's directory of the pods' addresses
-	Objects           []string // IDs of all pods and containers made
+	Objects           []string // IDs of all created pods and containers
 }
 
 // OfDaemon takes an inventory of the machine and of a daemon. pid is the daemon's process.
@@ -50,7 +50,7 @@ func OfDaemon(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	return s
 }
 
-// OfMachine takes an inventory of the machine alone. d names the directory of addresses and the
+// OfMachine takes an inventory of the machine alone. d provides the directory of addresses, and the
 // objects whose cgroups may be anywhere. It may be nil.
 func OfMachine(groups Cgroups, d *Daemon) Items {
 	s := Items{}
@@ -82,11 +82,11 @@ func OfMachine(groups Cgroups, d *Daemon) Items {
 	return s
 }
 
-// idPattern is what differs between two processes of the same kind.
+// idPattern matches numbers that differ between two processes of the same kind.
 var idPattern = regexp.MustCompile(`[0-9a-f]{12,}|[0-9]+`)
 
-// addProcesses adds all processes by their command lines, and zombies by their
-// names. Between two looks a process may end; then there is nothing to add.
+// addProcesses adds all processes by their command lines, and zombies by their names. It skips
+// processes that exit meanwhile.
 func addProcesses(s Items) {
 	for _, pid := range machine.Processes() {
 		stat := strings.Join(machine.ReadLines(fmt.Sprintf("/proc/%d/stat", pid)), "")
@@ -103,14 +103,14 @@ func addProcesses(s Items) {
 	}
 }
 
-// isKernelThread reads the flags of /proc/PID/stat (PF_KTHREAD). A guest's PID namespace
-// holds kernel threads, which come and go as the kernel likes.
+// isKernelThread checks the flags of /proc/PID/stat (PF_KTHREAD). A guest's PID namespace contains
+// kernel threads, which the kernel starts and ends at any time.
 func isKernelThread(flags string) bool {
 	n, err := strconv.ParseUint(flags, 10, 64)
 	return err == nil && n&0x00200000 != 0
 }
 
-// addLinks adds the network devices, but for bridges, which their plugin leaves.
+// addLinks adds the network devices except bridges, which their plugin does not remove.
 func addLinks(s Items) {
 	links, err := net.Interfaces()
 	if err != nil {
@@ -123,8 +123,8 @@ func addLinks(s Items) {
 	}
 }
 
-// addRules adds the packet filter's rules, but for portmap's top-level chains,
-// which the plugin makes once and leaves.
+// addRules adds the packet filter rules except portmap's top-level chains, which the plugin does
+// not remove.
 func addRules(s Items, tool string) {
 	out, err := exec.CommandContext(context.Background(), tool).Output()
 	if err != nil {
@@ -151,15 +151,15 @@ func processName(pid int) string {
 }
 
 // addCgroups adds the cgroups below the machine's own, and all cgroups named after the daemon's
-// objects. It leaves out the pods' parents, which the tests make in kubelet's place.
+// objects. It leaves out the pods' parents, which the tests create as kubelet does.
 func addCgroups(s Items, groups Cgroups, d *Daemon) {
 	for _, root := range groups.roots(d) {
 		groups.addBelow(s, d, root)
 	}
 }
 
-// roots is where there can be cgroups of the daemon's. Without objects that is below the machine's
-// own only, which is a small part where many work side by side.
+// roots returns the directories that may contain cgroups of the daemon. Without objects it returns
+// only the machine's own, because other machines may run beside it.
 func (g Cgroups) roots(d *Daemon) []string {
 	if d != nil && len(d.Objects) > 0 || g.Systemd {
 		return []string{"/sys/fs/cgroup"}
@@ -172,16 +172,16 @@ func (g Cgroups) roots(d *Daemon) []string {
 	return roots
 }
 
-// machinePrefix begins the names of all machines' cgroups (contrib/lib.sh).
+// machinePrefix is the prefix of the names of all machines' cgroups (contrib/lib.sh).
 const machinePrefix = "berth-machine-"
 
 func (g Cgroups) addBelow(s Items, d *Daemon, root string) {
 	_ = filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || !entry.IsDir() {
-			return nil // gone already, or a file
+			return nil // removed meanwhile, or a file
 		}
 		if strings.HasPrefix(entry.Name(), machinePrefix) && entry.Name() != filepath.Base(g.Group) {
-			return fs.SkipDir // of tests that run beside these, perhaps thousands
+			return fs.SkipDir // cgroups of tests that run in parallel, perhaps thousands
 		}
 		_, below, ours := strings.Cut(path, g.Group+"/")
 		switch {
@@ -210,8 +210,8 @@ func addHostPorts(s Items) {
 	}
 }
 
-// addAddresses adds the reserved addresses. The name of a file of host-local is an address. The
-// name of a file of berth-net begins with one or two addresses.
+// addAddresses adds the reserved addresses. The name of host-local's file is the address. The name
+// of berth-net's file begins with one or two addresses.
 func addAddresses(s Items, dataDir string) {
 	for _, network := range machine.ReadDir(dataDir) {
 		for _, name := range machine.ReadDir(filepath.Join(dataDir, network)) {
@@ -231,7 +231,7 @@ func addTree(s Items, kind, root string) {
 	})
 }
 
-// imageMount is what OpenFiles calls a mount of an EROFS image, which has no name.
+// imageMount is the description of an EROFS image's mount, which has no name, in OpenFiles.
 const imageMount = "a mount of an image"
 
 // OpenFiles describes the files that the process's descriptors refer to.

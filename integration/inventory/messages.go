@@ -23,7 +23,7 @@ var differs = []struct {
 	{regexp.MustCompile(`/proc/\d+/`), "/proc/#/"},
 }
 
-// AddMessage adds a message without what differs from run to run.
+// AddMessage adds a message without the parts that differ in each run.
 func (s Items) AddMessage(kind string, m proto.Message) error {
 	text, err := compact(m)
 	if err != nil {
@@ -40,13 +40,13 @@ func withoutDiffering(text string) string {
 	return text
 }
 
-// compact is a message as JSON.
+// compact returns a message as compact JSON.
 func compact(m proto.Message) (string, error) {
 	data, err := protojson.Marshal(m)
 	if err != nil {
 		return "", err
 	}
-	var text bytes.Buffer // protojson puts blanks where it likes
+	var text bytes.Buffer // protojson adds random blanks
 	err = json.Compact(&text, data)
 	return text.String(), err
 }

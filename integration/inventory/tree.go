@@ -18,10 +18,10 @@ import (
 	"berth/integration/machine"
 )
 
-// Tree is everything that can be seen of a directory's files: a line for each path.
+// Tree describes all files of a directory: one line for each path.
 type Tree map[string]string
 
-// ReadTree reads the tree at root, the content of every file included.
+// ReadTree reads the tree at root, including the content of every file.
 func ReadTree(root string) (Tree, error) {
 	found, names := Tree{}, fileNames{}
 	err := filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
@@ -35,7 +35,7 @@ func ReadTree(root string) (Tree, error) {
 	return found, err
 }
 
-// Difference names what two trees differ in.
+// Difference returns the differences of two trees.
 func (t Tree) Difference(want Tree) (diff []string) {
 	for _, path := range slices.Sorted(maps.Keys(want)) {
 		if t[path] != want[path] {
@@ -44,13 +44,13 @@ func (t Tree) Difference(want Tree) (diff []string) {
 	}
 	for _, path := range slices.Sorted(maps.Keys(t)) {
 		if _, ok := want[path]; !ok {
-			diff = append(diff, fmt.Sprintf("%q is %q, and should not be", path, t[path]))
+			diff = append(diff, fmt.Sprintf("%q is %q, want no such file", path, t[path]))
 		}
 	}
 	return Summary(diff)
 }
 
-// fileNames has the first name of each inode that was seen, but for directories.
+// fileNames maps each inode to the first name that was seen, except for directories.
 type fileNames map[inode]string
 
 type inode struct{ device, number uint64 }
@@ -68,22 +68,21 @@ func (n fileNames) another(name string, st *unix.Stat_t) string {
 	return first
 }
 
-// describe tells everything about a file of an image's layer or join, whose name begins with "/fs"
-// if it is of the image.
+// describe describes a file of a layer or join completely. Names below "/fs" belong to the image.
 func describe(path, name string, names fileNames) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
 		return "", &os.PathError{Op: "lstat", Path: path, Err: err}
 	}
 	if first := names.another(name, &st); first != "" {
-		return "another name of " + first, nil
+		return "hard link to " + first, nil
 	}
 	content, err := insideOf(path, &st)
 	return fmt.Sprintf("mode %o owner %d:%d %s%s", st.Mode, st.Uid, st.Gid, modified(name, &st), content), err
 }
 
-// modified returns a file's mtime if it comes from the image. Whiteouts and files beside the tree
-// have other mtimes.
+// modified returns the mtime of a file that comes from the image. Whiteouts and files beside the
+// tree have other mtimes.
 func modified(name string, st *unix.Stat_t) string {
 	whiteout := st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == 0
 	if whiteout || name != "/fs" && !strings.HasPrefix(name, "/fs/") {
@@ -120,7 +119,7 @@ func describeContent(path string, st *unix.Stat_t) (string, error) {
 	return fmt.Sprintf("device %d", st.Rdev), nil
 }
 
-// ofThisDirectory are attributes of overlayfs that name an inode: they are in no two runs the same.
+// ofThisDirectory lists overlayfs attributes that name an inode, which differs in each run.
 var ofThisDirectory = []string{"trusted.overlay.origin", "trusted.overlay.upper", "trusted.overlay.uuid"}
 
 func extendedAttributes(path string) (string, error) {
