@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/integration/harness"
-	"berth/internal/projectquota"
+	"berth/internal/diskusage"
 )
 
 // onQuotas puts a daemon's root on a filesystem with project quotas. The test is skipped where the
@@ -27,7 +27,7 @@ func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 	if out, err := exec.Command("mount", "-o", "loop,prjquota", image, place).CombinedOutput(); err != nil {
 		t.Skipf("the kernel has no project quotas for it: %v, %s", err, out)
 	}
-	quotas, err := projectquota.Open(place)
+	quotas, err := diskusage.OpenQuotas(place)
 	if err != nil {
 		harness.Must(t, unix.Unmount(place, 0))
 		t.Skip(err)
@@ -79,11 +79,11 @@ func TestWritableLayerLimit(t *testing.T) {
 			for _, c := range []*harness.Container{a, b, open} {
 				harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
 			}
-			quotas := harness.Get(projectquota.Open(d.Root))(t)
+			quotas := harness.Get(diskusage.OpenQuotas(d.Root))(t)
 			defer quotas.Close()
 			harness.Eventually(t, "nothing belongs to the projects", func() error {
 				for id := range projects {
-					if used, err := quotas.Usage(id); err != nil || used != (projectquota.Usage{}) {
+					if used, err := quotas.Usage(id); err != nil || used != (diskusage.Usage{}) {
 						return fmt.Errorf("project %d: %+v, %v", id, used, err)
 					}
 				}

@@ -12,7 +12,6 @@ import (
 
 	"berth/cni"
 	"berth/image"
-	"berth/internal/cdi"
 	"berth/internal/cgroup"
 	"berth/internal/cleanup"
 	"berth/internal/diskusage"
@@ -54,7 +53,7 @@ type Config struct {
 	LayerProjects  uint32                    // the first quota project ID of writable layers
 	Streams        stream.Limits             // limits of concurrent streams
 	Host           host.Facts                // from host.Detect
-	CDI            cdi.Dirs                  // directories of CDI device specs
+	CDI            runtime.CDIDirs           // directories of CDI device specs
 	OwnDevices     bool                      // devices belong to the user and group of the security context
 	Waits          *task.Waits               // lists the waits of operations
 	Log            *slog.Logger

@@ -1,4 +1,5 @@
-// Package diskusage counts the disk usage of directory trees.
+// Package diskusage counts the disk usage of directory trees, by a walk or by project quotas
+// (Quotas), and limits it by project quotas.
 //
 // # Contract
 //

@@ -11,7 +11,6 @@ import (
 
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
-	"berth/internal/projectquota"
 )
 
 const (
@@ -32,7 +31,7 @@ const (
 // A recently used ID is not drawn again soon. An ID that still owns files is not drawn either,
 // because a layer is deleted in the background after its container's removal.
 type Quotas struct {
-	filesystem *projectquota.Filesystem
+	filesystem *diskusage.Quotas
 	limit      uint64 // maximum bytes of a layer; 0: no limit
 	first      uint32
 
@@ -46,8 +45,8 @@ type Quotas struct {
 // bytes, or 0 for no limit. A limit on a filesystem without quotas is an error. first is the lowest
 // project ID to draw.
 func OpenQuotas(dir string, limit uint64, first uint32) (*Quotas, error) {
-	filesystem, err := projectquota.Open(dir)
-	if errors.Is(err, projectquota.ErrUnsupported) && limit == 0 {
+	filesystem, err := diskusage.OpenQuotas(dir)
+	if errors.Is(err, diskusage.ErrNoQuotas) && limit == 0 {
 		return nil, nil
 	}
 	if err != nil {
@@ -82,7 +81,7 @@ func (q *Quotas) Take() (uint32, error) {
 	for range tries {
 		project := q.reserve()
 		usage, err := q.filesystem.Usage(project)
-		if err == nil && usage == (projectquota.Usage{}) {
+		if err == nil && usage == (diskusage.Usage{}) {
 			return project, nil
 		}
 		q.Release(project)
@@ -165,7 +164,7 @@ func (q *Quotas) assign(dir string, project uint32) error {
 	if err := q.filesystem.SetLimit(project, q.limit); err != nil {
 		return err
 	}
-	if err := projectquota.Assign(f, project); err != nil {
+	if err := diskusage.AssignProject(f, project); err != nil {
 		return fmt.Errorf("assign quota project: %w", err)
 	}
 	return nil

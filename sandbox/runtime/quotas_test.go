@@ -4,7 +4,7 @@ import (
 	"errors"
 	"testing"
 
-	"berth/internal/projectquota"
+	"berth/internal/diskusage"
 )
 
 // No two layers share a project. A recently used ID is not drawn again soon. A container cannot
@@ -81,7 +81,7 @@ func TestWithoutQuotas(t *testing.T) {
 		t.Errorf("project %d, %v, %v", project, err, useErr)
 	}
 	q.Release(7)
-	if _, err := OpenQuotas("/proc", 1, 1000); !errors.Is(err, projectquota.ErrUnsupported) {
+	if _, err := OpenQuotas("/proc", 1, 1000); !errors.Is(err, diskusage.ErrNoQuotas) {
 		t.Errorf("with a limit: %v", err)
 	}
 }

@@ -7,7 +7,6 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/cdi"
 	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/oci"
@@ -19,7 +18,7 @@ import (
 type Node struct {
 	Host          host.Facts
 	NoAppArmor    func() string // the reason why the default profile is unavailable; empty: it is available
-	CDI           cdi.Dirs      // directories of CDI device specs
+	CDI           CDIDirs       // directories of CDI device specs
 	Dirs          state.Dirs
 	SystemdCgroup bool
 	OwnDevices    bool // devices belong to the user and group of the security context

@@ -13,7 +13,7 @@ import (
 
 	"berth/image/erofs"
 	"berth/image/unpack/jail"
-	"berth/internal/projectquota"
+	"berth/internal/diskusage"
 	"berth/internal/rootfs"
 )
 
@@ -64,7 +64,7 @@ func (n *Node) checkRoom() Finding {
 // checkQuotas reports whether writable layers can have a hard limit.
 func (n *Node) checkQuotas() Finding {
 	const subject = "project quotas"
-	quotas, err := projectquota.Open(nearest(filepath.Join(n.Config.Root, "rootfs")))
+	quotas, err := diskusage.OpenQuotas(nearest(filepath.Join(n.Config.Root, "rootfs")))
 	if err == nil {
 		err = quotas.Close()
 	}
@@ -73,7 +73,7 @@ func (n *Node) checkQuotas() Finding {
 		return ok(subject, "writable layers are limited to %d bytes each", n.Config.WritableLayerLimit)
 	case err == nil:
 		return ok(subject, "on: writable_layer_limit can be set")
-	case errors.Is(err, projectquota.ErrUnsupported) && !limited:
+	case errors.Is(err, diskusage.ErrNoQuotas) && !limited:
 		return ok(subject, "off: writable layers have no hard limit, kubelet evicts by their usage")
 	default:
 		return lacking(

@@ -1,15 +1,4 @@
-// Package cdi adds CDI devices to runtime-specs (tags.cncf.io/container-device-interface). Spec
-// files of vendors in /etc/cdi or /var/run/cdi describe the devices.
-//
-// # Contract
-//
-// Only the CRI's field requests devices. The annotations that other runtimes read are ignored,
-// because users control them (CVE-2026-53492). Spec files are trusted: only the node's
-// administrator can write them, and their hooks run on the host as root.
-//
-// The package keeps no state between calls. Files appear, change and go while berth runs, and are
-// read only for containers that request a device.
-package cdi
+package runtime
 
 import (
 	"cmp"
@@ -26,8 +15,15 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Dirs are directories of CDI spec files. Later ones take precedence. They need not exist.
-type Dirs []string
+// CDIDirs are the directories of the spec files with which vendors describe CDI devices
+// (tags.cncf.io/container-device-interface). Later directories take precedence. A directory need
+// not exist. Its files are read for each container that requests a device, because they may change
+// while berth runs.
+//
+// Only the CRI's field requests devices. berth ignores the annotations that other runtimes read,
+// because users control them (CVE-2026-53492). Spec files are trusted: only the node's
+// administrator can write them, and their hooks run on the host as root.
+type CDIDirs []string
 
 // Inject adds the devices to spec: device nodes and their cgroup rules, mounts, environment, hooks,
 // groups, network devices, RDT class. A device that is named twice is added once. Without devices
@@ -36,7 +32,7 @@ type Dirs []string
 // Errors: InvalidArgument for a malformed name; FailedPrecondition for unknown devices;
 // Unimplemented for a device with a poststop hook. An unreadable spec file affects only its own
 // devices. The error for an unknown device names the unreadable files.
-func (d Dirs) Inject(spec *specs.Spec, devices []string) error {
+func (d CDIDirs) Inject(spec *specs.Spec, devices []string) error {
 	if len(devices) == 0 {
 		return nil
 	}
@@ -65,7 +61,7 @@ func (d Dirs) Inject(spec *specs.Spec, devices []string) error {
 
 // HostPaths returns the host paths of the devices' nodes, which specs do not contain. It skips
 // unknown devices.
-func (d Dirs) HostPaths(devices []string) ([]string, error) {
+func (d CDIDirs) HostPaths(devices []string) ([]string, error) {
 	if len(devices) == 0 {
 		return nil, nil
 	}

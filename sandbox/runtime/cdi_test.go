@@ -1,4 +1,4 @@
-package cdi
+package runtime
 
 import (
 	"os"
@@ -25,7 +25,7 @@ const vendorSpec = `{"cdiVersion": "0.7.0", "kind": "vendor.example/dev",
 ]}`
 
 // dirsWith returns spec directories with the given files in the first one.
-func dirsWith(t *testing.T, files map[string]string) Dirs {
+func dirsWith(t *testing.T, files map[string]string) CDIDirs {
 	t.Helper()
 	dir := t.TempDir()
 	for name, content := range files {
@@ -33,7 +33,7 @@ func dirsWith(t *testing.T, files map[string]string) Dirs {
 			t.Fatal(err)
 		}
 	}
-	return Dirs{dir, filepath.Join(dir, "missing")}
+	return CDIDirs{dir, filepath.Join(dir, "missing")}
 }
 
 func newSpec() *specs.Spec {

@@ -1,15 +1,4 @@
-// Package projectquota limits and counts the usage of directories by the project quotas of XFS and
-// ext4.
-//
-// # Contract
-//
-// Everything created in a directory inherits its project. The kernel counts the files of a project,
-// including those without a name, and refuses writes beyond its limit (ENOSPC, EDQUOT). A process
-// can move its own files out of the project with FS_IOC_FSSETXATTR unless it is in a user
-// namespace. So the count is a lower bound.
-//
-// It needs quotactl_fd(2), Linux 5.14, and CAP_SYS_ADMIN.
-package projectquota
+package diskusage
 
 import (
 	"errors"
@@ -22,36 +11,38 @@ import (
 	"berth/internal/failpoint"
 )
 
-// ErrUnsupported says that a filesystem has no project quotas, or that they are off.
-var ErrUnsupported = errors.New("no project quotas: the filesystem is not XFS or ext4 mounted with prjquota")
+// ErrNoQuotas means that a filesystem has no project quotas, or does not enforce them.
+var ErrNoQuotas = errors.New("no project quotas: the filesystem is not XFS or ext4 mounted with prjquota")
 
-// Usage is the usage of a project.
-type Usage struct {
-	Bytes  uint64
-	Inodes uint64
-}
+// Quotas limits and counts the usage of directories by the project quotas of an XFS or ext4
+// filesystem.
+//
+// Files created in a directory inherit its project. The kernel counts the files of a project,
+// including files without a name, and refuses writes beyond the limit (ENOSPC, EDQUOT). The count
+// is a lower bound: a process outside of user namespaces can move its files out of the project with
+// FS_IOC_FSSETXATTR.
+//
+// Quotas needs quotactl_fd(2), Linux 5.14, and CAP_SYS_ADMIN.
+type Quotas struct{ root *os.File }
 
-// Filesystem is one with project quotas that are on.
-type Filesystem struct{ root *os.File }
-
-// Open returns the filesystem that a directory is on. ErrUnsupported if it has no project quotas,
-// or does not enforce them.
-func Open(dir string) (*Filesystem, error) {
+// OpenQuotas returns the quotas of the filesystem that contains a directory. The error wraps
+// ErrNoQuotas if the filesystem does not enforce project quotas.
+func OpenQuotas(dir string) (*Quotas, error) {
 	root, err := os.Open(dir)
 	if err != nil {
 		return nil, err
 	}
-	f := &Filesystem{root: root}
+	f := &Quotas{root: root}
 	if err := f.check(); err != nil {
 		return nil, errors.Join(fmt.Errorf("project quotas of %s: %w", dir, err), root.Close())
 	}
 	return f, nil
 }
 
-// Close ends its use.
-func (f *Filesystem) Close() error { return f.root.Close() }
+// Close closes the filesystem.
+func (f *Quotas) Close() error { return f.root.Close() }
 
-// The kernel's interface, include/uapi/linux/dqblk_xfs.h and fs.h. ext4 has it too.
+// The kernel's interface, include/uapi/linux/dqblk_xfs.h and fs.h. ext4 implements it, too.
 const (
 	projectType   = 2
 	cmdSetLimit   = 0x5804<<8 | projectType // Q_XSETQLIM
@@ -83,7 +74,7 @@ type quota struct {
 	_                                      [16]byte
 }
 
-// state is struct fs_quota_statv, whose first fields are of interest.
+// state is struct fs_quota_statv. Only its first fields are used.
 type state struct {
 	version int8
 	_       uint8
@@ -97,7 +88,7 @@ type attributes struct {
 	_                                             [8]byte
 }
 
-func (f *Filesystem) call(cmd int, id uint32, data unsafe.Pointer) error {
+func (f *Quotas) call(cmd int, id uint32, data unsafe.Pointer) error {
 	_, _, errno := unix.Syscall6(unix.SYS_QUOTACTL_FD, f.root.Fd(), uintptr(cmd), uintptr(id), uintptr(data), 0, 0)
 	if errno != 0 {
 		return errno
@@ -105,24 +96,24 @@ func (f *Filesystem) call(cmd int, id uint32, data unsafe.Pointer) error {
 	return nil
 }
 
-func (f *Filesystem) check() error {
+func (f *Quotas) check() error {
 	s := state{version: stateVersion}
 	err := f.call(cmdGetState, 0, unsafe.Pointer(&s))
 	switch {
 	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL),
 		errors.Is(err, unix.ESRCH), errors.Is(err, unix.ENOTBLK),
 		errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EPERM), errors.Is(err, unix.ENODEV):
-		return fmt.Errorf("%w (%w)", ErrUnsupported, err)
+		return fmt.Errorf("%w (%w)", ErrNoQuotas, err)
 	case err != nil:
 		return err
 	case s.flags&stateEnforced == 0:
-		return ErrUnsupported
+		return ErrNoQuotas
 	}
 	return nil
 }
 
-// Usage returns the usage of a project. A project that was never assigned has none.
-func (f *Filesystem) Usage(id uint32) (Usage, error) {
+// Usage returns the usage of a project. It is zero for a project that was never assigned.
+func (f *Quotas) Usage(id uint32) (Usage, error) {
 	var q quota
 	err := f.call(cmdGetQuota, id, unsafe.Pointer(&q))
 	if err != nil && !errors.Is(err, unix.ENOENT) {
@@ -132,7 +123,7 @@ func (f *Filesystem) Usage(id uint32) (Usage, error) {
 }
 
 // SetLimit sets the limit of a project; 0 means no limit.
-func (f *Filesystem) SetLimit(id uint32, bytes uint64) error {
+func (f *Quotas) SetLimit(id uint32, bytes uint64) error {
 	q := quota{
 		version: quotaVersion,
 		flags:   quotaProject,
@@ -148,8 +139,8 @@ func (f *Filesystem) SetLimit(id uint32, bytes uint64) error {
 	return nil
 }
 
-// Assign assigns an empty directory, and everything created in it, to a project.
-func Assign(dir *os.File, id uint32) error {
+// AssignProject assigns an empty directory, and everything created in it, to a project.
+func AssignProject(dir *os.File, id uint32) error {
 	var a attributes
 	if err := ioctl(dir, getAttributes, &a); err != nil {
 		return fmt.Errorf("project of %s: %w", dir.Name(), err)

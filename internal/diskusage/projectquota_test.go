@@ -1,4 +1,4 @@
-package projectquota
+package diskusage
 
 import (
 	"errors"
@@ -20,7 +20,7 @@ func TestSizesOfKernelStructures(t *testing.T) {
 
 // A filesystem without project quotas is no error of its own.
 func TestUnsupported(t *testing.T) {
-	if _, err := Open("/proc"); !errors.Is(err, ErrUnsupported) {
+	if _, err := OpenQuotas("/proc"); !errors.Is(err, ErrNoQuotas) {
 		t.Errorf("got %v", err)
 	}
 }
@@ -56,8 +56,8 @@ func TestLimit(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := mounted(t, mkfs...)
-			f, err := Open(dir)
-			if errors.Is(err, ErrUnsupported) {
+			f, err := OpenQuotas(dir)
+			if errors.Is(err, ErrNoQuotas) {
 				t.Skip(err) // XFS mounts without, where its part of the kernel has none
 			}
 			if err != nil {
@@ -71,7 +71,7 @@ func TestLimit(t *testing.T) {
 			}
 			defer layer.Close()
 			for range 2 { // it may be repeated
-				if err := errors.Join(Assign(layer, id), f.SetLimit(id, limit)); err != nil {
+				if err := errors.Join(AssignProject(layer, id), f.SetLimit(id, limit)); err != nil {
 					t.Fatal(err)
 				}
 			}
