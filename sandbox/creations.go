@@ -40,7 +40,7 @@ type creation struct {
 	waiting   int      // callers that will receive the ID
 	delivered bool     // a caller has received the ID
 	going     bool     // the removal has started and cannot be undone
-	removal   *removal // the running removal for a caller that replaces the object; nil: none
+	removal   *removal // the running removal for a caller that replaces the object, or nil
 }
 
 // removal is one attempt to remove an object for a caller that replaces it.

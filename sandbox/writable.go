@@ -22,11 +22,11 @@ const (
 // made read-only after an error, or that was shut down. Err answers from memory, even while a probe
 // hangs on a disk that does not respond. The zero value is ready for use and reports no error.
 type writableWatch struct {
-	trouble atomic.Pointer[error]     // nil: none
-	trying  atomic.Pointer[time.Time] // start of the running probe; nil: none
+	failure atomic.Pointer[error]     // nil: the last probe succeeded
+	trying  atomic.Pointer[time.Time] // start of the running probe; nil: no probe runs
 }
 
-// Try probes once.
+// Try probes the directories once.
 func (w *writableWatch) Try(dirs ...string) {
 	now := time.Now()
 	w.trying.Store(&now)
@@ -36,10 +36,10 @@ func (w *writableWatch) Try(dirs ...string) {
 	}
 	w.trying.Store(nil)
 	if err := errors.Join(errs...); err != nil {
-		w.trouble.Store(&err)
+		w.failure.Store(&err)
 		return
 	}
-	w.trouble.Store(nil)
+	w.failure.Store(nil)
 }
 
 // Run probes periodically until ctx ends.
@@ -61,7 +61,7 @@ func (w *writableWatch) Err() error {
 	if since := w.trying.Load(); since != nil && time.Since(*since) > writablePatience {
 		return fmt.Errorf("a filesystem has not responded for %v", time.Since(*since).Round(time.Second))
 	}
-	if err := w.trouble.Load(); err != nil {
+	if err := w.failure.Load(); err != nil {
 		return *err
 	}
 	return nil

@@ -2,8 +2,8 @@ package state
 
 import "sync/atomic"
 
-// Answer caches the encoding of a snapshot for lists. kubelet lists everything each second and few
-// objects change between two lists. A nil Answer caches nothing.
+// Answer caches the encoding of a snapshot for lists. kubelet lists all objects each second, and
+// few objects change between two lists. A nil Answer caches nothing.
 type Answer struct{ encoded atomic.Pointer[[]byte] }
 
 // Get returns the cached encoding, or calls encode and caches its result. Concurrent callers may

@@ -13,15 +13,15 @@ func TestCreationAfter(t *testing.T) {
 		want   time.Time
 	}{
 		"the first":              {nil, noon},
-		"a clock that goes on":   {[]time.Time{yesterday}, noon},
-		"a clock that stands":    {[]time.Time{noon}, noon.Add(1)},
-		"a clock that went back": {[]time.Time{tomorrow, yesterday, tomorrow.Add(1)}, tomorrow.Add(2)},
+		"the clock advanced":     {[]time.Time{yesterday}, noon},
+		"the clock stood still":  {[]time.Time{noon}, noon.Add(1)},
+		"the clock was set back": {[]time.Time{tomorrow, yesterday, tomorrow.Add(1)}, tomorrow.Add(2)},
 	} {
 		if got := CreationAfter(noon, tt.before); !got.Equal(tt.want) {
 			t.Errorf("%s: %v, want %v", name, got, tt.want)
 		}
 	}
 	if got := CreationAfter(time.Now(), nil); got != got.Round(0) {
-		t.Error("the time has a monotonic reading, which those of records have not")
+		t.Error("the time has a monotonic reading, unlike times in records")
 	}
 }

@@ -19,20 +19,20 @@ func IsID(name string) bool {
 	return err == nil && len(b) == 32
 }
 
-// Dirs are the directories that all places are in.
+// Dirs names the directories of pods and containers.
 type Dirs struct {
 	Root   string // durable state
-	State  string // what dies with the boot
-	NetNSs string // where network namespaces are pinned
+	State  string // state of the current boot
+	NetNSs string // pins of network namespaces
 }
 
 // Below Root:
 
-// PodFiles shows that an ID is a pod's, also after a reboot. A pod of 0.2.0 or earlier has its
+// PodFiles marks an ID as a pod's, even after a reboot. A pod of version 0.2.0 or earlier has its
 // resolv.conf, hosts and hostname there.
 func (d Dirs) PodFiles(podID string) string { return filepath.Join(d.Root, "sandboxes", podID) }
 
-// Writable has the writable layer of a container, or of a pause that is an image's.
+// Writable is the writable layer of a container, or of a pause from an image.
 func (d Dirs) Writable(id string) string { return filepath.Join(d.Root, "rootfs", id) }
 
 // Trash holds directories that are being deleted, on the filesystem of the writable layers.
@@ -41,55 +41,55 @@ func (d Dirs) Trash() string { return d.Writable("trash") }
 // OldTrash is the trash of version 0.1.0.
 func (d Dirs) OldTrash() string { return filepath.Join(d.Root, "trash") }
 
-// EmptyLayer is a layer with nothing in it.
+// EmptyLayer is an empty layer.
 func (d Dirs) EmptyLayer() string { return filepath.Join(d.Root, "empty") }
 
 // Below State:
 
-// RunID has the ID of this state directory: see Run.
+// RunID is the file with the ID of this state directory (see Run).
 func (d Dirs) RunID() string { return filepath.Join(d.State, "run-id") }
 
 // Shim is the shim directory of a container or pause.
 func (d Dirs) Shim(id string) string { return filepath.Join(d.State, "c", id) }
 
-// Libcontainer has libcontainer's state.
+// Libcontainer is the directory of libcontainer's state.
 func (d Dirs) Libcontainer() string { return filepath.Join(d.State, "libcontainer") }
 
-// OCI has the state of another runtime for a pod.
+// OCI is the directory of a runtime program's state of a pod.
 func (d Dirs) OCI(podID string) string { return filepath.Join(d.State, "oci", podID) }
 
-// SharedMounts has what launchers see that were started before it was mounted.
+// SharedMounts holds the mounts of pods. Mounts made there also reach running launchers.
 func (d Dirs) SharedMounts() string { return filepath.Join(d.State, "pods") }
 
-// PodMounts has a pod's part of these.
+// PodMounts holds the mounts of one pod.
 func (d Dirs) PodMounts(podID string) string { return filepath.Join(d.SharedMounts(), podID) }
 
 // Tmpfs is the mount point of a pod's tmpfs. Its size bounds the files that containers write there.
 // They count as memory of the containers.
 func (d Dirs) Tmpfs(podID string) string { return filepath.Join(d.PodMounts(podID), "tmpfs") }
 
-// Etc has a pod's resolv.conf, hosts and hostname.
+// Etc is the directory of a pod's resolv.conf, hosts and hostname.
 func (d Dirs) Etc(podID string) string { return filepath.Join(d.Tmpfs(podID), "etc") }
 
 // Shm is a pod's /dev/shm.
 func (d Dirs) Shm(podID string) string { return filepath.Join(d.Tmpfs(podID), "shm") }
 
-// OldShm is where 0.2.0 and earlier mounted a pod's /dev/shm.
+// OldShm is a pod's /dev/shm of version 0.2.0 or earlier.
 func (d Dirs) OldShm(podID string) string { return filepath.Join(d.PodMounts(podID), "shm") }
 
-// UserNS is where a pod's user namespace is pinned.
+// UserNS is the pin of a pod's user namespace.
 func (d Dirs) UserNS(podID string) string { return filepath.Join(d.PodMounts(podID), "userns") }
 
 // Elsewhere:
 
-// netnsPrefix tells berth's network namespaces from others'.
+// netnsPrefix distinguishes berth's network namespaces from those of other programs.
 const netnsPrefix = "berth-"
 
-// NetNS is where a pod's network namespace is pinned.
+// NetNS is the pin of a pod's network namespace.
 func (d Dirs) NetNS(podID string) string { return filepath.Join(d.NetNSs, netnsPrefix+podID) }
 
-// RootPlace returns the mount point for root filesystems of containers with a user namespace. Each
+// RootPlace is the mount point for root filesystems of containers with a user namespace. Each
 // launcher mounts there in its own mount namespace, so the directory stays empty. It lies beside
-// the state directory, because libcontainer opens it as root of the user namespace. That user may
-// not traverse the state directory.
+// the state directory, because libcontainer opens it as root of the user namespace, which may not
+// traverse the state directory.
 func (d Dirs) RootPlace() string { return d.State + "-rootfs" }

@@ -13,13 +13,13 @@ func TestIDs(t *testing.T) {
 	}
 	for _, other := range []string{"", "trash", id[:63], id + "0", strings.Repeat("g", 64), "../" + id[3:]} {
 		if IsID(other) {
-			t.Errorf("%q counts as ours", other)
+			t.Errorf("%q counts as an ID", other)
 		}
 	}
 }
 
-// No place contains another one, except for a pod's mounts. Removing one place removes no other.
-func TestPlacesAreApart(t *testing.T) {
+// No path is inside another, except below a pod's mounts. Removing one path removes no other.
+func TestPathsDoNotOverlap(t *testing.T) {
 	d := Dirs{Root: "/root", State: "/state", NetNSs: "/netns"}
 	a, b := NewID(), NewID()
 	places := []string{d.EmptyLayer(), d.Trash(), d.Libcontainer(), d.RootPlace()}
@@ -29,7 +29,7 @@ func TestPlacesAreApart(t *testing.T) {
 	for i, one := range places {
 		for _, other := range places[i+1:] {
 			if one == other || strings.HasPrefix(one, other+"/") || strings.HasPrefix(other, one+"/") {
-				t.Errorf("%s and %s", one, other)
+				t.Errorf("%s and %s overlap", one, other)
 			}
 		}
 	}

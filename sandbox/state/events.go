@@ -10,14 +10,14 @@ import (
 // snapshots and never changes.
 type Event struct {
 	Type       runtimeapi.ContainerEventType
-	ID         string // of the container, or of the pod sandbox itself
+	ID         string // of the container or pod
 	At         time.Time
-	Pod        *Pod         // the last there was, if it is deleted; nil if the container had outlived it
+	Pod        *Pod         // the last snapshot of a deleted pod; nil if the container outlived its pod
 	Containers []*Container // of the pod right after the event, oldest first
 }
 
-// maxUnread is how many events are kept for a client that does not read them. A
-// node with 110 pods, all ending at once, has a tenth of that.
+// maxUnread is the number of events kept for a slow client. If all pods of a node with 110 pods end
+// at once, they cause a tenth of that number.
 const maxUnread = 8192
 
 // Events publishes the events of all pods and containers.
@@ -27,13 +27,13 @@ type Events struct {
 	containers func(podID string) []*Container
 }
 
-// NewEvents returns an Events. pod and containers find a pod, nil if it is unknown, and its
-// containers, oldest first. They are called under the feed's lock, so they must not block.
+// NewEvents returns an Events. pod finds a pod, or nil for an unknown one. containers finds its
+// containers, oldest first. Both are called under the feed's lock, so they must not block.
 func NewEvents(pod func(id string) *Pod, containers func(podID string) []*Container) *Events {
 	return &Events{feed: NewFeed[Event](maxUnread), pod: pod, containers: containers}
 }
 
-// Subscribe returns what happens from now on; the caller closes the reader. One that falls too far
+// Subscribe subscribes to future events. The caller closes the reader. A reader that falls too far
 // behind gets ErrBehind.
 func (e *Events) Subscribe() *FeedReader[Event] { return e.feed.Subscribe() }
 
@@ -50,8 +50,7 @@ func (e *Events) ContainerChanged(before, after *Container) {
 	}
 }
 
-// PodChanged is ContainerChanged for a pod: it is seen for the first time when it is
-// ready.
+// PodChanged is ContainerChanged for a pod. The first snapshot of a pod is ready.
 func (e *Events) PodChanged(before, after *Pod) {
 	switch {
 	case before == nil:
@@ -62,8 +61,8 @@ func (e *Events) PodChanged(before, after *Pod) {
 	}
 }
 
-// ContainerDeleted publishes the end of a container. last is its last snapshot; nil: it was never
-// published.
+// ContainerDeleted publishes the removal of a container. last is its last snapshot, or nil if the
+// container was never published.
 func (e *Events) ContainerDeleted(last *Container) {
 	if last != nil {
 		e.happened(runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, last.ID, last.PodID)

@@ -6,20 +6,20 @@ import (
 	"time"
 )
 
-// Published is an object that has a snapshot of its own as soon as it is published.
+// Published is an object that has a snapshot once it is published.
 type Published[Snapshot any] interface {
 	Indexed
-	Info() *Snapshot // nil until then
+	Info() *Snapshot // nil before the publication
 	Birth() Birth    // never changes
 }
 
-// Birth is what lists are sorted by.
+// Birth is the sort key of lists.
 type Birth struct {
-	At time.Time // of creation, as recorded
+	At time.Time // recorded creation time
 	ID string
 }
 
-// oldestFirst compares pods, or containers.
+// oldestFirst compares the births of two pods or two containers.
 func oldestFirst[Snapshot any, T Published[Snapshot]](a, b T) int {
 	older, younger := a.Birth(), b.Birth()
 	if order := older.At.Compare(younger.At); order != 0 {
@@ -46,7 +46,7 @@ type Lists[P Published[Pod], C Published[Container]] struct {
 	events     *Events
 }
 
-// NewLists returns the lists of these indexes, and the events that their owner publishes.
+// NewLists returns the lists of these indexes, and the Events on which the owner publishes changes.
 func NewLists[P Published[Pod], C Published[Container]](pods *Index[P],
 	containers *Index[C]) (*Lists[P, C], *Events) {
 	l := &Lists[P, C]{pods: pods, containers: containers}
@@ -54,8 +54,8 @@ func NewLists[P Published[Pod], C Published[Container]](pods *Index[P],
 	return l, l.events
 }
 
-// Pod returns the pod with that ID or unique ID prefix; NotFound, or
-// InvalidArgument where the prefix fits several.
+// Pod returns the pod with that ID or unique ID prefix. The error is NotFound, or InvalidArgument
+// for an ambiguous prefix.
 func (l *Lists[P, C]) Pod(id string) (*Pod, error) {
 	p, err := l.pods.Find(id)
 	if err != nil {
@@ -69,8 +69,8 @@ func (l *Lists[P, C]) Pods() []*Pod {
 	return infos[Pod](l.pods.Sorted(oldestFirst[Pod]))
 }
 
-// Container returns the container with that ID or unique ID prefix; NotFound, or
-// InvalidArgument where the prefix fits several.
+// Container returns the container with that ID or unique ID prefix. The error is NotFound, or
+// InvalidArgument for an ambiguous prefix.
 func (l *Lists[P, C]) Container(id string) (*Container, error) {
 	c, err := l.containers.Find(id)
 	if err != nil {
@@ -84,11 +84,11 @@ func (l *Lists[P, C]) Containers() []*Container {
 	return infos[Container](l.containers.Sorted(oldestFirst[Container]))
 }
 
-// Events subscribes to what happens to all pods and containers from now on; the
-// caller closes the reader. One that falls too far behind gets ErrBehind.
+// Events subscribes to future events of all pods and containers. The caller closes the reader. A
+// reader that falls too far behind gets ErrBehind.
 func (l *Lists[P, C]) Events() *FeedReader[Event] { return l.events.Subscribe() }
 
-// published returns the snapshot of a pod; nil if it is unknown or unpublished.
+// published returns the snapshot of a pod, or nil for an unknown or unpublished pod.
 func (l *Lists[P, C]) published(id string) *Pod {
 	p, known := l.pods.Get(id)
 	if !known {
@@ -97,8 +97,8 @@ func (l *Lists[P, C]) published(id string) *Pod {
 	return p.Info()
 }
 
-// containersOf are the pod's containers, oldest first. Events are made of it under the
-// feed's lock: only the pod's own are copied and sorted.
+// containersOf returns the pod's containers, oldest first. It runs under the feed's lock, so it
+// copies and sorts only the pod's own containers.
 func (l *Lists[P, C]) containersOf(podID string) []*Container {
 	var of []C
 	for _, c := range l.containers.Snapshot() {

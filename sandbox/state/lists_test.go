@@ -24,9 +24,8 @@ func publishedContainer(c *Container) published[Container] {
 	return published[Container]{c, Birth{c.CreatedAt, c.ID}}
 }
 
-// Lists have the oldest first, also what came or went since the last ones, and nothing that was not
-// published.
-func TestOldestFirst(t *testing.T) {
+// Lists are sorted from oldest to newest after each change, and omit unpublished objects.
+func TestListsAreSortedByAge(t *testing.T) {
 	pods, containers := NewIndex[published[Pod]]("pod"), NewIndex[published[Container]]("container")
 	l, _ := NewLists(pods, containers)
 	add := func(id string, created int64) {
@@ -50,8 +49,8 @@ func TestOldestFirst(t *testing.T) {
 	add("c", 2)
 	add("b", 1)
 	add("a", 2)
-	pods.Put("half made", published[Pod]{})
-	containers.Put("half made", published[Container]{})
+	pods.Put("unpublished", published[Pod]{})
+	containers.Put("unpublished", published[Container]{})
 	want("b", "a", "c")
 	want("b", "a", "c")
 	add("d", 0)
@@ -61,8 +60,8 @@ func TestOldestFirst(t *testing.T) {
 	want("d", "a", "c")
 }
 
-// Events are made under the feed's lock: what one costs must not grow with the other pods of the
-// node.
+// Events are created under the feed's lock, so the cost of an event must not grow with the number
+// of other pods.
 func TestContainersOfOnePod(t *testing.T) {
 	containers := NewIndex[published[Container]]("container")
 	l, _ := NewLists(NewIndex[published[Pod]]("pod"), containers)
@@ -71,7 +70,7 @@ func TestContainersOfOnePod(t *testing.T) {
 	}
 	add("young", "p", 1)
 	add("old", "p", 2)
-	containers.Put("half made", published[Container]{})
+	containers.Put("unpublished", published[Container]{})
 	infos := l.containersOf("p")
 	if len(infos) != 2 || infos[0].ID != "old" || infos[1].ID != "young" {
 		t.Fatalf("got %v", infos)
@@ -87,7 +86,7 @@ func TestContainersOfOnePod(t *testing.T) {
 	}
 	runtime.ReadMemStats(&after)
 	if bytes := (after.TotalAlloc - before.TotalAlloc) / runs; bytes >= others*8 {
-		t.Errorf("%d bytes: the others' containers are copied too", bytes)
+		t.Errorf("allocated %d bytes: containers of other pods were copied", bytes)
 	}
 }
 

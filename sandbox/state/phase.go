@@ -6,8 +6,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Phase is a step in the life of a pod or container. Only PodStatus.Move and ContainerStatus.Move
-// change it, and only along the tables below.
+// Phase is a step in the lifecycle of a pod or container. Only PodStatus.Move and
+// ContainerStatus.Move change it, and only along the tables below.
 type Phase string
 
 // Phases of a pod. Its record is written before a pod enters Starting, and again at Ready, Stopping
@@ -15,7 +15,7 @@ type Phase string
 const (
 	PodStarting Phase = "starting"  // its parts may exist on the host; no client has seen it
 	PodReady    Phase = "ready"     // its pause runs and its network is up
-	PodNotReady Phase = "not ready" // its pause has ended; its network remains until StopPodSandbox
+	PodNotReady Phase = "not ready" // its pause has exited; its network remains until StopPodSandbox
 	PodStopping Phase = "stopping"  // nothing new starts in it; network, pause and mounts are being removed
 	PodStopped  Phase = "stopped"   // only its files remain
 )
@@ -26,12 +26,12 @@ const (
 const (
 	ContainerCreating Phase = "creating" // its parts may exist on the host; no client has seen it
 	ContainerCreated  Phase = "created"
-	ContainerStarting Phase = "starting" // a launcher has the order; the shim directory records its progress
+	ContainerStarting Phase = "starting" // a launcher has the request; the shim directory records its progress
 	ContainerRunning  Phase = "running"
 	ContainerExited   Phase = "exited"
 )
 
-// Phases of both. Removing is recorded. In Removed nothing is left, the record included.
+// Phases of both. Removing is recorded. Removed means that nothing remains, not even the record.
 const (
 	Removing Phase = "removing"
 	Removed  Phase = "removed"
@@ -51,11 +51,11 @@ var podMoves = map[Phase][]Phase{
 // containerMoves are the transitions of a container.
 var containerMoves = map[Phase][]Phase{
 	ContainerCreating: {ContainerCreated, Removing},
-	// To Exited: a restart of the machine ended the pod.
+	// To Exited: a restart of the node ended the pod.
 	ContainerCreated:  {ContainerStarting, ContainerExited, Removing},
 	ContainerStarting: {ContainerRunning, ContainerExited, ContainerCreated, Removing},
-	// After a restart of the daemon: to Created if no process was ever started, to Removing if the
-	// pod's record was lost.
+	// After a restart of the daemon: to Created if no process was started, to Removing if the pod's
+	// record was lost.
 	ContainerRunning: {ContainerExited, ContainerCreated, Removing},
 	ContainerExited:  {Removing},
 	Removing:         {Removed},
@@ -75,8 +75,8 @@ func move(moves map[Phase][]Phase, object string, from, to Phase) (Phase, error)
 	return to, nil
 }
 
-// Recorded names of the phases. Earlier versions read these records too, so a phase that they lack
-// is recorded as the nearest known one. Recovery restores the difference.
+// Recorded names of the phases. Earlier versions read these records too. A phase unknown to them is
+// therefore recorded as the nearest known phase, and recovery restores the difference.
 var (
 	podRecorded = map[Phase]Phase{
 		PodStarting: "starting",
@@ -96,9 +96,8 @@ var (
 	}
 )
 
-// loadedPodPhase returns the phase that a pod's record stands for. A recorded stop may not have
-// come to its end. An unknown phase stays as it is: recovery refuses it, and the daemon does not
-// start.
+// loadedPodPhase returns the phase for a recorded pod phase. A recorded stop may be incomplete. An
+// unknown phase stays unchanged: recovery refuses it, and the daemon does not start.
 func loadedPodPhase(recorded Phase) Phase {
 	switch recorded {
 	case podRecorded[PodStopped]:
@@ -109,8 +108,8 @@ func loadedPodPhase(recorded Phase) Phase {
 	return recorded
 }
 
-// loadedContainerPhase returns the phase that a container's record stands for. published reports
-// whether its creation came to its end.
+// loadedContainerPhase returns the phase for a recorded container phase. published reports whether
+// its creation was completed.
 func loadedContainerPhase(recorded Phase, published bool) Phase {
 	if !published && recorded != Removing {
 		return ContainerCreating

@@ -14,8 +14,8 @@ var (
 	containerPhases = []Phase{ContainerCreating, ContainerCreated, ContainerStarting, ContainerRunning, ContainerExited, Removing, Removed}
 )
 
-// Each pair of phases is either a transition of the table, or refused with Internal and without a
-// change.
+// Move changes the phase for each transition of the table. It refuses all other pairs with Internal
+// and leaves the phase unchanged.
 func TestPodTransitions(t *testing.T) {
 	t.Parallel()
 	allowed := []string{
@@ -68,7 +68,7 @@ func checkMove(t *testing.T, err error, got, from, to Phase, allowed bool) {
 	}
 }
 
-// Each phase but Removed is recorded, so that the next daemon knows it.
+// Each phase but Removed has a recorded name, so that the next daemon can restore it.
 func TestEachPhaseIsRecorded(t *testing.T) {
 	t.Parallel()
 	for _, phase := range podPhases {

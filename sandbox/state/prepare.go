@@ -14,8 +14,8 @@ import (
 // Prepare makes the directories of pods and containers.
 //
 // It bind-mounts the state directory on itself as a private mount, so that mounts of a launcher
-// stay in its own mount namespace. One directory below it is shared and holds the pods' mounts:
-// later mounts there must reach the launchers that are already running.
+// stay in the launcher's mount namespace. The directory of the pods' mounts below it is shared,
+// because later mounts there must reach running launchers.
 func (d Dirs) Prepare() error {
 	failpoint.Reach("layout.make-state")
 	if err := os.MkdirAll(d.State, 0o700); err != nil {
@@ -31,12 +31,12 @@ func (d Dirs) Prepare() error {
 	} {
 		failpoint.Reach("layout.make-directory")
 		if err := os.MkdirAll(dir, 0o700); err != nil {
-			return fmt.Errorf("make state directory: %w", err)
+			return fmt.Errorf("make directory %s: %w", dir, err)
 		}
 		failpoint.Reach("layout.directory-made")
 	}
 	if err := os.MkdirAll(d.NetNSs, 0o755); err != nil {
-		return fmt.Errorf("make folder of network namespaces: %w", err)
+		return fmt.Errorf("make directory of network namespaces: %w", err)
 	}
 	failpoint.Reach("layout.netns-place-made")
 	if err := bindOnItself(d.SharedMounts(), unix.MS_SHARED); err != nil {
@@ -45,16 +45,16 @@ func (d Dirs) Prepare() error {
 	return d.prepareRootPlace()
 }
 
-// bindOnItself makes dir a mount point with the given propagation, once: an
-// earlier daemon's mount is taken over.
+// bindOnItself makes dir a mount point with the given propagation. It keeps the mount of an earlier
+// daemon.
 func bindOnItself(dir string, propagation uintptr) error {
 	real, err := filepath.EvalSymlinks(dir)
 	if err != nil {
 		return fmt.Errorf("resolve %s: %w", dir, err)
 	}
-	mounted, err := mountinfo.Mounted(real) // not by the mount table: another mount may cover this one
+	mounted, err := mountinfo.Mounted(real) // without the mount table, because another mount may cover this one
 	if err != nil {
-		return fmt.Errorf("look for a mount at %s: %w", real, err)
+		return fmt.Errorf("check for a mount at %s: %w", real, err)
 	}
 	if !mounted {
 		failpoint.Reach("layout.bind")
@@ -71,12 +71,12 @@ func bindOnItself(dir string, propagation uintptr) error {
 	return nil
 }
 
-// prepareRootPlace makes RootPlace on a private mount of its own, so that launchers' mounts do not
+// prepareRootPlace makes RootPlace on a separate private mount, so that launchers' mounts do not
 // reach the host. It must exist before the first launcher gets its mount namespace.
 func (d Dirs) prepareRootPlace() error {
 	failpoint.Reach("layout.make-root-place")
 	if err := os.MkdirAll(d.RootPlace(), 0o711); err != nil {
-		return fmt.Errorf("make place of root filesystems: %w", err)
+		return fmt.Errorf("make mount point of root filesystems: %w", err)
 	}
 	failpoint.Reach("layout.root-place-made")
 	return bindOnItself(d.RootPlace(), unix.MS_PRIVATE)

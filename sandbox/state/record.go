@@ -28,7 +28,7 @@ const (
 	runtimeVersion   = 1
 )
 
-// podRecord is a pod's Spec and Status as they are on disk.
+// podRecord is the format of a pod's Spec and Status on disk.
 type podRecord struct {
 	ID        string    `json:"id"`
 	BootID    string    `json:"bootID"`
@@ -43,7 +43,7 @@ type podRecord struct {
 	Tmpfs   bool             `json:"tmpfs,omitempty"`
 
 	CgroupsPath string           `json:"cgroupsPath"`
-	Mappings    *userns.Mappings `json:"mappings,omitempty"` // nil: the host's user namespace, or 0.2.0 or earlier made the record
+	Mappings    *userns.Mappings `json:"mappings,omitempty"` // nil: the host's user namespace, or a record of version 0.2.0 or earlier
 	NetNS       string           `json:"netns,omitempty"`
 	Network     *cni.Attachment  `json:"network,omitempty"`
 	IPRanges    [][]cni.IPRange  `json:"ipRanges,omitempty"`
@@ -55,7 +55,7 @@ type podRecord struct {
 	PauseStart uint64         `json:"pauseStart,omitempty"`
 }
 
-// containerRecord is a container's Spec and Status as they are on disk.
+// containerRecord is the format of a container's Spec and Status on disk.
 type containerRecord struct {
 	ID        string    `json:"id"`
 	PodID     string    `json:"podID"`
@@ -83,7 +83,7 @@ type containerRecord struct {
 	Exit      *Exit     `json:"exit,omitempty"`
 }
 
-// Runtime is the record of what UpdateRuntimeConfig set.
+// Runtime is the record of the settings of UpdateRuntimeConfig.
 type Runtime struct {
 	PodCIDR string `json:"podCIDR"`
 }
@@ -93,11 +93,11 @@ func OpenRuntime(root string) (*checkpoint.Dir, error) {
 	return checkpoint.OpenDir(filepath.Join(root, "runtime"), "runtime", runtimeVersion, checkpoint.Process)
 }
 
-// Records are the durable records of pods and containers. A record is on disk when a method that
-// writes it returns.
+// Records stores pods and containers durably. A record is on disk when the method that writes it
+// returns.
 type Records struct{ pods, containers *checkpoint.Dir }
 
-// OpenRecords opens the folders of records below root. begin names each write among the waits.
+// OpenRecords opens the folders of records below root. begin registers the wait for each write.
 func OpenRecords(root string, begin func(what, object string) func()) (*Records, error) {
 	pods, err := checkpoint.OpenDir(filepath.Join(root, "pods"), "pod", podVersion, checkpoint.Process)
 	if err != nil {
@@ -113,8 +113,8 @@ func OpenRecords(root string, begin func(what, object string) func()) (*Records,
 	return &Records{pods, containers}, nil
 }
 
-// WritePod records a pod. InvalidArgument for a config that cannot be encoded. The caller holds the
-// pod's lock.
+// WritePod records a pod. The error is InvalidArgument for a config that cannot be encoded. The
+// caller holds the pod's lock.
 func (r *Records) WritePod(spec *PodSpec, status *PodStatus) error {
 	rec, err := encodePod(spec, status)
 	if err != nil {
@@ -123,8 +123,8 @@ func (r *Records) WritePod(spec *PodSpec, status *PodStatus) error {
 	return r.pods.Write(spec.ID, rec)
 }
 
-// WriteContainer records a container. InvalidArgument for a config that cannot be encoded. The
-// caller holds the container's lock.
+// WriteContainer records a container. The error is InvalidArgument for a config that cannot be
+// encoded. The caller holds the container's lock.
 func (r *Records) WriteContainer(spec *ContainerSpec, status *ContainerStatus) error {
 	rec, err := encodeContainer(spec, status)
 	if err != nil {
@@ -133,10 +133,10 @@ func (r *Records) WriteContainer(spec *ContainerSpec, status *ContainerStatus) e
 	return r.containers.Write(spec.ID, rec)
 }
 
-// RemovePod and RemoveContainer remove a record. No record is no error.
+// RemovePod removes the record of a pod. A missing record is no error.
 func (r *Records) RemovePod(id string) error { return r.pods.Remove(id) }
 
-// RemoveContainer removes the record of a container.
+// RemoveContainer removes the record of a container. A missing record is no error.
 func (r *Records) RemoveContainer(id string) error { return r.containers.Remove(id) }
 
 // LoadPods reads the records of all pods. damaged lists the records that failed their checks. They
@@ -233,8 +233,8 @@ func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRe
 	}, nil
 }
 
-// decodePod decodes the record of the pod with that ID. It derives what earlier versions did not
-// record.
+// decodePod decodes the record of the pod with that ID. It derives the fields that earlier versions
+// did not record.
 func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
 	var rec podRecord
 	if err := json.Unmarshal(body, &rec); err != nil {
@@ -247,7 +247,7 @@ func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
 	if rec.ID != id || config.Metadata == nil {
 		return nil, PodStatus{}, errors.New("not the record of this pod")
 	}
-	if rec.Mappings == nil { // earlier versions derived them from the config each time they were needed
+	if rec.Mappings == nil { // earlier versions derived them from the config at each use
 		var err error
 		if rec.Mappings, err = oci.UserNamespace(config); err != nil {
 			return nil, PodStatus{}, err

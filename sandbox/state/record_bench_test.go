@@ -19,7 +19,7 @@ func recorded(b *testing.B, id string) (*ContainerSpec, *ContainerStatus) {
 		"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": "pod", "io.kubernetes.pod.namespace": "default"}}
 	process := &specs.Process{Args: []string{"/bin/main"}, Cwd: "/", Capabilities: &specs.LinuxCapabilities{}}
 	described := &specs.Spec{Version: specs.Version, Root: &specs.Root{Path: "rootfs"}, Linux: &specs.Linux{CgroupsPath: "/kubepods/" + id}}
-	for i := range 30 { // a service's variables
+	for i := range 30 { // environment of a typical service
 		variable := fmt.Sprintf("SERVICE_%d_PORT=tcp://10.0.0.1:%d", i, i)
 		process.Env = append(process.Env, variable)
 		config.Envs = append(config.Envs, &runtimeapi.KeyValue{Key: fmt.Sprintf("SERVICE_%d_PORT", i), Value: []byte("tcp://10.0.0.1:80")})
@@ -34,7 +34,7 @@ func recorded(b *testing.B, id string) (*ContainerSpec, *ContainerStatus) {
 		Image: Image{ID: "sha256:" + id, Layers: []digest.Digest{digest.FromString("layer")}}, CgroupsPath: "/kubepods/" + id}, &status
 }
 
-// A container's record is written, which is done five times in its life.
+// BenchmarkWrite writes one record. The lifecycle of a container has five writes.
 func BenchmarkWrite(b *testing.B) {
 	records, err := OpenRecords(b.TempDir(), noWait)
 	testutil.Must(b, err)
@@ -45,7 +45,7 @@ func BenchmarkWrite(b *testing.B) {
 	}
 }
 
-// A daemon that is started reads the records of 500 containers.
+// BenchmarkLoad500 reads the records of 500 containers, as at the start of a daemon.
 func BenchmarkLoad500(b *testing.B) {
 	const count = 500
 	records, err := OpenRecords(b.TempDir(), noWait)

@@ -38,7 +38,7 @@ func TestDecodePod(t *testing.T) {
 	}
 	resources := encode(t, &runtimeapi.UpdatePodSandboxResourcesRequest{Resources: shares(5)})
 	if _, status, err = decodePod("p", body(t, podRecord{ID: "p", Config: config, Resources: resources})); err != nil || status.Resources.GetResources().GetCpuShares() != 5 {
-		t.Errorf("updated: %v, %v", status.Resources, err)
+		t.Errorf("after an update: %v, %v", status.Resources, err)
 	}
 	for name, damaged := range map[string][]byte{
 		"another pod's": body(t, podRecord{ID: "q", Config: config}), "no metadata": body(t, podRecord{ID: "p"}), "no JSON": []byte("{"),
@@ -46,7 +46,7 @@ func TestDecodePod(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, _, err := decodePod("p", damaged); err == nil {
-				t.Error("it is trusted")
+				t.Error("a damaged record was decoded")
 			}
 		})
 	}
@@ -60,7 +60,7 @@ func TestDecodeContainer(t *testing.T) {
 		t.Errorf("%+v, %+v, %v", spec, status, err)
 	}
 	if _, status, err = decodeContainer("c", body(t, containerRecord{ID: "c", Config: config, Resources: encode(t, shares(5))})); err != nil || status.Resources.GetCpuShares() != 5 {
-		t.Errorf("updated: %v, %v", status.Resources, err)
+		t.Errorf("after an update: %v, %v", status.Resources, err)
 	}
 	for name, damaged := range map[string][]byte{
 		"another container's": body(t, containerRecord{ID: "d", Config: config}), "no metadata": body(t, containerRecord{ID: "c"}), "no JSON": []byte("{"),
@@ -68,14 +68,14 @@ func TestDecodeContainer(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, _, err := decodeContainer("c", damaged); err == nil {
-				t.Error("it is trusted")
+				t.Error("a damaged record was decoded")
 			}
 		})
 	}
 }
 
-// Records keep every recorded field. Phases that earlier versions lack come back as the nearest
-// recorded one.
+// Records keep every recorded field. Phases unknown to earlier versions are restored as the nearest
+// recorded phase.
 func TestRecordsRoundTrip(t *testing.T) {
 	t.Parallel()
 	for phase, want := range map[Phase]Phase{PodStarting: PodStarting, PodReady: PodReady, PodNotReady: PodReady, PodStopping: PodStopping, PodStopped: PodStopping, Removing: Removing} {
@@ -109,8 +109,8 @@ func TestRecordsRoundTrip(t *testing.T) {
 	}
 }
 
-// A record of an earlier version has no mappings: they are derived from the config, once.
-func TestMappingsOfEarlierVersion(t *testing.T) {
+// A record of an earlier version has no mappings. decodePod derives them from the config.
+func TestMappingsOfEarlierVersionAreDerived(t *testing.T) {
 	t.Parallel()
 	ids := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
 	config := encode(t, &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"},
@@ -122,13 +122,13 @@ func TestMappingsOfEarlierVersion(t *testing.T) {
 	}
 }
 
-// Each volume holds its layers under a name of its own.
-func TestHolders(t *testing.T) {
+// Each volume has a different holder.
+func TestHoldersAreUnique(t *testing.T) {
 	holders := map[string]bool{"c": true} // the container itself
 	for _, v := range []Volume{{Mount: 0}, {Mount: 1}, {Mount: 11}} {
 		for _, id := range []string{"c", "d"} {
 			if holders[v.Holder(id)] {
-				t.Errorf("%s holds twice", v.Holder(id))
+				t.Errorf("holder %s is used twice", v.Holder(id))
 			}
 			holders[v.Holder(id)] = true
 		}

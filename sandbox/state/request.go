@@ -11,7 +11,7 @@ import (
 	"berth/oci"
 )
 
-// CheckPod refuses the config of a pod that can't be.
+// CheckPod rejects the invalid config of a pod.
 func CheckPod(config *runtimeapi.PodSandboxConfig) error {
 	md := config.GetMetadata()
 	if md == nil {
@@ -21,7 +21,7 @@ func CheckPod(config *runtimeapi.PodSandboxConfig) error {
 		{"pod name", md.Name}, {"pod namespace", md.Namespace}, {"pod uid", md.Uid},
 	} {
 		if part.name == "" && part.what != "pod name" {
-			continue // static pods of tests and crictl have none; they are no less a pod
+			continue // crictl and static pods of tests have no namespace and no uid
 		}
 		if err := checkName(part.what, part.name); err != nil {
 			return err
@@ -38,7 +38,7 @@ func CheckPod(config *runtimeapi.PodSandboxConfig) error {
 	return nil
 }
 
-// CheckContainer refuses the config of a container that can't be in that pod.
+// CheckContainer rejects the invalid config of a container in that pod.
 func CheckContainer(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandboxConfig) error {
 	md := config.GetMetadata()
 	if md == nil {
@@ -52,7 +52,7 @@ func CheckContainer(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandb
 		return nil
 	}
 	if pod.GetLogDirectory() == "" {
-		return nil // crictl names a log path without a directory: no log is kept, as with other runtimes
+		return nil // crictl sets a log path without a directory; like other runtimes, berth then keeps no log
 	}
 	if !filepath.IsLocal(logPath) {
 		return errdefs.InvalidArgument("log path %q leaves the pod's log directory", logPath)
@@ -60,7 +60,7 @@ func CheckContainer(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandb
 	return nil
 }
 
-// checkName refuses names that could be taken for paths or break a log line.
+// checkName rejects names that could be mistaken for paths or break a log line.
 func checkName(what, name string) error {
 	if name == "" {
 		return errdefs.InvalidArgument("the %s is empty", what)
@@ -73,14 +73,15 @@ func checkName(what, name string) error {
 	return nil
 }
 
-// PodIdentity is what makes two requests mean the same pod. Quoted, so that no
-// name can be made to look like another's.
+// PodIdentity returns the identity of a pod: requests with the same identity mean the same pod.
+// Names are quoted, so that different pods cannot have the same identity.
 func PodIdentity(md *runtimeapi.PodSandboxMetadata) string {
 	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)",
 		md.GetName(), md.GetNamespace(), md.GetUid(), md.GetAttempt())
 }
 
-// ContainerIdentity is what makes two requests mean the same container.
+// ContainerIdentity returns the identity of a container: requests with the same identity mean the
+// same container.
 func ContainerIdentity(podID string, md *runtimeapi.ContainerMetadata) string {
 	return fmt.Sprintf("container %q (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)
 }

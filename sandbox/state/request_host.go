@@ -8,7 +8,7 @@ import (
 	"berth/oci"
 )
 
-// CheckPodResources refuses resources of a pod that no container could have, either.
+// CheckPodResources rejects resources of a pod that a container could not have.
 func CheckPodResources(overhead, resources *runtimeapi.LinuxContainerResources, facts host.Facts) error {
 	for _, r := range []*runtimeapi.LinuxContainerResources{overhead, resources} {
 		if _, err := oci.LinuxResources(r, facts); err != nil {
@@ -18,8 +18,8 @@ func CheckPodResources(overhead, resources *runtimeapi.LinuxContainerResources, 
 	return nil
 }
 
-// CheckUserNamespace refuses, with FailedPrecondition, a pod with a user namespace where there
-// can't be one.
+// CheckUserNamespace returns FailedPrecondition if a pod requests a user namespace on a host
+// without them.
 func CheckUserNamespace(config *runtimeapi.PodSandboxConfig, facts host.Facts) error {
 	mappings, err := oci.UserNamespace(config)
 	if err != nil || mappings == nil || facts.UserNamespaces {

@@ -28,17 +28,17 @@ func TestCheckPod(t *testing.T) {
 		"no config":            {nil, false},
 		"no name":              {name(""), false},
 		"no namespace, no uid": {named(func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace, c.Metadata.Uid = "", "" }), true},
-		"a path as name":       {name("../../etc"), false},
+		"path as name":         {name("../../etc"), false},
 		"a dot":                {name("."), false},
 		"two dots":             {named(func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Uid = ".." }), false},
 		"a line break":         {named(func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace = "a\nb" }), false},
 		"a delete character":   {name("a\x7fb"), false},
 		"the longest name":     {name(strings.Repeat("x", 253)), true},
-		"too long a name":      {name(strings.Repeat("x", 254)), false},
+		"name too long":        {name(strings.Repeat("x", 254)), false},
 		"absolute logs":        {named(func(c *runtimeapi.PodSandboxConfig) { c.LogDirectory = "/var/log/pods/x" }), true},
 		"relative logs":        {named(func(c *runtimeapi.PodSandboxConfig) { c.LogDirectory = "logs" }), false},
-		"a hostname":           {named(func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "web-0" }), true},
-		"no hostname":          {named(func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "web 0\n127.0.0.1 evil" }), false},
+		"valid hostname":       {named(func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "web-0" }), true},
+		"invalid hostname":     {named(func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "web 0\n127.0.0.1 evil" }), false},
 	} {
 		if err := CheckPod(test.config); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%s: %v", what, err)
@@ -46,9 +46,9 @@ func TestCheckPod(t *testing.T) {
 	}
 }
 
-// kubelet cuts a pod's own name at 63 bytes, and refuses a longer fully qualified one than 64
-// (kubelet_pods.go, util.GetNodenameForKernel).
-func TestCheckPodTakesTheHostnamesThatKubeletSends(t *testing.T) {
+// kubelet cuts a pod's hostname at 63 bytes. It rejects a fully qualified hostname of more than 64
+// bytes (kubelet_pods.go, util.GetNodenameForKernel).
+func TestCheckPodAcceptsHostnamesOfKubelet(t *testing.T) {
 	label := func(n int) string { return strings.Repeat("n", n) }
 	for what, test := range map[string]struct {
 		hostname string
@@ -56,7 +56,7 @@ func TestCheckPodTakesTheHostnamesThatKubeletSends(t *testing.T) {
 	}{
 		"none":                                 {"", true},
 		"pod name":                             {"web-0", true},
-		"pod name that was cut":                {label(63), true},
+		"truncated pod name":                   {label(63), true},
 		"pod name that is a DNS subdomain":     {"web.v1.2", true},
 		"fully qualified":                      {"web-0.shop.default.svc.cluster.local", true},
 		"fully qualified, no cluster domain":   {"web-0.shop.default.svc.", true},
@@ -85,14 +85,14 @@ func TestCheckContainer(t *testing.T) {
 		pod           *runtimeapi.PodSandboxConfig
 		ok            bool
 	}{
-		"usual":                     {"main", "main/0.log", logged, true},
-		"no log":                    {"main", "", logged, true},
-		"no name":                   {"", "main/0.log", logged, false},
-		"a slash in its name":       {"a/b", "", logged, false},
-		"a log outside":             {"main", "../other/0.log", logged, false},
-		"an absolute log":           {"main", "/etc/passwd", logged, false},
-		"a log that comes back":     {"main", "main/../0.log", logged, true},
-		"a log without a directory": {"main", "../0.log", unlogged, true}, // none is kept
+		"usual":                   {"main", "main/0.log", logged, true},
+		"no log":                  {"main", "", logged, true},
+		"no name":                 {"", "main/0.log", logged, false},
+		"a slash in its name":     {"a/b", "", logged, false},
+		"log outside":             {"main", "../other/0.log", logged, false},
+		"absolute log":            {"main", "/etc/passwd", logged, false},
+		"log path with .. inside": {"main", "main/../0.log", logged, true},
+		"no log directory":        {"main", "../0.log", unlogged, true}, // no log is kept
 	} {
 		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: test.name}, LogPath: test.logPath}
 		if err := CheckContainer(config, test.pod); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
@@ -104,8 +104,8 @@ func TestCheckContainer(t *testing.T) {
 	}
 }
 
-// No name can be made to look like another's.
-func TestIdentities(t *testing.T) {
+// Different pods have different identities, even with misleading names.
+func TestIdentitiesAreUnique(t *testing.T) {
 	pods := map[string]bool{}
 	all := []*runtimeapi.PodSandboxMetadata{
 		{Name: "a", Namespace: "b", Uid: "c", Attempt: 1}, {Name: "a", Namespace: "b", Uid: "c", Attempt: 2}, {Name: "a", Namespace: "b", Uid: "d", Attempt: 1},
@@ -119,6 +119,6 @@ func TestIdentities(t *testing.T) {
 	}
 	one, other := &runtimeapi.ContainerMetadata{Name: "a"}, &runtimeapi.ContainerMetadata{Name: "a", Attempt: 1}
 	if ContainerIdentity("p", one) == ContainerIdentity("p", other) || ContainerIdentity("p", one) == ContainerIdentity("q", one) {
-		t.Error("two containers have one identity")
+		t.Error("different containers have the same identity")
 	}
 }

@@ -14,30 +14,30 @@ import (
 	"berth/internal/safefs"
 )
 
-// Run is one life of the state directory: from the moment it was made until it is emptied. It ends
-// with the boot, and with each restart of a node that is a container itself (kind, LXC, nspawn),
-// which keeps the boot ID of its host.
+// Run is one lifetime of the state directory, from its creation until it is emptied. It ends with
+// the boot. On a node that is itself a container (kind, LXC, nspawn) it also ends with each
+// restart, while the boot ID of the host stays.
 type Run struct {
-	ID  string // random; "" if it could not be written down
-	New bool   // the state directory was empty: nothing of an earlier daemon is in it
+	ID  string // random; "" if it could not be written
+	New bool   // the state directory was empty, without state of an earlier daemon
 
 	// Adopted reports that an earlier version without IDs made the directory. Only such a run can
-	// own records without an ID. The file holds it, because an adopting daemon may be killed before
-	// it marked all records.
+	// own records without an ID. The ID file stores it, because an adopting daemon may be killed
+	// before it has marked all records.
 	Adopted bool
 }
 
-// Has reports whether a record with this ID may belong to the run. Earlier versions record no ID.
+// Has reports whether a record with this ID can belong to the run. Earlier versions recorded no ID.
 func (r Run) Has(id string) bool { return id == r.ID || id == "" && r.Adopted }
 
 const (
-	// maxRunID is more than the file has, in bytes.
+	// maxRunID bounds the size of the ID file in bytes.
 	maxRunID = 64
-	// adopted follows the ID in the file of a directory that was adopted.
+	// adopted follows the ID in the file of an adopted directory.
 	adopted = "adopted"
 )
 
-// ReadRun returns the run of the state directory, without an ID if it has none. It changes nothing.
+// ReadRun returns the run of the state directory, without an ID if the file is missing.
 func (d Dirs) ReadRun() (Run, error) {
 	data, err := safefs.ReadHostFile(d.RunID(), maxRunID)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -50,9 +50,9 @@ func (d Dirs) ReadRun() (Run, error) {
 	return Run{ID: id, Adopted: mark == adopted}, nil
 }
 
-// OpenRun returns the run of the state directory, which must exist. It writes a new ID where there
-// is none; call it before Prepare. A directory of an earlier version has no ID, but folders: it is
-// adopted, and not new. On a filesystem that is full or read-only the ID stays empty.
+// OpenRun returns the run of the state directory, which must exist. It writes a new ID if the file
+// is missing. Call it before Prepare, because a directory without an ID but with subdirectories is
+// adopted from an earlier version. On a full or read-only filesystem the ID stays empty.
 func (d Dirs) OpenRun() (Run, error) {
 	run, err := d.ReadRun()
 	if err != nil || run.ID != "" {
@@ -62,7 +62,7 @@ func (d Dirs) OpenRun() (Run, error) {
 	run.New = errors.Is(err, fs.ErrNotExist)
 	run.Adopted = !run.New
 	if err != nil && !run.New {
-		return Run{}, fmt.Errorf("look at the state directory: %w", err)
+		return Run{}, fmt.Errorf("stat the shim directories: %w", err)
 	}
 	run.ID = rand.Text()
 	err = d.writeRun(run)
@@ -76,7 +76,7 @@ func (d Dirs) OpenRun() (Run, error) {
 	return run, nil
 }
 
-// writeRun puts a file in place that has the whole ID.
+// writeRun writes the ID file atomically.
 func (d Dirs) writeRun(run Run) error {
 	content, draft := run.ID+"\n", d.RunID()+".tmp"
 	if run.Adopted {
@@ -94,14 +94,14 @@ func (d Dirs) writeRun(run Run) error {
 	return err
 }
 
-// HasState reports whether the state directory holds anything of the object's launch.
+// HasState reports whether the state directory contains a launch of the object.
 func (d Dirs) HasState(id string) (bool, error) {
 	_, err := os.Lstat(d.Shim(id))
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("look for the shim directory of %s: %w", id, err)
+		return false, fmt.Errorf("stat the shim directory of %s: %w", id, err)
 	}
 	return true, nil
 }

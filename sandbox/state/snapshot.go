@@ -11,14 +11,14 @@ import (
 	"berth/oci"
 )
 
-// Pod is a snapshot of a pod: its Spec and its Status at a moment. It never changes.
+// Pod is an immutable snapshot of a pod: its Spec and a copy of its Status.
 type Pod struct {
 	*PodSpec
 	PodStatus
 	Listed *Answer
 }
 
-// Snapshot returns the pod as it is now. The caller holds the pod's lock.
+// Snapshot returns a snapshot of the pod. The caller holds the pod's lock.
 func (s *PodStatus) Snapshot(spec *PodSpec) *Pod {
 	p := &Pod{PodSpec: spec, PodStatus: *s, Listed: new(Answer)}
 	if s.phase != PodReady {
@@ -38,14 +38,14 @@ func (p *Pod) ShownConfig() *runtimeapi.PodSandboxConfig {
 	return p.Config
 }
 
-// Container is a snapshot of a container: its Spec and its Status at a moment. It never changes.
+// Container is an immutable snapshot of a container: its Spec and a copy of its Status.
 type Container struct {
 	*ContainerSpec
 	ContainerStatus
 	Listed *Answer
 }
 
-// Snapshot returns the container as it is now. pid and startedAt describe the init of a running
+// Snapshot returns a snapshot of the container. pid and startedAt describe the init of a running
 // container. The caller holds the container's lock.
 func (s *ContainerStatus) Snapshot(spec *ContainerSpec, pid int, startedAt time.Time) *Container {
 	c := &Container{ContainerSpec: spec, ContainerStatus: *s, Listed: new(Answer)}
@@ -59,7 +59,7 @@ func (s *ContainerStatus) Snapshot(spec *ContainerSpec, pid int, startedAt time.
 	return c
 }
 
-// State returns the container's state as CRI names it.
+// State returns the CRI state of the container.
 func (c *Container) State() runtimeapi.ContainerState {
 	switch c.phase {
 	case ContainerCreating, ContainerCreated, ContainerStarting:
@@ -70,7 +70,7 @@ func (c *Container) State() runtimeapi.ContainerState {
 	return runtimeapi.ContainerState_CONTAINER_EXITED
 }
 
-// Ended returns how the container ended; the zero Exit unless it has.
+// Ended returns the container's exit, or the zero Exit before it.
 func (c *Container) Ended() Exit {
 	if c.Exit == nil {
 		return Exit{}
@@ -81,13 +81,13 @@ func (c *Container) Ended() Exit {
 // ImageRef returns the image's name@digest at the container's creation, or its ID.
 func (c *Container) ImageRef() string { return cmp.Or(c.Image.Ref, c.Image.ID) }
 
-// StopSignal returns the signal that asks the container to stop.
+// StopSignal returns the stop signal of the container.
 func (c *Container) StopSignal() runtimeapi.Signal {
 	return oci.CRISignal(oci.StopSignal(c.Config.GetStopSignal(), c.Image.Config.StopSignal))
 }
 
-// Mounts returns the config's mounts. Those of images have the image IDs, which kubelet shows in
-// the pod's status (KEP-5365).
+// Mounts returns the config's mounts. Image mounts have the image IDs, which kubelet shows in the
+// pod's status (KEP-5365).
 func (c *Container) Mounts() []*runtimeapi.Mount {
 	mounts := slices.Clone(c.Config.GetMounts())
 	for _, v := range c.Volumes {

@@ -11,8 +11,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// A pause's process ID is shown only while the pod is ready.
-func TestPodSnapshots(t *testing.T) {
+// A snapshot has the pause's process ID only while the pod is ready.
+func TestPodSnapshotHidesStoppedPause(t *testing.T) {
 	t.Parallel()
 	spec := &PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "h"}}
 	for _, phase := range []Phase{PodStarting, PodReady, PodNotReady, PodStopping, PodStopped, Removing, Removed} {
@@ -28,7 +28,7 @@ func TestPodSnapshots(t *testing.T) {
 				t.Error("the snapshot or the config was changed")
 			}
 			if shown := status.Snapshot(spec).ShownConfig(); shown.Linux.Resources.CpuShares != 5 || shown.Hostname != "h" {
-				t.Errorf("after an update the config is %v", shown)
+				t.Errorf("shown config after an update: %v", shown)
 			}
 		})
 	}
@@ -69,7 +69,7 @@ func TestContainerSnapshots(t *testing.T) {
 	}
 }
 
-// Each visible step between snapshots is published once. An invisible one is not published.
+// Each visible step between snapshots is published once. Invisible steps are not published.
 func TestEvents(t *testing.T) {
 	in := func(phase Phase) *Container {
 		return &Container{ContainerSpec: &ContainerSpec{ID: "c", PodID: "p"}, ContainerStatus: NewContainerStatus(phase)}
@@ -90,10 +90,10 @@ func TestEvents(t *testing.T) {
 
 	events.PodChanged(nil, pod)
 	events.ContainerChanged(nil, created)
-	events.ContainerChanged(created, created) // its limits were changed
+	events.ContainerChanged(created, created) // only its limits changed
 	events.ContainerChanged(created, running)
 	events.ContainerChanged(running, exited)
-	events.ContainerDeleted(nil) // it was never published
+	events.ContainerDeleted(nil) // never published
 	events.ContainerDeleted(exited)
 	events.ContainerDeleted(&Container{ContainerSpec: &ContainerSpec{ID: "d", PodID: "gone"}})
 	events.PodChanged(pod, pod)
@@ -112,7 +112,7 @@ func TestEvents(t *testing.T) {
 		{runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, "c", true},
 		{runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, "c", true},
 		{runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, "c", true},
-		{runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, "d", false}, // it had outlived its pod
+		{runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, "d", false}, // outlived its pod
 		{runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, "p", true},
 		{runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, "p", true},
 	} {
@@ -124,7 +124,7 @@ func TestEvents(t *testing.T) {
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
 	if more, err := reader.Next(ended); err == nil {
-		t.Errorf("one event too many: %v of %s", more.Type, more.ID)
+		t.Errorf("unexpected event: %v of %s", more.Type, more.ID)
 	}
 }
 

@@ -16,16 +16,16 @@ import (
 	"berth/oci"
 )
 
-// MakeSources makes the missing source directories of a container's mounts. The CRI requires a
-// refusal. But kubelet leaves a hostPath without a type to the runtime, containerd and CRI-O make
-// it, and workloads rely on that. Like theirs, the directories stay. It follows no dangling link.
-// It makes nothing after ctx has ended: with a hanging volume that may be long after the
-// container's removal.
+// MakeSources creates missing source directories of a container's mounts. The CRI asks for an
+// error. But kubelet leaves a hostPath without a type to the runtime, containerd and CRI-O create
+// it, and workloads rely on that. Like theirs, the directories stay. MakeSources follows no
+// dangling link. After ctx has ended it creates nothing, because with a hanging volume that may be
+// long after the container's removal.
 func MakeSources(ctx context.Context, config *runtimeapi.ContainerConfig) error {
 	for _, m := range config.GetMounts() {
 		source := m.GetHostPath()
 		if oci.IsImageVolume(m) || !path.IsAbs(source) || strings.IndexByte(source, 0) >= 0 {
-			continue // refused by who looks at it closely
+			continue // later checks reject the mount
 		}
 		if _, err := os.Lstat(source); !errors.Is(err, fs.ErrNotExist) {
 			continue

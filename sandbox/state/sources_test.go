@@ -13,21 +13,21 @@ import (
 	"berth/internal/testutil"
 )
 
-// Nothing is made for a container that was given up while a look at a volume hung.
-func TestMakeSourcesInTime(t *testing.T) {
+// A cancelled creation creates no directory after a look-up of a volume hung.
+func TestMakeSourcesStopsWithContext(t *testing.T) {
 	dir := t.TempDir()
 	source := filepath.Join(dir, "a", "b")
 	config := &runtimeapi.ContainerConfig{Mounts: []*runtimeapi.Mount{{HostPath: dir}, {HostPath: source}}}
-	late, end := context.WithCancel(t.Context())
-	end()
-	if err := MakeSources(late, config); !errors.Is(err, context.Canceled) {
-		t.Errorf("late: %v", err)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := MakeSources(ctx, config); !errors.Is(err, context.Canceled) {
+		t.Errorf("after cancellation: %v", err)
 	}
 	if _, err := os.Lstat(filepath.Dir(source)); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("it was made: %v", err)
+		t.Errorf("the source was created: %v", err)
 	}
 	testutil.Must(t, MakeSources(t.Context(), config))
 	if info, err := os.Lstat(source); err != nil || !info.IsDir() {
-		t.Errorf("it was not made: %v", err)
+		t.Errorf("the source was not created: %v", err)
 	}
 }

@@ -14,43 +14,43 @@ import (
 	"berth/sandbox/handler"
 )
 
-// PodSpec holds the decisions of a pod's planning. It never changes, so any goroutine may read it.
+// PodSpec holds the planned properties of a pod. It never changes, so any goroutine may read it.
 type PodSpec struct {
 	ID          string
-	BootID      string // of the boot that it was planned in
+	BootID      string // of the boot at planning
 	CreatedAt   time.Time
 	Config      *runtimeapi.PodSandboxConfig // as kubelet sent it
-	Handler     string                       // name of the runtime handler that was asked for
+	Handler     string                       // requested runtime handler
 	Runtime     *handler.Runtime             // nil: libcontainer
-	Tmpfs       bool                         // its files and /dev/shm are on a tmpfs; false: berth 0.2.0 or earlier made it
+	Tmpfs       bool                         // its files and /dev/shm are on a tmpfs; false: made by version 0.2.0 or earlier
 	CgroupsPath string                       // as in the runtime-spec
 	NetNS       string                       // path of its network namespace; empty: the host's
 	IPRanges    [][]cni.IPRange              // from the node's pod CIDR
 	Mappings    *userns.Mappings             // of its user namespace; nil: the host's
-	Labels      confine.Labels               // SELinux; containers without options of their own share them
+	Labels      confine.Labels               // SELinux; containers without SELinux options share them
 	PauseImage  *Image                       // nil: the embedded pause
 }
 
 func (s *PodSpec) String() string { return "pod " + s.ID }
 
-// Sandboxed reports whether the pod's containers run where the node cannot see them.
+// Sandboxed reports whether the node cannot see the processes of the pod's containers.
 func (s *PodSpec) Sandboxed() bool { return s.Runtime.IsSandboxed() }
 
-// HasCgroup reports whether the pod has a cgroup of its own, the parent of its containers' cgroups.
+// HasCgroup reports whether the pod has a cgroup, the parent of its containers' cgroups.
 func (s *PodSpec) HasCgroup() bool { return s.Config.GetLinux().GetCgroupParent() != "" }
 
-// Identity is what makes two requests mean the same pod.
+// Identity returns the pod's identity (see PodIdentity).
 func (s *PodSpec) Identity() string { return PodIdentity(s.Config.GetMetadata()) }
 
-// ContainerSpec holds the decisions of a container's planning. It never changes, so any goroutine
-// may read it.
+// ContainerSpec holds the planned properties of a container. It never changes, so any goroutine may
+// read it.
 type ContainerSpec struct {
 	ID, PodID   string
-	BootID      string // of the boot that it was planned in
+	BootID      string // of the boot at planning
 	CreatedAt   time.Time
 	Config      *runtimeapi.ContainerConfig // as kubelet sent it
 	Image       Image
-	Volumes     []Volume // images that are mounted as volumes
+	Volumes     []Volume // image volumes
 	Project     uint32   // quota project of the writable layer; 0: none
 	CgroupsPath string   // as in the runtime-spec
 	LogPath     string   // absolute; empty: no log is kept
@@ -59,13 +59,13 @@ type ContainerSpec struct {
 
 func (s *ContainerSpec) String() string { return "container " + s.ID }
 
-// Identity is what makes two requests mean the same container.
+// Identity returns the container's identity (see ContainerIdentity).
 func (s *ContainerSpec) Identity() string { return ContainerIdentity(s.PodID, s.Config.GetMetadata()) }
 
 // Image is a container's copy of its image's data. The image may be removed before the container.
 type Image struct {
 	ID     string              `json:"id"`
-	Ref    string              `json:"ref,omitempty"` // name@digest; empty: the image had none, or berth 0.2.0 or earlier made the record
+	Ref    string              `json:"ref,omitempty"` // name@digest; empty: the image had no name, or the record is of version 0.2.0 or earlier
 	Layers []digest.Digest     `json:"layers"`
 	Config ocispec.ImageConfig `json:"config"`
 }
@@ -78,8 +78,8 @@ type Volume struct {
 	Layers  []digest.Digest `json:"layers"`
 }
 
-// Holder is the name under which the layers are held for a container. Each volume has its own,
-// because a holder holds the layers of one image.
+// Holder returns the name under which a container holds the volume's layers. Each volume needs a
+// different holder, because a holder holds the layers of one image.
 func (v Volume) Holder(containerID string) string {
 	return fmt.Sprintf("%s volume %d", containerID, v.Mount)
 }

@@ -14,8 +14,8 @@ import (
 	"berth/oci/users"
 )
 
-// Locked holds a value that only the holder of an object's lock can reach. One operation at a time
-// holds the lock. A caller waits for it with a deadline, and the wait shows in verbose Status.
+// Locked holds a value that only the holder of an object's lock can access. One operation at a time
+// holds the lock. Others wait for it with a deadline, and verbose Status lists the wait.
 type Locked[T any] struct {
 	lock  task.Lock
 	value *T
@@ -41,20 +41,19 @@ func (l *Locked[T]) Take(
 	return l.value, release, nil
 }
 
-// Unshared returns the value without the lock. It is for the time before any other goroutine can
-// reach the object.
+// Unshared returns the value without the lock, before any other goroutine can reach the object.
 func (l *Locked[T]) Unshared() *T { return l.value }
 
-// PodStatus is what changes about a pod. It belongs to the holder of the pod's lock.
+// PodStatus holds the mutable properties of a pod. Access needs the pod's lock.
 type PodStatus struct {
 	phase      Phase
 	RunID      string                                       // of the state directory (see Run); empty in records of earlier versions
 	Resources  *runtimeapi.UpdatePodSandboxResourcesRequest // of the last update; nil: as in the config
 	Network    *cni.Attachment                              // set before CNI ADD, cleared after DEL
-	IPs        []string                                     // primary first; none with the host's network
+	IPs        []string                                     // primary address first; empty with the host's network
 	PausePID   int
 	PauseStart uint64 // start time of the pause, in clock ticks
-	Presented  bool   // plugins were asked about it; not recorded
+	Presented  bool   // plugins were called with it; not recorded
 
 	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
 }
@@ -65,14 +64,14 @@ func NewPodStatus(phase Phase) PodStatus { return PodStatus{phase: phase} }
 // Phase returns the pod's phase.
 func (s *PodStatus) Phase() Phase { return s.phase }
 
-// Move changes the phase. The error is Internal where the table of transitions lacks this one.
+// Move changes the phase. The error is Internal for a transition that the table lacks.
 func (s *PodStatus) Move(to Phase) (err error) {
 	s.phase, err = move(podMoves, "a pod", s.phase, to)
 	return err
 }
 
-// SetResources replaces the pod's resources. It does not change config, because a retry of
-// RunPodSandbox is recognized by it.
+// SetResources replaces the pod's resources. It does not modify config, because the fingerprint of
+// config identifies retries of RunPodSandbox.
 func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig,
 	update *runtimeapi.UpdatePodSandboxResourcesRequest) {
 	s.Resources, s.shown = update, nil
@@ -86,24 +85,23 @@ func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig,
 	s.shown.Linux.Overhead, s.shown.Linux.Resources = update.GetOverhead(), update.GetResources()
 }
 
-// ContainerStatus is what changes about a container. It belongs to the holder of the container's
-// lock.
+// ContainerStatus holds the mutable properties of a container. Access needs the container's lock.
 type ContainerStatus struct {
 	phase     Phase
 	RunID     string                              // of the state directory, as in PodStatus
-	Resources *runtimeapi.LinuxContainerResources // in force; replaced, never changed
+	Resources *runtimeapi.LinuxContainerResources // in force; replaced, never modified
 	Limits    *nri.Limits                         // in force, set by plugins
 
 	// The creation sets these before the container is published. They do not change afterwards.
 	User       users.User
-	Adjustment *nri.Adjustment // what plugins changed
-	Process    *specs.Process  // execs derive from it; nil until the creation has ended
-	Described  *specs.Spec     // what plugins see besides Process
+	Adjustment *nri.Adjustment // changes by plugins
+	Process    *specs.Process  // template of execs; nil until the creation is complete
+	Described  *specs.Spec     // shown to plugins besides Process
 
-	StartedAt time.Time // the start began; of a snapshot of a running container: its init was started
+	StartedAt time.Time // of the StartContainer call; in a snapshot of a running container: of its init
 	Exit      *Exit     // nil unless it has exited
 	PID       int       // of the init, on the host; 0 unless it runs; not recorded
-	Presented bool      // plugins were asked about it; not recorded
+	Presented bool      // plugins were called with it; not recorded
 }
 
 // NewContainerStatus returns the status of a container in that phase.
@@ -112,13 +110,13 @@ func NewContainerStatus(phase Phase) ContainerStatus { return ContainerStatus{ph
 // Phase returns the container's phase.
 func (s *ContainerStatus) Phase() Phase { return s.phase }
 
-// Move changes the phase. The error is Internal where the table of transitions lacks this one.
+// Move changes the phase. The error is Internal for a transition that the table lacks.
 func (s *ContainerStatus) Move(to Phase) (err error) {
 	s.phase, err = move(containerMoves, "a container", s.phase, to)
 	return err
 }
 
-// Exit is the result of a container.
+// Exit describes the exit of a container.
 type Exit struct {
 	Code       int32     `json:"code"`
 	Reason     string    `json:"reason"`
@@ -134,7 +132,7 @@ const (
 	ReasonOOMKilled  = "OOMKilled"
 	ReasonStartError = "StartError"
 	ReasonShimLost   = "ShimLost" // the shim was killed, so the exit code is unknown
-	ReasonUnknown    = "Unknown"  // the machine went down
+	ReasonUnknown    = "Unknown"  // the node was restarted
 )
 
 // CodeUnknown is the exit code of an unobserved exit. Other runtimes report the same.

@@ -17,16 +17,15 @@ import (
 	"berth/cni"
 )
 
-// Stage is how far a record says that its object has got.
+// Stage is the progress of an object according to its record.
 type Stage string
 
-// The stages. Of an object that is being made or removed anything that its record names
-// may exist or not.
+// The stages. While an object is being made or removed, each of its recorded parts may be missing.
 const (
-	BeingMade    Stage = "being made" // it was never reported
+	BeingMade    Stage = "being made" // no client has its ID
 	Created      Stage = "created"    // a container that was not started
-	Running      Stage = "running"    // a ready pod, or a started container; its shim directory shows whether it still runs
-	Ended        Stage = "ended"      // a pod that was stopped, a container that has exited
+	Running      Stage = "running"    // a ready pod, or a started container, which may have exited since
+	Ended        Stage = "ended"      // a stopped pod or an exited container
 	BeingRemoved Stage = "being removed"
 )
 
@@ -55,12 +54,12 @@ type FoundPod struct {
 	RunID       string // "": an earlier version wrote the record
 	Stage       Stage
 	Config      *runtimeapi.PodSandboxConfig
-	Program     bool   // an OCI runtime's program runs it, not libcontainer
+	Program     bool   // a runtime program runs it, not libcontainer
 	CgroupsPath string // as in the runtime-spec
-	NetNS       string // where its network namespace is pinned; "": it has none of its own
-	UserNS      string // where its user namespace is pinned; "": it has none of its own
-	Tmpfs       string // where its tmpfs is mounted; "": it has none
-	Etc         string // the directory of its resolv.conf, hosts and hostname
+	NetNS       string // pin of its network namespace; "": the node's
+	UserNS      string // pin of its user namespace; "": the node's
+	Tmpfs       string // mount point of its tmpfs; "": no tmpfs
+	Etc         string // directory of its resolv.conf, hosts and hostname
 	Network     *cni.Attachment
 	IPs         []string
 	PausePID    int
@@ -78,8 +77,8 @@ type FoundContainer struct {
 	Config      *runtimeapi.ContainerConfig
 	CgroupsPath string // as in the runtime-spec
 	ImageID     string
-	ImageRef    string          // what answers have as image_ref
-	Layers      []digest.Digest // held for it: its image's and its image volumes'
+	ImageRef    string          // image_ref of CRI answers
+	Layers      []digest.Digest // held for its image and image volumes
 }
 
 // Found holds the contents of all records below a root directory.
@@ -89,7 +88,7 @@ type Found struct {
 	Surveys    []checkpoint.Survey // of all folders
 }
 
-// Inspect reads the records below root, also of a running daemon, and changes nothing.
+// Inspect reads the records below root without changing them, even of a running daemon.
 func Inspect(root, state string) (*Found, error) {
 	dirs := Dirs{Root: root, State: state}
 	r := &Found{Pods: map[string]*FoundPod{}, Containers: map[string]*FoundContainer{}}
@@ -113,7 +112,7 @@ func Inspect(root, state string) (*Found, error) {
 	return r, nil
 }
 
-// IDs returns the IDs of all recorded pods and containers, also of damaged records.
+// IDs returns the IDs of all recorded pods and containers, including damaged records.
 func IDs(root string) ([]string, error) {
 	var ids []string
 	for _, folder := range []string{"pods", "containers"} {
@@ -130,8 +129,8 @@ func IDs(root string) ([]string, error) {
 	return ids, nil
 }
 
-// PodCIDR returns the recorded pod CIDR, also of a running daemon; empty if there is none or the
-// record is damaged.
+// PodCIDR returns the recorded pod CIDR, even of a running daemon. It is empty without a record or
+// for a damaged record.
 func PodCIDR(root string) (cidr string, err error) {
 	_, err = checkpoint.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion,
 		func(_ string, _ int, body []byte) error {
@@ -163,7 +162,7 @@ func (r *Found) addPod(dirs Dirs, name string, body []byte) error {
 		Stage:       podStages[status.phase],
 	}
 	if p.Stage == "" {
-		return errors.New("its phase is unknown")
+		return errors.New("the recorded phase is unknown")
 	}
 	if spec.Mappings != nil {
 		p.UserNS = dirs.UserNS(p.ID)
@@ -201,7 +200,7 @@ func (r *Found) addContainer(name string, _ int, body []byte) error {
 		Stage:       containerStages[status.phase],
 	}
 	if c.Stage == "" {
-		return errors.New("its phase is unknown")
+		return errors.New("the recorded phase is unknown")
 	}
 	for _, v := range spec.Volumes {
 		c.Layers = append(c.Layers[:len(c.Layers):len(c.Layers)], v.Layers...)

@@ -32,7 +32,7 @@ func TestInspect(t *testing.T) {
 		testutil.Must(t, records.pods.Write(rec.ID, rec))
 	}
 	containers := map[Phase]Stage{ContainerCreated: BeingMade, ContainerStarting: BeingMade, ContainerExited: BeingMade, Removing: BeingRemoved}
-	for phase := range containers { // without a process they were never reported
+	for phase := range containers { // without a process they were never published
 		rec := containerRecord{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
 		testutil.Must(t, records.containers.Write(rec.ID, rec))
 	}
@@ -42,7 +42,7 @@ func TestInspect(t *testing.T) {
 	for phase, stage := range pods {
 		p := got.Pods[string(phase)]
 		tmpfs, etc := dirs.Tmpfs(string(phase)), dirs.Etc(string(phase))
-		if phase == PodStopped { // of an earlier version
+		if phase == PodStopped { // a phase of an earlier version
 			tmpfs, etc = dirs.OldShm(string(phase)), dirs.PodFiles(string(phase))
 		}
 		if p == nil || p.Stage != stage || p.BootID != "boot" || p.NetNS != "/run/netns/berth-x" || p.Network.Network != "net" || p.IPs[0] != "10.0.0.2" ||
