@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -17,28 +18,27 @@ import (
 	"berth/shim/proto"
 )
 
-// The test binary is also a daemon that launches one container and then waits to
-// be killed.
+// The test binary is also a daemon, which launches one container and waits until it is killed.
 func init() {
 	if len(os.Args) == 2 && os.Args[1] == "daemon" {
 		os.Exit(daemon())
 	}
 }
 
-type daemonOrder struct {
+// daemonInput is what a daemon reads from its standard input.
+type daemonInput struct {
 	Config  Config
 	Request *proto.Launch
 }
 
 func daemon() int {
-	var order daemonOrder
-	if err := json.NewDecoder(os.Stdin).Decode(&order); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	l, err := New(order.Config)
+	var in daemonInput
+	err := json.NewDecoder(os.Stdin).Decode(&in)
 	if err == nil {
-		_, err = l.Launch(context.Background(), order.Request)
+		var l *Launchers
+		if l, err = New(in.Config); err == nil {
+			_, err = l.Launch(context.Background(), in.Request)
+		}
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -48,12 +48,10 @@ func daemon() int {
 	select {}
 }
 
-// TestDaemonDiesDuringLaunch kills a daemon at several points of a launch. Either
-// the container runs then and everything says so, or nothing is left.
+// TestDaemonDiesDuringLaunch kills a daemon at several points of a launch. Afterwards either the
+// container runs and has its record and monitor, or nothing is left of it.
 func TestDaemonDiesDuringLaunch(t *testing.T) {
-	e := newEnv(t)
-	e.until("its own launcher is there", func() bool { return countCommand("berth-shim\x00launcher") == 1 })
-	for i, point := range []struct{ name, file string }{
+	for _, point := range []struct{ name, file string }{
 		{"rootfs", "c/rootfs"},
 		{"socket", "c/sock"},
 		{"shim record", "c/shim"},
@@ -61,29 +59,26 @@ func TestDaemonDiesDuringLaunch(t *testing.T) {
 		{"exec fifo", "libcontainer/c/exec.fifo"},
 		{"state", "libcontainer/c/state.json"},
 		{"log", "c/log"},
-		{"the end", ""},
+		{"launched", ""},
 	} {
-		dir := filepath.Join(e.dir, itoa(i))
-		if err := os.Mkdir(dir, 0o700); err != nil {
-			t.Fatal(err)
-		}
-		running := e.killDaemon(dir, point.file)
-		t.Logf("killed at %s: the container is running: %v", point.name, running)
-		if point.file == "" && !running {
-			t.Error("the container did not survive the daemon")
-		}
+		t.Run(point.name, func(t *testing.T) {
+			e := newEnv(t, func(c *Config) { c.Idle = 0 }) // no launchers besides the daemon's
+			running := e.killDaemon(point.file)
+			t.Logf("the container is running: %v", running)
+			if point.file == "" && !running {
+				t.Error("the container did not survive the daemon")
+			}
+		})
 	}
 }
 
-// killDaemon runs a daemon that launches container "c" in dir. It kills the daemon when a file
-// exists, checks what is left and returns whether the container runs.
-func (e *env) killDaemon(dir, file string) (running bool) {
+// killDaemon runs a daemon that launches container "c". It kills the daemon when a file exists, or
+// after the launch, checks what is left and returns whether the container runs.
+func (e *env) killDaemon(file string) (running bool) {
 	e.Helper()
-	sub := &env{T: e.T, ctx: e.ctx, dir: dir, layer: e.layer, cfg: e.cfg}
-	sub.cfg.StateRoot = filepath.Join(dir, "libcontainer")
-	order := daemonOrder{Config: sub.cfg, Request: sub.request("c", "exec sleep 1000")}
-	order.Config.Log = nil
-	input, err := json.Marshal(order)
+	in := daemonInput{Config: e.cfg, Request: e.request("c", "exec sleep 1000")}
+	in.Config.Idle, in.Config.Log = 1, nil
+	input, err := json.Marshal(in)
 	if err != nil {
 		e.Fatal(err)
 	}
@@ -102,34 +97,31 @@ func (e *env) killDaemon(dir, file string) (running bool) {
 			e.Fatal(err)
 		}
 	} else {
-		exists := func(name string) bool { return unix.Access(filepath.Join(dir, name), unix.F_OK) == nil }
-		// The FIFO is there for some milliseconds only; the log comes after it.
-		e.until(file+" is there", func() bool { return exists(file) || exists("c/log") })
+		exists := func(name string) bool { return unix.Access(filepath.Join(e.dir, name), unix.F_OK) == nil }
+		// The FIFO exists for some milliseconds only. The log is created later and stays.
+		e.until(file+" exists", func() bool { return exists(file) || exists("c/log") })
 	}
 	if err := cmd.Process.Kill(); err != nil {
 		e.Fatal(err)
 	}
 	_ = cmd.Wait() // killed
-	running = sub.outcome(order.Request)
-	e.until("orphans are reaped", func() bool { reapOrphans(); return zombies() == 0 })
+	running = e.outcome(in.Request)
+	e.awaitNoLaunchers()
 	return running
 }
 
-// outcome waits until the dead daemon's launchers are monitors or gone.
+// outcome checks what a dead daemon has left, and removes it.
 func (e *env) outcome(req *proto.Launch) (running bool) {
 	e.Helper()
-	e.until("launchers have come to an end", func() bool {
-		reapOrphans()
-		return countCommand("berth-shim\x00launcher") == 1 // the environment's own
-	})
+	e.awaitNoLaunchers()
 	rec, err := ReadShim(req.Dir)
 	if err != nil {
 		e.nothingLeft(req)
 		return false
 	}
 	if rec.InitPID == 0 {
-		// The daemon recorded the launcher and died before it sent the order. The next daemon
-		// removes the record.
+		// The daemon recorded the launcher and died before it sent the launch request. The next
+		// daemon removes the record.
 		if err := os.Remove(filepath.Join(req.Dir, proto.ShimFile)); err != nil {
 			e.Fatal(err)
 		}
@@ -155,33 +147,29 @@ func (e *env) outcome(req *proto.Launch) (running bool) {
 	return true
 }
 
-// reapOrphans does what process 1 has to do: a dead daemon's children are ours. The
-// pool's launchers are left alone; they are running.
-func reapOrphans() {
-	for {
-		pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil)
-		if pid <= 0 && !errors.Is(err, unix.EINTR) {
-			return
+// awaitNoLaunchers waits until a dead daemon's launchers are monitors or have exited. It reaps them
+// meanwhile: this process is process 1.
+func (e *env) awaitNoLaunchers() {
+	e.Helper()
+	e.until("launchers are monitors or have exited", func() bool {
+		for {
+			pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil)
+			if pid <= 0 && !errors.Is(err, unix.EINTR) {
+				break
+			}
 		}
-	}
+		return countLaunchers() == 0
+	})
 }
 
-func zombies() int {
+// countLaunchers includes the processes between fork and execve, which still have the daemon's
+// arguments, those within execve, which have none, and zombies, which have none either.
+func countLaunchers() int {
 	n := 0
-	stats, _ := filepath.Glob("/proc/[0-9]*/stat")
-	for _, s := range stats {
-		if data, err := os.ReadFile(s); err == nil && strings.Contains(string(data), ") Z ") {
-			n++
-		}
-	}
-	return n
-}
-
-func countCommand(prefix string) int {
-	n := 0
-	lines, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, l := range lines {
-		if data, err := os.ReadFile(l); err == nil && strings.HasPrefix(string(data), prefix) {
+	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, f := range files {
+		args, err := os.ReadFile(f)
+		if err == nil && (len(args) == 0 || bytes.HasPrefix(args, []byte("berth-shim\x00launcher")) || bytes.HasSuffix(args, []byte("\x00daemon\x00"))) {
 			n++
 		}
 	}

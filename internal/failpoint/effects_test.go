@@ -165,6 +165,8 @@ var unmarked = map[string]string{
 	"shim.removeLaunch: .remove os.RemoveAll .remove .remove .remove .remove .remove": undo,
 	"shim/ociruntime.runWith: cmd.Run":                                                launcher,
 	"shim/ociruntime.cleanBundle: os.Remove":                                          launcher,
+	"shim/ociruntime.useTempDir: os.Mkdir":                                            launcher,
+	"shim/ociruntime.removeTempDir: unix.Unmount os.RemoveAll":                        launcher,
 	"shim/payload.installTree: os.RemoveAll":                                          undo,
 	"shim/payload.lock: os.MkdirAll":                                                  lock,
 	"shim/payload.fill: os.Mkdir os.OpenFile os.Chmod os.Chmod":                       unnamed,

@@ -70,6 +70,34 @@ const (
 	internalPIDFile = "internal-pid"
 )
 
+// tempDir is the directory of a bundle in which a command keeps its temporary files. crun and runc
+// bind mount their program there, execute the read-only copy and unmount it. A killed command
+// leaves the mount behind. Below the bundle, which is on a private mount, it exists only in the
+// launcher's mount namespace. In /tmp, the default, it would propagate to the host.
+const tempDir = "runtime-tmp"
+
+func useTempDir(cmd *exec.Cmd, bundle string) error {
+	dir := filepath.Join(bundle, tempDir)
+	cmd.Env = append(cmd.Env, "_LIBCONTAINER_STATEDIR="+dir)
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	return nil
+}
+
+// removeTempDir removes the directory after its command has ended, with mounts that are left in it.
+func removeTempDir(bundle string) error {
+	dir := filepath.Join(bundle, tempDir)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, entry := range entries { // EINVAL: not a mount point
+		_ = unix.Unmount(filepath.Join(dir, entry.Name()), unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+	}
+	return os.RemoveAll(dir)
+}
+
 // Create makes a container from the config.json in bundle, which is absolute. Its
 // init waits for Start. The result is the init's process, or, of a Sandboxed runtime, the
 // sandbox's.
@@ -85,10 +113,14 @@ func (r *Runtime) Create(ctx context.Context, id, bundle string, streams IO) (pi
 // Start makes a created container's init execute its command. A container in a sandbox gets its
 // streams here; for others they are empty.
 func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err error) {
-	if streams == (IO{}) {
-		return r.run(ctx, "start", id)
-	}
 	defer r.cleanBundle(bundle, &err)
+	if streams == (IO{}) {
+		cmd := r.command(ctx, "", "start", id)
+		if err := useTempDir(cmd, bundle); err != nil {
+			return err
+		}
+		return r.finish(cmd, "start")
+	}
 	return r.runWith(ctx, bundle, streams, []string{"start"}, id)
 }
 
@@ -264,6 +296,9 @@ func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []st
 	if streams.Stderr != nil {
 		cmd.Stderr = streams.Stderr
 	}
+	if err := useTempDir(cmd, dir); err != nil {
+		return err
+	}
 	if err := cmd.Run(); err != nil {
 		return r.failure(args[0], lastError(log), err)
 	}
@@ -305,12 +340,15 @@ func last(f *os.File) []byte {
 	return text[:n]
 }
 
-// cleanBundle removes the files that a command made for us.
+// cleanBundle removes the files that a command left in its bundle.
 func (r *Runtime) cleanBundle(dir string, err *error) {
 	for _, name := range []string{logFile, pidFile, internalPIDFile} {
 		if e := os.Remove(filepath.Join(dir, name)); e != nil && !errors.Is(e, os.ErrNotExist) {
 			*err = errors.Join(*err, e)
 		}
+	}
+	if e := removeTempDir(dir); e != nil && !errors.Is(e, os.ErrNotExist) {
+		*err = errors.Join(*err, e)
 	}
 }
 

@@ -13,6 +13,8 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // program writes a runtime that is a shell script; $cmd is its command, "$@" all of its
@@ -119,7 +121,7 @@ func TestCommandLine(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "args")
 	r := &Runtime{Path: program(t, `echo "$@" >>`+out), Args: []string{"--debug"}, Root: "/root", SystemdCgroup: true}
 	ctx := t.Context()
-	for _, err := range []error{r.Start(ctx, "id", "/b", IO{}), r.Kill(ctx, "id", unix.SIGTERM), r.Delete(ctx, "id")} {
+	for _, err := range []error{r.Start(ctx, "id", t.TempDir(), IO{}), r.Kill(ctx, "id", unix.SIGTERM), r.Delete(ctx, "id")} {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -153,6 +155,28 @@ func TestCreate(t *testing.T) {
 	}
 	if left, err := os.ReadDir(bundle); len(left) != 1 || err != nil {
 		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+// crun bind mounts its program in its temporary directory for a moment.
+func TestKilledCommandLeavesNoMount(t *testing.T) {
+	testutil.NeedRoot(t)
+	bundle := t.TempDir()
+	r := &Runtime{Path: program(t, `
+		at=$_LIBCONTAINER_STATEDIR/crun.XYZ
+		touch $at && mount --bind "$0" $at && kill -9 $$`)}
+	_, createErr := r.Create(t.Context(), "id", bundle, IO{})
+	for command, err := range map[string]error{"create": createErr, "start": r.Start(t.Context(), "id", bundle, IO{})} {
+		if err == nil || !strings.Contains(err.Error(), "killed") {
+			t.Errorf("%s = %v, want killed", command, err)
+		}
+	}
+	if left, err := os.ReadDir(bundle); len(left) != 0 || err != nil {
+		t.Errorf("left: %v, %v", left, err)
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil || strings.Contains(string(mounts), bundle) {
+		t.Errorf("left mounted: %s, %v", mounts, err)
 	}
 }
 
