@@ -81,7 +81,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 
 // takeTraced is takeFor with a span: without an idle launcher it has to start one.
 func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launcher, error) {
-	defer trace.Begin(ctx, "take a launcher").End()
+	defer trace.Begin(ctx, "get launcher").End()
 	return l.takeFor(req.Spec)
 }
 
@@ -136,8 +136,8 @@ func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 		return nil
 	}
 	last := steps[len(steps)-1].Ended
-	order := trace.Step{Name: "order", Began: sent, Ended: steps[0].Began}
-	answer := trace.Step{Name: "answer", Began: last, Ended: trace.Now()}
+	order := trace.Step{Name: "send request", Began: sent, Ended: steps[0].Began}
+	answer := trace.Step{Name: "receive answer", Began: last, Ended: trace.Now()}
 	return slices.Concat([]trace.Step{order}, steps, []trace.Step{answer})
 }
 
