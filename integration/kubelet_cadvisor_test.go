@@ -21,20 +21,20 @@ import (
 	"berth/integration/machine"
 )
 
-// containerdSocket is where kubelet's cAdvisor looks for containerd.
+// containerdSocket is the place where kubelet's cAdvisor expects containerd.
 const containerdSocket = "/run/containerd/containerd.sock"
 
-// containerdEnv names a directory with the programs containerd, containerd-shim-runc-v2 and runc,
-// such as contrib/bench installs.
+// containerdEnv names a directory with the programs containerd, containerd-shim-runc-v2 and runc.
+// contrib/bench installs such a directory.
 const containerdEnv = "BERTH_CONTAINERD"
 
-// recordedStatistics holds the statistics of observedPod from a kubelet with default feature gates,
-// on containerd with cgroup v1.
+// recordedStatistics contains the statistics of observedPod from a kubelet with default feature
+// gates, on containerd with cgroup v1.
 const recordedStatistics = "testdata/kubelet-containerd-statistics"
 
 var updateStatistics = flag.Bool("update-statistics", false, "rewrite "+recordedStatistics+" (with "+containerdEnv+")")
 
-// observedPod has everything that the series measure: two containers, traffic, execs.
+// observedPod causes every activity that the series measure: two containers, traffic, execs.
 const observedPod = `
 containers:
 - name: web
@@ -46,8 +46,8 @@ containers:
   readinessProbe: {exec: {command: [test, -e, /file]}, periodSeconds: 1, timeoutSeconds: 20}
 `
 
-// With its default feature gates kubelet reports the same statistics of pods on berth as on
-// containerd.
+// With its default feature gates, kubelet reports the same statistics for pods on berth as for pods
+// on containerd.
 func TestKubeletCadvisor(t *testing.T) {
 	n := startNode(t, quickKubelet, harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", containerdSocket)))
 	p := n.apply(t, "observed", observedPod)
@@ -63,7 +63,7 @@ func TestKubeletCadvisor(t *testing.T) {
 	t.Run("PodRemoved", func(t *testing.T) {
 		p.withdraw(t)
 		p.awaitGone(t)
-		n.kubelet.waitFor(t, "its series end", func() error {
+		n.kubelet.waitFor(t, "the pod's series end", func() error {
 			if rows, err := n.rows(p); err != nil || len(rows) > 0 {
 				return fmt.Errorf("%d rows are left: %v", len(rows), err)
 			}
@@ -72,9 +72,9 @@ func TestKubeletCadvisor(t *testing.T) {
 	})
 }
 
-// testCadvisorAfterKill starts pods with the next daemon until kubelet's cAdvisor reports the
-// network of one. cAdvisor redials a dead socket only after up to three seconds, and never asks
-// again about a cgroup that it has seen.
+// testCadvisorAfterKill starts pods after a restart of the daemon until kubelet's cAdvisor reports
+// the network of one. cAdvisor redials a dead socket only after up to three seconds, and asks about
+// each cgroup only once.
 func (n *node) testCadvisorAfterKill(t *testing.T) {
 	n.d.Kill(t)
 	n.d.Start(t)
@@ -87,7 +87,7 @@ func (n *node) testCadvisorAfterKill(t *testing.T) {
 			return
 		}
 	}
-	t.Errorf("the network of no pod of the next daemon is known: %v", err)
+	t.Errorf("no pod after the restart has network statistics: %v", err)
 }
 
 // recordedStatistics matches containerd's output. The test needs containerd's programs, which are
@@ -110,7 +110,7 @@ func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 	if *updateStatistics {
 		var last []string
 		changed := time.Now()
-		n.kubelet.waitFor(t, "nothing new has come for a minute", func() error { // cAdvisor looks every 15 s at most
+		n.kubelet.waitFor(t, "the statistics have not changed for a minute", func() error { // cAdvisor polls at least every 15 s
 			all, err := n.statistics(p)
 			if !slices.Equal(all, last) {
 				last, changed = all, time.Now()
@@ -126,8 +126,8 @@ func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 	n.checkIdentity(t, p)
 }
 
-// containerdConfig is formatted with a directory of containerd's own, socket, sandbox image, runc,
-// and directories of CNI.
+// containerdConfig is a format string. Its arguments are a directory for containerd, the socket,
+// the sandbox image, runc, and the CNI directories.
 const containerdConfig = `version = 3
 root = "%[1]s/root"
 state = "%[1]s/state"
@@ -155,11 +155,11 @@ disable = true
 path = "%[1]s/opt"
 `
 
-// startContainerd starts containerd at its usual socket, with everything else in a directory of its
-// own, and returns it as a runtime for a node.
+// startContainerd starts containerd at its usual socket, with all other files in a separate
+// directory. It returns containerd as a runtime for a node.
 func startContainerd(t *testing.T, bin string) *harness.Daemon {
 	t.Helper()
-	d := harness.NewDaemon(t) // its directories, and its network
+	d := harness.NewDaemon(t) // provides directories and a network
 	d.Socket = containerdSocket
 	pause, err := fixture.Image(v1.Config{Cmd: []string{"sleep", "100000"}})
 	harness.Must(t, err)
@@ -192,8 +192,8 @@ func recorded(t *testing.T) []string {
 	return strings.Split(strings.TrimSpace(string(data)), "\n")
 }
 
-// awaitStatistics waits until kubelet reports exactly the wanted series of the pod: names, not
-// values.
+// awaitStatistics waits until kubelet reports exactly the wanted series of the pod. It compares
+// names, not values.
 func (n *node) awaitStatistics(t *testing.T, p *kubePod, want []string) {
 	t.Helper()
 	n.kubelet.waitFor(t, "the series and the summary of "+p.name, func() error {
@@ -213,7 +213,8 @@ func without(all, others []string) []string {
 	return slices.DeleteFunc(slices.Clone(all), func(s string) bool { return slices.Contains(others, s) })
 }
 
-// statistics lists the names of the pod's series, and of the fields of its part of the summary.
+// statistics lists the names of the pod's series, and of the fields in the pod's part of the
+// summary.
 func (n *node) statistics(p *kubePod) ([]string, error) {
 	rows, err := n.rows(p)
 	if err != nil {
@@ -221,7 +222,7 @@ func (n *node) statistics(p *kubePod) ([]string, error) {
 	}
 	all := map[string]bool{}
 	for _, r := range rows {
-		// There are series of a disk only where something was read from it.
+		// A disk has series only after something was read from it.
 		if !strings.HasPrefix(r.metric, "container_fs_") && !strings.HasPrefix(r.metric, "container_blkio_") {
 			all["series "+r.kind()+" "+r.metric+r.others()] = true
 		}
@@ -239,7 +240,7 @@ type row struct {
 	labels map[string]string
 }
 
-// kind returns which cgroup of a pod a row belongs to.
+// kind returns the cgroup of the pod to which the row belongs.
 func (r row) kind() string {
 	switch {
 	case r.labels["container"] != "":
@@ -306,7 +307,7 @@ func (n *node) hasNetwork(p *kubePod) error {
 		"series web container_processes{}", "summary.network.rxBytes", "summary.network.interfaces[eth0].txBytes", "summary.process_stats.process_count",
 	} {
 		if !slices.Contains(all, want) {
-			return fmt.Errorf("there is no %s", want)
+			return fmt.Errorf("%s is missing", want)
 		}
 	}
 	return nil
@@ -341,12 +342,12 @@ func (n *node) checkIdentity(t *testing.T, p *kubePod) {
 	}
 	for kind := range ids {
 		if !seen[kind] {
-			t.Errorf("there is no row of %s", kind)
+			t.Errorf("no row of %s", kind)
 		}
 	}
 }
 
-// checkNoOthers checks that nested cgroups, such as those of execs, do not count for the pod again.
+// checkNoOthers checks that nested cgroups, such as those of execs, are not counted again.
 func (n *node) checkNoOthers(t *testing.T, p *kubePod) {
 	main := p.container(t, "web")
 	for range 5 {
@@ -361,7 +362,7 @@ func (n *node) checkNoOthers(t *testing.T, p *kubePod) {
 	}
 }
 
-// sandboxID is the ID of the pod's only sandbox.
+// sandboxID returns the ID of the pod's only sandbox.
 func (p *kubePod) sandboxID(t *testing.T) string {
 	t.Helper()
 	all, err := p.n.d.Cri.ListPodSandbox(t.Context(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}})

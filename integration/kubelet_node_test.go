@@ -27,28 +27,29 @@ import (
 	"berth/integration/machine"
 )
 
-// kubernetesEnv names the directory of the programs that integration/kubelet/build
-// made. Unset, the tests that need them are skipped: they take ten minutes to build.
+// kubernetesEnv names the directory of the programs that integration/kubelet/build makes. If it is
+// unset, the tests that need them are skipped, because the build takes ten minutes.
 const kubernetesEnv = "BERTH_KUBERNETES"
 
 const (
 	kubeletNode    = "node"
-	kubeletAddress = "192.0.2.10" // TEST-NET-1: an address that means nothing elsewhere
+	kubeletAddress = "192.0.2.10" // TEST-NET-1, which is not used elsewhere
 
-	// kubeletPatience bounds kubelet's periodic work: its back-off is ten seconds and more, and it
-	// collects dead pods once a minute.
+	// kubeletPatience bounds waits for kubelet's periodic work. kubelet's back-off is ten seconds
+	// or more, and it collects dead pods once a minute.
 	kubeletPatience = 3 * time.Minute
-	// kubeletPause is between two questions to kubelet, which many tests ask at once.
+	// kubeletPause is the time between two requests to kubelet, because many tests poll it at the
+	// same time.
 	kubeletPause = 200 * time.Millisecond
 )
 
 // node is a machine with a daemon and a kubelet.
 type node struct {
 	d   *harness.Daemon
-	dir string // everything of kubelet's that is not in /var/lib/kubelet
+	dir string // kubelet's files outside /var/lib/kubelet
 
-	flags   []string // of kubelet, in addition
-	config  string   // of kubelet, in addition: YAML
+	flags   []string // additional flags of kubelet
+	config  string   // additional YAML of kubelet's configuration
 	kubelet *program
 
 	statsFromCRI bool // PodAndContainerStatsFromCRI is on
@@ -68,8 +69,8 @@ func kubernetesProgram(t *testing.T, name string) string {
 	return path
 }
 
-// startNode starts a daemon and a kubelet that takes its pods from a directory. At the end of the
-// test kubelet must have removed its pods' files. The daemon's own leak check follows.
+// startNode starts a daemon and a kubelet that reads its pods from a directory. At the end of the
+// test kubelet must have removed its pods' files. The daemon's leak check follows.
 func startNode(t *testing.T, config string, opts ...harness.DaemonOption) *node {
 	t.Helper()
 	n := newNode(t, config, opts...)
@@ -79,24 +80,24 @@ func startNode(t *testing.T, config string, opts ...harness.DaemonOption) *node 
 	return n
 }
 
-// newNode makes all of a node but its kubelet.
+// newNode prepares a node and starts the daemon, but not kubelet.
 func newNode(t *testing.T, config string, opts ...harness.DaemonOption) *node {
 	t.Helper()
 	prepareNode(t)
 	return newNodeOf(t, harness.StartDaemon(t, opts...), config)
 }
 
-// prepareNode gives the machine what kubelet needs.
+// prepareNode prepares the machine for kubelet.
 func prepareNode(t *testing.T) {
 	t.Helper()
 	kubernetesProgram(t, "kubelet")
-	// kubelet's fixed places: device plugins, and links to logs.
+	// kubelet has fixed places for device plugins and links to logs.
 	hideBelowTmpfs(t, "/var/lib")
 	hideBelowTmpfs(t, "/var/log")
 	addNodeAddress(t)
 }
 
-// newNodeOf makes all of the node of a runtime but its kubelet.
+// newNodeOf prepares a node with the given runtime, but does not start kubelet.
 func newNodeOf(t *testing.T, d *harness.Daemon, config string) *node {
 	t.Helper()
 	n := &node{d: d, dir: d.Dir + "/kubelet", config: config}
@@ -113,10 +114,10 @@ func newNodeOf(t *testing.T, d *harness.Daemon, config string) *node {
 }
 
 func (n *node) manifests() string { return n.dir + "/manifests" }
-func (n *node) hostDir() string   { return n.dir + "/host" } // what pods mount from the host is in it
+func (n *node) hostDir() string   { return n.dir + "/host" } // contains everything that pods mount from the host
 func (n *node) cgroup() string    { return "/" + harness.Machine + "/kubelet" }
 
-// kubeletCgroup is what kubelet itself lives in. It wants the same place in every hierarchy.
+// kubeletCgroup returns kubelet's own cgroup, which is the same in every hierarchy.
 func (n *node) kubeletCgroup() string { return "/" + harness.Machine + "/kubelet.service" }
 
 func hideBelowTmpfs(t *testing.T, dir string) {
@@ -125,8 +126,8 @@ func hideBelowTmpfs(t *testing.T, dir string) {
 	t.Cleanup(func() { harness.Must(t, syscall.Unmount(dir, 0)) })
 }
 
-// addNodeAddress gives the machine an address and a default route: kubelet takes the
-// node's address from there, and probes and host ports use it.
+// addNodeAddress gives the machine an address and a default route, from which kubelet derives the
+// node's address. Probes and host ports use it.
 func addNodeAddress(t *testing.T) {
 	t.Helper()
 	for _, args := range [][]string{
@@ -163,12 +164,12 @@ func hierarchies(t *testing.T) []string {
 	all, err := filepath.Glob("/sys/fs/cgroup/*")
 	harness.Must(t, err)
 	return slices.DeleteFunc(all, func(dir string) bool {
-		info, err := os.Lstat(dir) // cpu and cpuacct may be links to one that has both
+		info, err := os.Lstat(dir) // cpu and cpuacct may be links to one hierarchy
 		return err != nil || !info.IsDir()
 	})
 }
 
-// removeCgroupTree removes cgroups that nothing lives in.
+// removeCgroupTree removes cgroups without processes.
 func removeCgroupTree(t *testing.T, top string) {
 	t.Helper()
 	var dirs []string
@@ -191,14 +192,15 @@ func (n *node) start(t *testing.T) {
 	args := append([]string{
 		kubernetesProgram(t, "kubelet"), "--config", config, "--hostname-override", kubeletNode, "--node-ip", kubeletAddress, "--v", "2",
 	}, n.flags...)
-	n.kubelet = startProgram(t, "kubelet", n.dir+"/kubelet.log", n.sheltered(t, args)...)
+	n.kubelet = startProgram(t, "kubelet", n.dir+"/kubelet.log", n.withOwnSysctls(t, args)...)
 	n.kubelet.waitFor(t, "it answers", func() error {
 		_, err := n.list()
 		return err
 	})
 }
 
-// configuration is kubelet's. It takes no account of memory and disk: the machine is shared.
+// configuration returns kubelet's configuration. It disables limits for memory and disk, because
+// other tests use the machine, too.
 func (n *node) configuration() string {
 	return fmt.Sprintf(`apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -222,16 +224,16 @@ imageGCHighThresholdPercent: 100
 `, kubeletAddress, n.d.Socket, n.manifests(), n.d.LogDir, n.cgroup(), n.config)
 }
 
-// sheltered returns a command line that runs args in kubelet's cgroup, with the kernel parameters
-// that kubelet expects. Otherwise kubelet would change this machine's. The parameters are files
-// mounted in a namespace of kubelet's own, because with such mounts in sight the kernel refuses
-// proc to a container's user namespace. kubelet's other mounts must reach the daemon.
-func (n *node) sheltered(t *testing.T, args []string) []string {
+// withOwnSysctls returns a command line that runs args in kubelet's cgroup, with the kernel
+// parameters that kubelet expects. Otherwise kubelet would change the machine's parameters. They
+// are files, mounted in a separate mount namespace. Elsewhere such mounts would make the kernel
+// refuse proc to a container's user namespace. kubelet's other mounts must reach the daemon.
+func (n *node) withOwnSysctls(t *testing.T, args []string) []string {
 	t.Helper()
 	const script = `set -e
 dir=$1 cgroup=$2; shift 2
 for procs in /sys/fs/cgroup"$cgroup"/cgroup.procs /sys/fs/cgroup/*"$cgroup"/cgroup.procs; do
-	case $procs in */cpuset/*) continue ;; esac # takes nobody before it has CPUs, and kubelet does not look there
+	case $procs in */cpuset/*) continue ;; esac # refuses processes before it has CPUs, and kubelet does not use it
 	[ ! -e "$procs" ] || echo $$ >"$procs"
 done
 mount --make-private /proc
@@ -253,12 +255,11 @@ func (n *node) stop(t *testing.T) {
 	n.kubelet.stop(t)
 }
 
-// awaitEmpty waits until kubelet has removed everything of its pods: sandboxes,
-// volumes and cgroups.
+// awaitEmpty waits until kubelet has removed its pods' sandboxes, volumes and cgroups.
 func (n *node) awaitEmpty(t *testing.T) {
 	t.Helper()
 	n.kubelet.waitFor(t, "all pods are removed", func() error {
-		sandboxes, err := n.d.Cri.ListPodSandbox(context.Background(), nil) // the test's own context has ended
+		sandboxes, err := n.d.Cri.ListPodSandbox(context.Background(), nil) // the test's own context is cancelled
 		if err == nil && len(sandboxes) > 0 {
 			err = fmt.Errorf("%d sandboxes, one is %v", len(sandboxes), sandboxes[0])
 		}
@@ -281,20 +282,20 @@ func (n *node) podCgroups(t *testing.T) []string {
 			if strings.HasPrefix(filepath.Base(path), "pod") {
 				all = append(all, path)
 			}
-			return nil // it may be gone already
+			return nil // may have been removed meanwhile
 		})
 	}
 	return all
 }
 
-// list returns all pods as kubelet sees them.
+// list returns all pods that kubelet reports.
 func (n *node) list() ([]corev1.Pod, error) {
 	var pods corev1.PodList
 	err := n.read("/pods", &pods)
 	return pods.Items, err
 }
 
-// read asks kubelet's read-only port for a document in JSON.
+// read reads a JSON document from kubelet's read-only port.
 func (n *node) read(path string, document any) error {
 	body, err := n.readAll(path)
 	if err != nil {
@@ -325,7 +326,7 @@ func (n *node) metric(t *testing.T, name string) float64 {
 			return harness.Get(strconv.ParseFloat(strings.TrimSpace(value), 64))(t)
 		}
 	}
-	return 0 // a counter is there when it has counted
+	return 0 // a counter appears with its first count
 }
 
 // userNamespaces reports whether the runtime supports user namespaces here.
@@ -346,9 +347,9 @@ type kubePod struct {
 	name string // with the node's name, which kubelet appends to static pods
 }
 
-// apply makes kubelet run a pod with a name and spec (YAML) until the test ends. Usual fields may
-// be left out: images, the command of a container that only has to run, and the name of container
-// main. The volume host is a directory of the pod on the host.
+// apply makes kubelet run a pod with a name and spec (YAML) until the test ends. The spec may omit
+// common fields: images, the command of a container that only runs, and the name of container main.
+// The volume host is a directory of the pod on the host.
 func (n *node) apply(t *testing.T, name, spec string) *kubePod {
 	t.Helper()
 	pod := corev1.Pod{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},
@@ -385,13 +386,13 @@ func (n *node) apply(t *testing.T, name, spec string) *kubePod {
 func (n *node) manifest(name string) string { return filepath.Join(n.manifests(), name+".yaml") }
 func (n *node) podDir(name string) string   { return filepath.Join(n.hostDir(), name) }
 
-// base is the pod's name in its manifest.
+// base returns the pod's name in its manifest.
 func (p *kubePod) base() string { return strings.TrimSuffix(p.name, "-"+kubeletNode) }
 
-// hostFile is a file in the pod's directory on the host.
+// hostFile returns the path of a file in the pod's directory on the host.
 func (p *kubePod) hostFile(name string) string { return filepath.Join(p.n.podDir(p.base()), name) }
 
-// withdraw takes the pod's manifest away, if it is there: kubelet begins to delete the pod.
+// withdraw removes the pod's manifest, if it exists, so that kubelet deletes the pod.
 func (p *kubePod) withdraw(t *testing.T) {
 	t.Helper()
 	if err := os.Remove(p.n.manifest(p.base())); err != nil && !os.IsNotExist(err) {
@@ -399,7 +400,7 @@ func (p *kubePod) withdraw(t *testing.T) {
 	}
 }
 
-// find returns the pod as kubelet sees it, or nil.
+// find returns the pod that kubelet reports, or nil.
 func (p *kubePod) find() (*corev1.Pod, error) {
 	pods, err := p.n.list()
 	for i := range pods {
@@ -420,11 +421,11 @@ func (p *kubePod) await(t *testing.T, what string, condition func(*corev1.Pod) e
 			return err
 		}
 		if pod == nil {
-			return fmt.Errorf("kubelet does not know it")
+			return fmt.Errorf("kubelet does not report the pod")
 		}
 		if err = condition(pod); err != nil {
 			status, _ := json.Marshal(pod.Status)
-			err = fmt.Errorf("%w; its status: %s", err, status)
+			err = fmt.Errorf("%w; status of the pod: %s", err, status)
 		}
 		return err
 	})
@@ -461,10 +462,10 @@ func podCondition(pod *corev1.Pod, kind corev1.PodConditionType, want corev1.Con
 			return nil
 		}
 	}
-	return fmt.Errorf("it has no condition %s", kind)
+	return fmt.Errorf("the pod has no condition %s", kind)
 }
 
-// containerStatus returns what kubelet says about a container of any kind; it may be empty.
+// containerStatus returns kubelet's status of a container of any kind. It may be empty.
 func containerStatus(pod *corev1.Pod, name string) corev1.ContainerStatus {
 	for _, s := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses) {
 		if s.Name == name {
@@ -474,7 +475,7 @@ func containerStatus(pod *corev1.Pod, name string) corev1.ContainerStatus {
 	return corev1.ContainerStatus{}
 }
 
-// terminated returns how a container ended: now, or else the last time; nil if it did not.
+// terminated returns the current or else the last termination of a container; nil if there is none.
 func terminated(pod *corev1.Pod, name string) *corev1.ContainerStateTerminated {
 	s := containerStatus(pod, name)
 	return cmp.Or(s.State.Terminated, s.LastTerminationState.Terminated)

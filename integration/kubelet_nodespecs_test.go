@@ -10,10 +10,11 @@ import (
 	"berth/integration/harness"
 )
 
-// Checks of Kubernetes' node tests (test/e2e_node of its repository), as static pods.
+// The tests below repeat checks of Kubernetes' node tests (test/e2e_node of its repository) with
+// static pods.
 
-// Pods have the hostname of "Hostname of Pod": the pod's name, or all of the FQDN where the pod
-// wants that. Without a cluster domain the FQDN ends with a dot.
+// The hostname follows "Hostname of Pod": it is the pod's name, or the whole FQDN if the pod
+// requests that. Without a cluster domain the FQDN ends with a dot.
 func testKubeletHostname(t *testing.T, n *node) {
 	const base = "fqdn"
 	longest := strings.Repeat("l", 64-len("-"+kubeletNode+".t.default.svc.")) // the longest name that kernel and kubelet accept
@@ -40,15 +41,15 @@ func testKubeletHostname(t *testing.T, n *node) {
 	}
 }
 
-// "DefaultProcMount" and "ProcMount" count the mounts with /proc in their lines: with Unmasked
-// there is one, and it is writable.
+// "DefaultProcMount" and "ProcMount" count the mounts whose lines contain /proc. With Unmasked only
+// one writable mount is left.
 func testKubeletProcMount(t *testing.T, n *node) {
 	t.Run("Default", func(t *testing.T) {
 		p := n.apply(t, "proc-default", "containers: [{securityContext: {procMount: Default}}]")
 		p.awaitReady(t)
 		lines, readOnly := mountsWithProc(t, p.container(t, "main"))
 		if len(lines) < 2 || readOnly == 0 {
-			t.Errorf("%d are read-only of %q", readOnly, lines)
+			t.Errorf("%d read-only mounts in %q", readOnly, lines)
 		}
 	})
 	t.Run("Unmasked", func(t *testing.T) {
@@ -61,7 +62,7 @@ containers: [{securityContext: {procMount: Unmasked}}]`)
 		p.awaitReady(t)
 		lines, readOnly := mountsWithProc(t, p.container(t, "main"))
 		if len(lines) != 1 || readOnly != 0 {
-			t.Errorf("%d are read-only of %q, want one mount that is not", readOnly, lines)
+			t.Errorf("%d read-only mounts in %q, want one writable mount", readOnly, lines)
 		}
 	})
 }
@@ -110,7 +111,7 @@ volumes:
 		for where, names := range present {
 			for _, name := range names {
 				if fields[where+"."+name] == nil {
-					return fmt.Errorf("there is no %s.%s", where, name)
+					return fmt.Errorf("%s.%s is missing", where, name)
 				}
 			}
 		}
@@ -124,8 +125,8 @@ volumes:
 	})
 }
 
-// summaryOf returns the pod's part of kubelet's summary: values by path. In paths, list elements
-// have their names.
+// summaryOf returns the pod's part of kubelet's summary, as values by path. Paths contain the names
+// of list elements.
 func (n *node) summaryOf(p *kubePod) (map[string]any, error) {
 	var summary struct{ Pods []map[string]any }
 	if err := n.read("/stats/summary", &summary); err != nil {
@@ -143,7 +144,7 @@ func (n *node) summaryOf(p *kubePod) (map[string]any, error) {
 	return fields, nil
 }
 
-// flatten notes each value of a JSON document by its path.
+// flatten records each value of a JSON document by its path.
 func flatten(values map[string]any, path string, value any) {
 	switch value := value.(type) {
 	case map[string]any:

@@ -13,9 +13,9 @@ import (
 	"berth/integration/harness"
 )
 
-// A node that is a container itself (kind, LXC, nspawn) restarts with its host's boot ID. A pod
-// that is never restarted has failed, as after a reboot. A pod that is restarted runs again, with
-// its last state and its old log.
+// A node that is a container (kind, LXC, nspawn) restarts without a new boot ID. As after a reboot,
+// a pod with restartPolicy Never has failed. A pod with restartPolicy Always runs again, with its
+// last state and its old log.
 func TestKubeletNodeRestartInTheSameBoot(t *testing.T) {
 	n := startNode(t, "")
 	never := n.apply(t, "never", `
@@ -32,7 +32,7 @@ containers:
 	always.awaitReady(t)
 	n.stop(t)
 	parents := n.d.Parents
-	n.d.Parents = append(parents, n.cgroup()) // whose processes end
+	n.d.Parents = append(parents, n.cgroup()) // kills kubelet's processes, too
 	n.d.LosePower(t)
 	n.d.Parents = parents
 	n.d.Start(t)
@@ -42,9 +42,9 @@ containers:
 	if end == nil || end.ExitCode != 255 || end.Reason != "Unknown" {
 		t.Errorf("the container with restartPolicy Never ended with %+v", end)
 	}
-	pod := always.await(t, "it runs again", func(pod *corev1.Pod) error {
+	pod := always.await(t, "the pod runs again", func(pod *corev1.Pod) error {
 		if s := containerStatus(pod, "main"); s.RestartCount == 0 || s.State.Running == nil {
-			return fmt.Errorf("its container is %+v", s)
+			return fmt.Errorf("the container is %+v", s)
 		}
 		return ready(pod)
 	})
@@ -55,8 +55,7 @@ containers:
 	harness.Equal(t, "its previous log", previousLog(t, always.name), "the first\n")
 }
 
-// previousLog asks kubelet for a container's output before its restart, as kubectl logs --previous
-// does.
+// previousLog returns a container's output before its restart, like kubectl logs --previous.
 func previousLog(t *testing.T, pod string) string {
 	t.Helper()
 	client := http.Client{Timeout: harness.Patience, Transport: &http.Transport{DisableKeepAlives: true,

@@ -20,8 +20,8 @@ import (
 	"berth/integration/machine"
 )
 
-// A real kubelet runs static pods on berth. The pods live side by side on one node and mostly wait,
-// so run these tests with -parallel 16.
+// A real kubelet runs static pods on berth. The subtests run in parallel on one node and mostly
+// wait, so use -parallel 16.
 func TestKubelet(t *testing.T) {
 	n := startNode(t, quickKubelet)
 	t.Run("Pods", func(t *testing.T) {
@@ -32,12 +32,12 @@ func TestKubelet(t *testing.T) {
 			})
 		}
 	})
-	// These disturb every other pod.
+	// These tests disturb all other pods.
 	t.Run("DaemonKilled", n.testDaemonKilled)
 	t.Run("KubeletRestarted", n.testKubeletRestarted)
 }
 
-// The optional RPCs that kubelet's feature gates ask for.
+// kubelet's feature gates enable optional RPCs.
 func TestKubeletFeatureGates(t *testing.T) {
 	n := startNode(t, quickKubelet+"featureGates: {EventedPLEG: true, PodAndContainerStatsFromCRI: true, CRIListStreaming: true}\n")
 	n.statsFromCRI = true
@@ -66,7 +66,7 @@ func TestKubeletFeatureGates(t *testing.T) {
 	}
 }
 
-// quickKubelet shortens kubelet's periods, so that a test sees periodic work.
+// quickKubelet shortens kubelet's periods, so that tests need not wait long for periodic work.
 const quickKubelet = `containerLogMaxSize: 20Ki
 containerLogMaxFiles: 40
 containerLogMonitorInterval: 3s
@@ -100,7 +100,7 @@ var kubeletPods = map[string]func(*testing.T, *node){
 }
 
 // Init containers run one after the other. A sidecar among them runs until the main containers have
-// ended.
+// exited.
 func testKubeletInit(t *testing.T, n *node) {
 	p := n.apply(t, "init", `
 restartPolicy: Never
@@ -126,7 +126,7 @@ terminationGracePeriodSeconds: 20
 	for _, name := range []string{"first", "sidecar", "second", "main"} {
 		end := terminated(pod, name)
 		if end == nil {
-			t.Fatalf("kubelet knows no end of %s: %+v", name, containerStatus(pod, name))
+			t.Fatalf("kubelet reports no termination of %s: %+v", name, containerStatus(pod, name))
 		}
 		if end.ExitCode != 0 || end.Reason != "Completed" {
 			t.Errorf("%s ended with %d, %s", name, end.ExitCode, end.Reason)
@@ -183,7 +183,8 @@ containers:
 	p.await(t, "closed is restarted", func(pod *corev1.Pod) error { return restarts(pod, "closed", 1) })
 }
 
-// A container that fails its liveness probe gets SIGTERM and a grace period, and is then replaced.
+// A container that fails its liveness probe gets SIGTERM and a grace period. kubelet then replaces
+// it.
 func testKubeletLiveness(t *testing.T, n *node) {
 	p := n.apply(t, "liveness", `
 terminationGracePeriodSeconds: 20
@@ -197,43 +198,43 @@ containers:
 	pod := p.await(t, "restarted", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
 	end := containerStatus(pod, "main").LastTerminationState.Terminated
 	if end == nil || end.ExitCode != 7 {
-		t.Errorf("its first life ended with %+v, want exit code 7", end)
+		t.Errorf("the first container ended with %+v, want exit code 7", end)
 	}
 	p.awaitReady(t)
 }
 
 func restarts(pod *corev1.Pod, name string, want int32) error {
 	if n := containerStatus(pod, name).RestartCount; n < want {
-		return harness.Unexpected("the number of its restarts", n, want)
+		return harness.Unexpected("number of restarts", n, want)
 	}
 	return nil
 }
 
-// kubelet waits longer from restart to restart, and counts them.
+// kubelet waits longer before each restart, and counts restarts.
 func testKubeletBackOff(t *testing.T, n *node) {
 	p := n.apply(t, "backoff", `
 containers:
 - command: [sh, -c, 'echo once more >> /host/lives; exit 3']
   volumeMounts: [{name: host, mountPath: /host}]
 `)
-	pod := p.await(t, "in back-off after two lives", func(pod *corev1.Pod) error {
+	pod := p.await(t, "in back-off after two runs", func(pod *corev1.Pod) error {
 		if err := restarts(pod, "main", 1); err != nil {
 			return err
 		}
 		if w := containerStatus(pod, "main").State.Waiting; w == nil || w.Reason != "CrashLoopBackOff" {
-			return fmt.Errorf("it waits for %+v", w)
+			return fmt.Errorf("the container waits for %+v", w)
 		}
-		// Statuses lag behind: by the time that this one is seen the next life may have begun.
+		// Statuses lag behind, so the next run may already have begun.
 		lives, restarts := strings.Count(awaitFile(t, p.hostFile("lives")), "\n"), int(containerStatus(pod, "main").RestartCount)
 		if lives != restarts+1 {
-			return harness.Unexpected("the number of its lives", lives, restarts+1)
+			return harness.Unexpected("number of runs", lives, restarts+1)
 		}
 		return nil
 	})
 	if end := terminated(pod, "main"); end == nil || end.ExitCode != 3 || end.Reason != "Error" {
-		t.Errorf("its end is %+v, want exit code 3 and reason Error", end)
+		t.Errorf("the container ended with %+v, want exit code 3 and reason Error", end)
 	}
-	p.await(t, "lives again after the back-off", func(pod *corev1.Pod) error { return restarts(pod, "main", 2) })
+	p.await(t, "runs again after the back-off", func(pod *corev1.Pod) error { return restarts(pod, "main", 2) })
 }
 
 func testKubeletVolumes(t *testing.T, n *node) {
@@ -276,13 +277,14 @@ volumes:
 	reader.Exec(t, "touch", "/sub/mine")
 	p.container(t, "writer").Exec(t, "test", "-e", "/disk/part/mine")
 
-	// A kubelet that is started anew does not find sub paths of the host's (it keeps no
-	// directory for such volumes), so they must be gone before that is tried.
+	// A restarted kubelet does not find sub paths of host volumes, because it keeps no directory
+	// for such volumes. testKubeletRestarted would leave them behind, so this pod is removed
+	// before.
 	p.withdraw(t)
 	p.awaitGone(t)
-	p.n.kubelet.waitFor(t, "its volumes are removed", func() error {
+	p.n.kubelet.waitFor(t, "the pod's volumes are removed", func() error {
 		if left := machine.ReadDir("/var/lib/kubelet/pods/" + string(pod.UID)); len(left) > 0 {
-			return fmt.Errorf("there are %v", left)
+			return fmt.Errorf("volumes left: %v", left)
 		}
 		return nil
 	})
@@ -320,7 +322,7 @@ containers:
 	}
 }
 
-// hostUsers: false. The pod's root has no rights on the host, but owns its volumes.
+// With hostUsers: false the pod's root has no rights on the host, but owns the pod's volumes.
 func testKubeletUserNamespace(t *testing.T, n *node) {
 	if !n.userNamespaces(t) {
 		t.Skip("the runtime does not support user namespaces for pods here")
@@ -407,7 +409,7 @@ containers:
 	}
 }
 
-// preStop runs first, then SIGTERM is sent. A process that ends on SIGTERM is not killed.
+// preStop runs first, then SIGTERM is sent. A process that exits on SIGTERM is not killed.
 func testKubeletGracefulDeletion(t *testing.T, n *node) {
 	p := n.apply(t, "graceful", `
 terminationGracePeriodSeconds: 60
@@ -434,16 +436,17 @@ containers:
 `)
 	p.awaitReady(t)
 	p.withdraw(t)
-	harness.Equal(t, "what it heard", awaitFile(t, p.hostFile("end")), "heard\n")
+	harness.Equal(t, "signals of the container", awaitFile(t, p.hostFile("end")), "heard\n")
 	p.awaitGone(t)
 }
 
-// awaitGone waits until kubelet has forgotten the pod and CRI knows no running container of it.
+// awaitGone waits until kubelet no longer reports the pod and CRI reports no running container of
+// it.
 func (p *kubePod) awaitGone(t *testing.T) {
 	t.Helper()
 	p.n.kubelet.waitFor(t, p.name+" is gone", func() error {
 		if pod, err := p.find(); pod != nil || err != nil {
-			return fmt.Errorf("kubelet still lists it: %v", err)
+			return fmt.Errorf("kubelet still reports the pod: %v", err)
 		}
 		running, err := p.n.d.Cri.ListContainers(t.Context(), &runtimeapi.ContainerFilter{
 			LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name},
@@ -456,7 +459,7 @@ func (p *kubePod) awaitGone(t *testing.T) {
 	})
 }
 
-// kubelet rotates the log while the container writes; every line is in one of the files.
+// kubelet rotates the log while the container writes. Every line is in one of the files.
 func testKubeletLogRotation(t *testing.T, n *node) {
 	const lines = 4000
 	p := n.apply(t, "logs", fmt.Sprintf(`
@@ -472,12 +475,12 @@ containers:
 		if len(files) < 3 {
 			return fmt.Errorf("the log was rotated %d times, want 3 at least", len(files))
 		}
-		slices.Sort(files) // their names end in the time of rotation
+		slices.Sort(files) // names end with the time of rotation
 		next := 1
 		for _, file := range append(files, log) {
 			found, err := logText(file)
 			if err != nil {
-				return err // kubelet compresses it just now
+				return err // kubelet may be compressing the file
 			}
 			for _, text := range found {
 				if want := fmt.Sprintf("line %d", next); text != want {
@@ -493,7 +496,7 @@ containers:
 	})
 }
 
-// logText returns the lines in a log that kubelet may have compressed.
+// logText returns the lines of a log. kubelet may have compressed it.
 func logText(path string) ([]string, error) {
 	file, err := os.Open(path)
 	if err != nil {
@@ -545,14 +548,14 @@ volumes:
 	harness.Equal(t, "seccomp mode", machine.StatusField(t, pid, "Seccomp"), "2")
 	harness.Equal(t, "no_new_privs", machine.StatusField(t, pid, "NoNewPrivs"), "1")
 	harness.Equal(t, "capabilities", machine.StatusField(t, pid, "CapBnd"), "0000000000000000")
-	harness.Equal(t, "capabilities of the privileged", machine.StatusField(t, p.container(t, "privileged").Pid(t), "CapBnd"), machine.StatusField(t, os.Getpid(), "CapBnd"))
+	harness.Equal(t, "capabilities of the privileged container", machine.StatusField(t, p.container(t, "privileged").Pid(t), "CapBnd"), machine.StatusField(t, os.Getpid(), "CapBnd"))
 	user := containerStatus(pod, "main").User
 	if user == nil || user.Linux == nil || user.Linux.UID != 1001 || user.Linux.GID != 2001 {
-		t.Errorf("kubelet says the user is %+v", user)
+		t.Errorf("kubelet reports the user %+v", user)
 	}
 }
 
-// A probe that takes too long has failed.
+// A probe that exceeds its timeout fails.
 func testKubeletExecTimeout(t *testing.T, n *node) {
 	p := n.apply(t, "slowprobe", `
 containers:
@@ -561,7 +564,7 @@ containers:
 	p.await(t, "restarted", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
 }
 
-// kubelet's summary, the source of autoscalers and kubectl top.
+// kubelet's summary is the source of autoscalers and kubectl top.
 func testKubeletStatistics(t *testing.T, n *node) {
 	p := n.apply(t, "busy", `
 containers:
@@ -577,11 +580,11 @@ containers:
 				return n.complete(pod)
 			}
 		}
-		return fmt.Errorf("it is not among %d pods", len(all.Pods))
+		return fmt.Errorf("the pod is not among %d pods", len(all.Pods))
 	})
 }
 
-// kubeSummary is what we want of kubelet's /stats/summary.
+// kubeSummary contains the tested part of kubelet's /stats/summary.
 type kubeSummary struct{ Pods []podSummary }
 
 type podSummary struct {
@@ -611,7 +614,7 @@ func (n *node) complete(pod podSummary) error {
 		"CPU":               c.CPU.UsageNanoCores, "CPU time": c.CPU.UsageCoreNanoSeconds,
 		"memory": c.Memory.WorkingSetBytes, "writable layer": c.Rootfs.UsedBytes,
 	}
-	if n.statsFromCRI { // cAdvisor finds the interfaces of known runtimes' pods only
+	if n.statsFromCRI { // cAdvisor finds interfaces only in pods of runtimes that it supports
 		values["bytes received"], values["bytes sent"] = pod.Network.RxBytes, pod.Network.TxBytes
 	}
 	for name, value := range values {
@@ -627,9 +630,9 @@ func testKubeletImagePullFails(t *testing.T, n *node) {
 containers:
 - image: %s/no/such:image
 `, harness.Registry.Host))
-	p.await(t, "its image cannot be pulled", func(pod *corev1.Pod) error {
+	p.await(t, "the image cannot be pulled", func(pod *corev1.Pod) error {
 		if w := containerStatus(pod, "main").State.Waiting; w == nil || w.Reason != "ErrImagePull" && w.Reason != "ImagePullBackOff" {
-			return fmt.Errorf("it waits for %+v", w)
+			return fmt.Errorf("the container waits for %+v", w)
 		}
 		return nil
 	})
@@ -647,7 +650,7 @@ containers:
 	}
 }
 
-// A changed manifest is another pod: the old one ends first.
+// A changed manifest is another pod. The old pod ends first.
 func testKubeletManifestChanges(t *testing.T, n *node) {
 	const spec = `
 containers:
@@ -659,14 +662,14 @@ containers:
 	n.apply(t, "changes", fmt.Sprintf(spec, 2))
 	p.await(t, "replaced", func(pod *corev1.Pod) error {
 		if pod.UID == old {
-			return fmt.Errorf("it is still the old one")
+			return fmt.Errorf("the pod is still the old one")
 		}
 		return ready(pod)
 	})
 	harness.Equal(t, "version", p.container(t, "main").Exec(t, "sh", "-c", "echo $VERSION"), "2")
 }
 
-// While the daemon is dead one container exits and another keeps running. kubelet gets the real
+// While no daemon runs, one container exits and another keeps running. kubelet gets the correct
 // exit code from the next daemon, and restarts only the exited container.
 func (n *node) testDaemonKilled(t *testing.T) {
 	p := n.apply(t, "survivor", `
@@ -695,14 +698,14 @@ containers:
 		return ready(pod)
 	})
 	if end := terminated(after, "exits"); end == nil || end.ExitCode != 42 {
-		t.Errorf("the container that ended while the daemon was dead ended with %+v, want exit code 42", end)
+		t.Errorf("the container that exited without a daemon ended with %+v, want exit code 42", end)
 	}
 	harness.Equal(t, "the other's ID", containerStatus(after, "runs").ContainerID, containerStatus(before, "runs").ContainerID)
 	harness.Equal(t, "the other's restarts", containerStatus(after, "runs").RestartCount, 0)
 	(&kubePod{n: n, name: "meanwhile-" + kubeletNode}).awaitReady(t)
 }
 
-// A new kubelet finds the pods of the old one and leaves them alone.
+// A restarted kubelet finds the existing pods and does not restart them.
 func (n *node) testKubeletRestarted(t *testing.T) {
 	p := n.apply(t, "steady", `containers: [{}]`)
 	before := containerStatus(p.awaitReady(t), "main")

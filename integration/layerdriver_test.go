@@ -26,7 +26,7 @@ func layeredImage(t *testing.T, tag string) (name, id string) {
 
 const showLayered = "cat /d/kept /d/new; ls /d; stat -c %a /d; test ! -e /gone"
 
-// Containers see the same content with each layer driver. Images of another driver stay usable.
+// Containers see the same content with each layer driver. Images of another driver remain usable.
 func TestLayerDrivers(t *testing.T) {
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
@@ -64,8 +64,8 @@ func TestLayerDrivers(t *testing.T) {
 	d.Restart(t)
 	harness.Equal(t, "a directory under auto", pod.Sh(t, showLayered, harness.Image(other)), strings.ReplaceAll(want, "drivers", "other"))
 
-	// Simulate a reboot into a kernel that cannot mount EROFS layers: the probe's files are on a
-	// tmpfs.
+	// Simulate a reboot into a kernel that cannot mount EROFS layers: the daemon's probe files are
+	// on a tmpfs.
 	pod.Remove(t)
 	inside.Remove(t)
 	probed := filepath.Join(d.Root, "images/tmp")

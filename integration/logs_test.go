@@ -39,7 +39,7 @@ func TestLogFormat(t *testing.T) {
 	harness.Equal(t, "mode", info.Mode().Perm(), os.FileMode(0o640))
 }
 
-// Long lines are split into records tagged as partial; nothing is lost.
+// Long lines are split into records with the partial tag. No text is lost.
 func TestLogPartialLines(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -70,7 +70,7 @@ func TestLogHighVolume(t *testing.T) {
 	logs.Numbered(t, lines)
 }
 
-// After a rotation by kubelet the new file is written, and no line is lost.
+// After a rotation by kubelet the container writes to the new file, and no line is lost.
 func TestReopenContainerLog(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -81,7 +81,7 @@ func TestReopenContainerLog(t *testing.T) {
 	harness.Must(t, d.Cri.ReopenContainerLog(t.Context(), c.Id))
 	harness.Eventually(t, "the new file is written", func() error {
 		if info, err := os.Stat(c.LogPath()); err != nil || info.Size() == 0 {
-			return fmt.Errorf("not yet: %w", err)
+			return fmt.Errorf("no lines in the new file: %w", err)
 		}
 		return nil
 	})
@@ -89,8 +89,8 @@ func TestReopenContainerLog(t *testing.T) {
 	logs.Numbered(t, append(logs.Read(t, rotated), c.Log(t)...))
 }
 
-// The log is rotated again and again while the container writes at full speed. Each line is in one
-// of the files, once and in order.
+// The log is rotated many times while the container writes at full speed. Each line is in one of
+// the files, once and in order.
 func TestRotationAtFullSpeed(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -127,9 +127,9 @@ func TestMaxLogLine(t *testing.T) {
 	harness.Equal(t, "text", c.Output(t), long+"\nshort\n")
 }
 
-// A full disk costs only log lines: the container keeps running and ends by itself, no record is
-// torn, and the log continues when there is room. Reopening fails, without a new file, where no
-// file can be made.
+// A full disk costs only log lines. The container keeps running and exits normally, no record is
+// incomplete, and the log continues when the disk has space. If no new file can be created,
+// ReopenContainerLog fails.
 func TestLogDiskFull(t *testing.T) {
 	d := harness.StartDaemon(t)
 	config := d.PodConfig(t, harness.HostNetwork)
@@ -169,7 +169,7 @@ func TestLogDiskFull(t *testing.T) {
 	harness.Equal(t, "the old file", len(logs.Read(t, rotated)), len(kept))
 }
 
-// When reopening fails no new file may exist, and the old one is still written.
+// When reopening fails, no new file exists and the container writes to the old file.
 func TestReopenContainerLogFailures(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -179,7 +179,7 @@ func TestReopenContainerLogFailures(t *testing.T) {
 	for _, c := range []*harness.Container{exited, created} {
 		harness.WantCode(t, d.Cri.ReopenContainerLog(t.Context(), c.Id), codes.FailedPrecondition, c.Id)
 		if _, err := os.Stat(c.LogPath()); err == nil {
-			t.Errorf("there is a new log file for container %s, which does not run", c.Config.Metadata.Name)
+			t.Errorf("a new log file exists for container %s, which does not run", c.Config.Metadata.Name)
 		}
 	}
 
@@ -198,7 +198,7 @@ func TestReopenContainerLogFailures(t *testing.T) {
 	c.WaitOutput(t, "after")
 }
 
-// Without log_path nothing is written, and the container does not block on its output.
+// Without log_path no log is written, and the container does not block on its output.
 func TestNoLogPath(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -207,7 +207,7 @@ func TestNoLogPath(t *testing.T) {
 	harness.Equal(t, "log files", fmt.Sprint(machine.ReadDir(pod.Config.LogDirectory)), "[]")
 }
 
-// The log goes on while there is no daemon.
+// The monitor writes the log while no daemon runs.
 func TestLogWithoutDaemon(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("i=0; while :; do i=$((i+1)); echo $i; sleep 0.005; done"))

@@ -15,11 +15,11 @@ import (
 )
 
 // A container with an unkillable process stays Running until that process exits, even without its
-// monitor, with and without a daemon. kubelet starts the next instance after the exit. Requests are
-// answered meanwhile, and a stop fails at its deadline.
-func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
+// monitor, with and without a daemon. After the exit kubelet starts the next attempt. Meanwhile the
+// daemon answers requests, and a stop fails at its deadline.
+func TestMonitorKilledWithUnkillableProcess(t *testing.T) {
 	testutil.Long(t)
-	for name, alone := range map[string]bool{"with a daemon": false, "without daemon": true} {
+	for name, noDaemon := range map[string]bool{"with a daemon": false, "without daemon": true} {
 		t.Run(name, func(t *testing.T) {
 			volume := faults.NewVolume(t)
 			d := harness.StartDaemon(t)
@@ -28,11 +28,11 @@ func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
 			c := pod.Run(t, harness.Script("exec stat /v/something"), harness.Mount(&runtimeapi.Mount{HostPath: volume.Dir, ContainerPath: "/v"}))
 			volume.AwaitLookups(t, 1)
 			pid, monitor := c.Pid(t), harness.MonitorOf(t, d, c)
-			if alone {
+			if noDaemon {
 				d.Kill(t)
 			}
 			harness.Must(t, syscall.Kill(monitor, syscall.SIGKILL))
-			if alone {
+			if noDaemon {
 				waitDead(t, monitor)
 				d.Start(t)
 			}
@@ -42,7 +42,7 @@ func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
 				t.Errorf("StopContainer succeeds, though process %d does not end", pid)
 			}
 			harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-			measureAnswers(t, "while a process does not end whose monitor is lost", readers(d, pod, c))
+			measureAnswers(t, "while an unkillable process runs without its monitor", readers(d, pod, c))
 			if !machine.Alive(pid) {
 				t.Error("the process has ended before the check")
 			}

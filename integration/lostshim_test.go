@@ -16,7 +16,7 @@ import (
 	"berth/integration/machine"
 )
 
-// sleeping is a container command with two processes that sleep for the given seconds, and that
+// sleeping is a container command with two processes that sleep for the given seconds. The seconds
 // identify the container. It exits with 7 on SIGTERM.
 func sleeping(first, second int) harness.ContainerOption {
 	return harness.Script(fmt.Sprintf("trap 'exit 7' TERM; sleep %d & setsid sleep %d & echo ready; wait; wait", first, second))
@@ -28,7 +28,8 @@ func whenReady(t *testing.T, c *harness.Container) *harness.Container {
 	return c
 }
 
-// wantLost checks that a container has ended with its shim, and that none of its processes runs.
+// wantLost checks that a container has ended because its shim was lost, and that none of its
+// processes runs.
 func wantLost(t *testing.T, c *harness.Container, seconds ...int) {
 	t.Helper()
 	status := c.WaitExited(t)
@@ -43,7 +44,7 @@ func wantLost(t *testing.T, c *harness.Container, seconds ...int) {
 	wantNoSleep(t, seconds...)
 }
 
-// wantExited checks that a container has ended with a code, and that none of its processes runs.
+// wantExited checks that a container has exited with a code, and that none of its processes runs.
 func wantExited(t *testing.T, c *harness.Container, code int32, seconds ...int) {
 	t.Helper()
 	status := c.WaitExited(t)
@@ -65,8 +66,8 @@ func wantNoSleep(t *testing.T, seconds ...int) {
 	}
 }
 
-// checkPodWorks checks that a pod works after one of its containers was lost: its other container
-// and the next attempt of the lost one run.
+// checkPodWorks checks that a pod works after the loss of one of its containers: its other
+// container and the next attempt of the lost one run.
 func checkPodWorks(t *testing.T, pod *harness.Pod, lost, other *harness.Container) {
 	t.Helper()
 	harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
@@ -79,8 +80,8 @@ func checkPodWorks(t *testing.T, pod *harness.Pod, lost, other *harness.Containe
 	harness.Must(t, pod.D.Cri.RemoveContainer(t.Context(), lost.Id))
 }
 
-// kinds lists kinds of pods, in which the processes of a container are found and end in different
-// ways.
+// kinds lists kinds of pods. They differ in the way in which a container's processes are found and
+// killed.
 var kinds = []struct {
 	name string
 	pod  harness.PodOption
@@ -92,14 +93,14 @@ var kinds = []struct {
 	{"terminal", harness.HostNetwork, func(c *runtimeapi.ContainerConfig) { c.Tty = true }},
 }
 
-// A monitor that is killed takes its container with it, and no more; the status says so. The same
-// if there is no daemon when it happens.
+// If a monitor is killed, its container ends, and nothing else does. The status reports the loss.
+// This also holds if no daemon runs at that time.
 func TestMonitorKilled(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for i, kind := range kinds {
-		for _, alone := range []bool{false, true} {
+		for _, noDaemon := range []bool{false, true} {
 			name := kind.name
-			if alone {
+			if noDaemon {
 				name += ", without daemon"
 			}
 			t.Run(name, func(t *testing.T) {
@@ -107,11 +108,11 @@ func TestMonitorKilled(t *testing.T) {
 				first, second := 110000+10*i, 110001+10*i
 				c, other := whenReady(t, pod.Run(t, sleeping(first, second), kind.ctr)), pod.Run(t)
 				monitor := harness.MonitorOf(t, d, c)
-				if alone {
+				if noDaemon {
 					d.Kill(t)
 				}
 				harness.Must(t, syscall.Kill(monitor, syscall.SIGKILL))
-				if alone {
+				if noDaemon {
 					waitDead(t, monitor)
 					d.Start(t)
 				}
@@ -136,7 +137,7 @@ func TestMonitorKilledDuringExec(t *testing.T) {
 	}()
 	harness.Eventually(t, "the exec runs", func() error {
 		if len(machine.ProcessesOf("sleep 110103")) == 0 {
-			return fmt.Errorf("there is no sleep 110103")
+			return fmt.Errorf("no process sleep 110103")
 		}
 		return nil
 	})
@@ -148,14 +149,14 @@ func TestMonitorKilledDuringExec(t *testing.T) {
 	checkPodWorks(t, pod, c, other)
 }
 
-// A killed pause leaves a pod that is not ready. Its containers stay, except those in pause's PID
-// namespace. kubelet then stops the pod and runs the next attempt. The same happens without a
+// If pause is killed, the pod is not ready. Its containers keep running, except those in pause's
+// PID namespace. kubelet then stops the pod and runs the next attempt. This also holds without a
 // daemon.
 func TestPauseKilled(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for _, shared := range []bool{false, true} {
-		for _, alone := range []bool{false, true} {
-			t.Run(fmt.Sprintf("shared PID namespace %t, without daemon %t", shared, alone), func(t *testing.T) {
+		for _, noDaemon := range []bool{false, true} {
+			t.Run(fmt.Sprintf("shared PID namespace %t, without daemon %t", shared, noDaemon), func(t *testing.T) {
 				var options []harness.PodOption
 				if shared {
 					options = append(options, harness.SharedPID)
@@ -163,12 +164,12 @@ func TestPauseKilled(t *testing.T) {
 				pod := d.RunPod(t, options...)
 				c := whenReady(t, pod.Run(t, sleeping(110200, 110201)))
 				pause := pod.PausePID(t)
-				if alone {
+				if noDaemon {
 					d.Kill(t)
 				}
 				harness.Must(t, syscall.Kill(pause, syscall.SIGKILL))
 				waitDead(t, pause)
-				if alone {
+				if noDaemon {
 					d.Start(t)
 				}
 				harness.Eventually(t, "the pod is not ready", func() error {
@@ -214,7 +215,7 @@ func isFrozen(t *testing.T, pid int) error {
 	return nil
 }
 
-// readers are the calls that must not depend on any shim.
+// readers are calls that must not depend on any shim.
 func readers(d *harness.Daemon, pod *harness.Pod, c *harness.Container) map[string]func(context.Context) error {
 	return map[string]func(context.Context) error{
 		"ListContainers":        func(ctx context.Context) error { _, err := d.Cri.ListContainers(ctx, nil); return err },
@@ -247,14 +248,15 @@ func measureAnswers(t *testing.T, when string, calls map[string]func(context.Con
 			}
 		}
 	}
-	for _, m := range monitors { // the calls were answered while the monitors were frozen
+	for _, m := range monitors { // the monitors are still frozen
 		harness.Must(t, isFrozen(t, m))
 	}
 	t.Logf("TRIED %d calls %s; the slowest answer was %s's, after %v", 20*len(calls), when, which, slowest)
 }
 
-// While monitors are frozen, all requests are answered and other pods work. Their own pod works
-// except for the monitors' tasks. Containers and pods can be stopped in time, and removed.
+// While monitors are frozen, the daemon answers all requests, and other pods work. The pods of the
+// monitors work, too, except for the monitors' tasks. Containers and pods can be stopped in time,
+// and removed.
 func TestFrozenMonitor(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod, other := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
@@ -277,7 +279,7 @@ func TestFrozenMonitor(t *testing.T) {
 	waitGone(t, 110300, 110301)
 	measureAnswers(t, "while a container with a frozen monitor is being stopped", calls, monitors[1])
 	harness.Must(t, <-ended)
-	harness.Must(t, ctx.Err()) // it ended within the grace period
+	harness.Must(t, ctx.Err()) // the call returned within the grace period
 	wantExited(t, stopped, 7, 110300, 110301)
 
 	stopping := make(chan error, 1)
@@ -306,8 +308,8 @@ func waitGone(t *testing.T, seconds ...int) {
 	})
 }
 
-// A container whose monitor is in a frozen cgroup, where no signal reaches it, ends with its exit
-// code and can be removed.
+// A monitor in a frozen cgroup receives no signal. Its container ends with its exit code and can be
+// removed.
 func TestMonitorInFrozenCgroup(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -322,8 +324,8 @@ func TestMonitorInFrozenCgroup(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned
-// thaws it; the cgroup goes at the test's end.
+// freezeInCgroup moves a process to a new cgroup and freezes it. thaw thaws the cgroup. The test's
+// cleanup removes it.
 func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
 	t.Helper()
 	dir, file, frozen, thawed := "/sys/fs/cgroup/freezer", "freezer.state", "FROZEN", "THAWED"
@@ -342,7 +344,7 @@ func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
 	return func() { write(file, thawed) }
 }
 
-// One call removes a pod with a frozen monitor, also if the monitor froze while no daemon ran.
+// One call removes a pod with a frozen monitor, even if the monitor froze while no daemon ran.
 func TestFrozenMonitorOfRemovedPod(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -356,8 +358,7 @@ func TestFrozenMonitorOfRemovedPod(t *testing.T) {
 	waitDead(t, monitor)
 }
 
-// A monitor that was frozen and continues delivers everything: the complete output, and the exit
-// with its code.
+// A monitor that was frozen and continues delivers the complete output and the exit with its code.
 func TestThawedMonitorDeliversOutputAndExit(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -387,8 +388,8 @@ func TestThawedMonitorDeliversOutputAndExit(t *testing.T) {
 
 // --- signals right after the start ----------------------------------------------
 
-// A container that is stopped right after its start ends as its program handles the signal, not as
-// the launcher does. A hook widens the window between the two.
+// A container that is stopped right after its start ends as its program handles the signal, and not
+// as the launcher does. A hook extends the time between the two.
 func TestStopRightAfterStart(t *testing.T) {
 	dir, option := cdiDir(t)
 	d := harness.StartDaemon(t, option)
@@ -401,7 +402,7 @@ func TestStopRightAfterStart(t *testing.T) {
 		grace int64
 		code  int32
 	}{
-		{"process 1, which no signal ends that it does not handle", harness.HostNetwork, 2, 128 + int32(syscall.SIGKILL)},
+		{"process 1, which ignores signals without a handler", harness.HostNetwork, 2, 128 + int32(syscall.SIGKILL)},
 		{"any process", harness.HostPID, 60, 128 + int32(syscall.SIGTERM)},
 	} {
 		t.Run(c.name, func(t *testing.T) {

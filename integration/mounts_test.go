@@ -25,7 +25,7 @@ const (
 	bidirectional = runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL
 )
 
-// privilegedPod may have privileged containers, which may mount.
+// privilegedPod allows privileged containers, which may mount.
 var privilegedPod = harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true })
 
 // sees reports whether a running container has a mount at a path.
@@ -34,7 +34,7 @@ func sees(t *testing.T, c *harness.Container, path string) bool {
 	return slices.Contains(machine.Mountpoints(t, c.Pid(t)), path)
 }
 
-// A mount below a read-only volume is read-only only if recursion is asked for.
+// A mount below a read-only volume is read-only only with recursive_read_only.
 func TestContainerRecursiveReadOnly(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -52,8 +52,8 @@ func TestContainerRecursiveReadOnly(t *testing.T) {
 	}
 }
 
-// Mount propagation in both directions. A container's mounts stay on the host after its end,
-// because storage drivers need them. An unmount on either side removes them.
+// Mounts propagate in both directions. A container's mounts stay on the host after the container's
+// exit, because storage drivers need them. An unmount on either side removes them.
 func TestMountPropagation(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
@@ -70,19 +70,19 @@ func TestMountPropagation(t *testing.T) {
 			down, up, stays := filepath.Join(host, "down"), filepath.Join(host, "up"), filepath.Join(host, "stays")
 			ctr := pod.Run(t, harness.Security(harness.Privileged), harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: c.propagation}))
 			machine.MountTmpfs(t, down, syscall.MS_SHARED)
-			harness.Equal(t, "a mount of the host arrives", sees(t, ctr, "/v/down"), c.toContainer)
+			harness.Equal(t, "a mount of the host reaches the container", sees(t, ctr, "/v/down"), c.toContainer)
 			harness.Must(t, syscall.Unmount(down, 0))
-			harness.Equal(t, "it is there after it was unmounted on the host", sees(t, ctr, "/v/down"), false)
+			harness.Equal(t, "the mount is left after the unmount on the host", sees(t, ctr, "/v/down"), false)
 
 			ctr.Exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
-			harness.Equal(t, "a mount of the container arrives on the host", machine.IsMountpoint(t, up), c.back)
+			harness.Equal(t, "a mount of the container reaches the host", machine.IsMountpoint(t, up), c.back)
 			ctr.Exec(t, "umount", "/v/up")
-			harness.Equal(t, "it is there after it was unmounted in the container", machine.IsMountpoint(t, up), false)
+			harness.Equal(t, "the mount is left after the unmount in the container", machine.IsMountpoint(t, up), false)
 
 			ctr.Exec(t, "mount", "-t", "tmpfs", "stays", "/v/stays")
 			harness.Must(t, syscall.Kill(ctr.Pid(t), syscall.SIGKILL))
 			ctr.WaitExited(t)
-			harness.Equal(t, "it stays when the container ends", machine.IsMountpoint(t, stays), c.back)
+			harness.Equal(t, "the mount stays after the container's exit", machine.IsMountpoint(t, stays), c.back)
 			if c.back {
 				harness.Must(t, syscall.Unmount(stays, 0))
 			}
@@ -90,7 +90,7 @@ func TestMountPropagation(t *testing.T) {
 	}
 }
 
-// Containers of two daemons share their mounts; the first daemon was killed.
+// Containers of two daemons share their mounts, although the first daemon was killed.
 func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
@@ -105,15 +105,15 @@ func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
 	second := pod.Run(t, harness.Security(harness.Privileged), volume)
 	harness.Equal(t, "the second container sees the first's mount", sees(t, second, "/v/one"), true)
 	first.Exec(t, "mount", "-t", "tmpfs", "two", "/v/two")
-	harness.Equal(t, "the second container sees a later one", sees(t, second, "/v/two"), true)
+	harness.Equal(t, "the second container sees a later mount", sees(t, second, "/v/two"), true)
 	second.Exec(t, "umount", "/v/one")
-	harness.Equal(t, "the host still has it", machine.IsMountpoint(t, filepath.Join(host, "one")), false)
-	harness.Equal(t, "the first container still has it", sees(t, first, "/v/one"), false)
+	harness.Equal(t, "the host still has the unmounted mount", machine.IsMountpoint(t, filepath.Join(host, "one")), false)
+	harness.Equal(t, "the first container still has the unmounted mount", sees(t, first, "/v/one"), false)
 	first.Exec(t, "umount", "/v/two")
-	harness.Equal(t, "the host has the later one", machine.IsMountpoint(t, filepath.Join(host, "two")), false)
+	harness.Equal(t, "the host has the later mount", machine.IsMountpoint(t, filepath.Join(host, "two")), false)
 }
 
-// kubelet's mounts reach containers of launchers that were started earlier.
+// kubelet's mounts reach containers of launchers that were started before the mounts.
 func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -127,14 +127,14 @@ func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 	var parent int
 	_, err := fmt.Sscan(machine.StatusField(t, ctr.Pid(t), "PPid"), &parent)
 	harness.Must(t, err)
-	harness.Equal(t, "the container is of such a launcher", slices.Contains(idle, parent), true)
+	harness.Equal(t, "the container has such a launcher", slices.Contains(idle, parent), true)
 	for _, propagation := range []runtimeapi.MountPropagation{privateMount, hostToCtr, bidirectional} {
 		harness.Equal(t, "content with "+propagation.String(),
 			pod.Sh(t, "cat /v/file", harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume, Propagation: propagation})), "late\n")
 	}
 }
 
-// A host mount may not reach the launchers, because its parent is private or became shared later.
+// A mount of the host does not reach the launchers if its parent is private or became shared later.
 // Containers see such a mount like any other.
 func TestVolumeOnPrivateMount(t *testing.T) {
 	host := machine.HostDir(t, "private", "later")
@@ -159,11 +159,11 @@ func TestVolumeOnPrivateMount(t *testing.T) {
 	harness.Must(t, syscall.Mount("", later, "", syscall.MS_SHARED, ""))
 	ctr := pod.Run(t, harness.Security(harness.Privileged), harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: later, Propagation: bidirectional}))
 	ctr.Exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
-	harness.Equal(t, "a mount of the container arrives on the host", machine.IsMountpoint(t, filepath.Join(later, "up")), true)
+	harness.Equal(t, "a mount of the container reaches the host", machine.IsMountpoint(t, filepath.Join(later, "up")), true)
 	ctr.Exec(t, "umount", "/v/up")
 }
 
-// The same for network namespaces, which are pinned by mounts.
+// Network namespaces are pinned by mounts, too, and work on a private mount.
 func TestNetNSOnPrivateMount(t *testing.T) {
 	host := machine.HostDir(t, "private")
 	private := filepath.Join(host, "private")
@@ -200,7 +200,7 @@ func TestMountPropagationRefused(t *testing.T) {
 	}
 }
 
-// recursive_read_only needs readonly and PRIVATE (KEP-3857).
+// recursive_read_only needs readonly and propagation PRIVATE (KEP-3857).
 func TestRecursiveReadOnlyRules(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -216,7 +216,7 @@ func TestRecursiveReadOnlyRules(t *testing.T) {
 	}
 }
 
-// mount_options (KEP-5855), looked at from inside.
+// The effect of mount_options (KEP-5855) is checked inside the container.
 func TestMountOptions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
@@ -241,7 +241,7 @@ func TestMountOptions(t *testing.T) {
 			if err != nil && harness.ExitCode(err) < 0 {
 				t.Fatal(err)
 			}
-			harness.Equal(t, "what the container can do", string(stdout), c.want)
+			harness.Equal(t, "output of the container", string(stdout), c.want)
 			flags := ctr.Exec(t, "sh", "-c", "grep ' /v ' /proc/mounts | cut -d' ' -f4")
 			for _, o := range []string{"noexec", "nodev", "nosuid"} {
 				harness.Equal(t, o+" in "+flags, slices.Contains(strings.Split(flags, ","), o), slices.Contains(c.options, o))
@@ -255,7 +255,7 @@ func TestMountOptions(t *testing.T) {
 	}
 }
 
-// Links of a host_path are followed on the host. A missing directory is made, as containerd and
+// berth follows links of a host_path on the host. It creates a missing directory, as containerd and
 // CRI-O do, but not the missing target of a link.
 func TestMountSources(t *testing.T) {
 	d := harness.StartDaemon(t)
@@ -277,7 +277,7 @@ func TestMountSources(t *testing.T) {
 	harness.Equal(t, "target of the link", fmt.Sprint(machine.ReadDir(host)), "[dangling link not real tofile twice]")
 }
 
-// Links of an image at the places of mounts stay inside of the container.
+// Links of an image at mount points are resolved inside the container.
 func TestMountTargetsAreSymlinks(t *testing.T) {
 	host := machine.HostDir(t, "volume", "escape")
 	escape := filepath.Join(host, "escape")
@@ -291,5 +291,5 @@ func TestMountTargetsAreSymlinks(t *testing.T) {
 	}
 	harness.Equal(t, "mount at a link", pod.Sh(t, "cat /data/file "+escape+"/file", harness.Image(name), volume("/data")), "content\ncontent\n")
 	harness.Equal(t, "mount below a link", pod.Sh(t, "cat /up/below/file", harness.Image(name), volume("/up/below")), "content\n")
-	harness.Equal(t, "what was made on the host", fmt.Sprint(machine.ReadDir(escape)), "[]")
+	harness.Equal(t, "files created on the host", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }

@@ -30,7 +30,7 @@ func networkReady(t *testing.T, d *harness.Daemon) *runtimeapi.RuntimeCondition 
 			return c
 		}
 	}
-	t.Fatalf("there is no condition NetworkReady: %v", status)
+	t.Fatalf("the condition NetworkReady is missing: %v", status)
 	return nil
 }
 
@@ -64,7 +64,7 @@ func TestPodNetwork(t *testing.T) {
 }
 
 func TestPodDualStack(t *testing.T) {
-	t.Cleanup(func() { harness.Must(t, os.RemoveAll("/run/dual-stack")) }) // after the daemon's
+	t.Cleanup(func() { harness.Must(t, os.RemoveAll("/run/dual-stack")) }) // after the daemon's cleanup
 	d := harness.StartDaemon(t, harness.WithNetwork(fixture.Conflist("dual", "/run/dual-stack", fixture.Range4, fixture.Range6)))
 	network := d.RunPod(t).Status(t).Network
 	if ip, err := netip.ParseAddr(network.Ip); err != nil || !ip.Is4() {
@@ -75,7 +75,7 @@ func TestPodDualStack(t *testing.T) {
 	}
 }
 
-// serveHTTP is a container that serves its index page on port 80.
+// serveHTTP runs a container that serves a page on port 80.
 func serveHTTP(t *testing.T, pod *harness.Pod, page string) *harness.Container {
 	t.Helper()
 	c := pod.Run(t, harness.Script("mkdir -p /srv && echo "+page+" >/srv/index.html && exec httpd -f -p 80 -h /srv"))
@@ -114,7 +114,7 @@ func TestHTTPBetweenPodsAndThroughHostPort(t *testing.T) {
 	}
 }
 
-// nodeAddress is the bridge's, the only address besides loopback here.
+// nodeAddress returns the bridge's address, which is the machine's only address besides loopback.
 func nodeAddress(t *testing.T) string {
 	t.Helper()
 	link, err := net.InterfaceByName("berth0")
@@ -135,7 +135,7 @@ func TestNetworkConfigHotPlug(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithNetwork(""))
 	condition := waitNetworkReady(t, d, false)
 	if condition.Reason == "" || !strings.Contains(condition.Message, d.ConfDir) {
-		t.Errorf("the condition does not say what is missing where: %v", condition)
+		t.Errorf("the condition does not name the missing configuration and its directory: %v", condition)
 	}
 	config := d.PodConfig(t)
 	_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
@@ -154,7 +154,8 @@ func TestNetworkConfigHotPlug(t *testing.T) {
 		t.Error("the pod has no address")
 	}
 
-	// A broken file that comes first is named; an old pod is removed with the configuration it had.
+	// The daemon names the broken file that is first in order. It removes an old pod with the
+	// configuration that the pod was created with.
 	harness.WithNetwork("")(t, d)
 	broken := filepath.Join(d.ConfDir, "05-broken.conflist")
 	harness.Must(t, os.WriteFile(broken, []byte("{not json"), 0o600))
@@ -168,7 +169,7 @@ func TestNetworkConfigHotPlug(t *testing.T) {
 	harness.Must(t, os.Remove(broken))
 }
 
-// The first valid file in lexical order wins, and a plain .conf works too.
+// The first valid file in lexical order is used. A plain .conf file works, too.
 func TestNetworkConfigOrder(t *testing.T) {
 	d := harness.StartDaemon(t)
 	t.Cleanup(func() { harness.RemoveLink(t, "berth1") })
@@ -185,14 +186,14 @@ func TestNetworkConfigOrder(t *testing.T) {
 	})
 }
 
-// fakePlugin is a CNI plugin that writes down how it is called.
+// fakePlugin is a CNI plugin that records its calls.
 type fakePlugin struct {
 	t   *testing.T
 	dir string
 }
 
-// newFakePlugin installs the plugin as NAME beside the distribution's; script
-// runs for ADD, after the call was written down.
+// newFakePlugin installs the plugin as NAME next to the distribution's. script runs for ADD, after
+// the call was recorded.
 func newFakePlugin(t *testing.T, name, script string) *fakePlugin {
 	t.Helper()
 	p := &fakePlugin{t: t, dir: t.TempDir()}
@@ -277,7 +278,7 @@ func TestPluginArgumentsAndCapabilities(t *testing.T) {
 		"{PortMappings:[{HostPort:18081 ContainerPort:80 Protocol:udp}] Bandwidth:{IngressRate:1000000} DNS:{Servers:[10.0.0.10] Searches:[cluster.local]} IPRanges:[[{Subnet:10.77.0.0/24}]]}")
 }
 
-// DEL is given the configuration that ADD had, even when it has changed since.
+// DEL gets ADD's configuration, even if the file has changed since.
 func TestDelUsesConfigurationOfAdd(t *testing.T) {
 	plugin := newFakePlugin(t, "fake", fakeResult)
 	conflist := `{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake", "mark": "%s"}]}`
@@ -288,7 +289,7 @@ func TestDelUsesConfigurationOfAdd(t *testing.T) {
 	pod.Remove(t)
 	for _, del := range plugin.calls("DEL") {
 		if del.id == pod.Id && !strings.Contains(del.config, "old") {
-			t.Errorf("DEL was given %s", del.config)
+			t.Errorf("DEL got the configuration %s", del.config)
 		}
 	}
 	if len(plugin.calls("DEL")) == 0 {
@@ -300,7 +301,7 @@ func TestDelUsesConfigurationOfAdd(t *testing.T) {
 func TestPluginFailure(t *testing.T) {
 	plugin := newFakePlugin(t, "failing", `echo '{"cniVersion": "1.0.0", "code": 100, "msg": "no room in the inn"}'; exit 1`)
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), func(t *testing.T, d *harness.Daemon) {
-		// The failing plugin comes last, so that the bridge and an address are there when it fails.
+		// The failing plugin is last, so that the bridge and an address exist when it fails.
 		var list struct {
 			CNIVersion string `json:"cniVersion"`
 			Name       string `json:"name"`
@@ -320,8 +321,8 @@ func TestPluginFailure(t *testing.T) {
 	harness.Equal(t, "number of pods", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 0)
 }
 
-// Networks of specification 1.1: STATUS decides whether the network is ready. At the daemon's start
-// GC passes the existing pods to the plugins.
+// With networks of specification 1.1, STATUS decides whether the network is ready. At the daemon's
+// start GC passes the existing pods to the plugins.
 func TestPluginStatusAndGC(t *testing.T) {
 	plugin := newFakePlugin(t, "fake", strings.Replace(fakeResult, "1.0.0", "1.1.0", 1))
 	network := `{"cniVersion": "1.1.0", "name": "fake", "plugins": [{"type": "fake"}]}`
@@ -333,24 +334,24 @@ func TestPluginStatusAndGC(t *testing.T) {
 	harness.Eventually(t, "GC is called", func() error {
 		calls := plugin.calls("GC")
 		if len(calls) <= gone {
-			return harness.Unexpected("the number of its calls", len(calls), gone+1)
+			return harness.Unexpected("number of GC calls", len(calls), gone+1)
 		}
 		if last := calls[len(calls)-1]; !strings.Contains(last.config, pod.Id) {
-			return fmt.Errorf("it does not name the pod as valid: %s", last.config)
+			return fmt.Errorf("GC does not list the pod as valid: %s", last.config)
 		}
 		return nil
 	})
 	plugin.breakStatus(t)
-	harness.WithNetwork(network+" ")(t, d) // a change makes berth look again at once
-	harness.Eventually(t, "the condition has the plugin's message", func() error {
+	harness.WithNetwork(network+" ")(t, d) // a change makes berth check again at once
+	harness.Eventually(t, "the condition contains the plugin's message", func() error {
 		if c := networkReady(t, d); c.Status || !strings.Contains(c.Message, "out of order") {
-			return harness.Unexpected("NetworkReady", c, "false, with the plugin's words")
+			return harness.Unexpected("NetworkReady", c, "false, with the plugin's message")
 		}
 		return nil
 	})
 }
 
-// Pods start side by side, each with an address of its own.
+// Pods start in parallel, each with a different address.
 func TestManyPodsAtOnce(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.BaseImage)
@@ -378,7 +379,7 @@ func TestManyPodsAtOnce(t *testing.T) {
 	harness.Equal(t, "number of different addresses", len(ips), n)
 }
 
-// release lets a plugin go on that waits for the file "go".
+// release creates the file "go", for which the plugin waits.
 func (p *fakePlugin) release(t *testing.T) {
 	t.Helper()
 	harness.Must(t, os.WriteFile(filepath.Join(p.dir, "go"), nil, 0o600))

@@ -10,8 +10,8 @@ import (
 	"berth/integration/harness"
 )
 
-// A container that a plugin evicts is stopped with its stop signal, and all plugins get the event.
-// The eviction of an unknown container has no effect.
+// A container that a plugin evicts gets its stop signal, and all plugins get the event. The
+// eviction of an unknown container has no effect.
 func TestNRIEvictions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	e := &fixture.Evictor{}

@@ -20,20 +20,20 @@ import (
 	"berth/integration/machine"
 )
 
-// hang mounts an unserved FUSE filesystem on a directory until the test ends. Each stat of it
-// blocks.
+// hang mounts a FUSE filesystem without a server on a directory until the test ends. Each stat of
+// it blocks.
 func hang(t *testing.T, dir string) {
 	t.Helper()
 	fd := harness.Get(unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0))(t)
 	harness.Must(t, unix.Mount("hung", dir, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fd)))
 	t.Cleanup(func() {
-		harness.Must(t, unix.Close(fd)) // blocked calls get an error
+		harness.Must(t, unix.Close(fd)) // blocked calls return an error
 		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH))
 	})
 }
 
-// A volume that stopped answering, like a dead NFS server's, delays neither the plugins' events nor
-// the daemon's start.
+// A volume that no longer answers, such as NFS with a dead server, delays neither the plugins'
+// events nor the daemon's start.
 func TestNRIHungVolume(t *testing.T) {
 	d := harness.StartDaemon(t)
 	volume := filepath.Join(d.Dir, "volume")
@@ -54,8 +54,7 @@ func TestNRIHungVolume(t *testing.T) {
 	}
 }
 
-// A plugin that the daemon starts gets the exit of a container that ended during the plugin's
-// start.
+// A container exits while the daemon starts a plugin. The plugin gets the event.
 func TestNRIExitWhileDaemonStarts(t *testing.T) {
 	d := harness.StartDaemon(t, installPlugin("10-installed", "Synchronize"), resume, harness.WithConfig(`nri_request_timeout = "20s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -92,12 +91,12 @@ func TestNRIExitWhileDaemonStarts(t *testing.T) {
 	})
 }
 
-// resumeFile is a file that hanging installed plugins wait for.
+// resumeFile is a file for which hanging installed plugins wait.
 func resumeFile(d *harness.Daemon) string { return installedEvents(d) + resumeSuffix }
 
 const resumeSuffix = ".go-on"
 
-// resume makes the file for which hanging installed plugins wait.
+// resume creates resumeFile.
 func resume(t *testing.T, d *harness.Daemon) {
 	t.Helper()
 	harness.Must(t, os.WriteFile(resumeFile(d), nil, 0o600))
@@ -113,7 +112,8 @@ func countInstalled(d *harness.Daemon, event string) (n int) {
 	return n
 }
 
-// blocking is a plugin that does not answer an event before answer is closed. It closes asked.
+// blocking returns a plugin that answers an event only after answer is closed. It closes asked when
+// it gets the event.
 func blocking(event string) (p *nriPlugin, asked, answer chan struct{}) {
 	asked, answer = make(chan struct{}), make(chan struct{})
 	return &nriPlugin{before: func(e string) error {
@@ -125,8 +125,9 @@ func blocking(event string) (p *nriPlugin, asked, answer chan struct{}) {
 	}}, asked, answer
 }
 
-// A plugin updates one container while another is created. The first container ends meanwhile, and
-// a second plugin registers. There is no deadlock, and the creation fails with the update.
+// A plugin updates one container during the creation of another. The first container exits
+// meanwhile, and a second plugin registers. There is no deadlock, and the creation fails with the
+// update.
 func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "20s"`))
 	p, asked, answer := blocking("CreateContainer")
@@ -146,7 +147,7 @@ func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 	second := &nriPlugin{closed: make(chan struct{})}
 	second.stub = harness.Get(stub.New(second, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx("20"), stub.WithPluginName("second"),
 		stub.WithOnClose(func() { close(second.closed) }), stub.WithLogger(quiet{})))(t)
-	harness.Must(t, second.stub.Start(t.Context())) // registered, and about to be synchronised
+	harness.Must(t, second.stub.Start(t.Context())) // registered, and about to be synchronized
 	t.Cleanup(func() { second.stub.Stop(); <-second.closed })
 	harness.Must(t, syscall.Kill(other.Pid(t), syscall.SIGKILL))
 	other.WaitExited(t)
@@ -156,8 +157,8 @@ func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 1)
 }
 
-// A pod stops however long plugins take for the exit events of its containers. They get these
-// before the pod's event.
+// A pod stops in time although plugins are slow to handle the exit events of its containers. They
+// get these events before the pod's event.
 func TestNRISlowPluginWhilePodStops(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "60s"`))
 	p, asked, answer := blocking("StopContainer")
@@ -169,7 +170,7 @@ func TestNRISlowPluginWhilePodStops(t *testing.T) {
 	stopped := make(chan error, 1)
 	go func() { stopped <- d.Cri.StopPodSandbox(t.Context(), pod.Id) }()
 	<-asked
-	harness.Eventually(t, "the end of the network namespace", func() error {
+	harness.Eventually(t, "the network namespace is removed", func() error {
 		if _, err := os.Lstat(netns); !os.IsNotExist(err) {
 			return harness.Unexpected("error", err, os.ErrNotExist)
 		}
@@ -180,7 +181,7 @@ func TestNRISlowPluginWhilePodStops(t *testing.T) {
 	p.waitEvents(t, "StopContainer "+c.Config.Metadata.Name, "StopPodSandbox "+pod.Config.Metadata.Name)
 }
 
-// A daemon that gets SIGTERM while it waits for a starting plugin ends.
+// A daemon that gets SIGTERM while it waits for a starting plugin exits.
 func TestNRITermWhilePluginHangs(t *testing.T) {
 	d := harness.NewDaemon(t, installPlugin("10-installed", "Synchronize"), harness.WithConfig(`nri_request_timeout = "5m"`))
 	t.Cleanup(func() { d.ForgetMounts(t) })
@@ -200,9 +201,9 @@ func TestNRITermWhilePluginHangs(t *testing.T) {
 	case <-time.After(harness.Patience):
 		harness.Must(t, cmd.Process.Kill())
 		<-ended
-		t.Error("it did not end")
+		t.Error("the daemon did not exit")
 	}
-	harness.Eventually(t, "the plugin's end", func() error {
+	harness.Eventually(t, "the plugin exits", func() error {
 		pid, _, _ := strings.Cut(machine.ReadLines(installedEvents(d))[0], " ")
 		stat, err := os.ReadFile(filepath.Join("/proc", pid, "stat"))
 		if err == nil && !strings.Contains(string(stat), ") Z ") {

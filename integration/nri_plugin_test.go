@@ -21,11 +21,11 @@ import (
 	"berth/integration/machine"
 )
 
-// nriPlugin is an NRI plugin made with the library's stub, like real plugins. It records its events
-// as "event name". Its functions, where set, decide.
+// nriPlugin is an NRI plugin that uses the library's stub, like real plugins. It records its events
+// as "event name". Functions that are not nil decide its answers.
 type nriPlugin struct {
 	stub   stub.Stub
-	closed chan struct{} // when its connection to the runtime is
+	closed chan struct{} // closed when the connection to the runtime is closed
 
 	create      func(pod *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error)
 	update      func(c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error)
@@ -33,7 +33,7 @@ type nriPlugin struct {
 	stopped     func(c *api.Container) []*api.ContainerUpdate
 	removed     func(c *api.Container)
 	synchronize func(pods []*api.PodSandbox, containers []*api.Container)
-	before      func(event string) error // called with each event before it is noted
+	before      func(event string) error // called with each event before it is recorded
 
 	mu     sync.Mutex
 	events []string
@@ -61,7 +61,7 @@ func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	t.Helper()
 	harness.Eventually(t, "events", func() error {
 		if got := p.noted(); !slices.Equal(got, want) {
-			return fmt.Errorf("they are\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
+			return fmt.Errorf("got the events\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
 		}
 		return nil
 	})
@@ -80,14 +80,14 @@ func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
 	t.Helper()
 	harness.Eventually(t, "events", func() error {
 		if got := len(p.noted()); got < n {
-			return fmt.Errorf("there are %d of %d", got, n)
+			return fmt.Errorf("got %d of %d events", got, n)
 		}
 		return nil
 	})
 }
 
-// livePod runs a pod with a container that ends at once, and removes it. It returns errors instead
-// of failing the test, so that it may run in another goroutine.
+// livePod runs a pod with a container that exits at once, and removes it. It returns errors instead
+// of failing the test, so that it may run in any goroutine.
 func livePod(d *harness.Daemon, ctx context.Context, config *runtimeapi.PodSandboxConfig) error {
 	id, err := d.Cri.RunPodSandbox(ctx, config, "")
 	if err != nil {
@@ -182,8 +182,8 @@ func (p *nriPlugin) RemoveContainer(_ context.Context, _ *api.PodSandbox, c *api
 
 func nriSocket(d *harness.Daemon) string { return filepath.Join(d.Dir, "nri", "nri.sock") }
 
-// connectPlugin connects a plugin to the daemon's NRI socket, and waits until it is registered. It
-// is disconnected when the test ends, or before by Stop.
+// connectPlugin connects a plugin to the daemon's NRI socket, and waits until it is registered.
+// Stop or the end of the test disconnects it.
 func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPlugin, options ...stub.Option) *nriPlugin {
 	t.Helper()
 	p.closed = make(chan struct{})
@@ -202,7 +202,7 @@ func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPl
 	// The daemon registers the plugin a moment after its answer, and then logs it.
 	harness.Eventually(t, "registration of plugin "+name, func() error {
 		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, want) }) {
-			return fmt.Errorf("the log does not have %s", want)
+			return fmt.Errorf("the log does not contain %s", want)
 		}
 		return nil
 	})
@@ -219,7 +219,7 @@ func (quiet) Warnf(context.Context, string, ...any)  {}
 func (quiet) Errorf(context.Context, string, ...any) {}
 
 // installPlugin installs this program as a plugin that the daemon starts. It appends "PID event
-// name" to a file, and hangs at the event named, if any, until there is the resumeFile.
+// name" to a file. If hangAt names an event, the plugin hangs at it until resumeFile exists.
 func installPlugin(name, hangAt string) harness.DaemonOption {
 	return func(t *testing.T, d *harness.Daemon) {
 		t.Helper()
@@ -238,13 +238,13 @@ func installedEvents(d *harness.Daemon) string { return filepath.Join(d.Dir, "pl
 // isInstalledPlugin reports whether a daemon has started this process as an NRI plugin.
 func isInstalledPlugin() bool { return os.Getenv(api.PluginSocketEnvVar) != "" }
 
-// installedPlugin is an nriPlugin in a process of its own.
+// installedPlugin is an nriPlugin in a separate process.
 type installedPlugin struct {
 	nriPlugin
 	file, hangAt string
 }
 
-// Configure takes what installPlugin wrote.
+// Configure reads the configuration from installPlugin.
 func (p *installedPlugin) Configure(_ context.Context, config, _, _ string) (stub.EventMask, error) {
 	p.file, p.hangAt, _ = strings.Cut(config, " ")
 	return 0, nil

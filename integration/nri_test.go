@@ -25,7 +25,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// adjusting makes a CreateContainer that fills in an adjustment.
+// adjusting returns a CreateContainer function that fills in an adjustment.
 func adjusting(change func(a *api.ContainerAdjustment)) func(*api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
 	return func(*api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
 		a := &api.ContainerAdjustment{}
@@ -72,7 +72,7 @@ func TestNRIEvents(t *testing.T) {
 		"RemovePodSandbox "+podName)
 }
 
-// Plugins run in the order of their index, and each sees the changes of those before it. The
+// Plugins run in the order of their index. Each sees the changes of the earlier plugins. The
 // changes apply to the container, its execs and its status, and survive a restart of the daemon.
 func TestNRIOrderAndAdjustments(t *testing.T) {
 	d := harness.StartDaemon(t)
@@ -101,12 +101,12 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 		a.SetLinuxOomScoreAdj(&score)
 	})}
 	harness.Must(t, os.Mkdir(filepath.Join(volume, "tmp"), 0o755))
-	connectPlugin(t, d, "20", "second", second) // before the other: the index decides
+	connectPlugin(t, d, "20", "second", second) // connects first, but runs second by its index
 	connectPlugin(t, d, "10", "first", first)
 
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Create(t, harness.Env("GONE", "x"))
-	d.Restart(t) // between creation and start: the record knows
+	d.Restart(t) // the record keeps the adjustments between creation and start
 	c.Start(t)
 	if !strings.Contains(strings.Join(seen, " "), "FIRST=1") {
 		t.Errorf("the second plugin saw the environment %v", seen)
@@ -125,7 +125,7 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 		status := c.Status(t)
 		harness.Equal(t, "reported memory limit", status.Resources.GetLinux().GetMemoryLimitInBytes(), int64(48<<20))
 		if len(status.Annotations) != 0 {
-			t.Errorf("the annotations that plugins leave each other are in the status: %v", status.Annotations)
+			t.Errorf("the status shows annotations of plugins: %v", status.Annotations)
 		}
 	}
 	check(t)
@@ -137,7 +137,7 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 func TestNRIAdjustsMore(t *testing.T) {
 	d := harness.StartDaemon(t)
 	hooks := filepath.Join(d.Dir, "hooks")
-	harness.Must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "nri0"}, PeerName: "nri1"})) // gone with the pod's network
+	harness.Must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "nri0"}, PeerName: "nri1"})) // removed with the pod's network
 	connectPlugin(t, d, "10", "more", &nriPlugin{create: adjusting(func(a *api.ContainerAdjustment) {
 		a.SetArgs([]string{"sh", "-c", "echo replaced; exec sleep 100000"})
 		a.AddDevice(&api.LinuxDevice{Path: "/dev/zero2", Type: "c", Major: 1, Minor: 5, FileMode: api.FileMode(os.FileMode(0o666))})
@@ -193,8 +193,8 @@ func TestNRIRefusals(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
-// A plugin's error fails the creation of one container and of no other. The plugins get the event
-// of its removal.
+// An error of a plugin fails the creation of that container only. The plugins get the event of its
+// removal.
 func TestNRIErrorFailsOneContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	other := connectPlugin(t, d, "10", "other", &nriPlugin{})
@@ -213,13 +213,13 @@ func TestNRIErrorFailsOneContainer(t *testing.T) {
 	pod.Run(t)
 }
 
-// A plugin that registers late receives all existing objects. So does one that a new daemon starts,
-// and one that connects to it.
+// A plugin that registers late receives all existing objects. So does a plugin that a new daemon
+// starts, and one that connects to the new daemon.
 func TestNRISynchronisation(t *testing.T) {
 	d := harness.StartDaemon(t, installPlugin("05-installed", ""))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Env("KEY", "value"))
-	pod.RunToEnd(t, harness.Command("true")) // has ended: of no interest to plugins
+	pod.RunToEnd(t, harness.Command("true")) // exited: plugins do not get it
 	check := func(name string) {
 		t.Helper()
 		var pods []*api.PodSandbox
@@ -250,7 +250,7 @@ func TestNRISynchronisation(t *testing.T) {
 }
 
 // A plugin that does not answer is dropped. Its timeout delays the request, but the request
-// succeeds, and berth still asks the other plugins.
+// succeeds, and berth still calls the other plugins.
 func TestNRIHangingPlugin(t *testing.T) {
 	testutil.Long(t)
 	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`)) // for the other plugin, on a loaded machine
@@ -275,7 +275,7 @@ func TestNRIHangingPlugin(t *testing.T) {
 			<-hanging.closed
 			harness.Eventually(t, "events of the other plugin", func() error {
 				if events := after.noted(); len(events) != 11 {
-					return fmt.Errorf("there are %d: %v", len(events), events)
+					return fmt.Errorf("got %d events: %v", len(events), events)
 				}
 				return nil
 			})
@@ -295,7 +295,7 @@ func TestNRIHangingRegistration(t *testing.T) {
 	select {
 	case <-asked:
 	case <-p.closed:
-		t.Fatal("it was dropped before it was asked")
+		t.Fatal("the plugin was dropped before it got an event")
 	}
 	d.RunPod(t, harness.HostNetwork).Run(t)
 	<-p.closed
@@ -303,7 +303,7 @@ func TestNRIHangingRegistration(t *testing.T) {
 	p.waitEvents(t, "Synchronize 0 0")
 }
 
-// A plugin that is killed while it is asked is dropped.
+// A plugin that is killed during a call is dropped.
 func TestNRIKilledPlugin(t *testing.T) {
 	d := harness.StartDaemon(t, installPlugin("10-installed", "CreateContainer"), harness.WithConfig(`nri_request_timeout = "20s"`))
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -319,7 +319,7 @@ func TestNRIKilledPlugin(t *testing.T) {
 					return syscall.Kill(pid, syscall.SIGKILL)
 				}
 			}
-			return errors.New("the plugin was not asked")
+			return errors.New("the plugin got no event")
 		})
 	}()
 	c := pod.Run(t)
@@ -328,7 +328,7 @@ func TestNRIKilledPlugin(t *testing.T) {
 	pod.Run(t)
 }
 
-// A plugin may change the limits of containers whenever it likes.
+// A plugin may change the limits of containers at any time.
 func TestNRIUnsolicitedUpdate(t *testing.T) {
 	d := harness.StartDaemon(t)
 	p := connectPlugin(t, d, "10", "updater", &nriPlugin{})
@@ -339,10 +339,10 @@ func TestNRIUnsolicitedUpdate(t *testing.T) {
 	unknown := memoryUpdate("0123456789", 96<<20)
 	refused := memoryUpdate(c.Id, 96<<20)
 	refused.SetLinuxBlockIOClass("fast")
-	prefix := memoryUpdate(c.Id[:12], 80<<20) // is no ID
+	prefix := memoryUpdate(c.Id[:12], 80<<20) // a prefix of an ID is no ID
 	failed := harness.Get(p.stub.UpdateContainers([]*api.ContainerUpdate{update, unknown, refused, prefix}))(t)
 	if len(failed) != 3 || failed[0].ContainerId != unknown.ContainerId || failed[1].Linux.Resources.BlockioClass == nil || failed[2].ContainerId != prefix.ContainerId {
-		t.Errorf("failed are %v", failed)
+		t.Errorf("failed updates: %v", failed)
 	}
 	check := func() {
 		t.Helper()
@@ -356,8 +356,8 @@ func TestNRIUnsolicitedUpdate(t *testing.T) {
 	check()
 }
 
-// A plugin can change an update. After an update or a stop of one container it can also change
-// another container.
+// A plugin can change an update. At an update or a stop of one container it can also change another
+// container.
 func TestNRIUpdates(t *testing.T) {
 	d := harness.StartDaemon(t)
 	p := &nriPlugin{}
@@ -376,7 +376,7 @@ func TestNRIUpdates(t *testing.T) {
 	}
 	p.update = func(c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error) {
 		if got := r.GetMemory().GetLimit().GetValue(); got != 128<<20 {
-			return nil, fmt.Errorf("the limit wanted is %d", got)
+			return nil, fmt.Errorf("the requested limit is %d", got)
 		}
 		return []*api.ContainerUpdate{memoryUpdate(c.Id, 100<<20), memoryUpdate(b.Id, 80<<20)}, nil
 	}
@@ -431,7 +431,7 @@ func TestNRIDisabled(t *testing.T) {
 			})
 			d.RunPod(t, harness.HostNetwork).Run(t)
 			if _, err := os.Stat(nriSocket(d)); !os.IsNotExist(err) {
-				t.Errorf("there is a socket: %v", err)
+				t.Errorf("the socket exists: %v", err)
 			}
 		})
 	}
@@ -442,7 +442,7 @@ func TestNRIDisabled(t *testing.T) {
 type visitor struct {
 	mu         sync.Mutex
 	pods       map[string]bool
-	containers map[string]bool // existing containers: whether their stop event has come
+	containers map[string]bool // existing containers: true after their stop event
 	wrong      []string        // violations
 }
 
@@ -501,7 +501,7 @@ func (v *visitor) stopped(c *api.Container) []*api.ContainerUpdate {
 	return nil
 }
 
-// removed handles an event that also comes for containers that ended before the plugin registered.
+// removed also handles the event of containers that exited before the plugin registered.
 func (v *visitor) removed(c *api.Container) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -529,7 +529,7 @@ func (v *visitor) check(t *testing.T, name string) {
 	}
 }
 
-// churnPods makes and removes pods side by side until stop is called, which returns the first
+// churnPods creates and removes pods in parallel until stop is called. stop returns the first
 // error.
 func churnPods(t *testing.T, d *harness.Daemon) (stop func() error) {
 	t.Helper()
@@ -557,8 +557,8 @@ func churnPods(t *testing.T, d *harness.Daemon) (stop func() error) {
 	return func() error { close(ended); return churn.Wait() }
 }
 
-// Plugins register and leave while pods start and end. Each plugin learns of every pod and
-// container exactly once: at registration or by an event. It gets every exit before the removal.
+// Plugins register and disconnect while pods start and end. Each plugin gets every pod and
+// container exactly once, at registration or by an event. It gets every exit before the removal.
 func TestNRIPluginsConnectAndDisconnect(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stop := churnPods(t, d)
@@ -577,8 +577,8 @@ func TestNRIPluginsConnectAndDisconnect(t *testing.T) {
 	last.check(t, "the last visitor")
 }
 
-// A plugin may update containers from within an event. An update of the container of that very
-// event fails, without a deadlock.
+// A plugin may update containers while it handles an event. An update of that event's container
+// fails without a deadlock.
 func TestNRIUpdateDuringEvent(t *testing.T) {
 	testutil.Long(t)
 	d := harness.StartDaemon(t)
@@ -595,20 +595,19 @@ func TestNRIUpdateDuringEvent(t *testing.T) {
 	}
 	harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), a.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
 	if f := <-failed; len(f) != 1 || f[0].ContainerId != a.Id {
-		t.Errorf("failed are %v", f)
+		t.Errorf("failed updates: %v", f)
 	}
 	memory, _ := limitsOf(t, a)
-	harness.Equal(t, "memory limit of the one asked about", memory, strconv.Itoa(128<<20))
+	harness.Equal(t, "memory limit of the event's container", memory, strconv.Itoa(128<<20))
 	memory, _ = limitsOf(t, b)
-	harness.Equal(t, "memory limit of the other", memory, strconv.Itoa(96<<20))
+	harness.Equal(t, "memory limit of the other container", memory, strconv.Itoa(96<<20))
 	p.update = nil
 	p.forget()
 	a.Stop(t, 0)
-	p.waitEvents(t, "StopContainer "+a.Config.Metadata.Name) // it was not dropped
+	p.waitEvents(t, "StopContainer "+a.Config.Metadata.Name) // the plugin was not dropped
 }
 
-// berth does not take over another runtime's socket. An invalid plugin name is an error for the
-// operator.
+// berth does not take over another runtime's socket. It refuses an invalid plugin name.
 func TestNRIRefusesToStart(t *testing.T) {
 	for name, test := range map[string]struct {
 		prepare harness.DaemonOption
@@ -629,13 +628,13 @@ func TestNRIRefusesToStart(t *testing.T) {
 			t.Cleanup(func() { d.ForgetMounts(t) })
 			out, err := d.ServeCommand().CombinedOutput()
 			if err == nil || !strings.Contains(string(out), test.text) {
-				t.Errorf("the daemon ended with %v and said %s", err, out)
+				t.Errorf("the daemon exited with %v: %s", err, out)
 			}
 		})
 	}
 }
 
-// Installed plugins that do not start, or do not register, are passed over.
+// Installed plugins that do not start or register are skipped.
 func TestNRIBrokenPlugins(t *testing.T) {
 	testutil.Long(t)
 	d := harness.StartDaemon(t, installPlugin("20-good", ""), harness.WithConfig(`nri_registration_timeout = "15s"`), func(t *testing.T, d *harness.Daemon) {
@@ -649,14 +648,14 @@ func TestNRIBrokenPlugins(t *testing.T) {
 		_, event, _ := strings.Cut(line, " ")
 		got = append(got, event)
 	}
-	// With systemd a pod of the fixture has caused earlier events.
+	// With systemd the harness has run a pod before, which caused earlier events.
 	want := []string{"RunPodSandbox", "CreateContainer", "PostCreateContainer", "StartContainer", "PostStartContainer"}
 	if len(got) <= len(want) || got[0] != "Synchronize" || !slices.Equal(got[len(got)-len(want):], want) {
 		t.Errorf("the good plugin got the events %v, want Synchronize first and %v last", got, want)
 	}
 }
 
-// If a plugin sets a name that contains a path, the container is refused.
+// A name with a path from a plugin is refused with its container.
 func TestNRIPathInNames(t *testing.T) {
 	const name = "../../../../run/escape"
 	d := harness.StartDaemon(t)
@@ -678,6 +677,6 @@ func TestNRIPathInNames(t *testing.T) {
 		}
 	}
 	if _, err := os.Lstat("/run/escape"); err == nil {
-		t.Error("something was made outside")
+		t.Error("a file was created outside")
 	}
 }

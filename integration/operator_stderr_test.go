@@ -13,18 +13,18 @@ import (
 	"berth/integration/sessions"
 )
 
-// libraryLine is a line of klog, such as "E1123 12:00:00.000000   42 portforward.go:549] …".
+// libraryLine matches a line of klog, such as "E1123 12:00:00.000000   42 portforward.go:549] …".
 var libraryLine = regexp.MustCompile(`(?m)^[IWEF]\d{4} .*$`)
 
-// onlyOwnLines fails if an operator's command has printed log lines of a library.
+// onlyOwnLines fails if an operator command has printed a library's log lines.
 func onlyOwnLines(t *testing.T, printed string) {
 	t.Helper()
 	if line := libraryLine.FindString(printed); line != "" {
-		t.Errorf("a library's log reaches the user: %s\nall: %q", line, printed)
+		t.Errorf("stderr has a library's log line: %s\nall: %q", line, printed)
 	}
 }
 
-// operatorSession is a running operator's command with its output.
+// operatorSession is a running operator command with its output.
 type operatorSession struct {
 	cmd            *exec.Cmd
 	stdin          io.WriteCloser
@@ -37,11 +37,11 @@ func startSession(t *testing.T, d *harness.Daemon, args ...string) *operatorSess
 	s.stdin = harness.Get(s.cmd.StdinPipe())(t)
 	s.cmd.Stdout, s.cmd.Stderr = &s.stdout, &s.stderr
 	harness.Must(t, s.cmd.Start())
-	t.Cleanup(func() { _ = s.cmd.Process.Kill(); _ = s.cmd.Wait() }) // it has ended, unless the test failed
+	t.Cleanup(func() { _ = s.cmd.Process.Kill(); _ = s.cmd.Wait() }) // it has exited, unless the test failed
 	return s
 }
 
-// keepTyping has the session's input go on until the command ends.
+// keepTyping sends input to the session until the command exits.
 func (s *operatorSession) keepTyping(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
@@ -56,7 +56,7 @@ func (s *operatorSession) keepTyping(t *testing.T) {
 	t.Cleanup(func() { <-done })
 }
 
-// A session that is cut off ends with one line of berth's own.
+// A session that loses its connection prints one line of berth's own.
 func TestOperatorLostSessionPrintsOneLine(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("echo up; exec cat"), harness.WithStdin(false))
@@ -99,7 +99,7 @@ func TestOperatorPortForwardPrintsRefusalsOnly(t *testing.T) {
 	s.stdout.WaitFor(t, " -> 8393")
 	resetAfterReading(t, forwardedAddress(t, s, 8392))
 	s.stdout.WaitFor(t, "Handling connection")
-	harness.Eventually(t, "the reset has been noticed", func() error { // the pod's side ends, and the server listens again
+	harness.Eventually(t, "the server has noticed the reset", func() error { // the pod's side ends, and the server listens again
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "netstat -ltn | grep -q :8392"}, 0)
 		return err
 	})
@@ -114,7 +114,7 @@ func TestOperatorPortForwardPrintsRefusalsOnly(t *testing.T) {
 	}
 }
 
-// forwardedAddress is where a port-forward listens for a port of the pod.
+// forwardedAddress returns the local address of a port-forward for a port of the pod.
 func forwardedAddress(t *testing.T, s *operatorSession, port int) string {
 	t.Helper()
 	m := regexp.MustCompile(fmt.Sprintf(`Forwarding from (\S+) -> %d\n`, port)).FindStringSubmatch(s.stdout.String())
@@ -124,7 +124,7 @@ func forwardedAddress(t *testing.T, s *operatorSession, port int) string {
 	return m[1]
 }
 
-// resetAfterReading connects, reads a part of what comes and resets the connection.
+// resetAfterReading connects, reads some data and resets the connection.
 func resetAfterReading(t *testing.T, address string) {
 	t.Helper()
 	conn := harness.Get(net.Dial("tcp", address))(t).(*net.TCPConn)

@@ -22,7 +22,7 @@ import (
 	"berth/integration/sessions"
 )
 
-// berth runs an operator command against this daemon, which must succeed.
+// runBerth runs an operator command for this daemon, expects success, and returns its output.
 func runBerth(t *testing.T, d *harness.Daemon, args ...string) string {
 	t.Helper()
 	out, err := tryBerth(d, args...)
@@ -44,7 +44,7 @@ func operatorCommand(d *harness.Daemon, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// runArgs keep what `berth run` makes below the test's directory and cgroup.
+// runArgs keeps the files and cgroups of `berth run` below the test's directory and cgroup.
 func runArgs(d *harness.Daemon, manifest string, more ...string) []string {
 	return append([]string{"run", "--run-dir", d.Dir + "/run", "--cgroup-parent", d.CgroupParent("run")}, append(more, manifest)...)
 }
@@ -91,7 +91,7 @@ func TestOperatorRunDetached(t *testing.T) {
 	d := harness.StartDaemon(t)
 	id := strings.TrimSpace(runBerth(t, d, runArgs(d, writeManifest(t, d, examplePod), "--detach")...))
 	lines := strings.Split(id, "\n")
-	id = lines[len(lines)-1] // progress comes first
+	id = lines[len(lines)-1] // lines of progress come first
 	d.Objects = append(d.Objects, id)
 	ps := runBerth(t, d, "ps")
 	for _, want := range []string{"web", "client"} {
@@ -104,7 +104,7 @@ func TestOperatorRunDetached(t *testing.T) {
 	}
 	harness.Eventually(t, "the client has seen the page", func() error {
 		if out := runBerth(t, d, "logs", "client"); !strings.Contains(out, "prepared") {
-			return fmt.Errorf("its log is %q", out)
+			return fmt.Errorf("the client's log is %q", out)
 		}
 		return nil
 	})
@@ -123,7 +123,7 @@ func TestOperatorRunDetached(t *testing.T) {
 	harness.Equal(t, "files of berth run", fmt.Sprint(machine.ReadDir(d.Dir+"/run")), "[]")
 }
 
-// In the foreground the output is streamed, and Ctrl-C stops and removes the pod.
+// In the foreground `berth run` streams the output, and Ctrl-C stops and removes the pod.
 func TestOperatorRunForeground(t *testing.T) {
 	d := harness.StartDaemon(t)
 	cmd := operatorCommand(d, runArgs(d, writeManifest(t, d, examplePod))...)
@@ -143,7 +143,7 @@ func TestOperatorRunForeground(t *testing.T) {
 	harness.Must(t, cmd.Process.Signal(syscall.SIGINT))
 	err = cmd.Wait()
 	if err == nil || cmd.ProcessState.ExitCode() != 130 {
-		t.Errorf("after Ctrl-C it ended with %v, want exit code 130", err)
+		t.Errorf("after Ctrl-C berth run exited with %v, want exit code 130", err)
 	}
 	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "example") {
 		t.Errorf("after Ctrl-C the pod is still listed:\n%s", out)
@@ -165,15 +165,15 @@ spec:
 `)
 	out, err := tryBerth(d, runArgs(d, manifest)...)
 	if err == nil || err.(*exec.ExitError).ExitCode() != 3 {
-		t.Errorf("it ended with %v, want the failed container's exit code 3:\n%s", err, out)
+		t.Errorf("berth run exited with %v, want the failed container's exit code 3:\n%s", err, out)
 	}
 	if !strings.Contains(out, "done") {
 		t.Errorf("the output is not streamed:\n%s", out)
 	}
 }
 
-// With hostUsers: false a pod has user IDs that no other pod has. Its volumes have the same owners
-// as in a pod without a user namespace.
+// With hostUsers: false each pod has different user IDs on the host. Its volumes have the same
+// owners as in a pod without a user namespace.
 func TestOperatorRunInUserNamespace(t *testing.T) {
 	d := harness.StartDaemon(t)
 	manifest := writeManifest(t, d, `
@@ -196,14 +196,14 @@ spec:
 	out := strings.Fields(runBerth(t, d, runArgs(d, manifest)...))
 	i := slices.Index(out, "65536")
 	if i < 2 || out[i-2] != "0" || !slices.Contains(out, "0:2000") || !slices.Contains(out, "0:0") {
-		t.Fatalf("its output is %q", out)
+		t.Fatalf("the output is %q", out)
 	}
 	if first, err := strconv.Atoi(out[i-1]); err != nil || first < 0x70000000 {
-		t.Errorf("its IDs begin at %s, %v", out[i-1], err)
+		t.Errorf("the pod's IDs begin at %s, %v", out[i-1], err)
 	}
 }
 
-// An unsupported field of a manifest is refused by name, and nothing starts.
+// A manifest with an unsupported field is refused, with the field's name, and nothing starts.
 func TestOperatorRunRefuses(t *testing.T) {
 	d := harness.StartDaemon(t)
 	manifest := writeManifest(t, d, `
@@ -230,7 +230,7 @@ func TestOperatorPull(t *testing.T) {
 	d := harness.StartDaemon(t)
 	out := runBerth(t, d, "pull", harness.BaseImage)
 	if d.ImageStatus(t, harness.BaseImage) == nil {
-		t.Errorf("the image is not there:\n%s", out)
+		t.Errorf("the image is not listed:\n%s", out)
 	}
 	out, err := tryBerth(d, "pull", harness.Registry.Host+"/no/such:image")
 	if err == nil || !strings.Contains(out, "no/such:image") {
@@ -265,8 +265,8 @@ var checkedSubjects = []string{
 	"berth-shim", "CRI socket", "NRI socket", "veth", "bridge", "nftables", "iptables", "CNI network",
 }
 
-// `berth check` reports no failure on a node that can run pods. It fails if root cannot be written.
-// A missing network is only a warning, because pods on the host's network run without it.
+// `berth check` reports no failure on a node that can run pods. It fails if root is not writable. A
+// missing network is only a warning, because pods on the host's network run without it.
 func TestCheck(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StateInFile)
 	flags := []string{"check", "--config", d.ConfigFile(), "--listen", d.Socket, "--root", d.Root, "--cni-conf-dir", d.ConfDir, "--cni-bin-dir", harness.PluginDir}
@@ -276,11 +276,11 @@ func TestCheck(t *testing.T) {
 	}
 	for _, subject := range checkedSubjects {
 		if !strings.Contains(string(out), " "+subject+": ") {
-			t.Errorf("check says nothing of %s:\n%s", subject, out)
+			t.Errorf("check does not report %s:\n%s", subject, out)
 		}
 	}
 	if strings.Contains(string(out), "failure") {
-		t.Errorf("check says\n%s", out)
+		t.Errorf("check printed\n%s", out)
 	}
 	harness.Must(t, os.Rename(d.NetworkFile(), d.NetworkFile()+".away"))
 	out, err = d.Command(append(flags, "--json")...).Output()
@@ -299,7 +299,7 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// Sockets of another runtime keep berth from starting. A running daemon of the same configuration
+// Sockets of another runtime prevent berth's start. A running daemon with the same configuration
 // does not count as another runtime.
 func TestCheckFindsOtherRuntimes(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StateInFile)
@@ -322,8 +322,7 @@ func TestCheckFindsOtherRuntimes(t *testing.T) {
 	}
 }
 
-// `berth exec` and `berth attach` in a terminal: keys and sizes arrive, and the exit
-// code comes back.
+// `berth exec` and `berth attach` in a terminal pass on keys and sizes, and return the exit code.
 func TestOperatorTerminal(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -358,7 +357,7 @@ func TestOperatorTerminal(t *testing.T) {
 	harness.Equal(t, "the container's exit code", c.WaitExited(t).ExitCode, 5)
 }
 
-// runInTerminal starts a command in a pseudo-terminal of its own.
+// runInTerminal starts a command in a new pseudo-terminal.
 func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *sessions.Screen) {
 	t.Helper()
 	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)

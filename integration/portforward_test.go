@@ -21,8 +21,8 @@ import (
 	"berth/integration/sessions"
 )
 
-// forward forwards a local port to one of the pod's, as kubectl does, until the test
-// ends, and returns its address.
+// forwardPort forwards a local port to a port of the pod, as kubectl does, until the test ends. It
+// returns the local address.
 func forwardPort(t *testing.T, p *harness.Pod, port int) string {
 	t.Helper()
 	response, err := p.D.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: p.Id, Port: []int32{int32(port)}})
@@ -77,8 +77,8 @@ func TestPortForward(t *testing.T) {
 	}
 }
 
-// After one side has closed its direction, it can still receive. A pod on the host's network uses
-// this machine's localhost.
+// A side that has closed its direction can still receive. A pod on the host's network uses the
+// machine's localhost.
 func TestPortForwardHalfClosed(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -93,7 +93,7 @@ func TestPortForwardHalfClosed(t *testing.T) {
 			return
 		}
 		defer conn.Close()
-		question, err := io.ReadAll(conn) // until the client's end
+		question, err := io.ReadAll(conn) // until the client closes its direction
 		if err == nil {
 			_, err = fmt.Fprintf(conn, "you said %s", question)
 		}
@@ -111,7 +111,7 @@ func TestPortForwardHalfClosed(t *testing.T) {
 	harness.Equal(t, "answer", string(answer), "you said hello")
 }
 
-// A port without a listener ends the connection. The next connection tries again.
+// A port without a listener ends the connection. The next connection works again.
 func TestPortForwardToClosedPort(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -141,6 +141,6 @@ func TestPortForwardToClosedPort(t *testing.T) {
 		t.Errorf("read %d bytes from a closed port, want none", n)
 	}
 	if _, err := os.Stat(filepath.Join("/run/netns", "berth-"+pod.Id)); err != nil {
-		t.Error(err) // the pod is as it was
+		t.Error(err) // the pod still works
 	}
 }

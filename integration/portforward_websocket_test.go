@@ -13,7 +13,7 @@ import (
 	"berth/integration/harness"
 )
 
-// forwardWebSocket makes a session for one port by WebSocket, v4.channel.k8s.io. It sends text and
+// forwardWebSocket opens a WebSocket session (v4.channel.k8s.io) for one port. It sends text, and
 // returns the data and errors that arrive until the session ends.
 func forwardWebSocket(t *testing.T, p *harness.Pod, port uint16, text string) (data, failure string) {
 	t.Helper()
@@ -30,14 +30,14 @@ func forwardWebSocket(t *testing.T, p *harness.Pod, port uint16, text string) (d
 	for {
 		_, message, err := conn.ReadMessage()
 		if err != nil {
-			break // the end of the session
+			break // the session has ended
 		}
 		if len(message) == 0 || int(message[0]) >= len(channels) {
-			t.Fatalf("a message of no channel: %q", message)
+			t.Fatalf("message for an unknown channel: %q", message)
 		}
 		channels[message[0]].Write(message[1:])
 	}
-	for i := range channels { // each begins with its port
+	for i := range channels { // each channel begins with its port
 		harness.Equal(t, fmt.Sprintf("port of channel %d", i), binary.LittleEndian.Uint16(append(channels[i].Next(2), 0, 0)), port)
 	}
 	return channels[0].String(), channels[1].String()

@@ -1,5 +1,5 @@
-// Package logs reads container logs by the definition of the CRI log format, without berth's code:
-// each line has a time, a stream, a tag and a text. A malformed or unfinished line fails the test.
+// Package logs reads container logs as the CRI log format defines them, without berth's code. Each
+// line has a time, a stream, a tag and a text. A malformed or incomplete line fails the test.
 package logs
 
 import (
@@ -43,7 +43,7 @@ func Read(t *testing.T, path string) []Line {
 	return lines
 }
 
-// Numbered fails the test unless the lines are the numbers from 1 on.
+// Numbered fails the test unless the lines contain the numbers from 1 on.
 func Numbered(t *testing.T, lines []Line) {
 	t.Helper()
 	for i, l := range lines {

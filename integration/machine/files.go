@@ -17,7 +17,7 @@ import (
 )
 
 // ReadLines returns the lines of a file, or none if reading fails, for example because the process
-// of a file in /proc has ended.
+// of a file in /proc has exited.
 func ReadLines(path string) []string {
 	content, err := os.ReadFile(path)
 	if err != nil {

@@ -24,8 +24,8 @@ func Processes() (pids []int) {
 	return pids
 }
 
-// CommandLine returns a process's arguments, separated by blanks, or "" if it is a zombie or has
-// ended.
+// CommandLine returns a process's arguments, separated by blanks, or "" if the process is a zombie
+// or has exited.
 func CommandLine(pid int) string {
 	return strings.ReplaceAll(strings.Join(ReadLines(fmt.Sprintf("/proc/%d/cmdline", pid)), "\n"), "\x00", " ")
 }
@@ -61,7 +61,7 @@ func ChildrenOf(parent int) (pids []int) {
 	return pids
 }
 
-// PidfdsOf returns how many pidfds of the process pid the process holder has open.
+// PidfdsOf returns the number of pidfds of process pid that process holder has open.
 func PidfdsOf(holder, pid int) (n int) {
 	dir := fmt.Sprintf("/proc/%d/fdinfo/", holder)
 	for _, fd := range ReadDir(dir) {
@@ -92,7 +92,7 @@ func KillProcess(t *testing.T, pid int) {
 func ContinueAll() {
 	for _, pid := range Processes() {
 		if slices.Contains(ReadLines(fmt.Sprintf("/proc/%d/status", pid)), "State:\tT (stopped)") {
-			_ = unix.Kill(pid, unix.SIGCONT) // it may have ended
+			_ = unix.Kill(pid, unix.SIGCONT) // the process may have exited
 		}
 	}
 }

@@ -16,21 +16,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Attached is a Disk that is attached to a loop device. The loop device's file is served by this
-// process through FUSE. Its requests become operations of the disk: a flush of the device is an
-// fsync of the file, and a write is answered once the disk holds it. To avoid a deadlock, the
-// process must not map files of a filesystem on the device. Allocations must not wait for its
-// writeback.
+// Attached is a Disk that is attached to a loop device. This process serves the loop device's file
+// through FUSE. Requests to the device become operations of the disk: a flush is an fsync of the
+// file, and a write is answered once the disk contains it.
+//
+// To avoid a deadlock, the process must not map files of a filesystem on the device. Allocations
+// must not wait for its writeback.
 type Attached struct {
-	// Path is the block device's.
+	// Path is the path of the block device.
 	Path   string
 	dir    string
 	loop   *os.File
 	server *fuse.Server
 }
 
-// Attach makes a loop device of a disk. dir is empty and the attachment's until Detach.
-// The error wraps fs.ErrNotExist where the kernel has no FUSE or no loop devices.
+// Attach attaches a disk to a loop device. dir must be empty and belongs to the attachment until
+// Detach. The error wraps fs.ErrNotExist if the kernel has no FUSE or no loop devices.
 func Attach(d *Disk, dir string) (_ *Attached, err error) {
 	a := &Attached{dir: filepath.Join(dir, "fuse"), Path: filepath.Join(dir, "device")}
 	if err := os.Mkdir(a.dir, 0o700); err != nil {
@@ -45,18 +46,18 @@ func Attach(d *Disk, dir string) (_ *Attached, err error) {
 	return a, nil
 }
 
-// Idle is an error as long as a filesystem of the device is mounted anywhere, or being unmounted.
+// Idle returns an error while a filesystem of the device is mounted anywhere, or being unmounted.
 func (a *Attached) Idle() error {
 	fd, err := unix.Open(a.Path, unix.O_RDONLY|unix.O_EXCL|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return &os.PathError{Op: "open for oneself", Path: a.Path, Err: err}
+		return &os.PathError{Op: "open exclusively", Path: a.Path, Err: err}
 	}
 	return unix.Close(fd)
 }
 
-// Detach takes the device away; no filesystem of it may be mounted any more.
+// Detach detaches the device. No filesystem of it may be mounted any more.
 func (a *Attached) Detach() error {
-	// With the last descriptor the kernel detaches the file.
+	// The kernel detaches the file when the last descriptor is closed.
 	err := errors.Join(a.loop.Close(), os.Remove(a.Path))
 	return errors.Join(err, a.stopServing())
 }
@@ -70,9 +71,9 @@ func (a *Attached) stopServing() error {
 	return os.Remove(a.dir)
 }
 
-// setUpLoop finds a free loop device. Another process may be faster to take it.
+// setUpLoop finds a free loop device. It tries again if another process takes the device first.
 func (a *Attached) setUpLoop(size int64) error {
-	// Not os.Open: the runtime's poller would ask the file, which we serve, for its readiness.
+	// Not os.Open, because the runtime's poller would ask this process for the file's readiness.
 	fd, err := unix.Open(filepath.Join(a.dir, diskFile), unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("open the served file: %w", err)
@@ -95,8 +96,8 @@ func (a *Attached) setUpLoop(size int64) error {
 	}
 }
 
-// configure attaches the file to a loop device, through a device node of our own: where /dev is no
-// devtmpfs there may be none.
+// configure attaches the file to a loop device. It makes a device node, because a /dev that is no
+// devtmpfs may lack one.
 func (a *Attached) configure(number, file int) error {
 	device, err := deviceNumber(number)
 	if err != nil {
@@ -136,10 +137,10 @@ func deviceNumber(loop int) (uint64, error) {
 	return unix.Mkdev(uint32(major), uint32(minor)), nil
 }
 
-// diskFile is the name of the one file that is served.
+// diskFile is the name of the only served file.
 const diskFile = "disk"
 
-// serve mounts a filesystem whose one file is the disk.
+// serve mounts a filesystem with the disk as its only file.
 func serve(d *Disk, dir string) (*fuse.Server, error) {
 	root := &rootNode{disk: d}
 	forever := time.Hour // the size never changes
@@ -207,13 +208,13 @@ func (n *diskNode) Write(_ context.Context, _ fs.FileHandle, data []byte, offset
 	return uint32(written), fs.OK
 }
 
-// Fsync implements fs.NodeFsyncer: it is the loop device's flush.
+// Fsync implements fs.NodeFsyncer. It is the loop device's flush.
 func (n *diskNode) Fsync(context.Context, fs.FileHandle, uint32) syscall.Errno {
 	n.disk.Flush()
 	return fs.OK
 }
 
-// Allocate implements fs.NodeAllocater: it is the loop device's discard and its writing of zeros.
+// Allocate implements fs.NodeAllocater. It is the loop device's discard and its write of zeros.
 func (n *diskNode) Allocate(_ context.Context, _ fs.FileHandle, offset, size uint64, mode uint32) syscall.Errno {
 	if mode&(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_ZERO_RANGE) == 0 {
 		return syscall.EOPNOTSUPP

@@ -35,7 +35,7 @@ func run(t *testing.T, name string, args ...string) {
 	}
 }
 
-// mounted runs do with the filesystem on a disk mounted.
+// mounted runs do with the disk's filesystem mounted.
 func mounted(t *testing.T, d *Disk, do func(dir string)) {
 	t.Helper()
 	a, dir := attach(t, d), t.TempDir()
@@ -55,9 +55,9 @@ func mounted(t *testing.T, d *Disk, do func(dir string)) {
 	do(dir)
 }
 
-// The device finds programs that forget to sync. A file that is written beside its place and
-// renamed may be empty after a power cut if its content was not synced before. With the sync it
-// never is.
+// The device reveals programs that do not sync. A program writes a temporary file and renames it.
+// After a power failure the file may be empty if its content was not synced before the rename. With
+// the sync it never is.
 func TestCutLosesUnsyncedFile(t *testing.T) {
 	d, err := New(t.TempDir(), 32<<20)
 	opened(t, d, err)
@@ -68,7 +68,7 @@ func TestCutLosesUnsyncedFile(t *testing.T) {
 	}
 	const files = 8
 	content := bytes.Repeat([]byte("content "), 1000)
-	ends := map[string]int{} // position when a file was said to be there
+	ends := map[string]int{} // position of the log when the file was complete
 	mounted(t, d, func(dir string) {
 		for i := range files {
 			for _, sync := range []bool{true, false} {
@@ -81,7 +81,7 @@ func TestCutLosesUnsyncedFile(t *testing.T) {
 	random := rand.New(rand.NewPCG(5, 6))
 	flushes := d.Flushes()
 	lost := map[bool]int{}
-	cuts := min(len(flushes), 64) // some of these files reach the disk by themselves
+	cuts := min(len(flushes), 64) // some of these files reach the disk without a sync
 	for _, position := range flushes[len(flushes)-cuts:] {
 		c, err := d.Cut(t.TempDir(), position, Loss{Kept: random.Float64(), Atomic: 4096}, random)
 		mounted(t, opened(t, c, err), func(dir string) {
@@ -93,18 +93,19 @@ func TestCutLosesUnsyncedFile(t *testing.T) {
 				synced := name[:len("sync-true")] == "sync-true"
 				lost[synced]++
 				if synced {
-					t.Errorf("at %d: %s, there since %d, has %d bytes (%v)", position, name, end, len(got), err)
+					t.Errorf("cut at %d: file %s, complete since %d, has %d bytes (%v)", position, name, end, len(got), err)
 				}
 			}
 		})
 	}
-	t.Logf("%d power cuts: %d times a file without sync was lost", cuts, lost[false])
+	t.Logf("%d power failures: %d times a file without sync was lost", cuts, lost[false])
 	if lost[false] == 0 {
-		t.Error("no file without sync was ever lost: this device finds nobody out")
+		t.Error("no file without sync was ever lost, so the device cannot reveal missing syncs")
 	}
 }
 
-// replace writes a file beside its place and renames it there. The directory is synced either way.
+// replace writes a temporary file and renames it to name. It always syncs the directory, and the
+// file only if sync is set.
 func replace(t *testing.T, dir, name string, content []byte, sync bool) {
 	t.Helper()
 	f, err := os.Create(filepath.Join(dir, "."+name))

@@ -1,12 +1,12 @@
 // Package blocklog is a block device that loses power on demand.
 //
-// A Disk keeps every write, in the order in which writes and flushes arrived. Cut derives the disk
-// after a power failure at some point. That disk holds everything written before the last flush. Of
-// later writes it holds any part, in any order, torn at any sector. Attach attaches a Disk to a
-// loop device, for a filesystem.
+// A Disk keeps every write, in the order in which writes and flushes arrived. Cut returns the disk
+// after a power failure at some point. That disk contains everything written before the last flush.
+// Of later writes it contains any part, in any order, torn at any sector. Attach attaches a Disk to
+// a loop device, for a filesystem.
 //
-// A Disk keeps its content in a file of its own until Close. A cut copies nothing: it refers to the
-// file of the original disk, which must be closed after it.
+// A Disk keeps its content in a file until Close. A cut copies nothing. It refers to the file of
+// the original disk, which must be closed after it.
 package blocklog
 
 import (
@@ -19,12 +19,12 @@ import (
 	"sync"
 )
 
-// Sector is the unit of atomic writes, by the ATA and SCSI standards, unless the disk has larger
-// sectors.
+// Sector is the unit of atomic writes according to the ATA and SCSI standards, for disks without
+// larger sectors.
 const Sector = 512
 
-// place says where a sector's content is: in a file of the disk, at an offset. Zero is nowhere:
-// the sector was never written, or was discarded, and reads as zeros.
+// place is the location of a sector's content: a file of the disk and an offset. The zero value
+// stands for a sector that was never written or was discarded. It reads as zeros.
 type place struct {
 	file   *os.File
 	offset int64
@@ -38,19 +38,19 @@ type operation struct {
 
 // Disk is a disk of fixed size. Its methods may be called concurrently.
 type Disk struct {
-	file *os.File // writes to this disk; the disks it was cut from have files of their own
+	file *os.File // contains writes to this disk; the disks it was cut from have other files
 	base []place  // the content before the first operation of the log
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // protects the fields below
 	sectors []place
 	log     []operation
 	end     int64 // of file
 }
 
-// New returns an empty disk of so many bytes, a multiple of Sector, with its file in dir.
+// New returns an empty disk of size bytes, a multiple of Sector, with its file in dir.
 func New(dir string, size int64) (*Disk, error) {
 	if size <= 0 || size%Sector != 0 {
-		return nil, fmt.Errorf("a disk of %d bytes does not consist of sectors", size)
+		return nil, fmt.Errorf("disk size of %d bytes is no multiple of the sector size", size)
 	}
 	return newDisk(dir, make([]place, size/Sector))
 }
@@ -66,10 +66,10 @@ func newDisk(dir string, sectors []place) (*Disk, error) {
 	return &Disk{file: f, base: sectors, sectors: slices.Clone(sectors)}, nil
 }
 
-// Close closes the disk and drops its content.
+// Close closes the disk and deletes its content.
 func (d *Disk) Close() error { return d.file.Close() }
 
-// Size is in bytes.
+// Size returns the size in bytes.
 func (d *Disk) Size() int64 { return int64(len(d.sectors)) * Sector }
 
 // Position returns the number of operations so far. Cut takes such a number.
@@ -124,7 +124,7 @@ func (d *Disk) Discard(offset, length int64) error {
 	return nil
 }
 
-// Flush makes everything durable that was written before.
+// Flush makes all earlier writes durable.
 func (d *Disk) Flush() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -170,7 +170,7 @@ func (d *Disk) ReadAt(p []byte, offset int64) (int, error) {
 	return len(p), nil
 }
 
-// together returns how many places, counted from the first one, are contiguous.
+// together returns how many places, from the first one on, are contiguous.
 func together(places []place) int {
 	n := 1
 	for n < len(places) && places[n] == places[0].plus(n) {
@@ -201,12 +201,12 @@ func (p place) read(into []byte) error {
 	return err
 }
 
-// Loss describes the effect of a power cut on the writes since the last flush.
+// Loss describes the effect of a power failure on the writes since the last flush.
 type Loss struct {
-	// Kept is the share of them that reached the disk, from 0, none, to 1, all.
+	// Kept is the share of these writes that reached the disk, from 0 to 1.
 	Kept float64
-	// Atomic is how many bytes are written whole or not at all, a multiple of Sector. Each such
-	// unit, aligned on the disk, is kept or lost on its own.
+	// Atomic is the number of bytes that are written as a unit, a multiple of Sector. Each unit,
+	// aligned on the disk, is kept or lost independently.
 	Atomic int64
 }
 
@@ -214,7 +214,7 @@ type Loss struct {
 // the surviving writes since the last flush. The new disk's log is empty.
 func (d *Disk) Cut(dir string, position int, loss Loss, random *rand.Rand) (*Disk, error) {
 	if loss.Atomic <= 0 || loss.Atomic%Sector != 0 {
-		return nil, fmt.Errorf("%d bytes are not written as one", loss.Atomic)
+		return nil, fmt.Errorf("invalid atomic unit of %d bytes", loss.Atomic)
 	}
 	d.mu.Lock()
 	if position < 0 || position > len(d.log) {

@@ -31,7 +31,7 @@ func cut(t *testing.T, d *Disk, position int, loss Loss) *Disk {
 	return opened(t, c, err)
 }
 
-// write fills sectors with one byte each.
+// write fills each sector with one byte of content.
 func write(t *testing.T, d *Disk, first int64, content string) {
 	t.Helper()
 	var p []byte
@@ -43,7 +43,7 @@ func write(t *testing.T, d *Disk, first int64, content string) {
 	}
 }
 
-// content is the first byte of each sector, "." for zero. All bytes of a sector are equal.
+// content returns the first byte of each sector, "." for zero. All bytes of a sector must be equal.
 func content(t *testing.T, d *Disk) string {
 	t.Helper()
 	p := make([]byte, d.Size())
@@ -99,7 +99,7 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// The result of a cut is a disk: it can be written to and cut again. The original does not change.
+// The result of a cut can be written to and cut again. The original does not change.
 func TestCutAgain(t *testing.T) {
 	d := newTestDisk(t, 4)
 	write(t, d, 0, "ab")
@@ -108,12 +108,12 @@ func TestCutAgain(t *testing.T) {
 	first.Flush()
 	write(t, first, 0, "e")
 	want(t, "the disk", d, "ab..")
-	want(t, "the cut one", first, "ecd.")
-	want(t, "it before it was written to", cut(t, first, 0, Loss{Atomic: Sector}), "ab..")
-	want(t, "it after its flush", cut(t, first, 3, Loss{Atomic: Sector}), "acd.")
+	want(t, "the first cut", first, "ecd.")
+	want(t, "the first cut before its writes", cut(t, first, 0, Loss{Atomic: Sector}), "ab..")
+	want(t, "the first cut after its flush", cut(t, first, 3, Loss{Atomic: Sector}), "acd.")
 }
 
-// Units are torn apart and lost on their own, in any order, but never a part of one.
+// Units are lost independently, in any order, but never in part.
 func TestCutLosesAnySubset(t *testing.T) {
 	d := newTestDisk(t, 8)
 	write(t, d, 1, "abcdef")
@@ -126,7 +126,7 @@ func TestCutLosesAnySubset(t *testing.T) {
 	// The units are a, bc, de and f, in this order on the disk.
 	for _, expected := range []string{"........", ".abcdef.", ".a......", "..bc....", "....de..", "......f.", ".abc..f."} {
 		if !seen[expected] {
-			t.Errorf("%q never happened", expected)
+			t.Errorf("%q never occurred", expected)
 		}
 	}
 	if len(seen) != 16 {
@@ -142,9 +142,9 @@ func TestDiskRefusesInvalidArguments(t *testing.T) {
 		}
 	}
 	if _, err := d.Cut(t.TempDir(), 1, Loss{Atomic: Sector}, nil); err == nil {
-		t.Error("the disk was cut where it has no log")
+		t.Error("a cut after the end of the log was accepted")
 	}
 	if _, err := New(t.TempDir(), 100); err == nil {
-		t.Error("a disk without sectors")
+		t.Error("a disk size that is no multiple of the sector size was accepted")
 	}
 }
