@@ -8,7 +8,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// podCreation returns the creation time of a pod's new attempt, after those of the earlier
+// podCreation returns the creation time of a pod's new attempt. It is later than all earlier
 // attempts.
 func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time {
 	var before []time.Time
@@ -22,7 +22,8 @@ func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time
 	return state.CreationAfter(time.Now(), before)
 }
 
-// containerCreation returns the creation time of a pod's new container, after those of the others.
+// containerCreation returns the creation time of a pod's new container. It is later than all other
+// containers of the pod.
 func (m *Manager) containerCreation(podID string) time.Time {
 	var before []time.Time
 	for _, c := range m.containersOf(podID) {

@@ -50,7 +50,7 @@ type Handler struct {
 	found  atomic.Pointer[probe] // nil: not probed yet
 }
 
-// probe is the result of probing a binary. It holds until the file changes.
+// probe is the result of probing a binary. It is valid until the file changes.
 type probe struct {
 	file os.FileInfo // nil: the binary is missing
 	can  ociruntime.Capabilities
@@ -65,7 +65,7 @@ type Options struct {
 	BuiltIn  string            // name of the built-in handler, libcontainer
 	Programs map[string]Config // all other handlers by name
 	Default  string            // handler of pods that name none; empty: BuiltIn
-	Host     host.Facts        // features of the node; no handler has more
+	Host     host.Facts        // features of the node; no handler offers more
 	Tasks    *task.Runner
 	Log      *slog.Logger
 }
@@ -98,7 +98,8 @@ func Open(ctx context.Context, options Options) (*Set, error) {
 	return set, options.Tasks.Parallel("probe", "runtime handlers", probes...)
 }
 
-// Find returns the handler with this name; empty: the default one. The error is NotFound.
+// Find returns the handler with this name. An empty name means the default handler. The error is
+// NotFound.
 func (s *Set) Find(name string) (*Handler, error) {
 	h, ok := s.all[cmp.Or(name, s.options.Default, s.options.BuiltIn)]
 	if !ok {
@@ -141,8 +142,8 @@ func (s *Set) info(name string) Info {
 	return info
 }
 
-// probe returns the features of the binary. It runs the binary again when the file has changed. The
-// error is FailedPrecondition when the binary is missing or does not answer.
+// probe returns the features of the binary. It runs the binary again after the file has changed.
+// The error is FailedPrecondition if the binary is missing or does not answer.
 func (h *Handler) probe(ctx context.Context) (ociruntime.Capabilities, error) {
 	file, err := ociruntime.Executable(h.config.Path)
 	if err != nil {
@@ -186,8 +187,8 @@ func (r *Runtime) Program() *ociruntime.Runtime {
 func (r *Runtime) IsSandboxed() bool { return r != nil && r.Sandboxed }
 
 // Runtime returns the runtime for a new pod, nil for libcontainer. root is the directory for the
-// runtime's state of this pod. The error is FailedPrecondition when the binary is missing or does
-// not support the pod.
+// runtime's state of this pod. The error is FailedPrecondition if the binary is missing or does not
+// support the pod.
 func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userNamespace bool) (*Runtime, error) {
 	if h.config.Path == "" {
 		return nil, nil
@@ -217,8 +218,8 @@ const (
 	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
-// Annotate adds the annotations that tell a runtime binary the pod of a spec. kind is
-// "sandbox" for a pause and "container" otherwise. A nil Runtime (libcontainer) gets none.
+// Annotate adds the annotations by which a runtime binary finds the pod of a spec. kind is
+// "sandbox" for a pause and "container" otherwise. A nil Runtime (libcontainer) adds none.
 func (r *Runtime) Annotate(spec *specs.Spec, kind, podID string) {
 	if r == nil {
 		return

@@ -49,8 +49,8 @@ func (l profileLoader) ensure(name string) (fresh bool, err error) {
 	return err == nil, err
 }
 
-// appArmorRetry is the pause after a failed load. On a host without apparmor_parser every launch
-// would log the failure otherwise.
+// appArmorRetry is the pause after a failed load. Without it, every launch on a host without
+// apparmor_parser would log the failure.
 const appArmorRetry = time.Minute
 
 // appArmorLimit limits how long a launch waits for the profile. The parser compiles it in a second.
@@ -62,7 +62,7 @@ type AppArmor struct {
 	tasks   *task.Runner
 	log     *slog.Logger
 	kernel  profileLoader
-	turn    task.Lock                      // held while a load runs
+	loading task.Lock                      // held while a load runs
 	failed  atomic.Pointer[profileFailure] // last failure
 }
 
@@ -71,10 +71,10 @@ type profileFailure struct {
 	err error
 }
 
-// NewAppArmor returns the host's AppArmor. enabled says whether the host has it. A load that takes
-// too long continues in the background of tasks.
+// NewAppArmor returns the host's AppArmor. enabled reports whether the kernel supports it. A load
+// that takes too long continues in the background of tasks.
 func NewAppArmor(enabled bool, tasks *task.Runner, log *slog.Logger) *AppArmor {
-	return &AppArmor{enabled: enabled, tasks: tasks, log: log, kernel: hostProfiles, turn: task.NewLock()}
+	return &AppArmor{enabled: enabled, tasks: tasks, log: log, kernel: hostProfiles, loading: task.NewLock()}
 }
 
 // Problem returns why the default profile cannot be loaded, or "" if no load has failed.
@@ -87,8 +87,8 @@ func (a *AppArmor) Problem() string {
 
 // Ensure loads the profile of RuntimeDefault if the kernel does not have it. It runs before each
 // launch, because a reload of AppArmor on the host removes all profiles outside of /etc/apparmor.d.
-// If the load fails, package oci refuses containers that ask for the profile. Containers that ask
-// for none run without one, as on a host without AppArmor.
+// If the load fails, package oci refuses containers that request the profile. Other containers run
+// without a profile, as on a host without AppArmor.
 func (a *AppArmor) Ensure(ctx context.Context) {
 	if !a.enabled {
 		return
@@ -105,7 +105,7 @@ func (a *AppArmor) Ensure(ctx context.Context) {
 		return
 	}
 	if ctx.Err() != nil {
-		return // the caller's deadline says nothing about the profile
+		return // the caller's deadline is no failure of the profile
 	}
 	a.failed.Store(&profileFailure{at: time.Now(), err: err})
 	a.log.Error("load default AppArmor profile: containers that request it are refused, others run without it",
@@ -119,7 +119,7 @@ func (a *AppArmor) loadDefault(ctx context.Context) error {
 	const what, profile = "load AppArmor profile", confine.DefaultAppArmorProfile
 	ctx, cancel := context.WithTimeout(ctx, appArmorLimit)
 	defer cancel()
-	pass, err := a.tasks.Acquire(ctx, a.turn, what, profile)
+	pass, err := a.tasks.Acquire(ctx, a.loading, what, profile)
 	if err != nil {
 		return err
 	}

@@ -47,11 +47,11 @@ func TestEnsureAppArmorProfile(t *testing.T) {
 		fresh  bool
 		fails  bool
 	}{
-		"there already":         {kernel: fakeProfiles{names: []string{"other", "p"}}},
-		"not there":             {kernel: fakeProfiles{names: []string{"other"}}, loads: 1, fresh: true},
-		"the kernel won't tell": {kernel: fakeProfiles{askErr: broken}, fails: true},
-		"no parser":             {kernel: fakeProfiles{parseErr: broken}, loads: 1, fails: true},
-		"lost":                  {kernel: fakeProfiles{lost: true}, loads: 1, fails: true},
+		"already loaded":                  {kernel: fakeProfiles{names: []string{"other", "p"}}},
+		"not loaded":                      {kernel: fakeProfiles{names: []string{"other"}}, loads: 1, fresh: true},
+		"the kernel's list is unreadable": {kernel: fakeProfiles{askErr: broken}, fails: true},
+		"no parser":                       {kernel: fakeProfiles{parseErr: broken}, loads: 1, fails: true},
+		"lost":                            {kernel: fakeProfiles{lost: true}, loads: 1, fails: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			fresh, err := test.kernel.loader().ensure("p")
@@ -102,7 +102,7 @@ func TestAppArmorLoadFailure(t *testing.T) {
 		t.Errorf("%d loads, log:\n%s", kernel.loads, log.String())
 	}
 	if got := a.Problem(); !strings.Contains(got, "no parser") {
-		t.Errorf("the reason is %q", got)
+		t.Errorf("problem %q", got)
 	}
 
 	later := time.Now().Add(-2 * appArmorRetry)
@@ -137,7 +137,7 @@ func TestAppArmorIsLoadedOnce(t *testing.T) {
 			mu.Lock()
 			defer mu.Unlock()
 			if len(kernel.names) == 0 {
-				t.Error("a launch goes on without the profile")
+				t.Error("a launch did not wait for the profile")
 			}
 		})
 	}

@@ -10,16 +10,16 @@ import (
 	"berth/oci/confine"
 )
 
-// Holders records which pods and containers use which SELinux categories. Several can use the same
-// ones if their configs request a level, and the first to go must not release them. The zero value
-// is empty. The lock guards the map and the library's set in memory.
+// Holders records which pods and containers use which SELinux categories. Pods whose configs
+// request the same level share categories, and the first removed pod must not release them. The
+// zero value is empty. The lock guards the map and the library's set in memory.
 type Holders struct {
 	mu     sync.Mutex
 	owners map[string]map[string]bool // set of owner IDs by level
 }
 
-// Draw chooses and reserves the labels of a pod or container. A container without options of its
-// own gets the labels of its pod. For a pod, pod is empty.
+// Draw chooses and reserves the labels of a pod or container. A container without SELinux options
+// gets the labels of its pod. For a pod, pod is empty.
 func (h *Holders) Draw(s SELinux, options *runtimeapi.SELinuxOption, pod confine.Labels, facts host.Facts,
 	owner string) (confine.Labels, error) {
 	labels, err := confine.NewLabels(options, pod, facts)

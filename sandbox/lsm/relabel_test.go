@@ -63,7 +63,7 @@ func TestRelabel(t *testing.T) {
 	}
 	for _, name := range []string{"", "/a", "/a/file"} {
 		if got := labelAt(t, outside+name); got != "" {
-			t.Errorf("%s outside has the label %q", name, got)
+			t.Errorf("%s outside the tree has the label %q", name, got)
 		}
 	}
 }
@@ -142,7 +142,7 @@ func TestRelabelWhileDirectoriesAreSwapped(t *testing.T) {
 	testutil.Must(t, <-stopped)
 	for _, name := range []string{"", "/a", "/a/file", "/a/b", "/fifo"} {
 		if got := labelAt(t, outside+name); got != "" {
-			t.Errorf("%s outside has the label %q", name, got)
+			t.Errorf("%s outside the tree has the label %q", name, got)
 		}
 	}
 }

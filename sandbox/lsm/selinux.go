@@ -42,7 +42,7 @@ func (s SELinux) Reserve(labels confine.Labels) error {
 	return nil
 }
 
-// Release gives unused categories back.
+// Release frees unused categories.
 func (s SELinux) Release(labels confine.Labels) {
 	if labels.Process != "" {
 		s.ReleaseLabel(labels.Process)
@@ -74,8 +74,8 @@ func MountsToLabel(config *runtimeapi.ContainerConfig, labels confine.Labels) ([
 }
 
 // LabelMount labels the source of a mount. The error is InvalidArgument for system directories. It
-// is FailedPrecondition if the filesystem has no labels, or if the path has got a symlink since it
-// was resolved.
+// is FailedPrecondition if the filesystem has no labels, or if the resolved path now contains a
+// symlink.
 func (s SELinux) LabelMount(source string, labels confine.Labels) error {
 	err := s.Relabel(source, labels.Mount)
 	switch {

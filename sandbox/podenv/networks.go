@@ -40,9 +40,9 @@ func OpenNetworks(network *cni.Network, root string, tasks *task.Runner, log *sl
 // Status returns the reason why new pods cannot have a network at the moment, or nil.
 func (n *Networks) Status(ctx context.Context) error { return n.network.Status(ctx) }
 
-// SetPodCIDR sets and records the node's pod CIDR, one or several comma-separated, as kubelet gets
-// it from the control plane. New pods of networks with the ipRanges capability get it. Empty: none.
-// The error is InvalidArgument for a malformed CIDR.
+// SetPodCIDR sets and records the node's pod CIDR, as kubelet gets it from the control plane: one
+// CIDR, or several separated by commas. New pods of networks with the ipRanges capability get it.
+// An empty string unsets it. The error is InvalidArgument for a malformed CIDR.
 func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 	ranges, err := cni.ParsePodCIDRs(cidr)
 	if err != nil {
@@ -75,8 +75,8 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 }
 
 // Plan chooses the network configuration of a pod and the address ranges that it may use. spec has
-// the pod's ID, network namespace and config. Errors: FailedPrecondition without a configuration,
-// InvalidArgument for a config that CNI plugins cannot be called with.
+// the pod's ID, network namespace and config. Errors: FailedPrecondition without a configuration.
+// InvalidArgument for a config that cannot be passed to CNI plugins.
 func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error) {
 	attachment, err := n.network.Plan()
 	if err != nil {
@@ -86,8 +86,8 @@ func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, e
 	return attachment, n.network.IPRanges(), err
 }
 
-// Attach runs CNI ADD and returns the pod's addresses. The record says already that a DEL is due.
-// nil: the pod is on the node's network and has nothing to attach.
+// Attach runs CNI ADD and returns the pod's addresses. The pod's record already shows that a DEL is
+// due. attachment is nil for a pod on the node's network, which needs no ADD.
 func (n *Networks) Attach(
 	ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment,
 ) (ips []string, err error) {
@@ -134,8 +134,8 @@ func (n *Networks) Detach(ctx context.Context, spec *state.PodSpec, attachment c
 func (n *Networks) Forget(id string) error { return n.network.DropCachedResults(id) }
 
 // DetachOrphan runs CNI DEL for a pod without a record. It uses the present CNI configuration,
-// because the one of the ADD was lost with the record. The error is FailedPrecondition when the
-// node has no configuration and plugins may hold something for the pod.
+// because the configuration of the ADD was lost with the record. The error is FailedPrecondition if
+// the node has no configuration and plugins may hold resources of the pod.
 func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 	network, err := n.network.Plan()
 	if err != nil {
@@ -158,15 +158,15 @@ func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 // ended.
 const gcLimit = 10 * time.Second
 
-// Collect releases what networks hold for pods other than attached, such as pods whose records were
-// lost. It begins before the first request, so attached has all pods. A plugin that cannot do it,
-// or takes long, does not delay the daemon's start.
+// Collect runs CNI GC, which releases the resources of all pods except attached, such as pods whose
+// records were lost. It runs before the first request, so attached is complete. A plugin without
+// GC, or a slow plugin, does not delay the daemon's start.
 func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec]) {
 	var valid []cni.Pod
 	for spec := range attached {
 		pod, err := cniPod(spec)
 		if err != nil {
-			n.log.Warn("CNI GC: the config of a pod cannot be passed to plugins, so they release what they hold for it",
+			n.log.Warn("CNI GC: the config of a pod cannot be passed to plugins, so they release its addresses",
 				"pod", spec.ID, "error", err)
 			continue
 		}
@@ -196,7 +196,7 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 func (n *Networks) Leave() { n.network.Leave() }
 
 // cniPod returns the pod as passed to plugins, the same for ADD and DEL. It fails only for a pod
-// that Plan refuses, or would have refused in an older version, so plugins never saw such a pod.
+// that Plan of this or an older version refuses, so plugins never saw such a pod.
 func cniPod(spec *state.PodSpec) (cni.Pod, error) {
 	pod, err := cni.NewPod(spec.ID, spec.NetNS, spec.Config)
 	if err != nil {

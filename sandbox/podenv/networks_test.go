@@ -40,7 +40,7 @@ func TestCollectIsNotInterrupted(t *testing.T) {
 	}()
 	n.Collect(ctx, func(func(*state.PodSpec) bool) {})
 	if !exists("begun") || exists("done") {
-		t.Error("the start did not go on while the plugin works")
+		t.Error("the start waited for the plugin")
 	}
 	testutil.Must(t, os.WriteFile(path("go"), nil, 0o600))
 	tasks.Background.Close()

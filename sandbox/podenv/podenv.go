@@ -56,7 +56,8 @@ func (k Provisioner) filesOf(spec *state.PodSpec) files {
 	return files{Dirs: k.Dirs, ID: spec.ID, Config: spec.Config, MountLabel: spec.Labels.Mount}
 }
 
-// RemoveNetNS removes a pinned network namespace; empty: the pod has the host's.
+// RemoveNetNS removes a pinned network namespace. The path is empty for a pod on the host's
+// network.
 func (k Provisioner) RemoveNetNS(path string) error {
 	if path == "" {
 		return nil

@@ -101,7 +101,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 		t.Errorf("with an address and no network: %v", err)
 	}
 	if exists(k.Dirs.Writable(id)) || exists(k.Dirs.PodMounts(id)) || !exists(k.Dirs.PodFiles(id)) {
-		t.Error("directories are left, or the pod's files are gone before DEL")
+		t.Error("directories remain, or the pod's files were removed before DEL")
 	}
 	testutil.Must(t, os.Remove(kept))
 	if err := k.RemoveUnrecorded(t.Context(), id); err != nil || exists(k.Dirs.PodFiles(id)) {

@@ -12,8 +12,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// Unrecorded returns the IDs of pods and containers that left files on the host and are not known.
-// Their records were damaged and moved away.
+// Unrecorded returns the IDs of unknown pods and containers with files on the host. Their records
+// were damaged and moved away.
 func (k Provisioner) Unrecorded(known func(id string) bool) (map[string]bool, error) {
 	ids := map[string]bool{}
 	for _, dir := range []string{k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(),
@@ -53,9 +53,9 @@ func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 }
 
 // detachUnrecorded releases the addresses of a pod. Only pods have files, which exist from before
-// ADD until after DEL. The record held the configuration of ADD and is lost. Networks.Collect has
-// already used libcni's cached copy. A power cut can lose both, so DEL runs with the present
-// configuration.
+// ADD until after DEL. The configuration of ADD was lost with the record. Networks.Collect has
+// already used libcni's cached copy. A power cut can lose the copy too, so DEL runs with the
+// present configuration.
 func (k Provisioner) detachUnrecorded(ctx context.Context, id string) error {
 	if _, err := os.Lstat(k.Dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
 		return nil

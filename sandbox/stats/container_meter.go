@@ -9,7 +9,7 @@ import (
 	"berth/internal/cgstats"
 )
 
-// Usage is the resource usage of a container or pod up to now.
+// Usage is the cumulative resource usage of a container or pod.
 type Usage struct {
 	cgstats.Sample
 	NanoCores      uint64 // recent CPU time per second; see rate
@@ -22,16 +22,16 @@ type Cgroups struct {
 	Systemd bool // paths name systemd scopes
 }
 
-// ContainerMeter measures one cgroup. The zero value belongs to a container without processes in
-// its cgroup; its usage is unknown.
+// ContainerMeter measures one cgroup. The zero value is for a container without processes in its
+// cgroup, and its usage is unknown.
 type ContainerMeter struct {
 	reader *cgstats.Reader
 	rate   rate
 	last   atomic.Pointer[cgstats.Sample] // counters of the last read
 }
 
-// ContainerMeter returns a meter of the cgroup at a runtime-spec cgroupsPath. It counts tasks, too,
-// if tasks is set.
+// ContainerMeter returns a meter of the cgroup at a runtime-spec cgroupsPath. With tasks it also
+// counts tasks.
 func (h Cgroups) ContainerMeter(cgroupsPath string, tasks bool) *ContainerMeter {
 	return &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
 		group, err := cgroup.Open(cgroupsPath, h.Systemd)
@@ -42,7 +42,7 @@ func (h Cgroups) ContainerMeter(cgroupsPath string, tasks bool) *ContainerMeter 
 	}, tasks)}
 }
 
-// Read takes a sample. The error wraps cgstats.ErrGone when the cgroup is gone.
+// Read takes a sample. The error wraps cgstats.ErrGone if the cgroup was removed.
 func (c *ContainerMeter) Read(u *Usage) error {
 	if c.reader == nil {
 		*u = Usage{Sample: cgstats.Sample{At: time.Now()}}
@@ -57,9 +57,9 @@ func (c *ContainerMeter) Read(u *Usage) error {
 	return nil
 }
 
-// final returns the last counters of a container that has ended. systemd removes a scope with its
-// last process. In that case final returns the counters of the last read. The error wraps
-// cgstats.ErrGone when the cgroup is gone and was never read.
+// final returns the last counters of an exited container. systemd removes a scope with its last
+// process. In that case final returns the counters of the last read. The error wraps
+// cgstats.ErrGone if the cgroup was removed before the first read.
 func (c *ContainerMeter) final() (*cgstats.Sample, error) {
 	if c.reader == nil {
 		return &cgstats.Sample{}, nil
@@ -72,8 +72,8 @@ func (c *ContainerMeter) final() (*cgstats.Sample, error) {
 	return nil, err
 }
 
-// Detail reads the counters that only metrics need, nil if they are unknown. The error wraps
-// cgstats.ErrGone when the cgroup is gone.
+// Detail reads counters that only metrics need. It returns nil if they are unknown. The error wraps
+// cgstats.ErrGone if the cgroup was removed.
 func (c *ContainerMeter) Detail() (*cgstats.Detail, error) {
 	if c.reader == nil {
 		return nil, nil

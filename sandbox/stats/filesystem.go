@@ -14,7 +14,7 @@ import (
 // Filesystem describes the filesystem of the writable layers.
 type Filesystem struct {
 	At         time.Time
-	Mountpoint string          // its name for kubelet; the images have the same if they share it
+	Mountpoint string          // as reported to kubelet; the images' directory if they share the filesystem
 	Device     string          // source in mountinfo
 	Used       diskusage.Usage // by all writable layers sampled so far
 	Bytes      uint64          // total size

@@ -44,11 +44,11 @@ func usedCPU(s *Target, systemd bool) (string, error) {
 			return "", fmt.Errorf("read CPU time: %w", err)
 		}
 	}
-	return "", nil // the cgroup is gone
+	return "", nil // the cgroup was removed
 }
 
-// idleSince returns the last sample with the time now if no process of the pod has run since it was
-// taken. It returns nil if one has, or if the sample is too old.
+// idleSince returns the last sample with the time now, if no process of the pod has run since that
+// sample. Otherwise, or if the sample is too old, it returns nil.
 func (l *SampleState) idleSince(usedCPU string, now time.Time) *Sample {
 	last := l.last.Load()
 	if last == nil || usedCPU == "" || last.usedCPU != usedCPU || now.Sub(last.seen) > maxUnseen {

@@ -17,7 +17,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// kubelet evicts pods by the published size, so no trick of a container may lower it below the
+// kubelet evicts pods by the published size. A container must not be able to lower it below the
 // known use.
 func TestSettle(t *testing.T) {
 	t.Parallel()
@@ -57,10 +57,10 @@ func TestQuotaOfLayer(t *testing.T) {
 		err   error
 		want  uint64
 	}{
-		"open files without names":     {true, 9, nil, 9},
-		"files left the project":       {true, 1, nil, 5},
-		"no quotas":                    {false, 0, nil, 5},
-		"the quota can't be asked for": {false, 0, broken, 5},
+		"open files without names": {true, 9, nil, 9},
+		"files left the project":   {true, 1, nil, 5},
+		"no quotas":                {false, 0, nil, 5},
+		"the quota is unreadable":  {false, 0, broken, 5},
 	} {
 		t.Run(name, func(t *testing.T) {
 			counter := NewSampler(SamplerConfig{Quota: func(project uint32) (diskusage.Usage, bool, error) {
@@ -140,7 +140,7 @@ func TestSlowLayer(t *testing.T) {
 				t.Errorf("got %+v", got)
 			}
 			if again, _ := counter.next(true); again != nil {
-				t.Error("the layer is walked again")
+				t.Error("the layer was walked again")
 			}
 		})
 	}

@@ -41,8 +41,8 @@ func (h Cgroups) PodMeter(cgroupsPath string, hasCgroup bool, netnsPath string) 
 	return p
 }
 
-// netMeter measures the network namespace pinned at path. The namespace of the pause process does
-// not do: with a sandboxed runtime that process is in the node's.
+// netMeter measures the network namespace pinned at path. The pause's process cannot be used
+// instead, because with a sandboxing runtime it is in the node's namespace.
 func netMeter(path string) *cgstats.NetDev {
 	return cgstats.NewNetDev(func(open func() error) error {
 		err := netns.In(path, open)
@@ -70,9 +70,9 @@ func (h Cgroups) parent(cgroupsPath string) *ContainerMeter {
 	}, true)}
 }
 
-// Ended adds the final counters of a container, so that the pod's counters do not decrease when it
-// ends. The caller calls it while the cgroup still exists, and after the container is no longer
-// measured as part of the pod. A restarted daemon counts from zero again.
+// Ended adds the final counters of a container to the pod, so that the pod's counters do not
+// decrease. The cgroup must still exist, and the container must not be measured as part of the pod
+// any more. After a restart of the daemon the counters start at zero.
 func (p *PodMeter) Ended(c *ContainerMeter) error {
 	if p.pause == nil { // the pod's cgroup includes the container
 		return nil
@@ -97,8 +97,8 @@ func update(p *atomic.Pointer[cgstats.Sample], change func(*cgstats.Sample)) {
 	}
 }
 
-// Past returns the counters of the ended containers. Callers read it before they measure the
-// running ones; otherwise a container that ends in between would count twice.
+// Past returns the counters of exited containers. Callers must read it before they measure the
+// running containers. Otherwise a container that exits in between would count twice.
 func (p *PodMeter) Past() *cgstats.Sample { return p.ended.Load() }
 
 // Read takes a sample of the pod. past is the result of Past. containers are the usages of the
@@ -163,8 +163,8 @@ const defaultInterface = "eth0"
 // clients accept.
 const maxInterfaces = 100
 
-// defaultFirst moves the default interface to the front and drops those above maxInterfaces. If the
-// network gave the default interface another name, it is the first already.
+// defaultFirst moves the default interface to the front and drops interfaces above maxInterfaces.
+// If the network named the default interface differently, it is already first.
 func defaultFirst(interfaces []cgstats.Interface) []cgstats.Interface {
 	for i, in := range interfaces {
 		if in.Name == defaultInterface {

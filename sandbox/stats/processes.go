@@ -22,8 +22,8 @@ type Processes struct {
 	MaxFiles       uint64 // soft limit of the init process; math.MaxUint64: unlimited
 }
 
-// countProcesses counts the open files of all processes in a cgroup. A process that ends meanwhile
-// counts with the files seen so far.
+// countProcesses counts the open files of all processes in a cgroup. Of a process that exits during
+// the count, it counts the files seen so far.
 func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init int) (*Processes, error) {
 	group, err := cgroup.Open(cgroupsPath, systemd)
 	if err != nil {
@@ -83,7 +83,7 @@ func parseOpenFiles(limits string) (uint64, error) {
 	return 0, errors.New("no line \"Max open files\"")
 }
 
-// addFiles counts the descriptors in a /proc/PID/fd directory. A process that has ended has none.
+// addFiles counts the descriptors in a /proc/PID/fd directory. An exited process counts as zero.
 func (p *Processes) addFiles(ctx context.Context, dir string) error {
 	f, err := os.Open(dir)
 	if ended(err) {

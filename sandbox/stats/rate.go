@@ -5,11 +5,11 @@ import (
 	"time"
 )
 
-// rate computes the CPU time per second from the samples that all clients take. A value covers the
-// time since the last sample that is at least minWindow old. Two clients that read every second and
-// every ten seconds both get the average of the last one to two seconds. A single client gets the
-// average since its own last read. A much shorter window would mostly show the scheduler's clock
-// tick. rate has no lock. It drops one of two samples taken at the same time.
+// rate computes the CPU time per second from the samples of all clients. A value covers the time
+// since the last sample that is at least minWindow old. If one client reads every second and
+// another every ten seconds, both get the average of the last one to two seconds. A single client
+// gets the average since its previous read. A much shorter window would mostly show the scheduler's
+// clock tick. rate has no lock. It drops one of two samples taken at the same time.
 type rate struct{ last atomic.Pointer[window] }
 
 // window is the time between two samples. It is immutable.
@@ -52,7 +52,7 @@ func (r *rate) add(at time.Time, usage uint64) (nanoCores uint64, known bool) {
 	return now.rateSince(from)
 }
 
-// rateSince returns the rate between two samples, unknown if there is no earlier one.
+// rateSince returns the rate between two samples. The rate is unknown without an earlier sample.
 func (s cpuSample) rateSince(from cpuSample) (nanoCores uint64, known bool) {
 	elapsed := s.at.Sub(from.at)
 	if from.at.IsZero() || elapsed < minFirst || s.usage < from.usage {

@@ -51,8 +51,8 @@ type Reader struct {
 // NewReader returns a Reader that uses these meters.
 func NewReader(meters Meters, log *slog.Logger) *Reader { return &Reader{meters: meters, log: log} }
 
-// ContainerStats measures a container. A container that does not run, or ends meanwhile, is not an
-// error. It reads only files of the kernel and does not block.
+// ContainerStats measures a container. A container that does not run, or exits during the call, is
+// no error. It reads only files of the kernel and does not block.
 func (s *Reader) ContainerStats(info *state.Container) (ContainerUsage, error) {
 	used := ContainerUsage{Info: info}
 	measured, cgroupsPath, count := s.meters.ContainerMeter(info.ID)
@@ -82,12 +82,12 @@ func (s *Reader) ContainerDetail(id string) (*cgstats.Detail, error) {
 	return detail, err
 }
 
-// PodStats measures a pod and its containers. A pod that is not ready, or ends meanwhile, is not an
-// error. It reads only files of the kernel and does not block.
+// PodStats measures a pod and its containers. A pod that is not ready, or stops during the call, is
+// no error. It reads only files of the kernel and does not block.
 //
-// The config names a cgroup that kubelet creates per pod; the pod's usage is the usage of that
-// cgroup. Without one it is the sum of pause and containers. The sum includes containers that have
-// ended since the daemon started. A container that cannot be measured is left out.
+// If the config names the pod's cgroup, which kubelet creates, the pod's usage is the usage of that
+// cgroup. Otherwise it is the sum of the pause, the running containers, and the containers that
+// exited since the daemon started. A container that cannot be measured is left out.
 func (s *Reader) PodStats(info *state.Pod, containers []*state.Container) (PodUsage, error) {
 	used := PodUsage{Info: info}
 	measured, cgroup := s.meters.PodMeter(info.ID)

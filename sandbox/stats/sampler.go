@@ -94,8 +94,8 @@ const (
 	maxRest = 2 * time.Minute
 	// maxIdle limits the age of the filesystem's figures while no container is due.
 	maxIdle = time.Minute
-	// unaskedFactor lengthens the period of containers that no client asks for. kubelet asks all
-	// the time.
+	// unaskedFactor lengthens the period of containers without clients. kubelet is a permanent
+	// client.
 	unaskedFactor = 30
 	// maxFiles limits the open files that are counted per container.
 	maxFiles = 100_000
@@ -186,8 +186,8 @@ func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 	}
 }
 
-// next returns the container that is due for the longest time, among the slow ones or the others.
-// If none is due it returns nil and the time until the next one is.
+// next returns the container that has been due for the longest time, among the slow ones or the
+// others. If no container is due, it returns nil and the time until the next one is due.
 func (c *Sampler) next(slow bool) (*Target, time.Duration) {
 	var first *Target
 	for s := range c.cfg.Targets {
@@ -205,7 +205,7 @@ func (c *Sampler) next(slow bool) (*Target, time.Duration) {
 	return first, 0
 }
 
-// dueOf returns the time of a container's next sample, which is earlier if a client has asked.
+// dueOf returns the time of a container's next sample, which is earlier for a requested container.
 func (c *Sampler) dueOf(s *Target) time.Time {
 	if s.State.due.IsZero() || s.State.requested.Load() {
 		return s.State.due
@@ -231,7 +231,7 @@ func (c *Sampler) sample(ctx context.Context, s *Target) error {
 		return nil
 	}
 	upper, err := os.Open(filepath.Join(c.cfg.Layers, s.ID, "upper"))
-	if os.IsNotExist(err) { // removed meanwhile
+	if os.IsNotExist(err) { // removed since the call of Targets
 		return nil
 	}
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 )
 
 // Sampling takes a tenth of the time, whatever a sample takes and however many containers exist.
-func TestRestAfterCount(t *testing.T) {
+func TestRestAfterSample(t *testing.T) {
 	t.Parallel()
 	for took, want := range map[time.Duration]time.Duration{0: 0, time.Millisecond: 9 * time.Millisecond, time.Second: 9 * time.Second, time.Hour: maxRest} {
 		t.Run(took.String(), func(t *testing.T) {
@@ -24,14 +24,14 @@ func TestRestAfterCount(t *testing.T) {
 	}
 }
 
-func TestNextToCount(t *testing.T) {
+func TestNextToSample(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
 	counted := &Sample{At: now}
 	type state struct {
 		running, ended bool
 		count          *Sample
-		due            time.Duration // from now; 0: since forever
+		due            time.Duration // from now; 0: always due
 	}
 	for name, c := range map[string]struct {
 		containers map[string]state
@@ -39,7 +39,7 @@ func TestNextToCount(t *testing.T) {
 		idle       bool   // none will become due
 	}{
 		"none":                {idle: true},
-		"never counted first": {containers: map[string]state{"a": {running: true, count: counted, due: -time.Hour}, "b": {ended: true}}, want: "b"},
+		"never sampled first": {containers: map[string]state{"a": {running: true, count: counted, due: -time.Hour}, "b": {ended: true}}, want: "b"},
 		"longest first": {containers: map[string]state{"a": {running: true, count: counted, due: -time.Minute}, "b": {running: true, count: counted, due: -time.Hour}},
 			want: "b"},
 		"by ID":             {containers: map[string]state{"b": {}, "a": {}}, want: "a"},
@@ -76,7 +76,7 @@ func TestNextToCount(t *testing.T) {
 	}
 }
 
-// A container that no client asks for is sampled rarely. A request makes it due after the period.
+// A container without clients is sampled rarely. A request makes it due after the period.
 func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
 	t.Parallel()
 	var sample SampleState
@@ -140,13 +140,13 @@ func TestIdleSince(t *testing.T) {
 		used string
 		same bool
 	}{
-		"never counted":        {nil, "17\n", false},
-		"idle":                 {counted, "17\n", true},
-		"too long ago":         {&Sample{At: now, seen: now.Add(-maxUnseen - 1), usedCPU: "17\n"}, "17\n", false},
-		"has run":              {counted, "18\n", false},
-		"unknown now":          {counted, "", false},
-		"unknown now and then": {&Sample{}, "", false},
-		"unknown at the count": {&Sample{}, "17\n", false},
+		"never sampled":         {nil, "17\n", false},
+		"idle":                  {counted, "17\n", true},
+		"too long ago":          {&Sample{At: now, seen: now.Add(-maxUnseen - 1), usedCPU: "17\n"}, "17\n", false},
+		"ran since":             {counted, "18\n", false},
+		"unknown now":           {counted, "", false},
+		"always unknown":        {&Sample{}, "", false},
+		"unknown at the sample": {&Sample{}, "17\n", false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var l SampleState

@@ -45,7 +45,7 @@ type capture struct {
 
 func newCapture(all *outputBudget) *capture { return &capture{all: all, max: MaxOutput} }
 
-// release gives the reserved bytes back.
+// release returns the reserved bytes to the budget.
 func (c *capture) release() { c.all.held.Add(-int64(shared(c.taken))) }
 
 // shared returns the part of n bytes that counts against the shared budget.
@@ -59,8 +59,8 @@ type captureWriter struct {
 	stream int
 }
 
-// Write keeps the bytes that fit. A stream that used more than half while the other was empty gives
-// the excess back.
+// Write keeps the bytes that fit. If one stream used more than half while the other was empty, it
+// releases the excess when the other one writes.
 func (w captureWriter) Write(p []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

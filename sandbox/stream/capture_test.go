@@ -12,7 +12,7 @@ import (
 )
 
 // In any order of writes, each stream keeps its beginning and may use half of the room. Together
-// they fill it.
+// the streams use all room.
 func TestCapture(t *testing.T) {
 	t.Parallel()
 	const limit = 100
@@ -37,15 +37,16 @@ func TestCapture(t *testing.T) {
 				}
 				c.release()
 				if held := all.held.Load(); held != 0 {
-					t.Errorf("%d bytes were not given back", held)
+					t.Errorf("%d bytes were not released", held)
 				}
 			}
 		})
 	}
 }
 
-// All commands share a budget. A command that writes much fails when the budget is used up; others
-// continue after it has given its part back. A command that writes little never fails.
+// All commands share a budget. A command that writes much fails when the budget is used up. Others
+// continue after the failed command has released its part. A command that writes little never
+// fails.
 func TestOutputBudget(t *testing.T) {
 	t.Parallel()
 	all := &outputBudget{}
@@ -59,7 +60,7 @@ func TestOutputBudget(t *testing.T) {
 		held = append(held, c)
 	}
 	if len(held) < maxHeld/MaxOutput {
-		t.Errorf("the budget has room for %d outputs", len(held))
+		t.Errorf("%d outputs fit into the budget", len(held))
 	}
 	much, little := newCapture(all), newCapture(all)
 	for stream, own := range [][]byte{chunk[:ownOutput-1], chunk[:1]} {
@@ -78,6 +79,6 @@ func TestOutputBudget(t *testing.T) {
 		c.release()
 	}
 	if left := all.held.Load(); left != 0 {
-		t.Errorf("%d bytes were not given back", left)
+		t.Errorf("%d bytes were not released", left)
 	}
 }

@@ -20,8 +20,8 @@ import (
 // dialTime limits how long a port may take to accept a connection, per address.
 const dialTime = 10 * time.Second
 
-// dialLimiter limits the connections to pods that are being opened, in all and per pod. A pod may
-// have half of them, so a port that drops packets delays only connections to its own pod. The lock
+// dialLimiter limits the connections to pods that are being opened, in total and per pod. A pod may
+// use half of the slots, so a port that drops packets delays only connections to its pod. The lock
 // guards the map and its users fields.
 type dialLimiter struct {
 	slots *semaphore.Weighted
@@ -47,8 +47,8 @@ func newDialLimiter() *dialLimiter {
 	return &dialLimiter{slots: semaphore.NewWeighted(maxDials), pods: map[string]*podDials{}}
 }
 
-// take waits for a slot of the pod and then for a shared one, so a waiter of a busy pod holds no
-// shared slot.
+// take waits for a slot of the pod and then for a shared slot, so that connections waiting for a
+// busy pod hold no shared slot.
 func (d *dialLimiter) take(ctx context.Context, pod string) (release func(), err error) {
 	own := d.enter(pod)
 	if err := own.slots.Acquire(ctx, 1); err != nil {
@@ -87,7 +87,8 @@ func (d *dialLimiter) leave(pod string, own *podDials) {
 	}
 }
 
-// dial connects to a port on localhost in a pod's network namespace; empty netnsPath: the host's.
+// dial connects to a port on localhost in a pod's network namespace, or in the host's if netnsPath
+// is empty.
 func (d *dialLimiter) dial(ctx context.Context, pod, netnsPath string, port uint16) (*net.TCPConn, error) {
 	release, err := d.take(ctx, pod)
 	if err != nil {
@@ -106,9 +107,9 @@ func (d *dialLimiter) dial(ctx context.Context, pod, netnsPath string, port uint
 	return nil, errdefs.Unavailable("connect: %w", all)
 }
 
-// dialAddress opens the socket in the namespace and connects outside of it. Entering a namespace
-// occupies a thread, so waiting there would hold one. A socket stays in the namespace that it was
-// opened in.
+// dialAddress opens the socket in the namespace and connects outside of it. A thread must stay in
+// the namespace until the function returns, so waiting there would occupy a thread. A socket keeps
+// the namespace in which it was opened.
 func dialAddress(ctx context.Context, netnsPath string, address netip.AddrPort) (*net.TCPConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTime)
 	defer cancel()
@@ -146,7 +147,7 @@ func newSocket(address netip.Addr) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "forwarded connection"), nil
 }
 
-// connect waits on Go's poller and so holds no thread.
+// connect waits on Go's poller and so occupies no thread.
 func connect(ctx context.Context, socket *os.File, address netip.AddrPort) error {
 	defer context.AfterFunc(ctx, func() {
 		_ = socket.SetWriteDeadline(time.Unix(1, 0))

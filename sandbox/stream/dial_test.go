@@ -74,7 +74,7 @@ func TestHangingDialsHoldNoThreads(t *testing.T) {
 	}
 	d.leave("pod", own)
 	if now := threads(t); now > before+maxPodDials/2 {
-		t.Errorf("%d threads more for %d connections", now-before, maxPodDials)
+		t.Errorf("%d additional threads for %d connections", now-before, maxPodDials)
 	}
 	if err := dialOwn(t, d, "other"); err != nil {
 		t.Errorf("another pod: %v", err)
@@ -88,7 +88,7 @@ func TestHangingDialsHoldNoThreads(t *testing.T) {
 		}
 	}
 	if !d.slots.TryAcquire(maxDials) || len(d.pods) != 0 {
-		t.Errorf("not all slots were given back: %v", d.pods)
+		t.Errorf("not all slots were released: %v", d.pods)
 	}
 }
 

@@ -144,8 +144,8 @@ func endExec(ctx context.Context, process *shim.Exec, outputs ...*output) (int32
 }
 
 // copyInput copies a client's input in a goroutine, because a Read from a client cannot be
-// interrupted, and closes to at the end. When to accepts no more, the goroutine keeps reading:
-// unread input would block everything else that the client sends.
+// interrupted, and closes to at the end. If to accepts no more input, the goroutine keeps reading,
+// because unread input would block all other data of the client.
 func (r runner) copyInput(to io.WriteCloser, from io.Reader) error {
 	spawned := r.Spawn(func() {
 		_, err := io.Copy(to, from)

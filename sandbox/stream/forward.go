@@ -10,13 +10,13 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Forward connects a client to a TCP port on localhost in the network namespace pinned at netns;
-// empty: the host's. It tries IPv4 first. It returns when both sides have ended, one of them fails,
-// or ctx ends. Each side may close its direction and continue in the other. Closing stream closes
-// the direction to the client.
+// Forward connects a client to a TCP port on localhost in the network namespace pinned at netns, or
+// in the host's if netns is empty. It tries IPv4 first. It returns when both sides have ended, one
+// of them fails, or ctx ends. Each side may close its direction and continue in the other. Closing
+// stream closes the direction to the client.
 //
-// On failure Forward does not wait for a pending Read from stream; the caller closes stream. The
-// error is Unavailable when the port refuses the connection, or when berth is stopping.
+// After a failure Forward does not wait for a pending Read from stream, and the caller closes
+// stream. The error is Unavailable if the port refuses the connection or berth is stopping.
 func (r runner) Forward(ctx context.Context, pod, netns string, port uint16, stream io.ReadWriteCloser) error {
 	conn, err := r.dials.dial(ctx, pod, netns, port)
 	if err != nil {

@@ -16,8 +16,8 @@ const (
 	maxReserve = 4096
 )
 
-// FDQuota is the range of file descriptors that clients' sessions may use, so that they cannot use
-// up all of the daemon's descriptors.
+// FDQuota is the range of file descriptors that clients' sessions may use. It prevents them from
+// using up all of the daemon's descriptors.
 //
 // The kernel assigns the lowest free number. The highest numbers are reserved for CRI connections,
 // the watchdog and the daemon's files. A session that checks its FDQuota never keeps a reserved
@@ -38,13 +38,13 @@ func quotaFor(limit int) FDQuota {
 	return FDQuota{limit: limit, reserve: min(max(limit/4, minReserve), maxReserve)}
 }
 
-// Limit returns how many descriptors the process may have.
+// Limit returns the maximum number of descriptors of the process.
 func (q FDQuota) Limit() int { return q.limit }
 
 // Allows reports whether a session may keep this descriptor.
 func (q FDQuota) Allows(fd int) bool { return fd < q.limit-q.reserve }
 
-// Check returns nil if a session may open descriptors now, else an error with code
+// Check returns nil if a session may open descriptors now. Otherwise the error is
 // ResourceExhausted.
 func (q FDQuota) Check() error {
 	fd, err := unix.FcntlInt(os.Stderr.Fd(), unix.F_DUPFD_CLOEXEC, 0) // only the number matters

@@ -20,7 +20,7 @@ func TestReserveIsShareOfLimit(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			q := quotaFor(test.limit)
 			if q.Allows(test.first) || !q.Allows(test.first-1) {
-				t.Errorf("the reserve of %d does not begin at %d: %+v", test.limit, test.first, q)
+				t.Errorf("the reserve of %d does not start at %d: %+v", test.limit, test.first, q)
 			}
 		})
 	}

@@ -42,7 +42,7 @@ type PodTarget struct {
 	NetNS string // path; empty: the host's
 	Ready bool
 
-	Sandboxed bool // its runtime may have a network stack of its own
+	Sandboxed bool // its runtime may have a separate network stack
 }
 
 func (p PodTarget) String() string { return "pod " + p.ID }
@@ -96,7 +96,7 @@ func (s *Service) sessions() runner {
 }
 
 // ExecSync runs a command in a container and returns its output and exit code. timeout limits the
-// run; 0: only ctx does. On timeout it kills the command and everything it started, and returns
+// run, unless it is 0. On timeout it kills the command and everything it started, and returns
 // DeadlineExceeded.
 //
 // The session ends with the command's exit. It does not wait for background processes that still
@@ -171,16 +171,16 @@ func (s *Service) runningContainer(what, id string) (ContainerTarget, error) {
 	return c, nil
 }
 
-// Exec runs a command in a container, connected to a client, and returns its exit code, 128+signal
-// if a signal killed it. With terminal the command gets a terminal, and Stdout its output. Without
-// one, the end of Stdin closes the command's stdin.
+// Exec runs a command in a container, connected to a client, and returns its exit code. The code is
+// 128+signal if a signal killed the command. With terminal the command gets a terminal, and Stdout
+// its output. Otherwise the end of Stdin closes the command's stdin.
 //
-// The session ends with the command's exit, as in ExecSync. When ctx ends because the client is
-// gone, or when Stdout or Stderr fails, Exec kills the command and everything it started.
-// (containerd and CRI-O let it run: no client can reach it again, and it stays for the life of the
-// container. A command that needs to outlive its client can be started in the background.)
+// The session ends with the command's exit, as in ExecSync. When ctx ends because the client
+// disconnected, or when Stdout or Stderr fails, Exec kills the command and everything it started.
+// (containerd and CRI-O let it run until the container ends, although no client can reach it again.
+// A command that must outlive its client can be started in the background.)
 //
-// Errors: NotFound; FailedPrecondition if the container is not running; InvalidArgument for an
+// Errors: NotFound. FailedPrecondition if the container is not running. InvalidArgument for an
 // empty command.
 func (s *Service) Exec(ctx context.Context, id string, command []string, terminal bool, client IO) (int32, error) {
 	c, err := s.execTarget(id, command)

@@ -20,8 +20,8 @@ type Limits struct {
 // podSessions returns the limit per pod, which leaves as many to other pods.
 func (l Limits) podSessions() int { return max(1, l.Sessions/2) }
 
-// execSessions limits the execs with a client, which may last forever. A quarter of the slots stays
-// free for probes and hooks, which would fail without one.
+// execSessions limits the execs with a client, which may last forever. A quarter of the slots is
+// reserved for probes and hooks, which would fail without a slot.
 func (l Limits) execSessions() int { return l.Execs - l.Execs/4 }
 
 // takeSession takes the slots of an exec with a client.

@@ -45,7 +45,7 @@ func TestSlots(t *testing.T) {
 	}
 }
 
-// Without a free slot a session is refused before it allocates anything. A slot is given back.
+// A session without a free slot is refused before it allocates anything. Every slot is released.
 func TestSessionsNeedSlots(t *testing.T) {
 	s := testStreams()
 	for range 2 * testLimits.Sessions { // each fails, because the port is closed
@@ -137,7 +137,7 @@ func TestSessionsLeaveSlotsForProbes(t *testing.T) {
 	if err := take(probe, "other"); err != nil {
 		t.Error(err)
 	}
-	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and the session's slot is given back
+	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and the session's slot is released
 		t.Errorf("session without a slot for its exec: %v", err)
 	}
 	for _, release := range releases[1:] {
