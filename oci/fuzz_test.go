@@ -51,9 +51,12 @@ func FuzzContainerSpec(f *testing.F) {
 		for i := range in.Config.GetMounts() {
 			in.ImageVolumes[i] = imagePlace
 		}
-		if in.Pod.mappings() != nil {
-			in.Pod.UserNS = testUserNS
+		var err error
+		if in.Pod.Mappings, err = UserNamespace(in.Pod.Config); err != nil {
+			checkRefusal(t, err)
+			return
 		}
+		in.Pod.UserNS = testUserNS
 		spec, err := ContainerSpec(in)
 		if err != nil {
 			checkRefusal(t, err)
@@ -100,7 +103,7 @@ func checkCommon(t *testing.T, pod Pod, spec *specs.Spec) {
 			t.Errorf("%s namespace listed: %v", ns.t, listed)
 		}
 	}
-	if _, listed := findNamespace(spec, specs.UserNamespace); listed != (pod.mappings() != nil) {
+	if _, listed := findNamespace(spec, specs.UserNamespace); listed != (pod.Mappings != nil) {
 		t.Errorf("user namespace listed: %v", listed)
 	}
 	if strings.Contains(spec.Linux.CgroupsPath, "..") {

@@ -98,7 +98,7 @@ func podFiles(in ContainerInput) ([]specs.Mount, error) {
 		if f.source != "" {
 			mount := specs.Mount{Destination: f.dest, Type: "bind", Source: f.source,
 				Options: []string{"rbind", "rprivate", "nosuid", "nodev", "noexec", access}}
-			if in.Pod.UserNS != "" && !in.Pod.OwnsFiles { // the pod's root owns them, as in other pods
+			if in.Pod.Mappings != nil && !in.Pod.OwnsFiles { // the pod's root owns them, as in other pods
 				mount.Options = append(mount.Options, idMapOption)
 			}
 			mounts = append(mounts, mount)

@@ -34,6 +34,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/internal/userns"
 	"berth/oci/confine"
 	"berth/oci/users"
 )
@@ -66,8 +67,10 @@ type Pod struct {
 	NetNS, IPCNS, UTSNS, PIDNS string
 	PausePID                   int
 
-	// UserNS is the path of the pod's user namespace, required if UserNamespace returns mappings.
-	UserNS string
+	// Mappings are those of the pod's user namespace, from UserNamespace; nil: the pod uses the
+	// node's. UserNS is the path of the namespace, required with Mappings.
+	Mappings *userns.Mappings
+	UserNS   string
 
 	// Host paths of the pod's files, mounted into its containers at /etc/resolv.conf,
 	// /etc/hostname, /etc/hosts and /dev/shm. "" is not mounted; Shm is required unless the pod

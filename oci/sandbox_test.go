@@ -93,9 +93,6 @@ func TestSandboxRefused(t *testing.T) {
 	sandboxRefused(t, func(in *SandboxInput) { in.Pod.Config.Hostname = "../b" }, codes.InvalidArgument, "hostname")
 	sandboxRefused(t, func(in *SandboxInput) { in.Pod.CgroupParent = "/a/../b" }, codes.InvalidArgument, "cgroup parent")
 	sandboxRefused(t, func(in *SandboxInput) { in.Image = &ocispec.ImageConfig{} }, codes.InvalidArgument, "no command")
-	sandboxRefused(t, func(in *SandboxInput) {
-		in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{UsernsOptions: &runtimeapi.UserNamespace{}}
-	}, codes.InvalidArgument, "userns_options")
 	sandboxRefused(t, func(in *SandboxInput) { in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{Pid: nsTarget} },
 		codes.InvalidArgument, "namespace_options.pid")
 	sandboxRefused(t, func(in *SandboxInput) { in.sc().Seccomp = profile(localhost, "/no") }, codes.InvalidArgument, "/no")

@@ -78,7 +78,7 @@ func sysctls(pod Pod) (map[string]string, error) {
 // of containerd and Docker rely on both. In a user namespace only its own groups can be named.
 func defaultSysctls(pod Pod) map[string]string {
 	last := uint32(math.MaxInt32)
-	if m := pod.mappings(); m != nil {
+	if m := pod.Mappings; m != nil {
 		last = min(last, m.GIDs[0].Size-1)
 	}
 	return map[string]string{

@@ -46,15 +46,6 @@ func UserNamespace(config *runtimeapi.PodSandboxConfig) (*userns.Mappings, error
 	return m, nil
 }
 
-// mappings returns the result of UserNamespace, nil if it fails: the pod has been checked.
-func (p Pod) mappings() *userns.Mappings {
-	m, err := UserNamespace(p.Config)
-	if err != nil {
-		return nil
-	}
-	return m
-}
-
 func mappingsOf(u *runtimeapi.UserNamespace) (*userns.Mappings, error) {
 	if u == nil {
 		return nil, nil
@@ -112,11 +103,7 @@ func idMappings(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxID
 // checkContainerUserNamespace refuses a container that requests another user namespace than its
 // pod's.
 func checkContainerUserNamespace(in ContainerInput) error {
-	pod, err := UserNamespace(in.Pod.Config)
-	if err != nil {
-		return err
-	}
-	asked := in.security().GetNamespaceOptions().GetUsernsOptions()
+	pod, asked := in.Pod.Mappings, in.security().GetNamespaceOptions().GetUsernsOptions()
 	own, err := mappingsOf(asked)
 	switch {
 	case err != nil:
@@ -133,9 +120,9 @@ func checkContainerUserNamespace(in ContainerInput) error {
 // checkMapped refuses an identity without mapping in the pod's user namespace. The kernel would
 // refuse it with a less specific error.
 func checkMapped(pod Pod, u users.User) error {
-	m, err := UserNamespace(pod.Config)
-	if err != nil || m == nil {
-		return err
+	m := pod.Mappings
+	if m == nil {
+		return nil
 	}
 	if !m.HasUID(u.UID) {
 		return errdefs.InvalidArgument("user %d is not in the pod's user namespace, which has %d users",
@@ -149,15 +136,19 @@ func checkMapped(pod Pod, u users.User) error {
 	return nil
 }
 
-// setFirstNamespaces adds a new mount namespace and, if the pod has one, its user namespace. The
-// spec gets both the path and the mappings of the user namespace, because OCI runtimes expect both,
+// setFirstNamespaces adds a new mount namespace and, if the pod has one, its user namespace. A
+// container must not run in the node's user namespace because its caller lost the mappings, so a
+// config that requests a user namespace without Mappings is Internal, and vice versa. The spec gets both the path and the mappings of the user namespace, because OCI runtimes expect both,
 // as containerd and CRI-O send them.
 func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 	mount := specs.LinuxNamespace{Type: specs.MountNamespace}
 	spec.Linux.Namespaces = []specs.LinuxNamespace{mount}
-	m, err := UserNamespace(pod.Config)
-	if err != nil || m == nil {
-		return err
+	m, users := pod.Mappings, pod.options().GetUsernsOptions()
+	if wanted := users != nil && users.GetMode() != runtimeapi.NamespaceMode_NODE; wanted != (m != nil) {
+		return errdefs.Internal("pod %s: the mappings of its user namespace do not match its config", pod.ID)
+	}
+	if m == nil {
+		return nil
 	}
 	if pod.UserNS == "" {
 		return errdefs.Internal("pod %s: path of its user namespace is missing", pod.ID)
@@ -172,7 +163,7 @@ func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 // mount of the node's /sys. The node's mounts below it, such as cgroups and debugfs, are read-only
 // as well. The node's later mounts do not propagate, since they would be writable.
 func sysMount(in ContainerInput, access string) specs.Mount {
-	if in.Pod.UserNS != "" && in.Pod.hostNetwork() {
+	if in.Pod.Mappings != nil && in.Pod.hostNetwork() {
 		if access == "ro" && in.Host.RecursiveReadOnly {
 			access = "rro"
 		}
@@ -206,7 +197,7 @@ func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 		return errdefs.InvalidArgument("%s: only one of uidMappings and gidMappings", field)
 	}
 	mount.Options = append(mount.Options, idMapOption)
-	own := pod.mappings()
+	own := pod.Mappings
 	if own != nil && len(uids) == 1 && uids[0] == own.UIDs[0] && len(gids) == 1 && gids[0] == own.GIDs[0] {
 		return nil
 	}

@@ -31,6 +31,7 @@ func (p *Pod) giveUserNamespace(options *runtimeapi.UserNamespace) {
 		sc.NamespaceOptions = &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER}
 	}
 	sc.NamespaceOptions.UsernsOptions = options
+	p.Mappings, _ = UserNamespace(p.Config) // the tests of invalid options call it again
 	p.UserNS = testUserNS
 }
 
@@ -129,6 +130,18 @@ func TestContainerInUserNamespace(t *testing.T) {
 		in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
 		in.Pod.UserNS = ""
 	}, codes.Internal, "user namespace is missing")
+	for name, change := range map[string]func(*Pod){
+		"lost mappings":        func(p *Pod) { p.Mappings = nil },
+		"unrequested":          func(p *Pod) { p.options().UsernsOptions = nil },
+		"the node's requested": func(p *Pod) { p.options().UsernsOptions = &runtimeapi.UserNamespace{Mode: nsNode} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			refused(t, func(in *ContainerInput) {
+				in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
+				change(&in.Pod)
+			}, codes.Internal, "do not match its config")
+		})
+	}
 }
 
 func TestUserNamespaceOnHostNetwork(t *testing.T) {

@@ -14,16 +14,13 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
-	"berth/oci"
 	"berth/sandbox/state"
 )
 
 // files creates the files of one pod.
 type files struct {
-	Dirs       state.Dirs
-	ID         string
-	Config     *runtimeapi.PodSandboxConfig
-	MountLabel string // SELinux label of the tmpfs; may be empty
+	*state.PodSpec
+	Dirs state.Dirs
 }
 
 // make creates the pod's files in /etc and /dev/shm except /etc/hosts, and its log directory.
@@ -141,7 +138,7 @@ func (p files) mountTmpfs() error {
 		delete(dirs, p.Dirs.Shm(p.ID))
 	}
 	options := fmt.Sprintf("mode=0755,size=%d", size)
-	if l := p.MountLabel; l != "" {
+	if l := p.Labels.Mount; l != "" {
 		options += fmt.Sprintf(",context=%q", l)
 	}
 	if err := unix.Mount("shm", place, "tmpfs", unix.MS_NOEXEC|unix.MS_NOSUID|unix.MS_NODEV, options); err != nil {
@@ -169,11 +166,10 @@ func (p files) makeDir(dir string, mode os.FileMode) error {
 
 // giveToRoot makes the root user of the pod's user namespace the owner of path.
 func (p files) giveToRoot(path string) error {
-	mappings, err := oci.UserNamespace(p.Config)
-	if err != nil || mappings == nil {
-		return err
+	if p.Mappings == nil {
+		return nil
 	}
-	return os.Chown(path, int(mappings.HostUID(0)), int(mappings.HostGID(0)))
+	return os.Chown(path, int(p.Mappings.HostUID(0)), int(p.Mappings.HostGID(0)))
 }
 
 // unmountTmpfs unmounts the pod's tmpfs and removes its mount points. Running containers keep their

@@ -8,12 +8,14 @@ import (
 	"strings"
 	"testing"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
+	"berth/internal/userns"
 	"berth/sandbox/state"
 )
 
@@ -34,8 +36,9 @@ func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) files {
 	if os.Geteuid() != 0 {
 		t.Skip("only root mounts the tmpfs of a pod")
 	}
-	p := files{Dirs: state.Dirs{Root: t.TempDir(), State: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
-		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}}}}
+	p := files{&state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
+		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}}}},
+		state.Dirs{Root: t.TempDir(), State: t.TempDir()}}
 	t.Cleanup(func() {
 		for range 2 { // unmountTmpfs may be repeated
 			if err := unmountTmpfs(p.Dirs, p.ID); err != nil {
@@ -94,22 +97,21 @@ func TestMakeFiles(t *testing.T) {
 // disk.
 func TestFilesAreBounded(t *testing.T) {
 	t.Parallel()
-	users := func() *runtimeapi.UserNamespace {
-		mapping := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
-		return &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: mapping, Gids: mapping}
-	}
+	users := []specs.LinuxIDMapping{{HostID: 65536, Size: 65536}}
 	for name, c := range map[string]struct {
 		namespaces *runtimeapi.NamespaceOption
+		mappings   *userns.Mappings
 		size       int
 		owner      uint32
 		shm        bool
 	}{
-		"usual":          {nil, shmSize, 0, true},
-		"node's IPC":     {&runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}, etcSize, 0, false},
-		"user namespace": {&runtimeapi.NamespaceOption{UsernsOptions: users()}, shmSize, 65536, true},
+		"usual":          {nil, nil, shmSize, 0, true},
+		"node's IPC":     {&runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}, nil, etcSize, 0, false},
+		"user namespace": {nil, &userns.Mappings{UIDs: users, GIDs: users}, shmSize, 65536, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := podOf(t, c.namespaces)
+			p.Mappings = c.mappings
 			testutil.Must(t, errors.Join(p.make(filepath.Join(t.TempDir(), "none")), p.writeHosts(nil)))
 			for _, name := range []string{"hosts", "hostname", "resolv.conf"} {
 				var st unix.Stat_t
@@ -182,7 +184,7 @@ func TestResolvConfOfPod(t *testing.T) {
 		{fifo, &runtimeapi.DNSConfig{}, "", codes.FailedPrecondition},
 	} {
 		t.Run(fmt.Sprintf("%s with %v", filepath.Base(tt.file), tt.dns), func(t *testing.T) {
-			got, err := files{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}.resolvConf(tt.file)
+			got, err := files{PodSpec: &state.PodSpec{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}}.resolvConf(tt.file)
 			if string(got) != tt.want || errdefs.Code(err) != tt.code {
 				t.Errorf("%q, %v", got, err)
 			}

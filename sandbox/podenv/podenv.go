@@ -36,24 +36,20 @@ func (k Provisioner) Make(ctx context.Context, spec *state.PodSpec) error {
 
 func (k Provisioner) makeFiles(ctx context.Context, spec *state.PodSpec) error {
 	defer trace.Begin(ctx, "files").End()
-	return k.filesOf(spec).make(k.HostResolvConf)
+	return files{spec, k.Dirs}.make(k.HostResolvConf)
 }
 
 // FinishFiles writes /etc/hosts with the pod's addresses and labels the pod's files, which all its
 // containers read.
 func (k Provisioner) FinishFiles(ctx context.Context, spec *state.PodSpec, ips []string) error {
 	defer trace.Begin(ctx, "hosts").End()
-	if err := k.filesOf(spec).writeHosts(ips); err != nil {
+	if err := (files{spec, k.Dirs}).writeHosts(ips); err != nil {
 		return err
 	}
 	if err := k.SELinux.LabelOwn(k.Dirs.Etc(spec.ID), spec.Labels); err != nil {
 		return fmt.Errorf("pod %s: %w", spec.ID, err)
 	}
 	return nil
-}
-
-func (k Provisioner) filesOf(spec *state.PodSpec) files {
-	return files{Dirs: k.Dirs, ID: spec.ID, Config: spec.Config, MountLabel: spec.Labels.Mount}
 }
 
 // RemoveNetNS removes a pinned network namespace. The path is empty for a pod on the host's

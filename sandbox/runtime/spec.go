@@ -100,7 +100,7 @@ func (n Node) pod(p *state.Pod) oci.Pod {
 		pod.Shm = "/dev/shm"
 	}
 	if p.Mappings != nil {
-		pod.UserNS = n.Dirs.UserNS(p.ID)
+		pod.Mappings, pod.UserNS = p.Mappings, n.Dirs.UserNS(p.ID)
 	}
 	return pod
 }

@@ -8,7 +8,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/oci"
 )
 
 // CheckPod rejects the invalid config of a pod.
@@ -94,10 +93,4 @@ func HostNetwork(config *runtimeapi.PodSandboxConfig) bool {
 // HostIPC reports whether a pod uses the node's IPC namespace.
 func HostIPC(config *runtimeapi.PodSandboxConfig) bool {
 	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetIpc() == runtimeapi.NamespaceMode_NODE
-}
-
-// HasUserNamespace reports whether a pod requests a user namespace.
-func HasUserNamespace(config *runtimeapi.PodSandboxConfig) bool {
-	mappings, err := oci.UserNamespace(config)
-	return err == nil && mappings != nil
 }
