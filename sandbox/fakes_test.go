@@ -52,6 +52,8 @@ type fakeHost struct {
 	loaded     func(*fakeHost, *fakeLoad) // adds the records of an earlier daemon
 	running    map[string]proto.Processes // shims that Find finds
 	ended      map[string]chan struct{}   // by container: closed when its shim has ended
+	kind       proto.PauseKind            // of pauses, as they are planned
+	kinds      []string                   // steps with the kind of pause that each got
 	tasks      *task.Runner
 }
 
@@ -131,7 +133,20 @@ func (f *fakeHost) process() *os.File {
 
 // Launcher
 
-func (f *fakeHost) Pause(context.Context, *state.Pod) (*proto.Started, error) {
+func (f *fakeHost) PlanPause(context.Context, *state.Pod) (proto.PauseKind, error) {
+	f.noteKind("plan", f.kind)
+	return f.kind, f.call("plan pause")
+}
+
+// noteKind notes the kind of pause that a step got.
+func (f *fakeHost) noteKind(step string, kind proto.PauseKind) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.kinds = append(f.kinds, fmt.Sprintf("%s %s", step, kind))
+}
+
+func (f *fakeHost) Pause(_ context.Context, pod *state.Pod) (*proto.Started, error) {
+	f.noteKind("launch", pod.Pause)
 	if err := f.call("launch pause"); err != nil {
 		return nil, err
 	}
@@ -294,9 +309,9 @@ func (f *fakeHost) PauseImage(context.Context, string) (*state.Image, error) {
 
 // Pool
 
-func (f *fakeHost) Expect()                {}
-func (f *fakeHost) ExpectPause(bool, bool) {}
-func (f *fakeHost) Close() error           { return nil }
+func (f *fakeHost) Expect()                                  {}
+func (f *fakeHost) ExpectPause(kind proto.PauseKind, _ bool) { f.noteKind("expect", kind) }
+func (f *fakeHost) Close() error                             { return nil }
 
 // fakeNetwork implements Network. Its method names collide with those of fakeHost.
 type fakeNetwork struct{ *fakeHost }
@@ -344,6 +359,7 @@ func (f fakeEnvironment) RemoveUnrecorded(context.Context, string) error {
 type fakeRecords struct{ *fakeHost }
 
 func (f fakeRecords) WritePod(spec *state.PodSpec, status *state.PodStatus) error {
+	f.noteKind("record", spec.Pause)
 	if err := f.call(fmt.Sprintf("record pod %s", status.Phase())); err != nil {
 		return err
 	}

@@ -28,6 +28,7 @@ import (
 // Launcher starts the processes of pods and containers. runtime.Launcher implements it and
 // documents the methods.
 type Launcher interface {
+	PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, error)
 	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
 	User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error)
@@ -125,6 +126,6 @@ type Trash interface {
 // Pool keeps idle launchers. *shim.Launchers implements it and documents the methods.
 type Pool interface {
 	Expect()
-	ExpectPause(plain, systemd bool)
+	ExpectPause(kind proto.PauseKind, systemd bool)
 	Close() error
 }

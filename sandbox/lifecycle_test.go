@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -26,6 +27,7 @@ func TestRunPodSandboxFailures(t *testing.T) {
 		recorded bool // the pod was recorded before, so its parts may exist
 	}{
 		{"plan network", false},
+		{"plan pause", false},
 		{"record pod starting", false},
 		{"make files", true},
 		{"attach", true},
@@ -46,6 +48,25 @@ func TestRunPodSandboxFailures(t *testing.T) {
 				id := runPod(t, m)
 				if p, err := m.Pod(id); err != nil || !p.Ready() || f.recordedPod(id) != state.PodReady {
 					t.Errorf("second attempt: %+v, %v", p, err)
+				}
+			})
+		})
+	}
+}
+
+// The kind of pause is decided once, in the plan. All later steps get it.
+func TestPauseKindIsPlanned(t *testing.T) {
+	for _, kind := range []proto.PauseKind{proto.PlainPause, proto.ContainerPause} {
+		t.Run(string(kind), func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				f.kind = kind
+				runPod(t, m)
+				want := []string{"plan", "expect", "record", "launch", "record"}
+				for i := range want {
+					want[i] += " " + string(kind)
+				}
+				if !slices.Equal(f.kinds, want) {
+					t.Errorf("steps %q, want %q", f.kinds, want)
 				}
 			})
 		})

@@ -55,7 +55,6 @@ func (m *Manager) RunPodSandbox(
 		return "", err
 	}
 	identity := state.PodIdentity(config.Metadata)
-	m.pool.ExpectPause(m.hasPlainPause(config, handler), m.cfg.SystemdCgroup)
 	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
 	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, maker{
@@ -75,14 +74,6 @@ func (m *Manager) RunPodSandbox(
 			identity, id)
 	}
 	return id, nil
-}
-
-// hasPlainPause guesses whether the pod's pause can create its own namespaces (see
-// shim/launcher/pause).
-func (m *Manager) hasPlainPause(config *runtimeapi.PodSandboxConfig, handler string) bool {
-	options := config.GetLinux().GetSecurityContext().GetNamespaceOptions()
-	return (handler == "" || handler == m.cfg.Handler) && m.cfg.PauseImage == "" && !m.host.AppArmor && !m.host.SELinux &&
-		options.GetUsernsOptions().GetMode() != runtimeapi.NamespaceMode_POD
 }
 
 // checkPodConfig rejects configs before the pod is planned, while errors can name the field.
@@ -164,6 +155,10 @@ func (m *Manager) planPod(
 		return nil, err
 	}
 	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, id); return nil })
+	if spec.Pause, err = m.launcher.PlanPause(ctx, p.unshared().snapshot()); err != nil {
+		return nil, err
+	}
+	m.pool.ExpectPause(spec.Pause, m.cfg.SystemdCgroup)
 	if err := m.writePod(ctx, p.unshared()); err != nil {
 		return nil, err
 	}

@@ -63,7 +63,6 @@ func cpuTime(b *testing.B) (sum time.Duration) {
 
 // usual adds mounts, capabilities and masked paths like those of kubelet's containers.
 func usual(r *proto.Launch) {
-	r.BuiltIn = true // its pod's pause
 	r.Spec.Process.Args = []string{"/bin/true"}
 	caps := []string{"CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FSETID", "CAP_FOWNER", "CAP_MKNOD", "CAP_NET_RAW", "CAP_SETGID",
 		"CAP_SETUID", "CAP_SETFCAP", "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_KILL", "CAP_AUDIT_WRITE"}
@@ -137,9 +136,12 @@ func BenchmarkPod(b *testing.B) {
 	b.Run("busy", func(b *testing.B) { benchPod(b, func(*env) {}, usual) })
 	b.Run("seccomp", func(b *testing.B) { benchPod(b, (*env).awaitLaunchers, usual, filtered) })
 	b.Run("foreign", func(b *testing.B) {
-		benchPod(b, (*env).awaitLaunchers, usual, func(r *proto.Launch) { r.BuiltIn = false })
+		benchPod(b, (*env).awaitLaunchers, usual, foreign)
 	})
 }
+
+// foreign makes libcontainer make the pod's pause.
+func foreign(r *proto.Launch) { r.Pause = proto.ContainerPause }
 
 // awaitOurs waits until a pause that libcontainer or crun has made is no longer its launcher's
 // child. Only then can remove reap it.
@@ -159,7 +161,9 @@ func benchPod(b *testing.B, rest func(*env), change ...func(*proto.Launch)) {
 		for _, c := range change {
 			c(reqs[1])
 		}
-		reqs[0].BuiltIn = reqs[1].BuiltIn
+		if reqs[1].Pause != "" { // the change asks for another kind of pause
+			reqs[0].Pause, reqs[1].Pause = reqs[1].Pause, ""
+		}
 		rest(e)
 		begin := time.Now()
 		var pod []*container
@@ -259,7 +263,7 @@ func BenchmarkMemory(b *testing.B) {
 			}
 		}
 		for _, c := range running {
-			if c.Pause {
+			if c.Pause != "" {
 				awaitOurs(c)
 				pauses += pss(b, c.InitPID)
 				continue

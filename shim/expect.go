@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"berth/internal/cgroup"
+	"berth/shim/proto"
 )
 
 const (
@@ -37,12 +38,11 @@ func (l *Launchers) expect() (done func()) {
 	}
 }
 
-// ExpectPause announces the launch of a pause. A plain one (built-in runtime, no security labels,
-// no user namespace) may not move between cgroups. Then ExpectPause does nothing: the first move
+// ExpectPause announces the launch of a pause. A plain one may not move between cgroups. Then ExpectPause does nothing: the first move
 // makes all changes of cgroups wait, including the creation of the pause's. Launch announces the
 // containers that follow.
-func (l *Launchers) ExpectPause(plain, systemd bool) {
-	if !plain || !cgroup.MovesItself(systemd) {
+func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
+	if kind != proto.PlainPause || !cgroup.MovesItself(systemd) {
 		l.Expect()
 	}
 }

@@ -38,11 +38,11 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	plainPause := req.IsPlainPause() // its launcher will serve again
+	plainPause := req.Pause == proto.PlainPause // its launcher will serve again
 	switch {
 	case plainPause && cgroup.MovesItself(req.SystemdCgroup):
 		defer l.Expect() // the pod's containers will follow
-	case req.Pause:
+	case req.Pause != "":
 		l.Expect() // for this launch and the containers that follow
 	default:
 		defer l.expect()()
@@ -73,7 +73,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	switch {
 	case again && err == nil:
 		l.put(p)
-	case req.Pause || err != nil:
+	case req.Pause != "" || err != nil:
 		l.retire(p)
 	}
 	return started, err
@@ -181,7 +181,7 @@ func (l *Launchers) started(
 	if s.Init, err = asPidfd(init); err != nil {
 		return nil, errors.Join(err, l.cleanUp(p, req))
 	}
-	if req.Pause {
+	if req.Pause != "" {
 		return s, nil
 	}
 	s.Shim = p.proc

@@ -285,9 +285,11 @@ func (e *env) pauseRequest(id string) *proto.Launch {
 	req.Spec.Root = &specs.Root{Readonly: true}
 	req.Spec.Process.Capabilities = &specs.LinuxCapabilities{}
 	req.Spec.Mounts = req.Spec.Mounts[:2] // /proc and /dev
-	req.BuiltIn = true
 	req.Rootfs = rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: os.Getenv(workEnv) + "/pause-root"}}}
-	req.Pause, req.LogPath = true, ""
+	req.LogPath, req.Pause = "", proto.ContainerPause
+	if req.FitsPlainPause() {
+		req.Pause = proto.PlainPause
+	}
 	return req
 }
 

@@ -67,27 +67,27 @@ func TestPauseIsConfined(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	cgroups := map[bool]string{}
-	for _, builtIn := range []bool{true, false} {
-		t.Run(fmt.Sprintf("builtIn=%v", builtIn), func(t *testing.T) {
-			c := launchConfinedPause(t, e, network, builtIn)
+	cgroups := map[proto.PauseKind]string{}
+	for _, kind := range []proto.PauseKind{proto.PlainPause, proto.ContainerPause} {
+		t.Run(string(kind), func(t *testing.T) {
+			c := launchConfinedPause(t, e, network, kind)
 			checkPauseStatus(t, c)
 			checkPauseFiles(t, c)
 			checkPodSettings(t, c)
-			cgroups[builtIn] = strings.ReplaceAll(procOf(t, c.InitPID, "cgroup"), c.ID, "ID")
+			cgroups[kind] = strings.ReplaceAll(procOf(t, c.InitPID, "cgroup"), c.ID, "ID")
 		})
 	}
-	if cgroups[true] != cgroups[false] {
-		t.Errorf("cgroups of pause:\n%s, with libcontainer:\n%s", cgroups[true], cgroups[false])
+	if cgroups[proto.PlainPause] != cgroups[proto.ContainerPause] {
+		t.Errorf("cgroups of pause:\n%s, with libcontainer:\n%s", cgroups[proto.PlainPause], cgroups[proto.ContainerPause])
 	}
 }
 
 // launchConfinedPause launches a pause with a user, groups, sysctls, a network namespace and the
 // profile RuntimeDefault.
-func launchConfinedPause(t *testing.T, e *env, network string, builtIn bool) *container {
+func launchConfinedPause(t *testing.T, e *env, network string, kind proto.PauseKind) *container {
 	t.Helper()
-	req := e.pauseRequest(fmt.Sprintf("pause-%v", builtIn))
-	req.BuiltIn = builtIn
+	req := e.pauseRequest("pause-" + string(kind))
+	req.Pause = kind
 	score := 500
 	req.Spec.Hostname = "pod"
 	req.Spec.Process.User = specs.User{UID: 65535, GID: 65534, AdditionalGids: []uint32{7, 8}}
@@ -141,14 +141,14 @@ func checkPauseStatus(t *testing.T, c *container) {
 func checkPauseFiles(t *testing.T, c *container) {
 	t.Helper()
 	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", c.InitPID))
-	if err != nil || c.BuiltIn && len(fds) > 0 || !c.BuiltIn && len(fds) != 3 { // libcontainer's three are of its own /dev
+	if err != nil || c.Pause == proto.PlainPause && len(fds) > 0 || c.Pause == proto.ContainerPause && len(fds) != 3 { // libcontainer's three are of its own /dev
 		t.Errorf("open files: %v, %v", fds, err)
 	}
 	if err := os.WriteFile(fmt.Sprintf("/proc/%d/root/file", c.InitPID), nil, 0o600); err == nil {
 		t.Error("its root is writable")
 	}
 	for i, line := range strings.Split(strings.TrimSpace(procOf(t, c.InitPID, "mountinfo")), "\n") {
-		if c.BuiltIn && i > 0 {
+		if c.Pause == proto.PlainPause && i > 0 {
 			t.Errorf("a mount besides its root: %s", line)
 		}
 		if strings.Contains(line, "shared:") || strings.Contains(line, "master:") {

@@ -39,22 +39,71 @@ type Launcher struct {
 func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
-	image, idMap := pod.PauseImage, k.idMap(pod)
-	root := k.Roots.Pause(k.PauseDir, idMap, pod.Labels.Mount)
+	root, files, err := k.pauseRoot(pod)
+	if err != nil {
+		return nil, err
+	}
+	order, err := k.pauseOrder(ctx, pod, root, files)
+	if err != nil {
+		return nil, err
+	}
+	failpoint.Reach("pause.make-directory")
+	if err := os.MkdirAll(filepath.Join(order.Dir, "rootfs"), 0o700); err != nil {
+		return nil, fmt.Errorf("make shim directory of pod %s: %w", pod.ID, err)
+	}
+	failpoint.Reach("pause.directory-made")
+	defer k.Tasks.Begin("pause launch", "pod "+pod.ID)()
+	started, err := k.Launchers.Launch(ctx, order)
+	if err != nil {
+		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
+	}
+	return started, nil
+}
+
+// PlanPause decides how the pod's pause is made. It refuses a pod whose embedded pause cannot be
+// described. It makes nothing.
+func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, error) {
+	if pod.PauseImage != nil {
+		return proto.ContainerPause, nil
+	}
+	order, err := k.pauseOrder(ctx, pod, k.embeddedRoot(pod), UserFiles{})
+	if err != nil {
+		return "", err
+	}
+	if order.FitsPlainPause() {
+		return proto.PlainPause, nil
+	}
+	return proto.ContainerPause, nil
+}
+
+// pauseRoot makes the root filesystem of the pod's pause and reads its user files. The layer of an
+// image is writable because the launcher makes mount points in it. The usual pause image holds only
+// its program.
+func (k Launcher) pauseRoot(pod *state.Pod) (rootfs.Spec, UserFiles, error) {
+	image := pod.PauseImage
+	if image == nil {
+		return k.embeddedRoot(pod), UserFiles{}, nil
+	}
+	root, err := k.Roots.Writable(pod.ID, image, k.idMap(pod), pod.Labels.Mount, 0)
+	if err != nil {
+		return root, UserFiles{}, fmt.Errorf("make root filesystem of pause image: %w", err)
+	}
+	files, err := k.Users.Of(image.ID, root)
+	return root, files, err
+}
+
+func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
+	return k.Roots.Pause(k.PauseDir, k.idMap(pod), pod.Labels.Mount)
+}
+
+// pauseOrder returns the launch order of the pod's pause with that root filesystem.
+func (k Launcher) pauseOrder(
+	ctx context.Context, pod *state.Pod, root rootfs.Spec, files UserFiles,
+) (*proto.Launch, error) {
 	k.AppArmor.Ensure(ctx)
-	var files UserFiles
 	var config *ocispec.ImageConfig
 	var imageUser string
-	var err error
-	if image != nil {
-		// The layer is writable because the launcher creates mount points in it. The usual pause
-		// image contains only its program.
-		if root, err = k.Roots.Writable(pod.ID, image, idMap, pod.Labels.Mount, 0); err != nil {
-			return nil, fmt.Errorf("make root filesystem of pause image: %w", err)
-		}
-		if files, err = k.Users.Of(image.ID, root); err != nil {
-			return nil, err
-		}
+	if image := pod.PauseImage; image != nil {
 		config, imageUser = &image.Config, image.Config.User
 	}
 	user, err := users.Resolve(files.Passwd, files.Group,
@@ -66,20 +115,16 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	if err != nil {
 		return nil, err
 	}
-	dir := k.Node.Dirs.Shim(pod.ID)
-	failpoint.Reach("pause.make-directory")
-	if err := os.MkdirAll(filepath.Join(dir, "rootfs"), 0o700); err != nil {
-		return nil, fmt.Errorf("make shim directory of pod %s: %w", pod.ID, err)
-	}
-	failpoint.Reach("pause.directory-made")
-	defer k.Tasks.Begin("pause launch", "pod "+pod.ID)()
-	started, err := k.Launchers.Launch(ctx, &proto.Launch{ID: pod.ID, Dir: dir, Spec: spec,
-		Rootfs: root, RootPlace: k.rootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true,
-		BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
-	if err != nil {
-		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
-	}
-	return started, nil
+	return &proto.Launch{
+		ID:            pod.ID,
+		Dir:           k.Node.Dirs.Shim(pod.ID),
+		Spec:          spec,
+		Rootfs:        root,
+		RootPlace:     k.rootPlace(root),
+		SystemdCgroup: k.Node.SystemdCgroup,
+		Pause:         pod.Pause,
+		Runtime:       pod.Runtime.Program(),
+	}, nil
 }
 
 // Root makes the writable root filesystem of a container.

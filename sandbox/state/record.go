@@ -19,6 +19,7 @@ import (
 	"berth/oci/confine"
 	"berth/oci/users"
 	"berth/sandbox/handler"
+	shimproto "berth/shim/proto"
 )
 
 // Versions of the record formats. A newer berth reads older versions.
@@ -49,10 +50,11 @@ type podRecord struct {
 	IPRanges    [][]cni.IPRange  `json:"ipRanges,omitempty"`
 	IPs         []string         `json:"ips,omitempty"`
 
-	SELinux    confine.Labels `json:"selinux,omitzero"`
-	PauseImage *Image         `json:"pauseImage,omitempty"`
-	PausePID   int            `json:"pausePID,omitempty"`
-	PauseStart uint64         `json:"pauseStart,omitempty"`
+	SELinux    confine.Labels      `json:"selinux,omitzero"`
+	Pause      shimproto.PauseKind `json:"pause,omitempty"` // empty: 0.2.0 or earlier made the record
+	PauseImage *Image              `json:"pauseImage,omitempty"`
+	PausePID   int                 `json:"pausePID,omitempty"`
+	PauseStart uint64              `json:"pauseStart,omitempty"`
 }
 
 // containerRecord is the format of a container's Spec and Status on disk.
@@ -191,6 +193,7 @@ func encodePod(spec *PodSpec, status *PodStatus) (*podRecord, error) {
 		IPRanges:    spec.IPRanges,
 		IPs:         status.IPs,
 		SELinux:     spec.Labels,
+		Pause:       spec.Pause,
 		PauseImage:  spec.PauseImage,
 		PausePID:    status.PausePID,
 		PauseStart:  status.PauseStart,
@@ -266,6 +269,7 @@ func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
 		IPRanges:    rec.IPRanges,
 		Mappings:    rec.Mappings,
 		Labels:      rec.SELinux,
+		Pause:       rec.Pause,
 		PauseImage:  rec.PauseImage,
 	}
 	status := PodStatus{phase: loadedPodPhase(rec.Phase), RunID: rec.RunID, Network: rec.Network, IPs: rec.IPs,

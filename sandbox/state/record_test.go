@@ -1,14 +1,16 @@
 package state
 
 import (
-	"berth/internal/testutil"
-	"berth/internal/userns"
 	"encoding/json"
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
+	"berth/internal/userns"
+	shimproto "berth/shim/proto"
 )
 
 func encode(t *testing.T, m proto.Message) []byte {
@@ -80,14 +82,14 @@ func TestRecordsRoundTrip(t *testing.T) {
 	t.Parallel()
 	for phase, want := range map[Phase]Phase{PodStarting: PodStarting, PodReady: PodReady, PodNotReady: PodReady, PodStopping: PodStopping, PodStopped: PodStopping, Removing: Removing} {
 		t.Run("pod "+string(phase), func(t *testing.T) {
-			spec := &PodSpec{ID: "p", CgroupsPath: "/c", NetNS: "/n", Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}},
+			spec := &PodSpec{ID: "p", CgroupsPath: "/c", NetNS: "/n", Pause: shimproto.PlainPause, Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}},
 				Mappings: &userns.Mappings{UIDs: []specs.LinuxIDMapping{{HostID: 65536, Size: 65536}}}}
 			status := PodStatus{phase: phase, IPs: []string{"10.0.0.2"}, PausePID: 7, PauseStart: 8}
 			rec, err := encodePod(spec, &status)
 			testutil.Must(t, err)
 			gotSpec, got, err := decodePod("p", body(t, rec))
 			if err != nil || got.Phase() != want || got.PausePID != 7 || got.PauseStart != 8 || got.IPs[0] != "10.0.0.2" ||
-				gotSpec.CgroupsPath != "/c" || gotSpec.NetNS != "/n" || gotSpec.Mappings.UIDs[0].HostID != 65536 {
+				gotSpec.CgroupsPath != "/c" || gotSpec.NetNS != "/n" || gotSpec.Pause != shimproto.PlainPause || gotSpec.Mappings.UIDs[0].HostID != 65536 {
 				t.Errorf("%+v, %+v, %v", gotSpec, got, err)
 			}
 		})

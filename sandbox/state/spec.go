@@ -12,6 +12,7 @@ import (
 	"berth/internal/userns"
 	"berth/oci/confine"
 	"berth/sandbox/handler"
+	"berth/shim/proto"
 )
 
 // PodSpec holds the planned properties of a pod. It never changes, so any goroutine may read it.
@@ -28,6 +29,7 @@ type PodSpec struct {
 	IPRanges    [][]cni.IPRange              // from the node's pod CIDR
 	Mappings    *userns.Mappings             // of its user namespace; nil: the host's
 	Labels      confine.Labels               // SELinux; containers without SELinux options share them
+	Pause       proto.PauseKind              // how its pause is made; empty: recorded by version 0.2.0 or earlier
 	PauseImage  *Image                       // nil: the embedded pause
 }
 

@@ -2,6 +2,8 @@ package launcher
 
 import (
 	"os"
+
+	"berth/shim/proto"
 )
 
 // backend creates the container of a launch: libcontainer in this process, an OCI runtime, or the
@@ -29,7 +31,7 @@ func (c *launch) newBackend() backend {
 	switch {
 	case c.Runtime != nil:
 		return &ociBackend{launch: c}
-	case c.IsPlainPause():
+	case c.Pause == proto.PlainPause:
 		return &pauseBackend{launch: c}
 	}
 	return &libcontainerBackend{launch: c}

@@ -19,7 +19,7 @@ import (
 // prepareMonitor does everything for the monitor that can fail, so that only execve remains after
 // the reply. It changes this goroutine's thread for good.
 func (c *launch) prepareMonitor() error {
-	if c.Pause {
+	if c.Pause != "" {
 		return nil
 	}
 	signal.Ignore(proto.IgnoredSignals...)

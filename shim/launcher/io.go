@@ -67,7 +67,7 @@ func (c *launch) openIO() (err error) {
 	if _, plain := c.backend.(*pauseBackend); plain {
 		return nil // pause closes its streams
 	}
-	if !c.Pause {
+	if c.Pause == "" {
 		err = c.openMonitored()
 	}
 	if err != nil {

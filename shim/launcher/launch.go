@@ -61,7 +61,7 @@ func (l *launcher) serveLaunch(order *proto.Launch, mounts []*os.File) (again bo
 		return false, l.reply(proto.Reply{Error: toReply(err)})
 	}
 	failpoint.Reach("launcher.launch-answered")
-	if c.Pause { // the kernel gives it to the next subreaper or to process 1
+	if c.Pause != "" { // the kernel gives it to the next subreaper or to process 1
 		return c.started.Again, c.init.Close()
 	}
 	err = l.becomeMonitor(l.settings.MonitorPath, &c.monitor, c)
@@ -160,7 +160,7 @@ func (c *launch) check() (err error) {
 	switch {
 	case c.Spec == nil || c.Spec.Linux == nil || c.Spec.Process == nil:
 		return proto.Errorf(proto.Internal, "the spec is incomplete")
-	case !c.Pause && unix.Access(c.l.settings.MonitorPath, unix.X_OK) != nil:
+	case c.Pause == "" && unix.Access(c.l.settings.MonitorPath, unix.X_OK) != nil:
 		return proto.Errorf(proto.Internal, "monitor %s is not executable", c.l.settings.MonitorPath)
 	}
 	c.group, err = cgroup.Open(c.Spec.Linux.CgroupsPath, c.SystemdCgroup)
@@ -219,7 +219,7 @@ func (c *launch) cancel() bool {
 
 // identifyMonitor notes this process's identity: it will be the monitor. A pause has none.
 func (c *launch) identifyMonitor() (err error) {
-	if c.Pause {
+	if c.Pause != "" {
 		return nil
 	}
 	c.started.ShimPID = os.Getpid()
@@ -230,7 +230,7 @@ func (c *launch) identifyMonitor() (err error) {
 // reserveExit takes the disk space of the exit record. Without the record, on a full filesystem,
 // the container would count as lost.
 func (c *launch) reserveExit() error {
-	if c.Pause {
+	if c.Pause != "" {
 		return nil
 	}
 	c.undo.Add("give up the exit record's space", func() error {
@@ -273,7 +273,7 @@ func (c *launch) create() error {
 // inheritsOrphans returns whether the container's orphans become this process's children. That is
 // so in the host's PID namespace; any other has a process 1 of its own that adopts them.
 func (c *launch) inheritsOrphans() bool {
-	return !c.Pause && !slices.ContainsFunc(c.Spec.Linux.Namespaces,
+	return c.Pause == "" && !slices.ContainsFunc(c.Spec.Linux.Namespaces,
 		func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
 }
 

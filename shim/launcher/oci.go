@@ -32,7 +32,7 @@ type ociBackend struct {
 }
 
 // joinsSandbox returns whether the container runs in the sandbox that its pause has created.
-func (b *ociBackend) joinsSandbox() bool { return b.Runtime.Sandboxed && !b.Pause }
+func (b *ociBackend) joinsSandbox() bool { return b.Runtime.Sandboxed && b.Pause == "" }
 
 func (b *ociBackend) prepare() error {
 	if len(b.Spec.Process.Args) == 0 {

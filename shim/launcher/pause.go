@@ -30,7 +30,7 @@ import (
 	"berth/shim/proto"
 )
 
-// pauseBackend makes a plain pause (proto.Launch.IsPlainPause) without libcontainer's init. The
+// pauseBackend makes a plain pause (proto.PlainPause) without libcontainer's init. The
 // pause's program makes the pod's namespaces itself ("pause enter", shim/pause/pause.c). That takes
 // a tenth of the CPU time and does not change the launcher, which can serve again.
 //
@@ -57,6 +57,9 @@ type pauseBackend struct {
 // prepare checks the spec and makes nothing. It returns InvalidArgument for a spec that cannot be
 // carried out.
 func (b *pauseBackend) prepare() error {
+	if !b.FitsPlainPause() { // a part of the spec would be ignored
+		return proto.Errorf(proto.InvalidArgument, "runtime spec: a plain pause does not support it")
+	}
 	options := &specconv.CreateOpts{CgroupName: b.ID, UseSystemdCgroup: b.SystemdCgroup, Spec: b.Spec}
 	config, err := specconv.CreateLibcontainerConfig(options)
 	if err != nil {

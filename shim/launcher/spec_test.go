@@ -104,14 +104,14 @@ func TestPIDNamespaces(t *testing.T) {
 	own, pods := specs.LinuxNamespace{Type: specs.PIDNamespace}, specs.LinuxNamespace{Type: specs.PIDNamespace, Path: "/proc/7/ns/pid"}
 	for name, test := range map[string]struct {
 		namespaces        []specs.LinuxNamespace
-		pause             bool
+		pause             proto.PauseKind
 		inherits, private bool
 	}{
-		"its own":         {[]specs.LinuxNamespace{own}, false, false, true},
-		"the pod's":       {[]specs.LinuxNamespace{pods}, false, false, false},
-		"the host's":      {[]specs.LinuxNamespace{{Type: specs.UTSNamespace}}, false, true, false},
-		"a pause's":       {[]specs.LinuxNamespace{own}, true, false, true},
-		"the host's, too": {nil, true, false, false},
+		"its own":         {[]specs.LinuxNamespace{own}, "", false, true},
+		"the pod's":       {[]specs.LinuxNamespace{pods}, "", false, false},
+		"the host's":      {[]specs.LinuxNamespace{{Type: specs.UTSNamespace}}, "", true, false},
+		"a pause's":       {[]specs.LinuxNamespace{own}, proto.PlainPause, false, true},
+		"the host's, too": {nil, proto.PlainPause, false, false},
 	} {
 		c := &launch{Launch: &proto.Launch{Pause: test.pause, Spec: &specs.Spec{Linux: &specs.Linux{Namespaces: test.namespaces}}}}
 		if c.inheritsOrphans() != test.inherits || c.privatePIDs() != test.private {

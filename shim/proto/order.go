@@ -72,8 +72,7 @@ type Launch struct {
 	RootPlace string      `json:"rootPlace,omitempty"` // mount point instead of Dir/rootfs: an empty directory on a private mount that the root of a user namespace can reach
 
 	SystemdCgroup bool                `json:"systemdCgroup,omitempty"` // cgroup driver
-	Pause         bool                `json:"pause,omitempty"`         // a sandbox's pause: no monitor, no log, no socket
-	BuiltIn       bool                `json:"builtIn,omitempty"`       // the pause is berth's own program (package payload)
+	Pause         PauseKind           `json:"pause,omitempty"`         // a sandbox's pause: no monitor, no log, no socket; empty: a container
 	Runtime       *ociruntime.Runtime `json:"runtime,omitempty"`       // the OCI runtime that makes the container, recorded in Dir; nil: libcontainer, in the launcher
 
 	// For containers only.

@@ -19,13 +19,21 @@ var PauseArgs = []string{"/pause"}
 // MaxPauseGroups is the number of additional groups that pause.c has space for.
 const MaxPauseGroups = 64
 
-// IsPlainPause returns whether the order is for berth's own pause, with nothing in its spec that
-// needs libcontainer. The pause's program then makes the namespaces itself ("pause enter"), and the
-// launcher can serve again.
-//
-// A plain pause has no /proc and no /dev: pause uses neither.
-func (l *Launch) IsPlainPause() bool {
-	return l.Pause && l.BuiltIn && l.Runtime == nil && l.RootPlace == "" && len(l.Volumes) == 0 &&
+// PauseKind is how a sandbox's pause is made. The daemon decides it when it plans the sandbox.
+type PauseKind string
+
+const (
+	// PlainPause is berth's own pause, whose program makes the namespaces itself ("pause enter").
+	// It has no /proc and no /dev, because pause uses neither. Its launcher can serve again.
+	PlainPause PauseKind = "plain"
+	// ContainerPause is a pause that libcontainer or an OCI runtime makes like a container.
+	ContainerPause PauseKind = "container"
+)
+
+// FitsPlainPause returns whether a PlainPause carries out the whole order: it is for berth's own
+// pause, and nothing in its spec needs libcontainer.
+func (l *Launch) FitsPlainPause() bool {
+	return l.Runtime == nil && l.RootPlace == "" && len(l.Volumes) == 0 &&
 		isPlainRoot(l.Rootfs) && isPlainSpec(l.Spec)
 }
 

@@ -12,9 +12,8 @@ import (
 
 func plainOrder() *Launch {
 	return &Launch{
-		Pause:   true,
-		BuiltIn: true,
-		Rootfs:  rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: "/pause-root"}}},
+		Pause:  PlainPause,
+		Rootfs: rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: "/pause-root"}}},
 		Spec: &specs.Spec{
 			Root:     &specs.Root{Readonly: true},
 			Hostname: "pod",
@@ -28,9 +27,9 @@ func plainOrder() *Launch {
 	}
 }
 
-func TestIsPlainPause(t *testing.T) {
-	if !plainOrder().IsPlainPause() {
-		t.Fatal("a minimal pause is not plain")
+func TestFitsPlainPause(t *testing.T) {
+	if !plainOrder().FitsPlainPause() {
+		t.Fatal("a minimal pause does not fit")
 	}
 	namespace := func(kind specs.LinuxNamespaceType, path string) func(*Launch) {
 		return func(o *Launch) {
@@ -38,8 +37,6 @@ func TestIsPlainPause(t *testing.T) {
 		}
 	}
 	for name, change := range map[string]func(*Launch){
-		"container":                    func(o *Launch) { o.Pause = false },
-		"image":                        func(o *Launch) { o.BuiltIn = false },
 		"OCI runtime":                  func(o *Launch) { o.Runtime = &ociruntime.Runtime{} },
 		"root on another mount point":  func(o *Launch) { o.RootPlace = "/run/berth-rootfs" },
 		"writable layer":               func(o *Launch) { o.Rootfs.Upper = "/upper" },
@@ -76,8 +73,8 @@ func TestIsPlainPause(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			o := plainOrder()
 			change(o)
-			if o.IsPlainPause() {
-				t.Error("the pause is plain")
+			if o.FitsPlainPause() {
+				t.Error("a plain pause would ignore a part of the order")
 			}
 		})
 	}
