@@ -281,16 +281,30 @@ func TestStopPodSandboxFailures(t *testing.T) {
 	}
 }
 
-// If a step of RemovePodSandbox fails, the record stays, and the next call continues.
+// If a step of RemovePodSandbox fails, the record stays, and the next call continues. It removes the
+// pod's network and mounts again only if the first call could not.
 func TestRemovePodSandboxFailures(t *testing.T) {
-	for _, failing := range []string{"remove container record", "remove runtime state", "remove files", "remove pod record", "record pod removing"} {
-		t.Run(failing, func(t *testing.T) {
+	for _, test := range []struct {
+		step     string
+		times    int
+		goes     bool // at once
+		repeated []string
+	}{
+		{"remove container record", 1, false, nil},
+		{"detach", 2, false, []string{"detach", "remove netns", "remove mounts"}}, // the stop before the removal fails, too
+		{"remove mounts", 2, false, []string{"remove netns", "remove mounts"}},
+		{"remove runtime state", 1, false, nil},
+		{"remove files", 1, false, nil},
+		{"remove pod record", 1, false, nil},
+		{"record pod removing", 1, true, nil},
+	} {
+		t.Run(test.step, func(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 				id := runPod(t, m)
 				startContainer(t, m, id)
-				f.failing(failing, 1)
+				f.failing(test.step, test.times)
 				err := m.RemovePodSandbox(t.Context(), id)
-				if failing == "record pod removing" {
+				if test.goes {
 					if err != nil || len(f.podRecords()) > 0 {
 						t.Errorf("%v, left %v", err, f.podRecords())
 					}
@@ -300,8 +314,12 @@ func TestRemovePodSandboxFailures(t *testing.T) {
 				if len(f.podRecords()) != 1 {
 					t.Errorf("records %v: the record must stay", f.podRecords())
 				}
+				f.forget()
 				if err := m.RemovePodSandbox(t.Context(), id); err != nil || len(f.podRecords())+len(f.containerRecords())+len(m.pods.Snapshot()) > 0 {
 					t.Errorf("second attempt: %v, left %v, %v", err, f.podRecords(), f.containerRecords())
+				}
+				for _, call := range []string{"detach", "remove netns", "remove mounts"} {
+					wantCalled(t, f, slices.Contains(test.repeated, call), call)
 				}
 			})
 		})

@@ -48,9 +48,7 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	if unrecorded != nil { // first: a daemon that restarts now would take a recorded pod with a pause for ready
 		m.endPause(ctx, p.pod)
 	}
-	if p.Phase() == state.PodStopping {
-		err = errors.Join(err, m.takeDown(ctx, p))
-	}
+	err = errors.Join(err, m.takeDown(ctx, p))
 	for _, c := range m.containersOf(p.ID) { // plugins see the containers' stop before the pod's
 		err = errors.Join(err, m.waitNotified(ctx, c))
 	}
@@ -66,18 +64,24 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	return err
 }
 
-// takeDown removes the pod's network, pause and mounts. They do not exist for a stopped pod. The
-// steps run in parallel, because removing a namespace and each unmount wait for an RCU grace
-// period.
+// takeDown removes the pod's network, pause and mounts, unless an earlier call did. The steps run in
+// parallel, because removing a namespace and each unmount wait for an RCU grace period.
 func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
+	if p.TakenDown {
+		return nil
+	}
 	err := m.tasks.Parallel("take down", p.String(),
 		func() error { return m.detachNetwork(ctx, p) },
 		func() error { return m.removePause(ctx, p.pod) },
 		func() error { return m.podenv.RemoveMounts(p.ID) })
-	if err == nil && p.Phase() == state.PodStopping {
-		err = p.Move(state.PodStopped)
+	if err != nil {
+		return err
 	}
-	return err
+	p.TakenDown = true
+	if p.Phase() == state.PodStopping {
+		return p.Move(state.PodStopped)
+	}
+	return nil
 }
 
 // detachNetwork runs CNI DEL with the configuration that ADD had. It removes the namespace only
@@ -201,7 +205,6 @@ func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
 	if p.Phase() == state.Removed { // by another operation that held the lock before
 		return nil
 	}
-	takenDown := p.Phase() == state.PodStopped
 	if p.Phase() != state.Removing {
 		if err := p.Move(state.Removing); err != nil {
 			return err
@@ -212,11 +215,7 @@ func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
 			m.log.Warn("record the removal of a pod; the removal continues", "pod", p.ID, "error", err)
 		}
 	}
-	err := m.removeContainersOf(ctx, p.pod)
-	if !takenDown {
-		err = errors.Join(err, m.takeDown(ctx, p))
-	}
-	if err != nil {
+	if err := errors.Join(m.removeContainersOf(ctx, p.pod), m.takeDown(ctx, p)); err != nil {
 		return err
 	}
 	if err := m.processes.RemoveRoot(p.ID); err != nil {

@@ -54,6 +54,7 @@ type PodStatus struct {
 	PausePID   int
 	PauseStart uint64 // start time of the pause, in clock ticks
 	Presented  bool   // plugins were called with it; not recorded
+	TakenDown  bool   // network, pause and mounts are gone; not recorded, so a later daemon removes them again
 
 	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
 }
