@@ -27,17 +27,47 @@ import (
 // Recovery treats an object as gone only if that is certain. After any failed look-up the daemon
 // does not start, so that it kills no container by mistake.
 func (m *Manager) recover(ctx context.Context) error {
-	for _, step := range []func() error{m.loadPodCIDR, m.loadPods, m.loadContainers, m.reserveLabels} {
-		if err := step(); err != nil {
-			return err
-		}
+	if err := m.loadPodCIDR(); err != nil {
+		return err
+	}
+	if err := m.loadPods(); err != nil {
+		return err
+	}
+	if err := m.loadContainers(); err != nil {
+		return err
+	}
+	if err := m.reserveLabels(); err != nil {
+		return err
 	}
 	m.network.Collect(ctx, m.attachedPods)
+	if err := m.recoverPods(); err != nil {
+		return err
+	}
+	if err := m.recoverContainers(ctx); err != nil {
+		return err
+	}
+	if err := m.removeUnrecorded(); err != nil {
+		return err
+	}
+	m.emptyTrash()
+	if err := m.plugins.Start(ctx); err != nil {
+		return err
+	}
+	m.unfinished.Start()
+	return nil
+}
+
+func (m *Manager) recoverPods() error {
 	for _, p := range m.pods.Snapshot() {
 		if err := m.recoverPod(p.unshared()); err != nil {
 			return fmt.Errorf("recover pod %s: %w", p.ID, err)
 		}
 	}
+	return nil
+}
+
+// recoverContainers recovers all containers. It looks up their shims in parallel.
+func (m *Manager) recoverContainers(ctx context.Context) error {
 	var shims errgroup.Group
 	shims.SetLimit(findAtOnce)
 	for _, c := range m.containers.Snapshot() {
@@ -51,18 +81,7 @@ func (m *Manager) recover(ctx context.Context) error {
 			})
 		}
 	}
-	if err := shims.Wait(); err != nil {
-		return err
-	}
-	if err := m.removeUnrecorded(); err != nil {
-		return err
-	}
-	m.emptyTrash()
-	if err := m.plugins.Start(ctx); err != nil {
-		return err
-	}
-	m.unfinished.Start()
-	return nil
+	return shims.Wait()
 }
 
 // emptyTrash starts deleting the trash in the background, including an earlier version's trash.

@@ -164,13 +164,22 @@ func (r *Records) LoadContainers(add func(*ContainerSpec, ContainerStatus)) (dam
 	})
 }
 
+// encodeOnce encodes an object's config unless an earlier write of its record did: the config never
+// changes.
+func encodeOnce(encoded *[]byte, config proto.Message) (err error) {
+	if *encoded == nil {
+		*encoded, err = proto.Marshal(config)
+	}
+	return err
+}
+
 func encodePod(spec *PodSpec, status *PodStatus) (*podRecord, error) {
-	config, err := proto.Marshal(spec.Config)
-	if err != nil {
+	if err := encodeOnce(&spec.encoded, spec.Config); err != nil {
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
 	var resources []byte
 	if status.Resources != nil {
+		var err error
 		if resources, err = proto.Marshal(status.Resources); err != nil {
 			return nil, errdefs.InvalidArgument("encode resources: %w", err)
 		}
@@ -181,7 +190,7 @@ func encodePod(spec *PodSpec, status *PodStatus) (*podRecord, error) {
 		RunID:       status.RunID,
 		Phase:       podRecorded[status.phase],
 		CreatedAt:   spec.CreatedAt,
-		Config:      config,
+		Config:      spec.encoded,
 		Handler:     spec.Handler,
 		Resources:   resources,
 		Runtime:     spec.Runtime,
@@ -201,12 +210,12 @@ func encodePod(spec *PodSpec, status *PodStatus) (*podRecord, error) {
 }
 
 func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRecord, error) {
-	config, err := proto.Marshal(spec.Config)
-	if err != nil {
+	if err := encodeOnce(&spec.encoded, spec.Config); err != nil {
 		return nil, errdefs.InvalidArgument("encode container config: %w", err)
 	}
 	var resources []byte
 	if status.Resources != nil && status.Resources != spec.Config.GetLinux().GetResources() {
+		var err error
 		if resources, err = proto.Marshal(status.Resources); err != nil {
 			return nil, errdefs.InvalidArgument("encode resources: %w", err)
 		}
@@ -218,7 +227,7 @@ func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRe
 		RunID:       status.RunID,
 		Phase:       containerRecorded[status.phase],
 		CreatedAt:   spec.CreatedAt,
-		Config:      config,
+		Config:      spec.encoded,
 		Resources:   resources,
 		Adjustment:  status.Adjustment,
 		Limits:      status.Limits,
@@ -271,6 +280,7 @@ func decodePod(id string, body []byte) (*PodSpec, PodStatus, error) {
 		Labels:      rec.SELinux,
 		Pause:       rec.Pause,
 		PauseImage:  rec.PauseImage,
+		encoded:     rec.Config,
 	}
 	status := PodStatus{phase: loadedPodPhase(rec.Phase), RunID: rec.RunID, Network: rec.Network, IPs: rec.IPs,
 		PausePID: rec.PausePID, PauseStart: rec.PauseStart}
@@ -316,6 +326,7 @@ func decodeContainer(id string, body []byte) (*ContainerSpec, ContainerStatus, e
 		CgroupsPath: rec.CgroupsPath,
 		LogPath:     rec.LogPath,
 		Labels:      rec.SELinux,
+		encoded:     rec.Config,
 	}
 	status := ContainerStatus{phase: loadedContainerPhase(rec.Phase, rec.Process != nil), RunID: rec.RunID,
 		Resources: resources, Limits: rec.Limits, User: rec.User,

@@ -1,6 +1,7 @@
 package state
 
 import (
+	"bytes"
 	"encoding/json"
 	"testing"
 
@@ -108,6 +109,27 @@ func TestRecordsRoundTrip(t *testing.T) {
 				t.Errorf("%q, %v", got.Phase(), err)
 			}
 		})
+	}
+}
+
+// The config of an object is encoded by the first write of its record. A loaded object has it encoded.
+func TestConfigIsEncodedOnce(t *testing.T) {
+	t.Parallel()
+	pod := &PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}}}
+	ctr := &ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}}}
+	first, err := encodePod(pod, &PodStatus{phase: PodStarting})
+	testutil.Must(t, err)
+	loaded, _, err := decodePod("p", body(t, first))
+	if err != nil || !bytes.Equal(loaded.encoded, first.Config) {
+		t.Errorf("loaded: %q, %v", loaded.encoded, err)
+	}
+	if again, err := encodePod(pod, &PodStatus{phase: PodReady}); err != nil || &again.Config[0] != &first.Config[0] {
+		t.Errorf("the pod's config is encoded again, %v", err)
+	}
+	created, err := encodeContainer(ctr, &ContainerStatus{phase: ContainerCreated})
+	testutil.Must(t, err)
+	if again, err := encodeContainer(ctr, &ContainerStatus{phase: ContainerExited}); err != nil || &again.Config[0] != &created.Config[0] {
+		t.Errorf("the container's config is encoded again, %v", err)
 	}
 }
 

@@ -31,6 +31,8 @@ type PodSpec struct {
 	Labels      confine.Labels               // SELinux; containers without SELinux options share them
 	Pause       proto.PauseKind              // how its pause is made; empty: recorded by version 0.2.0 or earlier
 	PauseImage  *Image                       // nil: the embedded pause
+
+	encoded []byte // Config as records have it; belongs to the holder of the pod's lock
 }
 
 func (s *PodSpec) String() string { return "pod " + s.ID }
@@ -57,6 +59,8 @@ type ContainerSpec struct {
 	CgroupsPath string   // as in the runtime-spec
 	LogPath     string   // absolute; empty: no log is kept
 	Labels      confine.Labels
+
+	encoded []byte // Config as records have it; belongs to the holder of the container's lock
 }
 
 func (s *ContainerSpec) String() string { return "container " + s.ID }
