@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"os"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -8,6 +9,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/pidfd"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/shim/proto"
@@ -353,22 +355,23 @@ func TestRecoveryByPhase(t *testing.T) {
 		{"pause has exited", state.PodReady, state.ContainerExited, false, true, false, runtimeapi.ContainerState_CONTAINER_EXITED, true},
 		{"container was being created", state.PodStopping, state.ContainerCreating, false, true, false, 0, false},
 		{"container was being removed", state.PodStopping, state.Removing, false, true, false, 0, false},
-		{"shim runs", state.PodReady, state.ContainerStarting, true, true, false, runtimeapi.ContainerState_CONTAINER_RUNNING, true},
+		{"shim runs", state.PodReady, state.ContainerStarting, true, true, true, runtimeapi.ContainerState_CONTAINER_RUNNING, true},
 		{"launch did not start", state.PodReady, state.ContainerStarting, false, true, false, runtimeapi.ContainerState_CONTAINER_CREATED, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				start, err := pidfd.StartTime(os.Getpid())
+				testutil.Must(t, err)
 				f.loaded = recovered(test.pod, test.container)
 				if test.shim {
 					f.running["c"] = running
+					f.loaded = func(f *fakeHost, found *fakeLoad) {
+						recovered(test.pod, test.container)(f, found)
+						status := found.pods[0].status.Unshared()
+						status.PausePID, status.PauseStart = os.Getpid(), start
+					}
 				}
 				testutil.Must(t, m.recover(t.Context()))
-				if test.shim {
-					if c, err := m.Container("c"); err != nil || c.State() != test.state || c.PID != 78 {
-						t.Errorf("%+v, %v", c, err)
-					}
-					return // its pod has no pause and is stopped in the background
-				}
 				time.Sleep(time.Minute)
 				synctest.Wait()
 				p, err := m.Pod("p")
@@ -376,7 +379,7 @@ func TestRecoveryByPhase(t *testing.T) {
 					t.Errorf("pod %+v, %v", p, err)
 				}
 				c, err := m.Container("c")
-				if (err == nil) != test.containerLeft || err == nil && c.State() != test.state {
+				if (err == nil) != test.containerLeft || err == nil && (c.State() != test.state || (c.PID == 78) != test.shim) {
 					t.Errorf("container %+v, %v", c, err)
 				}
 			})
