@@ -12,10 +12,10 @@ import (
 	"berth/integration/harness"
 )
 
-// With procMount: Unmasked (KEP-4265, allowed in user namespaces only) the container sees all of
-// proc. A nested user namespace may then mount a proc of its own, as container engines in
-// containers need it. The kernel refuses that while paths of proc are hidden (mount_too_revealing
-// in fs/namespace.c).
+// With procMount: Unmasked (KEP-4265, allowed only in user namespaces) the container sees all of
+// proc. A nested user namespace may then mount another proc, which container engines in containers
+// need. The kernel refuses that mount while paths of proc are hidden (mount_too_revealing in
+// fs/namespace.c).
 func TestUnmaskedProc(t *testing.T) {
 	const base = 17 * usernsLength
 	d := harness.StartDaemon(t)
@@ -31,16 +31,16 @@ func TestUnmaskedProc(t *testing.T) {
 	harness.Equal(t, "unmasked", pod.Sh(t, look, inUserNamespace(base), unmasked), "regular empty file\nall\nmounted\n")
 }
 
-// mountsWithProc returns what Kubernetes' tests DefaultProcMount and ProcMount look at, and how
-// many of these mounts are read-only.
+// mountsWithProc returns the lines that Kubernetes' tests DefaultProcMount and ProcMount count, and
+// the number of read-only mounts in them.
 func mountsWithProc(t *testing.T, c *harness.Container) (lines []string, readOnly int) {
 	t.Helper()
 	out := strings.TrimSpace(c.Exec(t, "/bin/sh", "-ec", "mount | grep /proc"))
 	return strings.Split(out, "\n"), strings.Count(out, "(ro")
 }
 
-// Kubernetes' tests count the lines of mounts that contain "/proc". With Unmasked that is proc
-// alone, so the root's line must not name layers below /proc.
+// Kubernetes' tests count the lines of mounts that contain "/proc". With Unmasked this must be only
+// proc, so the root's line must not name layers below /proc.
 func TestMountsWithProc(t *testing.T) {
 	for i, driver := range []string{"directory", "erofs"} {
 		t.Run(driver, func(t *testing.T) {

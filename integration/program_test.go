@@ -12,15 +12,15 @@ import (
 	"berth/integration/machine"
 )
 
-// program is what runs beside the daemon, such as kubelet, and ends with its test.
+// program is a program that runs beside the daemon, such as kubelet, and ends with its test.
 type program struct {
 	name    string
 	logFile string
 	cmd     *exec.Cmd
-	exited  chan struct{} // closed when cmd has been waited for
+	exited  chan struct{} // closed after cmd.Wait
 }
 
-// startProgram starts a program whose output goes to a file, appended. The caller sees to its end.
+// startProgram starts a program and appends its output to a file. The caller must stop it.
 func startProgram(t *testing.T, name, logFile string, args ...string) *program {
 	t.Helper()
 	log, err := os.OpenFile(logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
@@ -31,13 +31,13 @@ func startProgram(t *testing.T, name, logFile string, args ...string) *program {
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	harness.Must(t, p.cmd.Start())
 	go func() {
-		_ = p.cmd.Wait() // its result is in cmd.ProcessState
+		_ = p.cmd.Wait() // the result is in cmd.ProcessState
 		close(p.exited)
 	}()
 	return p
 }
 
-// finish ends a program that should have been stopped before. A failed test shows its log.
+// finish kills a program that was not stopped. It logs the program's output if the test failed.
 func (p *program) finish(t *testing.T) {
 	t.Helper()
 	p.end(t, syscall.SIGKILL)
@@ -46,13 +46,13 @@ func (p *program) finish(t *testing.T) {
 	}
 }
 
-// waitFor waits until a condition that the program brings about is fulfilled.
+// waitFor waits until a condition that depends on the program is fulfilled.
 func (p *program) waitFor(t *testing.T, what string, condition func() error) {
 	t.Helper()
 	err := harness.PollUpTo(kubeletPatience, kubeletPause, func() error {
 		select {
 		case <-p.exited:
-			t.Fatalf("%s has ended: %v\n%s", p.name, p.cmd.ProcessState, p.tail())
+			t.Fatalf("%s has exited: %v\n%s", p.name, p.cmd.ProcessState, p.tail())
 		default:
 		}
 		return condition()
@@ -62,7 +62,7 @@ func (p *program) waitFor(t *testing.T, what string, condition func() error) {
 	}
 }
 
-// stop ends the program as systemd does.
+// stop stops the program by SIGTERM, as systemd does.
 func (p *program) stop(t *testing.T) {
 	t.Helper()
 	p.end(t, syscall.SIGTERM)
@@ -81,7 +81,7 @@ func (p *program) end(t *testing.T, signal syscall.Signal) {
 	case <-time.After(time.Minute):
 		harness.Must(t, p.cmd.Process.Kill())
 		<-p.exited
-		t.Errorf("%s did not end within a minute of %s", p.name, signal)
+		t.Errorf("%s did not exit within a minute of %s", p.name, signal)
 	}
 }
 

@@ -27,7 +27,7 @@ import (
 	"berth/integration/harness"
 )
 
-// noise is content that does not compress.
+// noise returns content that does not compress.
 func noise(size int) string {
 	b := make([]byte, size)
 	source := rand.NewChaCha8([32]byte{byte(size)})
@@ -35,7 +35,8 @@ func noise(size int) string {
 	return string(b)
 }
 
-// noisyImage has one layer of its own, large enough to be interrupted.
+// noisyImage returns an image with one incompressible layer, which is large enough to be
+// interrupted.
 func noisyImage(t *testing.T, file string, size int) (v1.Image, v1.Layer) {
 	t.Helper()
 	layer := harness.PackLayer(t, fixture.Tree{fixture.File(file, 0o644, noise(size))}, fixture.Gzip)
@@ -44,8 +45,8 @@ func noisyImage(t *testing.T, file string, size int) (v1.Image, v1.Layer) {
 	return img, layer
 }
 
-// tokenAuth makes the registry ask for a bearer token, and be its own token
-// server, which exchanges the identity token for it (OAuth 2 refresh grant).
+// tokenAuth makes the registry require a bearer token. The registry is its own token server, which
+// exchanges the identity token for a bearer token (OAuth 2 refresh grant).
 func tokenAuth(host string) func(http.ResponseWriter, *http.Request) bool {
 	return func(w http.ResponseWriter, r *http.Request) bool {
 		switch {
@@ -83,7 +84,7 @@ func TestPullAuthConfig(t *testing.T) {
 		{"identity token", tokenAuth(r.Host), &runtimeapi.AuthConfig{IdentityToken: "identity"}, codes.OK},
 		{"registry token", tokenAuth(r.Host), &runtimeapi.AuthConfig{RegistryToken: "granted"}, codes.OK},
 		{"none", harness.BasicAuth, nil, codes.Unauthenticated},
-		{"none for a token", tokenAuth(r.Host), nil, codes.Unauthenticated},
+		{"no credentials", tokenAuth(r.Host), nil, codes.Unauthenticated},
 		{"wrong password", harness.BasicAuth, &runtimeapi.AuthConfig{Username: "user", Password: "wrong-password"}, codes.Unauthenticated},
 		{"for another server", harness.BasicAuth, &runtimeapi.AuthConfig{Username: "user", Password: "secret", ServerAddress: "elsewhere.example"}, codes.Unauthenticated},
 	} {
@@ -96,7 +97,7 @@ func TestPullAuthConfig(t *testing.T) {
 					t.Errorf("the error contains the password: %v", err)
 				}
 				if d.ImageStatus(t, name) != nil {
-					t.Error("the image exists nevertheless")
+					t.Error("the image exists after the failed pull")
 				}
 				return
 			}
@@ -118,7 +119,7 @@ func TestPullDockerConfig(t *testing.T) {
 	harness.Equal(t, "image_ref", d.Pull(t, name), id)
 }
 
-// tlsRegistry serves with a certificate of its own authority, which is returned.
+// tlsRegistry starts a registry with a certificate of a new authority, which it returns.
 func tlsRegistry(t *testing.T, authority *authority, config *tls.Config) *fixture.Registry {
 	t.Helper()
 	config.Certificates = []tls.Certificate{authority.issue(t, "127.0.0.1")}
@@ -128,8 +129,8 @@ func tlsRegistry(t *testing.T, authority *authority, config *tls.Config) *fixtur
 	return r
 }
 
-// An operator's existing tree of hosts.toml files, option by option. The host of
-// the images does not exist: only the mirrors can serve them.
+// TestPullHostsTOML tests the options of hosts.toml one by one. The host in the image names does
+// not exist, so only the mirrors can serve the images.
 func TestPullHostsTOML(t *testing.T) {
 	ca := newAuthority(t)
 	dir := t.TempDir()
@@ -185,13 +186,13 @@ func TestPullShortNames(t *testing.T) {
 		harness.Equal(t, "image_ref of "+name, d.Pull(t, name), id)
 		status := d.ImageStatus(t, name)
 		if status == nil {
-			t.Fatalf("ImageStatus(%q) knows no image", name)
+			t.Fatalf("ImageStatus(%q) returns no image", name)
 		}
 		harness.Equal(t, "tags", fmt.Sprint(status.RepoTags), "[docker.io/library/short:latest]")
 	}
 }
 
-// Two images with a common layer are pulled at once. The layer is downloaded once.
+// Two images with a common layer are pulled in parallel. The layer is downloaded once.
 func TestConcurrentPullsShareLayer(t *testing.T) {
 	r := harness.NewRegistry(t)
 	shared := harness.PackLayer(t, fixture.Tree{fixture.File("shared", 0o644, noise(1<<20))}, fixture.Gzip)
@@ -202,7 +203,7 @@ func TestConcurrentPullsShareLayer(t *testing.T) {
 		name, _ := harness.Push(t, r, own+":latest", img)
 		names = append(names, name)
 	}
-	// The shared layer is held back until every pull has asked for its own layer.
+	// The registry sends the shared layer only after every pull has requested its own layer.
 	digest := harness.DigestOf(t, shared)
 	var others sync.WaitGroup
 	others.Add(len(names))
@@ -268,7 +269,7 @@ func TestPullProgress(t *testing.T) {
 	harness.Equal(t, "pulls before", progress(), "[]")
 	done := make(chan error, 1)
 	go func() { _, err := d.TryPull(t, name, nil); done <- err }()
-	harness.Eventually(t, "half of the slow layer is here", func() error {
+	harness.Eventually(t, "half of the slow layer has arrived", func() error {
 		text := progress()
 		if err := json.Unmarshal([]byte(text), &pulls); err != nil {
 			return err
@@ -284,13 +285,13 @@ func TestPullProgress(t *testing.T) {
 	harness.Equal(t, "pulls afterwards", progress(), "[]")
 }
 
-// interrupt serves a blob in parts: each answer breaks off after so many bytes.
+// interrupt serves a blob in parts. Each answer ends after a number of bytes.
 type interrupt struct {
 	digest string
 	blob   []byte
 	after  int
 
-	mu     sync.Mutex // guards ranges
+	mu     sync.Mutex // protects ranges
 	ranges []string
 }
 
@@ -305,7 +306,7 @@ func (i *interrupt) hook(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// limited breaks the connection after so many bytes of the body.
+// limited closes the connection after a number of bytes of the body.
 type limited struct {
 	http.ResponseWriter
 	left int
@@ -335,7 +336,7 @@ func TestPullResumesByRange(t *testing.T) {
 	for i, header := range cut.ranges[1:] {
 		var start int
 		if _, err := fmt.Sscanf(header, "bytes=%d-", &start); err != nil || start == 0 {
-			t.Errorf("request %d has the range %q, want one that goes on", i+2, header)
+			t.Errorf("request %d has the range %q, want a range that continues", i+2, header)
 		}
 	}
 	harness.Equal(t, "checksum", d.RunPod(t, harness.HostNetwork).Sh(t, "sha256sum </resumed", harness.Image(name)), sha256Of(noise(1<<20))+"  -\n")
@@ -352,7 +353,7 @@ func blobOf(t *testing.T, l v1.Layer) []byte {
 	return b.Bytes()
 }
 
-// A transfer without data ends after stall_timeout, and the error names the stalled transfer.
+// A transfer without data ends after stall_timeout, and the error names the transfer.
 func TestPullStalled(t *testing.T) {
 	r := harness.NewRegistry(t)
 	img, layer := noisyImage(t, "stalled", 1<<20)
@@ -373,7 +374,7 @@ func TestPullStalled(t *testing.T) {
 		}
 		panic(http.ErrAbortHandler)
 	})
-	d := harness.StartDaemon(t, harness.WithConfig(`stall_timeout = "5s"`)) // other layers come faster, also on a slow machine
+	d := harness.StartDaemon(t, harness.WithConfig(`stall_timeout = "5s"`)) // other layers arrive faster, also on a slow machine
 	_, err := d.TryPull(t, name, nil)
 	wantUnavailable(t, err, digest)
 	harness.NoTraceOf(t, d, name)
@@ -418,10 +419,10 @@ func TestPullBadLayers(t *testing.T) {
 		})
 	}
 	r.Hook(nil)
-	d.Pull(t, good) // the failures have left nothing that disturbs it
+	d.Pull(t, good) // the failures do not affect this pull
 }
 
-// A manifest that does not match its digest.
+// A manifest that does not match its digest is refused.
 func TestPullWrongManifestDigest(t *testing.T) {
 	r := harness.NewRegistry(t)
 	img := harness.BuildImage(t, v1.Config{})
@@ -472,9 +473,9 @@ func TestPullRegistryDown(t *testing.T) {
 	wantUnavailable(t, err, "connection refused")
 }
 
-// wantUnavailable fails the test unless kubelet takes err for an unreachable registry. The text
-// must begin with RegistryUnavailable, and the code must be Unknown, because cri-client strips no
-// other.
+// wantUnavailable fails the test unless kubelet treats err as an unreachable registry. The text
+// must begin with RegistryUnavailable. The code must be Unknown, because cri-client removes only
+// that code from the text.
 func wantUnavailable(t *testing.T, err error, says string) {
 	t.Helper()
 	if err == nil || !strings.HasPrefix(err.Error(), "RegistryUnavailable: ") || !strings.Contains(err.Error(), says) {
@@ -482,7 +483,7 @@ func wantUnavailable(t *testing.T, err error, says string) {
 	}
 }
 
-// All layers are asked for before the first has ended.
+// All layers are requested before the first download ends.
 func TestPullLayersAtOnce(t *testing.T) {
 	r := harness.NewRegistry(t)
 	const layers = 4
@@ -510,7 +511,7 @@ func TestPullLayersAtOnce(t *testing.T) {
 	harness.Equal(t, "image_ref", d.Pull(t, name), id)
 }
 
-// An image may have the same layer twice, and layers without content.
+// An image may contain the same layer twice, and empty layers.
 func TestPullRepeatedAndEmptyLayers(t *testing.T) {
 	same := harness.PackLayer(t, fixture.Tree{fixture.File("same", 0o644, "same")}, fixture.Gzip)
 	nothing := harness.PackLayer(t, nil, fixture.Gzip)

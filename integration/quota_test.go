@@ -15,8 +15,8 @@ import (
 	"berth/internal/diskusage"
 )
 
-// onQuotas puts a daemon's root on a filesystem with project quotas. The test is skipped where the
-// kernel has none.
+// onQuotas puts a daemon's root on a filesystem with project quotas. It skips the test if the
+// kernel does not support them.
 func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 	t.Helper()
 	image, place := filepath.Join(t.TempDir(), "image"), t.TempDir()
@@ -25,7 +25,7 @@ func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 		t.Skipf("%s: %v, %s", mkfs[0], err, out)
 	}
 	if out, err := exec.Command("mount", "-o", "loop,prjquota", image, place).CombinedOutput(); err != nil {
-		t.Skipf("the kernel has no project quotas for it: %v, %s", err, out)
+		t.Skipf("the kernel does not support project quotas here: %v, %s", err, out)
 	}
 	quotas, err := diskusage.OpenQuotas(place)
 	if err != nil {
@@ -44,8 +44,8 @@ func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 	}
 }
 
-// A container can't write more than writable_layer_limit into its own filesystem; others can write
-// as much.
+// A container cannot write more than writable_layer_limit into its filesystem. Other containers can
+// still write up to the limit.
 func TestWritableLayerLimit(t *testing.T) {
 	for name, mkfs := range map[string][]string{
 		"ext4": {"mkfs.ext4", "-q", "-O", "project,quota", "-E", "quotatype=prjquota"},
@@ -58,14 +58,14 @@ func TestWritableLayerLimit(t *testing.T) {
 			for _, c := range []*harness.Container{a, b} {
 				c.Exec(t, "sh", "-c", "! dd if=/dev/zero of=/full bs=64k count=160 2>/dev/null")
 				if size := c.Exec(t, "stat", "-c", "%s", "/full"); len(size) != len("8000000") || size < "7000000" || size > "8388608" {
-					t.Errorf("%s bytes were written", size)
+					t.Errorf("the container wrote %s bytes", size)
 				}
 			}
-			// A file without a name counts as long as it is open.
+			// A deleted file counts as long as it is open.
 			hold := "exec 5>/open; dd if=/dev/zero bs=64k count=64 >&5 2>/dev/null; rm /open; exec sleep 100000"
 			open := pod.Run(t, harness.Script(hold))
-			harness.Eventually(t, "the file without a name is counted", func() error {
-				if used := containerStats(t, open).WritableLayer.GetUsedBytes().GetValue(); used < 4<<20 || used > 8<<20 { // XFS keeps some room for a file that grows
+			harness.Eventually(t, "the deleted file is counted", func() error {
+				if used := containerStats(t, open).WritableLayer.GetUsedBytes().GetValue(); used < 4<<20 || used > 8<<20 { // XFS reserves some space for a growing file
 					return fmt.Errorf("the statistics show %d bytes", used)
 				}
 				return nil
@@ -81,7 +81,7 @@ func TestWritableLayerLimit(t *testing.T) {
 			}
 			quotas := harness.Get(diskusage.OpenQuotas(d.Root))(t)
 			defer quotas.Close()
-			harness.Eventually(t, "nothing belongs to the projects", func() error {
+			harness.Eventually(t, "no file belongs to the projects", func() error {
 				for id := range projects {
 					if used, err := quotas.Usage(id); err != nil || used != (diskusage.Usage{}) {
 						return fmt.Errorf("project %d: %+v, %v", id, used, err)
@@ -93,7 +93,7 @@ func TestWritableLayerLimit(t *testing.T) {
 	}
 }
 
-// projectsOf returns the projects that layers belong to.
+// projectsOf returns the quota projects of all layers.
 func projectsOf(t *testing.T, root string) map[uint32]bool {
 	t.Helper()
 	projects := map[uint32]bool{}
@@ -107,14 +107,14 @@ func projectsOf(t *testing.T, root string) map[uint32]bool {
 	return projects
 }
 
-// A limit that cannot be enforced is an error at the daemon's start.
+// If a configured limit cannot be enforced, the daemon does not start.
 func TestWritableLayerLimitWithoutQuotas(t *testing.T) {
-	d := harness.NewDaemon(t, harness.WithConfig("writable_layer_limit = 8388608")) // its root is on a tmpfs
+	d := harness.NewDaemon(t, harness.WithConfig("writable_layer_limit = 8388608")) // root is on a tmpfs
 	out, err := d.ServeCommand().CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "writable_layer_limit can't be kept") {
 		t.Errorf("%v, output:\n%s", err, out)
 	}
-	for _, place := range []string{d.State + "/pods", d.State, d.State + "-rootfs"} { // made early in the start
+	for _, place := range []string{d.State + "/pods", d.State, d.State + "-rootfs"} { // created early in the start
 		if err := unix.Unmount(place, unix.MNT_DETACH); err != nil && err != unix.EINVAL && err != unix.ENOENT {
 			t.Error(err)
 		}

@@ -18,9 +18,9 @@ import (
 // rebooted is a pod with a container in each state, and their expected states after a reboot.
 type rebooted struct {
 	*harness.Pod
-	inPod                    []harness.ContainerOption // what its containers need
+	inPod                    []harness.ContainerOption // options that its containers need
 	running, created, exited *harness.Container
-	ended                    *runtimeapi.ContainerStatus // of exited
+	ended                    *runtimeapi.ContainerStatus // status of exited
 	logs                     map[string]string           // content by path
 }
 
@@ -39,14 +39,14 @@ func newRebooted(t *testing.T, d *harness.Daemon, pod []harness.PodOption, inPod
 	return r
 }
 
-// Messages of containers that ended with the machine.
+// Messages of containers that ended with a reboot.
 const (
 	afterReboot  = "the node was restarted"
 	afterRestart = "the node was restarted, or its state directory was emptied" // the boot ID is the same
 )
 
-// check checks the pod after a reboot: it and its containers have ended, their logs exist, and
-// containers cannot be started.
+// check checks the pod after a reboot. The pod and its containers have ended, their logs exist, and
+// the containers cannot be started.
 func (r *rebooted) check(t *testing.T, message string) {
 	t.Helper()
 	harness.Equal(t, "pod state", r.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
@@ -75,7 +75,7 @@ func (r *rebooted) check(t *testing.T, message string) {
 }
 
 // nextAttempt acts as kubelet does after a reboot. It runs the next attempt of the pod and its
-// container, with a new log beside the old one, and then removes the old pod.
+// container, with a new log next to the old one, and then removes the old pod.
 func (r *rebooted) nextAttempt(t *testing.T) {
 	config := proto.CloneOf(r.Config)
 	config.Metadata.Attempt++
@@ -92,7 +92,7 @@ func (r *rebooted) nextAttempt(t *testing.T) {
 	pod.Remove(t)
 }
 
-// podsToReboot are pods of each kind.
+// podsToReboot runs pods of each kind.
 func podsToReboot(t *testing.T, d *harness.Daemon) map[string]*rebooted {
 	t.Helper()
 	const base = 5 * usernsLength
@@ -104,8 +104,8 @@ func podsToReboot(t *testing.T, d *harness.Daemon) map[string]*rebooted {
 	}
 }
 
-// A node that is a container itself (kind, LXC, nspawn) restarts with the boot ID of its host: /run
-// is empty, no process is there. All is as after a reboot, twice.
+// A node that is a container (kind, LXC, nspawn) restarts with its host's boot ID. /run is empty
+// and no process is left. The state is as after a reboot, twice.
 func TestRestartOfTheNodeInTheSameBoot(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pods := podsToReboot(t, d)
@@ -115,8 +115,8 @@ func TestRestartOfTheNodeInTheSameBoot(t *testing.T) {
 		for name, r := range pods {
 			t.Run(fmt.Sprintf("%s, restart %d", name, restart+1), func(t *testing.T) { r.check(t, afterRestart) })
 		}
-		harness.Eventually(t, "addresses are given back", func() error { return noAddresses(d) })
-		d.Restart(t) // which is no restart of the node
+		harness.Eventually(t, "addresses are released", func() error { return noAddresses(d) })
+		d.Restart(t) // only the daemon restarts, not the node
 	}
 	for name, r := range pods {
 		t.Run("the next attempt of "+name, r.nextAttempt)
@@ -137,7 +137,7 @@ func TestStateDirectoryIsLostWhilePodsRun(t *testing.T) {
 		d := harness.StartDaemon(t)
 		checkStateLost(t, d, func() { harness.Must(t, unix.Mount("run", d.State, "tmpfs", 0, "mode=700")) })
 		d.Kill(t)
-		d.LoseState(t) // together with the covered directory
+		d.LoseState(t) // empties the covered directory, too
 		d.Start(t)
 	})
 }
@@ -161,7 +161,7 @@ func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
 		}
 	}
 	d.Start(t)
-	for _, r := range pods { // the first answers
+	for _, r := range pods { // the first answers of the daemon
 		harness.Equal(t, "state of the container", r.running.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
 	}
 	for _, pid := range inits {
@@ -175,13 +175,13 @@ func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
 	for _, pid := range others {
 		waitDead(t, pid)
 	}
-	harness.Eventually(t, "addresses are given back", func() error { return noAddresses(d) })
+	harness.Eventually(t, "addresses are released", func() error { return noAddresses(d) })
 	for name, r := range pods {
 		t.Run("the next attempt of "+name, r.nextAttempt)
 	}
 }
 
-// If only the ID of the state directory is lost, nothing else is lost.
+// If only the ID of the state directory is lost, all pods keep running.
 func TestStateDirectoryLosesItsID(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -189,7 +189,7 @@ func TestStateDirectoryLosesItsID(t *testing.T) {
 	pid := running.Pid(t)
 	d.Kill(t)
 	harness.Must(t, os.Remove(filepath.Join(d.State, "run-id")))
-	for range 2 { // the second daemon finds the new ID, in records too
+	for range 2 { // the second daemon finds the new ID, also in records
 		d.Start(t)
 		harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 		harness.Equal(t, "process of the container", running.Pid(t), pid)
@@ -202,7 +202,7 @@ func TestStateDirectoryLosesItsID(t *testing.T) {
 	pod.Remove(t)
 }
 
-// After a reboot all processes are gone, /run is empty and the boot ID is new. Pods are not ready,
+// After a reboot no processes are left, /run is empty and the boot ID is new. Pods are not ready,
 // and their addresses and host ports are released. Containers have exited. Images and logs exist,
 // and kubelet's next attempts run.
 func TestReboot(t *testing.T) {
@@ -220,12 +220,12 @@ func TestReboot(t *testing.T) {
 			t.Run(fmt.Sprintf("%s, reboot %d", name, reboot+1), func(t *testing.T) { r.check(t, afterReboot) })
 			at := r.running.Status(t).FinishedAt
 			if reboot > 0 {
-				harness.Equal(t, "the end of its container", at, finished[name])
+				harness.Equal(t, "finish time of its container", at, finished[name])
 			}
 			finished[name] = at
 		}
 		harness.Equal(t, "the stopped pod's state", stopped.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
-		harness.Eventually(t, "addresses are given back", func() error { return noAddresses(d) })
+		harness.Eventually(t, "addresses are released", func() error { return noAddresses(d) })
 	}
 	after := harness.Get(d.Images.ListImages(t.Context(), nil))(t)
 	harness.Equal(t, "the images", fmt.Sprint(after), fmt.Sprint(images))
@@ -234,7 +234,7 @@ func TestReboot(t *testing.T) {
 	}
 }
 
-// noAddresses is an error if host-local has an address in use.
+// noAddresses returns an error if host-local has an address in use.
 func noAddresses(d *harness.Daemon) error {
 	for _, network := range machine.ReadDir(d.DataDir) {
 		for _, name := range machine.ReadDir(filepath.Join(d.DataDir, network)) {

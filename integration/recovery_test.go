@@ -13,7 +13,7 @@ import (
 	"berth/integration/machine"
 )
 
-// SIGTERM stops the daemon; containers run on, and the next daemon finds them.
+// SIGTERM stops the daemon. Containers keep running, and the next daemon finds them.
 func TestContainersSurviveSIGTERM(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -38,8 +38,8 @@ func TestContainersSurviveSIGTERM(t *testing.T) {
 	harness.Equal(t, "exec in the container created before", created.Exec(t, "echo", "new"), "new")
 }
 
-// The daemon is killed with SIGKILL under a running pod. After a restart the pod is ready, its log
-// has no gap, and its exit code is right.
+// The daemon is killed with SIGKILL while a pod runs. After a restart the pod is ready, its log has
+// no gap, and its exit code is correct.
 func TestKillDaemonUnderRunningPod(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -62,7 +62,7 @@ func TestKillDaemonUnderRunningPod(t *testing.T) {
 	logs.Numbered(t, c.Log(t))
 }
 
-// The next daemon reports exits that happened without a daemon.
+// The next daemon reports exits that happened while no daemon ran.
 func TestExitWhileDaemonIsDown(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -92,7 +92,7 @@ func TestExitWhileDaemonIsDown(t *testing.T) {
 	harness.Equal(t, "reason of the container out of memory", oom.WaitExited(t).Reason, "OOMKilled")
 }
 
-// The daemon is killed at a different moment of a pod's start each time. The next daemon can remove
+// Each round kills the daemon at a different moment of a pod's start. The next daemon can remove
 // every partial pod, and the leak check finds nothing.
 func TestKillDaemonDuringRunPodSandbox(t *testing.T) {
 	d := harness.StartDaemon(t)
@@ -104,7 +104,7 @@ func TestKillDaemonDuringRunPodSandbox(t *testing.T) {
 			_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 			done <- err
 		}()
-		// Each round waits for one more sign of progress before it kills.
+		// Each round waits for one more step of the start before the kill.
 		_ = waitForProgress(d, i)
 		d.Signal(t, syscall.SIGKILL)
 		<-done
@@ -113,7 +113,7 @@ func TestKillDaemonDuringRunPodSandbox(t *testing.T) {
 		for _, item := range harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t) {
 			d.Objects = append(d.Objects, item.Id)
 		}
-		// kubelet asks again for the same pod, and must get it or a clear answer.
+		// kubelet repeats the request for the pod. It gets the pod or a clear error.
 		if id, err := d.Cri.RunPodSandbox(t.Context(), config, ""); err == nil {
 			d.Objects = append(d.Objects, id)
 			(&harness.Pod{D: d, Id: id, Config: config}).Remove(t)
@@ -125,8 +125,8 @@ func TestKillDaemonDuringRunPodSandbox(t *testing.T) {
 	}
 }
 
-// waitForProgress waits for the step-th sign of a pod's start: its record, its
-// network namespace, its address, its pause process.
+// waitForProgress waits for the given step of a pod's start: its record, its network namespace, its
+// address, its pause process.
 func waitForProgress(d *harness.Daemon, step int) error {
 	return harness.WaitFor(func() error {
 		seen := false
@@ -145,7 +145,7 @@ func waitForProgress(d *harness.Daemon, step int) error {
 			seen = len(machine.CommandLines("/pause")) > 0
 		}
 		if !seen {
-			return fmt.Errorf("not yet")
+			return fmt.Errorf("the step is not reached")
 		}
 		return nil
 	})

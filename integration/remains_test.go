@@ -10,27 +10,27 @@ import (
 	"berth/integration/machine"
 )
 
-// The harness ends the leftovers of a failed test, so that the next test does not fail: a stopped
-// launcher, a monitor with its container, a pause.
+// The harness kills processes that a failed test leaves, so that the next test does not fail: a
+// stopped launcher, a monitor with its container, a pause.
 func TestHarnessEndsLeftoverProcesses(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	running, created := pod.Run(t), pod.Create(t)
 	left := []int{harness.MonitorOf(t, d, running), running.Pid(t), pod.PausePID(t)}
-	d.WaitWatched(t) // after the monitor, which would be counted as a launcher
+	d.WaitWatched(t) // waits until the monitor no longer counts as a launcher
 	launchers := d.Launchers()
 	for _, pid := range launchers {
 		harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- d.Cri.StartContainer(t.Context(), created.Id) }()
-	harness.Eventually(t, "a launcher has its order", func() error {
+	harness.Eventually(t, "a launcher has its launch request", func() error {
 		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
 			if w.What == "container launch" {
 				return nil
 			}
 		}
-		return fmt.Errorf("nobody waits for the launch")
+		return fmt.Errorf("no call waits for the launch")
 	})
 	d.Kill(t)
 	<-ended
@@ -43,6 +43,6 @@ func TestHarnessEndsLeftoverProcesses(t *testing.T) {
 			t.Errorf("process %d lives: %s", pid, machine.CommandLine(pid))
 		}
 	}
-	d.Start(t) // which finds that all are gone
+	d.Start(t) // finds that all processes have exited
 	d.StateSettles(t)
 }

@@ -18,7 +18,7 @@ import (
 	"berth/integration/machine"
 )
 
-// limitFiles are the limits that an update may change, on v1 and v2.
+// limitFiles lists the limits that an update may change, on v1 and v2.
 var limitFiles = []string{
 	"memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "cpu.shares", "cpu.cfs_quota_us", "cpu.cfs_period_us",
 	"memory.max", "memory.swap.max", "memory.high", "memory.min", "cpu.weight", "cpu.max", "cpu.idle",
@@ -83,7 +83,8 @@ func needCgroup2(t *testing.T) {
 	}
 }
 
-// An update that the kernel refuses at some point is rolled back. Unset limits are unset again.
+// If the kernel refuses a part of an update, the daemon rolls back the other parts. Limits that
+// were unset are unset again.
 func TestUpdateIsAllOrNothing(t *testing.T) {
 	needController(t, "cpuset")
 	d := harness.StartDaemon(t)
@@ -96,7 +97,7 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 	}{
 		{"CPU that does not exist", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512, CpuQuota: 20000, CpuPeriod: 50000, CpusetCpus: "4000"}, false},
 		{"memory node that does not exist", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpusetCpus: "0", CpusetMems: "900"}, false},
-		{"quota below the kernel's least", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512, CpuQuota: 5, CpuPeriod: 100000}, false},
+		{"quota below the kernel's minimum", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512, CpuQuota: 5, CpuPeriod: 100000}, false},
 		{"unknown setting", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512,
 			Unified: map[string]string{"memory.high": "33554432", "memory.nonsense": "1"}}, true},
 		{"bad setting", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512,
@@ -119,10 +120,11 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 	}
 	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpusetCpus: "0"})
 	memory, _ := limitsOf(t, c)
-	harness.Equal(t, "memory limit of a good update", memory, "67108864")
+	harness.Equal(t, "memory limit of a valid update", memory, "67108864")
 }
 
-// A limit below the current usage is refused: on v2 the kernel would kill processes to enforce it.
+// A limit below the current usage is refused, because on v2 the kernel would kill processes to
+// enforce it.
 func TestMemoryShrinkBelowUsage(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("dd if=/dev/zero of=/dev/shm/full bs=1M count=40 2>/dev/null; echo full; sleep 100000"),
@@ -138,11 +140,11 @@ func TestMemoryShrinkBelowUsage(t *testing.T) {
 	c.Exec(t, "rm", "/dev/shm/full")
 	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 16 << 20})
 	memory, _ := limitsOf(t, c)
-	harness.Equal(t, "memory limit when there is room", memory, "16777216")
+	harness.Equal(t, "memory limit after the usage has dropped", memory, "16777216")
 }
 
-// The limits of memory and of memory with swap change together in any direction. On v1 the second
-// is never below the first; v2 counts swap alone.
+// The limit of memory and the limit of memory with swap change together, up or down. On v1 the
+// second is never below the first. v2 limits swap alone.
 func TestMemoryAndSwap(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
@@ -175,7 +177,7 @@ func TestMemoryAndSwap(t *testing.T) {
 	harness.WantCode(t, updateContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: 32 * mb}), codes.InvalidArgument, "memory_swap_limit_in_bytes")
 }
 
-// Memory QoS (KEP-2570) comes as settings of v2 by name, and changes with a resize.
+// kubelet sets memory QoS (KEP-2570) by v2's file names, and changes it with a resize.
 func TestMemoryQoS(t *testing.T) {
 	needCgroup2(t)
 	d := harness.StartDaemon(t)
@@ -190,7 +192,7 @@ func TestMemoryQoS(t *testing.T) {
 	harness.Equal(t, "reported memory.min", c.Status(t).Resources.GetLinux().GetUnified()["memory.min"], "33554432")
 }
 
-// CPU shares become a weight; an idle cgroup has no weight.
+// CPU shares become a weight. An idle cgroup has no weight.
 func TestCPUWeight(t *testing.T) {
 	needCgroup2(t)
 	d := harness.StartDaemon(t)
@@ -202,7 +204,7 @@ func TestCPUWeight(t *testing.T) {
 	wantLimits(t, c, map[string]string{"cpu.idle": "0", "cpu.weight": "35"})
 }
 
-// shownConfig is the pod's config as verbose PodSandboxStatus shows it.
+// shownConfig returns the pod's config from verbose PodSandboxStatus.
 func shownConfig(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxConfig {
 	t.Helper()
 	response, err := p.D.Cri.PodSandboxStatus(t.Context(), p.Id, true)
@@ -214,8 +216,8 @@ func shownConfig(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxConfig {
 	return info.Config
 }
 
-// kubelet reports its changes of the pod's cgroup. The pod's config shows them, across a restart
-// too, and the pod keeps its identity.
+// kubelet reports its changes of the pod's cgroup. The pod's config contains them, also after a
+// restart, and the pod keeps its identity.
 func TestUpdatePodSandboxResources(t *testing.T) {
 	d := harness.StartDaemon(t)
 	config := d.PodConfig(t, harness.HostNetwork)
@@ -251,8 +253,8 @@ func TestUpdatePodSandboxResources(t *testing.T) {
 	harness.WantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.Id, Resources: resized}), codes.FailedPrecondition, pod.Id)
 }
 
-// A container may make cgroups of its own. The kernel lists no processes in threaded ones, and
-// kills them only as a whole. Execs work beside them, and everything ends with the container.
+// A container may create its own cgroups. The kernel lists no processes in threaded cgroups, and
+// kills them only as a whole. Execs work beside them, and all processes end with the container.
 func TestThreadedCgroups(t *testing.T) {
 	needCgroup2(t)
 	d := harness.StartDaemon(t)
@@ -265,7 +267,7 @@ func TestThreadedCgroups(t *testing.T) {
 		sleep 100000`))
 	c.WaitOutput(t, "moved")
 	harness.Equal(t, "exec", c.Exec(t, "echo", "hello"), "hello")
-	harness.Eventually(t, "the process in the threaded cgroup is there", func() error {
+	harness.Eventually(t, "the process is in the threaded cgroup", func() error {
 		return wantEqual("processes", len(machine.CommandLines("sleep 77777")), 1)
 	})
 	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "1000"}, time.Second)

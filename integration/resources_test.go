@@ -11,7 +11,7 @@ import (
 	"berth/integration/machine"
 )
 
-// limitsOf reads the kernel's memory limit and CPU quota of a container.
+// limitsOf returns the kernel's memory limit and CPU quota of a container.
 func limitsOf(t *testing.T, c *harness.Container) (memory, quota string) {
 	t.Helper()
 	pid := c.Pid(t)
@@ -38,7 +38,7 @@ func TestContainerResources(t *testing.T) {
 	harness.Equal(t, "reported cpuset", reported.GetCpusetCpus(), "0")
 }
 
-// Settings of cgroup v2 by name: with v1 they are refused, not ignored.
+// Settings of cgroup v2 by name are refused with v1, not ignored.
 func TestContainerUnifiedResources(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -82,14 +82,14 @@ func TestUpdateContainerResources(t *testing.T) {
 		c.Start(t)
 		check(t, c)
 	})
-	t.Run("refused changes nothing", func(t *testing.T) {
+	t.Run("a refused update changes nothing", func(t *testing.T) {
 		c := pod.Run(t, initial)
 		bad := &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20, CpusetCpus: "not-a-list"}}
 		harness.WantCode(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, bad), codes.InvalidArgument, "not-a-list")
 		memory, _ := limitsOf(t, c)
 		harness.Equal(t, "memory limit", memory, "67108864")
 	})
-	t.Run("refused by the kernel changes nothing", func(t *testing.T) {
+	t.Run("an update that the kernel refuses changes nothing", func(t *testing.T) {
 		c := pod.Run(t, initial)
 		bad := &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20, CpusetCpus: "4000"}}
 		if err := d.Cri.UpdateContainerResources(t.Context(), c.Id, bad); err == nil {

@@ -35,7 +35,7 @@ func TestVersionStatusAndRuntimeConfig(t *testing.T) {
 		t.Errorf("conditions are %v", status.Status.Conditions)
 	}
 	if len(status.Info) != 0 {
-		t.Errorf("Status that is not verbose has %v", status.Info)
+		t.Errorf("Status without verbose contains %v", status.Info)
 	}
 	handlers := map[string]*runtimeapi.RuntimeHandlerFeatures{}
 	for _, h := range status.RuntimeHandlers {
@@ -48,7 +48,7 @@ func TestVersionStatusAndRuntimeConfig(t *testing.T) {
 		t.Errorf("features are %v", status.Features)
 	}
 	if len(harness.Get(d.Cri.Status(t.Context(), true))(t).Info) == 0 {
-		t.Error("verbose Status has no more information than Status")
+		t.Error("verbose Status contains no information")
 	}
 	driver := runtimeapi.CgroupDriver_CGROUPFS
 	if harness.SystemdDriver() {
@@ -81,7 +81,7 @@ func TestSocket(t *testing.T) {
 		harness.Must(t, err)
 		harness.Equal(t, "mode of "+dir, info.Mode().Perm(), os.FileMode(0o700))
 	}
-	// Garbage on the socket has no effect.
+	// Invalid data on the socket has no effect.
 	conn, err := net.Dial("unix", d.Socket)
 	harness.Must(t, err)
 	_, err = conn.Write([]byte(strings.Repeat("garbage\r\n", 1000)))
@@ -92,7 +92,7 @@ func TestSocket(t *testing.T) {
 	harness.Get(d.Cri.Version(t.Context(), "v1"))(t)
 }
 
-// Messages up to 16 MiB are accepted; reflection is off.
+// Messages of up to 16 MiB are accepted. Reflection is off.
 func TestMessageLimits(t *testing.T) {
 	d := harness.StartDaemon(t)
 	runtime := harness.RawRuntime(t, d)
@@ -134,7 +134,7 @@ func TestUnimplementedRPCs(t *testing.T) {
 	}
 }
 
-// READY and STOPPING are sent to systemd's notification socket.
+// The daemon sends READY and STOPPING to systemd's notification socket.
 func TestSystemdNotify(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "notify")
 	notify, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
@@ -157,7 +157,7 @@ func TestSystemdNotify(t *testing.T) {
 	d.Start(t)
 }
 
-// systemd hands over the socket it listens on.
+// systemd passes its listening socket to the daemon.
 func TestSocketActivation(t *testing.T) {
 	d := harness.NewDaemon(t)
 	path := d.Dir + "/activated.sock"
@@ -168,7 +168,7 @@ func TestSocketActivation(t *testing.T) {
 	harness.Must(t, err)
 	defer file.Close()
 	cmd := d.ServeCommand()
-	// As systemd does: the socket is descriptor 3, and LISTEN_PID the daemon's own.
+	// As with systemd, the socket is descriptor 3, and LISTEN_PID is the daemon's process ID.
 	cmd.Args = append([]string{"sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"`, "sh"}, append([]string{cmd.Path}, cmd.Args[1:]...)...)
 	cmd.Path = "/bin/sh"
 	cmd.ExtraFiles = []*os.File{file}
@@ -214,7 +214,7 @@ func TestConfigFile(t *testing.T) {
 	d.ForgetMounts(t)
 }
 
-// Every line of the log is JSON if that is asked for, with pods and containers as fields.
+// With log_format "json" every line of the log is JSON, with pods and containers as fields.
 func TestJSONLog(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Stop(t)
@@ -240,7 +240,7 @@ func TestJSONLog(t *testing.T) {
 	}
 }
 
-// A client that goes away in the middle of a call leaves nothing.
+// A client that disconnects during a call leaves nothing behind.
 func TestCanceledCalls(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)

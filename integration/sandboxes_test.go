@@ -46,7 +46,7 @@ func TestPodLifecycle(t *testing.T) {
 	harness.Must(t, d.Cri.StopPodSandbox(t.Context(), pod.Id))
 }
 
-// Removing a pod removes its running containers too.
+// Removing a pod also removes its running containers.
 func TestRemovePodWithRunningContainers(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -91,13 +91,13 @@ func TestPodSharedPIDNamespace(t *testing.T) {
 	harness.Equal(t, "process 1", a.Exec(t, "cat", "/proc/1/comm"), "pause")
 	a.Exec(t, "sh", "-c", "(sleep 0.01 &) ; exit 0")
 	harness.Eventually(t, "pause reaps the orphan", func() error {
-		// Some end meanwhile.
+		// Some of these processes exit meanwhile.
 		if out := a.Exec(t, "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null; true"); strings.Contains(out, ") Z 1 ") {
 			return fmt.Errorf("there are zombies: %s", out)
 		}
 		return nil
 	})
-	// The end of one container does not affect the other.
+	// The exit of one container does not affect the other.
 	a.Stop(t, 0)
 	harness.Equal(t, "state of the other container", b.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 }
@@ -145,8 +145,8 @@ func TestPodSysctls(t *testing.T) {
 	}
 }
 
-// A container that writes to the pod's /etc/hosts without end fills a tmpfs of the pod's, and not
-// the node's disk.
+// A container that writes to the pod's /etc/hosts without limit fills the pod's tmpfs, and not the
+// node's disk.
 func TestPodFilesAreBounded(t *testing.T) {
 	d := harness.StartDaemon(t)
 	const limit = 64 << 20
@@ -194,7 +194,8 @@ func TestPodHostIPCSharedMemory(t *testing.T) {
 	harness.Equal(t, "content", d.RunPod(t, harness.HostIPC).Run(t).Exec(t, "cat", path), "host")
 }
 
-// kubelet decides the hostname. kubelet's /etc/hosts, mounted over berth's, has the same names.
+// kubelet decides the hostname. kubelet's /etc/hosts, which it mounts over berth's, has the same
+// names.
 func TestPodHostnameAndHosts(t *testing.T) {
 	d := harness.StartDaemon(t)
 	longest := strings.Repeat("n", 54) + ".t.ns.svc."
@@ -231,7 +232,7 @@ func TestPodResolvConf(t *testing.T) {
 	harness.Equal(t, "resolv.conf without DNS config", d.RunPod(t).Run(t).Exec(t, "cat", "/etc/resolv.conf"), strings.TrimSuffix(string(node), "\n"))
 }
 
-// Cgroups of pause and containers are children of the pod's.
+// The cgroups of pause and containers are children of the pod's cgroup.
 func TestPodCgroupParent(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -246,7 +247,7 @@ func TestPodCgroupParent(t *testing.T) {
 	}
 }
 
-// pause is protected from the OOM killer as far as the kernel lets us.
+// berth protects pause from the OOM killer as far as the kernel allows.
 func TestPodOOMScore(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pause := d.RunPod(t).PausePID(t)
@@ -260,9 +261,9 @@ func TestPodOOMScore(t *testing.T) {
 	harness.Must(t, err)
 	want := -998
 	if !machine.CanLowerOOMScore() {
-		want = own // the kernel refused; berth goes on and says so
+		want = own // the kernel refused; berth continues and logs this
 		if !strings.Contains(d.Tail(), "oom_score_adj") {
-			t.Error("the log does not say that oom_score_adj could not be lowered")
+			t.Error("the log does not report that oom_score_adj could not be lowered")
 		}
 	}
 	harness.Equal(t, "oom_score_adj of pause", score, want)
@@ -287,7 +288,7 @@ func TestPodSandboxSecurityContext(t *testing.T) {
 	}
 }
 
-// A frozen pause, which no signal ends, is killed with its cgroup in time.
+// No signal kills a frozen pause, so berth kills it with its cgroup, in time.
 func TestStopPodSandboxWithFrozenPause(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -307,7 +308,7 @@ func TestPauseImage(t *testing.T) {
 	pod := d.RunPod(t)
 	harness.Equal(t, "command of pause", strings.Join(machine.ReadLines(fmt.Sprintf("/proc/%d/cmdline", pod.PausePID(t))), ""), "sleep\x0099999\x00")
 	if status := d.ImageStatus(t, img); status == nil || !status.Pinned {
-		t.Errorf("the pause image is not there or not pinned: %v", status)
+		t.Errorf("the pause image is missing or not pinned: %v", status)
 	}
 	harness.Equal(t, "output", pod.Sh(t, "echo works"), "works\n")
 }
@@ -351,7 +352,7 @@ func TestListPodSandboxFilters(t *testing.T) {
 	}
 }
 
-// A pod whose pause dies is not ready any more.
+// A pod whose pause dies is not ready.
 func TestPodNotReadyWhenPauseDies(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

@@ -48,7 +48,8 @@ func scramble(m protoreflect.Message, r *rand.Rand) {
 	}
 }
 
-// unusual is a value of a field's type. Invalid UTF-8 would not leave the client.
+// unusual returns an unusual value of a field's type. Its text is valid UTF-8, because the client refuses
+// to send other text.
 func unusual(field protoreflect.FieldDescriptor, r *rand.Rand) protoreflect.Value {
 	number := unusualNumbers[r.IntN(len(unusualNumbers))]
 	text := unusualStrings[r.IntN(len(unusualStrings))]
@@ -73,8 +74,7 @@ func unusual(field protoreflect.FieldDescriptor, r *rand.Rand) protoreflect.Valu
 	return protoreflect.ValueOfInt64(number)
 }
 
-// TestScrambleReachesEveryField keeps the fuzzing honest: no field of any request is left
-// alone.
+// TestScrambleReachesEveryField checks the fuzz tests: they change every field of every request.
 func TestScrambleReachesEveryField(t *testing.T) {
 	const attempts, pause = 100_000, 1000
 	for _, m := range methods(t) {
@@ -89,12 +89,12 @@ func TestScrambleReachesEveryField(t *testing.T) {
 			}
 		}
 		if len(missed) > 0 {
-			t.Errorf("%s: never touched: %v", m.name, missed)
+			t.Errorf("%s: never changed: %v", m.name, missed)
 		}
 	}
 }
 
-// untouched returns the fields of a message, at any depth, that are not among those touched.
+// untouched returns the fields of a message, at any depth, that are not in touched.
 func untouched(d protoreflect.MessageDescriptor, above []protoreflect.FullName, touched map[protoreflect.FullName]bool) (missed []protoreflect.FullName) {
 	if slices.Contains(above, d.FullName()) {
 		return nil
@@ -111,7 +111,7 @@ func untouched(d protoreflect.MessageDescriptor, above []protoreflect.FullName, 
 	return missed
 }
 
-// note collects the fields that are set.
+// note adds the set fields to touched.
 func note(m protoreflect.Message, touched map[protoreflect.FullName]bool) {
 	m.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
 		touched[field.FullName()] = true

@@ -10,12 +10,12 @@ import (
 	"berth/integration/harness"
 )
 
-// Signals that make other daemons reload or report do not end berth.
+// Signals that make other daemons reload or report do not stop berth.
 func TestSignalsThatDoNotEndTheDaemon(t *testing.T) {
 	tests := []struct {
 		name   string
 		signal syscall.Signal
-		said   string // in the log; empty: nothing
+		said   string // text in the log; empty: none
 	}{
 		{"SIGHUP", syscall.SIGHUP, "SIGHUP does not reload the configuration"},
 		{"SIGUSR1", syscall.SIGUSR1, "goroutine 1 ["},
@@ -29,12 +29,12 @@ func TestSignalsThatDoNotEndTheDaemon(t *testing.T) {
 			harness.Eventually(t, "the daemon logs the signal", func() error {
 				log, err := os.ReadFile(d.LogFile())
 				if err == nil && !strings.Contains(string(log), test.said) {
-					err = errors.New("not in its log: " + test.said)
+					err = errors.New("not in the daemon's log: " + test.said)
 				}
 				return err
 			})
 			if _, err := d.Cri.Version(t.Context(), ""); err != nil || d.Gone() {
-				t.Errorf("the daemon does not answer any more: %v", err)
+				t.Errorf("the daemon no longer answers: %v", err)
 			}
 		})
 	}

@@ -16,9 +16,9 @@ import (
 	"berth/integration/machine"
 )
 
-// StartContainer answers when the container's command runs: kubelet runs postStart hooks at once,
-// which may look at process 1 or write to its output. An OCI hook makes the moment between
-// libcontainer's answer and execve long.
+// StartContainer returns when the container's command runs. kubelet then runs postStart hooks at
+// once, which may inspect process 1 or write to its output. An OCI hook extends the time between
+// libcontainer's answer and execve.
 func TestStartAnswersWhenCommandRuns(t *testing.T) {
 	const base = 24 * usernsLength
 	dir, option := cdiDir(t)
@@ -53,7 +53,7 @@ func TestStartAnswersWhenCommandRuns(t *testing.T) {
 	}
 }
 
-// A start that waits for the command ends when its pod is stopped.
+// If a pod is stopped while a start waits for the command, the start returns.
 func TestStopEndsStartThatWaitsForCommand(t *testing.T) {
 	dir, option := cdiDir(t)
 	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{
@@ -66,18 +66,18 @@ func TestStopEndsStartThatWaitsForCommand(t *testing.T) {
 	go func() { started <- d.Cri.StartContainer(context.Background(), c.Id) }()
 	harness.Eventually(t, "the hook runs", func() error {
 		if len(machine.CommandLines("sleep 4242")) == 0 {
-			return errors.New("there is no such process")
+			return errors.New("the hook does not run")
 		}
 		return nil
 	})
-	pod.Stop(t) // StopContainer would leave the start ten seconds
+	pod.Stop(t) // a StopContainer would wait ten seconds for the start
 	harness.WantCode(t, <-started, codes.FailedPrecondition, c.Id)
 	awaitNoProcesses(t, "sleep 4242")
 	harness.Equal(t, "reason", c.WaitExited(t).Reason, "StartError")
 	harness.Equal(t, "the next container", d.RunPod(t, harness.HostNetwork).Sh(t, "echo works"), "works\n")
 }
 
-// A command that execve refuses is an error of StartContainer: the container never ran.
+// If execve refuses a command, StartContainer returns the error, because the container never ran.
 func TestStartFailsWhenExecveFails(t *testing.T) {
 	dir := machine.HostDir(t)
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "garbage"), []byte("\x7fELF and no more"), 0o755))
@@ -104,7 +104,7 @@ func TestStartFailsWhenExecveFails(t *testing.T) {
 					err := d.Cri.StartContainer(t.Context(), c.Id)
 					harness.WantCode(t, err, codes.InvalidArgument, test.command)
 					if err != nil && !strings.Contains(strings.ToLower(err.Error()), test.says) {
-						t.Errorf("the error does not say %q: %v", test.says, err)
+						t.Errorf("the error does not contain %q: %v", test.says, err)
 					}
 					status := c.Status(t)
 					harness.Equal(t, "reason", status.Reason, "StartError")

@@ -22,7 +22,7 @@ import (
 
 // planted is a difference that a test has made.
 type planted struct {
-	want string // regular parts of its line, separated by "…"
+	want string // parts of its line, separated by "…"
 	undo func()
 }
 
@@ -38,18 +38,18 @@ func (p planted) names(found harness.Difference) bool {
 	return true
 }
 
-// checkNames runs the check. It must report the planted differences and nothing else.
+// checkNames runs the check and expects the planted differences, and no others.
 func checkNames(t *testing.T, d *harness.Daemon, args []string, all ...planted) {
 	t.Helper()
 	found := d.StateCheck(t, args...)
 	for _, p := range all {
 		if !slices.ContainsFunc(found, p.names) {
-			t.Errorf("not named: %s", p.want)
+			t.Errorf("missing difference: %s", p.want)
 		}
 	}
 	for _, f := range found {
 		if !slices.ContainsFunc(all, func(p planted) bool { return p.names(f) }) {
-			t.Errorf("named, but not made: %s", f.Text())
+			t.Errorf("unexpected difference: %s", f.Text())
 		}
 	}
 	for _, p := range slices.Backward(all) {
@@ -68,7 +68,7 @@ type plant struct {
 	d *harness.Daemon
 }
 
-// planted describes a planted difference. undo runs after the check, or with the end of the test.
+// planted describes a planted difference. undo runs after the check, or at the end of the test.
 func (p plant) planted(want string, undo func()) planted {
 	var once sync.Once
 	made := planted{want, func() { once.Do(undo) }}
@@ -86,19 +86,19 @@ func (p plant) file(path, content, want string) planted {
 	return p.planted(want, func() { harness.Must(p.t, os.Remove(path)) })
 }
 
-// renamed gives a file or directory another name during the check.
+// renamed renames a file or directory until the check has run.
 func (p plant) renamed(path, want string) planted {
 	other := filepath.Join(p.d.Dir, "away-"+filepath.Base(path))
-	if strings.HasPrefix(path, p.d.State) { // a mount of its own
+	if strings.HasPrefix(path, p.d.State) { // a separate mount
 		other = path + ".away"
-	} else if strings.HasPrefix(path, p.d.Root) { // perhaps on a disk
+	} else if strings.HasPrefix(path, p.d.Root) { // may be on a disk
 		other = p.d.Root + "-away-" + filepath.Base(path)
 	}
 	harness.Must(p.t, os.Rename(path, other))
 	return p.planted(want, func() { harness.Must(p.t, os.Rename(other, path)) })
 }
 
-// changed flips the last byte of a file for that time.
+// changed flips the last byte of a file until the check has run.
 func (p plant) changed(path, want string) planted {
 	good := harness.Get(os.ReadFile(path))(p.t)
 	bad := bytes.Clone(good)
@@ -112,7 +112,8 @@ func (p plant) mount(path, want string) planted {
 	return p.planted(want, func() { harness.Must(p.t, syscall.Unmount(path, 0)) })
 }
 
-// orphan runs a process in the cgroup of an ID, next to another process's cgroup, without a parent.
+// orphan runs a process without a parent in the cgroup of an ID, next to the cgroup of process
+// beside.
 func (p plant) orphan(beside int, id, want string) planted {
 	file := filepath.Join(p.d.Dir, "orphan-"+id)
 	group := filepath.Join(filepath.Dir(machine.CgroupDir(p.t, beside, "pids")), id)
@@ -139,9 +140,9 @@ func (p plant) orphan(beside int, id, want string) planted {
 	})
 }
 
-// Each difference that can be made while the daemon runs is named, and nothing else is.
+// The check reports each planted difference of a running daemon, and nothing else.
 func TestStateCheckNamesDifferences(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithLayerDriver("directory")) // a driver whose files a test can change
+	d := harness.StartDaemon(t, harness.WithLayerDriver("directory")) // a driver with files that a test can change
 	pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
 	running, created := pod.Run(t), host.Create(t)
 	exited, _ := host.RunToEnd(t, harness.Script("exit 0"))
@@ -169,7 +170,7 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 		p.dir(below("images/tmp/half-1"), "layers: "+below("images/tmp/half-1")+": expected a pull"),
 		p.mount(below("rootfs", running.Id, "upper"), "mounts: mount at "+below("rootfs", running.Id, "upper")+": expected no mount, found tmpfs of planted"),
 		p.mount(at("c", running.Id), "mounts: mount at "+at("c", running.Id)+": expected no mount"),
-		planted{want: "processes: container " + running.Id}, // what that mount hides
+		planted{want: "processes: container " + running.Id}, // hidden by that mount
 		planted{want: "processes: process " + strconv.Itoa(monitor) + " (berth-monitor): expected a recorded container"},
 		p.file(below("pods/set-aside"), "", "records: "+below("pods/set-aside")+": expected a record"),
 		p.file(below("notes"), "", "records: "+below("notes")+": expected a file or directory of the daemon"),
@@ -195,7 +196,7 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 	)
 	harness.Must(t, os.Rename(d.LogFile(), d.LogFile()+".old"))
 	harness.Must(t, os.Link(d.LogFile()+".old", d.LogFile()))
-	harness.Must(t, os.Remove(d.LogFile()+".old")) // which is the name that the daemon has open
+	harness.Must(t, os.Remove(d.LogFile()+".old")) // the name of the daemon's open file
 	checkNames(t, d, nil, planted{want: "fds: descriptor 1 of the daemon: expected a file that exists"}, planted{want: "fds: descriptor 2 of the daemon"})
 	d.Restart(t)
 }
@@ -239,8 +240,8 @@ func waitDead(t *testing.T, pid int) {
 	})
 }
 
-// While pods come and go the check reports nothing: a difference in the middle of an operation is
-// gone at a later look.
+// While pods start and stop, the check reports nothing. A difference during an operation is gone at
+// the next try.
 func TestStateCheckDuringOperations(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)
@@ -256,12 +257,12 @@ func TestStateCheckDuringOperations(t *testing.T) {
 			harness.Must(t, err)
 			return
 		default:
-			d.StateSettles(t) // an operation that gets no CPU for a second shows at each look
+			d.StateSettles(t) // an operation without CPU time for a second shows at each try
 		}
 	}
 }
 
-// runAndRemovePods runs pods with a container, one after the other, and removes them.
+// runAndRemovePods runs pods with a container one after the other, and removes them.
 func runAndRemovePods(ctx context.Context, d *harness.Daemon, configs []*runtimeapi.PodSandboxConfig) error {
 	for _, config := range configs {
 		id, err := d.Cri.RunPodSandbox(ctx, config, "")

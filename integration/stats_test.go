@@ -30,28 +30,28 @@ func podStats(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxStats {
 	return harness.Get(p.D.Cri.PodSandboxStats(t.Context(), p.Id))(t)
 }
 
-// waitProcesses waits until the pod has so many processes, with its pause. A launcher has threads
-// in the container's cgroup until it executes the command.
+// waitProcesses waits until the pod has this number of processes, including its pause. A launcher
+// has threads in the container's cgroup until it executes the command.
 func waitProcesses(t *testing.T, p *harness.Pod, want uint64) {
 	t.Helper()
 	harness.Eventually(t, "processes of the pod", func() error {
 		if n := podStats(t, p).Linux.Process.ProcessCount.Value; n != want {
-			return harness.Unexpected("their number", n, want)
+			return harness.Unexpected("number of processes", n, want)
 		}
 		return nil
 	})
 }
 
-// A busy container has CPU time in its statistics, and the number of used cores from the second
-// sample on.
+// The statistics of a busy container contain its CPU time, and from the second sample on the number
+// of used cores.
 func TestStatsCPU(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	busy, idle := pod.Run(t, harness.Script("while :; do :; done")), pod.Run(t)
-	idle.Pid(t) // which has executed its command then
+	idle.Pid(t) // waits until it has executed its command
 	first := containerStats(t, busy)
 	if first.Cpu.UsageNanoCores != nil {
-		t.Errorf("a rate from one sample: %v", first.Cpu)
+		t.Errorf("a rate after one sample: %v", first.Cpu)
 	}
 	containerStats(t, idle)
 	var second *runtimeapi.ContainerStats
@@ -66,7 +66,7 @@ func TestStatsCPU(t *testing.T) {
 	if used == 0 {
 		t.Errorf("no CPU time was used between %v and %v", first.Cpu, second.Cpu)
 	}
-	// One loop is one core at most; the clock of the scheduler ticks every few ms.
+	// One loop uses at most one core. The scheduler's clock ticks every few ms.
 	if rate := second.Cpu.UsageNanoCores.Value; rate == 0 || rate > 1_200_000_000 {
 		t.Errorf("%d nanocores", rate)
 	}
@@ -84,7 +84,7 @@ func TestStatsCPU(t *testing.T) {
 		t.Errorf("pressure: %v", second.Cpu.Psi)
 	}
 
-	d.Restart(t) // counters go on, a rate takes two samples of the new daemon
+	d.Restart(t) // counters continue; a rate needs two samples of the new daemon
 	after := containerStats(t, busy)
 	if after.Cpu.UsageCoreNanoSeconds.Value <= second.Cpu.UsageCoreNanoSeconds.Value || after.Cpu.UsageNanoCores != nil {
 		t.Errorf("after a restart: %v, before %v", after.Cpu, second.Cpu)
@@ -101,7 +101,7 @@ func TestStatsMemory(t *testing.T) {
 			r.MemoryLimitInBytes, r.MemorySwapLimitInBytes = limit, limit
 		}))
 	var m *runtimeapi.MemoryUsage
-	harness.Eventually(t, "the memory is seen", func() error {
+	harness.Eventually(t, "the statistics show the memory", func() error {
 		s := containerStats(t, c)
 		if m = s.Memory; m.UsageBytes.GetValue() < size || m.RssBytes.GetValue() < size {
 			return fmt.Errorf("memory: %v", m)
@@ -115,19 +115,19 @@ func TestStatsMemory(t *testing.T) {
 	if m.PageFaults.Value == 0 {
 		t.Errorf("page faults: %v", m)
 	}
-	if swap := containerStats(t, c).Swap; swap != nil { // where the kernel counts it
+	if swap := containerStats(t, c).Swap; swap != nil { // if the kernel counts it
 		harness.Equal(t, "swap", swap.SwapUsageBytes.Value, 0)
-		harness.Equal(t, "swap that is left", swap.SwapAvailableBytes.GetValue(), 0)
+		harness.Equal(t, "available swap", swap.SwapAvailableBytes.GetValue(), 0)
 	}
 	if whole := podStats(t, pod).Linux.Memory; whole.UsageBytes.Value < size || whole.AvailableBytes != nil {
 		t.Errorf("memory of the pod, which has no limit: %v", whole)
 	}
 }
 
-// Pressure comes from the container's cgroup: CPU, memory and I/O.
+// The pressure of CPU, memory and I/O comes from the container's cgroup.
 func TestStatsPressure(t *testing.T) {
 	if !machine.Cgroup2() {
-		t.Skip("the kernel reports the pressure only of cgroups v2")
+		t.Skip("the kernel reports pressure only for cgroup v2")
 	}
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("while :; do :; done"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
@@ -141,7 +141,7 @@ func TestStatsPressure(t *testing.T) {
 	}
 	harness.Eventually(t, "a throttled container has CPU pressure", func() error {
 		if s := containerStats(t, c); of["cpu"](s).GetSome().GetTotal() == 0 || of["cpu"](s).GetFull().GetTotal() == 0 {
-			return harness.Unexpected("its pressure", of["cpu"](s), "some")
+			return harness.Unexpected("CPU pressure", of["cpu"](s), "some")
 		}
 		return nil
 	})
@@ -151,7 +151,7 @@ func TestStatsPressure(t *testing.T) {
 		got := psi(containerStats(t, c))
 		after := kernelPressure(t, path)
 		if got == nil {
-			t.Errorf("the statistics have no pressure of %s", what)
+			t.Errorf("the statistics contain no pressure of %s", what)
 			continue
 		}
 		for kind, total := range map[string]uint64{"some": got.Some.GetTotal(), "full": got.Full.GetTotal()} {
@@ -162,7 +162,7 @@ func TestStatsPressure(t *testing.T) {
 	}
 }
 
-// kernelPressure reads the totals, in ns, of a pressure file.
+// kernelPressure returns the totals in a pressure file, in ns.
 func kernelPressure(t *testing.T, path string) map[string]uint64 {
 	t.Helper()
 	totals := map[string]uint64{}
@@ -181,7 +181,7 @@ func TestStatsNetwork(t *testing.T) {
 	c := pod.Run(t)
 	before := podStats(t, pod).Linux.Network
 	harness.Equal(t, "the default interface", before.DefaultInterface.Name, "eth0")
-	// Some kernels give each network namespace devices for tunnels, such as sit0.
+	// Some kernels create tunnel devices such as sit0 in each network namespace.
 	want := slices.DeleteFunc(strings.Fields(c.Exec(t, "ls", "/sys/class/net")), func(name string) bool { return name == "lo" })
 	var listed []string
 	for _, in := range before.Interfaces {
@@ -192,7 +192,7 @@ func TestStatsNetwork(t *testing.T) {
 	harness.Equal(t, "all interfaces", strings.Join(listed, " "), strings.Join(want, " "))
 	for _, in := range before.Interfaces {
 		if in.Name == "eth0" && in.TxBytes.GetValue() != before.DefaultInterface.TxBytes.GetValue() {
-			t.Errorf("the list has another count than the default interface: %v", before)
+			t.Errorf("the list and the default interface have different counts: %v", before)
 		}
 	}
 	listener := harness.Get(net.Listen("tcp", ":0"))(t)
@@ -210,9 +210,9 @@ func TestStatsNetwork(t *testing.T) {
 	_, port, err := net.SplitHostPort(listener.Addr().String())
 	harness.Must(t, err)
 	c.Exec(t, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero | nc $(ip route | sed -n 's/^default via \\([^ ]*\\).*/\\1/p') %s", size, port))
-	harness.Equal(t, "bytes that came", <-received, size)
+	harness.Equal(t, "received bytes", <-received, size)
 	var after *runtimeapi.NetworkUsage
-	harness.Eventually(t, "the traffic is seen", func() error {
+	harness.Eventually(t, "the statistics show the traffic", func() error {
 		after = podStats(t, pod).Linux.Network
 		if sent := after.DefaultInterface.TxBytes.Value - before.DefaultInterface.TxBytes.Value; sent < size {
 			return fmt.Errorf("sent %d bytes: %v", sent, after)
@@ -245,7 +245,7 @@ func TestStatsLists(t *testing.T) {
 	}
 	for _, c := range []*harness.Container{created, exited} {
 		if s := containerStats(t, c); s.Attributes.Id != c.Id || s.Cpu != nil || s.Memory != nil {
-			t.Errorf("a container that does not run: %v", s)
+			t.Errorf("statistics of a stopped container: %v", s)
 		}
 	}
 	pods := harness.Get(d.Cri.ListPodSandboxStats(t.Context(), nil))(t)
@@ -254,7 +254,7 @@ func TestStatsLists(t *testing.T) {
 	}
 	harness.Equal(t, "attributes of the pod", pods[0].Attributes.String(), podStats(t, pod).Attributes.String())
 	if s := podStats(t, stopped); s.Attributes.Id != stopped.Id || s.Linux == nil || s.Linux.Cpu != nil {
-		t.Errorf("a stopped pod: %v", s)
+		t.Errorf("statistics of a stopped pod: %v", s)
 	}
 
 	raw := harness.RawRuntime(t, d)
@@ -274,14 +274,14 @@ func TestStatsLists(t *testing.T) {
 	}
 }
 
-// The statistics of a pod without a cgroup are the sum of its containers' and its pause's.
+// The statistics of a pod without a cgroup are the sum of those of its containers and its pause.
 func TestStatsOfPodWithoutCgroup(t *testing.T) {
 	d := harness.StartDaemon(t)
 	config := d.PodConfig(t, harness.HostNetwork)
 	config.Linux.CgroupParent = ""
 	pod := d.RunPodConfig(t, config)
 	a, b := pod.Run(t), pod.Run(t)
-	waitProcesses(t, pod, 3) // what launches them takes more memory than they do
+	waitProcesses(t, pod, 3) // launchers use more memory than the containers
 	one, two := containerStats(t, a), containerStats(t, b)
 	whole := podStats(t, pod).Linux
 	if sum := one.Cpu.UsageCoreNanoSeconds.Value + two.Cpu.UsageCoreNanoSeconds.Value; whole.Cpu.UsageCoreNanoSeconds.Value < sum {
@@ -291,8 +291,8 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 		t.Errorf("memory of the pod %v, of a container %v", whole.Memory, one.Memory)
 	}
 	busy := pod.Run(t, harness.Script("while [ ! -e /tmp/stop ]; do :; done"))
-	const work = uint64(100 * time.Millisecond) // by the kernel's clock: a guest may count little of its host's time
-	harness.Eventually(t, "it has worked", func() error {
+	const work = uint64(100 * time.Millisecond) // by the kernel's clock; a guest may count little of its host's time
+	harness.Eventually(t, "the container has used CPU time", func() error {
 		if used := containerStats(t, busy).Cpu.UsageCoreNanoSeconds.Value; used < work {
 			return harness.Unexpected("CPU time", used, work)
 		}
@@ -311,7 +311,7 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 	}
 }
 
-// Statistics open files. The end of the object closes them.
+// The daemon keeps files open for statistics. It closes them when the object ends.
 func TestStatsFilesAreClosed(t *testing.T) {
 	d := harness.StartDaemon(t)
 	before := len(inventory.OpenFiles(d.Cmd.Process.Pid))
@@ -323,13 +323,13 @@ func TestStatsFilesAreClosed(t *testing.T) {
 	}
 	podStats(t, pod)
 	if now := len(inventory.OpenFiles(d.Cmd.Process.Pid)); now <= before {
-		t.Errorf("no file of the pod's is open: %d, before %d", now, before)
+		t.Errorf("no file of the pod is open: %d, before %d", now, before)
 	}
 	pod.Stop(t)
 	harness.Eventually(t, "all files are closed", func() error {
 		if diff := d.Snapshot(t).Grown(d.Empty); len(diff) > 0 {
 			for _, line := range diff {
-				if harness.Contains(line, "fd of the daemon") && !harness.Contains(line, "a mount of an image") { // which the image has
+				if harness.Contains(line, "fd of the daemon") && !harness.Contains(line, "a mount of an image") { // mounts belong to the image
 					return fmt.Errorf("%s", line)
 				}
 			}
@@ -338,7 +338,7 @@ func TestStatsFilesAreClosed(t *testing.T) {
 	})
 }
 
-// Writable layers are counted in the background. kubelet gets the counts by container and by
+// The daemon counts writable layers in the background. kubelet gets the counts by container and by
 // filesystem.
 func TestStatsWritableLayer(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
@@ -367,18 +367,18 @@ func TestStatsWritableLayer(t *testing.T) {
 	if containers.UsedBytes.Value < size || images.UsedBytes.Value == 0 || containers.InodesUsed.Value < 4 {
 		t.Errorf("filesystems: %v", info)
 	}
-	harness.Equal(t, "one filesystem has one name", containers.FsId.Mountpoint, images.FsId.Mountpoint)
+	harness.Equal(t, "mount point of the common filesystem", containers.FsId.Mountpoint, images.FsId.Mountpoint)
 	harness.Equal(t, "the writable layer's filesystem", layer.FsId.Mountpoint, containers.FsId.Mountpoint)
 
-	harness.Eventually(t, "the use of a container that does not run was measured again", func() error {
+	harness.Eventually(t, "a stopped container was counted again", func() error {
 		if later := containerStats(t, c).WritableLayer; later.Timestamp <= layer.Timestamp || later.UsedBytes.Value != layer.UsedBytes.Value {
-			return fmt.Errorf("it is %v, and was %v", later, layer)
+			return fmt.Errorf("the statistics are %v, before %v", later, layer)
 		}
 		return nil
 	})
-	c.Exec(t, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero >/data/more", size)) // it does again
+	c.Exec(t, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero >/data/more", size)) // runs again
 	counted(2 * size)
-	c.Stop(t, 0) // the layer stays until the container is removed
+	c.Stop(t, 0) // the layer exists until the container is removed
 	counted(size)
 	d.Restart(t)
 	counted(size)
@@ -402,9 +402,9 @@ func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
 		return nil
 	})
 	const size = 3 << 20
-	sleeping.Pid(t) // which has executed its command then
+	sleeping.Pid(t) // waits until it has executed its command
 	writer.Exec(t, "sh", "-c", fmt.Sprintf(`for p in /proc/[0-9]*; do if grep -q 98765 $p/cmdline && ! grep -q proc $p/cmdline; then head -c %d /dev/zero >$p/root/written; fi; done`, size))
-	harness.Eventually(t, "what was written is counted", func() error {
+	harness.Eventually(t, "the write is counted", func() error {
 		if layer := containerStats(t, sleeping).WritableLayer; layer.UsedBytes.Value < size {
 			return fmt.Errorf("it is %v", layer)
 		}
@@ -412,8 +412,8 @@ func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
 	})
 }
 
-// If writable layers have a filesystem of their own, its name differs from that of the images'
-// filesystem. kubelet detects it by that (KEP-4191).
+// If writable layers have a separate filesystem, its name differs from that of the images'
+// filesystem. kubelet detects the split by the names (KEP-4191).
 func TestStatsSplitFilesystem(t *testing.T) {
 	onItsOwn := func(t *testing.T, d *harness.Daemon) {
 		harness.Must(t, os.MkdirAll(d.Root+"/rootfs", 0o700))
@@ -446,7 +446,7 @@ func TestStatsMetrics(t *testing.T) {
 		labels[m.Name] = len(m.LabelKeys)
 	}
 	var values map[string]uint64
-	harness.Eventually(t, "the container works and is counted", func() error {
+	harness.Eventually(t, "the metrics show the container's activity", func() error {
 		list := harness.Get(d.Cri.ListPodSandboxMetrics(t.Context()))(t)
 		if len(list) != 1 || list[0].PodSandboxId != pod.Id || len(list[0].ContainerMetrics) != 1 || list[0].ContainerMetrics[0].ContainerId != c.Id {
 			return fmt.Errorf("metrics: %v", list)
@@ -463,13 +463,13 @@ func TestStatsMetrics(t *testing.T) {
 		for _, name := range []string{"container_cpu_usage_seconds_total", "either", "container_cpu_cfs_periods_total",
 			"container_memory_usage_bytes", "container_memory_max_usage_bytes", "container_fs_limit_bytes", "container_fs_usage_bytes", "container_start_time_seconds"} {
 			if values[name] == 0 {
-				return fmt.Errorf("%s is 0 or not there", name)
+				return fmt.Errorf("%s is 0 or missing", name)
 			}
 		}
 		if n := values["container_sockets"]; n > 0 { // sockets of libcontainer's init, if counted before it executed the command
 			return fmt.Errorf("%d sockets", n)
 		}
-		if n := values["container_file_descriptors"]; n < 5 { // it was counted before the shell had opened its own
+		if n := values["container_file_descriptors"]; n < 5 { // counted before the shell had opened its descriptors
 			return fmt.Errorf("%d file descriptors", n)
 		}
 		return nil
@@ -485,7 +485,7 @@ func TestStatsMetrics(t *testing.T) {
 	}
 	for _, name := range []string{"container_network_transmit_bytes_total", "container_sockets", "container_last_seen", "container_memory_failures_total"} {
 		if _, there := values[name]; !there {
-			t.Errorf("%s is not there", name)
+			t.Errorf("%s is missing", name)
 		}
 	}
 	stream := harness.Get(harness.RawRuntime(t, d).StreamPodSandboxMetrics(t.Context(), &runtimeapi.StreamPodSandboxMetricsRequest{}))(t)

@@ -36,7 +36,7 @@ func TestExecSession(t *testing.T) {
 			var stdout, stderr sessions.Screen
 			o := remotecommand.StreamOptions{Stdin: strings.NewReader("b\na\n"), Stdout: &stdout, Stderr: &stderr}
 			code, err := p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "sort; echo $FROM >&2; exit 7"), o)
-			harness.Must(t, err) // sort ends with its stdin
+			harness.Must(t, err) // sort exits at the end of its stdin
 			harness.Equal(t, "exit code", code, 7)
 			harness.Equal(t, "stdout", stdout.String(), "a\nb\n")
 			harness.Equal(t, "stderr", stderr.String(), "config\n")
@@ -55,7 +55,7 @@ func TestExecSession(t *testing.T) {
 
 			o = remotecommand.StreamOptions{Stdout: &sessions.Screen{}}
 			_, err = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "sleep 8882 & echo done"), o)
-			harness.Must(t, err) // and does not wait for the background process
+			harness.Must(t, err) // does not wait for the background process
 			harness.Equal(t, "stdout", o.Stdout.(*sessions.Screen).String(), "done\n")
 		})
 	}
@@ -103,7 +103,7 @@ func wantEqual[T comparable](what string, got, want T) error {
 	return nil
 }
 
-// Bytes arrive as they were sent, many of them, in both directions at once.
+// Large amounts of bytes arrive unchanged, in both directions at the same time.
 func TestExecCarriesMegabytes(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -116,7 +116,7 @@ func TestExecCarriesMegabytes(t *testing.T) {
 			harness.Must(t, err)
 			harness.Equal(t, "exit code", code, 0)
 			if got, want := hash.Sum(nil), sha256.Sum256(data); !bytes.Equal(got, want[:]) {
-				t.Error("what came back is not what was sent")
+				t.Error("the output differs from the input")
 			}
 		})
 	}
@@ -142,7 +142,7 @@ func TestManySessionsAtOnce(t *testing.T) {
 	harness.Must(t, errors.Join(errs...))
 }
 
-// An exec ends with its client, because no other client could end it.
+// When the client of an exec disconnects, the exec is killed, because no other client could end it.
 func TestExecEndsWithItsClient(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -204,8 +204,8 @@ func TestSessionRefusals(t *testing.T) {
 	harness.WantCode(t, forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.Id}), codes.FailedPrecondition, pod.Id)
 }
 
-// A container may end between the URL and the session. The error names the request and, once, the
-// container.
+// A container may exit between the request for the URL and the session. The error names the request
+// and, once, the container.
 func TestSessionOfEndedContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -223,22 +223,22 @@ func TestSessionOfEndedContainer(t *testing.T) {
 	}
 }
 
-// A session without traffic for stream_idle_timeout ends with its command.
+// A session without traffic for stream_idle_timeout ends, and its command is killed.
 func TestIdleSessionIsEnded(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stream_idle_timeout = "1s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	for _, p := range sessions.Protocols {
-		harness.Eventually(t, "a session that came to its output is ended", func() error { // to start the command may take the second, too
+		harness.Eventually(t, "a session ends after its output", func() error { // the start of the command may take the whole second
 			var out sessions.Screen
 			o := remotecommand.StreamOptions{Stdout: &out}
-			_, _ = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "echo up; exec sleep 7779"), o) // SPDY clients take the end of the connection for a good end
+			_, _ = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "echo up; exec sleep 7779"), o) // SPDY clients treat a closed connection as success
 			return wantEqual("output", out.String(), "up\n")
 		})
 		awaitNoProcesses(t, "sleep 7779")
 	}
 }
 
-// A URL is good for one session, and is in no log and no error.
+// A URL is valid for one session, and no log or error contains it.
 func TestTokenIsUsedOnce(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
@@ -254,12 +254,12 @@ func TestTokenIsUsedOnce(t *testing.T) {
 		_, err = p.Stream(t.Context(), sessions.Plain(), address, o)
 		harness.Must(t, err)
 		if _, err := p.Stream(t.Context(), sessions.Plain(), address, o); err == nil {
-			t.Errorf("%s: the URL was good for another session", p.Name)
+			t.Errorf("%s: the URL was valid for another session", p.Name)
 		}
 		harness.Equal(t, "output", o.Stdout.(*sessions.Screen).String(), "once\n")
 		for _, line := range machine.ReadLines(d.LogFile()) {
 			if strings.Contains(line, token) {
-				t.Errorf("the log has the token: %s", line)
+				t.Errorf("the log contains the token: %s", line)
 			}
 		}
 	}
@@ -269,7 +269,7 @@ func TestTokenIsUsedOnce(t *testing.T) {
 	harness.Equal(t, "address", address.Hostname(), "127.0.0.1")
 }
 
-// attachment is a session with a container that runs in the background.
+// attachment is an attach session in the background.
 type attachment struct {
 	typing         *io.PipeWriter
 	stdout, stderr sessions.Screen
@@ -352,7 +352,7 @@ func TestAttach(t *testing.T) {
 		t.Run(p.Name+" without stdin", func(t *testing.T) {
 			c := pod.Run(t, harness.Script("i=0; while [ ! -e /stop ]; do echo line; sleep 0.05; done"))
 			a := attachTo(t, c, p)
-			a.send(t, strings.Repeat("nobody reads this\n", 100000)) // and it does not block
+			a.send(t, strings.Repeat("nobody reads this\n", 100000)) // must not block
 			a.stdout.WaitFor(t, "line\n")
 			c.Release(t, "/stop")
 			harness.Must(t, <-a.ended)
@@ -360,12 +360,12 @@ func TestAttach(t *testing.T) {
 	}
 }
 
-// The container does not notice that the daemon is replaced.
+// A restart of the daemon does not affect a container with an attach session.
 func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script(echoScript), harness.WithStdin(true))
 	for _, end := range []func(*testing.T){d.Stop, d.Kill} {
-		a := attachTo(t, c, sessions.Spdy, func(o *remotecommand.StreamOptions) { o.Stdin = nil }) // stdin would be closed with its client
+		a := attachTo(t, c, sessions.Spdy, func(o *remotecommand.StreamOptions) { o.Stdin = nil }) // without stdin, because it would be closed with its client
 		exec := make(chan error, 1)
 		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdout: &out}
@@ -376,7 +376,7 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 		}()
 		out.WaitFor(t, "up")
 		end(t)
-		<-a.ended // SPDY clients take the end of the connection for a good end
+		<-a.ended // SPDY clients treat a closed connection as success
 		<-exec
 		d.Start(t)
 		harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
@@ -388,7 +388,7 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
 }
 
-// Sessions over TLS. The server asks for a client certificate only if stream_client_ca is set.
+// Sessions work over TLS. The server requires a client certificate only if stream_client_ca is set.
 func TestSessionsOverTLS(t *testing.T) {
 	ca := newAuthority(t)
 	server, client := ca.issue(t, "127.0.0.1"), ca.issue(t, "127.0.0.1")
@@ -411,7 +411,7 @@ func TestSessionsOverTLS(t *testing.T) {
 	with := &rest.Config{TLSClientConfig: rest.TLSClientConfig{CAFile: caFile,
 		CertFile: write("client.pem", "CERTIFICATE", client.Certificate[0]), KeyFile: key("client.key", client.PrivateKey)}}
 	without := &rest.Config{TLSClientConfig: rest.TLSClientConfig{CAFile: caFile}}
-	stranger := &rest.Config{} // does not know the server's authority
+	stranger := &rest.Config{} // does not trust the server's authority
 	for _, test := range []struct {
 		name       string
 		config     []string

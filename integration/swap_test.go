@@ -13,21 +13,20 @@ import (
 	"berth/integration/machine"
 )
 
-// swapEnv is set where this test may turn on swap: in a guest, which has memory and a disk of its
-// own.
+// swapEnv is set if this test may turn on swap, as in a guest.
 const swapEnv = "BERTH_TEST_SWAP"
 
-// turnOnSwap gives the machine so many bytes of swap until the test ends.
+// turnOnSwap gives the machine size bytes of swap until the test ends.
 func turnOnSwap(t *testing.T, size int) {
 	t.Helper()
 	if os.Getenv(swapEnv) == "" {
-		t.Skip("swap is the whole machine's; contrib/guest has memory and a disk of its own and sets " + swapEnv)
+		t.Skip("the test would turn on swap for the whole machine; contrib/guest has its own memory and sets " + swapEnv)
 	}
 	needCgroup2(t)
-	dir := harness.Get(os.MkdirTemp("/var/tmp", "swap"))(t) // on the disk: the kernel takes no file of a tmpfs
+	dir := harness.Get(os.MkdirTemp("/var/tmp", "swap"))(t) // on a disk, because the kernel refuses files on a tmpfs
 	t.Cleanup(func() { harness.Must(t, os.RemoveAll(dir)) })
 	file := filepath.Join(dir, "swap")
-	system(t, "dd", "if=/dev/zero", "of="+file, "bs=1M", fmt.Sprintf("count=%d", size>>20)) // nor one with holes
+	system(t, "dd", "if=/dev/zero", "of="+file, "bs=1M", fmt.Sprintf("count=%d", size>>20)) // the kernel refuses sparse files
 	harness.Must(t, os.Chmod(file, 0o600))
 	system(t, "mkswap", file)
 	system(t, "swapon", file)
@@ -41,14 +40,13 @@ func system(t *testing.T, command ...string) {
 	}
 }
 
-// holding makes the container use that many bytes of memory. dd fills its buffer and then waits for
-// a reader.
+// holding makes the container use bytes of memory. dd fills its buffer and then waits for a reader.
 func holding(bytes int) harness.ContainerOption {
 	return harness.Script(fmt.Sprintf("mkfifo /tmp/f; exec 3<>/tmp/f; exec dd if=/dev/zero of=/tmp/f bs=%d count=2", bytes))
 }
 
-// Swap limits, in each way to request them. The kernel lets a container use so much, reports the
-// usage, and kills a container that needs more.
+// The test sets swap limits in each way that a request allows. The kernel lets a container use swap
+// up to the limit, reports the usage, and kills a container that needs more.
 func TestSwap(t *testing.T) {
 	const memory, swap, need = 32 << 20, 96 << 20, 72 << 20
 	turnOnSwap(t, 2*swap)
@@ -56,7 +54,7 @@ func TestSwap(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	for name, limited := range map[string]func(r *runtimeapi.LinuxContainerResources, swap int64){
 		"memory_swap_limit_in_bytes": func(r *runtimeapi.LinuxContainerResources, swap int64) { r.MemorySwapLimitInBytes = memory + swap },
-		"unified, as kubelet has it": func(r *runtimeapi.LinuxContainerResources, swap int64) {
+		"unified, as kubelet sends it": func(r *runtimeapi.LinuxContainerResources, swap int64) {
 			r.Unified = map[string]string{"memory.swap.max": fmt.Sprint(swap)}
 		},
 	} {
@@ -71,7 +69,7 @@ func TestSwap(t *testing.T) {
 		t.Run(name+"/enough", func(t *testing.T) {
 			c := pod.Run(t, holding(need), run(swap))
 			wantSwap(t, c, need-memory, swap)
-			// A limit below the current usage frees nothing; it only prevents growth.
+			// A limit below the current usage frees no swap. It only prevents growth.
 			for _, limit := range []int64{swap / 2, 2 * swap, 0, swap} {
 				resizeContainer(t, c, with(limit))
 				wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(memory), "memory.swap.max": fmt.Sprint(limit)})
@@ -88,7 +86,7 @@ func TestSwap(t *testing.T) {
 			harness.Equal(t, "reason", status.Reason, "OOMKilled")
 			harness.Equal(t, "exit code", status.ExitCode, 137)
 		})
-		t.Run(name+"/too little", func(t *testing.T) {
+		t.Run(name+"/limit too low", func(t *testing.T) {
 			_, status := pod.RunToEnd(t, holding(need), run(need/4))
 			harness.Equal(t, "reason", status.Reason, "OOMKilled")
 			harness.Equal(t, "exit code", status.ExitCode, 137)
@@ -119,8 +117,8 @@ func TestNoSwapWithoutSwapLimit(t *testing.T) {
 	wantLimits(t, c, none)
 }
 
-// haveSystemdWriteLimits makes the systemd driver rewrite all its limits of the container, by
-// setting one unrelated to swap.
+// haveSystemdWriteLimits changes an unrelated limit, so that the systemd driver writes all limits
+// of the container again.
 func haveSystemdWriteLimits(t *testing.T, c *harness.Container) {
 	t.Helper()
 	if harness.SystemdDriver() {
@@ -129,8 +127,8 @@ func haveSystemdWriteLimits(t *testing.T, c *harness.Container) {
 	}
 }
 
-// wantSwap waits until the container uses so much swap. It compares the statistics of the container
-// and of its pod with the kernel's files.
+// wantSwap waits until the container uses least bytes of swap. It compares the statistics of the
+// container and of its pod with the kernel's files.
 func wantSwap(t *testing.T, c *harness.Container, least, limit uint64) {
 	t.Helper()
 	ofPod := func() *runtimeapi.ContainerStats {

@@ -17,7 +17,7 @@ func interfaceSysctls(c *runtimeapi.PodSandboxConfig) {
 	harness.Sysctl("kernel.shm_rmid_forced", "1")(c)
 }
 
-// wantInterfaceSysctls reads them in a container of the pod.
+// wantInterfaceSysctls checks these sysctls in a container of the pod.
 func wantInterfaceSysctls(t *testing.T, pod *harness.Pod) {
 	t.Helper()
 	c := pod.Run(t)
@@ -25,8 +25,8 @@ func wantInterfaceSysctls(t *testing.T, pod *harness.Pod) {
 		"/proc/sys/kernel/shm_rmid_forced"), "1\n2\n1")
 }
 
-// Sysctls of a pod's interface are set when the interface exists, however long the plugin takes.
-// They override values that the plugin sets.
+// Sysctls of a pod's interface are set when the interface exists, even if the plugin is slow. They
+// override values that the plugin sets.
 func TestInterfaceSysctlsWithSlowPlugin(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `sleep 1
 nsenter --net="$CNI_NETNS" ip link add eth0 type bridge >&2 || exit 1
@@ -51,7 +51,7 @@ nsenter --net="$CNI_NETNS" sh -c "echo 8 >/proc/sys/net/ipv4/conf/eth0/arp_ignor
 	}
 }
 
-// With berth's own network, which takes about as long as a pause.
+// berth's own network takes about as long as the start of pause.
 func TestInterfaceSysctlsWithOwnNetwork(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	for i := range 10 {
@@ -63,7 +63,8 @@ func TestInterfaceSysctlsWithOwnNetwork(t *testing.T) {
 	}
 }
 
-// A sysctl of a missing interface is an error that names it, and nothing of the pod is left.
+// A sysctl of a missing interface is an error with the interface's name, and nothing of the pod is
+// left.
 func TestSysctlOfAnotherInterface(t *testing.T) {
 	d := harness.StartDaemon(t)
 	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.Sysctl("net.ipv4.conf.eth7.arp_ignore", "1")), "")

@@ -8,7 +8,7 @@ import (
 	"berth/integration/harness"
 )
 
-// TestMain is also an NRI plugin: the daemon starts this program as one of its directory.
+// The daemon also starts this program as an NRI plugin from its plugin directory.
 func TestMain(m *testing.M) {
 	if !isInstalledPlugin() {
 		harness.OnDisk()

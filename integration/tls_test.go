@@ -44,7 +44,7 @@ func newAuthority(t *testing.T) *authority {
 	return &authority{cert: cert, key: key}
 }
 
-// issue returns a certificate for a server at address, also good for a client.
+// issue returns a certificate for a server at address, which is also valid for a client.
 func (a *authority) issue(t *testing.T, address string) tls.Certificate {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -59,14 +59,15 @@ func (a *authority) issue(t *testing.T, address string) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
 }
 
-// requireClient makes a server ask for a certificate of this authority.
+// requireClient returns a server configuration that requires a client certificate of this
+// authority.
 func (a *authority) requireClient() *tls.Config {
 	pool := x509.NewCertPool()
 	pool.AddCert(a.cert)
 	return &tls.Config{ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
 }
 
-// writeFiles writes the authority's certificate and a client's certificate and key.
+// writeFiles writes the authority's certificate, and a client's certificate and key.
 func (a *authority) writeFiles(t *testing.T, dir string) (ca, cert, key string) {
 	t.Helper()
 	client := a.issue(t, "127.0.0.1")

@@ -23,8 +23,8 @@ import (
 	"berth/internal/trace"
 )
 
-// Spans cover at least this share of a request's time, except for the time that goroutines need to
-// wake each other: a CreateContainer may take less than a millisecond.
+// Spans cover at least this share of a request's time, except for the time in which goroutines wake
+// each other. A CreateContainer may take less than a millisecond.
 const (
 	coveredPercent = 95
 	handOver       = int64(150 * time.Microsecond)
@@ -34,10 +34,10 @@ func TestTrace(t *testing.T) {
 	d := harness.StartDaemon(t)
 	var operations []trace.Operation
 	var id string
-	done := map[string]bool{} // operations that were covered
+	done := map[string]bool{} // operations with covering spans
 	// On a machine busy with other tests, a runnable goroutine may wait for a CPU between two
 	// spans.
-	harness.Eventually(t, "starts whose spans cover them", func() error {
+	harness.Eventually(t, "spans cover each operation", func() error {
 		pod := d.RunPod(t)
 		pod.Run(t)
 		id, operations = pod.Id, nil
@@ -62,7 +62,7 @@ func TestTrace(t *testing.T) {
 		}
 	}
 	if text := runBerth(t, d, "trace", id); !strings.Contains(text, "libcontainer create") || !strings.Contains(text, "█") {
-		t.Errorf("the drawing:\n%s", text)
+		t.Errorf("berth trace printed:\n%s", text)
 	}
 	checkXML(t, runBerth(t, d, "trace", id, "-o", "svg"))
 
@@ -72,13 +72,13 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-// The trace of a failed start has the reason, and shows where the time went.
+// The trace of a failed start contains the reason and shows the slow steps.
 func TestTraceOfFailedStartHasReason(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	c := pod.Create(t, harness.Command("/no/such/program"))
 	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil {
-		t.Fatal("it was started")
+		t.Fatal("the container was started")
 	}
 	var operations []trace.Operation
 	harness.Must(t, json.Unmarshal([]byte(runBerth(t, d, "trace", pod.Id, "-o", "json")), &operations))
@@ -88,10 +88,10 @@ func TestTraceOfFailedStartHasReason(t *testing.T) {
 	}
 }
 
-// covered is how much of an operation's time its parts cover, in nanoseconds.
+// covered returns the time of an operation that its parts cover, in nanoseconds.
 func covered(o trace.Operation) (sum int64) {
 	var until int64
-	for _, s := range o.Spans { // parts are in the order of their beginnings
+	for _, s := range o.Spans { // parts are sorted by their beginnings
 		if s.Depth != 1 {
 			continue
 		}
@@ -113,7 +113,7 @@ func checkNesting(t *testing.T, o trace.Operation) {
 		around = around[:s.Depth]
 		if s.Depth > 0 {
 			if outer := around[s.Depth-1]; s.From < outer.From || s.From+s.Took > outer.From+outer.Took {
-				t.Errorf("%+v is not inside of %+v", s, outer)
+				t.Errorf("%+v is not inside %+v", s, outer)
 			}
 		}
 		if s.Open || s.Took < 0 {
@@ -134,7 +134,7 @@ func spanNames(operations []trace.Operation, depth int) (names []string) {
 	return names
 }
 
-// within are the names of the direct parts of spans of that name.
+// within returns the names of the direct parts of spans with that name.
 func within(operations []trace.Operation, name string) (names []string) {
 	for _, o := range operations {
 		depth := -1
@@ -203,15 +203,15 @@ func attributesOf(list []*common.KeyValue) map[string]string {
 	return all
 }
 
-// tracingTo configures a daemon to export to a collector.
+// tracingTo configures a daemon to export to a collector with this handler.
 func tracingTo(handler http.Handler, t *testing.T) harness.DaemonOption {
 	server := httptest.NewServer(handler)
 	t.Cleanup(server.Close)
 	return harness.WithConfig(`tracing_endpoint = "`+strings.TrimPrefix(server.URL, "http://")+`"`, `tracing_protocol = "http/protobuf"`, `tracing_insecure = true`)
 }
 
-// kubelet's trace continues in berth (KEP-2831), down to the launchers' steps. Calls without a
-// trace are not exported.
+// berth continues kubelet's trace (KEP-2831), down to the launchers' steps. Calls without a trace
+// are not exported.
 func TestTracesAreExported(t *testing.T) {
 	c := &collector{spans: map[string][]*tracev1.Span{}}
 	d := harness.StartDaemon(t, tracingTo(c, t))
@@ -222,7 +222,7 @@ func TestTracesAreExported(t *testing.T) {
 	d.Objects = append(d.Objects, pod)
 	harness.Must(t, d.Cri.StopPodSandbox(t.Context(), pod))
 	harness.Must(t, d.Cri.RemovePodSandbox(traced, pod))
-	d.Restart(t) // the ending daemon sends the rest
+	d.Restart(t) // the stopping daemon sends the rest
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	run, removed, launched := c.spans["RunPodSandbox"], c.spans["RemovePodSandbox"], c.spans["execute"]
@@ -238,8 +238,8 @@ func TestTracesAreExported(t *testing.T) {
 	harness.Equal(t, "service", c.node["service.name"], "berth")
 }
 
-// A collector that does not answer delays no pod, and not the daemon's end beyond what its traces
-// are granted.
+// A collector that does not answer delays no pod. It delays the daemon's exit only by the time
+// limit for the remaining traces.
 func TestHangingTraceCollector(t *testing.T) {
 	hang, asked := make(chan struct{}), make(chan struct{}, 1)
 	d := harness.StartDaemon(t, tracingTo(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
@@ -250,7 +250,8 @@ func TestHangingTraceCollector(t *testing.T) {
 		<-hang
 	}), t))
 	t.Cleanup(func() { close(hang) })
-	// Not by a sampling rate: the leak check's calls would be exported, too, and keep a connection.
+	// The call has a trace because a sampling rate would also export the leak check's calls, which
+	// would keep a connection open.
 	traced := metadata.AppendToOutgoingContext(t.Context(), "traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 	live := func() {
 		pod := harness.Get(d.Cri.RunPodSandbox(traced, d.PodConfig(t), ""))(t)
@@ -262,7 +263,7 @@ func TestHangingTraceCollector(t *testing.T) {
 	select {
 	case <-asked:
 	case <-time.After(time.Minute):
-		t.Fatal("the collector was not asked")
+		t.Fatal("the collector received no request")
 	}
 	live()
 	d.Restart(t)

@@ -15,15 +15,15 @@ import (
 	"berth/integration/machine"
 )
 
-// unitTest is a daemon that systemd started with berth's unit file, and a container of it.
+// unitTest is a daemon that systemd started with berth's unit file, and one of its containers.
 type unitTest struct {
 	d   *harness.Daemon
 	c   *harness.Container
 	pid int // process ID of the container
 }
 
-// Tests the unit file with systemd. Whatever ends the daemon, the next daemon serves the running
-// container. When the last daemon has stopped, the unit has no process.
+// TestSystemdUnit tests the unit file with systemd. After any exit of the daemon, the next daemon
+// serves the running container. When the last daemon has stopped, the unit has no process.
 func TestSystemdUnit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.ByUnit)
 	pod := d.RunPod(t)
@@ -58,8 +58,7 @@ func (u *unitTest) checkContainer(t *testing.T) {
 }
 
 func (u *unitTest) testKill(t *testing.T) {
-	// Without StartLimitIntervalSec=0 systemd would stop restarting the unit after that many
-	// kills.
+	// Without StartLimitIntervalSec=0 systemd would stop restarting the unit after these kills.
 	harness.DropIn(t, harness.UnitName, "[Service]", "RestartSec=20ms")
 	for range 10 {
 		killMain(t, u.d, syscall.SIGKILL)
@@ -101,7 +100,7 @@ func (u *unitTest) testRestart(t *testing.T) {
 func (u *unitTest) testStart(t *testing.T) {
 	u.d.Stop(t)
 	harness.Systemctl(t, "start", harness.UnitName)
-	// One call, which does not wait for a daemon.
+	// One call on a raw connection, which does not wait for a daemon.
 	status, err := harness.RawRuntime(t, u.d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: u.c.Id})
 	harness.Must(t, err)
 	harness.Equal(t, "state of the container", status.Status.State, runtimeapi.ContainerState_CONTAINER_RUNNING)
@@ -115,7 +114,7 @@ func (u *unitTest) testSocket(t *testing.T) {
 	harness.DropIn(t, harness.SocketName, "[Socket]", "ListenStream=", "ListenStream="+u.d.Socket)
 	harness.Systemctl(t, "start", harness.SocketName)
 	for _, what := range []string{"before the daemon is started", "while systemd restarts it"} {
-		// A new connection, and one call, which does not wait for a daemon.
+		// One call on a new raw connection, which does not wait for a daemon.
 		_, err := harness.RawRuntime(t, u.d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: u.c.Id})
 		if err != nil {
 			t.Errorf("a call %s: %v", what, err)
@@ -130,8 +129,8 @@ func (u *unitTest) testSocket(t *testing.T) {
 	u.checkContainer(t)
 }
 
-// killMain sends a signal to the unit's main process, and returns when there is another one. That
-// may not be ready.
+// killMain sends a signal to the unit's main process, and returns once the unit has another one.
+// The new daemon may not be ready.
 func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
 	t.Helper()
 	before := 0
@@ -150,11 +149,11 @@ func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
 	})
 }
 
-// noLeftovers fails the test if there is anything in the unit's cgroup but the daemon, its children
-// and monitors of containers.
+// noLeftovers fails the test if the unit's cgroup contains processes other than the daemon, its
+// children and monitors of containers.
 func noLeftovers(t *testing.T, d *harness.Daemon) {
 	t.Helper()
-	harness.Eventually(t, "the processes of earlier daemons have ended", func() error {
+	harness.Eventually(t, "the processes of earlier daemons have exited", func() error {
 		main := d.Cmd.Process.Pid
 		own := append(machine.ChildrenOf(main), main)
 		for _, pid := range harness.UnitProcesses(t) {
@@ -167,7 +166,7 @@ func noLeftovers(t *testing.T, d *harness.Daemon) {
 	})
 }
 
-// haveUnitsResources checks that daemon and container have the unit's limits.
+// haveUnitsResources checks that the daemon and the container have the unit's limits.
 func haveUnitsResources(t *testing.T, d *harness.Daemon, c *harness.Container) {
 	t.Helper()
 	pid, group := d.Cmd.Process.Pid, harness.UnitCgroup(t)

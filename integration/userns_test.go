@@ -21,10 +21,10 @@ import (
 	"berth/integration/sessions"
 )
 
-// usernsLength is how many IDs kubelet gives a pod.
+// usernsLength is the number of IDs that kubelet gives a pod.
 const usernsLength = 65536
 
-// userNamespace gives the pod one, as kubelet does for hostUsers: false.
+// userNamespace gives the pod a user namespace, as kubelet does for hostUsers: false.
 func userNamespace(hostID uint32) harness.PodOption {
 	return func(c *runtimeapi.PodSandboxConfig) {
 		c.Linux.SecurityContext.NamespaceOptions.UsernsOptions = usernsOptions(hostID)
@@ -39,14 +39,14 @@ func idMapping(hostID uint32) []*runtimeapi.IDMapping {
 	return []*runtimeapi.IDMapping{{HostId: hostID, ContainerId: 0, Length: usernsLength}}
 }
 
-// inUserNamespace is what kubelet sends with each container of such a pod.
+// inUserNamespace sets the fields that kubelet sends with each container of such a pod.
 func inUserNamespace(hostID uint32) harness.ContainerOption {
 	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.NamespaceOptions.UsernsOptions = usernsOptions(hostID)
 	})
 }
 
-// owner returns the IDs that a file has on the host.
+// owner returns the IDs of a file's owner on the host.
 func owner(t *testing.T, path string) string {
 	t.Helper()
 	info, err := os.Lstat(path)
@@ -98,7 +98,7 @@ func TestUserNamespace(t *testing.T) {
 }
 
 // testUserNamespaceFiles checks the owners and the content of files in a container whose IDs begin
-// with base on the host.
+// at base on the host.
 func testUserNamespaceFiles(t *testing.T, d *harness.Daemon, pod *harness.Pod, c *harness.Container, base int) {
 	t.Run("files of the image", func(t *testing.T) {
 		harness.Equal(t, "owners", c.Exec(t, "stat", "-c", "%u:%g", "/", "/owned", "/owned/file", "/bin/busybox"), "0:0\n1000:2000\n1000:2000\n0:0")
@@ -180,7 +180,7 @@ func testUserNamespacePod(t *testing.T, pod *harness.Pod, c *harness.Container, 
 	})
 }
 
-// containerd started containers in user namespaces outside the pod's cgroup: no limit held.
+// containerd started containers in user namespaces outside the pod's cgroup, so no limit applied.
 func TestCVE_2025_47291_UserNamespaceOutsideItsCgroup(t *testing.T) {
 	const base = 13 * usernsLength
 	d := harness.StartDaemon(t)
@@ -199,7 +199,7 @@ func TestCVE_2025_47291_UserNamespaceOutsideItsCgroup(t *testing.T) {
 	harness.Equal(t, "reason", status.Reason, "OOMKilled")
 }
 
-// Containers of one image, whose layers are on disk once, run with different mappings.
+// Containers of one image share its layers, with different mappings.
 func TestUserNamespacesShareImage(t *testing.T) {
 	d := harness.StartDaemon(t)
 	plain := d.RunPod(t).Run(t)
@@ -216,7 +216,7 @@ func TestUserNamespacesShareImage(t *testing.T) {
 	}
 }
 
-// A volume with mappings has the container's IDs; a volume without has the host's.
+// A volume with mappings has the container's IDs, a volume without mappings has the host's.
 func TestVolumesInUserNamespace(t *testing.T) {
 	const base = 4 * usernsLength
 	d := harness.StartDaemon(t)
@@ -241,16 +241,16 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	c.Exec(t, "sh", "-c", "touch /mapped/new && chown 9:9 /mapped/new")
 	harness.Equal(t, "owner of a new file with mappings", owner(t, mapped+"/new"), "9:9")
 
-	harness.Equal(t, "owners without", c.Exec(t, "stat", "-c", "%u:%g", "/plain/roots", "/plain/users"), "65534:65534\n65534:65534")
+	harness.Equal(t, "owners without mappings", c.Exec(t, "stat", "-c", "%u:%g", "/plain/roots", "/plain/users"), "65534:65534\n65534:65534")
 	if _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"cat", "/plain/roots"}, 0); err == nil {
 		t.Error("the container reads a file of the host's root")
 	}
 	harness.Equal(t, "a mapped file", c.Exec(t, "cat", "/file", "/rro/roots"), "secretsecret")
 	c.Exec(t, "sh", "-c", "! touch /rro/new 2>/dev/null && ! touch /other/new 2>/dev/null")
 	c.Exec(t, "touch", "/plain/new")
-	harness.Equal(t, "owner of a new file without", owner(t, plain+"/new"), fmt.Sprintf("%d:%d", base, base))
+	harness.Equal(t, "owner of a new file without mappings", owner(t, plain+"/new"), fmt.Sprintf("%d:%d", base, base))
 
-	harness.Equal(t, "owners with mappings of its own", c.Exec(t, "stat", "-c", "%u:%g", "/other/roots", "/other/users"), "100:200\n107:208")
+	harness.Equal(t, "owners with other mappings", c.Exec(t, "stat", "-c", "%u:%g", "/other/roots", "/other/users"), "100:200\n107:208")
 
 	t.Run("an image", func(t *testing.T) {
 		name, id := harness.Push(t, harness.Registry, "uservolume:latest", harness.BuildImage(t, v1.Config{}, fixture.Tree{
@@ -274,7 +274,7 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	})
 }
 
-// Device nodes cannot be created in a user namespace. They are bind-mounted from the host path in
+// Device nodes cannot be created in a user namespace. berth bind-mounts them from the host path in
 // the vendor's CDI specification.
 func TestCDIInUserNamespace(t *testing.T) {
 	const base = 5 * usernsLength
@@ -294,7 +294,7 @@ func TestCDIInUserNamespace(t *testing.T) {
 	harness.WantCode(t, err, codes.FailedPrecondition, "/dev/vendor1", "user namespace")
 }
 
-// Pipes and terminals are made outside the user namespace. A user in it other than root opens them
+// berth creates pipes and terminals outside the user namespace. A user other than root opens them
 // by path.
 func TestSessionsInUserNamespace(t *testing.T) {
 	const base = 14 * usernsLength
@@ -326,7 +326,7 @@ func TestSessionsInUserNamespace(t *testing.T) {
 	})
 }
 
-// The sysctls of a pod's namespaces belong to it, and so can be set in its user namespace.
+// The sysctls of a pod's namespaces belong to its user namespace, so they can be set there.
 func TestSysctlsInUserNamespace(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, userNamespace(11*usernsLength), harness.SharedPID, harness.Sysctl("net.ipv4.ip_local_port_range", "2000\t3000"),
@@ -336,7 +336,7 @@ func TestSysctlsInUserNamespace(t *testing.T) {
 	harness.Equal(t, "process 1 of the shared PID namespace", c.Exec(t, "cat", "/proc/1/comm"), "pause")
 }
 
-// An image instead of the embedded pause has a writable layer of its own.
+// An image that replaces the embedded pause has its own writable layer.
 func TestPauseImageInUserNamespace(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", pauseImage(t))))
 	pod := d.RunPod(t, userNamespace(12*usernsLength))
@@ -344,7 +344,7 @@ func TestPauseImageInUserNamespace(t *testing.T) {
 	harness.Equal(t, "output", pod.Sh(t, "echo works"), "works\n")
 }
 
-// KEP-5607.
+// The test covers KEP-5607.
 func TestUserNamespaceOnHostNetwork(t *testing.T) {
 	const base = 6 * usernsLength
 	d := harness.StartDaemon(t)
@@ -361,21 +361,20 @@ func TestUserNamespaceOnHostNetwork(t *testing.T) {
 	}
 }
 
-// The node's mounts below /sys are read-only in such a container, whatever their files' modes
-// allow.
+// The node's mounts below /sys are read-only in such a container, for all modes of their files.
 func TestUserNamespaceOnHostNetworkCannotWriteBelowSys(t *testing.T) {
 	const base = 6 * usernsLength
-	const below, later = "/sys/kernel/mm", "/sys/dev/char" // which each kernel has
+	const below, later = "/sys/kernel/mm", "/sys/dev/char" // exists in each kernel
 	machine.MountTmpfs(t, below, syscall.MS_SHARED)
 	harness.Must(t, os.Chmod(below, 0o777))
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, userNamespace(base))
 	c := pod.Run(t, inUserNamespace(base))
-	harness.Equal(t, "the mount is seen", sees(t, c, below), true)
+	harness.Equal(t, "the container sees the mount", sees(t, c, below), true)
 	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "echo x >" + below + "/file"}, 0)
-	harness.Equal(t, "a file can be made", err == nil, false)
+	harness.Equal(t, "a file can be created", err == nil, false)
 	machine.MountTmpfs(t, later, syscall.MS_SHARED)
-	harness.Equal(t, "a mount made later is seen", sees(t, c, later), false)
+	harness.Equal(t, "the container sees a later mount", sees(t, c, later), false)
 }
 
 func TestPrivilegedInUserNamespace(t *testing.T) {
@@ -392,7 +391,7 @@ func TestPrivilegedInUserNamespace(t *testing.T) {
 	}
 }
 
-// A pod with its user namespace outlives the daemon, and its end leaves nothing.
+// A pod with its user namespace survives a kill of the daemon. After its removal nothing is left.
 func TestUserNamespaceSurvivesKill(t *testing.T) {
 	const base = 8 * usernsLength
 	d := harness.StartDaemon(t)
@@ -418,7 +417,7 @@ func TestUserNamespaceSurvivesKill(t *testing.T) {
 	}
 }
 
-// The daemon is killed while it makes a pod: the next one undoes it.
+// If the daemon is killed during the start of a pod, the next daemon undoes the start.
 func TestIncompleteUserNamespaceIsRemoved(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `while [ ! -e "`+"$(dirname \"$0\")"+`/go" ]; do sleep 0.02; done; `+fakeResult)
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
@@ -430,7 +429,7 @@ func TestIncompleteUserNamespaceIsRemoved(t *testing.T) {
 	}()
 	harness.Eventually(t, "the plugin is called", func() error {
 		if len(plugin.calls("ADD")) == 0 {
-			return errors.New("not yet")
+			return errors.New("ADD was not called")
 		}
 		return nil
 	})
@@ -439,11 +438,11 @@ func TestIncompleteUserNamespaceIsRemoved(t *testing.T) {
 	}
 	d.Kill(t)
 	if err := <-first; err == nil {
-		t.Error("the pod was run by a dead daemon")
+		t.Error("RunPodSandbox succeeded although the daemon was killed")
 	}
 	plugin.release(t)
 	d.Start(t)
-	harness.Eventually(t, "the user namespace is gone", func() error {
+	harness.Eventually(t, "the user namespace is removed", func() error {
 		if pins := machine.NamespacePins("user:"); len(pins) > 0 {
 			return fmt.Errorf("pinned at %v", pins)
 		}
@@ -489,7 +488,7 @@ func TestUserNamespaceRefusals(t *testing.T) {
 			harness.WantCode(t, err, codes.InvalidArgument)
 		})
 	}
-	t.Run("one in a pod without", func(t *testing.T) {
+	t.Run("container with a user namespace in a pod without", func(t *testing.T) {
 		_, err := d.RunPod(t).TryCreate(t, inUserNamespace(base))
 		harness.WantCode(t, err, codes.InvalidArgument, "userns_options")
 	})

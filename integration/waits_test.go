@@ -38,8 +38,8 @@ func waitsOf(t *testing.T, info map[string]string) (waits []waitInfo) {
 	return waits
 }
 
-// passesLimit waits until verbose Status shows a wait for an object as overdue, with its age and
-// limit in seconds. The log must have it, with the stacks of all goroutines.
+// passesLimit waits until verbose Status shows an overdue wait for an object, with its age and
+// limit in seconds. The log must contain the wait, with the stacks of all goroutines.
 func passesLimit(t *testing.T, d *harness.Daemon, what, object string, limit int) {
 	t.Helper()
 	harness.Eventually(t, "a wait for "+what+" passes its limit", func() error {
@@ -55,12 +55,12 @@ func passesLimit(t *testing.T, d *harness.Daemon, what, object string, limit int
 		logged, stacks := false, false
 		for _, line := range machine.ReadLines(d.LogFile()) {
 			if strings.Contains(line, "a wait has passed its limit") {
-				stacks = stacks || strings.Contains(line, "goroutine ") // once a minute: perhaps with a wait before this one
+				stacks = stacks || strings.Contains(line, "goroutine ") // stacks are logged once a minute, perhaps with an earlier wait
 				logged = logged || strings.Contains(line, strconv.Quote(what)) && strings.Contains(line, object) && strings.Contains(line, fmt.Sprintf("limit=%ds", limit))
 			}
 		}
 		if !logged || !stacks {
-			return fmt.Errorf("the log has no line of %s with stacks:\n%s", what, d.Tail())
+			return fmt.Errorf("the log has no line with stacks for the wait for %s:\n%s", what, d.Tail())
 		}
 		return nil
 	})
@@ -72,14 +72,14 @@ func passesLimit(t *testing.T, d *harness.Daemon, what, object string, limit int
 const (
 	shortWaits = `wait_limit = "1s"`
 	// longWaits raises the limit for waits that follow others, because these take longer than a
-	// second on a busy machine. Of all waits that pass their limit within a minute only the first
-	// is logged with stacks.
+	// second on a busy machine. The daemon logs stacks only with the first overdue wait of a
+	// minute.
 	longWaits = `wait_limit = "5s"`
 )
 
-// A wait for the end of a container whose shim is frozen passes its limit, and ends when the shim
-// is killed.
-func TestWaitForFrozenShim(t *testing.T) {
+// A wait for the exit of a container with a frozen monitor passes its limit, and ends when the
+// monitor is killed.
+func TestWaitForFrozenMonitor(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(shortWaits))
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)
@@ -90,7 +90,7 @@ func TestWaitForFrozenShim(t *testing.T) {
 	harness.Must(t, <-ended)
 }
 
-// A wait for a hanging CNI plugin passes its limit too, and ends when the plugin is killed.
+// A wait for a hanging CNI plugin passes its limit, and ends when the plugin is killed.
 func TestWaitForHungPlugin(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(longWaits), plugin.Option)
@@ -103,14 +103,14 @@ func TestWaitForHungPlugin(t *testing.T) {
 	records := func() []string { return machine.ReadDir(filepath.Join(d.Root, "pods")) }
 	id := strings.TrimSuffix(records()[0], ".record")
 	passesLimit(t, d, "CNI ADD", "pod "+id, 5)
-	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), id)) // unknown: it was never made
+	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), id)) // never created, so unknown
 	endHungPlugins(t)
 	if err := <-ended; err == nil {
-		t.Error("the pod runs, though the plugin was killed")
+		t.Error("the pod runs although the plugin was killed")
 	}
 }
 
-// endHungPlugins kills the children that hanging plugins wait for.
+// endHungPlugins kills the children for which hanging plugins wait.
 func endHungPlugins(t *testing.T) {
 	t.Helper()
 	for _, line := range []string{"sleep 100000", "sleep 100001"} {
@@ -120,7 +120,7 @@ func endHungPlugins(t *testing.T) {
 	}
 }
 
-// The limits, in seconds, of the waits that TestWaitsAreShown causes.
+// Limits, in seconds, of the waits that TestWaitsAreShown causes.
 const (
 	minutes      = 60
 	margin       = 15  // the daemon adds it to a call's own limit
@@ -132,15 +132,15 @@ const (
 type waitTest struct {
 	d      *harness.Daemon
 	plugin *faults.Plugin
-	seen   map[string]string // wait → object
+	seen   map[string]string // maps waits to objects
 
 	release chan struct{}  // closed when registries answer
 	stopped []int          // processes stopped by SIGSTOP
-	calls   sync.WaitGroup // calls that wait
+	calls   sync.WaitGroup // waiting calls
 	ctx     context.Context
 }
 
-// begin makes a call in the background. The call waits until its cause is removed.
+// begin makes a call in the background, which waits until its cause is removed.
 func (w *waitTest) begin(t *testing.T, what string, call func(ctx context.Context) error) {
 	w.calls.Go(func() {
 		if err := call(w.ctx); err != nil {
@@ -165,7 +165,7 @@ func (w *waitTest) shown(t *testing.T, what, object string, limit float64) {
 	})
 }
 
-// stop stops processes until the end of the waits.
+// stop stops processes until end is called.
 func (w *waitTest) stop(t *testing.T, pids ...int) {
 	t.Helper()
 	w.stopped = append(w.stopped, pids...)
@@ -175,8 +175,8 @@ func (w *waitTest) stop(t *testing.T, pids ...int) {
 }
 
 // Verbose Status shows each wait with its object, age and limit, exactly as long as it lasts. All
-// waits that a test can cause last at the same time here; docs/reliability.md lists them. Status
-// shows an operation's wait even after its caller has gone.
+// waits that a test can cause last at the same time here. docs/reliability.md lists them. Status
+// shows an operation's wait even after its caller has disconnected.
 func TestWaitsAreShown(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `stall_timeout = "10m"`), plugin.Option)
@@ -188,14 +188,14 @@ func TestWaitsAreShown(t *testing.T) {
 	stubborn.Pid(t) // waits until the container runs its program
 
 	w := &waitTest{d: d, plugin: plugin, seen: map[string]string{}, release: make(chan struct{})}
-	// end ends all waits. It must run after a failure, too: the test would otherwise wait for a stop
-	// with a grace period of 100 minutes.
+	// end ends all waits. It must also run after a failure. Otherwise the test would wait for a
+	// stop with a grace period of 100 minutes.
 	end := sync.OnceFunc(func() {
 		close(w.release)
 		plugin.Inject(t, "ADD", "")
 		plugin.Inject(t, "DEL", "")
 		for _, pid := range w.stopped {
-			_ = syscall.Kill(pid, syscall.SIGCONT) // fails if the process has ended
+			_ = syscall.Kill(pid, syscall.SIGCONT) // fails if the process has exited
 		}
 		machine.KillProcess(t, stubborn.Pid(t))
 	})
@@ -211,7 +211,7 @@ func TestWaitsAreShown(t *testing.T) {
 
 	end()
 	w.calls.Wait()
-	harness.Eventually(t, "no wait is left", func() error {
+	harness.Eventually(t, "all waits have ended", func() error {
 		for _, wait := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
 			if w.seen[wait.What] == wait.Object {
 				return fmt.Errorf("verbose Status still shows the wait for %s of %s", wait.What, wait.Object)
@@ -229,7 +229,7 @@ func (w *waitTest) pulls(t *testing.T) {
 		img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("of", 0o644, registry.Host)})
 		name, _ := harness.Push(t, registry, "app:latest", img)
 		object := "image " + registry.Host
-		if path == "/blobs/" { // the layer's, not the config's
+		if path == "/blobs/" { // requests for the layer, not for the config
 			layers, err := img.Layers()
 			harness.Must(t, err)
 			diffID, err := layers[1].DiffID()
@@ -264,8 +264,8 @@ func (w *waitTest) pods(t *testing.T, config *runtimeapi.PodSandboxConfig, victi
 	w.shown(t, "remove", "pod "+victim.Id, callLimit)
 }
 
-// containers causes waits of calls for containers: stubborn ignores SIGTERM, the monitor of frozen
-// is stopped, and the launchers are stopped before created is started.
+// containers causes waits of calls for containers. stubborn ignores SIGTERM, the monitor of frozen
+// is stopped, and the launchers are stopped before the start of created.
 func (w *waitTest) containers(t *testing.T, stubborn, frozen, created *harness.Container) {
 	t.Helper()
 	w.begin(t, "exec", func(ctx context.Context) error {
@@ -291,7 +291,8 @@ func (w *waitTest) containers(t *testing.T, stubborn, frozen, created *harness.C
 	w.shown(t, "start", "container "+created.Id, callLimit)
 }
 
-// untilClosed keeps requests of paths that contain part waiting.
+// untilClosed returns a registry hook that blocks requests of paths that contain part until end is
+// closed.
 func untilClosed(end chan struct{}, part string) func(http.ResponseWriter, *http.Request) bool {
 	return func(_ http.ResponseWriter, r *http.Request) bool {
 		if strings.Contains(r.URL.Path, part) {
@@ -301,7 +302,8 @@ func untilClosed(end chan struct{}, part string) func(http.ResponseWriter, *http
 	}
 }
 
-// systemd hears READY, then WATCHDOG as long as the daemon answers at its socket, and STOPPING.
+// The daemon sends READY to systemd, then WATCHDOG as long as it answers at its socket, and finally
+// STOPPING.
 func TestSystemdWatchdog(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "notify")
 	systemd := harness.Get(net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"}))(t)
@@ -317,14 +319,14 @@ func TestSystemdWatchdog(t *testing.T) {
 		harness.Equal(t, "next message", next(), "WATCHDOG=1")
 	}
 	harness.Must(t, os.Rename(d.Socket, d.Socket+".away"))
-	harness.Eventually(t, "the daemon finds that it is not well", func() error {
+	harness.Eventually(t, "the daemon finds that it is unhealthy", func() error {
 		if !strings.Contains(d.Tail(), "the daemon is unhealthy") {
-			return fmt.Errorf("its log does not say so")
+			return fmt.Errorf("the log does not report it")
 		}
 		return nil
 	})
 	harness.Must(t, os.Rename(d.Socket+".away", d.Socket))
-	for next() != "WATCHDOG=1" { // those before it was not well
+	for next() != "WATCHDOG=1" { // those before it was unhealthy
 		t.Error("another message than WATCHDOG=1")
 	}
 	d.Stop(t)

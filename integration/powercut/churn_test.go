@@ -20,20 +20,20 @@ import (
 	"berth/integration/powercut/blocklog"
 )
 
-// node is a daemon whose root and addresses are on a disk of ours.
+// node is a daemon whose root and addresses are on a logging disk.
 type node struct {
 	*harness.Daemon
 	filesystem
-	dir      string // where its disk is mounted
-	pictures map[string]*picture
-	layers   map[string]inventory.Tree // expected content of each layer and join
+	dir        string // mount point of its disk
+	testImages map[string]*testImage
+	layers     map[string]inventory.Tree // expected content of each layer and join
 }
 
-// newNode prepares a daemon. Records hold paths, so all disks are mounted at one place, one after
-// the other.
+// newNode prepares a daemon. All disks are mounted at the same place, one after the other, because
+// records contain paths.
 func newNode(t *testing.T, f filesystem) *node {
 	t.Helper()
-	n := &node{filesystem: f, pictures: pictures(t)}
+	n := &node{filesystem: f, testImages: testImages(t)}
 	n.Daemon = harness.NewDaemon(t, func(t *testing.T, d *harness.Daemon) {
 		n.dir = makeDir(t, d.Dir, "disk")
 		d.Root = filepath.Join(n.dir, "root")
@@ -44,11 +44,12 @@ func newNode(t *testing.T, f filesystem) *node {
 
 func (n *node) store() string { return filepath.Join(n.Root, "images") }
 
-// boot starts the daemon on a disk as after a boot, and returns a function that ends both.
+// boot starts the daemon on a disk as after a boot, and returns a function that stops the daemon
+// and unmounts the disk.
 func (n *node) boot(t *testing.T, disk *blocklog.Disk) (end func()) {
 	t.Helper()
 	m := n.mount(t, disk, n.dir)
-	t.Cleanup(func() { // of a test that failed: the disk can't be unmounted before
+	t.Cleanup(func() { // of a failed test; the disk cannot be unmounted before
 		if n.Cmd != nil && !n.Gone() {
 			n.Signal(t, syscall.SIGKILL)
 			n.LoseState(t)
@@ -62,17 +63,17 @@ func (n *node) boot(t *testing.T, disk *blocklog.Disk) (end func()) {
 	}
 }
 
-// churn is the work during which the power is cut: one goroutine pulls and removes images, others
+// churn is the work during which the power fails: one goroutine pulls and removes images, others
 // run pods.
 type churn struct {
 	*node
 	disk    *blocklog.Disk
 	history history
-	mu      sync.Mutex // guards objects
+	mu      sync.Mutex // protects objects
 	objects []string
 }
 
-// change makes a call that leads to the known state next, and records when.
+// change makes a call that leads to the state next, and records when it began and ended.
 func (c *churn) change(what string, next known, call func() error) error {
 	begun := c.disk.Position()
 	if err := call(); err != nil {
@@ -82,7 +83,7 @@ func (c *churn) change(what string, next known, call func() error) error {
 	return nil
 }
 
-func (c *churn) pull(ctx context.Context, p *picture) error {
+func (c *churn) pull(ctx context.Context, p *testImage) error {
 	return c.change("pull "+p.name, c.history.latest().pulled(p.name, p.id), func() error {
 		id, err := c.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: p.name}, nil, nil)
 		if err == nil && id != p.id {
@@ -98,17 +99,17 @@ func (c *churn) remove(ctx context.Context, id string) error {
 	})
 }
 
-// images pulls and removes images for a number of rounds. It also pulls a tag that moves from one
-// image to another. It never removes keep, the containers' image.
+// images pulls and removes images for a number of rounds. It also pulls a tag that moves between
+// images. It never removes keep, the containers' image.
 func (c *churn) images(ctx context.Context, random *rand.Rand, rounds int, keep string) error {
-	names := slices.Sorted(maps.Keys(c.pictures))
+	names := slices.Sorted(maps.Keys(c.testImages))
 	for range rounds {
 		here := slices.DeleteFunc(slices.Sorted(maps.Keys(c.history.latest())), func(id string) bool { return id == keep })
 		var err error
 		if len(here) > 0 && random.IntN(5) < 2 {
 			err = c.remove(ctx, here[random.IntN(len(here))])
 		} else {
-			err = c.pull(ctx, c.pictures[names[random.IntN(len(names))]])
+			err = c.pull(ctx, c.testImages[names[random.IntN(len(names))]])
 		}
 		if err != nil {
 			return err
@@ -117,13 +118,13 @@ func (c *churn) images(ctx context.Context, random *rand.Rand, rounds int, keep 
 	return nil
 }
 
-// job is a pod of the churn.
+// job describes a pod of the churn.
 type job struct {
 	pod       *harness.Pod
 	container *runtimeapi.ContainerConfig
 }
 
-// jobs makes the descriptions of pods.
+// jobs returns descriptions of count pods.
 func (n *node) jobs(t *testing.T, count int) (all []job) {
 	t.Helper()
 	for range count {
@@ -135,7 +136,7 @@ func (n *node) jobs(t *testing.T, count int) (all []job) {
 	return all
 }
 
-// pods runs the pods of jobs, always two at a time, and removes them at the end.
+// pods runs the pods of jobs, two at a time, and removes them at the end.
 func (c *churn) pods(ctx context.Context, jobs []job) error {
 	var running []string
 	for _, j := range jobs {
@@ -193,7 +194,7 @@ type recording struct {
 	history history
 }
 
-// record lets a new node work on a disk from the moment the filesystem is made.
+// record runs a new node on a disk. The recording starts when the filesystem is made.
 func (n *node) record(t *testing.T, random *rand.Rand, rounds, pods int) recording {
 	t.Helper()
 	disk := n.newDisk(t)
@@ -202,7 +203,7 @@ func (n *node) record(t *testing.T, random *rand.Rand, rounds, pods int) recordi
 	n.WaitIdle(t)
 	n.Empty = n.Snapshot(t)
 	c := &churn{node: n, disk: disk}
-	base := &picture{name: harness.BaseImage}
+	base := &testImage{name: harness.BaseImage}
 	base.id = n.learn(t, c, base)
 
 	group, ctx := errgroup.WithContext(t.Context())
@@ -218,19 +219,19 @@ func (n *node) record(t *testing.T, random *rand.Rand, rounds, pods int) recordi
 	}
 	n.NoLeaks(t)
 	end()
-	t.Logf("recorded %d operations of the disk, %d of them flushes, in %d changes of images and %d pods",
+	t.Logf("recorded %d disk operations, %d of them flushes, during %d changes of images and %d pods",
 		disk.Position(), len(disk.Flushes()), len(c.history.changes), pods)
 	return recording{disk, begin, c.history}
 }
 
-// learn pulls every image and records the content of its layers from the page cache. It returns the
-// ID of base, which is never removed.
-func (n *node) learn(t *testing.T, c *churn, base *picture) string {
+// learn pulls every image and records the content of its layers, read from the page cache. It
+// returns the ID of base, which is never removed.
+func (n *node) learn(t *testing.T, c *churn, base *testImage) string {
 	t.Helper()
 	img, err := n.TryPull(t, base.name, nil)
 	harness.Must(t, err)
 	c.history.changes = append(c.history.changes, change{"pull " + base.name, 0, c.disk.Position(), known{img: {base.name}}})
-	for _, p := range n.pictures {
+	for _, p := range n.testImages {
 		harness.Must(t, c.pull(t.Context(), p))
 	}
 	n.layers = readLayers(t, n.store())

@@ -19,13 +19,13 @@ import (
 type filesystem struct {
 	name    string
 	size    int64
-	make    []string // the command, but for the device
-	options string   // of the mount
-	check   []string // finds out whether it is sound, and changes nothing
-	few     int      // power cuts that are enough for each change of the code
+	make    []string // command without the device
+	options string   // mount options
+	check   []string // checks the filesystem and changes nothing
+	few     int      // number of power failures in the default test run
 }
 
-// filesystems commit once a second where they can, so that there is more to be cut in less time.
+// filesystems commit once a second if they can, so that a short run has more commits.
 var filesystems = []filesystem{
 	{
 		name: "ext4", size: 256 << 20, options: "commit=1", few: 16,
@@ -44,7 +44,7 @@ var filesystems = []filesystem{
 	},
 }
 
-// usable skips the test where there are no programs for the filesystem, or no block devices.
+// usable skips the test if the filesystem's programs or block devices are missing.
 func (f filesystem) usable(t *testing.T) {
 	t.Helper()
 	for _, program := range []string{f.make[0], f.check[0]} {
@@ -54,11 +54,11 @@ func (f filesystem) usable(t *testing.T) {
 	}
 }
 
-// atomic is how many bytes the disks write as a whole or not: one block. No filesystem expects a
-// block to be torn, and xfs refuses to mount after a power cut that tears one.
+// atomic is the number of bytes that the disks write as a unit: one block. No filesystem expects
+// torn blocks, and xfs refuses to mount after one.
 const atomic = 4096
 
-// mounted is a filesystem on a disk.
+// mounted is a mounted filesystem on a disk.
 type mounted struct {
 	filesystem
 	dir    string
@@ -66,7 +66,7 @@ type mounted struct {
 }
 
 // mount mounts the filesystem of a disk at dir, until the test ends or unmount is called. Only one
-// disk is mounted there at a time.
+// disk is mounted at dir at a time.
 func (f filesystem) mount(t *testing.T, disk *blocklog.Disk, dir string) *mounted {
 	t.Helper()
 	m := &mounted{f, dir, attach(t, disk, makeDir(t, dir+"-device"))}
@@ -87,15 +87,15 @@ func attach(t *testing.T, disk *blocklog.Disk, dir string) *blocklog.Attached {
 	return device
 }
 
-// unmount also checks the filesystem. It waits for launchers of a killed daemon, which may still
-// have the filesystem mounted in namespaces of their own.
+// unmount unmounts and checks the filesystem. It waits for launchers of a killed daemon, whose
+// mount namespaces may still contain the mount.
 func (m *mounted) unmount(t *testing.T) {
 	t.Helper()
 	if m.device == nil {
 		return
 	}
 	harness.Eventually(t, "unmount", func() error { return unix.Unmount(m.dir, 0) })
-	harness.Eventually(t, "nobody has it mounted", m.device.Idle)
+	harness.Eventually(t, "the filesystem is mounted nowhere", m.device.Idle)
 	if out, err := exec.Command(m.check[0], append(m.check[1:], m.device.Path)...).CombinedOutput(); err != nil {
 		t.Errorf("%s: %v\n%s", m.check[0], err, out)
 	}

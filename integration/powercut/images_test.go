@@ -17,18 +17,18 @@ import (
 	"berth/integration/harness"
 )
 
-// picture is an image that is pulled: what its layers hold, and a file of its own to know it by.
-type picture struct {
+// testImage is a pulled image, with the content of its layers and a file that identifies it.
+type testImage struct {
 	name, id string
-	layers   []string // their directories in the layer store
+	layers   []string // directories in the layer store
 }
 
-// witness is the file that holds its image's name.
+// witness is the file that contains its image's name.
 const witness = "/witness"
 
-// pictures pushes images that share layers. The layers have many files, large files, owners,
+// testImages pushes images that share layers. The layers contain many files, large files, owners,
 // attributes, whiteouts and links into other layers.
-func pictures(t *testing.T) map[string]*picture {
+func testImages(t *testing.T) map[string]*testImage {
 	t.Helper()
 	small, large := manyFiles("small", 200, 900), someFiles("large", 3, 700<<10)
 	links := fixture.Tree{
@@ -36,7 +36,7 @@ func pictures(t *testing.T) map[string]*picture {
 		fixture.Whiteout("small/4/", "44"), fixture.Opaque("small/5/"), fixture.File("small/5/new", 0o640, "new").Owned(7, 8),
 		fixture.File("tmp/implied", 0o600, "in a directory that is not listed"),
 	}
-	all := map[string]*picture{}
+	all := map[string]*testImage{}
 	for name, trees := range map[string][]fixture.Tree{
 		"a": {small}, "b": {small, large}, "c": {small, links}, "d": {large, manyFiles("other", 60, 3000)}, "e": {large, small, links},
 	} {
@@ -46,9 +46,9 @@ func pictures(t *testing.T) map[string]*picture {
 	return all
 }
 
-func push(t *testing.T, name string, img v1.Image) *picture {
+func push(t *testing.T, name string, img v1.Image) *testImage {
 	t.Helper()
-	p := &picture{}
+	p := &testImage{}
 	p.name, p.id = harness.Push(t, harness.Registry, "powercut/"+name+":latest", img)
 	for _, l := range harness.Get(img.Layers())(t) {
 		blob, diffID := harness.Get(l.Digest())(t), harness.Get(l.DiffID())(t)
@@ -58,7 +58,7 @@ func push(t *testing.T, name string, img v1.Image) *picture {
 	return p
 }
 
-// manyFiles is a tree of directories with ten files each.
+// manyFiles returns a tree of directories with ten files each.
 func manyFiles(dir string, files, size int) fixture.Tree {
 	out := fixture.Tree{fixture.Dir(dir, 0o755)}
 	for i := range files {
@@ -75,7 +75,7 @@ func manyFiles(dir string, files, size int) fixture.Tree {
 	return out
 }
 
-// someFiles is a tree of files that do not compress.
+// someFiles returns a tree of files that do not compress.
 func someFiles(dir string, files, size int) fixture.Tree {
 	random := rand.New(rand.NewPCG(7, 8))
 	out := fixture.Tree{fixture.Dir(dir, 0o711)}
@@ -89,7 +89,7 @@ func someFiles(dir string, files, size int) fixture.Tree {
 	return out
 }
 
-// known holds a daemon's images: their tags by ID.
+// known contains a daemon's images: their tags by ID.
 type known map[string][]string
 
 // list returns the daemon's images.
@@ -106,7 +106,7 @@ func knownOf(images []*runtimeapi.Image) known {
 	return k
 }
 
-// pulled returns k with a name that now refers to an image, as after a pull.
+// pulled returns the images after a pull of name, which now refers to id.
 func (k known) pulled(name, id string) known {
 	next := known{}
 	for other, tags := range k {
@@ -116,7 +116,7 @@ func (k known) pulled(name, id string) known {
 	return next
 }
 
-// removed is k after an image was removed.
+// removed returns the images after the removal of an image.
 func (k known) removed(id string) known {
 	next := maps.Clone(k)
 	delete(next, id)
@@ -127,8 +127,8 @@ func (k known) equal(other known) bool {
 	return maps.EqualFunc(k, other, func(a, b []string) bool { return slices.Equal(a, b) })
 }
 
-// change is a call that changes the images. It holds the length of the disk's log at its begin and
-// end.
+// change is a call that changes the images. It contains the length of the disk's log at its begin
+// and end.
 type change struct {
 	what         string
 	begun, ended int
@@ -137,12 +137,12 @@ type change struct {
 
 // history is the sequence of changes of the images.
 type history struct {
-	before  known // the first change
+	before  known // before the first change
 	changes []change
 }
 
-// at returns the allowed states after a power cut: the state before, and that after a call in
-// progress.
+// at returns the allowed states after a power failure at position: the state before it, and the
+// state after a call in progress.
 func (h history) at(position int) (allowed []known, under string) {
 	last := h.before
 	for _, c := range h.changes {

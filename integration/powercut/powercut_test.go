@@ -23,8 +23,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// cuts is how many power cuts are tried on a filesystem: BERTH_CUTS, or all with BERTH_TORTURE=1,
-// or a few.
+// cuts returns the number of power failures on a filesystem: BERTH_CUTS, or all with
+// BERTH_TORTURE=1, or a few.
 func (f filesystem) cuts(t *testing.T) int {
 	t.Helper()
 	if text := os.Getenv("BERTH_CUTS"); text != "" {
@@ -72,19 +72,19 @@ func TestPowerCut(t *testing.T) {
 	}
 }
 
-// cut is one power cut.
+// cut is one power failure.
 type cut struct {
 	position int
 	loss     blocklog.Loss
-	seed     uint64 // for the choice of lost writes
+	seed     uint64 // selects the lost writes
 }
 
 func (c cut) String() string {
-	return fmt.Sprintf("%d, keeping %.2f of what was not flushed, seed %d", c.position, c.loss.Kept, c.seed)
+	return fmt.Sprintf("%d, keeping %.2f of unflushed writes, seed %d", c.position, c.loss.Kept, c.seed)
 }
 
-// choose picks a power cut. Half of the cuts are near a flush: large contiguous writes fill most of
-// the log, and their positions hardly differ.
+// choose selects a power failure. Half of them are near a flush, because large contiguous writes
+// fill most of the log, and their positions hardly differ.
 func (r recording) choose(random *rand.Rand) cut {
 	last := r.disk.Position()
 	position := r.begin + random.IntN(last-r.begin+1)
@@ -104,8 +104,8 @@ func (c cut) of(t *testing.T, disk *blocklog.Disk) *blocklog.Disk {
 	return left
 }
 
-// survives boots the node from the disk after a power cut and checks everything. If again, the
-// power fails once more during recovery, and the disk after that is checked.
+// survives boots the node from the disk after a power failure and checks everything. If again is
+// set, the power fails once more during recovery, and survives checks the disk after that.
 func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	t.Helper()
 	t.Cleanup(func() {
@@ -116,7 +116,7 @@ func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	if again {
 		r = n.interruptedRecovery(t, r, c)
 		c = r.choose(rand.New(rand.NewPCG(c.seed, 2)))
-		t.Logf("and again at %v", c)
+		t.Logf("the power fails again at %v", c)
 	}
 	n.visibleLayersAreWhole(t, c.of(t, r.disk))
 
@@ -129,31 +129,31 @@ func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	n.ready(t)
 	n.podsAreGone(t)
 	n.removeSetAside(t)
-	n.matchesItsRecords(t)
+	n.checkRecords(t)
 	n.serves(t, found)
 	n.pullsEverything(t)
-	n.matchesItsRecords(t, "--bytes")
+	n.checkRecords(t, "--bytes")
 	n.Clean(t)
 	n.NoLeaks(t)
 	end()
 }
 
-// interruptedRecovery boots from the disk after a power cut, pulls images, and returns the disk
-// then.
+// interruptedRecovery boots from the disk after a power failure, pulls images, kills the daemon,
+// and returns the disk.
 func (n *node) interruptedRecovery(t *testing.T, r recording, c cut) recording {
 	t.Helper()
 	disk := c.of(t, r.disk)
 	end := n.boot(t, disk)
 	again := &churn{node: n, disk: disk, history: history{before: list(t, n.Daemon)}}
-	for _, name := range slices.Sorted(maps.Keys(n.pictures)) {
-		harness.Must(t, again.pull(t.Context(), n.pictures[name]))
+	for _, name := range slices.Sorted(maps.Keys(n.testImages)) {
+		harness.Must(t, again.pull(t.Context(), n.testImages[name]))
 	}
 	n.Kill(t)
 	end()
 	return recording{disk, 0, again.history}
 }
 
-// visibleLayersAreWhole looks at the layers before a daemon does: each layer at its final path must
+// visibleLayersAreWhole checks the layers before a daemon starts. Each layer at its final path must
 // have the expected content.
 func (n *node) visibleLayersAreWhole(t *testing.T, disk *blocklog.Disk) {
 	t.Helper()
@@ -167,7 +167,7 @@ func (n *node) layersAreRight(t *testing.T, when string) {
 	for name, found := range readLayers(t, n.store()) {
 		want, ok := n.layers[name]
 		if !ok {
-			t.Errorf("%s: %s is no layer of any image", when, name)
+			t.Errorf("%s: no image has the layer %s", when, name)
 			continue
 		}
 		if diff := found.Difference(want); len(diff) > 0 {
@@ -177,7 +177,7 @@ func (n *node) layersAreRight(t *testing.T, when string) {
 }
 
 // hasLayers checks that no layer of an image is missing.
-func (n *node) hasLayers(t *testing.T, p *picture) {
+func (n *node) hasLayers(t *testing.T, p *testImage) {
 	t.Helper()
 	for _, layer := range p.layers {
 		there := func(root string) bool { return slices.Contains(machine.ReadDir(filepath.Join(root, "layers")), layer) }
@@ -201,8 +201,8 @@ func (n *node) ready(t *testing.T) {
 	})
 }
 
-// podsAreGone checks that pods and containers have ended, can be removed, and give their addresses
-// back.
+// podsAreGone checks that pods and containers have exited, that they can be removed, and that their
+// addresses are released.
 func (n *node) podsAreGone(t *testing.T) {
 	t.Helper()
 	containers := harness.Get(n.Cri.ListContainers(t.Context(), nil))(t)
@@ -224,7 +224,7 @@ func (n *node) podsAreGone(t *testing.T) {
 	if err != nil {
 		t.Errorf("addresses without a pod: %v", err)
 	}
-	t.Logf("%d pods and %d containers were known", len(pods), len(containers))
+	t.Logf("%d pods and %d containers were recorded", len(pods), len(containers))
 }
 
 // addresses returns host-local's addresses with the content of their files.
@@ -238,36 +238,36 @@ func (n *node) addresses() (all []string) {
 	return all
 }
 
-// serves runs a container of each image that is there, in a pod with a network.
+// serves runs a container of each of these images, in a pod with a network.
 func (n *node) serves(t *testing.T, images known) {
 	t.Helper()
 	if len(images) == 0 {
 		return
 	}
 	pod := n.RunPod(t)
-	for _, name := range slices.Sorted(maps.Keys(n.pictures)) {
-		if p := n.pictures[name]; images[p.id] != nil {
+	for _, name := range slices.Sorted(maps.Keys(n.testImages)) {
+		if p := n.testImages[name]; images[p.id] != nil {
 			n.hasLayers(t, p)
-			harness.Equal(t, "what image "+name+" holds", pod.Sh(t, "cat "+witness, harness.Image(p.id)), name)
+			harness.Equal(t, "content of image "+name, pod.Sh(t, "cat "+witness, harness.Image(p.id)), name)
 		}
 	}
 	pod.Remove(t)
 }
 
-// pullsEverything pulls all images; then all their layers are there and right.
+// pullsEverything pulls all images, and checks all their layers.
 func (n *node) pullsEverything(t *testing.T) {
 	t.Helper()
 	n.Pull(t, harness.BaseImage)
-	for _, p := range n.pictures {
+	for _, p := range n.testImages {
 		harness.Equal(t, "ID of "+p.name, n.Pull(t, p.name), p.id)
 		n.hasLayers(t, p)
 	}
 	n.layersAreRight(t, "after all images were pulled")
 }
 
-// matchesItsRecords checks by berth's own command that the records match the machine. Berth removes
-// objects without a record in the background.
-func (n *node) matchesItsRecords(t *testing.T, args ...string) {
+// checkRecords checks by `berth check --state` that the records match the machine. It waits,
+// because the daemon removes objects without a record in the background.
+func (n *node) checkRecords(t *testing.T, args ...string) {
 	t.Helper()
 	err := harness.WaitFor(func() error {
 		var differences []error
@@ -281,8 +281,8 @@ func (n *node) matchesItsRecords(t *testing.T, args ...string) {
 	}
 }
 
-// removeSetAside removes the records that were set aside; berth itself never does. Only records of
-// pods and containers may be among them, because these are not synced.
+// removeSetAside removes the records that were set aside, because berth never does. Only records of
+// pods and containers may be among them, because berth does not sync these.
 func (n *node) removeSetAside(t *testing.T) {
 	t.Helper()
 	for _, kind := range []string{"pods", "containers"} {

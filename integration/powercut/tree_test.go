@@ -10,7 +10,7 @@ import (
 	"berth/integration/machine"
 )
 
-// readLayers reads the layers and joins of an image store, for all drivers, by path.
+// readLayers reads the layers and joins of an image store, of all drivers, by path.
 func readLayers(t *testing.T, store string) map[string]inventory.Tree {
 	t.Helper()
 	layers := map[string]inventory.Tree{}

@@ -16,18 +16,18 @@ import (
 	"berth/integration/sessions"
 )
 
-// clockEnv is set where this test may set the clock: in a guest, which has a clock of its own.
+// clockEnv is set if this test may set the clock, as in a guest.
 const clockEnv = "BERTH_TEST_CLOCK"
 
-// ownClock skips the test where it may not set the clock.
+// ownClock skips the test if it may not set the clock.
 func ownClock(t *testing.T) {
 	t.Helper()
 	if os.Getenv(clockEnv) == "" {
-		t.Skip("the clock is the whole machine's; contrib/guest has one of its own and sets " + clockEnv)
+		t.Skip("the test would set the machine's clock; contrib/guest has its own clock and sets " + clockEnv)
 	}
 }
 
-// setClock sets the machine's clock until the test ends.
+// setClock sets the machine's clock and restores it when the test ends.
 func setClock(t *testing.T, to time.Time) {
 	t.Helper()
 	before := time.Now()
@@ -43,7 +43,7 @@ func setClock(t *testing.T, to time.Time) {
 // Containers keep running, and no reported time is zero.
 func TestClockOf1970(t *testing.T) {
 	ownClock(t)
-	// As if the clock had begun with the machine: the kernel refuses a time before that.
+	// The clock starts with the machine, because the kernel refuses a time before the boot.
 	var up unix.Timespec
 	harness.Must(t, unix.ClockGettime(unix.CLOCK_BOOTTIME, &up))
 	boot := time.Unix(10, 0).Add(time.Duration(up.Nano()))
@@ -75,7 +75,7 @@ func TestClockOf1970(t *testing.T) {
 	pod.Remove(t)
 }
 
-// The clock jumps during operations. Time limits hold, and nothing hangs or ends early.
+// The clock jumps during operations. Time limits hold, no operation hangs, and none ends early.
 func TestClockJumps(t *testing.T) {
 	ownClock(t)
 	for name, jump := range map[string]time.Duration{"a year forward": 365 * 24 * time.Hour, "a day back": -24 * time.Hour} {
@@ -88,7 +88,7 @@ func TestClockJumps(t *testing.T) {
 			c.WaitStoppable(t)
 			harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t)
 			url := c2.ExecURL(t, remotecommand.StreamOptions{Stdout: &sessions.Screen{}}, "echo", "here")
-			// An undo that is retried in the background.
+			// An undo is retried in the background.
 			plugin.Inject(t, "ADD", faults.Fail(1))
 			plugin.Inject(t, "DEL", faults.Fail(3))
 			_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
@@ -107,7 +107,7 @@ func TestClockJumps(t *testing.T) {
 
 			screen := &sessions.Screen{}
 			if _, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), url, remotecommand.StreamOptions{Stdout: screen}); err != nil {
-				t.Errorf("a session that was asked for before the jump: %v", err)
+				t.Errorf("a session requested before the jump: %v", err)
 			}
 			if err := <-executed; err == nil || !strings.Contains(err.Error(), "timed out after "+limit.String()) {
 				t.Errorf("the exec ended with %v", err)
@@ -120,13 +120,13 @@ func TestClockJumps(t *testing.T) {
 				t.Errorf("the container was killed after %v, its grace period is %v", took, grace)
 			}
 			harness.Equal(t, "exit code", c.Status(t).ExitCode, 137)
-			harness.Eventually(t, "the undo is tried again", func() error {
+			harness.Eventually(t, "the undo is retried", func() error {
 				if n := len(plugin.Calls("DEL")); n < 4 {
-					return harness.Unexpected("the number of DELs", n, 4)
+					return harness.Unexpected("number of DELs", n, 4)
 				}
 				return nil
 			})
-			// The container has one process that only uses CPU time. Other processes need the CPU,
+			// The container has one process that only uses CPU time. Other processes need CPU time,
 			// too.
 			if used := harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t).Cpu.UsageNanoCores; used == nil || used.Value < 0.05e9 || used.Value > 1.2e9 {
 				t.Errorf("the statistics of a container that uses one core show %v nanocores", used)
@@ -136,7 +136,7 @@ func TestClockJumps(t *testing.T) {
 	}
 }
 
-// checkLatest checks that kubelet takes an object created after the jump for the latest. The next
+// checkLatest checks that kubelet regards an object created after the jump as the latest. The next
 // daemon must return the same order.
 func checkLatest(t *testing.T, d *harness.Daemon, pod *harness.Pod, before *harness.Container) {
 	t.Helper()
@@ -157,6 +157,6 @@ func checkLatest(t *testing.T, d *harness.Daemon, pod *harness.Pod, before *harn
 		}
 	}
 	if out := next.Sh(t, "echo here"); strings.TrimSpace(out) != "here" {
-		t.Errorf("a container of it writes %q", out)
+		t.Errorf("a container of the new pod prints %q", out)
 	}
 }

@@ -21,7 +21,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// shortTimeout is for plugins that hang; the others need tens of milliseconds.
+// shortTimeout is the time limit for hanging plugins. Other plugins need tens of milliseconds.
 var shortTimeout = harness.WithConfig(`cni_timeout = "3s"`)
 
 // addCases lists failures of an ADD.
@@ -42,8 +42,8 @@ var addCases = []struct {
 	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
 }
 
-// A failed ADD leaves nothing, at whichever point the plugin failed. The same pod runs once the
-// plugin works again. bridge is the first plugin of the chain; when portmap fails, an address and a
+// A failed ADD leaves nothing, at any point of the plugin's failure. The same pod runs once the
+// plugin works again. bridge is the first plugin of the chain. When portmap fails, an address and a
 // veth exist.
 func TestFailedAdd(t *testing.T) {
 	testutil.Long(t)
@@ -68,10 +68,10 @@ func TestFailedAdd(t *testing.T) {
 	}
 }
 
-// delCases lists failures of a DEL, real or apparent.
+// delCases lists failures of a DEL, including harmless ones.
 var delCases = []struct {
 	fault string
-	code  codes.Code // OK: the plugin's output does not matter if it exits with 0
+	code  codes.Code // OK: berth ignores the plugin's output if it exits with 0
 	parts []string
 }{
 	{faults.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
@@ -84,8 +84,8 @@ var delCases = []struct {
 	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
 }
 
-// A DEL that fails is an error of StopPodSandbox. The pod is not ready all the same and its
-// processes are gone; the next call takes its network away.
+// A failed DEL is an error of StopPodSandbox. The pod is still marked not ready, and its processes
+// have exited. The next call removes its network.
 func TestFailedDel(t *testing.T) {
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, shortTimeout, plugin.Option)
@@ -100,8 +100,8 @@ func TestFailedDel(t *testing.T) {
 			} else {
 				harness.WantCode(t, err, tt.code, append(tt.parts, "CNI plugin bridge", "CNI DEL of pod", pod.Id)...)
 			}
-			harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
-			harness.Equal(t, "the container's state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+			harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+			harness.Equal(t, "state of the container", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
 			plugin.Inject(t, "DEL", "")
 			d.StateSettles(t)
 			pod.Remove(t)
@@ -112,8 +112,8 @@ func TestFailedDel(t *testing.T) {
 	}
 }
 
-// The pod of a DEL that fails ten times is stopped by the eleventh call, and keeps its address
-// until then.
+// The DEL of a pod fails ten times. The eleventh call stops the pod, which keeps its address until
+// then.
 func TestStopSucceedsAfterTenFailedDels(t *testing.T) {
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
@@ -128,7 +128,7 @@ func TestStopSucceedsAfterTenFailedDels(t *testing.T) {
 	}
 	pod.Stop(t)
 	if _, err := os.Stat(address); err == nil {
-		t.Error("the address is still there")
+		t.Error("the address is still in use")
 	}
 	pod.Stop(t)
 	if n := len(plugin.Calls("DEL")); n != 11 {
@@ -136,8 +136,9 @@ func TestStopSucceedsAfterTenFailedDels(t *testing.T) {
 	}
 }
 
-// A failed RunPodSandbox whose undo fails too is undone in the background, with growing pauses,
-// until that succeeds. Verbose Status shows the retries. The pod's name is free meanwhile.
+// A failed RunPodSandbox whose undo fails, too, is undone in the background. Retries have growing
+// pauses until one succeeds. Verbose Status shows the retries. The pod's name can be used
+// meanwhile.
 func TestFailedUndoIsRetried(t *testing.T) {
 	failures, longest := 3, 4.0 // pauses of 1, 2 and 4 seconds
 	if harness.Thorough() {
@@ -167,21 +168,21 @@ func TestFailedUndoIsRetried(t *testing.T) {
 	plugin.Inject(t, "DEL", "")
 	harness.Must(t, harness.PollUpTo(2*time.Minute, 100*time.Millisecond, func() error {
 		if undoPause(t, d) > 0 {
-			return errors.New("it is not undone")
+			return errors.New("the pod is not undone")
 		}
 		return nil
 	}))
 	for _, id := range plugin.Calls("DEL") {
-		harness.Equal(t, "the pod of a DEL", id, abandoned)
+		harness.Equal(t, "pod ID of a DEL", id, abandoned)
 	}
 	second.Remove(t)
 }
 
-// slack is the margin in seconds of a time limit in these tests.
+// slack is the tolerance in seconds of a time limit in these tests.
 const slack = 15
 
-// undoPause returns the wait before the next try of an undo, in seconds, according to verbose
-// Status. 0: there is no such wait.
+// undoPause returns the wait before the next retry of an undo, in seconds, from verbose Status. It
+// returns 0 without such a wait.
 func undoPause(t *testing.T, d *harness.Daemon) float64 {
 	t.Helper()
 	var waits []struct {
@@ -217,14 +218,14 @@ func TestDaemonDiesWithPlugin(t *testing.T) {
 				killDuring(t, d, plugin, func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
 				plugin.Inject(t, "DEL", "")
 				d.Start(t)
-				harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+				harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
 				pod.Remove(t)
 			})
 		}
 	}
 }
 
-// killDuring kills the daemon while the plugin runs for a call. The call must fail.
+// killDuring kills the daemon while the plugin runs in a call, which must fail.
 func killDuring(t *testing.T, d *harness.Daemon, plugin *faults.Plugin, call func() error) {
 	t.Helper()
 	before := plugin.Left()
@@ -256,7 +257,7 @@ func TestChildOfPluginSurvivesDaemon(t *testing.T) {
 }
 
 // While a plugin hangs for one pod, pods on the host's network and on another network start and
-// stop, and all requests are answered.
+// stop, and the daemon answers all requests.
 func TestHungPluginDelaysNoOtherPod(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
@@ -296,11 +297,12 @@ func TestHungPluginDelaysNoOtherPod(t *testing.T) {
 			<-ended
 		})
 	}
-	d.End(t) // otherwise the end would wait for the plugins
+	d.End(t) // otherwise the cleanup would wait for the plugins
 	d.Start(t)
 }
 
-// otherNetwork has no plugin in common with the usual one but host-local; %q is its data directory.
+// otherNetwork shares only host-local with the default network configuration. %q is its data
+// directory.
 const otherNetwork = `{"cniVersion": "1.0.0", "name": "other", "plugins": [
 	{"type": "ptp", "ipam": {"type": "host-local", "dataDir": %q, "ranges": [[{"subnet": "10.89.0.0/24"}]]}}]}`
 
@@ -320,18 +322,18 @@ func TestDelWithoutConfig(t *testing.T) {
 	}
 }
 
-// A pod whose record is lost is removed. A DEL from the CNI library's cached result releases the
-// address; the pod's ID identifies the rest.
+// A pod whose record is lost is removed. A DEL with the CNI library's cached result releases the
+// address. The pod's ID identifies the other objects.
 func TestPodWithLostRecordIsRemoved(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		also func(d *harness.Daemon, id, address string) []string // files damaged besides the record
+		also func(d *harness.Daemon, id, address string) []string // damages other files, too, and returns their paths
 	}{
 		{"alone", func(*harness.Daemon, string, string) []string { return nil }},
-		{"with the cache of CNI", func(d *harness.Daemon, id, _ string) []string {
+		{"with the CNI library's cache", func(d *harness.Daemon, id, _ string) []string {
 			return []string{filepath.Join(d.Root, "cni/results", "test-"+id+"-eth0")}
 		}},
-		{"with what the address is for, as in a power cut", func(d *harness.Daemon, id, address string) []string {
+		{"with the content of the address file, as in a power failure", func(d *harness.Daemon, id, address string) []string {
 			return []string{filepath.Join(d.Root, "cni/results", "test-"+id+"-eth0"), address}
 		}},
 	} {
@@ -346,25 +348,26 @@ func TestPodWithLostRecordIsRemoved(t *testing.T) {
 				harness.Must(t, os.Truncate(path, 0))
 			}
 			d.Start(t)
-			harness.Eventually(t, "the address is given back", func() error {
+			harness.Eventually(t, "the address is released", func() error {
 				if _, err := os.Stat(address); err == nil {
 					return fmt.Errorf("%s is there", address)
 				}
 				return nil
 			})
-			harness.Equal(t, "the other pod's state", other.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+			harness.Equal(t, "state of the other pod", other.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 			if _, err := os.Stat(filepath.Join(d.DataDir, "test", other.Ip(t))); err != nil {
 				t.Errorf("the other pod has lost its address: %v", err)
 			}
 			aside, err := filepath.Glob(filepath.Join(d.Root, "pods", "set-aside", "*"))
 			harness.Must(t, err)
 			harness.Equal(t, "number of records set aside", len(aside), 1)
-			harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "pods", "set-aside"))) // or the leak check would find it
+			harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "pods", "set-aside"))) // otherwise the leak check would find it
 		})
 	}
 }
 
-// A stopping daemon does not interrupt a plugin, because the next daemon could not finish its work.
+// A stopping daemon does not interrupt a plugin, because the next daemon could not finish the
+// plugin's work.
 func TestDaemonStopInterruptsNoPlugin(t *testing.T) {
 	testutil.Long(t)
 	plugin := faults.NewPlugin(t, "bridge")
@@ -378,9 +381,9 @@ func TestDaemonStopInterruptsNoPlugin(t *testing.T) {
 		before := plugin.Resumed()
 		plugin.Inject(t, "ADD", "")
 		plugin.Inject(t, "DEL", "")
-		harness.Eventually(t, "the plugin ends by itself", func() error {
+		harness.Eventually(t, "the plugin finishes", func() error {
 			if plugin.Resumed() == before {
-				return errors.New("it was killed, or does not end")
+				return errors.New("the plugin was killed or still runs")
 			}
 			return nil
 		})

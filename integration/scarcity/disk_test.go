@@ -24,7 +24,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// The daemon's directories that are on a disk of their own in a test.
+// Directories of the daemon that a test puts on a separate disk.
 const (
 	rootDisk  = "root"
 	stateDisk = "state"
@@ -55,27 +55,27 @@ func startOn(t *testing.T, which, kind string) (*harness.Daemon, *smallDisk) {
 type verdict int
 
 const (
-	works verdict = iota // it needs no space on that disk
-	fails                // its error says that there is no space
-	may                  // it sometimes needs space: it works or fails
+	works verdict = iota // needs no space on that disk
+	fails                // returns an error about the missing space
+	may                  // needs space sometimes, so it works or fails
 )
 
-// verdicts are an operation's, by disk; works is the default.
+// verdicts maps disks to an operation's verdict. The default is works.
 type verdicts map[string]verdict
 
-// operation is a call of kubelet's.
+// operation is a call of kubelet.
 type operation struct {
 	name           string
 	full, readOnly verdicts
-	once           bool // it is not tried again when the disk has space or is writable again
-	// prepare makes the objects of the operation while there is space.
+	once           bool // not repeated after the disk has space or is writable again
+	// prepare creates the objects of the operation while the disk has space.
 	prepare func(t *testing.T, d *harness.Daemon, pod *harness.Pod) (call func() error)
 }
 
 var operations = []operation{
 	{"RunPodSandbox", verdicts{rootDisk: fails, stateDisk: fails, logDisk: may}, verdicts{rootDisk: fails, stateDisk: fails, logDisk: fails}, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
 		config := d.PodConfig(t)
-		harness.Must(t, os.RemoveAll(config.LogDirectory)) // berth makes it if kubelet has not
+		harness.Must(t, os.RemoveAll(config.LogDirectory)) // berth creates it if kubelet has not
 		return func() error {
 			id, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 			if err == nil {
@@ -97,7 +97,7 @@ var operations = []operation{
 	}},
 	{"StartContainer", verdicts{rootDisk: fails, stateDisk: fails, logDisk: may}, verdicts{rootDisk: fails, stateDisk: fails, logDisk: fails}, true, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
 		c := pod.Create(t)
-		return func() error { // once: a container that could not be started has exited
+		return func() error { // once: a container whose start failed has exited
 			return d.Cri.StartContainer(t.Context(), c.Id)
 		}
 	}},
@@ -166,12 +166,12 @@ var operations = []operation{
 	}},
 }
 
-// anotherImage has a file larger than the remaining space of a full disk.
+// anotherImage returns an image with a file larger than the remaining space of a full disk.
 func anotherImage(t *testing.T) v1.Image {
 	return harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("big", 0o644, strings.Repeat("berth", 1<<18))})
 }
 
-// runSettled runs a container and waits for its first log line: the start has then used all its
+// runSettled runs a container and waits for its first log line. By then the start has used all its
 // space.
 func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 	t.Helper()
@@ -185,9 +185,9 @@ func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 	return c
 }
 
-// Each operation runs on a full disk, and again with free space. It works or names the missing
-// space. The daemon can be restarted meanwhile. Containers keep running, and nothing is left at the
-// end.
+// Each operation runs on a full disk, and again with free space. It succeeds or its error names the
+// missing space. The daemon may be restarted meanwhile. Containers keep running, and nothing is
+// left at the end.
 func TestFullDisk(t *testing.T) {
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
 		t.Run(which, func(t *testing.T) {
@@ -197,7 +197,7 @@ func TestFullDisk(t *testing.T) {
 	}
 }
 
-// The same on a disk with space for bytes but without a free inode.
+// Each operation runs on a disk with free bytes but without a free inode.
 func TestDiskWithoutInodes(t *testing.T) {
 	testutil.Long(t)
 	disks := []string{rootDisk, stateDisk}
@@ -212,7 +212,7 @@ func TestDiskWithoutInodes(t *testing.T) {
 	}
 }
 
-// The same on a disk that is read-only, as after an error, and then writable again.
+// Each operation runs on a disk that is read-only, as after an error, and then writable again.
 func TestReadOnlyDisk(t *testing.T) {
 	testutil.Long(t)
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
@@ -220,9 +220,9 @@ func TestReadOnlyDisk(t *testing.T) {
 			d, disk := startOn(t, which, tmpfs)
 			place := filepath.Join(disk.path, which)
 			tryOperations(t, d, trouble{
-				spoil: func(t *testing.T) { disk.readOnly(t, place, true) },
-				mend:  func(t *testing.T) { disk.readOnly(t, place, false) },
-				code:  codes.FailedPrecondition, text: "read-only file system",
+				spoil:  func(t *testing.T) { disk.readOnly(t, place, true) },
+				repair: func(t *testing.T) { disk.readOnly(t, place, false) },
+				code:   codes.FailedPrecondition, text: "read-only file system",
 				verdict: func(o operation) verdict { return o.readOnly[which] },
 				leaves:  true,
 			})
@@ -232,15 +232,15 @@ func TestReadOnlyDisk(t *testing.T) {
 
 // trouble is the state of a disk during an operation.
 type trouble struct {
-	spoil, mend func(*testing.T)
-	code        codes.Code // of what fails for it,
-	text        string     // and what that says
-	verdict     func(operation) verdict
-	leaves      bool // a daemon that starts meanwhile opens files below the read-only mount, so the mount is replaced
+	spoil, repair func(*testing.T)
+	code          codes.Code // of the operation's error
+	text          string     // part of the operation's error
+	verdict       func(operation) verdict
+	leaves        bool // a daemon started meanwhile opens files below the read-only mount, so the mount is replaced
 }
 
-func noRoom(which string, spoil, mend func(*testing.T)) trouble {
-	return trouble{spoil: spoil, mend: mend, code: codes.ResourceExhausted, text: "no space left on device",
+func noRoom(which string, spoil, repair func(*testing.T)) trouble {
+	return trouble{spoil: spoil, repair: repair, code: codes.ResourceExhausted, text: "no space left on device",
 		verdict: func(o operation) verdict { return o.full[which] }}
 }
 
@@ -254,14 +254,14 @@ func tryOperations(t *testing.T, d *harness.Daemon, disk trouble) {
 		t.Run(o.name, func(t *testing.T) {
 			call := o.prepare(t, d, pod)
 			disk.spoil(t)
-			mended := false
-			mend := func() {
-				if !mended {
-					mended = true
-					disk.mend(t)
+			repaired := false
+			repair := func() {
+				if !repaired {
+					repaired = true
+					disk.repair(t)
 				}
 			}
-			defer mend() // for the next case
+			defer repair() // for the next case
 			err := call()
 			switch disk.verdict(o) {
 			case works:
@@ -278,9 +278,9 @@ func tryOperations(t *testing.T, d *harness.Daemon, disk trouble) {
 				d.End(t)
 				d.Start(t)
 			}
-			harness.Equal(t, "the bystander's state", bystander.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+			harness.Equal(t, "state of the bystander", bystander.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 			harness.Equal(t, "output of an exec", bystander.Exec(t, "echo", "here"), "here")
-			mend()
+			repair()
 			if restarted && disk.leaves {
 				d.Restart(t)
 			}
@@ -291,12 +291,12 @@ func tryOperations(t *testing.T, d *harness.Daemon, disk trouble) {
 		})
 	}
 	if !machine.Alive(pid) {
-		t.Error("the bystander has ended")
+		t.Error("the bystander has exited")
 	}
 }
 
-// The socket is in the state directory by default. A daemon that starts while that directory is
-// read-only reports it and ends. Containers keep running, and the next daemon continues once the
+// The socket is in the state directory by default. If that directory is read-only, a starting
+// daemon reports this and exits. Containers keep running, and the next daemon serves once the
 // directory is writable.
 func TestReadOnlyStateAtStart(t *testing.T) {
 	var disk *smallDisk
@@ -313,9 +313,9 @@ func TestReadOnlyStateAtStart(t *testing.T) {
 	var out bytes.Buffer
 	serve.Stdout, serve.Stderr = &out, &out
 	harness.Must(t, serve.Start())
-	stop := time.AfterFunc(harness.Patience, func() { _ = serve.Process.Kill() }) // it has to end by itself
+	stop := time.AfterFunc(harness.Patience, func() { _ = serve.Process.Kill() }) // the daemon must exit without a signal
 	if err := serve.Wait(); err == nil || !stop.Stop() {
-		t.Errorf("it ends with %v", err)
+		t.Errorf("the daemon exited with %v", err)
 	}
 	if text := out.String(); !strings.Contains(text, "read-only file system") || !strings.Contains(text, d.State) {
 		t.Errorf("the error lacks the cause or the object: %s", text)
@@ -327,8 +327,8 @@ func TestReadOnlyStateAtStart(t *testing.T) {
 	harness.Equal(t, "output of an exec", c.Exec(t, "echo", "here"), "here")
 }
 
-// Containers exit on a full disk, where neither the monitor nor the daemon can write a record. Each
-// exit code is reported: at once, by the next daemon, and when there is room again.
+// Containers exit while a full disk prevents the monitor and the daemon from writing records. The
+// exit code is reported at once, by the next daemon, and when the disk has space again.
 func TestExitsOnFullDisk(t *testing.T) {
 	var disk *smallDisk
 	d := harness.StartDaemon(t, func(t *testing.T, d *harness.Daemon) {
@@ -369,12 +369,12 @@ func TestExitsOnFullDisk(t *testing.T) {
 	d.Start(t)
 	check("on a full disk, after a restart")
 	disk.empty(t)
-	check("with room")
+	check("with free space")
 	d.Restart(t)
-	check("with room, after another restart")
+	check("with free space, after another restart")
 }
 
-// Root becomes read-only, as after a disk error. berth reports it in its status and in errors.
+// Root becomes read-only, as after a disk error. berth reports this in its status and in errors.
 // Containers keep running and can be stopped, and a new daemon serves. When the disk works again,
 // so does berth.
 func TestReadOnlyRoot(t *testing.T) {
@@ -385,7 +385,7 @@ func TestReadOnlyRoot(t *testing.T) {
 	running, exits := pod.Run(t), pod.Run(t, harness.Script("read line; exit 5"), harness.WithStdin(false))
 	created := pod.Create(t)
 	waitRuntimeReady(t, d, true)
-	half := filepath.Join(d.Root, "images", "tmp", "half") // the remainder of a killed pull
+	half := filepath.Join(d.Root, "images", "tmp", "half") // left by a killed pull
 	harness.Must(t, os.MkdirAll(filepath.Join(half, "fs"), 0o700))
 
 	disk.readOnly(t, d.Root, true)
@@ -413,7 +413,7 @@ func TestReadOnlyRoot(t *testing.T) {
 	disk.readOnly(t, d.Root, false)
 	waitRuntimeReady(t, d, true)
 	d.Restart(t)
-	harness.Equal(t, "exit code, on the mended disk", exits.Status(t).ExitCode, 137)
+	harness.Equal(t, "exit code, on the repaired disk", exits.Status(t).ExitCode, 137)
 	if _, err := os.Lstat(half); !os.IsNotExist(err) {
 		t.Errorf("files of the failed pull remain: %v", err)
 	}
@@ -440,7 +440,7 @@ func waitRuntimeReady(t *testing.T, d *harness.Daemon, want bool) {
 	})
 }
 
-// The log directory becomes read-only: a rotation fails and leaves the old log in use.
+// The log directory becomes read-only. A rotation fails, and the old log stays in use.
 func TestReadOnlyLogs(t *testing.T) {
 	d, disk := startOn(t, logDisk, tmpfs)
 	pod := d.RunPod(t)
@@ -457,8 +457,8 @@ func TestReadOnlyLogs(t *testing.T) {
 	}
 }
 
-// Pods come and go while the disk is filled and emptied at any moment. Errors are about room; what
-// could be started ends with its exit code; and nothing is left.
+// Pods start and stop while another goroutine fills and empties the disk. Errors name the missing
+// space, each started container ends with its exit code, and nothing is left.
 func TestDiskFillsAtAnyMoment(t *testing.T) {
 	testutil.Long(t)
 	rounds := 6
@@ -471,18 +471,18 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 			d.Pull(t, harness.BaseImage)
 			ctx, cancel := context.WithCancel(t.Context())
 			var filling sync.WaitGroup
-			defer filling.Wait() // otherwise it would fill the filesystem below once the disk is unmounted
+			defer filling.Wait() // a write after the unmount would go to the filesystem below
 			defer cancel()
 			filling.Go(func() {
 				for ctx.Err() == nil {
 					disk.fill(t)
-					time.Sleep(rand.N(50 * time.Millisecond)) // any moment is a good one
+					time.Sleep(rand.N(50 * time.Millisecond)) // any moment may reveal a bug
 					disk.empty(t)
 					time.Sleep(rand.N(100 * time.Millisecond))
 				}
 			})
-			// Timing decides which of them meet a full disk. Some must fail and some must live,
-			// except where only logs are on the full disk.
+			// Timing decides which pods meet a full disk. Some must fail and some must run, except
+			// when only logs are on the full disk.
 			failed, lived := 0, 0
 			decided := func() bool { return lived > 0 && (failed > 0 || which == logDisk) }
 			for n := 0; n < rounds || !decided() && n < 20*rounds; n++ {
@@ -494,19 +494,19 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 			}
 			cancel()
 			filling.Wait()
-			t.Logf("%d pods ran to their end, %d did not", lived, failed)
+			t.Logf("%d pods succeeded, %d failed", lived, failed)
 			if !decided() {
-				t.Error("not both kinds were seen")
+				t.Error("no pod succeeded or no pod failed")
 			}
 			if !runPodToEnd(t, d) {
-				t.Error("a pod does not run to its end although the disk has room")
+				t.Error("a pod failed although the disk has free space")
 			}
 		})
 	}
 }
 
-// runPodToEnd runs a pod with a container that exits with 3, and removes it. False if there was no
-// room at some point.
+// runPodToEnd runs a pod with a container that exits with 3, and removes it. It returns false if
+// the disk was full at some point.
 func runPodToEnd(t *testing.T, d *harness.Daemon) bool {
 	t.Helper()
 	ctx := t.Context()

@@ -34,21 +34,21 @@ import (
 	"berth/internal/testutil"
 )
 
-// A daemon with a memory limit of 64 MiB, children included, pulls an image of many layers and runs
-// 50 pods. Its own memory stays below half of that. When launchers and plugins need more, one of
-// them or the daemon is killed, and the next daemon continues. Every error names the cause. In the
-// end the image and all pods exist.
+// A daemon with a memory limit of 64 MiB, which includes its children, pulls an image of many
+// layers and runs 50 pods. Its own memory stays below half of the limit. When launchers and plugins
+// need more, the kernel kills one of them or the daemon, and the next daemon continues. Every error
+// names the cause. In the end the image and all pods exist.
 func TestMemoryLimit(t *testing.T) {
 	testutil.Long(t)
 	const small = 64 << 20 // enough for one layer at a time
 	t.Run("directories", func(t *testing.T) { underMemoryLimit(t, small, nil) })
 	t.Run("EROFS images, a layer in parts, and one of many files", func(t *testing.T) {
-		const files = 100_000 // too much for EROFS with that memory, so they become files of the host
+		const files = 100_000 // too many for EROFS with that memory, so the layers become files of the host
 		needEROFS(t, 2*files)
 		slow, parts := slowLayer(t)
 		underMemoryLimit(t, small, []string{slow, manyFiles(t, files)}, harness.WithLayerDriver("auto"))
 		if parts.Load() == 0 {
-			t.Error("no part of the slow layer was fetched by itself")
+			t.Error("no part of the slow layer was requested by a range")
 		}
 	})
 	t.Run("EROFS images, four layers of many files at a time", func(t *testing.T) {
@@ -58,8 +58,8 @@ func TestMemoryLimit(t *testing.T) {
 	})
 }
 
-// needEROFS skips the test where layers can't be EROFS images, or the disk has not so many inodes
-// for files.
+// needEROFS skips the test if layers cannot be EROFS images and the disk has too few inodes for
+// their files.
 func needEROFS(t *testing.T, files uint64) {
 	t.Helper()
 	const disk = "/var/tmp"
@@ -72,8 +72,8 @@ func needEROFS(t *testing.T, files uint64) {
 	}
 }
 
-// slowLayer is an image with one large layer, whose registry sends it slowly until parts are asked
-// for, and how many were.
+// slowLayer pushes an image with one large layer. The registry sends the layer slowly until the
+// client requests parts. parts counts these requests.
 func slowLayer(t *testing.T) (name string, parts *atomic.Int64) {
 	t.Helper()
 	data := make([]byte, 24<<20)
@@ -102,7 +102,7 @@ func slowLayer(t *testing.T) (name string, parts *atomic.Int64) {
 	return r.Host() + "/slow:v1", parts
 }
 
-// manyFiles is an image of layers with so many empty files each.
+// manyFiles pushes an image. Each layer has the given number of empty files.
 func manyFiles(t *testing.T, files ...int) (name string) {
 	t.Helper()
 	var layers []registrytest.Layer
@@ -127,7 +127,7 @@ func emptyFiles(t *testing.T, dir string, n int) registrytest.Layer {
 	return registrytest.Layer{Blob: blob.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: sum.Digest()}
 }
 
-// pacedWriter sends 4 MB a second until a condition is true.
+// pacedWriter writes 4 MB a second until a condition is true.
 type pacedWriter struct {
 	http.ResponseWriter
 	until func() bool
@@ -149,13 +149,13 @@ func (w *pacedWriter) Write(data []byte) (sent int, err error) {
 	return sent + n, err
 }
 
-// underMemoryLimit has the images pulled besides one of many layers.
+// underMemoryLimit runs TestMemoryLimit. The daemon also pulls the given images.
 func underMemoryLimit(t *testing.T, limit int64, images []string, options ...harness.DaemonOption) {
 	group, option := inGroup(t, "memory")
 	group.limitMemory(t, limit)
 	d := harness.StartDaemon(t, append(options, option)...)
 	var trees []fixture.Tree
-	for i := range 12 { // 1 MiB each, which count for good where root is on a tmpfs
+	for i := range 12 { // 1 MiB each, which uses memory if root is on a tmpfs
 		var body strings.Builder
 		for n := 0; body.Len() < 1<<20; n++ {
 			fmt.Fprintf(&body, "%d of layer %d is %x\n", n, i, n*n*2654435761)
@@ -175,7 +175,7 @@ func underMemoryLimit(t *testing.T, limit int64, images []string, options ...har
 	deaths, failed, taken := 0, 0, uint64(0)
 	for round := 0; len(left) > 0; round++ {
 		if round == 20 {
-			t.Fatalf("%d of %d calls do not succeed: %v", len(left), wanted, left[0]())
+			t.Fatalf("%d of %d calls failed: %v", len(left), wanted, left[0]())
 		}
 		var errs []error
 		left, errs = callAll(left, 3)
@@ -202,7 +202,7 @@ func underMemoryLimit(t *testing.T, limit int64, images []string, options ...har
 	}
 	t.Logf("%d calls failed, the daemon was killed %d times; its own memory was %d KiB, all in its cgroup %d KiB of %d",
 		failed, deaths, taken>>10, group.peakMemory(t)>>10, limit>>10)
-	group.limitMemory(t, 0) // the removal of all pods at once is no part of the test
+	group.limitMemory(t, 0) // the removal of all pods is not part of the test
 }
 
 // lacksMemory reports whether an error names missing memory, or a kill of the daemon or its
@@ -219,7 +219,7 @@ func lacksMemory(err error) bool {
 func callAll(calls []func() error, parallel int) (failed []func() error, errs []error) {
 	var group errgroup.Group
 	group.SetLimit(parallel)
-	var mu sync.Mutex // guards failed and errs
+	var mu sync.Mutex // protects failed and errs
 	for _, call := range calls {
 		group.Go(func() error {
 			if err := call(); err != nil {
@@ -234,8 +234,8 @@ func callAll(calls []func() error, parallel int) (failed []func() error, errs []
 	return failed, errs
 }
 
-// Containers and execs get the open-files limit that the daemon was started with, not its own
-// raised limit.
+// Containers and execs get the open-files limit with which the daemon was started, not the daemon's
+// own raised limit.
 func TestContainersGetDaemonsInitialFileLimit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", "--nofile=1000:4000"))
 	if own := machine.Limits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
@@ -248,8 +248,8 @@ func TestContainersGetDaemonsInitialFileLimit(t *testing.T) {
 }
 
 // Each operation runs with no free descriptor, with one, and so on until it succeeds. It succeeds
-// or names the missing descriptors, and leaves nothing. Repeated with enough descriptors it
-// succeeds.
+// or its error names the missing descriptors, and it leaves nothing. When repeated with enough
+// descriptors, it succeeds.
 func TestOutOfDescriptors(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.BaseImage)
@@ -258,7 +258,7 @@ func TestOutOfDescriptors(t *testing.T) {
 		t.Run(o.name, func(t *testing.T) {
 			for left := 0; ; left = more(left) {
 				call := o.prepare(t, d, pod)
-				d.WaitIdle(t) // a launcher that is starting would use descriptors
+				d.WaitIdle(t) // a starting launcher would use descriptors
 				undo := leaveFiles(t, d, left)
 				err := call()
 				undo()
@@ -279,19 +279,19 @@ func TestOutOfDescriptors(t *testing.T) {
 	}
 }
 
-// The same with no descriptor at all, not even those that the daemon frees meanwhile. Stop and
-// remove calls name the cause at once, not only after their client's deadline.
+// Each operation runs without any descriptor, even one that the daemon frees meanwhile. Stop and
+// remove calls return the cause at once, and not only at their client's deadline.
 func TestNoFreeDescriptors(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	for _, o := range operations {
 		if !strings.HasPrefix(o.name, "Stop") && !strings.HasPrefix(o.name, "Remove") {
-			continue // they have been tried with 0
+			continue // tested above with 0
 		}
 		t.Run(o.name, func(t *testing.T) {
 			call := o.prepare(t, d, pod)
 			d.WaitIdle(t)
-			undo := limitFiles(t, d, 1) // poll(2) of one needs one
+			undo := limitFiles(t, d, 1) // poll(2) of a descriptor needs a limit of at least 1
 			err := call()
 			undo()
 			harness.WantCode(t, err, codes.ResourceExhausted, "too many open files")
@@ -301,7 +301,7 @@ func TestNoFreeDescriptors(t *testing.T) {
 	}
 }
 
-// more is the next number to try.
+// more returns the next limit to try.
 func more(n int) int {
 	if harness.Thorough() {
 		return n + 1
@@ -309,12 +309,11 @@ func more(n int) int {
 	return 2*n + 1
 }
 
-// The same with processes and threads. A Go program that cannot start a thread dies, and that may
-// happen to the daemon. The next daemon continues everything.
+// Each operation runs with a limit of processes and threads. A Go program that cannot start a
+// thread dies, and so may the daemon. The next daemon continues all operations.
 func TestOutOfProcesses(t *testing.T) {
 	group, option := inGroup(t, "pids")
-	// The bridge plugin, when it dies in the middle of a DEL, leaves rules for ipMasq that no DEL
-	// finds again.
+	// A bridge plugin that dies during a DEL leaves rules for ipMasq that no DEL finds again.
 	d := harness.StartDaemon(t, option, func(t *testing.T, d *harness.Daemon) {
 		harness.WithNetwork(fmt.Sprintf(otherNetwork, d.DataDir))(t, d)
 	})
@@ -324,7 +323,7 @@ func TestOutOfProcesses(t *testing.T) {
 	died := 0
 	for _, o := range operations {
 		if o.name == "StopContainer" {
-			continue // a monitor that cannot have a thread is dead, and the exit code with it
+			continue // the monitor dies without a thread, and the exit code is lost
 		}
 		t.Run(o.name, func(t *testing.T) {
 			for left := 0; ; left = more(left) {
@@ -345,8 +344,8 @@ func TestOutOfProcesses(t *testing.T) {
 				if t.Failed() {
 					return
 				}
-				if !o.once { // a launcher that could not have a thread may not be dead yet
-					harness.Eventually(t, "it works again", call)
+				if !o.once { // a launcher without a thread may still be dying
+					harness.Eventually(t, "the operation works again", call)
 				}
 				d.StateSettles(t)
 			}
@@ -355,8 +354,8 @@ func TestOutOfProcesses(t *testing.T) {
 	t.Logf("the daemon died %d times", died)
 }
 
-// lacksProcesses reports whether an error names a process or thread that could not be made. The
-// code may be a plugin's. A launcher that lacks a thread dies, and only the daemon's log has the
+// lacksProcesses reports whether an error names a process or thread that could not be created. The
+// code may be a plugin's. A launcher without a thread dies, and only the daemon's log contains the
 // reason.
 func lacksProcesses(err error) bool {
 	text := strings.ToLower(err.Error())
@@ -364,7 +363,7 @@ func lacksProcesses(err error) bool {
 }
 
 // replaceDead starts another daemon if this one was killed, and reports whether it was. A failed
-// call shows the kill a moment before the process has ended.
+// call may return a moment before the process has exited.
 func replaceDead(t *testing.T, d *harness.Daemon, errs ...error) bool {
 	t.Helper()
 	if !d.Gone() && !slices.ContainsFunc(errs, cutOff) {
@@ -372,7 +371,7 @@ func replaceDead(t *testing.T, d *harness.Daemon, errs ...error) bool {
 	}
 	harness.Eventually(t, "it is dead", func() error {
 		if !d.Gone() {
-			return errors.New("the daemon is still there")
+			return errors.New("the daemon still runs")
 		}
 		return nil
 	})
@@ -381,7 +380,7 @@ func replaceDead(t *testing.T, d *harness.Daemon, errs ...error) bool {
 	return true
 }
 
-// cutOff reports whether the daemon ended before it answered. It matches gRPC's own text, because
+// cutOff reports whether the daemon exited before it answered. It matches gRPC's own text, because
 // berth uses the same code.
 func cutOff(err error) bool {
 	text := fmt.Sprint(err)

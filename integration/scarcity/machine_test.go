@@ -15,10 +15,10 @@ import (
 	"berth/integration/machine"
 )
 
-// smallDisk is a small filesystem for directories of a daemon, which can be made full or
+// smallDisk is a small filesystem for directories of a daemon. Tests can fill it or make it
 // read-only.
 type smallDisk struct {
-	path    string // where it is mounted
+	path    string // mount point
 	ballast string
 }
 
@@ -28,7 +28,7 @@ const (
 	ext4  = "ext4" // on a loop device
 )
 
-// newDisk mounts a disk of size bytes until the daemon has ended.
+// newDisk mounts a disk of size bytes until the daemon has exited.
 func newDisk(t *testing.T, d *harness.Daemon, name, kind string, size int64) *smallDisk {
 	t.Helper()
 	k := &smallDisk{path: filepath.Join(d.Dir, name)}
@@ -47,7 +47,7 @@ func newDisk(t *testing.T, d *harness.Daemon, name, kind string, size int64) *sm
 	return k
 }
 
-// runCommand runs a command, which must succeed.
+// runCommand runs a command and expects success.
 func runCommand(t *testing.T, args ...string) {
 	t.Helper()
 	if out, err := exec.CommandContext(t.Context(), args[0], args[1:]...).CombinedOutput(); err != nil {
@@ -55,7 +55,7 @@ func runCommand(t *testing.T, args ...string) {
 	}
 }
 
-// fill leaves no byte free. It may be called while others write.
+// fill uses up all free bytes. Other processes may write meanwhile.
 func (k *smallDisk) fill(t *testing.T) {
 	t.Helper()
 	f, err := os.OpenFile(k.ballast, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
@@ -75,7 +75,7 @@ func (k *smallDisk) fill(t *testing.T) {
 	}
 }
 
-// fillInodes leaves room for bytes, but for no further file.
+// fillInodes uses up all inodes and leaves free bytes.
 func (k *smallDisk) fillInodes(t *testing.T) {
 	t.Helper()
 	harness.Must(t, os.MkdirAll(k.ballast, 0o700))
@@ -89,20 +89,20 @@ func (k *smallDisk) fillInodes(t *testing.T) {
 	}
 }
 
-// empty deletes the files that fill and fillInodes made.
+// empty deletes the files that fill and fillInodes created.
 func (k *smallDisk) empty(t *testing.T) {
 	t.Helper()
 	harness.Must(t, os.RemoveAll(k.ballast))
 }
 
 // readOnly makes dir and the daemon's bind mounts in it read-only for new opens, or writable again.
-// The filesystem itself cannot become read-only while files are open for
-// writing. Other filesystems mounted below stay as they are.
+// The filesystem itself cannot become read-only while files are open for writing. Filesystems
+// mounted below dir do not change.
 func (k *smallDisk) readOnly(t *testing.T, dir string, readOnly bool) {
 	t.Helper()
 	if !readOnly {
 		harness.Must(t, unix.Mount("", dir, "", unix.MS_PRIVATE|unix.MS_REC, "")) // otherwise the unmount would propagate
-		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH))                       // a daemon that was started meanwhile has files open there
+		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH))                       // a daemon started meanwhile has files open there
 		return
 	}
 	before := len(machine.Mountpoints(t, os.Getpid()))
@@ -132,12 +132,12 @@ func filesystem(t *testing.T, path string) uint64 {
 // limitedGroup is a cgroup for a daemon and its children.
 type limitedGroup struct{ dir string }
 
-// inGroup starts the daemon in a cgroup of its own with that controller. It skips the test if the
+// inGroup starts the daemon in a separate cgroup with that controller. It skips the test if the
 // controller is missing or if systemd manages all cgroups.
 func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOption) {
 	t.Helper()
 	if harness.SystemdDriver() {
-		t.Skip("cgroups are systemd's here")
+		t.Skip("systemd manages the cgroups here")
 	}
 	group := harness.PodCgroup(fmt.Sprintf("daemon%d", os.Getpid()))
 	g := &limitedGroup{dir: filepath.Join("/sys/fs/cgroup", controller, group)}
@@ -161,7 +161,7 @@ func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOpti
 	return g, harness.StartedBy("sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, g.dir)
 }
 
-// limitMemory bounds the memory of the group, in bytes; 0: no limit.
+// limitMemory limits the memory of the group in bytes; 0: no limit.
 func (g *limitedGroup) limitMemory(t *testing.T, limit int64) {
 	t.Helper()
 	file, value := "memory.limit_in_bytes", fmt.Sprint(limit)
@@ -174,7 +174,7 @@ func (g *limitedGroup) limitMemory(t *testing.T, limit int64) {
 	g.set(t, file, value)
 }
 
-// peakMemory is the most that the group has ever used, in bytes.
+// peakMemory returns the peak memory of the group in bytes.
 func (g *limitedGroup) peakMemory(t *testing.T) int64 {
 	t.Helper()
 	if machine.Cgroup2() {
@@ -199,8 +199,8 @@ func (g *limitedGroup) number(t *testing.T, file string) (n int64) {
 	return n
 }
 
-// leaveFiles lowers the limit of open files of the running daemon, so that it can open left more
-// files. undo restores the limit.
+// leaveFiles lowers the running daemon's limit of open files, so that it can open left more files.
+// undo restores the limit.
 func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	t.Helper()
 	pid := d.Cmd.Process.Pid
@@ -208,7 +208,7 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	for _, fd := range machine.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)) {
 		used[fd] = true
 	}
-	limit := 0 // all descriptors are below it
+	limit := 0 // above all open descriptors
 	for free := 0; free < left || used[fmt.Sprint(limit)]; limit++ {
 		if !used[fmt.Sprint(limit)] {
 			free++
@@ -217,8 +217,7 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	return limitFiles(t, d, limit)
 }
 
-// limitFiles lowers the daemon's limit of descriptors until undo is called. The daemon keeps its
-// open ones.
+// limitFiles lowers the daemon's descriptor limit until undo is called. Open descriptors stay open.
 func limitFiles(t *testing.T, d *harness.Daemon, limit int) (undo func()) {
 	t.Helper()
 	pid := d.Cmd.Process.Pid

@@ -1,5 +1,5 @@
-// Package sessions is the client's side of exec and attach: the protocols that clients speak, and
-// the screens and terminals they have.
+// Package sessions implements the client's side of exec and attach: protocols, output buffers and
+// terminal sizes.
 package sessions
 
 import (
@@ -24,7 +24,7 @@ type Protocol struct {
 }
 
 var (
-	// Spdy is what kubelet speaks.
+	// Spdy is the protocol of kubelet.
 	Spdy = Protocol{"SPDY", func(c *rest.Config, address string) (remotecommand.Executor, error) {
 		u, err := url.Parse(address)
 		if err != nil {
@@ -68,7 +68,7 @@ func (s *Screen) WaitFor(t *testing.T, text string) {
 	})
 }
 
-// Sizes is a terminal that is resized when next is sent to.
+// Sizes is a terminal whose size changes with each value sent to next.
 type Sizes struct {
 	Resized chan remotecommand.TerminalSize
 }

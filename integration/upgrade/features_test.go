@@ -17,9 +17,9 @@ import (
 type features struct {
 	mapped, ported *harness.Pod
 	inMapped       *harness.Container // in a user namespace
-	volume         *harness.Container // an image is its volume
-	device         *harness.Container // with a device that a CDI spec describes
-	resized        *harness.Container // whose limits were changed while it ran
+	volume         *harness.Container // with an image as volume
+	device         *harness.Container // with a CDI device
+	resized        *harness.Container // limits changed while running
 }
 
 // hasFeatures reports whether a released version has these features.
@@ -27,12 +27,12 @@ func hasFeatures(version string) bool { return version != "0.1.0" }
 
 const (
 	hostPort    = 18099
-	firstHostID = 7 << 16 // of the user namespace, which has as many IDs as kubelet gives one
+	firstHostID = 7 << 16 // of the user namespace, with kubelet's number of IDs
 	memoryLimit = 48 << 20
 )
 
 // configure writes a CDI spec and returns the configuration for the features in a released version.
-// The current daemon needs no configuration: the devices are in the container's record.
+// The current daemon needs no configuration, because the container's record contains the devices.
 func configure(t *testing.T, version string) []string {
 	t.Helper()
 	if !hasFeatures(version) {
@@ -44,7 +44,8 @@ func configure(t *testing.T, version string) []string {
 	return []string{fmt.Sprintf("cdi_spec_dirs = [%q]", dir)}
 }
 
-// runFeatures makes them. The containers are run with opts; volume is the ID of an image.
+// runFeatures creates the pods and containers. opts apply to all containers; volume is the ID of an
+// image.
 func runFeatures(t *testing.T, d *harness.Daemon, volume string, opts ...harness.ContainerOption) *features {
 	t.Helper()
 	mapping := []*runtimeapi.IDMapping{{HostId: firstHostID, Length: 1 << 16}}
@@ -71,14 +72,14 @@ func runFeatures(t *testing.T, d *harness.Daemon, volume string, opts ...harness
 	return f
 }
 
-// checkAll checks that all of it works for a newer daemon. The containers are busybox.
+// checkAll checks that all features work with a newer daemon. The containers run busybox.
 func (f *features) checkAll(t *testing.T) {
 	t.Helper()
 	harness.Equal(t, "user namespace of an exec", f.inMapped.Exec(t, "awk", "{print $2}", "/proc/self/uid_map"), fmt.Sprint(firstHostID))
 	harness.Equal(t, "a new container in the user namespace", f.mapped.Sh(t, "awk '{print $2}' /proc/self/uid_map", harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.NamespaceOptions.UsernsOptions = f.mapped.Config.Linux.SecurityContext.NamespaceOptions.UsernsOptions
 	})), fmt.Sprintln(firstHostID))
-	harness.Equal(t, "a file of the image that is a volume", f.volume.Exec(t, "cat", "/v/etc/passwd"), f.volume.Exec(t, "cat", "/etc/passwd"))
+	harness.Equal(t, "a file of the image volume", f.volume.Exec(t, "cat", "/v/etc/passwd"), f.volume.Exec(t, "cat", "/etc/passwd"))
 	harness.Equal(t, "environment and device from CDI", f.device.Exec(t, "sh", "-c", "echo $FROM_CDI; stat -c %t:%T /dev/from-cdi"), "yes\n1:3")
 	harness.Equal(t, "the limit that was changed", f.resized.Status(t).Resources.GetLinux().GetMemoryLimitInBytes(), memoryLimit)
 	f.serves(t)

@@ -22,10 +22,11 @@ import (
 
 var write = flag.Bool("write", false, "write the golden files that do not exist")
 
-// goldenDir is where the daemon ran that wrote the golden files: records name paths.
+// goldenDir is the directory of the daemon that wrote the golden files, because records contain
+// paths.
 const goldenDir = "/run/golden"
 
-// golden is the description in a golden file: the objects that its daemon listed.
+// golden describes a golden file: the objects that its daemon listed.
 type golden struct {
 	BootID     string
 	Image      string                     // name
@@ -42,8 +43,8 @@ type goldenContainer struct {
 
 const aboutFile = "about.json"
 
-// The current daemon opens the state of each released version, in the same boot with all processes
-// gone, and after a reboot.
+// The current daemon opens the state of each released version, in the same boot without any
+// process, and after a reboot.
 func TestGoldenState(t *testing.T) {
 	for _, version := range released(t) {
 		file := harness.Get(filepath.Abs("testdata/" + version + ".tar.gz"))(t)
@@ -57,8 +58,8 @@ func TestGoldenState(t *testing.T) {
 	}
 }
 
-// openGoldenOnDisk opens the state with images that are directories, as released versions made
-// them, where new ones become EROFS.
+// openGoldenOnDisk opens the state on a disk that supports EROFS. The images in the state are
+// directories. New images become EROFS.
 func openGoldenOnDisk(t *testing.T, file string) {
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
@@ -127,7 +128,7 @@ func checkContainer(t *testing.T, d *harness.Daemon, name, imageID string, want 
 	harness.Equal(t, name+": state", got.State, want.State)
 	harness.Equal(t, name+": exit code", got.ExitCode, want.ExitCode)
 	harness.Equal(t, name+": image_id", got.ImageId, imageID)
-	harness.Equal(t, name+": image_ref", got.ImageRef, imageID) // its record has no digest of a repository
+	harness.Equal(t, name+": image_ref", got.ImageRef, imageID) // the record contains no repository digest
 }
 
 // emptyDaemon returns a daemon without state in the golden directory. It was started once, for the
@@ -144,7 +145,7 @@ func emptyDaemon(t *testing.T, opts ...harness.DaemonOption) *harness.Daemon {
 }
 
 // rootWritten makes the root appear at the recorded path, even if it is on another disk so that
-// images can be EROFS.
+// layers can be EROFS images.
 func rootWritten(t *testing.T, d *harness.Daemon) {
 	root := filepath.Join(goldenDir, "root")
 	if d.Root == root {
@@ -155,8 +156,8 @@ func rootWritten(t *testing.T, d *harness.Daemon) {
 	d.Root, d.Mounts = root, append(d.Mounts, root)
 }
 
-// writeGolden makes a released version create one object of each kind. It packs the state that
-// remains after that version is killed.
+// writeGolden makes a released version create one object of each kind. It packs the state that is
+// left after that version is killed.
 func writeGolden(t *testing.T, version, file string) {
 	if _, err := os.Stat(file); err == nil {
 		return
@@ -192,7 +193,7 @@ func writeGolden(t *testing.T, version, file string) {
 	d.Start(t)
 }
 
-// goldenImage is small. Its layers have every kind of entry.
+// goldenImage returns a small image whose layers contain every kind of entry.
 func goldenImage(t *testing.T) v1.Image {
 	t.Helper()
 	pause := harness.Get(os.ReadFile("../../shim/payload/bin/pause"))(t)

@@ -23,12 +23,12 @@ func released(t *testing.T) (versions []string) {
 		}
 	}
 	if len(versions) == 0 {
-		t.Fatal("no version was ever released")
+		t.Fatal("the file versions lists no version")
 	}
 	return versions
 }
 
-// programs returns the directory of a version's programs, and skips the test where they can't be
+// programs returns the directory of a version's programs. It skips the test if they cannot be
 // built.
 func programs(t *testing.T, version string) string {
 	t.Helper()

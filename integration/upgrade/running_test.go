@@ -41,7 +41,7 @@ func TestRunningPods(t *testing.T) {
 			ip, pid := pod.Ip(t), writes.Pid(t)
 			d.Kill(t)
 
-			// While no daemon runs one container ends, and the monitor of another is killed.
+			// While no daemon runs, one container exits, and the monitor of another is killed.
 			harness.Must(t, os.WriteFile(fmt.Sprintf("/proc/%d/root/tmp/end", initOf(t, d, ends)), nil, 0o600))
 			machine.KillProcess(t, harness.MonitorOf(t, d, lost))
 			d.UseVersion(t, "")
@@ -78,7 +78,7 @@ func initOf(t *testing.T, d *harness.Daemon, c *harness.Container) int {
 	return children[0]
 }
 
-// rotate renames the log and has it opened again; the monitor goes on in the new file.
+// rotate renames and reopens the log. The monitor writes to the new file.
 func rotate(t *testing.T, c *harness.Container) {
 	t.Helper()
 	old := c.LogPath() + ".1"
@@ -94,7 +94,7 @@ func rotate(t *testing.T, c *harness.Container) {
 	harness.Equal(t, "first line of the new file", c.Log(t)[0].Text, fmt.Sprint(len(before)+1))
 }
 
-// attach writes to a container's standard input, ends it, and returns the output.
+// attach writes to a container's standard input, closes it, and returns the output.
 func attach(t *testing.T, c *harness.Container, input string) string {
 	t.Helper()
 	var out bytes.Buffer
