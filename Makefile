@@ -1,5 +1,5 @@
-# The front door. Each target calls a script in contrib, which installs what it needs when run as
-# root, or a plain go command. `make help` lists the targets.
+# Each target calls a script in contrib or a plain go command. Scripts that run as root install missing
+# packages. `make help` lists the targets.
 
 PKG ?= ./...
 RUN ?= .

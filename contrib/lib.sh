@@ -24,7 +24,7 @@ install_packages() {
 		dpkg-query -W -f='${Status}' "$p" 2>/dev/null | grep -q ' installed$' || missing+=("$p")
 	done
 	[ ${#missing[@]} -gt 0 ] || return 0
-	command -v apt-get >/dev/null || die "missing, and there is no apt-get to install them: ${missing[*]}"
+	command -v apt-get >/dev/null || die "install these packages first: ${missing[*]}"
 	say "installing ${missing[*]}"
 	export DEBIAN_FRONTEND=noninteractive
 	apt-get install -qy --no-install-recommends "${missing[@]}" >/dev/null 2>&1 ||
@@ -37,7 +37,7 @@ install_packages() {
 BERTH_CORPUS_PACKAGES=(tzdata git perl-base libc6 ncurses-term coreutils ca-certificates iso-codes)
 
 # fetch_corpus downloads BERTH_CORPUS_PACKAGES into ${XDG_CACHE_HOME:-~/.cache}/berth-corpus and prints
-# that directory. It does not look for newer versions. It fails where packages cannot be downloaded.
+# that directory. It does not update packages. It fails if a package cannot be downloaded.
 fetch_corpus() {
 	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-corpus p missing=()
 	mkdir -p "$dir" || return
@@ -58,9 +58,8 @@ go_minor() {
 	[[ $v =~ go1\.([0-9]+) ]] && echo "${BASH_REMATCH[1]}" || echo 0
 }
 
-# need_go puts the Go toolchain that go.mod names first in PATH. Go 1.21 and later fetch it
-# themselves. Older ones (Debian 12 has 1.19, Ubuntu 22.04 1.18) can still download it, because a
-# toolchain is a module.
+# need_go puts the Go toolchain of go.mod first in PATH. Go 1.21 and later download this toolchain
+# themselves. Older versions (1.19 in Debian 12, 1.18 in Ubuntu 22.04) can download it as a module.
 need_go() {
 	PATH=$PATH:/usr/local/go/bin # sudo drops it
 	[ "$(go_minor)" -gt 0 ] || install_packages golang-go
@@ -100,7 +99,8 @@ has_isal() { echo '#include <isa-l/igzip_lib.h>' | "${CC:-cc}" -E -x c - >/dev/n
 source_git() { git -c safe.directory="$BERTH_SRC" -C "$BERTH_SRC" "$@"; }
 
 # build_releases builds the released versions that integration/upgrade compares with, because its
-# tests have no network to fetch modules. It prints the versions that this checkout has no history of.
+# tests have no network to fetch modules. It prints the versions that are missing in the checkout's
+# history.
 build_releases() {
 	local version code
 	while read -r version _; do
@@ -154,7 +154,8 @@ note_failures() {
 
 MACHINE_PREFIX=berth-machine-
 
-# starttime PID prints field 22 of /proc/PID/stat. It counts after the name, which may hold blanks.
+# starttime PID prints field 22 of /proc/PID/stat. It counts from the end of the name, which may contain
+# blanks.
 starttime() {
 	local stat
 	read -r stat 2>/dev/null <"/proc/$1/stat" || return 1
@@ -196,11 +197,11 @@ cgroups_remove() {
 		[ -z "$(cgroups_named "$1")" ] && return 0
 		sleep 0.1 # a killed process leaves its cgroup when it is reaped
 	done
-	echo "cannot remove the cgroups of $1" >&2
+	echo "cannot remove the cgroups $1" >&2
 	return 1
 }
 
-# machine_sweep removes the cgroups of aborted runs: their owner has ended.
+# machine_sweep removes the cgroups of aborted runs, whose owner has ended.
 machine_sweep() {
 	local name owner
 	for name in $(cgroups_named "$MACHINE_PREFIX*" | sed 's,.*/,,' | sort -u); do
@@ -239,7 +240,7 @@ join_cgroups() {
 	done
 }
 
-# machine_init CMD… is PID 1 of a machine. An init only has to reap orphans, which bash does.
+# machine_init CMD… is PID 1 of a machine. bash reaps orphans as an init must.
 machine_init() {
 	local resolv
 	set -e
@@ -260,9 +261,9 @@ machine_init() {
 	ip link set lo up
 	join_cgroups "$BERTH_MACHINE/self"
 	echo 1 >/proc/sys/net/ipv4/ip_forward
-	export TMPDIR=/run/tmp # ends with the machine, and overlayfs accepts it as an upper layer
+	export TMPDIR=/run/tmp # on a tmpfs, which overlayfs accepts as an upper layer
 	unset GOTMPDIR         # testing.T.TempDir prefers it
-	unset {http,https,all,no}_proxy {HTTP,HTTPS,ALL,NO}_PROXY # none is reachable from here
+	unset {http,https,all,no}_proxy {HTTP,HTTPS,ALL,NO}_PROXY # proxies are not reachable from here
 	set +e
 	"$@"
 }
