@@ -1,4 +1,4 @@
-// Package docs holds the documents. Its tests compare them with the source and with the rules for documents.
+// Package docs holds the documents. The tests compare them with the source and check their form.
 package docs
 
 import (
@@ -14,7 +14,7 @@ import (
 // checkout is the root of the sources.
 const checkout = ".."
 
-// Pages name the tests that show what they say.
+// Test names in pages are names of existing tests.
 func TestPagesNameExistingTests(t *testing.T) {
 	t.Parallel()
 	tests := map[string]bool{}
@@ -26,14 +26,14 @@ func TestPagesNameExistingTests(t *testing.T) {
 	name := regexp.MustCompile(`\b(?:Test|Fuzz|Benchmark)[A-Z]\w+\b`)
 	for path, content := range files(t, ".md") {
 		for _, named := range name.FindAllString(content, -1) {
-			if !tests[named] && named != "TestName" { // which stands for any test
+			if !tests[named] && named != "TestName" { // a placeholder
 				t.Errorf("%s names %s, which does not exist", path, named)
 			}
 		}
 	}
 }
 
-// Pages name packages and files of the checkout by their paths. runc.md also names files of modules.
+// Paths in pages exist in the checkout. runc.md is excluded because it also names files of modules.
 func TestPagesNameExistingPaths(t *testing.T) {
 	t.Parallel()
 	path := regexp.MustCompile("`((?:cmd|checkpoint|cni|contrib|image|integration|internal|oci|sandbox|server|shim)/[\\w./-]+)`")
@@ -85,7 +85,7 @@ func TestLinksLeadToFilesAndHeadings(t *testing.T) {
 	}
 }
 
-// anchors returns the names by which links reach the headings of a page, formed as GitHub forms them.
+// anchors returns the anchor names of a page's headings, in GitHub's form.
 func anchors(page string) map[string]bool {
 	names := map[string]bool{}
 	for _, heading := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(page, -1) {
@@ -95,7 +95,7 @@ func anchors(page string) map[string]bool {
 	return names
 }
 
-// The first sentence of a page says who should read it.
+// The first sentence of a page names its readers.
 func TestPagesNameTheirReaders(t *testing.T) {
 	t.Parallel()
 	pages, err := filepath.Glob("*.md")
@@ -119,7 +119,7 @@ func TestOverviewsAreShort(t *testing.T) {
 	}
 }
 
-// A decision has one page with the same parts, and a row in the index.
+// Each decision has one page with the same parts, and a row in the index.
 func TestDecisions(t *testing.T) {
 	t.Parallel()
 	pages, err := filepath.Glob("adr/[0-9]*.md")
