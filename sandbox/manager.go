@@ -23,7 +23,6 @@ import (
 	"berth/oci"
 	"berth/sandbox/handler"
 	"berth/sandbox/lsm"
-	"berth/sandbox/plugins"
 	"berth/sandbox/podenv"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
@@ -47,7 +46,7 @@ type Config struct {
 	ShimPath       string                    // the berth-shim binary
 	IdleLaunchers  int                       // launchers kept ready
 	MaxLogLine     int                       // bytes before a log line is split as partial
-	Plugins        plugins.Plugins           // nil: none
+	Plugins        Plugins                   // nil: none
 	SamplePeriod   time.Duration             // between two measurements of a container's writable layer
 	LayerLimit     uint64                    // maximum bytes of a container's writable layer; 0: no limit
 	LayerProjects  uint32                    // the first quota project ID of writable layers
@@ -85,7 +84,7 @@ type Manager struct {
 	trash     Trash
 	pool      Pool
 	quotas    *runtime.Quotas // nil where quotas are off
-	plugins   plugins.Caller
+	plugins   pluginCaller
 	handlers  *handler.Set
 	appArmor  *lsm.AppArmor
 	selinux   lsm.SELinux
@@ -265,9 +264,9 @@ func newLauncher(
 func newWith(cfg Config, tasks *task.Runner) *Manager {
 	m := &Manager{objects: newObjects(), cfg: cfg, log: cfg.Log, tasks: tasks, unfinished: newDeferredWork(tasks)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
-	m.plugins = plugins.Caller{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: tasks, Log: cfg.Log}
+	m.plugins = pluginCaller{Plugins: cfg.Plugins, Target: pluginRuntime{m}, Tasks: tasks, Log: cfg.Log}
 	if cfg.Plugins == nil {
-		m.plugins.Plugins = plugins.None{}
+		m.plugins.Plugins = noPlugins{}
 	}
 	return m
 }

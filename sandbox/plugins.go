@@ -10,16 +10,14 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/trace"
-	"berth/sandbox/limits"
-	"berth/sandbox/plugins"
 	"berth/sandbox/state"
 )
 
-// presentPod calls plugins with a pod that is about to be published (see plugins.Caller).
+// presentPod calls plugins with a pod that is about to be published (see pluginCaller).
 func (m *Manager) presentPod(ctx context.Context, p lockedPod) (release func(), err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
-	release, p.Presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return plugins.DescribePod(p.snapshot()) })
+	release, p.Presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return pluginPod(p.snapshot()) })
 	return release, err
 }
 
@@ -30,30 +28,30 @@ func (m *Manager) notifyPod(ctx context.Context, event nri.PodEvent, p lockedPod
 		if info == nil { // presented, but never published
 			info = p.snapshot()
 		}
-		return plugins.DescribePod(info)
+		return pluginPod(info)
 	})
 }
 
 // presentContainer lets plugins adjust a container before it is published. spec is the runtime-spec
 // before the adjustments. others are the changes that plugins request of other containers (see
-// plugins.Caller).
+// pluginCaller).
 func (m *Manager) presentContainer(
 	ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec,
 ) (release func(), others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
-	var changes *plugins.Changes
+	var changes *pluginChanges
 	release, c.Presented, changes, err = m.plugins.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
 		described := m.containerForPlugins(c.snapshot())
 		described.Spec = spec
-		return plugins.DescribePod(p.info.Load()), described, nil
+		return pluginPod(p.info.Load()), described, nil
 	})
 	if err != nil || changes == nil {
 		return release, nil, err
 	}
 	c.Adjustment = changes.Adjustment
 	if !changes.Own.Empty() {
-		err = m.setResources(c, limits.Merge(c.Resources, changes.Own.Resources), changes.Own.Limits)
+		err = m.setResources(c, mergeResources(c.Resources, changes.Own.Resources), changes.Own.Limits)
 	}
 	return release, changes.Others, err
 }
@@ -76,7 +74,7 @@ func (m *Manager) notifyContainer(ctx context.Context, event nri.ContainerEvent,
 }
 
 // describer returns a function that describes a container to plugins.
-func (m *Manager) describer(c lockedContainer) plugins.Container {
+func (m *Manager) describer(c lockedContainer) containerDescriber {
 	return func() (*nri.Pod, *nri.Container, error) {
 		p, err := m.pods.Find(c.PodID)
 		if err != nil {
@@ -86,12 +84,12 @@ func (m *Manager) describer(c lockedContainer) plugins.Container {
 		if info == nil { // presented, but never published
 			info = c.snapshot()
 		}
-		return plugins.DescribePod(p.info.Load()), m.containerForPlugins(info), nil
+		return pluginPod(p.info.Load()), m.containerForPlugins(info), nil
 	}
 }
 
 func (m *Manager) containerForPlugins(info *state.Container) *nri.Container {
-	return plugins.DescribeContainer(info, m.host)
+	return pluginContainer(info, m.host)
 }
 
 // waitNotified waits until plugins were notified of a published exit.
@@ -109,15 +107,15 @@ func (m *Manager) waitNotified(ctx context.Context, c *container) error {
 	}
 }
 
-// pluginRuntime implements plugins.Runtime.
+// pluginRuntime implements pluginTarget.
 type pluginRuntime struct{ *Manager }
 
-// Objects implements plugins.Runtime.
+// Objects implements pluginTarget.
 func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
 	var pods []*nri.Pod
 	for _, p := range r.pods.Snapshot() {
 		if info := p.info.Load(); info != nil {
-			pods = append(pods, plugins.DescribePod(info))
+			pods = append(pods, pluginPod(info))
 		}
 	}
 	var containers []*nri.Container
@@ -130,7 +128,7 @@ func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
 	return pods, containers
 }
 
-// CheckContainer implements plugins.Runtime.
+// CheckContainer implements pluginTarget.
 func (r pluginRuntime) CheckContainer(id string) error {
 	_, err := r.visible(id)
 	return err
@@ -145,7 +143,7 @@ func (r pluginRuntime) visible(id string) (*container, error) {
 	return c, nil
 }
 
-// Update implements plugins.Runtime.
+// Update implements pluginTarget.
 func (r pluginRuntime) Update(ctx context.Context, u nri.Update) error {
 	c, err := r.visible(u.ContainerID)
 	if err != nil {

@@ -8,7 +8,6 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/task"
-	"berth/sandbox/plugins"
 	"berth/sandbox/state"
 )
 
@@ -67,7 +66,7 @@ func (m *Manager) updatePodResources(ctx context.Context, p lockedPod,
 func (m *Manager) requestPodUpdate(ctx context.Context, p lockedPod,
 	overhead, resources *runtimeapi.LinuxContainerResources) error {
 	return m.plugins.RequestPodUpdate(ctx, func() *nri.Pod {
-		pod := plugins.DescribePod(p.info.Load())
+		pod := pluginPod(p.info.Load())
 		pod.WantedOverhead, pod.WantedResources = overhead, resources
 		return pod
 	})

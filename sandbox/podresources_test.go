@@ -9,7 +9,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/testutil"
-	"berth/sandbox/plugins"
 	"berth/sandbox/state"
 )
 
@@ -39,7 +38,7 @@ func TestPodUpdateReplacesSnapshot(t *testing.T) {
 				return
 			default:
 			}
-			if info := p.info.Load(); info.ShownConfig() == nil || plugins.DescribePod(info).CgroupsPath != "/kubepods/p" {
+			if info := p.info.Load(); info.ShownConfig() == nil || pluginPod(info).CgroupsPath != "/kubepods/p" {
 				t.Errorf("read %+v", info)
 			}
 		}

@@ -9,7 +9,6 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/nri"
-	"berth/sandbox/limits"
 	"berth/sandbox/state"
 )
 
@@ -46,7 +45,7 @@ func checkUpdatable(c lockedContainer) error {
 // kubelet repeats the update.
 func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err error) {
 	limitsBefore, resourcesBefore := c.Limits, c.Resources
-	if err := m.setResources(c, limits.Merge(c.Resources, change.Resources), c.Limits.Merge(change.Limits)); err != nil {
+	if err := m.setResources(c, mergeResources(c.Resources, change.Resources), c.Limits.Merge(change.Limits)); err != nil {
 		return err
 	}
 	restore := func() error { return nil }
@@ -69,7 +68,7 @@ func (m *Manager) changeResources(c lockedContainer, change nri.Update) (err err
 // setResources checks and stores limits without recording them.
 func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxContainerResources,
 	added *nri.Limits) error {
-	if _, err := limits.Kernel(resources, added, m.host); err != nil {
+	if _, err := kernelLimits(resources, added, m.host); err != nil {
 		return err
 	}
 	c.Limits, c.Resources = added, resources
@@ -78,11 +77,11 @@ func (m *Manager) setResources(c lockedContainer, resources *runtimeapi.LinuxCon
 
 // applyLimits sets all the container's limits, or none. restore sets the previous limits.
 func (m *Manager) applyLimits(c lockedContainer) (restore func() error, err error) {
-	wanted, err := limits.Kernel(c.Resources, c.Limits, m.host)
+	wanted, err := kernelLimits(c.Resources, c.Limits, m.host)
 	if err != nil {
 		return nil, err
 	}
-	restore, err = limits.Apply(c.CgroupsPath, m.cfg.SystemdCgroup, wanted)
+	restore, err = setLimits(c.CgroupsPath, m.cfg.SystemdCgroup, wanted)
 	if err != nil {
 		return nil, fmt.Errorf("update container %s: %w", c.ID, err)
 	}

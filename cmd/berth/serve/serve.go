@@ -37,7 +37,6 @@ import (
 	"berth/internal/version"
 	"berth/sandbox"
 	"berth/sandbox/handler"
-	"berth/sandbox/plugins"
 	"berth/sandbox/stream"
 	"berth/server"
 	"berth/server/streaming"
@@ -402,7 +401,7 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 }
 
 // newPlugins returns nil if NRI is off.
-func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (plugins.Plugins, error) {
+func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (sandbox.Plugins, error) {
 	if !cfg.NRI {
 		return nil, nil
 	}
@@ -420,7 +419,7 @@ func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (plugin
 	})
 }
 
-func sandboxConfig(cfg *config.Config, n *node.Node, plugins plugins.Plugins, waits *task.Waits,
+func sandboxConfig(cfg *config.Config, n *node.Node, plugins sandbox.Plugins, waits *task.Waits,
 	log *slog.Logger) sandbox.Config {
 	return sandbox.Config{
 		Root:           cfg.Root,

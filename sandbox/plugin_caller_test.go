@@ -1,4 +1,4 @@
-package plugins
+package sandbox
 
 import (
 	"context"
@@ -43,7 +43,7 @@ func (j *journal) want(t *testing.T, want ...string) {
 
 // fakePlugins records its calls.
 type fakePlugins struct {
-	None
+	noPlugins
 	*journal
 	fail    error
 	updates []nri.Update
@@ -74,35 +74,35 @@ func (f *fakePlugins) UpdateContainer(_ context.Context, _ *nri.Pod, c *nri.Cont
 	return nri.Update{ContainerID: c.ID, Resources: &runtimeapi.LinuxContainerResources{CpuShares: wanted.GetCpuShares() + 1}}, nil, f.fail
 }
 
-// fakeRuntime has one container, c.
-type fakeRuntime struct{ *journal }
+// fakeTarget has one container, c.
+type fakeTarget struct{ *journal }
 
-func (fakeRuntime) Objects() ([]*nri.Pod, []*nri.Container) { return nil, nil }
+func (fakeTarget) Objects() ([]*nri.Pod, []*nri.Container) { return nil, nil }
 
-func (f fakeRuntime) Update(_ context.Context, u nri.Update) error {
+func (f fakeTarget) Update(_ context.Context, u nri.Update) error {
 	f.note("set %s", u.ContainerID)
 	return f.CheckContainer(u.ContainerID)
 }
 
-func (f fakeRuntime) CheckContainer(id string) error {
+func (f fakeTarget) CheckContainer(id string) error {
 	if id != "c" {
 		return errdefs.NotFound("container %q does not exist", id)
 	}
 	return nil
 }
 
-func (f fakeRuntime) StopContainer(_ context.Context, id string, grace time.Duration) error {
+func (f fakeTarget) StopContainer(_ context.Context, id string, grace time.Duration) error {
 	f.note("stop %s in %v", id, grace)
 	return nil
 }
 
-// newCaller returns a Caller with a fake plugin, or without any, and a function that waits for its
-// background work.
-func newCaller(t *testing.T, plugins *fakePlugins) (caller Caller, finish func()) {
+// newCaller returns a pluginCaller with a fake plugin, or without any, and a function that waits
+// for its background work.
+func newCaller(t *testing.T, plugins *fakePlugins) (caller pluginCaller, finish func()) {
 	t.Helper()
-	caller = Caller{Plugins: None{}, Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil), Log: slog.New(slog.DiscardHandler)}
+	caller = pluginCaller{Plugins: noPlugins{}, Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil), Log: slog.New(slog.DiscardHandler)}
 	if plugins != nil {
-		caller.Plugins, caller.Runtime = plugins, fakeRuntime{plugins.journal}
+		caller.Plugins, caller.Target = plugins, fakeTarget{plugins.journal}
 	}
 	return caller, func() {
 		t.Helper()

@@ -1,10 +1,4 @@
-// Package limits merges changes of container resources and applies them to cgroups.
-//
-// # Contract
-//
-// Merge does not modify its arguments, because snapshots share them. Apply sets all limits or none.
-// Errors have gRPC codes.
-package limits
+package sandbox
 
 import (
 	"errors"
@@ -23,9 +17,9 @@ import (
 	"berth/oci"
 )
 
-// Merge returns a copy of old with the set fields of change. In CRI's resources zero means "not
-// set".
-func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxContainerResources {
+// mergeResources returns a copy of old with the set fields of change. In CRI's resources zero means
+// "not set".
+func mergeResources(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxContainerResources {
 	merged := &runtimeapi.LinuxContainerResources{}
 	if old != nil {
 		merged = proto.Clone(old).(*runtimeapi.LinuxContainerResources)
@@ -47,9 +41,9 @@ func Merge(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxCon
 	return merged
 }
 
-// Kernel converts resources, and the limits that plugins added, to the runtime-spec. The error is
-// InvalidArgument for impossible resources.
-func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits,
+// kernelLimits converts resources, and the limits that plugins added, to the runtime-spec. The
+// error is InvalidArgument for impossible resources.
+func kernelLimits(resources *runtimeapi.LinuxContainerResources, added *nri.Limits,
 	facts host.Facts) (*specs.LinuxResources, error) {
 	all, err := oci.LinuxResources(resources, facts)
 	if err == nil {
@@ -58,10 +52,10 @@ func Kernel(resources *runtimeapi.LinuxContainerResources, added *nri.Limits,
 	return all, err
 }
 
-// Apply sets all limits of the cgroup at a runtime-spec cgroupsPath, or none. restore sets the
+// setLimits sets all limits of the cgroup at a runtime-spec cgroupsPath, or none. restore sets the
 // previous limits. The error is FailedPrecondition for limits that the current usage prevents, and
 // InvalidArgument for impossible limits.
-func Apply(cgroupsPath string, systemd bool, limits *specs.LinuxResources) (restore func() error, err error) {
+func setLimits(cgroupsPath string, systemd bool, limits *specs.LinuxResources) (restore func() error, err error) {
 	group, err := cgroup.Open(cgroupsPath, systemd)
 	if err != nil {
 		return nil, err

@@ -1,4 +1,4 @@
-package plugins
+package sandbox
 
 import (
 	"context"
@@ -17,17 +17,19 @@ const evictionGrace = 30 * time.Second
 const updateLimit = 10 * time.Second
 
 // Start accepts registrations and requests of plugins.
-func (s Caller) Start(ctx context.Context) error { return s.Plugins.Start(ctx, requests{s}) }
+func (s pluginCaller) Start(ctx context.Context) error {
+	return s.Plugins.Start(ctx, pluginRequests{s})
+}
 
-// requests implements nri.Runtime for requests that plugins send at any time.
-type requests struct{ caller Caller }
+// pluginRequests implements nri.Runtime for requests that plugins send at any time.
+type pluginRequests struct{ caller pluginCaller }
 
 // Objects implements nri.Runtime.
-func (r requests) Objects() ([]*nri.Pod, []*nri.Container) { return r.caller.Runtime.Objects() }
+func (r pluginRequests) Objects() ([]*nri.Pod, []*nri.Container) { return r.caller.Target.Objects() }
 
 // Update implements nri.Runtime. If the update has the container's lock when ctx ends, it completes
 // and the plugin gets its result.
-func (r requests) Update(ctx context.Context, u nri.Update) error {
+func (r pluginRequests) Update(ctx context.Context, u nri.Update) error {
 	return r.caller.Tasks.Detach(context.WithoutCancel(ctx), updateLimit, "update for a plugin",
 		"container "+u.ContainerID,
 		func(operation context.Context) error {
@@ -40,7 +42,7 @@ func (r requests) Update(ctx context.Context, u nri.Update) error {
 
 // UpdateOthers applies the updates of other containers that belong to the creation of a container.
 // The first error of a mandatory update fails the creation.
-func (s Caller) UpdateOthers(ctx context.Context, others []nri.Update) error {
+func (s pluginCaller) UpdateOthers(ctx context.Context, others []nri.Update) error {
 	for _, u := range others {
 		err := s.update(ctx, u)
 		if err != nil && !u.IgnoreFailure {
@@ -55,7 +57,7 @@ func (s Caller) UpdateOthers(ctx context.Context, others []nri.Update) error {
 
 // UpdateLater applies updates in the background, because a holder of a needed lock may wait for a
 // lock of the caller.
-func (s Caller) UpdateLater(updates []nri.Update) {
+func (s pluginCaller) UpdateLater(updates []nri.Update) {
 	if len(updates) == 0 {
 		return
 	}
@@ -72,24 +74,24 @@ func (s Caller) UpdateLater(updates []nri.Update) {
 }
 
 // update changes a container's limits or evicts it.
-func (s Caller) update(ctx context.Context, u nri.Update) error {
+func (s pluginCaller) update(ctx context.Context, u nri.Update) error {
 	if u.Evict {
 		return s.evictLater(u.ContainerID, u.Reason)
 	}
 	ctx, cancel := context.WithTimeout(ctx, updateLimit)
 	defer cancel()
-	return s.Runtime.Update(ctx, u)
+	return s.Target.Update(ctx, u)
 }
 
 // evictLater stops a container in the background. The stop takes a lock that the caller may hold,
 // and lasts as long as the grace period.
-func (s Caller) evictLater(id, reason string) error {
-	if err := s.Runtime.CheckContainer(id); err != nil {
+func (s pluginCaller) evictLater(id, reason string) error {
+	if err := s.Target.CheckContainer(id); err != nil {
 		return err
 	}
 	s.Log.Info("NRI plugin evicts container", "container", id, "reason", reason)
 	spawned := s.Tasks.Operations.Spawn(func() {
-		if err := s.Runtime.StopContainer(s.Tasks.Operations.Context(), id, evictionGrace); err != nil {
+		if err := s.Target.StopContainer(s.Tasks.Operations.Context(), id, evictionGrace); err != nil {
 			s.Log.Warn("evict container for NRI plugin", "container", id, "error", err)
 		}
 	})

@@ -1,4 +1,4 @@
-package limits
+package sandbox
 
 import (
 	"cmp"
@@ -22,31 +22,31 @@ func TestMerge(t *testing.T) {
 		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}, {PageSize: "1GB", Limit: 2}},
 		Unified:        map[string]string{"memory.high": "2", "pids.max": "5"}}
 	before := proto.Clone(old)
-	if got := Merge(old, change); !proto.Equal(got, want) {
+	if got := mergeResources(old, change); !proto.Equal(got, want) {
 		t.Errorf("merged:\n%v\nwant\n%v", got, want)
 	}
 	if !proto.Equal(old, before) {
 		t.Error("the argument was modified")
 	}
-	if got := Merge(nil, nil); got == nil || !proto.Equal(got, &runtimeapi.LinuxContainerResources{}) {
-		t.Errorf("Merge(nil, nil) = %v", got)
+	if got := mergeResources(nil, nil); got == nil || !proto.Equal(got, &runtimeapi.LinuxContainerResources{}) {
+		t.Errorf("mergeResources(nil, nil) = %v", got)
 	}
-	if got := Merge(old, nil); !proto.Equal(got, old) {
-		t.Errorf("Merge(old, nil) = %v", got)
+	if got := mergeResources(old, nil); !proto.Equal(got, old) {
+		t.Errorf("mergeResources(old, nil) = %v", got)
 	}
 }
 
 func TestMergeKeepsNoSwap(t *testing.T) {
 	t.Parallel()
 	old := &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 1 << 20}
-	got := Merge(old, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 2 << 20})
+	got := mergeResources(old, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 2 << 20})
 	if got.MemorySwapLimitInBytes != 2<<20 {
 		t.Errorf("memory and swap limit is %d, below the memory limit", got.MemorySwapLimitInBytes)
 	}
 }
 
-// Merge takes the set fields of the change and keeps all others. It is idempotent and does not modify
-// its arguments.
+// mergeResources takes the set fields of the change and keeps all others. It is idempotent and does
+// not modify its arguments.
 func FuzzMerge(f *testing.F) {
 	add := func(messages ...*runtimeapi.LinuxContainerResources) {
 		var data [2][]byte
@@ -70,11 +70,11 @@ func FuzzMerge(f *testing.F) {
 			return
 		}
 		oldBefore, changeBefore := proto.Clone(&old), proto.Clone(&change)
-		merged := Merge(&old, &change)
+		merged := mergeResources(&old, &change)
 		if !proto.Equal(&old, oldBefore) || !proto.Equal(&change, changeBefore) {
 			t.Fatal("an argument was modified")
 		}
-		if again := Merge(merged, &change); !proto.Equal(again, merged) {
+		if again := mergeResources(merged, &change); !proto.Equal(again, merged) {
 			t.Fatalf("merged twice:\n%v\nonce:\n%v", again, merged)
 		}
 		if want := mergedByField(&old, &change); !proto.Equal(merged, want) {

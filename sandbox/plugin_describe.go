@@ -1,15 +1,14 @@
-package plugins
+package sandbox
 
 import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/host"
 	"berth/internal/nri"
-	"berth/sandbox/limits"
 	"berth/sandbox/state"
 )
 
-func DescribePod(p *state.Pod) *nri.Pod {
+func pluginPod(p *state.Pod) *nri.Pod {
 	return &nri.Pod{
 		ID:          p.ID,
 		Handler:     p.Handler,
@@ -21,8 +20,8 @@ func DescribePod(p *state.Pod) *nri.Pod {
 	}
 }
 
-// DescribeContainer describes a container to plugins. It opens no file.
-func DescribeContainer(c *state.Container, facts host.Facts) *nri.Container {
+// pluginContainer describes a container to plugins. It opens no file.
+func pluginContainer(c *state.Container, facts host.Facts) *nri.Container {
 	exit := c.Ended()
 	described := &nri.Container{ID: c.ID, PodID: c.PodID, ImageID: c.Image.ID, Config: c.Config, State: c.State(),
 		CreatedAt: c.CreatedAt, StartedAt: c.StartedAt, FinishedAt: exit.FinishedAt, ExitCode: exit.Code,
@@ -33,7 +32,7 @@ func DescribeContainer(c *state.Container, facts host.Facts) *nri.Container {
 	}
 	linux := *c.Described.Linux
 	// Show the limits in force, not the limits of the container's creation.
-	if inForce, err := limits.Kernel(c.Resources, c.Limits, facts); err == nil {
+	if inForce, err := kernelLimits(c.Resources, c.Limits, facts); err == nil {
 		inForce.Devices = linux.Resources.Devices
 		linux.Resources = inForce
 	}

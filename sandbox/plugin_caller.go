@@ -1,14 +1,4 @@
-// Package plugins calls NRI plugins at the steps of a pod's and container's lifecycle, and applies
-// the updates that they request.
-//
-// # Contract
-//
-// The caller holds the lock of the pod or container of a call, so plugins see its events in order.
-// Each call prevents registrations of new plugins (Plugins.Hold). During a hold no code may take
-// the lock of a pod or container, or open a file that a user named. The request timeout limits each
-// plugin's answer. Updates of other containers are applied after the hold, without the caller's
-// locks. A plugin that registers gets the present state of all objects.
-package plugins
+package sandbox
 
 import (
 	"context"
@@ -35,15 +25,15 @@ type Plugins interface {
 		wanted *runtimeapi.LinuxContainerResources) (nri.Update, []nri.Update, error)
 }
 
-// None implements Plugins when NRI is disabled.
-type None struct{ Plugins }
+// noPlugins implements Plugins when NRI is disabled.
+type noPlugins struct{ Plugins }
 
-func (None) Start(context.Context, nri.Runtime) error { return nil }
-func (None) Close()                                   {}
-func (None) Hold() (release func(), active bool)      { return func() {}, false }
+func (noPlugins) Start(context.Context, nri.Runtime) error { return nil }
+func (noPlugins) Close()                                   {}
+func (noPlugins) Hold() (release func(), active bool)      { return func() {}, false }
 
-// Runtime gives plugins access to pods and containers.
-type Runtime interface {
+// pluginTarget gives plugins access to pods and containers.
+type pluginTarget interface {
 	// Objects returns all pods, and all containers whose exit has not been reported to plugins. It
 	// is called during a hold.
 	Objects() ([]*nri.Pod, []*nri.Container)
@@ -56,24 +46,31 @@ type Runtime interface {
 	StopContainer(ctx context.Context, id string, timeout time.Duration) error
 }
 
-// Pod and Container describe objects to plugins. They are called only if plugins exist, and open no
-// file.
+// podDescriber and containerDescriber describe objects to plugins. They are called only if plugins
+// exist, and open no file.
 type (
-	Pod       func() *nri.Pod
-	Container func() (*nri.Pod, *nri.Container, error)
+	podDescriber       func() *nri.Pod
+	containerDescriber func() (*nri.Pod, *nri.Container, error)
 )
 
-// Caller calls plugins.
-type Caller struct {
+// pluginCaller calls NRI plugins at the steps of a pod's and container's lifecycle, and applies the
+// updates that they request.
+//
+// The caller holds the lock of the pod or container of a call, so plugins see its events in order.
+// Each call prevents registrations of new plugins (Plugins.Hold). During a hold no code may take
+// the lock of a pod or container, or open a file that a user named. The request timeout limits each
+// plugin's answer. Updates of other containers are applied after the hold, without the caller's
+// locks. A plugin that registers gets the present state of all objects.
+type pluginCaller struct {
 	Plugins Plugins
-	Runtime Runtime
+	Target  pluginTarget
 	Tasks   *task.Runner
 	Log     *slog.Logger
 }
 
 // PresentPod calls plugins with a pod that is about to be published. New plugins cannot register
 // until release is called. release is never nil. presented reports that plugins were called.
-func (s Caller) PresentPod(ctx context.Context, pod Pod) (release func(), presented bool, err error) {
+func (s pluginCaller) PresentPod(ctx context.Context, pod podDescriber) (release func(), presented bool, err error) {
 	release, active := s.Plugins.Hold()
 	if !active {
 		return release, false, nil
@@ -86,7 +83,7 @@ func (s Caller) PresentPod(ctx context.Context, pod Pod) (release func(), presen
 }
 
 // NotifyPod reports an event of a pod to plugins. Their answers do not affect the pod.
-func (s Caller) NotifyPod(ctx context.Context, event nri.PodEvent, pod Pod) {
+func (s pluginCaller) NotifyPod(ctx context.Context, event nri.PodEvent, pod podDescriber) {
 	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
@@ -99,7 +96,7 @@ func (s Caller) NotifyPod(ctx context.Context, event nri.PodEvent, pod Pod) {
 }
 
 // RequestPodUpdate asks plugins for permission to update a pod.
-func (s Caller) RequestPodUpdate(ctx context.Context, pod Pod) error {
+func (s pluginCaller) RequestPodUpdate(ctx context.Context, pod podDescriber) error {
 	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
@@ -112,8 +109,8 @@ func (s Caller) RequestPodUpdate(ctx context.Context, pod Pod) error {
 	return nil
 }
 
-// Changes are the changes that plugins request when a container is created.
-type Changes struct {
+// pluginChanges are the changes that plugins request when a container is created.
+type pluginChanges struct {
 	Adjustment *nri.Adjustment
 	Own        nri.Update   // of the new container's resources
 	Others     []nri.Update // to apply after release: a lock holder may wait for a registration, which waits for release
@@ -121,8 +118,8 @@ type Changes struct {
 
 // PresentContainer lets plugins change a container that is about to be published. New plugins
 // cannot register until release is called. release is never nil. changes is nil without plugins.
-func (s Caller) PresentContainer(ctx context.Context, c Container) (
-	release func(), presented bool, changes *Changes, err error) {
+func (s pluginCaller) PresentContainer(ctx context.Context, c containerDescriber) (
+	release func(), presented bool, changes *pluginChanges, err error) {
 	release, active := s.Plugins.Hold()
 	if !active {
 		return release, false, nil, nil
@@ -131,7 +128,7 @@ func (s Caller) PresentContainer(ctx context.Context, c Container) (
 	if err != nil {
 		return release, true, nil, err
 	}
-	changes = &Changes{}
+	changes = &pluginChanges{}
 	changes.Adjustment, changes.Own, changes.Others, err = s.Plugins.CreateContainer(ctx, pod, container)
 	if err != nil {
 		return release, true, nil, err
@@ -140,7 +137,7 @@ func (s Caller) PresentContainer(ctx context.Context, c Container) (
 }
 
 // RequestStart asks plugins for permission to start a container.
-func (s Caller) RequestStart(ctx context.Context, c Container) error {
+func (s pluginCaller) RequestStart(ctx context.Context, c containerDescriber) error {
 	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
@@ -156,8 +153,8 @@ func (s Caller) RequestStart(ctx context.Context, c Container) error {
 
 // RequestUpdate calls plugins with the update of a container. It returns the update to apply and
 // the updates of other containers.
-func (s Caller) RequestUpdate(ctx context.Context, id string, wanted *runtimeapi.LinuxContainerResources,
-	c Container) (nri.Update, []nri.Update, error) {
+func (s pluginCaller) RequestUpdate(ctx context.Context, id string, wanted *runtimeapi.LinuxContainerResources,
+	c containerDescriber) (nri.Update, []nri.Update, error) {
 	release, active := s.Plugins.Hold()
 	defer release()
 	if !active {
@@ -173,7 +170,7 @@ func (s Caller) RequestUpdate(ctx context.Context, id string, wanted *runtimeapi
 // NotifyContainer reports an event of a container to plugins. Their answers do not affect the
 // container. Updates of other containers are applied in the background. It calls done before the
 // hold ends, even without plugins.
-func (s Caller) NotifyContainer(ctx context.Context, event nri.ContainerEvent, id string, c Container, done func()) {
+func (s pluginCaller) NotifyContainer(ctx context.Context, event nri.ContainerEvent, id string, c containerDescriber, done func()) {
 	release, active := s.Plugins.Hold()
 	defer release()
 	defer done()
