@@ -129,8 +129,8 @@ func (l *Launchers) launchWith(
 	return started, reply.Started.Again, err
 }
 
-// withTransfer adds the steps before and after the launcher's own: the transfer of the order, sent
-// at that time, and of the reply.
+// withTransfer returns the launcher's steps with two more: the transfer of the request, which was
+// sent at the time sent, and the transfer of the answer.
 func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 	if len(steps) == 0 {
 		return nil
