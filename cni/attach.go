@@ -15,22 +15,26 @@ import (
 	"berth/internal/task"
 )
 
-// Attachment describes how a pod is connected, or will be. Its zero value means no connection. The
-// caller stores it with the pod before Add.
+// Attachment describes how a pod is connected. Its zero value means no connection. The caller
+// stores it with the pod's record before Add.
 type Attachment struct {
 	Network  string `json:"network,omitempty"`
 	IfName   string `json:"ifName,omitempty"`
 	ConfList []byte `json:"confList,omitempty"` // the complete configuration list that ADD uses
 }
 
-// Add connects a pod and returns its addresses. The caller runs Del after any error, since a part
-// of the chain may have done its work.
+// Add connects a pod and returns its addresses. The caller runs Del after any error, because some
+// plugins of the chain may have succeeded.
 //
-// Errors: InvalidArgument for a pod that fails Validate. FailedPrecondition for a plugin that is
-// not installed or refuses its configuration. DeadlineExceeded for a plugin that was killed.
-// DeadlineExceeded or Canceled if ctx ended before a plugin began. Unavailable if the plugin asks
-// to try again, and after Leave. Otherwise Internal. A plugin's own error is a *types.Error in the
-// chain.
+// Errors:
+//   - InvalidArgument: the pod fails Validate.
+//   - FailedPrecondition: a plugin is not installed or refuses its configuration.
+//   - DeadlineExceeded: a plugin was killed.
+//   - DeadlineExceeded or Canceled: ctx ended before a plugin started.
+//   - Unavailable: the plugin asks to try again, or Leave was called.
+//   - Internal: any other failure.
+//
+// If a plugin reported the failure, the error wraps a *types.Error.
 func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, error) {
 	if err := pod.Validate(); err != nil {
 		return Result{}, err
@@ -56,14 +60,15 @@ func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, err
 }
 
 // Del disconnects a pod with the configuration that its Add used. It is idempotent and works when
-// the network namespace is gone. The caller repeats it until it returns nil. Errors as of Add.
+// the network namespace is gone. The caller repeats it until it returns nil. It returns the same
+// errors as Add.
 //
-// Del returns nil for a pod that fails Validate or has no attachment: no plugin ever ran for it.
+// Del returns nil for a pod that fails Validate or has no attachment, because no plugin ran for it.
 func (n *Network) Del(ctx context.Context, att Attachment, pod Pod) error {
 	if len(att.ConfList) == 0 || pod.Validate() != nil {
 		return nil
 	}
-	pod.NetNS = netns.Existing(pod.NetNS) // with "" plugins clean up outside of the namespace (specification, DEL)
+	pod.NetNS = netns.Existing(pod.NetNS) // plugins clean up outside of the namespace if CNI_NETNS is "" (specification, DEL)
 	return n.operate(ctx, att, pod, "DEL", n.lib.DelNetworkList)
 }
 
@@ -85,7 +90,7 @@ func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
 
 type operation func(context.Context, *libcni.NetworkConfigList, *libcni.RuntimeConf) error
 
-// operate runs one operation of one pod under the gate, with a deadline of its own.
+// operate runs one operation of one pod, with its own deadline, while no GC runs.
 func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb string, op operation) error {
 	what := fmt.Sprintf("CNI %s of pod %s to network %q", verb, pod.ID, att.Network)
 	list, err := parseConf(att.ConfList, true)
@@ -103,7 +108,7 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 		failpoint.Reach("cni.result-saved")
 		return err
 	})
-	if errdefs.Code(err) == codes.Unknown { // an error of libcni itself
+	if errdefs.Code(err) == codes.Unknown { // libcni failed, not a plugin
 		return errdefs.Internal("%s: %w", what, err)
 	}
 	if err != nil {
@@ -143,8 +148,8 @@ func (n *Network) mayBegin(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// pluginContext returns the context that an operation's plugins run under. It ends after
-// Config.Timeout and does not depend on the caller's context.
+// pluginContext returns the context of an operation's plugins. It ends after Config.Timeout, and
+// does not end with the caller's context.
 func (n *Network) pluginContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), n.cfg.Timeout)
 }
@@ -152,7 +157,7 @@ func (n *Network) pluginContext(ctx context.Context) (context.Context, context.C
 // await runs a function that executes plugins, and waits until it returns or Leave is called.
 func (n *Network) await(what string, run func() error) error {
 	done := make(chan task.Outcome, 1)
-	go func() { done <- task.Catch(run) }() // ends before await does, or with the process
+	go func() { done <- task.Catch(run) }() // ends before await returns, or when the process exits
 	select {
 	case outcome := <-done:
 		return outcome.Result()

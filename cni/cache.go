@@ -22,9 +22,9 @@ type CachedResult struct {
 	IPs     []string
 }
 
-// CachedResults reads the results below a Config's CacheDir of ADDs that no DEL has undone. A
-// Network may be open there: files that vanish meanwhile are left out. A file that cannot be
-// decoded yields a result without PodID.
+// CachedResults returns the results of ADDs that no DEL has undone, from libcni's cache in a
+// Config's CacheDir. A Network may use the directory at the same time: CachedResults omits files
+// that vanish meanwhile. A file that cannot be decoded gives a result without PodID.
 func CachedResults(cacheDir string) ([]CachedResult, error) {
 	dir := filepath.Join(cacheDir, "results") // see libcni, getCacheFilePath
 	entries, err := os.ReadDir(dir)
@@ -48,8 +48,8 @@ func CachedResults(cacheDir string) ([]CachedResult, error) {
 	return all, nil
 }
 
-// DropCachedResults removes the cached results of a pod after its DEL. libcni's DEL ignores that it
-// cannot remove them, as on a read-only filesystem.
+// DropCachedResults removes the cached results of a pod after its DEL. libcni's DEL ignores a
+// failure to remove them, for example on a read-only filesystem.
 func (n *Network) DropCachedResults(podID string) error {
 	files, err := filepath.Glob(filepath.Join(n.cfg.CacheDir, "results", "*-"+podID+"-*")) // see libcni, getCacheFilePath
 	failpoint.Reach("cni.forget")
@@ -63,11 +63,11 @@ func (n *Network) DropCachedResults(podID string) error {
 	return nil
 }
 
-// cachedResult decodes the addresses of results of versions 0.1.0 to 1.1.0.
+// cachedResult decodes the addresses of a result of any version from 0.1.0 to 1.1.0.
 func cachedResult(file string, data []byte) CachedResult {
 	type address struct {
 		Address string `json:"address"` // since 0.3.0
-		IP      string `json:"ip"`      // before, in ip4 and ip6
+		IP      string `json:"ip"`      // before 0.3.0, in ip4 and ip6
 	}
 	var cached struct {
 		ContainerID string `json:"containerId"`
@@ -91,8 +91,8 @@ func cachedResult(file string, data []byte) CachedResult {
 	return r
 }
 
-// MayHold reports whether a pod may still own network resources. It is for pods without record,
-// whose network configuration is unknown. It looks for a network namespace, a cached result, and an
+// MayHold reports whether a pod may still own network resources. It is for pods without a record,
+// whose network configuration is lost. It checks for a network namespace, a cached result, and an
 // address in the default directory of an IPAM plugin.
 func (n *Network) MayHold(podID, netnsPath string) (bool, error) {
 	if netns.Existing(netnsPath) != "" {

@@ -43,8 +43,8 @@ func supports11(list *libcni.NetworkConfigList) bool {
 }
 
 // load returns the first valid configuration in dir, in lexical order of file names, and the
-// invalid files before it. Like containerd and CRI-O it takes *.conflist for lists and *.conf,
-// *.json for single plugins. Without a valid one the error, FailedPrecondition, gives the reasons.
+// invalid files before it. Like containerd and CRI-O it reads *.conflist for lists and *.conf,
+// *.json for single plugins. If no file is valid, it returns FailedPrecondition with the reasons.
 func load(dir string) (*network, []Skipped, error) {
 	names, err := confFiles(dir, ".conflist", ".conf", ".json")
 	if err != nil {
@@ -88,8 +88,8 @@ func noneValid(dir string, skipped []Skipped) error {
 	return errdefs.FailedPrecondition("no CNI network configured: no valid file in %s: %s", dir, strings.Join(parts, "; "))
 }
 
-// confFiles returns the sorted names of the files in dir with one of the extensions. It returns
-// none if dir does not exist.
+// confFiles returns the sorted names of the files in dir with one of the extensions. It returns nil
+// if dir does not exist.
 func confFiles(dir string, extensions ...string) ([]string, error) {
 	entries, err := os.ReadDir(dir) // sorted by name
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -122,8 +122,8 @@ func loadFile(file string) (*libcni.NetworkConfigList, error) {
 	return list, validateList(list)
 }
 
-// readConf reads a regular file of at most maxConfSize bytes. A FIFO or device in its place cannot
-// block the owner goroutine.
+// readConf reads a regular file of at most maxConfSize bytes. It refuses a FIFO or device, which
+// could block the owner goroutine.
 func readConf(file string) ([]byte, error) { return safefs.ReadHostFile(file, maxConfSize) }
 
 // parseConf decodes a list, or a single plugin's configuration as a list of one. It validates the
@@ -147,13 +147,13 @@ func decodeConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
 	if err != nil {
 		return nil, err
 	}
-	//nolint:staticcheck // deprecated because CNI 1.0 has lists only, but operators still have such files
+	//nolint:staticcheck // deprecated because CNI 1.0 only has lists, but operators still have such files
 	return libcni.ConfListFromConf(conf)
 }
 
-// knownVersion refuses a configuration for CNI versions that this runtime does not support. libcni
-// has set v to the highest supported one of cniVersion and cniVersions. It has set v to "", which
-// means 0.1.0, if none is supported.
+// knownVersion refuses a configuration whose CNI versions this runtime does not support. libcni has
+// set v to the highest supported version of cniVersion and cniVersions, or to "" if it supports
+// none of them. "" otherwise means 0.1.0.
 func knownVersion(data []byte, v string) error {
 	var raw struct {
 		CNIVersions []string `json:"cniVersions"`
@@ -172,7 +172,7 @@ func knownVersion(data []byte, v string) error {
 }
 
 // withPluginFiles adds the plugins in dir, one per file, to the list (CNI 1.1: "plugins may be
-// loaded from a directory named after the network"). It makes list.Bytes complete, since DEL must
+// loaded from a directory named after the network"). It makes list.Bytes complete, because DEL must
 // not depend on files that may change.
 func withPluginFiles(list *libcni.NetworkConfigList, dir string) (*libcni.NetworkConfigList, error) {
 	names, err := confFiles(dir, ".conf")

@@ -32,8 +32,8 @@ const (
 	maxStderr  = 16 << 10 // bytes of stderr that are kept
 	maxExcerpt = 512      // bytes of a plugin's text in an error
 
-	// stdinDelay bounds the write of a plugin's remaining stdin after its exit. Only a background
-	// child can still read it.
+	// stdinDelay bounds the write of a plugin's remaining stdin after its exit. Then only a child
+	// of the plugin can still read it.
 	stdinDelay = 500 * time.Millisecond
 
 	// A plugin file that is open for writing cannot be executed (ETXTBSY).
@@ -44,9 +44,9 @@ const (
 // errVerbUnknown means that a plugin does not implement a CNI_COMMAND.
 var errVerbUnknown = errors.New("verb not supported")
 
-// runner executes plugins for libcni (invoke.Exec). Unlike libcni's own implementation it kills the
-// plugin's children too and bounds the output that it keeps. It reads the output up to the plugin's
-// exit, and does not wait for children that go on printing.
+// runner executes plugins for libcni (invoke.Exec). Unlike libcni's implementation it also kills
+// the plugin's children and limits the output that it keeps. It reads the output up to the plugin's
+// exit, and does not wait for children that continue to print.
 type runner struct {
 	version.PluginDecoder
 	log     *slog.Logger
@@ -68,10 +68,10 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 	return path, nil
 }
 
-// ExecPlugin runs a plugin to its end and returns its stdout. If ctx ends first, the plugin and its
-// children are killed, and the error is DeadlineExceeded or Canceled. A failure that the plugin
-// reported is a *types.Error in the chain, with a code by the specification's error codes:
-// Unavailable for "try again", FailedPrecondition for a bad configuration, otherwise Internal.
+// ExecPlugin runs a plugin and returns its stdout. If ctx ends first, it kills the plugin and its
+// children, and returns DeadlineExceeded or Canceled. For a failure that the plugin reported, the
+// error wraps a *types.Error and its code follows the specification's error code: Unavailable for
+// "try again", FailedPrecondition for a bad configuration, otherwise Internal.
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
 	if plugin, ok := strings.CutPrefix(path, builtInPath); ok {
 		return r.call(ctx, plugin, stdin, environ)
@@ -137,7 +137,7 @@ type pluginRun struct {
 	killed         bool                  // by a signal
 }
 
-// exec starts the plugin and waits for it. If the daemon is killed meanwhile, the plugin goes on,
+// exec starts the plugin and waits for it. If the daemon is killed meanwhile, the plugin continues,
 // and the next daemon waits for it (runs.endAll).
 func (p *pluginRun) exec(ctx context.Context) error {
 	stdout, err := capture.New(maxStdout)
@@ -183,7 +183,7 @@ func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
 	case err == nil:
 		return p.result()
 	case ctx.Err() != nil:
-		return nil, errdefs.New(errdefs.Code(ctx.Err()), "CNI plugin %s did not end in time and was killed: %w",
+		return nil, errdefs.New(errdefs.Code(ctx.Err()), "CNI plugin %s did not finish in time and was killed: %w",
 			p.name(), ctx.Err())
 	}
 	if _, exited := errors.AsType[*exec.ExitError](err); !exited {
@@ -191,7 +191,7 @@ func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
 	}
 	failure := p.failure(err)
 	if p.verb == "DEL" && failure.Code == types.ErrUnknownContainer {
-		return nil, nil // CNI section 5: no cleanup needed; libcni goes on with the rest of the chain
+		return nil, nil // CNI section 5: no cleanup needed; libcni continues with the rest of the chain
 	}
 	if failure.Code == types.ErrInvalidEnvironmentVariables && strings.HasPrefix(failure.Msg, "unknown CNI_COMMAND") {
 		return nil, fmt.Errorf("CNI plugin %s: %w", p.name(), errVerbUnknown)
@@ -216,7 +216,7 @@ func (p *pluginRun) result() ([]byte, error) {
 	return p.stdout, nil
 }
 
-// failure returns the error that the plugin printed. Without one it returns an error that quotes
+// failure returns the error that the plugin printed. If the plugin printed none, the error quotes
 // the output.
 func (p *pluginRun) failure(exit error) *types.Error {
 	e := &types.Error{}
@@ -257,8 +257,8 @@ func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, p
 	return invoke.ExecPluginWithoutResult(ctx, path, conf.Bytes, args, n.plugins)
 }
 
-// withoutServiceVars drops the service manager's variables. With them a plugin could report
-// readiness or take listening sockets in berth's name.
+// withoutServiceVars drops the service manager's variables. With them a plugin could report berth's
+// readiness or take its listening sockets.
 func withoutServiceVars(environ []string) []string {
 	var out []string
 	for _, kv := range environ {
@@ -289,7 +289,7 @@ func excerpt(b []byte) string {
 	return fmt.Sprintf("%q", b)
 }
 
-// oneLine makes a plugin's text safe for an error: without control characters and of bounded
+// oneLine makes a plugin's text safe for an error: it removes control characters and limits the
 // length.
 func oneLine(s string) string {
 	s = strings.Map(func(r rune) rune {

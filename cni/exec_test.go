@@ -82,7 +82,7 @@ func TestHungPluginIsKilledWithChildren(t *testing.T) {
 	self, child, apart := b.readPID("self"), b.readPID("child"), b.readPID("apart")
 	cancel()
 	err := <-done
-	if errdefs.Code(err) != codes.Canceled || !strings.Contains(err.Error(), "CNI plugin a did not end in time and was killed") {
+	if errdefs.Code(err) != codes.Canceled || !strings.Contains(err.Error(), "CNI plugin a did not finish in time and was killed") {
 		t.Errorf("error %v (%v)", err, errdefs.Code(err))
 	}
 	testutil.Eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) && isGone(apart) })

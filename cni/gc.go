@@ -13,15 +13,16 @@ import (
 	"berth/internal/netns"
 )
 
-// GC removes the network resources of pods that are not in valid. Attachments in libcni's cache get
-// DEL with the configuration of their ADD. Then each plugin of a CNI 1.1 network gets GC, unless
-// disableGC is set or the plugin lacks the verb. Finally addresses that a power cut left reserved
-// for no pod are released. One failure does not stop the rest; all errors are joined.
+// GC removes the network resources of pods that are not in valid. It runs DEL for attachments in
+// libcni's cache, with the configuration of their ADD. Then it runs GC with each plugin of a CNI
+// 1.1 network, unless disableGC is set or the plugin lacks the verb. Last it releases addresses
+// that a power failure left reserved without a pod. A failure does not stop the remaining steps;
+// all errors are joined.
 //
 // valid must contain every pod that has an attachment or is about to get one. GC waits for running
 // Add and Del calls and blocks new ones until it returns, as the specification requires. After
-// Config.Timeout, or when ctx ends, GC starts no further plugin. A plugin that runs has a timeout
-// of its own. Errors: Unavailable after Leave, DeadlineExceeded, otherwise Internal.
+// Config.Timeout, or when ctx ends, GC starts no further plugin. Each plugin run has a separate
+// timeout. Errors: Unavailable after Leave, DeadlineExceeded, otherwise Internal.
 func (n *Network) GC(ctx context.Context, valid []Pod) error {
 	end := n.cfg.Waits.Begin("CNI operations before GC", "all networks")
 	err := n.passGate(ctx, wholeGate)
@@ -37,7 +38,8 @@ func (n *Network) GC(ctx context.Context, valid []Pod) error {
 	})
 }
 
-// collect implements GC behind the gate. ctx bounds the start of plugins, not their run.
+// collect implements GC while the caller holds the gate. ctx limits the start of plugins, not their
+// run.
 func (n *Network) collect(ctx context.Context, valid []Pod) error {
 	cached, err := n.lib.GetCachedAttachments("")
 	if err != nil {
@@ -73,8 +75,8 @@ func (n *Network) collect(ctx context.Context, valid []Pod) error {
 	return nil
 }
 
-// attachmentsOf returns the attachments that pods may have. All networks' plugins get all of them:
-// a superset only makes GC more careful.
+// attachmentsOf returns the attachments that pods may have. Each network's plugins receive all of
+// them, because extra attachments do no harm.
 func attachmentsOf(pods []Pod) map[types.GCAttachment]bool {
 	keep := make(map[types.GCAttachment]bool, len(pods))
 	for _, p := range pods {
@@ -83,8 +85,8 @@ func attachmentsOf(pods []Pod) map[types.GCAttachment]bool {
 	return keep
 }
 
-// addList adds a list that existing pods use, unless it is there. The configuration directory may
-// no longer have it.
+// addList adds a list that existing pods use, unless lists contains it. The configuration directory
+// may not contain it any more.
 func addList(lists []*libcni.NetworkConfigList, list *libcni.NetworkConfigList) []*libcni.NetworkConfigList {
 	for _, l := range lists {
 		if bytes.Equal(l.Bytes, list.Bytes) {
@@ -123,7 +125,7 @@ func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
 	}
 	extra := map[string]any{
 		"cni.dev/valid-attachments": attachments,
-		"cni.dev/attachments":       attachments, // the name in spec 1.1.0 as first published (cni#1101)
+		"cni.dev/attachments":       attachments, // the key in specification 1.1.0 as first published (cni#1101)
 	}
 	var errs []error
 	for _, p := range list.Plugins {
@@ -142,7 +144,7 @@ func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
 	return errors.Join(errs...)
 }
 
-// releaseOrphans releases addresses that IPAM plugins keep for no pod.
+// releaseOrphans releases addresses that IPAM plugins reserve without a pod.
 func (n *Network) releaseOrphans(ctx context.Context, list *libcni.NetworkConfigList) error {
 	var errs []error
 	for _, ipam := range n.cfg.Readers.IPAMs {

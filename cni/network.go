@@ -3,24 +3,23 @@
 // # Contract
 //
 // A Network follows one configuration directory. New pods join the network of the first valid file
-// in lexical order (Plan). Status reports whether pods can join at all. Both answer from memory. One
-// owner goroutine watches and reads the directory, finds the plugins, and runs their STATUS. It
+// in lexical order (Plan). Status reports whether pods can join at all. Both answer from memory.
+// One owner goroutine watches and reads the directory, finds the plugins, and runs their STATUS. It
 // publishes the result as an immutable view.
 //
-// An Attachment holds the configuration that a pod's ADD used. The caller stores it before Add. Del and Check use
-// only the Attachment, so a configuration may change or vanish while pods use it. The caller runs
-// Del after every Add, also a failed one, until Del returns nil. It never runs two operations for
-// one pod at the same time.
+// An Attachment holds the configuration of a pod's ADD. The caller stores it before Add. Del and
+// Check use only the Attachment, so a configuration may change or vanish while pods use it. The
+// caller runs Del after every Add, including a failed one, until Del returns nil. It never runs two
+// operations for one pod at the same time.
 //
-// Each plugin runs in its own cgroup (runs.go). A running plugin ends by itself or is killed with
-// its children after Config.Timeout. A caller's context does not end it, because a plugin that is
-// killed half-way may not be able to continue later. Plugins of a daemon that stops (Leave) or is
-// killed go on. New of the next daemon waits for them and kills hung ones. The pod's network
-// namespace comes from netns.New, which brings the loopback interface up, so no loopback plugin is
-// needed.
+// Each plugin runs in a separate cgroup (runs.go). If it does not exit within Config.Timeout, it is
+// killed with its children. A caller's context does not stop it, because a plugin that is killed
+// half-way may not be able to continue later. If the daemon stops (Leave) or is killed, its plugins
+// continue. New of the next daemon waits for them and kills hung ones. The pod's network namespace
+// comes from netns.New, which brings the loopback interface up, so no loopback plugin is needed.
 //
-// A built-in plugin (Config.BuiltIn) is called instead of executed. It ends with the daemon at any
-// instruction, and its DEL must cope with that.
+// A built-in plugin (Config.BuiltIn) is a function call. It may end with the daemon at any
+// instruction, and its DEL must handle that.
 //
 // Specification: CNI 1.1.0. Configurations from 0.1.0 to 1.1.0 are supported.
 package cni
@@ -47,15 +46,15 @@ const IfName = "eth0"
 
 const (
 	// DefaultTimeout bounds one ADD, DEL or CHECK. Twice this time is less than kubelet's timeout
-	// of RunPodSandbox, so a hung ADD can be undone. It is also less than kubelet's timeout of
+	// of RunPodSandbox, so a hung ADD can be undone. This time is less than kubelet's timeout of
 	// StopPodSandbox, so the error can name the plugin that hung.
 	DefaultTimeout = 110 * time.Second
 	// statusTimeout bounds one round of STATUS.
 	statusTimeout = 10 * time.Second
 	// maxViewAge is how old a view may be before Status triggers a reload.
 	maxViewAge = 5 * time.Second
-	// maxObstaclesAge is how long a search for obstacles counts. It is long because a firewall may
-	// have many rules.
+	// maxObstaclesAge is how long the result of a search for obstacles is used. It is long because
+	// a firewall may have many rules.
 	maxObstaclesAge = time.Minute
 	// wholeGate is the gate's weight for GC. It exceeds any number of operations.
 	wholeGate = math.MaxInt64
@@ -66,18 +65,19 @@ type Config struct {
 	ConfDir  string   // configuration files; may not exist
 	BinDirs  []string // plugin directories, first match wins; plugins get them as CNI_PATH
 	CacheDir string   // libcni's cache of results, private to berth; survives a restart
-	// notes of running plugins, lost at a reboot; "": no notes and no cgroups, so plugins' children can outlive them
+	// notes of running plugins, lost at a reboot; "": plugins run without notes and cgroups, and
+	// their children can outlive them
 	RunDir  string
 	Timeout time.Duration // of one ADD, DEL or CHECK; 0: DefaultTimeout
 	Waits   *task.Waits   // register of waits; may be nil
 
 	BuiltIn map[string]BuiltIn // by plugin type
 	Readers Readers
-	List    []byte // the complete configuration list of the network; nil: ConfDir has it
+	List    []byte // the complete configuration list of the network; nil: use ConfDir
 }
 
-// BuiltIn is a plugin that is called instead of executed. stdin, environ and stdout have the
-// contents of CNI specification section 3. Errors have the type *types.Error. ctx bounds waits.
+// BuiltIn is a plugin in the form of a function. stdin, environ and stdout have the contents of CNI
+// specification section 3. Errors have the type *types.Error. ctx bounds waits.
 type BuiltIn func(ctx context.Context, stdin []byte, environ []string) (stdout []byte, err error)
 
 // Network runs plugins for the network configured in a directory. Its methods may be called
@@ -88,12 +88,12 @@ type Network struct {
 	plugins *runner
 	lib     *libcni.CNIConfig
 
-	view    atomic.Pointer[view]        // written by New, then by the owner goroutine alone
+	view    atomic.Pointer[view]        // written by New, then only by the owner goroutine
 	refresh chan struct{}               // wakes the owner; capacity 1
 	ranges  atomic.Pointer[[][]IPRange] // of new pods; nil: not set
 
-	// gate excludes ADD and DEL while GC runs (specification, section 3, lifecycle and ordering).
-	// An operation holds 1, GC holds all.
+	// gate blocks ADD and DEL while GC runs (specification, section 3, lifecycle and ordering). An
+	// operation holds weight 1, GC holds wholeGate.
 	gate *semaphore.Weighted
 
 	left  context.Context // ends with Leave
@@ -127,7 +127,7 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	n.stop = stop
 	if err := plugins.runs.endAll(ctx); err != nil {
-		log.Error("end CNI plugins of an earlier daemon", "error", err)
+		log.Error("stop CNI plugins of an earlier daemon", "error", err)
 	}
 	o := newOwner(ctx, n)
 	o.reload()
@@ -152,9 +152,8 @@ func (c Config) validate() error {
 	return nil
 }
 
-// Leave prepares the end of the daemon: no operation begins any more, and waiting callers get
-// Unavailable at once. Running plugins are not touched. Their notes in RunDir are for the next
-// daemon.
+// Leave prepares the exit of the daemon: no operation starts any more, and waiting callers get
+// Unavailable at once. Running plugins continue. The next daemon reads their notes in RunDir.
 func (n *Network) Leave() { n.leave() }
 
 // Close stops following the directory and cancels STATUS. Running Add, Del, Check and GC calls are
@@ -166,7 +165,7 @@ func (n *Network) Close() {
 
 // Status returns nil if pods can join the network. Errors: FailedPrecondition without a valid
 // configuration or with a plugin that is not installed. Unavailable if a plugin's STATUS (CNI 1.1)
-// failed or has not ended yet.
+// failed or still runs.
 //
 // The answer comes from memory. An answer older than a few seconds triggers a reload in the
 // background for the next caller.
@@ -178,8 +177,8 @@ func (n *Network) Status(context.Context) error {
 	return v.ready()
 }
 
-// AskStatus runs STATUS itself and waits for it, for at most ten seconds or until ctx ends. Errors
-// as of Status.
+// AskStatus runs STATUS and waits for its result, for at most ten seconds or until ctx ends. It
+// returns the same errors as Status.
 func (n *Network) AskStatus(ctx context.Context) error {
 	v := n.view.Load()
 	switch {
@@ -195,8 +194,8 @@ func (n *Network) AskStatus(ctx context.Context) error {
 	return n.askStatus(ctx, v.net.list, n.ranges.Load())
 }
 
-// SetIPRanges sets the ranges that new pods get their addresses from. STATUS uses them at once. The
-// caller passes them to Add in Pod.IPRanges, since a pod keeps its ranges.
+// SetIPRanges sets the address ranges of new pods. STATUS uses them at once. The caller passes them
+// to Add in Pod.IPRanges, because a pod keeps its ranges.
 func (n *Network) SetIPRanges(ranges [][]IPRange) {
 	n.ranges.Store(&ranges)
 	n.askRefresh()
@@ -217,9 +216,9 @@ func (n *Network) askRefresh() {
 	}
 }
 
-// Plan returns the attachment of a new pod, which the caller stores before Add. FailedPrecondition
-// without a valid configuration. Plan ignores STATUS: the plugin itself refuses an ADD that it
-// cannot do.
+// Plan returns the attachment of a new pod, which the caller stores before Add. It returns
+// FailedPrecondition without a valid configuration. Plan ignores STATUS, because the plugin refuses
+// an ADD that it cannot do.
 func (n *Network) Plan() (Attachment, error) {
 	v := n.view.Load()
 	if v.net == nil {

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// search is the outcome of a search for obstacles.
+// search is the result of a search for obstacles.
 type search struct {
 	net       *network
 	ranges    *[][]IPRange // the ranges that the search used
@@ -13,8 +13,8 @@ type search struct {
 	err       error
 }
 
-// startSearch searches for obstacles in a goroutine, one at a time, because a node may have very many
-// rules and routes. It does nothing while the network is not ready, and while the last search is
+// startSearch searches for obstacles in a goroutine, one at a time, because a node may have many
+// rules and routes. It does nothing while the network is not ready, or while the last search is
 // recent and used the same ranges.
 func (o *owner) startSearch() {
 	v, ranges := o.n.view.Load(), o.n.ranges.Load()
@@ -33,9 +33,9 @@ func (o *owner) startSearch() {
 	})
 }
 
-// endSearch publishes the outcome of a search, and starts another one if the network or the ranges
-// have changed meanwhile. After a failure the obstacles of the same ranges stay, and the next
-// search comes when it would have come after a success.
+// endSearch publishes the result of a search, and starts another one if the network or the ranges
+// have changed meanwhile. After a failure it keeps the obstacles of the same ranges. A failure does
+// not change the time of the next search.
 func (o *owner) endSearch(s search) {
 	o.searching = false
 	old := o.n.view.Load()
@@ -50,7 +50,7 @@ func (o *owner) endSearch(s search) {
 		now.obstacles = s.obstacles
 		o.logObstacles(old.obstacles, now.obstacles)
 	case s.ranges != old.obstaclesOf:
-		now.obstacles = nil // the known ones belong to other addresses
+		now.obstacles = nil // the known obstacles belong to other addresses
 	}
 	o.logSearchError(s)
 	o.n.view.Store(&now)
@@ -74,7 +74,7 @@ func (o *owner) logObstacles(old, now []Obstacle) {
 		}
 	}
 	if len(now) == 0 && len(old) > 0 {
-		o.n.log.Info("obstacles of pods are gone")
+		o.n.log.Info("the obstacles no longer exist")
 	}
 }
 

@@ -120,7 +120,7 @@ func TestObstaclesAreLoggedOnce(t *testing.T) {
 	}
 	reader.set(none)
 	b.findObstacles()
-	if all := b.n.Info().Obstacles; len(all) != 0 || strings.Count(log.String(), "chain FORWARD drops") != 1 || strings.Count(log.String(), "obstacles of pods are gone") != 1 {
+	if all := b.n.Info().Obstacles; len(all) != 0 || strings.Count(log.String(), "chain FORWARD drops") != 1 || strings.Count(log.String(), "the obstacles no longer exist") != 1 {
 		t.Errorf("after the obstacle is gone: obstacles %q, log %s", all, log.String())
 	}
 }

@@ -24,12 +24,12 @@ const (
 type view struct {
 	net     *network  // nil: no valid configuration
 	skipped []Skipped // invalid files before net's
-	loadErr error     // why net is nil
+	loadErr error     // the reason if net is nil
 	missing error     // a plugin that is not installed
 	at      time.Time // when the directory was last read
 
-	asked     bool  // STATUS has run, or does not exist in net's version
-	statusErr error // its error
+	asked     bool  // STATUS has run, or net's version has no STATUS
+	statusErr error // the error of STATUS
 
 	obstacles   []Obstacle
 	obstaclesAt time.Time    // when the last search ended, with or without success
@@ -43,13 +43,13 @@ func (v *view) ready() error {
 	case v.missing != nil:
 		return v.missing
 	case !v.asked:
-		return errdefs.Unavailable("CNI network %q: STATUS has not ended yet", v.net.list.Name)
+		return errdefs.Unavailable("CNI network %q: STATUS still runs", v.net.list.Name)
 	}
 	return v.statusErr
 }
 
-// owner is the goroutine that maintains a Network's view. Nothing else touches its fields or writes
-// the view.
+// owner is the goroutine that maintains a Network's view. No other goroutine accesses its fields or
+// writes the view.
 type owner struct {
 	n   *Network
 	ctx context.Context // ends with Close
@@ -57,7 +57,7 @@ type owner struct {
 	watch    *watcher // nil: no inotify instance, only Status triggers a reload
 	events   <-chan fsnotify.Event
 	errs     <-chan error
-	watchErr string // the last failure to watch, logged once
+	watchErr string // the last failure to watch; it is logged once
 
 	settle     <-chan time.Time // fires when a burst of changes is over
 	burstSince time.Time
@@ -66,12 +66,12 @@ type owner struct {
 	endProbe context.CancelFunc
 	statuses chan status
 
-	searching bool   // for obstacles
-	searchErr string // the last failure to search, logged once
+	searching bool   // a search for obstacles runs
+	searchErr string // the last failure to search; it is logged once
 	searches  chan search
 }
 
-// status is the outcome of one round of STATUS.
+// status is the result of one round of STATUS.
 type status struct {
 	net    *network
 	ranges *[][]IPRange // the ranges that STATUS got
@@ -81,7 +81,7 @@ type status struct {
 func newOwner(ctx context.Context, n *Network) *owner {
 	o := &owner{n: n, ctx: ctx, statuses: make(chan status), searches: make(chan search)}
 	if n.cfg.List != nil {
-		return o // no file to watch
+		return o // a fixed list needs no watch
 	}
 	w, err := newWatcher(n.cfg.ConfDir)
 	if err != nil {
@@ -105,7 +105,7 @@ func (o *owner) run() {
 				o.changed()
 			}
 		case err := <-o.errs:
-			// An overflow lost events: reload everything.
+			// An overflow of the queue lost events: reload everything.
 			o.n.log.Warn("watch CNI configuration", "dir", o.n.cfg.ConfDir, "error", err)
 			o.changed()
 		case <-o.settle:
@@ -182,8 +182,8 @@ func (o *owner) syncWatch() {
 	}
 }
 
-// findPlugins returns FailedPrecondition for the first plugin of the chain that is not installed.
-// Every ADD would fail.
+// findPlugins returns FailedPrecondition for the first plugin of the chain that is not installed,
+// because every ADD would fail.
 func (n *Network) findPlugins(list *libcni.NetworkConfigList) error {
 	for _, p := range list.Plugins {
 		if _, err := n.plugins.FindInPath(p.Network.Type, n.cfg.BinDirs); err != nil {
@@ -204,7 +204,7 @@ func (o *owner) logChanges(old, v *view) {
 		o.n.log.Info("CNI network configured", "network", v.net.list.Name, "file", v.net.file,
 			"cniVersion", v.net.list.CNIVersion)
 	case v.net == nil && old.net != nil:
-		o.n.log.Warn("CNI network gone", "network", old.net.list.Name, "error", v.loadErr)
+		o.n.log.Warn("CNI network is no longer configured", "network", old.net.list.Name, "error", v.loadErr)
 	}
 	if v.missing != nil && (old.missing == nil || old.missing.Error() != v.missing.Error()) {
 		o.n.log.Warn("CNI network not ready", "error", v.missing)
@@ -230,7 +230,7 @@ func (o *owner) probe() {
 		s := status{net: net, ranges: o.n.ranges.Load()}
 		s.err = o.n.askStatus(ctx, net.list, s.ranges)
 		if s.err != nil && view.asked && view.statusErr == nil && ctx.Err() == nil {
-			s.err = o.n.askStatus(ctx, net.list, s.ranges) // a passing error must not make the node NotReady
+			s.err = o.n.askStatus(ctx, net.list, s.ranges) // retries, because a transient error must not make the node NotReady
 		}
 		select {
 		case o.statuses <- s:
@@ -239,7 +239,7 @@ func (o *owner) probe() {
 	})
 }
 
-// endStatus publishes the outcome of STATUS, unless its network is no longer current. It runs STATUS
+// endStatus publishes the result of STATUS, unless its network is no longer current. It runs STATUS
 // again if the ranges have changed meanwhile.
 func (o *owner) endStatus(s status) {
 	if s.net != o.probing {
@@ -263,7 +263,7 @@ func (o *owner) endStatus(s status) {
 	o.startSearch()
 }
 
-// askStatus runs STATUS for every plugin of the chain. Plugins without the verb count as ready.
+// askStatus runs STATUS for each plugin of the chain. Plugins without the verb count as ready.
 func (n *Network) askStatus(ctx context.Context, list *libcni.NetworkConfigList, ranges *[][]IPRange) error {
 	for _, p := range list.Plugins {
 		err := n.runVerb(ctx, list, p, "STATUS", rangesConfig(p, ranges))

@@ -140,9 +140,9 @@ const (
 // Bounds of a rate in bits per second, as in kubelet's validation of bandwidth.
 var minRate, maxRate = resource.MustParse("1k"), resource.MustParse("1P")
 
-// ParseBandwidth reads the limits from a pod's annotations, nil without any. Like containerd and
-// CRI-O it sets the largest burst that the bandwidth plugin accepts. It returns InvalidArgument for
-// a value that is not a quantity from 1k to 1P.
+// ParseBandwidth reads the limits from a pod's annotations. It returns nil if the pod has none.
+// Like containerd and CRI-O it sets the largest burst that the bandwidth plugin accepts. It returns
+// InvalidArgument for a value that is not a quantity from 1k to 1P.
 func ParseBandwidth(annotations map[string]string) (*Bandwidth, error) {
 	ingress, err := parseRate(annotations, ingressAnnotation)
 	if err != nil {
@@ -181,7 +181,7 @@ func parseRate(annotations map[string]string, key string) (uint64, error) {
 }
 
 // ParsePodCIDRs translates the comma-separated pod CIDRs of UpdateRuntimeConfig into one set of
-// IPRanges each. A pod gets one address of each set. Nil for "".
+// IPRanges each. A pod gets one address of each set. The result for "" is nil.
 func ParsePodCIDRs(cidrs string) ([][]IPRange, error) {
 	if cidrs == "" {
 		return nil, nil
@@ -197,8 +197,8 @@ func ParsePodCIDRs(cidrs string) ([][]IPRange, error) {
 	return sets, nil
 }
 
-// Validate returns InvalidArgument for a pod whose names could change the plugins' input. Names go
-// into CNI_ARGS, where ";" and "=" separate arguments. The ID goes into file names.
+// Validate returns InvalidArgument for a pod with names that could change the plugins' input. Names
+// go into CNI_ARGS, where ";" and "=" separate arguments. The ID goes into file names.
 func (p Pod) Validate() error {
 	if err := utils.ValidateContainerID(p.ID); err != nil {
 		return errdefs.InvalidArgument("pod ID %q: %w", p.ID, err)

@@ -9,26 +9,26 @@ import (
 	"github.com/containernetworking/cni/libcni"
 )
 
-// Readers inspect the state that plugins keep on the node, since CNI has no verb for it. Without a
-// reader a plugin works as well, but its addresses and devices cannot be compared with pods.
+// Readers inspect the state that plugins keep on the node, because CNI has no verb for it. A plugin
+// also works without a reader. Then its addresses and devices cannot be compared with pods.
 type Readers struct {
 	Plugins map[string]PluginReader // by plugin type
 	IPAMs   []IPAMReader
 }
 
-// PluginReader inspects a plugin that assigns addresses itself. conf is a plugin configuration as
-// STATUS gets it. If the plugin refuses it, the methods return nothing and no error, since it has
-// never attached a pod. No method changes anything.
+// PluginReader inspects a plugin that assigns addresses. conf is the plugin configuration that
+// STATUS gets. If the plugin refuses conf, the methods return no item and no error, because the
+// plugin has never attached a pod with it. The methods change nothing.
 type PluginReader interface {
 	// Obstacles finds settings of the node that restrict the network's pods.
 	Obstacles(conf []byte) ([]Obstacle, error)
 	// Reservations returns the addresses that the plugin keeps for pods.
 	Reservations(conf []byte) ([]Reservation, error)
-	// Objects returns the network devices and host ports that the plugin made for pods.
+	// Objects returns the network devices and host ports that the plugin created for pods.
 	Objects(conf []byte) ([]Object, error)
 }
 
-// IPAMReader reads the addresses that other plugins get from an IPAM plugin.
+// IPAMReader reads the addresses that plugins get from an IPAM plugin.
 type IPAMReader interface {
 	// Uses reports whether the list names the IPAM plugin.
 	Uses(list *libcni.NetworkConfigList) bool
@@ -36,7 +36,7 @@ type IPAMReader interface {
 	Reservations(list *libcni.NetworkConfigList) ([]Reservation, error)
 	// Holds reports whether a network has an address of the pod in the plugin's default directory.
 	Holds(podID string) (bool, error)
-	// ReleaseOrphans releases addresses whose reservations a power cut left without a pod ID.
+	// ReleaseOrphans releases addresses whose reservations lost their pod ID in a power failure.
 	ReleaseOrphans(ctx context.Context, list *libcni.NetworkConfigList, log *slog.Logger) error
 }
 
@@ -54,7 +54,7 @@ type Reservation struct {
 type Object struct{ PodID, Description string }
 
 // Reservations reads the addresses of pods of networks with these configuration lists. It ignores
-// invalid lists, since such a network never had a pod.
+// invalid lists, because such a network never had a pod.
 func (r Readers) Reservations(lists ...[]byte) ([]Reservation, error) {
 	var all distinct[Reservation]
 	for _, list := range parseDistinct(lists) {
@@ -135,7 +135,7 @@ func (r Readers) plugins(list *libcni.NetworkConfigList, ranges *[][]IPRange) it
 	}
 }
 
-// parseDistinct decodes each list once, since many pods have the same one.
+// parseDistinct decodes each list once, because many pods have the same list.
 func parseDistinct(lists [][]byte) (all []*libcni.NetworkConfigList) {
 	seen := map[string]bool{}
 	for _, data := range lists {

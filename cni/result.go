@@ -14,14 +14,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Result is the outcome of a pod's ADD.
+// Result is the result of a pod's ADD.
 type Result struct {
 	IPs []netip.Addr    `json:"ips"` // primary first; empty for a network without addresses
 	Raw json.RawMessage `json:"raw"` // the result as JSON, in the configuration's CNI version
 }
 
-// checkResult refuses output that makes libcni panic. libcni expects an object, and dereferences
-// every element of these lists to convert versions.
+// checkResult refuses output that makes libcni panic. libcni expects an object. When it converts
+// versions, it dereferences every element of these lists.
 func checkResult(stdout []byte) error {
 	var top map[string]any
 	if err := json.Unmarshal(stdout, &top); err != nil {
@@ -61,7 +61,7 @@ func newResult(r types.Result, ifName string) (Result, error) {
 
 // podIPs returns the addresses of the pod's interface in the order of the result, primary first.
 // Addresses without an interface count as the pod's. If the interface has no address, because the
-// plugin names it differently, all other addresses count. Loopback addresses never count.
+// plugin uses another name, all other addresses count. Loopback addresses never count.
 func podIPs(r *types100.Result, ifName string) ([]netip.Addr, error) {
 	var own, others []netip.Addr
 	for _, c := range r.IPs {

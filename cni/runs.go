@@ -22,22 +22,22 @@ import (
 
 // Each run of a plugin has a cgroup below the daemon's, which also contains the plugin's children.
 // A note in a private directory names the cgroup. The note is written before the cgroup's creation
-// and removed after its removal, so the next daemon finds runs that did not end. It waits some
-// seconds for them and then kills the cgroup. It waits because a DEL that is killed half-way may
-// not be able to continue. For example, the bridge plugin deletes its link first, and finds its
-// iptables rules by the link's addresses.
+// and removed after its removal, so the next daemon finds unfinished runs. It waits some seconds
+// for them and then kills the processes in the cgroup. It waits because a DEL that is killed
+// half-way may not be able to continue. For example, the bridge plugin deletes its link first, and
+// finds its iptables rules by the link's addresses.
 //
-// Children may outlive a plugin that exits by itself. They are not killed. The note's suffix marks
-// the run as over, and a later run or daemon removes the cgroup once it is empty. No code here
-// reads /proc/PID, since a process can make those files arbitrarily large.
+// Children may outlive a plugin that exits. They are not killed. The note's suffix marks the run as
+// over, and a later run or daemon removes the cgroup once it is empty. This file does not read
+// /proc/PID, because a process can make those files arbitrarily large.
 
 const (
 	runPrefix = "berth-cni-" // prefix of cgroups and notes
-	overMark  = ".over"      // suffix of notes of runs whose plugin exited by itself
+	overMark  = ".over"      // suffix of notes of runs whose plugin exited without being killed
 
-	killLimit   = 5 * time.Second // for killed processes to end
-	leftLimit   = 5 * time.Second // for plugins of an earlier daemon to exit
-	removeLimit = time.Second     // for the removal of an empty cgroup
+	killLimit   = 5 * time.Second // wait for killed processes to exit
+	leftLimit   = 5 * time.Second // wait for plugins of an earlier daemon to exit
+	removeLimit = time.Second     // wait for the removal of an empty cgroup
 	removeOnce  = 16              // cgroups of earlier runs that one run tries to remove
 )
 
@@ -45,17 +45,17 @@ const (
 type runs struct {
 	dir    string           // private, lost at a reboot; "": no notes and no cgroups
 	prefix string           // prefix of this directory's cgroups and notes
-	groups *cgroup.Children // nil: no cgroup could be made when the daemon started
-	absent error            // why groups is nil
+	groups *cgroup.Children // nil: the daemon could not create cgroups when it started
+	absent error            // the reason if groups is nil
 	log    *slog.Logger
 
 	mu   sync.Mutex // guards over
-	over []run      // plugins exited by themselves and left children, oldest first
+	over []run      // runs whose plugins exited and left children, oldest first
 }
 
 // run is one execution of a plugin.
 type run struct {
-	name  string // of its note and cgroup
+	name  string // name of the note and cgroup
 	group string // path of the cgroup; "": none
 }
 
@@ -73,8 +73,8 @@ func newRuns(dir string, log *slog.Logger) *runs {
 	return r
 }
 
-// prefixOf returns the prefix of the names of cgroups whose notes are in dir. It distinguishes
-// daemons by device and inode, so it works in any mount namespace.
+// prefixOf returns the prefix of the names of cgroups whose notes are in dir. It identifies dir by
+// device and inode, so that it differs between daemons and does not depend on the mount namespace.
 func prefixOf(dir string) (string, error) {
 	var s unix.Stat_t
 	if err := unix.Stat(dir, &s); err != nil {
@@ -83,14 +83,14 @@ func prefixOf(dir string) (string, error) {
 	return fmt.Sprintf("%s%x-%x-", runPrefix, s.Dev, s.Ino), nil
 }
 
-// begin writes the note of a run and makes its cgroup. On an error it leaves neither, and the
+// begin writes the note of a run and creates its cgroup. After an error neither exists, and the
 // caller decides whether the plugin runs without a cgroup.
 func (r *runs) begin(what string) (run, error) {
 	if r.dir == "" {
 		return run{}, nil
 	}
 	if r.groups == nil {
-		return run{}, fmt.Errorf("make a cgroup for a CNI plugin: %w", r.absent)
+		return run{}, fmt.Errorf("create a cgroup for a CNI plugin: %w", r.absent)
 	}
 	name := r.prefix + rand.Text()
 	this := run{name: name, group: r.groups.Dir(name)}
@@ -101,7 +101,7 @@ func (r *runs) begin(what string) (run, error) {
 	failpoint.Reach("cni.make-group")
 	if err := os.Mkdir(this.group, 0o755); err != nil {
 		r.forget(this)
-		return run{}, fmt.Errorf("make a cgroup for a CNI plugin: %w", err)
+		return run{}, fmt.Errorf("create a cgroup for a CNI plugin: %w", err)
 	}
 	failpoint.Reach("cni.group-made")
 	return this, nil
@@ -127,8 +127,8 @@ func (r *runs) start(this run, cmd *exec.Cmd) error {
 	return r.groups.Start(cmd, this.group)
 }
 
-// end removes the cgroup of a run. It kills the plugin's children unless the plugin exited by
-// itself. If the cgroup cannot be emptied, the note stays for the next daemon.
+// end removes the cgroup of a run. If the plugin was killed, it also kills the plugin's children.
+// If processes remain in the cgroup, the note stays for the next daemon.
 func (r *runs) end(this run, byItself bool) {
 	if this.group == "" {
 		return
@@ -152,7 +152,7 @@ func (r *runs) end(this run, byItself bool) {
 	r.removeOver()
 }
 
-// keep marks a run as over whose plugin exited by itself and left children.
+// keep marks a run as over. Its plugin exited and left children.
 func (r *runs) keep(this run) {
 	failpoint.Reach("cni.keep-run")
 	err := os.Rename(filepath.Join(r.dir, this.name), filepath.Join(r.dir, this.name+overMark))
@@ -168,7 +168,7 @@ func (r *runs) keep(this run) {
 	r.mu.Unlock()
 }
 
-// removeOver removes the cgroups of the oldest runs that are over, as far as they are empty.
+// removeOver removes empty cgroups of the oldest runs that are over.
 func (r *runs) removeOver() {
 	r.mu.Lock()
 	look := r.over[:min(len(r.over), removeOnce)]
@@ -187,7 +187,7 @@ func (r *runs) removeOver() {
 		busy = append(busy, this)
 	}
 	r.mu.Lock()
-	r.over = append(r.over, busy...) // at the end: the next call tries the others
+	r.over = append(r.over, busy...) // append, so that the next call tries the others
 	r.mu.Unlock()
 }
 
@@ -200,9 +200,10 @@ func (r *runs) forget(this run) {
 	failpoint.Reach("cni.run-forgotten")
 }
 
-// endAll waits for plugins of an earlier daemon and kills the remaining ones. Their work after this
-// daemon's DEL would never be undone. The error names cgroups that cannot be emptied; the next
-// daemon tries again. It takes at most leftLimit and killLimit, and some milliseconds per run.
+// endAll waits for plugins of an earlier daemon and kills the remaining ones. If they continued
+// after this daemon's DEL, their changes would never be undone. The error names cgroups whose
+// processes cannot be killed; the next daemon tries again. endAll takes at most leftLimit and
+// killLimit, and some milliseconds per run.
 func (r *runs) endAll(ctx context.Context) error {
 	if r.dir == "" {
 		return nil
@@ -231,7 +232,8 @@ func (r *runs) endAll(ctx context.Context) error {
 	return failed
 }
 
-// read returns the runs whose plugins may run. It removes runs that are over and have no processes.
+// read returns the runs whose plugins may still run. It removes runs that are over and have no
+// processes.
 func (r *runs) read() (running []run, err error) {
 	entries, err := os.ReadDir(r.dir)
 	if err != nil {
@@ -255,11 +257,11 @@ func (r *runs) read() (running []run, err error) {
 // maxNote exceeds the size of any note, in bytes.
 const maxNote = 16 << 10
 
-// readRun reads a note. The run has no cgroup if the note is incomplete, or from a version without
-// cgroups.
+// readRun reads a note. The run has no cgroup if the note is incomplete, or if a version without
+// cgroups wrote it.
 func readRun(path string) run {
 	this := run{name: filepath.Base(path)}
-	data, err := os.ReadFile(path) // private directory, written by this package
+	data, err := os.ReadFile(path) // in a private directory, written by this package
 	if err != nil || len(data) > maxNote {
 		return this
 	}
@@ -271,8 +273,8 @@ func readRun(path string) run {
 	return this
 }
 
-// untilEnded waits until runs have no processes, at most leftLimit. Runs noted by a version without
-// cgroups count as busy for all of that time.
+// untilEnded waits until runs have no processes, for at most leftLimit. Runs noted by a version
+// without cgroups count as busy for all of that time.
 func untilEnded(ctx context.Context, running []run) error {
 	ctx, cancel := context.WithTimeout(ctx, leftLimit)
 	defer cancel()
@@ -295,14 +297,14 @@ func untilEnded(ctx context.Context, running []run) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d plugins do not end, the first is %s: %w", len(left), left[0], ctx.Err())
+			return fmt.Errorf("%d plugins still run, the first is %s: %w", len(left), left[0], ctx.Err())
 		case <-time.After(delay):
 		}
 	}
 }
 
-// killAndRemove kills all processes in a run's cgroup and removes it. It retries because the cgroup
-// is busy for a moment after its last process was killed.
+// killAndRemove kills all processes in a run's cgroup and removes it. It retries, because the
+// cgroup stays busy for a moment after the last process was killed.
 func killAndRemove(group string, deadline time.Time) error {
 	failpoint.Reach("cni.kill-group")
 	if err := cgroup.KillChild(group, time.Until(deadline)); err != nil {
@@ -319,7 +321,8 @@ func killAndRemove(group string, deadline time.Time) error {
 	}
 }
 
-// NotedRuns are the runs with a note in a Config's RunDir. A Network may be open there.
+// NotedRuns are the runs with a note in a Config's RunDir. A Network may use the directory at the
+// same time.
 type NotedRuns struct {
 	prefix string
 	names  map[string]bool
@@ -347,8 +350,8 @@ func ReadNotedRuns(runDir string) (NotedRuns, error) {
 // Prefix returns the prefix of the names of the runs' cgroups.
 func (n NotedRuns) Prefix() string { return n.prefix }
 
-// Unnoted returns the name of the run that a cgroup belongs to, if the run is this daemon's and has
-// no note. Otherwise it returns "".
+// Unnoted returns the name of the run of a cgroup, if this daemon's runs use the cgroup's prefix
+// and the run has no note. Otherwise it returns "".
 func (n NotedRuns) Unnoted(group string) string {
 	for part := range strings.SplitSeq(group, "/") {
 		if n.prefix != "" && strings.HasPrefix(part, n.prefix) && !n.names[part] {

@@ -157,7 +157,7 @@ func TestHungStatusBlocksNothing(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
 	n := b.start()
 	first := b.readPID("child")
-	if err := n.Status(context.Background()); errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "STATUS has not ended yet") {
+	if err := n.Status(context.Background()); errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "STATUS still runs") {
 		t.Errorf("status: %v", err)
 	}
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "b"))

@@ -15,9 +15,9 @@ const (
 	maxSubdirs   = 64  // watched plugin directories below the configuration directory
 )
 
-// watcher reports changes of a directory by inotify. It watches every directory on the way. So it
-// also reports a directory that appears, and a part of its path that is removed, renamed, or a
-// changed symlink. It belongs to one goroutine.
+// watcher reports changes of a directory by inotify. It watches every directory on the path. So it
+// also reports when the directory appears, when a part of its path is removed or renamed, and when
+// a symlink changes. One goroutine uses it.
 type watcher struct {
 	fs   *fsnotify.Watcher
 	dir  string
@@ -26,7 +26,7 @@ type watcher struct {
 
 // watchPlan lists the inotify watches that a directory needs at present.
 type watchPlan struct {
-	dirs   []string // all watches: the directories on the way, then the leaves
+	dirs   []string // all watches: the directories on the path, then the leaves
 	names  []string // path components whose own change matters
 	leaves []string // directories whose entries all matter
 }
@@ -39,9 +39,9 @@ func newWatcher(dir string) (*watcher, error) {
 	return &watcher{fs: fs, dir: filepath.Clean(dir)}, nil
 }
 
-// sync sets the watches for the present state of the path. Any change after sync returned is
-// reported. It sets watches anew, since a path may lead to another directory than before. It
-// repeats the plan, since a directory may have appeared before its watch.
+// sync sets the watches for the present state of the path. Each later change is reported. It
+// replaces all watches, because a path may lead to another directory than before. It repeats the
+// plan, because a directory may have appeared before its watch.
 func (w *watcher) sync() error {
 	for range maxPathSteps {
 		plan := planWatch(w.dir)

@@ -33,7 +33,7 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	kept, err := a.reserve(ctx) // before the look at the bridge: the reservation keeps the gateway in place
+	kept, err := a.reserve(ctx) // before the bridge is inspected: the reservation keeps the gateway in place
 	if err != nil {
 		return nil, err
 	}
@@ -63,9 +63,9 @@ func (a *attachment) gateways() (all []netip.Prefix) {
 	return all
 }
 
-// plug connects the pod's port to the bridge. It makes the missing parts of the bridge and of the
-// rules for all pods. After a boot the first of several concurrent pods makes them, and the others
-// then share the lock.
+// plug connects the pod's port to the bridge. It creates the missing parts of the bridge and of the
+// rules for all pods. After a boot one pod creates them under the exclusive lock. Pods that start
+// at the same time then share the lock.
 func (a *attachment) plug(ctx context.Context,
 	kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
 	for _, unlessReady := range []bool{true, false} {
@@ -80,8 +80,8 @@ func (a *attachment) plug(ctx context.Context,
 	return bridge, made, err
 }
 
-// plugIfReady returns no bridge if something is missing. It holds the shared lock until the port
-// exists, so no other network can take the bridge meanwhile.
+// plugIfReady returns a nil bridge if the bridge or a rule is missing. It holds the shared lock
+// until the port exists, so that no other network can take the bridge.
 func (a *attachment) plugIfReady(ctx context.Context,
 	kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
 	unlock, err := links.Lock(ctx, lockfile.Shared)
@@ -97,12 +97,12 @@ func (a *attachment) plugIfReady(ctx context.Context,
 	return bridge, made, err
 }
 
-// makeAndPlug holds the exclusive lock until the port exists. Otherwise two networks that begin at
-// the same time would take the bridge from each other. With unlessReady it returns no bridge if
-// another pod has made everything meanwhile.
+// makeAndPlug holds the exclusive lock until the port exists. Otherwise two networks that start at
+// the same time would take the bridge from each other. With unlessReady it returns a nil bridge if
+// another pod has created everything meanwhile.
 func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation,
 	unlessReady bool) (*links.Bridge, links.Plugged, error) {
-	unlockStore, err := a.store.Lock(ctx) // other pods may be making the network
+	unlockStore, err := a.store.Lock(ctx) // other pods may be creating the network
 	if err != nil {
 		return nil, links.Plugged{}, err
 	}
@@ -183,8 +183,8 @@ func unspecified(like netip.Addr) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// openPorts writes the host ports into the reservation's note and opens them. The store's lock
-// keeps others from rewriting the rules meanwhile.
+// openPorts writes the host ports into the reservation's note and opens them. It holds the store's
+// lock, so that no other process rewrites the rules meanwhile.
 func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) error {
 	ports := rules.HostPorts(a.Ports, kept.IPs)
 	if len(ports) == 0 {
@@ -210,11 +210,11 @@ func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) 
 	return a.filter.ForgetOthers(ports)
 }
 
-// tryPorts fails with ErrGone if another program deletes the rules meanwhile. If the ports belong
-// to another pod it removes the note, or the next rewrite of the rules would open them.
+// tryPorts returns ErrGone if another program deletes the rules meanwhile. If the ports belong to
+// another pod, it removes the note. Otherwise the next rewrite of the rules would open the ports.
 func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, ports []rules.HostPort,
 	note []byte) error {
-	if _, err := a.install(ctx); err != nil { // the rules may have been deleted since
+	if _, err := a.install(ctx); err != nil { // the rules may have been deleted meanwhile
 		return err
 	}
 	if err := a.store.SetNote(kept, note); err != nil {
@@ -234,7 +234,7 @@ func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, p
 }
 
 func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, made links.Plugged) *types100.Result {
-	const pod = 2 // index
+	const pod = 2 // index of the pod's interface in the result
 	r := &types100.Result{CNIVersion: types100.ImplementedSpecVersion, DNS: a.DNS, Interfaces: []*types100.Interface{
 		{Name: b.Name, Mac: b.MAC.String()},
 		{Name: links.PortName(a.id, a.ifName), Mac: made.PortMAC.String()},

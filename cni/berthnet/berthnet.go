@@ -1,5 +1,5 @@
-// Package berthnet is berth's own network as a CNI plugin. It sets up a bridge, addresses,
-// masquerading, host ports and isolation, for IPv4, IPv6 or both.
+// Package berthnet implements berth's built-in network, a CNI plugin. It sets up a bridge,
+// addresses, masquerading, host ports and isolation, for IPv4, IPv6 or both.
 //
 // # Contract
 //
@@ -8,27 +8,27 @@
 // configurations from 0.3.0 on. The daemon calls Exec; other runtimes execute a program that calls
 // Main. Both may run at the same time.
 //
-// Everything on the node carries the network's key, which combines its name and the directory of
-// its addresses (conf.Net.Key). A bridge belongs to one network and changes its owner under a lock
-// of the node (links.Lock). So two daemons, or a daemon and another runtime, do not touch each
-// other's pods. A bridge on which another network has pods is refused. STATUS refuses whatever ADD
-// would refuse.
+// All objects on the node carry the network's key, which combines its name and the directory of its
+// addresses (conf.Net.Key). A bridge belongs to one network and changes its owner under a lock of
+// the node (links.Lock). So two daemons, or a daemon and another runtime, do not affect each
+// other's pods. ADD refuses a bridge with pods of another network. STATUS fails whenever ADD
+// would fail.
 //
 // The plugin may be killed at any instruction, together with the daemon. So ADD first writes the
-// reservation of the addresses (package addresses), and DEL removes it last. The container ID, the
-// interface's name and the reservation lead to everything that an attachment has. The port's name
-// derives from the container ID (package links). Host ports are in the reservation's note. If the
-// note is lost, they are found by the pod's addresses (package rules).
+// reservation of the addresses (package addresses), and DEL removes it last. DEL finds all objects
+// of an attachment by the container ID, the interface's name and the reservation. The port's name
+// derives from the container ID (package links). The reservation's note lists the host ports. If
+// the note is lost, DEL finds them by the pod's addresses (package rules).
 //
-// The bridge and the rules for all pods belong to the node. ADD makes them when they are missing,
-// and nothing removes them. Flushing the whole packet filter, as each reload of nftables.service
-// does, deletes the rules. ADD and STATUS write them again, including the host ports of all pods,
-// from the notes of the reservations. The kernel notifies the daemon (Watch), which writes them at
-// once.
+// The bridge and the rules for all pods belong to the node. ADD creates them when they are missing,
+// and nothing removes them. A flush of the whole packet filter deletes the rules; each reload of
+// nftables.service flushes it. ADD and STATUS write the rules again, with the host ports of all
+// pods from the notes of the reservations. The kernel notifies the daemon (Watch), which also
+// writes them again.
 //
 // GC releases the reservations, bridge ports and rules of attachments that are not valid.
 //
-// Configuration: package conf.
+// Package conf describes the configuration.
 package berthnet
 
 import (
@@ -54,8 +54,8 @@ import (
 // Versions are the supported versions of the specification.
 var Versions = version.VersionsStartingFrom("0.3.0")
 
-// Plugin is the plugin for one network namespace, in which it is first used. Its methods may be
-// called concurrently.
+// Plugin is the plugin for the network namespace of its first use. Its methods may be called
+// concurrently.
 type Plugin struct {
 	Passive bool         // STATUS changes nothing
 	Log     *slog.Logger // for failures in the background; nil: discarded
@@ -77,8 +77,8 @@ type Plugin struct {
 	tryFilter func(rules.Network) error // nil: rules.Try
 }
 
-// Open opens the plugin's sockets ahead of the first pod. An error means that no pod can be
-// attached at present.
+// Open opens the plugin's sockets before the first pod needs them. An error means that pods cannot
+// be attached at present.
 func (p *Plugin) Open() error { return p.filter.Open() }
 
 func (p *Plugin) log() *slog.Logger { return cmp.Or(p.Log, slog.New(slog.DiscardHandler)) }
@@ -89,7 +89,7 @@ func (p *Plugin) Close() error {
 	return p.filter.Close()
 }
 
-// attachment is the subject of one call.
+// attachment holds the arguments and open files of one call.
 type attachment struct {
 	*conf.Net
 	plugin *Plugin
@@ -98,7 +98,7 @@ type attachment struct {
 	id     string
 	ifName string
 	netns  string // path; "": the namespace is gone
-	nsEnds bool   // the namespace is about to be removed with the pod's device
+	nsEnds bool   // the caller is about to remove the namespace, with the pod's device
 }
 
 func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.Net, error)) (*attachment, error) {
@@ -129,9 +129,9 @@ func (a *attachment) openStore() error {
 	return nil
 }
 
-// asCNI converts an error to one of the specification.
+// asCNI converts an error to an error type of the specification.
 func asCNI(err error) *types.Error {
-	if e, ok := err.(*types.Error); ok { //nolint:errorlint // a wrapped one would lose the text around it
+	if e, ok := err.(*types.Error); ok { //nolint:errorlint // unwrapping would lose the text around the error
 		return e
 	}
 	code := types.ErrInternal

@@ -70,7 +70,7 @@ func (p *Plugin) check(args *skel.CmdArgs) error {
 	return a.checkPorts(rules.HostPorts(a.Ports, kept.IPs))
 }
 
-// previous returns the result of ADD, which the runtime passes in prevResult.
+// previous decodes the result of ADD, which the runtime passes in prevResult.
 func (a *attachment) previous(stdin []byte) (*types100.Result, error) {
 	if a.RawPrevResult == nil {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, "CHECK needs prevResult", "")

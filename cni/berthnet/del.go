@@ -17,7 +17,7 @@ import (
 	"berth/cni/berthnet/rules"
 )
 
-// del disconnects a pod. Of the configuration it uses only the names.
+// del disconnects a pod. It uses only the names of the configuration.
 func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, nsEnds bool) error {
 	a, err := p.attachment(args, conf.ParseNames)
 	if err != nil {
@@ -39,21 +39,21 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, nsEnds bool) error
 	return err
 }
 
-// release removes an attachment's port, host ports and, last, its reservation. If the store's lock
-// is not free in time, host ports and reservation are left to the next DEL or GC.
+// release removes an attachment's port, its host ports and, last, its reservation. If it cannot
+// lock the store in time, it leaves the host ports and the reservation to the next DEL or GC.
 func (a *attachment) release(ctx context.Context, kept addresses.Reservation) error {
 	if err := links.Cut(kept.ContainerID, kept.IfName, !a.nsEnds); err != nil {
 		return err
 	}
 	note, err := a.store.Noted(kept)
-	if errors.Is(err, fs.ErrNotExist) { // another DEL was faster
+	if errors.Is(err, fs.ErrNotExist) { // a concurrent DEL removed it
 		return nil
 	}
 	if err != nil {
 		return err
 	}
 	if len(note) > 0 { // the note was written before any host port was opened
-		unlock, err := a.store.Lock(ctx) // or a concurrent rewrite of the rules would open them again
+		unlock, err := a.store.Lock(ctx) // otherwise a concurrent rewrite of the rules would open the ports again
 		if err != nil {
 			return err
 		}
@@ -68,7 +68,7 @@ func (a *attachment) release(ctx context.Context, kept addresses.Reservation) er
 // closePorts closes the host ports in the note of a reservation.
 func (a *attachment) closePorts(kept addresses.Reservation, note []byte) (err error) {
 	var ports []rules.HostPort
-	if json.Unmarshal(note, &ports) != nil { // damaged by a power cut; no port was opened since
+	if json.Unmarshal(note, &ports) != nil { // damaged by a power failure; no port was opened since
 		if ports, err = a.portsOf(kept.IPs); err != nil {
 			return err
 		}
@@ -92,13 +92,13 @@ func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error
 	return some, err
 }
 
-// gc releases the attachments that are not valid. It waits for locks no longer than one DEL does.
+// gc releases the attachments that are not valid. It waits for locks no longer than one DEL.
 func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.ParseGC)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.Patience, addresses.LockPatience)) // free locks take no time
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.Patience, addresses.LockPatience)) // without contention the locks take no time
 	defer cancel()
 	valid := map[types.GCAttachment]bool{}
 	for _, v := range a.Valid {

@@ -9,24 +9,25 @@ import (
 	"berth/cni/berthnet/links"
 )
 
-// leavingTime is how long a port may remain after its pod's DEL. The kernel removes it with the
-// pod's namespace, in the background, one namespace after the other.
+// leavingTime is how long a port may remain after its pod's DEL. The kernel removes it in the
+// background together with the pod's namespace, and removes one namespace after the other.
 const leavingTime = 5 * time.Second
 
-// leavingTries bounds the attempts to delete a port to one minute. The next GC deletes the rest.
-// The daemon runs GC at its start for networks of CNI 1.1.
+// leavingTries limits the attempts to delete a port to one minute. The next GC deletes the
+// remaining ports. The daemon runs GC when it starts, for networks of CNI 1.1.
 const leavingTries = 12
 
-// leaving holds ports that should vanish with their pods' namespaces, and deletes the remaining
-// ones. The kernel keeps a namespace without processes while it closes a TCP connection whose data
-// is not acknowledged (tcp_orphan_retries). No acknowledgement comes through a disabled port, so
-// that takes more than a minute. If the daemon ends before, the next GC deletes the ports.
+// leaving holds ports that the kernel should remove with their pods' namespaces, and deletes the
+// ports that remain. The kernel keeps a namespace without processes while it closes a TCP
+// connection with unacknowledged data (tcp_orphan_retries). A disabled port receives no
+// acknowledgements, so closing takes more than a minute. If the daemon exits earlier, the next GC
+// deletes the ports.
 type leaving struct {
 	lock    sync.Mutex // guards the fields up to running
 	ports   []leavingPort
 	timer   *time.Timer    // for the first port; nil: no port
 	closed  bool           // add ignores further ports
-	running sync.WaitGroup // the timer's function, counted from when the timer is set
+	running sync.WaitGroup // runs of the timer's function, counted from when the timer is set
 
 	again time.Duration                 // time between attempts; 0: leavingTime. Constant
 	cut   func(id, ifName string) error // nil: links.Cut. Constant
@@ -40,7 +41,8 @@ type leavingPort struct {
 	tries      int // failed attempts
 }
 
-// add schedules the deletion of a port that remains. Failures are logged.
+// add schedules the deletion of a port, which does nothing if the kernel has removed the port.
+// Failures are logged.
 func (l *leaving) add(log *slog.Logger, id, ifName string, after time.Duration) {
 	l.put(leavingPort{log: log, id: id, ifName: ifName, due: time.Now().Add(after)})
 }

@@ -68,8 +68,8 @@ func (p *Plugin) addAndPrint(ctx context.Context, args *skel.CmdArgs) ([]byte, e
 }
 
 // Exec runs the plugin as a function. stdin, environ and the returned stdout have the contents of
-// CNI specification section 3. Every error is a *types.Error. After a DEL the caller must remove
-// the pod's namespace at once. ctx bounds waits for locks, not the kernel's work.
+// CNI specification section 3. Each error is a *types.Error. After a DEL the caller must remove the
+// pod's namespace at once. ctx bounds the waits for locks, but not the kernel's work.
 func (p *Plugin) Exec(ctx context.Context, stdin []byte, environ []string) ([]byte, error) {
 	verb, args := parseEnviron(environ)
 	args.StdinData = stdin
@@ -110,7 +110,7 @@ func parseEnviron(environ []string) (verb string, args *skel.CmdArgs) {
 	for _, kv := range environ {
 		name, value, _ := strings.Cut(kv, "=")
 		if to := into[name]; to != nil {
-			*to = value // the last of duplicates counts, as in a process
+			*to = value // the last duplicate counts, as in a process
 		}
 	}
 	return verb, args

@@ -19,8 +19,8 @@ func (a *attachment) description() *links.Description {
 	return &links.Description{Name: a.Bridge, Network: a.Key(), MTU: a.MTU, Gateways: a.gateways()}
 }
 
-// ready returns the network's bridge, or nil unless it is as described and the rules for all pods
-// are installed.
+// ready returns the network's bridge. It returns nil if the bridge differs from its description or
+// the rules for all pods are not installed.
 func (a *attachment) ready() (*links.Bridge, error) {
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil {
@@ -30,7 +30,7 @@ func (a *attachment) ready() (*links.Bridge, error) {
 	if !bridge.BelongsTo(d.Network) || !bridge.Serves(d.Gateways) {
 		return nil, nil
 	}
-	if len(bridge.Prefixes) > len(d.Gateways) { // of an earlier configuration
+	if len(bridge.Prefixes) > len(d.Gateways) { // addresses of an earlier configuration
 		if d.InUse, err = a.addressesInUse(); err != nil {
 			return nil, err
 		}
@@ -44,8 +44,8 @@ func (a *attachment) ready() (*links.Bridge, error) {
 	return bridge, nil
 }
 
-// makeNetwork makes the missing parts of the bridge and of the rules for all pods. The caller holds
-// both locks.
+// makeNetwork creates the missing parts of the bridge and of the rules for all pods. The caller
+// holds both locks.
 func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	d := a.description()
 	var err error
@@ -54,7 +54,7 @@ func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	}
 	bridge, err := links.MakeBridge(d)
 	if err != nil {
-		a.plugin.overlaps.Forget() // or STATUS would use the cached answer for a minute
+		a.plugin.overlaps.Forget() // otherwise STATUS would use the cached result for a minute
 		return nil, withCode(err)
 	}
 	_, err = a.installFor(bridge)
@@ -82,7 +82,8 @@ func (a *attachment) addressesInUse() (all []netip.Addr, err error) {
 
 // install writes the rules unless they are installed, and opens the host ports of all pods. The
 // caller holds the store's lock, so the bridge's addresses in the rules do not change. The shared
-// lock keeps the bridge from becoming another network's, which would take these rules for old ones.
+// lock prevents another network from taking the bridge. Such a network would delete these rules as
+// outdated.
 func (a *attachment) install(ctx context.Context) (written bool, err error) {
 	unlock, err := links.Lock(ctx, lockfile.Shared)
 	if err != nil {
@@ -91,7 +92,7 @@ func (a *attachment) install(ctx context.Context) (written bool, err error) {
 	defer unlock()
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil || !bridge.BelongsTo(a.Key()) {
-		return false, err // no bridge, or one to be made anew
+		return false, err // no bridge, or makeNetwork must recreate it
 	}
 	return a.installFor(bridge)
 }
@@ -111,11 +112,11 @@ func (a *attachment) installFor(bridge *links.Bridge) (written bool, err error) 
 			return false, err
 		}
 		if !there {
-			continue // the pod is gone, as after a boot, and its DEL is to come
+			continue // the pod is gone, for example after a boot, and its DEL will follow
 		}
 		pod := rules.Pod{ID: n.ContainerID}
 		if json.Unmarshal(n.Note, &pod.Ports) != nil {
-			continue // damaged by a power cut; no port was opened since
+			continue // damaged by a power failure; no port was opened since
 		}
 		pods = append(pods, pod)
 	}
@@ -146,8 +147,8 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	return a.install(ctx)
 }
 
-// rules returns the wanted rules. Their subnets are all of the bridge's, since older pods may have
-// others than the configured ones.
+// rules returns the wanted rules. They contain all subnets of the bridge, because older pods may
+// have addresses of an earlier configuration.
 func (a *attachment) rules(b *links.Bridge) rules.Network {
 	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(),
 		NoMasquerade: a.NoMasquerade, IsolatePods: a.Isolates(conf.IsolatePods),
@@ -158,10 +159,10 @@ func (a *attachment) rules(b *links.Bridge) rules.Network {
 	return n
 }
 
-// Watch restores rules that other programs delete, until ctx ends. It watches the networks that ADD
-// and STATUS were called for. It returns an error if the kernel cannot notify it.
+// Watch restores rules that other programs delete, until ctx ends. It watches the networks of
+// earlier ADD and STATUS calls. It returns an error if the kernel cannot notify it.
 func (p *Plugin) Watch(ctx context.Context) error {
-	said := map[string]string{} // by network, so that a lasting error is logged once
+	said := map[string]string{} // last error by network, so that a persistent error is logged once
 	return rules.Watch(ctx, func() error {
 		var errs []error
 		for key, n := range p.seen.Range {

@@ -7,7 +7,7 @@ import (
 	"berth/cni/berthnet/rules"
 )
 
-// Reservation is an attachment's reservation with its file.
+// Reservation is an attachment's reservation and its file.
 type Reservation struct {
 	addresses.Reservation
 	File string
@@ -23,8 +23,8 @@ func Reservations(n *conf.Net) (all []Reservation, err error) {
 	return all, err
 }
 
-// Object is a network device or host port of a container. ContainerID is empty for a host port that
-// leads to an address without reservation.
+// Object is a network device or host port of a container. ContainerID is empty for a host port
+// whose pod address is not reserved.
 type Object struct{ ContainerID, Description string }
 
 // Objects returns the bridge ports and host ports of a network's attachments.

@@ -14,8 +14,8 @@ import (
 // Obstacle is a setting of the node that restricts pods of a network.
 type Obstacle struct{ Problem, Fix string }
 
-// Obstacles finds firewalls with rules for neither the bridge nor the pods' addresses, and other
-// networks with the same addresses. It changes nothing.
+// Obstacles finds firewalls without rules for the bridge or the pods' addresses, and other networks
+// with the same addresses. It changes nothing.
 func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	bridge, err := links.FindBridge(n.Bridge)
 	if err != nil {
@@ -47,7 +47,7 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	return all, err
 }
 
-// howToPass returns the commands that let a bridge's packets pass a firewall.
+// howToPass returns the commands that make a firewall accept a bridge's packets.
 func howToPass(tool, bridge string) string {
 	if tool == "" {
 		tool = "iptables"
@@ -57,9 +57,9 @@ func howToPass(tool, bridge string) string {
 		"--add-interface=%[1]s", bridge, tool)
 }
 
-// subnetsOf returns the subnets of existing and new pods. These are the bridge's, once it belongs
-// to the network, and the runtime's ranges, which the bridge may not have yet. Without either it
-// returns the configured ones.
+// subnetsOf returns the subnets of existing and new pods: those of the network's bridge, and the
+// runtime's ranges, which the bridge may not have yet. Without either it returns the configured
+// subnets.
 func subnetsOf(n *conf.Net, bridge *links.Bridge) (subnets []netip.Prefix) {
 	if bridge.BelongsTo(n.Key()) {
 		for _, p := range bridge.Prefixes {

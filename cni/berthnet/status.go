@@ -13,10 +13,10 @@ import (
 	"berth/cni/berthnet/rules"
 )
 
-// status reports whether an ADD with the same configuration could succeed. It ignores whether an
-// address is free: a full node continues to run its pods. Unless the plugin is passive it repairs
-// the node for existing pods. Error codes (specification, section 2, STATUS): 50 if no pod can be
-// attached, 51 if existing pods may have lost connections as well.
+// status reports whether an ADD with the same configuration could succeed. It does not require a
+// free address, because a full node continues to run its pods. Unless the plugin is passive, it
+// repairs the node for existing pods. Error codes (specification, section 2, STATUS): 50 if no pod
+// can be attached, 51 if existing pods may have lost connections as well.
 func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
@@ -32,7 +32,7 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 				"berth-net can attach no pod, and existing pods may be unreachable", err.Error())
 		}
 	}
-	// last: errors of existing pods are worse
+	// last, because errors of existing pods are worse
 	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
@@ -42,7 +42,8 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 // checkAdd returns the error that an ADD would return, or nil. It changes nothing, but the kernel may
 // load modules.
 func (p *Plugin) checkAdd(a *attachment) error {
-	// with the capability a runtime may pass ranges to ADD that STATUS does not have
+	// If the network has the capability ipRanges, a runtime may pass ranges to ADD, but not to
+	// STATUS.
 	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] {
 		return errNoSubnet
 	}
@@ -65,9 +66,9 @@ func (p *Plugin) checkAdd(a *attachment) error {
 	return links.CheckBridge(a.description(), p.overlaps.Check)
 }
 
-// canFilter returns why the kernel cannot have the network's rules, or nil. It tries them in a
-// namespace until a trial succeeds. It skips the trial if the rules are installed or there are
-// pods, since restore then reports errors.
+// canFilter returns why the kernel does not support the network's rules, or nil. It tries them in a
+// namespace until a trial succeeds. It skips the trial if the rules are installed or pods exist,
+// because restore then reports errors.
 func (p *Plugin) canFilter(a *attachment) error {
 	if p.filters.Load() {
 		return nil

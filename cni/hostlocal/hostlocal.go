@@ -2,11 +2,11 @@
 //
 // # Contract
 //
-// host-local keeps one file per address in use. The file's content names the container. The plugin
-// syncs no file and has no GC. After a power cut the newest files are empty, so no DEL finds them and
-// their addresses would be lost. ReleaseOrphans removes such files. That is safe because host-local
-// writes the container's name before it releases its lock, and ReleaseOrphans holds that lock. Files
-// that name a container are never changed.
+// host-local keeps one file per address in use. The file's content is the container ID and the
+// interface. The plugin syncs no file and has no GC. After a power failure the newest files are
+// empty, so no DEL finds them and their addresses would be lost. ReleaseOrphans removes such files.
+// That is safe because host-local writes the container ID before it releases its lock, and
+// ReleaseOrphans holds that lock. ReleaseOrphans never changes files with a container ID.
 package hostlocal
 
 import (
@@ -48,8 +48,9 @@ var _ cni.IPAMReader = Reader{}
 
 func (r Reader) defaultDir() string { return cmp.Or(r.DefaultDir, defaultDir) }
 
-// dirs returns the directories that may hold a network's addresses. The default one is always
-// included, since some plugins call host-local by themselves.
+// dirs returns the directories that may hold a network's addresses. They include the default
+// directory, because some plugins execute host-local with a configuration that the list does not
+// show.
 func (r Reader) dirs(list *libcni.NetworkConfigList) []string {
 	dirs := []string{filepath.Join(r.defaultDir(), list.Name)}
 	for _, p := range list.Plugins {
@@ -60,7 +61,8 @@ func (r Reader) dirs(list *libcni.NetworkConfigList) []string {
 	return dirs
 }
 
-// ipamOf reports whether a plugin uses host-local, and its "dataDir", "" for the default.
+// ipamOf reports whether a plugin uses host-local, and returns its "dataDir", or "" for the
+// default.
 func ipamOf(p *libcni.PluginConfig) (dataDir string, ok bool) {
 	var conf struct {
 		IPAM struct {
@@ -135,8 +137,8 @@ func (r Reader) Holds(podID string) (bool, error) {
 	return false, nil
 }
 
-// ReleaseOrphans removes the files of a network's addresses that name no container. It waits for
-// host-local's lock until ctx ends. One failure does not stop the rest.
+// ReleaseOrphans removes a network's address files without a container ID. It waits for
+// host-local's lock until ctx ends. A failure does not stop the remaining steps.
 func (r Reader) ReleaseOrphans(ctx context.Context, list *libcni.NetworkConfigList, log *slog.Logger) error {
 	var errs []error
 	for _, dir := range r.dirs(list) {
@@ -157,7 +159,7 @@ func releaseOrphans(ctx context.Context, dir string, log *slog.Logger) error {
 		return err
 	}
 	defer unlock()
-	if orphans, err = findOrphans(dir); err != nil { // host-local may have been writing some of them
+	if orphans, err = findOrphans(dir); err != nil { // without the lock, host-local may have been writing some of them
 		return err
 	}
 	for _, path := range orphans {
@@ -171,7 +173,7 @@ func releaseOrphans(ctx context.Context, dir string, log *slog.Logger) error {
 	return nil
 }
 
-// findOrphans returns the files of addresses that name no container.
+// findOrphans returns the address files without a container ID.
 func findOrphans(dir string) (orphans []string, err error) {
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -199,7 +201,7 @@ func findOrphans(dir string) (orphans []string, err error) {
 	return orphans, nil
 }
 
-// lock takes host-local's own lock.
+// lock takes host-local's lock.
 func lock(ctx context.Context, dir string) (unlock func(), err error) {
 	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {

@@ -30,8 +30,8 @@ var addCases = []struct {
 	code  codes.Code
 	parts []string
 }{
-	{faults.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{faults.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{faults.Hang, codes.DeadlineExceeded, []string{"did not finish in time and was killed"}},
+	{faults.WorkHang, codes.DeadlineExceeded, []string{"did not finish in time and was killed"}},
 	{faults.Die, codes.Internal, []string{"signal: killed"}},
 	{faults.WorkDie, codes.Internal, []string{"signal: killed"}},
 	{faults.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
@@ -74,8 +74,8 @@ var delCases = []struct {
 	code  codes.Code // OK: berth ignores the plugin's output if it exits with 0
 	parts []string
 }{
-	{faults.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{faults.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{faults.Hang, codes.DeadlineExceeded, []string{"did not finish in time and was killed"}},
+	{faults.WorkHang, codes.DeadlineExceeded, []string{"did not finish in time and was killed"}},
 	{faults.Die, codes.Internal, []string{"signal: killed"}},
 	{faults.WorkDie, codes.Internal, []string{"signal: killed"}},
 	{faults.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},

@@ -4,16 +4,16 @@
 // # Contract
 //
 // Each attachment, identified by container ID and interface, has one file. The file's name contains
-// its addresses, container ID and interface. So one filesystem operation reserves or releases them
-// together. A crash cannot split it, and a file that a power cut empties is still valid. Nothing is
-// synced, since no pod survives a power cut. If the creation was lost, so was the pod. If the
-// removal was lost, the next DEL or GC repeats it.
+// its addresses, container ID and interface. So one filesystem operation reserves or releases all
+// addresses of an attachment, and a crash cannot split it. A file that a power failure empties is
+// still valid. The package does not sync files, because no pod survives a power failure. If the
+// creation was lost, so was the pod. If the removal was lost, the next DEL or GC repeats it.
 //
-// The file's content is a note of the owner. After a power cut it may be anything.
+// The file's content is a note of the owner. After a power failure it may be damaged.
 //
 // Writers hold the lock, flock on the file "lock". Readers need no lock. A released address is
-// reused as late as possible: the search begins after the last assigned address, which is in the
-// file "last". Without a valid "last" it begins at the start of the range.
+// reused as late as possible: the search starts after the last assigned address, which the file
+// "last" contains. Without a valid "last" it starts at the beginning of the range.
 package addresses
 
 import (
@@ -50,7 +50,7 @@ const (
 )
 
 // LockPatience bounds Lock. It is three times the timeout of the node's bridge lock (links.Lock),
-// since a holder of this lock may wait for that one.
+// because a holder of this lock may wait for the bridge lock.
 const LockPatience = 30 * time.Second
 
 // Store is a directory of addresses. Its methods may be called concurrently.
@@ -60,7 +60,7 @@ type Store struct {
 	dir string
 }
 
-// Reservation has the addresses of an attachment.
+// Reservation is the addresses of an attachment.
 type Reservation struct {
 	ContainerID string
 	IfName      string
@@ -81,8 +81,9 @@ func Open(dir string) (*Store, error) {
 	return &Store{dir: dir}, nil
 }
 
-// Check reports why nothing can be reserved in a directory, without creating anything. It fails if
-// the path is not a directory, or if it, or its closest existing parent, is not writable.
+// Check returns why no address can be reserved in a directory, or nil. It creates nothing. It fails
+// if the path is not a directory, or if the directory or its closest existing parent is not
+// writable.
 func Check(dir string) error {
 	for {
 		err := unix.Access(dir, unix.W_OK|unix.X_OK)
@@ -99,8 +100,9 @@ func Check(dir string) error {
 // Inspect returns the store in a directory for reading. The directory may not exist.
 func Inspect(dir string) *Store { return &Store{dir: dir} }
 
-// Lock takes the store's lock. It waits until ctx ends or the store's patience is over, then
-// returns context.DeadlineExceeded with the lock's path. The lock ends with its owner's process.
+// Lock takes the store's lock. After the store's patience, or when ctx ends, it returns
+// context.DeadlineExceeded with the lock's path. The kernel releases the lock when the process
+// exits.
 func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
 	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Patience, LockPatience))
 	defer cancel()
@@ -111,8 +113,8 @@ func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
 	return unlock, nil
 }
 
-// CheckLock returns the error that Lock would return without waiting, or nil. It returns nil if the
-// directory does not exist yet (Check).
+// CheckLock returns the error that Lock would return, without waiting. It returns nil if the
+// directory does not exist yet.
 func (s *Store) CheckLock() error {
 	if _, err := os.Stat(s.dir); errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -123,8 +125,8 @@ func (s *Store) CheckLock() error {
 	return nil
 }
 
-// Reserve assigns an address of each range to an attachment. Errors: ErrExists, ErrFull, and the
-// filesystem's.
+// Reserve assigns one address of each range to an attachment. Errors: ErrExists, ErrFull, and
+// errors of the filesystem.
 func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Range) (Reservation, error) {
 	r := Reservation{ContainerID: id, IfName: ifName}
 	if len(id) > MaxID {
@@ -199,7 +201,8 @@ func free(r conf.Range, used map[netip.Addr]bool, last []netip.Addr) (netip.Addr
 	return netip.Addr{}, false
 }
 
-// last returns the addresses that were assigned last, none if that is unknown.
+// last returns the addresses that were assigned last. It returns nil if the file is missing or
+// damaged.
 func (s *Store) last() (ips []netip.Addr) {
 	data, err := safefs.ReadHostFile(filepath.Join(s.dir, lastName), maxLast)
 	if err != nil {
@@ -213,8 +216,8 @@ func (s *Store) last() (ips []netip.Addr) {
 	return ips
 }
 
-// remember writes the addresses that were assigned last. It needs no atomic rename, since a damaged
-// file is ignored.
+// remember writes the addresses that were assigned last. It does not need an atomic rename, because
+// last ignores a damaged file.
 func (s *Store) remember(ips []netip.Addr) error {
 	failpoint.Reach("net.remember")
 	err := os.WriteFile(filepath.Join(s.dir, lastName), []byte(join(ips)+"\n"), 0o600)
@@ -247,7 +250,7 @@ func (s *Store) All() ([]Reservation, error) {
 	return all, nil
 }
 
-// Of returns the reservation of an attachment. ok is false without one.
+// Of returns the reservation of an attachment. ok is false if the attachment has none.
 func (s *Store) Of(id, ifName string) (r Reservation, ok bool, err error) {
 	all, err := s.All()
 	for _, r := range all {
@@ -274,7 +277,7 @@ func (s *Store) SetNote(r Reservation, note []byte) error {
 	return nil
 }
 
-// Noted returns the note of a reservation, nil without one.
+// Noted returns the note of a reservation, or nil.
 func (s *Store) Noted(r Reservation) ([]byte, error) {
 	note, err := safefs.ReadHostFile(s.path(r), maxNote)
 	if err != nil {

@@ -4,8 +4,8 @@
 // # Contract
 //
 // Parse is pure. Its result is valid: the kernel accepts each name, each range has an address to
-// assign, and there is at most one range per family. Errors are *types.Error with the codes of the
-// CNI specification, and name the key.
+// assign, and each family has at most one range. Errors are *types.Error with the codes of the CNI
+// specification, and name the key.
 package conf
 
 import (
@@ -34,7 +34,7 @@ const (
 const Type = "berth-net"
 
 const (
-	minMTU   = 1280 // the kernel removes IPv6 from an interface with less
+	minMTU   = 1280 // the kernel removes IPv6 from an interface with a smaller MTU
 	maxMTU   = 65535
 	maxPorts = 4096 // host ports per pod
 )
@@ -58,7 +58,7 @@ type Net struct {
 	// of pods, at most one per family; the bridge has the first address
 	Subnets []netip.Prefix `json:"subnets,omitempty"`
 	Routes  []Route        `json:"routes,omitempty"` // of pods, through the bridge; nil: default routes
-	// translate pods' addresses to the node's for other networks; default true
+	// replace pods' source addresses by the node's in packets to other networks; default true
 	Masquerade   *bool          `json:"masquerade,omitempty"`
 	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations without masquerading
 	// let the bridge send a packet back through its port; default true
@@ -76,7 +76,7 @@ type Net struct {
 
 	Valid []types.GCAttachment `json:"-"` // attachments that GC keeps
 
-	Ranges []Range `json:"-"` // of the attachment: the runtime's, or of Subnets
+	Ranges []Range `json:"-"` // ranges of the attachment: from the runtime, or Subnets
 	Ports  []Port  `json:"-"` // from Runtime.PortMappings
 }
 
@@ -139,8 +139,8 @@ func Parse(data []byte) (*Net, error) {
 	return n, nil
 }
 
-// ParseNames decodes only the names and directories, for DEL. A configuration that ADD refuses has
-// made nothing, and must not block the removal of a pod.
+// ParseNames decodes only the names and directories, for DEL. ADD creates nothing with a
+// configuration that it refuses, so such a configuration must not block the removal of a pod.
 func ParseNames(data []byte) (*Net, error) {
 	var names struct {
 		types.NetConf
@@ -157,14 +157,14 @@ func ParseNames(data []byte) (*Net, error) {
 	return n, nil
 }
 
-// ParseGC decodes the names and directories, and the attachments that GC keeps. Missing attachments
-// are an error, because GC would release everything.
+// ParseGC decodes the names and directories, and the attachments that GC keeps. It refuses a
+// configuration without the list of attachments, because GC would release everything.
 func ParseGC(data []byte) (*Net, error) {
 	n, err := ParseNames(data)
 	if err != nil {
 		return nil, err
 	}
-	// The second key is the name in specification 1.1.0 as first published. A runtime without
+	// The second key is its name in specification 1.1.0 as first published. A runtime without
 	// attachments may pass null.
 	var raw struct {
 		Valid       json.RawMessage `json:"cni.dev/valid-attachments"`
@@ -193,13 +193,13 @@ func (n *Net) names() error {
 	if err := utils.ValidateNetworkName(n.Name); err != nil {
 		return err
 	}
-	if len(n.Name) > 128 { // part of a table's name
+	if len(n.Name) > 128 { // the name is a part of a table's name
 		return fmt.Errorf("name: longer than 128 bytes")
 	}
 	if n.Bridge == "" {
 		n.Bridge = DefaultBridge
 	}
-	// A colon is for aliases, and the kernel replaces a percent sign by a number.
+	// The kernel uses a colon for aliases and replaces a percent sign by a number.
 	if len(n.Bridge) >= unix.IFNAMSIZ || n.Bridge == "." || n.Bridge == ".." || n.Bridge == "all" ||
 		n.Bridge == "default" ||
 		strings.ContainsFunc(n.Bridge, func(r rune) bool { return r <= ' ' || r > '~' || strings.ContainsRune("/:%@", r) }) {
@@ -273,8 +273,8 @@ func (n *Net) ChecksSource() bool { return n.CheckSource == nil || *n.CheckSourc
 // Dir returns the directory of the network's addresses.
 func (n *Net) Dir() string { return filepath.Join(n.DataDir, n.Name) }
 
-// Key identifies the network on the node by its name and the directory of its addresses. The same
-// name with another directory, as another daemon has it, is another network.
+// Key identifies the network on the node by its name and the directory of its addresses. Two
+// daemons with different directories have different networks, even with the same name.
 func (n *Net) Key() string {
 	sum := sha256.Sum256([]byte(n.Dir()))
 	return n.Name + "-" + hex.EncodeToString(sum[:4])
@@ -305,11 +305,11 @@ func (n *Net) ranges() error {
 		if family := &have4; r.Subnet.Addr().Is6() {
 			family = &have6
 			if *family {
-				return fmt.Errorf("subnet %s is the second of IPv6", r.Subnet)
+				return fmt.Errorf("subnet %s is the second IPv6 subnet", r.Subnet)
 			}
 			*family = true
 		} else if *family {
-			return fmt.Errorf("subnet %s is the second of IPv4", r.Subnet)
+			return fmt.Errorf("subnet %s is the second IPv4 subnet", r.Subnet)
 		} else {
 			*family = true
 		}
@@ -363,7 +363,7 @@ func lastOf(p netip.Prefix) netip.Addr {
 	for bit := p.Bits(); bit < len(b)*8; bit++ {
 		b[bit/8] |= 0x80 >> (bit % 8)
 	}
-	last, _ := netip.AddrFromSlice(b) // b has the length of an address
+	last, _ := netip.AddrFromSlice(b) // cannot fail: b has the length of an address
 	return last
 }
 
@@ -407,7 +407,7 @@ func (n *Net) ports() error {
 				return fmt.Errorf("portMappings: hostIP %q is not an IP address", m.HostIP)
 			}
 			if port.HostIP = ip.Unmap(); port.HostIP == netip.IPv6Loopback() {
-				continue // the kernel cannot redirect from there
+				continue // the kernel cannot redirect packets from ::1
 			}
 		}
 		n.Ports = append(n.Ports, port)

@@ -11,11 +11,11 @@ import (
 )
 
 // answerTimeout bounds the wait for one answer of the kernel, in seconds. The kernel answers after
-// the work, which may wait for other network changes (the RTNL lock).
+// the change, which may wait for other network changes (the RTNL lock).
 const answerTimeout = 60
 
 // batch is a series of routing netlink requests that are sent with one system call. The kernel
-// answers each one, and processes all of them even after a failure.
+// answers each request, and processes all of them even after a failure.
 type batch struct {
 	steps []step
 }
@@ -23,7 +23,7 @@ type batch struct {
 type step struct {
 	what    string
 	request *nl.NetlinkRequest
-	passed  unix.Errno // an errno that counts as success
+	passed  unix.Errno // an errno that counts as success; 0: none
 }
 
 // add appends a request. Errors of the request begin with what.
@@ -36,7 +36,7 @@ func (b *batch) add(what string, kind uint16, flags int, data ...nl.NetlinkReque
 	return request
 }
 
-// pass makes an errno of the last request count as success.
+// pass makes the last request succeed if its error is e.
 func (b *batch) pass(e unix.Errno) { b.steps[len(b.steps)-1].passed = e }
 
 // do sends the requests from the thread's network namespace and waits for all answers. It returns
@@ -138,7 +138,7 @@ func (b *batch) answers(data []byte, answered int, failures []error) (int, error
 
 // explained adds the kernel's message to an errno.
 func explained(errno unix.Errno, body []byte, flags uint16) error {
-	const echoed = 4 + unix.NLMSG_HDRLEN // NETLINK_CAP_ACK: only the request's header is repeated
+	const echoed = 4 + unix.NLMSG_HDRLEN // the answer repeats only the request's header (NETLINK_CAP_ACK)
 	if flags&unix.NLM_F_ACK_TLVS == 0 || len(body) < echoed {
 		return errno
 	}

@@ -47,14 +47,15 @@ var (
 	ErrQuicker = errors.New("another program has just made the bridge")
 )
 
-// A bridge's alias names its network by key, and says whether the network made the bridge or found
-// it without an owner. A network removes nothing from a bridge that it found.
+// A bridge's alias contains the key of its network, and whether the network created the bridge or
+// found it without an owner. A network removes no address from a bridge that it found.
 const (
 	madeBy  = "berth-net bridge of "
 	foundBy = "berth-net bridge found by "
 )
 
-// owner returns the key of the bridge's network, "" without one.
+// owner returns the key of the bridge's network, or "". made reports whether the network created
+// the bridge.
 func (b *Bridge) owner() (network string, made bool) {
 	if network, ok := strings.CutPrefix(b.alias, madeBy); ok {
 		return network, true
@@ -66,12 +67,12 @@ func (b *Bridge) owner() (network string, made bool) {
 	return network, b.isOurs()
 }
 
-// isOurs reports whether newBridge of any version made the bridge, by its hardware address. It is
-// true even if newBridge was killed before the alias was set.
+// isOurs reports whether newBridge of any version created the bridge, by its hardware address. It
+// is true even if newBridge was killed before it set the alias.
 func (b *Bridge) isOurs() bool { return bytes.Equal(b.MAC, bridgeMAC(b.Name)) }
 
-// FindBridge returns a bridge by name, nil if the name is unused. A device of another type is an
-// error.
+// FindBridge returns the bridge of that name, or nil if the name is unused. It fails if a device of
+// another type has the name.
 func FindBridge(name string) (*Bridge, error) {
 	link, err := netlink.LinkByName(name)
 	if isMissing(err) {
@@ -119,8 +120,8 @@ func (b *Bridge) Serves(gateways []netip.Prefix) bool {
 		func(g netip.Prefix) bool { return !slices.Contains(b.Prefixes, g) })
 }
 
-// Obsolete returns the addresses of the bridge that are not described and that no pod uses as
-// gateway. It returns none for a bridge that the network did not make.
+// Obsolete returns the addresses of the bridge that d does not contain and no pod uses as gateway.
+// It returns nil for a bridge that the network did not create.
 func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 	if _, made := b.owner(); !made || !b.BelongsTo(d.Network) {
 		return nil
@@ -133,9 +134,9 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 	return some
 }
 
-// MakeBridge makes the bridge as described and enables forwarding on the node. An existing bridge
-// keeps its MTU, and its addresses unless the network made it. The caller holds Lock exclusively.
-// Errors as of CheckBridge, and ErrQuicker if the caller should try again.
+// MakeBridge creates the bridge as described and enables forwarding on the node. An existing bridge
+// keeps its MTU. It keeps its addresses unless the network created it. The caller holds Lock
+// exclusively. Errors: as CheckBridge, and ErrQuicker if the caller should try again.
 func MakeBridge(d *Description) (*Bridge, error) {
 	b, err := d.find(CheckOverlap)
 	if err != nil {
@@ -157,22 +158,22 @@ func MakeBridge(d *Description) (*Bridge, error) {
 	}
 	b, err = FindBridge(d.Name)
 	if err == nil && b == nil {
-		err = fmt.Errorf("bridge %s has vanished", d.Name)
+		err = fmt.Errorf("bridge %s was deleted meanwhile", d.Name)
 	}
 	return b, err
 }
 
 // CheckBridge returns the error that MakeBridge would return, and changes nothing. It returns
 // ErrTaken if another network has pods on the bridge. It returns ErrOverlap if checkOverlap
-// (CheckOverlap or Overlaps.Check) finds the addresses in other use. Other errors: a device of
-// another type has the name, or the kernel has no IPv6 for the addresses.
+// (CheckOverlap or Overlaps.Check) finds another use of the addresses. It also fails if a device of
+// another type has the name, or if the kernel lacks IPv6 for IPv6 addresses.
 func CheckBridge(d *Description, checkOverlap func(subnets []netip.Prefix, bridge string) error) error {
 	_, err := d.find(checkOverlap)
 	return err
 }
 
-// find returns the bridge, nil if there is none. It returns the error of MakeBridge if MakeBridge
-// would refuse.
+// find returns the bridge, or nil if it does not exist. It fails if MakeBridge would refuse the
+// bridge.
 func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge string) error) (*Bridge, error) {
 	b, err := FindBridge(d.Name)
 	if err != nil {
@@ -200,8 +201,8 @@ func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge stri
 	return b, nil
 }
 
-// mayBecome returns ErrTaken if the network cannot take the bridge: it has pods of another network,
-// or an alias that is not berth-net's.
+// mayBecome returns ErrTaken if the network cannot take the bridge, because the bridge has pods of
+// another network or an alias of another program.
 func (b *Bridge) mayBecome(network string) error {
 	owner, _ := b.owner()
 	switch {
@@ -233,11 +234,12 @@ func (b *Bridge) claim(network string) error {
 		alias = madeBy + network
 	}
 	message := nl.NewIfInfomsg(unix.AF_UNSPEC)
-	message.Index = int32(b.Index) // the inspected device, even if another one has its name now
+	message.Index = int32(b.Index) // the inspected device, even if another device has its name now
 	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias))}
 	if b.alias == "" && b.isOurs() {
-		// The kernel resets an MTU that is part of the request for a new bridge to Ethernet's when
-		// the last port goes (br_mtu_auto_adjust, Linux 4.17).
+		// The MTU is set in a separate request. If the request that creates the bridge sets it, the
+		// kernel resets it to Ethernet's when the last port is removed (br_mtu_auto_adjust, Linux
+		// 4.17).
 		parts = append(parts, number(unix.IFLA_MTU, b.MTU))
 	}
 	var host batch
@@ -251,11 +253,11 @@ func (b *Bridge) claim(network string) error {
 	return err
 }
 
-// newBridge makes a bridge that is down and has no alias. The kernel takes no alias with the
-// request for a device. A second request would set it by name, and could hit a bridge that another
-// program has made meanwhile (ErrQuicker). So claim sets the alias later. If the process dies
-// before, the hardware address shows that the bridge is ours. A fixed hardware address also keeps
-// the kernel from changing it with each port.
+// newBridge creates a bridge that is down and has no alias. The kernel ignores an alias in the
+// request that creates a device. A second request would set it by name, and could change a bridge
+// that another program has created meanwhile (ErrQuicker). So claim sets the alias later. If the
+// process dies before that, the hardware address shows that berth-net created the bridge. With a
+// fixed hardware address the kernel also does not change the address with each port.
 func newBridge(d *Description) (*Bridge, error) {
 	mtu := d.MTU
 	if mtu == 0 {
@@ -277,12 +279,12 @@ func newBridge(d *Description) (*Bridge, error) {
 	}
 	b, err := FindBridge(d.Name)
 	if err == nil && b == nil {
-		err = fmt.Errorf("bridge %s has vanished", d.Name)
+		err = fmt.Errorf("bridge %s was deleted meanwhile", d.Name)
 	}
 	return b, err
 }
 
-// bridgeMAC derives the address from the name and the machine ID, so a bridge that is made again
+// bridgeMAC derives the hardware address from the name and the machine ID. So a recreated bridge
 // has the same address for existing pods.
 func bridgeMAC(name string) net.HardwareAddr {
 	// without a machine ID all nodes have the same address, each on its own bridge
@@ -345,10 +347,10 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	return err
 }
 
-// CheckOverlap returns ErrOverlap if a subnet is in other use. That is the case if another
-// interface than the bridge has an address in it, or a route to a part or all of it. bridge is ""
-// if there is none yet. A route to a larger network, such as a whole cluster's pods, is no overlap,
-// unless it leads to another network's bridge.
+// CheckOverlap returns ErrOverlap if another interface than the bridge has an address in a subnet,
+// or a route to a part or all of a subnet. bridge is "" if the bridge does not exist yet. A route
+// to a larger network, such as all pods of a cluster, is no overlap unless it leads to another
+// network's bridge.
 func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 	own := -1
 	if bridge != "" {
@@ -449,9 +451,9 @@ const (
 )
 
 // Prepare sets the kernel's options for packets of the bridge. The kernel forwards packets of the
-// network's families. It ignores router advertisements from pods (CVE-2020-10749). With
-// route_localnet, packets from the node's loopback addresses may leave through the bridge, as host
-// ports need. Packages rules and source drop what pods send to loopback addresses.
+// network's families, and ignores router advertisements from pods (CVE-2020-10749). With
+// route_localnet, packets from the node's loopback addresses may leave through the bridge, which
+// host ports need. Packages rules and source drop packets from pods to loopback addresses.
 func (b *Bridge) Prepare(gateways []netip.Prefix) error {
 	for _, g := range gateways {
 		if g.Addr().Is4() {
@@ -490,8 +492,8 @@ func IPv6Off() bool {
 	return err != nil || string(bytes.TrimSpace(off)) != "0"
 }
 
-// keepRouters lets the node continue to learn routes from router advertisements. With forwarding an
-// interface ignores them unless accept_ra is 2.
+// keepRouters makes the node continue to learn routes from router advertisements. An interface with
+// forwarding ignores them unless accept_ra is 2.
 func keepRouters() error {
 	if forwards, err := os.ReadFile(ipv6 + "/conf/all/forwarding"); err != nil ||
 		!bytes.Equal(bytes.TrimSpace(forwards), []byte("0")) {
@@ -519,8 +521,8 @@ func refuseRouters(ifName string) error {
 	return err
 }
 
-// set writes a value unless the file has it. The file shows the network namespace of the thread
-// that opens it.
+// set writes a value unless the file contains it already. The file belongs to the network namespace
+// of the thread that opens it.
 func set(file, value string) error {
 	now, err := os.ReadFile(file)
 	if err == nil && string(bytes.TrimSpace(now)) == value {

@@ -12,17 +12,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Retries of a list that changes while the kernel returns it. The pauses grow, because changes come
-// in bursts. Together they take a fifth of a second.
+// Limits of retries of a list that changes while the kernel returns it. The pauses grow, because
+// changes come in bursts. All pauses together take a fifth of a second.
 const (
 	dumpAttempts   = 10
 	firstDumpPause = time.Millisecond
 	lastDumpPause  = 50 * time.Millisecond
 )
 
-// dump asks the kernel for a list until it is complete. The kernel returns a long list in pieces
-// and marks it (NLM_F_DUMP_INTR) if a change came in between. The library then returns an
-// incomplete list with ErrDumpInterrupted.
+// dump requests a list until it is complete. The kernel returns a long list in pieces and marks it
+// (NLM_F_DUMP_INTR) if the list changed between two pieces. The library then returns an incomplete
+// list with ErrDumpInterrupted.
 func dump[T any](ask func() ([]T, error)) (all []T, err error) {
 	pause := firstDumpPause
 	for attempt := range dumpAttempts {
@@ -57,16 +57,17 @@ func addressesOf(index int) (all []netip.Prefix, err error) {
 }
 
 // askAddresses returns the kernel's messages about one interface's addresses. They fit into one
-// piece, so changes cannot interrupt them. Kernels before 4.20 return the addresses of all
-// interfaces. These take many pieces if a proxy has an address per service (kube-ipvs0).
+// piece, so changes cannot interrupt the list. Kernels before 4.20 return the addresses of all
+// interfaces, which need many pieces on a node whose proxy has an address per service (kube-ipvs0).
 func askAddresses(index int) ([][]byte, error) {
-	// without groups: a private socket in the thread's namespace, which the option below needs
+	// Subscribe without groups returns a private socket in the thread's namespace. The option below
+	// needs a private one.
 	socket, err := nl.Subscribe(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("open netlink: %w", err)
 	}
 	defer socket.Close()
-	// otherwise the kernel ignores the index
+	// without this option the kernel ignores the index
 	err = unix.SetsockoptInt(socket.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1)
 	if err != nil && !errors.Is(err, unix.ENOPROTOOPT) {
 		return nil, fmt.Errorf("open netlink: %w", err)
@@ -82,8 +83,8 @@ func askAddresses(index int) ([][]byte, error) {
 	return request.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWADDR)
 }
 
-// parseAddress decodes a message about an address. ok is false for another interface or family. An
-// address with a peer is alone in its subnet.
+// parseAddress decodes a message about an address. ok is false for another interface or family. The
+// subnet of an address with a peer contains only this address.
 func parseAddress(data []byte, index int) (p netip.Prefix, ok bool, err error) {
 	message := nl.DeserializeIfAddrmsg(data)
 	if int(message.Index) != index || message.Family != unix.AF_INET && message.Family != unix.AF_INET6 {
@@ -93,7 +94,7 @@ func parseAddress(data []byte, index int) (p netip.Prefix, ok bool, err error) {
 	if err != nil {
 		return p, false, fmt.Errorf("read address of interface %d: %w", index, err)
 	}
-	var local, peer []byte // without a peer, IPv4 has the same address in both, and IPv6 has no local one
+	var local, peer []byte // without a peer, IPv4 has the same address in both attributes, and IPv6 only IFA_ADDRESS
 	for _, a := range attrs {
 		switch a.Attr.Type {
 		case unix.IFA_LOCAL:

@@ -1,15 +1,15 @@
-// Package links makes a bridge on the node, and a pair of veth devices per pod. One device of the
-// pair is a port of the bridge, the other one is in the pod's network namespace.
+// Package links creates a bridge on the node, and a pair of veth devices per pod. One device of the
+// pair is a port of the bridge. The other is in the pod's network namespace.
 //
 // # Contract
 //
-// The port's name derives from the container ID and the interface, so Cut needs nothing else to
+// The port's name derives from the container ID and the interface, so Cut needs no other data to
 // find it. Each step is one system call or may be repeated. Functions work in the network namespace
 // of the calling thread, which the caller must not change meanwhile. Work in a pod's namespace runs
-// on a thread of its own (package netns).
+// on a separate thread (package netns).
 //
-// The package makes few requests, because each one waits for the lock of all network changes
-// (RTNL). The devices have one queue each, because the time to make a device grows with its queues.
+// The package sends few requests, because each one waits for the lock of all network changes
+// (RTNL). Each device has one queue, because the time to create a device grows with its queues.
 package links
 
 import (
@@ -64,7 +64,7 @@ type Attachment struct {
 	Network     string // key of the network
 	Bridge      *Bridge
 	MTU         int
-	Hairpin     bool           // the bridge may send a packet back through this port
+	Hairpin     bool           // the bridge may send a packet back through the port that received it
 	Isolated    bool           // no packets between this port and other isolated ones
 	CheckSource bool           // the pod can send only from its own addresses
 	Ingress     Limit          // of traffic to the pod
@@ -94,9 +94,9 @@ func alias(network, id, ifName string) string {
 	return "berth-net " + network + " " + id + " " + ifName
 }
 
-// Plug makes the pair of devices and adds one to the bridge. The caller holds Lock, so that the
-// bridge keeps its network. Errors wrap the kernel's: EEXIST if the port or the pod's interface
-// exists.
+// Plug creates the pair of devices and adds one to the bridge. The caller holds Lock, so that the
+// bridge keeps its network. Errors wrap the kernel's errno: EEXIST if the port or the pod's
+// interface exists.
 func Plug(a Attachment) (Plugged, error) {
 	made := Plugged{portMAC(a.ContainerID, a.IfName), podMAC(a.IPs)}
 	ns, err := os.Open(a.NetNS)
@@ -106,7 +106,7 @@ func Plug(a Attachment) (Plugged, error) {
 	return made, errors.Join(a.makePair(ns, made), ns.Close())
 }
 
-// SetUp sets addresses and routes of the pod's device, and waits until the bridge forwards its
+// SetUp sets the addresses and routes of the pod's device, and waits until the bridge forwards its
 // packets.
 func SetUp(a Attachment) error {
 	if err := netns.In(a.NetNS, func() error { return a.setUpPod() }); err != nil {
@@ -115,14 +115,14 @@ func SetUp(a Attachment) error {
 	return a.awaitForwarding()
 }
 
-// linkTime bounds the time until a port with a carrier forwards. A work queue of the kernel does
-// that, and waits for the lock of all network devices.
+// linkTime bounds the time until a port with a carrier forwards packets. A work queue of the kernel
+// enables the port, and waits for the lock of all network devices.
 const linkTime = 5 * time.Second
 
-// awaitForwarding waits until the bridge forwards the pod's packets. Earlier packets are dropped,
-// and a pod's first neighbour request would be repeated only after a second. The bridge plugin
-// waits too. awaitForwarding does not wait for a foreign bridge with STP, which takes half a
-// minute.
+// awaitForwarding waits until the bridge forwards the pod's packets. The bridge drops earlier
+// packets, and the pod would repeat its first neighbour request only after a second. The CNI plugin
+// bridge waits, too. awaitForwarding does not wait for a foreign bridge with STP, because that
+// takes half a minute.
 func (a *Attachment) awaitForwarding() error {
 	port := PortName(a.ContainerID, a.IfName)
 	begin := time.Now()
@@ -142,9 +142,9 @@ func (a *Attachment) awaitForwarding() error {
 	}
 }
 
-// makePair makes the devices in their namespaces and sets up the port. The pod's device is down, so
-// the port has no carrier yet. The kernel adds no IPv6 address to the port before the request that
-// disables such addresses.
+// makePair creates the devices in their namespaces and sets up the port. The pod's device is down,
+// so the port has no carrier yet. Without a carrier the kernel adds no IPv6 address to the port.
+// setUpPort then disables such addresses.
 func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	port := PortName(a.ContainerID, a.IfName)
 	var host batch
@@ -163,12 +163,12 @@ func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 		return err
 	}
 	if index == 0 {
-		return fmt.Errorf("veth %s has vanished", port)
+		return fmt.Errorf("veth %s was deleted meanwhile", port)
 	}
 	return a.setUpPort(index, macs)
 }
 
-// setUpPort sets up the port. Checks and limits of traffic come first.
+// setUpPort sets up the port. Source checks and traffic limits come first.
 func (a *Attachment) setUpPort(index int, macs Plugged) error {
 	var host batch
 	if err := a.control(&host, index, macs); err != nil {
@@ -224,7 +224,7 @@ func (a *Attachment) setUpPod() error {
 	return err
 }
 
-// addAddress adds an address without duplicate address detection (NODAD), since the reservation
+// addAddress adds an address without duplicate address detection (NODAD), because the reservation
 // makes it unique.
 func (b *batch) addAddress(index int, ip netip.Prefix) {
 	message := nl.NewIfAddrmsg(family(ip.Addr()))
@@ -254,10 +254,10 @@ func (b *batch) addRoute(index int, r Route) {
 	b.add("add route to "+r.Dst.String(), unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, parts...)
 }
 
-// Cut takes the port of an attachment out of service: it forwards nothing after Cut returned. With
-// remove Cut also deletes the devices. The kernel then waits some 20 ms for all processors.
-// Otherwise they vanish with the pod's namespace, in the background. Cut may be repeated, and does
-// nothing if there is no such port.
+// Cut takes the port of an attachment out of service. After it returns, the port forwards no
+// packets. With remove, Cut also deletes the devices; the kernel then waits about 20 ms for all
+// processors. Without remove, the kernel deletes the devices in the background with the pod's
+// namespace. Cut may be repeated, and ignores a missing port.
 func Cut(id, ifName string, remove bool) error {
 	port, shaper := PortName(id, ifName), ShaperName(id, ifName)
 	var host batch
@@ -290,7 +290,7 @@ func Cut(id, ifName string, remove bool) error {
 // disable makes the bridge stop forwarding through a port and forget its neighbours. It sends a
 // request to the bridge. A request about the device would notify the bridge of a changed device,
 // and the bridge would enable the port again. The pod can enable the port by setting its device
-// down and up. The bridge still sends nothing there, since it neither learns from the port nor
+// down and up. The bridge still sends no packets there, because it neither learns from the port nor
 // floods into it. A locked port also drops traffic from the pod (Linux 5.18).
 func (b *batch) disable(index int) {
 	message := nl.NewIfInfomsg(unix.AF_BRIDGE)

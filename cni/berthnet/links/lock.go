@@ -11,20 +11,20 @@ import (
 
 // lockPath is the node's lock of bridges' owners. Networks of all daemons and runtimes share it,
 // wherever their addresses are. A process first locks turnPath and holds it until it has lockPath.
-// So shared holders cannot starve one that waits for exclusive access.
+// So shared holders cannot starve a process that waits for exclusive access.
 const (
 	lockPath = "/run/berth-net.lock"
 	turnPath = "/run/berth-net.turn"
 )
 
-// lockPatience bounds Lock. A holder needs only a few system calls, so after this time others
-// report an error instead of waiting with further locks.
+// lockPatience bounds Lock. A holder needs only a few system calls. After this time others report
+// an error, so that they do not hold their other locks any longer.
 const lockPatience = 10 * time.Second
 
-// Lock keeps bridges from changing their owners. Callers that make a port use Shared until the port
-// exists, because the port shows the owner. Callers of MakeBridge use Exclusive. Lock fails with
-// context.DeadlineExceeded when ctx ends or after lockPatience. It is taken after the lock of a
-// network's addresses, never before. It ends with its owner's process.
+// Lock prevents changes of bridges' owners. Callers that create a port use Shared until the port
+// exists, because the port shows the owner. Callers of MakeBridge use Exclusive. After
+// lockPatience, or when ctx ends, Lock returns context.DeadlineExceeded. Lock order: the lock of a
+// network's addresses comes first. The kernel releases the lock when the process exits.
 func Lock(ctx context.Context, mode lockfile.Mode) (unlock func(), err error) {
 	return lockWithin(ctx, mode, lockPatience)
 }
@@ -43,8 +43,8 @@ func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration)
 	return unlock, nil
 }
 
-// checkPatience bounds CheckLock. A process that makes a bridge holds the lock exclusively while it
-// reads all routes and waits for other network changes.
+// checkPatience bounds CheckLock. A process that creates a bridge holds the lock exclusively while
+// it reads all routes and waits for other network changes.
 const checkPatience = 4 * time.Second
 
 // CheckLock returns the error that Lock would return, or nil. It also fails if another process

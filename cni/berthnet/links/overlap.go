@@ -7,19 +7,19 @@ import (
 	"time"
 )
 
-// LookAge is how long Overlaps caches an answer. A node may have very many routes.
+// LookAge is how long Overlaps caches a result. A check is slow on a node with many routes.
 const LookAge = time.Minute
 
-// Overlaps caches CheckOverlap for callers that ask often. It caches only success, so a repaired
-// node is noticed at once. The zero value is ready, and methods may be called concurrently.
+// Overlaps caches CheckOverlap for frequent callers. It caches only success, so it detects a
+// repaired node at once. The zero value is ready for use, and methods may be called concurrently.
 type Overlaps struct {
 	lock    sync.Mutex           // guards the fields below
-	none    map[string]time.Time // time of the last success, by question
+	none    map[string]time.Time // time of the last success, by arguments
 	forgets int
 	check   func(subnets []netip.Prefix, bridge string) error
 }
 
-// Check is a cached CheckOverlap.
+// Check is CheckOverlap with the cache.
 func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	question := fmt.Sprint(bridge, subnets)
 	known, forgets := o.cached(question)
@@ -38,7 +38,7 @@ func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	return err
 }
 
-// Forget drops all cached answers, including the answer of a check in progress.
+// Forget drops all cached results, including the result of a check in progress.
 func (o *Overlaps) Forget() {
 	o.lock.Lock()
 	defer o.lock.Unlock()

@@ -17,10 +17,10 @@ import (
 	"berth/internal/safefs"
 )
 
-// A pod's traffic is checked and limited at its port by tc. A classifier drops packets with foreign
-// source addresses before the bridge sees them. Rates are limited as by the CNI plugin bandwidth.
-// Traffic to the pod queues at the port. Traffic from the pod is redirected to an ifb device,
-// queues there, and returns.
+// tc checks and limits a pod's traffic at its port. A classifier drops packets with foreign source
+// addresses before the bridge receives them. Rates are limited like those of the CNI plugin
+// bandwidth. Traffic to the pod queues at the port. Traffic from the pod is redirected to an ifb
+// device, queues there, and returns.
 
 // Limit is a limit of traffic. Its zero value means no limit.
 type Limit struct {
@@ -44,8 +44,8 @@ const (
 	handleRoot    = 0x00010000
 )
 
-// addIngress adds a qdisc for incoming packets. It is added while the interface is down, because
-// the kernel waits for all processors if it is up.
+// addIngress adds a qdisc for incoming packets. The interface must be down, because otherwise the
+// kernel waits for all processors.
 func (b *batch) addIngress(index int) {
 	b.add("inspect traffic from the pod (CONFIG_NET_SCH_INGRESS)", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
 		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
@@ -62,9 +62,9 @@ func (b *batch) checkSource(index int, program []bpf.Instruction) error {
 	return nil
 }
 
-// CanCheckSource returns an error if the kernel cannot check source addresses (CheckSource). Unless
-// both modules are known to be available, it tries them in a temporary network namespace, which
-// loads them.
+// CanCheckSource returns an error if the kernel cannot check source addresses (CheckSource). If it
+// does not find both modules, it tries the check in a temporary network namespace, so that the
+// kernel loads them.
 func CanCheckSource() error {
 	if hasModule("sch_ingress", builtInModules()) && hasModule("cls_bpf", builtInModules()) {
 		return nil
@@ -73,7 +73,7 @@ func CanCheckSource() error {
 }
 
 // hasModule reports whether a module is loaded or built in. A built-in module without parameters
-// has no directory in /sys/module, but is in the list that is installed with the kernel.
+// has no directory in /sys/module. It is in the list that is installed with the kernel.
 func hasModule(module, builtIn string) bool {
 	if _, err := os.Stat("/sys/module/" + module); err == nil {
 		return true
@@ -144,7 +144,7 @@ func addProgram(options *nl.RtAttr, program []bpf.Instruction) error {
 	return nil
 }
 
-// queueTime is the longest time in the queue, in milliseconds; packets beyond it are dropped.
+// queueTime is the longest time in the queue, in milliseconds; the kernel drops packets beyond it.
 // minQueue is the size of the largest packet before segmentation.
 const (
 	queueTime = 25
@@ -211,7 +211,7 @@ func (a *Attachment) setUpShaper(index int) error {
 	return err
 }
 
-// control adds checks and limits to the port, which is down.
+// control adds source checks and limits to the port, which is down.
 func (a *Attachment) control(host *batch, port int, macs Plugged) error {
 	if a.CheckSource || a.Egress.Rate > 0 {
 		host.addIngress(port)
@@ -237,8 +237,8 @@ func (a *Attachment) control(host *batch, port int, macs Plugged) error {
 	return host.redirect(port, shaper)
 }
 
-// indexOf returns the index of an interface in the thread's network namespace, 0 if there is none.
-// It does not need the RTNL lock.
+// indexOf returns the index of an interface in the thread's network namespace, or 0 if it does not
+// exist. It does not need the RTNL lock.
 func indexOf(ifName string) (index int, err error) {
 	request, err := unix.NewIfreq(ifName)
 	if err != nil {

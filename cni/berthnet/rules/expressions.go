@@ -123,6 +123,6 @@ func redirected() expressions {
 	return expressions{&expr.Ct{Key: expr.CtKeySTATUS, Register: reg}, masked(statusDNAT), notZero}
 }
 
-// masquerade replaces the source by the node's address and a random port. Ports that are chosen in
-// order collide on several processors.
+// masquerade replaces the source by the node's address and a random port. Sequential ports would
+// collide on several processors.
 func masquerade() expressions { return expressions{&expr.Masq{FullyRandom: true}} }

@@ -11,10 +11,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Filter is the packet filter of the network namespace in which it is first used. Its methods may
-// be called concurrently.
+// Filter is the packet filter of the network namespace of its first use. Its methods may be called
+// concurrently.
 //
-// It keeps its sockets open. When a socket of nftables is closed, the kernel waits until all
+// It keeps its sockets open. When a process closes a socket of nftables, the kernel waits until all
 // deleted objects are freed (nft_rcv_nl_event), which takes 15 ms or more.
 type Filter struct {
 	mu    sync.Mutex     // guards conn: one transaction at a time, as in the kernel
@@ -33,7 +33,7 @@ func bigBuffers(conn *netlink.Conn) error {
 }
 
 // with runs requests on the socket. After an error it closes the socket, because a late answer
-// could be taken for the next request's.
+// could be mistaken for the answer to the next request.
 func (f *Filter) with(run func(*nftables.Conn) error) (err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -61,10 +61,10 @@ func (f *Filter) drop() error {
 // ruleset" does. The caller installs the table again.
 var ErrGone = errors.New("the packet filter rules were deleted meanwhile")
 
-// Attempts is how often an operation is tried that others' deletions disturb.
+// Attempts limits the retries of an operation after another program deleted a table.
 const Attempts = 5
 
-// retry retries an operation that fails because another program deleted a table meanwhile.
+// retry runs do again if another program deleted a table meanwhile.
 func retry(do func() error) (err error) {
 	for range Attempts {
 		if err = do(); !isMissing(err) {
@@ -97,7 +97,7 @@ func (f *Filter) withFlows(run func(*netlink.Conn) error) (err error) {
 	return nil
 }
 
-// Open opens the sockets ahead of their first use.
+// Open opens the sockets before their first use.
 func (f *Filter) Open() error {
 	return errors.Join(f.Available(), f.withFlows(func(*netlink.Conn) error { return nil }))
 }

@@ -43,14 +43,14 @@ type flow struct {
 	protocol     uint8
 	asked        netip.AddrPort
 	answers      netip.AddrPort
-	orig, id     []byte // raw, as the request that deletes it needs them
+	orig, id     []byte // raw attributes for the request that deletes the flow
 	zone         []byte
 	isRedirected bool
 }
 
-// ForgetOthers deletes conntrack entries of UDP flows to the node by ports that have become host
-// ports, because their packets would not reach the pod. It keeps flows to other machines or through
-// the node.
+// ForgetOthers deletes conntrack entries of UDP flows to the node whose ports have become host
+// ports. Otherwise their packets would not reach the pod. It keeps flows to other machines and
+// flows through the node.
 func (f *Filter) ForgetOthers(ports []HostPort) error {
 	own, err := ownAddresses()
 	if err != nil {
@@ -61,8 +61,8 @@ func (f *Filter) ForgetOthers(ports []HostPort) error {
 	})
 }
 
-// ForgetFlows deletes conntrack entries of UDP flows to pods by closed host ports. Their packets
-// would be lost, or reach the next pod with the address.
+// ForgetFlows deletes conntrack entries of UDP flows to pods through closed host ports. Otherwise
+// their packets would be lost, or reach the next pod with the address.
 func (f *Filter) ForgetFlows(ports []HostPort) error {
 	return f.forget(ports, func(c *flow, p HostPort) bool {
 		return c.isRedirected && c.answers == netip.AddrPortFrom(p.Pod, p.PodPort)
@@ -86,9 +86,9 @@ func ownAddresses() (map[netip.Addr]bool, error) {
 	return own, nil
 }
 
-// forget deletes flows to UDP ports that match. The kernel walks its whole table, which takes
-// milliseconds (hundreds of thousands of buckets). So there is one request per family, restricted
-// to UDP, and to the port if there is only one.
+// forget deletes flows to UDP ports if is returns true. For each request the kernel walks
+// its whole table (hundreds of thousands of buckets), which takes milliseconds. So forget sends one
+// request per family. It filters by UDP, and by the port if ports has only one.
 func (f *Filter) forget(ports []HostPort, is func(*flow, HostPort) bool) error {
 	for _, v6 := range []bool{false, true} {
 		var some []HostPort
@@ -133,7 +133,7 @@ func request(kind netlink.HeaderType, flags netlink.HeaderFlags, v6 bool, attrib
 		Data: append([]byte{family, unix.NFNETLINK_V0, 0, 0}, attributes...)}
 }
 
-// forget deletes the flow, which may have ended meanwhile.
+// forget deletes the flow. It ignores a missing flow.
 func (c *flow) forget(flows *netlink.Conn, v6 bool) error {
 	failpoint.Reach("net.forget-flow")
 	_, err := flows.Execute(request(deleteFlow, netlink.Acknowledge, v6, c.attributes()))
@@ -163,7 +163,7 @@ func flowsTo(ports []HostPort) []byte {
 		e.Uint32(ctaFilterOrig, what)
 		return nil
 	})
-	data, _ := e.Encode() // fails only if a function above does
+	data, _ := e.Encode() // fails only if one of the calls above fails
 	return data
 }
 

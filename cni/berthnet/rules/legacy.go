@@ -15,9 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Rules of iptables-legacy (x_tables) are not visible through nftables. They are read as iptables
-// does, by two socket options (linux/netfilter_ipv4/ip_tables.h,
-// linux/netfilter_ipv6/ip6_tables.h): the size of a table, and all of its rules.
+// Rules of iptables-legacy (x_tables) are not visible through nftables. This file reads them as
+// iptables does, by two socket options: the size of a table, and all of its rules
+// (linux/netfilter_ipv4/ip_tables.h, linux/netfilter_ipv6/ip6_tables.h).
 
 // legacyFamily describes the layout of a family's rules. Offsets and sizes are in bytes, on 64-bit
 // architectures.
@@ -57,8 +57,8 @@ const (
 	ifNameSize   = 16     // IFNAMSIZ
 )
 
-// blockingLegacy implements Blocking for iptables-legacy. It asks only for tables that exist,
-// because the kernel would create the table.
+// blockingLegacy implements Blocking for iptables-legacy. It reads only tables that exist, because
+// a request would create the table.
 func blockingLegacy(bridge string, subnets []netip.Prefix) (all []Blocker, err error) {
 	for _, f := range legacyFamilies {
 		if !hasFamily(subnets, f.address == 4) {
@@ -88,7 +88,7 @@ type legacyRules struct {
 	policy int
 }
 
-// read returns nil if the namespace has no such table.
+// read returns the rules of the table, or nil if the namespace has no such table.
 func (f *legacyFamily) read() (*legacyRules, error) {
 	names, err := os.ReadFile(f.names)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -150,7 +150,7 @@ func getsockopt(socket, level, option int, data []byte) error {
 
 var errLegacyTorn = errors.New("unexpected layout")
 
-// inspect reports whether FORWARD's policy is to drop, and whether a rule of the table matches the
+// inspect reports whether FORWARD's policy is DROP, and whether a rule of the table matches the
 // bridge or a subnet.
 func (f *legacyFamily) inspect(t *legacyRules, bridge string, subnets []netip.Prefix) (drops, hasRule bool, err error) {
 	seen := false
@@ -176,15 +176,15 @@ func (f *legacyFamily) inspect(t *legacyRules, bridge string, subnets []netip.Pr
 	return drops, hasRule, nil
 }
 
-// isLegacyDrop reports whether a target is the standard target, which has no name, with the verdict
+// isLegacyDrop reports whether a target is the standard target (without a name) with the verdict
 // DROP.
 func isLegacyDrop(target []byte) bool {
 	return len(target) >= legacyTarget+4 && target[2] == 0 &&
 		int32(binary.NativeEndian.Uint32(target[legacyTarget:])) == legacyDrop
 }
 
-// matches reports whether a rule matches the name of an interface, or a prefix of it, or the
-// address of a subnet.
+// matches reports whether a rule matches the interface's name or a prefix of it, or an address of a
+// subnet.
 func (f *legacyFamily) matches(rule []byte, bridge string, subnets []netip.Prefix) bool {
 	names := rule[4*f.address:][:maskedNames]
 	for i := range 2 {

@@ -15,9 +15,9 @@ import (
 // that changes the chain.
 type Blocker struct{ Chain, Tool string }
 
-// Blocking returns other programs' chains that drop forwarded packets by default, and whose tables
-// have no rule for the bridge or its subnets. They drop a packet even if the network's own table
-// accepts it. Chains of iptables-legacy are included.
+// Blocking returns chains of other programs that drop forwarded packets by default, and whose
+// tables have no rule for the bridge or its subnets. Such a chain drops a packet even if the
+// network's table accepts it. The result includes chains of iptables-legacy.
 func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (all []Blocker, err error) {
 	look := func(conn *nftables.Conn) (err error) {
 		all, err = blocking(conn, bridge, subnets)
@@ -68,8 +68,8 @@ var families = map[nftables.TableFamily]string{
 // tools are the iptables commands by family. No command covers family inet.
 var tools = map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "iptables", nftables.TableFamilyIPv6: "ip6tables"}
 
-// drops reports whether a chain drops forwarded packets by its policy or, like firewalld's, by its
-// last rule.
+// drops reports whether a chain drops forwarded packets by its policy or by its last rule, as
+// firewalld does.
 func drops(c *nftables.Chain) bool {
 	if c.Hooknum == nil || *c.Hooknum != *nftables.ChainHookForward || families[c.Table.Family] == "" ||
 		c.Type != nftables.ChainTypeFilter {
@@ -99,8 +99,8 @@ func hasRuleFor(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, i
 	return false, nil
 }
 
-// matches reports whether expressions compare an interface's name, or a prefix of it, or a subnet's
-// address. The compared value is loaded by the expression before, or masked by it.
+// matches reports whether expressions compare the interface's name, a prefix of the name, or an
+// address of a subnet. The preceding expression loads or masks the compared value.
 func matches(all []expr.Any, ifName string, subnets []netip.Prefix) bool {
 	var loaded expr.Any
 	for _, e := range all {

@@ -30,8 +30,8 @@ func (p HostPort) String() string {
 	return fmt.Sprintf("%s port %d on %s", p.ProtocolName(), p.HostPort, host)
 }
 
-// HostPorts returns the host ports of a pod with these addresses. Each port applies to the
-// addresses of its family, and to both families if it has no host IP.
+// HostPorts returns the host ports of a pod with these addresses. A port without host IP applies to
+// both families.
 func HostPorts(ports []conf.Port, ips []netip.Addr) (all []HostPort) {
 	for _, p := range ports {
 		for _, ip := range ips {
@@ -57,7 +57,7 @@ type portMap struct {
 	withIP bool
 }
 
-// maps are all maps. Maps of specific addresses come first.
+// maps are all maps. Maps of specific node addresses come first.
 var maps = []portMap{{"ports4of", false, true}, {"ports6of", true, true}, {"ports4", false, false},
 	{"ports6", true, false}}
 
@@ -101,8 +101,8 @@ func (m portMap) words() uint32 {
 	return 1
 }
 
-// lookUp looks a packet's destination up. It puts the pod's address into the first registers and
-// its port into the next. Without a match the packet continues with the next rule.
+// lookUp looks up a packet's destination. It loads the pod's address into the first registers and
+// its port into the next register. Without a match the packet continues with the next rule.
 func (m portMap) lookUp() expressions {
 	next := uint32(reg32)
 	var parts expressions
@@ -198,7 +198,7 @@ func (p HostPort) redirection() nftables.SetElement {
 // word encodes a port for a register.
 func word(port uint16) []byte { return append(binaryutil.BigEndian.PutUint16(port), 0, 0) }
 
-// parse decodes an element. ok is false unless the method element made it.
+// parse decodes an element. ok is false for an element that the method element did not encode.
 func (m portMap) parse(e nftables.SetElement) (p HostPort, ok bool) {
 	size := int(4 * m.words())
 	key := e.Key
@@ -221,14 +221,14 @@ func (m portMap) parse(e nftables.SetElement) (p HostPort, ok bool) {
 // ErrInUse means that a host port belongs to another pod.
 var ErrInUse = errors.New("the host port belongs to another pod")
 
-// Pod is a pod with host ports. ID is shown as comment in the table.
+// Pod is a pod with host ports. The elements in the table carry ID as their comment.
 type Pod struct {
 	ID    string
 	Ports []HostPort
 }
 
-// OpenPorts opens all host ports of a pod or none. Errors: ErrInUse if another pod has one, ErrGone
-// without the network's table.
+// OpenPorts opens all host ports of a pod or none. Errors: ErrInUse if another pod has one of the
+// ports; ErrGone if the network's table is missing.
 func (f *Filter) OpenPorts(network string, pod Pod) error {
 	err := f.with(func(conn *nftables.Conn) error {
 		if err := openPorts(conn, network, []Pod{pod}); err != nil {
@@ -251,7 +251,7 @@ func (f *Filter) OpenPorts(network string, pod Pod) error {
 	return nil
 }
 
-// maxElements bounds the elements of a message. Their attribute is limited to 64 KiB.
+// maxElements bounds the elements of a message, whose attribute is limited to 64 KiB.
 const maxElements = 200
 
 // change adds or deletes elements of a set.
@@ -289,7 +289,7 @@ func openPorts(conn *nftables.Conn, network string, pods []Pod) error {
 	return errors.Join(err, changeRedirections(conn.SetAddElements, t, all))
 }
 
-// changeRedirections changes the redirections of ports. Several ports may share one.
+// changeRedirections changes the redirections of ports. Several ports may share a redirection.
 func changeRedirections(do change, t *nftables.Table, ports []HostPort) error {
 	var err error
 	for _, r := range redirections {
@@ -306,7 +306,7 @@ func changeRedirections(do change, t *nftables.Table, ports []HostPort) error {
 	return err
 }
 
-// absent returns the host ports that are not open. If two pods have the same port the first one
+// absent returns the host ports that are not open. If two pods have the same port, the first pod
 // gets it.
 func absent(pods []Pod, open []HostPort) (missing []Pod) {
 	taken := map[string]bool{}
@@ -329,7 +329,7 @@ func absent(pods []Pod, open []HostPort) (missing []Pod) {
 // key identifies the port's element.
 func (p HostPort) key() string { return p.portMap().name + string(p.element("").Key) }
 
-// taken returns an error that names the ports of other pods.
+// taken returns an error that lists the ports that belong to other pods.
 func (f *Filter) taken(network string, ports []HostPort) error {
 	open, err := f.Ports(network)
 	if err != nil {
@@ -340,7 +340,7 @@ func (f *Filter) taken(network string, ports []HostPort) error {
 		for _, o := range open {
 			if o.Protocol == p.Protocol && o.HostPort == p.HostPort && o.HostIP == p.HostIP &&
 				o.Pod.BitLen() == p.Pod.BitLen() && o.Pod != p.Pod {
-				names = append(names, fmt.Sprintf("%s is of the pod with address %s", p, o.Pod))
+				names = append(names, fmt.Sprintf("%s belongs to the pod with address %s", p, o.Pod))
 			}
 		}
 	}
@@ -348,7 +348,7 @@ func (f *Filter) taken(network string, ports []HostPort) error {
 }
 
 // ClosePorts closes host ports. It may be repeated. It reads the maps first, because a port may be
-// closed or belong to another pod by now. The kernel deletes elements by key alone, and fails the
+// closed or belong to another pod by now. The kernel deletes elements by key only, and fails the
 // whole transaction if one is missing (NFT_MSG_DESTROYSETELEM needs Linux 6.3).
 func (f *Filter) ClosePorts(network string, ports []HostPort) error {
 	if len(ports) == 0 {
@@ -424,7 +424,7 @@ func redirectionsOf(conn *nftables.Conn, t *nftables.Table) (map[string]bool, er
 	return keys, nil
 }
 
-// Ports returns the open host ports, none without the network's table.
+// Ports returns the open host ports. It returns nil if the network has no table.
 func (f *Filter) Ports(network string) (all []HostPort, err error) {
 	err = retry(func() error {
 		all = nil

@@ -1,13 +1,13 @@
-// Package rules makes the packet filter's part of a network: host ports, masquerading, isolation.
+// Package rules writes the nftables rules of a network: host ports, masquerading, isolation.
 //
 // # Contract
 //
 // Each network has its own nftables table. The rules concern the network as a whole. Install writes
-// them in one transaction if they are missing or outdated. A chain that no packet reaches carries
-// the version in its name and has one rule. Installed looks only for that rule, which vanishes with
-// all others. Host ports of pods are elements of maps. So attaching a pod adds elements in one
-// transaction, and none without host ports. Rules distinguish packets by interfaces and conntrack
-// state; there are no marks.
+// them in one transaction if they are missing or outdated. A marker chain carries a hash of the
+// description in its name and has one rule, which no packet reaches. Installed checks only that
+// rule, because it vanishes with all others. Host ports of pods are elements of maps. So a pod with
+// host ports is attached by one transaction that adds elements, and a pod without host ports by
+// none. Rules distinguish packets by interfaces and conntrack state, and use no marks.
 //
 // Other programs may delete the table with all others (nft flush ruleset). Watch reports that, and
 // the caller passes the open host ports to Install. They may also delete only the table's rules
@@ -39,7 +39,7 @@ import (
 // Network describes the wanted table.
 type Network struct {
 	Key            string // of the network
-	Name           string // earlier versions named the table by it
+	Name           string // earlier versions used it as the name of the table
 	Bridge         string
 	Subnets        []netip.Prefix // of pods
 	Masquerade     bool
@@ -57,7 +57,8 @@ func table(network string) *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: TablePrefix + network}
 }
 
-// markerPrefix is the prefix of the chain whose name has a hash of the description, and the bridge.
+// markerPrefix starts the name of the marker chain. The name continues with a hash of the
+// description and the bridge.
 const markerPrefix = "made-from-"
 
 // format is the version of the rules. Increase it with each change.
@@ -71,7 +72,7 @@ func (n *Network) marker() string {
 func markerOf(bridge string) string { return "-for-" + bridge }
 
 // markerRule returns the only rule of the marker chain. A flush of the table keeps chains but
-// deletes rules. Earlier versions had no such rule.
+// deletes rules. Earlier versions did not add this rule.
 func markerRule(marker *nftables.Chain) *nftables.Rule {
 	return &nftables.Rule{Table: marker.Table, Chain: marker, Exprs: verdict(expr.VerdictReturn),
 		UserData: userdata.AppendString(nil, userdata.TypeComment, "the rules of this table are there")}
@@ -81,7 +82,7 @@ func markerRule(marker *nftables.Chain) *nftables.Rule {
 func (f *Filter) Installed(n Network) (installed bool, err error) {
 	n.normalize()
 	err = f.with(func(conn *nftables.Conn) error {
-		found, err := conn.GetRules(table(n.Key), &nftables.Chain{Name: n.marker()}) // no rules without the table or chain
+		found, err := conn.GetRules(table(n.Key), &nftables.Chain{Name: n.marker()}) // empty if the table or chain is missing
 		installed = len(found) > 0
 		if isMissing(err) {
 			return nil
@@ -99,12 +100,12 @@ func (n *Network) normalize() {
 	n.NoMasquerade = slices.SortedFunc(slices.Values(n.NoMasquerade), netip.Prefix.Compare)
 }
 
-// setNumbers guards the library's counter of sets.
+// setNumbers guards the library's counter of sets, a global variable.
 var setNumbers sync.Mutex
 
 // Install writes the network's table and opens host ports of pods. Open ports stay open. It deletes
-// tables of other networks for the same bridge, and an earlier version's table. Callers serialize
-// calls for one network.
+// tables of other networks for the same bridge, and the table of an earlier version. Callers
+// serialize calls for one network.
 func (f *Filter) Install(n Network, pods []Pod) error {
 	n.normalize()
 	if err := retry(func() error { return f.install(&n, pods) }); err != nil {
@@ -113,9 +114,9 @@ func (f *Filter) Install(n Network, pods []Pod) error {
 	return nil
 }
 
-// install fails with ENOENT if the table is deleted after its marker was found, because the
-// transaction deletes the marker. It reads the open host ports after the marker. Otherwise it could
-// take deleted ports for open ones.
+// install returns ENOENT if another program deletes the table after install has found its marker,
+// because the transaction deletes the marker. It reads the open host ports after the marker.
+// Otherwise it could mistake deleted ports for open ones.
 func (f *Filter) install(n *Network, pods []Pod) error {
 	return f.with(func(conn *nftables.Conn) error {
 		old, others, err := n.markers(conn)
@@ -143,8 +144,8 @@ func (f *Filter) install(n *Network, pods []Pod) error {
 }
 
 // markers returns the markers of the network's table, and the tables of other networks for its
-// bridge. Before tables were named by key, networks of the same name shared one; the first network
-// to come deletes it.
+// bridge. In earlier versions networks of the same name shared a table, because the name identified
+// it. The first network that is installed deletes that table.
 func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftables.Table, err error) {
 	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
 	if err != nil {
@@ -163,8 +164,8 @@ func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftabl
 	return names, others, nil
 }
 
-// Chains of a table. The base chains run right before others of their kind. So host ports win over
-// other programs' redirections, and nothing can bypass isolation.
+// Chains of a table. The base chains run right before other chains of their kind. So host ports
+// take precedence over other programs' redirections, and no rule can bypass isolation.
 const (
 	chainHostPorts = "hostports"
 	early          = -5
@@ -221,9 +222,9 @@ func base(conn *nftables.Conn, t *nftables.Table, name string, kind nftables.Cha
 	return c
 }
 
-// redirect looks up packets to the node's own addresses among the host ports, except ::1. IPv6 has
-// no route_localnet, so a redirected packet from ::1 would be dropped. A refused client tries
-// 127.0.0.1 next.
+// redirect looks up packets to the node's addresses among the host ports, except packets from ::1.
+// IPv6 has no route_localnet, so the kernel would drop a redirected packet from ::1. A client whose
+// connection to ::1 is refused tries 127.0.0.1 next.
 func (n *Network) redirect(conn *nftables.Conn, c *nftables.Chain) {
 	add(conn, c, isFamily(true), to_(loopback6), verdict(expr.VerdictReturn))
 	add(conn, c, toLocalAddress(), jump(chainHostPorts))
@@ -254,9 +255,9 @@ func of(prefixes []netip.Prefix, v6 bool) (some []netip.Prefix) {
 	return some
 }
 
-// masquerade replaces the source address of packets that leave the network. It also does so for
-// packets to host ports from the node's loopback or from a pod. The pod has no route back to the
-// former, and would answer the latter directly.
+// masquerade replaces the source address of packets that leave the network. It also masquerades
+// packets to host ports from the node's loopback or from a pod. A pod has no route back to the
+// node's loopback, and would answer another pod directly.
 func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	for _, r := range redirections {
 		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), r.v6) {
@@ -279,9 +280,9 @@ func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	}
 }
 
-// guardLoopback drops packets from pods from or to the node's loopback addresses, which the kernel
-// accepts from the bridge because of host ports (CVE-2020-8558). Answers to redirected packets from
-// loopback still have the bridge's address here.
+// guardLoopback drops packets from pods from or to the node's loopback addresses. The kernel
+// accepts them from the bridge because of host ports (CVE-2020-8558). Answers to redirected packets
+// from loopback still have the bridge's address here.
 func (n *Network) guardLoopback(conn *nftables.Conn, c *nftables.Chain) {
 	for _, side := range []expressions{to_(loopback4), from(loopback4)} {
 		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), isFamily(false), side, verdict(expr.VerdictDrop))
@@ -289,9 +290,9 @@ func (n *Network) guardLoopback(conn *nftables.Conn, c *nftables.Chain) {
 }
 
 // isolateForwarded drops new connections that isolation forbids. Host ports stay reachable, but not
-// from isolated pods; other programs' redirections, such as kube-proxy's node ports, do not.
-// Isolated ports of the bridge alone would let redirected packets pass where the packet filter does
-// not see bridged packets (br_netfilter).
+// from isolated pods. Redirections of other programs, such as kube-proxy's node ports, do not stay
+// reachable. Isolated ports of the bridge are not enough: they let redirected packets pass if the
+// packet filter does not process bridged packets (br_netfilter).
 func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
 	if !n.IsolatePods && !n.IsolateIngress {
 		return
@@ -323,8 +324,8 @@ func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
 	add(conn, c, verdict(expr.VerdictDrop))
 }
 
-// Try returns why the kernel cannot have the network's table, or nil. It writes the table in a
-// temporary network namespace. The kernel loads the modules that it needs.
+// Try returns why the kernel does not support the network's table, or nil. It writes the table in a
+// temporary network namespace, so that the kernel loads the modules that it needs.
 func Try(n Network) error {
 	n.normalize()
 	filter := &Filter{}

@@ -16,9 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Watch calls restore at its begin and whenever a network's table may have been deleted, until ctx
-// ends. It retries a failed restore after a pause. It returns an error if deletions cannot be
-// watched.
+// Watch calls restore at its start and whenever another program may have deleted a network's table,
+// until ctx ends. It retries a failed restore after a pause. It returns an error if it cannot watch
+// deletions.
 func Watch(ctx context.Context, restore func() error) error {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
 	if err != nil {
@@ -93,11 +93,11 @@ const deleteTable = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELTABLE
 // limit (net.core.optmem_max, 20 KiB before Linux 6.7).
 const lookedAt = 32
 
-// deletions returns a socket filter that accepts packets with the deletion of a table among their
-// first messages, and packets with more messages. So changes of host ports and other programs'
-// elements do not wake the watcher.
+// deletions returns a socket filter. It accepts packets with the deletion of a table among their
+// first messages, and packets with more messages than it inspects. So changes of host ports and of
+// other programs' elements do not wake the watcher.
 func deletions() []bpf.Instruction {
-	const type_ = 4 // after the length
+	const type_ = 4 // offset of the message type, after the length
 	program := []bpf.Instruction{bpf.LoadConstant{Dst: bpf.RegX, Val: 0}}
 	for range lookedAt {
 		program = append(program,
@@ -106,7 +106,7 @@ func deletions() []bpf.Instruction {
 			bpf.RetConstant{Val: math.MaxUint32})
 		program = append(program, nextMessage()...)
 	}
-	// there are more messages
+	// The packet has more messages: accept it.
 	return append(program, bpf.LoadIndirect{Off: type_, Size: 2}, bpf.RetConstant{Val: math.MaxUint32})
 }
 

@@ -2,10 +2,10 @@ package source
 
 import "golang.org/x/net/bpf"
 
-// assembler builds a program whose jumps lead forward to labels.
+// assembler builds a program with forward jumps to labels.
 type assembler struct {
 	code   []bpf.Instruction
-	jumps  map[int]string // label by index of the jump
+	jumps  map[int]string // label by index of the jump instruction
 	labels map[string]int
 }
 
@@ -34,16 +34,16 @@ func (a *assembler) atLeast(size uint32) {
 	a.to(drop)
 }
 
-// atLeastX drops frames with fewer bytes after X. The frame must have at least that many bytes in
-// total.
+// atLeastX drops frames with fewer than size bytes after X. The frame must have at least size bytes
+// in total.
 func (a *assembler) atLeastX(size uint32) {
 	a.add(bpf.LoadExtension{Num: bpf.ExtLen}, bpf.ALUOpConstant{Op: bpf.ALUOpSub, Val: size},
 		bpf.JumpIfX{Cond: bpf.JumpGreaterOrEqual, SkipTrue: 1})
 	a.to(drop)
 }
 
-// when jumps if the loaded value equals value, unless jumps if it does not. A conditional jump
-// reaches 255 instructions, an unconditional one all.
+// when jumps if the loaded value equals value; unless jumps if it does not. A conditional jump
+// reaches 255 instructions, an unconditional jump any distance.
 func (a *assembler) when(value uint32, label string) {
 	a.add(bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: value, SkipTrue: 1})
 	a.to(label)

@@ -1,18 +1,18 @@
 // Package source compiles a program in classic BPF that checks the source addresses of frames from
-// a pod. The kernel runs it at the ingress of the pod's port (tc's classifier bpf), before anything
-// else sees the frame.
+// a pod. The kernel runs it at the ingress of the pod's port (tc's classifier bpf), before the
+// bridge and the packet filter.
 //
 // # Contract
 //
-// Program is pure. It passes only frames of IPv4, ARP and IPv6 whose source is the pod's hardware
-// address and one of its IP addresses. Tagged frames are dropped. The kernel removes VLAN tags for
-// no VLAN (VID 0), one before the program and one after it (Linux 5.0), and the program drops
-// frames with two.
+// Program is pure. The compiled program passes only frames of IPv4, ARP and IPv6 whose source is
+// the pod's hardware address and one of its IP addresses. It drops tagged frames. The kernel
+// removes a VLAN tag without VLAN (VID 0) before the program, and since Linux 5.0 a second one
+// after it. The program drops frames with two tags.
 //
 // So a pod cannot impersonate another pod or the node, or attract their packets. It can announce
-// only its own addresses to neighbours, and cannot send router advertisements or redirects. It
-// cannot reach 127.0.0.0/8 of the node either, which the bridge would accept because of host ports
-// (CVE-2020-8558). That holds without the packet filter's rules too.
+// only its addresses to neighbours, and cannot send router advertisements or redirects. It cannot
+// reach 127.0.0.0/8 of the node either, which the bridge would accept because of host ports
+// (CVE-2020-8558). This protection does not depend on the packet filter's rules.
 package source
 
 import (
@@ -24,8 +24,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Results of the program, as of a classifier with direct action. A program that reads beyond the
-// end of a frame returns 0, TC_ACT_OK. The frame would pass and skip the next classifier, which
+// Results of the program for a classifier with direct action. A program that reads beyond the end
+// of a frame returns 0, TC_ACT_OK. Then the frame would pass and skip the next classifier, which
 // limits the rate. So the program checks lengths first.
 const (
 	Pass = 0xffffffff // TC_ACT_UNSPEC: continue with the next classifier
@@ -108,7 +108,7 @@ func (a *assembler) ip4(ip netip.Addr) {
 	a.to(pass)
 }
 
-// arp emits the checks of ARP. A request without sender address (a probe) announces nothing and
+// arp emits the checks of ARP. A request without sender address (a probe) announces no address and
 // passes.
 func (a *assembler) arp(mac net.HardwareAddr, ip netip.Addr) {
 	if !ip.IsValid() {
@@ -138,7 +138,7 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 	}
 	local := linkLocal(mac)
 	a.atLeast(ip6Size)
-	for i, from := range []netip.Addr{ip, local, netip.IPv6Unspecified()} { // "::" is for duplicate address detection
+	for i, from := range []netip.Addr{ip, local, netip.IPv6Unspecified()} { // "::" is the source of duplicate address detection
 		next := []string{"not-own", "not-local", drop}[i]
 		a.compare6(func(word int) { a.load(uint32(ip6Source+4*word), 4) }, from, next)
 		a.to("headers")
@@ -147,7 +147,7 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 		}
 	}
 
-	// Skips extension headers, which could hide ICMPv6; X is the offset of the next header.
+	// Skip extension headers, which could hide ICMPv6. X is the offset of the next header.
 	// Receivers drop fragmented neighbour messages (RFC 6980).
 	a.label("headers")
 	a.load(ip6Next, 1)
@@ -192,7 +192,7 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 	a.to(pass)
 }
 
-// compare6 jumps to another label unless the address equals ip. load loads a word of the address.
+// compare6 jumps to the label other unless the address equals ip. load loads a word of the address.
 func (a *assembler) compare6(load func(word int), ip netip.Addr, other string) {
 	b := ip.As16()
 	for i := range 4 {
