@@ -111,7 +111,7 @@ func projectsOf(t *testing.T, root string) map[uint32]bool {
 func TestWritableLayerLimitWithoutQuotas(t *testing.T) {
 	d := harness.NewDaemon(t, harness.WithConfig("writable_layer_limit = 8388608")) // root is on a tmpfs
 	out, err := d.ServeCommand().CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "writable_layer_limit can't be kept") {
+	if err == nil || !strings.Contains(string(out), "writable_layer_limit cannot be enforced") {
 		t.Errorf("%v, output:\n%s", err, out)
 	}
 	for _, place := range []string{d.State + "/pods", d.State, d.State + "-rootfs"} { // created early in the start
