@@ -6,12 +6,12 @@ RUN ?= .
 MINUTES ?= 1
 MACHINE := $(CURDIR)/contrib/machine
 
-.PHONY: all help build unit integration test test-all lint fix guest fuzz bench demo reproducible clean
+.PHONY: all help build unit integration test test-all lint fix guest fuzz bench demo reproducible deb rpm tarball clean
 
 all: build
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 build: ## Build bin/berth, berth-shim, berth-unpack and berth-net
 	contrib/build
@@ -49,5 +49,8 @@ demo: ## Start a pod on this machine, as root
 reproducible: ## Build twice in different directories and compare the programs
 	contrib/build -check
 
+deb rpm tarball: ## Build packages into dist: make deb rpm tarball
+	contrib/package $@
+
 clean: ## Remove what was built
-	rm -rf bin
+	rm -rf bin dist

@@ -1,0 +1,321 @@
+// Package packaging tests the packages that contrib/package builds.
+package packaging
+
+import (
+	"archive/tar"
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/spf13/cobra"
+
+	"berth/cmd/berth/root"
+)
+
+// version is the version of the packages under test.
+const version = "1.2.3~test"
+
+// built has the packages of this test run. Building them takes seconds.
+var built struct {
+	sync.Once
+	dir string
+	err error
+}
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if built.dir != "" {
+		_ = os.RemoveAll(built.dir)
+	}
+	os.Exit(code)
+}
+
+// packages returns the directory of packages made from the programs in BERTH_BIN.
+func packages(t *testing.T) string {
+	t.Helper()
+	if os.Getenv("BERTH_BIN") == "" {
+		t.Skip("BERTH_BIN is not set: run contrib/build and export BERTH_BIN=$PWD/bin")
+	}
+	built.Do(func() {
+		if built.dir, built.err = os.MkdirTemp("", "berth-packages-"); built.err == nil {
+			built.err = build(built.dir)
+		}
+	})
+	if built.err != nil {
+		t.Fatal(built.err)
+	}
+	return built.dir
+}
+
+// build writes the three packages to dir.
+func build(dir string) error {
+	cmd := exec.Command("../package", "-bin", os.Getenv("BERTH_BIN"), "-o", dir, "deb", "rpm", "tarball")
+	cmd.Env = append(os.Environ(), "BERTH_PACKAGE_VERSION="+version, "SOURCE_DATE_EPOCH=1700000000")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("contrib/package: %w\n%s", err, out)
+	}
+	return nil
+}
+
+// one returns the path of the only file in dir that matches pattern.
+func one(t *testing.T, dir, pattern string) string {
+	t.Helper()
+	found, err := filepath.Glob(filepath.Join(dir, pattern))
+	if err != nil || len(found) != 1 {
+		t.Fatalf("%s: %v, %v", pattern, found, err)
+	}
+	return found[0]
+}
+
+// file is an entry of a package: its type and mode as ls prints them, and its owner.
+type file struct{ path, mode, owner string }
+
+// want returns the files of a package. prefix is the directory of programs and shared files, cni
+// that of CNI plugins, zsh that of completions.
+func want(prefix, cni, zsh string) []file {
+	const data, program = "-rw-r--r--", "-rwxr-xr-x"
+	all := []file{
+		{prefix + "/bin/berth", program, ""},
+		{prefix + "/bin/berth-shim", program, ""},
+		{prefix + "/bin/berth-unpack", program, ""},
+		{cni + "/berth-net", program, ""},
+		{prefix + "/lib/systemd/system/berth.service", data, ""},
+		{prefix + "/lib/systemd/system/berth.socket", data, ""},
+		{prefix + "/lib/sysctl.d/60-berth.conf", data, ""},
+		{prefix + "/lib/tmpfiles.d/berth.conf", data, ""},
+		{prefix + "/share/bash-completion/completions/berth", data, ""},
+		{zsh + "/_berth", data, ""},
+		{prefix + "/share/fish/vendor_completions.d/berth.fish", data, ""},
+		{prefix + "/share/berth/examples/10-berth.conflist", data, ""},
+		{prefix + "/share/berth/examples/crictl.yaml", data, ""},
+	}
+	examples, err := filepath.Glob("../examples/*.yaml")
+	if err != nil {
+		panic(err)
+	}
+	for _, e := range examples {
+		all = append(all, file{prefix + "/share/berth/examples/" + filepath.Base(e), data, ""})
+	}
+	for _, page := range manPages(root.Command()) {
+		all = append(all, file{prefix + "/share/man/man8/" + page, data, ""})
+	}
+	return all
+}
+
+// manPages returns the names of the man pages of a command and its subcommands.
+func manPages(c *cobra.Command) []string {
+	pages := []string{strings.ReplaceAll(c.CommandPath(), " ", "-") + ".8.gz"}
+	for _, sub := range c.Commands() {
+		if sub.IsAvailableCommand() && !sub.IsAdditionalHelpTopicCommand() {
+			pages = append(pages, manPages(sub)...)
+		}
+	}
+	return pages
+}
+
+// compare reports the difference of two lists of files.
+func compare(t *testing.T, got, want []file) {
+	t.Helper()
+	for _, f := range got {
+		if !slices.Contains(want, f) {
+			t.Errorf("unexpected: %s", f)
+		}
+	}
+	for _, f := range want {
+		if !slices.Contains(got, f) {
+			t.Errorf("missing: %s", f)
+		}
+	}
+}
+
+// owned returns files with the owner that ls prints.
+func owned(files []file, owner string) []file {
+	files = slices.Clone(files)
+	for i := range files {
+		files[i].owner = owner
+	}
+	return files
+}
+
+func run(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	if _, err := exec.LookPath(name); err != nil {
+		t.Skip(err)
+	}
+	var stderr bytes.Buffer
+	cmd := exec.Command(name, args...)
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%s %v: %v: %s", name, args, err, &stderr)
+	}
+	return string(out)
+}
+
+func TestDebContents(t *testing.T) {
+	deb := one(t, packages(t), "berth_"+version+"_*.deb")
+	var got []file
+	for line := range strings.Lines(run(t, "dpkg-deb", "--contents", deb)) {
+		words := strings.Fields(line)
+		if path := strings.TrimPrefix(words[5], "."); !strings.HasSuffix(path, "/") || strings.HasPrefix(path, "/etc/berth/") {
+			got = append(got, file{path, words[0], words[1]})
+		}
+	}
+	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
+		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""},
+		file{"/etc/berth/config.toml", "-rw-r--r--", ""},
+		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""}), "root/root"))
+}
+
+func TestDebControl(t *testing.T) {
+	deb := one(t, packages(t), "berth_"+version+"_*.deb")
+	dir := t.TempDir()
+	run(t, "dpkg-deb", "--control", deb, dir)
+	for name, parts := range map[string][]string{
+		"conffiles": {"/etc/berth/config.toml\n"},
+		"control":   {"Package: berth\n", "Version: " + version + "\n", "Depends: libc6 (>= 2."},
+	} {
+		content, err := os.ReadFile(filepath.Join(dir, name))
+		for _, part := range parts {
+			if err != nil || !strings.Contains(string(content), part) {
+				t.Errorf("%s lacks %q: %v\n%s", name, part, err, content)
+			}
+		}
+	}
+	for _, name := range []string{"postinst", "prerm", "postrm"} {
+		if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Mode().Perm() != 0o755 {
+			t.Errorf("%s: %v, %v", name, info, err)
+		}
+		run(t, "sh", "-n", filepath.Join(dir, name))
+	}
+}
+
+func TestRPMContents(t *testing.T) {
+	rpm := one(t, packages(t), "berth-"+version+"-1.*.rpm")
+	var got []file
+	for line := range strings.Lines(run(t, "rpm", "-q", "--nosignature", "-p", "--queryformat",
+		"[%{FILENAMES} %{FILEMODES:perms} %{FILEUSERNAME}/%{FILEGROUPNAME}\n]", rpm)) {
+		words := strings.Fields(line)
+		got = append(got, file{words[0], words[1], words[2]})
+	}
+	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
+		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
+		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""}), "root/root"))
+	if out := run(t, "rpm", "-q", "--nosignature", "-p", "--configfiles", rpm); out != "/etc/berth/config.toml\n" {
+		t.Errorf("configuration files: %q", out)
+	}
+}
+
+func TestTarballContents(t *testing.T) {
+	f, err := os.Open(one(t, packages(t), "berth-"+version+"-linux-*.tar.gz"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	unzipped, err := gzip.NewReader(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []file
+	for r := tar.NewReader(unzipped); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if h.Typeflag == tar.TypeReg {
+			_, path, _ := strings.Cut(h.Name, "/")
+			owner := fmt.Sprintf("%d/%d", h.Uid, h.Gid)
+			got = append(got, file{"/" + path, h.FileInfo().Mode().String(), owner})
+		}
+	}
+	compare(t, got, owned(append(want("", "/libexec/cni", "/share/zsh/site-functions"),
+		file{"/share/berth/examples/config.toml", "-rw-r--r--", ""}, file{"/share/berth/LICENSE", "-rw-r--r--", ""}), "0/0"))
+}
+
+func TestPackagesAreReproducible(t *testing.T) {
+	first, second := packages(t), t.TempDir()
+	if err := build(second); err != nil {
+		t.Fatal(err)
+	}
+	names, err := os.ReadDir(first)
+	if err != nil || len(names) != 3 {
+		t.Fatalf("%v, %v", names, err)
+	}
+	for _, n := range names {
+		a, errA := os.ReadFile(filepath.Join(first, n.Name()))
+		b, errB := os.ReadFile(filepath.Join(second, n.Name()))
+		if err := cmp.Or(errA, errB); err != nil || !bytes.Equal(a, b) {
+			t.Errorf("two builds of %s differ: %v", n.Name(), err)
+		}
+	}
+}
+
+func TestManPagesAreReadable(t *testing.T) {
+	dir := t.TempDir()
+	run(t, "dpkg-deb", "--extract", one(t, packages(t), "*.deb"), dir)
+	if _, err := exec.LookPath("man"); err != nil {
+		t.Skip(err)
+	}
+	for page, text := range map[string]string{"berth.8.gz": "SEE ALSO", "berth-serve.8.gz": "--listen"} {
+		cmd := exec.Command("man", "--local-file", "--warnings", filepath.Join(dir, "usr/share/man/man8", page))
+		cmd.Env = append(os.Environ(), "LC_ALL=C.UTF-8", "MANWIDTH=200", "MANPAGER=cat")
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		out, err := cmd.Output()
+		if err != nil || stderr.Len() > 0 || !strings.Contains(string(out), text) {
+			t.Errorf("%s: %v, %s\n%s", page, err, &stderr, out)
+		}
+	}
+}
+
+func TestCompletionScriptsParse(t *testing.T) {
+	dir := t.TempDir()
+	run(t, "dpkg-deb", "--extract", one(t, packages(t), "*.deb"), dir)
+	for shell, script := range map[string]string{
+		"bash": "usr/share/bash-completion/completions/berth",
+		"zsh":  "usr/share/zsh/vendor-completions/_berth",
+		"fish": "usr/share/fish/vendor_completions.d/berth.fish",
+	} {
+		t.Run(shell, func(t *testing.T) { run(t, shell, "-n", filepath.Join(dir, script)) })
+	}
+}
+
+func TestUnitFilesAreValid(t *testing.T) {
+	dir := t.TempDir()
+	run(t, "dpkg-deb", "--extract", one(t, packages(t), "*.deb"), dir)
+	units := filepath.Join(dir, "usr/lib/systemd/system")
+	for _, unit := range []string{"berth.service", "berth.socket"} {
+		path := filepath.Join(units, unit)
+		content, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		// systemd-analyze looks for the program on this machine.
+		content = bytes.ReplaceAll(content, []byte("/usr/bin/berth"), []byte(filepath.Join(dir, "usr/bin/berth")))
+		if err := os.WriteFile(path, content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Other warnings concern this machine.
+	cmd := exec.Command("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", filepath.Join(units, "berth.service"), filepath.Join(units, "berth.socket"))
+	out, err := cmd.CombinedOutput()
+	if errors.Is(err, exec.ErrNotFound) {
+		t.Skip(err)
+	}
+	if err != nil || strings.Contains(string(out), "berth.") {
+		t.Errorf("systemd-analyze: %v\n%s", err, out)
+	}
+}
