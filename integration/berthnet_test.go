@@ -204,12 +204,7 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	d.Boot(t)
 	harness.Equal(t, "state after the reboot", before.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
 	kept := func() []string { return recordedAddresses(d) }
-	harness.Eventually(t, "the address is released", func() error {
-		if all := kept(); len(all) > 0 {
-			return harness.Unexpected("addresses kept", all, nil)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the address is released", func() (bool, any) { all := kept(); return len(all) == 0, all })
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, pod, "after-the-reboot")
 	harness.Equal(t, "page after the reboot", httpGet(t, "http://127.0.0.1:18080/"), "after-the-reboot\n")

@@ -170,12 +170,7 @@ while [ ! -e %s ]; do sleep 0.05; done`, fails, goOn))
 		return err
 	})
 	harness.Must(t, os.WriteFile(fails, nil, 0o600))
-	harness.Eventually(t, "the network is being detached", func() error {
-		if n := len(plugin.calls("DEL")); n < 2 {
-			return fmt.Errorf("DEL was called %d times", n)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the network is being detached", func() (bool, any) { n := len(plugin.calls("DEL")); return n >= 2, n })
 	if pause, err := asked.task(plugin.calls("ADD")[0].id); status.Code(err) != codes.NotFound {
 		t.Errorf("pause of a failed pod: %v, %v", pause, err)
 	}

@@ -105,12 +105,7 @@ func TestExecIsKilledWithContainer(t *testing.T) {
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "9991"}, 0)
 		result <- err
 	}()
-	harness.Eventually(t, "the command runs", func() error {
-		if len(machine.CommandLines("sleep 9991")) == 0 {
-			return errors.New("the command does not run")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the command runs", func() bool { return len(machine.CommandLines("sleep 9991")) > 0 })
 	c.Stop(t, 0)
 	if err := <-result; harness.ExitCode(err) != 137 && harness.CodeOf(err) == codes.OK {
 		t.Errorf("ExecSync in a container that is being killed: %v", err)

@@ -252,11 +252,9 @@ func TestRunsc(t *testing.T) {
 		if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's form of DeadlineExceeded
 			t.Errorf("the error is %v, want DeadlineExceeded", err)
 		}
-		harness.Eventually(t, "the processes in the sandbox have exited", func() error {
-			if out := c.Exec(t, "ps"); harness.Contains(out, "4711") {
-				return harness.Unexpected("ps", out, "no sleep")
-			}
-			return nil
+		harness.EventuallyGot(t, "the processes in the sandbox have exited", func() (bool, any) {
+			out := c.Exec(t, "ps")
+			return !harness.Contains(out, "4711"), out
 		})
 	})
 	t.Run("bad command", func(t *testing.T) {

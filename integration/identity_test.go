@@ -98,12 +98,7 @@ func TestRetryAfterClientsDeadline(t *testing.T) {
 		_, err := d.Cri.RunPodSandbox(ctx, config, "")
 		first <- err
 	}()
-	harness.Eventually(t, "the plugin is called", func() error {
-		if len(plugin.calls("ADD")) == 0 {
-			return context.DeadlineExceeded
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the plugin is called", func() bool { return len(plugin.calls("ADD")) > 0 })
 	cancel()
 	harness.WantCode(t, <-first, codes.Canceled)
 	plugin.release(t)
@@ -236,10 +231,5 @@ func cancelWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call f
 	<-heldUp
 	cancel()
 	harness.WantCode(t, <-result, codes.Canceled)
-	harness.Eventually(t, "the daemon logs the canceled call", func() error {
-		if n := givenUp(); n <= before {
-			return harness.Unexpected("canceled calls", n, before+1)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the daemon logs the canceled call", func() (bool, any) { n := givenUp(); return n > before, n })
 }

@@ -214,12 +214,7 @@ func TestLogWithoutDaemon(t *testing.T) {
 	c.WaitOutput(t, "3\n")
 	d.Stop(t)
 	reached := len(c.Log(t))
-	harness.Eventually(t, "the log grows", func() error {
-		if n := len(c.Log(t)); n < reached+20 {
-			return fmt.Errorf("%d lines", n)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the log grows", func() (bool, any) { n := len(c.Log(t)); return n >= reached+20, n })
 	d.Start(t)
 	c.Stop(t, 0)
 	logs.Numbered(t, c.Log(t))

@@ -135,12 +135,7 @@ func TestMonitorKilledDuringExec(t *testing.T) {
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 110102 & sleep 110103"}, 0)
 		ended <- err
 	}()
-	harness.Eventually(t, "the exec runs", func() error {
-		if len(machine.ProcessesOf("sleep 110103")) == 0 {
-			return fmt.Errorf("no process sleep 110103")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the exec runs", func() bool { return len(machine.ProcessesOf("sleep 110103")) > 0 })
 	harness.Must(t, syscall.Kill(harness.MonitorOf(t, d, c), syscall.SIGKILL))
 	if err := <-ended; err == nil {
 		t.Error("an exec that was killed succeeded")
@@ -172,11 +167,9 @@ func TestPauseKilled(t *testing.T) {
 				if noDaemon {
 					d.Start(t)
 				}
-				harness.Eventually(t, "the pod is not ready", func() error {
-					if state := pod.Status(t).State; state != runtimeapi.PodSandboxState_SANDBOX_NOTREADY {
-						return harness.Unexpected("its state", state, "NOTREADY")
-					}
-					return nil
+				harness.EventuallyGot(t, "the pod is not ready", func() (bool, any) {
+					state := pod.Status(t).State
+					return state == runtimeapi.PodSandboxState_SANDBOX_NOTREADY, state
 				})
 				if !shared {
 					harness.Equal(t, "exec in the container", c.Exec(t, "echo", "fine"), "fine")

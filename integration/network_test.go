@@ -37,11 +37,9 @@ func networkReady(t *testing.T, d *harness.Daemon) *runtimeapi.RuntimeCondition 
 func waitNetworkReady(t *testing.T, d *harness.Daemon, want bool) *runtimeapi.RuntimeCondition {
 	t.Helper()
 	var condition *runtimeapi.RuntimeCondition
-	harness.Eventually(t, fmt.Sprintf("NetworkReady is %v", want), func() error {
-		if condition = networkReady(t, d); condition.Status != want {
-			return harness.Unexpected("NetworkReady", condition, want)
-		}
-		return nil
+	harness.EventuallyGot(t, fmt.Sprintf("NetworkReady is %v", want), func() (bool, any) {
+		condition = networkReady(t, d)
+		return condition.Status == want, condition
 	})
 	return condition
 }

@@ -83,12 +83,7 @@ func TestNRIExitWhileDaemonStarts(t *testing.T) {
 	for range 4 {
 		harness.Must(t, <-ended)
 	}
-	harness.Eventually(t, "StopContainer", func() error {
-		if n := countInstalled(d, "StopContainer"); n != 1 {
-			return harness.Unexpected("number of events", n, 1)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "one StopContainer event", func() (bool, any) { n := countInstalled(d, "StopContainer"); return n == 1, n })
 }
 
 // resumeFile is a file for which hanging installed plugins wait.
@@ -189,12 +184,7 @@ func TestNRITermWhilePluginHangs(t *testing.T) {
 	harness.Must(t, cmd.Start())
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
-	harness.Eventually(t, "synchronisation", func() error {
-		if n := countInstalled(d, "Synchronize"); n != 1 {
-			return harness.Unexpected("number of synchronisations", n, 1)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "one synchronization", func() (bool, any) { n := countInstalled(d, "Synchronize"); return n == 1, n })
 	harness.Must(t, cmd.Process.Signal(syscall.SIGTERM))
 	select {
 	case <-ended:

@@ -59,12 +59,7 @@ func (p *nriPlugin) noted() []string {
 // waitEvents waits until the plugin has received exactly these events, in this order.
 func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	t.Helper()
-	harness.Eventually(t, "events", func() error {
-		if got := p.noted(); !slices.Equal(got, want) {
-			return fmt.Errorf("got the events\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, fmt.Sprintf("events %q", want), func() (bool, any) { got := p.noted(); return slices.Equal(got, want), got })
 }
 
 // received returns an error unless the plugin has received an event.
@@ -78,12 +73,7 @@ func (p *nriPlugin) received(event string) error {
 // awaitEvents waits until the plugin has received n events.
 func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
 	t.Helper()
-	harness.Eventually(t, "events", func() error {
-		if got := len(p.noted()); got < n {
-			return fmt.Errorf("got %d of %d events", got, n)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, fmt.Sprintf("%d events", n), func() (bool, any) { got := len(p.noted()); return got >= n, got })
 }
 
 // livePod runs a pod with a container that exits at once, and removes it. It returns errors instead
@@ -193,18 +183,11 @@ func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPl
 	harness.Must(t, err)
 	harness.Must(t, p.stub.Start(t.Context()))
 	t.Cleanup(func() { p.stub.Stop(); <-p.closed })
-	harness.Eventually(t, "synchronisation of plugin "+name, func() error {
-		if len(p.noted()) == 0 {
-			return errors.New("the plugin got no event")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "synchronisation of plugin "+name, func() bool { return len(p.noted()) > 0 })
 	// The daemon registers the plugin a moment after its answer, and then logs it.
-	harness.Eventually(t, "registration of plugin "+name, func() error {
-		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, want) }) {
-			return fmt.Errorf("the log does not contain %s", want)
-		}
-		return nil
+	harness.EventuallyTrue(t, "registration of plugin "+name, func() bool {
+		want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name)
+		return slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, want) })
 	})
 	p.forget()
 	return p

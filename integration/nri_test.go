@@ -273,12 +273,7 @@ func TestNRIHangingPlugin(t *testing.T) {
 			harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
 			pod.Remove(t)
 			<-hanging.closed
-			harness.Eventually(t, "events of the other plugin", func() error {
-				if events := after.noted(); len(events) != 11 {
-					return fmt.Errorf("got %d events: %v", len(events), events)
-				}
-				return nil
-			})
+			harness.EventuallyGot(t, "11 events of the other plugin", func() (bool, any) { events := after.noted(); return len(events) == 11, events })
 		})
 	}
 }
@@ -367,12 +362,7 @@ func TestNRIUpdates(t *testing.T) {
 	a, b := pod.Run(t, limit), pod.Run(t, limit)
 	memoryOf := func(c *harness.Container, want int64) {
 		t.Helper()
-		harness.Eventually(t, "memory limit", func() error {
-			if got, _ := limitsOf(t, c); got != strconv.FormatInt(want, 10) {
-				return harness.Unexpected("it", got, want)
-			}
-			return nil
-		})
+		harness.EventuallyGot(t, fmt.Sprintf("memory limit %d", want), func() (bool, any) { got, _ := limitsOf(t, c); return got == strconv.FormatInt(want, 10), got })
 	}
 	p.update = func(c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error) {
 		if got := r.GetMemory().GetLimit().GetValue(); got != 128<<20 {

@@ -102,11 +102,9 @@ func TestOperatorRunDetached(t *testing.T) {
 	if out := runBerth(t, d, "ps", "--pods"); !strings.Contains(out, "example") {
 		t.Errorf("ps --pods does not list the pod:\n%s", out)
 	}
-	harness.Eventually(t, "the client has seen the page", func() error {
-		if out := runBerth(t, d, "logs", "client"); !strings.Contains(out, "prepared") {
-			return fmt.Errorf("the client's log is %q", out)
-		}
-		return nil
+	harness.EventuallyGot(t, "the client has seen the page", func() (bool, any) {
+		out := runBerth(t, d, "logs", "client")
+		return strings.Contains(out, "prepared"), out
 	})
 	harness.Equal(t, "page through the host port", httpGet(t, "http://"+nodeAddress(t)+":18090/"), "prepared\n")
 	harness.Equal(t, "exec", runBerth(t, d, "exec", "web", "cat", "/data/index.html"), "prepared\n")

@@ -47,12 +47,7 @@ func TestKillDaemonUnderRunningPod(t *testing.T) {
 	c.WaitOutput(t, "3\n")
 	d.Kill(t)
 	reached := len(c.Log(t))
-	harness.Eventually(t, "the log grows without a daemon", func() error {
-		if n := len(c.Log(t)); n < reached+20 {
-			return fmt.Errorf("%d lines", n)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the log grows without a daemon", func() (bool, any) { n := len(c.Log(t)); return n >= reached+20, n })
 	d.Start(t)
 	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 	harness.Equal(t, "container state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)

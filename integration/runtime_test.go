@@ -251,12 +251,7 @@ func TestCanceledCalls(t *testing.T) {
 			_, _, err := d.Cri.ExecSync(ctx, c.Id, []string{"sleep", "6661"}, 0)
 			done <- err
 		}()
-		harness.Eventually(t, "the command runs", func() error {
-			if len(machine.CommandLines("sleep 6661")) == 0 {
-				return context.DeadlineExceeded
-			}
-			return nil
-		})
+		harness.EventuallyTrue(t, "the command runs", func() bool { return len(machine.CommandLines("sleep 6661")) > 0 })
 		cancel()
 		<-done
 		awaitNoProcesses(t, "sleep 6661")

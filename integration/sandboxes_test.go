@@ -359,11 +359,9 @@ func TestPodNotReadyWhenPauseDies(t *testing.T) {
 	process, err := os.FindProcess(pod.PausePID(t))
 	harness.Must(t, err)
 	harness.Must(t, process.Kill())
-	harness.Eventually(t, "the pod is not ready", func() error {
-		if state := pod.Status(t).State; state != runtimeapi.PodSandboxState_SANDBOX_NOTREADY {
-			return harness.Unexpected("the state", state, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
-		}
-		return nil
+	harness.EventuallyGot(t, "the pod is not ready", func() (bool, any) {
+		state := pod.Status(t).State
+		return state == runtimeapi.PodSandboxState_SANDBOX_NOTREADY, state
 	})
 	_, err = pod.TryCreate(t)
 	harness.WantCode(t, err, codes.FailedPrecondition, pod.Id)

@@ -2,7 +2,6 @@ package integration
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -64,12 +63,7 @@ func TestStopEndsStartThatWaitsForCommand(t *testing.T) {
 	c := pod.Create(t, harness.Cdi("hangs"))
 	started := make(chan error, 1)
 	go func() { started <- d.Cri.StartContainer(context.Background(), c.Id) }()
-	harness.Eventually(t, "the hook runs", func() error {
-		if len(machine.CommandLines("sleep 4242")) == 0 {
-			return errors.New("the hook does not run")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the hook runs", func() bool { return len(machine.CommandLines("sleep 4242")) > 0 })
 	pod.Stop(t) // a StopContainer would wait ten seconds for the start
 	harness.WantCode(t, <-started, codes.FailedPrecondition, c.Id)
 	awaitNoProcesses(t, "sleep 4242")

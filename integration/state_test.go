@@ -232,12 +232,7 @@ func TestStateCheckOfLostProcesses(t *testing.T) {
 
 func waitDead(t *testing.T, pid int) {
 	t.Helper()
-	harness.Eventually(t, fmt.Sprintf("process %d ends", pid), func() error {
-		if machine.Alive(pid) {
-			return fmt.Errorf("it lives")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, fmt.Sprintf("process %d ends", pid), func() bool { return !machine.Alive(pid) })
 }
 
 // While pods start and stop, the check reports nothing. A difference during an operation is gone at

@@ -34,12 +34,7 @@ func podStats(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxStats {
 // has threads in the container's cgroup until it executes the command.
 func waitProcesses(t *testing.T, p *harness.Pod, want uint64) {
 	t.Helper()
-	harness.Eventually(t, "processes of the pod", func() error {
-		if n := podStats(t, p).Linux.Process.ProcessCount.Value; n != want {
-			return harness.Unexpected("number of processes", n, want)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, fmt.Sprintf("%d processes in the pod", want), func() (bool, any) { n := podStats(t, p).Linux.Process.ProcessCount.Value; return n == want, n })
 }
 
 // The statistics of a busy container contain its CPU time, and from the second sample on the number
@@ -55,12 +50,9 @@ func TestStatsCPU(t *testing.T) {
 	}
 	containerStats(t, idle)
 	var second *runtimeapi.ContainerStats
-	harness.Eventually(t, "the second sample has a rate", func() error {
+	harness.EventuallyGot(t, "the second sample has a rate", func() (bool, any) {
 		second = containerStats(t, busy)
-		if second.Cpu.UsageNanoCores == nil || second.Cpu.Timestamp-first.Cpu.Timestamp < int64(time.Second) {
-			return fmt.Errorf("CPU: %v", second.Cpu)
-		}
-		return nil
+		return second.Cpu.UsageNanoCores != nil && second.Cpu.Timestamp-first.Cpu.Timestamp >= int64(time.Second), second
 	})
 	used := second.Cpu.UsageCoreNanoSeconds.Value - first.Cpu.UsageCoreNanoSeconds.Value
 	if used == 0 {
@@ -101,12 +93,10 @@ func TestStatsMemory(t *testing.T) {
 			r.MemoryLimitInBytes, r.MemorySwapLimitInBytes = limit, limit
 		}))
 	var m *runtimeapi.MemoryUsage
-	harness.Eventually(t, "the statistics show the memory", func() error {
+	harness.EventuallyGot(t, "the statistics show the memory", func() (bool, any) {
 		s := containerStats(t, c)
-		if m = s.Memory; m.UsageBytes.GetValue() < size || m.RssBytes.GetValue() < size {
-			return fmt.Errorf("memory: %v", m)
-		}
-		return nil
+		m = s.Memory
+		return m.UsageBytes.GetValue() >= size && m.RssBytes.GetValue() >= size, m
 	})
 	if m.WorkingSetBytes.Value < size || m.WorkingSetBytes.Value > m.UsageBytes.Value {
 		t.Errorf("working set: %v", m)
@@ -139,11 +129,9 @@ func TestStatsPressure(t *testing.T) {
 		"memory": func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats { return s.Memory.Psi },
 		"io":     func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats { return s.Io.GetPsi() },
 	}
-	harness.Eventually(t, "a throttled container has CPU pressure", func() error {
-		if s := containerStats(t, c); of["cpu"](s).GetSome().GetTotal() == 0 || of["cpu"](s).GetFull().GetTotal() == 0 {
-			return harness.Unexpected("CPU pressure", of["cpu"](s), "some")
-		}
-		return nil
+	harness.EventuallyGot(t, "a throttled container has CPU pressure", func() (bool, any) {
+		s := containerStats(t, c)
+		return of["cpu"](s).GetSome().GetTotal() != 0 && of["cpu"](s).GetFull().GetTotal() != 0, s
 	})
 	for what, psi := range of {
 		path := filepath.Join(dir, what+".pressure")
@@ -212,12 +200,10 @@ func TestStatsNetwork(t *testing.T) {
 	c.Exec(t, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero | nc $(ip route | sed -n 's/^default via \\([^ ]*\\).*/\\1/p') %s", size, port))
 	harness.Equal(t, "received bytes", <-received, size)
 	var after *runtimeapi.NetworkUsage
-	harness.Eventually(t, "the statistics show the traffic", func() error {
+	harness.EventuallyGot(t, "the statistics show the traffic", func() (bool, any) {
 		after = podStats(t, pod).Linux.Network
-		if sent := after.DefaultInterface.TxBytes.Value - before.DefaultInterface.TxBytes.Value; sent < size {
-			return fmt.Errorf("sent %d bytes: %v", sent, after)
-		}
-		return nil
+		sent := after.DefaultInterface.TxBytes.Value - before.DefaultInterface.TxBytes.Value
+		return sent >= size, sent
 	})
 	d.Restart(t)
 	if again := podStats(t, pod).Linux.Network; again.DefaultInterface.TxBytes.Value < after.DefaultInterface.TxBytes.Value {
@@ -292,11 +278,9 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 	}
 	busy := pod.Run(t, harness.Script("while [ ! -e /tmp/stop ]; do :; done"))
 	const work = uint64(100 * time.Millisecond) // by the kernel's clock; a guest may count little of its host's time
-	harness.Eventually(t, "the container has used CPU time", func() error {
-		if used := containerStats(t, busy).Cpu.UsageCoreNanoSeconds.Value; used < work {
-			return harness.Unexpected("CPU time", used, work)
-		}
-		return nil
+	harness.EventuallyGot(t, "the container has used CPU time", func() (bool, any) {
+		used := containerStats(t, busy).Cpu.UsageCoreNanoSeconds.Value
+		return used >= work, used
 	})
 	busy.Release(t, "/tmp/stop")
 	busy.WaitExited(t)
@@ -349,12 +333,9 @@ func TestStatsWritableLayer(t *testing.T) {
 	counted := func(least uint64) *runtimeapi.FilesystemUsage {
 		t.Helper()
 		var layer *runtimeapi.FilesystemUsage
-		harness.Eventually(t, "the writable layer is counted", func() error {
+		harness.EventuallyGot(t, "the writable layer is counted", func() (bool, any) {
 			layer = containerStats(t, c).WritableLayer
-			if layer.GetUsedBytes().GetValue() < least {
-				return fmt.Errorf("it is %v", layer)
-			}
-			return nil
+			return layer.GetUsedBytes().GetValue() >= least, layer
 		})
 		return layer
 	}
@@ -370,11 +351,9 @@ func TestStatsWritableLayer(t *testing.T) {
 	harness.Equal(t, "mount point of the common filesystem", containers.FsId.Mountpoint, images.FsId.Mountpoint)
 	harness.Equal(t, "the writable layer's filesystem", layer.FsId.Mountpoint, containers.FsId.Mountpoint)
 
-	harness.Eventually(t, "a stopped container was counted again", func() error {
-		if later := containerStats(t, c).WritableLayer; later.Timestamp <= layer.Timestamp || later.UsedBytes.Value != layer.UsedBytes.Value {
-			return fmt.Errorf("the statistics are %v, before %v", later, layer)
-		}
-		return nil
+	harness.EventuallyGot(t, "a stopped container was counted again", func() (bool, any) {
+		later := containerStats(t, c).WritableLayer
+		return later.Timestamp > layer.Timestamp && later.UsedBytes.Value == layer.UsedBytes.Value, later
 	})
 	c.Exec(t, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero >/data/more", size)) // runs again
 	counted(2 * size)
@@ -404,11 +383,9 @@ func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
 	const size = 3 << 20
 	sleeping.Pid(t) // waits until it has executed its command
 	writer.Exec(t, "sh", "-c", fmt.Sprintf(`for p in /proc/[0-9]*; do if grep -q 98765 $p/cmdline && ! grep -q proc $p/cmdline; then head -c %d /dev/zero >$p/root/written; fi; done`, size))
-	harness.Eventually(t, "the write is counted", func() error {
-		if layer := containerStats(t, sleeping).WritableLayer; layer.UsedBytes.Value < size {
-			return fmt.Errorf("it is %v", layer)
-		}
-		return nil
+	harness.EventuallyGot(t, "the write is counted", func() (bool, any) {
+		layer := containerStats(t, sleeping).WritableLayer
+		return layer.UsedBytes.Value >= size, layer
 	})
 }
 
@@ -425,11 +402,9 @@ func TestStatsSplitFilesystem(t *testing.T) {
 	info := harness.Get(d.Images.ImageFsInfo(t.Context()))(t)
 	harness.Equal(t, "the images' filesystem", info.ImageFilesystems[0].FsId.Mountpoint, d.Root+"/images")
 	harness.Equal(t, "the containers' filesystem", info.ContainerFilesystems[0].FsId.Mountpoint, d.Root+"/rootfs")
-	harness.Eventually(t, "the writable layer is counted", func() error {
-		if layer := containerStats(t, c).WritableLayer; layer.GetFsId().GetMountpoint() != d.Root+"/rootfs" {
-			return fmt.Errorf("it is %v", layer)
-		}
-		return nil
+	harness.EventuallyGot(t, "the writable layer is counted", func() (bool, any) {
+		layer := containerStats(t, c).WritableLayer
+		return layer.GetFsId().GetMountpoint() == d.Root+"/rootfs", layer
 	})
 }
 

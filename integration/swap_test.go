@@ -142,11 +142,9 @@ func wantSwap(t *testing.T, c *harness.Container, least, limit uint64) {
 	}
 	for what, stats := range map[string]func() *runtimeapi.ContainerStats{"container": func() *runtimeapi.ContainerStats { return containerStats(t, c) }, "pod": ofPod} {
 		var got *runtimeapi.SwapUsage
-		harness.Eventually(t, "the statistics of the "+what+" show the swap in use", func() error {
-			if got = stats().Swap; got.GetSwapUsageBytes().GetValue() < least {
-				return harness.Unexpected("the swap", got, least)
-			}
-			return nil
+		harness.EventuallyGot(t, "the statistics of the "+what+" show the swap in use", func() (bool, any) {
+			got = stats().Swap
+			return got.GetSwapUsageBytes().GetValue() >= least, got
 		})
 		used := got.SwapUsageBytes.Value
 		available := uint64(0)

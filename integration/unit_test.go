@@ -134,19 +134,9 @@ func (u *unitTest) testSocket(t *testing.T) {
 func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
 	t.Helper()
 	before := 0
-	harness.Eventually(t, "the unit has a main process", func() error {
-		if before = harness.MainPID(t); before == 0 {
-			return fmt.Errorf("no main process: the unit is %s, %s", harness.UnitProperty(t, "ActiveState"), harness.UnitProperty(t, "Result"))
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the unit has a main process", func() (bool, any) { before = harness.MainPID(t); return before != 0, harness.UnitProperty(t, "Result") })
 	harness.Must(t, syscall.Kill(before, signal))
-	harness.Eventually(t, "systemd replaces the main process", func() error {
-		if pid := harness.MainPID(t); pid == before {
-			return fmt.Errorf("the main process is still %d", pid)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "systemd replaces the main process", func() (bool, any) { pid := harness.MainPID(t); return pid != before, pid })
 }
 
 // noLeftovers fails the test if the unit's cgroup contains processes other than the daemon, its

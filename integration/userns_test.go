@@ -1,7 +1,6 @@
 package integration
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -427,12 +426,7 @@ func TestIncompleteUserNamespaceIsRemoved(t *testing.T) {
 		_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 		first <- err
 	}()
-	harness.Eventually(t, "the plugin is called", func() error {
-		if len(plugin.calls("ADD")) == 0 {
-			return errors.New("ADD was not called")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the plugin is called", func() bool { return len(plugin.calls("ADD")) > 0 })
 	if len(machine.NamespacePins("user:")) != 1 {
 		t.Error("no user namespace is pinned")
 	}
@@ -442,11 +436,9 @@ func TestIncompleteUserNamespaceIsRemoved(t *testing.T) {
 	}
 	plugin.release(t)
 	d.Start(t)
-	harness.Eventually(t, "the user namespace is removed", func() error {
-		if pins := machine.NamespacePins("user:"); len(pins) > 0 {
-			return fmt.Errorf("pinned at %v", pins)
-		}
-		return nil
+	harness.EventuallyGot(t, "the user namespace is removed", func() (bool, any) {
+		pins := machine.NamespacePins("user:")
+		return len(pins) == 0, pins
 	})
 	pod := d.RunPodConfig(t, config)
 	harness.Equal(t, "state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)

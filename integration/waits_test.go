@@ -3,7 +3,6 @@ package integration
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -273,12 +272,7 @@ func (w *waitTest) containers(t *testing.T, stubborn, frozen, created *harness.C
 		return err
 	})
 	w.shown(t, "end of exec", "container "+stubborn.Id, 10*minutes+margin)
-	harness.Eventually(t, "the exec runs its command", func() error {
-		if len(machine.ProcessesOf("sleep 1000")) == 0 {
-			return errors.New("no process sleeps for 1000 s")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the exec runs its command", func() bool { return len(machine.ProcessesOf("sleep 1000")) > 0 })
 	w.begin(t, "stop container", func(ctx context.Context) error { return w.d.Cri.StopContainer(ctx, stubborn.Id, 100*minutes) })
 	w.shown(t, "exit", "container "+stubborn.Id, 100*minutes+margin)
 	w.stop(t, harness.MonitorOf(t, w.d, frozen))
@@ -319,12 +313,7 @@ func TestSystemdWatchdog(t *testing.T) {
 		harness.Equal(t, "next message", next(), "WATCHDOG=1")
 	}
 	harness.Must(t, os.Rename(d.Socket, d.Socket+".away"))
-	harness.Eventually(t, "the daemon finds that it is unhealthy", func() error {
-		if !strings.Contains(d.Tail(), "the daemon is unhealthy") {
-			return fmt.Errorf("the log does not report it")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the daemon finds that it is unhealthy", func() bool { return strings.Contains(d.Tail(), "the daemon is unhealthy") })
 	harness.Must(t, os.Rename(d.Socket+".away", d.Socket))
 	for next() != "WATCHDOG=1" { // those before it was unhealthy
 		t.Error("another message than WATCHDOG=1")

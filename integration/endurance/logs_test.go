@@ -74,11 +74,9 @@ func (l *rotatedLog) rotate(t *testing.T) {
 
 func (l *rotatedLog) waitSize(t *testing.T, want int64) {
 	t.Helper()
-	harness.Eventually(t, fmt.Sprintf("%d bytes of log", want), func() error {
-		if have := l.size + sizeOf(l.c.LogPath()); have < want {
-			return fmt.Errorf("the log has %d bytes", have)
-		}
-		return nil
+	harness.EventuallyGot(t, fmt.Sprintf("%d bytes of log", want), func() (bool, any) {
+		have := l.size + sizeOf(l.c.LogPath())
+		return have >= want, have
 	})
 }
 

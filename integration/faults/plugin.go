@@ -113,12 +113,7 @@ func (p *Plugin) Calls(verb string) (ids []string) {
 // AwaitChildren waits until the plugin has left children behind or paused more than n times.
 func (p *Plugin) AwaitChildren(t *testing.T, n int) {
 	t.Helper()
-	harness.Eventually(t, "plugin "+p.Name+" injects its fault", func() error {
-		if got := p.Left(); got <= n {
-			return harness.Unexpected("number of injected faults", got, n+1)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "plugin "+p.Name+" injects its fault", func() (bool, any) { got := p.Left(); return got > n, got })
 }
 
 // Resumed returns the number of calls that have ended after a pause.

@@ -51,12 +51,7 @@ func (v *Volume) Lookups() int { return int(v.asked.Load()) }
 // AwaitLookups waits for a number of lookups.
 func (v *Volume) AwaitLookups(t *testing.T, times int) {
 	t.Helper()
-	harness.Eventually(t, "the volume is looked up", func() error {
-		if got := v.Lookups(); got < times {
-			return harness.Unexpected("number of lookups", got, times)
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the volume is looked up", func() (bool, any) { got := v.Lookups(); return got >= times, got })
 }
 
 type silent struct {

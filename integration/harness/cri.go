@@ -246,12 +246,7 @@ func (c *Container) Status(t *testing.T) *runtimeapi.ContainerStatus {
 func (c *Container) waitState(t *testing.T, state runtimeapi.ContainerState) *runtimeapi.ContainerStatus {
 	t.Helper()
 	var status *runtimeapi.ContainerStatus
-	Eventually(t, c.Config.Metadata.Name+" is "+state.String(), func() error {
-		if status = c.Status(t); status.State != state {
-			return Unexpected("the state", status.State, state)
-		}
-		return nil
-	})
+	EventuallyGot(t, c.Config.Metadata.Name+" is "+state.String(), func() (bool, any) { status = c.Status(t); return status.State == state, status })
 	return status
 }
 
@@ -418,11 +413,9 @@ func (c *Container) Output(t *testing.T) string {
 // WaitOutput waits until the container has written text.
 func (c *Container) WaitOutput(t *testing.T, text string) {
 	t.Helper()
-	Eventually(t, fmt.Sprintf("%s writes %q", c.Config.Metadata.Name, text), func() error {
-		if out := c.Output(t); !strings.Contains(out, text) {
-			return fmt.Errorf("it wrote %q", out)
-		}
-		return nil
+	EventuallyGot(t, fmt.Sprintf("%s writes %q", c.Config.Metadata.Name, text), func() (bool, any) {
+		out := c.Output(t)
+		return strings.Contains(out, text), out
 	})
 }
 

@@ -352,12 +352,7 @@ const idleLaunchers = 2
 // WaitIdle waits until the daemon has all its idle launchers.
 func (d *Daemon) WaitIdle(t *testing.T) {
 	t.Helper()
-	Eventually(t, "idle launchers are ready", func() error {
-		if n := len(d.Launchers()); n < idleLaunchers {
-			return Unexpected("number of launchers", n, idleLaunchers)
-		}
-		return nil
-	})
+	EventuallyGot(t, "idle launchers are ready", func() (bool, any) { n := len(d.Launchers()); return n >= idleLaunchers, n })
 }
 
 // WaitWatched waits until the launchers are idle and the daemon watches them, each with a goroutine

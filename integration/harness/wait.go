@@ -26,6 +26,24 @@ func Eventually(t *testing.T, what string, condition func() error) {
 	}
 }
 
+// EventuallyTrue is Eventually with a condition that has no error.
+func EventuallyTrue(t *testing.T, what string, condition func() bool) {
+	t.Helper()
+	EventuallyGot(t, what, func() (bool, any) { return condition(), false })
+}
+
+// EventuallyGot is Eventually with a condition that returns the observed value, for the failure
+// text.
+func EventuallyGot(t *testing.T, what string, condition func() (ok bool, got any)) {
+	t.Helper()
+	Eventually(t, what, func() error {
+		if ok, got := condition(); !ok {
+			return fmt.Errorf("got %v", got)
+		}
+		return nil
+	})
+}
+
 // WaitFor waits up to Patience until the condition returns nil. It returns the last error.
 func WaitFor(condition func() error) error { return WaitUpTo(Patience, condition) }
 

@@ -120,12 +120,7 @@ func TestClockJumps(t *testing.T) {
 				t.Errorf("the container was killed after %v, its grace period is %v", took, grace)
 			}
 			harness.Equal(t, "exit code", c.Status(t).ExitCode, 137)
-			harness.Eventually(t, "the undo is retried", func() error {
-				if n := len(plugin.Calls("DEL")); n < 4 {
-					return harness.Unexpected("number of DELs", n, 4)
-				}
-				return nil
-			})
+			harness.EventuallyGot(t, "the undo is retried", func() (bool, any) { n := len(plugin.Calls("DEL")); return n >= 4, n })
 			// The container has one process that only uses CPU time. Other processes need CPU time,
 			// too.
 			if used := harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t).Cpu.UsageNanoCores; used == nil || used.Value < 0.05e9 || used.Value > 1.2e9 {

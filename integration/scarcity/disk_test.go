@@ -3,7 +3,6 @@ package scarcity
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -176,12 +175,7 @@ func anotherImage(t *testing.T) v1.Image {
 func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 	t.Helper()
 	c := pod.Run(t, harness.Script("echo settled; exec sleep 1000000"))
-	harness.Eventually(t, "the monitor writes", func() error {
-		if got := c.Output(t); got != "settled\n" {
-			return harness.Unexpected("the log", got, "settled")
-		}
-		return nil
-	})
+	harness.EventuallyGot(t, "the monitor writes", func() (bool, any) { got := c.Output(t); return got == "settled\n", got })
 	return c
 }
 
@@ -352,12 +346,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 	monitor := harness.MonitorOf(t, d, down)
 	d.End(t)
 	open("down")
-	harness.Eventually(t, "the monitor ends", func() error {
-		if machine.Alive(monitor) {
-			return errors.New("it lives")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the monitor ends", func() bool { return !machine.Alive(monitor) })
 	disk.fill(t)
 	check := func(when string) {
 		for c, code := range map[*harness.Container]int32{self: 7, down: 8, stopped: 9, killed: 137} {

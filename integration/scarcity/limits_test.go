@@ -369,12 +369,7 @@ func replaceDead(t *testing.T, d *harness.Daemon, errs ...error) bool {
 	if !d.Gone() && !slices.ContainsFunc(errs, cutOff) {
 		return false
 	}
-	harness.Eventually(t, "it is dead", func() error {
-		if !d.Gone() {
-			return errors.New("the daemon still runs")
-		}
-		return nil
-	})
+	harness.EventuallyTrue(t, "the daemon is dead", d.Gone)
 	d.End(t)
 	d.Start(t)
 	return true

@@ -60,11 +60,9 @@ type Screen struct{ testutil.Buffer }
 
 func (s *Screen) WaitFor(t *testing.T, text string) {
 	t.Helper()
-	harness.Eventually(t, fmt.Sprintf("the session shows %q", text), func() error {
-		if out := s.String(); !strings.Contains(out, text) {
-			return fmt.Errorf("it shows %q", out)
-		}
-		return nil
+	harness.EventuallyGot(t, fmt.Sprintf("the session shows %q", text), func() (bool, any) {
+		out := s.String()
+		return strings.Contains(out, text), out
 	})
 }
 
