@@ -289,12 +289,6 @@ func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, erro
 	return m.launcher.Describe(ctx, p.Info(), c.Info(), m.targetPIDNS(c), &c.describing)
 }
 
-// publishContainer publishes a snapshot of the container.
-func (m *Manager) publishContainer(c lockedContainer) {
-	info := c.snapshot()
-	m.events.ContainerChanged(c.info.Swap(info), info)
-}
-
 // abandonContainer undoes a failed creation. Failed steps are retried in the background.
 func (m *Manager) abandonContainer(c *container) {
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), time.Minute)

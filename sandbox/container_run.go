@@ -5,11 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math"
 	"os"
 	"time"
 
-	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -17,7 +15,6 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/task"
 	"berth/internal/trace"
-	"berth/oci"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/shim"
@@ -272,73 +269,6 @@ func (m *Manager) cleanExited(c lockedContainer) {
 			return m.processes.Remove(ctx, c.ID, c.CgroupsPath)
 		})
 	})
-}
-
-// StopContainer sends the container's stop signal, waits up to timeout for the exit, and then kills
-// the container. A zero timeout kills it at once. A container that does not run or does not exist
-// is no error. A starting container is stopped after its start. If the start takes longer than
-// timeout, StopContainer cancels the launch.
-func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
-	c, err := m.containers.Find(id)
-	if errdefs.IsNotFound(err) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	limit := task.Limit
-	if timeout < math.MaxInt64-limit {
-		limit += timeout
-	}
-	return m.tasks.Detach(ctx, limit, "stop", c.String(), func(ctx context.Context) error {
-		return m.stopContainer(ctx, c, timeout)
-	})
-}
-
-// stopContainer returns when the container has exited and plugins were notified.
-func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.Duration) error {
-	if err := m.endContainer(ctx, c, timeout); err != nil {
-		return err
-	}
-	return m.waitNotified(ctx, c)
-}
-
-// endContainer holds no lock while it waits, because the exit is published under the lock.
-func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
-	var run *running
-	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.Cancel)
-	err := m.lockContainer(ctx, c, "stop", func(c lockedContainer) error { run = c.running.Load(); return nil })
-	overdue.Stop()
-	if err != nil || run == nil {
-		return err
-	}
-	return m.stopper.Stop(ctx, m.stopTarget(c), run.Running, stopSignal(c), timeout)
-}
-
-// killContainer kills a container and waits for its exit (see runtime.Stopper). A container that
-// does not run is no error. The caller must not hold the container's lock, because the exit is
-// published under it.
-func (m *Manager) killContainer(ctx context.Context, c *container) error {
-	return m.stopper.Kill(ctx, m.stopTarget(c))
-}
-
-func (m *Manager) stopTarget(c *container) runtime.StopTarget {
-	return runtime.StopTarget{
-		ID:          c.ID,
-		CgroupsPath: c.CgroupsPath,
-		Runtime:     m.runtimeOf(c),
-		Running: func() *runtime.Running {
-			if run := c.running.Load(); run != nil {
-				return run.Running
-			}
-			return nil
-		},
-	}
-}
-
-// stopSignal returns the stop signal of the config, else of the image, else SIGTERM.
-func stopSignal(c *container) unix.Signal {
-	return oci.StopSignal(c.Config.GetStopSignal(), c.Image.Config.StopSignal)
 }
 
 // UpdateContainerResources changes the limits of a created or running container. Zero fields keep

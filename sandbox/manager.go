@@ -64,10 +64,9 @@ type Manager struct {
 	*state.Lists[*pod, *container] // Pods, Containers, Events
 	*stream.Service                // Exec, ExecSync, Attach, PortForward
 	*stats.Reader                  // ContainerStats, PodStats
-	objects                        // all pods and containers, by ID
+	*control                       // all pods and containers, by ID
 
 	cfg    Config
-	host   host.Facts
 	log    *slog.Logger
 	bootID string
 	run    state.Run // of the state directory
@@ -75,12 +74,10 @@ type Manager struct {
 
 	launcher  Launcher
 	processes Processes
-	stopper   Stopper
 	images    Images
 	volumes   Volumes
 	network   Network
 	podenv    Environment
-	records   Records
 	trash     Trash
 	pool      Pool
 	quotas    *runtime.Quotas // nil where quotas are off
@@ -92,12 +89,10 @@ type Manager struct {
 
 	podIDs       creations // by (namespace, name, uid, attempt)
 	containerIDs creations // by (pod, name, attempt)
-	events       *state.Events
 	sampler      *stats.Sampler
 	unmeasured   lograte.Limiter // rate limit of warnings about usage that cannot be read
 	unfinished   *deferredWork   // found by recover
-	tasks        *task.Runner
-	disks        writableWatch // of root and state
+	disks        writableWatch   // of root and state
 }
 
 // closeLimit bounds Close after Open failed, when no operation runs.
@@ -262,9 +257,10 @@ func newLauncher(
 
 // newWith returns a manager without objects and without the parts that need the host.
 func newWith(cfg Config, tasks *task.Runner) *Manager {
-	m := &Manager{objects: newObjects(), cfg: cfg, log: cfg.Log, tasks: tasks, unfinished: newDeferredWork(tasks)}
+	c := &control{objects: newObjects(), systemd: cfg.SystemdCgroup, tasks: tasks}
+	m := &Manager{control: c, cfg: cfg, log: cfg.Log, unfinished: newDeferredWork(tasks)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
-	m.plugins = pluginCaller{Plugins: cfg.Plugins, Target: pluginRuntime{m}, Tasks: tasks, Log: cfg.Log}
+	m.plugins = pluginCaller{Plugins: cfg.Plugins, Target: pluginRuntime{c}, Tasks: tasks, Log: cfg.Log}
 	if cfg.Plugins == nil {
 		m.plugins.Plugins = noPlugins{}
 	}

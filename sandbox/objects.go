@@ -1,7 +1,6 @@
 package sandbox
 
 import (
-	"context"
 	"os"
 	"sync/atomic"
 	"time"
@@ -69,13 +68,6 @@ func (p *pod) unshared() lockedPod { return lockedPod{p, p.status.Unshared()} }
 
 func (p lockedPod) snapshot() *state.Pod { return p.PodStatus.Snapshot(p.PodSpec) }
 
-// lockPod calls op while it holds the pod's lock.
-func (m *Manager) lockPod(ctx context.Context, p *pod, what string, op func(lockedPod) error) error {
-	return p.status.With(ctx, m.tasks, what, p.String(), func(status *state.PodStatus) error {
-		return op(lockedPod{p, status})
-	})
-}
-
 // container owns a container: its Spec, its Status and its process. Only lockContainer gives access
 // to the Status.
 type container struct {
@@ -127,10 +119,4 @@ func (c lockedContainer) snapshot() *state.Container {
 		pid, startedAt = run.PID, run.StartedAt
 	}
 	return c.ContainerStatus.Snapshot(c.ContainerSpec, pid, startedAt)
-}
-
-// lockContainer calls op while it holds the container's lock.
-func (m *Manager) lockContainer(ctx context.Context, c *container, what string, op func(lockedContainer) error) error {
-	return c.status.With(ctx, m.tasks, what, c.String(),
-		func(status *state.ContainerStatus) error { return op(lockedContainer{c, status}) })
 }

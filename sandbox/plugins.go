@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"context"
-	"fmt"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -10,7 +9,6 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/trace"
-	"berth/sandbox/state"
 )
 
 // presentPod calls plugins with a pod that is about to be published (see pluginCaller).
@@ -42,7 +40,7 @@ func (m *Manager) presentContainer(
 	defer span.End()
 	var changes *pluginChanges
 	release, c.Presented, changes, err = m.plugins.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
-		described := m.containerForPlugins(c.snapshot())
+		described := pluginContainer(c.snapshot(), m.host)
 		described.Spec = spec
 		return pluginPod(p.info.Load()), described, nil
 	})
@@ -84,31 +82,12 @@ func (m *Manager) describer(c lockedContainer) containerDescriber {
 		if info == nil { // presented, but never published
 			info = c.snapshot()
 		}
-		return pluginPod(p.info.Load()), m.containerForPlugins(info), nil
-	}
-}
-
-func (m *Manager) containerForPlugins(info *state.Container) *nri.Container {
-	return pluginContainer(info, m.host)
-}
-
-// waitNotified waits until plugins were notified of a published exit.
-func (m *Manager) waitNotified(ctx context.Context, c *container) error {
-	notified := c.stopNotified.Load()
-	if notified == nil {
-		return nil
-	}
-	defer m.tasks.Begin("notification of plugins", c.String())()
-	select {
-	case <-*notified:
-		return nil
-	case <-ctx.Done():
-		return fmt.Errorf("notify plugins of the exit of container %s: %w", c.ID, ctx.Err())
+		return pluginPod(p.info.Load()), pluginContainer(info, m.host), nil
 	}
 }
 
 // pluginRuntime implements pluginTarget.
-type pluginRuntime struct{ *Manager }
+type pluginRuntime struct{ *control }
 
 // Objects implements pluginTarget.
 func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
@@ -122,7 +101,7 @@ func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
 	for _, c := range r.containers.Snapshot() {
 		if info := c.info.Load(); info != nil && (info.State() != runtimeapi.ContainerState_CONTAINER_EXITED ||
 			c.stopNotified.Load() != nil) {
-			containers = append(containers, r.containerForPlugins(info))
+			containers = append(containers, pluginContainer(info, r.host))
 		}
 	}
 	return pods, containers

@@ -245,12 +245,6 @@ func (m *Manager) writePod(ctx context.Context, p lockedPod) error {
 	return m.records.WritePod(p.PodSpec, p.PodStatus)
 }
 
-// publishPod publishes a snapshot of the pod.
-func (m *Manager) publishPod(p lockedPod) {
-	info := p.snapshot()
-	m.events.PodChanged(p.info.Swap(info), info)
-}
-
 // watchPause owns the pause's pidfd. When the pause exits, the pod is not ready any more.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)

@@ -45,7 +45,7 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 // labelledManager returns a manager with a pod and two containers. One has the pod's labels, and the
 // other has different labels.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
-	m = &Manager{selinux: host.selinux(), objects: newObjects()}
+	m = &Manager{selinux: host.selinux(), control: &control{objects: newObjects()}}
 	p = &pod{PodSpec: &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
 	shares = &container{ContainerSpec: &state.ContainerSpec{ID: "shares", PodID: "p", Labels: p.Labels}}
 	own = &container{ContainerSpec: &state.ContainerSpec{ID: "own", PodID: "p", Labels: confine.Labels{Process: "own-process", Mount: "own-files"}}}

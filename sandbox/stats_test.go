@@ -13,7 +13,7 @@ import (
 
 // The cgroup of a container of a sandboxing runtime exists, but has no processes.
 func TestSandboxedContainerHasNoUsage(t *testing.T) {
-	m := &Manager{sampler: stats.NewSampler(stats.SamplerConfig{}), objects: newObjects()}
+	m := &Manager{sampler: stats.NewSampler(stats.SamplerConfig{}), control: &control{objects: newObjects()}}
 	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, nil)
 	p := &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, Runtime: &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}}}
 	m.pods.Put(p.ID, p)

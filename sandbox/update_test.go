@@ -105,7 +105,7 @@ func TestObjectsForPlugins(t *testing.T) {
 	m.pods.Put(unpublished.ID, unpublished)
 	m.pods.Put(ready.ID, ready)
 
-	pods, containers := pluginRuntime{m}.Objects()
+	pods, containers := pluginRuntime{m.control}.Objects()
 	if len(pods) != 1 || pods[0].ID != "ready" || pods[0].CgroupsPath != "/kubepods/ready" {
 		t.Errorf("pods: %v", pods)
 	}
@@ -116,7 +116,7 @@ func TestObjectsForPlugins(t *testing.T) {
 	if slices.Sort(ids); fmt.Sprint(ids) != "[created exited, unnotified]" {
 		t.Errorf("containers: %q", ids)
 	}
-	if err := (pluginRuntime{m}).Update(t.Context(), nri.Update{ContainerID: "unpublished"}); errdefs.Code(err) != codes.NotFound {
+	if err := (pluginRuntime{m.control}).Update(t.Context(), nri.Update{ContainerID: "unpublished"}); errdefs.Code(err) != codes.NotFound {
 		t.Errorf("update of an unpublished container: %v", err)
 	}
 	m.notifyContainer(t.Context(), nri.ContainerStopped, unnotified.unshared())
