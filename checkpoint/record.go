@@ -1,16 +1,16 @@
-// Package checkpoint stores durable records: small JSON documents, one per file, that describe
-// objects outside the daemon before they are made.
+// Package checkpoint stores durable records: small JSON documents, one per file. A record describes
+// an object outside the daemon before the object is created.
 //
 // # Contract
 //
 // A record is replaced atomically: written to a temporary file and renamed. It has a schema version
-// and a SHA-256 of both, which is verified on reading. A damaged file is moved to the folder
-// "set-aside" beside the records and reported. It is never deleted and does not stop the daemon. A
-// file that cannot be read at present, or that a newer berth wrote, is not damaged: it stays, and
-// loading fails.
+// and a SHA-256 of the header and the content, which is verified on reading. A damaged file is
+// reported and moved to the folder "set-aside" beside the records. It is never deleted and does not
+// stop the daemon. A file that cannot be read at present, or that a newer berth wrote, is not
+// damaged: it stays, and loading fails.
 //
-// A Dir is used by one process. Writes to different names may be concurrent. The caller, who owns
-// the object, serializes writes to one name.
+// A Dir is used by one process. Writes to different names may be concurrent. The caller owns the
+// object and serializes writes to one name.
 package checkpoint
 
 import (
@@ -31,12 +31,12 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Durability is the kind of failure that a record survives.
+// Durability is the worst failure that a record survives.
 type Durability int
 
 const (
-	// Process: the record survives the daemon, but maybe not a power cut. It is for objects that do
-	// not survive a boot: pods and containers.
+	// Process: the record survives the daemon, but perhaps not a power cut. It is for objects that
+	// do not survive a reboot: pods and containers.
 	Process Durability = iota
 	// Power: Write syncs file and folder. It is for images.
 	Power
@@ -45,19 +45,19 @@ const (
 // magic starts the header line of every record file.
 const magic = "berth-record/2"
 
-// firstMagic is the magic up to 0.2.0. Its sum covers only the body.
+// firstMagic is the magic of versions up to 0.2.0. Its sum covers only the body.
 const firstMagic = "berth-record"
 
-// maxRecord bounds the size of a file that is read, so a damaged one cannot exhaust memory. A CRI
-// message has at most 16 MiB, and a third more in JSON (base64).
+// maxRecord bounds the size of a file that is read, so a damaged file cannot exhaust memory. A CRI
+// message has at most 16 MiB. JSON (base64) adds a third.
 const maxRecord = 64 << 20
 
 const suffix = ".record"
 
-// SetAsideDir is the folder for damaged files, beside the records.
+// SetAsideDir is the folder of damaged files, beside the records.
 const SetAsideDir = "set-aside"
 
-// ErrCorrupt is wrapped by the errors of records that cannot be trusted.
+// ErrCorrupt is wrapped by the errors of damaged records.
 var ErrCorrupt = errors.New("record is damaged")
 
 // Dir is a folder of records of one kind and schema version.
@@ -70,7 +70,7 @@ type Dir struct {
 	begin func(what, object string) (end func()) // registers waits; may be nil
 }
 
-// OpenDir opens a folder of records and makes it with mode 0700 if necessary. kind is written into
+// OpenDir opens a folder of records, and creates a missing one with mode 0700. kind is written into
 // each record and checked on reading. version is the schema version of new records.
 func OpenDir(path, kind string, version int, d Durability) (*Dir, error) {
 	if err := os.MkdirAll(path, 0o700); err != nil {
@@ -88,11 +88,11 @@ func (d *Dir) waiting(name string) (end func()) {
 	if d.begin == nil {
 		return func() {}
 	}
-	return d.begin("the disk, to keep its record", d.kind+" "+name)
+	return d.begin("write of its record", d.kind+" "+name)
 }
 
-// Write stores v as the record of that name, replacing an older one atomically.
-// Names must be plain file names (IDs).
+// Write stores v as the record of that name, and replaces an older record atomically. Names must be
+// plain file names (IDs).
 func (d *Dir) Write(name string, v any) error {
 	if err := checkName(name); err != nil {
 		return err
@@ -139,7 +139,7 @@ func (d *Dir) replace(name string, data []byte) error {
 	return d.sync()
 }
 
-// sync makes renames and removals in the folder durable, for records of durability Power.
+// sync makes renames and removals in the folder durable, if the durability is Power.
 func (d *Dir) sync() error {
 	if d.durability != Power {
 		return nil
@@ -152,7 +152,7 @@ func (d *Dir) sync() error {
 	return f.Sync()
 }
 
-// Remove deletes a record, which need not exist.
+// Remove deletes a record. A missing record is no error.
 func (d *Dir) Remove(name string) error {
 	if err := checkName(name); err != nil {
 		return err
@@ -169,16 +169,16 @@ func (d *Dir) Remove(name string) error {
 	return nil
 }
 
-// Damaged names a record that was set aside, and why.
+// Damaged describes a damaged record that was moved to SetAsideDir.
 type Damaged struct {
 	Name string // the record's name
-	Path string // present path; unchanged if the folder is not writable
+	Path string // its path after the move; the old path if the folder is not writable
 	Err  error
 }
 
-// Load calls decode for every record of the folder. It sets aside and returns files that are
-// damaged or that decode refuses, and deletes temporary files of interrupted writes. It fails for a
-// file that cannot be read or that a newer berth wrote, so that no such record is lost.
+// Load calls decode for every record of the folder. It moves files that are damaged, or that decode
+// refuses, to SetAsideDir, and returns them. It deletes temporary files of interrupted writes. It
+// fails for a file that cannot be read or that a newer berth wrote, so that no such record is lost.
 func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]Damaged, error) {
 	entries, err := os.ReadDir(d.path)
 	if err != nil {
@@ -196,8 +196,8 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 			}
 			if damage != nil {
 				moved, err := SetAside(filepath.Join(d.path, name+suffix))
-				if err != nil && !errdefs.IsUnwritable(err) { // on a read-only filesystem it is left for the next start
-					return bad, fmt.Errorf("set %s record %s aside (%w): %w", d.kind, name, damage, err)
+				if err != nil && !errdefs.IsUnwritable(err) { // on a read-only filesystem the next start moves it
+					return bad, fmt.Errorf("move damaged %s record %s (%w): %w", d.kind, name, damage, err)
 				}
 				bad = append(bad, Damaged{Name: name, Path: moved, Err: damage})
 			}
@@ -225,14 +225,14 @@ func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage,
 		return err, nil
 	}
 	if version > d.version {
-		return nil, fmt.Errorf("%s record %s was written by a newer berth (schema version %d, this one knows %d)", d.kind,
+		return nil, fmt.Errorf("%s record %s was written by a newer berth (schema version %d, this version supports up to %d)", d.kind,
 			name, version, d.version)
 	}
 	return decode(name, version, body), nil
 }
 
-// SetAside moves the file or directory at path to SetAsideDir beside it. It appends a number for a
-// free name. It returns the new path; after an error that is path.
+// SetAside moves the file or directory at path to SetAsideDir beside it, under the same name with a
+// number. It returns the new path, or path after an error.
 func SetAside(path string) (moved string, err error) {
 	dir := filepath.Join(filepath.Dir(path), SetAsideDir)
 	failpoint.Reach("record.set-aside")
@@ -262,8 +262,8 @@ func Encode(kind string, version int, v any) ([]byte, error) {
 	return append([]byte(headerOf(magic, kind, version, body)), body...), nil
 }
 
-// headerOf returns the header line of a record file with its newline. The sum covers the line too:
-// a version with a flipped bit would look like a newer berth's.
+// headerOf returns the header line of a record file with its newline. The sum covers the line too.
+// Otherwise a flipped bit in the version could make the record look like a newer berth's.
 func headerOf(magic, kind string, version int, body []byte) string {
 	line := fmt.Sprintf("%s %s %d %d", magic, kind, version, len(body))
 	sum := sha256.New() // Write never fails
@@ -312,7 +312,7 @@ func readCapped(path string) ([]byte, error) {
 
 func checkName(name string) error {
 	if name == "" || name == "." || name == ".." || strings.ContainsAny(name, "/\x00") || strings.HasPrefix(name, ".") {
-		return fmt.Errorf("%q can't name a record", name)
+		return fmt.Errorf("%q is not a valid record name", name)
 	}
 	return nil
 }

@@ -56,7 +56,7 @@ func TestWriteLoadRemove(t *testing.T) {
 	}
 }
 
-func TestNames(t *testing.T) {
+func TestInvalidNamesAreRefused(t *testing.T) {
 	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	for _, name := range []string{"", ".", "..", "a/b", "../a", ".hidden", "a\x00b"} {
@@ -69,7 +69,7 @@ func TestNames(t *testing.T) {
 	}
 }
 
-func TestDamagedIsSetAside(t *testing.T) {
+func TestDamagedRecordIsMoved(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func([]byte) []byte{
 		"empty":       func([]byte) []byte { return nil },
@@ -99,10 +99,10 @@ func TestDamagedIsSetAside(t *testing.T) {
 				t.Fatalf("damaged: %+v", bad)
 			}
 			if kept, err := os.ReadFile(bad[0].Path); err != nil || !bytes.Equal(kept, damaged) {
-				t.Errorf("the damaged file was not kept: %v", err)
+				t.Errorf("the damaged file is missing: %v", err)
 			}
 			if _, bad := load(t, d); bad != nil {
-				t.Errorf("set aside twice: %+v", bad)
+				t.Errorf("moved twice: %+v", bad)
 			}
 		})
 	}
@@ -117,11 +117,11 @@ func TestNewerVersionIsNotLost(t *testing.T) {
 		t.Fatalf("%v, %v", bad, err)
 	}
 	if got, _ := load(t, open(t, dir, 2)); got["a"] != "x" {
-		t.Errorf("the record is gone: %v", got)
+		t.Errorf("the record is missing: %v", got)
 	}
 }
 
-func TestFullDiskHasACode(t *testing.T) {
+func TestFullDiskIsResourceExhausted(t *testing.T) {
 	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	testutil.Must(t, os.Symlink("/dev/full", filepath.Join(d.path, ".a.tmp")))
@@ -129,11 +129,11 @@ func TestFullDiskHasACode(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	if got, _ := load(t, d); len(got) != 0 {
-		t.Errorf("half a record: %v", got)
+		t.Errorf("an incomplete record was loaded: %v", got)
 	}
 }
 
-func TestRefusedByDecoderIsSetAside(t *testing.T) {
+func TestRecordRefusedByDecoderIsMoved(t *testing.T) {
 	t.Parallel()
 	d := open(t, t.TempDir(), 1)
 	for n := range 2 { // the second file must not overwrite the first
@@ -145,11 +145,11 @@ func TestRefusedByDecoderIsSetAside(t *testing.T) {
 	}
 	kept, err := os.ReadDir(filepath.Join(d.path, SetAsideDir))
 	if err != nil || len(kept) != 2 {
-		t.Fatalf("%d files set aside, %v", len(kept), err)
+		t.Fatalf("%d files moved, %v", len(kept), err)
 	}
 }
 
-func TestLeftoverOfInterruptedWrite(t *testing.T) {
+func TestTemporaryFileIsRemoved(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	d := open(t, dir, 1)
@@ -159,12 +159,12 @@ func TestLeftoverOfInterruptedWrite(t *testing.T) {
 		t.Fatalf("%v %v", got, bad)
 	}
 	if _, err := os.Lstat(tmp); !os.IsNotExist(err) {
-		t.Fatalf("leftover still there: %v", err)
+		t.Fatalf("the temporary file remains: %v", err)
 	}
 }
 
 // Records of versions up to 0.2.0 are read, and a damaged body is detected.
-func TestFirstForm(t *testing.T) {
+func TestFirstFormatIsRead(t *testing.T) {
 	t.Parallel()
 	const body = `{"a":"b"}`
 	header := headerOf(firstMagic, "doc", 3, []byte(body))
@@ -172,7 +172,7 @@ func TestFirstForm(t *testing.T) {
 		t.Errorf("Decode = %d, %q, %v", version, got, err)
 	}
 	if _, _, err := Decode("doc", []byte(header+`{"a":"c"}`)); !errors.Is(err, ErrCorrupt) {
-		t.Errorf("Decode of a damaged one: %v", err)
+		t.Errorf("Decode of a damaged record: %v", err)
 	}
 }
 
@@ -187,7 +187,7 @@ func FuzzDecode(f *testing.F) {
 	f.Add([]byte("berth-record doc 1 2 \n{}"), true)
 	f.Add([]byte(`{"a":"b"}`), true)
 	f.Fuzz(func(t *testing.T, data []byte, bodyOnly bool) {
-		if bodyOnly { // no fuzzer would find the sum
+		if bodyOnly { // a fuzzer cannot guess the sum
 			data = append([]byte(headerOf(magic, "doc", 7, data)), data...)
 		}
 		version, body, err := Decode("doc", data)
@@ -205,15 +205,15 @@ func FuzzDecode(f *testing.F) {
 		for bit := range 8 * min(len(data), 64) {
 			data[bit/8] ^= 1 << (bit % 8)
 			if _, _, e := Decode("doc", data); err == nil && e == nil {
-				t.Fatalf("with bit %d turned it is accepted too", bit)
+				t.Fatalf("accepted with bit %d flipped", bit)
 			}
 			data[bit/8] ^= 1 << (bit % 8)
 		}
 	})
 }
 
-// FuzzLoad puts an arbitrary file beside a valid record. Load returns the valid one and keeps the
-// other.
+// FuzzLoad puts an arbitrary file beside a valid record. Load returns the valid record and keeps
+// the other file.
 func FuzzLoad(f *testing.F) {
 	good, err := Encode("doc", 1, doc{"x"})
 	testutil.Must(f, err)
@@ -252,7 +252,7 @@ func FuzzLoad(f *testing.F) {
 		if leftover := strings.HasPrefix(name, ".") && strings.HasSuffix(name, ".tmp"); leftover != errors.Is(err, os.ErrNotExist) {
 			t.Fatal(err)
 		} else if !leftover && !bytes.Equal(kept, data) {
-			t.Fatalf("it is %q now", kept)
+			t.Fatalf("its content is now %q", kept)
 		}
 	})
 }

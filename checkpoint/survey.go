@@ -11,14 +11,15 @@ import (
 
 // Survey lists the files in a folder of records that are not valid records.
 type Survey struct {
-	Damaged  []Damaged // the next Load sets them aside; Path is the present one
-	Newer    []string  // files of a newer berth; Load fails because of them
-	SetAside []string  // files that Load has set aside
+	Damaged  []Damaged // files that the next Load would move to SetAsideDir, with their present paths
+	Newer    []string  // files of a newer berth, because of which Load fails
+	SetAside []string  // files that Load has moved to SetAsideDir
 	Other    []string  // other files
 }
 
-// Inspect reads the records of a folder like Load but changes nothing. A daemon may be using the
-// folder: files that vanish meanwhile are left out. A folder that does not exist is empty.
+// Inspect reads the records of a folder like Load but changes nothing. A daemon may use the folder
+// at the same time: files that disappear during the call are left out. A missing folder counts as
+// empty.
 func Inspect(path, kind string, version int, decode func(name string, version int, body []byte) error) (Survey, error) {
 	var s Survey
 	entries, err := os.ReadDir(path)
@@ -76,7 +77,7 @@ func (s *Survey) inspect(file, name, kind string, newest int, decode func(string
 func (s *Survey) addSetAside(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("read records set aside: %w", err)
+		return fmt.Errorf("list damaged records: %w", err)
 	}
 	for _, e := range entries {
 		s.SetAside = append(s.SetAside, filepath.Join(dir, e.Name()))

@@ -11,7 +11,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// Inspect reports what Load would set aside, and changes nothing.
+// Inspect reports the files that Load would move, and changes nothing.
 func TestInspect(t *testing.T) {
 	t.Parallel()
 	path := t.TempDir()
@@ -54,6 +54,6 @@ func TestInspect(t *testing.T) {
 		t.Error("the folder was changed")
 	}
 	if s, err := Inspect(filepath.Join(path, "none"), "doc", 1, nil); err != nil || len(s.Damaged) > 0 {
-		t.Errorf("a folder that does not exist: %+v, %v", s, err)
+		t.Errorf("missing folder: %+v, %v", s, err)
 	}
 }

@@ -24,11 +24,12 @@ var (
 
 // CgroupsPath returns the cgroup of a container or pod in the form of the spec's linux.cgroupsPath.
 //
-// With the cgroupfs driver that is "<parent>/<id>", and parent is an absolute path below the mounts
-// of the cgroup hierarchies. With the systemd driver it is "<slice>:berth:<id>", and parent is the
-// name of a slice, or its path in kubelet's form: "/kubepods.slice/kubepods-besteffort.slice". An
-// empty parent is DefaultCgroupParent or DefaultSlice. CgroupsPath refuses a parent in the other
-// driver's form, since kubelet and berth then have different drivers.
+// With the cgroupfs driver the form is "<parent>/<id>", and parent is an absolute path below the
+// mounts of the cgroup hierarchies. With the systemd driver the form is "<slice>:berth:<id>", and
+// parent is the name of a slice, or its path in kubelet's form:
+// "/kubepods.slice/kubepods-besteffort.slice". An empty parent is DefaultCgroupParent or
+// DefaultSlice. CgroupsPath refuses a parent in the other driver's form, because kubelet and berth
+// then use different drivers.
 func CgroupsPath(parent, id string, systemdDriver bool) (string, error) {
 	if !cgroupID.MatchString(id) || len(id) > 128 || strings.HasSuffix(id, ".slice") {
 		return "", errdefs.InvalidArgument("cgroup: %q is not an ID", id)
@@ -65,7 +66,7 @@ func systemdPath(parent, id string) (string, error) {
 	if !strings.HasSuffix(slice, ".slice") {
 		return "", errdefs.InvalidArgument("cgroup parent %q is not a slice, but berth uses the systemd driver", parent)
 	}
-	// A longer unit name does not fit a file name (UNIT_NAME_MAX).
+	// A longer unit name exceeds the limit of file names (UNIT_NAME_MAX).
 	if !sliceName.MatchString(slice) || len(slice) > 255 {
 		return "", errdefs.InvalidArgument("cgroup parent %q: %q is not the name of a slice", parent, slice)
 	}

@@ -16,7 +16,7 @@ import (
 )
 
 // setDevices sets the container's device nodes and the rules of its device cgroup. libcontainer
-// adds nodes and rules of the usual devices (null, zero, tty …).
+// adds the nodes and rules of the usual devices (null, zero, tty …).
 func setDevices(in ContainerInput, spec *specs.Spec) error {
 	// Deny all first; later rules win.
 	rules := []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}
@@ -121,7 +121,7 @@ func criDevices(d *runtimeapi.Device, files Files) ([]grantedDevice, error) {
 	return granted, nil
 }
 
-// deviceAccess checks the permissions of a device. None means all, as in CRI-O.
+// deviceAccess checks the permissions of a device. Empty permissions mean all, as in CRI-O.
 func deviceAccess(d *runtimeapi.Device) (string, error) {
 	access := d.GetPermissions()
 	if access == "" {

@@ -76,7 +76,7 @@ func FuzzContainerSpec(f *testing.F) {
 // imagePlace is the mount point of fuzzed containers' image volumes.
 const imagePlace = "/run/berth/c/ctr1/volume"
 
-// checkRefusal checks that an error blames the request.
+// checkRefusal checks that an error has a code for invalid requests.
 func checkRefusal(t *testing.T, err error) {
 	t.Helper()
 	switch errdefs.Code(err) {
@@ -90,7 +90,7 @@ func checkRefusal(t *testing.T, err error) {
 func checkCommon(t *testing.T, pod Pod, spec *specs.Spec) {
 	t.Helper()
 	if _, err := json.Marshal(spec); err != nil {
-		t.Errorf("spec can't travel: %v", err)
+		t.Errorf("encode spec: %v", err)
 	}
 	if spec.Annotations != nil || spec.Hooks != nil {
 		t.Errorf("annotations %v, hooks %v", spec.Annotations, spec.Hooks)

@@ -50,7 +50,7 @@ func kubeletInput() ContainerInput {
 	return in
 }
 
-// TestGolden compares whole specs. The files document the contract with libcontainer.
+// TestGolden compares complete specs. The golden files document the contract with libcontainer.
 func TestGolden(t *testing.T) {
 	t.Parallel()
 	privileged := testInput()

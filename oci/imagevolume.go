@@ -13,9 +13,9 @@ import (
 func IsImageVolume(m *runtimeapi.Mount) bool { return m.GetImage().GetImage() != "" }
 
 // imageSource returns the path of the image of the i-th mount, and its propagation option. The
-// mount is read-only, as the request must say. It is not noexec, since users run tools from images.
-// The host mounts nothing below an image, so HOST_TO_CONTAINER has no effect and is accepted;
-// BIDIRECTIONAL is refused.
+// request must ask for a read-only mount. The mount is not noexec, because users run tools from
+// images. The host mounts nothing below an image, so HOST_TO_CONTAINER has no effect and is
+// accepted. BIDIRECTIONAL is refused.
 func imageSource(in ContainerInput, i int) (source, propagation string, err error) {
 	m := in.Config.GetMounts()[i]
 	switch {
@@ -24,11 +24,11 @@ func imageSource(in ContainerInput, i int) (source, propagation string, err erro
 	case !m.GetReadonly():
 		err = imageVolumeError(m, "image volumes are read-only, and readonly is false")
 	case m.GetPropagation() == runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL:
-		err = imageVolumeError(m, "an image has no place on the host to propagate to")
+		err = imageVolumeError(m, "mounts in an image volume cannot propagate to the host")
 	case strings.IndexByte(m.GetImageSubPath(), 0) >= 0:
 		err = imageVolumeError(m, "image_sub_path has a zero byte")
 	case in.ImageVolumes[i] == "":
-		err = errdefs.Internal("mount of %s: place of its image is missing", m.GetContainerPath())
+		err = errdefs.Internal("mount of %s: mount point of its image is missing", m.GetContainerPath())
 	}
 	return in.ImageVolumes[i], "rprivate", err
 }

@@ -43,7 +43,7 @@ func TestImageVolume(t *testing.T) {
 				t.Errorf("got %+v", m)
 			}
 			if sources, err := RelabelSources(in.Config, in.Files); err != nil || len(sources) > 0 {
-				t.Errorf("to be relabelled: %q, %v", sources, err)
+				t.Errorf("sources to relabel: %q, %v", sources, err)
 			}
 		})
 	}
@@ -57,7 +57,7 @@ func TestImageVolumeRefused(t *testing.T) {
 	}{
 		{func(m *runtimeapi.Mount) { m.HostPath = "/srv/data" }, "both host_path and image"},
 		{func(m *runtimeapi.Mount) { m.Readonly = false }, "readonly is false"},
-		{func(m *runtimeapi.Mount) { m.Propagation = runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL }, "no place on the host"},
+		{func(m *runtimeapi.Mount) { m.Propagation = runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL }, "cannot propagate to the host"},
 		{func(m *runtimeapi.Mount) { m.ImageSubPath = "a\x00" }, "zero byte"},
 	} {
 		in := testInput()
@@ -65,8 +65,8 @@ func TestImageVolumeRefused(t *testing.T) {
 		in.ImageVolumes = map[int]string{0: "/run/berth/c/ctr1/volume-0"}
 		_, err := ContainerSpec(in)
 		testutil.WantError(t, err, codes.InvalidArgument, test.err, "/model")
-		if err != nil && !strings.HasPrefix(err.Error(), "ImageVolumeMountFailed: ") { // kubelet looks for it
-			t.Errorf("the error begins otherwise: %v", err)
+		if err != nil && !strings.HasPrefix(err.Error(), "ImageVolumeMountFailed: ") { // kubelet matches this prefix
+			t.Errorf("got %v, want the prefix ImageVolumeMountFailed", err)
 		}
 	}
 	refused(t, func(in *ContainerInput) { in.Config.Mounts = []*runtimeapi.Mount{imageMount(nil)} }, codes.Internal, "/model")

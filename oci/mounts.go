@@ -98,7 +98,7 @@ func podFiles(in ContainerInput) ([]specs.Mount, error) {
 		if f.source != "" {
 			mount := specs.Mount{Destination: f.dest, Type: "bind", Source: f.source,
 				Options: []string{"rbind", "rprivate", "nosuid", "nodev", "noexec", access}}
-			if in.Pod.Mappings != nil && !in.Pod.OwnsFiles { // the pod's root owns them, as in other pods
+			if in.Pod.Mappings != nil && !in.Pod.OwnsFiles { // otherwise the pod's root owns them
 				mount.Options = append(mount.Options, idMapOption)
 			}
 			mounts = append(mounts, mount)
@@ -181,8 +181,8 @@ func checkMountOptions(m *runtimeapi.Mount) error {
 
 // mountOptions are the flags that mount_options may set (KEP-5855; kubelet sends the first three).
 // Like the runtime-spec's options they apply to the volume itself, not to mounts below it. Options
-// that berth sets from other fields (bind, ro, propagation) are refused, and so are options that
-// remove a protection.
+// that other fields control (bind, ro, propagation) are refused, and so are options that remove a
+// protection.
 var mountOptions = map[string]bool{
 	"nodev": true, "noexec": true, "nosuid": true, "nosymfollow": true,
 	"noatime": true, "nodiratime": true, "relatime": true, "strictatime": true,
@@ -200,8 +200,8 @@ func mountDestination(m *runtimeapi.Mount) (string, error) {
 	return clean, nil
 }
 
-// mountSource follows the symbolic links of host_path on the host, as the CRI requires. The caller
-// makes paths that do not exist.
+// mountSource follows the symbolic links of host_path on the host, because the CRI requires that.
+// The caller creates missing paths.
 func mountSource(m *runtimeapi.Mount, files Files) (string, error) {
 	source := m.GetHostPath()
 	if !path.IsAbs(source) || strings.IndexByte(source, 0) >= 0 {
@@ -280,8 +280,8 @@ func absolutePaths(field string, paths []string) ([]string, error) {
 }
 
 // RelabelSources returns the host paths that the caller must label with confine.Labels.Mount before
-// launch: the sources of CRI mounts with selinux_relabel. It never returns the pod's own files or
-// other paths (CVE-2021-43816).
+// launch: the sources of CRI mounts with selinux_relabel. It never returns the pod's files or other
+// paths (CVE-2021-43816).
 func RelabelSources(config *runtimeapi.ContainerConfig, files Files) ([]string, error) {
 	var sources []string
 	for _, m := range config.GetMounts() {

@@ -236,7 +236,7 @@ func TestRecursiveReadOnlyUnsupported(t *testing.T) {
 	in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/a", HostPath: "/srv/data", Readonly: true, RecursiveReadOnly: true}}
 	_, err := ContainerSpec(in)
 	testutil.WantError(t, err, codes.FailedPrecondition, "/a", "5.12")
-	if got := err.Error()[:len("RROUnsupported")]; got != "RROUnsupported" { // kubelet looks for it
+	if got := err.Error()[:len("RROUnsupported")]; got != "RROUnsupported" { // kubelet matches this prefix
 		t.Errorf("error begins with %q", got)
 	}
 }

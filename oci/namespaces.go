@@ -16,8 +16,9 @@ func (p Pod) namespaceOf(kind, path string) string {
 	return path
 }
 
-// setNamespaces joins the pod's network, IPC and UTS namespaces, unless the pod uses the node's. A
-// namespace that the spec does not list is the node's, so a missing path must be an error.
+// setNamespaces joins the pod's network, IPC and UTS namespaces, unless the pod uses the node's. If
+// the spec does not list a namespace, the container uses the node's, so a missing path must be an
+// error.
 func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	if err := refuseEscape(in); err != nil {
 		return err
@@ -56,8 +57,7 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	return nil
 }
 
-// refuseEscape refuses a container that requests a namespace of the node that its pod does not
-// share.
+// refuseEscape refuses a container that requests a namespace of the node that its pod does not use.
 func refuseEscape(in ContainerInput) error {
 	o := in.security().GetNamespaceOptions()
 	for _, ns := range []struct {

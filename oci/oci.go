@@ -1,24 +1,23 @@
 // Package oci builds a runtime-spec (github.com/opencontainers/runtime-spec) for libcontainer from
 // a CRI config, an image's config and facts about the host.
 //
-// The functions keep no state and write nothing. They query host paths (does a mount source exist,
-// which device is /dev/fuse) through the Files interface. Specs are complete except for Root.Path,
-// which the launcher sets.
+// The functions keep no state and write nothing. They query host paths (whether a mount source
+// exists, which device is at /dev/fuse) through the Files interface. Specs are complete except for
+// Root.Path, which the launcher sets.
 //
 // # Rules
 //
-//   - Annotations and image labels never reach a spec, since libcontainer and systemd interpret some
-//     of them (CVE-2024-3154, CVE-2026-53488). So annotations for block I/O and RDT classes, which
-//     containerd supports, have no effect.
-//   - Requests that berth cannot fulfil are refused by name. A few are ignored instead, as in
-//     containerd and CRI-O, because kubelet sends them to every host: limits of swap and hugepages,
-//     SELinux options and the default AppArmor profile on a kernel without the feature.
+//   - Annotations and image labels never reach a spec, because libcontainer and systemd interpret some
+//     of them (CVE-2024-3154, CVE-2026-53488). Annotations for block I/O and RDT classes, which
+//     containerd supports, therefore have no effect.
+//   - Requests that berth cannot fulfil are refused by name. Some are ignored instead, as in
+//     containerd and CRI-O, because kubelet sends them to every host. These are limits of swap and
+//     hugepages, SELinux options, and the default AppArmor profile, on a kernel without the feature.
 //   - Invalid input is InvalidArgument and names the field or value. A missing feature of the host is
-//     FailedPrecondition. Internal means that the caller left something out.
-//   - CDI devices are left to the caller. Files of the host describe them, and they edit a complete
-//     spec.
-//   - HOME is always set, from the user that users.Resolve found. So libcontainer never parses the
-//     container's own /etc/passwd.
+//     FailedPrecondition. Internal means that the caller omitted a value.
+//   - The caller adds CDI devices. Files of the host describe them, and they edit a complete spec.
+//   - HOME is always set, from the user that users.Resolve found, so that libcontainer never parses
+//     the container's /etc/passwd.
 //   - A VOLUME of an image is a plain directory of the container's writable layer with the image's
 //     content. It is deleted with the container. With a read-only root it is read-only, as in CRI-O.
 //
@@ -39,7 +38,7 @@ import (
 	"berth/oci/users"
 )
 
-// Host has the features of the machine; host.Detect finds them.
+// Host contains the features of the node. host.Detect returns it.
 type Host = host.Facts
 
 // Files queries host paths. host.Files implements it.
@@ -50,20 +49,20 @@ type Files interface {
 	// Propagation returns the propagation of the mount that contains path, which has no symbolic
 	// links.
 	Propagation(path string) (host.Propagation, error)
-	// Devices returns the device at path, or all devices below a directory. host.ErrNotDevice if
-	// path is neither, fs.ErrNotExist if it does not exist.
+	// Devices returns the device at path, or all devices below a directory. The error is
+	// host.ErrNotDevice if path is neither, and fs.ErrNotExist if it does not exist.
 	Devices(path string) ([]host.Device, error)
 }
 
-// Pod has the fields of a pod for the specs of its pause and containers.
+// Pod contains the properties of a pod for the specs of its pause and containers.
 type Pod struct {
 	ID           string
 	Config       *runtimeapi.PodSandboxConfig
 	CgroupParent string // see CgroupsPath
 
-	// Paths of the pod's namespaces. They are ignored where the pod uses the node's namespace.
-	// Otherwise "" means for pause a new namespace. For a container it means PausePID's namespace,
-	// except for NetNS, which is required.
+	// Paths of the pod's namespaces. They are ignored if the pod uses the node's namespace.
+	// Otherwise "" means a new namespace for the pause. For a container "" means PausePID's
+	// namespace, except for NetNS, which is required.
 	NetNS, IPCNS, UTSNS, PIDNS string
 	PausePID                   int
 
@@ -73,12 +72,11 @@ type Pod struct {
 	UserNS   string
 
 	// Host paths of the pod's files, mounted into its containers at /etc/resolv.conf,
-	// /etc/hostname, /etc/hosts and /dev/shm. "" is not mounted; Shm is required unless the pod
-	// uses the node's IPC namespace.
+	// /etc/hostname, /etc/hosts and /dev/shm. An empty path is not mounted. Shm is required unless
+	// the pod uses the node's IPC namespace.
 	ResolvConf, Hostname, Hosts, Shm string
-	// OwnsFiles means that on the host the pod's root owns the first three, which is another user
-	// there if the pod has a user namespace. Otherwise the host's root owns them, and they are
-	// mounted with the namespace's mappings.
+	// OwnsFiles means that root of the pod's user namespace owns the first three files. Otherwise
+	// the host's root owns them, and they are mounted with the namespace's ID mappings.
 	OwnsFiles bool
 }
 
@@ -87,7 +85,7 @@ type ContainerInput struct {
 	ID     string
 	Pod    Pod
 	Config *runtimeapi.ContainerConfig
-	// Resources are the present ones if an update has changed them; nil: Config has them.
+	// Resources are the limits after an update. nil: the limits in Config.
 	Resources     *runtimeapi.LinuxContainerResources
 	Image         *ocispec.ImageConfig // nil: an image without configuration
 	User          users.User           // from users.Resolve with users.ContainerRequest

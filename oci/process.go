@@ -14,14 +14,14 @@ import (
 
 const defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// processArgs builds the command line as Kubernetes documents it: command replaces the image's
-// Entrypoint and Cmd, args replaces Cmd.
+// processArgs builds the command line by Kubernetes' rules: command replaces the image's Entrypoint
+// and Cmd, and args replaces Cmd.
 // https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
 func processArgs(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig) ([]string, error) {
 	command, args := config.GetCommand(), config.GetArgs()
 	if len(command) == 0 {
 		command = image.Entrypoint
-		if len(command) == 1 && command[0] == "" { // a Dockerfile resets the base image's ENTRYPOINT like this
+		if len(command) == 1 && command[0] == "" { // written by Dockerfiles that reset the base image's ENTRYPOINT
 			command = nil
 		}
 		if len(args) == 0 {
@@ -141,9 +141,9 @@ func processCwd(config, image string) (string, error) {
 	return clean, nil
 }
 
-// isProcessDir reports whether a clean path is in a process's directory below /proc. There fd/N and
-// cwd lead out of the container while it is being created (CVE-2024-21626). libcontainer detects
-// links in the image that lead there: it checks the directory after chdir.
+// isProcessDir reports whether a clean path is in a process's directory below /proc. While a
+// container is being created, fd/N and cwd there lead out of the container (CVE-2024-21626).
+// libcontainer checks the directory after chdir, and so detects links of the image that lead there.
 func isProcessDir(p string) bool {
 	rest, ok := strings.CutPrefix(p, "/proc/")
 	if !ok {

@@ -15,11 +15,11 @@ import (
 
 // LinuxResources converts the limits of a container, for its creation and for
 // UpdateContainerResources. Fields that are 0 or empty stay unset. The creation overwrites Devices
-// of the result. nil has no limits.
+// of the result. A nil argument sets no limits.
 //
-// Limits for hugepage sizes without a limit file on this host are left out, since kubelet sends one
-// for every size that the kernel supports. A swap limit is left out if the kernel does not account
-// for swap.
+// Limits for hugepage sizes without a limit file on this host are left out, because kubelet sends a
+// limit for every size that the kernel supports. A swap limit is left out if the kernel does not
+// account for swap.
 func LinuxResources(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxResources, error) {
 	cpu, err := cpuLimits(r)
 	if err != nil {
@@ -142,7 +142,7 @@ func unifiedLimits(unified map[string]string, host Host) (map[string]string, err
 	return out, nil
 }
 
-// takeIdle moves the unified setting cpu.idle to its own field, because the order matters. The
+// takeIdle moves the unified setting cpu.idle to the field CPU.Idle, because the order matters. The
 // kernel refuses a weight for an idle cgroup (EINVAL), and libcontainer writes unified settings
 // last.
 func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
@@ -164,9 +164,9 @@ func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
 	return nil
 }
 
-// nameNoSwap also sets the swap limit 0 by name. From equal sums alone libcontainer writes 0 to the
-// file but does not tell systemd. systemd then removes the limit when the next property of the unit
-// is set.
+// nameNoSwap also sets the swap limit 0 as a unified setting. If only the two limits are equal,
+// libcontainer writes 0 to the file but sets no property of the systemd unit. systemd then removes
+// the limit when the next property is set.
 func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host) map[string]string {
 	const name = "memory.swap.max"
 	if _, named := unified[name]; named || !host.CgroupV2 || memory.Limit == nil || memory.Swap == nil ||

@@ -26,7 +26,7 @@ func TestLinuxResources(t *testing.T) {
 		{"cpu", full, &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuQuota: 50000, CpuShares: 512, CpusetCpus: "0-3,5", CpusetMems: "0"},
 			`{"memory":{},"cpu":{"shares":512,"quota":50000,"period":100000,"cpus":"0-3,5","mems":"0"}}`},
 		{"no cpu limit", full, &runtimeapi.LinuxContainerResources{CpuQuota: -1}, `{"memory":{},"cpu":{"quota":-1}}`},
-		{"memory without swap of its own", full, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20},
+		{"memory without swap", full, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20},
 			`{"memory":{"limit":1048576,"swap":1048576},"cpu":{},"unified":{"memory.swap.max":"0"}}`},
 		{"no swap, on v1", Host{SwapAccounting: true}, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 1 << 20},
 			`{"memory":{"limit":1048576,"swap":1048576},"cpu":{}}`},

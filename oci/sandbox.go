@@ -77,8 +77,8 @@ func sandboxProcess(in SandboxInput) (*specs.Process, error) {
 	}, nil
 }
 
-// setSandboxNamespaces makes every namespace that the pod does not share with the node, or joins an
-// existing one. pause has its own PID namespace even if each container has one too.
+// setSandboxNamespaces creates every namespace that the pod does not share with the node, or joins
+// an existing one. The pause gets a private PID namespace even if each container has one.
 func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 	if err := checkSandboxModes(in.Pod.options()); err != nil {
 		return err
@@ -113,7 +113,7 @@ func checkSandboxModes(o *runtimeapi.NamespaceOption) error {
 		switch ns.mode {
 		case runtimeapi.NamespaceMode_POD, runtimeapi.NamespaceMode_CONTAINER, runtimeapi.NamespaceMode_NODE:
 		default:
-			return errdefs.InvalidArgument("namespace_options.%s: %s makes no sense for a pod", ns.name, ns.mode)
+			return errdefs.InvalidArgument("namespace_options.%s: %s is not valid for a pod", ns.name, ns.mode)
 		}
 	}
 	return nil
@@ -132,7 +132,7 @@ func setSandboxHostname(in SandboxInput, spec *specs.Spec) error {
 
 func checkHostname(name string) error {
 	if len(name) > maxHostname || strings.ContainsFunc(name, isControl) || strings.ContainsAny(name, "/ ") {
-		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has",
+		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has invalid characters",
 			name, maxHostname)
 	}
 	return nil

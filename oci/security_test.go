@@ -43,7 +43,7 @@ func TestSeccomp(t *testing.T) {
 		privileged bool
 		want       string
 	}{
-		{name: "not asked for", want: isNone},
+		{name: "no request", want: isNone},
 		{name: "default", profile: profile(runtimeDefault, ""), want: isDefault},
 		{name: "unconfined", profile: profile(unconfined, ""), want: isNone},
 		{name: "localhost", profile: profile(localhost, "/profiles/allow.json"), want: isLocal},
@@ -131,12 +131,12 @@ func TestAppArmor(t *testing.T) {
 		loaded     []string
 		want       string
 	}{
-		{name: "host without, not asked for"},
-		{name: "host without, default", profile: profile(runtimeDefault, "")},
-		{name: "host without, unconfined", profile: profile(unconfined, "")},
-		{name: "not asked for means default", host: true, loaded: []string{confine.DefaultAppArmorProfile}, want: confine.DefaultAppArmorProfile},
+		{name: "no AppArmor, no request"},
+		{name: "no AppArmor, default", profile: profile(runtimeDefault, "")},
+		{name: "no AppArmor, unconfined", profile: profile(unconfined, "")},
+		{name: "no request means default", host: true, loaded: []string{confine.DefaultAppArmorProfile}, want: confine.DefaultAppArmorProfile},
 		{name: "default", host: true, profile: profile(runtimeDefault, ""), loaded: []string{confine.DefaultAppArmorProfile}, want: confine.DefaultAppArmorProfile},
-		{name: "not asked for, not loaded", host: true},
+		{name: "no request, not loaded", host: true},
 		{name: "default not loaded, privileged", host: true, privileged: true, profile: profile(runtimeDefault, "")},
 		{name: "default, privileged", host: true, privileged: true, loaded: []string{confine.DefaultAppArmorProfile}},
 		{name: "unconfined", host: true, profile: profile(unconfined, ""), loaded: []string{confine.DefaultAppArmorProfile}},

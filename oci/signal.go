@@ -19,7 +19,7 @@ const (
 )
 
 // StopSignal returns the signal that stops a container: the CRI config's, the image's, or SIGTERM
-// (KEP-4960). Invalid signals are ignored here, since ContainerSpec has refused them.
+// (KEP-4960). Invalid signals are ignored, because ContainerSpec has refused them.
 func StopSignal(asked runtimeapi.Signal, image string) syscall.Signal {
 	sig, err := stopSignal(asked, image)
 	if err != nil {
@@ -50,7 +50,7 @@ func stopSignal(asked runtimeapi.Signal, image string) (syscall.Signal, error) {
 var signalAliases = map[string]syscall.Signal{"IOT": unix.SIGABRT, "CLD": unix.SIGCHLD, "POLL": unix.SIGIO}
 
 // ParseSignal parses a signal in an image's notation: "SIGTERM", "term", "15", "SIGRTMIN+3",
-// "RTMAX-1". InvalidArgument for other text.
+// "RTMAX-1". The error is InvalidArgument.
 func ParseSignal(text string) (syscall.Signal, error) {
 	if n, err := strconv.ParseUint(text, 10, 8); err == nil && n >= 1 && n <= sigRTMax {
 		return syscall.Signal(n), nil
@@ -91,8 +91,8 @@ func parseRealtime(name string) (syscall.Signal, bool) {
 	return syscall.Signal(base + sign*int(offset)), true
 }
 
-// CRISignal returns a signal for ContainerStatus, SIGNAL_RUNTIME_DEFAULT if the CRI has no value
-// for it.
+// CRISignal returns a signal for ContainerStatus, or SIGNAL_RUNTIME_DEFAULT if the CRI has no value
+// for the signal.
 func CRISignal(sig syscall.Signal) runtimeapi.Signal { return criSignals[sig] }
 
 // signalNumbers and criSignals derive from the names of the CRI's values: SIGNAL_SIGTERM,

@@ -74,7 +74,7 @@ func TestCRISignals(t *testing.T) {
 		}
 		sig, err := stopSignal(s, "")
 		if err != nil || CRISignal(sig) != want {
-			t.Errorf("%s: number %d, %v, comes back as %s", s, sig, err, CRISignal(sig))
+			t.Errorf("%s: number %d, %v, converts back to %s", s, sig, err, CRISignal(sig))
 		}
 	}
 	if got := CRISignal(32); got != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {

@@ -32,7 +32,7 @@ func Sysctl(pod Pod, name, value string) (string, error) {
 		return "", err
 	}
 	if value == "" || strings.ContainsFunc(value, isOddInSysctl) {
-		return "", errdefs.InvalidArgument("sysctl %s: value %q is empty or has characters that no sysctl has", name, value)
+		return "", errdefs.InvalidArgument("sysctl %s: value %q is empty or has invalid characters", name, value)
 	}
 	return key, nil
 }
@@ -73,9 +73,9 @@ func sysctls(pod Pod) (map[string]string, error) {
 	return out, nil
 }
 
-// defaultSysctls apply to a pod with its own network unless its config sets them. They permit to
-// bind to port 80 and to use ping without root, which is harmless in the pod's own namespace. Users
-// of containerd and Docker rely on both. In a user namespace only its own groups can be named.
+// defaultSysctls apply to a pod with a private network namespace unless its config sets them. They
+// allow binding to port 80 and using ping without root, which is harmless in the pod's namespace.
+// Users of containerd and Docker rely on both. In a user namespace only its groups can be named.
 func defaultSysctls(pod Pod) map[string]string {
 	last := uint32(math.MaxInt32)
 	if m := pod.Mappings; m != nil {

@@ -15,19 +15,20 @@ import (
 	"berth/oci/users"
 )
 
-// idMapOption makes libcontainer mount with the ID mappings of the container's user namespace, or
-// with the mount's own. It applies to the mount itself. Mounts below it may have filesystems that
-// cannot be mapped.
+// idMapOption makes libcontainer use the ID mappings of the container's user namespace for a mount,
+// or the mount's own mappings. It applies to the mount itself, because mounts below it may have
+// filesystems that cannot be mapped.
 const idMapOption = "idmap"
 
 // UserNamespace returns the ID mappings of the user namespace that a pod requests. It returns nil
-// for the node's user namespace: mode NODE, or no userns_options, as from kubelets before KEP-127.
+// for the node's user namespace: mode NODE, or no userns_options, which kubelets before KEP-127
+// send.
 //
-// It returns InvalidArgument for requests that make no sense or that kubelet never sends:
+// It returns InvalidArgument for inconsistent requests and for requests that kubelet never sends:
 //   - a mode other than POD and NODE
 //   - mappings with NODE
 //   - more or less than one mapping each for users and groups
-//   - a mapping that does not begin with root
+//   - a mapping that does not start with root
 //   - a user namespace together with the node's PID or IPC namespace
 //
 // The node's network is allowed (KEP-5607).
@@ -76,14 +77,14 @@ func podMapping(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxID
 		return nil, errdefs.InvalidArgument("userns_options.%s: %d mappings, a pod needs exactly one", field, len(mappings))
 	}
 	if first := mappings[0].GetContainerId(); first != 0 {
-		return nil, errdefs.InvalidArgument("userns_options.%s: the mapping begins with ID %d in the container, not with 0",
+		return nil, errdefs.InvalidArgument("userns_options.%s: the mapping starts with ID %d in the container, not with 0",
 			field, first)
 	}
 	return idMappings("userns_options."+field, mappings)
 }
 
 // idMappings converts mappings. A range must not be empty or exceed the valid IDs. 4294967295 is
-// not one: system calls interpret it as "no change".
+// not a valid ID, because system calls interpret it as "no change".
 func idMappings(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxIDMapping, error) {
 	var out []specs.LinuxIDMapping
 	for _, m := range mappings {
@@ -92,7 +93,7 @@ func idMappings(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxID
 		}
 		end := uint64(max(m.GetHostId(), m.GetContainerId())) + uint64(m.GetLength())
 		if end > math.MaxUint32 {
-			return nil, errdefs.InvalidArgument("%s: the mapping of %d IDs from %d (host %d) goes beyond %d",
+			return nil, errdefs.InvalidArgument("%s: the mapping of %d IDs from %d (host %d) exceeds ID %d",
 				field, m.GetLength(), m.GetContainerId(), m.GetHostId(), uint32(math.MaxUint32-1))
 		}
 		out = append(out, specs.LinuxIDMapping{ContainerID: m.GetContainerId(), HostID: m.GetHostId(), Size: m.GetLength()})
@@ -100,8 +101,8 @@ func idMappings(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxID
 	return out, nil
 }
 
-// checkContainerUserNamespace refuses a container that requests another user namespace than its
-// pod's.
+// checkContainerUserNamespace refuses a container that requests a different user namespace than its
+// pod.
 func checkContainerUserNamespace(in ContainerInput) error {
 	pod, asked := in.Pod.Mappings, in.security().GetNamespaceOptions().GetUsernsOptions()
 	own, err := mappingsOf(asked)
@@ -112,7 +113,7 @@ func checkContainerUserNamespace(in ContainerInput) error {
 		return nil
 	case (own == nil) != (pod == nil),
 		own != nil && (own.UIDs[0] != pod.UIDs[0] || own.GIDs[0] != pod.GIDs[0]):
-		return errdefs.InvalidArgument("userns_options: they differ from pod %s", in.Pod.ID)
+		return errdefs.InvalidArgument("userns_options: different from pod %s", in.Pod.ID)
 	}
 	return nil
 }
@@ -174,9 +175,9 @@ func sysMount(in ContainerInput, access string) specs.Mount {
 		Options: []string{"nosuid", "noexec", "nodev", access}}
 }
 
-// mapMount sets the ID mappings of a mount in the CRI config. Usually they are the pod's, and its
-// namespace is used. libcontainer makes a namespace for other mappings. An image volume is already
-// made for the pod's namespace.
+// mapMount sets the ID mappings of a mount in the CRI config. If they equal the pod's, the pod's
+// user namespace is used. libcontainer makes a namespace for other mappings. An image volume is
+// already mapped to the pod's namespace.
 func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 	if IsImageVolume(m) {
 		return nil
@@ -206,14 +207,15 @@ func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 }
 
 // BindDevices replaces the device nodes of a spec with a user namespace by bind mounts of the
-// host's nodes, since no process can make nodes there. libcontainer would bind the host's file at
-// the node's path in the container, whatever it is. So only nodes that the host has at the same
-// path are left to libcontainer. The others are looked up at sources, which are host paths of
-// devices or of directories, and then below /dev. BindDevices is the last step, because edits by
-// vendors and plugins add nodes too. A bound device has the host's owner and mode. Those in the
-// spec, from device_ownership_from_security_context or a CDI file, have no effect.
+// host's nodes, because no process can make nodes in a user namespace. libcontainer would bind
+// whatever file the host has at the node's path in the container. BindDevices therefore leaves a
+// node to libcontainer only if the host has the same node at the same path. It looks up the others
+// at sources, which are host paths of devices or of directories, and then below /dev. It is the
+// last step, because edits by vendors and plugins add nodes too. A bound device keeps the host's
+// owner and mode. Owners and modes in the spec, from device_ownership_from_security_context or a
+// CDI file, have no effect.
 //
-// FailedPrecondition for a device that the host does not have at these places.
+// The error is FailedPrecondition for a device that the host does not have at these paths.
 func BindDevices(spec *specs.Spec, sources []string, files Files) error {
 	var left []specs.LinuxDevice
 	var known []host.Device
@@ -252,7 +254,7 @@ func devicesOf(paths []string, files Files) ([]host.Device, error) {
 			continue
 		}
 		if err != nil {
-			return nil, fmt.Errorf("look for devices: %w", err)
+			return nil, fmt.Errorf("list devices: %w", err)
 		}
 		found, err := devicesAt(resolved, files)
 		if err != nil {
@@ -263,13 +265,13 @@ func devicesOf(paths []string, files Files) ([]host.Device, error) {
 	return all, nil
 }
 
-// devicesAt is files.Devices without an error if there are none.
+// devicesAt is files.Devices, but a missing path or device is no error.
 func devicesAt(path string, files Files) ([]host.Device, error) {
 	devices, err := files.Devices(path)
 	if err == nil || errors.Is(err, host.ErrNotDevice) || errdefs.IsBadPath(err) {
 		return devices, nil
 	}
-	return nil, fmt.Errorf("look for devices: %w", err)
+	return nil, fmt.Errorf("list devices: %w", err)
 }
 
 // isDevice reports whether a node is the device. In a spec "u" means "c".

@@ -59,10 +59,10 @@ func TestUserNamespaceValidation(t *testing.T) {
 		{name: "no mappings", options: &u{}, err: "uids: 0 mappings"},
 		{name: "no groups", options: &u{Uids: mapping(0, 65536, 10)}, err: "gids: 0 mappings"},
 		{name: "two mappings", options: &u{Uids: append(mapping(0, 65536, 10), mapping(10, 131072, 10)...)}, err: "uids: 2 mappings"},
-		{name: "root is not mapped", options: &u{Uids: mapping(1, 65536, 10), Gids: mapping(0, 65536, 10)}, err: "begins with ID 1"},
+		{name: "root is not mapped", options: &u{Uids: mapping(1, 65536, 10), Gids: mapping(0, 65536, 10)}, err: "starts with ID 1"},
 		{name: "empty", options: usernsOptions(65536, 0), err: "length 0"},
-		{name: "too high", options: usernsOptions(math.MaxUint32-10, 11), err: "beyond"},
-		{name: "overflow", options: usernsOptions(65536, math.MaxUint32), err: "beyond"},
+		{name: "too high", options: usernsOptions(math.MaxUint32-10, 11), err: "exceeds"},
+		{name: "overflow", options: usernsOptions(65536, math.MaxUint32), err: "exceeds"},
 		{name: "host PID", options: usernsOptions(65536, 65536), change: func(o *runtimeapi.NamespaceOption) { o.Pid = nsNode }, err: "namespace_options.pid"},
 		{name: "host IPC", options: usernsOptions(65536, 65536), change: func(o *runtimeapi.NamespaceOption) { o.Ipc = nsNode }, err: "namespace_options.ipc"},
 	} {
@@ -88,7 +88,7 @@ func TestContainerInUserNamespace(t *testing.T) {
 	in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
 	spec := mustSpec(t, in) // no options in the request
 	if first := spec.Linux.Namespaces[0]; first != (specs.LinuxNamespace{Type: specs.UserNamespace, Path: testUserNS}) {
-		t.Errorf("the first namespace is %v: the others are joined with its rights", first)
+		t.Errorf("first namespace %v, want the user namespace, because joining the others needs its rights", first)
 	}
 	ids := []specs.LinuxIDMapping{{HostID: 65536, Size: 1000}}
 	if !slices.Equal(spec.Linux.UIDMappings, ids) || !slices.Equal(spec.Linux.GIDMappings, ids) {
@@ -109,10 +109,10 @@ func TestContainerInUserNamespace(t *testing.T) {
 		change func(*ContainerInput)
 		err    string
 	}{
-		"other mappings": {func(in *ContainerInput) { in.sc().NamespaceOptions.UsernsOptions = usernsOptions(131072, 1000) }, "they differ from pod"},
+		"other mappings": {func(in *ContainerInput) { in.sc().NamespaceOptions.UsernsOptions = usernsOptions(131072, 1000) }, "different from pod"},
 		"the node's": {func(in *ContainerInput) {
 			in.sc().NamespaceOptions.UsernsOptions = &runtimeapi.UserNamespace{Mode: nsNode}
-		}, "they differ from pod"},
+		}, "different from pod"},
 		"user not mapped":    {func(in *ContainerInput) { in.User.UID = 1000 }, "user 1000"},
 		"group not mapped":   {func(in *ContainerInput) { in.User.GID = 1001 }, "group 1001"},
 		"another not mapped": {func(in *ContainerInput) { in.User.Groups = []uint32{0, 1002} }, "group 1002"},
@@ -125,7 +125,7 @@ func TestContainerInUserNamespace(t *testing.T) {
 		})
 	}
 	refused(t, func(in *ContainerInput) { in.sc().NamespaceOptions.UsernsOptions = usernsOptions(65536, 1000) },
-		codes.InvalidArgument, "they differ from pod")
+		codes.InvalidArgument, "different from pod")
 	refused(t, func(in *ContainerInput) {
 		in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
 		in.Pod.UserNS = ""
@@ -179,7 +179,7 @@ func TestSandboxInUserNamespace(t *testing.T) {
 		t.Errorf("user namespace %q", path)
 	}
 	if got := spec.Linux.Sysctl["net.ipv4.ping_group_range"]; got != "0 999" {
-		t.Errorf("ping_group_range %q: the namespace has no other groups", got)
+		t.Errorf("ping_group_range %q, want the groups of the user namespace", got)
 	}
 	sandboxRefused(t, func(in *SandboxInput) {
 		in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
@@ -205,7 +205,7 @@ func TestIDMappedMounts(t *testing.T) {
 			uids: []specs.LinuxIDMapping{{HostID: 65536, Size: 1000}}, gids: []specs.LinuxIDMapping{{HostID: 65536, Size: 1000}}},
 		"users only": {mount: &runtimeapi.Mount{UidMappings: pods}, err: "only one of"},
 		"empty":      {mount: &runtimeapi.Mount{UidMappings: mapping(0, 1, 0), GidMappings: pods}, err: "length 0"},
-		"too high":   {mount: &runtimeapi.Mount{UidMappings: pods, GidMappings: mapping(1, 1, math.MaxUint32)}, err: "beyond"},
+		"too high":   {mount: &runtimeapi.Mount{UidMappings: pods, GidMappings: mapping(1, 1, math.MaxUint32)}, err: "exceeds"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			in := testInput()
@@ -228,8 +228,8 @@ func TestIDMappedMounts(t *testing.T) {
 	}
 }
 
-// libcontainer binds the host's file at the node's path. Another path on the host needs a mount,
-// and so does a path where the host has another device.
+// libcontainer binds the host's file at the node's path. A node needs a mount if the host has it at
+// another path, or has another device at its path.
 func TestDevicesInUserNamespace(t *testing.T) {
 	t.Parallel()
 	in := testInput()

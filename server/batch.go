@@ -11,16 +11,16 @@ import (
 const batchBytes = 1 << 20
 
 // sendBatches sends the items of a streaming list (KEP-5825) in order, each exactly once. A batch
-// has at least one item and at most batchBytes; a larger item is a batch of its own. Without items
+// has at least one item and at most batchBytes. A larger item gets a separate batch. Without items
 // it sends nothing. The handler returns its result: nil closes the stream with EOF, and an error of
-// send means that the client has gone.
+// send means that the client has disconnected.
 //
 // items may compute the items one by one. Each batch is sent before the next one is computed.
 func sendBatches[T proto.Message](items iter.Seq[T], send func([]T) error) error {
 	return inBatches(items, func(item T) int { return proto.Size(item) }, send)
 }
 
-// inBatches is sendBatches for items with another measure of size in bytes.
+// inBatches is sendBatches with a function for the size of an item in bytes.
 func inBatches[T any](items iter.Seq[T], sizeOf func(T) int, send func([]T) error) error {
 	var batch []T
 	size := 0

@@ -39,11 +39,11 @@ func TestSendBatches(t *testing.T) {
 				batches = append(batches, b)
 				return nil
 			})
-			for _, b := range batches { // after the last was sent: batches must not share memory
+			for _, b := range batches { // after the last send, because batches must not share memory
 				got = append(got, b...)
 			}
 			if err != nil || !slices.Equal(got, items) {
-				t.Errorf("%d of %d items came, in this order or another; error %v", len(got), len(items), err)
+				t.Errorf("got %d of %d items, or in another order; error %v", len(got), len(items), err)
 			}
 		})
 	}

@@ -36,7 +36,7 @@ const (
 	cadvisorNamespace = "k8s.io"
 	namespaceHeader   = "containerd-namespace"
 
-	// kindLabel tells cAdvisor which of a pod's containers has the pod's network (cAdvisor's
+	// kindLabel tells cAdvisor which container of a pod owns the pod's network (cAdvisor's
 	// containerd/handler.go).
 	kindLabel     = "io.cri-containerd.kind"
 	kindSandbox   = "sandbox"
@@ -46,7 +46,7 @@ const (
 	specType = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 
 	// ownPauseImage stands for the built-in pause, which has no image. It becomes the label image
-	// of a pod's network metrics, and dashboards leave out metrics without image.
+	// of a pod's network metrics, because dashboards omit metrics without image.
 	ownPauseImage = "localhost/berth-pause:built-in"
 
 	cadvisorMaxRequest     = 64 << 10 // bytes; a request has an ID and little else
@@ -90,7 +90,7 @@ func NewCadvisor(cfg CadvisorConfig, pods CadvisorPods, images Images, log *slog
 	return c
 }
 
-// Serve answers requests on l until Stop is called, and returns nil then. It closes l.
+// Serve answers requests on l until Stop is called, and then returns nil. It closes l.
 func (c *Cadvisor) Serve(l net.Listener) error {
 	if err := c.grpc.Serve(l); err != nil && !errors.Is(err, grpc.ErrServerStopped) {
 		return fmt.Errorf("serve containerd's API for cAdvisor on %s: %w", l.Addr(), err)
@@ -98,7 +98,7 @@ func (c *Cadvisor) Serve(l net.Listener) error {
 	return nil
 }
 
-// Stop ends Serve and all connections. Requests answer from memory, so it cuts none off for long.
+// Stop ends Serve and all connections. Requests are answered from memory, so none takes long.
 func (c *Cadvisor) Stop() { c.grpc.Stop() }
 
 // cadvisorService answers from snapshots of pods and images.
@@ -135,7 +135,7 @@ func checkNamespace(ctx context.Context) error {
 	return nil
 }
 
-// find returns the container with this ID, or the pod whose pause has it.
+// find returns the container with this ID, or the pod whose pause has this ID.
 func (s *cadvisorService) find(ctx context.Context, id string) (*state.Container, *state.Pod, error) {
 	if err := checkNamespace(ctx); err != nil {
 		return nil, nil, err
@@ -145,7 +145,7 @@ func (s *cadvisorService) find(ctx context.Context, id string) (*state.Container
 	}
 	p, err := s.pods.PodOrPlanned(id)
 	if err != nil {
-		return nil, nil, errdefs.NotFound("no container and no pod sandbox has the ID %q", id)
+		return nil, nil, errdefs.NotFound("no container or pod sandbox has the ID %q", id)
 	}
 	return nil, p, nil
 }
@@ -156,8 +156,8 @@ type cadvisorVersion struct {
 	service *cadvisorService
 }
 
-// Version implements VersionServer. It returns berth's version, so berth cannot be taken for a
-// containerd.
+// Version implements VersionServer. It returns berth's version, so that clients do not mistake
+// berth for containerd.
 func (v cadvisorVersion) Version(context.Context, *emptypb.Empty) (*versionapi.VersionResponse, error) {
 	return &versionapi.VersionResponse{Version: v.service.cfg.Version, Revision: "berth"}, nil
 }
@@ -240,8 +240,8 @@ func kindLabels(labels map[string]string, kind string) map[string]string {
 	return all
 }
 
-// encodedSpec returns the parts of a runtime-spec that cAdvisor can be configured to read. The rest
-// is large and would have to be computed from the record.
+// encodedSpec returns the parts of a runtime-spec that cAdvisor can be configured to read. The
+// other parts are large, and their computation from the record is expensive.
 func encodedSpec(process *specs.Process, annotations map[string]string) (*anypb.Any, error) {
 	data, err := json.Marshal(&specs.Spec{Version: specs.Version, Process: process, Annotations: annotations})
 	if err != nil {
@@ -271,8 +271,8 @@ type cadvisorTasks struct {
 	service *cadvisorService
 }
 
-// Get implements TasksServer. It returns NotFound for a container that is about to start; cAdvisor
-// asks again.
+// Get implements TasksServer. It returns NotFound for a container that is about to start, and
+// cAdvisor then retries.
 func (t cadvisorTasks) Get(ctx context.Context, req *tasksapi.GetRequest) (*tasksapi.GetResponse, error) {
 	id := req.GetContainerID()
 	container, pod, err := t.service.find(ctx, id)

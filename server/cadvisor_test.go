@@ -31,7 +31,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// cadvisorFake has pods and containers, and one pod whose creation is in progress.
+// cadvisorFake holds pods and containers, and one pod whose creation is in progress.
 type cadvisorFake struct {
 	pods       map[string]*state.Pod
 	containers map[string]*state.Container
@@ -44,7 +44,7 @@ func (f cadvisorFake) PodOrPlanned(id string) (*state.Pod, error) {
 	return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
 }
 
-// Container also finds containers by a prefix of their ID, as the manager does.
+// Container also finds containers by a prefix of their ID, like the manager.
 func (f cadvisorFake) Container(id string) (*state.Container, error) {
 	for full, c := range f.containers {
 		if id != "" && strings.HasPrefix(full, id) {
@@ -84,7 +84,7 @@ func inNamespace(t *testing.T, name string) context.Context {
 
 func observed() cadvisorFake {
 	created := time.Unix(100, 0)
-	labels := map[string]string{"io.kubernetes.pod.name": "p", "io.cri-containerd.kind": "sandbox"} // a user could set it
+	labels := map[string]string{"io.kubernetes.pod.name": "p", "io.cri-containerd.kind": "sandbox"} // a user could set these labels
 	container := func(id string, in runtimeapi.ContainerState, pid int, code int32) *state.Container {
 		return testContainer{ID: id, PodID: "pod", CreatedAt: created, State: in, PID: pid, ExitCode: code, FinishedAt: created.Add(time.Second), ImageID: idA,
 			Config:  &runtimeapi.ContainerConfig{Labels: labels, Annotations: map[string]string{"a": "b"}, Image: &runtimeapi.ImageSpec{Image: idA}},
@@ -110,10 +110,10 @@ func TestCadvisorContainers(t *testing.T) {
 		env                  []string
 	}{
 		{name: "a container", id: "running", kind: "container", image: idA, env: []string{"A=B"}},
-		{name: "one that was not started", id: "created", kind: "container", image: idA, env: []string{"A=B"}},
+		{name: "a container that was not started", id: "created", kind: "container", image: idA, env: []string{"A=B"}},
 		{name: "a pod's pause", id: "pod", kind: "sandbox", image: "localhost/berth-pause:built-in"},
 		{name: "a pause of an image", id: "pod", pauseImage: "registry.k8s.io/pause:3.10", kind: "sandbox", image: "registry.k8s.io/pause:3.10"},
-		{name: "a pod that is being made", id: "planned", kind: "sandbox", image: "localhost/berth-pause:built-in"},
+		{name: "a pod that is starting", id: "planned", kind: "sandbox", image: "localhost/berth-pause:built-in"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			conn, _, _ := startCadvisor(t, CadvisorConfig{PauseImage: tc.pauseImage}, observed(), &fakeImages{})
@@ -136,11 +136,11 @@ func TestCadvisorContainers(t *testing.T) {
 
 func TestCadvisorImageNames(t *testing.T) {
 	for _, tc := range []struct{ name, image, user, want string }{
-		{"as the user named it", idA, "busybox", "docker.io/library/busybox:latest"},
+		{"name from the user", idA, "busybox", "docker.io/library/busybox:latest"},
 		{"with a digest", idA, "reg.example/a@" + idB, "reg.example/a@" + idB},
-		{"asked for by name", "reg.example/a:1", "", "reg.example/a:1"},
-		{"by ID, which has names", idB, "", "reg.example/b:1"},
-		{"by ID, which has none", idA, "", idA},
+		{"requested by name", "reg.example/a:1", "", "reg.example/a:1"},
+		{"by ID, image with names", idB, "", "reg.example/b:1"},
+		{"by ID, image without name", idA, "", idA},
 		{"no name", idA, "UPPER CASE", idA},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -186,7 +186,7 @@ func TestCadvisorTasks(t *testing.T) {
 	}
 }
 
-// Only cAdvisor's calls work, so berth cannot be used as a containerd.
+// Only cAdvisor's calls work, so that berth cannot be mistaken for containerd.
 func TestCadvisorRefusesEverythingElse(t *testing.T) {
 	conn, _, _ := startCadvisor(t, CadvisorConfig{Version: "1.2.3"}, observed(), &fakeImages{})
 	ctx := inNamespace(t, "k8s.io")
@@ -254,7 +254,7 @@ func TestCadvisorKeepsForeignSocket(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	if conn, err := net.Dial("unix", path); err != nil {
-		t.Errorf("the other's socket: %v", err)
+		t.Errorf("socket of the other process: %v", err)
 	} else {
 		conn.Close()
 	}

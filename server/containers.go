@@ -13,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// CreateContainer implements RuntimeService. It ignores the pod's config in the request, since the
-// manager has the one of RunPodSandbox.
+// CreateContainer implements RuntimeService. It ignores the pod's config in the request, because
+// the manager has the config of RunPodSandbox.
 func (s *runtimeService) CreateContainer(ctx context.Context,
 	req *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
 	cfg := req.GetConfig()
@@ -74,7 +74,7 @@ func (s *runtimeService) RemoveContainer(ctx context.Context,
 	return &runtimeapi.RemoveContainerResponse{}, nil
 }
 
-// listContainers implements ListContainers, see encodedLists.
+// listContainers implements ListContainers (see encodedLists).
 func (s *runtimeService) listContainers(req *runtimeapi.ListContainersRequest) (encoded, error) {
 	return s.encodedContainers(req.GetFilter())
 }
@@ -90,7 +90,7 @@ func (s *runtimeService) encodedContainers(filter *runtimeapi.ContainerFilter) (
 	return encodedItems(s.filterContainers(filter), keep, s.containerItem)
 }
 
-// filterContainers returns the containers that a list is asked for, the oldest first.
+// filterContainers returns the containers that match, oldest first.
 func (s *runtimeService) filterContainers(filter *runtimeapi.ContainerFilter) []*state.Container {
 	containers := s.pods.Containers()
 	id, known := resolve(filter.GetId(), containers, func(c *state.Container) string { return c.ID })
@@ -129,15 +129,15 @@ func (s *runtimeService) ContainerStatus(ctx context.Context,
 	return resp, nil
 }
 
-// containerDetail is the additional part of verbose ContainerStatus, with other runtimes' names for
-// users of crictl.
+// containerDetail is the additional part of verbose ContainerStatus. It uses the names of other
+// runtimes for users of crictl.
 type containerDetail struct {
 	PID    int                         `json:"pid"`
 	PodID  string                      `json:"sandboxID"`
 	Config *runtimeapi.ContainerConfig `json:"config"`
 
 	Spec      *specs.Spec `json:"runtimeSpec,omitempty"`
-	SpecError string      `json:"runtimeSpecError,omitempty"` // a mount's source may be gone by now
+	SpecError string      `json:"runtimeSpecError,omitempty"` // for example because a mount's source was removed
 }
 
 func (s *runtimeService) containerDetail(ctx context.Context, c *state.Container) containerDetail {
@@ -178,7 +178,7 @@ func (s *runtimeService) ReopenContainerLog(ctx context.Context,
 }
 
 // ExecSync implements RuntimeService. It returns DeadlineExceeded for a command that exceeds its
-// timeout, so that kubelet can tell a slow probe from a failed one.
+// timeout, so that kubelet can distinguish a slow probe from a failed one.
 func (s *runtimeService) ExecSync(ctx context.Context,
 	req *runtimeapi.ExecSyncRequest) (*runtimeapi.ExecSyncResponse, error) {
 	if err := need(
@@ -199,12 +199,12 @@ func (s *runtimeService) ExecSync(ctx context.Context,
 	return &runtimeapi.ExecSyncResponse{Stdout: stdout, Stderr: stderr, ExitCode: result.ExitCode}, nil
 }
 
-// maxOutput is the size in bytes of the largest output in an ExecSyncResponse. The rest is for the tags,
-// the two lengths and the exit code.
+// maxOutput is the size in bytes of the largest output in an ExecSyncResponse. The rest of a
+// message holds the tags, two lengths and the exit code.
 const maxOutput = MaxMessage - 64
 
-// fit shortens two outputs to limit bytes together. Each may have at least half. It discards the
-// rest without an error, as the API requires (CVE-2022-1708).
+// fit shortens two outputs to limit bytes together. Each may have at least half. The rest is
+// discarded without an error, because the API requires that (CVE-2022-1708).
 func fit(stdout, stderr []byte, limit int) (out, err []byte) {
 	if len(stdout)+len(stderr) <= limit {
 		return stdout, stderr
@@ -226,8 +226,8 @@ func seconds(name string, n int64) (time.Duration, error) {
 	return time.Duration(n) * time.Second, nil
 }
 
-// containerStatuses returns the statuses of a pod's containers, newest first. Of containers with
-// the same name kubelet takes the first for the current one (EventedPLEG, 1.36).
+// containerStatuses returns the statuses of a pod's containers, newest first. kubelet treats the
+// first of several containers with the same name as the current one (EventedPLEG, 1.36).
 func (s *runtimeService) containerStatuses(pod string) []*runtimeapi.ContainerStatus {
 	var all []*runtimeapi.ContainerStatus
 	for _, c := range slices.Backward(s.pods.Containers()) {
@@ -281,7 +281,7 @@ func (s *runtimeService) containerStatus(c *state.Container) *runtimeapi.Contain
 	return status
 }
 
-// nanos returns a time as CRI encodes it; 0 means none.
+// nanos returns a time in CRI's encoding, in which 0 means no time.
 func nanos(t time.Time) int64 {
 	if t.IsZero() {
 		return 0
@@ -291,7 +291,8 @@ func nanos(t time.Time) int64 {
 
 // containerImage returns the image of a container under the name that its user specified. kubelet
 // names the image by ID, and sends the name in the pod's manifest as user_specified_image. Other
-// clients send a name. With an ID alone it returns a present name of the image.
+// clients send a name. If the request has only an ID, containerImage returns a present name of the
+// image.
 func (s *runtimeService) containerImage(c *state.Container) *runtimeapi.ImageSpec {
 	asked := c.Config.GetImage()
 	spec := &runtimeapi.ImageSpec{

@@ -137,7 +137,7 @@ func TestListContainersFilters(t *testing.T) {
 // refA is idA's reference by digest.
 const refA = "docker.io/library/busybox@" + idB
 
-// exited is a container with every field of its status set.
+// exited returns a container with all fields of its status set.
 func exited() *state.Container {
 	cfg := containerConfig("c", idA)
 	cfg.Image.UserSpecifiedImage, cfg.Image.Annotations = "busybox:1", map[string]string{"a": "b"}
@@ -180,7 +180,7 @@ func TestContainerStatus(t *testing.T) {
 	got, err = h.runtime.ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: "c2", Verbose: true})
 	testutil.Must(t, err)
 	if s := got.Status; s.StartedAt != 0 || s.FinishedAt != 0 || s.Resources != nil {
-		t.Errorf("a container that was never started: %v", s)
+		t.Errorf("a created container: %v", s)
 	}
 	var info containerDetail
 	testutil.Must(t, json.Unmarshal([]byte(got.Info["info"]), &info))
@@ -225,7 +225,7 @@ func TestContainerImageName(t *testing.T) {
 			cfg.Image.UserSpecifiedImage = tc.user
 			s := &runtimeService{images: &fakeImages{images: tc.images}}
 			if got := s.containerImage(testContainer{Config: cfg, ImageID: tc.id}.snapshot()); got.Image != tc.want {
-				t.Errorf("asked for %q, user wrote %q: %q, want %q", tc.asked, tc.user, got.Image, tc.want)
+				t.Errorf("request %q, user's name %q: %q, want %q", tc.asked, tc.user, got.Image, tc.want)
 			}
 		})
 	}

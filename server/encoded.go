@@ -19,11 +19,11 @@ import (
 type encoded mem.BufferSlice
 
 // codec is gRPC's codec, except that it passes encoded answers to the transport unchanged. The
-// transport copies them once, into the socket's buffer. For a message gRPC would add a copy into a
+// transport copies them once, into the socket's buffer. gRPC would first copy a message into a
 // buffer of its size. Above 32 KiB that is a buffer of 1 MiB from the pool.
 type codec struct{ encoding.CodecV2 }
 
-// newCodec returns the server's codec. Clients use protobuf's, the only one in CRI.
+// newCodec returns the server's codec. Clients use protobuf's codec, the only one in CRI.
 func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }
 
 // Marshal implements encoding.CodecV2.
@@ -54,8 +54,8 @@ func runtimeServiceDesc() *grpc.ServiceDesc {
 	return &desc
 }
 
-// encodedList does what protoc-gen-go-grpc generates for a unary method, except for the type of the
-// answer.
+// encodedList is the handler that protoc-gen-go-grpc generates for a unary method, except for the
+// type of the answer.
 func encodedList[Request any](list func(*runtimeService, *Request) (encoded, error),
 	fullMethod string) grpc.MethodHandler {
 	return func(
@@ -78,8 +78,8 @@ func encodedList[Request any](list func(*runtimeService, *Request) (encoded, err
 const itemsField = 1
 
 // encodedItems returns the encoded answer of a list. A repeated field is encoded as the
-// concatenation of its items. So items of an earlier answer are reused, and neither built nor
-// encoded again. keep returns an item's cached encoding; nil disables the cache.
+// concatenation of its items, so items of an earlier answer are reused without building or encoding
+// them again. keep returns an item's cached encoding. nil disables the cache.
 func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Snapshot) *state.Answer,
 	item func(Snapshot) Item) (encoded, error) {
 	items := make(encoded, 0, len(all))

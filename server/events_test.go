@@ -76,19 +76,19 @@ func publishLarge(pods *fakePods, n int) {
 }
 
 // A client that does not read does not delay the server's stop.
-func TestStopWithClientThatDoesNotRead(t *testing.T) {
-	for range 1000 { // until a stop comes during a send
+func TestStopDoesNotWaitForSlowClient(t *testing.T) {
+	for range 1000 { // until a stop coincides with a send
 		pods := &fakePods{}
 		h := start(t, testConfig, pods, &fakeImages{})
-		h.server.grace = time.Hour // so that only the stop itself can end it
+		h.server.grace = time.Hour // the grace period must not end the stream
 		subscribe(t, h)
-		publishLarge(pods, 2) // the feed has room for them
+		publishLarge(pods, 2) // the feed keeps both
 		testutil.Must(t, h.stop())
 		if strings.Contains(h.log.String(), "cut off") {
 			return
 		}
 	}
-	t.Error("the client was never in the way")
+	t.Error("no stop coincided with a send")
 }
 
 // A client that does not read gets an error, since it has missed events.
@@ -111,9 +111,9 @@ func TestSlowClientGetsError(t *testing.T) {
 	}
 }
 
-func TestEventStreamsEndWithTheServer(t *testing.T) {
+func TestEventStreamsEndWithServer(t *testing.T) {
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})
-	h.server.grace = time.Hour // must not be needed
+	h.server.grace = time.Hour // the grace period must not end the streams
 	stream := subscribe(t, h)
 	testutil.Must(t, h.stop())
 	if _, err := stream.Recv(); status.Code(err) != codes.Unavailable {
@@ -127,7 +127,7 @@ func TestStreamingListsAnswerAsLists(t *testing.T) {
 	h := start(t, testConfig, pods, images)
 	ctx := context.Background()
 	const count = 300
-	for n := range count { // the labels fill more than one message
+	for n := range count { // the labels exceed one message
 		pod, err := pods.RunPodSandbox(ctx, podConfig(fmt.Sprint(n), map[string]string{"l": strings.Repeat("x", 16<<10)}), "")
 		testutil.Must(t, err)
 		if _, err := pods.CreateContainer(ctx, pod, exited().Config); err != nil {

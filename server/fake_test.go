@@ -28,7 +28,7 @@ import (
 )
 
 // fakePods is a Sandboxes in memory. Its answers show the effects of calls, and calls records other
-// requests. A test sets hook to fail, block or panic in a method.
+// requests. A test sets hook so that a method fails, blocks or panics.
 type fakePods struct {
 	hook func(ctx context.Context, method string) error
 
@@ -170,7 +170,7 @@ const (
 	idB = "sha256:bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 )
 
-// fakeImages is a store of fixed images. Pull returns one of them.
+// fakeImages is a store with fixed images. Pull returns one of them.
 type fakeImages struct {
 	images   []*image.Image
 	removed  []string

@@ -14,7 +14,7 @@ import (
 	"berth/internal/testutil"
 )
 
-var update = flag.Bool("update", false, "write testdata/fields.txt anew")
+var update = flag.Bool("update", false, "rewrite testdata/fields.txt")
 
 // apiFields lists the fields of all messages of the API's services as "Message.field", sorted.
 func apiFields() []string {
@@ -60,7 +60,7 @@ func TestEachFieldIsDocumented(t *testing.T) {
 	decided := strings.Fields(string(text))
 	for _, f := range fields {
 		if !slices.Contains(decided, f) {
-			t.Errorf("the API has a new field %s: use it, or say in docs/conformance.md why not; then run this test with -update", f)
+			t.Errorf("the API has a new field %s: use it, or explain in docs/conformance.md why not; then run this test with -update", f)
 		}
 	}
 	for _, f := range decided {

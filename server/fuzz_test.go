@@ -101,15 +101,15 @@ func FuzzRPC(f *testing.F) {
 			return nil
 		})
 		if errors.Is(err, errNoMessage) {
-			return // grpc's to answer
+			return // grpc answers it
 		}
 		check(t, r.name, err)
 		readBack(t, &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
 	})
 }
 
-// check fails the test for an answer that makes no sense to a client. The fake manager itself never
-// fails, so each error must come from the request.
+// check fails the test for an answer that is invalid for a client. The fake manager never fails, so
+// each error must come from the request.
 func check(t *testing.T, name string, err error) {
 	t.Helper()
 	code, text := status.Code(coded(err)), status.Convert(err).Message()

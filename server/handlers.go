@@ -13,7 +13,7 @@ type RuntimeHandlers interface {
 }
 
 // runtimeHandlers lists the available runtime handlers (KEP-585) with their features (KEP-127,
-// KEP-3857). Verbose Status has those whose program is missing.
+// KEP-3857). Handlers with a missing program are shown only in verbose Status.
 func (s *runtimeService) runtimeHandlers() []*runtimeapi.RuntimeHandler {
 	var all []*runtimeapi.RuntimeHandler
 	for _, h := range s.pods.Handlers() {

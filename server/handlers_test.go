@@ -2,7 +2,7 @@ package server
 
 import "berth/sandbox/handler"
 
-// Handlers returns the default handler by both names, and one whose program is missing.
+// Handlers returns the default handler by both names, and a handler with a missing program.
 func (f *fakePods) Handlers() []handler.Info {
 	return []handler.Info{
 		{RecursiveReadOnly: true},

@@ -6,13 +6,14 @@ import (
 
 // Health reports whether pods can be run.
 type Health interface {
-	// RuntimeStatus returns why no pod can be run at present, or nil. It answers from memory.
+	// RuntimeStatus returns the error that prevents pods from running at present, or nil. It
+	// answers from memory.
 	RuntimeStatus() error
 }
 
-// runtimeReady returns the condition RuntimeReady, which decides about the node's readiness. It is
-// false if berth's directories are not writable: no container can start then, and kubelet cannot
-// repair it. A full disk does not count, since kubelet frees space.
+// runtimeReady returns the condition RuntimeReady, which determines the node's readiness. It is
+// false if berth's directories are not writable, because no container can start then and kubelet
+// cannot repair that. A full disk does not count, because kubelet frees space.
 func (s *runtimeService) runtimeReady() *runtimeapi.RuntimeCondition {
 	ready := &runtimeapi.RuntimeCondition{Type: runtimeapi.RuntimeReady, Status: true}
 	if err := s.pods.RuntimeStatus(); err != nil {

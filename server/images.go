@@ -35,8 +35,8 @@ func (s *imageService) ListImages(_ context.Context,
 	return resp, nil
 }
 
-// ImageStatus implements ImageService. For an unknown image the answer has no image and there is no
-// error.
+// ImageStatus implements ImageService. For an unknown image it returns an answer without image, and
+// no error.
 func (s *imageService) ImageStatus(_ context.Context,
 	req *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
@@ -62,16 +62,16 @@ func (s *imageService) ImageStatus(_ context.Context,
 	return resp, nil
 }
 
-// imageDetail is the additional part of verbose ImageStatus, with other runtimes' names for users
-// of crictl.
+// imageDetail is the additional part of verbose ImageStatus. It uses the names of other runtimes
+// for users of crictl.
 type imageDetail struct {
 	Config ocispec.Image `json:"imageSpec"`
 }
 
 // PullImage implements ImageService. It returns the image's ID, which the API requires since v1.36.
 // kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage collector
-// compares Image.id with image_id. All runtime handlers share the images, so a known handler makes
-// no difference. The pod's config and the image's annotations are ignored.
+// compares Image.id with image_id. All runtime handlers share the images, so the handler has no
+// effect, but must be known. The pod's config and the image's annotations are ignored.
 func (s *imageService) PullImage(ctx context.Context,
 	req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
@@ -99,9 +99,10 @@ func (s *imageService) RemoveImage(ctx context.Context,
 	return &runtimeapi.RemoveImageResponse{}, nil
 }
 
-// ImageFsInfo implements ImageService. It always names both filesystems, as kubelet expects since
-// KEP-4191. They have the same mountpoint if writable layers and images share a filesystem. The
-// images' usage is current; the writable layers' was sampled in the background.
+// ImageFsInfo implements ImageService. It always names both filesystems, because kubelet expects
+// that since KEP-4191. They have the same mountpoint if writable layers and images share a
+// filesystem. The images' usage is current. The usage of writable layers comes from the last
+// background sample.
 func (s *imageService) ImageFsInfo(ctx context.Context,
 	_ *runtimeapi.ImageFsInfoRequest) (*runtimeapi.ImageFsInfoResponse, error) {
 	usage, err := s.images.Usage(ctx)
@@ -129,9 +130,9 @@ func imageItem(img *image.Image) *runtimeapi.Image {
 	return item
 }
 
-// imageUser splits an image's USER into a number or a name for CRI. Only digits count as a number.
-// kubelet refuses names in pods that must not run as root. So an unusual spelling of a number
-// cannot bypass that check.
+// imageUser splits an image's USER into a number or a name for CRI. Only plain digits count as a
+// number. Anything else counts as a name, which kubelet refuses in pods that must not run as root.
+// An unusual spelling of a number therefore cannot bypass that check.
 func imageUser(user string) (*runtimeapi.Int64Value, string) {
 	name, _, _ := strings.Cut(user, ":")
 	if name == "" || strings.Trim(name, "0123456789") != "" {
@@ -151,7 +152,7 @@ func isID(ref, id string) bool {
 	return ref == hex || len(ref) >= 7 && strings.HasPrefix(hex, ref)
 }
 
-// imageName returns a present name of the image, or its ID without one.
+// imageName returns a present name of the image, or its ID if it has no name.
 func imageName(images Images, id string) string {
 	img, err := images.Get(id)
 	switch {

@@ -71,15 +71,15 @@ func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerIn
 	return handler(srv, ss)
 }
 
-// panicked logs a panic with its stack and returns the client's error. The deferred function that
-// recovered must call it, so that the stack is complete.
+// panicked logs a panic with its stack and returns the client's error. Call it from the deferred
+// function that recovered, so that the stack is complete.
 func (s *Server) panicked(method string, p any) error {
 	s.log.Error("panic", "method", path.Base(method), "panic", p, "stack", string(debug.Stack()))
 	return status.Errorf(codes.Internal, "%s: internal error, see berth's log", path.Base(method))
 }
 
-// coded converts err to a gRPC status with err's full text. The code is err's own, a context
-// error's, or a missing feature's. Otherwise it is Unknown.
+// coded converts err to a gRPC status with err's full text. It keeps the code of err, of a context
+// error, or of a missing feature. Otherwise the code is Unknown.
 func coded(err error) error {
 	if err == nil {
 		return nil
@@ -92,7 +92,7 @@ func coded(err error) error {
 	return st.Err()
 }
 
-// levelOf returns the log level of an RPC with this outcome: warning for errors that concern
+// levelOf returns the log level of an RPC with this result: warning for errors that concern
 // operators, otherwise debug.
 func levelOf(err error) slog.Level {
 	switch status.Code(coded(err)) {

@@ -18,15 +18,15 @@ func TestLevelOf(t *testing.T) {
 		err  error
 		want slog.Level
 	}{
-		"success":                      {nil, slog.LevelDebug},
-		"it does not exist":            {errdefs.NotFound("no such pod"), slog.LevelDebug},
-		"the client gave up":           {fmt.Errorf("pull: %w", context.Canceled), slog.LevelDebug},
-		"the client's time is over":    {fmt.Errorf("pull: %w", context.DeadlineExceeded), slog.LevelWarn},
-		"refused":                      {refused, slog.LevelWarn},
-		"refused for another call":     {errdefs.Superseded(refused), slog.LevelDebug},
-		"the same, wrapped":            {fmt.Errorf("start: %w", errdefs.Superseded(refused)), slog.LevelDebug},
-		"an error of no known code":    {errors.New("disk"), slog.LevelWarn},
-		"no success of another's call": {errdefs.Superseded(nil), slog.LevelDebug},
+		"success":                    {nil, slog.LevelDebug},
+		"it does not exist":          {errdefs.NotFound("no such pod"), slog.LevelDebug},
+		"the client gave up":         {fmt.Errorf("pull: %w", context.Canceled), slog.LevelDebug},
+		"deadline exceeded":          {fmt.Errorf("pull: %w", context.DeadlineExceeded), slog.LevelWarn},
+		"refused":                    {refused, slog.LevelWarn},
+		"superseded by another call": {errdefs.Superseded(refused), slog.LevelDebug},
+		"the same, wrapped":          {fmt.Errorf("start: %w", errdefs.Superseded(refused)), slog.LevelDebug},
+		"an error without a code":    {errors.New("disk"), slog.LevelWarn},
+		"nil, superseded":            {errdefs.Superseded(nil), slog.LevelDebug},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := levelOf(c.err); got != c.want {

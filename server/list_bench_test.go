@@ -38,8 +38,8 @@ func kubeletContainer(i int) *state.Container {
 	}.snapshot()
 }
 
-// A list from cached items equals the first one. Exceptions are a changed container, and an image
-// without a name of its own, which gets its present name.
+// A list from cached items equals the first list. Exceptions are a changed container, and a
+// container whose request named the image by ID, which gets a present name.
 func TestListsReuseEncodedItems(t *testing.T) {
 	pods, images := &fakePods{}, &fakeImages{}
 	for i := range 3 {
@@ -108,7 +108,7 @@ func streamContainers(tb testing.TB, h *harness, filter *runtimeapi.ContainerFil
 
 // A streaming list has the same items as the list, with filters too.
 func TestStreamingListsEqualLists(t *testing.T) {
-	const count = 3000 // more than batchBytes
+	const count = 3000 // their size exceeds batchBytes
 	pods := &fakePods{}
 	for i := range count {
 		c := kubeletContainer(i)
@@ -159,8 +159,8 @@ func TestStreamingListsEqualLists(t *testing.T) {
 	}
 }
 
-// Lists 1000 containers over the socket to a client like kubelet, and asks for one of them. The CPU
-// time includes the client's, which is in this process.
+// BenchmarkListContainers1000 lists 1000 containers over the socket to a client like kubelet, and
+// looks up one of them. The CPU time includes that of the client, which runs in this process.
 func BenchmarkListContainers1000(b *testing.B) {
 	const count = 1000
 	pods := &fakePods{}
@@ -189,7 +189,7 @@ func BenchmarkListContainers1000(b *testing.B) {
 			}
 		})
 	})
-	b.Run("client", func(b *testing.B) { // its part of list
+	b.Run("client", func(b *testing.B) { // the client's part of list
 		measureCPU(b, func() {
 			testutil.Must(b, proto.Unmarshal(answer, &runtimeapi.ListContainersResponse{}))
 		})

@@ -19,18 +19,18 @@ import (
 )
 
 // Listen makes the unix socket at path with mode 0600, and a missing directory with mode 0700. It
-// replaces a socket without listener; anything else at path is an error. The caller holds the lock
-// of the daemon's directories, so no other berth starts at the same time.
+// replaces a socket without a listener. Anything else at path is an error. The caller holds the
+// lock of the daemon's directories, so no other berth starts at the same time.
 //
 // Closing the listener removes the socket.
 func Listen(path string) (net.Listener, error) { return listenIn(path, 0o700) }
 
-// ListenForCadvisor is Listen for Cadvisor's socket. It makes a missing directory with mode 0711,
-// like containerd, because other programs have sockets in it.
+// ListenForCadvisor is Listen for Cadvisor's socket. Like containerd it makes a missing directory
+// with mode 0711, because other programs have sockets in it.
 func ListenForCadvisor(path string) (net.Listener, error) {
 	l, err := listenIn(path, 0o711)
 	if err != nil {
-		return nil, fmt.Errorf("cadvisor_socket: %w; stop what serves there, or set another path, or none", err)
+		return nil, fmt.Errorf("cadvisor_socket: %w; stop the other server, or set another path or an empty one", err)
 	}
 	return l, nil
 }
@@ -45,7 +45,7 @@ func listenIn(path string, dirMode fs.FileMode) (net.Listener, error) {
 		return nil, err
 	}
 	// The kernel creates the socket file with the mode of the unbound socket's inode and the umask.
-	// So others cannot connect at any moment (net/unix/af_unix.c, unix_bind_bsd).
+	// So other users cannot connect at any moment (net/unix/af_unix.c, unix_bind_bsd).
 	private := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
 		if e := c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }); e != nil {
@@ -116,7 +116,7 @@ func peerOf(conn net.Conn) (*unix.Ucred, error) {
 	return cred, err
 }
 
-// peerCredentials admits only root and the daemon's own user, since any CRI client can become root.
+// peerCredentials admits only root and the daemon's user, because any CRI client can become root.
 // The socket's mode has the same effect, but an operator or a systemd socket unit may change it.
 type peerCredentials struct{ log *slog.Logger }
 

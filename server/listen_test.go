@@ -32,7 +32,7 @@ func TestListenMode(t *testing.T) {
 		t.Error(err)
 	}
 	if _, err := os.Lstat(path); !os.IsNotExist(err) {
-		t.Errorf("the socket is left: %v", err)
+		t.Errorf("the socket remains: %v", err)
 	}
 }
 
@@ -60,7 +60,7 @@ func TestListenKeepsSocketInUse(t *testing.T) {
 	}
 	conn, err := net.Dial("unix", path)
 	if err != nil {
-		t.Fatalf("the live socket is gone: %v", err)
+		t.Fatalf("the live socket was removed: %v", err)
 	}
 	conn.Close()
 

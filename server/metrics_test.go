@@ -40,7 +40,7 @@ func (f *fakePods) ContainerDetail(string) (*cgstats.Detail, error) { return f.s
 
 func known(v uint64) cgstats.Figure { return cgstats.Figure{Value: v, Known: true} }
 
-// metricsFake is a pod of one container that has a value for every metric.
+// metricsFake returns a pod of one container with a value for every metric.
 func metricsFake() *fakePods {
 	const second = uint64(time.Second)
 	c := runningContainer("c1", "p1", nil)
@@ -103,14 +103,14 @@ func TestMetricsMatchDescriptors(t *testing.T) {
 	}
 	for name := range descriptors {
 		if !used[name] {
-			t.Errorf("%s is described and not measured", name)
+			t.Errorf("%s has a descriptor but no value", name)
 		}
 	}
 	stream, err := h.runtime.StreamPodSandboxMetrics(t.Context(), &runtimeapi.StreamPodSandboxMetricsRequest{})
 	testutil.Must(t, err)
 	streamed := drain(t, stream.Recv, (*runtimeapi.StreamPodSandboxMetricsResponse).GetPodSandboxMetrics)
 	if !slices.EqualFunc(streamed, list.PodMetrics, func(a, b *runtimeapi.PodSandboxMetrics) bool { return proto.Equal(a, b) }) {
-		t.Errorf("the stream tells %v", streamed)
+		t.Errorf("the stream sent %v", streamed)
 	}
 	if _, err := stream.Recv(); !errors.Is(err, io.EOF) {
 		t.Errorf("after its end: %v", err)
@@ -147,7 +147,7 @@ func TestMetricValues(t *testing.T) {
 			at = 9e9
 		}
 		if m.Timestamp != at {
-			t.Errorf("%s is of the time %d", m.Name, m.Timestamp)
+			t.Errorf("%s has the timestamp %d", m.Name, m.Timestamp)
 		}
 		got[strings.TrimPrefix(m.Name, "container_")+strings.TrimSuffix(own, "]")] = m.Value.Value
 	}

@@ -6,8 +6,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// PodResources is the part of the sandbox manager that changes pods' resources. Package sandbox has
-// the contract.
+// PodResources is the part of the sandbox manager that changes pods' resources. Package sandbox
+// documents the contract.
 type PodResources interface {
 	UpdatePodSandboxResources(ctx context.Context, id string,
 		overhead, resources *runtimeapi.LinuxContainerResources) error

@@ -60,8 +60,8 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context,
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
-	// kubelet believes the later of a status and an event (KEP-3386). So the timestamp is taken
-	// before the status: a change meanwhile must not seem older.
+	// kubelet uses the later one of a status and an event (KEP-3386). The timestamp is therefore
+	// taken before the status, so that a concurrent change does not seem older.
 	timestamp := time.Now().UnixNano()
 	pod, err := s.pods.Pod(req.GetPodSandboxId())
 	if err != nil {
@@ -83,8 +83,8 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context,
 	return resp, nil
 }
 
-// podDetail is the additional part of verbose PodSandboxStatus, with other runtimes' names for
-// users of crictl.
+// podDetail is the additional part of verbose PodSandboxStatus. It uses the names of other runtimes
+// for users of crictl.
 type podDetail struct {
 	PID            int                          `json:"pid"`
 	NetNS          string                       `json:"networkNamespace,omitempty"`
@@ -150,7 +150,7 @@ func podState(pod *state.Pod) runtimeapi.PodSandboxState {
 }
 
 // podNetwork never returns nil, because kubelet warns about a missing network. kubelet uses the
-// addresses only for pods with their own network.
+// addresses only for pods that are not on the node's network.
 func podNetwork(ips []string) *runtimeapi.PodSandboxNetworkStatus {
 	status := &runtimeapi.PodSandboxNetworkStatus{}
 	for i, ip := range ips {
@@ -163,7 +163,7 @@ func podNetwork(ips []string) *runtimeapi.PodSandboxNetworkStatus {
 	return status
 }
 
-// podNamespaces returns the options of the pod's request, or their zero value without any.
+// podNamespaces returns the options of the pod's request, or the zero value if it has none.
 func podNamespaces(pod *state.Pod) *runtimeapi.NamespaceOption {
 	if options := pod.Config.GetLinux().GetSecurityContext().GetNamespaceOptions(); options != nil {
 		return options

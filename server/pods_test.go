@@ -258,7 +258,7 @@ func TestListPodSandboxFilters(t *testing.T) {
 		"not ready":           {&runtimeapi.PodSandboxFilter{State: state(notReady)}, "aa22"},
 		"label":               {&runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"app": "x"}}, "aa11 aa22"},
 		"labels are ANDed":    {&runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"app": "x", "tier": "front"}}, "aa11"},
-		"label is not there":  {&runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"empty": "x"}}, ""},
+		"missing label":       {&runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"empty": "x"}}, ""},
 		"empty value":         {&runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"empty": ""}}, "bb33"},
 		"id, state and label": {&runtimeapi.PodSandboxFilter{Id: "aa1", State: state(ready), LabelSelector: map[string]string{"app": "x"}}, "aa11"},
 		"contradiction":       {&runtimeapi.PodSandboxFilter{Id: "aa1", State: state(notReady)}, ""},

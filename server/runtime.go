@@ -30,7 +30,7 @@ func (s *runtimeService) Version(context.Context, *runtimeapi.VersionRequest) (*
 }
 
 // Status implements RuntimeService. berth serves only after it has recovered its state, so the
-// runtime is ready unless it cannot write.
+// runtime is ready unless its directories are not writable.
 func (s *runtimeService) Status(ctx context.Context,
 	req *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
 	network := &runtimeapi.RuntimeCondition{Type: runtimeapi.NetworkReady, Status: true}
@@ -70,7 +70,7 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 	values := map[string]any{
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
-		"layerDriver":  s.images.Driver(), // of new layers; "config" has the setting
+		"layerDriver":  s.images.Driver(), // of new layers; "config" shows the setting
 		"handlers":     s.pods.Handlers(),
 		"waits":        s.waits(),
 		"heap":         heap(),
@@ -95,7 +95,7 @@ type heapInfo struct {
 	InUse       uint64 `json:"inUse"` // live after the last garbage collection
 	Collections uint64 `json:"collections"`
 	Taken       uint64 `json:"taken"` // held by the Go runtime, including garbage and stacks
-	Limit       uint64 `json:"limit"` // GOMEMLIMIT; 2^63-1 without one
+	Limit       uint64 `json:"limit"` // GOMEMLIMIT; 2^63-1: no limit
 }
 
 func heap() heapInfo {
@@ -113,7 +113,7 @@ type waitInfo struct {
 	Since   time.Time `json:"since"`
 	Seconds float64   `json:"seconds"`
 
-	LimitSeconds float64 `json:"limitSeconds,omitempty"` // none: until the client gives up
+	LimitSeconds float64 `json:"limitSeconds,omitempty"` // 0: no limit except the client's patience
 	Overdue      bool    `json:"overdue,omitempty"`
 }
 
@@ -128,7 +128,7 @@ func (s *runtimeService) waits() []waitInfo {
 }
 
 // RuntimeConfig implements RuntimeService. It always names the driver, because kubelet takes a
-// missing one for systemd.
+// missing driver for systemd.
 func (s *runtimeService) RuntimeConfig(context.Context,
 	*runtimeapi.RuntimeConfigRequest) (*runtimeapi.RuntimeConfigResponse, error) {
 	return &runtimeapi.RuntimeConfigResponse{
@@ -136,8 +136,8 @@ func (s *runtimeService) RuntimeConfig(context.Context,
 	}, nil
 }
 
-// UpdateRuntimeConfig implements RuntimeService. It sets the pod CIDRs of the node, which networks
-// with the capability ipRanges get. An empty CIDR means that kubelet has none.
+// UpdateRuntimeConfig implements RuntimeService. It sets the pod CIDRs of the node. Networks with
+// the capability ipRanges get them. An empty CIDR means that kubelet has no CIDR.
 func (s *runtimeService) UpdateRuntimeConfig(ctx context.Context,
 	req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
 	if cidrs := req.GetRuntimeConfig().GetNetworkConfig().GetPodCidr(); cidrs != "" {

@@ -10,7 +10,7 @@
 // (package errdefs).
 //
 // A panic in a handler returns Internal and logs the stack, and the daemon continues. Only IDs of
-// requests are logged, since a PullImageRequest has credentials.
+// requests are logged, because a PullImageRequest contains credentials.
 //
 // RPCs that berth does not implement return Unimplemented.
 package server
@@ -40,20 +40,20 @@ import (
 // MaxMessage is the largest gRPC message in bytes, in both directions. kubelet has the same limit.
 const MaxMessage = 16 << 20
 
-// stopGrace is how long running RPCs may take after Serve is stopped. After that their contexts are
-// cancelled, and handlers get the same time again.
+// stopGrace is the time for running RPCs after Serve is stopped. Then their contexts are cancelled,
+// and their handlers get the same time again.
 const stopGrace = 10 * time.Second
 
 // handshakeTimeout bounds the time from a client's connection to its first HTTP/2 frames.
 const handshakeTimeout = 10 * time.Second
 
-// streamGrace is how long streams may take after the last unary request.
+// streamGrace is the time for streams after the last unary request.
 const streamGrace = time.Second
 
 // allRequests exceeds any number of requests.
 const allRequests = math.MaxInt64
 
-// Sandboxes is the part of the sandbox manager that the server uses. Package sandbox has the
+// Sandboxes is the part of the sandbox manager that the server uses. Package sandbox documents the
 // contracts.
 type Sandboxes interface {
 	PodResources
@@ -87,7 +87,8 @@ type Sandboxes interface {
 	Waits() []task.Wait
 }
 
-// Images is the part of the image store that the server uses. Package image has the contracts.
+// Images is the part of the image store that the server uses. Package image documents the
+// contracts.
 type Images interface {
 	Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error)
 	Get(ref string) (*image.Image, error)
@@ -98,26 +99,26 @@ type Images interface {
 	Driver() rootfs.Kind // the form of new layers
 }
 
-// Config has the server's static answers and its callbacks.
+// Config contains the server's static answers and its callbacks.
 type Config struct {
 	Version        string // runtime_version, semver
 	SystemdCgroup  bool   // the cgroup driver is systemd, otherwise cgroupfs
 	UserNamespaces bool   // pods can have user namespaces, even with the host's network
 	Settings       any    // the present configuration for verbose Status; encodes as JSON
 
-	// Network returns for verbose Status which network pods join, or why none. It answers from
-	// memory and may be nil.
+	// Network returns the network of new pods for verbose Status, or the error that prevents it. It
+	// answers from memory and may be nil.
 	Network func() cni.Info
 
-	// PassedLimit counts for verbose Status the waits beyond their limit. It may be nil.
+	// PassedLimit returns the number of waits beyond their limit for verbose Status. It may be nil.
 	PassedLimit func() uint64
 
 	Sessions Sessions // for Exec, Attach and PortForward
 
 	Tracing Tracing // nil: no export
 
-	// Changing is called before each request that creates, starts, stops or removes an object, and
-	// its result after the request. Neither may block. It may be nil.
+	// Changing is called before each request that creates, starts, stops or removes an object. Its
+	// result is called after the request. Neither may block. Changing may be nil.
 	Changing func() (changed func())
 }
 
@@ -157,8 +158,8 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 }
 
 // Serve answers requests on l until ctx ends or l fails, and closes l. When ctx ends it accepts no
-// further requests. After stopGrace it cancels the contexts of running ones. It returns nil if ctx
-// ended.
+// further requests. After stopGrace it cancels the contexts of running requests. It returns nil if
+// ctx ended.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	stopped := make(chan struct{})
@@ -177,8 +178,8 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 }
 
 // stop ends the gRPC server: gracefully, then by cancelled contexts, and finally without the
-// handlers that still run. Streams get streamGrace after the last unary request, since a stream
-// whose client does not read ends only with its connection.
+// handlers that still run. Streams get streamGrace after the last unary request, because a stream
+// with a client that does not read ends only with its connection.
 func (s *Server) stop() {
 	s.endStreams()
 	ended := make(chan struct{})

@@ -257,7 +257,7 @@ func TestServeReportsBrokenListener(t *testing.T) {
 	}
 }
 
-// The client has the effective uid of nobody, and the socket's mode admits all users.
+// The client runs as another user, and the socket's mode admits all users.
 func TestOtherUsersAreRefused(t *testing.T) {
 	testutil.NeedRoot(t)
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})

@@ -12,7 +12,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// testPod lists what tests set of a pod's snapshot.
+// testPod lists the fields of a pod's snapshot that tests set.
 type testPod struct {
 	ID        string
 	Config    *runtimeapi.PodSandboxConfig
@@ -35,7 +35,7 @@ func (p testPod) snapshot() *state.Pod {
 	return &state.Pod{PodSpec: spec, PodStatus: status, Listed: p.Listed}
 }
 
-// testContainer lists what tests set of a container's snapshot.
+// testContainer lists the fields of a container's snapshot that tests set.
 type testContainer struct {
 	ID, PodID                        string
 	Config                           *runtimeapi.ContainerConfig
@@ -69,7 +69,7 @@ func (c testContainer) snapshot() *state.Container {
 	return &state.Container{ContainerSpec: spec, ContainerStatus: status, Listed: c.Listed}
 }
 
-// exitedNow returns a container as it is after its exit.
+// exitedNow returns a snapshot of the container after its exit.
 func exitedNow(c *state.Container) *state.Container {
 	status := state.NewContainerStatus(state.ContainerExited)
 	status.StartedAt = c.StartedAt

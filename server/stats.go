@@ -21,7 +21,7 @@ type Statistics interface {
 	WritableFilesystem() stats.Filesystem
 }
 
-// ContainerStats implements RuntimeService. The answer for a stopped container has no CPU and
+// ContainerStats implements RuntimeService. The answer for a stopped container lacks CPU and
 // memory.
 func (s *runtimeService) ContainerStats(_ context.Context,
 	req *runtimeapi.ContainerStatsRequest) (*runtimeapi.ContainerStatsResponse, error) {
@@ -89,7 +89,7 @@ func (s *runtimeService) allContainerStats(ctx context.Context,
 	}
 }
 
-// PodSandboxStats implements RuntimeService. The answer for a pod that is not ready has no CPU,
+// PodSandboxStats implements RuntimeService. The answer for a pod that is not ready lacks CPU,
 // memory, network and processes.
 func (s *runtimeService) PodSandboxStats(_ context.Context,
 	req *runtimeapi.PodSandboxStatsRequest) (*runtimeapi.PodSandboxStatsResponse, error) {
@@ -207,8 +207,8 @@ func podStats(stats *stats.PodUsage) *runtimeapi.PodSandboxStats {
 	}
 	if u := &stats.Usage; stats.Running {
 		item.Linux.Cpu, item.Linux.Memory, item.Linux.Io = cpuUsage(u), memoryUsage(u), ioUsage(u)
-		// pids.current counts threads, like CRI-O; containerd and cAdvisor count processes. kubelet
-		// ranks pods by this value, and threads use up the node's PIDs.
+		// pids.current counts threads, as CRI-O's statistics do. containerd and cAdvisor count
+		// processes. kubelet ranks pods by this value, and threads use up the node's PIDs.
 		if u.TasksKnown {
 			item.Linux.Process = &runtimeapi.ProcessUsage{Timestamp: u.At.UnixNano(), ProcessCount: value(u.Tasks)}
 		}
@@ -217,8 +217,8 @@ func podStats(stats *stats.PodUsage) *runtimeapi.PodSandboxStats {
 	return item
 }
 
-// cpuUsage returns nil if the kernel does not count CPU time per cgroup. The other fields are left
-// out too if unknown, because kubelet takes a value for a measured one.
+// cpuUsage returns nil if the kernel does not count CPU time per cgroup. Other unknown fields are
+// left out too, because kubelet takes every value for a measurement.
 func cpuUsage(u *stats.Usage) *runtimeapi.CpuUsage {
 	if !u.CPU.Known {
 		return nil
@@ -283,9 +283,9 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 }
 
 // networkUsage returns the traffic of all interfaces, including the default one, like containerd.
-// kubelet's summary copies the list. Without the default interface readers of the summary assume a
-// pod without network. It returns nil for pods on the host's network, because kubelet reads the
-// default interface without a check for nil.
+// kubelet's summary copies the list, and its readers take a pod without the default interface for a
+// pod without network. networkUsage returns nil for pods on the host's network, because kubelet
+// reads the default interface without a check for nil.
 func networkUsage(stats *stats.PodUsage) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil

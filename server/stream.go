@@ -8,14 +8,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Reachable checks whether a session is possible. Package sandbox has the contracts.
+// Reachable checks whether a session is possible. Package sandbox documents the contracts.
 type Reachable interface {
 	CheckExec(id string, command []string) (string, error)
 	CheckAttach(id string, terminal bool) (string, error)
 	CheckPortForward(podID string) (string, error)
 }
 
-// Sessions issues URLs. Package server/streaming has the contracts.
+// Sessions issues URLs. Package server/streaming documents the contracts.
 type Sessions interface {
 	Exec(req *runtimeapi.ExecRequest) (string, error)
 	Attach(req *runtimeapi.AttachRequest) (string, error)
@@ -81,8 +81,8 @@ func checkStreams(req interface {
 	return nil
 }
 
-// PortForward implements RuntimeService. The request's ports are for WebSocket clients; SPDY
-// clients name the port of each stream.
+// PortForward implements RuntimeService. The request's ports are for WebSocket clients. SPDY
+// clients name the port in each stream.
 func (s *runtimeService) PortForward(_ context.Context,
 	req *runtimeapi.PortForwardRequest) (*runtimeapi.PortForwardResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {

@@ -39,7 +39,7 @@ func (f *fakePods) CheckPortForward(podID string) (string, error) {
 
 // fakeSessions records requests.
 type fakeSessions struct {
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	exec    *runtimeapi.ExecRequest
 	attach  *runtimeapi.AttachRequest
 	forward *runtimeapi.PortForwardRequest

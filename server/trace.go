@@ -16,8 +16,8 @@ import (
 
 // Traces returns the recorded operations of a pod's start.
 type Traces interface {
-	// StartOf returns the operations that started a pod and its containers, in order of time. It
-	// has no operations of an earlier daemon.
+	// StartOf returns the operations that started a pod and its containers, in order of time.
+	// Operations of an earlier daemon are missing.
 	StartOf(podID string) []trace.Operation
 }
 
@@ -25,7 +25,7 @@ type Traces interface {
 type Tracing interface {
 	// Sample reports whether an operation is exported, given its remote parent.
 	Sample(asking trace.Remote) bool
-	// Export takes over a complete trace. It does not block.
+	// Export takes ownership of a complete trace. It does not block.
 	Export(*trace.Trace)
 	// Info returns statistics of the export for verbose Status.
 	Info() otlp.Info
@@ -38,7 +38,7 @@ var ofStart = map[string]bool{
 	runtimeapi.RuntimeService_StartContainer_FullMethodName:  true,
 }
 
-// beginTrace begins to record an RPC. The trace is nil if the RPC is not recorded.
+// beginTrace starts to record an RPC. The trace is nil if the RPC is not recorded.
 func (s *Server) beginTrace(ctx context.Context, method string) (context.Context, *trace.Trace) {
 	var remote trace.Remote
 	var done func(*trace.Trace)
@@ -78,7 +78,7 @@ func (s *Server) endTrace(t *trace.Trace, method string, req, resp any, err erro
 }
 
 // traceAttributes returns an RPC's subject in OpenTelemetry's semantic conventions. Like the log it
-// has only IDs and names.
+// contains only IDs and names.
 func traceAttributes(method string, req, resp any, code codes.Code) []trace.Attribute {
 	all := []trace.Attribute{
 		{Key: "rpc.system", Value: "grpc"},

@@ -13,8 +13,8 @@ import (
 // DefaultAppArmorProfile is the profile of RuntimeDefault.
 const DefaultAppArmorProfile = "berth-default"
 
-// AppArmorProfile reads the profile field or its deprecated predecessor. Neither means
-// RuntimeDefault (kubernetes#51746).
+// AppArmorProfile reads the profile field or its deprecated predecessor. If both are missing, the
+// request is RuntimeDefault (kubernetes#51746).
 func AppArmorProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	r := NewProfile(p, deprecated)
 	if !r.set {
@@ -34,7 +34,7 @@ func SetAppArmor(r Profile, privileged bool, facts host.Facts, files Files, spec
 	case r.kind == runtimeapi.SecurityProfile_Unconfined:
 		return nil
 	case r.kind == runtimeapi.SecurityProfile_Localhost && !facts.AppArmor:
-		return errdefs.FailedPrecondition("apparmor: profile %q wanted, but the host has no AppArmor", r.ref)
+		return errdefs.FailedPrecondition("apparmor: profile %q requested, but the host has no AppArmor", r.ref)
 	case r.kind == runtimeapi.SecurityProfile_RuntimeDefault && (!facts.AppArmor || privileged):
 		return nil
 	}
@@ -54,7 +54,7 @@ func SetAppArmor(r Profile, privileged bool, facts host.Facts, files Files, spec
 	case r.kind == runtimeapi.SecurityProfile_Localhost:
 		return errdefs.FailedPrecondition("apparmor: profile %q is not loaded", name)
 	case r.set:
-		return errdefs.FailedPrecondition("apparmor: RuntimeDefault wanted, but its profile %q is not loaded: %s",
+		return errdefs.FailedPrecondition("apparmor: RuntimeDefault requested, but its profile %q is not loaded: %s",
 			name, cmp.Or(facts.NoAppArmorProfile, "it was unloaded"))
 	}
 	return nil

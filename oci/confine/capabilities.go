@@ -70,10 +70,10 @@ func normalizeCapabilities(names []string) ([]string, error) {
 
 // Capabilities returns a process's sets: the default ones, or all for a privileged container,
 // changed by the CRI config's additions and drops. A dropped capability is in no set, even if it is
-// added too.
+// also added.
 //
-// Only ambient capabilities are inheritable (CVE-2022-24769): the kernel raises no other ones to
-// ambient (capabilities(7)).
+// Only ambient capabilities are inheritable (CVE-2022-24769), because the kernel raises no other
+// capabilities to ambient (capabilities(7)).
 func Capabilities(c *runtimeapi.Capability, privileged bool, facts host.Facts) (*specs.LinuxCapabilities, error) {
 	if privileged {
 		return capabilitySets(facts.Capabilities, nil), nil

@@ -67,7 +67,7 @@ func TestCapabilities(t *testing.T) {
 	}
 }
 
-func TestCapabilitiesWeDoNotHold(t *testing.T) {
+func TestMissingCapabilitiesAreRefused(t *testing.T) {
 	t.Parallel()
 	facts := host.Facts{Capabilities: []string{"CAP_CHOWN", "CAP_KILL", "CAP_SYS_ADMIN"}}
 	for _, test := range []struct {
@@ -91,7 +91,7 @@ func TestCapabilitiesWeDoNotHold(t *testing.T) {
 	testutil.WantError(t, err, codes.FailedPrecondition, "CAP_NET_ADMIN")
 }
 
-func TestCapabilitiesUnknown(t *testing.T) {
+func TestUnknownCapabilitiesAreRefused(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"", "CAP_", "CAP_ALL", "FLY", "NET_ADMIN "} {
 		for _, c := range []*runtimeapi.Capability{

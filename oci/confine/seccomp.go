@@ -4,9 +4,9 @@
 // # Contract
 //
 // The package is pure, except that it draws random SELinux categories. It reads the host's files
-// through Files. It refuses requests that the host cannot fulfil, except for SELinux labels on a
-// host without SELinux, which every kubelet may send. InvalidArgument names the field;
-// FailedPrecondition names what the host lacks.
+// through Files. It refuses requests that the host cannot fulfil. SELinux labels on a host without
+// SELinux are an exception, because every kubelet may send them. InvalidArgument errors name the
+// field. FailedPrecondition errors name the missing feature of the host.
 package confine
 
 import (
@@ -40,11 +40,11 @@ type Profile struct {
 	kind runtimeapi.SecurityProfile_ProfileType
 	ref  string // Localhost: a path (seccomp) or a name (AppArmor)
 	set  bool   // false: no request
-	bad  string // a deprecated string without meaning, "" if there is none
+	bad  string // an invalid value of the deprecated field, or ""
 }
 
-// NewProfile reads a profile field or, without one, its deprecated predecessor, a string. Neither
-// means Unconfined.
+// NewProfile reads a profile field or its deprecated predecessor, a string. If both are missing,
+// the request is Unconfined.
 func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	if p != nil {
 		return Profile{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}
@@ -82,8 +82,9 @@ func (r Profile) check(field string) error {
 	return nil
 }
 
-// SetSeccomp sets the requested filter. Without a request there is none, as the CRI specifies. The
-// default profile depends on the capabilities in spec, and on the running kernel and architecture.
+// SetSeccomp sets the requested filter. Without a request it sets no filter, because the CRI
+// specifies that. The default profile depends on the capabilities in spec, and on the running
+// kernel and architecture.
 func SetSeccomp(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) (err error) {
 	if err := r.check("seccomp"); err != nil {
 		return err
@@ -92,7 +93,7 @@ func SetSeccomp(r Profile, privileged bool, facts host.Facts, files Files, spec 
 		return nil
 	}
 	if !facts.Seccomp {
-		return errdefs.FailedPrecondition("seccomp: profile %s wanted, but the kernel has no seccomp filters", r.kind)
+		return errdefs.FailedPrecondition("seccomp: profile %s requested, but the kernel has no seccomp filters", r.kind)
 	}
 	if r.kind == runtimeapi.SecurityProfile_RuntimeDefault {
 		if spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(spec); err != nil {
@@ -148,8 +149,8 @@ func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 	return profile, checkProfile(profile)
 }
 
-// checkProfile refuses words that libcontainer does not support. At launch they would be an
-// internal error.
+// checkProfile refuses words that libcontainer does not support. Otherwise the launch would fail
+// with an internal error.
 func checkProfile(p *specs.LinuxSeccomp) error {
 	if !seccompActions[p.DefaultAction] {
 		return fmt.Errorf("unknown defaultAction %q", p.DefaultAction)

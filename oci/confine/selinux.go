@@ -14,16 +14,16 @@ import (
 // Labels are the SELinux labels of a pod or container, empty on a host without SELinux.
 type Labels struct {
 	Process string `json:"process,omitempty"`
-	Mount   string `json:"mount,omitempty"` // of its root filesystem and its own mounts
+	Mount   string `json:"mount,omitempty"` // label of the root filesystem, and of berth's mounts in the container
 }
 
-// NewLabels returns the labels of a container, or of a pod if the pod argument is empty. Without
-// options of its own a container has its pod's labels. Otherwise categories that the options leave
-// open are drawn at random. They belong to this container until selinux.ReleaseLabel, so the caller
-// calls NewLabels once and records the result. Like containerd and CRI-O, berth ignores the options
-// on hosts without SELinux.
+// NewLabels returns the labels of a container, or of a pod if the pod argument is empty. A
+// container without options gets its pod's labels. Otherwise missing categories are drawn at
+// random. They belong to this container until selinux.ReleaseLabel, so the caller calls NewLabels
+// once and records the result. Like containerd and CRI-O, berth ignores the options on hosts
+// without SELinux.
 //
-// InvalidArgument for invalid options.
+// The error is InvalidArgument for invalid options.
 func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Labels, error) {
 	options, err := labelOptions(o)
 	if err != nil || !facts.SELinux {
@@ -39,8 +39,8 @@ func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Label
 	return Labels{Process: process, Mount: mount}, nil
 }
 
-// SetSELinux sets the labels of the process and the mounts. A privileged container's process has no
-// label, since restrictions do not apply to it (LinuxContainerSecurityContext.privileged).
+// SetSELinux sets the labels of the process and the mounts. A privileged container's process gets
+// no label, because restrictions do not apply to it (LinuxContainerSecurityContext.privileged).
 func SetSELinux(labels Labels, privileged bool, spec *specs.Spec) {
 	spec.Linux.MountLabel = labels.Mount
 	if !privileged {

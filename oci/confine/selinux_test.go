@@ -37,13 +37,13 @@ func TestNewLabels(t *testing.T) {
 		}
 	}
 	if got, err := NewLabels(nil, podLabels, with); err != nil || got != podLabels {
-		t.Errorf("a container without options does not have its pod's labels: %v, %v", got, err)
+		t.Errorf("labels of a container without options: %v, %v", got, err)
 	}
 	// With SELinux the library decides, since it has the policy.
 	got, err := NewLabels(own, podLabels, with)
 	testutil.Must(t, err)
 	if selinux.GetEnabled() != strings.HasSuffix(got.Process, ":spc_t:s0:c3,c4") {
-		t.Errorf("options of its own: %v", got)
+		t.Errorf("labels of a container with options: %v", got)
 	}
 	selinux.ReleaseLabel(got.Process)
 }

@@ -24,8 +24,8 @@ import (
 // (CVE-2026-47262).
 const MaxFile = 4 << 20
 
-// maxID is the highest user or group ID, as in containerd and runc. The kernel accepts more, but
-// 4294967295 means "no change" to system calls, and 4294967296 was once truncated to 0
+// maxID is the highest user or group ID, as in containerd and runc. The kernel accepts higher IDs,
+// but 4294967295 means "no change" to system calls, and other runtimes truncated 4294967296 to 0
 // (CVE-2024-40635).
 const maxID = math.MaxInt32
 
@@ -37,7 +37,7 @@ type User struct {
 	UID, GID uint32
 	// Groups are all groups of the process including GID, ascending and distinct.
 	Groups []uint32
-	Home   string // from passwd; "" for a user without entry
+	Home   string // from passwd; "" for a user without an entry
 }
 
 // Request is a requested identity. Use ContainerRequest or SandboxRequest.
@@ -80,12 +80,13 @@ func int64Pointer(v *runtimeapi.Int64Value) *int64 {
 	return &n
 }
 
-// Resolve finds the requested identity in the image's /etc/passwd and /etc/group, nil if missing. A
-// number is always an ID, even if an entry has it as name. A name must be in the files. The primary
-// group is run_as_group, the group part of USER, the user's group in passwd, or 0, in this order.
-// With policy Merge the user also gets the groups whose member lists name it.
+// Resolve finds the requested identity in the image's /etc/passwd and /etc/group, which are nil if
+// missing. A number is always an ID, even if an entry has the number as its name. A name must be in
+// the files. The primary group is run_as_group, the group part of USER, the user's group in passwd,
+// or 0, in this order. With policy Merge the user also gets the groups whose member lists contain
+// the user.
 //
-// All errors are InvalidArgument, since they come from the request or the image.
+// All errors are InvalidArgument, because they come from the request or the image.
 func Resolve(passwd, group []byte, req Request) (User, error) {
 	if err := req.check(); err != nil {
 		return User{}, err
@@ -194,7 +195,7 @@ func parseID(text string) (id uint32, ok bool, err error) {
 	return uint32(n), true, nil
 }
 
-// account is an entry of passwd, or a bare ID.
+// account is an entry of passwd, or an ID without an entry.
 type account struct {
 	name     string // "" without an entry
 	uid, gid uint32

@@ -48,7 +48,7 @@ func TestResolve(t *testing.T) {
 		req  Request
 		want User
 	}{
-		{name: "nothing asked: root", want: User{Groups: []uint32{0}, Home: "/root"}},
+		{name: "no request: root", want: User{Groups: []uint32{0}, Home: "/root"}},
 		{name: "image name", req: Request{ImageUser: "app"},
 			want: User{1000, 100, []uint32{29, 50, 100}, "/home/app"}},
 		{name: "image ID with an entry", req: Request{ImageUser: "1000"},

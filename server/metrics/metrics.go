@@ -1,11 +1,12 @@
-// Package metrics computes the metrics that kubelet offers Prometheus at /metrics/cadvisor when it
-// asks the runtime instead of cAdvisor (KEP-2371). Names, labels, types and meanings are
-// cAdvisor's, so dashboards need no change. CRI's values are whole numbers, so seconds lose their
-// fraction.
+// Package metrics computes the metrics that kubelet offers Prometheus at /metrics/cadvisor if it
+// uses the runtime's metrics instead of cAdvisor's (KEP-2371). Names, labels, types and meanings
+// are cAdvisor's, so dashboards need no change. CRI's values are whole numbers, so seconds lose
+// their fraction.
 //
 // # Contract
 //
 // The package is pure: it converts measurements. Missing measurements are left out. Each returned
+// metric is in Descriptors, and no two have the same name and labels.
 // metric is in Descriptors, and no two have the same name and labels.
 package metrics
 
@@ -23,8 +24,8 @@ import (
 	"berth/sandbox/stats"
 )
 
-// baseLabels are the labels of every metric, as kubelet configures cAdvisor. id is the cgroup, name
-// the ID of the container or pod.
+// baseLabels are the labels of every metric, as kubelet configures cAdvisor. id is the cgroup. name
+// is the ID of the container or pod.
 var baseLabels = []string{"container", "id", "image", "name", "namespace", "pod"}
 
 // podContainer is the container label of a pod's network metrics.
@@ -40,7 +41,7 @@ type measured struct {
 	interfaces []cgstats.Interface
 }
 
-// emit adds one value with the values of the metric's own labels.
+// emit adds one value with the values of the metric's labels.
 type emit func(v uint64, labels ...string)
 
 // metric describes one metric and computes its values.
@@ -93,7 +94,7 @@ var memoryMetrics = []metric{
 	{name: "container_memory_rss", help: "Size of RSS in bytes.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.RSS })},
 	{name: "container_memory_kernel_usage", help: "Size of kernel memory allocated in bytes.", kind: gauge,
-		values: func(m *measured, emit emit) { // cgroup v1 and v2 have different ones
+		values: func(m *measured, emit emit) { // the counters of cgroup v1 and v2 differ
 			switch {
 			case m.detail != nil && m.detail.KernelMemory.Known:
 				emit(m.detail.KernelMemory.Value)
@@ -124,7 +125,7 @@ var memoryMetrics = []metric{
 			if m.usage == nil || !m.usage.Memory.Known {
 				return
 			}
-			for _, scope := range []string{"container", "hierarchy"} { // both have the same value, as with cAdvisor
+			for _, scope := range []string{"container", "hierarchy"} { // cAdvisor also reports the same value for both
 				emit(m.usage.Memory.PageFaults, "pgfault", scope)
 				emit(m.usage.Memory.MajorPageFaults, "pgmajfault", scope)
 			}
@@ -284,7 +285,7 @@ var pressureMetrics = []metric{
 
 func seconds64(nanoseconds uint64) uint64 { return nanoseconds / uint64(time.Second) }
 
-// limit returns a limit in cAdvisor's form: 0 means none.
+// limit returns a limit in cAdvisor's form, in which 0 means no limit.
 func limit(v uint64) uint64 {
 	if v == cgstats.Unlimited {
 		return 0
@@ -292,7 +293,7 @@ func limit(v uint64) uint64 {
 	return v
 }
 
-// orDefault returns a setting, or the kernel's default if it is not set.
+// orDefault returns a setting, or the kernel's default if it is 0.
 func orDefault(v, unset int64) uint64 {
 	if v <= 0 {
 		v = unset
@@ -316,7 +317,7 @@ func ofDetail(values func(*cgstats.Detail, emit)) func(*measured, emit) {
 	}
 }
 
-// ofFigure is for values that some kernels lack.
+// ofFigure converts a value that some kernels do not report.
 func ofFigure(figure func(*cgstats.Detail) cgstats.Figure) func(*measured, emit) {
 	return ofDetail(func(d *cgstats.Detail, emit emit) {
 		if f := figure(d); f.Known {
@@ -329,8 +330,8 @@ func limitFigure(f cgstats.Figure) cgstats.Figure {
 	return cgstats.Figure{Value: limit(f.Value), Known: f.Known}
 }
 
-// ofTimes is for CPU times, which are part of the usage on cgroup v2, and of the details on both
-// versions.
+// ofTimes converts a CPU time. cgroup v2 reports CPU times with the usage. Both versions report
+// them in the details.
 func ofTimes(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		switch {
@@ -342,7 +343,7 @@ func ofTimes(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	}
 }
 
-// ofQuota is for containers with a CPU quota, as with cAdvisor.
+// ofQuota emits a value only for containers with a CPU quota, as cAdvisor does.
 func ofQuota(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.detail != nil && m.detail.CPU.QuotaKnown && m.container != nil && m.container.Resources.GetCpuQuota() > 0 {
@@ -445,8 +446,8 @@ func OfContainer(pod *state.Pod, image string, c *stats.ContainerUsage, detail *
 	})
 }
 
-// OfPod returns the metrics of the pod's cgroup, which have no container label as with cAdvisor,
-// and of the pod's network, which its containers share.
+// OfPod returns the metrics of the pod's cgroup and of the pod's network, which its containers
+// share. The cgroup's metrics have no container label, as with cAdvisor.
 func OfPod(stats *stats.PodUsage) []*runtimeapi.Metric {
 	md := stats.Info.Config.GetMetadata()
 	labels := func(container string) []string {
@@ -456,7 +457,7 @@ func OfPod(stats *stats.PodUsage) []*runtimeapi.Metric {
 		&measured{interfaces: stats.Interfaces})...)
 }
 
-// take computes all metrics that m has values for.
+// take computes all metrics for which m has values.
 func take(labels []string, m *measured) []*runtimeapi.Metric {
 	var all []*runtimeapi.Metric
 	for _, one := range metrics {

@@ -20,7 +20,7 @@ const (
 	// maxUnidentified bounds the connections that have not shown a token. With a header of 64 KiB
 	// each they take 16 MiB.
 	maxUnidentified = 256
-	// silentTime is how long a silent connection is kept when there are too many. It is short
+	// silentTime is how long a silent connection is kept when there are too many. It is short,
 	// because other clients wait in the kernel's queue, and a full queue drops them.
 	silentTime = 5 * time.Millisecond
 	// handshakeTime is how long a connection that has sent data without a token is kept when there
@@ -34,15 +34,16 @@ const (
 	maxQueue = 1 << 16
 )
 
-// gate is a listener that limits what connections without a token can use up. Any process of the
-// node may connect to the port, and the kernel does not tell which user owns a TCP connection. So
-//   - it accepts only while a token is outstanding, and resets earlier connections, because no
+// gate is a listener that limits the resources of connections without a token. Any process of the
+// node may connect to the port, and the kernel does not report which user owns a TCP connection. So
+// the gate
+//   - accepts only while a token is outstanding, and resets earlier connections, because no
 //     client had a URL then
-//   - it keeps few connections without a token. It resets the oldest surplus ones, first those that
-//     have sent nothing. A connection whose request names a token does not count, even if the
-//     server has not read the request. With TLS the request is not visible, so the client must
-//     finish its handshake and its request in time
-//   - it leaves descriptors for other uses (package fdquota)
+//   - keeps few connections without a token. It resets the oldest surplus connections, silent
+//     ones first. A connection whose request names a token does not count, even if the server
+//     has not read the request. With TLS the request is not visible, so the client must finish
+//     its handshake and its request in time
+//   - leaves descriptors for other uses (stream.FDQuota)
 //
 // The gate keeps listening while it does not accept. Otherwise another process could take the port
 // (SO_REUSEADDR) and receive tokens.
@@ -59,7 +60,7 @@ type gate struct {
 	close  sync.Once
 
 	mu     sync.Mutex    // guards the fields below; taken before tokens' lock
-	late   time.Time     // until then late clients get an answer
+	late   time.Time     // until then connections without an outstanding token are accepted
 	wake   chan struct{} // signalled when a first token is offered
 	silent list.List     // of *connection without data, oldest first
 	spoken list.List     // of *connection with data but no token
@@ -85,12 +86,12 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 	return g, nil
 }
 
-// offer adds a token. If none is outstanding it resets all connections in the kernel's queue, so
-// that the queue is empty when the token's client connects.
+// offer adds a token. If no token is outstanding it resets all connections in the kernel's queue,
+// so that the queue is empty when the token's client connects.
 func (g *gate) offer(add func() (string, error)) (string, error) {
 	token, drained, err := g.offerDrained(add)
 	if drained > 0 {
-		g.warned.Warn(g.log, "connections to the streaming server are reset: they came before any session was offered",
+		g.warned.Warn(g.log, "reset connections to the streaming server that arrived before any session was offered",
 			"connections", drained)
 	}
 	return token, err
@@ -189,7 +190,7 @@ func (g *gate) waitOpen() error {
 func (g *gate) admit(conn *net.TCPConn) *connection {
 	if fd := descriptorOf(conn); !g.quota.Allows(fd) {
 		reset(conn)
-		g.warned.Warn(g.log, "connections to the streaming server are reset: the remaining file descriptors are reserved",
+		g.warned.Warn(g.log, "reset connections to the streaming server, because the remaining file descriptors are reserved",
 			"descriptor", fd)
 		return nil
 	}
@@ -237,15 +238,15 @@ func (g *gate) makeRoom() error {
 				return net.ErrClosed
 			}
 		default:
-			g.warned.Warn(g.log, "connections to the streaming server are reset: too many show no token", "most", g.most)
+			g.warned.Warn(g.log, "reset connections to the streaming server, because too many show no token", "most", g.most)
 			_ = victim.SetLinger(0) // as in reset
 			_ = victim.Close()
 		}
 	}
 }
 
-// surplus returns the connection to reset next and the time to wait before that. It returns nil if
-// there is room.
+// surplus returns the connection to reset next and the time to wait before the reset. It returns
+// nil if there is room.
 func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -264,8 +265,8 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	return c, g.patience - time.Since(c.accepted)
 }
 
-// heardLocked classifies a connection by its first bytes. One that names a token is not counted any
-// more. The caller holds the lock.
+// heardLocked classifies a connection by its first bytes. A connection that names a token is not
+// counted any more. The caller holds the lock.
 func (g *gate) heardLocked(c *connection, data []byte) {
 	if c.in != &g.silent {
 		return
@@ -318,8 +319,8 @@ func (g *gate) Addr() net.Addr { return g.listener.Addr() }
 // maxFirstLine exceeds the length of a session's request line.
 const maxFirstLine = 256
 
-// peek returns data that the client has sent and the server has not read. It returns none if the
-// client has hung up.
+// peek returns data that the client has sent and the server has not read. It returns no data if the
+// client has disconnected.
 func (c *connection) peek() []byte {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -336,7 +337,7 @@ func (c *connection) peek() []byte {
 }
 
 // Read implements net.Conn. It reads and examines the first bytes under the gate's lock. Otherwise
-// the gate could see an empty buffer in between and reset the connection as silent.
+// the gate could see an empty buffer between the two steps and reset the connection as silent.
 func (c *connection) Read(p []byte) (n int, err error) {
 	if c.heard || c.gate == nil || len(p) == 0 {
 		return c.TCPConn.Read(p)

@@ -65,7 +65,7 @@ func dial(t *testing.T, s *Server) net.Conn {
 }
 
 // intrude connects without a token and sends data. It returns nil if the server has already reset
-// the connection, as on a busy machine.
+// the connection, which happens on a busy machine.
 func intrude(t *testing.T, s *Server, say string) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", s.gate.Addr().String())
@@ -99,8 +99,8 @@ func idle(_ context.Context, s stream.IO) error {
 	return err
 }
 
-// Without an outstanding token no connection is accepted. Connections from that time are reset when
-// the first session is offered.
+// Without an outstanding token no connection is accepted. Earlier connections are reset when the
+// first session is offered.
 func TestNoConnectionWithoutOutstandingToken(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	early := []net.Conn{dial(t, s), dial(t, s), dial(t, s)}
@@ -230,7 +230,7 @@ func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 	}
 	for s.gate.unidentified() > 0 { // until the data has arrived
 		if victim, _ := s.gate.surplus(); victim != nil && len(victim.peek()) > 0 {
-			t.Fatal("it should be reset")
+			t.Fatal("the connection was not reset")
 		}
 	}
 	buffer := make([]byte, 3)
@@ -239,24 +239,25 @@ func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 	}
 }
 
-// A token identifies one connection. Others with the same request do not count as clients.
+// A token identifies one connection. Other connections with the same request do not count as
+// clients.
 func TestTokenIsClaimedOnce(t *testing.T) {
 	var all tokens
 	token, err := all.add("exec", nothing)
 	testutil.Must(t, err)
 	if all.claim("attach", token) || all.claim("exec", "another") {
-		t.Error("another is claimed")
+		t.Error("another token was claimed")
 	}
 	if !all.claim("exec", token) || all.claim("exec", token) {
 		t.Error("a token is not claimed exactly once")
 	}
 	if _, ok := all.take("exec", token); !ok {
-		t.Error("a token that was claimed is not good")
+		t.Error("a claimed token is not valid")
 	}
 }
 
-// Connections do not use the reserved descriptors. A client gets through when others are free
-// again.
+// Connections do not use the reserved descriptors. A client gets through when other descriptors are
+// free again.
 func TestConnectionsLeaveDescriptors(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	testutil.Must(t, err)
@@ -279,14 +280,14 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 	g.quota = stream.FDQuota{}
 	ours, theirs := connect()
 	if ours != nil {
-		t.Error("a descriptor of the reserve is used")
+		t.Error("a reserved descriptor is used")
 	}
 	wasReset(t, theirs)
 	g.quota = enough
 	if ours, _ = connect(); ours == nil {
-		t.Fatal("a connection is reset though there are descriptors")
+		t.Fatal("a connection was reset despite free descriptors")
 	}
 	if err := ours.Close(); err != nil || g.unidentified() != 0 {
-		t.Errorf("%d connections after the last was closed: %v", g.unidentified(), err)
+		t.Errorf("%d connections remain after all were closed: %v", g.unidentified(), err)
 	}
 }

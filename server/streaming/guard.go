@@ -44,8 +44,8 @@ func (s *Server) guardWebSocket(w http.ResponseWriter) http.ResponseWriter {
 	}}
 }
 
-// frames passes a client's frames on: headers as a whole, possibly changed, and the payload as it
-// comes. Reads are serial.
+// frames passes on a client's frames: headers completely, possibly changed, and the payload in
+// pieces as it arrives. Reads are serial.
 type frames struct {
 	from  *bufio.Reader
 	ready []byte // bytes to pass on next

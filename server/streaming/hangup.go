@@ -13,12 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-var errGone = errors.New("the client is gone")
+var errGone = errors.New("the client disconnected")
 
-// hangups detects clients that hang up. The protocols' libraries detect it only when they read.
-// They do not read while a command ignores its stdin. net/http drops a connection when it is
-// upgraded. One goroutine waits for all connections. If the client has filled all buffers, the end
-// of its stream stays behind the data. Then it is detected only when the client's kernel gives up.
+// hangups detects clients that disconnect. The protocols' libraries detect it only when they read,
+// and they do not read while a command ignores its stdin. net/http stops watching a connection that
+// is upgraded. One goroutine waits for all connections. If the client has filled all buffers, the
+// end of its stream is queued behind the data. It is then detected only when the client's kernel
+// gives up.
 type hangups struct {
 	epoll *os.File
 	ended chan struct{} // closed at the goroutine's end
@@ -48,14 +49,15 @@ func watchHangups() (*hangups, error) {
 	return h, nil
 }
 
-// Close ends the goroutine. It calls no callback any more.
+// Close ends the goroutine. No callback is called afterwards.
 func (h *hangups) Close() error {
 	err := h.epoll.Close()
 	<-h.ended
 	return err
 }
 
-// poll calls the callbacks of clients that have hung up. It always returns false: the wait goes on.
+// poll calls the callbacks of clients that have disconnected. It always returns false, so that the
+// caller's wait continues.
 func (h *hangups) poll(fd uintptr) (done bool) {
 	var events [16]unix.EpollEvent
 	for {
@@ -89,11 +91,11 @@ type connection struct {
 	gate     *gate // nil in tests
 	accepted time.Time
 	heard    bool          // the first bytes were read; used by Read only
-	in       *list.List    // the gate's list, guarded by the gate's lock; nil: none
+	in       *list.List    // the gate's list, guarded by the gate's lock; nil: in no list
 	place    *list.Element // the element of in
 
 	mu     sync.Mutex // guards the fields below
-	gone   func()     // callback; nil: none
+	gone   func()     // callback; nil: not set
 	closed bool
 }
 
@@ -112,7 +114,7 @@ func (c *connection) Close() error {
 	return c.TCPConn.Close()
 }
 
-// onClose calls gone when the connection is closed, at once if it already is.
+// onClose calls gone when the connection is closed, or at once if it is already closed.
 func (c *connection) onClose(gone func()) {
 	c.mu.Lock()
 	closed := c.closed
@@ -125,7 +127,7 @@ func (c *connection) onClose(gone func()) {
 	}
 }
 
-// add calls gone once, soon after either side has closed conn or it is lost.
+// add calls gone once, soon after either side has closed conn or conn is lost.
 func (h *hangups) add(conn *connection, gone func()) (forget func(), err error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {
@@ -161,7 +163,8 @@ func (h *hangups) control(conn syscall.RawConn, operation int, id uint64) error 
 	var ctlErr error
 	err = epoll.Control(func(epfd uintptr) {
 		err := conn.Control(func(fd uintptr) {
-			// epoll always reports hang-ups and errors. Without EPOLLONESHOT it would report them without end.
+			// epoll always reports hang-ups and errors. Without EPOLLONESHOT it would report them
+			// endlessly.
 			event := unix.EpollEvent{Events: unix.EPOLLRDHUP | unix.EPOLLONESHOT, Fd: int32(id), Pad: int32(id >> 32)}
 			ctlErr = unix.EpollCtl(int(epfd), operation, int(fd), &event)
 		})

@@ -4,15 +4,16 @@
 // # Contract
 //
 // An RPC returns a URL with a token that allows one connection within a minute. The token is the
-// only credential. It is in no log and no error text.
+// only credential. It appears in no log and no error text.
 //
-// The protocols are k8s.io/cri-streaming's. Its server is not used. It passes no context to
-// port-forwards, lacks WebSocket's v5.channel.k8s.io, which can close stdin, and cannot end
-// upgraded connections. Here a session's context ends when the client's connection ends or the
+// The protocols are implemented by k8s.io/cri-streaming, but its server is not used. It passes no
+// context to port-forwards, lacks WebSocket's v5.channel.k8s.io, which can close stdin, and cannot
+// end upgraded connections. Here a session's context ends when the client's connection ends or the
 // server stops. Serve returns after all sessions have ended.
 //
 // Any process of the node can connect. Connections are accepted only while a token is outstanding.
-// Those without a token are few and short, and cannot use the daemon's last descriptors (gate.go).
+// Connections without a token are few and short, and cannot use the daemon's last descriptors
+// (gate.go).
 package streaming
 
 import (
@@ -35,7 +36,7 @@ import (
 	"berth/sandbox/stream"
 )
 
-// Runtime runs sessions. Package sandbox has the contracts.
+// Runtime runs sessions. Package sandbox documents the contracts.
 type Runtime interface {
 	Exec(ctx context.Context, id string, command []string, terminal bool, s stream.IO) (int32, error)
 	Attach(ctx context.Context, id string, terminal bool, s stream.IO) error
@@ -46,7 +47,7 @@ type Runtime interface {
 type Config struct {
 	Address     string        // IP:port; port 0: any
 	TLS         *tls.Config   // nil: plain HTTP
-	IdleTimeout time.Duration // ends a session without traffic
+	IdleTimeout time.Duration // a session without traffic ends after this time
 	Log         *slog.Logger
 }
 
@@ -112,7 +113,7 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	return s, nil
 }
 
-// reachable returns the address for URLs. Their clients are on this node.
+// reachable returns the address for URLs, whose clients are on this node.
 func reachable(addr net.Addr) string {
 	a, err := netip.ParseAddrPort(addr.String())
 	if err != nil || !a.Addr().IsUnspecified() {
@@ -127,7 +128,7 @@ func reachable(addr net.Addr) string {
 var errStopping = errors.New("berth is stopping")
 
 // Serve serves sessions until ctx ends or the listener fails. It returns after all sessions have
-// ended, nil if ctx ended.
+// ended. The error is nil if ctx ended.
 func (s *Server) Serve(ctx context.Context) error {
 	stop := context.AfterFunc(ctx, func() { _ = s.http.Close() }) // fails only for the listener, which is closed then
 	defer stop()
@@ -149,7 +150,7 @@ func (s *Server) endSessions() {
 	s.mu.Lock()
 	s.closed = true
 	for conn, cancel := range s.sessions {
-		cancel(errStopping) // before the connection's end cancels the context with another cause
+		cancel(errStopping) // first, because closing the connection cancels the context with another cause
 		_ = conn.Close()    // may be closed already
 	}
 	s.mu.Unlock()
@@ -176,7 +177,7 @@ func closing(h http.Handler) http.Handler {
 	})
 }
 
-// serve handles one connection: the session of its token.
+// serve handles one connection, which is the session of its token.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	serve, ok := s.tokens.take(r.PathValue("kind"), r.PathValue("token"))
 	if !ok {
@@ -225,19 +226,19 @@ func (s *Server) begin(r *http.Request) (_ context.Context, end func(), err erro
 	}, nil
 }
 
-// Exec returns the URL of a session that runs a command. The caller has checked the request.
-// ResourceExhausted if too many URLs are unused.
+// Exec returns the URL of a session that runs a command. The caller has checked the request. The
+// error is ResourceExhausted if too many URLs are unused.
 func (s *Server) Exec(req *runtimeapi.ExecRequest) (string, error) {
 	return s.offer("exec", func(w http.ResponseWriter, r *http.Request) { s.serveExec(w, r, req) })
 }
 
-// Attach returns the URL of a session that attaches to a container. Errors as of Exec.
+// Attach returns the URL of a session that attaches to a container. It has the errors of Exec.
 func (s *Server) Attach(req *runtimeapi.AttachRequest) (string, error) {
 	return s.offer("attach", func(w http.ResponseWriter, r *http.Request) { s.serveAttach(w, r, req) })
 }
 
-// PortForward returns the URL of a session that forwards ports. Errors as of Exec, and
-// InvalidArgument for more ports than a WebSocket has channels for. Each port has two, and their
+// PortForward returns the URL of a session that forwards ports. It has the errors of Exec, and
+// InvalidArgument for too many ports. In a WebSocket each port needs two channels, and channel
 // numbers are bytes.
 func (s *Server) PortForward(req *runtimeapi.PortForwardRequest) (string, error) {
 	if n := len(req.GetPort()); n > maxForwards {

@@ -88,8 +88,8 @@ type command struct {
 	sizes   sync.WaitGroup // goroutines that pass on terminal sizes, until the request's context ends
 }
 
-// ExecInContainer implements remotecommand.Executor. The session already has the command and the
-// container.
+// ExecInContainer implements remotecommand.Executor. It uses the command and container of the
+// session.
 func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader,
 	out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	var streams stream.IO
@@ -132,7 +132,7 @@ func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.Termi
 }
 
 // pairTime bounds the time between the two streams of a forwarded connection. The library waits
-// that long even if the client is gone.
+// that long even if the client has disconnected.
 const pairTime = 10 * time.Second
 
 func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
@@ -165,19 +165,19 @@ func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, strea
 	switch {
 	case !ok: // WebSocket
 	case err != nil:
-		// The library resets the stream, possibly before it answers it, and the client would ignore
-		// the error. A write waits for the answer.
-		_, _ = stream.Write(nil) // fails only if the client is gone
+		// The library resets the stream, possibly before it answers the stream, and the client
+		// would then ignore the error. A write waits for the answer.
+		_, _ = stream.Write(nil) // fails only if the client has disconnected
 	default:
-		// Both sides know of the end. Further data from the client would block its other
-		// connections, since it has no reader.
-		_ = s.Reset() // fails only if the client is gone
+		// Both sides know the end of the stream. Further data from the client has no reader and
+		// would block the client's other connections.
+		_ = s.Reset() // fails only if the client has disconnected
 	}
 	return err
 }
 
-// forwardClient is the client's side of a forwarded connection. It records a reset by the client.
-// That is no failure: clients reset all other connections after an error in one.
+// forwardClient is the client's side of a forwarded connection. It records a reset by the client. A
+// reset is no failure, because clients reset all other connections after an error in one.
 type forwardClient struct {
 	io.ReadWriteCloser
 	left atomic.Bool

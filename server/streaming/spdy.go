@@ -15,12 +15,12 @@ import (
 )
 
 // serveSPDY serves versions 1 to 4 of the protocol on a guarded connection. cri-streaming's server
-// is not used. It waits its whole timeout for a client's streams, even if the client is gone, and
-// would delay the daemon's shutdown.
+// is not used. It waits its whole timeout for a client's streams, even if the client has
+// disconnected, and would delay the daemon's shutdown.
 func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idle time.Duration) {
 	protocol, err := httpstream.Handshake(r, w, remotecommand.SupportedStreamingProtocols)
 	if err != nil {
-		klog.FromContext(r.Context()).V(4).Info("No SPDY connection was opened", "err", err) // the client has the answer
+		klog.FromContext(r.Context()).V(4).Info("No SPDY connection was opened", "err", err) // the client got the answer
 		return
 	}
 	ctx, cancel := context.WithCancel(r.Context())
@@ -34,11 +34,11 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 			return context.Cause(ctx)
 		}
 	})
-	if conn == nil { // the client has the answer
+	if conn == nil { // the client got the answer
 		return
 	}
 	defer conn.Close()
-	defer cancel() // runs first: ends the wait for a stream without answer
+	defer cancel() // runs first and ends the wait for an unanswered stream
 	conn.SetIdleTimeout(idle)
 	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), patience)
 	if err != nil {
@@ -55,8 +55,8 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 	writeStatus(streams[remotecommand.StreamTypeError], protocol, err)
 }
 
-// openedStream is a stream that the client has opened. answered is closed when the client has got
-// the answer.
+// openedStream is a stream that the client has opened. answered is closed when the client has
+// received the answer.
 type openedStream struct {
 	httpstream.Stream
 	answered <-chan struct{}
@@ -85,8 +85,8 @@ func collectStreams(ctx context.Context, opened <-chan openedStream, count int,
 	return streams, nil
 }
 
-// writeStatus writes the result of a session: as JSON from version 4 of the protocol on, before
-// that only an error's text. It fails only if the client is gone.
+// writeStatus writes the result of a session. From version 4 of the protocol it is JSON. Earlier
+// versions get only the text of an error. It fails only if the client has disconnected.
 func writeStatus(to io.Writer, protocol string, err error) {
 	switch protocol {
 	case remotecommand.StreamProtocolV4Name, remotecommand.StreamProtocolV5Name, base64V4:

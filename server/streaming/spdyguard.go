@@ -19,11 +19,11 @@ import (
 // Limits of a client. spdystream accepts everything that SPDY can encode: frames of 16 MiB in a
 // queue of 250, headers of 1 GiB, and any number of streams.
 const (
-	// maxData bounds a data frame; longer ones are split. client-go writes that much at once, so
-	// its frames pass unchanged. A session whose input is not read then buffers 8 MiB.
+	// maxData bounds a data frame. Longer frames are split. client-go's frames have this size, so
+	// they pass unchanged. A session whose input is not read then buffers 8 MiB.
 	maxData = 32 << 10
-	// maxControl, maxHeaders and maxHeader bound control frames. client-go's have three headers and
-	// 50 bytes.
+	// maxControl, maxHeaders and maxHeader bound control frames. Frames of client-go have three
+	// headers and 50 bytes.
 	maxControl = 1 << 10
 	maxHeaders = 16
 	maxHeader  = 256
@@ -34,7 +34,7 @@ const (
 
 // streamRules limit the streams that a client may open. A stream's kind is its header "streamType".
 type streamRules struct {
-	once   map[string]bool // nil: any kind; otherwise each of these once
+	once   map[string]bool // nil: any kind; otherwise each of these kinds once
 	open   int             // concurrently
 	inputs map[string]bool
 }
@@ -72,8 +72,8 @@ func forwardRules() streamRules {
 // spdyGuard wraps a client's connection and passes only frames that spdystream can handle:
 //   - Data in frames of at most maxData, and only for streams with a reader. A frame without
 //     reader would block its session, and the session's end.
-//   - Streams that the rules allow. Any other stream, a malformed control frame, or one that no
-//     client sends, ends the connection.
+//   - Streams that the rules allow. Any other stream ends the connection. So does a malformed
+//     control frame, and a frame type that no client sends.
 //   - Nothing between a new stream and the answer to it, not even the connection's end.
 //     cri-streaming's handlers accept no stream after the connection's end, and spdystream would
 //     wait forever for a stream that was not accepted.
@@ -91,7 +91,7 @@ type spdyGuard struct {
 	data   dataFrame     // rest of the current data frame
 	last   spdy.StreamId // latest stream that the client opened
 
-	sent sentFrames // field of Write
+	sent sentFrames // used by Write
 
 	closing sync.Once
 	closed  chan struct{}
@@ -135,7 +135,7 @@ func (g *spdyGuard) Close() error {
 	return g.Conn.Close()
 }
 
-// Read implements net.Conn. An error other than the connection's own has closed it.
+// Read implements net.Conn. After an invalid frame it closes the connection and returns an error.
 func (g *spdyGuard) Read(p []byte) (int, error) { return g.read(p, g.next) }
 
 // next parses the next frame. It may leave nothing to pass on.
@@ -185,7 +185,7 @@ func (g *spdyGuard) waitForAnswer() error {
 	}
 }
 
-// beginData passes a data frame on. For a stream without reader it passes only the end.
+// beginData passes on a data frame. For a stream without reader it passes on only the end.
 func (g *spdyGuard) beginData(f dataFrame) error {
 	finished := spdy.DataFlags(f.flags)&spdy.DataFlagFin != 0
 	g.mu.Lock()
@@ -223,8 +223,8 @@ func (g *spdyGuard) beginChunk() {
 	g.ready = binary.BigEndian.AppendUint32(header, flagsAndLength)
 }
 
-// control passes a control frame on if it is allowed. It parses as spdystream does, which trusts
-// only some frames' lengths: both must find the same end of the frame.
+// control passes on an allowed control frame. It uses the parser of spdystream. That parser ignores
+// the length of some frames, so control checks that both find the same end of the frame.
 func (g *spdyGuard) control(header [8]byte, length int) error {
 	if length > maxControl {
 		return fmt.Errorf("SPDY control frame of %d bytes, the limit is %d", length, maxControl)
@@ -300,8 +300,8 @@ func (g *spdyGuard) forgetFinished(id spdy.StreamId, s *guardedStream) {
 
 // Write implements net.Conn. It records a frame before it sends it: a stream counts as accepted
 // when its answer is written, even if the answer does not arrive. An answer that does not arrive is
-// no error, because spdystream would let the stream's writers wait for another one. Later writes
-// fail.
+// no error, because spdystream would make the stream's writers wait for another answer. Later
+// writes fail.
 func (g *spdyGuard) Write(p []byte) (int, error) {
 	done := 0
 	for done < len(p) {
@@ -322,7 +322,7 @@ func (g *spdyGuard) Write(p []byte) (int, error) {
 	return done, nil
 }
 
-// note records the beginning of a frame that the server sends.
+// note records the first bytes of a frame that the server sends.
 func (g *spdyGuard) note(f *sentFrames) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

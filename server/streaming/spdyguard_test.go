@@ -28,7 +28,7 @@ import (
 	"berth/sandbox/stream"
 )
 
-// doing is a Runtime whose sessions run a test's function.
+// doing is a Runtime that runs a test's function as each session.
 type doing struct {
 	exec    func(context.Context, stream.IO) error
 	forward func(context.Context, io.ReadWriteCloser) error
@@ -46,14 +46,13 @@ func (d doing) PortForward(ctx context.Context, _ string, _ int32, stream io.Rea
 	return d.forward(ctx, stream)
 }
 
-// serving returns a server. At the test's end it checks that the server stops and leaves no
-// goroutine.
+// serving returns a server. The cleanup checks that the server stops and that no goroutine remains.
 func serving(t *testing.T, d doing) *Server {
 	t.Helper()
 	return servingOverTLS(t, d, nil)
 }
 
-// servingOverTLS is serving with certificates; nil: without TLS.
+// servingOverTLS is serving with certificates. nil means without TLS.
 func servingOverTLS(t *testing.T, d doing, certificates *tls.Config) *Server {
 	t.Helper()
 	s, err := Listen(Config{Address: "127.0.0.1:0", TLS: certificates, IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, d)
@@ -189,18 +188,18 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 	c.send(&spdy.DataFrame{StreamId: c.open(remotecommand.StreamTypeStdin), Data: sent, Flags: spdy.DataFlagFin})
 	<-done
 	if !bytes.Equal(got, sent) {
-		t.Errorf("the command got %d bytes, which are not the %d that were sent", len(got), len(sent))
+		t.Errorf("the command got %d bytes, which differ from the %d sent bytes", len(got), len(sent))
 	}
 	c.ended()
 }
 
-// A session accepts only its own streams.
+// A session accepts only the streams of its kind.
 func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 	for name, kinds := range map[string][]string{
-		"one more":        {remotecommand.StreamTypeError, remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
-		"one unknown":     {remotecommand.StreamTypeError, "mystery"},
-		"none for errors": {remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
-		"an unwanted one": {remotecommand.StreamTypeError, remotecommand.StreamTypeResize},
+		"one more":           {remotecommand.StreamTypeError, remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
+		"unknown stream":     {remotecommand.StreamTypeError, "mystery"},
+		"no error stream":    {remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
+		"unrequested stream": {remotecommand.StreamTypeError, remotecommand.StreamTypeResize},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {

@@ -18,8 +18,8 @@ const (
 	maxTokens = 1000
 )
 
-// tokens are the sessions that have not begun. Its zero value is empty. The lock guards the map for
-// map operations.
+// tokens are the sessions that have not started. The zero value is empty. The lock guards the map
+// and is held for map operations only.
 type tokens struct {
 	mu      sync.Mutex
 	waiting map[string]offer

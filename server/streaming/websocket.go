@@ -47,13 +47,13 @@ func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle tim
 	conn.SetIdleTimeout(idle)
 	protocol, streams, err := conn.Open(w, r)
 	if err != nil {
-		klog.FromContext(r.Context()).V(4).Info("No WebSocket was opened", "err", err) // the client has the answer
+		klog.FromContext(r.Context()).V(4).Info("No WebSocket was opened", "err", err) // the client got the answer
 		return
 	}
 	defer conn.Close()
 	// An empty message tells the client that the connection is open.
 	if _, err := streams[firstWritable(c.options)].Write(nil); err != nil {
-		return // the client is gone
+		return // the client has disconnected
 	}
 	sizes := make(chan remotecommand.TerminalSize)
 	c.sizes.Go(func() { decodeSizes(r.Context(), streams[remotecommand.StreamResize], sizes) })
