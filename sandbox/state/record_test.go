@@ -3,14 +3,22 @@ package state
 import (
 	"bytes"
 	"encoding/json"
+	"maps"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cni"
+	"berth/internal/nri"
 	"berth/internal/testutil"
 	"berth/internal/userns"
+	"berth/oci/confine"
+	"berth/sandbox/handler"
 	shimproto "berth/shim/proto"
 )
 
@@ -35,17 +43,17 @@ func shares(n int64) *runtimeapi.LinuxContainerResources {
 func TestDecodePod(t *testing.T) {
 	t.Parallel()
 	config := encode(t, &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}})
-	spec, status, err := decodePod("p", body(t, podRecord{ID: "p", Config: config, Phase: "ready"}))
+	spec, status, err := decodePod("p", body(t, podRecord{PodSpec: &PodSpec{ID: "p"}, Config: config, Phase: "ready"}))
 	if err != nil || status.Phase() != PodReady || spec.Config.Metadata.Name != "web" || status.Resources != nil {
 		t.Errorf("%+v, %+v, %v", spec, status, err)
 	}
 	resources := encode(t, &runtimeapi.UpdatePodSandboxResourcesRequest{Resources: shares(5)})
-	if _, status, err = decodePod("p", body(t, podRecord{ID: "p", Config: config, Resources: resources})); err != nil || status.Resources.GetResources().GetCpuShares() != 5 {
+	if _, status, err = decodePod("p", body(t, podRecord{PodSpec: &PodSpec{ID: "p"}, Config: config, Resources: resources})); err != nil || status.Resources.GetResources().GetCpuShares() != 5 {
 		t.Errorf("after an update: %v, %v", status.Resources, err)
 	}
 	for name, damaged := range map[string][]byte{
-		"another pod's": body(t, podRecord{ID: "q", Config: config}), "no metadata": body(t, podRecord{ID: "p"}), "no JSON": []byte("{"),
-		"no config": body(t, podRecord{ID: "p", Config: []byte{0xff}}), "no resources": body(t, podRecord{ID: "p", Config: config, Resources: []byte{0xff}}),
+		"another pod's": body(t, podRecord{PodSpec: &PodSpec{ID: "q"}, Config: config}), "no metadata": body(t, podRecord{PodSpec: &PodSpec{ID: "p"}}), "no JSON": []byte("{"),
+		"no config": body(t, podRecord{PodSpec: &PodSpec{ID: "p"}, Config: []byte{0xff}}), "no resources": body(t, podRecord{PodSpec: &PodSpec{ID: "p"}, Config: config, Resources: []byte{0xff}}),
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, _, err := decodePod("p", damaged); err == nil {
@@ -58,16 +66,16 @@ func TestDecodePod(t *testing.T) {
 func TestDecodeContainer(t *testing.T) {
 	t.Parallel()
 	config := encode(t, &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Linux: &runtimeapi.LinuxContainerConfig{Resources: shares(2)}})
-	spec, status, err := decodeContainer("c", body(t, containerRecord{ID: "c", PodID: "p", Config: config}))
+	spec, status, err := decodeContainer("c", body(t, containerRecord{ContainerSpec: &ContainerSpec{ID: "c", PodID: "p"}, Config: config}))
 	if err != nil || spec.PodID != "p" || spec.Config.Metadata.Name != "main" || status.Resources.GetCpuShares() != 2 {
 		t.Errorf("%+v, %+v, %v", spec, status, err)
 	}
-	if _, status, err = decodeContainer("c", body(t, containerRecord{ID: "c", Config: config, Resources: encode(t, shares(5))})); err != nil || status.Resources.GetCpuShares() != 5 {
+	if _, status, err = decodeContainer("c", body(t, containerRecord{ContainerSpec: &ContainerSpec{ID: "c"}, Config: config, Resources: encode(t, shares(5))})); err != nil || status.Resources.GetCpuShares() != 5 {
 		t.Errorf("after an update: %v, %v", status.Resources, err)
 	}
 	for name, damaged := range map[string][]byte{
-		"another container's": body(t, containerRecord{ID: "d", Config: config}), "no metadata": body(t, containerRecord{ID: "c"}), "no JSON": []byte("{"),
-		"no config": body(t, containerRecord{ID: "c", Config: []byte{0xff}}), "no resources": body(t, containerRecord{ID: "c", Config: config, Resources: []byte{0xff}}),
+		"another container's": body(t, containerRecord{ContainerSpec: &ContainerSpec{ID: "d"}, Config: config}), "no metadata": body(t, containerRecord{ContainerSpec: &ContainerSpec{ID: "c"}}), "no JSON": []byte("{"),
+		"no config": body(t, containerRecord{ContainerSpec: &ContainerSpec{ID: "c"}, Config: []byte{0xff}}), "no resources": body(t, containerRecord{ContainerSpec: &ContainerSpec{ID: "c"}, Config: config, Resources: []byte{0xff}}),
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, _, err := decodeContainer("c", damaged); err == nil {
@@ -112,6 +120,41 @@ func TestRecordsRoundTrip(t *testing.T) {
 	}
 }
 
+// Other versions of berth read these names.
+func TestRecordFieldNames(t *testing.T) {
+	t.Parallel()
+	ids := []specs.LinuxIDMapping{{Size: 1}}
+	now := time.Unix(1, 0)
+	labels := confine.Labels{Process: "p", Mount: "m"}
+	for name, test := range map[string]struct {
+		rec  any
+		want string
+	}{
+		"pod": {&podRecord{
+			PodSpec: &PodSpec{ID: "p", BootID: "b", CreatedAt: now, Handler: "h", Runtime: &handler.Runtime{}, Tmpfs: true, CgroupsPath: "/c",
+				NetNS: "/n", IPRanges: [][]cni.IPRange{{}}, Mappings: &userns.Mappings{UIDs: ids}, Labels: labels, Pause: shimproto.PlainPause, PauseImage: &Image{}},
+			PodStatus: &PodStatus{phase: PodReady, RunID: "r", Network: &cni.Attachment{}, IPs: []string{"1"}, PausePID: 1, PauseStart: 1, Presented: true, TakenDown: true},
+			Phase:     PodReady, Config: []byte{1}, Resources: []byte{1},
+		}, "bootID cgroupsPath config createdAt handler id ipRanges ips mappings netns network pause pauseImage pausePID pauseStart phase resources runID runtime selinux tmpfs"},
+		"container": {&containerRecord{
+			ContainerSpec: &ContainerSpec{ID: "c", PodID: "p", BootID: "b", CreatedAt: now, Image: Image{ID: "i"}, Volumes: []Volume{{}}, Project: 1,
+				CgroupsPath: "/c", LogPath: "/l", Labels: labels},
+			ContainerStatus: &ContainerStatus{phase: ContainerExited, RunID: "r", Limits: &nri.Limits{}, Adjustment: &nri.Adjustment{}, Process: &specs.Process{},
+				Described: &specs.Spec{}, StartedAt: now, Exit: &Exit{}, PID: 1, Presented: true},
+			Phase: ContainerExited, Config: []byte{1}, Resources: []byte{1},
+		}, "adjustment bootID cgroupsPath config createdAt described exit id image limits logPath phase podID process project resources runID selinux startedAt user volumes"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			fields := map[string]json.RawMessage{}
+			testutil.Must(t, json.Unmarshal(body(t, test.rec), &fields))
+			if got := strings.Join(slices.Sorted(maps.Keys(fields)), " "); got != test.want {
+				t.Errorf("fields\n%s, want\n%s", got, test.want)
+			}
+		})
+	}
+}
+
 // The config of an object is encoded by the first write of its record. A loaded object has it encoded.
 func TestConfigIsEncodedOnce(t *testing.T) {
 	t.Parallel()
@@ -140,7 +183,7 @@ func TestMappingsOfEarlierVersionAreDerived(t *testing.T) {
 	config := encode(t, &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"},
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{
 			UsernsOptions: &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: ids, Gids: ids}}}}})
-	spec, _, err := decodePod("p", body(t, podRecord{ID: "p", Config: config, Phase: "ready"}))
+	spec, _, err := decodePod("p", body(t, podRecord{PodSpec: &PodSpec{ID: "p"}, Config: config, Phase: "ready"}))
 	if err != nil || spec.Mappings == nil || spec.Mappings.HostUID(0) != 65536 {
 		t.Errorf("%+v, %v", spec, err)
 	}

@@ -15,22 +15,23 @@ import (
 	"berth/shim/proto"
 )
 
-// PodSpec holds the planned properties of a pod. It never changes, so any goroutine may read it.
+// PodSpec holds the planned properties of a pod. It never changes, so any goroutine may read it. The
+// tags of Spec and Status name the fields of the record (record.go).
 type PodSpec struct {
-	ID          string
-	BootID      string // of the boot at planning
-	CreatedAt   time.Time
-	Config      *runtimeapi.PodSandboxConfig // as kubelet sent it
-	Handler     string                       // requested runtime handler
-	Runtime     *handler.Runtime             // nil: libcontainer
-	Tmpfs       bool                         // its files and /dev/shm are on a tmpfs; false: made by version 0.2.0 or earlier
-	CgroupsPath string                       // as in the runtime-spec
-	NetNS       string                       // path of its network namespace; empty: the host's
-	IPRanges    [][]cni.IPRange              // from the node's pod CIDR
-	Mappings    *userns.Mappings             // of its user namespace; nil: the host's
-	Labels      confine.Labels               // SELinux; containers without SELinux options share them
-	Pause       proto.PauseKind              // how its pause is made; empty: recorded by version 0.2.0 or earlier
-	PauseImage  *Image                       // nil: the embedded pause
+	ID          string                       `json:"id"`
+	BootID      string                       `json:"bootID"` // of the boot at planning
+	CreatedAt   time.Time                    `json:"createdAt"`
+	Config      *runtimeapi.PodSandboxConfig `json:"-"`                    // as kubelet sent it
+	Handler     string                       `json:"handler,omitempty"`    // requested runtime handler
+	Runtime     *handler.Runtime             `json:"runtime,omitempty"`    // nil: libcontainer
+	Tmpfs       bool                         `json:"tmpfs,omitempty"`      // its files and /dev/shm are on a tmpfs; false: made by version 0.2.0 or earlier
+	CgroupsPath string                       `json:"cgroupsPath"`          // as in the runtime-spec
+	NetNS       string                       `json:"netns,omitempty"`      // path of its network namespace; empty: the host's
+	IPRanges    [][]cni.IPRange              `json:"ipRanges,omitempty"`   // from the node's pod CIDR
+	Mappings    *userns.Mappings             `json:"mappings,omitempty"`   // of its user namespace; nil: the host's; versions up to 0.2.0 did not record them
+	Labels      confine.Labels               `json:"selinux,omitzero"`     // SELinux; containers without SELinux options share them
+	Pause       proto.PauseKind              `json:"pause,omitempty"`      // how its pause is made; empty: recorded by version 0.2.0 or earlier
+	PauseImage  *Image                       `json:"pauseImage,omitempty"` // nil: the embedded pause
 
 	encoded []byte // Config as records have it; belongs to the holder of the pod's lock
 }
@@ -49,16 +50,17 @@ func (s *PodSpec) Identity() string { return PodIdentity(s.Config.GetMetadata())
 // ContainerSpec holds the planned properties of a container. It never changes, so any goroutine may
 // read it.
 type ContainerSpec struct {
-	ID, PodID   string
-	BootID      string // of the boot at planning
-	CreatedAt   time.Time
-	Config      *runtimeapi.ContainerConfig // as kubelet sent it
-	Image       Image
-	Volumes     []Volume // image volumes
-	Project     uint32   // quota project of the writable layer; 0: none
-	CgroupsPath string   // as in the runtime-spec
-	LogPath     string   // absolute; empty: no log is kept
-	Labels      confine.Labels
+	ID          string                      `json:"id"`
+	PodID       string                      `json:"podID"`
+	BootID      string                      `json:"bootID"` // of the boot at planning
+	CreatedAt   time.Time                   `json:"createdAt"`
+	Config      *runtimeapi.ContainerConfig `json:"-"` // as kubelet sent it
+	Image       Image                       `json:"image"`
+	Volumes     []Volume                    `json:"volumes,omitempty"` // image volumes
+	Project     uint32                      `json:"project,omitempty"` // quota project of the writable layer; 0: none
+	CgroupsPath string                      `json:"cgroupsPath"`       // as in the runtime-spec
+	LogPath     string                      `json:"logPath,omitempty"` // absolute; empty: no log is kept
+	Labels      confine.Labels              `json:"selinux,omitzero"`
 
 	encoded []byte // Config as records have it; belongs to the holder of the container's lock
 }

@@ -47,14 +47,14 @@ func (l *Locked[T]) Unshared() *T { return l.value }
 // PodStatus holds the mutable properties of a pod. Access needs the pod's lock.
 type PodStatus struct {
 	phase      Phase
-	RunID      string                                       // of the state directory (see Run); empty in records of earlier versions
-	Resources  *runtimeapi.UpdatePodSandboxResourcesRequest // of the last update; nil: as in the config
-	Network    *cni.Attachment                              // set before CNI ADD, cleared after DEL
-	IPs        []string                                     // primary address first; empty with the host's network
-	PausePID   int
-	PauseStart uint64 // start time of the pause, in clock ticks
-	Presented  bool   // plugins were called with it; not recorded
-	TakenDown  bool   // network, pause and mounts are gone; not recorded, so a later daemon removes them again
+	RunID      string                                       `json:"runID,omitempty"`   // of the state directory (see Run); empty in records of earlier versions
+	Resources  *runtimeapi.UpdatePodSandboxResourcesRequest `json:"-"`                 // of the last update; nil: as in the config
+	Network    *cni.Attachment                              `json:"network,omitempty"` // set before CNI ADD, cleared after DEL
+	IPs        []string                                     `json:"ips,omitempty"`     // primary address first; empty with the host's network
+	PausePID   int                                          `json:"pausePID,omitempty"`
+	PauseStart uint64                                       `json:"pauseStart,omitempty"` // start time of the pause, in clock ticks
+	Presented  bool                                         `json:"-"`                    // plugins were called with it
+	TakenDown  bool                                         `json:"-"`                    // network, pause and mounts are gone; a later daemon removes them again
 
 	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
 }
@@ -89,20 +89,20 @@ func (s *PodStatus) SetResources(config *runtimeapi.PodSandboxConfig,
 // ContainerStatus holds the mutable properties of a container. Access needs the container's lock.
 type ContainerStatus struct {
 	phase     Phase
-	RunID     string                              // of the state directory, as in PodStatus
-	Resources *runtimeapi.LinuxContainerResources // in force; replaced, never modified
-	Limits    *nri.Limits                         // in force, set by plugins
+	RunID     string                              `json:"runID,omitempty"`  // of the state directory, as in PodStatus
+	Resources *runtimeapi.LinuxContainerResources `json:"-"`                // in force; replaced, never modified
+	Limits    *nri.Limits                         `json:"limits,omitempty"` // in force, set by plugins
 
 	// The creation sets these before the container is published. They do not change afterwards.
-	User       users.User
-	Adjustment *nri.Adjustment // changes by plugins
-	Process    *specs.Process  // template of execs; nil until the creation is complete
-	Described  *specs.Spec     // shown to plugins besides Process
+	User       users.User      `json:"user"`
+	Adjustment *nri.Adjustment `json:"adjustment,omitempty"` // changes by plugins
+	Process    *specs.Process  `json:"process,omitempty"`    // template of execs; nil until the creation is complete
+	Described  *specs.Spec     `json:"described,omitempty"`  // shown to plugins besides Process
 
-	StartedAt time.Time // of the StartContainer call; in a snapshot of a running container: of its init
-	Exit      *Exit     // nil unless it has exited
-	PID       int       // of the init, on the host; 0 unless it runs; not recorded
-	Presented bool      // plugins were called with it; not recorded
+	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init
+	Exit      *Exit     `json:"exit,omitempty"`     // nil unless it has exited
+	PID       int       `json:"-"`                  // of the init, on the host; 0 unless it runs
+	Presented bool      `json:"-"`                  // plugins were called with it
 }
 
 // NewContainerStatus returns the status of a container in that phase.

@@ -27,16 +27,19 @@ func TestInspect(t *testing.T) {
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{UsernsOptions: users}}}})
 	pods := map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, "stopped": Ended, Removing: BeingRemoved}
 	for phase := range pods {
-		rec := podRecord{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
-			Tmpfs: phase != "stopped", NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
+		rec := podRecord{
+			PodSpec: &PodSpec{ID: string(phase), BootID: "boot", CreatedAt: time.Now(), CgroupsPath: "/c/" + string(phase),
+				Tmpfs: phase != "stopped", NetNS: dirs.NetNS("x")},
+			PodStatus: &PodStatus{Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6},
+			Phase:     phase, Config: config}
 		testutil.Must(t, records.pods.Write(rec.ID, rec))
 	}
 	containers := map[Phase]Stage{ContainerCreated: BeingMade, ContainerStarting: BeingMade, ContainerExited: BeingMade, Removing: BeingRemoved}
 	for phase := range containers { // without a process they were never published
-		rec := containerRecord{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
+		rec := containerRecord{ContainerSpec: &ContainerSpec{ID: string(phase), PodID: "p"}, Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
 		testutil.Must(t, records.containers.Write(rec.ID, rec))
 	}
-	testutil.Must(t, records.pods.Write("other", podRecord{ID: "another", Phase: PodReady, Config: config}))
+	testutil.Must(t, records.pods.Write("other", podRecord{PodSpec: &PodSpec{ID: "another"}, Phase: PodReady, Config: config}))
 	got, err := Inspect(dirs.Root, dirs.State)
 	testutil.Must(t, err)
 	for phase, stage := range pods {
