@@ -66,8 +66,7 @@ func appArmorBefore1_30(profile string) harness.ContainerOption {
 // confinement returns the kernel's AppArmor label of a process.
 func confinement(t *testing.T, pid int) string {
 	t.Helper()
-	label, err := os.ReadFile(fmt.Sprintf("/proc/%d/attr/current", pid))
-	harness.Must(t, err)
+	label := harness.Get(os.ReadFile(fmt.Sprintf("/proc/%d/attr/current", pid)))(t)
 	return strings.TrimRight(string(label), "\n\x00")
 }
 

@@ -31,8 +31,7 @@ func addressesOf(t *testing.T, pod *harness.Pod) (ip4, ip6 netip.Addr) {
 		all = append(all, more.Ip)
 	}
 	for _, text := range all {
-		ip, err := netip.ParseAddr(text)
-		harness.Must(t, err)
+		ip := harness.Get(netip.ParseAddr(text))(t)
 		if ip.Is4() {
 			ip4 = ip
 		} else {
@@ -113,10 +112,8 @@ func TestOwnNetworkNotReady(t *testing.T) {
 	}
 	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "other0"}}))
 	t.Cleanup(func() { harness.RemoveLink(t, "other0") })
-	other, err := netlink.LinkByName("other0")
-	harness.Must(t, err)
-	address, err := netlink.ParseAddr("192.0.2.1/24")
-	harness.Must(t, err)
+	other := harness.Get(netlink.LinkByName("other0"))(t)
+	address := harness.Get(netlink.ParseAddr("192.0.2.1/24"))(t)
 	harness.Must(t, netlink.AddrAdd(other, address))
 	setCIDR("192.0.2.0/24")
 	says("192.0.2.1/24 of interface other0")
@@ -139,8 +136,7 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	waitNetworkReady(t, d, true)
 	harness.Eventually(t, "verbose Status names the firewall", func() error { // berth checks for firewalls after the first STATUS
-		status, err := d.Cri.Status(t.Context(), true)
-		harness.Must(t, err)
+		status := harness.Get(d.Cri.Status(t.Context(), true))(t)
 		var info struct{ Obstacles []string }
 		harness.Must(t, json.Unmarshal([]byte(status.Info["network"]), &info))
 		if len(info.Obstacles) != 1 || !strings.Contains(info.Obstacles[0], "inet strict forward") {
@@ -148,8 +144,7 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 		}
 		return nil
 	})
-	log, err := os.ReadFile(d.LogFile())
-	harness.Must(t, err)
+	log := harness.Get(os.ReadFile(d.LogFile()))(t)
 	harness.Equal(t, "warnings in the log", strings.Count(string(log), "inet strict forward"), 1)
 }
 

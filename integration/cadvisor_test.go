@@ -134,8 +134,7 @@ func TestCadvisorSocketListsStartingPods(t *testing.T) {
 		}
 		return err
 	}))
-	all, err := d.Cri.ListPodSandbox(t.Context(), &runtimeapi.PodSandboxFilter{})
-	harness.Must(t, err)
+	all := harness.Get(d.Cri.ListPodSandbox(t.Context(), &runtimeapi.PodSandboxFilter{}))(t)
 	harness.Equal(t, "pods in the list", len(all), 0)
 	harness.Must(t, os.WriteFile(goOn, nil, 0o600))
 	harness.Must(t, <-run)

@@ -66,10 +66,8 @@ kubeAPIBurst: 400
 // writeKeys writes the certificates and keys of the programs and their accounts.
 func (c *cluster) writeKeys(t *testing.T) {
 	t.Helper()
-	key, err := rsa.GenerateKey(rand.Reader, 2048)
-	harness.Must(t, err)
-	der, err := x509.MarshalPKCS8PrivateKey(key)
-	harness.Must(t, err)
+	key := harness.Get(rsa.GenerateKey(rand.Reader, 2048))(t)
+	der := harness.Get(x509.MarshalPKCS8PrivateKey(key))(t)
 	harness.Must(t, os.WriteFile(c.accountKey(), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), 0o600))
 	harness.Must(t, os.WriteFile(c.dir+"/tokens", []byte(adminToken+",admin,admin,system:masters\n"), 0o600))
 	harness.Must(t, os.WriteFile(c.kubeconfig(), fmt.Appendf(nil, `apiVersion: v1

@@ -108,8 +108,7 @@ func testControlPlaneCopy(t *testing.T, c *cluster) {
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "there", "deep", "file"), []byte(content), 0o600))
 	c.kubectl(t, "cp", filepath.Join(dir, "there"), "copy:/tmp/there")
 	c.kubectl(t, "cp", "copy:/tmp/there", filepath.Join(dir, "back"))
-	back, err := os.ReadFile(filepath.Join(dir, "back", "deep", "file"))
-	harness.Must(t, err)
+	back := harness.Get(os.ReadFile(filepath.Join(dir, "back", "deep", "file")))(t)
 	if string(back) != content {
 		t.Errorf("got %d bytes, want %d", len(back), len(content))
 	}
@@ -120,12 +119,10 @@ func testControlPlanePortForward(t *testing.T, c *cluster) {
 	c.kubectl(t, "exec", "forward", "--", "sh", "-c", "until wget -q -O- http://127.0.0.1/; do usleep 100000; done")
 	ctx, cancel := context.WithCancel(t.Context())
 	cmd := c.command(ctx, "port-forward", "pod/forward", ":80")
-	stdout, err := cmd.StdoutPipe()
-	harness.Must(t, err)
+	stdout := harness.Get(cmd.StdoutPipe())(t)
 	harness.Must(t, cmd.Start())
 	defer func() { cancel(); _ = cmd.Wait() }()
-	line, err := bufio.NewReader(stdout).ReadString('\n')
-	harness.Must(t, err)
+	line := harness.Get(bufio.NewReader(stdout).ReadString('\n'))(t)
 	port := regexp.MustCompile(`127\.0\.0\.1:(\d+)`).FindStringSubmatch(line)
 	if port == nil {
 		t.Fatalf("kubectl port-forward printed %q", line)

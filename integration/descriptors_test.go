@@ -44,8 +44,7 @@ func wantOwnDescriptors(t *testing.T, pid int) {
 	host := hostFilesystems()
 	for _, e := range entries {
 		path := filepath.Join(dir, e.Name())
-		info, err := os.Stat(path)
-		harness.Must(t, err)
+		info := harness.Get(os.Stat(path))(t)
 		target, _ := os.Readlink(path)
 		if place, ok := host[info.Sys().(*syscall.Stat_t).Dev]; ok {
 			t.Errorf("descriptor %s is %s, of the host's filesystem at %s", e.Name(), target, place)
@@ -132,8 +131,7 @@ const attackNull = `for n in 0 1 2; do chmod 000 /proc/self/fd/$n; chown 1:1 /pr
 // wantUsableNull checks that all users can use the host's /dev/null.
 func wantUsableNull(t *testing.T) {
 	t.Helper()
-	info, err := os.Stat(os.DevNull)
-	harness.Must(t, err)
+	info := harness.Get(os.Stat(os.DevNull))(t)
 	harness.Equal(t, "mode of the host's /dev/null", info.Mode().Perm(), 0o666)
 	harness.Equal(t, "its owner", info.Sys().(*syscall.Stat_t).Uid, 0)
 }

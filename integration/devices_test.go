@@ -116,8 +116,7 @@ func writeCDI(t *testing.T, file string, devices map[string]any) {
 	for name, edits := range devices {
 		list = append(list, map[string]any{"name": name, "containerEdits": edits})
 	}
-	content, err := json.Marshal(map[string]any{"cdiVersion": "0.7.0", "kind": "vendor.example/dev", "devices": list})
-	harness.Must(t, err)
+	content := harness.Get(json.Marshal(map[string]any{"cdiVersion": "0.7.0", "kind": "vendor.example/dev", "devices": list}))(t)
 	harness.Must(t, os.WriteFile(file, content, 0o600))
 }
 
@@ -195,12 +194,11 @@ func TestCDIHooks(t *testing.T) {
 			t.Errorf("%s found no config.json: %v", name, err)
 		}
 	}
-	ns, err := os.ReadFile(filepath.Join(trace, "createContainer.ns"))
-	harness.Must(t, err)
+	ns := harness.Get(os.ReadFile(filepath.Join(trace, "createContainer.ns")))(t)
 	harness.Equal(t, "mount namespace of createContainer", strings.TrimSpace(string(ns)), machine.Namespace(t, c.Pid(t), "mnt"))
 
 	failing := pod.Create(t, harness.Cdi("bad"))
 	harness.WantCode(t, d.Cri.StartContainer(t.Context(), failing.Id), codes.Internal, "createContainer hook", "exit status 1")
-	_, err = pod.TryCreate(t, harness.Cdi("after"))
+	_, err := pod.TryCreate(t, harness.Cdi("after"))
 	harness.WantCode(t, err, codes.Unimplemented, "poststop", "vendor.example/dev=after")
 }

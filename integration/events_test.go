@@ -55,8 +55,7 @@ func TestContainerEvents(t *testing.T) {
 	for _, stream := range streams {
 		var last int64
 		for n, w := range want {
-			event, err := stream.Recv()
-			harness.Must(t, err)
+			event := harness.Get(stream.Recv())(t)
 			states := []runtimeapi.ContainerState{}
 			for _, status := range event.ContainersStatuses {
 				states = append(states, status.State)
@@ -86,8 +85,7 @@ func TestExitEvent(t *testing.T) {
 	cancel()
 	c := pod.Run(t, harness.Command("sh", "-c", "exit 7"))
 	for {
-		event, err := stream.Recv()
-		harness.Must(t, err)
+		event := harness.Get(stream.Recv())(t)
 		if event.ContainerEventType == runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT {
 			harness.Equal(t, "container", event.ContainerId, c.Id)
 			harness.Equal(t, "exit code", event.ContainersStatuses[0].ExitCode, 7)

@@ -133,8 +133,7 @@ func (w *world) plainRequests(ctx context.Context, t *testing.T, address, text s
 	t.Helper()
 	for _, address := range []string{address + "x", address + "?" + url.Values{"port": {text}, "command": {text}}.Encode(), address} {
 		method := pick(w.r, []string{http.MethodGet, http.MethodPost, http.MethodPut, "ODD"})
-		request, err := http.NewRequestWithContext(ctx, method, address, bytes.NewBufferString(text))
-		harness.Must(t, err)
+		request := harness.Get(http.NewRequestWithContext(ctx, method, address, bytes.NewBufferString(text)))(t)
 		request.Header.Set("Connection", "Upgrade")
 		request.Header.Set("Upgrade", pick(w.r, []string{"SPDY/3.1", "websocket", "h2c", headerText(text)}))
 		request.Header.Set("X-Stream-Protocol-Version", headerText(text))

@@ -27,8 +27,7 @@ import (
 func runPodWith(t *testing.T, d *harness.Daemon, handler string, opts ...harness.PodOption) *harness.Pod {
 	t.Helper()
 	config := d.PodConfig(t, opts...)
-	id, err := d.Cri.RunPodSandbox(t.Context(), config, handler)
-	harness.Must(t, err)
+	id := harness.Get(d.Cri.RunPodSandbox(t.Context(), config, handler))(t)
 	d.Objects = append(d.Objects, id)
 	return &harness.Pod{D: d, Id: id, Config: config}
 }

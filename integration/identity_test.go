@@ -63,12 +63,11 @@ func TestCreateContainerIsIdempotent(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Create(t, harness.ContainerNamed("main"))
-	id, err := d.Cri.CreateContainer(t.Context(), pod.Id, c.Config, pod.Config)
-	harness.Must(t, err)
+	id := harness.Get(d.Cri.CreateContainer(t.Context(), pod.Id, c.Config, pod.Config))(t)
 	harness.Equal(t, "ID", id, c.Id)
 	other := proto.Clone(c.Config).(*runtimeapi.ContainerConfig)
 	other.Command = []string{"sleep", "1"}
-	_, err = d.Cri.CreateContainer(t.Context(), pod.Id, other, pod.Config)
+	_, err := d.Cri.CreateContainer(t.Context(), pod.Id, other, pod.Config)
 	harness.WantCode(t, err, codes.AlreadyExists, c.Id)
 	next := proto.Clone(c.Config).(*runtimeapi.ContainerConfig)
 	next.Metadata.Attempt = 1
@@ -127,15 +126,14 @@ func TestCreateContainerRetriesShareOneCreation(t *testing.T) {
 	}
 	harness.Equal(t, "number of containers listed", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 	close(end)
-	id, err := create(t.Context())
-	harness.Must(t, err)
+	id := harness.Get(create(t.Context()))(t)
 	harness.Equal(t, "ID of a later retry", harness.Get(create(t.Context()))(t), id)
 	harness.Equal(t, "number of containers listed", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 1)
 	plugin.waitEvents(t, "RunPodSandbox "+pod.Config.Metadata.Name,
 		"CreateContainer "+config.Metadata.Name, "PostCreateContainer "+config.Metadata.Name)
 	other := proto.Clone(config).(*runtimeapi.ContainerConfig)
 	other.Command = []string{"sleep", "1"}
-	_, err = d.Cri.CreateContainer(t.Context(), pod.Id, other, pod.Config)
+	_, err := d.Cri.CreateContainer(t.Context(), pod.Id, other, pod.Config)
 	harness.WantCode(t, err, codes.AlreadyExists, id)
 }
 
@@ -153,8 +151,7 @@ func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
 	})
 	close(end)
 	config.Envs = append(config.Envs, &runtimeapi.KeyValue{Key: "RETRY", Value: []byte("1")})
-	id, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
-	harness.Must(t, err)
+	id := harness.Get(d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config))(t)
 	listed := harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)
 	harness.Equal(t, "number of containers listed", len(listed), 1)
 	harness.Equal(t, "ID", listed[0].Id, id)
@@ -191,8 +188,7 @@ func TestRunPodSandboxRetriesShareSlowPull(t *testing.T) {
 	pod := d.RunPodConfig(t, config)
 	harness.Equal(t, "state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 	harness.Equal(t, "number of pods listed", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 1)
-	layers, err := img.Layers()
-	harness.Must(t, err)
+	layers := harness.Get(img.Layers())(t)
 	for _, l := range layers {
 		harness.Equal(t, "downloads of a layer", r.Count(http.MethodGet, harness.DigestOf(t, l)), 1)
 	}

@@ -48,8 +48,7 @@ func TestPullByTagDigestAndBoth(t *testing.T) {
 }
 
 func TestPullDockerSchema2(t *testing.T) {
-	img, err := fixture.Docker(harness.BuildImage(t, v1.Config{}))
-	harness.Must(t, err)
+	img := harness.Get(fixture.Docker(harness.BuildImage(t, v1.Config{})))(t)
 	name, id := harness.Push(t, harness.Registry, "schema2:latest", img)
 	d := harness.StartDaemon(t)
 	harness.Equal(t, "image_ref", d.Pull(t, name), id)
@@ -59,20 +58,16 @@ func TestPullDockerSchema2(t *testing.T) {
 // The index first lists an image for another platform, whose layer does not exist.
 func TestPullIndexByPlatform(t *testing.T) {
 	img := harness.BuildImage(t, v1.Config{Env: []string{"PATH=/bin", "FROM=index"}})
-	foreign, err := fixture.ImageOf(v1.Config{}, harness.PackLayer(t, fixture.Tree{fixture.File("foreign", 0o644, "x")}, fixture.Gzip))
-	harness.Must(t, err)
-	config, err := img.ConfigFile()
-	harness.Must(t, err)
+	foreign := harness.Get(fixture.ImageOf(v1.Config{}, harness.PackLayer(t, fixture.Tree{fixture.File("foreign", 0o644, "x")}, fixture.Gzip)))(t)
+	config := harness.Get(img.ConfigFile())(t)
 	index := mutate.AppendManifests(mutate.IndexMediaType(empty.Index, types.OCIImageIndex),
 		mutate.IndexAddendum{Add: foreign, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "s390x"}}},
 		mutate.IndexAddendum{Add: img, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: config.Architecture}}},
 	)
-	name, err := harness.Registry.PushIndex("index:latest", index)
-	harness.Must(t, err)
+	name := harness.Get(harness.Registry.PushIndex("index:latest", index))(t)
 
 	d := harness.StartDaemon(t)
-	id, err := img.ConfigName()
-	harness.Must(t, err)
+	id := harness.Get(img.ConfigName())(t)
 	harness.Equal(t, "image_ref", d.Pull(t, name), id.String())
 	harness.Equal(t, "output", d.RunPod(t, harness.HostNetwork).Sh(t, "echo $FROM", harness.Image(name)), "index\n")
 	if want := harness.Repository(name) + "@" + harness.DigestOf(t, index); !slices.Contains(d.ImageStatus(t, name).RepoDigests, want) {
@@ -143,8 +138,7 @@ func TestLayerContent(t *testing.T) {
 func fileCapability(t *testing.T, c *harness.Container, path, want string) {
 	t.Helper()
 	value := make([]byte, 64)
-	n, err := machine.Lgetxattr(fmt.Sprintf("/proc/%d/root%s", c.Pid(t), path), "security.capability", value)
-	harness.Must(t, err)
+	n := harness.Get(machine.Lgetxattr(fmt.Sprintf("/proc/%d/root%s", c.Pid(t), path), "security.capability", value))(t)
 	harness.Equal(t, "file capability", fmt.Sprintf("%x", value[:n]), fmt.Sprintf("%x", want))
 }
 

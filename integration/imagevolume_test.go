@@ -149,8 +149,7 @@ func TestImageVolumeOutlivesImageAndDaemon(t *testing.T) {
 // Containers share the layers. Even a privileged container, which may remount, cannot write to
 // them.
 func TestImageVolumeOfPrivilegedContainer(t *testing.T) {
-	single, err := fixture.ImageOf(v1.Config{}, harness.PackLayer(t, fixture.Tree{fixture.File("file", 0o644, "content\n")}, fixture.Gzip))
-	harness.Must(t, err)
+	single := harness.Get(fixture.ImageOf(v1.Config{}, harness.PackLayer(t, fixture.Tree{fixture.File("file", 0o644, "content\n")}, fixture.Gzip)))(t)
 	name, single1 := harness.Push(t, harness.Registry, "volume:single", single)
 	_, several := volumeImage(t, "several")
 	d := harness.StartDaemon(t)
@@ -168,8 +167,7 @@ func TestImageVolumeOfPrivilegedContainer(t *testing.T) {
 // A pod with a user namespace sees the owners in the image, and not those on the host.
 func TestImageVolumeInUserNamespace(t *testing.T) {
 	owned := fixture.Tree{fixture.Dir("dir", 0o700).Owned(1001, 2001), fixture.File("dir/file", 0o600, "content\n").Owned(1001, 2001)}
-	img, err := fixture.ImageOf(v1.Config{}, harness.PackLayer(t, owned, fixture.Gzip))
-	harness.Must(t, err)
+	img := harness.Get(fixture.ImageOf(v1.Config{}, harness.PackLayer(t, owned, fixture.Gzip)))(t)
 	name, id := harness.Push(t, harness.Registry, "volume:owned", img)
 	_, several := volumeImage(t, "mapped")
 	d := harness.StartDaemon(t)

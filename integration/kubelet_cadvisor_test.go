@@ -187,8 +187,7 @@ func startContainerd(t *testing.T, bin string) *harness.Daemon {
 // recorded returns the content of recordedStatistics.
 func recorded(t *testing.T) []string {
 	t.Helper()
-	data, err := os.ReadFile(recordedStatistics)
-	harness.Must(t, err)
+	data := harness.Get(os.ReadFile(recordedStatistics))(t)
 	return strings.Split(strings.TrimSpace(string(data)), "\n")
 }
 
@@ -321,8 +320,7 @@ func (n *node) checkIdentity(t *testing.T, p *kubePod) {
 	for _, s := range pod.Status.ContainerStatuses {
 		_, ids[s.Name], _ = strings.Cut(s.ContainerID, "://")
 	}
-	rows, err := n.rows(p)
-	harness.Must(t, err)
+	rows := harness.Get(n.rows(p))(t)
 	seen := map[string]bool{}
 	for _, r := range rows {
 		kind := r.kind()
@@ -353,8 +351,7 @@ func (n *node) checkNoOthers(t *testing.T, p *kubePod) {
 	for range 5 {
 		main.Exec(t, "true")
 	}
-	rows, err := n.allRows()
-	harness.Must(t, err)
+	rows := harness.Get(n.allRows())(t)
 	for _, r := range rows {
 		if strings.Contains(r.labels["id"], main.Id+"/") && (r.labels["pod"] != "" || r.labels["container"] != "" || !machine.Cgroup2()) {
 			t.Errorf("a row of a cgroup of an exec: %v", r)
@@ -365,8 +362,7 @@ func (n *node) checkNoOthers(t *testing.T, p *kubePod) {
 // sandboxID returns the ID of the pod's only sandbox.
 func (p *kubePod) sandboxID(t *testing.T) string {
 	t.Helper()
-	all, err := p.n.d.Cri.ListPodSandbox(t.Context(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}})
-	harness.Must(t, err)
+	all := harness.Get(p.n.d.Cri.ListPodSandbox(t.Context(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}}))(t)
 	if len(all) != 1 {
 		t.Fatalf("%s has %d sandboxes", p.name, len(all))
 	}

@@ -332,8 +332,7 @@ func (n *node) metric(t *testing.T, name string) float64 {
 // userNamespaces reports whether the runtime supports user namespaces here.
 func (n *node) userNamespaces(t *testing.T) bool {
 	t.Helper()
-	status, err := n.d.Cri.Status(t.Context(), false)
-	harness.Must(t, err)
+	status := harness.Get(n.d.Cri.Status(t.Context(), false))(t)
 	return slices.ContainsFunc(status.RuntimeHandlers, func(h *runtimeapi.RuntimeHandler) bool {
 		return h.GetFeatures().GetUserNamespaces()
 	})
@@ -373,8 +372,7 @@ func (n *node) apply(t *testing.T, name, spec string) *kubePod {
 		grace := int64(1) // a shell as process 1 ignores SIGTERM
 		pod.Spec.TerminationGracePeriodSeconds = &grace
 	}
-	document, err := yaml.Marshal(&pod)
-	harness.Must(t, err)
+	document := harness.Get(yaml.Marshal(&pod))(t)
 	hidden := filepath.Join(n.manifests(), "."+name)
 	harness.Must(t, os.WriteFile(hidden, document, 0o600))
 	harness.Must(t, os.Rename(hidden, n.manifest(name)))

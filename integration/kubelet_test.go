@@ -303,8 +303,7 @@ containers:
 	if out := main.Exec(t, "ip", "-o", "address", "show", "eth0"); !strings.Contains(out, kubeletAddress) {
 		t.Errorf("the pod does not see the node's address: %s", out)
 	}
-	host, err := os.Hostname()
-	harness.Must(t, err)
+	host := harness.Get(os.Hostname())(t)
 	harness.Equal(t, "hostname", main.Exec(t, "hostname"), host)
 	harness.Equal(t, "answer", httpGet(t, "http://127.0.0.1:18080/"), "hello from a pod\n")
 }
@@ -714,7 +713,6 @@ func (n *node) testKubeletRestarted(t *testing.T) {
 	after := containerStatus(p.awaitReady(t), "main")
 	harness.Equal(t, "container", after.ContainerID, before.ContainerID)
 	harness.Equal(t, "restarts", after.RestartCount, before.RestartCount)
-	sandboxes, err := n.d.Cri.ListPodSandbox(context.Background(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}})
-	harness.Must(t, err)
+	sandboxes := harness.Get(n.d.Cri.ListPodSandbox(context.Background(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}}))(t)
 	harness.Equal(t, "number of its sandboxes", len(sandboxes), 1)
 }

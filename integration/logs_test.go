@@ -34,8 +34,7 @@ func TestLogFormat(t *testing.T) {
 			t.Errorf("record %d is older than the one before it", i)
 		}
 	}
-	info, err := os.Stat(c.LogPath())
-	harness.Must(t, err)
+	info := harness.Get(os.Stat(c.LogPath()))(t)
 	harness.Equal(t, "mode", info.Mode().Perm(), os.FileMode(0o640))
 }
 

@@ -47,8 +47,7 @@ func waitNetworkReady(t *testing.T, d *harness.Daemon, want bool) *runtimeapi.Ru
 func TestPodNetwork(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
-	ip, err := netip.ParseAddr(pod.Ip(t))
-	harness.Must(t, err)
+	ip := harness.Get(netip.ParseAddr(pod.Ip(t)))(t)
 	if !netip.MustParsePrefix("10.88.0.0/24").Contains(ip) {
 		t.Errorf("the pod's address is %s", ip)
 	}
@@ -87,11 +86,9 @@ func serveHTTP(t *testing.T, pod *harness.Pod, page string) *harness.Container {
 func httpGet(t *testing.T, url string) string {
 	t.Helper()
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	response, err := client.Get(url)
-	harness.Must(t, err)
+	response := harness.Get(client.Get(url))(t)
 	defer response.Body.Close()
-	body, err := io.ReadAll(response.Body)
-	harness.Must(t, err)
+	body := harness.Get(io.ReadAll(response.Body))(t)
 	return string(body)
 }
 
@@ -115,8 +112,7 @@ func TestHTTPBetweenPodsAndThroughHostPort(t *testing.T) {
 // nodeAddress returns the bridge's address, which is the machine's only address besides loopback.
 func nodeAddress(t *testing.T) string {
 	t.Helper()
-	link, err := net.InterfaceByName("berth0")
-	harness.Must(t, err)
+	link := harness.Get(net.InterfaceByName("berth0"))(t)
 	addresses, err := link.Addrs()
 	harness.Must(t, err)
 	for _, a := range addresses {

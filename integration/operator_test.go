@@ -358,14 +358,11 @@ func TestOperatorTerminal(t *testing.T) {
 // runInTerminal starts a command in a new pseudo-terminal.
 func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *sessions.Screen) {
 	t.Helper()
-	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)
-	harness.Must(t, err)
+	master = harness.Get(os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0))(t)
 	t.Cleanup(func() { master.Close() })
 	harness.Must(t, unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0))
-	number, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
-	harness.Must(t, err)
-	slave, err := os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|syscall.O_NOCTTY, 0)
-	harness.Must(t, err)
+	number := harness.Get(unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN))(t)
+	slave := harness.Get(os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|syscall.O_NOCTTY, 0))(t)
 	defer slave.Close()
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}

@@ -25,16 +25,13 @@ import (
 // returns the local address.
 func forwardPort(t *testing.T, p *harness.Pod, port int) string {
 	t.Helper()
-	response, err := p.D.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: p.Id, Port: []int32{int32(port)}})
-	harness.Must(t, err)
-	address, err := url.Parse(response.Url)
-	harness.Must(t, err)
+	response := harness.Get(p.D.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: p.Id, Port: []int32{int32(port)}}))(t)
+	address := harness.Get(url.Parse(response.Url))(t)
 	transport, upgrader, err := clientspdy.RoundTripperFor(sessions.Plain())
 	harness.Must(t, err)
 	stop, ready, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
 	dialer := clientspdy.NewDialer(upgrader, &http.Client{Transport: transport}, http.MethodPost, address)
-	forwarder, err := portforward.NewOnAddresses(dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", port)}, stop, ready, io.Discard, io.Discard)
-	harness.Must(t, err)
+	forwarder := harness.Get(portforward.NewOnAddresses(dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", port)}, stop, ready, io.Discard, io.Discard))(t)
 	go func() { ended <- forwarder.ForwardPorts() }()
 	select {
 	case <-ready:
@@ -45,8 +42,7 @@ func forwardPort(t *testing.T, p *harness.Pod, port int) string {
 		close(stop)
 		<-ended
 	})
-	ports, err := forwarder.GetPorts()
-	harness.Must(t, err)
+	ports := harness.Get(forwarder.GetPorts())(t)
 	return fmt.Sprintf("127.0.0.1:%d", ports[0].Local)
 }
 
@@ -99,14 +95,12 @@ func TestPortForwardHalfClosed(t *testing.T) {
 		}
 		served <- err
 	}()
-	conn, err := net.Dial("tcp", forwardPort(t, pod, server.Addr().(*net.TCPAddr).Port))
-	harness.Must(t, err)
+	conn := harness.Get(net.Dial("tcp", forwardPort(t, pod, server.Addr().(*net.TCPAddr).Port)))(t)
 	defer conn.Close()
 	_, err = io.WriteString(conn, "hello")
 	harness.Must(t, err)
 	harness.Must(t, conn.(*net.TCPConn).CloseWrite())
-	answer, err := io.ReadAll(conn)
-	harness.Must(t, err)
+	answer := harness.Get(io.ReadAll(conn))(t)
 	harness.Must(t, <-served)
 	harness.Equal(t, "answer", string(answer), "you said hello")
 }
@@ -115,21 +109,17 @@ func TestPortForwardHalfClosed(t *testing.T) {
 func TestPortForwardToClosedPort(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
-	response, err := d.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: pod.Id, Port: []int32{8393}})
-	harness.Must(t, err)
-	address, err := url.Parse(response.Url)
-	harness.Must(t, err)
+	response := harness.Get(d.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: pod.Id, Port: []int32{8393}}))(t)
+	address := harness.Get(url.Parse(response.Url))(t)
 	transport, upgrader, err := clientspdy.RoundTripperFor(sessions.Plain())
 	harness.Must(t, err)
 	conn, _, err := clientspdy.NewDialer(upgrader, &http.Client{Transport: transport}, http.MethodPost, address).Dial(portforward.PortForwardProtocolV1Name)
 	harness.Must(t, err)
 	defer conn.Close()
 	headers := http.Header{"Port": {"8393"}, "Requestid": {"1"}, "Streamtype": {"error"}}
-	failure, err := conn.CreateStream(headers)
-	harness.Must(t, err)
+	failure := harness.Get(conn.CreateStream(headers))(t)
 	headers.Set("streamType", "data")
-	data, err := conn.CreateStream(headers)
-	harness.Must(t, err)
+	data := harness.Get(conn.CreateStream(headers))(t)
 	text, err := io.ReadAll(failure)
 	harness.Must(t, err)
 	for _, part := range []string{"8393", "127.0.0.1", "[::1]", "connection refused"} {

@@ -17,8 +17,7 @@ import (
 // returns the data and errors that arrive until the session ends.
 func forwardWebSocket(t *testing.T, p *harness.Pod, port uint16, text string) (data, failure string) {
 	t.Helper()
-	response, err := p.D.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: p.Id, Port: []int32{int32(port)}})
-	harness.Must(t, err)
+	response := harness.Get(p.D.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: p.Id, Port: []int32{int32(port)}}))(t)
 	dialer := websocket.Dialer{Subprotocols: []string{"v4.channel.k8s.io"}}
 	conn, answer, err := dialer.DialContext(t.Context(), "ws"+strings.TrimPrefix(response.Url, "http"), nil)
 	harness.Must(t, err)

@@ -23,8 +23,7 @@ type program struct {
 // startProgram starts a program and appends its output to a file. The caller must stop it.
 func startProgram(t *testing.T, name, logFile string, args ...string) *program {
 	t.Helper()
-	log, err := os.OpenFile(logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	harness.Must(t, err)
+	log := harness.Get(os.OpenFile(logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600))(t)
 	defer log.Close()
 	p := &program{name: name, logFile: logFile, cmd: exec.Command(args[0], args[1:]...), exited: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = log, log

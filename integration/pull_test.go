@@ -40,8 +40,7 @@ func noise(size int) string {
 func noisyImage(t *testing.T, file string, size int) (v1.Image, v1.Layer) {
 	t.Helper()
 	layer := harness.PackLayer(t, fixture.Tree{fixture.File(file, 0o644, noise(size))}, fixture.Gzip)
-	img, err := fixture.Image(v1.Config{}, layer)
-	harness.Must(t, err)
+	img := harness.Get(fixture.Image(v1.Config{}, layer))(t)
 	return img, layer
 }
 
@@ -123,8 +122,7 @@ func TestPullDockerConfig(t *testing.T) {
 func tlsRegistry(t *testing.T, authority *authority, config *tls.Config) *fixture.Registry {
 	t.Helper()
 	config.Certificates = []tls.Certificate{authority.issue(t, "127.0.0.1")}
-	r, err := fixture.ListenRegistry("127.0.0.1:0", func(l net.Listener) net.Listener { return tls.NewListener(l, config) })
-	harness.Must(t, err)
+	r := harness.Get(fixture.ListenRegistry("127.0.0.1:0", func(l net.Listener) net.Listener { return tls.NewListener(l, config) }))(t)
 	t.Cleanup(func() { harness.Must(t, r.Close()) })
 	return r
 }
@@ -198,8 +196,7 @@ func TestConcurrentPullsShareLayer(t *testing.T) {
 	shared := harness.PackLayer(t, fixture.Tree{fixture.File("shared", 0o644, noise(1<<20))}, fixture.Gzip)
 	var names []string
 	for _, own := range []string{"a", "b", "c"} {
-		img, err := fixture.ImageOf(v1.Config{}, shared, harness.PackLayer(t, fixture.Tree{fixture.File(own, 0o644, own)}, fixture.Gzip))
-		harness.Must(t, err)
+		img := harness.Get(fixture.ImageOf(v1.Config{}, shared, harness.PackLayer(t, fixture.Tree{fixture.File(own, 0o644, own)}, fixture.Gzip)))(t)
 		name, _ := harness.Push(t, r, own+":latest", img)
 		names = append(names, name)
 	}
@@ -344,11 +341,10 @@ func TestPullResumesByRange(t *testing.T) {
 
 func blobOf(t *testing.T, l v1.Layer) []byte {
 	t.Helper()
-	rc, err := l.Compressed()
-	harness.Must(t, err)
+	rc := harness.Get(l.Compressed())(t)
 	defer rc.Close()
 	var b bytes.Buffer
-	_, err = b.ReadFrom(rc)
+	_, err := b.ReadFrom(rc)
 	harness.Must(t, err)
 	return b.Bytes()
 }
@@ -390,8 +386,7 @@ func TestPullBadLayers(t *testing.T) {
 	flipped[len(flipped)/2] ^= 1
 	otherGzip := blobOf(t, harness.PackLayer(t, fixture.Tree{fixture.File("other", 0o644, noise(256<<10+1))}, fixture.Gzip))
 
-	config, err := img.ConfigFile()
-	harness.Must(t, err)
+	config := harness.Get(img.ConfigFile())(t)
 	lying := config.DeepCopy()
 	lying.RootFS.DiffIDs[1] = v1.Hash{Algorithm: "sha256", Hex: strings.Repeat("ab", 32)}
 	lyingImage, err := mutate.ConfigFile(img, lying)
@@ -491,11 +486,9 @@ func TestPullLayersAtOnce(t *testing.T) {
 	for i := range layers {
 		all = append(all, harness.PackLayer(t, fixture.Tree{fixture.File(fmt.Sprintf("file%d", i), 0o644, noise(1000+i))}, fixture.Gzip))
 	}
-	img, err := fixture.ImageOf(v1.Config{}, all...)
-	harness.Must(t, err)
+	img := harness.Get(fixture.ImageOf(v1.Config{}, all...))(t)
 	name, id := harness.Push(t, r, "at-once:latest", img)
-	config, err := img.RawConfigFile()
-	harness.Must(t, err)
+	config := harness.Get(img.RawConfigFile())(t)
 	configDigest, _, err := v1.SHA256(bytes.NewReader(config))
 	harness.Must(t, err)
 	var arrived sync.WaitGroup
@@ -515,10 +508,8 @@ func TestPullLayersAtOnce(t *testing.T) {
 func TestPullRepeatedAndEmptyLayers(t *testing.T) {
 	same := harness.PackLayer(t, fixture.Tree{fixture.File("same", 0o644, "same")}, fixture.Gzip)
 	nothing := harness.PackLayer(t, nil, fixture.Gzip)
-	base, err := fixture.Base()
-	harness.Must(t, err)
-	img, err := fixture.ImageOf(v1.Config{}, base, same, nothing, same, nothing)
-	harness.Must(t, err)
+	base := harness.Get(fixture.Base())(t)
+	img := harness.Get(fixture.ImageOf(v1.Config{}, base, same, nothing, same, nothing))(t)
 	name, _ := harness.Push(t, harness.Registry, "repeated:latest", img)
 	d := harness.StartDaemon(t)
 	harness.Equal(t, "content", d.RunPod(t, harness.HostNetwork).Sh(t, "cat /same; echo", harness.Image(name)), "same\n")

@@ -32,8 +32,7 @@ func newRebooted(t *testing.T, d *harness.Daemon, pod []harness.PodOption, inPod
 	r.exited, r.ended = r.RunToEnd(t, append(inPod, harness.Script("echo exited; exit 9"))...)
 	r.running.WaitOutput(t, "running\n")
 	for _, c := range []*harness.Container{r.running, r.exited} {
-		content, err := os.ReadFile(c.LogPath())
-		harness.Must(t, err)
+		content := harness.Get(os.ReadFile(c.LogPath()))(t)
 		r.logs[c.LogPath()] = string(content)
 	}
 	return r
@@ -65,8 +64,7 @@ func (r *rebooted) check(t *testing.T, message string) {
 	}
 	harness.Equal(t, "the status of the container that had exited", r.exited.Status(t).String(), r.ended.String())
 	for path, want := range r.logs {
-		content, err := os.ReadFile(path)
-		harness.Must(t, err)
+		content := harness.Get(os.ReadFile(path))(t)
 		harness.Equal(t, "the log "+path, string(content), want)
 	}
 	if _, err := r.TryCreate(t, r.inPod...); err == nil {

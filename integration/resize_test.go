@@ -207,8 +207,7 @@ func TestCPUWeight(t *testing.T) {
 // shownConfig returns the pod's config from verbose PodSandboxStatus.
 func shownConfig(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxConfig {
 	t.Helper()
-	response, err := p.D.Cri.PodSandboxStatus(t.Context(), p.Id, true)
-	harness.Must(t, err)
+	response := harness.Get(p.D.Cri.PodSandboxStatus(t.Context(), p.Id, true))(t)
 	var info struct {
 		Config *runtimeapi.PodSandboxConfig `json:"config"`
 	}
@@ -241,8 +240,7 @@ func TestUpdatePodSandboxResources(t *testing.T) {
 	check(t)
 	d.Restart(t)
 	check(t)
-	again, err := d.Cri.RunPodSandbox(t.Context(), config, "")
-	harness.Must(t, err)
+	again := harness.Get(d.Cri.RunPodSandbox(t.Context(), config, ""))(t)
 	harness.Equal(t, "pod of a repeated request", again, pod.Id)
 
 	client = harness.RawRuntime(t, d)

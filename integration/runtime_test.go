@@ -62,8 +62,7 @@ func TestRuntimeHandlers(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for _, handler := range []string{"", "berth"} {
 		config := d.PodConfig(t, harness.HostNetwork)
-		id, err := d.Cri.RunPodSandbox(t.Context(), config, handler)
-		harness.Must(t, err)
+		id := harness.Get(d.Cri.RunPodSandbox(t.Context(), config, handler))(t)
 		d.Objects = append(d.Objects, id)
 		harness.Equal(t, "handler", (&harness.Pod{D: d, Id: id}).Status(t).RuntimeHandler, handler)
 	}
@@ -77,13 +76,11 @@ func TestSocket(t *testing.T) {
 	harness.Must(t, err)
 	harness.Equal(t, "mode", info.Mode().Perm(), os.FileMode(0o600))
 	for _, dir := range []string{d.Root, d.State} {
-		info, err := os.Stat(dir)
-		harness.Must(t, err)
+		info := harness.Get(os.Stat(dir))(t)
 		harness.Equal(t, "mode of "+dir, info.Mode().Perm(), os.FileMode(0o700))
 	}
 	// Invalid data on the socket has no effect.
-	conn, err := net.Dial("unix", d.Socket)
-	harness.Must(t, err)
+	conn := harness.Get(net.Dial("unix", d.Socket))(t)
 	_, err = conn.Write([]byte(strings.Repeat("garbage\r\n", 1000)))
 	if err == nil {
 		_, _ = conn.Read(make([]byte, 1))
@@ -143,8 +140,7 @@ func TestSystemdNotify(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithEnv("NOTIFY_SOCKET="+path))
 	received := func() string {
 		b := make([]byte, 4096)
-		n, err := notify.Read(b)
-		harness.Must(t, err)
+		n := harness.Get(notify.Read(b))(t)
 		return string(b[:n])
 	}
 	if m := received(); !strings.Contains(m, "READY=1") {
@@ -161,11 +157,9 @@ func TestSystemdNotify(t *testing.T) {
 func TestSocketActivation(t *testing.T) {
 	d := harness.NewDaemon(t)
 	path := d.Dir + "/activated.sock"
-	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
-	harness.Must(t, err)
+	listener := harness.Get(net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"}))(t)
 	defer listener.Close()
-	file, err := listener.File()
-	harness.Must(t, err)
+	file := harness.Get(listener.File())(t)
 	defer file.Close()
 	cmd := d.ServeCommand()
 	// As with systemd, the socket is descriptor 3, and LISTEN_PID is the daemon's process ID.
@@ -174,9 +168,8 @@ func TestSocketActivation(t *testing.T) {
 	cmd.ExtraFiles = []*os.File{file}
 	before := harness.MachineSnapshot(d)
 	harness.Must(t, cmd.Start())
-	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	harness.Must(t, err)
-	_, err = runtimeapi.NewRuntimeServiceClient(conn).Version(t.Context(), &runtimeapi.VersionRequest{}, grpc.WaitForReady(true))
+	conn := harness.Get(grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
+	_, err := runtimeapi.NewRuntimeServiceClient(conn).Version(t.Context(), &runtimeapi.VersionRequest{}, grpc.WaitForReady(true))
 	harness.Must(t, err)
 	harness.Must(t, conn.Close())
 	harness.Must(t, cmd.Process.Signal(os.Interrupt))

@@ -113,8 +113,7 @@ func TestPodHostNamespaces(t *testing.T) {
 	harness.Equal(t, "pod IP", pod.Ip(t), "")
 	options := pod.Status(t).Linux.Namespaces.Options
 	harness.Equal(t, "modes", fmt.Sprint(options.Network, options.Pid, options.Ipc), "NODE NODE NODE")
-	hostname, err := os.Hostname()
-	harness.Must(t, err)
+	hostname := harness.Get(os.Hostname())(t)
 	harness.Equal(t, "hostname", c.Exec(t, "hostname"), hostname)
 	harness.Equal(t, "comm of process 1 in /proc", c.Exec(t, "cat", "/proc/1/comm"), strings.Join(machine.ReadLines("/proc/1/comm"), ""))
 }
@@ -156,8 +155,7 @@ func TestPodFilesAreBounded(t *testing.T) {
 			c := pod.Run(t)
 			for _, file := range []string{"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"} {
 				c.Exec(t, "sh", "-c", "! dd if=/dev/zero bs=1M count=65 2>/dev/null >>"+file)
-				size, err := strconv.ParseInt(c.Exec(t, "stat", "-c", "%s", file), 10, 64)
-				harness.Must(t, err)
+				size := harness.Get(strconv.ParseInt(c.Exec(t, "stat", "-c", "%s", file), 10, 64))(t)
 				if size > limit {
 					t.Errorf("%s has %d bytes", file, size)
 				}
@@ -227,8 +225,7 @@ func TestPodResolvConf(t *testing.T) {
 	harness.Equal(t, "resolv.conf", pod.Run(t).Exec(t, "cat", "/etc/resolv.conf"),
 		"search default.svc.cluster.local cluster.local\nnameserver 10.0.0.10\nnameserver fd00::a\noptions ndots:5")
 
-	node, err := os.ReadFile("/etc/resolv.conf")
-	harness.Must(t, err)
+	node := harness.Get(os.ReadFile("/etc/resolv.conf"))(t)
 	harness.Equal(t, "resolv.conf without DNS config", d.RunPod(t).Run(t).Exec(t, "cat", "/etc/resolv.conf"), strings.TrimSuffix(string(node), "\n"))
 }
 
@@ -251,14 +248,10 @@ func TestPodCgroupParent(t *testing.T) {
 func TestPodOOMScore(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pause := d.RunPod(t).PausePID(t)
-	content, err := os.ReadFile(fmt.Sprintf("/proc/%d/oom_score_adj", pause))
-	harness.Must(t, err)
-	score, err := strconv.Atoi(strings.TrimSpace(string(content)))
-	harness.Must(t, err)
-	self, err := os.ReadFile("/proc/self/oom_score_adj")
-	harness.Must(t, err)
-	own, err := strconv.Atoi(strings.TrimSpace(string(self)))
-	harness.Must(t, err)
+	content := harness.Get(os.ReadFile(fmt.Sprintf("/proc/%d/oom_score_adj", pause)))(t)
+	score := harness.Get(strconv.Atoi(strings.TrimSpace(string(content))))(t)
+	self := harness.Get(os.ReadFile("/proc/self/oom_score_adj"))(t)
+	own := harness.Get(strconv.Atoi(strings.TrimSpace(string(self))))(t)
 	want := -998
 	if !machine.CanLowerOOMScore() {
 		want = own // the kernel refused; berth continues and logs this
@@ -356,13 +349,12 @@ func TestListPodSandboxFilters(t *testing.T) {
 func TestPodNotReadyWhenPauseDies(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
-	process, err := os.FindProcess(pod.PausePID(t))
-	harness.Must(t, err)
+	process := harness.Get(os.FindProcess(pod.PausePID(t)))(t)
 	harness.Must(t, process.Kill())
 	harness.EventuallyGot(t, "the pod is not ready", func() (bool, any) {
 		state := pod.Status(t).State
 		return state == runtimeapi.PodSandboxState_SANDBOX_NOTREADY, state
 	})
-	_, err = pod.TryCreate(t)
+	_, err := pod.TryCreate(t)
 	harness.WantCode(t, err, codes.FailedPrecondition, pod.Id)
 }

@@ -112,8 +112,7 @@ func TestExecCarriesMegabytes(t *testing.T) {
 		t.Run(p.Name, func(t *testing.T) {
 			hash := sha256.New()
 			o := remotecommand.StreamOptions{Stdin: bytes.NewReader(data), Stdout: hash}
-			code, err := p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "cat"), o)
-			harness.Must(t, err)
+			code := harness.Get(p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "cat"), o))(t)
 			harness.Equal(t, "exit code", code, 0)
 			if got, want := hash.Sum(nil), sha256.Sum256(data); !bytes.Equal(got, want[:]) {
 				t.Error("the output differs from the input")
@@ -247,11 +246,10 @@ func TestTokenIsUsedOnce(t *testing.T) {
 		address := c.ExecURL(t, o, "echo", "once")
 		token := address[strings.LastIndex(address, "/")+1:]
 		wrong := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-		response, err := wrong.Get(address + "0")
-		harness.Must(t, err)
+		response := harness.Get(wrong.Get(address + "0"))(t)
 		harness.Must(t, response.Body.Close())
 		harness.Equal(t, "status with a wrong token", response.StatusCode, http.StatusNotFound)
-		_, err = p.Stream(t.Context(), sessions.Plain(), address, o)
+		_, err := p.Stream(t.Context(), sessions.Plain(), address, o)
 		harness.Must(t, err)
 		if _, err := p.Stream(t.Context(), sessions.Plain(), address, o); err == nil {
 			t.Errorf("%s: the URL was valid for another session", p.Name)
@@ -264,8 +262,7 @@ func TestTokenIsUsedOnce(t *testing.T) {
 		}
 	}
 	// The URL is valid only for its holder and only on this node.
-	address, err := url.Parse(c.ExecURL(t, remotecommand.StreamOptions{Stdout: io.Discard}, "true"))
-	harness.Must(t, err)
+	address := harness.Get(url.Parse(c.ExecURL(t, remotecommand.StreamOptions{Stdout: io.Discard}, "true")))(t)
 	harness.Equal(t, "address", address.Hostname(), "127.0.0.1")
 }
 
@@ -399,8 +396,7 @@ func TestSessionsOverTLS(t *testing.T) {
 		return path
 	}
 	key := func(name string, k any) string {
-		der, err := x509.MarshalPKCS8PrivateKey(k)
-		harness.Must(t, err)
+		der := harness.Get(x509.MarshalPKCS8PrivateKey(k))(t)
 		return write(name, "PRIVATE KEY", der)
 	}
 	caFile := write("ca.pem", "CERTIFICATE", ca.cert.Raw)

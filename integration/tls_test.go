@@ -30,32 +30,27 @@ type authority struct {
 
 func newAuthority(t *testing.T) *authority {
 	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	harness.Must(t, err)
+	key := harness.Get(ecdsa.GenerateKey(elliptic.P256(), rand.Reader))(t)
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test authority"},
 		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
-	harness.Must(t, err)
-	cert, err := x509.ParseCertificate(der)
-	harness.Must(t, err)
+	der := harness.Get(x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key))(t)
+	cert := harness.Get(x509.ParseCertificate(der))(t)
 	return &authority{cert: cert, key: key}
 }
 
 // issue returns a certificate for a server at address, which is also valid for a client.
 func (a *authority) issue(t *testing.T, address string) tls.Certificate {
 	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	harness.Must(t, err)
+	key := harness.Get(ecdsa.GenerateKey(elliptic.P256(), rand.Reader))(t)
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: address}, IPAddresses: []net.IP{net.ParseIP(address)},
 		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 	}
-	der, err := x509.CreateCertificate(rand.Reader, template, a.cert, &key.PublicKey, a.key)
-	harness.Must(t, err)
+	der := harness.Get(x509.CreateCertificate(rand.Reader, template, a.cert, &key.PublicKey, a.key))(t)
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
 }
 
@@ -71,8 +66,7 @@ func (a *authority) requireClient() *tls.Config {
 func (a *authority) writeFiles(t *testing.T, dir string) (ca, cert, key string) {
 	t.Helper()
 	client := a.issue(t, "127.0.0.1")
-	private, err := x509.MarshalPKCS8PrivateKey(client.PrivateKey)
-	harness.Must(t, err)
+	private := harness.Get(x509.MarshalPKCS8PrivateKey(client.PrivateKey))(t)
 	write := func(name, kind string, der []byte) string {
 		path := filepath.Join(dir, name)
 		harness.Must(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))

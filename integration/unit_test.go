@@ -101,8 +101,7 @@ func (u *unitTest) testStart(t *testing.T) {
 	u.d.Stop(t)
 	harness.Systemctl(t, "start", harness.UnitName)
 	// One call on a raw connection, which does not wait for a daemon.
-	status, err := harness.RawRuntime(t, u.d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: u.c.Id})
-	harness.Must(t, err)
+	status := harness.Get(harness.RawRuntime(t, u.d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: u.c.Id}))(t)
 	harness.Equal(t, "state of the container", status.Status.State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 	harness.Systemctl(t, "stop", harness.UnitName)
 	u.d.Start(t)

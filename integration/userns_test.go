@@ -48,8 +48,7 @@ func inUserNamespace(hostID uint32) harness.ContainerOption {
 // owner returns the IDs of a file's owner on the host.
 func owner(t *testing.T, path string) string {
 	t.Helper()
-	info, err := os.Lstat(path)
-	harness.Must(t, err)
+	info := harness.Get(os.Lstat(path))(t)
 	st := info.Sys().(*syscall.Stat_t)
 	return fmt.Sprintf("%d:%d", st.Uid, st.Gid)
 }
@@ -60,8 +59,7 @@ func upperDir(d *harness.Daemon, c *harness.Container) string {
 
 func TestUserNamespaceIsOffered(t *testing.T) {
 	d := harness.StartDaemon(t)
-	status, err := d.Cri.Status(t.Context(), false)
-	harness.Must(t, err)
+	status := harness.Get(d.Cri.Status(t.Context(), false))(t)
 	for _, h := range status.RuntimeHandlers {
 		if !h.Features.UserNamespaces {
 			t.Errorf("handler %q: %v", h.Name, h.Features)
@@ -303,16 +301,14 @@ func TestSessionsInUserNamespace(t *testing.T) {
 	t.Run("exec", func(t *testing.T) {
 		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdin: strings.NewReader("hello"), Stdout: &out}
-		code, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "id -u && cat >/dev/stdout && exit 3"), o)
-		harness.Must(t, err)
+		code := harness.Get(sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "id -u && cat >/dev/stdout && exit 3"), o))(t)
 		harness.Equal(t, "exit code", code, 3)
 		harness.Equal(t, "output", out.String(), "1234\nhello")
 	})
 	t.Run("exec with a terminal", func(t *testing.T) {
 		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdin: strings.NewReader(""), Stdout: &out, Tty: true}
-		code, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "test -O $(tty) && echo mine >/dev/tty"), o)
-		harness.Must(t, err)
+		code := harness.Get(sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "test -O $(tty) && echo mine >/dev/tty"), o))(t)
 		harness.Equal(t, "exit code", code, 0)
 		harness.Equal(t, "output", out.String(), "mine\r\n")
 	})

@@ -229,10 +229,8 @@ func (w *waitTest) pulls(t *testing.T) {
 		name, _ := harness.Push(t, registry, "app:latest", img)
 		object := "image " + registry.Host
 		if path == "/blobs/" { // requests for the layer, not for the config
-			layers, err := img.Layers()
-			harness.Must(t, err)
-			diffID, err := layers[1].DiffID()
-			harness.Must(t, err)
+			layers := harness.Get(img.Layers())(t)
+			diffID := harness.Get(layers[1].DiffID())(t)
 			path, object = path+harness.DigestOf(t, layers[1]), "layer "+diffID.String()
 		}
 		registry.Hook(untilClosed(w.release, path))

@@ -246,8 +246,7 @@ func sums(t *testing.T, paths []string) map[string][sha256.Size]byte {
 	t.Helper()
 	all := map[string][sha256.Size]byte{}
 	for _, path := range paths {
-		content, err := os.ReadFile(path)
-		harness.Must(t, err)
+		content := harness.Get(os.ReadFile(path))(t)
 		all[path] = sha256.Sum256(content)
 	}
 	return all
@@ -459,8 +458,7 @@ func TestCVE_2024_25621_StateIsPrivate(t *testing.T) {
 			}
 		}
 	}
-	info, err := os.Stat(d.Socket)
-	harness.Must(t, err)
+	info := harness.Get(os.Stat(d.Socket))(t)
 	harness.Equal(t, "mode of the socket", info.Mode().Perm(), os.FileMode(0o600))
 }
 

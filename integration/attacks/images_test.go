@@ -46,8 +46,7 @@ func canary(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "canary")
 	harness.Must(t, os.WriteFile(path, []byte("the host's own"), 0o600))
 	t.Cleanup(func() {
-		content, err := os.ReadFile(path)
-		harness.Must(t, err)
+		content := harness.Get(os.ReadFile(path))(t)
 		harness.Equal(t, "a file of the host", string(content), "the host's own")
 	})
 	return path
@@ -113,13 +112,11 @@ func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 
 // rewriteManifest returns a hook that changes the manifest in answers to requests by tag.
 func rewriteManifest(t *testing.T, change func(map[string]any)) func(http.ResponseWriter, *http.Request) bool {
-	img, err := harness.BuildImage(t, v1.Config{}).RawManifest()
-	harness.Must(t, err)
+	img := harness.Get(harness.BuildImage(t, v1.Config{}).RawManifest())(t)
 	var manifest map[string]any
 	harness.Must(t, json.Unmarshal(img, &manifest))
 	change(manifest)
-	body, err := json.Marshal(manifest)
-	harness.Must(t, err)
+	body := harness.Get(json.Marshal(manifest))(t)
 	return func(w http.ResponseWriter, r *http.Request) bool {
 		if !strings.Contains(r.URL.Path, "/manifests/") {
 			return false
@@ -203,9 +200,8 @@ func TestCVE_2023_25153_DeepIndex(t *testing.T) {
 	for range 100 {
 		index = mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: index})
 	}
-	name, err := r.PushIndex("deep:latest", index)
-	harness.Must(t, err)
-	_, err = d.TryPull(t, name, nil)
+	name := harness.Get(r.PushIndex("deep:latest", index))(t)
+	_, err := d.TryPull(t, name, nil)
 	harness.WantCode(t, err, codes.FailedPrecondition, "indexes are nested")
 	if got := r.Count(http.MethodGet, ""); got > 20 {
 		t.Errorf("the daemon made %d requests for the nested indexes", got)
@@ -292,8 +288,7 @@ func TestCVE_2020_15157_CredentialsStayWithRegistry(t *testing.T) {
 	if len(stolen) > 0 {
 		t.Errorf("credentials were sent to another host: %d times", len(stolen))
 	}
-	log, err := os.ReadFile(d.LogFile())
-	harness.Must(t, err)
+	log := harness.Get(os.ReadFile(d.LogFile()))(t)
 	if bytes.Contains(log, []byte(password)) {
 		t.Error("the password is in the log")
 	}
@@ -441,16 +436,14 @@ func hugeFile(t *testing.T, path string, size int64) v1.Layer {
 	dir := machine.HostDir(t, filepath.Dir(path))
 	harness.Must(t, os.WriteFile(filepath.Join(dir, path), nil, 0o644))
 	harness.Must(t, os.Truncate(filepath.Join(dir, path), size))
-	packed, err := exec.Command("tar", "-C", dir, "--format=pax", "--sparse", "-c", path).Output()
-	harness.Must(t, err)
+	packed := harness.Get(exec.Command("tar", "-C", dir, "--format=pax", "--sparse", "-c", path).Output())(t)
 	return harness.Get(fixture.NewLayer(packed, fixture.Gzip))(t)
 }
 
 // tookLessThan fails the test if the daemon's peak memory exceeds limit bytes.
 func tookLessThan(t *testing.T, d *harness.Daemon, limit int) {
 	t.Helper()
-	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
-	harness.Must(t, err)
+	peak := harness.Get(strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0]))(t)
 	if peak > limit>>10 {
 		t.Errorf("the daemon's peak memory is %d KiB, want at most %d", peak, limit>>10)
 	}

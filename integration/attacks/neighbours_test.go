@@ -97,8 +97,7 @@ func neighbourImage(t *testing.T) string {
 // nodeOf returns the attributes of a device node that a container could change.
 func nodeOf(t *testing.T, path string) string {
 	t.Helper()
-	info, err := os.Stat(path)
-	harness.Must(t, err)
+	info := harness.Get(os.Stat(path))(t)
 	return info.Mode().String()
 }
 

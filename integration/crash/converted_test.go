@@ -45,10 +45,8 @@ func packed(t *testing.T, w *world) {
 // pullConverted pulls an image that shares two layers with the first image. It fails if these two
 // are downloaded.
 func pullConverted(t *testing.T, w *world) error {
-	img, err := secondImage()
-	harness.Must(t, err)
-	layers, err := img.Layers()
-	harness.Must(t, err)
+	img := harness.Get(secondImage())(t)
+	layers := harness.Get(img.Layers())(t)
 	fetched := func() (n int) {
 		for _, l := range layers[:2] {
 			n += harness.Registry.Count("GET", harness.Get(l.Digest())(t).String())
@@ -56,7 +54,7 @@ func pullConverted(t *testing.T, w *world) error {
 		return n
 	}
 	before := fetched()
-	err = pull(second)(t, w)
+	err := pull(second)(t, w)
 	if n := fetched() - before; n > 0 {
 		t.Errorf("%d stored layers were downloaded again", n)
 	}

@@ -71,10 +71,9 @@ func pull(which func(imageNames) string) func(*testing.T, *world) error {
 
 // moveTag pulls the first image by a tag and then pushes the second image to that tag.
 func moveTag(t *testing.T, w *world) {
-	img, err := firstImage()
-	harness.Must(t, err)
+	img := harness.Get(firstImage())(t)
 	harness.Push(t, harness.Registry, "crash/moving:1", img)
-	_, err = w.d.TryPull(t, images().tag, nil)
+	_, err := w.d.TryPull(t, images().tag, nil)
 	harness.Must(t, err)
 	img, err = secondImage()
 	harness.Must(t, err)

@@ -13,8 +13,7 @@ import (
 
 // Released binaries contain neither the names of failpoints nor the code for them.
 func TestReleasedBinariesHaveNoFailpoints(t *testing.T) {
-	all, err := points.Below("../..")
-	harness.Must(t, err)
+	all := harness.Get(points.Below("../.."))(t)
 	traces := []string{"BERTH_FAILPOINTS"}
 	for _, p := range all {
 		if strings.Contains(p.Name, "-") { // shorter names may be parts of function names
@@ -36,8 +35,7 @@ func TestReleasedBinariesHaveNoFailpoints(t *testing.T) {
 func programs(t *testing.T, dir string) (all []byte) {
 	t.Helper()
 	for _, name := range []string{"berth", "berth-shim", "berth-unpack"} {
-		content, err := os.ReadFile(filepath.Join(dir, name))
-		harness.Must(t, err)
+		content := harness.Get(os.ReadFile(filepath.Join(dir, name)))(t)
 		all = append(all, content...)
 	}
 	return all

@@ -105,8 +105,7 @@ func machineLeftovers(d *harness.Daemon, pid int, place string) []leftover {
 		}},
 		{"limit of cgroup", func(t *testing.T) func() {
 			path := filepath.Join(machine.CgroupDir(t, pid, "pids"), "pids.max")
-			old, err := os.ReadFile(path)
-			harness.Must(t, err)
+			old := harness.Get(os.ReadFile(path))(t)
 			harness.Must(t, os.WriteFile(path, []byte("1234"), 0))
 			return func() { harness.Must(t, os.WriteFile(path, bytes.TrimSpace(old), 0)) }
 		}},
@@ -130,8 +129,7 @@ func fileLeftovers(d *harness.Daemon, w *world) []leftover {
 		{"file of logs", file(filepath.Join(d.LogDir, "uid/left"), "")},
 		{"file below state", func(t *testing.T) func() { // changed content
 			path := filepath.Join(d.State, "pods", w.podID, "tmpfs/etc/hostname")
-			content, err := os.ReadFile(path)
-			harness.Must(t, err)
+			content := harness.Get(os.ReadFile(path))(t)
 			harness.Must(t, os.WriteFile(path, []byte("another\n"), 0o644))
 			return func() { harness.Must(t, os.WriteFile(path, content, 0o644)) }
 		}},
@@ -147,23 +145,20 @@ func fileLeftovers(d *harness.Daemon, w *world) []leftover {
 		})},
 		{"file below root", onLayer(w, func(t *testing.T, layer string) func() { // changed time
 			path := filepath.Join(layer, "fs/bin/program")
-			info, err := os.Stat(path)
-			harness.Must(t, err)
+			info := harness.Get(os.Stat(path))(t)
 			harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime().Add(time.Second)))
 			return func() { harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime())) }
 		})},
 		{"file below root", onLayer(w, unlinkJoined)}, // a copy in place of a hard link
 		{"file below root", func(t *testing.T) func() { // changed content of a record
 			path := filepath.Join(d.Root, "pods", w.podID+".record")
-			content, err := os.ReadFile(path)
-			harness.Must(t, err)
+			content := harness.Get(os.ReadFile(path))(t)
 			_, body, err := checkpoint.Decode("pod", content)
 			harness.Must(t, err)
 			changed := map[string]any{}
 			harness.Must(t, json.Unmarshal(body, &changed))
 			changed["selinux"] = map[string]any{"process": "left"}
-			records, err := checkpoint.OpenDir(filepath.Dir(path), "pod", 1, checkpoint.Process)
-			harness.Must(t, err)
+			records := harness.Get(checkpoint.OpenDir(filepath.Dir(path), "pod", 1, checkpoint.Process))(t)
 			harness.Must(t, records.Write(w.podID, changed))
 			return func() { harness.Must(t, os.WriteFile(path, content, 0o600)) }
 		}},
@@ -176,8 +171,7 @@ func fileLeftovers(d *harness.Daemon, w *world) []leftover {
 func daemonLeftovers(d *harness.Daemon, w *world) []leftover {
 	return []leftover{
 		{"fd of the daemon", func(t *testing.T) func() {
-			conn, err := net.Dial("unix", d.Socket)
-			harness.Must(t, err)
+			conn := harness.Get(net.Dial("unix", d.Socket))(t)
 			return func() { harness.Must(t, conn.Close()) }
 		}},
 		{"listed container", func(t *testing.T) func() {
@@ -196,11 +190,9 @@ func daemonLeftovers(d *harness.Daemon, w *world) []leftover {
 // appended adds a line to a file.
 func appended(path string) func(*testing.T) func() {
 	return func(t *testing.T) func() {
-		info, err := os.Stat(path)
-		harness.Must(t, err)
-		f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
-		harness.Must(t, err)
-		_, err = f.WriteString("left\n")
+		info := harness.Get(os.Stat(path))(t)
+		f := harness.Get(os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0))(t)
+		_, err := f.WriteString("left\n")
 		harness.Must(t, errors.Join(err, f.Close()))
 		return func() { harness.Must(t, os.Truncate(path, info.Size())) }
 	}
@@ -209,8 +201,7 @@ func appended(path string) func(*testing.T) func() {
 // onLayer applies change to the layer that contains bin/program.
 func onLayer(w *world, change func(t *testing.T, layer string) func()) func(*testing.T) func() {
 	return func(t *testing.T) func() {
-		found, err := filepath.Glob(filepath.Join(w.d.Root, "images/layers/*/fs/bin/program"))
-		harness.Must(t, err)
+		found := harness.Get(filepath.Glob(filepath.Join(w.d.Root, "images/layers/*/fs/bin/program")))(t)
 		if len(found) != 1 {
 			t.Fatalf("%d layers contain the program, want 1", len(found))
 		}
@@ -221,14 +212,12 @@ func onLayer(w *world, change func(t *testing.T, layer string) func()) func(*tes
 // unlinkJoined replaces a join's hard link to a layer's file with a copy of the same content, mode,
 // owner and time.
 func unlinkJoined(t *testing.T, layer string) func() {
-	found, err := filepath.Glob(filepath.Join(layer, "../../joins/*/fs/bin/other"))
-	harness.Must(t, err)
+	found := harness.Get(filepath.Glob(filepath.Join(layer, "../../joins/*/fs/bin/other")))(t)
 	if len(found) != 1 {
 		t.Fatalf("%d joins contain the link, want 1", len(found))
 	}
 	link := found[0]
-	info, err := os.Stat(link)
-	harness.Must(t, err)
+	info := harness.Get(os.Stat(link))(t)
 	dir, err := os.Stat(filepath.Dir(link))
 	harness.Must(t, err)
 	replace := func(make func() error) {

@@ -77,8 +77,7 @@ func emptyAddress(t *testing.T, w *world) {
 // renameProgram renames an installed program as if another version had installed it.
 func renameProgram(name string) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
-		installed, err := filepath.Glob(filepath.Join(w.d.Root, "bin", name+"-*"))
-		harness.Must(t, err)
+		installed := harness.Get(filepath.Glob(filepath.Join(w.d.Root, "bin", name+"-*")))(t)
 		if len(installed) != 1 {
 			t.Fatalf("installed programs are %v, want one", installed)
 		}
@@ -102,8 +101,7 @@ const lostExec = "reached only for an exec whose launcher is lost; if the daemon
 // allKilled fails unless each failpoint of the daemon killed it in some operation.
 func allKilled(t *testing.T, killed map[string]bool) {
 	t.Helper()
-	all, err := points.Below("../..")
-	harness.Must(t, err)
+	all := harness.Get(points.Below("../.."))(t)
 	for _, p := range all {
 		if area, _, _ := strings.Cut(p.Name, "."); area == "launcher" || area == "monitor" {
 			continue // TestShimCrash tests these programs

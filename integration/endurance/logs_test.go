@@ -93,8 +93,7 @@ func (l *rotatedLog) check(t *testing.T) int {
 	t.Helper()
 	next, end := 1, ""
 	for _, path := range append(l.old, l.c.LogPath()) {
-		file, err := os.Open(path)
-		harness.Must(t, err)
+		file := harness.Get(os.Open(path))(t)
 		for scanner := bufio.NewScanner(file); scanner.Scan(); {
 			_, text, _ := strings.Cut(scanner.Text(), " F ")
 			if end != "" {

@@ -71,8 +71,7 @@ func (d *Daemon) RunPodConfig(t *testing.T, config *runtimeapi.PodSandboxConfig)
 
 func (p *Pod) Status(t *testing.T) *runtimeapi.PodSandboxStatus {
 	t.Helper()
-	response, err := p.D.Cri.PodSandboxStatus(t.Context(), p.Id, false)
-	Must(t, err)
+	response := Get(p.D.Cri.PodSandboxStatus(t.Context(), p.Id, false))(t)
 	return response.Status
 }
 
@@ -238,8 +237,7 @@ func (c *Container) Stop(t *testing.T, grace int64) {
 
 func (c *Container) Status(t *testing.T) *runtimeapi.ContainerStatus {
 	t.Helper()
-	response, err := c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, false)
-	Must(t, err)
+	response := Get(c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, false))(t)
 	return response.Status
 }
 
@@ -380,8 +378,7 @@ func (d *Daemon) TryPull(t *testing.T, image string, auth *runtimeapi.AuthConfig
 // ImageStatus returns nil if the daemon does not have the image.
 func (d *Daemon) ImageStatus(t *testing.T, image string) *runtimeapi.Image {
 	t.Helper()
-	response, err := d.Images.ImageStatus(t.Context(), &runtimeapi.ImageSpec{Image: image}, false)
-	Must(t, err)
+	response := Get(d.Images.ImageStatus(t.Context(), &runtimeapi.ImageSpec{Image: image}, false))(t)
 	return response.Image
 }
 

@@ -81,8 +81,7 @@ const layerDriverEnv = "BERTH_TEST_LAYER_DRIVER"
 func WithLayerDriver(driver string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		if !strings.HasPrefix(d.Root, diskDir) {
-			root, err := os.MkdirTemp(diskDir, "berth-it-")
-			Must(t, err)
+			root := Get(os.MkdirTemp(diskDir, "berth-it-"))(t)
 			Must(t, os.Chmod(root, 0o711)) // same mode as Dir
 			t.Cleanup(func() { Must(t, os.RemoveAll(root)) })
 			d.Root = root
@@ -545,14 +544,12 @@ func (d *Daemon) Tail() string {
 func (d *Daemon) Clean(t *testing.T) {
 	t.Helper()
 	ctx := context.Background() // the test's own context is cancelled
-	pods, err := d.Cri.ListPodSandbox(ctx, nil)
-	Must(t, err)
+	pods := Get(d.Cri.ListPodSandbox(ctx, nil))(t)
 	for _, p := range pods {
 		Must(t, d.Cri.StopPodSandbox(ctx, p.Id))
 		Must(t, d.Cri.RemovePodSandbox(ctx, p.Id))
 	}
-	images, err := d.Images.ListImages(ctx, nil)
-	Must(t, err)
+	images := Get(d.Images.ListImages(ctx, nil))(t)
 	for _, i := range images {
 		Must(t, d.Images.RemoveImage(ctx, &runtimeapi.ImageSpec{Image: i.Id}))
 	}

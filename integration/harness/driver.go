@@ -111,8 +111,7 @@ func stopSlice(t *testing.T, slice string) {
 func cgroupDirs(t *testing.T, group string) (dirs []string) {
 	t.Helper()
 	for _, pattern := range []string{"/sys/fs/cgroup" + group, "/sys/fs/cgroup/*" + group} {
-		found, err := filepath.Glob(pattern)
-		Must(t, err)
+		found := Get(filepath.Glob(pattern))(t)
 		dirs = append(dirs, found...)
 	}
 	return dirs

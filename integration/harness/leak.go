@@ -116,8 +116,7 @@ type Heap struct{ InUse, Collections, Taken, Limit uint64 }
 // Heap reads the statistics from the daemon.
 func (d *Daemon) Heap(t *testing.T) (heap Heap) {
 	t.Helper()
-	status, err := d.Cri.Status(context.Background(), true)
-	Must(t, err)
+	status := Get(d.Cri.Status(context.Background(), true))(t)
 	Must(t, json.Unmarshal([]byte(status.Info["heap"]), &heap))
 	return heap
 }
@@ -151,8 +150,7 @@ func (d *Daemon) PodCount() int { return int(d.pods.Load()) }
 // Goroutines returns the daemon's number of goroutines.
 func (d *Daemon) Goroutines(t *testing.T) int {
 	t.Helper()
-	status, err := d.Cri.Status(context.Background(), true)
-	Must(t, err)
+	status := Get(d.Cri.Status(context.Background(), true))(t)
 	n, err := strconv.Atoi(status.Info["goroutines"])
 	if err != nil {
 		t.Fatalf("verbose Status has no number of goroutines: info is %v", status.Info)

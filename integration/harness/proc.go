@@ -24,8 +24,7 @@ func (c *Container) Pid(t *testing.T) int {
 // InitPID returns the container's init, which may still be libcontainer's.
 func (c *Container) InitPID(t *testing.T) int {
 	t.Helper()
-	response, err := c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, true)
-	Must(t, err)
+	response := Get(c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, true))(t)
 	return infoPID(t, response.Info)
 }
 
@@ -61,8 +60,7 @@ func expectsTerm(t *testing.T, pid int) error {
 // PausePID returns the pod's pause process.
 func (p *Pod) PausePID(t *testing.T) int {
 	t.Helper()
-	response, err := p.D.Cri.PodSandboxStatus(t.Context(), p.Id, true)
-	Must(t, err)
+	response := Get(p.D.Cri.PodSandboxStatus(t.Context(), p.Id, true))(t)
 	return waitProgram(t, infoPID(t, response.Info))
 }
 
@@ -96,9 +94,8 @@ func infoPID(t *testing.T, info map[string]string) int {
 // LauncherOf returns the process ID of a container's launcher, which becomes its monitor.
 func LauncherOf(t *testing.T, d *Daemon, c *Container) (pid int) {
 	t.Helper()
-	data, err := os.ReadFile(filepath.Join(d.State, "c", c.Id, "shim"))
-	Must(t, err)
-	_, err = fmt.Sscan(string(data), &pid)
+	data := Get(os.ReadFile(filepath.Join(d.State, "c", c.Id, "shim")))(t)
+	_, err := fmt.Sscan(string(data), &pid)
 	Must(t, err)
 	return pid
 }

@@ -19,8 +19,7 @@ import (
 // NewRegistry starts a registry for one test.
 func NewRegistry(t *testing.T) *fixture.Registry {
 	t.Helper()
-	r, err := fixture.NewRegistry()
-	Must(t, err)
+	r := Get(fixture.NewRegistry())(t)
 	t.Cleanup(func() { Must(t, r.Close()) })
 	return r
 }
@@ -28,10 +27,8 @@ func NewRegistry(t *testing.T) *fixture.Registry {
 // Push pushes an image and returns its name and its ID.
 func Push(t *testing.T, r *fixture.Registry, repoTag string, img v1.Image) (name, id string) {
 	t.Helper()
-	name, err := r.Push(repoTag, img)
-	Must(t, err)
-	config, err := img.ConfigName()
-	Must(t, err)
+	name = Get(r.Push(repoTag, img))(t)
+	config := Get(img.ConfigName())(t)
 	return name, config.String()
 }
 
@@ -42,22 +39,19 @@ func BuildImage(t *testing.T, config v1.Config, trees ...fixture.Tree) v1.Image 
 	for _, tree := range trees {
 		layers = append(layers, PackLayer(t, tree, fixture.Gzip))
 	}
-	img, err := fixture.Image(config, layers...)
-	Must(t, err)
+	img := Get(fixture.Image(config, layers...))(t)
 	return img
 }
 
 func PackLayer(t *testing.T, tree fixture.Tree, c fixture.Compression) v1.Layer {
 	t.Helper()
-	l, err := tree.Layer(c)
-	Must(t, err)
+	l := Get(tree.Layer(c))(t)
 	return l
 }
 
 func DigestOf(t *testing.T, d interface{ Digest() (v1.Hash, error) }) string {
 	t.Helper()
-	h, err := d.Digest()
-	Must(t, err)
+	h := Get(d.Digest())(t)
 	return h.String()
 }
 
@@ -77,8 +71,7 @@ func BasicAuth(w http.ResponseWriter, r *http.Request) bool {
 // UnusedAddress returns a loopback address without a listener.
 func UnusedAddress(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	Must(t, err)
+	l := Get(net.Listen("tcp", "127.0.0.1:0"))(t)
 	defer l.Close()
 	return l.Addr().String()
 }

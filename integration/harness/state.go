@@ -77,13 +77,11 @@ func (d *Daemon) addLists(t *testing.T, s inventory.Items) {
 			Must(t, s.AddMessage("status of container", status.Status))
 		}
 	}
-	images, err := d.Images.ListImages(ctx, nil)
-	Must(t, err)
+	images := Get(d.Images.ListImages(ctx, nil))(t)
 	for _, i := range images {
 		Must(t, s.AddMessage("listed image", i))
 	}
-	usage, err := d.Images.ImageFsInfo(ctx)
-	Must(t, err)
+	usage := Get(d.Images.ImageFsInfo(ctx))(t)
 	for _, u := range usage.ImageFilesystems {
 		Must(t, s.AddMessage("usage of images", u))
 	}

@@ -112,10 +112,8 @@ func (d *Daemon) AdoptRestarted(t *testing.T) {
 // adopt makes d refer to a daemon that d did not start.
 func (d *Daemon) adopt(t *testing.T, pid int) {
 	t.Helper()
-	process, err := os.FindProcess(pid)
-	Must(t, err)
-	file, err := pidfd.Open(pid)
-	Must(t, err)
+	process := Get(os.FindProcess(pid))(t)
+	file := Get(pidfd.Open(pid))(t)
 	exited := make(chan struct{})
 	d.Cmd, d.exited = &exec.Cmd{Process: process}, exited
 	go func() { // ends with the daemon

@@ -56,10 +56,9 @@ func gzipped(t *testing.T, plain io.Reader) registrytest.Layer {
 func zstandard(t *testing.T, plain io.Reader) registrytest.Layer {
 	t.Helper()
 	var b bytes.Buffer
-	z, err := zstd.NewWriter(&b)
-	harness.Must(t, err)
+	z := harness.Get(zstd.NewWriter(&b))(t)
 	sum := digest.SHA256.Digester()
-	_, err = io.Copy(io.MultiWriter(z, sum.Hash()), plain)
+	_, err := io.Copy(io.MultiWriter(z, sum.Hash()), plain)
 	harness.Must(t, err)
 	harness.Must(t, z.Close())
 	return registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerZstd, DiffID: sum.Digest()}
@@ -83,8 +82,7 @@ func sparse(t *testing.T, size int64) []byte {
 	path := filepath.Join(t.TempDir(), "hole")
 	harness.Must(t, os.WriteFile(path, nil, 0o644))
 	harness.Must(t, os.Truncate(path, size))
-	out, err := exec.Command("tar", "-C", filepath.Dir(path), "--format=pax", "--sparse", "-c", "hole").Output()
-	harness.Must(t, err)
+	out := harness.Get(exec.Command("tar", "-C", filepath.Dir(path), "--format=pax", "--sparse", "-c", "hole").Output())(t)
 	return out
 }
 
@@ -240,8 +238,7 @@ func TestUnusualLayers(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			_, name := image(t, gzipped(t, bytes.NewReader(packed(t, entries...))))
 			harness.Must(t, pull(t, d, name, nil))
-			content, err := os.ReadFile(canary)
-			harness.Must(t, err)
+			content := harness.Get(os.ReadFile(canary))(t)
 			harness.Equal(t, "content of the host's file", string(content), "the host's own")
 			harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))
 			noTraceOf(t, d, name)
@@ -254,10 +251,9 @@ func TestMemoryOfALayer(t *testing.T) {
 	testutil.Long(t)
 	d := startDaemon(t)
 	var b bytes.Buffer
-	z, err := zstd.NewWriter(&b, zstd.WithWindowSize(128<<20))
-	harness.Must(t, err)
+	z := harness.Get(zstd.NewWriter(&b, zstd.WithWindowSize(128<<20)))(t)
 	sum := digest.SHA256.Digester()
-	_, err = io.Copy(io.MultiWriter(z, sum.Hash()), bigFile(t, 200<<20))
+	_, err := io.Copy(io.MultiWriter(z, sum.Hash()), bigFile(t, 200<<20))
 	harness.Must(t, err)
 	harness.Must(t, z.Close())
 	// The inflated size exceeds the limit for a blob of this size. The layer is refused after the

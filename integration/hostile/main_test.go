@@ -62,14 +62,12 @@ var peakInLog = regexp.MustCompile(`msg="unpacked a layer".* peakKiB=(\d+)`)
 // bounded checks the memory peaks of the daemon and of berth-unpack.
 func bounded(t *testing.T, d *harness.Daemon) {
 	t.Helper()
-	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
-	harness.Must(t, err)
+	peak := harness.Get(strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0]))(t)
 	log, err := os.ReadFile(d.LogFile())
 	harness.Must(t, err)
 	worst := 0
 	for _, match := range peakInLog.FindAllSubmatch(log, -1) {
-		n, err := strconv.Atoi(string(match[1]))
-		harness.Must(t, err)
+		n := harness.Get(strconv.Atoi(string(match[1])))(t)
 		worst = max(worst, n)
 	}
 	t.Logf("peaks: daemon %d KiB, berth-unpack %d KiB", peak, worst)

@@ -120,8 +120,7 @@ func fixpoint(t *testing.T, f func(uint32) uint32) uint32 {
 
 func TestQuineUnpacksToItself(t *testing.T) {
 	file := quine(t)
-	z, err := gzip.NewReader(bytes.NewReader(file))
-	harness.Must(t, err)
+	z := harness.Get(gzip.NewReader(bytes.NewReader(file)))(t)
 	inflated, err := io.ReadAll(z)
 	if err != nil || !bytes.Equal(inflated, file) {
 		t.Errorf("%x\ninflates to %v\n%x", file, err, inflated)

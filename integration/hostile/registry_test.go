@@ -49,8 +49,7 @@ func document(t *testing.T, mediaType string, data []byte, header ...string) str
 
 func marshal(t *testing.T, v any) []byte {
 	t.Helper()
-	data, err := json.Marshal(v)
-	harness.Must(t, err)
+	data := harness.Get(json.Marshal(v))(t)
 	return data
 }
 
@@ -333,8 +332,7 @@ func TestHostileTokenServers(t *testing.T) {
 		attempts = append(attempts, attempt{what: name, name: ref, auth: auth, code: c.code, text: "token"})
 	}
 	allRefused(t, d, attempts)
-	log, err := os.ReadFile(d.LogFile())
-	harness.Must(t, err)
+	log := harness.Get(os.ReadFile(d.LogFile()))(t)
 	if bytes.Contains(log, []byte(auth.Password)) {
 		t.Error("the password is in the log, or in an error")
 	}

@@ -228,8 +228,7 @@ func (n *node) record(t *testing.T, random *rand.Rand, rounds, pods int) recordi
 // returns the ID of base, which is never removed.
 func (n *node) learn(t *testing.T, c *churn, base *testImage) string {
 	t.Helper()
-	img, err := n.TryPull(t, base.name, nil)
-	harness.Must(t, err)
+	img := harness.Get(n.TryPull(t, base.name, nil))(t)
 	c.history.changes = append(c.history.changes, change{"pull " + base.name, 0, c.disk.Position(), known{img: {base.name}}})
 	for _, p := range n.testImages {
 		harness.Must(t, c.pull(t.Context(), p))

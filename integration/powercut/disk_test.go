@@ -106,8 +106,7 @@ func (m *mounted) unmount(t *testing.T) {
 // newDisk makes a disk with an empty filesystem.
 func (f filesystem) newDisk(t *testing.T) *blocklog.Disk {
 	t.Helper()
-	disk, err := blocklog.New(t.TempDir(), f.size)
-	harness.Must(t, err)
+	disk := harness.Get(blocklog.New(t.TempDir(), f.size))(t)
 	t.Cleanup(func() { harness.Must(t, disk.Close()) })
 	device := attach(t, disk, t.TempDir())
 	out, err := exec.Command(f.make[0], append(f.make[1:], device.Path)...).CombinedOutput()

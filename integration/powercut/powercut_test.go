@@ -28,8 +28,7 @@ import (
 func (f filesystem) cuts(t *testing.T) int {
 	t.Helper()
 	if text := os.Getenv("BERTH_CUTS"); text != "" {
-		n, err := strconv.Atoi(text)
-		harness.Must(t, err)
+		n := harness.Get(strconv.Atoi(text))(t)
 		return n
 	}
 	if harness.Thorough() {
@@ -98,8 +97,7 @@ func (r recording) choose(random *rand.Rand) cut {
 
 func (c cut) of(t *testing.T, disk *blocklog.Disk) *blocklog.Disk {
 	t.Helper()
-	left, err := disk.Cut(t.TempDir(), c.position, c.loss, rand.New(rand.NewPCG(c.seed, 1)))
-	harness.Must(t, err)
+	left := harness.Get(disk.Cut(t.TempDir(), c.position, c.loss, rand.New(rand.NewPCG(c.seed, 1))))(t)
 	t.Cleanup(func() { harness.Must(t, left.Close()) })
 	return left
 }
@@ -190,8 +188,7 @@ func (n *node) hasLayers(t *testing.T, p *testImage) {
 func (n *node) ready(t *testing.T) {
 	t.Helper()
 	harness.Eventually(t, "the node is ready", func() error {
-		status, err := n.Cri.Status(t.Context(), false)
-		harness.Must(t, err)
+		status := harness.Get(n.Cri.Status(t.Context(), false))(t)
 		for _, c := range status.Status.Conditions {
 			if !c.Status {
 				return fmt.Errorf("%s: %s: %s", c.Type, c.Reason, c.Message)

@@ -18,8 +18,7 @@ func readLayers(t *testing.T, store string) map[string]inventory.Tree {
 		for _, kind := range []string{"layers", "joins"} {
 			for _, name := range machine.ReadDir(filepath.Join(store, root, kind)) {
 				path := filepath.Join(root, kind, name)
-				found, err := inventory.ReadTree(filepath.Join(store, path))
-				harness.Must(t, err)
+				found := harness.Get(inventory.ReadTree(filepath.Join(store, path)))(t)
 				layers[path] = found
 			}
 		}

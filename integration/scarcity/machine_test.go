@@ -192,9 +192,8 @@ func (g *limitedGroup) set(t *testing.T, file string, value any) {
 // number reads a file of the group.
 func (g *limitedGroup) number(t *testing.T, file string) (n int64) {
 	t.Helper()
-	data, err := os.ReadFile(filepath.Join(g.dir, file))
-	harness.Must(t, err)
-	_, err = fmt.Sscan(string(data), &n)
+	data := harness.Get(os.ReadFile(filepath.Join(g.dir, file)))(t)
+	_, err := fmt.Sscan(string(data), &n)
 	harness.Must(t, err)
 	return n
 }

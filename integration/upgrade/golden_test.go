@@ -118,8 +118,7 @@ func openGolden(t *testing.T, file string, sameBoot bool, opts ...harness.Daemon
 // monitor. After a reboot a created container has lost its pod.
 func checkContainer(t *testing.T, d *harness.Daemon, name, imageID string, want goldenContainer, sameBoot bool) {
 	t.Helper()
-	response, err := d.Cri.ContainerStatus(t.Context(), want.ID, false)
-	harness.Must(t, err)
+	response := harness.Get(d.Cri.ContainerStatus(t.Context(), want.ID, false))(t)
 	got := response.Status
 	if want.State == runtimeapi.ContainerState_CONTAINER_RUNNING || want.State == runtimeapi.ContainerState_CONTAINER_CREATED && !sameBoot {
 		want.State, want.ExitCode = runtimeapi.ContainerState_CONTAINER_EXITED, 255
