@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -247,3 +248,108 @@ func atMost(n int) func(int) int { return func(wanted int) int { return min(want
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 func mib(bytes float64) float64  { return bytes / (1 << 20) }
+
+const (
+	fleetPods       = 500
+	fleetContainers = 2 // in each pod, created and not started
+)
+
+// fleet fills a node with more pods than any node has. It measures lists and a restart of the
+// daemon.
+var fleet = experiment{
+	name: "500 pods with 1,000 containers", rows: []string{"list-1000", "restart-500"}, applies: ownImages, oneByOne: true,
+	warmUp: 1, samples: wanted, limit: 6 * time.Minute, budget: time.Minute,
+	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
+		return nil, inParallel(ctx, fleetPods, func(ctx context.Context, _ int) error {
+			pod, err := s.RunSandbox(ctx, true)
+			if err != nil {
+				return err
+			}
+			for range fleetContainers {
+				if err := pod.CreateContainer(ctx); err != nil {
+					return fmt.Errorf("CreateContainer: %w", err)
+				}
+			}
+			return nil
+		})
+	},
+	sample: func(ctx context.Context, c *contestant) (values, error) {
+		v := values{}
+		for range 3 {
+			n, took, err := c.s.ListContainers(ctx)
+			if err != nil {
+				return nil, err
+			}
+			if c.s.Daemon != nil && n != fleetPods*fleetContainers {
+				return nil, fmt.Errorf("ListContainers: %d containers, want %d", n, fleetPods*fleetContainers)
+			}
+			v["list-1000"] = append(v["list-1000"], ms(took))
+		}
+		if c.s.Daemon != nil {
+			took, err := c.s.Restart(ctx, fleetPods)
+			if err != nil {
+				return nil, err
+			}
+			v["restart-500"] = []float64{took.Seconds()}
+		}
+		return v, nil
+	},
+}
+
+const (
+	idlePods = 100
+	// idleTime exceeds the longest period of any runtime's background work. berth counts files
+	// every five minutes.
+	idleTime = 6 * time.Minute
+)
+
+// idle measures a node with idle pods and no requests. All runtimes are idle at the same time,
+// except while the pods of others start.
+var idle = experiment{
+	name: "100 pods, idle", rows: []string{"cpu-idle-100"}, applies: plugins, samples: once, limit: idleTime + 3*time.Minute,
+	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
+		err := inParallel(ctx, idlePods, func(ctx context.Context, _ int) error {
+			_, _, err := s.Start(ctx, true)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+		// By then caches are filled, and freed memory has returned to the kernel.
+		if _, err := s.SettledMemory(ctx); err != nil {
+			return nil, err
+		}
+		used, err := s.CPU()
+		return idleSince{time.Now(), used}, err
+	},
+	sample: func(ctx context.Context, c *contestant) (values, error) {
+		since := c.state.(idleSince)
+		if !c.s.AccountsCPU() {
+			return nil, nil
+		}
+		if err := wait(ctx, time.Until(since.at.Add(idleTime))); err != nil {
+			return nil, err
+		}
+		used, err := c.s.CPU()
+		return values{"cpu-idle-100": {100 * float64(used-since.used) / float64(time.Since(since.at))}}, err
+	},
+}
+
+// idleSince holds the time at which a runtime became idle, and its CPU time then.
+type idleSince struct {
+	at   time.Time
+	used time.Duration
+}
+
+// wait waits for d. It returns at once if d is not positive.
+func wait(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// once is the number of samples of a slow experiment.
+func once(int) int { return 1 }

@@ -1,6 +1,7 @@
 package crash
 
 import (
+	"bytes"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -13,6 +14,7 @@ import (
 	"berth/integration/harness"
 	"berth/integration/inventory"
 	"berth/integration/machine"
+	"berth/internal/failpoint/points"
 	"berth/internal/testutil"
 )
 
@@ -299,4 +301,45 @@ func (w *world) clean(t *testing.T) {
 	}
 	harness.Must(t, os.RemoveAll(w.d.LogDir)) // removed by kubelet
 	harness.Must(t, os.Mkdir(w.d.LogDir, 0o700))
+}
+
+// The daemon also starts this program as an NRI plugin.
+func TestMain(m *testing.M) {
+	if !isPlugin() {
+		harness.MainWithFailpoints(m)
+	}
+	if err := runPlugin(); err != nil {
+		fmt.Fprintln(os.Stderr, "plugin:", err)
+		os.Exit(1)
+	}
+}
+
+// Released binaries contain neither the names of failpoints nor the code for them.
+func TestReleasedBinariesHaveNoFailpoints(t *testing.T) {
+	all := harness.Get(points.Below("../.."))(t)
+	traces := []string{"BERTH_FAILPOINTS"}
+	for _, p := range all {
+		if strings.Contains(p.Name, "-") { // shorter names may be parts of function names
+			traces = append(traces, p.Name)
+		}
+	}
+	released, with := programs(t, harness.ReleasedBinaries()), programs(t, harness.BinDir)
+	for _, name := range traces {
+		if bytes.Contains(released, []byte(name)) {
+			t.Errorf("a released binary contains %q", name)
+		}
+		if !bytes.Contains(with, []byte(name)) {
+			t.Errorf("no binary with failpoints contains %q, so this test would not find it", name)
+		}
+	}
+}
+
+// programs returns the concatenated content of the programs in a directory.
+func programs(t *testing.T, dir string) (all []byte) {
+	t.Helper()
+	for _, name := range []string{"berth", "berth-shim", "berth-unpack"} {
+		content := harness.Get(os.ReadFile(filepath.Join(dir, name)))(t)
+		all = append(all, content...)
+	}
+	return all
 }

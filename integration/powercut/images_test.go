@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -12,9 +13,12 @@ import (
 	"github.com/opencontainers/go-digest"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image"
 	"berth/image/layer"
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/inventory"
+	"berth/integration/machine"
 )
 
 // testImage is a pulled image, with the content of its layers and a file that identifies it.
@@ -163,4 +167,20 @@ func (h history) latest() known {
 		return h.before
 	}
 	return h.changes[len(h.changes)-1].after
+}
+
+// readLayers reads the layers and joins of an image store, of all drivers, by path.
+func readLayers(t *testing.T, store string) map[string]inventory.Tree {
+	t.Helper()
+	layers := map[string]inventory.Tree{}
+	for _, root := range image.LayerRoots("") {
+		for _, kind := range []string{"layers", "joins"} {
+			for _, name := range machine.ReadDir(filepath.Join(store, root, kind)) {
+				path := filepath.Join(root, kind, name)
+				found := harness.Get(inventory.ReadTree(filepath.Join(store, path)))(t)
+				layers[path] = found
+			}
+		}
+	}
+	return layers
 }
