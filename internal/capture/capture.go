@@ -1,11 +1,11 @@
-// Package capture keeps the output of a program to the last byte.
+// Package capture reads the complete output of a program.
 //
 // # Contract
 //
-// Everything that the program has written before its end is kept, up to a limit, however busy this
-// process is. A child that inherited the output does not delay the end. os/exec's own pipes cannot
-// do both: after WaitDelay it closes them, whether or not their content was read (seen at a load of
-// 28 on two CPUs with a delay of 500 ms).
+// It keeps the output that the program wrote before its exit, up to a limit, even if this process
+// is busy. A child that inherited the output does not delay the end. os/exec's pipes cannot do
+// both: after WaitDelay they are closed, even if their content was not read (seen at a load of 28
+// on two CPUs with a delay of 500 ms).
 package capture
 
 import (
@@ -32,7 +32,7 @@ type Output struct {
 func New(limit int) (*Output, error) {
 	r, w, err := os.Pipe()
 	if err != nil {
-		return nil, fmt.Errorf("make a pipe for output: %w", err)
+		return nil, fmt.Errorf("create a pipe for output: %w", err)
 	}
 	o := &Output{max: limit, read: r, write: w, stopped: make(chan struct{})}
 	go o.follow()
@@ -42,8 +42,8 @@ func New(limit int) (*Output, error) {
 // File returns the file to pass to the program. It is valid until Started.
 func (o *Output) File() *os.File { return o.write }
 
-// Started closes this process's copy of the file once the program has it. A caller that does not
-// call it must call End.
+// Started closes this process's copy of the file, once the program has the file. A caller that does
+// not call Started must call End.
 func (o *Output) Started() error {
 	w := o.write
 	o.write = nil
@@ -57,18 +57,18 @@ func (o *Output) follow() {
 	for {
 		n, err := o.read.Read(buf)
 		o.keep(buf[:n])
-		if err != nil { // all writers are gone, or End
+		if err != nil { // all writers have closed the pipe, or End was called
 			return
 		}
 	}
 }
 
-// maxLeft bounds how much End reads, in bytes: the size of the largest pipe. A surviving child
+// maxLeft limits how much End reads, in bytes: the size of the largest pipe. A surviving child
 // could write forever.
 const maxLeft = 1 << 20
 
-// End reads the rest without waiting for more, and closes everything. The program must have ended,
-// or not have been started.
+// End reads the remaining output without waiting for more, and closes everything. The program must
+// have exited, or must not have been started.
 func (o *Output) End() error {
 	err := o.read.SetReadDeadline(time.Unix(1, 0))
 	if err == nil {

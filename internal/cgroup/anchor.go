@@ -11,19 +11,19 @@ import (
 	"github.com/opencontainers/runc/libcontainer/system/kernelversion"
 )
 
-// Anchor moves a process into the cgroup that it is already in. This has no effect but one: the
-// next move of any process is faster.
+// Anchor moves a process into the cgroup that already contains it. The only effect is that the next
+// move of any process is faster.
 //
 // To move a process into a cgroup the kernel takes a lock (cgroup_threadgroup_rwsem). Taking it
 // waits for an RCU grace period (5 to 15 ms), unless it was taken within the last one. The mount
-// option favordynmods (Linux 6.0) changes that for the whole machine. A process that is born in its
+// option favordynmods (Linux 6.0) changes that for the whole machine. A process that starts in its
 // cgroup (clone3 with CLONE_INTO_CGROUP, v2 only) does not need the lock.
 type Anchor struct {
 	pid   string
-	procs string // cgroup.procs of its cgroup
+	procs string // cgroup.procs of the process's cgroup
 }
 
-// AnchorOf finds the cgroup of a process, which must not be moved from then on.
+// AnchorOf finds the cgroup of a process, which must stay in this cgroup.
 func AnchorOf(pid int) (*Anchor, error) {
 	s := &Anchor{pid: strconv.Itoa(pid)}
 	paths, err := cgroups.ParseCgroupFile("/proc/" + s.pid + "/cgroup")
@@ -35,7 +35,7 @@ func AnchorOf(pid int) (*Anchor, error) {
 		const any = "freezer" // all hierarchies share the lock
 		path, ok := paths[any]
 		if !ok {
-			return nil, errors.New("there is no freezer hierarchy")
+			return nil, errors.New("no freezer hierarchy is mounted")
 		}
 		dir = filepath.Join(root, any, path)
 	}
@@ -44,14 +44,14 @@ func AnchorOf(pid int) (*Anchor, error) {
 }
 
 // MovesItself reports whether a process with one thread can move itself into a group without that
-// lock. It can on cgroup v1, through lists of threads, since Linux 5.5 (9a3284fad42f). With the
-// systemd driver systemd moves it.
+// lock. It can on cgroup v1, through lists of threads, since Linux 5.5 (9a3284fad42f). It cannot
+// with the systemd driver, because systemd moves the process.
 func MovesItself(systemd bool) bool {
 	if systemd || cgroups.IsCgroup2UnifiedMode() {
 		return false
 	}
 	without, err := kernelversion.GreaterEqualThan(kernelversion.KernelVersion{Kernel: 5, Major: 5})
-	return err == nil && without // else it is moved, as elsewhere
+	return err == nil && without // without the file the caller moves the process
 }
 
 // root is where hierarchies are mounted.

@@ -1,6 +1,6 @@
-// Package cgroup controls a container's cgroup, which it finds through the runtime-spec path alone:
-// kill, remove, limit. So processes that a lost shim left behind can be killed with nothing but the
-// container's ID. libcontainer creates the cgroup.
+// Package cgroup kills, removes and limits a container's cgroup, which it finds by the runtime-spec
+// path. So the container's ID suffices to kill processes that a lost shim left behind. libcontainer
+// creates the cgroup.
 //
 // All operations are idempotent: killing, emptying or removing a cgroup that does not exist
 // succeeds. Functions that take a directory (KillDir, ProcsIn) work on any cgroup.
@@ -91,8 +91,8 @@ func (g *Group) dirs() []string {
 	return dirs
 }
 
-// Dir returns the group's directory in the hierarchy of a v1 controller, or "" if that is not
-// mounted. On v2 all controllers share one directory.
+// Dir returns the group's directory in the hierarchy of a v1 controller, or "" if the controller is
+// not mounted. On v2 all controllers share one directory.
 func (g *Group) Dir(controller string) string { return g.mgr.Path(controller) }
 
 // Paths returns the group's directories by controller on v1, or under "" on v2. They need not
@@ -159,8 +159,8 @@ func (g *Group) OOMKills() (uint64, error) {
 	return 0, nil
 }
 
-// Kill sends SIGKILL to every process in the group and waits until none is left. It repeats this
-// until ctx ends, because processes may be forking, frozen, or in uninterruptible sleep.
+// Kill sends SIGKILL to every process in the group and waits until all have exited. It repeats the
+// signal until ctx ends, because processes may be forking, frozen, or in uninterruptible sleep.
 func (g *Group) Kill(ctx context.Context) error {
 	failpoint.Reach("cgroup.kill")
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
@@ -184,8 +184,8 @@ func (g *Group) Kill(ctx context.Context) error {
 }
 
 // Signal sends SIGKILL to all current processes of the group and does not wait. On v2 the kernel
-// does so in one step, also in frozen groups (Linux 5.14). On v1 Signal freezes the group so that
-// no fork escapes, and thaws it so that the processes act on the signal.
+// kills them in one step, even in frozen groups (Linux 5.14). On v1 Signal freezes the group so
+// that no fork escapes, and thaws it so that the processes receive the signal.
 func (g *Group) Signal() error {
 	if cgroups.IsCgroup2UnifiedMode() {
 		err := writeFile(filepath.Join(g.mgr.Path(""), "cgroup.kill"), "1")
@@ -231,8 +231,8 @@ func (g *Group) freeze() error {
 	return ignoreGone(writeFile(filepath.Join(dir, name), frozen))
 }
 
-// thaw thaws the group and its descendants. A process that was killed while it froze one of these
-// would leave its processes frozen and unable to die.
+// thaw thaws the group and its descendants. A process that froze a group and was killed before the
+// thaw would leave frozen processes that cannot exit.
 func (g *Group) thaw() error {
 	dir, name, _, thawed := g.freezerFile()
 	if dir == "" {
@@ -253,9 +253,9 @@ func ignoreGone(err error) error {
 	return err
 }
 
-// Destroy removes the group and its descendants. Their processes must be gone. While the kernel
+// Destroy removes the group and its descendants. Their processes must have exited. While the kernel
 // reports the group as busy, because processes are still being reaped, Destroy retries until ctx
-// ends. It waits for systemd no longer than that either.
+// ends. It waits for systemd until ctx ends, too.
 func (g *Group) Destroy(ctx context.Context) error {
 	var err error
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
@@ -276,9 +276,9 @@ func (g *Group) Destroy(ctx context.Context) error {
 	}
 }
 
-// destroyOnce gives up when ctx ends. The library (0.0.6) waits up to 30 seconds for systemd and
-// takes no context. The goroutine left behind ends then, and may still remove the group, as
-// intended.
+// destroyOnce tries to remove the group until ctx ends. The library (0.0.6) waits up to 30 seconds
+// for systemd and takes no context. The goroutine that calls it may outlive destroyOnce for that
+// time, and may still remove the group, as intended.
 func (g *Group) destroyOnce(ctx context.Context) error {
 	done := make(chan error, 1)
 	go func() { done <- g.mgr.Destroy() }()
@@ -291,8 +291,8 @@ func (g *Group) destroyOnce(ctx context.Context) error {
 }
 
 // RemoveIdle removes the group if it has no processes and no descendants, and reports whether it is
-// gone. It saves freezing and listing the group of a container that has ended by itself. It returns
-// false with the systemd driver, because systemd must remove its units.
+// gone. For an exited container it saves freezing and listing the group. It returns false with the
+// systemd driver, because systemd must remove its units.
 func (g *Group) RemoveIdle() bool {
 	if g.systemd {
 		return false
@@ -300,7 +300,7 @@ func (g *Group) RemoveIdle() bool {
 	failpoint.Reach("cgroup.remove-idle")
 	idle := true
 	for _, dir := range inRemovalOrder(g.Paths()) {
-		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: in use, probably in the other hierarchies too
+		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: in use, probably in the other hierarchies as well
 			idle = false
 			break
 		}
@@ -309,8 +309,8 @@ func (g *Group) RemoveIdle() bool {
 	return idle
 }
 
-// inRemovalOrder returns directories in a safe order of removal while processes remain. The
-// freezer's is last, because only the freezer stops processes that fork while they are killed. On
+// inRemovalOrder returns directories in an order that is safe while processes remain. The freezer's
+// directory is last, because only the freezer stops processes that fork while they are killed. On
 // v1 a privileged process can leave one hierarchy and stay in the others.
 func inRemovalOrder(paths map[string]string) []string {
 	last := paths["freezer"]

@@ -18,13 +18,12 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Children are cgroups below the daemon's own in one hierarchy, for programs that the daemon runs.
-// The group makes it possible to kill a program with all its descendants. The hierarchy is v2's
-// where it is mounted, also beside v1's, else v1's freezer. Both can kill a group that forks. No
-// controller is enabled, so the daemon may stay in the parent group, and usage is accounted to the
-// daemon.
+// Children are cgroups below the daemon's, for programs that the daemon runs. With its cgroup a
+// program can be killed with all its descendants. Children uses cgroup v2 if it is mounted, even
+// beside v1, otherwise v1's freezer. Both can kill a group that forks. No controller is enabled, so
+// the daemon may stay in the parent group, and usage is accounted to the daemon.
 type Children struct {
-	parent string // directory of the daemon's own cgroup
+	parent string // directory of the daemon's cgroup
 	v1     bool
 }
 
@@ -37,8 +36,8 @@ func FindChildren() (*Children, error) {
 	return childrenIn(root, own)
 }
 
-// childrenIn is FindChildren with the directory below which hierarchies are mounted, and the
-// daemon's cgroups by controller (v2's under "").
+// childrenIn implements FindChildren. mounts is the directory below which hierarchies are mounted;
+// own has the daemon's cgroups by controller (v2's under "").
 func childrenIn(mounts string, own map[string]string) (*Children, error) {
 	for _, hierarchy := range []struct {
 		dir, controller string
@@ -54,7 +53,7 @@ func childrenIn(mounts string, own map[string]string) (*Children, error) {
 		}
 		parent := filepath.Join(hierarchy.dir, path)
 		if strings.HasPrefix(path, "/..") || unix.Access(parent, unix.W_OK) != nil {
-			parent = hierarchy.dir // the own cgroup is outside the mounted subtree
+			parent = hierarchy.dir // the daemon's cgroup is outside the mounted subtree
 		}
 		return &Children{parent: parent, v1: hierarchy.v1}, nil
 	}
@@ -94,17 +93,17 @@ func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 	return cmd.Start()
 }
 
-// startByThread lets a thread of the daemon enter the cgroup, start the command and leave again. On
-// v1 each thread has a cgroup, and a process starts in the cgroup of its creator. A thread that
-// moves itself through the list of threads waits for no RCU grace period (see Anchor). If the
-// thread cannot leave, it ends with its goroutine, because commands that it started later would
-// also be in the cgroup. The command is then killed, because the caller does not wait for a process
-// whose start failed.
+// startByThread moves a thread of the daemon into the cgroup, starts the command from it, and moves
+// the thread back. On v1 each thread has a cgroup, and a process starts in the cgroup of its
+// creator. A thread that moves itself through the list of threads waits for no RCU grace period
+// (see Anchor). If the thread cannot move back, startByThread ends the thread with its goroutine,
+// because commands that it started later would also be in the cgroup. It then kills the command,
+// because the caller does not wait for a process whose start failed.
 func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
-		if unix.Gettid() == os.Getpid() { // the process's first thread never ends, so use another one
+		if unix.Gettid() == os.Getpid() { // the process's first thread cannot end, so use another one
 			done <- c.startByThread(cmd, dir)
 			runtime.UnlockOSThread()
 			return
@@ -128,7 +127,7 @@ func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	return <-done
 }
 
-// discard kills a started command and reaps it. Its exit status does not matter.
+// discard kills a started command and reaps it. It ignores the exit status.
 func discard(cmd *exec.Cmd) error {
 	if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("kill %s: %w", cmd.Path, err)
@@ -144,7 +143,8 @@ func HasProcesses(dir string) (bool, error) {
 	return len(pids) > 0, err
 }
 
-// KillChild kills all processes in a child's directory and below it. It gives up after patience.
+// KillChild kills all processes in a child's directory and below it. It fails if they still exist
+// after patience.
 func KillChild(dir string, patience time.Duration) error {
 	pids, err := ProcsIn(dir)
 	if err != nil {
@@ -152,7 +152,7 @@ func KillChild(dir string, patience time.Duration) error {
 	}
 	for _, pid := range pids {
 		if pid == os.Getpid() { // a thread of startByThread could not leave
-			return fmt.Errorf("kill cgroup %s: the daemon itself is in it", dir)
+			return fmt.Errorf("kill cgroup %s: it contains the daemon", dir)
 		}
 	}
 	return KillDir(dir, patience)

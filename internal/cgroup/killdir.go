@@ -13,10 +13,10 @@ import (
 	"berth/internal/failpoint"
 )
 
-// KillDir sends SIGKILL to all processes in dir and below until none is left. It repeats this
-// because processes may be forking, frozen, or in uninterruptible sleep. It gives up after
-// patience. It succeeds if dir does not exist. The monitor has the same function in
-// shim/monitor/killtree.c.
+// KillDir sends SIGKILL to all processes in dir and below it until all have exited. It repeats the
+// signal, because processes may be forking, frozen, or in uninterruptible sleep. It fails if they
+// still exist after patience. It succeeds if dir does not exist. The monitor has the same function
+// in shim/monitor/killtree.c.
 func KillDir(dir string, patience time.Duration) error {
 	deadline := time.Now().Add(patience)
 	for delay := time.Millisecond; ; delay = min(2*delay, 50*time.Millisecond) {
@@ -32,8 +32,8 @@ func KillDir(dir string, patience time.Duration) error {
 	}
 }
 
-// killRound kills the current processes: in one step on cgroup v2 (Linux 5.14), else in a frozen
-// group, so that no fork escapes.
+// killRound kills the current processes: in one step on cgroup v2 (Linux 5.14), otherwise in a
+// frozen group, so that no fork escapes.
 func killRound(dir string) error {
 	if err := writeFile(dir+"/cgroup.kill", "1"); err == nil {
 		return nil
@@ -42,7 +42,7 @@ func killRound(dir string) error {
 	if exists(dir + "/cgroup.freeze") { // v2 before Linux 5.14
 		freezer, frozen, thawed = dir+"/cgroup.freeze", "1", "0"
 	}
-	freezeErr := freezeDir(freezer, frozen) // without a freezer it takes more rounds
+	freezeErr := freezeDir(freezer, frozen) // an error is not fatal: without a freezer the kill needs more rounds
 	if gone(freezeErr) {
 		freezeErr = nil
 	}
@@ -59,8 +59,8 @@ func killRound(dir string) error {
 // prevent that.
 const freezePatience = 200 * time.Millisecond
 
-// freezeDir freezes a cgroup and waits until it is frozen. The freezer of v1 answers while
-// processes still run. Thousands of processes can then fork faster than they are killed.
+// freezeDir freezes a cgroup and waits until it is frozen. The freezer of v1 confirms the write
+// while processes still run. Thousands of processes can then fork faster than they are killed.
 func freezeDir(freezer, frozen string) error {
 	for deadline := time.Now().Add(freezePatience); ; time.Sleep(time.Millisecond) {
 		if err := writeFile(freezer, frozen); err != nil {

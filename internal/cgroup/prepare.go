@@ -13,9 +13,9 @@ import (
 // searches for them.
 var hierarchies atomic.Pointer[map[string]string]
 
-// pathsOf returns a group's directory in each v1 hierarchy, or nil if the library should search,
-// which takes a hundred system calls per group. A hierarchy mounted later is used after the
-// daemon's next start.
+// pathsOf returns a group's directory in each v1 hierarchy. It returns nil if the library should
+// search, which takes a hundred system calls per group. The daemon uses a hierarchy that is mounted
+// later only after its next start.
 func pathsOf(cfg *cgroups.Cgroup) map[string]string {
 	roots := hierarchies.Load()
 	if roots == nil || cfg.Systemd {
@@ -28,8 +28,9 @@ func pathsOf(cfg *cgroups.Cgroup) map[string]string {
 	return paths
 }
 
-// Prepare makes the library inspect this machine now. The library does so once and keeps an error
-// for good. A daemon out of descriptors at its first use of a cgroup could never use one again.
+// Prepare makes the library inspect this machine now. The library inspects it only once and keeps
+// an error forever. A daemon without free descriptors at its first use of a cgroup could never use
+// one again.
 func Prepare() error {
 	cgroups.HugePageSizes()
 	dir := "/sys/fs/cgroup"

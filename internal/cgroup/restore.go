@@ -13,8 +13,8 @@ import (
 	"github.com/opencontainers/cgroups"
 )
 
-// Files that an update may write: by v1 hierarchy, and on v2 besides those it names. They are
-// globs, because each size of huge pages has its own file.
+// Files that an update may write: all of a v1 hierarchy, or the fixed ones on v2, where an update
+// may also name others. They are globs, because each size of huge pages has a separate file.
 var (
 	v1Limits = map[string][]string{
 		"memory": {
@@ -34,7 +34,7 @@ var (
 	}
 )
 
-// limit is a file of a cgroup and its content.
+// limit is a file of a cgroup and the content to restore.
 type limit struct{ path, content string }
 
 // limits reads every file that an update may change. unified has v2 settings by name.
@@ -76,7 +76,7 @@ func (g *Group) limits(unified map[string]string) ([]limit, error) {
 // restore sets the previous limits. The files come last, because systemd writes a unit's properties
 // to them.
 func (g *Group) restore(before []limit) error {
-	return errors.Join(g.restoreFiles(before), g.tellSystemd(before), g.restoreFiles(before))
+	return errors.Join(g.restoreFiles(before), g.restoreUnit(before), g.restoreFiles(before))
 }
 
 // restoreFiles restores changed files in two passes, because limits depend on each other. For
@@ -120,12 +120,12 @@ var noLimit = map[string]string{
 	"io.latency":    "target=0",
 }
 
-// lines returns the writes that turn the content now into the previous one.
+// lines returns the writes that change the content from now to the previous content.
 func (l limit) lines(now string) []string {
 	lines := strings.Split(strings.TrimSuffix(l.content, "\n"), "\n")
 	reset, keyed := noLimit[filepath.Base(l.path)]
 	if !keyed {
-		return lines // the cpuset was empty, and an empty line empties it
+		return lines // the cpuset was empty, and an empty line empties it again
 	}
 	was := map[string]bool{"": true}
 	for _, line := range lines {
@@ -141,9 +141,9 @@ func (l limit) lines(now string) []string {
 	return lines
 }
 
-// tellSystemd restores the properties of the group's unit, because systemd writes them to the files
-// again when it reloads.
-func (g *Group) tellSystemd(before []limit) error {
+// restoreUnit restores the properties of the group's systemd unit, because systemd writes them to
+// the files again when it reloads.
+func (g *Group) restoreUnit(before []limit) error {
 	if !g.systemd || !cgroups.IsCgroup2UnifiedMode() {
 		return nil
 	}
@@ -166,7 +166,7 @@ func resourcesOf(limits []limit) *cgroups.Resources {
 		case "memory.min",
 			"memory.high",
 			"memory.swap.max",
-			"pids.max": // memory.swap.max too, because a sum cannot express "no swap" to systemd
+			"pids.max": // includes memory.swap.max, because a sum cannot express "no swap" to systemd
 			r.Unified[name] = fields[0]
 		case "cpu.weight":
 			r.CpuWeight = uint64(max(number(fields[0]), 0))

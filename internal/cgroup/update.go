@@ -16,19 +16,19 @@ import (
 	"berth/internal/failpoint"
 )
 
-// ErrMemoryInUse means that a group uses more memory than its new limit allows, not counting memory
-// that the kernel could reclaim.
+// ErrMemoryInUse means that a group uses more memory than its new limit allows. Memory that the
+// kernel could reclaim does not count.
 var ErrMemoryInUse = errors.New("more memory in use than the new limit allows")
 
-// ErrNoSuchSetting means that this kernel, or this group's controllers, lack a v2 setting that was
-// given by name.
+// ErrNoSuchSetting means that this kernel, or this group's controllers, lack a v2 setting that the
+// caller named.
 var ErrNoSuchSetting = errors.New("no such setting")
 
-// Update sets resource limits: all of them, or none if it returns an error. Fields that r leaves
-// out keep their values. restore sets the previous limits.
+// Update sets resource limits. If it returns an error, it has set none of them. Fields that r
+// leaves out keep their values. restore sets the previous limits.
 //
-// Errors: ErrMemoryInUse, ErrNoSuchSetting, the kernel's (EINVAL, ERANGE for invalid values), or
-// systemd's.
+// Errors: ErrMemoryInUse, ErrNoSuchSetting, and errors of the kernel (EINVAL, ERANGE for invalid
+// values) or systemd.
 func (g *Group) Update(r *specs.LinuxResources) (restore func() error, err error) {
 	before, err := g.limits(r.Unified)
 	if err != nil {
@@ -44,7 +44,7 @@ func (g *Group) Update(r *specs.LinuxResources) (restore func() error, err error
 	return restore, nil
 }
 
-// set writes the files first, also with the systemd driver. systemd accepts nearly all values, and
+// set writes the files first, even with the systemd driver. systemd accepts nearly all values, and
 // would retry refused ones at every reload.
 func (g *Group) set(r *cgroups.Resources) error {
 	failpoint.Reach("cgroup.set-limits")
@@ -62,9 +62,9 @@ func (g *Group) set(r *cgroups.Resources) error {
 	return err
 }
 
-// makeRoom makes v2 refuse a limit below the memory in use, as v1 does. The v2 kernel would kill
-// processes instead until the limit holds. It ignores limits that are not lowered, and page cache,
-// which the kernel reclaims first.
+// makeRoom makes v2 refuse a limit below the memory in use, as v1 does. Without it the v2 kernel
+// would kill processes until the limit holds. makeRoom ignores limits that are not lowered, and
+// page cache, which the kernel reclaims first.
 func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if memory == nil || memory.Limit == nil || *memory.Limit <= 0 {
 		return nil
@@ -86,7 +86,7 @@ func makeRoomIn(dir string, limit int64) error {
 	}
 	used, err := readNumber(filepath.Join(dir, "memory.current"))
 	if err != nil {
-		return ignoreGone(err) // without the controller, setting the limit fails
+		return ignoreGone(err) // without the controller, setting the limit fails later
 	}
 	stat, err := os.ReadFile(filepath.Join(dir, "memory.stat"))
 	if err != nil {
@@ -99,7 +99,7 @@ func makeRoomIn(dir string, limit int64) error {
 }
 
 // reclaimable returns the bytes of page cache and kernel caches in memory.stat. memory.reclaim
-// would be exact, but if little can be reclaimed it takes too long.
+// would be exact, but takes too long if the kernel can reclaim little.
 func reclaimable(stat string) (sum int64) {
 	for line := range strings.Lines(stat) {
 		switch key, value, _ := strings.Cut(strings.TrimSpace(line), " "); key {
@@ -110,8 +110,8 @@ func reclaimable(stat string) (sum int64) {
 	return sum
 }
 
-// tryMemory asks the v1 kernel whether it accepts a lower limit. libcontainer hides the kernel's
-// EBUSY.
+// tryMemory sets a lower limit to find out whether the v1 kernel accepts it. libcontainer hides the
+// kernel's EBUSY.
 func (g *Group) tryMemory(limit int64) error {
 	file := filepath.Join(g.mgr.Path("memory"), "memory.limit_in_bytes")
 	now, err := readNumber(file)
@@ -136,7 +136,7 @@ func readNumber(path string) (int64, error) {
 	return n, nil
 }
 
-// convert translates runtime-spec resources. Updates leave devices alone.
+// convert translates runtime-spec resources. An update does not change devices.
 func convert(r *specs.LinuxResources) *cgroups.Resources {
 	c := &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true, Unified: r.Unified}
 	if m := r.Memory; m != nil {

@@ -40,8 +40,8 @@ type detailReader struct {
 	buf *buffer
 }
 
-// maxDetail bounds the size of a file, in bytes. The largest, cgroup.procs, has the IDs of a
-// group's processes, of which a node has at most 4 Mi (PID_MAX_LIMIT).
+// maxDetail limits the size of a file, in bytes. The largest file, cgroup.procs, has the IDs of a
+// group's processes. A node has at most 4 Mi processes (PID_MAX_LIMIT).
 const maxDetail = 64 << 20
 
 // content returns a file's content, or nil if the file does not exist.
@@ -109,7 +109,7 @@ func (v *detailReader) readTasks(d *Detail) {
 	d.Processes = Figure{uint64(bytes.Count(procs, newline)), procs != nil}
 }
 
-// nameDevices sets the devices' names. A device that is gone keeps its numbers.
+// nameDevices sets the devices' names. A removed device keeps its numbers as name.
 func nameDevices(devices []Device) {
 	for i := range devices {
 		d := &devices[i]

@@ -17,8 +17,8 @@ type file struct {
 	conn syscall.RawConn
 }
 
-// openFile opens a kernel file. os.Open would add it to the poller, which cgroup files allow, and
-// the daemon would wake up for their events.
+// openFile opens a kernel file. os.Open would add it to the poller, because cgroup files support
+// polling, and each event would wake up the daemon.
 func openFile(path string) (*file, error) {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -32,7 +32,7 @@ func openFile(path string) (*file, error) {
 	return &file{f, conn}, nil
 }
 
-// bufferSize suffices for any file with one record. The largest, memory.stat, has 2 to 3 KiB.
+// bufferSize suffices for any file with one record. The largest one, memory.stat, has 2 to 3 KiB.
 const bufferSize = 16 << 10
 
 // buffer is the read buffer of one goroutine.
@@ -41,7 +41,7 @@ type buffer struct {
 	offset int
 	n      int
 	err    error
-	pread  func(fd uintptr) // made once, so that reading allocates nothing
+	pread  func(fd uintptr) // a field, so that reading allocates no memory
 }
 
 var buffers = sync.Pool{New: func() any {
@@ -57,10 +57,10 @@ var buffers = sync.Pool{New: func() any {
 	return b
 }}
 
-// read reads once at an offset. The bytes are valid until the next read into buf. It is one
-// pread(2), whereas os.File.ReadAt continues to the end of the file. All readers of a file share
-// the kernel's position in its records (fs/seq_file.c), so a second pread may return the end of
-// content that has changed meanwhile.
+// read reads once at an offset. The bytes are valid until the next read into buf. It calls pread(2)
+// once, whereas os.File.ReadAt continues to the end of the file. All readers of a file share the
+// kernel's position in its records (fs/seq_file.c). So a second pread may return the end of content
+// that has changed meanwhile.
 func (f *file) read(buf *buffer, offset int) ([]byte, error) {
 	buf.offset = offset
 	if err := f.conn.Control(buf.pread); err != nil {
@@ -96,7 +96,7 @@ func number(f *file, buf *buffer, parse func([]byte) (uint64, bool)) (v uint64, 
 	return v, true, nil
 }
 
-// readAll reads a file of any number of records, in whole records and up to about max bytes. The
+// readAll reads a file with any number of records, in whole records and up to about max bytes. The
 // caller must exclude other readers of the file.
 func readAll(f *file, buf *buffer, max int) ([]byte, error) {
 	all := []byte{} // not nil, which means no file

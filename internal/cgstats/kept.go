@@ -5,19 +5,19 @@ import (
 	"sync/atomic"
 )
 
-// kept opens something at its first use and keeps it open until close. It has no lock: if two
-// goroutines open it at the same time, one of them closes its own again.
+// kept opens an object at its first use and keeps it open until close. It has no lock. If two
+// goroutines open an object at the same time, one of them closes its object again.
 type kept[T io.Closer] struct {
 	state atomic.Pointer[state[T]]
 }
 
-// state is immutable. A nil open means that kept is closed.
+// state is immutable. If open is nil, kept is closed.
 type state[T io.Closer] struct {
 	value T
 	open  bool
 }
 
-// get returns the kept value. The error is ErrGone after close, else open's.
+// get returns the kept object. The error is ErrGone after close, otherwise an error of open.
 func (k *kept[T]) get(open func() (T, error)) (none T, err error) {
 	if s := k.state.Load(); s != nil {
 		return s.result()

@@ -6,14 +6,14 @@ import (
 	"sync"
 )
 
-// NetDev reads the interfaces of a network namespace. The first Read opens its file, which keeps
-// the namespace in existence until Close.
+// NetDev reads the interfaces of a network namespace. The first Read opens a file, which keeps the
+// namespace alive until Close.
 type NetDev struct {
 	enter func(open func() error) error
 	file  kept[*file]
-	// turn admits one reader at a time. The file has many records, and all its readers share the
-	// kernel's position in them.
-	turn sync.Mutex
+	// lock serializes readers. The file has many records, and all its readers share the kernel's
+	// position in them.
+	lock sync.Mutex
 }
 
 // maxNetDev bounds how much of the file is read, in bytes: about 500 interfaces. A container that
@@ -24,9 +24,9 @@ const maxNetDev = 64 << 10
 // namespace, or returns ErrGone if the namespace does not exist.
 func NewNetDev(enter func(open func() error) error) *NetDev { return &NetDev{enter: enter} }
 
-// Read returns the interfaces except loopback and those whose names are not UTF-8, which protobuf
-// messages cannot carry. It returns at most about 500. The error is ErrGone, or the error of
-// opening or reading the file.
+// Read returns the interfaces except loopback and interfaces whose names are not UTF-8, which
+// protobuf messages cannot contain. It returns at most about 500. The error is ErrGone, or the
+// error of opening or reading the file.
 func (d *NetDev) Read() ([]Interface, error) {
 	f, err := d.file.get(d.open)
 	if err != nil {
@@ -40,8 +40,8 @@ func (d *NetDev) Read() ([]Interface, error) {
 }
 
 func (d *NetDev) content(f *file) ([]byte, error) {
-	d.turn.Lock()
-	defer d.turn.Unlock()
+	d.lock.Lock()
+	defer d.lock.Unlock()
 	buf := buffers.Get().(*buffer)
 	defer buffers.Put(buf)
 	b, err := readAll(f, buf, maxNetDev)

@@ -281,7 +281,7 @@ func parseDevice(b []byte) (d Device, ok bool) {
 // parseInterfaces parses /proc/PID/net/dev (proc_pid_net(5)). Like other runtimes it skips
 // loopback, whose traffic never leaves the pod. The kernel allows nearly any byte in a name
 // (dev_valid_name in net/core/dev.c), but protocol buffers only allow UTF-8. An interface with
-// another name is skipped, because it would invalidate the whole message with the figures of all
+// another name is skipped, because it would invalidate the whole message with the usage of all
 // pods.
 func parseInterfaces(b []byte, interfaces []Interface) []Interface {
 	for len(b) > 0 {

@@ -2,17 +2,17 @@
 //
 // # Contract
 //
-// A Reader belongs to one cgroup. The first Read opens its files, which stay open until Close, so a
+// A Reader belongs to one cgroup. The first Read opens the files, which stay open until Close, so a
 // Read is one pread(2) per file. It reads five files on cgroup v1 (fewer without a controller),
-// nine on v2, and one for tasks. A node with 500 containers holds 2,500 or 4,500 descriptors, and
+// nine on v2, and one for tasks. A node with 500 containers needs 2,500 or 4,500 descriptors, but
 // only after a client has asked for statistics. Files that only metrics need are opened for each
 // read.
 //
-// Any number of goroutines may read at the same time, and one may close meanwhile. A Reader has no
-// lock. A NetDev admits one reader at a time. Parsing allocates nothing.
+// Any number of goroutines may read at the same time, and one may close the Reader meanwhile. A
+// Reader has no lock. A NetDev admits one reader at a time. Parsing allocates no memory.
 //
 // A container can choose the names and the number of its interfaces. Names are returned only if
-// they are valid UTF-8, and the number is bounded.
+// they are valid UTF-8, and the number is limited.
 //
 // The error for a removed cgroup is ErrGone. A missing or disabled controller is no error: its part
 // of a Sample is not Known.
@@ -32,11 +32,11 @@ import (
 // ErrGone means that the cgroup, or the namespace's process, no longer exists.
 var ErrGone = errors.New("gone")
 
-// Group has a cgroup's directories.
+// Group describes a cgroup's directories.
 type Group struct {
 	V2 bool
-	// Dir returns the group's directory in the hierarchy of a v1 controller, or "" if that is not
-	// mounted. On v2 all controllers share one directory.
+	// Dir returns the group's directory in the hierarchy of a v1 controller, or "" if the
+	// controller is not mounted. On v2 all controllers share one directory.
 	Dir func(controller string) string
 }
 
@@ -47,7 +47,7 @@ type Reader struct {
 	files kept[*files]
 }
 
-// files are the open files of a Sample; nil for one that does not exist.
+// files are the open files of a Sample. A file that does not exist is nil.
 type files struct {
 	group Group
 
@@ -55,7 +55,7 @@ type files struct {
 	cpuPSI, memoryPSI, ioPSI, tasks          *file
 }
 
-// New returns a reader of the group that find returns. It does not open anything yet. With tasks,
+// New returns a reader of the group that find returns. The first read opens the files. With tasks,
 // samples count the group's tasks.
 func New(find func() (Group, error), tasks bool) *Reader { return &Reader{find: find, tasks: tasks} }
 
@@ -118,7 +118,7 @@ func (r *Reader) open() (*files, error) {
 		f.tasks = o.open("pids", "pids.current")
 	}
 	if o.err == nil && f.cpu == nil && f.usage == nil {
-		o.err = ErrGone // without both files it is not a group of ours
+		o.err = ErrGone // without both files it is not a cgroup
 	}
 	if o.err != nil {
 		return nil, errors.Join(o.err, f.Close())

@@ -8,21 +8,21 @@ type Sample struct {
 	CPU    CPU
 	Memory Memory
 	IO     Pressure
-	// Tasks is pids.current: processes and threads, including descendants. Unknown if the reader
-	// does not read it.
+	// Tasks is pids.current: processes and threads, including descendants. It is unknown if the
+	// Reader does not count tasks.
 	Tasks      uint64
 	TasksKnown bool
 }
 
-// CPU has times summed over all cores since the cgroup's creation. A Sample has Usage. The other
-// fields are part of it on cgroup v2, and of Detail on v1.
+// CPU has times summed over all cores since the cgroup's creation. A Sample always has Usage. It
+// has the other fields on cgroup v2 only; on v1 Detail has them.
 type CPU struct {
 	Known            bool // the controller exists
 	Usage            uint64
-	TimesKnown       bool // User and System
+	TimesKnown       bool // User and System are known
 	User, System     uint64
-	QuotaKnown       bool   // the next three
-	Periods          uint64 // of the quota
+	QuotaKnown       bool   // the next three fields are known
+	Periods          uint64 // periods of the quota
 	ThrottledPeriods uint64
 	Throttled        uint64
 	Pressure         Pressure
@@ -32,7 +32,7 @@ type CPU struct {
 type Memory struct {
 	Known           bool // the controller exists
 	Usage           uint64
-	Limit           uint64 // or Unlimited; the group's own limit, not its ancestors'
+	Limit           uint64 // the group's limit, ignoring its ancestors', or Unlimited
 	RSS             uint64 // anonymous memory
 	Cache           uint64
 	Kernel          uint64 // 0 if the kernel does not report it; on v1 part of Detail
@@ -47,7 +47,8 @@ type Memory struct {
 	Pressure        Pressure
 }
 
-// WorkingSet is the memory that the kernel cannot easily reclaim. kubelet evicts by it.
+// WorkingSet is the memory that the kernel cannot easily reclaim. kubelet evicts pods by this
+// value.
 func (m *Memory) WorkingSet() uint64 { return less(m.Usage, m.InactiveFile) }
 
 // Available returns the memory left below the limit, or false without a limit.
@@ -60,7 +61,8 @@ func (m *Memory) SwapAvailable() (uint64, bool) {
 	return less(m.SwapLimit, m.Swap), m.SwapLimit != Unlimited
 }
 
-// less returns a-b, or 0 if b is greater: files are read one after the other and need not agree.
+// less returns a-b, or 0 if b is greater. The files are read one after the other, so their values
+// may disagree.
 func less(a, b uint64) uint64 {
 	if a < b {
 		return 0
@@ -87,16 +89,16 @@ type Figure struct {
 	Known bool
 }
 
-// Detail is what only metrics need. Its files are not kept open.
+// Detail has the values that only metrics need. Its files are not kept open.
 type Detail struct {
 	CPU          CPU    // complete, on v1 too
-	MaxUsage     Figure // most memory ever used
+	MaxUsage     Figure // peak of the memory in use
 	KernelMemory Figure
 	LimitHits    Figure // how often the memory limit was reached
 	OOMKills     Figure
 	Tasks        Figure
 	TasksMax     Figure // or Unlimited
-	Processes    Figure // in the group itself
+	Processes    Figure // processes of the group, without descendants
 	Reservation  Figure // memory.low of cgroup v2, the soft limit of v1; or Unlimited
 	Devices      []Device
 	HugePages    []HugePages
@@ -104,7 +106,7 @@ type Detail struct {
 
 // Device is the group's traffic with one block device.
 type Device struct {
-	Name                  string // "sda"; empty if the device is gone
+	Name                  string // "sda"; empty if the device was removed
 	Major, Minor          uint32
 	ReadBytes, WriteBytes uint64
 	Reads, Writes         uint64

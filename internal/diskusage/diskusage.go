@@ -4,19 +4,19 @@
 // # Contract
 //
 // Tree counts allocated blocks, as du(1) does, including those of preallocated files, directories
-// and long symlinks. Nominal counts the blocks that the content needs, so that a tree has the same
-// usage on every filesystem with that block size: file data in whole blocks without holes, one
-// block for each directory. A file with several names counts once; among very many such files, each
-// name counts as a fraction of the file.
+// and long symlinks. Nominal counts the blocks that the content needs: file data in whole blocks
+// without holes, and one block for each directory. So a tree has the same nominal usage on every
+// filesystem with that block size. A file with several names counts once. If a tree has more such
+// files than the walk remembers, each name counts as a fraction of the file.
 //
-// The tree may change and may be hostile. The walk never leaves it, names that vanish are omitted,
-// and memory and descriptors are limited. If the result may be too low, there is an error:
+// The tree may change and may be hostile. The walk never leaves it, skips names that vanish, and
+// limits its memory and descriptors. If the result may be too low, the error is one of these:
 //
 //   - ErrChanged: directories changed meanwhile, and moved files may be missing.
 //   - safefs.ErrTooDeep: directories are nested too deeply for a walk.
 //   - any other: the walk ended early.
 //
-// An open file without a name is not counted, because a walk does not find it.
+// An open file without a name does not count, because a walk does not find it.
 package diskusage
 
 import (
@@ -32,14 +32,14 @@ import (
 	"berth/internal/safefs"
 )
 
-// ErrChanged says that directories changed during the count. Files that were moved may be missing.
+// ErrChanged means that directories changed during the count. Files that were moved may be missing.
 var ErrChanged = errors.New("directories changed while they were counted")
 
 const (
-	// maxSeen is how many files are remembered so that they count once.
+	// maxSeen is how many files the walk remembers, so that they count once.
 	maxSeen = 200_000
 	// largeFile is the size from which a file counts once even if it is moved during the walk.
-	// Counting it twice could get its pod evicted.
+	// Counting it twice could cause the eviction of its pod.
 	largeFile = 1 << 20
 )
 
@@ -58,20 +58,20 @@ func BlockSize(f *os.File) (int64, error) {
 	if err := unix.Fstatfs(int(f.Fd()), &st); err != nil {
 		return 0, fmt.Errorf("statfs %s: %w", f.Name(), err)
 	}
-	if st.Bsize <= 0 || st.Bsize > 1<<20 { // a FUSE filesystem may say anything
+	if st.Bsize <= 0 || st.Bsize > 1<<20 { // a FUSE filesystem may return any value
 		return 4096, nil
 	}
 	return int64(st.Bsize), nil
 }
 
-// Tree counts the allocated space of root, a directory, and everything below it on its filesystem.
+// Tree counts the allocated space of the directory root and of its content on the same filesystem.
 // With an error it returns the usage counted so far.
 func Tree(ctx context.Context, root *os.File) (Usage, error) {
 	return tree(ctx, root, func(st *unix.Stat_t) int64 { return st.Blocks * 512 })
 }
 
-// Nominal counts the space that root, a directory, and everything below it needs with that block
-// size. The tree should not change. With an error it returns the usage counted so far.
+// Nominal counts the space that the directory root and its content need with that block size. The
+// tree should not change meanwhile. With an error it returns the usage counted so far.
 func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
 	usage, err := tree(ctx, root, func(st *unix.Stat_t) int64 {
 		switch st.Mode & unix.S_IFMT {
@@ -83,7 +83,7 @@ func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
 			return 0
 		}
 	})
-	if errors.Is(err, ErrChanged) { // it was made a moment ago
+	if errors.Is(err, ErrChanged) { // a new directory looks like a changed one
 		err = nil
 	}
 	return usage, err
@@ -118,7 +118,7 @@ type counter struct {
 	device uint64
 	seen   map[uint64]struct{} // inodes that must not count again
 	bytes  uint64
-	inodes float64 // each name of a file with several has its part, where that is not in seen
+	inodes float64 // a file with several names that is not in seen counts as a fraction for each name
 }
 
 // content counts everything that the walk finds.
@@ -144,7 +144,7 @@ func (c *counter) content(ctx context.Context, walk *safefs.Walk) error {
 		if st.Dev != c.device {
 			continue
 		}
-		if !c.add(&st) && e.Dir { // it was moved, and its content was counted at the other place
+		if !c.add(&st) && e.Dir { // it was moved, and its content was counted in the other place
 			walk.Skip()
 		}
 	}

@@ -5,7 +5,7 @@ import (
 	"unicode"
 )
 
-// Clip shortens foreign text for an error and escapes what is not printable.
+// Clip shortens text of another program for an error, and escapes unprintable characters.
 func Clip(s string) string {
 	const limit = 200
 	s = strings.Map(func(r rune) rune {

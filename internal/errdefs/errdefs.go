@@ -1,8 +1,8 @@
-// Package errdefs attaches a gRPC code to an error where it arises, so that the server need not
-// guess it.
+// Package errdefs attaches a gRPC code to an error where the error arises, so that the server need
+// not guess the code.
 //
 // The code survives any number of fmt.Errorf("…: %w") wrappers: google.golang.org/grpc/status finds
-// it through the method GRPCStatus, and the client sees the text of the outermost wrapper.
+// it through the method GRPCStatus, and the client receives the text of the outermost wrapper.
 package errdefs
 
 import (
@@ -30,8 +30,8 @@ func New(code codes.Code, format string, args ...any) error {
 	return &coded{code: code, err: fmt.Errorf(format, args...)}
 }
 
-// NotFound, InvalidArgument, AlreadyExists, FailedPrecondition, Unavailable,
-// Unimplemented and Internal are New with the code of their name.
+// NotFound, InvalidArgument, AlreadyExists, FailedPrecondition, Unavailable, Unimplemented and
+// Internal call New with the code of the same name.
 
 func NotFound(format string, args ...any) error { return New(codes.NotFound, format, args...) }
 
@@ -51,8 +51,8 @@ func Unavailable(format string, args ...any) error { return New(codes.Unavailabl
 
 func Internal(format string, args ...any) error { return New(codes.Internal, format, args...) }
 
-// Code returns the gRPC code of err: OK for nil, the code of the outermost coded
-// error it wraps, Canceled or DeadlineExceeded for context errors, else Unknown.
+// Code returns the gRPC code of err: OK for nil, the code of the outermost wrapped error with a
+// code, Canceled or DeadlineExceeded for context errors, otherwise Unknown.
 func Code(err error) codes.Code {
 	if err == nil {
 		return codes.OK
@@ -73,13 +73,13 @@ func Code(err error) codes.Code {
 // IsNotFound reports whether err carries codes.NotFound.
 func IsNotFound(err error) bool { return Code(err) == codes.NotFound }
 
-// DeadlineExceeded is New with codes.DeadlineExceeded.
+// DeadlineExceeded calls New with codes.DeadlineExceeded.
 func DeadlineExceeded(format string, args ...any) error {
 	return New(codes.DeadlineExceeded, format, args...)
 }
 
-// IsBadPath reports whether a system call failed because of its path, which is its
-// supplier's fault. The path does not exist, leads through a file or a link loop, or is too long.
+// IsBadPath reports whether a system call failed because of its path: the path does not exist,
+// leads through a file or a link loop, or is too long. Then the caller passed a wrong path.
 func IsBadPath(err error) bool {
 	for _, e := range []error{fs.ErrNotExist, unix.ENOTDIR, unix.ELOOP, unix.ENAMETOOLONG} {
 		if errors.Is(err, e) {

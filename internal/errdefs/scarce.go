@@ -24,8 +24,8 @@ var scarce = []struct {
 }
 
 // Scarce gives err the code of the exhausted resource that it wraps: room on a filesystem,
-// descriptors, memory or processes. It returns errors that have a better code, and all others,
-// unchanged.
+// descriptors, memory or processes. It returns all other errors unchanged, including errors that
+// have a more specific code.
 func Scarce(err error) error {
 	if code := Code(err); code != codes.Unknown && code != codes.Internal {
 		return err
@@ -35,7 +35,7 @@ func Scarce(err error) error {
 			return New(s.code, "%w", err)
 		}
 	}
-	// EAGAIN has many meanings. From fork it means too many processes.
+	// EAGAIN has many meanings. From fork it means that the limit of processes is reached.
 	var path *fs.PathError
 	if errors.As(err, &path) && path.Op == "fork/exec" && errors.Is(path.Err, unix.EAGAIN) {
 		return New(codes.ResourceExhausted, "%w", err)
@@ -49,7 +49,7 @@ func IsUnwritable(err error) bool {
 }
 
 // Reported returns an error that another process reported as text. If code is Internal and the text
-// ends with the message of an exhausted resource, it has the code of that resource.
+// ends with the message of an exhausted resource, the error has the code of that resource.
 func Reported(code codes.Code, text string) error {
 	if code == codes.Internal {
 		for _, s := range scarce {

@@ -120,7 +120,7 @@ var unmarked = map[string]string{
 	"internal/cgroup.thaw: .writeFile":                                            signal,
 	"internal/cgroup.restore: .writeFile":                                         undo,
 	"internal/cgroup.tryMemory: .writeFile":                                       "the limit that is set anyway, right afterwards",
-	"internal/cgroup.tellSystemd: mgr.Set":                                        undo,
+	"internal/cgroup.restoreUnit: mgr.Set":                                        undo,
 	"internal/cgroup.writeFile: os.OpenFile":                                      byCaller,
 	"internal/host.mountFeatures: unix.MountSetattr":                              detached,
 	"internal/lockfile.Acquire: os.OpenFile":                                      lock,

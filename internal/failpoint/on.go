@@ -32,8 +32,9 @@ func Env() []string {
 	return []string{variable + "=" + dir}
 }
 
-// Reach reports that the program has reached the point of that name. It may not return. It panics
-// if it cannot use the directory, because a test must not pass without its failpoints.
+// Reach reports that the program has reached the point of that name. If a test has armed the point,
+// the program stops or dies in Reach. Reach panics if it cannot use the directory, because a test
+// must not pass without its failpoints.
 func Reach(name string) {
 	if dir == "" {
 		return
@@ -43,7 +44,7 @@ func Reach(name string) {
 		signal, err = due(name)
 	}
 	if err == nil && signal != 0 {
-		runtime.LockOSThread() // the signal hits this thread, which makes no further step
+		runtime.LockOSThread() // the signal stops this thread before its next step
 		err = unix.Tgkill(unix.Getpid(), unix.Gettid(), signal)
 		runtime.UnlockOSThread()
 	}
@@ -97,7 +98,7 @@ func countDown(fd int, name string) (unix.Signal, error) {
 		return 0, nil
 	}
 	left, err := strconv.Atoi(fields[1])
-	if err != nil || left < 1 { // 0: another process had opened it before its removal and was faster
+	if err != nil || left < 1 { // 0: another process decremented the count first and removed the file
 		return 0, err
 	}
 	left--

@@ -24,7 +24,7 @@ type Device struct {
 	UID, GID     uint32
 }
 
-// Propagation describes how the mount that holds a path propagates mounts.
+// Propagation describes how a mount propagates its submounts.
 type Propagation struct {
 	Mountpoint string
 	Shared     bool // mounts below it propagate to its peers
@@ -34,8 +34,8 @@ type Propagation struct {
 // Files reads the host's files. The zero value is ready for use.
 type Files struct{}
 
-// Resolve follows all symbolic links of a host path. The error is fs.ErrNotExist for a missing path
-// and unix.ELOOP for a link loop, both by errors.Is.
+// Resolve follows all symbolic links of a host path. The error wraps fs.ErrNotExist for a missing
+// path, and unix.ELOOP for a link loop.
 func (Files) Resolve(path string) (string, error) {
 	resolved, err := filepath.EvalSymlinks(path)
 	if err == nil {
@@ -63,7 +63,7 @@ func (Files) AppArmorLoaded(name string) (bool, error) {
 func appArmorLoaded(file, name string) (bool, error) {
 	b, err := os.ReadFile(file)
 	if err != nil {
-		return false, fmt.Errorf("look for AppArmor profile %s: %w", name, err)
+		return false, fmt.Errorf("find AppArmor profile %s: %w", name, err)
 	}
 	for line := range strings.Lines(string(b)) {
 		if i := strings.LastIndex(line, " ("); i >= 0 && line[:i] == name {
@@ -73,7 +73,8 @@ func appArmorLoaded(file, name string) (bool, error) {
 	return false, nil
 }
 
-// Propagation looks up the mount that holds path, which must be free of symbolic links.
+// Propagation returns the propagation of the mount that contains path. path must be free of
+// symbolic links.
 func (Files) Propagation(path string) (Propagation, error) {
 	return propagation("/proc/self/mountinfo", path)
 }
@@ -84,23 +85,23 @@ func propagation(file, path string) (Propagation, error) {
 		return Propagation{}, err
 	}
 	var at *mountinfo.Info
-	for _, m := range mounts { // the deepest mount; of several at one place the last, which is on top
+	for _, m := range mounts { // the deepest mount; of several on one directory the last, which is on top
 		if at == nil || len(m.Mountpoint) >= len(at.Mountpoint) {
 			at = m
 		}
 	}
 	if at == nil {
-		return Propagation{}, fmt.Errorf("no mount holds %s", path)
+		return Propagation{}, fmt.Errorf("no mount contains %s", path)
 	}
 	return Propagation{Mountpoint: at.Mountpoint, Shared: hasTag(at, "shared:"), Slave: hasTag(at, "master:")}, nil
 }
 
-// ErrNotDevice is the error of Devices for a path that is neither a device nor a directory.
+// ErrNotDevice is returned by Devices for a path that is neither a device nor a directory.
 var ErrNotDevice = errors.New("not a device")
 
 // Devices returns the device at path, or all devices below the directory at path, in lexical order.
-// It does not follow links. Below a directory it skips what belongs to the host's own mounts:
-// pseudo terminals, message queues and /dev/console.
+// It does not follow links. Below a directory it skips devices of the host's mounts: pseudo
+// terminals, message queues and /dev/console.
 func (Files) Devices(path string) ([]Device, error) {
 	st, err := os.Lstat(path)
 	if err != nil {

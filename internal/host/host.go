@@ -1,8 +1,8 @@
 // Package host detects the machine's features for containers.
 //
-// Detect reads the facts once, at daemon start. They are plain values, so package oci can build
-// specs without touching the machine, and tests can invent them. Files answers questions about host
-// paths at any time.
+// Detect reads the facts once, when the daemon starts. They are plain values, so package oci can
+// build specs without accessing the machine, and tests can choose any facts. Files answers
+// questions about host paths at any time.
 package host
 
 import (
@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Facts is the result of Detect. The zero value describes a machine without any feature.
+// Facts is the result of Detect. The zero value describes a machine without any of the features.
 type Facts struct {
 	Hostname string // the node's, for pods on the host network
 
@@ -29,21 +29,22 @@ type Facts struct {
 	Seccomp  bool // seccomp filters
 	AppArmor bool // the AppArmor module is enabled
 	SELinux  bool // selinuxfs is mounted
-	// NoAppArmorProfile says why the default profile cannot be loaded. The daemon sets it in the
-	// copy for each runtime-spec, because the profile may be loaded later.
+	// NoAppArmorProfile is the reason why the default profile cannot be loaded. The daemon sets it
+	// in a copy of the facts for each runtime-spec, because the profile may be loaded later.
 	NoAppArmorProfile string
 
-	// Capabilities are the capabilities that this process can pass on: those in both its bounding
-	// and its permitted set. Upper case with CAP_ prefix, ordered by number.
+	// Capabilities are the capabilities that this process can pass on, because both its bounding
+	// and its permitted set contain them. They are in upper case with the prefix CAP_, and ordered
+	// by number.
 	Capabilities []string
 
-	// OOMScoreAdjMin is the lowest oom_score_adj of a container: -1000 with CAP_SYS_RESOURCE, else
-	// this process's own value. Lowering it below the inherited minimum needs that capability
-	// (proc(5)).
+	// OOMScoreAdjMin is the lowest oom_score_adj of a container: -1000 with CAP_SYS_RESOURCE,
+	// otherwise the value of this process. Only a process with that capability may lower it below
+	// the inherited minimum (proc(5)).
 	OOMScoreAdjMin int
 
 	// HugepageSizes are the sizes with a limit file in a container's cgroup, for example "2MB",
-	// "1GB". Empty without the hugetlb controller, whatever the kernel supports.
+	// "1GB". It is empty without the hugetlb controller, even if the kernel supports huge pages.
 	HugepageSizes []string
 
 	SwapAccounting    bool // a container's cgroup has a swap limit
@@ -56,8 +57,8 @@ type Facts struct {
 	RootShared bool // "/" is a shared mount, so later mounts of kubelet propagate to existing namespaces
 }
 
-// WithUserNamespaces returns the facts with the result of probing user namespaces; nil: they work.
-// Detect does not probe them, because that needs directories of the daemon.
+// WithUserNamespaces returns the facts with the result of probing user namespaces; nil means
+// success. Detect does not probe them, because the probe needs directories of the daemon.
 func (f Facts) WithUserNamespaces(err error) Facts {
 	f.UserNamespaces, f.NoUserNamespaces = err == nil, ""
 	if err != nil {
@@ -66,9 +67,9 @@ func (f Facts) WithUserNamespaces(err error) Facts {
 	return f
 }
 
-// Detect reads the facts. root is the directory that contains proc and sys: "/", or a tree of a
-// test. A missing file means that the feature is absent. An unreadable or malformed file is an
-// error that names it.
+// Detect reads the facts. root is the directory that contains proc and sys: "/", or a directory of
+// a test. A missing file means that the feature is absent. Detect fails if a file is unreadable or
+// malformed, and names the file.
 func Detect(root string) (Facts, error) {
 	var f Facts
 	d := detector{root: root}
@@ -203,7 +204,7 @@ func (d detector) oomScore(f *Facts, _ []*mountinfo.Info) error {
 const cgroupRoot = "/sys/fs/cgroup"
 
 func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
-	for _, m := range mounts { // of mounts stacked at one place the last is on top
+	for _, m := range mounts { // of several mounts on one directory the last is on top
 		if m.Mountpoint == cgroupRoot {
 			f.CgroupV2 = m.FSType == "cgroup2"
 		}
@@ -253,8 +254,8 @@ func (d detector) hugepages(f *Facts, mounts []*mountinfo.Info) error {
 	return nil
 }
 
-// hugepageSize formats a page size as in the hugetlb controller's file names (mm/hugetlb_cgroup.c,
-// mem_fmt): in the largest unit that fits.
+// hugepageSize formats a page size like the hugetlb controller's file names: in the largest unit
+// that fits (mm/hugetlb_cgroup.c, mem_fmt).
 func hugepageSize(kb uint64) string {
 	switch {
 	case kb >= 1<<20:
@@ -271,8 +272,8 @@ func (d detector) swap(f *Facts, mounts []*mountinfo.Info) error {
 		f.SwapAccounting = dir != "" && d.exists(dir+"/memory.memsw.limit_in_bytes")
 		return nil
 	}
-	// The root cgroup never has memory.swap.max. Look in this process's cgroup, or in a child of
-	// the root.
+	// The root cgroup never has memory.swap.max. Check this process's cgroup, or a child of the
+	// root.
 	own, err := d.read("/proc/self/cgroup")
 	if err != nil {
 		return err
@@ -303,8 +304,8 @@ func (d detector) mountFeatures(f *Facts, mounts []*mountinfo.Info) error {
 	}
 	f.RecursiveReadOnly = f.KernelMajor > 5 || f.KernelMajor == 5 && f.KernelMinor >= 12
 	if d.root == "/" {
-		// An empty change of an invalid file: any error but ENOSYS comes from the system call
-		// itself, not from a kernel or seccomp filter that lacks it.
+		// The system call changes nothing, because the file is invalid. Any error but ENOSYS comes
+		// from the system call. ENOSYS comes from an older kernel or from a seccomp filter.
 		err := unix.MountSetattr(-1, "", unix.AT_EMPTY_PATH, &unix.MountAttr{})
 		f.RecursiveReadOnly = err != unix.ENOSYS
 	}

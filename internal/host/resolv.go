@@ -9,7 +9,7 @@ import (
 
 const (
 	etcResolvConf = "/etc/resolv.conf"
-	// resolvedConf is where systemd-resolved lists its upstream servers.
+	// resolvedConf is the file in which systemd-resolved lists its upstream servers.
 	resolvedConf = "/run/systemd/resolve/resolv.conf"
 )
 
@@ -17,10 +17,10 @@ const (
 // (systemd-resolved.service(8)).
 var stubServers = []netip.Addr{netip.MustParseAddr("127.0.0.53"), netip.MustParseAddr("127.0.0.54")}
 
-// ResolvConf returns the path of the resolv.conf whose servers a pod can reach: /etc/resolv.conf,
-// or the file with the upstream servers if the former lists only systemd-resolved's stub. The stub
-// listens on the host's loopback, which pods with their own network do not have. root is as for
-// Detect.
+// ResolvConf returns the path of the resolv.conf whose servers a pod can reach. That is
+// /etc/resolv.conf, or the file with the upstream servers if /etc/resolv.conf lists only
+// systemd-resolved's stub. The stub listens on the host's loopback, which pods with a network
+// namespace cannot reach. root has the same meaning as in Detect.
 func ResolvConf(root string) string {
 	servers := nameservers(filepath.Join(root, etcResolvConf))
 	for _, s := range servers {
@@ -34,8 +34,8 @@ func ResolvConf(root string) string {
 	return resolvedConf
 }
 
-// nameservers returns the servers of a resolv.conf(5), or none if it cannot be read. A user of the
-// file reports the error.
+// nameservers returns the servers of a resolv.conf(5). It returns nil if it cannot read the file;
+// the later user of the file reports the error.
 func nameservers(path string) []netip.Addr {
 	content, err := os.ReadFile(path)
 	if err != nil {

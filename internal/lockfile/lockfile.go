@@ -1,11 +1,13 @@
-// Package lockfile lets one process at a time use a directory (Acquire) or make a change (Wait).
+// Package lockfile implements locks between processes, for the use of a directory (Acquire) or for
+// a single change (Wait).
 //
 // # Contract
 //
-// A lock is a flock(2) on a file. It ends with the process that holds it, and child processes do
-// not inherit it. The file contains the pid of the last holder, for error texts. It is never
-// removed, because two processes could then lock two files of the same name. If someone else
-// removes it, Wait creates it again; only the holder of the old file does not notice.
+// A lock is a flock(2) on a file. The kernel releases it when the holder exits, and child processes
+// do not inherit it. The file contains the pid of the last holder, for error texts. The package
+// never removes the file, because two processes could then lock two files of the same name. If
+// another program removes it, Wait creates it again, but the holder of the old file does not
+// notice.
 package lockfile
 
 import (
@@ -31,12 +33,12 @@ type Lock struct{ file *os.File }
 // keeps the lock for a moment.
 const patience = 500 * time.Millisecond
 
-// Acquire takes the lock at path. If another process holds it for longer than patience, the error
-// has code FailedPrecondition and names that process.
+// Acquire takes the lock at path. If another process holds the lock for longer than patience, the
+// error has code FailedPrecondition and names that process.
 func Acquire(path string) (*Lock, error) {
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	readOnly := errors.Is(err, unix.EROFS)
-	if readOnly { // a file suffices for a lock
+	if readOnly { // a read-only file suffices for a lock
 		file, err = os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
 	}
 	if err != nil {
@@ -49,7 +51,7 @@ func Acquire(path string) (*Lock, error) {
 	if err != nil {
 		return nil, errors.Join(err, file.Close())
 	}
-	if err := sign(file); err != nil && !readOnly && !errors.Is(err, unix.ENOSPC) { // the lock is held, only without a pid
+	if err := sign(file); err != nil && !readOnly && !errors.Is(err, unix.ENOSPC) { // on a full disk the lock is held without the pid
 		return nil, errors.Join(fmt.Errorf("write pid into lock %s: %w", path, err), file.Close())
 	}
 	return &Lock{file}, nil
@@ -64,18 +66,19 @@ func lock(file *os.File) error {
 	}
 }
 
-// Mode says whether a lock is exclusive.
+// Mode is the mode of a lock.
 type Mode int
 
-// An exclusive lock has one holder. A shared one has any number and excludes exclusive holders.
+// An exclusive lock has one holder. A shared lock has any number of holders and excludes exclusive
+// ones.
 const (
 	Exclusive Mode = unix.LOCK_EX
 	Shared    Mode = unix.LOCK_SH
 )
 
-// Wait takes the lock at path once it is free, or returns an error that wraps ctx's. It does not
-// change the file's content. If the file was deleted during the wait, Wait locks the new file,
-// whose directory must exist by then.
+// Wait takes the lock at path once it is free. When ctx ends first, the error wraps ctx's error.
+// Wait does not change the file's content. If the file was deleted during the wait, Wait locks the
+// new file, whose directory must exist by then.
 func Wait(ctx context.Context, path string, mode Mode) (unlock func(), err error) {
 	for {
 		file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
@@ -113,24 +116,24 @@ func waitFor(ctx context.Context, file *os.File, mode Mode) error {
 	}
 }
 
-// isAt reports whether an open file is the one at path.
+// isAt reports whether file is still the file at path.
 func isAt(file *os.File, path string) (bool, error) {
 	have, err := file.Stat()
 	if err != nil {
-		return false, fmt.Errorf("look at lock: %w", err)
+		return false, fmt.Errorf("stat lock: %w", err)
 	}
 	there, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("look at lock: %w", err)
+		return false, fmt.Errorf("stat lock: %w", err)
 	}
 	return os.SameFile(have, there), nil
 }
 
-// Check returns the error that would keep Wait from ever taking the lock at path, or nil. It
-// creates no file and does not wait.
+// Check returns the error that prevents Wait from taking a free lock at path, or nil. It creates no
+// file and does not wait.
 func Check(path string) error {
 	return check(path, func(file *os.File) error {
 		err := unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
@@ -141,8 +144,8 @@ func Check(path string) error {
 	})
 }
 
-// CheckShared returns the error that would keep Wait from sharing the lock at path until ctx ends,
-// or nil. It detects an exclusive holder that hangs. It creates no file.
+// CheckShared returns the error that prevents Wait from sharing the lock at path until ctx ends, or
+// nil. It detects an exclusive holder that hangs. It creates no file.
 func CheckShared(ctx context.Context, path string) error {
 	return check(path, func(file *os.File) error { return waitFor(ctx, file, Shared) })
 }
@@ -174,11 +177,11 @@ func sign(file *os.File) error {
 	return err
 }
 
-// holder describes the process whose pid the file contains. The holder may not have signed the file
+// holder describes the process whose pid the file contains. The holder may not have written its pid
 // yet.
 func holder(file *os.File) string {
 	var text [16]byte
-	n, _ := file.ReadAt(text[:], 0) // a short read is normal; the content is checked
+	n, _ := file.ReadAt(text[:], 0) // a short read is normal; the content is checked below
 	pid, err := strconv.Atoi(string(bytes.TrimSpace(text[:n])))
 	if err != nil || pid <= 0 {
 		return "another process"

@@ -16,11 +16,11 @@ const interval = time.Minute
 
 // Limiter limits one kind of warning. The zero value is ready for use.
 type Limiter struct {
-	next    atomic.Pointer[time.Time] // with monotonic reading, because the clock may be set
+	next    atomic.Pointer[time.Time] // has a monotonic reading, because the clock may be set
 	skipped atomic.Int64
 }
 
-// Warn logs a warning like log.Warn, or counts it.
+// Warn logs a warning like log.Warn, or suppresses and counts it.
 func (s *Limiter) Warn(log *slog.Logger, message string, args ...any) {
 	s.warn(time.Now(), log, message, args...)
 }

@@ -2,11 +2,11 @@
 //
 // # Contract
 //
-// A namespace is identified by the path of the bind mount that pins it. New and Pin create it there
-// or leave nothing. Remove removes whatever is left and may be repeated. A function runs in a
-// namespace on a thread of its own, which returns to the scheduler only in its original namespace.
-// So no other goroutine ever runs in a foreign namespace, and goroutines that the function starts
-// do not run in its namespace.
+// A namespace is identified by the path of the bind mount that pins it. New and Pin create it, or
+// leave no trace after an error. Remove removes all remaining parts and may be repeated. A function
+// runs in a namespace on a locked thread, which returns to the scheduler only in its original
+// namespace. So no other goroutine ever runs in a foreign namespace. Goroutines that the function
+// starts do not run in the namespace.
 package netns
 
 import (
@@ -27,8 +27,8 @@ import (
 )
 
 // New creates a network namespace with its loopback interface up and pins it at path. It creates
-// missing directories. The namespace ignores IPv6 router advertisements (CVE-2020-10749: a pod
-// could make itself another pod's router). The error is AlreadyExists if path exists.
+// missing directories. The namespace ignores IPv6 router advertisements, because a pod could pose
+// as another pod's router (CVE-2020-10749). The error is AlreadyExists if path exists.
 func New(path string) error {
 	return pin(path, func() error {
 		return InNew(func() error {
@@ -40,8 +40,8 @@ func New(path string) error {
 	})
 }
 
-// InNew runs fn in a new network namespace, as In does. Unless fn pins it, the namespace ends after
-// fn, its sockets and the processes that it started have ended.
+// InNew runs fn in a new network namespace, as In does. If fn does not pin it, the namespace ends
+// once fn has returned, its sockets are closed, and the processes that fn started have exited.
 func InNew(fn func() error) error {
 	return onThread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -52,8 +52,8 @@ func InNew(fn func() error) error {
 }
 
 // Pin pins the new network namespace at source, such as /proc/PID/ns/net, and sets it up as New
-// does. The namespace of a pod with a user namespace must be created by a process in that
-// namespace, which owns it then.
+// does. For a pod with a user namespace, a process in that user namespace must create the network
+// namespace, so that the user namespace owns it.
 func Pin(source, path string) error {
 	return pin(path, func() error {
 		if err := In(source, setUp); err != nil {
@@ -117,8 +117,8 @@ func setUp() error {
 	return nil
 }
 
-// refuseRouters disables router advertisements for all interfaces. The kernel adds some to every
-// new namespace (sit0, if IPv6 in IPv4 is built in).
+// refuseRouters disables router advertisements for all interfaces. The kernel adds some interfaces
+// to every new namespace (sit0, if IPv6 in IPv4 is built in).
 func refuseRouters() error {
 	const dir = "/proc/sys/net/ipv6/conf" // shows the namespace of the thread that opens it
 	names, err := os.ReadDir(dir)
@@ -133,8 +133,7 @@ func refuseRouters() error {
 	return nil
 }
 
-// Remove undoes New and may be repeated. The namespace itself ends with its last process and
-// socket.
+// Remove undoes New and may be repeated. The namespace ends with its last process and socket.
 func Remove(path string) error {
 	failpoint.Reach("netns.unpin")
 	for {
@@ -154,9 +153,9 @@ func Remove(path string) error {
 	return nil
 }
 
-// In runs fn in the network namespace at path, on a thread of its own. Sockets that fn opens stay
-// in that namespace; goroutines that it starts do not run in it. The error is NotFound if path is
-// not a namespace, and otherwise fn's.
+// In runs fn in the network namespace at path, on a locked thread. Sockets that fn opens stay in
+// that namespace. Goroutines that fn starts do not run in it. The error is NotFound if path is not
+// a namespace, otherwise fn's error.
 func In(path string, fn func() error) error {
 	ns, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -178,10 +177,10 @@ func In(path string, fn func() error) error {
 	})
 }
 
-// onThread runs fn, which may change the network namespace, on a locked thread. If the original
-// namespace cannot be restored, the thread ends: Go ends the thread of a goroutine that returns
-// locked. Restoring is preferred because a process's main thread cannot end. It would show the
-// whole process in fn's namespace in /proc. A panic of fn is passed to the caller.
+// onThread runs fn, which may change the network namespace, on a locked thread. If onThread cannot
+// restore the original namespace, it ends the thread: Go ends the thread of a goroutine that
+// returns locked. Restoring is preferred, because a process's main thread cannot end. /proc would
+// then show the whole process in fn's namespace. A panic of fn is passed to the caller.
 func onThread(fn func() error) error {
 	done := make(chan task.Outcome, 1)
 	go func() {
@@ -203,8 +202,8 @@ func onThread(fn func() error) error {
 	return outcome.Result()
 }
 
-// Existing returns path if a namespace is mounted there, else "". After a reboot the file may be
-// left without a mount.
+// Existing returns path if a namespace is mounted there, otherwise "". After a reboot the file may
+// exist without a mount.
 func Existing(path string) string {
 	var st unix.Statfs_t
 	err := unix.Statfs(path, &st)

@@ -18,14 +18,13 @@ import (
 	"berth/internal/host"
 )
 
-// Adjustment holds the changes of plugins to a new container except its limits, which are an
-// Update. It is immutable. It marshals to a JSON string, for records. A nil Adjustment changes
-// nothing.
+// Adjustment holds the changes of plugins to a new container, except limits, which are an Update.
+// It is immutable. Records contain it as a JSON string. A nil Adjustment changes nothing.
 type Adjustment struct{ adjust *api.ContainerAdjustment }
 
-// newAdjustment checks the changes and splits off the limits, which later updates may change.
+// newAdjustment checks the changes and separates the limits, which later updates may change.
 func newAdjustment(adjust *api.ContainerAdjustment) (*Adjustment, Update, error) {
-	// The library leaves empty parts behind. Strip removes them.
+	// Strip removes the empty parts that the library leaves.
 	adjust = proto.Clone(adjust).(*api.ContainerAdjustment).Strip()
 	if err := Check(adjust); err != nil {
 		return nil, Update{}, err
@@ -73,7 +72,7 @@ func (a *Adjustment) annotations() map[string]string {
 	return a.adjust.GetAnnotations()
 }
 
-// Node describes the node and container as far as the spec does not.
+// Node provides the facts of the node and container that the spec lacks.
 type Node struct {
 	// OOMScoreAdjMin is the lowest value that the kernel accepts.
 	OOMScoreAdjMin int
@@ -349,7 +348,7 @@ func newMount(m *api.Mount, destination string, spec *specs.Spec) (specs.Mount, 
 }
 
 // propagate sets the propagation of the container's root that a mount requires, if the mount's
-// source has it.
+// source has this propagation.
 func propagate(spec *specs.Spec, mount specs.Mount, propagation string) error {
 	at, err := host.Files{}.Propagation(mount.Source)
 	if err != nil {

@@ -26,7 +26,7 @@ func invalid(format string, args ...any) error {
 //
 //   - the cgroup's path, because kubelet looks for the container there;
 //   - block I/O and RDT classes and RDT groups, because berth has no configuration for them;
-//   - poststop hooks, because no libcontainer process is left when a container has ended;
+//   - poststop hooks, because no libcontainer process remains when a container has exited;
 //   - seccomp listeners;
 //   - user, mount and time namespaces;
 //   - limits that cgroup v2 does not have, see toCRI.
@@ -111,7 +111,7 @@ func checkMounts(adjust *api.ContainerAdjustment) error {
 	return nil
 }
 
-// isBind reports whether a mount is a bind mount. libcontainer looks at the options, too.
+// isBind reports whether a mount is a bind mount. Like libcontainer it also checks the options.
 func isBind(m *api.Mount) bool {
 	return m.GetType() == "bind" || slices.Contains(m.GetOptions(), "bind") || slices.Contains(m.GetOptions(), "rbind")
 }
@@ -148,7 +148,7 @@ func checkLinux(adjust *api.ContainerAdjustment) error {
 	return nil
 }
 
-// isInterface checks the kernel's rule for names of interfaces (dev_valid_name).
+// isInterface reports whether the kernel accepts an interface name (dev_valid_name).
 func isInterface(name string) bool {
 	return name != "" && len(name) < 16 && name != "." && name != ".." && !strings.ContainsAny(name, "/: \t\n\v\f\r\x00")
 }

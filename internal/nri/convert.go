@@ -14,11 +14,11 @@ type Pod struct {
 	ID, Handler string
 	Config      *runtimeapi.PodSandboxConfig
 	IPs         []string
-	PID         int    // of the pause; 0 if it does not run
+	PID         int    // of the pause process; 0 if it does not run
 	NetNS       string // path; empty on the host's network
 	CgroupsPath string
 
-	WantedOverhead, WantedResources *runtimeapi.LinuxContainerResources // for UpdatePod; Config has the present ones
+	WantedOverhead, WantedResources *runtimeapi.LinuxContainerResources // for UpdatePod; Config has the current ones
 }
 
 // Container describes a container to plugins.
@@ -30,7 +30,7 @@ type Container struct {
 	ExitCode                         int32
 	Reason, Message                  string
 	PID                              int
-	Resources                        *runtimeapi.LinuxContainerResources // present ones
+	Resources                        *runtimeapi.LinuxContainerResources // current ones
 	Spec                             *specs.Spec                         // may have only Process
 	Adjustment                       *Adjustment                         // changes of plugins at creation; may be nil
 }

@@ -12,7 +12,7 @@ import (
 )
 
 // The library (0.12.5) decodes evictions that plugins request, but has no callback for them. The
-// interceptors below read them from the messages of plugins and collect them in the request's
+// interceptors below read them from the plugins' messages and collect them in the request's
 // context.
 
 const (
@@ -29,14 +29,14 @@ type evictions struct {
 
 type evictionsKey struct{}
 
-// withEvictions returns a context in which requests to plugins, and from plugins, collect
-// evictions.
+// withEvictions returns a context that collects evictions from requests to plugins, and from
+// requests of plugins.
 func withEvictions(ctx context.Context) (context.Context, *evictions) {
 	e := &evictions{}
 	return context.WithValue(ctx, evictionsKey{}, e), e
 }
 
-// collect adds evictions to the request of ctx, if it collects any.
+// collect adds evictions to the request of ctx, if ctx comes from withEvictions.
 func collect(ctx context.Context, list []*api.ContainerEviction) {
 	e, collects := ctx.Value(evictionsKey{}).(*evictions)
 	if !collects {
@@ -48,7 +48,7 @@ func collect(ctx context.Context, list []*api.ContainerEviction) {
 }
 
 // updates returns the evictions as updates. A failed eviction fails no request, because the
-// container may have ended.
+// container may have exited.
 func (e *evictions) updates() []Update {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -64,7 +64,7 @@ func (e *evictions) updates() []Update {
 	return updates
 }
 
-// interceptors returns options for the library's connections that collect evictions.
+// interceptors returns the options that make the library's connections collect evictions.
 func interceptors() ([]ttrpc.ClientOpts, []ttrpc.ServerOpt) {
 	return []ttrpc.ClientOpts{ttrpc.WithChainUnaryClientInterceptor(answered)},
 		[]ttrpc.ServerOpt{ttrpc.WithChainUnaryServerInterceptor(asked)}
@@ -98,7 +98,7 @@ func answered(ctx context.Context, request *ttrpc.Request, response *ttrpc.Respo
 	return nil
 }
 
-// asked collects the evictions in a plugin's own request.
+// asked collects the evictions in a request of a plugin.
 func asked(ctx context.Context, decode ttrpc.Unmarshaler, info *ttrpc.UnaryServerInfo,
 	handle ttrpc.Method) (any, error) {
 	if info.FullMethod != methodUpdateContainers {

@@ -10,7 +10,7 @@
 // (FailurePolicy). A plugin that answers with an error fails the request, and later plugins do not
 // get it. Stops, removals and Post events go to all plugins.
 //
-// A plugin that registers must learn of every change. So callers change visible state in one of two
+// A plugin that registers must receive every change. So callers change visible state in one of two
 // ways:
 //
 //   - a new object is announced and then published, under one Hold;
@@ -20,15 +20,15 @@
 // goroutine that may take a Hold. Without plugins Hold returns false, and no other code of this
 // package runs.
 //
-// Adjustments are applied or refused by name (see Check), never ignored. Annotations of plugins are
-// shown to other plugins and reach nothing else, because libcontainer and systemd interpret some of
-// them as commands (CVE-2024-3154). Evictions are carried out, although the library ignores them
-// (evict.go). In answers to a request, the library drops the pids limit from updates of other
-// containers (TestPlugins). The limit arrives in adjustments and in updates that a plugin sends on
-// its own.
+// Adjustments are applied or refused by name (see Check), never ignored. Only other plugins receive
+// the annotations of plugins, because libcontainer and systemd interpret some of them as commands
+// (CVE-2024-3154). Evictions are carried out, although the library ignores them (evict.go). In
+// answers to a request, the library drops the pids limit from updates of other containers
+// (TestPlugins). The limit arrives in adjustments and in unsolicited updates of a plugin.
 //
-// Programs that were started are reaped when they end, even if they never registered, and Close
-// kills them. A hanging program survives a daemon that is killed; others end with their connection.
+// Plugin programs that berth started are reaped when they exit, even if they never registered, and
+// Close kills them. If the daemon is killed, a hanging program survives; other programs exit when
+// their connection closes.
 package nri
 
 import (
@@ -85,10 +85,10 @@ type Update struct {
 	ContainerID   string
 	Resources     *runtimeapi.LinuxContainerResources // zero fields stay unchanged
 	Limits        *Limits                             // limits that CRI has no field for
-	IgnoreFailure bool                                // if it fails, the creation that it belongs to continues
+	IgnoreFailure bool                                // if it fails, the creation of the container continues
 
 	Evict  bool   // stop the container; no other field but Reason is set
-	Reason string // for the eviction, from the plugin
+	Reason string // the plugin's reason for the eviction
 }
 
 // Empty reports whether the update changes nothing.
@@ -102,11 +102,11 @@ type Plugins struct {
 	count      atomic.Int32 // registered plugins
 	starting   atomic.Bool  // Start runs; plugins may not be counted yet
 
-	own *task.Lifetime // owns work after a synchronization and in Start; Close waits for it
+	own *task.Lifetime // runs the work after a synchronization and in Start; Close waits for it
 }
 
 // New prepares plugins without starting any. The library keeps timeouts and log in package
-// variables, so a process can have only one set.
+// variables, so a process can have only one Plugins.
 func New(cfg Config) (*Plugins, error) {
 	p := &Plugins{cfg: cfg, own: task.NewLifetime()}
 	p.starting.Store(true)
@@ -151,7 +151,7 @@ func validatorConfig(cfg Config) *validator.DefaultValidatorConfig {
 // Start starts the plugins of PluginDir, reports all objects of rt to them, and then accepts
 // external ones. A plugin that fails to start is logged and skipped. Each may take the registration
 // timeout and two request timeouts. Start fails if the directory or socket is unusable, if another
-// runtime owns the socket, or if ctx ends. The caller must call Close then.
+// runtime owns the socket, or if ctx ends. Then the caller must call Close.
 func (p *Plugins) Start(ctx context.Context, rt Runtime) error {
 	p.runtime = rt
 	if err := p.checkSocket(); err != nil {
@@ -183,7 +183,7 @@ func (p *Plugins) checkSocket() error {
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) {
 		return nil // no listener
 	}
-	if err != nil { // there may be a listener, for instance a busy one
+	if err != nil { // the socket may have a listener, for instance a busy one
 		return errdefs.New(codes.FailedPrecondition, "NRI socket %s may belong to another runtime: %w", p.cfg.Socket, err)
 	}
 	_ = conn.Close() // no data was sent
@@ -194,7 +194,7 @@ func (p *Plugins) checkSocket() error {
 // closeLimit limits how long Close waits for running updates and killed programs.
 const closeLimit = 5 * time.Second
 
-// Close kills the plugins that Start started, accepts no others, and waits for closeLimit for the
+// Close kills the plugins that Start started, accepts no others, and waits up to closeLimit for the
 // updates that plugins requested. If Start was canceled, its remaining work ends with the process.
 func (p *Plugins) Close() {
 	p.own.Close()
@@ -208,7 +208,7 @@ func (p *Plugins) Close() {
 	}
 }
 
-// Hold delays registrations of plugins until release is called, which the caller must do. active
+// Hold delays registrations of plugins until the caller calls release, which it must do. active
 // reports whether any plugin exists. Hold waits for a registration in progress, which the request
 // timeout limits. A goroutine must not hold twice.
 func (p *Plugins) Hold() (release func(), active bool) {
@@ -236,12 +236,12 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err 
 		return err
 	}
 	if len(updates) > 0 {
-		p.own.Spawn(func() { p.update(p.own.Context(), updates) }) // else the daemon is stopping
+		p.own.Spawn(func() { p.update(p.own.Context(), updates) }) // false: the daemon is stopping
 	}
 	return nil
 }
 
-// unsolicited applies updates that a plugin sends on its own. It returns the failed ones. An
+// unsolicited applies updates that a plugin sends without a request. It returns the failed ones. An
 // update fails when it waits for a lock longer than half the request timeout, because the lock's
 // holder may be waiting for that plugin.
 func (p *Plugins) unsolicited(ctx context.Context,
@@ -253,7 +253,7 @@ func (p *Plugins) unsolicited(ctx context.Context,
 	return failed, nil
 }
 
-// evict carries out the evictions of a plugin's own request. The answer cannot report failures.
+// evict carries out the evictions in a request of a plugin. The answer cannot report failures.
 func (p *Plugins) evict(ctx context.Context) {
 	asked, collected := ctx.Value(evictionsKey{}).(*evictions)
 	if !collected {
@@ -266,9 +266,8 @@ func (p *Plugins) evict(ctx context.Context) {
 	}
 }
 
-// update applies updates and returns the failed ones. Different containers are updated in
-// parallel, so a lock that is held delays only its own container. Updates of one container are
-// applied in order.
+// update applies updates and returns the failed ones. It updates different containers in parallel,
+// so a held lock delays only one container. It applies updates of one container in order.
 func (p *Plugins) update(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate) {
 	byContainer := map[string][]int{}
 	for i, u := range updates {
@@ -388,7 +387,7 @@ func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod,
 	return p.newUpdates(updates)
 }
 
-// CreateContainer asks the plugins for changes of a new container, its limits included, and for
+// CreateContainer requests changes of a new container from the plugins, including its limits, and
 // updates and evictions of others.
 //
 // Errors: Aborted if a plugin refuses the container, or plugins contradict each other;
@@ -415,7 +414,7 @@ func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (
 }
 
 // addRemovals adds the removals of environment variables to an adjustment. The library (0.12.5)
-// leaves them out, but they show in the container that the last plugin saw.
+// leaves them out, but the container that the last plugin received lacks these variables.
 func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 	left := map[string]bool{}
 	for _, kv := range after {
@@ -429,8 +428,8 @@ func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 	}
 }
 
-// UpdateContainer asks the plugins for changes of an update. It returns the update to apply to the
-// container, and updates and evictions of others.
+// UpdateContainer requests changes of an update from the plugins. It returns the update to apply to
+// the container, and updates and evictions of others.
 func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container,
 	wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
 	own := Update{ContainerID: c.ID, Resources: wanted}
@@ -459,8 +458,8 @@ func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container,
 	return own, append(others, evicted.updates()...), nil
 }
 
-// relay sends one request to the plugins. The library parses the plugins' answers; its panics
-// become errors of this request.
+// relay sends one request to the plugins. The library parses the plugins' answers; relay turns its
+// panics into errors of this request.
 func (p *Plugins) relay(ctx context.Context, request, object string, do func() error) (err error) {
 	defer p.recovered(request, object, &err)
 	defer p.cfg.Waits.Begin("NRI "+request, object)()
@@ -470,8 +469,8 @@ func (p *Plugins) relay(ctx context.Context, request, object string, do func() e
 	if ctx.Err() != nil {
 		return fmt.Errorf("NRI %s of %s: %w", request, object, err)
 	}
-	// The plugin's own code, or that of its timeout, would mislead: to kubelet a NotFound would be
-	// about the container.
+	// The code of the plugin, or of its timeout, would mislead: kubelet would apply a NotFound to
+	// the container.
 	return errdefs.New(codes.Aborted, "NRI %s of %s: %w", request, object, err)
 }
 
@@ -483,7 +482,7 @@ func (p *Plugins) recovered(request, object string, err *error) {
 	}
 }
 
-// metrics keeps the number of plugins. The library reports it in no other way.
+// metrics stores the number of plugins, which the library reports only to its metrics.
 type metrics struct{ p *Plugins }
 
 func (m metrics) UpdatePluginCount(n int) {
@@ -515,7 +514,7 @@ func (l logger) Errorf(ctx context.Context, format string, args ...any) {
 func (l logger) write(ctx context.Context, level slog.Level, format string, args []any) {
 	for _, arg := range args {
 		if err, ok := arg.(error); ok && errors.Is(err, adaptation.ErrWasmDisabled) {
-			level = slog.LevelDebug // left out on purpose, see contrib/build
+			level = slog.LevelDebug // contrib/build omits this feature on purpose
 		}
 	}
 	if l.log.Enabled(ctx, level) {

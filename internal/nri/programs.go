@@ -16,8 +16,8 @@ import (
 )
 
 // startLibrary starts the library's adaptation and adopts the programs that it launches. The
-// library (0.12.5) waits only for programs that it stops itself. One that ends before it registers
-// would stay a zombie, and one that closes its connection early would run forever.
+// library (0.12.5) waits only for programs that it stops. A program that exits before it registers
+// would stay a zombie. A program that closes its connection early would run forever.
 //
 // The library does not report PIDs. It launches the programs on the thread that calls Start, so
 // they are the new children of that thread. The thread is locked, so no other goroutine's children
@@ -59,8 +59,8 @@ func childrenOfThread() ([]int, error) {
 	return pids, nil
 }
 
-// adopt reaps a plugin's program when it ends, and kills it when p is closed. The library may reap
-// it first; both cope with that.
+// adopt reaps a plugin's program when it exits, and kills it when p is closed. The library may reap
+// it first; adopt ignores that.
 func (p *Plugins) adopt(pid int) {
 	process, err := pidfd.Open(pid)
 	if errors.Is(err, os.ErrProcessDone) {
@@ -81,7 +81,7 @@ func (p *Plugins) adopt(pid int) {
 	}
 }
 
-// awaitProgram waits until a program has ended. When p is closed it kills the program.
+// awaitProgram waits until a program has exited. When p is closed it kills the program.
 func (p *Plugins) awaitProgram(process *os.File) error {
 	if err := pidfd.Wait(p.own.Context(), process); p.own.Context().Err() == nil {
 		return err

@@ -8,6 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
+// Limits are limits that plugins set and that have no CRI field. nil: not set.
 // Limits are limits that plugins set and CRI has no field for. nil: not set.
 type Limits struct {
 	Pids              *int64 `json:"pids,omitempty"` // -1: unlimited
@@ -48,7 +49,8 @@ func (l *Limits) AddTo(resources *specs.LinuxResources) {
 	}
 }
 
-// newUpdates converts the updates in an answer. It skips an invalid update that may fail.
+// newUpdates converts the updates in an answer. It skips an invalid update if its failure may be
+// ignored.
 func (p *Plugins) newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
 	var updates []Update
 	for _, u := range list {
@@ -83,8 +85,7 @@ func newUpdate(u *api.ContainerUpdate) (Update, error) {
 }
 
 // toCRI splits resources into those with a CRI field and the others. Zero means "not set" in both.
-// A limit that cgroup v2 does not have, or a class that berth does not configure, is refused by
-// name.
+// It refuses a limit that cgroup v2 does not have, or a class that berth does not configure.
 func toCRI(r *api.LinuxResources) (*runtimeapi.LinuxContainerResources, *Limits, error) {
 	if err := refuseLimits(r); err != nil {
 		return nil, nil, err

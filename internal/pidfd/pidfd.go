@@ -1,7 +1,7 @@
 // Package pidfd watches and signals processes through pidfds. Unlike a process ID, a pidfd never
 // refers to another process.
 //
-// A pidfd is an *os.File that is registered with Go's poller, so waiting for the end of a process
+// A pidfd is an *os.File that is registered with Go's poller, so waiting for the exit of a process
 // costs a goroutine but no thread. The package needs Linux 5.4 (P_PIDFD).
 package pidfd
 
@@ -19,7 +19,7 @@ import (
 
 // Open returns a pidfd of the process pid, which must lead its thread group and be visible in the
 // caller's PID namespace. The error wraps os.ErrProcessDone if no such process exists, or if its ID
-// has become that of another process's thread.
+// belongs to a thread of another process by now.
 func Open(pid int) (*os.File, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if errors.Is(err, unix.EINVAL) { // PIDFD_NONBLOCK is Linux 5.10
@@ -47,7 +47,7 @@ func openBlocking(pid int) (int, error) {
 }
 
 // FromFD prepares a pidfd that was received or created elsewhere for Wait: it sets the descriptor
-// non-blocking and close-on-exec. The file owns fd, also on an error.
+// non-blocking and close-on-exec. The file owns fd, even after an error.
 func FromFD(fd int) (*os.File, error) {
 	unix.CloseOnExec(fd)
 	if err := unix.SetNonblock(fd, true); err != nil {
@@ -57,7 +57,7 @@ func FromFD(fd int) (*os.File, error) {
 }
 
 // OpenVerified is Open for a process identified by pid and start time (see StartTime). The error
-// wraps os.ErrProcessDone if that process is gone or its pid belongs to another one.
+// wraps os.ErrProcessDone if that process has exited or its pid belongs to another one.
 func OpenVerified(pid int, starttime uint64) (*os.File, error) {
 	f, err := Open(pid)
 	if err != nil {
@@ -75,7 +75,7 @@ func OpenVerified(pid int, starttime uint64) (*os.File, error) {
 	return f, nil
 }
 
-// Wait returns nil when the process has ended, or ctx's error. It reaps a child of the caller.
+// Wait returns nil when the process has exited, or ctx's error. It reaps a child of the caller.
 // Several Waits may share one file.
 func Wait(ctx context.Context, f *os.File) error {
 	if err := ctx.Err(); err != nil {
@@ -84,14 +84,14 @@ func Wait(ctx context.Context, f *os.File) error {
 	// A shared file has only one read lock and one deadline, so use a duplicate.
 	own, err := dup(f)
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
-		return look(ctx, f)
+		return pollUntilExit(ctx, f)
 	}
 	if err != nil {
 		return err
 	}
 	defer own.Close()
 	stop := context.AfterFunc(ctx, func() {
-		// It fails only if own is closed, and then no read waits.
+		// It fails only if own is closed. Then no read waits.
 		_ = own.SetReadDeadline(time.Unix(1, 0))
 	})
 	defer stop()
@@ -117,12 +117,12 @@ func Wait(ctx context.Context, f *os.File) error {
 	return reapUntil(ctx, own)
 }
 
-// lookPause is the polling interval for a process when no descriptor was left to wait with.
-const lookPause = 100 * time.Millisecond
+// pollPause is the polling interval for a process when no descriptor was free for waiting.
+const pollPause = 100 * time.Millisecond
 
-// look is Wait without a duplicate descriptor. It polls, because an unreaped child would stay a
-// zombie.
-func look(ctx context.Context, f *os.File) error {
+// pollUntilExit is Wait without a duplicate descriptor. It polls the process, because an unreaped
+// child would stay a zombie.
+func pollUntilExit(ctx context.Context, f *os.File) error {
 	for {
 		done, err := Exited(f)
 		if err != nil {
@@ -134,7 +134,7 @@ func look(ctx context.Context, f *os.File) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(lookPause):
+		case <-time.After(pollPause):
 		}
 	}
 }
@@ -142,8 +142,8 @@ func look(ctx context.Context, f *os.File) error {
 // tracedPause is the polling interval for a dead child that another process traces.
 const tracedPause = 50 * time.Millisecond
 
-// reapUntil reaps a child that has ended. The kernel does not let a parent reap a traced child
-// before the tracer has seen its end.
+// reapUntil reaps a child that has exited. The kernel does not let a parent reap a traced child
+// before its tracer.
 func reapUntil(ctx context.Context, f *os.File) error {
 	for {
 		reaped, err := reap(f)
@@ -158,8 +158,8 @@ func reapUntil(ctx context.Context, f *os.File) error {
 	}
 }
 
-// control is f's Control with an error that wraps os.ErrClosed if f is closed. The poller's own
-// error does not.
+// control is f's Control with an error that wraps os.ErrClosed if f is closed. The poller's error
+// does not.
 func control(f *os.File, do func(fd uintptr)) error {
 	conn, err := f.SyscallConn()
 	if err != nil {
@@ -171,7 +171,7 @@ func control(f *os.File, do func(fd uintptr)) error {
 	return nil
 }
 
-// Exited reports whether the process has ended, and reaps a child. The error wraps os.ErrClosed if
+// Exited reports whether the process has exited, and reaps a child. The error wraps os.ErrClosed if
 // f is closed.
 func Exited(f *os.File) (bool, error) {
 	done, err := Ended(f)
@@ -209,13 +209,13 @@ func Signal(f *os.File, sig unix.Signal) error {
 }
 
 // Stopped reports whether a signal or a tracer has stopped the process. It returns false for a
-// process that has ended. The error wraps os.ErrClosed if f is closed.
+// process that has exited. The error wraps os.ErrClosed if f is closed.
 func Stopped(f *os.File) (bool, error) {
 	pid, err := pidOf(f)
 	if err != nil {
 		return false, err
 	}
-	if pid <= 0 { // ended and reaped
+	if pid <= 0 { // exited and reaped
 		return false, nil
 	}
 	stat, err := readStat(pid)
@@ -225,14 +225,14 @@ func Stopped(f *os.File) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("read state of %d: %w", pid, err)
 	}
-	if done, err := Exited(f); done || err != nil { // the ID may have belonged to another process
+	if done, err := Exited(f); done || err != nil { // pid may belong to another process by now
 		return false, err
 	}
 	fields := fieldsAfterName(stat)
 	return len(fields) > 0 && (fields[0][0] == 'T' || fields[0][0] == 't'), nil
 }
 
-// pidOf returns the process ID, or -1 if the process has ended and was reaped.
+// pidOf returns the process ID, or -1 if the process has exited and was reaped.
 func pidOf(f *os.File) (int, error) {
 	var info []byte
 	var readErr error
@@ -269,9 +269,9 @@ func StartTime(pid int) (uint64, error) {
 	return ticks, nil
 }
 
-// Executed reports whether a process has executed a program since it was forked, also for a zombie.
-// runnable reports that it runs, waits for a processor, or is in uninterruptible sleep. The error
-// wraps os.ErrProcessDone if no such process exists.
+// Executed reports whether a process has executed a program since its fork. It also works for a
+// zombie. runnable reports that the process runs, waits for a processor, or is in uninterruptible
+// sleep. The error wraps os.ErrProcessDone if no such process exists.
 func Executed(pid int) (executed, runnable bool, err error) {
 	stat, err := readStat(pid)
 	if err != nil {
@@ -340,7 +340,7 @@ func dup(f *os.File) (*os.File, error) {
 	return FromFD(fd)
 }
 
-// ended polls without waiting. A pidfd is readable once its process has ended.
+// ended polls without waiting. A pidfd is readable once its process has exited.
 func ended(fd int) (bool, error) {
 	for {
 		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
@@ -351,7 +351,7 @@ func ended(fd int) (bool, error) {
 	}
 }
 
-// reap reaps a child that has ended. done is false if a tracer still prevents that.
+// reap reaps a child that has exited. done is false if a tracer still prevents that.
 func reap(f *os.File) (done bool, err error) {
 	conn, err := f.SyscallConn()
 	if err != nil {

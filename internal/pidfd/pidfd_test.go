@@ -278,7 +278,7 @@ func TestWaitWithoutDescriptors(t *testing.T) {
 	if _, err := dup(f); !errors.Is(err, unix.EMFILE) {
 		t.Fatalf("a descriptor is left: %v", err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 2*lookPause)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*pollPause)
 	defer cancel()
 	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("Wait for one that runs = %v", err)

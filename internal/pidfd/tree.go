@@ -10,11 +10,11 @@ import (
 )
 
 // KillTree kills a child of the caller, whose pidfd is fd, and all its descendants. It finds them
-// through /proc at the moment of the call: a process whose parent has ended is a descendant of the
+// through /proc once, at the start. A process whose parent has exited is a descendant of the
 // process that adopted it.
 func KillTree(pid int, fd *os.File) error {
 	below, err := Below(pid)
-	// Kill the root first, so that it does not react to the end of a child.
+	// Kill the root first, so that it does not react to the exit of a child.
 	if killErr := Signal(fd, unix.SIGKILL); killErr != nil && !errors.Is(killErr, os.ErrProcessDone) {
 		err = errors.Join(err, killErr)
 	}
@@ -68,12 +68,12 @@ func processTree() (map[int][]int, error) {
 	return children, nil
 }
 
-// parentOf reads field 4 of /proc/PID/stat. Field 2 may contain anything and ends with the last
+// parentOf reads field 4 of /proc/PID/stat. Field 2 may contain any bytes and ends with the last
 // parenthesis.
 func parentOf(pid string) (int, bool) {
 	stat, err := os.ReadFile("/proc/" + pid + "/stat")
 	if err != nil {
-		return 0, false // it has ended meanwhile
+		return 0, false // the process has exited meanwhile
 	}
 	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
 	if len(fields) < 2 {

@@ -16,8 +16,8 @@ import (
 var ErrNotKnown = errors.New("exit status unknown")
 
 // ZombieStatus returns the wait status of an unreaped process, which need not be a child of the
-// caller. The process counts as ended once all its threads have. If a tracer holds one of them, the
-// pidfd does not report the end before the tracer lets go.
+// caller. The process counts as exited once all its threads have exited. If a tracer holds a
+// thread, the pidfd does not report the exit before the tracer releases the thread.
 //
 // The error wraps ErrNotKnown if the process runs or was reaped, or if the caller may not trace it,
 // because the kernel then shows 0.
@@ -44,7 +44,7 @@ func zombieStatus(pid int) (unix.WaitStatus, error) {
 	if dead, err := threadsEnded(proc + "/task"); err != nil || !dead {
 		return 0, errors.Join(fmt.Errorf("process is running: %w", ErrNotKnown), err)
 	}
-	// The kernel requires the same permission here as for the status.
+	// The kernel requires the same permission for this link as for the status.
 	if _, err := os.Readlink(proc + "/ns/pid"); err != nil {
 		return 0, fmt.Errorf("%w: %w", ErrNotKnown, err)
 	}
@@ -80,9 +80,10 @@ func (t Thread) stopped(pid int) bool {
 	return t.State == 'T' || t.State == 't' || t.InFreezer(pid)
 }
 
-// InFreezer reports whether its cgroup has frozen the thread. A thread frozen on cgroup v1
-// looks like one that waits for a disk, on v2 like a sleeping one. Only the kernel function differs.
-// Compilers inline v2's function into get_signal, which sleeps for no other reason.
+// InFreezer reports whether its cgroup has frozen the thread. In a stat file, a thread frozen on
+// cgroup v1 has the state of one that waits for a disk, and on v2 of a sleeping one. Only the
+// kernel function where it sleeps differs. Compilers inline v2's function into get_signal, which
+// sleeps for no other reason.
 func (t Thread) InFreezer(pid int) bool {
 	if t.State != 'D' && t.State != 'S' {
 		return false
@@ -101,7 +102,7 @@ func AnyStopped(pid int) (bool, error) {
 	return slices.ContainsFunc(threads, func(t Thread) bool { return t.stopped(pid) }), err
 }
 
-// Threads returns the threads of a process. Threads that end meanwhile may be missing.
+// Threads returns the threads of a process. Threads that exit meanwhile may be missing.
 func Threads(pid int) (threads []Thread, err error) {
 	err = eachThread("/proc/"+strconv.Itoa(pid)+"/task", func(t Thread) bool {
 		threads = append(threads, t)
@@ -110,7 +111,7 @@ func Threads(pid int) (threads []Thread, err error) {
 	return threads, err
 }
 
-// threadsEnded reports whether every thread in a directory /proc/PID/task has ended. It stops at
+// threadsEnded reports whether every thread in a directory /proc/PID/task has exited. It stops at
 // the first live one.
 func threadsEnded(dir string) (bool, error) {
 	dead := true
@@ -132,7 +133,7 @@ func eachThread(dir string, do func(Thread) bool) error {
 		names, err := tasks.Readdirnames(64)
 		for _, name := range names {
 			t, err := readThread(dir, name)
-			if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) { // the thread is gone
+			if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) { // the thread has exited
 				continue
 			}
 			if err != nil {

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mounted returns the directory of a layer, or a mount of its image.
+// mounted opens the directory of a layer, or mounts its image.
 func (l Layer) mounted() (*os.File, error) {
 	if l.Kind == EROFS {
 		return l.mountImage()
@@ -19,9 +19,9 @@ func (l Layer) mounted() (*os.File, error) {
 	return openDir(l.Path)
 }
 
-// mountImage mounts an EROFS image from its file (Linux 6.12), detached. It uses the layer's Mount
-// if there is one: each further mount of the file would be a filesystem of its own with its own
-// page cache.
+// mountImage mounts an EROFS image from its file (Linux 6.12), detached. It duplicates the layer's
+// Mount if that is set, because each further mount of the file would be a separate filesystem with
+// a separate page cache.
 func (l Layer) mountImage() (*os.File, error) {
 	if l.Mount != nil {
 		fd, err := unix.FcntlInt(l.Mount.Fd(), unix.F_DUPFD_CLOEXEC, 0)
@@ -47,7 +47,7 @@ func (l Layer) mountImage() (*os.File, error) {
 		}
 	}
 	if err := names.create(fsfd); err != nil {
-		if errors.Is(err, unix.ENOTBLK) { // before Linux 6.12, or configured so
+		if errors.Is(err, unix.ENOTBLK) { // before Linux 6.12, or disabled by configuration
 			err = fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)
 		}
 		return nil, fmt.Errorf("mount image %s: %w%s", l.Path, err, messages(fsfd))
@@ -59,9 +59,9 @@ func (l Layer) mountImage() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "erofs"), nil
 }
 
-// fileNames are files that are open because their paths are too long for fsconfig(2). Their numbers
-// are their names, below /proc/self/fd: containers see the name of an image in their mounts, see
-// setByNumber.
+// fileNames are files that are open because their paths are too long for fsconfig(2). Their names
+// are their descriptor numbers, relative to /proc/self/fd. Containers see an image's name in their
+// mount table; setByNumber explains why the name is relative.
 type fileNames []*os.File
 
 func (n *fileNames) set(fsfd int, option, path string) error {
@@ -80,7 +80,7 @@ func (n *fileNames) set(fsfd int, option, path string) error {
 	return nil
 }
 
-// create creates the filesystem; the kernel opens the files.
+// create creates the filesystem. The kernel opens the files.
 func (n *fileNames) create(fsfd int) error {
 	if len(*n) == 0 {
 		return unix.FsconfigCreate(fsfd)
@@ -90,11 +90,12 @@ func (n *fileNames) create(fsfd int) error {
 
 func (n *fileNames) close() {
 	for _, f := range *n {
-		f.Close() // O_PATH: nothing to lose
+		f.Close() // O_PATH: closing cannot lose data
 	}
 }
 
-// Open mounts the layer if it is an EROFS image. The file is for its Mount; the caller closes it.
+// Open mounts the layer, which must be an EROFS image, and returns the mount for its field Mount.
+// The caller closes the mount.
 func (l Layer) Open() (*os.File, error) {
 	if l.Kind != EROFS {
 		return nil, fmt.Errorf("mount layer %s of kind %q: %w", l.Path, l.Kind, errors.ErrUnsupported)

@@ -13,19 +13,20 @@ import (
 )
 
 // IDMap maps a root filesystem for a user namespace: files of user 0 in the layers belong to user 0
-// of the namespace. Containers with other mappings share the layers; nothing on disk changes. Only
-// the writable layer has the namespace's host IDs on disk. overlayfs writes there as the container,
-// and in its work directory as the host's root, which has no ID on an ID-mapped mount.
+// of the namespace. Nothing changes on disk, so containers with other mappings share the layers.
+// Only the writable layer has the namespace's host IDs on disk. overlayfs writes there as the
+// container. In its work directory overlayfs writes as the host's root, which has no ID on an
+// ID-mapped mount.
 //
-// Needs Linux 5.19: overlayfs on ID-mapped layers.
+// IDMap needs Linux 5.19: overlayfs on ID-mapped layers.
 type IDMap struct {
 	UserNS string `json:"userns"` // path of the namespace
 	userns.Mappings
 }
 
-// mountMapped mounts on place, a directory whose mount is private. It maps clones of the layers'
-// mounts. overlayfs takes only mounts in a mount namespace (before Linux 6.15, no detached ones),
-// so it stacks them on place until the overlay has opened them.
+// mountMapped mounts the root filesystem on place, a directory whose mount is private. It maps
+// clones of the layers' mounts. Before Linux 6.15 overlayfs refuses detached mounts, so mountMapped
+// stacks the clones on place until the overlay has opened them.
 func (s Spec) mountMapped(place string) (err error) {
 	if err := s.check(); err != nil {
 		return err
@@ -40,7 +41,7 @@ func (s Spec) mountMapped(place string) (err error) {
 		if err != nil {
 			return err
 		}
-		defer root.Close() // read only
+		defer root.Close() // read-only
 		mount, err := cloneMapped(root, ns, unix.MOUNT_ATTR_RDONLY)
 		if err != nil {
 			return err
@@ -56,7 +57,7 @@ func (s Spec) mountMapped(place string) (err error) {
 	return Attach(mount, place)
 }
 
-// overlayMapped makes the overlay with newOverlay, and leaves place as it was.
+// overlayMapped creates the overlay with newOverlay, and removes its mounts from place.
 func (s Spec) overlayMapped(
 	ns *os.File, place string, newOverlay func(*dirs, string) (*os.File, error),
 ) (mount *os.File, err error) {
@@ -73,7 +74,7 @@ func (s Spec) overlayMapped(
 			return nil, err
 		}
 		dirs.lower[i] = mapped
-		dir.Close() // O_PATH: nothing to lose
+		dir.Close() // O_PATH: closing cannot lose data
 		if err := Attach(mapped, place); err != nil {
 			return nil, err
 		}
@@ -93,7 +94,7 @@ func overlayAt(dirs *dirs, place string) (*os.File, error) {
 	return mount, err
 }
 
-// overlayOnStack is overlayOf by mount(2), for kernels before 6.7.
+// overlayOnStack implements overlayOf with mount(2), for kernels before 6.7.
 func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
 	if err := onThread(unix.CLONE_FS, func() error { return mountInFDs(dirs, place) }); err != nil {
 		return nil, err
@@ -109,7 +110,7 @@ func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
 }
 
 // cloneMapped returns a private bind mount of an open file, usually a directory, with the mapping
-// of ns. The file's name is not the path, because that leads to the original mount (setDir).
+// of ns. The file's name is not the path, because the path leads to the original mount (setDir).
 func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
 	path := source.Name()
 	fd, err := unix.OpenTree(int(source.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
@@ -131,7 +132,7 @@ func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
 	return mount, nil
 }
 
-// idMapError is errors.ErrUnsupported where it is the filesystem that has no ID-mapped mounts.
+// idMapError adds errors.ErrUnsupported if the filesystem does not support ID-mapped mounts.
 func idMapError(path string, err error) error {
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
 		return fmt.Errorf("the filesystem of %s has no ID-mapped mounts on this kernel: %w (%w)", path,
@@ -140,8 +141,8 @@ func idMapError(path string, err error) error {
 	return fmt.Errorf("map the IDs of %s: %w", path, err)
 }
 
-// CheckIDMap tries whether path can be mounted with the mapping of the user
-// namespace at ns. errors.ErrUnsupported if its filesystem, or the kernel, cannot.
+// CheckIDMap returns an error unless path can be mounted with the mapping of the user namespace at
+// ns. The error wraps errors.ErrUnsupported if the filesystem or the kernel does not support that.
 func CheckIDMap(path, ns string) error {
 	f, err := os.Open(ns)
 	if err != nil {
@@ -153,7 +154,7 @@ func CheckIDMap(path, ns string) error {
 		return fmt.Errorf("open %s: %w", path, err)
 	}
 	source := os.NewFile(uintptr(fd), path)
-	defer source.Close() // O_PATH: nothing to lose
+	defer source.Close() // O_PATH: closing cannot lose data
 	mount, err := cloneMapped(source, f, 0)
 	if err != nil {
 		return err

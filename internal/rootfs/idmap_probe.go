@@ -13,8 +13,8 @@ import (
 	"berth/internal/userns"
 )
 
-// ProbeUserNamespace finds out whether containers can be in user namespaces: that the kernel
-// makes one, and ProbeIDMap. holder is as userns.With takes it.
+// ProbeUserNamespace returns an error unless containers can run in user namespaces: the kernel must
+// create one, and ProbeIDMap must succeed. userns.With runs the program holder.
 func ProbeUserNamespace(holder, dir string) error {
 	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: 1 << 16, Size: 1 << 16}} // kubelet's first range
 	mappings := userns.Mappings{UIDs: ids, GIDs: ids}
@@ -23,11 +23,11 @@ func ProbeUserNamespace(holder, dir string) error {
 	})
 }
 
-// ProbeIDMap checks whether root filesystems can be mapped for user namespaces. It mounts an
-// overlay with an ID-mapped layer below dir, in a temporary mount namespace, and checks the owner
-// of a file. Then it maps a tmpfs, which kubelet uses for secrets (Linux 6.3). The namespace at ns
-// must have the mappings m, with a host user other than 0 for user 0. It removes what it creates in
-// dir.
+// ProbeIDMap returns an error unless root filesystems can be mapped for user namespaces. It mounts
+// an overlay with an ID-mapped layer below dir, in a temporary mount namespace, and checks the
+// owner of a file. Then it maps a tmpfs, which kubelet uses for secrets (Linux 6.3). The namespace
+// at ns must have the mappings m, which map user 0 to a host user other than 0. ProbeIDMap removes
+// the files that it creates in dir.
 func ProbeIDMap(dir, ns string, m userns.Mappings) (err error) {
 	tmp, err := os.MkdirTemp(dir, ".probe-")
 	if err != nil {
@@ -67,7 +67,7 @@ func probeOverlay(spec Spec, place string) error {
 		}
 		var st unix.Stat_t
 		if err := unix.Stat(filepath.Join(place, "file"), &st); err != nil {
-			return fmt.Errorf("look into ID-mapped overlay: %w", err)
+			return fmt.Errorf("stat file in ID-mapped overlay: %w", err)
 		}
 		if want := spec.IDMap.HostUID(0); int(st.Uid) != want {
 			return fmt.Errorf("an overlay does not show the mapping of its layers (user %d, not %d): %w",

@@ -16,7 +16,7 @@ import (
 	"berth/internal/failpoint"
 )
 
-// MaxLayers is how many lower layers overlayfs takes (OVL_MAX_STACK).
+// MaxLayers is the maximum number of lower layers of overlayfs (OVL_MAX_STACK).
 const MaxLayers = 500
 
 // options are the overlayfs options of every root filesystem. All are set explicitly, because
@@ -43,7 +43,7 @@ var options = []option{
 	{key: "index", value: "off"},
 }
 
-// volatileOption goes with an upper layer only.
+// volatileOption is for mounts with an upper layer only.
 var volatileOption = option{key: "volatile"}
 
 // contextOption gives all files of a mount an SELinux label.
@@ -55,7 +55,7 @@ func (o option) String() string {
 	switch {
 	case o.value == "":
 		return o.key
-	case o.key == contextOption: // a label may have commas
+	case o.key == contextOption: // a label may contain commas
 		return o.key + `="` + o.value + `"`
 	}
 	return o.key + "=" + o.value
@@ -63,10 +63,10 @@ func (o option) String() string {
 
 // Mount mounts the root filesystem, detached. Attach attaches it to a path. The mount ends when its
 // last descriptor is closed. It is private (no propagation), and read-only without Upper. Mount
-// needs Linux 5.10. Before 6.7 it uses a thread with its own mount namespace for a moment.
+// needs Linux 5.10. Before 6.7 it uses a temporary thread with a separate mount namespace.
 //
-// errors.ErrUnsupported: there is no driver for a layer's kind, or no overlayfs. A Spec without
-// layers or with more than MaxLayers is fs.ErrInvalid.
+// The error wraps errors.ErrUnsupported if a layer's kind has no driver or the kernel has no
+// overlayfs. It wraps fs.ErrInvalid for a Spec without layers or with more than MaxLayers.
 func (s Spec) Mount() (*os.File, error) {
 	if err := s.check(); err != nil {
 		return nil, err
@@ -78,7 +78,7 @@ func (s Spec) Mount() (*os.File, error) {
 	return mount, err
 }
 
-// mountNew is Mount without mount(2), for kernels that do not need mountOld.
+// mountNew implements Mount without mount(2), for kernels that do not need mountOld.
 func (s Spec) mountNew() (*os.File, error) {
 	if s.isSingle() {
 		return s.cloneReadOnly()
@@ -86,8 +86,8 @@ func (s Spec) mountNew() (*os.File, error) {
 	return s.mountOverlay()
 }
 
-// Attach attaches a detached mount at target, an existing directory of the host (or file, for a
-// mount of a file).
+// Attach attaches a detached mount to target, an existing directory of the host, or an existing
+// file for a mount of a file.
 func Attach(mount *os.File, target string) error {
 	err := unix.MoveMount(int(mount.Fd()), "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH)
 	runtime.KeepAlive(mount)
@@ -97,8 +97,8 @@ func Attach(mount *os.File, target string) error {
 	return nil
 }
 
-// MountAt mounts the root filesystem on target: Mount and Attach. With an IDMap the
-// mount that target is in must be private.
+// MountAt mounts the root filesystem on target, like Mount and Attach. With an IDMap the mount that
+// contains target must be private.
 func (s Spec) MountAt(target string) error {
 	if s.IDMap != nil {
 		return s.mountMapped(target)
@@ -111,9 +111,9 @@ func (s Spec) MountAt(target string) error {
 	return Attach(mount, target)
 }
 
-// MakeUpper creates Upper and Work; their parent must exist. Upper gets owner and mode of the
-// topmost layer's root, because overlayfs shows the attributes of the upper directory for /.
-// Existing directories stay. It does nothing for a read-only Spec.
+// MakeUpper creates Upper and Work, whose parent must exist. It keeps existing directories. Upper
+// gets the owner and mode of the topmost layer's root, because overlayfs shows the attributes of
+// the upper directory for /. MakeUpper does nothing for a read-only Spec.
 func (s Spec) MakeUpper() error {
 	if err := s.check(); err != nil {
 		return err
@@ -135,21 +135,21 @@ func (s Spec) MakeUpper() error {
 	return mkdir(s.Upper, st.Mode&0o7777, uid, gid)
 }
 
-// stat is the status of the layer's root.
+// stat returns the status of the layer's root.
 func (l Layer) stat() (st unix.Stat_t, err error) {
 	root, err := l.mounted()
 	if err != nil {
 		return st, err
 	}
-	defer root.Close() // read only
+	defer root.Close() // read-only
 	if err := unix.Fstat(int(root.Fd()), &st); err != nil {
-		return st, fmt.Errorf("look at layer %s: %w", l.Path, err)
+		return st, fmt.Errorf("stat layer %s: %w", l.Path, err)
 	}
 	return st, nil
 }
 
-// mkdir makes the directory under a temporary name, so that it is never seen
-// without its owner and mode.
+// mkdir creates the directory under a temporary name, so that it never appears without its owner
+// and mode.
 func mkdir(path string, mode uint32, uid, gid int) (err error) {
 	if _, err := os.Lstat(path); err == nil {
 		return nil
@@ -184,7 +184,7 @@ func (s Spec) check() error {
 	case len(s.Layers) == 0:
 		return fmt.Errorf("root filesystem without layers: %w", fs.ErrInvalid)
 	case len(s.Layers) > MaxLayers:
-		return fmt.Errorf("root filesystem of %d layers, overlayfs takes %d: %w", len(s.Layers), MaxLayers, fs.ErrInvalid)
+		return fmt.Errorf("root filesystem of %d layers, the limit of overlayfs is %d: %w", len(s.Layers), MaxLayers, fs.ErrInvalid)
 	case (s.Upper == "") != (s.Work == ""):
 		return fmt.Errorf("root filesystem with only one of upper and work directory: %w", fs.ErrInvalid)
 	}
@@ -196,8 +196,8 @@ func (s Spec) check() error {
 	return nil
 }
 
-// isSingle reports whether the root is just one layer, which overlayfs
-// refuses to mount (it wants two lower layers or an upper one).
+// isSingle reports whether the root consists of one layer only. overlayfs refuses to mount it,
+// because it requires two lower layers or an upper one.
 func (s Spec) isSingle() bool { return len(s.Layers) == 1 && s.Upper == "" }
 
 // hasImage reports whether a layer is an EROFS image.
@@ -205,14 +205,14 @@ func (s Spec) hasImage() bool {
 	return slices.ContainsFunc(s.Layers, func(l Layer) bool { return l.Kind == EROFS })
 }
 
-// cloneReadOnly is a read-only bind mount of the only layer, detached.
+// cloneReadOnly returns a read-only bind mount of the only layer, detached.
 func (s Spec) cloneReadOnly() (*os.File, error) {
 	path := s.Layers[0].Path
 	root, err := s.Layers[0].mounted()
 	if err != nil {
 		return nil, err
 	}
-	defer root.Close() // read only
+	defer root.Close() // read-only
 	fd, err := unix.OpenTree(int(root.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
 	if err != nil {
 		return nil, fmt.Errorf("clone mount of %s: %w", path, err)
@@ -237,11 +237,11 @@ func (s Spec) mountOverlay() (*os.File, error) {
 	return overlayOf(dirs)
 }
 
-// overlayOf needs "lowerdir+", which takes one layer a call and has no
-// separator to escape and no page to fit in (Linux 6.7).
+// overlayOf mounts an overlay with the option "lowerdir+" (Linux 6.7), which takes one layer per
+// call. So no separator must be escaped, and the options need not fit in one page.
 func overlayOf(dirs *dirs) (*os.File, error) { return overlayWith(dirs, setDir) }
 
-// dirSetter sets an option of a filesystem context whose value is a directory.
+// dirSetter sets an option of a filesystem context to a directory.
 type dirSetter func(fsfd int, key string, dir *os.File) error
 
 func overlayWith(dirs *dirs, setDir dirSetter) (*os.File, error) {
@@ -287,10 +287,10 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 	return nil
 }
 
-// setDir sets an option whose value is a directory. The container's /proc/PID/mounts shows the
-// value, so it prefers a path, which helps operators. It passes a descriptor for directories
-// without a usable path: detached mounts, paths longer than a string of fsconfig(2), and paths with
-// characters that overlayfs unescapes.
+// setDir sets an option to a directory. The container's /proc/PID/mounts shows the value, so setDir
+// prefers a path, which helps operators. It passes a descriptor for directories without a usable
+// path: detached mounts, paths longer than a string of fsconfig(2), and paths with characters that
+// overlayfs unescapes.
 func setDir(fsfd int, key string, dir *os.File) error {
 	if path := dir.Name(); len(path) < maxOption && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
 		return unix.FsconfigSetString(fsfd, key, path)
@@ -303,14 +303,14 @@ func setDir(fsfd int, key string, dir *os.File) error {
 	return err
 }
 
-// setByNumber is setDir for kernels whose overlayfs takes no descriptors. The directory's name is
-// its number below /proc/self/fd, the working directory. An absolute path would show "/proc" in
-// each container's mounts, which Kubernetes' test of ProcMount counts.
+// setByNumber implements setDir for kernels whose overlayfs refuses descriptors. It names the
+// directory by its descriptor number, relative to the working directory /proc/self/fd. An absolute
+// path would show "/proc" in each container's mounts, which Kubernetes' test of ProcMount counts.
 func setByNumber(fsfd int, key string, dir *os.File) error {
 	return inFDs(func() error { return unix.FsconfigSetString(fsfd, key, fdName(dir)) })
 }
 
-// inFDs calls f in a thread whose working directory is /proc/self/fd.
+// inFDs calls f on a thread whose working directory is /proc/self/fd.
 func inFDs(f func() error) error {
 	return onThread(unix.CLONE_FS, func() error {
 		if err := unix.Chdir("/proc/self/fd"); err != nil {
@@ -327,13 +327,14 @@ func set(fsfd int, o option) error {
 	return unix.FsconfigSetString(fsfd, o.key, o.value)
 }
 
-// maxOption is how long the value of an fsconfig option may be, with the zero at its end.
+// maxOption is the maximum length of the value of an fsconfig option, including the zero at its
+// end.
 const maxOption = 256
 
-// dirs are the open directories of an overlay. Each error names its directory, and each has a short
-// path.
+// dirs are the open directories of an overlay. The name of each file is its directory's path, for
+// error texts.
 type dirs struct {
-	lower       []*os.File // topmost first, as overlayfs counts
+	lower       []*os.File // topmost first, as in overlayfs' options
 	upper, work *os.File
 	label       string
 }
@@ -370,13 +371,14 @@ func openDir(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// dirOption is an option whose value is a directory.
+// dirOption is an option with a directory as its value.
 type dirOption struct {
 	key string
 	dir *os.File
 }
 
-// writable returns the options for the upper and the work directory; none for a read-only overlay.
+// writable returns the options for the upper and the work directory. It returns nil for a read-only
+// overlay.
 func (d *dirs) writable() []dirOption {
 	if d.upper == nil {
 		return nil
@@ -384,7 +386,7 @@ func (d *dirs) writable() []dirOption {
 	return []dirOption{{"upperdir", d.upper}, {"workdir", d.work}}
 }
 
-// options returns the options whose values are not directories.
+// options returns the options without a directory as value.
 func (d *dirs) options() []option {
 	all := options
 	if d.upper != nil {
@@ -399,7 +401,7 @@ func (d *dirs) options() []option {
 func (d *dirs) close() {
 	for _, f := range append(d.lower, d.upper, d.work) {
 		if f != nil {
-			f.Close() // O_PATH: nothing to lose
+			f.Close() // O_PATH: closing cannot lose data
 		}
 	}
 }
@@ -413,7 +415,7 @@ func messages(fsfd int) string {
 		if err != nil || n == 0 {
 			break
 		}
-		if text := string(buf[:n]); len(text) > 2 { // "e text"
+		if text := string(buf[:n]); len(text) > 2 { // a level, a blank and the text
 			all = append(all, strings.TrimSpace(text[2:]))
 		}
 	}
@@ -423,7 +425,7 @@ func messages(fsfd int) string {
 	return " (" + strings.Join(all, "; ") + ")"
 }
 
-// orUnsupported converts the errno of a missing system call or filesystem to errors.ErrUnsupported.
+// orUnsupported adds errors.ErrUnsupported to the errno of a missing system call or filesystem.
 func orUnsupported(err error) error {
 	if errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENODEV) {
 		return fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)

@@ -10,11 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mountOld is Mount by mount(2), for kernels whose overlayfs lacks "lowerdir+" (before Linux 6.7)
-// or that cannot change detached mounts (before 5.12). mount(2) needs a mount point. It gets one in
-// the mount namespace of a temporary thread; a detached copy of the mount remains.
+// mountOld implements Mount with mount(2), for kernels whose overlayfs lacks "lowerdir+" (before
+// Linux 6.7) or that cannot change detached mounts (before 5.12). mount(2) needs a mount point.
+// mountOld mounts in the mount namespace of a temporary thread and keeps a detached copy of the
+// mount.
 func (s Spec) mountOld() (mount *os.File, err error) {
-	place := s.Layers[len(s.Layers)-1].Path // any directory: the mount is visible to this thread only
+	place := s.Layers[len(s.Layers)-1].Path // any directory: only this thread sees the mount
 	err = onThread(unix.CLONE_NEWNS|unix.CLONE_FS, func() error {
 		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 			return fmt.Errorf("make mount namespace private: %w", err)
@@ -32,7 +33,7 @@ func (s Spec) mountOld() (mount *os.File, err error) {
 	return mount, err
 }
 
-// mountOn mounts on place by mount(2). It changes the working directory of the thread.
+// mountOn mounts on place with mount(2). It changes the working directory of the thread.
 func (s Spec) mountOn(place string) error {
 	if s.isSingle() {
 		return bindReadOnly(s.Layers[0].Path, place)
@@ -59,9 +60,8 @@ func bindReadOnly(path, place string) error {
 }
 
 // mountInFDs names the directories by descriptor numbers, relative to the working directory
-// /proc/self/fd. All options of mount(2) must fit in one page, which 500 numbers do and 50 layer
-// paths do not. Besides, numbers contain no ":", "," or "\", which overlayfs would treat as
-// separators.
+// /proc/self/fd. All options of mount(2) must fit in one page. 500 numbers fit, but 50 layer paths
+// do not. Numbers also contain no ":", "," or "\", which overlayfs would treat as separators.
 func mountInFDs(dirs *dirs, place string) error {
 	data := dirs.data()
 	if len(data) >= os.Getpagesize() {
@@ -76,7 +76,7 @@ func mountInFDs(dirs *dirs, place string) error {
 	return nil
 }
 
-// data is the option string of mount(2).
+// data returns the option string of mount(2).
 func (d *dirs) data() string {
 	lower := make([]string, 0, len(d.lower))
 	for _, f := range d.lower {
@@ -94,20 +94,20 @@ func (d *dirs) data() string {
 
 func fdName(f *os.File) string { return strconv.Itoa(int(f.Fd())) }
 
-// onThread runs f in a thread that does not share what flags say with the
+// onThread runs f on a thread that unshares the namespaces and attributes in flags from the
 // process, and that ends with f.
 func onThread(flags int, f func() error) error {
 	result := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
 		if unix.Gettid() == unix.Getpid() {
-			// The runtime never ends the main thread, and /proc/self is about that
-			// one: keep it busy here, so that another one is taken.
+			// The Go runtime never ends the main thread, and /proc/self describes the main thread.
+			// Keep it busy here, so that the goroutine runs on another thread.
 			result <- onThread(flags, f)
 			runtime.UnlockOSThread()
 			return
 		}
-		// Not unlocked: the runtime ends the thread with the goroutine.
+		// The goroutine stays locked, so that the runtime ends the thread with it.
 		if err := unix.Unshare(flags); err != nil {
 			result <- fmt.Errorf("leave the process's namespaces: %w", err)
 			return

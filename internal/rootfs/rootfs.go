@@ -1,6 +1,6 @@
-// Package rootfs describes a container's root filesystem, which is assembled from layers, and
-// mounts it with the new mount API (fsopen, fsmount, move_mount). So a mount can exist as a file
-// descriptor without a place in any mount namespace.
+// Package rootfs describes a container's root filesystem, which consists of layers, and mounts it
+// with the new mount API (fsopen, fsmount, move_mount). With this API a mount can be a file
+// descriptor that no mount namespace contains.
 package rootfs
 
 import "os"
@@ -9,9 +9,10 @@ import "os"
 type Kind string
 
 const (
-	// Directory is a layer extracted into a directory, whiteouts in overlayfs' form.
+	// Directory is a layer extracted into a directory, with whiteouts in overlayfs' form.
 	Directory Kind = "directory"
-	// EROFS is a layer (or several merged ones) as an EROFS image file with data files beside it.
+	// EROFS is a layer, or several merged ones, in the form of an EROFS image file and separate
+	// data files.
 	EROFS Kind = "erofs"
 )
 
@@ -19,19 +20,19 @@ const (
 type Layer struct {
 	Kind Kind     `json:"kind"`
 	Path string   `json:"path"`           // the directory, or the EROFS image
-	Data []string `json:"data,omitempty"` // EROFS: its data files, in device order
+	Data []string `json:"data,omitempty"` // data files of the EROFS image, in device order
 
-	// Mount is a mount of the EROFS image that is there already, see Open; nil: it is mounted each time.
+	// Mount is an existing mount of the EROFS image, see Open; nil: Spec.Mount mounts the image.
 	Mount *os.File `json:"-"`
-	// Passed says, in an order to a launcher, that Mount comes with it.
+	// Passed means that the sender of a launch request also passes Mount to the launcher.
 	Passed bool `json:"passed,omitempty"`
 }
 
-// Spec describes a root filesystem. The launcher gets it as JSON.
+// Spec describes a root filesystem. The launcher receives it as JSON.
 type Spec struct {
 	Layers []Layer `json:"layers"`          // bottom first, at least one
 	Upper  string  `json:"upper,omitempty"` // writable layer; empty: the root is read-only
-	Work   string  `json:"work,omitempty"`  // overlayfs' work directory, same filesystem as Upper
-	Label  string  `json:"label,omitempty"` // SELinux label of all its files, for overlays; empty: each has its own
-	IDMap  *IDMap  `json:"idMap,omitempty"` // for MountAt and MakeUpper: whose user namespace it is for; nil: the host's
+	Work   string  `json:"work,omitempty"`  // overlayfs' work directory, on the same filesystem as Upper
+	Label  string  `json:"label,omitempty"` // SELinux label of all files, for overlays; empty: the files keep their labels
+	IDMap  *IDMap  `json:"idMap,omitempty"` // for MountAt and MakeUpper: the mapping of the user namespace; nil: no mapping
 }

@@ -14,19 +14,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxSymlinks is the kernel's own limit of symlinks in one resolution (MAXSYMLINKS).
+// maxSymlinks is the kernel's limit of symlinks in one resolution (MAXSYMLINKS).
 const maxSymlinks = 40
 
-// Dir is an open directory inside a root. Names handed to its methods must be
-// single path components; anything else is refused with EINVAL. A Dir is not
-// tied to a finalizer: Close it.
+// Dir is an open directory inside a root. Its methods take names of single path components and
+// refuse other names with EINVAL. A Dir has no finalizer: the owner must close it.
 type Dir struct {
 	fd   int
 	path string
 }
 
-// OpenDir opens the directory at path inside root without following any
-// symlink: ELOOP if there is one on the way.
+// OpenDir opens the directory at path inside root without following any symlink. It returns ELOOP
+// if path contains one.
 func OpenDir(root *os.File, path string) (*Dir, error) {
 	clean := Clean(path)
 	fd, err := openBeneath(root, clean)
@@ -36,31 +35,30 @@ func OpenDir(root *os.File, path string) (*Dir, error) {
 	return &Dir{fd, clean}, nil
 }
 
-// MkdirAll opens the directory at path inside root. Symlinks on the way are
-// followed inside root; directories that do not exist are made with mode perm,
-// the target of a dangling symlink included. The result's Path is free of
-// symlinks.
+// MkdirAll opens the directory at path inside root. It follows symlinks inside root. It creates
+// missing directories with mode perm, including the target of a dangling symlink. The result's Path
+// is free of symlinks.
 func MkdirAll(root *os.File, path string, perm uint32) (*Dir, error) {
 	return Maker{Perm: perm}.MkdirAll(root, path)
 }
 
-// Maker is MkdirAll with a say in what happens on the way.
+// Maker has options for MkdirAll.
 type Maker struct {
-	// Perm is the mode of a directory that is made.
+	// Perm is the mode of new directories.
 	Perm uint32
-	// Made, if set, is called for each directory that was made.
+	// Made, if set, is called for each new directory.
 	Made func(*Dir) error
-	// Blocked, if set, is called where name in dir is neither a directory nor a
-	// symlink. If it returns nil, having removed it or put a directory in its
-	// place, the walk goes on with that; an error ends the walk.
+	// Blocked, if set, is called if name in dir is neither a directory nor a symlink. It may remove
+	// the entry or replace it with a directory. Then it returns nil, and the walk continues. An
+	// error ends the walk.
 	Blocked func(dir *Dir, name string, st *unix.Stat_t) error
-	// Step, if set, is called for each step of a walk with its cost: 1 for looking up a name. A
-	// short path can take tens of thousands of steps through forty symlinks. An error ends the
+	// Step, if set, is called for each step of a walk with its cost: 1 for looking up a name. Even
+	// a short path can take tens of thousands of steps through forty symlinks. An error ends the
 	// walk.
 	Step func(cost int) error
 }
 
-// MkdirAll is the function of that name with the Maker's options.
+// MkdirAll is the function MkdirAll with the Maker's options.
 func (m Maker) MkdirAll(root *os.File, path string) (*Dir, error) {
 	w := walk{Maker: m, root: root, rest: split(path)}
 	dir, err := w.run()
@@ -70,13 +68,13 @@ func (m Maker) MkdirAll(root *os.File, path string) (*Dir, error) {
 	return dir, nil
 }
 
-// ResolveDir opens the directory at path inside root. Symlinks on the way are
-// followed inside root; the result's Path is free of them.
+// ResolveDir opens the directory at path inside root. It follows symlinks inside root. The result's
+// Path is free of symlinks.
 func ResolveDir(root *os.File, path string) (*Dir, error) {
 	return Maker{}.ResolveDir(root, path)
 }
 
-// ResolveDir is the function of that name with the Maker's options.
+// ResolveDir is the function ResolveDir with the Maker's options.
 func (m Maker) ResolveDir(root *os.File, path string) (*Dir, error) {
 	w := walk{Maker: m, root: root, rest: split(path), existing: true}
 	dir, err := w.run()
@@ -86,8 +84,8 @@ func (m Maker) ResolveDir(root *os.File, path string) (*Dir, error) {
 	return dir, nil
 }
 
-// Clean makes path relative to the root: lexically clean, without a leading
-// slash, never above the root; "" is the root.
+// Clean returns a clean path relative to the root, without a leading slash. ".." never leads above
+// the root. "" is the root.
 func Clean(p string) string { return path.Clean("/" + p)[1:] }
 
 // Split returns the directory of a clean path and its last component.
@@ -96,7 +94,7 @@ func Split(clean string) (dir, base string) {
 	return clean[:max(i, 0)], clean[i+1:]
 }
 
-// Join is the clean path of a name in a directory; "" is the root.
+// Join returns the clean path of a name in a directory; "" is the root.
 func Join(dir, name string) string {
 	if dir == "" {
 		return name
@@ -126,14 +124,14 @@ func openBeneath(root *os.File, clean string) (int, error) {
 	return fd, openErr
 }
 
-// walk resolves a path component by component, each relative to the previous open directory and
-// without following symlinks. There is no other way to get the path without symlinks and to
-// continue through a symlink with a missing target.
+// walk resolves a path component by component. It opens each component relative to the previous
+// directory and without following symlinks. This is the only way to find the path without symlinks,
+// and to continue through a symlink with a missing target.
 type walk struct {
 	Maker
 	root     *os.File
-	existing bool     // make nothing
-	rest     []string // components still to go
+	existing bool     // create no directory
+	rest     []string // components that are not resolved yet
 	links    int
 }
 
@@ -162,20 +160,20 @@ func (w *walk) reopen(clean string) (*Dir, error) {
 	return &Dir{fd, clean}, nil
 }
 
-// charge tells Step of the step that takes name off the path.
+// charge reports the cost of the next step, which resolves name, to Step.
 func (w *walk) charge(cur *Dir, name string) error {
 	if w.Step == nil {
 		return nil
 	}
 	cost := 1
-	if name == ".." { // found anew from the root
-		const quick = 32 // names that the kernel looks up in the time of one that is looked up here
+	if name == ".." { // ".." is resolved again from the root
+		const quick = 32 // number of names that the kernel resolves in the time of one step here
 		cost += strings.Count(cur.path, "/") / quick
 	}
 	return w.Step(cost)
 }
 
-// step takes one component off the path and returns the directory it leads to.
+// step resolves the next component of the path and returns its directory.
 func (w *walk) step(cur *Dir) (*Dir, error) {
 	name := w.rest[0]
 	w.rest = w.rest[1:]
@@ -198,7 +196,8 @@ func (w *walk) step(cur *Dir) (*Dir, error) {
 	return w.enter(cur, name, fd)
 }
 
-// enter continues with a found entry: it enters a directory or follows a symlink. It takes over fd.
+// enter continues with an existing entry: it enters a directory or follows a symlink. It closes fd
+// or returns it as a Dir.
 func (w *walk) enter(cur *Dir, name string, fd int) (*Dir, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -260,7 +259,7 @@ func (w *walk) mkdir(cur *Dir, name string) (*Dir, error) {
 }
 
 func (w *walk) finish(made *Dir) error {
-	if err := made.Chmod(w.Perm); err != nil { // mkdir applied the process's umask
+	if err := made.Chmod(w.Perm); err != nil { // mkdirat applied the process's umask
 		return err
 	}
 	if w.Made == nil {
@@ -269,8 +268,7 @@ func (w *walk) finish(made *Dir) error {
 	return w.Made(made)
 }
 
-// Path returns the directory's path relative to the root when it was opened;
-// "" is the root.
+// Path returns the directory's path relative to the root when it was opened; "" is the root.
 func (d *Dir) Path() string { return d.path }
 
 // Close closes the directory.
@@ -281,7 +279,8 @@ func (d *Dir) Close() error {
 	return nil
 }
 
-// Create makes the regular file name, which must not exist, for writing, with mode perm less the umask.
+// Create creates the regular file name, which must not exist, for writing. Its mode is perm less
+// the umask.
 func (d *Dir) Create(name string, perm uint32) (*os.File, error) {
 	if err := d.check("create", name); err != nil {
 		return nil, err
@@ -293,7 +292,7 @@ func (d *Dir) Create(name string, perm uint32) (*os.File, error) {
 	return os.NewFile(uintptr(fd), name), nil
 }
 
-// Open opens the directory name for the use of its own methods.
+// Open opens the directory name.
 func (d *Dir) Open(name string) (*Dir, error) {
 	if err := d.check("open directory", name); err != nil {
 		return nil, err
@@ -305,7 +304,7 @@ func (d *Dir) Open(name string) (*Dir, error) {
 	return &Dir{fd, path.Join(d.path, name)}, nil
 }
 
-// Names returns the names in the directory, in no order.
+// Names returns the names in the directory, unordered.
 func (d *Dir) Names() ([]string, error) {
 	fd, err := openat2(d.fd, ".", unix.O_RDONLY|unix.O_DIRECTORY, 0, 0)
 	if err != nil {
@@ -320,8 +319,8 @@ func (d *Dir) Names() ([]string, error) {
 	return names, nil
 }
 
-// EachName calls do with the names in the directory, in no order, until it fails. It
-// keeps few of them in memory, however large the directory is.
+// EachName calls do with each name in the directory, unordered, until do fails. It keeps only a few
+// names in memory, even for a large directory.
 func (d *Dir) EachName(do func(name string) error) error {
 	fd, err := openat2(d.fd, ".", unix.O_RDONLY|unix.O_DIRECTORY, 0, 0)
 	if err != nil {
@@ -345,22 +344,22 @@ func (d *Dir) EachName(do func(name string) error) error {
 	}
 }
 
-// Mkdir makes the directory name with mode perm less the umask.
+// Mkdir creates the directory name with mode perm less the umask.
 func (d *Dir) Mkdir(name string, perm uint32) error {
 	return d.at("make directory", name, func() error { return unix.Mkdirat(d.fd, name, perm) })
 }
 
-// Mknod makes the node name: mode holds the type (S_IFCHR …) and permissions less the umask.
+// Mknod creates the node name. mode holds the type (S_IFCHR …) and permissions less the umask.
 func (d *Dir) Mknod(name string, mode uint32, dev uint64) error {
 	return d.at("make node", name, func() error { return unix.Mknodat(d.fd, name, mode, int(dev)) })
 }
 
-// Symlink makes the symlink name with the given target, which is stored as it is.
+// Symlink creates the symlink name and stores target unchanged.
 func (d *Dir) Symlink(target, name string) error {
 	return d.at("make symlink", name, func() error { return unix.Symlinkat(target, d.fd, name) })
 }
 
-// Link makes name another name of oldName in the directory old.
+// Link adds name as another name of oldName in the directory old.
 func (d *Dir) Link(old *Dir, oldName, name string) error {
 	if err := old.check("link", oldName); err != nil {
 		return err
@@ -368,7 +367,7 @@ func (d *Dir) Link(old *Dir, oldName, name string) error {
 	return d.at("link", name, func() error { return unix.Linkat(old.fd, oldName, d.fd, name, 0) })
 }
 
-// Stat returns the status of name itself. An empty name is the directory.
+// Stat returns the status of name without following a symlink. An empty name means the directory.
 func (d *Dir) Stat(name string) (unix.Stat_t, error) {
 	var st unix.Stat_t
 	if name == "" {
@@ -394,19 +393,19 @@ func (d *Dir) Unlink(name string) error {
 	return d.at("remove", name, func() error { return unix.Unlinkat(d.fd, name, 0) })
 }
 
-// RemoveAll removes name and, if it is a directory, everything in it. It is no
-// error if name does not exist.
+// RemoveAll removes name and, if it is a directory, its content. It returns nil if name does not
+// exist.
 func (d *Dir) RemoveAll(name string) error {
 	return d.RemoveAllUntil(context.Background(), name)
 }
 
-// RemoveAllUntil is RemoveAll, but gives up when ctx is done, with its error.
+// RemoveAllUntil is RemoveAll, but returns ctx's error when ctx ends.
 func (d *Dir) RemoveAllUntil(ctx context.Context, name string) error {
 	return d.at("remove", name, func() error { return removeAll(ctx, d.fd, name) })
 }
 
-// Chown sets the owner of name itself; an empty name is the directory. uid and gid are 0 to 2^32-2.
-// It rejects 2^32-1, which the kernel takes for "unchanged".
+// Chown sets the owner of name without following a symlink. An empty name means the directory. uid
+// and gid are 0 to 2^32-2. It rejects 2^32-1, which means "unchanged" for the kernel.
 func (d *Dir) Chown(name string, uid, gid uint32) error {
 	if uid == ^uint32(0) || gid == ^uint32(0) {
 		return d.err("chown", name, unix.EINVAL)
@@ -422,9 +421,9 @@ func (d *Dir) Chown(name string, uid, gid uint32) error {
 	})
 }
 
-// Chmod sets the permission bits, setuid, setgid and sticky included, of the directory itself.
+// Chmod sets the permission bits of the directory, including setuid, setgid and sticky.
 func (d *Dir) Chmod(mode uint32) error {
-	// fchmod refuses O_PATH; the magic link is the process's own.
+	// fchmod refuses O_PATH, so use the magic link of this process's descriptor.
 	if err := unix.Fchmodat(unix.AT_FDCWD, d.proc(), mode, 0); err != nil {
 		return d.err("chmod", "", err)
 	}
@@ -444,11 +443,11 @@ func (d *Dir) ChmodNode(name string, mode uint32) error {
 	})
 }
 
-// Utimes sets the times of name itself; an empty name is the directory.
+// Utimes sets the times of name without following a symlink. An empty name means the directory.
 func (d *Dir) Utimes(name string, atime, mtime unix.Timespec) error {
 	ts := []unix.Timespec{atime, mtime}
 	if name == "" {
-		// utimensat with an empty path is Linux 5.8; the magic link works everywhere.
+		// utimensat with an empty path is Linux 5.8; the magic link works on all kernels.
 		if err := unix.UtimesNanoAt(unix.AT_FDCWD, d.proc(), ts, 0); err != nil {
 			return d.err("set times", "", err)
 		}
@@ -457,7 +456,8 @@ func (d *Dir) Utimes(name string, atime, mtime unix.Timespec) error {
 	return d.at("set times", name, func() error { return unix.UtimesNanoAt(d.fd, name, ts, unix.AT_SYMLINK_NOFOLLOW) })
 }
 
-// Setxattr sets an extended attribute of name itself; an empty name is the directory.
+// Setxattr sets an extended attribute of name without following a symlink. An empty name means the
+// directory.
 func (d *Dir) Setxattr(name, attr string, value []byte) error {
 	if name == "" {
 		if err := unix.Setxattr(d.proc(), attr, value, 0); err != nil {
@@ -468,8 +468,8 @@ func (d *Dir) Setxattr(name, attr string, value []byte) error {
 	return d.at("set "+attr, name, func() error { return unix.Lsetxattr(d.proc()+"/"+name, attr, value, 0) })
 }
 
-// Getxattr returns an extended attribute of name itself; an empty name is the
-// directory. ENODATA if there is none.
+// Getxattr returns an extended attribute of name without following a symlink. An empty name means
+// the directory. It returns ENODATA if the attribute does not exist.
 func (d *Dir) Getxattr(name, attr string) ([]byte, error) {
 	var value []byte
 	get := func() (err error) { value, err = getxattr(d.xattrPath(name), attr); return err }
@@ -483,8 +483,8 @@ func (d *Dir) Getxattr(name, attr string) ([]byte, error) {
 	return value, err
 }
 
-// Listxattr returns the names of the extended attributes of name itself; an
-// empty name is the directory.
+// Listxattr returns the names of the extended attributes of name without following a symlink. An
+// empty name means the directory.
 func (d *Dir) Listxattr(name string) ([]string, error) {
 	var names []string
 	list := func() (err error) { names, err = listxattr(d.xattrPath(name)); return err }
@@ -498,8 +498,8 @@ func (d *Dir) Listxattr(name string) ([]string, error) {
 	return names, err
 }
 
-// xattrPath names an entry for the l*xattr calls, which know no dirfd before
-// Linux 6.13. "/." makes them follow the magic link to the directory itself.
+// xattrPath names an entry for the l*xattr calls, which take no dirfd before Linux 6.13. "/." makes
+// them follow the magic link to the directory.
 func (d *Dir) xattrPath(name string) string {
 	if name == "" {
 		name = "."
@@ -538,17 +538,16 @@ func listxattr(path string) ([]string, error) {
 
 func (d *Dir) proc() string { return procFD(d.fd) }
 
-// descriptors is where the process finds its open files by number.
+// descriptors is the directory of the process's open files by number.
 var descriptors = "/proc/self/fd/"
 
-// DescriptorsIn is for a process that has no /proc. Before other functions are called it tells
-// where the process's /proc/self/fd is: a path with a slash at its end, or "" for the
-// working directory.
+// DescriptorsIn sets the path of /proc/self/fd for a process without /proc. The path ends with a
+// slash; "" means the working directory. Call it before other functions of this package.
 func DescriptorsIn(dir string) { descriptors = dir }
 
 func procFD(fd int) string { return descriptors + strconv.Itoa(fd) }
 
-// at runs one call on a checked name and wraps its error.
+// at runs call if name is valid, and wraps its error.
 func (d *Dir) at(op, name string, call func() error) error {
 	if err := d.check(op, name); err != nil {
 		return err

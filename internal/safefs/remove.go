@@ -12,13 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// openLevels is how many directories of a tree are held open at a time.
+// openLevels is how many directories of a tree are open at a time.
 const openLevels = 64
 
-// RemoveAll removes path at any depth. The parent directory is the caller's; the tree may be
+// RemoveAll removes path at any depth. The parent directory must be trusted; the tree may be
 // hostile. os.RemoveAll would hold a descriptor for each level, and a process can nest directories
 // until its disk is full. A missing path is no error. A removal that ctx ended, or that failed, can
-// be repeated; meanwhile parts of the tree may have other names within path.
+// be repeated. Until then, parts of the tree may have other names within path.
 func RemoveAll(ctx context.Context, path string) error {
 	parent, err := os.Open(filepath.Dir(path))
 	if errors.Is(err, os.ErrNotExist) {
@@ -71,7 +71,7 @@ func (r *remover) empty(dir *os.File, level int) error {
 			}
 			return err
 		}
-		// Some filesystems skip entries when others vanish under the cursor.
+		// Some filesystems skip entries when entries that were already read are deleted.
 		if _, err := dir.Seek(0, io.SeekStart); err != nil {
 			return err
 		}
@@ -96,7 +96,7 @@ func (r *remover) remove(dir *os.File, name string, level int) error {
 	return rmdir(int(dir.Fd()), name)
 }
 
-// lift moves a directory to the top, whose reader comes to it later.
+// lift moves a directory to the top, which is emptied later.
 func (r *remover) lift(dir *os.File, name string) error {
 	for {
 		r.lifted++
@@ -119,7 +119,7 @@ func unlinkOrOpen(dir int, name string) (*os.File, error) {
 	}
 	fd, openErr := openat2(dir, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, 0)
 	if errors.Is(openErr, unix.ENOTDIR) {
-		return nil, err // the first error tells why it stays
+		return nil, err // the first error is the reason why the entry remains
 	}
 	if openErr != nil {
 		return nil, openErr

@@ -3,10 +3,10 @@
 //
 // # Contract
 //
-// The kernel resolves every path as if the root were the process's own root directory (openat2 with
+// The kernel resolves every path as if the root were the process's root directory (openat2 with
 // RESOLVE_IN_ROOT). Absolute symlinks and ".." stay inside even if the tree changes meanwhile, and
-// magic links (those of /proc) are not followed. No function relies on a path that was checked
-// earlier. All descriptors are close-on-exec. It needs Linux 5.6.
+// magic links (symlinks in /proc) are not followed. No function relies on a path that was checked
+// earlier. All descriptors are close-on-exec. The package needs Linux 5.6.
 //
 // Functions that take a *Dir act on one name in that directory and do not follow a symlink there.
 //
@@ -23,18 +23,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrNotRegular is returned where a regular file was asked for and something
-// else was found: a directory, a device, a FIFO.
+// ErrNotRegular is returned for a path that is not a regular file, but for example a directory, a
+// device or a FIFO.
 var ErrNotRegular = errors.New("not a regular file")
 
 // ErrTooLarge is returned by ReadFile for a file above the caller's limit.
 var ErrTooLarge = errors.New("file is too large")
 
-// resolveInRoot is how every path of this package is resolved.
+// resolveInRoot are the flags for the resolution of every path of this package.
 const resolveInRoot = unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS
 
 // OpenRoot opens the directory at path, a trusted path of the host, as a root for the other
-// functions. The file is O_PATH: it can resolve paths but not be read.
+// functions. The file is O_PATH: it can resolve paths, but it cannot be read.
 func OpenRoot(path string) (*os.File, error) {
 	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH|unix.O_DIRECTORY, 0, 0)
 	if err != nil {
@@ -43,8 +43,8 @@ func OpenRoot(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// OpenHost opens path, a resolved absolute path of the host, with O_PATH. It returns ELOOP if a
-// symlink has been put into the path since.
+// OpenHost opens path, a resolved absolute path of the host, with O_PATH. It returns ELOOP if path
+// contains a symlink by now.
 func OpenHost(path string) (*os.File, error) {
 	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH, 0, unix.RESOLVE_NO_SYMLINKS)
 	if err != nil {
@@ -53,12 +53,12 @@ func OpenHost(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// Open opens path inside root with the given open(2) flags; mode matters with
-// O_CREAT only. O_CLOEXEC is added, and O_NONBLOCK so that a FIFO or a device
-// cannot make the call wait. An empty path is the root itself.
+// Open opens path inside root with the given open(2) flags; mode has an effect only with O_CREAT.
+// Open adds O_CLOEXEC, and O_NONBLOCK so that it does not wait for a FIFO or a device. An empty
+// path means the root.
 //
-// Opening a device node can have effects of its own: for content that comes
-// from an image use ReadFile or OpenRegular.
+// Opening a device node can have side effects. For content that comes from an image use ReadFile or
+// OpenRegular.
 func Open(root *os.File, path string, flags int, mode uint32) (*os.File, error) {
 	fd, err := open(root, path, flags, mode)
 	if err != nil {
@@ -67,9 +67,9 @@ func Open(root *os.File, path string, flags int, mode uint32) (*os.File, error) 
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// OpenRegular opens the regular file at path inside root for reading. It looks
-// at the file's type before it opens it, so that no device is ever opened (a
-// watchdog starts by that), and fails with ErrNotRegular for every other type.
+// OpenRegular opens the regular file at path inside root for reading. It returns ErrNotRegular for
+// other types. It checks the type before it opens the file, so that it never opens a device.
+// Opening can have side effects, for example it starts a watchdog.
 func OpenRegular(root *os.File, path string) (*os.File, error) {
 	f, err := openRegular(root, path)
 	if err != nil {
@@ -91,7 +91,7 @@ func openRegular(root *os.File, path string) (*os.File, error) {
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return nil, ErrNotRegular
 	}
-	// The magic link is the process's own and names exactly the inode just looked at.
+	// The magic link belongs to this process and leads to the inode that was just checked.
 	rfd, err := openat2(unix.AT_FDCWD, procFD(fd), unix.O_RDONLY|unix.O_NONBLOCK, 0, 0)
 	if err != nil {
 		return nil, err
@@ -110,8 +110,8 @@ func ReadFile(root *os.File, path string, max int64) ([]byte, error) {
 	return readAll(f, path, max)
 }
 
-// ReadHostFile is ReadFile for a trusted path of the host, and follows symlinks. The file itself
-// may still be a FIFO, a device or endless.
+// ReadHostFile is ReadFile for a trusted path of the host, and follows symlinks. The file may still
+// be a FIFO, a device or endless.
 func ReadHostFile(path string, max int64) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -148,7 +148,7 @@ func open(root *os.File, path string, flags int, mode uint32) (int, error) {
 		flags |= unix.O_NONBLOCK // openat2 refuses it together with O_PATH
 	}
 	if flags&unix.O_CREAT == 0 && flags&unix.O_TMPFILE != unix.O_TMPFILE {
-		mode = 0 // openat2 refuses a mode where none is used
+		mode = 0 // openat2 refuses a mode without O_CREAT
 	}
 	conn, err := root.SyscallConn()
 	if err != nil {
@@ -167,7 +167,7 @@ func open(root *os.File, path string, flags int, mode uint32) (int, error) {
 // with a rename: resolving ".." in a root fails with EAGAIN if any rename or mount on the machine
 // happened meanwhile.
 func openat2(dir int, path string, flags int, mode uint32, resolve uint64) (int, error) {
-	const maxRaces = 128 // a busy machine; the kernel's own advice is to try again
+	const maxRaces = 128 // on a busy machine; openat2(2) advises to try again
 	how := unix.OpenHow{Flags: uint64(flags | unix.O_CLOEXEC), Mode: uint64(mode), Resolve: resolve}
 	for races := 0; ; {
 		fd, err := unix.Openat2(dir, path, &how)

@@ -18,34 +18,33 @@ const (
 	walkOpen = 32
 	// walkBuffer is how many bytes of names are read from a directory at a time.
 	walkBuffer = 8 << 10
-	// walkLevels is how deep a walk goes. Each level beyond walkOpen takes about 100 bytes of
-	// memory.
+	// walkLevels is the maximum depth of a walk. Each level beyond walkOpen takes about 100 bytes
+	// of memory.
 	walkLevels = 1 << 17
 )
 
-// ErrTooDeep says that directories are nested deeper than a walk goes, and that their content was
-// left out.
+// ErrTooDeep means that the walk skipped directories because they are nested too deeply.
 var ErrTooDeep = errors.New("directories are nested too deep")
 
-// ErrMoved says that a directory was moved or removed while a walk was below it, and that a part of
-// its content was left out.
+// ErrMoved means that a directory was moved or removed while a walk was below it, and that the walk
+// skipped a part of its content.
 var ErrMoved = errors.New("a directory was moved during the walk")
 
-// Walk visits everything below a directory, unordered. The tree may be hostile and may change
-// meanwhile. The walk never leaves it, and memory and descriptors are limited, however deep and
-// wide it is. One goroutine uses a Walk and must close it.
+// Walk visits all entries below a directory, unordered. The tree may be hostile and may change
+// meanwhile. The walk never leaves it. Memory and descriptors are limited even for deep and wide
+// trees. One goroutine uses a Walk and must close it.
 //
-// At most walkOpen directories are open. The others above are closed and opened again by file
-// handle (open_by_handle_at(2)), even if they were moved. On filesystems without handles they are
-// opened by "..", and ErrMoved reports one that was moved.
+// At most walkOpen directories are open. Their ancestors are closed and opened again by file handle
+// (open_by_handle_at(2)), even if they were moved. On filesystems without handles they are opened
+// by "..", and ErrMoved reports a moved one.
 type Walk struct {
 	oneFilesystem bool
 	root          *os.File // for opening file handles
-	mount         int      // ID of its mount
+	mount         int      // ID of the root's mount
 	levels        int
 	begin         time.Time
-	closed        []place   // the levels above, the root's first
-	open          []*reader // the levels below them
+	closed        []place   // the upper levels, starting with the root
+	open          []*reader // the lower levels
 	spare         []*reader
 	enter         string // the directory that Next visits first
 	changed       bool
@@ -53,29 +52,29 @@ type Walk struct {
 	moved         bool
 }
 
-// place is where the walk goes on in a directory that it has closed.
+// place is the position at which the walk continues in a directory that it has closed.
 type place struct {
 	cursor   int64
 	dev, ino uint64
-	handle   *unix.FileHandle // nil where the filesystem has none
+	handle   *unix.FileHandle // nil if the filesystem has no handles
 }
 
 // reader reads the names in a directory.
 type reader struct {
 	fd     int
 	buf    []byte
-	left   []byte // of buf: entries that were not returned
-	cursor int64  // behind the entry that was returned last
+	left   []byte // entries in buf that were not returned yet
+	cursor int64  // position after the entry that was returned last
 }
 
-// Entry is a name in a directory. It is good until the next call of Next.
+// Entry is a name in a directory. It is valid until the next call of Next.
 type Entry struct {
 	Name string
 	Dir  bool // it was a directory when the names were read
 	dir  int
 }
 
-// NewWalk starts a walk below root, a directory. With oneFilesystem it omits other filesystems
+// NewWalk starts a walk below root, a directory. With oneFilesystem it skips other filesystems
 // mounted in the tree.
 func NewWalk(root *os.File, oneFilesystem bool) (*Walk, error) {
 	fd, err := open(root, "", unix.O_RDONLY|unix.O_DIRECTORY, 0)
@@ -90,7 +89,7 @@ func NewWalk(root *os.File, oneFilesystem bool) (*Walk, error) {
 }
 
 func (w *Walk) start() error {
-	// The clock that the kernel takes times of files from.
+	// The kernel takes the times of files from this clock.
 	var now unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &now); err != nil {
 		return err
@@ -111,12 +110,12 @@ func (w *Walk) Close() error {
 	return errors.Join(append(errs, w.root.Close())...)
 }
 
-// Changed reports whether a directory has changed since the walk began. Then the walk may have
-// omitted files that moved from an unread directory to one already read.
+// Changed reports whether a directory has changed since the walk started. Then the walk may have
+// missed files that moved from an unread directory to one that was read.
 func (w *Walk) Changed() bool { return w.changed }
 
-// Incomplete tells why parts of the tree were left out: ErrTooDeep, ErrMoved. It is nil if the walk
-// left out nothing that stayed where it was.
+// Incomplete returns why the walk skipped parts of the tree (ErrTooDeep, ErrMoved), or nil. If it
+// is nil, the walk has visited everything that was not moved.
 func (w *Walk) Incomplete() error {
 	switch {
 	case w.tooDeep:
@@ -127,11 +126,10 @@ func (w *Walk) Incomplete() error {
 	return nil
 }
 
-// Skip leaves out the content of the directory that Next has just returned.
+// Skip skips the content of the directory that Next has just returned.
 func (w *Walk) Skip() { w.enter = "" }
 
-// Next returns the next entry, io.EOF after the last one. The content of a directory comes after
-// it.
+// Next returns the next entry, or io.EOF after the last one. A directory comes before its content.
 func (w *Walk) Next() (Entry, error) {
 	if name := w.enter; name != "" {
 		w.enter = ""
@@ -158,7 +156,7 @@ func (w *Walk) Next() (Entry, error) {
 	return Entry{}, io.EOF
 }
 
-// isGone reports whether an error is due to a name that vanished, changed its type or is on another
+// isGone reports whether an error means that a name vanished, changed its type or is on another
 // filesystem.
 func (w *Walk) isGone(err error) bool {
 	switch {
@@ -171,13 +169,13 @@ func (w *Walk) isGone(err error) bool {
 	return false
 }
 
-// IsGone reports whether an error is due to a name that vanished or changed its type.
+// IsGone reports whether an error means that a name vanished or changed its type.
 func IsGone(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) ||
 		errors.Is(err, unix.ESTALE)
 }
 
-// descend opens a directory as the deepest level.
+// descend opens a directory and makes it the deepest level.
 func (w *Walk) descend(dir int, name string) error {
 	if len(w.closed)+len(w.open) == w.levels {
 		w.tooDeep = true
@@ -187,7 +185,7 @@ func (w *Walk) descend(dir int, name string) error {
 	if err != nil {
 		return err
 	}
-	if err := w.look(fd); err != nil {
+	if err := w.checkChange(fd); err != nil {
 		return errors.Join(err, unix.Close(fd))
 	}
 	if len(w.open) == walkOpen {
@@ -204,7 +202,7 @@ func (w *Walk) openDir(dir int, name string) (int, error) {
 	if w.oneFilesystem {
 		resolve = unix.RESOLVE_NO_XDEV
 	}
-	// Times of access would show others where the walk is.
+	// Without O_NOATIME, access times would show other processes the position of the walk.
 	const flags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_NONBLOCK
 	fd, err := openat2(dir, name, flags|unix.O_NOATIME, 0, resolve)
 	if errors.Is(err, unix.EPERM) {
@@ -213,9 +211,9 @@ func (w *Walk) openDir(dir int, name string) (int, error) {
 	return fd, err
 }
 
-// look notes whether a directory has changed since the walk began. Nobody can set the time of the
-// change back.
-func (w *Walk) look(fd int) error {
+// checkChange records whether a directory has changed since the walk started. No process can set
+// the change time back.
+func (w *Walk) checkChange(fd int) error {
 	if w.changed {
 		return nil
 	}
@@ -224,7 +222,7 @@ func (w *Walk) look(fd int) error {
 		return err
 	}
 	changed := time.Unix(st.Ctim.Unix())
-	if changed.Nanosecond() == 0 { // maybe a filesystem that knows no fractions of seconds
+	if changed.Nanosecond() == 0 { // the filesystem may store times in whole seconds
 		changed = changed.Add(time.Second)
 	}
 	w.changed = !changed.Before(w.begin)
@@ -250,7 +248,7 @@ func (w *Walk) leave() error {
 	return os.NewSyscallError("close", unix.Close(r.fd))
 }
 
-// closeFirst closes the first open directory, and remembers where it is.
+// closeFirst closes the uppermost open directory and records its place.
 func (w *Walk) closeFirst() error {
 	r := w.open[0]
 	var st unix.Stat_t
@@ -264,20 +262,20 @@ func (w *Walk) closeFirst() error {
 	return os.NewSyscallError("close", unix.Close(r.fd))
 }
 
-// handleOf returns the handle of a directory, nil if it has none that root can open.
+// handleOf returns the handle of a directory, or nil if root cannot open one.
 func (w *Walk) handleOf(fd int) *unix.FileHandle {
 	handle, mount, err := unix.NameToHandleAt(fd, "", unix.AT_EMPTY_PATH)
 	if err != nil || mount != w.mount {
 		return nil
 	}
-	handle = unix.NewFileHandle(handle.Type(), handle.Bytes()) // no larger than it needs to be
+	handle = unix.NewFileHandle(handle.Type(), handle.Bytes()) // a copy of the minimal size
 	return &handle
 }
 
-// ascend leaves the deepest level, and opens the one above if it is closed.
+// ascend leaves the deepest level, and opens the level above if it is closed.
 func (w *Walk) ascend() error {
 	deepest := w.open[len(w.open)-1]
-	if err := w.look(deepest.fd); err != nil {
+	if err := w.checkChange(deepest.fd); err != nil {
 		return err
 	}
 	if len(w.open) > 1 || len(w.closed) == 0 {
@@ -301,7 +299,7 @@ func (w *Walk) ascend() error {
 	return w.leave()
 }
 
-// reopen opens a directory that the walk has closed, at the place where it was. below is one below
+// reopen opens a directory that the walk has closed, at its recorded place. below is a directory in
 // it.
 func (w *Walk) reopen(below int, p place) (int, error) {
 	fd, err := w.find(below, p)
@@ -318,7 +316,7 @@ func (w *Walk) find(below int, p place) (int, error) {
 	if p.handle != nil {
 		const flags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NONBLOCK | unix.O_CLOEXEC
 		fd, err := unix.OpenByHandleAt(int(w.root.Fd()), *p.handle, flags|unix.O_NOATIME)
-		if err != unix.EPERM { // not permitted where the root of another user namespace runs berth
+		if err != unix.EPERM { // berth runs as root of another user namespace, which is not permitted
 			return fd, err
 		}
 	}
@@ -337,7 +335,7 @@ func (w *Walk) find(below int, p place) (int, error) {
 	return fd, nil
 }
 
-// next returns the next name but "." and "..".
+// next returns the next name except "." and "..".
 func (r *reader) next() (Entry, error) {
 	for {
 		if len(r.left) == 0 {
@@ -380,7 +378,7 @@ func (r *reader) take() (Entry, error) {
 	switch record[offsetType] {
 	case unix.DT_DIR:
 		e.Dir = true
-	case unix.DT_UNKNOWN: // a filesystem that does not keep types with names
+	case unix.DT_UNKNOWN: // a filesystem that stores no types with names
 		st, err := e.Stat()
 		if err != nil && !IsGone(err) {
 			return Entry{}, err
@@ -390,7 +388,7 @@ func (r *reader) take() (Entry, error) {
 	return e, nil
 }
 
-// Stat returns the status of the entry itself.
+// Stat returns the status of the entry without following a symlink.
 func (e Entry) Stat() (unix.Stat_t, error) {
 	var st unix.Stat_t
 	for {
@@ -404,8 +402,8 @@ func (e Entry) Stat() (unix.Stat_t, error) {
 	}
 }
 
-// Open opens the entry itself, also where it is a symlink or a device, for what needs no more than
-// its descriptor (O_PATH).
+// Open opens the entry with O_PATH, without following a symlink. It works for every type, including
+// devices.
 func (e Entry) Open() (*os.File, error) {
 	fd, err := openat2(e.dir, e.Name, unix.O_PATH|unix.O_NOFOLLOW, 0, 0)
 	if err != nil {

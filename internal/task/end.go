@@ -7,15 +7,15 @@ import (
 	"time"
 )
 
-// Limits of the phases of End: operations in progress, then operations that were cancelled and roll
-// back, then everything else.
+// Limits of the phases of End: operations in progress, then cancelled operations that roll back,
+// then all other goroutines.
 const (
 	graceLimit      = 10 * time.Second
 	operationsLimit = 25 * time.Second
 	restLimit       = 5 * time.Second
 )
 
-// End lets nothing new start and waits for the work in progress until ctx ends. When it cancels
+// End prevents new operations and waits for the work in progress until ctx ends. When it cancels
 // operations it calls leave, because cancellation does not interrupt all of their waits. The next
 // daemon continues unfinished operations and rollbacks. idle is false if operations remain; the
 // error names them.
@@ -28,14 +28,14 @@ func (r *Runner) End(ctx context.Context, leave func()) (idle bool, err error) {
 	if err = r.Operations.Wait(grace); err != nil {
 		err = fmt.Errorf("operations still in progress: %w", err)
 	}
-	_ = r.Background.Wait(grace) // most of it ends at once; the check below repeats this for plugins, which take longer
+	_ = r.Background.Wait(grace) // most operations end at once; the check below repeats this for plugins, which take longer
 	r.Operations.Cancel()
 	leave()
 	rollback, cancel := context.WithTimeout(ctx, operationsLimit)
 	defer cancel()
 	ended := r.Operations.Wait(rollback)
 	err = errors.Join(err, ended)
-	r.Watchers.Close() // operations wait for exits that watchers report, so watchers end last
+	r.Watchers.Close() // watchers end last, because operations wait for exits that watchers report
 	r.Watchers.Cancel()
 	err = errors.Join(err, r.Watchers.WaitFor(restLimit))
 	if r.Background.WaitFor(restLimit) != nil {

@@ -23,7 +23,7 @@ func NewLifetime() *Lifetime {
 	return l
 }
 
-// Context ends with Cancel. The goroutines of the lifetime work under it.
+// Context returns the context of the goroutines, which ends with Cancel.
 func (l *Lifetime) Context() context.Context { return l.ctx }
 
 // Cancel cancels the context of all goroutines.
@@ -50,14 +50,14 @@ func (l *Lifetime) Close() {
 // Wait returns nil when all goroutines have ended, or ctx's error.
 func (l *Lifetime) Wait(ctx context.Context) error {
 	done := make(chan struct{})
-	go func() { l.group.Wait(); close(done) }() // ends with the goroutines it waits for
+	go func() { l.group.Wait(); close(done) }() // ends with the goroutines that it waits for
 	select {
 	case <-done:
 		return nil
 	case <-ctx.Done():
 	}
 	select {
-	case <-done: // both happened: report that they have ended
+	case <-done: // both happened: report that the goroutines have ended
 		return nil
 	default:
 		return ctx.Err()

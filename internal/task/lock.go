@@ -7,11 +7,11 @@ import (
 	"berth/internal/trace"
 )
 
-// Lock is held by the only writer of an object. Unlike a mutex it can be awaited with a deadline,
-// and Waits shows who waits.
+// Lock is held by the only writer of an object. Unlike a mutex, a caller can wait for it with a
+// deadline, and Waits lists the waiting callers.
 type Lock chan struct{}
 
-// NewLock returns a lock that is free.
+// NewLock returns a free lock.
 func NewLock() Lock { return make(chan struct{}, 1) }
 
 // Acquire waits for the object's lock and returns the function that releases it.

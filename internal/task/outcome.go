@@ -5,7 +5,7 @@ import (
 	"runtime/debug"
 )
 
-// Outcome is the result of a function that ran in another goroutine: its error or its panic.
+// Outcome is the result of a function that ran in another goroutine: an error or a panic.
 type Outcome struct {
 	Err      error
 	panicked string // the panic's value and stack
@@ -22,7 +22,7 @@ func Catch(f func() error) (o Outcome) {
 	return o
 }
 
-// Result returns the error, or panics again so that the caller's own guard handles it.
+// Result returns the error, or panics again so that the caller's Guard handles the panic.
 func (o Outcome) Result() error {
 	if o.panicked != "" {
 		panic(o.panicked)

@@ -24,7 +24,7 @@ const Limit = 4 * time.Minute
 type Runner struct {
 	Operations *Lifetime // requests of clients
 	Background *Lifetime // rollback and removal
-	Watchers   *Lifetime // waits for outside events, such as the end of a process
+	Watchers   *Lifetime // waits for outside events, such as the exit of a process
 	Log        *slog.Logger
 
 	waits *Waits
@@ -35,17 +35,16 @@ func NewRunner(log *slog.Logger, waits *Waits) *Runner {
 	return &Runner{waits: waits, Operations: NewLifetime(), Background: NewLifetime(), Watchers: NewLifetime(), Log: log}
 }
 
-// Detach runs op to its end in a goroutine of Operations, so that the operation completes even if
-// its caller gives up. It returns when op has ended or ctx has. limit bounds op, which counts as a
-// wait.
+// Detach runs op in a goroutine of Operations, so that op completes even if its caller stops
+// waiting. Detach returns when op or ctx has ended. limit bounds op, which Waits lists.
 func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string,
 	op func(context.Context) error) error {
 	return r.detach(ctx, r.Operations, limit, what, object, op)
 }
 
 // DetachStep is Detach for a step of an operation that may hang in the kernel and cannot be
-// interrupted. It also starts while berth stops, so that operations in progress can complete. Once
-// berth stops, it waits for a hanging step no longer than for watchers.
+// interrupted. It also starts the step while berth stops, so that operations in progress can
+// complete. A hanging step delays the stop no longer than a watcher does.
 func (r *Runner) DetachStep(ctx context.Context, limit time.Duration, what, object string, op func() error) error {
 	return r.detach(ctx, r.Watchers, limit, what, object, func(context.Context) error { return op() })
 }
@@ -70,7 +69,7 @@ func (r *Runner) detach(ctx context.Context, in *Lifetime, limit time.Duration, 
 	case err := <-done:
 		return err
 	case <-ctx.Done():
-		return fmt.Errorf("%s %s: goes on without its caller: %w", what, object, ctx.Err())
+		return fmt.Errorf("%s %s: continues without its caller: %w", what, object, ctx.Err())
 	}
 }
 
@@ -90,7 +89,7 @@ func (r *Runner) Guard(what, object string, op func() error) error {
 }
 
 // Guard converts a panic of op to an Internal error and logs the stack, because the daemon must
-// keep serving other pods. Goroutines that op starts need a guard of their own.
+// continue to serve other pods. Goroutines that op starts need a separate guard.
 func Guard(log *slog.Logger, what, object string, op func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -133,7 +132,7 @@ func (r *Runner) RetryInBackground(what, object string, do func(context.Context)
 	})
 }
 
-// Sleep waits for d under a visible name. It returns false if ctx ended first.
+// Sleep waits for d and lists the wait in Waits. It returns false if ctx ended first.
 func (r *Runner) Sleep(ctx context.Context, d time.Duration, what, object string) bool {
 	defer r.BeginUpTo(d, what, object)()
 	select {

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// Wait is something that the daemon waits for, as verbose Status shows it.
+// Wait is one wait of the daemon, as verbose Status shows it.
 type Wait struct {
 	What   string // for example "exit", "kill", "lock to stop"
 	Object string // for example "pod 1234…", "container 1234…"
@@ -23,31 +23,31 @@ type Wait struct {
 func (w Wait) Overdue(now time.Time) bool { return w.Limit > 0 && now.Sub(w.Since) > w.Limit }
 
 // Waits is the set of current waits in all parts of the daemon: for other processes, plugins,
-// registries, disks, locks. Each waiter has a deadline of its own. The limit here only says when an
-// operator should look. The zero value is ready for use; a nil Waits records nothing. The lock
-// guards the set and is held for map operations only.
+// registries, disks, locks. Each waiter has a separate deadline. The limit here only determines
+// when the daemon reports a wait. The zero value is ready for use; a nil Waits records nothing. The
+// lock guards the set and is held for map operations only.
 type Waits struct {
 	mu   sync.Mutex
 	now  map[*Wait]struct{}
 	wake chan struct{} // wakes Watch; nil: Watch does not run
 
-	limit   atomic.Int64  // of waits without a limit of their own; 0: usualLimit
+	limit   atomic.Int64  // limit of waits that Begin records; 0: usualLimit
 	overdue atomic.Uint64 // number of waits that have passed their limits
-	looked  atomic.Int64  // when Watch last looked, in Unix nanoseconds
+	checked atomic.Int64  // time of Watch's last check, in Unix nanoseconds
 }
 
 // usualLimit is the limit of waits that take milliseconds on a healthy node.
 const usualLimit = time.Minute
 
-// SetLimit sets the limit of future waits that have none of their own.
+// SetLimit sets the limit of future waits that Begin records.
 func (w *Waits) SetLimit(limit time.Duration) { w.limit.Store(int64(limit)) }
 
-// Begin records a wait. The caller calls end when it is over.
+// Begin records a wait. The caller calls end when the wait is over.
 func (w *Waits) Begin(what, object string) (end func()) { return w.begin(what, object, 0, false) }
 
-// BeginUpTo is Begin for a wait with a deadline of its own: its limit is that deadline plus slack.
+// BeginUpTo is Begin for a wait with a deadline: its limit is that deadline plus slack.
 func (w *Waits) BeginUpTo(limit time.Duration, what, object string) (end func()) {
-	return w.begin(what, object, max(limit+slack, limit), false) // no overflow
+	return w.begin(what, object, max(limit+slack, limit), false) // max avoids an overflow
 }
 
 // slack is how much longer than its deadline a wait may take, for killing and scheduling.
@@ -80,11 +80,11 @@ func (w *Waits) begin(what, object string, limit time.Duration, open bool) (end 
 	}
 }
 
-// wakeWatch needs the lock.
+// wakeWatch wakes Watch. The caller holds the lock.
 func (w *Waits) wakeWatch() {
 	select {
 	case w.wake <- struct{}{}:
-	default: // Watch does not run, or will look soon anyway
+	default: // Watch does not run, or will check soon
 	}
 }
 
@@ -114,11 +114,11 @@ func (w *Waits) entries() []*Wait {
 // PassedLimit returns how many waits Watch has seen exceed their limits.
 func (w *Waits) PassedLimit() uint64 { return w.overdue.Load() }
 
-// Looked returns when Watch last looked.
-func (w *Waits) Looked() time.Time { return time.Unix(0, w.looked.Load()) }
+// LastCheck returns the time of Watch's last check.
+func (w *Waits) LastCheck() time.Time { return time.Unix(0, w.checked.Load()) }
 
-// LookSoon makes Watch look within WatchPeriod, even without waits.
-func (w *Waits) LookSoon() {
+// CheckSoon makes Watch check within WatchPeriod, even without waits.
+func (w *Waits) CheckSoon() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.wakeWatch()
@@ -136,7 +136,7 @@ func (w *Waits) limited() bool {
 	return false
 }
 
-// WatchPeriod is how often Watch looks while waits with a limit exist.
+// WatchPeriod is the time between two checks of Watch while waits with a limit exist.
 const WatchPeriod = time.Second
 
 const (
@@ -156,8 +156,8 @@ func (w *Waits) Watch(ctx context.Context, log *slog.Logger) {
 	known := map[*Wait]bool{}
 	var last time.Time
 	for {
-		w.looked.Store(time.Now().UnixNano())
-		last = w.look(known, last, log)
+		w.checked.Store(time.Now().UnixNano())
+		last = w.check(known, last, log)
 		if !sleep(ctx, time.After(WatchPeriod)) || !w.limited() && !sleep(ctx, wake) {
 			return
 		}
@@ -174,8 +174,8 @@ func sleep[T any](ctx context.Context, c <-chan T) bool {
 	}
 }
 
-// look logs overdue waits that are not yet in known, and returns when stacks were last logged.
-func (w *Waits) look(known map[*Wait]bool, last time.Time, log *slog.Logger) time.Time {
+// check logs overdue waits that are not yet in known, and returns when stacks were last logged.
+func (w *Waits) check(known map[*Wait]bool, last time.Time, log *slog.Logger) time.Time {
 	now := time.Now()
 	under := w.entries()
 	for entry := range known {

@@ -82,7 +82,7 @@ func TestWatchLogsEachOverdueWaitOnce(t *testing.T) {
 		if text := logged(12 * time.Second); strings.Count(text, "stacks=") != 1 || !strings.Contains(text, "pod 5") || strings.Contains(text, "pod 2") {
 			t.Errorf("a minute later: %.200s", text)
 		}
-		if age := time.Since(w.Looked()); age > WatchPeriod {
+		if age := time.Since(w.LastCheck()); age > WatchPeriod {
 			t.Errorf("Watch has not looked for %v", age)
 		}
 		endOther()
@@ -102,13 +102,13 @@ func TestWatchSleepsWithoutLimitedWaits(t *testing.T) {
 		go func() { defer close(ended); w.Watch(ctx, slog.New(slog.NewTextHandler(&out, nil))) }()
 		w.BeginOpen("a client", "pod 1")
 		time.Sleep(time.Hour)
-		if age := time.Since(w.Looked()); age < time.Hour-2*WatchPeriod {
+		if age := time.Since(w.LastCheck()); age < time.Hour-2*WatchPeriod {
 			t.Errorf("Watch looked %v ago", age)
 		}
-		w.LookSoon()
+		w.CheckSoon()
 		time.Sleep(WatchPeriod)
-		if age := time.Since(w.Looked()); age > WatchPeriod {
-			t.Errorf("after LookSoon Watch looked %v ago", age)
+		if age := time.Since(w.LastCheck()); age > WatchPeriod {
+			t.Errorf("after CheckSoon Watch looked %v ago", age)
 		}
 		time.Sleep(time.Hour)
 		w.Begin("a plugin", "pod 2")

@@ -9,7 +9,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// WantError checks the code of an error and that its text has the given parts.
+// WantError checks the code of an error and that its text contains the given parts.
 func WantError(t *testing.T, err error, code codes.Code, parts ...string) {
 	t.Helper()
 	if errdefs.Code(err) != code {

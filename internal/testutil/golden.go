@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// Golden compares got with the file name in testdata. With update it writes the file instead.
+// Golden compares got with the file of that name in testdata. With update it writes the file
+// instead.
 func Golden(t testing.TB, update bool, name, got string) {
 	t.Helper()
 	path := filepath.Join("testdata", name)

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// patience bounds Eventually. It is long because test machines may be busy; only tests that fail
-// wait so long.
+// patience bounds Eventually. It is long because test machines may be busy. Only failing tests wait
+// that long.
 const patience = 30 * time.Second
 
 // Must ends the test if err is not nil.

@@ -21,7 +21,7 @@ func NeedRoot(t testing.TB) {
 	}
 }
 
-// MainNeedsRoot ends a test binary whose TestMain needs root. The binary passes, and says that it
+// MainNeedsRoot ends a test binary whose TestMain needs root. The binary passes, and prints that it
 // ran no test.
 func MainNeedsRoot() {
 	if os.Geteuid() != 0 {

@@ -6,22 +6,22 @@ import (
 	"time"
 )
 
-// Operation is the shown form of a trace: in verbose PodSandboxStatus (as JSON) and in berth trace.
+// Operation is a trace in the form that verbose PodSandboxStatus (as JSON) and berth trace show.
 type Operation struct {
 	Object    string    `json:"object,omitempty"` // the container's name; empty: the pod
 	Attempt   uint32    `json:"attempt,omitempty"`
 	Began     time.Time `json:"began"`
-	Monotonic int64     `json:"monotonic"`         // the same as CLOCK_MONOTONIC, to compare operations
+	Monotonic int64     `json:"monotonic"`         // the same on CLOCK_MONOTONIC, to compare operations
 	Spans     []Shown   `json:"spans"`             // the operation, then its parts in depth-first order
 	Failure   string    `json:"failure,omitempty"` // the error that the client received, if any
 	Missing   int       `json:"missing,omitempty"` // number of spans beyond the limit
 }
 
-// Shown is a span of an operation.
+// Shown is a span of an Operation.
 type Shown struct {
 	Name  string `json:"name"`
 	Depth int    `json:"depth"` // 0: the operation
-	From  int64  `json:"from"`  // nanoseconds since the operation began
+	From  int64  `json:"from"`  // nanoseconds since the operation started
 	Took  int64  `json:"took"`  // nanoseconds
 	Open  bool   `json:"open,omitempty"`
 }

@@ -12,7 +12,7 @@ const maxName = 64
 type Part struct {
 	Name   string
 	Parent int   // index of the parent; -1: none
-	Began  int64 // nanoseconds since the operation began
+	Began  int64 // nanoseconds since the operation started
 	Ended  int64
 	Open   bool // still running: Ended is the time of the reading
 }
@@ -46,7 +46,7 @@ func (all *slab) parts(zero int64) (parts []Part, missing int) {
 }
 
 // pack encodes a slab compactly: the number of spans and of missing ones, and then the spans. Each
-// has its name, parent, beginning relative to the previous one, and duration.
+// span has its name, parent, start relative to the previous span, and duration.
 func pack(all *slab, zero int64) string {
 	parts, missing := all.parts(zero)
 	out := make([]byte, 0, 16*len(parts)+16)
@@ -104,5 +104,5 @@ func (t *Trace) Parts() (parts []Part, missing int) {
 	return unpack(*t.packed.Load())
 }
 
-// Began returns when the operation began, by the wall clock.
+// Began returns the start of the operation on the wall clock.
 func (t *Trace) Began() time.Time { return time.Unix(0, t.wall) }

@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// Remote is the span of another process that an operation is part of (W3C Trace Context). kubelet
-// sends its own with RunPodSandbox (KEP-2831). The zero value means none.
+// Remote is the span of another process that contains an operation (W3C Trace Context). kubelet
+// sends its span with RunPodSandbox (KEP-2831). The zero value means no span.
 type Remote struct {
 	TraceID [16]byte
 	SpanID  [8]byte
@@ -17,7 +17,7 @@ type Remote struct {
 func (r Remote) Valid() bool { return r.TraceID != [16]byte{} && r.SpanID != [8]byte{} }
 
 // ParseRemote parses a traceparent header. It returns the zero value for an invalid one. Later
-// versions may add fields but must keep these.
+// versions of the header may add fields but must keep these.
 func ParseRemote(header string) Remote {
 	fields := strings.Split(header, "-")
 	if len(fields) < 4 || fields[0] == "ff" || fields[0] == "00" && len(fields) != 4 {

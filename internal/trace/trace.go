@@ -1,20 +1,20 @@
-// Package trace records where the time of an operation goes, as nested spans with a name, a
-// beginning and an end.
+// Package trace records how long the parts of an operation take, as nested spans with a name, a
+// start and an end.
 //
 // # Contract
 //
 // Recording is always on, so it must be cheap. A span is a slot in a slab that its operation has
-// allocated, and two clock readings. Recording takes no lock, and allocates only a context where
-// spans nest. An operation has room for MaxSpans; further spans are counted and not kept.
+// allocated, and two clock readings. Recording takes no lock, and allocates only a context for a
+// span with parts. An operation has room for MaxSpans; further spans are counted but not kept.
 //
-// A context carries the span that new spans are part of. Without one nothing is recorded: every
-// function and every method of a nil *Span then does nothing. Work that outlives its caller keeps
+// A context carries the span that contains new spans. Without such a span nothing is recorded:
+// every function and every method of a nil *Span does nothing. Work that outlives its caller keeps
 // the trace with Carry.
 //
 // When all holders have released a trace, it is packed into about fifteen bytes per span. Later
-// writes by goroutines left behind are lost and harmless.
+// writes of remaining goroutines are lost, which is harmless.
 //
-// Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a node share, so spans that
+// Times are CLOCK_MONOTONIC in nanoseconds. All processes of a node share this clock, so spans that
 // another process measured can be added.
 package trace
 
@@ -33,14 +33,14 @@ const maxFailure = 512
 
 // Trace has the spans of one operation. The first is the operation itself.
 type Trace struct {
-	wall    int64 // beginning, in Unix nanoseconds
-	zero    int64 // the same by Now
+	wall    int64 // start, in Unix nanoseconds
+	zero    int64 // the same from Now
 	done    func(*Trace)
 	holders atomic.Int32
-	slab    atomic.Pointer[slab]   // nil once packed
-	packed  atomic.Pointer[string] // nil until then
+	slab    atomic.Pointer[slab]   // nil once the trace is packed
+	packed  atomic.Pointer[string] // nil until the trace is packed
 
-	// Data for an exporter. The starter of the trace may write it until End, done afterwards.
+	// Data for an exporter. The caller of Start may write it until End; after that only done may.
 	Remote     Remote
 	Attributes []Attribute
 
@@ -53,7 +53,7 @@ func (t *Trace) Fail(message string) {
 	t.failure.Store(&message)
 }
 
-// Failure returns the text given to Fail; ok is false without one.
+// Failure returns the text of Fail. ok is false if Fail was not called.
 func (t *Trace) Failure() (message string, ok bool) {
 	if m := t.failure.Load(); m != nil {
 		return *m, true
@@ -78,8 +78,8 @@ type Span struct {
 	name   string
 	index  int32
 	parent int32        // -1: none
-	began  atomic.Int64 // by Now; 0 until the fields above are written
-	ended  atomic.Int64 // by Now; 0: still running
+	began  atomic.Int64 // from Now; 0 until the fields above are written
+	ended  atomic.Int64 // from Now; 0: still running
 }
 
 type key struct{}
@@ -120,7 +120,7 @@ func from(ctx context.Context) *Span {
 }
 
 // Carry adds the caller's trace to a context with another lifetime. The user of ctx calls release
-// at the end.
+// when it is done.
 func Carry(to, caller context.Context) (ctx context.Context, release func()) {
 	s := from(caller)
 	if s == nil {
@@ -136,7 +136,7 @@ func (t *Trace) release() {
 	}
 	s := t.slab.Load()
 	if s == nil {
-		return // a goroutine left behind holds it again
+		return // a remaining goroutine holds the trace again
 	}
 	packed := pack(s, t.zero)
 	if !t.packed.CompareAndSwap(nil, &packed) {
@@ -148,7 +148,7 @@ func (t *Trace) release() {
 	}
 }
 
-// Begin begins a span below the context's: defer trace.Begin(ctx, "record").End().
+// Begin begins a span in the context's span: defer trace.Begin(ctx, "record").End().
 func Begin(ctx context.Context, name string) *Span { return from(ctx).Begin(name) }
 
 // Nest is Begin with a context for parts of the new span.
@@ -194,12 +194,12 @@ func (s *Span) End() {
 // Step is a span that another process measured.
 type Step struct {
 	Name  string `json:"name"`
-	Began int64  `json:"began"` // by Now
+	Began int64  `json:"began"` // from Now
 	Ended int64  `json:"ended"`
 }
 
-// Add adds the spans of another process below the context's span. It clips them to the time between
-// the operation's beginning and now.
+// Add adds the spans of another process to the context's span. It clips them to the time between
+// the operation's start and now.
 func Add(ctx context.Context, steps []Step) {
 	parent := from(ctx)
 	if parent == nil {

@@ -2,10 +2,10 @@
 //
 // # Contract
 //
-// A directory on disk is the queue. Take moves a tree there by one rename, so that the tree either
-// leaves its place at once or stays. Run deletes the trees in the queue, including those of an
-// earlier process. A tree that cannot be deleted does not delay the others; Run tries it again with
-// growing pauses. Its size counts until it is deleted.
+// A directory on disk is the queue. Take moves a tree there by one rename, which either succeeds or
+// leaves the tree unchanged. Run deletes the trees in the queue, including those of an earlier
+// process. A tree that cannot be deleted does not delay the others; Run tries it again with growing
+// pauses. The size of a tree counts until it is deleted.
 package trash
 
 import (
@@ -36,7 +36,7 @@ type Trash struct {
 	prefix   string // distinguishes names from those of earlier processes
 	count    atomic.Uint64
 	sizes    sizes
-	wake     chan struct{} // holds one token: look into the directory again
+	wake     chan struct{} // holds one token: read the directory again
 }
 
 // New returns the trash in dir, a directory that exists and has no other use. remove deletes a
@@ -109,7 +109,7 @@ func (t *Trash) Take(path string, size diskusage.Usage) error {
 	failpoint.Reach("trash.taken")
 	select {
 	case t.wake <- struct{}{}:
-	default: // Run is about to look anyway
+	default: // Run is about to read the directory
 	}
 	return nil
 }
@@ -122,13 +122,13 @@ func (t *Trash) Discard(path string) error {
 	return nil
 }
 
-// Pauses before a failed deletion is tried again.
+// Pauses before Run tries a failed deletion again.
 const (
 	firstPause = time.Second
 	maxPause   = time.Minute
 )
 
-// Run deletes the trees in the trash until ctx is done. It then leaves the current deletion
+// Run deletes the trees in the trash until ctx ends. It then leaves the current deletion
 // unfinished.
 func (t *Trash) Run(ctx context.Context) {
 	for pause := firstPause; ; {
@@ -148,7 +148,7 @@ func (t *Trash) Run(ctx context.Context) {
 	}
 }
 
-// empty tries to delete everything in the trash, and reports whether it did.
+// empty tries to delete all trees in the trash, and reports whether it did.
 func (t *Trash) empty(ctx context.Context) (all bool) {
 	entries, err := os.ReadDir(t.dir)
 	if err != nil {

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// CheckPassable returns an error unless every user can reach path, so that the root of any user
-// namespace can. It checks the mode bits for others and ignores ACLs.
+// CheckPassable returns an error unless all users can reach path, including the root of any user
+// namespace. It checks the mode bits for others and ignores ACLs.
 func CheckPassable(path string) error {
 	for dir := filepath.Clean(path); ; dir = filepath.Dir(dir) {
 		var st unix.Stat_t

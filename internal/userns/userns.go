@@ -1,6 +1,6 @@
 // Package userns creates user namespaces for pods (KEP-127). It starts a process in a new
 // namespace, pins the namespaces of that process by bind mounts, and kills it. A Go program cannot
-// create one for itself: unshare(CLONE_NEWUSER) fails in a process with several threads.
+// unshare its user namespace: unshare(CLONE_NEWUSER) fails in a process with several threads.
 package userns
 
 import (
@@ -19,7 +19,7 @@ import (
 	"berth/internal/failpoint"
 )
 
-// overflowID is the kernel's ID for an unmapped one (/proc/sys/kernel/overflowuid).
+// overflowID is the ID that the kernel reports for an unmapped ID (/proc/sys/kernel/overflowuid).
 const overflowID = 65534
 
 // Mappings map the IDs of a namespace to IDs of the host.
@@ -57,14 +57,14 @@ func find(mappings []specs.LinuxIDMapping, id uint32) *specs.LinuxIDMapping {
 	return nil
 }
 
-// Namespaces belong to a process that lives until With returns.
+// Namespaces are the namespaces of a process that exists until With returns.
 type Namespaces struct{ pid int }
 
 // User returns the path of the new user namespace.
 func (n Namespaces) User() string { return n.path("user") }
 
-// Net returns the path of the new network namespace, which the user namespace owns. Without network
-// it is the host's.
+// Net returns the path of the new network namespace, which the user namespace owns. If With was
+// called without network, it is the host's.
 func (n Namespaces) Net() string { return n.path("net") }
 
 func (n Namespaces) path(kind string) string {
@@ -72,11 +72,11 @@ func (n Namespaces) path(kind string) string {
 }
 
 // With creates a user namespace with these mappings and, if network is set, a network namespace
-// that it owns. It calls use with them. They end after that unless use pins them. program runs in
-// them; it needs no arguments and does nothing until it is killed. No process is left when With
-// returns, or when the caller is killed.
+// that the user namespace owns. It passes them to use. They end after use has returned, unless use
+// pins them. With runs program in them. program needs no arguments and must do nothing until it is
+// killed. The process is killed when With returns or the caller is killed.
 func With(program string, m Mappings, network bool, use func(Namespaces) error) (err error) {
-	runtime.LockOSThread() // Pdeathsig follows the thread that started the process
+	runtime.LockOSThread() // Pdeathsig takes effect at the end of the thread that started the process
 	defer runtime.UnlockOSThread()
 	flags := uintptr(unix.CLONE_NEWUSER)
 	if network {
@@ -101,7 +101,7 @@ func With(program string, m Mappings, network bool, use func(Namespaces) error) 
 		if e := cmd.Process.Kill(); e != nil && !errors.Is(e, os.ErrProcessDone) {
 			err = errors.Join(err, fmt.Errorf("kill the process that holds a user namespace: %w", e))
 		}
-		_ = cmd.Wait() // it was killed, so its status does not matter
+		_ = cmd.Wait() // the process was killed, so its status does not matter
 		failpoint.Reach("userns.holder-ended")
 	}()
 	return use(Namespaces{pid: cmd.Process.Pid})
@@ -115,8 +115,8 @@ func sysMappings(mappings []specs.LinuxIDMapping) []syscall.SysProcIDMap {
 	return out
 }
 
-// Pin bind-mounts the namespace at source on a new file at path, which keeps it alive. It replaces
-// the result of an earlier attempt.
+// Pin bind-mounts the namespace at source on a new file at path, which keeps the namespace alive.
+// It replaces the result of an earlier attempt.
 func Pin(source, path string) error {
 	if err := Unpin(path); err != nil {
 		return err

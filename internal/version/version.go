@@ -1,6 +1,6 @@
-// Package version reports which build of berth is running. The build stamps the variables with
-// -ldflags "-X berth/internal/version.Version=…"; a build without stamps reports what the Go
-// toolchain recorded.
+// Package version reports the version of this berth program. contrib/build sets the variables with
+// -ldflags "-X berth/internal/version.Version=…". Otherwise the package reports the data that the
+// Go toolchain recorded.
 package version
 
 import (
@@ -15,8 +15,8 @@ var (
 	Date     string // date of the commit, RFC 3339
 )
 
-// Get returns the semantic version: the stamped one, else a release's version or a pseudo-version
-// with the commit.
+// Get returns the semantic version: the one set by the build, otherwise a release's version or a
+// pseudo-version with the commit.
 func Get() string {
 	if Version != "" {
 		return Version

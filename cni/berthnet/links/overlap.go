@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// LookAge is how long Overlaps caches a result. A check is slow on a node with many routes.
-const LookAge = time.Minute
+// CacheTime is how long Overlaps caches a result. A check is slow on a node with many routes.
+const CacheTime = time.Minute
 
 // Overlaps caches CheckOverlap for frequent callers. It caches only success, so it detects a
 // repaired node at once. The zero value is ready for use, and methods may be called concurrently.
@@ -51,7 +51,7 @@ func (o *Overlaps) cached(question string) (none bool, forgets int) {
 	o.lock.Lock()
 	defer o.lock.Unlock()
 	at, ok := o.none[question]
-	return ok && time.Since(at) < LookAge, o.forgets
+	return ok && time.Since(at) < CacheTime, o.forgets
 }
 
 func (o *Overlaps) keep(question string, at time.Time, forgets int) {
@@ -64,7 +64,7 @@ func (o *Overlaps) keep(question string, at time.Time, forgets int) {
 		o.none = map[string]time.Time{}
 	}
 	for other, at := range o.none {
-		if time.Since(at) >= LookAge {
+		if time.Since(at) >= CacheTime {
 			delete(o.none, other)
 		}
 	}

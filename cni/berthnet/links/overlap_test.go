@@ -30,7 +30,7 @@ func TestOverlaps(t *testing.T) {
 		{"once more", func() {}, one, "", 6, false},
 		{"later", func() {
 			for question, at := range o.none {
-				o.none[question] = at.Add(-LookAge)
+				o.none[question] = at.Add(-CacheTime)
 			}
 		}, one, "", 7, false},
 	} {
@@ -54,7 +54,7 @@ func TestOverlapsExpire(t *testing.T) {
 	o := &Overlaps{check: func([]netip.Prefix, string) error { return nil }}
 	for _, subnet := range []string{"10.99.0.1/24", "10.98.0.1/24"} {
 		for question, at := range o.none {
-			o.none[question] = at.Add(-LookAge)
+			o.none[question] = at.Add(-CacheTime)
 		}
 		if err := o.Check([]netip.Prefix{netip.MustParsePrefix(subnet)}, ""); err != nil {
 			t.Error(err)

@@ -19,7 +19,7 @@ type Point struct {
 	Place string // file and line
 }
 
-// Below returns all points in the Go and C files of a directory tree, without tests.
+// Below returns all points in the Go and C files of a directory tree, except test files.
 func Below(root string) ([]Point, error) {
 	var all []Point
 	err := filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {

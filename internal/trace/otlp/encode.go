@@ -29,7 +29,7 @@ func attribute(key, value string) *common.KeyValue {
 	}
 }
 
-// describeSender returns the resource that all spans belong to: this daemon.
+// describeSender returns the resource of all spans: this daemon.
 func describeSender(cfg Config) *resource.Resource {
 	r := &resource.Resource{
 		Attributes: []*common.KeyValue{attribute("service.name", "berth"), attribute("service.version", cfg.Version)},
@@ -40,9 +40,9 @@ func describeSender(cfg Config) *resource.Resource {
 	return r
 }
 
-// encodeRequest returns an ExportTraceServiceRequest with these traces, and the number of its spans.
-// The request's own Go package imports a REST gateway, so this uses TracesData, which has the same
-// encoding by definition.
+// encodeRequest returns an ExportTraceServiceRequest with these traces, and the number of its
+// spans. It uses TracesData, which has the same encoding by definition, because the request's Go
+// package imports a REST gateway.
 func encodeRequest(sender *resource.Resource, version string,
 	batch []*trace.Trace) (request []byte, spans int, err error) {
 	scoped := &tracev1.ScopeSpans{Scope: &common.InstrumentationScope{Name: "berth", Version: version}}
@@ -55,8 +55,8 @@ func encodeRequest(sender *resource.Resource, version string,
 	return request, len(scoped.Spans), err
 }
 
-// spansOf returns the spans of an operation. The client's span is the parent of the first one. Without
-// it they are a new trace.
+// spansOf returns the spans of an operation. The client's span is the parent of the first one.
+// Without it the spans form a new trace.
 func spansOf(t *trace.Trace) []*tracev1.Span {
 	traceID := t.Remote.TraceID
 	if !t.Remote.Valid() {
@@ -90,8 +90,8 @@ func spansOf(t *trace.Trace) []*tracev1.Span {
 // randomID returns eight random bytes that are not all zero.
 func randomID() []byte { return binary.BigEndian.AppendUint64(nil, rand.Uint64()|1) }
 
-// describeOperation adds the operation's attributes and its outcome to its first span. The text of
-// a failure is left out, because it may contain details of the request.
+// describeOperation adds the operation's attributes and result to its first span. It omits the text
+// of a failure, because the text may contain details of the request.
 func describeOperation(s *tracev1.Span, t *trace.Trace) {
 	s.Kind = tracev1.Span_SPAN_KIND_SERVER
 	for _, a := range t.Attributes {
@@ -109,8 +109,8 @@ const (
 	partialMessage  = 2
 )
 
-// refusal returns an error if an ExportTraceServiceResponse reports rejected spans. Sending them again
-// would not help. It parses the response by hand, because the message's own package imports a REST
+// refusal returns an error if an ExportTraceServiceResponse reports rejected spans. A retry would
+// not help. refusal parses the response by hand, because the message's Go package imports a REST
 // gateway.
 func refusal(answer []byte) error {
 	partial, ok := field(answer, responsePartial, protowire.BytesType)
@@ -120,7 +120,7 @@ func refusal(answer []byte) error {
 	rejected, ok := field(partial, partialRejected, protowire.VarintType)
 	n, _ := protowire.ConsumeVarint(rejected)
 	if !ok || n == 0 {
-		return nil // a message alone is only a hint
+		return nil // a message without rejected spans is only a warning
 	}
 	message, _ := field(partial, partialMessage, protowire.BytesType)
 	return status.Errorf(codes.InvalidArgument, "the collector refused %d spans: %.200q", n, message)

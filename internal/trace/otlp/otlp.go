@@ -3,9 +3,9 @@
 // # Contract
 //
 // Export never waits. It puts a trace into a queue of queueLength, or drops and counts it if the
-// queue is full. One goroutine owns the rest. It gathers the traces of a second, sends them, and
-// retries for a while if the collector allows it. Traces that it cannot deliver are dropped and
-// counted. Close sends the queue until its context ends.
+// queue is full. One goroutine collects the traces of a second, sends them, and retries for a while
+// if the collector allows it. It drops and counts traces that it cannot deliver. Close sends the
+// queue until its context ends.
 //
 // The package uses OTLP's generated message types but not OpenTelemetry's SDK. The SDK (1.47, with
 // otlptracegrpc) makes a bare gRPC server 5 MB larger and costs 2.2 MB of PSS even if nothing is
@@ -35,13 +35,13 @@ const (
 	HTTP = "http/protobuf"
 )
 
-// Config says which traces are exported, and where to.
+// Config selects the exported traces and their collector.
 type Config struct {
 	Endpoint   string // host and port of the collector
 	Protocol   string // GRPC or HTTP
 	Insecure   bool   // without TLS
 	PerMillion int    // sampling rate of operations whose request carries no trace
-	Version    string // of berth
+	Version    string // version of berth
 	Host       string // name of the node; empty: not sent
 	Log        *slog.Logger
 }
@@ -50,9 +50,9 @@ const (
 	queueLength = 512 // traces, some hundred KB
 	batchLength = 128
 	gatherTime  = time.Second
-	sendTime    = 10 * time.Second // per try
+	sendTime    = 10 * time.Second // limit of one attempt
 	tries       = 5
-	firstPause  = time.Second // doubled after each try
+	firstPause  = time.Second // doubled after each attempt
 )
 
 // Exporter exports traces. It is safe for concurrent use.
@@ -63,16 +63,16 @@ type Exporter struct {
 	queue    chan *trace.Trace
 	stopping chan struct{}
 	stop     sync.Once
-	ctx      context.Context // ends when Close gives up
+	ctx      context.Context // ends when Close stops waiting
 	giveUp   context.CancelFunc
 	owner    sync.WaitGroup
 	failures lograte.Limiter // warnings
 
-	exported, dropped atomic.Uint64 // spans, and dropped traces
+	exported, dropped atomic.Uint64 // number of exported spans and of dropped traces
 	problem           atomic.Pointer[string]
 }
 
-// New starts an exporter. It connects when it first has something to send.
+// New starts an exporter. It connects when it sends the first trace.
 func New(cfg Config) (*Exporter, error) {
 	e := &Exporter{
 		cfg:      cfg,
@@ -89,8 +89,8 @@ func New(cfg Config) (*Exporter, error) {
 	return e, nil
 }
 
-// Sample reports whether to export an operation. A trace that the request carries decides; without
-// one the sampling rate does.
+// Sample reports whether to export an operation. The trace that the request carries decides.
+// Without one the sampling rate decides.
 func (e *Exporter) Sample(asking trace.Remote) bool {
 	if asking.Valid() {
 		return asking.Sampled
@@ -98,13 +98,13 @@ func (e *Exporter) Sample(asking trace.Remote) bool {
 	return e.cfg.PerMillion > 0 && rand.IntN(1_000_000) < e.cfg.PerMillion
 }
 
-// Export takes over a complete trace.
+// Export takes ownership of a complete trace.
 func (e *Exporter) Export(t *trace.Trace) {
 	select {
 	case e.queue <- t:
 	default:
 		e.dropped.Add(1)
-		t.Attributes = nil // a pod may keep the trace
+		t.Attributes = nil // frees memory, because a pod may keep the trace
 	}
 }
 
@@ -114,10 +114,10 @@ type Info struct {
 	Exported uint64 `json:"exportedSpans"`
 	Dropped  uint64 `json:"droppedTraces"`
 	Queued   int    `json:"queuedTraces"`
-	Problem  string `json:"problem,omitempty"` // error of the last try, if it failed
+	Problem  string `json:"problem,omitempty"` // error of the last attempt, or empty
 }
 
-// Info returns the state from memory.
+// Info returns the current state.
 func (e *Exporter) Info() Info {
 	info := Info{Endpoint: e.cfg.Endpoint, Exported: e.exported.Load(), Dropped: e.dropped.Load(), Queued: len(e.queue)}
 	if problem := e.problem.Load(); problem != nil {
@@ -126,8 +126,8 @@ func (e *Exporter) Info() Info {
 	return info
 }
 
-// Close sends the queue and stops, at the latest when ctx ends. The error counts the traces that
-// were not sent.
+// Close sends the queue and stops, at the latest when ctx ends. The error contains the number of
+// traces that were not sent.
 func (e *Exporter) Close(ctx context.Context) error {
 	e.stop.Do(func() { close(e.stopping) })
 	defer context.AfterFunc(ctx, e.giveUp)()
@@ -141,7 +141,7 @@ func (e *Exporter) Close(ctx context.Context) error {
 	return err
 }
 
-// run is the goroutine that owns delivery.
+// run delivers traces until the exporter stops.
 func (e *Exporter) run() {
 	for e.ctx.Err() == nil {
 		batch, more := e.gather()
@@ -177,11 +177,11 @@ func (e *Exporter) gather() (batch []*trace.Trace, more bool) {
 	return batch, true
 }
 
-// deliver sends a batch and retries while that may help.
+// deliver sends a batch and retries while a retry may help.
 func (e *Exporter) deliver(batch []*trace.Trace) {
 	request, spans := e.encode(batch)
 	for _, t := range batch {
-		t.Attributes = nil // a pod may keep the trace
+		t.Attributes = nil // frees memory, because a pod may keep the trace
 	}
 	pause := firstPause
 	for try := 1; ; try++ {
@@ -202,7 +202,7 @@ func (e *Exporter) deliver(batch []*trace.Trace) {
 	}
 }
 
-// encode does not let a trace that can't be encoded end the daemon.
+// encode encodes a batch. It recovers from a panic, so that a bad trace does not stop the daemon.
 func (e *Exporter) encode(batch []*trace.Trace) (request []byte, spans int) {
 	err := task.Guard(e.cfg.Log, "encode", "traces", func() (err error) {
 		request, spans, err = encodeRequest(e.resource, e.cfg.Version, batch)
@@ -221,7 +221,7 @@ func (e *Exporter) sendOnce(request []byte) error {
 }
 
 // rest waits before a retry. It returns false if the exporter was already stopping when the last
-// try failed.
+// attempt failed.
 func (e *Exporter) rest(pause time.Duration) bool {
 	select {
 	case <-e.stopping:
@@ -232,7 +232,7 @@ func (e *Exporter) rest(pause time.Duration) bool {
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-	case <-e.stopping: // for a last try
+	case <-e.stopping: // for a last attempt
 	}
 	return true
 }

@@ -30,7 +30,7 @@ func newSender(cfg Config) (sender, error) {
 	return newGRPCSender(cfg)
 }
 
-// mayHelp reports whether a retry may succeed, by OTLP's specification of failures.
+// mayHelp reports whether a retry may succeed, according to OTLP's specification of failures.
 func mayHelp(err error) bool {
 	if answer, ok := errors.AsType[*httpError](err); ok {
 		switch answer.status {
@@ -72,9 +72,9 @@ func newGRPCSender(cfg Config) (*grpcSender, error) {
 		grpc.WithTransportCredentials(secure),
 		grpc.WithUserAgent("berth/"+cfg.Version),
 		grpc.WithNoProxy(),
-		grpc.WithIdleTimeout(sendTime), // a daemon that starts no pods keeps no connection and no goroutines for it
-		// Detect a collector that disappeared without closing the connection. While there is
-		// nothing to export, nothing is sent and no timer runs.
+		grpc.WithIdleTimeout(sendTime), // closes the connection and its goroutines while no pods start
+		// Detect a collector that disappeared without closing the connection. An idle exporter
+		// sends nothing and needs no timer.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: sendTime, Timeout: sendTime}),
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(encoded{}), grpc.MaxCallRecvMsgSize(maxAnswer)))
 	if err != nil {
@@ -116,10 +116,10 @@ func newHTTPSender(cfg Config) *httpSender {
 		scheme = "http://"
 	}
 	transport := http.DefaultTransport.(*http.Transport).Clone()
-	transport.Proxy = nil // the environment's proxy is for image registries
+	transport.Proxy = nil // ignore the environment's proxy, which is for image registries
 	transport.MaxIdleConnsPerHost = 1
-	transport.IdleConnTimeout = sendTime                                                  // as above
-	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as above
+	transport.IdleConnTimeout = sendTime                                                  // as for gRPC
+	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as for gRPC
 	return &httpSender{
 		client: &http.Client{Transport: transport, CheckRedirect: noRedirect},
 		url:    scheme + cfg.Endpoint + "/v1/traces",
@@ -127,7 +127,8 @@ func newHTTPSender(cfg Config) *httpSender {
 	}
 }
 
-// noRedirect refuses redirects: traces name pods and go to the configured collector only.
+// noRedirect refuses redirects. Traces contain names of pods and must reach the configured
+// collector only.
 func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
 // httpError is an HTTP status other than success.

@@ -83,8 +83,8 @@ func (w *watchdog) feed() {
 
 // look returns nil if the daemon is healthy.
 func (w *watchdog) look(ctx context.Context) error {
-	w.waits.LookSoon() // without limited waits the watch sleeps
-	looked := w.waits.Looked()
+	w.waits.CheckSoon() // without limited waits the watch sleeps
+	looked := w.waits.LastCheck()
 	if looked.Before(w.began) { // no earlier check has woken the watch
 		looked = w.began
 	}

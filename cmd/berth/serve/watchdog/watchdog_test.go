@@ -52,7 +52,7 @@ func watch(t *testing.T, waits *task.Waits) {
 	var watching sync.WaitGroup
 	watching.Go(func() { waits.Watch(ctx, discardLog) })
 	t.Cleanup(func() { cancel(); watching.Wait() })
-	for waits.Looked().Unix() <= 0 { // until the watch runs
+	for waits.LastCheck().Unix() <= 0 { // until the watch runs
 		time.Sleep(time.Millisecond)
 	}
 }
