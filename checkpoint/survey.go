@@ -12,7 +12,7 @@ import (
 // Survey lists the files in a folder of records that are not valid records.
 type Survey struct {
 	Damaged  []Damaged // files that the next Load would move to SetAsideDir, with their present paths
-	Newer    []string  // files of a newer berth, because of which Load fails
+	Newer    []string  // files of a newer berth, for which Load fails
 	SetAside []string  // files that Load has moved to SetAsideDir
 	Other    []string  // other files
 }

@@ -201,9 +201,8 @@ func probeInput(t *testing.T, facts Host, id string, pod Pod) ContainerInput {
 	const passwd = "app:x:1000:100:App:/home/app:/bin/sh\n"
 	const group = "staff:x:50:app,other\naudio:x:29:other,app\nappgroup:x:100:app\n"
 	var err error
-	if in.User, err = users.Resolve([]byte(passwd), []byte(group), users.Request{ImageUser: "app", Groups: []int64{4000}}); err != nil {
-		t.Fatal(err)
-	}
+	in.User, err = users.Resolve([]byte(passwd), []byte(group), users.Request{ImageUser: "app", Groups: []int64{4000}})
+	testutil.Must(t, err)
 	in.Config.Command = []string{"/bin/sh", "-c", `
 id -u; id -g; echo groups $(id -G); pwd; echo $HOME; hostname
 cat /proc/self/oom_score_adj /proc/sys/net/core/somaxconn /proc/sys/kernel/shm_rmid_forced /etc/hosts
@@ -261,9 +260,8 @@ func start(t *testing.T, state, id, root string, spec *specs.Spec, out *bytes.Bu
 	if err := container.Run(process); err != nil {
 		t.Fatalf("run %s: %v (output: %s)", id, err, out)
 	}
-	if pid, err = process.Pid(); err != nil {
-		t.Fatal(err)
-	}
+	pid, err = process.Pid()
+	testutil.Must(t, err)
 	return pid, func() error {
 		_, err := process.Wait()
 		return err

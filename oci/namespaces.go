@@ -84,7 +84,7 @@ func setPIDNamespace(in ContainerInput, spec *specs.Spec, join func(specs.LinuxN
 		return nil
 	case runtimeapi.NamespaceMode_TARGET:
 		if in.TargetPIDNS == "" {
-			return errdefs.InvalidArgument("namespace_options.pid: TARGET, but there is no container %q to share with",
+			return errdefs.InvalidArgument("namespace_options.pid: TARGET, but container %q does not exist",
 				o.GetTargetId())
 		}
 		return join(specs.PIDNamespace, in.TargetPIDNS)

@@ -66,7 +66,7 @@ type Pod struct {
 	NetNS, IPCNS, UTSNS, PIDNS string
 	PausePID                   int
 
-	// Mappings are those of the pod's user namespace, from UserNamespace; nil: the pod uses the
+	// Mappings are the pod's ID mappings, from UserNamespace; nil: the pod uses the
 	// node's. UserNS is the path of the namespace, required with Mappings.
 	Mappings *userns.Mappings
 	UserNS   string

@@ -76,9 +76,8 @@ func TestSandboxProcess(t *testing.T) {
 
 	in.Host.OOMScoreAdjMin = 0
 	in.Image = &ocispec.ImageConfig{Entrypoint: []string{"/pause"}, Cmd: []string{"-v"}, Env: []string{"PATH=/x"}, WorkingDir: "/w"}
-	if spec, err = SandboxSpec(in); err != nil {
-		t.Fatal(err)
-	}
+	spec, err = SandboxSpec(in)
+	testutil.Must(t, err)
 	p = spec.Process
 	if !slices.Equal(p.Args, []string{"/pause", "-v"}) || p.Cwd != "/w" || *p.OOMScoreAdj != 0 || !slices.Equal(p.Env, []string{"PATH=/x", "HOME=/"}) {
 		t.Errorf("pause image: got %+v", p)

@@ -112,7 +112,7 @@ func checkSysctlNamespace(key string, pod Pod) error {
 			return errdefs.InvalidArgument("sysctl %s: not allowed on the node's network", key)
 		}
 	case key == "kernel.domainname":
-		if pod.hostNetwork() { // such a pod also uses the node's UTS namespace
+		if pod.hostNetwork() { // the pod then also uses the node's UTS namespace
 			return errdefs.InvalidArgument("sysctl %s: not allowed on the node's network", key)
 		}
 	default:

@@ -69,7 +69,7 @@ func createFailed(identity string, err error) error {
 	return fmt.Errorf("create %s: %w", identity, err)
 }
 
-// newContainer creates a container. It runs in its own goroutine and continues when the caller
+// newContainer creates a container. It runs in a separate goroutine and continues when the caller
 // leaves.
 func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeapi.ContainerConfig,
 	identity string) (string, error) {

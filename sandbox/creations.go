@@ -140,7 +140,7 @@ func (j *creations) replace(c *creation, mk maker) *removal {
 	if !mine {
 		return going
 	}
-	if !mk.Spawn(func() { j.release(c, mk.Remove(context.Background(), c.id)) }) { // the operation has its own limit
+	if !mk.Spawn(func() { j.release(c, mk.Remove(context.Background(), c.id)) }) { // the operation sets a limit
 		j.release(c, errdefs.Unavailable("berth is stopping"))
 	}
 	return going

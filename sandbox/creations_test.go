@@ -42,7 +42,7 @@ func TestSameRequestJoinsRunningCreation(t *testing.T) {
 	gone, cancel := context.WithCancel(context.Background())
 	cancel()
 	if _, err := j.Create(gone, "pod a", fingerprint{1}, mk); !errors.Is(err, context.Canceled) {
-		t.Errorf("a caller that goes away: %v", err)
+		t.Errorf("cancelled caller: %v", err)
 	}
 	other := make(chan error, 1)
 	go func() {
@@ -50,18 +50,18 @@ func TestSameRequestJoinsRunningCreation(t *testing.T) {
 		other <- err
 	}()
 	if _, err := j.Create(gone, "pod a", fingerprint{2}, mk); !errors.Is(err, context.Canceled) {
-		t.Errorf("another content while running, given up: %v", err)
+		t.Errorf("other content during the creation, cancelled: %v", err)
 	}
 	close(release)
 	if err := <-other; errdefs.Code(err) != codes.AlreadyExists {
-		t.Errorf("another content while running: %v", err)
+		t.Errorf("other content during the creation: %v", err)
 	}
 	callers.Wait()
 	if made != 1 {
 		t.Errorf("made %d times", made)
 	}
 	if _, err := j.Create(context.Background(), "pod a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
-		t.Errorf("another content afterwards: %v", err)
+		t.Errorf("other content after the creation: %v", err)
 	}
 }
 
@@ -80,7 +80,7 @@ func TestFailedCreationLeavesNothing(t *testing.T) {
 		t.Errorf("create while closing: %v", err)
 	}
 	if len(closing.by) != 0 {
-		t.Error("a creation that never began was kept")
+		t.Error("a creation that did not start was kept")
 	}
 }
 
@@ -127,10 +127,10 @@ func TestFailedReplacementIsRetried(t *testing.T) {
 	}
 	mk.Remove = func(context.Context, string) error { return fmt.Errorf("container first: %w", errInUse) }
 	if _, err := j.Create(context.Background(), "container a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
-		t.Errorf("one that is in use: %v", err)
+		t.Errorf("object in use: %v", err)
 	}
 	if id, err := j.Create(context.Background(), "container a", fingerprint{1}, mk); id != "first" || err != nil {
-		t.Errorf("one that is in use, and the same: %q, %v", id, err)
+		t.Errorf("object in use, same content: %q, %v", id, err)
 	}
 }
 
@@ -155,7 +155,7 @@ func TestRequestWaitsForRemoval(t *testing.T) {
 		return nil
 	}
 	if id, err := j.Create(t.Context(), "container a", fingerprint{1}, mk); !errors.Is(err, fail) {
-		t.Errorf("a removal that can't go on: %q, %v", id, err)
+		t.Errorf("failed removal: %q, %v", id, err)
 	}
 	for range 2 {
 		if id, err := j.Create(t.Context(), "container a", fingerprint{1}, mk); id != "second" || err != nil {
@@ -196,7 +196,7 @@ func TestRemovedObjectIsNotDelivered(t *testing.T) {
 	}()
 	close(proceed)
 	if id := <-got; id != "third" {
-		t.Errorf("told of %q", id)
+		t.Errorf("got the removed object %q", id)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"berth/internal/task"
+	"berth/internal/testutil"
 )
 
 // After a reboot all pods are taken down, a few at a time. Queued pods do not hold their locks, so
@@ -52,9 +53,7 @@ func TestTakeDownsAreLimited(t *testing.T) {
 	}
 	close(proceed)
 	tasks.Background.Close()
-	if err := tasks.Background.Wait(t.Context()); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, tasks.Background.Wait(t.Context()))
 	if tooMany.Load() > 0 || len(started) != len(pods)-takeDownsAtOnce {
 		t.Errorf("%d take-downs exceeded the limit, %d queued take-downs ran", tooMany.Load(), len(started))
 	}

@@ -125,9 +125,7 @@ func (f *fakeHost) containerRecords() map[string]state.Phase {
 // process returns a pidfd of a process that outlives the test.
 func (f *fakeHost) process() *os.File {
 	file, err := pidfd.Open(os.Getpid())
-	if err != nil {
-		f.t.Fatal(err)
-	}
+	testutil.Must(f.t, err)
 	return file
 }
 
@@ -451,9 +449,8 @@ func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 		m.bootID, m.run = "boot", state.Run{ID: "run"}
 		m.appArmor, m.sampler = lsm.NewAppArmor(false, tasks, log), stats.NewSampler(stats.SamplerConfig{})
 		var err error
-		if m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log}); err != nil {
-			t.Fatal(err)
-		}
+		m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log})
+		testutil.Must(t, err)
 		test(t, m, f)
 		if err := m.Close(context.WithoutCancel(t.Context())); err != nil {
 			t.Errorf("close: %v", err)

@@ -134,9 +134,7 @@ func TestWithoutPlugins(t *testing.T) {
 	if presented || changes != nil || err != nil {
 		t.Errorf("present a container: %t, %v, %v", presented, changes, err)
 	}
-	if err := errors.Join(caller.RequestPodUpdate(t.Context(), pod), caller.RequestStart(t.Context(), container)); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, errors.Join(caller.RequestPodUpdate(t.Context(), pod), caller.RequestStart(t.Context(), container)))
 	wanted := &runtimeapi.LinuxContainerResources{CpuShares: 5}
 	if own, others, err := caller.RequestUpdate(t.Context(), "c", wanted, container); own.ContainerID != "c" || own.Resources != wanted || others != nil || err != nil {
 		t.Errorf("update: %v, %v, %v", own, others, err)
@@ -172,9 +170,7 @@ func TestHoldLastsUntilPublication(t *testing.T) {
 	}
 	f.want(t, "release")
 
-	if err := errors.Join(caller.RequestPodUpdate(t.Context(), fakePod), caller.RequestStart(t.Context(), fakeContainer)); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, errors.Join(caller.RequestPodUpdate(t.Context(), fakePod), caller.RequestStart(t.Context(), fakeContainer)))
 	f.want(t, "hold", "pod p", "release", "hold", "container c", "release")
 	own, _, err := caller.RequestUpdate(t.Context(), "c", &runtimeapi.LinuxContainerResources{CpuShares: 5}, fakeContainer)
 	if own.Resources.GetCpuShares() != 6 || err != nil {

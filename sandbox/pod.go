@@ -91,7 +91,7 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	return state.CheckUserNamespace(config, m.host)
 }
 
-// newPod creates a pod. It runs in its own goroutine and continues when the caller leaves.
+// newPod creates a pod. It runs in a separate goroutine and continues when the caller leaves.
 func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig,
 	handler, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()

@@ -7,6 +7,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 	"berth/sandbox/handler"
 )
 
@@ -14,9 +15,8 @@ import (
 func TestInvalidPodResourcesAreRejected(t *testing.T) {
 	m, _, _ := managerWithPod(t)
 	var err error
-	if m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth"}); err != nil {
-		t.Fatal(err)
-	}
+	m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth"})
+	testutil.Must(t, err)
 	good, bad := &runtimeapi.LinuxContainerResources{CpuShares: 2}, &runtimeapi.LinuxContainerResources{CpuShares: -2}
 	for _, tt := range []struct {
 		overhead, resources *runtimeapi.LinuxContainerResources

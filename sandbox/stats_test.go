@@ -5,6 +5,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/testutil"
 	"berth/sandbox/handler"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
@@ -28,7 +29,5 @@ func TestSandboxedContainerHasNoUsage(t *testing.T) {
 	if detail, err := m.ContainerDetail(c.ID); err != nil || detail != nil {
 		t.Errorf("%+v, %v", detail, err)
 	}
-	if err := run.meter.Close(); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, run.meter.Close())
 }

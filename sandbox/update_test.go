@@ -59,11 +59,9 @@ func TestUpdateIsMergedAndPublished(t *testing.T) {
 	}
 
 	kept, info := c.unshared().Resources, c.info.Load()
-	if err := os.Rename(records, records+".away"); err != nil { // writes fail from here on
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Rename(records, records+".away")) // writes fail from here on
 	if err := update(shares(1024)); err == nil {
-		t.Error("an update that can't be recorded succeeds")
+		t.Error("an update that cannot be recorded succeeded")
 	}
 	if c.info.Load() != info || kept.GetCpuShares() != 512 || c.unshared().Resources != kept {
 		t.Errorf("the failed update was published: %v", c.info.Load().Resources)
@@ -125,9 +123,7 @@ func TestObjectsForPlugins(t *testing.T) {
 	default:
 		t.Error("a waiter for the notification was not released")
 	}
-	if err := m.waitNotified(t.Context(), unnotified); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, m.waitNotified(t.Context(), unnotified))
 }
 
 // kubelet treats the newest attempt as the current one. A new attempt therefore gets a later creation
@@ -137,7 +133,7 @@ func TestCreationAfterEarlierAttempts(t *testing.T) {
 	future := time.Now().Add(time.Hour)
 	addContainer(m, "c", "p", state.ContainerExited).CreatedAt = future
 	if got := m.containerCreation("p"); !got.After(future) {
-		t.Errorf("container creation time %v is before that of the last container", got)
+		t.Errorf("container creation time %v is before the last container's", got)
 	}
 	if got := m.containerCreation("q"); got.After(future) {
 		t.Errorf("creation time depends on another pod's containers: %v", got)
@@ -147,7 +143,7 @@ func TestCreationAfterEarlierAttempts(t *testing.T) {
 	}
 	m.pods.Put("p", &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, CreatedAt: future}})
 	if got := m.podCreation(metadata("web")); !got.After(future) {
-		t.Errorf("pod creation time %v is before that of its last attempt", got)
+		t.Errorf("pod creation time %v is before the last attempt's", got)
 	}
 	if got := m.podCreation(metadata("db")); got.After(future) {
 		t.Errorf("creation time depends on another pod: %v", got)

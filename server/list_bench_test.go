@@ -176,9 +176,8 @@ func BenchmarkListContainers1000(b *testing.B) {
 				b.Fatalf("%d containers, %v", len(list.GetContainers()), err)
 			}
 			if answer == nil {
-				if answer, err = proto.Marshal(list); err != nil {
-					b.Fatal(err)
-				}
+				answer, err = proto.Marshal(list)
+				testutil.Must(b, err)
 			}
 		})
 	})

@@ -28,9 +28,7 @@ func TestListenMode(t *testing.T) {
 			t.Errorf("%s has mode %s, want %s", p, info.Mode(), want)
 		}
 	}
-	if err := l.Close(); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, l.Close())
 	if _, err := os.Lstat(path); !os.IsNotExist(err) {
 		t.Errorf("the socket remains: %v", err)
 	}

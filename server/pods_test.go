@@ -81,9 +81,8 @@ func TestStatus(t *testing.T) {
 	}
 
 	pods.network = nil
-	if got, err = h.runtime.Status(t.Context(), &runtimeapi.StatusRequest{}); err != nil {
-		t.Fatal(err)
-	}
+	got, err = h.runtime.Status(t.Context(), &runtimeapi.StatusRequest{})
+	testutil.Must(t, err)
 	want.Status.Conditions[1] = &runtimeapi.RuntimeCondition{Type: "NetworkReady", Status: true}
 	if !proto.Equal(got, want) {
 		t.Errorf("with a network: got  %v\nwant %v", got, want)

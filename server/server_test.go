@@ -93,7 +93,7 @@ func TestMessageSizes(t *testing.T) {
 
 	resp, err := h.runtime.ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: "c", Cmd: []string{"a"}})
 	if err != nil {
-		t.Fatalf("response of all the output there may be: %v", err)
+		t.Fatalf("response with the maximum output: %v", err)
 	}
 	if n := len(resp.Stdout) + len(resp.Stderr); n != maxOutput || resp.ExitCode != -1 {
 		t.Errorf("%d bytes of output, exit code %d", n, resp.ExitCode)
@@ -178,7 +178,7 @@ func TestOtherRPCsAreUnimplemented(t *testing.T) {
 	}
 }
 
-// A running request gets its answer when the server stops, and new ones are refused.
+// When the server stops, running requests get their answers and new requests are refused.
 func TestStopWaitsForRunningRequests(t *testing.T) {
 	entered, release := make(chan struct{}), make(chan struct{})
 	pods := &fakePods{hook: func(context.Context, string) error {
@@ -211,7 +211,7 @@ func TestStopWaitsForRunningRequests(t *testing.T) {
 		t.Errorf("Serve: %v", err)
 	}
 	if _, err := os.Lstat(h.path); !os.IsNotExist(err) {
-		t.Errorf("the socket is left: %v", err)
+		t.Errorf("the socket remains: %v", err)
 	}
 }
 
@@ -223,7 +223,6 @@ func refused(path string) bool {
 	return err != nil
 }
 
-// After the grace time contexts are cancelled.
 func TestStopCancelsHungRequests(t *testing.T) {
 	entered := make(chan struct{})
 	pods := &fakePods{hook: func(ctx context.Context, _ string) error {
@@ -243,7 +242,7 @@ func TestStopCancelsHungRequests(t *testing.T) {
 		t.Errorf("Serve: %v", err)
 	}
 	if err := <-answer; err == nil {
-		t.Error("the request that never ended succeeded")
+		t.Error("the hung request succeeded")
 	}
 }
 

@@ -18,7 +18,7 @@ import (
 	"berth/sandbox/stats"
 )
 
-// measuredPods are containers with statistics of real cgroups.
+// measuredPods holds containers with statistics of real cgroups.
 type measuredPods struct {
 	*fakePods
 	meters map[string]*stats.ContainerMeter
@@ -56,8 +56,9 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 	return pods
 }
 
-// Measures 500 running containers in real cgroups with limits, and lists them over the socket to a
-// client like kubelet. The CPU time of the list includes the client's, which is in this process.
+// BenchmarkContainerStats500 measures 500 running containers in real cgroups with limits, and lists
+// them over the socket to a client like kubelet. The CPU time of the list includes the client,
+// which runs in this process.
 func BenchmarkContainerStats500(b *testing.B) {
 	const count = 500
 	pods := newMeasuredPods(b, count)
@@ -79,13 +80,12 @@ func BenchmarkContainerStats500(b *testing.B) {
 				b.Fatalf("%d statistics, %v", len(list.GetStats()), err)
 			}
 			if answer == nil {
-				if answer, err = proto.Marshal(list); err != nil {
-					b.Fatal(err)
-				}
+				answer, err = proto.Marshal(list)
+				testutil.Must(b, err)
 			}
 		})
 	})
-	b.Run("client", func(b *testing.B) { // its part of list
+	b.Run("client", func(b *testing.B) { // the client's part of list
 		measureCPU(b, func() {
 			testutil.Must(b, proto.Unmarshal(answer, &runtimeapi.ListContainerStatsResponse{}))
 		})
@@ -112,7 +112,7 @@ func cpuTime(b *testing.B) time.Duration {
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
-// makeCgroups makes a group with a memory limit in every hierarchy that statistics are read from.
+// makeCgroups makes a cgroup with a memory limit in every hierarchy that has statistics.
 func makeCgroups(b *testing.B, path string) {
 	b.Helper()
 	group, err := cgroup.Open(path, false)

@@ -172,7 +172,7 @@ func TestStatsErrors(t *testing.T) {
 	}
 }
 
-// Lists and streams have everything that runs and matches. A container that cannot be measured is
+// Lists and streams contain all running objects that match. An object that cannot be measured is
 // logged and left out.
 func TestStatsListsAndStreams(t *testing.T) {
 	app := map[string]string{"app": "x"}
@@ -207,7 +207,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 		testutil.Must(t, err)
 		got := drain(t, stream.Recv, (*runtimeapi.StreamContainerStatsResponse).GetContainerStats)
 		if !slices.EqualFunc(got, list.Stats, func(a, b *runtimeapi.ContainerStats) bool { return proto.Equal(a, b) }) {
-			t.Errorf("%v: the stream tells %v", filter, got)
+			t.Errorf("%v: the stream sent %v", filter, got)
 		}
 	}
 	for _, c := range []struct {
@@ -235,7 +235,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 		testutil.Must(t, err)
 		got := drain(t, stream.Recv, (*runtimeapi.StreamPodSandboxStatsResponse).GetPodSandboxStats)
 		if !slices.EqualFunc(got, list.Stats, func(a, b *runtimeapi.PodSandboxStats) bool { return proto.Equal(a, b) }) {
-			t.Errorf("%v: the stream tells %v", filter, got)
+			t.Errorf("%v: the stream sent %v", filter, got)
 		}
 	}
 	if log := h.log.String(); !strings.Contains(log, "read cgroup of c5") || !strings.Contains(log, "read cgroup of p4") {

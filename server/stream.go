@@ -76,7 +76,7 @@ func checkStreams(req interface {
 		return errdefs.InvalidArgument("one of stdin, stdout and stderr must be true")
 	}
 	if req.GetTty() && req.GetStderr() {
-		return errdefs.InvalidArgument("tty and stderr can't both be true: a terminal has one output")
+		return errdefs.InvalidArgument("tty and stderr cannot both be true, because a terminal has one output")
 	}
 	return nil
 }

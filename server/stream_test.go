@@ -12,7 +12,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// In fakePods every container runs, without a terminal.
+// All containers of fakePods run without a terminal.
 
 func (f *fakePods) CheckExec(id string, _ []string) (string, error) {
 	c, err := f.Container(id)
@@ -104,23 +104,23 @@ func TestSessionRequests(t *testing.T) {
 	}{
 		{"exec", exec(&runtimeapi.ExecRequest{ContainerId: id, Cmd: cmd, Stdout: true, Stderr: true}), codes.OK, "http://here/exec/1"},
 		{"exec with terminal", exec(&runtimeapi.ExecRequest{ContainerId: id, Cmd: cmd, Tty: true, Stdin: true, Stdout: true}), codes.OK, "http://here/exec/1"},
-		{"exec nowhere", exec(&runtimeapi.ExecRequest{Cmd: cmd, Stdout: true}), codes.InvalidArgument, ""},
-		{"exec in no container", exec(&runtimeapi.ExecRequest{ContainerId: "no", Cmd: cmd, Stdout: true}), codes.NotFound, ""},
-		{"exec of nothing", exec(&runtimeapi.ExecRequest{ContainerId: id, Stdout: true}), codes.InvalidArgument, ""},
+		{"exec without ID", exec(&runtimeapi.ExecRequest{Cmd: cmd, Stdout: true}), codes.InvalidArgument, ""},
+		{"exec in unknown container", exec(&runtimeapi.ExecRequest{ContainerId: "no", Cmd: cmd, Stdout: true}), codes.NotFound, ""},
+		{"exec without command", exec(&runtimeapi.ExecRequest{ContainerId: id, Stdout: true}), codes.InvalidArgument, ""},
 		{"exec without streams", exec(&runtimeapi.ExecRequest{ContainerId: id, Cmd: cmd}), codes.InvalidArgument, ""},
 		{"exec with terminal and stderr", exec(&runtimeapi.ExecRequest{ContainerId: id, Cmd: cmd, Tty: true, Stdout: true, Stderr: true}), codes.InvalidArgument, ""},
 		{"attach", attach(&runtimeapi.AttachRequest{ContainerId: id, Stdin: true}), codes.OK, "http://here/attach/1"},
-		{"attach nowhere", attach(&runtimeapi.AttachRequest{Stdin: true}), codes.InvalidArgument, ""},
-		{"attach to no container", attach(&runtimeapi.AttachRequest{ContainerId: "no", Stdout: true}), codes.NotFound, ""},
+		{"attach without ID", attach(&runtimeapi.AttachRequest{Stdin: true}), codes.InvalidArgument, ""},
+		{"attach to unknown container", attach(&runtimeapi.AttachRequest{ContainerId: "no", Stdout: true}), codes.NotFound, ""},
 		{"attach without streams", attach(&runtimeapi.AttachRequest{ContainerId: id}), codes.InvalidArgument, ""},
-		{"attach to a terminal that is none", attach(&runtimeapi.AttachRequest{ContainerId: id, Tty: true, Stdout: true}), codes.InvalidArgument, ""},
+		{"attach with a terminal to a container without", attach(&runtimeapi.AttachRequest{ContainerId: id, Tty: true, Stdout: true}), codes.InvalidArgument, ""},
 		{"forward", forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.PodSandboxId}), codes.OK, "http://here/portforward/1"},
 		{"forward ports", forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.PodSandboxId, Port: []int32{1, 65535}}), codes.OK, "http://here/portforward/1"},
 		{"forward port 0", forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.PodSandboxId, Port: []int32{0}}), codes.InvalidArgument, ""},
 		{"forward port 65536", forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.PodSandboxId, Port: []int32{65536}}), codes.InvalidArgument, ""},
 		{"forward too many", forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.PodSandboxId, Port: make([]int32, 128)}), codes.InvalidArgument, ""},
-		{"forward nowhere", forward(&runtimeapi.PortForwardRequest{}), codes.InvalidArgument, ""},
-		{"forward to no pod", forward(&runtimeapi.PortForwardRequest{PodSandboxId: "no"}), codes.NotFound, ""},
+		{"forward without ID", forward(&runtimeapi.PortForwardRequest{}), codes.InvalidArgument, ""},
+		{"forward to unknown pod", forward(&runtimeapi.PortForwardRequest{PodSandboxId: "no"}), codes.NotFound, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			if url, err := tt.call(); status.Code(err) != tt.code || url != tt.url {

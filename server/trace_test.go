@@ -51,7 +51,7 @@ func TestTracing(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := h.runtime.StopPodSandbox(t.Context(), stop); err == nil {
-		t.Fatal("it was stopped")
+		t.Fatal("StopPodSandbox succeeded")
 	}
 	if !recorded["RunPodSandbox"] || recorded["StopPodSandbox"] || len(exports.got) != 0 {
 		t.Errorf("recorded %v, %d exported", recorded, len(exports.got))
@@ -62,7 +62,7 @@ func TestTracing(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := h.runtime.StopPodSandbox(traced, stop); err == nil {
-		t.Fatal("it was stopped")
+		t.Fatal("StopPodSandbox succeeded")
 	}
 	if len(exports.got) != 2 {
 		t.Fatalf("%d exported", len(exports.got))

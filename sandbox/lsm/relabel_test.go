@@ -18,7 +18,7 @@ const standIn = "trusted.berth-test"
 
 func newLabeller(t *testing.T) labeller {
 	if err := unix.Setxattr(t.TempDir(), standIn, []byte("x"), 0); err != nil {
-		t.Skipf("%s can't be set here: %v", standIn, err)
+		t.Skipf("cannot set %s here: %v", standIn, err)
 	}
 	return labeller{attribute: standIn}
 }

@@ -44,9 +44,7 @@ func TestCollectIsNotInterrupted(t *testing.T) {
 	}
 	testutil.Must(t, os.WriteFile(path("go"), nil, 0o600))
 	tasks.Background.Close()
-	if err := tasks.Background.Wait(t.Context()); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, tasks.Background.Wait(t.Context()))
 	if !exists("done") {
 		t.Error("the plugin was interrupted")
 	}

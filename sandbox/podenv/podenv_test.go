@@ -51,7 +51,7 @@ func TestFinishFiles(t *testing.T) {
 	}
 }
 
-// Directories with an unknown ID are found in every place. Other names are ignored.
+// Unrecorded finds unknown IDs in all directories and ignores other names.
 func TestUnrecorded(t *testing.T) {
 	k := Provisioner{Dirs: dirsBelow(t.TempDir())}
 	makeAll(t, k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(), k.Dirs.PodFiles(""), k.Dirs.Trash())
@@ -89,9 +89,8 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	k := Provisioner{Dirs: dirsBelow(dir)}
 	makeAll(t, k.Dirs.Trash(), filepath.Join(cache, "results"))
 	k.Trash, k.Namespaces.Dirs = trash.New(k.Dirs.Trash(), safefs.RemoveAll, log), k.Dirs
-	if k.Networks, err = OpenNetworks(network, k.Dirs.Root, tasks, log); err != nil {
-		t.Fatal(err)
-	}
+	k.Networks, err = OpenNetworks(network, k.Dirs.Root, tasks, log)
+	testutil.Must(t, err)
 	exists := func(path string) bool { _, err := os.Lstat(path); return err == nil }
 	id := state.NewID()
 	kept := filepath.Join(cache, "results", "net-"+id+"-eth0")
@@ -108,7 +107,5 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 		t.Errorf("without an address: %v", err)
 	}
 	tasks.Background.Close()
-	if err := tasks.Background.Wait(t.Context()); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, tasks.Background.Wait(t.Context()))
 }

@@ -15,10 +15,10 @@ import (
 	"berth/internal/errdefs"
 )
 
-// CDIDirs are the directories of the spec files with which vendors describe CDI devices
-// (tags.cncf.io/container-device-interface). Later directories take precedence. A directory need
-// not exist. Its files are read for each container that requests a device, because they may change
-// while berth runs.
+// CDIDirs are directories of CDI spec files, in which vendors describe devices
+// (tags.cncf.io/container-device-interface). Later directories take precedence. Missing directories
+// are ignored. The files are read for each container that requests a device, because they may
+// change while berth runs.
 //
 // Only the CRI's field requests devices. berth ignores the annotations that other runtimes read,
 // because users control them (CVE-2026-53492). Spec files are trusted: only the node's

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 const vendorSpec = `{"cdiVersion": "0.7.0", "kind": "vendor.example/dev",
@@ -29,9 +30,7 @@ func dirsWith(t *testing.T, files map[string]string) CDIDirs {
 	t.Helper()
 	dir := t.TempDir()
 	for name, content := range files {
-		if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600))
 	}
 	return CDIDirs{dir, filepath.Join(dir, "missing")}
 }
@@ -44,9 +43,7 @@ func TestInject(t *testing.T) {
 	t.Parallel()
 	dirs := dirsWith(t, map[string]string{"vendor.json": vendorSpec, "broken.json": "{", "notes.txt": "{"})
 	spec := newSpec()
-	if err := dirs.Inject(spec, []string{"vendor.example/dev=a", "vendor.example/dev=a"}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, dirs.Inject(spec, []string{"vendor.example/dev=a", "vendor.example/dev=a"}))
 	if want := []string{"PATH=/bin", "VENDOR=all", "DEVICE=a"}; !slices.Equal(spec.Process.Env, want) {
 		t.Errorf("environment: %q", spec.Process.Env)
 	}
@@ -76,17 +73,11 @@ func TestInjectSeesChanges(t *testing.T) {
 		t.Errorf("before the file exists: %v", err)
 	}
 	file := filepath.Join(dirs[0], "vendor.json")
-	if err := os.WriteFile(file, []byte(vendorSpec), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := dirs.Inject(newSpec(), names); err != nil {
-		t.Error(err)
-	}
-	if err := os.Remove(file); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(file, []byte(vendorSpec), 0o600))
+	testutil.Must(t, dirs.Inject(newSpec(), names))
+	testutil.Must(t, os.Remove(file))
 	if err := dirs.Inject(newSpec(), names); errdefs.Code(err) != codes.FailedPrecondition {
-		t.Errorf("after the file is gone: %v", err)
+		t.Errorf("after the file was removed: %v", err)
 	}
 }
 

@@ -43,10 +43,6 @@ func TestKillWithFailingRuntime(t *testing.T) {
 	if status, ok := sandbox.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != unix.SIGKILL {
 		t.Errorf("sandbox exit: %v", sandbox.ProcessState)
 	}
-	if err := mgr.Destroy(); err != nil {
-		t.Error(err)
-	}
-	if err := init.Close(); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, mgr.Destroy())
+	testutil.Must(t, init.Close())
 }

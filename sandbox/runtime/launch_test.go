@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/task"
+	"berth/internal/testutil"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
 	"berth/sandbox/state"
@@ -48,9 +49,7 @@ func TestLabelMountsWithHangingVolume(t *testing.T) {
 	if n := hanging.Load(); n != 1 || len(waits.List()) == 0 {
 		t.Errorf("after the callers left: %d calls hang, waits %v", n, waits.List())
 	}
-	if err := k.labelMounts(t.Context(), []string{"/alive"}, labels); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, k.labelMounts(t.Context(), []string{"/alive"}, labels))
 	close(release)
 	if err := k.labelMounts(t.Context(), []string{"/dead"}, labels); err != nil { // labels the volume again
 		t.Error(err)
@@ -59,9 +58,7 @@ func TestLabelMountsWithHangingVolume(t *testing.T) {
 		t.Errorf("labelled %v, want %v", labelled, want)
 	}
 	tasks.Watchers.Close()
-	if err := tasks.Watchers.Wait(t.Context()); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, tasks.Watchers.Wait(t.Context()))
 	if len(k.Sources.busy) != 0 || len(waits.List()) != 0 {
 		t.Errorf("left: %v, %v", k.Sources.busy, waits.List())
 	}

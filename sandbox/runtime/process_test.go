@@ -143,9 +143,7 @@ func TestAwaitStop(t *testing.T) {
 			t.Errorf("stopped shim: waited %v", time.Since(begin))
 		}
 	})
-	if err := errors.Join(shim.Process.Kill(), file.Close()); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, errors.Join(shim.Process.Kill(), file.Close()))
 	_ = shim.Wait() // the test killed it
 }
 
@@ -181,9 +179,7 @@ func withoutDescriptors(t *testing.T, do func() error) error {
 	t.Helper()
 	var old unix.Rlimit
 	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old))
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil); err != nil { // poll(2) of one descriptor needs a limit of 1
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil)) // poll(2) of one descriptor needs a limit of 1
 	err := do()
 	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil))
 	return err

@@ -116,7 +116,7 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 }
 
 // bindDevices replaces device nodes of a complete spec by bind mounts, if the pod has a user
-// namespace. The devices are the config's, and those of the CDI devices cdiNames.
+// namespace. The devices are the config's devices and the CDI devices cdiNames.
 func (n Node) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, spec *specs.Spec) error {
 	if p.Mappings == nil {
 		return nil

@@ -136,7 +136,7 @@ func TestKillEndsHangingShim(t *testing.T) {
 	}
 }
 
-// Settle returns the exit of the shim's record, or that of a lost shim.
+// Settle returns the exit in the shim's record. Without a record the exit reason is ShimLost.
 func TestSettle(t *testing.T) {
 	k, started := testStopper(t), time.Unix(100, 0)
 	exit, settled := k.Settle(contained(nil), started)

@@ -62,9 +62,7 @@ func TestRunOfRecordsWithoutID(t *testing.T) {
 				if err != nil || run.Has("") != c.want || !run.Has(run.ID) || run.Has("another") {
 					t.Errorf("daemon %d: %+v, %v", daemon, run, err)
 				}
-				if err := os.MkdirAll(d.Shim(""), 0o700); err != nil { // a daemon that is killed after it prepared the directory
-					t.Fatal(err)
-				}
+				testutil.Must(t, os.MkdirAll(d.Shim(""), 0o700)) // a daemon that is killed after it prepared the directory
 			}
 		})
 	}

@@ -63,7 +63,7 @@ func deviceOf(dir string) (string, error) {
 		return "", fmt.Errorf("device of %s: %w", dir, err)
 	}
 	var last *mountinfo.Info
-	for _, m := range mounts { // a later mount hides an earlier one at the same place
+	for _, m := range mounts { // a later mount hides an earlier one at the same path
 		if last == nil || len(m.Mountpoint) >= len(last.Mountpoint) {
 			last = m
 		}

@@ -98,9 +98,8 @@ func TestFailedWalkKeepsSize(t *testing.T) {
 		t.Fatalf("%+v, %v", first, err)
 	}
 	testutil.Must(t, errors.Join(root.Close(), os.RemoveAll(upper), os.WriteFile(upper, nil, 0o600)))
-	if root, err = os.Open(upper); err != nil { // no longer a directory
-		t.Fatal(err)
-	}
+	root, err = os.Open(upper) // no longer a directory
+	testutil.Must(t, err)
 	defer root.Close()
 	second, err := counted(first)
 	if err != nil || second.Layer != first.Layer || second.usedCPU != "" {

@@ -37,9 +37,7 @@ func TestNetworkOfPinnedNamespace(t *testing.T) {
 	if _, err := stopped.net.Read(); !errors.Is(err, cgstats.ErrGone) {
 		t.Errorf("without the namespace: %v", err)
 	}
-	if err := stopped.Close(); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, stopped.Close())
 }
 
 // fakeContainer returns a meter of a fake cgroup v2 directory. spend adds CPU time in microseconds.

@@ -104,7 +104,7 @@ const (
 // restAfter returns the rest after a sample that took this long.
 func restAfter(took time.Duration) time.Duration { return min(restFactor*took, maxRest) }
 
-// Wake makes the Sampler look for due containers now. Callers wake it after a start or an exit.
+// Wake makes the Sampler check for due containers now. Callers wake it after a start or an exit.
 func (c *Sampler) Wake() {
 	select {
 	case c.wake <- struct{}{}:

@@ -7,6 +7,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func TestReserveIsShareOfLimit(t *testing.T) {
@@ -28,16 +29,12 @@ func TestReserveIsShareOfLimit(t *testing.T) {
 
 func TestCheckRefusesTheReserve(t *testing.T) {
 	q, err := NewFDQuota()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if err := q.Check(); err != nil {
 		t.Errorf("with %d descriptors: %v", q.Limit(), err)
 	}
 	f, err := os.Open("/dev/null")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer f.Close()
 	if err := quotaFor(minReserve + int(f.Fd())).Check(); errdefs.Code(err) != codes.ResourceExhausted {
 		t.Errorf("within the reserve: %v", err)

@@ -34,9 +34,7 @@ func TestSlots(t *testing.T) {
 	testutil.Must(t, take("b"))
 	refused("c", "c: the node's limit of 3 execs")
 	releases[0]()
-	if err := take("a"); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, take("a"))
 	for _, release := range releases[1:] {
 		release()
 	}
@@ -134,9 +132,7 @@ func TestSessionsLeaveSlotsForProbes(t *testing.T) {
 		t.Errorf("beyond the limit of all: %v", err)
 	}
 	releases[0]()
-	if err := take(probe, "other"); err != nil {
-		t.Error(err)
-	}
+	testutil.Must(t, take(probe, "other"))
 	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and the session's slot is released
 		t.Errorf("session without a slot for its exec: %v", err)
 	}

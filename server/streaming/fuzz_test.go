@@ -55,7 +55,7 @@ func (c *counted) PortForward(_ context.Context, _ string, port int32, stream io
 }
 
 // FuzzConnections sends arbitrary bytes to the server, with or without the path of a session. Only
-// the token begins a session, once, and the connection ends after the client's data.
+// the token starts a session, once, and the connection ends after the client's data.
 func FuzzConnections(f *testing.F) {
 	klog.LogToStderr(false) // the libraries log all unusual input
 	klog.SetOutput(io.Discard)

@@ -195,7 +195,7 @@ func testTLS(t *testing.T) (server, client *tls.Config) {
 	return &tls.Config{Certificates: s.TLS.Certificates}, client
 }
 
-// upgradeOverTLS begins a session as a client with a token.
+// upgradeOverTLS starts a session as a client with a token.
 func (s *Server) upgradeOverTLS(t *testing.T, client *tls.Config) {
 	t.Helper()
 	address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true})

@@ -42,7 +42,7 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 	conn.SetIdleTimeout(idle)
 	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), patience)
 	if err != nil {
-		klog.FromContext(ctx).V(4).Info("No session was begun", "err", err)
+		klog.FromContext(ctx).V(4).Info("No session was started", "err", err)
 		return
 	}
 	var sizes chan remotecommand.TerminalSize

@@ -20,22 +20,21 @@ func TestTokenWorksOnceForItsKind(t *testing.T) {
 	token, err := all.add("exec", nothing)
 	testutil.Must(t, err)
 	if _, ok := all.take("exec", "another"); ok {
-		t.Error("a token that was not given out is good")
+		t.Error("an unknown token is valid")
 	}
 	if _, ok := all.take("exec", token); !ok {
-		t.Error("the token is not good")
+		t.Error("the token is invalid")
 	}
 	if _, ok := all.take("exec", token); ok {
-		t.Error("the token is good twice")
+		t.Error("the token is valid twice")
 	}
-	if token, err = all.add("exec", nothing); err != nil {
-		t.Fatal(err)
-	}
+	token, err = all.add("exec", nothing)
+	testutil.Must(t, err)
 	if _, ok := all.take("attach", token); ok {
-		t.Error("the token is good for another kind of session")
+		t.Error("the token is valid for another kind of session")
 	}
 	if _, ok := all.take("exec", token); ok {
-		t.Error("a token that was tried out is still good")
+		t.Error("the token is valid after an attempt with another kind")
 	}
 }
 
@@ -46,19 +45,18 @@ func TestTokensExpireAndAreLimited(t *testing.T) {
 		var last string
 		for range maxTokens {
 			var err error
-			if last, err = all.add("exec", nothing); err != nil {
-				t.Fatal(err)
-			}
+			last, err = all.add("exec", nothing)
+			testutil.Must(t, err)
 		}
 		if _, err := all.add("exec", nothing); errdefs.Code(err) != codes.ResourceExhausted {
-			t.Errorf("one too many: %v", err)
+			t.Errorf("beyond the limit: %v", err)
 		}
 		time.Sleep(tokenTime)
 		if _, ok := all.take("exec", last); ok {
-			t.Error("an expired token is good")
+			t.Error("an expired token is valid")
 		}
 		if _, err := all.add("exec", nothing); err != nil {
-			t.Errorf("expired ones count: %v", err)
+			t.Errorf("expired tokens count: %v", err)
 		}
 		if len(all.waiting) != 1 {
 			t.Errorf("%d tokens are kept, want 1", len(all.waiting))

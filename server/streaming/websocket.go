@@ -27,8 +27,8 @@ const (
 )
 
 // serveWebSocket serves an exec or attach in all versions of the protocol. cri-streaming's server
-// ends with version 4, where clients cannot close stdin (KEP-4006). In "" and versions before 4
-// errors are sent as text.
+// stops at version 4, in which clients cannot close stdin (KEP-4006). Versions before 4, and "",
+// send errors as text.
 func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle time.Duration) {
 	channels := []wsstream.ChannelType{
 		remotecommand.StreamStdIn:  channel(c.options.Stdin, wsstream.ReadChannel),

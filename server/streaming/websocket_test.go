@@ -80,7 +80,7 @@ func (c *webSocketClient) hear() (said [5]string) {
 	}
 }
 
-// All versions carry the same input and output, and each reports the result in its own form.
+// All versions transfer the same input and output. Their formats of the result differ.
 func TestWebSocketProtocols(t *testing.T) {
 	failure := errors.New("no such thing")
 	for _, protocol := range webSocketProtocols {
@@ -103,22 +103,22 @@ func TestWebSocketProtocols(t *testing.T) {
 			if got := said[remotecommand.StreamStdOut]; got != "helloAB" {
 				t.Errorf("%q: the output is %q", protocol, got)
 			}
-			told := said[remotecommand.StreamErr]
+			reported := said[remotecommand.StreamErr]
 			if !strings.HasPrefix(protocol, "v") {
-				if want := map[error]string{nil: "", failure: "no such thing"}[result]; told != want {
-					t.Errorf("%q reports %q, want %q", protocol, told, want)
+				if want := map[error]string{nil: "", failure: "no such thing"}[result]; reported != want {
+					t.Errorf("%q reports %q, want %q", protocol, reported, want)
 				}
 				continue
 			}
 			var status metav1.Status
-			if err := json.Unmarshal([]byte(told), &status); err != nil || (status.Status == metav1.StatusSuccess) != (result == nil) {
-				t.Errorf("%q reports %q: %v", protocol, told, err)
+			if err := json.Unmarshal([]byte(reported), &status); err != nil || (status.Status == metav1.StatusSuccess) != (result == nil) {
+				t.Errorf("%q reports %q: %v", protocol, reported, err)
 			}
 		}
 	}
 }
 
-// A frame of the maximal length passes; a longer one ends the session in every protocol.
+// A frame of the maximum length passes. A longer frame ends the session in every protocol.
 func TestWebSocketFramesAreBounded(t *testing.T) {
 	for _, protocol := range webSocketProtocols {
 		got := make(chan int, 1)
@@ -144,7 +144,7 @@ func TestWebSocketFramesAreBounded(t *testing.T) {
 	}
 }
 
-// The same for port-forwards, with as many ports as there are channels.
+// Frames of port-forwards are bounded too, and the number of ports by the number of channels.
 func TestWebSocketForwardsAreBounded(t *testing.T) {
 	got := make(chan int, 1)
 	s := serving(t, doing{forward: func(ctx context.Context, stream io.ReadWriteCloser) error {
@@ -161,7 +161,7 @@ func TestWebSocketForwardsAreBounded(t *testing.T) {
 		t.Errorf("the pod got %d bytes", n)
 	}
 	if _, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod", Port: make([]int32, maxForwards+1)}); errdefs.Code(err) != codes.InvalidArgument {
-		t.Errorf("too many ports: %v", err)
+		t.Errorf("with too many ports: %v", err)
 	}
 }
 
@@ -221,7 +221,7 @@ func FuzzWebSocketGuard(f *testing.F) {
 			}
 		}
 		if !bytes.HasPrefix(data, out) {
-			t.Fatalf("handed on is %x of %x", out, data)
+			t.Fatalf("passed on %x of %x", out, data)
 		}
 	})
 }
@@ -241,8 +241,8 @@ func TestSizesWithoutTerminal(t *testing.T) {
 			c.say(remotecommand.StreamResize, []byte(`{"Width":65,"Height":66}`))
 		}
 		c.say(remotecommand.StreamStdIn, []byte("hello"))
-		if told := c.hear()[remotecommand.StreamErr]; strings.Contains(told, metav1.StatusFailure) {
-			t.Errorf("%q reports %q", protocol, told)
+		if reported := c.hear()[remotecommand.StreamErr]; strings.Contains(reported, metav1.StatusFailure) {
+			t.Errorf("%q reports %q", protocol, reported)
 		}
 	}
 }

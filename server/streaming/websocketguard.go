@@ -21,7 +21,7 @@ type webSocketGuard struct {
 	log *slog.Logger
 }
 
-// Read implements net.Conn. An error other than the connection's own has closed it.
+// Read implements net.Conn. After an invalid frame it closes the connection and returns an error.
 func (g *webSocketGuard) Read(p []byte) (int, error) { return g.read(p, g.next) }
 
 // next reads a frame's header (RFC 6455, section 5.2): two bytes, an extended length, and the mask.
