@@ -9,11 +9,12 @@ import (
 	"berth/internal/errdefs"
 )
 
-func (p Pod) namespaceOf(kind, path string) string {
-	if path == "" && p.PausePID > 0 {
-		return fmt.Sprintf("/proc/%d/ns/%s", p.PausePID, kind)
+// pauseNamespace returns the path of the pause's namespace of that kind; "" without a pause.
+func (p Pod) pauseNamespace(kind string) string {
+	if p.PausePID == 0 {
+		return ""
 	}
-	return path
+	return fmt.Sprintf("/proc/%d/ns/%s", p.PausePID, kind)
 }
 
 // setNamespaces joins the pod's network, IPC and UTS namespaces, unless the pod uses the node's. If
@@ -37,12 +38,12 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 		if err := join(specs.NetworkNamespace, in.Pod.NetNS); err != nil {
 			return err
 		}
-		if err := join(specs.UTSNamespace, in.Pod.namespaceOf("uts", in.Pod.UTSNS)); err != nil {
+		if err := join(specs.UTSNamespace, in.Pod.pauseNamespace("uts")); err != nil {
 			return err
 		}
 	}
 	if !in.Pod.hostIPC() {
-		if err := join(specs.IPCNamespace, in.Pod.namespaceOf("ipc", in.Pod.IPCNS)); err != nil {
+		if err := join(specs.IPCNamespace, in.Pod.pauseNamespace("ipc")); err != nil {
 			return err
 		}
 	}
@@ -92,7 +93,7 @@ func setPIDNamespace(in ContainerInput, spec *specs.Spec, join func(specs.LinuxN
 		if in.Pod.hostPID() {
 			return nil
 		}
-		return join(specs.PIDNamespace, in.Pod.namespaceOf("pid", in.Pod.PIDNS))
+		return join(specs.PIDNamespace, in.Pod.pauseNamespace("pid"))
 	}
 	return errdefs.InvalidArgument("namespace_options.pid: unknown mode %d", o.GetPid())
 }

@@ -53,8 +53,6 @@ func TestNamespaces(t *testing.T) {
 			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": ""}},
 		{name: "cgroup v1", ctr: &o{Pid: nsContainer}, change: func(in *ContainerInput) { in.Host.CgroupV2 = false },
 			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": ""}},
-		{name: "pinned", change: func(in *ContainerInput) { in.Pod.IPCNS, in.Pod.UTSNS, in.Pod.PIDNS = "/i", "/u", "/p" },
-			want: m{"network": net, "ipc": "/i", "uts": "/u", "pid": "/p", "cgroup": ""}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			in := testInput()
@@ -95,17 +93,15 @@ func TestNamespacesRefused(t *testing.T) {
 // A missing path must not put a container into the node's namespace.
 func TestNamespacesNeverMissing(t *testing.T) {
 	t.Parallel()
-	for name, forget := range map[string]func(*Pod){
-		"network": func(p *Pod) { p.NetNS = "" },
-		"uts":     func(p *Pod) { p.PausePID = 0; p.IPCNS = "/i" },
-		"ipc":     func(p *Pod) { p.PausePID = 0; p.UTSNS = "/u" },
+	refused(t, func(in *ContainerInput) { in.Pod.NetNS = "" }, codes.Internal, "network")
+	for name, options := range map[string]*runtimeapi.NamespaceOption{
+		"uts": {}, "ipc": {Network: nsNode}, "pid": {Network: nsNode, Ipc: nsNode},
 	} {
-		refused(t, func(in *ContainerInput) { forget(&in.Pod) }, codes.Internal, name)
+		refused(t, func(in *ContainerInput) {
+			in.Pod.PausePID, in.Pod.Config.Linux.SecurityContext.NamespaceOptions = 0, options
+			in.sc().NamespaceOptions = nil
+		}, codes.Internal, name)
 	}
-	refused(t, func(in *ContainerInput) {
-		in.Pod.PausePID, in.Pod.UTSNS, in.Pod.IPCNS = 0, "/u", "/i"
-		in.sc().NamespaceOptions = nil
-	}, codes.Internal, "pid")
 }
 
 func TestPrivilegedNeedsPrivilegedPod(t *testing.T) {

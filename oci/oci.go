@@ -60,11 +60,8 @@ type Pod struct {
 	Config       *runtimeapi.PodSandboxConfig
 	CgroupParent string // see CgroupsPath
 
-	// Paths of the pod's namespaces. They are ignored if the pod uses the node's namespace.
-	// Otherwise "" means a new namespace for the pause. For a container "" means PausePID's
-	// namespace, except for NetNS, which is required.
-	NetNS, IPCNS, UTSNS, PIDNS string
-	PausePID                   int
+	NetNS    string // path of its network namespace; ignored if the pod uses the node's network
+	PausePID int    // containers join the other namespaces of this process
 
 	// Mappings are the pod's ID mappings, from UserNamespace; nil: the pod uses the
 	// node's. UserNS is the path of the namespace, required with Mappings.

@@ -94,13 +94,13 @@ func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 			return errdefs.Internal("pod %s: path of its network namespace is missing", in.Pod.ID)
 		}
 		add(specs.NetworkNamespace, in.Pod.NetNS)
-		add(specs.UTSNamespace, in.Pod.UTSNS)
+		add(specs.UTSNamespace, "")
 	}
 	if !in.Pod.hostIPC() {
-		add(specs.IPCNamespace, in.Pod.IPCNS)
+		add(specs.IPCNamespace, "")
 	}
 	if !in.Pod.hostPID() {
-		add(specs.PIDNamespace, in.Pod.PIDNS)
+		add(specs.PIDNamespace, "")
 	}
 	return nil
 }

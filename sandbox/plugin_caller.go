@@ -170,7 +170,9 @@ func (s pluginCaller) RequestUpdate(ctx context.Context, id string, wanted *runt
 // NotifyContainer reports an event of a container to plugins. Their answers do not affect the
 // container. Updates of other containers are applied in the background. It calls done before the
 // hold ends, even without plugins.
-func (s pluginCaller) NotifyContainer(ctx context.Context, event nri.ContainerEvent, id string, c containerDescriber, done func()) {
+func (s pluginCaller) NotifyContainer(
+	ctx context.Context, event nri.ContainerEvent, id string, c containerDescriber, done func(),
+) {
 	release, active := s.Plugins.Hold()
 	defer release()
 	defer done()
