@@ -35,14 +35,7 @@ func OpenDir(root *os.File, path string) (*Dir, error) {
 	return &Dir{fd, clean}, nil
 }
 
-// MkdirAll opens the directory at path inside root. It follows symlinks inside root. It creates
-// missing directories with mode perm, including the target of a dangling symlink. The result's Path
-// is free of symlinks.
-func MkdirAll(root *os.File, path string, perm uint32) (*Dir, error) {
-	return Maker{Perm: perm}.MkdirAll(root, path)
-}
-
-// Maker has options for MkdirAll.
+// Maker has options for MkdirAll and ResolveDir.
 type Maker struct {
 	// Perm is the mode of new directories.
 	Perm uint32
@@ -58,7 +51,9 @@ type Maker struct {
 	Step func(cost int) error
 }
 
-// MkdirAll is the function MkdirAll with the Maker's options.
+// MkdirAll opens the directory at path inside root. It follows symlinks inside root. It creates
+// missing directories, including the target of a dangling symlink. The result's Path is free of
+// symlinks.
 func (m Maker) MkdirAll(root *os.File, path string) (*Dir, error) {
 	w := walk{Maker: m, root: root, rest: split(path)}
 	dir, err := w.run()
@@ -70,11 +65,6 @@ func (m Maker) MkdirAll(root *os.File, path string) (*Dir, error) {
 
 // ResolveDir opens the directory at path inside root. It follows symlinks inside root. The result's
 // Path is free of symlinks.
-func ResolveDir(root *os.File, path string) (*Dir, error) {
-	return Maker{}.ResolveDir(root, path)
-}
-
-// ResolveDir is the function ResolveDir with the Maker's options.
 func (m Maker) ResolveDir(root *os.File, path string) (*Dir, error) {
 	w := walk{Maker: m, root: root, rest: split(path), existing: true}
 	dir, err := w.run()

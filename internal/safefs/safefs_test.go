@@ -204,7 +204,7 @@ func TestResolveDir(t *testing.T) {
 		{"a/c", "", fs.ErrNotExist},
 	}
 	for _, c := range cases {
-		d, err := ResolveDir(root, c.path)
+		d, err := Maker{}.ResolveDir(root, c.path)
 		if !errors.Is(err, c.err) {
 			t.Errorf("%q: %v, want %v", c.path, err, c.err)
 		}
@@ -434,7 +434,7 @@ func FuzzMkdirAll(f *testing.F) {
 		if os.Symlink(link, dir+"/l") != nil {
 			t.Skip("the kernel takes no such symlink")
 		}
-		d, err := MkdirAll(root, path, 0o755)
+		d, err := Maker{Perm: 0o755}.MkdirAll(root, path)
 		entries, _ := os.ReadDir(outside)
 		if len(entries) != 2 {
 			t.Fatalf("outside: %v", entries)
