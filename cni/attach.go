@@ -46,7 +46,7 @@ func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, err
 	err := n.operate(ctx, att, pod, "ADD", func(ctx context.Context, list *libcni.NetworkConfigList,
 		rt *libcni.RuntimeConf) error {
 		n.warnUnusedPorts(list, pod)
-		r, err := n.lib.AddNetworkList(ctx, list, rt)
+		r, err := n.dirs.Load().lib.AddNetworkList(ctx, list, rt)
 		if err != nil {
 			return err
 		}
@@ -69,7 +69,7 @@ func (n *Network) Del(ctx context.Context, att Attachment, pod Pod) error {
 		return nil
 	}
 	pod.NetNS = netns.Existing(pod.NetNS) // plugins clean up outside of the namespace if CNI_NETNS is "" (specification, DEL)
-	return n.operate(ctx, att, pod, "DEL", n.lib.DelNetworkList)
+	return n.operate(ctx, att, pod, "DEL", n.dirs.Load().lib.DelNetworkList)
 }
 
 // Check asks the plugins whether the pod is still connected as Add left it. It returns nil if the
@@ -80,7 +80,7 @@ func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
 	}
 	return n.operate(ctx, att, pod, "CHECK", func(ctx context.Context, list *libcni.NetworkConfigList,
 		rt *libcni.RuntimeConf) error {
-		err := n.lib.CheckNetworkList(ctx, list, rt)
+		err := n.dirs.Load().lib.CheckNetworkList(ctx, list, rt)
 		if errors.Is(err, libcni.ErrorCheckNotSupp) {
 			return errdefs.New(codes.Unimplemented, "%w", err)
 		}

@@ -65,7 +65,7 @@ func load(dir string) (*network, []Skipped, error) {
 // configured returns the network that new pods join, with the invalid files before it.
 func (n *Network) configured() (*network, []Skipped, error) {
 	if n.cfg.List == nil {
-		return load(n.cfg.ConfDir)
+		return load(n.dirs.Load().conf)
 	}
 	list, err := parseConf(n.cfg.List, true)
 	if err == nil {

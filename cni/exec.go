@@ -243,7 +243,7 @@ func codeOf(e *types.Error) codes.Code {
 func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, plugin *libcni.PluginConfig,
 	verb string, extra map[string]any) error {
 	defer n.cfg.Waits.Begin("CNI "+verb, "network "+list.Name)()
-	path, err := n.plugins.FindInPath(plugin.Network.Type, n.cfg.BinDirs)
+	path, err := n.plugins.FindInPath(plugin.Network.Type, n.dirs.Load().bin)
 	if err != nil {
 		return err
 	}
@@ -253,7 +253,7 @@ func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, p
 	if err != nil {
 		return errdefs.FailedPrecondition("CNI plugin %s: configuration for %s: %w", plugin.Network.Type, verb, err)
 	}
-	args := &invoke.Args{Command: verb, Path: strings.Join(n.cfg.BinDirs, string(filepath.ListSeparator))}
+	args := &invoke.Args{Command: verb, Path: strings.Join(n.dirs.Load().bin, string(filepath.ListSeparator))}
 	return invoke.ExecPluginWithoutResult(ctx, path, conf.Bytes, args, n.plugins)
 }
 

@@ -41,7 +41,7 @@ func (n *Network) GC(ctx context.Context, valid []Pod) error {
 // collect implements GC while the caller holds the gate. ctx limits the start of plugins, not their
 // run.
 func (n *Network) collect(ctx context.Context, valid []Pod) error {
-	cached, err := n.lib.GetCachedAttachments("")
+	cached, err := n.dirs.Load().lib.GetCachedAttachments("")
 	if err != nil {
 		return errdefs.Internal("CNI GC: read cached attachments: %w", err)
 	}
@@ -100,7 +100,7 @@ func (n *Network) delStale(ctx context.Context, a *libcni.NetworkAttachment, lis
 	n.log.Info("CNI GC deletes a stale attachment", "pod", a.ContainerID, "network", a.Network)
 	ctx, cancel := n.pluginContext(ctx)
 	defer cancel()
-	err := n.lib.DelNetworkList(ctx, list, &libcni.RuntimeConf{
+	err := n.dirs.Load().lib.DelNetworkList(ctx, list, &libcni.RuntimeConf{
 		ContainerID:    a.ContainerID,
 		NetNS:          netns.Existing(a.NetNS),
 		IfName:         a.IfName,

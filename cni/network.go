@@ -34,7 +34,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/containernetworking/cni/libcni"
 	"golang.org/x/sync/semaphore"
 
 	"berth/internal/errdefs"
@@ -86,10 +85,11 @@ type Network struct {
 	cfg     Config
 	log     *slog.Logger
 	plugins *runner
-	lib     *libcni.CNIConfig
+	dirs    atomic.Pointer[directories]
 
 	view    atomic.Pointer[view]        // written by New, then only by the owner goroutine
 	refresh chan struct{}               // wakes the owner; capacity 1
+	moved   chan struct{}               // makes the owner watch new directories; capacity 1
 	ranges  atomic.Pointer[[][]IPRange] // of new pods; nil: not set
 
 	// gate blocks ADD and DEL while GC runs (specification, section 3, lifecycle and ordering). An
@@ -119,10 +119,11 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 		cfg:     cfg,
 		log:     log,
 		plugins: plugins,
-		lib:     libcni.NewCNIConfigWithCacheDir(cfg.BinDirs, cfg.CacheDir, plugins),
 		refresh: make(chan struct{}, 1),
+		moved:   make(chan struct{}, 1),
 		gate:    semaphore.NewWeighted(wholeGate),
 	}
+	n.setDirectories(cfg.ConfDir, cfg.BinDirs)
 	n.left, n.leave = context.WithCancel(context.Background())
 	ctx, stop := context.WithCancel(context.Background())
 	n.stop = stop
@@ -250,7 +251,7 @@ type Skipped struct {
 // Info returns the published view of the network.
 func (n *Network) Info() Info {
 	v := n.view.Load()
-	info := Info{ConfDir: n.cfg.ConfDir, BinDirs: n.cfg.BinDirs, Skipped: v.skipped, At: v.at}
+	info := Info{ConfDir: n.dirs.Load().conf, BinDirs: n.dirs.Load().bin, Skipped: v.skipped, At: v.at}
 	if err := v.ready(); err != nil {
 		info.Error = err.Error()
 	}

@@ -80,18 +80,24 @@ type status struct {
 
 func newOwner(ctx context.Context, n *Network) *owner {
 	o := &owner{n: n, ctx: ctx, statuses: make(chan status), searches: make(chan search)}
+	o.openWatch()
+	return o
+}
+
+// openWatch watches the directory of configurations. It logs a failure.
+func (o *owner) openWatch() {
+	n := o.n
 	if n.cfg.List != nil {
-		return o // a fixed list needs no watch
+		return // a fixed list needs no watch
 	}
-	w, err := newWatcher(n.cfg.ConfDir)
+	w, err := newWatcher(n.dirs.Load().conf)
 	if err != nil {
 		n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the "+
 			"status; raise fs.inotify.max_user_instances",
-			"dir", n.cfg.ConfDir, "error", err)
-		return o
+			"dir", n.dirs.Load().conf, "error", err)
+		return
 	}
 	o.watch, o.events, o.errs = w, w.fs.Events, w.fs.Errors
-	return o
 }
 
 func (o *owner) run() {
@@ -106,7 +112,7 @@ func (o *owner) run() {
 			}
 		case err := <-o.errs:
 			// An overflow of the queue lost events: reload everything.
-			o.n.log.Warn("watch CNI configuration", "dir", o.n.cfg.ConfDir, "error", err)
+			o.n.log.Warn("watch CNI configuration", "dir", o.n.dirs.Load().conf, "error", err)
 			o.changed()
 		case <-o.settle:
 			o.settle = nil
@@ -114,6 +120,10 @@ func (o *owner) run() {
 		case <-o.n.refresh:
 			o.reload()
 			o.probe()
+		case <-o.n.moved:
+			o.closeWatch()
+			o.openWatch()
+			o.reload()
 		case s := <-o.statuses:
 			o.endStatus(s)
 		case s := <-o.searches:
@@ -126,11 +136,17 @@ func (o *owner) close() {
 	if o.endProbe != nil {
 		o.endProbe()
 	}
-	if o.watch != nil {
-		if err := o.watch.fs.Close(); err != nil {
-			o.n.log.Warn("close CNI configuration watch", "error", err)
-		}
+	o.closeWatch()
+}
+
+func (o *owner) closeWatch() {
+	if o.watch == nil {
+		return
 	}
+	if err := o.watch.fs.Close(); err != nil {
+		o.n.log.Warn("close CNI configuration watch", "error", err)
+	}
+	o.watch, o.events, o.errs = nil, nil, nil
 }
 
 // changed schedules a reload after the burst of changes.
@@ -178,7 +194,7 @@ func (o *owner) syncWatch() {
 	if err.Error() != o.watchErr {
 		o.watchErr = err.Error()
 		o.n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the "+
-			"status", "dir", o.n.cfg.ConfDir, "error", err)
+			"status", "dir", o.n.dirs.Load().conf, "error", err)
 	}
 }
 
@@ -186,7 +202,7 @@ func (o *owner) syncWatch() {
 // because every ADD would fail.
 func (n *Network) findPlugins(list *libcni.NetworkConfigList) error {
 	for _, p := range list.Plugins {
-		if _, err := n.plugins.FindInPath(p.Network.Type, n.cfg.BinDirs); err != nil {
+		if _, err := n.plugins.FindInPath(p.Network.Type, n.dirs.Load().bin); err != nil {
 			return errdefs.FailedPrecondition("CNI network %q: %w", list.Name, err)
 		}
 	}

@@ -132,7 +132,8 @@ func TestWatchPluginFiles(t *testing.T) {
 func TestStatusReloadsWithoutInotify(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
-	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testutil.Logger(t), plugins: &runner{runs: newRuns("", testutil.Logger(t)), log: testutil.Logger(t)}, refresh: make(chan struct{}, 1)}
+	n := &Network{log: testutil.Logger(t), plugins: &runner{runs: newRuns("", testutil.Logger(t)), log: testutil.Logger(t)}, refresh: make(chan struct{}, 1)}
+	n.setDirectories(b.conf, []string{b.bin})
 	ctx, cancel := context.WithCancel(context.Background())
 	n.stop = cancel
 	o := &owner{n: n, ctx: ctx, statuses: make(chan status)}
@@ -155,4 +156,31 @@ func TestMissingPlugin(t *testing.T) {
 	b.plugin("a", okResult)
 	n.askRefresh()
 	testutil.Eventually(t, "ready", func() bool { return n.Status(context.Background()) == nil })
+}
+
+// Prepare moves a network to other directories of configurations and plugins.
+func TestPrepareMovesDirectories(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("10.conflist", conflist("1.0.0", "first", "a"))
+	n := b.start()
+	b.network("first")
+	if _, err := n.Prepare("relative", []string{b.bin}); errdefs.Code(err) != codes.InvalidArgument {
+		t.Errorf("a relative directory: %v", err)
+	}
+	if _, err := n.Prepare(b.conf, nil); errdefs.Code(err) != codes.InvalidArgument {
+		t.Errorf("no plugin directory: %v", err)
+	}
+	other := filepath.Join(t.TempDir(), "net.d")
+	apply, err := n.Prepare(other, []string{b.bin})
+	testutil.Must(t, err)
+	apply()
+	b.network("")
+	testutil.Must(t, os.Mkdir(other, 0o755))
+	testutil.Must(t, os.WriteFile(other+"/10.conflist", []byte(conflist("1.0.0", "second", "a")), 0o644))
+	b.network("second")
+	apply, err = n.Prepare(other, []string{t.TempDir()})
+	testutil.Must(t, err)
+	apply()
+	testutil.Eventually(t, "the plugin is missing", func() bool { return n.Status(context.Background()) != nil })
 }

@@ -29,8 +29,8 @@ import (
 
 // Config configures a Store.
 type Config struct {
-	Root                 string             // directory of the store, on the filesystem of the containers' writable layers
-	RegistryDirs         []string           // containerd's certs.d trees; the first with a directory for a host counts
+	Root string // directory of the store, on the filesystem of the containers' writable layers
+	Settings
 	Unpack               layer.Unpacker     // unpacks blobs into files
 	Limits               unpack.Limits      // of one layer; a zero field means unpack.DefaultLimits
 	Reserve              layer.Reserve      // disk space that layers leave free; zero: none
@@ -39,13 +39,11 @@ type Config struct {
 	MergeMemory          int64              // bytes for merging EROFS layers, of all images together; 0: erofs.MaxMemory
 	WorkMemory           int64              // bytes that all unpack processes together may keep of their layers (unpack.Limits.Memory and Window); 0: Limits alone count
 	Driver               string             // form of new layers: a rootfs.Kind, or "auto" for EROFS where the kernel mounts it; empty: directory
-	Pinned               []string           // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int                // concurrent layer downloads of one pull; 0: DefaultParallelDownloads
 	MaxUnpacking         int                // concurrent unpack processes of all pulls; 0: DefaultUnpacking
 	MaxRangeRequests     int                // concurrent range requests for parts of large layers, see registry.Config.Spare; 0: none
 	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
 	Platform             ocispec.Platform   // zero: this machine's
-	DockerConfig         string             // docker's config.json with credentials; empty: none
 	Waits                *task.Waits        // records waits for verbose Status; nil: no recording
 }
 
@@ -63,7 +61,7 @@ type Store struct {
 	client   *registry.Client
 	layers   *stores
 	records  *checkpoint.Dir
-	pinned   map[string]bool
+	pinned   map[string]bool // names that kubelet must not collect; guarded by writing
 
 	index    atomic.Pointer[index]
 	sequence uint64          // of the last record written; guarded by writing
@@ -125,7 +123,7 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 	s := &Store{
 		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
 		client: registry.NewClient(registry.Config{
-			Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout,
+			Sources: cfg.Registries, StallTimeout: cfg.StallTimeout,
 			Spare: newUnpackSlots(cfg.MaxRangeRequests).tryAcquire,
 		}),
 		writing:  make(chan struct{}, 1),

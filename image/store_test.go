@@ -256,7 +256,7 @@ func TestGet(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "docker.io/hosts.toml"), fmt.Appendf(nil, "server = %q", reg.URL), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s := openStore(t, Config{RegistryDirs: []string{dir}, Pinned: []string{"app:v1"}})
+	s := openStore(t, Config{Settings: Settings{registry.Sources{Dirs: []string{dir}}, []string{"app:v1"}}})
 	img := pull(t, s, "app:v1")
 	hex := strings.TrimPrefix(img.ID, "sha256:")
 	for _, ref := range []string{
@@ -1340,7 +1340,7 @@ func TestCorruptMirror(t *testing.T) {
 				_, _ = w.Write(bad)
 				return true
 			}
-			s := openStore(t, Config{RegistryDirs: []string{mirrored(t, server, mirror)}})
+			s := openStore(t, Config{Settings: Settings{Registries: registry.Sources{Dirs: []string{mirrored(t, server, mirror)}}}})
 			pull(t, s, "example.com/app:v1")
 			if mirror.Count(path) != 1 || server.Count(path) != 1 {
 				t.Errorf("mirror was asked %d times, server %d times", mirror.Count(path), server.Count(path))
@@ -1366,7 +1366,7 @@ func TestCorruptBlobIsReadToItsEnd(t *testing.T) {
 		return true
 	}
 	s := openStore(t, Config{
-		RegistryDirs: []string{mirrored(t, server, mirror)},
+		Settings: Settings{Registries: registry.Sources{Dirs: []string{mirrored(t, server, mirror)}}},
 		Unpack: func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 			defer blob.(unpack.Stopper).Stop()
 			return unpack.Layer(ctx, tree, blob, job)
@@ -1402,7 +1402,7 @@ func TestRejectedLayerDelaysNoOthers(t *testing.T) {
 		_, _ = w.Write(bad.Blob[half:])
 		return true
 	}
-	s := openStore(t, Config{RegistryDirs: []string{mirrored(t, server, mirror)}, MaxUnpacking: 1, StallTimeout: time.Hour})
+	s := openStore(t, Config{Settings: Settings{Registries: registry.Sources{Dirs: []string{mirrored(t, server, mirror)}}}, MaxUnpacking: 1, StallTimeout: time.Hour})
 	refused := pullLater(t.Context(), s, "example.com/app:v1")
 	<-sent
 	ctx, cancel := context.WithTimeout(t.Context(), faultTime/2)
@@ -1420,7 +1420,7 @@ func TestRejectedLayerIsFetchedOnce(t *testing.T) {
 	bad := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1<<20)}
 	server.PutImage("app", "v1", "", bad)
 	mirror.PutImage("app", "v1", "", bad)
-	s := openStore(t, Config{RegistryDirs: []string{mirrored(t, server, mirror)}})
+	s := openStore(t, Config{Settings: Settings{Registries: registry.Sources{Dirs: []string{mirrored(t, server, mirror)}}}})
 	_, err := s.Pull(t.Context(), "example.com/app:v1", nil)
 	wantCode(t, err, codes.InvalidArgument, "invalid tar header")
 	if path := diffID(bad).String(); mirror.Count(path) != 1 || server.Count(path) != 0 {
@@ -1443,7 +1443,7 @@ func mirrored(t *testing.T, server, mirror *registrytest.Server) string {
 }
 
 func TestOpenRefusesBadConfig(t *testing.T) {
-	for _, cfg := range []Config{{Pinned: []string{"a/UPPER"}}, {Driver: "zfs"}} {
+	for _, cfg := range []Config{{Settings: Settings{Pinned: []string{"a/UPPER"}}}, {Driver: "zfs"}} {
 		cfg.Root = t.TempDir()
 		_, err := Open(t.Context(), cfg, slog.New(slog.DiscardHandler))
 		wantCode(t, err, codes.InvalidArgument)
@@ -1527,5 +1527,27 @@ func TestDigestedReference(t *testing.T) {
 	r := record{Digests: []string{first, moved}}.with(ref, digest.Digest(digestOf(1)))
 	if !slices.Equal(r.Digests, []string{moved, first}) {
 		t.Errorf("after another pull of the first digest: %q", r.Digests)
+	}
+}
+
+// Prepare changes the registries and the pinned images of an open store. It refuses faulty names.
+func TestPrepareChangesOpenStore(t *testing.T) {
+	reg := registrytest.New(t)
+	reg.PutImage("library/app", "v1", "", plain(t, "f", "1"))
+	s := openStore(t, Config{})
+	if _, err := s.Prepare(Settings{Pinned: []string{"a/UPPER"}}); err == nil {
+		t.Error("a faulty name is accepted")
+	}
+	apply, err := s.Prepare(Settings{registry.Sources{Dirs: []string{mirrored(t, reg, reg)}}, []string{"example.com/library/app:v1"}})
+	testutil.Must(t, err)
+	apply()
+	if img := pull(t, s, "example.com/library/app:v1"); !img.Pinned {
+		t.Error("the image is not pinned")
+	}
+	apply, err = s.Prepare(Settings{})
+	testutil.Must(t, err)
+	apply()
+	if img, err := s.Get("example.com/library/app:v1"); err != nil || img.Pinned {
+		t.Errorf("after the second change: %+v, %v", img, err)
 	}
 }

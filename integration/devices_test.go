@@ -87,7 +87,7 @@ func TestDevicesPrivileged(t *testing.T) {
 	harness.Equal(t, "node in another", pod.Sh(t, look), "none\n")
 }
 
-// With device_ownership_from_security_context a user other than root can use a device.
+// With devices.ownership_from_security_context a user other than root can use a device.
 func TestDeviceOwnership(t *testing.T) {
 	dir := hostDevices(t)
 	who := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -95,7 +95,7 @@ func TestDeviceOwnership(t *testing.T) {
 	})
 	for setting, want := range map[string]string{"true": "1001:2001\nwritten\n", "false": "0:0\nrefused\n"} {
 		t.Run(setting, func(t *testing.T) {
-			d := harness.StartDaemon(t, harness.WithConfig("device_ownership_from_security_context = "+setting))
+			d := harness.StartDaemon(t, harness.WithConfig("devices.ownership_from_security_context = "+setting))
 			harness.Equal(t, "owner and use", d.RunPod(t, harness.HostNetwork).Sh(t, "stat -c %u:%g /dev/x; (echo x >/dev/x) 2>/dev/null && echo written || echo refused",
 				who, device(&runtimeapi.Device{HostPath: dir + "/null", ContainerPath: "/dev/x", Permissions: "rw"})), want)
 		})
@@ -106,7 +106,7 @@ func TestDeviceOwnership(t *testing.T) {
 func cdiDir(t *testing.T) (dir string, option harness.DaemonOption) {
 	t.Helper()
 	dir = t.TempDir()
-	return dir, harness.WithConfig(fmt.Sprintf("cdi_spec_dirs = [%q, %q]", dir, dir+"/missing"))
+	return dir, harness.WithConfig(fmt.Sprintf("devices.cdi_spec_dirs = [%q, %q]", dir, dir+"/missing"))
 }
 
 // writeCDI writes a spec of vendor.example/dev.

@@ -117,7 +117,7 @@ func TestEventLogOfHostileNames(t *testing.T) {
 	}
 	d.QuietLog(t)
 
-	inJSON := harness.StartDaemon(t, harness.WithConfig(`log_format = "json"`))
+	inJSON := harness.StartDaemon(t, harness.WithConfig(`log.format = "json"`))
 	pod = inJSON.RunPod(t, harness.PodNamed(hostile), harness.HostNetwork)
 	pod.Remove(t)
 	found := 0

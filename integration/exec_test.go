@@ -205,7 +205,7 @@ func TestAmbientCapabilities(t *testing.T) {
 // Clients cannot run more commands at a time than the configuration allows. When commands end, new
 // ones can run.
 func TestTooManyExecs(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig("max_execs = 3", "max_container_execs = 2"))
+	d := harness.StartDaemon(t, harness.WithConfig("exec.max = 3", "exec.max_per_container = 2"))
 	pod := d.RunPod(t, harness.HostNetwork)
 	first, second := pod.Run(t), pod.Run(t)
 	var running sync.WaitGroup

@@ -109,7 +109,7 @@ func TestRetryAfterClientsDeadline(t *testing.T) {
 // While an NRI plugin is slow, kubelet's deadline passes several times. Each retry waits for the
 // creation that already runs.
 func TestCreateContainerRetriesShareOneCreation(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri.request_timeout = "1m"`))
 	plugin, asked, end := slowPlugin(t, d)
 	pod := d.RunPod(t, harness.HostNetwork)
 	d.EnsureImage(t, harness.BaseImage)
@@ -140,7 +140,7 @@ func TestCreateContainerRetriesShareOneCreation(t *testing.T) {
 // kubelet's retries always differ, because each has a new path of the termination log. The retry
 // gets a container with its own content, which replaces the unreported one.
 func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri.request_timeout = "1m"`))
 	_, asked, end := slowPlugin(t, d)
 	pod := d.RunPod(t, harness.HostNetwork)
 	d.EnsureImage(t, harness.BaseImage)
@@ -177,7 +177,7 @@ func TestRunPodSandboxRetriesShareSlowPull(t *testing.T) {
 		}
 		return false
 	})
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", name)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("image.pause = %q", name)))
 	config := d.PodConfig(t, harness.HostNetwork)
 	cancelWhile(t, d, asked, func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err })
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)

@@ -248,7 +248,7 @@ func TestImageFsInfo(t *testing.T) {
 }
 
 func TestPinnedImages(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pinned_images = [%q]", harness.BaseImage)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("image.pinned = [%q]", harness.BaseImage)))
 	d.Pull(t, harness.BaseImage)
 	if !d.ImageStatus(t, harness.BaseImage).Pinned {
 		t.Error("the image is not reported as pinned")
@@ -442,7 +442,7 @@ func TestLayerDrivers(t *testing.T) {
 	inside := d.RunPod(t, userNamespace(hostID))
 	harness.Equal(t, "in a user namespace", inside.Sh(t, showLayered+"; stat -c %u:%g /d", inUserNamespace(hostID), harness.Image(name)), want+"0:0\n")
 
-	d.SetConfig(t, `layer_driver = "erofs"`, `layer_driver = "directory"`)
+	d.SetConfig(t, `image.layer_driver = "erofs"`, `image.layer_driver = "directory"`)
 	d.Restart(t)
 	harness.Equal(t, "driver", harness.Get(d.Cri.Status(t.Context(), true))(t).Info["layerDriver"], `"directory"`)
 	harness.Equal(t, "the container from before the restart", running.Exec(t, "cat", "/e/kept"), "kept drivers\nmore")
@@ -452,7 +452,7 @@ func TestLayerDrivers(t *testing.T) {
 	d.Pull(t, other)
 	harness.Equal(t, "a directory", pod.Sh(t, showLayered, harness.Image(other)), strings.ReplaceAll(want, "drivers", "other"))
 
-	d.SetConfig(t, `layer_driver = "directory"`, `layer_driver = "auto"`)
+	d.SetConfig(t, `image.layer_driver = "directory"`, `image.layer_driver = "auto"`)
 	d.Restart(t)
 	harness.Equal(t, "a directory under auto", pod.Sh(t, showLayered, harness.Image(other)), strings.ReplaceAll(want, "drivers", "other"))
 

@@ -114,7 +114,7 @@ func TestRotationAtFullSpeed(t *testing.T) {
 
 func TestMaxLogLine(t *testing.T) {
 	const limit = 300
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("max_log_line = %d", limit)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("container.max_log_line = %d", limit)))
 	long := strings.Repeat("0123456789", 100)
 	c, _ := d.RunPod(t, harness.HostNetwork).RunToEnd(t, harness.Script("echo "+long+"; echo short"))
 	lines := c.Log(t)

@@ -170,7 +170,7 @@ func TestNetNSOnPrivateMount(t *testing.T) {
 	host := machine.HostDir(t, "private")
 	private := filepath.Join(host, "private")
 	machine.MountTmpfs(t, private, syscall.MS_PRIVATE)
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("netns_dir = %q", private)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("network.netns_dir = %q", private)))
 	harness.Equal(t, "a container of a pod runs", d.RunPod(t).Sh(t, "ls /sys/class/net"), "eth0\nlo\n")
 }
 

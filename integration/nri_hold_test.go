@@ -57,7 +57,7 @@ func TestNRIHungVolume(t *testing.T) {
 
 // A container exits while the daemon starts a plugin. The plugin gets the event.
 func TestNRIExitWhileDaemonStarts(t *testing.T) {
-	d := harness.StartDaemon(t, installPlugin("10-installed", "Synchronize"), resume, harness.WithConfig(`nri_request_timeout = "20s"`))
+	d := harness.StartDaemon(t, installPlugin("10-installed", "Synchronize"), resume, harness.WithConfig(`nri.request_timeout = "20s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	pid := c.Pid(t)
 	d.Stop(t)
@@ -125,7 +125,7 @@ func blocking(event string) (p *nriPlugin, asked, answer chan struct{}) {
 // meanwhile, and a second plugin registers. There is no deadlock, and the creation fails with the
 // update.
 func TestNRICreateBesideExitAndRegistration(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "20s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri.request_timeout = "20s"`))
 	p, asked, answer := blocking("CreateContainer")
 	pod := d.RunPod(t, harness.HostNetwork)
 	other := pod.Run(t)
@@ -156,7 +156,7 @@ func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 // A pod stops in time although plugins are slow to handle the exit events of its containers. They
 // get these events before the pod's event.
 func TestNRISlowPluginWhilePodStops(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "60s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri.request_timeout = "60s"`))
 	p, asked, answer := blocking("StopContainer")
 	connectPlugin(t, d, "10", "slow", p)
 	pod := d.RunPod(t)
@@ -179,7 +179,7 @@ func TestNRISlowPluginWhilePodStops(t *testing.T) {
 
 // A daemon that gets SIGTERM while it waits for a starting plugin exits.
 func TestNRITermWhilePluginHangs(t *testing.T) {
-	d := harness.NewDaemon(t, installPlugin("10-installed", "Synchronize"), harness.WithConfig(`nri_request_timeout = "5m"`))
+	d := harness.NewDaemon(t, installPlugin("10-installed", "Synchronize"), harness.WithConfig(`nri.request_timeout = "5m"`))
 	t.Cleanup(func() { d.ForgetMounts(t) })
 	cmd := d.ServeCommand()
 	harness.Must(t, cmd.Start())

@@ -253,7 +253,7 @@ func TestNRISynchronisation(t *testing.T) {
 // succeeds, and berth still calls the other plugins.
 func TestNRIHangingPlugin(t *testing.T) {
 	testutil.Long(t)
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`)) // for the other plugin, on a loaded machine
+	d := harness.StartDaemon(t, harness.WithConfig(`nri.request_timeout = "10s"`)) // for the other plugin, on a loaded machine
 	for _, event := range []string{"RunPodSandbox", "CreateContainer", "StartContainer", "UpdateContainer", "StopContainer", "RemoveContainer", "StopPodSandbox", "RemovePodSandbox"} {
 		t.Run(event, func(t *testing.T) {
 			end := make(chan struct{})
@@ -281,7 +281,7 @@ func TestNRIHangingPlugin(t *testing.T) {
 // A plugin that does not answer when it registers is not registered.
 func TestNRIHangingRegistration(t *testing.T) {
 	testutil.Long(t)
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri.request_timeout = "10s"`))
 	asked, end := make(chan struct{}), make(chan struct{})
 	p := &nriPlugin{closed: make(chan struct{}), before: func(string) error { close(asked); <-end; return nil }}
 	p.stub = harness.Get(stub.New(p, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx("10"), stub.WithPluginName("mute"),
@@ -300,7 +300,7 @@ func TestNRIHangingRegistration(t *testing.T) {
 
 // A plugin that is killed during a call is dropped.
 func TestNRIKilledPlugin(t *testing.T) {
-	d := harness.StartDaemon(t, installPlugin("10-installed", "CreateContainer"), harness.WithConfig(`nri_request_timeout = "20s"`))
+	d := harness.StartDaemon(t, installPlugin("10-installed", "CreateContainer"), harness.WithConfig(`nri.request_timeout = "20s"`))
 	pod := d.RunPod(t, harness.HostNetwork)
 	killed := make(chan error, 1)
 	go func() {
@@ -395,9 +395,9 @@ func TestNRIUpdates(t *testing.T) {
 	memoryOf(b, 88<<20)
 }
 
-// The operator can forbid adjustments (nri_reject) and require plugins (nri_required_plugins).
+// The operator can forbid adjustments (nri.reject) and require plugins (nri.required_plugins).
 func TestNRIValidation(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_reject = ["hooks"]`, `nri_required_plugins = ["needed"]`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri.reject = ["hooks"]`, `nri.required_plugins = ["needed"]`))
 	pod := d.RunPod(t, harness.HostNetwork)
 	_, err := pod.TryCreate(t)
 	harness.WantCode(t, err, codes.Aborted, "needed")
@@ -411,9 +411,9 @@ func TestNRIValidation(t *testing.T) {
 	harness.WantCode(t, err, codes.Aborted, "hook")
 }
 
-// Without NRI, and without nri_socket, no plugin can connect.
+// Without NRI, and without nri.socket, no plugin can connect.
 func TestNRIDisabled(t *testing.T) {
-	for _, line := range []string{"nri = false", `nri_socket = ""`} {
+	for _, line := range []string{"nri.enabled = false", `nri.socket = ""`} {
 		t.Run(line, func(t *testing.T) {
 			key, _, _ := strings.Cut(line, " ")
 			d := harness.StartDaemon(t, func(_ *testing.T, d *harness.Daemon) {
@@ -627,7 +627,7 @@ func TestNRIRefusesToStart(t *testing.T) {
 // Installed plugins that do not start or register are skipped.
 func TestNRIBrokenPlugins(t *testing.T) {
 	testutil.Long(t)
-	d := harness.StartDaemon(t, installPlugin("20-good", ""), harness.WithConfig(`nri_registration_timeout = "15s"`), func(t *testing.T, d *harness.Daemon) {
+	d := harness.StartDaemon(t, installPlugin("20-good", ""), harness.WithConfig(`nri.registration_timeout = "15s"`), func(t *testing.T, d *harness.Daemon) {
 		for name, script := range map[string]string{"05-ends": "#!/bin/sh\nexit 1\n", "06-silent": "#!/bin/sh\nexec sleep 1000\n", "07-nothing": "no program\n"} {
 			harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", name), []byte(script), 0o755))
 		}

@@ -114,7 +114,7 @@ func TestPullDockerConfig(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "config.json")
 	auths := fmt.Sprintf(`{"auths": {%q: {"auth": %q}}}`, r.Host, base64.StdEncoding.EncodeToString([]byte("user:secret")))
 	harness.Must(t, os.WriteFile(file, []byte(auths), 0o600))
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("docker_config = %q", file)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("registry.docker_config = %q", file)))
 	harness.Equal(t, "image_ref", d.Pull(t, name), id)
 }
 
@@ -349,7 +349,7 @@ func blobOf(t *testing.T, l v1.Layer) []byte {
 	return b.Bytes()
 }
 
-// A transfer without data ends after stall_timeout, and the error names the transfer.
+// A transfer without data ends after pull.stall_timeout, and the error names the transfer.
 func TestPullStalled(t *testing.T) {
 	r := harness.NewRegistry(t)
 	img, layer := noisyImage(t, "stalled", 1<<20)
@@ -370,7 +370,7 @@ func TestPullStalled(t *testing.T) {
 		}
 		panic(http.ErrAbortHandler)
 	})
-	d := harness.StartDaemon(t, harness.WithConfig(`stall_timeout = "5s"`)) // other layers arrive faster, also on a slow machine
+	d := harness.StartDaemon(t, harness.WithConfig(`pull.stall_timeout = "5s"`)) // other layers arrive faster, also on a slow machine
 	_, err := d.TryPull(t, name, nil)
 	wantUnavailable(t, err, digest)
 	harness.NoTraceOf(t, d, name)

@@ -379,7 +379,7 @@ func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 	}
 }
 
-// A container cannot write more than writable_layer_limit into its filesystem. Other containers can
+// A container cannot write more than disk.writable_layer_limit into its filesystem. Other containers can
 // still write up to the limit.
 func TestWritableLayerLimit(t *testing.T) {
 	for name, mkfs := range map[string][]string{
@@ -387,7 +387,7 @@ func TestWritableLayerLimit(t *testing.T) {
 		"xfs":  {"mkfs.xfs", "-q"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := harness.StartDaemon(t, onQuotas(t, mkfs...), harness.WithConfig("writable_layer_limit = 8388608\nstats_period = \"100ms\""))
+			d := harness.StartDaemon(t, onQuotas(t, mkfs...), harness.WithConfig("disk.writable_layer_limit = 8388608\ncontainer.stats_period = \"100ms\""))
 			pod := d.RunPod(t, harness.HostNetwork)
 			a, b := pod.Run(t), pod.Run(t)
 			for _, c := range []*harness.Container{a, b} {
@@ -444,7 +444,7 @@ func projectsOf(t *testing.T, root string) map[uint32]bool {
 
 // If a configured limit cannot be enforced, the daemon does not start.
 func TestWritableLayerLimitWithoutQuotas(t *testing.T) {
-	d := harness.NewDaemon(t, harness.WithConfig("writable_layer_limit = 8388608")) // root is on a tmpfs
+	d := harness.NewDaemon(t, harness.WithConfig("disk.writable_layer_limit = 8388608")) // root is on a tmpfs
 	out, err := d.ServeCommand().CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "writable_layer_limit cannot be enforced") {
 		t.Errorf("%v, output:\n%s", err, out)

@@ -185,12 +185,12 @@ func TestSocketActivation(t *testing.T) {
 
 func TestConfigFile(t *testing.T) {
 	d := harness.NewDaemon(t)
-	harness.Must(t, os.WriteFile(d.ConfigFile(), []byte("log_level = \"info\"\nmax_log_lines = 3\n"), 0o600))
+	harness.Must(t, os.WriteFile(d.ConfigFile(), []byte("log.level = \"info\"\nmax_log_lines = 3\n"), 0o600))
 	out, err := d.ServeCommand().CombinedOutput()
 	if err == nil {
 		t.Fatal("an unknown key is accepted")
 	}
-	for _, want := range []string{"max_log_lines", "line 2", "max_log_line\""} {
+	for _, want := range []string{"max_log_lines", "line 2", "container.max_log_line\""} {
 		if !strings.Contains(string(out), want) {
 			t.Errorf("the message lacks %q:\n%s", want, out)
 		}
@@ -198,7 +198,7 @@ func TestConfigFile(t *testing.T) {
 	// `config default` prints a valid configuration with a comment for every option.
 	out, err = d.Command("config", "default").Output()
 	harness.Must(t, err)
-	for _, option := range []string{"listen", "root", "state", "cgroup_driver", "cni_conf_dir", "cni_bin_dirs", "registry_dirs", "pause_image"} {
+	for _, option := range []string{"listen", "root", "state", "cgroup_driver", "conf_dir", "bin_dirs", "config_dirs", "pause"} {
 		if !strings.Contains(string(out), "\n"+option+" = ") {
 			t.Errorf("`berth config default` lacks %s", option)
 		}
@@ -209,12 +209,12 @@ func TestConfigFile(t *testing.T) {
 	d.ForgetMounts(t)
 }
 
-// With log_format "json" every line of the log is JSON, with pods and containers as fields.
+// With log.format "json" every line of the log is JSON, with pods and containers as fields.
 func TestJSONLog(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.Stop(t)
 	harness.Must(t, os.Remove(d.LogFile()))
-	harness.Must(t, os.WriteFile(d.ConfigFile(), []byte("log_format = \"json\"\n"), 0o600))
+	harness.Must(t, os.WriteFile(d.ConfigFile(), []byte("log.format = \"json\"\n"), 0o600))
 	d.Start(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)
@@ -260,7 +260,7 @@ func TestSignalsThatDoNotEndTheDaemon(t *testing.T) {
 		signal syscall.Signal
 		said   string // text in the log; empty: none
 	}{
-		{"SIGHUP", syscall.SIGHUP, "SIGHUP does not reload the configuration"},
+		{"SIGHUP", syscall.SIGHUP, "configuration reloaded"},
 		{"SIGUSR1", syscall.SIGUSR1, "goroutine 1 ["},
 		{"SIGUSR2", syscall.SIGUSR2, ""},
 		{"SIGPIPE", syscall.SIGPIPE, ""},

@@ -297,7 +297,7 @@ func TestStopPodSandboxWithFrozenPause(t *testing.T) {
 
 func TestPauseImage(t *testing.T) {
 	img := pauseImage(t)
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", img)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("image.pause = %q", img)))
 	pod := d.RunPod(t)
 	harness.Equal(t, "command of pause", strings.Join(machine.ReadLines(fmt.Sprintf("/proc/%d/cmdline", pod.PausePID(t))), ""), "sleep\x0099999\x00")
 	if status := d.ImageStatus(t, img); status == nil || !status.Pinned {

@@ -325,7 +325,7 @@ func TestStatsFilesAreClosed(t *testing.T) {
 // The daemon counts writable layers in the background. kubelet gets the counts by container and by
 // filesystem.
 func TestStatsWritableLayer(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`container.stats_period = "100ms"`))
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)
 	const size = 3 << 20
@@ -368,7 +368,7 @@ func TestStatsWritableLayer(t *testing.T) {
 // Writes of another container of the pod into a layer count, even while the layer's own container
 // sleeps.
 func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`container.stats_period = "100ms"`))
 	pod := d.RunPod(t, harness.HostNetwork, harness.SharedPID)
 	sleeping, writer := pod.Run(t, harness.ContainerNamed("sleeping"), harness.Command("sleep", "98765")), pod.Run(t, harness.ContainerNamed("writer"))
 	var before *runtimeapi.FilesystemUsage
@@ -410,7 +410,7 @@ func TestStatsSplitFilesystem(t *testing.T) {
 
 // The metrics of a real container match their descriptors and its activity.
 func TestStatsMetrics(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`container.stats_period = "100ms"`))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script("echo x >/written; exec 5</dev/null 6</dev/null; while :; do :; done"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
 		r.CpuQuota, r.MemoryLimitInBytes, r.MemorySwapLimitInBytes = 50000, 64<<20, 64<<20

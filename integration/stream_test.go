@@ -229,9 +229,9 @@ func TestSessionOfEndedContainer(t *testing.T) {
 	}
 }
 
-// A session without traffic for stream_idle_timeout ends, and its command is killed.
+// A session without traffic for stream.idle_timeout ends, and its command is killed.
 func TestIdleSessionIsEnded(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`stream_idle_timeout = "1s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`stream.idle_timeout = "1s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	for _, p := range sessions.Protocols {
 		harness.Eventually(t, "a session ends after its output", func() error { // the start of the command may take the whole second
@@ -392,7 +392,7 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
 }
 
-// Sessions work over TLS. The server requires a client certificate only if stream_client_ca is set.
+// Sessions work over TLS. The server requires a client certificate only if stream.client_ca is set.
 func TestSessionsOverTLS(t *testing.T) {
 	ca := newAuthority(t)
 	server, client := ca.issue(t, "127.0.0.1"), ca.issue(t, "127.0.0.1")
@@ -408,8 +408,8 @@ func TestSessionsOverTLS(t *testing.T) {
 	}
 	caFile := write("ca.pem", "CERTIFICATE", ca.cert.Raw)
 	serving := []string{
-		fmt.Sprintf("stream_tls_cert = %q", write("server.pem", "CERTIFICATE", server.Certificate[0])),
-		fmt.Sprintf("stream_tls_key = %q", key("server.key", server.PrivateKey)),
+		fmt.Sprintf("stream.tls_cert = %q", write("server.pem", "CERTIFICATE", server.Certificate[0])),
+		fmt.Sprintf("stream.tls_key = %q", key("server.key", server.PrivateKey)),
 	}
 	with := &rest.Config{TLSClientConfig: rest.TLSClientConfig{CAFile: caFile,
 		CertFile: write("client.pem", "CERTIFICATE", client.Certificate[0]), KeyFile: key("client.key", client.PrivateKey)}}
@@ -420,7 +420,7 @@ func TestSessionsOverTLS(t *testing.T) {
 		config     []string
 		goes, fail []*rest.Config
 	}{
-		{"with the clients' authority", append(serving, fmt.Sprintf("stream_client_ca = %q", caFile)), []*rest.Config{with}, []*rest.Config{without, stranger}},
+		{"with the clients' authority", append(serving, fmt.Sprintf("stream.client_ca = %q", caFile)), []*rest.Config{with}, []*rest.Config{without, stranger}},
 		{"without", serving, []*rest.Config{without, with}, []*rest.Config{stranger}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

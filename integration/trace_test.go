@@ -207,7 +207,7 @@ func attributesOf(list []*common.KeyValue) map[string]string {
 func tracingTo(handler http.Handler, t *testing.T) harness.DaemonOption {
 	server := httptest.NewServer(handler)
 	t.Cleanup(server.Close)
-	return harness.WithConfig(`tracing_endpoint = "`+strings.TrimPrefix(server.URL, "http://")+`"`, `tracing_protocol = "http/protobuf"`, `tracing_insecure = true`)
+	return harness.WithConfig(`tracing.endpoint = "`+strings.TrimPrefix(server.URL, "http://")+`"`, `tracing.protocol = "http/protobuf"`, `tracing.insecure = true`)
 }
 
 // berth continues kubelet's trace (KEP-2831), down to the launchers' steps. Calls without a trace

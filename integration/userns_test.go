@@ -333,7 +333,7 @@ func TestSysctlsInUserNamespace(t *testing.T) {
 
 // An image that replaces the embedded pause has its own writable layer.
 func TestPauseImageInUserNamespace(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", pauseImage(t))))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("image.pause = %q", pauseImage(t))))
 	pod := d.RunPod(t, userNamespace(12*usernsLength))
 	harness.Equal(t, "uid of pause on the host", strings.Fields(machine.StatusField(t, pod.PausePID(t), "Uid"))[0], strconv.Itoa(12*usernsLength))
 	harness.Equal(t, "output", pod.Sh(t, "echo works"), "works\n")

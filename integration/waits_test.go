@@ -179,7 +179,7 @@ func (w *waitTest) stop(t *testing.T, pids ...int) {
 // shows an operation's wait even after its caller has disconnected.
 func TestWaitsAreShown(t *testing.T) {
 	plugin := faults.NewPlugin(t, "portmap")
-	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `stall_timeout = "10m"`), plugin.Option)
+	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `pull.stall_timeout = "10m"`), plugin.Option)
 	d.Pull(t, harness.BaseImage)
 	host, victim := d.RunPod(t, harness.HostNetwork), d.RunPod(t)
 	stubborn, frozen := host.Run(t, harness.Script("trap '' TERM; while :; do sleep 0.05; done")), host.Run(t)

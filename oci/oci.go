@@ -104,7 +104,7 @@ type ContainerInput struct {
 // SandboxInput is the input of SandboxSpec.
 type SandboxInput struct {
 	Pod           Pod
-	Image         *ocispec.ImageConfig // of pause_image; nil: the embedded pause, at PausePath of its root
+	Image         *ocispec.ImageConfig // of image.pause; nil: the embedded pause, at PausePath of its root
 	User          users.User           // from users.Resolve with users.SandboxRequest
 	Labels        confine.Labels       // from confine.NewLabels
 	Host          Host

@@ -212,7 +212,7 @@ func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 // node to libcontainer only if the host has the same node at the same path. It looks up the others
 // at sources, which are host paths of devices or of directories, and then below /dev. It is the
 // last step, because edits by vendors and plugins add nodes too. A bound device keeps the host's
-// owner and mode. Owners and modes in the spec, from device_ownership_from_security_context or a
+// owner and mode. Owners and modes in the spec, from devices.ownership_from_security_context or a
 // CDI file, have no effect.
 //
 // The error is FailedPrecondition for a device that the host does not have at these paths.

@@ -12,6 +12,13 @@ import (
 // empty name. It returns the results of the last probes and runs no program.
 func (m *Manager) Handlers() []handler.Info { return m.handlers.List() }
 
+// SetHandlers replaces the runtime handlers. Existing pods keep their runtimes. It runs the new
+// programs to learn their features; a program that fails only prevents pods of its handler. Calls
+// must not overlap.
+func (m *Manager) SetHandlers(ctx context.Context, programs map[string]handler.Config, defaultName string) error {
+	return m.handlers.Replace(ctx, programs, defaultName)
+}
+
 // planRuntime returns the runtime of a new pod with the named handler, and nil for libcontainer.
 func (m *Manager) planRuntime(ctx context.Context, spec *state.PodSpec, name string) (*handler.Runtime, error) {
 	h, err := m.handlers.Find(name)

@@ -231,7 +231,7 @@ type harness struct {
 	stop    func() error // stops Serve and returns its result
 }
 
-var testConfig = Config{Version: "1.2.3", Settings: map[string]int{"max_log_line": 42}, Sessions: &fakeSessions{}}
+var testConfig = Config{Version: "1.2.3", Settings: func() any { return map[string]int{"max_log_line": 42} }, Sessions: &fakeSessions{}}
 
 // start serves pods and images on a socket in a temporary directory.
 func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {

@@ -68,7 +68,7 @@ func (s *runtimeService) cgroupDriver() runtimeapi.CgroupDriver {
 // verboseStatus returns details for operators, each value as JSON.
 func (s *runtimeService) verboseStatus() (map[string]string, error) {
 	values := map[string]any{
-		"config":       s.cfg.Settings,
+		"config":       s.cfg.Settings(),
 		"pulls":        s.images.Progress(),
 		"layerDriver":  s.images.Driver(), // of new layers; "config" shows the setting
 		"handlers":     s.pods.Handlers(),

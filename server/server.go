@@ -104,7 +104,9 @@ type Config struct {
 	Version        string // runtime_version, semver
 	SystemdCgroup  bool   // the cgroup driver is systemd, otherwise cgroupfs
 	UserNamespaces bool   // pods can have user namespaces, even with the host's network
-	Settings       any    // the present configuration for verbose Status; encodes as JSON
+
+	// Settings returns the present configuration for verbose Status. It encodes as JSON.
+	Settings func() any
 
 	// Network returns the network of new pods for verbose Status, or the error that prevents it. It
 	// answers from memory and may be nil.

@@ -41,7 +41,7 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	err = links.CheckOverlap(subnets, own)
 	if errors.Is(err, links.ErrOverlap) {
 		all = append(all, Obstacle{Problem: err.Error(),
-			Fix: "set other subnets with network_subnets, or give the node another pod CIDR"})
+			Fix: "set other subnets with network.subnets, or give the node another pod CIDR"})
 		err = nil
 	}
 	return all, err

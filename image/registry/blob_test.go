@@ -497,7 +497,7 @@ func TestRangeRefusedOnce(t *testing.T) {
 		})
 		dir := t.TempDir()
 		registrytest.WriteFile(t, filepath.Join(dir, "example.com/hosts.toml"), fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
-		got, err := readBlob(t, open(t, Config{Dirs: []string{dir}}, "example.com/app:v1", Credentials{}), mirror.want)
+		got, err := readBlob(t, open(t, Config{Sources: Sources{Dirs: []string{dir}}}, "example.com/app:v1", Credentials{}), mirror.want)
 		if err != nil || !bytes.Equal(got, data) {
 			t.Errorf("%d bytes, %v", len(got), err)
 		}
@@ -545,7 +545,7 @@ func TestBlobChangesHosts(t *testing.T) {
 	})
 	dir := t.TempDir()
 	registrytest.WriteFile(t, filepath.Join(dir, "example.com/hosts.toml"), fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
-	repo := open(t, Config{Dirs: []string{dir}}, "example.com/app:v1", Credentials{})
+	repo := open(t, Config{Sources: Sources{Dirs: []string{dir}}}, "example.com/app:v1", Credentials{})
 	if repo.Hosts() != 2 {
 		t.Fatalf("%d hosts", repo.Hosts())
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"berth/internal/errdefs"
@@ -13,8 +14,7 @@ import (
 
 // Config configures a Client.
 type Config struct {
-	Dirs         []string      // roots of containerd's certs.d layout; the first with a directory for the host wins
-	DockerConfig string        // docker's config.json; empty: none
+	Sources
 	StallTimeout time.Duration // longest wait for a byte; 0: one minute
 	UserAgent    string        // empty: "berth"
 
@@ -23,19 +23,24 @@ type Config struct {
 	Spare func(registry string) (giveBack func(), ok bool)
 }
 
+// Sources are where a Client finds hosts and credentials.
+type Sources struct {
+	Dirs         []string // roots of containerd's certs.d layout; the first with a directory for the host wins
+	DockerConfig string   // docker's config.json; empty: none
+}
+
 // DefaultStallTimeout is the default of Config.StallTimeout.
 const DefaultStallTimeout = time.Minute
 
-// Client opens repositories. It has no connections and no state. Its methods may be called
-// concurrently.
+// Client opens repositories. It has no connections and no state but its sources. Its methods may be
+// called concurrently.
 type Client struct {
-	dirs         []string
-	dockerConfig string
-	stall        time.Duration
-	pause        time.Duration // firstDelay, shorter in tests
-	document     time.Duration // documentTime, shorter in tests
-	agent        string
-	parts        partsConfig
+	sources  atomic.Pointer[Sources]
+	stall    time.Duration
+	pause    time.Duration // firstDelay, shorter in tests
+	document time.Duration // documentTime, shorter in tests
+	agent    string
+	parts    partsConfig
 }
 
 // partsConfig configures the range requests for large blobs.
@@ -47,12 +52,15 @@ type partsConfig struct {
 	enough float64       // fastEnough, other values in tests
 }
 
+// SetSources replaces the sources for repositories that are opened from now on.
+func (c *Client) SetSources(s Sources) { c.sources.Store(&s) }
+
 // NewClient returns a client. It reads host directories and credentials each time a repository is
 // opened, so changes need no restart.
 func NewClient(cfg Config) *Client {
-	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay,
-		document: documentTime, agent: cfg.UserAgent,
+	c := &Client{stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
 		parts: partsConfig{cfg.Spare, PartSize, watchTime, trialTime, fastEnough}}
+	c.SetSources(cfg.Sources)
 	if c.stall <= 0 {
 		c.stall = DefaultStallTimeout
 	}
@@ -77,7 +85,7 @@ type Repository struct {
 // Open prepares to fetch the image that ref names with the given credentials (zero: none). It sends
 // nothing. The caller closes the repository.
 func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
-	places, err := loadHosts(c.dirs, ref.Domain)
+	places, err := loadHosts(c.sources.Load().Dirs, ref.Domain)
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +133,7 @@ func (c *Client) lookupFor(given Credentials, h hostConfig, ref Reference) func(
 		if given.belongTo(h.Host, h.Home, ref.Domain) {
 			return given, nil
 		}
-		cfg, err := loadDockerConfig(c.dockerConfig)
+		cfg, err := loadDockerConfig(c.sources.Load().DockerConfig)
 		if err != nil {
 			return Credentials{}, err
 		}

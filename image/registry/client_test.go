@@ -323,7 +323,7 @@ server = %q
 [host.%q]
 [host.%q]
 `, server.URL, second.URL, first.URL)) // not in alphabetical order, whatever the ports are
-	cfg := Config{Dirs: []string{tree}}
+	cfg := Config{Sources: Sources{Dirs: []string{tree}}}
 	pull := func() ([]byte, error) {
 		repo := open(t, cfg, "app:v1", Credentials{})
 		img, err := repo.Resolve(t.Context(), DefaultPlatform())
@@ -394,7 +394,7 @@ func TestMirrorThatIsDownIsAskedOnce(t *testing.T) {
 	}()
 	defer func() { _ = mirror.Close(); <-served }()
 	tree := hostsDir(t, "docker.io", fmt.Sprintf("server = %q\n[host.%q]\n", server.URL, "http://"+mirror.Addr().String()))
-	repo := open(t, Config{Dirs: []string{tree}}, "app:v1", Credentials{})
+	repo := open(t, Config{Sources: Sources{Dirs: []string{tree}}}, "app:v1", Credentials{})
 	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)
@@ -417,7 +417,7 @@ func TestCapabilities(t *testing.T) {
 		putImage(reg, "app", "v1", layer)
 	}
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]\ncapabilities = [\"pull\"]", server.URL, mirror.URL))
-	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	repo := open(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{})
 	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)
@@ -429,7 +429,7 @@ func TestCapabilities(t *testing.T) {
 		t.Errorf("blobs did not come from the mirror: %v", err)
 	}
 	tree = hostsDir(t, "example.com", fmt.Sprintf("server = %q\ncapabilities = [\"pull\"]", server.URL))
-	_, err = resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	_, err = resolve(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{})
 	wantCode(t, err, codes.FailedPrecondition, "no host")
 }
 
@@ -447,14 +447,14 @@ func TestCustomCAAndSkipVerify(t *testing.T) {
 		"skip_verify": {"skip_verify = true", true},
 	} {
 		tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n%s", reg.URL, c.options))
-		_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+		_, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{})
 		if c.ok && err != nil {
 			t.Errorf("%s: %v", name, err)
 		} else if !c.ok {
 			wantUnavailable(t, err, "certificate signed by unknown authority")
 		}
 	}
-	_, err := NewClient(Config{Dirs: []string{hostsDir(t, "example.com", `ca = "missing.pem"`)}}).Open(Reference{Domain: "example.com", Repository: "app", Tag: "v1"}, Credentials{})
+	_, err := NewClient(Config{Sources: Sources{Dirs: []string{hostsDir(t, "example.com", `ca = "missing.pem"`)}}}).Open(Reference{Domain: "example.com", Repository: "app", Tag: "v1"}, Credentials{})
 	wantCode(t, err, codes.FailedPrecondition, "missing.pem")
 }
 
@@ -476,7 +476,7 @@ func TestClientCertificate(t *testing.T) {
 		"one file":         hostsDir(t, reg.Host(), fmt.Sprintf("skip_verify = true\nclient = %q", both)),
 		"docker directory": docker,
 	} {
-		_, err := resolve(t, Config{Dirs: []string{dirs}}, reg.Host()+"/app:v1", Credentials{})
+		_, err := resolve(t, Config{Sources: Sources{Dirs: []string{dirs}}}, reg.Host()+"/app:v1", Credentials{})
 		wantCode(t, err, codes.NotFound, name[:0], "404")
 	}
 	_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
@@ -500,7 +500,7 @@ func TestOverridePathAndHeaders(t *testing.T) {
     x-key = "k"
     Authorization = ["Bearer configured"]
 `, reg.URL, reg.URL))
-	img, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	img, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{})
 	if err != nil || img.Digest != top.Digest {
 		t.Fatalf("%+v, %v", img, err)
 	}
@@ -655,7 +655,7 @@ func TestTokenServerNeedsTLSWhereTheRegistryHasIt(t *testing.T) {
 	a := &auth{user: "u", password: "p", realm: plain.URL + "/token"}
 	a.protect(reg)
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\nskip_verify = true", reg.URL))
-	_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
+	_, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
 	wantCode(t, err, codes.Unauthenticated, "without TLS")
 	if plain.Count("") != 0 {
 		t.Error("the plain token server was asked")
@@ -672,7 +672,7 @@ func TestCredentialsDoNotReachMirrors(t *testing.T) {
 	thief.protect(mirror)
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
 	cred := Credentials{Username: "u", Password: "p"}
-	if _, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", cred); err != nil {
+	if _, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", cred); err != nil {
 		t.Fatal(err)
 	}
 	if got := mirror.Headers("Authorization"); len(got) != 0 {
@@ -682,7 +682,7 @@ func TestCredentialsDoNotReachMirrors(t *testing.T) {
 		t.Error("the server was not asked")
 	}
 	cred = Credentials{RegistryToken: "t"}
-	_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", cred)
+	_, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", cred)
 	wantCode(t, err, codes.Unauthenticated)
 	if got := mirror.Headers("Authorization"); len(got) != 0 {
 		t.Errorf("the mirror got %q", got)
@@ -690,7 +690,7 @@ func TestCredentialsDoNotReachMirrors(t *testing.T) {
 	// Only the entry for the mirror's host in docker's configuration may be sent there.
 	docker := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"m","password":"q"}}}`, mirror.Host()))
 	asked := server.Count("")
-	if _, err := resolve(t, Config{Dirs: []string{tree}, DockerConfig: docker}, "example.com/app:v1", Credentials{}); err != nil || server.Count("") != asked {
+	if _, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}, DockerConfig: docker}}, "example.com/app:v1", Credentials{}); err != nil || server.Count("") != asked {
 		t.Errorf("the mirror did not serve its own user: %v", err)
 	}
 }
@@ -700,11 +700,11 @@ func TestRegistryTokenFromDockerConfig(t *testing.T) {
 	putImage(reg, "app", "v1", []byte("x"))
 	(&auth{user: "u", valid: "t"}).protect(reg)
 	docker := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"t"}}}`, reg.Host()))
-	if _, err := resolve(t, Config{DockerConfig: docker}, reg.Host()+"/app:v1", Credentials{}); err != nil {
+	if _, err := resolve(t, Config{Sources: Sources{DockerConfig: docker}}, reg.Host()+"/app:v1", Credentials{}); err != nil {
 		t.Error(err)
 	}
 	docker = registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"hunter2"}}}`, reg.Host()))
-	_, err := resolve(t, Config{DockerConfig: docker}, reg.Host()+"/app:v1", Credentials{})
+	_, err := resolve(t, Config{Sources: Sources{DockerConfig: docker}}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.Unauthenticated, "refused")
 }
 
@@ -718,7 +718,7 @@ func TestMirrorWithAPageInsteadOfAManifest(t *testing.T) {
 		return true
 	}
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
-	img, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	img, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{})
 	if err != nil || img.Digest != top.Digest {
 		t.Errorf("%+v, %v", img, err)
 	}
@@ -752,7 +752,7 @@ func TestRedirectGetsNoCredentials(t *testing.T) {
 		})
 	})
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[header]\nX-Secret = \"s\"\nCookie = \"c\"", reg.URL))
-	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
+	repo := open(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
 	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)

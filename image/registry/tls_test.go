@@ -78,7 +78,7 @@ func TestTLSOptionsAreForTheirHost(t *testing.T) {
 	want := ocispec.Descriptor{Digest: digest.FromBytes(blob), Size: int64(len(blob))}
 	read := func(options string) error {
 		tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\nclient = %q\n%s", reg.URL, both, options))
-		_, err := readBlob(t, open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{}), want)
+		_, err := readBlob(t, open(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{}), want)
 		return err
 	}
 	wantUnavailable(t, read("skip_verify = true"), "certificate")

@@ -353,7 +353,7 @@ func checkAnnotationsHaveNoEffect(t *testing.T, annotations map[string]string) {
 	cdi := t.TempDir()
 	harness.Must(t, os.WriteFile(filepath.Join(cdi, "vendor.json"), []byte(`{"cdiVersion": "0.6.0", "kind": "vendor.com/device",
 		"devices": [{"name": "null", "containerEdits": {"env": ["STOLEN=1"], "deviceNodes": [{"path": "/dev/stolen", "hostPath": "/dev/null"}]}}]}`), 0o644))
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("cdi_spec_dirs = [%q]", cdi)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("devices.cdi_spec_dirs = [%q]", cdi)))
 	pod := d.RunPod(t, harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) { c.Annotations = annotations })
 	c := pod.Run(t, func(c *runtimeapi.ContainerConfig) { c.Annotations = annotations })
 	var detail struct {

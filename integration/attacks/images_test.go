@@ -214,7 +214,7 @@ func TestCVE_2023_25153_DeepIndex(t *testing.T) {
 // whole layer.
 func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
 	const allowed, bomb = 64 << 20, 320 << 20
-	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("max_layer_bytes = %d", allowed)), func(t *testing.T, d *harness.Daemon) {
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("image.max_layer_bytes = %d", allowed)), func(t *testing.T, d *harness.Daemon) {
 		harness.Must(t, os.Mkdir(d.Root, 0o711))
 		harness.Must(t, unix.Mount("berth-test", d.Root, "tmpfs", 0, fmt.Sprintf("mode=0711,size=%d", bomb/2)))
 		d.Mounts = append(d.Mounts, d.Root)

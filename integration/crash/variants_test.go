@@ -63,7 +63,7 @@ func limit(t *testing.T, w *world) error {
 // ownNetwork enables berth's own network, so that the daemon can be killed during ADD and DEL. IPv6
 // is off because its addresses differ from case to case.
 func ownNetwork(*testing.T) harness.DaemonOption {
-	return harness.WithOwnNetwork(`network_subnets = ["10.83.0.0/16"]`)
+	return harness.WithOwnNetwork(`network.subnets = ["10.83.0.0/16"]`)
 }
 
 // networkLost removes the network, as if the pod were the first after a boot.
@@ -137,8 +137,8 @@ var converted = []operation{
 }
 
 const (
-	asDirectories = `layer_driver = "directory"`
-	asEROFS       = `layer_driver = "erofs"`
+	asDirectories = `image.layer_driver = "directory"`
+	asEROFS       = `image.layer_driver = "erofs"`
 )
 
 // onDisk starts the daemon with the EROFS driver, so that the driver's files exist before the

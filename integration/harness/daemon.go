@@ -86,8 +86,8 @@ func WithLayerDriver(driver string) DaemonOption {
 			t.Cleanup(func() { Must(t, os.RemoveAll(root)) })
 			d.Root = root
 		}
-		d.Extra = slices.DeleteFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, "layer_driver") }) // set by layerDriverEnv
-		WithConfig(fmt.Sprintf("layer_driver = %q", driver))(t, d)
+		d.Extra = slices.DeleteFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, "image.layer_driver") }) // set by layerDriverEnv
+		WithConfig(fmt.Sprintf("image.layer_driver = %q", driver))(t, d)
 	}
 }
 
@@ -134,7 +134,7 @@ func WithOwnNetwork(lines ...string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		Must(t, os.Remove(d.NetworkFile()))
 		d.BinDirs = []string{d.Dir + "/no-plugins"}
-		d.Extra = append(d.Extra, append([]string{`network = "berth-net"`}, lines...)...)
+		d.Extra = append(d.Extra, append([]string{`network.type = "berth-net"`}, lines...)...)
 	}
 }
 
@@ -225,8 +225,8 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 		ConfDir: dir + "/net.d", DataDir: dir + "/addresses", LogDir: dir + "/logs", certs: dir + "/certs.d",
 		BinDirs: []string{PluginDir},
 		Extra: []string{ // separate from other daemons
-			fmt.Sprintf("nri_socket = %q", dir+"/nri/nri.sock"), fmt.Sprintf("nri_plugin_dir = %q", dir+"/plugins"),
-			fmt.Sprintf("nri_plugin_config_dir = %q", dir+"/plugins.d")},
+			fmt.Sprintf("nri.socket = %q", dir+"/nri/nri.sock"), fmt.Sprintf("nri.plugin_dir = %q", dir+"/plugins"),
+			fmt.Sprintf("nri.plugin_config_dir = %q", dir+"/plugins.d")},
 	}
 	Must(t, os.Mkdir(dir, 0o711)) // so that root filesystems of user namespaces can be reached
 	for _, path := range []string{d.ConfDir, d.LogDir, d.certs} {
@@ -269,10 +269,10 @@ func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 	d.writeConfig(t, config)
 }
 
-// allowSlowPlugins raises nri_request_timeout. On a loaded machine a plugin could exceed the
+// allowSlowPlugins raises nri.request_timeout. On a loaded machine a plugin could exceed the
 // default of five seconds and be dropped.
 func (d *Daemon) allowSlowPlugins() {
-	for _, option := range []string{"nri_request_timeout", "nri_registration_timeout"} {
+	for _, option := range []string{"nri.request_timeout", "nri.registration_timeout"} {
 		if !slices.ContainsFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, option) }) {
 			d.Extra = slices.Insert(d.Extra, 0, option+` = "20s"`) // first, because the test's last lines may belong to a table
 		}

@@ -81,8 +81,8 @@ func (d *Daemon) startUnit(t *testing.T) {
 	t.Helper()
 	lines := []string{
 		fmt.Sprintf("listen = %q", d.Socket), fmt.Sprintf("root = %q", d.Root), fmt.Sprintf("state = %q", d.State),
-		fmt.Sprintf("cni_conf_dir = %q", d.ConfDir), fmt.Sprintf("cni_bin_dirs = ['%s']", strings.Join(d.BinDirs, "', '")),
-		fmt.Sprintf("registry_dirs = [%q]", d.certs), `log_level = "debug"`,
+		fmt.Sprintf("cni.conf_dir = %q", d.ConfDir), fmt.Sprintf("cni.bin_dirs = ['%s']", strings.Join(d.BinDirs, "', '")),
+		fmt.Sprintf("registry.config_dirs = [%q]", d.certs), `log.level = "debug"`,
 	}
 	Must(t, os.MkdirAll(filepath.Dir(installConfig), 0o755))
 	Must(t, os.WriteFile(installConfig, []byte(strings.Join(append(lines, d.Extra...), "\n")+"\n"), 0o600))

@@ -23,7 +23,7 @@ import (
 // onDisk starts a daemon whose root is on a separate disk. Layers may use half of it.
 func onDisk(t *testing.T, bytes, inodes int) *harness.Daemon {
 	t.Helper()
-	return startDaemonWith(t, []string{"disk_reserve_percent = 50"}, func(t *testing.T, d *harness.Daemon) {
+	return startDaemonWith(t, []string{"disk.reserve_percent = 50"}, func(t *testing.T, d *harness.Daemon) {
 		place := filepath.Join(d.Dir, "disk")
 		harness.Must(t, os.Mkdir(place, 0o711))
 		harness.Must(t, unix.Mount("berth-test", place, "tmpfs", 0, fmt.Sprintf("mode=0711,size=%d,nr_inodes=%d", bytes, inodes)))
@@ -80,7 +80,7 @@ func TestLayerWithTooManyFiles(t *testing.T) {
 	if harness.Thorough() {
 		most = 1_000_000
 	}
-	d := startDaemon(t, fmt.Sprintf("max_layer_entries = %d", most))
+	d := startDaemon(t, fmt.Sprintf("image.max_layer_entries = %d", most))
 	before := free(t, d)
 	reader, writer := io.Pipe()
 	go func() { writer.CloseWithError(writeFiles(writer, most+1)) }()

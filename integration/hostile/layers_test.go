@@ -111,7 +111,7 @@ func repeated(n int, entry func(i int) fixture.Entry) []fixture.Entry {
 
 // The daemon refuses these layers.
 func TestLayers(t *testing.T) {
-	d := startDaemon(t, "max_layer_entries = 5000")
+	d := startDaemon(t, "image.max_layer_entries = 5000")
 	good := packed(t, fixture.Dir("d", 0o755), fixture.File("d/f", 0o644, strings.Repeat("content", 1000)))
 	inGzip := gzipped(t, bytes.NewReader(good))
 	otherID := func(l registrytest.Layer) registrytest.Layer { l.DiffID = digest.FromString("other"); return l }

@@ -41,7 +41,7 @@ func startDaemon(t *testing.T, config ...string) *harness.Daemon {
 
 func startDaemonWith(t *testing.T, config []string, options ...harness.DaemonOption) *harness.Daemon {
 	t.Helper()
-	options = append(options, harness.WithConfig(append([]string{`stall_timeout = "3s"`}, config...)...))
+	options = append(options, harness.WithConfig(append([]string{`pull.stall_timeout = "3s"`}, config...)...))
 	d := harness.StartDaemon(t, options...)
 	t.Cleanup(func() { bounded(t, d); stillPulls(t, d) })
 	return d

@@ -22,7 +22,7 @@ import (
 )
 
 // shortTimeout is the time limit for hanging plugins. Other plugins need tens of milliseconds.
-var shortTimeout = harness.WithConfig(`cni_timeout = "3s"`)
+var shortTimeout = harness.WithConfig(`cni.timeout = "3s"`)
 
 // addCases lists failures of an ADD.
 var addCases = []struct {

@@ -66,7 +66,7 @@ type Config struct {
 	PluginConfigDir     string        // their configuration: NN-name.conf or name.conf
 	RegistrationTimeout time.Duration // from connection to registration
 	RequestTimeout      time.Duration // per answer of a plugin
-	Reject              []string      // kinds of adjustments that fail a container, as in the option nri_reject
+	Reject              []string      // kinds of adjustments that fail a container, as in the option nri.reject
 	RequiredPlugins     []string      // plugins without which no container is created
 	Log                 *slog.Logger
 }
@@ -99,6 +99,7 @@ type Plugins struct {
 	cfg        Config
 	adaptation *adaptation.Adaptation
 	runtime    Runtime
+	timeout    atomic.Int64 // of a request, a time.Duration
 	count      atomic.Int32 // registered plugins
 	starting   atomic.Bool  // Start runs; plugins may not be counted yet
 
@@ -112,7 +113,7 @@ func New(cfg Config) (*Plugins, error) {
 	p.starting.Store(true)
 	nrilog.Set(logger{cfg.Log})
 	adaptation.SetPluginRegistrationTimeout(cfg.RegistrationTimeout)
-	adaptation.SetPluginRequestTimeout(cfg.RequestTimeout)
+	p.SetRequestTimeout(cfg.RequestTimeout)
 	options := []adaptation.Option{
 		adaptation.WithPluginPath(cfg.PluginDir),
 		adaptation.WithPluginConfigPath(cfg.PluginConfigDir),
@@ -188,7 +189,7 @@ func (p *Plugins) checkSocket() error {
 	}
 	_ = conn.Close() // no data was sent
 	return errdefs.New(codes.FailedPrecondition,
-		"NRI socket %s belongs to another runtime: set nri_socket to another path, or nri to false", p.cfg.Socket)
+		"NRI socket %s belongs to another runtime: set nri.socket to another path, or nri.enabled to false", p.cfg.Socket)
 }
 
 // closeLimit limits how long Close waits for running updates and killed programs.
@@ -241,12 +242,18 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err 
 	return nil
 }
 
+// SetRequestTimeout limits a plugin's answer to requests that follow.
+func (p *Plugins) SetRequestTimeout(limit time.Duration) {
+	p.timeout.Store(int64(limit))
+	adaptation.SetPluginRequestTimeout(limit)
+}
+
 // unsolicited applies updates that a plugin sends without a request. It returns the failed ones. An
 // update fails when it waits for a lock longer than half the request timeout, because the lock's
 // holder may be waiting for that plugin.
 func (p *Plugins) unsolicited(ctx context.Context,
 	updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
-	ctx, cancel := context.WithTimeout(ctx, p.cfg.RequestTimeout/2)
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(p.timeout.Load())/2)
 	defer cancel()
 	failed = p.update(ctx, updates)
 	p.evict(ctx)

@@ -32,6 +32,10 @@ type Config struct {
 	Args []string // global options, before the command
 }
 
+func (c Config) equal(other Config) bool {
+	return c.Path == other.Path && slices.Equal(c.Args, other.Args)
+}
+
 // Info describes a runtime handler.
 type Info struct {
 	Name    string                   `json:"name"` // empty: the default handler
@@ -70,38 +74,59 @@ type Options struct {
 	Log      *slog.Logger
 }
 
-// Set holds all handlers. The set is immutable.
+// Set holds all handlers.
 type Set struct {
-	options Options
-	all     map[string]*Handler
+	options  Options
+	handlers atomic.Pointer[handlers]
+}
+
+// handlers are the configured handlers. They are immutable.
+type handlers struct {
+	all         map[string]*Handler
+	defaultName string
 }
 
 // Open probes the binaries of all handlers in parallel. A missing binary is looked up again for
 // each pod that uses it.
 func Open(ctx context.Context, options Options) (*Set, error) {
-	set := &Set{options: options, all: map[string]*Handler{}}
+	set := &Set{options: options}
+	set.handlers.Store(&handlers{all: map[string]*Handler{}})
+	return set, set.Replace(ctx, options.Programs, options.Default)
+}
+
+// Replace sets new handlers. It probes the binaries of those that are new or changed, in parallel.
+// Existing pods keep their runtimes. Calls must not overlap.
+func (s *Set) Replace(ctx context.Context, programs map[string]Config, defaultName string) error {
+	next := &handlers{all: map[string]*Handler{}, defaultName: cmp.Or(defaultName, s.options.BuiltIn)}
+	next.all[s.options.BuiltIn] = &Handler{name: s.options.BuiltIn}
 	var probes []func() error
-	for name, config := range options.Programs {
+	for name, config := range programs {
+		if old := s.handlers.Load().all[name]; old != nil && old.config.equal(config) {
+			next.all[name] = old
+			continue
+		}
 		h := &Handler{name: name, config: config}
-		set.all[name] = h
+		next.all[name] = h
 		if config.Path == "" {
 			continue
 		}
 		probes = append(probes, func() error {
 			if _, err := h.probe(ctx); err != nil {
-				options.Log.Warn("probe runtime handler: its pods cannot run", "handler", h.name, "error", err)
+				s.options.Log.Warn("probe runtime handler: its pods cannot run", "handler", h.name, "error", err)
 			}
 			return nil
 		})
 	}
-	set.all[options.BuiltIn] = &Handler{name: options.BuiltIn}
-	return set, options.Tasks.Parallel("probe", "runtime handlers", probes...)
+	err := s.options.Tasks.Parallel("probe", "runtime handlers", probes...)
+	s.handlers.Store(next)
+	return err
 }
 
 // Find returns the handler with this name. An empty name means the default handler. The error is
 // NotFound.
 func (s *Set) Find(name string) (*Handler, error) {
-	h, ok := s.all[cmp.Or(name, s.options.Default, s.options.BuiltIn)]
+	set := s.handlers.Load()
+	h, ok := set.all[cmp.Or(name, set.defaultName)]
 	if !ok {
 		return nil, errdefs.NotFound("runtime handler %q is not configured", name)
 	}
@@ -112,7 +137,7 @@ func (s *Set) Find(name string) (*Handler, error) {
 // results of the last probes and runs no binary.
 func (s *Set) List() []Info {
 	all := []Info{s.info("")}
-	for _, name := range slices.Sorted(maps.Keys(s.all)) {
+	for _, name := range slices.Sorted(maps.Keys(s.handlers.Load().all)) {
 		all = append(all, s.info(name))
 	}
 	return all

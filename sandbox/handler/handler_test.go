@@ -144,3 +144,33 @@ func TestNoRuntimeIsLibcontainer(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 }
+
+// Replace adds and removes handlers, and changes the default. It does not probe an unchanged program
+// again.
+func TestReplace(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "capable")
+	write(t, path, capable)
+	programs := map[string]Config{"capable": {Path: path, Args: []string{"--debug"}}, "alias": {}}
+	set := open(t, programs, host.Facts{UserNamespaces: true})
+	before, err := set.Find("")
+	testutil.Must(t, err)
+	testutil.Must(t, set.Replace(t.Context(), map[string]Config{"capable": programs["capable"], "new": {}}, "new"))
+	if same, err := set.Find("capable"); err != nil || same != before {
+		t.Errorf("the unchanged handler is another one: %v", err)
+	}
+	if _, err := set.Find("alias"); errdefs.Code(err) != codes.NotFound {
+		t.Errorf("the removed handler: %v", err)
+	}
+	if h, err := set.Find(""); err != nil || h.name != "new" {
+		t.Errorf("the default handler is %v, %v", h, err)
+	}
+	write(t, path, plain)
+	testutil.Must(t, set.Replace(t.Context(), map[string]Config{"capable": {Path: path, Args: []string{"--debug", "x"}}}, ""))
+	if h, err := set.Find(""); err != nil || h.name != "berth" {
+		t.Errorf("the default handler is %v, %v", h, err)
+	}
+	if info := set.info("capable"); info.UserNamespaces {
+		t.Errorf("the changed program was not probed: %+v", info)
+	}
+}

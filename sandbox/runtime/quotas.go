@@ -90,7 +90,7 @@ func (q *Quotas) Take() (uint32, error) {
 		}
 	}
 	return 0, errdefs.New(codes.ResourceExhausted,
-		"%d random project IDs from %d on all have files: another program uses this range; change writable_layer_projects", tries, q.first)
+		"%d random project IDs from %d on all have files: another program uses this range; change disk.writable_layer_projects", tries, q.first)
 }
 
 // reserve returns a free project ID. After maxDrawn draws it reuses the oldest ID.

@@ -42,7 +42,7 @@ flags, else the configuration file. With --config the node is checked for that f
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ofState := takeStateFlag(cmd.Flags())
-			cfg, err := config.Load(cmd.Flags())
+			cfg, _, err := config.Load(cmd.Flags())
 			if err != nil {
 				return err
 			}
@@ -124,11 +124,11 @@ func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (co
 			loaded.Listen, err)
 		return loaded, nil
 	}
-	running, err := config.LoadTold(flags, told)
+	running, err := config.LoadReported(flags, told)
 	if err != nil {
 		return loaded, err
 	}
-	own, err := config.LoadTold(pflag.NewFlagSet("", pflag.ContinueOnError), told)
+	own, err := config.LoadReported(pflag.NewFlagSet("", pflag.ContinueOnError), told)
 	if err != nil {
 		return loaded, err
 	}

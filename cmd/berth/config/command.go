@@ -1,6 +1,13 @@
 package config
 
 import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
 	"github.com/spf13/cobra"
 )
 
@@ -8,19 +15,194 @@ import (
 func Command() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
-		Short: "Help with the configuration file",
+		Short: "Check, show and convert the configuration",
 		Args:  cobra.NoArgs,
-		// Without RunE cobra prints the help for a misspelt subcommand and succeeds.
+		// Without RunE cobra prints the help for a misspelled subcommand and succeeds.
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(&cobra.Command{
+	cmd.AddCommand(defaultCommand(), checkCommand(), showCommand(), migrateCommand())
+	return cmd
+}
+
+func defaultCommand() *cobra.Command {
+	return &cobra.Command{
 		Use:   "default",
 		Short: "Print a configuration file with every option, its default and its meaning",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, err := cmd.OutOrStdout().Write([]byte(DefaultTOML()))
+			_, err := io.WriteString(cmd.OutOrStdout(), DefaultTOML())
 			return err
 		},
-	})
+	}
+}
+
+func checkCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "check",
+		Short: "Check the configuration files without a daemon",
+		Long: `Check the configuration file, the files of its directory (config.d) and the given
+flags of "berth serve". Print warnings about obsolete keys. Fail with the file and line
+of each error.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, warnings, err := Load(cmd.Flags())
+			if err != nil {
+				return err
+			}
+			for _, w := range warnings {
+				fmt.Fprintln(cmd.ErrOrStderr(), "warning:", w)
+			}
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), "the configuration is valid")
+			return err
+		},
+	}
+	AddFlags(cmd.Flags())
 	return cmd
+}
+
+func showCommand() *cobra.Command {
+	var all bool
+	cmd := &cobra.Command{
+		Use:   "show",
+		Short: "Print the configuration that files and flags result in",
+		Long: `Print the configuration that results from the configuration file, the files of its
+directory (config.d) and the given flags of "berth serve", as one TOML file. It has
+only the options that differ from their defaults.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, _, err := Load(cmd.Flags())
+			if err != nil {
+				return err
+			}
+			_, err = io.WriteString(cmd.OutOrStdout(), c.TOML(all))
+			return err
+		},
+	}
+	AddFlags(cmd.Flags())
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "print all options")
+	return cmd
+}
+
+// foreignPaths are the files that `berth config migrate --from` reads without an argument.
+var foreignPaths = map[string]string{"containerd": "/etc/containerd/config.toml", "crio": "/etc/crio/crio.conf"}
+
+func migrateCommand() *cobra.Command {
+	var from string
+	var write bool
+	cmd := &cobra.Command{
+		Use:   "migrate [FILE]",
+		Short: "Rewrite a configuration file of release 0.2, containerd or CRI-O",
+		Long: `Rewrite a configuration file with the keys of release 0.2 and print it. With --write,
+replace the file and keep the old one as FILE.old.
+
+With --from containerd or --from crio, read that runtime's configuration instead and
+print berth's options for it. Each setting without a counterpart is named on standard
+error. containerd prints its complete configuration by "containerd config dump", CRI-O
+by "crio config".`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if from != "" {
+				return importFrom(cmd, from, args)
+			}
+			name := DefaultPath
+			if len(args) > 0 {
+				name = args[0]
+			}
+			return migrateFile(cmd.OutOrStdout(), name, write)
+		},
+	}
+	cmd.Flags().StringVar(&from, "from", "", "runtime whose file to read: containerd or crio")
+	cmd.Flags().BoolVarP(&write, "write", "w", false, "replace the file")
+	cmd.MarkFlagsMutuallyExclusive("from", "write")
+	return cmd
+}
+
+// importFrom prints berth's configuration for another runtime's.
+func importFrom(cmd *cobra.Command, runtime string, args []string) error {
+	name, known := foreignPaths[runtime]
+	if !known {
+		return errNoSuchRuntime
+	}
+	if len(args) > 0 {
+		name = args[0]
+	}
+	content, err := readFile(cmd.InOrStdin(), name)
+	if err != nil {
+		return err
+	}
+	text, notes, err := Import(runtime, name, content)
+	if err != nil {
+		return err
+	}
+	for _, note := range notes {
+		fmt.Fprintln(cmd.ErrOrStderr(), note)
+	}
+	_, err = io.WriteString(cmd.OutOrStdout(), text)
+	return err
+}
+
+// readFile reads a file, or standard input for "-".
+func readFile(stdin io.Reader, name string) ([]byte, error) {
+	var content []byte
+	var err error
+	if name == "-" {
+		content, err = io.ReadAll(stdin)
+	} else {
+		content, err = os.ReadFile(name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read configuration: %w", err)
+	}
+	return content, nil
+}
+
+// migrateFile prints the new form of a file, or replaces it.
+func migrateFile(out io.Writer, name string, write bool) error {
+	content, err := readFile(os.Stdin, name)
+	if err != nil {
+		return err
+	}
+	text, err := Migrate(name, content)
+	if err != nil {
+		return err
+	}
+	if !write {
+		_, err := io.WriteString(out, text)
+		return err
+	}
+	if text == string(content) {
+		_, err := fmt.Fprintf(out, "%s has no obsolete keys\n", name)
+		return err
+	}
+	return replaceFile(name, text)
+}
+
+// replaceFile writes the content of a file atomically. It keeps the old one with the suffix .old.
+func replaceFile(name, text string) error {
+	info, err := os.Stat(name)
+	if err != nil {
+		return fmt.Errorf("replace configuration: %w", err)
+	}
+	next, err := os.CreateTemp(filepath.Dir(name), ".config-*")
+	if err != nil {
+		return fmt.Errorf("replace configuration: %w", err)
+	}
+	_, err = next.WriteString(text)
+	err = errors.Join(err, next.Chmod(info.Mode().Perm()), next.Sync(), next.Close())
+	if err == nil {
+		err = os.Remove(name + ".old")
+		if errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
+	}
+	if err == nil {
+		err = os.Link(name, name+".old")
+	}
+	if err == nil {
+		err = os.Rename(next.Name(), name)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("replace configuration: %w", err), os.Remove(next.Name()))
+	}
+	return nil
 }

@@ -2,24 +2,22 @@
 //
 // # Contract
 //
-// Every option is declared once, as a field of [Config]. Its tags have the TOML key, the flag, the
+// Every option is declared once, as a field of [Config]. Its tags have the key, the flag, the
 // default, the allowed values and the documentation. The flags of "berth serve", the output of
 // "berth config default", docs/config.md and the parser derive from them.
 //
-// Flags override the file, and the file overrides the defaults. Load refuses a file with an unknown
-// key, so that a misspelt key cannot silently leave a default in place.
+// The configuration is a TOML file and the files of a directory beside it. Flags override the
+// files, later files override earlier ones, and all override the defaults. Load refuses a file
+// with an unknown key, so that a misspelled key cannot leave a default in place. It accepts the
+// keys of release 0.2, which had no tables, with a warning; "berth config migrate" rewrites them.
 package config
 
 import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"reflect"
-	"strings"
 
-	"github.com/pelletier/go-toml/v2"
 	"github.com/spf13/pflag"
 )
 
@@ -28,112 +26,107 @@ const DefaultPath = "/etc/berth/config.toml"
 
 // Config is the daemon's configuration.
 //
-// The tag toml is the key, flag the name of the flag, if the option has one. The tag default has
-// the form of a flag's value, with lists separated by commas. path:"abs" requires absolute paths,
-// and path:"optional" also allows none. oneof lists the allowed values, min and max are limits, and
-// doc is the documentation.
+// The tag key is the option's table and key, old its key in release 0.2, and flag the name of the
+// flag, if the option has one. The tag default has the form of a flag's value, with lists separated
+// by commas. path:"abs" requires absolute paths, and path:"optional" also allows none. oneof lists
+// the allowed values, min and max are limits, and doc is the documentation. reload:"true" marks an
+// option that SIGHUP applies to a running daemon.
 //
 // A field that is a map of structs stands for tables that users name: the key "handlers" for
 // [handlers.NAME]. The fields of the struct have the same tags; example is a name that the
 // documentation uses.
 type Config struct {
-	Listen string `toml:"listen" flag:"listen" default:"/run/berth/berth.sock" path:"socket" doc:"Unix socket that serves the CRI: an absolute path or a unix:// URL. A socket passed by systemd takes precedence."`
-	Root   string `toml:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Directory for data that outlives a reboot: images, writable layers, records of pods and containers. Only one daemon can use it."`
-	State  string `toml:"state" flag:"state" default:"/run/berth" path:"abs" doc:"Directory for data that ends with the boot: sockets and the directories of running containers. It becomes a private mount. Only one daemon can use it."`
+	Listen         string   `key:"listen" flag:"listen" default:"/run/berth/berth.sock" path:"socket" doc:"Unix socket that serves the CRI: an absolute path or a unix:// URL. A socket passed by systemd takes precedence."`
+	Root           string   `key:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Persistent data: images, writable layers, records of pods and containers. Only one daemon can use it."`
+	State          string   `key:"state" flag:"state" default:"/run/berth" path:"abs" doc:"Data until the next boot: sockets and the directories of running containers. It becomes a private mount. Only one daemon can use it."`
+	CadvisorSocket string   `key:"cadvisor_socket" default:"" path:"optional" doc:"Unix socket that answers the calls of containerd's API that cAdvisor makes. cAdvisor is part of kubelet and supports containerd and CRI-O only. With /run/containerd/containerd.sock, kubelet's summary and /metrics/cadvisor include each pod's network, processes and containers without feature gates. Only root can connect. Empty: no such socket. The daemon does not start while another process listens there."`
+	CgroupDriver   string   `key:"cgroup_driver" flag:"cgroup-driver" default:"auto" oneof:"auto,cgroupfs,systemd" doc:"Driver that creates cgroups. auto: systemd if systemd is PID 1 and cgroups are version 2, else cgroupfs. kubelet asks for the driver. Never change it while pods exist."`
+	DefaultHandler string   `key:"default_handler" default:"berth" reload:"true" doc:"Runtime handler of pods that name none: berth, the built-in one, or a name from handlers."`
+	WaitLimit      Duration `key:"wait_limit" default:"1m" min:"1s" doc:"A wait that is longer than this is logged, for example a wait for a plugin, a disk or a killed process. The log gets the stacks of all goroutines at most once a minute. The limit of the wait itself stays unchanged. Some waits have longer limits of their own; verbose Status shows all of them."`
 
-	CadvisorSocket string `toml:"cadvisor_socket" default:"" path:"optional" doc:"Unix socket that answers the calls of containerd's API that cAdvisor makes. cAdvisor is part of kubelet and supports containerd and CRI-O only. With /run/containerd/containerd.sock, kubelet's summary and /metrics/cadvisor include each pod's network, processes and containers without feature gates. Only root can connect. Empty: no such socket. The daemon does not start while another process listens there."`
+	LogLevel  string `key:"log.level" old:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" reload:"true" doc:"Lowest severity of logged messages."`
+	LogFormat string `key:"log.format" old:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Format of the log on standard error."`
 
-	CgroupDriver string `toml:"cgroup_driver" flag:"cgroup-driver" default:"auto" oneof:"auto,cgroupfs,systemd" doc:"Driver that creates cgroups. auto: systemd if systemd is PID 1 and cgroups are version 2, else cgroupfs. kubelet asks for the driver. Never change it while pods exist."`
+	MaxLogLine    int      `key:"container.max_log_line" old:"max_log_line" default:"16384" min:"256" max:"1048576" doc:"Maximum length in bytes of a line in a container's log. Longer lines are split and tagged as partial. The container's monitor keeps up to this much of an unfinished line in memory."`
+	IdleLaunchers int      `key:"container.idle_launchers" old:"idle_launchers" default:"2" min:"0" doc:"Number of processes that wait ready to start a container. Each saves about 20 ms of a start and uses a few MB of memory."`
+	ShimPath      string   `key:"container.shim_path" old:"shim_path" path:"optional" doc:"Path of the program berth-shim. Empty: beside the program berth, else in PATH."`
+	StatsPeriod   Duration `key:"container.stats_period" old:"stats_period" default:"10s" min:"100ms" doc:"Interval for counting a container's writable layer and open files. Slow counts run less often. If no client asks for the figures of a container, its interval is 30 times as long. All other statistics are read on request."`
 
-	Network             string   `toml:"network" flag:"network" default:"cni" oneof:"cni,berth-net" doc:"Network of pods. cni: the network configured in cni_conf_dir; without one, only pods on the host's network run. berth-net: the built-in network, a bridge with addresses, host ports and masquerading. It needs no installation and no further configuration."`
-	NetworkBridge       string   `toml:"network_bridge" default:"berth0" doc:"Built-in network: name of the bridge."`
-	NetworkSubnets      []string `toml:"network_subnets" default:"10.83.0.0/16,fdb6:83e7:2d10::/64" doc:"Built-in network: subnets of pod addresses, one for IPv4, one for IPv6, or both. The bridge gets the first address of each. New pods use the node's pod CIDR instead once kubelet has sent it. A subnet is refused if the node has addresses in it or routes into it. The IPv6 subnet is ignored on nodes without IPv6."`
-	NetworkMTU          int      `toml:"network_mtu" default:"0" min:"0" max:"65535" doc:"Built-in network: MTU of pods. 0: MTU of the interface with the default route, read when the bridge is created."`
-	NetworkRoutes       []string `toml:"network_routes" doc:"Built-in network: destinations that pods can reach, such as 10.0.0.0/8. Empty: all."`
-	NetworkMasquerade   bool     `toml:"network_masquerade" default:"true" doc:"Built-in network: whether pods appear outside with the node's address."`
-	NetworkNoMasquerade []string `toml:"network_no_masquerade" doc:"Built-in network: networks that see the pods' own addresses despite masquerading, such as pod networks of other nodes."`
-	NetworkCheckSource  bool     `toml:"network_check_source" default:"true" doc:"Built-in network: whether pods can send only with their own IP and hardware addresses, even to pods on the same bridge. It needs the kernel's bpf classifier (CONFIG_NET_CLS_BPF)."`
-	NetworkIsolation    []string `toml:"network_isolation" oneof:"pods,ingress,node" doc:"Built-in network: traffic to block. pods: between pods, including each other's host ports. ingress: from other machines to pods, except to host ports. node: from pods to the node."`
+	MaxExecs          int `key:"exec.max" old:"max_execs" default:"512" min:"1" doc:"Maximum number of commands that run in containers at the same time, probes and exec sessions together. A quarter is reserved for probes and hooks. Each needs a process with some MB of memory in berth's cgroup. Further commands fail with ResourceExhausted."`
+	MaxContainerExecs int `key:"exec.max_per_container" old:"max_container_execs" default:"128" min:"1" doc:"Maximum number of commands that run in one container at the same time."`
 
-	CNIConfDir  string   `toml:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" doc:"Directory of CNI network configurations. The first valid file in lexical order is used. Changes take effect without a restart."`
-	CNIBinDirs  []string `toml:"cni_bin_dirs" flag:"cni-bin-dir" default:"/opt/cni/bin,/usr/lib/cni" path:"abs" doc:"Directories of CNI plugins, searched in this order. Distribution packages install into /usr/lib/cni."`
-	CNICacheDir string   `toml:"cni_cache_dir" path:"optional" doc:"Directory for the CNI library's cache of results. Empty: cni below root."`
-	CNITimeout  Duration `toml:"cni_timeout" default:"110s" min:"100ms" doc:"Limit for the plugins of one network to attach or detach a pod. After that they are killed with all their children. The default is below kubelet's two minutes for stopping a pod, so that the pod's events name the plugin that hangs."`
-	NetNSDir    string   `toml:"netns_dir" default:"/run/netns" path:"abs" doc:"Directory of pinned network namespaces of pods, named berth-<pod ID>. The ip tool lists those in /run/netns."`
+	StreamAddress     string   `key:"stream.address" old:"stream_address" flag:"stream-address" default:"127.0.0.1:0" doc:"IP address and port of exec, attach and port-forward sessions, for kubelet on this node. Port 0: any free port. Addresses other than loopback need stream.tls_cert."`
+	StreamTLSCert     string   `key:"stream.tls_cert" old:"stream_tls_cert" path:"optional" doc:"PEM file with the server certificate of sessions. Empty: plain HTTP."`
+	StreamTLSKey      string   `key:"stream.tls_key" old:"stream_tls_key" path:"optional" doc:"PEM file with the private key of stream.tls_cert."`
+	StreamClientCA    string   `key:"stream.client_ca" old:"stream_client_ca" path:"optional" doc:"PEM file with CA certificates that sign client certificates. Empty: clients need no certificate, only a URL that is valid for one session."`
+	StreamIdleTimeout Duration `key:"stream.idle_timeout" old:"stream_idle_timeout" default:"4h" min:"1s" doc:"Limit for a session without traffic. After that it is closed."`
+	MaxSessions       int      `key:"stream.max_sessions" old:"max_sessions" default:"4096" min:"1" doc:"Maximum number of attached clients and forwarded connections at the same time. One pod can have half of them."`
 
-	RegistryDirs         []string `toml:"registry_dirs" flag:"registry-dir" default:"/etc/berth/certs.d,/etc/containerd/certs.d" path:"abs" doc:"Directories with one folder per registry host. Each folder holds a hosts.toml in containerd's format: mirrors, CA, client certificates, headers. The first directory with a folder for the host is used. Client certificates and skip_verify apply to the host itself; CA certificates also apply to its token server and to redirects. Redirects and token servers may be on other machines. They may not be a cloud's metadata service. They may be on this machine's loopback or link-local addresses only if the registry is there too. redirect_to, a list of addresses and networks in a host's table, allows exceptions."`
-	DockerConfig         string   `toml:"docker_config" path:"optional" doc:"File in the format of Docker's config.json, with credentials for pulls without their own. Empty: such pulls are anonymous."`
-	PauseImage           string   `toml:"pause_image" doc:"Image of the pause container of every pod, pulled like any other image. Empty: the built-in pause program."`
-	PinnedImages         []string `toml:"pinned_images" doc:"Names of images that kubelet's garbage collection must keep. The pause image is always among them."`
-	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"Number of layers of one image that are transferred at the same time."`
-	MaxRangeRequests     int      `toml:"max_range_requests" default:"16" min:"0" doc:"Number of parts of large layers that are fetched at the same time, over all pulls. If a layer downloads more slowly than it unpacks, berth fetches parts of it by additional range requests. Each part uses 4 MiB of memory; with a memory limit on berth's cgroup, all parts use at most an eighth of it. One registry gets at most half of the parts that are free. Berth fetches no parts from a registry without range requests, over a connection slower than 256 KiB/s, or for a layer that gets no faster. 0: each layer is one transfer."`
-	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"Limit for slow transfers and unpacking. A transfer without a byte for this time, or slower than 8192 bytes a second over this time, fails. So does a layer whose unpacking makes no progress."`
+	PauseImage      string   `key:"image.pause" old:"pause_image" doc:"Image of the pause container of every pod, pulled like any other image. Empty: the built-in pause program."`
+	PinnedImages    []string `key:"image.pinned" old:"pinned_images" reload:"true" doc:"Names of images that kubelet's garbage collection must keep. The pause image is always among them."`
+	MaxLayerBytes   int      `key:"image.max_layer_bytes" old:"max_layer_bytes" default:"274877906944" min:"1" doc:"Maximum length of a layer's tar, and of the files in it including holes. Small blobs have a lower limit: 1100 times their size plus 64 MiB."`
+	MaxLayerEntries int      `key:"image.max_layer_entries" old:"max_layer_entries" default:"4194304" min:"1" doc:"Maximum number of entries in a layer's tar."`
+	LayerDriver     string   `key:"image.layer_driver" old:"layer_driver" flag:"layer-driver" default:"auto" oneof:"auto,erofs,directory" doc:"Form of image layers on disk. directory: files and directories. erofs: one file with the content of a layer, and one small EROFS image per image. It writes and deletes less, and gives a container one lower layer. It needs Linux 6.15. The filesystem of root must support mounting files; tmpfs does not. auto: erofs if it works, else directory. Images pulled under another setting stay in use."`
+	UnpackPath      string   `key:"image.unpack_path" old:"unpack_path" path:"optional" doc:"Path of the program berth-unpack, which unpacks image layers. Empty: beside the program berth, else in PATH."`
 
-	MaxLogLine    int    `toml:"max_log_line" default:"16384" min:"256" max:"1048576" doc:"Maximum length in bytes of a line in a container's log. Longer lines are split and tagged as partial. The container's monitor keeps up to this much of an unfinished line in memory."`
-	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"Number of processes that wait ready to start a container. Each saves about 20 ms of a start and uses a few MB of memory."`
-	ShimPath      string `toml:"shim_path" path:"optional" doc:"Path of the program berth-shim. Empty: beside the program berth, else in PATH."`
+	MaxParallelDownloads int      `key:"pull.max_parallel_downloads" old:"max_parallel_downloads" default:"8" min:"1" doc:"Number of layers of one image that are transferred at the same time."`
+	MaxRangeRequests     int      `key:"pull.max_range_requests" old:"max_range_requests" default:"16" min:"0" doc:"Number of parts of large layers that are fetched at the same time, over all pulls. If a layer downloads more slowly than it unpacks, berth fetches parts of it by additional range requests. Each part uses 4 MiB of memory; with a memory limit on berth's cgroup, all parts use at most an eighth of it. One registry gets at most half of the parts that are free. Berth fetches no parts from a registry without range requests, over a connection slower than 256 KiB/s, or for a layer that gets no faster. 0: each layer is one transfer."`
+	StallTimeout         Duration `key:"pull.stall_timeout" old:"stall_timeout" default:"1m" min:"1s" doc:"Limit for slow transfers and unpacking. A transfer without a byte for this time, or slower than 8192 bytes a second over this time, fails. So does a layer whose unpacking makes no progress."`
 
-	MaxLayerBytes   int `toml:"max_layer_bytes" default:"274877906944" min:"1" doc:"Maximum length of a layer's tar, and of the files in it including holes. Small blobs have a lower limit: 1100 times their size plus 64 MiB."`
-	MaxLayerEntries int `toml:"max_layer_entries" default:"4194304" min:"1" doc:"Maximum number of entries in a layer's tar."`
+	RegistryDirs []string `key:"registry.config_dirs" old:"registry_dirs" flag:"registry-dir" default:"/etc/berth/certs.d,/etc/containerd/certs.d" path:"abs" reload:"true" doc:"Directories with one folder per registry host. Each folder holds a hosts.toml in containerd's format: mirrors, CA, client certificates, headers. The first directory with a folder for the host is used. Client certificates and skip_verify apply to the host itself; CA certificates also apply to its token server and to redirects. Redirects and token servers may be on other machines. They may not be a cloud's metadata service. They may be on this machine's loopback or link-local addresses only if the registry is there too. redirect_to, a list of addresses and networks in a host's table, allows exceptions."`
+	DockerConfig string   `key:"registry.docker_config" old:"docker_config" path:"optional" reload:"true" doc:"File in the format of Docker's config.json, with credentials for pulls without their own. Empty: such pulls are anonymous."`
 
-	DiskReservePercent int `toml:"disk_reserve_percent" default:"5" min:"0" max:"90" doc:"Share of the filesystem of images that pulls leave free, in percent of its bytes and of its inodes. A pull that reaches the reserve fails with ResourceExhausted, and its partial layers are deleted. 0: no reserve."`
-	DiskReserveBytes   int `toml:"disk_reserve_bytes" default:"4294967296" min:"0" doc:"Upper limit in bytes of the reserve that disk_reserve_percent sets. The upper limit for inodes is 65536."`
+	DiskReservePercent    int `key:"disk.reserve_percent" old:"disk_reserve_percent" default:"5" min:"0" max:"90" doc:"Share of the filesystem of images that pulls leave free, in percent of its bytes and of its inodes. A pull that reaches the reserve fails with ResourceExhausted, and its partial layers are deleted. 0: no reserve."`
+	DiskReserveBytes      int `key:"disk.reserve_bytes" old:"disk_reserve_bytes" default:"4294967296" min:"0" doc:"Upper limit in bytes of the reserve that disk.reserve_percent sets. The upper limit for inodes is 65536."`
+	WritableLayerLimit    int `key:"disk.writable_layer_limit" old:"writable_layer_limit" default:"0" min:"0" doc:"Maximum number of bytes that a container can write into its own filesystem; further writes fail. It needs root on XFS, or on ext4 with the features project and quota, mounted with prjquota; otherwise berth does not start. A change applies to containers that start afterwards. Outside user namespaces, a process can take its own files out of the limit by an ioctl (FS_IOC_FSSETXATTR), but kubelet still sees them. A process that knows the project ID of another container can use up that container's limit by the same ioctl. 0: no limit."`
+	WritableLayerProjects int `key:"disk.writable_layer_projects" old:"writable_layer_projects" default:"1073741824" min:"1" max:"3221225471" doc:"First of 1073741824 project IDs for writable layers, used where root is mounted with prjquota. IDs are drawn at random. No other program, and no other berth, may use these IDs on that filesystem. kubelet uses IDs from 1048577 on. See /etc/projid."`
 
-	WritableLayerLimit    int `toml:"writable_layer_limit" default:"0" min:"0" doc:"Maximum number of bytes that a container can write into its own filesystem; further writes fail. It needs root on XFS, or on ext4 with the features project and quota, mounted with prjquota; otherwise berth does not start. A change applies to containers that start afterwards. Outside user namespaces, a process can take its own files out of the limit by an ioctl (FS_IOC_FSSETXATTR), but kubelet still sees them. A process that knows the project ID of another container can use up that container's limit by the same ioctl. 0: no limit."`
-	WritableLayerProjects int `toml:"writable_layer_projects" default:"1073741824" min:"1" max:"3221225471" doc:"First of 1073741824 project IDs for writable layers, used where root is mounted with prjquota. IDs are drawn at random. No other program, and no other berth, may use these IDs on that filesystem. kubelet uses IDs from 1048577 on. See /etc/projid."`
+	Network             string   `key:"network.type" old:"network" flag:"network" default:"cni" oneof:"cni,berth-net" doc:"Network of pods. cni: the network configured in cni.conf_dir; without one, only pods on the host's network run. berth-net: the built-in network, a bridge with addresses, host ports and masquerading. It needs no installation and no further configuration."`
+	NetworkBridge       string   `key:"network.bridge" old:"network_bridge" default:"berth0" doc:"Built-in network: name of the bridge."`
+	NetworkSubnets      []string `key:"network.subnets" old:"network_subnets" default:"10.83.0.0/16,fdb6:83e7:2d10::/64" doc:"Built-in network: subnets of pod addresses, one for IPv4, one for IPv6, or both. The bridge gets the first address of each. New pods use the node's pod CIDR instead once kubelet has sent it. A subnet is refused if the node has addresses in it or routes into it. The IPv6 subnet is ignored on nodes without IPv6."`
+	NetworkMTU          int      `key:"network.mtu" old:"network_mtu" default:"0" min:"0" max:"65535" doc:"Built-in network: MTU of pods. 0: MTU of the interface with the default route, read when the bridge is created."`
+	NetworkRoutes       []string `key:"network.routes" old:"network_routes" doc:"Built-in network: destinations that pods can reach, such as 10.0.0.0/8. Empty: all."`
+	NetworkMasquerade   bool     `key:"network.masquerade" old:"network_masquerade" default:"true" doc:"Built-in network: whether pods appear outside with the node's address."`
+	NetworkNoMasquerade []string `key:"network.no_masquerade" old:"network_no_masquerade" doc:"Built-in network: networks that see the pods' own addresses despite masquerading, such as pod networks of other nodes."`
+	NetworkCheckSource  bool     `key:"network.check_source" old:"network_check_source" default:"true" doc:"Built-in network: whether pods can send only with their own IP and hardware addresses, even to pods on the same bridge. It needs the kernel's bpf classifier (CONFIG_NET_CLS_BPF)."`
+	NetworkIsolation    []string `key:"network.isolation" old:"network_isolation" oneof:"pods,ingress,node" doc:"Built-in network: traffic to block. pods: between pods, including each other's host ports. ingress: from other machines to pods, except to host ports. node: from pods to the node."`
+	NetNSDir            string   `key:"network.netns_dir" old:"netns_dir" default:"/run/netns" path:"abs" doc:"Directory of pinned network namespaces of pods, named berth-<pod ID>. The ip tool lists those in /run/netns."`
 
-	LayerDriver string `toml:"layer_driver" flag:"layer-driver" default:"auto" oneof:"auto,erofs,directory" doc:"Form of image layers on disk. directory: files and directories. erofs: one file with the content of a layer, and one small EROFS image per image. It writes and deletes less, and gives a container one lower layer. It needs Linux 6.15. The filesystem of root must support mounting files; tmpfs does not. auto: erofs if it works, else directory. Images pulled under another setting stay in use."`
+	CNIConfDir  string   `key:"cni.conf_dir" old:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" reload:"true" doc:"Directory of CNI network configurations. The first valid file in lexical order is used. Changes take effect without a restart."`
+	CNIBinDirs  []string `key:"cni.bin_dirs" old:"cni_bin_dirs" flag:"cni-bin-dir" default:"/opt/cni/bin,/usr/lib/cni" path:"abs" reload:"true" doc:"Directories of CNI plugins, searched in this order. Distribution packages install into /usr/lib/cni."`
+	CNICacheDir string   `key:"cni.cache_dir" old:"cni_cache_dir" path:"optional" doc:"Directory for the CNI library's cache of results. Empty: cni below root."`
+	CNITimeout  Duration `key:"cni.timeout" old:"cni_timeout" default:"110s" min:"100ms" doc:"Limit for the plugins of one network to attach or detach a pod. After that they are killed with all their children. The default is below kubelet's two minutes for stopping a pod, so that the pod's events name the plugin that hangs."`
 
-	UnpackPath string `toml:"unpack_path" path:"optional" doc:"Path of the program berth-unpack, which unpacks image layers. Empty: beside the program berth, else in PATH."`
+	CDISpecDirs     []string `key:"devices.cdi_spec_dirs" old:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories of CDI specifications. If two describe the same device, the last directory wins. They are read for each container that asks for a device. Their content is trusted: hooks run as root."`
+	DeviceOwnership bool     `key:"devices.ownership_from_security_context" old:"device_ownership_from_security_context" default:"false" doc:"Whether a container's devices belong to the runAsUser and runAsGroup of its security context, so that a process without root can use them. It has no effect in pods with a user namespace, where devices keep their owner on the host."`
 
-	StatsPeriod Duration `toml:"stats_period" default:"10s" min:"100ms" doc:"Interval for counting a container's writable layer and open files. Slow counts run less often. If no client asks for the figures of a container, its interval is 30 times as long. All other statistics are read on request."`
+	NRI                    bool     `key:"nri.enabled" old:"nri" default:"true" doc:"Whether plugins of the Node Resource Interface can observe and change pods and containers. Without plugins it has no cost."`
+	NRISocket              string   `key:"nri.socket" old:"nri_socket" default:"/var/run/nri/nri.sock" path:"optional" doc:"Unix socket for plugins that start by themselves. Empty: only plugins from nri.plugin_dir. Do not share it with another runtime."`
+	NRIPluginDir           string   `key:"nri.plugin_dir" old:"nri_plugin_dir" default:"/opt/nri/plugins" path:"abs" doc:"Directory of plugins that the daemon starts: every program named NN-name. It need not exist."`
+	NRIPluginConfigDir     string   `key:"nri.plugin_config_dir" old:"nri_plugin_config_dir" default:"/etc/nri/conf.d" path:"abs" doc:"Directory of these plugins' configuration: the plugin gets NN-name.conf or name.conf."`
+	NRIRegistrationTimeout Duration `key:"nri.registration_timeout" old:"nri_registration_timeout" default:"5s" min:"10ms" doc:"Limit for a started or connected plugin to register. After that it is dropped."`
+	NRIRequestTimeout      Duration `key:"nri.request_timeout" old:"nri_request_timeout" default:"5s" min:"10ms" reload:"true" doc:"Limit for a plugin's answer. After that the plugin is dropped. Pods go on without it, unless it registered with another failure policy."`
+	NRIReject              []string `key:"nri.reject" old:"nri_reject" oneof:"hooks,namespaces,sysctl,seccomp-default,seccomp-custom,seccomp-unconfined" doc:"Adjustments that are forbidden to plugins. Creating a container fails if a plugin makes one. The seccomp values refer to the profile that the container asks for."`
+	NRIRequiredPlugins     []string `key:"nri.required_plugins" old:"nri_required_plugins" doc:"Plugins that must be registered before any container is created, static pods included."`
 
-	CDISpecDirs            []string `toml:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories of CDI specifications. If two describe the same device, the last directory wins. They are read for each container that asks for a device. Their content is trusted: hooks run as root."`
-	DeviceOwnership        bool     `toml:"device_ownership_from_security_context" default:"false" doc:"Whether a container's devices belong to the runAsUser and runAsGroup of its security context, so that a process without root can use them. It has no effect in pods with a user namespace, where devices keep their owner on the host."`
-	NRI                    bool     `toml:"nri" default:"true" doc:"Whether plugins of the Node Resource Interface can observe and change pods and containers. Without plugins it has no cost."`
-	NRISocket              string   `toml:"nri_socket" default:"/var/run/nri/nri.sock" path:"optional" doc:"Unix socket for plugins that start by themselves. Empty: only plugins from nri_plugin_dir. Do not share it with another runtime."`
-	NRIPluginDir           string   `toml:"nri_plugin_dir" default:"/opt/nri/plugins" path:"abs" doc:"Directory of plugins that the daemon starts: every program named NN-name. It need not exist."`
-	NRIPluginConfigDir     string   `toml:"nri_plugin_config_dir" default:"/etc/nri/conf.d" path:"abs" doc:"Directory of these plugins' configuration: the plugin gets NN-name.conf or name.conf."`
-	NRIRegistrationTimeout Duration `toml:"nri_registration_timeout" default:"5s" min:"10ms" doc:"Limit for a started or connected plugin to register. After that it is dropped."`
-	NRIRequestTimeout      Duration `toml:"nri_request_timeout" default:"5s" min:"10ms" doc:"Limit for a plugin's answer. After that the plugin is dropped. Pods go on without it, unless it registered with another failure policy."`
-	NRIReject              []string `toml:"nri_reject" oneof:"hooks,namespaces,sysctl,seccomp-default,seccomp-custom,seccomp-unconfined" doc:"Adjustments that are forbidden to plugins. Creating a container fails if a plugin makes one. The seccomp values refer to the profile that the container asks for."`
-	NRIRequiredPlugins     []string `toml:"nri_required_plugins" doc:"Plugins that must be registered before any container is created, static pods included."`
+	TracingEndpoint     string `key:"tracing.endpoint" old:"tracing_endpoint" doc:"Host and port of an OpenTelemetry collector. It gets the spans of requests that kubelet traces or that are sampled. Empty: no export. The data of berth trace is recorded in any case."`
+	TracingProtocol     string `key:"tracing.protocol" old:"tracing_protocol" default:"grpc" oneof:"grpc,http/protobuf" doc:"Form of OTLP: grpc, usually port 4317, or http/protobuf, usually port 4318 with path /v1/traces."`
+	TracingInsecure     bool   `key:"tracing.insecure" old:"tracing_insecure" default:"false" doc:"Whether to talk to the collector without TLS, as kubelet does. It is meant for a collector on this node. Otherwise the collector's certificate is verified."`
+	TracingSamplingRate int    `key:"tracing.sampling_rate_per_million" old:"tracing_sampling_rate_per_million" default:"0" min:"0" max:"1000000" doc:"Number of requests without a trace from kubelet that are traced, per million. kubelet decides about its own traces."`
 
-	DefaultHandler string `toml:"default_handler" default:"berth" doc:"Runtime handler of pods that name none: berth, the built-in one, or a name from handlers."`
-
-	StreamAddress     string   `toml:"stream_address" flag:"stream-address" default:"127.0.0.1:0" doc:"IP address and port of exec, attach and port-forward sessions, for kubelet on this node. Port 0: any free port. Addresses other than loopback need stream_tls_cert."`
-	StreamTLSCert     string   `toml:"stream_tls_cert" path:"optional" doc:"PEM file with the server certificate of sessions. Empty: plain HTTP."`
-	StreamTLSKey      string   `toml:"stream_tls_key" path:"optional" doc:"PEM file with the private key of stream_tls_cert."`
-	StreamClientCA    string   `toml:"stream_client_ca" path:"optional" doc:"PEM file with CA certificates that sign client certificates. Empty: clients need no certificate, only a URL that is valid for one session."`
-	StreamIdleTimeout Duration `toml:"stream_idle_timeout" default:"4h" min:"1s" doc:"Limit for a session without traffic. After that it is closed."`
-
-	MaxExecs          int `toml:"max_execs" default:"512" min:"1" doc:"Maximum number of commands that run in containers at the same time, probes and exec sessions together. A quarter is reserved for probes and hooks. Each needs a process with some MB of memory in berth's cgroup. Further commands fail with ResourceExhausted."`
-	MaxContainerExecs int `toml:"max_container_execs" default:"128" min:"1" doc:"Maximum number of commands that run in one container at the same time."`
-	MaxSessions       int `toml:"max_sessions" default:"4096" min:"1" doc:"Maximum number of attached clients and forwarded connections at the same time. One pod can have half of them."`
-
-	WaitLimit Duration `toml:"wait_limit" default:"1m" min:"1s" doc:"A wait that is longer than this is logged, for example a wait for a plugin, a disk or a killed process. The log gets the stacks of all goroutines at most once a minute. The limit of the wait itself stays unchanged. Some waits have longer limits of their own; verbose Status shows all of them."`
-
-	TracingEndpoint     string `toml:"tracing_endpoint" doc:"Host and port of an OpenTelemetry collector. It gets the spans of requests that kubelet traces or that are sampled. Empty: no export. The data of berth trace is recorded in any case."`
-	TracingProtocol     string `toml:"tracing_protocol" default:"grpc" oneof:"grpc,http/protobuf" doc:"Form of OTLP: grpc, usually port 4317, or http/protobuf, usually port 4318 with path /v1/traces."`
-	TracingInsecure     bool   `toml:"tracing_insecure" default:"false" doc:"Whether to talk to the collector without TLS, as kubelet does. It is meant for a collector on this node. Otherwise the collector's certificate is verified."`
-	TracingSamplingRate int    `toml:"tracing_sampling_rate_per_million" default:"0" min:"0" max:"1000000" doc:"Number of requests without a trace from kubelet that are traced, per million. kubelet decides about its own traces."`
-
-	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"Lowest severity of logged messages."`
-	LogFormat string `toml:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Format of the log on standard error."`
-
-	Handlers map[string]Handler `toml:"handlers" example:"crun" doc:"Runtime handler: the name that a RuntimeClass uses as its handler. Without a path it is another name for the built-in handler, berth. A missing program does not stop the daemon; its pods are refused until it is installed."`
+	Handlers map[string]Handler `key:"handlers" example:"crun" reload:"true" doc:"Runtime handler: the name that a RuntimeClass uses as its handler. Without a path it is another name for the built-in handler, berth. A missing program does not stop the daemon; its pods are refused until it is installed."`
 }
 
 // Handler is one of the tables [handlers.NAME].
 type Handler struct {
-	Path string   `toml:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime with runc's command line, such as crun or gVisor's runsc. Its features are read with the command features. Empty: the built-in runtime."`
-	Args []string `toml:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
+	Path string   `key:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime with runc's command line, such as crun or gVisor's runsc. Its features are read with the command features. Empty: the built-in runtime."`
+	Args []string `key:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
 }
 
 // BuiltinHandler is the name of the built-in runtime handler.
 const BuiltinHandler = "berth"
 
-// Default returns the configuration without flags and file.
+// Default returns the configuration without flags and files.
 func Default() *Config {
 	c := new(Config)
 	for _, o := range options() {
@@ -143,21 +136,6 @@ func Default() *Config {
 		}
 	}
 	return c
-}
-
-// Parse parses a configuration file. name is its name in errors. Options that the file lacks have
-// their defaults. Parse reports each unknown key with its line and the option with the nearest
-// name.
-func Parse(name string, content []byte) (*Config, error) {
-	c := Default()
-	lines, err := decode(name, content, c)
-	if err != nil {
-		return nil, err
-	}
-	if err := c.validate(lines.where); err != nil {
-		return nil, err
-	}
-	return c, nil
 }
 
 // fields returns the struct with the top-level options.
@@ -173,48 +151,55 @@ func AddFlags(flags *pflag.FlagSet) {
 	}
 }
 
-// Load returns the configuration that follows from the flags registered by
-// AddFlags and from the file they name. The file may be missing unless --config
-// was given.
-func Load(flags *pflag.FlagSet) (*Config, error) {
-	c := Default()
+// Parse parses one configuration file. name is its name in errors. Options that the file lacks
+// have their defaults. Parse reports each unknown key with its line and the option with the nearest
+// name.
+func Parse(name string, content []byte) (*Config, error) {
+	var l loading
+	l.config = Default()
+	if err := l.add(name, content); err != nil {
+		return nil, err
+	}
+	if err := l.config.validate(l.where); err != nil {
+		return nil, err
+	}
+	return l.config, nil
+}
+
+// Load returns the configuration that follows from the flags registered by AddFlags, from the file
+// that --config names and from its directory of additional files (see [FragmentDir]). The file may
+// be missing unless --config was given. The warnings name obsolete keys with their files and lines.
+func Load(flags *pflag.FlagSet) (c *Config, warnings []string, err error) {
 	name, err := flags.GetString("config")
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	content, err := os.ReadFile(name)
-	if errors.Is(err, fs.ErrNotExist) && !flags.Changed("config") {
-		content, err = nil, nil
+	l := loading{config: Default()}
+	if err := l.addFiles(name, flags.Changed("config")); err != nil {
+		return nil, nil, err
 	}
+	fromFlag, err := applyFlags(flags, l.config)
 	if err != nil {
-		return nil, fmt.Errorf("read configuration: %w", err)
+		return nil, nil, err
 	}
-	lines, err := decode(name, content, c)
-	if err != nil {
-		return nil, err
-	}
-	fromFlag, err := applyFlags(flags, c)
-	if err != nil {
-		return nil, err
-	}
-	err = c.validate(func(key string) string {
+	err = l.config.validate(func(key string) string {
 		if flag, ok := fromFlag[key]; ok {
 			return "--" + flag
 		}
-		return lines.where(key)
+		return l.where(key)
 	})
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	return c, nil
+	return l.config, l.warnings, nil
 }
 
-// LoadTold returns the configuration of a running daemon from its verbose Status, which includes
-// the daemon's flags. Flags given here take precedence. An option that an older daemon does not
-// report has its default.
-func LoadTold(flags *pflag.FlagSet, told []byte) (*Config, error) {
+// LoadReported returns the configuration of a running daemon from its verbose Status, which
+// includes the daemon's flags. Flags given here take precedence. An option that an older daemon
+// does not report has its default.
+func LoadReported(flags *pflag.FlagSet, reported []byte) (*Config, error) {
 	c := Default()
-	if err := json.Unmarshal(told, c); err != nil {
+	if err := json.Unmarshal(reported, c); err != nil {
 		return nil, fmt.Errorf("read the configuration of the daemon: %w", err)
 	}
 	fromFlag, err := applyFlags(flags, c)
@@ -241,46 +226,14 @@ func applyFlags(flags *pflag.FlagSet, c *Config) (map[string]string, error) {
 		if o.Flag == "" || f == nil || !f.Changed {
 			continue
 		}
-		if err := o.set(fields(c), f.Value.(*flagValue).texts); err != nil {
+		value, ok := f.Value.(*flagValue)
+		if !ok {
+			return nil, errors.New("--" + o.Flag + " is not a flag of the configuration")
+		}
+		if err := o.set(fields(c), value.texts); err != nil {
 			return nil, fmt.Errorf("--%s: %w", o.Flag, err)
 		}
 		given[o.Key] = o.Flag
 	}
 	return given, nil
-}
-
-// places records where a file sets its options.
-type places struct {
-	name  string         // of the file
-	lines map[string]int // by key
-}
-
-// where returns the place of an option: "config.toml: line 3: root".
-func (p places) where(key string) string {
-	if line, ok := p.lines[key]; ok {
-		return fmt.Sprintf("%s: line %d: %s", p.name, line, key)
-	}
-	return p.name + ": " + key
-}
-
-// decode parses content into c. Its errors name the file, line and key.
-func decode(name string, content []byte, c *Config) (places, error) {
-	found := places{name: name, lines: map[string]int{}}
-	if err := found.read(content); err != nil {
-		return found, err
-	}
-	err := toml.Unmarshal(content, c)
-	var wrong *toml.DecodeError
-	switch {
-	case err == nil:
-		return found, nil
-	case errors.As(err, &wrong):
-		line, column := wrong.Position()
-		if key := strings.Join(wrong.Key(), "."); key != "" {
-			return found, fmt.Errorf("%s: line %d: %s: %w", name, line, key, wrong)
-		}
-		return found, fmt.Errorf("%s: line %d, column %d: %w", name, line, column, wrong)
-	default:
-		return found, fmt.Errorf("%s: %w", name, err)
-	}
 }

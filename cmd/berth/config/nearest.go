@@ -1,12 +1,57 @@
 package config
 
-// keys returns the keys of all top-level options and tables.
-func keys() []string {
-	all := keysOf(options())
-	for _, t := range tables() {
-		all = append(all, t.Key)
+import (
+	"slices"
+	"strings"
+)
+
+// groups are the tables of options, in the order of the options. The first is "", for the options
+// outside of tables.
+func groups() []string {
+	all := []string{""}
+	for _, o := range options() {
+		if group, _ := o.group(); !slices.Contains(all, group) {
+			all = append(all, group)
+		}
 	}
 	return all
+}
+
+func isGroup(key string) bool { return key != "" && slices.Contains(groups(), key) }
+
+// keysBelow returns the keys of the options in a table.
+func keysBelow(group string) []string {
+	var all []string
+	for _, o := range options() {
+		if g, key := o.group(); g == group {
+			all = append(all, key)
+		}
+	}
+	return all
+}
+
+// nearest returns the option or table with the key nearest to key. A key in the wrong table is
+// close to the option of the same name in another table.
+func nearest(key string) string {
+	known := append(keysOf(options()), groups()[1:]...)
+	for _, t := range tables() {
+		known = append(known, t.Key)
+	}
+	_, name := cut(key)
+	for _, o := range options() {
+		if _, own := o.group(); own == name || o.Old == name {
+			return o.Key
+		}
+	}
+	return nearestOf(key, known)
+}
+
+// cut splits a key at its last dot.
+func cut(key string) (table, name string) {
+	if i := strings.LastIndexByte(key, '.'); i >= 0 {
+		return key[:i], key[i+1:]
+	}
+	return "", key
 }
 
 func keysOf(options []option) []string {
@@ -17,11 +62,16 @@ func keysOf(options []option) []string {
 	return all
 }
 
-// nearest returns the known key with the smallest edit distance from key.
-func nearest(key string, known []string) string {
+// nearestOf returns the known key with the smallest edit distance from key. Without a table, the
+// table of a known key does not count.
+func nearestOf(key string, known []string) string {
 	best, least := "", -1
 	for _, k := range known {
-		if d := distance(key, k); least < 0 || d < least {
+		compared := k
+		if !strings.Contains(key, ".") {
+			_, compared = cut(k)
+		}
+		if d := distance(key, compared); least < 0 || d < least {
 			best, least = k, d
 		}
 	}

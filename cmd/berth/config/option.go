@@ -8,8 +8,6 @@ import (
 	"strings"
 	"sync"
 	"time"
-
-	"github.com/pelletier/go-toml/v2/unstable"
 )
 
 // Duration is a duration in the form "1m30s". It is a struct so that TOML's bare numbers, which
@@ -43,8 +41,9 @@ func (d Duration) String() string {
 
 // option describes a field of Config, or of one of its tables, by the field's tags.
 type option struct {
-	Key, Flag, Doc string
-	Default        string // in a flag's form, lists separated by commas
+	Key, Old, Flag, Doc string // Key: table and key, separated by dots
+	Default             string // in a flag's form, lists separated by commas
+	Reload              bool   // a running daemon can take a new value
 
 	field reflect.StructField
 	path  string   // "", "abs", "optional" or "socket"
@@ -67,7 +66,7 @@ var options = sync.OnceValue(func() []option {
 func newOption(field reflect.StructField) option {
 	tag := field.Tag
 	o := option{
-		Key: tag.Get("toml"), Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
+		Key: tag.Get("key"), Old: tag.Get("old"), Reload: tag.Get("reload") == "true", Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
 		field: field, path: tag.Get("path"), min: tag.Get("min"), max: tag.Get("max"),
 	}
 	if s := tag.Get("oneof"); s != "" {
@@ -143,28 +142,16 @@ func (o option) typeName() string {
 	}
 }
 
-// kind returns the TOML type of the value. A duration is a string, because a bare number has no
-// unit.
-func (o option) kind() unstable.Kind {
-	switch o.typeName() {
-	case "list of strings":
-		return unstable.Array
-	case "boolean":
-		return unstable.Bool
-	case "number":
-		return unstable.Integer
-	default:
-		return unstable.String
-	}
-}
-
-// wants returns the expected type, for an error text.
-func (o option) wants() string {
+// typeText returns the expected type for an error text.
+func (o option) typeText() string {
 	if name := o.typeName(); name != "duration" {
 		return name
 	}
 	return `duration like "1m30s"`
 }
+
+// group returns the option's table, or "" for a top-level option, and its key in the table.
+func (o option) group() (table, key string) { return cut(o.Key) }
 
 // usage returns the documentation in pflag's form: pflag shows a name in backquotes in the list of
 // flags.

@@ -1,45 +1,123 @@
 package config
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 
+	"github.com/pelletier/go-toml/v2"
 	"github.com/pelletier/go-toml/v2/unstable"
 )
 
-// read records the lines of all keys. It refuses unknown keys, and values of another type than
-// their option's. The decoder could do this too, but it would accept "Root" beside "root", and its
-// errors about types are for Go programmers. Syntax errors are left to the decoder.
-func (p places) read(content []byte) error {
+// FragmentDir returns the directory with additional files for a configuration file: config.d for
+// config.toml. Its files *.toml are read in lexical order.
+func FragmentDir(file string) string { return strings.TrimSuffix(file, ".toml") + ".d" }
+
+// loading is a configuration that is read from files.
+type loading struct {
+	config   *Config
+	origins  map[string]string // by key: "config.toml: line 3"
+	last     string            // name of the last file
+	warnings []string
+}
+
+// addFiles reads a configuration file and the files of its directory. required is whether the file
+// must exist.
+func (l *loading) addFiles(name string, required bool) error {
+	l.last = name
+	content, err := os.ReadFile(name)
+	switch {
+	case err == nil:
+		if err := l.add(name, content); err != nil {
+			return err
+		}
+	case !errors.Is(err, fs.ErrNotExist) || required:
+		return fmt.Errorf("read configuration: %w", err)
+	}
+	fragments, err := filepath.Glob(filepath.Join(globEscape(FragmentDir(name)), "*.toml")) // sorted
+	if err != nil {
+		return fmt.Errorf("list additional configuration files: %w", err)
+	}
+	for _, fragment := range fragments {
+		content, err := os.ReadFile(fragment)
+		if err != nil {
+			return fmt.Errorf("read configuration: %w", err)
+		}
+		if err := l.add(fragment, content); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// globEscape returns a pattern that matches only path.
+func globEscape(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
+}
+
+// where returns the place of an option for error texts: "config.toml: line 3: root".
+func (l *loading) where(key string) string {
+	if origin, ok := l.origins[key]; ok {
+		return origin + ": " + key
+	}
+	return l.last + ": " + key
+}
+
+// add reads a file's content into the configuration.
+func (l *loading) add(name string, content []byte) error {
+	l.last = name
+	var tree map[string]any
+	if err := toml.Unmarshal(content, &tree); err != nil {
+		return syntaxError(name, err)
+	}
+	f := &file{name: name, lines: lines(content), loading: l, set: map[string]string{}}
+	f.table(tree, "")
+	slices.SortStableFunc(f.problems, func(a, b problem) int { return cmp.Compare(a.line, b.line) })
 	var all []error
+	for _, p := range f.problems {
+		all = append(all, fmt.Errorf("%s: line %d: %w", name, p.line, p.err))
+	}
+	return errors.Join(all...)
+}
+
+func syntaxError(name string, err error) error {
+	var wrong *toml.DecodeError
+	if !errors.As(err, &wrong) {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	line, column := wrong.Position()
+	return fmt.Errorf("%s: line %d, column %d: %w", name, line, column, wrong)
+}
+
+// lines returns the line of each key and table header, by its full dotted key.
+func lines(content []byte) map[string]int {
+	found := map[string]int{}
 	var parser unstable.Parser
 	parser.Reset(content)
-	var within []string // the table of the following keys
-	skip := false       // the table was refused
+	var table []string // of the following keys
 	for parser.NextExpression() {
 		e := parser.Expression()
 		if e.Kind != unstable.KeyValue && e.Kind != unstable.Table && e.Kind != unstable.ArrayTable {
 			continue
 		}
 		key, line := keyOf(e, &parser)
-		if e.Kind != unstable.KeyValue {
-			within, skip = key, false
+		if e.Kind == unstable.KeyValue {
+			key = append(slices.Clone(table), key...)
 		} else {
-			key = append(slices.Clone(within), key...)
+			table = key
 		}
-		if skip {
-			continue
+		full := strings.Join(key, ".")
+		if found[full] == 0 {
+			found[full] = line
 		}
-		if err := check(e, key); err != nil {
-			all = append(all, fmt.Errorf("%s: line %d: %w", p.name, line, err))
-			skip = e.Kind != unstable.KeyValue
-			continue
-		}
-		p.lines[strings.Join(key, ".")] = line
 	}
-	return errors.Join(all...)
+	return found
 }
 
 // keyOf returns the parts of an expression's key, and its line.
@@ -53,44 +131,206 @@ func keyOf(e *unstable.Node, parser *unstable.Parser) (parts []string, line int)
 	return parts, line
 }
 
-// check returns an expression's error. Its full key, including tables, is key.
-func check(e *unstable.Node, key []string) error {
-	if i := slices.IndexFunc(tables(), func(t table) bool { return t.Key == key[0] }); i >= 0 {
-		return tables()[i].checkKey(e, key)
-	}
-	i := slices.IndexFunc(options(), func(o option) bool { return o.Key == key[0] })
-	if i < 0 {
-		return unknown(key[0], key[0], keys())
-	}
-	if e.Kind != unstable.KeyValue || len(key) > 1 {
-		return fmt.Errorf("%s takes a value and is not a table", key[0])
-	}
-	return options()[i].checkKind(e, key[0])
+// file is one file that is read into a configuration.
+type file struct {
+	*loading
+	name     string
+	lines    map[string]int
+	set      map[string]string // options that the file sets: the file's key, by the option's key
+	problems []problem
 }
 
-// checkKey checks an expression in one of the tables.
-func (t table) checkKey(e *unstable.Node, key []string) error {
-	switch {
-	case e.Kind == unstable.Table && len(key) == 2:
-		return nil
-	case e.Kind != unstable.KeyValue || len(key) != 3:
-		return fmt.Errorf("%s: it takes tables of the form [%s.NAME] with values in them", strings.Join(key, "."), t.Key)
-	}
-	full := strings.Join(key, ".")
-	i := slices.IndexFunc(t.Options, func(o option) bool { return o.Key == key[2] })
-	if i < 0 {
-		return unknown(full, key[2], keysOf(t.Options))
-	}
-	return t.Options[i].checkKind(e, full)
+type problem struct {
+	line int
+	err  error
 }
 
-func (o option) checkKind(e *unstable.Node, key string) error {
-	if e.Value().Kind != o.kind() {
-		return fmt.Errorf("%s takes a %s, found %s", key, o.wants(), strings.ToLower(e.Value().Kind.String()))
+// line returns the line of a key, or of the inline table that contains it.
+func (f *file) line(key string) int {
+	for {
+		if line, ok := f.lines[key]; ok {
+			return line
+		}
+		// A header [a.b] also creates the table a.
+		for full, line := range f.lines {
+			if strings.HasPrefix(full, key+".") {
+				return line
+			}
+		}
+		i := strings.LastIndexByte(key, '.')
+		if i < 0 {
+			return 1
+		}
+		key = key[:i]
 	}
-	return nil
 }
 
-func unknown(key, name string, known []string) error {
-	return fmt.Errorf("unknown key %q, the nearest option is %q", key, nearest(name, known))
+func (f *file) refuse(key string, format string, args ...any) {
+	f.problems = append(f.problems, problem{f.line(key), fmt.Errorf(format, args...)})
+}
+
+// table sets the options in a table of the file. prefix is the table's key with a dot, or empty.
+func (f *file) table(values map[string]any, prefix string) {
+	for name, value := range values {
+		key := prefix + name
+		content, isTable := value.(map[string]any)
+		if i := slices.IndexFunc(tables(), func(t table) bool { return t.Key == key }); i >= 0 {
+			f.namedTables(tables()[i], value)
+			continue
+		}
+		if isTable && isGroup(key) {
+			f.table(content, key+".")
+			continue
+		}
+		i := slices.IndexFunc(options(), func(o option) bool { return o.Key == key || o.Old == key })
+		switch {
+		case i < 0 && isGroup(key):
+			f.refuse(key, "%s is a table with the options %s", key, strings.Join(keysBelow(key), ", "))
+		case i < 0:
+			f.refuse(key, "unknown key %q, the nearest option is %q", key, nearest(key))
+		case isTable:
+			f.refuse(key, "%s takes a value and is not a table", key)
+		default:
+			f.option(options()[i], key, value)
+		}
+	}
+}
+
+// option sets an option. key is the key in the file, which may be obsolete.
+func (f *file) option(o option, key string, value any) {
+	if other, ok := f.set[o.Key]; ok {
+		f.refuse(key, "%s and %s (line %d) set the same option", key, other, f.line(other))
+		return
+	}
+	f.set[o.Key] = key
+	texts, err := o.texts(value)
+	if err == nil {
+		err = o.set(fields(f.config), texts)
+	}
+	if err != nil {
+		f.refuse(key, "%s: %w", key, err)
+		return
+	}
+	f.place(o.Key, key)
+	if key != o.Key {
+		f.warnings = append(f.warnings, fmt.Sprintf("%s: line %d: %s is now %s; \"berth config migrate\" rewrites the file",
+			f.name, f.line(key), key, o.Key))
+	}
+}
+
+// place records the origin of an option.
+func (f *file) place(option, key string) {
+	if f.origins == nil {
+		f.origins = map[string]string{}
+	}
+	f.origins[option] = fmt.Sprintf("%s: line %d", f.name, f.line(key))
+}
+
+// namedTables sets the entries of a table whose keys users choose. An entry replaces the one of an
+// earlier file as a whole.
+func (f *file) namedTables(t table, value any) {
+	const form = "%s: it takes tables of the form [%s.NAME] with values in them"
+	entries, ok := value.(map[string]any)
+	if !ok {
+		f.refuse(t.Key, form, t.Key, t.Key)
+		return
+	}
+	all := fields(f.config).FieldByIndex(t.field.Index)
+	if all.IsNil() {
+		all.Set(reflect.MakeMap(all.Type()))
+	}
+	for name, value := range entries {
+		key := t.Key + "." + name
+		values, ok := value.(map[string]any)
+		if !ok {
+			at := t.Key
+			if _, found := f.lines[key]; found {
+				at = key
+			}
+			f.refuse(key, form, at, t.Key)
+			continue
+		}
+		entry := reflect.New(t.field.Type.Elem()).Elem() // values in a map are not addressable
+		f.entry(t, key, values, entry)
+		f.place(key, key)
+		all.SetMapIndex(reflect.ValueOf(name), entry)
+	}
+}
+
+func (f *file) entry(t table, key string, values map[string]any, entry reflect.Value) {
+	for name, value := range values {
+		full := key + "." + name
+		i := slices.IndexFunc(t.Options, func(o option) bool { return o.Key == name })
+		if _, isTable := value.(map[string]any); isTable && i < 0 {
+			f.refuse(full, "%s: it takes tables of the form [%s.NAME] with values in them", full, t.Key)
+			continue
+		}
+		if i < 0 {
+			f.refuse(full, "unknown key %q, the nearest option is %q", full, nearestOf(name, keysOf(t.Options)))
+			continue
+		}
+		texts, err := t.Options[i].texts(value)
+		if err == nil {
+			err = t.Options[i].set(entry, texts)
+		}
+		if err != nil {
+			f.refuse(full, "%s: %w", full, err)
+			continue
+		}
+		f.place(full, full)
+	}
+}
+
+// texts returns a TOML value as arguments of set. It refuses values of another type than the
+// option's: "1" is not a number, and 60 is not a duration, because it has no unit.
+func (o option) texts(value any) ([]string, error) {
+	wrong := fmt.Errorf("it takes a %s, found %s", o.typeText(), kindOf(value))
+	switch v := value.(type) {
+	case string:
+		if o.typeName() == "string" || o.typeName() == "duration" {
+			return []string{v}, nil
+		}
+	case bool:
+		if o.typeName() == "boolean" {
+			return []string{fmt.Sprint(v)}, nil
+		}
+	case int64:
+		if o.typeName() == "number" {
+			return []string{fmt.Sprint(v)}, nil
+		}
+	case []any:
+		if !o.isList() {
+			return nil, wrong
+		}
+		texts := make([]string, len(v))
+		for i, element := range v {
+			text, ok := element.(string)
+			if !ok {
+				return nil, fmt.Errorf("element %d of the list is not a string, found %s", i+1, kindOf(element))
+			}
+			texts[i] = text
+		}
+		return texts, nil
+	}
+	return nil, wrong
+}
+
+// kindOf names the type of a TOML value.
+func kindOf(value any) string {
+	switch value.(type) {
+	case string:
+		return "string"
+	case bool:
+		return "boolean"
+	case int64:
+		return "integer"
+	case float64:
+		return "float"
+	case []any:
+		return "array"
+	case map[string]any:
+		return "table"
+	default:
+		return "date or time"
+	}
 }

@@ -12,6 +12,7 @@ import (
 type table struct {
 	Key, Doc, Example string
 	Options           []option // of each entry
+	Reload            bool     // a running daemon can take new entries
 
 	field reflect.StructField
 }
@@ -23,7 +24,8 @@ var tables = sync.OnceValue(func() []table {
 		if !isTables(field) {
 			continue
 		}
-		t := table{Key: field.Tag.Get("toml"), Doc: field.Tag.Get("doc"), Example: field.Tag.Get("example"), field: field}
+		t := table{Key: field.Tag.Get("key"), Doc: field.Tag.Get("doc"), Example: field.Tag.Get("example"), field: field}
+		t.Reload = field.Tag.Get("reload") == "true"
 		for f := range field.Type.Elem().Fields() {
 			t.Options = append(t.Options, newOption(f))
 		}
@@ -37,10 +39,8 @@ func isTables(field reflect.StructField) bool { return field.Type.Kind() == refl
 // check validates all entries of the table in c, and cleans their paths.
 func (t table) check(c *Config, where func(key string) string) []error {
 	entries := fields(c).FieldByIndex(t.field.Index)
-	names := entries.MapKeys()
-	slices.SortFunc(names, func(a, b reflect.Value) int { return strings.Compare(a.String(), b.String()) })
 	var all []error
-	for _, name := range names {
+	for _, name := range sortedKeys(entries) {
 		entry := reflect.New(t.field.Type.Elem()).Elem() // values in a map are not addressable
 		entry.Set(entries.MapIndex(name))
 		for _, o := range t.Options {
@@ -51,4 +51,11 @@ func (t table) check(c *Config, where func(key string) string) []error {
 		entries.SetMapIndex(name, entry)
 	}
 	return all
+}
+
+// sortedKeys returns the keys of a map of strings in lexical order.
+func sortedKeys(m reflect.Value) []reflect.Value {
+	keys := m.MapKeys()
+	slices.SortFunc(keys, func(a, b reflect.Value) int { return strings.Compare(a.String(), b.String()) })
+	return keys
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// LoadTold must read a daemon's reported configuration unchanged, except for given flags.
+// LoadReported must read a daemon's reported configuration unchanged, except for given flags.
 func TestReportedConfigurationIsReadUnchanged(t *testing.T) {
 	running, err := Parse("f.toml", []byte("root = '/r'\nmax_layer_bytes = 3000000\nstall_timeout = '7s'\nnri_reject = ['hooks']\n[handlers.crun]\npath = '/usr/bin/crun'\n"))
 	if err != nil {
@@ -48,7 +48,7 @@ func TestReportedConfigurationIsReadUnchanged(t *testing.T) {
 			if err := flags.Parse(c.args); err != nil {
 				t.Fatal(err)
 			}
-			got, err := LoadTold(flags, []byte(c.told))
+			got, err := LoadReported(flags, []byte(c.told))
 			if c.error != "" {
 				if err == nil || !strings.Contains(err.Error(), c.error) {
 					t.Errorf("got %v, want %q", err, c.error)

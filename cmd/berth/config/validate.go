@@ -33,7 +33,7 @@ func (c *Config) validate(where func(key string) string) error {
 			fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
 	}
 	if err := checkEndpoint(c.TracingEndpoint); err != nil {
-		all = append(all, fmt.Errorf("%s: %w", where("tracing_endpoint"), err))
+		all = append(all, fmt.Errorf("%s: %w", where("tracing.endpoint"), err))
 	}
 	if len(all) == 0 {
 		all = append(all, c.checkStream())

@@ -50,12 +50,12 @@ func Command() *cobra.Command {
 		Long: `Run the daemon: serve CRI on a unix socket.
 
 SIGTERM and SIGINT stop the daemon. All containers keep running, and the next
-"berth serve" takes them over. SIGHUP only logs that a new configuration needs a
-restart. SIGUSR1 writes the stacks of all goroutines to standard error. "berth
-config default" explains every option.`,
+"berth serve" takes them over. SIGHUP reloads the configuration. SIGUSR1 writes the
+stacks of all goroutines to standard error. "berth config default" explains every
+option.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := config.Load(cmd.Flags())
+			cfg, warnings, err := config.Load(cmd.Flags())
 			if err != nil {
 				return err
 			}
@@ -65,22 +65,26 @@ config default" explains every option.`,
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
 			context.AfterFunc(ctx, stop) // a second signal ends the process at once
 			setUpProcess()
-			log := newLogger(cfg, os.Stderr)
+			level := new(slog.LevelVar)
+			log := newLogger(cfg, level, os.Stderr)
 			captureLibraryLog(log)
-			return serve(ctx, cfg, log)
+			for _, w := range warnings {
+				log.Warn("obsolete configuration", "key", w)
+			}
+			load := func() (*config.Config, []string, error) { return config.Load(cmd.Flags()) }
+			return serve(ctx, cfg, newReloader(cfg, load, level, log), log)
 		},
 	}
 	config.AddFlags(cmd.Flags())
 	return cmd
 }
 
-// newLogger returns a logger that writes to w. The daemon logs to standard error, which systemd
-// connects to the journal.
-func newLogger(cfg *config.Config, w io.Writer) *slog.Logger {
-	var options slog.HandlerOptions
-	var level slog.Level
-	if err := level.UnmarshalText([]byte(cfg.LogLevel)); err == nil { // the configuration allows only slog's level names
-		options.Level = level
+// newLogger returns a logger that writes to w, and sets its level. The daemon logs to standard
+// error, which systemd connects to the journal.
+func newLogger(cfg *config.Config, level *slog.LevelVar, w io.Writer) *slog.Logger {
+	options := slog.HandlerOptions{Level: level}
+	if l, err := logLevel(cfg); err == nil { // the configuration allows only slog's level names
+		level.Set(l)
 	}
 	if cfg.LogFormat == "json" {
 		return slog.New(slog.NewJSONHandler(w, &options))
@@ -102,13 +106,13 @@ func setUpProcess() {
 }
 
 // serve runs the daemon from start to end. It closes its parts in reverse order.
-func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
+func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.Logger) (err error) {
 	a := &assembly{cfg: cfg, shutdown: newShutdown(stopLimit), closing: cleanup.New(), log: log}
 	defer a.closing.Run(&err)
 	// The limit starts with the signal, or with the first part that closes.
 	defer context.AfterFunc(ctx, func() { a.shutdown.deadline() })()
 
-	a.closing.Add("stop watching signals", watchSignals(os.Stderr, log))
+	a.closing.Add("stop watching signals", watchSignals(os.Stderr, reload.request, log))
 	budget := memory.SetLimit(log)
 	if err := lockDirectories(cfg, a.closing); err != nil {
 		return err
@@ -139,7 +143,11 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
-	pods, err := a.openPods(ctx, n, images, network)
+	plugins, err := newPlugins(cfg, a.waits, log)
+	if err != nil {
+		return err
+	}
+	pods, err := a.openPods(ctx, n, images, network, plugins)
 	if err != nil {
 		return err
 	}
@@ -150,9 +158,11 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	a.serveCadvisor(cadvisor, pods, images)
 	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, log)
 	a.closing.Add("stop the idle trimmer", trimmer.Close)
-	serverCfg := serverConfig(cfg, n, network, sessions, tracing, a.waits)
+	serverCfg := serverConfig(reload.settings, n, network, sessions, tracing, a.waits)
 	serverCfg.UserNamespaces = pods.HostFacts().UserNamespaces
 	serverCfg.Changing = trimmer.Changing
+	reload.images, reload.network, reload.pods, reload.plugins = images, network, pods, plugins
+	a.closing.Add("stop reloading", whileServing(reload.run))
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)
 }
 
@@ -237,12 +247,12 @@ func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger
 
 // openPods restores all pods and containers, and then deletes layers that none of them needs.
 func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store,
-	network *cni.Network) (*sandbox.Manager, error) {
-	plugins, err := newPlugins(a.cfg, a.waits, a.log)
-	if err != nil {
-		return nil, err
+	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
+	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
+	if plugins != nil { // else the interface must be nil, too
+		cfg.Plugins = plugins
 	}
-	pods, err := sandbox.Open(ctx, sandboxConfig(a.cfg, n, plugins, a.waits, a.log), images, network)
+	pods, err := sandbox.Open(ctx, cfg, images, network)
 	if err != nil {
 		return nil, err
 	}
@@ -372,10 +382,6 @@ func ignoreClosed(err error) error {
 }
 
 func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, waits *task.Waits) image.Config {
-	pinned := cfg.PinnedImages
-	if cfg.PauseImage != "" {
-		pinned = append([]string{cfg.PauseImage}, pinned...)
-	}
 	return image.Config{
 		Root:        filepath.Join(cfg.Root, "images"),
 		Unpack:      u.Unpack,
@@ -389,19 +395,17 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 			Entries: int64(cfg.MaxLayerEntries),
 		},
 		Reserve:              layer.Reserve{Percent: cfg.DiskReservePercent, Bytes: int64(cfg.DiskReserveBytes)},
-		RegistryDirs:         cfg.RegistryDirs,
-		Pinned:               pinned,
+		Settings:             imageSettings(cfg),
 		MaxParallelDownloads: cfg.MaxParallelDownloads,
 		MaxUnpacking:         budget.Unpackers(),
 		MaxRangeRequests:     budget.RangeRequests(cfg.MaxRangeRequests),
 		StallTimeout:         cfg.StallTimeout.Duration,
-		DockerConfig:         cfg.DockerConfig,
 		Waits:                waits,
 	}
 }
 
 // newPlugins returns nil if NRI is off.
-func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (sandbox.Plugins, error) {
+func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (*nri.Plugins, error) {
 	if !cfg.NRI {
 		return nil, nil
 	}
@@ -419,8 +423,7 @@ func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (sandbo
 	})
 }
 
-func sandboxConfig(cfg *config.Config, n *node.Node, plugins sandbox.Plugins, waits *task.Waits,
-	log *slog.Logger) sandbox.Config {
+func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slog.Logger) sandbox.Config {
 	return sandbox.Config{
 		Root:           cfg.Root,
 		State:          cfg.State,
@@ -442,7 +445,6 @@ func sandboxConfig(cfg *config.Config, n *node.Node, plugins sandbox.Plugins, wa
 			ExecsPerContainer: cfg.MaxContainerExecs,
 			Sessions:          cfg.MaxSessions,
 		},
-		Plugins:    plugins,
 		Host:       n.Facts,
 		CDI:        cfg.CDISpecDirs,
 		OwnDevices: cfg.DeviceOwnership,
@@ -460,12 +462,12 @@ func handlers(cfg *config.Config) map[string]handler.Config {
 	return all
 }
 
-func serverConfig(cfg *config.Config, n *node.Node, network *cni.Network, sessions server.Sessions,
+func serverConfig(settings func() any, n *node.Node, network *cni.Network, sessions server.Sessions,
 	tracing server.Tracing, waits *task.Waits) server.Config {
 	return server.Config{
 		Version:       version.Get(),
 		SystemdCgroup: n.SystemdCgroup,
-		Settings:      cfg,
+		Settings:      settings,
 		Network:       network.Info,
 		PassedLimit:   waits.PassedLimit,
 		Sessions:      sessions,

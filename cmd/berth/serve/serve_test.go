@@ -232,7 +232,7 @@ func TestLoggerFollowsConfiguration(t *testing.T) {
 		{"info", "json", `"level":"INFO","msg":"i","pod":"p"}` + "\n"},
 	} {
 		var out bytes.Buffer
-		log := newLogger(&config.Config{LogLevel: tc.level, LogFormat: tc.format}, &out)
+		log := newLogger(&config.Config{LogLevel: tc.level, LogFormat: tc.format}, new(slog.LevelVar), &out)
 		log.Debug("d", "pod", "p")
 		log.Info("i", "pod", "p")
 		got := regexp.MustCompile(`time=\S+ |{"time":"[^"]+",`).ReplaceAllString(out.String(), "")

@@ -14,11 +14,11 @@ import (
 // maxStacks bounds the stacks that SIGUSR1 prints, in bytes.
 const maxStacks = 1 << 20
 
-// watchSignals handles SIGHUP and SIGUSR1 until stop is called. Other daemons reload their
-// configuration on SIGHUP; berth logs that only a restart does. SIGUSR1 writes the stacks of all
-// goroutines to w, as in containerd and CRI-O. Both signals are caught rather than ignored, because
-// children inherit ignored signals. Go's runtime ignores SIGUSR2.
-func watchSignals(w io.Writer, log *slog.Logger) (stop func() error) {
+// watchSignals handles SIGHUP and SIGUSR1 until stop is called. SIGHUP calls reload, which must not
+// block. SIGUSR1 writes the stacks of all goroutines to w, as in containerd and CRI-O. Both signals
+// are caught rather than ignored, because children inherit ignored signals. Go's runtime ignores
+// SIGUSR2.
+func watchSignals(w io.Writer, reload func(), log *slog.Logger) (stop func() error) {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGHUP, syscall.SIGUSR1)
 	return whileServing(func(ctx context.Context) {
@@ -27,15 +27,15 @@ func watchSignals(w io.Writer, log *slog.Logger) (stop func() error) {
 			case <-ctx.Done(): // no signal.Stop: SIGHUP must not kill a daemon that is shutting down
 				return
 			case s := <-signals:
-				answer(s, w, log)
+				answer(s, w, reload, log)
 			}
 		}
 	})
 }
 
-func answer(s os.Signal, w io.Writer, log *slog.Logger) {
+func answer(s os.Signal, w io.Writer, reload func(), log *slog.Logger) {
 	if s == syscall.SIGHUP {
-		log.Warn("SIGHUP does not reload the configuration; restart berth to use another one, pods keep running")
+		reload()
 		return
 	}
 	stacks := make([]byte, maxStacks)

@@ -131,7 +131,7 @@ func (f *tlsFiles) identify() (version string, changed time.Time, err error) {
 func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	certificate, err := tls.LoadX509KeyPair(cfg.StreamTLSCert, cfg.StreamTLSKey)
 	if err != nil {
-		return nil, fmt.Errorf("stream_tls_cert and stream_tls_key: %w", err)
+		return nil, fmt.Errorf("stream.tls_cert and stream.tls_key: %w", err)
 	}
 	// No tickets: they would admit clients of a certificate authority that has been removed.
 	t := &tls.Config{

@@ -15,7 +15,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 	const subject = "CNI network"
 	network, err := cni.New(n.Network, quiet())
 	if err != nil {
-		return []Finding{lacking(Failure, subject, err.Error(), "fix cni_conf_dir and cni_bin_dirs")}
+		return []Finding{lacking(Failure, subject, err.Error(), "fix cni.conf_dir and cni.bin_dirs")}
 	}
 	defer network.Close()
 	var findings []Finding

@@ -85,7 +85,7 @@ func checkNRISocket(path string, listeners, daemon []process) Finding {
 		return ok(subject, "%s has %s", listeners[0], path)
 	}
 	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
-		"set nri_socket to another path, or nri to false: berth does not start while another runtime uses it")
+		"set nri.socket to another path, or nri.enabled to false: berth does not start while another runtime uses it")
 }
 
 // checkCadvisorSocket judges the owner of the socket for cAdvisor. Only the daemon with the CRI

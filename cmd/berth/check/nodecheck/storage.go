@@ -72,7 +72,7 @@ func (n *Node) checkQuotas() Finding {
 	case err == nil && limited:
 		return ok(subject, "writable layers are limited to %d bytes each", n.Config.WritableLayerLimit)
 	case err == nil:
-		return ok(subject, "on: writable_layer_limit can be set")
+		return ok(subject, "on: disk.writable_layer_limit can be set")
 	case errors.Is(err, diskusage.ErrNoQuotas) && !limited:
 		return ok(subject, "off: writable layers have no hard limit, kubelet evicts by their usage")
 	default:
@@ -80,7 +80,7 @@ func (n *Node) checkQuotas() Finding {
 			Failure,
 			subject,
 			err.Error(),
-			"mount the filesystem of "+n.Config.Root+" with prjquota (XFS; ext4 with the features project and quota), or unset writable_layer_limit",
+			"mount the filesystem of "+n.Config.Root+" with prjquota (XFS; ext4 with the features project and quota), or unset disk.writable_layer_limit",
 		)
 	}
 }
@@ -117,7 +117,7 @@ func (n *Node) checkLayerDriver() Finding {
 		return ok(subject, "kept as EROFS images")
 	case n.Config.LayerDriver == string(rootfs.EROFS):
 		return lacking(Failure, subject, err.Error(),
-			"run Linux 6.15 or later, with root on a file system other than a tmpfs; or set layer_driver to auto")
+			"run Linux 6.15 or later, with root on a file system other than a tmpfs; or set image.layer_driver to auto")
 	}
 	return ok(subject, "kept as directories: %v", err)
 }

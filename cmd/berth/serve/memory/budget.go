@@ -85,7 +85,7 @@ func (b Budget) RangeRequests(limit int) int {
 }
 
 // MergeMemory returns how many bytes the daemon may use to merge EROFS layers. 0 selects the
-// default of package image. With layer_driver = "auto" an image that needs more is stored as
+// default of package image. With image.layer_driver = "auto" an image that needs more is stored as
 // directories.
 func (b Budget) MergeMemory() int64 {
 	if b == 0 {

@@ -1,0 +1,146 @@
+package serve
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+
+	"github.com/coreos/go-systemd/v22/daemon"
+	"golang.org/x/sys/unix"
+
+	"berth/cmd/berth/config"
+	"berth/cni"
+	"berth/image"
+	"berth/image/registry"
+	"berth/internal/nri"
+	"berth/sandbox"
+)
+
+// reloader applies a changed configuration to the running daemon.
+type reloader struct {
+	load     func() (*config.Config, []string, error)
+	requests chan struct{} // capacity 1
+	running  atomic.Pointer[config.Config]
+	level    *slog.LevelVar
+	log      *slog.Logger
+
+	// The parts that take new options. They are set before run.
+	images  *image.Store
+	network *cni.Network
+	pods    *sandbox.Manager
+	plugins *nri.Plugins // nil: NRI is off
+}
+
+// newReloader returns a reloader for a daemon that starts with cfg.
+func newReloader(cfg *config.Config, load func() (*config.Config, []string, error), level *slog.LevelVar,
+	log *slog.Logger) *reloader {
+	r := &reloader{load: load, requests: make(chan struct{}, 1), level: level, log: log}
+	r.running.Store(cfg)
+	return r
+}
+
+// request asks for a reload. It does not block. Requests before a reload starts are one request.
+func (r *reloader) request() {
+	select {
+	case r.requests <- struct{}{}:
+	default:
+	}
+}
+
+// run reloads on request until ctx ends.
+func (r *reloader) run(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-r.requests:
+			r.notifyReloading()
+			r.reload(ctx)
+			notify(r.log, daemon.SdNotifyReady)
+		}
+	}
+}
+
+// notifyReloading announces a reload to systemd: see Type=notify-reload in systemd.service(5).
+func (r *reloader) notifyReloading() {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		r.log.Warn("read the monotonic clock", "error", err)
+		return
+	}
+	notify(r.log, fmt.Sprintf("%s\nMONOTONIC_USEC=%d", daemon.SdNotifyReloading, now.Nano()/1000))
+}
+
+// settings returns the present configuration for verbose Status.
+func (r *reloader) settings() any { return r.running.Load() }
+
+// reload reads the configuration and applies the options that can change. It applies all of them,
+// or none if the configuration is refused.
+func (r *reloader) reload(ctx context.Context) {
+	if err := r.apply(ctx); err != nil {
+		r.log.Error("configuration not reloaded, the daemon keeps its own", "error", err)
+	}
+}
+
+func (r *reloader) apply(ctx context.Context) error {
+	read, warnings, err := r.load()
+	if err != nil {
+		return err
+	}
+	for _, w := range warnings {
+		r.log.Warn("obsolete configuration", "key", w)
+	}
+	running := r.running.Load()
+	changed, restart := config.Changes(running, read)
+	next := config.Reloaded(running, read)
+	level, err := logLevel(next)
+	if err != nil {
+		return err
+	}
+	setImages, err := r.images.Prepare(imageSettings(next))
+	if err != nil {
+		return err
+	}
+	setNetwork, err := r.network.Prepare(next.CNIConfDir, next.CNIBinDirs)
+	if err != nil {
+		return err
+	}
+	// Nothing is refused from here on.
+	r.level.Set(level)
+	setImages()
+	setNetwork()
+	if r.plugins != nil {
+		r.plugins.SetRequestTimeout(next.NRIRequestTimeout.Duration)
+	}
+	if err := r.pods.SetHandlers(ctx, handlers(next), next.DefaultHandler); err != nil {
+		return fmt.Errorf("probe runtime handlers: %w", err)
+	}
+	r.running.Store(next)
+	r.log.Info("configuration reloaded", "changed", strings.Join(changed, " "))
+	if len(restart) > 0 {
+		r.log.Warn("changed options take effect after a restart of berth; pods keep running",
+			"options", strings.Join(restart, " "))
+	}
+	return nil
+}
+
+// logLevel returns the lowest level of logged messages.
+func logLevel(cfg *config.Config) (slog.Level, error) {
+	var level slog.Level
+	err := level.UnmarshalText([]byte(cfg.LogLevel))
+	return level, err
+}
+
+// imageSettings returns the options of the image store that can change.
+func imageSettings(cfg *config.Config) image.Settings {
+	pinned := cfg.PinnedImages
+	if cfg.PauseImage != "" {
+		pinned = append([]string{cfg.PauseImage}, pinned...)
+	}
+	return image.Settings{
+		Registries: registry.Sources{Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig},
+		Pinned:     pinned,
+	}
+}

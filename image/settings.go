@@ -1,0 +1,25 @@
+package image
+
+import "berth/image/registry"
+
+// Settings are the options of a store that can change while it is open.
+type Settings struct {
+	Registries registry.Sources
+	Pinned     []string // references or IDs of images that kubelet must not collect
+}
+
+// Prepare checks new settings and returns the function that applies them. Pulls that run keep
+// their registries. The error is InvalidArgument.
+func (s *Store) Prepare(next Settings) (apply func(), err error) {
+	pinned, err := pinnedNames(next.Pinned)
+	if err != nil {
+		return nil, err
+	}
+	return func() {
+		s.client.SetSources(next.Registries)
+		s.writing <- struct{}{}
+		defer func() { <-s.writing }()
+		s.pinned = pinned
+		s.index.Store(newIndex(s.index.Load().records, nil, pinned)) // no old entries: each has its pin
+	}, nil
+}
