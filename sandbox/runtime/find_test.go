@@ -2,22 +2,17 @@ package runtime
 
 import (
 	"errors"
-	"os/exec"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/pidfd"
 	"berth/internal/testutil"
 )
 
 // A living shim that cannot be inspected must not count as a launcher, because a launcher would be
 // killed.
 func TestIsLauncher(t *testing.T) {
-	cmd := exec.Command("sleep", "1000")
-	testutil.Must(t, cmd.Start())
-	shim, err := pidfd.Open(cmd.Process.Pid)
-	testutil.Must(t, err)
+	cmd, shim := startProcess(t, "sleep", "1000")
 	defer shim.Close()
 	defer func(read func(int) (string, error)) { readExe = read }(readExe)
 	inspect := func(exe string, err error) (bool, error) {

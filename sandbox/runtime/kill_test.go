@@ -3,7 +3,6 @@ package runtime
 import (
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"syscall"
 	"testing"
@@ -13,7 +12,6 @@ import (
 	"github.com/opencontainers/cgroups/manager"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/pidfd"
 	"berth/internal/testutil"
 	"berth/shim/ociruntime"
 )
@@ -24,10 +22,7 @@ func TestKillWithFailingRuntime(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to make cgroups")
 	}
-	sandbox := exec.Command("sleep", "1000")
-	testutil.Must(t, sandbox.Start())
-	init, err := pidfd.Open(sandbox.Process.Pid)
-	testutil.Must(t, err)
+	sandbox, init := startProcess(t, "sleep", "1000")
 	path := fmt.Sprintf("/berth-unit-test-%d", os.Getpid())
 	mgr, err := manager.New(&cgroups.Cgroup{Path: path, Resources: &cgroups.Resources{SkipDevices: true}})
 	if err == nil {

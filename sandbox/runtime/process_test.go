@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"testing"
 	"testing/synctest"
@@ -124,10 +123,8 @@ func TestAwaitExit(t *testing.T) {
 
 // AwaitStop returns early for a stopped shim, and waits until the timeout for a working one.
 func TestAwaitStop(t *testing.T) {
-	shim := exec.Command("sleep", "1000")
-	testutil.Must(t, shim.Start())
-	file, err := pidfd.Open(shim.Process.Pid)
-	testutil.Must(t, err)
+	_, file := startProcess(t, "sleep", "1000")
+	defer file.Close()
 	synctest.Test(t, func(t *testing.T) {
 		k, run := testProcesses(t), newRunning(nil, file, 0, time.Time{})
 		const grace = time.Minute
@@ -143,18 +140,13 @@ func TestAwaitStop(t *testing.T) {
 			t.Errorf("stopped shim: waited %v", time.Since(begin))
 		}
 	})
-	testutil.Must(t, errors.Join(shim.Process.Kill(), file.Close()))
-	_ = shim.Wait() // the test killed it
 }
 
 // After the shim's exit UnreadableExit returns the transient error of reading its record.
 func TestUnreadableExit(t *testing.T) {
 	k := testProcesses(t)
 	leave(t, k, "c", proto.ExitFile, nil)
-	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
-	testutil.Must(t, cmd.Start())
-	file, err := pidfd.Open(cmd.Process.Pid)
-	testutil.Must(t, err)
+	cmd, file := startProcess(t, "sleep", "1000")
 	defer file.Close()
 	run := newRunning(nil, file, 0, time.Time{})
 	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", newRunning(nil, nil, 0, time.Time{})) }); err != nil {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,7 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
-	"berth/internal/task"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/shim/proto"
@@ -25,8 +23,7 @@ import (
 
 func testStopper(t *testing.T) *Stopper {
 	t.Helper()
-	log := slog.New(slog.DiscardHandler)
-	return NewStopper(Processes{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log})
+	return NewStopper(testProcesses(t))
 }
 
 // contained returns a container with these processes and no cgroup.
