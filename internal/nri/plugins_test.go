@@ -219,7 +219,7 @@ func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 		}
 		return nil
 	}})
-	p.cfg.RequestTimeout = time.Minute
+	p.timeout.Store(int64(time.Minute))
 	var updates []*api.ContainerUpdate
 	for i, id := range []string{"busy", "free", "free", "busy"} {
 		u := &api.ContainerUpdate{ContainerId: id}
