@@ -137,10 +137,11 @@ func checkMapped(pod Pod, u users.User) error {
 	return nil
 }
 
-// setFirstNamespaces adds a new mount namespace and, if the pod has one, its user namespace. A
-// container must not run in the node's user namespace because its caller lost the mappings, so a
-// config that requests a user namespace without Mappings is Internal, and vice versa. The spec gets both the path and the mappings of the user namespace, because OCI runtimes expect both,
-// as containerd and CRI-O send them.
+// setFirstNamespaces adds a new mount namespace and, if the pod has one, its user namespace. The
+// error is Internal if the config requests a user namespace but the pod has no Mappings, or vice
+// versa. Otherwise a container could run in the node's user namespace because its caller lost the
+// mappings. The spec gets both the path and the mappings of the user namespace, because containerd
+// and CRI-O send both and OCI runtimes expect them.
 func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 	mount := specs.LinuxNamespace{Type: specs.MountNamespace}
 	spec.Linux.Namespaces = []specs.LinuxNamespace{mount}

@@ -31,7 +31,7 @@ func (p *Pod) giveUserNamespace(options *runtimeapi.UserNamespace) {
 		sc.NamespaceOptions = &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER}
 	}
 	sc.NamespaceOptions.UsernsOptions = options
-	p.Mappings, _ = UserNamespace(p.Config) // the tests of invalid options call it again
+	p.Mappings, _ = UserNamespace(p.Config) // fails for invalid options, which tests pass to UserNamespace again
 	p.UserNS = testUserNS
 }
 

@@ -52,8 +52,8 @@ type fakeHost struct {
 	loaded     func(*fakeHost, *fakeLoad) // adds the records of an earlier daemon
 	running    map[string]proto.Processes // shims that Find finds
 	ended      map[string]chan struct{}   // by container: closed when its shim has ended
-	kind       proto.PauseKind            // of pauses, as they are planned
-	kinds      []string                   // steps with the kind of pause that each got
+	kind       proto.PauseKind            // planned kind of all pauses
+	kinds      []string                   // log of the steps that got a kind of pause
 	tasks      *task.Runner
 }
 
@@ -136,7 +136,7 @@ func (f *fakeHost) PlanPause(context.Context, *state.Pod) (proto.PauseKind, erro
 	return f.kind, f.call("plan pause")
 }
 
-// noteKind notes the kind of pause that a step got.
+// noteKind logs the kind of pause that a step got.
 func (f *fakeHost) noteKind(step string, kind proto.PauseKind) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

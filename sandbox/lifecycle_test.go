@@ -287,10 +287,10 @@ func TestStopPodSandboxFailures(t *testing.T) {
 // pod's network and mounts again only if the first call could not.
 func TestRemovePodSandboxFailures(t *testing.T) {
 	for _, test := range []struct {
-		step     string
-		times    int
-		goes     bool // at once
-		repeated []string
+		step      string
+		times     int
+		continues bool // the removal continues despite the failure
+		repeated  []string
 	}{
 		{"remove container record", 1, false, nil},
 		{"detach", 2, false, []string{"detach", "remove netns", "remove mounts"}}, // the stop before the removal fails, too
@@ -306,7 +306,7 @@ func TestRemovePodSandboxFailures(t *testing.T) {
 				startContainer(t, m, id)
 				f.failing(test.step, test.times)
 				err := m.RemovePodSandbox(t.Context(), id)
-				if test.goes {
+				if test.continues {
 					if err != nil || len(f.podRecords()) > 0 {
 						t.Errorf("%v, left %v", err, f.podRecords())
 					}

@@ -43,41 +43,41 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	if err != nil {
 		return nil, err
 	}
-	order, err := k.pauseOrder(ctx, pod, root, files)
+	request, err := k.pauseLaunch(ctx, pod, root, files)
 	if err != nil {
 		return nil, err
 	}
 	failpoint.Reach("pause.make-directory")
-	if err := os.MkdirAll(filepath.Join(order.Dir, "rootfs"), 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Join(request.Dir, "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", pod.ID, err)
 	}
 	failpoint.Reach("pause.directory-made")
 	defer k.Tasks.Begin("pause launch", "pod "+pod.ID)()
-	started, err := k.Launchers.Launch(ctx, order)
+	started, err := k.Launchers.Launch(ctx, request)
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
 	}
 	return started, nil
 }
 
-// PlanPause decides how the pod's pause is made. It refuses a pod whose embedded pause cannot be
-// described. It makes nothing.
+// PlanPause decides how the pod's pause is created. It refuses a pod whose embedded pause cannot be
+// described. It does not change the host.
 func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, error) {
 	if pod.PauseImage != nil {
 		return proto.ContainerPause, nil
 	}
-	order, err := k.pauseOrder(ctx, pod, k.embeddedRoot(pod), UserFiles{})
+	request, err := k.pauseLaunch(ctx, pod, k.embeddedRoot(pod), UserFiles{})
 	if err != nil {
 		return "", err
 	}
-	if order.FitsPlainPause() {
+	if request.FitsPlainPause() {
 		return proto.PlainPause, nil
 	}
 	return proto.ContainerPause, nil
 }
 
-// pauseRoot makes the root filesystem of the pod's pause and reads its user files. The layer of an
-// image is writable because the launcher makes mount points in it. The usual pause image holds only
+// pauseRoot makes the root filesystem of the pod's pause and reads its user files. An image gets a
+// writable layer because the launcher makes mount points in it. The usual pause image contains only
 // its program.
 func (k Launcher) pauseRoot(pod *state.Pod) (rootfs.Spec, UserFiles, error) {
 	image := pod.PauseImage
@@ -96,8 +96,8 @@ func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
 	return k.Roots.Pause(k.PauseDir, k.idMap(pod), pod.Labels.Mount)
 }
 
-// pauseOrder returns the launch order of the pod's pause with that root filesystem.
-func (k Launcher) pauseOrder(
+// pauseLaunch returns the launch request of the pod's pause with that root filesystem.
+func (k Launcher) pauseLaunch(
 	ctx context.Context, pod *state.Pod, root rootfs.Spec, files UserFiles,
 ) (*proto.Launch, error) {
 	k.AppArmor.Ensure(ctx)

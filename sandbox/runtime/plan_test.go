@@ -27,7 +27,7 @@ func testLauncher() Launcher {
 		AppArmor: lsm.NewAppArmor(false, tasks, log), PauseDir: "/root/bin/pause", Tasks: tasks}
 }
 
-// Only berth's own pause without anything that its program does not support is a plain one.
+// A pause is plain if it is the embedded one and needs only features that its program supports.
 func TestPlanPause(t *testing.T) {
 	t.Parallel()
 	k := testLauncher()

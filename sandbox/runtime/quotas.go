@@ -50,7 +50,7 @@ func OpenQuotas(dir string, limit uint64, first uint32) (*Quotas, error) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, errdefs.FailedPrecondition("writable_layer_limit cannot be enforced: %w", err)
+		return nil, errdefs.FailedPrecondition("disk.writable_layer_limit cannot be enforced: %w", err)
 	}
 	return &Quotas{filesystem: filesystem, limit: limit, first: first, used: map[uint32]bool{}}, nil
 }
@@ -90,7 +90,8 @@ func (q *Quotas) Take() (uint32, error) {
 		}
 	}
 	return 0, errdefs.New(codes.ResourceExhausted,
-		"%d random project IDs from %d on all have files: another program uses this range; change disk.writable_layer_projects", tries, q.first)
+		"%d random project IDs from %d on all have files: another program uses this range; "+
+			"change disk.writable_layer_projects", tries, q.first)
 }
 
 // reserve returns a free project ID. After maxDrawn draws it reuses the oldest ID.

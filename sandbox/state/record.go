@@ -146,8 +146,7 @@ func encodeContainer(spec *ContainerSpec, status *ContainerStatus) (*containerRe
 	return rec, nil
 }
 
-// encodeOnce encodes an object's config unless an earlier write of its record did: the config never
-// changes.
+// encodeOnce encodes an object's config, which never changes, and caches the encoding.
 func encodeOnce(encoded *[]byte, config proto.Message) (_ []byte, err error) {
 	if *encoded == nil {
 		*encoded, err = proto.Marshal(config)

@@ -155,7 +155,8 @@ func TestRecordFieldNames(t *testing.T) {
 	}
 }
 
-// The config of an object is encoded by the first write of its record. A loaded object has it encoded.
+// The first write of a record encodes the object's config. The config of a loaded object is already
+// encoded.
 func TestConfigIsEncodedOnce(t *testing.T) {
 	t.Parallel()
 	pod := &PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}}}

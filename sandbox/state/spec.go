@@ -33,7 +33,7 @@ type PodSpec struct {
 	Pause       proto.PauseKind              `json:"pause,omitempty"`      // how its pause is made; empty: recorded by version 0.2.0 or earlier
 	PauseImage  *Image                       `json:"pauseImage,omitempty"` // nil: the embedded pause
 
-	encoded []byte // Config as records have it; belongs to the holder of the pod's lock
+	encoded []byte // cached encoding of Config for records; access needs the pod's lock
 }
 
 func (s *PodSpec) String() string { return "pod " + s.ID }
@@ -62,7 +62,7 @@ type ContainerSpec struct {
 	LogPath     string                      `json:"logPath,omitempty"` // absolute; empty: no log is kept
 	Labels      confine.Labels              `json:"selinux,omitzero"`
 
-	encoded []byte // Config as records have it; belongs to the holder of the container's lock
+	encoded []byte // cached encoding of Config for records; access needs the container's lock
 }
 
 func (s *ContainerSpec) String() string { return "container " + s.ID }

@@ -54,7 +54,7 @@ type PodStatus struct {
 	PausePID   int                                          `json:"pausePID,omitempty"`
 	PauseStart uint64                                       `json:"pauseStart,omitempty"` // start time of the pause, in clock ticks
 	Presented  bool                                         `json:"-"`                    // plugins were called with it
-	TakenDown  bool                                         `json:"-"`                    // network, pause and mounts are gone; a later daemon removes them again
+	TakenDown  bool                                         `json:"-"`                    // takeDown succeeded; a later daemon repeats it
 
 	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
 }
