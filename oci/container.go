@@ -39,7 +39,7 @@ func checkRequest(in ContainerInput) error {
 	if in.security().GetPrivileged() && !in.Pod.privileged() {
 		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
 	}
-	if err := checkHostname(in.Pod.Config.GetHostname()); err != nil { // it becomes an environment variable
+	if err := checkPodHostname(in.Pod); err != nil { // it becomes an environment variable
 		return err
 	}
 	if err := checkContainerUserNamespace(in); err != nil {

@@ -13,7 +13,6 @@ import (
 const (
 	sandboxOOMScoreAdj = -998 // killed after all its containers, as in kubelet's podInfraOOMAdj
 	sandboxCPUShares   = 2    // the minimum
-	maxHostname        = 64   // HOST_NAME_MAX
 )
 
 // SandboxSpec builds the spec of a pod's pause, which holds the pod's namespaces and reaps orphans
@@ -120,20 +119,11 @@ func checkSandboxModes(o *runtimeapi.NamespaceOption) error {
 }
 
 func setSandboxHostname(in SandboxInput, spec *specs.Spec) error {
-	name := in.Pod.Config.GetHostname()
-	if err := checkHostname(name); err != nil {
+	if err := checkPodHostname(in.Pod); err != nil {
 		return err
 	}
 	if !in.Pod.hostNetwork() { // a pod on the node's network also uses its UTS namespace
-		spec.Hostname = name
-	}
-	return nil
-}
-
-func checkHostname(name string) error {
-	if len(name) > maxHostname || strings.ContainsFunc(name, isControl) || strings.ContainsAny(name, "/ ") {
-		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has invalid characters",
-			name, maxHostname)
+		spec.Hostname = in.Pod.Config.GetHostname()
 	}
 	return nil
 }

@@ -11,7 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/state"
+	"berth/oci"
 )
 
 // Limits of a resolv.conf. The first three are the limits of Kubernetes' API validation and of C
@@ -137,7 +137,7 @@ func formatHosts(hostname string, ips []netip.Addr) ([]byte, error) {
 	if hostname == "" {
 		return []byte(localHosts), nil
 	}
-	if err := state.CheckHostname(hostname); err != nil {
+	if err := oci.CheckHostname(hostname); err != nil {
 		return nil, err
 	}
 	b := bytes.NewBufferString(localHosts)
@@ -162,7 +162,7 @@ func names(hostname string) string {
 
 // formatHostname returns the content of /etc/hostname. Errors are InvalidArgument.
 func formatHostname(hostname string) ([]byte, error) {
-	if err := state.CheckHostname(hostname); err != nil {
+	if err := oci.CheckHostname(hostname); err != nil {
 		return nil, err
 	}
 	return []byte(hostname + "\n"), nil

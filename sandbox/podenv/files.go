@@ -14,6 +14,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
+	"berth/oci"
 	"berth/sandbox/state"
 )
 
@@ -105,13 +106,13 @@ func (p files) hosts(addresses []string) ([]byte, error) {
 // fail the pod, so nodeName replaces it.
 func hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
 	if name := config.GetHostname(); name != "" && !state.HostNetwork(config) {
-		return name, state.CheckHostname(name)
+		return name, oci.CheckHostname(name)
 	}
 	return nodeName(os.Hostname())
 }
 
 func nodeName(name string, err error) (string, error) {
-	if err == nil && state.CheckHostname(name) != nil {
+	if err == nil && oci.CheckHostname(name) != nil {
 		return "localhost", nil
 	}
 	return name, err

@@ -8,6 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/oci"
 )
 
 // CheckPod rejects the invalid config of a pod.
@@ -30,7 +31,7 @@ func CheckPod(config *runtimeapi.PodSandboxConfig) error {
 		return errdefs.InvalidArgument("log_directory %q is not an absolute path", dir)
 	}
 	if name := config.GetHostname(); name != "" {
-		if err := CheckHostname(name); err != nil {
+		if err := oci.CheckHostname(name); err != nil {
 			return err
 		}
 	}

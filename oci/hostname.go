@@ -1,4 +1,4 @@
-package state
+package oci
 
 import (
 	"strings"
@@ -25,6 +25,14 @@ func CheckHostname(hostname string) error {
 		if !isLabel(label) {
 			return errdefs.InvalidArgument("hostname %q: %q is not a DNS label", hostname, label)
 		}
+	}
+	return nil
+}
+
+// checkPodHostname refuses an invalid hostname of a pod. A pod may have none.
+func checkPodHostname(pod Pod) error {
+	if name := pod.Config.GetHostname(); name != "" {
+		return CheckHostname(name)
 	}
 	return nil
 }
