@@ -56,7 +56,7 @@ func TestDelAndCheckUseConfigOfAdd(t *testing.T) {
 	}
 }
 
-func TestDel(t *testing.T) {
+func TestDelIsRepeatable(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	b.plugin("b", okResult)
@@ -255,7 +255,7 @@ func TestGC(t *testing.T) {
 	}
 
 	b.forget()
-	testutil.Must(t, n.GC(context.Background(), []Pod{kept})) // the stale pod's record is gone
+	testutil.Must(t, n.GC(context.Background(), []Pod{kept})) // the stale pod's record was removed
 	if slices.Contains(b.calls(), "a DEL stale") {
 		t.Errorf("calls %q", b.calls())
 	}

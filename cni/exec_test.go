@@ -109,7 +109,7 @@ func TestCanceledCallerWaitsForPlugin(t *testing.T) {
 			testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
 			testutil.Must(t, <-done)
 			if err := runOperation(ctx, n, verb, b.plan(), testPod("p2")); !errors.Is(err, context.Canceled) {
-				t.Errorf("an operation began after its caller was cancelled: %v", err)
+				t.Errorf("an operation started after its caller was cancelled: %v", err)
 			}
 		})
 	}
@@ -133,21 +133,21 @@ func TestLeaveKeepsPluginRunning(t *testing.T) {
 	}
 	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
 		if err := runOperation(context.Background(), n, verb, b.plan(), testPod("p2")); errdefs.Code(err) != codes.Unavailable {
-			t.Errorf("%s began: %v", verb, err)
+			t.Errorf("%s started: %v", verb, err)
 		}
 	}
 	if err := n.GC(context.Background(), nil); errdefs.Code(err) != codes.Unavailable {
-		t.Errorf("GC began: %v", err)
+		t.Errorf("GC started: %v", err)
 	}
 	testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
-	testutil.Eventually(t, "the plugin has ended by itself", func() bool { return isGone(plugin) && len(readDir(t, b.runs)) == 0 })
+	testutil.Eventually(t, "the plugin has exited", func() bool { return isGone(plugin) && len(readDir(t, b.runs)) == 0 })
 	if calls := b.calls(); len(calls) != 1 {
 		t.Errorf("calls: %v", calls)
 	}
 }
 
-// The race detector fails this test if the plugin's late result races with Add's. So nothing
-// between the two ends may synchronize, such as a write.
+// The race detector fails this test if the plugin's late result races with Add's return. So no
+// operation between the two may synchronize the goroutines, not even a write.
 func TestResultAfterLeave(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", waits)
@@ -211,7 +211,7 @@ func TestOperationHasDeadline(t *testing.T) {
 	}
 }
 
-// A plugin ends with its exit, not with the end of its output.
+// A plugin run ends with the plugin's exit, not with the end of its output.
 func TestChildOutlivesPlugin(t *testing.T) {
 	testutil.NeedRoot(t)
 	b := newBed(t)
@@ -270,7 +270,7 @@ kill -9 $$`)
 	}
 }
 
-// Finding a plugin's processes must not read other processes' memory through /proc. Here an
+// The search for a plugin's processes must not read other processes' memory through /proc. Here an
 // unprivileged process has an environment of 1 GiB.
 func TestHugeEnvironmentIsNotRead(t *testing.T) {
 	testutil.NeedRoot(t)
@@ -279,14 +279,14 @@ func TestHugeEnvironmentIsNotRead(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	hostile := b.startHugeEnvironment()
 	n := b.start()
-	testutil.Must(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)) // resets the peak to the present usage
+	testutil.Must(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)) // resets the peak to the current usage
 	before := peakMemory(t)
 	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil {
 		t.Error("ADD succeeded")
 	}
 	n.Close()
 	testutil.Must(t, os.WriteFile(filepath.Join(b.runs, runPrefix+"LEFT"), []byte("/sys/fs/cgroup/"+runPrefix+"LEFT\nADD\n"), 0o600))
-	b.start() // looks for runs of an earlier daemon
+	b.start() // searches for runs of an earlier daemon
 	if grown := peakMemory(t) - before; grown > 128<<20 {
 		t.Errorf("peak memory grew by %d MiB", grown>>20)
 	}
@@ -331,8 +331,8 @@ func (s sink) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// The next daemon kills the hung plugin's children at its start: their work after its DEL would
-// never be undone.
+// The next daemon kills the hung plugin's children when it starts. If they continued after its DEL,
+// their changes would never be undone.
 func TestNewKillsHungPluginOfKilledDaemon(t *testing.T) {
 	testutil.NeedRoot(t)
 	b := newBed(t)
@@ -387,7 +387,7 @@ func (d testDaemon) kill() {
 	}
 }
 
-// ADD needs a note. DEL does not, since it may free space on a full disk.
+// ADD needs a note. DEL does not, because it may free space on a full disk.
 func TestRunWithoutNote(t *testing.T) {
 	testutil.NeedRoot(t)
 	b := newBed(t)

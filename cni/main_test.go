@@ -26,15 +26,15 @@ import (
 
 const insideVar = "BERTH_CNI_TEST_INSIDE"
 
-// TestMain runs the tests in new network and mount namespaces. Their bridges, iptables rules and
-// mounts end with the tests.
+// TestMain runs the tests in new network and mount namespaces, so that their bridges, iptables
+// rules and mounts vanish with the process.
 func TestMain(m *testing.M) {
 	if filepath.Base(os.Args[0]) == skelPlugin {
 		skel.PluginMainFuncs(skelFuncs, version.All, "test plugin")
 		return
 	}
 	if os.Getenv(hugeEnvironmentVar) != "" {
-		fmt.Fprintln(os.Stderr, "huge environment ended:", haveHugeEnvironment())
+		fmt.Fprintln(os.Stderr, "process with a huge environment exited:", haveHugeEnvironment())
 		os.Exit(1)
 	}
 	if os.Getenv(insideVar) != "" {
@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		if dir := os.Getenv(daemonVar); dir != "" {
-			fmt.Fprintln(os.Stderr, "ADD ended:", addForever(dir))
+			fmt.Fprintln(os.Stderr, "ADD returned:", addForever(dir))
 			os.Exit(1)
 		}
 		os.Exit(m.Run())
@@ -109,8 +109,8 @@ func inheritedFiles() []*os.File {
 	return files
 }
 
-// skelPlugin is the file name that makes the test binary a plugin with the CNI project's skeleton.
-// Most plugins use it. It has neither STATUS nor GC.
+// skelPlugin is the file name that makes the test binary a plugin with the CNI project's skeleton,
+// which most plugins use. The skeleton supports neither STATUS nor GC.
 const skelPlugin = "skel"
 
 var skelFuncs = skel.CNIFuncs{
@@ -147,8 +147,7 @@ func newBed(t *testing.T) *bed {
 	return b
 }
 
-// start opens the Network. New finds what tests did to directories before; the watch finds later
-// changes.
+// start opens the Network. New reads the current directories; the watch detects later changes.
 func (b *bed) start(extraBinDirs ...string) *Network {
 	b.t.Helper()
 	n, err := New(Config{ConfDir: b.conf, BinDirs: append([]string{b.bin}, extraBinDirs...), CacheDir: b.cache, RunDir: b.runs}, testutil.Logger(b.t))
@@ -231,7 +230,7 @@ func testPod(id string) Pod {
 	return Pod{ID: id, Name: "web", Namespace: "shop", UID: "uid-1", NetNS: "/proc/self/ns/net"}
 }
 
-// readPID waits for a fake plugin to write a pid.
+// readPID waits until a fake plugin has written its pid.
 func (b *bed) readPID(file string) int {
 	b.t.Helper()
 	var pid int
@@ -246,10 +245,10 @@ func (b *bed) readPID(file string) int {
 	return pid
 }
 
-// isGone reports whether a process has ended. A zombie has.
+// isGone reports whether a process has exited. A zombie has exited.
 func isGone(pid int) bool {
 	if _, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil {
-		return true // exit_mm ran: the process executes nothing any more and becomes a zombie
+		return true // exit_mm ran: the process executes no more instructions and becomes a zombie
 	}
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {

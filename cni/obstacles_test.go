@@ -88,7 +88,7 @@ func newBuiltInBed(t *testing.T, reader *fakeReader) (*bed, *testutil.Buffer) {
 	return b, log
 }
 
-// findObstacles triggers a search and waits for its end.
+// findObstacles triggers a search and waits until it has ended.
 func (b *bed) findObstacles() {
 	b.t.Helper()
 	begin := time.Now()

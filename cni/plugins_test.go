@@ -107,12 +107,12 @@ func TestRealPlugins(t *testing.T) {
 		t.Fatalf("addresses %v, want IPv4 then IPv6 as the configuration has them", result.IPs)
 	}
 	att := b.add(client)
-	testutil.Must(t, b.n.Check(ctx, att, client)) // not the server: portmap 1.1.1 expects IPv4 rules in ip6tables
+	testutil.Must(t, b.n.Check(ctx, att, client)) // not of the server, because portmap 1.1.1 expects IPv4 rules in ip6tables
 	wantAddresses(t, server.NetNS, result)
 	stop := serveHello(t, server.NetNS, ":80")
 	defer stop()
 	hello(t, client.NetNS, net.JoinHostPort(result.IPs[0].String(), "80"))
-	hello(t, client.NetNS, "10.91.0.1:18080") // the host port, on the bridge's own address
+	hello(t, client.NetNS, "10.91.0.1:18080") // the host port, at the bridge's address
 	if len(rules(t, "server")) == 0 {
 		t.Error("no rule names the pod: the check of rules below would pass in any case")
 	}
@@ -196,7 +196,7 @@ func hello(t *testing.T, netnsPath, addr string) {
 	}
 }
 
-// Each pod has its own address, and all are released.
+// Each pod has a different address, and all addresses are released.
 func TestRealPluginsParallel(t *testing.T) {
 	b := newRealBed(t, "berth-t1", 92)
 	att := b.plan()

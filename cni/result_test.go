@@ -13,8 +13,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// printer is a fake plugin that prints the same bytes at each call. The bytes take the same way as
-// in runner.
+// printer is a fake plugin that prints the same bytes at each call, and passes them through the
+// same code as runner.
 type printer struct {
 	version.PluginDecoder
 	stdout []byte

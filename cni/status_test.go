@@ -105,7 +105,7 @@ func TestStatusVerbUnknown(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a", "b"))
 	b.start()
 	b.ready(true)
-	if want := []string{"a STATUS ", "b STATUS "}; !slices.Equal(b.calls()[:2], want) { // another round may have begun
+	if want := []string{"a STATUS ", "b STATUS "}; !slices.Equal(b.calls()[:2], want) { // another round may have started
 		t.Errorf("calls %q, want %q", b.calls(), want)
 	}
 }
@@ -121,7 +121,7 @@ func TestSkeletonPlugin(t *testing.T) {
 	n := b.start()
 	b.ready(true)
 	ctx, pod := context.Background(), testPod("p1")
-	pod.NetNS = t.TempDir() + "/ns" // the skeleton refuses its own namespace
+	pod.NetNS = t.TempDir() + "/ns" // the skeleton refuses the namespace of its process
 	testutil.Must(t, netns.New(pod.NetNS))
 	defer func() { testutil.Must(t, netns.Remove(pod.NetNS)) }()
 	att := b.add(pod)
@@ -149,7 +149,7 @@ func TestStatusVerbOnlyFrom11(t *testing.T) {
 }
 
 // A hung STATUS blocks neither Status, nor a change of the configuration, nor Close. It is killed
-// when its answer is not needed any more.
+// once its result is obsolete.
 func TestHungStatusBlocksNothing(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `sleep 1000 & echo $! >$record/child; wait`)

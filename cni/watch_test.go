@@ -14,7 +14,7 @@ import (
 )
 
 // network waits until the view has the network, "" for none. Info triggers no reload, so this tests
-// inotify alone.
+// inotify only.
 func (b *bed) network(want string) {
 	b.t.Helper()
 	testutil.Eventually(b.t, "network "+want, func() bool { return b.n.Info().Network == want })

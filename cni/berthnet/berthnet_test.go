@@ -66,7 +66,7 @@ func BenchmarkAddDel(b *testing.B) {
 	}
 }
 
-// Attaches eight pods concurrently.
+// BenchmarkAddParallel attaches eight pods concurrently.
 func BenchmarkAddParallel(b *testing.B) {
 	bed := newBed(b, nil)
 	bed.attached(nil)

@@ -17,7 +17,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// poses adds another pod's address to a pod, and reports whether a datagram from that address
+// poses assigns another pod's address to a pod, and reports whether a datagram from that address
 // arrives.
 func poses(t *testing.T, pod, other, server *testPod, v6, expected bool) (arrives bool) {
 	t.Helper()
@@ -36,7 +36,7 @@ func poses(t *testing.T, pod, other, server *testPod, v6, expected bool) (arrive
 	return hears(t, pod, server, net.ParseIP(other.ip(v6)), v6, expected)
 }
 
-// hears reports whether a server gets a datagram from a source. It waits longer for an expected
+// hears reports whether a server receives a datagram from a source. It waits longer for an expected
 // one.
 func hears(t *testing.T, pod, server *testPod, source net.IP, v6, expected bool) bool {
 	t.Helper()
@@ -99,7 +99,7 @@ func TestLoopbackIsGuardedWithoutRules(t *testing.T) {
 	reachLoopback(t, pod)
 }
 
-// The limits are at devices on the node, out of the pod's reach, and vanish with the pod.
+// The limits are at devices on the node that the pod cannot change, and vanish with the pod.
 func TestBandwidth(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
@@ -133,7 +133,7 @@ func TestBandwidth(t *testing.T) {
 		t.Errorf("DEL leaves %s", got)
 	}
 
-	lost := b.attached(with) // only the reservation and the port are left
+	lost := b.attached(with) // only the reservation and the port remain
 	kept, _, err := b.store().Of(lost.id, "eth0")
 	testutil.Must(t, err)
 	testutil.Must(t, b.store().Release(kept))

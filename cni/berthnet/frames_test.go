@@ -77,8 +77,7 @@ func datagram(from, to *testPod, port uint16) []byte {
 	return p
 }
 
-// sendFrame sends a packet with the pod's own hardware address and VLAN tags, which needs
-// CAP_NET_RAW.
+// sendFrame sends a packet with the pod's hardware address and VLAN tags, which needs CAP_NET_RAW.
 func (p *testPod) sendFrame(t *testing.T, to *testPod, packet []byte, tags int) {
 	t.Helper()
 	testutil.Must(t, netns.In(p.netns, func() error {

@@ -8,14 +8,14 @@ import (
 	"time"
 )
 
-// After several failures the deletion is given up with a log line. Other ports are deleted
+// After several failures the deletion of a port ends with a log line. Other ports are deleted
 // meanwhile.
 func TestPortDeletionIsRetried(t *testing.T) {
 	tries, deleted := 0, make(chan string, 1)
 	l := leaving{again: time.Millisecond, cut: func(id, _ string) error { // called by one goroutine at a time
 		if id == "stays" {
 			tries++
-			return errors.New("the kernel does not want to")
+			return errors.New("device is busy")
 		}
 		deleted <- id
 		return nil
@@ -27,7 +27,7 @@ func TestPortDeletionIsRetried(t *testing.T) {
 	if id := <-deleted; id != "lingering" {
 		t.Errorf("deleted is %q", id)
 	}
-	log.await(t, "the kernel does not want to")
+	log.await(t, "device is busy")
 	l.close()
 	if tries != leavingTries {
 		t.Errorf("%d tries, want %d", tries, leavingTries)

@@ -58,7 +58,7 @@ func codeOf(err error) uint {
 	return 0
 }
 
-// The program passes the whole specification with libcni.
+// The program passes the conformance cases of the specification with libcni.
 func TestConformance(t *testing.T) {
 	for _, v := range []string{"0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"} {
 		t.Run(v, func(t *testing.T) {
@@ -93,7 +93,7 @@ func TestConformance(t *testing.T) {
 				t.Errorf("a second ADD of the same attachment: %v", err)
 			}
 			if has("0.4.0") {
-				testutil.Must(t, lib.CheckNetworkList(ctx, list, rt)) // it is as it was
+				testutil.Must(t, lib.CheckNetworkList(ctx, list, rt)) // the refused ADD changed nothing
 			}
 			if has("1.1.0") {
 				testutil.Must(t, lib.GCNetworkList(ctx, list, &libcni.GCArgs{ValidAttachments: []types.GCAttachment{{ContainerID: p.id, IfName: "eth0"}}}))
@@ -236,7 +236,7 @@ func TestCheck(t *testing.T) {
 			}
 			_, err := p.call("CHECK", p.netns, check)
 			if (c.want == "") != (err == nil) || err != nil && (!strings.Contains(err.Error(), c.want) || codeOf(err) == 0) {
-				t.Errorf("CHECK says %v, want %q", err, c.want)
+				t.Errorf("CHECK returns %v, want %q", err, c.want)
 			}
 			testutil.Must(t, p.del())
 			if left := b.kept(); len(left) > 0 {
@@ -314,7 +314,7 @@ func TestErrors(t *testing.T) {
 	refused := b.pod(map[string]any{"subnets": []string{"10.0.0.0/31"}, "runtimeConfig": map[string]any{
 		"ipRanges": []any{[]any{map[string]any{"subnet": "none"}}}, "portMappings": []any{map[string]any{"hostPort": 80, "containerPort": 80, "protocol": "icmp"}}}})
 	if err := refused.add(); err == nil {
-		t.Error("ADD took it")
+		t.Error("ADD accepted the configuration")
 	}
 	testutil.Must(t, refused.del())
 	if left := b.traces(); left != "" {
@@ -373,7 +373,7 @@ func TestParallel(t *testing.T) {
 		}
 		for _, v6 := range []bool{false, true} {
 			if ip := p.ip(v6); seen[ip] {
-				t.Errorf("%s is given twice", ip)
+				t.Errorf("%s is assigned twice", ip)
 			} else {
 				seen[ip] = true
 			}
@@ -393,8 +393,8 @@ func TestParallel(t *testing.T) {
 	}
 }
 
-// DEL cuts the pod off at once. Its devices vanish with the namespace.
-func TestDelCutsOff(t *testing.T) {
+// DEL disconnects the pod at once. Its devices vanish with the namespace.
+func TestDelDisconnectsPod(t *testing.T) {
 	b := newBed(t, nil)
 	server, client := b.attached(nil), b.attached(nil)
 	answering(t, server.netns, "tcp", 80)
@@ -406,7 +406,7 @@ func TestDelCutsOff(t *testing.T) {
 	for range 5 {
 		next := b.attached(nil)
 		if _, err := netip.ParseAddr(next.ip(false)); err != nil || next.ip(false) == ip {
-			t.Errorf("%s is given again at once; %v", ip, err)
+			t.Errorf("%s is assigned again at once; %v", ip, err)
 		}
 	}
 }

@@ -192,14 +192,14 @@ func (p *testPod) ip(v6 bool) string {
 	return ""
 }
 
-// traces lists everything that attachments have: ports, addresses, host ports.
+// traces lists all objects of attachments: ports, addresses, host ports.
 func (b *bed) traces() string {
 	b.t.Helper()
 	var all []string
 	list, err := netlink.LinkList()
 	testutil.Must(b.t, err)
 	for _, l := range list {
-		of := strings.Fields(l.Attrs().Alias) // only complete ones; another network's port may be vanishing with its namespace
+		of := strings.Fields(l.Attrs().Alias) // only complete ones, because another network's port may be vanishing with its namespace
 		if l.Type() == "veth" && (len(of) < 2 || of[0] != "berth-net" || of[1] == b.key()) {
 			all = append(all, l.Attrs().Name)
 		}

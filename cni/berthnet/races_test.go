@@ -26,7 +26,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// Tests with other programs' concurrent or earlier changes.
+// Tests with concurrent or earlier changes of other programs.
 
 // waitsForLock waits until a thread of this process waits for the lock of the bed's addresses,
 // which the test holds.
@@ -51,14 +51,15 @@ func waitsFor(t *testing.T, lock string) {
 	})
 }
 
-// othersBridge changes the bridge like an ADD with another subnet: gateways without pods vanish.
+// othersBridge changes the bridge like an ADD with another subnet, which removes gateways without
+// pods.
 func (b *bed) othersBridge(t *testing.T) {
 	t.Helper()
 	_, err := links.MakeBridge(&links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}})
 	testutil.Must(t, err)
 }
 
-// An ADD that waits for the lock after it has seen its subnet's gateway keeps the gateway.
+// An ADD that waits for the lock after it has read its subnet's gateway keeps the gateway.
 func TestGatewayStaysForReservedPod(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, b.attached(nil).del())
@@ -76,8 +77,8 @@ func TestGatewayStaysForReservedPod(t *testing.T) {
 	conversation{"node to pod", "", "tcp4", "80", pod.ip(false), "10.99.0.1"}.check(t)
 }
 
-// STATUS writes rules for the bridge's present subnets, not for those before it waited for the
-// lock.
+// STATUS writes rules for the bridge's current subnets. The subnets may have changed while STATUS
+// waited for the lock.
 func TestRulesCoverBridgeSubnets(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
@@ -96,7 +97,7 @@ func TestRulesCoverBridgeSubnets(t *testing.T) {
 	bridge, err := links.FindBridge("bn0")
 	testutil.Must(t, err)
 	if installed, err := b.plugin.filter.Installed(b.unattached(t, pod).rules(bridge)); !installed || err != nil {
-		t.Errorf("rules of the bridge with %v are there: %v; %v", bridge.Prefixes, installed, err)
+		t.Errorf("rules of the bridge with %v are installed: %v; %v", bridge.Prefixes, installed, err)
 	}
 }
 
@@ -255,7 +256,7 @@ func TestStuckAddressLockIsReported(t *testing.T) {
 		"the second DEL of a pod": first.del(),
 	} {
 		if codeOf(err) != types.ErrTryAgainLater || !strings.Contains(err.Error(), filepath.Join(b.dir, "test", "lock")) {
-			t.Errorf("%s with a lock that another has: %v", what, err)
+			t.Errorf("%s with another holder of the lock: %v", what, err)
 		}
 	}
 	unlock()
@@ -272,7 +273,8 @@ func (b *bed) collect() error {
 	return err
 }
 
-// A pod that vanished without DEL, as in a power cut, must not get its host ports back.
+// A pod that vanished without DEL, for example in a power failure, must not get its host ports
+// back.
 func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -288,14 +290,14 @@ func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 			t.Errorf("open is %s", p)
 		}
 	}
-	next := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80})) // not the vanished pod's
+	next := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80})) // has another port than the vanished pod
 	testutil.Must(t, dead.del())
 	if open := b.openPorts(); len(open) != 4 || !slices.ContainsFunc(open, func(p rules.HostPort) bool { return p.Pod.String() == next.ip(false) }) {
-		t.Errorf("open after the DEL of the dead are %v", open)
+		t.Errorf("open after the DEL of the vanished pod are %v", open)
 	}
 }
 
-// The network takes over the bridge, its addresses, and the rules of a version that had no keys.
+// The network takes over the bridge, its addresses, and the rules of a version without keys.
 func TestEarlierVersion(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, b.attached(nil).del())

@@ -61,10 +61,10 @@ func TestOtherDirectories(t *testing.T) {
 	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 
 	testutil.Must(t, pod.del())
-	testutil.Must(t, links.Cut(pod.id, "eth0", true)) // as the namespace's removal does
+	testutil.Must(t, links.Cut(pod.id, "eth0", true)) // as when the namespace is removed
 	next := same.attached(port)                       // takes the free bridge and deletes its former network's rules
 	answering(t, next.netns, "tcp", 80)
-	conversation{"host port of who took it over", worldNS, "tcp4", "8080", node4, world4}.check(t)
+	conversation{"host port of the new owner", worldNS, "tcp4", "8080", node4, world4}.check(t)
 	networks, err := same.plugin.filter.Networks()
 	testutil.Must(t, err)
 	if slices.Contains(networks, ours.key()) || !slices.Contains(networks, same.key()) {
@@ -72,8 +72,8 @@ func TestOtherDirectories(t *testing.T) {
 	}
 }
 
-// A bridge that the administrator made is used, and keeps its addresses. One with another owner is
-// refused.
+// The network uses a bridge that the administrator created, and the bridge keeps its addresses. A
+// bridge with another owner is refused.
 func TestForeignBridge(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
@@ -91,7 +91,7 @@ func TestForeignBridge(t *testing.T) {
 	}
 }
 
-// flushRuleset does the same as a reload of nftables.service.
+// flushRuleset deletes all rules, like a reload of nftables.service.
 func flushRuleset(t *testing.T) {
 	t.Helper()
 	conn, err := nftables.New()
@@ -100,8 +100,8 @@ func flushRuleset(t *testing.T) {
 	testutil.Must(t, conn.Flush())
 }
 
-// rewriteRuleset deletes all rules in one transaction. The transaction also adds rules, and before
-// says how many it adds ahead of the deletion.
+// rewriteRuleset deletes all rules in one transaction, which also adds rules. before is the number
+// of rules that it adds before the deletion.
 func rewriteRuleset(t *testing.T, before int) {
 	t.Helper()
 	conn, err := nftables.New()
@@ -146,7 +146,7 @@ func TestFlushedRuleset(t *testing.T) {
 	} {
 		flushRuleset(t)
 		if ports := b.openPorts(); len(ports) != 0 {
-			t.Fatalf("the rules are there before %s: %v", what, ports)
+			t.Fatalf("the rules exist before %s: %v", what, ports)
 		}
 		mend()
 		check()
@@ -170,7 +170,7 @@ func TestFlushedRuleset(t *testing.T) {
 	testutil.Must(t, <-ended)
 }
 
-// ownTable returns the network's table, to be changed as other programs do.
+// ownTable returns the network's table. Tests change it like other programs.
 func (b *bed) ownTable() *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + b.key()}
 }
@@ -263,10 +263,10 @@ func TestMarkerWithoutRule(t *testing.T) {
 		written := restore()
 		close(done)
 		if least := <-fewest; !written || least != 2 {
-			t.Errorf("it is written anew: %v; %d host ports were open", written, least)
+			t.Errorf("the table is rewritten: %v; %d host ports were open", written, least)
 		}
 		if restore() {
-			t.Error("it is written once more")
+			t.Error("the table is rewritten twice")
 		}
 	}
 }
@@ -311,12 +311,12 @@ func (l logged) await(t *testing.T, what string) {
 				return
 			}
 		case <-limit:
-			t.Fatalf("the log does not say %q", what)
+			t.Fatalf("the log does not contain %q", what)
 		}
 	}
 }
 
-// A flush while the rules are being written must not close host ports for good.
+// A flush while the rules are being written must not close host ports permanently.
 func TestFlushWhileInstalling(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -338,7 +338,7 @@ func TestFlushWhileInstalling(t *testing.T) {
 		network.Masquerade = !network.Masquerade // forces a change of the existing table
 		installed := make(chan error, 1)
 		go func() { installed <- b.plugin.filter.Install(network, pods) }()
-		for range i % 12 { // delays the flush a bit more each time
+		for range i % 12 { // delays the flush a little more each time
 			_, err := others.Networks()
 			testutil.Must(t, err)
 		}
@@ -385,7 +385,7 @@ func TestIPv6Off(t *testing.T) {
 	}
 }
 
-// A subnet that the node reaches through another interface is refused, and nothing is made.
+// A subnet that the node reaches through another interface is refused, and nothing is created.
 func TestOverlap(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
@@ -465,7 +465,7 @@ func TestManyHostPorts(t *testing.T) {
 	}
 	testutil.Must(t, pod.del())
 	if left := b.kept(); len(left) > 0 {
-		t.Errorf("%d things are left", len(left))
+		t.Errorf("%d objects are left", len(left))
 	}
 }
 
@@ -570,7 +570,7 @@ func TestCutPortStaysDisabled(t *testing.T) {
 		testutil.Must(t, netlink.LinkSetUp(link))
 		for _, r := range server.result.Routes {
 			dst := types100.IPConfig{Address: r.Dst}.Address
-			_ = netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: &dst, Gw: r.GW}) // gone with the device
+			_ = netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: &dst, Gw: r.GW}) // the route vanished with the device
 		}
 		return nil
 	}))
@@ -667,7 +667,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 			before, _ := os.ReadFile(family.tables) // missing if no program has used such rules since the boot
 			about("before", false)
 			if after, _ := os.ReadFile(family.tables); string(after) != string(before) {
-				t.Errorf("by the look the tables %q become %q", before, after)
+				t.Errorf("the search changes the tables %q to %q", before, after)
 			}
 			run := func(args ...string) {
 				t.Helper()

@@ -97,8 +97,8 @@ func bridges(t *testing.T) string {
 	return strings.Join(names, ", ")
 }
 
-// STATUS uses the runtime's ranges like ADD, or accepts that only ADD gets them. A bridge whose
-// network has no pods is free.
+// STATUS uses the runtime's ranges like ADD. With the capability ipRanges it also accepts that only
+// ADD receives them. A network can take a bridge whose network has no pods.
 func TestStatusAllows(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, map[string]any{"subnets": []string{"192.0.2.0/24"}})
@@ -107,7 +107,7 @@ func TestStatusAllows(t *testing.T) {
 		t.Errorf("with other ranges: %v", err)
 	}
 	if err := newBed(t, map[string]any{"subnets": []string{}, "capabilities": map[string]bool{"ipRanges": true}}).status(nil); err != nil {
-		t.Errorf("without a subnet, which the runtime may tell with each pod: %v", err)
+		t.Errorf("without a subnet, which the runtime may pass with each pod: %v", err)
 	}
 	other := newBed(t, nil)
 	left := other.attached(nil)
@@ -121,7 +121,7 @@ func TestStatusAllows(t *testing.T) {
 	}
 }
 
-// STATUS caches that no other network has the addresses. ADD looks each time, and drops the cache
+// STATUS caches that no other network uses the addresses. ADD checks each time, and drops the cache
 // when it is refused.
 func TestStatusCachesOverlap(t *testing.T) {
 	newWorld(t)
@@ -134,7 +134,7 @@ func TestStatusCachesOverlap(t *testing.T) {
 	route := &netlink.Route{LinkIndex: outside.Attrs().Index, Dst: dst}
 	testutil.Must(t, netlink.RouteAdd(route))
 	if err := b.status(nil); err != nil {
-		t.Errorf("STATUS looks at all routes again: %v", err)
+		t.Errorf("STATUS reads all routes again: %v", err)
 	}
 	const why = "route to 10.99.0.128/25"
 	if err := b.pod(nil).add(); err == nil || !strings.Contains(err.Error(), why) {
@@ -157,7 +157,7 @@ func TestStatusWithoutClassifier(t *testing.T) {
 	if err := b.status(map[string]any{"checkSource": false}); err != nil {
 		t.Errorf("STATUS without checkSource: %v", err)
 	}
-	b.plugin.tryCheckSource = nil // the module has come
+	b.plugin.tryCheckSource = nil // the module was loaded meanwhile
 	if err := b.status(nil); err != nil {
 		t.Errorf("STATUS with the classifier: %v", err)
 	}
@@ -219,11 +219,11 @@ func TestTryRules(t *testing.T) {
 	}
 	n.Key = strings.Repeat("x", 300) // exceeds the limit of a table's name
 	if err := rules.Try(n); err == nil || !strings.Contains(err.Error(), n.Key) {
-		t.Errorf("rules that no kernel has: %v", err)
+		t.Errorf("rules that no kernel supports: %v", err)
 	}
 }
 
-// If existing pods may be cut off the code is 51.
+// The code is 51 if existing pods may be unreachable.
 func TestStatusRestoresExistingPods(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -251,7 +251,7 @@ func TestStatusWithoutDirectory(t *testing.T) {
 	testutil.Must(t, b.attached(nil).del())
 }
 
-// A node whose addresses cannot be locked is not ready, even if nothing is to be written.
+// A node whose addresses cannot be locked is not ready, even if nothing must be written.
 func TestStatusWithoutLock(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
@@ -266,7 +266,7 @@ func TestStatusWithoutLock(t *testing.T) {
 	testutil.Must(t, pod.del())
 }
 
-// A stuck holder of the lock of bridges makes the node not ready, since each ADD would fail.
+// A stuck holder of the bridge lock makes the node not ready, because each ADD would fail.
 func TestStatusWithLockHeld(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(nil)

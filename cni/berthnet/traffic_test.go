@@ -26,7 +26,8 @@ const (
 	world6  = "2001:db8::2"
 )
 
-// newWorld makes a network namespace outside of the node, as its neighbour, without routes to pods.
+// newWorld creates a network namespace outside of the node, as its neighbour, without routes to
+// pods.
 func newWorld(t testing.TB) {
 	t.Helper()
 	testutil.Must(t, netns.New(worldNS))
@@ -172,7 +173,7 @@ func (c conversation) check(t *testing.T) {
 	}
 }
 
-// Each packet arrives or not as expected, with the expected source.
+// Each packet arrives, or does not, as expected and with the expected source.
 func TestTraffic(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)

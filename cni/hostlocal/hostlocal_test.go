@@ -113,7 +113,7 @@ func TestReleaseOrphansWaitsForLock(t *testing.T) {
 	}
 }
 
-// The plugin's DEL does not find a reservation that a power cut emptied; ReleaseOrphans does.
+// The plugin's DEL does not find a reservation that a power failure emptied. ReleaseOrphans does.
 func TestReleaseOrphansOfRealPlugin(t *testing.T) {
 	t.Parallel()
 	plugin := findPlugin(t)

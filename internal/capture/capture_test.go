@@ -41,7 +41,7 @@ func TestOutputOfPrograms(t *testing.T) {
 		name, script string
 		limit        int
 		kept         string
-		most         bool // it writes more than any limit
+		most         bool // the program writes more than any limit
 	}{
 		{name: "nothing", script: "exit 1", limit: 10},
 		{name: "less than the limit", script: "echo one; echo two", limit: 100, kept: "one\ntwo\n"},
@@ -64,7 +64,7 @@ func TestOutputOfPrograms(t *testing.T) {
 			end(t, o)
 			end(t, child)
 			if pid := strings.TrimSpace(string(child.Bytes())); pid != "" {
-				_ = exec.Command("kill", "-9", pid).Run() // without a reader, yes may have ended
+				_ = exec.Command("kill", "-9", pid).Run() // without a reader, yes may have exited
 			}
 			if string(o.Bytes()) != tt.kept || !tt.most && tt.name != "more" && o.Total() != len(tt.kept) {
 				t.Errorf("kept %.40q of %d bytes, want %.40q", o.Bytes(), o.Total(), tt.kept)

@@ -41,14 +41,14 @@ func group(t *testing.T) *Group {
 		t.Fatal(err)
 	}
 	reaped := make(chan struct{})
-	go func() { defer close(reaped); _ = cmd.Wait() }() // reap at once, or the group stays busy
+	go func() { defer close(reaped); _ = cmd.Wait() }() // reap at once, otherwise the group stays busy
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 		defer cancel()
 		if err := g.Kill(ctx); err != nil {
 			t.Error(err)
 		}
-		_ = cmd.Process.Kill() // in case it never entered the group
+		_ = cmd.Process.Kill() // in case the process never entered the group
 		<-reaped
 		if err := g.Destroy(ctx); err != nil {
 			t.Error(err)

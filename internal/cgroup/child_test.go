@@ -25,7 +25,7 @@ func hierarchiesForChildren(t *testing.T) map[string]*Children {
 	}
 	places := map[string]*Children{}
 	for name, dir := range map[string]string{"v2": root, "unified": root + "/unified", "freezer": root + "/freezer"} {
-		mounts := t.TempDir() // in which there is one only
+		mounts := t.TempDir() // a directory with only one hierarchy
 		link := filepath.Join(mounts, name)
 		if name == "v2" {
 			mounts = link
@@ -38,28 +38,28 @@ func hierarchiesForChildren(t *testing.T) map[string]*Children {
 		}
 	}
 	if len(places) == 0 {
-		t.Fatal("there is no hierarchy to test with")
+		t.Fatal("no usable hierarchy is mounted")
 	}
 	return places
 }
 
-// maxForked bounds the number of processes that a test forks. The shell's own ulimit does not know
-// that limit in dash.
+// maxForked bounds the number of processes that a test forks. dash's ulimit does not support that
+// limit.
 const maxForked = 100
 
-// A command is in its cgroup from its first instruction on. A kill ends whatever it has started,
-// and the cgroup can be removed then: sessions of their own, second forks, empty environments,
-// forks without end.
+// A command is in its cgroup from its first instruction. A kill ends all processes that the command
+// started, and the cgroup can be removed then: sessions, second forks, empty environments, endless
+// forks.
 func TestChildrenAreKilledWithDescendants(t *testing.T) {
 	testutil.NeedRoot(t)
 	tests := []struct {
 		name, program string
-		before        func(dir string) bool // is true when the kill is to come; nil: at once
+		before        func(dir string) bool // returns true when the test may kill the group; nil: at once
 	}{
 		{"ends by itself", `exit 0`, nil},
 		{"daemon", `(setsid sh -c 'exec env -i sleep 1000' &)`, func(dir string) bool { return hasCommand(dir, "sleep") }},
 		{"stopped", `kill -STOP $$`, func(dir string) bool { return hasState(dir, "T") }},
-		{"forks without end", `f() { (f) & (f) & wait; }; f`, nil}, // at the limit it would end by itself
+		{"forks without end", `f() { (f) & (f) & wait; }; f`, nil}, // at the limit of processes it would exit
 	}
 	for place, c := range hierarchiesForChildren(t) {
 		for _, test := range tests {
@@ -78,13 +78,13 @@ func TestChildrenAreKilledWithDescendants(t *testing.T) {
 				must(t, err)
 				must(t, read.Close())
 				if !strings.Contains(string(line[:n]), filepath.Base(dir)) {
-					t.Errorf("it began in %s", line[:n])
+					t.Errorf("the command started in %s", line[:n])
 				}
 				if test.before != nil {
 					eventually(t, test.name, func() bool { return test.before(dir) })
 				}
 				must(t, KillChild(dir, time.Minute))
-				_ = cmd.Wait() // it was killed, or not
+				_ = cmd.Wait() // the command may have been killed
 				if busy, err := HasProcesses(dir); busy || err != nil {
 					t.Errorf("processes are left: %v, %v", busy, err)
 				}
@@ -134,14 +134,14 @@ func isRemoved(t *testing.T, dir string) bool {
 }
 
 func procs(dir string) []int {
-	pids, _ := ProcsIn(dir) // KillChild reports the error too
+	pids, _ := ProcsIn(dir) // KillChild reports the error as well
 	return pids
 }
 
 // hasCommand reports whether a process in a cgroup executes a program of that name.
 func hasCommand(dir, name string) bool {
 	return slices.ContainsFunc(procs(dir), func(pid int) bool {
-		comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
+		comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // the process may have exited
 		return strings.TrimSpace(string(comm)) == name
 	})
 }
@@ -166,7 +166,7 @@ func eventually(t *testing.T, what string, done func() bool) {
 
 func TestFindChildrenNeedsUsableHierarchy(t *testing.T) {
 	if _, err := childrenIn(t.TempDir(), map[string]string{"": "/"}); err == nil {
-		t.Error("found a hierarchy where there is none")
+		t.Error("found a hierarchy in an empty directory")
 	}
 	for place, c := range hierarchiesForChildren(t) {
 		mounts, name := filepath.Join(root, place), place

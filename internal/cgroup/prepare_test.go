@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// freshProcess is set in the environment of a test's own process, for state that exists once per
-// process.
+// freshProcess is set in the environment of a test's child process, which tests state that exists
+// once per process.
 const freshProcess = "BERTH_TEST_FRESH_PROCESS"
 
 func TestCgroupsWorkAfterFirstUseWithoutDescriptors(t *testing.T) {

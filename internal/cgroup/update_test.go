@@ -117,7 +117,7 @@ func TestResourcesForSystemd(t *testing.T) {
 	}
 }
 
-// CRI counts in v1's units, which v2 gets converted (KEP-2254, KEP-2400).
+// CRI uses v1's units, which are converted for v2 (KEP-2254, KEP-2400).
 func TestSharesAndSwapAreConvertedForV2(t *testing.T) {
 	for shares, weight := range map[uint64]uint64{0: 0, 1: 1, 2: 1, 100: 17, 512: 59, 1024: 100, 2048: 174, 262144: 10000} {
 		if got := convert(&specs.LinuxResources{CPU: &specs.LinuxCPU{Shares: &shares}}).CpuWeight; got != weight {

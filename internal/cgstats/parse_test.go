@@ -63,7 +63,7 @@ func TestParseInterfaces(t *testing.T) {
 	}
 }
 
-// FuzzParsers checks that no parser panics or invents values, whatever a kernel writes.
+// FuzzParsers checks that no parser panics or invents values for any input.
 func FuzzParsers(f *testing.F) {
 	files, err := filepath.Glob("testdata/*/*")
 	if err != nil {

@@ -38,7 +38,8 @@ func read(t *testing.T, r *Reader) Sample {
 	return s
 }
 
-// The files in testdata describe the same state in both versions where both can express it.
+// The files in testdata describe the same state in both versions, as far as both versions can
+// express it.
 func TestReadCapturedFiles(t *testing.T) {
 	t.Parallel()
 	memory := Memory{Known: true, Usage: 23171072, Limit: 64 << 20, RSS: 8515584, Cache: 12288000, MappedFile: 5406720,
@@ -115,7 +116,7 @@ func TestWorkingSetAndAvailableMemory(t *testing.T) {
 	}
 }
 
-// A directory with only the CPU's files is a node with the memory controller off.
+// A directory with only the CPU's files stands for a node without the memory controller.
 func TestMissingControllersAreUnknown(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -277,7 +278,7 @@ func TestReaderSeesUsageOfRealCgroup(t *testing.T) {
 	if err := in.Close(); err != nil {
 		t.Error(err)
 	}
-	_ = cmd.Wait() // its read returns at end of file, and it ends
+	_ = cmd.Wait() // its read returns at end of file, and it exits
 	for _, controller := range []string{"cpu", "cpuacct", "memory", "pids"} {
 		if err := os.Remove(group.Dir(controller)); err != nil && !os.IsNotExist(err) {
 			t.Fatal(err)
@@ -401,11 +402,11 @@ func TestNetDevBoundsHostileNames(t *testing.T) {
 	readers.Wait()
 }
 
-// The kernel writes pids.current anew for each reader, but readers of an open file share the
+// The kernel writes pids.current again for each reader, but readers of an open file share the
 // position in it. A reader that read twice would get the end of another number.
 func TestConcurrentReadersOfChangingNumber(t *testing.T) {
 	dir := cgroups(t, "changing").Dir("pids")
-	// Nine processes. One of them forks a tenth again and again.
+	// Nine processes. One of them repeatedly forks a tenth.
 	cmd := exec.Command("sh", "-c", "echo $$ >"+dir+`/cgroup.procs; for i in 1 2 3 4 5 6 7 8; do sleep 1000 & done; echo in
 		while :; do (:); done`)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -421,7 +422,7 @@ func TestConcurrentReadersOfChangingNumber(t *testing.T) {
 			t.Error(err)
 		}
 		_ = cmd.Wait()                      // killed
-		for unix.Rmdir(dir) == unix.EBUSY { // until all of them have ended and init has reaped them
+		for unix.Rmdir(dir) == unix.EBUSY { // until all of them have exited and init has reaped them
 			time.Sleep(time.Millisecond)
 		}
 	})

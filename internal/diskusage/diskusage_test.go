@@ -32,7 +32,7 @@ func count(t *testing.T, ctx context.Context, path string) (Usage, error) {
 	return Tree(ctx, root)
 }
 
-func TestNominal(t *testing.T) {
+func TestNominalCountsWholeBlocks(t *testing.T) {
 	dir, outside := t.TempDir(), t.TempDir()
 	must(t, os.WriteFile(filepath.Join(outside, "big"), make([]byte, 1<<20), 0o600))
 	must(t, os.MkdirAll(filepath.Join(dir, "a/b"), 0o700))
@@ -48,15 +48,15 @@ func TestNominal(t *testing.T) {
 	defer root.Close()
 	got, err := Nominal(t.Context(), root, 4096)
 	must(t, err)
-	// Three directories, files of one and two blocks, and what takes no data.
+	// Three directories, files of one and two blocks, and entries without data.
 	if want := (Usage{Bytes: 6 * 4096, Inodes: 8}); got != want {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 }
 
-// Tree agrees with du about files that have blocks without data, and about blocks that a file's
-// size does not show.
-func TestTreeCountsWhatIsAllocated(t *testing.T) {
+// Tree agrees with du about files with blocks but without data, and about blocks that a file's size
+// does not show.
+func TestTreeCountsAllocatedBlocks(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(filepath.Join(dir, "written"), make([]byte, 10_000), 0o600))
 	must(t, os.Link(filepath.Join(dir, "written"), filepath.Join(dir, "again")))
@@ -79,7 +79,7 @@ func TestTreeCountsWhatIsAllocated(t *testing.T) {
 	must(t, err)
 	must(t, f.Sync())
 	got, err := count(t, t.Context(), dir)
-	if !errors.Is(err, ErrChanged) { // it was made just now
+	if !errors.Is(err, ErrChanged) { // a new directory looks like a changed one
 		must(t, err)
 	}
 	du, err := exec.Command("du", "-s", "-B1", dir).Output()
@@ -91,7 +91,7 @@ func TestTreeCountsWhatIsAllocated(t *testing.T) {
 	}
 }
 
-// nest makes directories d in each other below fd, which it closes.
+// nest creates depth nested directories named d below fd, which it closes.
 func nest(t *testing.T, fd, depth int) {
 	t.Helper()
 	for range depth {
@@ -104,13 +104,13 @@ func nest(t *testing.T, fd, depth int) {
 	must(t, unix.Close(fd))
 }
 
-// removeTree removes a tree that is too deep for the end of a test to remove it.
+// removeTree removes a tree that is too deep for t.TempDir's cleanup.
 func removeTree(t *testing.T, path string) {
 	t.Cleanup(func() { must(t, safefs.RemoveAll(context.WithoutCancel(t.Context()), path)) })
 }
 
-// A container can nest deeper than a path can say, and than there are descriptors.
-func TestTreeThatIsDeep(t *testing.T) {
+// A container can nest directories deeper than the longest path and the number of descriptors.
+func TestTreeCountsDeepTree(t *testing.T) {
 	top := t.TempDir()
 	removeTree(t, filepath.Join(top, "d"))
 	fd, err := unix.Open(top, unix.O_PATH, 0)
@@ -136,7 +136,7 @@ func TestTreeThatIsDeep(t *testing.T) {
 }
 
 // Directories that are thousands of levels deep count like others, with their content.
-func TestTreeThatIsDeepAndWide(t *testing.T) {
+func TestTreeCountsDeepAndWideTree(t *testing.T) {
 	top := t.TempDir()
 	const levels, wide, size = 255, 2000, 8192
 	deep := top + strings.Repeat("/d", levels)
@@ -156,7 +156,7 @@ func TestTreeThatIsDeepAndWide(t *testing.T) {
 }
 
 // A file that is moved during the walk counts once, and the result says that it may be incomplete.
-func TestTreeWithMovedFiles(t *testing.T) {
+func TestTreeCountsMovedFilesOnce(t *testing.T) {
 	for name, isDir := range map[string]bool{"file": false, "directory": true} {
 		t.Run(name, func(t *testing.T) {
 			top := t.TempDir()
@@ -190,8 +190,9 @@ func TestTreeWithMovedFiles(t *testing.T) {
 	}
 }
 
-// Of more files with several names than are remembered, each name counts as a part.
-func TestNamesThatAreNotRemembered(t *testing.T) {
+// If there are more files with several names than the walk remembers, each name counts as a
+// fraction.
+func TestForgottenNamesCountAsFractions(t *testing.T) {
 	c := counter{size: func(st *unix.Stat_t) int64 { return st.Size }, seen: map[uint64]struct{}{}}
 	for i := range uint64(maxSeen) {
 		c.seen[i] = struct{}{}
@@ -204,7 +205,7 @@ func TestNamesThatAreNotRemembered(t *testing.T) {
 	}
 }
 
-func TestTreeIsInterrupted(t *testing.T) {
+func TestTreeEndsWithContext(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := count(t, ctx, t.TempDir()); !errors.Is(err, context.Canceled) {
@@ -212,8 +213,8 @@ func TestTreeIsInterrupted(t *testing.T) {
 	}
 }
 
-// The counted tree changes all the time.
-func TestTreeThatChanges(t *testing.T) {
+// The tree changes during the count.
+func TestTreeSurvivesChanges(t *testing.T) {
 	dir := t.TempDir()
 	stop, stopped := make(chan struct{}), make(chan error, 1)
 	go func() {

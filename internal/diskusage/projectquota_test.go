@@ -18,18 +18,19 @@ func TestSizesOfKernelStructures(t *testing.T) {
 	}
 }
 
-// A filesystem without project quotas is no error of its own.
-func TestUnsupported(t *testing.T) {
+// A filesystem without project quotas gives ErrNoQuotas.
+func TestOpenQuotasOfFilesystemWithoutQuotas(t *testing.T) {
 	if _, err := OpenQuotas("/proc"); !errors.Is(err, ErrNoQuotas) {
 		t.Errorf("got %v", err)
 	}
 }
 
-// mounted makes a filesystem with project quotas, and skips the test where the kernel has none.
+// mounted mounts a new filesystem with project quotas. It skips the test if the kernel does not
+// support them.
 func mounted(t *testing.T, mkfs ...string) string {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Skip("only root mounts")
+		t.Skip("needs root")
 	}
 	image, dir := filepath.Join(t.TempDir(), "image"), t.TempDir()
 	if err := errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, 320<<20)); err != nil {
@@ -49,7 +50,7 @@ func mounted(t *testing.T, mkfs ...string) string {
 	return dir
 }
 
-func TestLimit(t *testing.T) {
+func TestProjectLimitIsEnforced(t *testing.T) {
 	for name, mkfs := range map[string][]string{
 		"ext4": {"mkfs.ext4", "-q", "-O", "project,quota", "-E", "quotatype=prjquota"},
 		"xfs":  {"mkfs.xfs", "-q"},
@@ -58,7 +59,7 @@ func TestLimit(t *testing.T) {
 			dir := mounted(t, mkfs...)
 			f, err := OpenQuotas(dir)
 			if errors.Is(err, ErrNoQuotas) {
-				t.Skip(err) // XFS mounts without, where its part of the kernel has none
+				t.Skip(err) // the kernel mounts XFS without quotas if it lacks support for them
 			}
 			if err != nil {
 				t.Fatal(err)
@@ -70,7 +71,7 @@ func TestLimit(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer layer.Close()
-			for range 2 { // it may be repeated
+			for range 2 { // a repeated call succeeds
 				if err := errors.Join(AssignProject(layer, id), f.SetLimit(id, limit)); err != nil {
 					t.Fatal(err)
 				}
@@ -97,8 +98,8 @@ func TestLimit(t *testing.T) {
 	}
 }
 
-// withoutResources runs f without CAP_SYS_RESOURCE, before which ext4's limits give way. The thread
-// ends with it.
+// withoutResources runs f without CAP_SYS_RESOURCE, because ext4 ignores limits for a process with
+// it. The thread ends with f.
 func withoutResources(t *testing.T, f func()) {
 	t.Helper()
 	done := make(chan error)

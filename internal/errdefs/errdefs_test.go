@@ -23,7 +23,7 @@ func TestIsBadPath(t *testing.T) {
 	}
 	for _, err := range []error{nil, os.ErrPermission, errors.New("no such file or directory")} {
 		if IsBadPath(err) {
-			t.Errorf("%v is taken for the path's fault", err)
+			t.Errorf("IsBadPath(%v) = true", err)
 		}
 	}
 }

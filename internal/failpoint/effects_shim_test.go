@@ -15,7 +15,7 @@ import (
 // programs of runtimes.
 var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|openLogFile|cgroup\.KillDir|pidfd\.KillTree)$`)
 
-// unmarkedOfShims are functions of launchers and monitors that have effects but no failpoint, with
+// unmarkedOfShims are functions of launchers and monitors with effects but without failpoints, and
 // the reason.
 var unmarkedOfShims = map[string]string{
 	"shim/launcher.clampOOMScore":    "affects only the launcher",
@@ -43,7 +43,7 @@ func TestEffectsOfShimsAreMarked(t *testing.T) {
 	}
 	for name := range unmarkedOfShims {
 		if !found[name] {
-			t.Errorf("%s has no effect without a failpoint (any more): take it off the list", name)
+			t.Errorf("%s no longer has an effect without a failpoint, remove it from the list", name)
 		}
 	}
 }

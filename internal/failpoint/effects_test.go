@@ -32,7 +32,7 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`\w+\.(Mkdir|Mknod|Symlink|Link|Chown|Chmod|Setxattr|Removexattr|Utimes|RemoveAll(Until)?|Rename)`, // safefs.Dir's
 }, `|`) + `)$`)
 
-// packages are the trees in which the daemon has effects.
+// packages are the trees of packages in which the daemon has effects.
 var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "sandbox", "server", "shim"}
 
 // leftOut are packages without checks, with the reason.
@@ -203,7 +203,7 @@ func TestEffectsAreMarked(t *testing.T) {
 	}
 	for name := range unmarked {
 		if !found[name] {
-			t.Errorf("%s: it is not so (any more): take it off the list", name)
+			t.Errorf("%s: the code no longer has this effect, remove the entry from the list", name)
 		}
 	}
 }

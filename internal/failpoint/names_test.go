@@ -24,7 +24,7 @@ func TestNamesAreUniqueLiterals(t *testing.T) {
 			t.Errorf("%s: the name %q is not of the form area.what-happened", p.Place, p.Name)
 		}
 		if other := places[p.Name]; other != "" {
-			t.Errorf("%s: the name %q is %s's", p.Place, p.Name, other)
+			t.Errorf("%s: the name %q is also used at %s", p.Place, p.Name, other)
 		}
 		places[p.Name] = p.Place
 	}

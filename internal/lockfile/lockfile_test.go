@@ -25,7 +25,7 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		fmt.Println("locked")
-		bufio.NewReader(os.Stdin).ReadString('\n') // until the parent is done
+		bufio.NewReader(os.Stdin).ReadString('\n') // until the parent closes the pipe
 		os.Exit(0)
 	}
 	os.Exit(m.Run())
@@ -111,7 +111,7 @@ func TestSharedAndExclusiveLocksExcludeEachOther(t *testing.T) {
 	}
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
-	first, second := take(gone, Shared), take(gone, Shared) // a free lock needs no time
+	first, second := take(gone, Shared), take(gone, Shared) // taking a free lock needs no time
 	alone := make(chan func(), 1)
 	go func() {
 		unlock, err := Wait(t.Context(), path, Exclusive)
@@ -220,10 +220,10 @@ func TestCheckReportsLockWithoutCreatingFile(t *testing.T) {
 	}
 	for _, bad := range []string{dir, link, filepath.Join(dir, "none", "lock")} {
 		if Check(bad) == nil || CheckShared(t.Context(), bad) == nil {
-			t.Errorf("%s could be a lock", bad)
+			t.Errorf("Check accepts %s", bad)
 		}
 		if _, err := Wait(t.Context(), bad, Shared); err == nil {
-			t.Errorf("%s is a lock", bad)
+			t.Errorf("Acquire accepts %s", bad)
 		}
 	}
 }
@@ -256,9 +256,9 @@ func TestSymlinkIsNotFollowed(t *testing.T) {
 		t.Error("followed")
 	}
 	if _, err := Wait(t.Context(), filepath.Join(dir, "lock"), Exclusive); err == nil {
-		t.Error("followed by Wait")
+		t.Error("Wait followed the symlink")
 	}
 	if _, err := os.Lstat(filepath.Join(dir, "victim")); !os.IsNotExist(err) {
-		t.Error("the target was made")
+		t.Error("the target was created")
 	}
 }

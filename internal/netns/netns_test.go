@@ -36,7 +36,7 @@ func threadNamespaces(t *testing.T) map[string]bool {
 	seen := map[string]bool{}
 	for _, l := range links {
 		ns, err := os.Readlink(l)
-		if err == nil { // a thread may end meanwhile
+		if err == nil { // a thread may exit meanwhile
 			seen[ns] = true
 		}
 	}
@@ -96,7 +96,7 @@ func TestRefusesRouterAdvertisements(t *testing.T) {
 	if _, err := os.Stat("/proc/sys/net/ipv6"); errors.Is(err, os.ErrNotExist) {
 		t.Skip("kernel without IPv6")
 	}
-	must(t, InNew(func() error { // keep the devices out of the machine's namespace
+	must(t, InNew(func() error { // a namespace for the devices, so that the machine's stays unchanged
 		testRefusesRouters(t)
 		return nil
 	}))
@@ -131,10 +131,10 @@ func testRefusesRouters(t *testing.T) {
 	}
 }
 
-func TestRemoveLeftovers(t *testing.T) {
+func TestRemoveAfterCrash(t *testing.T) {
 	dir := t.TempDir()
 	must(t, Remove(dir+"/missing/dir/ns"))
-	must(t, os.WriteFile(dir+"/unmounted", nil, 0o444)) // a crash between file and mount
+	must(t, os.WriteFile(dir+"/unmounted", nil, 0o444)) // a crash between the creation of the file and the mount
 	must(t, Remove(dir+"/unmounted"))
 
 	must(t, New(dir+"/stacked"))
@@ -150,7 +150,7 @@ func TestRemoveLeftovers(t *testing.T) {
 
 // A process with an older copy of the mount table, such as a launcher, does not keep a removed
 // namespace alive.
-func TestRemoveEverywhere(t *testing.T) {
+func TestRemoveWithOldMountTables(t *testing.T) {
 	path := t.TempDir() + "/ns"
 	must(t, New(path))
 	launcher := exec.Command("sleep", "1000")
@@ -172,7 +172,7 @@ func TestRemoveEverywhere(t *testing.T) {
 	}
 }
 
-func TestInRefuses(t *testing.T) {
+func TestInRefusesOtherFiles(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(dir+"/file", nil, 0o444))
 	for _, path := range []string{dir + "/missing", dir + "/file", "/proc/self/ns/mnt"} {
@@ -189,7 +189,7 @@ func TestInRefuses(t *testing.T) {
 	}
 }
 
-func TestNewFailure(t *testing.T) {
+func TestFailedNewLeavesNothing(t *testing.T) {
 	file := t.TempDir() + "/file"
 	must(t, os.WriteFile(file, nil, 0o644))
 	if err := New(file + "/ns"); errdefs.Code(err) != codes.Internal {
@@ -205,8 +205,8 @@ func BenchmarkNewAndRemove(b *testing.B) {
 	}
 }
 
-// A namespace of another process is pinned like an own one.
-func TestPin(t *testing.T) {
+// A namespace of another process is pinned like one of this process.
+func TestPinOfOtherProcess(t *testing.T) {
 	source, path := t.TempDir()+"/source", t.TempDir()+"/ns"
 	must(t, onThread(func() error { // as in a process started in a new namespace
 		must(t, unix.Unshare(unix.CLONE_NEWNET))
@@ -233,7 +233,7 @@ func TestPin(t *testing.T) {
 }
 
 // A panic in a namespace reaches the caller, which recovers, and does not end the daemon.
-func TestPanicInNamespace(t *testing.T) {
+func TestPanicReachesCaller(t *testing.T) {
 	defer func() {
 		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "oh") || !strings.Contains(fmt.Sprint(p), "TestPanicInNamespace") {
 			t.Errorf("recovered %v", p)

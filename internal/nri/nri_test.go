@@ -112,7 +112,7 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 		"flags":      {spec.Linux.Seccomp.Flags, []specs.LinuxSeccompFlag{specs.LinuxSeccompFlagLog}},
 		"numa":       {string(spec.Linux.MemoryPolicy.Mode), "MPOL_BIND"},
 		"network":    {spec.Linux.NetDevices, map[string]specs.LinuxNetDevice{"host0": {Name: "eth1"}}},
-		"annotation": {len(spec.Annotations), 0}, // libcontainer and systemd would obey them
+		"annotation": {len(spec.Annotations), 0}, // libcontainer and systemd would interpret them
 	} {
 		t.Run(what, func(t *testing.T) {
 			if !reflect.DeepEqual(c.got, c.want) {
@@ -293,7 +293,7 @@ func FuzzAdjustment(f *testing.F) {
 			t.Error("the mount namespace is gone")
 		}
 		if slices.Contains(destinations(spec), "/") {
-			t.Error("something is mounted on the root")
+			t.Error("a mount on the root passed the check")
 		}
 	})
 }

@@ -137,7 +137,7 @@ func testIgnoreFailure(t *testing.T, p *Plugins, plugin *answering) {
 	}
 }
 
-// The package documentation mentions this fault of the library. When the test fails, the library is
+// The package documentation mentions this bug of the library. If the test fails, the library is
 // fixed and the documentation must change.
 func testLibraryDropsPidsOfOthers(t *testing.T, p *Plugins, plugin *answering) {
 	u := &api.ContainerUpdate{ContainerId: "other"}
@@ -148,7 +148,7 @@ func testLibraryDropsPidsOfOthers(t *testing.T, p *Plugins, plugin *answering) {
 	if err != nil || len(updates) != 1 || updates[0].Resources.MemoryLimitInBytes != 7 || updates[0].Limits != nil {
 		t.Errorf("updates %v, error %v", updates, err)
 	}
-	if own, err := newUpdate(u); err != nil || *own.Limits.Pids != 9 { // as the plugin sends it on its own
+	if own, err := newUpdate(u); err != nil || *own.Limits.Pids != 9 { // as an unsolicited update
 		t.Errorf("update %v, error %v", own, err)
 	}
 }
@@ -201,7 +201,8 @@ func testUpdatePodShowsOldAndNew(t *testing.T, p *Plugins, plugin *answering) {
 	}
 }
 
-// A container whose lock is held delays no other update. Updates of one container are in order.
+// A container whose lock is held delays only its updates. Updates of one container are applied in
+// order.
 func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -215,7 +216,7 @@ func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 			return err
 		}
 		if order = append(order, u.Resources.MemoryLimitInBytes); len(order) == 2 {
-			cancel() // gives the waiting updates up
+			cancel() // stops the waiting updates
 		}
 		return nil
 	}})

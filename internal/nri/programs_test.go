@@ -67,7 +67,7 @@ func installPrograms(t *testing.T, cfg Config) programs {
 	}
 }
 
-// Programs are reaped when they end, and Close kills them. Children of others are not touched.
+// Programs are reaped when they exit, and Close kills them. Other child processes are not affected.
 func testUnregisteredPrograms(t *testing.T, p *Plugins, programs programs) {
 	gone(t, "the plugin that ended", programs.ends())
 	if err := syscall.Kill(programs.stays(), 0); err != nil {

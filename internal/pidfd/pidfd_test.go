@@ -297,7 +297,7 @@ func TestWaitWithoutDescriptors(t *testing.T) {
 	}
 }
 
-// A thread may have the ID of a process that has ended.
+// A thread may have the ID of a process that has exited.
 func TestOpenRefusesThread(t *testing.T) {
 	ids, end := make(chan int), make(chan struct{})
 	go func() {

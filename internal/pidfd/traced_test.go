@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// trace attaches to a process, reports that, and waits for the end of its standard input.
+// trace attaches to a process, prints a line, and waits for the end of its standard input.
 func trace(pid int) int {
 	runtime.LockOSThread()
 	if err := unix.PtraceSeize(pid); err != nil {

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// zombie starts a child that ends as the script says and returns its pidfd. The child is not reaped
-// before the test ends.
+// zombie starts a child that exits as the script determines, and returns its pidfd. The child is
+// not reaped before the test ends.
 func zombie(t *testing.T, script string) (cmd *exec.Cmd, f *os.File) {
 	t.Helper()
 	cmd = exec.Command("sh", "-c", script)
@@ -40,7 +40,7 @@ func TestZombieStatus(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			cmd, f := zombie(t, c.script)
 			got, err := ZombieStatus(f)
-			for errors.Is(err, ErrNotKnown) && t.Context().Err() == nil { // it still runs for a moment
+			for errors.Is(err, ErrNotKnown) && t.Context().Err() == nil { // the child still runs for a moment
 				time.Sleep(time.Millisecond)
 				got, err = ZombieStatus(f)
 			}

@@ -15,7 +15,7 @@ import (
 
 const mappedRoot = 3 << 16
 
-// inUserNamespace calls use with an IDMap that holds while it runs.
+// inUserNamespace calls use with an IDMap that is valid until use returns.
 func inUserNamespace(t *testing.T, use func(*IDMap)) {
 	t.Helper()
 	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: mappedRoot, Size: 1 << 16}}
@@ -50,7 +50,7 @@ func wantOwner(t *testing.T, path string, uid, gid uint32) {
 	}
 }
 
-// privatePlace is a directory on a private mount of its own.
+// privatePlace returns a directory that is a private mount.
 func privatePlace(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -58,7 +58,7 @@ func privatePlace(t *testing.T) string {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := unix.Unmount(dir, 0); err != nil { // EBUSY if anything is left on it
+		if err := unix.Unmount(dir, 0); err != nil { // EBUSY if a mount remains on it
 			t.Error(err)
 		}
 	})
@@ -101,7 +101,7 @@ func TestIDMappedOverlay(t *testing.T) {
 					if err := errors.Join(s.MakeUpper(), f.mount(s, place)); err != nil {
 						t.Fatal(err)
 					}
-				}) // the mount holds the mapping from here on
+				}) // the mount keeps the mapping
 				expect(t, place+"/a", "1")
 				expect(t, place+"/b", "2")
 				wantOwner(t, place, mappedRoot+5, mappedRoot+6)
@@ -139,8 +139,8 @@ func TestIDMappedDirectory(t *testing.T) {
 	}
 }
 
-// A mount that fails half-way leaves nothing at the place.
-func TestIDMappedOverlayFails(t *testing.T) {
+// A mount that fails half-way leaves no mount on the directory.
+func TestFailedIDMappedMountIsUndone(t *testing.T) {
 	dir := t.TempDir()
 	good := write(t, dir+"/1", map[string]string{"a": "1"})
 	place := privatePlace(t)
@@ -164,7 +164,7 @@ func TestCheckIDMap(t *testing.T) {
 			t.Error(err)
 		}
 		if err := CheckIDMap("/proc/sys", m.UserNS); !errors.Is(err, errors.ErrUnsupported) {
-			t.Errorf("proc can't be mapped, got %v", err)
+			t.Errorf("CheckIDMap of /proc: %v", err)
 		}
 		if err := CheckIDMap("/does/not/exist", m.UserNS); !errors.Is(err, os.ErrNotExist) {
 			t.Errorf("got %v", err)
@@ -180,7 +180,7 @@ func TestProbeIDMap(t *testing.T) {
 		}
 	})
 	if err := ProbeIDMap(dir, "/proc/self/ns/user", userns.Mappings{}); err == nil {
-		t.Error("the host's own namespace maps nothing, and yet no error")
+		t.Error("no error for the host's namespace, which maps nothing")
 	}
 	left, err := os.ReadDir(dir)
 	if err != nil || len(left) > 0 {

@@ -18,7 +18,7 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
-// write makes the files of a layer: name → content; a name ending in "/" is a directory.
+// write creates the files of a layer: name → content. A name ending in "/" is a directory.
 func write(t *testing.T, dir string, files map[string]string) Layer {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -42,7 +42,7 @@ func write(t *testing.T, dir string, files map[string]string) Layer {
 	return Layer{Kind: Directory, Path: dir}
 }
 
-// mountFunc is one way to mount; every way must do for every Spec.
+// mountFunc is one way to mount. Each way must support every Spec.
 type mountFunc struct {
 	name  string
 	mount func(Spec, string) error
@@ -54,7 +54,7 @@ var mountFuncs = []mountFunc{
 	{"before Linux 6.7", mountAtOld},
 }
 
-// mountAtByNumber is MountAt as on a kernel whose overlayfs takes no descriptors.
+// mountAtByNumber behaves like MountAt on a kernel whose overlayfs refuses descriptors.
 func mountAtByNumber(s Spec, target string) error {
 	if s.isSingle() {
 		return s.MountAt(target)
@@ -78,7 +78,7 @@ func mountAtByNumber(s Spec, target string) error {
 	return Attach(mount, target)
 }
 
-// mountAtOld is MountAt as on a kernel before 6.7.
+// mountAtOld behaves like MountAt on a kernel before 6.7.
 func mountAtOld(s Spec, target string) error {
 	if err := s.check(); err != nil {
 		return err
@@ -91,7 +91,7 @@ func mountAtOld(s Spec, target string) error {
 	return Attach(mount, target)
 }
 
-// mounted mounts s and unmounts it with the test.
+// mounted mounts s, and unmounts it when the test ends.
 func mounted(t *testing.T, s Spec, mount func(Spec, string) error) string {
 	t.Helper()
 	target := t.TempDir()
@@ -167,7 +167,7 @@ func TestReadOnly(t *testing.T) {
 	expect(t, dir+"/1/a", "1")
 }
 
-// A detached mount must not appear where its source is shared with others.
+// A detached mount must not propagate to the peers of its source.
 func TestCloneIsPrivate(t *testing.T) {
 	dir := t.TempDir()
 	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, ""); err != nil {
@@ -215,7 +215,7 @@ func TestManyLayers(t *testing.T) {
 }
 
 // A container that is launched again after a failed launch mounts the same upper layer.
-func TestMountAgain(t *testing.T) {
+func TestUpperLayerIsMountedAgain(t *testing.T) {
 	dir := t.TempDir()
 	s := Spec{
 		Layers: []Layer{write(t, dir+"/1", map[string]string{"a": "1"})},
@@ -271,8 +271,8 @@ func TestMakeUpper(t *testing.T) {
 	}
 }
 
-// Detached: nothing to see in the mount table, and gone with the descriptor.
-func TestDetached(t *testing.T) {
+// A detached mount is not in the mount table, and ends with its descriptor.
+func TestDetachedMountIsInvisible(t *testing.T) {
 	dir := t.TempDir()
 	s := Spec{Layers: []Layer{write(t, dir+"/1", map[string]string{"a": "1"}), write(t, dir+"/2", nil)}}
 	before, err := os.ReadFile("/proc/self/mountinfo")
@@ -302,9 +302,9 @@ func testDetached(t *testing.T, f func() (*os.File, error), before string) {
 	}
 }
 
-// No thread stays behind in a mount namespace of its own, least of all the
-// main one, which /proc/self is about.
-func TestThreadsEnd(t *testing.T) {
+// No thread remains in another mount namespace. This matters most for the main thread, which
+// /proc/self describes.
+func TestNoThreadStaysInMountNamespace(t *testing.T) {
 	dir := t.TempDir()
 	s := Spec{Layers: []Layer{write(t, dir+"/1", nil), write(t, dir+"/2", nil)}}
 	want, err := os.Readlink("/proc/self/ns/mnt")
@@ -325,7 +325,7 @@ func TestThreadsEnd(t *testing.T) {
 	}
 }
 
-func TestErrors(t *testing.T) {
+func TestErrorsNameLayer(t *testing.T) {
 	dir := t.TempDir()
 	good := write(t, dir+"/1", nil)
 	file := write(t, dir+"/2", map[string]string{"file": ""}).Path + "/file"
@@ -410,7 +410,7 @@ func TestMountLineDoesNotNameProc(t *testing.T) {
 					t.Fatal(err)
 				}
 				if line := mountLine(t, mounted(t, s, f.mount)); strings.Contains(line, "/proc") {
-					t.Errorf("its line has /proc: %s", line)
+					t.Errorf("the mount's line contains /proc: %s", line)
 				}
 			})
 		}
@@ -433,7 +433,7 @@ func mountLine(t *testing.T, place string) string {
 	return ""
 }
 
-// A label has commas, and mount(2) options are separated by them.
+// A label contains commas, which separate the options of mount(2).
 func TestLabelOption(t *testing.T) {
 	s := Spec{Layers: []Layer{write(t, t.TempDir()+"/1", nil), write(t, t.TempDir()+"/2", nil)}, Label: "u:r:t:s0:c1,c2"}
 	dirs, err := s.open()

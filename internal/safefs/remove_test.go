@@ -13,7 +13,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// nest makes a chain of directories in dir, deeper than any path can be, with a file at each level.
+// nest creates a chain of directories in dir, deeper than the longest path, with a file at each
+// level.
 func nest(t *testing.T, dir string, levels int) {
 	t.Helper()
 	fd, err := unix.Open(dir, unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -67,7 +68,7 @@ func TestRemoveDeep(t *testing.T) {
 	}
 	limitFiles(t, 2*openLevels)
 	if err := os.RemoveAll(tree); err == nil {
-		t.Error("os.RemoveAll can do it, too")
+		t.Error("os.RemoveAll also removes this tree: the test has no effect")
 	}
 	ended, end := context.WithCancel(t.Context())
 	end()
@@ -78,7 +79,7 @@ func TestRemoveDeep(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := os.Lstat(tree); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the tree is there: %v", err)
+		t.Errorf("the tree still exists: %v", err)
 	}
 }
 
@@ -110,10 +111,10 @@ func TestRemovePath(t *testing.T) {
 				t.Fatal(err)
 			}
 			if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
-				t.Errorf("it is there: %v", err)
+				t.Errorf("the path still exists: %v", err)
 			}
 			if _, err := os.Lstat(outside); err != nil {
-				t.Errorf("what a link led to: %v", err)
+				t.Errorf("the target of a link: %v", err)
 			}
 		})
 	}

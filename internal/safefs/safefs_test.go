@@ -14,7 +14,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// newRoot makes a directory with a secret file beside it that nothing may reach.
+// newRoot returns a root and a directory outside it with a secret file, which no call may reach.
 func newRoot(t testing.TB) (root *os.File, dir, outside string) {
 	t.Helper()
 	outside = t.TempDir()
@@ -87,9 +87,9 @@ func TestReadFile(t *testing.T) {
 	}
 }
 
-// Magic links are refused where /proc is inside the root: the working
-// directory of CVE-2024-21626.
-func TestMagicLinks(t *testing.T) {
+// Magic links are refused even if /proc is inside the root. A magic link was the working directory
+// of CVE-2024-21626.
+func TestMagicLinksAreRefused(t *testing.T) {
 	root, err := OpenRoot("/")
 	must(t, err)
 	defer root.Close()
@@ -237,7 +237,7 @@ func TestMakerBlocked(t *testing.T) {
 	}
 	kept := Maker{Perm: 0o755, Blocked: func(*Dir, string, *unix.Stat_t) error { return nil }}
 	if _, err := kept.MkdirAll(root, "file/a"); !errors.Is(err, unix.ENOTDIR) {
-		t.Errorf("left in the way: %v", err)
+		t.Errorf("with the entry not removed: %v", err)
 	}
 	remove := Maker{Perm: 0o755, Blocked: func(d *Dir, name string, st *unix.Stat_t) error { return d.Unlink(name) }}
 	d, err := remove.MkdirAll(root, "file/a")
@@ -267,7 +267,7 @@ func TestOpenDirFollowsNothing(t *testing.T) {
 }
 
 // Every method rejects an argument that is not a single name.
-func TestDirNames(t *testing.T) {
+func TestMethodsRejectPaths(t *testing.T) {
 	root, _, _ := newRoot(t)
 	d, err := OpenDir(root, "")
 	must(t, err)
@@ -299,8 +299,8 @@ func TestDirNames(t *testing.T) {
 	}
 }
 
-// Methods that take a name act on a symlink there, never on its target.
-func TestDirDoesNotFollow(t *testing.T) {
+// Methods that take a name act on a symlink of that name, never on its target.
+func TestMethodsDoNotFollowSymlinks(t *testing.T) {
 	testutil.NeedRoot(t)
 	root, dir, outside := newRoot(t)
 	must(t, os.Symlink("../secret", dir+"/l"))
@@ -338,7 +338,7 @@ func TestDirDoesNotFollow(t *testing.T) {
 	}
 }
 
-func TestDirItself(t *testing.T) {
+func TestEmptyNameMeansDirectory(t *testing.T) {
 	testutil.NeedRoot(t)
 	root, dir, _ := newRoot(t)
 	must(t, os.Mkdir(dir+"/d", 0o700))
@@ -391,8 +391,8 @@ func TestRemoveAll(t *testing.T) {
 	}
 }
 
-// A rename loop beside it makes resolution of ".." race; the answer must stay inside.
-func TestRenameRace(t *testing.T) {
+// A loop of renames interferes with the resolution of "..". The result must stay inside.
+func TestResolutionStaysInsideDuringRenames(t *testing.T) {
 	root, dir, outside := newRoot(t)
 	must(t, os.MkdirAll(dir+"/a/b/c", 0o755))
 	must(t, os.WriteFile(dir+"/f", []byte("in"), 0o644))
@@ -432,7 +432,7 @@ func FuzzMkdirAll(f *testing.F) {
 	f.Fuzz(func(t *testing.T, path, link string) {
 		root, dir, outside := newRoot(t)
 		if os.Symlink(link, dir+"/l") != nil {
-			t.Skip("the kernel takes no such symlink")
+			t.Skip("the kernel refuses such a symlink")
 		}
 		d, err := Maker{Perm: 0o755}.MkdirAll(root, path)
 		entries, _ := os.ReadDir(outside)

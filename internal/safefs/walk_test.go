@@ -16,7 +16,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// newWalk begins a walk of a directory, which the test's end closes.
+// newWalk starts a walk of a directory and closes it when the test ends.
 func newWalk(t *testing.T, path string) *Walk {
 	t.Helper()
 	root, err := os.Open(path)
@@ -36,7 +36,7 @@ func newWalk(t *testing.T, path string) *Walk {
 	return w
 }
 
-// finish returns how often the walk returns each name from now on.
+// finish completes the walk and returns how often it returned each name.
 func finish(t *testing.T, w *Walk) map[string]int {
 	t.Helper()
 	names := map[string]int{}
@@ -63,7 +63,7 @@ func TestWalk(t *testing.T) {
 	top, outside := t.TempDir(), t.TempDir()
 	write(t, outside+"/not reached")
 	want := map[string]int{"out": 1, "sub": 1, "fifo": 1}
-	for i := range 1000 { // more than are read at a time
+	for i := range 1000 { // more names than one read returns
 		name := fmt.Sprintf("%0100d", i)
 		write(t, filepath.Join(top, "sub", name))
 		want[name]++
@@ -80,8 +80,8 @@ func TestWalk(t *testing.T) {
 	}
 }
 
-// Directories that the walk has closed are read on where it left them, with handles and without.
-func TestWalkIsDeep(t *testing.T) {
+// The walk continues closed directories at the same place, with and without handles.
+func TestWalkReopensClosedDirectories(t *testing.T) {
 	for name, mount := range map[string]int{"by handle": 0, "by dot dot": -1} {
 		t.Run(name, func(t *testing.T) {
 			top, want := t.TempDir(), map[string]int{}
@@ -110,15 +110,15 @@ func TestWalkIsDeep(t *testing.T) {
 	}
 }
 
-// If a directory above the walk's position is moved, its content is still found, or the walk
+// If an ancestor of the walk's current directory is moved, the walk still finds its content or
 // reports that it may be incomplete.
 func TestWalkBelowMovedDirectory(t *testing.T) {
 	testutil.NeedRoot(t)
 	for name, byHandle := range map[string]bool{"by handle": true, "by dot dot": false} {
 		t.Run(name, func(t *testing.T) {
 			top := t.TempDir()
-			// Whichever the walk comes to first, it has closed the directory of the others when it
-			// is at the bottom.
+			// At the bottom of the first chain, the walk has closed the directory that contains the
+			// other chains.
 			const all = 200
 			for i := range all {
 				write(t, filepath.Join(top, "a/moved", fmt.Sprintf("%0200d", i), strings.Repeat("d/", 2*walkOpen), "bottom"))
@@ -155,7 +155,7 @@ func TestWalkBelowMovedDirectory(t *testing.T) {
 	}
 }
 
-func TestWalkIsTooDeep(t *testing.T) {
+func TestWalkReportsTooDeepTree(t *testing.T) {
 	top := t.TempDir()
 	write(t, top+"/a/b/c/file")
 	write(t, top+"/other")
@@ -168,7 +168,7 @@ func TestWalkIsTooDeep(t *testing.T) {
 }
 
 // A directory that becomes a symlink after its name was read is not followed.
-func TestWalkSwappedDirectory(t *testing.T) {
+func TestWalkDoesNotFollowSwappedDirectory(t *testing.T) {
 	top, outside := t.TempDir(), t.TempDir()
 	write(t, outside+"/not reached")
 	write(t, top+"/dir/file")

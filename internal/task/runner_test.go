@@ -28,15 +28,15 @@ func testRunner(t *testing.T) *Runner {
 
 func TestLockIsAwaitedAndNamed(t *testing.T) {
 	t.Parallel()
-	r, turn := testRunner(t), NewLock()
-	pass, err := r.Acquire(context.Background(), turn, "start", "container 1")
+	r, lock := testRunner(t), NewLock()
+	pass, err := r.Acquire(context.Background(), lock, "start", "container 1")
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	second := make(chan error, 1)
 	go func() {
-		_, err := r.Acquire(ctx, turn, "remove", "container 1")
+		_, err := r.Acquire(ctx, lock, "remove", "container 1")
 		second <- err
 	}()
 	for len(r.Waits()) == 0 { // until the second waits
@@ -57,7 +57,7 @@ func TestLockIsAwaitedAndNamed(t *testing.T) {
 		t.Errorf("waits left: %v", w)
 	}
 	pass()
-	pass, err = r.Acquire(context.Background(), turn, "start", "container 1")
+	pass, err = r.Acquire(context.Background(), lock, "start", "container 1")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -129,7 +129,7 @@ func TestBackgroundRetriesEndWithLifetime(t *testing.T) {
 		return errors.New("no")
 	})
 	<-failing
-	r.Background.Cancel() // during the pause before the next try, or earlier
+	r.Background.Cancel() // during the pause before the next attempt, or earlier
 	if err := r.Background.Wait(context.Background()); err != nil {
 		t.Error(err)
 	}

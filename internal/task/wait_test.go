@@ -83,7 +83,7 @@ func TestWatchLogsEachOverdueWaitOnce(t *testing.T) {
 			t.Errorf("a minute later: %.200s", text)
 		}
 		if age := time.Since(w.LastCheck()); age > WatchPeriod {
-			t.Errorf("Watch has not looked for %v", age)
+			t.Errorf("the last check of Watch was %v ago", age)
 		}
 		endOther()
 		cancel()
@@ -103,12 +103,12 @@ func TestWatchSleepsWithoutLimitedWaits(t *testing.T) {
 		w.BeginOpen("a client", "pod 1")
 		time.Sleep(time.Hour)
 		if age := time.Since(w.LastCheck()); age < time.Hour-2*WatchPeriod {
-			t.Errorf("Watch looked %v ago", age)
+			t.Errorf("the last check of Watch was %v ago", age)
 		}
 		w.CheckSoon()
 		time.Sleep(WatchPeriod)
 		if age := time.Since(w.LastCheck()); age > WatchPeriod {
-			t.Errorf("after CheckSoon Watch looked %v ago", age)
+			t.Errorf("after CheckSoon the last check of Watch was %v ago", age)
 		}
 		time.Sleep(time.Hour)
 		w.Begin("a plugin", "pod 2")

@@ -79,7 +79,7 @@ func TestCarriedTraceOutlivesCaller(t *testing.T) {
 	done := make(chan *Trace, 1)
 	ctx, tr := Start(t.Context(), "run", func(t *Trace) { done <- t })
 	carried, release := Carry(context.Background(), ctx)
-	tr.End() // the caller's deadline
+	tr.End() // as after the caller's deadline
 	select {
 	case <-done:
 		t.Fatal("the trace was packed while work went on")
@@ -90,7 +90,7 @@ func TestCarriedTraceOutlivesCaller(t *testing.T) {
 	if got := names((<-done).Operation("", 0)); got != "run .work" {
 		t.Error(got)
 	}
-	again, release := Carry(context.Background(), ctx) // a goroutine left behind
+	again, release := Carry(context.Background(), ctx) // a goroutine that remains
 	Begin(again, "late").End()
 	release()
 	if got := names(tr.Operation("", 0)); got != "run .work" {
@@ -111,7 +111,7 @@ func TestSpansBeyondLimitAreCounted(t *testing.T) {
 	}
 }
 
-// Readers, writers and the end may meet at any time; the race detector checks them.
+// Readers, writers and End run concurrently. The race detector checks them.
 func TestConcurrentReadersAndWriters(t *testing.T) {
 	for range 50 {
 		ctx, tr := Start(t.Context(), "run", nil)

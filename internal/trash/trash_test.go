@@ -26,8 +26,8 @@ func made(t *testing.T, parent, name string) string {
 	return path
 }
 
-// opened runs a trash in dir. began gets the path of each deletion that starts. A deletion fails
-// with the error of fails.
+// opened runs a trash in dir. began receives the path of each deletion that starts. A deletion
+// fails with the error of fails.
 func opened(t *testing.T, dir string, fails func(path string) error) (_ *Trash, began <-chan string) {
 	t.Helper()
 	paths := make(chan string)
@@ -52,7 +52,7 @@ func opened(t *testing.T, dir string, fails func(path string) error) (_ *Trash, 
 
 func nothing(string) error { return nil }
 
-// awaitUsage waits until the trees in the trash have so many bytes.
+// awaitUsage waits until the usage of the trash is want bytes.
 func awaitUsage(t *testing.T, bin *Trash, want uint64) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); bin.Usage().Bytes != want; {
@@ -80,15 +80,15 @@ func TestTakeCountsUntilDeleted(t *testing.T) {
 		t.Fatal(err)
 	}
 	if exists(t, path) || bin.Usage() != (diskusage.Usage{Bytes: 7, Inodes: 2}) {
-		t.Errorf("in its place: %v; usage %+v", exists(t, path), bin.Usage())
+		t.Errorf("the path exists: %v; usage %+v", exists(t, path), bin.Usage())
 	}
 	deleted := <-began
 	awaitUsage(t, bin, 0)
 	if exists(t, deleted) {
-		t.Error("it is still in the trash")
+		t.Error("the tree is still in the trash")
 	}
 	if err := bin.Take(path, diskusage.Usage{Bytes: 7}); !errors.Is(err, os.ErrNotExist) || bin.Usage() != (diskusage.Usage{}) {
-		t.Errorf("what is not there: %v, usage %+v", err, bin.Usage())
+		t.Errorf("a missing path: %v, usage %+v", err, bin.Usage())
 	}
 }
 
@@ -96,7 +96,7 @@ func TestFailedDeletionDelaysNothingElse(t *testing.T) {
 	t.Parallel()
 	dir, from := t.TempDir(), t.TempDir()
 	var stuck string
-	fails := func(path string) error { // in the one goroutine of the trash
+	fails := func(path string) error { // called in the goroutine of Run only
 		if stuck == "" {
 			stuck = path
 		}
@@ -113,11 +113,11 @@ func TestFailedDeletionDelaysNothingElse(t *testing.T) {
 	if err := bin.Take(made(t, from, "other"), diskusage.Usage{Bytes: 2}); err != nil {
 		t.Fatal(err)
 	}
-	for <-began == first { // once more, and then the other
+	for <-began == first { // the failed one again, and then the other
 	}
 	awaitUsage(t, bin, 1)
 	if !exists(t, first) {
-		t.Error("what can't be deleted is gone")
+		t.Error("the tree that cannot be deleted is gone")
 	}
 }
 
@@ -148,7 +148,7 @@ func TestRunEndsDuringDeletion(t *testing.T) {
 	}, slog.New(slog.DiscardHandler))
 	bin.Run(ctx)
 	if !exists(t, path) {
-		t.Error("the tree is gone")
+		t.Error("the interrupted deletion removed the tree")
 	}
 }
 
@@ -157,7 +157,7 @@ func TestDiscard(t *testing.T) {
 	dir, from := t.TempDir(), t.TempDir()
 	bin := New(dir, nil, slog.New(slog.DiscardHandler))
 	path := made(t, from, "a")
-	for range 2 { // the second time there is nothing
+	for range 2 { // the second time the path does not exist
 		if err := bin.Discard(path); err != nil {
 			t.Fatal(err)
 		}

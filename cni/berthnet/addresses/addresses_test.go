@@ -33,7 +33,7 @@ func (s *Store) give(t *testing.T, id string, ranges []conf.Range) string {
 	return join(r.IPs)
 }
 
-// Open succeeds if and only if Check does. Check creates nothing.
+// Open succeeds if and only if Check succeeds. Check creates nothing.
 func TestCheck(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -45,18 +45,18 @@ func TestCheck(t *testing.T) {
 			_, before := os.Lstat(path)
 			err := Check(path)
 			if _, after := os.Lstat(path); (before == nil) != (after == nil) {
-				t.Errorf("%s is made", path)
+				t.Errorf("Check created %s", path)
 			}
 			_, opened := Open(path)
 			if (err == nil) != good || (opened == nil) != good {
-				t.Errorf("%s: Check says %v, Open %v", path, err, opened)
+				t.Errorf("%s: Check returns %v, Open %v", path, err, opened)
 			}
 		})
 	}
 }
 
-// Addresses are assigned in order, a released one as late as possible. None is assigned twice, and
-// the gateway never.
+// Addresses are assigned in order, and a released one as late as possible. No address is assigned
+// twice. The gateway is never assigned.
 func TestReserve(t *testing.T) {
 	t.Parallel()
 	s, ranges := newStore(t), small(t)[:1]
@@ -75,11 +75,11 @@ func TestReserve(t *testing.T) {
 			continue
 		}
 		if got := s.give(t, step.give, ranges); got != step.want {
-			t.Errorf("%s is given %s, want %s", step.give, got, step.want)
+			t.Errorf("%s gets %s, want %s", step.give, got, step.want)
 		}
 	}
 	if _, err := s.Reserve(t.Context(), "g", "eth0", ranges); !errors.Is(err, ErrFull) {
-		t.Errorf("of a full range: %v", err)
+		t.Errorf("reserve in a full range: %v", err)
 	}
 	if _, err := s.Reserve(t.Context(), "f", "eth0", ranges); !errors.Is(err, ErrExists) {
 		t.Errorf("a second time: %v", err)
@@ -87,11 +87,11 @@ func TestReserve(t *testing.T) {
 	both := newStore(t)
 	for id, want := range map[string]string{"a": "10.0.0.10,fd00::2"} {
 		if got := both.give(t, id, small(t)); got != want {
-			t.Errorf("given %s, want %s", got, want)
+			t.Errorf("got %s, want %s", got, want)
 		}
 	}
 	if got := both.give(t, "b", small(t)); got != "10.0.0.11,fd00::3" {
-		t.Errorf("given %s", got)
+		t.Errorf("got %s", got)
 	}
 	if _, err := both.Reserve(t.Context(), "c", "eth0", small(t)); !errors.Is(err, ErrFull) {
 		t.Errorf("one family is full: %v", err)
@@ -103,8 +103,8 @@ func TestReserve(t *testing.T) {
 	}
 }
 
-// With any file contents after a power cut, no address is assigned twice or lost, and the store
-// works.
+// After a power failure the files may have any content. Then no address is assigned twice or lost,
+// and the store works.
 func TestDamagedFiles(t *testing.T) {
 	t.Parallel()
 	for what, content := range map[string]string{"empty": "", "zeros": "\x00\x00\x00\x00", "torn": `[{"Proto`, "foreign": "10.0.0.99,zz\n", "long": strings.Repeat("x", 1<<12)} {
@@ -116,7 +116,7 @@ func TestDamagedFiles(t *testing.T) {
 			}
 			testutil.Must(t, os.WriteFile(filepath.Join(s.dir, "stranger"), nil, 0o600))
 			if got := s.give(t, "b", ranges); got == kept {
-				t.Errorf("%s is given twice", got)
+				t.Errorf("%s is assigned twice", got)
 			}
 			r, ok, err := s.Of("a", "eth0")
 			testutil.Must(t, err)
@@ -159,7 +159,7 @@ func TestLock(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := s.Lock(ctx); !errors.Is(err, context.Canceled) {
-		t.Errorf("a lock that another has: %v", err)
+		t.Errorf("with another holder of the lock: %v", err)
 	}
 	unlock()
 	unlock, err = s.Lock(t.Context())

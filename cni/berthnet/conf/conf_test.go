@@ -46,7 +46,7 @@ func TestRuntime(t *testing.T) {
 	}
 }
 
-// The key depends on the name and the directory, so another daemon's network is another one.
+// The key depends on the name and the directory, so two daemons have different networks.
 func TestKey(t *testing.T) {
 	t.Parallel()
 	keys := map[string]bool{}
@@ -142,7 +142,7 @@ func TestInvalid(t *testing.T) {
 	}
 }
 
-// FuzzParse checks that the kernel accepts whatever Parse accepts.
+// FuzzParse checks that the kernel accepts each configuration that Parse accepts.
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"cniVersion": "1.1.0", "name": "n", "bridge": "b", "subnets": ["10.0.0.0/24", "fd00::/64"], "isolation": ["pods"], "routes": [{"dst": "::/0"}]}`))
 	f.Add([]byte(`{"name": "n", "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.5"}]], "portMappings": [{"hostPort": 1, "containerPort": 2, "hostIP": "::"}]}}`))

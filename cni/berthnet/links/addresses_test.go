@@ -15,7 +15,7 @@ import (
 	"berth/internal/testutil"
 )
 
-// A node may have so many addresses that the kernel never returns all of them in one piece.
+// A node may have so many addresses that the kernel returns them in several pieces.
 func TestAddressesOfOneInterface(t *testing.T) {
 	testutil.NeedRoot(t)
 	err := netns.InNew(func() error {
@@ -58,10 +58,10 @@ func TestAddressesOfOneInterface(t *testing.T) {
 			return err
 		}
 		if len(messages) != len(all) {
-			t.Errorf("the kernel tells %d addresses of %d", len(messages), len(all))
+			t.Errorf("the kernel returns %d addresses of %d", len(messages), len(all))
 		}
 		if _, err := addressesOf(index + 1000); !errors.Is(err, unix.ENODEV) {
-			t.Errorf("of an interface that is not there: %v", err)
+			t.Errorf("of a missing interface: %v", err)
 		}
 		return nil
 	})

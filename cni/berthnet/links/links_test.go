@@ -18,8 +18,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// MakeBridge also claims its bridge after a kill half-way, and leaves a bridge alone that another
-// program makes at the same time.
+// MakeBridge claims the network's bridge even after a kill half-way. It does not claim a bridge
+// that another program creates at the same time.
 func TestMakeBridge(t *testing.T) {
 	testutil.NeedRoot(t)
 	d := &Description{Name: "bn0", Network: "net-1", MTU: 1400}
@@ -63,7 +63,7 @@ func TestMakeBridge(t *testing.T) {
 	}
 }
 
-// A waiter for the exclusive lock gets it once the present holders have released it.
+// A waiter for the exclusive lock gets it once the current holders have released it.
 func TestLockIsFair(t *testing.T) {
 	testutil.NeedRoot(t)
 	gone, cancel := context.WithCancel(t.Context())
@@ -86,7 +86,7 @@ func TestLockIsFair(t *testing.T) {
 			break
 		}
 		if err != nil || time.Now().After(deadline) {
-			t.Fatalf("others get the lock all the time; %v", err)
+			t.Fatalf("shared holders starve the waiter; %v", err)
 		}
 		second()
 	}

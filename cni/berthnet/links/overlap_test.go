@@ -16,17 +16,17 @@ func TestOverlaps(t *testing.T) {
 		change  func()
 		subnets []netip.Prefix
 		bridge  string
-		looks   int // by now
+		looks   int // number of checks so far
 		refused bool
 	}{
 		{"at first", func() {}, one, "", 1, false},
 		{"again", func() {}, one, "", 1, false},
 		{"of others", func() {}, other, "", 2, false},
 		{"with a bridge", func() {}, one, "bn0", 3, false},
-		{"of the first ones again, with an overlap by now", func() { answer = ErrOverlap }, one, "", 3, false},
-		{"when that is forgotten", o.Forget, one, "", 4, true},
+		{"of the first ones again, with a new overlap", func() { answer = ErrOverlap }, one, "", 3, false},
+		{"after Forget", o.Forget, one, "", 4, true},
 		{"with an overlap as before", func() {}, one, "", 5, true},
-		{"with the overlap mended", func() { answer = nil }, one, "", 6, false},
+		{"with the overlap removed", func() { answer = nil }, one, "", 6, false},
 		{"once more", func() {}, one, "", 6, false},
 		{"later", func() {
 			for question, at := range o.none {
@@ -37,16 +37,16 @@ func TestOverlaps(t *testing.T) {
 		c.change()
 		err := o.Check(c.subnets, c.bridge)
 		if looks != c.looks {
-			t.Errorf("%s: %d looks, want %d", c.when, looks, c.looks)
+			t.Errorf("%s: %d checks, want %d", c.when, looks, c.looks)
 		}
 		if c.refused != (err != nil) {
 			t.Errorf("%s: %v", c.when, err)
 		}
 	}
-	o.check = func([]netip.Prefix, string) error { o.Forget(); return nil } // while it looks
+	o.check = func([]netip.Prefix, string) error { o.Forget(); return nil } // during the check
 	o.Forget()
 	if err := o.Check(one, ""); err != nil || len(o.none) != 0 {
-		t.Errorf("a look that was under way when it was forgotten: %v, kept %v", err, o.none)
+		t.Errorf("a check during Forget: %v, cached %v", err, o.none)
 	}
 }
 
@@ -61,6 +61,6 @@ func TestOverlapsExpire(t *testing.T) {
 		}
 	}
 	if len(o.none) != 1 {
-		t.Errorf("%d old answers are kept", len(o.none)-1)
+		t.Errorf("%d old results are kept", len(o.none)-1)
 	}
 }

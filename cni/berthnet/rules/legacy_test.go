@@ -23,7 +23,7 @@ func (f *legacyFamily) bytes(r legacyRule) []byte {
 	rule := make([]byte, f.ruleSize+legacyTarget+8)
 	names := rule[4*f.address:]
 	for i, name := range []string{r.in, r.out} {
-		masked := len(name) + 1 // its end, too
+		masked := len(name) + 1 // includes the zero at the end
 		if n := len(name); n > 0 && name[n-1] == '+' {
 			name, masked = name[:n-1], n-1
 		}
@@ -51,7 +51,7 @@ func (f *legacyFamily) bytes(r legacyRule) []byte {
 	return rule
 }
 
-// table returns rules whose last but one is FORWARD's policy.
+// table returns rules with FORWARD's policy as the last but one.
 func (f *legacyFamily) table(policy int32, rules ...legacyRule) *legacyRules {
 	var t legacyRules
 	for _, r := range rules {
@@ -76,7 +76,7 @@ func TestJudgeLegacyRules(t *testing.T) {
 	cases := map[string]table{
 		"empty":                       {policy: legacyDrop, drops: true},
 		"that accepts":                {policy: legacyAccept},
-		"by its policy's name":        {policy: 5}, // a jump to there
+		"by its policy's name":        {policy: 5}, // a jump to another rule
 		"from the bridge":             {legacyDrop, one(legacyRule{in: "bn0", verdict: legacyAccept}), true, true},
 		"to the bridge":               {legacyDrop, one(legacyRule{out: "bn0"}), true, true},
 		"to all such bridges":         {legacyDrop, one(legacyRule{out: "bn+"}), true, true},
@@ -103,11 +103,11 @@ func TestJudgeLegacyRules(t *testing.T) {
 		whole := f.table(legacyDrop, one(legacyRule{in: "bn0"})...)
 		for cut := 1; cut < len(f.bytes(legacyRule{})); cut++ { // the last rule is not the policy
 			if _, _, err := f.inspect(&legacyRules{whole.rules[:len(whole.rules)-cut], whole.policy}, "bn0", legacySubnets); err == nil {
-				t.Errorf("%s: rules that lack %d bytes are taken", f.tool, cut)
+				t.Errorf("%s: rules that lack %d bytes are accepted", f.tool, cut)
 			}
 		}
 		if _, _, err := f.inspect(&legacyRules{whole.rules, whole.policy + 1}, "bn0", legacySubnets); err == nil {
-			t.Errorf("%s: rules without a policy are taken", f.tool)
+			t.Errorf("%s: rules without a policy are accepted", f.tool)
 		}
 	}
 }
@@ -125,7 +125,7 @@ func FuzzLegacyRules(f *testing.F) {
 		}
 		drops, hasRule, err := family.inspect(&legacyRules{data, policy}, "bn0", legacySubnets)
 		if err != nil && (drops || hasRule) {
-			t.Errorf("of torn rules: drops %v, hasRule %v, %v", drops, hasRule, err)
+			t.Errorf("truncated rules: drops %v, hasRule %v, %v", drops, hasRule, err)
 		}
 	})
 }

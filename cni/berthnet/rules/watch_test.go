@@ -54,18 +54,18 @@ func TestDeletions(t *testing.T) {
 		t.Run(fmt.Sprint(c.types), func(t *testing.T) {
 			n, err := vm.Run(packet(c.types...))
 			if err != nil || (n > 0) != c.pass {
-				t.Errorf("of messages %s %d bytes pass, %v; want that they pass: %v", fmt.Sprintf("%x", c.types), n, err, c.pass)
+				t.Errorf("messages %s: %d bytes pass, %v; want pass: %v", fmt.Sprintf("%x", c.types), n, err, c.pass)
 			}
 		})
 	}
 	for _, torn := range [][]byte{{1}, packet(add)[:unix.NLMSG_HDRLEN-11], packet(add, deleteTable)[:len(packet(add))+5]} {
 		if n, err := vm.Run(torn); err != nil || n > 0 {
-			t.Errorf("of a torn packet of %d bytes %d pass; %v", len(torn), n, err)
+			t.Errorf("truncated packet of %d bytes: %d pass; %v", len(torn), n, err)
 		}
 	}
 }
 
-// A message of length 0 must not loop.
+// A message of length 0 must not cause an endless loop.
 func TestDeletionsOfEmptyMessage(t *testing.T) {
 	t.Parallel()
 	vm, err := bpf.NewVM(deletions())

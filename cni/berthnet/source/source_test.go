@@ -142,8 +142,8 @@ func TestProgram(t *testing.T) {
 	}
 }
 
-// The program returns Pass or Drop for every frame, never the result of a read beyond the end. A
-// frame that passes has the pod's addresses and cannot become another frame on its way.
+// The program returns Pass or Drop for every frame, and never the result of a read beyond the end.
+// A frame that passes has the pod's addresses, and no later step can change its meaning.
 func FuzzProgram(f *testing.F) {
 	f.Add(frame(ownMAC, 0x0800, ip4(own4, other4)))
 	f.Add(frame(ownMAC, 0x0806, arp(ownMAC, own4)))

@@ -36,8 +36,8 @@ func varintField(field protowire.Number, value uint64) []byte {
 // fakeCollector is a collector that speaks both protocols. It decodes requests as TracesData, which
 // has the same encoding as ExportTraceServiceRequest.
 type fakeCollector struct {
-	answer func(n int) error // to the n-th request, from 1; nil: well
-	hang   chan struct{}     // not nil: nothing is answered before it is closed
+	answer func(n int) error // to the n-th request, from 1; nil: success
+	hang   chan struct{}     // not nil: the collector answers after it is closed
 
 	mu       sync.Mutex
 	requests []*tracev1.TracesData
@@ -273,7 +273,7 @@ func TestTransientFailuresAreRetried(t *testing.T) {
 	}
 }
 
-// Spans that a collector rejects are not exported, and must not be sent again.
+// Spans that a collector rejects do not count as exported, and must not be sent again.
 func TestRejectedSpansAreDropped(t *testing.T) {
 	c := &fakeCollector{partial: bytesField(varintField(partialRejected, 2), partialMessage, []byte("too \x1b[31mold"))}
 	e := exporter(t, c, GRPC)
@@ -342,7 +342,7 @@ func FuzzAnswer(f *testing.F) {
 	})
 }
 
-// proxy is the proxy that the environment of the tests names.
+// proxy listens at the address that the environment of the tests names as proxy.
 var proxy net.Listener
 
 // net/http reads the environment once per process, and never uses a proxy for local addresses.
@@ -360,7 +360,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// Traces name pods, so they must not pass through a proxy.
+// Traces contain names of pods, so they must not pass through a proxy.
 func TestProxiesAreNotUsed(t *testing.T) {
 	asked := make(chan struct{}, 1)
 	var accepting sync.WaitGroup
@@ -398,7 +398,7 @@ func TestProxiesAreNotUsed(t *testing.T) {
 	}
 }
 
-// A pod may keep a trace for long, so a trace that the queue refuses must not keep its attributes.
+// A pod may keep a trace for a long time, so a dropped trace must lose its attributes.
 func TestQueueIsFull(t *testing.T) {
 	e := &Exporter{queue: make(chan *trace.Trace)}
 	full := &trace.Trace{Attributes: []trace.Attribute{{Key: "k", Value: "v"}}}
