@@ -57,8 +57,8 @@ func howToPass(tool, bridge string) string {
 		"--add-interface=%[1]s", bridge, tool)
 }
 
-// subnetsOf returns the subnets of existing and new pods: those of the network's bridge, and the
-// runtime's ranges, which the bridge may not have yet. Without either it returns the configured
+// subnetsOf returns the subnets of existing and new pods: the subnets of the network's bridge, and
+// the runtime's ranges, which the bridge may not have yet. Without either it returns the configured
 // subnets.
 func subnetsOf(n *conf.Net, bridge *links.Bridge) (subnets []netip.Prefix) {
 	if bridge.BelongsTo(n.Key()) {

@@ -4,22 +4,20 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 func newOutput(t *testing.T, limit int) *Output {
 	t.Helper()
 	o, err := New(limit)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return o
 }
 
 func end(t *testing.T, o *Output) {
 	t.Helper()
-	if err := o.End(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, o.End())
 }
 
 func TestOutputBeforeEndIsComplete(t *testing.T) {
@@ -54,12 +52,8 @@ func TestOutputOfPrograms(t *testing.T) {
 			o, child := newOutput(t, tt.limit), newOutput(t, 100)
 			cmd := exec.Command("sh", "-c", tt.script)
 			cmd.Stdout, cmd.Stderr = o.File(), child.File()
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
-			if err := o.Started(); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, cmd.Start())
+			testutil.Must(t, o.Started())
 			_ = cmd.Wait() // some scripts fail
 			end(t, o)
 			end(t, child)

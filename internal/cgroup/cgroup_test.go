@@ -13,6 +13,8 @@ import (
 	"github.com/opencontainers/cgroups"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // group creates a cgroup for the test and starts a process tree in it.
@@ -22,24 +24,16 @@ func group(t *testing.T) *Group {
 		t.Skip("needs root to make cgroups")
 	}
 	g, err := Open(fmt.Sprintf("/berth-unit-test-%d/%s", os.Getpid(), t.Name()), false)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	cmd := exec.Command("sh", "-c", "read go; sleep 1000 & sleep 1000 & echo up; wait")
 	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	out, childOut, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer out.Close()
 	defer childOut.Close()
 	cmd.Stdout = childOut
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Start())
 	reaped := make(chan struct{})
 	go func() { defer close(reaped); _ = cmd.Wait() }() // reap at once, otherwise the group stays busy
 	t.Cleanup(func() {
@@ -57,9 +51,7 @@ func group(t *testing.T) *Group {
 			t.Error(err)
 		}
 	})
-	if err := g.mgr.Apply(cmd.Process.Pid); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, g.mgr.Apply(cmd.Process.Pid))
 	if _, err := in.Write([]byte("go\n")); err != nil { // its children start in the group
 		t.Fatal(err)
 	}
@@ -98,12 +90,8 @@ func TestKillAndDestroyAreIdempotent(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	for range 2 { // the second call finds nothing
-		if err := g.Kill(ctx); err != nil {
-			t.Fatal(err)
-		}
-		if err := g.Destroy(ctx); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, g.Kill(ctx))
+		testutil.Must(t, g.Destroy(ctx))
 	}
 	for _, dir := range g.dirs() {
 		if _, err := os.Lstat(dir); !os.IsNotExist(err) {
@@ -120,9 +108,7 @@ func TestUpdateSetsLimits(t *testing.T) {
 		t.Fatal(err)
 	}
 	stats, err := g.mgr.GetStats()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if stats.MemoryStats.Usage.Limit != uint64(limit) {
 		t.Errorf("memory limit is %d, want %d", stats.MemoryStats.Usage.Limit, limit)
 	}

@@ -30,9 +30,7 @@ func hierarchiesForChildren(t *testing.T) map[string]*Children {
 		if name == "v2" {
 			mounts = link
 		}
-		if err := os.Symlink(dir, link); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.Symlink(dir, link))
 		if c, err := childrenIn(mounts, own); err == nil {
 			places[name] = c
 		}
@@ -65,25 +63,25 @@ func TestChildrenAreKilledWithDescendants(t *testing.T) {
 		for _, test := range tests {
 			t.Run(place+"/"+test.name, func(t *testing.T) {
 				dir := c.Dir("berth-test-" + strings.ReplaceAll(test.name, " ", "-"))
-				must(t, os.Mkdir(dir, 0o755))
+				testutil.Must(t, os.Mkdir(dir, 0o755))
 				cmd := exec.Command("prlimit", fmt.Sprintf("--nproc=%d", maxForked), "setpriv", "--reuid", "64999", "--clear-groups",
 					"sh", "-c", `cat /proc/self/cgroup; `+test.program)
 				read, write, err := os.Pipe()
-				must(t, err)
+				testutil.Must(t, err)
 				cmd.Stdout = write
-				must(t, c.Start(cmd, dir))
-				must(t, write.Close())
+				testutil.Must(t, c.Start(cmd, dir))
+				testutil.Must(t, write.Close())
 				line := make([]byte, 4096)
 				n, err := read.Read(line)
-				must(t, err)
-				must(t, read.Close())
+				testutil.Must(t, err)
+				testutil.Must(t, read.Close())
 				if !strings.Contains(string(line[:n]), filepath.Base(dir)) {
 					t.Errorf("the command started in %s", line[:n])
 				}
 				if test.before != nil {
 					eventually(t, test.name, func() bool { return test.before(dir) })
 				}
-				must(t, KillChild(dir, time.Minute))
+				testutil.Must(t, KillChild(dir, time.Minute))
 				_ = cmd.Wait() // the command may have been killed
 				if busy, err := HasProcesses(dir); busy || err != nil {
 					t.Errorf("processes are left: %v, %v", busy, err)
@@ -103,7 +101,7 @@ func TestStartFailsIfThreadCannotLeaveCgroup(t *testing.T) {
 		t.Skip("NOT TESTED: the freezer of cgroup v1 is not mounted")
 	}
 	dir := c.Dir("berth-test-stays")
-	must(t, os.Mkdir(dir, 0o755))
+	testutil.Must(t, os.Mkdir(dir, 0o755))
 	cmd := exec.Command("sleep", "1000")
 	if err := (&Children{parent: t.TempDir() + "/gone", v1: true}).Start(cmd, dir); err == nil || !strings.Contains(err.Error(), "leave cgroup") {
 		t.Errorf("error %v", err)
@@ -174,24 +172,17 @@ func TestFindChildrenNeedsUsableHierarchy(t *testing.T) {
 			mounts = root
 		}
 		link := filepath.Join(t.TempDir(), name)
-		must(t, os.Symlink(mounts, link))
+		testutil.Must(t, os.Symlink(mounts, link))
 		dir := filepath.Dir(link)
 		if place == "v2" {
 			dir = link
 		}
 		for _, path := range []string{"/../x", "/not-there"} {
 			got, err := childrenIn(dir, map[string]string{"": path, "freezer": path})
-			must(t, err)
+			testutil.Must(t, err)
 			if got.v1 != c.v1 || got.parent != link && got.parent != link+"/unified" {
 				t.Errorf("%s: %s for %s", place, got.parent, path)
 			}
 		}
-	}
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
 	}
 }

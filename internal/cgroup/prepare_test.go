@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // freshProcess is set in the environment of a test's child process, which tests state that exists
@@ -21,20 +23,12 @@ func TestCgroupsWorkAfterFirstUseWithoutDescriptors(t *testing.T) {
 		}
 		return
 	}
-	if err := Prepare(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, Prepare())
 	var old unix.Rlimit
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Max: old.Max}, nil); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old))
+	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Max: old.Max}, nil))
 	_, _ = Open("/berth-unit-test", false) // may fail
-	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil))
 	if _, err := Open("/berth-unit-test", false); err != nil {
 		t.Error(err)
 	}

@@ -11,15 +11,15 @@ import (
 
 	"github.com/opencontainers/cgroups"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"berth/internal/testutil"
 )
 
 // held reads all limits of a group, by file.
 func held(t *testing.T, g *Group) map[string]string {
 	t.Helper()
 	limits, err := g.limits(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	all := map[string]string{}
 	for _, l := range limits {
 		all[l.path] = l.content
@@ -48,15 +48,11 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 	}
 	r.CPU.Cpus = ""
 	restore, err := g.Update(r)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if maps.Equal(before, held(t, g)) {
 		t.Error("Update changed nothing")
 	}
-	if err := restore(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, restore())
 	if after := held(t, g); !maps.Equal(before, after) {
 		t.Errorf("restored\nfrom %v\nto   %v", before, after)
 	}
@@ -143,19 +139,13 @@ func TestReclaimableExcludesSharedMemory(t *testing.T) {
 
 func TestRestoreIgnoresRemovedCgroup(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "memory.max")
-	if err := os.WriteFile(path, []byte("max\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(path, []byte("max\n"), 0o600))
 	l := limit{path, "5\n"}
-	if err := l.restore(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, l.restore())
 	if data, err := os.ReadFile(path); err != nil || !strings.HasPrefix(string(data), "5") {
 		t.Errorf("restored to %q, %v", data, err)
 	}
-	if err := os.Remove(path); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Remove(path))
 	if err := l.restore(); err != nil {
 		t.Error(err)
 	}
@@ -172,9 +162,7 @@ func TestLoweredLimitBelowUsageIsRefused(t *testing.T) {
 	} {
 		dir := t.TempDir()
 		for name, content := range map[string]string{"memory.max": tt.max, "memory.current": "300", "memory.stat": "inactive_file 10\n"} {
-			if err := os.WriteFile(filepath.Join(dir, name), []byte(content+"\n"), 0o600); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, os.WriteFile(filepath.Join(dir, name), []byte(content+"\n"), 0o600))
 		}
 		if err := makeRoomIn(dir, tt.limit); errors.Is(err, ErrMemoryInUse) != tt.refused || !tt.refused && err != nil {
 			t.Errorf("from %s to %d: %v", tt.max, tt.limit, err)

@@ -10,6 +10,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/testutil"
 )
 
 func TestParseNumbers(t *testing.T) {
@@ -51,9 +53,7 @@ func TestParsePressure(t *testing.T) {
 func TestParseInterfaces(t *testing.T) {
 	t.Parallel()
 	b, err := os.ReadFile("testdata/net-dev")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	want := []Interface{
 		{Name: "eth0", Rx: Traffic{1296, 16, 1, 2}, Tx: Traffic{1016, 12, 7, 8}},
 		{Name: "net1.100", Rx: Traffic{math.MaxUint64, 1, 0, 0}, Tx: Traffic{2, 3, 0, 0}},
@@ -114,9 +114,7 @@ func TestParsersAllocateNothing(t *testing.T) {
 	files := map[string][]byte{}
 	for _, name := range []string{"v2/cpu.stat", "v2/memory.stat", "v1/memory.stat", "v2/cpu.pressure"} {
 		b, err := os.ReadFile("testdata/" + name)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		files[name] = b
 	}
 	var s Sample

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 func at(dir string, v2 bool) func() (Group, error) {
@@ -32,9 +34,7 @@ func read(t *testing.T, r *Reader) Sample {
 		}
 	})
 	var s Sample
-	if err := r.Read(&s); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, r.Read(&s))
 	return s
 }
 
@@ -82,9 +82,7 @@ func TestReadCapturedFiles(t *testing.T) {
 				t.Errorf("\n got %+v\nwant %+v", s, want.Sample)
 			}
 			var d Detail
-			if err := r.ReadDetail(&d); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, r.ReadDetail(&d))
 			for i := range d.Devices {
 				d.Devices[i].Name = "" // depends on the machine
 			}
@@ -144,9 +142,7 @@ func TestErrorNamesMalformedFile(t *testing.T) {
 
 func write(t *testing.T, dir, name, content string) {
 	t.Helper()
-	if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600))
 }
 
 func TestRemovedOrClosedGroupReturnsErrGone(t *testing.T) {
@@ -206,9 +202,7 @@ func TestCloseDuringConcurrentReads(t *testing.T) {
 func openFiles(t *testing.T) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return len(entries)
 }
 
@@ -220,9 +214,7 @@ func cgroups(t testing.TB, name string) Group {
 		t.Skip("needs contrib/machine to make cgroups")
 	}
 	var st unix.Statfs_t
-	if err := unix.Statfs("/sys/fs/cgroup", &st); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Statfs("/sys/fs/cgroup", &st))
 	v2 := st.Type == unix.CGROUP2_SUPER_MAGIC
 	dir := func(controller string) string {
 		if v2 {
@@ -235,9 +227,7 @@ func cgroups(t testing.TB, name string) Group {
 	}
 	for _, controller := range []string{"cpu", "cpuacct", "memory", "pids"} {
 		path := dir(controller)
-		if err := os.MkdirAll(path, 0o755); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(path, 0o755))
 		t.Cleanup(func() {
 			if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
 				t.Error(err)
@@ -253,16 +243,10 @@ func TestReaderSeesUsageOfRealCgroup(t *testing.T) {
 	enter := "for d in " + strings.Join([]string{group.Dir("cpuacct"), group.Dir("memory"), group.Dir("pids")}, " ") + "; do echo $$ >$d/cgroup.procs; done; "
 	cmd := exec.Command("sh", "-c", enter+"i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo done; read stop")
 	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	if _, err := out.Read(make([]byte, 5)); err != nil {
 		t.Fatal(err)
 	}
@@ -315,9 +299,7 @@ func TestNetDevReadsInterfaces(t *testing.T) {
 	before := openFiles(t)
 	for range 2 {
 		found, err := d.Read()
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		for _, i := range found {
 			if _, err := net.InterfaceByName(i.Name); err != nil {
 				t.Error(err)
@@ -411,12 +393,8 @@ func TestConcurrentReadersOfChangingNumber(t *testing.T) {
 		while :; do (:); done`)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	t.Cleanup(func() {
 		if err := unix.Kill(-cmd.Process.Pid, unix.SIGKILL); err != nil {
 			t.Error(err)
@@ -430,9 +408,7 @@ func TestConcurrentReadersOfChangingNumber(t *testing.T) {
 		t.Fatal(err)
 	}
 	f, err := openFile(dir + "/pids.current")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer f.Close()
 	var readers sync.WaitGroup
 	for range 4 {
@@ -461,9 +437,7 @@ func BenchmarkRead500(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		for _, r := range readers {
-			if err := r.Read(&s); err != nil {
-				b.Fatal(err)
-			}
+			testutil.Must(b, r.Read(&s))
 		}
 	}
 }

@@ -15,39 +15,33 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/safefs"
+	"berth/internal/testutil"
 )
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
 
 func count(t *testing.T, ctx context.Context, path string) (Usage, error) {
 	t.Helper()
 	root, err := os.Open(path)
-	must(t, err)
+	testutil.Must(t, err)
 	defer root.Close()
 	return Tree(ctx, root)
 }
 
 func TestNominalCountsWholeBlocks(t *testing.T) {
 	dir, outside := t.TempDir(), t.TempDir()
-	must(t, os.WriteFile(filepath.Join(outside, "big"), make([]byte, 1<<20), 0o600))
-	must(t, os.MkdirAll(filepath.Join(dir, "a/b"), 0o700))
-	must(t, os.WriteFile(filepath.Join(dir, "one"), make([]byte, 1), 0o600))
-	must(t, os.WriteFile(filepath.Join(dir, "a/two"), make([]byte, 4097), 0o600))
-	must(t, os.Link(filepath.Join(dir, "a/two"), filepath.Join(dir, "a/b/again")))
-	must(t, os.Symlink(outside, filepath.Join(dir, "out")))
-	must(t, unix.Mkfifo(filepath.Join(dir, "fifo"), 0o600))
-	must(t, os.WriteFile(filepath.Join(dir, "hole"), nil, 0o600))
-	must(t, os.Truncate(filepath.Join(dir, "hole"), 1<<30))
+	testutil.Must(t, os.WriteFile(filepath.Join(outside, "big"), make([]byte, 1<<20), 0o600))
+	testutil.Must(t, os.MkdirAll(filepath.Join(dir, "a/b"), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "one"), make([]byte, 1), 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "a/two"), make([]byte, 4097), 0o600))
+	testutil.Must(t, os.Link(filepath.Join(dir, "a/two"), filepath.Join(dir, "a/b/again")))
+	testutil.Must(t, os.Symlink(outside, filepath.Join(dir, "out")))
+	testutil.Must(t, unix.Mkfifo(filepath.Join(dir, "fifo"), 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "hole"), nil, 0o600))
+	testutil.Must(t, os.Truncate(filepath.Join(dir, "hole"), 1<<30))
 	root, err := os.Open(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	defer root.Close()
 	got, err := Nominal(t.Context(), root, 4096)
-	must(t, err)
+	testutil.Must(t, err)
 	// Three directories, files of one and two blocks, and entries without data.
 	if want := (Usage{Bytes: 6 * 4096, Inodes: 8}); got != want {
 		t.Errorf("got %+v, want %+v", got, want)
@@ -58,34 +52,34 @@ func TestNominalCountsWholeBlocks(t *testing.T) {
 // does not show.
 func TestTreeCountsAllocatedBlocks(t *testing.T) {
 	dir := t.TempDir()
-	must(t, os.WriteFile(filepath.Join(dir, "written"), make([]byte, 10_000), 0o600))
-	must(t, os.Link(filepath.Join(dir, "written"), filepath.Join(dir, "again")))
-	must(t, os.Symlink(strings.Repeat("long/", 500), filepath.Join(dir, "link")))
-	must(t, unix.Mkfifo(filepath.Join(dir, "fifo"), 0o600))
-	must(t, os.WriteFile(filepath.Join(dir, "hole"), nil, 0o600))
-	must(t, os.Truncate(filepath.Join(dir, "hole"), 1<<30))
-	must(t, os.Mkdir(filepath.Join(dir, "large"), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "written"), make([]byte, 10_000), 0o600))
+	testutil.Must(t, os.Link(filepath.Join(dir, "written"), filepath.Join(dir, "again")))
+	testutil.Must(t, os.Symlink(strings.Repeat("long/", 500), filepath.Join(dir, "link")))
+	testutil.Must(t, unix.Mkfifo(filepath.Join(dir, "fifo"), 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "hole"), nil, 0o600))
+	testutil.Must(t, os.Truncate(filepath.Join(dir, "hole"), 1<<30))
+	testutil.Must(t, os.Mkdir(filepath.Join(dir, "large"), 0o700))
 	for i := range 2000 {
-		must(t, os.WriteFile(filepath.Join(dir, "large", fmt.Sprintf("%0200d", i)), nil, 0o600))
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, "large", fmt.Sprintf("%0200d", i)), nil, 0o600))
 	}
 	f, err := os.Create(filepath.Join(dir, "beyond its end"))
-	must(t, err)
+	testutil.Must(t, err)
 	defer f.Close()
 	const reserved = 64 << 20
 	err = unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_KEEP_SIZE, 0, reserved)
 	if errors.Is(err, unix.EOPNOTSUPP) {
 		t.Skip("a filesystem without fallocate")
 	}
-	must(t, err)
-	must(t, f.Sync())
+	testutil.Must(t, err)
+	testutil.Must(t, f.Sync())
 	got, err := count(t, t.Context(), dir)
 	if !errors.Is(err, ErrChanged) { // a new directory looks like a changed one
-		must(t, err)
+		testutil.Must(t, err)
 	}
 	du, err := exec.Command("du", "-s", "-B1", dir).Output()
-	must(t, err)
+	testutil.Must(t, err)
 	want, err := strconv.ParseUint(strings.Fields(string(du))[0], 10, 64)
-	must(t, err)
+	testutil.Must(t, err)
 	if got.Bytes != want || got.Bytes < reserved || got.Inodes != 2007 {
 		t.Errorf("got %+v, du %d", got, want)
 	}
@@ -95,18 +89,18 @@ func TestTreeCountsAllocatedBlocks(t *testing.T) {
 func nest(t *testing.T, fd, depth int) {
 	t.Helper()
 	for range depth {
-		must(t, unix.Mkdirat(fd, "d", 0o700))
+		testutil.Must(t, unix.Mkdirat(fd, "d", 0o700))
 		next, err := unix.Openat(fd, "d", unix.O_PATH, 0)
-		must(t, err)
-		must(t, unix.Close(fd))
+		testutil.Must(t, err)
+		testutil.Must(t, unix.Close(fd))
 		fd = next
 	}
-	must(t, unix.Close(fd))
+	testutil.Must(t, unix.Close(fd))
 }
 
 // removeTree removes a tree that is too deep for t.TempDir's cleanup.
 func removeTree(t *testing.T, path string) {
-	t.Cleanup(func() { must(t, safefs.RemoveAll(context.WithoutCancel(t.Context()), path)) })
+	t.Cleanup(func() { testutil.Must(t, safefs.RemoveAll(context.WithoutCancel(t.Context()), path)) })
 }
 
 // A container can nest directories deeper than the longest path and the number of descriptors.
@@ -114,11 +108,11 @@ func TestTreeCountsDeepTree(t *testing.T) {
 	top := t.TempDir()
 	removeTree(t, filepath.Join(top, "d"))
 	fd, err := unix.Open(top, unix.O_PATH, 0)
-	must(t, err)
+	testutil.Must(t, err)
 	const levels = 5000
 	nest(t, fd, levels)
 	for i := range 1000 {
-		must(t, os.WriteFile(filepath.Join(top, fmt.Sprint(i)), []byte(strings.Repeat("x", 1+i%2)), 0o600))
+		testutil.Must(t, os.WriteFile(filepath.Join(top, fmt.Sprint(i)), []byte(strings.Repeat("x", 1+i%2)), 0o600))
 	}
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -140,11 +134,11 @@ func TestTreeCountsDeepAndWideTree(t *testing.T) {
 	top := t.TempDir()
 	const levels, wide, size = 255, 2000, 8192
 	deep := top + strings.Repeat("/d", levels)
-	must(t, os.MkdirAll(deep, 0o700))
+	testutil.Must(t, os.MkdirAll(deep, 0o700))
 	for i := range wide {
 		dir := filepath.Join(deep, fmt.Sprint(i))
-		must(t, os.Mkdir(dir, 0o700))
-		must(t, os.WriteFile(filepath.Join(dir, "file"), make([]byte, size), 0o600))
+		testutil.Must(t, os.Mkdir(dir, 0o700))
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), make([]byte, size), 0o600))
 	}
 	got, err := count(t, t.Context(), top)
 	if err != nil && !errors.Is(err, ErrChanged) {
@@ -161,19 +155,19 @@ func TestTreeCountsMovedFilesOnce(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			top := t.TempDir()
 			for _, dir := range []string{"a", "b"} {
-				must(t, os.Mkdir(filepath.Join(top, dir), 0o700))
+				testutil.Must(t, os.Mkdir(filepath.Join(top, dir), 0o700))
 				for i := range 5 {
-					must(t, os.WriteFile(filepath.Join(top, dir, fmt.Sprint(i)), make([]byte, 1), 0o600))
+					testutil.Must(t, os.WriteFile(filepath.Join(top, dir, fmt.Sprint(i)), make([]byte, 1), 0o600))
 				}
 			}
 			moved, large := filepath.Join(top, "a/moved"), filepath.Join(top, "a/moved")
 			if isDir {
-				must(t, os.Mkdir(moved, 0o700))
+				testutil.Must(t, os.Mkdir(moved, 0o700))
 				large = filepath.Join(moved, "large")
 			}
-			must(t, os.WriteFile(large, make([]byte, 2*largeFile), 0o600))
+			testutil.Must(t, os.WriteFile(large, make([]byte, 2*largeFile), 0o600))
 			root, err := os.Open(top)
-			must(t, err)
+			testutil.Must(t, err)
 			defer root.Close()
 			from := "a"
 			usage, err := tree(t.Context(), root, func(st *unix.Stat_t) int64 {
@@ -238,5 +232,5 @@ func TestTreeSurvivesChanges(t *testing.T) {
 		}
 	}
 	close(stop)
-	must(t, <-stopped)
+	testutil.Must(t, <-stopped)
 }

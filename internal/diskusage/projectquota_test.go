@@ -10,6 +10,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 func TestSizesOfKernelStructures(t *testing.T) {
@@ -33,9 +35,7 @@ func mounted(t *testing.T, mkfs ...string) string {
 		t.Skip("needs root")
 	}
 	image, dir := filepath.Join(t.TempDir(), "image"), t.TempDir()
-	if err := errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, 320<<20)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, 320<<20)))
 	if out, err := exec.Command(mkfs[0], append(mkfs[1:], image)...).CombinedOutput(); err != nil {
 		t.Skipf("%s: %v, %s", mkfs[0], err, out)
 	}
@@ -61,20 +61,14 @@ func TestProjectLimitIsEnforced(t *testing.T) {
 			if errors.Is(err, ErrNoQuotas) {
 				t.Skip(err) // the kernel mounts XFS without quotas if it lacks support for them
 			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			defer f.Close()
 			const id, limit = 1 << 30, 4 << 20
 			layer, err := os.Open(mkdir(t, filepath.Join(dir, "layer")))
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			defer layer.Close()
 			for range 2 { // a repeated call succeeds
-				if err := errors.Join(AssignProject(layer, id), f.SetLimit(id, limit)); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, errors.Join(AssignProject(layer, id), f.SetLimit(id, limit)))
 			}
 			below := mkdir(t, filepath.Join(dir, "layer", "sub"))
 			var written int
@@ -88,9 +82,7 @@ func TestProjectLimitIsEnforced(t *testing.T) {
 			if got, err := f.Usage(id + 1); err != nil || got != (Usage{}) {
 				t.Errorf("usage of another project %+v, %v", got, err)
 			}
-			if err := f.SetLimit(id, 0); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, f.SetLimit(id, 0))
 			if written, err := fill(filepath.Join(below, "another")); written < 2*limit {
 				t.Errorf("%d bytes without a limit: %v", written, err)
 			}
@@ -114,16 +106,12 @@ func withoutResources(t *testing.T, f func()) {
 		}
 		done <- err
 	}()
-	if err := <-done; err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, <-done)
 }
 
 func mkdir(t *testing.T, dir string) string {
 	t.Helper()
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Mkdir(dir, 0o700))
 	return dir
 }
 

@@ -9,6 +9,8 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 // shimEffects are additional effects of launchers and monitors, through libcontainer and the
@@ -70,9 +72,7 @@ func checkMonitor(t *testing.T, path, pkg string, found map[string]bool) {
 		return // the failpoints themselves, and a test driver
 	}
 	source, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for _, f := range functionInC.FindAllStringSubmatch(string(source), -1) {
 		name, body := pkg+"."+f[1], f[2]
 		effect := effectsInC.FindString(body)
@@ -91,9 +91,7 @@ func checkLauncher(t *testing.T, path, pkg string, found map[string]bool) {
 	t.Helper()
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, path, nil, parser.SkipObjectResolution)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for _, decl := range file.Decls {
 		f, ok := decl.(*ast.FuncDecl)
 		if !ok || f.Body == nil {

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 // effects are calls that change something outside the process: functions with their package,
@@ -197,9 +199,7 @@ func TestEffectsAreMarked(t *testing.T) {
 			}
 			return check(t, path, filepath.Dir(below), found)
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 	}
 	for name := range unmarked {
 		if !found[name] {
@@ -338,9 +338,7 @@ func TestNotBetweenFindsUnmarkedEffects(t *testing.T) {
 		{`removeIfExists(x)`, ".removeIfExists"},
 	} {
 		body, err := parser.ParseExpr("func() {" + c.body + "}")
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if got := strings.Join(notBetween(stepsOf(body, []string{"removeIfExists"})), " "); got != c.want {
 			t.Errorf("%s: not between two failpoints is %q, want %q", c.body, got, c.want)
 		}

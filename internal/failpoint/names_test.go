@@ -5,14 +5,13 @@ import (
 	"testing"
 
 	"berth/internal/failpoint/points"
+	"berth/internal/testutil"
 )
 
 // A name must be a literal of the documented form and occur in one place only.
 func TestNamesAreUniqueLiterals(t *testing.T) {
 	all, err := points.Below("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	form := regexp.MustCompile(`^[a-z]+(\.[a-z]+(-[a-z]+)*)+$`)
 	places := map[string]string{}
 	for _, p := range all {

@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"syscall"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 // TestMain also runs the program that has failpoints.
@@ -71,9 +73,7 @@ func TestCountsAcrossPrograms(t *testing.T) {
 func run(t *testing.T, control string) *os.ProcessState {
 	t.Helper()
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	cmd := exec.Command(self)
 	cmd.Env = append(os.Environ(), variable+"="+control)
 	out, err := cmd.CombinedOutput()
@@ -86,7 +86,5 @@ func run(t *testing.T, control string) *os.ProcessState {
 
 func write(t *testing.T, path, text string) {
 	t.Helper()
-	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(path, []byte(text), 0o600))
 }

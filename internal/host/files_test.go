@@ -17,13 +17,9 @@ import (
 func TestResolve(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	if err := os.Mkdir(filepath.Join(dir, "real"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Mkdir(filepath.Join(dir, "real"), 0o755))
 	for name, to := range map[string]string{"link": "real", "dangling": "nowhere", "loop": "loop"} {
-		if err := os.Symlink(to, filepath.Join(dir, name)); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.Symlink(to, filepath.Join(dir, name)))
 	}
 	if got, err := (Files{}).Resolve(filepath.Join(dir, "link")); err != nil || got != filepath.Join(dir, "real") {
 		t.Errorf("got %s, %v", got, err)
@@ -43,9 +39,7 @@ func TestReadProfile(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name string, b []byte) string {
 		p := filepath.Join(dir, name)
-		if err := os.WriteFile(p, b, 0o644); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.WriteFile(p, b, 0o644))
 		return p
 	}
 	if got, err := (Files{}).ReadProfile(write("ok", []byte("{}"))); err != nil || string(got) != "{}" {
@@ -55,9 +49,7 @@ func TestReadProfile(t *testing.T) {
 		t.Errorf("missing: %v", err)
 	}
 	fifo := filepath.Join(dir, "fifo")
-	if err := unix.Mkfifo(fifo, 0o644); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Mkfifo(fifo, 0o644))
 	for _, p := range []string{fifo, "/dev/zero", dir, write("huge", bytes.Repeat([]byte(" "), maxProfile+1))} {
 		if b, err := (Files{}).ReadProfile(p); err == nil {
 			t.Errorf("%s: read %d bytes", p, len(b))
@@ -68,9 +60,7 @@ func TestReadProfile(t *testing.T) {
 func TestAppArmorLoaded(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "profiles")
-	if err := os.WriteFile(file, []byte("docker-default (enforce)\n/usr/bin/a (b) (complain)\n"), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(file, []byte("docker-default (enforce)\n/usr/bin/a (b) (complain)\n"), 0o644))
 	for name, want := range map[string]bool{"docker-default": true, "/usr/bin/a (b)": true, "docker": false, "/usr/bin/a": false, "": false} {
 		if got, err := appArmorLoaded(file, name); err != nil || got != want {
 			t.Errorf("%q: got %v, %v", name, got, err)
@@ -89,9 +79,7 @@ func TestPropagation(t *testing.T) {
 		"23 22 8:3 / /srv/a rw master:5 - ext4 /dev/sdc rw\n" +
 		"24 22 8:3 / /srv/b rw shared:7 master:5 - ext4 /dev/sdc rw\n" +
 		"25 24 8:4 / /srv/b rw - ext4 /dev/sdd rw\n"
-	if err := os.WriteFile(file, []byte(content), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(file, []byte(content), 0o644))
 	for path, want := range map[string]Propagation{
 		"/var/lib":   {Mountpoint: "/"},
 		"/":          {Mountpoint: "/"},
@@ -115,27 +103,17 @@ func TestDevices(t *testing.T) {
 	dir := t.TempDir()
 	mknod := func(name string, mode uint32, major, minor uint32) {
 		p := filepath.Join(dir, name)
-		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := unix.Mknod(p, mode, int(unix.Mkdev(major, minor))); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Chmod(p, os.FileMode(mode&0o777)); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Chown(p, 7, 8); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(filepath.Dir(p), 0o755))
+		testutil.Must(t, unix.Mknod(p, mode, int(unix.Mkdev(major, minor))))
+		testutil.Must(t, os.Chmod(p, os.FileMode(mode&0o777)))
+		testutil.Must(t, os.Chown(p, 7, 8))
 	}
 	mknod("null", unix.S_IFCHR|0o666, 1, 3)
 	mknod("sub/loop", unix.S_IFBLK|0o640, 7, 300)
 	mknod("sub/pts/0", unix.S_IFCHR|0o620, 136, 0)
 	mknod("console", unix.S_IFCHR|0o600, 5, 1)
 	mknod("fifo", unix.S_IFIFO|0o600, 0, 0)
-	if err := os.Symlink("null", filepath.Join(dir, "link")); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink("null", filepath.Join(dir, "link")))
 	null := Device{filepath.Join(dir, "null"), "c", 1, 3, 0o666, 7, 8}
 	loop := Device{filepath.Join(dir, "sub/loop"), "b", 7, 300, 0o640, 7, 8}
 
@@ -158,9 +136,7 @@ func TestDevices(t *testing.T) {
 func TestResolveReportsLinkLoop(t *testing.T) {
 	t.Parallel()
 	loop := filepath.Join(t.TempDir(), "loop")
-	if err := os.Symlink("loop", loop); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink("loop", loop))
 	if _, err := (Files{}).Resolve(loop); !errors.Is(err, unix.ELOOP) {
 		t.Errorf("got %v", err)
 	}

@@ -45,12 +45,8 @@ func machine(t *testing.T, changes map[string]string) string {
 			continue
 		}
 		file := filepath.Join(root, path)
-		if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(file, []byte(content), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(filepath.Dir(file), 0o755))
+		testutil.Must(t, os.WriteFile(file, []byte(content), 0o644))
 	}
 	return root
 }
@@ -63,9 +59,7 @@ const v1Mounts = "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n" +
 func TestDetect(t *testing.T) {
 	t.Parallel()
 	f, err := Detect(machine(t, nil))
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if len(f.Capabilities) != 41 || f.Capabilities[0] != "CAP_CHOWN" || f.Capabilities[40] != "CAP_CHECKPOINT_RESTORE" {
 		t.Errorf("capabilities %q", f.Capabilities)
 	}
@@ -112,9 +106,7 @@ func TestDetectVariants(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			f, err := Detect(machine(t, test.changes))
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			if !test.holds(f) {
 				t.Errorf("got %+v", f)
 			}
@@ -145,20 +137,14 @@ func TestDetectErrors(t *testing.T) {
 func TestDetectOnThisMachine(t *testing.T) {
 	testutil.NeedRoot(t)
 	f, err := Detect("/")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	var uts unix.Utsname
-	if err := unix.Uname(&uts); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Uname(&uts))
 	if f.Kernel != unix.ByteSliceToString(uts.Release[:]) || f.KernelMajor < 4 || len(f.Capabilities) == 0 {
 		t.Errorf("got %+v", f)
 	}
 	var st unix.Statfs_t
-	if err := unix.Statfs(cgroupRoot, &st); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Statfs(cgroupRoot, &st))
 	if f.CgroupV2 != (st.Type == unix.CGROUP2_SUPER_MAGIC) {
 		t.Errorf("cgroup v2: %v", f.CgroupV2)
 	}

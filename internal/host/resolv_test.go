@@ -4,6 +4,8 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 func TestResolvConf(t *testing.T) {
@@ -31,12 +33,8 @@ func TestResolvConf(t *testing.T) {
 					continue
 				}
 				path = filepath.Join(root, path)
-				if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-					t.Fatal(err)
-				}
-				if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, os.MkdirAll(filepath.Dir(path), 0o755))
+				testutil.Must(t, os.WriteFile(path, []byte(content), 0o644))
 			}
 			if got := ResolvConf(root); got != c.want {
 				t.Errorf("got %s, want %s", got, c.want)

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 // TestMain makes the test binary a second process that locks a file and reports that.
@@ -36,16 +37,10 @@ func TestSecondProcessIsRefusedByPID(t *testing.T) {
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), "LOCKFILE_TEST_HOLD="+path)
 	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	stdout, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	line, err := bufio.NewReader(stdout).ReadString('\n')
 	if err != nil || line != "locked\n" {
 		t.Fatalf("the other process says %q, %v", line, err)
@@ -60,17 +55,13 @@ func TestSecondProcessIsRefusedByPID(t *testing.T) {
 	}
 
 	// A killed process leaves its pid in the file but no lock.
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Process.Kill())
 	if err := cmd.Wait(); err == nil {
 		t.Error("the killed process exited with 0")
 	}
 	stdin.Close()
 	lock, err := Acquire(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	got, err := os.ReadFile(path)
 	if want := fmt.Sprintf("%d\n", os.Getpid()); err != nil || string(got) != want {
 		t.Errorf("the file holds %q, %v; want %q", got, err, want)
@@ -85,9 +76,7 @@ func TestReleaseAndTakeAgain(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
 	for range 2 {
 		lock, err := Acquire(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if _, err := Acquire(path); err == nil {
 			t.Error("locked twice")
 		}
@@ -104,9 +93,7 @@ func TestSharedAndExclusiveLocksExcludeEachOther(t *testing.T) {
 	take := func(ctx context.Context, mode Mode) func() {
 		t.Helper()
 		unlock, err := Wait(ctx, path, mode)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		return unlock
 	}
 	gone, cancel := context.WithCancel(t.Context())
@@ -140,9 +127,7 @@ func TestWaiterLocksRecreatedFile(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "lock")
 	first, err := Wait(t.Context(), path, Exclusive)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	second := make(chan func(), 1)
 	go func() {
 		unlock, err := Wait(t.Context(), path, Exclusive)
@@ -156,9 +141,7 @@ func TestWaiterLocksRecreatedFile(t *testing.T) {
 			t.Fatal("no goroutine waits for the lock")
 		}
 	}
-	if err := os.Remove(path); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Remove(path))
 	first()
 	unlock := <-second
 	gone, cancel := context.WithCancel(t.Context())
@@ -173,9 +156,7 @@ func TestWaiterLocksRecreatedFile(t *testing.T) {
 func opened(t *testing.T, path string) (n int) {
 	t.Helper()
 	all, err := filepath.Glob("/proc/self/fd/*")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for _, fd := range all {
 		if to, err := os.Readlink(fd); err == nil && to == path {
 			n++
@@ -195,9 +176,7 @@ func TestCheckReportsLockWithoutCreatingFile(t *testing.T) {
 		t.Errorf("Check created the file: %v", err)
 	}
 	unlock, err := Wait(t.Context(), path, Exclusive)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if err := Check(path); err != nil {
 		t.Errorf("with a holder: %v", err)
 	}
@@ -215,9 +194,7 @@ func TestCheckReportsLockWithoutCreatingFile(t *testing.T) {
 	}
 	unlock()
 	link := filepath.Join(dir, "link")
-	if err := os.Symlink(path, link); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink(path, link))
 	for _, bad := range []string{dir, link, filepath.Join(dir, "none", "lock")} {
 		if Check(bad) == nil || CheckShared(t.Context(), bad) == nil {
 			t.Errorf("Check accepts %s", bad)
@@ -232,14 +209,10 @@ func TestErrorWithoutPIDOfHolder(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "lock")
 	lock, err := Acquire(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer lock.Release()
 	for _, content := range []string{"", "garbage", "-4"} {
-		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.WriteFile(path, []byte(content), 0o600))
 		if _, err := Acquire(path); err == nil || !strings.Contains(err.Error(), "another process holds it") {
 			t.Errorf("with %q in the file: %v", content, err)
 		}
@@ -249,9 +222,7 @@ func TestErrorWithoutPIDOfHolder(t *testing.T) {
 func TestSymlinkIsNotFollowed(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	if err := os.Symlink(filepath.Join(dir, "victim"), filepath.Join(dir, "lock")); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink(filepath.Join(dir, "victim"), filepath.Join(dir, "lock")))
 	if _, err := Acquire(filepath.Join(dir, "lock")); err == nil {
 		t.Error("followed")
 	}

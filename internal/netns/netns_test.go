@@ -21,18 +21,11 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // threadNamespaces returns the network namespaces of this process's threads.
 func threadNamespaces(t *testing.T) map[string]bool {
 	t.Helper()
 	links, err := filepath.Glob("/proc/self/task/*/ns/net")
-	must(t, err)
+	testutil.Must(t, err)
 	seen := map[string]bool{}
 	for _, l := range links {
 		ns, err := os.Readlink(l)
@@ -46,13 +39,13 @@ func threadNamespaces(t *testing.T) map[string]bool {
 func mountedIn(t *testing.T, mountinfo, path string) bool {
 	t.Helper()
 	table, err := os.ReadFile(mountinfo)
-	must(t, err)
+	testutil.Must(t, err)
 	return strings.Contains(string(table), " "+path+" ")
 }
 
 func TestNewAndRemove(t *testing.T) {
 	path := t.TempDir() + "/made/on/the/way/ns"
-	must(t, New(path))
+	testutil.Must(t, New(path))
 	if len(threadNamespaces(t)) != 1 {
 		t.Errorf("threads are in namespaces %v", threadNamespaces(t))
 	}
@@ -60,18 +53,18 @@ func TestNewAndRemove(t *testing.T) {
 		t.Error("no namespace at the path")
 	}
 
-	must(t, In(path, func() error {
+	testutil.Must(t, In(path, func() error {
 		links, err := netlink.LinkList()
-		must(t, err)
+		testutil.Must(t, err)
 		if len(links) != 1 || links[0].Attrs().Name != "lo" || links[0].Attrs().Flags&net.FlagUp == 0 {
 			t.Errorf("interfaces %v, want lo alone, up", links)
 		}
 		// A listener opened inside works from any thread.
 		l, err := net.Listen("tcp", "127.0.0.1:0")
-		must(t, err)
+		testutil.Must(t, err)
 		defer l.Close()
 		c, err := net.Dial("tcp", l.Addr().String())
-		must(t, err)
+		testutil.Must(t, err)
 		return c.Close()
 	}))
 	if err := New(path); errdefs.Code(err) != codes.AlreadyExists {
@@ -81,8 +74,8 @@ func TestNewAndRemove(t *testing.T) {
 		t.Error("the failed second New removed the namespace of the first")
 	}
 
-	must(t, Remove(path))
-	must(t, Remove(path))
+	testutil.Must(t, Remove(path))
+	testutil.Must(t, Remove(path))
 	if mountedIn(t, "/proc/self/mountinfo", path) {
 		t.Error("still mounted")
 	}
@@ -96,7 +89,7 @@ func TestRefusesRouterAdvertisements(t *testing.T) {
 	if _, err := os.Stat("/proc/sys/net/ipv6"); errors.Is(err, os.ErrNotExist) {
 		t.Skip("kernel without IPv6")
 	}
-	must(t, InNew(func() error { // a namespace for the devices, so that the machine's stays unchanged
+	testutil.Must(t, InNew(func() error { // a namespace for the devices, so that the machine's stays unchanged
 		testRefusesRouters(t)
 		return nil
 	}))
@@ -105,19 +98,19 @@ func TestRefusesRouterAdvertisements(t *testing.T) {
 func testRefusesRouters(t *testing.T) {
 	t.Helper()
 	path := t.TempDir() + "/ns"
-	must(t, New(path))
-	defer func() { must(t, Remove(path)) }()
-	must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "berthra0"}, PeerName: "berthra1"}))
+	testutil.Must(t, New(path))
+	defer func() { testutil.Must(t, Remove(path)) }()
+	testutil.Must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "berthra0"}, PeerName: "berthra1"}))
 	peer, err := netlink.LinkByName("berthra1")
-	must(t, err)
+	testutil.Must(t, err)
 	ns, err := os.Open(path)
-	must(t, err)
+	testutil.Must(t, err)
 	defer ns.Close()
-	must(t, netlink.LinkSetNsFd(peer, int(ns.Fd())))
-	must(t, In(path, func() error {
+	testutil.Must(t, netlink.LinkSetNsFd(peer, int(ns.Fd())))
+	testutil.Must(t, In(path, func() error {
 		for _, dev := range []string{"all", "default", "berthra1"} {
 			value, err := os.ReadFile("/proc/sys/net/ipv6/conf/" + dev + "/accept_ra")
-			must(t, err)
+			testutil.Must(t, err)
 			if strings.TrimSpace(string(value)) != "0" {
 				t.Errorf("%s: accept_ra is %s", dev, value)
 			}
@@ -125,7 +118,7 @@ func testRefusesRouters(t *testing.T) {
 		return nil
 	}))
 	value, err := os.ReadFile("/proc/sys/net/ipv6/conf/default/accept_ra")
-	must(t, err)
+	testutil.Must(t, err)
 	if strings.TrimSpace(string(value)) == "0" {
 		t.Error("accept_ra was changed outside of the namespace")
 	}
@@ -133,16 +126,16 @@ func testRefusesRouters(t *testing.T) {
 
 func TestRemoveAfterCrash(t *testing.T) {
 	dir := t.TempDir()
-	must(t, Remove(dir+"/missing/dir/ns"))
-	must(t, os.WriteFile(dir+"/unmounted", nil, 0o444)) // a crash between the creation of the file and the mount
-	must(t, Remove(dir+"/unmounted"))
+	testutil.Must(t, Remove(dir+"/missing/dir/ns"))
+	testutil.Must(t, os.WriteFile(dir+"/unmounted", nil, 0o444)) // a crash between the creation of the file and the mount
+	testutil.Must(t, Remove(dir+"/unmounted"))
 
-	must(t, New(dir+"/stacked"))
-	must(t, unix.Mount("/proc/self/ns/net", dir+"/stacked", "", unix.MS_BIND, ""))
-	must(t, Remove(dir+"/stacked"))
+	testutil.Must(t, New(dir+"/stacked"))
+	testutil.Must(t, unix.Mount("/proc/self/ns/net", dir+"/stacked", "", unix.MS_BIND, ""))
+	testutil.Must(t, Remove(dir+"/stacked"))
 
 	left, err := os.ReadDir(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	if len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
@@ -152,12 +145,12 @@ func TestRemoveAfterCrash(t *testing.T) {
 // namespace alive.
 func TestRemoveWithOldMountTables(t *testing.T) {
 	path := t.TempDir() + "/ns"
-	must(t, New(path))
+	testutil.Must(t, New(path))
 	launcher := exec.Command("sleep", "1000")
 	launcher.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL}
-	must(t, launcher.Start())
+	testutil.Must(t, launcher.Start())
 	defer func() {
-		must(t, launcher.Process.Kill())
+		testutil.Must(t, launcher.Process.Kill())
 		if err := launcher.Wait(); err == nil {
 			t.Error("sleep ended by itself")
 		}
@@ -166,7 +159,7 @@ func TestRemoveWithOldMountTables(t *testing.T) {
 	if !mountedIn(t, table, path) {
 		t.Fatal("the other process has no copy")
 	}
-	must(t, Remove(path))
+	testutil.Must(t, Remove(path))
 	if mountedIn(t, table, path) {
 		t.Error("still mounted in the other process")
 	}
@@ -174,7 +167,7 @@ func TestRemoveWithOldMountTables(t *testing.T) {
 
 func TestInRefusesOtherFiles(t *testing.T) {
 	dir := t.TempDir()
-	must(t, os.WriteFile(dir+"/file", nil, 0o444))
+	testutil.Must(t, os.WriteFile(dir+"/file", nil, 0o444))
 	for _, path := range []string{dir + "/missing", dir + "/file", "/proc/self/ns/mnt"} {
 		t.Run(filepath.Base(path), func(t *testing.T) {
 			err := In(path, func() error { t.Errorf("ran in %s", path); return nil })
@@ -191,7 +184,7 @@ func TestInRefusesOtherFiles(t *testing.T) {
 
 func TestFailedNewLeavesNothing(t *testing.T) {
 	file := t.TempDir() + "/file"
-	must(t, os.WriteFile(file, nil, 0o644))
+	testutil.Must(t, os.WriteFile(file, nil, 0o644))
 	if err := New(file + "/ns"); errdefs.Code(err) != codes.Internal {
 		t.Errorf("error %v (%v)", err, errdefs.Code(err))
 	}
@@ -200,30 +193,30 @@ func TestFailedNewLeavesNothing(t *testing.T) {
 func BenchmarkNewAndRemove(b *testing.B) {
 	path := b.TempDir() + "/ns"
 	for b.Loop() {
-		must(b, New(path))
-		must(b, Remove(path))
+		testutil.Must(b, New(path))
+		testutil.Must(b, Remove(path))
 	}
 }
 
 // A namespace of another process is pinned like one of this process.
 func TestPinOfOtherProcess(t *testing.T) {
 	source, path := t.TempDir()+"/source", t.TempDir()+"/ns"
-	must(t, onThread(func() error { // as in a process started in a new namespace
-		must(t, unix.Unshare(unix.CLONE_NEWNET))
-		must(t, os.WriteFile(source, nil, 0o600))
+	testutil.Must(t, onThread(func() error { // as in a process started in a new namespace
+		testutil.Must(t, unix.Unshare(unix.CLONE_NEWNET))
+		testutil.Must(t, os.WriteFile(source, nil, 0o600))
 		return unix.Mount("/proc/thread-self/ns/net", source, "", unix.MS_BIND, "")
 	}))
-	must(t, Pin(source, path))
-	must(t, unix.Unmount(source, 0))
-	must(t, In(path, func() error {
+	testutil.Must(t, Pin(source, path))
+	testutil.Must(t, unix.Unmount(source, 0))
+	testutil.Must(t, In(path, func() error {
 		lo, err := netlink.LinkByIndex(1)
-		must(t, err)
+		testutil.Must(t, err)
 		if lo.Attrs().Flags&net.FlagUp == 0 {
 			t.Error("lo is down")
 		}
 		return nil
 	}))
-	must(t, Remove(path))
+	testutil.Must(t, Remove(path))
 	if err := Pin("/proc/self/ns/uts", path); errdefs.Code(err) != codes.Internal {
 		t.Errorf("no network namespace: %v", err)
 	}
@@ -235,7 +228,7 @@ func TestPinOfOtherProcess(t *testing.T) {
 // A panic in a namespace reaches the caller, which recovers, and does not end the daemon.
 func TestPanicReachesCaller(t *testing.T) {
 	defer func() {
-		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "oh") || !strings.Contains(fmt.Sprint(p), "TestPanicInNamespace") {
+		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "oh") || !strings.Contains(fmt.Sprint(p), "TestPanicReachesCaller") {
 			t.Errorf("recovered %v", p)
 		}
 	}()

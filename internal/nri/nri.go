@@ -481,7 +481,7 @@ func (p *Plugins) relay(ctx context.Context, request, object string, do func() e
 	return errdefs.New(codes.Aborted, "NRI %s of %s: %w", request, object, err)
 }
 
-// recovered is deferred and turns a panic into an error.
+// recovered is deferred and converts a panic to an error.
 func (p *Plugins) recovered(request, object string, err *error) {
 	if r := recover(); r != nil {
 		p.cfg.Log.Error("panic", "operation", "NRI "+request, "object", object, "panic", r, "stack", string(debug.Stack()))

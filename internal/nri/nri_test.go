@@ -17,6 +17,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func testSpec() *specs.Spec {
@@ -46,15 +47,11 @@ func apply(t *testing.T, adjust *api.ContainerAdjustment) (*specs.Spec, Update, 
 		return nil, own, err
 	}
 	data, err := json.Marshal(map[string]any{"adjustment": a})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	var record struct {
 		Adjustment *Adjustment `json:"adjustment,omitempty"`
 	}
-	if err := json.Unmarshal(data, &record); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, json.Unmarshal(data, &record))
 	spec := testSpec()
 	return spec, own, record.Adjustment.Apply(spec, testNode)
 }
@@ -63,9 +60,7 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 	t.Parallel()
 	source := t.TempDir()
 	link := filepath.Join(t.TempDir(), "link")
-	if err := os.Symlink(source, link); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Symlink(source, link))
 	a := &api.ContainerAdjustment{}
 	a.RemoveEnv("DROP")
 	a.AddEnv("KEEP", "2")
@@ -89,9 +84,7 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 	a.Linux.NetDevices = map[string]*api.LinuxNetDevice{"host0": {Name: "eth1"}, "-gone": nil}
 	a.AddAnnotation("run.oci.keep_original_groups", "1")
 	spec, own, err := apply(t, a)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if !own.Empty() {
 		t.Errorf("limits are changed: %v", own)
 	}
@@ -207,9 +200,7 @@ func TestResources(t *testing.T) {
 		t.Errorf("got %v, %v, %v", back, limits, err)
 	}
 	_, limits, err = toCRI(&api.LinuxResources{Pids: &api.LinuxPids{Limit: -1}, Memory: &api.LinuxMemory{Reservation: api.Int64(5)}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	var before *Limits
 	seven := int64(7)
 	merged := before.Merge(limits).Merge(&Limits{Pids: &seven}).Merge(nil)

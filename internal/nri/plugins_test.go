@@ -22,6 +22,7 @@ import (
 	"berth/integration/fixture"
 	"berth/internal/errdefs"
 	"berth/internal/task"
+	"berth/internal/testutil"
 )
 
 // testRuntime is a Runtime without objects. update applies its updates.
@@ -80,20 +81,14 @@ func (a *answering) UpdatePodSandbox(_ context.Context, pod *api.PodSandbox, ove
 func connect(t *testing.T, cfg Config, rt Runtime, plugin *answering) *Plugins {
 	t.Helper()
 	p, err := New(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := p.Start(t.Context(), rt); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, p.Start(t.Context(), rt))
 	t.Cleanup(p.Close)
 	s, err := stub.New(plugin, stub.WithSocketPath(p.cfg.Socket), stub.WithPluginIdx("10"), stub.WithPluginName("answering"), stub.WithOnClose(func() {}), plugin.evictor.Option())
 	if err == nil {
 		err = s.Start(t.Context())
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(s.Stop)
 	plugin.stub = s
 	for p.count.Load() == 0 { // the count follows the registration
@@ -191,9 +186,7 @@ func testUpdatePodShowsOldAndNew(t *testing.T, p *Plugins, plugin *answering) {
 	}
 	pod := &Pod{ID: "p", Config: &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{Overhead: shares(2), Resources: shares(3)}},
 		WantedOverhead: shares(20), WantedResources: shares(30)}
-	if err := p.Pod(t.Context(), UpdatePod, pod); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, p.Pod(t.Context(), UpdatePod, pod))
 	got := fmt.Sprint(plugin.pod.Linux.PodOverhead.Cpu.Shares.Value, plugin.pod.Linux.PodResources.Cpu.Shares.Value,
 		plugin.wanted[0].Cpu.Shares.Value, plugin.wanted[1].Cpu.Shares.Value)
 	if got != "2 3 20 30" {
@@ -280,9 +273,7 @@ func TestBusySocketIsNotReplaced(t *testing.T) {
 	}
 	socket := func() int {
 		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		t.Cleanup(func() {
 			if err := unix.Close(fd); err != nil {
 				t.Error(err)
@@ -291,9 +282,7 @@ func TestBusySocketIsNotReplaced(t *testing.T) {
 		return fd
 	}
 	listener, address := socket(), &unix.SockaddrUnix{Name: p.cfg.Socket}
-	if err := unix.Bind(listener, address); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Bind(listener, address))
 	if err := p.checkSocket(); err != nil {
 		t.Errorf("socket without a listener: %v", err)
 	}

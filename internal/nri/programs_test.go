@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"berth/internal/testutil"
 )
 
 // installProgram installs a shell script as a plugin. The script records its PID, which pid
@@ -19,19 +21,13 @@ func installProgram(t *testing.T, cfg Config, name, script string) (pid func() i
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "pid")
 	program := fmt.Sprintf("#!/bin/sh\necho $$ >%s\n%s\n", file, script)
-	if err := errors.Join(os.MkdirAll(cfg.PluginDir, 0o755), os.WriteFile(filepath.Join(cfg.PluginDir, name), []byte(program), 0o755)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(os.MkdirAll(cfg.PluginDir, 0o755), os.WriteFile(filepath.Join(cfg.PluginDir, name), []byte(program), 0o755)))
 	return func() int {
 		t.Helper()
 		noted, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		pid, err := strconv.Atoi(strings.TrimSpace(string(noted)))
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		return pid
 	}
 }
@@ -57,9 +53,7 @@ type programs struct {
 func installPrograms(t *testing.T, cfg Config) programs {
 	t.Helper()
 	other := exec.Command("true")
-	if err := other.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, other.Start())
 	return programs{
 		ends:  installProgram(t, cfg, "10-ends", "exit 3"),
 		stays: installProgram(t, cfg, "20-stays", "exec 3>&- </dev/null >/dev/null 2>&1; exec sleep 1000"),

@@ -11,18 +11,16 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 func start(t *testing.T, name string, args ...string) (*exec.Cmd, *os.File) {
 	t.Helper()
 	cmd := exec.Command(name, args...)
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Start())
 	f, err := Open(cmd.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait(); f.Close() })
 	return cmd, f
 }
@@ -32,12 +30,8 @@ func TestWaitReapsChild(t *testing.T) {
 	if done, err := Exited(f); done || err != nil {
 		t.Fatalf("Exited of a running process = %v, %v", done, err)
 	}
-	if err := Signal(f, unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
-	if err := Wait(context.Background(), f); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, Signal(f, unix.SIGKILL))
+	testutil.Must(t, Wait(context.Background(), f))
 	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
 		t.Errorf("Open after Wait = %v, want ErrProcessDone: the child was not reaped", err)
 	}
@@ -52,25 +46,15 @@ func TestWaitReapsChild(t *testing.T) {
 func TestWaitForProcessOfAnotherParent(t *testing.T) {
 	cmd := exec.Command("sh", "-c", "sleep 1000 & echo $!; wait")
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	defer cmd.Wait()
 	pid := readPID(t, out)
 	f, err := Open(pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer f.Close()
-	if err := Signal(f, unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
-	if err := Wait(context.Background(), f); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, Signal(f, unix.SIGKILL))
+	testutil.Must(t, Wait(context.Background(), f))
 }
 
 func TestCancelledWaitLeavesOthersWaiting(t *testing.T) {
@@ -85,9 +69,7 @@ func TestCancelledWaitLeavesOthersWaiting(t *testing.T) {
 	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("Wait = %v, want deadline exceeded", err)
 	}
-	if err := Signal(f, unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, Signal(f, unix.SIGKILL))
 	wg.Wait()
 	for i, err := range errs {
 		if err != nil {
@@ -99,13 +81,9 @@ func TestCancelledWaitLeavesOthersWaiting(t *testing.T) {
 func TestOpenVerifiedRefusesOtherStartTime(t *testing.T) {
 	cmd, _ := start(t, "sleep", "1000")
 	ticks, err := StartTime(cmd.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	f, err := OpenVerified(cmd.Process.Pid, ticks)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	f.Close()
 	if _, err := OpenVerified(cmd.Process.Pid, ticks+1); !errors.Is(err, os.ErrProcessDone) {
 		t.Errorf("OpenVerified with another start time = %v, want ErrProcessDone", err)
@@ -114,9 +92,7 @@ func TestOpenVerifiedRefusesOtherStartTime(t *testing.T) {
 
 func TestCallsOnGoneProcessReturnProcessDone(t *testing.T) {
 	cmd := exec.Command("true")
-	if err := cmd.Run(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Run())
 	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
 		t.Errorf("Open = %v, want ErrProcessDone", err)
 	}
@@ -174,16 +150,10 @@ func TestExecuted(t *testing.T) {
 	// The shell forks a background job, and its read keeps it from executing a program.
 	cmd := exec.Command("/bin/sh", "-c", "exec 3<&0; { read x <&3; } & echo $!; wait")
 	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	pid := readPID(t, out)
 	if executed, _, err := Executed(pid); executed || err != nil {
 		t.Errorf("a forked process: %v, %v", executed, err)
@@ -214,9 +184,7 @@ func TestStopped(t *testing.T) {
 		signal  unix.Signal
 		stopped bool
 	}{{unix.SIGSTOP, true}, {unix.SIGCONT, false}, {unix.SIGSTOP, true}, {unix.SIGKILL, false}} {
-		if err := Signal(f, step.signal); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, Signal(f, step.signal))
 		is(step.stopped)
 	}
 	if err := Wait(t.Context(), f); err != nil {
@@ -231,9 +199,7 @@ func readPID(t *testing.T, r interface{ Read([]byte) (int, error) }) int {
 	t.Helper()
 	buf := make([]byte, 32)
 	n, err := r.Read(buf)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	pid := 0
 	for _, c := range buf[:n] {
 		if c >= '0' && c <= '9' {
@@ -245,12 +211,8 @@ func readPID(t *testing.T, r interface{ Read([]byte) (int, error) }) int {
 
 func TestClosedFileReturnsErrClosed(t *testing.T) {
 	f, err := Open(os.Getpid())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := f.Close(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, f.Close())
 	if _, err := Exited(f); !errors.Is(err, os.ErrClosed) {
 		t.Errorf("Exited: %v", err)
 	}
@@ -266,14 +228,10 @@ func TestClosedFileReturnsErrClosed(t *testing.T) {
 func TestWaitWithoutDescriptors(t *testing.T) {
 	cmd, f := start(t, "sleep", "1000")
 	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
 	none := limit
 	none.Cur = 3
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &none); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &none))
 	t.Cleanup(func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &limit) })
 	if _, err := dup(f); !errors.Is(err, unix.EMFILE) {
 		t.Fatalf("a descriptor is left: %v", err)
@@ -283,15 +241,9 @@ func TestWaitWithoutDescriptors(t *testing.T) {
 	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("Wait for one that runs = %v", err)
 	}
-	if err := Signal(f, unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
-	if err := Wait(t.Context(), f); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, Signal(f, unix.SIGKILL))
+	testutil.Must(t, Wait(t.Context(), f))
+	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
 	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
 		t.Errorf("Open after Wait = %v: the child was not reaped", err)
 	}

@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // traceEnv makes the test binary a tracer of the process whose ID it contains.
@@ -42,27 +44,17 @@ func TestWaitReapsTracedChildAfterTracer(t *testing.T) {
 	tracer := exec.Command("/proc/self/exe")
 	tracer.Env = append(os.Environ(), traceEnv+"="+strconv.Itoa(cmd.Process.Pid))
 	stdin, err := tracer.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	stdout, err := tracer.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := tracer.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, tracer.Start())
 	if _, err := io.ReadFull(stdout, make([]byte, 1)); err != nil {
 		t.Fatalf("the tracer did not attach: %v", err)
 	}
-	if err := Signal(f, unix.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, Signal(f, unix.SIGKILL))
 	for {
 		done, err := Exited(f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		if done {
 			break
 		}
@@ -72,9 +64,7 @@ func TestWaitReapsTracedChildAfterTracer(t *testing.T) {
 	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("Wait while the child is traced: %v", err)
 	}
-	if err := stdin.Close(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, stdin.Close())
 	if err := Wait(t.Context(), f); err != nil {
 		t.Error(err)
 	}

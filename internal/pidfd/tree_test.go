@@ -8,21 +8,17 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	"berth/internal/testutil"
 )
 
 func TestKillTree(t *testing.T) {
 	cmd := exec.Command("sh", "-c", "sh -c 'sleep 1001 & echo $!; wait' & echo $!; wait")
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	fd, err := Open(cmd.Process.Pid)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer fd.Close()
 	lines := bufio.NewScanner(out)
 	var below []*os.File
@@ -31,19 +27,13 @@ func TestKillTree(t *testing.T) {
 			t.Fatal(lines.Err())
 		}
 		pid, err := strconv.Atoi(strings.TrimSpace(lines.Text()))
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		f, err := Open(pid)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		defer f.Close()
 		below = append(below, f)
 	}
-	if err := KillTree(cmd.Process.Pid, fd); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, KillTree(cmd.Process.Pid, fd))
 	for _, f := range below {
 		if err := Wait(t.Context(), f); err != nil {
 			t.Error(err)

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // zombie starts a child that exits as the script determines, and returns its pidfd. The child is
@@ -16,13 +18,9 @@ import (
 func zombie(t *testing.T, script string) (cmd *exec.Cmd, f *os.File) {
 	t.Helper()
 	cmd = exec.Command("sh", "-c", script)
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, cmd.Start())
 	fd, err := unix.PidfdOpen(cmd.Process.Pid, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	f = os.NewFile(uintptr(fd), "pidfd")
 	t.Cleanup(func() { _ = cmd.Wait(); f.Close() })
 	return cmd, f

@@ -10,6 +10,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/testutil"
 	"berth/internal/userns"
 )
 
@@ -21,24 +22,18 @@ func inUserNamespace(t *testing.T, use func(*IDMap)) {
 	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: mappedRoot, Size: 1 << 16}}
 	m := userns.Mappings{UIDs: ids, GIDs: ids}
 	program := filepath.Join(t.TempDir(), "program")
-	if err := os.WriteFile(program, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(program, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700))
 	err := userns.With(program, m, false, func(ns userns.Namespaces) error {
 		use(&IDMap{UserNS: ns.User(), Mappings: m})
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 }
 
 func ownerOf(t *testing.T, path string) (uid, gid uint32) {
 	t.Helper()
 	info, err := os.Lstat(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	st := info.Sys().(*syscall.Stat_t)
 	return st.Uid, st.Gid
 }
@@ -54,9 +49,7 @@ func wantOwner(t *testing.T, path string, uid, gid uint32) {
 func privatePlace(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
-	if err := errors.Join(unix.Mount(dir, dir, "", unix.MS_BIND, ""), unix.Mount("", dir, "", unix.MS_PRIVATE, "")); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(unix.Mount(dir, dir, "", unix.MS_BIND, ""), unix.Mount("", dir, "", unix.MS_PRIVATE, "")))
 	t.Cleanup(func() {
 		if err := unix.Unmount(dir, 0); err != nil { // EBUSY if a mount remains on it
 			t.Error(err)
@@ -92,15 +85,11 @@ func TestIDMappedOverlay(t *testing.T) {
 					write(t, dir+"/1", map[string]string{"a": "1", "b": "1"}),
 					write(t, dir+"/2", map[string]string{"b": "2", "dir/user": "2"}),
 				}, Upper: dir + "/upper", Work: dir + "/work"}
-				if err := errors.Join(os.Chown(dir+"/2", 5, 6), os.Chown(dir+"/2/dir/user", 7, 8)); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, errors.Join(os.Chown(dir+"/2", 5, 6), os.Chown(dir+"/2/dir/user", 7, 8)))
 				place := privatePlace(t)
 				inUserNamespace(t, func(m *IDMap) {
 					s.IDMap = m
-					if err := errors.Join(s.MakeUpper(), f.mount(s, place)); err != nil {
-						t.Fatal(err)
-					}
+					testutil.Must(t, errors.Join(s.MakeUpper(), f.mount(s, place)))
 				}) // the mount keeps the mapping
 				expect(t, place+"/a", "1")
 				expect(t, place+"/b", "2")
@@ -126,9 +115,7 @@ func TestIDMappedDirectory(t *testing.T) {
 	place := privatePlace(t)
 	inUserNamespace(t, func(m *IDMap) {
 		s.IDMap = m
-		if err := s.MountAt(place); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, s.MountAt(place))
 	})
 	wantOwner(t, place+"/f", mappedRoot, mappedRoot)
 	if err := os.WriteFile(place+"/g", nil, 0o600); !errors.Is(err, unix.EROFS) {

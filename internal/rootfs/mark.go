@@ -8,7 +8,7 @@ import (
 
 // clearVolatile removes the marker that a volatile mount leaves in the work directory. The marker
 // makes overlayfs refuse later mounts, because the upper layer may lack data after a crash of the
-// machine. berth mounts an upper layer only in the boot in which it was created, so no data is
+// machine. berth mounts an upper layer only in the boot that created it, so no data is
 // lost. A second mount is a retry of a failed launch.
 func (s Spec) clearVolatile() error {
 	if s.Work == "" {

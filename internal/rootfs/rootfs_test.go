@@ -21,23 +21,15 @@ func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 // write creates the files of a layer: name → content. A name ending in "/" is a directory.
 func write(t *testing.T, dir string, files map[string]string) Layer {
 	t.Helper()
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.MkdirAll(dir, 0o755))
 	for name, content := range files {
 		path := filepath.Join(dir, name)
 		if strings.HasSuffix(name, "/") {
-			if err := os.MkdirAll(path, 0o755); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, os.MkdirAll(path, 0o755))
 			continue
 		}
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(filepath.Dir(path), 0o755))
+		testutil.Must(t, os.WriteFile(path, []byte(content), 0o644))
 	}
 	return Layer{Kind: Directory, Path: dir}
 }
@@ -95,9 +87,7 @@ func mountAtOld(s Spec, target string) error {
 func mounted(t *testing.T, s Spec, mount func(Spec, string) error) string {
 	t.Helper()
 	target := t.TempDir()
-	if err := mount(s, target); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, mount(s, target))
 	t.Cleanup(func() {
 		if err := unix.Unmount(target, 0); err != nil {
 			t.Error(err)
@@ -128,17 +118,13 @@ func TestOverlay(t *testing.T) {
 					},
 					Upper: dir + "/upper", Work: dir + "/work",
 				}
-				if err := s.MakeUpper(); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, s.MakeUpper())
 				root := mounted(t, s, f.mount)
 				expect(t, root+"/a", "1")
 				expect(t, root+"/b", "2")
 				expect(t, root+"/dir/x", "1")
 				expect(t, root+"/dir/y", "2")
-				if err := os.WriteFile(root+"/a", []byte("changed"), 0o644); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, os.WriteFile(root+"/a", []byte("changed"), 0o644))
 				expect(t, dir+"/upper/a", "changed")
 				expect(t, dir+"/1/a", "1")
 			})
@@ -170,19 +156,13 @@ func TestReadOnly(t *testing.T) {
 // A detached mount must not propagate to the peers of its source.
 func TestCloneIsPrivate(t *testing.T) {
 	dir := t.TempDir()
-	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, ""); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Mount("tmpfs", dir, "tmpfs", 0, ""))
 	defer unix.Unmount(dir, unix.MNT_DETACH)
-	if err := unix.Mount("", dir, "", unix.MS_SHARED, ""); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Mount("", dir, "", unix.MS_SHARED, ""))
 	layer := write(t, dir+"/layer", map[string]string{"sub/": ""})
 	for _, f := range mountFuncs {
 		root := mounted(t, Spec{Layers: []Layer{layer}}, f.mount)
-		if err := unix.Mount("tmpfs", dir+"/layer/sub", "tmpfs", 0, ""); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, unix.Mount("tmpfs", dir+"/layer/sub", "tmpfs", 0, ""))
 		defer unix.Unmount(dir+"/layer/sub", unix.MNT_DETACH)
 		if info, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(info), root+"/sub") {
 			t.Errorf("%s: a mount propagated into the clone: %v", f.name, err)
@@ -197,9 +177,7 @@ func TestManyLayers(t *testing.T) {
 		name := fmt.Sprintf("%s-%03d", strings.Repeat("layer", 12), i)
 		s.Layers = append(s.Layers, write(t, filepath.Join(dir, name), map[string]string{fmt.Sprint(i): "x", "top": fmt.Sprint(i)}))
 	}
-	if err := s.MakeUpper(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, s.MakeUpper())
 	for _, f := range mountFuncs {
 		t.Run(f.name, func(t *testing.T) {
 			root := mounted(t, s, f.mount)
@@ -221,21 +199,15 @@ func TestUpperLayerIsMountedAgain(t *testing.T) {
 		Layers: []Layer{write(t, dir+"/1", map[string]string{"a": "1"})},
 		Upper:  dir + "/upper", Work: dir + "/work",
 	}
-	if err := s.MakeUpper(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, s.MakeUpper())
 	for i := range 3 {
 		for _, f := range mountFuncs {
 			root := t.TempDir()
 			if err := f.mount(s, root); err != nil {
 				t.Fatalf("mount %d: %v", i, err)
 			}
-			if err := os.WriteFile(root+"/b", fmt.Append(nil, i), 0o644); err != nil {
-				t.Fatal(err)
-			}
-			if err := unix.Unmount(root, 0); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, os.WriteFile(root+"/b", fmt.Append(nil, i), 0o644))
+			testutil.Must(t, unix.Unmount(root, 0))
 		}
 	}
 	expect(t, dir+"/upper/b", "2")
@@ -244,23 +216,15 @@ func TestUpperLayerIsMountedAgain(t *testing.T) {
 func TestMakeUpper(t *testing.T) {
 	dir := t.TempDir()
 	layer := write(t, dir+"/1", map[string]string{"a": "1"})
-	if err := os.Chown(layer.Path, 12, 34); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Chmod(layer.Path, 0o1755&^0o222); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Chown(layer.Path, 12, 34))
+	testutil.Must(t, unix.Chmod(layer.Path, 0o1755&^0o222))
 	s := Spec{Layers: []Layer{layer}, Upper: dir + "/upper", Work: dir + "/work"}
 	for range 2 { // the second call keeps existing files
-		if err := s.MakeUpper(); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, s.MakeUpper())
 	}
 	root := mounted(t, s, Spec.MountAt)
 	info, err := os.Stat(root)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	st := info.Sys().(*syscall.Stat_t)
 	if st.Mode&0o7777 != 0o1555 || st.Uid != 12 || st.Gid != 34 {
 		t.Errorf("/ is %o %d:%d, want 1555 12:34", st.Mode&0o7777, st.Uid, st.Gid)
@@ -276,9 +240,7 @@ func TestDetachedMountIsInvisible(t *testing.T) {
 	dir := t.TempDir()
 	s := Spec{Layers: []Layer{write(t, dir+"/1", map[string]string{"a": "1"}), write(t, dir+"/2", nil)}}
 	before, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	testDetached(t, s.Mount, string(before))
 	testDetached(t, s.mountOld, string(before))
 }
@@ -286,9 +248,7 @@ func TestDetachedMountIsInvisible(t *testing.T) {
 func testDetached(t *testing.T, f func() (*os.File, error), before string) {
 	t.Helper()
 	mount, err := f()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	after, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil || before != string(after) {
 		t.Errorf("mount table changed: %v\n%s", err, after)
@@ -308,17 +268,11 @@ func TestNoThreadStaysInMountNamespace(t *testing.T) {
 	dir := t.TempDir()
 	s := Spec{Layers: []Layer{write(t, dir+"/1", nil), write(t, dir+"/2", nil)}}
 	want, err := os.Readlink("/proc/self/ns/mnt")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for range 200 { // the scheduler picks the thread
 		mount, err := s.mountOld()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := mount.Close(); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
+		testutil.Must(t, mount.Close())
 		if got, err := os.Readlink("/proc/self/ns/mnt"); err != nil || got != want {
 			t.Fatalf("the main thread is in %s, %v; not in %s", got, err, want)
 		}
@@ -377,14 +331,10 @@ func TestOptions(t *testing.T) {
 		Layers: []Layer{write(t, dir+"/1", nil)},
 		Upper:  dir + "/upper", Work: dir + "/work",
 	}
-	if err := s.MakeUpper(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, s.MakeUpper())
 	root := mounted(t, s, Spec.MountAt)
 	info, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for line := range strings.Lines(string(info)) {
 		if strings.Contains(line, " "+root+" ") {
 			for _, want := range []string{"volatile", "redirect_dir=nofollow", "lowerdir+=" + dir + "/1", "upperdir=" + dir + "/upper"} {
@@ -406,9 +356,7 @@ func TestMountLineDoesNotNameProc(t *testing.T) {
 			t.Run(f.name+"/"+name[:min(len(name), 8)], func(t *testing.T) {
 				dir := filepath.Join(t.TempDir(), name)
 				s := Spec{Layers: []Layer{write(t, dir+"/1", nil)}, Upper: dir + "/upper", Work: dir + "/work"}
-				if err := s.MakeUpper(); err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, s.MakeUpper())
 				if line := mountLine(t, mounted(t, s, f.mount)); strings.Contains(line, "/proc") {
 					t.Errorf("the mount's line contains /proc: %s", line)
 				}
@@ -421,9 +369,7 @@ func TestMountLineDoesNotNameProc(t *testing.T) {
 func mountLine(t *testing.T, place string) string {
 	t.Helper()
 	data, err := os.ReadFile("/proc/self/mounts")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for line := range strings.Lines(string(data)) {
 		if fields := strings.Fields(line); len(fields) > 1 && fields[1] == place {
 			return line
@@ -437,9 +383,7 @@ func mountLine(t *testing.T, place string) string {
 func TestLabelOption(t *testing.T) {
 	s := Spec{Layers: []Layer{write(t, t.TempDir()+"/1", nil), write(t, t.TempDir()+"/2", nil)}, Label: "u:r:t:s0:c1,c2"}
 	dirs, err := s.open()
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer dirs.close()
 	if data := dirs.data(); !strings.Contains(data, `,context="u:r:t:s0:c1,c2",`) {
 		t.Errorf("options %s", data)

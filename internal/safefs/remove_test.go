@@ -18,23 +18,15 @@ import (
 func nest(t *testing.T, dir string, levels int) {
 	t.Helper()
 	fd, err := unix.Open(dir, unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer func() { unix.Close(fd) }()
 	for range levels {
-		if err := unix.Mkdirat(fd, "d", 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, unix.Mkdirat(fd, "d", 0o700))
 		file, err := unix.Openat(fd, "lifted-1", unix.O_CREAT|unix.O_WRONLY|unix.O_CLOEXEC, 0o600)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		unix.Close(file)
 		below, err := unix.Openat(fd, "d", unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		unix.Close(fd)
 		fd = below
 	}
@@ -44,12 +36,8 @@ func nest(t *testing.T, dir string, levels int) {
 func limitFiles(t *testing.T, n uint64) {
 	t.Helper()
 	var old unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: n, Max: old.Max}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &old))
+	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: n, Max: old.Max}))
 	t.Cleanup(func() {
 		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
 			t.Error(err)
@@ -61,9 +49,7 @@ func TestRemoveDeep(t *testing.T) {
 	tree := filepath.Join(t.TempDir(), "tree")
 	for i := range 3 {
 		branch := filepath.Join(tree, string(rune('a'+i)))
-		if err := os.MkdirAll(branch, 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, os.MkdirAll(branch, 0o700))
 		nest(t, branch, 5000)
 	}
 	limitFiles(t, 2*openLevels)
@@ -75,9 +61,7 @@ func TestRemoveDeep(t *testing.T) {
 	if err := RemoveAll(ended, tree); !errors.Is(err, context.Canceled) {
 		t.Errorf("with an ended context: %v", err)
 	}
-	if err := RemoveAll(t.Context(), tree); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, RemoveAll(t.Context(), tree))
 	if _, err := os.Lstat(tree); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the tree still exists: %v", err)
 	}
@@ -87,9 +71,7 @@ func TestRemovePath(t *testing.T) {
 	testutil.NeedRoot(t)
 	dir := t.TempDir()
 	outside := filepath.Join(dir, "outside")
-	if err := os.WriteFile(outside, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(outside, nil, 0o600))
 	for name, prepare := range map[string]func(path string) error{
 		"nothing":      func(string) error { return nil },
 		"no folder":    func(path string) error { return os.RemoveAll(filepath.Dir(path)) },
@@ -104,12 +86,8 @@ func TestRemovePath(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "it")
-			if err := prepare(path); err != nil {
-				t.Fatal(err)
-			}
-			if err := RemoveAll(t.Context(), path); err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, prepare(path))
+			testutil.Must(t, RemoveAll(t.Context(), path))
 			if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
 				t.Errorf("the path still exists: %v", err)
 			}

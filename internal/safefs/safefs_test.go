@@ -19,36 +19,29 @@ func newRoot(t testing.TB) (root *os.File, dir, outside string) {
 	t.Helper()
 	outside = t.TempDir()
 	dir = filepath.Join(outside, "root")
-	must(t, os.Mkdir(dir, 0o755))
-	must(t, os.WriteFile(outside+"/secret", []byte("secret"), 0o600))
+	testutil.Must(t, os.Mkdir(dir, 0o755))
+	testutil.Must(t, os.WriteFile(outside+"/secret", []byte("secret"), 0o600))
 	root, err := OpenRoot(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	t.Cleanup(func() { root.Close() })
 	return root, dir, outside
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func TestReadFile(t *testing.T) {
 	testutil.NeedRoot(t)
 	root, dir, outside := newRoot(t)
-	must(t, os.MkdirAll(dir+"/etc/sub", 0o755))
-	must(t, os.WriteFile(dir+"/etc/passwd", []byte("root"), 0o644))
-	must(t, unix.Mkfifo(dir+"/fifo", 0o644))
-	must(t, unix.Mknod(dir+"/zero", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 5))))
-	must(t, os.WriteFile(dir+"/large", make([]byte, 101), 0o644))
-	must(t, os.WriteFile(dir+"/exact", make([]byte, 100), 0o644))
+	testutil.Must(t, os.MkdirAll(dir+"/etc/sub", 0o755))
+	testutil.Must(t, os.WriteFile(dir+"/etc/passwd", []byte("root"), 0o644))
+	testutil.Must(t, unix.Mkfifo(dir+"/fifo", 0o644))
+	testutil.Must(t, unix.Mknod(dir+"/zero", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 5))))
+	testutil.Must(t, os.WriteFile(dir+"/large", make([]byte, 101), 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/exact", make([]byte, 100), 0o644))
 	for name, target := range map[string]string{
 		"relative": "etc/passwd", "absolute": "/etc/passwd", "up": "../../../etc/passwd",
 		"escape": "../secret", "escapeabs": outside + "/secret", "self": "self", "dir": "/etc", "magic": "/proc/self/root/etc/passwd",
 		"etc/sub/up": "../../../../etc/passwd", "tozero": "/zero",
 	} {
-		must(t, os.Symlink(target, filepath.Join(dir, name)))
+		testutil.Must(t, os.Symlink(target, filepath.Join(dir, name)))
 	}
 	cases := []struct {
 		path string
@@ -91,7 +84,7 @@ func TestReadFile(t *testing.T) {
 // of CVE-2024-21626.
 func TestMagicLinksAreRefused(t *testing.T) {
 	root, err := OpenRoot("/")
-	must(t, err)
+	testutil.Must(t, err)
 	defer root.Close()
 	for _, path := range []string{"/proc/self/cwd", "/proc/self/root/etc", "/proc/self/fd/0"} {
 		if f, err := Open(root, path, unix.O_PATH, 0); !errors.Is(err, unix.ELOOP) {
@@ -103,14 +96,14 @@ func TestMagicLinksAreRefused(t *testing.T) {
 func TestOpen(t *testing.T) {
 	root, dir, outside := newRoot(t)
 	f, err := Open(root, "new", unix.O_CREAT|unix.O_WRONLY|unix.O_EXCL, 0o600)
-	must(t, err)
+	testutil.Must(t, err)
 	defer f.Close()
 	flags, err := unix.FcntlInt(f.Fd(), unix.F_GETFD, 0)
-	must(t, err)
+	testutil.Must(t, err)
 	if flags&unix.FD_CLOEXEC == 0 {
 		t.Error("not close-on-exec")
 	}
-	must(t, os.Symlink("../secret", dir+"/link"))
+	testutil.Must(t, os.Symlink("../secret", dir+"/link"))
 	if _, err := Open(root, "link", unix.O_CREAT|unix.O_WRONLY, 0o600); err != nil {
 		t.Errorf("create through a symlink: %v", err)
 	}
@@ -120,7 +113,7 @@ func TestOpen(t *testing.T) {
 	if data, _ := os.ReadFile(outside + "/secret"); string(data) != "secret" {
 		t.Errorf("outside was changed: %q", data)
 	}
-	must(t, unix.Mkfifo(dir+"/fifo", 0o644))
+	testutil.Must(t, unix.Mkfifo(dir+"/fifo", 0o644))
 	if f, err := Open(root, "fifo", unix.O_RDONLY, 0); err != nil { // returns at once
 		t.Error(err)
 	} else {
@@ -153,9 +146,9 @@ func TestMkdirAll(t *testing.T) {
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			root, dir, outside := newRoot(t)
-			must(t, os.WriteFile(dir+"/file", nil, 0o644))
+			testutil.Must(t, os.WriteFile(dir+"/file", nil, 0o644))
 			for name, target := range c.links {
-				must(t, os.Symlink(target, filepath.Join(dir, name)))
+				testutil.Must(t, os.Symlink(target, filepath.Join(dir, name)))
 			}
 			var made []string
 			m := Maker{Perm: 0o1757, Made: func(d *Dir) error { made = append(made, d.Path()); return nil }}
@@ -177,7 +170,7 @@ func TestMkdirAll(t *testing.T) {
 				return
 			}
 			st, err := d.Stat("")
-			must(t, err)
+			testutil.Must(t, err)
 			if st.Mode&0o7777 != 0o1757 {
 				t.Errorf("mode %o", st.Mode&0o7777)
 			}
@@ -187,9 +180,9 @@ func TestMkdirAll(t *testing.T) {
 
 func TestResolveDir(t *testing.T) {
 	root, dir, outside := newRoot(t)
-	must(t, os.MkdirAll(dir+"/a/b", 0o755))
+	testutil.Must(t, os.MkdirAll(dir+"/a/b", 0o755))
 	for name, target := range map[string]string{"l": "a/b", "a/b/up": "/a/../l/..", "out": "../..", "loop": "loop", "dangling": "none"} {
-		must(t, os.Symlink(target, filepath.Join(dir, name)))
+		testutil.Must(t, os.Symlink(target, filepath.Join(dir, name)))
 	}
 	cases := []struct {
 		path, want string
@@ -215,13 +208,13 @@ func TestResolveDir(t *testing.T) {
 			t.Errorf("%q leads to %q, want %q", c.path, d.Path(), c.want)
 		}
 		names, err := d.Names()
-		must(t, err)
+		testutil.Must(t, err)
 		entries, err := os.ReadDir(filepath.Join(dir, c.want))
-		must(t, err)
+		testutil.Must(t, err)
 		if len(names) != len(entries) {
 			t.Errorf("%q: names %q", c.path, names)
 		}
-		must(t, d.Close())
+		testutil.Must(t, d.Close())
 	}
 	if entries, _ := os.ReadDir(outside); len(entries) != 2 {
 		t.Errorf("outside: %v", entries)
@@ -230,7 +223,7 @@ func TestResolveDir(t *testing.T) {
 
 func TestMakerBlocked(t *testing.T) {
 	root, dir, _ := newRoot(t)
-	must(t, os.WriteFile(dir+"/file", nil, 0o644))
+	testutil.Must(t, os.WriteFile(dir+"/file", nil, 0o644))
 	refuse := Maker{Perm: 0o755, Blocked: func(*Dir, string, *unix.Stat_t) error { return unix.EBUSY }}
 	if _, err := refuse.MkdirAll(root, "file/a"); !errors.Is(err, unix.EBUSY) {
 		t.Errorf("refused: %v", err)
@@ -241,7 +234,7 @@ func TestMakerBlocked(t *testing.T) {
 	}
 	remove := Maker{Perm: 0o755, Blocked: func(d *Dir, name string, st *unix.Stat_t) error { return d.Unlink(name) }}
 	d, err := remove.MkdirAll(root, "file/a")
-	must(t, err)
+	testutil.Must(t, err)
 	defer d.Close()
 	if d.Path() != "file/a" {
 		t.Errorf("path %q", d.Path())
@@ -250,8 +243,8 @@ func TestMakerBlocked(t *testing.T) {
 
 func TestOpenDirFollowsNothing(t *testing.T) {
 	root, dir, _ := newRoot(t)
-	must(t, os.MkdirAll(dir+"/a/b", 0o755))
-	must(t, os.Symlink("a", dir+"/l"))
+	testutil.Must(t, os.MkdirAll(dir+"/a/b", 0o755))
+	testutil.Must(t, os.Symlink("a", dir+"/l"))
 	if _, err := OpenDir(root, "l/b"); !errors.Is(err, unix.ELOOP) {
 		t.Errorf("symlink: %v", err)
 	}
@@ -259,18 +252,18 @@ func TestOpenDirFollowsNothing(t *testing.T) {
 		t.Errorf("missing: %v", err)
 	}
 	d, err := OpenDir(root, "/a/./b")
-	must(t, err)
+	testutil.Must(t, err)
 	if d.Path() != "a/b" {
 		t.Errorf("path %q", d.Path())
 	}
-	must(t, d.Close())
+	testutil.Must(t, d.Close())
 }
 
 // Every method rejects an argument that is not a single name.
 func TestMethodsRejectPaths(t *testing.T) {
 	root, _, _ := newRoot(t)
 	d, err := OpenDir(root, "")
-	must(t, err)
+	testutil.Must(t, err)
 	defer d.Close()
 	var ts unix.Timespec
 	calls := map[string]func(name string) error{
@@ -303,16 +296,16 @@ func TestMethodsRejectPaths(t *testing.T) {
 func TestMethodsDoNotFollowSymlinks(t *testing.T) {
 	testutil.NeedRoot(t)
 	root, dir, outside := newRoot(t)
-	must(t, os.Symlink("../secret", dir+"/l"))
-	must(t, os.Symlink("..", dir+"/ldir"))
+	testutil.Must(t, os.Symlink("../secret", dir+"/l"))
+	testutil.Must(t, os.Symlink("..", dir+"/ldir"))
 	d, err := OpenDir(root, "")
-	must(t, err)
+	testutil.Must(t, err)
 	defer d.Close()
 	ts := unix.Timespec{Sec: 1000}
-	must(t, d.Chown("l", 7, 8))
-	must(t, d.Utimes("l", ts, ts))
-	must(t, d.Setxattr("l", "trusted.test", []byte("v")))
-	must(t, d.Link(d, "l", "hard"))
+	testutil.Must(t, d.Chown("l", 7, 8))
+	testutil.Must(t, d.Utimes("l", ts, ts))
+	testutil.Must(t, d.Setxattr("l", "trusted.test", []byte("v")))
+	testutil.Must(t, d.Link(d, "l", "hard"))
 	if _, err := d.Create("l", 0o600); !errors.Is(err, fs.ErrExist) {
 		t.Errorf("create over a symlink: %v", err)
 	}
@@ -322,9 +315,9 @@ func TestMethodsDoNotFollowSymlinks(t *testing.T) {
 	if _, err := d.Open("ldir"); !errors.Is(err, unix.ENOTDIR) && !errors.Is(err, unix.ELOOP) {
 		t.Errorf("open of a symlink: %v", err)
 	}
-	must(t, d.RemoveAll("ldir"))
+	testutil.Must(t, d.RemoveAll("ldir"))
 	st, err := d.Stat("hard")
-	must(t, err)
+	testutil.Must(t, err)
 	if st.Mode&unix.S_IFMT != unix.S_IFLNK || st.Uid != 7 || st.Gid != 8 || st.Mtim.Sec != 1000 {
 		t.Errorf("symlink: %+v", st)
 	}
@@ -332,7 +325,7 @@ func TestMethodsDoNotFollowSymlinks(t *testing.T) {
 		t.Errorf("attribute: %q %v", v, err)
 	}
 	var secret unix.Stat_t
-	must(t, unix.Stat(outside+"/secret", &secret))
+	testutil.Must(t, unix.Stat(outside+"/secret", &secret))
 	if secret.Uid != 0 || secret.Mode&0o777 != 0o600 || secret.Mtim.Sec == 1000 || secret.Nlink != 1 {
 		t.Errorf("the target was changed: %+v", secret)
 	}
@@ -341,16 +334,16 @@ func TestMethodsDoNotFollowSymlinks(t *testing.T) {
 func TestEmptyNameMeansDirectory(t *testing.T) {
 	testutil.NeedRoot(t)
 	root, dir, _ := newRoot(t)
-	must(t, os.Mkdir(dir+"/d", 0o700))
+	testutil.Must(t, os.Mkdir(dir+"/d", 0o700))
 	d, err := OpenDir(root, "d")
-	must(t, err)
+	testutil.Must(t, err)
 	defer d.Close()
-	must(t, d.Chown("", 3, 1<<32-2))
-	must(t, d.Chmod(0o2751))
-	must(t, d.Setxattr("", "trusted.a", []byte("1")))
-	must(t, d.Utimes("", unix.Timespec{Sec: 5}, unix.Timespec{Sec: 6, Nsec: 7}))
+	testutil.Must(t, d.Chown("", 3, 1<<32-2))
+	testutil.Must(t, d.Chmod(0o2751))
+	testutil.Must(t, d.Setxattr("", "trusted.a", []byte("1")))
+	testutil.Must(t, d.Utimes("", unix.Timespec{Sec: 5}, unix.Timespec{Sec: 6, Nsec: 7}))
 	st, err := d.Stat("")
-	must(t, err)
+	testutil.Must(t, err)
 	if st.Mode != unix.S_IFDIR|0o2751 || st.Uid != 3 || st.Gid != 1<<32-2 || st.Mtim.Sec != 6 || st.Mtim.Nsec != 7 || st.Atim.Sec != 5 {
 		t.Errorf("%+v", st)
 	}
@@ -368,15 +361,15 @@ func TestEmptyNameMeansDirectory(t *testing.T) {
 func TestRemoveAll(t *testing.T) {
 	root, dir, outside := newRoot(t)
 	deep := strings.Repeat("d/", 300)
-	must(t, os.MkdirAll(dir+"/t/"+deep, 0o755))
+	testutil.Must(t, os.MkdirAll(dir+"/t/"+deep, 0o755))
 	for i := range 3000 {
-		must(t, os.WriteFile(filepath.Join(dir, "t", "d", "f"+strings.Repeat("x", i%50)+string(rune('a'+i%26))), nil, 0o644))
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, "t", "d", "f"+strings.Repeat("x", i%50)+string(rune('a'+i%26))), nil, 0o644))
 	}
-	must(t, os.Symlink("../../secret", dir+"/t/l"))
-	must(t, os.Symlink("../..", dir+"/t/d/ldir"))
-	must(t, os.WriteFile(dir+"/file", nil, 0o644))
+	testutil.Must(t, os.Symlink("../../secret", dir+"/t/l"))
+	testutil.Must(t, os.Symlink("../..", dir+"/t/d/ldir"))
+	testutil.Must(t, os.WriteFile(dir+"/file", nil, 0o644))
 	d, err := OpenDir(root, "")
-	must(t, err)
+	testutil.Must(t, err)
 	defer d.Close()
 	for _, name := range []string{"t", "file", "none"} {
 		if err := d.RemoveAll(name); err != nil {
@@ -394,9 +387,9 @@ func TestRemoveAll(t *testing.T) {
 // A loop of renames interferes with the resolution of "..". The result must stay inside.
 func TestResolutionStaysInsideDuringRenames(t *testing.T) {
 	root, dir, outside := newRoot(t)
-	must(t, os.MkdirAll(dir+"/a/b/c", 0o755))
-	must(t, os.WriteFile(dir+"/f", []byte("in"), 0o644))
-	must(t, os.WriteFile(outside+"/f", []byte("out"), 0o644))
+	testutil.Must(t, os.MkdirAll(dir+"/a/b/c", 0o755))
+	testutil.Must(t, os.WriteFile(dir+"/f", []byte("in"), 0o644))
+	testutil.Must(t, os.WriteFile(outside+"/f", []byte("out"), 0o644))
 	stop, done := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)

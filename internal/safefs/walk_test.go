@@ -20,14 +20,10 @@ import (
 func newWalk(t *testing.T, path string) *Walk {
 	t.Helper()
 	root, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer root.Close()
 	w, err := NewWalk(root, true)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	t.Cleanup(func() {
 		if err := w.Close(); err != nil {
 			t.Error(err)
@@ -45,18 +41,14 @@ func finish(t *testing.T, w *Walk) map[string]int {
 		if err == io.EOF {
 			return names
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		names[e.Name]++
 	}
 }
 
 func write(t *testing.T, path string) {
 	t.Helper()
-	if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)))
 }
 
 func TestWalk(t *testing.T) {
@@ -68,9 +60,7 @@ func TestWalk(t *testing.T) {
 		write(t, filepath.Join(top, "sub", name))
 		want[name]++
 	}
-	if err := errors.Join(os.Symlink(outside, top+"/out"), unix.Mkfifo(top+"/fifo", 0o600)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(os.Symlink(outside, top+"/out"), unix.Mkfifo(top+"/fifo", 0o600)))
 	w := newWalk(t, top)
 	if got := finish(t, w); !maps.Equal(got, want) {
 		t.Errorf("%d names, want %d", len(got), len(want))
@@ -130,9 +120,7 @@ func TestWalkBelowMovedDirectory(t *testing.T) {
 			bottoms, elsewhere := 0, t.TempDir()
 			var first string
 			for e, err := w.Next(); err != io.EOF; e, err = w.Next() {
-				if err != nil {
-					t.Fatal(err)
-				}
+				testutil.Must(t, err)
 				if len(e.Name) == 200 && first == "" {
 					first = e.Name
 				}
@@ -140,9 +128,7 @@ func TestWalkBelowMovedDirectory(t *testing.T) {
 					continue
 				}
 				if bottoms++; bottoms == 1 {
-					if err := errors.Join(os.Mkdir(elsewhere+"/x", 0o700), os.Rename(filepath.Join(top, "a/moved", first, "d"), elsewhere+"/x/d")); err != nil {
-						t.Fatal(err)
-					}
+					testutil.Must(t, errors.Join(os.Mkdir(elsewhere+"/x", 0o700), os.Rename(filepath.Join(top, "a/moved", first, "d"), elsewhere+"/x/d")))
 				}
 			}
 			if bottoms == all != byHandle {
@@ -176,9 +162,7 @@ func TestWalkDoesNotFollowSwappedDirectory(t *testing.T) {
 	if e, err := w.Next(); err != nil || e.Name != "dir" || !e.Dir {
 		t.Fatalf("%+v, %v", e, err)
 	}
-	if err := errors.Join(os.Rename(top+"/dir", top+"/other"), os.Symlink(outside, top+"/dir")); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(os.Rename(top+"/dir", top+"/other"), os.Symlink(outside, top+"/dir")))
 	if got := finish(t, w); got["not reached"] != 0 || !w.Changed() {
 		t.Errorf("got %v, changed %v", got, w.Changed())
 	}

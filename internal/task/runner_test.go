@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func testRunner(t *testing.T) *Runner {
@@ -30,9 +31,7 @@ func TestLockIsAwaitedAndNamed(t *testing.T) {
 	t.Parallel()
 	r, lock := testRunner(t), NewLock()
 	pass, err := r.Acquire(context.Background(), lock, "start", "container 1")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	second := make(chan error, 1)
 	go func() {
@@ -58,9 +57,7 @@ func TestLockIsAwaitedAndNamed(t *testing.T) {
 	}
 	pass()
 	pass, err = r.Acquire(context.Background(), lock, "start", "container 1")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	pass()
 }
 
@@ -102,9 +99,7 @@ func TestDetachEndsItsWaitBeforeItReturns(t *testing.T) {
 	t.Parallel()
 	r := testRunner(t)
 	for range 100 {
-		if err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { return nil }); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { return nil }))
 		if w := r.Waits(); len(w) != 0 {
 			t.Fatalf("waits: %v", w)
 		}

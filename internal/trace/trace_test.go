@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // names formats the spans of an operation with their depths.
@@ -154,9 +156,7 @@ func TestOperationAsJSON(t *testing.T) {
 	tr.Fail("no such \xff image")
 	tr.End()
 	data, err := json.Marshal(tr.Operation("web", 0))
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	var again Operation
 	if err := json.Unmarshal(data, &again); err != nil || names(again) != "run" || !strings.HasPrefix(again.Failure, "no such ") {
 		t.Errorf("%s: %v", data, err)
@@ -167,9 +167,7 @@ func TestOperationAsJSON(t *testing.T) {
 func TestNowIsKernelsMonotonicClock(t *testing.T) {
 	kernel := func() int64 {
 		var ts unix.Timespec
-		if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts))
 		return ts.Nano()
 	}
 	const slack = int64(time.Millisecond) // maximum error of the alignment

@@ -11,18 +11,15 @@ import (
 	"time"
 
 	"berth/internal/diskusage"
+	"berth/internal/testutil"
 )
 
 // made returns the path of a new directory with a file in it.
 func made(t *testing.T, parent, name string) string {
 	t.Helper()
 	path := filepath.Join(parent, name)
-	if err := os.Mkdir(path, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(path, "f"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.Mkdir(path, 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(path, "f"), nil, 0o600))
 	return path
 }
 
@@ -76,9 +73,7 @@ func TestTakeCountsUntilDeleted(t *testing.T) {
 	dir, from := t.TempDir(), t.TempDir()
 	bin, began := opened(t, dir, nothing)
 	path := made(t, from, "a")
-	if err := bin.Take(path, diskusage.Usage{Bytes: 7, Inodes: 2}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, bin.Take(path, diskusage.Usage{Bytes: 7, Inodes: 2}))
 	if exists(t, path) || bin.Usage() != (diskusage.Usage{Bytes: 7, Inodes: 2}) {
 		t.Errorf("the path exists: %v; usage %+v", exists(t, path), bin.Usage())
 	}
@@ -106,13 +101,9 @@ func TestFailedDeletionDelaysNothingElse(t *testing.T) {
 		return nil
 	}
 	bin, began := opened(t, dir, fails)
-	if err := bin.Take(made(t, from, "stuck"), diskusage.Usage{Bytes: 1}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, bin.Take(made(t, from, "stuck"), diskusage.Usage{Bytes: 1}))
 	first := <-began
-	if err := bin.Take(made(t, from, "other"), diskusage.Usage{Bytes: 2}); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, bin.Take(made(t, from, "other"), diskusage.Usage{Bytes: 2}))
 	for <-began == first { // the failed one again, and then the other
 	}
 	awaitUsage(t, bin, 1)
@@ -126,9 +117,7 @@ func TestRunDeletesWhatEarlierProcessLeft(t *testing.T) {
 	dir, from := t.TempDir(), t.TempDir()
 	earlier := New(dir, nil, slog.New(slog.DiscardHandler)) // never runs
 	for _, name := range []string{"a", "b"} {
-		if err := earlier.Take(made(t, from, name), diskusage.Usage{}); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, earlier.Take(made(t, from, name), diskusage.Usage{}))
 	}
 	_, began := opened(t, dir, nothing)
 	if a, b := <-began, <-began; a == b || filepath.Dir(a) != dir || filepath.Dir(b) != dir {
@@ -158,9 +147,7 @@ func TestDiscard(t *testing.T) {
 	bin := New(dir, nil, slog.New(slog.DiscardHandler))
 	path := made(t, from, "a")
 	for range 2 { // the second time the path does not exist
-		if err := bin.Discard(path); err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, bin.Discard(path))
 	}
 	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 1 || exists(t, path) {
 		t.Errorf("trash has %v, %v", entries, err)

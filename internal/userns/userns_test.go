@@ -35,9 +35,7 @@ func TestMappings(t *testing.T) {
 func holdProgram(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "program")
-	if err := os.WriteFile(path, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(path, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700))
 	return path
 }
 
@@ -60,9 +58,7 @@ func TestWith(t *testing.T) {
 		}
 		return errors.Join(Pin(ns.User(), pin), Pin(ns.User(), pin)) // as after an earlier attempt
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if _, err := os.Stat(pid.User()); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the process still exists: %v", err)
 	}
@@ -98,18 +94,12 @@ func TestWithFails(t *testing.T) {
 func ownedBy(t *testing.T, path, user string) bool {
 	t.Helper()
 	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer f.Close()
 	fd, err := unix.IoctlRetInt(int(f.Fd()), unix.NS_GET_USERNS)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	defer unix.Close(fd)
 	var owner, want unix.Stat_t
-	if err := errors.Join(unix.Fstat(fd, &owner), unix.Stat(user, &want)); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, errors.Join(unix.Fstat(fd, &owner), unix.Stat(user, &want)))
 	return owner.Ino == want.Ino
 }

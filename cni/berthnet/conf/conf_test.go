@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/containernetworking/cni/pkg/types"
+
+	"berth/internal/testutil"
 )
 
 func parse(body string) (*Net, error) {
@@ -16,9 +18,7 @@ func parse(body string) (*Net, error) {
 func TestDefaults(t *testing.T) {
 	t.Parallel()
 	n, err := parse(`, "subnets": ["10.85.1.7/16", "fd00:85::/64"]`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	got := strings.TrimSpace(fmt.Sprintln(n.Bridge, n.MTU, n.Masquerades(), n.Hairpins(), n.Dir(), n.Ranges, n.Ports, n.Isolates(IsolatePods)))
 	want := `berth0 0 true true /var/lib/cni/berth-net/n [{10.85.0.0/16 10.85.0.1 10.85.255.254 10.85.0.1} {fd00:85::/64 fd00:85::1 fd00:85::ffff:ffff:ffff:ffff fd00:85::1}] [] false`
 	if got != want {
@@ -32,9 +32,7 @@ func TestRuntime(t *testing.T) {
 	n, err := parse(`, "subnets": ["10.85.0.0/16"], "masquerade": false, "hairpin": false, "isolation": ["pods", "node"], "runtimeConfig": {
 		"ipRanges": [[{"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.10", "rangeEnd": "10.1.2.20", "gateway": "10.1.2.254"}]],
 		"portMappings": [{"hostPort": 80, "containerPort": 8080, "protocol": "TCP", "hostIP": "::ffff:192.0.2.1"}, {"hostPort": 0, "containerPort": 1}, {"hostPort": 9, "containerPort": 9, "hostIP": "::1"}, {"hostPort": 53, "containerPort": 53, "protocol": "udp"}]}`)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if got := fmt.Sprint(n.Ranges); got != "[{10.1.2.0/24 10.1.2.10 10.1.2.20 10.1.2.254}]" {
 		t.Errorf("ranges are %s", got)
 	}
@@ -53,9 +51,7 @@ func TestKey(t *testing.T) {
 	for _, body := range []string{``, `, "dataDir": "/a"`, `, "dataDir": "/a", "name": "m"`} {
 		t.Run(body, func(t *testing.T) {
 			n, err := parse(body)
-			if err != nil {
-				t.Fatal(err)
-			}
+			testutil.Must(t, err)
 			same, err := ParseNames([]byte(`{"name": "n"` + body + `}`))
 			if err != nil || same.Key() != n.Key() {
 				t.Errorf("DEL finds %s, ADD %s; %v", same.Key(), n.Key(), err)

@@ -65,9 +65,7 @@ func TestAddressesOfOneInterface(t *testing.T) {
 		}
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 }
 
 // addressed adds an interface with addresses.

@@ -69,9 +69,7 @@ func TestLockIsFair(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	first, err := Lock(t.Context(), lockfile.Shared)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	alone := make(chan func(), 1)
 	go func() {
 		unlock, err := Lock(t.Context(), lockfile.Exclusive)
@@ -93,9 +91,7 @@ func TestLockIsFair(t *testing.T) {
 	first()
 	(<-alone)()
 	last, err := Lock(t.Context(), lockfile.Shared)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	last()
 }
 
@@ -103,9 +99,7 @@ func TestLockIsFair(t *testing.T) {
 func TestStuckBridgeLockIsReported(t *testing.T) {
 	testutil.NeedRoot(t)
 	unlock, err := Lock(t.Context(), lockfile.Exclusive)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	for _, mode := range []lockfile.Mode{lockfile.Shared, lockfile.Exclusive} {
 		_, err := lockWithin(t.Context(), mode, time.Millisecond)
 		if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), lockPath) {
@@ -114,9 +108,7 @@ func TestStuckBridgeLockIsReported(t *testing.T) {
 	}
 	unlock()
 	unlock, err = Lock(t.Context(), lockfile.Exclusive)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	unlock()
 }
 
@@ -134,9 +126,7 @@ func TestTryClassifier(t *testing.T) {
 
 func TestHasModule(t *testing.T) {
 	list := filepath.Join(t.TempDir(), "modules.builtin")
-	if err := os.WriteFile(list, []byte("kernel/net/sched/sch_some.ko\nkernel/net/sched/cls_some.ko\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, os.WriteFile(list, []byte("kernel/net/sched/sch_some.ko\nkernel/net/sched/cls_some.ko\n"), 0o600))
 	for module, want := range map[string]bool{"cls_some": true, "sch_some": true, "some": false, "cls_som": false} {
 		t.Run(module, func(t *testing.T) {
 			if got := hasModule(module, list); got != want {

@@ -18,7 +18,7 @@ import (
 )
 
 // tc checks and limits a pod's traffic at its port. A classifier drops packets with foreign source
-// addresses before the bridge receives them. Rates are limited like those of the CNI plugin
+// addresses before the bridge receives them. Rates are limited like in the CNI plugin
 // bandwidth. Traffic to the pod queues at the port. Traffic from the pod is redirected to an ifb
 // device, queues there, and returns.
 

@@ -8,6 +8,8 @@ import (
 
 	"golang.org/x/net/bpf"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // packet returns a netlink packet with messages of these types and of different lengths.
@@ -30,9 +32,7 @@ func packet(types ...uint16) (data []byte) {
 func TestDeletions(t *testing.T) {
 	t.Parallel()
 	vm, err := bpf.NewVM(deletions())
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	const add, element = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_NEWTABLE, unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELSETELEM
 	additions := func(n int) []uint16 { return slices.Repeat([]uint16{add}, n) }
 	for _, c := range []struct {
@@ -69,9 +69,7 @@ func TestDeletions(t *testing.T) {
 func TestDeletionsOfEmptyMessage(t *testing.T) {
 	t.Parallel()
 	vm, err := bpf.NewVM(deletions())
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	if n, err := vm.Run(make([]byte, 64)); err != nil || n == 0 {
 		t.Errorf("%d bytes pass; %v", n, err)
 	}

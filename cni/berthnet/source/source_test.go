@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"golang.org/x/net/bpf"
+
+	"berth/internal/testutil"
 )
 
 var (
@@ -55,13 +57,9 @@ func icmp(kind byte, target netip.Addr) []byte {
 func verdict(t testing.TB, frame []byte, ips ...netip.Addr) int {
 	t.Helper()
 	vm, err := bpf.NewVM(Program(ownMAC, ips))
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	n, err := vm.Run(frame)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return n
 }
 

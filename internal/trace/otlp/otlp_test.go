@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
+	"berth/internal/testutil"
 	"berth/internal/trace"
 )
 
@@ -117,9 +118,7 @@ func (c *fakeCollector) listen(t *testing.T, protocol string) string {
 		return strings.TrimPrefix(s.URL, "http://")
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	s := grpc.NewServer(grpc.ForceServerCodec(encoded{}))
 	s.RegisterService(&traceService, c)
 	var serving sync.WaitGroup
@@ -131,9 +130,7 @@ func (c *fakeCollector) listen(t *testing.T, protocol string) string {
 func exporter(t *testing.T, c *fakeCollector, protocol string) *Exporter {
 	t.Helper()
 	e, err := New(Config{Endpoint: c.listen(t, protocol), Protocol: protocol, Insecure: true, Version: "1.2.3", Host: "node-1", Log: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
 	return e
 }
 
@@ -321,9 +318,7 @@ func TestPlainTextIsNeverUsedWithTLS(t *testing.T) {
 	defer s.Close()
 	for _, protocol := range []string{GRPC, HTTP} {
 		e, err := New(Config{Endpoint: strings.TrimPrefix(s.URL, "https://"), Protocol: protocol, Log: slog.New(slog.DiscardHandler)})
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		record(e, "")
 		if err := closed(t, e); err != nil {
 			t.Error(err)
@@ -379,9 +374,7 @@ func TestProxiesAreNotUsed(t *testing.T) {
 	})
 	for _, protocol := range []string{GRPC, HTTP} {
 		send, err := newSender(Config{Endpoint: "192.0.2.1:4317", Protocol: protocol, Insecure: true}) // TEST-NET-1, unassigned
-		if err != nil {
-			t.Fatal(err)
-		}
+		testutil.Must(t, err)
 		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 		if err := send.export(ctx, nil); err == nil {
 			t.Errorf("%s: export without a collector succeeded", protocol)

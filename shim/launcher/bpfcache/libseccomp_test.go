@@ -23,6 +23,8 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 	libseccomp "github.com/seccomp/libseccomp-golang"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/testutil"
 )
 
 // profileEnv makes the test binary a process that installs a filter as a container's init does,
@@ -320,21 +322,14 @@ func TestTableOfProfiles(t *testing.T) {
 // step is a call to libseccomp.
 type step func(*testing.T, *libseccomp.ScmpFilter)
 
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 func rule(name string, action libseccomp.ScmpAction, conditions ...libseccomp.ScmpCondition) step {
 	return func(t *testing.T, f *libseccomp.ScmpFilter) {
 		call, err := libseccomp.GetSyscallFromName(name)
-		must(t, err)
+		testutil.Must(t, err)
 		if conditions == nil {
-			must(t, f.AddRule(call, action))
+			testutil.Must(t, f.AddRule(call, action))
 		} else {
-			must(t, f.AddRuleConditional(call, action, conditions))
+			testutil.Must(t, f.AddRuleConditional(call, action, conditions))
 		}
 	}
 }
@@ -342,10 +337,10 @@ func rule(name string, action libseccomp.ScmpAction, conditions ...libseccomp.Sc
 func export(t *testing.T, f *libseccomp.ScmpFilter) []byte {
 	t.Helper()
 	fd, err := unix.MemfdCreate("program", unix.MFD_CLOEXEC)
-	must(t, err)
+	testutil.Must(t, err)
 	out := os.NewFile(uintptr(fd), "program")
 	defer out.Close()
-	must(t, f.ExportBPF(out))
+	testutil.Must(t, f.ExportBPF(out))
 	program := make([]byte, maxRecording)
 	n, _ := out.ReadAt(program, 0)
 	return program[:n]
@@ -363,7 +358,7 @@ func program(t *testing.T, m *Recording, steps []step) []byte {
 		defer stopComparing()
 	}
 	f, err := libseccomp.NewFilter(libseccomp.ActAllow)
-	must(t, err)
+	testutil.Must(t, err)
 	defer f.Release()
 	for _, s := range steps {
 		s(t, f)
@@ -376,7 +371,7 @@ func recorded(t *testing.T, steps []step) *Recording {
 	t.Helper()
 	m, err := record(func() {
 		f, err := libseccomp.NewFilter(libseccomp.ActAllow)
-		must(t, err)
+		testutil.Must(t, err)
 		defer f.Release()
 		for _, s := range steps {
 			s(t, f)
@@ -395,23 +390,23 @@ func recorded(t *testing.T, steps []step) *Recording {
 func TestDifferentCallsGiveTheirOwnFilter(t *testing.T) {
 	condition := func(value uint64) libseccomp.ScmpCondition {
 		c, err := libseccomp.MakeCondition(1, libseccomp.CompareEqual, value)
-		must(t, err)
+		testutil.Must(t, err)
 		return c
 	}
 	deny := libseccomp.ActErrno.SetReturnCode(int16(unix.EACCES))
 	steps := []step{
-		func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.AddArch(libseccomp.ArchX86)) },
-		func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetLogBit(true)) },
-		func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetOptimize(2)) },
+		func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.AddArch(libseccomp.ArchX86)) },
+		func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetLogBit(true)) },
+		func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetOptimize(2)) },
 		rule("mkdir", deny), rule("rmdir", deny), rule("ioctl", deny, condition(1)), rule("reboot", libseccomp.ActKillProcess), rule("mount", deny),
 	}
 	others := map[string]step{
 		"rule":         rule("swapon", deny),
 		"action":       rule("mkdir", libseccomp.ActLog),
 		"condition":    rule("ioctl", deny, condition(2)),
-		"architecture": func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.AddArch(libseccomp.ArchX32)) },
-		"attribute":    func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetBadArchAction(libseccomp.ActLog)) },
-		"priority":     func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetSyscallPriority(83, 200)) },
+		"architecture": func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.AddArch(libseccomp.ArchX32)) },
+		"attribute":    func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetBadArchAction(libseccomp.ActLog)) },
+		"priority":     func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetSyscallPriority(83, 200)) },
 		"exact rule": func(t *testing.T, f *libseccomp.ScmpFilter) {
 			if f.AddRuleExact(165, deny) == nil { // not possible for several architectures
 				rule("swapoff", deny)(t, f)
@@ -419,24 +414,24 @@ func TestDifferentCallsGiveTheirOwnFilter(t *testing.T) {
 		},
 		"removed architecture": func(t *testing.T, f *libseccomp.ScmpFilter) {
 			if there, err := f.IsArchPresent(libseccomp.ArchX86); err == nil && there {
-				must(t, f.RemoveArch(libseccomp.ArchX86))
+				testutil.Must(t, f.RemoveArch(libseccomp.ArchX86))
 			}
 		},
-		"reset": func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.Reset(libseccomp.ActLog)) },
+		"reset": func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.Reset(libseccomp.ActLog)) },
 		"merge": func(t *testing.T, f *libseccomp.ScmpFilter) {
 			src, err := libseccomp.NewFilter(libseccomp.ActAllow)
-			must(t, err)
-			must(t, src.RemoveArch(libseccomp.ArchNative))
-			must(t, src.AddArch(libseccomp.ArchARM64))
+			testutil.Must(t, err)
+			testutil.Must(t, src.RemoveArch(libseccomp.ArchNative))
+			testutil.Must(t, src.AddArch(libseccomp.ArchARM64))
 			_ = f.Merge(src) // it fails in both cases or in none
 		},
 		"text": func(t *testing.T, f *libseccomp.ScmpFilter) {
-			must(t, f.ExportPFC(os.NewFile(uintptr(devNull(t)), "null")))
+			testutil.Must(t, f.ExportPFC(os.NewFile(uintptr(devNull(t)), "null")))
 		},
 		"export": func(t *testing.T, f *libseccomp.ScmpFilter) { export(t, f) },
 		"another filter": func(t *testing.T, f *libseccomp.ScmpFilter) {
 			other, err := libseccomp.NewFilter(libseccomp.ActKillProcess)
-			must(t, err)
+			testutil.Must(t, err)
 			other.Release()
 		},
 	}
@@ -462,7 +457,7 @@ func TestDifferentCallsGiveTheirOwnFilter(t *testing.T) {
 
 func devNull(t *testing.T) int {
 	fd, err := unix.Open("/dev/null", unix.O_WRONLY|unix.O_CLOEXEC, 0)
-	must(t, err)
+	testutil.Must(t, err)
 	return fd
 }
 
@@ -477,7 +472,7 @@ func FuzzDifferences(f *testing.F) {
 			var conditions []libseccomp.ScmpCondition
 			for index := range uint(r.IntN(4)) {
 				c, err := libseccomp.MakeCondition(index, libseccomp.ScmpCompareOp(1+r.IntN(6))+libseccomp.CompareNotEqual-1, r.Uint64N(4))
-				must(t, err)
+				testutil.Must(t, err)
 				conditions = append(conditions, c)
 			}
 			return func(t *testing.T, f *libseccomp.ScmpFilter) {
@@ -494,7 +489,7 @@ func FuzzDifferences(f *testing.F) {
 		}
 		recording, err := record(func() { // it may be invalid
 			f, err := libseccomp.NewFilter(libseccomp.ActAllow)
-			must(t, err)
+			testutil.Must(t, err)
 			defer f.Release()
 			for _, s := range first {
 				s(t, f)
@@ -519,9 +514,9 @@ func TestAllFunctionsAreWrapped(t *testing.T) {
 		"seccomp_rule_add", "seccomp_rule_add_exact", // variadic: Go cannot call them
 	}
 	header, err := os.ReadFile("/usr/include/seccomp.h")
-	must(t, err)
+	testutil.Must(t, err)
 	source, err := os.ReadFile("libseccomp.go")
-	must(t, err)
+	testutil.Must(t, err)
 	found := 0
 	for _, m := range regexp.MustCompile(`(?m)^[a-z][\w ]*?\**(seccomp_\w+)\(([^;]*)\);`).FindAllStringSubmatch(string(header), -1) {
 		name, params := m[1], m[2]

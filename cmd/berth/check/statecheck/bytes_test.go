@@ -29,18 +29,18 @@ func storeOf(t *testing.T, driver layer.Driver, file tar.Header) layer.Stored {
 	t.Helper()
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)
-	must(t, w.WriteHeader(&file))
+	testutil.Must(t, w.WriteHeader(&file))
 	_, err := w.Write([]byte("content"))
-	must(t, err)
-	must(t, w.Close())
+	testutil.Must(t, err)
+	testutil.Must(t, w.Close())
 	root := t.TempDir()
 	s, err := layer.Open(root, driver, layer.Reserve{}, slog.New(slog.DiscardHandler))
-	must(t, err)
+	testutil.Must(t, err)
 	from := layer.Source{Blob: digest.FromString("blob"), DiffID: digest.FromBytes(b.Bytes())}
-	must(t, s.Create(t.Context(), from, &b, unpack.Limits{}))
-	must(t, s.Close())
+	testutil.Must(t, s.Create(t.Context(), from, &b, unpack.Limits{}))
+	testutil.Must(t, s.Close())
 	found, err := layer.Inspect(root)
-	must(t, err)
+	testutil.Must(t, err)
 	return found.Layers[from.Name()]
 }
 
@@ -62,7 +62,7 @@ func TestBytes(t *testing.T) {
 		"the layer, which is gone": {func(file string) error { return os.RemoveAll(filepath.Dir(filepath.Dir(file))) }, true, "", ""},
 	} {
 		stored := storeOf(t, layer.NewDirectory(unpack.Layer), file())
-		must(t, c.change(filepath.Join(stored.Dir, "fs/f")))
+		testutil.Must(t, c.change(filepath.Join(stored.Dir, "fs/f")))
 		if !c.sum {
 			stored.Sum = checksum.Sum{}
 		}
@@ -78,7 +78,7 @@ func wantBytes(t *testing.T, what string, stored layer.Stored, found string) *Re
 	t.Helper()
 	f := &facts{layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{stored.Layers[0]: stored}}}
 	report := &Report{}
-	must(t, compareBytes(t.Context(), f, report))
+	testutil.Must(t, compareBytes(t.Context(), f, report))
 	switch {
 	case found == "" && len(report.Differences) > 0:
 		t.Errorf("%s: %v", what, report.Differences)
@@ -96,7 +96,7 @@ func TestBytesOfPacked(t *testing.T) {
 			other := file()
 			change(&other)
 			tree, err := os.ReadFile(filepath.Join(packed(other).Dir, "tree"))
-			must(t, err)
+			testutil.Must(t, err)
 			return os.WriteFile(filepath.Join(dir, "tree"), tree, 0o600)
 		}
 	}
@@ -120,7 +120,7 @@ func TestBytesOfPacked(t *testing.T) {
 		"damage, no digest": {func(dir string) error { return damage(filepath.Join(dir, "tree")) }, false, "expected a layer that can be read"},
 	} {
 		stored := packed(file())
-		must(t, c.change(stored.Dir))
+		testutil.Must(t, c.change(stored.Dir))
 		if stored.Tree == "" {
 			t.Fatal("no digest of the tree was noted")
 		}

@@ -21,6 +21,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -98,26 +99,19 @@ func healthy(t *testing.T) *facts {
 		filepath.Join(f.dirs.PodFiles(""), podID), f.dirs.Trash(), filepath.Join(f.dirs.Writable(""), runningID, "upper"), filepath.Join(f.dirs.Writable(""), exitedID, "upper"),
 		f.pods[podID].Etc, filepath.Join(f.dirs.Libcontainer(), podID), filepath.Join(f.dirs.Libcontainer(), runningID), n.NetNSDir, n.proc + "/" + strconv.Itoa(pausePID) + "/ns",
 	} {
-		must(t, os.MkdirAll(path, 0o700))
+		testutil.Must(t, os.MkdirAll(path, 0o700))
 	}
 	for _, name := range []string{"resolv.conf", "hostname", "hosts"} {
 		write(t, filepath.Join(f.dirs.Etc(podID), name))
 	}
-	must(t, os.Symlink("/proc/self/ns/net", netns))
-	must(t, os.Symlink("/proc/self/ns/net", n.proc+"/"+strconv.Itoa(pausePID)+"/ns/net"))
+	testutil.Must(t, os.Symlink("/proc/self/ns/net", netns))
+	testutil.Must(t, os.Symlink("/proc/self/ns/net", n.proc+"/"+strconv.Itoa(pausePID)+"/ns/net"))
 	return f
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func write(t *testing.T, path string) {
 	t.Helper()
-	must(t, os.WriteFile(path, nil, 0o600))
+	testutil.Must(t, os.WriteFile(path, nil, 0o600))
 }
 
 func compareAll(f *facts) []Difference {
@@ -188,14 +182,14 @@ var differences = []difference{
 	{"an unresponsive monitor", func(_ *testing.T, f *facts) { f.shims[runningID].listens = errors.New("nobody") }, []string{"shims: container " + runningID + ": expected a socket"}},
 	{"a pod without shim directory", func(_ *testing.T, f *facts) { delete(f.shims, podID) }, []string{"shims: pod " + podID + ": expected a shim directory"}},
 	{"runtime state without record", func(t *testing.T, f *facts) {
-		must(t, os.Mkdir(filepath.Join(f.dirs.Libcontainer(), strangeID), 0o700))
+		testutil.Must(t, os.Mkdir(filepath.Join(f.dirs.Libcontainer(), strangeID), 0o700))
 	}, []string{"shims: …" + strangeID + ": expected a recorded pod"}},
 
 	{"a namespace without record", func(_ *testing.T, f *facts) { f.netns = append(f.netns, f.node.NetNSDir+"/berth-x") }, []string{"netns: …berth-x: expected a recorded pod"}},
-	{"a namespace that is gone", func(t *testing.T, f *facts) { must(t, os.Remove(f.netns[0])) }, []string{"netns: pod " + podID + ": expected a network namespace pinned"}},
+	{"a namespace that is gone", func(t *testing.T, f *facts) { testutil.Must(t, os.Remove(f.netns[0])) }, []string{"netns: pod " + podID + ": expected a network namespace pinned"}},
 	{"a pin of another namespace", func(t *testing.T, f *facts) {
-		must(t, os.Remove(f.netns[0]))
-		must(t, os.Symlink("/proc/self/ns/user", f.netns[0]))
+		testutil.Must(t, os.Remove(f.netns[0]))
+		testutil.Must(t, os.Symlink("/proc/self/ns/user", f.netns[0]))
 	}, []string{"netns: pod " + podID + ": expected its pause in the network namespace"}},
 
 	{"an address without a pod", func(_ *testing.T, f *facts) {
@@ -262,10 +256,10 @@ var differences = []difference{
 	{"a newer record", func(_ *testing.T, f *facts) { f.surveys[0].Newer = []string{"x"} }, []string{"records: x: expected a record of this version"}},
 	{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: expected a file or directory of the daemon"}},
 	{"a writable layer without a container", func(t *testing.T, f *facts) {
-		must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
+		testutil.Must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
 	}, []string{"records: …" + strangeID + ": expected a recorded pod or container that has it"}},
 	{"a pod's file that is gone", func(t *testing.T, f *facts) {
-		must(t, os.Remove(filepath.Join(f.dirs.Etc(podID), "hosts")))
+		testutil.Must(t, os.Remove(filepath.Join(f.dirs.Etc(podID), "hosts")))
 	}, []string{"records: pod " + podID + ": expected …/hosts"}},
 
 	{"a daemon that does not answer", func(_ *testing.T, f *facts) { f.views = &views{err: errors.New("refused"), pulls: 1} }, []string{"views: the daemon: expected an answer"}},
@@ -366,25 +360,25 @@ func TestFindDaemon(t *testing.T) {
 		"proc/7/fd/none":                 "",
 		"root/lock":                      "7\n",
 	} {
-		must(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, path)), 0o700))
-		must(t, os.WriteFile(filepath.Join(dir, path), []byte(content), 0o600))
+		testutil.Must(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, path)), 0o700))
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, path), []byte(content), 0o600))
 	}
 	report, err := Run(t.Context(), n)
-	must(t, err)
+	testutil.Must(t, err)
 	if report.Daemon != 0 || len(report.Differences) > 0 {
 		t.Errorf("a process that has not opened the lock is taken for the daemon: %+v", report)
 	}
-	must(t, os.Symlink(n.Root+"/lock", n.proc+"/7/fd/3"))
+	testutil.Must(t, os.Symlink(n.Root+"/lock", n.proc+"/7/fd/3"))
 	n.pauses = []time.Duration{0}
 	report, err = Run(t.Context(), n)
-	must(t, err)
+	testutil.Must(t, err)
 	if report.Daemon != 7 || len(report.Differences) == 0 {
 		t.Errorf("a daemon without mounts and answers: %+v", report)
 	}
 	for _, signature := range []string{"", "99\n"} { // a daemon started on a full disk cannot sign its lock
-		must(t, os.WriteFile(n.Root+"/lock", []byte(signature), 0o600))
+		testutil.Must(t, os.WriteFile(n.Root+"/lock", []byte(signature), 0o600))
 		report, err = Run(t.Context(), n)
-		must(t, err)
+		testutil.Must(t, err)
 		if report.Daemon != 7 {
 			t.Errorf("a daemon that could not sign the lock: %+v", report)
 		}
@@ -396,15 +390,15 @@ func (f *facts) withPlugin(t *testing.T, noted bool) {
 	t.Helper()
 	dir := t.TempDir()
 	n, err := cni.New(cni.Config{ConfDir: dir, BinDirs: []string{dir}, CacheDir: dir, RunDir: dir + "/run"}, slog.New(slog.DiscardHandler))
-	must(t, err)
+	testutil.Must(t, err)
 	n.Close()
 	f.runs, err = cni.ReadNotedRuns(dir + "/run")
-	must(t, err)
+	testutil.Must(t, err)
 	name := f.runs.Prefix() + "ID"
 	if noted {
-		must(t, os.WriteFile(dir+"/run/"+name, nil, 0o600))
+		testutil.Must(t, os.WriteFile(dir+"/run/"+name, nil, 0o600))
 		f.runs, err = cni.ReadNotedRuns(dir + "/run")
-		must(t, err)
+		testutil.Must(t, err)
 	}
 	f.processes[50] = &process{pid: 50, parent: 1, name: "plugin", groups: []string{"/system.slice/berth.service/" + name}}
 }
