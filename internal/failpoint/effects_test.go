@@ -54,6 +54,7 @@ var leftOut = map[string]string{
 
 const (
 	byCaller = "its callers have failpoints before and after it"
+	operator = "part of berth reset, which the operator repeats after an error"
 	again    = "part of each start, and idempotent"
 	lock     = "creates a lock file, which stays"
 	detached = "a detached mount, which ends with its descriptor"
@@ -84,6 +85,13 @@ var unmarked = map[string]string{
 	"cni.endAll: os.MkdirAll":                          again,
 	"cni.newRuns: os.MkdirAll":                         again,
 	"cmd/berth/serve.privateDir: os.MkdirAll os.Chmod": again,
+
+	"cmd/berth/reset.stopDaemon: pidfd.Signal":                      signal,
+	"cmd/berth/reset.removeMounts: unix.Unmount":                    operator,
+	"cmd/berth/reset.removeProfile: os.WriteFile":                   operator,
+	"cmd/berth/reset.removeDirs: safefs.RemoveAll safefs.RemoveAll": operator,
+	"cni/berthnet/links.DeleteBridgesOf: netlink.LinkDel":           operator,
+	"cni/berthnet/rules.DeleteTable: conn.Flush":                    operator,
 
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
 	"image/layer.Remove: os.RemoveAll":                                    byCaller,

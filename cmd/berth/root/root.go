@@ -8,6 +8,7 @@ import (
 	"berth/cmd/berth/check"
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/operator"
+	"berth/cmd/berth/reset"
 	"berth/cmd/berth/serve"
 	"berth/internal/version"
 )
@@ -21,7 +22,7 @@ func Command() *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(serve.Command(), config.Command(), check.Command())
+	root.AddCommand(serve.Command(), config.Command(), check.Command(), reset.Command())
 	root.AddCommand(operator.Commands()...)
 	return root
 }

@@ -538,3 +538,33 @@ func set(file, value string) error {
 	}
 	return nil
 }
+
+// BridgesOf returns the names of the bridges that a network made.
+func BridgesOf(network string) (names []string, err error) {
+	bridges, err := bridgesOf(network)
+	for _, b := range bridges {
+		names = append(names, b.Attrs().Name)
+	}
+	return names, err
+}
+
+func bridgesOf(network string) ([]netlink.Link, error) {
+	all, err := dump(netlink.LinkList)
+	if err != nil {
+		return nil, fmt.Errorf("list interfaces: %w", err)
+	}
+	return slices.DeleteFunc(all, func(link netlink.Link) bool {
+		return link.Type() != "bridge" || link.Attrs().Alias != madeBy+network
+	}), nil
+}
+
+// DeleteBridgesOf deletes the bridges that a network made. The caller holds Lock exclusively.
+func DeleteBridgesOf(network string) error {
+	bridges, err := bridgesOf(network)
+	for _, b := range bridges {
+		if e := netlink.LinkDel(b); e != nil && !errors.Is(e, unix.ENODEV) {
+			err = errors.Join(err, fmt.Errorf("delete bridge %s: %w", b.Attrs().Name, e))
+		}
+	}
+	return err
+}

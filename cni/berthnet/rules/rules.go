@@ -377,3 +377,22 @@ func (f *Filter) Available() error {
 	}
 	return nil
 }
+
+// HasTable reports whether the network has a table.
+func (f *Filter) HasTable(network string) (bool, error) {
+	keys, err := f.Networks()
+	return slices.Contains(keys, network), err
+}
+
+// DeleteTable deletes the network's table with all rules and host ports. A missing table is no
+// error.
+func (f *Filter) DeleteTable(network string) error {
+	err := f.with(func(conn *nftables.Conn) error {
+		conn.DelTable(table(network))
+		return conn.Flush()
+	})
+	if err != nil && !isMissing(err) {
+		return fmt.Errorf("delete table of network %s: %w", network, err)
+	}
+	return nil
+}

@@ -1,0 +1,130 @@
+package integration
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/inventory"
+	"berth/integration/machine"
+)
+
+// reset runs `berth reset` for a daemon's directories and returns its output.
+func reset(d *harness.Daemon, args ...string) (string, error) {
+	serve := d.ServeCommand()
+	cmd := d.Command(append([]string{"reset"}, append(serve.Args[2:], args...)...)...)
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+// resettable is a daemon with a pod of two containers on the built-in network, one of which handles
+// SIGTERM, and another pod on the node's network.
+type resettable struct {
+	d       *harness.Daemon
+	before  inventory.Items
+	stopped string // file that exists after the container handled SIGTERM
+	pids    []int
+}
+
+func newResettable(t *testing.T) *resettable {
+	t.Helper()
+	r := &resettable{before: harness.MachineSnapshot(nil)}
+	r.d = harness.NewDaemon(t, harness.WithOwnNetwork())
+	r.d.Start(t)
+	volume := t.TempDir()
+	r.stopped = volume + "/stopped"
+	pod := r.d.RunPod(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
+	graceful := pod.Run(t, harness.Script("trap 'touch /volume/stopped; exit 0' TERM; while :; do sleep 0.1; done"),
+		harness.Mount(&runtimeapi.Mount{ContainerPath: "/volume", HostPath: volume}))
+	for _, c := range []*harness.Container{graceful, pod.Run(t), r.d.RunPod(t, harness.HostNetwork).Run(t)} {
+		r.pids = append(r.pids, c.Pid(t))
+	}
+	return r
+}
+
+// checkGone checks that nothing of the pods and of berth is left.
+func (r *resettable) checkGone(t *testing.T) {
+	t.Helper()
+	for _, pid := range r.pids {
+		harness.Equal(t, fmt.Sprintf("process %d is alive", pid), machine.Alive(pid), false)
+	}
+	for _, path := range []string{r.d.Root, r.d.State, r.d.State + "-rootfs"} {
+		if _, err := os.Lstat(path); !os.IsNotExist(err) {
+			t.Errorf("%s: %v, want that it does not exist", path, err)
+		}
+	}
+	if _, err := os.Stat(r.stopped); err != nil {
+		t.Errorf("a container got no SIGTERM: %v", err)
+	}
+	mounts := slices.DeleteFunc(machine.Mountpoints(t, os.Getpid()), func(m string) bool { return !strings.HasPrefix(m, r.d.Dir) })
+	harness.Equal(t, "mounts of berth", strings.Join(mounts, " "), "")
+	harness.NoMachineLeaks(t, r.before, r.d)
+}
+
+func TestResetRemovesEverything(t *testing.T) {
+	r := newResettable(t)
+	r.d.Stop(t)
+	for _, pid := range r.pids {
+		harness.Equal(t, "a container runs without the daemon", machine.Alive(pid), true)
+	}
+	out, err := reset(r.d, "--yes")
+	harness.Must(t, err)
+	for _, part := range []string{"containers: 2)", "images: 1", "bridge berth0", "nftables table inet berth-net-", "mount " + r.d.State, "directory " + r.d.Root, "Removed."} {
+		if !strings.Contains(out, part) {
+			t.Errorf("the output lacks %q:\n%s", part, out)
+		}
+	}
+	r.checkGone(t)
+	out, err = reset(r.d, "--yes")
+	harness.Must(t, err)
+	harness.Equal(t, "a second reset", out, "Berth has nothing on this node.\n")
+}
+
+func TestResetDryRunChangesNothing(t *testing.T) {
+	r := newResettable(t)
+	out, err := reset(r.d, "--dry-run")
+	harness.Must(t, err)
+	if !strings.Contains(out, fmt.Sprintf("daemon, process %d", r.d.Cmd.Process.Pid)) || !strings.Contains(out, "bridge berth0") {
+		t.Errorf("output:\n%s", out)
+	}
+	for _, pid := range r.pids {
+		harness.Equal(t, "a container runs", machine.Alive(pid), true)
+	}
+	r.d.StateSettles(t)
+	out, err = reset(r.d, "--yes", "--stop-daemon")
+	harness.Must(t, err)
+	_ = out
+	r.checkGone(t)
+}
+
+func TestResetRefusesRunningDaemon(t *testing.T) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t).Run(t)
+	out, err := reset(d, "--yes")
+	if err == nil || !strings.Contains(out, fmt.Sprintf("berth is running (process %d)", d.Cmd.Process.Pid)) {
+		t.Errorf("%v\n%s", err, out)
+	}
+	d.Stop(t)
+	out, err = reset(d)
+	if err == nil || !strings.Contains(out, "confirm the removal with --yes") {
+		t.Errorf("%v\n%s", err, out)
+	}
+	d.Start(t)
+	harness.Equal(t, "state of the container", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+}
+
+// A daemon was killed while it had pods. Their processes and mounts are removed, too.
+func TestResetAfterKilledDaemon(t *testing.T) {
+	r := newResettable(t)
+	r.d.Signal(t, syscall.SIGKILL)
+	if out, err := reset(r.d, "--yes"); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	r.checkGone(t)
+}
