@@ -111,12 +111,11 @@ func TestCadvisorSocketListsStartingPods(t *testing.T) {
 		harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake"}]}`))
 	asked := newCadvisor(t, socket)
 	config := d.PodConfig(t, harness.PodLabel("io.kubernetes.pod.name", "p"))
-	run := make(chan error, 1)
-	go func() {
+	run := harness.Go(func() error {
 		id, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 		d.Objects = append(d.Objects, id)
-		run <- err
-	}()
+		return err
+	})
 	harness.Must(t, harness.WaitFor(func() error {
 		adds := plugin.calls("ADD")
 		if len(adds) == 0 {
@@ -158,8 +157,7 @@ while [ ! -e %s ]; do sleep 0.05; done`, fails, goOn))
 		harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake"}]}`))
 	asked := newCadvisor(t, socket)
 	config := d.PodConfig(t)
-	run := make(chan error, 1)
-	go func() { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); run <- err }()
+	run := harness.Go(func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
 	harness.Eventually(t, "the pause runs", func() error {
 		adds := plugin.calls("ADD")
 		if len(adds) == 0 {

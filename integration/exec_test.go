@@ -100,11 +100,7 @@ func TestExecSyncOutputCap(t *testing.T) {
 func TestExecIsKilledWithContainer(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
-	result := make(chan error, 1)
-	go func() {
-		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "9991"}, 0)
-		result <- err
-	}()
+	result := harness.Go(func() error { _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "9991"}, 0); return err })
 	harness.EventuallyTrue(t, "the command runs", func() bool { return len(machine.CommandLines("sleep 9991")) > 0 })
 	c.Stop(t, 0)
 	if err := <-result; harness.ExitCode(err) != 137 && harness.CodeOf(err) == codes.OK {

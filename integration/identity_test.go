@@ -92,11 +92,7 @@ func TestRetryAfterClientsDeadline(t *testing.T) {
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
 	config := d.PodConfig(t)
 	ctx, cancel := context.WithCancel(t.Context())
-	first := make(chan error, 1)
-	go func() {
-		_, err := d.Cri.RunPodSandbox(ctx, config, "")
-		first <- err
-	}()
+	first := harness.Go(func() error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err })
 	harness.EventuallyTrue(t, "the plugin is called", func() bool { return len(plugin.calls("ADD")) > 0 })
 	cancel()
 	harness.WantCode(t, <-first, codes.Canceled)
@@ -222,8 +218,7 @@ func cancelWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call f
 	}
 	before := givenUp()
 	ctx, cancel := context.WithCancel(t.Context())
-	result := make(chan error, 1)
-	go func() { result <- call(ctx) }()
+	result := harness.Go(func() error { return call(ctx) })
 	<-heldUp
 	cancel()
 	harness.WantCode(t, <-result, codes.Canceled)

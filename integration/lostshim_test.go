@@ -132,11 +132,10 @@ func TestMonitorKilledDuringExec(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.SharedPID)
 	c, other := whenReady(t, pod.Run(t, sleeping(110100, 110101))), pod.Run(t)
-	ended := make(chan error, 1)
-	go func() {
+	ended := harness.Go(func() error {
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 110102 & sleep 110103"}, 0)
-		ended <- err
-	}()
+		return err
+	})
 	harness.EventuallyTrue(t, "the exec runs", func() bool { return len(machine.ProcessesOf("sleep 110103")) > 0 })
 	harness.Must(t, syscall.Kill(harness.MonitorOf(t, d, c), syscall.SIGKILL))
 	if err := <-ended; err == nil {
@@ -269,16 +268,14 @@ func TestFrozenMonitor(t *testing.T) {
 	const grace = 30
 	ctx, cancel := context.WithTimeout(t.Context(), grace*time.Second)
 	defer cancel()
-	ended := make(chan error, 1)
-	go func() { ended <- d.Cri.StopContainer(ctx, stopped.Id, grace) }()
+	ended := harness.Go(func() error { return d.Cri.StopContainer(ctx, stopped.Id, grace) })
 	waitGone(t, 110300, 110301)
 	measureAnswers(t, "while a container with a frozen monitor is being stopped", calls, monitors[1])
 	harness.Must(t, <-ended)
 	harness.Must(t, ctx.Err()) // the call returned within the grace period
 	wantExited(t, stopped, 7, 110300, 110301)
 
-	stopping := make(chan error, 1)
-	go func() { stopping <- d.Cri.StopPodSandbox(t.Context(), pod.Id) }()
+	stopping := harness.Go(func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
 	waitGone(t, 110302, 110303)
 	measureAnswers(t, "while a pod with a frozen monitor is being stopped", calls)
 	harness.Equal(t, "output of a container of another pod", other.Sh(t, "echo still"), "still\n")

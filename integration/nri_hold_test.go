@@ -133,12 +133,8 @@ func TestNRICreateBesideExitAndRegistration(t *testing.T) {
 		return nil, []*api.ContainerUpdate{memoryUpdate(other.Id, 64<<20)}, nil
 	}
 	connectPlugin(t, d, "10", "first", p)
-	made := make(chan error, 1)
 	config := pod.ContainerConfig()
-	go func() {
-		_, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
-		made <- err
-	}()
+	made := harness.Go(func() error { _, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config); return err })
 	<-asked
 	second := &nriPlugin{closed: make(chan struct{})}
 	second.stub = harness.Get(stub.New(second, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx("20"), stub.WithPluginName("second"),
@@ -163,8 +159,7 @@ func TestNRISlowPluginWhilePodStops(t *testing.T) {
 	c := pod.Run(t)
 	netns := filepath.Join("/run/netns", "berth-"+pod.Id)
 	p.forget()
-	stopped := make(chan error, 1)
-	go func() { stopped <- d.Cri.StopPodSandbox(t.Context(), pod.Id) }()
+	stopped := harness.Go(func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
 	<-asked
 	harness.Eventually(t, "the network namespace is removed", func() error {
 		if _, err := os.Lstat(netns); !os.IsNotExist(err) {
@@ -183,8 +178,7 @@ func TestNRITermWhilePluginHangs(t *testing.T) {
 	t.Cleanup(func() { d.ForgetMounts(t) })
 	cmd := d.ServeCommand()
 	harness.Must(t, cmd.Start())
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
+	ended := harness.Go(cmd.Wait)
 	harness.EventuallyGot(t, "one synchronization", func() (bool, any) { n := countInstalled(d, "Synchronize"); return n == 1, n })
 	harness.Must(t, cmd.Process.Signal(syscall.SIGTERM))
 	select {

@@ -264,8 +264,7 @@ func TestPullProgress(t *testing.T) {
 	}
 	progress := func() string { return harness.Get(d.Cri.Status(t.Context(), true))(t).Info["pulls"] }
 	harness.Equal(t, "pulls before", progress(), "[]")
-	done := make(chan error, 1)
-	go func() { _, err := d.TryPull(t, name, nil); done <- err }()
+	done := harness.Go(func() error { _, err := d.TryPull(t, name, nil); return err })
 	harness.Eventually(t, "half of the slow layer has arrived", func() error {
 		text := progress()
 		if err := json.Unmarshal([]byte(text), &pulls); err != nil {

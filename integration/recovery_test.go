@@ -95,11 +95,7 @@ func TestKillDaemonDuringRunPodSandbox(t *testing.T) {
 	d.Pull(t, harness.BaseImage)
 	for i := range 4 {
 		config := d.PodConfig(t)
-		done := make(chan error, 1)
-		go func() {
-			_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
-			done <- err
-		}()
+		done := harness.Go(func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
 		// Each round waits for one more step of the start before the kill.
 		_ = waitForProgress(d, i)
 		d.Signal(t, syscall.SIGKILL)
@@ -181,8 +177,7 @@ func TestHarnessEndsLeftoverProcesses(t *testing.T) {
 	for _, pid := range launchers {
 		harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- d.Cri.StartContainer(t.Context(), created.Id) }()
+	ended := harness.Go(func() error { return d.Cri.StartContainer(t.Context(), created.Id) })
 	harness.Eventually(t, "a launcher has its launch request", func() error {
 		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
 			if w.What == "container launch" {

@@ -241,11 +241,7 @@ func TestCanceledCalls(t *testing.T) {
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	for range 20 {
 		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan error, 1)
-		go func() {
-			_, _, err := d.Cri.ExecSync(ctx, c.Id, []string{"sleep", "6661"}, 0)
-			done <- err
-		}()
+		done := harness.Go(func() error { _, _, err := d.Cri.ExecSync(ctx, c.Id, []string{"sleep", "6661"}, 0); return err })
 		harness.EventuallyTrue(t, "the command runs", func() bool { return len(machine.CommandLines("sleep 6661")) > 0 })
 		cancel()
 		<-done

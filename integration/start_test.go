@@ -61,8 +61,7 @@ func TestStopEndsStartThatWaitsForCommand(t *testing.T) {
 	d := harness.StartDaemon(t, option)
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Create(t, harness.Cdi("hangs"))
-	started := make(chan error, 1)
-	go func() { started <- d.Cri.StartContainer(context.Background(), c.Id) }()
+	started := harness.Go(func() error { return d.Cri.StartContainer(context.Background(), c.Id) })
 	harness.EventuallyTrue(t, "the hook runs", func() bool { return len(machine.CommandLines("sleep 4242")) > 0 })
 	pod.Stop(t) // a StopContainer would wait ten seconds for the start
 	harness.WantCode(t, <-started, codes.FailedPrecondition, c.Id)

@@ -245,8 +245,7 @@ func TestStateCheckDuringOperations(t *testing.T) {
 	for range 12 {
 		configs = append(configs, d.PodConfig(t))
 	}
-	work := make(chan error, 1)
-	go func() { work <- runAndRemovePods(t.Context(), d, configs) }()
+	work := harness.Go(func() error { return runAndRemovePods(t.Context(), d, configs) })
 	for {
 		select {
 		case err := <-work:

@@ -79,12 +79,11 @@ func TestExecTerminal(t *testing.T) {
 			input, typing := io.Pipe()
 			defer typing.Close()
 			o := remotecommand.StreamOptions{Stdin: input, Stdout: &out, Tty: true, TerminalSizeQueue: resize}
-			ended := make(chan error, 1)
 			address := c.ExecURL(t, o, "sh", "-c", "tty; while read x; do stty size; [ $x = bye ] && exit 5; done")
-			go func() {
+			ended := harness.Go(func() error {
 				code, err := p.Stream(t.Context(), sessions.Plain(), address, o)
-				ended <- errors.Join(err, wantEqual("exit code", code, 5))
-			}()
+				return errors.Join(err, wantEqual("exit code", code, 5))
+			})
 			out.WaitFor(t, "/dev/pts/")
 			resize.Resized <- remotecommand.TerminalSize{Width: 123, Height: 45}
 			harness.Eventually(t, "the size changes", func() error {
@@ -163,11 +162,7 @@ func TestExecEndsWithItsClient(t *testing.T) {
 				ctx, hangUp := context.WithCancel(t.Context())
 				o := remotecommand.StreamOptions{Stdin: input.stdin, Stdout: &out}
 				address := c.ExecURL(t, o, "sh", "-c", script)
-				ended := make(chan error, 1)
-				go func() {
-					_, err := p.Stream(ctx, sessions.Plain(), address, o)
-					ended <- err
-				}()
+				ended := harness.Go(func() error { _, err := p.Stream(ctx, sessions.Plain(), address, o); return err })
 				out.WaitFor(t, "started")
 				hangUp()
 				if err := <-ended; err == nil {

@@ -417,11 +417,7 @@ func TestIncompleteUserNamespaceIsRemoved(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `while [ ! -e "`+"$(dirname \"$0\")"+`/go" ]; do sleep 0.02; done; `+fakeResult)
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
 	config := d.PodConfig(t, userNamespace(10*usernsLength))
-	first := make(chan error, 1)
-	go func() {
-		_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
-		first <- err
-	}()
+	first := harness.Go(func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
 	harness.EventuallyTrue(t, "the plugin is called", func() bool { return len(plugin.calls("ADD")) > 0 })
 	if len(machine.NamespacePins("user:")) != 1 {
 		t.Error("no user namespace is pinned")

@@ -84,8 +84,7 @@ func TestWaitForFrozenMonitor(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)
 	harness.Must(t, syscall.Kill(harness.MonitorOf(t, d, c), syscall.SIGSTOP))
-	ended := make(chan error, 1)
-	go func() { ended <- d.Cri.StopContainer(t.Context(), c.Id, 0) }()
+	ended := harness.Go(func() error { return d.Cri.StopContainer(t.Context(), c.Id, 0) })
 	passesLimit(t, d, "exit after SIGKILL", "container "+c.Id, 1)
 	harness.Must(t, <-ended)
 }
@@ -349,8 +348,7 @@ func TestCreateWithDeadVolumeEndsAtDeadline(t *testing.T) {
 		ctx, giveUp := context.WithCancel(t.Context())
 		config := in.ContainerConfig(dead)
 		config.Image = &runtimeapi.ImageSpec{Image: image}
-		ended := make(chan error, 1)
-		go func() { _, err := d.Cri.CreateContainer(ctx, in.Id, config, in.Config); ended <- err }()
+		ended := harness.Go(func() error { _, err := d.Cri.CreateContainer(ctx, in.Id, config, in.Config); return err })
 		harness.Eventually(t, "CreateContainer waits for its volume", func() error {
 			if hang, waiting := looks(); hang != 1 || waiting != i+1 {
 				return fmt.Errorf("%d lookups hang, want 1; %d containers wait, want %d", hang, waiting, i+1)

@@ -61,8 +61,7 @@ func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *har
 	t.Helper()
 	c = pod.Create(t)
 	fp.FreezeNext(t, harness.LauncherProgram, "launcher.executed", 1)
-	ended := make(chan error, 1)
-	go func() { ended <- pod.D.Cri.StartContainer(t.Context(), c.Id) }()
+	ended := harness.Go(func() error { return pod.D.Cri.StartContainer(t.Context(), c.Id) })
 	if !fp.WaitReached(deathPatience) {
 		t.Fatal("the launcher did not reach its failpoint")
 	}

@@ -227,8 +227,7 @@ func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want 
 	e.op.prepare(t, w)
 	e.d.WaitIdle(t)
 	how.arm(t)
-	ended := make(chan error, 1)
-	go func() { ended <- e.request(t, w) }()
+	ended := harness.Go(func() error { return e.request(t, w) })
 	reached := how.reached()
 	if reached && daemonToo {
 		e.d.Kill(t)

@@ -64,6 +64,13 @@ func PollUpTo(limit, pause time.Duration, condition func() error) error {
 	}
 }
 
+// Go runs f in a goroutine and returns a channel with its result.
+func Go(f func() error) <-chan error {
+	result := make(chan error, 1)
+	go func() { result <- f() }()
+	return result
+}
+
 // Must ends the test if err is not nil.
 func Must(t *testing.T, err error) {
 	t.Helper()

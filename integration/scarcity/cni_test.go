@@ -229,8 +229,7 @@ func TestDaemonDiesWithPlugin(t *testing.T) {
 func killDuring(t *testing.T, d *harness.Daemon, plugin *faults.Plugin, call func() error) {
 	t.Helper()
 	before := plugin.Left()
-	ended := make(chan error, 1)
-	go func() { ended <- call() }()
+	ended := harness.Go(call)
 	plugin.AwaitChildren(t, before)
 	d.End(t)
 	if err := <-ended; err == nil {
@@ -384,8 +383,7 @@ func TestDaemonStopInterruptsNoPlugin(t *testing.T) {
 		d.Start(t)
 	}
 	inBackground := func(call func() error) <-chan error {
-		ended := make(chan error, 1)
-		go func() { ended <- call() }()
+		ended := harness.Go(call)
 		return ended
 	}
 	t.Run("of a client's request", func(t *testing.T) {
