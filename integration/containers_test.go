@@ -470,9 +470,7 @@ func TestStopSignals(t *testing.T) {
 			status := ctr.Status(t)
 			harness.Equal(t, "state", status.State, runtimeapi.ContainerState_CONTAINER_EXITED)
 			harness.Equal(t, "exit code", status.ExitCode, 5)
-			if out := ctr.Output(t); !strings.Contains(out, "got "+c.short) {
-				t.Errorf("output is %q", out)
-			}
+			harness.WantText(t, "output", ctr.Output(t), "got "+c.short)
 		})
 	}
 }

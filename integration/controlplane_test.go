@@ -93,9 +93,7 @@ func testControlPlaneAttach(t *testing.T, c *cluster) {
 		"sh", "-c", "read a; echo got $a; exit 4")
 	c.wait(t, "pod/attach", "condition=Ready")
 	out := c.kubectlInput(t, "words\n", "attach", "-i", "attach")
-	if !strings.Contains(out, "got words\n") {
-		t.Errorf("attach printed %q", out)
-	}
+	harness.WantText(t, "output of attach", out, "got words\n")
 	c.wait(t, "pod/attach", "jsonpath={.status.phase}=Failed")
 	harness.Equal(t, "exit code", c.kubectl(t, "get", "pod", "attach", "-o", "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"), "4")
 }
@@ -137,9 +135,7 @@ func testControlPlaneDebug(t *testing.T, c *cluster) {
 	c.run(t, "debug", "--command", "--", "sleep", "123456")
 	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--target", "debug", "--container", "looker", "--", "ps", "-o", "pid,args")
 	c.wait(t, "pod/debug", "jsonpath={.status.ephemeralContainerStatuses[0].state.terminated.exitCode}=0")
-	if out := c.kubectl(t, "logs", "debug", "-c", "looker"); !strings.Contains(out, "1 sleep 123456") {
-		t.Errorf("processes in the ephemeral container:\n%s", out)
-	}
+	harness.WantText(t, "processes in the ephemeral container", c.kubectl(t, "logs", "debug", "-c", "looker"), "1 sleep 123456")
 }
 
 func testControlPlaneDeployment(t *testing.T, c *cluster) {
@@ -246,9 +242,7 @@ spec:
 	for _, file := range []string{"/data/www/index.html", "/page/index.html"} {
 		harness.Equal(t, file, c.kubectl(t, "exec", "imagevolume", "--", "cat", file), "hello from a pod\n")
 	}
-	if out := c.kubectl(t, "exec", "imagevolume", "--", "sh", "-c", "touch /data/x 2>&1 || true"); !strings.Contains(out, "Read-only") {
-		t.Errorf("writing to an image: %q", out)
-	}
+	harness.WantText(t, "error of a write to an image", c.kubectl(t, "exec", "imagevolume", "--", "sh", "-c", "touch /data/x 2>&1 || true"), "Read-only")
 }
 
 func testControlPlaneUserNamespace(t *testing.T, c *cluster) {

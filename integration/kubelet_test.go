@@ -271,9 +271,7 @@ volumes:
 	harness.Equal(t, "its file system", reader.Exec(t, "stat", "-f", "-c", "%T", "/memory"), "tmpfs")
 	harness.Equal(t, "downward API", reader.Exec(t, "cat", "/about/labels"), `app="volumes"`)
 	harness.Equal(t, "a file as sub path", reader.Exec(t, "cat", "/file"), "from the host")
-	if out := reader.Exec(t, "sh", "-c", "touch /disk/g 2>&1 || true"); !strings.Contains(out, "Read-only") {
-		t.Errorf("writing to a read-only volume: %q", out)
-	}
+	harness.WantText(t, "error of a write to a read-only volume", reader.Exec(t, "sh", "-c", "touch /disk/g 2>&1 || true"), "Read-only")
 	reader.Exec(t, "touch", "/sub/mine")
 	p.container(t, "writer").Exec(t, "test", "-e", "/disk/part/mine")
 
@@ -300,9 +298,7 @@ containers:
 `)
 	p.awaitReady(t)
 	main := p.container(t, "main")
-	if out := main.Exec(t, "ip", "-o", "address", "show", "eth0"); !strings.Contains(out, kubeletAddress) {
-		t.Errorf("the pod does not see the node's address: %s", out)
-	}
+	harness.WantText(t, "addresses in the pod", main.Exec(t, "ip", "-o", "address", "show", "eth0"), kubeletAddress)
 	host := harness.Get(os.Hostname())(t)
 	harness.Equal(t, "hostname", main.Exec(t, "hostname"), host)
 	harness.Equal(t, "answer", httpGet(t, "http://127.0.0.1:18080/"), "hello from a pod\n")
@@ -362,11 +358,7 @@ containers:
 `)
 	p.awaitReady(t)
 	out := p.container(t, "main").Exec(t, "ps", "-o", "pid,args")
-	for _, want := range []string{"sleep 100001", "httpd -f", "pause"} {
-		if !strings.Contains(out, want) {
-			t.Errorf("main does not see %q:\n%s", want, out)
-		}
-	}
+	harness.WantText(t, "processes in main", out, "sleep 100001", "httpd -f", "pause")
 	p.container(t, "main").Exec(t, "killall", "httpd")
 	p.await(t, "the other is restarted", func(pod *corev1.Pod) error { return restarts(pod, "other", 1) })
 }
@@ -540,9 +532,7 @@ volumes:
 	main := p.container(t, "main")
 	harness.Equal(t, "user", main.Exec(t, "sh", "-c", "id -u; id -g; id -G"), "1001\n2001\n2001 3001 4001")
 	harness.Equal(t, "group of the volume", main.Exec(t, "stat", "-c", "%g", "/disk"), "3001")
-	if out := main.Exec(t, "sh", "-c", "touch /tmp/x 2>&1 || true"); !strings.Contains(out, "Read-only") {
-		t.Errorf("writing to the root filesystem: %q", out)
-	}
+	harness.WantText(t, "error of a write to the root filesystem", main.Exec(t, "sh", "-c", "touch /tmp/x 2>&1 || true"), "Read-only")
 	pid := main.Pid(t)
 	harness.Equal(t, "seccomp mode", machine.StatusField(t, pid, "Seccomp"), "2")
 	harness.Equal(t, "no_new_privs", machine.StatusField(t, pid, "NoNewPrivs"), "1")

@@ -37,9 +37,7 @@ func wantLost(t *testing.T, c *harness.Container, seconds ...int) {
 	status := c.WaitExited(t)
 	harness.Equal(t, "exit code", status.ExitCode, 255)
 	harness.Equal(t, "reason", status.Reason, "ShimLost")
-	if !strings.Contains(status.Message, "shim was lost") {
-		t.Errorf("the message %q does not say that the shim was lost", status.Message)
-	}
+	harness.WantText(t, "status message", status.Message, "shim was lost")
 	if status.StartedAt == 0 || status.FinishedAt < status.StartedAt {
 		t.Errorf("the container started at %d and finished at %d, want two times in order", status.StartedAt, status.FinishedAt)
 	}

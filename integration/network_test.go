@@ -55,9 +55,7 @@ func TestPodNetwork(t *testing.T) {
 	if out := c.Exec(t, "ip", "-o", "addr"); !strings.Contains(out, "eth0") || !strings.Contains(out, ip.String()) || !strings.Contains(out, "127.0.0.1/8") {
 		t.Errorf("addresses in the pod:\n%s", out)
 	}
-	if out := c.Exec(t, "ip", "link", "show", "lo"); !strings.Contains(out, ",UP") {
-		t.Errorf("lo is not up: %s", out)
-	}
+	harness.WantText(t, "state of lo", c.Exec(t, "ip", "link", "show", "lo"), ",UP")
 }
 
 func TestPodDualStack(t *testing.T) {
@@ -247,15 +245,9 @@ func TestPluginArgumentsAndCapabilities(t *testing.T) {
 	}
 	add := adds[0]
 	harness.Equal(t, "container ID", add.id, pod.Id)
-	if !strings.Contains(add.netns, pod.Id) {
-		t.Errorf("the network namespace is %s", add.netns)
-	}
+	harness.WantText(t, "network namespace", add.netns, pod.Id)
 	meta := pod.Config.Metadata
-	for _, want := range []string{"K8S_POD_NAMESPACE=" + meta.Namespace, "K8S_POD_NAME=" + meta.Name, "K8S_POD_INFRA_CONTAINER_ID=" + pod.Id, "K8S_POD_UID=" + meta.Uid} {
-		if !strings.Contains(add.args, want) {
-			t.Errorf("CNI_ARGS is %q and lacks %s", add.args, want)
-		}
-	}
+	harness.WantText(t, "CNI_ARGS", add.args, "K8S_POD_NAMESPACE="+meta.Namespace, "K8S_POD_NAME="+meta.Name, "K8S_POD_INFRA_CONTAINER_ID="+pod.Id, "K8S_POD_UID="+meta.Uid)
 	var config struct {
 		RuntimeConfig struct {
 			PortMappings []struct {

@@ -108,9 +108,7 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 	c := pod.Create(t, harness.Env("GONE", "x"))
 	d.Restart(t) // the record keeps the adjustments between creation and start
 	c.Start(t)
-	if !strings.Contains(strings.Join(seen, " "), "FIRST=1") {
-		t.Errorf("the second plugin saw the environment %v", seen)
-	}
+	harness.WantText(t, "environment for the second plugin", strings.Join(seen, " "), "FIRST=1")
 	check := func(t *testing.T) {
 		t.Helper()
 		harness.Equal(t, "environment of an exec", c.Exec(t, "sh", "-c", "echo $FIRST/$SECOND/${GONE-none}"), "1/was here/none")
@@ -159,9 +157,7 @@ func TestNRIAdjustsMore(t *testing.T) {
 	harness.Equal(t, "network device", c.Exec(t, "sh", "-c", "ls -d /sys/class/net/eth7"), "/sys/class/net/eth7")
 	harness.Equal(t, "sysctl", c.Exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start"), "99")
 	harness.Equal(t, "scheduling policy", c.Exec(t, "sh", "-c", "grep ^policy /proc/1/sched | tr -d ' '"), "policy:3")
-	if out := c.Exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"); !strings.Contains(out, "Invalid cross-device link") {
-		t.Errorf("mkdir printed %q, want a refusal by the plugin's seccomp policy", out)
-	}
+	harness.WantText(t, "error of mkdir", c.Exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"), "Invalid cross-device link")
 	harness.Equal(t, "hooks", strings.Join(machine.ReadLines(hooks), " "), "createRuntime poststart")
 }
 

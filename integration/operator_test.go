@@ -95,14 +95,8 @@ func TestOperatorRunDetached(t *testing.T) {
 	id = lines[len(lines)-1] // lines of progress come first
 	d.Objects = append(d.Objects, id)
 	ps := runBerth(t, d, "ps")
-	for _, want := range []string{"web", "client"} {
-		if !strings.Contains(ps, want) {
-			t.Errorf("ps does not list %s:\n%s", want, ps)
-		}
-	}
-	if out := runBerth(t, d, "ps", "--pods"); !strings.Contains(out, "example") {
-		t.Errorf("ps --pods does not list the pod:\n%s", out)
-	}
+	harness.WantText(t, "output of ps", ps, "web", "client")
+	harness.WantText(t, "output of ps --pods", runBerth(t, d, "ps", "--pods"), "example")
 	harness.EventuallyGot(t, "the client has seen the page", func() (bool, any) {
 		out := runBerth(t, d, "logs", "client")
 		return strings.Contains(out, "prepared"), out
@@ -112,13 +106,9 @@ func TestOperatorRunDetached(t *testing.T) {
 	if _, err := tryBerth(d, "exec", "web", "sh", "-c", "exit 4"); err == nil || err.(*exec.ExitError).ExitCode() != 4 {
 		t.Errorf("exec of a failing command: %v", err)
 	}
-	if out := runBerth(t, d, "images"); !strings.Contains(out, strings.TrimSuffix(harness.BaseImage, ":latest")) {
-		t.Errorf("images does not list the image:\n%s", out)
-	}
+	harness.WantText(t, "output of images", runBerth(t, d, "images"), strings.TrimSuffix(harness.BaseImage, ":latest"))
 	runBerth(t, d, "rm", "--force", "--run-dir", d.Dir+"/run", id)
-	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "example") {
-		t.Errorf("after rm the pod is still listed:\n%s", out)
-	}
+	harness.WantNoText(t, "pods after rm", runBerth(t, d, "ps", "--all", "--pods"), "example")
 	harness.Equal(t, "files of berth run", fmt.Sprint(machine.ReadDir(d.Dir+"/run")), "[]")
 }
 
@@ -144,9 +134,7 @@ func TestOperatorRunForeground(t *testing.T) {
 	if err == nil || cmd.ProcessState.ExitCode() != 130 {
 		t.Errorf("after Ctrl-C berth run exited with %v, want exit code 130", err)
 	}
-	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "example") {
-		t.Errorf("after Ctrl-C the pod is still listed:\n%s", out)
-	}
+	harness.WantNoText(t, "pods after Ctrl-C", runBerth(t, d, "ps", "--all", "--pods"), "example")
 }
 
 func TestOperatorRunToCompletion(t *testing.T) {
@@ -166,9 +154,7 @@ spec:
 	if err == nil || err.(*exec.ExitError).ExitCode() != 3 {
 		t.Errorf("berth run exited with %v, want the failed container's exit code 3:\n%s", err, out)
 	}
-	if !strings.Contains(out, "done") {
-		t.Errorf("the output is not streamed:\n%s", out)
-	}
+	harness.WantText(t, "output", out, "done")
 }
 
 // With hostUsers: false each pod has different user IDs on the host. Its volumes have the same
@@ -220,9 +206,7 @@ spec:
 	if err == nil || !strings.Contains(out, "secret") {
 		t.Errorf("a secret volume: %v\n%s", err, out)
 	}
-	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "refused") {
-		t.Errorf("the pod exists:\n%s", out)
-	}
+	harness.WantNoText(t, "pods", runBerth(t, d, "ps", "--all", "--pods"), "refused")
 }
 
 func TestOperatorPull(t *testing.T) {
@@ -248,9 +232,7 @@ func TestOperatorContainers(t *testing.T) {
 		t.Errorf("rm of a running container without --force succeeds:\n%s", out)
 	}
 	runBerth(t, d, "stop", "--timeout", "0s", c.Id)
-	if out := runBerth(t, d, "ps", "--all"); !strings.Contains(out, "logger") {
-		t.Errorf("ps --all does not list the stopped container:\n%s", out)
-	}
+	harness.WantText(t, "output of ps --all", runBerth(t, d, "ps", "--all"), "logger")
 	runBerth(t, d, "rm", c.Id)
 	if out, err := tryBerth(d, "logs", "no-such-container"); err == nil || !strings.Contains(out, "no-such-container") {
 		t.Errorf("logs of an unknown container: %v\n%s", err, out)
@@ -278,9 +260,7 @@ func TestCheck(t *testing.T) {
 			t.Errorf("check does not report %s:\n%s", subject, out)
 		}
 	}
-	if strings.Contains(string(out), "failure") {
-		t.Errorf("check printed\n%s", out)
-	}
+	harness.WantNoText(t, "output of check", string(out), "failure")
 	harness.Must(t, os.Rename(d.NetworkFile(), d.NetworkFile()+".away"))
 	out, err = d.Command(append(flags, "--json")...).Output()
 	harness.Must(t, os.Rename(d.NetworkFile()+".away", d.NetworkFile()))
@@ -304,11 +284,7 @@ func TestCheckFindsOtherRuntimes(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StateInFile)
 	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--listen"}
 	out := string(harness.Get(d.Command(append(flags, d.Socket)...).Output())(t))
-	for _, want := range []string{"ok       CRI socket: berth (pid ", "ok       NRI socket: berth (pid "} {
-		if !strings.Contains(out, want) {
-			t.Errorf("the output of check while the daemon runs has no %q:\n%s", want, out)
-		}
-	}
+	harness.WantText(t, "output of check while the daemon runs", out, "ok       CRI socket: berth (pid ", "ok       NRI socket: berth (pid ")
 	other := filepath.Join(d.Dir, "other.sock")
 	listener := harness.Get(net.Listen("unix", other))(t)
 	defer listener.Close()

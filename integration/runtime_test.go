@@ -145,13 +145,9 @@ func TestSystemdNotify(t *testing.T) {
 		n := harness.Get(notify.Read(b))(t)
 		return string(b[:n])
 	}
-	if m := received(); !strings.Contains(m, "READY=1") {
-		t.Errorf("the first message is %q", m)
-	}
+	harness.WantText(t, "first message", received(), "READY=1")
 	d.Stop(t)
-	if m := received(); !strings.Contains(m, "STOPPING=1") {
-		t.Errorf("the second message is %q", m)
-	}
+	harness.WantText(t, "second message", received(), "STOPPING=1")
 	d.Start(t)
 }
 
@@ -190,11 +186,7 @@ func TestConfigFile(t *testing.T) {
 	if err == nil {
 		t.Fatal("an unknown key is accepted")
 	}
-	for _, want := range []string{"max_log_lines", "line 2", "container.max_log_line\""} {
-		if !strings.Contains(string(out), want) {
-			t.Errorf("the message lacks %q:\n%s", want, out)
-		}
-	}
+	harness.WantText(t, "error", string(out), "max_log_lines", "line 2", "container.max_log_line\"")
 	// `config default` prints a valid configuration with a comment for every option.
 	out, err = d.Command("config", "default").Output()
 	harness.Must(t, err)

@@ -128,9 +128,7 @@ func TestTargetPIDNamespace(t *testing.T) {
 		s.NamespaceOptions.TargetId = target.Id
 	}))
 	harness.Equal(t, "PID namespace", machine.Namespace(t, debug.Pid(t), "pid"), machine.Namespace(t, target.Pid(t), "pid"))
-	if out := debug.Exec(t, "cat", "/proc/1/cmdline"); !strings.Contains(out, "4242") {
-		t.Errorf("process 1 is %q, want the target", out)
-	}
+	harness.WantText(t, "process 1", debug.Exec(t, "cat", "/proc/1/cmdline"), "4242")
 	debug.Stop(t, 0)
 	harness.Equal(t, "state of the target", target.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 }
@@ -210,9 +208,7 @@ func TestPodHostnameAndHosts(t *testing.T) {
 			harness.Equal(t, "HOSTNAME", c.Exec(t, "sh", "-c", "echo $HOSTNAME"), test.hostname)
 			address := strings.Fields(c.Exec(t, "sh", "-c", "ip -4 -o address show dev eth0"))[3]
 			address, _, _ = strings.Cut(address, "/")
-			if hosts := c.Exec(t, "cat", "/etc/hosts"); !strings.Contains(hosts+"\n", address+"\t"+test.names+"\n") {
-				t.Errorf("/etc/hosts gives %s other names: %q", address, hosts)
-			}
+			harness.WantText(t, "/etc/hosts", c.Exec(t, "cat", "/etc/hosts")+"\n", address+"\t"+test.names+"\n")
 		})
 	}
 }
@@ -255,9 +251,7 @@ func TestPodOOMScore(t *testing.T) {
 	want := -998
 	if !machine.CanLowerOOMScore() {
 		want = own // the kernel refused; berth continues and logs this
-		if !strings.Contains(d.Tail(), "oom_score_adj") {
-			t.Error("the log does not report that oom_score_adj could not be lowered")
-		}
+		harness.WantText(t, "log", d.Tail(), "oom_score_adj")
 	}
 	harness.Equal(t, "oom_score_adj of pause", score, want)
 }

@@ -390,8 +390,6 @@ func TestCheckOfUserNamespaces(t *testing.T) {
 			t.Errorf("check: %v; the result for user namespaces is %s, %s", err, f.Level, f.Found)
 		}
 	}
-	if !strings.Contains(out, `"user namespaces"`) {
-		t.Error("the output of check has no result for user namespaces")
-	}
+	harness.WantText(t, "output of check", out, `"user namespaces"`)
 	pod.Remove(t)
 }

@@ -94,6 +94,26 @@ func Equal[T comparable](t *testing.T, what string, got, want T) {
 	}
 }
 
+// WantText fails the test for each part that the text lacks.
+func WantText(t *testing.T, what, text string, parts ...string) {
+	t.Helper()
+	for _, part := range parts {
+		if !strings.Contains(text, part) {
+			t.Errorf("%s: no %q in %q", what, part, text)
+		}
+	}
+}
+
+// WantNoText fails the test for each part that the text contains.
+func WantNoText(t *testing.T, what, text string, parts ...string) {
+	t.Helper()
+	for _, part := range parts {
+		if strings.Contains(text, part) {
+			t.Errorf("%s: %q in %q", what, part, text)
+		}
+	}
+}
+
 // WantCode fails the test unless err carries the gRPC code and its text contains all the parts.
 func WantCode(t *testing.T, err error, code codes.Code, parts ...string) {
 	t.Helper()
