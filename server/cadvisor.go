@@ -32,7 +32,7 @@ import (
 )
 
 const (
-	// cadvisorNamespace is containerd's namespace of Kubernetes' containers.
+	// cadvisorNamespace is the namespace that Kubernetes uses in containerd.
 	cadvisorNamespace = "k8s.io"
 	namespaceHeader   = "containerd-namespace"
 

@@ -55,7 +55,7 @@ func (s *Server) beginTrace(ctx context.Context, method string) (context.Context
 	return ctx, t
 }
 
-// remoteOf returns kubelet's span that the request names as its parent.
+// remoteOf returns the parent span that kubelet sends with the request.
 func remoteOf(ctx context.Context) trace.Remote {
 	if values := metadata.ValueFromIncomingContext(ctx, "traceparent"); len(values) == 1 {
 		return trace.ParseRemote(values[0])

@@ -33,7 +33,7 @@ func installProfile(name string) error {
 	return apparmor.InstallDefault(name)
 }
 
-// ensure loads the profile unless the kernel has it. fresh reports that it was loaded now.
+// ensure loads a missing profile. fresh reports that this call loaded it.
 func (l profileLoader) ensure(name string) (fresh bool, err error) {
 	there, err := l.loaded(name)
 	if there || err != nil {

@@ -76,7 +76,7 @@ func TestUnloadedProfileIsLoadedAgain(t *testing.T) {
 	}
 }
 
-// newTestAppArmor returns AppArmor of a host that has it enabled.
+// newTestAppArmor returns the AppArmor of a host with AppArmor enabled.
 func newTestAppArmor(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	a := NewAppArmor(true, task.NewRunner(logger, nil), logger)
@@ -89,7 +89,7 @@ func newTestAppArmor(t *testing.T, loader profileLoader, log *bytes.Buffer) *App
 	return a
 }
 
-// Without apparmor_parser the log reports it once, and Problem gives the reason.
+// Without apparmor_parser the failure is logged once, and Problem returns it.
 func TestAppArmorLoadFailure(t *testing.T) {
 	t.Parallel()
 	kernel := fakeProfiles{parseErr: errors.New("no parser")}
@@ -167,7 +167,7 @@ func TestAppArmorParserHangs(t *testing.T) {
 			if !strings.Contains(a.Problem(), context.DeadlineExceeded.Error()) {
 				t.Errorf("problem %q", a.Problem())
 			}
-			time.Sleep(2 * appArmorRetry) // in the bubble's time
+			time.Sleep(2 * appArmorRetry) // virtual time
 		}
 		if loads.Load() != 1 {
 			t.Errorf("%d parsers", loads.Load())

@@ -69,7 +69,7 @@ func TestPlanPause(t *testing.T) {
 	}
 }
 
-// A pod whose pause cannot be described is refused by the plan.
+// PlanPause refuses a pod whose pause cannot be described.
 func TestPlanPauseRefuses(t *testing.T) {
 	t.Parallel()
 	p := &state.PodSpec{ID: "p", NetNS: "/netns/p", Config: &runtimeapi.PodSandboxConfig{Hostname: "a b"}}

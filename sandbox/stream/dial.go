@@ -36,8 +36,8 @@ type podDials struct {
 }
 
 const (
-	// maxDials limits concurrent dials. A port accepts within a millisecond. Without a limit, a
-	// port that does not would hold as many descriptors as clients request.
+	// maxDials limits concurrent dials. A working port accepts within a millisecond. Without a
+	// limit, clients of an unresponsive port could hold any number of descriptors.
 	maxDials    = 256
 	maxPodDials = maxDials / 2
 )

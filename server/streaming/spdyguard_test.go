@@ -52,7 +52,7 @@ func serving(t *testing.T, d doing) *Server {
 	return servingOverTLS(t, d, nil)
 }
 
-// servingOverTLS is serving with certificates. nil means without TLS.
+// servingOverTLS is serving with TLS certificates, or without TLS if they are nil.
 func servingOverTLS(t *testing.T, d doing, certificates *tls.Config) *Server {
 	t.Helper()
 	s, err := Listen(Config{Address: "127.0.0.1:0", TLS: certificates, IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, d)

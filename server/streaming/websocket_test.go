@@ -176,13 +176,13 @@ func TestSizesAreBounded(t *testing.T) {
 		return widths
 	}
 	if got := decode(strings.NewReader("{\"Width\":1,\"Height\":2}\n{\"Width\":3}{\"Width\":4} ")); !slices.Equal(got, []uint16{1, 3, 4}) {
-		t.Errorf("the widths are %v", got)
+		t.Errorf("widths %v", got)
 	}
 	endless := io.MultiReader(strings.NewReader(`{"Width":7}{"Width":`), io.LimitReader(repeated('1'), 64<<20))
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	if got := decode(endless); !slices.Equal(got, []uint16{7}) {
-		t.Errorf("the widths are %v", got)
+		t.Errorf("widths %v", got)
 	}
 	runtime.ReadMemStats(&after)
 	if used := after.TotalAlloc - before.TotalAlloc; used > 4<<20 {
