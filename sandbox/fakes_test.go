@@ -39,8 +39,8 @@ import (
 )
 
 // fakeHost implements all interfaces through which the manager commands the host. It logs each call
-// in calls, and fails the calls that a test selects. It keeps records in memory. The lock guards all
-// fields.
+// in calls, and fails the calls that a test selects. It keeps records in memory. The lock guards
+// all fields.
 type fakeHost struct {
 	t  *testing.T
 	mu sync.Mutex
@@ -433,8 +433,8 @@ type fakeTrash struct{ *fakeHost }
 func (f fakeTrash) Discard(string) error { return f.call("discard layer") }
 func (f fakeTrash) Run(context.Context)  {}
 
-// withFakes runs a test with a manager on a fake host. Time is virtual, so retries take no time. The
-// manager is closed at the end, and all its goroutines must end.
+// withFakes runs a test with a manager on a fake host. Time is virtual, so retries take no time.
+// The manager is closed at the end, and all its goroutines must end.
 func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {

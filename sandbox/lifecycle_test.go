@@ -165,8 +165,8 @@ func TestStartContainerFailures(t *testing.T) {
 	}
 }
 
-// An exit that cannot be recorded is published. The runtime state is then the only record, and stays
-// until the exit is recorded.
+// An exit that cannot be recorded is published. The runtime state is then the only record, and
+// stays until the exit is recorded.
 func TestUnrecordedExitIsPublished(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		id := startContainer(t, m, runPod(t, m))
@@ -283,8 +283,8 @@ func TestStopPodSandboxFailures(t *testing.T) {
 	}
 }
 
-// If a step of RemovePodSandbox fails, the record stays, and the next call continues. It removes the
-// pod's network and mounts again only if the first call could not.
+// If a step of RemovePodSandbox fails, the record stays, and the next call continues. It removes
+// the pod's network and mounts again only if the first call could not.
 func TestRemovePodSandboxFailures(t *testing.T) {
 	for _, test := range []struct {
 		step      string

@@ -215,7 +215,8 @@ func TestPluginErrors(t *testing.T) {
 	}
 }
 
-// Updates of other containers are applied after the hold. A failed update does not prevent the others.
+// Updates of other containers are applied after the hold. A failed update does not prevent the
+// others.
 func TestUpdatesRunAfterHold(t *testing.T) {
 	t.Parallel()
 	f := &fakePlugins{journal: &journal{}, updates: []nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}}

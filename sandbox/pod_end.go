@@ -64,8 +64,8 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	return err
 }
 
-// takeDown removes the pod's network, pause and mounts, unless an earlier call did. The steps run in
-// parallel, because removing a namespace and each unmount wait for an RCU grace period.
+// takeDown removes the pod's network, pause and mounts, unless an earlier call did. The steps run
+// in parallel, because removing a namespace and each unmount wait for an RCU grace period.
 func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
 	if p.TakenDown {
 		return nil

@@ -42,8 +42,8 @@ func (f *fakeSELinux) selinux() lsm.SELinux {
 
 func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse)) }
 
-// labelledManager returns a manager with a pod and two containers. One has the pod's labels, and the
-// other has different labels.
+// labelledManager returns a manager with a pod and two containers. One has the pod's labels, and
+// the other has different labels.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
 	m = &Manager{selinux: host.selinux(), control: &control{objects: newObjects()}}
 	p = &pod{PodSpec: &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}

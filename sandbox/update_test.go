@@ -126,8 +126,8 @@ func TestObjectsForPlugins(t *testing.T) {
 	testutil.Must(t, m.waitNotified(t.Context(), unnotified))
 }
 
-// kubelet treats the newest attempt as the current one. A new attempt therefore gets a later creation
-// time than the earlier ones, even if the clock was set back.
+// kubelet treats the newest attempt as the current one. A new attempt therefore gets a later
+// creation time than the earlier ones, even if the clock was set back.
 func TestCreationAfterEarlierAttempts(t *testing.T) {
 	m, _ := managerWithRecords(t)
 	future := time.Now().Add(time.Hour)

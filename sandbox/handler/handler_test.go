@@ -145,8 +145,8 @@ func TestNoRuntimeIsLibcontainer(t *testing.T) {
 	}
 }
 
-// Replace adds and removes handlers, and changes the default. It does not probe an unchanged program
-// again.
+// Replace adds and removes handlers, and changes the default. It does not probe an unchanged
+// program again.
 func TestReplace(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "capable")

@@ -18,8 +18,8 @@ import (
 var errSystemPath = errors.New("system paths are never relabelled")
 
 // systemPaths are never relabelled, because services of the host would lose access
-// (CVE-2021-43816). Files below some of them may be relabelled. The SELinux library has the same list,
-// but its function walks by path, so a symlink can redirect it.
+// (CVE-2021-43816). Files below some of them may be relabelled. The SELinux library has the same
+// list, but its function walks by path, so a symlink can redirect it.
 var systemPaths = []string{
 	"/", "/bin", "/boot", "/dev", "/etc", "/etc/passwd", "/etc/pki", "/etc/shadow", "/home", "/lib", "/lib64",
 	"/media", "/opt",

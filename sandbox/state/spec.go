@@ -15,8 +15,8 @@ import (
 	"berth/shim/proto"
 )
 
-// PodSpec holds the planned properties of a pod. It never changes, so any goroutine may read it. The
-// tags of Spec and Status name the fields of the record (record.go).
+// PodSpec holds the planned properties of a pod. It never changes, so any goroutine may read it.
+// The tags of Spec and Status name the fields of the record (record.go).
 type PodSpec struct {
 	ID          string                       `json:"id"`
 	BootID      string                       `json:"bootID"` // of the boot at planning
