@@ -200,7 +200,7 @@ func hello(t *testing.T, netnsPath, addr string) {
 func TestRealPluginsParallel(t *testing.T) {
 	b := newRealBed(t, "berth-t1", 92)
 	att := b.plan()
-	var mu sync.Mutex // of seen
+	var mu sync.Mutex // guards seen
 	seen := map[string]string{}
 	var pods sync.WaitGroup
 	for i := range 8 {

@@ -100,7 +100,7 @@ func TestLoopbackIsGuardedWithoutRules(t *testing.T) {
 }
 
 // The limits are at devices on the node that the pod cannot change, and vanish with the pod.
-func TestBandwidth(t *testing.T) {
+func TestBandwidthIsLimitedOnNode(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
 	with := map[string]any{"runtimeConfig": map[string]any{"bandwidth": map[string]any{
@@ -165,7 +165,7 @@ func limitOf(t *testing.T, device string) string {
 }
 
 // After ADD the bridge forwards the pod's packets.
-func TestPortForwards(t *testing.T) {
+func TestPortForwardsAfterAdd(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
 	for range 20 {

@@ -282,7 +282,7 @@ func TestGC(t *testing.T) {
 }
 
 // Errors have the specification's codes, and failed calls leave nothing.
-func TestErrors(t *testing.T) {
+func TestErrorsHaveSpecifiedCodes(t *testing.T) {
 	b := newBed(t, map[string]any{"subnets": []string{"10.99.0.0/30"}}) // room for one pod
 	for _, c := range []struct {
 		what string
@@ -339,7 +339,7 @@ func TestErrors(t *testing.T) {
 }
 
 // Concurrent ADDs of the daemon and of programs get different addresses.
-func TestParallel(t *testing.T) {
+func TestConcurrentAddsGetDistinctAddresses(t *testing.T) {
 	b := newBed(t, nil)
 	lib, list := b.asProgram()
 	const each = 12

@@ -298,7 +298,7 @@ func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 }
 
 // The network takes over the bridge, its addresses, and the rules of a version without keys.
-func TestEarlierVersion(t *testing.T) {
+func TestNetworkOfEarlierVersionIsTakenOver(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, b.attached(nil).del())
 	link, err := netlink.LinkByName("bn0")

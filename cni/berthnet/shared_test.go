@@ -34,7 +34,7 @@ import (
 
 // A daemon with another directory has another network. It must use another bridge, and its GC
 // ignores this network.
-func TestOtherDirectories(t *testing.T) {
+func TestNetworksWithOtherDirectoriesAreSeparate(t *testing.T) {
 	newWorld(t)
 	ours := newBed(t, nil)
 	port := hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80})
@@ -74,7 +74,7 @@ func TestOtherDirectories(t *testing.T) {
 
 // The network uses a bridge that the administrator created, and the bridge keeps its addresses. A
 // bridge with another owner is refused.
-func TestForeignBridge(t *testing.T) {
+func TestBridgeOfAdministratorIsUsed(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
 	addressed(t, "bn0", "192.0.2.129/25")
@@ -122,7 +122,7 @@ func rewriteRuleset(t *testing.T, before int) {
 }
 
 // ADD, STATUS and Watch restore deleted rules.
-func TestFlushedRuleset(t *testing.T) {
+func TestFlushedRulesetIsRestored(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -191,7 +191,7 @@ func (b *bed) marker(conn *nftables.Conn) *nftables.Chain {
 
 // "nft flush table" deletes the rules but neither the table nor its chains. CHECK reports it, and
 // STATUS and ADD restore the rules.
-func TestFlushedTable(t *testing.T) {
+func TestFlushedTableIsRestored(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
 	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -355,7 +355,7 @@ func TestFlushWhileInstalling(t *testing.T) {
 	}
 }
 
-func TestSettings(t *testing.T) {
+func TestKernelSettingsOfBridge(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
 	files := map[string]string{"/proc/sys/net/ipv4/ip_forward": "0", "/proc/sys/net/ipv6/conf/all/forwarding": "0", "/proc/sys/net/ipv4/conf/bn0/route_localnet": "0"}
@@ -372,7 +372,7 @@ func TestSettings(t *testing.T) {
 }
 
 // IPv6 that the administrator has disabled stays disabled.
-func TestIPv6Off(t *testing.T) {
+func TestDisabledIPv6StaysDisabled(t *testing.T) {
 	const file = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
 	testutil.Must(t, os.WriteFile(file, []byte("1"), 0))
 	defer func() { testutil.Must(t, os.WriteFile(file, []byte("0"), 0)) }()
@@ -386,7 +386,7 @@ func TestIPv6Off(t *testing.T) {
 }
 
 // A subnet that the node reaches through another interface is refused, and nothing is created.
-func TestOverlap(t *testing.T) {
+func TestOverlappingSubnetIsRefused(t *testing.T) {
 	newWorld(t)
 	outside, err := netlink.LinkByName("outside")
 	testutil.Must(t, err)
@@ -410,7 +410,7 @@ func TestOverlap(t *testing.T) {
 }
 
 // After a change of the node's pod CIDR the bridge has exactly the gateways of its pods.
-func TestOldGateways(t *testing.T) {
+func TestBridgeHasOnlyGatewaysOfItsPods(t *testing.T) {
 	b := newBed(t, nil)
 	old := b.attached(nil)
 	cidr := func(subnet string) map[string]any {
@@ -444,7 +444,7 @@ func TestOldGateways(t *testing.T) {
 }
 
 // A pod may have the maximal number of host ports, and all of them are restored after a flush.
-func TestManyHostPorts(t *testing.T) {
+func TestManyHostPortsAreRestored(t *testing.T) {
 	const many = 4096
 	b := newBed(t, nil)
 	var ports []map[string]any
@@ -713,7 +713,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 }
 
 // With Passive STATUS changes nothing.
-func TestPassive(t *testing.T) {
+func TestPassiveStatusChangesNothing(t *testing.T) {
 	b := newBed(t, nil)
 	pod := b.attached(nil)
 	flushRuleset(t)

@@ -65,7 +65,7 @@ type Config struct {
 	PluginDir           string        // programs to start with the daemon
 	PluginConfigDir     string        // their configuration: NN-name.conf or name.conf
 	RegistrationTimeout time.Duration // from connection to registration
-	RequestTimeout      time.Duration // per answer of a plugin
+	RequestTimeout      time.Duration // limit of one answer of a plugin
 	Reject              []string      // kinds of adjustments that fail a container, as in the option nri.reject
 	RequiredPlugins     []string      // plugins without which no container is created
 	Log                 *slog.Logger

@@ -57,7 +57,7 @@ func TestCheck(t *testing.T) {
 
 // Addresses are assigned in order, and a released one as late as possible. No address is assigned
 // twice. The gateway is never assigned.
-func TestReserve(t *testing.T) {
+func TestReserveAssignsInOrder(t *testing.T) {
 	t.Parallel()
 	s, ranges := newStore(t), small(t)[:1]
 	for _, step := range []struct{ give, release, want string }{
@@ -105,7 +105,7 @@ func TestReserve(t *testing.T) {
 
 // After a power failure the files may have any content. Then no address is assigned twice or lost,
 // and the store works.
-func TestDamagedFiles(t *testing.T) {
+func TestStoreSurvivesDamagedFiles(t *testing.T) {
 	t.Parallel()
 	for what, content := range map[string]string{"empty": "", "zeros": "\x00\x00\x00\x00", "torn": `[{"Proto`, "foreign": "10.0.0.99,zz\n", "long": strings.Repeat("x", 1<<12)} {
 		t.Run(what, func(t *testing.T) {
@@ -151,7 +151,7 @@ func TestNote(t *testing.T) {
 	}
 }
 
-func TestLock(t *testing.T) {
+func TestLockExcludesOtherHolders(t *testing.T) {
 	t.Parallel()
 	s := newStore(t)
 	unlock, err := s.Lock(t.Context())
@@ -167,7 +167,7 @@ func TestLock(t *testing.T) {
 	unlock()
 }
 
-func TestNames(t *testing.T) {
+func TestFileNamesAreParsedBack(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("x", MaxID)
 	for _, r := range []Reservation{

@@ -27,7 +27,7 @@ func TestDefaults(t *testing.T) {
 }
 
 // The runtime's ranges replace the configured ones.
-func TestRuntime(t *testing.T) {
+func TestRuntimeRangesReplaceSubnets(t *testing.T) {
 	t.Parallel()
 	n, err := parse(`, "subnets": ["10.85.0.0/16"], "masquerade": false, "hairpin": false, "isolation": ["pods", "node"], "runtimeConfig": {
 		"ipRanges": [[{"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.10", "rangeEnd": "10.1.2.20", "gateway": "10.1.2.254"}]],
@@ -45,7 +45,7 @@ func TestRuntime(t *testing.T) {
 }
 
 // The key depends on the name and the directory, so two daemons have different networks.
-func TestKey(t *testing.T) {
+func TestKeyDependsOnDirectory(t *testing.T) {
 	t.Parallel()
 	keys := map[string]bool{}
 	for _, body := range []string{``, `, "dataDir": "/a"`, `, "dataDir": "/a", "name": "m"`} {
@@ -84,7 +84,7 @@ func TestGC(t *testing.T) {
 	}
 }
 
-func TestInvalid(t *testing.T) {
+func TestInvalidConfigurationIsRefused(t *testing.T) {
 	t.Parallel()
 	mapping := func(m string) string { return `, "runtimeConfig": {"portMappings": [` + m + `]}` }
 	for body, want := range map[string]string{

@@ -47,8 +47,9 @@ var (
 	ErrQuicker = errors.New("another program has just made the bridge")
 )
 
-// A bridge's alias contains the key of its network, and whether the network created the bridge or
-// found it without an owner. A network removes no address from a bridge that it found.
+// A bridge's alias contains the key of its network, and one of these prefixes. They show whether
+// the network created the bridge or found it without an owner. A network removes no address from a
+// bridge that it found.
 const (
 	madeBy  = "berth-net bridge of "
 	foundBy = "berth-net bridge found by "

@@ -10,7 +10,7 @@ import (
 )
 
 // An interrupted list is requested again, a limited number of times.
-func TestDump(t *testing.T) {
+func TestInterruptedDumpIsRetried(t *testing.T) {
 	for _, c := range []struct {
 		interrupted, asked int
 		then, want         error

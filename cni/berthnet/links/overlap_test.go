@@ -6,7 +6,7 @@ import (
 )
 
 // Only success is cached.
-func TestOverlaps(t *testing.T) {
+func TestOverlapsCachesOnlySuccess(t *testing.T) {
 	var answer error
 	looks := 0
 	o := &Overlaps{check: func([]netip.Prefix, string) error { looks++; return answer }}

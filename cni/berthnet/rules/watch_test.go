@@ -29,7 +29,7 @@ func packet(types ...uint16) (data []byte) {
 
 // The filter passes a deletion of a table at any place in a packet, and packets with too many
 // messages.
-func TestDeletions(t *testing.T) {
+func TestFilterPassesDeletions(t *testing.T) {
 	t.Parallel()
 	vm, err := bpf.NewVM(deletions())
 	testutil.Must(t, err)
