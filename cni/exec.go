@@ -52,6 +52,7 @@ type runner struct {
 	log     *slog.Logger
 	runs    *runs
 	builtIn map[string]BuiltIn
+	ran     func(plugin, verb string, took time.Duration, err error) // nil: none
 }
 
 var _ invoke.Exec = (*runner)(nil)
@@ -73,9 +74,24 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 // error wraps a *types.Error and its code follows the specification's error code: Unavailable for
 // "try again", FailedPrecondition for a bad configuration, otherwise Internal.
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
-	if plugin, ok := strings.CutPrefix(path, builtInPath); ok {
-		return r.call(ctx, plugin, stdin, environ)
+	began := time.Now()
+	plugin, ok := strings.CutPrefix(path, builtInPath)
+	var out []byte
+	var err error
+	if ok {
+		out, err = r.call(ctx, plugin, stdin, environ)
+	} else {
+		plugin = filepath.Base(path)
+		out, err = r.exec(ctx, path, stdin, environ)
 	}
+	if r.ran != nil && !errors.Is(err, errVerbUnknown) {
+		r.ran(plugin, getenv(environ, "CNI_COMMAND"), time.Since(began), err)
+	}
+	return out, err
+}
+
+// exec implements ExecPlugin for a program.
+func (r *runner) exec(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
 	run := &pluginRun{path: path, verb: getenv(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
 	defer trace.Begin(ctx, run.name()).End()
 	noted, err := r.runs.begin(run.verb + " " + path + " " + getenv(environ, "CNI_CONTAINERID"))

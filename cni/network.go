@@ -70,6 +70,10 @@ type Config struct {
 	Timeout time.Duration // of one ADD, DEL or CHECK; 0: DefaultTimeout
 	Waits   *task.Waits   // register of waits; may be nil
 
+	// Ran is called after each run of a plugin, with the plugin's type and the verb, unless the
+	// plugin does not implement the verb. It must not block. It may be nil.
+	Ran func(plugin, verb string, took time.Duration, err error)
+
 	BuiltIn map[string]BuiltIn // by plugin type
 	Readers Readers
 	List    []byte // the complete configuration list of the network; nil: use ConfDir
@@ -114,7 +118,7 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 	if cfg.Timeout == 0 {
 		cfg.Timeout = DefaultTimeout
 	}
-	plugins := &runner{log: log, runs: newRuns(cfg.RunDir, log), builtIn: cfg.BuiltIn}
+	plugins := &runner{log: log, runs: newRuns(cfg.RunDir, log), builtIn: cfg.BuiltIn, ran: cfg.Ran}
 	n := &Network{
 		cfg:     cfg,
 		log:     log,

@@ -48,10 +48,11 @@ type pulls struct {
 
 // pullTrack tracks one pull.
 type pullTrack struct {
-	ref     string
-	started time.Time
-	hosts   []string // that answered; owned by the pull
-	layers  atomic.Pointer[[]*layerTrack]
+	ref      string
+	started  time.Time
+	registry string   // host of ref, empty for an invalid one; owned by the pull
+	hosts    []string // that answered; owned by the pull
+	layers   atomic.Pointer[[]*layerTrack]
 }
 
 // layerTrack tracks one layer of one pull.

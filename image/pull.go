@@ -43,6 +43,7 @@ func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfi
 	defer cancel()
 	defer context.AfterFunc(s.ctx, cancel)()
 	img, err := s.pull(ctx, ref, auth, track)
+	s.cfg.Observer.Pulled(track.registry, track.result(err))
 	if err != nil {
 		return nil, pullError(ref, err)
 	}
@@ -66,6 +67,7 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 	if err != nil {
 		return nil, err
 	}
+	track.registry = ref.Domain
 	credentials, err := registry.FromCRI(auth)
 	if err != nil {
 		return nil, err
@@ -308,7 +310,10 @@ func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received 
 // range requests.
 func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
 	first int, received *atomic.Int64, more shortage) (had unpack.Limits, inParts bool, err error) {
-	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
+	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) {
+		received.Add(int64(n))
+		s.cfg.Observer.Received(repo.Reference().Domain, n)
+	})
 	if err != nil {
 		return had, false, err
 	}

@@ -45,6 +45,7 @@ type Config struct {
 	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
 	Platform             ocispec.Platform   // zero: this machine's
 	Waits                *task.Waits        // records waits for verbose Status; nil: no recording
+	Observer             Observer           // nil: none
 }
 
 // DefaultParallelDownloads is the default of Config.MaxParallelDownloads.
@@ -117,6 +118,9 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 	}
 	if cfg.Platform.OS == "" {
 		cfg.Platform = registry.DefaultPlatform()
+	}
+	if cfg.Observer == nil {
+		cfg.Observer = noObserver{}
 	}
 	cfg.Limits = cfg.Limits.WithDefaults()
 	ctx, cancel := context.WithCancel(context.Background())

@@ -152,6 +152,7 @@ func (m *Manager) containerStarted(ctx context.Context, c lockedContainer, s *pr
 	if err := m.publishRunning(c, run); err != nil {
 		return errors.Join(err, run.Close(), run.meter.Close())
 	}
+	m.cfg.Observer.ContainerStarted(c.Config.GetMetadata().GetAttempt())
 	m.logContainer("container started", c.container, slog.Int("pid", run.PID))
 	m.watchContainer(c.container, run)
 	m.sampler.Wake()
@@ -224,6 +225,7 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	notified := make(chan struct{})
 	c.stopNotified.Store(&notified)
 	m.publishContainer(c)
+	m.cfg.Observer.ContainerExited(exit.Reason)
 	m.logExit(c.container, exit)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins may be slow

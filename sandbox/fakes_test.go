@@ -35,6 +35,7 @@ import (
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
+	"berth/shim"
 	"berth/shim/proto"
 )
 
@@ -308,6 +309,7 @@ func (f *fakeHost) PauseImage(context.Context, string) (*state.Image, error) {
 // Pool
 
 func (f *fakeHost) Expect()                                  {}
+func (f *fakeHost) Counts() shim.Counts                      { return shim.Counts{} }
 func (f *fakeHost) ExpectPause(kind proto.PauseKind, _ bool) { f.noteKind("expect", kind) }
 func (f *fakeHost) Close() error                             { return nil }
 

@@ -19,6 +19,7 @@ import (
 	"berth/oci/users"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
+	"berth/shim"
 	"berth/shim/proto"
 )
 
@@ -127,5 +128,6 @@ type Trash interface {
 type Pool interface {
 	Expect()
 	ExpectPause(kind proto.PauseKind, systemd bool)
+	Counts() shim.Counts
 	Close() error
 }

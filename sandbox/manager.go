@@ -55,6 +55,7 @@ type Config struct {
 	CDI            runtime.CDIDirs           // directories of CDI device specs
 	OwnDevices     bool                      // devices belong to the user and group of the security context
 	Waits          *task.Waits               // lists the waits of operations
+	Observer       Observer                  // nil: none
 	Log            *slog.Logger
 	LogFormat      string // of Log: json or text
 }
@@ -257,6 +258,9 @@ func newLauncher(
 
 // newWith returns a manager without objects and without the parts that need the host.
 func newWith(cfg Config, tasks *task.Runner) *Manager {
+	if cfg.Observer == nil {
+		cfg.Observer = noObserver{}
+	}
 	c := &control{objects: newObjects(), systemd: cfg.SystemdCgroup, tasks: tasks}
 	m := &Manager{control: c, cfg: cfg, log: cfg.Log, unfinished: newDeferredWork(tasks)}
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)

@@ -277,6 +277,7 @@ func (m *Manager) pauseEnded(p *pod) {
 		if p.Phase() != state.PodReady { // stopped by a client
 			return nil
 		}
+		m.cfg.Observer.PauseExited()
 		m.log.Warn("the pause exited, the pod is not ready any more", "pod", p.ID)
 		return m.publishPauseless(p)
 	}) // fails only during shutdown

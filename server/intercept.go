@@ -29,7 +29,9 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		level := levelOf(err)
 		err = coded(err)
 		s.endTrace(traced, info.FullMethod, req, resp, err)
-		s.logCall(ctx, level, info.FullMethod, time.Since(began), err, append(ids(req), ids(resp)...))
+		took := time.Since(began)
+		s.observe(info.FullMethod, false, err, took)
+		s.logCall(ctx, level, info.FullMethod, took, err, append(ids(req), ids(resp)...))
 	}()
 	if !s.requests.TryAcquire(1) {
 		return nil, errdefs.Unavailable("berth is stopping")
@@ -66,7 +68,9 @@ func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerIn
 		}
 		level := levelOf(err)
 		err = coded(err)
-		s.logCall(ss.Context(), level, info.FullMethod, time.Since(began), err, nil)
+		took := time.Since(began)
+		s.observe(info.FullMethod, true, err, took)
+		s.logCall(ss.Context(), level, info.FullMethod, took, err, nil)
 	}()
 	return handler(srv, ss)
 }

@@ -119,6 +119,8 @@ type Config struct {
 
 	Tracing Tracing // nil: no export
 
+	Observer Observer // nil: none
+
 	// Changing is called before each request that creates, starts, stops or removes an object. Its
 	// result is called after the request. Neither may block. Changing may be nil.
 	Changing func() (changed func())
@@ -130,6 +132,7 @@ type Server struct {
 	grpc     *grpc.Server
 	grace    time.Duration // stopGrace, shorter in tests
 	tracing  Tracing       // nil: none
+	observer Observer      // nil: none
 	changing func() func() // Config.Changing
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
@@ -140,7 +143,7 @@ type Server struct {
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, changing: cfg.Changing,
+	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, observer: cfg.Observer, changing: cfg.Changing,
 		requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(

@@ -74,6 +74,7 @@ func (s *Server) endTrace(t *trace.Trace, method string, req, resp any, err erro
 	if err != nil {
 		t.Fail(status.Convert(err).Message())
 	}
+	s.observeTrace(method, t, err)
 	t.End()
 }
 

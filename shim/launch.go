@@ -113,6 +113,7 @@ func (l *Launchers) launchWith(
 			err = errdefs.Internal("%v: %w", err, cleanupErr)
 		}
 	case err != nil:
+		l.losses.Add(1)
 		err = errors.Join(errdefs.Internal("the launcher is lost: %w", err), l.cleanUp(p, req))
 	case reply.Error != nil:
 		err = failure(ctx, reply.Error)

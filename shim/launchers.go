@@ -47,6 +47,8 @@ type Launchers struct {
 	stop   context.CancelFunc
 	owned  sync.WaitGroup // all goroutines of the pool
 
+	starts, losses atomic.Uint64 // see Counts
+
 	expecting   atomic.Bool // keepMovesFast runs
 	expectUntil atomic.Pointer[time.Time]
 
@@ -118,6 +120,21 @@ func (l *Launchers) Close() error {
 	}
 	l.owned.Wait()
 	return errors.Join(l.exe.Close(), l.filters.Close())
+}
+
+// Counts are numbers of launchers.
+type Counts struct {
+	Idle    int    // ready for a launch or an exec
+	Serving int    // in an exec or the launch of a pause, and used again afterwards
+	Started uint64 // since New
+	Lost    uint64 // exited while idle or during a launch, since New
+}
+
+// Counts returns the numbers of launchers.
+func (l *Launchers) Counts() Counts {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return Counts{Idle: len(l.idle), Serving: l.lent, Started: l.starts.Load(), Lost: l.losses.Load()}
 }
 
 // launcher is the daemon's end of one launcher process.
@@ -327,6 +344,7 @@ func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	case !l.drop(p):
 		return // it was just taken, and the caller will notice its death
 	}
+	l.losses.Add(1)
 	l.cfg.Log.Warn("idle launcher died", "pid", p.pid)
 	l.retire(p)
 	select {
@@ -362,6 +380,7 @@ func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 			l.wantMore()
 			return p, nil
 		}
+		l.losses.Add(1)
 		l.cfg.Log.Warn("idle launcher died", "pid", p.pid, "error", err)
 		l.retire(p)
 		l.wantMore()
@@ -497,6 +516,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 		return nil, err
 	}
 	failpoint.Reach("launchers.started")
+	l.starts.Add(1)
 	pid := proc.Pid
 	if err := proc.Release(); err != nil {
 		return nil, err

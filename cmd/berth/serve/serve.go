@@ -310,7 +310,7 @@ func announce(ctx context.Context, listener net.Listener, srv *server.Server, wa
 	log *slog.Logger) error {
 	log.Info("serving", "version", version.Get(), "socket", listener.Addr().String())
 	notify(log, daemon.SdNotifyReady)
-	defer watchdog.Start(ctx, listener, waits, log)()
+	defer watchdog.Start(ctx, listener, waits, func(error) {}, log)()
 	stop := context.AfterFunc(ctx, func() {
 		log.Info("stopping, containers keep running")
 		notify(log, daemon.SdNotifyStopping)

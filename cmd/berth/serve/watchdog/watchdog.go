@@ -23,9 +23,10 @@ import (
 )
 
 // Start feeds the watchdog for a daemon that serves CRI on listener and records its waits in waits.
-// It ends with stop, which waits for that, or when ctx ends, because TimeoutStopSec bounds a
+// It calls checked with the result of each check. It ends with stop, which waits for that, or when ctx ends, because TimeoutStopSec bounds a
 // shutdown.
-func Start(ctx context.Context, listener net.Listener, waits *task.Waits, log *slog.Logger) (stop func()) {
+func Start(ctx context.Context, listener net.Listener, waits *task.Waits, checked func(error),
+	log *slog.Logger) (stop func()) {
 	period, err := daemon.SdWatchdogEnabled(false)
 	if err != nil {
 		log.Warn("cannot feed systemd's watchdog", "error", err)
@@ -33,7 +34,8 @@ func Start(ctx context.Context, listener net.Listener, waits *task.Waits, log *s
 	if err != nil || period == 0 {
 		return func() {}
 	}
-	w := &watchdog{period: period, began: time.Now(), socket: listener.Addr().String(), waits: waits, log: log}
+	w := &watchdog{period: period, began: time.Now(), socket: listener.Addr().String(), waits: waits,
+		checked: checked, log: log}
 	ctx, cancel := context.WithCancel(ctx)
 	var running sync.WaitGroup
 	running.Go(func() { w.run(ctx) })
@@ -45,11 +47,12 @@ func Start(ctx context.Context, listener net.Listener, waits *task.Waits, log *s
 
 // watchdog checks the daemon and reports to systemd.
 type watchdog struct {
-	period time.Duration // systemd expects a report in each period
-	began  time.Time
-	socket string // the daemon's own
-	waits  *task.Waits
-	log    *slog.Logger
+	period  time.Duration // systemd expects a report in each period
+	began   time.Time
+	socket  string // the daemon's own
+	waits   *task.Waits
+	checked func(error) // called with the result of each check
+	log     *slog.Logger
 }
 
 // perPeriod is the number of checks per period, so that one late check does no harm.
@@ -59,12 +62,14 @@ func (w *watchdog) run(ctx context.Context) {
 	ticker := time.NewTicker(w.period / perPeriod)
 	defer ticker.Stop()
 	for {
-		switch err := w.look(ctx); {
-		case ctx.Err() != nil:
+		err := w.look(ctx)
+		if ctx.Err() != nil {
 			return
-		case err != nil:
+		}
+		w.checked(err)
+		if err != nil {
 			w.log.Error("the daemon is unhealthy, systemd will restart it if this lasts", "error", err)
-		default:
+		} else {
 			w.feed()
 		}
 		select {

@@ -70,7 +70,7 @@ func TestWatchdogIsFedWhileHealthy(t *testing.T) {
 	socket := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
 	waits := new(task.Waits)
 	watch(t, waits)
-	stop := Start(t.Context(), addressOf{path: socket}, waits, discardLog)
+	stop := Start(t.Context(), addressOf{path: socket}, waits, func(error) {}, discardLog)
 	for range 3 {
 		if got := receive(t, systemd); got != "WATCHDOG=1" {
 			t.Errorf("message %q", got)
@@ -106,7 +106,7 @@ func TestWatchdogIsNotFedWhileUnhealthy(t *testing.T) {
 			if tt.waits == watched {
 				began = time.Now().Add(time.Hour) // the watch may start late in this test
 			}
-			w := &watchdog{period: 300 * time.Millisecond, began: began, socket: tt.socket, waits: tt.waits, log: slog.New(slog.NewTextHandler(log, nil))}
+			w := &watchdog{period: 300 * time.Millisecond, began: began, socket: tt.socket, waits: tt.waits, checked: func(error) {}, log: slog.New(slog.NewTextHandler(log, nil))}
 			if err := w.look(t.Context()); err == nil || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("look: %v", err)
 			}
@@ -139,5 +139,5 @@ func (c *callingOff) Write(line []byte) (int, error) {
 
 func TestWatchdogIsOffByDefault(t *testing.T) {
 	t.Setenv("WATCHDOG_USEC", "")
-	Start(t.Context(), nil, nil, discardLog)()
+	Start(t.Context(), nil, nil, nil, discardLog)()
 }

@@ -1,0 +1,47 @@
+package image
+
+import "time"
+
+// Observer receives measurements of pulls, for example to export them as metrics. Its methods must
+// not block. registry is the registry host of the image reference, empty for an invalid reference.
+// Anyone who can create pods chooses it, so an observer bounds the number of values it keeps.
+type Observer interface {
+	// Received reports bytes of layers as they arrive from the network.
+	Received(registry string, bytes int)
+	// Pulled reports a finished pull.
+	Pulled(registry string, result PullResult)
+}
+
+// PullResult describes a finished pull.
+type PullResult struct {
+	Took       time.Duration
+	Unchanged  bool // the registry confirmed the present image
+	Present    int  // layers that were present before
+	Downloaded int  // layers that were downloaded, by this pull or by a concurrent one
+	Err        error
+}
+
+// noObserver ignores all measurements.
+type noObserver struct{}
+
+func (noObserver) Received(string, int)      {}
+func (noObserver) Pulled(string, PullResult) {}
+
+// result returns the measurements of a finished pull.
+func (t *pullTrack) result(err error) PullResult {
+	r := PullResult{Took: time.Since(t.started), Err: err}
+	layers := t.layers.Load()
+	r.Unchanged = layers == nil && err == nil
+	if layers == nil {
+		return r
+	}
+	for _, l := range *layers {
+		switch *l.state.Load() {
+		case LayerPresent:
+			r.Present++
+		case LayerDone:
+			r.Downloaded++
+		}
+	}
+	return r
+}
