@@ -48,10 +48,10 @@ func isIn(t *testing.T, what string, ip netip.Addr, subnet string) {
 	}
 }
 
-// With berth's own network, pods have addresses and host ports and reach each other. The network
+// With the built-in network, pods have addresses and host ports and reach each other. The network
 // needs neither plugins nor configuration.
-func TestOwnNetwork(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+func TestBuiltInNetwork(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	waitNetworkReady(t, d, true)
 	server := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, server, "from-the-pod")
@@ -81,12 +81,12 @@ func TestOwnNetwork(t *testing.T) {
 }
 
 // An obstacle makes the network not ready, with the reason, until the obstacle is removed.
-func TestOwnNetworkNotReady(t *testing.T) {
+func TestBuiltInNetworkNotReady(t *testing.T) {
 	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0"}}))
 	bridge, err := netlink.LinkByName("berth0")
 	harness.Must(t, err)
 	harness.Must(t, netlink.LinkSetAlias(bridge, "mine"))
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	const why = `berth0 has the alias "mine"`
 	says := func(why string) {
 		t.Helper()
@@ -122,7 +122,7 @@ func TestOwnNetworkNotReady(t *testing.T) {
 }
 
 // Verbose Status and the log name a firewall that drops unknown traffic. The node stays ready.
-func TestOwnNetworkNamesFirewalls(t *testing.T) {
+func TestBuiltInNetworkNamesFirewalls(t *testing.T) {
 	conn, err := nftables.New()
 	harness.Must(t, err)
 	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: "strict"})
@@ -133,7 +133,7 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 		conn.DelTable(table)
 		harness.Must(t, conn.Flush())
 	})
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	waitNetworkReady(t, d, true)
 	harness.Eventually(t, "verbose Status names the firewall", func() error { // berth checks for firewalls after the first STATUS
 		status := harness.Get(d.Cri.Status(t.Context(), true))(t)
@@ -150,8 +150,8 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 
 // Pods keep addresses and host ports while the daemon is restarted or killed. The next daemon
 // assigns their addresses to no other pod.
-func TestOwnNetworkSurvivesDaemonRestart(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+func TestBuiltInNetworkSurvivesDaemonRestart(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, pod, "still-there")
 	ip4, ip6 := addressesOf(t, pod)
@@ -171,8 +171,8 @@ func TestOwnNetworkSurvivesDaemonRestart(t *testing.T) {
 
 // A flush of all packet filter rules, as by a reload of nftables.service, closes host ports only
 // briefly.
-func TestOwnNetworkOutlivesFlush(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+func TestBuiltInNetworkOutlivesFlush(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, pod, "still-there")
 	harness.Equal(t, "page", httpGet(t, "http://127.0.0.1:18080/"), "still-there\n")
@@ -192,8 +192,8 @@ func TestOwnNetworkOutlivesFlush(t *testing.T) {
 }
 
 // After a reboot only the network's files are left. The daemon releases the addresses in them.
-func TestOwnNetworkAfterReboot(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+func TestBuiltInNetworkAfterReboot(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	before := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	d.LosePower(t)
 	d.Boot(t)
@@ -206,7 +206,7 @@ func TestOwnNetworkAfterReboot(t *testing.T) {
 	pod.Remove(t) // the state check at the test's end would see two boot IDs
 }
 
-// recordedAddresses returns the names of the address files of a daemon's own network.
+// recordedAddresses returns the names of the address files of the built-in network.
 func recordedAddresses(d *harness.Daemon) (all []string) {
 	for _, name := range machine.ReadDir(filepath.Join(d.Root, "network/berth-net")) {
 		if strings.Contains(name, "@") {
@@ -218,8 +218,8 @@ func recordedAddresses(d *harness.Daemon) (all []string) {
 
 // The plugin program and the daemon share a network. A starting daemon releases attachments that
 // the plugin program made.
-func TestOwnNetworkCollectsGarbage(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+func TestBuiltInNetworkCollectsGarbage(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	const orphan = "/run/netns/orphan"
 	harness.Must(t, netns.New(orphan))
@@ -246,8 +246,8 @@ func TestOwnNetworkCollectsGarbage(t *testing.T) {
 
 // New pods get addresses from the node's pod CIDR, which kubelet sends. Older pods keep their
 // addresses, and all pods reach each other.
-func TestOwnNetworkFollowsPodCIDR(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+func TestBuiltInNetworkFollowsPodCIDR(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	old := d.RunPod(t)
 	serveHTTP(t, old, "old")
 	setCIDR := func(cidr string) {

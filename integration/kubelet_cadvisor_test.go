@@ -289,7 +289,6 @@ func (n *node) allRows() ([]row, error) {
 	return rows, nil
 }
 
-// rows returns the rows of a pod.
 func (n *node) rows(p *kubePod) ([]row, error) {
 	rows, err := n.allRows()
 	return slices.DeleteFunc(rows, func(r row) bool { return r.labels["pod"] != p.name }), err

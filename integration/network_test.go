@@ -21,7 +21,6 @@ import (
 	"berth/integration/machine"
 )
 
-// networkReady returns the NetworkReady condition.
 func networkReady(t *testing.T, d *harness.Daemon) *runtimeapi.RuntimeCondition {
 	t.Helper()
 	status := harness.Get(d.Cri.Status(t.Context(), false))(t)
@@ -207,7 +206,6 @@ fi
 	return p
 }
 
-// call is one call of the plugin.
 type call struct{ command, id, netns, args, config string }
 
 func (p *fakePlugin) calls(command string) []call {

@@ -92,7 +92,6 @@ func resumeFile(d *harness.Daemon) string { return installedEvents(d) + resumeSu
 
 const resumeSuffix = ".go-on"
 
-// resume creates resumeFile.
 func resume(t *testing.T, d *harness.Daemon) {
 	t.Helper()
 	harness.Must(t, os.WriteFile(resumeFile(d), nil, 0o600))

@@ -54,7 +54,7 @@ func TestPortForward(t *testing.T) {
 	for _, kind := range []struct {
 		name string
 		pod  *harness.Pod
-	}{{"own network", d.RunPod(t)}, {"host network", d.RunPod(t, harness.HostNetwork)}} {
+	}{{"pod network", d.RunPod(t)}, {"host network", d.RunPod(t, harness.HostNetwork)}} {
 		t.Run(kind.name, func(t *testing.T) {
 			const port = 8391
 			c := kind.pod.Run(t, harness.Script(fmt.Sprintf("mkdir -p /srv && echo the page >/srv/index.html && head -c 5000000 /dev/urandom >/srv/big && exec httpd -f -p 127.0.0.1:%d -h /srv", port)))

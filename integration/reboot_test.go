@@ -90,7 +90,6 @@ func (r *rebooted) nextAttempt(t *testing.T) {
 	pod.Remove(t)
 }
 
-// podsToReboot runs pods of each kind.
 func podsToReboot(t *testing.T, d *harness.Daemon) map[string]*rebooted {
 	t.Helper()
 	const base = 5 * usernsLength

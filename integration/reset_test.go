@@ -35,7 +35,7 @@ type resettable struct {
 func newResettable(t *testing.T) *resettable {
 	t.Helper()
 	r := &resettable{before: harness.MachineSnapshot(nil)}
-	r.d = harness.NewDaemon(t, harness.WithOwnNetwork())
+	r.d = harness.NewDaemon(t, harness.WithBuiltInNetwork())
 	r.d.Start(t)
 	volume := t.TempDir()
 	r.stopped = volume + "/stopped"

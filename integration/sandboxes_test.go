@@ -394,9 +394,9 @@ nsenter --net="$CNI_NETNS" sh -c "echo 8 >/proc/sys/net/ipv4/conf/eth0/arp_ignor
 	}
 }
 
-// berth's own network takes about as long as the start of pause.
-func TestInterfaceSysctlsWithOwnNetwork(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+// The built-in network takes about as long as the start of pause.
+func TestInterfaceSysctlsWithBuiltInNetwork(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	for i := range 10 {
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
 			pod := d.RunPod(t, interfaceSysctls)

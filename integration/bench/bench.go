@@ -71,14 +71,14 @@ func (b *bench) open(ctx context.Context) error {
 	return nil
 }
 
-// openBerth starts one build of berth, once with CNI plugins and once with its own network.
+// openBerth starts one build of berth, once with CNI plugins and once with the built-in network.
 func (b *bench) openBerth(ctx context.Context, site *subject.Site, column, bin, revision string) error {
 	s, err := site.Berth(ctx, column, bin, revision, false)
 	if err != nil {
 		return err
 	}
 	b.subjects = append(b.subjects, s)
-	own, err := subject.HasOwnNetwork(ctx, bin)
+	own, err := subject.HasBuiltInNetwork(ctx, bin)
 	if err != nil {
 		return err
 	}
@@ -180,7 +180,7 @@ func (b *bench) selected(row report.Row) bool { return b.rows.MatchString(row.Ke
 // columns returns the runtimes, each once, berth last.
 func (b *bench) columns() (all []report.Column) {
 	for _, s := range slices.Backward(b.subjects) {
-		if !s.OwnNetwork {
+		if !s.BuiltInNetwork {
 			all = append(all, report.Column{Name: s.Column, Version: s.Version})
 		}
 	}

@@ -32,19 +32,19 @@ type experiment struct {
 }
 
 var experiments = []experiment{
-	lifecycle("host", plugins), lifecycle("cni", plugins), lifecycle("own", ownNetwork),
-	timelines("host", plugins), timelines("cni", plugins), timelines("own", ownNetwork),
+	lifecycle("host", plugins), lifecycle("cni", plugins), lifecycle("own", builtInNetwork),
+	timelines("host", plugins), timelines("cni", plugins), timelines("own", builtInNetwork),
 	calls,
 	memory,
-	burst("host", plugins), burst("cni", plugins), burst("own", ownNetwork),
+	burst("host", plugins), burst("cni", plugins), burst("own", builtInNetwork),
 	pull("gzip", fixture.Gzip), pull("zstd", fixture.Zstd),
 	fleet,
 	idle,
 	throughKubelet,
 }
 
-func plugins(s *subject.Subject) bool    { return !s.OwnNetwork }
-func ownNetwork(s *subject.Subject) bool { return s.OwnNetwork }
+func plugins(s *subject.Subject) bool        { return !s.BuiltInNetwork }
+func builtInNetwork(s *subject.Subject) bool { return s.BuiltInNetwork }
 
 func wanted(n int) int { return n }
 

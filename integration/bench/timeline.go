@@ -39,7 +39,7 @@ func timelines(network string, applies func(*subject.Subject) bool) experiment {
 // with the call.
 func timeline(s *subject.Subject, network string, start subject.Start, inner map[string][]subject.Span) report.Timeline {
 	name := s.Column
-	if s.OwnNetwork {
+	if s.BuiltInNetwork {
 		name += ", built-in network"
 	}
 	t := report.Timeline{Network: network, Name: name, Took: start.Total()}

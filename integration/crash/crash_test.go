@@ -241,7 +241,6 @@ func selected[T any](cases []T) []T {
 
 const caseStride = 5
 
-// crash is one case.
 func (e *enumeration) crash(t *testing.T, at point, again retry) {
 	w := &world{d: e.d}
 	e.op.prepare(t, w)

@@ -221,7 +221,6 @@ func (e *shimEnumeration) notReached(t *testing.T, w *world, how killing, err er
 	t.Skip("the point was not reached, which depends on timing")
 }
 
-// crash is one case.
 func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want inventory.Items) {
 	w := &world{d: e.d}
 	e.op.prepare(t, w)

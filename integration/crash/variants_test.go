@@ -26,11 +26,11 @@ var variants = []operation{
 	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: limit, more: true},
 	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
 
-	{name: "RunPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(networkLost, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
-	{name: "RunPodSandbox_ownNetwork_found", daemon: ownNetwork, prepare: with(networkLost, makeBridge, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
-	{name: "StopPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod, more: true},
-	{name: "RunPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: withPod(udpHostPort, bandwidth), request: runPod, again: anotherPod, more: true},
-	{name: "StopPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: with(podRuns(udpHostPort, bandwidth), sendDatagram), request: stopPod, more: true},
+	{name: "RunPodSandbox_builtInNetwork", daemon: builtInNetwork, prepare: with(networkLost, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
+	{name: "RunPodSandbox_builtInNetwork_found", daemon: builtInNetwork, prepare: with(networkLost, makeBridge, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
+	{name: "StopPodSandbox_builtInNetwork", daemon: builtInNetwork, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod, more: true},
+	{name: "RunPodSandbox_builtInNetwork_bandwidth", daemon: builtInNetwork, prepare: withPod(udpHostPort, bandwidth), request: runPod, again: anotherPod, more: true},
+	{name: "StopPodSandbox_builtInNetwork_bandwidth", daemon: builtInNetwork, prepare: with(podRuns(udpHostPort, bandwidth), sendDatagram), request: stopPod, more: true},
 
 	{name: "RunPodSandbox_crun", daemon: withCrun, prepare: with(byCrun, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "StartContainer_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer,
@@ -60,10 +60,10 @@ func limit(t *testing.T, w *world) error {
 		Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512, CpuPeriod: 100_000, CpuQuota: 50_000, MemoryLimitInBytes: 256 << 20}})
 }
 
-// ownNetwork enables berth's own network, so that the daemon can be killed during ADD and DEL. IPv6
+// builtInNetwork enables the built-in network, so that the daemon can be killed during ADD and DEL. IPv6
 // is off because its addresses differ from case to case.
-func ownNetwork(*testing.T) harness.DaemonOption {
-	return harness.WithOwnNetwork(`network.subnets = ["10.83.0.0/16"]`)
+func builtInNetwork(*testing.T) harness.DaemonOption {
+	return harness.WithBuiltInNetwork(`network.subnets = ["10.83.0.0/16"]`)
 }
 
 // networkLost removes the network, as if the pod were the first after a boot.

@@ -129,8 +129,8 @@ func WithNetwork(conflist string) DaemonOption {
 	}
 }
 
-// WithOwnNetwork enables berth's own network, and removes the CNI configuration and plugins.
-func WithOwnNetwork(lines ...string) DaemonOption {
+// WithBuiltInNetwork enables the built-in network, and removes the CNI configuration and plugins.
+func WithBuiltInNetwork(lines ...string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		Must(t, os.Remove(d.NetworkFile()))
 		d.BinDirs = []string{d.Dir + "/no-plugins"}
@@ -555,7 +555,7 @@ func (d *Daemon) Clean(t *testing.T) {
 	}
 }
 
-// NetworkKey returns the key of the daemon's own network.
+// NetworkKey returns the key of the built-in network.
 func (d *Daemon) NetworkKey() string {
 	n := conf.Net{NetConf: types.NetConf{Name: "berth-net"}, DataDir: filepath.Join(d.Root, "network")}
 	return n.Key()

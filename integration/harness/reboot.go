@@ -37,7 +37,7 @@ func (d *Daemon) LosePower(t *testing.T) {
 	}
 }
 
-// LoseNetwork removes the shared parts of berth's own network: the bridge and the packet filter
+// LoseNetwork removes the shared parts of the built-in network: the bridge and the packet filter
 // rules.
 func (d *Daemon) LoseNetwork(t *testing.T) {
 	t.Helper()
@@ -45,7 +45,7 @@ func (d *Daemon) LoseNetwork(t *testing.T) {
 	Must(t, d.removeRules())
 }
 
-// removeRules deletes the table of berth's own network, if it exists.
+// removeRules deletes the table of the built-in network, if it exists.
 func (d *Daemon) removeRules() error {
 	conn, err := nftables.New()
 	if err != nil {

@@ -124,7 +124,6 @@ var limits = []string{
 	"pids.max", "cpuset.cpus", "cpuset.mems",
 }
 
-// addLimits adds the limits of cgroups.
 func addLimits(s Items, cgroups []string) {
 	for _, dir := range cgroups {
 		for _, name := range limits {

@@ -85,7 +85,7 @@ func (p place) line(path, below string, names fileNames) (string, error) {
 	return strings.TrimSpace(fmt.Sprintf("%s %o %d:%d %s", p.name(below), st.Mode, st.Uid, st.Gid, content)), nil
 }
 
-// reserved returns the name of an address file of berth's own network without its addresses.
+// reserved returns the name of an address file of the built-in network without its addresses.
 func reserved(path string) string {
 	dir, name := filepath.Split(path)
 	if _, owner, ok := strings.Cut(name, "@"); ok {

@@ -33,7 +33,7 @@ var madeOnce = map[string]bool{
 	"fd of the daemon: /sys/fs/cgroup":         true, // opencontainers/cgroups opens files below it by openat2
 	"file below root: /cni":                    true, // libcni's cache of results
 	"file below root: /cni/results":            true,
-	"file below root: /network":                true, // berth's own network
+	"file below root: /network":                true, // the built-in network
 	"file below root: /network/berth-net":      true,
 	"file below root: /network/berth-net/lock": true,
 	"file below root: /network/berth-net/last": true,

@@ -194,7 +194,7 @@ func (g Cgroups) addBelow(s Items, d *Daemon, root string) {
 	})
 }
 
-// addHostPorts adds the open host ports of berth's own network.
+// addHostPorts adds the open host ports of the built-in network.
 func addHostPorts(s Items) {
 	filter := &rules.Filter{}
 	networks, err := filter.Networks()

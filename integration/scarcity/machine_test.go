@@ -183,13 +183,11 @@ func (g *limitedGroup) peakMemory(t *testing.T) int64 {
 	return g.number(t, "memory.max_usage_in_bytes")
 }
 
-// set writes to a file of the group.
 func (g *limitedGroup) set(t *testing.T, file string, value any) {
 	t.Helper()
 	harness.Must(t, os.WriteFile(filepath.Join(g.dir, file), fmt.Append(nil, value), 0o600))
 }
 
-// number reads a file of the group.
 func (g *limitedGroup) number(t *testing.T, file string) (n int64) {
 	t.Helper()
 	data := harness.Get(os.ReadFile(filepath.Join(g.dir, file)))(t)

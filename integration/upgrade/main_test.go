@@ -14,7 +14,6 @@ import (
 
 func TestMain(m *testing.M) { harness.Main(m) }
 
-// released returns all released versions.
 func released(t *testing.T) (versions []string) {
 	t.Helper()
 	for _, line := range machine.ReadLines("versions") {

@@ -15,17 +15,17 @@ import (
 )
 
 // Berth starts the berth daemon of the programs in bin. It uses the distribution's CNI plugins or
-// berth's own network. column is its name in the table, revision its commit.
-func (at *Site) Berth(ctx context.Context, column, bin, revision string, ownNetwork bool) (*Subject, error) {
+// the built-in network. column is its name in the table, revision its commit.
+func (at *Site) Berth(ctx context.Context, column, bin, revision string, builtInNetwork bool) (*Subject, error) {
 	name := column
-	if ownNetwork {
+	if builtInNetwork {
 		name += "-own"
 	}
 	d := at.dir(name)
 	flags := []string{"--root", filepath.Join(at.Dir, name, "root"), "--state", d.state + "/state", "--listen", d.socket,
 		"--cgroup-driver", "cgroupfs", "--log-level", "warn", "--cni-conf-dir", d.netd}
-	if ownNetwork {
-		flags = append(flags, ownNetworkFlag+"=berth-net")
+	if builtInNetwork {
+		flags = append(flags, builtInNetworkFlag+"=berth-net")
 	} else {
 		plugins, err := at.network(d.netd)
 		if err != nil {
@@ -41,7 +41,7 @@ func (at *Site) Berth(ctx context.Context, column, bin, revision string, ownNetw
 	if err != nil {
 		return nil, err
 	}
-	s := &Subject{Column: column, with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
+	s := &Subject{Column: column, with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), BuiltInNetwork: builtInNetwork, Root: filepath.Join(at.Dir, name, "root")}
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs,
 		// Another daemon may use the default sockets and directories.
@@ -72,13 +72,13 @@ func berthInflates(ctx context.Context, bin string) (string, error) {
 	return "Go", nil
 }
 
-// ownNetworkFlag is the flag of berth serve that enables berth's own network.
-const ownNetworkFlag = "--network"
+// builtInNetworkFlag is the flag of berth serve that enables the built-in network.
+const builtInNetworkFlag = "--network"
 
-// HasOwnNetwork reports whether that build of berth has a network of its own.
-func HasOwnNetwork(ctx context.Context, bin string) (bool, error) {
+// HasBuiltInNetwork reports whether that build of berth has a network of its own.
+func HasBuiltInNetwork(ctx context.Context, bin string) (bool, error) {
 	help, err := exec.CommandContext(ctx, filepath.Join(bin, "berth"), "serve", "--help").Output()
-	return strings.Contains(string(help), " "+ownNetworkFlag+" "), err
+	return strings.Contains(string(help), " "+builtInNetworkFlag+" "), err
 }
 
 // network writes a CNI configuration with a separate bridge and addresses for one runtime, and

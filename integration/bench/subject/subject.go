@@ -21,8 +21,8 @@ import (
 // Subject is one CRI runtime to measure.
 type Subject struct {
 	Column string // of the table
-	// OwnNetwork: the runtime makes the pods' network itself, without plugins.
-	OwnNetwork bool
+	// BuiltInNetwork: the runtime makes the pods' network itself, without plugins.
+	BuiltInNetwork bool
 	// Twin marks a runtime that shares its daemon with an earlier one. Rows about the daemon or
 	// images omit it.
 	Twin    bool

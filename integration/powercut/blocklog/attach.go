@@ -119,7 +119,6 @@ func (a *Attached) configure(number, file int) error {
 	return errors.Join(err, os.Remove(a.Path))
 }
 
-// deviceNumber reads the number of a loop device from sysfs.
 func deviceNumber(loop int) (uint64, error) {
 	text, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/dev", loop))
 	if err != nil {
