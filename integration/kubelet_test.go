@@ -176,7 +176,7 @@ containers:
 `)
 	p.await(t, "main is ready", func(pod *corev1.Pod) error {
 		if !containerStatus(pod, "main").Ready {
-			return fmt.Errorf("it is not")
+			return fmt.Errorf("main is not ready")
 		}
 		return nil
 	})
@@ -594,7 +594,7 @@ type podSummary struct {
 // complete returns an error if the statistics of a pod with one container lack fields.
 func (n *node) complete(pod podSummary) error {
 	if len(pod.Containers) != 1 {
-		return fmt.Errorf("it has %d containers", len(pod.Containers))
+		return fmt.Errorf("the pod has %d containers", len(pod.Containers))
 	}
 	c := pod.Containers[0]
 	values := map[string]*uint64{

@@ -130,7 +130,7 @@ func (p plant) orphan(beside int, id, want string) planted {
 			pid, err = strconv.Atoi(strings.TrimSpace(string(data)))
 		}
 		if err == nil && !strings.HasPrefix(machine.CommandLine(pid), "sleep") {
-			err = fmt.Errorf("it is %q", machine.CommandLine(pid))
+			err = fmt.Errorf("the process is %q", machine.CommandLine(pid))
 		}
 		return err
 	})

@@ -376,7 +376,7 @@ func TestStatsWritableLayerCountsOtherContainersWrites(t *testing.T) {
 		layer := containerStats(t, sleeping).WritableLayer
 		if layer == nil || before == nil || layer.Timestamp == before.Timestamp {
 			before = layer
-			return fmt.Errorf("it is %v", layer)
+			return fmt.Errorf("the layer's usage is %v", layer)
 		}
 		return nil
 	})

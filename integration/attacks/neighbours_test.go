@@ -158,7 +158,7 @@ func (s *soak) startNeighbours(t *testing.T, image string) {
 				t.Fatalf("the attack %s: %s", n.attack, out)
 			}
 			if !strings.Contains(out, "ready") {
-				return fmt.Errorf("it says %q", out)
+				return fmt.Errorf("the attack printed %q", out)
 			}
 			if strings.Contains(out, "refused") {
 				t.Logf("the attack %s was %s", n.attack, out)

@@ -71,7 +71,7 @@ func waitProgram(t *testing.T, pid int) int {
 	Eventually(t, fmt.Sprintf("process %d runs its program", pid), func() error {
 		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
 		if err == nil && strings.Contains(exe, "berth-shim") {
-			err = fmt.Errorf("it runs %s", exe)
+			err = fmt.Errorf("the process runs %s", exe)
 		}
 		return err
 	})

@@ -422,7 +422,7 @@ func waitRuntimeReady(t *testing.T, d *harness.Daemon, want bool) {
 	harness.Eventually(t, "the condition RuntimeReady follows", func() error {
 		for _, c := range harness.Get(d.Cri.Status(t.Context(), false))(t).Status.Conditions {
 			if c.Type == runtimeapi.RuntimeReady && c.Status != want {
-				return harness.Unexpected("it", c, want)
+				return harness.Unexpected("RuntimeReady", c, want)
 			}
 		}
 		return nil

@@ -87,7 +87,7 @@ func rotate(t *testing.T, c *harness.Container) {
 	before := logs.Read(t, old)
 	harness.Eventually(t, "the new file is written", func() error {
 		if info, err := os.Stat(c.LogPath()); err != nil || info.Size() == 0 {
-			return fmt.Errorf("it is not: %w", err)
+			return fmt.Errorf("the new file is missing or empty: %w", err)
 		}
 		return nil
 	})
