@@ -78,8 +78,8 @@ func (o *owner) logObstacles(old, now []Obstacle) {
 	}
 }
 
-// Obstacles searches for settings of the node that restrict new pods of the network, with the ranges
-// given to SetIPRanges.
+// Obstacles searches for settings of the node that restrict new pods of the network, with the
+// ranges given to SetIPRanges.
 func (n *Network) Obstacles() ([]Obstacle, error) {
 	v := n.view.Load()
 	if v.net == nil {

@@ -238,8 +238,8 @@ func scramble(m protoreflect.Message, r *rand.Rand) {
 	}
 }
 
-// unusual returns an unusual value of a field's type. Its text is valid UTF-8, because the client refuses
-// to send other text.
+// unusual returns an unusual value of a field's type. Its text is valid UTF-8, because the client
+// refuses to send other text.
 func unusual(field protoreflect.FieldDescriptor, r *rand.Rand) protoreflect.Value {
 	number := unusualNumbers[r.IntN(len(unusualNumbers))]
 	text := unusualStrings[r.IntN(len(unusualStrings))]

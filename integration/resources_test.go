@@ -379,8 +379,8 @@ func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 	}
 }
 
-// A container cannot write more than disk.writable_layer_limit into its filesystem. Other containers can
-// still write up to the limit.
+// A container cannot write more than disk.writable_layer_limit into its filesystem. Other
+// containers can still write up to the limit.
 func TestWritableLayerLimit(t *testing.T) {
 	for name, mkfs := range map[string][]string{
 		"ext4": {"mkfs.ext4", "-q", "-O", "project,quota", "-E", "quotatype=prjquota"},

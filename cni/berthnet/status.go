@@ -39,8 +39,8 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	return nil
 }
 
-// checkAdd returns the error that an ADD would return, or nil. It changes nothing, but the kernel may
-// load modules.
+// checkAdd returns the error that an ADD would return, or nil. It changes nothing, but the kernel
+// may load modules.
 func (p *Plugin) checkAdd(a *attachment) error {
 	// If the network has the capability ipRanges, a runtime may pass ranges to ADD, but not to
 	// STATUS.

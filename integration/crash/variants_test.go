@@ -60,8 +60,8 @@ func limit(t *testing.T, w *world) error {
 		Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512, CpuPeriod: 100_000, CpuQuota: 50_000, MemoryLimitInBytes: 256 << 20}})
 }
 
-// builtInNetwork enables the built-in network, so that the daemon can be killed during ADD and DEL. IPv6
-// is off because its addresses differ from case to case.
+// builtInNetwork enables the built-in network, so that the daemon can be killed during ADD and DEL.
+// IPv6 is off because its addresses differ from case to case.
 func builtInNetwork(*testing.T) harness.DaemonOption {
 	return harness.WithBuiltInNetwork(`network.subnets = ["10.83.0.0/16"]`)
 }

@@ -69,8 +69,9 @@ func (d *Daemon) inventoried() *inventory.Daemon {
 	return &inventory.Daemon{Root: d.Root, State: d.State, Logs: d.LogDir, Addresses: d.DataDir, Objects: d.Objects}
 }
 
-// WatchGrowth takes an inventory of the daemon and the machine. grown takes a second one and returns the
-// additions. Both are repeated, because some things end a moment after the call that ends them.
+// WatchGrowth takes an inventory of the daemon and the machine. grown takes a second one and
+// returns the additions. Both are repeated, because some things end a moment after the call that
+// ends them.
 func (d *Daemon) WatchGrowth(t *testing.T) (grown func(t *testing.T) []string) {
 	t.Helper()
 	d.WaitWatched(t)

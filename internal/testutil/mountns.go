@@ -12,8 +12,9 @@ import (
 // inside is set in the environment of the process that runs the tests.
 const inside = "BERTH_MOUNTTEST"
 
-// MainInMountNamespace runs the tests of m in a child process with a private mount namespace and returns the exit
-// code for TestMain. The tests' mounts end with the child. Without root it skips all tests.
+// MainInMountNamespace runs the tests of m in a child process with a private mount namespace and
+// returns the exit code for TestMain. The tests' mounts end with the child. Without root it skips
+// all tests.
 func MainInMountNamespace(m *testing.M) int {
 	if os.Getenv(inside) != "" {
 		return m.Run()

@@ -50,7 +50,8 @@ const (
 	legacyForward = 2       // NF_INET_FORWARD
 	legacyMost    = 1 << 28 // limit of a table's size in bytes
 
-	// size of struct xt_entry_target; the name is at 2, and a standard target's verdict follows the struct
+	// size of struct xt_entry_target; the name is at 2, and a standard target's verdict follows the
+	// struct
 	legacyTarget = 32
 	legacyDrop   = -1     // -NF_DROP - 1
 	maskedNames  = 4 * 16 // names of the incoming and outgoing interface, and their masks

@@ -126,8 +126,8 @@ func refusal(answer []byte) error {
 	return status.Errorf(codes.InvalidArgument, "the collector refused %d spans: %.200q", n, message)
 }
 
-// field returns the content of the first field with that number and type. ok is false if the message
-// does not contain it or is malformed.
+// field returns the content of the first field with that number and type. ok is false if the
+// message does not contain it or is malformed.
 func field(message []byte, number protowire.Number, kind protowire.Type) (value []byte, ok bool) {
 	for len(message) > 0 {
 		n, t, length := protowire.ConsumeTag(message)
