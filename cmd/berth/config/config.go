@@ -109,6 +109,8 @@ type Config struct {
 	NRIReject              []string `key:"nri.reject" old:"nri_reject" oneof:"hooks,namespaces,sysctl,seccomp-default,seccomp-custom,seccomp-unconfined" doc:"Adjustments that are forbidden to plugins. Creating a container fails if a plugin makes one. The seccomp values refer to the profile that the container asks for."`
 	NRIRequiredPlugins     []string `key:"nri.required_plugins" old:"nri_required_plugins" doc:"Plugins that must be registered before any container is created, static pods included."`
 
+	MetricsAddress string `key:"metrics.address" default:"" doc:"Address that serves Prometheus metrics at /metrics over HTTP, beside debug.sock in the state directory, which always does: an IP address and a port, like 127.0.0.1:9464, or a unix:// URL of a socket that only root can open. The metrics contain no names of pods or images. Everyone who can reach the address can read them. Empty: debug.sock only."`
+
 	TracingEndpoint     string `key:"tracing.endpoint" old:"tracing_endpoint" doc:"Host and port of an OpenTelemetry collector. It gets the spans of requests that kubelet traces or that are sampled. Empty: no export. The data of berth trace is recorded in any case."`
 	TracingProtocol     string `key:"tracing.protocol" old:"tracing_protocol" default:"grpc" oneof:"grpc,http/protobuf" doc:"Form of OTLP: grpc, usually port 4317, or http/protobuf, usually port 4318 with path /v1/traces."`
 	TracingInsecure     bool   `key:"tracing.insecure" old:"tracing_insecure" default:"false" doc:"Whether to talk to the collector without TLS, as kubelet does. It is meant for a collector on this node. Otherwise the collector's certificate is verified."`

@@ -22,6 +22,7 @@ var groupDocs = map[string]string{
 	"cni":       "Networks that CNI plugins create. See network.type.",
 	"devices":   "Devices of containers.",
 	"nri":       "Plugins of the Node Resource Interface.",
+	"metrics":   "Prometheus metrics.",
 	"tracing":   "Export of OpenTelemetry spans.",
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"net/netip"
 	"path/filepath"
 	"reflect"
 	"regexp"
@@ -35,6 +36,9 @@ func (c *Config) validate(where func(key string) string) error {
 	if err := checkEndpoint(c.TracingEndpoint); err != nil {
 		all = append(all, fmt.Errorf("%s: %w", where("tracing.endpoint"), err))
 	}
+	if err := checkMetricsAddress(c.MetricsAddress); err != nil {
+		all = append(all, fmt.Errorf("%s: %w", where("metrics.address"), err))
+	}
 	if len(all) == 0 {
 		all = append(all, c.checkStream())
 	}
@@ -49,6 +53,24 @@ func checkEndpoint(endpoint string) error {
 	host, port, err := net.SplitHostPort(endpoint)
 	if _, notPort := strconv.ParseUint(port, 10, 16); err != nil || host == "" || notPort != nil {
 		return fmt.Errorf("%q is not a host and a port, such as 127.0.0.1:4317", endpoint)
+	}
+	return nil
+}
+
+// checkMetricsAddress accepts an IP address and a port, the unix:// URL of a socket, or an empty
+// string.
+func checkMetricsAddress(address string) error {
+	if path, ok := strings.CutPrefix(address, "unix://"); ok {
+		if !filepath.IsAbs(path) || len(path) > maxSocketPath {
+			return fmt.Errorf("%q is not the absolute path of a socket", address)
+		}
+		return nil
+	}
+	if address == "" {
+		return nil
+	}
+	if _, err := netip.ParseAddrPort(address); err != nil {
+		return fmt.Errorf("%q is not an IP address and a port, like 127.0.0.1:9464, or a unix:// URL", address)
 	}
 	return nil
 }

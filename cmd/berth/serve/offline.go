@@ -7,7 +7,6 @@ import (
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/node"
 	"berth/cmd/berth/serve/memory"
-	"berth/internal/cleanup"
 	"berth/sandbox"
 )
 
@@ -19,7 +18,7 @@ func Offline(
 ) (err error) {
 	offline := *cfg
 	offline.IdleLaunchers = 0
-	a := &assembly{cfg: &offline, shutdown: newShutdown(stopLimit), closing: cleanup.New(), log: log}
+	a := newAssembly(&offline, log)
 	defer a.closing.Run(&err)
 	if err := lockDirectories(a.cfg, a.closing); err != nil {
 		return err

@@ -25,6 +25,7 @@ type reloader struct {
 	running  atomic.Pointer[config.Config]
 	level    *slog.LevelVar
 	log      *slog.Logger
+	reloaded func(error) // called with the result of each reload; set before run
 
 	// The parts that take new options. They are set before run.
 	images  *image.Store
@@ -36,7 +37,7 @@ type reloader struct {
 // newReloader returns a reloader for a daemon that starts with cfg.
 func newReloader(cfg *config.Config, load func() (*config.Config, []string, error), level *slog.LevelVar,
 	log *slog.Logger) *reloader {
-	r := &reloader{load: load, requests: make(chan struct{}, 1), level: level, log: log}
+	r := &reloader{load: load, requests: make(chan struct{}, 1), level: level, log: log, reloaded: func(error) {}}
 	r.running.Store(cfg)
 	return r
 }
@@ -79,7 +80,9 @@ func (r *reloader) settings() any { return r.running.Load() }
 // reload reads the configuration and applies the options that can change. It applies all of them,
 // or none if the configuration is refused.
 func (r *reloader) reload(ctx context.Context) {
-	if err := r.apply(ctx); err != nil {
+	err := r.apply(ctx)
+	r.reloaded(err)
+	if err != nil {
 		r.log.Error("configuration not reloaded, the daemon keeps its own", "error", err)
 	}
 }

@@ -22,6 +22,7 @@ import (
 
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/node"
+	"berth/cmd/berth/serve/exporter"
 	"berth/cmd/berth/serve/memory"
 	"berth/cmd/berth/serve/watchdog"
 	"berth/cni"
@@ -107,7 +108,7 @@ func setUpProcess() {
 
 // serve runs the daemon from start to end. It closes its parts in reverse order.
 func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.Logger) (err error) {
-	a := &assembly{cfg: cfg, shutdown: newShutdown(stopLimit), closing: cleanup.New(), log: log}
+	a := newAssembly(cfg, log)
 	defer a.closing.Run(&err)
 	// The limit starts with the signal, or with the first part that closes.
 	defer context.AfterFunc(ctx, func() { a.shutdown.deadline() })()
@@ -122,6 +123,9 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.
 		return err
 	}
 	a.closing.Add("close socket", func() error { return ignoreClosed(listener.Close()) })
+	if err := a.serveMetrics(); err != nil { // early, to inspect a daemon that hangs during its start
+		return err
+	}
 	cadvisor, err := a.listenForCadvisor()
 	if err != nil {
 		return err
@@ -161,9 +165,12 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.
 	serverCfg := serverConfig(reload.settings, n, network, sessions, tracing, a.waits)
 	serverCfg.UserNamespaces = pods.HostFacts().UserNamespaces
 	serverCfg.Changing = trimmer.Changing
+	serverCfg.Observer = a.metrics
+	a.metrics.Watch(pods, images, a.waits)
 	reload.images, reload.network, reload.pods, reload.plugins = images, network, pods, plugins
+	reload.reloaded = a.metrics.Reloaded
 	a.closing.Add("stop reloading", whileServing(reload.run))
-	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)
+	return a.announce(ctx, listener, server.New(serverCfg, pods, images, log))
 }
 
 // assembly has the parts of the daemon that are open. closing closes them in reverse order, within
@@ -173,7 +180,29 @@ type assembly struct {
 	shutdown shutdown
 	closing  *cleanup.List
 	waits    *task.Waits // all waits of the daemon; nil before watchWaits
+	metrics  *exporter.Exporter
 	log      *slog.Logger
+}
+
+func newAssembly(cfg *config.Config, log *slog.Logger) *assembly {
+	return &assembly{
+		cfg:      cfg,
+		shutdown: newShutdown(stopLimit),
+		closing:  cleanup.New(),
+		metrics:  exporter.New(version.Get()),
+		log:      log,
+	}
+}
+
+// serveMetrics serves metrics and profiles until the daemon ends.
+func (a *assembly) serveMetrics() error {
+	servers, err := a.metrics.Listen(a.cfg.State, a.cfg.MetricsAddress, a.log)
+	if err != nil {
+		return err
+	}
+	stop := whileServing(func(context.Context) { servers.Serve() })
+	a.closing.Add("close metrics server", func() error { return errors.Join(servers.Close(), stop()) })
+	return nil
 }
 
 // watchWaits creates the set of waits and starts its watch.
@@ -202,7 +231,9 @@ func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.B
 		return nil, err
 	}
 	a.closing.Add("close berth-unpack", unpacker.Close)
-	images, err := image.Open(ctx, imageConfig(a.cfg, unpacker, budget, a.waits), a.log)
+	imageCfg := imageConfig(a.cfg, unpacker, budget, a.waits)
+	imageCfg.Observer = a.metrics
+	images, err := image.Open(ctx, imageCfg, a.log)
 	if err != nil {
 		return nil, err
 	}
@@ -224,7 +255,7 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 			a.log.Warn("berth's own network is not usable", "error", err)
 		}
 	}
-	networkCfg.RunDir, networkCfg.Waits = node.CNIRunDir(a.cfg), a.waits
+	networkCfg.RunDir, networkCfg.Waits, networkCfg.Ran = node.CNIRunDir(a.cfg), a.waits, a.metrics.PluginRan
 	network, err := cni.New(networkCfg, a.log)
 	if err != nil {
 		return nil, err
@@ -249,6 +280,7 @@ func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger
 func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store,
 	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
 	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
+	cfg.Observer = a.metrics
 	if plugins != nil { // else the interface must be nil, too
 		cfg.Plugins = plugins
 	}
@@ -306,14 +338,13 @@ func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, images *
 }
 
 // announce serves CRI, and notifies systemd of its start and end.
-func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits,
-	log *slog.Logger) error {
-	log.Info("serving", "version", version.Get(), "socket", listener.Addr().String())
-	notify(log, daemon.SdNotifyReady)
-	defer watchdog.Start(ctx, listener, waits, func(error) {}, log)()
+func (a *assembly) announce(ctx context.Context, listener net.Listener, srv *server.Server) error {
+	a.log.Info("serving", "version", version.Get(), "socket", listener.Addr().String())
+	notify(a.log, daemon.SdNotifyReady)
+	defer watchdog.Start(ctx, listener, a.waits, a.metrics.WatchdogChecked, a.log)()
 	stop := context.AfterFunc(ctx, func() {
-		log.Info("stopping, containers keep running")
-		notify(log, daemon.SdNotifyStopping)
+		a.log.Info("stopping, containers keep running")
+		notify(a.log, daemon.SdNotifyStopping)
 	})
 	defer stop()
 	return srv.Serve(ctx, listener)

@@ -97,7 +97,9 @@ func TestSystemdIsNotifiedOfStartAndStop(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		done <- announce(ctx, listener, server.New(server.Config{Version: "1.2.3"}, nil, nil, discardLog), new(task.Waits), discardLog)
+		a := newAssembly(config.Default(), discardLog)
+		a.waits = new(task.Waits)
+		done <- a.announce(ctx, listener, server.New(server.Config{Version: "1.2.3"}, nil, nil, discardLog))
 	}()
 	if got := receive(t, systemd); got != "READY=1" {
 		t.Errorf("first message %q", got)

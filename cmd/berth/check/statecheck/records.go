@@ -32,7 +32,7 @@ var (
 		"lock",
 		"run", // files of berth run
 	}
-	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id"}
+	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id", "debug.sock"}
 	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
 	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
 )
@@ -93,6 +93,7 @@ func (f *facts) holdsOurs(path string) bool {
 			f.node.Root,
 			f.node.State,
 			socket,
+			strings.TrimPrefix(f.node.Metrics, "unix://"),
 			f.node.NetNSDir,
 			f.node.CNICacheDir,
 			f.node.CNIConfDir,

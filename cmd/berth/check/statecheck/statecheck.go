@@ -61,6 +61,7 @@ type Report struct {
 type Node struct {
 	Root, State string // the daemon's directories
 	Socket      string // its CRI socket
+	Metrics     string // the address of its metrics; may be empty
 	NetNSDir    string // directory of pinned network namespaces
 	CNIConfDir  string
 	CNICacheDir string
@@ -81,6 +82,7 @@ func NodeOf(cfg *config.Config) (*Node, error) {
 		Root:        cfg.Root,
 		State:       cfg.State,
 		Socket:      cfg.Listen,
+		Metrics:     cfg.MetricsAddress,
 		NetNSDir:    cfg.NetNSDir,
 		CNIConfDir:  cfg.CNIConfDir,
 		CNICacheDir: network.CacheDir,

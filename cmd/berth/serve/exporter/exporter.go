@@ -59,6 +59,7 @@ type Exporter struct {
 	cniSeconds      *prometheus.HistogramVec
 	watchdogChecks  *prometheus.CounterVec
 	watchdogSuccess prometheus.Gauge
+	reloads         *prometheus.CounterVec
 
 	registries, plugins, phases limited
 }
@@ -123,10 +124,13 @@ func (e *Exporter) addNode() {
 		"Runs of CNI plugins. The result is ok, error or timeout.", "plugin", "verb", "result")
 	e.cniSeconds = e.histogramVec("berth_cni_call_duration_seconds", "Duration of runs of CNI plugins.", cniBuckets,
 		"plugin", "verb")
+	e.reloads = e.counterVec("berth_config_reloads_total", "Reloads of the configuration. The result is ok or error.",
+		"result")
 	e.watchdogChecks = e.counterVec("berth_watchdog_checks_total",
 		"Health checks for systemd's watchdog. The result is ok or error. It stays 0 without WatchdogSec.", "result")
 	for _, result := range []string{"ok", "error"} {
 		e.watchdogChecks.WithLabelValues(result)
+		e.reloads.WithLabelValues(result)
 	}
 	e.watchdogSuccess = e.gauge("berth_watchdog_last_success_timestamp_seconds",
 		"Time of the last successful health check. It is 0 without WatchdogSec.")
@@ -222,12 +226,20 @@ func (e *Exporter) PluginRan(plugin, verb string, took time.Duration, err error)
 	e.cniSeconds.WithLabelValues(plugin, verb).Observe(took.Seconds())
 }
 
+// Reloaded reports a reload of the configuration.
+func (e *Exporter) Reloaded(err error) { e.reloads.WithLabelValues(resultOf(err)).Inc() }
+
+func resultOf(err error) string {
+	if err != nil {
+		return "error"
+	}
+	return "ok"
+}
+
 // WatchdogChecked reports a health check for systemd's watchdog.
 func (e *Exporter) WatchdogChecked(err error) {
-	if err != nil {
-		e.watchdogChecks.WithLabelValues("error").Inc()
-		return
+	e.watchdogChecks.WithLabelValues(resultOf(err)).Inc()
+	if err == nil {
+		e.watchdogSuccess.SetToCurrentTime()
 	}
-	e.watchdogChecks.WithLabelValues("ok").Inc()
-	e.watchdogSuccess.SetToCurrentTime()
 }

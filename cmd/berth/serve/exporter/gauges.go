@@ -61,7 +61,7 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 		storeInodes: e.desc(gauge, "berth_image_store_inodes",
 			"Inodes of image layers and records."),
 		launchers: e.desc(gauge, "berth_launchers",
-			"Processes that start containers, by state: idle or serving an exec.", "state"),
+			"Processes that start containers, by state: idle, or serving an exec or a pause.", "state"),
 		launchersStarted: e.desc(counter, "berth_launchers_started_total", "Started launchers."),
 		launchersLost: e.desc(counter, "berth_launchers_lost_total",
 			"Launchers that exited unexpectedly while idle or during a launch."),
