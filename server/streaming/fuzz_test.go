@@ -18,7 +18,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
-	"k8s.io/klog/v2"
 
 	"berth/internal/testutil"
 	"berth/sandbox/stream"
@@ -57,9 +56,6 @@ func (c *counted) PortForward(_ context.Context, _ string, port int32, stream io
 // FuzzConnections sends arbitrary bytes to the server, with or without the path of a session. Only
 // the token starts a session, once, and the connection ends after the client's data.
 func FuzzConnections(f *testing.F) {
-	klog.LogToStderr(false) // the libraries log all unusual input
-	klog.SetOutput(io.Discard)
-	f.Cleanup(func() { klog.LogToStderr(true) })
 	runtime := &counted{}
 	s, err := Listen(Config{Address: "127.0.0.1:0", IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, runtime)
 	testutil.Must(f, err)
