@@ -12,6 +12,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -19,6 +21,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"berth/cmd/berth/config"
 	"berth/cmd/berth/root"
 )
 
@@ -172,7 +175,7 @@ func TestDebContents(t *testing.T) {
 		}
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
-		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""},
+		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""},
 		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""}), "root/root"))
 }
@@ -209,7 +212,7 @@ func TestRPMContents(t *testing.T) {
 		got = append(got, file{words[0], words[1], words[2]})
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
-		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
+		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""}), "root/root"))
 	if out := run(t, "rpm", "-q", "--nosignature", "-p", "--configfiles", rpm); out != "/etc/berth/config.toml\n" {
 		t.Errorf("configuration files: %q", out)
@@ -317,5 +320,20 @@ func TestUnitFilesAreValid(t *testing.T) {
 	}
 	if err != nil || strings.Contains(string(out), "berth.") {
 		t.Errorf("systemd-analyze: %v\n%s", err, out)
+	}
+}
+
+// The packaged configuration sets nothing, and its comments show valid options.
+func TestPackagedConfigurationIsValid(t *testing.T) {
+	content, err := os.ReadFile("files/config.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c, err := config.Parse("config.toml", content); err != nil || !reflect.DeepEqual(c, config.Default()) {
+		t.Errorf("%v, %+v", err, c)
+	}
+	options := regexp.MustCompile(`(?m)^# (\[|\w+ = )`).ReplaceAll(content, []byte("$1"))
+	if c, err := config.Parse("config.toml", options); err != nil || c.Network != "berth-net" {
+		t.Errorf("%v\n%s", err, options)
 	}
 }
