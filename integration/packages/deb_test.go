@@ -38,6 +38,7 @@ func TestDebianPackage(t *testing.T) {
 		t.Skip(packagesEnv + " is not set: run contrib/guest -packages systemd")
 	}
 	addAddress(t)
+	completeCPUInfo(t)
 	before := inventory(t)
 	first := &node{}
 	for _, step := range []struct {

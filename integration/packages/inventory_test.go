@@ -13,8 +13,12 @@ import (
 	"berth/integration/harness"
 )
 
-// kubelets are parts of names that belong to kubelet, which purge must not touch.
-var kubelets = []string{"kubelet", "kubepods", "/etc/kubernetes", "/var/log/pods", "/var/log/containers", "/usr/libexec/kubernetes"}
+// kubelets are parts of names that belong to kubelet, which purge must not touch. kubelet makes D-Bus
+// start logind.
+var kubelets = []string{
+	"kubelet", "kubepods", "/etc/kubernetes", "/var/log/pods", "/var/log/containers", "/usr/libexec/kubernetes",
+	"/sys/fs/cgroup/system.slice/systemd-logind.service", "/sys/fs/cgroup/user.slice",
+}
 
 // busy are directories that other programs change meanwhile.
 var busy = map[string]bool{

@@ -56,7 +56,17 @@ func write(t *testing.T, path, content string) {
 // eventually waits until a condition returns nil. If it does not, it logs what the units logged.
 func eventually(t *testing.T, what string, condition func() error) {
 	t.Helper()
-	if err := harness.PollUpTo(patience, time.Second, condition); err != nil {
+	err := harness.PollUpTo(patience, time.Second, func() error {
+		err := condition()
+		if err != nil && property(t, "kubelet.service", "ActiveState") == "failed" {
+			return nil
+		}
+		return err
+	})
+	if err == nil && property(t, "kubelet.service", "ActiveState") == "failed" {
+		err = errors.New("kubelet has exited")
+	}
+	if err != nil {
 		for _, unit := range []string{"kubelet.service", "berth.service"} {
 			out, _ := exec.Command("journalctl", "--no-pager", "--lines", "60", "--output", "cat", "--unit", unit).CombinedOutput()
 			t.Logf("log of %s:\n%s", unit, out)
@@ -74,6 +84,19 @@ func addAddress(t *testing.T) {
 	} {
 		run(t, "ip", strings.Fields(args)...)
 	}
+}
+
+// completeCPUInfo adds the clock rate to /proc/cpuinfo, which a user-mode kernel leaves out. kubelet does
+// not start without it.
+func completeCPUInfo(t *testing.T) {
+	t.Helper()
+	info := string(harness.Get(os.ReadFile("/proc/cpuinfo"))(t))
+	if strings.Contains(info, "cpu MHz") {
+		return
+	}
+	const path = "/run/tmp/cpuinfo"
+	write(t, path, strings.ReplaceAll(info, "model name", "cpu MHz\t\t: 1000.000\nmodel name"))
+	run(t, "mount", "--bind", path, "/proc/cpuinfo")
 }
 
 // startKubelet starts kubelet as a unit of systemd. It uses the systemd driver, and with
