@@ -156,6 +156,7 @@ type record struct {
 	Digests  []string `json:"digests,omitempty"`
 	Size     uint64   `json:"size"`   // of the layers on disk, in bytes
 	Config   []byte   `json:"config"` // as the registry served it; the ID is its digest
+	Pinned   bool     `json:"pinned,omitempty"`
 	// Blobs are the layers' blobs, bottom first. Records of berth up to 0.2.0 have none: their
 	// layers are named by the tars in the configuration.
 	Blobs []digest.Digest `json:"blobs,omitempty"`
@@ -240,6 +241,7 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 		Layers:      r.layers(),
 		Raw:         r.Config,
 	}
+	img.Pinned = r.Pinned
 	for _, name := range append(slices.Concat(r.Tags, r.Digests), id) {
 		img.Pinned = img.Pinned || pinned[name]
 	}
@@ -264,11 +266,14 @@ func (r record) diskSize() uint64 {
 const maxDigests = 64
 
 // with returns a copy with one more name, without the oldest digests beyond maxDigests. The digest
-// of this pull becomes the last one, for DigestedReference.
+// of this pull becomes the last one, for DigestedReference. An image from a docker archive has none.
 func (r record) with(ref registry.Reference, d digest.Digest) record {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {
 		r.Tags = append(r.Tags, ref.String())
+	}
+	if d == "" {
+		return r
 	}
 	name := ref.WithDigest(d)
 	r.Digests = append(slices.DeleteFunc(r.Digests, func(other string) bool { return other == name }), name)

@@ -123,13 +123,28 @@ func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image
 	return img
 }
 
-// fetch downloads the missing layers and commits the image. After a failure it deletes the layers
-// that nothing else needs.
+// fetch downloads the missing layers and commits the image.
 func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image,
 	tracks []*layerTrack) (*Image, error) {
+	a := s.accesses.begin(repo, layersOf(img))
+	defer a.end()
+	ref := repo.Reference()
+	return s.add(ctx, ref.String(), img, naming{refs: []registry.Reference{ref}},
+		func(ctx context.Context, store *layer.Store, i int) error {
+			return s.fetchLayer(ctx, store, a, img.Layers[i], tracks[i])
+		})
+}
+
+// getLayer ensures that layer i of an image is in a store and that the image may use it.
+type getLayer func(ctx context.Context, store *layer.Store, i int) error
+
+// add gets the layers of an image and commits it. After a failure it deletes the layers that nothing
+// else needs.
+func (s *Store) add(ctx context.Context, what string, img *registry.Image, names naming,
+	get getLayer) (*Image, error) {
 	chain := layersOf(img)
 	owner := fmt.Sprintf("%s%d", pullPrefix, s.pullID.Add(1))
-	end := s.cfg.Waits.Begin("layer deletion", "image "+repo.Reference().String())
+	end := s.cfg.Waits.Begin("layer deletion", "image "+what)
 	err := s.refs.acquire(ctx, owner, chain)
 	end()
 	if err != nil {
@@ -138,27 +153,25 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	defer func() {
 		s.refs.release(owner)
 		if _, err := s.sweep(nil); err != nil {
-			s.log.Warn("delete unused layers after pull", "image", repo.Reference().String(), "error", err)
+			s.log.Warn("delete unused layers after pull", "image", what, "error", err)
 		}
 	}()
-	a := s.accesses.begin(repo, chain)
-	defer a.end()
 	store := s.layers.storeFor(distinct(chain))
 	if other := s.layers.fallback(store); other != nil && missing(store, img) > 0 &&
 		other.Inodes(distinct(chain)) > s.mostInodes() {
 		store = other // the present layers alone are too large to merge: fetch the missing ones as directories at once
 	}
-	err = s.fetchInto(ctx, store, a, img, tracks)
+	err = s.addLayers(ctx, store, img, get)
 	if other := s.layers.fallback(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
-		s.log.Info("image is too large for a layer driver, trying another", "image", repo.Reference().String(), "from",
+		s.log.Info("image is too large for a layer driver, trying another", "image", what, "from",
 			store.Kind(), "to", other.Kind(), "error", err)
 		store = other
-		err = s.fetchInto(ctx, store, a, img, tracks)
+		err = s.addLayers(ctx, store, img, get)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return s.commit(ctx, repo.Reference(), img, store)
+	return s.commit(ctx, names, img, store)
 }
 
 // usualFile is the memory for merging one file: its node, its name and its part of a directory.
@@ -171,9 +184,8 @@ func (s *Store) mostInodes() uint64 {
 	return uint64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)) / usualFile
 }
 
-// fetchInto fetches the layers that a store lacks and checks that they can be stacked.
-func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, img *registry.Image,
-	tracks []*layerTrack) error {
+// addLayers gets the layers that a store lacks and checks that they can be stacked.
+func (s *Store) addLayers(ctx context.Context, store *layer.Store, img *registry.Image, get getLayer) error {
 	if wanted := missing(store, img); wanted > 0 {
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
 			return err
@@ -183,9 +195,7 @@ func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, im
 	group.SetLimit(s.cfg.MaxParallelDownloads)
 	for i, l := range img.Layers {
 		group.Go(func() error {
-			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error {
-				return s.fetchLayer(groupCtx, store, a, l, tracks[i])
-			})
+			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error { return get(groupCtx, store, i) })
 		})
 	}
 	if err := group.Wait(); err != nil {
@@ -318,15 +328,7 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 		return had, false, err
 	}
 	defer blob.Close() // read to its end or abandoned
-	err = s.withSlot(ctx, repo.Reference().Domain, func() error {
-		limits, release, err := s.withMemory(ctx, l, more)
-		if err != nil {
-			return err
-		}
-		defer release()
-		had = limits
-		return store.Create(ctx, sourceOf(l), blob, limits)
-	})
+	had, err = s.unpack(ctx, store, repo.Reference().Domain, l, blob, more)
 	if err == nil { // the blob is unread if another pull has created the layer meanwhile
 		_, err = io.Copy(io.Discard, blob)
 	}
@@ -341,6 +343,22 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 		err = faultOf(ctx, blob, err, littleTime)
 	}
 	return had, inParts, err
+}
+
+// unpack stores a layer when an unpack slot and memory are free. origin is the registry, or another
+// name for the source of blobs that shares the slots. It returns the limits of the layer.
+func (s *Store) unpack(ctx context.Context, store *layer.Store, origin string, l registry.Layer, blob io.Reader,
+	more shortage) (had unpack.Limits, err error) {
+	err = s.withSlot(ctx, origin, func() error {
+		limits, release, err := s.withMemory(ctx, l, more)
+		if err != nil {
+			return err
+		}
+		defer release()
+		had = limits
+		return store.Create(ctx, sourceOf(l), blob, limits)
+	})
+	return had, err
 }
 
 // withMemory returns the limits of a layer with its share of the unpack memory. It waits if an

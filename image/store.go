@@ -416,10 +416,16 @@ func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
 	}
 }
 
-// commit writes the record of a pulled image and makes it visible under a name. The caller holds
-// the layers, which are in the store. Another image with the same tag loses it.
+// naming says under which names an image is recorded.
+type naming struct {
+	refs []registry.Reference // may be empty: the image has an ID only
+	pin  bool                 // kubelet must not collect the image
+}
+
+// commit writes the record of an image and makes it visible under its names. The caller holds the
+// layers, which are in the store. Other images with the same tags lose them.
 func (s *Store) commit(
-	ctx context.Context, ref registry.Reference, img *registry.Image, store *layer.Store,
+	ctx context.Context, names naming, img *registry.Image, store *layer.Store,
 ) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
@@ -432,19 +438,34 @@ func (s *Store) commit(
 	if rec.Size, err = sizeOf(store, chain); err != nil { // it may differ from the earlier pull's: another form
 		return nil, err
 	}
+	for _, ref := range names.refs {
+		rec = rec.with(ref, img.Digest)
+	}
+	rec.Pinned = rec.Pinned || names.pin
 	records := maps.Clone(x.records)
-	if records[id], err = s.write(id, rec.with(ref, img.Digest)); err != nil {
+	if records[id], err = s.write(id, rec); err != nil {
 		return nil, err
 	}
-	for other, old := range x.records {
-		if ref.Tag != "" && other != id && slices.Contains(old.Tags, ref.String()) {
-			records[other] = s.untag(other, old.without(ref.String()))
-		}
-	}
+	s.takeTags(records, id)
 	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds them: no deletion is under way
 	next := newIndex(records, s.index.Load(), s.pinned)
 	s.index.Store(next)
 	return next.byID[id], nil
+}
+
+// takeTags removes the tags of an image, whose record was written, from the other records.
+func (s *Store) takeTags(records map[string]record, id string) {
+	for other, old := range records {
+		taken := old
+		for _, tag := range records[id].Tags {
+			if other != id && slices.Contains(old.Tags, tag) {
+				taken = taken.without(tag)
+			}
+		}
+		if len(taken.Tags) < len(old.Tags) {
+			records[other] = s.untag(other, taken)
+		}
+	}
 }
 
 // place returns the ID and the record of a pulled image, new or existing. If another image has the

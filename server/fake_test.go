@@ -25,6 +25,7 @@ import (
 	"berth/internal/trace"
 	"berth/sandbox/state"
 	"berth/sandbox/stream"
+	"berth/server/admin"
 )
 
 // fakePods is a Sandboxes in memory. Its answers show the effects of calls, and calls records other
@@ -172,6 +173,7 @@ const (
 
 // fakeImages is a store with fixed images. Pull returns one of them.
 type fakeImages struct {
+	admin.Store
 	images   []*image.Image
 	removed  []string
 	auth     *runtimeapi.AuthConfig

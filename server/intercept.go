@@ -15,6 +15,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/server/admin"
 )
 
 // unary wraps every unary RPC.
@@ -56,6 +57,8 @@ var changing = map[string]bool{
 	runtimeapi.RuntimeService_RemoveContainer_FullMethodName:  true,
 	runtimeapi.ImageService_PullImage_FullMethodName:          true,
 	runtimeapi.ImageService_RemoveImage_FullMethodName:        true,
+	admin.TagMethod:   true,
+	admin.UntagMethod: true,
 }
 
 // stream wraps every streaming RPC.

@@ -1,5 +1,5 @@
 // Package server serves the CRI v1 services RuntimeService and ImageService (k8s.io/cri-api) by
-// gRPC on a unix socket. On a second socket Cadvisor serves the part of containerd's API that
+// gRPC on a unix socket, and berth's own service for images (package admin). On a second socket Cadvisor serves the part of containerd's API that
 // kubelet's cAdvisor uses.
 //
 // # Contract
@@ -35,6 +35,7 @@ import (
 	"berth/internal/task"
 	"berth/sandbox/state"
 	"berth/sandbox/stream"
+	"berth/server/admin"
 )
 
 // MaxMessage is the largest gRPC message in bytes, in both directions. kubelet has the same limit.
@@ -92,11 +93,11 @@ type Sandboxes interface {
 type Images interface {
 	Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error)
 	Get(ref string) (*image.Image, error)
-	List() []*image.Image
 	Remove(ctx context.Context, ref string) error
 	Usage(ctx context.Context) (image.Usage, error)
 	Progress() []image.PullProgress
 	Driver() rootfs.Kind // the form of new layers
+	admin.Store
 }
 
 // Config contains the server's static answers and its callbacks.
@@ -159,6 +160,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 	s.grpc.RegisterService(runtimeServiceDesc(), &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods,
 		images: images, log: log})
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images, pods: pods})
+	admin.Register(s.grpc, images)
 	return s
 }
 

@@ -1,0 +1,235 @@
+package image
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/testutil"
+)
+
+// imageWith returns an image of one layer with one file, made by another implementation.
+func imageWith(t *testing.T, content string) v1.Image {
+	t.Helper()
+	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) {
+		return io.NopCloser(bytes.NewReader(tarOf(t, "f", content))), nil
+	})
+	testutil.Must(t, err)
+	img, err := mutate.AppendLayers(empty.Image, layer)
+	testutil.Must(t, err)
+	file, err := img.ConfigFile()
+	testutil.Must(t, err)
+	file = file.DeepCopy()
+	file.OS, file.Architecture = "linux", "amd64"
+	img, err = mutate.ConfigFile(img, file)
+	testutil.Must(t, err)
+	return img
+}
+
+func dockerArchive(t *testing.T, tag string, img v1.Image) []byte {
+	t.Helper()
+	ref, err := name.NewTag(tag)
+	testutil.Must(t, err)
+	var out bytes.Buffer
+	testutil.Must(t, tarball.Write(ref, img, &out))
+	return out.Bytes()
+}
+
+// layoutDir writes an OCI layout whose index names the image with an annotation.
+func layoutDir(t *testing.T, annotation string, img v1.Image) string {
+	t.Helper()
+	dir := t.TempDir()
+	path, err := layout.Write(dir, empty.Index)
+	testutil.Must(t, err)
+	testutil.Must(t, path.AppendImage(img, layout.WithAnnotations(map[string]string{nameKey: annotation})))
+	return dir
+}
+
+const nameKey = "org.opencontainers.image.ref.name"
+
+// tarDir packs a directory.
+func tarDir(t *testing.T, dir string) []byte {
+	t.Helper()
+	var out bytes.Buffer
+	w := tar.NewWriter(&out)
+	testutil.Must(t, w.AddFS(os.DirFS(dir)))
+	testutil.Must(t, w.Close())
+	return out.Bytes()
+}
+
+func gzipBytes(t *testing.T, data []byte) []byte {
+	t.Helper()
+	var out bytes.Buffer
+	w := gzip.NewWriter(&out)
+	_, err := w.Write(data)
+	testutil.Must(t, err)
+	testutil.Must(t, w.Close())
+	return out.Bytes()
+}
+
+func TestLoadFormats(t *testing.T) {
+	img := imageWith(t, "loaded")
+	id, err := img.ConfigName()
+	testutil.Must(t, err)
+	manifest, err := img.Digest()
+	testutil.Must(t, err)
+	layoutPath := layoutDir(t, "example.com/app:v1", img)
+	docker := dockerArchive(t, "example.com/app:v1", img)
+	for what, load := range map[string]func(*Store) ([]*Image, error){
+		"docker archive": func(s *Store) ([]*Image, error) { return s.Load(t.Context(), bytes.NewReader(docker), LoadOptions{}) },
+		"docker archive gzip": func(s *Store) ([]*Image, error) {
+			return s.Load(t.Context(), bytes.NewReader(gzipBytes(t, docker)), LoadOptions{})
+		},
+		"layout tar": func(s *Store) ([]*Image, error) {
+			return s.Load(t.Context(), bytes.NewReader(tarDir(t, layoutPath)), LoadOptions{})
+		},
+		"layout directory": func(s *Store) ([]*Image, error) { return s.LoadFile(t.Context(), layoutPath, LoadOptions{}) },
+		"file": func(s *Store) ([]*Image, error) {
+			path := filepath.Join(t.TempDir(), "app.tar")
+			testutil.Must(t, os.WriteFile(path, docker, 0o600))
+			return s.LoadFile(t.Context(), path, LoadOptions{Pin: true})
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			root := t.TempDir()
+			s := openStore(t, Config{Root: root})
+			images, err := load(s)
+			if err != nil || len(images) != 1 || images[0].ID != id.String() {
+				t.Fatalf("%v, %v, want %s", images, err, id)
+			}
+			got := images[0]
+			if fmt.Sprint(got.RepoTags) != "[example.com/app:v1]" || got.Pinned != (what == "file") {
+				t.Errorf("tags %v, pinned %v", got.RepoTags, got.Pinned)
+			}
+			if strings.HasPrefix(what, "layout") && fmt.Sprint(got.RepoDigests) != "[example.com/app@"+manifest.String()+"]" {
+				t.Errorf("digests %v", got.RepoDigests)
+			}
+			if content := readFile(t, s, got, "f"); content != "loaded" {
+				t.Errorf("content %q", content)
+			}
+			again, err := load(s)
+			if err != nil || len(again) != 1 || again[0].ID != got.ID || len(s.layers.List()) != 1 {
+				t.Errorf("second load: %v, %v", again, err)
+			}
+			testutil.Must(t, s.Close())
+			s = openStore(t, Config{Root: root})
+			if kept, err := s.Get("example.com/app:v1"); err != nil || kept.Pinned != (what == "file") {
+				t.Errorf("after a restart: %+v, %v", kept, err)
+			}
+			testutil.Must(t, s.Remove(t.Context(), id.String()))
+			wantEmpty(t, s)
+		})
+	}
+}
+
+func TestLoadWithName(t *testing.T) {
+	s := openStore(t, Config{})
+	one, two := imageWith(t, "one"), imageWith(t, "two")
+	path := layoutDir(t, "latest", one) // a tag without a repository is no name
+	images, err := s.LoadFile(t.Context(), path, LoadOptions{})
+	testutil.Must(t, err)
+	if len(images[0].RepoTags) != 0 {
+		t.Errorf("tags %v", images[0].RepoTags)
+	}
+	images, err = s.LoadFile(t.Context(), path, LoadOptions{Name: "app:1"})
+	testutil.Must(t, err)
+	if fmt.Sprint(images[0].RepoTags) != "[docker.io/library/app:1]" {
+		t.Errorf("tags %v", images[0].RepoTags)
+	}
+	testutil.Must(t, layout.Path(path).AppendImage(two))
+	_, err = s.LoadFile(t.Context(), path, LoadOptions{Name: "app:1"})
+	wantCode(t, err, codes.InvalidArgument, "a name was given for 2 images")
+}
+
+// Loading must leave nothing if content does not match its digest.
+func TestLoadRefusesBadArchives(t *testing.T) {
+	img := imageWith(t, strings.Repeat("x", 5000))
+	layers, err := img.Layers()
+	testutil.Must(t, err)
+	hash, err := layers[0].Digest()
+	testutil.Must(t, err)
+	for what, c := range map[string]struct {
+		code   codes.Code
+		change func(t *testing.T, dir string)
+	}{
+		"corrupt layer": {codes.DataLoss, func(t *testing.T, dir string) {
+			path := filepath.Join(dir, "blobs/sha256", hash.Hex)
+			data, err := os.ReadFile(path)
+			testutil.Must(t, err)
+			data[len(data)/2] ^= 1
+			testutil.Must(t, os.WriteFile(path, data, 0o600))
+		}},
+		"short layer": {codes.DataLoss, func(t *testing.T, dir string) {
+			testutil.Must(t, os.Truncate(filepath.Join(dir, "blobs/sha256", hash.Hex), 10))
+		}},
+		"missing layer": {codes.InvalidArgument, func(t *testing.T, dir string) {
+			testutil.Must(t, os.Remove(filepath.Join(dir, "blobs/sha256", hash.Hex)))
+		}},
+		"symlink out of the layout": {codes.Unknown, func(t *testing.T, dir string) {
+			path := filepath.Join(dir, "blobs/sha256", hash.Hex)
+			testutil.Must(t, os.Rename(path, filepath.Join(t.TempDir(), "secret")))
+			testutil.Must(t, os.Symlink("/etc/passwd", path))
+		}},
+		"no index": {codes.InvalidArgument, func(t *testing.T, dir string) {
+			testutil.Must(t, os.Remove(filepath.Join(dir, "index.json")))
+		}},
+	} {
+		t.Run(what, func(t *testing.T) {
+			s := openStore(t, Config{})
+			dir := layoutDir(t, "example.com/app:v1", img)
+			c.change(t, dir)
+			_, err := s.LoadFile(t.Context(), dir, LoadOptions{})
+			wantCode(t, err, c.code, "load "+dir)
+			if what != "symlink out of the layout" {
+				_, err = s.Load(t.Context(), bytes.NewReader(tarDir(t, dir)), LoadOptions{})
+				wantCode(t, err, c.code)
+			}
+			wantEmpty(t, s)
+		})
+	}
+	s := openStore(t, Config{})
+	_, err = s.Load(t.Context(), strings.NewReader("not a tar"), LoadOptions{})
+	wantCode(t, err, codes.InvalidArgument, "read tar after 0 entries")
+	wantEmpty(t, s)
+}
+
+func TestTagAndUntag(t *testing.T) {
+	s := openStore(t, Config{})
+	for i, content := range []string{"one", "two"} {
+		_, err := s.LoadFile(t.Context(), layoutDir(t, fmt.Sprintf("app:v%d", i), imageWith(t, content)), LoadOptions{})
+		testutil.Must(t, err)
+	}
+	first, err := s.Get("app:v0")
+	testutil.Must(t, err)
+	tagged, err := s.Tag(t.Context(), "app:v0", "app:v1")
+	if err != nil || tagged.ID != first.ID || len(tagged.RepoTags) != 2 {
+		t.Errorf("%+v, %v", tagged, err)
+	}
+	if got, err := s.Get("app:v1"); err != nil || got.ID != first.ID {
+		t.Errorf("%+v, %v", got, err)
+	}
+	untagged, err := s.Untag(t.Context(), "app:v0")
+	if err != nil || len(untagged.RepoTags) != 1 {
+		t.Errorf("%+v, %v", untagged, err)
+	}
+	_, err = s.Untag(t.Context(), "app:v0")
+	wantCode(t, err, codes.NotFound)
+	_, err = s.Tag(t.Context(), "none", "app:v3")
+	wantCode(t, err, codes.NotFound)
+	_, err = s.Tag(t.Context(), "app:v1", "app@"+first.ID)
+	wantCode(t, err, codes.InvalidArgument)
+}

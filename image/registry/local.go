@@ -1,0 +1,94 @@
+package registry
+
+import (
+	"fmt"
+
+	"github.com/containerd/platforms"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/internal/errdefs"
+)
+
+// ReadBlob returns the content of a manifest, an index or a configuration that is on this machine.
+// It returns an error if the content does not have the descriptor's size and digest.
+type ReadBlob func(ocispec.Descriptor) ([]byte, error)
+
+// ResolveLocal is Repository.Resolve for an image whose documents are on this machine. top describes
+// its index or manifest. The documents get the same checks as those of a registry.
+func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) (*Image, error) {
+	if _, ok := choosePlatform([]ocispec.Descriptor{top}, node); !ok {
+		return nil, errdefs.NotFound("image %s is not for platform %s", top.Digest, platforms.Format(node))
+	}
+	doc, err := readDocument(read, top)
+	if err != nil {
+		return nil, err
+	}
+	chosen := ocispec.Descriptor{Platform: &ocispec.Platform{}}
+	for depth := 1; doc.index != nil; depth++ {
+		if depth > MaxIndexDepth {
+			return nil, errdefs.FailedPrecondition("more than %d indexes are nested", MaxIndexDepth)
+		}
+		var ok bool
+		if chosen, ok = choosePlatform(doc.index, node); !ok {
+			return nil, errdefs.NotFound("no image for platform %s in the index %s", platforms.Format(node), top.Digest)
+		}
+		if doc, err = readDocument(read, chosen); err != nil {
+			return nil, err
+		}
+	}
+	if doc.manifest.Config.Digest.Algorithm() != digest.SHA256 {
+		return nil, errdefs.FailedPrecondition("config %s: an image's ID must be a sha256 digest",
+			doc.manifest.Config.Digest)
+	}
+	config, err := read(doc.manifest.Config)
+	if err != nil {
+		return nil, fmt.Errorf("read config %s: %w", doc.manifest.Config.Digest, err)
+	}
+	img, err := LocalImage(config, doc.manifest.Layers)
+	if err != nil {
+		return nil, err
+	}
+	img.Digest = top.Digest
+	return img, checkConfigPlatform(img.Config, node, chosen.Platform == nil)
+}
+
+func readDocument(read ReadBlob, want ocispec.Descriptor) (document, error) {
+	if err := checkDescriptor(want, MaxManifestSize); err != nil {
+		return document{}, corrupt("manifest: %w", err)
+	}
+	data, err := read(want)
+	if err != nil {
+		return document{}, fmt.Errorf("read manifest %s: %w", want.Digest, err)
+	}
+	return parseDocument(data, "")
+}
+
+// LocalImage returns the image of a configuration and its layers' blobs, bottom first. It has no
+// manifest, and so no Digest.
+func LocalImage(config []byte, layers []ocispec.Descriptor) (*Image, error) {
+	if len(config) > MaxConfigSize {
+		return nil, errdefs.FailedPrecondition("config is larger than the limit of %d bytes", MaxConfigSize)
+	}
+	if len(layers) > MaxLayers {
+		return nil, errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted",
+			len(layers), MaxLayers)
+	}
+	img := &Image{ConfigDigest: digest.FromBytes(config), RawConfig: config}
+	var err error
+	img.Config, img.Layers, err = parseConfig(config, layers)
+	return img, err
+}
+
+// ParseIndex parses the index of an OCI layout (image-spec "image-layout.md") and returns its
+// entries. They may have any media type; ResolveLocal checks what they name.
+func ParseIndex(data []byte) ([]ocispec.Descriptor, error) {
+	doc, err := parseDocument(data, ocispec.MediaTypeImageIndex)
+	if err != nil {
+		return nil, err
+	}
+	return doc.index, nil
+}
+
+// CheckValues returns an error if JSON has more than MaxValues values. Call it before decoding.
+func CheckValues(data []byte) error { return checkValues(data) }

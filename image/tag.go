@@ -1,0 +1,90 @@
+package image
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/image/registry"
+	"berth/internal/errdefs"
+)
+
+// Tag gives the image that ref names another name. Another image with that name loses it. Errors:
+// NotFound, and InvalidArgument for a name with a digest.
+func (s *Store) Tag(ctx context.Context, ref, name string) (*Image, error) {
+	tag, err := parseTag(name)
+	if err != nil {
+		return nil, err
+	}
+	return s.rename(ctx, ref, func(rec record) (record, error) { return rec.with(tag, ""), nil })
+}
+
+// Untag removes a name from the image that has it, and keeps the image. Errors: NotFound.
+func (s *Store) Untag(ctx context.Context, name string) (*Image, error) {
+	tag, err := parseTag(name)
+	if err != nil {
+		return nil, err
+	}
+	return s.rename(ctx, tag.String(), func(rec record) (record, error) {
+		if !slices.Contains(rec.Tags, tag.String()) {
+			return rec, errdefs.NotFound("image %q: not found", name)
+		}
+		return rec.without(tag.String()), nil
+	})
+}
+
+func parseTag(name string) (registry.Reference, error) {
+	tag, err := registry.ParseReference(name)
+	if err == nil && tag.Tag == "" {
+		err = errdefs.InvalidArgument("name %q: want a tag, not a digest", name)
+	}
+	return tag, err
+}
+
+// rename writes the record of an image with other names.
+func (s *Store) rename(ctx context.Context, ref string, change func(record) (record, error)) (*Image, error) {
+	release, err := s.lockWriter(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("tag image %s: %w", ref, err)
+	}
+	defer release()
+	x := s.index.Load()
+	img, err := x.find(ref)
+	if err != nil {
+		return nil, err
+	}
+	rec, err := change(x.records[img.ID])
+	if err != nil {
+		return nil, err
+	}
+	records := maps.Clone(x.records)
+	if records[img.ID], err = s.write(img.ID, rec); err != nil {
+		return nil, fmt.Errorf("tag image %s: %w", ref, err)
+	}
+	s.takeTags(records, img.ID)
+	next := newIndex(records, x, s.pinned)
+	s.index.Store(next)
+	return next.byID[img.ID], nil
+}
+
+// LayerUse describes a layer of the store.
+type LayerUse struct {
+	Name   digest.Digest
+	DiffID digest.Digest
+	Blob   digest.Digest
+	Bytes  uint64 // on disk
+}
+
+// LayersOf returns the layers of an image, bottom first. Layers that another call deletes meanwhile
+// are missing.
+func (s *Store) LayersOf(img *Image) (list []LayerUse) {
+	for _, name := range img.Layers {
+		if info, err := s.layers.storeFor(distinct(img.Layers)).Info(name); err == nil {
+			list = append(list, LayerUse{Name: name, DiffID: info.DiffID, Blob: info.Blob, Bytes: info.Bytes})
+		}
+	}
+	return list
+}
