@@ -63,15 +63,23 @@ func pullError(ref string, err error) error {
 }
 
 func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConfig, track *pullTrack) (*Image, error) {
-	ref, err := registry.ParseReference(name)
+	candidates, err := s.client.Candidates(name)
 	if err != nil {
 		return nil, err
 	}
-	track.registry = ref.Domain
 	credentials, err := registry.FromCRI(auth)
 	if err != nil {
 		return nil, err
 	}
+	return registry.FirstOf(candidates, func(ref registry.Reference) (*Image, error) {
+		return s.pullReference(ctx, ref, credentials, track)
+	})
+}
+
+// pullReference pulls the image that a complete reference names.
+func (s *Store) pullReference(ctx context.Context, ref registry.Reference, credentials registry.Credentials,
+	track *pullTrack) (*Image, error) {
+	track.registry = ref.Domain
 	repo, err := s.client.Open(ref, credentials)
 	if err != nil {
 		return nil, err

@@ -9,14 +9,18 @@ type Settings struct {
 }
 
 // Prepare checks new settings and returns the function that applies them. Pulls that run keep
-// their registries. The error is InvalidArgument.
+// their registries. Errors: InvalidArgument, FailedPrecondition.
 func (s *Store) Prepare(next Settings) (apply func(), err error) {
 	pinned, err := pinnedNames(next.Pinned)
 	if err != nil {
 		return nil, err
 	}
+	setRegistries, err := s.client.Prepare(next.Registries)
+	if err != nil {
+		return nil, err
+	}
 	return func() {
-		s.client.SetSources(next.Registries)
+		setRegistries()
 		s.writing <- struct{}{}
 		defer func() { <-s.writing }()
 		s.pinned = pinned

@@ -101,7 +101,10 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 		return nil, err
 	}
 	records.Note(cfg.Waits.Begin)
-	s := newStore(cfg, layers, records, pinned, log)
+	s, err := newStore(cfg, layers, records, pinned, log)
+	if err != nil {
+		return nil, err
+	}
 	if err := s.load(); err != nil {
 		return nil, err
 	}
@@ -109,7 +112,9 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	return s, nil
 }
 
-func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[string]bool, log *slog.Logger) *Store {
+func newStore(
+	cfg Config, layers *stores, records *checkpoint.Dir, pinned map[string]bool, log *slog.Logger,
+) (*Store, error) {
 	if cfg.MaxParallelDownloads <= 0 {
 		cfg.MaxParallelDownloads = DefaultParallelDownloads
 	}
@@ -123,13 +128,17 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 		cfg.Observer = noObserver{}
 	}
 	cfg.Limits = cfg.Limits.WithDefaults()
+	client, err := registry.NewClient(registry.Config{
+		Sources: cfg.Registries, StallTimeout: cfg.StallTimeout, Log: log,
+		Spare: newUnpackSlots(cfg.MaxRangeRequests).tryAcquire,
+	})
+	if err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Store{
 		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
-		client: registry.NewClient(registry.Config{
-			Sources: cfg.Registries, StallTimeout: cfg.StallTimeout,
-			Spare: newUnpackSlots(cfg.MaxRangeRequests).tryAcquire,
-		}),
+		client:   client,
 		writing:  make(chan struct{}, 1),
 		stale:    map[string]bool{},
 		refs:     newLayerRefs(),
@@ -140,7 +149,7 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 		shutdown: cancel,
 	}
 	s.closeOnce = sync.OnceValue(s.close)
-	return s
+	return s, nil
 }
 
 // Close cancels pulls and waits for them. Later pulls fail. Only methods that read may run during
@@ -246,7 +255,23 @@ func (s *Store) List() []*Image { return s.index.Load().images }
 // Get returns the image that ref names: an ID with or without "sha256:", a unique prefix of an ID
 // (seven digits at least), a tag or a digest, also with Docker Hub's short names. Errors: NotFound;
 // InvalidArgument if ref is empty or several IDs match.
-func (s *Store) Get(ref string) (*Image, error) { return s.index.Load().find(ref) }
+func (s *Store) Get(ref string) (*Image, error) { return s.find(ref) }
+
+// find finds an image as index.find does. Short names follow registries.conf.
+func (s *Store) find(ref string) (*Image, error) {
+	x := s.index.Load()
+	hex, isID := strings.CutPrefix(ref, "sha256:")
+	candidates, err := s.client.Candidates(ref)
+	if isID || err != nil { // also a name that is not valid or not allowed
+		return x.find(ref)
+	}
+	for _, c := range candidates {
+		if img, ok := x.byName[c.String()]; ok {
+			return img, nil
+		}
+	}
+	return x.findPrefix(ref, hex)
+}
 
 // Progress returns the pulls under way, oldest first.
 func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
@@ -278,7 +303,7 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 		return fmt.Errorf("remove image %s: %w", ref, err)
 	}
 	defer release()
-	img, err := s.index.Load().find(ref)
+	img, err := s.find(ref)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}

@@ -150,7 +150,7 @@ func (s *partServer) blob(t testing.TB, l *leave, first int) *Blob {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := NewClient(Config{Spare: l.take, StallTimeout: time.Minute})
+	c := newClient(t, Config{Spare: l.take, StallTimeout: time.Minute})
 	c.parts = partsConfig{spare: l.take, size: testPart, trial: time.Hour}
 	c.pause = time.Millisecond
 	repo, err := c.Open(ref, Credentials{})
@@ -657,7 +657,7 @@ func (s *benchRegistry) read(b *testing.B, most int64) []time.Duration {
 	if err != nil {
 		b.Fatal(err)
 	}
-	repo, err := NewClient(Config{Spare: (&leave{most: most}).take}).Open(ref, Credentials{})
+	repo, err := newClient(b, Config{Spare: (&leave{most: most}).take}).Open(ref, Credentials{})
 	if err != nil {
 		b.Fatal(err)
 	}

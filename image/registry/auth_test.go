@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -131,19 +132,25 @@ func TestDockerConfig(t *testing.T) {
 		"unknown.example.com":      {},
 		"else.example.com":         {},
 	} {
-		got, err := cfg.lookup(context.Background(), host)
+		got, err := cfg.lookup(context.Background(), host, "")
 		if err != nil || got != want {
 			t.Errorf("%s: %#v, %v", host, got, err)
 		}
 	}
 	for _, host := range []string{"broken.example.com", "bad.example.com", "weird.example.com", "path.example.com", "absent.example.com"} {
-		got, err := cfg.lookup(context.Background(), host)
+		got, err := cfg.lookup(context.Background(), host, "")
 		if err == nil || strings.Contains(err.Error(), "hunter2") {
 			t.Errorf("%s: %#v, %v", host, got, err)
 		}
 	}
+	for repository, want := range map[string]string{"project": "a", "project/app/web": "a", "projector": "", "": ""} {
+		got, err := cfg.lookup(context.Background(), "part.example.com", repository)
+		if err != nil || got.Username != want {
+			t.Errorf("part.example.com/%s: %#v, %v", repository, got, err)
+		}
+	}
 	cfg.CredsStore = "good"
-	if got, err := cfg.lookup(context.Background(), "else.example.com"); err != nil || got.Username != "helped" {
+	if got, err := cfg.lookup(context.Background(), "else.example.com", ""); err != nil || got.Username != "helped" {
 		t.Errorf("store: %#v, %v", got, err)
 	}
 }
@@ -157,5 +164,38 @@ func TestDockerConfigFile(t *testing.T) {
 	_, err := loadDockerConfig(broken)
 	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), broken) || strings.Contains(err.Error(), "hunter2") {
 		t.Errorf("broken file: %v", err)
+	}
+}
+
+func TestMostSpecificCredentialsWin(t *testing.T) {
+	dir := t.TempDir()
+	first := registrytest.WriteFile(t, filepath.Join(dir, "auth.json"),
+		`{"auths": {"r.example": {"username": "all", "password": "p"}, "r.example/team": {"username": "team", "password": "p"},
+		"r.example/team/app": {"username": "app", "password": "p"}}}`)
+	second := registrytest.WriteFile(t, filepath.Join(dir, "config.json"), `{"auths": {"r.example": {"username": "second", "password": "p"},
+		"s.example": {"username": "other", "password": "p"}}}`)
+	files := Sources{AuthFiles: []string{filepath.Join(dir, "missing"), first}, DockerConfig: second}
+	for name, want := range map[string]string{
+		"r.example/team/app": "app", "r.example/team/app/part": "app", "r.example/team/web": "team", "r.example/teams": "all", "s.example/x": "other", "t.example/x": "",
+	} {
+		t.Run(name, func(t *testing.T) {
+			host, repository, _ := strings.Cut(name, "/")
+			if got, err := files.credentials(t.Context(), host, repository); err != nil || got.Username != want {
+				t.Errorf("got %#v, %v; want user %q", got, err, want)
+			}
+		})
+	}
+}
+
+func TestStandardAuthFiles(t *testing.T) {
+	t.Setenv("HOME", "/root")
+	t.Setenv("XDG_RUNTIME_DIR", "/run/user/0")
+	for _, unset := range []string{"XDG_CONFIG_HOME", "DOCKER_CONFIG"} {
+		t.Setenv(unset, "")
+	}
+	want := []string{"/run/user/0/containers/auth.json", "/run/containers/0/auth.json", "/root/.config/containers/auth.json",
+		"/root/.docker/config.json", "/var/lib/kubelet/config.json", ""}
+	if got := (Sources{AuthFiles: []string{StandardAuthFiles}}).files(); !slices.Equal(got, want) {
+		t.Errorf("got %q", got)
 	}
 }

@@ -322,7 +322,7 @@ func TestSlowManifest(t *testing.T) {
 			time.Sleep(time.Millisecond)
 		}
 	})
-	c := NewClient(Config{StallTimeout: time.Minute})
+	c := newClient(t, Config{StallTimeout: time.Minute})
 	c.document = 100 * time.Millisecond
 	ref, err := ParseReference(s.Host() + "/app:v1")
 	if err != nil {

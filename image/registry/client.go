@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -17,6 +18,7 @@ type Config struct {
 	Sources
 	StallTimeout time.Duration // longest wait for a byte; 0: one minute
 	UserAgent    string        // empty: "berth"
+	Log          *slog.Logger  // for warnings about configuration; nil: none
 
 	// Spare, if not nil, grants one more range request to a registry for a part of a large, slow
 	// blob. It does not wait. A part takes PartSize bytes of memory until giveBack is called.
@@ -25,8 +27,10 @@ type Config struct {
 
 // Sources are where a Client finds hosts and credentials.
 type Sources struct {
-	Dirs         []string // roots of containerd's certs.d layout; the first with a directory for the host wins
-	DockerConfig string   // docker's config.json; empty: none
+	Dirs           []string // roots of containerd's certs.d layout; the first with a directory for the host wins
+	AuthFiles      []string // credentials: files as in containers-auth.json(5), searched in this order, or StandardAuthFiles
+	DockerConfig   string   // docker's config.json, searched after AuthFiles; empty: none
+	RegistriesConf string   // containers-registries.conf(5); empty: none
 }
 
 // DefaultStallTimeout is the default of Config.StallTimeout.
@@ -35,7 +39,9 @@ const DefaultStallTimeout = time.Minute
 // Client opens repositories. It has no connections and no state but its sources. Its methods may be
 // called concurrently.
 type Client struct {
-	sources  atomic.Pointer[Sources]
+	sources  atomic.Pointer[loaded]
+	log      *slog.Logger
+	warned   sync.Map // messages that were logged
 	stall    time.Duration
 	pause    time.Duration // firstDelay, shorter in tests
 	document time.Duration // documentTime, shorter in tests
@@ -52,22 +58,38 @@ type partsConfig struct {
 	enough float64       // fastEnough, other values in tests
 }
 
-// SetSources replaces the sources for repositories that are opened from now on.
-func (c *Client) SetSources(s Sources) { c.sources.Store(&s) }
+// Prepare reads the registries.conf of new sources and returns the function that replaces the
+// present sources, for repositories that are opened from then on. The error is FailedPrecondition.
+func (c *Client) Prepare(s Sources) (apply func(), err error) {
+	next, err := s.load()
+	if err != nil {
+		return nil, err
+	}
+	return func() { c.sources.Store(next) }, nil
+}
 
 // NewClient returns a client. It reads host directories and credentials each time a repository is
-// opened, so changes need no restart.
-func NewClient(cfg Config) *Client {
-	c := &Client{stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
+// opened, so changes need no restart. It reads registries.conf now and in Prepare. The error is
+// FailedPrecondition.
+func NewClient(cfg Config) (*Client, error) {
+	c := &Client{log: cfg.Log, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
 		parts: partsConfig{cfg.Spare, PartSize, watchTime, trialTime, fastEnough}}
-	c.SetSources(cfg.Sources)
+	var err error
+	set, err := c.Prepare(cfg.Sources)
+	if err != nil {
+		return nil, err
+	}
+	set()
+	if c.log == nil {
+		c.log = slog.New(slog.DiscardHandler)
+	}
 	if c.stall <= 0 {
 		c.stall = DefaultStallTimeout
 	}
 	if c.agent == "" {
 		c.agent = "berth"
 	}
-	return c
+	return c, nil
 }
 
 // Repository is the source of one image: the hosts that may serve it, and the authentication state
@@ -85,19 +107,36 @@ type Repository struct {
 // Open prepares to fetch the image that ref names with the given credentials (zero: none). It sends
 // nothing. The caller closes the repository.
 func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
-	places, err := loadHosts(c.sources.Load().Dirs, ref.Domain)
+	from := c.sources.Load()
+	sources, err := from.names.sources(ref)
 	if err != nil {
 		return nil, err
 	}
 	r := &Repository{ref: ref, pause: c.pause, parts: c.parts}
-	for _, h := range places {
-		e, err := newEndpoint(h, ref, c, given)
+	for _, s := range sources {
+		places, err := s.places(from.Dirs)
 		if err != nil {
-			return nil, errdefs.FailedPrecondition("configuration of registry host %s: %s: %w", ref.Domain, h.Host, err)
+			return nil, err
 		}
-		r.endpoints = append(r.endpoints, e)
+		for _, h := range places {
+			c.warnUnknown(s.Domain, h.unknown)
+			e, err := newEndpoint(h, s, c, given, ref.Domain)
+			if err != nil {
+				return nil, errdefs.FailedPrecondition("configuration of registry host %s: %s: %w", s.Domain, h.Host, err)
+			}
+			r.endpoints = append(r.endpoints, e)
+		}
 	}
 	return r, nil
+}
+
+// warnUnknown logs messages about the hosts.toml of a registry, each once.
+func (c *Client) warnUnknown(domain string, messages []string) {
+	for _, m := range messages {
+		if _, again := c.warned.LoadOrStore(domain+" "+m, true); !again {
+			c.log.Warn("hosts.toml of a registry has an unknown key, which has no effect", "registry", domain, "key", m)
+		}
+	}
 }
 
 // Close closes idle connections. Current transfers continue.
@@ -127,17 +166,13 @@ func (r *Repository) noteServed(e *endpoint) {
 func (r *Repository) Reference() Reference { return r.ref }
 
 // lookupFor returns the function that finds the credentials for a host: those of the pull if they
-// are meant for it, else docker's.
-func (c *Client) lookupFor(given Credentials, h hostConfig, ref Reference) func(context.Context) (Credentials, error) {
+// are meant for it, else those of the credential files. domain is the registry in the image's name.
+func (c *Client) lookupFor(given Credentials, h hostConfig, s source, domain string) func(context.Context) (Credentials, error) {
 	return func(ctx context.Context) (Credentials, error) {
-		if given.belongTo(h.Host, h.Home, ref.Domain) {
+		if given.belongTo(h.Host, h.Home, domain) {
 			return given, nil
 		}
-		cfg, err := loadDockerConfig(c.sources.Load().DockerConfig)
-		if err != nil {
-			return Credentials{}, err
-		}
-		return cfg.lookup(ctx, h.Host)
+		return c.sources.Load().credentials(ctx, h.Host, s.Repository)
 	}
 }
 

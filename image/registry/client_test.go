@@ -47,13 +47,22 @@ func hostsDir(t *testing.T, host, content string) string {
 }
 
 // open opens a repository, failing the test if it cannot.
+func newClient(t testing.TB, cfg Config) *Client {
+	t.Helper()
+	c, err := NewClient(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
 func open(t *testing.T, cfg Config, ref string, cred Credentials) *Repository {
 	t.Helper()
 	r, err := ParseReference(ref)
 	if err != nil {
 		t.Fatal(err)
 	}
-	client := NewClient(cfg)
+	client := newClient(t, cfg)
 	client.pause = time.Millisecond
 	repo, err := client.Open(r, cred)
 	if err != nil {
@@ -454,7 +463,7 @@ func TestCustomCAAndSkipVerify(t *testing.T) {
 			wantUnavailable(t, err, "certificate signed by unknown authority")
 		}
 	}
-	_, err := NewClient(Config{Sources: Sources{Dirs: []string{hostsDir(t, "example.com", `ca = "missing.pem"`)}}}).Open(Reference{Domain: "example.com", Repository: "app", Tag: "v1"}, Credentials{})
+	_, err := newClient(t, Config{Sources: Sources{Dirs: []string{hostsDir(t, "example.com", `ca = "missing.pem"`)}}}).Open(Reference{Domain: "example.com", Repository: "app", Tag: "v1"}, Credentials{})
 	wantCode(t, err, codes.FailedPrecondition, "missing.pem")
 }
 

@@ -15,7 +15,12 @@
 // Config.Dirs that has that directory (then <dir>/_default), or Docker's certificate files there.
 // It is read for every pull. Hosts are tried in the order of the file, the server last. The error
 // of the last host decides the code of a failure; the text names all. Unlike in containerd, an
-// invalid hosts.toml fails the pull, because the pull's security may depend on it.
+// invalid hosts.toml fails the pull, because the pull's security may depend on it. Unknown keys are
+// logged with their lines and have no effect.
+//
+// A registries.conf (containers-registries.conf(5)) comes first: it expands short names, blocks
+// registries and decides which locations serve an image. Each location is then reached as its own
+// certs.d folder says. "insecure" counts only for a location without TLS options in certs.d.
 //
 // # Credentials
 //
@@ -23,7 +28,11 @@
 // the image that it was given for. It never goes to a mirror with another host name, to the target
 // of a redirect or to a URL in a manifest (CVE-2020-15157). A mirror that requires authentication
 // gets the credentials for its own host in docker's config.json, or the header that hosts.toml
-// configures for it. Headers of hosts.toml also go to their host only.
+// configures for it. Headers of hosts.toml also go to their host only. A location that
+// registries.conf rewrites is still the image's registry, but a mirror there is not.
+//
+// Among the entries of a credential file, a helper for the host comes first, then the entry with
+// the longest matching path, then the default helper.
 //
 // Docker's config.json and credential helpers are read by this package and not by docker/cli's
 // config package. The latter runs helpers without a deadline and without a limit for their output,

@@ -2,6 +2,7 @@ package registry
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -53,15 +55,20 @@ func loadDockerConfig(path string) (dockerConfig, error) {
 	return c, nil
 }
 
-// lookup returns the credentials for a host: from the host's helper, else from the file, else from
-// the credentials store. No credentials is no error.
-func (c dockerConfig) lookup(ctx context.Context, host string) (Credentials, error) {
+// lookup returns the credentials for a repository of a host: from the host's helper, else from the
+// file's entry for the longest part of the repository's path, else from the credentials store. No
+// credentials is no error.
+func (c dockerConfig) lookup(ctx context.Context, host, repository string) (Credentials, error) {
 	want := canonicalHost(host)
-	if key, ok := findHost(c.CredHelpers, want); ok {
+	if key, ok := findHost(c.CredHelpers, want, ""); ok {
 		return runHelper(ctx, c.CredHelpers[key], key)
 	}
-	if key, ok := findHost(c.Auths, want); ok {
-		return c.Auths[key].credentials()
+	for scope, more := repository, true; more; {
+		if key, ok := findHost(c.Auths, want, scope); ok {
+			return c.Auths[key].credentials()
+		}
+		more = scope != ""
+		scope = scope[:max(0, strings.LastIndexByte(scope, '/'))]
 	}
 	if c.CredsStore != "" {
 		return runHelper(ctx, c.CredsStore, storeKey(want))
@@ -69,13 +76,13 @@ func (c dockerConfig) lookup(ctx context.Context, host string) (Credentials, err
 	return Credentials{}, nil
 }
 
-// findHost returns the key of m for a host, the shortest if there are several. Keys with a path are
-// for a part of a registry, except for the API versions that `docker login` appends.
-func findHost[V comparable](m map[string]V, want string) (string, bool) {
+// findHost returns the key of m for a host and a path in it, the shortest if there are several. See
+// containers-auth.json(5) for paths.
+func findHost[V comparable](m map[string]V, want, scope string) (string, bool) {
 	var empty V
 	best, found := "", false
 	for key, value := range m {
-		if value == empty || canonicalHost(key) != want || !wholeHost(key) {
+		if value == empty || canonicalHost(key) != want || scopeOf(key) != scope {
 			continue
 		}
 		if !found || len(key) < len(best) || len(key) == len(best) && key < best {
@@ -85,13 +92,67 @@ func findHost[V comparable](m map[string]V, want string) (string, bool) {
 	return best, found
 }
 
-func wholeHost(key string) bool {
+// scopeOf returns the path of a key: the part of a registry that the key is for. It is "" for the
+// whole registry, also with the API version that `docker login` appends.
+func scopeOf(key string) string {
 	if _, rest, ok := strings.Cut(key, "://"); ok {
 		key = rest
 	}
 	_, path, _ := strings.Cut(key, "/")
 	path = strings.Trim(path, "/")
-	return path == "" || path == "v1" || path == "v2"
+	if path == "v1" || path == "v2" {
+		return ""
+	}
+	return path
+}
+
+// StandardAuthFiles stands for the files of standardAuthFiles in Sources.AuthFiles.
+const StandardAuthFiles = "default"
+
+// standardAuthFiles returns the files where podman, docker and kubelet keep root's credentials, see
+// containers-auth.json(5). systemd sets no HOME for services.
+func standardAuthFiles() []string {
+	home, err := os.UserHomeDir()
+	if err != nil {
+		home = "/root"
+	}
+	var files []string
+	if dir := os.Getenv("XDG_RUNTIME_DIR"); dir != "" {
+		files = append(files, filepath.Join(dir, "containers/auth.json"))
+	}
+	return append(files,
+		"/run/containers/0/auth.json",
+		filepath.Join(cmp.Or(os.Getenv("XDG_CONFIG_HOME"), filepath.Join(home, ".config")), "containers/auth.json"),
+		filepath.Join(cmp.Or(os.Getenv("DOCKER_CONFIG"), filepath.Join(home, ".docker")), "config.json"),
+		"/var/lib/kubelet/config.json",
+	)
+}
+
+// files returns the credential files in the order in which they are searched.
+func (s Sources) files() (files []string) {
+	for _, file := range s.AuthFiles {
+		if file == StandardAuthFiles {
+			files = append(files, standardAuthFiles()...)
+		} else {
+			files = append(files, file)
+		}
+	}
+	return append(files, s.DockerConfig)
+}
+
+// credentials returns the credentials for a repository of a host from the first file that has any.
+func (s Sources) credentials(ctx context.Context, host, repository string) (Credentials, error) {
+	for _, file := range s.files() {
+		config, err := loadDockerConfig(file)
+		if err != nil {
+			return Credentials{}, err
+		}
+		found, err := config.lookup(ctx, host, repository)
+		if err != nil || !found.isAnonymous() {
+			return found, err
+		}
+	}
+	return Credentials{}, nil
 }
 
 // storeKey returns the key that `docker login` uses for a host's credentials.

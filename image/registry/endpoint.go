@@ -27,22 +27,24 @@ type endpoint struct {
 	failure  atomic.Pointer[UnavailableError] // the last failure to reach the host
 }
 
-// newEndpoint prepares host h for the repository of ref. given are the credentials of the pull.
-func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*endpoint, error) {
+// newEndpoint prepares host h for the repository of a source. given are the credentials of the pull,
+// domain is the registry in the image's name.
+func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain string) (*endpoint, error) {
 	wires, err := newConnections(&h, c.stall)
 	if err != nil {
 		return nil, err
 	}
 	e := &endpoint{
 		caps:     h.Caps,
-		base:     url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, ref.Repository)},
+		base:     url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, s.Repository)},
 		agent:    c.agent,
 		stall:    c.stall,
 		document: c.document,
 		wires:    wires,
 	}
-	if canonicalHost(h.Host) != canonicalHost(ref.Domain) {
-		e.ns = ref.Domain
+	e.ns = s.proxy
+	if canonicalHost(h.Host) != canonicalHost(s.Domain) {
+		e.ns = s.Domain
 	}
 	var wire http.RoundTripper = wires
 	isPlain := func() bool { return h.Scheme == "http" }
@@ -54,12 +56,12 @@ func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*en
 	tokens := *e.origin // the same without authorization
 	e.auth = &authorizer{
 		host:    h.Host,
-		scope:   "repository:" + ref.Repository + ":pull",
+		scope:   "repository:" + s.Repository + ":pull",
 		tokens:  shortBodies{noForwarding{&tokens}, maxTokenBytes},
 		isPlain: isPlain,
-		lookup:  c.lookupFor(given, h, ref),
+		lookup:  c.lookupFor(given, h, s, domain),
 	}
-	if given.RegistryToken != "" && given.belongTo(h.Host, h.Home, ref.Domain) {
+	if given.RegistryToken != "" && given.belongTo(h.Host, h.Home, domain) {
 		e.auth.preset(given.RegistryToken)
 	}
 	e.origin.auth = e.auth

@@ -29,7 +29,7 @@ func FuzzDockerConfig(f *testing.F) {
 		if err != nil {
 			return
 		}
-		got, err := c.lookup(context.Background(), host)
+		got, err := c.lookup(context.Background(), host, "")
 		if err != nil {
 			for key, auth := range c.Auths {
 				for _, secret := range []string{auth.Password, auth.Auth, auth.IdentityToken, auth.RegistryToken} {
@@ -47,7 +47,7 @@ func FuzzDockerConfig(f *testing.F) {
 			return
 		}
 		for key := range c.Auths {
-			if canonicalHost(key) == canonicalHost(host) && wholeHost(key) {
+			if canonicalHost(key) == canonicalHost(host) && scopeOf(key) == "" {
 				return
 			}
 		}

@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"bytes"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
@@ -13,6 +14,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -22,6 +24,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"berth/internal/errdefs"
+	"berth/internal/nearest"
 )
 
 // capability is a set of requests that a host serves.
@@ -56,6 +59,8 @@ type hostConfig struct {
 
 	Home      bool // is the registry itself, not a mirror
 	PlainNext bool // try https, then plain http
+
+	unknown []string // of the server: messages about unknown keys in hosts.toml
 }
 
 // explicitTLS reports whether TLS is configured. An http:// host with TLS options is tried by https
@@ -164,8 +169,8 @@ func loadCertFiles(dir string) (hostConfig, error) {
 	return h, nil
 }
 
-// hostTable is a host's table in hosts.toml, or its top level for the server. Like containerd it
-// ignores other keys, which may be for a newer version.
+// hostTable is a host's table in hosts.toml, or its top level for the server. Other keys do not fail
+// the pull, because they may be for a newer containerd. See unknownKeys.
 type hostTable struct {
 	Capabilities []string       `toml:"capabilities"`
 	CA           any            `toml:"ca"`     // string or list
@@ -180,11 +185,7 @@ type hostTable struct {
 // parseHosts parses a hosts.toml in dir. It returns the host tables in the order of the file, then
 // the server.
 func parseHosts(dir string, data []byte) ([]hostConfig, error) {
-	var doc struct {
-		hostTable
-		Server string               `toml:"server"`
-		Hosts  map[string]hostTable `toml:"host"`
-	}
+	var doc hostsFile
 	if err := toml.Unmarshal(data, &doc); err != nil {
 		return nil, err
 	}
@@ -203,7 +204,50 @@ func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 	if err != nil {
 		return nil, fmt.Errorf("server: %w", err)
 	}
+	server.unknown = unknownKeys(data)
 	return append(hosts, server), nil
+}
+
+// hostsFile is a hosts.toml.
+type hostsFile struct {
+	hostTable
+	Server string               `toml:"server"`
+	Hosts  map[string]hostTable `toml:"host"`
+}
+
+// unknownKeys returns a message for each unknown key of a valid hosts.toml, with its line and the
+// known key with the nearest name. The messages do not show the names of host tables, because a URL
+// may contain a password.
+func unknownKeys(data []byte) (messages []string) {
+	decoder := toml.NewDecoder(bytes.NewReader(data))
+	var strict *toml.StrictMissingError
+	if !errors.As(decoder.DisallowUnknownFields().Decode(new(hostsFile)), &strict) {
+		return nil
+	}
+	for _, e := range strict.Errors {
+		line, _ := e.Position()
+		path := e.Key()
+		key, known := path[0], topKeys
+		if key == "host" && len(path) > 2 {
+			key, known = path[2], hostKeys
+		}
+		messages = append(messages, fmt.Sprintf("line %d: unknown key %q, did you mean %q?",
+			line, errdefs.Clip(key), nearest.Of(key, known)))
+	}
+	return messages
+}
+
+// hostKeys are the keys of a host's table, topKeys those outside of host tables.
+var (
+	hostKeys = keysOf(reflect.TypeFor[hostTable]())
+	topKeys  = append([]string{"server", "host"}, hostKeys...)
+)
+
+func keysOf(t reflect.Type) (keys []string) {
+	for i := range t.NumField() {
+		keys = append(keys, t.Field(i).Tag.Get("toml"))
+	}
+	return keys
 }
 
 // hostOrder returns the names of the host tables in the order of the file, which is the order of

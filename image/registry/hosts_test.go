@@ -68,7 +68,8 @@ func TestParseHosts(t *testing.T) {
 		{Scheme: "https", Host: "bare.example.com:5000", Path: "/b/v2", Caps: allCapabilities},
 		{Scheme: "https", Host: "header-only.example.com", Path: "/v2", Caps: allCapabilities, Header: http.Header{"X": {"y"}}},
 		{Scheme: "https", Host: "registry.example.com", Path: "/v2", Caps: allCapabilities,
-			caCerts: []string{"/dir/ca.pem"}, Header: http.Header{"X-Team": {"infra"}}},
+			caCerts: []string{"/dir/ca.pem"}, Header: http.Header{"X-Team": {"infra"}},
+			unknown: []string{`line 4: unknown key "unknown_option_of_a_newer_containerd", did you mean "skip_verify"?`}},
 	}
 	got, err := parseHosts("/dir", []byte(everyOption))
 	if err != nil {
@@ -95,7 +96,7 @@ func TestParseHostsInline(t *testing.T) {
 
 func TestParseHostsRefuses(t *testing.T) {
 	for text, want := range map[string]string{
-		`server = 1`:                                         "server",
+		`server = 1`:                                         "Server",
 		`server = "ftp://x"`:                                 "http or https",
 		`server = "https://"`:                                "with a host",
 		`server = "https://user:hunter2@x"`:                  "credentials in the URL",
@@ -287,5 +288,16 @@ func TestBrokenHostsFileFailsByName(t *testing.T) {
 	_, err := loadHosts([]string{dir}, "example.com")
 	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), file) {
 		t.Errorf("got %v", err)
+	}
+}
+
+func TestUnknownHostKeys(t *testing.T) {
+	t.Parallel()
+	got := unknownKeys([]byte("sever = \"https://a\"\n[host.\"https://user:hunter2@b\"]\n  skip-verify = true\n  capabilites = [\"pull\"]\n" +
+		"[host.\"https://b\".header]\n  anything = \"x\"\n[hosts.\"https://c\"]\n"))
+	want := []string{`line 1: unknown key "sever", did you mean "server"?`, `line 3: unknown key "skip-verify", did you mean "skip_verify"?`,
+		`line 4: unknown key "capabilites", did you mean "capabilities"?`, `line 7: unknown key "hosts", did you mean "host"?`}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %q", got)
 	}
 }

@@ -23,7 +23,7 @@ func TestDefaultsMatchTags(t *testing.T) {
 		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true, NetworkCheckSource: true,
 		NetworkNoMasquerade: []string{}, NetworkIsolation: []string{},
 		CNIConfDir: "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
-		DockerConfig: "", RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
+		DockerConfig: "", AuthFiles: []string{}, RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, MaxRangeRequests: 16, StallTimeout: Duration{time.Minute}, CNITimeout: Duration{110 * time.Second}, WaitLimit: Duration{time.Minute}, MaxLayerBytes: 256 << 30, MaxLayerEntries: 4 << 20, DiskReservePercent: 5, DiskReserveBytes: 4 << 30, WritableLayerProjects: 1 << 30,
 		LayerDriver: "auto",
 		MaxLogLine:  16384, IdleLaunchers: 2, StatsPeriod: Duration{10 * time.Second}, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"}, DefaultHandler: "berth",
@@ -337,14 +337,6 @@ func TestNearestFindsMisspeltOption(t *testing.T) {
 	for key, want := range map[string]string{"rot": "root", "statte": "state", "cni.bin_dir": "cni.bin_dirs", "cni_bin_dirs": "cni.bin_dirs", "pinned": "image.pinned"} {
 		if got := nearest(key); got != want {
 			t.Errorf("nearest(%q) = %q, want %q", key, got, want)
-		}
-	}
-	for _, tc := range []struct {
-		a, b string
-		want int
-	}{{"", "", 0}, {"abc", "", 3}, {"", "abc", 3}, {"kitten", "sitting", 3}, {"flaw", "lawn", 2}, {"same", "same", 0}} {
-		if got := distance(tc.a, tc.b); got != tc.want {
-			t.Errorf("distance(%q, %q) = %d, want %d", tc.a, tc.b, got, tc.want)
 		}
 	}
 }

@@ -3,6 +3,8 @@ package config
 import (
 	"slices"
 	"strings"
+
+	nearestname "berth/internal/nearest"
 )
 
 // groups are the tables of options, in the order of the options. The first is "", for the options
@@ -71,32 +73,9 @@ func nearestOf(key string, known []string) string {
 		if !strings.Contains(key, ".") {
 			_, compared = cut(k)
 		}
-		if d := distance(key, compared); least < 0 || d < least {
+		if d := nearestname.Distance(key, compared); least < 0 || d < least {
 			best, least = k, d
 		}
 	}
 	return best
-}
-
-// distance returns the Levenshtein distance of two strings in bytes. It ignores the end of a long
-// a, which would make it expensive.
-func distance(a, b string) int {
-	a = a[:min(len(a), 64)]
-	row := make([]int, len(b)+1) // row[j]: distance of a[:i] and b[:j]
-	for j := range row {
-		row[j] = j
-	}
-	for i := range len(a) {
-		diagonal := row[0] // distance of a[:i] and b[:j]
-		row[0] = i + 1
-		for j := range len(b) {
-			change := diagonal
-			if a[i] != b[j] {
-				change++
-			}
-			diagonal = row[j+1]
-			row[j+1] = min(change, row[j]+1, row[j+1]+1)
-		}
-	}
-	return row[len(b)]
 }

@@ -143,7 +143,12 @@ func imageSettings(cfg *config.Config) image.Settings {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
 	}
 	return image.Settings{
-		Registries: registry.Sources{Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig},
-		Pinned:     pinned,
+		Registries: registry.Sources{
+			Dirs:           cfg.RegistryDirs,
+			AuthFiles:      cfg.AuthFiles,
+			DockerConfig:   cfg.DockerConfig,
+			RegistriesConf: cfg.RegistriesConf,
+		},
+		Pinned: pinned,
 	}
 }
