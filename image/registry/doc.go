@@ -41,11 +41,12 @@
 //
 // # Redirects
 //
-// A registry chooses its redirects and token servers, and any pod may name a registry. Package
-// redirectguard forbids those that lead closer to this machine than the registry itself: to
-// loopback, to link-local addresses and to metadata services of clouds. A host's redirect_to in
-// hosts.toml (berth's own key: an address or network, or a list) allows more. Client certificates
-// go to the registry only, like other credentials.
+// A registry chooses its redirects and token servers, and any pod may name a registry. A guard
+// (redirectGuard) forbids targets that are closer to this machine than the registry: loopback,
+// link-local addresses and the metadata services of clouds. The key redirect_to in hosts.toml, which
+// only berth has, allows addresses and networks. For a request through a proxy the guard checks only
+// an address in the URL, because the proxy's operator decides where the proxy connects. Client
+// certificates go to the registry only, like other credentials.
 //
 // # Errors
 //

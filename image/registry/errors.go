@@ -15,7 +15,6 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"berth/image/registry/redirectguard"
 	"berth/internal/errdefs"
 )
 
@@ -48,7 +47,7 @@ func requestError(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return fmt.Errorf("%w: %v", ctx.Err(), err)
 	}
-	var near *redirectguard.ForbiddenTargetError
+	var near *forbiddenTargetError
 	if errors.As(err, &near) {
 		return errdefs.FailedPrecondition("%w", err)
 	}

@@ -11,8 +11,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
-
-	"berth/image/registry/redirectguard"
 )
 
 const (
@@ -27,9 +25,9 @@ const (
 // connections are the connection pools of an endpoint. The host's TLS options apply to that host
 // only.
 type connections struct {
-	guard  *redirectguard.Guard
+	guard  *redirectGuard
 	own    *http.Transport
-	others *redirectguard.OtherHosts
+	others *otherHosts
 }
 
 // newConnections creates the connection pools for a host and for the other hosts that it redirects
@@ -43,17 +41,17 @@ func newConnections(h *hostConfig, headerTimeout time.Duration) (*connections, e
 	if h.DialTimeout > 0 {
 		dialer.Timeout = h.DialTimeout
 	}
-	guard := redirectguard.New(h.Host, h.RedirectTo)
-	otherTransport := func(connect redirectguard.Dial) *http.Transport {
+	guard := newRedirectGuard(h.Host, h.RedirectTo)
+	otherTransport := func(connect dialFunc) *http.Transport {
 		return newTransport(connect, others.Clone(), headerTimeout)
 	}
-	return &connections{guard: guard, own: newTransport(guard.DialRegistry(dialer), own, headerTimeout),
-		others: guard.OtherHosts(dialer, otherTransport)}, nil
+	return &connections{guard: guard, own: newTransport(guard.dialRegistry(dialer), own, headerTimeout),
+		others: guard.otherHosts(dialer, otherTransport)}, nil
 }
 
 // newTransport creates a connection pool without HTTP/2. The layers of an image would share the
 // congestion window of one connection, and the slowest could stop the others.
-func newTransport(connect redirectguard.Dial, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
+func newTransport(connect dialFunc, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
 	return &http.Transport{
@@ -71,7 +69,7 @@ func newTransport(connect redirectguard.Dial, tlsConfig *tls.Config, headerTimeo
 }
 
 func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
-	if c.guard.IsRegistry(r.URL.Host) {
+	if c.guard.isRegistry(r.URL.Host) {
 		return c.own.RoundTrip(r)
 	}
 	return c.others.RoundTrip(r)

@@ -1,4 +1,4 @@
-package redirectguard
+package registry
 
 import (
 	"errors"
@@ -29,11 +29,11 @@ func TestProximityOf(t *testing.T) {
 	}
 }
 
-func TestCheckForbidsAddressesCloserThanRegistry(t *testing.T) {
+func TestRedirectGuardForbidsAddressesCloserThanRegistry(t *testing.T) {
 	t.Parallel()
 	addresses := map[proximity]string{remote: "192.0.2.1", linkLocal: "169.254.0.1", loopback: "127.0.0.1", metadata: "169.254.169.254"}
 	for registry, closest := range map[proximity]proximity{unknown: remote, remote: remote, linkLocal: linkLocal, loopback: loopback, metadata: loopback} {
-		g := &Guard{}
+		g := &redirectGuard{}
 		g.registry.Store(int32(registry))
 		for p, a := range addresses {
 			t.Run(fmt.Sprintf("registry %v, target %v", registry, p), func(t *testing.T) {
@@ -45,9 +45,9 @@ func TestCheckForbidsAddressesCloserThanRegistry(t *testing.T) {
 	}
 }
 
-func TestCheckAllowsConfiguredNetworks(t *testing.T) {
+func TestRedirectGuardAllowsConfiguredNetworks(t *testing.T) {
 	t.Parallel()
-	g := New("registry.example.com", networks("169.254.169.254/32", "127.0.0.0/8", "fe80::/10"))
+	g := newRedirectGuard("registry.example.com", networks("169.254.169.254/32", "127.0.0.0/8", "fe80::/10"))
 	for addr, want := range map[string]bool{"169.254.169.254": true, "::ffff:127.0.0.9": true, "fe80::1%lo": true, "::1": false, "169.254.1.1": false} {
 		t.Run(addr, func(t *testing.T) {
 			if err := g.check(netip.MustParseAddr(addr)); (err == nil) != want {
@@ -65,9 +65,9 @@ func networks(prefixes ...string) []netip.Prefix {
 	return list
 }
 
-func TestObserveKeepsMostRemoteAddress(t *testing.T) {
+func TestRedirectGuardKeepsMostRemoteAddress(t *testing.T) {
 	t.Parallel()
-	g := &Guard{}
+	g := &redirectGuard{}
 	for _, step := range []struct {
 		addr string
 		want proximity
@@ -80,16 +80,16 @@ func TestObserveKeepsMostRemoteAddress(t *testing.T) {
 }
 
 // remoteRegistry returns the guard of a registry that was reached at a remote address.
-func remoteRegistry(host string, allowed ...netip.Prefix) *Guard {
-	g := New(host, allowed)
+func remoteRegistry(host string, allowed ...netip.Prefix) *redirectGuard {
+	g := newRedirectGuard(host, allowed)
 	g.registry.Store(int32(remote))
 	return g
 }
 
-// get sends a request through the guard's transport for other hosts.
-func get(t *testing.T, g *Guard, url string) error {
+// getThrough sends a request through the guard's transport for other hosts.
+func getThrough(t *testing.T, g *redirectGuard, url string) error {
 	t.Helper()
-	o := g.OtherHosts(new(net.Dialer), func(dial Dial) *http.Transport { return &http.Transport{DialContext: dial} })
+	o := g.otherHosts(new(net.Dialer), func(dial dialFunc) *http.Transport { return &http.Transport{DialContext: dial} })
 	defer o.CloseIdleConnections()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
 	if err != nil {
@@ -102,8 +102,8 @@ func get(t *testing.T, g *Guard, url string) error {
 	return err
 }
 
-// serve starts a server on 127.0.0.1 that counts its requests, and returns its port.
-func serve(t *testing.T) (port string, requests *atomic.Int64) {
+// countingServer starts a server on 127.0.0.1 that counts its requests, and returns its port.
+func countingServer(t *testing.T) (port string, requests *atomic.Int64) {
 	t.Helper()
 	requests = new(atomic.Int64)
 	server := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { requests.Add(1) }))
@@ -115,37 +115,37 @@ func serve(t *testing.T) (port string, requests *atomic.Int64) {
 	return port, requests
 }
 
-func TestOtherHostsChecksResolvedAddresses(t *testing.T) {
+func TestRedirectGuardChecksResolvedAddresses(t *testing.T) {
 	t.Parallel()
-	port, requests := serve(t)
+	port, requests := countingServer(t)
 	for _, host := range []string{"127.0.0.1", "localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "127.1.2.3"} {
 		t.Run(host, func(t *testing.T) {
 			requests.Store(0)
-			var forbidden *ForbiddenTargetError
-			if err := get(t, remoteRegistry("registry.example.com"), "http://"+host+":"+port); !errors.As(err, &forbidden) || requests.Load() > 0 {
+			var forbidden *forbiddenTargetError
+			if err := getThrough(t, remoteRegistry("registry.example.com"), "http://"+host+":"+port); !errors.As(err, &forbidden) || requests.Load() > 0 {
 				t.Errorf("forbidden: %v, %d requests", err, requests.Load())
 			}
 			if host == "127.1.2.3" { // the server listens on 127.0.0.1 only
 				return
 			}
 			allowed := networks("127.0.0.0/8", "0.0.0.0/32", "::1/128")
-			if err := get(t, remoteRegistry("registry.example.com", allowed...), "http://"+host+":"+port); err != nil || requests.Load() != 1 {
+			if err := getThrough(t, remoteRegistry("registry.example.com", allowed...), "http://"+host+":"+port); err != nil || requests.Load() != 1 {
 				t.Errorf("allowed: %v, %d requests", err, requests.Load())
 			}
 		})
 	}
 }
 
-func TestDialRegistryGuardsForeignPorts(t *testing.T) {
+func TestRedirectGuardChecksForeignPorts(t *testing.T) {
 	t.Parallel()
-	port, _ := serve(t)
+	port, _ := countingServer(t)
 	for name, c := range map[string]struct {
 		host    string
 		allowed bool
 	}{"own port": {"LocalHost:" + port, true}, "other port": {"localhost:1", false}} {
 		t.Run(name, func(t *testing.T) {
-			conn, err := remoteRegistry(c.host).DialRegistry(new(net.Dialer))(t.Context(), "tcp", "localhost:"+port)
-			var forbidden *ForbiddenTargetError
+			conn, err := remoteRegistry(c.host).dialRegistry(new(net.Dialer))(t.Context(), "tcp", "localhost:"+port)
+			var forbidden *forbiddenTargetError
 			if c.allowed != (err == nil) || !c.allowed && !errors.As(err, &forbidden) {
 				t.Errorf("got %v", err)
 			}
@@ -156,9 +156,9 @@ func TestDialRegistryGuardsForeignPorts(t *testing.T) {
 	}
 }
 
-func TestNewUsesDefaultPorts(t *testing.T) {
+func TestRedirectGuardUsesDefaultPorts(t *testing.T) {
 	t.Parallel()
-	if g := New("registry.example.com", nil); !slices.Equal(g.ports, []string{"443", "80"}) || g.host != "registry.example.com" {
+	if g := newRedirectGuard("registry.example.com", nil); !slices.Equal(g.ports, []string{"443", "80"}) || g.host != "registry.example.com" {
 		t.Errorf("got host %q, ports %v", g.host, g.ports)
 	}
 }

@@ -1,21 +1,4 @@
-// Package redirectguard keeps a registry from directing berth's requests to this machine, to its
-// link or to a cloud's metadata service. Without it any registry could use a redirect or a token
-// server's address to query services that only the node may reach, and read the result from the
-// error text.
-//
-// # Contract
-//
-// The guard checks the address of each connection when it is made, not the name: a name may resolve
-// differently at any time. It orders addresses by proximity and forbids those that are closer than
-// the registry itself. Private networks count as remote, because the storage and the token servers
-// of private registries are there. The connections of DialRegistry show how close the registry is;
-// before the first one it counts as remote. If it was reached at several addresses, the most remote
-// one counts. The option redirect_to of the registry's hosts.toml allows more.
-//
-// For a request through a proxy the guard checks only an address that the URL spells out, because
-// the proxy's operator decides where the proxy connects. A forbidden connection fails with
-// *ForbiddenTargetError before it is opened.
-package redirectguard
+package registry
 
 import (
 	"context"
@@ -46,7 +29,7 @@ func (p proximity) String() string {
 	return [...]string{"unknown", "remote", "link-local", "loopback", "cloud metadata service"}[p]
 }
 
-// metadataAddrs are the addresses at which clouds serve credentials to their nodes.
+// metadataAddrs are the addresses of the metadata services that serve credentials to cloud nodes.
 var metadataAddrs = []netip.Addr{
 	netip.MustParseAddr("169.254.169.254"), // nearly all
 	netip.MustParseAddr("169.254.170.2"),   // Amazon ECS
@@ -81,36 +64,44 @@ func proximityOf(a netip.Addr) proximity {
 	return remote
 }
 
-// Guard checks the connections made for one registry. Its methods may be called concurrently.
-type Guard struct {
+// redirectGuard keeps a registry from directing berth's requests to this machine, to its link or to
+// a cloud's metadata service. Without it any registry could use a redirect or a token server's
+// address to query services that only the node may reach, and read the result from the error text.
+//
+// It checks the address of each connection, not the name, because a name may resolve differently at
+// any time. It forbids addresses that are closer than the registry itself. Private networks count
+// as remote, because the storage and the token servers of private registries use them. Before the
+// first connection of dialRegistry the registry counts as remote. If it was reached at several
+// addresses, the most remote one counts. Its methods may be called concurrently.
+type redirectGuard struct {
 	host     string         // the registry's host name, without port
 	ports    []string       // the registry's ports
 	allowed  []netip.Prefix // redirect_to in hosts.toml
 	registry atomic.Int32   // proximity of the most remote address that served the registry
 }
 
-// New returns a Guard for the registry at host, which may have a port. Connections to the allowed
+// newRedirectGuard returns the guard for the registry at host, which may have a port. Connections to the allowed
 // networks always pass.
-func New(host string, allowed []netip.Prefix) *Guard {
-	g := &Guard{host: hostname(host), allowed: allowed, ports: []string{"443", "80"}}
+func newRedirectGuard(host string, allowed []netip.Prefix) *redirectGuard {
+	g := &redirectGuard{host: hostname(host), allowed: allowed, ports: []string{"443", "80"}}
 	if _, port, err := net.SplitHostPort(host); err == nil && port != "" {
 		g.ports = []string{port}
 	}
 	return g
 }
 
-// ForbiddenTargetError is the error of a connection that the guard forbids.
-type ForbiddenTargetError struct {
+// forbiddenTargetError is the error of a connection that the guard forbids.
+type forbiddenTargetError struct {
 	addr      netip.Addr
 	proximity proximity
 }
 
-func (e *ForbiddenTargetError) Error() string {
+func (e *forbiddenTargetError) Error() string {
 	return fmt.Sprintf("the registry may not redirect to the %s address %s; redirect_to in its hosts.toml would allow it", e.proximity, e.addr)
 }
 
 // check returns an error if the address is closer than the registry.
-func (g *Guard) check(a netip.Addr) error {
+func (g *redirectGuard) check(a netip.Addr) error {
 	p := proximityOf(a)
 	if p == remote || p != metadata && p <= proximity(g.registry.Load()) {
 		return nil
@@ -120,12 +111,12 @@ func (g *Guard) check(a netip.Addr) error {
 			return nil
 		}
 	}
-	return &ForbiddenTargetError{a, p}
+	return &forbiddenTargetError{a, p}
 }
 
 // observe records the address of a connection to the registry. The most remote address counts,
 // because the registry's owner could let its name resolve to this machine for a moment.
-func (g *Guard) observe(a net.Addr) {
+func (g *redirectGuard) observe(a net.Addr) {
 	tcp, ok := a.(*net.TCPAddr)
 	if !ok {
 		return
@@ -139,20 +130,20 @@ func (g *Guard) observe(a net.Addr) {
 	}
 }
 
-// IsRegistry reports whether a host, with or without a port, has the registry's name.
-func (g *Guard) IsRegistry(host string) bool { return hostname(host) == g.host }
+// isRegistry reports whether a host, with or without a port, has the registry's name.
+func (g *redirectGuard) isRegistry(host string) bool { return hostname(host) == g.host }
 
 // hostname returns a host without its port.
 func hostname(host string) string { return strings.ToLower((&url.URL{Host: host}).Hostname()) }
 
-// Dial has the type of http.Transport.DialContext.
-type Dial = func(ctx context.Context, network, address string) (net.Conn, error)
+// dialFunc has the type of http.Transport.DialContext.
+type dialFunc = func(ctx context.Context, network, address string) (net.Conn, error)
 
-// DialRegistry returns the function that connects for requests to the registry's name. Connections
+// dialRegistry returns the function that connects for requests to the registry's name. Connections
 // to the registry's own ports pass and are observed. Connections to its name on other ports are
 // checked like redirects: the name may resolve to another machine at that moment. Connections to a
 // proxy are not observed.
-func (g *Guard) DialRegistry(dialer *net.Dialer) Dial {
+func (g *redirectGuard) dialRegistry(dialer *net.Dialer) dialFunc {
 	guarded := g.dialOther(dialer)
 	return func(ctx context.Context, network, address string) (net.Conn, error) {
 		host, port, err := net.SplitHostPort(address)
@@ -173,7 +164,7 @@ func (g *Guard) DialRegistry(dialer *net.Dialer) Dial {
 
 // dialOther returns the function that connects for requests to other hosts. It checks each address
 // right before the connection, because a name may resolve differently at any time.
-func (g *Guard) dialOther(dialer *net.Dialer) Dial {
+func (g *redirectGuard) dialOther(dialer *net.Dialer) dialFunc {
 	guarded := *dialer
 	guarded.Control = func(_, address string, _ syscall.RawConn) error {
 		to, err := netip.ParseAddrPort(address)
@@ -185,24 +176,24 @@ func (g *Guard) dialOther(dialer *net.Dialer) Dial {
 	return guarded.DialContext
 }
 
-// OtherHosts is a transport for requests to hosts other than the registry.
-type OtherHosts struct {
-	guard   *Guard
+// otherHosts is a transport for requests to hosts other than the registry.
+type otherHosts struct {
+	guard   *redirectGuard
 	direct  *http.Transport // without a proxy, each connection checked
 	proxied *http.Transport // through the proxy; the proxy's operator decides where it connects
 }
 
-// OtherHosts returns the transport for the registry's redirects and token servers. It uses the
+// otherHosts returns the transport for the registry's redirects and token servers. It uses the
 // proxy of the environment for hosts that have one. newTransport returns a connection pool that
 // dials with the given function.
-func (g *Guard) OtherHosts(dialer *net.Dialer, newTransport func(Dial) *http.Transport) *OtherHosts {
-	o := &OtherHosts{guard: g, direct: newTransport(g.dialOther(dialer)), proxied: newTransport(dialer.DialContext)}
+func (g *redirectGuard) otherHosts(dialer *net.Dialer, newTransport func(dialFunc) *http.Transport) *otherHosts {
+	o := &otherHosts{guard: g, direct: newTransport(g.dialOther(dialer)), proxied: newTransport(dialer.DialContext)}
 	o.direct.Proxy, o.proxied.Proxy = nil, http.ProxyFromEnvironment
 	return o
 }
 
 // RoundTrip implements http.RoundTripper.
-func (o *OtherHosts) RoundTrip(r *http.Request) (*http.Response, error) {
+func (o *otherHosts) RoundTrip(r *http.Request) (*http.Response, error) {
 	proxy, err := http.ProxyFromEnvironment(r)
 	if err != nil {
 		return nil, errors.New("the proxy in the environment is not a valid URL") // not quoted: it may contain a password
@@ -219,7 +210,7 @@ func (o *OtherHosts) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 // CloseIdleConnections closes the connections that are not in use.
-func (o *OtherHosts) CloseIdleConnections() {
+func (o *otherHosts) CloseIdleConnections() {
 	o.direct.CloseIdleConnections()
 	o.proxied.CloseIdleConnections()
 }
