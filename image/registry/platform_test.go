@@ -5,6 +5,9 @@ import (
 	"testing"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
 )
 
 func TestChoosePlatform(t *testing.T) {
@@ -44,6 +47,29 @@ func TestChoosePlatform(t *testing.T) {
 			got, ok := choosePlatform(list, parsePlatform(c.node))
 			if got.Annotations["name"] != c.want || ok != (c.want != "") {
 				t.Errorf("got %q, want %q", got.Annotations["name"], c.want)
+			}
+		})
+	}
+}
+
+func TestCheckConfigPlatform(t *testing.T) {
+	for name, c := range map[string]struct {
+		config   string
+		unstated bool
+		want     codes.Code
+	}{
+		"same platform":                         {"linux/amd64", true, codes.OK},
+		"no operating system":                   {"/amd64", true, codes.OK},
+		"other operating system":                {"windows/amd64", false, codes.FailedPrecondition},
+		"other architecture, direct reference":  {"linux/s390x", false, codes.OK},
+		"other architecture, found by an index": {"linux/s390x", true, codes.NotFound},
+		"no platform, direct reference":         {"", false, codes.OK},
+		"no platform, found by an index":        {"", true, codes.NotFound},
+	} {
+		t.Run(name, func(t *testing.T) {
+			err := checkConfigPlatform(ocispec.Image{Platform: parsePlatform(c.config)}, parsePlatform("linux/amd64"), c.unstated)
+			if errdefs.Code(err) != c.want {
+				t.Errorf("got %v, want %v", err, c.want)
 			}
 		})
 	}

@@ -111,15 +111,18 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 	return img, checkConfigPlatform(img.Config, node, chosen.Platform == nil)
 }
 
-// checkConfigPlatform rejects an image of another operating system. It rejects one of another
-// architecture if an index did not state its platform (unsaid). If the reference names such a
-// manifest directly, the node may have an emulator.
-func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) error {
-	if c.OS != "" && platforms.Normalize(c.Platform).OS != platforms.Normalize(node).OS {
+// checkConfigPlatform rejects an image of another operating system. If no index stated the
+// platform of its manifest (unstated), it also rejects an image of another architecture. It accepts
+// such an image by a direct reference, because the node may have an emulator.
+//
+// As in containerd, a configuration without an operating system is for this machine's
+// (platforms.Normalize), and one without an architecture matches none.
+func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unstated bool) error {
+	if platforms.Normalize(c.Platform).OS != platforms.Normalize(node).OS {
 		return errdefs.FailedPrecondition("image is for %s, this node is %s",
 			errdefs.Clip(platforms.Format(c.Platform)), platforms.Format(node))
 	}
-	if !unsaid || platforms.Only(node).Match(c.Platform) {
+	if !unstated || platforms.Only(node).Match(c.Platform) {
 		return nil
 	}
 	return errdefs.NotFound("no image for platform %s in the index", platforms.Format(node))
