@@ -3,6 +3,8 @@ package proto
 import (
 	"encoding/binary"
 	"errors"
+
+	"berth/internal/frame"
 )
 
 // FrameType is the type of a frame on the monitor's socket.
@@ -40,12 +42,11 @@ const (
 const (
 	// MaxPayload is the maximum length of a frame's payload, in bytes.
 	MaxPayload = 32 << 10
-	// HeaderSize is the length of a frame's header: the type, and the payload's length in four
-	// big-endian bytes.
-	HeaderSize = 5
+	// HeaderSize is the length of a frame's header.
+	HeaderSize = frame.HeaderSize
 )
 
-// Frame is one message on the monitor's socket. Payload shares the buffer it was decoded from.
+// Frame is one message on the monitor's socket, in the format of package frame. Payload shares the buffer it was decoded from.
 type Frame struct {
 	Type    FrameType
 	Payload []byte
@@ -54,7 +55,7 @@ type Frame struct {
 // AppendHeader appends the header of a frame whose payload of size bytes, at most MaxPayload,
 // follows.
 func AppendHeader(dst []byte, t FrameType, size int) []byte {
-	return binary.BigEndian.AppendUint32(append(dst, byte(t)), uint32(size))
+	return frame.AppendHeader(dst, byte(t), size)
 }
 
 // AppendFrame appends a whole frame.
@@ -63,20 +64,9 @@ func AppendFrame(dst []byte, t FrameType, payload []byte) []byte {
 }
 
 // NextFrame decodes the first frame of buf and returns its length in bytes, 0 if it is incomplete.
-// After an error the rest of the stream is unusable.
 func NextFrame(buf []byte) (f Frame, size int, err error) {
-	if len(buf) < HeaderSize {
-		return Frame{}, 0, nil
-	}
-	length := binary.BigEndian.Uint32(buf[1:HeaderSize])
-	if length > MaxPayload {
-		return Frame{}, 0, errors.New("frame is too long")
-	}
-	size = HeaderSize + int(length)
-	if len(buf) < size {
-		return Frame{}, 0, nil
-	}
-	return Frame{Type: FrameType(buf[0]), Payload: buf[HeaderSize:size]}, size, nil
+	kind, payload, size, err := frame.Next(buf, MaxPayload)
+	return Frame{Type: FrameType(kind), Payload: payload}, size, err
 }
 
 // TerminalSize is a terminal's size, in characters.

@@ -26,6 +26,7 @@ import (
 
 	"berth/image/unpack"
 	"berth/image/unpack/checksum"
+	"berth/internal/frame"
 )
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
@@ -43,7 +44,6 @@ const (
 )
 
 const (
-	headerSize = 5
 	// maxBody is the size of the largest body, that of a link.
 	maxBody = 2*unix.PathMax + 1
 	maxText = 4 << 10
@@ -60,10 +60,7 @@ type Writer struct{ w *bufio.Writer }
 func NewWriter(w io.Writer) *Writer { return &Writer{bufio.NewWriterSize(w, 64<<10)} }
 
 func (w *Writer) put(kind byte, body []byte) {
-	var header [headerSize]byte
-	header[0] = kind
-	binary.BigEndian.PutUint32(header[1:], uint32(len(body)))
-	_, _ = w.w.Write(header[:]) // Flush has the error of both
+	_, _ = w.w.Write(frame.AppendHeader(w.w.AvailableBuffer(), kind, len(body))) // Flush returns the error of both
 	_, _ = w.w.Write(body)
 }
 
@@ -167,28 +164,13 @@ func (r *Reader) Result(progress func(n int64)) (unpack.Result, error) {
 	}
 }
 
-// next reads one message. The body is good until the next call.
+// next reads one frame. The body is valid until the next call.
 func (r *Reader) next() (kind byte, body []byte, err error) {
-	var header [headerSize]byte
-	if _, err := io.ReadFull(r.r, header[:]); err != nil {
-		return 0, nil, ended(err)
-	}
-	size := binary.BigEndian.Uint32(header[1:])
-	if size > maxBody {
-		return 0, nil, fmt.Errorf("a message %q of %d bytes", header[0], size)
-	}
-	body = r.body[:size]
-	if _, err := io.ReadFull(r.r, body); err != nil {
-		return 0, nil, ended(err)
-	}
-	return header[0], body, nil
-}
-
-func ended(err error) error {
+	kind, body, err = frame.Read(r.r, r.body[:])
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return ErrEnded
+		err = ErrEnded
 	}
-	return err
+	return kind, body, err
 }
 
 func malformed(kind byte, body []byte) error {
