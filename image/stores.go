@@ -18,6 +18,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
+	"berth/internal/task"
 )
 
 // erofsDir is the directory of the EROFS driver's store, inside that of the directory driver.
@@ -31,6 +32,7 @@ func LayerRoots(root string) []string { return []string{root, filepath.Join(root
 // stay in use. All layers of an image have the same form, so a layer may exist in both.
 type stores struct {
 	log     *slog.Logger
+	waits   *task.Waits
 	choice  string         // Config.Driver
 	primary *layer.Store   // makes new layers
 	usable  []*layer.Store // the open stores, primary first
@@ -46,7 +48,7 @@ const driverAuto = "auto"
 
 // openStores opens the stores. The driver that cfg names makes new layers.
 func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
-	s := &stores{log: log, choice: cfg.Driver, root: cfg.Root}
+	s := &stores{log: log, waits: cfg.Waits, choice: cfg.Driver, root: cfg.Root}
 	if s.choice == "" {
 		s.choice = string(rootfs.Directory)
 	}
@@ -70,7 +72,7 @@ func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
 
 // open opens one store.
 func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (*layer.Store, error) {
-	store, err := layer.Open(root, driver, reserve, s.log)
+	store, err := layer.Open(root, driver, reserve, s.waits, s.log)
 	if err != nil {
 		return nil, err
 	}
@@ -187,7 +189,7 @@ func (s *stores) removeUnmountable() {
 	if s.unmountable == nil {
 		return
 	}
-	if err := s.all[0].Discard(filepath.Join(s.root, erofsDir)); err != nil {
+	if err := s.all[0].Discard(filepath.Join(s.root, erofsDir), s.unmountable.Usage()); err != nil {
 		s.log.Warn("delete EROFS layers that this kernel cannot mount; the next start tries again", "error", err)
 		return
 	}

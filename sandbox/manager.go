@@ -206,7 +206,7 @@ func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runn
 	processes := runtime.Processes{Dirs: p.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: tasks, Log: cfg.Log}
 	m.processes, m.stopper, m.pool = processes, runtime.NewStopper(processes), p.pool
 	m.images, m.volumes, m.quotas = images, roots, p.quotas
-	bin := trash.New(p.dirs.Trash(), safefs.RemoveAll, cfg.Log)
+	bin := trash.New(p.dirs.Trash(), safefs.RemoveAll, tasks, cfg.Log)
 	m.network, m.records, m.trash, m.handlers = p.networks, p.records, bin, p.handlers
 	m.podenv = podenv.Provisioner{
 		Dirs:           p.dirs,

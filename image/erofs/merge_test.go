@@ -28,9 +28,9 @@ func layerOf(t testing.TB, root *tree.Node) Files {
 	dir := t.TempDir()
 	f := Files{Tree: filepath.Join(dir, "tree"), Data: filepath.Join(dir, "data")}
 	var b bytes.Buffer
-	must(t, tree.Encode(&b, root))
-	must(t, os.WriteFile(f.Tree, b.Bytes(), 0o600))
-	must(t, os.WriteFile(f.Data, nil, 0o600))
+	testutil.Must(t, tree.Encode(&b, root))
+	testutil.Must(t, os.WriteFile(f.Tree, b.Bytes(), 0o600))
+	testutil.Must(t, os.WriteFile(f.Data, nil, 0o600))
 	return f
 }
 
@@ -38,7 +38,7 @@ func layerOf(t testing.TB, root *tree.Node) Files {
 func TestMergeIsBounded(t *testing.T) {
 	m := NewMerger(0)
 	half := layerOf(t, tree.NewDir())
-	must(t, os.Truncate(half.Tree, maxTreeBytes/2))
+	testutil.Must(t, os.Truncate(half.Tree, maxTreeBytes/2))
 	if _, err := m.Merge(t.Context(), io.Discard, []Files{half, half, layerOf(t, tree.NewDir())}, free); !errors.Is(err, tree.ErrTooLarge) {
 		t.Errorf("layers that are too large together: %v", err)
 	}
@@ -156,10 +156,10 @@ func TestMemoryOfMerges(t *testing.T) {
 		}
 		files, w := layer(n), &heapWriter{}
 		_, counted, _, err := files.read(t.Context(), 0, math.MaxInt64)
-		must(t, err)
+		testutil.Must(t, err)
 		before := liveHeap()
 		_, err = NewMerger(most).Merge(t.Context(), w, []Files{files}, free)
-		must(t, err)
+		testutil.Must(t, err)
 		took := int64(w.live - before)
 		t.Logf("%s: %d take %d, counted are %d (%.2f)", name, n, took, counted, float64(took)/float64(counted))
 		const buffers = 384 << 10
@@ -174,7 +174,7 @@ func TestMergesWait(t *testing.T) {
 	l := layerOf(t, tree.NewDir())
 	synctest.Test(t, func(t *testing.T) {
 		m := NewMerger(0)
-		must(t, m.memory.Acquire(t.Context(), MaxMemory)) // another merge is at work
+		testutil.Must(t, m.memory.Acquire(t.Context(), MaxMemory)) // another merge is at work
 		reason := errors.New("enough")
 		patient, ended := t.Context(), make(chan error, 1)
 		impatient, cancel := context.WithCancelCause(patient)
@@ -194,7 +194,7 @@ func TestMergesWait(t *testing.T) {
 			t.Errorf("did not wait: %v", <-ended)
 		}
 		m.memory.Release(MaxMemory)
-		must(t, <-ended)
+		testutil.Must(t, <-ended)
 	})
 }
 
@@ -232,28 +232,28 @@ func TestProbe(t *testing.T) {
 	if err := Probe(dir); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
 	} else {
-		must(t, err)
+		testutil.Must(t, err)
 	}
 	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
 		t.Errorf("left: %v, %v", left, err)
 	}
 	small := t.TempDir()
-	must(t, unix.Mount("tmpfs", small, "tmpfs", 0, "size=1m"))
-	defer func() { must(t, unix.Unmount(small, 0)) }()
+	testutil.Must(t, unix.Mount("tmpfs", small, "tmpfs", 0, "size=1m"))
+	defer func() { testutil.Must(t, unix.Unmount(small, 0)) }()
 	if err := Probe(small); !errors.Is(err, errors.ErrUnsupported) {
 		t.Errorf("a tmpfs: %v", err)
 	}
-	must(t, os.WriteFile(filepath.Join(small, "full"), make([]byte, 1<<20), 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(small, "full"), make([]byte, 1<<20), 0o600))
 	if err := Probe(small); !errors.Is(err, unix.ENOSPC) || errors.Is(err, errors.ErrUnsupported) {
 		t.Errorf("a full disk: %v", err)
 	}
 	var before unix.Rlimit
-	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
+	testutil.Must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
 	lacking := 0
 	for files := range uint64(64) {
-		must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: files, Max: before.Max}))
+		testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: files, Max: before.Max}))
 		err := Probe(dir)
-		must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before))
+		testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before))
 		if errors.Is(err, unix.EMFILE) && !errors.Is(err, errors.ErrUnsupported) {
 			lacking++
 		} else if err != nil {

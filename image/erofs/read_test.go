@@ -337,14 +337,14 @@ func plainData(root *tree.Node) {
 func readsBack(t testing.TB, image []byte, root *tree.Node, devices []int64) {
 	t.Helper()
 	got, r, err := read(image)
-	must(t, err)
+	testutil.Must(t, err)
 	if !slices.Equal(r.devices, devices) {
 		t.Errorf("devices %v, not %v", r.devices, devices)
 	}
 	plainData(root)
 	var want, have bytes.Buffer
-	must(t, tree.Encode(&want, root))
-	must(t, tree.Encode(&have, got))
+	testutil.Must(t, tree.Encode(&want, root))
+	testutil.Must(t, tree.Encode(&have, got))
 	if !bytes.Equal(want.Bytes(), have.Bytes()) {
 		t.Errorf("the image has\n%.4000q\nnot\n%.4000q", have.Bytes(), want.Bytes())
 	}
@@ -361,7 +361,7 @@ func TestWriteReadsBack(t *testing.T) {
 		}
 		var image bytes.Buffer
 		_, err := Write(&image, root, devices)
-		must(t, err)
+		testutil.Must(t, err)
 		readsBack(t, image.Bytes(), root, devices)
 		if t.Failed() {
 			t.Fatalf("seed %d", seed)
@@ -377,7 +377,7 @@ const fuzzBlocks = 1 << 16
 func FuzzMerge(f *testing.F) {
 	encode := func(root *tree.Node) []byte {
 		var b bytes.Buffer
-		must(f, tree.Encode(&b, root))
+		testutil.Must(f, tree.Encode(&b, root))
 		return b.Bytes()
 	}
 	for seed := range uint64(6) {
@@ -423,7 +423,7 @@ func FuzzMerge(f *testing.F) {
 		devices := slices.Repeat([]int64{fuzzBlocks}, len(number(root, layers)))
 		var image bytes.Buffer
 		_, err := Write(&image, root, devices)
-		must(t, err)
+		testutil.Must(t, err)
 		if !fuzzing {
 			mountsAs(t, image.Bytes(), root, len(devices))
 		}
@@ -436,11 +436,11 @@ func mountsAs(t *testing.T, image []byte, root *tree.Node, devices int) {
 	t.Helper()
 	dir := testutil.DiskDir(t)
 	l := rootfs.Layer{Kind: rootfs.EROFS, Path: filepath.Join(dir, "image")}
-	must(t, os.WriteFile(l.Path, image, 0o600))
+	testutil.Must(t, os.WriteFile(l.Path, image, 0o600))
 	for i := range devices {
 		path := filepath.Join(dir, fmt.Sprint("data", i))
-		must(t, os.WriteFile(path, nil, 0o600))
-		must(t, os.Truncate(path, fuzzBlocks*blockSize))
+		testutil.Must(t, os.WriteFile(path, nil, 0o600))
+		testutil.Must(t, os.Truncate(path, fuzzBlocks*blockSize))
 		l.Data = append(l.Data, path)
 	}
 	m := &maker{content: map[*tree.Node][]byte{}}

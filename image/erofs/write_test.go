@@ -23,13 +23,6 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // maker makes random trees with data.
 type maker struct {
 	*rand.Rand
@@ -150,17 +143,17 @@ func (m *maker) written(t testing.TB, root *tree.Node) rootfs.Layer {
 	var blocks []int64
 	for i := range m.data {
 		path := filepath.Join(dir, fmt.Sprint("data", i))
-		must(t, os.WriteFile(path, m.data[i].Bytes(), 0o600))
+		testutil.Must(t, os.WriteFile(path, m.data[i].Bytes(), 0o600))
 		l.Data = append(l.Data, path)
 		blocks = append(blocks, int64(m.data[i].Len()/blockSize))
 	}
 	var image bytes.Buffer
 	size, err := Write(&image, root, blocks)
-	must(t, err)
+	testutil.Must(t, err)
 	if size != int64(image.Len()) || size%blockSize != 0 {
 		t.Errorf("%d bytes, said to be %d", image.Len(), size)
 	}
-	must(t, os.WriteFile(l.Path, image.Bytes(), 0o600))
+	testutil.Must(t, os.WriteFile(l.Path, image.Bytes(), 0o600))
 	return l
 }
 
@@ -184,7 +177,7 @@ func fsck(t testing.TB, l rootfs.Layer) {
 func (m *maker) compare(t testing.TB, path string, n *tree.Node, seen map[*tree.Node]uint64) {
 	t.Helper()
 	var st unix.Stat_t
-	must(t, unix.Lstat(path, &st))
+	testutil.Must(t, unix.Lstat(path, &st))
 	size := n.Data.Size
 	switch n.Type() {
 	case unix.S_IFLNK:
@@ -211,7 +204,7 @@ func (m *maker) compare(t testing.TB, path string, n *tree.Node, seen map[*tree.
 		}
 	}
 	names, err := unix.Llistxattr(path, make([]byte, 64<<10))
-	must(t, err)
+	testutil.Must(t, err)
 	if (names > 0) != (len(n.Xattrs) > 0) {
 		t.Errorf("%q lists %d bytes of attributes", path, names)
 	}
@@ -243,7 +236,7 @@ func (m *maker) compareContent(t testing.TB, path string, n *tree.Node, seen map
 		}
 	case unix.S_IFDIR:
 		entries, err := os.ReadDir(path)
-		must(t, err)
+		testutil.Must(t, err)
 		if len(entries) != len(n.Children) {
 			t.Errorf("%q has %d entries, not %d", path, len(entries), len(n.Children))
 		}
@@ -260,11 +253,11 @@ func attached(t testing.TB, l rootfs.Layer) string {
 	if errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: the kernel's part, fsck.erofs has read the image: ", err)
 	}
-	must(t, err)
+	testutil.Must(t, err)
 	defer mount.Close()
 	place := t.TempDir()
-	must(t, rootfs.Attach(mount, place))
-	t.Cleanup(func() { must(t, unix.Unmount(place, 0)) })
+	testutil.Must(t, rootfs.Attach(mount, place))
+	t.Cleanup(func() { testutil.Must(t, unix.Unmount(place, 0)) })
 	return place
 }
 
@@ -315,27 +308,27 @@ func TestWriteLargeFile(t *testing.T) {
 	devices := []int64{7 + file.Data.Blocks()}
 	var image bytes.Buffer
 	_, err := Write(&image, root, devices)
-	must(t, err)
+	testutil.Must(t, err)
 	readsBack(t, image.Bytes(), root, devices)
 	dir := testutil.DiskDir(t)
 	l := rootfs.Layer{Kind: rootfs.EROFS, Path: filepath.Join(dir, "image"), Data: []string{filepath.Join(dir, "data")}}
-	must(t, os.WriteFile(l.Path, image.Bytes(), 0o600))
+	testutil.Must(t, os.WriteFile(l.Path, image.Bytes(), 0o600))
 	data, err := os.Create(l.Data[0])
-	must(t, err)
+	testutil.Must(t, err)
 	defer data.Close()
 	const text, at = "far away", 8*tib + 4000
 	if _, err := data.WriteAt([]byte(text), 7*blockSize+at); errors.Is(err, unix.EFBIG) {
 		t.Skip("NOT TESTED: the kernel's part, for this filesystem has no files that large")
 	} else {
-		must(t, err)
+		testutil.Must(t, err)
 	}
-	must(t, data.Truncate(devices[0]*blockSize))
+	testutil.Must(t, data.Truncate(devices[0]*blockSize))
 	f, err := os.Open(filepath.Join(attached(t, l), "file"))
-	must(t, err)
+	testutil.Must(t, err)
 	defer f.Close()
 	got := make([]byte, len(text))
 	_, err = f.ReadAt(got, at)
-	if must(t, err); string(got) != text {
+	if testutil.Must(t, err); string(got) != text {
 		t.Errorf("%q", got)
 	}
 }
@@ -346,7 +339,7 @@ func TestWriteIsReproducible(t *testing.T) {
 	for i := range images {
 		m := newMaker(5, 2)
 		_, err := Write(&images[i], m.directory(5, 20), []int64{1 << 20, 1 << 20})
-		must(t, err)
+		testutil.Must(t, err)
 	}
 	if !bytes.Equal(images[0].Bytes(), images[1].Bytes()) {
 		t.Error("two images differ")
@@ -394,7 +387,7 @@ func BenchmarkWrite(b *testing.B) {
 	for b.Loop() {
 		var out bytes.Buffer
 		size, err := Write(&out, root, []int64{1 << 20})
-		must(b, err)
+		testutil.Must(b, err)
 		b.SetBytes(size)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/unpack"
+	"berth/internal/testutil"
 )
 
 // benchTar is like a layer of a distribution: many directories, small files, links.
@@ -50,9 +51,9 @@ func BenchmarkCreate(b *testing.B) {
 	id := digest.FromBytes(data)
 	s := openStore(b, b.TempDir())
 	for b.Loop() {
-		must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+		testutil.Must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 		b.StopTimer()
-		must(b, s.Remove(id))
+		testutil.Must(b, s.Remove(id))
 		b.StartTimer()
 	}
 }
@@ -64,7 +65,7 @@ func BenchmarkApply(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		_, err := NewDirectory(unpack.Layer).Apply(context.Background(), b.TempDir(), bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
-		must(b, err)
+		testutil.Must(b, err)
 	}
 }
 
@@ -90,7 +91,7 @@ func BenchmarkCreateParallel(b *testing.B) {
 		wg.Wait()
 		b.StopTimer()
 		for _, data := range tars {
-			must(b, s.Remove(digest.FromBytes(data)))
+			testutil.Must(b, s.Remove(digest.FromBytes(data)))
 		}
 		b.StartTimer()
 	}

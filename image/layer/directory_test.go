@@ -18,6 +18,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/internal/diskusage"
+	"berth/internal/testutil"
 )
 
 func unmount(path string) error { return unix.Unmount(path, 0) }
@@ -25,18 +26,18 @@ func unmount(path string) error { return unix.Unmount(path, 0) }
 func describe(t testing.TB, path string) string {
 	t.Helper()
 	var st unix.Stat_t
-	must(t, unix.Lstat(path, &st))
+	testutil.Must(t, unix.Lstat(path, &st))
 	s := fmt.Sprintf("%o %d:%d", st.Mode&0o7777, st.Uid, st.Gid)
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFDIR:
 		return "d " + s
 	case unix.S_IFLNK:
 		target, err := os.Readlink(path)
-		must(t, err)
+		testutil.Must(t, err)
 		return fmt.Sprintf("l %d:%d %s", st.Uid, st.Gid, target)
 	case unix.S_IFREG:
 		content, err := os.ReadFile(path)
-		must(t, err)
+		testutil.Must(t, err)
 		if len(content) > 100 {
 			return fmt.Sprintf("f %s %d bytes %s", s, len(content), digest.FromBytes(content))
 		}
@@ -235,12 +236,12 @@ func checkUsage(t testing.TB, s *Store) {
 func checkTree(t testing.TB, dir string, counted Usage) {
 	t.Helper()
 	root, err := os.Open(dir)
-	must(t, err)
+	testutil.Must(t, err)
 	defer root.Close()
 	block, err := diskusage.BlockSize(root)
-	must(t, err)
+	testutil.Must(t, err)
 	walked, err := diskusage.Nominal(t.Context(), root, block)
-	must(t, err)
+	testutil.Must(t, err)
 	if walked != diskusage.Usage(counted) {
 		t.Errorf("%s: counted %+v, there are %+v", dir, counted, walked)
 	}

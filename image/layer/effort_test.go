@@ -11,6 +11,7 @@ import (
 
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 // longWay returns entries with a path to the directory d through forty symlinks of about 800 names
@@ -82,16 +83,16 @@ func TestEmptyJoinIsRecorded(t *testing.T) {
 	if names := entries(t, root, "joins"); len(names) != 1 {
 		t.Fatalf("on disk: %q", names)
 	}
-	again, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog()) // the first one stays: it does nothing
-	must(t, err)
-	defer func() { must(t, again.Close()) }()
+	again, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog()) // the first one stays: it does nothing
+	testutil.Must(t, err)
+	defer func() { testutil.Must(t, again.Close()) }()
 	again.effort = longEffort / 2
 	for _, chain := range [][]digest.Digest{short, long} {
 		if dirs, err := again.Stack(context.Background(), chain); err != nil || len(dirs) != 2 {
 			t.Errorf("%d layers to mount: %v", len(dirs), err)
 		}
 	}
-	must(t, again.Remove(long[1]))
+	testutil.Must(t, again.Remove(long[1]))
 	expectEmpty(t, root+"/joins")
 }
 
@@ -125,7 +126,7 @@ func TestViewCacheIsBounded(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	id := create(t, s, makeTar(t, dir("d", 0o755), file("d/f", "1")))
 	v, err := openView(newEffort(context.Background(), allEffort), []string{s.layerDir(id) + "/" + treeDir})
-	must(t, err)
+	testutil.Must(t, err)
 	defer v.close()
 	for i := range 5 {
 		v.size = maxSeen - i*40

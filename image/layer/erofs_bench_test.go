@@ -25,7 +25,7 @@ import (
 // cpu is the CPU time of the process.
 func cpu(b *testing.B) (user, sys time.Duration) {
 	var u syscall.Rusage
-	must(b, syscall.Getrusage(syscall.RUSAGE_SELF, &u))
+	testutil.Must(b, syscall.Getrusage(syscall.RUSAGE_SELF, &u))
 	return time.Duration(u.Utime.Nano()), time.Duration(u.Stime.Nano())
 }
 
@@ -38,9 +38,9 @@ func BenchmarkDrivers(b *testing.B) {
 	id := digest.FromBytes(data)
 	for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack, 0)} {
 		open := func(b *testing.B) *Store {
-			s, err := Open(filepath.Join(testutil.DiskDir(b), "store"), d, Reserve{}, discardLog())
-			must(b, err)
-			b.Cleanup(func() { must(b, s.Close()) })
+			s, err := Open(filepath.Join(testutil.DiskDir(b), "store"), d, Reserve{}, nil, discardLog())
+			testutil.Must(b, err)
+			b.Cleanup(func() { testutil.Must(b, s.Close()) })
 			return s
 		}
 		b.Run("apply/"+string(d.Kind()), func(b *testing.B) {
@@ -49,9 +49,9 @@ func BenchmarkDrivers(b *testing.B) {
 			user, sys := cpu(b)
 			for b.Loop() {
 				tmp, err := os.MkdirTemp(dir, "")
-				must(b, err)
+				testutil.Must(b, err)
 				_, err = d.Apply(context.Background(), tmp, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
-				must(b, err)
+				testutil.Must(b, err)
 			}
 			user2, sys2 := cpu(b)
 			b.ReportMetric(float64((user2-user).Microseconds())/1000/float64(b.N), "user-ms/op")
@@ -62,35 +62,35 @@ func BenchmarkDrivers(b *testing.B) {
 			for b.Loop() {
 				b.StopTimer()
 				tmp, err := os.MkdirTemp(dir, "")
-				must(b, err)
+				testutil.Must(b, err)
 				_, err = d.Apply(context.Background(), tmp, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
-				must(b, err)
+				testutil.Must(b, err)
 				b.StartTimer()
-				must(b, d.Remove(context.Background(), tmp))
+				testutil.Must(b, d.Remove(context.Background(), tmp))
 			}
 		})
 		s := open(b)
-		must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+		testutil.Must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 		b.Run("stack/"+string(d.Kind()), func(b *testing.B) {
 			for b.Loop() {
 				_, err := s.Stack(context.Background(), []digest.Digest{id})
-				must(b, err)
+				testutil.Must(b, err)
 				b.StopTimer()
-				must(b, s.removeJoins(id))
+				testutil.Must(b, s.removeJoins(id))
 				b.StartTimer()
 			}
 		})
 		b.Run("mount/"+string(d.Kind()), func(b *testing.B) {
 			layers, err := s.Stack(context.Background(), []digest.Digest{id})
-			must(b, err)
+			testutil.Must(b, err)
 			dir := testutil.DiskDir(b)
 			spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
-			must(b, spec.MakeUpper())
-			must(b, os.Mkdir(dir+"/root", 0o700))
+			testutil.Must(b, spec.MakeUpper())
+			testutil.Must(b, os.Mkdir(dir+"/root", 0o700))
 			for b.Loop() {
-				must(b, spec.MountAt(dir+"/root"))
+				testutil.Must(b, spec.MountAt(dir+"/root"))
 				b.StopTimer()
-				must(b, unix.Unmount(dir+"/root", 0))
+				testutil.Must(b, unix.Unmount(dir+"/root", 0))
 				b.StartTimer()
 			}
 		})
@@ -110,12 +110,12 @@ func BenchmarkRead(b *testing.B) {
 		for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack, 0)} {
 			root := filepath.Join(testutil.DiskDir(b), "store")
 			open := func() *Store {
-				s, err := Open(root, d, Reserve{}, discardLog())
-				must(b, err)
+				s, err := Open(root, d, Reserve{}, nil, discardLog())
+				testutil.Must(b, err)
 				return s
 			}
 			s := open()
-			must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+			testutil.Must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 			for _, cold := range []bool{false, true} {
 				b.Run(fmt.Sprintf("%s/%s/cold=%t", name, d.Kind(), cold), func(b *testing.B) {
 					b.SetBytes(int64(len(data)))
@@ -123,35 +123,35 @@ func BenchmarkRead(b *testing.B) {
 					for b.Loop() {
 						b.StopTimer()
 						if cold {
-							must(b, s.Close()) // unmounting drops the page cache
+							testutil.Must(b, s.Close()) // unmounting drops the page cache
 							forget(b, root)
 							s = open()
 						}
 						layers, err := s.Stack(context.Background(), []digest.Digest{id})
-						must(b, err)
+						testutil.Must(b, err)
 						dir := testutil.DiskDir(b)
 						spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
-						must(b, spec.MakeUpper())
-						must(b, os.Mkdir(dir+"/root", 0o700))
-						must(b, spec.MountAt(dir+"/root"))
+						testutil.Must(b, spec.MakeUpper())
+						testutil.Must(b, os.Mkdir(dir+"/root", 0o700))
+						testutil.Must(b, spec.MountAt(dir+"/root"))
 						b.StartTimer()
 						readAll(b, dir+"/root")
 						b.StopTimer()
-						must(b, unmount(dir+"/root"))
+						testutil.Must(b, unmount(dir+"/root"))
 						b.StartTimer()
 					}
 					user2, sys2 := cpu(b)
 					b.ReportMetric(float64((user2-user+sys2-sys).Microseconds())/1000/float64(b.N), "cpu-ms/op")
 				})
 			}
-			must(b, s.Close())
+			testutil.Must(b, s.Close())
 		}
 	}
 }
 
 func readAll(b *testing.B, root string) {
 	buf := make([]byte, 128<<10)
-	must(b, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+	testutil.Must(b, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {
 			return err
 		}
@@ -167,7 +167,7 @@ func readAll(b *testing.B, root string) {
 
 // forget drops the kernel's page cache of files.
 func forget(b *testing.B, root string) {
-	must(b, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+	testutil.Must(b, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {
 			return err
 		}

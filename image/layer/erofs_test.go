@@ -38,9 +38,9 @@ func newTwin(t testing.TB) twin {
 		t.Skip("NOT TESTED: ", err)
 	}
 	open := func(name string, d Driver) *Store {
-		s, err := Open(filepath.Join(root, name), d, Reserve{}, discardLog())
-		must(t, err)
-		t.Cleanup(func() { must(t, s.Close()) })
+		s, err := Open(filepath.Join(root, name), d, Reserve{}, nil, discardLog())
+		testutil.Must(t, err)
+		t.Cleanup(func() { testutil.Must(t, s.Close()) })
 		return s
 	}
 	return twin{open("directory", NewDirectory(unpack.Layer)), open("erofs", NewEROFS(unpack.Pack, 0))}
@@ -51,7 +51,7 @@ func newTwin(t testing.TB) twin {
 func TestXattrLimitsOfTrees(t *testing.T) {
 	root := filepath.Join(testutil.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{})
-	defer func() { must(t, s.Close()) }()
+	defer func() { testutil.Must(t, s.Close()) }()
 	attributes := func(h header, first, n, size int) header {
 		h.PAXRecords = map[string]string{}
 		for i := range n {
@@ -109,11 +109,11 @@ func (w twin) create(t testing.TB, data []byte) digest.Digest {
 	var sums [2]checksum.Sum
 	for i, s := range []*Store{w.directory, w.erofs} {
 		info, err := s.Info(id)
-		must(t, err)
+		testutil.Must(t, err)
 		sums[i] = info.Sum
 		checkSum(t, s, id)
 		count, err := Stored{Dir: s.layerDir(id), Kind: info.Kind}.Count(context.Background())
-		if must(t, err); count != info.Usage {
+		if testutil.Must(t, err); count != info.Usage {
 			t.Errorf("usage %+v, counted %+v", info.Usage, count)
 		}
 	}
@@ -170,10 +170,10 @@ func seen(t testing.TB, layers []rootfs.Layer) map[string]string {
 	t.Helper()
 	dir := testutil.DiskDir(t)
 	spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
-	must(t, spec.MakeUpper())
-	must(t, os.Mkdir(dir+"/root", 0o700))
-	must(t, spec.MountAt(dir+"/root"))
-	defer func() { must(t, unmount(dir+"/root")) }()
+	testutil.Must(t, spec.MakeUpper())
+	testutil.Must(t, os.Mkdir(dir+"/root", 0o700))
+	testutil.Must(t, spec.MountAt(dir+"/root"))
+	defer func() { testutil.Must(t, unmount(dir+"/root")) }()
 	all := fullTree(t, dir+"/root")
 	for name, text := range all {
 		// overlayfs counts names of a file that a layer above hides.
@@ -226,8 +226,8 @@ func (w twin) program(t testing.TB, data []byte) {
 		w.compare(t, chain...)
 	}
 	for _, id := range chain {
-		must(t, w.directory.Remove(id))
-		must(t, w.erofs.Remove(id))
+		testutil.Must(t, w.directory.Remove(id))
+		testutil.Must(t, w.erofs.Remove(id))
 	}
 }
 
@@ -317,6 +317,6 @@ func TestDriversAgreeOnTars(t *testing.T) {
 func gnuTar(t testing.TB, dir string, args ...string) []byte {
 	t.Helper()
 	data, err := exec.Command("tar", append([]string{"-C", dir, "--numeric-owner", "--xattrs", "--xattrs-include=*", "--format=pax", "-c", "."}, args...)...).Output()
-	must(t, err)
+	testutil.Must(t, err)
 	return data
 }

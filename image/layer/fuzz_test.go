@@ -20,6 +20,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
+	"berth/internal/testutil"
 )
 
 // fuzzStore is a store on a tmpfs of its own, with a canary beside it.
@@ -32,13 +33,13 @@ type fuzzStore struct {
 func newFuzzStore(t testing.TB) *fuzzStore {
 	t.Helper()
 	outside := t.TempDir()
-	must(t, unix.Mount("tmpfs", outside, "tmpfs", 0, "size=64m"))
-	t.Cleanup(func() { must(t, unix.Unmount(outside, 0)) })
-	must(t, os.Mkdir(outside+"/dir", 0o700))
-	must(t, os.WriteFile(outside+"/secret", []byte("secret"), 0o600))
-	s, err := Open(outside+"/store", NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
-	t.Cleanup(func() { must(t, s.Close()) })
+	testutil.Must(t, unix.Mount("tmpfs", outside, "tmpfs", 0, "size=64m"))
+	t.Cleanup(func() { testutil.Must(t, unix.Unmount(outside, 0)) })
+	testutil.Must(t, os.Mkdir(outside+"/dir", 0o700))
+	testutil.Must(t, os.WriteFile(outside+"/secret", []byte("secret"), 0o600))
+	s, err := Open(outside+"/store", NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
+	t.Cleanup(func() { testutil.Must(t, s.Close()) })
 	f := &fuzzStore{Store: s, outside: outside}
 	f.canary = f.watched(t)
 	return f
@@ -69,8 +70,8 @@ func (f *fuzzStore) check(t testing.TB) {
 	for _, info := range f.layers.All() {
 		path := filepath.Join(f.layerDir(info.DiffID), treeDir)
 		checkTree(t, path, info.Usage)
-		must(t, filepath.WalkDir(path, func(path string, d fs.DirEntry, err error) error {
-			must(t, err)
+		testutil.Must(t, filepath.WalkDir(path, func(path string, d fs.DirEntry, err error) error {
+			testutil.Must(t, err)
 			for name, value := range xattrs(t, path) {
 				if strings.HasPrefix(name, "trusted.") && (name != unpack.OpaqueXattr || value != "y" || !d.IsDir()) || strings.HasPrefix(name, "user.overlay") {
 					t.Errorf("%s has %s=%q", path, name, value)
@@ -188,11 +189,11 @@ func checkStack(t testing.TB, s *Store, chain ...digest.Digest) {
 		trees = append(trees, l.Path)
 	}
 	v, err := openView(newEffort(context.Background(), allEffort), trees)
-	must(t, err)
+	testutil.Must(t, err)
 	defer v.close()
 	root := t.TempDir()
-	must(t, rootfs.Spec{Layers: layers}.MountAt(root))
-	defer func() { must(t, unix.Unmount(root, 0)) }()
+	testutil.Must(t, rootfs.Spec{Layers: layers}.MountAt(root))
+	defer func() { testutil.Must(t, unix.Unmount(root, 0)) }()
 	compareView(t, v, v.root, root)
 }
 
@@ -216,10 +217,10 @@ func compareView(t testing.TB, v *view, dir found, path string) {
 	}
 	for _, layer := range dir.layers {
 		d, err := v.open(layer, dir.path)
-		must(t, err)
+		testutil.Must(t, err)
 		list, err := d.Names()
-		must(t, err)
-		must(t, d.Close())
+		testutil.Must(t, err)
+		testutil.Must(t, d.Close())
 		for _, name := range list {
 			names[name] = true
 		}
@@ -270,7 +271,7 @@ func TestRandomLayers(t *testing.T) {
 		}
 		s.check(t)
 		for _, id := range chain {
-			must(t, s.Remove(id))
+			testutil.Must(t, s.Remove(id))
 		}
 		if t.Failed() {
 			t.Fatalf("seed %d: %+v", seed, program(data))

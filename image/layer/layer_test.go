@@ -22,21 +22,14 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(testutil.MainInMountNamespace(m)) }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 func discardLog() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
 // openStore opens a store in dir, which closes with the test.
 func openStore(t testing.TB, dir string) *Store {
 	t.Helper()
-	s, err := Open(dir, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
-	t.Cleanup(func() { must(t, s.Close()) })
+	s, err := Open(dir, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
+	t.Cleanup(func() { testutil.Must(t, s.Close()) })
 	return s
 }
 
@@ -85,11 +78,11 @@ func makeTar(t testing.TB, entries ...header) []byte {
 	var buf bytes.Buffer
 	w := tar.NewWriter(&buf)
 	for _, e := range entries {
-		must(t, w.WriteHeader(&e.Header))
+		testutil.Must(t, w.WriteHeader(&e.Header))
 		_, err := io.WriteString(w, e.content)
-		must(t, err)
+		testutil.Must(t, err)
 	}
-	must(t, w.Close())
+	testutil.Must(t, w.Close())
 	return buf.Bytes()
 }
 
@@ -97,7 +90,7 @@ func makeTar(t testing.TB, entries ...header) []byte {
 func create(t testing.TB, s *Store, data []byte) digest.Digest {
 	t.Helper()
 	id := digest.FromBytes(data)
-	must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 	checkSum(t, s, id)
 	return id
 }
@@ -106,9 +99,9 @@ func create(t testing.TB, s *Store, data []byte) digest.Digest {
 func checkSum(t testing.TB, s *Store, id digest.Digest) {
 	t.Helper()
 	info, err := s.Info(id)
-	must(t, err)
+	testutil.Must(t, err)
 	now, err := Stored{Dir: s.layerDir(id), Kind: info.Kind}.SumNow(context.Background())
-	must(t, err)
+	testutil.Must(t, err)
 	if now != info.Sum || now.IsZero() {
 		t.Errorf("the sum of the tree is %s, that of the layer %s", now, info.Sum)
 	}
@@ -118,13 +111,13 @@ func checkSum(t testing.TB, s *Store, id digest.Digest) {
 func mounted(t testing.TB, s *Store, ids ...digest.Digest) string {
 	t.Helper()
 	layers, err := s.Stack(context.Background(), ids)
-	must(t, err)
+	testutil.Must(t, err)
 	dir := t.TempDir()
 	spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
-	must(t, spec.MakeUpper())
-	must(t, os.Mkdir(dir+"/root", 0o700))
-	must(t, spec.MountAt(dir+"/root"))
-	t.Cleanup(func() { must(t, unmount(dir+"/root")) })
+	testutil.Must(t, spec.MakeUpper())
+	testutil.Must(t, os.Mkdir(dir+"/root", 0o700))
+	testutil.Must(t, spec.MountAt(dir+"/root"))
+	t.Cleanup(func() { testutil.Must(t, unmount(dir+"/root")) })
 	return dir + "/root"
 }
 

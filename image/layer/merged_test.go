@@ -27,10 +27,10 @@ func openImages(t testing.TB, root string, reserve Reserve) *Store {
 	if err := erofs.Probe(filepath.Dir(root)); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
 	} else {
-		must(t, err)
+		testutil.Must(t, err)
 	}
-	s, err := Open(root, NewEROFS(unpack.Pack, 0), reserve, discardLog())
-	must(t, err)
+	s, err := Open(root, NewEROFS(unpack.Pack, 0), reserve, nil, discardLog())
+	testutil.Must(t, err)
 	return s
 }
 
@@ -38,12 +38,12 @@ func openImages(t testing.TB, root string, reserve Reserve) *Store {
 func shown(t testing.TB, s *Store, name string, chain ...digest.Digest) string {
 	t.Helper()
 	layers, err := s.Stack(context.Background(), chain)
-	must(t, err)
+	testutil.Must(t, err)
 	mount, err := rootfs.Spec{Layers: layers}.Mount()
-	must(t, err)
+	testutil.Must(t, err)
 	defer mount.Close()
 	data, err := safefs.ReadFile(mount, name, 1<<20)
-	must(t, err)
+	testutil.Must(t, err)
 	return string(data)
 }
 
@@ -64,25 +64,25 @@ func TestDamagedMergedImageIsRecreated(t *testing.T) {
 		t.Fatal(got)
 	}
 	for name, spoil := range damage {
-		must(t, s.Close())
+		testutil.Must(t, s.Close())
 		image, err := filepath.Glob(filepath.Join(root, "joins", "*", imageFile))
-		if must(t, err); len(image) != 1 {
+		if testutil.Must(t, err); len(image) != 1 {
 			t.Fatalf("%s: the images of layers are %q", name, image)
 		}
-		must(t, spoil(image[0]))
+		testutil.Must(t, spoil(image[0]))
 		s = openImages(t, root, Reserve{})
 		if got := shown(t, s, "f", chain...); got != "1" {
 			t.Errorf("%s: %q", name, got)
 		}
-		must(t, s.DropSetAside(nil))
+		testutil.Must(t, s.DropSetAside(nil))
 	}
 	for _, id := range chain {
-		must(t, s.Remove(id))
+		testutil.Must(t, s.Remove(id))
 	}
 	if left := entries(t, root, "joins"); len(left) > 0 {
 		t.Errorf("left: %q", left)
 	}
-	must(t, s.Close())
+	testutil.Must(t, s.Close())
 }
 
 func overwrite(path string, at int64, text string) error {
@@ -100,14 +100,14 @@ func TestLackOfResourcesIsNoDamage(t *testing.T) {
 	s := openImages(t, root, Reserve{})
 	id := create(t, s, makeTar(t, file("f", "1")))
 	shown(t, s, "f", id)
-	must(t, s.Close())
+	testutil.Must(t, s.Close())
 	s = openImages(t, root, Reserve{})
-	defer func() { must(t, s.Close()) }()
+	defer func() { testutil.Must(t, s.Close()) }()
 	var before unix.Rlimit
-	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
-	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 0, Max: before.Max}))
+	testutil.Must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
+	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 0, Max: before.Max}))
 	_, err := s.Stack(context.Background(), []digest.Digest{id})
-	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before))
+	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before))
 	if !errors.Is(err, unix.EMFILE) {
 		t.Errorf("without descriptors: %v", err)
 	}
@@ -124,7 +124,7 @@ func TestLackOfResourcesIsNoDamage(t *testing.T) {
 func TestMergeLeavesReserve(t *testing.T) {
 	root := filepath.Join(testutil.DiskDir(t), "store")
 	s := openImages(t, root, Reserve{Percent: 5, Bytes: 1 << 30})
-	defer func() { must(t, s.Close()) }()
+	defer func() { testutil.Must(t, s.Close()) }()
 	free := uint64(1 << 20)
 	s.statfs = func() (unix.Statfs_t, error) {
 		return unix.Statfs_t{Bsize: 4096, Blocks: 1 << 20, Files: 1 << 20, Ffree: 1 << 20, Bavail: free}, nil
@@ -147,7 +147,7 @@ func TestMergeLeavesReserve(t *testing.T) {
 // Waiting for a merged image ends with the waiter's context.
 func TestMergeEndsWithItsContext(t *testing.T) {
 	s := openImages(t, filepath.Join(testutil.DiskDir(t), "store"), Reserve{})
-	defer func() { must(t, s.Close()) }()
+	defer func() { testutil.Must(t, s.Close()) }()
 	id := create(t, s, makeTar(t, file("f", "1")))
 	ctx, cancel := context.WithTimeout(context.Background(), time.Nanosecond)
 	defer cancel()

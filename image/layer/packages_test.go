@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"github.com/opencontainers/go-digest"
+
+	"berth/internal/testutil"
 )
 
 // packagesEnv names a directory with packages of a distribution (fetch_corpus of contrib/lib.sh).
@@ -20,7 +22,7 @@ const packagesEnv = "BERTH_CORPUS"
 // that hide, replace and link files. fsck.erofs accepts the EROFS image.
 func TestDriversAgreeOnPackages(t *testing.T) {
 	packages, err := filepath.Glob(filepath.Join(os.Getenv(packagesEnv), "*.deb"))
-	must(t, err)
+	testutil.Must(t, err)
 	if os.Getenv(packagesEnv) == "" || len(packages) == 0 {
 		t.Skipf("NOT TESTED: %s names no directory with packages, contrib/test fetches some", packagesEnv)
 	}
@@ -29,7 +31,7 @@ func TestDriversAgreeOnPackages(t *testing.T) {
 	var names []string
 	for _, p := range packages {
 		data, err := exec.Command("dpkg-deb", "--fsys-tarfile", p).Output()
-		must(t, err)
+		testutil.Must(t, err)
 		id := w.create(t, data)
 		if id == "" {
 			t.Fatalf("%s is no layer", p)

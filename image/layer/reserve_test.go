@@ -18,6 +18,7 @@ import (
 
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func TestReserve(t *testing.T) {
@@ -62,9 +63,9 @@ func TestReserve(t *testing.T) {
 // Creating a layer fails as soon as the layer takes from the disk's reserve, and leaves nothing.
 func TestCreateLeavesReserve(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{Percent: 5, Bytes: 1 << 30}, discardLog())
-	must(t, err)
-	t.Cleanup(func() { must(t, s.Close()) })
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{Percent: 5, Bytes: 1 << 30}, nil, discardLog())
+	testutil.Must(t, err)
+	t.Cleanup(func() { testutil.Must(t, s.Close()) })
 	var looks, enough atomic.Int64
 	s.statfs = func() (unix.Statfs_t, error) {
 		fs := unix.Statfs_t{Bsize: 4096, Blocks: 1 << 20, Files: 1 << 20, Ffree: 1 << 20}
@@ -74,7 +75,7 @@ func TestCreateLeavesReserve(t *testing.T) {
 		return fs, nil
 	}
 	var header bytes.Buffer
-	must(t, tar.NewWriter(&header).WriteHeader(&tar.Header{Name: "big", Mode: 0o644, Size: 1 << 40, Typeflag: tar.TypeReg}))
+	testutil.Must(t, tar.NewWriter(&header).WriteHeader(&tar.Header{Name: "big", Mode: 0o644, Size: 1 << 40, Typeflag: tar.TypeReg}))
 	id := Source{Blob: digest.FromString("blob"), DiffID: digest.FromString("tar")}
 	for _, c := range []struct {
 		enough int64

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
@@ -20,27 +21,28 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
+	"berth/internal/task"
 	"berth/internal/trash"
 )
 
 // Store keeps layers below one directory. Its methods may be called concurrently.
 type Store struct {
-	root        string
-	driver      Driver
-	joiner      Joiner // the driver, if it is one; otherwise it is a Merger
-	merger      Merger
-	log         *slog.Logger
-	layers      *table[Info]
-	joins       *table[join]
-	trash       *trash.Trash
-	stopDeleter func()   // waits for the goroutine that empties the trash
-	home        *os.File // root, for syncs; opened before the first write that they flush
-	syncs       *syncer
-	reserve     Reserve
-	statfs      func() (unix.Statfs_t, error) // of root
-	aside       atomic.Bool                   // something may have been set aside
-	effort      int64                         // limit for the joins of one image: allEffort
-	making      atomic.Int64                  // tar bytes read so far for layers under construction
+	root    string
+	driver  Driver
+	joiner  Joiner // the driver, if it is one; otherwise it is a Merger
+	merger  Merger
+	log     *slog.Logger
+	layers  *table[Info]
+	joins   *table[join]
+	trash   *trash.Trash
+	deleter *task.Lifetime // of the goroutine that empties the trash
+	home    *os.File       // root, for syncs; opened before the first write that they flush
+	syncs   *syncer
+	reserve Reserve
+	statfs  func() (unix.Statfs_t, error) // of root
+	aside   atomic.Bool                   // something may have been set aside
+	effort  int64                         // limit for the joins of one image: allEffort
+	making  atomic.Int64                  // tar bytes read so far for layers under construction
 }
 
 // Open opens the store in root and starts its deleter. It creates root if needed; no other Store
@@ -48,7 +50,7 @@ type Store struct {
 // background. Layers with a damaged record or of another driver are logged and set aside, to be
 // pulled again. It is an error if a record cannot be read for another reason, or if a newer berth
 // wrote it. Layers leave the reserve free on the filesystem.
-func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store, error) {
+func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *slog.Logger) (*Store, error) {
 	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](),
 		reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
 	switch d := driver.(type) {
@@ -75,24 +77,17 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 	defer undo.Run(&err)
 	undo.Add("close "+root, home.Close)
 	s.home, s.syncs = home, newSyncer(home)
-	s.trash = trash.New(filepath.Join(root, trashDir), driver.Remove, log)
+	s.trash = trash.New(filepath.Join(root, trashDir), driver.Remove, waits, log)
 	if err := s.load(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: %w", root, err)
 	}
 	if err := s.makeEmpty(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: create empty layer: %w", root, err)
 	}
-	s.startDeleter()
+	s.deleter = task.NewLifetime()
+	s.deleter.Spawn(func() { s.trash.Run(s.deleter.Context()) })
 	undo.Release()
 	return s, nil
-}
-
-// startDeleter starts the goroutine that empties the trash.
-func (s *Store) startDeleter() {
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan struct{})
-	go func() { defer close(done); s.trash.Run(ctx) }()
-	s.stopDeleter = func() { cancel(); <-done }
 }
 
 // makeEmpty creates the empty layer, see stack.
@@ -110,11 +105,17 @@ func (s *Store) makeEmpty() error {
 
 func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string(s.driver.Kind())) }
 
-// Close stops the deleter, which continues at the next Open. No other method may run during or
+// closeLimit limits the wait for the deleter, which may be blocked by the disk.
+const closeLimit = 5 * time.Second
+
+// Close stops the deleter; the next Open continues the deletion. No other method may run during or
 // after Close.
 func (s *Store) Close() error {
-	s.stopDeleter()
-	var failed error
+	s.deleter.Cancel()
+	failed := s.deleter.WaitFor(closeLimit)
+	if failed != nil {
+		failed = fmt.Errorf("stop the deletion of layers in %s: %w", s.root, failed)
+	}
 	for _, j := range s.joins.All() {
 		failed = errors.Join(failed, j.unmount())
 	}
@@ -350,7 +351,8 @@ func (s *Store) show(tmp, dir string) (err error) {
 }
 
 // Discard moves a directory on the store's filesystem to the trash, for deletion in the background.
-func (s *Store) Discard(dir string) error { return s.trash.Take(dir, Usage{}) }
+// Its disk usage counts until then.
+func (s *Store) Discard(dir string, used Usage) error { return s.trash.Take(dir, used) }
 
 // Remove removes a layer and its joins by a rename; the files are deleted in the background. A
 // missing layer is no error. The caller ensures that nothing uses the layer.

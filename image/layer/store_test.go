@@ -15,6 +15,7 @@ import (
 	"sync"
 	"testing"
 	"testing/iotest"
+	"testing/synctest"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -25,6 +26,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
+	"berth/internal/testutil"
 )
 
 func TestCreate(t *testing.T) {
@@ -37,9 +39,9 @@ func TestCreate(t *testing.T) {
 	if _, err := s.Info(id); errdefs.Code(err) != codes.NotFound {
 		t.Errorf("info: %v", err)
 	}
-	must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 	info, err := s.Info(id)
-	must(t, err)
+	testutil.Must(t, err)
 	if !s.Has(id) || info.DiffID != id || info.TarBytes != int64(len(data)) || info.Inodes != 3 || info.Bytes != 3*4096 {
 		t.Errorf("%+v", info)
 	}
@@ -50,7 +52,7 @@ func TestCreate(t *testing.T) {
 		t.Errorf("usage %+v, want %+v", s.Usage(), info.Usage)
 	}
 	// The second time nothing is read.
-	must(t, s.Create(context.Background(), Source{DiffID: id}, iotest.ErrReader(errors.New("read")), unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, iotest.ErrReader(errors.New("read")), unpack.Limits{}))
 }
 
 // All of the stream counts for the diffID, also what comes after the archive's end.
@@ -60,7 +62,7 @@ func TestTrailingBytes(t *testing.T) {
 	for _, tail := range []string{"x", strings.Repeat("\x00", 10240), strings.Repeat("garbage", 1<<20)} {
 		id := create(t, s, append(slices.Clone(data), tail...))
 		info, err := s.Info(id)
-		must(t, err)
+		testutil.Must(t, err)
 		if info.TarBytes != int64(len(data)+len(tail)) {
 			t.Errorf("%d bytes, want %d", info.TarBytes, len(data)+len(tail))
 		}
@@ -139,10 +141,10 @@ func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
 func sparseBomb(t testing.TB) []byte {
 	t.Helper()
 	path := t.TempDir() + "/hole"
-	must(t, os.WriteFile(path, nil, 0o644))
-	must(t, os.Truncate(path, 1<<40))
+	testutil.Must(t, os.WriteFile(path, nil, 0o644))
+	testutil.Must(t, os.Truncate(path, 1<<40))
 	out, err := exec.Command("tar", "-C", filepath.Dir(path), "--sparse", "-c", "hole").Output()
-	must(t, err)
+	testutil.Must(t, err)
 	return out
 }
 
@@ -161,7 +163,7 @@ func TestBadDiffID(t *testing.T) {
 		if err := s.Create(context.Background(), Source{DiffID: id}, strings.NewReader(""), unpack.Limits{}); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%q: %v", id, err)
 		}
-		must(t, s.Remove(id))
+		testutil.Must(t, s.Remove(id))
 		if s.Has(id) {
 			t.Errorf("%q is there", id)
 		}
@@ -171,7 +173,7 @@ func TestBadDiffID(t *testing.T) {
 func TestSHA512(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	data := makeTar(t, file("a", "1"))
-	must(t, s.Create(context.Background(), Source{DiffID: digest.SHA512.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), Source{DiffID: digest.SHA512.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{}))
 }
 
 func TestCancel(t *testing.T) {
@@ -206,9 +208,9 @@ func (w watched) Remove(ctx context.Context, dir string) error {
 func openWatched(t testing.TB, root string) (*Store, <-chan string) {
 	t.Helper()
 	w := watched{NewDirectory(unpack.Layer), make(chan string, 100)}
-	s, err := Open(root, w, Reserve{}, discardLog())
-	must(t, err)
-	t.Cleanup(func() { must(t, s.Close()) })
+	s, err := Open(root, w, Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
+	t.Cleanup(func() { testutil.Must(t, s.Close()) })
 	return s, w.removed
 }
 
@@ -233,20 +235,20 @@ func TestRemove(t *testing.T) {
 	other := create(t, s, makeTar(t, file("c", "1")))
 	for _, chain := range [][]digest.Digest{{bottom, top}, {bottom, other}, {bottom, top, other}} {
 		_, err := s.Stack(context.Background(), chain)
-		must(t, err)
+		testutil.Must(t, err)
 	}
 	if n := len(entries(t, root, "joins")); n != 3 {
 		t.Errorf("%d joins, want 3", n)
 	}
-	must(t, s.Remove(top))
-	must(t, s.Remove(top))
+	testutil.Must(t, s.Remove(top))
+	testutil.Must(t, s.Remove(top))
 	await(t, removed, 3) // the layer and two of the joins
 	if s.Has(top) || len(entries(t, root, "layers")) != 2 || len(entries(t, root, "joins")) != 1 {
 		t.Errorf("layers %v, joins %v", entries(t, root, "layers"), entries(t, root, "joins"))
 	}
 	expectEmpty(t, filepath.Join(root, "trash"))
-	must(t, s.Remove(bottom))
-	must(t, s.Remove(other))
+	testutil.Must(t, s.Remove(bottom))
+	testutil.Must(t, s.Remove(other))
 	if len(s.joins.All()) != 0 {
 		t.Errorf("joins %v", s.joins.All())
 	}
@@ -269,22 +271,22 @@ func (b blocked) Remove(ctx context.Context, dir string) error {
 // Usage includes layers under construction and layers under deletion.
 func TestUsageOfUnfinished(t *testing.T) {
 	goOn := make(chan struct{})
-	s, err := Open(t.TempDir(), blocked{NewDirectory(unpack.Layer), goOn}, Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(t.TempDir(), blocked{NewDirectory(unpack.Layer), goOn}, Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	data := makeTar(t, file("a", strings.Repeat("x", 10_000)))
 	var reached Usage
 	end := readerFunc(func([]byte) (int, error) { reached = s.Usage(); return 0, io.EOF })
 	id := digest.FromBytes(data)
-	must(t, s.Create(context.Background(), Source{DiffID: id}, io.MultiReader(bytes.NewReader(data), end), unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, io.MultiReader(bytes.NewReader(data), end), unpack.Limits{}))
 	if want := (Usage{Bytes: uint64(len(data))}); reached != want {
 		t.Errorf("while it is made: %+v, want %+v", reached, want)
 	}
 	info, err := s.Info(id)
-	must(t, err)
+	testutil.Must(t, err)
 	if s.Usage() != info.Usage {
 		t.Errorf("when it is made: %+v, want %+v", s.Usage(), info.Usage)
 	}
-	must(t, s.Remove(id))
+	testutil.Must(t, s.Remove(id))
 	if s.Usage() != info.Usage {
 		t.Errorf("while it is deleted: %+v, want %+v", s.Usage(), info.Usage)
 	}
@@ -294,13 +296,35 @@ func TestUsageOfUnfinished(t *testing.T) {
 			t.Fatalf("when it is deleted: %+v", s.Usage())
 		}
 	}
-	must(t, s.Close())
+	other := t.TempDir()
+	testutil.Must(t, s.Discard(other, info.Usage))
+	if s.Usage() != info.Usage || s.Deleting() != info.Usage {
+		t.Errorf("while a directory is discarded: %+v, deleting %+v; want %+v", s.Usage(), s.Deleting(), info.Usage)
+	}
+	goOn <- struct{}{}
+	testutil.Must(t, s.Close())
+}
+
+func TestCloseDoesNotWaitForHangingDeletion(t *testing.T) {
+	root, dir := t.TempDir(), t.TempDir()
+	synctest.Test(t, func(t *testing.T) {
+		goOn := make(chan struct{})
+		s, err := Open(root, blocked{NewDirectory(unpack.Layer), goOn}, Reserve{}, nil, discardLog())
+		testutil.Must(t, err)
+		testutil.Must(t, s.Discard(dir, Usage{}))
+		synctest.Wait() // the deletion hangs
+		began := time.Now()
+		if err := s.Close(); !errors.Is(err, context.DeadlineExceeded) || time.Since(began) != closeLimit {
+			t.Errorf("closed after %v: %v", time.Since(began), err)
+		}
+		goOn <- struct{}{}
+	})
 }
 
 func entries(t testing.TB, elem ...string) []string {
 	t.Helper()
 	list, err := os.ReadDir(filepath.Join(elem...))
-	must(t, err)
+	testutil.Must(t, err)
 	var names []string
 	for _, e := range list {
 		names = append(names, e.Name())
@@ -315,7 +339,7 @@ func TestRemoveAwkward(t *testing.T) {
 	id := create(t, s, makeTar(t,
 		dir("none", 0), file("none/x", ""), mode(file("f", ""), 0), dir(strings.Repeat("d/", 2000), 0), symlink("l", "/etc"), device(tar.TypeFifo, "p", 0, 0),
 	))
-	must(t, s.Remove(id))
+	testutil.Must(t, s.Remove(id))
 	await(t, removed, 1)
 	expectEmpty(t, filepath.Join(root, "trash"))
 }
@@ -324,20 +348,20 @@ func TestRemoveAwkward(t *testing.T) {
 func TestRemoveFails(t *testing.T) {
 	root := t.TempDir()
 	w := watched{NewDirectory(unpack.Layer), make(chan string, 100)}
-	s, err := Open(root, w, Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, w, Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	removed := w.removed
 	busy := create(t, s, makeTar(t, dir("mount", 0o755)))
 	mountpoint := filepath.Join(s.layerDir(busy), treeDir, "mount")
-	must(t, unix.Mount("tmpfs", mountpoint, "tmpfs", 0, ""))
+	testutil.Must(t, unix.Mount("tmpfs", mountpoint, "tmpfs", 0, ""))
 	other := create(t, s, makeTar(t, file("b", "1")))
-	must(t, s.Remove(busy))
+	testutil.Must(t, s.Remove(busy))
 	first := await(t, removed, 1)
-	must(t, s.Remove(other))
+	testutil.Must(t, s.Remove(other))
 	for await(t, removed, 1) == first { // it may be tried any number of times before the other's turn
 	}
-	must(t, s.Close())
-	must(t, unix.Unmount(filepath.Join(first, treeDir, "mount"), 0))
+	testutil.Must(t, s.Close())
+	testutil.Must(t, unix.Unmount(filepath.Join(first, treeDir, "mount"), 0))
 	again, removedAgain := openWatched(t, root)
 	await(t, removedAgain, 1)
 	expectEmpty(t, filepath.Join(root, "trash"))
@@ -348,18 +372,18 @@ func TestRemoveFails(t *testing.T) {
 
 func TestReopen(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	bottom := create(t, s, makeTar(t, dir(".", 0o711), file("a", "1")))
 	top := create(t, s, makeTar(t, hardlink("\xff", "a"), file("d/x", "2"), file(".wh.y", "")))
 	want, err := s.Stack(context.Background(), []digest.Digest{bottom, top})
-	must(t, err)
+	testutil.Must(t, err)
 	infos := []Info{*s.layers.Get(bottom), *s.layers.Get(top)}
 	usage := s.Usage()
-	must(t, s.Close())
+	testutil.Must(t, s.Close())
 
-	s, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	s, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	defer s.Close()
 	for _, info := range infos {
 		if got, err := s.Info(info.Name); err != nil || got != info {
@@ -381,8 +405,8 @@ func TestReopen(t *testing.T) {
 // daemon can run on them.
 func TestOpenSetsAside(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	keep := create(t, s, makeTar(t, file("keep", "1")))
 	torn := create(t, s, makeTar(t, file("torn", "1")))
 	rotten := create(t, s, makeTar(t, file("rotten", "1")))
@@ -392,16 +416,16 @@ func TestOpenSetsAside(t *testing.T) {
 	top := create(t, s, makeTar(t, hardlink("b", "torn")))
 	chain := []digest.Digest{torn, top}
 	mounted, err := s.Stack(context.Background(), chain)
-	must(t, err)
-	must(t, s.Close())
-	must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
+	testutil.Must(t, err)
+	testutil.Must(t, s.Close())
+	testutil.Must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
 	change(t, s.layerDir(rotten), `"tarBytes":2048`, `"tarBytes":2049`) // only the checksum can tell
-	must(t, writeRecord(s.layerDir(alien), layerKind, Info{Name: alien, Kind: "erofs"}))
-	must(t, os.Rename(s.layerDir(moved), s.layerDir(digest.FromString("other"))))
-	must(t, os.Remove(filepath.Join(s.layerDir(bare), recordFile)))
-	must(t, os.MkdirAll(filepath.Join(root, "tmp/half/fs/deep"), 0o700))
-	must(t, os.WriteFile(filepath.Join(root, "layers/file"), nil, 0o600))
-	must(t, os.MkdirAll(filepath.Join(root, "trash/old/fs"), 0o700))
+	testutil.Must(t, writeRecord(s.layerDir(alien), layerKind, Info{Name: alien, Kind: "erofs"}))
+	testutil.Must(t, os.Rename(s.layerDir(moved), s.layerDir(digest.FromString("other"))))
+	testutil.Must(t, os.Remove(filepath.Join(s.layerDir(bare), recordFile)))
+	testutil.Must(t, os.MkdirAll(filepath.Join(root, "tmp/half/fs/deep"), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(root, "layers/file"), nil, 0o600))
+	testutil.Must(t, os.MkdirAll(filepath.Join(root, "trash/old/fs"), 0o700))
 
 	s, removed := openWatched(t, root)
 	await(t, removed, 2) // half, old
@@ -420,7 +444,7 @@ func TestOpenSetsAside(t *testing.T) {
 		t.Errorf("stack of a layer that is set aside: %v", err)
 	}
 
-	must(t, s.DropSetAside([][]digest.Digest{chain}))
+	testutil.Must(t, s.DropSetAside([][]digest.Digest{chain}))
 	await(t, removed, 5)
 	for i, kept := range []string{"layers/set-aside/" + torn.Encoded() + ".0", "layers/" + top.Encoded(), "joins/set-aside/" + filepath.Base(filepath.Dir(mounted[2].Path)) + ".0"} {
 		if _, err := os.Stat(filepath.Join(root, kept, treeDir)); err != nil {
@@ -428,14 +452,14 @@ func TestOpenSetsAside(t *testing.T) {
 		}
 	}
 	survey, err := Inspect(root)
-	must(t, err)
+	testutil.Must(t, err)
 	if len(survey.SetAside) != 2 || len(survey.Damaged) != 0 || len(survey.Layers) != 2 {
 		t.Errorf("found %+v", survey)
 	}
 	create(t, s, makeTar(t, file("torn", "1"))) // pulled again
-	must(t, s.DropSetAside(nil))
+	testutil.Must(t, s.DropSetAside(nil))
 	await(t, removed, 2)
-	must(t, s.DropSetAside(nil))
+	testutil.Must(t, s.DropSetAside(nil))
 	expectEmpty(t, filepath.Join(root, "trash"), filepath.Join(root, "tmp"), filepath.Join(root, "joins"))
 	if n := len(entries(t, root, "layers")); n != 3 || !s.Has(torn) {
 		t.Errorf("%d entries", n)
@@ -447,36 +471,36 @@ func change(t *testing.T, dir, old, new string) {
 	t.Helper()
 	path := filepath.Join(dir, recordFile)
 	data, err := os.ReadFile(path)
-	must(t, err)
+	testutil.Must(t, err)
 	if !bytes.Contains(data, []byte(old)) {
 		t.Fatalf("%q is not in %s", old, data)
 	}
-	must(t, os.WriteFile(path, bytes.Replace(data, []byte(old), []byte(new), 1), 0o600))
+	testutil.Must(t, os.WriteFile(path, bytes.Replace(data, []byte(old), []byte(new), 1), 0o600))
 }
 
 // If a record cannot be read and may be good, Open fails and removes nothing.
 func TestOpenKeepsUnreadableRecords(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	id := create(t, s, makeTar(t, file("a", "1")))
-	must(t, s.Close())
+	testutil.Must(t, s.Close())
 	record := filepath.Join(s.layerDir(id), recordFile)
 	good, err := os.ReadFile(record)
-	must(t, err)
+	testutil.Must(t, err)
 
 	newer, err := checkpoint.Encode(layerKind, recordVersion+1, struct{}{})
-	must(t, err)
-	must(t, os.WriteFile(record, newer, 0o600))
-	if _, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog()); err == nil || !strings.Contains(err.Error(), "written by a newer berth") {
+	testutil.Must(t, err)
+	testutil.Must(t, os.WriteFile(record, newer, 0o600))
+	if _, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog()); err == nil || !strings.Contains(err.Error(), "written by a newer berth") {
 		t.Errorf("the record of a newer berth: %v", err)
 	}
-	must(t, os.WriteFile(record, good, 0o600))
+	testutil.Must(t, os.WriteFile(record, good, 0o600))
 	var limit unix.Rlimit
-	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
-	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 3, Max: limit.Max}))
-	_, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
+	testutil.Must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
+	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 3, Max: limit.Max}))
+	_, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
 	if !errors.Is(err, unix.EMFILE) {
 		t.Errorf("without descriptors: %v", err)
 	}
@@ -501,18 +525,18 @@ func TestOpenKeepsUnreadableRecords(t *testing.T) {
 // Records of up to 0.2.0 are the JSON alone.
 func TestOldRecords(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	low := create(t, s, makeTar(t, file("a", "1")))
 	top := create(t, s, makeTar(t, hardlink("b", "a")))
 	want, err := s.Stack(context.Background(), []digest.Digest{low, top})
-	must(t, err)
-	must(t, s.Close())
+	testutil.Must(t, err)
+	testutil.Must(t, s.Close())
 	for _, dir := range []string{s.layerDir(low), s.layerDir(top), filepath.Dir(want[2].Path)} {
 		data, err := os.ReadFile(filepath.Join(dir, recordFile))
-		must(t, err)
+		testutil.Must(t, err)
 		_, body, _ := bytes.Cut(data, []byte("\n"))
-		must(t, os.WriteFile(filepath.Join(dir, recordFile), body, 0o600))
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, recordFile), body, 0o600))
 	}
 	s = openStore(t, root)
 	if got, err := s.Stack(context.Background(), []digest.Digest{low, top}); err != nil || fmt.Sprint(got) != fmt.Sprint(want) {
@@ -523,27 +547,27 @@ func TestOldRecords(t *testing.T) {
 // Layers on a read-only disk can be used.
 func TestOpenReadOnly(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	good, torn := create(t, s, makeTar(t, file("a", "1"))), create(t, s, makeTar(t, file("torn", "1")))
-	must(t, s.Close())
-	must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
+	testutil.Must(t, s.Close())
+	testutil.Must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
 	half := filepath.Join(root, "tmp", "half")
-	must(t, os.MkdirAll(filepath.Join(half, "fs"), 0o700))
-	must(t, os.MkdirAll(filepath.Join(root, "trash", "old"), 0o700))
-	must(t, unix.Mount(root, root, "", unix.MS_BIND, ""))
-	defer func() { must(t, unix.Unmount(root, unix.MNT_DETACH)) }()
-	must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
-	s, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	testutil.Must(t, os.MkdirAll(filepath.Join(half, "fs"), 0o700))
+	testutil.Must(t, os.MkdirAll(filepath.Join(root, "trash", "old"), 0o700))
+	testutil.Must(t, unix.Mount(root, root, "", unix.MS_BIND, ""))
+	defer func() { testutil.Must(t, unix.Unmount(root, unix.MNT_DETACH)) }()
+	testutil.Must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
+	s, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	if !slices.Equal(s.List(), []digest.Digest{good}) {
 		t.Errorf("layers %v", s.List())
 	}
-	must(t, s.DropSetAside(nil))
-	must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND, ""))
+	testutil.Must(t, s.DropSetAside(nil))
+	testutil.Must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND, ""))
 	create(t, s, makeTar(t, file("torn", "1"))) // it replaces the damaged one
-	must(t, s.DropSetAside(nil))
-	must(t, s.Close())
+	testutil.Must(t, s.DropSetAside(nil))
+	testutil.Must(t, s.Close())
 
 	s, removed := openWatched(t, root)
 	for range removed {
@@ -627,8 +651,8 @@ func TestConcurrentCreationKeepsFirst(t *testing.T) {
 			first := make(chan error, 1)
 			go func() { first <- s.Create(context.Background(), Source{DiffID: id}, tar, unpack.Limits{}) }()
 			<-started
-			must(t, s.Remove(id)) // not there yet: does not wait
-			must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+			testutil.Must(t, s.Remove(id)) // not there yet: does not wait
+			testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 			close(goOn)
 			if err := <-first; !errors.Is(err, end) || !s.Has(id) {
 				t.Errorf("the first: %v, want %v; there: %v", err, end, s.Has(id))
@@ -732,7 +756,7 @@ func TestStackWithoutJoin(t *testing.T) {
 		{[]digest.Digest{hiding}, []string{s.emptyDir(), s.layerDir(hiding)}},
 	} {
 		layers, err := s.Stack(context.Background(), c.chain)
-		must(t, err)
+		testutil.Must(t, err)
 		var got []string
 		for _, l := range layers {
 			got = append(got, filepath.Dir(l.Path))
@@ -753,11 +777,11 @@ func TestMaker(t *testing.T) {
 	if root == "" {
 		t.Skip("run by TestKill")
 	}
-	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	fmt.Println("ready")
 	id := digest.Digest(os.Args[len(os.Args)-1])
-	must(t, s.Create(context.Background(), Source{DiffID: id}, os.Stdin, unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, os.Stdin, unpack.Limits{}))
 	fmt.Println("done")
 }
 
@@ -777,8 +801,8 @@ func TestKill(t *testing.T) {
 			t.Run(fmt.Sprintf("%d %v", n, eof), func(t *testing.T) {
 				root := t.TempDir()
 				killMaker(t, root, id, data[:n], eof)
-				s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
-				must(t, err)
+				s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog())
+				testutil.Must(t, err)
 				defer s.Close()
 				if s.Has(id) && !eof {
 					t.Error("a layer is there whose tar had not ended")
@@ -802,19 +826,19 @@ func killMaker(t testing.TB, root string, id digest.Digest, data []byte, eof boo
 	cmd := exec.Command("/proc/self/exe", "-test.run=^TestMaker$", "--", id.String())
 	cmd.Env = append(os.Environ(), killed+"="+root)
 	in, err := cmd.StdinPipe()
-	must(t, err)
+	testutil.Must(t, err)
 	out, err := cmd.StdoutPipe()
-	must(t, err)
-	must(t, cmd.Start())
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	line := make([]byte, len("ready\n"))
 	_, err = io.ReadFull(out, line)
-	must(t, err)
+	testutil.Must(t, err)
 	_, err = in.Write(data)
-	must(t, err)
+	testutil.Must(t, err)
 	if eof {
-		must(t, in.Close())
+		testutil.Must(t, in.Close())
 	}
-	must(t, cmd.Process.Kill())
+	testutil.Must(t, cmd.Process.Kill())
 	cmd.Wait() // "signal: killed", or success if it was faster
 }
 
@@ -825,11 +849,11 @@ func TestLayersOfTwoBlobs(t *testing.T) {
 	data := makeTar(t, file("f", "content"))
 	tar := digest.FromBytes(data)
 	first, second := Source{digest.FromString("one blob"), tar}, Source{digest.FromString("another"), tar}
-	must(t, s.Create(context.Background(), first, bytes.NewReader(data), unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), first, bytes.NewReader(data), unpack.Limits{}))
 	if s.Has(second.Name()) || s.Has(tar) {
 		t.Error("the layer is there for another blob")
 	}
-	must(t, s.Create(context.Background(), second, bytes.NewReader(data), unpack.Limits{}))
+	testutil.Must(t, s.Create(context.Background(), second, bytes.NewReader(data), unpack.Limits{}))
 	for _, from := range []Source{first, second} {
 		info, err := s.Info(from.Name())
 		if err != nil || info.Source != from || info.Name != from.Name() {
@@ -841,7 +865,7 @@ func TestLayersOfTwoBlobs(t *testing.T) {
 		t.Errorf("%+v, %v", found, err)
 	}
 	// A record whose blob does not match the layer's name is invalid.
-	must(t, writeRecord(s.layerDir(second.Name()), layerKind, Info{Name: second.Name(), Source: first, Kind: rootfs.Directory}))
+	testutil.Must(t, writeRecord(s.layerDir(second.Name()), layerKind, Info{Name: second.Name(), Source: first, Kind: rootfs.Directory}))
 	if found, err = Inspect(root); err != nil || len(found.Layers) != 1 || len(found.Damaged) != 1 {
 		t.Errorf("%+v, %v", found, err)
 	}

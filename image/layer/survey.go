@@ -22,12 +22,12 @@ import (
 // Survey lists the content of a Store's directory.
 type Survey struct {
 	Layers   map[digest.Digest]Stored // by name
-	Joins    []Stored                 // without Usage: files shared with layers do not count
-	Damaged  map[string]error         // unusable entries in the place of a layer or join, by path
-	SetAside []string                 // paths of layers set aside
-	Making   []string                 // paths of layers under construction, or abandoned by a crash
-	Trash    []string                 // paths of layers under deletion
-	Other    []string                 // paths of entries that are not a Store's
+	Joins    []Stored
+	Damaged  map[string]error // unusable entries in the place of a layer or join, by path
+	SetAside []string         // paths of layers set aside
+	Making   []string         // paths of layers under construction, or abandoned by a crash
+	Trash    []string         // paths of layers under deletion
+	Other    []string         // paths of entries that are not a Store's
 }
 
 // Stored is a layer or join on disk, according to its record.
@@ -35,7 +35,7 @@ type Stored struct {
 	Dir    string
 	Kind   rootfs.Kind
 	Layers []digest.Digest // a layer's name, or the names of a join's layers
-	Usage  Usage           // as counted at creation
+	Usage  Usage           // as counted at creation, without files that a join shares with layers
 	Sum    checksum.Sum    // as computed at creation; zero for layers of berth up to 0.2.0
 	Tree   digest.Digest   // digest of the tree file at creation; empty: unknown
 }
@@ -80,6 +80,17 @@ func (s *Survey) Add(t *Survey) {
 	s.Trash, s.Other = append(s.Trash, t.Trash...), append(s.Other, t.Other...)
 }
 
+// Usage returns the disk usage of all layers and joins.
+func (s *Survey) Usage() (sum Usage) {
+	for _, stored := range s.Layers {
+		sum = sum.Add(stored.Usage)
+	}
+	for _, stored := range s.Joins {
+		sum = sum.Add(stored.Usage)
+	}
+	return sum
+}
+
 // addSetAside adds the content of path if that is the folder for layers set aside.
 func (s *Survey) addSetAside(path string) bool {
 	if filepath.Base(path) != checkpoint.SetAsideDir {
@@ -117,7 +128,7 @@ func (s *Survey) addJoin(path string) {
 		s.Damaged[path] = fmt.Errorf("record belongs to %q", j.ChainID)
 		return
 	}
-	s.Joins = append(s.Joins, Stored{Dir: path, Kind: j.Kind, Layers: j.Layers})
+	s.Joins = append(s.Joins, Stored{Dir: path, Kind: j.Kind, Layers: j.Layers, Usage: j.Usage})
 }
 
 // read decodes the record in a directory and reports whether it is usable.

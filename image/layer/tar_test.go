@@ -23,6 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/unpack"
+	"berth/internal/testutil"
 )
 
 // apply unpacks a tar with the driver alone and returns where.
@@ -30,7 +31,7 @@ func apply(t testing.TB, data []byte) (string, unpack.Contents) {
 	t.Helper()
 	work := t.TempDir()
 	c, err := NewDirectory(unpack.Layer).Apply(context.Background(), work, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
-	must(t, err)
+	testutil.Must(t, err)
 	checkTree(t, filepath.Join(work, treeDir), c.Usage)
 	return filepath.Join(work, treeDir), c.Contents
 }
@@ -40,7 +41,7 @@ func apply(t testing.TB, data []byte) (string, unpack.Contents) {
 func attributes(t testing.TB, path string, inodes map[uint64]string) string {
 	t.Helper()
 	var st unix.Stat_t
-	must(t, unix.Lstat(path, &st))
+	testutil.Must(t, unix.Lstat(path, &st))
 	s := describe(t, path)
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		if _, ok := inodes[st.Ino]; !ok {
@@ -55,7 +56,7 @@ func xattrs(t testing.TB, path string) map[string]string {
 	t.Helper()
 	buf := make([]byte, 64<<10)
 	n, err := unix.Llistxattr(path, buf)
-	must(t, err)
+	testutil.Must(t, err)
 	all := map[string]string{}
 	for name := range strings.SplitSeq(strings.TrimSuffix(string(buf[:n]), "\x00"), "\x00") {
 		if name == "" {
@@ -63,7 +64,7 @@ func xattrs(t testing.TB, path string) map[string]string {
 		}
 		value := make([]byte, 64<<10)
 		n, err := unix.Lgetxattr(path, name, value)
-		must(t, err)
+		testutil.Must(t, err)
 		all[name] = string(value[:n])
 	}
 	return all
@@ -72,12 +73,12 @@ func xattrs(t testing.TB, path string) map[string]string {
 func fullTree(t testing.TB, root string) map[string]string {
 	t.Helper()
 	got, inodes := map[string]string{}, map[uint64]string{}
-	must(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+	testutil.Must(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {
 			t.Fatalf("%q: %v", path, err)
 		}
 		rel, err := filepath.Rel(root, path)
-		must(t, err)
+		testutil.Must(t, err)
 		if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
 			return nil // overlayfs lists a whiteout of nothing in a directory that only one layer has
 		}
@@ -107,31 +108,31 @@ func clip(s string) string { return s[:min(len(s), 300)] }
 func corpus(t testing.TB, root string, seed uint64) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 1))
-	must(t, os.MkdirAll(root, 0o755))
+	testutil.Must(t, os.MkdirAll(root, 0o755))
 	dirs, files := []string{root}, []string{}
 	for i := range 150 {
 		parent := dirs[r.IntN(len(dirs))]
 		path := filepath.Join(parent, name(r, i))
 		switch r.IntN(9) {
 		case 0, 1:
-			must(t, os.Mkdir(path, 0o755))
+			testutil.Must(t, os.Mkdir(path, 0o755))
 			dirs = append(dirs, path)
 		case 2:
-			must(t, os.Symlink(strings.Repeat("../", r.IntN(4))+name(r, i), path))
+			testutil.Must(t, os.Symlink(strings.Repeat("../", r.IntN(4))+name(r, i), path))
 		case 3:
 			if len(files) > 0 {
-				must(t, os.Link(files[r.IntN(len(files))], path))
+				testutil.Must(t, os.Link(files[r.IntN(len(files))], path))
 			}
 		case 4:
 			types := []uint32{unix.S_IFIFO, unix.S_IFCHR, unix.S_IFBLK}
-			must(t, unix.Mknod(path, types[r.IntN(3)]|0o600, int(unix.Mkdev(uint32(r.IntN(200)+1), uint32(r.IntN(200))))))
+			testutil.Must(t, unix.Mknod(path, types[r.IntN(3)]|0o600, int(unix.Mkdev(uint32(r.IntN(200)+1), uint32(r.IntN(200))))))
 		default:
-			must(t, os.WriteFile(path, content(r), 0o600))
+			testutil.Must(t, os.WriteFile(path, content(r), 0o600))
 			files = append(files, path)
 		}
 	}
-	must(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
-		must(t, err)
+	testutil.Must(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		testutil.Must(t, err)
 		dress(t, r, path, d)
 		return nil
 	}))
@@ -156,17 +157,17 @@ func content(r *rand.Rand) []byte {
 // dress gives a file an owner, a mode, attributes and a time.
 func dress(t testing.TB, r *rand.Rand, path string, d fs.DirEntry) {
 	t.Helper()
-	must(t, os.Lchown(path, r.IntN(2000), r.IntN(3)*100_000))
+	testutil.Must(t, os.Lchown(path, r.IntN(2000), r.IntN(3)*100_000))
 	if d.Type()&fs.ModeSymlink == 0 {
 		modes := []uint32{0o644, 0o755, 0o600, 0, 0o4755, 0o2755, 0o6711, 0o1777, 0o777}
-		must(t, unix.Chmod(path, modes[r.IntN(len(modes))]))
+		testutil.Must(t, unix.Chmod(path, modes[r.IntN(len(modes))]))
 	}
 	if (d.IsDir() || d.Type().IsRegular()) && r.IntN(3) == 0 {
-		must(t, unix.Lsetxattr(path, "user.test", []byte("value\x00\xff\n"), 0))
-		must(t, unix.Lsetxattr(path, "user.empty", nil, 0))
+		testutil.Must(t, unix.Lsetxattr(path, "user.test", []byte("value\x00\xff\n"), 0))
+		testutil.Must(t, unix.Lsetxattr(path, "user.empty", nil, 0))
 	}
 	if d.Type().IsRegular() && r.IntN(4) == 0 {
-		must(t, unix.Lsetxattr(path, "security.capability", capability(), 0))
+		testutil.Must(t, unix.Lsetxattr(path, "security.capability", capability(), 0))
 	}
 	setTime(t, r, path)
 }
@@ -182,7 +183,7 @@ func capability() []byte {
 func setTime(t testing.TB, r *rand.Rand, path string) {
 	t.Helper()
 	ts := unix.Timespec{Sec: int64(r.Int32()), Nsec: int64(r.IntN(1e9))}
-	must(t, unix.UtimesNanoAt(unix.AT_FDCWD, path, []unix.Timespec{ts, ts}, unix.AT_SYMLINK_NOFOLLOW))
+	testutil.Must(t, unix.UtimesNanoAt(unix.AT_FDCWD, path, []unix.Timespec{ts, ts}, unix.AT_SYMLINK_NOFOLLOW))
 }
 
 // The system's tar and the driver unpack every archive that tar makes to the same files.
@@ -205,8 +206,8 @@ func TestCreateMatchesTar(t *testing.T) {
 			}
 			args := append([]string{"-C", work + "/src", "--numeric-owner", "-c", "."}, formats[format]...)
 			data, err := exec.Command("tar", args...).Output()
-			must(t, err)
-			must(t, os.Mkdir(work+"/want", 0o755))
+			testutil.Must(t, err)
+			testutil.Must(t, os.Mkdir(work+"/want", 0o755))
 			x := exec.Command("tar", "-C", work+"/want", "--numeric-owner", "--same-owner", "-p", "--xattrs", "--xattrs-include=*", "-x")
 			x.Stdin = bytes.NewReader(data)
 			if out, err := x.CombinedOutput(); err != nil {
@@ -223,13 +224,13 @@ func sparseFiles(t testing.TB, dir string) {
 	t.Helper()
 	for name, data := range map[string][]int64{"start": {8 << 20}, "middle": {0, 5 << 20}, "end": {0}, "all": nil, "odd": {12345, 3<<20 + 1}} {
 		f, err := os.Create(filepath.Join(dir, "sparse-"+name))
-		must(t, err)
+		testutil.Must(t, err)
 		for _, offset := range data {
 			_, err := f.WriteAt([]byte(strings.Repeat("data", 5000)), offset)
-			must(t, err)
+			testutil.Must(t, err)
 		}
-		must(t, f.Truncate(9<<20+17))
-		must(t, f.Close())
+		testutil.Must(t, f.Truncate(9<<20+17))
+		testutil.Must(t, f.Close())
 	}
 }
 
@@ -244,18 +245,18 @@ func TestSparse(t *testing.T) {
 				args = append(args, "--format=pax")
 			}
 			data, err := exec.Command("tar", append(args, format)...).Output()
-			must(t, err)
+			testutil.Must(t, err)
 			got, contents := apply(t, data)
 			for _, e := range entries(t, src) {
 				want, err := os.ReadFile(filepath.Join(src, e))
-				must(t, err)
+				testutil.Must(t, err)
 				have, err := os.ReadFile(filepath.Join(got, e))
-				must(t, err)
+				testutil.Must(t, err)
 				if !bytes.Equal(have, want) {
 					t.Errorf("%s differs", e)
 				}
 				var st unix.Stat_t
-				must(t, unix.Stat(filepath.Join(got, e), &st))
+				testutil.Must(t, unix.Stat(filepath.Join(got, e), &st))
 				if st.Blocks*512 > 128<<10 {
 					t.Errorf("%s takes %d bytes", e, st.Blocks*512)
 				}
@@ -332,7 +333,7 @@ func TestTimes(t *testing.T) {
 	))
 	mtime := func(name string) time.Time {
 		info, err := os.Lstat(filepath.Join(got, name))
-		must(t, err)
+		testutil.Must(t, err)
 		return info.ModTime()
 	}
 	for name, want := range map[string]time.Time{"d": precise, "d/f": precise, "d/l": precise, "d/p": precise, "early": early, "d/sub": time.Unix(0, 0), ".": time.Unix(0, 0), "removed": testTime} {
@@ -341,7 +342,7 @@ func TestTimes(t *testing.T) {
 		}
 	}
 	info, err := os.Lstat(got + "/d/accessed")
-	must(t, err)
+	testutil.Must(t, err)
 	if st := info.Sys().(*syscall.Stat_t); st.Atim.Sec != 1_500_000_000 || st.Atim.Nsec != 5 {
 		t.Errorf("access time %v", st.Atim)
 	}
@@ -357,8 +358,8 @@ func TestLinkBelowIsLink(t *testing.T) {
 	top := create(t, s, makeTar(t, dir("d", 0o755), hardlink("d/link", "big")))
 	root := mounted(t, s, bottom, top)
 	var a, b unix.Stat_t
-	must(t, unix.Stat(root+"/big", &a))
-	must(t, unix.Stat(root+"/d/link", &b))
+	testutil.Must(t, unix.Stat(root+"/big", &a))
+	testutil.Must(t, unix.Stat(root+"/d/link", &b))
 	if a.Ino != b.Ino {
 		t.Errorf("inodes %d and %d", a.Ino, b.Ino)
 	}
@@ -366,7 +367,7 @@ func TestLinkBelowIsLink(t *testing.T) {
 		t.Errorf("joins %+v", j)
 	}
 	// A container that changes one changes neither layer.
-	must(t, os.WriteFile(root+"/d/link", []byte("changed"), 0o644))
+	testutil.Must(t, os.WriteFile(root+"/d/link", []byte("changed"), 0o644))
 	if d := describe(t, filepath.Join(s.layerDir(bottom), treeDir, "big")); !strings.Contains(d, "1048576 bytes") {
 		t.Errorf("the layer was changed: %s", d)
 	}
@@ -395,7 +396,7 @@ func TestJoinTimes(t *testing.T) {
 	top := create(t, s, makeTar(t, dir(".", 0o755), hardlink("d/link", "f")))
 	root := mounted(t, s, bottom, top)
 	info, err := os.Stat(root + "/d")
-	must(t, err)
+	testutil.Must(t, err)
 	if !info.ModTime().Equal(testTime) {
 		t.Errorf("mtime %v", info.ModTime())
 	}
@@ -432,8 +433,8 @@ func TestUmask(t *testing.T) {
 func TestMaliciousTars(t *testing.T) {
 	secret := func(outside string) string { return outside + "/secret" }
 	outside := t.TempDir()
-	must(t, os.WriteFile(secret(outside), []byte("secret"), 0o600))
-	must(t, os.Mkdir(outside+"/dir", 0o700))
+	testutil.Must(t, os.WriteFile(secret(outside), []byte("secret"), 0o600))
+	testutil.Must(t, os.Mkdir(outside+"/dir", 0o700))
 	before := fullTree(t, outside)
 	up := strings.Repeat("../", 40)
 	links := []string{outside, up + outside[1:], "/proc/self/root" + outside, "/proc/self/cwd", "/proc/self/fd/3", "/proc/1/root" + outside, "/../../../.." + outside}

@@ -29,18 +29,18 @@ func TestTreeFileIsReadWithinLimit(t *testing.T) {
 		result, err := unpack.Pack(ctx, data, tree, blob, job)
 		return result, errors.Join(err, tree.Truncate(length))
 	}
-	s, err := Open(root, NewEROFS(pack, 0), Reserve{}, discardLog())
-	must(t, err)
-	defer func() { must(t, s.Close()) }()
+	s, err := Open(root, NewEROFS(pack, 0), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
+	defer func() { testutil.Must(t, s.Close()) }()
 	data := makeTar(t, file("f", "x"))
 	err = s.Create(t.Context(), Source{DiffID: digest.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{})
 	if errdefs.Code(err) != codes.ResourceExhausted || errors.Is(err, ErrTooLarge) {
 		t.Errorf("it is made: %v", err)
 	}
 	dir := filepath.Join(root, "dir")
-	must(t, os.Mkdir(dir, 0o700))
-	must(t, os.WriteFile(filepath.Join(dir, treeFile), nil, 0o600))
-	must(t, os.Truncate(filepath.Join(dir, treeFile), endless))
+	testutil.Must(t, os.Mkdir(dir, 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, treeFile), nil, 0o600))
+	testutil.Must(t, os.Truncate(filepath.Join(dir, treeFile), endless))
 	ended, end := context.WithCancelCause(t.Context())
 	end(io.ErrClosedPipe)
 	if _, err := NewEROFS(unpack.Pack, 0).TreeDigest(ended, dir, endless); !errors.Is(err, io.ErrClosedPipe) {
@@ -52,8 +52,8 @@ func TestTreeFileIsReadWithinLimit(t *testing.T) {
 // layers.
 func packedStore(t *testing.T, root string) *Store {
 	t.Helper()
-	s, err := Open(root, NewEROFS(unpack.Pack, 0), Reserve{}, discardLog())
-	must(t, err)
+	s, err := Open(root, NewEROFS(unpack.Pack, 0), Reserve{}, nil, discardLog())
+	testutil.Must(t, err)
 	return s
 }
 
@@ -62,11 +62,11 @@ func TestTreeDigestIsRecorded(t *testing.T) {
 	root := t.TempDir()
 	s := packedStore(t, root)
 	id := create(t, s, makeTar(t, file("f", "x")))
-	must(t, s.Close())
+	testutil.Must(t, s.Close())
 	s = packedStore(t, root)
-	defer func() { must(t, s.Close()) }()
+	defer func() { testutil.Must(t, s.Close()) }()
 	tree, err := os.ReadFile(filepath.Join(s.layerDir(id), treeFile))
-	must(t, err)
+	testutil.Must(t, err)
 	if info, err := s.Info(id); err != nil || info.Tree != digest.FromBytes(tree) {
 		t.Errorf("%+v, %v", info, err)
 	}

@@ -4,8 +4,9 @@
 //
 // A directory on disk is the queue. Take moves a tree there by one rename, which either succeeds or
 // leaves the tree unchanged. Run deletes the trees in the queue, including those of an earlier
-// process. A tree that cannot be deleted does not delay the others; Run tries it again with growing
-// pauses. The size of a tree counts until it is deleted.
+// process, one at a time, so that deletion leaves the disk to the containers. A tree that cannot be
+// deleted, or takes longer than deleteLimit, does not delay the others; Run tries it again with
+// growing pauses. The size of a tree counts until it is deleted.
 package trash
 
 import (
@@ -31,6 +32,7 @@ import (
 type Trash struct {
 	dir      string
 	remove   func(ctx context.Context, path string) error
+	waits    Waits
 	log      *slog.Logger
 	warnings lograte.Limiter
 	prefix   string // distinguishes names from those of earlier processes
@@ -39,11 +41,16 @@ type Trash struct {
 	wake     chan struct{} // holds one token: read the directory again
 }
 
+// Waits records the deletions in progress. *task.Waits and *task.Runner implement it.
+type Waits interface {
+	BeginUpTo(limit time.Duration, what, object string) (end func())
+}
+
 // New returns the trash in dir, a directory that exists and has no other use. remove deletes a
 // tree; it may return early when its context is done. Nothing is deleted before Run.
-func New(dir string, remove func(ctx context.Context, path string) error, log *slog.Logger) *Trash {
+func New(dir string, remove func(ctx context.Context, path string) error, waits Waits, log *slog.Logger) *Trash {
 	return &Trash{
-		dir: dir, remove: remove, log: log,
+		dir: dir, remove: remove, waits: waits, log: log,
 		prefix: strconv.FormatInt(time.Now().UnixNano(), 36),
 		sizes:  sizes{of: map[string]diskusage.Usage{}, failed: map[string]bool{}},
 		wake:   make(chan struct{}, 1),
@@ -162,7 +169,7 @@ func (t *Trash) empty(ctx context.Context) (all bool) {
 		}
 		path := filepath.Join(t.dir, e.Name())
 		failpoint.Reach("trash.delete")
-		err := task.Guard(t.log, "delete", path, func() error { return t.remove(ctx, path) })
+		err := t.delete(ctx, path)
 		if err != nil && ctx.Err() != nil {
 			return false
 		}
@@ -176,4 +183,15 @@ func (t *Trash) empty(ctx context.Context) (all bool) {
 		t.sizes.forget(e.Name())
 	}
 	return all
+}
+
+// deleteLimit limits one attempt to delete a tree. The next attempt continues where it stopped.
+const deleteLimit = 10 * time.Minute
+
+// delete deletes a tree.
+func (t *Trash) delete(ctx context.Context, path string) error {
+	ctx, cancel := context.WithTimeout(ctx, deleteLimit)
+	defer cancel()
+	defer t.waits.BeginUpTo(deleteLimit, "deletion from the trash", path)()
+	return task.Guard(t.log, "delete", path, func() error { return t.remove(ctx, path) })
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"berth/internal/diskusage"
+	"berth/internal/task"
 	"berth/internal/testutil"
 )
 
@@ -39,7 +40,7 @@ func opened(t *testing.T, dir string, fails func(path string) error) (_ *Trash, 
 		}
 		return os.RemoveAll(path)
 	}
-	bin := New(dir, remove, slog.New(slog.DiscardHandler))
+	bin := New(dir, remove, new(task.Waits), slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(t.Context())
 	var run sync.WaitGroup
 	run.Go(func() { bin.Run(ctx) })
@@ -115,7 +116,7 @@ func TestFailedDeletionDelaysNothingElse(t *testing.T) {
 func TestRunDeletesWhatEarlierProcessLeft(t *testing.T) {
 	t.Parallel()
 	dir, from := t.TempDir(), t.TempDir()
-	earlier := New(dir, nil, slog.New(slog.DiscardHandler)) // never runs
+	earlier := New(dir, nil, new(task.Waits), slog.New(slog.DiscardHandler)) // never runs
 	for _, name := range []string{"a", "b"} {
 		testutil.Must(t, earlier.Take(made(t, from, name), diskusage.Usage{}))
 	}
@@ -134,7 +135,7 @@ func TestRunEndsDuringDeletion(t *testing.T) {
 		cancel()
 		<-ctx.Done()
 		return ctx.Err()
-	}, slog.New(slog.DiscardHandler))
+	}, new(task.Waits), slog.New(slog.DiscardHandler))
 	bin.Run(ctx)
 	if !exists(t, path) {
 		t.Error("the interrupted deletion removed the tree")
@@ -144,7 +145,7 @@ func TestRunEndsDuringDeletion(t *testing.T) {
 func TestDiscard(t *testing.T) {
 	t.Parallel()
 	dir, from := t.TempDir(), t.TempDir()
-	bin := New(dir, nil, slog.New(slog.DiscardHandler))
+	bin := New(dir, nil, new(task.Waits), slog.New(slog.DiscardHandler))
 	path := made(t, from, "a")
 	for range 2 { // the second time the path does not exist
 		testutil.Must(t, bin.Discard(path))

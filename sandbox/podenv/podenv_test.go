@@ -88,7 +88,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	tasks := task.NewRunner(log, nil)
 	k := Provisioner{Dirs: dirsBelow(dir)}
 	makeAll(t, k.Dirs.Trash(), filepath.Join(cache, "results"))
-	k.Trash, k.Namespaces.Dirs = trash.New(k.Dirs.Trash(), safefs.RemoveAll, log), k.Dirs
+	k.Trash, k.Namespaces.Dirs = trash.New(k.Dirs.Trash(), safefs.RemoveAll, new(task.Waits), log), k.Dirs
 	k.Networks, err = OpenNetworks(network, k.Dirs.Root, tasks, log)
 	testutil.Must(t, err)
 	exists := func(path string) bool { _, err := os.Lstat(path); return err == nil }

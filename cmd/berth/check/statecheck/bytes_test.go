@@ -34,7 +34,7 @@ func storeOf(t *testing.T, driver layer.Driver, file tar.Header) layer.Stored {
 	testutil.Must(t, err)
 	testutil.Must(t, w.Close())
 	root := t.TempDir()
-	s, err := layer.Open(root, driver, layer.Reserve{}, slog.New(slog.DiscardHandler))
+	s, err := layer.Open(root, driver, layer.Reserve{}, nil, slog.New(slog.DiscardHandler))
 	testutil.Must(t, err)
 	from := layer.Source{Blob: digest.FromString("blob"), DiffID: digest.FromBytes(b.Bytes())}
 	testutil.Must(t, s.Create(t.Context(), from, &b, unpack.Limits{}))
