@@ -11,5 +11,7 @@
 // Reader reads what gzip.Reader reads: all members, each verified by checksum and length. Trailing
 // data is an error.
 //
-// The library is not memory-safe. Only the confined berth-unpack may pass it an image's bytes.
+// The library is not memory-safe. Only the confined berth-unpack may pass it an image's bytes. The
+// package is separate from inflate because it has C code, a build tag and a constructor that loads
+// the library.
 package isal

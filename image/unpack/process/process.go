@@ -11,7 +11,10 @@
 // The result may be false. A blob could compromise the process through a bug in Go's runtime or in
 // the decompressors, which are memory-safe except zstd's assembly and ISA-L. Such a process can
 // report anything about the tar and leave anything in the tree. So the caller must use the result
-// only for images that name that very blob.
+// only for images that name the same blob.
+//
+// The package is the daemon's side of a process boundary. It is separate from unpack and worker,
+// which are linked into berth-unpack and must not import gRPC.
 package process
 
 import (
