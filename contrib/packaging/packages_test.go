@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -23,6 +24,7 @@ import (
 
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/root"
+	"berth/internal/testutil"
 )
 
 // version is the version of the packages under test.
@@ -335,5 +337,84 @@ func TestPackagedConfigurationIsValid(t *testing.T) {
 	options := regexp.MustCompile(`(?m)^# (\[|\w+ = )`).ReplaceAll(content, []byte("$1"))
 	if c, err := config.Parse("config.toml", options); err != nil || c.Network != "berth-net" {
 		t.Errorf("%v\n%s", err, options)
+	}
+}
+
+// chroot returns a directory with a shell and the programs that maintainer scripts use, as the root
+// of an image that is being built.
+func chroot(t *testing.T) string {
+	t.Helper()
+	testutil.NeedRoot(t)
+	busybox, err := os.ReadFile("/bin/busybox")
+	if err != nil {
+		t.Skip(err)
+	}
+	dir := t.TempDir()
+	for _, name := range []string{"bin", "dev", "var/lib/dpkg/info", "var/lib/dpkg/updates", "var/lib/rpm"} {
+		testutil.Must(t, os.MkdirAll(filepath.Join(dir, name), 0o755))
+	}
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "bin/busybox"), busybox, 0o755))
+	for _, name := range []string{"sh", "rm", "rmdir", "mkdir", "ln", "cp"} {
+		testutil.Must(t, os.Symlink("busybox", filepath.Join(dir, "bin", name)))
+	}
+	for _, name := range []string{"dev/null", "var/lib/dpkg/status"} {
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
+	}
+	return dir
+}
+
+// files returns the regular files in dir whose paths contain "berth", without the package manager's.
+func files(t *testing.T, dir string) (found []string) {
+	t.Helper()
+	testutil.Must(t, filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+		path = strings.TrimPrefix(path, dir)
+		if err == nil && !e.IsDir() && strings.Contains(path, "berth") && !strings.HasPrefix(path, "/var/lib/dpkg/") {
+			found = append(found, path)
+		}
+		return err
+	}))
+	return found
+}
+
+// An image build installs packages into a directory, without systemd, /proc and a network.
+func TestDebInChroot(t *testing.T) {
+	deb := one(t, packages(t), "*.deb")
+	dir := chroot(t)
+	dpkg := func(args ...string) {
+		run(t, "dpkg", append([]string{"--root=" + dir, "--force-depends"}, args...)...)
+	}
+	dpkg("--install", deb)
+	if !slices.Contains(files(t, dir), "/usr/bin/berth") {
+		t.Errorf("after the installation: %v", files(t, dir))
+	}
+	dpkg("--install", deb) // an upgrade
+	dpkg("--remove", "berth")
+	want := []string{"/etc/berth/config.toml"}
+	for _, kept := range []string{"berth", "berth-shim", "berth-unpack", "etc/config.toml"} {
+		want = append(want, "/var/lib/berth/uninstall/"+kept)
+	}
+	if got := files(t, dir); !slices.Equal(got, want) {
+		t.Errorf("after the removal: %v", got)
+	}
+	dpkg("--purge", "berth")
+	if got := files(t, dir); len(got) > 0 {
+		t.Errorf("after the purge: %v", got)
+	}
+}
+
+func TestRPMInChroot(t *testing.T) {
+	rpm := one(t, packages(t), "*.rpm")
+	dir := chroot(t)
+	command := func(args ...string) {
+		run(t, "rpm", append([]string{"--root", dir, "--dbpath", "/var/lib/rpm", "--nodeps", "--nosignature"}, args...)...)
+	}
+	command("--install", rpm)
+	if !slices.Contains(files(t, dir), "/usr/bin/berth") {
+		t.Errorf("after the installation: %v", files(t, dir))
+	}
+	command("--upgrade", "--replacepkgs", "--replacefiles", rpm)
+	command("--erase", "berth")
+	if got := files(t, dir); len(got) > 0 {
+		t.Errorf("after the removal: %v", got)
 	}
 }
