@@ -18,7 +18,7 @@ import (
 // reset runs `berth reset` for a daemon's directories and returns its output.
 func reset(d *harness.Daemon, args ...string) (string, error) {
 	serve := d.ServeCommand()
-	cmd := d.Command(append([]string{"reset"}, append(serve.Args[2:], args...)...)...)
+	cmd := d.Command(append([]string{"reset"}, append(append(serve.Args[2:], "--grace-period", "3s"), args...)...)...)
 	out, err := cmd.CombinedOutput()
 	return string(out), err
 }
@@ -127,4 +127,29 @@ func TestResetAfterKilledDaemon(t *testing.T) {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	r.checkGone(t)
+}
+
+// A pod that cannot be removed keeps its records, so that a later reset removes the rest of it.
+func TestResetContinuesAfterFailure(t *testing.T) {
+	before := harness.MachineSnapshot(nil)
+	d := harness.NewDaemon(t)
+	d.Start(t)
+	pod := d.RunPod(t)
+	pid := pod.Run(t).Pid(t)
+	d.Stop(t)
+	plugins := d.BinDirs
+	d.BinDirs = []string{d.Dir + "/no-plugins"}
+	out, err := reset(d, "--yes")
+	if err == nil || !strings.Contains(out, "remove pods: pod "+pod.Id[:12]) || !strings.Contains(out, "no-plugins") {
+		t.Errorf("a reset without CNI plugins: %v\n%s", err, out)
+	}
+	harness.Equal(t, "the container is alive", machine.Alive(pid), false)
+	d.BinDirs = plugins
+	if out, err = reset(d, "--yes"); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if _, err := os.Lstat(d.Root); !os.IsNotExist(err) {
+		t.Errorf("%s: %v, want that it does not exist", d.Root, err)
+	}
+	harness.NoMachineLeaks(t, before, d)
 }
