@@ -6,6 +6,7 @@ import (
 	"maps"
 	"net/http"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -191,4 +192,33 @@ func sameLayers(image v1.Image) (v1.Image, error) {
 	changed := config.DeepCopy()
 	changed.Config.Env = append(changed.Config.Env, "OTHER=1")
 	return mutate.ConfigFile(image, changed)
+}
+
+// The alerts and the dashboard use only metrics that a daemon exports.
+func TestDashboardAndAlertsUseExportedMetrics(t *testing.T) {
+	d := harness.StartDaemon(t)
+	name, _ := harness.Push(t, harness.NewRegistry(t), "library/dashboard:latest", harness.BuildImage(t, v1.Config{}))
+	d.Pull(t, name)
+	d.RunPod(t).Run(t)
+	exported := map[string]bool{"up": true} // Prometheus itself has this one
+	for s := range scrape(t, d) {
+		family, _, _ := strings.Cut(s, "{")
+		exported[family] = true
+	}
+	metric := regexp.MustCompile(`\b(?:berth|process|go)_[a-z0-9_]+`)
+	for path, least := range map[string]int{"../contrib/grafana/berth.json": 30, "../contrib/prometheus/berth-rules.yaml": 12} {
+		used := map[string]bool{}
+		for _, found := range metric.FindAllString(string(harness.Get(os.ReadFile(path))(t)), -1) {
+			if found == "berth_start_phase_duration_seconds" { // in a description: the histogram
+				found += "_bucket"
+			}
+			used[found] = true
+			if !exported[found] {
+				t.Errorf("%s uses %s, which the daemon does not export", path, found)
+			}
+		}
+		if len(used) < least {
+			t.Errorf("%s uses %d metrics, want at least %d", path, len(used), least)
+		}
+	}
 }

@@ -7,6 +7,7 @@ import (
 
 	"berth/cmd/berth/check"
 	"berth/cmd/berth/config"
+	"berth/cmd/berth/debug"
 	"berth/cmd/berth/operator"
 	"berth/cmd/berth/reset"
 	"berth/cmd/berth/serve"
@@ -22,7 +23,7 @@ func Command() *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(serve.Command(), config.Command(), check.Command(), reset.Command())
+	root.AddCommand(serve.Command(), config.Command(), check.Command(), reset.Command(), debug.Command())
 	root.AddCommand(operator.Commands()...)
 	return root
 }

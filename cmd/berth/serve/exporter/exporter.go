@@ -6,7 +6,7 @@
 // method of an observer takes less than a microsecond and never blocks. Gauges are read from memory
 // during a scrape.
 //
-// No metric has a label for a pod, a container, an image or a namespace, so the number of series
+// No metric has a label for a pod, a container, an image or a namespace. So the number of series
 // does not grow with the number of pods. Labels whose values come from users, such as registry
 // hosts, have a limited number of values. Further values are counted under the value "other".
 package exporter

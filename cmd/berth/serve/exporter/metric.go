@@ -14,7 +14,7 @@ type Metric struct {
 	Labels           []string
 }
 
-// Metrics returns the metrics of berth, without those of Go and of the process.
+// Metrics returns the metrics whose names begin with berth_.
 func (e *Exporter) Metrics() []Metric { return e.metrics }
 
 func (e *Exporter) describe(kind, name, help string, labels []string) {

@@ -37,8 +37,8 @@ type Servers struct {
 	sockets []net.Listener
 }
 
-// Listen opens the debug socket in the directory state, and address if it is not empty: an IP
-// address and port, or a unix:// URL. Only the debug socket serves profiles.
+// Listen opens the debug socket in the directory state. It also opens address if that is not empty:
+// an IP address and port, or a unix:// URL. Only the debug socket serves profiles.
 func (e *Exporter) Listen(state, address string, log *slog.Logger) (_ *Servers, err error) {
 	s := &Servers{log: log}
 	defer func() {
