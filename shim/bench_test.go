@@ -61,7 +61,7 @@ func cpuTime(b *testing.B) (sum time.Duration) {
 	return sum
 }
 
-// usual adds mounts, capabilities and masked paths like those of kubelet's containers.
+// usual adds mounts, capabilities and masked paths as kubelet does.
 func usual(r *proto.Launch) {
 	r.Spec.Process.Args = []string{"/bin/true"}
 	caps := []string{"CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FSETID", "CAP_FOWNER", "CAP_MKNOD", "CAP_NET_RAW", "CAP_SETGID",
@@ -245,8 +245,8 @@ func (e *env) launchersCPU() (sum time.Duration) {
 	return sum
 }
 
-// BenchmarkMemory measures the proportional set size of a monitor and a pause while 50 of each run,
-// so that shared pages of the program count once.
+// BenchmarkMemory measures the proportional set size of a monitor and a pause. 50 of each run, so
+// that pages that they share count once.
 func BenchmarkMemory(b *testing.B) {
 	const pods = 50
 	e := newEnvFor(&testing.T{}, b, func(c *Config) { c.Idle = 4 })

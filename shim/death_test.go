@@ -25,7 +25,7 @@ func init() {
 	}
 }
 
-// daemonInput is what a daemon reads from its standard input.
+// daemonInput is the daemon's standard input.
 type daemonInput struct {
 	Config  Config
 	Request *proto.Launch
@@ -73,7 +73,7 @@ func TestDaemonDiesDuringLaunch(t *testing.T) {
 }
 
 // killDaemon runs a daemon that launches container "c". It kills the daemon when a file exists, or
-// after the launch, checks what is left and returns whether the container runs.
+// after the launch. It checks the result and returns whether the container runs.
 func (e *env) killDaemon(file string) (running bool) {
 	e.Helper()
 	in := daemonInput{Config: e.cfg, Request: e.request("c", "exec sleep 1000")}
@@ -110,7 +110,7 @@ func (e *env) killDaemon(file string) (running bool) {
 	return running
 }
 
-// outcome checks what a dead daemon has left, and removes it.
+// outcome checks the container and the files that a dead daemon has left, and removes them.
 func (e *env) outcome(req *proto.Launch) (running bool) {
 	e.Helper()
 	e.awaitNoLaunchers()
@@ -162,8 +162,8 @@ func (e *env) awaitNoLaunchers() {
 	})
 }
 
-// countLaunchers includes the processes between fork and execve, which still have the daemon's
-// arguments, those within execve, which have none, and zombies, which have none either.
+// countLaunchers includes starting launchers: before execve they have the daemon's arguments,
+// within execve none. Zombies have none either and count, too.
 func countLaunchers() int {
 	n := 0
 	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")

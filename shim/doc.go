@@ -1,10 +1,10 @@
 // Package shim starts containers and watches over them.
 //
-// A process of its own, berth-shim, launches each container with libcontainer (package
+// A separate process, berth-shim, launches each container with libcontainer (package
 // shim/launcher). After the launch, it replaces itself with the monitor by execve (shim/monitor, in
 // C): same pid, same children, a fraction of the memory. This package is the daemon's side.
-// Launchers starts launcher processes ahead of need. Monitor talks to a running monitor, including
-// those that an earlier daemon started.
+// Launchers starts launcher processes ahead of need. Monitor talks to a running monitor, even one
+// from an earlier daemon.
 //
 // # Contract
 //
@@ -13,12 +13,12 @@
 //
 //	Dir/shim   "<shim pid> <shim starttime> <init pid> <init starttime> <started, unix ns>\n", init
 //	           fields 0 until the container's init exists; replaced by rename. The daemon writes it
-//	           before it sends the order. The launcher removes it after it has undone a failed launch
+//	           before it sends the request. The launcher removes it after it has undone a failed launch
 //	Dir/sock   the monitor's unix socket: attach, log reopen, resize, close stdin
 //	Dir/oci    the OCI runtime that made the container, unless that was libcontainer (JSON)
 //	Dir/exit   the exit record, renamed into place after init has ended and its output is on disk;
 //	           then the monitor exits
 //
-// A container has ended when its monitor process has (pidfd). Then Dir/exit exists, or the shim was
-// lost.
+// A container has ended when its monitor process has exited (pidfd). If Dir/exit is missing then,
+// the monitor was killed or crashed: the container is lost.
 package shim

@@ -24,7 +24,7 @@ import (
 	"berth/shim/proto"
 )
 
-// patience is how long a test waits for what must happen. Only a failing test waits that long.
+// patience bounds each wait of a test. Only a failing test waits that long.
 const patience = 60 * time.Second
 
 // env is the environment of one test.
@@ -189,7 +189,7 @@ func (e *env) run(id, script string, change ...func(*proto.Launch)) *container {
 	return e.launch(req)
 }
 
-// remove kills what runs and removes what sandbox would remove.
+// remove kills the container's processes and removes its cgroup and state.
 func (c *container) remove() {
 	c.Helper()
 	group := c.group()
@@ -279,7 +279,7 @@ func (e *env) until(what string, condition func() bool) {
 	for !condition() {
 		select {
 		case <-e.ctx.Done():
-			e.Fatalf("in vain waited for: %s", what)
+			e.Fatalf("timed out waiting until: %s", what)
 		case <-time.After(time.Millisecond):
 		}
 	}
@@ -361,7 +361,7 @@ func checkTraces(tb testing.TB, before map[string]bool) {
 	for _, trace := range slices.Sorted(slices.Values(more)) {
 		var stat []byte
 		if fields := strings.Fields(trace); fields[0] == "process" {
-			stat, _ = os.ReadFile(fields[1] + "/stat") // tells a zombie's name and parent
+			stat, _ = os.ReadFile(fields[1] + "/stat") // a zombie's name and parent are only there
 		}
 		tb.Errorf("leaked: %s %s", trace, stat)
 	}

@@ -49,13 +49,13 @@ func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 		if ctx.Err() != nil { // the command must not run after its client's deadline
 			return nil, context.Cause(ctx)
 		}
-		l.cfg.Log.Warn("launcher does not read its order, sending it to another", "container", req.ID, "error", err)
+		l.cfg.Log.Warn("launcher does not read its request, sending it to another", "container", req.ID, "error", err)
 		e, err = l.execWith(ctx, req, l.start)
 	}
 	return e, err
 }
 
-// execWith sends the order to the launcher that take returns.
+// execWith sends the request to the launcher that take returns.
 func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (*launcher, error)) (*Exec, error) {
 	l.lend(1)
 	p, err := take()
@@ -63,7 +63,7 @@ func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (
 		l.lend(-1)
 		return nil, err
 	}
-	if err := l.oom.lend(p.pid); err != nil { // a dead launcher fails the order below
+	if err := l.oom.lend(p.pid); err != nil { // a dead launcher fails the request below
 		l.cfg.Log.Warn("raise oom_score_adj of the launcher of an exec", "container", req.ID, "error", err)
 	}
 	p.loaded = req.ID
@@ -84,12 +84,12 @@ func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (
 	return nil, err
 }
 
-// start sends the order and waits until the process runs. On an error, again says whether the
+// start sends the request and waits until the process runs. On an error, again says whether the
 // launcher can serve again.
 func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err error) {
-	order, files := req.PassFiles()
-	watch := e.p.watchOrder(orderTimeout)
-	if err := watch.sent(e.p.conn.Send(proto.Request{Exec: order}, files...)); err != nil {
+	request, files := req.PassFiles()
+	watch := e.p.watchRequest(requestTimeout)
+	if err := watch.sent(e.p.conn.Send(proto.Request{Exec: request}, files...)); err != nil {
 		return false, errdefs.Internal("ask the launcher: %w", err)
 	}
 	var reply proto.Reply
@@ -155,7 +155,7 @@ func (e *Exec) Resize(width, height uint16) error {
 	return nil
 }
 
-// Kill kills the process and all its descendants, including those that the container's init has
+// Kill kills the process and all its descendants, also descendants that the container's init has
 // adopted. It does not wait for their end; Wait does.
 func (e *Exec) Kill() error {
 	e.mu.Lock()

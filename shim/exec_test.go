@@ -572,8 +572,8 @@ func TestAlternatingProbesKeepTheirLaunchers(t *testing.T) {
 	}
 }
 
-// A frozen launcher does not read its order: another one gets the order long before the time limit
-// for slow launchers.
+// A frozen launcher does not read its request: another one gets the request long before the time
+// limit for slow launchers.
 func TestOrderOfFrozenLauncherGoesToAnother(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
 		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },
@@ -614,8 +614,8 @@ func (e *env) idleLauncher() *launcher {
 	return e.idle[0].launcher
 }
 
-// An order that is cancelled while its launcher is frozen goes to no other launcher: the pod may be
-// gone by then.
+// A request that is cancelled while its launcher is frozen goes to no other launcher: the pod may
+// be gone by then.
 func TestCancelledOrderGoesToNoOtherLauncher(t *testing.T) {
 	var log testutil.Buffer
 	e := newEnv(t, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) })
@@ -625,13 +625,13 @@ func TestCancelledOrderGoesToNoOtherLauncher(t *testing.T) {
 	defer cancel()
 	req, ended := e.request("c", "exec sleep 1000"), make(chan error, 1)
 	go func() { _, err := e.Launch(ctx, req); ended <- err }()
-	e.until("it has its order", func() bool { n, err := frozen.conn.Unread(); return err == nil && n > 0 })
+	e.until("it has its request", func() bool { n, err := frozen.conn.Unread(); return err == nil && n > 0 })
 	cancel()
 	if err := <-ended; !errors.Is(err, context.Canceled) {
 		t.Errorf("error %v", err)
 	}
-	if strings.Contains(log.String(), "another gets its order") {
-		t.Errorf("another launcher got the order: %s", log.String())
+	if strings.Contains(log.String(), "sending it to another") {
+		t.Errorf("another launcher got the request: %s", log.String())
 	}
 	e.until("the frozen one is gone", func() bool { return unix.Kill(frozen.pid, 0) == unix.ESRCH })
 }

@@ -22,15 +22,15 @@ import (
 )
 
 const (
-	// undoTime bounds the time in which a cancelled launch undoes its steps.
+	// undoTime bounds the undo of a cancelled launch.
 	undoTime = 20 * time.Second
 	// cleanupTime bounds the removal of a lost launcher's remains.
 	cleanupTime = 10 * time.Second
 )
 
-// Launch creates and starts a container or a pause. On an error nothing is left of it: no process,
-// cgroup, libcontainer state or socket. The end of ctx cancels the launch. If the container runs by
-// then, Launch succeeds.
+// Launch creates and starts a container or a pause. On an error it leaves no process, cgroup,
+// libcontainer state or socket. The end of ctx cancels the launch. If the container is already
+// running, Launch succeeds.
 //
 // Errors do not name the container. Codes: InvalidArgument if the spec cannot be carried out, for
 // example if the command does not exist; Canceled or DeadlineExceeded with ctx; otherwise Internal.
@@ -60,10 +60,10 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	if errors.Is(err, errUnresponsive) {
 		l.retire(p)
 		l.retireStopped()
-		if ctx.Err() != nil { // the pod of a cancelled order may be gone: no other launcher gets it
+		if ctx.Err() != nil { // the pod of a cancelled request may be gone: no other launcher gets it
 			return nil, fmt.Errorf("%w: %w", err, ctx.Err())
 		}
-		l.cfg.Log.Warn("launcher does not read its order, sending it to another", "container", req.ID, "pid", p.pid,
+		l.cfg.Log.Warn("launcher does not read its request, sending it to another", "container", req.ID, "pid", p.pid,
 			"error", err)
 		if p, err = l.start(); err != nil {
 			return nil, err
@@ -85,8 +85,8 @@ func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launche
 	return l.takeFor(req.Spec)
 }
 
-// launchWith sends the order to p and waits for the reply. It returns whether p waits for its next
-// order.
+// launchWith sends the request to p and waits for the reply. It returns whether p waits for its
+// next request.
 func (l *Launchers) launchWith(
 	ctx context.Context, p *launcher, req *proto.Launch,
 ) (_ *proto.Started, again bool, err error) {
@@ -98,9 +98,9 @@ func (l *Launchers) launchWith(
 	var reply proto.Reply
 	sent := trace.Now()
 	failpoint.Reach("launch.send")
-	order, mounts := req.PassFiles()
-	watch := p.watchOrder(orderTimeout)
-	err = watch.sent(p.conn.Send(proto.Request{Launch: order}, mounts...))
+	request, mounts := req.PassFiles()
+	watch := p.watchRequest(requestTimeout)
+	err = watch.sent(p.conn.Send(proto.Request{Launch: request}, mounts...))
 	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {
@@ -137,13 +137,13 @@ func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 		return nil
 	}
 	last := steps[len(steps)-1].Ended
-	order := trace.Step{Name: "send request", Began: sent, Ended: steps[0].Began}
+	request := trace.Step{Name: "send request", Began: sent, Ended: steps[0].Began}
 	answer := trace.Step{Name: "receive answer", Began: last, Ended: trace.Now()}
-	return slices.Concat([]trace.Step{order}, steps, []trace.Step{answer})
+	return slices.Concat([]trace.Step{request}, steps, []trace.Step{answer})
 }
 
-// recordLauncher writes the launcher's identity to Dir/shim before the order. The launcher removes
-// the record as the last step of an undo. So a later daemon, too, treats a launch without a
+// recordLauncher writes the launcher's identity to Dir/shim before the request. The launcher
+// removes the record as the last step of an undo. So a later daemon, too, treats a launch without a
 // record as ended.
 func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 	defer trace.Begin(ctx, "record").End()
@@ -164,13 +164,13 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 // which cancels the launch. The launcher may still report success.
 func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply) ([]*os.File, error) {
 	stop := context.AfterFunc(ctx, func() {
-		// Both fail only if the launcher is gone; then the wait ends, too.
+		// Both fail only if the launcher has exited. Receive returns then, too.
 		_ = p.conn.SetDeadline(time.Now().Add(undoTime))
 		_ = p.conn.CloseWrite()
 	})
 	files, err := p.conn.Receive(reply)
 	if !stop() && reply.Started != nil {
-		reply.Started.Again = false // it will read the end of the connection and exit
+		reply.Started.Again = false // the launcher reads the end of the connection and exits
 	}
 	return files, err
 }
@@ -202,7 +202,7 @@ func asPidfd(f *os.File) (*os.File, error) {
 	return pidfd.FromFD(fd)
 }
 
-// cleanUp kills a launcher that failed to finish, and removes what it may have left.
+// cleanUp kills a launcher that failed to finish, and removes the remains of its launch.
 func (l *Launchers) cleanUp(p *launcher, req *proto.Launch) error {
 	if err := kill(p.proc); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
@@ -210,7 +210,7 @@ func (l *Launchers) cleanUp(p *launcher, req *proto.Launch) error {
 	return l.removeLaunch(req)
 }
 
-// cleanUpUnresponsive is cleanUp for a launcher that has not read its order.
+// cleanUpUnresponsive is cleanUp for a launcher that has not read its request.
 func (l *Launchers) cleanUpUnresponsive(p *launcher, req *proto.Launch) error {
 	if err := p.killUnresponsive(); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
@@ -224,7 +224,7 @@ func (l *Launchers) cleanUpUnresponsive(p *launcher, req *proto.Launch) error {
 	return l.removeLaunch(req)
 }
 
-// removeLaunch removes what a killed launcher may have left.
+// removeLaunch removes the processes, cgroup and files that a killed launcher may have left.
 func (l *Launchers) removeLaunch(req *proto.Launch) error {
 	if req.Spec == nil || req.Spec.Linux == nil {
 		return nil
@@ -261,7 +261,7 @@ func remove(path string) error {
 	return nil
 }
 
-// failure turns a launcher's error into a gRPC error. A launch that failed after ctx ended returns
+// failure converts a launcher's error to a gRPC error. A launch that failed after ctx ended returns
 // ctx's error.
 func failure(ctx context.Context, e *proto.Error) error {
 	if err := ctx.Err(); err != nil {

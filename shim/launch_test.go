@@ -320,7 +320,7 @@ func TestPause(t *testing.T) {
 			}
 		}
 	})
-	e.until("the container speaks", func() bool { return c.output("stdout") != "" })
+	e.until("the container has written its PID", func() bool { return c.output("stdout") != "" })
 	if pid := strings.TrimSpace(c.output("stdout")); pid == "1" {
 		t.Error("the container does not share pause's PID namespace")
 	}

@@ -53,20 +53,20 @@ type Launchers struct {
 	expectUntil atomic.Pointer[time.Time]
 
 	mu     sync.Mutex     // guards the fields below
-	lent   int            // launchers that serve execs or pauses and will come back
+	lent   int            // launchers that serve execs or pauses and then return to the pool
 	idle   []idleLauncher // idle longest first
 	closed bool
 }
 
-// The pool keeps more idle launchers than Config.Idle for a while: where several pods start or
-// several execs run at a time, more follow soon. Starting a launcher takes 10 ms of CPU time, more
-// than an exec.
+// The pool keeps more idle launchers than Config.Idle for a while: after several simultaneous pod
+// starts or execs, more follow soon. Starting a launcher takes 10 ms of CPU time, more than an
+// exec.
 const (
 	maxSpare  = 8               // some MB each
 	spareTime = 5 * time.Second // of idleness
 )
 
-// idleLauncher is a launcher in the pool. A goroutine watches it, so that it is reaped when it
+// idleLauncher is a launcher in the pool. A goroutine watches the process and reaps it when it
 // dies.
 type idleLauncher struct {
 	*launcher
@@ -167,7 +167,7 @@ func (l *Launchers) keepFilled() {
 		for l.missing() > 0 && l.ctx.Err() == nil {
 			p, err := l.start()
 			if err != nil {
-				// A launch will try again, and return the error.
+				// The next launch tries again and returns the error.
 				l.cfg.Log.Error("start launcher ahead of need", "error", err)
 				again = time.After(startRetry)
 				break
@@ -191,7 +191,7 @@ func (l *Launchers) missing() int {
 	if l.closed || !l.cfg.Warm {
 		return 0
 	}
-	// Launchers that serve an exec or a pause come back, but the next launch needs one at once.
+	// Launchers that serve an exec or a pause return later, but the next launch needs one at once.
 	return max(l.cfg.Idle-len(l.idle)-l.lent, min(l.cfg.Idle, 1)-len(l.idle))
 }
 
@@ -215,16 +215,16 @@ func (l *Launchers) giveBack(p *launcher) {
 	l.wantMore()
 }
 
-// giveUp retires a launcher whose exec has not ended, or that was lost. When it has exited, its
-// exec's remains are removed.
+// giveUp retires a launcher that was lost, or whose exec has not ended. After the launcher has
+// exited, giveUp removes the remains of the exec.
 func (l *Launchers) giveUp(p *launcher, req *proto.Exec) {
 	l.lend(-1)
 	l.retire(p, func() { l.removeExecRemains(req) })
 	l.wantMore()
 }
 
-// giveUpUnresponsive is giveUp for a launcher that does not read its order. It returns when the
-// remains are gone: the launcher that gets the order next uses the same names.
+// giveUpUnresponsive is giveUp for a launcher that does not read its request. It returns after the
+// removal of the remains, because the next launcher that gets the request uses the same names.
 func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	l.lend(-1)
 	if err := p.killUnresponsive(); err != nil {
@@ -241,8 +241,9 @@ const (
 	slowestRemovalRetry = time.Minute
 )
 
-// removeExecRemains removes what a launcher has left of an exec. It retries what fails, for example
-// for lack of file descriptors, until it succeeds or the daemon stops.
+// removeExecRemains removes the processes and files that a launcher has left of an exec. On an
+// error, for example for lack of file descriptors, it retries until it succeeds or the daemon
+// stops.
 func (l *Launchers) removeExecRemains(req *proto.Exec) {
 	for pause := firstRemovalRetry; !l.tryRemoveExec(req); pause = min(2*pause, slowestRemovalRetry) {
 		select {
@@ -278,7 +279,7 @@ func (l *Launchers) offer(p *launcher, lent int) {
 func (l *Launchers) keep(p *launcher, lent int) (kept, spare bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.lent -= lent // only now, or keepFilled could start another one in between
+	l.lent -= lent // under the same lock, or keepFilled would start another launcher in between
 	if l.closed || len(l.idle) >= l.enough()+l.spare() {
 		return false, false
 	}
@@ -291,7 +292,7 @@ func (l *Launchers) keep(p *launcher, lent int) (kept, spare bool) {
 // enough returns the number of idle launchers that stay in the pool.
 func (l *Launchers) enough() int { return max(l.cfg.Idle, 1) }
 
-// spare returns the number of additional ones that stay for spareTime.
+// spare returns the number of additional launchers that stay for spareTime.
 func (l *Launchers) spare() int {
 	if l.cfg.Idle == 0 {
 		return 0 // the pool is off
@@ -300,7 +301,7 @@ func (l *Launchers) spare() int {
 }
 
 // retireSpare ends spare launchers that were idle for spareTime. It returns the time until the next
-// one is due, 0 if there is none.
+// one is due, or 0 without a spare launcher.
 func (l *Launchers) retireSpare() (rest time.Duration) {
 	spare, rest := l.takeSpare()
 	for _, p := range spare {
@@ -309,8 +310,8 @@ func (l *Launchers) retireSpare() (rest time.Duration) {
 	return rest
 }
 
-// takeSpare removes them from the pool. Launchers that probes take and return meanwhile do not
-// delay that.
+// takeSpare removes the launchers that retireSpare ends from the pool. Probes that take and return
+// launchers meanwhile do not delay it.
 func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -331,8 +332,8 @@ func (l *Launchers) takeAt(i int) *launcher {
 	return p.launcher
 }
 
-// watch waits until p dies or is taken. It delays the next launcher: the cause of the death, such
-// as a node without free threads, would kill that one, too.
+// watch waits until p dies or is taken. After a death it delays the next launcher, because the
+// cause, such as a node without free threads, would kill the next one, too.
 func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	err := pidfd.Wait(ctx, p.proc)
 	switch {
@@ -354,7 +355,7 @@ func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	}
 }
 
-// drop removes p from the pool and returns whether it was there.
+// drop removes p from the pool and returns whether the pool contained it.
 func (l *Launchers) drop(p *launcher) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -367,8 +368,8 @@ func (l *Launchers) drop(p *launcher) bool {
 	return true
 }
 
-// take returns an idle launcher, or starts one: for an exec in container execIn, or for a launch if
-// that is empty. It skips launchers that have died while idle.
+// take returns an idle launcher, or starts one. execIn is the container of an exec; empty: a
+// launch. take skips launchers that have died while idle.
 func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	for mayBeIdle {
 		p := l.pop(execIn)
@@ -398,13 +399,13 @@ func (l *Launchers) pop(execIn string) *launcher {
 	return l.takeAt(l.choose(execIn))
 }
 
-// choose returns the index of the best launcher: for an exec the one that has loaded its container,
-// for a launch one that has loaded none.
+// choose returns the index of the best launcher. For an exec that is the launcher that has loaded
+// its container, and for a launch a launcher that has loaded none.
 //
-// If there is none, an exec takes a launcher without a container, even the last one: any launcher
-// can launch, and probes come more often than launches. Otherwise it takes the one idle longest, so
-// that as many containers as there are launchers can be probed in turn. It takes no spare one,
-// which would then never age.
+// Without such a launcher, an exec takes one that has loaded no container, even the last: any
+// launcher can launch, and probes come more often than launches. Otherwise an exec takes the
+// launcher that has been idle longest. Probes of several containers then keep one launcher each. It
+// takes no spare launcher, because a spare one would then never age.
 func (l *Launchers) choose(execIn string) int {
 	for i, p := range slices.Backward(l.idle) {
 		if p.loaded == execIn {
@@ -412,8 +413,8 @@ func (l *Launchers) choose(execIn string) int {
 		}
 	}
 	first := max(len(l.idle)-l.enough(), 0)
-	knowsNone := func(p idleLauncher) bool { return p.loaded == "" }
-	return first + max(slices.IndexFunc(l.idle[first:], knowsNone), 0)
+	unloaded := func(p idleLauncher) bool { return p.loaded == "" }
+	return first + max(slices.IndexFunc(l.idle[first:], unloaded), 0)
 }
 
 // retireTime bounds the exit of a launcher whose connection was closed.
@@ -446,10 +447,10 @@ func (l *Launchers) awaitEnd(p *launcher) {
 		return
 	}
 	l.cfg.Log.Error("kill launcher", "pid", p.pid, "error", err)
-	_ = pidfd.Wait(l.ctx, p.proc) // a frozen one exits when it is thawed; reap it then
+	_ = pidfd.Wait(l.ctx, p.proc) // a frozen launcher exits when it is thawed; reap it then
 }
 
-// kill kills and reaps a process.
+// kill kills a process and reaps it.
 func kill(proc *os.File) error { return killUpTo(proc, retireTime) }
 
 // killUpTo kills a process and waits for its end, at most for limit.
@@ -543,7 +544,7 @@ func sharedMemory(name string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), name), nil
 }
 
-// sealedCopy copies a program into sealed memory, which nobody can change.
+// sealedCopy copies a program into sealed memory, which no process can change.
 func sealedCopy(path string) (_ *os.File, err error) {
 	src, err := os.Open(path)
 	if err != nil {

@@ -46,11 +46,10 @@ const (
 // cgroupRoot is the cgroup of this run's containers.
 var cgroupRoot = "/" + filepath.Base(os.Getenv(workEnv))
 
-// TestMain runs the tests as process 1 of a PID namespace, so that nothing can
-// leak out of it, in a mount namespace whose root is shared, as on a host with
-// systemd. On a host with cgroup v1 they run a second time with only a cgroup v2
-// hierarchy, which has no resource controllers then but all the rest. Where crun is
-// installed all of it is done once more with crun in libcontainer's place.
+// TestMain runs the tests as process 1 of a new PID namespace, so that no process can outlive them.
+// The root of their mount namespace is shared, as on a host with systemd. On a host with cgroup v1
+// they also run with a cgroup v2 hierarchy, which then has no resource controllers. If crun is
+// installed, they also run with crun instead of libcontainer.
 func TestMain(m *testing.M) {
 	flag.Parse()
 	if os.Getenv(workEnv) != "" {

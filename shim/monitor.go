@@ -263,7 +263,7 @@ func (c *client) sendStdin(r io.Reader) {
 			return
 		}
 		if err != nil {
-			_ = c.send(proto.FrameStdinEOF, nil) // without a connection nobody waits
+			_ = c.send(proto.FrameStdinEOF, nil) // it fails only if the connection has ended
 			return
 		}
 	}

@@ -35,7 +35,7 @@ func procOf(t *testing.T, pid int, name string) string {
 	return string(data)
 }
 
-// namespacesOf tells which of its namespaces a process does not share with us.
+// namespacesOf returns the namespaces that a process does not share with the test.
 func namespacesOf(t *testing.T, pid int) (own []string) {
 	t.Helper()
 	for _, kind := range []string{"cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"} {
@@ -237,7 +237,7 @@ func TestPauseJoinsCgroups(t *testing.T) {
 		report := make([]byte, 8)
 		_, readErr := io.ReadFull(ours, report)
 		closeErr := ours.Close() // upon which it ends
-		_ = cmd.Wait()           // with a status that tells nothing
+		_ = cmd.Wait()           // its status does not matter
 		if err := errors.Join(sayErr, readErr, closeErr); err != nil {
 			t.Fatal(err)
 		}
@@ -247,7 +247,7 @@ func TestPauseJoinsCgroups(t *testing.T) {
 	}
 }
 
-// The launcher of a pause serves the next order as a new one would.
+// The launcher of a pause serves the next request as a new one would.
 func TestLauncherServesAfterPause(t *testing.T) {
 	e := newEnv(t, func(c *Config) { c.Idle = 2 })
 	if e.runtime() != nil {
@@ -291,7 +291,7 @@ func TestPauseDoesNotChangeItsLauncher(t *testing.T) {
 	e.awaitLaunchers()
 	before := e.idlePIDs()
 	var was map[string]string
-	e.until("they wait for an order", func() bool {
+	e.until("they wait for a request", func() bool {
 		was = allOf(t, before)
 		warm := 0 // launchers after their warm-up, which ends with a check of the cgroups
 		for _, value := range was {

@@ -63,7 +63,7 @@ func TestTimerSlack(t *testing.T) {
 			const look = "read now </proc/self/timerslack_ns; echo 0 >/proc/self/timerslack_ns; read default </proc/self/timerslack_ns; echo $now $default"
 			want := fmt.Sprintf("%d %[1]d", slack)
 			c := e.run("slack", look+"; exec sleep 1000")
-			e.until("the container speaks", func() bool { return strings.HasSuffix(c.output("stdout"), "\n") })
+			e.until("the container has written a line", func() bool { return strings.HasSuffix(c.output("stdout"), "\n") })
 			if got := strings.TrimSpace(c.output("stdout")); got != want {
 				t.Errorf("its command has a timer slack, and a default one, of %q ns, want %q", got, want)
 			}

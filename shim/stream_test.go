@@ -84,7 +84,7 @@ func TestKillOfAnExecDuringALaunch(t *testing.T) {
 		t.Fatal(err)
 	}
 	if c.ShimPID != p.pid {
-		t.Fatalf("launcher %d was told, %d has launched it", p.pid, c.ShimPID)
+		t.Fatalf("launcher %d got the request, %d launched the container", p.pid, c.ShimPID)
 	}
 	if exit := c.wait(); exit.Code != 3 {
 		t.Errorf("exit = %+v", exit)
@@ -242,7 +242,7 @@ func TestUnreadClientsShareOneLimit(t *testing.T) {
 		t.Errorf("%d bytes waited for clients that did not read", total)
 	}
 	if len(monitorOptions) == 0 { // the sanitizers' malloc keeps it
-		e.until("the memory is given back", func() bool { return c.monitorMemory() < idle+64<<10 })
+		e.until("the monitor's memory is released", func() bool { return c.monitorMemory() < idle+64<<10 })
 	}
 	t.Logf("%d stuck clients could read %d bytes; the monitor has %d KB, %d before", clients, total, c.monitorMemory()>>10, idle>>10)
 	live.send("go\n")

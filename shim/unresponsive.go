@@ -14,10 +14,10 @@ import (
 )
 
 const (
-	// orderTimeout is the time until the first check whether a launcher has read its order, which
-	// takes a running one a millisecond. The second check, after 500 ms, is the first that gives up
-	// on it.
-	orderTimeout = 400 * time.Millisecond
+	// requestTimeout is the time until the first check whether a launcher has read its request,
+	// which takes a running one a millisecond. The second check, after 500 ms, is the first that
+	// gives up on it.
+	requestTimeout = 400 * time.Millisecond
 	// orderCheckInterval is the interval of later checks.
 	orderCheckInterval = 100 * time.Millisecond
 	// slowOrderTimeout bounds the wait for a launcher that is not frozen, but waits for a processor
@@ -25,31 +25,32 @@ const (
 	slowOrderTimeout = 10 * time.Second
 )
 
-// errUnresponsive means that a launcher did not read its order. Another one can get it.
-var errUnresponsive = errors.New("the launcher does not read its order")
+// errUnresponsive means that a launcher did not read its request. Another one can get it.
+var errUnresponsive = errors.New("the launcher does not read its request")
 
-// orderWatch watches whether a launcher reads its order.
-type orderWatch struct {
+// requestWatch watches whether a launcher reads its request.
+type requestWatch struct {
 	p     *launcher
 	timer *time.Timer
 	begun time.Time
 
 	mu                         sync.Mutex // guards the fields below
 	isSent, over, unresponsive bool
-	wasFrozen                  bool // at the previous check, with the order unread
+	wasFrozen                  bool // at the previous check, with the request unread
 }
 
-// watchOrder starts the watch; the order is sent afterwards. If the launcher does not read it, Send
-// and Receive fail: after limit if the launcher is frozen, after slowOrderTimeout if it is slow.
-func (p *launcher) watchOrder(limit time.Duration) *orderWatch {
-	w := &orderWatch{p: p, begun: time.Now()}
+// watchRequest starts the watch; the request is sent afterwards. If the launcher does not read it,
+// Send and Receive fail: after limit if the launcher is frozen, after slowOrderTimeout if it is
+// slow.
+func (p *launcher) watchRequest(limit time.Duration) *requestWatch {
+	w := &requestWatch{p: p, begun: time.Now()}
 	w.mu.Lock() // check waits until timer is set
 	defer w.mu.Unlock()
 	w.timer = time.AfterFunc(limit, w.check)
 	return w
 }
 
-func (w *orderWatch) check() {
+func (w *requestWatch) check() {
 	frozen := w.p.isFrozen() // check this first: the launcher may just have read everything and sleep
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -57,22 +58,22 @@ func (w *orderWatch) check() {
 		return
 	}
 	unread, err := w.p.conn.Unread()
-	if err != nil || unread == 0 && w.isSent { // the connection has ended, or the order was read
+	if err != nil || unread == 0 && w.isSent { // the connection has ended, or the request was read
 		return
 	}
-	// This process may have sent the order only after that check, for lack of a processor. A
+	// This process may have sent the request only after that check, for lack of a processor. A
 	// healthy launcher slept until then. So one check is not enough.
 	frozen = frozen && unread > 0
 	if frozen && w.wasFrozen || unread > 0 && time.Since(w.begun) > slowOrderTimeout {
 		w.unresponsive = true
-		_ = w.p.conn.Interrupt() // it fails only on a closed connection, where nobody waits
+		_ = w.p.conn.Interrupt() // it fails only on a closed connection, where no read waits
 	}
 	w.wasFrozen = frozen
 	w.timer.Reset(orderCheckInterval) // check again: a send that starts now removes the deadline
 }
 
 // result ends the watch and returns errUnresponsive if that is the cause of err, otherwise err.
-func (w *orderWatch) result(err error) error {
+func (w *requestWatch) result(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.timer.Stop()
@@ -87,9 +88,9 @@ func (w *orderWatch) result(err error) error {
 	return errors.Join(err, w.p.conn.SetDeadline(time.Time{}))
 }
 
-// sent notes the result of sending the order. It returns nil, or ends the watch and returns its
+// sent notes the result of sending the request. It returns nil, or ends the watch and returns its
 // result.
-func (w *orderWatch) sent(err error) error {
+func (w *requestWatch) sent(err error) error {
 	if err == nil {
 		w.mu.Lock()
 		defer w.mu.Unlock()
@@ -103,7 +104,7 @@ func (w *orderWatch) sent(err error) error {
 }
 
 // isFrozen returns whether no thread of the launcher runs, is runnable or waits for a disk,
-// although there is an order to read. A signal, a tracer or the cgroup's freezer has stopped it
+// although there is a request to read. A signal, a tracer or the cgroup's freezer has stopped it
 // then.
 func (p *launcher) isFrozen() bool {
 	threads, err := pidfd.Threads(p.pid)
@@ -118,7 +119,7 @@ func (p *launcher) isFrozen() bool {
 // frozenEnd bounds the wait for the end of a killed launcher that may be frozen.
 const frozenEnd = 500 * time.Millisecond
 
-// killUnresponsive kills a launcher that has not read its order. It does not wait for one in a
+// killUnresponsive kills a launcher that has not read its request. It does not wait for one in a
 // frozen cgroup v1: that one executes nothing until it is thawed, and then exits.
 func (p *launcher) killUnresponsive() error {
 	err := killUpTo(p.proc, frozenEnd)

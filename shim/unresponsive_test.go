@@ -31,7 +31,7 @@ func TestLateReplyKeepsLauncher(t *testing.T) {
 	if err := conn.Send(proto.Request{Kill: "x"}); err != nil {
 		t.Fatal(err)
 	}
-	h := (&launcher{conn: conn}).watchOrder(time.Hour)
+	h := (&launcher{conn: conn}).watchRequest(time.Hour)
 	h.unresponsive = true // as if it had been frozen
 	if err := conn.Interrupt(); err != nil {
 		t.Fatal(err)
@@ -67,7 +67,7 @@ func TestSlowLauncher(t *testing.T) {
 	defer conn.Close()
 	defer theirs.Close()
 	p := &launcher{conn: conn, pid: cmd.Process.Pid}
-	w := p.watchOrder(time.Hour)
+	w := p.watchRequest(time.Hour)
 	if err := w.sent(conn.Send(proto.Request{Kill: "x"})); err != nil {
 		t.Fatal(err)
 	}
@@ -86,8 +86,8 @@ func TestSlowLauncher(t *testing.T) {
 	}
 }
 
-// If the daemon is delayed between the start of the watch and the order, it keeps healthy launchers
-// and still replaces frozen ones.
+// If the daemon is delayed between the start of the watch and the request, it keeps healthy
+// launchers and still replaces frozen ones.
 func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
 	cmd := exec.Command("sleep", "1000") // it sleeps and reads nothing, like a frozen launcher or one that has not been woken yet
 	if err := cmd.Start(); err != nil {
@@ -105,7 +105,7 @@ func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
 	for !p.isFrozen() && t.Context().Err() == nil { // until it sleeps
 		time.Sleep(time.Millisecond)
 	}
-	w := p.watchOrder(time.Hour)
+	w := p.watchRequest(time.Hour)
 	w.check() // nothing was sent yet
 	w.timer.Stop()
 	if err := w.sent(conn.Send(proto.Request{Kill: "x"})); err != nil {
@@ -113,9 +113,9 @@ func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
 	}
 	w.check()
 	if w.unresponsive {
-		t.Error("a launcher is given up that has had its order for a moment")
+		t.Error("the daemon gave up a launcher that had its request only for a moment")
 	}
-	if _, err := conn.Receive(&proto.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) { // the next look comes by itself
+	if _, err := conn.Receive(&proto.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) { // the next check is already scheduled
 		t.Errorf("one that reads nothing: %v", err)
 	}
 	if err := w.result(os.ErrDeadlineExceeded); !errors.Is(err, errUnresponsive) {
@@ -124,7 +124,7 @@ func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
 }
 
 // A launcher is frozen if it is stopped or its cgroup is frozen. It also counts as frozen if it
-// sleeps although it has an order to read.
+// sleeps although it has a request to read.
 func TestIsFrozen(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
 		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },

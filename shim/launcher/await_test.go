@@ -10,7 +10,7 @@ import (
 
 var garbage []byte
 
-// An idle launcher releases the memory of earlier orders, and can still take the next order.
+// An idle launcher releases the memory of earlier requests, and can still take the next request.
 func TestIdleLauncherReleasesMemory(t *testing.T) {
 	daemon, theirs, err := proto.ConnPair()
 	if err != nil {
@@ -30,8 +30,8 @@ func TestIdleLauncherReleasesMemory(t *testing.T) {
 		t.Fatal("garbage is not seen")
 	}
 	received := make(chan error, 1)
-	var order proto.Request
-	go func() { _, err := (&launcher{conn: conn}).await(&order); received <- err }()
+	var request proto.Request
+	go func() { _, err := (&launcher{conn: conn}).await(&request); received <- err }()
 	for deadline := time.Now().Add(time.Minute); heapExceeds(keptGarbage); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("it is kept")
@@ -40,7 +40,7 @@ func TestIdleLauncherReleasesMemory(t *testing.T) {
 	if err := daemon.Send(proto.Request{Kill: "exec"}); err != nil {
 		t.Fatal(err)
 	}
-	if err := <-received; err != nil || order.Kill != "exec" {
-		t.Errorf("received %+v, %v", order, err)
+	if err := <-received; err != nil || request.Kill != "exec" {
+		t.Errorf("received %+v, %v", request, err)
 	}
 }

@@ -23,14 +23,14 @@ const (
 // errNotExecuted means that init has ended without executing the container's command.
 var errNotExecuted = errors.New("init ended before it executed the command")
 
-// patience returns whether to wait on for init, which has been let go that long ago and is runnable
-// or not.
+// patience returns whether to continue waiting. waited is the time since the start of init, and
+// runnable whether init is running or waits for a processor.
 type patience func(waited time.Duration, runnable bool) bool
 
 // awaitCommand waits until init has executed the container's command. Otherwise the daemon would
-// report success while init is still the launcher's program: an exec would see that as process 1,
-// and could not write to /proc/1/fd/1. It returns errNotExecuted if init ends, and nil if the
-// patience ends.
+// report success while init is still the launcher's program. An exec would find that program as
+// process 1, and could not write to /proc/1/fd/1. awaitCommand returns errNotExecuted if init ends,
+// and nil if the patience ends.
 func (c *launch) awaitCommand(mayWait patience) error {
 	begin := time.Now()
 	for pause := firstCheck; ; pause = min(2*pause, longestCheck) {
@@ -58,9 +58,9 @@ func (c *launch) awaitCommand(mayWait patience) error {
 	}
 }
 
-// awaitCredentials waits until execve has set the process's name and credentials. It does so some
-// microseconds after the process counts as executed. To open a process's memory the kernel waits
-// for the end of execve (exec_update_lock).
+// awaitCredentials waits until execve has set the process's name and credentials, some microseconds
+// after the process counts as executed. The open of auxv waits in the kernel for the end of execve
+// (exec_update_lock).
 func (c *launch) awaitCredentials() {
 	if f, err := os.Open(fmt.Sprintf("/proc/%d/auxv", c.started.InitPID)); err == nil { // otherwise it has ended
 		_ = f.Close() // nothing was written
@@ -78,7 +78,7 @@ const (
 )
 
 // ociPatience returns the patience with an OCI runtime's init. crun's init runs startContainer
-// hooks as its children and sleeps meanwhile, so time with children does not count.
+// hooks as its children and sleeps meanwhile. So the time with children does not count.
 func (c *launch) ociPatience() patience {
 	hooks := c.Spec.Hooks != nil && len(c.Spec.Hooks.StartContainer) > 0
 	var idleSince time.Duration
@@ -98,12 +98,12 @@ func hasChild(pid int) bool {
 		return false
 	}
 	defer f.Close()
-	n, _ := f.Read(make([]byte, 1)) // an error means that there are none, or no process
+	n, _ := f.Read(make([]byte, 1)) // on an error the process has no children or has ended
 	return n > 0
 }
 
 // explainNotExecuted adds init's own message to errNotExecuted. libcontainer and crun write it to
-// standard error: they have closed everything but the container's streams by then.
+// standard error, because they have closed all other files by then.
 func (c *launch) explainNotExecuted(err error) error {
 	if !errors.Is(err, errNotExecuted) {
 		return err
@@ -125,7 +125,7 @@ const maxLastOutput = 1 << 10
 // lastOutput returns the content of the container's standard error or terminal.
 func (c *launch) lastOutput() string {
 	for _, f := range []*os.File{c.io.stderr, c.io.console} {
-		if f == nil || unix.SetNonblock(int(f.Fd()), true) != nil { // the launch has failed: nobody else reads them
+		if f == nil || unix.SetNonblock(int(f.Fd()), true) != nil { // the launch has failed, so no other process reads them
 			continue
 		}
 		text := make([]byte, maxLastOutput)

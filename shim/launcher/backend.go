@@ -6,8 +6,8 @@ import (
 	"berth/shim/proto"
 )
 
-// backend creates the container of a launch: libcontainer in this process, an OCI runtime, or the
-// pause's own program. launch calls the methods in this order.
+// backend creates the container of a launch. The backends are libcontainer in this process, an OCI
+// runtime, and berth's pause program. launch calls the methods in this order.
 type backend interface {
 	// prepare checks the spec, and makes nothing but files in Dir. It returns InvalidArgument for a
 	// spec that cannot be carried out.

@@ -125,8 +125,8 @@ func openOOM(paths map[string]string) (file, notify *os.File) {
 		return file, nil
 	}
 	notify = os.NewFile(uintptr(efd), "oom")
-	order := strconv.Itoa(efd) + " " + strconv.Itoa(int(file.Fd()))
-	if err := os.WriteFile(filepath.Join(dir, "cgroup.event_control"), []byte(order), 0); err != nil {
+	registration := strconv.Itoa(efd) + " " + strconv.Itoa(int(file.Fd()))
+	if err := os.WriteFile(filepath.Join(dir, "cgroup.event_control"), []byte(registration), 0); err != nil {
 		_ = notify.Close()
 		return file, nil
 	}

@@ -22,7 +22,7 @@ const (
 	badValue  = ": invalid argument"
 )
 
-// runtimeRequestErrors are parts of the texts with which OCI runtimes report the same errors.
+// runtimeRequestErrors are parts of OCI runtimes' texts for the same errors.
 var runtimeRequestErrors = []string{
 	"executable file `",                // crun: not found in $PATH
 	"open executable: ",                // crun: a directory, or a file without execute permission

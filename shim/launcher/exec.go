@@ -21,11 +21,11 @@ import (
 	"berth/shim/proto"
 )
 
-// execution is the state of one exec order.
+// execution is the state of one exec request.
 type execution struct {
 	*proto.Exec
 	l     *launcher
-	files []*os.File // that came with the order
+	files []*os.File // that came with the request
 
 	backend  execBackend
 	io       *stdio
@@ -56,10 +56,10 @@ func (e *execution) newBackend() execBackend {
 	return &libcontainerExec{execution: e}
 }
 
-// serveExec carries out an exec order. An error means that the daemon is gone.
-func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
+// serveExec carries out an exec request. An error means that the daemon is gone.
+func (l *launcher) serveExec(request *proto.Exec, files []*os.File) error {
 	failpoint.Reach("launcher.exec-ordered")
-	e := &execution{Exec: order, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
+	e := &execution{Exec: request, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
 	e.backend = e.newBackend()
 	stopListening := e.listen()
 	err := e.start()
@@ -83,8 +83,8 @@ func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
 	failpoint.Reach("launcher.exec-announced")
 	defer e.pidfd.Close()
 	code := exitCode(e.backend.wait())
-	// Stop the listener before the reply: the daemon sends its next order after it. All messages so
-	// far belong to this exec.
+	// Stop the listener before the reply: the daemon sends its next request after it. All messages
+	// so far belong to this exec.
 	if err := stopListening(); err != nil {
 		return err
 	}
@@ -227,7 +227,7 @@ func (e *libcontainerExec) checkRunning() error {
 	return nil
 }
 
-// setIO sets the process's streams: the order's files or a terminal, otherwise a null device.
+// setIO sets the process's streams: the request's files or a terminal, otherwise a null device.
 func (e *execution) setIO() error {
 	if err := e.TakeFiles(e.files); err != nil {
 		return err
@@ -242,7 +242,7 @@ func (e *execution) setIO() error {
 	return e.io.theirs.fill()
 }
 
-// makeCgroup creates the exec's own cgroup, to which libcontainer moves the process.
+// makeCgroup creates the exec's own cgroup. libcontainer moves the process there.
 func (e *libcontainerExec) makeCgroup() {
 	dir, hierarchy := makeExecCgroup(e.cgroups, e.ExecID)
 	if dir != "" {
@@ -279,7 +279,7 @@ func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy stri
 	return "", ""
 }
 
-// staleExec is the age from which an empty cgroup of an exec stays empty. A younger one may be
+// staleExec is an age: an older cgroup of an exec that is empty stays empty. A younger one may be
 // waiting for its process.
 const staleExec = time.Minute
 
@@ -335,7 +335,7 @@ func (e *execution) removeCgroup() {
 	}
 }
 
-// busyTime bounds the time in which the kernel returns EBUSY for a cgroup without processes.
+// busyTime is how long the kernel may return EBUSY for a cgroup without processes.
 const busyTime = time.Second
 
 // listen reads the daemon's messages from before the start on: a frozen container or one short of
@@ -385,7 +385,7 @@ func (e *execution) killStarting() error {
 		case <-e.starting:
 			return e.backend.kill()
 		case <-time.After(killInterval):
-			_ = e.backend.kill() // the kill after the start is the one that counts
+			_ = e.backend.kill() // the kill after the start is decisive
 		}
 	}
 }
@@ -394,7 +394,7 @@ func (e *execution) killStarting() error {
 // the rest.
 const killTime = 10 * time.Second
 
-// killProcesses kills all of the exec's processes on the host, including those that init has
+// killProcesses kills all of the exec's processes on the host, also descendants that init has
 // adopted.
 func (e *execution) killProcesses() error {
 	failpoint.Reach("launcher.kill-exec")

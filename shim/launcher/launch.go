@@ -21,21 +21,21 @@ import (
 	"berth/shim/proto"
 )
 
-// destroyPatience bounds the time in which a failed launch kills its processes.
+// destroyPatience bounds the destruction of a failed launch's container.
 const destroyPatience = 10 * time.Second
 
-// launch is the state of one launch order.
+// launch is the state of one launch request.
 type launch struct {
 	*proto.Launch
 	l      *launcher
-	mounts []*os.File // that came with the order
+	mounts []*os.File // that came with the request
 	undo   *cleanup.List
 
 	group   *cgroup.Group
 	backend backend
 	io      *stdio
 	init    *os.File // pidfd
-	verdict *os.File // pipe that tells how the container ended, if init's end does not; see backend.follow
+	verdict *os.File // pipe with the container's exit status, if init's own is not the container's; see backend.follow
 	started proto.Started
 	timedTo int64 // end of the last traced step, by trace.Now
 	monitor proto.MonitorParams
@@ -49,10 +49,10 @@ type launch struct {
 	cancelled bool
 }
 
-// serveLaunch carries out a launch order. After a container's launch it does not return, but
-// becomes the monitor. Otherwise again says whether the launcher can take another order.
-func (l *launcher) serveLaunch(order *proto.Launch, mounts []*os.File) (again bool, err error) {
-	c := &launch{Launch: order, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
+// serveLaunch carries out a launch request. After a container's launch it does not return, but
+// becomes the monitor. Otherwise again says whether the launcher can take another request.
+func (l *launcher) serveLaunch(request *proto.Launch, mounts []*os.File) (again bool, err error) {
+	c := &launch{Launch: request, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
 	c.backend = c.newBackend()
 	c.ctx, c.abort = context.WithCancel(context.Background())
 	failpoint.Reach("launcher.launch-ordered")
@@ -61,20 +61,20 @@ func (l *launcher) serveLaunch(order *proto.Launch, mounts []*os.File) (again bo
 		return false, l.reply(proto.Reply{Error: toReply(err)})
 	}
 	failpoint.Reach("launcher.launch-answered")
-	if c.Pause != "" { // the kernel gives it to the next subreaper or to process 1
+	if c.Pause != "" { // the kernel makes it a child of the next subreaper or of process 1
 		return c.started.Again, c.init.Close()
 	}
 	err = l.becomeMonitor(l.settings.MonitorPath, &c.monitor, c)
-	// The daemon believes that the container runs. It will see this process end without an exit
-	// record.
+	// The daemon already has the reply that the container runs. It finds that this process ended
+	// without an exit record.
 	return false, errors.Join(fmt.Errorf("execute the monitor: %w", err), c.backend.destroy())
 }
 
 // run starts the container and replies to the daemon. On an error nothing is left of the container.
 func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
-	// The daemon wrote the record before it sent the order. It is removed last: a launch without a
-	// record makes nothing any more.
+	// The daemon wrote the record before it sent the request. The launcher removes it last: without
+	// a record, the launch counts as ended.
 	c.undo.Add("remove the shim record", func() error {
 		failpoint.Reach("launcher.remove-shim-record")
 		return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
@@ -96,7 +96,7 @@ func (c *launch) run() (err error) {
 	if err := c.create(); err != nil {
 		return err
 	}
-	c.endStep("create") // without the parts of libcontainer's, which have steps of their own
+	c.endStep("create") // without libcontainer's parts, which have separate steps
 	if err := c.prepareMonitor(); err != nil {
 		return err
 	}
@@ -148,14 +148,14 @@ func (c *launch) prepare() error {
 	return nil
 }
 
-// endStep adds a step to the trace: the time since the last one, or since the order came.
+// endStep adds a step to the trace: the time since the previous step, or since the request arrived.
 func (c *launch) endStep(name string) {
 	now := trace.Now()
 	c.started.Steps = append(c.started.Steps, trace.Step{Name: name, Began: c.timedTo, Ended: now})
 	c.timedTo = now
 }
 
-// check refuses incomplete orders and opens the container's cgroup.
+// check refuses incomplete requests and opens the container's cgroup.
 func (c *launch) check() (err error) {
 	switch {
 	case c.Spec == nil || c.Spec.Linux == nil || c.Spec.Process == nil:
@@ -270,8 +270,8 @@ func (c *launch) create() error {
 	return c.identifyInit(pid)
 }
 
-// inheritsOrphans returns whether the container's orphans become this process's children. That is
-// so in the host's PID namespace; any other has a process 1 of its own that adopts them.
+// inheritsOrphans returns whether the container's orphans become this process's children. They do
+// in the host's PID namespace. In any other, process 1 of the namespace adopts them.
 func (c *launch) inheritsOrphans() bool {
 	return c.Pause == "" && !slices.ContainsFunc(c.Spec.Linux.Namespaces,
 		func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
@@ -283,7 +283,7 @@ func (c *launch) identifyInit(pid int) (err error) {
 	if c.started.InitStartTime, err = pidfd.StartTime(pid); err != nil {
 		return err
 	}
-	c.init, err = pidfd.Open(pid) // nobody has reaped our child, so the pid is still its own
+	c.init, err = pidfd.Open(pid) // only this process could reap the child, so the pid is still valid
 	return err
 }
 
@@ -313,8 +313,8 @@ func (c *launch) execute() error {
 	return c.follow()
 }
 
-// follow sets up a process that ends together with a container whose own processes are not the
-// host's.
+// follow starts a process that ends together with the container. The container's own processes run
+// in a sandbox that the host does not see.
 func (c *launch) follow() error {
 	pid, verdict, err := c.backend.follow()
 	if err != nil {
@@ -343,7 +343,7 @@ func (c *launch) commit() error {
 	}
 	if _, ok := c.backend.(*pauseBackend); ok {
 		c.started.Again = true
-		c.unwatch() // the next message is another order
+		c.unwatch() // the next message is another request
 	}
 	return c.l.reply(proto.Reply{Started: &c.started}, c.init)
 }

@@ -51,8 +51,8 @@ func (b *libcontainerBackend) prepare() (err error) {
 	return nil
 }
 
-// withoutMappings returns the spec without ID mappings if it joins a user namespace. libcontainer
-// reads the mappings from the namespace and warns if the spec has them, too.
+// withoutMappings returns the spec, without ID mappings if the container joins a user namespace.
+// libcontainer reads the mappings from the namespace and warns if the spec has them, too.
 func withoutMappings(spec *specs.Spec) *specs.Spec {
 	joins := func(ns specs.LinuxNamespace) bool { return ns.Type == specs.UserNamespace && ns.Path != "" }
 	if !slices.ContainsFunc(spec.Linux.Namespaces, joins) {

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A launcher logs its failure in the daemon's format, with time and container. An order that the
+// A launcher logs its failure in the daemon's format, with time and container. A request that the
 // daemon has cancelled is no failure.
 func TestLogFailure(t *testing.T) {
 	failure := errors.New("no\nroom")
@@ -21,10 +21,10 @@ func TestLogFailure(t *testing.T) {
 		l      *launcher
 		want   []string
 	}{
-		"text":             {"text", &launcher{container: "c1"}, []string{"time=", "level=ERROR", "container=c1", `error="no\nroom"`}},
-		"without an order": {"", &launcher{}, []string{"time=", `error="no\nroom"`}},
-		"at its start":     {"text", nil, []string{"time=", `error="no\nroom"`}},
-		"JSON":             {"json", &launcher{container: "c1"}, []string{`"time":`, `"container":"c1"`, `"error":"no\nroom"`}},
+		"text":              {"text", &launcher{container: "c1"}, []string{"time=", "level=ERROR", "container=c1", `error="no\nroom"`}},
+		"without a request": {"", &launcher{}, []string{"time=", `error="no\nroom"`}},
+		"at its start":      {"text", nil, []string{"time=", `error="no\nroom"`}},
+		"JSON":              {"json", &launcher{container: "c1"}, []string{`"time":`, `"container":"c1"`, `"error":"no\nroom"`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var out bytes.Buffer

@@ -10,9 +10,9 @@ import (
 )
 
 // openLogFile opens the log file at path for appending and creates it (0640) if needed. Its
-// directory must exist. Below dir, a parent directory of path, openLogFile refuses symbolic links
-// and anything but a regular file: a container that mounts the log directory can put anything
-// there. An empty dir means the direct parent. The monitor opens it in the same way
+// directory must exist. Below dir, a parent directory of path, openLogFile accepts only regular
+// files and no symbolic links, because a container that mounts the log directory can create any
+// file there. An empty dir means the direct parent. The monitor opens it in the same way
 // (shim/monitor/logfile.c).
 func openLogFile(dir, path string) (int, error) {
 	dir, path = cleanLogPath(dir, path)

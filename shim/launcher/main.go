@@ -1,9 +1,9 @@
-// Package launcher is the program berth-shim: a process that waits for an order from the daemon
+// Package launcher is the program berth-shim: a process that waits for a request from the daemon
 // (package shim/proto).
 //
-// A launch creates a container with libcontainer and then turns this process, by execve, into the
-// container's monitor. After an exec, and after the launch of berth's own pause, the launcher waits
-// for the next order.
+// A launch creates a container with libcontainer. Then the process executes the container's monitor
+// (execve). After an exec, and after the launch of berth's own pause, the launcher waits
+// for the next request.
 //
 // The daemon starts a launcher in a mount namespace of its own, a peer of the host's. The launcher
 // mounts the container's root filesystem only there. The mount disappears with the container's last
@@ -29,11 +29,11 @@ import (
 	"berth/shim/proto"
 )
 
-// memoryLimit is the heap size at which garbage collection starts. A launch allocates far less. A
-// launcher that serves many execs would grow without a limit.
+// memoryLimit is the heap size, in bytes, that starts garbage collection. A launch allocates far
+// less. A launcher that serves many execs would grow without a limit.
 const memoryLimit = 24 << 20
 
-// Main serves orders until the daemon closes the connection, and returns the exit status. It does
+// Main serves requests until the daemon closes the connection, and returns the exit status. It does
 // not return after a successful launch of a container.
 func Main(settings proto.LauncherSettings) int {
 	// A daemon started by nohup, or in the background of a script, ignores these signals, and
@@ -59,10 +59,10 @@ func Main(settings proto.LauncherSettings) int {
 	return 0
 }
 
-// daemonIsGone returns whether the connection is closed: the daemon has cancelled the order or has
-// died. The launcher has undone its work, and nobody waits for its reply.
+// daemonIsGone returns whether the connection is closed: the daemon has cancelled the request or
+// has died. The launcher has undone its work and sends no reply.
 func daemonIsGone(err error) bool {
-	//nolint:errorlint // a wrapped EOF is an order that was cut off
+	//nolint:errorlint // a wrapped EOF is a request that was cut off
 	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
@@ -89,7 +89,7 @@ type launcher struct {
 	warnings *warningList
 	last     *loaded // the container of the last exec; nil: none yet
 
-	container string // ID of the container or pod of the last order; empty: none yet
+	container string // ID of the container or pod of the last request; empty: none yet
 }
 
 // start takes over the inherited descriptors.
@@ -115,7 +115,7 @@ func start(settings proto.LauncherSettings) (*launcher, error) {
 	}, nil
 }
 
-// serve carries out orders until the daemon closes the connection.
+// serve carries out requests until the daemon closes the connection.
 func (l *launcher) serve() error {
 	for {
 		var r proto.Request
@@ -129,7 +129,7 @@ func (l *launcher) serve() error {
 	}
 }
 
-// carryOut carries out an order and returns whether another one may follow. It stays on one thread
+// carryOut carries out a request and returns whether another one may follow. It stays on one thread
 // with the daemon's timer slack, which the processes it starts inherit.
 func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err error) {
 	runtime.LockOSThread()
@@ -147,16 +147,17 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 	case r.Kill != "": // its exec has ended
 		return true, nil
 	}
-	return false, errors.New("unknown order; berth and berth-shim have different versions")
+	return false, errors.New("unknown request; berth and berth-shim have different versions")
 }
 
-// restTime is the time without an order after which a launcher releases the memory of earlier ones.
+// restTime is the time without a request after which a launcher releases the memory of earlier
+// ones.
 const restTime = time.Second
 
 // keptGarbage is the heap size, in bytes, below which releasing memory costs more than it saves.
 const keptGarbage = 6 << 20
 
-// await receives the next order.
+// await receives the next request.
 func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 	if !heapExceeds(keptGarbage) {
 		return l.conn.Receive(r)

@@ -32,8 +32,8 @@ func (c *launch) mountRootfs() error {
 	return nil
 }
 
-// rootDir returns the mount point of the root filesystem: the order's RootPlace, which all
-// launchers can share because each has its own mount namespace, or a new directory.
+// rootDir returns the mount point of the root filesystem: the request's RootPlace or a new
+// directory. All launchers can share a RootPlace, because each has its own mount namespace.
 func (c *launch) rootDir() (string, error) {
 	if c.RootPlace != "" {
 		return c.RootPlace, nil
@@ -69,8 +69,8 @@ func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 	return nil
 }
 
-// closeMounts closes the mounts that came with the order: the container's mounts hold what they
-// need.
+// closeMounts closes the mounts that came with the request. The container's mounts keep references
+// of their own.
 func (c *launch) closeMounts() (failed error) {
 	for _, f := range c.mounts {
 		failed = errors.Join(failed, f.Close())

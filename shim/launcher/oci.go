@@ -73,7 +73,7 @@ func hostID(mappings []specs.LinuxIDMapping) (int, error) {
 }
 
 // create calls the runtime. Dir/oci exists before the first call, so that a later daemon can remove
-// what the runtime makes.
+// the runtime's container.
 func (b *ociBackend) create() (pid int, err error) {
 	if b.Runtime.Has(b.ID) {
 		return 0, errors.New("the runtime has a container of that ID")
@@ -137,8 +137,8 @@ func (b *ociBackend) writeBundle() error {
 	return nil
 }
 
-// execute calls the runtime from another thread: this one has returned to the host's mount
-// namespace, but gVisor must start the server of the root filesystem in the launcher's.
+// execute calls the runtime from another thread. This one has returned to the host's mount
+// namespace, but gVisor must start its file server in the launcher's.
 func (b *ociBackend) execute() error {
 	done := make(chan error)
 	go func() {
@@ -234,8 +234,8 @@ func reapAll() (left bool) {
 	}
 }
 
-// endChildren kills and reaps the processes that a failed start has left to this one. A zombie
-// would keep its cgroup busy and its PID namespace alive.
+// endChildren kills and reaps the children that a failed start has left behind. A zombie would keep
+// its cgroup busy and its PID namespace alive.
 func endChildren(patience time.Duration) {
 	for deadline := time.Now().Add(patience); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		below, err := pidfd.Below(os.Getpid())
@@ -255,7 +255,7 @@ type ociStreams struct {
 	dir      *os.File          // the directory of the listener's socket
 }
 
-// consoleSocket is the name of the socket to which a runtime sends a terminal's master.
+// consoleSocket is the name of the socket that receives a terminal's master from a runtime.
 const consoleSocket = "console"
 
 // forRuntime returns the container's ends in the form that runtimes use. For a terminal it listens
@@ -424,7 +424,7 @@ func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 }
 
 // enterCgroup moves the process and its descendants to the exec's cgroup. It misses a process that
-// has left the tree before; that one ends with the container.
+// left the tree earlier. Such a process ends with the container.
 func (e *ociExec) enterCgroup(pid int) {
 	if e.cgroup == "" {
 		return

@@ -44,14 +44,14 @@ type pauseBackend struct {
 	cgroups *cgroups.Cgroup
 
 	taskFiles []string // the first stage writes itself to these to join its cgroup (cgroup v1); empty: the launcher moves it
-	unified   string   // on a hybrid setup the cgroup's v2 directory, in which the first stage starts; empty: none
+	unified   string   // on a hybrid setup the cgroup's v2 directory, where the first stage starts; empty: none
 
 	pid        int       // of the second stage, later pause
 	first      *exec.Cmd // the first stage; nil after execute
 	second     *os.File  // pidfd of the second stage
 	parent     *os.File  // socket to the first stage
 	child      *os.File  // socket to the second stage
-	firstLetGo bool      // the first stage was told to continue
+	firstLetGo bool      // the first stage got its byte to continue
 }
 
 // prepare checks the spec and makes nothing. It returns InvalidArgument for a spec that cannot be
@@ -128,7 +128,7 @@ func (b *pauseBackend) checkCgroup() error {
 // pauseCmdline is /proc/PID/cmdline of a second stage that has executed pause.
 var pauseCmdline = strings.Join(proto.PauseArgs, "\x00") + "\x00"
 
-// writeState writes the state file, from which others find the cgroup by the ID. Like a container's
+// writeState writes the state file. Others find the cgroup in it by the ID. Like a container's
 // it exists before the first process.
 func (b *pauseBackend) writeState() error {
 	dir := filepath.Join(b.l.settings.StateRoot, b.ID)
@@ -472,7 +472,7 @@ func (b *pauseBackend) hasExecuted() (bool, error) {
 	return string(args) == pauseCmdline, err
 }
 
-// reapTime bounds the time in which the first stage reaps the second. Then both are killed.
+// reapTime bounds the wait for the first stage to reap the second. Then both are killed.
 const reapTime = time.Second
 
 // destroy removes pause and its cgroup, but not its state file.

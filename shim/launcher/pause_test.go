@@ -64,8 +64,8 @@ func TestPauseTaskFiles(t *testing.T) {
 	}
 }
 
-// pauseStageEnv makes the test binary a second stage: it waits for a byte on descriptor 3 and does
-// what the variable says.
+// pauseStageEnv makes the test binary a second stage: it waits for a byte on descriptor 3 and then
+// carries out the variable's command.
 const pauseStageEnv = "BERTH_TEST_PAUSE"
 
 func TestMain(m *testing.M) {
@@ -81,7 +81,7 @@ func pauseStage(what string) error {
 		time.Sleep(time.Hour)
 	}
 	if n, err := unix.Read(3, make([]byte, 1)); n != 1 || err != nil {
-		return fmt.Errorf("it is not told to go on: %d, %w", n, err)
+		return fmt.Errorf("the second stage got no byte to continue: %d, %w", n, err)
 	}
 	switch what {
 	case "executes":

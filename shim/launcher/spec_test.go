@@ -73,7 +73,7 @@ func TestWithoutMappings(t *testing.T) {
 		t.Errorf("joining: %+v, %+v", got, got.Linux)
 	}
 	if len(joins.Linux.UIDMappings) != 1 || len(joins.Linux.GIDMappings) != 1 {
-		t.Error("the order's spec was changed")
+		t.Error("the request's spec was changed")
 	}
 	if withoutMappings(makes) != makes {
 		t.Error("a user namespace that is made needs its mappings")

@@ -16,13 +16,13 @@ import (
 )
 
 // warm does work that the first launch would wait for: libcontainer's detection of the cgroup
-// hierarchies, encoding/json's analysis of the types of orders and configurations, and page faults.
-// A failure here appears again, with an error, in the launch.
+// hierarchies, encoding/json's analysis of the types of requests and configurations, and page
+// faults. A failure here appears again, with an error, in the launch.
 func warm() {
 	_ = exeseal.IsSelfExeCloned()
 	_, _ = os.Stat("/proc/self/ns/mnt")
-	order := proto.Request{Launch: &proto.Launch{Spec: sampleSpec()}}
-	data, err := json.Marshal(order)
+	request := proto.Request{Launch: &proto.Launch{Spec: sampleSpec()}}
+	data, err := json.Marshal(request)
 	if err != nil {
 		return
 	}

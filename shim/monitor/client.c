@@ -24,7 +24,7 @@ static long frame_next(const struct buffer *in)
 	return in->len < HEADER_SIZE + length ? 0 : (long)(HEADER_SIZE + length);
 }
 
-/* lost marks a client to which nothing can be sent. Its earlier requests still count. */
+/* lost marks a client that cannot be sent to. Its earlier requests still count. */
 static void lost(struct client *c)
 {
 	c->wants &= (unsigned char)~(WANT_STDOUT | WANT_STDERR);
@@ -195,7 +195,7 @@ static struct client *slowest(struct monitor *m)
 	return most;
 }
 
-/* send sends n bytes and queues those that the socket does not take. */
+/* send sends n bytes and queues the rest that the socket does not accept. */
 static void send(struct monitor *m, struct client *c, const char *data, size_t n)
 {
 	if (c->queue.len == 0) {

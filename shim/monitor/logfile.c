@@ -34,7 +34,7 @@ static long open_beneath(int root, const char *path)
 	}
 }
 
-/* open_regular returns a descriptor, or -errno. *what is the reason where no errno fits. */
+/* open_regular returns a descriptor, or -errno. *what is the reason if no errno fits. */
 static long open_regular(const char *dir, const char *path, const char **what)
 {
 	const char *name = below(dir, path);

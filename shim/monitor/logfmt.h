@@ -1,5 +1,5 @@
 /*
- * logfmt turns a container's output into the records of a CRI log file:
+ * logfmt formats a container's output as the records of a CRI log file:
  *
  *	2016-10-06T00:17:09.669794202Z stdout F The content of the line
  *

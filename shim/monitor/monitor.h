@@ -248,7 +248,7 @@ bool exit_status(struct text t, int *code);
 /* exit_record is proto.Exit. */
 struct exit_record {
 	int code;   /* exit code, or 128+signal */
-	int signal; /* 0 if it exited by itself */
+	int signal; /* 0 if it exited without a signal */
 	bool oom_killed;
 	int64_t at; /* unix nanoseconds */
 };

@@ -4,10 +4,10 @@
 //
 // # Two kinds
 //
-// With most runtimes a container's processes are processes of the host, in its cgroup. gVisor's are
-// processes of a sandbox, one per pod, that the host does not see. Such a runtime is Sandboxed: it
-// has commands to wait for a container and to signal a process in it. Probe detects the kind of a
-// runtime.
+// With most runtimes a container's processes are processes of the host, in the container's cgroup.
+// With gVisor they run in one sandbox per pod, and the host does not see them. Such a runtime is
+// Sandboxed: it has commands to wait for a container and to signal a process in it. Probe detects
+// the kind of a runtime.
 package ociruntime
 
 import (
@@ -31,8 +31,8 @@ import (
 	"berth/internal/failpoint"
 )
 
-// SpecVersion is the ociVersion of the specs that such runtimes get: some refuse
-// versions newer than themselves, and nothing that berth asks for is newer.
+// SpecVersion is the ociVersion of the specs for OCI runtimes. Some runtimes refuse versions newer
+// than their own, and berth uses no newer features.
 const SpecVersion = "1.0.2"
 
 // Runtime is an OCI runtime's program and its options. Each container's record has a copy, so that
@@ -70,7 +70,7 @@ const (
 	internalPIDFile = "internal-pid"
 )
 
-// tempDir is the directory of a bundle in which a command keeps its temporary files. crun and runc
+// tempDir is the directory of a bundle for a command's temporary files. crun and runc
 // bind mount their program there, execute the read-only copy and unmount it. A killed command
 // leaves the mount behind. Below the bundle, which is on a private mount, it exists only in the
 // launcher's mount namespace. In /tmp, the default, it would propagate to the host.
@@ -110,8 +110,8 @@ func (r *Runtime) Create(ctx context.Context, id, bundle string, streams IO) (pi
 	return readPID(filepath.Join(bundle, pidFile))
 }
 
-// Start makes a created container's init execute its command. A container in a sandbox gets its
-// streams here; for others they are empty.
+// Start makes a created container's init execute its command. Only a container in a sandbox gets
+// its streams here.
 func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err error) {
 	defer r.cleanBundle(bundle, &err)
 	if streams == (IO{}) {
@@ -166,16 +166,15 @@ func (s IO) args() []string {
 	return []string{"--console-socket", s.ConsoleSocket}
 }
 
-// Waiter returns the command that ends when a container of a Sandboxed runtime has
-// ended, and then has written {"id": ID, "exitStatus": N}, N being 128+signal for one
-// that was killed.
+// Waiter returns a command that exits when a container of a Sandboxed runtime has ended. Before, it
+// writes {"id": ID, "exitStatus": N}; N is 128+signal after a kill.
 func (r *Runtime) Waiter(id string, stdout *os.File) *exec.Cmd {
 	cmd := r.command(context.Background(), "", "wait", id) // it outlives the process that starts it
 	cmd.Stdout = stdout
 	return cmd
 }
 
-// Kill sends a signal to a container's init. A container that has ended is no error.
+// Kill sends a signal to a container's init. It succeeds if the container has ended.
 func (r *Runtime) Kill(ctx context.Context, id string, sig unix.Signal) error {
 	err := r.run(ctx, "kill", id, strconv.Itoa(int(sig)))
 	if err != nil && r.ended(ctx, id) {
@@ -208,8 +207,8 @@ func (r *Runtime) KillExec(ctx context.Context, id string, internal int) error {
 	return r.run(ctx, "kill", "--pid", strconv.Itoa(internal), id, strconv.Itoa(int(unix.SIGKILL)))
 }
 
-// Delete removes a container, in whatever state it is; its processes are killed. One
-// that does not exist is no error.
+// Delete kills the processes of a container and removes it. It succeeds if the container does not
+// exist.
 func (r *Runtime) Delete(ctx context.Context, id string) error {
 	return r.run(ctx, "delete", "--force", id)
 }
@@ -227,10 +226,11 @@ func (r *Runtime) Has(id string) bool {
 // maxMessage bounds the stored output of a runtime, in bytes.
 const maxMessage = 4 << 10
 
-// outputPatience is how long a command that has ended may leave its output open to others.
+// outputPatience is how long other processes may keep the output of a command open after its end.
 const outputPatience = 2 * time.Second
 
-// command is one call of the program. log: a file for its messages, or none.
+// command returns a call of the program. log is the file for its messages; empty: its standard
+// error.
 func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec.Cmd {
 	all := append([]string{}, r.Args...)
 	if r.Root != "" {
@@ -276,13 +276,13 @@ func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 	return nil
 }
 
-// runWith runs a command whose streams are the container's; so it tells in a file
-// what went wrong.
+// runWith runs a command with the container's streams. The command writes its errors to a log file
+// instead.
 func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []string, id string) error {
 	log := filepath.Join(dir, logFile)
 	cmd := r.command(ctx, log, append(args, id)...)
-	// It must not go on making things when its launcher is gone. The kernel looks at the thread
-	// that has started it.
+	// The command must not continue after its launcher's end. The kernel sends the signal when the
+	// thread that started the command ends.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -336,7 +336,7 @@ func last(f *os.File) []byte {
 		return nil
 	}
 	text := make([]byte, min(info.Size(), maxMessage))
-	n, _ := f.ReadAt(text, info.Size()-int64(len(text))) // what can't be read is not told
+	n, _ := f.ReadAt(text, info.Size()-int64(len(text))) // on an error the message is shorter
 	return text[:n]
 }
 

@@ -190,7 +190,7 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// A program that hangs is given up with its context.
+// A program that hangs is killed when its context ends.
 func TestHangingRuntimeIsKilled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	path := filepath.Join(t.TempDir(), "up")

@@ -24,7 +24,7 @@ import (
 //go:embed all:bin
 var bin embed.FS
 
-// Paths tells where Install put things.
+// Paths are the paths of the files that Install has written.
 type Paths struct {
 	Pause   string // pause's root filesystem, a directory; the program in it is /pause
 	Monitor string // the monitor's executable

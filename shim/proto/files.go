@@ -10,7 +10,7 @@ import (
 
 var errFiles = errors.New("the message's files do not match its fields")
 
-// rootfsSpecs returns the root filesystems of the order, the container's own first.
+// rootfsSpecs returns the root filesystems of the request, the container's own first.
 func (l *Launch) rootfsSpecs() []*rootfs.Spec {
 	list := []*rootfs.Spec{&l.Rootfs}
 	for i := range l.Volumes {
@@ -19,14 +19,15 @@ func (l *Launch) rootfsSpecs() []*rootfs.Spec {
 	return list
 }
 
-// PassFiles returns the order as it is sent, and the existing mounts of its layers, which are sent
-// with it. With these mounts all containers of an image share one page cache. A message carries
-// maxFDs files; the launcher itself mounts the layers beyond that. The files stay the caller's.
+// PassFiles returns the request as it is sent, and the existing mounts of its layers, which are
+// sent with it. With these mounts all containers of an image share one page cache. A message
+// carries maxFDs files; the launcher itself mounts the layers beyond that. The files stay the
+// caller's.
 func (l *Launch) PassFiles() (*Launch, []*os.File) {
-	order := *l
-	order.Volumes = slices.Clone(l.Volumes)
+	request := *l
+	request.Volumes = slices.Clone(l.Volumes)
 	var files []*os.File
-	for _, s := range order.rootfsSpecs() {
+	for _, s := range request.rootfsSpecs() {
 		s.Layers = slices.Clone(s.Layers)
 		for i := range s.Layers {
 			if mount := s.Layers[i].Mount; mount != nil && len(files) < maxFDs {
@@ -35,10 +36,10 @@ func (l *Launch) PassFiles() (*Launch, []*os.File) {
 			}
 		}
 	}
-	return &order, files
+	return &request, files
 }
 
-// TakeFiles assigns the files that came with the order to its layers.
+// TakeFiles assigns the files that came with the request to its layers.
 func (l *Launch) TakeFiles(files []*os.File) error {
 	for _, s := range l.rootfsSpecs() {
 		for i := range s.Layers {
@@ -57,24 +58,24 @@ func (l *Launch) TakeFiles(files []*os.File) error {
 	return nil
 }
 
-// streams returns the fields of the order's streams, in the order of the bits of Streams.
+// streams returns the fields of the request's streams, ordered as the bits of Streams.
 func (e *Exec) streams() []**os.File { return []**os.File{&e.Stdin, &e.Stdout, &e.Stderr} }
 
-// PassFiles returns the order as it is sent, and the streams that are sent with it. They stay the
+// PassFiles returns the request as it is sent, and the streams that are sent with it. They stay the
 // caller's.
 func (e *Exec) PassFiles() (*Exec, []*os.File) {
-	order := *e
+	request := *e
 	var files []*os.File
 	for i, f := range e.streams() {
 		if *f != nil {
-			order.Passed |= 1 << i
+			request.Passed |= 1 << i
 			files = append(files, *f)
 		}
 	}
-	return &order, files
+	return &request, files
 }
 
-// TakeFiles assigns the files that came with the order to its streams.
+// TakeFiles assigns the files that came with the request to its streams.
 func (e *Exec) TakeFiles(files []*os.File) error {
 	for i, f := range e.streams() {
 		if e.Passed&(1<<i) == 0 {

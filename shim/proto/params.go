@@ -36,7 +36,7 @@ type MonitorParams struct {
 	Console   int // pty master, instead of Stdout and Stderr
 	Verdict   int // pipe that Init writes to how the container ended, where its own end does not tell; see ociruntime.Waiter
 	OOM       int // memory.events (v2) or memory.oom_control (v1)
-	OOMNotify int // v1: eventfd that tells when to read OOM
+	OOMNotify int // v1: eventfd that becomes readable when OOM has changed
 	OOMParent int // v2: memory.events of the cgroup above, which counts this one's kills too and outlives it
 }
 

@@ -30,7 +30,7 @@ const (
 	ContainerPause PauseKind = "container"
 )
 
-// FitsPlainPause returns whether a PlainPause carries out the whole order: it is for berth's own
+// FitsPlainPause returns whether a PlainPause carries out the whole request: it is for berth's own
 // pause, and nothing in its spec needs libcontainer.
 func (l *Launch) FitsPlainPause() bool {
 	return l.Runtime == nil && l.RootPlace == "" && len(l.Volumes) == 0 &&

@@ -74,7 +74,7 @@ func TestFitsPlainPause(t *testing.T) {
 			o := plainOrder()
 			change(o)
 			if o.FitsPlainPause() {
-				t.Error("a plain pause would ignore a part of the order")
+				t.Error("a plain pause would ignore a part of the request")
 			}
 		})
 	}

@@ -62,7 +62,7 @@ func DecodeProcesses(data []byte) (Processes, error) {
 // Exit is the content of Dir/exit.
 type Exit struct {
 	Code      int32     // exit code, or 128+signal
-	Signal    int       // 0 if it exited by itself
+	Signal    int       // 0 if it exited without a signal
 	OOMKilled bool      // the kernel's OOM killer killed a process of the container's cgroup
 	At        time.Time // when init was reaped
 }
@@ -125,7 +125,7 @@ func WriteFile(dir, name string, data []byte) error {
 
 func temporary(dir, name string) string { return filepath.Join(dir, "."+name) }
 
-// writeFile overwrites a file before it truncates it, so as to keep the reserved space.
+// writeFile overwrites a file before it truncates it, to keep the reserved space.
 func writeFile(path string, data []byte) error {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	if err != nil {

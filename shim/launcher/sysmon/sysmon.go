@@ -36,8 +36,8 @@ func Restore() error {
 	return nil
 }
 
-// WithRestored calls do, which may start processes, on a thread with the restored slack. Goroutines
-// other than the one that handles an order need it.
+// WithRestored calls do, which may start processes, on a thread with the restored slack.
+// Goroutines need it, except the one that handles a request.
 func WithRestored(do func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

@@ -49,20 +49,20 @@ func ParseLauncherArgs(args []string) (LauncherSettings, error) {
 
 // Request is a message to a launcher. Exactly one field is set.
 //
-// The daemon sends one order at a time. The launcher answers with one Reply, to an Exec with two:
-// Exec when the process runs, Exited when it has ended. The daemon may send Kill until it reads the
-// second.
+// The daemon sends one request at a time. The launcher answers with one Reply, but to an Exec with
+// two: Reply.Exec when the process runs, and Reply.Exited when it has ended. The daemon may send
+// Kill until it reads the second.
 //
-// End of file is an order, too. An idle launcher exits. During a launch it destroys what there is
-// of the container. During an exec it kills the exec's processes. The reply to a launch is the
-// turning point: from then on the container runs on, whatever happens to the daemon.
+// The end of the connection cancels the request. An idle launcher exits. During a launch the
+// launcher destroys the container. During an exec it kills the exec's processes. After the reply to
+// a launch the container is independent of the daemon.
 type Request struct {
 	Launch *Launch `json:"launch,omitempty"`
 	Exec   *Exec   `json:"exec,omitempty"`
 	Kill   string  `json:"kill,omitempty"` // ExecID of the exec to kill; ignored when it has ended
 }
 
-// Launch orders a launcher to create and start one container or pause.
+// Launch asks a launcher to create and start one container or pause.
 type Launch struct {
 	ID        string      `json:"id"`                  // container or sandbox ID, also libcontainer's
 	Dir       string      `json:"dir"`                 // the shim directory: exists, mode 0700, below the private state mount
@@ -92,7 +92,7 @@ type Volume struct {
 	SubPath string      `json:"subPath,omitempty"` // the file or directory in it that the container gets; empty: all
 }
 
-// Exec orders a launcher to start one more process in a running container.
+// Exec asks a launcher to start one more process in a running container.
 type Exec struct {
 	ID      string         `json:"id"`      // the container
 	ExecID  string         `json:"execID"`  // unique in the container; see ExecName
@@ -138,7 +138,7 @@ type Started struct {
 	Init *os.File `json:"-"` // pidfd of the container's init, or of pause
 	Shim *os.File `json:"-"` // pidfd of the monitor; nil for a pause
 
-	Again bool         `json:"again,omitempty"` // the launcher waits for its next order
+	Again bool         `json:"again,omitempty"` // the launcher waits for its next request
 	Steps []trace.Step `json:"steps,omitempty"` // the parts of the launch, for traces
 }
 
