@@ -25,6 +25,9 @@ import (
 // kubelet may take minutes.
 const foldIdle = 5 * time.Millisecond
 
+// hideShort is the duration below which a step is counted instead of drawn.
+const hideShort = 50 * time.Microsecond
+
 // plainColumns is the width of a drawing that goes to no terminal.
 const plainColumns = 120
 
@@ -98,7 +101,7 @@ func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations
 		return printData(w, operations)
 	}
 	meta := pod.GetMetadata()
-	chart := waterfall.Chart{Fold: foldIdle, Spans: spansOf(operations),
+	chart := waterfall.Chart{Fold: foldIdle, Hide: hideShort, Spans: spansOf(operations),
 		Title: fmt.Sprintf("%s/%s: %s in berth", meta.GetNamespace(), meta.GetName(), waterfall.Took(timeIn(operations)))}
 	if how == "svg" {
 		return chart.SVG(w)

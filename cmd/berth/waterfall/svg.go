@@ -5,6 +5,8 @@ import (
 	"encoding/xml"
 	"fmt"
 	"io"
+	"math"
+	"slices"
 	"strings"
 	"time"
 )
@@ -23,6 +25,7 @@ const (
 	indent     = 14
 	minBar     = 1.5 // minimum width of a visible bar
 	svgTicks   = 10
+	labelWidth = 46 // of a tick's label with space around it
 )
 
 // style has colours for light and dark pages; d0 to d3 are the depths.
@@ -44,7 +47,11 @@ text{fill:#e6edf3}.took,.tick{fill:#9198a1}.page{fill:#0d1117}.grid{stroke:#3036
 func (c Chart) SVG(w io.Writer) error {
 	l := c.layout()
 	d := svg{Writer: bufio.NewWriter(w), until: max(l.until, time.Microsecond)}
+	note := c.shortNote(l)
 	height := headHeight + rowHeight*len(l.bars) + margin
+	if note != "" {
+		height += rowHeight
+	}
 	d.printf(
 		"<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" role=\"img\">\n",
 		width,
@@ -55,9 +62,12 @@ func (c Chart) SVG(w io.Writer) error {
 	d.printf("<title>%s</title>\n<style>%s</style>\n", escaped(l.title), style)
 	d.printf("<rect class=\"page\" width=\"%d\" height=\"%d\"/>\n", width, height)
 	d.text(margin, 22, "title", "start", l.title)
-	d.axis(l, height-margin)
+	d.axis(l, headHeight+rowHeight*len(l.bars))
 	for i, s := range l.bars {
 		d.row(s, headHeight+rowHeight*i)
+	}
+	if note != "" {
+		d.text(margin, float64(height-margin), "took", "start", note)
 	}
 	d.printf("</svg>\n")
 	return d.Flush()
@@ -83,17 +93,22 @@ func (d svg) line(x float64, bottom int, class string) {
 	d.printf("<line x1=\"%.1f\" y1=\"%d\" x2=\"%.1f\" y2=\"%d\" class=\"%s\"/>\n", x, headHeight-4, x, bottom, class)
 }
 
-// axis draws the ticks. If time is folded it marks the folds instead, because ticks would mislead.
+// axis draws the ticks and the folds. A label that would overlap another one is left out.
 func (d svg) axis(l layout, bottom int) {
-	for _, at := range ticks(l.until, svgTicks) {
-		d.line(d.x(at), bottom, "grid")
-		if len(l.folds) == 0 {
-			d.text(d.x(at), headHeight-10, "tick", "middle", tick(at))
+	var labels []float64
+	label := func(x float64, text string) {
+		if !slices.ContainsFunc(labels, func(other float64) bool { return math.Abs(other-x) < labelWidth }) {
+			labels = append(labels, x)
+			d.text(x, headHeight-10, "tick", "middle", text)
 		}
 	}
 	for _, f := range l.folds {
 		d.line(d.x(f.at), bottom, "fold")
-		d.text(d.x(f.at), headHeight-10, "tick", "middle", "+"+Took(f.omitted))
+		label(d.x(f.at), "+"+Took(f.omitted))
+	}
+	for _, m := range l.marks(svgTicks) {
+		d.line(d.x(m.at), bottom, "grid")
+		label(d.x(m.at), tick(m.time))
 	}
 }
 

@@ -38,6 +38,8 @@ type Chart struct {
 	// Fold is the maximum length of a time without any span. A longer one is folded into a mark. 0
 	// means no limit.
 	Fold time.Duration
+	// Hide is the minimum length of a drawn span. Spans without a parent are always drawn.
+	Hide time.Duration
 }
 
 // SVG draws spans as an SVG 1.1 document, on an axis that begins with the first span.
@@ -63,12 +65,22 @@ type layout struct {
 	bars  []bar // in the order of the chart's spans
 	folds []fold
 	until time.Duration
+	short int // number of spans that are not drawn because they are short
+}
+
+// visible returns the spans that are drawn. The parts of a hidden span are shorter than it.
+func (c Chart) visible() []Span {
+	return slices.DeleteFunc(slices.Clone(c.Spans), func(s Span) bool {
+		return s.Depth > 0 && s.End-s.Start < c.Hide
+	})
 }
 
 func (c Chart) layout() layout {
-	l := layout{title: clean(c.Title), until: min(c.Until, mostTime), bars: make([]bar, len(c.Spans))}
-	inTime := make([]*bar, len(c.Spans))
-	for i, s := range c.Spans {
+	spans := c.visible()
+	l := layout{title: clean(c.Title), until: min(c.Until, mostTime), bars: make([]bar, len(spans)),
+		short: len(c.Spans) - len(spans)}
+	inTime := make([]*bar, len(spans))
+	for i, s := range spans {
 		s.Start = min(max(s.Start, -mostTime), mostTime)
 		s.Name, s.End, s.Depth = clean(s.Name), min(max(s.Start, s.End), mostTime), min(max(s.Depth, 0), maxDepth)
 		l.bars[i] = bar{Span: s}
@@ -115,6 +127,46 @@ func clean(name string) string {
 		n++
 	}
 	return b.String()
+}
+
+// shortNote returns a line about the spans that are not drawn, or "".
+func (c Chart) shortNote(l layout) string {
+	switch l.short {
+	case 0:
+		return ""
+	case 1:
+		return "1 step under " + Took(c.Hide) + " is not shown"
+	default:
+		return fmt.Sprintf("%d steps under %s are not shown", l.short, Took(c.Hide))
+	}
+}
+
+// mark is a tick with its place on the axis, and the time that it stands for.
+type mark struct{ at, time time.Duration }
+
+// marks returns ticks at round numbers of the time since the first span. Folded time counts, so a
+// tick after a fold stands for a later time than its place.
+func (l layout) marks(most int) []mark {
+	all := ticks(l.until, most)
+	if len(all) < 2 {
+		return []mark{{}}
+	}
+	step := all[1]
+	var found []mark
+	from, omitted := time.Duration(0), time.Duration(0)
+	for i := 0; i <= len(l.folds); i++ {
+		to := l.until + 1
+		if i < len(l.folds) {
+			to = l.folds[i].at
+		}
+		for t := (from + omitted + step - 1) / step * step; t-omitted < to; t += step {
+			found = append(found, mark{t - omitted, t})
+		}
+		if i < len(l.folds) {
+			from, omitted = to, omitted+l.folds[i].omitted
+		}
+	}
+	return found
 }
 
 // ticks returns at most most marks at round numbers, on an axis of length until.

@@ -5,6 +5,7 @@ import (
 	"encoding/xml"
 	"errors"
 	"flag"
+	"fmt"
 	"io"
 	"os"
 	"strings"
@@ -12,6 +13,8 @@ import (
 	"time"
 	"unicode"
 	"unicode/utf8"
+
+	"berth/internal/testutil"
 )
 
 var update = flag.Bool("update", false, "write the golden files")
@@ -187,4 +190,35 @@ func FuzzNames(f *testing.F) {
 			t.Errorf("%d characters", n)
 		}
 	})
+}
+
+// Short steps are counted instead of drawn; an operation is always drawn.
+func TestShortSpansAreHidden(t *testing.T) {
+	t.Parallel()
+	spans := []Span{
+		{Name: "operation", End: 20 * time.Microsecond},
+		{Name: "short", Depth: 1, End: 49 * time.Microsecond},
+		{Name: "long", Depth: 1, End: 50 * time.Microsecond},
+		{Name: "other", Depth: 2, End: time.Microsecond},
+	}
+	var out strings.Builder
+	testutil.Must(t, Chart{Spans: spans, Hide: 50 * time.Microsecond}.Text(&out, 100))
+	for text, want := range map[string]bool{"operation": true, "long": true, "short ": false, "other": false, "2 steps under 0.05 ms are not shown": true} {
+		if strings.Contains(out.String(), text) != want {
+			t.Errorf("%q is drawn: %v\n%s", text, !want, out.String())
+		}
+	}
+}
+
+// The labels of the axis are true times on both sides of a fold.
+func TestMarksCountFoldedTime(t *testing.T) {
+	t.Parallel()
+	l := Chart{Fold: 5 * time.Millisecond, Spans: []Span{{End: 12 * time.Millisecond}, {Start: time.Second, End: time.Second + 10*time.Millisecond}}}.layout()
+	var got []string
+	for _, m := range l.marks(5) {
+		got = append(got, fmt.Sprintf("%s at %s", tick(m.time), m.at))
+	}
+	if text := strings.Join(got, ", "); text != "0 at 0s, 10 ms at 10ms, 1 s at 17ms, 1010 ms at 27ms" {
+		t.Error(text)
+	}
 }
