@@ -218,7 +218,7 @@ func TestMarksCountFoldedTime(t *testing.T) {
 	for _, m := range l.marks(5) {
 		got = append(got, fmt.Sprintf("%s at %s", tick(m.time), m.at))
 	}
-	if text := strings.Join(got, ", "); text != "0 at 0s, 10 ms at 10ms, 1 s at 17ms, 1010 ms at 27ms" {
+	if text := strings.Join(got, ", "); text != "0 at 0s, 5 ms at 5ms, 10 ms at 10ms, 1 s at 17ms, 1005 ms at 22ms, 1010 ms at 27ms" {
 		t.Error(text)
 	}
 }
