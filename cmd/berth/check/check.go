@@ -185,8 +185,8 @@ func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 	return err
 }
 
-// nodeOf returns what a daemon would start with. Other obstacles, such as sockets and directories
-// in use, show up when the checks try them.
+// nodeOf returns the settings that a daemon would start with. Other obstacles, such as sockets and
+// directories in use, show up when the checks try them.
 func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 	facts, err := host.Detect("/")
 	if err != nil {
@@ -194,7 +194,7 @@ func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 	}
 	systemd, err := node.SystemdCgroup(cfg.CgroupDriver, facts.CgroupV2)
 	if err != nil {
-		systemd = true // so configured, which the checks report
+		systemd = true // as configured; the checks report the error
 	}
 	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd}
 	if n.Network, err = node.NetworkConfig(cfg, &berthnet.Plugin{Passive: true}); err != nil {
@@ -215,10 +215,10 @@ func printFindings(w io.Writer, findings []nodecheck.Finding, asJSON bool) error
 		if _, err := fmt.Fprintf(w, "%-8s %s: %s\n", f.Level, f.Subject, f.Found); err != nil {
 			return err
 		}
-		if f.Mend == "" {
+		if f.Fix == "" {
 			continue
 		}
-		if _, err := fmt.Fprintf(w, "%8s → %s\n", "", f.Mend); err != nil {
+		if _, err := fmt.Fprintf(w, "%8s → %s\n", "", f.Fix); err != nil {
 			return err
 		}
 	}

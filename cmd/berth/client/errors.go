@@ -9,7 +9,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Error is the failure of a call: a line of text that names the kind of failure, and the gRPC code.
+// Error is the failure of a call: one line of text and the gRPC code.
 // errors.Is matches context.Canceled and context.DeadlineExceeded.
 type Error struct{ status *status.Status }
 

@@ -24,7 +24,8 @@ type Pull struct {
 	Layers  []Layer   `json:"layers"`
 }
 
-// progressInterval is how often the progress is read, for a smooth progress bar.
+// progressInterval is the time between two reads of the progress. It is short enough for a smooth
+// progress bar.
 const progressInterval = 100 * time.Millisecond
 
 // PullWithProgress pulls an image and returns its ID. During the pull it calls each with the

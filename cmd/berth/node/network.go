@@ -23,9 +23,9 @@ const OwnNetwork = berthnet.Type
 // daemon's root.
 const AddressDir = "network"
 
-// NetworkConfig returns the configuration of package cni. The pods' network is berth's own, or that
-// of CNI's configuration directory. With a plugin, berth's own plugin runs as a function, also for
-// configurations in the directory. With nil it does not run.
+// NetworkConfig returns the configuration of package cni. The pods' network is the built-in
+// network, or the network in CNI's configuration directory. With a plugin, berth's own plugin runs
+// as a function, also for configurations in the directory. With nil it does not run.
 func NetworkConfig(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
 	c := cni.Config{
 		ConfDir:  cfg.CNIConfDir,

@@ -83,7 +83,7 @@ func startOf(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox) 
 	text, told := reply.GetInfo()["trace"]
 	if !told {
 		return nil, errdefs.FailedPrecondition(
-			"the runtime does not tell where time goes: it is another one, or an older berth")
+			"the runtime records no traces; it is not berth, or an older version")
 	}
 	var operations []trace.Operation
 	if err := json.Unmarshal([]byte(text), &operations); err != nil {

@@ -263,7 +263,7 @@ func runHook(ctx context.Context, c *client.Client, id string, h *corev1.Lifecyc
 	return nil
 }
 
-// remember adds an attempt to those that the end of the run must stop.
+// remember adds an attempt to the list that the end of the run stops.
 func (r *podRun) remember(a *attempt) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

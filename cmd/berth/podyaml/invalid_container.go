@@ -180,7 +180,7 @@ func (c *checker) handler(at string, h *corev1.LifecycleHandler) {
 	}
 }
 
-// stopSignal translates a signal's name. CRI's names are those of Kubernetes with a prefix.
+// stopSignal translates a signal's name. CRI's names are Kubernetes' names with a prefix.
 func stopSignal(s corev1.Signal) (runtimeapi.Signal, bool) {
 	n, ok := runtimeapi.Signal_value["SIGNAL_"+string(s)]
 	return runtimeapi.Signal(n), ok && n != 0

@@ -21,7 +21,7 @@ const (
 // Host has the facts about the machine that a plan needs.
 type Host struct {
 	NodeName    string   // as kubelet would set it
-	IPs         []string // of the host, that of the default route first; may be empty
+	IPs         []string // of the host, the default route's address first; may be empty
 	CPUs        int64
 	Memory      int64  // bytes
 	ResolvConf  []byte // of the host, for dnsPolicy Default with a dnsConfig
@@ -46,7 +46,7 @@ type Plan struct {
 	Pod          *corev1.Pod // from Parse
 	UID          string      // of this run
 	Host         Host
-	LogDir       string // directory in which the runtime writes the containers' logs
+	LogDir       string // directory where the runtime writes the containers' logs
 	CgroupParent string // empty: the runtime's default
 	FirstHostID  uint32 // first of UserNamespaceIDs host IDs, if WantsUserNamespace
 }

@@ -11,7 +11,7 @@ import (
 	"berth/internal/testutil"
 )
 
-var updateGolden = flag.Bool("update", false, "write the golden files anew")
+var updateGolden = flag.Bool("update", false, "rewrite the golden files")
 
 var frames = [][]client.Layer{
 	{{Digest: "sha256:0123456789abcdef", State: "waiting"}, {Digest: "sha256:fedcba9876543210", State: "present", Done: 0, Total: 512}},

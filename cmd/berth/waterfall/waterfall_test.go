@@ -117,7 +117,7 @@ func TestSVGShowsEverySpan(t *testing.T) {
 		}
 	}
 	if !strings.Contains(shown, "+"+Took(1995*ms)) {
-		t.Errorf("what is left out is not told: %s", shown)
+		t.Errorf("the time of the omitted part is missing: %s", shown)
 	}
 }
 

@@ -55,7 +55,7 @@ func checkProcess(_ context.Context, n *Node) []Finding {
 // part; openat2 (5.6), pidfds and clone into a cgroup (5.7) are older.
 const oldestMajor, oldestMinor = 5, 10
 
-// features of newer kernels, and what is missing without them.
+// features of newer kernels, and the consequences without them.
 var features = []struct {
 	major, minor int
 	name, brings string
@@ -170,11 +170,11 @@ func checkSysctls(_ context.Context, n *Node) []Finding {
 	for _, s := range sysctls {
 		text, err := n.value("/proc/sys/" + strings.ReplaceAll(s.name, ".", "/"))
 		if errors.Is(err, fs.ErrNotExist) {
-			mend := "use a kernel that has it: "
+			fix := "use a kernel that has it: "
 			if s.module != "" {
-				mend = fmt.Sprintf("modprobe %s, and name it in /etc/modules-load.d/berth.conf: ", s.module)
+				fix = fmt.Sprintf("modprobe %s, and name it in /etc/modules-load.d/berth.conf: ", s.module)
 			}
-			findings = append(findings, lacking(Warning, s.name, "there is no such sysctl", mend+s.reason))
+			findings = append(findings, lacking(Warning, s.name, "there is no such sysctl", fix+s.reason))
 			continue
 		}
 		value, parseErr := strconv.Atoi(text)

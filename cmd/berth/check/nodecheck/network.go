@@ -34,7 +34,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 	info := network.Info()
 	for _, s := range info.Skipped {
 		findings = append(findings,
-			lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
+			lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "correct or remove it"))
 	}
 	if statusErr != nil && n.Network.List != nil {
 		return append(

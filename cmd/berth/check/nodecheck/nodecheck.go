@@ -1,4 +1,4 @@
-// Package nodecheck reports what a node lacks to run berth and kubelet's pods, and how to fix it.
+// Package nodecheck checks whether a node can run berth and kubelet's pods, and suggests fixes.
 //
 // # Contract
 //
@@ -30,10 +30,10 @@ const (
 
 // Finding is the result of one check.
 type Finding struct {
-	Subject string `json:"subject"`        // the checked object
-	Level   Level  `json:"level"`          // severity
-	Found   string `json:"found"`          // the result
-	Mend    string `json:"mend,omitempty"` // how to fix it; empty if nothing is wrong
+	Subject string `json:"subject"`       // the checked object
+	Level   Level  `json:"level"`         // severity
+	Found   string `json:"found"`         // the result
+	Fix     string `json:"fix,omitempty"` // how to fix it; empty if nothing is wrong
 }
 
 // Node is the input of the checks.
@@ -54,7 +54,7 @@ type Node struct {
 // check performs the checks of one area.
 type check func(context.Context, *Node) []Finding
 
-// Run performs all checks, in the order that suits an operator who fixes the problems.
+// Run performs all checks, ordered so that an operator can fix the problems one after another.
 func Run(ctx context.Context, n *Node) []Finding {
 	if n.root == "" {
 		n.root = "/"
@@ -98,8 +98,8 @@ func ok(subject, format string, args ...any) Finding {
 }
 
 // lacking returns a finding that needs a fix.
-func lacking(level Level, subject, found, mend string) Finding {
-	return Finding{Subject: subject, Level: level, Found: found, Mend: mend}
+func lacking(level Level, subject, found, fix string) Finding {
+	return Finding{Subject: subject, Level: level, Found: found, Fix: fix}
 }
 
 // quiet returns a logger that drops everything, because the findings contain it.

@@ -36,8 +36,8 @@ func find(t *testing.T, findings []Finding, subject, part string) Finding {
 	t.Helper()
 	for _, f := range findings {
 		if f.Subject == subject && strings.Contains(f.Found, part) {
-			if (f.Level == OK) != (f.Mend == "") {
-				t.Errorf("%s is %s, and the mend is %q", subject, f.Level, f.Mend)
+			if (f.Level == OK) != (f.Fix == "") {
+				t.Errorf("%s is %s, and the fix is %q", subject, f.Level, f.Fix)
 			}
 			return f
 		}

@@ -24,8 +24,8 @@ type process struct {
 
 func (p process) String() string { return fmt.Sprintf("%s (pid %d)", p.name, p.pid) }
 
-// checkSockets finds out which processes listen on the sockets that the daemon needs, and on those
-// of other runtimes. It reads /proc and does not connect, because a runtime would
+// checkSockets finds the processes that listen on the daemon's sockets and on other runtimes'
+// sockets. It reads /proc and does not connect, because a runtime would
 // mistake a connection to its NRI socket for a plugin.
 func checkSockets(_ context.Context, n *Node) []Finding {
 	listening, err := n.listeners()

@@ -13,12 +13,12 @@ import (
 	"berth/internal/testutil"
 )
 
-func TestTrialsTellTheMend(t *testing.T) {
+func TestTrialsNameTheFix(t *testing.T) {
 	for _, tc := range []struct {
 		name, subject string
 		err           error
 		level         Level
-		mend          []string
+		fix           []string
 	}{
 		{"works", "veth", nil, OK, nil},
 		{"no veth", "veth", unix.EOPNOTSUPP, Warning, []string{"modprobe -a veth,", "/etc/modules-load.d", "CONFIG_VETH", "interfaces"}},
@@ -34,9 +34,9 @@ func TestTrialsTellTheMend(t *testing.T) {
 			if f.Level != tc.level || tc.err != nil && !strings.Contains(f.Found, tc.err.Error()) {
 				t.Errorf("%s: %s", f.Level, f.Found)
 			}
-			for _, part := range tc.mend {
-				if !strings.Contains(f.Mend, part) {
-					t.Errorf("the mend %q does not tell %q", f.Mend, part)
+			for _, part := range tc.fix {
+				if !strings.Contains(f.Fix, part) {
+					t.Errorf("the fix %q does not contain %q", f.Fix, part)
 				}
 			}
 		})

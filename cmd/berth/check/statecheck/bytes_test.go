@@ -90,7 +90,7 @@ func wantBytes(t *testing.T, what string, stored layer.Stored, found string) *Re
 
 func TestBytesOfPacked(t *testing.T) {
 	packed := func(file tar.Header) layer.Stored { return storeOf(t, layer.NewEROFS(unpack.Pack, 0), file) }
-	// treeOf replaces the layer's tree by that of another layer.
+	// treeOf replaces the layer's tree by another layer's tree.
 	treeOf := func(change func(*tar.Header)) func(dir string) error {
 		return func(dir string) error {
 			other := file()

@@ -157,7 +157,7 @@ func (f *facts) readRecords() error {
 
 func (f *facts) imageRoot() string { return filepath.Join(f.node.Root, "images") }
 
-// known reports whether an ID is that of a recorded pod or container.
+// known reports whether a pod or container with that ID is recorded.
 func (f *facts) known(id string) bool { return f.pods[id] != nil || f.containers[id] != nil }
 
 func podName(id string) string       { return "pod " + id }

@@ -300,7 +300,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 	}
 }
 
-// begins reports whether s begins with text, in which … matches anything.
+// begins reports whether s begins with text. A … in text matches anything.
 func begins(s, text string) bool {
 	head, tail, any := strings.Cut(text, "…")
 	rest, ok := strings.CutPrefix(s, head)

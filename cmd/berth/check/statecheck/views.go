@@ -293,7 +293,7 @@ func (f *facts) compareImageView(d *finder, i *image.Recorded, listed *runtimeap
 	}
 }
 
-// tagsOf returns the tags that belong to an image: the ones that no image with a later record has.
+// tagsOf returns the tags of an image, without tags that an image with a later record has.
 // A tag moves when its new owner's record is written.
 func (f *facts) tagsOf(i *image.Recorded) []string {
 	var tags []string

@@ -53,7 +53,7 @@ func (t *IdleTrimmer) Changing() (done func()) {
 	}
 }
 
-// restart begins the rest anew.
+// restart starts the idle time again.
 func (t *IdleTrimmer) restart() {
 	select {
 	case t.changed <- struct{}{}:

@@ -19,7 +19,7 @@ import (
 
 var discardLog = slog.New(slog.DiscardHandler)
 
-// fakeSystemd returns the socket on which systemd expects a report in each period.
+// fakeSystemd returns the socket for the daemon's report in each period.
 func fakeSystemd(t *testing.T, period time.Duration) *net.UnixConn {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "notify")
