@@ -23,8 +23,8 @@ func reset(d *harness.Daemon, args ...string) (string, error) {
 	return string(out), err
 }
 
-// resettable is a daemon with a pod of two containers on the built-in network, one of which handles
-// SIGTERM, and another pod on the node's network.
+// resettable is a daemon with two pods. One is on the built-in network and has two containers, and
+// the first of them handles SIGTERM. The other pod is on the node's network.
 type resettable struct {
 	d       *harness.Daemon
 	before  inventory.Items

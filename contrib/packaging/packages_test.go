@@ -85,8 +85,8 @@ func one(t *testing.T, dir, pattern string) string {
 // file is an entry of a package: its type and mode as ls prints them, and its owner.
 type file struct{ path, mode, owner string }
 
-// want returns the files of a package. prefix is the directory of programs and shared files, cni
-// that of CNI plugins, zsh that of completions.
+// want returns the files of a package. Programs and shared files are below prefix, CNI plugins in
+// cni, and zsh's completions in zsh.
 func want(prefix, cni, zsh string) []file {
 	const data, program = "-rw-r--r--", "-rwxr-xr-x"
 	all := []file{
@@ -340,8 +340,8 @@ func TestPackagedConfigurationIsValid(t *testing.T) {
 	}
 }
 
-// chroot returns a directory with a shell and the programs that maintainer scripts use, as the root
-// of an image that is being built.
+// chroot returns a directory with a shell and the programs that maintainer scripts use. It resembles
+// the root of an image during its build.
 func chroot(t *testing.T) string {
 	t.Helper()
 	testutil.NeedRoot(t)

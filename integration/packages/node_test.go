@@ -53,7 +53,7 @@ func write(t *testing.T, path, content string) {
 	harness.Must(t, os.WriteFile(path, []byte(content), 0o600))
 }
 
-// eventually waits until a condition returns nil. If it does not, it logs what the units logged.
+// eventually waits until a condition returns nil. On failure it prints the logs of the units.
 func eventually(t *testing.T, what string, condition func() error) {
 	t.Helper()
 	err := harness.PollUpTo(patience, time.Second, func() error {

@@ -24,7 +24,7 @@ import (
 )
 
 // remove removes everything that survey finds. It keeps the records until all pods are removed,
-// because they name what is left of the pods.
+// because a later reset needs them for the rest.
 func remove(ctx context.Context, cfg *config.Config, grace time.Duration, log *slog.Logger) error {
 	ids, err := state.IDs(cfg.Root)
 	if err != nil {

@@ -20,7 +20,7 @@ import (
 	"berth/cmd/berth/config"
 )
 
-// options are the flags of the command besides those of the configuration.
+// options holds the command's own flags. The other flags belong to the configuration.
 type options struct {
 	dryRun, yes, stop bool
 	grace             time.Duration
@@ -33,12 +33,12 @@ func Command() *cobra.Command {
 		Use:     "reset",
 		Aliases: []string{"uninstall"},
 		Short:   "Remove all pods, images, networks and state from this node",
-		Long: `Remove what berth has on this node: pods with their containers, images, the built-in
+		Long: `Remove everything that berth created on this node: pods with their containers, images, the built-in
 network's bridge and nftables table, mounts, the AppArmor profile, and the directories
 root and state of the configuration. Programs and configuration files stay. Volumes,
 logs and CNI configurations belong to others and stay, too.
 
-The command prints what it removes and asks for confirmation. Containers get SIGTERM and
+The command prints a list and asks for confirmation. Containers get SIGTERM and
 the grace period. If a pod cannot be removed, its state stays, and the command can be
 repeated.
 
@@ -67,7 +67,7 @@ stop berth.socket berth.service", or let --stop-daemon stop it.`,
 	return cmd
 }
 
-// run prints what the node has, and removes it unless this is a dry run.
+// run prints a list of berth's parts on the node. It removes them unless this is a dry run.
 func (o *options) run(ctx context.Context, cfg *config.Config, in io.Reader, out io.Writer) error {
 	found, err := survey(cfg)
 	if err != nil {

@@ -127,7 +127,7 @@ func isBindOnItself(m *mountinfo.Info, before []*mountinfo.Info) bool {
 
 func isBelow(path, dir string) bool { return strings.HasPrefix(path, dir+"/") }
 
-// resolved returns path without symbolic links, as the kernel lists mount points.
+// resolved returns path without symbolic links. The kernel lists mount points in this form.
 func resolved(path string) string {
 	if real, err := filepath.EvalSymlinks(path); err == nil {
 		return real

@@ -17,7 +17,7 @@ func main() {
 		os.Exit(2)
 	}
 	command := root.Command()
-	command.DisableAutoGenTag = true // its date is that of the build
+	command.DisableAutoGenTag = true // the tag contains the time of the build
 	header := &doc.GenManHeader{Section: "8", Source: "berth", Manual: "System administration"}
 	if err := doc.GenManTree(command, header, os.Args[1]); err != nil {
 		fmt.Fprintln(os.Stderr, "man:", err)
