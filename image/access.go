@@ -21,16 +21,16 @@ const (
 	fromRepository               // the same repository
 )
 
-// accesses records which layers the current pulls may use. It is not on disk, because a pull that a
-// crash interrupted grants no access. The index has the repositories of recorded images.
+// accesses records which layers the current pulls may use. It is not on disk, because an
+// interrupted pull grants no access. The index has the repositories of recorded images.
 type accesses struct {
 	mu     sync.Mutex // guards active and the layers of each access
 	active map[*access]bool
 }
 
-// access records the layers that one pull may read. A digest in a manifest is no evidence: anyone
-// could publish a manifest that names private layers of others. The registry has to serve the layer
-// to this pull, or to confirm that it would (docs/adr/001-layer-access.md).
+// access records the layers that one pull may use. A digest in a manifest is no evidence: anyone
+// could publish a manifest with the digests of another user's private layers. The registry must
+// serve the layer to this pull or confirm that it would (docs/adr/001-layer-access.md).
 type access struct {
 	all    *accesses
 	repo   *registry.Repository
@@ -42,7 +42,7 @@ type access struct {
 	origins map[digest.Digest]origin
 }
 
-// begin returns the access of a pull of these layers. The caller ends it after the image is
+// begin returns the access of a pull to the wanted layers. The caller calls end after the image is
 // recorded or the pull has failed.
 func (a *accesses) begin(repo *registry.Repository, wanted []digest.Digest) *access {
 	begun := &access{all: a, repo: repo, wanted: wanted, layers: map[digest.Digest]bool{}}
@@ -147,9 +147,8 @@ func (s *Store) originOf(a *access, layer digest.Digest) origin {
 	return max(s.accesses.origin(a.repo.Reference(), layer), a.recorded(s.index.Load(), layer))
 }
 
-// mayUse reports whether a pull may use a present layer without fetching it. It asks a registry
-// that has served the blob before. It does not trust other registries, which could claim blobs that
-// they do not have.
+// mayUse reports whether a pull may use a present layer without a download. It asks only a registry
+// that served the blob before, because another registry could claim a blob that it does not have.
 func (s *Store) mayUse(ctx context.Context, a *access, l registry.Layer, from origin) bool {
 	name := sourceOf(l).Name()
 	switch {
@@ -170,15 +169,15 @@ func (s *Store) hasBlob(ctx context.Context, repo *registry.Repository, l regist
 	return repo.HasBlob(ctx, l.Blob)
 }
 
-// use ensures that a pull may use a present layer. If mayUse refuses, it fetches the blob to check
-// the digest, and does not unpack it.
+// use ensures that a pull may use a present layer. If mayUse returns false, it downloads the blob
+// and checks the digest, but does not unpack it.
 func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origin, track *layerTrack) error {
 	if s.mayUse(ctx, a, l, from) {
 		track.set(LayerPresent)
 		return nil
 	}
 	ref := a.repo.Reference()
-	s.log.Info("fetching a present layer: its registry has not proved access to it", "image", ref.String(),
+	s.log.Info("downloading a present layer to verify that the registry has it", "image", ref.String(),
 		"layer", l.Blob.Digest)
 	key := flightKey{domain: ref.Domain, repository: ref.Name(), blob: l.Blob.Digest, diffID: l.DiffID}
 	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {

@@ -1,13 +1,12 @@
 // Package image is the node's image store. It pulls images from registries (package
 // image/registry), stores their layers (package image/layer) and keeps records that survive
-// restarts and power cuts.
+// restarts and power failures.
 //
 // # Contract
 //
 // The ID of an image is the digest of its configuration. The configuration names the tars of the
-// layers but not the blobs, and package layer shares a layer only among images that name the same
-// blob. If a second image has the configuration of an existing one and other blobs, its ID is made
-// of the digests of both.
+// layers but not the blobs, and images share a layer only if they name the same blob. If a second
+// image has the same configuration and other blobs, its ID is derived from both.
 //
 // An image exists from the moment its record is durable. The record is written after all layers, so
 // a partial image is never visible. The layers of a failed pull are deleted. Images are immutable:

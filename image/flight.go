@@ -14,18 +14,19 @@ import (
 )
 
 // flightKey identifies a shared download: one blob that becomes one layer, from one registry. Pulls
-// from different registries share nothing, because a registry could stall another registry's pull.
+// from different registries share no download, because one registry could stall the pulls of the
+// other.
 type flightKey struct {
 	domain     string
-	repository string // of a download that only proves access; empty: any of the registry
+	repository string // set if the download only proves access to this repository
 	blob       digest.Digest
 	diffID     digest.Digest
-	kind       rootfs.Kind // of the store that the layer goes to; empty: none
+	kind       rootfs.Kind // form of the new layer; empty if the download only proves access
 }
 
 // flights shares one download among concurrent pulls of the same layer.
 type flights struct {
-	ctx context.Context // canceled to end all downloads
+	ctx context.Context // its end cancels all downloads
 	log *slog.Logger
 	wg  sync.WaitGroup
 
@@ -47,15 +48,16 @@ func newFlights(ctx context.Context, log *slog.Logger) *flights {
 	return &flights{ctx: ctx, log: log, active: map[flightKey]*flight{}}
 }
 
-// join waits for the download of a key and starts it with run if there is none. started reports
-// whether it did: the failure of another pull's download may have reasons that do not concern this
-// one. by is the image that started it. onStart gets the counter of received bytes.
+// join waits for the download of a key. If the key has none, it starts one with run. by is the
+// image whose pull started the download; onStart receives the counter of received bytes. started
+// reports whether this call started the download: another pull's download may have failed for
+// reasons that do not concern this one.
 //
-// The download does not end with ctx: it ends when no waiter is left. The last waiter waits for its
-// end.
+// The download does not end with ctx. When its last waiter leaves, that waiter cancels it and waits
+// for its end.
 func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*atomic.Int64),
 	run func(context.Context, *atomic.Int64) error) (by registry.Reference, started bool, err error) {
-	fl, started := f.board(key, ref, run)
+	fl, started := f.find(key, ref, run)
 	onStart(fl.bytes)
 	select {
 	case <-fl.done:
@@ -66,7 +68,7 @@ func (f *flights) join(ctx context.Context, key flightKey, ref registry.Referenc
 	}
 }
 
-func (f *flights) board(
+func (f *flights) find(
 	key flightKey, ref registry.Reference, run func(context.Context, *atomic.Int64) error,
 ) (fl *flight, started bool) {
 	f.mu.Lock()

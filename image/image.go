@@ -38,8 +38,8 @@ func (i *Image) Specification() (ocispec.Image, error) {
 }
 
 // DigestedReference returns the name@digest that container status reports for this image, or "" if
-// the image has none. The digest is that of the manifest or index. Among several it prefers the
-// name that the user wrote, then the repository of that name, then the one pulled last.
+// the image has none. It is the digest of the manifest or index. Among several names it prefers the
+// written one, then one of the same repository, then the one pulled last.
 func (i *Image) DigestedReference(written string) string {
 	if ref, err := registry.ParseReference(written); err == nil {
 		if ref.Digest != "" && slices.Contains(i.RepoDigests, ref.String()) {
@@ -58,7 +58,7 @@ func (i *Image) DigestedReference(written string) string {
 }
 
 // ofContainers returns the part of a configuration that containers use. Each container's record
-// contains it.
+// contains a copy.
 func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
 	return ocispec.ImageConfig{
 		User:       c.User,
@@ -99,7 +99,7 @@ func newIndex(records map[string]record, last *index, pinned map[string]bool) *i
 	return x
 }
 
-// unchanged returns the image of a record if the record was not written since, else nil.
+// unchanged returns the image of a record if the record is the same as in x, else nil.
 func (x *index) unchanged(id string, rec record) *Image {
 	if x == nil || x.records[id].Sequence != rec.Sequence {
 		return nil
@@ -111,8 +111,7 @@ func (x *index) unchanged(id string, rec record) *Image {
 // kubelet would take such a name for a present image.
 const minPrefix = 7
 
-// find returns the image that ref names: an ID with or without "sha256:", a tag, a digest, a short
-// name or the unique prefix of an ID.
+// find returns the image that ref names, see Store.Get.
 func (x *index) find(ref string) (*Image, error) {
 	hex, isID := strings.CutPrefix(ref, "sha256:")
 	if img, ok := x.byID["sha256:"+hex]; ok {
@@ -248,9 +247,9 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 	return img
 }
 
-// diskSize estimates the record's size on disk in blocks of 4 KiB.
+// diskSize estimates the size of the record's file, in whole blocks.
 func (r record) diskSize() uint64 {
-	const block, frame = 4096, 256 // frame: the parts of fixed length
+	const block, frame = 4096, 256 // frame: the bytes around Config and the names
 	n := frame + base64.StdEncoding.EncodedLen(len(r.Config))
 	for _, name := range slices.Concat(r.Tags, r.Digests) {
 		n += len(name) + len(`"",`)
@@ -261,12 +260,12 @@ func (r record) diskSize() uint64 {
 	return uint64((n + block - 1) / block * block)
 }
 
-// maxDigests limits the digests of an image. A tag that is pushed again with the same content in
-// another form adds one.
+// maxDigests limits the digests of an image. Each push of a tag with the same content in another
+// manifest adds one.
 const maxDigests = 64
 
-// with returns a copy with one more name, without the oldest digests beyond maxDigests. The digest
-// of this pull becomes the last one, for DigestedReference. An image from a docker archive has none.
+// with returns a copy with one more name. The digest of this pull becomes the last one, for
+// DigestedReference; digests before the last maxDigests are dropped.
 func (r record) with(ref registry.Reference, d digest.Digest) record {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {

@@ -50,8 +50,8 @@ type pulls struct {
 type pullTrack struct {
 	ref      string
 	started  time.Time
-	registry string   // host of ref, empty for an invalid one; owned by the pull
-	hosts    []string // that answered; owned by the pull
+	registry string   // host of ref, empty if ref is invalid; only the pull's goroutine uses it
+	hosts    []string // hosts that answered; only the pull's goroutine uses it
 	layers   atomic.Pointer[[]*layerTrack]
 }
 
@@ -103,8 +103,7 @@ func (p *pulls) snapshot() []PullProgress {
 	return all
 }
 
-// received returns the bytes of layers that were fetched for the pull, including those of shared
-// downloads.
+// received returns the bytes of layers that the pull received. They include shared downloads.
 func (t *pullTrack) received() (bytes int64) {
 	layers := t.layers.Load()
 	if layers == nil {

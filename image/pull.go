@@ -29,10 +29,9 @@ import (
 )
 
 // Pull fetches the image that ref names and records it under that name. It asks the registry even
-// if the image is present: the registry decides about access and about the tag's target. auth may
-// be nil.
-//
-// Errors: those of package registry; see the package documentation about RegistryUnavailable.
+// if the image is present, because the registry controls the access and the tag's target. auth may
+// be nil. Errors are documented in package registry; the package documentation describes the error
+// of an unavailable registry.
 func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*Image, error) {
 	track, err := s.pulls.start(ref)
 	if err != nil {
@@ -86,7 +85,7 @@ func (s *Store) pullReference(ctx context.Context, ref registry.Reference, crede
 	}
 	defer repo.Close()
 	defer func() { track.hosts = repo.Served() }()
-	end := s.cfg.Waits.BeginOpen("registry manifest", "image "+ref.String()) // no deadline: stalled transfers end
+	end := s.cfg.Waits.BeginOpen("registry manifest", "image "+ref.String()) // stalled transfers end, so no deadline
 	if img := s.unchanged(ctx, repo); img != nil {
 		end()
 		return img, nil
@@ -102,8 +101,8 @@ func (s *Store) pullReference(ctx context.Context, ref registry.Reference, crede
 	return s.fetch(ctx, repo, resolved, track.setLayers(resolved.Layers))
 }
 
-// checkSizes rejects an image with a blob larger than any tar may be. Decompressors would skip most
-// of it, and no other limit bounds that.
+// checkSizes rejects an image with a blob larger than any valid tar. Decompressors skip most bytes
+// of such a blob, so no other limit applies.
 func checkSizes(layers []registry.Layer, limits unpack.Limits) error {
 	slack := limits.Tar>>6 + 1<<20 // overhead of compressing incompressible data, and an index
 	for i, l := range layers {
@@ -182,12 +181,12 @@ func (s *Store) add(ctx context.Context, what string, img *registry.Image, names
 	return s.commit(ctx, names, img, store)
 }
 
-// usualFile is the memory for merging one file: its node, its name and its part of a directory.
-// 140,000 files take erofs.MaxMemory.
+// usualFile is the memory for merging one file: its node, its name and its directory entry. 140,000
+// files fill erofs.MaxMemory.
 const usualFile = tree.NodeMemory + 32
 
-// mostInodes returns how many usual files of EROFS layers can be merged. It counts files that upper
-// layers hide, so some images become directories without need.
+// mostInodes returns how many usual files of EROFS layers can be merged. The caller's count
+// includes files that upper layers hide, so some images are stored as directories without need.
 func (s *Store) mostInodes() uint64 {
 	return uint64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)) / usualFile
 }
@@ -217,9 +216,8 @@ func (s *Store) addLayers(ctx context.Context, store *layer.Store, img *registry
 	return nil
 }
 
-// missing returns how many bytes of an image's layers are to be fetched. They take more on disk.
-// The check before the download keeps a client from fetching an image that does not fit again and
-// again.
+// missing returns the size of the blobs to download for an image. The layers take more space on
+// disk. The check before the download prevents repeated pulls of an image that does not fit.
 func missing(store *layer.Store, img *registry.Image) (bytes uint64) {
 	counted := map[digest.Digest]bool{}
 	for _, l := range img.Layers {
@@ -258,12 +256,13 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 	})
 }
 
-// share runs a download that shows that the pull's registry has a layer, or joins that of another
-// pull. If the other one fails, it runs its own.
+// share downloads a layer with run, or waits for another pull's download of the same layer. If the
+// other download fails, share starts its own. A successful download grants the pull access to the
+// layer.
 func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack,
 	run func(context.Context, *atomic.Int64) error) error {
 	name, ref := sourceOf(l).Name(), a.repo.Reference()
-	// No deadline: stalled transfers end.
+	// Stalled transfers end, so no deadline.
 	defer s.cfg.Waits.BeginOpen("layer download and unpack", "layer "+l.DiffID.String())()
 	for {
 		by, started, err := s.flights.join(ctx, key, ref, track.downloading,
@@ -302,9 +301,9 @@ func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry
 	})
 }
 
-// fromHosts calls fetch for the hosts of a repository, by number. After corrupt content it tries
-// the next host, because a mirror's cache may be damaged. After the last host, it retries one layer
-// that was fetched in parts as a whole.
+// fromHosts calls fetch with the number of a repository's host. After corrupt content it tries the
+// next host, because a mirror's cache may be damaged. If the only host sent the layer in parts, it
+// retries the layer as a whole.
 func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *atomic.Int64,
 	fetch func(host int) (inParts bool, err error)) error {
 	var err error
@@ -324,8 +323,8 @@ func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received 
 }
 
 // downloadFrom streams a layer from the network through its checks into the layer store, starting
-// with the given host. It returns the limits of the layer and whether parts of it were fetched by
-// range requests.
+// with the given host. It returns the limits of the layer and whether range requests fetched parts
+// of it.
 func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
 	first int, received *atomic.Int64, more shortage) (had unpack.Limits, inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) {
@@ -337,7 +336,7 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	}
 	defer blob.Close() // read to its end or abandoned
 	had, err = s.unpack(ctx, store, repo.Reference().Domain, l, blob, more)
-	if err == nil { // the blob is unread if another pull has created the layer meanwhile
+	if err == nil { // unread if another pull created the layer meanwhile
 		_, err = io.Copy(io.Discard, blob)
 	}
 	inParts = blob.InParts()
@@ -383,7 +382,7 @@ func (s *Store) withMemory(
 	return s.memory.wait(ctx, limits, more)
 }
 
-// withSlot runs create when its registry gets an unpack slot.
+// withSlot calls make while it holds an unpack slot of the registry.
 func (s *Store) withSlot(ctx context.Context, domain string, make func() error) error {
 	release, err := s.slots.acquire(ctx, domain)
 	if err != nil {
@@ -393,24 +392,25 @@ func (s *Store) withSlot(ctx context.Context, domain string, make func() error) 
 	return make()
 }
 
-// rejectsContent reports whether an error blames the content of a layer.
+// rejectsContent reports whether an error is due to the content of a layer.
 func rejectsContent(err error) bool {
 	code := errdefs.Code(err)
 	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
 }
 
 const (
-	// faultTime limits reading on after an error, if another host or another attempt may do better.
+	// faultTime limits the time to read the rest of a rejected blob if another host or attempt may
+	// succeed.
 	faultTime = time.Minute
-	// littleLeft and littleTime limit reading on to tell a corrupt blob from a bad tar. Without
-	// this the error of a short blob would depend on timing.
+	// If at most littleLeft bytes are unread, littleTime limits the time to read them. Without this
+	// the error of a truncated blob would depend on timing.
 	littleLeft = 4 << 20
 	littleTime = 3 * time.Second
 )
 
-// faultOf reads the rest of a blob whose layer was rejected. It returns the blob's own error if its
-// digest is wrong, else the given one: a changed byte in a host's cache first shows as an invalid
-// tar. It needs no slot because it unpacks nothing.
+// faultOf reads the rest of a blob whose layer was rejected. If the digest is wrong, it returns
+// that error instead: damage in a host's cache may first show as an invalid tar. It needs no slot
+// because it unpacks nothing.
 func faultOf(ctx context.Context, blob *registry.Blob, refused error, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
@@ -423,18 +423,18 @@ func faultOf(ctx context.Context, blob *registry.Blob, refused error, within tim
 }
 
 const (
-	// maxInflation is the largest ratio of tar to blob size. deflate reaches 1032; zstd could make
-	// terabytes of a few kilobytes.
+	// maxInflation is the largest accepted ratio of tar size to blob size. deflate reaches 1032;
+	// zstd could produce terabytes from a few kilobytes.
 	maxInflation = 1100
-	// freeInflation is granted to every layer.
+	// freeInflation is added to the limit of every layer.
 	freeInflation = 64 << 20
-	// freeHoles is how much longer than its tar the files of a layer may be because of holes. Holes
-	// take no disk, but time to read.
+	// freeHoles is how much the files of a layer may exceed the tar because of holes. Holes take no
+	// disk space, but time to read.
 	freeHoles = 4 << 30
 )
 
-// limitsOf limits a layer by the size of its blob, so that filling a node's disk takes as many
-// bytes of network traffic.
+// limitsOf limits a layer by the size of its blob, so that nobody fills a node's disk with little
+// network traffic.
 func limitsOf(blob ocispec.Descriptor, limits unpack.Limits) unpack.Limits {
 	if blob.Size < limits.Tar/maxInflation {
 		limits.Tar = min(limits.Tar, blob.Size*maxInflation+freeInflation)

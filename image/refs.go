@@ -12,13 +12,13 @@ import (
 	"berth/internal/rootfs"
 )
 
-// layerRefs counts the owners of layers and of layer chains, which may have an image. Owners are
-// images, holders and pulls. An image needs its layers in one form. Holders and pulls need them in
-// any form, because a container may run on any.
+// layerRefs counts the owners of layers and of layer chains. Owners are images, holders and pulls.
+// An image needs its layers in one form. Holders and pulls need them in all forms, because a
+// container may run on any.
 //
-// A layer or chain without owner is marked for deletion under the lock and deleted without it. A
-// new owner waits for the end of the deletion and creates the layer again, so nothing uses a half
-// deleted layer.
+// A layer or chain without owner is marked under the lock and deleted without it. A new owner waits
+// for the end of the deletion and creates the layer again, so nothing uses a partially deleted
+// layer.
 type layerRefs struct {
 	mu      sync.Mutex // guards all fields below
 	owners  map[string]need
@@ -97,9 +97,8 @@ func newLayerRefs() *layerRefs {
 	return &layerRefs{owners: map[string]need{}, layers: newUses(), chains: newUses()}
 }
 
-// acquire registers an owner's layers in the given forms, in any form if there are none. It waits
-// while one of them is under deletion. It replaces the layers of an owner that is registered
-// already.
+// acquire registers an owner's layers in the given forms, or in all forms. It waits until none of
+// them is under deletion. It replaces the earlier layers of the owner.
 func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.Digest, kinds ...rootfs.Kind) error {
 	for {
 		gone, ok := l.tryAcquire(owner, layers, kinds...)
@@ -114,8 +113,8 @@ func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.D
 	}
 }
 
-// tryAcquire registers an owner's layers unless one of them, or their chain, is under deletion. In
-// that case it returns a channel that is closed after the deletion.
+// tryAcquire registers an owner's layers. If one of them or their chain is under deletion, it only
+// returns a channel that is closed after the deletion.
 func (l *layerRefs) tryAcquire(
 	owner string, layers []digest.Digest, kinds ...rootfs.Kind,
 ) (gone <-chan struct{}, ok bool) {
@@ -145,8 +144,8 @@ func (l *layerRefs) has(owner string, layers []digest.Digest) bool {
 	return slices.Equal(l.owners[owner].layers, layers)
 }
 
-// releaseIfSettled removes an owner that cannot use its layers, unless some owners have not
-// registered yet.
+// releaseIfSettled removes an owner after settle. Before, the owner may be an earlier daemon's
+// container.
 func (l *layerRefs) releaseIfSettled(owner string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -193,21 +192,20 @@ func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
 	return chains, l.settled
 }
 
-// markDeleting marks those of the given layers that have no owner and returns them. The caller
-// deletes each and then calls deleted.
+// markDeleting marks the given layers without owner and returns them. The caller deletes each and
+// then calls deleted.
 func (l *layerRefs) markDeleting(layers []form) []form {
 	return l.mark(l.layers, layers)
 }
 
-// deleted unmarks a layer, whether the deletion succeeded or not.
+// deleted unmarks a layer, even after a failed deletion.
 func (l *layerRefs) deleted(f form) { l.unmark(l.layers, f) }
 
-// markChainsDeleting is markDeleting for chains. The caller calls chainDeleted for each.
+// markChainsDeleting is markDeleting for chains.
 func (l *layerRefs) markChainsDeleting(chains []form) []form {
 	return l.mark(l.chains, chains)
 }
 
-// chainDeleted is deleted for a chain.
 func (l *layerRefs) chainDeleted(f form) { l.unmark(l.chains, f) }
 
 func (l *layerRefs) mark(u uses, list []form) (marked []form) {

@@ -6,14 +6,14 @@ import (
 	"sync"
 )
 
-// unpackSlots limits concurrent unpack processes. A layer occupies its slot for as long as its
-// registry takes to send it. So a registry gets a slot only while more are free than it has: slow
-// registries do not starve the others.
+// unpackSlots limits concurrent unpack processes. A layer occupies its slot until its registry has
+// sent it. A registry gets a slot only if it holds fewer slots than are free, so slow registries do
+// not starve others.
 type unpackSlots struct {
 	mu    sync.Mutex // guards all fields below
 	free  int
 	by    map[string]int // slots in use, by registry
-	freed chan struct{}  // closed when a slot is released
+	freed chan struct{}  // closed at the next release
 }
 
 func newUnpackSlots(most int) *unpackSlots {
@@ -43,8 +43,8 @@ func (t *unpackSlots) tryAcquire(registry string) (release func(), ok bool) {
 	return func() { t.release(registry) }, true
 }
 
-// try takes a slot if the registry may have one. Otherwise it returns a channel that is closed when
-// another attempt makes sense.
+// try takes a slot. If the registry may not have one, it returns a channel that is closed at the
+// next release.
 func (t *unpackSlots) try(registry string) (freed <-chan struct{}, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -82,8 +82,8 @@ type Store struct {
 	closeOnce func() error
 }
 
-// Open opens the store below cfg.Root and creates the directory if needed. It sets damaged records
-// aside and logs them. The caller closes the store.
+// Open opens the store below cfg.Root and creates the directory if needed. It moves damaged records
+// out of the way and logs them. The caller closes the store.
 func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error) {
 	pinned, err := pinnedNames(cfg.Pinned)
 	if err != nil {
@@ -163,9 +163,8 @@ func (s *Store) close() error {
 	return s.layers.close()
 }
 
-// load reads the records. It sets aside damaged records and those with a missing layer: the image
-// has to be pulled again. If this kernel cannot mount the layers of an image, load removes the
-// image and its layers.
+// load reads the records. It moves damaged records and records with a missing layer out of the way;
+// their images must be pulled again. It removes images with layers that this kernel cannot mount.
 func (s *Store) load() error {
 	records := map[string]record{}
 	unmountable := map[string]record{}
@@ -208,8 +207,8 @@ func (s *Store) load() error {
 	return nil
 }
 
-// removeUnmountable removes images that this kernel cannot mount, and then their layers. If that
-// fails, on a read-only filesystem for example, the next start tries again.
+// removeUnmountable removes images that this kernel cannot mount, and then their layers. After a
+// failure, for example on a read-only filesystem, the next start tries again.
 func (s *Store) removeUnmountable(images map[string]record) {
 	for id, rec := range images {
 		s.sequence = max(s.sequence, rec.Sequence)
@@ -224,9 +223,9 @@ func (s *Store) removeUnmountable(images map[string]record) {
 	s.layers.removeUnmountable()
 }
 
-// settleTags gives a tag that two records have to the one written last, because a pull writes the
-// new owner of a tag first. It returns by ID the tags that records have lost. The caller must write
-// these records: otherwise the older image would get the tag back when the newer one is removed.
+// settleTags assigns a tag of two records to the one written last, because a pull writes the tag's
+// new owner first. It returns the lost tags by image ID. The caller must write these records:
+// otherwise the older image would regain the tag when the newer one is removed.
 func settleTags(records map[string]record) (lost map[string][]string) {
 	owner := map[string]string{}
 	for _, id := range slices.Sorted(maps.Keys(records)) {
@@ -253,8 +252,8 @@ func settleTags(records map[string]record) (lost map[string][]string) {
 func (s *Store) List() []*Image { return s.index.Load().images }
 
 // Get returns the image that ref names: an ID with or without "sha256:", a unique prefix of an ID
-// (seven digits at least), a tag or a digest, also with Docker Hub's short names. Errors: NotFound;
-// InvalidArgument if ref is empty or several IDs match.
+// with at least seven digits, a tag or a digest. It accepts Docker Hub's short names. Errors:
+// NotFound; InvalidArgument if ref is empty or several IDs match.
 func (s *Store) Get(ref string) (*Image, error) { return s.find(ref) }
 
 // find finds an image as index.find does. Short names follow registries.conf.
@@ -296,7 +295,7 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 }
 
 // Remove removes the image that ref names, with all its tags, and the layers that only it needs. An
-// unknown image is no error. Neither is a failure to delete unneeded layers of others.
+// unknown image is no error. Failures to delete other unneeded layers are only logged.
 func (s *Store) Remove(ctx context.Context, ref string) error {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
@@ -334,12 +333,12 @@ func (s *Store) remove(id string) error {
 	return nil
 }
 
-// Hold keeps layers (an image's, by name, bottom first) for a holder and returns what to mount. A
-// holder may call it again. A missing layer is NotFound.
+// Hold keeps the layers of an image for a holder and returns the layers to mount. layers are names,
+// bottom first. A holder may call it again. A missing layer is NotFound.
 //
-// After an error the holder holds nothing, with two exceptions, because a container may be running
-// on the layers. One is a holder that held them before. The other is a call before CollectGarbage,
-// when the holder may be an earlier daemon's.
+// After an error the holder holds nothing, unless a container may be running on the layers: if the
+// holder held them before, or if CollectGarbage has not run and the holder may be an earlier
+// daemon's.
 func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error) {
 	if len(layers) == 0 {
 		return rootfs.Spec{}, errdefs.FailedPrecondition("image has no layers")
@@ -362,12 +361,11 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 	return rootfs.Spec{Layers: list}, nil
 }
 
-// holdTimeout limits Hold, which takes no time unless it has to create a join or an image of the
-// layers.
+// holdTimeout limits Hold, which is fast unless it must create a join or a merged image.
 const holdTimeout = time.Minute
 
 // Release ends Hold and deletes the layers that only the holder needed. An unknown holder is no
-// error. Neither is a failure to delete unneeded layers of others.
+// error. Failures to delete other unneeded layers are only logged.
 func (s *Store) Release(holder string) error {
 	layers := s.refs.release(holderOwner(holder))
 	if err := s.sweepAfter(layers); err != nil {
@@ -386,7 +384,7 @@ func (s *Store) CollectGarbage(context.Context) error {
 	return nil
 }
 
-// sweepAfter sweeps after a release of layers. It returns the failures with these layers and logs
+// sweepAfter sweeps after a release of layers. It returns the failures for these layers and logs
 // the others.
 func (s *Store) sweepAfter(given []digest.Digest) error {
 	own, others := s.sweep(given)
@@ -396,8 +394,9 @@ func (s *Store) sweepAfter(given []digest.Digest) error {
 	return own
 }
 
-// sweep deletes unneeded layers and what was set aside. It returns the failures with the caller's
-// own layers and the others separately. The next sweep, and the next daemon, try again.
+// sweep deletes unneeded layers, including unusable ones that Open moved to the set-aside folder.
+// It returns the failures for the caller's layers and for others separately. The next sweep, and
+// the next daemon, try again.
 func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 	if inUse, all := s.refs.held(); all {
 		others = s.layers.DropSetAside(inUse)
@@ -419,8 +418,8 @@ func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 	return own, others
 }
 
-// sweepChains deletes the images of layer chains that nothing needs any more, though other images
-// may need the layers.
+// sweepChains deletes the merged images of layer chains without owner. Other images may need the
+// layers.
 func (s *Store) sweepChains() (failed error) {
 	for _, chain := range s.refs.markChainsDeleting(s.layers.merged()) {
 		failed = errors.Join(failed, s.layers.removeMerged(chain))
@@ -447,8 +446,8 @@ type naming struct {
 	pin  bool                 // kubelet must not collect the image
 }
 
-// commit writes the record of an image and makes it visible under its names. The caller holds the
-// layers, which are in the store. Other images with the same tags lose them.
+// commit writes the record of a pulled image and makes it visible under a name. Another image with
+// the same tag loses it. The caller holds the layers, which are in the store.
 func (s *Store) commit(
 	ctx context.Context, names naming, img *registry.Image, store *layer.Store,
 ) (*Image, error) {
@@ -460,7 +459,7 @@ func (s *Store) commit(
 	x := s.index.Load()
 	chain := layersOf(img)
 	id, rec := x.place(img)
-	if rec.Size, err = sizeOf(store, chain); err != nil { // it may differ from the earlier pull's: another form
+	if rec.Size, err = sizeOf(store, chain); err != nil { // another form than the earlier pull's has another size
 		return nil, err
 	}
 	for _, ref := range names.refs {
@@ -514,9 +513,9 @@ func (x *index) place(img *registry.Image) (id string, rec record) {
 	return other, rec
 }
 
-// untag writes the record of an image that has lost its tag to another one. A failure, on a full
-// disk for example, does no harm yet: the other image's newer record decides about the tag.
-// writeStale tries again.
+// untag writes the record of an image that lost its tag to another one. A failure, on a full disk
+// for example, is harmless while the newer record exists, because that one owns the tag. writeStale
+// tries again.
 func (s *Store) untag(id string, rec record) record {
 	written, err := s.write(id, rec)
 	if err != nil {
@@ -526,8 +525,8 @@ func (s *Store) untag(id string, rec record) record {
 	return written
 }
 
-// writeStale writes the records that untag could not write. It runs after an image was removed:
-// that makes room, and the removed image may be the tag's new owner.
+// writeStale writes the records that untag could not write. It runs after an image was removed,
+// because that frees space, and because the removed image may have owned the tag.
 func (s *Store) writeStale(records map[string]record) {
 	for _, id := range slices.Collect(maps.Keys(s.stale)) {
 		records[id] = s.untag(id, records[id])

@@ -21,7 +21,7 @@ import (
 	"berth/internal/task"
 )
 
-// erofsDir is the directory of the EROFS driver's store, inside that of the directory driver.
+// erofsDir is the directory of the EROFS driver's store, inside the directory driver's store.
 const erofsDir = "erofs"
 
 // LayerRoots returns the directories of the layer stores in the image store at root, for
@@ -37,8 +37,8 @@ type stores struct {
 	primary *layer.Store   // makes new layers
 	usable  []*layer.Store // the open stores, primary first
 	all     []*layer.Store // the open stores, directories first
-	// unmountable has the EROFS layers of another kernel that this one cannot mount; nil if there
-	// are none. Store.load removes their images, then removeUnmountable removes them.
+	// unmountable lists EROFS layers that this kernel cannot mount; nil if none exist. Store.load
+	// removes their images before removeUnmountable removes the layers.
 	unmountable *layer.Survey
 	root        string // Config.Root
 }
@@ -80,10 +80,10 @@ func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (
 	return store, nil
 }
 
-// openEROFS opens the store of the EROFS driver if it will be used or was used before. A kernel
-// that does not support EROFS layers makes the existing ones unmountable. If the probe fails for
-// another reason, on a full disk for example, the existing layers stay in use, and "auto" makes no
-// new ones until the next start.
+// openEROFS opens the store of the EROFS driver if it will be used or was used before. On a kernel
+// without EROFS support the existing layers are unmountable. After another failure of the probe,
+// for example on a full disk, the existing layers stay in use. "auto" then creates no EROFS layers
+// until the next start.
 func (s *stores) openEROFS(cfg Config, directory *layer.Store) error {
 	root := filepath.Join(cfg.Root, erofsDir)
 	_, err := os.Lstat(root)
@@ -125,7 +125,7 @@ func (s *stores) openEROFS(cfg Config, directory *layer.Store) error {
 }
 
 // holding returns the stores that have all layers of an image, best first. An image stays with the
-// driver that pulled it, even if pulls of other images have made all its layers in another form.
+// driver that pulled it, even if another store has all its layers.
 func (s *stores) holding(names []digest.Digest) []*layer.Store {
 	var stacked, rest []*layer.Store
 	for _, store := range s.usable {
@@ -140,8 +140,7 @@ func (s *stores) holding(names []digest.Digest) []*layer.Store {
 	return append(stacked, rest...)
 }
 
-// storeFor returns the store that has all layers of an image, or the one in which to create the
-// missing layers.
+// storeFor returns the store that has all layers of an image, or else the store for new layers.
 func (s *stores) storeFor(names []digest.Digest) *layer.Store {
 	if holding := s.holding(names); len(holding) > 0 {
 		return holding[0]
@@ -149,8 +148,8 @@ func (s *stores) storeFor(names []digest.Digest) *layer.Store {
 	return s.primary
 }
 
-// fallback returns the store for an image whose layers are too large for the driver of the given
-// store, or nil.
+// fallback returns the store for an image that is too large for the driver of the given store, or
+// nil.
 func (s *stores) fallback(store *layer.Store) *layer.Store {
 	if s.choice != driverAuto || store.Kind() == rootfs.Directory {
 		return nil
@@ -183,8 +182,8 @@ func (s *stores) isUnmountable(names []digest.Digest) bool {
 	return true
 }
 
-// removeUnmountable deletes the layers that this kernel cannot mount, in the background. Its caller
-// has removed the records of their images: a crash in between leaves no record without layers.
+// removeUnmountable deletes the layers that this kernel cannot mount, in the background. The caller
+// has removed the records of their images, so a crash leaves no record without layers.
 func (s *stores) removeUnmountable() {
 	if s.unmountable == nil {
 		return
@@ -205,8 +204,7 @@ func hasAll(store *layer.Store, names []digest.Digest) bool {
 	return true
 }
 
-// Stack returns the layers to mount for an image, from the best store that has them. See
-// layer.Store.
+// Stack calls layer.Store.Stack of the best store that has the layers.
 func (s *stores) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	holding := s.holding(names)
 	if len(holding) == 0 {
@@ -252,7 +250,7 @@ func (s *stores) list() (layers []form) {
 // remove removes a layer in one form.
 func (s *stores) remove(layer form) error { return s.of(layer.kind).Remove(layer.name) }
 
-// merged returns the layer chains that have an image, see layer.Store.
+// merged returns the layer chains with a merged image.
 func (s *stores) merged() (chains []form) {
 	for _, store := range s.all {
 		for _, chain := range store.Merged() {
@@ -262,7 +260,7 @@ func (s *stores) merged() (chains []form) {
 	return chains
 }
 
-// removeMerged removes the image of a layer chain.
+// removeMerged removes the merged image of a layer chain.
 func (s *stores) removeMerged(chain form) error { return s.of(chain.kind).RemoveMerged(chain.name) }
 
 // of returns the open store of a kind.

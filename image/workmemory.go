@@ -10,22 +10,21 @@ import (
 	"berth/image/unpack"
 )
 
-// leastMemory is what each unpack process may keep of its layer, in bytes. It suffices for a tree
-// of 4,500 files.
+// leastMemory is the memory in bytes that each unpack process may always keep for its layer. A tree
+// of 4,500 files needs no more.
 const leastMemory = 2 << 20
 
-// usualWindow is the zstd window that each process may use beside that. Encoders use up to 8 MiB by
+// usualWindow is the zstd window that each process may use in addition. Encoders use up to 8 MiB by
 // default.
 const usualWindow = 8 << 20
 
-// workMemory is the memory that all unpack processes together may use for what they keep of their
-// layers: trees of packed layers, names of directories and zstd windows beyond usualWindow.
+// workMemory limits the memory of all unpack processes together: trees of packed layers, names of
+// directories and zstd windows beyond usualWindow.
 //
-// The need of a layer shows only while it is read. So each process gets a share at once: the
-// reserved minimum, and half of the free rest. If a layer needs more, its process ends and starts
-// again once the maximum per layer is free. Such layers wait in a queue. A waiting layer holds
-// nothing but the minimum, so every one gets its memory eventually, and small layers continue
-// meanwhile.
+// A layer's need shows only while it is read. So each process immediately gets the reserved minimum
+// and half of the free rest. If a layer needs more, its process ends and starts again when the
+// maximum per layer is free. Such layers wait in a queue and hold only the minimum, so each gets
+// its memory eventually. Small layers continue meanwhile.
 type workMemory struct {
 	least, most int64         // per process, in bytes of a tree
 	rest        int64         // total beyond the minimum of each process
@@ -37,8 +36,8 @@ type workMemory struct {
 	freed   chan struct{} // closed when memory is released
 }
 
-// newWorkMemory divides total bytes among the freed number of processes. merging is
-// Config.MergeMemory. If total is 0 it returns nil: only the limits of each layer count.
+// newWorkMemory divides all bytes among a number of processes. merging is Config.MergeMemory. If
+// all is 0 it returns nil: only the limits of each layer apply.
 func newWorkMemory(all, merging int64, processes int) *workMemory {
 	if all <= 0 {
 		return nil
@@ -100,7 +99,7 @@ func (n *shortage) grow(m *workMemory, had unpack.Limits, err error) bool {
 	return true
 }
 
-// wait queues for the maximum of what a layer lacks. The caller releases it.
+// wait waits for the maximum of each missing resource. The caller releases it.
 func (m *workMemory) wait(
 	ctx context.Context, limits unpack.Limits, n shortage,
 ) (_ unpack.Limits, release func(), err error) {
@@ -120,7 +119,7 @@ func (m *workMemory) wait(
 	return limits, func() { m.release(bytes) }, nil
 }
 
-// take queues for bytes of the rest. bytes must not exceed the whole rest.
+// take waits in the queue for bytes of the rest, at most all of it.
 func (m *workMemory) take(ctx context.Context, bytes int64) error {
 	select {
 	case m.line <- struct{}{}:
@@ -142,8 +141,8 @@ func (m *workMemory) take(ctx context.Context, bytes int64) error {
 	}
 }
 
-// try takes bytes for the first in the queue. Otherwise it returns a channel that is closed when
-// another attempt makes sense.
+// try takes bytes for the first in the queue. If too few are free, it returns a channel that is
+// closed at the next release.
 func (m *workMemory) try(bytes int64) (freed <-chan struct{}, ok bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -154,7 +153,7 @@ func (m *workMemory) try(bytes int64) (freed <-chan struct{}, ok bool) {
 	return nil, true
 }
 
-// leave withdraws the first in the queue.
+// leave removes the first in the queue.
 func (m *workMemory) leave() {
 	m.mu.Lock()
 	defer m.mu.Unlock()

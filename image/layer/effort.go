@@ -10,9 +10,9 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Effort limits the work for stacking one image in the daemon, where no other limit applies: a hard
-// link's path may contain forty symlinks of a thousand names, each looked up in hundreds of layers.
-// It also ends with a context. Its methods may be called concurrently.
+// Effort limits the work for stacking one image in the daemon, and ends with a context. Without it
+// a hard link's path could contain forty symlinks of a thousand names, each searched in hundreds of
+// layers. Its methods may be called concurrently.
 type Effort struct {
 	ctx  context.Context
 	left atomic.Int64
@@ -21,12 +21,12 @@ type Effort struct {
 // Costs, in units of about a microsecond.
 const (
 	allEffort  = 32 << 20 // of an image: under a minute of CPU time, up to four million lookups
-	longEffort = 1 << 16  // if it took more to find that a chain needs no join, that is recorded
+	longEffort = 1 << 16  // a check for a join that costs more is recorded
 	stepEffort = 1        // a cached name
 	openEffort = 8        // opening a directory and looking up a name in it
 )
 
-// newEffort returns an Effort of so many units that ends with ctx.
+// newEffort returns an Effort of the given units that ends with ctx.
 func newEffort(ctx context.Context, units int64) *Effort {
 	e := &Effort{ctx: ctx}
 	e.left.Store(units)

@@ -38,16 +38,16 @@ type Packer func(ctx context.Context, data, tree *os.File, blob io.Reader, job u
 
 // EROFS is a Merger. It stores a layer as two files: the content of all its files, and its tree. It
 // merges a chain of layers into one small EROFS image, which shows the same files as overlayfs and
-// refers to the layers' data files. No file of an image is a file of the host.
+// refers to the layers' data files. Files of an image are not files of the host.
 //
-// The kernel parses nothing that berth-unpack wrote, because a blob may have compromised that
-// process. Package tree validates the tree file, and the daemon makes the image of it.
+// The kernel does not parse the output of berth-unpack, because a blob may have compromised that
+// process. Package tree validates the tree file, and the daemon makes the image from it.
 type EROFS struct {
 	pack   Packer
 	merger *erofs.Merger
 }
 
-// NewEROFS returns the EROFS driver. It merges layers with so many bytes of memory, see erofs.NewMerger.
+// NewEROFS returns the EROFS driver. memory limits all its merges in bytes, see erofs.NewMerger.
 func NewEROFS(p Packer, memory int64) *EROFS { return &EROFS{p, erofs.NewMerger(memory)} }
 
 // Kind implements Driver.

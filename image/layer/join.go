@@ -88,7 +88,7 @@ func (j *joiner) close() {
 	}
 }
 
-// inherit finds the layer below that an implied directory gets its attributes from, if they differ.
+// inherit records the layer below that has the attributes of an implied directory, if they differ.
 func (j *joiner) inherit(name string, opaque bool) error {
 	if opaque && name != "" {
 		return nil // top hides everything below except the root itself
@@ -186,7 +186,6 @@ func (j *joiner) attributes(layer int, name string) (dirAttributes, error) {
 	return a, nil
 }
 
-// build creates the directories and links.
 func (j *joiner) build(links []unpack.Link) error {
 	for name := range j.inherits {
 		d, err := j.directory(name)
@@ -240,7 +239,8 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	return d, nil
 }
 
-// setAttributes gives a directory of the join its inherited attributes, or those it has in top.
+// setAttributes sets the attributes of a directory of the join: the inherited ones, or those of the
+// directory in top.
 func (j *joiner) setAttributes(d *safefs.Dir) error {
 	a, err := j.attributes(j.inherits[d.Path()], d.Path()) // 0 is top
 	if err != nil {
@@ -282,7 +282,7 @@ func (j *joiner) setTimes(t dirTimes) error {
 	return err
 }
 
-// link creates a hard link to a file of a layer below. If no layer below has it, all layers are
+// link creates a hard link to a file of a layer below. If none has the file, all layers are
 // searched: the path may lead through a symlink of top, or the tar may list the link before its
 // target.
 func (j *joiner) link(name, target string) error {

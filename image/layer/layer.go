@@ -2,30 +2,31 @@
 //
 // # Contract
 //
-// A layer is made from its blob alone. So the layers of an image can be made concurrently in any
-// order, and all images that have a layer share it. A layer becomes visible when it is complete,
-// its diffID (the digest of its uncompressed tar, OCI image-spec "config.md") matches and its data
-// is on stable storage. A crash leaves a whole layer or none.
+// A layer is created from its blob alone. So the layers of an image can be created concurrently in
+// any order, and images share a layer. A layer becomes visible when it is complete, its diffID (the
+// digest of its uncompressed tar, OCI image-spec "config.md") matches and its data is on stable
+// storage. A crash leaves a whole layer or none.
 //
 // A layer's name is made of the digests of its blob and its tar (Source). A blob could compromise
 // the process that unpacks it, which could then report a false tar digest or write other files. So
-// a layer serves only images that name its very blob. A tar that is compressed in two ways becomes
+// a layer serves only images that name the same blob. A tar that is compressed in two ways becomes
 // two layers. Layers of berth up to 0.2.0 have their diffID as name and serve the images recorded
 // then.
 //
-// Some properties of a layer depend on the layers below it: the target of a hard link, and the
-// attributes of a directory that the tar does not list. Stack, which gets the whole chain, resolves
-// them. For directories it adds a join, a small layer on top of the one that needs it. For EROFS it
-// merges the chain into one image.
+// Two properties of a layer depend on the layers below: the targets of some hard links, and the
+// attributes of directories that its tar does not list. Stack resolves them for a chain of layers.
+// For directories it creates joins. A join is a small extra layer, mounted right above the layer
+// that needs it, which joins that layer to the layers below: it contains those hard links and
+// directories. For EROFS it merges the chain into one image.
 //
 // Drivers define how a layer is stored: NewDirectory as a directory tree for overlayfs, NewEROFS as
-// two files from which an EROFS image is made.
+// a data file and a tree file, the input of an EROFS image.
 //
 // # On disk
 //
 //	<root>/layers/<hex name>/      a layer: the driver's files, and layer.json
-//	<root>/joins/<hex chainID>/    a join or an image of a chain: the driver's files, and layer.json
-//	<root>/{layers,joins}/set-aside/  unusable layers that may still be mounted, see DropSetAside
+//	<root>/joins/<hex chainID>/    a join or a merged image: the driver's files, and layer.json
+//	<root>/{layers,joins}/set-aside/  unusable layers that may be mounted, see DropSetAside
 //	<root>/empty-<kind>/           an empty layer
 //	<root>/tmp/                    layers under construction; the next Open deletes them
 //	<root>/trash/                  layers under deletion
@@ -65,44 +66,44 @@ type Driver interface {
 	Remove(ctx context.Context, dir string) error
 }
 
-// Joiner is a Driver whose layers are mounted above each other, with joins between them.
+// Joiner is a Driver whose layers overlayfs stacks, with joins between them.
 type Joiner interface {
 	Driver
 
 	// Empty writes an empty layer into dir, which is empty.
 	Empty(dir string) error
 
-	// Join writes into dir, which is empty, what top needs of the layers and joins below it, whose
-	// directories are given lowest first. It returns false if top needs nothing; the Store deletes
-	// dir then. A hard link without target is InvalidArgument. Join pays effort for its work;
-	// ResourceExhausted if there is not enough.
+	// Join writes a join for top into the empty directory dir. below lists the directories of the
+	// layers and joins below, lowest first. It returns false if top needs no join; the Store then
+	// deletes dir. Join pays effort for its work. Errors: InvalidArgument for a hard link without a
+	// target, ResourceExhausted if the effort does not suffice.
 	Join(effort *Effort, dir string, top Part, below []string) (Usage, bool, error)
 
 	// Layer returns the layer to mount for the content of dir.
 	Layer(dir string) rootfs.Layer
 }
 
-// Merger is a Driver that makes one image of a chain of layers.
+// Merger is a Driver that merges a chain of layers into one image.
 type Merger interface {
 	Driver
 
-	// Merge writes the image of a chain of layers into the empty directory dir. chain has the
-	// layers' directories, lowest first; used has the indexes of the layers that the image refers
-	// to. Merge pays effort for its work. Errors: InvalidArgument for a hard link without a target,
-	// ResourceExhausted if the effort does not suffice.
+	// Merge writes the image of a chain of layers into the empty directory dir. chain lists the
+	// layers' directories, lowest first. used lists the indexes of the layers whose data the image
+	// refers to. Merge pays effort for its work. Errors: InvalidArgument for a hard link without a
+	// target, ResourceExhausted if the effort does not suffice.
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 
-	// Image returns the layer to mount for the image in dir. data are the directories of the layers
-	// that it refers to, in order.
+	// Image returns the layer to mount for the image in dir. data lists the directories of the
+	// layers that it refers to, in order.
 	Image(dir string, data []string) rootfs.Layer
 
-	// TreeDigest returns the digest of the tree file of the layer in dir: everything but the
-	// content of files, which checksum.Sum covers. A tree file of more than limit bytes is
-	// ResourceExhausted: the process that wrote it may have been compromised.
+	// TreeDigest returns the digest of the tree file of the layer in dir. The tree file contains
+	// all but the content of files, which checksum.Sum covers. A tree file of more than limit bytes
+	// is ResourceExhausted, because the process that wrote it may have been compromised.
 	TreeDigest(ctx context.Context, dir string, limit int64) (digest.Digest, error)
 }
 
-// Part is a layer as Join gets it.
+// Part is the topmost layer of a join.
 type Part struct {
 	Dir      string
 	Contents unpack.Contents
@@ -140,7 +141,8 @@ func (s Source) Validate() error {
 
 // Info describes a layer.
 type Info struct {
-	// Name is the layer's name. The JSON field is older than that: the name was the diffID.
+	// Name is the layer's name. The JSON field is called diffID because up to 0.2.0 the name was
+	// the diffID.
 	Name digest.Digest `json:"diffID"`
 	Source
 	TarBytes int64       `json:"tarBytes"` // length of the tar
@@ -162,7 +164,7 @@ func (i Info) check(dir string) error {
 	return nil
 }
 
-// mayNeedJoin reports whether the layer may need a join. lowest: there are no layers below it.
+// mayNeedJoin reports whether the layer may need a join. lowest: it is the lowest layer.
 func (i Info) mayNeedJoin(lowest bool) bool {
 	return i.PendingLinks > 0 || i.ImpliedDirs > 0 && !lowest
 }
@@ -174,15 +176,15 @@ type record struct {
 	Implied []unpack.Name `json:"implied,omitempty"`
 }
 
-// join describes a join or an image of a chain. It is also its record on disk.
+// join describes a join, or the merged image of a chain. It is also the record on disk.
 type join struct {
 	ChainID digest.Digest   `json:"chainID"`
-	Layers  []digest.Digest `json:"layers"` // names of the chain's layers; the join is removed with the first of them that is removed
+	Layers  []digest.Digest `json:"layers"` // names of the chain's layers; the join is removed as soon as one of them is
 	Kind    rootfs.Kind     `json:"kind"`
 	Usage   Usage           `json:"usage"`
-	Empty   bool            `json:"empty,omitempty"` // the chain needs no join; on disk if finding that out took long
-	Data    []digest.Digest `json:"data,omitempty"`  // of an image (Merger): the layers it refers to, in order
+	Empty   bool            `json:"empty,omitempty"` // the chain needs no join; recorded if the check was expensive
+	Data    []digest.Digest `json:"data,omitempty"`  // the layers that a merged image refers to, in order
 	onDisk  bool
 
-	mount atomic.Pointer[os.File] // of an image, after the first mount
+	mount atomic.Pointer[os.File] // the mount of a merged image
 }

@@ -25,7 +25,8 @@ const (
 	trashDir  = "trash"
 )
 
-// load reads the records, sets unusable layers aside and discards what was under construction.
+// load reads the records, moves unusable layers to the set-aside folders and discards layers under
+// construction.
 func (s *Store) load() error {
 	if err := s.discardAll(tmpDir); err != nil {
 		return err
@@ -79,8 +80,8 @@ func (s *Store) checkKind(kind rootfs.Kind) error {
 	return nil
 }
 
-// loadDir calls load for each entry of a folder and sets aside the entries that are unusable. It
-// fails at an error that does not show that the entry is unusable.
+// loadDir calls load for each entry of a folder and moves unusable entries to the set-aside folder.
+// It fails at an error that does not show that the entry is unusable.
 func (s *Store) loadDir(folder string, load func(path string) error) error {
 	entries, err := os.ReadDir(filepath.Join(s.root, folder))
 	if err != nil {
@@ -106,8 +107,8 @@ func (s *Store) loadDir(folder string, load func(path string) error) error {
 	return nil
 }
 
-// setAside moves an unusable layer out of its place. It does not delete it, because containers of
-// an earlier daemon may run on it, see DropSetAside.
+// setAside moves an unusable layer to the set-aside folder. It does not delete the layer, because
+// containers of an earlier daemon may run on it, see DropSetAside.
 func (s *Store) setAside(path string, reason error) error {
 	moved, err := checkpoint.SetAside(path)
 	s.log.Error("unusable layer set aside; its images must be pulled again", "path", moved,
@@ -119,8 +120,8 @@ func (s *Store) setAside(path string, reason error) error {
 	return nil
 }
 
-// DropSetAside deletes what was set aside, except for the given chains of layers that containers
-// may run on. It is cheap if nothing was set aside.
+// DropSetAside deletes the layers in the set-aside folders, except for the given chains of layers
+// that containers may run on. It is cheap if the folders are empty.
 func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 	if !s.aside.Swap(false) {
 		return nil
@@ -145,8 +146,8 @@ func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 	return errors.Join(failed...)
 }
 
-// dropSetAside empties one folder and reports whether something is left. A failed deletion does not
-// prevent others.
+// dropSetAside empties one folder and reports whether entries remain. It continues after a failed
+// deletion.
 func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, err error) {
 	entries, err := os.ReadDir(folder)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -172,7 +173,7 @@ func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, 
 	failpoint.Reach("layer.remove-aside")
 	err = os.Remove(folder)
 	failpoint.Reach("layer.aside-removed")
-	if errors.Is(err, fs.ErrExist) { // not empty: a layer was set aside meanwhile
+	if errors.Is(err, fs.ErrExist) { // not empty: setAside ran meanwhile
 		return true, nil
 	}
 	return false, err

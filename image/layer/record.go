@@ -55,9 +55,9 @@ func readRecord(dir, kind string, record any) error {
 	return json.Unmarshal(body, record)
 }
 
-// mayBeGood reports whether a record may be good despite an error of readRecord. For example, it
-// could not be read for lack of memory or descriptors, or a newer berth wrote it. After an error of
-// a damaged disk it is not good.
+// mayBeGood reports whether a record may be valid despite an error of readRecord: memory or
+// descriptors were short, or a newer berth wrote it. Errors of a damaged disk mean that it is
+// invalid.
 func mayBeGood(err error) bool {
 	var failed *fs.PathError
 	if !errors.As(err, &failed) {

@@ -54,9 +54,9 @@ func exhausted(format string, args ...any) error {
 	return errdefs.New(codes.ResourceExhausted, "%w: %s", unix.ENOSPC, fmt.Sprintf(format, args...))
 }
 
-// guard checks the free space now and until stop is called. If there is less than the reserve, it
-// cancels the context with the error as cause. The reading side decides, because the writing side
-// cannot be trusted.
+// guard checks the free space now and until stop is called. Below the reserve it cancels the
+// context with the error as cause. The daemon checks because berth-unpack, which writes, is not
+// trusted.
 func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func(), err error) {
 	if err := s.HasRoom(0, 0); err != nil {
 		return nil, nil, err
@@ -81,8 +81,8 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 	return guarded, func() { cancel(nil); <-done }, nil
 }
 
-// HasRoom returns ResourceExhausted if layers cannot take so many bytes without using the reserve.
-// freed bytes count as free. Without a reserve there is always room.
+// HasRoom returns ResourceExhausted if layers of the given bytes would use the reserve. freed bytes
+// count as free. Without a reserve the result is nil.
 func (s *Store) HasRoom(bytes, freed uint64) error {
 	if s.reserve.isNone() {
 		return nil
@@ -94,7 +94,7 @@ func (s *Store) HasRoom(bytes, freed uint64) error {
 	return s.reserve.check(&fs, bytes, freed)
 }
 
-// Inodes returns the number of files in those of the layers that exist.
+// Inodes returns the number of files in the given layers. Missing layers do not count.
 func (s *Store) Inodes(names []digest.Digest) (sum uint64) {
 	for _, name := range names {
 		if info, err := s.Info(name); err == nil {

@@ -16,13 +16,13 @@ import (
 	"berth/internal/rootfs"
 )
 
-// Stack returns the layers to mount for a chain of layers, named lowest first. It creates missing
-// joins between them, or the image of the chain. A second call is cheap. A pull calls it when all
-// layers exist, so that a broken image fails its pull; each container calls it again.
+// Stack returns the layers to mount for a chain of layers, named lowest first. It creates the
+// missing joins or the merged image of the chain. A second call is cheap. A pull calls Stack when
+// all layers exist, so that a broken image fails its pull; each container calls it again.
 //
 // Errors: NotFound for a missing layer. InvalidArgument if a hard link has no target in the layers
-// below, or if there are more layers than overlayfs can mount. ResourceExhausted if stacking takes
-// too much effort.
+// below, or if overlayfs cannot mount so many layers. ResourceExhausted if stacking takes too much
+// effort.
 func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	if len(names) == 0 {
 		return nil, errdefs.InvalidArgument("image has no layers")
@@ -121,7 +121,7 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 }
 
 // recordEmpty records that a chain needs no join, and reports whether that succeeded. Otherwise the
-// next daemon has to find out again.
+// next daemon repeats the check.
 func (s *Store) recordEmpty(j *join) bool {
 	err := s.publish(s.joinDir(j.ChainID), joinKind, func(string) (any, error) { return j, nil })
 	if err != nil {
@@ -153,7 +153,7 @@ func (s *Store) removeJoins(name digest.Digest) error {
 	return nil
 }
 
-// merged returns the mounted image of a chain of layers.
+// merged returns the mounted merged image of a chain of layers.
 func (s *Store) merged(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	chainID := identity.ChainID(names)
 	j := s.joins.Get(chainID)
@@ -168,7 +168,7 @@ func (s *Store) merged(ctx context.Context, names []digest.Digest) ([]rootfs.Lay
 	return []rootfs.Layer{l}, nil
 }
 
-// imageOf returns the image of a chain, unmounted.
+// imageOf returns the merged image of a chain, without its mount.
 func (s *Store) imageOf(j *join) rootfs.Layer {
 	var data []string
 	for _, name := range j.Data {
@@ -177,8 +177,9 @@ func (s *Store) imageOf(j *join) rootfs.Layer {
 	return s.merger.Image(s.joinDir(j.ChainID), data)
 }
 
-// mountMerged mounts the image of a chain, and creates it if needed. The mount is detached. The
-// Store closes it with the image or at its end; containers keep it for as long as they use it.
+// mountMerged mounts the merged image of a chain, and creates the image if needed. The mount is
+// detached. The Store closes its reference when it removes the image or is closed; containers keep
+// theirs.
 func (s *Store) mountMerged(ctx context.Context, chainID digest.Digest, names []digest.Digest) (*join, error) {
 	owned, err := s.joins.Acquire(ctx, chainID)
 	if err != nil {
@@ -210,7 +211,7 @@ func (s *Store) mountMerged(ctx context.Context, chainID digest.Digest, names []
 	return j, nil
 }
 
-// isDamaged reports whether a mount error blames the image and not a lack of resources.
+// isDamaged reports whether a mount failed because of the image, and not for lack of resources.
 func isDamaged(err error) bool {
 	for _, errno := range []error{unix.EUCLEAN, unix.EBADMSG, unix.EINVAL, unix.EOPNOTSUPP, unix.EIO, unix.ENOENT} {
 		if errors.Is(err, errno) {
@@ -220,7 +221,8 @@ func isDamaged(err error) bool {
 	return false
 }
 
-// merge creates the image of the owned chain and replaces an existing one. It leaves the reserve free.
+// merge creates the merged image of a chain and replaces an existing one. It leaves the reserve
+// free.
 func (s *Store) merge(ctx context.Context, chain *owned[join], names []digest.Digest) (*join, error) {
 	j := &join{ChainID: chain.Key(), Layers: slices.Clone(names), Kind: s.merger.Kind(), onDisk: true}
 	dirs := make([]string, 0, len(names))
@@ -250,7 +252,7 @@ func (s *Store) merge(ctx context.Context, chain *owned[join], names []digest.Di
 	return j, nil
 }
 
-// IsStacked reports whether Stack need not create an image for a chain of layers.
+// IsStacked reports whether Stack of a chain is cheap: it has no merged image to create.
 func (s *Store) IsStacked(names []digest.Digest) bool {
 	if s.merger != nil {
 		return s.joins.Get(identity.ChainID(names)) != nil
@@ -258,7 +260,7 @@ func (s *Store) IsStacked(names []digest.Digest) bool {
 	return true // missing joins are cheap
 }
 
-// Merged returns the IDs of the chains that have an image. The caller removes unneeded ones.
+// Merged returns the IDs of the chains with a merged image. The caller removes unneeded ones.
 func (s *Store) Merged() (chains []digest.Digest) {
 	if s.merger != nil {
 		for _, j := range s.joins.All() {
@@ -268,7 +270,7 @@ func (s *Store) Merged() (chains []digest.Digest) {
 	return chains
 }
 
-// RemoveMerged removes the image of a chain of layers, but not the layers. The caller ensures that
+// RemoveMerged removes the merged image of a chain, but not the layers. The caller ensures that
 // nothing uses it. A missing image is no error.
 func (s *Store) RemoveMerged(chainID digest.Digest) error {
 	if s.merger == nil {
@@ -280,7 +282,7 @@ func (s *Store) RemoveMerged(chainID digest.Digest) error {
 	return nil
 }
 
-// unmount closes the Store's mount of an image.
+// unmount closes the Store's mount of a merged image.
 func (j *join) unmount() error {
 	if mount := j.mount.Swap(nil); mount != nil {
 		return mount.Close()

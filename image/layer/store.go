@@ -40,16 +40,16 @@ type Store struct {
 	syncs   *syncer
 	reserve Reserve
 	statfs  func() (unix.Statfs_t, error) // of root
-	aside   atomic.Bool                   // something may have been set aside
+	aside   atomic.Bool                   // the set-aside folders may have entries
 	effort  int64                         // limit for the joins of one image: allEffort
 	making  atomic.Int64                  // tar bytes read so far for layers under construction
 }
 
-// Open opens the store in root and starts its deleter. It creates root if needed; no other Store
-// may use it. Layers that an earlier Store left half made or half deleted are deleted in the
-// background. Layers with a damaged record or of another driver are logged and set aside, to be
-// pulled again. It is an error if a record cannot be read for another reason, or if a newer berth
-// wrote it. Layers leave the reserve free on the filesystem.
+// Open opens the store in root, creates it if needed and starts its deleter. No other Store may use
+// root. Open deletes unfinished layers of an earlier Store in the background. It moves layers with
+// a damaged record or of another driver to the set-aside folder and logs them; their images must be
+// pulled again. It fails if a record is unreadable for another reason, or if a newer berth wrote
+// it. Layers leave the reserve free on the filesystem. waits records deletions; nil: no recording.
 func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *slog.Logger) (*Store, error) {
 	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](),
 		reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
@@ -161,15 +161,15 @@ func (s *Store) Usage() Usage {
 	return sum
 }
 
-// Create makes the layer of a source from its blob: a tar, plain or compressed with gzip or zstd.
-// It reads blob to its end, because bytes after the archive count for the diffID. The reader checks
-// the blob's digest. When Create returns nil, the layer is visible and durable; after an error
-// nothing is left of it. If the layer exists, blob is not read. Another goroutine reads blob and
-// has ended when Create returns. Its Read must return when ctx is done, and should return when the
-// layer has failed, see unpack.Stopper.
+// Create creates the layer of a source from its blob: a tar, plain or compressed with gzip or zstd.
+// The caller's reader verifies the blob's digest. Create reads blob to its end, because bytes after
+// the archive count for the diffID. If the layer exists, it does not read blob. After nil the layer
+// is visible and durable; after an error nothing of it remains.
 //
-// Concurrent calls for a layer do not wait for each other, because the other blob may come from a
-// host that never ends. Each makes the layer; the first to finish counts.
+// Another goroutine reads blob and ends before Create returns. A Read must return when ctx is done,
+// and should return when the layer has failed (unpack.Stopper). Concurrent calls for a layer do not
+// wait for each other, because one blob may come from a host that never ends. The first call to
+// finish creates the layer.
 func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits unpack.Limits) error {
 	if err := from.Validate(); err != nil {
 		return errdefs.InvalidArgument("layer: %w", err)
@@ -185,7 +185,7 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 	})
 }
 
-// create makes a layer. check validates the result and returns the length of the tar.
+// create creates a layer. check validates the result and returns the length of the tar.
 func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unpack.Job,
 	check func(unpack.Result) (tarBytes int64, err error)) error {
 	var made record
@@ -246,7 +246,7 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 	return nil
 }
 
-// apply has the driver write the layer into dir.
+// apply calls the driver's Apply while it guards the reserve.
 func (s *Store) apply(
 	ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job,
 ) (unpack.Result, error) {
@@ -274,7 +274,7 @@ func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits un
 	return record{info, made.Links, made.Implied}, err
 }
 
-// errInTheWay is the reason for setting aside a layer that Open could not set aside.
+// errInTheWay is the reason that setAside logs for a layer that Open could not move.
 var errInTheWay = errors.New("unusable layer in the place of a new one")
 
 // errNothing is the error of publish's fill function if there is nothing to publish.
@@ -290,8 +290,8 @@ func (s *Store) publish(dir, kind string, fill func(tmp string) (record any, err
 // place, which moves the directory to its destination. After an error it deletes the directory.
 //
 // The sync precedes place because a filesystem may commit the rename first: after a power failure
-// the layer would have empty files. It is one syncfs instead of an fsync for each file. On ext4 and
-// XFS each fsync is a journal commit; a layer of 50,000 files would wait for as many.
+// the layer would have empty files. One syncfs replaces an fsync for each file. On ext4 and XFS
+// each fsync is a journal commit, and a layer may have 50,000 files.
 func (s *Store) build(name, kind string, fill func(tmp string) (record any, err error),
 	place func(tmp string) error) (err error) {
 	failpoint.Reach("layer.make")
@@ -324,8 +324,8 @@ func (s *Store) build(name, kind string, fill func(tmp string) (record any, err 
 	return nil
 }
 
-// show renames tmp to dir durably; after an error it is in tmp. If Open could not set aside an
-// unusable directory with that name, show does it now.
+// show renames tmp to dir durably. After an error tmp has its old name. If an unusable directory is
+// in the place, because Open could not move it, show moves it to the set-aside folder.
 func (s *Store) show(tmp, dir string) (err error) {
 	rename := func() error { return unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE) }
 	err = rename()
@@ -354,8 +354,8 @@ func (s *Store) show(tmp, dir string) (err error) {
 // Its disk usage counts until then.
 func (s *Store) Discard(dir string, used Usage) error { return s.trash.Take(dir, used) }
 
-// Remove removes a layer and its joins by a rename; the files are deleted in the background. A
-// missing layer is no error. The caller ensures that nothing uses the layer.
+// Remove removes a layer and its joins; their files are deleted in the background. A missing layer
+// is no error. The caller ensures that nothing uses the layer.
 func (s *Store) Remove(name digest.Digest) error {
 	if s.layers.Get(name) == nil {
 		return nil

@@ -24,7 +24,7 @@ type Survey struct {
 	Layers   map[digest.Digest]Stored // by name
 	Joins    []Stored
 	Damaged  map[string]error // unusable entries in the place of a layer or join, by path
-	SetAside []string         // paths of layers set aside
+	SetAside []string         // paths of the entries of the set-aside folders
 	Making   []string         // paths of layers under construction, or abandoned by a crash
 	Trash    []string         // paths of layers under deletion
 	Other    []string         // paths of entries that are not a Store's
@@ -91,7 +91,7 @@ func (s *Survey) Usage() (sum Usage) {
 	return sum
 }
 
-// addSetAside adds the content of path if that is the folder for layers set aside.
+// addSetAside adds the content of path if it is a set-aside folder.
 func (s *Survey) addSetAside(path string) bool {
 	if filepath.Base(path) != checkpoint.SetAsideDir {
 		return false

@@ -7,9 +7,9 @@ import (
 	"github.com/opencontainers/go-digest"
 )
 
-// table indexes values on disk by digest. One owner at a time changes the value of a key; others
-// who want to change it wait. Readers never wait. They see a value from the moment it is complete
-// until its removal begins. Its methods may be called concurrently.
+// table indexes values on disk by digest. Only a key's owner changes its value, and others wait for
+// the ownership. Readers never wait. They see a value from its completion until its removal begins.
+// Its methods may be called concurrently.
 type table[V any] struct {
 	mu    sync.Mutex // guards items; never held across disk access
 	items map[digest.Digest]*item[V]
@@ -17,7 +17,7 @@ type table[V any] struct {
 
 type item[V any] struct {
 	value *V            // nil: not visible
-	busy  chan struct{} // closed when the owner is done; nil if there is none
+	busy  chan struct{} // closed when the owner is done; nil: no owner
 }
 
 // newTable returns an empty table.

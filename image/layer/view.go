@@ -18,8 +18,8 @@ const (
 	namesPerStep = 16 // path names that can be copied in the time of a step
 )
 
-// view shows stacked directory layers as overlayfs would. Unlike a mount it tells which layers a
-// file is in.
+// view shows stacked directory layers as overlayfs would. Unlike a mount it reports the layers of a
+// file.
 type view struct {
 	effort *Effort
 	roots  []*os.File // topmost first
@@ -34,7 +34,7 @@ const maxSeen = 1 << 20
 // found is a file or directory in a view.
 type found struct {
 	path   string      // without symlinks
-	layers []int       // one layer for a file, all that contribute for a directory, topmost first
+	layers []int       // the layer of a file, or the merged layers of a directory, topmost first
 	st     unix.Stat_t // in the first of these
 }
 

@@ -13,13 +13,13 @@ import (
 // writes the data of all of them. So concurrent callers share a sync: one runs at a time, and later
 // callers wait for the next one.
 //
-// When Wait returns nil, everything that its caller wrote since Begin is on disk. The kernel
-// reports a write error only once. So a failed sync fails every Wait whose data it may have lost.
-// Its methods may be called concurrently.
+// When Wait returns nil, all writes of its caller since Begin are on disk. The kernel reports a
+// write error only once, so a failed sync fails every Wait whose data it may have lost. Its methods
+// may be called concurrently.
 type syncer struct {
-	sync   func() error
-	turn   chan struct{} // a lock: held during a sync
-	failed atomic.Int64  // number of failed syncs
+	sync    func() error
+	running chan struct{} // holds a token during a sync
+	failed  atomic.Int64  // number of failed syncs
 
 	mu   sync.Mutex // guards next
 	next *round     // the sync that starts next; nil: nothing waits for one
@@ -31,26 +31,26 @@ type round struct {
 	err  error // valid after done
 }
 
-// newSyncer returns a syncer for the filesystem of dir, an open file. dir must be opened before the
-// data is written: the kernel reports a write error once to each open file (Linux 5.8).
+// newSyncer returns a syncer for the filesystem of dir. The caller must open dir before it writes,
+// because the kernel reports a write error once to each open file (Linux 5.8).
 func newSyncer(dir *os.File) *syncer {
-	return &syncer{sync: func() error { return unix.Syncfs(int(dir.Fd())) }, turn: make(chan struct{}, 1)}
+	return &syncer{sync: func() error { return unix.Syncfs(int(dir.Fd())) }, running: make(chan struct{}, 1)}
 }
 
 // errNotWritten is returned to callers whose data an earlier sync may have failed to write.
-var errNotWritten = errors.New("not all that was written meanwhile has come to the disk")
+var errNotWritten = errors.New("an earlier sync failed and may have lost this data")
 
 // Begin must be called before the data is written that Wait waits for.
 func (s *syncer) Begin() (since int64) { return s.failed.Load() }
 
-// Wait returns when everything written since Begin is on disk, or could not be written.
+// Wait waits for the data written since Begin, and returns nil when it is on disk.
 func (s *syncer) Wait(since int64) error {
-	r, leads := s.board()
-	return s.ride(r, leads, since)
+	r, leads := s.enter()
+	return s.waitFor(r, leads, since)
 }
 
-// ride waits for the end of a joined round.
-func (s *syncer) ride(r *round, leads bool, since int64) error {
+// waitFor waits for a round, and runs it if leads is set.
+func (s *syncer) waitFor(r *round, leads bool, since int64) error {
 	if leads {
 		s.run(r)
 	}
@@ -61,8 +61,8 @@ func (s *syncer) ride(r *round, leads bool, since int64) error {
 	return r.err
 }
 
-// board joins the next round, and reports whether the caller has to run it.
-func (s *syncer) board() (r *round, leads bool) {
+// enter returns the next round, and reports whether the caller must run it.
+func (s *syncer) enter() (r *round, leads bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.next == nil {
@@ -71,10 +71,10 @@ func (s *syncer) board() (r *round, leads bool) {
 	return s.next, leads
 }
 
-// run runs a round after the one before it. Once it starts, new callers join the next one.
+// run runs a round after the one before it. Once it starts, new callers get the next one.
 func (s *syncer) run(r *round) {
-	s.turn <- struct{}{}
-	defer func() { <-s.turn }()
+	s.running <- struct{}{}
+	defer func() { <-s.running }()
 	s.mu.Lock()
 	s.next = nil
 	s.mu.Unlock()

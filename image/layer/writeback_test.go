@@ -13,7 +13,7 @@ func TestSyncerSharesSync(t *testing.T) {
 	const many = 50
 	var syncs atomic.Int64
 	began, goOn := make(chan struct{}), make(chan struct{})
-	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
+	s := &syncer{running: make(chan struct{}, 1), sync: func() error {
 		if syncs.Add(1) == 1 {
 			close(began)
 			<-goOn
@@ -27,14 +27,14 @@ func TestSyncerSharesSync(t *testing.T) {
 		}
 	})
 	<-began
-	var boarded sync.WaitGroup
-	boarded.Add(many)
+	var entered sync.WaitGroup
+	entered.Add(many)
 	for range many {
 		all.Go(func() {
 			since := s.Begin()
-			r, leads := s.board()
-			boarded.Done()
-			if err := s.ride(r, leads, since); err != nil {
+			r, leads := s.enter()
+			entered.Done()
+			if err := s.waitFor(r, leads, since); err != nil {
 				t.Error(err)
 			}
 			if syncs.Load() < 2 {
@@ -42,7 +42,7 @@ func TestSyncerSharesSync(t *testing.T) {
 			}
 		})
 	}
-	boarded.Wait()
+	entered.Wait()
 	close(goOn)
 	all.Wait()
 	if n := syncs.Load(); n != 2 {
@@ -54,7 +54,7 @@ func TestSyncerSharesSync(t *testing.T) {
 func TestSyncFailureReachesAffectedWaiters(t *testing.T) {
 	full := errors.New("input/output error")
 	fails := true
-	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
+	s := &syncer{running: make(chan struct{}, 1), sync: func() error {
 		if fails {
 			return full
 		}
