@@ -282,6 +282,24 @@ func (d *Dir) Create(name string, perm uint32) (*os.File, error) {
 	return os.NewFile(uintptr(fd), name), nil
 }
 
+// OpenRegular opens the regular file name with O_RDONLY, or with O_WRONLY|O_TRUNC. It returns
+// ErrNotRegular for other types, and for a symlink. Like the function OpenRegular it never opens a
+// device or a FIFO.
+func (d *Dir) OpenRegular(name string, flags int) (*os.File, error) {
+	if err := d.check("open", name); err != nil {
+		return nil, err
+	}
+	fd, err := openat2(d.fd, name, unix.O_PATH|unix.O_NOFOLLOW, 0, 0)
+	if err != nil {
+		return nil, d.err("open", name, err)
+	}
+	f, err := reopenRegular(fd, name, flags)
+	if err != nil {
+		return nil, d.err("open", name, err)
+	}
+	return f, nil
+}
+
 // Open opens the directory name.
 func (d *Dir) Open(name string) (*Dir, error) {
 	if err := d.check("open directory", name); err != nil {
@@ -375,7 +393,10 @@ func (d *Dir) Readlink(name string) (string, error) {
 	buf := make([]byte, unix.PathMax)
 	n := 0
 	err := d.at("read link", name, func() (err error) { n, err = unix.Readlinkat(d.fd, name, buf); return err })
-	return string(buf[:n]), err
+	if err != nil { // n is -1
+		return "", err
+	}
+	return string(buf[:n]), nil
 }
 
 // Unlink removes name, which is not a directory.

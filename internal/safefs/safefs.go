@@ -83,6 +83,11 @@ func openRegular(root *os.File, path string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
+	return reopenRegular(fd, path, unix.O_RDONLY)
+}
+
+// reopenRegular opens the regular file of an O_PATH descriptor with flags. It closes the descriptor.
+func reopenRegular(fd int, path string, flags int) (*os.File, error) {
 	defer unix.Close(fd)
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -92,7 +97,7 @@ func openRegular(root *os.File, path string) (*os.File, error) {
 		return nil, ErrNotRegular
 	}
 	// The magic link belongs to this process and leads to the inode that was just checked.
-	rfd, err := openat2(unix.AT_FDCWD, procFD(fd), unix.O_RDONLY|unix.O_NONBLOCK, 0, 0)
+	rfd, err := openat2(unix.AT_FDCWD, procFD(fd), flags|unix.O_NONBLOCK, 0, 0)
 	if err != nil {
 		return nil, err
 	}

@@ -443,3 +443,24 @@ func FuzzMkdirAll(f *testing.F) {
 		again.Close()
 	})
 }
+
+func TestReadlinkOfOtherFileFails(t *testing.T) {
+	dir := t.TempDir()
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
+	root, err := OpenRoot(dir)
+	testutil.Must(t, err)
+	defer root.Close()
+	d, err := OpenDir(root, "")
+	testutil.Must(t, err)
+	defer d.Close()
+	if target, err := d.Readlink("file"); target != "" || !errors.Is(err, unix.EINVAL) {
+		t.Errorf("%q, %v", target, err)
+	}
+	if _, err := d.OpenRegular("file", unix.O_RDONLY); err != nil {
+		t.Error(err)
+	}
+	testutil.Must(t, os.Symlink("file", filepath.Join(dir, "link")))
+	if _, err := d.OpenRegular("link", unix.O_RDONLY); !errors.Is(err, ErrNotRegular) {
+		t.Error(err)
+	}
+}
