@@ -39,7 +39,7 @@ nothing, works with and without a running daemon, and fails on a difference.
 
 If a daemon serves on the socket (--listen), the check uses its configuration and
 flags, else the configuration file. With --config the node is checked for that file.`,
-		Args: cobra.NoArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ofState := takeStateFlag(cmd.Flags())
 			cfg, _, err := config.Load(cmd.Flags())

@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net"
 	"strings"
@@ -37,6 +38,8 @@ type Client struct {
 	runtimeapi.RuntimeServiceClient
 	runtimeapi.ImageServiceClient
 
+	Socket string // path
+
 	conn *grpc.ClientConn
 }
 
@@ -55,11 +58,13 @@ func Dial(ctx context.Context, socket string) (*Client, error) {
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage), grpc.MaxCallSendMsgSize(maxMessage)),
 		grpc.WithUnaryInterceptor(translateErrors),
+		grpc.WithStreamInterceptor(translateStreamErrors),
 	)
 	if err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", path, err)
 	}
 	return &Client{
+		Socket:               path,
 		RuntimeServiceClient: runtimeapi.NewRuntimeServiceClient(conn),
 		ImageServiceClient:   runtimeapi.NewImageServiceClient(conn),
 		conn:                 conn,
@@ -69,9 +74,9 @@ func Dial(ctx context.Context, socket string) (*Client, error) {
 // Close closes the connection. Calls in progress fail.
 func (c *Client) Close() error { return c.conn.Close() }
 
-// socketPath returns the path in a socket's address.
+// socketPath returns the path in a socket's address. It accepts crictl's forms, too.
 func socketPath(socket string) (string, error) {
-	path := strings.TrimPrefix(socket, "unix://")
+	path := strings.TrimPrefix(strings.TrimPrefix(socket, "unix:"), "//")
 	if !strings.HasPrefix(path, "/") {
 		return "", fmt.Errorf("socket %q: want unix:///absolute/path or /absolute/path", socket)
 	}
@@ -101,4 +106,27 @@ func translateErrors(ctx context.Context, method string, req, reply any,
 		return newError(err)
 	}
 	return nil
+}
+
+// translateStreamErrors converts the errors of streaming calls to *Error.
+func translateStreamErrors(ctx context.Context, desc *grpc.StreamDesc, conn *grpc.ClientConn, method string,
+	open grpc.Streamer, opts ...grpc.CallOption,
+) (grpc.ClientStream, error) {
+	s, err := open(ctx, desc, conn, method, opts...)
+	if err != nil {
+		return nil, newError(err)
+	}
+	return translatedStream{s}, nil
+}
+
+// translatedStream is a stream whose errors are *Error.
+type translatedStream struct{ grpc.ClientStream }
+
+// RecvMsg implements grpc.ClientStream. The end of the stream is io.EOF.
+func (s translatedStream) RecvMsg(m any) error {
+	err := s.ClientStream.RecvMsg(m)
+	if err == nil || errors.Is(err, io.EOF) {
+		return err
+	}
+	return newError(err)
 }

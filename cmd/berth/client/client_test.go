@@ -77,7 +77,7 @@ func TestErrorsExplainTheirCode(t *testing.T) {
 	for _, test := range tests {
 		c := dial(t, &fakecri.Server{Hook: func(context.Context, string) error { return test.err }})
 		err := c.StopPod(t.Context(), "0123456789abcdef")
-		if want := "stop pod 0123456789abc: " + test.want; err == nil || err.Error() != want {
+		if want := "stop pod 0123456789ab: " + test.want; err == nil || err.Error() != want {
 			t.Errorf("%v, want %q", err, want)
 		}
 		if errdefs.Code(err) != status.Code(test.err) {
@@ -251,7 +251,7 @@ func TestPullErrorNamesOperationOnce(t *testing.T) {
 
 func TestShortID(t *testing.T) {
 	t.Parallel()
-	for id, want := range map[string]string{"sha256:0123456789abcdef": "0123456789abc", "short": "short", "": ""} {
+	for id, want := range map[string]string{"sha256:0123456789abcdef": "0123456789ab", "short": "short", "": ""} {
 		if got := client.ShortID(id); got != want {
 			t.Errorf("%q: %q", id, got)
 		}

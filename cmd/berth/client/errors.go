@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"fmt"
+	"regexp"
 	"strings"
 
 	"google.golang.org/grpc/codes"
@@ -42,10 +43,22 @@ var words = map[codes.Code]string{
 	codes.Unauthenticated:    "not authorised",
 }
 
-// Error returns the runtime's message on one line, prefixed with the meaning of its code unless the
-// message contains it.
+// longID matches the full ID of a container, pod or image, and the digest in an image's reference.
+var longID = regexp.MustCompile(`@?\b(sha256:)?[0-9a-f]{64}\b`)
+
+// shortenID shortens an ID. It keeps a digest in a reference, which would be another image.
+func shortenID(match string) string {
+	if strings.HasPrefix(match, "@") {
+		return match
+	}
+	return ShortID(match)
+}
+
+// Error returns the runtime's message on one line, with short IDs, prefixed with the meaning of its
+// code unless the message contains it.
 func (e *Error) Error() string {
 	message := strings.Join(strings.FieldsFunc(e.status.Message(), isLineBreak), "; ")
+	message = longID.ReplaceAllStringFunc(message, shortenID)
 	meaning := words[e.status.Code()]
 	switch {
 	case message == "" && meaning == "":

@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sort"
 	"strings"
 
@@ -11,8 +12,31 @@ import (
 	"berth/internal/errdefs"
 )
 
-// labelPodName is the label of a container that contains its pod's name, set by kubelet and berth.
-const labelPodName = "io.kubernetes.pod.name"
+// Labels of a container that name its pod, set by kubelet and by berth run.
+const (
+	labelPodName      = "io.kubernetes.pod.name"
+	labelPodNamespace = "io.kubernetes.pod.namespace"
+)
+
+// PodName returns the name of a container's pod. It is empty if the container's labels lack it.
+func PodName(c *runtimeapi.Container) string { return c.GetLabels()[labelPodName] }
+
+// PodNamespace returns the namespace of a container's pod. It is empty if the container's labels
+// lack it.
+func PodNamespace(c *runtimeapi.Container) string { return c.GetLabels()[labelPodNamespace] }
+
+// PodTitle returns a pod's name for people: namespace/name.
+func PodTitle(p *runtimeapi.PodSandbox) string {
+	return p.GetMetadata().GetNamespace() + "/" + p.GetMetadata().GetName()
+}
+
+// ContainerName returns a container's name for people: pod/name, or the name if the pod is unknown.
+func ContainerName(c *runtimeapi.Container) string {
+	if pod := PodName(c); pod != "" {
+		return pod + "/" + c.GetMetadata().GetName()
+	}
+	return c.GetMetadata().GetName()
+}
 
 // Pods returns all pod sandboxes, newest first.
 func (c *Client) Pods(ctx context.Context) ([]*runtimeapi.PodSandbox, error) {
@@ -47,8 +71,8 @@ func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbo
 	return only("pod", ref, found)
 }
 
-// FindContainer is FindPod for a container. Names are its own or pod/name. A name identifies the
-// newest of several attempts.
+// FindContainer is FindPod for a container. Names are its own, pod/name and namespace/pod/name. A
+// name identifies the newest of several attempts.
 func (c *Client) FindContainer(ctx context.Context, ref string) (*runtimeapi.Container, error) {
 	found, err := c.matchContainers(ctx, ref)
 	if err != nil {
@@ -99,22 +123,24 @@ func (c *Client) matchContainers(ctx context.Context, ref string) (matches[*runt
 	return match(ref, list, containerNames), nil
 }
 
-// identity is what match compares: the short name first, then the full one.
+// identity is what match compares. names are forms of the name, the short one first. The second
+// form identifies the object in error texts.
 type identity struct {
 	id    string
-	names [2]string
+	names []string
 	group string // objects of one group replace each other; the newest counts
 }
 
 func podNames(p *runtimeapi.PodSandbox) identity {
 	meta := p.GetMetadata()
 	full := meta.GetNamespace() + "/" + meta.GetName()
-	return identity{p.GetId(), [2]string{meta.GetName(), full}, full + "/" + meta.GetUid()}
+	return identity{p.GetId(), []string{meta.GetName(), full}, full + "/" + meta.GetUid()}
 }
 
 func containerNames(c *runtimeapi.Container) identity {
 	name := c.GetMetadata().GetName()
-	return identity{c.GetId(), [2]string{name, c.GetLabels()[labelPodName] + "/" + name}, c.GetPodSandboxId() + "/" + name}
+	inPod := PodName(c) + "/" + name
+	return identity{c.GetId(), []string{name, inPod, PodNamespace(c) + "/" + inPod}, c.GetPodSandboxId() + "/" + name}
 }
 
 // strength ranks the forms of a reference.
@@ -165,7 +191,7 @@ func (who identity) match(ref string) strength {
 		return nowise
 	case who.id == ref:
 		return byID
-	case who.names[0] == ref || who.names[1] == ref:
+	case slices.Contains(who.names, ref):
 		return byName
 	case len(ref) >= shortestPrefix && strings.HasPrefix(who.id, ref):
 		return byPrefix
@@ -202,7 +228,7 @@ func ambiguous(kind, ref string, candidates []string) error {
 
 // ShortID returns the part of an ID that commands show.
 func ShortID(id string) string {
-	const short = 13
+	const short = 12
 	id = strings.TrimPrefix(id, "sha256:")
 	if len(id) > short {
 		return id[:short]

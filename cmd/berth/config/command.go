@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 
 	"github.com/spf13/cobra"
+
+	"berth/cmd/berth/cli"
 )
 
 // Command returns the command `berth config`.
@@ -16,9 +18,9 @@ func Command() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
 		Short: "Check, show and convert the configuration",
-		Args:  cobra.NoArgs,
+		Args:  cobra.ArbitraryArgs,
 		// Without RunE cobra prints the help for a misspelled subcommand and succeeds.
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		RunE: cli.Group,
 	}
 	cmd.AddCommand(defaultCommand(), checkCommand(), showCommand(), migrateCommand())
 	return cmd
@@ -28,7 +30,7 @@ func defaultCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "default",
 		Short: "Print a configuration file with every option, its default and its meaning",
-		Args:  cobra.NoArgs,
+		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			_, err := io.WriteString(cmd.OutOrStdout(), DefaultTOML())
 			return err
@@ -43,7 +45,7 @@ func checkCommand() *cobra.Command {
 		Long: `Check the configuration file, the files of its directory (config.d) and the given
 flags of "berth serve". Print warnings about obsolete keys. Fail with the file and line
 of each error.`,
-		Args: cobra.NoArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			_, warnings, err := Load(cmd.Flags())
 			if err != nil {
@@ -68,7 +70,7 @@ func showCommand() *cobra.Command {
 		Long: `Print the configuration that results from the configuration file, the files of its
 directory (config.d) and the given flags of "berth serve", as one TOML file. It has
 only the options that differ from their defaults.`,
-		Args: cobra.NoArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, _, err := Load(cmd.Flags())
 			if err != nil {
@@ -99,7 +101,7 @@ With --from containerd or --from crio, read that runtime's configuration instead
 print berth's options for it. Each setting without a counterpart is named on standard
 error. containerd prints its complete configuration by "containerd config dump", CRI-O
 by "crio config".`,
-		Args: cobra.MaximumNArgs(1),
+		Args: cli.Args(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if from != "" {
 				return importFrom(cmd, from, args)

@@ -28,8 +28,8 @@ func Command() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "debug",
 		Short: "Collect data for a bug report",
-		Args:  cobra.NoArgs,
-		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args:  cobra.ArbitraryArgs,
+		RunE:  cli.Group,
 	}
 	cmd.AddCommand(bundleCommand())
 	return cmd
@@ -52,7 +52,7 @@ hangs or does not run. SUMMARY.txt in the file lists the parts that failed.
 The file contains names of pods and images, paths and addresses. Credentials,
 HTTP headers of registries, and the environment, arguments and annotations of
 containers are left out. Review the file before you publish it.`,
-		Args: cobra.NoArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := cli.Interruptible(cmd.Context())
 			defer stop()

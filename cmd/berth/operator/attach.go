@@ -20,12 +20,16 @@ func attachCommand(o *connection) *cobra.Command {
 
 Ctrl-C detaches, and the container keeps running. With -it Ctrl-C goes to the
 container, and Ctrl-P Ctrl-Q detaches.`,
-		Args: cobra.ExactArgs(1),
+		Args: cli.Args(1, 1, "name a container"),
 	}
 	s.addFlags(cmd)
+	cmd.ValidArgsFunction = o.completeNames(containerNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		container, err := c.FindContainer(cmd.Context(), args[0])
+		container, err := findContainer(cmd.Context(), c, args[0], "")
 		if err != nil {
+			return err
+		}
+		if err := checkRunning(cmd.Context(), c, container); err != nil {
 			return err
 		}
 		ctx, stop := cli.Interruptible(cmd.Context())
@@ -43,7 +47,7 @@ container, and Ctrl-P Ctrl-Q detaches.`,
 		if errors.Is(context.Cause(session), errLeft) && errors.Is(err, context.Canceled) {
 			return nil
 		}
-		return cli.Silent(sessionStatus(ctx, "attach to container "+client.ShortID(container.GetId()), err))
+		return cli.Silent(sessionStatus(ctx, "attach to container "+client.ContainerName(container), err))
 	})
 	return cmd
 }

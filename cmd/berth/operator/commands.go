@@ -1,16 +1,15 @@
 // Package operator provides the commands that talk to a daemon, or to another CRI runtime, over its
-// socket: run, ps, logs, exec, attach, port-forward, stop, rm, images, pull and trace.
+// socket. They use only CRI where they can. cp, top and kill also use the host's /proc. trace needs
+// berth.
 package operator
 
 import (
-	"encoding/json"
 	"fmt"
-	"io"
 	"os"
-	"text/tabwriter"
 
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
 
 	"berth/cmd/berth/client"
@@ -23,18 +22,30 @@ type connection struct{ socket string }
 func Commands() []*cobra.Command {
 	o := &connection{}
 	commands := []*cobra.Command{
-		runCommand(
-			o,
-		), psCommand(o), logsCommand(o), execCommand(o), attachCommand(o), portForwardCommand(o),
-		stopCommand(o), rmCommand(o),
-		imagesCommand(o), pullCommand(o), traceCommand(o),
+		runCommand(o), psCommand(o), podsCommand(o), inspectCommand(o), logsCommand(o), execCommand(o), attachCommand(o),
+		cpCommand(o), portForwardCommand(o), topCommand(o), statsCommand(o), eventsCommand(o), killCommand(o),
+		stopCommand(o), rmCommand(o), imagesCommand(o), pullCommand(o), dfCommand(o), infoCommand(o), versionCommand(o),
+		traceCommand(o),
 	}
 	for _, cmd := range commands {
-		cmd.Flags().
-			StringVarP(&o.socket, "socket", "s", defaultSocket(), "CRI socket of the runtime (environment: BERTH_SOCKET)")
+		short := "s"
+		if cmd.Flags().ShorthandLookup(short) != nil { // kill's --signal
+			short = ""
+		}
+		cmd.Flags().StringVarP(&o.socket, "socket", short, defaultSocket(),
+			"CRI socket of the runtime; also --runtime-endpoint (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
+		cmd.Flags().SetNormalizeFunc(crictlNames)
 		cmd.SilenceUsage, cmd.SilenceErrors = true, true
 	}
 	return commands
+}
+
+// crictlNames accepts crictl's name of --socket.
+func crictlNames(_ *pflag.FlagSet, name string) pflag.NormalizedName {
+	if name == "runtime-endpoint" {
+		name = "socket"
+	}
+	return pflag.NormalizedName(name)
 }
 
 // SilenceLibraries drops the messages that libraries such as k8s.io/client-go log through klog to
@@ -45,8 +56,10 @@ func SilenceLibraries() {
 }
 
 func defaultSocket() string {
-	if s := os.Getenv("BERTH_SOCKET"); s != "" {
-		return s
+	for _, name := range []string{"BERTH_SOCKET", "CONTAINER_RUNTIME_ENDPOINT"} {
+		if s := os.Getenv(name); s != "" {
+			return s
+		}
 	}
 	return client.DefaultSocket
 }
@@ -65,63 +78,4 @@ func (o *connection) connected(
 		}
 		return err
 	}
-}
-
-// output is the value of an --output flag.
-type output string
-
-const (
-	outputTable output = "table"
-	outputJSON  output = "json"
-)
-
-func (o *output) String() string { return string(*o) }
-func (o *output) Type() string   { return "table|json" }
-
-// Set takes the value from the command line.
-func (o *output) Set(s string) error {
-	switch output(s) {
-	case outputTable, outputJSON:
-		*o = output(s)
-		return nil
-	}
-	return fmt.Errorf("want %s or %s", outputTable, outputJSON)
-}
-
-func addOutputFlag(cmd *cobra.Command) *output {
-	o := outputTable
-	cmd.Flags().VarP(&o, "output", "o", "output format")
-	return &o
-}
-
-// row is one line of a table.
-type row interface{ cells() []string }
-
-// printRows prints rows as a table under a header line, or as a JSON array.
-func printRows[R row](w io.Writer, how output, header []string, rows []R) error {
-	if how == outputJSON {
-		enc := json.NewEncoder(w)
-		enc.SetIndent("", "  ")
-		if rows == nil {
-			rows = []R{} // an empty array, not null
-		}
-		return enc.Encode(rows)
-	}
-	table := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
-	printCells(table, header)
-	for _, r := range rows {
-		printCells(table, r.cells())
-	}
-	return table.Flush()
-}
-
-// printCells writes to the tabwriter's buffer, whose errors Flush returns.
-func printCells(w io.Writer, cells []string) {
-	for i, cell := range cells {
-		if i > 0 {
-			_, _ = io.WriteString(w, "\t")
-		}
-		_, _ = io.WriteString(w, cell)
-	}
-	_, _ = io.WriteString(w, "\n")
 }

@@ -5,6 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"regexp"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -14,47 +17,120 @@ import (
 	"berth/cmd/berth/client"
 )
 
-func execCommand(o *connection) *cobra.Command {
-	var timeout time.Duration
-	var s session
-	cmd := &cobra.Command{
-		Use:   "exec CONTAINER COMMAND [ARG…]",
-		Short: "Run a command in a container and exit with its code",
-		Long: `Run a command in a container, print its output, and exit with its code.
+// Exit codes of exec and run for failures that are not the command's, as in podman and docker.
+const (
+	codeFailed        = 125 // berth or the runtime failed
+	codeNotExecutable = 126
+	codeNotFound      = 127
+)
 
-If the connection ends, berth kills the command and all processes it started.
-Other runtimes may let it run on.`,
-		Example: "  berth exec -it web sh\n  berth exec web ls -l /\n  tar c . | berth exec -i web tar x -C /data",
-		Args:    cobra.MinimumNArgs(2),
+func execCommand(o *connection) *cobra.Command {
+	e := &execution{}
+	cmd := &cobra.Command{
+		Use:   "exec NAME [--] COMMAND [ARG…]",
+		Short: "Run a command in a container and exit with its code",
+		Long: `Run a command in a container, print its output, and exit with its code. NAME may be a
+pod; -c selects one of several containers.
+
+The exit code is 125 if the command could not be started because of berth or the
+runtime, 126 if it is not executable, 127 if it does not exist, and 128 plus the number
+of the signal that killed it.
+
+If the connection ends, berth kills the command and all processes it started. Other
+runtimes may let it run on.`,
+		Example: "  berth exec -it web sh\n  berth exec web -c app -- ls -l /\n  tar c . | berth exec -i web tar x -C /data",
+		Args:    cobra.ArbitraryArgs, // checked after the flags behind the name
 	}
-	cmd.Flags().DurationVar(&timeout, "timeout", 0, "kill the command after this time; 0: never")
-	s.addFlags(cmd)
-	cmd.Flags().SetInterspersed(false) // flags after the container belong to the command
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		container, err := c.FindContainer(cmd.Context(), args[0])
+	flags := cmd.Flags()
+	flags.StringVarP(&e.container, "container", "c", "", "container of the pod")
+	flags.DurationVar(&e.timeout, "timeout", 0, "kill the command after this time; 0: never")
+	e.addFlags(cmd)
+	flags.SetInterspersed(false) // flags after the container belong to the command
+	cmd.ValidArgsFunction = completeFirst(o.completeNames(containerNames, podNames))
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		args, err := splitExec(cmd, args)
 		if err != nil {
 			return err
 		}
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
-		limited, cancel := limitTime(ctx, timeout)
-		defer cancel()
-		err = s.run(limited, cmd, func(ctx context.Context) (string, error) {
-			reply, err := c.Exec(ctx, &runtimeapi.ExecRequest{ContainerId: container.GetId(), Cmd: args[1:],
-				Tty: s.terminal, Stdin: s.stdin, Stdout: true, Stderr: !s.terminal})
-			return reply.GetUrl(), err
-		})
-		ended := errors.Is(err, context.DeadlineExceeded) ||
-			errors.Is(err, os.ErrDeadlineExceeded) // the latter from the handshake
-		if end, ok := limited.Deadline(); ok && ended && !time.Now().Before(end) {
-			<-limited.Done() // the connection's own timer may fire a moment earlier
-		}
-		if cause := context.Cause(limited); errors.Is(cause, errTimeout) && ended {
-			err = fmt.Errorf("%w after %v", cause, timeout)
-		}
-		return sessionStatus(ctx, "exec in container "+client.ShortID(container.GetId()), err)
-	})
+		return execStatus(o.connected(e.run)(cmd, args))
+	}
 	return cmd
+}
+
+// splitExec returns the container and the command. It removes "--", and parses flags between the
+// container and "--", as kubectl does: exec web -c app -- ls.
+func splitExec(cmd *cobra.Command, args []string) ([]string, error) {
+	if len(args) > 1 && strings.HasPrefix(args[1], "-") {
+		end := slices.Index(args, "--")
+		if end < 0 {
+			return nil, fmt.Errorf("%s: put flags before the name, or -- before the command", args[1])
+		}
+		if err := cmd.Flags().Parse(args[1:end]); err != nil {
+			return nil, cli.FlagError(cmd, err)
+		}
+		if rest := cmd.Flags().Args(); len(rest) > 0 {
+			return nil, fmt.Errorf("unexpected argument %q before --", rest[0])
+		}
+		args = append([]string{args[0]}, args[end+1:]...)
+	}
+	return args, cli.Args(2, 0, "name a container and a command")(cmd, args)
+}
+
+// execution is one run of exec.
+type execution struct {
+	session
+	container string // of the pod
+	timeout   time.Duration
+}
+
+func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) error {
+	container, err := findContainer(cmd.Context(), c, args[0], e.container)
+	if err != nil {
+		return err
+	}
+	if err := checkRunning(cmd.Context(), c, container); err != nil {
+		return err
+	}
+	ctx, stop := cli.Interruptible(cmd.Context())
+	defer stop()
+	limited, cancel := limitTime(ctx, e.timeout)
+	defer cancel()
+	err = e.session.run(limited, cmd, func(ctx context.Context) (string, error) {
+		reply, err := c.Exec(ctx, &runtimeapi.ExecRequest{ContainerId: container.GetId(), Cmd: args[1:],
+			Tty: e.terminal, Stdin: e.stdin, Stdout: true, Stderr: !e.terminal})
+		return reply.GetUrl(), err
+	})
+	ended := errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, os.ErrDeadlineExceeded) // the latter from the handshake
+	if end, ok := limited.Deadline(); ok && ended && !time.Now().Before(end) {
+		<-limited.Done() // the connection's own timer may fire a moment earlier
+	}
+	if cause := context.Cause(limited); errors.Is(cause, errTimeout) && ended {
+		err = fmt.Errorf("%w after %v", cause, e.timeout)
+	}
+	return sessionStatus(ctx, "exec in container "+client.ContainerName(container), err)
+}
+
+// Errors of libcontainer, runc and crun about the program itself. CRI has no codes for them.
+var (
+	notFound      = regexp.MustCompile(`executable file .*not found|exec: ".*: no such file or directory`)
+	notExecutable = regexp.MustCompile(`exec(: "| /).*: (permission denied|is a directory|exec format error)`)
+)
+
+// execStatus gives a failure to run the command its exit code.
+func execStatus(err error) error {
+	var status *cli.ExitStatus
+	if err == nil || errors.As(err, &status) {
+		return err
+	}
+	code := codeFailed
+	switch text := err.Error(); {
+	case notFound.MatchString(text):
+		code = codeNotFound
+	case notExecutable.MatchString(text):
+		code = codeNotExecutable
+	}
+	return &cli.ExitStatus{Code: code, Cause: err}
 }
 
 var errTimeout = errors.New("command timed out")

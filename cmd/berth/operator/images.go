@@ -5,11 +5,13 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/terminal"
 )
@@ -18,15 +20,18 @@ func imagesCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "images",
 		Short: "List images",
-		Args:  cobra.NoArgs,
+		Args:  cli.NoArgs,
 	}
-	how := addOutputFlag(cmd)
+	l := addListFlags(cmd, imageFilters.keys())
 	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		rows, err := imageRows(cmd.Context(), c)
 		if err != nil {
 			return err
 		}
-		return printRows(cmd.OutOrStdout(), *how, imageHeader, rows)
+		if rows, err = imageFilters.apply(rows, l.filters); err != nil {
+			return err
+		}
+		return printList(cmd.OutOrStdout(), l, rows, imageHeader, imageWide)
 	})
 	return cmd
 }
@@ -40,10 +45,26 @@ type imageRow struct {
 	Pinned  bool     `json:"pinned"`
 }
 
-var imageHeader = []string{"IMAGE", "ID", "SIZE"}
+var (
+	imageHeader = []string{"IMAGE", "ID", "SIZE"}
+	imageWide   = []string{"DIGEST", "PINNED"}
+)
 
-func (r imageRow) cells() []string {
-	return []string{r.name(), client.ShortID(r.ID), terminal.Bytes(r.Size)}
+var imageFilters = filters[imageRow]{
+	"id":        byPrefix(func(r imageRow) string { return r.ID }),
+	"reference": byPattern(func(r imageRow) string { return r.name() }),
+	"pinned":    byWord(func(r imageRow) string { return strconv.FormatBool(r.Pinned) }),
+	"dangling":  byWord(func(r imageRow) string { return strconv.FormatBool(len(r.Tags) == 0) }),
+}
+
+func (r imageRow) fullID() string { return r.ID }
+
+func (r imageRow) cells(l *listFlags) []terminal.Cell {
+	digest := "<none>"
+	if len(r.Digests) > 0 {
+		_, digest, _ = strings.Cut(r.Digests[0], "@")
+	}
+	return cells(r.name(), l.id(r.ID), terminal.Bytes(r.Size), digest, strconv.FormatBool(r.Pinned))
 }
 
 // name returns the name of an image: its tags, else its first digest.

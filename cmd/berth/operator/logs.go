@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
@@ -16,17 +17,22 @@ import (
 func logsCommand(o *connection) *cobra.Command {
 	var follow, stamps bool
 	var tail int
-	var since string
+	var since, containerName string
 	cmd := &cobra.Command{
-		Use:   "logs CONTAINER",
+		Use:   "logs CONTAINER|POD",
 		Short: "Print a container's log",
-		Args:  cobra.ExactArgs(1),
+		Long: `Print the log of a container, or of a pod's only container, or of the pod's container
+that -c names.`,
+		Example: "  berth logs -f --tail 10 web/app\n  berth logs default/web -c app --since 10m",
+		Args:    cli.Args(1, 1, "name a container or pod"),
 	}
 	flags := cmd.Flags()
+	flags.StringVarP(&containerName, "container", "c", "", "container of the pod")
 	flags.BoolVarP(&follow, "follow", "f", false, "follow the log until the container ends")
 	flags.IntVar(&tail, "tail", crilog.All, "print only the last N lines")
 	flags.StringVar(&since, "since", "", "print only lines since a time (2026-01-02T15:04:05Z) or within a duration (10m)")
 	flags.BoolVarP(&stamps, "timestamps", "t", false, "prefix each line with its time")
+	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		after, err := parseSince(since, time.Now())
 		if err != nil {
@@ -35,24 +41,25 @@ func logsCommand(o *connection) *cobra.Command {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
 		out := &logPrinter{stdout: cmd.OutOrStdout(), stderr: cmd.ErrOrStderr(), stamps: stamps}
-		err = printLog(ctx, c, args[0], crilog.Options{Tail: tail, Since: after, Follow: follow}, out)
+		container, err := findContainer(ctx, c, args[0], containerName)
+		if err != nil {
+			return cli.InterruptStatus(ctx, err)
+		}
+		err = printLog(ctx, c, container, crilog.Options{Tail: tail, Since: after, Follow: follow}, out)
 		return cli.Silent(cli.InterruptStatus(ctx, err))
 	})
 	return cmd
 }
 
-// printLog finds the container's log and prints it. Following ends with the container.
-func printLog(ctx context.Context, c *client.Client, ref string, o crilog.Options, out *logPrinter) error {
-	container, err := c.FindContainer(ctx, ref)
-	if err != nil {
-		return err
-	}
+// printLog prints a container's log. Following ends with the container.
+func printLog(ctx context.Context, c *client.Client, container *runtimeapi.Container, o crilog.Options,
+	out *logPrinter) error {
 	status, err := c.ContainerState(ctx, container.GetId())
 	if err != nil {
 		return err
 	}
 	if status.GetLogPath() == "" {
-		return fmt.Errorf("container %s has no log", client.ShortID(container.GetId()))
+		return fmt.Errorf("container %s has no log", client.ContainerName(container))
 	}
 	if !o.Follow {
 		return crilog.Read(ctx, status.GetLogPath(), o, out.print)

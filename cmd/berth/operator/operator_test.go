@@ -112,10 +112,10 @@ func TestRunExitsWithCodeOfFailedContainer(t *testing.T) {
 		t.Errorf("%q, %d", stderr, code)
 	}
 	_, stderr, code = run("nodeName: x, containers: [{name: a, image: b, stdin: true}]")
-	if code != 1 || !strings.Contains(stderr, "-: refused:\n  spec.containers[0].stdin: ") || !strings.Contains(stderr, "\n  spec.nodeName: ") {
+	if code != 125 || !strings.Contains(stderr, "-: refused:\n  spec.containers[0].stdin: ") || !strings.Contains(stderr, "\n  spec.nodeName: ") {
 		t.Errorf("%q, %d", stderr, code)
 	}
-	if _, stderr, code = c.do("run", "/no/such/pod.yaml"); code != 1 || !strings.Contains(stderr, "/no/such/pod.yaml: no such file") {
+	if _, stderr, code = c.do("run", "/no/such/pod.yaml"); code != 125 || !strings.Contains(stderr, "/no/such/pod.yaml: no such file") {
 		t.Errorf("%q, %d", stderr, code)
 	}
 }
@@ -144,7 +144,7 @@ func TestDetachedPodIsListedAndRemoved(t *testing.T) {
 		}
 	}
 
-	if _, stderr, code := c.do("rm", "--run-dir", c.runDir, "web"); code != 1 || !strings.Contains(stderr, "is running: stop it, or use --force") {
+	if _, stderr, code := c.do("rm", "--run-dir", c.runDir, "web"); code != 1 || !strings.Contains(stderr, "default/web is running; stop it first or use --force") {
 		t.Errorf("rm of a running pod: %q, %d", stderr, code)
 	}
 	if _, stderr, code := c.do("rm", "app", "nothing"); code != 1 || !strings.Contains(stderr, "container") || !strings.Contains(stderr, `no container or pod "nothing"`) {

@@ -31,10 +31,11 @@ func portForwardCommand(o *connection) *cobra.Command {
 		Long: `Forward local TCP ports to the localhost of a pod until Ctrl-C.
 
 LOCAL defaults to REMOTE. ":REMOTE" selects any free local port.`,
-		Args: cobra.MinimumNArgs(2),
+		Args: cli.Args(2, 0, "name a pod and a port"),
 	}
 	cmd.Flags().StringVar(&address, "address", "127.0.0.1", "local IP address to listen on")
 	addTLSFlags(cmd, &tls)
+	cmd.ValidArgsFunction = completeFirst(o.completeNames(podNames))
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		pod, err := c.FindPod(cmd.Context(), args[0])
 		if err != nil {

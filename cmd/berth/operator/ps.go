@@ -3,14 +3,15 @@ package operator
 import (
 	"context"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/podyaml"
 	"berth/cmd/berth/terminal"
 	"berth/internal/errdefs"
 )
@@ -19,51 +20,117 @@ func psCommand(o *connection) *cobra.Command {
 	var all, pods bool
 	cmd := &cobra.Command{
 		Use:   "ps",
-		Short: "List containers, or pods",
-		Args:  cobra.NoArgs,
+		Short: "List containers",
+		Long: `List running containers, or all with -a. "berth pods" lists pods.
+
+The filters name, pod, namespace and image are regular expressions. A template's
+fields have the names of -o json.`,
+		Example: "  berth ps -a --filter pod=web --filter state=exited\n" +
+			"  berth ps -q --no-trunc\n" +
+			"  berth ps -o go-template='{{.pod}}/{{.name}} {{.image}}'",
+		Args: cli.NoArgs,
 	}
-	how := addOutputFlag(cmd)
+	l := addListFlags(cmd, containerFilters.keys())
 	cmd.Flags().BoolVarP(&all, "all", "a", false, "also list containers that do not run")
 	cmd.Flags().BoolVar(&pods, "pods", false, "list pods instead of containers")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		if pods {
-			rows, err := podRows(cmd.Context(), c, all)
-			if err != nil {
-				return err
-			}
-			return printRows(cmd.OutOrStdout(), *how, podHeader, rows)
+			return listPods(cmd, c, l, all)
 		}
-		rows, err := containerRows(cmd.Context(), c, all)
+		rows, err := containerRows(cmd.Context(), c, all || filtersBy(l, "state", "status", "exited"))
 		if err != nil {
 			return err
 		}
-		return printRows(cmd.OutOrStdout(), *how, containerHeader, rows)
+		if rows, err = containerFilters.apply(rows, l.filters); err != nil {
+			return err
+		}
+		return printList(cmd.OutOrStdout(), l, rows, containerHeader, containerWide)
 	})
 	return cmd
 }
 
-// containerRow is the JSON form of a container, and a row of ps.
-type containerRow struct {
-	ID       string    `json:"id"`
-	Name     string    `json:"name"`
-	Attempt  uint32    `json:"attempt"`
-	Pod      string    `json:"pod"`
-	PodID    string    `json:"podId"`
-	Image    string    `json:"image"`
-	State    string    `json:"state"` // created, running, exited or unknown
-	ExitCode *int32    `json:"exitCode,omitempty"`
-	Reason   string    `json:"reason,omitempty"`
-	Created  time.Time `json:"created"`
+func podsCommand(o *connection) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "pods",
+		Short: "List pods",
+		Long: `List all pods. "berth ps --pods" lists only those that are ready.
+
+The filters name and namespace are regular expressions. A template's fields have the
+names of -o json.`,
+		Example: "  berth pods --filter state=ready --filter label=app=web",
+		Args:    cli.NoArgs,
+	}
+	l := addListFlags(cmd, podFilters.keys())
+	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+		return listPods(cmd, c, l, true)
+	})
+	return cmd
 }
 
-var containerHeader = []string{"CONTAINER", "NAME", "POD", "IMAGE", "STATE", "AGE"}
-
-func (r containerRow) cells() []string {
-	state := r.State
-	if r.ExitCode != nil {
-		state = fmt.Sprintf("%s (%d)", state, *r.ExitCode)
+// filtersBy reports whether a filter with one of the keys is given.
+func filtersBy(l *listFlags, keys ...string) bool {
+	for _, key := range keys {
+		for _, f := range l.filters {
+			if strings.HasPrefix(f, key+"=") {
+				return true
+			}
+		}
 	}
-	return []string{client.ShortID(r.ID), r.Name, r.Pod, r.Image, state, terminal.Age(time.Now(), r.Created)}
+	return false
+}
+
+// containerRow is the JSON form of a container, and a row of ps.
+type containerRow struct {
+	ID        string            `json:"id"`
+	Name      string            `json:"name"`
+	Attempt   uint32            `json:"attempt"`
+	Pod       string            `json:"pod"`
+	Namespace string            `json:"namespace"`
+	PodID     string            `json:"podId"`
+	Image     string            `json:"image"`
+	ImageID   string            `json:"imageId"`
+	State     string            `json:"state"` // created, running, exited or unknown
+	ExitCode  *int32            `json:"exitCode,omitempty"`
+	Reason    string            `json:"reason,omitempty"`
+	Created   time.Time         `json:"created"`
+	Labels    map[string]string `json:"labels,omitempty"`
+}
+
+var (
+	containerHeader = []string{"CONTAINER", "NAME", "POD", "IMAGE", "STATE", "AGE"}
+	containerWide   = []string{"NAMESPACE", "POD ID", "IMAGE ID", "ATTEMPT", "REASON"}
+)
+
+var containerFilters = filters[containerRow]{
+	"id":        byPrefix(func(r containerRow) string { return r.ID }),
+	"name":      byPattern(func(r containerRow) string { return r.Name }),
+	"pod":       byPattern(func(r containerRow) string { return r.Pod }),
+	"namespace": byPattern(func(r containerRow) string { return r.Namespace }),
+	"image":     byPattern(func(r containerRow) string { return r.Image }),
+	"state":     byWord(func(r containerRow) string { return r.State }),
+	"status":    byWord(func(r containerRow) string { return r.State }), // docker's name
+	"label":     byLabel(func(r containerRow) map[string]string { return r.Labels }),
+	"exited": func(r containerRow, value string) (bool, error) {
+		return r.ExitCode != nil && strconv.Itoa(int(*r.ExitCode)) == value, nil
+	},
+}
+
+func (r containerRow) fullID() string { return r.ID }
+
+func (r containerRow) cells(l *listFlags) []terminal.Cell {
+	row := cells(l.id(r.ID), r.Name, r.Pod, r.Image, r.State, terminal.Age(time.Now(), r.Created),
+		r.Namespace, l.id(r.PodID), l.id(r.ImageID), strconv.Itoa(int(r.Attempt)), r.Reason)
+	state := &row[4]
+	switch {
+	case r.ExitCode != nil:
+		state.Text = fmt.Sprintf("%s (%d)", r.State, *r.ExitCode)
+		if *r.ExitCode != 0 {
+			state.Color = terminal.Red
+		}
+	case r.State == "running":
+		state.Color = terminal.Green
+	}
+	return row
 }
 
 func containerRows(ctx context.Context, c *client.Client, all bool) ([]containerRow, error) {
@@ -93,9 +160,14 @@ func newContainerRow(c *runtimeapi.Container) containerRow {
 	if image == "" {
 		image = c.GetImage().GetImage()
 	}
+	imageID := c.GetImageId()
+	if imageID == "" {
+		imageID = c.GetImageRef()
+	}
 	return containerRow{
 		ID: c.GetId(), Name: c.GetMetadata().GetName(), Attempt: c.GetMetadata().GetAttempt(),
-		Pod: c.GetLabels()[podyaml.LabelPodName], PodID: c.GetPodSandboxId(), Image: image,
+		Pod: client.PodName(c), Namespace: client.PodNamespace(c), PodID: c.GetPodSandboxId(),
+		Image: image, ImageID: imageID, Labels: c.GetLabels(),
 		State:   stateWord(c.GetState().String(), "CONTAINER_"),
 		Created: time.Unix(0, c.GetCreatedAt()),
 	}
@@ -119,23 +191,54 @@ func (r *containerRow) addExit(ctx context.Context, c *client.Client) error {
 // stateWord converts the name of a protobuf enum to a word.
 func stateWord(name, prefix string) string { return strings.ToLower(strings.TrimPrefix(name, prefix)) }
 
-// podRow is the JSON form of a pod, and a row of ps --pods.
+// podRow is the JSON form of a pod, and a row of pods.
 type podRow struct {
-	ID        string    `json:"id"`
-	Name      string    `json:"name"`
-	Namespace string    `json:"namespace"`
-	UID       string    `json:"uid"`
-	State     string    `json:"state"` // ready or notready
-	IPs       []string  `json:"ips"`
-	Created   time.Time `json:"created"`
+	ID        string            `json:"id"`
+	Name      string            `json:"name"`
+	Namespace string            `json:"namespace"`
+	UID       string            `json:"uid"`
+	Attempt   uint32            `json:"attempt"`
+	State     string            `json:"state"` // ready or notready
+	IPs       []string          `json:"ips"`
+	Handler   string            `json:"runtimeHandler"` // empty: the default
+	Created   time.Time         `json:"created"`
+	Labels    map[string]string `json:"labels,omitempty"`
 }
 
-var podHeader = []string{"POD", "NAME", "NAMESPACE", "STATE", "IP", "AGE"}
+var (
+	podHeader = []string{"POD", "NAME", "NAMESPACE", "STATE", "IP", "AGE"}
+	podWide   = []string{"UID", "ATTEMPT", "HANDLER"}
+)
 
-func (r podRow) cells() []string {
-	return []string{
-		client.ShortID(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), terminal.Age(time.Now(), r.Created),
+var podFilters = filters[podRow]{
+	"id":        byPrefix(func(r podRow) string { return r.ID }),
+	"name":      byPattern(func(r podRow) string { return r.Name }),
+	"namespace": byPattern(func(r podRow) string { return r.Namespace }),
+	"state":     byWord(func(r podRow) string { return r.State }),
+	"status":    byWord(func(r podRow) string { return r.State }), // podman's name
+	"label":     byLabel(func(r podRow) map[string]string { return r.Labels }),
+}
+
+func (r podRow) fullID() string { return r.ID }
+
+func (r podRow) cells(l *listFlags) []terminal.Cell {
+	row := cells(l.id(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), terminal.Age(time.Now(), r.Created),
+		r.UID, strconv.Itoa(int(r.Attempt)), r.Handler)
+	if r.State == "ready" {
+		row[3].Color = terminal.Green
 	}
+	return row
+}
+
+func listPods(cmd *cobra.Command, c *client.Client, l *listFlags, all bool) error {
+	rows, err := podRows(cmd.Context(), c, all || filtersBy(l, "state", "status"))
+	if err != nil {
+		return err
+	}
+	if rows, err = podFilters.apply(rows, l.filters); err != nil {
+		return err
+	}
+	return printList(cmd.OutOrStdout(), l, rows, podHeader, podWide)
 }
 
 func podRows(ctx context.Context, c *client.Client, all bool) ([]podRow, error) {
@@ -156,6 +259,7 @@ func podRows(ctx context.Context, c *client.Client, all bool) ([]podRow, error) 
 		meta := item.GetMetadata()
 		rows = append(rows, podRow{
 			ID: item.GetId(), Name: meta.GetName(), Namespace: meta.GetNamespace(), UID: meta.GetUid(),
+			Attempt: meta.GetAttempt(), Handler: item.GetRuntimeHandler(), Labels: item.GetLabels(),
 			State: stateWord(item.GetState().String(), "SANDBOX_"), IPs: orEmpty(client.PodIPs(status)),
 			Created: time.Unix(0, item.GetCreatedAt()),
 		})

@@ -18,9 +18,10 @@ func pullCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "pull REF",
 		Short: "Pull an image",
-		Args:  cobra.ExactArgs(1),
+		Args:  cli.Args(1, 1, "name an image"),
 	}
 	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: the daemon's docker config)")
+	cmd.ValidArgsFunction = o.completeNames(imageNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		auth, err := parseCreds(creds)
 		if err != nil {

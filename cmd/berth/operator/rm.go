@@ -16,16 +16,17 @@ func rmCommand(o *connection) *cobra.Command {
 	var force bool
 	var runDir string
 	cmd := &cobra.Command{
-		Use:   "rm ID…",
+		Use:   "rm NAME…",
 		Short: "Remove containers or pods",
 		Long: `Remove containers or pods, given by name, ID or a prefix of the ID.
 
 Without --force, berth refuses to remove running ones. With it, containers are
 killed, and pods are stopped within their grace period first.`,
-		Args: cobra.MinimumNArgs(1),
+		Args: cli.Args(1, 0, "name a container or pod"),
 	}
 	cmd.Flags().BoolVarP(&force, "force", "f", false, "also remove running pods and containers")
 	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
+	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
@@ -42,7 +43,7 @@ func removeRef(ctx context.Context, c *client.Client, ref, runDir string, force 
 	case pod != nil:
 		return removePod(ctx, c, pod, runDir, force)
 	case container.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING && !force:
-		return fmt.Errorf("container %s is running: stop it, or use --force", client.ShortID(container.GetId()))
+		return fmt.Errorf("container %s is running; stop it first or use --force", client.ContainerName(container))
 	}
 	return c.Remove(ctx, container.GetId())
 }
@@ -51,7 +52,7 @@ func removeRef(ctx context.Context, c *client.Client, ref, runDir string, force 
 func removePod(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox, runDir string, force bool) error {
 	if pod.GetState() == runtimeapi.PodSandboxState_SANDBOX_READY {
 		if !force {
-			return fmt.Errorf("pod %s is running: stop it, or use --force", client.ShortID(pod.GetId()))
+			return fmt.Errorf("pod %s is running; stop it first or use --force", client.PodTitle(pod))
 		}
 		if err := podrun.Stop(ctx, c, pod, runDir, fromManifest); err != nil {
 			return err

@@ -1,6 +1,7 @@
 package operator
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -39,7 +40,7 @@ with the code of the container that failed first.
 By default the seccomp profile is RuntimeDefault, and the pod resolves names as
 this host does. With hostUsers: false the pod gets 65536 IDs between 1879048192
 and 2147352575 that no other pod of the runtime uses.`,
-		Args: cobra.ExactArgs(1),
+		Args: cli.Args(1, 1, "name a manifest"),
 	}
 	flags := cmd.Flags()
 	flags.BoolVarP(&config.Detach, "detach", "d", false, "print the pod's ID once its containers run, and exit")
@@ -52,21 +53,22 @@ and 2147352575 that no other pod of the runtime uses.`,
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		manifest, err := readManifest(cmd, args[0])
 		if err != nil {
-			return err
+			return &cli.ExitStatus{Code: codeFailed, Cause: err}
 		}
 		pod, err := podyaml.Parse(manifest, podyaml.Mode{Detached: config.Detach})
 		if err != nil {
-			return fmt.Errorf("%s: %w", args[0], err)
+			return &cli.ExitStatus{Code: codeFailed, Cause: fmt.Errorf("%s: %w", args[0], err)}
 		}
 		return o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 			if config.Host, err = podrun.DetectHost(cmd.Context(), c, seccompRoot); err != nil {
-				return err
+				return execStatus(err)
 			}
 			config.Stdout, config.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
 			config.Report = func(format string, args ...any) { cmd.PrintErrf("berth: "+format+"\n", args...) }
 			config.Backoff = podrun.KubeletBackoff
 			ctx, now, stop := cli.TwoStageInterruptible(cmd.Context())
 			defer stop()
+			defer announceStop(ctx, &config, *pod.Spec.TerminationGracePeriodSeconds)()
 			result, err := podrun.Run(ctx, now, c, pod, config)
 			if err == nil && config.Detach {
 				_, err = fmt.Fprintln(cmd.OutOrStdout(), result.PodID)
@@ -106,8 +108,21 @@ func runStatus(err error) error {
 	switch {
 	case errors.As(err, &failed):
 		return &cli.ExitStatus{Code: failed.Code, Cause: err}
+	case errors.As(err, &interrupt) && err.Error() == interrupt.Error():
+		return interrupt.Status(nil) // announceStop has reported it
 	case errors.As(err, &interrupt):
 		return interrupt.Status(err)
 	}
-	return err
+	return execStatus(err)
+}
+
+// announceStop reports the first interrupt of a run, because the containers' grace period may be
+// long. The caller calls stop when the run ends.
+func announceStop(ctx context.Context, config *podrun.Config, grace int64) (stop func() bool) {
+	return context.AfterFunc(ctx, func() {
+		var interrupt *cli.Interrupted
+		if errors.As(context.Cause(ctx), &interrupt) {
+			config.Report("stopping, up to %d s; Ctrl-C again kills", grace)
+		}
+	})
 }

@@ -103,16 +103,16 @@ func TestExec(t *testing.T) {
 	}{
 		{[]string{"app", "frob"}, ": no such command: frob\n"},
 		{[]string{"--timeout", "50ms", "app", "hang"}, ": command timed out after 50ms\n"},
-		{[]string{"other", "cat"}, `no container "other"` + "\n"},
+		{[]string{"other", "cat"}, `no container or pod "other"` + "\n"},
 	} {
-		if _, stderr, code := c.do(append([]string{"exec"}, tt.args...)...); code != 1 || !strings.HasSuffix(stderr, tt.want) {
+		if _, stderr, code := c.do(append([]string{"exec"}, tt.args...)...); code != 125 || !strings.HasSuffix(stderr, tt.want) {
 			t.Errorf("%q: %q, %d", tt.args, stderr, code)
 		}
 	}
 	c.Hook = func(context.Context, string) error {
 		return status.Error(codes.FailedPrecondition, "it is not running")
 	}
-	if _, stderr, code := c.do("exec", "app", "cat"); code != 1 || !strings.HasSuffix(stderr, "not possible in this state: it is not running\n") {
+	if _, stderr, code := c.do("exec", "app", "cat"); code != 125 || !strings.HasSuffix(stderr, "not possible in this state: it is not running\n") {
 		t.Errorf("%q, %d", stderr, code)
 	}
 }
@@ -135,7 +135,7 @@ func TestAttach(t *testing.T) {
 	if got := c.must("attach", "-i", "app"); got != "hello" {
 		t.Errorf("attach: %q", got)
 	}
-	if _, stderr, code := c.do("attach", "other"); code != 1 || !strings.HasSuffix(stderr, `no container "other"`+"\n") {
+	if _, stderr, code := c.do("attach", "other"); code != 1 || !strings.HasSuffix(stderr, `no container or pod "other"`+"\n") {
 		t.Errorf("%q, %d", stderr, code)
 	}
 }

@@ -19,18 +19,19 @@ func stopCommand(o *connection) *cobra.Command {
 	var timeout time.Duration
 	var runDir string
 	cmd := &cobra.Command{
-		Use:   "stop ID…",
+		Use:   "stop NAME…",
 		Short: "Stop containers or pods",
 		Long: `Stop containers or pods, given by name, ID or a prefix of the ID.
 
 A pod's containers get its grace period, then the pod's network is removed. A
 stopped pod can be inspected until "berth rm".`,
-		Args: cobra.MinimumNArgs(1),
+		Args: cli.Args(1, 0, "name a container or pod"),
 	}
 	cmd.Flags().
 		DurationVarP(&timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
 	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.Flags().Lookup("timeout").DefValue = "0s" // not shown: the text states the default
+	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/terminal"
 	"berth/cmd/berth/waterfall"
@@ -41,9 +42,10 @@ in berth, as bars, as a picture (--output svg) or as data (--output json). The p
 is given by name, ID or a prefix of the ID.
 
 berth records every start. A daemon started after the pod has no record of it.`,
-		Args: cobra.ExactArgs(1),
+		Args: cli.Args(1, 1, "name a pod"),
 	}
 	cmd.Flags().VarP(&how, "output", "o", "output format")
+	cmd.ValidArgsFunction = o.completeNames(podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		pod, err := c.FindPod(cmd.Context(), args[0])
 		if err != nil {

@@ -68,7 +68,7 @@ var reasons = []struct{ end, reason string }{
 const (
 	noAPI       = "there is no API server to read it from"
 	noProbe     = "probes are not run"
-	noScheduler = "there is no scheduler"
+	noScheduler = "this command does not schedule pods"
 	noReason    = "not supported"
 )
 

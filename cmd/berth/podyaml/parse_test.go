@@ -76,9 +76,9 @@ containers:
 		"spec.containers[0].lifecycle.postStart.httpGet: only exec and sleep",
 		"spec.containers[0].stdin: nothing is attached",
 		"spec.activeDeadlineSeconds: not supported",
-		"spec.nodeSelector: there is no scheduler",
+		"spec.nodeSelector: this command does not schedule pods",
 		"spec.serviceAccountName: there is no API server",
-		"spec.affinity: there is no scheduler",
+		"spec.affinity: this command does not schedule pods",
 	}},
 	{"windows and probes in init containers", "initContainers: [{name: i, image: b, readinessProbe: {exec: {command: [x]}}, securityContext: {windowsOptions: {}}}]\n" + one(""), []string{
 		"spec.initContainers[0].readinessProbe: probes", "spec.initContainers[0].securityContext.windowsOptions: not supported"}},

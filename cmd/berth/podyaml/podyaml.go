@@ -93,6 +93,9 @@ func decode(manifest []byte) (*corev1.Pod, error) {
 	pod := &corev1.Pod{}
 	strict, err := kjson.UnmarshalStrict(raw, pod)
 	if err != nil {
+		if problems := badQuantities(raw); len(problems) > 0 {
+			return nil, &Refused{problems}
+		}
 		return nil, fmt.Errorf("read manifest: %w", err)
 	}
 	if pod.APIVersion != "v1" || pod.Kind != "Pod" {

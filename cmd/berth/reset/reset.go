@@ -44,7 +44,7 @@ repeated.
 
 Drain the node and stop kubelet first. A daemon must not run: stop it with "systemctl
 stop berth.socket berth.service", or let --stop-daemon stop it.`,
-		Args: cobra.NoArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, _, err := config.Load(cmd.Flags())
 			if err != nil {

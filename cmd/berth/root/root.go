@@ -6,6 +6,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"berth/cmd/berth/check"
+	"berth/cmd/berth/cli"
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/debug"
 	"berth/cmd/berth/operator"
@@ -22,7 +23,10 @@ func Command() *cobra.Command {
 		Version:       version.Full(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
+		Args:          cobra.ArbitraryArgs,
+		RunE:          cli.Group,
 	}
+	root.SetFlagErrorFunc(cli.FlagError)
 	root.AddCommand(serve.Command(), config.Command(), check.Command(), reset.Command(), debug.Command())
 	root.AddCommand(operator.Commands()...)
 	return root

@@ -38,8 +38,8 @@ func TestBadOptionsAreRefused(t *testing.T) {
 		"serve --root=relative":               `--root: "relative" is not an absolute path`,
 		"serve --config=/does/not/exist.toml": "read configuration: open /does/not/exist.toml",
 		"serve --no-such-flag":                "unknown flag: --no-such-flag",
-		"serve argument":                      "unknown command",
-		"config defalt":                       `unknown command "defalt" for "berth config"`,
+		"serve argument":                      `unexpected argument "argument": berth serve takes none`,
+		"config defalt":                       `unknown command "berth config defalt": did you mean default?`,
 	} {
 		t.Run(args, func(t *testing.T) {
 			if _, err := run(t, strings.Fields(args)...); err == nil || !strings.Contains(err.Error(), want) {

@@ -20,6 +20,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"berth/cmd/berth/cli"
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/node"
 	"berth/cmd/berth/serve/exporter"
@@ -54,7 +55,7 @@ SIGTERM and SIGINT stop the daemon. All containers keep running, and the next
 "berth serve" takes them over. SIGHUP reloads the configuration. SIGUSR1 writes the
 stacks of all goroutines to standard error. "berth config default" explains every
 option.`,
-		Args: cobra.NoArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, warnings, err := config.Load(cmd.Flags())
 			if err != nil {

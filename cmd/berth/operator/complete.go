@@ -1,0 +1,99 @@
+package operator
+
+import (
+	"context"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"berth/cmd/berth/client"
+)
+
+// completionTime bounds the completion of a name, which blocks the shell.
+const completionTime = 2 * time.Second
+
+// nameSource lists names for the shell's completion. A description may follow a name after a tab.
+type nameSource func(ctx context.Context, c *client.Client) ([]string, error)
+
+// completeNames returns a completion function with the names of a runtime's objects.
+func (o *connection) completeNames(sources ...nameSource) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
+		ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
+		defer cancel()
+		c, err := client.Dial(ctx, o.socket)
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		defer c.Close()
+		given := map[string]bool{}
+		for _, arg := range args {
+			given[arg] = true
+		}
+		var names []string
+		for _, source := range sources {
+			list, err := source(ctx, c)
+			if err != nil {
+				continue
+			}
+			for _, entry := range list {
+				name, _, _ := strings.Cut(entry, "\t")
+				if strings.HasPrefix(name, typed) && !given[name] {
+					names = append(names, entry)
+				}
+			}
+		}
+		return names, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+// completeFirst completes only the first argument.
+func completeFirst(f cobra.CompletionFunc) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
+		if len(args) > 0 {
+			return nil, cobra.ShellCompDirectiveDefault
+		}
+		return f(cmd, args, typed)
+	}
+}
+
+// containerNames lists containers as pod/container, and by ID.
+func containerNames(ctx context.Context, c *client.Client) (names []string, err error) {
+	rows, err := containerRows(ctx, c, true)
+	for _, r := range rows {
+		name := r.Name
+		if r.Pod != "" {
+			name = r.Pod + "/" + r.Name
+		}
+		names = append(names, name+"\tcontainer, "+r.State, client.ShortID(r.ID)+"\t"+name)
+	}
+	return names, err
+}
+
+// podNames lists pods by name and by ID.
+func podNames(ctx context.Context, c *client.Client) (names []string, err error) {
+	pods, err := c.Pods(ctx)
+	for _, pod := range pods {
+		meta := pod.GetMetadata()
+		names = append(names, meta.GetName()+"\tpod in "+meta.GetNamespace(),
+			client.ShortID(pod.GetId())+"\tpod "+meta.GetName())
+	}
+	return names, err
+}
+
+// imageNames lists the tags of images.
+func imageNames(ctx context.Context, c *client.Client) (names []string, err error) {
+	rows, err := imageRows(ctx, c)
+	for _, r := range rows {
+		for _, tag := range r.Tags {
+			names = append(names, tag+"\timage")
+		}
+	}
+	return names, err
+}
+
+// complete gives a flag fixed values for the shell's completion.
+func complete(cmd *cobra.Command, flag string, values ...string) {
+	// It fails only for an unknown flag.
+	_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
+}

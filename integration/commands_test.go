@@ -1,0 +1,193 @@
+package integration
+
+import (
+	"encoding/json"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"berth/integration/harness"
+)
+
+// berthCode runs an operator command and returns its output and exit code.
+func berthCode(t *testing.T, d *harness.Daemon, args ...string) (string, int) {
+	t.Helper()
+	out, err := tryBerth(d, args...)
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		t.Fatal(err)
+	}
+	if exit != nil {
+		return out, exit.ExitCode()
+	}
+	return out, 0
+}
+
+func readText(t *testing.T, path string) string {
+	t.Helper()
+	return string(harness.Get(os.ReadFile(path))(t))
+}
+
+// refusedWith expects an exit code and a text.
+func refusedWith(t *testing.T, d *harness.Daemon, code int, text string, args ...string) {
+	t.Helper()
+	out, got := berthCode(t, d, args...)
+	if got != code || !strings.Contains(out, text) {
+		t.Errorf("berth %q: exit code %d, want %d with %q:\n%s", args, got, code, text, out)
+	}
+}
+
+// The lists have the options of docker, podman and crictl.
+func TestCommandsList(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.ContainerNamed("app"), harness.Script("exec sleep 100000"))
+	done := pod.Run(t, harness.ContainerNamed("job"), harness.Script("exit 3"))
+	done.WaitExited(t)
+
+	harness.Equal(t, "ps -q --no-trunc", runBerth(t, d, "ps", "-q", "--no-trunc"), c.Id+"\n")
+	harness.Equal(t, "ps -q", runBerth(t, d, "ps", "-q"), c.Id[:12]+"\n")
+	harness.Equal(t, "ps by exit code", runBerth(t, d, "ps", "--filter", "exited=3", "-o", "go-template={{.name}}"), "job\n")
+	harness.Equal(t, "pods", runBerth(t, d, "pods", "-q", "--no-trunc", "--filter", "state=ready"), pod.Id+"\n")
+	harness.WantText(t, "ps -o yaml", runBerth(t, d, "ps", "-o", "yaml"), "- attempt: 0\n", "name: app\n")
+	harness.WantText(t, "ps -o wide", runBerth(t, d, "ps", "-o", "wide"), "NAMESPACE", pod.Id[:12])
+	harness.WantText(t, "images -o wide", runBerth(t, d, "images", "-o", "wide", "--filter", "dangling=false"), "DIGEST", "sha256:")
+	refusedWith(t, d, 1, "--filter \"frob=1\": want KEY=VALUE with one of the keys", "ps", "--filter", "frob=1")
+
+	var inspected struct {
+		Status struct{ State, Id string }
+		Info   struct{ Pid int }
+	}
+	harness.Must(t, json.Unmarshal([]byte(runBerth(t, d, "inspect", c.Id[:12])), &inspected))
+	if inspected.Status.Id != c.Id || inspected.Status.State != "CONTAINER_RUNNING" || inspected.Info.Pid < 2 {
+		t.Errorf("inspect: %+v", inspected)
+	}
+	harness.Equal(t, "inspect -f", runBerth(t, d, "inspect", "-f", "{{.status.state}}", pod.Id), "SANDBOX_READY\n")
+	harness.WantText(t, "inspect of an image", runBerth(t, d, "inspect", harness.BaseImage), harness.BaseImage)
+	refusedWith(t, d, 1, `no container, pod or image "nothing"`, "inspect", "nothing")
+
+	harness.WantText(t, "info", runBerth(t, d, "info"), "berth", "RuntimeReady:", "Containers:")
+	harness.WantText(t, "version", runBerth(t, d, "version", "-o", "json"), `"name": "berth"`)
+	harness.WantText(t, "df", runBerth(t, d, "df"), "images", "containers", d.Root)
+	harness.WantText(t, "top", runBerth(t, d, "top", c.Id), "COMMAND", "sleep 100000")
+	harness.WantText(t, "stats", runBerth(t, d, "stats", "--no-stream", c.Id), "CPU %", c.Id[:12])
+	harness.WantText(t, "stats of pods", runBerth(t, d, "stats", "--no-stream", "--pods", "-o", "json"), pod.Id, `"processes"`)
+	harness.WantText(t, "completion", runBerth(t, d, "__complete", "top", c.Id[:6]), c.Id[:12])
+}
+
+// exec has podman's exit codes and kubectl's way to name a container of a pod.
+func TestCommandsExec(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.ContainerNamed("app"), harness.Script("exec sleep 100000"))
+	job := pod.Run(t, harness.ContainerNamed("job"), harness.Script("echo from job; exit 3"))
+	job.WaitExited(t)
+
+	harness.Equal(t, "exec in a pod's container", runBerth(t, d, "exec", pod.Id, "-c", "app", "--", "echo", "-n", "hi"), "hi")
+	refusedWith(t, d, 5, "", "exec", c.Id, "sh", "-c", "exit 5")
+	refusedWith(t, d, 127, "not found", "exec", c.Id, "no-such-program")
+	refusedWith(t, d, 127, "no such file", "exec", c.Id, "/no/such/program")
+	refusedWith(t, d, 126, "permission denied", "exec", c.Id, "/etc/passwd")
+	refusedWith(t, d, 125, `no container or pod "nothing"`, "exec", "nothing", "ls")
+	refusedWith(t, d, 125, "container job is not running (exited 3)", "exec", job.Id, "ls")
+	refusedWith(t, d, 125, "has several containers; choose one with -c: app, job", "exec", pod.Id, "ls")
+	harness.Equal(t, "logs of a pod's container", runBerth(t, d, "logs", pod.Id, "-c", "job"), "from job\n")
+}
+
+// events prints what happens, and kill sends signals to the main process.
+func TestCommandsEventsAndKill(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	events := startSession(t, d, "events", "--json", "--filter", "container=trap")
+	c := pod.Run(t, harness.ContainerNamed("trap"), harness.Script("trap 'echo got HUP; exit 7' HUP; echo ready; while :; do sleep 0.1; done"))
+	c.WaitOutput(t, "ready")
+	runBerth(t, d, "kill", "-s", "HUP", c.Id)
+	harness.Equal(t, "exit code after HUP", c.WaitExited(t).ExitCode, 7)
+	events.stdout.WaitFor(t, `"type":"stopped"`)
+	harness.WantText(t, "events", events.stdout.String(), c.Id, `"exitCode":7`)
+	harness.Must(t, events.cmd.Process.Signal(syscall.SIGINT))
+	_ = events.cmd.Wait()
+	harness.Equal(t, "exit code of events after Ctrl-C", events.cmd.ProcessState.ExitCode(), 130)
+
+	other := pod.Run(t, harness.ContainerNamed("other"), harness.Script("exec sleep 100000"))
+	runBerth(t, d, "kill", other.Id)
+	harness.Equal(t, "exit code after kill", other.WaitExited(t).ExitCode, 137)
+	refusedWith(t, d, 1, "is not running (exited 137)", "kill", other.Id)
+	refusedWith(t, d, 1, "want a name such as HUP", "kill", "-s", "FROB", other.Id)
+}
+
+// cp needs no program in the container, and keeps inside its root.
+func TestCommandsCopy(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.ContainerNamed("app"), harness.Script(`
+mkdir -p /data/sub /out && echo one >/data/one && echo two >/data/sub/two && mkfifo /data/fifo && chmod 4755 /data/one
+ln -s /etc /escape; ln -s ../../../../../../../../etc/passwd /up
+rm -f /bin/tar; echo ready; exec sleep 100000`))
+	c.WaitOutput(t, "ready")
+	dir := t.TempDir()
+	out := runBerth(t, d, "cp", c.Id+":/data", dir)
+	harness.WantText(t, "output", out, "skipping /data/fifo")
+	harness.Equal(t, "copied file", readText(t, filepath.Join(dir, "data/sub/two")), "two\n")
+	if info, err := os.Stat(filepath.Join(dir, "data/one")); err != nil || info.Mode() != 0o755 {
+		t.Errorf("mode of the copy: %v, %v; want it without setuid", info.Mode(), err)
+	}
+	runBerth(t, d, "cp", c.Id+":/data/.", dir)
+	harness.Equal(t, "content of a directory", readText(t, filepath.Join(dir, "one")), "one\n")
+
+	// Symlinks of the container lead to files of the container.
+	secret := filepath.Join(t.TempDir(), "secret")
+	harness.Must(t, os.WriteFile(secret, []byte("of the host\n"), 0o600))
+	runBerth(t, d, "cp", secret, c.Id+":/escape/planted")
+	if _, err := os.Stat("/etc/planted"); err == nil {
+		_ = os.Remove("/etc/planted")
+		t.Error("the copy went to the host's /etc")
+	}
+	harness.Equal(t, "copy through a symlink", runBerth(t, d, "exec", c.Id, "cat", "/etc/planted"), "of the host\n")
+	harness.Equal(t, "owner", runBerth(t, d, "exec", c.Id, "stat", "-c", "%u:%g", "/etc/planted"), "0:0\n")
+	runBerth(t, d, "cp", "-L", c.Id+":/up", filepath.Join(dir, "passwd"))
+	harness.Equal(t, "target of a symlink", readText(t, filepath.Join(dir, "passwd")), runBerth(t, d, "exec", c.Id, "cat", "/etc/passwd"))
+
+	refusedWith(t, d, 1, "no such file", "cp", c.Id+":/nothing", dir)
+	refusedWith(t, d, 1, "one of SOURCE and DESTINATION must be NAME:PATH", "cp", "/etc/hosts", dir)
+	runBerth(t, d, "stop", "-t", "0s", c.Id)
+	refusedWith(t, d, 1, "is not running (exited 137)", "cp", c.Id+":/data", dir)
+}
+
+// In a pod with a user namespace copies belong to the container's root.
+func TestCommandsCopyInUserNamespace(t *testing.T) {
+	d := harness.StartDaemon(t)
+	manifest := writeManifest(t, d, `
+apiVersion: v1
+kind: Pod
+metadata: {name: mapped}
+spec:
+  terminationGracePeriodSeconds: 0
+  hostUsers: false
+  hostNetwork: true
+  containers:
+  - {name: c, image: IMAGE, command: [sleep, "100000"], volumeMounts: [{name: data, mountPath: /data}]}
+  volumes:
+  - {name: data, emptyDir: {}}
+`)
+	lines := strings.Split(strings.TrimSpace(runBerth(t, d, runArgs(d, manifest, "--detach")...)), "\n")
+	id := lines[len(lines)-1]
+	d.Objects = append(d.Objects, id)
+	source := filepath.Join(t.TempDir(), "file")
+	harness.Must(t, os.WriteFile(source, []byte("text\n"), 0o640))
+	for _, target := range []string{"/data/file", "/root/file", "/tmp/file"} {
+		runBerth(t, d, "cp", source, "default/mapped/c:"+target)
+		harness.Equal(t, target, runBerth(t, d, "exec", "mapped/c", "stat", "-c", "%u:%g %a", target), "0:0 640\n")
+	}
+	back := filepath.Join(t.TempDir(), "back")
+	runBerth(t, d, "cp", "-a", "mapped:/data/file", back)
+	harness.Equal(t, "copy", readText(t, back), "text\n")
+	if info, err := os.Stat(back); err != nil || info.Sys().(*syscall.Stat_t).Uid != 0 {
+		t.Errorf("owner of the copy: %+v, %v", info.Sys(), err)
+	}
+	runBerth(t, d, "rm", "--force", "--run-dir", d.Dir+"/run", id)
+}
