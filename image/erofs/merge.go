@@ -47,11 +47,10 @@ func NewMerger(memory int64) *Merger {
 // Memory returns the limit of the merges' memory in bytes.
 func (m *Merger) Memory() int64 { return m.most }
 
-// Merge writes the image of layers, lowest first, as tree.Merger merges them. It returns the
-// indexes of the layers whose data the image refers to: its devices, in order. It waits for other
-// merges if there is not enough memory. pay is tree.Merger's. It returns tree.ErrTooLarge if the
-// layers have too many names, too long names or too many attributes. When ctx is done it returns
-// ctx's cause.
+// Merge merges layers, lowest first, as tree.Merger does, and writes the image. It returns the
+// indexes of the layers whose data the image refers to: its devices, in order. It waits for memory
+// that other merges use. pay is tree.Merger's. The error is tree.ErrTooLarge for too many or too
+// long names or attributes, and ctx's cause when ctx is done.
 func (m *Merger) Merge(
 	ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error,
 ) (used []int, err error) {
@@ -101,8 +100,8 @@ func treeBytes(layers []Files) (sum int64, err error) {
 	return sum, nil
 }
 
-// mergeTrees returns the merged tree of layers and the number of data blocks of each layer. The
-// memory that is left limits the trees.
+// mergeTrees returns the merged tree of layers and the number of data blocks of each layer. left
+// limits the memory of the trees.
 func mergeTrees(
 	ctx context.Context, layers []Files, left int64, pay func(steps int) error,
 ) (_ *tree.Node, blocks []int64, err error) {

@@ -42,7 +42,7 @@ func probe(dir string) error {
 	if err := writeProbe(image, data); err != nil {
 		return err
 	}
-	// An overlay that cannot be written to takes two layers, and none twice.
+	// A read-only overlay needs two different layers.
 	var spec rootfs.Spec
 	for range 2 {
 		l := rootfs.Layer{Kind: rootfs.EROFS, Path: pathOf(image), Data: []string{pathOf(data)}}
@@ -75,7 +75,7 @@ func judge(err error) error {
 	return err
 }
 
-// unnamed makes a file that goes with its descriptor.
+// unnamed creates a file without a name, which the kernel deletes when it is closed.
 func unnamed(dir string) (*os.File, error) {
 	fd, err := unix.Open(dir, unix.O_TMPFILE|unix.O_RDWR|unix.O_CLOEXEC, 0o600)
 	if err != nil {

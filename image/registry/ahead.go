@@ -18,8 +18,8 @@ const (
 	// watchTime is how long a reader is observed before parts are fetched. They are fetched only if
 	// the reader waited for the network most of that time.
 	watchTime = 200 * time.Millisecond
-	// fastEnough is the lowest rate, in bytes a second, at which parts are fetched. Parts share a
-	// saturated line with all transfers. At this rate each of 16 parts still gets twice slowest.
+	// fastEnough is the minimum rate for fetching parts, in bytes a second. Parts share a saturated
+	// line with all transfers. At this rate each of 16 parts still gets twice slowest.
 	fastEnough = 32 * slowest
 	// crawling is the share of fastEnough below which a part shows that the line is too slow for
 	// more parts.

@@ -56,8 +56,8 @@ func (r *Repository) Hosts() int { return len(r.endpoints) }
 
 // Blob returns a reader for a layer's blob. It sends nothing before the first Read. first is the
 // number of the first host to try; 0 is the configured order. After corrupt content the caller
-// tries another number; such a blob is not fetched in parts. onBytes, if not nil, gets each number
-// of received bytes. The caller closes the blob.
+// tries the next number; such a blob is not fetched in parts. onBytes, if not nil, is called with
+// each number of received bytes. The caller closes the blob.
 func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
 	if err := checkDescriptor(want, 0); err != nil {
 		return nil, err

@@ -170,9 +170,9 @@ func drain(body io.ReadCloser) {
 // on a line of half a megabit. Parts are fetched only at far higher rates, see fastEnough.
 const slowest = 8 << 10
 
-// guardedBody is a response body that fails with errStalled if a Read waits for its first byte
-// longer than the timeout, or if Reads that waited as long together got less than slowest. Time
-// between Reads does not count.
+// guardedBody is a response body that fails with errStalled after a timeout: if a Read gets no byte
+// for that long, or if Reads that took that long together were slower than slowest. Time between
+// Reads does not count.
 type guardedBody struct {
 	body    io.ReadCloser
 	ctx     context.Context

@@ -68,7 +68,7 @@ func (s *shortened) Unwrap() error { return s.err }
 func short(err error) error {
 	text := err.Error()
 	if strings.Contains(text, "Location header") {
-		text = "it redirects to what is no URL"
+		text = "it redirects to an invalid URL"
 	}
 	return &shortened{errdefs.Clip(text), err}
 }

@@ -478,8 +478,8 @@ func (h *hostConfig) setDefault(domain string) {
 	}
 }
 
-// apiHost returns the host of the registry's API. Docker Hub's name is that of its web site, but
-// many hosts.toml files have it as server.
+// apiHost returns the host of the registry's API. "docker.io" is Docker Hub's web site, but many
+// hosts.toml files name it as server.
 func apiHost(host string) string {
 	if host == dockerHub {
 		return "registry-1.docker.io"
@@ -487,8 +487,8 @@ func apiHost(host string) string {
 	return host
 }
 
-// settle decides what depends on several options: an http host with TLS options is tried by https
-// first, and a host with the registry's name is its home.
+// settle applies rules for combinations of options. An http host with TLS options is tried by https
+// first. A host with the registry's name is the registry itself.
 func (h *hostConfig) settle(domain string) {
 	if h.Scheme == "http" && h.explicitTLS() && portOf(h.Host) != "80" {
 		h.Scheme, h.PlainNext = "https", true
@@ -518,8 +518,8 @@ func isLoopback(domain string) bool {
 // dockerHub is the name of Docker Hub in references.
 const dockerHub = "docker.io"
 
-// canonicalHost reduces a server address, as found in credentials, to a comparable host: without
-// scheme and path, in lower case, with one name for Docker Hub.
+// canonicalHost reduces the server address of credentials to a comparable host. It drops scheme and
+// path, and unifies case and the names of Docker Hub.
 func canonicalHost(address string) string {
 	if _, rest, ok := strings.Cut(address, "://"); ok {
 		address = rest

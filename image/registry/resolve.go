@@ -31,7 +31,7 @@ type Layer struct {
 }
 
 // Digest resolves the reference with HEAD requests. It returns "" if no host answers with a digest;
-// only a GET tells the reason.
+// a GET returns the reason.
 func (r *Repository) Digest(ctx context.Context) digest.Digest {
 	caps := capPull
 	if r.ref.Digest == "" {

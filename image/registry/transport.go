@@ -124,8 +124,8 @@ func speaksPlain(err error, host string) bool {
 }
 
 // originOnly adds configured headers and the Authorization to requests to one host. net/http would
-// forward the headers of a request to the target of a redirect, the Authorization even to
-// subdomains and other ports. The redirected requests here never have them.
+// forward headers to the target of a redirect, and the Authorization to subdomains and other ports.
+// Requests after a redirect never have them here.
 type originOnly struct {
 	inner   http.RoundTripper
 	scheme  string

@@ -157,10 +157,10 @@ func findLinks(layer *Node) (links []*link) {
 	return links
 }
 
-// resolveLinks finds the missing targets of links. Targets that the layers below do not have (some
-// is true) are looked up again after the layer was added: the path may lead through a symlink of
-// the layer, or its tar may list the link before the target.
-func (m *Merger) resolveLinks(links []*link, some bool) error {
+// resolveLinks finds the missing targets of links. With retry set, a target that is not found is no
+// error: the caller looks it up again after it adds the layer. The path may lead through a symlink
+// of the layer, or the tar may list the link before the target.
+func (m *Merger) resolveLinks(links []*link, retry bool) error {
 	for _, l := range links {
 		if l.file != nil {
 			continue
@@ -171,7 +171,7 @@ func (m *Merger) resolveLinks(links []*link, some bool) error {
 			return l.failed(unix.EISDIR)
 		case err == nil:
 			l.file = n
-		case some && isPath(err):
+		case retry && isPath(err):
 		case errors.Is(err, unix.ENOTDIR):
 			return l.failed(unix.ENOENT)
 		default:
@@ -181,7 +181,7 @@ func (m *Merger) resolveLinks(links []*link, some bool) error {
 	return nil
 }
 
-// isPath distinguishes an error about the path from one of Pay.
+// isPath reports whether an error is about the path, and not from Pay.
 func isPath(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
 }

@@ -10,9 +10,9 @@ import (
 // unpacked. Tars list a directory's entries together, so few are enough.
 const maxOpenDirs = 32
 
-// dirCache keeps directories open by path, so that not every entry has to be resolved. That is safe
-// while no directory or symlink on the path is replaced: nothing else writes to the tree, and the
-// unpacker clears the cache when it removes one. New entries cannot change a resolved path.
+// dirCache keeps directories open by path, to resolve fewer paths. That is safe while no directory
+// or symlink on a path is replaced. Nothing else writes to the tree, and the unpacker clears the
+// cache when it removes one. New entries cannot change a resolved path.
 //
 // A directory that leaves the cache stays open until reap, because the current entry may use it.
 type dirCache struct {
@@ -28,7 +28,7 @@ type openDir struct {
 
 func newDirCache() *dirCache { return &dirCache{order: list.New(), byPath: map[string]*list.Element{}} }
 
-// get returns the directory kept for path, nil if there is none.
+// get returns the directory kept for path, or nil.
 func (c *dirCache) get(path string) *safefs.Dir {
 	e := c.byPath[path]
 	if e == nil {

@@ -49,12 +49,12 @@ type Error struct {
 func (e *Error) Error() string { return e.Err.Error() }
 func (e *Error) Unwrap() error { return e.Err }
 
-// refuse is for a tar that is no layer.
+// refuse returns the error for a tar that is no layer.
 func refuse(format string, args ...any) error {
 	return &Error{InvalidArgument, fmt.Errorf(format, args...)}
 }
 
-// exceeds is for a layer that is beyond its limits.
+// exceeds returns the error for a layer that exceeds its limits.
 func exceeds(format string, args ...any) error {
 	return &Error{ResourceExhausted, fmt.Errorf(format, args...)}
 }
@@ -85,7 +85,7 @@ func CodeOf(err error) Code {
 	return Unknown
 }
 
-// blame gives an error the code InvalidArgument if it is the tar's fault.
+// blame adds the code InvalidArgument to an error that the tar caused.
 func blame(err error) error {
 	if CodeOf(err) == Unknown && IsTarsFault(err) {
 		return &Error{InvalidArgument, err}

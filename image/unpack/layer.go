@@ -37,7 +37,7 @@ var DefaultLimits = Limits{
 	Window:  inflate.MaxWindow,
 }
 
-// WithDefaults replaces zero fields by those of DefaultLimits.
+// WithDefaults sets zero fields to the values of DefaultLimits.
 func (l Limits) WithDefaults() Limits {
 	if l.Tar == 0 {
 		l.Tar = DefaultLimits.Tar
@@ -82,8 +82,8 @@ type Result struct {
 	Contents
 }
 
-// Within returns an error if the result exceeds the limits. Then it is false, because unpacking
-// enforces them.
+// Within returns an error if the result exceeds the limits. Unpacking enforces them, so such a
+// result is false.
 func (r *Result) Within(l Limits) error {
 	l = l.WithDefaults()
 	inodes := uint64(l.Entries) + maxNames/perEntry + 1 // directories without an entry are kept in memory, which limits their number
@@ -201,7 +201,7 @@ func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result,
 	})
 }
 
-// run inflates and hashes a blob, and has its entries made.
+// run inflates and hashes a blob, and passes its entries to a sink.
 func run[D directory](
 	ctx context.Context, blob io.Reader, job Job, open func(tick func()) (sink[D], error),
 ) (_ Result, err error) {

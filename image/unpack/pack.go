@@ -18,12 +18,13 @@ import (
 	"berth/image/unpack/checksum"
 )
 
-// Pack is Layer without a filesystem: it appends the content of files to data and writes the tree
-// to out (tree.Encode), both empty files. It needs no other access. It differs from Layer as
-// follows. The tree is in memory until the end, at most Limits.Memory bytes; more is MoreMemory.
-// What depends on the layers below is in the tree and not in Contents. Usage is not counted. A file
-// with more or longer extended attributes than a tree may have is OutOfRange. Files do not inherit
-// a directory's default ACL, because a tar lists all attributes.
+// Pack is Layer without a filesystem. It appends the content of files to data and writes the tree
+// to out (tree.Encode), both empty files. It needs no other access. It keeps the tree in memory
+// until the end, at most Limits.Memory bytes; more is MoreMemory.
+//
+// The tree, and not Contents, records the properties that depend on the layers below. Usage is not
+// counted. A file with more or longer extended attributes than a tree may have is OutOfRange. Files
+// do not inherit a directory's default ACL, because a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
 	memory := job.Limits.WithDefaults().Memory
 	return run(ctx, blob, job, func(tick func()) (sink[found], error) {

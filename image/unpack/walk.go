@@ -42,8 +42,8 @@ type sink[D directory] interface {
 	hide(at place[D]) error
 	hideAll(dir D) error
 
-	// target returns the target of a hard link: the type (S_IFMT) of a file in this layer, or the
-	// path of a file in a layer below.
+	// target returns the target of a hard link. For a file in this layer it is the type (S_IFMT);
+	// for a file in a layer below it is the path.
 	target(at place[D]) (mode uint32, below string, err error)
 
 	// finish returns the result when there are no more entries.
@@ -112,7 +112,7 @@ func contentSize(hdr *tar.Header, max int64) int64 {
 	return 0
 }
 
-// entry is for one entry of the tar.
+// entry handles one entry of the tar.
 func (w walk[D]) entry(hdr *tar.Header, content io.Reader) error {
 	w.next()
 	if hdr.Typeflag == tar.TypeXGlobalHeader {
@@ -196,7 +196,7 @@ func (w walk[D]) symlink(at place[D], hdr *tar.Header) error {
 	return w.special(at, hdr, unix.S_IFLNK, 0)
 }
 
-// hardlink gives a file of the layer another name, or notes one that a file of a layer below is to have.
+// hardlink creates a hard link to a file of the layer, or records one to a file of a layer below.
 func (w walk[D]) hardlink(at place[D], hdr *tar.Header) error {
 	target := safefs.Clean(hdr.Linkname)
 	if target == "" || len(target) > maxPath || strings.ContainsRune(target, 0) {
@@ -226,7 +226,7 @@ func (w walk[D]) hardlink(at place[D], hdr *tar.Header) error {
 	return w.link(at, to)
 }
 
-// node is for devices and FIFOs.
+// node creates devices and FIFOs.
 func (w walk[D]) node(at place[D], hdr *tar.Header) error {
 	// MINORBITS is 20: the kernel would cut larger numbers.
 	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
@@ -284,5 +284,4 @@ func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(),
 	}
 }
 
-// zeros is what blocks are compared with.
 var zeros [copySize]byte

@@ -23,8 +23,8 @@ const (
 	OpaqueXattr = "trusted.overlay.opaque"
 )
 
-// isAUFS reports whether an entry is one of AUFS' own files in the root of its branches, and so of
-// old layers: link counts, orphans, a mark.
+// isAUFS reports whether an entry is a file that AUFS keeps in the root of its branches. Old layers
+// contain such files.
 func isAUFS(name string) bool {
 	return strings.HasPrefix(name, aufsPrefix) && name != opaqueWhiteout
 }
@@ -34,7 +34,7 @@ func IsWhiteout(st *unix.Stat_t) bool {
 	return st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == whiteoutDev
 }
 
-// setOpaque notes that a directory is opaque. The mark is set by MarkOpaque.
+// setOpaque records that a directory is opaque. MarkOpaque sets the mark.
 func (u *unpacker) setOpaque(path string) error {
 	if u.opaques[path] {
 		return nil
@@ -98,8 +98,8 @@ func (u *unpacker) makeWhiteout(at filePlace) error {
 	return nil
 }
 
-// blocked is called if something else is in the place of an implied directory. The directory
-// replaces a whiteout and then hides what it hid.
+// blocked is called if another file is in the place of an implied directory. The directory replaces
+// a whiteout and is opaque, because the whiteout hid the same files.
 func (u *unpacker) blocked(dir *safefs.Dir, name string, st *unix.Stat_t) error {
 	if !IsWhiteout(st) {
 		return unix.ENOTDIR

@@ -32,7 +32,7 @@ import (
 // are added, in four parts. A file with several names counts once.
 type Sum [4]uint64
 
-// IsZero reports whether s was never made: up to 0.2.0 there were none.
+// IsZero reports whether s is missing, as in records of berth up to 0.2.0.
 func (s Sum) IsZero() bool { return s == Sum{} }
 
 // Bytes is the sum's form for the wire.
@@ -79,7 +79,7 @@ func (s *Sum) add(text []byte) {
 	}
 }
 
-// AddName adds a name of something of a type (S_IFMT).
+// AddName adds a name of a file of the given type (S_IFMT).
 func (s *Sum) AddName(path string, mode uint32) {
 	text := binary.BigEndian.AppendUint32([]byte("name"), mode&unix.S_IFMT)
 	s.add(append(text, path...))
@@ -92,7 +92,7 @@ type Content struct {
 	Target string // of a symlink
 }
 
-// AddFile adds something that has names. Of a whiteout nothing counts but that it is one.
+// AddFile adds a file, once for all its names. Only the type of a whiteout counts.
 func (s *Sum) AddFile(mode, uid, gid uint32, dev uint64, c Content) {
 	if isWhiteout(mode, dev) {
 		mode, uid, gid = unix.S_IFCHR, 0, 0
@@ -106,7 +106,7 @@ func (s *Sum) AddFile(mode, uid, gid uint32, dev uint64, c Content) {
 	s.add(append(text, c.Target...))
 }
 
-// AddStatus adds something that has names by its status.
+// AddStatus is AddFile for a file's status.
 func (s *Sum) AddStatus(st *unix.Stat_t, c Content) {
 	dev := st.Rdev
 	if t := st.Mode & unix.S_IFMT; t != unix.S_IFCHR && t != unix.S_IFBLK {
@@ -115,7 +115,7 @@ func (s *Sum) AddStatus(st *unix.Stat_t, c Content) {
 	s.AddFile(st.Mode, st.Uid, st.Gid, dev, c)
 }
 
-// isWhiteout tells overlayfs' mark for a name that is hidden.
+// isWhiteout reports whether a file is overlayfs' mark for a hidden name.
 func isWhiteout(mode uint32, dev uint64) bool { return mode&unix.S_IFMT == unix.S_IFCHR && dev == 0 }
 
 // Found is the result of reading a tree.
@@ -213,7 +213,7 @@ func (t *summing) entry(dir *safefs.Dir, name string) error {
 }
 
 func (t *summing) regular(path string) (Content, error) {
-	// Reading is to leave no trace: a layer has the access times that its tar says.
+	// O_NOATIME keeps the access times of the layer's tar.
 	f, err := safefs.Open(t.root, path, unix.O_RDONLY|unix.O_NOATIME, 0)
 	if err != nil {
 		return Content{}, err
@@ -256,7 +256,7 @@ func OfTree(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error
 	walk = func(path string, n *tree.Node) error {
 		tick()
 		if n.IsLink() {
-			return nil // to a layer below: whose it is
+			return nil // its file belongs to a layer below
 		}
 		found.Sum.AddName(path, n.Mode)
 		if known[n] {

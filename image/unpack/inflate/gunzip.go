@@ -10,7 +10,7 @@ import (
 	"berth/image/unpack/isal"
 )
 
-// unfit: ISA-L was to read a gzip and can't.
+// unfit records that ISA-L could not decompress a gzip.
 var unfit atomic.Bool
 
 // Gunzip returns the name of gzip's decompressor: "ISA-L" or "Go". The first gzip shows whether a

@@ -16,7 +16,7 @@ struct step {
 
 struct reader {
 	struct inflate_state state;
-	struct isal_gzip_header header; // isal_inflate has its own, which it forgets when the input ends in a header
+	struct isal_gzip_header header; // isal_inflate loses its own header state when the input ends within a header
 	int in_header;
 };
 

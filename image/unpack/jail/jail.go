@@ -99,7 +99,7 @@ func checkEarly(tree *os.File) error {
 	return nil
 }
 
-// volunteer makes the process go before anything else of the node: a pull can be repeated.
+// volunteer makes the process the OOM killer's first choice, because a pull can be repeated.
 func volunteer() error {
 	const first = "1000"
 	return os.WriteFile("/proc/self/oom_score_adj", []byte(first), 0)
@@ -123,8 +123,8 @@ func limit(grant Grant) error {
 	return unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
 }
 
-// enter makes tree the root directory. The working directory becomes a mount of the
-// process's descriptors alone: from there, too, nothing leads anywhere else.
+// enter makes tree the root directory. The working directory becomes a mount that contains only the
+// process's descriptors, so no path leads out of it.
 func enter(tree *os.File) error {
 	fds, err := unix.OpenTree(unix.AT_FDCWD, "/proc/self/fd", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
 	if err != nil {
@@ -147,7 +147,7 @@ func (g Grant) capabilities() uint64 {
 	return kept
 }
 
-// calls are the system calls that remain.
+// calls returns the allowed system calls.
 func (g Grant) calls() []uint32 {
 	if g.OnlyData {
 		return always
@@ -159,15 +159,14 @@ func (g Grant) calls() []uint32 {
 const kept = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID |
 	1<<unix.CAP_MKNOD | 1<<unix.CAP_SETFCAP
 
-// dropCapabilities need not care for the bounding set: no program can be executed that had a
-// use for it.
+// dropCapabilities ignores the bounding set, because the process cannot execute programs.
 func dropCapabilities(kept uint64) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	sets := setsOf(kept)
 	return allThreads(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets)), 0)
 }
 
-// setsOf are the capability sets of a confined process.
+// setsOf returns the capability sets of a confined process.
 func setsOf(kept uint64) (sets [2]unix.CapUserData) {
 	for i := range sets {
 		sets[i].Effective = uint32(kept >> (32 * i))
@@ -176,8 +175,7 @@ func setsOf(kept uint64) (sets [2]unix.CapUserData) {
 	return sets
 }
 
-// allThreads makes a system call on every thread: these are attributes of threads, and Go
-// has several.
+// allThreads makes a system call on every thread, because these are attributes of threads.
 func allThreads(call, a, b, c uintptr) error {
 	if _, _, errno := syscall.AllThreadsSyscall6(call, a, b, c, 0, 0, 0); errno != 0 {
 		return errno
@@ -188,7 +186,7 @@ func allThreads(call, a, b, c uintptr) error {
 // FiltersCalls reports whether Process filters system calls on an architecture, named as in GOARCH.
 func FiltersCalls(arch string) bool { return auditArch[arch] != 0 }
 
-// filterCalls lets the process make no other system calls than those, if FiltersCalls.
+// filterCalls forbids all other system calls, if FiltersCalls.
 func filterCalls(calls []uint32) error {
 	if !FiltersCalls(runtime.GOARCH) {
 		return nil
@@ -202,7 +200,7 @@ func filterCalls(calls []uint32) error {
 		return errno
 	}
 	if thread != 0 { // seccomp(2): then no thread has the filter
-		return fmt.Errorf("thread %d can't be given the filter", thread)
+		return fmt.Errorf("thread %d cannot get the filter", thread)
 	}
 	return nil
 }

@@ -138,7 +138,7 @@ func (p *Program) guard(what string, part func() error) error {
 	return task.Guard(p.log, what, "a layer", part)
 }
 
-// peak is the most memory that a process had resident, in KiB.
+// peak returns the maximum resident memory of a process, in KiB.
 func peak(end *os.ProcessState) int64 {
 	if usage, ok := end.SysUsage().(*syscall.Rusage); ok {
 		return usage.Maxrss
@@ -313,7 +313,7 @@ var feedPool = sync.Pool{New: func() any { return new([128 << 10]byte) }}
 // process will report the truncated input. If the process does not take the blob, its answer has
 // the reason.
 func (w *work) feed(blob io.Reader, failed func(error)) {
-	defer w.in.Close() // again: the first one counts
+	defer w.in.Close() // a second Close is harmless
 	buf := feedPool.Get().(*[128 << 10]byte)
 	defer feedPool.Put(buf)
 	for {
@@ -382,8 +382,8 @@ func (w *work) answer(limits unpack.Limits, progress func(n int)) (unpack.Result
 	return result, err
 }
 
-// verdict returns the root cause: why the process was killed, its own error, or how it ended. It
-// ends by a signal when it exceeds its CPU time.
+// verdict returns the root cause: the reason for killing the process, its own error, or its exit
+// status. The kernel kills a process that exceeds its CPU time.
 func verdict(cause, answer error, end *os.ProcessState, said string, most time.Duration) error {
 	const nearly = 0.5 // the limit counts ticks and this time does not, which matters for short times
 	var refused *unpack.Error

@@ -44,7 +44,7 @@ const (
 )
 
 const (
-	// maxBody is the size of the largest body, that of a link.
+	// maxBody is the size of the largest body, a link.
 	maxBody = 2*unix.PathMax + 1
 	maxText = 4 << 10
 	// maxGunzip limits the name of the gzip implementation.
@@ -68,13 +68,13 @@ func (w *Writer) put(kind byte, body []byte) {
 // message of another kind.
 func (w *Writer) Gunzip(name string) { w.put(kindGunzip, []byte(name)) }
 
-// Progress says how many bytes of the tar have been read so far.
+// Progress reports how many bytes of the tar have been read.
 func (w *Writer) Progress(tarBytes int64) error {
 	w.put(kindProgress, binary.AppendUvarint(nil, uint64(tarBytes)))
 	return w.w.Flush()
 }
 
-// Result says what came of the layer.
+// Result sends the result of the layer.
 func (w *Writer) Result(r unpack.Result) error {
 	for _, l := range r.Links {
 		w.put(kindLink, []byte(string(l.Name)+"\x00"+string(l.Target)))
@@ -89,7 +89,7 @@ func (w *Writer) Result(r unpack.Result) error {
 	return w.w.Flush()
 }
 
-// Error says why nothing came of it.
+// Error sends the reason of a failure.
 func (w *Writer) Error(code unpack.Code, text string) error {
 	w.put(kindError, append(binary.AppendUvarint(nil, uint64(code)), text[:min(len(text), maxText)]...))
 	return w.w.Flush()
@@ -128,8 +128,8 @@ func (r *Reader) Gunzip() string { return r.gunzip }
 // ErrEnded is returned by Result when the messages end before the last one.
 var ErrEnded = errors.New("the messages end before the result")
 
-// Result reads to the last message. progress is called with each number of bytes
-// that the tar read so far has grown by. An error that the sender reports is an *unpack.Error.
+// Result reads to the last message. progress is called with the number of newly read bytes of the
+// tar. An error that the sender reports is an *unpack.Error.
 func (r *Reader) Result(progress func(n int64)) (unpack.Result, error) {
 	tarBytes := uint64(0)
 	for {
@@ -177,7 +177,7 @@ func malformed(kind byte, body []byte) error {
 	return fmt.Errorf("a malformed message %q: %.50q", kind, body)
 }
 
-// name keeps a name. That it is one is checked when all are there.
+// name keeps a name. Contents.Check validates the names at the end.
 func (r *Reader) name(kind byte, body string) error {
 	if r.left -= len(body) + unpack.PerName; r.left < 0 {
 		return fmt.Errorf("more than %d bytes of names", unpack.MaxTold)
@@ -220,7 +220,7 @@ func (r *Reader) summary(body []byte) (unpack.Result, error) {
 	return result, result.Check()
 }
 
-// number takes a number off b; the rest is nil if there is none.
+// number decodes a number of b; the rest is nil if b starts with none.
 func number(b []byte) (n uint64, rest []byte) {
 	n, size := binary.Uvarint(b)
 	if size <= 0 {

@@ -45,8 +45,7 @@ const (
 )
 
 const (
-	// heapLimit is from where on Go collects garbage at any price, whatever the limits of the
-	// layer.
+	// heapLimit is the upper bound of Go's memory limit, whatever the limits of the layer.
 	heapLimit = 256 << 20
 	// heapBase is the heap of a process that keeps nothing of its layer and uses a zstd window of
 	// usualWindow.
@@ -54,15 +53,15 @@ const (
 	usualWindow = 8 << 20
 	// mostNames bounds the names that are kept of a layer that is not packed.
 	mostNames = 64 << 20
-	// collectAt is by how much, in percent, the heap grows before garbage is collected: with the
-	// default that would be each few megabytes.
+	// collectAt is GOGC. The default would collect garbage every few megabytes.
 	collectAt = 400
 	// addresses is what Go's runtime and the C library map of writable memory beside the heap.
 	// Little of it is used.
 	addresses = 128 << 20
-	// memoryLimit is where the kernel refuses more, whatever the limits of the layer.
+	// memoryLimit is the upper bound of the kernel's memory limit, whatever the limits of the
+	// layer.
 	memoryLimit = 640 << 20
-	// fileLimit is a descriptor for each level of a directory that is removed, and some.
+	// fileLimit allows a descriptor for each level of a directory that is removed, and a reserve.
 	fileLimit = 4096
 )
 
@@ -129,8 +128,8 @@ func Main(args []string) int {
 	return 0
 }
 
-// HeapFor returns Go's memory limit: what the layer's limits let it keep, half as much for garbage,
-// and the zstd window, which makes no garbage.
+// HeapFor returns Go's memory limit: the limit of the layer's data, half as much for garbage, and
+// the zstd window, which causes no garbage.
 func HeapFor(job unpack.Job, pack bool) int64 {
 	limits := job.Limits.WithDefaults()
 	if !pack {
@@ -198,7 +197,7 @@ func openBlob() (pipe, error) {
 
 // Abort implements unpack.Aborter.
 func (p pipe) Abort() {
-	_ = p.SetReadDeadline(time.Now()) // what cannot be ended, which no pipe is, is waited for
+	_ = p.SetReadDeadline(time.Now()) // pipes support deadlines
 }
 
 const (
@@ -206,12 +205,12 @@ const (
 	treeSize  = 64 << 20 // of a tree with little in it
 )
 
-// answer unpacks and says what came of it.
+// answer unpacks the layer and writes the result or the error.
 func answer(out io.Writer, job *unpack.Job, layer func() (unpack.Result, error)) error {
 	var read, steps atomic.Int64
 	job.Progress = func(n int) { read.Add(int64(n)); steps.Add(1) }
 	w := wire.NewWriter(out)
-	w.Gunzip(inflate.Gunzip()) // should the process not come to tell more
+	w.Gunzip(inflate.Gunzip()) // in case the process dies before its result
 	stop := report(w, &read, &steps)
 	result, err := layer()
 	if err := stop(); err != nil {
