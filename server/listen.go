@@ -25,6 +25,36 @@ import (
 // Closing the listener removes the socket.
 func Listen(path string) (net.Listener, error) { return listenIn(path, 0o700) }
 
+// ListenForRoot is Listen for servers that do not check their clients. It closes connections of
+// other users than root and the daemon's.
+func ListenForRoot(path string, log *slog.Logger) (net.Listener, error) {
+	l, err := Listen(path)
+	if err != nil {
+		return nil, err
+	}
+	return rootListener{l, log}, nil
+}
+
+// rootListener accepts only connections of root and of the daemon's user.
+type rootListener struct {
+	net.Listener
+	log *slog.Logger
+}
+
+// Accept implements net.Listener.
+func (l rootListener) Accept() (net.Conn, error) {
+	for {
+		conn, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		if _, err := checkPeer(conn, l.log); err == nil {
+			return conn, nil
+		}
+		_ = conn.Close() // refused
+	}
+}
+
 // ListenForCadvisor is Listen for Cadvisor's socket. Like containerd it makes a missing directory
 // with mode 0711, because other programs have sockets in it.
 func ListenForCadvisor(path string) (net.Listener, error) {
@@ -116,6 +146,19 @@ func peerOf(conn net.Conn) (*unix.Ucred, error) {
 	return cred, err
 }
 
+// checkPeer returns an error if the peer of conn is neither root nor the daemon's user.
+func checkPeer(conn net.Conn, log *slog.Logger) (*unix.Ucred, error) {
+	cred, err := peerOf(conn)
+	if err != nil {
+		return nil, fmt.Errorf("read peer credentials: %w", err)
+	}
+	if cred.Uid != 0 && int(cred.Uid) != os.Geteuid() {
+		log.Warn("connection refused", "peer", cred.Pid, "uid", cred.Uid)
+		return nil, fmt.Errorf("uid %d is not root", cred.Uid)
+	}
+	return cred, nil
+}
+
 // peerCredentials admits only root and the daemon's user, because any CRI client can become root.
 // The socket's mode has the same effect, but an operator or a systemd socket unit may change it.
 type peerCredentials struct{ log *slog.Logger }
@@ -131,13 +174,9 @@ func (peerInfo) AuthType() string { return "peercred" }
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	cred, err := peerOf(conn)
+	cred, err := checkPeer(conn, p.log)
 	if err != nil {
-		return nil, nil, fmt.Errorf("read peer credentials: %w", err)
-	}
-	if cred.Uid != 0 && int(cred.Uid) != os.Geteuid() {
-		p.log.Warn("connection refused", "peer", cred.Pid, "uid", cred.Uid)
-		return nil, nil, fmt.Errorf("uid %d is not root", cred.Uid)
+		return nil, nil, err
 	}
 	return conn, peerInfo{credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}, cred.Pid}, nil
 }

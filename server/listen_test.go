@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -84,4 +85,63 @@ func TestListenDatagramSocketIsNotStale(t *testing.T) {
 	if _, err := Listen(path); err == nil || !strings.Contains(err.Error(), unix.EPROTOTYPE.Error()) {
 		t.Errorf("a datagram socket in use: %v", err)
 	}
+}
+
+func TestListenForRootRefusesOtherUsers(t *testing.T) {
+	testutil.NeedRoot(t)
+	dir, err := os.MkdirTemp("/tmp", "root-only")
+	testutil.Must(t, err)
+	defer os.RemoveAll(dir)
+	testutil.Must(t, os.Chmod(dir, 0o755))
+	path := filepath.Join(dir, "s")
+	l, err := ListenForRoot(path, discardLog)
+	testutil.Must(t, err)
+	defer l.Close()
+	testutil.Must(t, os.Chmod(path, 0o666))
+	go func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = conn.Write([]byte("welcome")) // the client checks it
+			conn.Close()
+		}
+	}()
+	for _, c := range []struct {
+		uid  int
+		want string
+	}{{65534, ""}, {0, "welcome"}} {
+		if got, err := readAs(c.uid, path); err != nil || got != c.want {
+			t.Errorf("user %d got %q, %v, want %q", c.uid, got, err, c.want)
+		}
+	}
+}
+
+// readAs returns what a unix socket sends to a user.
+func readAs(uid int, path string) (content string, err error) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		runtime.LockOSThread() // for good: the thread ends with the goroutine
+		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, uintptr(uid), uintptr(uid), uintptr(uid)); errno != 0 {
+			err = errno
+			return
+		}
+		var fd int
+		if fd, err = unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0); err != nil {
+			return
+		}
+		defer unix.Close(fd)
+		if err = unix.Connect(fd, &unix.SockaddrUnix{Name: path}); err != nil {
+			return
+		}
+		buf := make([]byte, 100)
+		var n int
+		if n, err = unix.Read(fd, buf); err == nil {
+			content = string(buf[:n])
+		}
+	}()
+	<-done
+	return content, err
 }

@@ -40,6 +40,7 @@ var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "
 // leftOut are packages without checks, with the reason.
 var leftOut = map[string]string{
 	"cmd/berth/check/nodecheck":   "berth check",
+	"cmd/berth/debug":             "berth debug",
 	"cmd/berth/podrun":            "berth run",
 	"image/registry/registrytest": "tests",
 	"image/unpack/jail":           "berth-unpack",

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"os"
 	"strings"
@@ -249,4 +250,31 @@ func TestListenFailsForUsedAddress(t *testing.T) {
 	if _, err := New("").Listen(t.TempDir(), first.sockets[1].Addr().String(), log); err == nil || !strings.Contains(err.Error(), "metrics.address") {
 		t.Errorf("a second server: %v", err)
 	}
+}
+
+// Clients that send nothing block the address for a while, but not the debug socket.
+func TestIdleClientsDoNotBlockDebugSocket(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	s, err := newWatching().Listen(dir, "127.0.0.1:0", slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() { defer close(done); s.Serve() }()
+	defer func() { <-done }()
+	defer s.Close()
+	for range 2 * maxConnections {
+		conn, err := net.Dial("tcp", s.sockets[1].Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+	}
+	client := http.Client{Timeout: 100 * time.Millisecond}
+	if resp, err := client.Get("http://" + s.sockets[1].Addr().String() + "/metrics"); err == nil {
+		resp.Body.Close()
+		t.Error("the number of connections has no limit")
+	}
+	get(t, dir, "/metrics")
 }

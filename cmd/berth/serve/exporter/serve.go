@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"golang.org/x/net/netutil"
 
 	"berth/server"
 )
@@ -23,9 +24,12 @@ const DebugSocket = "debug.sock"
 
 const (
 	// maxScrapes is the number of scrapes at a time. Further ones get the status 503.
-	maxScrapes    = 3
-	headerTimeout = 10 * time.Second
-	idleTimeout   = 2 * time.Minute
+	maxScrapes = 3
+	// maxConnections is the number of connections to one address. Others have to wait.
+	maxConnections = 32
+	headerTimeout  = 10 * time.Second
+	writeTimeout   = 30 * time.Second
+	idleTimeout    = 10 * time.Second
 	// maxHeaderBytes bounds the memory for a client's header.
 	maxHeaderBytes = 16 << 10
 )
@@ -46,36 +50,33 @@ func (e *Exporter) Listen(state, address string, log *slog.Logger) (_ *Servers, 
 			err = errors.Join(err, s.Close())
 		}
 	}()
-	debug, err := server.Listen(filepath.Join(state, DebugSocket))
+	debug, err := server.ListenForRoot(filepath.Join(state, DebugSocket), log)
 	if err != nil {
 		return nil, err
 	}
-	s.add(debug, e.debugHandler())
+	s.add(debug, &http.Server{Handler: e.debugHandler()}) // without WriteTimeout, because profiles take time
 	if address == "" {
 		return s, nil
 	}
 	var l net.Listener
 	if path, ok := strings.CutPrefix(address, "unix://"); ok {
-		l, err = server.Listen(path)
+		l, err = server.ListenForRoot(path, log)
 	} else {
 		l, err = net.Listen("tcp", address)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("metrics.address: %w", err)
 	}
-	s.add(l, e.metricsHandler())
+	s.add(l, &http.Server{Handler: e.metricsHandler(), WriteTimeout: writeTimeout})
 	return s, nil
 }
 
-func (s *Servers) add(l net.Listener, h http.Handler) {
-	s.sockets = append(s.sockets, l)
-	s.servers = append(s.servers, &http.Server{
-		Handler:           h,
-		ReadHeaderTimeout: headerTimeout,
-		IdleTimeout:       idleTimeout,
-		MaxHeaderBytes:    maxHeaderBytes,
-		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
-	})
+// add adds a server with limits, because every user of the node can connect to loopback.
+func (s *Servers) add(l net.Listener, srv *http.Server) {
+	srv.ReadHeaderTimeout, srv.IdleTimeout, srv.MaxHeaderBytes = headerTimeout, idleTimeout, maxHeaderBytes
+	srv.ErrorLog = slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)
+	s.sockets = append(s.sockets, netutil.LimitListener(l, maxConnections))
+	s.servers = append(s.servers, srv)
 }
 
 // Serve serves until Close.
