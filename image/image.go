@@ -156,6 +156,7 @@ type record struct {
 	Size     uint64   `json:"size"`   // of the layers on disk, in bytes
 	Config   []byte   `json:"config"` // as the registry served it; the ID is its digest
 	Pinned   bool     `json:"pinned,omitempty"`
+	Origins  []string `json:"origins,omitempty"` // archives that contain the image, see Preload
 	// Blobs are the layers' blobs, bottom first. Records of berth up to 0.2.0 have none: their
 	// layers are named by the tars in the configuration.
 	Blobs []digest.Digest `json:"blobs,omitempty"`
@@ -259,6 +260,9 @@ func (r record) diskSize() uint64 {
 	}
 	return uint64((n + block - 1) / block * block)
 }
+
+// maxOrigins limits the origins of an image: one archive may exist under several names.
+const maxOrigins = 16
 
 // maxDigests limits the digests of an image. Each push of a tag with the same content in another
 // manifest adds one.

@@ -26,6 +26,8 @@ import (
 type LoadOptions struct {
 	Name string // replaces the names in the archive, which must contain one image; empty: those names
 	Pin  bool   // kubelet must not collect the images
+
+	origin string // of the archive, see Preload
 }
 
 // Load adds the images of a tar, an OCI layout or a docker archive, which may be compressed with
@@ -72,7 +74,7 @@ func (s *Store) LoadFile(ctx context.Context, path string, opts LoadOptions) ([]
 // loadFrom loads what open opens. what names it in errors and waits.
 func (s *Store) loadFrom(ctx context.Context, what string, opts LoadOptions,
 	open func(context.Context, func(*archive.Archive) error) error) (images []*Image, err error) {
-	names := naming{pin: opts.Pin}
+	names := naming{pin: opts.Pin, origin: opts.origin}
 	if opts.Name != "" {
 		ref, err := registry.ParseReference(opts.Name)
 		if err != nil {
@@ -112,7 +114,7 @@ func (s *Store) loadArchive(ctx context.Context, what string, from *archive.Arch
 		return nil, errdefs.InvalidArgument("a name was given for %d images", len(images))
 	}
 	for _, img := range images {
-		as := naming{refs: img.Names, pin: names.pin}
+		as := naming{refs: img.Names, pin: names.pin, origin: names.origin}
 		if names.refs != nil {
 			as.refs = names.refs
 		}

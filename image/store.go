@@ -444,6 +444,8 @@ func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
 type naming struct {
 	refs []registry.Reference // may be empty: the image has an ID only
 	pin  bool                 // kubelet must not collect the image
+
+	origin string // of the archive that contains the image, see Preload
 }
 
 // commit writes the record of a pulled image and makes it visible under a name. Another image with
@@ -466,6 +468,10 @@ func (s *Store) commit(
 		rec = rec.with(ref, img.Digest)
 	}
 	rec.Pinned = rec.Pinned || names.pin
+	if names.origin != "" {
+		rec.Origins = append(slices.Clone(rec.Origins), names.origin)
+		rec.Origins = rec.Origins[max(0, len(rec.Origins)-maxOrigins):]
+	}
 	records := maps.Clone(x.records)
 	if records[id], err = s.write(id, rec); err != nil {
 		return nil, err

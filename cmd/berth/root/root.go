@@ -9,6 +9,7 @@ import (
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/debug"
+	"berth/cmd/berth/images"
 	"berth/cmd/berth/operator"
 	"berth/cmd/berth/reset"
 	"berth/cmd/berth/serve"
@@ -27,7 +28,8 @@ func Command() *cobra.Command {
 		RunE:          cli.Group,
 	}
 	root.SetFlagErrorFunc(cli.FlagError)
-	root.AddCommand(serve.Command(), config.Command(), check.Command(), reset.Command(), debug.Command())
+	root.AddCommand(serve.Command(), config.Command(), check.Command(), reset.Command(), debug.Command(),
+		images.Command())
 	root.AddCommand(operator.Commands()...)
 	return root
 }

@@ -161,6 +161,7 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.
 		return err
 	}
 	a.serveCadvisor(cadvisor, pods, images)
+	a.closing.Add("stop loading images", whileServing(func(ctx context.Context) { images.Preload(ctx, cfg.PreloadDirs) }))
 	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, log)
 	a.closing.Add("stop the idle trimmer", trimmer.Close)
 	serverCfg := serverConfig(reload.settings, n, network, sessions, tracing, a.waits)

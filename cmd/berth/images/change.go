@@ -1,0 +1,279 @@
+package images
+
+import (
+	"archive/tar"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/moby/term"
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/terminal"
+	"berth/server/admin"
+)
+
+func pullCommand(o *connection) *cobra.Command {
+	var creds, progress string
+	cmd := &cobra.Command{Use: "pull REF", Short: "Pull an image", Args: cli.Args(1, 1, "name an image")}
+	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: the daemon's docker config)")
+	cmd.Flags().StringVar(&progress, "progress", "auto",
+		"auto: bars on a terminal, else lines; json: one object per line; none")
+	cmd.RunE = o.connected(func(c *call) error {
+		var auth *runtimeapi.AuthConfig
+		if creds != "" {
+			user, password, ok := strings.Cut(creds, ":")
+			if !ok || user == "" {
+				return errors.New("--creds: want user:password")
+			}
+			auth = &runtimeapi.AuthConfig{Username: user, Password: password}
+		}
+		show, err := newProgress(c.OutOrStdout(), progress)
+		if err != nil {
+			return err
+		}
+		id, err := c.PullWithProgress(c.Context(), c.args[0], auth, show.Update)
+		show.Done(err == nil)
+		if err != nil {
+			return err
+		}
+		if progress == "json" {
+			return json.NewEncoder(c.OutOrStdout()).Encode(map[string]string{"id": id})
+		}
+		_, err = fmt.Fprintln(c.OutOrStdout(), id)
+		return err
+	})
+	return cmd
+}
+
+func newProgress(w io.Writer, kind string) (terminal.Progress, error) {
+	switch kind {
+	case "auto":
+		return terminal.NewProgress(w, time.Now), nil
+	case "json":
+		return &jsonProgress{out: json.NewEncoder(w)}, nil
+	case "none":
+		return terminal.NewProgress(io.Discard, time.Now), nil
+	}
+	return nil, fmt.Errorf("--progress: want auto, json or none, not %q", kind)
+}
+
+// jsonProgress prints one object per change. The last object of a pull has the image's ID.
+type jsonProgress struct {
+	out  *json.Encoder
+	last []client.Layer
+}
+
+// Update implements terminal.Progress.
+func (p *jsonProgress) Update(layers []client.Layer) {
+	if slices.Equal(p.last, layers) {
+		return
+	}
+	p.last = layers
+	_ = p.out.Encode(map[string]any{"layers": layers}) // the command's last output reports a broken pipe
+}
+
+// Done implements terminal.Progress.
+func (*jsonProgress) Done(bool) {}
+
+func loadCommand(o *connection) *cobra.Command {
+	var req admin.LoadRequest
+	var input string
+	cmd := &cobra.Command{
+		Use:   "load [PATH…]",
+		Short: "Load images from OCI layouts or docker archives",
+		Long: `Load images from OCI layouts or docker archives.
+
+PATH is an archive or the directory of an OCI layout. Without PATH, or with "-", the archive comes
+from standard input. Archives may be compressed with gzip or zstd. The names of the images come
+from the archive; --name replaces them.`,
+	}
+	cmd.Flags().StringVarP(&input, "input", "i", "", "the same as PATH, as with docker load")
+	cmd.Flags().StringVar(&req.Name, "name", "", "name of the only image in the archive")
+	cmd.Flags().BoolVar(&req.Pin, "pin", false, "exclude the images from kubelet's garbage collection")
+	cmd.RunE = o.connected(func(c *call) error {
+		paths := c.args
+		if input != "" {
+			paths = append([]string{input}, paths...)
+		}
+		if len(paths) == 0 {
+			paths = []string{"-"}
+		}
+		for _, path := range paths {
+			if err := c.load(path, req); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return cmd
+}
+
+// load sends one archive and prints its images.
+func (c *call) load(path string, req admin.LoadRequest) error {
+	from, err := openArchive(path, c.InOrStdin())
+	if err != nil {
+		return err
+	}
+	defer from.Close() // read only
+	return c.send(path, from, req)
+}
+
+// send sends an archive and prints its images.
+func (c *call) send(path string, from io.Reader, req admin.LoadRequest) error {
+	images, err := c.Load(c.Context(), from, req)
+	if err != nil {
+		return fmt.Errorf("load %s: %w", path, err)
+	}
+	for _, img := range images {
+		if _, err := fmt.Fprintln(c.OutOrStdout(), img.ID, strings.Join(img.Tags, " ")); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// openArchive opens an archive. It packs a directory into a tar.
+func openArchive(path string, stdin io.Reader) (io.ReadCloser, error) {
+	if path == "-" {
+		if f, ok := stdin.(*os.File); ok && term.IsTerminal(f.Fd()) {
+			return nil, errors.New("name an archive, or connect standard input to one: berth image load PATH")
+		}
+		return io.NopCloser(stdin), nil
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, err
+	}
+	if !info.IsDir() {
+		return os.Open(path)
+	}
+	out, in := io.Pipe()
+	go func() {
+		w := tar.NewWriter(in)
+		err := w.AddFS(os.DirFS(path))
+		_ = in.CloseWithError(errors.Join(err, w.Close())) // it always returns nil
+	}()
+	return out, nil
+}
+
+func tagCommand(o *connection) *cobra.Command {
+	return &cobra.Command{
+		Use: "tag REF NAME", Short: "Give an image another name",
+		Args: cli.Args(2, 2, "name an image and its new name"),
+		RunE: o.connected(func(c *call) error {
+			_, err := c.Tag(c.Context(), c.args[0], c.args[1])
+			return err
+		}),
+	}
+}
+
+func rmCommand(o *connection) *cobra.Command {
+	return &cobra.Command{
+		Use: "rm REF…", Short: "Remove images, or one of their names", Args: cli.Args(1, 0, "name an image"),
+		Long: `Remove images. If REF is one of several names of an image, only that name is removed.
+An ID or the last name removes the image. Containers that use it keep running.`,
+		RunE: o.connected(func(c *call) error {
+			for _, ref := range c.args {
+				if err := c.remove(ref); err != nil {
+					return err
+				}
+			}
+			return nil
+		}),
+	}
+}
+
+func (c *call) remove(ref string) error {
+	img, _, err := find(c.Context(), c.Client, ref)
+	if err != nil {
+		return err
+	}
+	byName := !strings.HasPrefix(strings.TrimPrefix(img.GetId(), "sha256:"), strings.TrimPrefix(ref, "sha256:"))
+	if byName && !strings.Contains(ref, "@") && len(img.GetRepoTags()) > 1 {
+		_, err := c.Untag(c.Context(), ref)
+		return err
+	}
+	return c.removeID(img.GetId())
+}
+
+func (c *call) removeID(id string) error {
+	_, err := c.RemoveImage(c.Context(), &runtimeapi.RemoveImageRequest{Image: &runtimeapi.ImageSpec{Image: id}})
+	if err != nil {
+		return client.Explain("remove image "+id, err)
+	}
+	_, err = fmt.Fprintln(c.OutOrStdout(), id)
+	return err
+}
+
+func pruneCommand(o *connection) *cobra.Command {
+	var all, dry bool
+	cmd := &cobra.Command{
+		Use: "prune", Short: "Remove images without a name, or all unused images", Args: cli.NoArgs,
+		Long: `Remove images without a name. With --all, remove all images that no container uses.
+Pinned images stay. kubelet pulls an image again when a pod needs it.`,
+	}
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also remove images with names that no container uses")
+	cmd.Flags().BoolVar(&dry, "dry-run", false, "only print the IDs of the images")
+	cmd.RunE = o.connected(func(c *call) error {
+		images, err := list(c.Context(), c.Client)
+		if err != nil {
+			return err
+		}
+		used, err := imagesInUse(c.Context(), c.Client)
+		if err != nil {
+			return err
+		}
+		var freed uint64
+		for _, img := range images {
+			if img.GetPinned() || used[img.GetId()] || !all && len(img.GetRepoTags())+len(img.GetRepoDigests()) > 0 {
+				continue
+			}
+			freed += img.GetSize()
+			if dry {
+				_, err = fmt.Fprintln(c.OutOrStdout(), img.GetId())
+			} else {
+				err = c.removeID(img.GetId())
+			}
+			if err != nil {
+				return err
+			}
+		}
+		_, err = fmt.Fprintln(c.ErrOrStderr(), "images removed with layers of up to", terminal.Bytes(freed))
+		return err
+	})
+	return cmd
+}
+
+// imagesInUse returns the IDs of the images of all containers and their image volumes.
+func imagesInUse(ctx context.Context, c *client.Client) (map[string]bool, error) {
+	containers, err := c.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
+	if err != nil {
+		return nil, fmt.Errorf("list containers: %w", err)
+	}
+	used := map[string]bool{}
+	for _, container := range containers.GetContainers() {
+		used[container.GetImageId()] = true
+		reply, err := c.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: container.GetId()})
+		if err != nil {
+			continue // removed meanwhile
+		}
+		for _, mount := range reply.GetStatus().GetMounts() {
+			if ref := mount.GetImage().GetImage(); ref != "" {
+				if img, _, err := find(ctx, c, ref); err == nil {
+					used[img.GetId()] = true
+				}
+			}
+		}
+	}
+	return used, nil
+}

@@ -1,0 +1,106 @@
+// Package images provides the command `berth image`. Listing, pulling, inspecting and removing use
+// only CRI and work with any runtime. The others need berth's own service (package admin).
+package images
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+)
+
+// connection is the socket that the commands connect to.
+type connection struct{ socket string }
+
+// Command returns the command `berth image` with its subcommands.
+func Command() *cobra.Command {
+	o := &connection{}
+	cmd := &cobra.Command{
+		Use:   "image",
+		Short: "List, load, name and remove images",
+		Args:  cobra.ArbitraryArgs,
+		RunE:  cli.Group,
+	}
+	cmd.PersistentFlags().StringVarP(&o.socket, "socket", "s", defaultSocket(),
+		"CRI socket of the runtime (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
+	cmd.AddCommand(lsCommand(o), pullCommand(o), loadCommand(o), tagCommand(o), rmCommand(o), pruneCommand(o),
+		inspectCommand(o), historyCommand(o), duCommand(o))
+	for _, sub := range cmd.Commands() {
+		sub.SilenceUsage, sub.SilenceErrors = true, true
+	}
+	return cmd
+}
+
+func defaultSocket() string {
+	for _, name := range []string{"BERTH_SOCKET", "CONTAINER_RUNTIME_ENDPOINT"} {
+		if s := os.Getenv(name); s != "" {
+			return s
+		}
+	}
+	return client.DefaultSocket
+}
+
+// connected returns a command's body that connects to the runtime and then calls run. An interrupt
+// cancels the context of run.
+func (o *connection) connected(run func(*call) error) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		c, err := client.Dial(cmd.Context(), o.socket)
+		if err != nil {
+			return err
+		}
+		ctx, stop := cli.Interruptible(cmd.Context())
+		defer stop()
+		cmd.SetContext(ctx)
+		err = run(&call{Client: c, Command: cmd, args: args})
+		if closeErr := c.Close(); err == nil && closeErr != nil {
+			err = fmt.Errorf("close connection to %s: %w", o.socket, closeErr)
+		}
+		return cli.InterruptStatus(ctx, err)
+	}
+}
+
+// call is one run of a command.
+type call struct {
+	*client.Client
+	*cobra.Command
+	args []string
+}
+
+// Close closes the connection.
+func (c *call) Close() error { return c.Client.Close() }
+
+// printJSON prints a value as indented JSON.
+func printJSON(w io.Writer, v any) error {
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+// printTable prints rows under a header.
+func printTable(w io.Writer, header string, rows [][]string) error {
+	table := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
+	_, _ = fmt.Fprintln(table, strings.Join(strings.Fields(header), "\t")) // Flush returns the error
+	for _, row := range rows {
+		_, _ = fmt.Fprintln(table, strings.Join(row, "\t"))
+	}
+	return table.Flush()
+}
+
+// asJSON adds the flag --output.
+func asJSON(cmd *cobra.Command) func() bool {
+	format := cmd.Flags().StringP("output", "o", "table", "output format: table or json")
+	cmd.PreRunE = func(*cobra.Command, []string) error {
+		if *format != "table" && *format != "json" {
+			return fmt.Errorf("--output: want table or json, not %q", *format)
+		}
+		return nil
+	}
+	return func() bool { return *format == "json" }
+}

@@ -1,0 +1,260 @@
+package images
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/terminal"
+	"berth/server/admin"
+)
+
+func lsCommand(o *connection) *cobra.Command {
+	cmd := &cobra.Command{Use: "ls", Aliases: []string{"list"}, Short: "List images", Args: cli.NoArgs}
+	jsonWanted := asJSON(cmd)
+	cmd.RunE = o.connected(func(c *call) error {
+		images, err := list(c.Context(), c.Client)
+		if err != nil {
+			return err
+		}
+		rows := []row{}
+		for _, img := range images {
+			rows = append(rows, rowOf(img))
+		}
+		if jsonWanted() {
+			return printJSON(c.OutOrStdout(), rows)
+		}
+		cells := [][]string{}
+		for _, r := range rows {
+			pinned := ""
+			if r.Pinned {
+				pinned = "yes"
+			}
+			cells = append(cells, []string{r.name(), client.ShortID(r.ID), terminal.Bytes(r.Size), pinned})
+		}
+		return printTable(c.OutOrStdout(), "IMAGE ID SIZE PINNED", cells)
+	})
+	return cmd
+}
+
+// row is the JSON form of an image.
+type row struct {
+	ID      string   `json:"id"`
+	Tags    []string `json:"tags"`
+	Digests []string `json:"digests"`
+	Size    uint64   `json:"size"` // bytes
+	Pinned  bool     `json:"pinned"`
+}
+
+func rowOf(img *runtimeapi.Image) row {
+	return row{
+		ID: img.GetId(), Tags: append([]string{}, img.GetRepoTags()...),
+		Digests: append([]string{}, img.GetRepoDigests()...), Size: img.GetSize(), Pinned: img.GetPinned(),
+	}
+}
+
+// name returns the tags of an image, else its first digest.
+func (r row) name() string {
+	switch {
+	case len(r.Tags) > 0:
+		return strings.Join(r.Tags, ", ")
+	case len(r.Digests) > 0:
+		return r.Digests[0]
+	}
+	return "<none>"
+}
+
+// list returns the images of the node, sorted by name.
+func list(ctx context.Context, c *client.Client) ([]*runtimeapi.Image, error) {
+	reply, err := c.ListImages(ctx, &runtimeapi.ListImagesRequest{})
+	if err != nil {
+		return nil, fmt.Errorf("list images: %w", err)
+	}
+	images := reply.GetImages()
+	slices.SortFunc(images, func(a, b *runtimeapi.Image) int {
+		return cmp.Or(cmp.Compare(rowOf(a).name(), rowOf(b).name()), cmp.Compare(a.GetId(), b.GetId()))
+	})
+	return images, nil
+}
+
+// find returns an image with its configuration.
+func find(ctx context.Context, c *client.Client, ref string) (*runtimeapi.Image, ocispec.Image, error) {
+	var info struct {
+		Config ocispec.Image `json:"imageSpec"`
+	}
+	req := &runtimeapi.ImageStatusRequest{Image: &runtimeapi.ImageSpec{Image: ref}, Verbose: true}
+	reply, err := c.ImageStatus(ctx, req)
+	switch {
+	case err != nil:
+		return nil, info.Config, client.Explain("image "+ref, err)
+	case reply.GetImage() == nil:
+		return nil, info.Config, fmt.Errorf("image %s: not found", ref)
+	}
+	if text := reply.GetInfo()["info"]; text != "" {
+		if err := json.Unmarshal([]byte(text), &info); err != nil {
+			return nil, info.Config, fmt.Errorf("image %s: decode configuration: %w", ref, err)
+		}
+	}
+	return reply.GetImage(), info.Config, nil
+}
+
+func inspectCommand(o *connection) *cobra.Command {
+	return &cobra.Command{
+		Use: "inspect REF…", Short: "Print images and their configurations as JSON", Args: cli.Args(1, 0, "name an image"),
+		RunE: o.connected(func(c *call) error {
+			type detail struct {
+				row
+				Config ocispec.Image `json:"config"`
+			}
+			all := []detail{}
+			for _, ref := range c.args {
+				img, config, err := find(c.Context(), c.Client, ref)
+				if err != nil {
+					return err
+				}
+				all = append(all, detail{rowOf(img), config})
+			}
+			return printJSON(c.OutOrStdout(), all)
+		}),
+	}
+}
+
+func historyCommand(o *connection) *cobra.Command {
+	cmd := &cobra.Command{Use: "history REF", Short: "List the build steps of an image, newest first", Args: cli.Args(1, 1, "name an image")}
+	jsonWanted := asJSON(cmd)
+	cmd.RunE = o.connected(func(c *call) error {
+		img, config, err := find(c.Context(), c.Client, c.args[0])
+		if err != nil {
+			return err
+		}
+		if jsonWanted() {
+			return printJSON(c.OutOrStdout(), append([]ocispec.History{}, config.History...))
+		}
+		sizes := layerSizes(c, img.GetId())
+		var rows [][]string
+		for _, h := range config.History {
+			created, size := "", ""
+			if h.Created != nil {
+				created = terminal.Age(time.Now(), *h.Created)
+			}
+			if !h.EmptyLayer && len(sizes) > 0 {
+				size, sizes = terminal.Bytes(sizes[0].Bytes), sizes[1:]
+			}
+			rows = append(rows, []string{created, size, shorten(cmp.Or(h.CreatedBy, h.Comment))})
+		}
+		slices.Reverse(rows)
+		return printTable(c.OutOrStdout(), "AGE SIZE STEP", rows)
+	})
+	return cmd
+}
+
+// layerSizes returns the layers of an image, or none if the runtime does not report them.
+func layerSizes(c *call, id string) []admin.Layer {
+	all, err := c.ImageLayers(c.Context())
+	if err != nil {
+		return nil
+	}
+	for _, img := range all {
+		if img.ID == id {
+			return img.Layers
+		}
+	}
+	return nil
+}
+
+// shorten makes the command of a build step fit a line.
+func shorten(text string) string {
+	const most = 100
+	runes := []rune(strings.Join(strings.Fields(text), " "))
+	if len(runes) > most {
+		return string(runes[:most-1]) + "…"
+	}
+	return string(runes)
+}
+
+func duCommand(o *connection) *cobra.Command {
+	cmd := &cobra.Command{
+		Use: "du", Short: "Show the disk usage of images and the part they share", Args: cli.NoArgs,
+		Long: `Show the disk usage of images. UNIQUE is what the removal of this one image frees,
+SHARED belongs to layers that other images use as well.`,
+	}
+	jsonWanted := asJSON(cmd)
+	cmd.RunE = o.connected(func(c *call) error {
+		images, err := c.ImageLayers(c.Context())
+		if err != nil {
+			return err
+		}
+		usage := usageOf(images)
+		if jsonWanted() {
+			return printJSON(c.OutOrStdout(), usage)
+		}
+		var rows [][]string
+		for _, u := range usage.Images {
+			rows = append(rows, []string{
+				cmp.Or(strings.Join(u.Tags, ", "), client.ShortID(u.ID)), terminal.Bytes(u.Unique),
+				terminal.Bytes(u.Shared), terminal.Bytes(u.Unique + u.Shared),
+			})
+		}
+		rows = append(rows, []string{"total", "", "", terminal.Bytes(usage.Total)})
+		return printTable(c.OutOrStdout(), "IMAGE UNIQUE SHARED SUM", rows)
+	})
+	return cmd
+}
+
+// usage is the disk usage of all images.
+type usage struct {
+	Images []imageUsage `json:"images"`
+	Total  uint64       `json:"total"` // bytes; shared layers count once
+}
+
+type imageUsage struct {
+	ID     string   `json:"id"`
+	Tags   []string `json:"tags"`
+	Unique uint64   `json:"unique"` // bytes
+	Shared uint64   `json:"shared"` // bytes
+}
+
+func usageOf(images []admin.ImageLayers) usage {
+	users, sizes := map[string]int{}, map[string]uint64{}
+	for _, img := range images {
+		for name, bytes := range distinct(img.Layers) {
+			users[name]++
+			sizes[name] = bytes
+		}
+	}
+	sum := usage{Images: []imageUsage{}}
+	for _, bytes := range sizes {
+		sum.Total += bytes
+	}
+	for _, img := range images {
+		u := imageUsage{ID: img.ID, Tags: img.Tags}
+		for name, bytes := range distinct(img.Layers) {
+			if users[name] > 1 {
+				u.Shared += bytes
+			} else {
+				u.Unique += bytes
+			}
+		}
+		sum.Images = append(sum.Images, u)
+	}
+	return sum
+}
+
+// distinct returns the sizes of layers by name: an image may contain a layer twice.
+func distinct(layers []admin.Layer) map[string]uint64 {
+	sizes := map[string]uint64{}
+	for _, l := range layers {
+		sizes[l.Name] = l.Bytes
+	}
+	return sizes
+}
