@@ -1,5 +1,6 @@
-// Command berth-net is berth's own network as a CNI plugin for any runtime that executes plugins.
-// Install it as /opt/cni/bin/berth-net. berth itself calls the plugin as a function.
+// Command berth-net provides berth's built-in network as a CNI plugin for any runtime that executes
+// plugins. Install it as /opt/cni/bin/berth-net. The daemon berth calls the plugin as a function
+// instead.
 package main
 
 import "berth/cni/berthnet"

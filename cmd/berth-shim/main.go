@@ -1,5 +1,5 @@
-// Command berth-shim launches containers for berth. It is started by the daemon
-// and is of no use by hand; see package shim/launcher.
+// Command berth-shim launches containers for berth. Only the daemon starts it; see package
+// shim/launcher.
 package main
 
 import (
@@ -12,8 +12,8 @@ import (
 	"berth/shim/proto"
 )
 
-// init is where libcontainer goes on in a container's first process: it executes
-// /proc/self/exe with this argument.
+// init continues libcontainer's work in a container's first process. libcontainer executes
+// /proc/self/exe with the argument "init" there.
 func init() {
 	if len(os.Args) > 1 && os.Args[1] == "init" {
 		launcher.Init()

@@ -1,5 +1,5 @@
-// Command berth-unpack makes files of one layer's blob, in a process that can do nothing else.
-// It is started by the daemon and is of no use by hand; see package worker.
+// Command berth-unpack unpacks the blob of one layer in a confined process. Only the daemon starts
+// it; see package worker.
 package main
 
 import (

@@ -83,7 +83,7 @@ flags, else the configuration file. With --config the node is checked for that f
 	return cmd
 }
 
-// stateFlag is the daemon's option for its state directory. For this command it also selects the
+// stateFlag is the daemon's option for its state directory. In this command it also selects the
 // check of the state.
 const (
 	stateFlag   = "state"
@@ -105,7 +105,7 @@ type configured struct {
 	source string
 }
 
-// askLimit bounds the daemon's answer, which it gives from memory.
+// askLimit bounds the wait for the daemon's answer. The daemon answers from memory.
 const askLimit = 5 * time.Second
 
 // askDaemon returns the configuration of the running daemon, including its flags and those given

@@ -51,7 +51,7 @@ func InterruptStatus(ctx context.Context, err error) error {
 }
 
 // TwoStageInterruptible returns two contexts. The first SIGINT, SIGTERM or SIGHUP cancels ctx with
-// the cause *Interrupted. The second one cancels now, and the third ends berth. The context now
+// the cause *Interrupted. The second signal cancels now, and the third ends berth. The context now
 // does not end with parent. Until stop is called, a write to a closed pipe fails instead of killing
 // berth, so that the caller can still clean up. The caller must call stop.
 func TwoStageInterruptible(parent context.Context) (ctx, now context.Context, stop func()) {

@@ -1,6 +1,6 @@
-// Package client talks CRI to a runtime over its unix socket, for the operator's commands. It adds
-// to the generated gRPC client what commands need: references by ID prefix or name, readable
-// errors, and the progress of pulls.
+// Package client talks CRI to a runtime over its unix socket, for the operator's commands. To the
+// generated gRPC client it adds references by ID prefix or name, readable errors, and the progress
+// of pulls.
 //
 // It does not use k8s.io/cri-client, which links OpenTelemetry into the binary and hides the
 // requests.
@@ -44,8 +44,8 @@ type Client struct {
 }
 
 // Dial connects to the runtime's socket: "unix:///run/x.sock" or a bare path. It fails at once,
-// with a reason that an operator can act on, if no process listens. Later the connection heals by
-// itself when the runtime is restarted.
+// with a reason that an operator can act on, if no process listens. When the runtime is restarted,
+// later calls connect again.
 func Dial(ctx context.Context, socket string) (*Client, error) {
 	path, err := socketPath(socket)
 	if err != nil {

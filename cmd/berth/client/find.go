@@ -123,8 +123,8 @@ func (c *Client) matchContainers(ctx context.Context, ref string) (matches[*runt
 	return match(ref, list, containerNames), nil
 }
 
-// identity is what match compares. names are forms of the name, the short one first. The second
-// form identifies the object in error texts.
+// identity has the ID and the names that match compares, the short name first. The second name
+// identifies the object in error texts.
 type identity struct {
 	id    string
 	names []string

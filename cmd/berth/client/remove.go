@@ -8,7 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// overhead is what kubelet adds to a call's own time limit.
+// overhead is added to a call's own time limit, as in kubelet.
 const overhead = 2 * time.Minute
 
 // Stop stops a container: it sends the stop signal, and SIGKILL after grace (rounded up to seconds;
@@ -23,7 +23,7 @@ func (c *Client) Stop(ctx context.Context, id string, grace time.Duration) error
 	return nil
 }
 
-// seconds rounds up, so that a short grace period does not become none.
+// seconds rounds up, so that a short grace period does not become 0.
 func seconds(d time.Duration) int64 {
 	return int64((max(d, 0) + time.Second - 1) / time.Second)
 }

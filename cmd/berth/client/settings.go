@@ -20,9 +20,9 @@ func (c *Client) Settings(ctx context.Context) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	told, ok := status.GetInfo()["config"]
+	config, ok := status.GetInfo()["config"]
 	if !ok {
 		return nil, fmt.Errorf("verbose Status contains no configuration")
 	}
-	return []byte(told), nil
+	return []byte(config), nil
 }

@@ -20,7 +20,7 @@
 //
 // Its ReadLogs opens a rotated file at once and loses lines that the old one still gets. It reads
 // lines of any length into memory, and only logs malformed records. It does not wait for a missing
-// file or notice a truncated one. It writes to two io.Writers, where berth run needs whole lines.
+// file or notice a truncated one. It writes to two io.Writers, but berth run needs whole lines.
 package crilog
 
 import (

@@ -26,10 +26,10 @@ type Options struct {
 	Ended  <-chan struct{}
 }
 
-// Read gives the lines of the log file at path to emit, partial records joined.
-// Records that are not in the CRI format are counted and named in the error
-// after everything else was given out. An error from emit ends the reading and
-// is returned as it is. A missing file is fs.ErrNotExist, unless following.
+// Read calls emit with each line of the log file at path. It joins partial records. It skips
+// records that are not in the CRI format, and returns an error at the end that counts them and
+// contains the first. An error from emit ends the reading and is returned unchanged. The error
+// wraps fs.ErrNotExist if the file is missing, unless Read follows.
 func Read(ctx context.Context, path string, o Options, emit func(Record) error) error {
 	r := reader{path: path, options: o, emit: emit}
 	if o.Follow {

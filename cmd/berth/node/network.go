@@ -15,17 +15,17 @@ import (
 	"berth/cni/berthnet/links"
 )
 
-// OwnNetwork is the value of the option "network" that selects berth's own network, and the name of
-// that network.
+// OwnNetwork is the value of the option "network" that selects the built-in network, and the name
+// of that network.
 const OwnNetwork = berthnet.Type
 
-// AddressDir is the directory for address reservations of berth's own network, relative to the
+// AddressDir is the directory for address reservations of the built-in network, relative to the
 // daemon's root.
 const AddressDir = "network"
 
 // NetworkConfig returns the configuration of package cni. The pods' network is the built-in
-// network, or the network in CNI's configuration directory. With a plugin, berth's own plugin runs
-// as a function, also for configurations in the directory. With nil it does not run.
+// network, or the network in CNI's configuration directory. If plugin is not nil, the plugin
+// berth-net runs as a function of it, also for configurations in the directory.
 func NetworkConfig(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
 	c := cni.Config{
 		ConfDir:  cfg.CNIConfDir,
@@ -45,10 +45,10 @@ func NetworkConfig(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, err
 	return c, err
 }
 
-// CNIRunDir is where the daemon records the CNI plugins that it runs.
+// CNIRunDir is the directory of the daemon's records of running CNI plugins.
 func CNIRunDir(cfg *config.Config) string { return filepath.Join(cfg.State, "cni") }
 
-// ownNetworkList returns the CNI configuration list of berth's own network, or nil if the
+// ownNetworkList returns the CNI configuration list of the built-in network, or nil if the
 // configuration selects another network.
 func ownNetworkList(cfg *config.Config) ([]byte, error) {
 	if cfg.Network != OwnNetwork {
@@ -98,7 +98,7 @@ func checkOwnNetwork(plugin map[string]any) error {
 		err = errors.New("network_subnets has only IPv6 subnets, and this kernel has no IPv6")
 	}
 	if err != nil {
-		return fmt.Errorf("options of berth's own network (network_…): %w", err)
+		return fmt.Errorf("options of the built-in network (network_…): %w", err)
 	}
 	return nil
 }

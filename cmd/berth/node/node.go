@@ -1,5 +1,5 @@
 // Package node determines the daemon's environment from its configuration and this machine: kernel
-// features, the cgroup driver, berth's own programs, and the pods' network.
+// features, the cgroup driver, berth's programs, and the pods' network.
 package node
 
 import (

@@ -21,6 +21,11 @@ import (
 	"berth/internal/testutil"
 )
 
+func TestMain(m *testing.M) {
+	SilenceLibraries()
+	os.Exit(m.Run())
+}
+
 var updateGolden = flag.Bool("update", false, "write the golden files of the operator commands")
 
 // console runs operator commands against a fake runtime.

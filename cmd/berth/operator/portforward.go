@@ -91,8 +91,7 @@ func (r *refusals) explain(err error) error {
 // Enabled implements slog.Handler.
 func (r *refusals) Enabled(_ context.Context, level slog.Level) bool { return level >= slog.LevelError }
 
-// Handle implements slog.Handler. It ignores messages other than a refusal's, which report how a
-// connection ended.
+// Handle implements slog.Handler. It ignores other messages, which report the end of a connection.
 func (r *refusals) Handle(_ context.Context, record slog.Record) error {
 	if record.Message != "An error occurred forwarding" {
 		return nil

@@ -173,7 +173,7 @@ func newContainerRow(c *runtimeapi.Container) containerRow {
 	}
 }
 
-// addExit adds details that a list lacks. It leaves a container unchanged that was removed
+// addExit adds details that a list lacks. It does not change a container that was removed
 // meanwhile.
 func (r *containerRow) addExit(ctx context.Context, c *client.Client) error {
 	status, err := c.ContainerState(ctx, r.ID)

@@ -75,8 +75,8 @@ func (s *session) run(ctx context.Context, cmd *cobra.Command,
 	return err
 }
 
-// stream has a session over WebSocket or, with runtimes that know only older versions
-// of it, SPDY. A URL is good for one try.
+// stream runs a session over WebSocket, or over SPDY if the runtime supports only older WebSocket
+// protocols. A URL is valid for one attempt.
 func (s *session) stream(ctx context.Context, offer func(context.Context) (string, error),
 	options remotecommand.StreamOptions) error {
 	config := &rest.Config{TLSClientConfig: s.tls}
@@ -111,7 +111,7 @@ func streamOver(ctx context.Context, offer func(context.Context) (string, error)
 // leaveKeys are Ctrl-P Ctrl-Q, as with other clients of containers.
 var leaveKeys = []byte{'P' & 0x1f, 'Q' & 0x1f}
 
-// leaving is input that ends with leaveKeys.
+// leaving is a reader that ends at leaveKeys.
 type leaving struct {
 	io.Reader
 	leave func()
@@ -125,7 +125,7 @@ func (l *leaving) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// screen is berth's own terminal. It implements remotecommand.TerminalSizeQueue.
+// screen is the terminal of this command. It implements remotecommand.TerminalSizeQueue.
 type screen struct {
 	file    *os.File
 	changed chan os.Signal // SIGWINCH
@@ -141,7 +141,7 @@ func openScreen(out io.Writer, in io.Reader) (s *screen, restore func(), err err
 		if err != nil {
 			return nil, nil, err
 		}
-		undo = func() { _ = term.RestoreTerminal(f.Fd(), state) } // it fails when the terminal is gone
+		undo = func() { _ = term.RestoreTerminal(f.Fd(), state) } // it fails if the terminal was closed
 	}
 	f, ok := out.(*os.File)
 	if !ok || !term.IsTerminal(f.Fd()) {

@@ -29,7 +29,7 @@ const foldIdle = 5 * time.Millisecond
 // hideShort is the duration below which a step is counted instead of drawn.
 const hideShort = 50 * time.Microsecond
 
-// plainColumns is the width of a drawing that goes to no terminal.
+// plainColumns is the width of a drawing if the output is not a terminal.
 const plainColumns = 120
 
 func traceCommand(o *connection) *cobra.Command {
@@ -82,10 +82,10 @@ func startOf(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox) 
 	if err != nil {
 		return nil, fmt.Errorf("trace pod %s: %w", client.ShortID(pod.GetId()), err)
 	}
-	text, told := reply.GetInfo()["trace"]
-	if !told {
+	text, found := reply.GetInfo()["trace"]
+	if !found {
 		return nil, errdefs.FailedPrecondition(
-			"the runtime records no traces; it is not berth, or an older version")
+			"the runtime records no traces: it is not berth, or its version is too old")
 	}
 	var operations []trace.Operation
 	if err := json.Unmarshal([]byte(text), &operations); err != nil {

@@ -82,7 +82,7 @@ func TestTraceRefused(t *testing.T) {
 			t.Errorf("%q: %q, %q, %d", args, stdout, stderr, code)
 		}
 	}
-	refused("older version", "web")
+	refused("too old", "web")
 	c.PodInfo = map[string]string{"trace": "null"}
 	refused("earlier daemon", "web")
 	c.PodInfo = map[string]string{"trace": "{"}

@@ -109,7 +109,7 @@ func (r *podRun) supervise(ctx context.Context, a *attempt) {
 }
 
 // startsAgain reports whether the restart policies require another attempt. An init container that
-// exits with 0 is complete.
+// exits with 0 needs none.
 func (r *podRun) startsAgain(a *attempt) bool {
 	policy := r.plan.Pod.Spec.RestartPolicy
 	ok := a.status.GetExitCode() == 0
@@ -122,7 +122,7 @@ func (r *podRun) startsAgain(a *attempt) bool {
 	return policy == corev1.RestartPolicyAlways || (policy == corev1.RestartPolicyOnFailure && !ok)
 }
 
-// conclude records how a container ended that is not started again.
+// conclude records the exit status of a container that is not started again.
 func (r *podRun) conclude(a *attempt) {
 	code := int(a.status.GetExitCode())
 	if code == 0 {
@@ -281,5 +281,5 @@ func (r *podRun) forget(old *attempt) {
 	}
 }
 
-// gone reports whether err means that nothing is left to stop.
+// gone reports whether err means that the container no longer exists.
 func gone(err error) bool { return errdefs.Code(err) == codes.NotFound }

@@ -24,7 +24,7 @@ func (p *Plan) dns() *runtimeapi.DNSConfig {
 		out = parseResolvConf(p.Host.ResolvConf)
 	}
 	if own != nil {
-		// All servers of the pod count. The host's fill the remaining places.
+		// The pod's servers come first. The host's fill the remaining places.
 		out.Servers = out.Servers[:min(len(out.Servers), max(maxNameservers-len(own.Nameservers), 0))]
 		out.Servers = appendNew(out.Servers, own.Nameservers...)
 		out.Searches = appendNew(out.Searches, own.Searches...)

@@ -45,7 +45,7 @@ var containerFields = []string{
 	"securityContext.seccompProfile", "securityContext.appArmorProfile",
 }
 
-// reasons explain refusals better than the general text, by the end of the field's path.
+// reasons replace the general text of a refusal. The key is the end of the field's path.
 var reasons = []struct{ end, reason string }{
 	{"configMapKeyRef", noAPI}, {"secretKeyRef", noAPI}, {"envFrom", noAPI},
 	{
@@ -166,8 +166,8 @@ func isUnset(v reflect.Value) bool {
 	return v.IsZero()
 }
 
-// needsCompany returns the fields that need a process which stays with the pod.
-func needsCompany(pod *corev1.Pod) []Problem {
+// needsSupervisor returns the fields that need a supervising process.
+func needsSupervisor(pod *corev1.Pod) []Problem {
 	var found []Problem
 	if p := pod.Spec.RestartPolicy; p != "" && p != corev1.RestartPolicyNever {
 		found = append(found,

@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// invalid returns the errors in values of supported fields. It refuses unsupported values, and
-// values that the API server refuses if they would fail late or affect a path.
+// invalid returns the errors in values of supported fields. It refuses unsupported values. Of the
+// values that the API server refuses, it refuses those that would fail late or affect a path.
 func invalid(pod *corev1.Pod) []Problem {
 	c := &checker{pod: pod}
 	c.metadata()

@@ -49,8 +49,8 @@ func (p *Plan) mount(m *corev1.VolumeMount, source string) *runtimeapi.Mount {
 	}
 }
 
-// recursiveReadOnly also requests it if the runtime lacks the feature but the manifest requires it,
-// so that the runtime reports the error.
+// recursiveReadOnly reports whether to request a recursive read-only mount. If the manifest
+// requires it and the runtime lacks the feature, the runtime reports the error.
 func (p *Plan) recursiveReadOnly(m *corev1.VolumeMount) bool {
 	switch value(m.RecursiveReadOnly) {
 	case corev1.RecursiveReadOnlyEnabled:

@@ -70,7 +70,7 @@ func Parse(manifest []byte, mode Mode) (*corev1.Pod, error) {
 	}
 	problems := unsupported(pod)
 	if mode.Detached {
-		problems = append(problems, needsCompany(pod)...)
+		problems = append(problems, needsSupervisor(pod)...)
 	}
 	setDefaults(pod)
 	problems = append(problems, invalid(pod)...)

@@ -129,7 +129,7 @@ func (p *Plan) podResources() *runtimeapi.LinuxContainerResources {
 	return cpuAndMemory(request, limit, memory)
 }
 
-// sum adds up a value of all containers. It returns 0 if one of them lacks it.
+// sum adds up a value of all containers. It returns 0 if a container lacks the value.
 func (p *Plan) sum(get func(Container) (int64, bool)) int64 {
 	var total, alone int64
 	for _, c := range containers(p.Pod) {

@@ -31,8 +31,8 @@ func (p *Plan) usernsOptions() *runtimeapi.UserNamespace {
 	return &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: ids, Gids: ids}
 }
 
-// mapped makes a mount show, in the pod's user namespace, the owners that its files have on the
-// host, as kubelet does with all volumes.
+// mapped adds the pod's ID mappings to a mount, as kubelet does with all volumes. Files then have
+// the same owners in the pod's user namespace as on the host.
 func (p *Plan) mapped(m *runtimeapi.Mount) *runtimeapi.Mount {
 	m.UidMappings, m.GidMappings = p.idMappings(), p.idMappings()
 	return m

@@ -96,7 +96,7 @@ func newLogger(cfg *config.Config, level *slog.LevelVar, w io.Writer) *slog.Logg
 
 // setUpProcess sets process attributes that must not depend on the parent process.
 func setUpProcess() {
-	unix.Umask(0o022) // wherever a mode matters to a container, berth sets it in full
+	unix.Umask(0o022) // berth sets modes that matter to containers explicitly
 	// The daemon must survive a log without a reader. SIGPIPE is caught rather than ignored,
 	// because containers would inherit ignored signals; execve resets caught ones.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE)
@@ -111,7 +111,7 @@ func setUpProcess() {
 func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.Logger) (err error) {
 	a := newAssembly(cfg, log)
 	defer a.closing.Run(&err)
-	// The limit starts with the signal, or with the first part that closes.
+	// The limit of the shutdown starts with the signal, or with the first part that closes.
 	defer context.AfterFunc(ctx, func() { a.shutdown.deadline() })()
 
 	a.closing.Add("stop watching signals", watchSignals(os.Stderr, reload.request, log))
@@ -254,7 +254,7 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 	isOwn := a.cfg.Network == node.OwnNetwork
 	if isOwn {
 		if err := own.Open(); err != nil { // verbose Status reports it too
-			a.log.Warn("berth's own network is not usable", "error", err)
+			a.log.Warn("the built-in network is not usable", "error", err)
 		}
 	}
 	networkCfg.RunDir, networkCfg.Waits, networkCfg.Ran = node.CNIRunDir(a.cfg), a.waits, a.metrics.PluginRan
@@ -269,11 +269,11 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 	return network, nil
 }
 
-// watchOwnNetwork restores the rules of berth's own network when other programs delete them, until
+// watchOwnNetwork restores the rules of the built-in network when other programs delete them, until
 // ctx ends.
 func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
 	if err := own.Watch(ctx); err != nil {
-		log.Warn("cannot watch nftables: deleted rules of berth's own network are restored only by Status calls",
+		log.Warn("cannot watch nftables: deleted rules of the built-in network are restored only by Status calls",
 			"error", err)
 	}
 }
@@ -508,6 +508,6 @@ func serverConfig(settings func() any, n *node.Node, network *cni.Network, sessi
 	}
 }
 
-// restTime is how long nothing must change before the daemon releases unused memory. Requests that
-// follow each other closely find caches and pages as the previous one left them.
+// restTime is the time without changes after which the daemon releases unused memory. It is long
+// enough that successive requests still find warm caches and pages.
 const restTime = 3 * time.Second

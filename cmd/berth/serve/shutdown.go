@@ -23,8 +23,8 @@ func newShutdown(limit time.Duration) shutdown {
 	return shutdown{sync.OnceValue(func() time.Time { return time.Now().Add(limit) })}
 }
 
-// within bounds a step of the shutdown. A step that ignores its context is left behind, because the
-// process is about to end.
+// within bounds a step of the shutdown. It does not wait longer for a step that ignores its
+// context, because the process is about to exit.
 func (s shutdown) within(step func(context.Context) error) func() error {
 	return func() error {
 		ctx, cancel := context.WithDeadline(context.Background(), s.deadline())

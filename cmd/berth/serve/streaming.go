@@ -62,7 +62,7 @@ type tlsFiles struct {
 	now  func() time.Time
 	last atomic.Pointer[tls.Config]
 
-	mu      sync.Mutex // held by the goroutine that checks the files; others do not wait for it; guards what follows
+	mu      sync.Mutex // held by the goroutine that checks the files; others do not wait for it; guards the fields below
 	looked  time.Time
 	version string // identity of the files that last came from; empty: they may have changed since
 }
@@ -133,7 +133,8 @@ func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("stream.tls_cert and stream.tls_key: %w", err)
 	}
-	// No tickets: they would admit clients of a certificate authority that has been removed.
+	// Session tickets are off: they would admit clients of a certificate authority that has been
+	// removed.
 	t := &tls.Config{
 		Certificates:           []tls.Certificate{certificate},
 		MinVersion:             tls.VersionTLS12,
@@ -144,16 +145,16 @@ func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	}
 	data, err := os.ReadFile(cfg.StreamClientCA)
 	if err != nil {
-		return nil, fmt.Errorf("stream_client_ca: %w", err)
+		return nil, fmt.Errorf("stream.client_ca: %w", err)
 	}
 	t.ClientCAs, t.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
 	if !t.ClientCAs.AppendCertsFromPEM(data) {
-		return nil, errors.New("stream_client_ca: no certificate in " + cfg.StreamClientCA)
+		return nil, errors.New("stream.client_ca: no certificate in " + cfg.StreamClientCA)
 	}
 	return t, nil
 }
 
-// serveStreaming serves sessions in the background. stop ends them and waits for that.
+// serveStreaming serves sessions in the background. stop ends the sessions and waits for their end.
 func serveStreaming(s *streaming.Server, log *slog.Logger) (stop func() error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)

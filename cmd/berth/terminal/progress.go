@@ -68,8 +68,7 @@ func (b *bars) fitting(layers []client.Layer) []client.Layer {
 	return pending[:min(len(pending), b.height-1)]
 }
 
-// Done draws the final state. No update reports it, because a pull that has ended is not in
-// progress.
+// Done draws the final state. Update is not called with it, because an ended pull has no progress.
 func (b *bars) Done(ok bool) {
 	if !ok || len(b.last) == 0 {
 		return

@@ -144,8 +144,8 @@ func (n *Node) listsModule(list, module string) bool {
 	return false
 }
 
-// sysctls that kubelet, networks and many containers need. Those of a module exist only while it is
-// loaded.
+// sysctls that kubelet, networks and many containers need. A module's sysctls exist only while the
+// module is loaded.
 var sysctls = []struct {
 	name   string
 	least  int

@@ -19,7 +19,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 	}
 	defer network.Close()
 	var findings []Finding
-	if err := tellRanges(network, n.Config.Root); err != nil {
+	if err := setRanges(network, n.Config.Root); err != nil {
 		findings = append(
 			findings,
 			lacking(
@@ -48,8 +48,8 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 		)
 	}
 	if statusErr != nil {
-		// Only a warning: no node has its network at first, and pods on the host's network install
-		// it.
+		// This is only a warning: a new node has no network until pods on the host's network
+		// install it.
 		return append(findings, lacking(
 			Warning,
 			subject,
@@ -62,14 +62,14 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 		))
 	}
 	if n.Network.List != nil {
-		return append(append(findings, ok(subject, "berth's own")), checkOwnNetwork(network)...)
+		return append(append(findings, ok(subject, "built-in")), checkOwnNetwork(network)...)
 	}
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
 }
 
-// tellRanges sets the address ranges that the daemon would use, from the pod CIDR that it has
+// setRanges sets the address ranges that the daemon would use, from the pod CIDR that it has
 // received.
-func tellRanges(network *cni.Network, root string) error {
+func setRanges(network *cni.Network, root string) error {
 	cidr, err := state.PodCIDR(root)
 	if err != nil {
 		return err
@@ -82,9 +82,9 @@ func tellRanges(network *cni.Network, root string) error {
 	return nil
 }
 
-// checkOwnNetwork reports obstacles to pods of berth's own network.
+// checkOwnNetwork reports obstacles to pods of the built-in network.
 func checkOwnNetwork(network *cni.Network) (findings []Finding) {
-	const subject = "berth's own network"
+	const subject = "built-in network"
 	obstacles, err := network.Obstacles()
 	if err != nil {
 		findings = append(findings,

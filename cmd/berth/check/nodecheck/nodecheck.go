@@ -2,9 +2,9 @@
 //
 // # Contract
 //
-// Run changes nothing permanently. It reads files and makes system calls. Where only an attempt
-// gives an answer, it uses network namespaces of its own and temporary directories. These are below
-// the configured directory or its nearest existing ancestor. Kernel modules that an attempt loads
+// Run changes nothing permanently. It reads files and makes system calls. If only an attempt gives
+// an answer, it creates temporary network namespaces and directories. The directories are below the
+// configured one or its nearest existing ancestor. Kernel modules that an attempt loads
 // stay loaded, as after the first pod. Run needs no daemon and does not disturb one. It stops when
 // ctx ends.
 package nodecheck

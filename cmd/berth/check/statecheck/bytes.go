@@ -15,7 +15,7 @@ import (
 // tree of a packed layer is unchanged byte by byte, with times and extended attributes, if berth
 // stored its digest.
 
-// compareBytes reads all layers once, because layers are immutable.
+// compareBytes reads all layers only once, because layers are immutable.
 func compareBytes(ctx context.Context, f *facts, report *Report) error {
 	d := &finder{invariant: "bytes", found: &report.Differences}
 	unsummed := 0

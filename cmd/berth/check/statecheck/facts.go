@@ -22,7 +22,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// facts are the findings of one look, in the records and on the machine.
+// facts are the records and the machine's state, read at one time.
 type facts struct {
 	node *Node
 	dirs state.Dirs
@@ -52,8 +52,8 @@ type facts struct {
 	views *views // nil without a daemon
 }
 
-// gather looks at everything once, at objects before records, because an object's record exists
-// until the object is gone.
+// gather reads everything once. It reads objects before records, because an object's record exists
+// until the object is removed.
 func gather(ctx context.Context, n *Node) (*facts, error) {
 	f := &facts{node: n, dirs: state.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}}
 	for _, step := range []func() error{
@@ -169,8 +169,8 @@ func (f *facts) podRuns(p *state.FoundPod) bool {
 	return p.Stage == state.Running && p.BootID == f.boot && f.isThisRun(p.RunID)
 }
 
-// podIsOver reports whether a pod has none of these any more. The next daemon completes an
-// unfinished stop.
+// podIsOver reports whether a pod no longer has a pause, a network and mounts. The next daemon
+// completes an unfinished stop.
 func (f *facts) podIsOver(p *state.FoundPod) bool {
 	return f.daemon != 0 && p.Stage == state.Ended && p.Network == nil
 }
@@ -180,12 +180,12 @@ func (f *facts) containerRuns(c *state.FoundContainer) bool {
 	return c.Stage == state.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
 }
 
-// isThisRun reports whether an object recorded in a run of the state directory can have runtime
-// state: the directory was not emptied since. Earlier versions record no run IDs.
+// isThisRun reports whether an object of that run of the state directory can have runtime state. It
+// cannot if the directory was emptied since. Earlier versions record no run IDs.
 func (f *facts) isThisRun(id string) bool { return f.run.Has(id) || f.run.ID == "" }
 
-// containerIsIdle reports whether nothing of a launch exists: the container was not started, or its
-// remains were removed.
+// containerIsIdle reports whether the container was not started, or the remains of its launch were
+// removed.
 func (f *facts) containerIsIdle(c *state.FoundContainer) bool {
 	return c.Stage == state.Created || c.Stage == state.Ended && f.daemon != 0
 }

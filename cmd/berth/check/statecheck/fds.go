@@ -28,7 +28,7 @@ const (
 	mostLinks        = 1 << 18 // of the daemon
 )
 
-// linksOf returns up to most open files of a process, none if it is gone.
+// linksOf returns up to most open files of a process. It returns none if the process has ended.
 func (f *facts) linksOf(pid string, most int) []descriptor {
 	dir, err := os.Open(f.procFile(pid, "fd"))
 	if err != nil {

@@ -9,7 +9,7 @@ import (
 )
 
 // Layers: each layer that an image or container needs exists. Each existing layer is needed, or
-// being pulled. Directories for layers contain nothing else.
+// being pulled. The layers' directories contain no other files.
 
 func (f *facts) readLayers() error {
 	f.layers = layer.NewSurvey()

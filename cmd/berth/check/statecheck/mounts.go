@@ -6,8 +6,8 @@ import (
 )
 
 // Mounts: below the daemon's directories the host has the daemon's own mounts, and each running
-// pod's tmpfs and pinned namespaces. Each exists once, and no others exist. Launchers mount in
-// their own mount namespaces.
+// pod's tmpfs and pinned namespaces. Each exists once, and the host has no others there. Launchers
+// mount in their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
 	expected, allowed := f.expectedMounts()
@@ -58,8 +58,8 @@ func (f *facts) expectedMounts() (expected map[string]string, allowed map[string
 	return expected, allowed
 }
 
-// isOurs reports whether a mount concerns berth. A directory of root, and root itself, may be a
-// filesystem of its own.
+// isOurs reports whether a mount concerns berth. Root, and a directory in it, may be a separate
+// filesystem.
 func (f *facts) isOurs(point string) bool {
 	root, state, place := f.realPath(f.node.Root), f.realPath(f.node.State), f.realPath(f.dirs.RootPlace())
 	if below, ok := strings.CutPrefix(point, root+"/"); ok && strings.Contains(below, "/") {
@@ -77,8 +77,8 @@ func (f *facts) isPin(point string) bool {
 	return strings.HasPrefix(point, filepath.Join(f.realPath(f.node.NetNSDir), filepath.Base(f.dirs.NetNS(""))))
 }
 
-// realPath returns a path as the mount table contains it: with links resolved, such as /var/run. It
-// leaves missing parts unchanged.
+// realPath resolves the links in a path, such as /var/run, because the mount table contains
+// resolved paths. It leaves missing parts unchanged.
 func (f *facts) realPath(path string) string {
 	dir, err := filepath.EvalSymlinks(filepath.Dir(path))
 	if err != nil {

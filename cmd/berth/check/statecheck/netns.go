@@ -16,7 +16,7 @@ import (
 )
 
 // Network namespaces: each namespace pinned under berth's name belongs to a recorded pod whose
-// network exists. Each running pod with own namespaces has them pinned, and its pause is in them.
+// network exists. The namespaces of each running pod are pinned, and its pause is in them.
 // The same applies to user namespaces.
 
 func (f *facts) readNamespaces() error {

@@ -12,8 +12,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// Several berths may run on a machine, with their own directories. Their records show which
-// processes, network namespaces and addresses in shared places are not this one's.
+// Several daemons may run on a machine, each with its own directories. Their records show which
+// processes, network namespaces and addresses belong to other daemons.
 
 // maxOthers bounds how many possible daemons are examined. Any process may have their name.
 const maxOthers = 64
@@ -62,7 +62,7 @@ func (f *facts) otherRoots() map[string]bool {
 	return roots
 }
 
-// isDaemons reports whether a directory may be a daemon's. Only root can create and read those.
+// isDaemons reports whether a directory may be a daemon's: only root can write to it and read it.
 func isDaemons(dir string) bool {
 	info, err := os.Lstat(dir)
 	if err != nil || info.Mode() != os.ModeDir|0o700 {

@@ -234,8 +234,8 @@ func (f *facts) comparePlugin(d *finder, p *process) {
 	}
 }
 
-// compareLauncher compares a launcher. It ends with its daemon, unless it is launching, after which
-// it becomes a monitor or ends.
+// compareLauncher compares a launcher. It exits with its daemon. If it is launching, it first
+// becomes a monitor or undoes the launch.
 func (f *facts) compareLauncher(d *finder, p *process) {
 	if !p.isLauncher() || p.parent == f.daemon || f.isRecordedShim(p) {
 		return

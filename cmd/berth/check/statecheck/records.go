@@ -17,7 +17,8 @@ import (
 // directory below root and state is one of the daemon's own or belongs to a recorded object, and
 // recorded objects have theirs.
 
-// The entries of root, state and the image directory, besides files that users of a socket create.
+// These are the entries of root, state and the image directory, besides files that users of a
+// socket create.
 var (
 	inRoot = []string{
 		"pods",

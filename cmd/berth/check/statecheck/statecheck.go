@@ -3,14 +3,14 @@
 // # Contract
 //
 // Ten invariants hold at every moment, with the daemon running or not: processes, shims, netns,
-// addresses, layers, mounts, fds, records, bytes and views. Each is in a file of its own that
-// begins with its definition. Objects that a record marks as being created or removed may exist or
+// addresses, layers, mounts, fds, records, bytes and views. Each has a file that begins with its
+// definition. Objects that a record marks as being created or removed may exist or
 // not. Work that a stopped daemon left unfinished is not a difference, because the next daemon
 // continues it.
 //
-// Run changes nothing and takes no lock, so the daemon works on meanwhile. An operation in progress
-// looks like a difference. So Run looks several times within a second, and reports only differences
-// that persist.
+// Run changes nothing and takes no lock, so the daemon continues to work. An operation in progress
+// can appear as a difference. So Run compares several times within a second, and reports only
+// differences that persist.
 package statecheck
 
 import (
@@ -38,8 +38,8 @@ func (d Difference) String() string {
 	return fmt.Sprintf("%s: %s: expected %s, found %s", d.Invariant, d.Object, d.Expected, d.Found)
 }
 
-// same reports whether two looks found the same difference. It ignores Found, which may contain
-// changing figures.
+// same reports whether two comparisons found the same difference. It ignores Found, which may
+// contain changing figures.
 func (d Difference) same(other Difference) bool {
 	d.Found = other.Found
 	return d == other
@@ -67,7 +67,7 @@ type Node struct {
 	CNICacheDir string
 	CNIRunDir   string // records of running CNI plugins
 	Networks    cni.Readers
-	Network     []byte // configuration list of berth's own network; nil: CNIConfDir has the network
+	Network     []byte // configuration list of the built-in network; nil: CNIConfDir has the network
 	Bytes       bool   // read the content of every layer
 
 	proc   string // "/proc"; another directory in tests
@@ -92,7 +92,7 @@ func NodeOf(cfg *config.Config) (*Node, error) {
 	}, err
 }
 
-// Pauses between looks while differences exist.
+// Pauses between comparisons while differences exist.
 var usualPauses = []time.Duration{
 	100 * time.Millisecond,
 	200 * time.Millisecond,

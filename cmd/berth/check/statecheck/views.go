@@ -40,7 +40,7 @@ func (v *views) runs(id string) bool {
 	return v.containers[id].GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING
 }
 
-// viewLimit bounds the daemon's answers, which it gives from memory.
+// viewLimit bounds the wait for an answer. The daemon answers from memory.
 const viewLimit = 10 * time.Second
 
 // readViews asks the daemon. A daemon that does not answer is a difference, not an error.
@@ -61,7 +61,7 @@ func (f *facts) readViews(ctx context.Context) error {
 	return nil
 }
 
-// ofRoot returns a check that the daemon has this root, because several may run on a machine.
+// ofRoot returns a check that the daemon has this root, because a machine may run several daemons.
 func ofRoot(root string) func(context.Context, *client.Client) error {
 	return func(ctx context.Context, c *client.Client) error {
 		told, err := c.Settings(ctx)

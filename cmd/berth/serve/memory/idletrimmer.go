@@ -9,7 +9,7 @@ import (
 // IdleTrimmer releases memory after the daemon's start and after changes, once nothing has changed
 // for a while. While nothing changes no timer runs.
 type IdleTrimmer struct {
-	changed chan struct{} // capacity 1: a change has begun or ended since run last looked
+	changed chan struct{} // capacity 1: a change has begun or ended since run's last check
 	stop    chan struct{}
 	stopped chan struct{}
 
@@ -24,8 +24,9 @@ type change struct{ began time.Time }
 // period, which can take an hour, or for a registry.
 const maxChange = 30 * time.Second
 
-// NewIdleTrimmer calls release after no change has begun or ended for the duration rest, and none
-// younger than maxChange is in progress. Its own start counts as the first change. Close stops it.
+// NewIdleTrimmer returns a trimmer that calls release when no change has begun or ended for the
+// duration rest, and no change younger than maxChange is in progress. Its start counts as a change.
+// Close stops it.
 func NewIdleTrimmer(rest time.Duration, release func() error, log *slog.Logger) *IdleTrimmer {
 	t := &IdleTrimmer{
 		changed: make(chan struct{}, 1),

@@ -3,8 +3,8 @@
 // # Contract
 //
 // The daemon counts as healthy while it answers on its own socket and its watch of waits makes
-// progress. systemd aborts a daemon that does not report for WatchdogSec, which logs all stacks,
-// and restarts it. Containers keep running.
+// progress. If the daemon does not report for WatchdogSec, systemd aborts and restarts it. The
+// abort logs all stacks. Containers keep running.
 package watchdog
 
 import (
@@ -23,8 +23,8 @@ import (
 )
 
 // Start feeds the watchdog for a daemon that serves CRI on listener and records its waits in waits.
-// It calls checked with the result of each check. It ends with stop, which waits for that, or when ctx ends, because TimeoutStopSec bounds a
-// shutdown.
+// It calls checked with the result of each check. It ends when stop is called or ctx ends. During a
+// shutdown TimeoutStopSec applies instead. stop waits for the end.
 func Start(ctx context.Context, listener net.Listener, waits *task.Waits, checked func(error),
 	log *slog.Logger) (stop func()) {
 	period, err := daemon.SdWatchdogEnabled(false)
@@ -88,9 +88,9 @@ func (w *watchdog) feed() {
 
 // look returns nil if the daemon is healthy.
 func (w *watchdog) look(ctx context.Context) error {
-	w.waits.CheckSoon() // without limited waits the watch sleeps
+	w.waits.CheckSoon() // the watch sleeps if no wait has a limit
 	looked := w.waits.LastCheck()
-	if looked.Before(w.began) { // no earlier check has woken the watch
+	if looked.Before(w.began) { // the watch was not woken by an earlier check
 		looked = w.began
 	}
 	if age := time.Since(looked); age > w.period+task.WatchPeriod {
