@@ -54,6 +54,7 @@ func TestDebianPackage(t *testing.T) {
 		{"Remove", first.testRemove},
 		{"Reinstall", first.testReinstall},
 		{"Purge", func(t *testing.T) { first.testPurge(t, before) }},
+		{"ResetStopsUnits", func(t *testing.T) { testReset(t, before) }},
 	} {
 		if !t.Run(step.name, step.run) {
 			t.FailNow() // the next steps depend on it
@@ -182,4 +183,22 @@ func (n *node) testPurge(t *testing.T, before map[string]bool) {
 	}
 	unchanged(t, before)
 	t.Logf("apt-get purge:\n%s", out)
+}
+
+// berth reset --stop-daemon stops the daemon's unit and its socket, which would start it again.
+func testReset(t *testing.T, before map[string]bool) {
+	install(t, "new")
+	run(t, "systemctl", "start", "berth.socket", "berth.service")
+	if out, err := try("berth", "reset", "--yes"); err == nil || !strings.Contains(out, "berth is running") {
+		t.Errorf("with a running daemon: %v\n%s", err, out)
+	}
+	run(t, "berth", "reset", "--yes", "--stop-daemon")
+	for _, unit := range []string{"berth.service", "berth.socket"} {
+		harness.Equal(t, "state of "+unit, property(t, unit, "ActiveState"), "inactive")
+	}
+	for _, dir := range []string{"/var/lib/berth", "/run/berth"} {
+		harness.Equal(t, dir+" exists", exists(t, dir), false)
+	}
+	run(t, "apt-get", "purge", "--yes", "berth")
+	unchanged(t, before)
 }
