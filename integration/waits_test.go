@@ -67,6 +67,9 @@ func passesLimit(t *testing.T, d *harness.Daemon, what, object string, limit int
 	if n := harness.Get(d.Cri.Status(t.Context(), true))(t).Info["waitsPastLimit"]; n == "" || n == "0" {
 		t.Errorf("verbose Status counts %q waits past their limits", n)
 	}
+	if scrape(t, d)["berth_waits_past_limit_total"] < 1 {
+		t.Error("the metrics count no wait past its limit")
+	}
 }
 
 const (
@@ -102,6 +105,9 @@ func TestWaitForHungPlugin(t *testing.T) {
 	records := func() []string { return machine.ReadDir(filepath.Join(d.Root, "pods")) }
 	id := strings.TrimSuffix(records()[0], ".record")
 	passesLimit(t, d, "CNI ADD", "pod "+id, 5)
+	if now := scrape(t, d); now["berth_waits_past_limit"] < 1 || now["berth_longest_wait_seconds"] < 5 {
+		t.Errorf("metrics during the wait: %g past their limit, the longest %g s", now["berth_waits_past_limit"], now["berth_longest_wait_seconds"])
+	}
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), id)) // never created, so unknown
 	endHungPlugins(t)
 	if err := <-ended; err == nil {
