@@ -83,7 +83,8 @@ func TestCommandsList(t *testing.T) {
 func TestCommandsExec(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	c := pod.Run(t, harness.ContainerNamed("app"), harness.Script("exec sleep 100000"))
+	c := pod.Run(t, harness.ContainerNamed("app"), harness.Script("echo 'tester:x:4711:4712::/home/t:/bin/sh' >>/etc/passwd; echo ready; exec sleep 100000"))
+	c.WaitOutput(t, "ready")
 	job := pod.Run(t, harness.ContainerNamed("job"), harness.Script("echo from job; exit 3"))
 	job.WaitExited(t)
 
@@ -95,6 +96,11 @@ func TestCommandsExec(t *testing.T) {
 	refusedWith(t, d, 125, `no container or pod "nothing"`, "exec", "nothing", "ls")
 	refusedWith(t, d, 125, "container job is not running (exited 3)", "exec", job.Id, "ls")
 	refusedWith(t, d, 125, "has several containers; choose one with -c: app, job", "exec", pod.Id, "ls")
+	harness.Equal(t, "exec -u -w -e", runBerth(t, d, "exec", "-u", "tester", "-w", "/etc", "-e", "A=b c", c.Id, "sh", "-c", `echo "$(id -u):$(id -g) $HOME $PWD $A"`), "4711:4712 /home/t /etc b c\n")
+	harness.Equal(t, "exec -u UID:GID", runBerth(t, d, "exec", "-u", "4711:4712", c.Id, "sh", "-c", "id -u; id -g"), "4711\n4712\n")
+	harness.Equal(t, "capabilities of another user", runBerth(t, d, "exec", "-u", "4711", c.Id, "grep", "CapEff", "/proc/self/status"), "CapEff:\t0000000000000000\n")
+	refusedWith(t, d, 125, "no-such-user", "exec", "-u", "no-such-user", c.Id, "ls")
+	refusedWith(t, d, 125, "not an absolute path", "exec", "-w", "etc", c.Id, "ls")
 	harness.Equal(t, "logs of a pod's container", runBerth(t, d, "logs", pod.Id, "-c", "job"), "from job\n")
 }
 

@@ -157,10 +157,11 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
 	)
-	s.grpc.RegisterService(runtimeServiceDesc(), &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods,
-		images: images, log: log})
+	containers := &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log}
+	s.grpc.RegisterService(runtimeServiceDesc(), containers)
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images, pods: pods})
 	admin.Register(s.grpc, images)
+	admin.RegisterContainers(s.grpc, containers)
 	return s
 }
 

@@ -6,6 +6,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/sandbox/stream"
 )
 
 // Reachable checks whether a session is possible. Package sandbox documents the contracts.
@@ -17,13 +18,19 @@ type Reachable interface {
 
 // Sessions issues URLs. Package server/streaming documents the contracts.
 type Sessions interface {
-	Exec(req *runtimeapi.ExecRequest) (string, error)
+	ExecWith(req *runtimeapi.ExecRequest, options stream.ExecOptions) (string, error)
 	Attach(req *runtimeapi.AttachRequest) (string, error)
 	PortForward(req *runtimeapi.PortForwardRequest) (string, error)
 }
 
 // Exec implements RuntimeService.
 func (s *runtimeService) Exec(_ context.Context, req *runtimeapi.ExecRequest) (*runtimeapi.ExecResponse, error) {
+	return s.ExecWith(req, stream.ExecOptions{})
+}
+
+// ExecWith is Exec with options that CRI lacks.
+func (s *runtimeService) ExecWith(req *runtimeapi.ExecRequest,
+	options stream.ExecOptions) (*runtimeapi.ExecResponse, error) {
 	if err := need(
 		field{"container_id", req.GetContainerId() != ""},
 		field{"cmd", len(req.GetCmd()) > 0},
@@ -33,12 +40,15 @@ func (s *runtimeService) Exec(_ context.Context, req *runtimeapi.ExecRequest) (*
 	if err := checkStreams(req); err != nil {
 		return nil, err
 	}
+	if err := options.Check(); err != nil {
+		return nil, err
+	}
 	id, err := s.pods.CheckExec(req.GetContainerId(), req.GetCmd())
 	if err != nil {
 		return nil, err
 	}
-	url, err := s.cfg.Sessions.Exec(&runtimeapi.ExecRequest{ContainerId: id, Cmd: req.GetCmd(),
-		Tty: req.GetTty(), Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr()})
+	url, err := s.cfg.Sessions.ExecWith(&runtimeapi.ExecRequest{ContainerId: id, Cmd: req.GetCmd(),
+		Tty: req.GetTty(), Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr()}, options)
 	if err != nil {
 		return nil, err
 	}

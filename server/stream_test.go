@@ -10,6 +10,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
+	"berth/sandbox/stream"
 )
 
 // All containers of fakePods run without a terminal.
@@ -45,7 +46,7 @@ type fakeSessions struct {
 	forward *runtimeapi.PortForwardRequest
 }
 
-func (f *fakeSessions) Exec(req *runtimeapi.ExecRequest) (string, error) {
+func (f *fakeSessions) ExecWith(req *runtimeapi.ExecRequest, _ stream.ExecOptions) (string, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.exec = req

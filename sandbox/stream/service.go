@@ -121,7 +121,7 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 		end = func(what, object string) func() { return s.tasks.BeginUpTo(timeout, what, object) }
 	}
 	defer end("end of exec", c.String())()
-	result, err := s.sessions().ExecSync(ctx, s.execRequest(c, command, false))
+	result, err := s.sessions().ExecSync(ctx, s.execRequest(c, Command{Args: command}))
 	if timeout > 0 && errors.Is(err, context.DeadlineExceeded) {
 		return nil, errdefs.DeadlineExceeded("exec in container %s: %q did not end within %v", c.ID, command, timeout)
 	}
@@ -131,10 +131,12 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 	return result, nil
 }
 
-func (s *Service) execRequest(c ContainerTarget, command []string, terminal bool) *proto.Exec {
+func (s *Service) execRequest(c ContainerTarget, command Command) *proto.Exec {
+	process := oci.ExecProcess(&specs.Spec{Process: c.Process}, command.Args, command.Terminal)
+	command.Options.apply(process)
 	return &proto.Exec{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: state.NewID()[:16],
 		CgroupsPath: c.Cgroup, SystemdCgroup: s.systemd,
-		Process: oci.ExecProcess(&specs.Spec{Process: c.Process}, command, terminal)}
+		Process: process}
 }
 
 // CheckExec reports whether Exec would find its container, and returns the full ID. Errors: as
@@ -172,7 +174,7 @@ func (s *Service) runningContainer(what, id string) (ContainerTarget, error) {
 }
 
 // Exec runs a command in a container, connected to a client, and returns its exit code. The code is
-// 128+signal if a signal killed the command. With terminal the command gets a terminal, and Stdout
+// 128+signal if a signal killed the command. With Terminal the command gets a terminal, and Stdout
 // its output. Otherwise the end of Stdin closes the command's stdin.
 //
 // The session ends with the command's exit, as in ExecSync. When ctx ends because the client
@@ -181,11 +183,14 @@ func (s *Service) runningContainer(what, id string) (ContainerTarget, error) {
 // A command that must outlive its client can be started in the background.)
 //
 // Errors: NotFound. FailedPrecondition if the container is not running. InvalidArgument for an
-// empty command.
-func (s *Service) Exec(ctx context.Context, id string, command []string, terminal bool, client IO) (int32, error) {
-	c, err := s.execTarget(id, command)
+// empty command or impossible options.
+func (s *Service) Exec(ctx context.Context, id string, command Command, client IO) (int32, error) {
+	c, err := s.execTarget(id, command.Args)
 	if err != nil {
 		return 0, err
+	}
+	if err := command.Options.Check(); err != nil {
+		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
 	}
 	release, err := s.takeSession(c)
 	if err != nil {
@@ -193,7 +198,7 @@ func (s *Service) Exec(ctx context.Context, id string, command []string, termina
 	}
 	defer release()
 	defer s.tasks.BeginOpen("end of exec", c.String())()
-	code, err := s.sessions().Exec(ctx, s.execRequest(c, command, terminal), client)
+	code, err := s.sessions().Exec(ctx, s.execRequest(c, command), client)
 	if err != nil {
 		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
 	}

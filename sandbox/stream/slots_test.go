@@ -64,7 +64,7 @@ func TestSessionsNeedSlots(t *testing.T) {
 		}
 	}
 	_, exec := s.ExecSync(t.Context(), "runs", []string{"true"}, 0)
-	_, session := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
+	_, session := s.Exec(t.Context(), "runs", Command{Args: []string{"true"}}, noClient)
 	for name, err := range map[string]error{"ExecSync": exec, "Exec": session, "Attach": s.Attach(t.Context(), "runs", false, noClient),
 		"PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
 		t.Run(name, func(t *testing.T) {
@@ -151,7 +151,7 @@ func TestSessionsNeedSpareDescriptors(t *testing.T) {
 	none := errdefs.New(codes.ResourceExhausted, "no spare descriptors")
 	s.connected.spare = func() error { return none }
 	s.attached.spare = s.connected.spare
-	_, exec := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
+	_, exec := s.Exec(t.Context(), "runs", Command{Args: []string{"true"}}, noClient)
 	for name, err := range map[string]error{"Exec": exec, "Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
 		t.Run(name, func(t *testing.T) {
 			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "no spare descriptors") {

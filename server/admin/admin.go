@@ -1,5 +1,5 @@
 // Package admin is berth's own gRPC service for operators, on the socket of CRI. It has what CRI
-// lacks: loading, saving and naming images. Only root can connect, as for CRI.
+// lacks: loading, saving and naming images, and options of exec. Only root can connect, as for CRI.
 //
 // # Contract
 //

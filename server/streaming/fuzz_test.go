@@ -29,7 +29,7 @@ type counted struct {
 	badPort  atomic.Int32
 }
 
-func (c *counted) Exec(_ context.Context, _ string, _ []string, _ bool, s stream.IO) (int32, error) {
+func (c *counted) Exec(_ context.Context, _ string, _ stream.Command, s stream.IO) (int32, error) {
 	c.sessions.Add(1)
 	if s.Stdin != nil {
 		_, _ = io.Copy(io.Discard, s.Stdin)
@@ -41,7 +41,7 @@ func (c *counted) Exec(_ context.Context, _ string, _ []string, _ bool, s stream
 }
 
 func (c *counted) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
-	_, err := c.Exec(ctx, id, nil, terminal, s)
+	_, err := c.Exec(ctx, id, stream.Command{Terminal: terminal}, s)
 	return err
 }
 

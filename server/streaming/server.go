@@ -38,7 +38,7 @@ import (
 
 // Runtime runs sessions. Package sandbox documents the contracts.
 type Runtime interface {
-	Exec(ctx context.Context, id string, command []string, terminal bool, s stream.IO) (int32, error)
+	Exec(ctx context.Context, id string, command stream.Command, s stream.IO) (int32, error)
 	Attach(ctx context.Context, id string, terminal bool, s stream.IO) error
 	PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error
 }
@@ -229,7 +229,12 @@ func (s *Server) begin(r *http.Request) (_ context.Context, end func(), err erro
 // Exec returns the URL of a session that runs a command. The caller has checked the request. The
 // error is ResourceExhausted if too many URLs are unused.
 func (s *Server) Exec(req *runtimeapi.ExecRequest) (string, error) {
-	return s.offer("exec", func(w http.ResponseWriter, r *http.Request) { s.serveExec(w, r, req) })
+	return s.ExecWith(req, stream.ExecOptions{})
+}
+
+// ExecWith is Exec with options that CRI lacks.
+func (s *Server) ExecWith(req *runtimeapi.ExecRequest, options stream.ExecOptions) (string, error) {
+	return s.offer("exec", func(w http.ResponseWriter, r *http.Request) { s.serveExec(w, r, req, options) })
 }
 
 // Attach returns the URL of a session that attaches to a container. It has the errors of Exec.

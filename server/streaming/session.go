@@ -21,7 +21,9 @@ import (
 // killedCode is the exit code of a command that was killed at the end of its session.
 const killedCode = 128 + 9
 
-func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
+func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest,
+	execOptions stream.ExecOptions) {
+	command := stream.Command{Args: req.GetCmd(), Terminal: req.GetTty(), Options: execOptions}
 	options := remotecommand.Options{
 		Stdin:  req.GetStdin(),
 		Stdout: req.GetStdout(),
@@ -29,7 +31,7 @@ func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimea
 		TTY:    req.GetTty(),
 	}
 	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
-		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
+		code, err := s.runtime.Exec(ctx, req.GetContainerId(), command, streams)
 		switch {
 		case ctx.Err() != nil:
 			return exitError(killedCode)

@@ -34,7 +34,7 @@ type doing struct {
 	forward func(context.Context, io.ReadWriteCloser) error
 }
 
-func (d doing) Exec(ctx context.Context, _ string, _ []string, _ bool, s stream.IO) (int32, error) {
+func (d doing) Exec(ctx context.Context, _ string, _ stream.Command, s stream.IO) (int32, error) {
 	return 0, d.exec(ctx, s)
 }
 

@@ -1,6 +1,6 @@
 // Package operator provides the commands that talk to a daemon, or to another CRI runtime, over its
-// socket. They use only CRI where they can. cp, top and kill also use the host's /proc. trace needs
-// berth.
+// socket. They use only CRI where they can. cp, top and kill also use the host's /proc. trace and
+// exec's options --user, --workdir and --env need berth.
 package operator
 
 import (

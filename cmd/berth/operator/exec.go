@@ -37,7 +37,8 @@ runtime, 126 if it is not executable, 127 if it does not exist, and 128 plus the
 of the signal that killed it.
 
 If the connection ends, berth kills the command and all processes it started. Other
-runtimes may let it run on.`,
+runtimes may let it run on. CRI has no fields for --user, --workdir and --env, so they
+need berth as the runtime. They change no capabilities.`,
 		Example: "  berth exec -it web sh\n  berth exec web -c app -- ls -l /\n  tar c . | berth exec -i web tar x -C /data",
 		Args:    cobra.ArbitraryArgs, // checked after the flags behind the name
 	}
@@ -45,6 +46,7 @@ runtimes may let it run on.`,
 	flags.StringVarP(&e.container, "container", "c", "", "container of the pod")
 	flags.DurationVar(&e.timeout, "timeout", 0, "kill the command after this time; 0: never")
 	e.addFlags(cmd)
+	e.options.addFlags(flags)
 	flags.SetInterspersed(false) // flags after the container belong to the command
 	cmd.ValidArgsFunction = completeFirst(o.completeNames(containerNames, podNames))
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -81,6 +83,7 @@ type execution struct {
 	session
 	container string // of the pod
 	timeout   time.Duration
+	options   execOptions
 }
 
 func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) error {
@@ -96,9 +99,8 @@ func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) err
 	limited, cancel := limitTime(ctx, e.timeout)
 	defer cancel()
 	err = e.session.run(limited, cmd, func(ctx context.Context) (string, error) {
-		reply, err := c.Exec(ctx, &runtimeapi.ExecRequest{ContainerId: container.GetId(), Cmd: args[1:],
+		return e.options.url(ctx, c, container, &runtimeapi.ExecRequest{ContainerId: container.GetId(), Cmd: args[1:],
 			Tty: e.terminal, Stdin: e.stdin, Stdout: true, Stderr: !e.terminal})
-		return reply.GetUrl(), err
 	})
 	ended := errors.Is(err, context.DeadlineExceeded) ||
 		errors.Is(err, os.ErrDeadlineExceeded) // the latter from the handshake

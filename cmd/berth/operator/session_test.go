@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -23,7 +24,8 @@ import (
 type commands struct{ streaming.Runtime }
 
 // Exec understands a few commands.
-func (commands) Exec(ctx context.Context, _ string, command []string, terminal bool, s stream.IO) (int32, error) {
+func (commands) Exec(ctx context.Context, _ string, cmd stream.Command, s stream.IO) (int32, error) {
+	command, terminal := cmd.Args, cmd.Terminal
 	switch command[0] {
 	case "cat":
 		if s.Stdin == nil {
@@ -50,10 +52,10 @@ func (commands) Exec(ctx context.Context, _ string, command []string, terminal b
 // Attach echoes its input.
 func (c commands) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
 	if s.Stdin == nil {
-		_, err := c.Exec(ctx, id, []string{"hang"}, terminal, s)
+		_, err := c.Exec(ctx, id, stream.Command{Args: []string{"hang"}, Terminal: terminal}, s)
 		return err
 	}
-	_, err := c.Exec(ctx, id, []string{"cat"}, terminal, s)
+	_, err := c.Exec(ctx, id, stream.Command{Args: []string{"cat"}, Terminal: terminal}, s)
 	return err
 }
 
@@ -146,5 +148,34 @@ func TestAttachLeft(t *testing.T) {
 	c.stdin = "\x10\x11"
 	if _, stderr, code := c.do("attach", "-it", "app"); stderr != "" || code != 0 {
 		t.Errorf("%q, %d", stderr, code)
+	}
+}
+
+// Options that CRI lacks must not be dropped silently.
+func TestExecOptionsNeedBerth(t *testing.T) {
+	c := newSessions(t)
+	_, stderr, code := c.do("exec", "-w", "/tmp", "app", "cat")
+	if code != 125 || !strings.Contains(stderr, "need berth 0.3 or later as the runtime") {
+		t.Errorf("%q, %d", stderr, code)
+	}
+	if calls := c.Calls(); slices.ContainsFunc(calls, func(call string) bool { return strings.HasPrefix(call, "Exec ") }) {
+		t.Errorf("calls: %q", calls)
+	}
+}
+
+func TestExecTakesFlagsOfKubectl(t *testing.T) {
+	c := newSessions(t)
+	if stdout, stderr, code := c.do("exec", "web", "-c", "app", "-i", "--", "tty"); stdout != "false false" || code != 0 {
+		t.Errorf("%q, %q, %d", stdout, stderr, code)
+	}
+	for want, args := range map[string][]string{
+		"name a container and a command: berth exec NAME": {"exec", "web"},
+		"put flags before the name":                       {"exec", "web", "-it", "sh"},
+		`no container "none", but app`:                    {"exec", "-c", "none", "web", "sh"},
+		"unknown flag: --frob":                            {"exec", "web", "--frob", "--", "sh"},
+	} {
+		if _, stderr, code := c.do(args...); code == 0 || !strings.Contains(stderr, want) {
+			t.Errorf("%q: %q, %d; want %q", args, stderr, code, want)
+		}
 	}
 }
