@@ -188,6 +188,55 @@ spec:
 	}
 }
 
+// A second run of a manifest needs --replace. berth down removes pods by manifest or by name.
+func TestOperatorDownAndReplace(t *testing.T) {
+	d := harness.StartDaemon(t)
+	path := writeManifest(t, d, `
+apiVersion: apps/v1
+kind: StatefulSet
+metadata: {name: store}
+spec:
+  template:
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers:
+      - name: c
+        image: IMAGE
+        command: [sh, -c, "echo run >>/data/runs; exec sleep 100000"]
+        volumeMounts: [{name: data, mountPath: /data}]
+  volumeClaimTemplates: [{metadata: {name: data}, spec: {resources: {requests: {storage: 1Gi}}}}]
+`)
+	run := func(more ...string) (string, error) {
+		out, err := tryBerth(d, runArgs(d, path, append(more, "--detach")...)...)
+		if lines := strings.Fields(out); err == nil {
+			d.Objects = append(d.Objects, lines[len(lines)-1])
+		}
+		return out, err
+	}
+	down := func(args ...string) string {
+		return runBerth(t, d, append([]string{"down", "--run-dir", d.Dir + "/run"}, args...)...)
+	}
+	out, err := run()
+	harness.Must(t, err)
+	if out, err = run(); err == nil {
+		t.Errorf("a second run was not refused:\n%s", out)
+	}
+	harness.WantText(t, "output of a second run", out, "pod store-0 exists already; use --replace")
+	out, err = run("--replace")
+	harness.Must(t, err)
+	harness.WantText(t, "output of --replace", out, "removed pod default/store-0")
+	harness.Equal(t, "data of the claim", runBerth(t, d, "exec", "c", "cat", "/data/runs"), "run\nrun\n")
+	harness.Equal(t, "down by name", down("statefulset/store"), "default/store-0\n")
+	if out, err := tryBerth(d, "down", "--run-dir", d.Dir+"/run", "store"); err == nil {
+		t.Errorf("down of a removed pod: %s", out)
+	}
+	_, err = run()
+	harness.Must(t, err)
+	harness.Equal(t, "down by manifest", down("-f", path, "--volumes"), "default/store-0\n")
+	harness.WantNoText(t, "pods after down", runBerth(t, d, "ps", "--all", "--pods"), "store")
+	harness.Equal(t, "files of berth run", fmt.Sprint(machine.ReadDir(d.Dir+"/run")), "[]")
+}
+
 // A manifest with an unsupported field is refused, with the field's name, and nothing starts.
 func TestOperatorRunRefuses(t *testing.T) {
 	d := harness.StartDaemon(t)

@@ -116,8 +116,18 @@ func TestRunExitsWithCodeOfFailedContainer(t *testing.T) {
 	if code != 42 || !strings.HasSuffix(stderr, "berth: container bad exited with code 42\n") {
 		t.Errorf("%q, %d", stderr, code)
 	}
-	_, stderr, code = run("nodeName: x, containers: [{name: a, image: b, stdin: true}]")
-	if code != 125 || !strings.Contains(stderr, "-: refused:\n  spec.containers[0].stdin: ") || !strings.Contains(stderr, "\n  spec.nodeName: ") {
+	_, stderr, code = run("runtimeClassName: x, containers: [{name: a, image: b, volumeDevices: [{name: d}]}]")
+	if code != 125 || !strings.Contains(stderr, "-: refused:\n  spec.containers[0].volumeDevices: ") || !strings.Contains(stderr, "\n  spec.runtimeClassName: ") {
+		t.Errorf("%q, %d", stderr, code)
+	}
+	_, stderr, code = run("restartPolicy: Never, nodeName: x, containers: [" + app("good") + "]")
+	if code != 0 || !strings.Contains(stderr, "berth: warning: spec.nodeName: ignored: this command does not schedule\n") {
+		t.Errorf("%q, %d", stderr, code)
+	}
+	if _, stderr, code = c.do("run", "--run-dir", c.runDir, "--strict", "-f", "-"); code != 125 || !strings.Contains(stderr, "-: refused: spec.nodeName: ") {
+		t.Errorf("%q, %d", stderr, code)
+	}
+	if _, stderr, code = c.do("run"); code != 125 || !strings.Contains(stderr, "name a manifest") {
 		t.Errorf("%q, %d", stderr, code)
 	}
 	if _, stderr, code = c.do("run", "/no/such/pod.yaml"); code != 125 || !strings.Contains(stderr, "/no/such/pod.yaml: no such file") {

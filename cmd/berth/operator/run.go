@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -22,61 +23,137 @@ const (
 	maxManifest = 4 << 20 // in bytes, more than the API server accepts
 )
 
+// runOptions are the flags of berth run.
+type runOptions struct {
+	config      podrun.Config
+	files       []string
+	seccompRoot string
+	strict      bool
+	replace     bool
+}
+
 func runCommand(o *connection) *cobra.Command {
-	var config podrun.Config
-	var seccompRoot string
+	r := &runOptions{}
 	cmd := &cobra.Command{
-		Use:   "run POD.yaml",
-		Short: "Run a Kubernetes Pod manifest without a kubelet",
-		Long: `Run a Kubernetes Pod manifest without a kubelet ("-" reads it from stdin).
+		Use:   "run MANIFEST.yaml…",
+		Short: "Run Kubernetes manifests without a cluster",
+		Long: `Run the pods of Kubernetes manifests without a cluster ("-" reads stdin).
 
-berth pulls the images, runs the init containers in order, and then starts the
-containers in order, as kubelet does. It refuses a manifest with fields that it
-cannot honour, and names these fields. It prints the output of all containers,
-each line after the container's name. When all have ended, or after the grace
-period on Ctrl-C (at once on a second Ctrl-C), berth removes everything and exits
-with the code of the container that failed first.
+A manifest can have several documents: Pods, Deployments, StatefulSets, DaemonSets
+(one replica each), Jobs and CronJobs (run once), and their ConfigMaps, Secrets and
+PersistentVolumeClaims. An export of "kubectl get -o yaml" works, too. Other kinds
+and scheduling fields are ignored with a warning. berth refuses other fields that
+it cannot honour, and names these fields.
 
-By default the seccomp profile is RuntimeDefault, and the pod resolves names as
-this host does. With hostUsers: false the pod gets 65536 IDs between 1879048192
-and 2147352575 that no other pod of the runtime uses.`,
-		Args: cli.Args(1, 1, "name a manifest"),
+berth pulls the images, starts the containers in kubelet's order, and runs their
+probes. It prints the output of all containers, each line after the container's
+name. When all have ended, or after the grace period on Ctrl-C (at once on a second
+Ctrl-C), berth removes the pods and exits with the code of the container that
+failed first. The data of PersistentVolumeClaims stays (see "berth down").
+
+By default the seccomp profile is RuntimeDefault, and pods resolve names as this
+host does. With hostUsers: false a pod gets 65536 IDs between 1879048192 and
+2147352575 that no other pod of the runtime uses.`,
+		RunE: func(cmd *cobra.Command, args []string) error { return r.run(o, cmd, args) },
 	}
 	flags := cmd.Flags()
-	flags.BoolVarP(&config.Detach, "detach", "d", false, "print the pod's ID once its containers run, and exit")
-	flags.StringVar(&config.Dir, "run-dir", defaultRunDir,
-		"directory for the pod's files while it exists: volumes, hosts, logs")
-	flags.StringVar(&config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
-	flags.StringVar(&config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pod (default: the daemon's choice)")
-	flags.StringVar(&config.Handler, "runtime-handler", "", "runtime handler of the pod")
-	flags.StringVar(&seccompRoot, "seccomp-root", defaultSeccompRoot, "directory of Localhost seccomp profiles")
-	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		manifest, err := readManifest(cmd, args[0])
-		if err != nil {
-			return &cli.ExitStatus{Code: codeFailed, Cause: err}
-		}
-		pod, err := podyaml.Parse(manifest, podyaml.Mode{Detached: config.Detach})
-		if err != nil {
-			return &cli.ExitStatus{Code: codeFailed, Cause: fmt.Errorf("%s: %w", args[0], err)}
-		}
-		return o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
-			if config.Host, err = podrun.DetectHost(cmd.Context(), c, seccompRoot); err != nil {
-				return execStatus(err)
-			}
-			config.Stdout, config.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
-			config.Report = func(format string, args ...any) { cmd.PrintErrf("berth: "+format+"\n", args...) }
-			config.Backoff = podrun.KubeletBackoff
-			ctx, now, stop := cli.TwoStageInterruptible(cmd.Context())
-			defer stop()
-			defer announceStop(ctx, &config, *pod.Spec.TerminationGracePeriodSeconds)()
-			result, err := podrun.Run(ctx, now, c, pod, config)
-			if err == nil && config.Detach {
-				_, err = fmt.Fprintln(cmd.OutOrStdout(), result.PodID)
-			}
-			return runStatus(err)
-		})(cmd, args)
-	}
+	flags.StringArrayVarP(&r.files, "filename", "f", nil, "manifest to run (can be repeated)")
+	flags.BoolVarP(&r.config.Detach, "detach", "d", false, "print the pods' IDs once their containers run, and exit")
+	flags.BoolVar(&r.strict, "strict", false, "refuse what is otherwise ignored with a warning")
+	flags.BoolVar(&r.replace, "replace", false, "first remove the pods that the manifests created earlier")
+	flags.StringVar(&r.config.Dir, "run-dir", defaultRunDir,
+		"directory for the pods' files while they exist (volumes, hosts, logs), and for the data of claims")
+	flags.StringVar(&r.config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
+	flags.StringVar(&r.config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pods (default: the daemon's choice)")
+	flags.StringVar(&r.config.Handler, "runtime-handler", "", "runtime handler of the pods")
+	flags.StringVar(&r.seccompRoot, "seccomp-root", defaultSeccompRoot, "directory of Localhost seccomp profiles")
 	return cmd
+}
+
+func (r *runOptions) run(o *connection, cmd *cobra.Command, args []string) error {
+	r.config.Report = func(format string, args ...any) { cmd.PrintErrf("berth: "+format+"\n", args...) }
+	mode := podyaml.Mode{Detached: r.config.Detach, Strict: r.strict}
+	manifest, err := parseManifests(cmd, append(r.files, args...), mode)
+	if err != nil {
+		return &cli.ExitStatus{Code: codeFailed, Cause: err}
+	}
+	for _, warning := range manifest.Warnings {
+		r.config.Report("warning: %s", warning)
+	}
+	if len(manifest.Workloads) == 0 {
+		return nil // all have 0 replicas
+	}
+	return o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+		return r.runManifest(cmd, c, manifest)
+	})(cmd, args)
+}
+
+func (r *runOptions) runManifest(cmd *cobra.Command, c *client.Client, manifest *podyaml.Manifest) (err error) {
+	if r.config.Host, err = podrun.DetectHost(cmd.Context(), c, r.seccompRoot); err != nil {
+		return execStatus(err)
+	}
+	r.config.Stdout, r.config.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
+	r.config.Backoff = podrun.KubeletBackoff
+	ctx, now, stop := cli.TwoStageInterruptible(cmd.Context())
+	defer stop()
+	defer announceStop(ctx, &r.config, podrun.GracePeriod(manifest))()
+	if err := r.makeRoom(ctx, c, manifest); err != nil {
+		return runStatus(err)
+	}
+	results, err := podrun.RunAll(ctx, now, c, manifest, r.config)
+	for _, result := range results {
+		if _, printErr := fmt.Fprintln(cmd.OutOrStdout(), result.PodID); printErr != nil {
+			return printErr
+		}
+	}
+	return runStatus(err)
+}
+
+// makeRoom removes the manifest's pods of an earlier run, or refuses the run if it may not.
+func (r *runOptions) makeRoom(ctx context.Context, c *client.Client, manifest *podyaml.Manifest) error {
+	for _, w := range manifest.Workloads {
+		if r.replace {
+			names, err := podrun.Down(ctx, c, r.config.Dir, podrun.OfWorkload(w), fromManifest)
+			for _, name := range names {
+				r.config.Report("removed pod %s", name)
+			}
+			if err != nil {
+				return err
+			}
+			continue
+		}
+		found, err := podrun.Find(ctx, c, r.config.Dir, podrun.OfWorkload(w))
+		if err != nil {
+			return err
+		}
+		for _, pod := range found {
+			if pod.Sandbox != nil {
+				return fmt.Errorf("pod %s exists already; use --replace, or remove it with: berth down %s",
+					pod.Manifest.Name, pod.Manifest.Name)
+			}
+		}
+	}
+	return nil
+}
+
+// parseManifests parses several files as one manifest.
+func parseManifests(cmd *cobra.Command, names []string, mode podyaml.Mode) (*podyaml.Manifest, error) {
+	if len(names) == 0 {
+		return nil, fmt.Errorf("name a manifest: berth %s MANIFEST.yaml", cmd.Name())
+	}
+	var text []byte
+	for _, name := range names {
+		content, err := readManifest(cmd, name)
+		if err != nil {
+			return nil, err
+		}
+		text = append(append(text, content...), "\n---\n"...)
+	}
+	manifest, err := podyaml.Parse(text, mode)
+	if err != nil && len(names) == 1 {
+		err = fmt.Errorf("%s: %w", names[0], err)
+	}
+	return manifest, err
 }
 
 // readManifest reads a file, or stdin for the name "-".
@@ -101,7 +178,7 @@ func readManifest(cmd *cobra.Command, name string) (manifest []byte, err error) 
 }
 
 // runStatus returns the ExitStatus of a failed run: the failed container's exit code, or 128 plus
-// the signal that ended the run.
+// the signal that ended the run. An interrupt was reported when it came.
 func runStatus(err error) error {
 	var failed *podrun.ContainerFailed
 	var interrupt *cli.Interrupted
@@ -118,11 +195,11 @@ func runStatus(err error) error {
 
 // announceStop reports the first interrupt of a run, because the containers' grace period may be
 // long. The caller calls stop when the run ends.
-func announceStop(ctx context.Context, config *podrun.Config, grace int64) (stop func() bool) {
+func announceStop(ctx context.Context, config *podrun.Config, grace time.Duration) (stop func() bool) {
 	return context.AfterFunc(ctx, func() {
 		var interrupt *cli.Interrupted
 		if errors.As(context.Cause(ctx), &interrupt) {
-			config.Report("stopping, up to %d s; Ctrl-C again kills", grace)
+			config.Report("stopping, up to %d s; Ctrl-C again kills", int(grace.Seconds()))
 		}
 	})
 }

@@ -59,6 +59,7 @@ func (r *podRun) bring(ctx context.Context, c podyaml.Container) error {
 	switch {
 	case c.Sidecar():
 		r.sides.Go(func() { r.supervise(ctx, a) })
+		return r.waitStarted(ctx, c)
 	case c.Init:
 		r.supervise(ctx, a)
 		if ctx.Err() != nil {
@@ -71,6 +72,20 @@ func (r *podRun) bring(ctx context.Context, c podyaml.Container) error {
 		r.tasks.Go(func() { r.supervise(ctx, a) })
 	}
 	return nil
+}
+
+// waitStarted waits until a sidecar's startup probe has succeeded. Without such a probe it returns
+// at once.
+func (r *podRun) waitStarted(ctx context.Context, c podyaml.Container) error {
+	if c.StartupProbe == nil || r.config.Detach {
+		return nil
+	}
+	select {
+	case <-r.health.started[c.Name]:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
 // supervise follows a container through all its attempts. It returns when the container has ended
@@ -94,7 +109,13 @@ func (r *podRun) supervise(ctx context.Context, a *attempt) {
 		if ranFor(a.status) >= r.config.Backoff.Reset {
 			pause = r.config.Backoff.First
 		}
-		r.config.Report("[%s] exited with code %d, restarting in %s", a.container.Name, a.status.GetExitCode(), pause)
+		if a.status.GetExitCode() != 0 && !r.config.failures.take() {
+			r.conclude(a)
+			r.abort(r.firstFailure()) // the Job has failed, and with it this pod
+			return
+		}
+		r.config.Report("[%s] exited with code %d, restarting in %s",
+			r.label(a.container.Name), a.status.GetExitCode(), pause)
 		if !sleep(ctx, pause) {
 			return
 		}
@@ -184,9 +205,12 @@ func (r *podRun) start(ctx context.Context, c podyaml.Container, number uint32) 
 		})
 	}
 	if c.Lifecycle != nil && c.Lifecycle.PostStart != nil {
-		if err := runHook(ctx, r.client, id, c.Lifecycle.PostStart, 0); err != nil {
+		if err := r.hooks().run(ctx, running{id, c}, c.Lifecycle.PostStart, 0); err != nil {
 			return nil, fmt.Errorf("postStart hook of container %s: %w", c.Name, err)
 		}
+	}
+	if !r.config.Detach && (!c.Init || c.Sidecar()) {
+		r.waits.Go(func() { r.probe(ctx, a) })
 	}
 	return a, nil
 }
@@ -204,6 +228,8 @@ func (r *podRun) create(c podyaml.Container, number uint32) (string, error) {
 		PodIPs:   r.podIPs,
 		EtcHosts: r.files.hosts(),
 		Source:   r.files.source,
+
+		VolumeImages: r.volumeImages(),
 	})
 	if err != nil {
 		return "", err
@@ -222,12 +248,12 @@ func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
 	exited := make(chan struct{})
 	read := make(chan struct{})
 	go func() {
-		err := r.out.follow(r.life, a.container.Name, r.logPath(a), exited)
+		err := r.out.follow(r.life, r.label(a.container.Name), r.logPath(a), exited)
 		var unwritten *outputError
 		if errors.As(err, &unwritten) {
 			r.abort(err)
 		} else if err != nil {
-			r.config.Report("[%s] %v", a.container.Name, err)
+			r.config.Report("[%s] %v", r.label(a.container.Name), err)
 		}
 		close(read)
 	}()
@@ -237,10 +263,33 @@ func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
 	return status, err
 }
 
-// runHook runs a lifecycle handler in a container. timeout 0 means no limit.
-func runHook(ctx context.Context, c *client.Client, id string, h *corev1.LifecycleHandler,
-	timeout time.Duration) error {
+// label returns the name of a container in the output. With several pods it has the pod's name, too.
+func (r *podRun) label(container string) string {
+	if r.config.several {
+		return r.plan.Pod.Name + "/" + container
+	}
+	return container
+}
+
+// hooks runs the lifecycle handlers of a pod's containers.
+type hooks struct {
+	client *client.Client
+	host   string // address of the pod
+}
+
+func (r *podRun) hooks() hooks { return hooks{r.client, r.probeHost()} }
+
+// run runs a handler. timeout 0 means no limit.
+func (k hooks) run(ctx context.Context, c running, h *corev1.LifecycleHandler, timeout time.Duration) error {
 	switch {
+	case h.HTTPGet != nil:
+		if timeout > 0 {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeout(ctx, timeout)
+			defer cancel()
+		}
+		_, err := httpGet(ctx, c.container, h.HTTPGet, k.host)
+		return err
 	case h.Sleep != nil:
 		pause := time.Duration(h.Sleep.Seconds) * time.Second
 		if timeout > 0 {
@@ -251,8 +300,8 @@ func runHook(ctx context.Context, c *client.Client, id string, h *corev1.Lifecyc
 	case h.Exec == nil:
 		return nil
 	}
-	reply, err := c.ExecSync(ctx, &runtimeapi.ExecSyncRequest{
-		ContainerId: id, Cmd: h.Exec.Command, Timeout: int64((timeout + time.Second - 1) / time.Second),
+	reply, err := k.client.ExecSync(ctx, &runtimeapi.ExecSyncRequest{
+		ContainerId: c.id, Cmd: h.Exec.Command, Timeout: int64((timeout + time.Second - 1) / time.Second),
 	})
 	if err != nil {
 		return err

@@ -27,7 +27,11 @@ func Stop(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox, dir
 	if err != nil {
 		return err
 	}
-	if err := newStopper(ctx, c, graceOf(manifest, grace)).stop(list); err != nil {
+	host := "127.0.0.1"
+	if state, err := c.PodState(ctx, pod.GetId()); err == nil && len(client.PodIPs(state)) > 0 {
+		host = client.PodIPs(state)[0]
+	}
+	if err := newStopper(ctx, c, graceOf(manifest, grace), hooks{c, host}).stop(list); err != nil {
 		return err
 	}
 	return c.StopPod(context.WithoutCancel(ctx), pod.GetId())

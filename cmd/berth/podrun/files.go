@@ -10,20 +10,22 @@ import (
 	"regexp"
 
 	corev1 "k8s.io/api/core/v1"
-
-	"berth/cmd/berth/podyaml"
 )
 
 // files are a pod's files on the host, below one directory named by its uid:
 //
 //	pod.json                 the manifest, for stopping a detached pod
 //	hosts                    /etc/hosts of its containers
-//	volumes/<name>           emptyDir volumes; a tmpfs with medium Memory
+//	volumes/<name>           emptyDir volumes (a tmpfs with medium Memory), and volumes with
+//	                         files from the manifest (a tmpfs if they have Secrets)
 //	subpaths/<container>/<n> the bind-mounted subPath of the n-th volume mount
 //	logs/<container>/<n>.log the log of the n-th attempt, without a log directory
+//
+// The directories of persistent volume claims are beside it, in claims/<namespace>/<name>.
 type files struct {
-	dir string
-	pod *corev1.Pod
+	dir    string
+	claims string // parent of the claims' directories
+	pod    *corev1.Pod
 }
 
 const (
@@ -33,7 +35,7 @@ const (
 
 // makeFiles creates the pod's directory below parent.
 func makeFiles(parent, uid string, pod *corev1.Pod) (*files, error) {
-	f := &files{dir: filepath.Join(parent, uid), pod: pod}
+	f := &files{dir: filepath.Join(parent, uid), claims: parent, pod: pod}
 	if err := os.MkdirAll(f.dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create directory of pod: %w", err)
 	}
@@ -122,5 +124,9 @@ func loadManifest(parent, uid string) (*corev1.Pod, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read manifest of pod: %w", err)
 	}
-	return podyaml.Parse(raw, podyaml.Mode{})
+	manifest := &corev1.Pod{}
+	if err := json.Unmarshal(raw, manifest); err != nil {
+		return nil, fmt.Errorf("read manifest of pod: %w", err)
+	}
+	return manifest, nil
 }

@@ -1,12 +1,12 @@
-// Package podrun runs a Kubernetes Pod manifest through a CRI socket in place of kubelet. It
-// creates the pod's files, pulls its images, runs its init containers, supervises its containers,
-// and removes everything at the end.
+// Package podrun runs Kubernetes manifests through a CRI socket in place of kubelet and the workload
+// controllers. It creates a pod's files, pulls its images, runs its init containers, supervises and
+// probes its containers, and removes everything at the end.
 //
 // # Contract
 //
 // Run owns what it creates. In all cases, also after an interrupt, it returns with the pod and its
 // files removed, or with an error that names the remains. Only a detached pod stays, until Stop and
-// RemoveFiles.
+// RemoveFiles. The data of persistent volume claims stays, until RemoveClaims.
 //
 // A run's objects are found by its uid: the sandbox has it in its metadata, and the files are in
 // the directory of that name.
@@ -38,11 +38,15 @@ type Config struct {
 	Handler      string // runtime handler; empty: the default
 	Detach       bool   // return once the containers run
 	Host         podyaml.Host
+	Objects      *podyaml.Objects // ConfigMaps, Secrets and claims of the manifest
 
 	Stdout, Stderr io.Writer                        // the containers' output, line by line
 	Report         func(format string, args ...any) // reports events, one line each
 
 	Backoff Backoff // delay before a container's next attempt
+
+	several  bool          // several pods write to Stdout and Stderr
+	failures *failureLimit // limit of restarts after a failure; nil: none
 }
 
 // Backoff is the delay before the next attempt of a container: First, then doubled up to Most. It
@@ -88,6 +92,7 @@ type podRun struct {
 	// abort ends the run with an error. Any goroutine may call it.
 	abort context.CancelCauseFunc
 
+	health  *health
 	images  map[imageKey]*runtimeapi.Image
 	podID   string
 	sandbox *runtimeapi.PodSandboxConfig
@@ -111,6 +116,12 @@ func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Con
 	defer abort(nil)
 	life, end := context.WithCancel(now)
 	defer end()
+	if d := pod.Spec.ActiveDeadlineSeconds; d != nil && !config.Detach {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeoutCause(ctx, time.Duration(*d)*time.Second,
+			fmt.Errorf("pod %s: activeDeadlineSeconds: it ran for %d s", pod.Name, *d))
+		defer cancel()
+	}
 	r := &podRun{
 		client: c, config: config, life: life, end: end, abort: abort,
 		images: map[imageKey]*runtimeapi.Image{}, out: &prefixer{stdout: config.Stdout, stderr: config.Stderr},
@@ -125,7 +136,7 @@ func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Con
 	if err := r.makePlan(ctx, pod, uid); err != nil {
 		return Result{}, err
 	}
-	if err := r.files.makeVolumes(); err != nil {
+	if err := r.files.makeVolumes(r.plan); err != nil {
 		return Result{}, err
 	}
 	if err := r.pullImages(ctx); err != nil {
@@ -155,7 +166,7 @@ func newUID() string {
 
 // interruptedOr returns the cause of ctx's end if it has ended, else err.
 func interruptedOr(ctx context.Context, err error) error {
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) {
 		return context.Cause(ctx)
 	}
 	return err
@@ -167,8 +178,10 @@ func (r *podRun) makePlan(ctx context.Context, pod *corev1.Pod, uid string) erro
 		return err
 	}
 	r.plan = &podyaml.Plan{
-		Pod: pod, UID: uid, Host: r.config.Host, LogDir: logs, CgroupParent: r.config.CgroupParent,
+		Pod: pod, UID: uid, Host: r.config.Host, Objects: r.config.Objects,
+		LogDir: logs, CgroupParent: r.config.CgroupParent,
 	}
+	r.health = newHealth(r.plan.Containers())
 	if podyaml.WantsUserNamespace(pod) {
 		r.plan.FirstHostID, err = r.chooseHostIDs(ctx)
 	}

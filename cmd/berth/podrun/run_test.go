@@ -58,11 +58,11 @@ func newBench(t *testing.T, s *fakecri.Server) *bench {
 // run runs a manifest with the given spec, whose lines are not indented.
 func (b *bench) run(ctx, now context.Context, spec string) (Result, error) {
 	b.t.Helper()
-	pod, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{Detached: b.config.Detach})
+	m, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{Detached: b.config.Detach})
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	return Run(ctx, now, b.client, pod, b.config)
+	return Run(ctx, now, b.client, m.Workloads[0].Pod, b.config)
 }
 
 func manifest(spec string) string {

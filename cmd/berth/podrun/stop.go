@@ -31,6 +31,7 @@ type running struct {
 // stopper stops the containers of a pod in the right order.
 type stopper struct {
 	client   *client.Client
+	hooks    hooks
 	now      context.Context // its end is the end of the grace period
 	deadline time.Time
 }
@@ -46,7 +47,7 @@ func (r *podRun) stopAll(now context.Context) error {
 		list = append(list, running{a.id, a.container})
 	}
 	r.mu.Unlock()
-	err := newStopper(now, r.client, grace(r.plan.Pod)).stop(list)
+	err := newStopper(now, r.client, grace(r.plan.Pod), r.hooks()).stop(list)
 	if err != nil {
 		r.end() // do not wait for a container that could not be stopped
 	}
@@ -60,8 +61,8 @@ func grace(pod *corev1.Pod) time.Duration {
 	return time.Duration(*pod.Spec.TerminationGracePeriodSeconds) * time.Second
 }
 
-func newStopper(now context.Context, c *client.Client, grace time.Duration) *stopper {
-	return &stopper{client: c, now: now, deadline: time.Now().Add(grace)}
+func newStopper(now context.Context, c *client.Client, grace time.Duration, h hooks) *stopper {
+	return &stopper{client: c, hooks: h, now: now, deadline: time.Now().Add(grace)}
 }
 
 // stop stops the containers in parallel, and then the sidecars one by one, the last started first
@@ -114,7 +115,7 @@ func (s *stopper) preStop(c running, grace time.Duration) error {
 	if err != nil || status.GetState() != runtimeapi.ContainerState_CONTAINER_RUNNING {
 		return nil // stopping it will report the problem
 	}
-	err = runHook(s.now, s.client, c.id, c.container.Lifecycle.PreStop, grace)
+	err = s.hooks.run(s.now, c, c.container.Lifecycle.PreStop, grace)
 	if err != nil && s.now.Err() == nil {
 		return fmt.Errorf("preStop hook of container %s: %w", c.container.Name, err)
 	}

@@ -18,14 +18,19 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// makeVolumes creates the pod's emptyDir volumes and checks its hostPath volumes.
-func (f *files) makeVolumes() error {
+// makeVolumes creates the pod's volumes and checks its hostPath volumes.
+func (f *files) makeVolumes(plan *podyaml.Plan) error {
 	for i := range f.pod.Spec.Volumes {
 		v := &f.pod.Spec.Volumes[i]
 		var err error
-		if v.HostPath != nil {
+		switch {
+		case v.HostPath != nil:
 			err = ensureHostPath(v.HostPath)
-		} else {
+		case v.PersistentVolumeClaim != nil:
+			err = f.makeClaim(v.PersistentVolumeClaim.ClaimName)
+		case podyaml.HasFiles(v):
+			err = f.makeFileVolume(plan, v)
+		case v.EmptyDir != nil:
 			err = f.makeEmptyDir(v)
 		}
 		if err != nil {
@@ -35,13 +40,13 @@ func (f *files) makeVolumes() error {
 	return nil
 }
 
-func (f *files) emptyDir(volume string) string { return filepath.Join(f.dir, "volumes", volume) }
+func (f *files) volumeDir(volume string) string { return filepath.Join(f.dir, "volumes", volume) }
 
 // makeEmptyDir creates the volume's directory with mode 0777, unless the manifest sets another.
 // With an fsGroup that group owns it, can write to it, and new files inherit the group (kubelet's
 // SetVolumeOwnership).
 func (f *files) makeEmptyDir(v *corev1.Volume) error {
-	dir := f.emptyDir(v.Name)
+	dir := f.volumeDir(v.Name)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return fmt.Errorf("create emptyDir: %w", err)
 	}
@@ -54,14 +59,94 @@ func (f *files) makeEmptyDir(v *corev1.Volume) error {
 	if m := v.EmptyDir.Mode; m != nil {
 		mode = uint32(*m)
 	}
+	return f.setOwnership(dir, mode)
+}
+
+// setOwnership sets the mode of a volume's directory, and its group with an fsGroup.
+func (f *files) setOwnership(dir string, mode uint32) error {
 	if sc := f.pod.Spec.SecurityContext; sc != nil && sc.FSGroup != nil {
 		if err := os.Chown(dir, -1, int(*sc.FSGroup)); err != nil {
-			return fmt.Errorf("change group of emptyDir to fsGroup: %w", err)
+			return fmt.Errorf("change group of volume to fsGroup: %w", err)
 		}
 		mode |= unix.S_ISGID | 0o770
 	}
 	if err := unix.Chmod(dir, mode); err != nil {
-		return fmt.Errorf("chmod emptyDir %s: %w", dir, err)
+		return fmt.Errorf("chmod volume %s: %w", dir, err)
+	}
+	return nil
+}
+
+// makeClaim creates the directory of a persistent volume claim. A later pod with the same claim gets
+// the same directory with its content.
+func (f *files) makeClaim(claim string) error {
+	dir := claimDir(f.claims, f.pod.Namespace, claim)
+	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
+		return fmt.Errorf("create directory of claims: %w", err)
+	}
+	err := os.Mkdir(dir, 0o700)
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("create directory of claim: %w", err)
+	}
+	return f.setOwnership(dir, 0o777)
+}
+
+// makeFileVolume creates a volume with files from the manifest. As in kubelet, files of Secrets are
+// in a tmpfs, so that they never reach the disk.
+func (f *files) makeFileVolume(plan *podyaml.Plan, v *corev1.Volume) error {
+	files, err := plan.VolumeFiles(v)
+	if err != nil {
+		return err
+	}
+	dir := f.volumeDir(v.Name)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("create volume: %w", err)
+	}
+	if v.Secret != nil || v.Projected != nil {
+		if err := mountTmpfs(dir, &corev1.EmptyDirVolumeSource{}); err != nil {
+			return err
+		}
+	}
+	for _, file := range files {
+		if err := f.writeVolumeFile(dir, file); err != nil {
+			return fmt.Errorf("write %s: %w", file.Path, err)
+		}
+	}
+	return f.setOwnership(dir, 0o755)
+}
+
+// writeVolumeFile writes one file of a volume. With an fsGroup that group can read it.
+func (f *files) writeVolumeFile(dir string, file podyaml.File) error {
+	path := filepath.Join(dir, file.Path)
+	if err := f.makeParents(dir, filepath.Dir(file.Path)); err != nil {
+		return err
+	}
+	if err := os.WriteFile(path, file.Content, 0o600); err != nil {
+		return err
+	}
+	mode := fs.FileMode(file.Mode)
+	if sc := f.pod.Spec.SecurityContext; sc != nil && sc.FSGroup != nil {
+		if err := os.Chown(path, -1, int(*sc.FSGroup)); err != nil {
+			return err
+		}
+		mode |= 0o440
+	}
+	return os.Chmod(path, mode)
+}
+
+// makeParents creates the directories of a volume's file. Any user may enter them, whatever the
+// umask.
+func (f *files) makeParents(dir, parents string) error {
+	for _, name := range strings.Split(parents, string(filepath.Separator)) {
+		dir = filepath.Join(dir, name)
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return err
+		}
+		if err := os.Chmod(dir, 0o755); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -149,8 +234,10 @@ func (f *files) volume(name string) (string, error) {
 		case v.Name != name:
 		case v.HostPath != nil:
 			return v.HostPath.Path, nil
+		case v.PersistentVolumeClaim != nil:
+			return claimDir(f.claims, f.pod.Namespace, v.PersistentVolumeClaim.ClaimName), nil
 		default:
-			return f.emptyDir(name), nil
+			return f.volumeDir(name), nil
 		}
 	}
 	return "", fmt.Errorf("no volume %q", name)

@@ -43,15 +43,16 @@ func inMountNamespace(t *testing.T) bool {
 // makePod creates the files of a pod with the given spec.
 func makePod(t *testing.T, dir, spec string) *files {
 	t.Helper()
-	pod, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{})
+	m, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{})
 	if err != nil {
 		t.Fatal(err)
 	}
+	pod := m.Workloads[0].Pod
 	f, err := makeFiles(dir, newUID(), pod)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := f.makeVolumes(); err != nil {
+	if err := f.makeVolumes(&podyaml.Plan{Pod: pod, Objects: m.Objects}); err != nil {
 		t.Fatal(err)
 	}
 	return f
@@ -79,7 +80,7 @@ volumes:
 containers: [`+container("main")+`]`)
 	for name, mode := range map[string]uint32{"plain": 0o2777, "private": 0o2770, "memory": 0o2777} {
 		var st unix.Stat_t
-		if err := unix.Stat(f.emptyDir(name), &st); err != nil {
+		if err := unix.Stat(f.volumeDir(name), &st); err != nil {
 			t.Fatal(err)
 		}
 		if st.Mode&0o7777 != mode || st.Gid != 1234 {
@@ -87,13 +88,13 @@ containers: [`+container("main")+`]`)
 		}
 	}
 	var fs unix.Statfs_t
-	if err := unix.Statfs(f.emptyDir("memory"), &fs); err != nil {
+	if err := unix.Statfs(f.volumeDir("memory"), &fs); err != nil {
 		t.Fatal(err)
 	}
 	if fs.Type != unix.TMPFS_MAGIC || int64(fs.Blocks)*fs.Bsize != 1<<20 {
 		t.Errorf("memory: filesystem %#x of %d bytes", fs.Type, int64(fs.Blocks)*fs.Bsize)
 	}
-	write(t, filepath.Join(f.emptyDir("memory"), "file"), "x")
+	write(t, filepath.Join(f.volumeDir("memory"), "file"), "x")
 	checkRemoved(t, f, parent)
 }
 
@@ -125,7 +126,7 @@ containers:
 - name: main
   image: `+image+`
   volumeMounts: [{name: v, mountPath: /v, subPath: x}]`)
-	volume := f.emptyDir("v")
+	volume := f.volumeDir("v")
 	c := (&podyaml.Plan{Pod: f.pod}).Containers()[0]
 	for link, target := range map[string]string{
 		"up": "../../../../../../../../.." + outside, "absolute": outside, "self": "/proc/self/root" + outside, "in": "/real",
@@ -195,7 +196,7 @@ func TestRemoveDoesNotEnterMounts(t *testing.T) {
 	parent, precious := t.TempDir(), t.TempDir()
 	write(t, filepath.Join(precious, "file"), "x")
 	f := makePod(t, parent, "volumes: [{name: v, emptyDir: {}}]\ncontainers: ["+container("main")+"]")
-	at := filepath.Join(f.emptyDir("v"), "mounted")
+	at := filepath.Join(f.volumeDir("v"), "mounted")
 	if err := os.Mkdir(at, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -225,12 +226,12 @@ func TestHostPaths(t *testing.T) {
 	}
 	for i, test := range tests {
 		t.Run(strconv.Itoa(i)+test.kind, func(t *testing.T) {
-			pod, err := podyaml.Parse([]byte(manifest("volumes: [{name: v, hostPath: {path: '"+test.path+"', type: '"+test.kind+"'}}]\n"+
+			m, err := podyaml.Parse([]byte(manifest("volumes: [{name: v, hostPath: {path: '"+test.path+"', type: '"+test.kind+"'}}]\n"+
 				"containers: ["+container("main")+"]")), podyaml.Mode{})
 			if err != nil {
 				t.Fatal(err)
 			}
-			err = ensureHostPath(pod.Spec.Volumes[0].HostPath)
+			err = ensureHostPath(m.Workloads[0].Pod.Spec.Volumes[0].HostPath)
 			if (err == nil) != (test.err == "") || err != nil && !strings.Contains(err.Error(), test.err) {
 				t.Errorf("%s %s: %v, want %q", test.path, test.kind, err, test.err)
 			}

@@ -19,12 +19,20 @@ func setDefaults(pod *corev1.Pod) {
 		spec.TerminationGracePeriodSeconds = new(int64)
 		*spec.TerminationGracePeriodSeconds = defaultGrace
 	}
+	for i := range spec.Volumes {
+		if image := spec.Volumes[i].Image; image != nil {
+			setIfZero(&image.PullPolicy, defaultPullPolicy(image.Reference))
+		}
+	}
 	for _, c := range containers(pod) {
 		setContainerDefaults(c.Container, spec.HostNetwork)
 	}
 }
 
 func setContainerDefaults(c *corev1.Container, hostNetwork bool) {
+	for _, probe := range []*corev1.Probe{c.StartupProbe, c.LivenessProbe, c.ReadinessProbe} {
+		setProbeDefaults(probe)
+	}
 	setIfZero(&c.ImagePullPolicy, defaultPullPolicy(c.Image))
 	for i := range c.Ports {
 		setIfZero(&c.Ports[i].Protocol, corev1.ProtocolTCP)
@@ -41,6 +49,17 @@ func setContainerDefaults(c *corev1.Container, hostNetwork bool) {
 		}
 		c.Resources.Requests[name] = limit.DeepCopy()
 	}
+}
+
+func setProbeDefaults(probe *corev1.Probe) {
+	const timeout, period, successes, failures = 1, 10, 1, 3
+	if probe == nil {
+		return
+	}
+	setIfZero(&probe.TimeoutSeconds, timeout)
+	setIfZero(&probe.PeriodSeconds, period)
+	setIfZero(&probe.SuccessThreshold, successes)
+	setIfZero(&probe.FailureThreshold, failures)
 }
 
 // defaultPullPolicy returns Always for the tag latest, written or implied, else IfNotPresent.

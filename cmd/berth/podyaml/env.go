@@ -2,7 +2,9 @@ package podyaml
 
 import (
 	"fmt"
+	"maps"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -48,30 +50,86 @@ func (e *environment) keyValues() []*runtimeapi.KeyValue {
 	return out
 }
 
-// environment returns the variables of a container. A value may refer to earlier ones.
+// environment returns the variables of a container: those of envFrom, then those of env, which
+// replace the former. A value in env may refer to earlier ones in env.
 func (p *Plan) environment(c Container, podIPs []string) (*environment, error) {
-	env := &environment{values: map[string]string{}}
+	all := &environment{values: map[string]string{}}
+	for i := range c.EnvFrom {
+		if err := p.addEnvFrom(all, &c.EnvFrom[i]); err != nil {
+			return nil, fmt.Errorf("%s: %w", index(c.Path+".envFrom", i), err)
+		}
+	}
+	own := &environment{values: map[string]string{}}
 	for i := range c.Env {
 		v := &c.Env[i]
-		text, err := p.envValue(c, v, env, podIPs)
+		text, set, err := p.envValue(c, v, own, podIPs)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", index(c.Path+".env", i), err)
 		}
-		env.set(v.Name, text)
+		if set {
+			own.set(v.Name, text)
+			all.set(v.Name, text)
+		}
 	}
-	return env, nil
+	return all, nil
 }
 
-func (p *Plan) envValue(c Container, v *corev1.EnvVar, sofar *environment, podIPs []string) (string, error) {
-	switch {
-	case v.ValueFrom == nil:
-		return sofar.expand(v.Value), nil
-	case v.ValueFrom.FieldRef != nil:
-		return p.fieldValue(v.ValueFrom.FieldRef.FieldPath, podIPs)
-	case v.ValueFrom.ResourceFieldRef != nil:
-		return p.resourceValue(c.Container, v.ValueFrom.ResourceFieldRef)
+// addEnvFrom adds the keys of a ConfigMap or Secret that are possible names of variables.
+func (p *Plan) addEnvFrom(env *environment, from *corev1.EnvFromSource) error {
+	kind, name, optional := envFromSource(from)
+	data, ok := p.Objects.lookup(kind, p.Pod.Namespace, name)
+	if !ok && !optional {
+		return missingObject(kind, name)
 	}
-	return "", nil // "valueFrom: {}" sets nothing
+	for _, key := range slices.Sorted(maps.Keys(data)) {
+		if key = from.Prefix + key; len(validation.IsRelaxedEnvVarName(key)) == 0 {
+			env.set(key, string(data[key[len(from.Prefix):]]))
+		}
+	}
+	return nil
+}
+
+func envFromSource(from *corev1.EnvFromSource) (kind, name string, optional bool) {
+	if from.SecretRef != nil {
+		return secretKind, from.SecretRef.Name, value(from.SecretRef.Optional)
+	}
+	if from.ConfigMapRef != nil {
+		return configMapKind, from.ConfigMapRef.Name, value(from.ConfigMapRef.Optional)
+	}
+	return "", "", false
+}
+
+// envValue returns the value of a variable, or false if its optional source does not exist.
+func (p *Plan) envValue(c Container, v *corev1.EnvVar, sofar *environment,
+	podIPs []string) (text string, set bool, err error) {
+	switch s := v.ValueFrom; {
+	case s == nil:
+		return sofar.expand(v.Value), true, nil
+	case s.FieldRef != nil:
+		text, err = p.fieldValue(s.FieldRef.FieldPath, podIPs)
+		return text, true, err
+	case s.ResourceFieldRef != nil:
+		text, err = p.resourceValue(c.Container, s.ResourceFieldRef)
+		return text, true, err
+	case s.ConfigMapKeyRef != nil:
+		return p.keyValue(configMapKind, s.ConfigMapKeyRef.Name, s.ConfigMapKeyRef.Key, s.ConfigMapKeyRef.Optional)
+	case s.SecretKeyRef != nil:
+		return p.keyValue(secretKind, s.SecretKeyRef.Name, s.SecretKeyRef.Key, s.SecretKeyRef.Optional)
+	}
+	return "", true, nil // "valueFrom: {}" sets an empty value
+}
+
+// keyValue returns the value of one key of a ConfigMap or Secret.
+func (p *Plan) keyValue(kind, name, key string, optional *bool) (text string, set bool, err error) {
+	data, ok := p.Objects.lookup(kind, p.Pod.Namespace, name)
+	if !ok && !value(optional) {
+		return "", false, missingObject(kind, name)
+	}
+	content, ok := data[key]
+	if !ok && !value(optional) {
+		return "", false, missingKey(kind, name, key)
+	}
+	return string(content), ok, nil
 }
 
 // fieldPaths are the fields of the downward API, without maps, for environment variables.

@@ -3,6 +3,7 @@ package podyaml
 import (
 	"fmt"
 	"reflect"
+	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -12,15 +13,20 @@ import (
 // invalid checks the values.
 var honoured = newFieldSet(
 	"apiVersion", "kind", "metadata.name", "metadata.namespace", "metadata.labels", "metadata.annotations",
+	"metadata.ownerReferences",
 
-	"spec.restartPolicy", "spec.terminationGracePeriodSeconds",
+	"spec.restartPolicy", "spec.terminationGracePeriodSeconds", "spec.activeDeadlineSeconds",
 	"spec.dnsPolicy", "spec.dnsConfig", "spec.hostname", "spec.hostAliases",
 	"spec.hostNetwork", "spec.hostPID", "spec.hostIPC", "spec.hostUsers", "spec.shareProcessNamespace",
-	"spec.os", "spec.tolerations", "spec.enableServiceLinks", "spec.automountServiceAccountToken",
+	"spec.os", "spec.enableServiceLinks", "spec.automountServiceAccountToken",
 
 	"spec.volumes[].name",
 	"spec.volumes[].emptyDir.medium", "spec.volumes[].emptyDir.sizeLimit", "spec.volumes[].emptyDir.mode",
 	"spec.volumes[].hostPath.path", "spec.volumes[].hostPath.type",
+	"spec.volumes[].configMap", "spec.volumes[].secret", "spec.volumes[].downwardAPI",
+	"spec.volumes[].projected.defaultMode", "spec.volumes[].projected.sources[].configMap",
+	"spec.volumes[].projected.sources[].secret", "spec.volumes[].projected.sources[].downwardAPI",
+	"spec.volumes[].persistentVolumeClaim", "spec.volumes[].image.reference", "spec.volumes[].image.pullPolicy",
 
 	"spec.securityContext.seLinuxOptions",
 	"spec.securityContext.runAsUser", "spec.securityContext.runAsGroup", "spec.securityContext.runAsNonRoot",
@@ -30,47 +36,58 @@ var honoured = newFieldSet(
 ).with("spec.initContainers[].", "restartPolicy").with("spec.initContainers[].", containerFields...).
 	with("spec.containers[].", containerFields...)
 
-var containerFields = []string{
-	"name", "image", "imagePullPolicy", "command", "args", "workingDir", "tty", "ports",
-	"env[].name", "env[].value", "env[].valueFrom.fieldRef", "env[].valueFrom.resourceFieldRef",
+var containerFields = slices.Concat([]string{
+	"name", "image", "imagePullPolicy", "command", "args", "workingDir", "tty", "stdin", "stdinOnce", "ports",
+	"envFrom", "env[].name", "env[].value", "env[].valueFrom.fieldRef", "env[].valueFrom.resourceFieldRef",
+	"env[].valueFrom.configMapKeyRef", "env[].valueFrom.secretKeyRef",
 	"resources.limits", "resources.requests",
 	"volumeMounts[].name", "volumeMounts[].mountPath", "volumeMounts[].readOnly", "volumeMounts[].recursiveReadOnly",
 	"volumeMounts[].subPath", "volumeMounts[].subPathExpr", "volumeMounts[].mountPropagation",
 	"volumeMounts[].bindMountOptions",
-	"lifecycle.postStart.exec", "lifecycle.postStart.sleep", "lifecycle.preStop.exec", "lifecycle.preStop.sleep",
+	"lifecycle.postStart.exec", "lifecycle.postStart.sleep", "lifecycle.postStart.httpGet",
+	"lifecycle.preStop.exec", "lifecycle.preStop.sleep", "lifecycle.preStop.httpGet",
 	"lifecycle.stopSignal",
 	"securityContext.capabilities", "securityContext.privileged", "securityContext.seLinuxOptions",
 	"securityContext.runAsUser", "securityContext.runAsGroup", "securityContext.runAsNonRoot",
 	"securityContext.readOnlyRootFilesystem", "securityContext.allowPrivilegeEscalation", "securityContext.procMount",
 	"securityContext.seccompProfile", "securityContext.appArmorProfile",
+	// These have no effect on one pod without an API server, and Kubernetes sets them by default.
+	"terminationMessagePath", "terminationMessagePolicy", "resizePolicy",
+}, probeFields("startupProbe"), probeFields("livenessProbe"), probeFields("readinessProbe"))
+
+func probeFields(probe string) []string {
+	var out []string
+	for _, field := range []string{
+		"exec", "httpGet", "tcpSocket", "grpc", "initialDelaySeconds", "timeoutSeconds", "periodSeconds",
+		"successThreshold", "failureThreshold", "terminationGracePeriodSeconds",
+	} {
+		out = append(out, probe+"."+field)
+	}
+	return out
+}
+
+// ignorable lists the fields that a run ignores with a warning, and the reasons.
+var ignorable = map[string]string{
+	"spec.nodeName": noSchedule, "spec.nodeSelector": noSchedule, "spec.affinity": noSchedule,
+	"spec.schedulerName": noSchedule, "spec.tolerations": noSchedule, "spec.topologySpreadConstraints": noSchedule,
+	"spec.priorityClassName": noSchedule, "spec.priority": noSchedule, "spec.preemptionPolicy": noSchedule,
+	"spec.schedulingGates": noSchedule, "spec.schedulingGroup": noSchedule, "spec.overhead": noSchedule,
+	"spec.serviceAccountName": noAPI, "spec.serviceAccount": noAPI, "spec.readinessGates": noAPI,
+	"spec.evictionResponders": noAPI,
+	"spec.subdomain":          noDNS, "spec.setHostnameAsFQDN": noDNS,
+	"spec.imagePullSecrets":                    "the daemon pulls with its own credentials",
+	"spec.securityContext.seLinuxChangePolicy": notEnforced,
 }
 
 // reasons replace the general text of a refusal. The key is the end of the field's path.
 var reasons = []struct{ end, reason string }{
-	{"configMapKeyRef", noAPI}, {"secretKeyRef", noAPI}, {"envFrom", noAPI},
-	{
-		"configMap",
-		noAPI,
-	}, {"secret", noAPI}, {"projected", noAPI}, {"downwardAPI", "only emptyDir and hostPath volumes can be made"},
-	{"persistentVolumeClaim", noAPI}, {"csi", "only emptyDir and hostPath volumes can be made"},
-	{"imagePullSecrets", noAPI}, {"serviceAccountName", noAPI}, {"serviceAccount", noAPI},
-	{"livenessProbe", noProbe}, {"readinessProbe", noProbe}, {"startupProbe", noProbe},
-	{"httpGet", "only exec and sleep handlers are run"}, {"tcpSocket", "only exec and sleep handlers are run"},
-	{"stdin", "nothing is attached to the container's stdin"},
-	{"subdomain", "there is no cluster domain"}, {"setHostnameAsFQDN", "there is no cluster domain"},
-	{"generateName", "give the pod a name"},
-	{"uid", "every run has a uid of its own"},
-	{"nodeName", noScheduler}, {"nodeSelector", noScheduler}, {"affinity", noScheduler}, {"schedulerName", noScheduler},
-	{"topologySpreadConstraints", noScheduler}, {"priorityClassName", noScheduler}, {"priority", noScheduler},
-	{"preemptionPolicy", noScheduler}, {"runtimeClassName", noAPI},
+	{"serviceAccountToken", noAPI}, {"clusterTrustBundle", noAPI}, {"podCertificate", noAPI},
+	{"csi", "this command has no CSI drivers"},
+	{"tcpSocket", "only exec, httpGet and sleep handlers are run"},
+	{"runtimeClassName", "name the handler with --runtime-handler instead"},
 }
 
-const (
-	noAPI       = "there is no API server to read it from"
-	noProbe     = "probes are not run"
-	noScheduler = "this command does not schedule pods"
-	noReason    = "not supported"
-)
+const notSupported = "not supported"
 
 func reasonFor(path string) string {
 	name := path[strings.LastIndexByte(path, '.')+1:]
@@ -80,7 +97,7 @@ func reasonFor(path string) string {
 			return r.reason
 		}
 	}
-	return noReason
+	return notSupported
 }
 
 // fieldSet is a set of field patterns, with the parents of these patterns.
@@ -104,24 +121,29 @@ func (s fieldSet) with(prefix string, patterns ...string) fieldSet {
 	return s
 }
 
-// unsupported returns every field of the pod that is set but not in honoured. A field is set if its
-// value is not the zero value, or is an empty but present object.
-func unsupported(pod *corev1.Pod) []Problem {
+// unsupported returns every field of the pod that is set but neither in honoured nor in ignorable,
+// and those in ignorable. A field is set if its value is not the zero value, or is an empty but
+// present object.
+func unsupported(pod *corev1.Pod) (problems, ignored []Problem) {
 	w := walker{allowed: honoured}
 	w.walk("", "", reflect.ValueOf(pod))
-	return w.problems
+	return w.problems, w.ignored
 }
 
 // walker walks through a value by its JSON names.
 type walker struct {
 	allowed  fieldSet
 	problems []Problem
+	ignored  []Problem
 }
 
 // walk visits v at path. pattern is path without indexes.
 func (w *walker) walk(path, pattern string, v reflect.Value) {
 	switch {
 	case isUnset(v) || w.allowed.fields[pattern]:
+		return
+	case ignorable[pattern] != "":
+		w.ignored = append(w.ignored, Problem{path, ignorable[pattern]})
 		return
 	case !w.allowed.parents[pattern]:
 		w.problems = append(w.problems, Problem{path, reasonFor(path)})
@@ -166,20 +188,82 @@ func isUnset(v reflect.Value) bool {
 	return v.IsZero()
 }
 
-// needsSupervisor returns the fields that need a supervising process.
-func needsSupervisor(pod *corev1.Pod) []Problem {
+// needsProcess returns the fields that need a supervising process.
+func needsProcess(pod *corev1.Pod) []Problem {
 	var found []Problem
 	if p := pod.Spec.RestartPolicy; p != "" && p != corev1.RestartPolicyNever {
-		found = append(found,
-			Problem{"spec.restartPolicy", fmt.Sprintf("%s: berth does not restart the containers of a detached pod", p)})
+		found = append(found, Problem{"spec.restartPolicy", noProcess})
 	}
-	for i := range pod.Spec.InitContainers {
-		if isSidecar(&pod.Spec.InitContainers[i]) {
-			path := fmt.Sprintf("spec.initContainers[%d].restartPolicy", i)
-			found = append(found, Problem{path, "Always: berth does not restart the containers of a detached pod"})
+	if pod.Spec.ActiveDeadlineSeconds != nil {
+		found = append(found, Problem{"spec.activeDeadlineSeconds", noProcess})
+	}
+	for _, c := range containers(pod) {
+		if c.Sidecar() {
+			found = append(found, Problem{c.Path + ".restartPolicy", noProcess})
+		}
+		for _, probe := range []struct {
+			name string
+			set  bool
+		}{
+			{"startupProbe", c.StartupProbe != nil}, {"livenessProbe", c.LivenessProbe != nil},
+			{"readinessProbe", c.ReadinessProbe != nil},
+		} {
+			if probe.set {
+				found = append(found, Problem{c.Path + "." + probe.name, noProcess})
+			}
 		}
 	}
 	return found
+}
+
+// tokenVolume is the prefix of the volume that the API server adds to each pod for its service
+// account's token.
+const tokenVolume = "kube-api-access-"
+
+// removeIgnored removes values that the runtime must not see, and returns their fields.
+func removeIgnored(pod *corev1.Pod) []Problem {
+	var ignored []Problem
+	spec := &pod.Spec
+	if spec.DNSPolicy == corev1.DNSClusterFirst || spec.DNSPolicy == corev1.DNSClusterFirstWithHostNet {
+		spec.DNSPolicy = corev1.DNSDefault
+		ignored = append(ignored, Problem{"spec.dnsPolicy", noDNS})
+	}
+	if value(spec.AutomountServiceAccountToken) {
+		spec.AutomountServiceAccountToken = nil
+		ignored = append(ignored, Problem{"spec.automountServiceAccountToken", noAPI})
+	}
+	for i := range spec.Volumes {
+		if isTokenVolume(&spec.Volumes[i]) {
+			ignored = append(ignored, Problem{index("spec.volumes", i), noAPI})
+			removeVolume(pod, spec.Volumes[i].Name)
+			break // the API server adds one
+		}
+	}
+	for _, c := range containers(pod) {
+		for list, resources := range map[string]corev1.ResourceList{
+			"limits": c.Resources.Limits, "requests": c.Resources.Requests,
+		} {
+			if _, set := resources[corev1.ResourceEphemeralStorage]; set {
+				delete(resources, corev1.ResourceEphemeralStorage)
+				path := c.Path + ".resources." + list + "." + string(corev1.ResourceEphemeralStorage)
+				ignored = append(ignored, Problem{path, notEnforced})
+			}
+		}
+	}
+	return ignored
+}
+
+func isTokenVolume(v *corev1.Volume) bool {
+	return strings.HasPrefix(v.Name, tokenVolume) && v.Projected != nil &&
+		slices.ContainsFunc(v.Projected.Sources, func(s corev1.VolumeProjection) bool { return s.ServiceAccountToken != nil })
+}
+
+// removeVolume removes a volume and its mounts.
+func removeVolume(pod *corev1.Pod, name string) {
+	pod.Spec.Volumes = slices.DeleteFunc(pod.Spec.Volumes, func(v corev1.Volume) bool { return v.Name == name })
+	for _, c := range containers(pod) {
+		c.VolumeMounts = slices.DeleteFunc(c.VolumeMounts, func(m corev1.VolumeMount) bool { return m.Name == name })
+	}
 }
 
 // isSidecar reports a restartable init container (KEP-753).

@@ -13,22 +13,22 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// invalid returns the errors in values of supported fields. It refuses unsupported values. Of the
+// checker collects the errors in values of supported fields. It refuses unsupported values. Of the
 // values that the API server refuses, it refuses those that would fail late or affect a path.
-func invalid(pod *corev1.Pod) []Problem {
-	c := &checker{pod: pod}
+type checker struct {
+	pod      *corev1.Pod
+	objects  *Objects // of the manifest
+	problems []Problem
+	ignored  []Problem
+}
+
+// all checks the whole pod.
+func (c *checker) all() {
 	c.metadata()
 	c.spec()
 	c.podSecurity()
 	c.volumes()
 	c.containers()
-	return c.problems
-}
-
-// checker collects problems of a pod.
-type checker struct {
-	pod      *corev1.Pod
-	problems []Problem
 }
 
 func (c *checker) add(path, format string, args ...any) {
@@ -80,10 +80,10 @@ func (c *checker) spec() {
 	if spec.OS != nil {
 		oneOf(c, "spec.os.name", spec.OS.Name, corev1.Linux)
 	}
-	c.userNamespace()
-	if value(spec.AutomountServiceAccountToken) {
-		c.add("spec.automountServiceAccountToken", "true: there is no API server to get a token from")
+	if d := spec.ActiveDeadlineSeconds; d != nil && *d < 1 {
+		c.add("spec.activeDeadlineSeconds", "must be positive")
 	}
+	c.userNamespace()
 	if spec.HostPID && value(spec.ShareProcessNamespace) {
 		c.add("spec.shareProcessNamespace", "cannot be set with hostPID")
 	}
@@ -211,15 +211,13 @@ func (c *checker) volumes() {
 			c.add(at+".name", "%q is there twice", v.Name)
 		}
 		seen[v.Name] = true
-		switch {
-		case v.EmptyDir != nil && v.HostPath != nil:
-			c.add(at, "has two sources")
-		case v.EmptyDir != nil:
-			c.emptyDir(at+".emptyDir", v.EmptyDir)
-		case v.HostPath != nil:
-			c.hostPath(at+".hostPath", v.HostPath)
-		case v.VolumeSource == (corev1.VolumeSource{}):
+		switch sources(v) {
+		case 0:
 			c.add(at, "has no source")
+		case 1:
+			c.volume(at, v)
+		default:
+			c.add(at, "has two sources")
 		}
 	}
 }
@@ -235,7 +233,7 @@ func (c *checker) emptyDir(at string, e *corev1.EmptyDirVolumeSource) {
 	case e.SizeLimit.Sign() < 0:
 		c.add(at+".sizeLimit", "must not be negative")
 	case e.Medium != corev1.StorageMediumMemory && !e.SizeLimit.IsZero():
-		c.add(at+".sizeLimit", "can only be kept with medium Memory")
+		c.ignored = append(c.ignored, Problem{at + ".sizeLimit", notEnforced + " without medium Memory"})
 	}
 }
 

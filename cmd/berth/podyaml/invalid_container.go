@@ -40,6 +40,7 @@ func (c *checker) container(ctr Container) {
 		c.add(ctr.Path+".workingDir", "%q is not an absolute path", ctr.WorkingDir)
 	}
 	c.env(ctr)
+	c.probes(ctr)
 	c.resources(ctr)
 	c.mounts(ctr)
 	c.lifecycle(ctr)
@@ -47,6 +48,7 @@ func (c *checker) container(ctr Container) {
 }
 
 func (c *checker) env(ctr Container) {
+	c.envFrom(ctr)
 	for i := range ctr.Env {
 		e := &ctr.Env[i]
 		at := index(ctr.Path+".env", i)
@@ -55,9 +57,10 @@ func (c *checker) env(ctr Container) {
 			continue
 		}
 		field, resource := e.ValueFrom.FieldRef, e.ValueFrom.ResourceFieldRef
-		if e.Value != "" || (field != nil && resource != nil) {
+		if e.Value != "" || sources(e.ValueFrom) > 1 {
 			c.add(at, "has more than one source")
 		}
+		c.envKeyRef(at, e)
 		if field != nil {
 			if err := checkFieldRef(field); err != nil {
 				c.add(at+".valueFrom.fieldRef", "%v", err)
@@ -67,6 +70,37 @@ func (c *checker) env(ctr Container) {
 			if err := checkResourceRef(c.pod, ctr.Container, resource); err != nil {
 				c.add(at+".valueFrom.resourceFieldRef", "%v", err)
 			}
+		}
+	}
+}
+
+// envKeyRef checks that the ConfigMap or Secret of a variable exists.
+func (c *checker) envKeyRef(at string, e *corev1.EnvVar) {
+	plan := &Plan{Pod: c.pod, Objects: c.objects}
+	var err error
+	if ref := e.ValueFrom.ConfigMapKeyRef; ref != nil {
+		at += ".valueFrom.configMapKeyRef"
+		_, _, err = plan.keyValue(configMapKind, ref.Name, ref.Key, ref.Optional)
+	} else if ref := e.ValueFrom.SecretKeyRef; ref != nil {
+		at += ".valueFrom.secretKeyRef"
+		_, _, err = plan.keyValue(secretKind, ref.Name, ref.Key, ref.Optional)
+	}
+	if err != nil {
+		c.add(at, "%v", err)
+	}
+}
+
+func (c *checker) envFrom(ctr Container) {
+	for i := range ctr.EnvFrom {
+		from := &ctr.EnvFrom[i]
+		at := index(ctr.Path+".envFrom", i)
+		if (from.ConfigMapRef == nil) == (from.SecretRef == nil) {
+			c.add(at, "needs configMapRef or secretRef")
+			continue
+		}
+		kind, name, optional := envFromSource(from)
+		if _, ok := c.objects.lookup(kind, c.pod.Namespace, name); !ok && !optional {
+			c.add(at, "%v", missingObject(kind, name))
 		}
 	}
 }
@@ -159,8 +193,8 @@ func (c *checker) lifecycle(ctr Container) {
 	if ctr.Init && !ctr.Sidecar() {
 		c.add(ctr.Path+".lifecycle", "only a container that keeps running can have it")
 	}
-	c.handler(ctr.Path+".lifecycle.postStart", ctr.Lifecycle.PostStart)
-	c.handler(ctr.Path+".lifecycle.preStop", ctr.Lifecycle.PreStop)
+	c.handler(ctr, ctr.Path+".lifecycle.postStart", ctr.Lifecycle.PostStart)
+	c.handler(ctr, ctr.Path+".lifecycle.preStop", ctr.Lifecycle.PreStop)
 	if s := ctr.Lifecycle.StopSignal; s != nil {
 		if _, ok := stopSignal(*s); !ok {
 			c.add(ctr.Path+".lifecycle.stopSignal", "%q is not a signal", *s)
@@ -168,11 +202,13 @@ func (c *checker) lifecycle(ctr Container) {
 	}
 }
 
-func (c *checker) handler(at string, h *corev1.LifecycleHandler) {
+func (c *checker) handler(ctr Container, at string, h *corev1.LifecycleHandler) {
 	switch {
 	case h == nil:
-	case h.Exec != nil && h.Sleep != nil:
+	case sources(h) > 1:
 		c.add(at, "has two actions")
+	case h.HTTPGet != nil:
+		c.port(ctr, at+".httpGet.port", h.HTTPGet.Port)
 	case h.Exec != nil && len(h.Exec.Command) == 0:
 		c.add(at+".exec.command", "is needed")
 	case h.Sleep != nil && h.Sleep.Seconds < 0:

@@ -24,6 +24,14 @@ func (p *Plan) mounts(c Container, env *environment, run Run) ([]*runtimeapi.Mou
 		if err != nil {
 			return nil, fmt.Errorf("%s.subPathExpr: %w", at, err)
 		}
+		volume := p.volume(m.Name)
+		if volume.Image != nil {
+			out = append(out, p.mapped(&runtimeapi.Mount{
+				ContainerPath: m.MountPath, Readonly: true, ImageSubPath: sub,
+				Image: &runtimeapi.ImageSpec{Image: run.VolumeImages[m.Name], UserSpecifiedImage: volume.Image.Reference},
+			}))
+			continue
+		}
 		source, err := run.Source(c, i, sub)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", at, err)
@@ -41,12 +49,27 @@ func (p *Plan) mount(m *corev1.VolumeMount, source string) *runtimeapi.Mount {
 	return &runtimeapi.Mount{
 		ContainerPath:     m.MountPath,
 		HostPath:          source,
-		Readonly:          m.ReadOnly,
+		Readonly:          m.ReadOnly || readOnly(p.volume(m.Name)),
 		RecursiveReadOnly: p.recursiveReadOnly(m),
 		Propagation:       propagation[value(m.MountPropagation)],
 		SelinuxRelabel:    p.relabel(m.Name),
 		MountOptions:      m.BindMountOptions,
 	}
+}
+
+// volume returns a volume of the pod by its name, or an empty one.
+func (p *Plan) volume(name string) *corev1.Volume {
+	for i := range p.Pod.Spec.Volumes {
+		if p.Pod.Spec.Volumes[i].Name == name {
+			return &p.Pod.Spec.Volumes[i]
+		}
+	}
+	return &corev1.Volume{}
+}
+
+// readOnly reports whether every mount of the volume is read-only, as in kubelet.
+func readOnly(v *corev1.Volume) bool {
+	return HasFiles(v) || (v.PersistentVolumeClaim != nil && v.PersistentVolumeClaim.ReadOnly)
 }
 
 // recursiveReadOnly reports whether to request a recursive read-only mount. If the manifest
@@ -71,12 +94,8 @@ var propagation = map[corev1.MountPropagationMode]runtimeapi.MountPropagation{
 // relabel reports whether a volume may get the pod's SELinux label: the pod's own files may, the
 // host's may not.
 func (p *Plan) relabel(volume string) bool {
-	for i := range p.Pod.Spec.Volumes {
-		if p.Pod.Spec.Volumes[i].Name == volume {
-			return p.Pod.Spec.Volumes[i].EmptyDir != nil
-		}
-	}
-	return false
+	v := p.volume(volume)
+	return v.EmptyDir != nil || v.PersistentVolumeClaim != nil || HasFiles(v)
 }
 
 // subPath returns the mount's subPath, or its expanded subPathExpr, which must obey the same rules.

@@ -2,13 +2,11 @@ package podyaml
 
 import (
 	"errors"
-	"os"
-	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
-	"sigs.k8s.io/yaml"
 )
 
 // manifest returns a manifest with the given spec, whose lines are not indented.
@@ -43,6 +41,16 @@ func problems(t *testing.T, text string, mode Mode) []string {
 	return out
 }
 
+// parsePod parses a manifest of one pod.
+func parsePod(t *testing.T, text string) *corev1.Pod {
+	t.Helper()
+	m, err := Parse([]byte(text), Mode{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m.Workloads[0].Pod
+}
+
 var refusals = []struct {
 	name string
 	spec string
@@ -50,15 +58,13 @@ var refusals = []struct {
 }{
 	{"nothing", one(""), nil},
 	{"explicit zero values", "hostNetwork: false\nnodeName: ''\nimagePullSecrets: []\nnodeSelector: {}\n" + one(""), nil},
-	{"fields that hold anyway", "tolerations: [{operator: Exists}]\nenableServiceLinks: true\nautomountServiceAccountToken: false\nos: {name: linux}\nhostUsers: true\n" + one(""), nil},
+	{"fields that hold anyway", "enableServiceLinks: true\nautomountServiceAccountToken: false\nos: {name: linux}\nhostUsers: true\n" + one(""), nil},
 	{"all at once", `
-serviceAccountName: me
-nodeSelector: {disk: ssd}
-affinity: {nodeAffinity: {}}
-activeDeadlineSeconds: 5
+runtimeClassName: gvisor
+resourceClaims: [{name: gpu}]
 volumes:
 - {name: a, secret: {secretName: s}}
-- {name: b, persistentVolumeClaim: {claimName: c}}
+- {name: b, csi: {driver: d}}
 - {name: c, emptyDir: {}}
 containers:
 - name: app
@@ -66,29 +72,43 @@ containers:
   envFrom: [{configMapRef: {name: m}}]
   env: [{name: A, valueFrom: {secretKeyRef: {name: s, key: k}}}]
   livenessProbe: {}
-  stdin: true
-  lifecycle: {postStart: {httpGet: {port: 80}}}`, []string{
-		"spec.volumes[0].secret: there is no API server",
-		"spec.volumes[1].persistentVolumeClaim: there is no API server",
-		"spec.containers[0].envFrom: there is no API server",
-		"spec.containers[0].env[0].valueFrom.secretKeyRef: there is no API server",
-		"spec.containers[0].livenessProbe: probes are not run",
-		"spec.containers[0].lifecycle.postStart.httpGet: only exec and sleep",
-		"spec.containers[0].stdin: nothing is attached",
-		"spec.activeDeadlineSeconds: not supported",
-		"spec.nodeSelector: this command does not schedule pods",
-		"spec.serviceAccountName: there is no API server",
-		"spec.affinity: this command does not schedule pods",
+  volumeDevices: [{name: c, devicePath: /d}]
+  lifecycle: {postStart: {tcpSocket: {port: 80}}}`, []string{
+		"spec.volumes[1].csi: this command has no CSI drivers",
+		"spec.containers[0].volumeDevices: not supported",
+		"spec.containers[0].lifecycle.postStart.tcpSocket: only exec, httpGet and sleep",
+		"spec.runtimeClassName: name the handler with --runtime-handler",
+		"spec.resourceClaims: not supported",
+		`spec.volumes[0].secret: the manifest has no Secret "s"`,
+		`spec.containers[0].envFrom[0]: the manifest has no ConfigMap "m"`,
+		`spec.containers[0].env[0].valueFrom.secretKeyRef: the manifest has no Secret "s"`,
+		"spec.containers[0].livenessProbe: needs one of exec",
 	}},
-	{"windows and probes in init containers", "initContainers: [{name: i, image: b, readinessProbe: {exec: {command: [x]}}, securityContext: {windowsOptions: {}}}]\n" + one(""), []string{
-		"spec.initContainers[0].readinessProbe: probes", "spec.initContainers[0].securityContext.windowsOptions: not supported"}},
+	{"windows in init containers", "initContainers: [{name: i, image: b, securityContext: {windowsOptions: {}}}]\n" + one(""), []string{
+		"spec.initContainers[0].securityContext.windowsOptions: not supported"}},
+	{"probes", "initContainers: [{name: i, image: b, readinessProbe: {exec: {command: [x]}}}]\n" +
+		one(`startupProbe: {exec: {}}, livenessProbe: {httpGet: {port: web}, successThreshold: 2}, readinessProbe: {tcpSocket: {port: 1}, exec: {command: [x]}}`), []string{
+		"spec.initContainers[0].readinessProbe: only a container that keeps running", "spec.containers[0].startupProbe.exec.command: is needed",
+		`spec.containers[0].livenessProbe.httpGet.port: container app has no port "web"`, "spec.containers[0].livenessProbe.successThreshold: must be 1",
+		"spec.containers[0].readinessProbe: needs one of"}},
+	{"files", `
+volumes:
+- {name: a, configMap: {name: m, optional: true, items: [{key: k, path: ../x}], defaultMode: 4095}}
+- {name: b, downwardAPI: {items: [{path: x, fieldRef: {fieldPath: status.podIP}}, {path: z, resourceFieldRef: {resource: limits.cpu}}]}}
+- {name: c, projected: {sources: [{serviceAccountToken: {path: token}}, {}]}}
+- {name: d, persistentVolumeClaim: {claimName: ../x}}
+- {name: e, image: {reference: 'Bad Image'}}
+` + one(""), []string{
+		"spec.volumes[2].projected.sources[0].serviceAccountToken: this command has no API server",
+		"spec.volumes[0].configMap.defaultMode:", "spec.volumes[0].configMap.items[0].path:", "spec.volumes[1].downwardAPI.items[0].fieldRef:",
+		"spec.volumes[1].downwardAPI.items[1].resourceFieldRef.containerName:", "spec.volumes[2].projected.sources[1]: needs one source",
+		"spec.volumes[3].persistentVolumeClaim.claimName:", "spec.volumes[4].image.reference:"}},
 	{"ephemeral containers", "ephemeralContainers: [{name: d, image: b}]\n" + one(""), []string{"spec.ephemeralContainers: not supported"}},
 	{"restart policy of an ordinary container", one("restartPolicy: Always"), []string{"spec.containers[0].restartPolicy: not supported"}},
-	{"service account token", "automountServiceAccountToken: true\n" + one(""), []string{"spec.automountServiceAccountToken: true"}},
 	{"user namespace", "hostUsers: false\nhostNetwork: true\n" + one(""), nil},
 	{"user namespace beside the host's", "hostUsers: false\nhostPID: true\nhostIPC: true\n" + one(""), []string{
 		"spec.hostUsers: false: not possible with hostPID", "spec.hostUsers: false: not possible with hostIPC"}},
-	{"dns", "dnsPolicy: ClusterFirst\n" + one(""), []string{`spec.dnsPolicy: "ClusterFirst" is not possible here, want Default or None`}},
+	{"dns", "dnsPolicy: Cluster\n" + one(""), []string{`spec.dnsPolicy: "Cluster" is not possible here, want Default or None`}},
 	{"dns none", "dnsPolicy: None\n" + one(""), []string{"spec.dnsConfig.nameservers: at least one"}},
 	{"dns words", "dnsConfig: {nameservers: [x], searches: ['a b'], options: [{name: \"a\\nb\"}]}\n" + one(""), []string{
 		"spec.dnsConfig.nameservers[0]:", "spec.dnsConfig.searches[0]:", "spec.dnsConfig.options[0]:"}},
@@ -108,7 +128,7 @@ volumes:
 - {name: f, emptyDir: {mode: 4095}}
 - {name: g, emptyDir: {}, hostPath: {path: /x}}
 ` + one(""), []string{
-		"spec.volumes[0]: has no source", "spec.volumes[1].emptyDir.sizeLimit: can only be kept with medium Memory",
+		"spec.volumes[0]: has no source",
 		"spec.volumes[2].emptyDir.medium:", "spec.volumes[3].hostPath.path:", "spec.volumes[4].hostPath.path:",
 		"spec.volumes[4].hostPath.type:", "spec.volumes[5].emptyDir.mode:", "spec.volumes[6]: has two sources"}},
 	{"mounts", "volumes: [{name: v, emptyDir: {}}]\n" + one(`volumeMounts: [
@@ -175,12 +195,18 @@ func TestInvalidDocumentsAreRefused(t *testing.T) {
 		{"unknown fields, all", manifest("hostNetwrk: true\n" + one("imagePullPolcy: Never")), `unknown field "spec.containers[0].imagePullPolcy"`},
 		{"case", manifest("hostnetwork: true\n" + one("")), `unknown field "spec.hostnetwork"`},
 		{"duplicate key", manifest("hostPID: true\nhostPID: true\n" + one("")), "already set"},
-		{"not a pod", "apiVersion: apps/v1\nkind: Deployment\n", `kind "Deployment"`},
-		{"two documents", manifest(one("")) + "---\n" + manifest(one("")), "2 documents"},
-		{"empty", "# nothing\n", "0 documents"},
+		{"nothing to run", "apiVersion: v1\nkind: Service\nmetadata: {name: web}\n", "nothing to run: want a Pod, Deployment, StatefulSet, DaemonSet, Job or CronJob; the manifest has Service web"},
+		{"old version", "apiVersion: extensions/v1beta1\nkind: Deployment\n", `apiVersion "extensions/v1beta1" is not supported, want apps/v1`},
+		{"no kind", "metadata: {name: web}\n", "needs apiVersion and kind"},
+		{"two pods of one name", manifest(one("")) + "---\n" + manifest(one("")), "Pod web: its pod has the same name as that of Pod web"},
+		{"second document after its end", manifest(one("")) + "...\n" + manifest(one("")), "read manifest"},
+		{"empty", "# nothing\n", "the manifest is empty"},
+		{"not an object", "[1, 2]", "must be an object"},
+		{"quantity", manifest(one("resources: {limits: {memory: 64Mb}}")), `spec.containers[0].resources.limits.memory: "64Mb" is not a quantity; write for example 64Mi`},
+		{"quantity of a volume", manifest("volumes: [{name: v, emptyDir: {sizeLimit: 1 GB}}]\n" + one("")), `spec.volumes[0].emptyDir.sizeLimit: "1 GB" is not a quantity; write for example 1Gi`},
 		{"type", manifest("hostPID: 3\n" + one("")), "cannot unmarshal"},
 		{"not yaml", "a: [", "read manifest"},
-		{"metadata", strings.Replace(manifest(one("")), "name: web", "name: ../web\n  namespace: a/b\n  uid: x\n  generateName: g", 1), "metadata.uid: every run has a uid of its own"},
+		{"namespace", strings.Replace(manifest(one("")), "name: web", "name: web\n  namespace: a/b", 1), `metadata.namespace: "a/b"`},
 		{"metadata name", strings.Replace(manifest(one("")), "name: web", "name: ../web", 1), `metadata.name: "../web"`},
 	}
 	for _, test := range tests {
@@ -200,22 +226,52 @@ func TestOneDocumentWithMarkers(t *testing.T) {
 	}
 }
 
-func TestDetachedPodRefusesRestarts(t *testing.T) {
+func TestDetachedPodWarnsOfRestartsAndProbes(t *testing.T) {
 	t.Parallel()
-	text := manifest("restartPolicy: OnFailure\ninitContainers: [{name: s, image: b, restartPolicy: Always}]\n" + one(""))
-	comparePrefixes(t, problems(t, text, Mode{Detached: true}), []string{"spec.restartPolicy: OnFailure", "spec.initContainers[0].restartPolicy: Always"})
-	if got := problems(t, manifest(one("")), Mode{Detached: true}); got != nil {
+	text := manifest("restartPolicy: OnFailure\ninitContainers: [{name: s, image: b, restartPolicy: Always}]\n" + one("livenessProbe: {exec: {command: [x]}}"))
+	m, err := Parse([]byte(text), Mode{Detached: true})
+	want := []string{"spec.restartPolicy, spec.initContainers[0].restartPolicy, spec.containers[0].livenessProbe: ignored: " + noProcess}
+	if err != nil || !slices.Equal(m.Warnings, want) {
+		t.Errorf("warnings %+v, %v, want %q", m, err, want)
+	}
+	comparePrefixes(t, problems(t, text, Mode{Detached: true, Strict: true}), []string{
+		"spec.restartPolicy: ", "spec.initContainers[0].restartPolicy: ", "spec.containers[0].livenessProbe: "})
+	if got := problems(t, manifest(one("")), Mode{Detached: true, Strict: true}); got != nil {
 		t.Errorf("a manifest without a restartPolicy is refused: %q", got)
+	}
+}
+
+func TestIgnoredFieldsAreOneWarning(t *testing.T) {
+	t.Parallel()
+	text := manifest("nodeName: node-1\nnodeSelector: {disk: ssd}\ntolerations: [{operator: Exists}]\npriority: 5\nserviceAccountName: me\n"+
+		"dnsPolicy: ClusterFirst\n"+one("resources: {limits: {ephemeral-storage: 1Gi}}")) +
+		"---\napiVersion: v1\nkind: Service\nmetadata: {name: web}\n---\napiVersion: networking.k8s.io/v1\nkind: Ingress\nmetadata: {name: web}\n"
+	m, err := Parse([]byte(text), Mode{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{
+		"Service web, Ingress web: ignored: " + onlyPods,
+		"spec.dnsPolicy: ignored: " + noDNS,
+		"spec.containers[0].resources.limits.ephemeral-storage, spec.containers[0].resources.requests.ephemeral-storage: ignored: " + notEnforced,
+		"spec.nodeSelector, spec.nodeName, spec.tolerations, spec.priority: ignored: " + noSchedule,
+		"spec.serviceAccountName: ignored: " + noAPI,
+	}
+	want[2] = "spec.containers[0].resources.limits.ephemeral-storage: ignored: " + notEnforced
+	slices.Sort(want)
+	slices.Sort(m.Warnings)
+	if !slices.Equal(m.Warnings, want) {
+		t.Errorf("warnings:\n%s\nwant:\n%s", strings.Join(m.Warnings, "\n"), strings.Join(want, "\n"))
+	}
+	if got := problems(t, text, Mode{Strict: true}); len(got) != 9 {
+		t.Errorf("with --strict refused for %q, want 9 problems", got)
 	}
 }
 
 func TestParseSetsAPIServerDefaults(t *testing.T) {
 	t.Parallel()
-	pod, err := Parse([]byte(manifest("containers: [{name: a, image: b}, {name: c, image: 'b:latest'}, {name: d, image: 'b:1', ports: [{containerPort: 1}], resources: {limits: {cpu: '1', memory: 1Gi}, requests: {cpu: 10m}}}, "+
-		"{name: e, image: 'host:5000/b'}, {name: f, image: 'b@sha256:"+strings.Repeat("0", 64)+"'}]")), Mode{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	pod := parsePod(t, manifest("containers: [{name: a, image: b}, {name: c, image: 'b:latest'}, {name: d, image: 'b:1', ports: [{containerPort: 1}], resources: {limits: {cpu: '1', memory: 1Gi}, requests: {cpu: 10m}}}, "+
+		"{name: e, image: 'host:5000/b'}, {name: f, image: 'b@sha256:"+strings.Repeat("0", 64)+"'}]"))
 	if pod.Namespace != "default" || pod.Spec.RestartPolicy != corev1.RestartPolicyAlways || *pod.Spec.TerminationGracePeriodSeconds != 30 {
 		t.Errorf("namespace %q, restart policy %q, grace %d", pod.Namespace, pod.Spec.RestartPolicy, *pod.Spec.TerminationGracePeriodSeconds)
 	}
@@ -230,41 +286,6 @@ func TestParseSetsAPIServerDefaults(t *testing.T) {
 	}
 }
 
-// The encoded form of a parsed pod must parse to the same pod, because a detached pod's manifest is
-// stored in that form.
-func TestParseIsStable(t *testing.T) {
-	t.Parallel()
-	for _, text := range examples(t) {
-		pod, err := Parse(text, Mode{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		again, err := yaml.Marshal(pod)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := Parse(again, Mode{}); err != nil {
-			t.Errorf("%s\n%v", again, err)
-		}
-	}
-}
-
-// examples returns the manifests in contrib/examples, which must all be accepted.
-func examples(t *testing.T) map[string][]byte {
-	t.Helper()
-	names, err := filepath.Glob("../../../contrib/examples/*.yaml")
-	if err != nil || len(names) == 0 {
-		t.Fatalf("no examples: %v", err)
-	}
-	out := map[string][]byte{}
-	for _, name := range names {
-		if out[filepath.Base(name)], err = os.ReadFile(name); err != nil {
-			t.Fatal(err)
-		}
-	}
-	return out
-}
-
 func FuzzParse(f *testing.F) {
 	for _, spec := range []string{
 		one(""), one("env: [{name: A, value: $(B)}]"), "volumes: [{name: v, emptyDir: {}}]\n" + one("volumeMounts: [{name: v, mountPath: /x}]"),
@@ -272,16 +293,16 @@ func FuzzParse(f *testing.F) {
 	} {
 		f.Add([]byte(manifest(spec)))
 	}
+	f.Add([]byte(application))
 	host := Host{NodeName: "node", CPUs: 2, Memory: 1 << 30}
 	f.Fuzz(func(t *testing.T, text []byte) {
-		pod, err := Parse(text, Mode{})
+		m, err := Parse(text, Mode{})
 		if err != nil {
 			return
 		}
-		p := &Plan{Pod: pod, UID: "u", Host: host, LogDir: "/logs"}
-		p.Sandbox()
-		for _, c := range p.Containers() {
-			_, _ = p.Container(c, Run{Source: func(Container, int, string) (string, error) { return "/x", nil }}) // must not panic
+		for _, w := range m.Workloads {
+			plan := &Plan{Pod: w.Pod, UID: "u", Host: host, Objects: m.Objects, LogDir: "/logs"}
+			exercise(t, plan)
 		}
 	})
 }

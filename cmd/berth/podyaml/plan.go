@@ -46,9 +46,10 @@ type Plan struct {
 	Pod          *corev1.Pod // from Parse
 	UID          string      // of this run
 	Host         Host
-	LogDir       string // directory where the runtime writes the containers' logs
-	CgroupParent string // empty: the runtime's default
-	FirstHostID  uint32 // first of UserNamespaceIDs host IDs, if WantsUserNamespace
+	Objects      *Objects // of the manifest
+	LogDir       string   // directory in which the runtime writes the containers' logs
+	CgroupParent string   // empty: the runtime's default
+	FirstHostID  uint32   // first of UserNamespaceIDs host IDs, if WantsUserNamespace
 }
 
 // Containers returns the pod's containers in order, init containers first.
@@ -140,11 +141,12 @@ func (p *Plan) sysctls() map[string]string {
 
 // Run has the inputs for one attempt of a container.
 type Run struct {
-	Attempt  uint32
-	ImageRef string            // the image's ID in the runtime
-	Image    *runtimeapi.Image // the runtime's description of the image
-	PodIPs   []string
-	EtcHosts string // path of the pod's hosts file
+	Attempt      uint32
+	ImageRef     string            // the image's ID in the runtime
+	Image        *runtimeapi.Image // the runtime's description of the image
+	PodIPs       []string
+	EtcHosts     string            // path of the pod's hosts file
+	VolumeImages map[string]string // IDs of the images of image volumes, by volume
 	// Source returns the host path behind a volume mount, with subPath resolved
 	// (subPathExpr expanded) below the volume.
 	Source func(c Container, mount int, subPath string) (string, error)
@@ -177,6 +179,8 @@ func (p *Plan) Container(c Container, run Run) (*runtimeapi.ContainerConfig, err
 		Labels:     labels,
 		LogPath:    LogPath(c.Name, run.Attempt),
 		Tty:        c.TTY,
+		Stdin:      c.Stdin,
+		StdinOnce:  c.StdinOnce,
 		Linux: &runtimeapi.LinuxContainerConfig{
 			Resources:       p.resources(c.Container),
 			SecurityContext: security,

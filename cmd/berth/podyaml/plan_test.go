@@ -18,11 +18,7 @@ var testHost = Host{
 
 func plan(t *testing.T, spec string) *Plan {
 	t.Helper()
-	pod, err := Parse([]byte(manifest(spec)), Mode{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return &Plan{Pod: pod, UID: "uid-1", Host: testHost, LogDir: "/logs"}
+	return &Plan{Pod: parsePod(t, manifest(spec)), UID: "uid-1", Host: testHost, LogDir: "/logs"}
 }
 
 var testRun = Run{
