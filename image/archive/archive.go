@@ -64,7 +64,7 @@ type file interface {
 // Image is an image of an archive.
 type Image struct {
 	*registry.Image
-	Names []registry.Reference // with a tag each
+	Names []registry.Reference // with a tag, or with the image's digest
 }
 
 // OpenTar opens an archive in a tar of size bytes. It reads the headers of all entries. f must stay
@@ -148,7 +148,7 @@ func (a *Archive) layoutImages(index []byte, node ocispec.Platform) (images []Im
 			byDigest[entry.Digest] = i
 			images = append(images, Image{Image: img})
 		}
-		if name, ok := nameOf(entry.Annotations); ok && !slices.Contains(images[i].Names, name) {
+		if name, ok := nameOf(entry); ok && !slices.Contains(images[i].Names, name) {
 			images[i].Names = append(images[i].Names, name)
 		}
 	}
@@ -159,14 +159,17 @@ func (a *Archive) layoutImages(index []byte, node ocispec.Platform) (images []Im
 }
 
 // nameOf returns the name in the annotations of an index's entry. A plain tag is no name, because
-// the name of the repository is unknown.
-func nameOf(annotations map[string]string) (registry.Reference, bool) {
-	text := annotations[nameAnnotation]
-	if ref := annotations[refNameAnnotation]; text == "" && strings.ContainsAny(ref, "/:") {
+// the name of the repository is unknown. A digest must be that of the entry.
+func nameOf(entry ocispec.Descriptor) (registry.Reference, bool) {
+	text := entry.Annotations[nameAnnotation]
+	if ref := entry.Annotations[refNameAnnotation]; text == "" && strings.ContainsAny(ref, "/:") {
 		text = ref
 	}
+	if strings.HasPrefix(text, "sha256:") { // an ID, not a repository with this name
+		return registry.Reference{}, false
+	}
 	ref, err := registry.ParseReference(text)
-	return ref, err == nil && ref.Tag != ""
+	return ref, err == nil && (ref.Tag != "" || ref.Digest == entry.Digest)
 }
 
 // document returns a manifest or configuration of an OCI layout.
