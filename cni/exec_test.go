@@ -3,12 +3,14 @@ package cni
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/types"
 	"golang.org/x/sys/unix"
@@ -62,6 +64,32 @@ func TestPluginFailures(t *testing.T) {
 				t.Errorf("CNI error %+v, want code %d", reported, tt.cniCode)
 			}
 		})
+	}
+}
+
+// Ran gets each run with the plugin's type, the verb and the error. A verb that a plugin does not
+// implement is no run.
+func TestRunsAreReported(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `[ "$CNI_COMMAND" != DEL ] || { echo '{"code":11,"msg":"busy"}'; exit 1; }; `+okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	var runs []string
+	n.plugins.ran = func(plugin, verb string, took time.Duration, err error) {
+		if took <= 0 {
+			t.Errorf("%s took %v", verb, took)
+		}
+		runs = append(runs, fmt.Sprintf("%s %s %v", plugin, verb, errdefs.Code(err)))
+	}
+	attachment := b.plan()
+	if _, err := n.Add(t.Context(), attachment, testPod("p1")); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Del(t.Context(), attachment, testPod("p1")); errdefs.Code(err) != codes.Unavailable {
+		t.Errorf("DEL: %v", err)
+	}
+	if got := strings.Join(runs, ", "); got != "a ADD OK, a DEL Unavailable" {
+		t.Errorf("runs: %s", got)
 	}
 }
 
