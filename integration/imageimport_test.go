@@ -74,8 +74,11 @@ func crioStore(t *testing.T, name string, img v1.Image) (dir string) {
 		parent = id
 		var headers bytes.Buffer
 		packed := gzip.NewWriter(&headers)
-		in := harness.Get(asm.NewInputTarStream(bytes.NewReader(data), storage.NewJSONPacker(packed), storage.NewDiscardFilePutter()))(t)
+		in, done, err := asm.NewInputTarStreamWithDone(bytes.NewReader(data), storage.NewJSONPacker(packed), storage.NewDiscardFilePutter())
+		harness.Must(t, err)
 		harness.Get(io.Copy(io.Discard, in))(t)
+		harness.Must(t, in.Close())
+		harness.Must(t, <-done)
 		harness.Must(t, packed.Close())
 		writeBelow(t, dir, "overlay-layers/"+id+".tar-split.gz", headers.Bytes())
 		files := filepath.Join(dir, "overlay", id, "diff")

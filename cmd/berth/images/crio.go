@@ -56,7 +56,8 @@ func crioImages(dir string) ([]source, error) {
 		if digest.NewDigestFromEncoded(digest.SHA256, img.ID).Validate() != nil {
 			continue // an image without a configuration
 		}
-		found = append(found, source{names: img.Names, write: func(w *tar.Writer) error { return writeCRIO(w, dir, img, byID) }})
+		write := func(w *tar.Writer) error { return writeCRIO(w, dir, img, byID) }
+		found = append(found, source{names: img.Names, write: write})
 	}
 	return found, nil
 }

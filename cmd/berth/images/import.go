@@ -76,7 +76,8 @@ type source struct {
 func (c *call) takeOver(found []source, req admin.LoadRequest) error {
 	failed, sent := 0, 0
 	for _, img := range found {
-		if len(c.args) > 0 && !slices.ContainsFunc(c.args, func(name string) bool { return slices.Contains(img.names, name) }) {
+		isNamed := func(name string) bool { return slices.Contains(img.names, name) }
+		if len(c.args) > 0 && !slices.ContainsFunc(c.args, isNamed) {
 			continue
 		}
 		sent++
