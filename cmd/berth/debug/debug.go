@@ -1,12 +1,12 @@
-// Package debug provides the command `berth debug bundle`, which collects what a bug report needs.
+// Package debug provides the command `berth debug bundle`, which collects data for a bug report.
 //
 // # Contract
 //
-// The bundle works on a node whose daemon hangs or does not run: each part has a time limit, and a
-// part that fails leaves a note in the summary. The command changes nothing on the node.
+// The command also works if the daemon hangs or does not run. Each part has a time limit. A part
+// that fails leaves a note in the summary. The command changes nothing on the node.
 //
-// The bundle has no credentials: files with credentials are not read, HTTP headers in registry
-// configurations are removed, and so are values whose names look like secrets. It has no
+// The bundle has no credentials. The command does not read files with credentials. It removes HTTP
+// headers from registry configurations, and values whose names look like secrets. The bundle has no
 // environment, command line or annotation of a container.
 package debug
 

@@ -28,7 +28,7 @@ import (
 	"berth/internal/version"
 )
 
-// node has what the parts need to know about the daemon.
+// node describes the daemon for the parts.
 type node struct {
 	cfg     *config.Config
 	flags   []string // flags of berth serve that this command got, without --state
@@ -81,7 +81,8 @@ func newNode(ctx context.Context, flags *pflag.FlagSet, logFile string) *node {
 	return n
 }
 
-// parts returns the parts of the bundle. The first ones are those that a hanging daemon may lose.
+// parts returns the parts of the bundle. Figures of the running daemon come first, because a restart
+// loses them.
 func (n *node) parts() []part {
 	return []part{
 		{name: "goroutines.txt", collect: n.page("/debug/pprof/goroutine?debug=2")},
