@@ -197,3 +197,24 @@ spec:
 	}
 	runBerth(t, d, "rm", "--force", "--run-dir", d.Dir+"/run", id)
 }
+
+// A taken host port is one short line that names the owner.
+func TestCommandsRunNamesOwnerOfHostPort(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
+	manifest := func(name string) string {
+		return writeManifest(t, d, `
+apiVersion: v1
+kind: Pod
+metadata: {name: `+name+`}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers:
+  - {name: c, image: IMAGE, command: [sleep, "100000"], ports: [{containerPort: 80, hostPort: 18092}]}
+`)
+	}
+	lines := strings.Split(strings.TrimSpace(runBerth(t, d, runArgs(d, manifest("first"), "--detach")...)), "\n")
+	id := lines[len(lines)-1]
+	d.Objects = append(d.Objects, id)
+	refusedWith(t, d, 125, "host port 18092/tcp is used by pod default/first\n", runArgs(d, manifest("second"), "--detach")...)
+	runBerth(t, d, "rm", "--force", "--run-dir", d.Dir+"/run", id)
+}

@@ -49,7 +49,8 @@ func (o *execOptions) url(ctx context.Context, c *client.Client, container *runt
 }
 
 // resolve finds the user in the container's files, and passes on variables without a value.
-func (o *execOptions) resolve(ctx context.Context, c *client.Client, container *runtimeapi.Container) (stream.ExecOptions, error) {
+func (o *execOptions) resolve(ctx context.Context, c *client.Client,
+	container *runtimeapi.Container) (stream.ExecOptions, error) {
 	options := stream.ExecOptions{Dir: o.dir}
 	for _, variable := range o.env {
 		if !strings.Contains(variable, "=") {
@@ -81,7 +82,8 @@ func (o *execOptions) resolve(ctx context.Context, c *client.Client, container *
 }
 
 // accountFiles reads /etc/passwd and /etc/group of a running container. A missing file is nil.
-func accountFiles(ctx context.Context, c *client.Client, container *runtimeapi.Container) (passwd, group []byte, err error) {
+func accountFiles(ctx context.Context, c *client.Client,
+	container *runtimeapi.Container) (passwd, group []byte, err error) {
 	p, err := openProcess(ctx, c, container)
 	if err != nil {
 		return nil, nil, err

@@ -124,7 +124,8 @@ func inspectPod(ctx context.Context, c *client.Client, id string) (*inspected, e
 }
 
 func inspectImage(ctx context.Context, c *client.Client, ref string) (*inspected, error) {
-	reply, err := c.ImageStatus(ctx, &runtimeapi.ImageStatusRequest{Image: &runtimeapi.ImageSpec{Image: ref}, Verbose: true})
+	reply, err := c.ImageStatus(ctx, &runtimeapi.ImageStatusRequest{
+		Image: &runtimeapi.ImageSpec{Image: ref}, Verbose: true})
 	if err != nil {
 		return nil, fmt.Errorf("inspect image %s: %w", ref, err)
 	}

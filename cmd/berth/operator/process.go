@@ -162,7 +162,8 @@ func findContainer(ctx context.Context, c *client.Client, ref, name string) (*ru
 }
 
 // findEither finds a container or pod. With the name of a container, ref must be a pod.
-func findEither(ctx context.Context, c *client.Client, ref, name string) (*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
+func findEither(ctx context.Context, c *client.Client, ref, name string) (
+	*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
 	if name == "" {
 		return c.Find(ctx, ref)
 	}

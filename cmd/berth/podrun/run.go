@@ -198,7 +198,7 @@ func (r *podRun) startSandbox() error {
 		Config: r.sandbox, RuntimeHandler: r.config.Handler,
 	})
 	if err != nil {
-		return fmt.Errorf("run pod %s: %w", r.plan.Pod.Name, err)
+		return fmt.Errorf("run pod %s: %w", r.plan.Pod.Name, explainPorts(ctx, r.client, err))
 	}
 	r.podID = reply.GetPodSandboxId()
 	status, err := r.client.PodState(ctx, r.podID)
