@@ -40,6 +40,7 @@ var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "
 // leftOut are packages without checks, with the reason.
 var leftOut = map[string]string{
 	"cmd/berth/check/nodecheck":   "berth check",
+	"cmd/berth/copytree":          "berth cp",
 	"cmd/berth/debug":             "berth debug",
 	"cmd/berth/podrun":            "berth run",
 	"image/registry/registrytest": "tests",
@@ -89,6 +90,7 @@ var unmarked = map[string]string{
 
 	"cmd/berth/serve.privateDir: os.MkdirAll os.Chmod": again,
 
+	"cmd/berth/operator.killContainer: pidfd.Signal":                signal,
 	"cmd/berth/reset.stopDaemon: pidfd.Signal":                      signal,
 	"cmd/berth/reset.removeMounts: unix.Unmount":                    operator,
 	"cmd/berth/reset.removeProfile: os.WriteFile":                   operator,
