@@ -21,8 +21,8 @@ import (
 
 var pauses = flag.Duration("pauses", 50*time.Millisecond, "time between launches of BenchmarkLaunch, in which launchers warm up")
 
-// samples are the durations of a benchmark's operations. Their mean says little on
-// a machine that has something else to do; the CPU time says more there.
+// samples are the durations of a benchmark's operations. On a busy machine the CPU time is more
+// reliable than their mean.
 type samples struct {
 	took []time.Duration
 	cpu  time.Duration // of this process and of all whose end it has seen, before the first one
@@ -226,7 +226,7 @@ func benchExec(b *testing.B, change ...func(*proto.Launch)) {
 	s.report(b)
 }
 
-// launchersCPU is what idle launchers have used, and what those have whose end they have seen.
+// launchersCPU is the CPU time of idle launchers and of the processes that they have reaped.
 func (e *env) launchersCPU() (sum time.Duration) {
 	for _, pid := range e.idlePIDs() {
 		stat, err := os.ReadFile("/proc/" + itoa(pid) + "/stat")

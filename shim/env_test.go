@@ -331,7 +331,7 @@ func traces(tb testing.TB) map[string]bool {
 }
 
 // isKernelThread reads the parent in /proc/PID/stat: kthreadd is process 2 where it can be seen,
-// as in a guest. Its children come and go as the kernel likes.
+// as in a guest. The kernel starts and ends its children at any time.
 func isKernelThread(proc string) bool {
 	stat, err := os.ReadFile(proc + "/stat")
 	if err != nil {

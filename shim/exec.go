@@ -35,8 +35,8 @@ type Exec struct {
 	err     error
 }
 
-// Exec starts a process in a running container. It duplicates the files of req, which stay the
-// caller's. If ctx ends before the process runs, Exec kills it. Later, ctx has no effect.
+// Exec starts a process in a running container. It duplicates the files of req, which the caller
+// still owns. If ctx ends before the process runs, Exec kills it. Later, ctx has no effect.
 //
 // Errors do not name the container. Codes: FailedPrecondition if it is not running; InvalidArgument
 // if the process cannot be started, for example if the command does not exist.
@@ -243,8 +243,8 @@ func (e *Exec) Close() error {
 // with their container.
 const removeExecTime = 10 * time.Second
 
-// removeExec kills the processes of an exec that lost its launcher and removes its cgroup. Without
-// a cgroup of its own only the announced process is killed, by the caller.
+// removeExec kills the processes of an exec that lost its launcher and removes its cgroup. If the
+// exec has no cgroup, the caller kills only the announced process.
 func removeExec(req *proto.Exec) error {
 	var err error
 	if req.Runtime != nil {

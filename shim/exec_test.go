@@ -89,7 +89,7 @@ func TestExec(t *testing.T) {
 	c.noExecCgroups()
 }
 
-// noExecCgroups checks that execs have not left theirs behind.
+// noExecCgroups checks that execs have removed their cgroups.
 func (c *container) noExecCgroups() {
 	c.Helper()
 	for _, dir := range cgroupDirs() {
@@ -379,7 +379,7 @@ func TestLauncherNoticesReplacedContainer(t *testing.T) {
 	}
 }
 
-// Launchers that have served concurrent execs are kept for the next ones, but not for ever.
+// Launchers that have served concurrent execs are kept for the next ones for a limited time.
 func TestSpareLaunchers(t *testing.T) {
 	e := newEnv(t)
 	setSpareTime := func(d time.Duration) { e.mu.Lock(); e.spareTime = d; e.mu.Unlock() }
@@ -500,8 +500,8 @@ func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 }
 
 // An exec takes the launcher that has loaded its container. A launch takes one that has loaded no
-// container. If there is no such launcher, an exec takes one without a container, or else the one
-// that has been idle longest, but never a spare one.
+// container. Otherwise an exec takes a launcher without a container, or else the launcher that has
+// been idle longest. It never takes a spare one.
 func TestExecTakesLauncherWithItsContainer(t *testing.T) {
 	type pool []string // what each launcher knows; its PID is its index
 	for name, test := range map[string]struct {

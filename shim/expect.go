@@ -8,16 +8,17 @@ import (
 )
 
 const (
-	// expectTime is how long a launch stays expected after Expect, expectNext after a container's
-	// launch: kubelet continues with the pod's next container. Each 100 ms take 2 ms of CPU.
+	// expectTime is how long a launch stays expected after Expect. expectNext is the same after a
+	// container's launch, because kubelet continues with the pod's next container. Each 100 ms take
+	// 2 ms of CPU time.
 	expectTime = 100 * time.Millisecond
 	expectNext = 25 * time.Millisecond
 	// expectPace is shorter than an RCU grace period.
 	expectPace = 5 * time.Millisecond
 )
 
-// Expect announces a launch within the next 100 ms. It returns at once. It is optional: it makes
-// the launch faster by 5 to 20 ms. A Launch announces those that follow it.
+// Expect announces a launch within the next 100 ms. It returns at once. It is optional, and makes
+// the launch faster by 5 to 20 ms. A Launch announces the next launches itself.
 //
 // On cgroup v1, moving a process between cgroups waits for an RCU grace period unless another move
 // happened just before. While a launch is expected, an idle launcher is moved to its own cgroup
@@ -48,7 +49,7 @@ func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
 }
 
 func (l *Launchers) keepMovesFast() {
-	defer l.expecting.Store(false) // an Expect at this moment has no effect; that only costs time
+	defer l.expecting.Store(false) // an Expect at this moment has no effect; the launch is only slower
 	var moved int                  // pid of the last moved launcher
 	var stay *cgroup.Anchor
 	for time.Now().Before(*l.expectUntil.Load()) {
@@ -74,7 +75,7 @@ func (l *Launchers) keepMovesFast() {
 	}
 }
 
-// idlePID returns the pid of the launcher that has been idle longest, 0 if there is none.
+// idlePID returns the pid of the launcher that has been idle longest, or 0.
 func (l *Launchers) idlePID() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -79,7 +79,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	return started, err
 }
 
-// takeTraced is takeFor with a span: without an idle launcher it has to start one.
+// takeTraced is takeFor with a span, because takeFor may have to start a launcher.
 func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launcher, error) {
 	defer trace.Begin(ctx, "get launcher").End()
 	return l.takeFor(req.Spec)
@@ -175,7 +175,7 @@ func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply
 	return files, err
 }
 
-// started completes the result with files that the caller owns.
+// started adds the files to the result. The caller owns them.
 func (l *Launchers) started(
 	p *launcher, req *proto.Launch, s *proto.Started, init *os.File,
 ) (_ *proto.Started, err error) {

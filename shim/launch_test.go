@@ -118,7 +118,7 @@ func TestMonitorRunsInHostMountNamespace(t *testing.T) {
 	if cwd, err := os.Readlink("/proc/" + shim + "/cwd"); cwd != "/" || err != nil {
 		t.Errorf("the monitor's working directory is %s, %v", cwd, err)
 	}
-	// Nobody but the container has its root filesystem.
+	// Only the container's mount namespace has its root filesystem.
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		t.Fatal(err)

@@ -44,7 +44,7 @@ func (m *Monitor) CloseStdin(ctx context.Context) error {
 	return m.call(ctx, "close stdin", proto.FrameCloseStdin, nil)
 }
 
-// Listens returns nil if a monitor accepts connections or has space in its backlog.
+// Listens returns nil if a monitor accepts connections or its backlog has space.
 func (m *Monitor) Listens(ctx context.Context) error {
 	c, err := m.dial(ctx)
 	if err != nil {

@@ -218,7 +218,7 @@ func TestFullDisk(t *testing.T) {
 	if n := strings.Count(full, "\n"); n == 0 || n >= 10000 || !strings.HasSuffix(full, "\n") {
 		t.Errorf("the log of the full disk has %d lines and ends with %q", n, full[max(0, len(full)-80):])
 	}
-	// kubelet rotates; the next record is whole.
+	// After kubelet's rotation the next record is complete.
 	if err := os.Truncate(c.LogPath, 0); err != nil {
 		t.Fatal(err)
 	}
@@ -236,7 +236,7 @@ func TestAttachEcho(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("echo", "while read x; do echo you said $x; echo and on stderr >&2; [ $x = bye ] && exit 8; done", func(r *proto.Launch) { r.Stdin = true })
 	a, b := c.attach(), c.attach(func(s *AttachIO) { s.Stdin = nil })
-	// Both are attached when each has got an answer.
+	// Both clients are attached when each has received an answer.
 	e.until("both get output", func() bool {
 		a.send("hello\n")
 		return strings.Contains(a.stdout.String(), "you said hello\n") && strings.Contains(b.stdout.String(), "you said hello\n")

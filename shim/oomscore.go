@@ -8,8 +8,8 @@ import (
 )
 
 // oomScores are the values of oom_score_adj for launchers. Idle ones inherit the daemon's
-// (OOMScoreAdjust=-999 in the unit). Those that serve execs must be killable: clients can start
-// hundreds.
+// (OOMScoreAdjust=-999 in the unit). Launchers that serve execs must be killable, because clients
+// can start hundreds.
 type oomScores struct{ own, exec int }
 
 // readOOMScores computes the scores from this process's own.
@@ -29,7 +29,7 @@ func readOOMScores() (oomScores, error) {
 // from libcontainer.
 func (s oomScores) lend(pid int) error { return s.set(pid, s.exec) }
 
-// giveBack restores a launcher's score after an exec: it may become a monitor.
+// giveBack restores a launcher's score after an exec, because the launcher may become a monitor.
 func (s oomScores) giveBack(pid int) error { return s.set(pid, s.own) }
 
 func (s oomScores) set(pid, score int) error {

@@ -28,8 +28,8 @@ func onThread(do func()) {
 	runtime.UnlockOSThread()
 }
 
-// seize traces a process, as a process of another container in the same PID namespace can, and
-// never waits for it. The returned function detaches.
+// seize traces a process and never waits for it. A process of another container in the same PID
+// namespace can do so. The returned function detaches.
 func seize(t *testing.T, pid int) (letGo func()) {
 	t.Helper()
 	result, end, ended := make(chan error), make(chan struct{}), make(chan struct{})

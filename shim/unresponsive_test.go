@@ -164,8 +164,8 @@ func stop(t *testing.T, pid int) {
 	}
 }
 
-// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned
-// thaws it; the cgroup goes at the test's end.
+// freezeInCgroup moves a process to a cgroup of its own and freezes that. The returned function
+// thaws it. The cgroup is removed at the test's end.
 func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
 	t.Helper()
 	group, err := cgroup.Open(cgroupRoot+"/frozen-"+strconv.Itoa(pid), false)

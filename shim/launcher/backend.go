@@ -9,21 +9,21 @@ import (
 // backend creates the container of a launch. The backends are libcontainer in this process, an OCI
 // runtime, and berth's pause program. launch calls the methods in this order.
 type backend interface {
-	// prepare checks the spec, and makes nothing but files in Dir. It returns InvalidArgument for a
+	// prepare checks the spec. It creates only files in Dir. It returns InvalidArgument for a
 	// spec that cannot be carried out.
 	prepare() error
-	// hostRoot returns the user and group on the host that are the container's root.
+	// hostRoot returns the host's user and group IDs of the container's root.
 	hostRoot() (uid, gid int, err error)
 	// create makes the container. Its init, a child of this process, waits for execute. create adds
-	// everything it makes to the launch's undo list. pid is 0 if no process on the host stands for
-	// the container yet; then follow returns one.
+	// its undo steps to the launch's list. pid is 0 if the host has no process of the container
+	// yet. Then follow returns one.
 	create() (pid int, err error)
-	// execute makes init execute the command, and returns when it has.
+	// execute makes init execute the command, and waits until it has done so.
 	execute() error
-	// follow starts a child of this process that ends together with the running container. verdict
-	// is a pipe on which it reports how the container ended. launch calls it if create returned 0.
+	// follow starts a child of this process that ends together with the running container. It
+	// writes the container's exit status to the pipe verdict. launch calls it if create returned 0.
 	follow() (pid int, verdict *os.File, err error)
-	// destroy removes everything that create has made.
+	// destroy undoes create.
 	destroy() error
 }
 

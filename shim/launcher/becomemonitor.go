@@ -70,8 +70,8 @@ func (c *launch) privatePIDs() bool {
 	})
 }
 
-// openLog opens the log in the host's mount namespace, where the monitor will open it again: an
-// open file keeps its mount.
+// openLog opens the log in the host's mount namespace, where the monitor later opens it again. An
+// open file keeps its mount busy.
 func (c *launch) openLog() error {
 	if c.LogPath == "" {
 		return nil
@@ -86,7 +86,7 @@ func (c *launch) openLog() error {
 	return nil
 }
 
-// fd returns a file's descriptor, -1 if it is nil.
+// fd returns a file's descriptor, or -1 for nil.
 func fd(f *os.File) int {
 	if f == nil {
 		return -1
@@ -147,15 +147,15 @@ func (l *launcher) enterHost() error {
 	return os.NewSyscallError("chdir", unix.Chdir("/"))
 }
 
-// becomeMonitor executes the monitor. It returns on an error only. keep keeps the launch's files
-// from the garbage collector, which would close their descriptors.
+// becomeMonitor executes the monitor. It returns only on an error. The parameter keep keeps the
+// launch's files reachable; the garbage collector would close their descriptors.
 func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *launch) error {
 	defer runtime.KeepAlive(keep)
 	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return os.NewSyscallError("open /dev/null", err)
 	}
-	for _, std := range []int{0, 1, 2} { // the daemon's may be pipes with a reader that waits for their end
+	for _, std := range []int{0, 1, 2} { // the daemon's may be pipes whose reader waits for end of file
 		if err := unix.Dup3(null, std, 0); err != nil {
 			return os.NewSyscallError("dup3", err)
 		}
@@ -171,8 +171,9 @@ func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *laun
 	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), failpoint.Env())
 }
 
-// clampOOMScore raises oom_score_adj to the lowest value that this process may set: a lower one
-// needs CAP_SYS_RESOURCE, and init would fail. The daemon already does the same and logs it.
+// clampOOMScore raises the spec's oom_score_adj to the lowest value that this process may set. A
+// lower one needs CAP_SYS_RESOURCE, and init would fail. The daemon does the same before and logs
+// it.
 func clampOOMScore(p *specs.Process) {
 	if p.OOMScoreAdj == nil {
 		return

@@ -190,9 +190,9 @@ func (e *libcontainerExec) load() (err error) {
 	return e.checkRunning()
 }
 
-// run starts the process. The preparation of its move to the cgroups runs in parallel, and not
-// before: the kernel holds cgroup_mutex meanwhile, which the creation of the exec's own cgroup
-// needs.
+// run starts the process. It prepares the process's move to the cgroups in parallel. Doing so
+// earlier would delay the creation of the exec's own cgroup, because the kernel holds cgroup_mutex
+// meanwhile.
 func (e *libcontainerExec) run() error {
 	var preparing sync.WaitGroup
 	defer preparing.Wait()
@@ -251,14 +251,14 @@ func (e *libcontainerExec) makeCgroup() {
 	}
 }
 
-// makeExecCgroup creates an exec's own cgroup below the container's, so that all of its processes
-// can be found. If that fails (a threaded cgroup, no freezer), dir is empty and the exec runs in
-// the container's cgroup.
+// makeExecCgroup creates an exec's own cgroup below the container's, so that kill finds all of its
+// processes. On a failure (a threaded cgroup, no freezer) dir is empty, and the exec runs in the
+// container's cgroup.
 func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy string) {
 	unified := cgroups.IsCgroup2UnifiedMode()
 	for _, hierarchy := range proto.ExecHierarchies {
 		dir := paths[hierarchy]
-		// In hybrid mode there is a path for "", too, but libcontainer uses that key for all
+		// In hybrid mode paths has a key "", too, but libcontainer uses that key for all
 		// hierarchies.
 		if dir == "" || unified != (hierarchy == "") {
 			continue
@@ -284,7 +284,7 @@ func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy stri
 const staleExec = time.Minute
 
 // removeEmptyExecs removes cgroups of earlier execs whose last process ended after the exec itself.
-// The kernel refuses to remove those with processes.
+// The kernel refuses to remove cgroups with processes.
 func removeEmptyExecs(dir string) {
 	old, _ := filepath.Glob(filepath.Join(dir, "exec-*")) // it fails only for bad patterns
 	for _, d := range old {
@@ -338,9 +338,9 @@ func (e *execution) removeCgroup() {
 // busyTime is how long the kernel may return EBUSY for a cgroup without processes.
 const busyTime = time.Second
 
-// listen reads the daemon's messages from before the start on: a frozen container or one short of
-// memory delays the start. stop ends it. It returns an error if the daemon is gone; the exec was
-// killed then.
+// listen reads the daemon's messages. It begins before the start, because a container that is
+// frozen or short of memory delays the start. stop ends it. It returns an error if the connection
+// has ended; it has killed the exec then.
 func (e *execution) listen() (stop func() error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
@@ -369,7 +369,7 @@ func (e *execution) obey(ctx context.Context) error {
 				return fmt.Errorf("exec %s in %s: %w, %w", e.ExecID, e.ID, err, killErr)
 			}
 			return err
-		case r.Kill == e.ExecID: // else it was for one that has ended
+		case r.Kill == e.ExecID: // a Kill of an earlier exec is ignored
 			if err := e.killStarting(); err != nil {
 				e.l.warnings.add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
 			}

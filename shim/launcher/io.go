@@ -25,7 +25,7 @@ type stdio struct {
 	oomParent             *os.File
 
 	terminal bool
-	theirs   ends     // the container's, closed when it has inherited them
+	theirs   ends     // the container's ends, closed after it has inherited them
 	socket   *os.File // receives the terminal's master from libcontainer
 }
 
@@ -43,7 +43,7 @@ func (e *ends) all() (files []*os.File) {
 	return files
 }
 
-// fill sets missing streams to a null device of the process's own. Package os/exec would use the
+// fill sets missing streams to a null device of this process only. Package os/exec would use the
 // host's.
 func (e *ends) fill() error {
 	if e.stdin != nil && e.stdout != nil && e.stderr != nil {
@@ -125,7 +125,7 @@ func (s *stdio) makePipes(b backend, withStdin bool) (err error) {
 	return nil
 }
 
-// pipes returns the ends that are pipes. Others are null devices, which belong to root in any case.
+// pipes returns the ends that are pipes. The others are null devices, which always belong to root.
 func (e *ends) pipes() *ends {
 	only := func(f *os.File) *os.File {
 		var st unix.Stat_t

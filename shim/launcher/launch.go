@@ -44,7 +44,7 @@ type launch struct {
 	abort   context.CancelFunc
 	unwatch func() // ends the watch over the daemon's connection
 
-	mu        sync.Mutex // guards the two below
+	mu        sync.Mutex // guards the two fields below
 	committed bool       // the reply is being sent: too late to cancel
 	cancelled bool
 }
@@ -70,7 +70,7 @@ func (l *launcher) serveLaunch(request *proto.Launch, mounts []*os.File) (again 
 	return false, errors.Join(fmt.Errorf("execute the monitor: %w", err), c.backend.destroy())
 }
 
-// run starts the container and replies to the daemon. On an error nothing is left of the container.
+// run starts the container and replies to the daemon. On an error it undoes all steps.
 func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
 	// The daemon wrote the record before it sent the request. The launcher removes it last: without
@@ -171,8 +171,8 @@ func (c *launch) check() (err error) {
 const killInterval = 10 * time.Millisecond
 
 // watchDaemon cancels the launch when the daemon closes the connection. It then kills the
-// container's processes until the launch has noticed. stop ends the watch and leaves the connection
-// to its next reader. It may be called more than once.
+// container's processes until the launch fails. stop ends the watch, so that another reader can use
+// the connection. It may be called more than once.
 func (c *launch) watchDaemon() (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var watching sync.WaitGroup
@@ -217,7 +217,8 @@ func (c *launch) cancel() bool {
 	return c.cancelled
 }
 
-// identifyMonitor notes this process's identity: it will be the monitor. A pause has none.
+// identifyMonitor stores this process's identity, because it becomes the monitor. A pause has no
+// monitor.
 func (c *launch) identifyMonitor() (err error) {
 	if c.Pause != "" {
 		return nil
@@ -277,7 +278,7 @@ func (c *launch) inheritsOrphans() bool {
 		func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
 }
 
-// identifyInit notes the identity of the container's init, a child of this process.
+// identifyInit stores the identity of the container's init, a child of this process.
 func (c *launch) identifyInit(pid int) (err error) {
 	c.started.InitPID = pid
 	if c.started.InitStartTime, err = pidfd.StartTime(pid); err != nil {
@@ -350,7 +351,7 @@ func (c *launch) commit() error {
 
 var errCancelled = proto.Errorf(proto.Canceled, "the launch was cancelled")
 
-// ignore returns err unless it is the given one.
+// ignore returns err, or nil if err is except.
 func ignore(err, except error) error {
 	if errors.Is(err, except) {
 		return nil

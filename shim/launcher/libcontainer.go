@@ -65,7 +65,8 @@ func withoutMappings(spec *specs.Spec) *specs.Spec {
 }
 
 // writeBundle makes Dir the bundle of the container's hooks. Many hooks read the path of the root
-// filesystem from the spec in it. The spec may hold secrets in the environment; it goes with Dir.
+// filesystem from the spec in it. The spec may hold secrets in the environment. It is removed with
+// Dir.
 func (b *libcontainerBackend) writeBundle() error {
 	data, err := json.Marshal(b.Spec)
 	if err != nil {

@@ -54,8 +54,8 @@ func openBeneath(root int, path string) (int, error) {
 		Mode:    0o640,
 		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
 	}
-	// EAGAIN means that a rename raced with the path walk. A process that renames all the time must
-	// not delay a launch forever.
+	// EAGAIN means that a rename raced with the path walk. The number of attempts is limited,
+	// because a container could rename continuously.
 	for attempt := 0; ; attempt++ {
 		fd, err := unix.Openat2(root, path, how)
 		if err != unix.EINTR && err != unix.EAGAIN || attempt == 100 {

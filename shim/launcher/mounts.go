@@ -108,8 +108,8 @@ func (c *launch) mountVolume(v proto.Volume) error {
 }
 
 // resolveSubPath returns the path of a volume's SubPath without symbolic links. The kernel resolves
-// it with the image as root, so no link leads outside. Nobody can change the image afterwards: it
-// is read-only and mounted in this process's namespace only.
+// it with the image as root, so no link leads outside. No process can change the image afterwards,
+// because it is read-only and mounted only in this process's namespace.
 func resolveSubPath(v proto.Volume) (string, error) {
 	if v.SubPath == "" {
 		return v.Path, nil

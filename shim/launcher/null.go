@@ -11,7 +11,7 @@ import (
 )
 
 // newNull creates and opens a null device for one process. A process can change the mode and owner
-// of a device node through a descriptor. With the host's node, it could take /dev/null away from
+// of a device node through a descriptor. With the host's node, it could make /dev/null unusable on
 // the host.
 //
 // The node is /dev/null of a new tmpfs that is attached to no mount namespace and disappears with
@@ -46,7 +46,7 @@ func newNull() (_ *os.File, err error) {
 	return null, nil
 }
 
-// newTmpfs mounts a tmpfs that is attached nowhere.
+// newTmpfs mounts a tmpfs that is attached to no mount namespace.
 func newTmpfs() (*os.File, error) {
 	fs, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
 	if err != nil {

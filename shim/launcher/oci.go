@@ -220,7 +220,7 @@ func setSubreaper(yes bool) error {
 }
 
 // reapAll reaps all children that have ended and returns whether others are left. No command of
-// package os/exec may run: it would lose its status.
+// package os/exec may run, because os/exec would lose its exit status.
 func reapAll() (left bool) {
 	for {
 		pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil)
@@ -381,8 +381,8 @@ func (e *ociExec) start() (pid int, err error) {
 	return pid, nil
 }
 
-// ownPipes gives the daemon's pipes to the container's root, by the mappings in the runtime's
-// bundle.
+// ownPipes makes the container's root the owner of the daemon's pipes. The mappings are in the
+// runtime's bundle.
 func (e *ociExec) ownPipes(bundle ociruntime.Bundle) error {
 	uid, gid, err := hostRootIn(bundle.UIDMappings, bundle.GIDMappings)
 	if err != nil {
@@ -391,7 +391,7 @@ func (e *ociExec) ownPipes(bundle ociruntime.Bundle) error {
 	return e.io.theirs.pipes().chown(uid, gid)
 }
 
-// explain returns FailedPrecondition if the container has ended.
+// explain adds the command to err. It returns FailedPrecondition if the container has ended.
 func (e *ociExec) explain(err error) error {
 	if data, readErr := os.ReadFile(filepath.Join(e.Dir, proto.ShimFile)); readErr == nil {
 		if s, decodeErr := proto.DecodeProcesses(data); decodeErr == nil && s.InitPID != 0 {

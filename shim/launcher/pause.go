@@ -54,8 +54,7 @@ type pauseBackend struct {
 	firstLetGo bool      // the first stage got its byte to continue
 }
 
-// prepare checks the spec and makes nothing. It returns InvalidArgument for a spec that cannot be
-// carried out.
+// prepare only checks the spec. It returns InvalidArgument for an invalid one.
 func (b *pauseBackend) prepare() error {
 	if !b.FitsPlainPause() { // a part of the spec would be ignored
 		return proto.Errorf(proto.InvalidArgument, "runtime spec: a plain pause does not support it")
@@ -95,7 +94,7 @@ func (b *pauseBackend) create() (pid int, err error) {
 	if pid, err = b.receive(b.parent, pauseStarted); err != nil {
 		return 0, err
 	}
-	if b.second, err = pidfd.Open(pid); err != nil { // its parent has not reaped it, so the pid is its own
+	if b.second, err = pidfd.Open(pid); err != nil { // its parent has not reaped it, so the pid is valid
 		return 0, err
 	}
 	if _, err = b.receive(b.child, pauseReady); err != nil {
@@ -437,13 +436,13 @@ func (b *pauseBackend) execute() error {
 	return errors.Join(reportErr, err, b.child.Close(), b.second.Close())
 }
 
-// endTime bounds the time from the closing of an exiting process's files to its end, on a busy
-// machine, too.
+// endTime bounds the time between the closing of an exiting process's files and its end, also on a
+// busy machine.
 const endTime = 10 * time.Second
 
-// checkAlive returns an error if the second stage was killed. Both execve and death close its
-// socket. On death its memory, and with it its arguments, is gone a moment before the pidfd becomes
-// readable (do_exit: exit_mm, exit_files, exit_notify).
+// checkAlive returns an error if the second stage was killed. Both execve and an exit close its
+// socket. On an exit the kernel frees the memory with the arguments a moment before the pidfd
+// becomes readable (do_exit: exit_mm, exit_files, exit_notify).
 func (b *pauseBackend) checkAlive() error {
 	alive, err := b.hasExecuted()
 	if err != nil || !alive {

@@ -98,8 +98,8 @@ func TestHostID(t *testing.T) {
 	}
 }
 
-// Which containers' orphans the monitor gets, and whether the kernel ends a container's processes
-// with its init.
+// A PID namespace decides whether the monitor gets a container's orphans, and whether the kernel
+// kills its processes with its init.
 func TestPIDNamespaces(t *testing.T) {
 	own, pods := specs.LinuxNamespace{Type: specs.PIDNamespace}, specs.LinuxNamespace{Type: specs.PIDNamespace, Path: "/proc/7/ns/pid"}
 	for name, test := range map[string]struct {
@@ -120,8 +120,7 @@ func TestPIDNamespaces(t *testing.T) {
 	}
 }
 
-// A link of an image leads nowhere but into the image, and the path that is mounted has no link in
-// it.
+// Links of an image are resolved inside the image. The mounted path contains no link.
 func TestResolveSubPath(t *testing.T) {
 	place, err := filepath.EvalSymlinks(t.TempDir())
 	if err != nil {

@@ -24,10 +24,10 @@ type loaded struct {
 	cgroups   map[string]string // directories by v1 controller; "" is v2
 }
 
-// load returns a container that another process has made. It caches the last one until the state
-// file is replaced: probes come every few seconds, and reading the file (tens of KB with a seccomp
-// profile) takes longer than the rest of the launcher's work. The error wraps
-// libcontainer.ErrNotExist if there is no such container.
+// load returns a container that another process has made. It caches the last container until the
+// state file is replaced, because probes come every few seconds. Reading the file (tens of KB with
+// a seccomp profile) takes longer than the rest of the launcher's work. The error wraps
+// libcontainer.ErrNotExist if the container does not exist.
 func (l *launcher) load(root, id string) (*loaded, error) {
 	file := filepath.Join(root, id, "state.json")
 	info, err := os.Stat(file) // before reading: a file that is replaced meanwhile is read again next time

@@ -1,6 +1,6 @@
 // Package ociruntime calls OCI runtimes with the command line of runc, which crun and gVisor's
-// runsc share. Launchers create, start and exec with it. The daemon signals and deletes, since
-// containers outlive their launchers. The package links little, for launchers' sake.
+// runsc share. Launchers create, start and exec with it. The daemon signals and deletes, because
+// containers outlive their launchers. The package links few others, to keep launchers small.
 //
 // # Two kinds
 //
@@ -50,7 +50,7 @@ type Runtime struct {
 type Error struct {
 	Command string // such as "create"
 	Message string
-	Err     error // how the program ended
+	Err     error // the program's exit status
 }
 
 func (e *Error) Error() string { return e.Command + ": " + e.Message }
@@ -60,7 +60,7 @@ func (e *Error) Unwrap() error { return e.Err }
 // is the host's /dev/null, which containers must not get.
 type IO struct {
 	Stdin, Stdout, Stderr *os.File
-	ConsoleSocket         string // for a terminal instead: where to send its master
+	ConsoleSocket         string // for a terminal instead: the socket that receives its master
 }
 
 // The files of a bundle, besides config.json.
@@ -125,9 +125,9 @@ func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err
 }
 
 // Exec starts a process in a running container, described by process.json in dir. It returns the
-// process. For a Sandboxed runtime that is a process on the host that ends together with it, and
-// internal is its PID in the sandbox. cgroup is the name of a cgroup below the container's, for
-// runtimes with SubCgroups on cgroup v2; empty: the container's.
+// process. For a Sandboxed runtime pid is a process on the host that ends together with it, and
+// internal is its PID in the sandbox. cgroup is the name of a cgroup below the container's. Only
+// runtimes with SubCgroups on cgroup v2 support it; empty: the container's cgroup.
 func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) (pid, internal int, err error) {
 	defer r.cleanBundle(dir, &err)
 	args := []string{
@@ -153,7 +153,7 @@ func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) 
 	return pid, internal, err
 }
 
-// The names of what Create and Exec read.
+// The names of the files that Create and Exec read.
 const (
 	ConfigFile  = "config.json"
 	ProcessFile = "process.json"
@@ -255,7 +255,7 @@ func (r *Runtime) run(ctx context.Context, args ...string) error {
 }
 
 // finish runs cmd and returns its standard error as the error's text. It uses a file in memory
-// instead of a pipe, which processes that stay behind would hold open.
+// instead of a pipe, because surviving processes would hold a pipe open.
 func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 	fd, err := unix.MemfdCreate("runtime output", unix.MFD_CLOEXEC)
 	if err != nil {

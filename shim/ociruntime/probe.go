@@ -13,7 +13,7 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go/features"
 )
 
-// Capabilities is what Probe finds out about a runtime.
+// Capabilities are the features of a runtime that Probe detects.
 type Capabilities struct {
 	Version    string `json:"version"`              // the first line of its --version
 	SubCgroups bool   `json:"subCgroups,omitempty"` // exec has the option --cgroup
@@ -60,13 +60,13 @@ func (c *Capabilities) parse(document []byte) error {
 	c.RecursiveReadOnly = slices.Contains(f.MountOptions, "rro")
 	if l := f.Linux; l != nil && l.MountExtensions != nil && l.MountExtensions.IDMap != nil {
 		idmap := l.MountExtensions.IDMap.Enabled
-		// A sandbox is in namespaces of its own, whatever else its runtime can do with them.
+		// A sandbox has its own namespaces, so the runtime's other features do not apply.
 		c.UserNamespaces = idmap != nil && *idmap && slices.Contains(l.Namespaces, "user") && !c.Sandboxed
 	}
 	return nil
 }
 
-// output runs a command that only answers.
+// output runs a command that changes nothing and returns its output.
 func (r *Runtime) output(ctx context.Context, args ...string) ([]byte, error) {
 	var out bytes.Buffer
 	cmd := r.command(ctx, "", args...)

@@ -33,8 +33,7 @@ type Paths struct {
 // PauseProgram is pause's path in its root filesystem.
 const PauseProgram = "/pause"
 
-// pauseMountPoints are the directories that pause's root filesystem, which is
-// mounted read-only, has for mounts.
+// pauseMountPoints are the mount points in pause's root filesystem, which is mounted read-only.
 var pauseMountPoints = []string{"dev", "proc", "sys"}
 
 // Install writes the programs below dir, which it creates (0700) if needed. dir must not be on a
@@ -92,11 +91,12 @@ func sum(data []byte) string {
 	return hex.EncodeToString(h[:8])
 }
 
-// unfinished begins the names of directories that are being made.
+// unfinished is the prefix of the names of incomplete directories.
 const unfinished = ".new-"
 
-// removeOthers removes the programs of other versions, and what installers left that were interrupted. The
-// caller has locked dir, so that none is at work. Programs that run are not harmed: the kernel keeps their files.
+// removeOthers removes the programs of other versions and the remains of interrupted installers.
+// The caller has locked dir, so that no installer is active. Running programs continue, because the
+// kernel keeps their files.
 func removeOthers(dir string, keep ...string) error {
 	entries, err := os.ReadDir(dir)
 	for _, e := range entries {
@@ -133,7 +133,7 @@ func installTree(path, program string, data []byte, dirs ...string) error {
 	return errors.Join(err, os.RemoveAll(tmp))
 }
 
-// lock makes dir if needed and keeps other installers out until the file is closed.
+// lock creates dir if needed. It keeps other installers out until the file is closed.
 func lock(dir string) (*os.File, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
@@ -160,16 +160,16 @@ func fill(dir, program string, data []byte, dirs []string) error {
 	}
 	_, err = f.Write(data)
 	if err == nil {
-		err = f.Sync() // the name promises the content, also after a power loss
+		err = f.Sync() // the content must match the name also after a power loss
 	}
 	if err := errors.Join(err, f.Close()); err != nil {
 		return err
 	}
-	// 0755 also under a strict umask: a pod's user need not be root.
+	// The mode is 0755 also under a strict umask, because a pod's user need not be root.
 	return errors.Join(os.Chmod(filepath.Join(dir, program), 0o755), os.Chmod(dir, 0o755))
 }
 
-// intact reports whether the tree at path is what fill makes, and nothing else.
+// intact reports whether the tree at path is exactly the tree that fill creates.
 func intact(path, program string, data []byte, dirs []string) bool {
 	entries, err := os.ReadDir(path)
 	if err != nil || len(entries) != len(dirs)+1 {

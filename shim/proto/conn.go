@@ -19,7 +19,8 @@ const (
 	// maxMessage bounds the memory that a corrupt length can allocate. A spec with its seccomp
 	// profile has some tens of KB.
 	maxMessage = 16 << 20
-	// maxFDs is how many descriptors one message carries at most: an exec's three, or the mounts of a container's images.
+	// maxFDs is the maximum number of descriptors in one message: an exec's three, or the mounts of
+	// a container's images.
 	maxFDs = 32
 )
 
@@ -29,14 +30,14 @@ const (
 type Conn struct {
 	unix *net.UnixConn
 
-	in    []byte     // received and not yet decoded; Receive's alone
+	in    []byte     // received and not yet decoded; used only by Receive
 	files []*os.File // that came with it
 
-	sendLimit time.Duration // sendLimit, but in tests
+	sendLimit time.Duration // the constant, except in tests
 	sending   sync.Mutex    // held for one message, so that messages do not mix
 }
 
-// NewConn makes a Conn of a connected unix stream socket. It takes over file.
+// NewConn returns the Conn of a connected unix stream socket. It takes over file.
 func NewConn(file *os.File) (*Conn, error) {
 	c, err := net.FileConn(file)
 	if err := errors.Join(err, file.Close()); err != nil {
@@ -49,7 +50,7 @@ func NewConn(file *os.File) (*Conn, error) {
 	return &Conn{unix: u, sendLimit: sendLimit}, nil
 }
 
-// ConnPair returns a Conn and the file that the other end is made of.
+// ConnPair returns a Conn and the file for the NewConn of the other end.
 func ConnPair() (*Conn, *os.File, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -63,11 +64,12 @@ func ConnPair() (*Conn, *os.File, error) {
 	return c, other, nil
 }
 
-// sendLimit bounds the wait for space in the socket, which holds any message but a spec of hundreds
-// of KB.
+// sendLimit bounds the wait for space in the socket. Only a spec of hundreds of KB does not fit
+// into an empty socket.
 const sendLimit = 10 * time.Second
 
-// Send sends one message. The files stay the caller's. os.ErrDeadlineExceeded if the other end reads nothing; the connection is of no use then.
+// Send sends one message. The caller still owns the files. The error is os.ErrDeadlineExceeded if
+// the other end reads nothing; then the connection can no longer be used.
 func (c *Conn) Send(message any, files ...*os.File) error {
 	body, err := json.Marshal(message)
 	if err != nil {
@@ -104,9 +106,9 @@ func rights(fds []int) []byte {
 	return unix.UnixRights(fds...)
 }
 
-// Receive decodes the next message and returns the files that came with it, which
-// are the caller's then. The error is io.EOF if the other end closed between two
-// messages. After a timeout (SetDeadline) Receive may be called again.
+// Receive decodes the next message and returns the files that came with it. The caller owns them.
+// The error is io.EOF if the other end closed between two messages. After a timeout (SetDeadline)
+// Receive may be called again.
 func (c *Conn) Receive(message any) ([]*os.File, error) {
 	for {
 		body, err := c.next()
@@ -131,7 +133,7 @@ func (c *Conn) Receive(message any) ([]*os.File, error) {
 	}
 }
 
-// next returns the body of the first message received, nil if it is not complete.
+// next returns the body of the first received message, or nil if it is incomplete.
 func (c *Conn) next() ([]byte, error) {
 	if len(c.in) < headerSize {
 		return nil, nil
@@ -160,12 +162,12 @@ func (c *Conn) read() error {
 		}
 	}
 	switch {
-	case errors.Is(err, unix.ECONNRESET): // closed by the other end, which had not read all
+	case errors.Is(err, unix.ECONNRESET): // closed by the other end with unread data
 		return io.EOF
 	case err != nil:
 		return err
 	case flags&unix.MSG_CTRUNC != 0 && len(c.files) < maxFDs:
-		return fmt.Errorf("receive files: %w", unix.EMFILE) // the kernel had no number to give them
+		return fmt.Errorf("receive files: %w", unix.EMFILE) // this process had no free descriptors
 	case flags&unix.MSG_CTRUNC != 0:
 		return errors.New("too many files in one message")
 	case n == 0:
@@ -198,11 +200,12 @@ func parseRights(oob []byte) ([]*os.File, error) {
 // SetDeadline bounds Receive; the zero time lifts the bound.
 func (c *Conn) SetDeadline(t time.Time) error { return c.unix.SetReadDeadline(t) }
 
-// Interrupt has a Send and a Receive that are under way fail with os.ErrDeadlineExceeded, and
-// Receives to come until SetDeadline.
+// Interrupt makes a Send and a Receive in progress fail with os.ErrDeadlineExceeded, and each later
+// Receive until SetDeadline.
 func (c *Conn) Interrupt() error { return c.unix.SetDeadline(time.Unix(1, 0)) }
 
-// Unread returns how much of the sent data the other end has not read, in bytes of kernel memory.
+// Unread returns the size of the sent data that the other end has not read, in bytes of kernel
+// memory.
 func (c *Conn) Unread() (n int, err error) {
 	raw, err := c.unix.SyscallConn()
 	if err != nil {

@@ -3,7 +3,7 @@
 //   - the daemon's requests to a launcher and its replies (Request, Reply, Conn),
 //   - the frames of a monitor's socket (Frame),
 //   - the files that launcher and monitor leave in a shim directory (Processes, Exit),
-//   - the command line that a launcher gives to the monitor that replaces it (MonitorParams).
+//   - the command line of the monitor, which replaces the launcher (MonitorParams).
 //
 // A launcher runs the code of the daemon that started it, so requests and replies have no versions.
 // A monitor may be older than the daemon: frames and files must stay readable for all releases.

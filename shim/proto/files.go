@@ -19,10 +19,10 @@ func (l *Launch) rootfsSpecs() []*rootfs.Spec {
 	return list
 }
 
-// PassFiles returns the request as it is sent, and the existing mounts of its layers, which are
-// sent with it. With these mounts all containers of an image share one page cache. A message
-// carries maxFDs files; the launcher itself mounts the layers beyond that. The files stay the
-// caller's.
+// PassFiles returns the request in the form that is sent, and the existing mounts of its layers, to
+// send with it. With these mounts all containers of an image share one page cache. A message
+// carries at most maxFDs files; the launcher mounts the remaining layers itself. The caller still
+// owns the files.
 func (l *Launch) PassFiles() (*Launch, []*os.File) {
 	request := *l
 	request.Volumes = slices.Clone(l.Volumes)
@@ -61,8 +61,8 @@ func (l *Launch) TakeFiles(files []*os.File) error {
 // streams returns the fields of the request's streams, ordered as the bits of Streams.
 func (e *Exec) streams() []**os.File { return []**os.File{&e.Stdin, &e.Stdout, &e.Stderr} }
 
-// PassFiles returns the request as it is sent, and the streams that are sent with it. They stay the
-// caller's.
+// PassFiles returns the request in the form that is sent, and the streams to send with it. The
+// caller still owns them.
 func (e *Exec) PassFiles() (*Exec, []*os.File) {
 	request := *e
 	var files []*os.File

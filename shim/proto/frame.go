@@ -30,7 +30,7 @@ const (
 	FrameStderr                       // payload: output
 )
 
-// Streams is the set of streams that an attaching client asks for.
+// Streams is the set of streams that an attaching client requests.
 type Streams byte
 
 const (

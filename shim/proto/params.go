@@ -6,26 +6,25 @@ import (
 	"syscall"
 )
 
-// IgnoredSignals are ignored by the monitor, and by a launcher once its container has signal
-// settings of its own.
+// IgnoredSignals are ignored by the monitor. A launcher ignores them, too, after its container's
+// init has started with its own signal settings.
 var IgnoredSignals = []os.Signal{
 	syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1, syscall.SIGUSR2,
 	syscall.SIGALRM, syscall.SIGVTALRM, syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU,
 	syscall.SIGXCPU, syscall.SIGXFSZ, syscall.SIGIO, syscall.SIGPWR,
 }
 
-// MonitorParams is everything a monitor starts with. File descriptors that it does not
-// have are -1.
+// MonitorParams are the parameters of a monitor. File descriptors that it does not have are -1.
 type MonitorParams struct {
 	ID        string // the container, for people who read ps
 	Dir       string // the shim directory
 	LogPath   string // for reopening; empty: no log
-	LogDir    string // below which no symbolic link is followed on the way
+	LogDir    string // a parent of LogPath; symbolic links below it are refused
 	MaxLine   int    // bytes of one log record's content
 	InitPID   int    // the container's init, our child
-	StdinOnce bool   // close stdin when the first client that had it goes
+	StdinOnce bool   // close stdin when the first client that attached stdin disconnects
 	Orphans   bool   // orphans of the container become our children: it runs in the host's PID namespace
-	KillDir   string // cgroup directory whose processes do not outlive init; empty: the kernel sees to that
+	KillDir   string // cgroup directory whose processes the monitor kills after init's end; empty: the kernel kills them
 
 	Init      int // pidfd of InitPID
 	Listen    int // listening socket, Dir/sock
@@ -34,14 +33,14 @@ type MonitorParams struct {
 	Stdout    int // read ends of its output
 	Stderr    int
 	Console   int // pty master, instead of Stdout and Stderr
-	Verdict   int // pipe that Init writes to how the container ended, where its own end does not tell; see ociruntime.Waiter
+	Verdict   int // pipe with the container's exit status, if Init's own is not the container's; see ociruntime.Waiter
 	OOM       int // memory.events (v2) or memory.oom_control (v1)
 	OOMNotify int // v1: eventfd that becomes readable when OOM has changed
-	OOMParent int // v2: memory.events of the cgroup above, which counts this one's kills too and outlives it
+	OOMParent int // v2: memory.events of the parent cgroup, which also counts this one's kills and outlives it
 }
 
-// field is one parameter: how it is called on the command line, and where it is.
-// Exactly one of text, number and flag is set.
+// field is one parameter: its name on the command line and its place. Exactly one of text, number
+// and flag is set.
 type field struct {
 	name   string
 	text   *string
@@ -86,8 +85,8 @@ func (p *MonitorParams) FDs() []int {
 	return fds
 }
 
-// Args returns the command line, without the program's name. The monitor wants every
-// parameter, in this order.
+// Args returns the command line, without the program's name. The monitor requires every parameter,
+// in this order.
 func (p *MonitorParams) Args() []string {
 	var args []string
 	for _, f := range p.fields() {

@@ -30,8 +30,8 @@ const (
 	ContainerPause PauseKind = "container"
 )
 
-// FitsPlainPause returns whether a PlainPause carries out the whole request: it is for berth's own
-// pause, and nothing in its spec needs libcontainer.
+// FitsPlainPause returns whether a PlainPause carries out the whole request. It must be for berth's
+// own pause, and its spec must need nothing of libcontainer.
 func (l *Launch) FitsPlainPause() bool {
 	return l.Runtime == nil && l.RootPlace == "" && len(l.Volumes) == 0 &&
 		isPlainRoot(l.Rootfs) && isPlainSpec(l.Spec)
@@ -75,8 +75,8 @@ func isPlainSpec(s *specs.Spec) bool {
 		!slices.ContainsFunc(s.Mounts, isNeededMount) && allowsPause(l.Seccomp) && ownsSysctls(flags, l.Sysctl)
 }
 
-// PauseNamespaces returns the clone flags of a plain pause's namespaces. CLONE_NEWNET means that it
-// joins a network namespace. It makes all others.
+// PauseNamespaces returns the clone flags of a plain pause's namespaces. With CLONE_NEWNET the
+// pause joins an existing network namespace. It creates all others.
 func PauseNamespaces(s *specs.Spec) (flags uintptr, err error) {
 	kinds := map[specs.LinuxNamespaceType]uintptr{
 		specs.MountNamespace: unix.CLONE_NEWNS, specs.PIDNamespace: unix.CLONE_NEWPID, specs.IPCNamespace: unix.CLONE_NEWIPC,

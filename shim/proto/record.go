@@ -104,7 +104,7 @@ func ReserveFile(dir, name string) error {
 	return writeFile(temporary(dir, name), make([]byte, reserved))
 }
 
-// UnreserveFile gives up the space that ReserveFile took and no WriteFile used.
+// UnreserveFile frees the space of ReserveFile, unless a WriteFile has used it.
 func UnreserveFile(dir, name string) error {
 	if err := os.Remove(temporary(dir, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err

@@ -89,7 +89,7 @@ type Launch struct {
 type Volume struct {
 	Path    string      `json:"path"`              // mount point below Dir; the source of its mounts in the spec
 	Rootfs  rootfs.Spec `json:"rootfs"`            // without Upper: read-only
-	SubPath string      `json:"subPath,omitempty"` // the file or directory in it that the container gets; empty: all
+	SubPath string      `json:"subPath,omitempty"` // the file or directory in the image that the container gets; empty: all
 }
 
 // Exec asks a launcher to start one more process in a running container.

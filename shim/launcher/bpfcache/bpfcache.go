@@ -1,8 +1,8 @@
 // Package bpfcache compiles each seccomp profile once and passes the program to all containers and
 // execs that use the profile.
 //
-// libcontainer makes libseccomp compile the filter in the process that installs it. For
-// RuntimeDefault these are some 400 rules, which take longer than everything else in that process.
+// libcontainer makes libseccomp compile the filter in the process that installs it. RuntimeDefault
+// has some 400 rules, and compiling them takes longer than the rest of that process.
 // Here the launcher runs the same code once per profile and records the calls to libseccomp and the
 // resulting program (Recording). libcontainer's init gets the recording with the profile and runs
 // unchanged. The wrapped functions of libseccomp compare its calls with the recorded ones. If all
@@ -12,7 +12,7 @@
 // # Contract
 //
 // Programs come from launchers, which are not part of a container. Each process gets its own copy
-// in sealed memory (F_SEAL_WRITE), so a container can reach nothing that another one receives. A
+// in sealed memory (F_SEAL_WRITE), so no container can change another container's copy. A
 // missing, damaged or wrong recording costs time and changes nothing: the filter is always
 // libseccomp's for the profile. The descriptor is closed when the container's command runs.
 package bpfcache
@@ -36,8 +36,8 @@ const initFD = 3
 const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 
 // Pass adds the recording of the container's profile to a process that is about to start. The
-// caller calls done after the start. Pass adds nothing without a profile, for one that does not
-// compile (init reports why), and where sealing would take long. Then init compiles the profile
+// caller calls done after the start. Pass adds nothing if there is no profile, if the profile does
+// not compile (init reports why), or if sealing would take long. Then init compiles the profile
 // itself.
 func (t *Table) Pass(p *libcontainer.Process, profile *configs.Seccomp) (done func() error, err error) {
 	nothing := func() error { return nil }
@@ -56,8 +56,8 @@ func (t *Table) Pass(p *libcontainer.Process, profile *configs.Seccomp) (done fu
 	return f.Close, nil
 }
 
-// recordingOf returns a profile's encoded recording from the table, or makes it. It returns nil for
-// a profile that does not compile.
+// recordingOf returns a profile's encoded recording. It makes a recording that the table lacks. It
+// returns nil for a profile that does not compile.
 func (t *Table) recordingOf(profile *configs.Seccomp) ([]byte, error) {
 	key := profileKey(profile)
 	recording, err := t.find(key)
@@ -111,7 +111,8 @@ func Receive() error {
 	if err != nil || has&seals != seals {
 		return nil // a descriptor of libcontainer's
 	}
-	// It stays open, so that no file which libcontainer passes to the command gets its number.
+	// The descriptor stays open, so that libcontainer passes no file with its number to the
+	// command.
 	if _, err := unix.FcntlInt(initFD, unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
 		return os.NewSyscallError("fcntl(F_SETFD)", err)
 	}

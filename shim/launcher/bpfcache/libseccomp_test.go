@@ -386,7 +386,7 @@ func recorded(t *testing.T, steps []step) *Recording {
 	return m
 }
 
-// Wherever and however the calls differ from the recording, the result is that of the calls.
+// If any call differs from the recording, the program is the one that the calls make.
 func TestDifferentCallsGiveTheirOwnFilter(t *testing.T) {
 	condition := func(value uint64) libseccomp.ScmpCondition {
 		c, err := libseccomp.MakeCondition(1, libseccomp.CompareEqual, value)

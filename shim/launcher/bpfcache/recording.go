@@ -25,8 +25,8 @@ const headerSize = 24
 // magic changes with the format.
 var magic = [8]byte{'b', 'e', 'r', 't', 'h', 'f', 'i', '1'}
 
-// maxRecording bounds a recording, in bytes. The kernel takes at most 4,096 instructions, and
-// 10,000 rules are more than there are system calls.
+// maxRecording bounds a recording, in bytes. The kernel accepts at most 4,096 instructions, and a
+// profile has fewer than 10,000 rules.
 const maxRecording = 512 << 10
 
 func (m *Recording) encode() []byte {
@@ -40,8 +40,8 @@ func (m *Recording) encode() []byte {
 	return b
 }
 
-// decode is the inverse of encode. The recording shares data's memory. bpfcache.c can read what
-// decode accepts without further checks of lengths.
+// decode is the inverse of encode. The recording shares data's memory. It checks all lengths, so
+// bpfcache.c need not check them again.
 func decode(data []byte) (*Recording, error) {
 	if len(data) < headerSize || len(data) > maxRecording || !bytes.Equal(data[:8], magic[:]) {
 		return nil, errors.New("not a recording")

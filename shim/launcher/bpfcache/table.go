@@ -28,7 +28,7 @@ const (
 	maxTable  = 1 << 20 // about 60 profiles like RuntimeDefault
 )
 
-// find returns the recording with the key, nil if there is none or the table is damaged.
+// find returns the recording with the key, or nil if the table lacks it or is damaged.
 func (t *Table) find(key uint64) ([]byte, error) {
 	end, err := t.end()
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 // overhead is RECORD_OVERHEAD of logfmt.h.
 const overhead = len("2006-01-02T15:04:05.999999999Z stdout F \n")
 
-// encode has bytes encoded, in pieces of that length, into a buffer with that room.
+// encode encodes bytes in pieces of that length into a buffer of that size.
 func encode(t *testing.T, max, piece, room int, data []byte) string {
 	t.Helper()
 	return string(ask(t, 'l', uint32(max), uint32(piece), uint32(room), data))
