@@ -41,6 +41,7 @@ var acceptManifests = []string{strings.Join([]string{
 type document struct {
 	index    []ocispec.Descriptor // of an index; nil for a manifest
 	manifest ocispec.Manifest     // of a manifest
+	raw      []byte               // as the registry served it; set by fetchDocument
 }
 
 // parseDocument parses a manifest or index. contentType is the registry's Content-Type. The content

@@ -21,7 +21,8 @@ type Image struct {
 	ConfigDigest digest.Digest // sha256; the image's ID
 	RawConfig    []byte
 	Config       ocispec.Image
-	Layers       []Layer // bottom first
+	Layers       []Layer    // bottom first
+	Documents    []Document // from the one that the reference names to the manifest
 }
 
 // Layer is a layer of an image.
@@ -88,6 +89,7 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 		return nil, fmt.Errorf("fetch manifest: %w", err)
 	}
 	chosen := ocispec.Descriptor{Platform: &ocispec.Platform{}}
+	documents := []Document{{top, doc.raw}}
 	for depth := 1; doc.index != nil; depth++ {
 		if depth > MaxIndexDepth {
 			return nil, errdefs.FailedPrecondition("more than %d indexes are nested", MaxIndexDepth)
@@ -102,12 +104,13 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 		if doc, _, err = r.fetchDocument(ctx, chosen.Digest.String(), chosen); err != nil {
 			return nil, fmt.Errorf("fetch manifest %s: %w", chosen.Digest, err)
 		}
+		documents = append(documents, Document{chosen.Digest, doc.raw})
 	}
 	img, err := r.fetchConfig(ctx, doc.manifest)
 	if err != nil {
 		return nil, err
 	}
-	img.Digest = top
+	img.Digest, img.Documents = top, documents
 	return img, checkConfigPlatform(img.Config, node, chosen.Platform == nil)
 }
 
@@ -145,6 +148,7 @@ func (r *Repository) fetchDocument(
 		}
 		d = want.Digest
 		doc, err = parseDocument(data, contentType)
+		doc.raw = data
 		return err
 	})
 	return doc, d, err

@@ -42,6 +42,7 @@ type Grant struct {
 	Files    uint64 // open files
 	CPU      uint64 // seconds of CPU time; then it is killed
 	OnlyData bool   // it opens and makes no file, and has no capability
+	ReadOnly bool   // it opens files only to read, and has no capability
 }
 
 // step is one step of confining a process.
@@ -141,7 +142,7 @@ func enter(tree *os.File) error {
 }
 
 func (g Grant) capabilities() uint64 {
-	if g.OnlyData {
+	if g.OnlyData || g.ReadOnly {
 		return 0
 	}
 	return kept
@@ -151,6 +152,9 @@ func (g Grant) capabilities() uint64 {
 func (g Grant) calls() []uint32 {
 	if g.OnlyData {
 		return always
+	}
+	if g.ReadOnly {
+		return slices.Concat(always, reads)
 	}
 	return slices.Concat(always, files)
 }

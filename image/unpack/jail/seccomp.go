@@ -28,6 +28,9 @@ var files = []uint32{
 	fstatat,
 }
 
+// reads are the additional system calls for reading files.
+var reads = []uint32{unix.SYS_OPENAT, unix.SYS_READLINKAT, unix.SYS_GETDENTS64, fstatat}
+
 // Offsets in struct seccomp_data.
 const (
 	offsetNumber = 0

@@ -1,0 +1,131 @@
+package registry
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/internal/errdefs"
+)
+
+// Document is an index or a manifest as the registry served it.
+type Document struct {
+	Digest digest.Digest
+	Raw    []byte
+}
+
+// Attachment is a signature that cosign has stored beside an image. Nothing in it is verified.
+type Attachment struct {
+	MediaType   string
+	Payload     []byte
+	Annotations map[string]string
+}
+
+const (
+	cosignSimpleSigning = "application/vnd.dev.cosign.simplesigning.v1+json" // of a layer
+	cosignArtifact      = "application/vnd.dev.cosign.artifact.sig.v1+json"  // of a referrer
+	maxAttachments      = 64                                                 // signatures of one document
+	maxAttachmentSize   = 1 << 20                                            // bytes of a signature's payload
+	maxReferrers        = 16                                                 // referrers with signatures
+)
+
+// Attachments returns the signatures of a document: those under cosign's tag (sha256-….sig) and
+// those of referrers in the same form. A document without signatures is no error. Signatures beyond
+// maxAttachments are ignored.
+func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attachment, error) {
+	if err := checkDigest(d); err != nil {
+		return nil, err
+	}
+	tag := d.Algorithm().String() + "-" + d.Encoded()
+	manifests, err := r.referrers(ctx, d, tag)
+	if err != nil {
+		return nil, fmt.Errorf("list signatures of %s: %w", d, err)
+	}
+	list, err := r.signaturesIn(ctx, "manifests/"+tag+".sig", ocispec.Descriptor{})
+	if err != nil {
+		return nil, fmt.Errorf("fetch signatures of %s: %w", d, err)
+	}
+	for _, m := range manifests {
+		more, err := r.signaturesIn(ctx, "manifests/"+m.Digest.String(), m)
+		if err != nil {
+			return nil, fmt.Errorf("fetch signatures of %s: %w", d, err)
+		}
+		list = append(list, more...)
+	}
+	return list[:min(len(list), maxAttachments)], nil
+}
+
+// referrers returns the manifests with cosign signatures that refer to a document. A registry
+// without the referrers API has them in an index under a tag (distribution spec 1.1).
+func (r *Repository) referrers(ctx context.Context, d digest.Digest, tag string) (found []ocispec.Descriptor, err error) {
+	for _, suffix := range []string{"referrers/" + d.String(), "manifests/" + tag} {
+		data, err := r.small(ctx, suffix, ocispec.Descriptor{}, MaxManifestSize)
+		if isAbsent(err) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		var index ocispec.Index
+		if err := json.Unmarshal(data, &index); err != nil {
+			return nil, corrupt("referrers: invalid JSON")
+		}
+		for _, m := range index.Manifests {
+			if m.ArtifactType == cosignArtifact && checkDescriptor(m, MaxManifestSize) == nil && len(found) < maxReferrers {
+				found = append(found, m)
+			}
+		}
+		return found, nil
+	}
+	return nil, nil
+}
+
+// signaturesIn returns the signatures in a manifest. A missing manifest has none.
+func (r *Repository) signaturesIn(ctx context.Context, suffix string, want ocispec.Descriptor) (list []Attachment, err error) {
+	data, err := r.small(ctx, suffix, want, MaxManifestSize)
+	if isAbsent(err) && want.Digest == "" {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var manifest ocispec.Manifest
+	if err := json.Unmarshal(data, &manifest); err != nil {
+		return nil, corrupt("manifest of signatures: invalid JSON")
+	}
+	for _, l := range manifest.Layers {
+		if l.MediaType != cosignSimpleSigning || len(list) == maxAttachments {
+			continue
+		}
+		if err := checkDescriptor(l, maxAttachmentSize); err != nil {
+			return nil, corrupt("signature: %w", err)
+		}
+		payload, err := r.small(ctx, "blobs/"+l.Digest.String(), l, maxAttachmentSize)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, Attachment{MediaType: l.MediaType, Payload: payload, Annotations: l.Annotations})
+	}
+	return list, nil
+}
+
+// small fetches a small document or blob. It checks the digest of want, if there is one.
+func (r *Repository) small(ctx context.Context, suffix string, want ocispec.Descriptor, limit int64) (data []byte, err error) {
+	err = r.askAll(ctx, capPull, func(e *endpoint) error {
+		expected := want // fetch sets the digest that this host reports
+		data, _, err = e.fetch(ctx, suffix, &expected, limit)
+		if err == nil {
+			err = checkValues(data)
+		}
+		return err
+	})
+	return data, err
+}
+
+// isAbsent reports whether a registry has no such document, or no such API.
+func isAbsent(err error) bool {
+	return errdefs.IsNotFound(err)
+}

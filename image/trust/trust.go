@@ -1,0 +1,260 @@
+// Package trust decides whether a node may use an image: by a policy.json
+// (containers-policy.json(5)) and by verifier plugins in containerd's protocol.
+//
+// # Contract
+//
+// The daemon selects the requirements for an image and collects documents, signatures and keys. The
+// program berth-verify checks them, in a confined process without network (package worker). Every
+// error rejects the image: an unreadable policy or key, a registry without an answer, a helper that
+// dies. Signatures may sign the manifest of the node's platform or the index that the image's name
+// leads to.
+//
+// Evidence is what a policy needs to check an image again without the registry. The image store
+// keeps it with the image, because CreateContainer checks images that were pulled under another
+// policy.
+//
+// Rejections are *RejectedError.
+package trust
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os/exec"
+	"path"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/image/registry"
+	"berth/image/trust/wire"
+	"berth/internal/errdefs"
+)
+
+// Config is the configuration of a Verifier. The zero value accepts all images.
+type Config struct {
+	Policy        string        // policy.json; empty: none
+	PolicyDir     string        // policies of namespaces, <namespace>.json, that replace Policy; empty: none
+	RegistriesDir string        // containers-registries.d(5): lookaside stores of OpenPGP signatures; empty: none
+	Program       string        // path of berth-verify; empty: found in PATH
+	PluginDir     string        // verifier plugins; empty: none
+	MaxPlugins    int           // an image is rejected if there are more
+	PluginTimeout time.Duration // of each plugin
+}
+
+// RejectedError says that an image is not accepted.
+type RejectedError struct{ Reason error }
+
+func (e *RejectedError) Error() string { return e.Reason.Error() }
+func (e *RejectedError) Unwrap() error { return e.Reason }
+
+func rejected(format string, args ...any) error { return &RejectedError{fmt.Errorf(format, args...)} }
+
+// Evidence has an image's documents, from the one that its name leads to, to the manifest.
+type Evidence struct {
+	Documents []Document `json:"documents"`
+}
+
+// Document is an index or manifest with its signatures, in the form of signature files of package
+// wire.
+type Document struct {
+	Digest     digest.Digest `json:"digest"`
+	Raw        []byte        `json:"raw"`
+	Signatures [][]byte      `json:"signatures,omitempty"`
+}
+
+// Repository has the signatures of an image. *registry.Repository implements it.
+type Repository interface {
+	Reference() registry.Reference
+	Attachments(ctx context.Context, d digest.Digest) ([]registry.Attachment, error)
+}
+
+// Verifier checks images. Its methods may be called concurrently.
+type Verifier struct {
+	log *slog.Logger
+
+	mu       sync.Mutex // guards accepted
+	accepted map[[sha256.Size]byte]bool
+}
+
+// New returns a verifier.
+func New(log *slog.Logger) *Verifier {
+	return &Verifier{log: log, accepted: map[[sha256.Size]byte]bool{}}
+}
+
+// Check returns an error unless a daemon can work with a configuration: the policy is valid and the
+// program exists.
+func (c Config) Check() error {
+	if c.Policy == "" && c.PolicyDir == "" {
+		return nil
+	}
+	if _, err := c.readPolicy(""); err != nil {
+		return errdefs.FailedPrecondition("signature policy: %w", err)
+	}
+	if _, err := exec.LookPath(c.program()); err != nil {
+		return errdefs.FailedPrecondition("signature policy: find berth-verify: %w", err)
+	}
+	return nil
+}
+
+func (c Config) program() string {
+	if c.Program == "" {
+		return "berth-verify"
+	}
+	return c.Program
+}
+
+// Pull checks an image before its layers are fetched. namespace is the pod's, or "". It returns the
+// evidence to keep, nil if the policy needs none.
+func (v *Verifier) Pull(
+	ctx context.Context, c Config, namespace string, repo Repository, documents []registry.Document,
+) (*Evidence, error) {
+	ref := repo.Reference()
+	needed, err := c.needed(namespace, ref)
+	if err != nil {
+		return nil, err
+	}
+	var evidence *Evidence
+	if needed != nil {
+		if evidence, err = c.collect(ctx, needed, repo, documents); err != nil {
+			return nil, rejected("fetch signatures: %w", err)
+		}
+		if err := v.verify(ctx, c, needed, ref, evidence); err != nil {
+			return nil, err
+		}
+	}
+	return evidence, c.runPlugins(ctx, ref, documents[0])
+}
+
+// Use checks an image of the node before a container uses it by one of its names. kept is nil
+// without evidence. Plugins do not run again.
+func (v *Verifier) Use(ctx context.Context, c Config, namespace string, ref registry.Reference, kept *Evidence) error {
+	needed, err := c.needed(namespace, ref)
+	if err != nil || needed == nil {
+		return err
+	}
+	if kept == nil {
+		return rejected("the image was pulled without its signatures; remove it and pull it again")
+	}
+	return v.verify(ctx, c, needed, ref, kept)
+}
+
+// needed returns the requirements for an image, or nil if the policy accepts it without signatures.
+func (c Config) needed(namespace string, ref registry.Reference) ([]requirement, error) {
+	p, err := c.readPolicy(namespace)
+	if err != nil {
+		return nil, rejected("signature policy: %w", err)
+	}
+	if p == nil {
+		return nil, nil
+	}
+	list, err := p.requirements(ref)
+	switch {
+	case err != nil:
+		return nil, rejected("signature policy: %w", err)
+	case all(list, acceptAnything):
+		return nil, nil
+	case has(list, rejectAll):
+		return nil, rejected("the policy rejects images of this name")
+	}
+	return list, nil
+}
+
+// collect fetches the signatures that the requirements may need.
+func (c Config) collect(
+	ctx context.Context, needed []requirement, repo Repository, documents []registry.Document,
+) (*Evidence, error) {
+	evidence := new(Evidence)
+	for _, d := range documents {
+		document := Document{Digest: d.Digest, Raw: d.Raw}
+		if has(needed, sigstoreSigned) {
+			attached, err := repo.Attachments(ctx, d.Digest)
+			if err != nil {
+				return nil, err
+			}
+			for _, a := range attached {
+				encoded, err := wire.Sigstore(a.MediaType, a.Payload, a.Annotations)
+				if err != nil {
+					return nil, err
+				}
+				document.Signatures = append(document.Signatures, encoded)
+			}
+		}
+		if has(needed, signedBy) {
+			stored, err := c.lookaside(ctx, repo.Reference(), d.Digest)
+			if err != nil {
+				return nil, err
+			}
+			document.Signatures = append(document.Signatures, stored...)
+		}
+		evidence.Documents = append(evidence.Documents, document)
+	}
+	return evidence, nil
+}
+
+// maxAccepted limits the remembered verdicts.
+const maxAccepted = 4096
+
+// verify runs berth-verify, unless it has accepted the same documents under the same policy and
+// keys before.
+func (v *Verifier) verify(
+	ctx context.Context, c Config, needed []requirement, ref registry.Reference, evidence *Evidence,
+) error {
+	content := files{wire.ReferenceFile: []byte(ref.String())}
+	if err := content.putPolicy(needed); err != nil {
+		return rejected("signature policy: %w", err)
+	}
+	for i, d := range evidence.Documents {
+		dir := strconv.Itoa(i)
+		content[path.Join(dir, "manifest.json")] = d.Raw
+		for n, signature := range d.Signatures {
+			content[path.Join(dir, fmt.Sprintf("signature-%d", n+1))] = signature
+		}
+	}
+	key, err := content.sum()
+	if err != nil {
+		return err
+	}
+	if v.isAccepted(key) {
+		return nil
+	}
+	verdict, err := run(ctx, c.program(), content)
+	switch {
+	case err != nil:
+		return rejected("verify signatures: %w", err)
+	case !verdict.Accepted:
+		return rejected("%s", errdefs.Clip(verdict.Reason))
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if len(v.accepted) >= maxAccepted {
+		clear(v.accepted)
+	}
+	v.accepted[key] = true
+	return nil
+}
+
+func (v *Verifier) isAccepted(key [sha256.Size]byte) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.accepted[key]
+}
+
+// sum returns a digest of all files and their names.
+func (f files) sum() (sum [sha256.Size]byte, err error) {
+	h := sha256.New()
+	encoder := json.NewEncoder(h)
+	for _, name := range slices.Sorted(maps.Keys(f)) {
+		if err := errors.Join(encoder.Encode(name), encoder.Encode(f[name])); err != nil {
+			return sum, err
+		}
+	}
+	return [sha256.Size]byte(h.Sum(nil)), nil
+}

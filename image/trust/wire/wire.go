@@ -1,0 +1,66 @@
+// Package wire is what berth and berth-verify exchange: a directory with an image's documents, and
+// a verdict.
+//
+// # Contract
+//
+// The directory is descriptor TreeFD of the process. It holds the files below. berth-verify writes
+// a Verdict as JSON to standard output.
+package wire
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+)
+
+// Version changes with every change of the exchange. It is the program's only argument.
+const Version = "verify-1"
+
+// TreeFD is the descriptor of the directory.
+const TreeFD = 3
+
+// Files of the directory. The documents are in directories 0, 1 and so on, in the form of
+// containers-image's transport dir: manifest.json, signature-1, signature-2 and so on.
+const (
+	PolicyFile    = "policy.json" // only with default requirements; its paths are those of KeyDir
+	ReferenceFile = "reference"   // the image's name with tag or digest
+	KeyDir        = "keys"
+)
+
+// MaxVerdict limits the output of berth-verify, in bytes.
+const MaxVerdict = 64 << 10
+
+// Verdict is the answer. An image is accepted if one of its documents is.
+type Verdict struct {
+	Accepted bool   `json:"accepted"`
+	Reason   string `json:"reason"` // why the image is rejected
+}
+
+// ParseVerdict decodes an answer strictly. Anything but one complete verdict is an error.
+func ParseVerdict(data []byte) (Verdict, error) {
+	var v Verdict
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&v); err != nil {
+		return Verdict{}, fmt.Errorf("decode verdict: %w", err)
+	}
+	if d.More() {
+		return Verdict{}, errors.New("decode verdict: more than one")
+	}
+	return v, nil
+}
+
+// sigstoreFormat starts a file with a sigstore signature: a zero byte and the name of the format.
+const sigstoreFormat = "\x00sigstore-json\n"
+
+// Sigstore encodes a sigstore signature as a signature file: the payload that was signed, its media
+// type, and the annotations with the signature, the certificate and the log entry.
+func Sigstore(mediaType string, payload []byte, annotations map[string]string) ([]byte, error) {
+	data, err := json.Marshal(struct {
+		MIMEType    string            `json:"mimeType"`
+		Payload     []byte            `json:"payload"`
+		Annotations map[string]string `json:"annotations"`
+	}{mediaType, payload, annotations})
+	return append([]byte(sigstoreFormat), data...), err
+}
