@@ -19,5 +19,6 @@
 // Errors carry gRPC codes. Pull keeps the codes of package registry, with one exception: kubelet
 // recognizes an unavailable registry by codes.Unknown and a text that begins with
 // "RegistryUnavailable" (k8s.io/cri-api/pkg/errors and k8s.io/cri-client PullImage). That error
-// must reach kubelet without a prefix.
+// must reach kubelet without a prefix. So must the error for an image that the signature
+// policy rejects, which begins with "SignatureValidationFailed".
 package image

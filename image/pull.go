@@ -23,6 +23,7 @@ import (
 	"berth/image/layer"
 	"berth/image/registry"
 	"berth/image/tree"
+	"berth/image/trust"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/task"
@@ -31,8 +32,13 @@ import (
 // Pull fetches the image that ref names and records it under that name. It asks the registry even
 // if the image is present, because the registry controls the access and the tag's target. auth may
 // be nil. Errors are documented in package registry; the package documentation describes the error
-// of an unavailable registry.
+// of an unavailable registry and of a rejected signature.
 func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*Image, error) {
+	return s.PullFor(ctx, "", ref, auth)
+}
+
+// PullFor is Pull for a pod in a namespace, which may have a signature policy of its own.
+func (s *Store) PullFor(ctx context.Context, namespace, ref string, auth *runtimeapi.AuthConfig) (*Image, error) {
 	track, err := s.pulls.start(ref)
 	if err != nil {
 		return nil, fmt.Errorf("pull %s: %w", ref, err)
@@ -41,7 +47,7 @@ func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfi
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.ctx, cancel)()
-	img, err := s.pull(ctx, ref, auth, track)
+	img, err := s.pull(ctx, namespace, ref, auth, track)
 	s.cfg.Observer.Pulled(track.registry, track.result(err))
 	if err != nil {
 		return nil, pullError(ref, err)
@@ -58,10 +64,15 @@ func pullError(ref string, err error) error {
 	if errors.As(err, &down) {
 		return errdefs.New(codes.Unknown, "%w: pull %s: %w", crierrors.ErrRegistryUnavailable, ref, err)
 	}
+	var rejected *trust.RejectedError
+	if errors.As(err, &rejected) {
+		return signatureError("pull "+ref, err)
+	}
 	return fmt.Errorf("pull %s: %w", ref, err)
 }
 
-func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConfig, track *pullTrack) (*Image, error) {
+func (s *Store) pull(ctx context.Context, namespace, name string, auth *runtimeapi.AuthConfig,
+	track *pullTrack) (*Image, error) {
 	candidates, err := s.client.Candidates(name)
 	if err != nil {
 		return nil, err
@@ -71,13 +82,13 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 		return nil, err
 	}
 	return registry.FirstOf(candidates, func(ref registry.Reference) (*Image, error) {
-		return s.pullReference(ctx, ref, credentials, track)
+		return s.pullReference(ctx, namespace, ref, credentials, track)
 	})
 }
 
 // pullReference pulls the image that a complete reference names.
-func (s *Store) pullReference(ctx context.Context, ref registry.Reference, credentials registry.Credentials,
-	track *pullTrack) (*Image, error) {
+func (s *Store) pullReference(ctx context.Context, namespace string, ref registry.Reference,
+	credentials registry.Credentials, track *pullTrack) (*Image, error) {
 	track.registry = ref.Domain
 	repo, err := s.client.Open(ref, credentials)
 	if err != nil {
@@ -86,7 +97,7 @@ func (s *Store) pullReference(ctx context.Context, ref registry.Reference, crede
 	defer repo.Close()
 	defer func() { track.hosts = repo.Served() }()
 	end := s.cfg.Waits.BeginOpen("registry manifest", "image "+ref.String()) // stalled transfers end, so no deadline
-	if img := s.unchanged(ctx, repo); img != nil {
+	if img := s.unchanged(ctx, repo); img != nil && s.signatures.mayReuse(ctx, namespace, ref, img.ID) {
 		end()
 		return img, nil
 	}
@@ -98,7 +109,15 @@ func (s *Store) pullReference(ctx context.Context, ref registry.Reference, crede
 	if err := checkSizes(resolved.Layers, s.cfg.Limits); err != nil {
 		return nil, err
 	}
-	return s.fetch(ctx, repo, resolved, track.setLayers(resolved.Layers))
+	evidence, err := s.signatures.checkPull(ctx, namespace, repo, resolved)
+	if err != nil {
+		return nil, err
+	}
+	img, err := s.fetch(ctx, repo, resolved, track.setLayers(resolved.Layers))
+	if err != nil {
+		return nil, err
+	}
+	return img, s.signatures.keep(img.ID, evidence)
 }
 
 // checkSizes rejects an image with a blob larger than any valid tar. Decompressors skip most bytes

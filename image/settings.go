@@ -1,11 +1,15 @@
 package image
 
-import "berth/image/registry"
+import (
+	"berth/image/registry"
+	"berth/image/trust"
+)
 
 // Settings are the options of a store that can change while it is open.
 type Settings struct {
 	Registries registry.Sources
 	Pinned     []string // references or IDs of images that kubelet must not collect
+	Trust      trust.Config
 }
 
 // Prepare checks new settings and returns the function that applies them. Pulls that run keep
@@ -19,8 +23,12 @@ func (s *Store) Prepare(next Settings) (apply func(), err error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := next.Trust.Check(); err != nil {
+		return nil, err
+	}
 	return func() {
 		setRegistries()
+		s.signatures.config.Store(&next.Trust)
 		s.writing <- struct{}{}
 		defer func() { <-s.writing }()
 		s.pinned = pinned

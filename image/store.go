@@ -62,7 +62,10 @@ type Store struct {
 	client   *registry.Client
 	layers   *stores
 	records  *checkpoint.Dir
-	pinned   map[string]bool // names that kubelet must not collect; guarded by writing
+
+	signatures *signatures
+
+	pinned map[string]bool // names that kubelet must not collect; guarded by writing
 
 	index    atomic.Pointer[index]
 	sequence uint64          // of the last record written; guarded by writing
@@ -103,6 +106,9 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	records.Note(cfg.Waits.Begin)
 	s, err := newStore(cfg, layers, records, pinned, log)
 	if err != nil {
+		return nil, err
+	}
+	if s.signatures, err = openSignatures(cfg.Root, cfg.Trust, log); err != nil {
 		return nil, err
 	}
 	if err := s.load(); err != nil {
@@ -204,6 +210,9 @@ func (s *Store) load() error {
 		records[id] = s.untag(id, records[id])
 	}
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
+	if err := s.signatures.forgetAllBut(records); err != nil {
+		s.log.Warn("delete signatures of removed images; the next start tries again", "error", err)
+	}
 	return nil
 }
 
@@ -320,6 +329,9 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 func (s *Store) remove(id string) error {
 	if err := s.records.Remove(recordName(id)); err != nil {
 		return fmt.Errorf("remove image %s: %w", id, err)
+	}
+	if err := s.signatures.forget(id); err != nil {
+		s.log.Warn("delete signatures of a removed image; the next start tries again", "image", id, "error", err)
 	}
 	records := maps.Clone(s.index.Load().records)
 	delete(records, id)

@@ -36,6 +36,7 @@ import (
 	"berth/image/layer"
 	"berth/image/registry"
 	"berth/image/registry/registrytest"
+	"berth/image/trust"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -256,7 +257,7 @@ func TestGet(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "docker.io/hosts.toml"), fmt.Appendf(nil, "server = %q", reg.URL), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s := openStore(t, Config{Settings: Settings{registry.Sources{Dirs: []string{dir}}, []string{"app:v1"}}})
+	s := openStore(t, Config{Settings: Settings{registry.Sources{Dirs: []string{dir}}, []string{"app:v1"}, trust.Config{}}})
 	img := pull(t, s, "app:v1")
 	hex := strings.TrimPrefix(img.ID, "sha256:")
 	for _, ref := range []string{
@@ -1538,7 +1539,7 @@ func TestPrepareChangesOpenStore(t *testing.T) {
 	if _, err := s.Prepare(Settings{Pinned: []string{"a/UPPER"}}); err == nil {
 		t.Error("a faulty name is accepted")
 	}
-	apply, err := s.Prepare(Settings{registry.Sources{Dirs: []string{mirrored(t, reg, reg)}}, []string{"example.com/library/app:v1"}})
+	apply, err := s.Prepare(Settings{registry.Sources{Dirs: []string{mirrored(t, reg, reg)}}, []string{"example.com/library/app:v1"}, trust.Config{}})
 	testutil.Must(t, err)
 	apply()
 	if img := pull(t, s, "example.com/library/app:v1"); !img.Pinned {

@@ -107,7 +107,8 @@ func (m *Manager) planContainer(
 	defer span.End()
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	img, err := m.imageOf(config)
+	namespace := p.Config.GetMetadata().GetNamespace()
+	img, err := m.imageOf(ctx, namespace, config)
 	if err != nil {
 		return nil, err
 	}
@@ -124,7 +125,7 @@ func (m *Manager) planContainer(
 			Config: img.Config,
 		},
 	}
-	if spec.Volumes, err = m.volumes.FindVolumes(config); err != nil {
+	if spec.Volumes, err = m.volumes.FindVolumes(ctx, namespace, config); err != nil {
 		return nil, err
 	}
 	parent := p.Config.GetLinux().GetCgroupParent()
@@ -156,12 +157,20 @@ func (m *Manager) planContainer(
 }
 
 // imageOf finds the image of a config, by the ID that PullImage returned or by any other reference.
-func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, error) {
+// The image must pass the signature policy of the pod's namespace, also if it was pulled under
+// another policy.
+func (m *Manager) imageOf(
+	ctx context.Context, namespace string, config *runtimeapi.ContainerConfig,
+) (*image.Image, error) {
 	ref := config.GetImage().GetImage()
 	if ref == "" {
 		return nil, errdefs.InvalidArgument("the container config names no image")
 	}
-	return m.images.Get(ref)
+	img, err := m.images.Get(ref)
+	if err != nil {
+		return nil, err
+	}
+	return img, m.images.Verify(ctx, img, writtenName(config), namespace)
 }
 
 // enterContainer records the container and enters it, unless the pod is being stopped. The caller

@@ -292,7 +292,9 @@ func (f *fakeHost) Hold(string, []digest.Digest) (rootfs.Spec, error) {
 
 func (f *fakeHost) Release(string) error { return f.call("release layers") }
 
-func (f *fakeHost) FindVolumes(*runtimeapi.ContainerConfig) ([]state.Volume, error) {
+func (f *fakeHost) Verify(context.Context, *image.Image, string, string) error { return nil }
+
+func (f *fakeHost) FindVolumes(context.Context, string, *runtimeapi.ContainerConfig) ([]state.Volume, error) {
 	return nil, f.call("find volumes")
 }
 

@@ -69,6 +69,7 @@ type Stopper interface {
 // Images finds images and holds their layers. *image.Store implements it and documents the methods.
 type Images interface {
 	Get(ref string) (*image.Image, error)
+	Verify(ctx context.Context, img *image.Image, written, namespace string) error
 	Hold(id string, layers []digest.Digest) (rootfs.Spec, error)
 	Release(id string) error
 }
@@ -76,7 +77,7 @@ type Images interface {
 // Volumes finds and holds image volumes and the image of a pause. runtime.Roots implements it and
 // documents the methods.
 type Volumes interface {
-	FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error)
+	FindVolumes(ctx context.Context, namespace string, config *runtimeapi.ContainerConfig) ([]state.Volume, error)
 	HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume, error)
 	ReleaseVolumes(id string, volumes []state.Volume) error
 	PauseImage(ctx context.Context, reference string) (*state.Image, error)

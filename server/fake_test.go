@@ -181,7 +181,7 @@ type fakeImages struct {
 	progress []image.PullProgress
 }
 
-func (f *fakeImages) Pull(_ context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error) {
+func (f *fakeImages) PullFor(_ context.Context, _, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error) {
 	f.auth = auth
 	return f.Get(ref)
 }

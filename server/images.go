@@ -71,7 +71,8 @@ type imageDetail struct {
 // PullImage implements ImageService. It returns the image's ID, which the API requires since v1.36.
 // kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage collector
 // compares Image.id with image_id. All runtime handlers share the images, so the handler has no
-// effect, but must be known. The pod's config and the image's annotations are ignored.
+// effect, but must be known. Of the pod's config only the namespace counts, for the signature
+// policy. The image's annotations are ignored.
 func (s *imageService) PullImage(ctx context.Context,
 	req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
@@ -80,7 +81,7 @@ func (s *imageService) PullImage(ctx context.Context,
 	if err := s.checkHandler(req.GetImage().GetRuntimeHandler()); err != nil {
 		return nil, err
 	}
-	img, err := s.images.Pull(ctx, req.GetImage().GetImage(), req.GetAuth())
+	img, err := s.images.PullFor(ctx, req.GetSandboxConfig().GetMetadata().GetNamespace(), req.GetImage().GetImage(), req.GetAuth())
 	if err != nil {
 		return nil, err
 	}

@@ -91,7 +91,7 @@ type Sandboxes interface {
 // Images is the part of the image store that the server uses. Package image documents the
 // contracts.
 type Images interface {
-	Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error)
+	PullFor(ctx context.Context, namespace, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error)
 	Get(ref string) (*image.Image, error)
 	Remove(ctx context.Context, ref string) error
 	Usage(ctx context.Context) (image.Usage, error)

@@ -93,6 +93,7 @@ func want(prefix, cni, zsh string) []file {
 		{prefix + "/bin/berth", program, ""},
 		{prefix + "/bin/berth-shim", program, ""},
 		{prefix + "/bin/berth-unpack", program, ""},
+		{prefix + "/bin/berth-verify", program, ""},
 		{cni + "/berth-net", program, ""},
 		{prefix + "/lib/systemd/system/berth.service", data, ""},
 		{prefix + "/lib/systemd/system/berth.socket", data, ""},

@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"path/filepath"
@@ -15,8 +16,10 @@ import (
 )
 
 // FindVolumes finds the images of a config's mounts, by the IDs that PullImage returned or by other
-// references.
-func (k Roots) FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error) {
+// references. They must pass the signature policy of the pod's namespace.
+func (k Roots) FindVolumes(
+	ctx context.Context, namespace string, config *runtimeapi.ContainerConfig,
+) ([]state.Volume, error) {
 	var volumes []state.Volume
 	for i, mount := range config.GetMounts() {
 		if !oci.IsImageVolume(mount) {
@@ -24,6 +27,9 @@ func (k Roots) FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, 
 		}
 		img, err := k.Images.Get(mount.Image.Image)
 		if err != nil {
+			return nil, volumeFailed(mount, err)
+		}
+		if err := k.Images.Verify(ctx, img, mount.Image.UserSpecifiedImage, namespace); err != nil {
 			return nil, volumeFailed(mount, err)
 		}
 		volumes = append(volumes, state.Volume{Mount: i, ImageID: img.ID, Layers: img.Layers})

@@ -23,7 +23,7 @@ func TestDefaultsMatchTags(t *testing.T) {
 		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true, NetworkCheckSource: true,
 		NetworkNoMasquerade: []string{}, NetworkIsolation: []string{},
 		CNIConfDir: "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
-		DockerConfig: "", AuthFiles: []string{}, RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
+		DockerConfig: "", AuthFiles: []string{}, SignatureRegistriesDir: "/etc/containers/registries.d", SignatureMaxPlugins: 10, SignaturePluginTimeout: Duration{10 * time.Second}, RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, MaxRangeRequests: 16, StallTimeout: Duration{time.Minute}, CNITimeout: Duration{110 * time.Second}, WaitLimit: Duration{time.Minute}, PreloadDirs: []string{"/etc/berth/images.d"}, MaxLayerBytes: 256 << 30, MaxLayerEntries: 4 << 20, DiskReservePercent: 5, DiskReserveBytes: 4 << 30, WritableLayerProjects: 1 << 30,
 		LayerDriver: "auto",
 		MaxLogLine:  16384, IdleLaunchers: 2, StatsPeriod: Duration{10 * time.Second}, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"}, DefaultHandler: "berth",

@@ -17,6 +17,7 @@ var groupDocs = map[string]string{
 	"image":     "Images on disk.",
 	"pull":      "Transfers of images.",
 	"registry":  "Registries and their credentials.",
+	"signature": "Signatures that images must have.",
 	"disk":      "Limits of disk usage.",
 	"network":   "Network of pods, and the built-in network.",
 	"cni":       "Networks that CNI plugins create. See network.type.",

@@ -74,6 +74,11 @@ func FindUnpack(configured string) (string, error) {
 	return findProgram("berth-unpack", "unpack_path", configured)
 }
 
+// FindVerify is FindShim for berth-verify.
+func FindVerify(configured string) (string, error) {
+	return findProgram("berth-verify", "signature.verify_path", configured)
+}
+
 func findProgram(name, option, configured string) (string, error) {
 	if configured != "" {
 		return configured, nil

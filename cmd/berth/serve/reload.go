@@ -11,9 +11,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/cmd/berth/config"
+	"berth/cmd/berth/node"
 	"berth/cni"
 	"berth/image"
 	"berth/image/registry"
+	"berth/image/trust"
 	"berth/internal/nri"
 	"berth/sandbox"
 )
@@ -142,6 +144,10 @@ func imageSettings(cfg *config.Config) image.Settings {
 	if cfg.PauseImage != "" {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
 	}
+	verify, err := node.FindVerify(cfg.SignatureVerifyPath)
+	if err != nil {
+		verify = cfg.SignatureVerifyPath // trust.Config.Check reports it if it is needed
+	}
 	return image.Settings{
 		Registries: registry.Sources{
 			Dirs:           cfg.RegistryDirs,
@@ -150,5 +156,14 @@ func imageSettings(cfg *config.Config) image.Settings {
 			RegistriesConf: cfg.RegistriesConf,
 		},
 		Pinned: pinned,
+		Trust: trust.Config{
+			Policy:        cfg.SignaturePolicy,
+			PolicyDir:     cfg.SignaturePolicyDir,
+			RegistriesDir: cfg.SignatureRegistriesDir,
+			Program:       verify,
+			PluginDir:     cfg.SignaturePluginDir,
+			MaxPlugins:    cfg.SignatureMaxPlugins,
+			PluginTimeout: cfg.SignaturePluginTimeout.Duration,
+		},
 	}
 }

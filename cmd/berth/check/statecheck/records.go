@@ -34,7 +34,7 @@ var (
 		"run", // files of berth run
 	}
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id", "debug.sock"}
-	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
+	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
 	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
 )
 

@@ -1,0 +1,160 @@
+package image
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"google.golang.org/grpc/codes"
+	crierrors "k8s.io/cri-api/pkg/errors"
+
+	"berth/checkpoint"
+	"berth/image/registry"
+	"berth/image/trust"
+	"berth/internal/errdefs"
+)
+
+// Directory, kind and schema version of the records with the documents and signatures of images.
+const (
+	evidenceDir     = "signatures"
+	evidenceKind    = "signatures"
+	evidenceVersion = 1
+)
+
+// signatures checks images by the configured policy. It keeps the evidence of images that were
+// pulled under a policy with signatures.
+type signatures struct {
+	verifier *trust.Verifier
+	config   atomic.Pointer[trust.Config]
+	records  *checkpoint.Dir
+
+	mu   sync.Mutex // guards kept
+	kept map[string]*trust.Evidence
+}
+
+// openSignatures reads the evidence in the image store at root. Damaged evidence is set aside: the
+// images have to be pulled again.
+func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures, error) {
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+	records, err := checkpoint.OpenDir(filepath.Join(root, evidenceDir), evidenceKind, evidenceVersion, checkpoint.Power)
+	if err != nil {
+		return nil, err
+	}
+	s := &signatures{verifier: trust.New(log), records: records, kept: map[string]*trust.Evidence{}}
+	s.config.Store(&c)
+	damaged, err := records.Load(func(name string, _ int, body []byte) error {
+		evidence := new(trust.Evidence)
+		s.kept["sha256:"+name] = evidence
+		return json.Unmarshal(body, evidence)
+	})
+	for _, d := range damaged {
+		delete(s.kept, "sha256:"+d.Name)
+		log.Error("record of image signatures set aside; the image must be pulled again", "image", d.Name, "file", d.Path,
+			"error", d.Err)
+	}
+	return s, err
+}
+
+// keep records the evidence of an image. An image needs none if evidence is nil.
+func (s *signatures) keep(id string, evidence *trust.Evidence) error {
+	if evidence == nil {
+		return nil
+	}
+	if err := s.records.Write(recordName(id), evidence); err != nil {
+		return fmt.Errorf("record signatures: %w", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.kept[id] = evidence
+	return nil
+}
+
+func (s *signatures) of(id string) *trust.Evidence {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.kept[id]
+}
+
+// forget deletes the evidence of a removed image. Its error does no harm: forgetAllBut tries again.
+func (s *signatures) forget(id string) error {
+	if s.of(id) == nil {
+		return nil
+	}
+	s.mu.Lock()
+	delete(s.kept, id)
+	s.mu.Unlock()
+	return s.records.Remove(recordName(id))
+}
+
+// forgetAllBut deletes the evidence of images that do not exist.
+func (s *signatures) forgetAllBut(images map[string]record) (failed error) {
+	for id := range s.kept { // at start, before there are other users
+		if _, ok := images[id]; !ok {
+			failed = errors.Join(failed, s.forget(id))
+		}
+	}
+	return failed
+}
+
+// checkPull checks a resolved image. See trust.Verifier.Pull.
+func (s *signatures) checkPull(
+	ctx context.Context, namespace string, repo *registry.Repository, img *registry.Image,
+) (*trust.Evidence, error) {
+	return s.verifier.Pull(ctx, *s.config.Load(), namespace, repo, img.Documents)
+}
+
+// mayReuse reports whether a present image passes without another look at the registry. Plugins
+// have to see every pull.
+func (s *signatures) mayReuse(ctx context.Context, namespace string, ref registry.Reference, id string) bool {
+	c := *s.config.Load()
+	return c.PluginDir == "" && s.verifier.Use(ctx, c, namespace, ref, s.of(id)) == nil
+}
+
+// Verify checks whether a container in a namespace may use an image. written is the name in the
+// pod's spec, if known. The check is for that name if it names the image, else for any of the
+// image's names. The error has the text that kubelet expects (SignatureValidationFailed).
+func (s *Store) Verify(ctx context.Context, img *Image, written, namespace string) error {
+	c := *s.signatures.config.Load()
+	if c.Policy == "" && c.PolicyDir == "" {
+		return nil
+	}
+	err := error(&trust.RejectedError{Reason: errors.New("the image has no name that a policy could accept")})
+	for _, ref := range s.namesOf(img, written) {
+		if err = s.signatures.verifier.Use(ctx, c, namespace, ref, s.signatures.of(img.ID)); err == nil {
+			return nil
+		}
+	}
+	return signatureError("image "+img.ID, err)
+}
+
+// namesOf returns the names for which an image is checked.
+func (s *Store) namesOf(img *Image, written string) (names []registry.Reference) {
+	x := s.index.Load()
+	if candidates, err := s.client.Candidates(written); err == nil {
+		for _, ref := range candidates {
+			if found := x.byName[ref.String()]; found != nil && found.ID == img.ID {
+				return []registry.Reference{ref}
+			}
+		}
+	}
+	for _, name := range slices.Concat(img.RepoTags, img.RepoDigests) {
+		if ref, err := registry.ParseReference(name); err == nil {
+			names = append(names, ref)
+		}
+	}
+	return names
+}
+
+// signatureError gives a rejection the form that kubelet recognizes: codes.Unknown and a text that
+// begins with SignatureValidationFailed.
+func signatureError(what string, err error) error {
+	return errdefs.New(codes.Unknown, "%w: %s: %w", crierrors.ErrSignatureValidationFailed, what, err)
+}

@@ -1,0 +1,186 @@
+package integration
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/static"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+	"github.com/opencontainers/go-digest"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image/trust/trusttest"
+	"berth/integration/fixture"
+	"berth/integration/harness"
+)
+
+const signatureRejected = "SignatureValidationFailed"
+
+// signImage stores a cosign signature of an image beside it.
+func signImage(t *testing.T, r *fixture.Registry, key *trusttest.Sigstore, repository, of string, img v1.Image) {
+	t.Helper()
+	d := digest.Digest(harness.DigestOf(t, img))
+	data, annotations := key.Sign(t, r.Host+"/"+of, d)
+	signature := harness.Get(mutate.Append(empty.Image,
+		mutate.Addendum{Layer: static.NewLayer(data, types.MediaType(trusttest.MediaType)), Annotations: annotations}))(t)
+	harness.Push(t, r, fmt.Sprintf("%s:sha256-%s.sig", repository, d.Encoded()), signature)
+}
+
+// writePolicy writes a policy.json with requirements of scopes of registries.
+func writePolicy(t *testing.T, path, byDefault string, scopes map[string]any) {
+	t.Helper()
+	docker := map[string]any{}
+	for scope, requirement := range scopes {
+		docker[scope] = []any{requirement}
+	}
+	data := harness.Get(json.Marshal(map[string]any{"default": []any{map[string]string{"type": byDefault}},
+		"transports": map[string]any{"docker": docker}}))(t)
+	harness.Must(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	harness.Must(t, os.WriteFile(path, data, 0o644))
+}
+
+// sigstoreSigned requires a signature of a key, which it stores in dir.
+func sigstoreSigned(t *testing.T, dir string, key *trusttest.Sigstore) map[string]any {
+	t.Helper()
+	file := filepath.Join(dir, "cosign.pub")
+	harness.Must(t, os.WriteFile(file, key.PublicPEM, 0o644))
+	return map[string]any{"type": "sigstoreSigned", "keyPath": file, "signedIdentity": map[string]string{"type": "matchRepository"}}
+}
+
+func wantRejected(t *testing.T, err error) {
+	t.Helper()
+	if err == nil || !strings.Contains(err.Error(), signatureRejected) {
+		t.Errorf("got %v; want %s", err, signatureRejected)
+	}
+}
+
+func podInNamespace(namespace string) harness.PodOption {
+	return func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace = namespace }
+}
+
+func withImage(name string) harness.ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) { c.Image = &runtimeapi.ImageSpec{Image: name} }
+}
+
+// TestSignaturePolicy checks pulls and creations of signed, unsigned and wrongly signed images.
+func TestSignaturePolicy(t *testing.T) {
+	dir, key := t.TempDir(), trusttest.NewSigstore(t)
+	r := harness.NewRegistry(t)
+	build := func(content string) v1.Image {
+		return harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("content", 0o644, content)})
+	}
+	signed, moved, unsigned := build("signed"), build("moved"), build("unsigned")
+	good, _ := harness.Push(t, r, "team/good:v1", signed)
+	other, _ := harness.Push(t, r, "team/moved:v1", moved)
+	bad, _ := harness.Push(t, r, "team/bad:v1", unsigned)
+	signImage(t, r, key, "team/good", "team/good", signed)
+	signImage(t, r, key, "team/moved", "team/elsewhere", moved)
+	policy := filepath.Join(dir, "policy.json")
+	require := map[string]any{r.Host + "/team": sigstoreSigned(t, dir, key)}
+	writePolicy(t, policy, "insecureAcceptAnything", require)
+	writePolicy(t, filepath.Join(dir, "policy.d/free.json"), "insecureAcceptAnything", nil)
+	writePolicy(t, filepath.Join(dir, "policy.d/closed.json"), "reject", nil)
+	d := harness.StartDaemon(t, harness.WithConfig(
+		fmt.Sprintf("signature.policy = %q", policy), fmt.Sprintf("signature.policy_dir = %q", filepath.Join(dir, "policy.d"))))
+	pullFor := func(namespace, name string) error {
+		pod := &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "p", Namespace: namespace, Uid: "u"}}
+		_, err := d.Images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: name}, nil, pod)
+		return err
+	}
+	harness.Must(t, pullFor("default", good))
+	harness.Must(t, pullFor("default", good)) // again: the image is unchanged
+	wantRejected(t, pullFor("default", bad))
+	wantRejected(t, pullFor("default", other))
+	wantRejected(t, pullFor("closed", good))
+	harness.Must(t, pullFor("free", bad))
+	if d.ImageStatus(t, other) != nil {
+		t.Error("a rejected image was stored")
+	}
+
+	pod, free, closed := d.RunPod(t), d.RunPod(t, podInNamespace("free")), d.RunPod(t, podInNamespace("closed"))
+	pod.Run(t, withImage(good))
+	free.Run(t, withImage(bad))
+	_, err := pod.TryCreate(t, withImage(bad)) // pulled under the policy of another namespace
+	wantRejected(t, err)
+	_, err = closed.TryCreate(t, withImage(good))
+	wantRejected(t, err)
+
+	d.Restart(t) // the evidence is on disk
+	pod.Run(t, withImage(good))
+	writePolicy(t, policy, "insecureAcceptAnything", map[string]any{r.Host + "/team": sigstoreSigned(t, dir, trusttest.NewSigstore(t))})
+	_, err = pod.TryCreate(t, withImage(good)) // the key was replaced
+	wantRejected(t, err)
+	harness.Must(t, os.WriteFile(policy, []byte(`{"default": [{"type": "insecureAcceptAnything"}], "transport": {}}`), 0o644))
+	_, err = pod.TryCreate(t, withImage(good)) // the policy is invalid
+	wantRejected(t, err)
+}
+
+// TestOpenPGPSignature checks signatures of a lookaside store.
+func TestOpenPGPSignature(t *testing.T) {
+	dir, key := t.TempDir(), trusttest.NewOpenPGP(t)
+	r := harness.NewRegistry(t)
+	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("content", 0o644, "gpg")})
+	name, _ := harness.Push(t, r, "gpg/app:v1", img)
+	file := filepath.Join(dir, "key.gpg")
+	harness.Must(t, os.WriteFile(file, key.Public, 0o644))
+	policy := filepath.Join(dir, "policy.json")
+	writePolicy(t, policy, "reject", map[string]any{r.Host: map[string]any{"type": "signedBy", "keyType": "GPGKeys", "keyPath": file}})
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "lookaside.yaml"),
+		fmt.Appendf(nil, "docker:\n  %s:\n    lookaside: file://%s/store\n", r.Host, dir), 0o644))
+	d := harness.StartDaemon(t, harness.WithConfig(
+		fmt.Sprintf("signature.policy = %q", policy), fmt.Sprintf("signature.registries_dir = %q", dir)))
+	_, err := d.TryPull(t, name, nil)
+	wantRejected(t, err)
+	hash := digest.Digest(harness.DigestOf(t, img))
+	signature := filepath.Join(dir, "store", fmt.Sprintf("gpg/app@sha256=%s", hash.Encoded()), "signature-1")
+	harness.Must(t, os.MkdirAll(filepath.Dir(signature), 0o755))
+	harness.Must(t, os.WriteFile(signature, key.Sign(t, name, digest.FromString("other")), 0o644))
+	_, err = d.TryPull(t, name, nil)
+	wantRejected(t, err)
+	harness.Must(t, os.WriteFile(signature, key.Sign(t, name, hash), 0o644))
+	d.Pull(t, name)
+}
+
+// TestVerifierPlugins checks that plugins in containerd's protocol decide about pulls.
+func TestVerifierPlugins(t *testing.T) {
+	dir := t.TempDir()
+	r := harness.NewRegistry(t)
+	name, _ := harness.Push(t, r, "plugin/app:v1", harness.BuildImage(t, v1.Config{}))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("signature.plugin_dir = %q", dir), `signature.plugin_timeout = "2s"`))
+	plugin := filepath.Join(dir, "check")
+	install := func(script string) {
+		t.Helper()
+		harness.Must(t, os.WriteFile(plugin+".new", []byte("#!/bin/sh\n"+script+"\n"), 0o755))
+		harness.Must(t, os.Rename(plugin+".new", plugin))
+	}
+	const protocol = `[ "$1 $3 $5 $6" = "-name -digest -stdin-media-type application/vnd.oci.descriptor.v1+json" ] || exit 3
+grep -q "\"digest\":\"$4\"" || exit 4
+case $2 in */plugin/app:v1) ;; *) exit 5;; esac
+`
+	for _, tc := range []struct{ name, script, reason string }{
+		{"rejects", protocol + "echo because of a test; exit 1", "because of a test"},
+		{"hangs", "sleep 60", "no answer within"},
+		{"accepts", protocol + "echo fine", ""},
+		{"rejects an image of the node", "exit 1", "check"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			install(tc.script)
+			_, err := d.TryPull(t, name, nil)
+			if tc.reason == "" {
+				harness.Must(t, err)
+				return
+			}
+			wantRejected(t, err)
+			if err != nil && !strings.Contains(err.Error(), tc.reason) {
+				t.Errorf("%v; want a text with %q", err, tc.reason)
+			}
+		})
+	}
+}
