@@ -293,10 +293,10 @@ func TestBrokenHostsFileFailsByName(t *testing.T) {
 
 func TestUnknownHostKeys(t *testing.T) {
 	t.Parallel()
-	got := unknownKeys([]byte("sever = \"https://a\"\n[host.\"https://user:hunter2@b\"]\n  skip-verify = true\n  capabilites = [\"pull\"]\n" +
+	got := unknownKeys([]byte("sever = \"https://a\"\n[host.\"https://user:hunter2@b\"]\n  skip-verify = true\n  capabilityes = [\"pull\"]\n" +
 		"[host.\"https://b\".header]\n  anything = \"x\"\n[hosts.\"https://c\"]\n"))
 	want := []string{`line 1: unknown key "sever", did you mean "server"?`, `line 3: unknown key "skip-verify", did you mean "skip_verify"?`,
-		`line 4: unknown key "capabilites", did you mean "capabilities"?`, `line 7: unknown key "hosts", did you mean "host"?`}
+		`line 4: unknown key "capabilityes", did you mean "capabilities"?`, `line 7: unknown key "hosts", did you mean "host"?`}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %q", got)
 	}

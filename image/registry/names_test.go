@@ -167,7 +167,7 @@ func TestNewSourcesReplaceOldOnesOrNone(t *testing.T) {
 func TestUnknownHostKeysAreLoggedOnce(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer
-	dir := hostsDir(t, "r.example", "capabilites = [\"pull\"]\n")
+	dir := hostsDir(t, "r.example", "capabilityes = [\"pull\"]\n")
 	c := newClient(t, Config{Sources: Sources{Dirs: []string{dir}}, Log: slog.New(slog.NewTextHandler(&log, nil))})
 	for range 2 {
 		r, err := c.Open(Reference{Domain: "r.example", Repository: "x", Tag: "v1"}, Credentials{})
@@ -176,7 +176,7 @@ func TestUnknownHostKeysAreLoggedOnce(t *testing.T) {
 		}
 		r.Close()
 	}
-	if n := strings.Count(log.String(), `line 1: unknown key \"capabilites\", did you mean \"capabilities\"?`); n != 1 {
+	if n := strings.Count(log.String(), `line 1: unknown key \"capabilityes\", did you mean \"capabilities\"?`); n != 1 {
 		t.Errorf("logged %d times: %s", n, log.String())
 	}
 }

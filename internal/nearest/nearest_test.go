@@ -5,7 +5,7 @@ import "testing"
 func TestOf(t *testing.T) {
 	t.Parallel()
 	known := []string{"capabilities", "skip_verify", "ca"}
-	for name, want := range map[string]string{"capabilites": "capabilities", "skip-verify": "skip_verify", "cert": "ca", "": "ca"} {
+	for name, want := range map[string]string{"capabilityes": "capabilities", "skip-verify": "skip_verify", "cert": "ca", "": "ca"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			if got := Of(name, known); got != want {

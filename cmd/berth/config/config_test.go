@@ -157,7 +157,7 @@ func TestParseErrors(t *testing.T) {
 		"misspelt":        {"root = '/a'\n\nlisen = '/run/x.sock'\n", []string{`f.toml: line 3: unknown key "lisen", the nearest option is "listen"`}},
 		"dash":            {"cgroup-driver = 'auto'", []string{`line 1: unknown key "cgroup-driver"`, `"cgroup_driver"`}},
 		"two":             {"roott = 1\nx_handler = 2", []string{`line 1: unknown key "roott", the nearest option is "root"`, `line 2: unknown key "x_handler", the nearest option is "handlers"`}},
-		"in a table":      {"[log]\nlevle = 'info'", []string{`f.toml: line 2: unknown key "log.levle", the nearest option is "log.level"`}},
+		"in a table":      {"[log]\nlevell = 'info'", []string{`f.toml: line 2: unknown key "log.levell", the nearest option is "log.level"`}},
 		"other table":     {"[cni]\nidle_timeout = '1h'", []string{`f.toml: line 2: unknown key "cni.idle_timeout", the nearest option is "stream.idle_timeout"`}},
 		"no table":        {"bridge = 'br0'", []string{`f.toml: line 1: unknown key "bridge", the nearest option is "network.bridge"`}},
 		"table as value":  {"cni = 'x'", []string{`f.toml: line 1: cni is a table with the options conf_dir, bin_dirs`}},
