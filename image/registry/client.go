@@ -167,7 +167,8 @@ func (r *Repository) Reference() Reference { return r.ref }
 
 // lookupFor returns the function that finds the credentials for a host: those of the pull if they
 // are meant for it, else those of the credential files. domain is the registry in the image's name.
-func (c *Client) lookupFor(given Credentials, h hostConfig, s source, domain string) func(context.Context) (Credentials, error) {
+func (c *Client) lookupFor(given Credentials, h hostConfig, s source,
+	domain string) func(context.Context) (Credentials, error) {
 	return func(ctx context.Context) (Credentials, error) {
 		if given.belongTo(h.Host, h.Home, domain) {
 			return given, nil

@@ -309,7 +309,9 @@ func fromCRIO(f foreign) *Config {
 	for _, name := range f.below("crio", "runtime", "runtimes") {
 		path, _ := f.text("crio", "runtime", "runtimes", name, "runtime_path")
 		kind, _ := f.text("crio", "runtime", "runtimes", name, "runtime_type")
-		for _, known := range []string{"runtime_root", "monitor_path", "monitor_cgroup", "monitor_env", "monitor_exec_cgroup"} {
+		for _, known := range []string{
+			"runtime_root", "monitor_path", "monitor_cgroup", "monitor_env", "monitor_exec_cgroup",
+		} {
 			f.get("crio", "runtime", "runtimes", name, known)
 		}
 		switch {

@@ -66,7 +66,8 @@ var options = sync.OnceValue(func() []option {
 func newOption(field reflect.StructField) option {
 	tag := field.Tag
 	o := option{
-		Key: tag.Get("key"), Old: tag.Get("old"), Reload: tag.Get("reload") == "true", Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
+		Key: tag.Get("key"), Old: tag.Get("old"), Reload: tag.Get("reload") == "true",
+		Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
 		field: field, path: tag.Get("path"), min: tag.Get("min"), max: tag.Get("max"),
 	}
 	if s := tag.Get("oneof"); s != "" {

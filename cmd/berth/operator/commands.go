@@ -24,7 +24,8 @@ func Commands() []*cobra.Command {
 	commands := []*cobra.Command{
 		runCommand(o), psCommand(o), podsCommand(o), inspectCommand(o), logsCommand(o), execCommand(o), attachCommand(o),
 		cpCommand(o), portForwardCommand(o), topCommand(o), statsCommand(o), eventsCommand(o), killCommand(o),
-		stopCommand(o), rmCommand(o), downCommand(o), imagesCommand(o), pullCommand(o), dfCommand(o), infoCommand(o), versionCommand(o),
+		stopCommand(o), rmCommand(o), downCommand(o), imagesCommand(o), pullCommand(o),
+		dfCommand(o), infoCommand(o), versionCommand(o),
 		traceCommand(o),
 	}
 	for _, cmd := range commands {
