@@ -263,7 +263,8 @@ func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
 	return status, err
 }
 
-// label returns the name of a container in the output. With several pods it has the pod's name, too.
+// label returns the name of a container in the output. With several pods it has the pod's name,
+// too.
 func (r *podRun) label(container string) string {
 	if r.config.several {
 		return r.plan.Pod.Name + "/" + container

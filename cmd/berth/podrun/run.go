@@ -1,6 +1,6 @@
-// Package podrun runs Kubernetes manifests through a CRI socket in place of kubelet and the workload
-// controllers. It creates a pod's files, pulls its images, runs its init containers, supervises and
-// probes its containers, and removes everything at the end.
+// Package podrun runs Kubernetes manifests through a CRI socket in place of kubelet and the
+// workload controllers. It creates a pod's files, pulls its images, runs its init containers,
+// supervises and probes its containers, and removes everything at the end.
 //
 // # Contract
 //

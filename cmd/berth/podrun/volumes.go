@@ -76,8 +76,8 @@ func (f *files) setOwnership(dir string, mode uint32) error {
 	return nil
 }
 
-// makeClaim creates the directory of a persistent volume claim. A later pod with the same claim gets
-// the same directory with its content.
+// makeClaim creates the directory of a persistent volume claim. A later pod with the same claim
+// gets the same directory with its content.
 func (f *files) makeClaim(claim string) error {
 	dir := claimDir(f.claims, f.pod.Namespace, claim)
 	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {

@@ -54,8 +54,8 @@ func readObjects(text []byte) ([]object, error) {
 	return out, nil
 }
 
-// readDocument decodes one document to JSON values. It refuses duplicate keys, and a document with a
-// second one after "...", because sigs.k8s.io/yaml silently drops the second one.
+// readDocument decodes one document to JSON values. It refuses duplicate keys, and a document with
+// a second one after "...", because sigs.k8s.io/yaml silently drops the second one.
 func readDocument(document []byte) (map[string]any, error) {
 	var first, second any
 	decoder := goyaml.NewDecoder(bytes.NewReader(document))

@@ -10,8 +10,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// Objects are the ConfigMaps, Secrets and claims of a manifest. Parse fills them. They do not change
-// later.
+// Objects are the ConfigMaps, Secrets and claims of a manifest. Parse fills them. They do not
+// change later.
 type Objects struct {
 	data   map[objectKey]map[string][]byte
 	claims map[objectKey]bool

@@ -47,7 +47,7 @@ type Plan struct {
 	UID          string      // of this run
 	Host         Host
 	Objects      *Objects // of the manifest
-	LogDir       string   // directory in which the runtime writes the containers' logs
+	LogDir       string   // directory where the runtime writes the containers' logs
 	CgroupParent string   // empty: the runtime's default
 	FirstHostID  uint32   // first of UserNamespaceIDs host IDs, if WantsUserNamespace
 }

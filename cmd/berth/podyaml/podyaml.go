@@ -5,8 +5,8 @@
 //
 // Parse accepts a manifest only if every field of its pods is supported or can be ignored. It lists
 // all unsupported fields by path, and groups the ignored ones in warnings. The lists of supported
-// fields (honoured) and ignored fields (ignorable) are explicit, so Parse refuses a field of a later
-// Kubernetes version instead of ignoring it.
+// fields (honoured) and ignored fields (ignorable) are explicit, so Parse refuses a field of a
+// later Kubernetes version instead of ignoring it.
 //
 // Defaults are those of the Kubernetes API server (pkg/apis/core/v1/defaults.go), with two
 // exceptions for lack of a cluster: dnsPolicy is Default, and an unset seccompProfile is
