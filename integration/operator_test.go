@@ -216,9 +216,10 @@ spec:
 	down := func(args ...string) string {
 		return runBerth(t, d, append([]string{"down", "--run-dir", d.Dir + "/run"}, args...)...)
 	}
-	out, err := run()
+	_, err := run()
 	harness.Must(t, err)
-	if out, err = run(); err == nil {
+	out, err := run()
+	if err == nil {
 		t.Errorf("a second run was not refused:\n%s", out)
 	}
 	harness.WantText(t, "output of a second run", out, "pod store-0 exists already; use --replace")
