@@ -60,7 +60,9 @@ func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attach
 
 // referrers returns the manifests with cosign signatures that refer to a document. A registry
 // without the referrers API has them in an index under a tag (distribution spec 1.1).
-func (r *Repository) referrers(ctx context.Context, d digest.Digest, tag string) (found []ocispec.Descriptor, err error) {
+func (r *Repository) referrers(
+	ctx context.Context, d digest.Digest, tag string,
+) (found []ocispec.Descriptor, err error) {
 	for _, suffix := range []string{"referrers/" + d.String(), "manifests/" + tag} {
 		data, err := r.small(ctx, suffix, ocispec.Descriptor{}, MaxManifestSize)
 		if isAbsent(err) {
@@ -84,7 +86,9 @@ func (r *Repository) referrers(ctx context.Context, d digest.Digest, tag string)
 }
 
 // signaturesIn returns the signatures in a manifest. A missing manifest has none.
-func (r *Repository) signaturesIn(ctx context.Context, suffix string, want ocispec.Descriptor) (list []Attachment, err error) {
+func (r *Repository) signaturesIn(
+	ctx context.Context, suffix string, want ocispec.Descriptor,
+) (list []Attachment, err error) {
 	data, err := r.small(ctx, suffix, want, MaxManifestSize)
 	if isAbsent(err) && want.Digest == "" {
 		return nil, nil
@@ -113,7 +117,9 @@ func (r *Repository) signaturesIn(ctx context.Context, suffix string, want ocisp
 }
 
 // small fetches a small document or blob. It checks the digest of want, if there is one.
-func (r *Repository) small(ctx context.Context, suffix string, want ocispec.Descriptor, limit int64) (data []byte, err error) {
+func (r *Repository) small(
+	ctx context.Context, suffix string, want ocispec.Descriptor, limit int64,
+) (data []byte, err error) {
 	err = r.askAll(ctx, capPull, func(e *endpoint) error {
 		expected := want // fetch sets the digest that this host reports
 		data, _, err = e.fetch(ctx, suffix, &expected, limit)

@@ -53,7 +53,8 @@ func (c Config) runPlugins(ctx context.Context, ref registry.Reference, top regi
 		MediaType string `json:"mediaType"`
 	}
 	_ = json.Unmarshal(top.Raw, &kind) // the registry client has parsed it
-	input, err := json.Marshal(ocispec.Descriptor{MediaType: kind.MediaType, Digest: top.Digest, Size: int64(len(top.Raw))})
+	descriptor := ocispec.Descriptor{MediaType: kind.MediaType, Digest: top.Digest, Size: int64(len(top.Raw))}
+	input, err := json.Marshal(descriptor)
 	if err != nil {
 		return rejected("encode descriptor: %w", err)
 	}
@@ -74,7 +75,8 @@ func (c Config) runPlugin(
 	if err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, plugin, "-name", ref.String(), "-digest", top.Digest.String(), "-stdin-media-type", stdinMediaType)
+	cmd := exec.CommandContext(ctx, plugin, "-name", ref.String(), "-digest", top.Digest.String(),
+		"-stdin-media-type", stdinMediaType)
 	cmd.Stdin, cmd.Stdout, cmd.WaitDelay = bytes.NewReader(input), out.File(), time.Second
 	err = cmd.Run()
 	if errors.Is(err, exec.ErrWaitDelay) { // a plugin need not read its input

@@ -86,7 +86,8 @@ func (f files) mount() (_ *os.File, err error) {
 	if err := unix.FsconfigCreate(filesystem); err != nil {
 		return nil, fmt.Errorf("create filesystem for berth-verify: %w", err)
 	}
-	fd, err := unix.Fsmount(filesystem, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NOEXEC)
+	const attributes = unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC
+	fd, err := unix.Fsmount(filesystem, unix.FSMOUNT_CLOEXEC, attributes)
 	if err != nil {
 		return nil, fmt.Errorf("mount filesystem for berth-verify: %w", err)
 	}

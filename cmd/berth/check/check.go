@@ -24,6 +24,7 @@ import (
 // Command returns the command `berth check`.
 func Command() *cobra.Command {
 	var asJSON, bytes bool
+	var registryName string
 	cmd := &cobra.Command{
 		Use:   "check",
 		Short: "Check the node, or with --state berth's records",
@@ -36,6 +37,11 @@ With --state, compare berth's records with this machine and print each differenc
 processes, shims, network namespaces, addresses, layers, mounts, file descriptors,
 records, with --bytes the content of layers, and CRI's lists. The check changes
 nothing, works with and without a running daemon, and fails on a difference.
+
+With --registry HOST, contact the host and its mirrors in the order in which a pull
+does, and print DNS, TCP, TLS and authentication. With --registry HOST/REPOSITORY[:TAG]
+also fetch the manifest, and test range requests and the speed. It fails if the last
+host, the registry itself, fails.
 
 If a daemon serves on the socket (--listen), the check uses its configuration and
 flags, else the configuration file. With --config the node is checked for that file.`,
@@ -53,6 +59,9 @@ flags, else the configuration file. With --config the node is checked for that f
 				if checked, err = askDaemon(ctx, cmd.Flags(), checked); err != nil {
 					return err
 				}
+			}
+			if registryName != "" {
+				return checkRegistry(ctx, cmd, checked.Config, registryName, asJSON)
 			}
 			if ofState {
 				return checkState(ctx, cmd, checked.Config, bytes, asJSON)
@@ -78,6 +87,7 @@ flags, else the configuration file. With --config the node is checked for that f
 	config.AddFlags(cmd.Flags())
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the findings as JSON")
 	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: also compare the content of every layer")
+	cmd.Flags().StringVar(&registryName, "registry", "", "check a registry (HOST) or an image in it (HOST/REPOSITORY[:TAG]) instead")
 	state := cmd.Flags().Lookup(stateFlag)
 	state.NoOptDefVal, state.Usage = noDirectory, "compare records with the machine instead; --state=DIR sets another state directory than the configured one"
 	return cmd

@@ -149,13 +149,8 @@ func imageSettings(cfg *config.Config) image.Settings {
 		verify = cfg.SignatureVerifyPath // trust.Config.Check reports it if it is needed
 	}
 	return image.Settings{
-		Registries: registry.Sources{
-			Dirs:           cfg.RegistryDirs,
-			AuthFiles:      cfg.AuthFiles,
-			DockerConfig:   cfg.DockerConfig,
-			RegistriesConf: cfg.RegistriesConf,
-		},
-		Pinned: pinned,
+		Registries: Registries(cfg),
+		Pinned:     pinned,
 		Trust: trust.Config{
 			Policy:        cfg.SignaturePolicy,
 			PolicyDir:     cfg.SignaturePolicyDir,
@@ -165,5 +160,15 @@ func imageSettings(cfg *config.Config) image.Settings {
 			MaxPlugins:    cfg.SignatureMaxPlugins,
 			PluginTimeout: cfg.SignaturePluginTimeout.Duration,
 		},
+	}
+}
+
+// Registries returns the options of registries.
+func Registries(cfg *config.Config) registry.Sources {
+	return registry.Sources{
+		Dirs:           cfg.RegistryDirs,
+		AuthFiles:      cfg.AuthFiles,
+		DockerConfig:   cfg.DockerConfig,
+		RegistriesConf: cfg.RegistriesConf,
 	}
 }
