@@ -113,7 +113,7 @@ func (n *Network) delStale(ctx context.Context, a *libcni.NetworkAttachment, lis
 	return nil
 }
 
-// gcNetwork runs GC with each plugin of a network that implements it.
+// gcNetwork runs GC with each plugin of a network, and ignores plugins without that verb.
 func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
 	keep map[types.GCAttachment]bool) error {
 	if list.DisableGC || !supports11(list) {

@@ -114,7 +114,7 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 	return p.ID, nil
 }
 
-// planPod decides the pod's Spec, records it and enters the pod.
+// planPod decides the pod's Spec, records it, and adds the pod to m.pods.
 func (m *Manager) planPod(
 	ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string,
 ) (_ *pod, err error) {
@@ -214,7 +214,7 @@ func needsNetwork(spec *state.PodSpec) bool {
 	return spec.Sandboxed() || oci.SetsNetworkSysctls(spec.Config)
 }
 
-// finishPod presents the pod to plugins, records that it is ready, publishes it and watches its
+// finishPod presents the pod to NRI plugins, records that it is ready, publishes it and watches its
 // pause.
 func (m *Manager) finishPod(ctx context.Context, p lockedPod, started *proto.Started) error {
 	p.PausePID, p.PauseStart = started.InitPID, started.InitStartTime
@@ -303,7 +303,7 @@ func (m *Manager) abandonPod(p *pod) {
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
 	defer cancel()
 	if err := m.tasks.Guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
-		m.log.Error("undo of a pod that did not start", "pod", p.ID, "error", err)
+		m.log.Error("cannot undo the failed start of a pod, will try again", "pod", p.ID, "error", err)
 		m.tasks.RetryInBackground("undo", p.String(), undo)
 	}
 }

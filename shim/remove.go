@@ -53,10 +53,10 @@ const undoPatience = 5 * time.Second
 func awaitLauncher(ctx context.Context, dir string) error {
 	ids, err := ReadShim(dir)
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {
-		return err // for example for lack of descriptors: the record may name a launcher
+		return err // for example too many open files; the unread record may name a launcher
 	}
 	if err != nil || ids.InitPID != 0 {
-		return nil // without a valid record no launcher is known to work
+		return nil // without a valid record no launcher is known to be running
 	}
 	proc, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
 	if errors.Is(err, os.ErrProcessDone) {
@@ -80,8 +80,8 @@ func awaitLauncher(ctx context.Context, dir string) error {
 // KillAndDestroy kills the processes of a launch and removes its cgroup and the OCI runtime's
 // state. Each part may be gone already. It keeps the shim directory, which names the runtime.
 //
-// It first waits for a launcher of an earlier daemon that is still at work. That launcher is about
-// to notice its daemon's end, and would make more meanwhile.
+// It first waits for a launcher of an earlier daemon that is still at work. That launcher will soon
+// notice that its daemon has ended. Until then it could create more processes and cgroups.
 func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) error {
 	if err := awaitLauncher(ctx, dir); err != nil {
 		return err
@@ -100,7 +100,7 @@ func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) er
 	if err := group.Kill(ctx); err != nil {
 		return errors.Join(err, deleteErr)
 	}
-	if deleteErr != nil { // perhaps because of its processes
+	if deleteErr != nil { // perhaps because processes were still running, which are now dead
 		deleteErr = r.Delete(ctx, id)
 	}
 	if errors.Is(deleteErr, fs.ErrNotExist) && !r.Sandboxed {

@@ -42,11 +42,11 @@ func TestExecRemovalIsRetried(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, err := os.Stat(left); err != nil {
-			t.Errorf("it was removed without descriptors: %v", err)
+			t.Errorf("the exec's directory was removed while no descriptor was free: %v", err)
 		}
 		<-done
 	})
 	if _, err := os.Stat(left); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("it is still there: %v", err)
+		t.Errorf("the exec's directory was not removed: %v", err)
 	}
 }

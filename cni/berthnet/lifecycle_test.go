@@ -175,7 +175,7 @@ func TestMTU(t *testing.T) {
 	for _, when := range []string{"of the first pod", "when the bridge was empty once more"} {
 		p := b.attached(nil)
 		if mtu := mtuIn(p); mtu != 1400 {
-			t.Errorf("MTU %d %s, want 1400 as the interface with the default route", mtu, when)
+			t.Errorf("MTU %d %s, want 1400, the MTU of the interface with the default route", mtu, when)
 		}
 		testutil.Must(t, p.del())
 	}
@@ -274,7 +274,7 @@ func TestGC(t *testing.T) {
 		}
 	}
 	if !strings.Contains(left, links.PortName(valid.id, "eth0")) || !strings.Contains(left, "tcp port 8080") || strings.Contains(left, "8081") || strings.Contains(left, "8082") {
-		t.Errorf("left of %d bytes:\n%s", before, left)
+		t.Errorf("wrong objects are left (%d bytes of listing before GC):\n%s", before, left)
 	}
 	if left := other.traces(); !strings.Contains(left, links.PortName(others.id, "eth0")) {
 		t.Errorf("another network's port is gone:\n%s", left)
@@ -411,8 +411,8 @@ func TestDelDisconnectsPod(t *testing.T) {
 	}
 }
 
-// A connection that cannot be closed keeps a pod's namespace for more than a minute. The port is
-// deleted earlier.
+// A connection that cannot be closed keeps a pod's namespace for more than a minute. Its bridge
+// port is deleted earlier.
 func TestPortOfLingeringNamespaceIsDeleted(t *testing.T) {
 	b := newBed(t, nil)
 	b.plugin.leavingTime = time.Millisecond

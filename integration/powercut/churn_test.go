@@ -26,7 +26,7 @@ type node struct {
 	filesystem
 	dir        string // mount point of its disk
 	testImages map[string]*testImage
-	layers     map[string]inventory.Tree // expected content of each layer and join
+	layers     map[string]inventory.Tree // expected content of each layer, and of each mount that joins layers
 }
 
 // newNode prepares a daemon. All disks are mounted at the same place, one after the other, because
@@ -49,7 +49,7 @@ func (n *node) store() string { return filepath.Join(n.Root, "images") }
 func (n *node) boot(t *testing.T, disk *blocklog.Disk) (end func()) {
 	t.Helper()
 	m := n.mount(t, disk, n.dir)
-	t.Cleanup(func() { // of a failed test; the disk cannot be unmounted before
+	t.Cleanup(func() { // after a failed test: the disk cannot be unmounted while the daemon runs
 		if n.Cmd != nil && !n.Gone() {
 			n.Signal(t, syscall.SIGKILL)
 			n.LoseState(t)
@@ -73,7 +73,7 @@ type churn struct {
 	objects []string
 }
 
-// change makes a call that leads to the state next, and records when it began and ended.
+// change makes a call that should result in the state next, and records when it began and ended.
 func (c *churn) change(what string, next known, call func() error) error {
 	begun := c.disk.Position()
 	if err := call(); err != nil {

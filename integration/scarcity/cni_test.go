@@ -42,7 +42,7 @@ var addCases = []struct {
 	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
 }
 
-// A failed ADD leaves nothing, at any point of the plugin's failure. The same pod runs once the
+// A failed ADD leaves nothing, wherever the plugin fails. The same pod runs once the
 // plugin works again. bridge is the first plugin of the chain. When portmap fails, an address and a
 // veth exist.
 func TestFailedAdd(t *testing.T) {
@@ -84,8 +84,8 @@ var delCases = []struct {
 	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
 }
 
-// A failed DEL is an error of StopPodSandbox. The pod is still marked not ready, and its processes
-// have exited. The next call removes its network.
+// A failed DEL is an error of StopPodSandbox. Nevertheless the pod is marked not ready, and its
+// processes have exited. The next call removes its network.
 func TestFailedDel(t *testing.T) {
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, shortTimeout, plugin.Option)
@@ -136,9 +136,9 @@ func TestStopSucceedsAfterTenFailedDels(t *testing.T) {
 	}
 }
 
-// A failed RunPodSandbox whose undo fails, too, is undone in the background. Retries have growing
-// pauses until one succeeds. Verbose Status shows the retries. The pod's name can be used
-// meanwhile.
+// If RunPodSandbox fails and its undo fails too, the undo is retried in the background. Retries
+// have growing pauses until one succeeds. Verbose Status shows the retries. The pod's name can be
+// used meanwhile.
 func TestFailedUndoIsRetried(t *testing.T) {
 	failures, longest := 3, 4.0 // pauses of 1, 2 and 4 seconds
 	if harness.Thorough() {
@@ -161,7 +161,7 @@ func TestFailedUndoIsRetried(t *testing.T) {
 			t.Fatalf("a pause of %v s after one of %v s", pause, last)
 		}
 		if last = max(last, pause); last < longest || len(plugin.Calls("DEL")) < failures {
-			return fmt.Errorf("the longest pause was %v s, of %d DELs", last, len(plugin.Calls("DEL")))
+			return fmt.Errorf("the longest pause was %v s after %d DELs", last, len(plugin.Calls("DEL")))
 		}
 		return nil
 	}))
@@ -326,7 +326,7 @@ func TestDelWithoutConfig(t *testing.T) {
 func TestPodWithLostRecordIsRemoved(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		also func(d *harness.Daemon, id, address string) []string // damages other files, too, and returns their paths
+		also func(d *harness.Daemon, id, address string) []string // returns the paths of further files to truncate
 	}{
 		{"alone", func(*harness.Daemon, string, string) []string { return nil }},
 		{"with the CNI library's cache", func(d *harness.Daemon, id, _ string) []string {

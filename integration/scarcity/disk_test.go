@@ -170,8 +170,8 @@ func anotherImage(t *testing.T) v1.Image {
 	return harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("big", 0o644, strings.Repeat("berth", 1<<18))})
 }
 
-// runSettled runs a container and waits for its first log line. By then the start has used all its
-// space.
+// runSettled runs a container and waits for its first log line. After that, the start writes
+// nothing more.
 func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 	t.Helper()
 	c := pod.Run(t, harness.Script("echo settled; exec sleep 1000000"))
@@ -419,7 +419,7 @@ func pushUnpulled(t *testing.T) string {
 
 func waitRuntimeReady(t *testing.T, d *harness.Daemon, want bool) {
 	t.Helper()
-	harness.Eventually(t, "the condition RuntimeReady follows", func() error {
+	harness.Eventually(t, "RuntimeReady reflects the state of the disk", func() error {
 		for _, c := range harness.Get(d.Cri.Status(t.Context(), false))(t).Status.Conditions {
 			if c.Type == runtimeapi.RuntimeReady && c.Status != want {
 				return harness.Unexpected("RuntimeReady", c, want)

@@ -42,8 +42,8 @@ func New(limit int) (*Output, error) {
 // File returns the file to pass to the program. It is valid until Started.
 func (o *Output) File() *os.File { return o.write }
 
-// Started closes this process's copy of the file, once the program has the file. A caller that does
-// not call Started must call End.
+// Started closes this process's copy of the file. Call it after the program has started. A caller
+// that does not call Started must call End.
 func (o *Output) Started() error {
 	w := o.write
 	o.write = nil

@@ -32,7 +32,8 @@ var unmarkedOfShims = map[string]string{
 }
 
 // A function of a launcher or monitor that has effects must have a failpoint. Several effects may
-// lie between two of them, because integration/crash also kills launchers after each system call.
+// lie between two failpoints, because integration/crash also kills launchers after each system
+// call.
 func TestEffectsOfShimsAreMarked(t *testing.T) {
 	found := map[string]bool{}
 	for _, path := range sources(t, "shim/launcher/*.go") {

@@ -30,13 +30,13 @@ type Runner struct {
 	waits *Waits
 }
 
-// NewRunner returns a runner without goroutines that records its waits in waits.
+// NewRunner returns a runner that records its waits in waits. No goroutine runs yet.
 func NewRunner(log *slog.Logger, waits *Waits) *Runner {
 	return &Runner{waits: waits, Operations: NewLifetime(), Background: NewLifetime(), Watchers: NewLifetime(), Log: log}
 }
 
 // Detach runs op in a goroutine of Operations, so that op completes even if its caller stops
-// waiting. Detach returns when op or ctx has ended. limit bounds op, which Waits lists.
+// waiting. Detach returns when op or ctx has ended. limit bounds op. Waits lists op while it runs.
 func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string,
 	op func(context.Context) error) error {
 	return r.detach(ctx, r.Operations, limit, what, object, op)

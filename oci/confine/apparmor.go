@@ -23,9 +23,9 @@ func AppArmorProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	return r
 }
 
-// SetAppArmor sets the process's profile. A requested profile must be loaded, and a localhost
-// profile even for a privileged container. Without a request the container gets the default profile
-// if the kernel has it loaded, as with containerd.
+// SetAppArmor sets the process's profile. A requested profile must be loaded. A privileged
+// container ignores RuntimeDefault, but not a localhost profile. Without a request the container
+// gets the default profile if the kernel has it loaded, as with containerd.
 func SetAppArmor(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) error {
 	if err := r.check("apparmor"); err != nil {
 		return err

@@ -29,8 +29,8 @@ func NewFeed[T any](limit int) *Feed[T] {
 }
 
 // Publish gives an item to all readers, without waiting for them. It calls make only if the feed
-// has readers, and under the lock, so that items that describe states have the order of these
-// states. make must be fast, must not wait and must not call the feed.
+// has readers. It holds the lock meanwhile, so that items which describe states are queued in the
+// order of the states. make must be fast, must not wait and must not call the feed.
 func (f *Feed[T]) Publish(make func() T) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -98,9 +98,9 @@ func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) 
 	}
 }
 
-// addQuota raises the size to the kernel's project quota if that is larger. The quota includes open
-// files without a name, which a walk does not find. The walk includes files that the container has
-// moved out of its project.
+// addQuota raises the size to the usage that the kernel's project quota counts, if that is larger.
+// That usage includes open files without a name, which a walk does not find. The walk includes
+// files that the container has moved out of its project.
 func (c *Sampler) addQuota(s *Target, counted *Sample) error {
 	if c.cfg.Quota == nil {
 		return nil

@@ -88,7 +88,7 @@ func TestContainerWithoutClientsIsSampledRarely(t *testing.T) {
 	sample.last.Store(counted)
 	sample.due = time.Now().Add(-time.Second)
 	if s, wait := c.next(false); s != nil || wait < (unaskedFactor-2)*time.Minute {
-		t.Errorf("without a client: %v is due, or in %v", s, wait)
+		t.Errorf("without a client: due now: %v, next in %v", s, wait)
 	}
 	if c.Last(&sample) != counted {
 		t.Error("Last returned another sample")

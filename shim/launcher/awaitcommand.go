@@ -13,8 +13,8 @@ import (
 	"berth/shim/proto"
 )
 
-// The interval of checks whether init has executed the command. That takes init less than a
-// millisecond, except with startContainer hooks or without a free processor.
+// Limits of the interval between two checks whether init has executed the command. That takes init
+// less than a millisecond, except with startContainer hooks or without a free processor.
 const (
 	firstCheck   = 50 * time.Microsecond
 	longestCheck = 10 * time.Millisecond
@@ -38,7 +38,8 @@ func (c *launch) awaitCommand(mayWait patience) error {
 		if err != nil {
 			return err
 		}
-		executed, runnable, err := pidfd.Executed(c.started.InitPID) // our child, not reaped: the pid is its own
+		// Init is our child and not yet reaped, so the pid cannot have been reused.
+		executed, runnable, err := pidfd.Executed(c.started.InitPID)
 		if err != nil {
 			return err
 		}

@@ -1,7 +1,7 @@
 #include "monitor.h"
 
-/* Bounds the wait for processes that outlive init in a shared PID namespace. The container's
- * removal tries again. */
+/* Bounds the wait for processes that outlive init in a shared PID namespace. Processes that survive
+ * it are killed when the container is removed. */
 #define KILL_PATIENCE (2 * SECOND)
 
 static void note_end(struct monitor *m, int status)
@@ -64,8 +64,8 @@ static void proc_path(char *to, size_t size, int pid, const char *name)
 	to[l.len] = 0;
 }
 
-/* may_see returns whether the kernel shows a process's exit status. To readers that may not
- * trace the process it shows 0, and it refuses them this link, too. */
+/* may_see returns whether the kernel shows a process's exit status. A reader that may not ptrace
+ * the process sees status 0, and cannot read /proc/PID/ns/pid either. So that link is the test. */
 static bool may_see(int pid)
 {
 	char path[64], target[64];
@@ -74,8 +74,8 @@ static bool may_see(int pid)
 	return !failed(SYS4(readlinkat, AT_FDCWD, path, target, sizeof(target)));
 }
 
-/* read_zombie reads the status of a child that has ended. It is not reaped, so the pid is its
- * own. */
+/* read_zombie reads the status of a child that has ended. It has not been reaped, so its pid cannot
+ * have been reused. */
 static bool read_zombie(int pid, int *status)
 {
 	char path[64], stat[2048];
@@ -92,7 +92,8 @@ static bool read_zombie(int pid, int *status)
 
 /*
  * await_tracer waits for SIGCHLD, which the kernel sends when init's tracer detaches. The pidfd
- * would be ready all the time. Without a signalfd it polls with a pause.
+ * would be ready all the time. Without a signalfd the function only sleeps for a moment, and the
+ * caller polls.
  */
 static void await_tracer(struct monitor *m)
 {

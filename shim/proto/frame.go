@@ -46,14 +46,15 @@ const (
 	HeaderSize = frame.HeaderSize
 )
 
-// Frame is one message on the monitor's socket, in the format of package frame. Payload shares the buffer it was decoded from.
+// Frame is one message on the monitor's socket, in the format of package frame. Payload shares the
+// buffer it was decoded from.
 type Frame struct {
 	Type    FrameType
 	Payload []byte
 }
 
-// AppendHeader appends the header of a frame whose payload of size bytes, at most MaxPayload,
-// follows.
+// AppendHeader appends a frame's header. The caller appends the payload of size bytes, at most
+// MaxPayload.
 func AppendHeader(dst []byte, t FrameType, size int) []byte {
 	return frame.AppendHeader(dst, byte(t), size)
 }

@@ -19,7 +19,7 @@ import (
 //	volumes/<name>           emptyDir volumes (a tmpfs with medium Memory), and volumes with
 //	                         files from the manifest (a tmpfs if they have Secrets)
 //	subpaths/<container>/<n> the bind-mounted subPath of the n-th volume mount
-//	logs/<container>/<n>.log the log of the n-th attempt, without a log directory
+//	logs/<container>/<n>.log the log of the n-th attempt, unless Config.LogDir is set
 //
 // The directories of persistent volume claims are beside it, in claims/<namespace>/<name>.
 type files struct {
@@ -64,7 +64,7 @@ func (f *files) writeHosts(content []byte) error {
 	return os.Chmod(f.hosts(), 0o644)
 }
 
-// makeLogDir creates the directory of the pod's logs, below outside if that is not empty, and
+// makeLogDir creates the directory of the pod's logs, in the directory outside if one is given, and
 // returns its path.
 func (f *files) makeLogDir(outside string) (string, error) {
 	dir := filepath.Join(f.dir, "logs")
@@ -101,8 +101,8 @@ func podDir(parent, uid string) (string, bool) {
 	return dir, err == nil && info.IsDir()
 }
 
-// RemoveFiles removes the files of a detached pod, after the pod itself. It does nothing for a pod
-// that Run did not create.
+// RemoveFiles removes the files of a detached pod. The caller has removed the pod. It does nothing
+// for a pod that Run did not create.
 func RemoveFiles(parent, uid string) error {
 	dir, ok := podDir(parent, uid)
 	if !ok {

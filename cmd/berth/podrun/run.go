@@ -56,7 +56,7 @@ type Backoff struct{ First, Most, Reset time.Duration }
 // KubeletBackoff is kubelet's backoff.
 var KubeletBackoff = Backoff{First: 10 * time.Second, Most: 5 * time.Minute, Reset: 10 * time.Minute}
 
-// callTimeout bounds calls that make the runtime work, as in kubelet.
+// callTimeout bounds calls that create something, as in kubelet.
 const callTimeout = 4 * time.Minute
 
 // ContainerFailed is the error of a run with a container that exited for good with a code other
@@ -107,9 +107,9 @@ type podRun struct {
 	failed   *ContainerFailed
 }
 
-// Run runs the pod. When ctx ends it stops the containers within their grace period. When now ends
-// it kills them at once. The error is the cause of ctx's end, a *ContainerFailed, or the failure of
-// a step.
+// Run runs the pod. When ctx ends it stops the containers within their grace period. When the
+// context now ends, it kills them at once. The error is the cause of ctx's end, a *ContainerFailed,
+// or the failure of a step.
 func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Config) (result Result, err error) {
 	uid := newUID()
 	ctx, abort := context.WithCancelCause(ctx)

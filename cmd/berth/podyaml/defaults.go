@@ -98,5 +98,5 @@ func containers(pod *corev1.Pod) []Container {
 	return all
 }
 
-// Sidecar reports an init container that runs beside the other containers (KEP-753).
+// Sidecar reports whether c is an init container that runs beside the other containers (KEP-753).
 func (c Container) Sidecar() bool { return c.Init && isSidecar(c.Container) }

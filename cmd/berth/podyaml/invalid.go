@@ -14,7 +14,8 @@ import (
 )
 
 // checker collects the errors in values of supported fields. It refuses unsupported values. Of the
-// values that the API server refuses, it refuses those that would fail late or affect a path.
+// values that the API server refuses, it refuses those that would fail only after the pod has
+// started, or would become part of a host path.
 type checker struct {
 	pod      *corev1.Pod
 	objects  *Objects // of the manifest
@@ -132,7 +133,7 @@ func (c *checker) dns() {
 	}
 	for i, option := range config.Options {
 		if option.Name == "" || strings.ContainsAny(option.Name+value(option.Value), " \t\r\n") {
-			c.add(index("spec.dnsConfig.options", i), "name and value must be words")
+			c.add(index("spec.dnsConfig.options", i), "name must not be empty, and name and value must not contain white space")
 		}
 	}
 }
@@ -164,7 +165,8 @@ func (c *checker) podSecurity() {
 	c.profiles(at, sc.SeccompProfile, sc.AppArmorProfile)
 }
 
-// id checks a user or group number. The kernel's all-ones value means "no change".
+// id checks a user or group number. The limit is the API server's. It also excludes the kernel's
+// all-ones value, which means "no change".
 func (c *checker) id(path string, id *int64) {
 	const most = 1<<31 - 1
 	if id != nil && (*id < 0 || *id > most) {
@@ -190,7 +192,7 @@ func (c *checker) profile(at, kind string, localhost *string) {
 	}
 	oneOf(c, at+".type", kind, "RuntimeDefault", "Unconfined", "Localhost")
 	if (kind == "Localhost") != (value(localhost) != "") {
-		c.add(at+".localhostProfile", "goes with type Localhost, and only with it")
+		c.add(at+".localhostProfile", "is required with type Localhost and not allowed otherwise")
 	}
 }
 

@@ -24,7 +24,7 @@ import (
 )
 
 // remove removes everything that survey finds. It keeps the records until all pods are removed,
-// because a later reset needs them for the rest.
+// because after a failure the next reset needs them to remove the remaining pods.
 func remove(ctx context.Context, cfg *config.Config, grace time.Duration, log *slog.Logger) error {
 	ids, err := state.IDs(cfg.Root)
 	if err != nil {
@@ -53,8 +53,8 @@ func remove(ctx context.Context, cfg *config.Config, grace time.Duration, log *s
 // atOnce limits the pods that are removed in parallel.
 const atOnce = 8
 
-// removePods stops all containers with a grace period, and removes the pods. A failed pod does not
-// keep the others.
+// removePods stops all containers with a grace period, and removes the pods. A pod that cannot be
+// removed does not stop the removal of the others.
 func removePods(ctx context.Context, m *sandbox.Manager, root string, grace time.Duration) error {
 	containers := map[string][]string{}
 	for _, c := range m.Containers() {

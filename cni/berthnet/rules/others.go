@@ -68,8 +68,8 @@ var families = map[nftables.TableFamily]string{
 // tools are the iptables commands by family. No command covers family inet.
 var tools = map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "iptables", nftables.TableFamilyIPv6: "ip6tables"}
 
-// drops reports whether a chain drops forwarded packets by its policy or by its last rule, as
-// firewalld does.
+// drops reports whether a chain drops forwarded packets by its policy, or is firewalld's chain,
+// which drops them in its last rule.
 func drops(c *nftables.Chain) bool {
 	if c.Hooknum == nil || *c.Hooknum != *nftables.ChainHookForward || families[c.Table.Family] == "" ||
 		c.Type != nftables.ChainTypeFilter {

@@ -41,7 +41,7 @@ var built string
 // builds are berth-unpacks by their names.
 var builds = map[string]*struct {
 	loads  string // looked for instead of libisal.so.2
-	stub   string // instead: the inflate function of the library that is built for it
+	stub   string // body of isal_inflate in a stub library that is built and loaded instead
 	gunzip string // what reads gzip; empty: the process dies of it
 	path   string // of the program; empty where ISA-L's headers are missing
 }{
@@ -53,8 +53,8 @@ var builds = map[string]*struct {
 	"isal that crashes":         {stub: "__builtin_trap()"},
 }
 
-// eachBuild runs a test with each build of berth-unpack. Those that do without the library are
-// alike.
+// eachBuild runs a test with three builds of berth-unpack. The remaining ones fall back to Go like
+// the third.
 func eachBuild(t *testing.T, stall time.Duration, test func(*testing.T, *Program)) {
 	for _, name := range []string{"go", "isal", "isal without the library"} {
 		t.Run(name, func(t *testing.T) { test(t, open(t, need(t, name), stall)) })
@@ -103,7 +103,7 @@ func run(m *testing.M) int {
 	return m.Run()
 }
 
-// buildAll builds what can be built of builds, in dir.
+// buildAll builds those of builds that this host can build, in dir.
 func buildAll(dir string) error {
 	headers := exec.Command("cc", "-E", "-include", "isa-l/igzip_lib.h", "/dev/null").Run() == nil
 	for name, b := range builds {
@@ -209,10 +209,10 @@ func open(t testing.TB, path string, stall time.Duration) *Program {
 	return p
 }
 
-// spinning is the limit of a layer's entries that makes liar spin.
+// spinning is the entry limit with which a test tells liar to spin.
 const spinning = "7777777"
 
-// spin takes CPU time until that is used up, a second.
+// spin uses up its CPU time limit of one second.
 func spin() {
 	if err := unix.Setrlimit(unix.RLIMIT_CPU, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
 		os.Exit(1)
@@ -413,7 +413,7 @@ func TestGunzip(t *testing.T) {
 			var log bytes.Buffer
 			p.log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 			if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(zstandard(t, data)), job); err != nil {
-				t.Fatalf("what is not in gzip: %v", err)
+				t.Fatalf("a zstd blob: %v", err)
 			}
 			log.Reset()
 			_, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(blob), job)
@@ -481,7 +481,7 @@ func testEveryKind(t *testing.T, p *Program) {
 	}
 }
 
-// A process that packs writes the files that the library writes, and nothing else.
+// Pack in a process writes the same files as unpack.Pack, and nothing else.
 func TestPackEveryKind(t *testing.T) { eachBuild(t, time.Minute, testPackEveryKind) }
 
 func testPackEveryKind(t *testing.T, p *Program) {
@@ -554,7 +554,7 @@ func testErrors(t *testing.T, p *Program) {
 	}
 }
 
-// A panic in what reads the blob is an error of the layer.
+// A panic of the blob's io.Reader becomes an error of the layer.
 func TestPanic(t *testing.T) {
 	p := open(t, built, time.Minute)
 	blob := io.MultiReader(bytes.NewReader(everyKind(t)), panics{})

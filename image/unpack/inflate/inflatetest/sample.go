@@ -7,8 +7,8 @@ import (
 	"math/rand/v2"
 )
 
-// Sample returns size bytes that compress to about a third, like programs and texts. They are the
-// same ones each time.
+// Sample returns size bytes that compress to about a third, like programs and texts. Each call
+// returns the same bytes.
 func Sample(size int) []byte {
 	r := rand.New(rand.NewPCG(1, 2))
 	words := make([][]byte, 4096)
