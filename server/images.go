@@ -81,7 +81,8 @@ func (s *imageService) PullImage(ctx context.Context,
 	if err := s.checkHandler(req.GetImage().GetRuntimeHandler()); err != nil {
 		return nil, err
 	}
-	img, err := s.images.PullFor(ctx, req.GetSandboxConfig().GetMetadata().GetNamespace(), req.GetImage().GetImage(), req.GetAuth())
+	namespace := req.GetSandboxConfig().GetMetadata().GetNamespace()
+	img, err := s.images.PullFor(ctx, namespace, req.GetImage().GetImage(), req.GetAuth())
 	if err != nil {
 		return nil, err
 	}

@@ -43,7 +43,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 				Warning,
 				subject,
 				statusErr.Error(),
-				"fix it, if necessary by the options network_…, or set network to cni; until then only pods on the host's network run",
+				"fix it, if necessary by options in [network], or set network.type to cni; until then only pods on the host's network run",
 			),
 		)
 	}
