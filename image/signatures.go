@@ -38,8 +38,8 @@ type signatures struct {
 	kept map[string]*trust.Evidence
 }
 
-// openSignatures reads the evidence in the image store at root. Damaged evidence is set aside: the
-// images have to be pulled again.
+// openSignatures reads the evidence in the image store at root. Damaged evidence is set aside; its
+// images must be pulled again.
 func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures, error) {
 	if err := c.Check(); err != nil {
 		return nil, err
@@ -135,7 +135,7 @@ func (s *Store) Verify(ctx context.Context, img *Image, written, namespace strin
 	return signatureError("image "+img.ID, err)
 }
 
-// namesOf returns the names for which an image is checked.
+// namesOf returns the names under which Verify checks an image.
 func (s *Store) namesOf(img *Image, written string) (names []registry.Reference) {
 	x := s.index.Load()
 	if candidates, err := s.client.Candidates(written); err == nil {

@@ -32,8 +32,8 @@ const (
 	maxReferrers        = 16                                                 // referrers with signatures
 )
 
-// Attachments returns the signatures of a document: those under cosign's tag (sha256-….sig) and
-// those of referrers in the same form. A document without signatures is no error. Signatures beyond
+// Attachments returns the signatures of a document: from cosign's tag (sha256-….sig) and
+// from referrers in the same form. A document without signatures is no error. Signatures beyond
 // maxAttachments are ignored.
 func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attachment, error) {
 	if err := checkDigest(d); err != nil {

@@ -108,7 +108,7 @@ type source struct {
 	Reference
 	home     bool   // is the image's registry, also at another location, and no mirror
 	insecure bool   // certificates are not verified, and plain HTTP is tried
-	proxy    string // namespace-proxy: the registry that a proxy shall ask
+	proxy    string // namespace-proxy: the registry behind a proxy
 }
 
 // sources returns the places that serve an image, in the order to try them: mirrors and the

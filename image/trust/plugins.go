@@ -10,9 +10,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
 
 	"berth/image/registry"
 	"berth/internal/capture"
@@ -78,7 +80,13 @@ func (c Config) runPlugin(
 	cmd := exec.CommandContext(ctx, plugin, "-name", ref.String(), "-digest", top.Digest.String(),
 		"-stdin-media-type", stdinMediaType)
 	cmd.Stdin, cmd.Stdout, cmd.WaitDelay = bytes.NewReader(input), out.File(), time.Second
-	err = cmd.Run()
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	killGroup := func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // with the plugin's children
+	cmd.Cancel = killGroup
+	if err = cmd.Start(); err == nil {
+		err = cmd.Wait()
+		_ = killGroup() // usually nothing is left
+	}
 	if errors.Is(err, exec.ErrWaitDelay) { // a plugin need not read its input
 		err = nil
 	}

@@ -56,7 +56,7 @@ func run(ctx context.Context, program string, content files) (wire.Verdict, erro
 	return wire.ParseVerdict(out.Bytes())
 }
 
-// limitedBuffer keeps the start of what is written.
+// limitedBuffer keeps the first bytes of its input.
 type limitedBuffer struct{ bytes.Buffer }
 
 func (b *limitedBuffer) Write(p []byte) (int, error) {

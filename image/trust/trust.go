@@ -9,9 +9,9 @@
 // dies. Signatures may sign the manifest of the node's platform or the index that the image's name
 // leads to.
 //
-// Evidence is what a policy needs to check an image again without the registry. The image store
-// keeps it with the image, because CreateContainer checks images that were pulled under another
-// policy.
+// Evidence is an image's documents and signatures. With it a policy can check the image again
+// without the registry. The image store keeps it with the image, because CreateContainer checks
+// images that were pulled under another policy.
 //
 // Rejections are *RejectedError.
 package trust
@@ -57,7 +57,8 @@ func (e *RejectedError) Unwrap() error { return e.Reason }
 
 func rejected(format string, args ...any) error { return &RejectedError{fmt.Errorf(format, args...)} }
 
-// Evidence has an image's documents, from the one that its name leads to, to the manifest.
+// Evidence has an image's documents with their signatures: the indexes, outermost first, and then
+// the manifest.
 type Evidence struct {
 	Documents []Document `json:"documents"`
 }

@@ -25,7 +25,9 @@ func checkRegistry(ctx context.Context, cmd *cobra.Command, cfg *config.Config, 
 	if err != nil {
 		return err
 	}
-	client, err := registry.NewClient(registry.Config{Sources: serve.Registries(cfg), StallTimeout: cfg.StallTimeout.Duration})
+	client, err := registry.NewClient(registry.Config{
+		Sources: serve.Registries(cfg), StallTimeout: cfg.StallTimeout.Duration,
+	})
 	if err != nil {
 		return err
 	}

@@ -23,7 +23,7 @@ const TreeFD = 3
 // Files of the directory. The documents are in directories 0, 1 and so on, in the form of
 // containers-image's transport dir: manifest.json, signature-1, signature-2 and so on.
 const (
-	PolicyFile    = "policy.json" // only with default requirements; its paths are those of KeyDir
+	PolicyFile    = "policy.json" // with default requirements only; its key files are in KeyDir
 	ReferenceFile = "reference"   // the image's name with tag or digest
 	KeyDir        = "keys"
 )
@@ -54,8 +54,8 @@ func ParseVerdict(data []byte) (Verdict, error) {
 // sigstoreFormat starts a file with a sigstore signature: a zero byte and the name of the format.
 const sigstoreFormat = "\x00sigstore-json\n"
 
-// Sigstore encodes a sigstore signature as a signature file: the payload that was signed, its media
-// type, and the annotations with the signature, the certificate and the log entry.
+// Sigstore encodes a sigstore signature as a signature file. The key has signed the payload. The
+// annotations have the signature, the certificate and the log entry.
 func Sigstore(mediaType string, payload []byte, annotations map[string]string) ([]byte, error) {
 	data, err := json.Marshal(struct {
 		MIMEType    string            `json:"mimeType"`

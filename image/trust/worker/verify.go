@@ -74,8 +74,8 @@ func verifyDocument(evaluator *signature.PolicyContext, dir string, name imageNa
 	return err
 }
 
-// imageName is the reference of an image, for the policy's checks of identities. The library calls
-// no methods of the embedded interfaces, which are nil.
+// imageName is the reference of an image. The policy compares it with the identity in a signature.
+// The library calls no methods of the embedded interfaces, which are nil.
 type imageName struct {
 	types.ImageReference
 	name reference.Named

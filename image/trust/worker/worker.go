@@ -3,12 +3,13 @@
 // # Contract
 //
 // The daemon (package trust) passes a directory, see package wire. The program confines itself
-// (package jail): it can read the files of the directory and has no network, no capabilities and no
-// other system calls than Go's runtime needs. Then it parses the documents and signatures, which may
-// come from anyone, and writes its verdict. It never accepts an image because of an error.
+// (package jail). It can then read the files of the directory. It has no network and no
+// capabilities, and may make only the system calls of Go's runtime. Then it parses the documents
+// and signatures, which may come from anyone, and writes its verdict. It never accepts an image
+// because of an error.
 //
-// The build tag containers_image_openpgp selects the library's OpenPGP implementation in Go. Without
-// the tag the library would need GPGME, so the program then rejects every image.
+// The build tag containers_image_openpgp selects the library's OpenPGP implementation in Go.
+// Without the tag the library would need GPGME, so the program then rejects every image.
 package worker
 
 import (
