@@ -4,6 +4,7 @@ package check
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"time"
@@ -23,7 +24,8 @@ import (
 
 // Command returns the command `berth check`.
 func Command() *cobra.Command {
-	var asJSON, bytes bool
+	var show display
+	var bytes bool
 	var registryName string
 	cmd := &cobra.Command{
 		Use:   "check",
@@ -31,7 +33,9 @@ func Command() *cobra.Command {
 		Long: `Check whether this node can run berth and kubelet's pods: kernel features, cgroups,
 directories, mount propagation, programs, sockets of other runtimes, features that
 networks need, and the CNI network. The check changes nothing and needs no daemon.
-It fails if no pod could run. Without a CNI network, pods on the host's network run.
+It prints problems and a summary, with --verbose everything that it checked. The exit
+code is 0 without a problem, 3 with warnings only, and 1 if no pod could run. Without
+a CNI network, pods on the host's network run.
 
 With --state, compare berth's records with this machine and print each difference:
 processes, shims, network namespaces, addresses, layers, mounts, file descriptors,
@@ -61,10 +65,10 @@ flags, else the configuration file. With --config the node is checked for that f
 				}
 			}
 			if registryName != "" {
-				return checkRegistry(ctx, cmd, checked.Config, registryName, asJSON)
+				return checkRegistry(ctx, cmd, checked.Config, registryName, show.asJSON())
 			}
 			if ofState {
-				return checkState(ctx, cmd, checked.Config, bytes, asJSON)
+				return checkState(ctx, cmd, checked.Config, bytes, show.asJSON())
 			}
 			checkedNode, err := nodeOf(checked.Config)
 			if err != nil {
@@ -75,17 +79,14 @@ flags, else the configuration file. With --config the node is checked for that f
 			if ctx.Err() != nil {
 				return cli.InterruptStatus(ctx, ctx.Err())
 			}
-			if err := printFindings(cmd.OutOrStdout(), findings, asJSON); err != nil {
+			if err := printFindings(cmd.OutOrStdout(), findings, show); err != nil {
 				return err
 			}
-			if nodecheck.Worst(findings) == nodecheck.Failure {
-				return &cli.ExitStatus{Code: 1}
-			}
-			return nil
+			return statusOf(nodecheck.Worst(findings))
 		},
 	}
 	config.AddFlags(cmd.Flags())
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print the findings as JSON")
+	show.addFlags(cmd.Flags())
 	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: also compare the content of every layer")
 	cmd.Flags().StringVar(&registryName, "registry", "", "check a registry (HOST) or an image in it (HOST/REPOSITORY[:TAG]) instead")
 	state := cmd.Flags().Lookup(stateFlag)
@@ -215,13 +216,64 @@ func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 	return n, nil
 }
 
-func printFindings(w io.Writer, findings []nodecheck.Finding, asJSON bool) error {
-	if asJSON {
+// display is how results are printed.
+type display struct {
+	json    bool
+	verbose bool
+	output  string // text or json
+}
+
+func (d *display) addFlags(flags *pflag.FlagSet) {
+	flags.VarP(d, "output", "o", "output format")
+	flags.BoolVar(&d.json, "json", false, "the same as --output json")
+	flags.BoolVarP(&d.verbose, "verbose", "v", false, "also print what needs no fix")
+}
+
+func (d *display) asJSON() bool { return d.json || d.output == "json" }
+
+// String implements pflag.Value for --output.
+func (d *display) String() string { return d.output }
+
+// Type implements pflag.Value for --output.
+func (d *display) Type() string { return "text|json" }
+
+// Set implements pflag.Value for --output.
+func (d *display) Set(s string) error {
+	if s != "text" && s != "json" {
+		return errors.New("want text or json")
+	}
+	d.output = s
+	return nil
+}
+
+// warningCode is the exit code of a check that found warnings only.
+const warningCode = 3
+
+// statusOf returns the exit status for the worst finding.
+func statusOf(worst nodecheck.Level) error {
+	switch worst {
+	case nodecheck.Failure:
+		return &cli.ExitStatus{Code: 1}
+	case nodecheck.Warning:
+		return &cli.ExitStatus{Code: warningCode}
+	default:
+		return nil
+	}
+}
+
+// printFindings prints the findings. The text ends with a summary.
+func printFindings(w io.Writer, findings []nodecheck.Finding, show display) error {
+	if show.asJSON() {
 		encoder := json.NewEncoder(w)
 		encoder.SetIndent("", "  ")
 		return encoder.Encode(findings)
 	}
+	count := map[nodecheck.Level]int{}
 	for _, f := range findings {
+		count[f.Level]++
+		if f.Level == nodecheck.OK && !show.verbose {
+			continue
+		}
 		if _, err := fmt.Fprintf(w, "%-8s %s: %s\n", f.Level, f.Subject, f.Found); err != nil {
 			return err
 		}
@@ -232,5 +284,7 @@ func printFindings(w io.Writer, findings []nodecheck.Finding, asJSON bool) error
 			return err
 		}
 	}
-	return nil
+	_, err := fmt.Fprintf(w, "%d checks: %d ok, %d warnings, %d failures\n", len(findings),
+		count[nodecheck.OK], count[nodecheck.Warning], count[nodecheck.Failure])
+	return err
 }
