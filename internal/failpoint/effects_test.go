@@ -106,7 +106,7 @@ var unmarked = map[string]string{
 	"image/layer.Open: os.MkdirAll":                                       again,
 	"image/layer.show: unix.Renameat2":                                    "layer.synced is before it",
 	"image/registry.runHelper: cmd.Run":                                   "a credential helper, which only tells something",
-	"image/trust.runPlugin: cmd.Run":                                      "a verifier plugin, which only answers",
+	"image/trust.runPlugin: unix.Kill cmd.Start":                          "a verifier plugin, which only answers",
 	"image/trust.run: cmd.Run":                                            "berth-verify, which only answers",
 	"image/trust.writeAt: unix.Mkdirat unix.Openat":                       detached,
 	"image/unpack/process.restrict: unix.MountSetattr":                    detached,
