@@ -5,7 +5,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -122,7 +121,7 @@ func TestResetRefusesRunningDaemon(t *testing.T) {
 // A daemon was killed while it had pods. Their processes and mounts are removed, too.
 func TestResetAfterKilledDaemon(t *testing.T) {
 	r := newResettable(t)
-	r.d.Signal(t, syscall.SIGKILL)
+	r.d.Kill(t)
 	if out, err := reset(r.d, "--yes"); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}

@@ -31,6 +31,20 @@ func daemonOf(cfg *config.Config) (int, error) {
 	return 0, nil
 }
 
+// lockPatience is how long a lock may stay taken after its daemon was killed: a child of the daemon
+// keeps the lock between fork and exec.
+const lockPatience = 500 * time.Millisecond
+
+// tryLock takes a shared lock on file. It repeats the attempt for lockPatience.
+func tryLock(file *os.File) error {
+	for deadline := time.Now().Add(lockPatience); ; time.Sleep(10 * time.Millisecond) {
+		err := unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
+		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(deadline) {
+			return err
+		}
+	}
+}
+
 // holderOf returns the process that holds the lock at path, 0 for none.
 func holderOf(path string) (int, error) {
 	file, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
@@ -41,7 +55,7 @@ func holderOf(path string) (int, error) {
 		return 0, fmt.Errorf("open the daemon's lock: %w", err)
 	}
 	defer file.Close()
-	err = unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
+	err = tryLock(file)
 	if err == nil {
 		return 0, nil
 	}
