@@ -1,5 +1,6 @@
 // Package server serves the CRI v1 services RuntimeService and ImageService (k8s.io/cri-api) by
-// gRPC on a unix socket, and berth's own service for images (package admin). On a second socket Cadvisor serves the part of containerd's API that
+// gRPC on a unix socket, and berth's own service for images (package admin). On a second socket
+// Cadvisor serves the part of containerd's API that
 // kubelet's cAdvisor uses.
 //
 // # Contract

@@ -292,6 +292,28 @@ func fromCRIO(f foreign) *Config {
 	}
 	f.setDuration(&c.StreamIdleTimeout, "crio", "api", "stream_idle_timeout")
 
+	crioRuntime(f, c)
+	crioHandlers(f, c)
+
+	f.note("berth has a built-in pause program; image.pause selects an image", "crio", "image", "pause_image")
+	f.get("crio", "image", "pause_command")
+	f.setText(&c.DockerConfig, "crio", "image", "global_auth_file")
+	f.setList(&c.PinnedImages, "crio", "image", "pinned_images")
+	f.setDuration(&c.StallTimeout, "crio", "image", "pull_progress_timeout")
+
+	f.setText(&c.CNIConfDir, "crio", "network", "network_dir")
+	f.setList(&c.CNIBinDirs, "crio", "network", "plugin_dirs")
+
+	if f.isTrue("crio", "tracing", "enable_tracing") {
+		f.setText(&c.TracingEndpoint, "crio", "tracing", "tracing_endpoint")
+		f.setNumber(&c.TracingSamplingRate, "crio", "tracing", "tracing_sampling_rate_per_million")
+	}
+	crioNRI(f, c)
+	return c
+}
+
+// crioRuntime reads the table crio.runtime without the runtimes.
+func crioRuntime(f foreign, c *Config) {
 	level, _ := f.text("crio", "runtime", "log_level")
 	if level = map[string]string{"trace": "debug", "debug": "debug", "warn": "warn", "error": "error", "fatal": "error",
 		"panic": "error"}[level]; level != "" {
@@ -306,6 +328,10 @@ func fromCRIO(f foreign) *Config {
 	f.note("berth uses SELinux if the host does", "crio", "runtime", "selinux")
 	f.note("monitors are part of berth", "crio", "runtime", "conmon")
 	f.note("monitors are part of berth", "crio", "runtime", "conmon_cgroup")
+}
+
+// crioHandlers reads the runtimes. runc is the built-in runtime.
+func crioHandlers(f foreign, c *Config) {
 	for _, name := range f.below("crio", "runtime", "runtimes") {
 		path, _ := f.text("crio", "runtime", "runtimes", name, "runtime_path")
 		kind, _ := f.text("crio", "runtime", "runtimes", name, "runtime_type")
@@ -328,20 +354,10 @@ func fromCRIO(f foreign) *Config {
 			c.DefaultHandler = name
 		}
 	}
+}
 
-	f.note("berth has a built-in pause program; image.pause selects an image", "crio", "image", "pause_image")
-	f.get("crio", "image", "pause_command")
-	f.setText(&c.DockerConfig, "crio", "image", "global_auth_file")
-	f.setList(&c.PinnedImages, "crio", "image", "pinned_images")
-	f.setDuration(&c.StallTimeout, "crio", "image", "pull_progress_timeout")
-
-	f.setText(&c.CNIConfDir, "crio", "network", "network_dir")
-	f.setList(&c.CNIBinDirs, "crio", "network", "plugin_dirs")
-
-	if f.isTrue("crio", "tracing", "enable_tracing") {
-		f.setText(&c.TracingEndpoint, "crio", "tracing", "tracing_endpoint")
-		f.setNumber(&c.TracingSamplingRate, "crio", "tracing", "tracing_sampling_rate_per_million")
-	}
+// crioNRI reads the table crio.nri.
+func crioNRI(f foreign, c *Config) {
 	if v, ok := f.get("crio", "nri", "enable_nri"); ok {
 		c.NRI = v == true
 	}
@@ -350,5 +366,4 @@ func fromCRIO(f foreign) *Config {
 	f.setText(&c.NRIPluginConfigDir, "crio", "nri", "nri_plugin_config_dir")
 	f.setDuration(&c.NRIRegistrationTimeout, "crio", "nri", "nri_plugin_registration_timeout")
 	f.setDuration(&c.NRIRequestTimeout, "crio", "nri", "nri_plugin_request_timeout")
-	return c
 }

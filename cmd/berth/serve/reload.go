@@ -112,7 +112,8 @@ func (r *reloader) apply(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Nothing is refused from here on.
+	// Nothing is refused from here on, so Status shows next even if a program cannot be probed.
+	r.running.Store(next)
 	r.level.Set(level)
 	setImages()
 	setNetwork()
@@ -120,9 +121,8 @@ func (r *reloader) apply(ctx context.Context) error {
 		r.plugins.SetRequestTimeout(next.NRIRequestTimeout.Duration)
 	}
 	if err := r.pods.SetHandlers(ctx, handlers(next), next.DefaultHandler); err != nil {
-		return fmt.Errorf("probe runtime handlers: %w", err)
+		r.log.Error("probe runtime handlers after a reload", "error", err)
 	}
-	r.running.Store(next)
 	r.log.Info("configuration reloaded", "changed", strings.Join(changed, " "))
 	if len(restart) > 0 {
 		r.log.Warn("changed options take effect after a restart of berth; pods keep running",
