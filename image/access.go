@@ -10,6 +10,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/registry"
+	"berth/internal/trace"
 )
 
 // origin is where a present layer came from, relative to the repository of a pull.
@@ -172,6 +173,8 @@ func (s *Store) hasBlob(ctx context.Context, repo *registry.Repository, l regist
 // use ensures that a pull may use a present layer. If mayUse returns false, it downloads the blob
 // and checks the digest, but does not unpack it.
 func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origin, track *layerTrack) error {
+	ctx, span := trace.Nest(ctx, "check access")
+	defer span.End()
 	if s.mayUse(ctx, a, l, from) {
 		track.set(LayerPresent)
 		return nil

@@ -25,6 +25,24 @@ type Image struct {
 	Config      ocispec.ImageConfig // the part that containers use: no labels, volumes, ports
 	Layers      []digest.Digest     // names in the layer store, bottom first
 	Raw         []byte              // the configuration as the registry served it, see Specification
+	Artifact    *registry.Artifact  // the artifact that this is; nil: a container image
+}
+
+// ArtifactType is the annotation with the type of an artifact in CRI's image lists, which have no field
+// for it.
+const ArtifactType = "berth.artifact-type"
+
+// CheckRunnable returns FailedPrecondition for an artifact, which has no root filesystem.
+func (i *Image) CheckRunnable() error {
+	if i.Artifact == nil {
+		return nil
+	}
+	name := i.ID
+	if names := slices.Concat(i.RepoTags, i.RepoDigests); len(names) > 0 {
+		name = names[0]
+	}
+	return errdefs.FailedPrecondition(
+		"image %s is an OCI artifact of type %q: a container can mount it as an image volume but not run it", name, i.Artifact.Type)
 }
 
 // Specification decodes the complete configuration. Callers are rare and the decoded form takes
@@ -240,6 +258,7 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 		Config:      ofContainers(c.Config),
 		Layers:      r.layers(),
 		Raw:         r.Config,
+		Artifact:    registry.ParseArtifact(r.Config),
 	}
 	img.Pinned = r.Pinned
 	for _, name := range append(slices.Concat(r.Tags, r.Digests), id) {

@@ -27,6 +27,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/task"
+	"berth/internal/trace"
 )
 
 // Pull fetches the image that ref names and records it under that name. It asks the registry even
@@ -96,20 +97,25 @@ func (s *Store) pullReference(ctx context.Context, namespace string, ref registr
 	}
 	defer repo.Close()
 	defer func() { track.hosts = repo.Served() }()
+	resolving := trace.Begin(ctx, "resolve")
 	end := s.cfg.Waits.BeginOpen("registry manifest", "image "+ref.String()) // stalled transfers end, so no deadline
 	if img := s.unchanged(ctx, repo); img != nil && s.signatures.mayReuse(ctx, namespace, ref, img.ID) {
 		end()
+		resolving.End()
 		return img, nil
 	}
 	resolved, err := repo.Resolve(ctx, s.cfg.Platform)
 	end()
+	resolving.End()
 	if err != nil {
 		return nil, err
 	}
 	if err := checkSizes(resolved.Layers, s.cfg.Limits); err != nil {
 		return nil, err
 	}
+	checking := trace.Begin(ctx, "check signatures")
 	evidence, err := s.signatures.checkPull(ctx, namespace, repo, resolved)
+	checking.End()
 	if err != nil {
 		return nil, err
 	}
@@ -197,6 +203,7 @@ func (s *Store) add(ctx context.Context, what string, img *registry.Image, names
 	if err != nil {
 		return nil, err
 	}
+	defer trace.Begin(ctx, "record").End()
 	return s.commit(ctx, names, img, store)
 }
 
@@ -228,6 +235,7 @@ func (s *Store) addLayers(ctx context.Context, store *layer.Store, img *registry
 		return err
 	}
 	if chain := layersOf(img); len(chain) > 0 { // a layer that does not fit those below fails the pull here
+		defer trace.Begin(ctx, "stack layers").End()
 		if _, err := store.Stack(ctx, distinct(chain)); err != nil {
 			return fmt.Errorf("stack layers: %w", err)
 		}
@@ -266,6 +274,8 @@ func layersOf(img *registry.Image) []digest.Digest {
 // share the download.
 func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer,
 	track *layerTrack) error {
+	ctx, span := trace.Nest(ctx, "layer "+l.Blob.Digest.Encoded()[:12])
+	defer span.End()
 	if name := sourceOf(l).Name(); store.Has(name) {
 		return s.use(ctx, a, l, s.originOf(a, name), track)
 	}
@@ -285,9 +295,11 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 	defer s.cfg.Waits.BeginOpen("layer download and unpack", "layer "+l.DiffID.String())()
 	for {
 		by, started, err := s.flights.join(ctx, key, ref, track.downloading,
-			func(ctx context.Context, received *atomic.Int64) error {
+			func(flight context.Context, received *atomic.Int64) error {
 				defer a.repo.Close()
-				err := run(ctx, received)
+				flight, release := trace.Carry(flight, ctx)
+				defer release()
+				err := run(flight, received)
 				if err == nil {
 					a.grant(name)
 				}
@@ -354,7 +366,9 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 		return had, false, err
 	}
 	defer blob.Close() // read to its end or abandoned
-	had, err = s.unpack(ctx, store, repo.Reference().Domain, l, blob, more)
+	traced := &tracedBlob{Blob: blob, ctx: ctx}
+	had, err = s.unpack(ctx, store, repo.Reference().Domain, l, traced, more)
+	traced.span.End()
 	if err == nil { // unread if another pull created the layer meanwhile
 		_, err = io.Copy(io.Discard, blob)
 	}
@@ -371,17 +385,42 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	return had, inParts, err
 }
 
+// tracedBlob is a blob whose transfer is a span: from the first read to the end or an error.
+type tracedBlob struct {
+	*registry.Blob
+	ctx  context.Context // of the span
+	span *trace.Span     // nil before the first read
+}
+
+func (b *tracedBlob) Read(p []byte) (int, error) {
+	if b.span == nil {
+		b.span = trace.Begin(b.ctx, "download")
+	}
+	n, err := b.Blob.Read(p)
+	if err != nil {
+		b.span.End()
+	}
+	return n, err
+}
+
 // unpack stores a layer when an unpack slot and memory are free. origin is the registry, or another
 // name for the source of blobs that shares the slots. It returns the limits of the layer.
 func (s *Store) unpack(ctx context.Context, store *layer.Store, origin string, l registry.Layer, blob io.Reader,
 	more shortage) (had unpack.Limits, err error) {
+	waiting := trace.Begin(ctx, "wait for unpack slot")
+	defer waiting.End() // after an error
 	err = s.withSlot(ctx, origin, func() error {
+		waiting.End()
+		defer trace.Begin(ctx, "unpack").End()
 		limits, release, err := s.withMemory(ctx, l, more)
 		if err != nil {
 			return err
 		}
 		defer release()
 		had = limits
+		if l.File != "" {
+			return store.CreateFile(ctx, sourceOf(l), layer.File{Path: l.File, Size: l.Blob.Size, Content: blob}, limits)
+		}
 		return store.Create(ctx, sourceOf(l), blob, limits)
 	})
 	return had, err

@@ -1,12 +1,15 @@
 package integration
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
@@ -120,6 +123,101 @@ func TestSignaturePolicy(t *testing.T) {
 	harness.Must(t, os.WriteFile(policy, []byte(`{"default": [{"type": "insecureAcceptAnything"}], "transport": {}}`), 0o644))
 	_, err = pod.TryCreate(t, withImage(good)) // the policy is invalid
 	wantRejected(t, err)
+}
+
+// Keyless signatures are found as OCI referrers: by the registry's API, and by the tag that stands in
+// for it in older registries.
+func TestKeylessSignatureFromReferrers(t *testing.T) {
+	dir, keyless := t.TempDir(), trusttest.NewKeyless(t)
+	who := trusttest.Identity{Issuer: "https://accounts.example", Email: "dev@team.example", Late: time.Minute}
+	r := harness.NewRegistry(t)
+	policy := filepath.Join(dir, "policy.json")
+	ca, log := filepath.Join(dir, "fulcio.pem"), filepath.Join(dir, "rekor.pub")
+	harness.Must(t, os.WriteFile(ca, keyless.RootPEM, 0o644))
+	harness.Must(t, os.WriteFile(log, keyless.LogPEM, 0o644))
+	writePolicy(t, policy, "reject", map[string]any{r.Host: map[string]any{
+		"type":               "sigstoreSigned",
+		"fulcio":             map[string]any{"caPath": ca, "oidcIssuer": who.Issuer, "subjectEmail": who.Email},
+		"rekorPublicKeyPath": log,
+		"signedIdentity":     map[string]string{"type": "matchRepository"},
+	}})
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("signature.policy = %q", policy)))
+	for _, tt := range []struct {
+		repository string
+		who        trusttest.Identity
+		api        bool
+	}{
+		{"api/good", who, true},
+		{"api/other", trusttest.Identity{Issuer: who.Issuer, Email: "other@team.example"}, true},
+		{"tag/good", who, false},
+	} {
+		t.Run(tt.repository, func(t *testing.T) {
+			img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("content", 0o644, tt.repository)})
+			name, _ := harness.Push(t, r, tt.repository+":v1", img)
+			_, err := d.TryPull(t, name, nil)
+			wantRejected(t, err)
+			index := referrersOf(t, r, tt.repository, img, func(of digest.Digest) ([]byte, map[string]string) {
+				return keyless.Sign(t, tt.who, r.Host+"/"+tt.repository, of)
+			})
+			of := digest.Digest(harness.DigestOf(t, img))
+			if tt.api {
+				serveReferrers(t, r, tt.repository, of, index)
+			} else {
+				putIndex(t, r, tt.repository, "sha256-"+of.Encoded(), index)
+			}
+			_, err = d.TryPull(t, name, nil)
+			if tt.who == who {
+				harness.Must(t, err)
+			} else {
+				wantRejected(t, err)
+			}
+		})
+	}
+}
+
+// referrersOf stores a signature of an image and returns the index with the image's referrers.
+func referrersOf(t *testing.T, r *fixture.Registry, repository string, img v1.Image,
+	sign func(digest.Digest) ([]byte, map[string]string)) []byte {
+	t.Helper()
+	data, annotations := sign(digest.Digest(harness.DigestOf(t, img)))
+	signature := harness.Get(mutate.Append(empty.Image,
+		mutate.Addendum{Layer: static.NewLayer(data, types.MediaType(trusttest.MediaType)), Annotations: annotations}))(t)
+	harness.Push(t, r, repository+":signature", signature)
+	descriptor := func(artifact string) map[string]any {
+		return map[string]any{
+			"mediaType": types.DockerManifestSchema2, "digest": harness.DigestOf(t, signature),
+			"size": harness.Get(signature.Size())(t), "artifactType": artifact,
+		}
+	}
+	return harness.Get(json.Marshal(map[string]any{
+		"schemaVersion": 2, "mediaType": types.OCIImageIndex,
+		"manifests": []any{descriptor("application/spdx+json"), descriptor("application/vnd.dev.cosign.artifact.sig.v1+json")},
+	}))(t)
+}
+
+// serveReferrers makes the registry answer the referrers API for one image.
+func serveReferrers(t *testing.T, r *fixture.Registry, repository string, of digest.Digest, index []byte) {
+	t.Helper()
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		if req.URL.Path != "/v2/"+repository+"/referrers/"+of.String() {
+			return false
+		}
+		w.Header().Set("Content-Type", string(types.OCIImageIndex))
+		_, _ = w.Write(index) // a broken connection fails the pull
+		return true
+	})
+	t.Cleanup(func() { r.Hook(nil) })
+}
+
+// putIndex stores an index under a tag.
+func putIndex(t *testing.T, r *fixture.Registry, repository, tag string, index []byte) {
+	t.Helper()
+	url := fmt.Sprintf("http://%s/v2/%s/manifests/%s", r.Host, repository, tag)
+	req := harness.Get(http.NewRequestWithContext(t.Context(), http.MethodPut, url, bytes.NewReader(index)))(t)
+	req.Header.Set("Content-Type", string(types.OCIImageIndex))
+	resp := harness.Get(http.DefaultClient.Do(req))(t)
+	defer resp.Body.Close()
+	harness.Equal(t, "status of the upload", resp.StatusCode, http.StatusCreated)
 }
 
 // TestOpenPGPSignature checks signatures of a lookaside store.

@@ -1,12 +1,12 @@
-// Package archive reads images from archives: OCI layouts (image-spec "image-layout.md"), as a
-// directory or a tar, and the tars of `docker save`.
+// Package archive reads and writes archives of images: OCI layouts (image-spec "image-layout.md"), as
+// a directory or a tar, and the tars of `docker save`.
 //
 // # Contract
 //
-// An archive may come from anyone. The package opens no path that an archive names outside of it,
-// writes nothing, and bounds the memory that the list of files and each document take. Documents
-// get the checks that package registry applies to a registry's documents. A blob is read through a
-// verifier of its size and digest, so a file that changes meanwhile is an error and never content.
+// An archive may come from anyone. The package opens no path that an archive names outside of it and
+// bounds the memory that the list of files and each document take. Documents get the checks that
+// package registry applies to a registry's documents. A blob is read through a verifier of its size
+// and digest, so a file that changes meanwhile is an error and never content.
 //
 // go-containerregistry reads the same formats. It does not bound the size of documents, and it
 // scans a tar from the start for each file.

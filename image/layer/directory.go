@@ -2,6 +2,7 @@ package layer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -11,6 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
+	"berth/image/unpack/tarsplit"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/safefs"
@@ -53,17 +55,62 @@ func (d *Directory) Remove(ctx context.Context, dir string) error {
 }
 
 // Apply implements Driver.
-func (d *Directory) Apply(ctx context.Context, dir string, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+func (d *Directory) Apply(
+	ctx context.Context, dir string, blob io.Reader, job unpack.Job,
+) (_ unpack.Result, err error) {
 	tree, err := makeTree(dir)
 	if err != nil {
 		return unpack.Result{}, err
 	}
 	defer tree.Close()
+	record, err := makeRecord(dir)
+	if err != nil {
+		return unpack.Result{}, err
+	}
+	defer func() { err = errors.Join(err, record.Close()) }()
+	job.Record = record
 	result, err := d.unpack(ctx, tree, blob, job)
 	if err != nil {
 		return unpack.Result{}, err
 	}
+	used, err := usageOf(record)
+	if err != nil {
+		return unpack.Result{}, err
+	}
+	result.Usage = result.Usage.Add(used)
 	return result, unpack.MarkOpaque(tree, result.Opaques)
+}
+
+// OpenContent implements Driver.
+func (d *Directory) OpenContent(dir string) (Content, error) {
+	root, err := safefs.OpenRoot(filepath.Join(dir, treeDir))
+	if err != nil {
+		return nil, err
+	}
+	return treeContent{root}, nil
+}
+
+// treeContent is the content of the files of a directory tree.
+type treeContent struct{ *os.File }
+
+// ReadContent implements tarsplit.Content.
+func (c treeContent) ReadContent(at tarsplit.Ref, p []byte, offset int64) error {
+	if at.Name == "" {
+		return fmt.Errorf("%w: it names no file", tarsplit.ErrDamaged)
+	}
+	parent, name := safefs.Split(safefs.Clean(at.Name))
+	dir, err := safefs.OpenDir(c.File, parent)
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	f, err := dir.OpenRegular(name, unix.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer f.Close() // read only
+	_, err = f.ReadAt(p, offset)
+	return shortContent(err)
 }
 
 // Empty implements Joiner.

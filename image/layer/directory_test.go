@@ -242,6 +242,9 @@ func checkTree(t testing.TB, dir string, counted Usage) {
 	testutil.Must(t, err)
 	walked, err := diskusage.Nominal(t.Context(), root, block)
 	testutil.Must(t, err)
+	used, err := Stored{Dir: filepath.Dir(dir)}.count(tarFile)
+	testutil.Must(t, err)
+	walked = walked.Add(used)
 	if walked != diskusage.Usage(counted) {
 		t.Errorf("%s: counted %+v, there are %+v", dir, counted, walked)
 	}

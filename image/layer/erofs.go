@@ -15,6 +15,7 @@ import (
 	"berth/image/erofs"
 	"berth/image/tree"
 	"berth/image/unpack"
+	"berth/image/unpack/tarsplit"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
@@ -68,6 +69,12 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	}
 	failpoint.Reach("layer.tree-made")
 	defer func() { err = errors.Join(err, tree.Close()) }()
+	record, err := makeRecord(dir)
+	if err != nil {
+		return unpack.Result{}, err
+	}
+	defer func() { err = errors.Join(err, record.Close()) }()
+	job.Record = record
 	result, err := e.pack(ctx, data, tree, blob, job)
 	if err != nil && (unpack.CodeOf(err) == unpack.MoreMemory || errdefs.Code(coded(err)) == codes.OutOfRange) {
 		err = errdefs.New(codes.ResourceExhausted, "%w: %w", ErrTooLarge, err)
@@ -75,8 +82,29 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	if err != nil {
 		return unpack.Result{}, err
 	}
-	result.Usage, err = usageOf(data, tree)
+	result.Usage, err = usageOf(data, tree, record)
 	return result, err
+}
+
+// OpenContent implements Driver.
+func (e *EROFS) OpenContent(dir string) (Content, error) {
+	f, err := os.Open(filepath.Join(dir, dataFile))
+	if err != nil {
+		return nil, err
+	}
+	return packedContent{f}, nil
+}
+
+// packedContent is the content of a layer's files in its data file.
+type packedContent struct{ *os.File }
+
+// ReadContent implements tarsplit.Content.
+func (c packedContent) ReadContent(at tarsplit.Ref, p []byte, offset int64) error {
+	if at.Name != "" {
+		return fmt.Errorf("%w: it names a file", tarsplit.ErrDamaged)
+	}
+	_, err := c.ReadAt(p, at.Offset+offset)
+	return shortContent(err)
 }
 
 // TreeDigest implements Merger.

@@ -112,6 +112,7 @@ func (w twin) create(t testing.TB, data []byte) digest.Digest {
 		testutil.Must(t, err)
 		sums[i] = info.Sum
 		checkSum(t, s, id)
+		checkTar(t, s, id, data)
 		count, err := Stored{Dir: s.layerDir(id), Kind: info.Kind}.Count(context.Background())
 		if testutil.Must(t, err); count != info.Usage {
 			t.Errorf("usage %+v, counted %+v", info.Usage, count)

@@ -62,6 +62,9 @@ type Driver interface {
 	// It need not sync. After an error the Store deletes dir.
 	Apply(ctx context.Context, dir string, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
+	// OpenContent opens the content of the layer's files in dir, for the record of its tar.
+	OpenContent(dir string) (Content, error)
+
 	// Remove deletes dir and its content. It may return ctx's error when ctx is done.
 	Remove(ctx context.Context, dir string) error
 }
@@ -154,6 +157,10 @@ type Info struct {
 	// Numbers of Links and Implied in the record.
 	PendingLinks int `json:"pendingLinks,omitempty"`
 	ImpliedDirs  int `json:"impliedDirs,omitempty"`
+	// TarDigest is the digest of the tar if that is not DiffID, see Store.CreateFile.
+	TarDigest digest.Digest `json:"tarDigest,omitempty"`
+	// Record is the length of the record of the tar, in bytes; 0: the tar cannot be restored.
+	Record int64 `json:"record,omitempty"`
 }
 
 // check returns an error if the record does not belong to the directory dir.

@@ -4,8 +4,10 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"log/slog"
+	"math/rand/v2"
 	"os"
 	"testing"
 	"time"
@@ -92,7 +94,34 @@ func create(t testing.TB, s *Store, data []byte) digest.Digest {
 	id := digest.FromBytes(data)
 	testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 	checkSum(t, s, id)
+	checkTar(t, s, id, data)
 	return id
+}
+
+// checkTar restores the tar of a layer, whole and in ranges.
+func checkTar(t testing.TB, s *Store, id digest.Digest, data []byte) {
+	t.Helper()
+	info, err := s.Info(id)
+	testutil.Must(t, err)
+	restored, err := s.OpenTar(id)
+	if errors.Is(err, ErrNoTar) && s.Kind() == rootfs.Directory && info.Record == 0 {
+		return // entries of the tar replace each other, see TestTarOfReplacedFiles
+	}
+	testutil.Must(t, err)
+	defer func() { testutil.Must(t, restored.Close()) }()
+	whole, err := io.ReadAll(restored.Whole(context.Background()))
+	if testutil.Must(t, err); !bytes.Equal(whole, data) {
+		t.Errorf("%s: the restored tar differs", s.Kind())
+	}
+	r := rand.New(rand.NewPCG(1, uint64(len(data))))
+	for range 8 {
+		from, most := r.IntN(len(data)+1), r.IntN(1<<r.IntN(20)+1)
+		part := make([]byte, most)
+		n, err := restored.ReadAt(part, int64(from))
+		if want := data[from:min(from+most, len(data))]; !bytes.Equal(part[:n], want) || (err == nil) != (n == most) {
+			t.Errorf("%s: %d bytes from %d: %d bytes, %v", s.Kind(), most, from, n, err)
+		}
+	}
 }
 
 // checkSum compares the sum that was computed while the layer was created with that of its tree.

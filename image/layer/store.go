@@ -185,6 +185,27 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 	})
 }
 
+// CreateFile is Create for a layer with one file, whose content is the blob as it is. from.DiffID stands
+// for the path; the layer's record has the digest of the tar that CreateFile makes of the blob.
+func (s *Store) CreateFile(ctx context.Context, from Source, file File, limits unpack.Limits) error {
+	if err := from.Validate(); err != nil {
+		return errdefs.InvalidArgument("layer: %w", err)
+	}
+	if s.Has(from.Name()) {
+		return nil
+	}
+	blob, size, err := file.tar()
+	if err != nil {
+		return fmt.Errorf("layer of the file %q: %w", file.Path, err)
+	}
+	return s.create(ctx, from, blob, unpack.Job{Limits: limits}, func(made unpack.Result) (tarBytes int64, err error) {
+		if made.TarBytes != size {
+			return 0, errdefs.New(codes.DataLoss, "tar has %d bytes, not %d", made.TarBytes, size)
+		}
+		return size, nil
+	})
+}
+
 // create creates a layer. check validates the result and returns the length of the tar.
 func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unpack.Job,
 	check func(unpack.Result) (tarBytes int64, err error)) error {
@@ -268,6 +289,12 @@ func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits un
 	tarBytes int64) (_ record, err error) {
 	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
+	if info.Record, err = recordSize(dir); err != nil {
+		return record{}, err
+	}
+	if made.Digest != from.DiffID {
+		info.TarDigest = made.Digest
+	}
 	if s.merger != nil {
 		info.Tree, err = s.merger.TreeDigest(ctx, dir, limits.WithDefaults().Memory)
 	}

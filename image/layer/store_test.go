@@ -42,7 +42,7 @@ func TestCreate(t *testing.T) {
 	testutil.Must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 	info, err := s.Info(id)
 	testutil.Must(t, err)
-	if !s.Has(id) || info.DiffID != id || info.TarBytes != int64(len(data)) || info.Inodes != 3 || info.Bytes != 3*4096 {
+	if !s.Has(id) || info.DiffID != id || info.TarBytes != int64(len(data)) || info.Inodes != 4 || info.Bytes != 4*4096 {
 		t.Errorf("%+v", info)
 	}
 	if list := s.List(); !slices.Equal(list, []digest.Digest{id}) {

@@ -191,20 +191,34 @@ func (s Stored) Count(ctx context.Context) (Usage, error) {
 	if err != nil {
 		return Usage{}, err
 	}
-	return diskusage.Nominal(ctx, root, block)
+	sum, err := diskusage.Nominal(ctx, root, block)
+	if err != nil {
+		return Usage{}, err
+	}
+	used, err := s.count(tarFile)
+	return sum.Add(used), err
 }
 
 func (s Stored) countPacked() (sum Usage, err error) {
-	for _, name := range []string{dataFile, treeFile} {
-		f, err := os.Open(filepath.Join(s.Dir, name))
+	for _, name := range []string{dataFile, treeFile, tarFile} {
+		u, err := s.count(name)
 		if err != nil {
-			return Usage{}, err
-		}
-		u, err := usageOf(f)
-		if err := errors.Join(err, f.Close()); err != nil {
 			return Usage{}, err
 		}
 		sum = sum.Add(u)
 	}
 	return sum, nil
+}
+
+// count counts a file of the layer. Layers of berth up to 0.3.0 have no record of their tar.
+func (s Stored) count(name string) (Usage, error) {
+	f, err := os.Open(filepath.Join(s.Dir, name))
+	if name == tarFile && errors.Is(err, fs.ErrNotExist) {
+		return Usage{}, nil
+	}
+	if err != nil {
+		return Usage{}, err
+	}
+	u, err := usageOf(f)
+	return u, errors.Join(err, f.Close())
 }

@@ -37,6 +37,14 @@ func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) 
 			return nil, err
 		}
 	}
+	if doc.artifact != nil {
+		img, err := doc.image()
+		if err != nil {
+			return nil, err
+		}
+		img.Digest = top.Digest
+		return img, nil
+	}
 	if doc.manifest.Config.Digest.Algorithm() != digest.SHA256 {
 		return nil, errdefs.FailedPrecondition("config %s: an image's ID must be a sha256 digest",
 			doc.manifest.Config.Digest)
@@ -61,7 +69,9 @@ func readDocument(read ReadBlob, want ocispec.Descriptor) (document, error) {
 	if err != nil {
 		return document{}, fmt.Errorf("read manifest %s: %w", want.Digest, err)
 	}
-	return parseDocument(data, "")
+	doc, err := parseDocument(data, "")
+	doc.raw = data
+	return doc, err
 }
 
 // LocalImage returns the image of a configuration and its layers' blobs, bottom first. It has no

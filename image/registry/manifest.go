@@ -41,6 +41,7 @@ var acceptManifests = []string{strings.Join([]string{
 type document struct {
 	index    []ocispec.Descriptor // of an index; nil for a manifest
 	manifest ocispec.Manifest     // of a manifest
+	artifact *Artifact            // what the manifest describes, without Manifest; nil: a container image
 	raw      []byte               // as the registry served it; set by fetchDocument
 }
 
@@ -89,6 +90,10 @@ func parseDocument(data []byte, contentType string) (document, error) {
 		Config:       *raw.Config,
 		Layers:       raw.Layers,
 	}
+	if isArtifact(m) {
+		artifact, err := artifactOf(m)
+		return document{manifest: m, artifact: artifact}, err
+	}
 	return document{manifest: m}, checkManifest(m)
 }
 
@@ -112,15 +117,8 @@ func checkValues(data []byte) error {
 	return nil
 }
 
-// checkManifest rejects manifests of other artifacts and those that exceed the limits.
+// checkManifest rejects manifests of images that cannot be mounted or that exceed the limits.
 func checkManifest(m ocispec.Manifest) error {
-	switch m.Config.MediaType {
-	case ocispec.MediaTypeImageConfig, mediaTypeDockerConfig, "":
-	case "application/octet-stream": // from Docker 1.10
-	default:
-		return errdefs.FailedPrecondition("not a container image but an artifact with a config of type %q",
-			errdefs.Clip(m.Config.MediaType))
-	}
 	if err := checkDescriptor(m.Config, MaxConfigSize); err != nil {
 		return corrupt("config: %w", err)
 	}

@@ -61,7 +61,7 @@ func TestParseDocument(t *testing.T) {
 		{"index said to be a manifest", `{"schemaVersion":2,"manifests":[]}`, ociManifest, codes.DataLoss, "does not match the media type"},
 		{"manifest that says it is an index", manifestJSON(ociIndex, config, layer), "", codes.DataLoss, "does not match the media type"},
 		{"no config", `{"schemaVersion":2,"layers":[` + layer + `]}`, ociManifest, codes.DataLoss, "no config"},
-		{"artifact", manifestJSON(ociManifest, descriptor("application/vnd.cncf.helm.config.v1+json", sha256Of0, 1), layer), ociManifest, codes.FailedPrecondition, "artifact"},
+		{"artifact", manifestJSON(ociManifest, descriptor("application/vnd.cncf.helm.config.v1+json", sha256Of0, 1), layer), ociManifest, codes.OK, ""},
 		{"encrypted layer", manifestJSON(ociManifest, config, descriptor(ociLayer+"+encrypted", sha256Of0, 1)), ociManifest, codes.FailedPrecondition, "no container image's layer"},
 		{"in-toto layer", manifestJSON(ociManifest, config, descriptor("application/vnd.in-toto+json", sha256Of0, 1)), ociManifest, codes.FailedPrecondition, "in-toto"},
 		{"layer digest is a path (CVE-2024-3727)", manifestJSON(ociManifest, config, descriptor(ociLayer, "sha256:../../../../etc/passwd", 1)), ociManifest, codes.DataLoss, "layer 0"},
@@ -98,6 +98,8 @@ func FuzzParseDocument(f *testing.F) {
 	f.Add([]byte(manifestJSON(ociManifest, config, layer)), ociManifest)
 	f.Add([]byte(`{"schemaVersion":2,"manifests":[`+descriptor(ociManifest, sha256Of0, 2)+`]}`), ociIndex)
 	f.Add([]byte(`{"schemaVersion":1,"fsLayers":[]}`), mediaTypeSignedSchema1)
+	f.Add([]byte(artifactJSON("model/a.bin", "b", "../c")), ociManifest)
+	f.Add([]byte(artifactJSON("a", "a/b")), ociManifest)
 	f.Add([]byte(`{"schemaVersion":2,"manifests":[{"platform":null}],"layers":null}`), "")
 	f.Fuzz(func(t *testing.T, data []byte, contentType string) {
 		doc, err := parseDocument(data, contentType)
@@ -116,6 +118,9 @@ func FuzzParseDocument(f *testing.F) {
 		}
 		if len(doc.manifest.Layers) > MaxLayers {
 			t.Fatal("accepted too many layers")
+		}
+		if doc.artifact != nil {
+			checkArtifact(t, doc)
 		}
 	})
 }

@@ -23,12 +23,14 @@ type Image struct {
 	Config       ocispec.Image
 	Layers       []Layer    // bottom first
 	Documents    []Document // from the one that the reference names to the manifest
+	Artifact     *Artifact  // nil: a container image
 }
 
 // Layer is a layer of an image.
 type Layer struct {
 	DiffID digest.Digest      // sha256 of the tar
 	Blob   ocispec.Descriptor // as the registry has it, compressed or not
+	File   string             // of an artifact: the path of the file that the blob is; empty: the blob is a tar
 }
 
 // Digest resolves the reference with HEAD requests. It returns "" if no host answers with a digest;
@@ -105,6 +107,14 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 			return nil, fmt.Errorf("fetch manifest %s: %w", chosen.Digest, err)
 		}
 		documents = append(documents, Document{chosen.Digest, doc.raw})
+	}
+	if doc.artifact != nil {
+		img, err := doc.image()
+		if err != nil {
+			return nil, err
+		}
+		img.Digest, img.Documents = top, documents
+		return img, nil
 	}
 	img, err := r.fetchConfig(ctx, doc.manifest)
 	if err != nil {

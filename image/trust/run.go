@@ -7,67 +7,34 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"path"
 	"path/filepath"
-	"runtime"
 	"strconv"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"berth/image/trust/wire"
-	"berth/internal/capture"
+	"berth/internal/jail/program"
 )
 
 // verifyTimeout limits a run of berth-verify, which takes milliseconds.
 const verifyTimeout = time.Minute
 
-// namespaces hide other processes, networks and IPC objects.
-const namespaces = unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWNET
-
 // run starts berth-verify with a directory of the given files and returns its verdict. An error
 // means that there is no verdict.
-func run(ctx context.Context, program string, content files) (wire.Verdict, error) {
+func run(ctx context.Context, path string, content files) (wire.Verdict, error) {
 	tree, err := content.mount()
 	if err != nil {
 		return wire.Verdict{}, err
 	}
 	defer tree.Close() // the kernel then drops the mount
-	ctx, cancel := context.WithTimeout(ctx, verifyTimeout)
-	defer cancel()
-	out, err := capture.New(wire.MaxVerdict)
+	answer, err := program.Run(ctx, program.Command{Name: "berth-verify", Path: path, Args: []string{wire.Version},
+		Tree: tree, MaxOutput: wire.MaxVerdict, Timeout: verifyTimeout})
 	if err != nil {
 		return wire.Verdict{}, err
 	}
-	var messages limitedBuffer
-	cmd := exec.CommandContext(ctx, program, wire.Version)
-	cmd.Env, cmd.Dir, cmd.WaitDelay = []string{}, "/", time.Second
-	cmd.ExtraFiles = []*os.File{tree}
-	cmd.Stdout, cmd.Stderr = out.File(), &messages
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: namespaces, Setsid: true, Pdeathsig: unix.SIGKILL}
-	runtime.LockOSThread() // the kernel kills the process when the starting thread ends
-	err = cmd.Run()
-	runtime.UnlockOSThread()
-	if err := errors.Join(err, out.End()); err != nil {
-		return wire.Verdict{}, fmt.Errorf("berth-verify: %w: %s", err, messages.firstLine())
-	}
-	return wire.ParseVerdict(out.Bytes())
-}
-
-// limitedBuffer keeps the first bytes of its input.
-type limitedBuffer struct{ bytes.Buffer }
-
-func (b *limitedBuffer) Write(p []byte) (int, error) {
-	const limit = 512
-	_, err := b.Buffer.Write(p[:min(len(p), limit-b.Len())])
-	return len(p), err
-}
-
-func (b *limitedBuffer) firstLine() string {
-	line, _, _ := bytes.Cut(b.Bytes(), []byte("\n"))
-	return strconv.QuoteToASCII(string(line))
+	return wire.ParseVerdict(answer)
 }
 
 // mount writes the files to a new tmpfs that is mounted nowhere, and returns its root directory.
@@ -86,8 +53,7 @@ func (f files) mount() (_ *os.File, err error) {
 	if err := unix.FsconfigCreate(filesystem); err != nil {
 		return nil, fmt.Errorf("create filesystem for berth-verify: %w", err)
 	}
-	const attributes = unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC
-	fd, err := unix.Fsmount(filesystem, unix.FSMOUNT_CLOEXEC, attributes)
+	fd, err := unix.Fsmount(filesystem, unix.FSMOUNT_CLOEXEC, program.Attributes)
 	if err != nil {
 		return nil, fmt.Errorf("mount filesystem for berth-verify: %w", err)
 	}

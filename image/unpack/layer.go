@@ -14,6 +14,7 @@ import (
 
 	"berth/image/unpack/checksum"
 	"berth/image/unpack/inflate"
+	"berth/image/unpack/tarsplit"
 	"berth/internal/diskusage"
 	"berth/internal/safefs"
 )
@@ -61,6 +62,9 @@ func (l Limits) WithDefaults() Limits {
 type Job struct {
 	Limits    Limits
 	Algorithm digest.Algorithm // of Result.Digest
+	// Record, if not nil, is an empty file for the record of the tar (package tarsplit). It stays empty if
+	// the tar cannot be restored from the layer.
+	Record *os.File
 	// Progress, if not nil, is called with each number of bytes of the tar that are read,
 	// and with 0 where something else takes time. Calls come from several goroutines.
 	Progress func(n int)
@@ -196,42 +200,49 @@ func (c *Contents) Check() error {
 // Layer does not sync and does not mark the Opaques. After an error the content of tree is
 // undefined.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
-	return run(ctx, blob, job, func(tick func()) (sink[*safefs.Dir], error) {
-		return newUnpacker(tree, job.Limits.WithDefaults().Memory, tick)
+	return run(ctx, blob, job, func(in *tarsplit.Recorder, tick func()) (sink[*safefs.Dir], error) {
+		return newUnpacker(tree, job.Limits.WithDefaults().Memory, in, tick)
 	})
 }
 
 // run inflates and hashes a blob, and passes its entries to a sink.
 func run[D directory](
-	ctx context.Context, blob io.Reader, job Job, open func(tick func()) (sink[D], error),
+	ctx context.Context, blob io.Reader, job Job, open func(in *tarsplit.Recorder, tick func()) (sink[D], error),
 ) (_ Result, err error) {
-	in, err := inflate.NewReader(blob, job.Limits.WithDefaults().Window)
+	plain, err := inflate.NewReader(blob, job.Limits.WithDefaults().Window)
 	if err != nil {
 		return Result{}, err
 	}
-	defer in.Close()
+	defer plain.Close()
 	if job.Progress == nil {
 		job.Progress = func(int) {}
 	}
 	limits := job.Limits.WithDefaults()
-	s := newStream(ctx, in, job.Algorithm.Hash(), limits.Tar, job.Progress)
+	s := newStream(ctx, plain, job.Algorithm.Hash(), limits.Tar, job.Progress)
 	defer s.close()
 	defer func() {
 		if blob, ok := blob.(Aborter); ok && err != nil {
 			blob.Abort()
 		}
 	}()
-	to, err := open(func() { job.Progress(0) })
+	in := recorder(s, job.Record)
+	to, err := open(in, func() { job.Progress(0) })
 	if err != nil {
 		return Result{}, err
 	}
 	defer to.close()
 	w := walk[D]{to}
-	if err := w.all(ctx, tar.NewReader(s), limits); err != nil {
+	if err := w.all(ctx, tar.NewReader(in), limits); err != nil {
+		return Result{}, err
+	}
+	if _, err := io.Copy(io.Discard, onlyReader{in}); err != nil { // bytes after the archive
 		return Result{}, err
 	}
 	n, sum, err := s.finish()
 	if err != nil {
+		return Result{}, err
+	}
+	if err := endRecord(in, job.Record); err != nil {
 		return Result{}, err
 	}
 	contents, err := to.finish(ctx)
@@ -239,4 +250,21 @@ func run[D directory](
 		return Result{}, err
 	}
 	return Result{Digest: digest.NewDigestFromBytes(job.Algorithm, sum), TarBytes: n, Contents: contents}, nil
+}
+
+// recorder returns a Recorder of a tar to a file, which may be nil.
+func recorder(from io.Reader, record *os.File) *tarsplit.Recorder {
+	if record == nil {
+		return tarsplit.NewRecorder(from, nil)
+	}
+	return tarsplit.NewRecorder(from, record)
+}
+
+// endRecord completes the record of a tar, or empties the file.
+func endRecord(in *tarsplit.Recorder, record *os.File) error {
+	kept, err := in.Finish()
+	if kept || err != nil || record == nil {
+		return err
+	}
+	return record.Truncate(0)
 }

@@ -16,6 +16,7 @@ import (
 
 	"berth/image/tree"
 	"berth/image/unpack/checksum"
+	"berth/image/unpack/tarsplit"
 )
 
 // Pack is Layer without a filesystem. It appends the content of files to data and writes the tree
@@ -27,11 +28,12 @@ import (
 // do not inherit a directory's default ACL, because a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
 	memory := job.Limits.WithDefaults().Memory
-	return run(ctx, blob, job, func(tick func()) (sink[found], error) {
+	return run(ctx, blob, job, func(in *tarsplit.Recorder, tick func()) (sink[found], error) {
 		p := &packer{
 			root: &tree.Node{Mode: unix.S_IFDIR | 0o755, Implied: true, Children: map[string]*tree.Node{}},
 			data: &dataFile{out: data, buf: make([]byte, 0,
 				dataBuffer)}, out: out, tick: tick, memory: memory, left: memory, hash: xxhash.New(),
+			record: in,
 		}
 		return p, p.keep(tree.NodeMemory + tree.DirMemory) // the root
 	})
@@ -50,6 +52,7 @@ type packer struct {
 	opaque      bool
 	unsupported int
 	last        found // the directory of the entry before
+	record      *tarsplit.Recorder
 }
 
 // found is a directory of the tree with its path, which is free of symlinks.
@@ -149,6 +152,7 @@ func (p *packer) file(at spot, hdr *tar.Header, content io.Reader) error {
 	if isSparse(hdr) {
 		err = p.data.writeSparse(&n.Data, hdr.Size, io.TeeReader(content, p.hash), p.tick)
 	} else {
+		p.record.Content(hdr.Size, tarsplit.Ref{Offset: int64(n.Data.Block) * tree.BlockSize})
 		n.Data.Size, err = p.data.write(content, p.hash)
 	}
 	if err != nil {

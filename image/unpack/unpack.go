@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/unpack/checksum"
+	"berth/image/unpack/tarsplit"
 	"berth/internal/diskusage"
 	"berth/internal/safefs"
 )
@@ -48,6 +49,7 @@ var copyPool = sync.Pool{New: func() any { return new([copySize]byte) }}
 // unpacker writes one layer into a tree.
 type unpacker struct {
 	root    *os.File
+	record  *tarsplit.Recorder
 	tick    func() // reports progress
 	parents *dirCache
 	buf     *[copySize]byte
@@ -72,13 +74,13 @@ type unpacker struct {
 	unsupported int    // extended attributes that the filesystem refused
 }
 
-func newUnpacker(root *os.File, memory int64, tick func()) (*unpacker, error) {
+func newUnpacker(root *os.File, memory int64, in *tarsplit.Recorder, tick func()) (*unpacker, error) {
 	block, err := diskusage.BlockSize(root)
 	if err != nil {
 		return nil, err
 	}
 	return &unpacker{
-		root: root, tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(),
+		root: root, record: in, tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(),
 		block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
 		within: map[string][]string{}, names: int(min(maxNames, memory)), steps: freeSteps,
@@ -105,6 +107,9 @@ func (u *unpacker) file(at filePlace, hdr *tar.Header, content io.Reader) error 
 	err := u.replacing(at, func() (err error) { f, err = at.dir.Create(at.name, uint32(hdr.Mode&0o777)); return err })
 	if err != nil {
 		return err
+	}
+	if !isSparse(hdr) {
+		u.record.Content(hdr.Size, tarsplit.Ref{Name: at.path()})
 	}
 	written, holds, err := u.fill(f, hdr, content)
 	if err == nil {
@@ -298,6 +303,7 @@ func (u *unpacker) replacing(at filePlace, make func() error) error {
 // clear removes the file or tree at a place and the records about it.
 func (u *unpacker) clear(at filePlace, st *unix.Stat_t) error {
 	u.recount = true
+	u.record.Drop() // it may refer to the content of what is removed
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
 		u.forgetBelow(at.path())
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"berth/image/unpack/tarsplit"
 	"berth/internal/safefs"
 	"berth/internal/testutil"
 )
@@ -153,7 +154,7 @@ func TestRememberedNamesAreLimited(t *testing.T) {
 	}
 	for name, entry := range cases {
 		t.Run(name, func(t *testing.T) {
-			u, err := newUnpacker(emptyTree(t), maxNames, func() {})
+			u, err := newUnpacker(emptyTree(t), maxNames, tarsplit.NewRecorder(nil, nil), func() {})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -205,7 +206,7 @@ func TestForgetBelow(t *testing.T) {
 	testutil.NeedRoot(t)
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
-		u, err := newUnpacker(emptyTree(t), maxNames, func() {})
+		u, err := newUnpacker(emptyTree(t), maxNames, tarsplit.NewRecorder(nil, nil), func() {})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -265,7 +266,7 @@ func keys[V any](m map[string]V) map[string]bool {
 // A hole takes time, and is progress.
 func TestHolesAreProgress(t *testing.T) {
 	ticks := 0
-	u, err := newUnpacker(emptyTree(t), maxNames, func() { ticks++ })
+	u, err := newUnpacker(emptyTree(t), maxNames, tarsplit.NewRecorder(nil, nil), func() { ticks++ })
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -204,6 +204,31 @@ func (s *Server) putImage(repo, tag, comment, manifestType, configType string, l
 	return s.PutManifest(repo, tag, manifestType, s.json(m))
 }
 
+// File is a file of a test artifact.
+type File struct {
+	Title   string // empty: the blob has no title
+	Content []byte
+}
+
+// PutArtifact stores an OCI artifact of a type under a tag, as ORAS does, and returns the descriptor of
+// its manifest.
+func (s *Server) PutArtifact(repo, tag, artifactType string, files ...File) ocispec.Descriptor {
+	s.t.Helper()
+	m := ocispec.Manifest{MediaType: ocispec.MediaTypeImageManifest, ArtifactType: artifactType}
+	m.SchemaVersion = 2
+	m.Config = s.PutBlob(repo, []byte("{}"))
+	m.Config.MediaType = ocispec.MediaTypeEmptyJSON
+	for _, f := range files {
+		d := s.PutBlob(repo, f.Content)
+		d.MediaType = "application/octet-stream"
+		if f.Title != "" {
+			d.Annotations = map[string]string{ocispec.AnnotationTitle: f.Title}
+		}
+		m.Layers = append(m.Layers, d)
+	}
+	return s.PutManifest(repo, tag, m.MediaType, s.json(m))
+}
+
 func (s *Server) json(v any) []byte {
 	s.t.Helper()
 	data, err := json.Marshal(v)

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -98,6 +99,68 @@ func TestVerifySigstoreSignature(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			wantVerdict(t, write(t, policy, tc.reference, tc.document, tc.signatures...), tc.reason)
+		})
+	}
+}
+
+// A keyless signature counts if the authority certified the person, and the log has the signature
+// of the time in which the certificate was valid.
+func TestVerifyKeylessSignature(t *testing.T) {
+	t.Parallel()
+	k, other := trusttest.NewKeyless(t), trusttest.NewKeyless(t)
+	const name = "r.example/team/app"
+	who := trusttest.Identity{Issuer: "https://accounts.example", Email: "dev@team.example", Late: time.Minute}
+	policy := policyOf(t, map[string]any{
+		"type":               "sigstoreSigned",
+		"fulcio":             map[string]any{"caData": k.RootPEM, "oidcIssuer": who.Issuer, "subjectEmail": who.Email},
+		"rekorPublicKeyData": k.LogPEM,
+		"signedIdentity":     map[string]string{"type": "matchRepository"},
+	})
+	d := digest.FromString(manifest)
+	for _, tc := range []struct {
+		name, reason string
+		by           *trusttest.Keyless
+		who          func(*trusttest.Identity)
+		change       func(annotations, others map[string]string)
+	}{
+		{"good", "", k, nil, nil},
+		{"another person", "Required email", k, func(w *trusttest.Identity) { w.Email = "other@team.example" }, nil},
+		{"another provider", "OIDC issuer", k, func(w *trusttest.Identity) { w.Issuer = "https://other.example" }, nil},
+		{"after the certificate's lifetime", "certificate has expired", k, func(w *trusttest.Identity) { w.Late = time.Hour }, nil},
+		{"before it", "certificate has expired or is not yet valid", k, func(w *trusttest.Identity) { w.Late = -time.Hour }, nil},
+		{"another authority and log", "verification of Rekor SET failed", other, nil, nil},
+		{"another log", "verification of Rekor SET failed", k, nil, func(a, others map[string]string) {
+			a["dev.sigstore.cosign/bundle"] = others["dev.sigstore.cosign/bundle"]
+		}},
+		{"no log entry", "missing dev.sigstore.cosign/bundle", k, nil, func(a, _ map[string]string) {
+			delete(a, "dev.sigstore.cosign/bundle")
+		}},
+		{"another certificate", "publicKey in Rekor SET does not match", k, nil, func(a, others map[string]string) {
+			a["dev.sigstore.cosign/certificate"] = others["dev.sigstore.cosign/certificate"]
+		}},
+		{"another signature", "signature in Rekor SET does not match", k, nil, func(a, others map[string]string) {
+			a["dev.cosignproject.cosign/signature"] = others["dev.cosignproject.cosign/signature"]
+		}},
+		{"no intermediate certificate", "unknown authority", k, nil, func(a, _ map[string]string) {
+			delete(a, "dev.sigstore.cosign/chain")
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			signer := who
+			if tc.who != nil {
+				tc.who(&signer)
+			}
+			data, annotations := tc.by.Sign(t, signer, name, d)
+			if tc.change != nil {
+				_, others := other.Sign(t, who, name, d)
+				tc.change(annotations, others)
+			}
+			encoded, err := wire.Sigstore(trusttest.MediaType, data, annotations)
+			if err != nil {
+				t.Fatal(err)
+			}
+			wantVerdict(t, write(t, policy, name+":v1", manifest, encoded), tc.reason)
 		})
 	}
 }

@@ -21,7 +21,7 @@ import (
 	"unicode"
 
 	"berth/image/trust/wire"
-	"berth/image/unpack/jail"
+	"berth/internal/jail"
 )
 
 // grant limits the process. Verification takes a few megabytes and milliseconds.

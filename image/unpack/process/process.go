@@ -39,11 +39,12 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
-	"berth/image/unpack/jail"
 	"berth/image/unpack/wire"
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/jail"
+	"berth/internal/jail/program"
 	"berth/internal/task"
 )
 
@@ -175,7 +176,7 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 			mine.close()
 		}
 	}()
-	mount, err := detached(tree)
+	mount, err := program.Clone(tree)
 	if err != nil {
 		return nil, err
 	}
@@ -183,7 +184,7 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 	if packed != nil {
 		readOnly = unix.MOUNT_ATTR_RDONLY
 	}
-	if err := restrict(mount, readOnly); errors.Is(err, unix.ENOSYS) { // Linux 5.12
+	if err := program.Restrict(mount, readOnly); errors.Is(err, unix.ENOSYS) { // Linux 5.12
 		p.unrestricted.Do(func() {
 			p.log.Warn("berth-unpack can open devices in layers: the kernel cannot restrict its mount", "error", err)
 		})
@@ -213,7 +214,8 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 	theirs.add(stderr)
 	mine.add(messages)
 	w.in, w.out = in, out
-	inherited := append([]*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe}, packed...)
+	inherited := []*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe, worker.RecordFD: job.Record}
+	copy(inherited[worker.DataFD:], packed)
 	if err := w.run(worker.Args(job, packed != nil), inherited); err != nil {
 		return nil, err
 	}
@@ -232,34 +234,12 @@ func (f *files) close() {
 	}
 }
 
-// detached clones the mount of tree, a directory, as a detached mount with tree as its root. No
-// path leads out of it.
-func detached(tree *os.File) (*os.File, error) {
-	fd, err := unix.OpenTree(int(tree.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
-	if err != nil {
-		return nil, fmt.Errorf("clone mount of %s: %w", tree.Name(), err)
-	}
-	return os.NewFile(uintptr(fd), "tree"), nil
-}
-
-// restrict makes devices, set-id and programs on a mount unusable.
-func restrict(mount *os.File, more uint64) error {
-	attr := unix.MountAttr{Attr_set: more | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
-	if err := unix.MountSetattr(int(mount.Fd()), "", unix.AT_EMPTY_PATH, &attr); err != nil {
-		return fmt.Errorf("restrict mount of layer: %w", err)
-	}
-	return nil
-}
-
-// namespaces hide other processes, networks and IPC objects.
-const namespaces = unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWNET
-
 // run starts the process and a goroutine that waits for it. The kernel kills the process when the
 // starting thread ends (Pdeathsig), so the goroutine keeps its thread until the process has ended.
 func (w *work) run(args []string, fds []*os.File) error {
 	attr := &os.ProcAttr{
 		Files: fds, Env: []string{}, Dir: "/",
-		Sys: &syscall.SysProcAttr{Cloneflags: namespaces, Setsid: true, Pdeathsig: unix.SIGKILL},
+		Sys: &syscall.SysProcAttr{Cloneflags: program.Namespaces, Setsid: true, Pdeathsig: unix.SIGKILL},
 	}
 	started := make(chan error)
 	go func() {

@@ -31,7 +31,7 @@ import (
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
 // versions refuse each other.
-const Version = "6"
+const Version = "7"
 
 const (
 	kindGunzip   = 'G' // name of what reads gzip

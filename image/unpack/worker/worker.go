@@ -25,9 +25,10 @@ import (
 
 	"berth/image/unpack"
 	"berth/image/unpack/inflate"
-	"berth/image/unpack/jail"
-	"berth/image/unpack/jail/early"
+	"berth/image/unpack/tarsplit"
 	"berth/image/unpack/wire"
+	"berth/internal/jail"
+	"berth/internal/jail/early"
 )
 
 // Descriptors beside the standard ones.
@@ -36,6 +37,8 @@ const (
 	ExeFD  = 4 // the program itself; closed at once, so that a layer cannot change its mode
 	DataFD = 5 // to pack: the file for the data
 	OutFD  = 6 // to pack: the file for the tree
+
+	RecordFD = 7 // the file for the record of the tar, if one is wanted
 )
 
 // Operations.
@@ -76,14 +79,15 @@ func Args(job unpack.Job, pack bool) []string {
 		what = toPack
 	}
 	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes),
-		number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window)}
+		number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window),
+		strconv.FormatBool(job.Record != nil)}
 }
 
 func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if len(args) == 0 || args[0] != wire.Version {
 		return job, false, errors.New("berth-unpack must be started by a berth of the same version")
 	}
-	if len(args) != 8 {
+	if len(args) != 9 {
 		return job, false, fmt.Errorf("%d arguments", len(args))
 	}
 	switch args[1] {
@@ -102,7 +106,11 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 			return job, false, err
 		}
 	}
-	return job, pack, nil
+	record, err := strconv.ParseBool(args[8])
+	if record {
+		job.Record = os.NewFile(RecordFD, "record")
+	}
+	return job, pack, err
 }
 
 // CPULimit returns the CPU time limit for a layer within these limits: many times the need of the
@@ -158,7 +166,7 @@ func run(args []string) error {
 	// A file is never larger than all of them may be.
 	grant := jail.Grant{
 		Memory:   uint64(MemoryFor(job, pack)),
-		FileSize: uint64(job.Limits.Bytes),
+		FileSize: uint64(max(job.Limits.Bytes, tarsplit.MaxFile)),
 		Files:    fileLimit,
 		CPU:      uint64(CPULimit(job.Limits).Seconds()),
 	}

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/erofs"
-	"berth/image/unpack/jail"
 	"berth/internal/diskusage"
+	"berth/internal/jail"
 	"berth/internal/rootfs"
 )
 

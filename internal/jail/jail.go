@@ -1,4 +1,4 @@
-// Package jail confines a process to writing files below one directory.
+// Package jail confines a process to the files below one directory.
 //
 // # Contract
 //
@@ -11,7 +11,8 @@
 //     FOWNER, FSETID, MKNOD, SETFCAP). It has no other capabilities and cannot get any.
 //   - to pack a layer (Grant.OnlyData) may only read and write its inherited files,
 //     without any capability.
-//   - may make only the system calls of Go's runtime and of package unpack: no
+//   - to verify (Grant.ReadOnly) may only read files, without any capability.
+//   - may make only the system calls of Go's runtime and of its grant: no
 //     sockets, programs, namespaces or signals. (On the architectures of
 //     FiltersCalls; berth warns on others.)
 //   - has limits for memory, descriptors, file size and CPU time, and is the first
@@ -44,6 +45,9 @@ type Grant struct {
 	OnlyData bool   // it opens and makes no file, and has no capability
 	ReadOnly bool   // it opens files only to read, and has no capability
 }
+
+// TreeFD is the descriptor of the tree in a program that package jail/program starts.
+const TreeFD = 3
 
 // step is one step of confining a process.
 type step struct {

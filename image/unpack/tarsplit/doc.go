@@ -1,0 +1,60 @@
+// Package tarsplit records the parts of a layer's tar that a stored layer lacks, so that the exact
+// tar can be restored. berth keeps no blobs; the tar's digest names the layer in its image.
+//
+// # Contract
+//
+// berth-unpack records while it reads the tar (Recorder): the bytes of headers and padding, and for
+// the content of each file the place where the layer stores it. The daemon restores any range of the
+// tar from that and from the layer (Reader).
+//
+// The daemon does not trust the record, because a blob may have compromised berth-unpack. Reader
+// limits its memory, and refers to nothing but the content of the same layer. The bytes that it
+// returns may be wrong. Their digest shows it.
+//
+// # Format
+//
+// The file begins with magic. Blocks follow. Each block is three unsigned varints (uncompressed
+// length, compressed length, bytes of the tar) and its compressed data (raw deflate). All blocks but
+// the last have at least blockSize bytes, and at most maxBlock. A block contains whole operations:
+//
+//	4n    n bytes              the tar continues with these bytes
+//	4n+1                       n zeros, which are most of the headers and padding
+//	4n+2  offset+1             n bytes of the data file from an offset
+//	4n+2  0 length name        n bytes of the named file from its start
+//
+// Unlike the format of vbatts/tar-split, which other runtimes use, this one gives access to any range,
+// and refers to content by its place. So it restores a tar that contains a name twice, and needs no
+// second parser of the tar.
+package tarsplit
+
+import "errors"
+
+const (
+	magic = "berth tar 1\n"
+
+	kindBits    = 2 // of an operation's first number
+	kindLiteral = 0
+	kindZeros   = 1
+	kindContent = 2
+
+	blockSize = 128 << 10
+	maxName   = 4096                                // PATH_MAX
+	maxBlock  = blockSize + 2*literalSize + maxName // the last operations may exceed blockSize
+	// literalSize is the most bytes of one operation.
+	literalSize = 64 << 10
+)
+
+// Limits of a record. A tar that needs more cannot be restored.
+const (
+	MaxFile    = 64 << 20 // bytes of the file
+	maxLiteral = 1 << 30  // bytes that are not the content of files
+)
+
+// ErrDamaged is wrapped by errors about a record that cannot be decoded.
+var ErrDamaged = errors.New("record of the tar is damaged")
+
+// Ref is the place of a file's content in the stored layer.
+type Ref struct {
+	Offset int64  // in the layer's data file, if Name is empty
+	Name   string // path of the file
+}
