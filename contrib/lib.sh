@@ -51,6 +51,73 @@ fetch_corpus() {
 	echo "$dir"
 }
 
+# BERTH_CRIU_SUITES are suites of Debian with a CRIU for current kernels, in order of preference. CRIU
+# 4.1.1 of trixie cannot dump internet sockets on Linux 6.16 and later.
+BERTH_CRIU_SUITES=(sid forky trixie)
+
+# fetch_criu prints the path of a CRIU for current kernels. Older releases of Debian have none, so it
+# takes the packages of a newer release from the mirrors that this machine uses. It unpacks them with
+# their libraries below ${XDG_CACHE_HOME:-~/.cache}/berth-criu and installs nothing. It fails if
+# that is not possible.
+fetch_criu() {
+	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-criu suite
+	if "$dir/criu" --version >/dev/null 2>&1; then echo "$dir/criu"; return; fi
+	command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
+	for suite in "${BERTH_CRIU_SUITES[@]}"; do
+		(unpack_criu "$dir" "$suite") >/dev/null 2>&1 && "$dir/criu" --version >/dev/null 2>&1 || continue
+		echo "$dir/criu"
+		return
+	done
+	return 1
+}
+
+# unpack_criu DIR SUITE unpacks CRIU of SUITE and its libraries into DIR/root and writes DIR/criu, which
+# runs it. Call it in a subshell.
+unpack_criu() {
+	local dir=$1 work apt deb loader
+	set -e
+	mkdir -p "$dir"
+	work=$(mktemp -d "$dir/work.XXXXXX")
+	# shellcheck disable=SC2064 # the name is known now
+	trap "rm -rf '$work'" EXIT
+	mkdir -p "$work"/state/lists "$work"/cache/archives/partial "$work/root"
+	: >"$work/status" # with no package installed, apt fetches every library
+	debian_sources "$2" >"$work/suite.sources"
+	[ -s "$work/suite.sources" ]
+	apt=(apt-get -q -o "Dir::State=$work/state" -o "Dir::State::status=$work/status" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root
+		-o "Dir::Etc::sourcelist=$work/suite.sources" -o Dir::Etc::sourceparts=-)
+	"${apt[@]}" update
+	"${apt[@]}" install -y --download-only --no-install-recommends criu
+	for deb in "$work"/cache/archives/{criu,lib}*.deb; do dpkg-deb --extract "$deb" "$work/root"; done
+	loader=$(cd "$work/root" && find usr/lib -name 'ld-linux*' | head -1)
+	[ -n "$loader" ]
+	printf '#!/bin/sh\nexec "%s" --library-path "%s" "%s" "$@"\n' \
+		"$dir/root/$loader" "$dir/root/${loader%/*}" "$dir/root/usr/sbin/criu" >"$work/criu"
+	chmod 0755 "$work/criu"
+	rm -rf "$dir/root"
+	mv "$work/root" "$dir/root"
+	mv "$work/criu" "$dir/criu"
+}
+
+# debian_sources SUITE prints the machine's apt sources of its own Debian release, with that release
+# replaced by SUITE.
+debian_sources() {
+	local own file
+	own=$(. /etc/os-release && [ "$ID" = debian ] && echo "$VERSION_CODENAME") || return
+	[ -n "$own" ] || return
+	for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.list; do
+		# The suite is the second word after the options. Security updates have no sid.
+		[ ! -f "$file" ] || sed -nE "s/^(deb +(\[[^]]*\] +)?[^ ]+ +)$own( .*)\$/\1$1\3/p" "$file"
+	done
+	for file in /etc/apt/sources.list.d/*.sources; do
+		[ ! -f "$file" ] || awk -v RS= -v own="$own" -v suite="$1" '
+			match($0, "(^|\n)Suites:[^\n]*") {
+				if (substr($0, RSTART, RLENGTH) !~ "[ \t]" own "([ \t]|$)") next
+				sub("(^|\n)Suites:[^\n]*", "\nSuites: " suite); sub("^\n", ""); print $0 "\n"
+			}' "$file"
+	done
+}
+
 # go_minor prints N of the installed go1.N, or 0.
 go_minor() {
 	local v

@@ -3,12 +3,15 @@ package docs
 
 import (
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 	"testing"
+
+	"berth/integration/pages"
 )
 
 // checkout is the root of the sources.
@@ -93,6 +96,25 @@ func anchors(page string) map[string]bool {
 		names[strings.ReplaceAll(name, " ", "-")] = true
 	}
 	return names
+}
+
+// Each shell block is run by a test, or says why not. A test runs blocks of every page in each place.
+func TestShellBlocksAreRun(t *testing.T) {
+	t.Parallel()
+	if _, err := pages.Read(checkout); err != nil {
+		t.Error(err)
+	}
+	for path, content := range files(t, ".md") {
+		if _, err := pages.Parse(path, content); err != nil {
+			t.Error(err)
+		}
+	}
+	sources := files(t, "_test.go")
+	for name, place := range pages.Places {
+		if !slices.ContainsFunc(slices.Collect(maps.Values(sources)), func(s string) bool { return strings.Contains(s, "\nfunc "+place.Test+"(") }) {
+			t.Errorf("the blocks of %s are run by %s, which does not exist", name, place.Test)
+		}
+	}
 }
 
 // The first sentence of a page names its readers.

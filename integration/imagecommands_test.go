@@ -14,6 +14,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/google/go-containerregistry/pkg/v1/validate"
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
@@ -145,4 +146,43 @@ func TestImagePreload(t *testing.T) {
 	put("example.com/second", harness.BuildImage(t, v1.Config{User: "web"}))
 	harness.EventuallyTrue(t, "the second image", present("example.com/second"))
 	harness.Equal(t, "output", d.RunPod(t, harness.HostNetwork).Sh(t, "echo ran", harness.Image("example.com/second")), "ran\n")
+}
+
+// A pulled image is saved, removed and loaded again under the same ID, with each layer driver. Other
+// tools read the archives.
+func TestImageSave(t *testing.T) {
+	for _, driver := range []string{"auto", "directory"} {
+		t.Run(driver, func(t *testing.T) {
+			d := harness.StartDaemon(t, harness.WithLayerDriver(driver))
+			pushed, id := layeredImage(t, "saved-"+driver)
+			d.Pull(t, pushed)
+			const want = "kept saved-%s\nnew\nkept\nnew\n1777\n"
+			dir := t.TempDir()
+			for _, format := range []string{"oci", "docker"} {
+				file := filepath.Join(dir, format+".tar")
+				runBerth(t, d, "image", "save", "--format", format, "-o", file, pushed)
+				saved := harness.Get(tarball.ImageFromPath(file, new(harness.Get(name.NewTag(pushed))(t))))(t)
+				harness.Must(t, validate.Image(saved))
+				harness.Equal(t, "ID in the archive", harness.Get(saved.ConfigName())(t).String(), id)
+				runBerth(t, d, "image", "rm", pushed)
+				harness.Equal(t, "output of load", runBerth(t, d, "image", "load", file), id+" "+pushed+"\n")
+				pod := d.RunPod(t, harness.HostNetwork)
+				harness.Equal(t, "content", pod.Sh(t, showLayered, harness.Image(pushed)), fmt.Sprintf(want, driver))
+				pod.Remove(t)
+			}
+			cmd := operatorCommand(d, "image", "save", id)
+			out := harness.Get(cmd.Output())(t) // to standard output
+			if entries := strings.Count(string(out), "ustar"); entries < 5 {
+				t.Errorf("%d bytes on standard output", len(out))
+			}
+			file := filepath.Join(dir, "missing.tar")
+			if out, err := tryBerth(d, "image", "save", "-o", file, "example.com/missing:v1"); err == nil ||
+				!strings.Contains(out, "not found") {
+				t.Errorf("save of a missing image: %v\n%s", err, out)
+			}
+			if left := harness.Get(os.ReadDir(dir))(t); len(left) != 2 {
+				t.Errorf("a failed save leaves %v", left)
+			}
+		})
+	}
 }

@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/registry/registrytest"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
@@ -212,5 +214,39 @@ func TestImageVolumeIsUnmountedWithContainer(t *testing.T) {
 				t.Errorf("process %d still has %s", pid, m)
 			}
 		}
+	}
+}
+
+// An OCI artifact is a read-only directory with a file for each of its blobs, with each layer driver. A
+// container cannot run it.
+func TestArtifactVolume(t *testing.T) {
+	for _, driver := range []string{"auto", "directory"} {
+		t.Run(driver, func(t *testing.T) {
+			reg := registrytest.New(t)
+			reg.PutArtifact("model", "v1", "application/vnd.example.model", registrytest.File{Title: "config.json", Content: []byte("{}\n")},
+				registrytest.File{Title: "weights/one.bin", Content: bytes.Repeat([]byte("weights\n"), 100_000)})
+			name := reg.Host() + "/model:v1"
+			d := harness.StartDaemon(t, harness.WithLayerDriver(driver))
+			id := d.Pull(t, name)
+			pod := d.RunPod(t, harness.HostNetwork)
+			c := pod.Run(t, harness.Mount(imageVolume(id, "")))
+			harness.Equal(t, "files", c.Exec(t, "sh", "-c", "cd /v; find . -type f | sort; cat config.json; wc -c <weights/one.bin; sort -u weights/one.bin"),
+				"./config.json\n./weights/one.bin\n{}\n800000\nweights")
+			for _, script := range []string{"echo x >/v/config.json", "touch /v/new", "rm /v/weights/one.bin"} {
+				if _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", script}, 0); err == nil {
+					t.Errorf("%q succeeded", script)
+				}
+			}
+			harness.Equal(t, "a sub path", pod.Sh(t, "ls /v", harness.Mount(imageVolume(id, "weights"))), "one.bin\n")
+			_, err := pod.TryCreate(t, harness.Image(name))
+			if status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), name+" is an OCI artifact") {
+				t.Errorf("container of an artifact: %v", err)
+			}
+			harness.WantText(t, "list", runBerth(t, d, "image", "ls"), name, "artifact")
+			harness.WantText(t, "JSON", runBerth(t, d, "image", "ls", "-o", "json"), `"artifactType": "application/vnd.example.model"`)
+			d.Restart(t)
+			harness.Equal(t, "after a restart", c.Exec(t, "cat", "/v/config.json"), "{}")
+			runBerth(t, d, "image", "rm", name)
+		})
 	}
 }

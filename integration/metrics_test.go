@@ -87,14 +87,15 @@ func TestMetricsCountPodsAndFailures(t *testing.T) {
 		`berth_container_starts_total`:                                                       3,
 		`berth_container_restarts_total`:                                                     1,
 		`berth_container_exits_total{reason="OOMKilled"}`:                                    1,
-		`berth_container_exits_total{reason="ShimLost"}`:                                     1,
-		`berth_container_exits_total{reason="StartError"}`:                                   1,
-		`berth_cni_calls_total{plugin="bridge",result="ok",verb="ADD"}`:                      1,
-		`berth_cni_call_duration_seconds_count{plugin="bridge",verb="ADD"}`:                  1,
-		`berth_pods{state="ready"}`:                                                          1,
-		`berth_containers{state="running"}`:                                                  1,
-		`berth_containers{state="exited"}`:                                                   3,
-		`berth_pauses_lost_total`:                                                            0,
+		`berth_oom_kills_total`:                                             1,
+		`berth_container_exits_total{reason="ShimLost"}`:                    1,
+		`berth_container_exits_total{reason="StartError"}`:                  1,
+		`berth_cni_calls_total{plugin="bridge",result="ok",verb="ADD"}`:     1,
+		`berth_cni_call_duration_seconds_count{plugin="bridge",verb="ADD"}`: 1,
+		`berth_pods{state="ready"}`:                                         1,
+		`berth_containers{state="running"}`:                                 1,
+		`berth_containers{state="exited"}`:                                  3,
+		`berth_pauses_lost_total`:                                           0,
 	})
 	total := after[`berth_start_phase_duration_seconds_sum{method="RunPodSandbox",phase="total"}`]
 	if request := after[`berth_rpc_duration_seconds_sum{method="RunPodSandbox"}`]; total <= 0 || total > request {
@@ -109,6 +110,22 @@ func TestMetricsCountPodsAndFailures(t *testing.T) {
 	}
 	harness.Must(t, syscall.Kill(pod.PausePID(t), syscall.SIGKILL))
 	harness.EventuallyTrue(t, "the lost pause is counted", func() bool { return scrape(t, d)["berth_pauses_lost_total"] == 1 })
+}
+
+// OOM kills count while the container continues to run. A new daemon does not count them again.
+func TestMetricsCountOOMKillsOfRunningContainers(t *testing.T) {
+	d := harness.StartDaemon(t)
+	limit := harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 })
+	c := d.RunPod(t).Run(t, limit, harness.Script("tail /dev/zero; echo survived; exec sleep 100000"))
+	c.WaitOutput(t, "survived")
+	harness.Equal(t, "kills", scrape(t, d)["berth_oom_kills_total"], 1)
+	harness.Equal(t, "kills in a second scrape", scrape(t, d)["berth_oom_kills_total"], 1)
+	d.Restart(t)
+	harness.Equal(t, "kills after a restart", scrape(t, d)["berth_oom_kills_total"], 0)
+	c.Exec(t, "sh", "-c", "tail /dev/zero; true")
+	harness.Equal(t, "kills by an exec", scrape(t, d)["berth_oom_kills_total"], 1)
+	c.Stop(t, 0)
+	harness.Equal(t, "kills after the exit", scrape(t, d)["berth_oom_kills_total"], 1)
 }
 
 func TestMetricsCountPulls(t *testing.T) {

@@ -108,31 +108,6 @@ func TestMessageLimits(t *testing.T) {
 	harness.WantCode(t, stream.RecvMsg(&runtimeapi.VersionRequest{}), codes.Unimplemented)
 }
 
-// RPCs that are not implemented return Unimplemented.
-func TestUnimplementedRPCs(t *testing.T) {
-	d := harness.StartDaemon(t)
-	runtime := harness.RawRuntime(t, d)
-	ctx := t.Context()
-	for name, call := range map[string]func() error{
-		"CheckpointContainer": func() error {
-			_, err := runtime.CheckpointContainer(ctx, &runtimeapi.CheckpointContainerRequest{ContainerId: "x"})
-			return err
-		},
-		"CheckpointPod": func() error {
-			_, err := runtime.CheckpointPod(ctx, &runtimeapi.CheckpointPodRequest{PodSandboxId: "x"})
-			return err
-		},
-		"RestorePod": func() error {
-			_, err := runtime.RestorePod(ctx, &runtimeapi.RestorePodRequest{})
-			return err
-		},
-	} {
-		if code := harness.CodeOf(call()); code != codes.Unimplemented {
-			t.Errorf("%s answers %s", name, code)
-		}
-	}
-}
-
 // The daemon sends READY and STOPPING to systemd's notification socket.
 func TestSystemdNotify(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "notify")

@@ -174,7 +174,7 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 		planted{want: "processes: container " + running.Id}, // hidden by that mount
 		planted{want: "processes: process " + strconv.Itoa(monitor) + " (berth-monitor): expected a recorded container"},
 		p.file(below("pods/set-aside"), "", "records: "+below("pods/set-aside")+": expected a record"),
-		p.file(below("notes"), "", "records: "+below("notes")+": expected a file or directory of the daemon"),
+		p.file(below("notes"), "", "records: "+below("notes")+": not a berth file"),
 		p.dir(below("sandboxes", fakeID(6)), "records: "+below("sandboxes", fakeID(6))+": expected a recorded pod"),
 	)
 	checkNames(t, d, nil,

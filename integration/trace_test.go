@@ -18,6 +18,7 @@ import (
 	tracev1 "go.opentelemetry.io/proto/otlp/trace/v1"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
 	"berth/internal/trace"
@@ -67,10 +68,58 @@ func TestTrace(t *testing.T) {
 	checkXML(t, runBerth(t, d, "trace", id, "-o", "svg"))
 
 	d.Restart(t)
-	if out, err := tryBerth(d, "trace", id); err == nil || !strings.Contains(out, "earlier daemon") {
-		t.Errorf("after a restart: %v: %s", err, out)
+	again := operationsOf(t, d, id)
+	harness.Equal(t, "operations after a restart", fmt.Sprint(again), fmt.Sprint(operations))
+}
+
+func operationsOf(t *testing.T, d *harness.Daemon, pod string) (operations []trace.Operation) {
+	t.Helper()
+	harness.Must(t, json.Unmarshal([]byte(runBerth(t, d, "trace", pod, "--output", "json")), &operations))
+	return operations
+}
+
+// The trace has the pulls for the pod, is kept after the daemon was killed and the pod was removed,
+// and gets the restarts of containers by the next daemon.
+func TestTraceIsKept(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	image := &runtimeapi.ImageSpec{Image: harness.BaseImage}
+	pull := func() { harness.Get(d.Images.PullImage(t.Context(), image, nil, pod.Config))(t) }
+	harness.Must(t, d.Images.RemoveImage(t.Context(), image))
+	pull()
+	c := pod.Run(t)
+	want := "RunPodSandbox PullImage CreateContainer StartContainer"
+	operations := operationsOf(t, d, pod.Id)
+	harness.Equal(t, "operations", strings.Join(spanNames(operations, 0), " "), want)
+	harness.Equal(t, "pulled image", operations[1].Image, harness.BaseImage)
+	if parts := spanNames(operations[1:2], 1); !slices.Contains(parts, "resolve") || !slices.ContainsFunc(parts, isLayer) {
+		t.Errorf("parts of the pull: %q", parts)
+	}
+	if parts := spanNames(operations[1:2], 2); !slices.Contains(parts, "download") || !slices.Contains(parts, "unpack") {
+		t.Errorf("parts of a layer: %q", parts)
+	}
+	checkNesting(t, operations[1])
+
+	d.Kill(t)
+	d.Start(t)
+	harness.Equal(t, "operations after a kill", strings.Join(spanNames(operationsOf(t, d, pod.Id), 0), " "), want)
+	pull() // as kubelet does for imagePullPolicy Always: the image is unchanged
+	c.Stop(t, 0)
+	restarted := pod.ContainerConfig()
+	restarted.Metadata.Name, restarted.Metadata.Attempt, restarted.LogPath = c.Config.Metadata.Name, 1, ""
+	id := harness.Get(d.Cri.CreateContainer(t.Context(), pod.Id, restarted, pod.Config))(t)
+	d.Objects = append(d.Objects, id)
+	harness.Must(t, d.Cri.StartContainer(t.Context(), id))
+	pod.Remove(t)
+	operations = operationsOf(t, d, pod.Config.Metadata.Name)
+	harness.Equal(t, "operations after a removal", strings.Join(spanNames(operations, 0), " "), want)
+	harness.Equal(t, "attempt", operations[3].Attempt, 1)
+	if text := runBerth(t, d, "trace", "--slowest=1"); !strings.Contains(text, pod.Id[:12]) {
+		t.Errorf("berth trace --slowest printed:\n%s", text)
 	}
 }
+
+func isLayer(span string) bool { return strings.HasPrefix(span, "layer ") }
 
 // The trace of a failed start contains the reason and shows the slow steps.
 func TestTraceOfFailedStartHasReason(t *testing.T) {

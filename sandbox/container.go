@@ -12,6 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
+	"berth/checkpoint/archive"
 	"berth/image"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -51,7 +52,7 @@ func (m *Manager) CreateContainer(
 	checking.End()
 	id, err := m.containerIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
-		Make:   func() (string, error) { return m.newContainer(ctx, p, config, identity) },
+		Make:   func() (string, error) { return m.newContainer(ctx, p, containerPlan{config: config}, identity) },
 		Remove: m.replaceContainer,
 	})
 	if err != nil {
@@ -69,22 +70,31 @@ func createFailed(identity string, err error) error {
 	return fmt.Errorf("create %s: %w", identity, err)
 }
 
+// containerPlan is a container to create.
+type containerPlan struct {
+	config  *runtimeapi.ContainerConfig
+	restore *state.Restore   // the checkpoint that it continues; nil: it starts anew
+	archive *archive.Archive // that checkpoint
+}
+
 // newContainer creates a container. It runs in a separate goroutine and continues when the caller
 // leaves.
-func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeapi.ContainerConfig,
-	identity string) (string, error) {
+func (m *Manager) newContainer(caller context.Context, p *pod, plan containerPlan, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
 	ctx, cancel := context.WithTimeout(ctx, task.Limit)
 	defer cancel()
+	p.start.AddContainer(trace.Of(ctx), plan.config.GetMetadata().GetName(), plan.config.GetMetadata().GetAttempt())
 	var c *container
-	err := m.tasks.Guard("plan", identity, func() (err error) { c, err = m.planContainer(ctx, p, config); return err })
+	err := m.tasks.Guard("plan", identity, func() (err error) { c, err = m.planContainer(ctx, p, plan); return err })
 	if err != nil {
 		return "", err
 	}
 	err = m.tasks.Guard("create", identity, func() error {
-		return m.lockContainer(ctx, c, "create", func(c lockedContainer) error { return m.makeContainer(ctx, p, c) })
+		return m.lockContainer(ctx, c, "create", func(c lockedContainer) error {
+			return m.makeContainer(ctx, p, c, plan.archive)
+		})
 	})
 	if err != nil {
 		m.abandonContainer(c)
@@ -100,14 +110,12 @@ func writtenName(config *runtimeapi.ContainerConfig) string {
 }
 
 // planContainer decides the container's Spec, records it and enters the container.
-func (m *Manager) planContainer(
-	ctx context.Context, p *pod, config *runtimeapi.ContainerConfig,
-) (_ *container, err error) {
+func (m *Manager) planContainer(ctx context.Context, p *pod, plan containerPlan) (_ *container, err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	namespace := p.Config.GetMetadata().GetNamespace()
+	config, namespace := plan.config, p.Config.GetMetadata().GetNamespace()
 	img, err := m.imageOf(ctx, namespace, config)
 	if err != nil {
 		return nil, err
@@ -118,6 +126,7 @@ func (m *Manager) planContainer(
 		BootID:    m.bootID,
 		CreatedAt: m.containerCreation(p.ID),
 		Config:    config,
+		Restore:   plan.restore,
 		Image: state.Image{
 			ID:     img.ID,
 			Ref:    img.DigestedReference(writtenName(config)),
@@ -144,7 +153,7 @@ func (m *Manager) planContainer(
 		return nil, err
 	}
 	undo.Add("release quota project", func() error { m.quotas.Release(spec.Project); return nil })
-	c := newContainer(spec, state.NewContainerStatus(state.ContainerCreating), trace.Of(ctx))
+	c := newContainer(spec, state.NewContainerStatus(state.ContainerCreating))
 	status := c.status.Unshared()
 	status.RunID, status.Resources = m.run.ID, config.GetLinux().GetResources()
 	if err := m.lockPod(ctx, p, "create a container in", func(lockedPod) error {
@@ -170,6 +179,9 @@ func (m *Manager) imageOf(
 	if err != nil {
 		return nil, err
 	}
+	if err := img.CheckRunnable(); err != nil {
+		return nil, err
+	}
 	return img, m.images.Verify(ctx, img, writtenName(config), namespace)
 }
 
@@ -193,8 +205,9 @@ func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
 }
 
 // makeContainer creates the writable layer, lets plugins adjust the container, validates its launch
-// request, and publishes it. A stop of the pod cancels it.
-func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) error {
+// request, and publishes it. A stop of the pod cancels it. from is the checkpoint that the container
+// continues, or nil.
+func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, from *archive.Archive) error {
 	if c.Phase() == state.Removed { // with its pod, before this call got the lock
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.ID)
 	}
@@ -212,7 +225,11 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 		return err
 	}
 	m.appArmor.Ensure(ctx)
-	others, err := m.describeContainer(ctx, inspectCtx, p, c)
+	fill := func(spec *specs.Spec) error { return nil }
+	if from != nil {
+		fill = func(spec *specs.Spec) error { return m.fillContainer(inspectCtx, c, from, root, spec) }
+	}
+	others, err := m.describeContainer(ctx, inspectCtx, p, c, fill)
 	if err != nil && errors.Is(context.Cause(inspectCtx), runtime.ErrStopped) {
 		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.ID, err))
 	}
@@ -228,9 +245,9 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer) 
 
 // describeContainer lets plugins adjust the container, records it and publishes it. It returns the
 // changes that plugins request of other containers. inspectCtx, a child of ctx, cancels the
-// inspection of volumes.
+// inspection of volumes. fill gets the final spec before the container is published.
 func (m *Manager) describeContainer(
-	ctx, inspectCtx context.Context, p *pod, c lockedContainer,
+	ctx, inspectCtx context.Context, p *pod, c lockedContainer, fill func(*specs.Spec) error,
 ) (others []nri.Update, err error) {
 	target := m.targetPIDNS(c.container)
 	// Plugins do not see a container that cannot be launched.
@@ -247,6 +264,9 @@ func (m *Manager) describeContainer(
 		if spec, err = m.launcher.Spec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
+	}
+	if err := fill(spec); err != nil {
+		return nil, err
 	}
 	c.Process, c.Described = spec.Process, runtime.ForPlugins(spec)
 	if err := c.Move(state.ContainerCreated); err != nil {

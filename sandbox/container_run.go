@@ -48,7 +48,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	case c.Phase() != state.ContainerCreated:
 		return errdefs.FailedPrecondition("container %s has exited", c.ID)
 	}
-	c.started.Store(trace.Of(ctx))
+	m.recordStart(c.container, trace.Of(ctx))
 	launchCtx, launched := c.launching.Begin(ctx)
 	defer launched()
 	p, err := m.readyPod(c.PodID) // a stop of the pod before Begin could not cancel it
@@ -59,11 +59,20 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 		return err
 	}
 	c.StartedAt = time.Now()
+	filled := c.Filled
+	c.Filled = false
 	if err := m.writeContainer(ctx, c); err != nil {
+		c.Filled = filled
 		return errors.Join(err, c.Move(state.ContainerCreated))
 	}
 	var started *proto.Started
-	if err = m.requestStart(ctx, c); err == nil {
+	if c.Restore != nil && !filled {
+		err = m.refillContainer(launchCtx, p, c)
+	}
+	if err == nil {
+		err = m.requestStart(ctx, c)
+	}
+	if err == nil {
 		started, err = m.launchContainer(launchCtx, p, c)
 	}
 	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
@@ -152,8 +161,10 @@ func (m *Manager) containerStarted(ctx context.Context, c lockedContainer, s *pr
 	if err := m.publishRunning(c, run); err != nil {
 		return errors.Join(err, run.Close(), run.meter.Close())
 	}
+	m.oomKills.begin(c.ID, 0)
 	m.cfg.Observer.ContainerStarted(c.Config.GetMetadata().GetAttempt())
 	m.logContainer("container started", c.container, slog.Int("pid", run.PID))
+	m.dropCheckpoint(c.container)
 	m.watchContainer(c.container, run)
 	m.sampler.Wake()
 	return nil
@@ -227,11 +238,13 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	m.publishContainer(c)
 	m.cfg.Observer.ContainerExited(exit.Reason)
 	m.logExit(c.container, exit)
+	m.dropCheckpoint(c.container)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins may be slow
 		m.keepUsage(c.container, run)
 		m.sampler.Wake()
 	}
+	m.countExit(c.container, exit)
 	m.notifyContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if err == nil {
 		m.cleanExited(c)

@@ -2,11 +2,13 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"iter"
 	"log/slog"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -22,8 +24,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
+	"berth/checkpoint/archive"
 	"berth/cni"
 	"berth/image"
+	"berth/internal/criu"
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
@@ -308,6 +312,23 @@ func (f *fakeHost) PauseImage(context.Context, string) (*state.Image, error) {
 	return &state.Image{}, f.call("find pause image")
 }
 
+// Restores
+
+func (f *fakeHost) Import(context.Context, string, string) (*archive.Archive, error) {
+	containers := []archive.Container{{Name: "main"}, {Name: "side"}}
+	return &archive.Archive{Manifest: archive.Manifest{Pod: &archive.Pod{}, Containers: containers}}, f.call("import")
+}
+
+func (f *fakeHost) Compare(context.Context, *archive.Archive, *state.Container, *specs.Spec) error {
+	return f.call("compare")
+}
+
+func (f *fakeHost) FillLayer(context.Context, *state.Container, rootfs.Spec) error {
+	return f.call("fill layer")
+}
+
+func (f *fakeHost) FillShm(context.Context, string, string) error { return f.call("fill shm") }
+
 // Pool
 
 func (f *fakeHost) Expect()                                  {}
@@ -431,6 +452,54 @@ func (f fakeRecords) LoadContainers(add func(*state.ContainerSpec, state.Contain
 	return nil, nil
 }
 
+// LayersOf implements Images.
+func (f *fakeHost) LayersOf(*image.Image) []image.LayerUse { return nil }
+
+// fakeDumper dumps nothing.
+type fakeDumper struct{ *fakeHost }
+
+func (f fakeDumper) EndLeft(func(string) string) error { return f.call("end left dumps") }
+
+func (f fakeDumper) Prepare(_ context.Context, id string, dir *os.File) (runtime.Dump, error) {
+	if err := f.call("prepare dump"); err != nil {
+		return nil, err
+	}
+	return fakeDump{f.fakeHost, dir}, nil
+}
+
+func (f fakeDumper) Freeze(context.Context, string, string, time.Duration) (runtime.Frozen, error) {
+	if err := f.call("freeze"); err != nil {
+		return nil, err
+	}
+	return fakeFrozen(f), nil
+}
+
+type fakeDump struct {
+	*fakeHost
+	dir *os.File
+}
+
+// Run writes the files that an archive must have.
+func (f fakeDump) Run(ctx context.Context) error {
+	if err := errors.Join(f.call("dump"), ctx.Err()); err != nil {
+		return err
+	}
+	images := fmt.Sprintf("/proc/self/fd/%d/%s", f.dir.Fd(), archive.ImagesDir)
+	err := os.Mkdir(images, 0o700)
+	for _, name := range []string{"inventory.img", archive.DescriptorsFile} {
+		err = errors.Join(err, os.WriteFile(filepath.Join(images, name), []byte("[]"), 0o600))
+	}
+	return err
+}
+
+func (f fakeDump) Close() error     { return f.call("end dump") }
+func (fakeDump) Info() proto.Dumped { return proto.Dumped{CRIU: criu.Minimum} }
+
+type fakeFrozen struct{ *fakeHost }
+
+func (f fakeFrozen) Lost() <-chan struct{} { return nil }
+func (f fakeFrozen) Thaw() error           { return f.call("thaw") }
+
 // fakeTrash deletes nothing.
 type fakeTrash struct{ *fakeHost }
 
@@ -448,7 +517,9 @@ func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 		f := &fakeHost{t: t, fail: map[string]int{}, pods: map[string]state.Phase{}, containers: map[string]state.Phase{},
 			running: map[string]proto.Processes{}, ended: map[string]chan struct{}{}, tasks: tasks}
 		m.launcher, m.processes, m.stopper, m.images, m.volumes, m.pool = f, f, f, f, f, f
+		m.restores = f
 		m.network, m.podenv, m.records, m.trash = fakeNetwork{f}, fakeEnvironment{f}, fakeRecords{f}, fakeTrash{f}
+		m.dumper = fakeDumper{f}
 		m.dirs = state.Dirs{Root: t.TempDir(), State: t.TempDir(), NetNSs: t.TempDir()}
 		m.bootID, m.run = "boot", state.Run{ID: "run"}
 		m.appArmor, m.sampler = lsm.NewAppArmor(false, tasks, log), stats.NewSampler(stats.SamplerConfig{})

@@ -13,6 +13,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
+	"berth/checkpoint/archive"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/rootfs"
@@ -66,12 +67,21 @@ type Stopper interface {
 	SettleLost(c runtime.StopTarget, exit state.Exit) (_ state.Exit, settled bool)
 }
 
+// Dumper freezes containers and dumps their processes. runtime.Dumper implements it and documents the
+// methods.
+type Dumper interface {
+	Prepare(ctx context.Context, id string, dir *os.File) (runtime.Dump, error)
+	Freeze(ctx context.Context, id, cgroupsPath string, limit time.Duration) (runtime.Frozen, error)
+	EndLeft(cgroupsPath func(id string) string) error
+}
+
 // Images finds images and holds their layers. *image.Store implements it and documents the methods.
 type Images interface {
 	Get(ref string) (*image.Image, error)
 	Verify(ctx context.Context, img *image.Image, written, namespace string) error
 	Hold(id string, layers []digest.Digest) (rootfs.Spec, error)
 	Release(id string) error
+	LayersOf(img *image.Image) []image.LayerUse
 }
 
 // Volumes finds and holds image volumes and the image of a pause. runtime.Roots implements it and
@@ -107,6 +117,15 @@ type Environment interface {
 	Remove(podID string) error
 	Unrecorded(known func(id string) bool) (map[string]bool, error)
 	RemoveUnrecorded(ctx context.Context, id string) error
+}
+
+// Restores prepares what pods and containers get from a checkpoint. runtime.Restores implements it and
+// documents the methods.
+type Restores interface {
+	Import(ctx context.Context, path, podID string) (*archive.Archive, error)
+	Compare(ctx context.Context, a *archive.Archive, c *state.Container, spec *specs.Spec) error
+	FillLayer(ctx context.Context, c *state.Container, root rootfs.Spec) error
+	FillShm(ctx context.Context, podID, name string) error
 }
 
 // Records stores durable records. *state.Records implements it and documents the methods.

@@ -333,7 +333,7 @@ func recovered(podPhase, containerPhase state.Phase) func(*fakeHost, *fakeLoad) 
 	return func(_ *fakeHost, found *fakeLoad) {
 		p := newPod(&state.PodSpec{ID: "p", BootID: "boot", Config: podConfig(), NetNS: "/netns"}, state.NewPodStatus(podPhase), nil)
 		p.status.Unshared().RunID = "run"
-		c := newContainer(&state.ContainerSpec{ID: "c", PodID: "p", BootID: "boot", Config: containerConfig()}, state.NewContainerStatus(containerPhase), nil)
+		c := newContainer(&state.ContainerSpec{ID: "c", PodID: "p", BootID: "boot", Config: containerConfig()}, state.NewContainerStatus(containerPhase))
 		c.status.Unshared().RunID = "run"
 		found.pods, found.containers = []*pod{p}, []*container{c}
 	}

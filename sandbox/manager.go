@@ -8,8 +8,10 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
+	"berth/checkpoint/archive"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/cgroup"
@@ -22,6 +24,7 @@ import (
 	"berth/internal/trash"
 	"berth/oci"
 	"berth/sandbox/handler"
+	"berth/sandbox/history"
 	"berth/sandbox/lsm"
 	"berth/sandbox/podenv"
 	"berth/sandbox/runtime"
@@ -53,6 +56,10 @@ type Config struct {
 	Streams        stream.Limits             // limits of concurrent streams
 	Host           host.Facts                // from host.Detect
 	CDI            runtime.CDIDirs           // directories of CDI device specs
+	CRIU           string                    // path of CRIU; empty: found in PATH
+	RestoreForeign bool                      // checkpoints that this node has not signed may be restored
+	Verifier       string                    // path of berth-verify; empty: there is none
+	Unpacker       runtime.Unpacker          // berth-unpack
 	OwnDevices     bool                      // devices belong to the user and group of the security context
 	Waits          *task.Waits               // lists the waits of operations
 	Observer       Observer                  // nil: none
@@ -75,8 +82,10 @@ type Manager struct {
 
 	launcher  Launcher
 	processes Processes
+	dumper    Dumper
 	images    Images
 	volumes   Volumes
+	restores  Restores
 	network   Network
 	podenv    Environment
 	trash     Trash
@@ -87,13 +96,17 @@ type Manager struct {
 	appArmor  *lsm.AppArmor
 	selinux   lsm.SELinux
 	labels    lsm.Holders
+	history   *history.History             // nil in tests
+	signing   func() (*archive.Key, error) // the node's key for checkpoints, made when it is first needed
 
+	outputs      outputs   // directories of pods' checkpoints
 	podIDs       creations // by (namespace, name, uid, attempt)
 	containerIDs creations // by (pod, name, attempt)
 	sampler      *stats.Sampler
 	unmeasured   lograte.Limiter // rate limit of warnings about usage that cannot be read
-	unfinished   *deferredWork   // found by recover
-	disks        writableWatch   // of root and state
+	oomKills     oomCounter
+	unfinished   *deferredWork // found by recover
+	disks        writableWatch // of root and state
 }
 
 // closeLimit bounds Close after Open failed, when no operation runs.
@@ -205,9 +218,21 @@ func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runn
 	m.launcher = newLauncher(cfg, p, roots, m.appArmor, tasks)
 	processes := runtime.Processes{Dirs: p.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: tasks, Log: cfg.Log}
 	m.processes, m.stopper, m.pool = processes, runtime.NewStopper(processes), p.pool
+	m.dumper = runtime.Dumper{
+		Dirs: p.dirs, SystemdCgroup: cfg.SystemdCgroup, CRIU: cfg.CRIU, Launchers: p.pool, Log: cfg.Log,
+	}
 	m.images, m.volumes, m.quotas = images, roots, p.quotas
 	bin := trash.New(p.dirs.Trash(), safefs.RemoveAll, tasks, cfg.Log)
 	m.network, m.records, m.trash, m.handlers = p.networks, p.records, bin, p.handlers
+	m.history = history.New(p.dirs.Starts(), cfg.Log)
+	m.restores = runtime.Restores{
+		Dirs:     p.dirs,
+		Key:      m.signing,
+		Foreign:  cfg.RestoreForeign,
+		Verifier: cfg.Verifier,
+		Unpacker: cfg.Unpacker,
+		Launcher: p.pool,
+	}
 	m.podenv = podenv.Provisioner{
 		Dirs:           p.dirs,
 		HostResolvConf: cfg.HostResolvConf,
@@ -252,6 +277,7 @@ func newLauncher(
 		Launchers:  p.pool,
 		PauseDir:   p.programs.Pause,
 		MaxLogLine: cfg.MaxLogLine,
+		CRIU:       cfg.CRIU,
 		Tasks:      tasks,
 	}
 }
@@ -263,6 +289,7 @@ func newWith(cfg Config, tasks *task.Runner) *Manager {
 	}
 	c := &control{objects: newObjects(), systemd: cfg.SystemdCgroup, tasks: tasks}
 	m := &Manager{control: c, cfg: cfg, log: cfg.Log, unfinished: newDeferredWork(tasks)}
+	m.signing = loadOnce(func() (*archive.Key, error) { return archive.LoadKey(m.dirs.Root) })
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	m.plugins = pluginCaller{Plugins: cfg.Plugins, Target: pluginRuntime{c}, Tasks: tasks, Log: cfg.Log}
 	if cfg.Plugins == nil {
@@ -271,11 +298,30 @@ func newWith(cfg Config, tasks *task.Runner) *Manager {
 	return m
 }
 
+// loadOnce returns a function that calls load until it succeeds once, and then returns that result.
+func loadOnce[T any](load func() (*T, error)) func() (*T, error) {
+	var mu sync.Mutex // held during load, so that there is one call at a time
+	var loaded *T
+	return func() (*T, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if loaded != nil {
+			return loaded, nil
+		}
+		value, err := load()
+		if err == nil {
+			loaded = value
+		}
+		return value, err
+	}
+}
+
 // start recovers the objects of an earlier daemon and starts the background work.
 func (m *Manager) start(ctx context.Context) error {
 	if err := m.recover(ctx); err != nil {
 		return err
 	}
+	m.tasks.Watchers.Spawn(func() { m.history.Run(m.tasks.Watchers.Context()) })
 	m.tasks.Watchers.Spawn(func() { m.disks.Run(m.tasks.Watchers.Context(), m.cfg.Root, m.cfg.State) })
 	return m.startSampler()
 }

@@ -5,7 +5,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"berth/internal/trace"
+	"berth/sandbox/history"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
@@ -39,7 +39,7 @@ type pod struct {
 	pause    atomic.Pointer[os.File]        // pidfd, owned by the pod's watcher
 	meter    atomic.Pointer[stats.PodMeter] // nil without a pause; owned by the pod's watcher
 	launched atomic.Int64                   // process ID of the pause before info has it; 0: not launched yet, or launched by an earlier daemon
-	started  *trace.Trace                   // of the pod's start; nil if an earlier daemon started it; never changed
+	start    *history.Recording             // the traces of its start; may be nil; never changed
 	stopped  atomic.Bool                    // this daemon started its stop and logs the end of the stop
 }
 
@@ -49,8 +49,8 @@ type lockedPod struct {
 	*state.PodStatus
 }
 
-func newPod(spec *state.PodSpec, status state.PodStatus, started *trace.Trace) *pod {
-	return &pod{PodSpec: spec, status: state.NewLocked(status), started: started}
+func newPod(spec *state.PodSpec, status state.PodStatus, start *history.Recording) *pod {
+	return &pod{PodSpec: spec, status: state.NewLocked(status), start: start}
 }
 
 // Visible implements state.Indexed.
@@ -72,14 +72,13 @@ func (p lockedPod) snapshot() *state.Pod { return p.PodStatus.Snapshot(p.PodSpec
 // to the Status.
 type container struct {
 	*state.ContainerSpec
-	status  state.Locked[state.ContainerStatus]
-	created *trace.Trace // of the container's creation; nil if an earlier daemon created it; never changed
+	status state.Locked[state.ContainerStatus]
 
 	stopNotified atomic.Pointer[chan struct{}]   // closed when plugins were notified of the exit; nil: no notification is pending
 	running      atomic.Pointer[running]         // nil without a shim
 	launching    runtime.CancelSlot              // cancels its creation or launch
+	dumping      runtime.CancelSlot              // cancels a checkpoint of it
 	info         atomic.Pointer[state.Container] // the published snapshot; nil until created
-	started      atomic.Pointer[trace.Trace]     // of the container's start; nil unless this daemon started it
 	sample       stats.SampleState               // of its writable layer
 	describing   atomic.Bool                     // a RuntimeSpec call inspects its mounts
 }
@@ -96,8 +95,8 @@ type lockedContainer struct {
 	*state.ContainerStatus
 }
 
-func newContainer(spec *state.ContainerSpec, status state.ContainerStatus, created *trace.Trace) *container {
-	return &container{ContainerSpec: spec, status: state.NewLocked(status), created: created}
+func newContainer(spec *state.ContainerSpec, status state.ContainerStatus) *container {
+	return &container{ContainerSpec: spec, status: state.NewLocked(status)}
 }
 
 // Visible implements state.Indexed.

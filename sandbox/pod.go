@@ -100,7 +100,8 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 	ctx, cancel := context.WithTimeout(ctx, task.Limit)
 	defer cancel()
 	var p *pod
-	err := m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, config, handler); return err })
+	plan := podPlan{id: state.NewID(), config: config, handler: handler}
+	err := m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, plan); return err })
 	if err != nil {
 		return "", err
 	}
@@ -114,29 +115,36 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 	return p.ID, nil
 }
 
+// podPlan is a pod to create.
+type podPlan struct {
+	id        string
+	config    *runtimeapi.PodSandboxConfig
+	handler   string
+	restoring bool // its containers continue a checkpoint
+}
+
 // planPod decides the pod's Spec, records it, and adds the pod to m.pods.
-func (m *Manager) planPod(
-	ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string,
-) (_ *pod, err error) {
+func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	id := state.NewID()
+	id, config := plan.id, plan.config
 	spec := &state.PodSpec{ID: id, BootID: m.bootID, CreatedAt: m.podCreation(config.GetMetadata()), Config: config,
-		Handler: handler, Tmpfs: true}
+		Handler: plan.handler, Tmpfs: true}
 	if spec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), id, m.cfg.SystemdCgroup); err != nil {
 		return nil, err
 	}
 	if spec.Mappings, err = oci.UserNamespace(config); err != nil {
 		return nil, err
 	}
-	if spec.Runtime, err = m.planRuntime(ctx, spec, handler); err != nil {
+	if spec.Runtime, err = m.planRuntime(ctx, spec, plan.handler); err != nil {
 		return nil, err
 	}
-	p := newPod(spec, state.NewPodStatus(state.PodStarting), trace.Of(ctx))
+	p := newPod(spec, state.NewPodStatus(state.PodStarting), m.history.Record(historyPod(spec)))
+	p.start.AddPod(trace.Of(ctx))
 	status := p.status.Unshared()
-	status.RunID = m.run.ID
+	status.RunID, status.Restoring = m.run.ID, plan.restoring
 	if !state.HostNetwork(config) {
 		spec.NetNS = m.dirs.NetNS(id)
 		attachment, ranges, err := m.network.Plan(spec)

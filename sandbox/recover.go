@@ -50,6 +50,9 @@ func (m *Manager) recover(ctx context.Context) error {
 		return err
 	}
 	m.emptyTrash()
+	if err := m.recoverCheckpoints(ctx); err != nil {
+		return err
+	}
 	if err := m.plugins.Start(ctx); err != nil {
 		return err
 	}
@@ -122,7 +125,7 @@ func (m *Manager) attachedPods(yield func(*state.PodSpec) bool) {
 func (m *Manager) loadPods() error {
 	pods := map[string]*pod{}
 	damaged, err := m.records.LoadPods(func(spec *state.PodSpec, status state.PodStatus) {
-		pods[spec.ID] = newPod(spec, status, nil)
+		pods[spec.ID] = newPod(spec, status, m.history.Adopt(historyPod(spec)))
 	})
 	m.pods.PutAll(pods)
 	m.logDamaged("pod", damaged)
@@ -132,7 +135,7 @@ func (m *Manager) loadPods() error {
 func (m *Manager) loadContainers() error {
 	containers := map[string]*container{}
 	damaged, err := m.records.LoadContainers(func(spec *state.ContainerSpec, status state.ContainerStatus) {
-		containers[spec.ID] = newContainer(spec, status, nil)
+		containers[spec.ID] = newContainer(spec, status)
 		m.quotas.Keep(spec.Project)
 	})
 	m.containers.PutAll(containers)
@@ -166,7 +169,8 @@ func (m *Manager) reserveLabels() error {
 // recoverPod acts on the recorded phase. It needs no lock, because no other goroutine uses the
 // manager yet.
 func (m *Manager) recoverPod(p lockedPod) error {
-	if p.Phase() == state.PodStarting || p.Phase() == state.Removing { // no client got the ID, or a client requested the removal
+	// No client got the ID, or a client requested the removal.
+	if p.Phase() == state.PodStarting || p.Restoring || p.Phase() == state.Removing {
 		m.deferWithPod("undo", p.pod, m.erasePod)
 		return nil
 	}
@@ -315,6 +319,8 @@ func (m *Manager) adoptShim(ctx context.Context, c lockedContainer) error {
 	if err := m.publishRunning(c, run); err != nil {
 		return err
 	}
+	m.dropCheckpoint(c.container)
+	m.oomKills.begin(c.ID, m.readOOMKills(c.container))
 	m.watchContainer(c.container, run)
 	return nil
 }
@@ -379,6 +385,7 @@ func (m *Manager) watchLost(c lockedContainer, ids proto.Processes, exit state.E
 	if err := m.publishRunning(c, run); err != nil {
 		return err
 	}
+	m.oomKills.begin(c.ID, m.readOOMKills(c.container))
 	m.watchRunning(c.container, run, func() {
 		if exit, settled := m.stopper.SettleLost(m.stopTarget(c.container), exit); settled {
 			m.noteExit(c.container, exit)

@@ -1,39 +1,69 @@
 package sandbox
 
 import (
-	"cmp"
-	"slices"
+	"context"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/trace"
+	"berth/sandbox/history"
+	"berth/sandbox/state"
 )
 
-// StartOf returns the traces of a pod's start, oldest first: the trace of the pod, and the trace of
-// each container's newest attempt. It returns nil for an unknown pod, and if an earlier daemon
-// started the pod.
+// StartOf returns the operations of a pod's start that this daemon executed, oldest first: the start
+// of the pod, pulls for its containers, and creation and start of each container's newest attempt.
+// It answers from memory.
 func (m *Manager) StartOf(podID string) []trace.Operation {
 	p, known := m.pods.Get(podID)
 	if !known {
 		return nil
 	}
-	var all []trace.Operation
-	add := func(t *trace.Trace, name string, attempt uint32) {
-		if t != nil {
-			all = append(all, t.Operation(name, attempt))
+	return p.start.Operations()
+}
+
+// Starts returns summaries of the last pod starts, newest first. It includes removed pods and starts
+// by earlier daemons. It reads the disk.
+func (m *Manager) Starts(ctx context.Context) ([]history.Summary, error) { return m.history.List(ctx) }
+
+// Start returns the start of a pod as Starts lists it. The error is NotFound if it is not kept.
+func (m *Manager) Start(ctx context.Context, podID string) (history.Start, error) {
+	return m.history.Find(ctx, podID)
+}
+
+// RecordPull adds a pull to the start of the pod that needs the image. The pod may not exist yet.
+func (m *Manager) RecordPull(pod *runtimeapi.PodSandboxMetadata, image string, t *trace.Trace) {
+	if pod.GetUid() == "" && pod.GetName() == "" {
+		return // a pull without a pod
+	}
+	for _, p := range m.pods.Snapshot() {
+		if meta := p.Config.GetMetadata(); meta.GetName() == pod.GetName() && meta.GetNamespace() == pod.GetNamespace() &&
+			meta.GetUid() == pod.GetUid() && meta.GetAttempt() == pod.GetAttempt() {
+			p.start.AddPull(t, image)
+			return
 		}
 	}
-	add(p.started, "", 0)
-	newest := map[string]*container{}
-	for _, c := range m.containers.Snapshot() {
-		name := c.Config.GetMetadata().GetName()
-		if c.PodID == podID && (newest[name] == nil ||
-			newest[name].Config.GetMetadata().GetAttempt() <= c.Config.GetMetadata().GetAttempt()) {
-			newest[name] = c
-		}
+	m.history.AddPull(identityOf(pod), image, t)
+}
+
+// recordStart adds the start of a container to its pod's.
+func (m *Manager) recordStart(c *container, t *trace.Trace) {
+	if p, known := m.pods.Get(c.PodID); known {
+		p.start.AddContainer(t, c.Config.GetMetadata().GetName(), c.Config.GetMetadata().GetAttempt())
 	}
-	for name, c := range newest {
-		add(c.created, name, c.Config.GetMetadata().GetAttempt())
-		add(c.started.Load(), name, c.Config.GetMetadata().GetAttempt())
+}
+
+// historyPod returns the identity under which a pod's start is kept.
+func historyPod(spec *state.PodSpec) history.Pod {
+	pod := identityOf(spec.Config.GetMetadata())
+	pod.ID = spec.ID
+	return pod
+}
+
+func identityOf(meta *runtimeapi.PodSandboxMetadata) history.Pod {
+	return history.Pod{
+		Namespace: meta.GetNamespace(),
+		Name:      meta.GetName(),
+		UID:       meta.GetUid(),
+		Attempt:   meta.GetAttempt(),
 	}
-	slices.SortFunc(all, func(a, b trace.Operation) int { return cmp.Compare(a.Monotonic, b.Monotonic) })
-	return all
 }

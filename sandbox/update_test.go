@@ -34,7 +34,7 @@ func managerWithRecords(t *testing.T) (m *Manager, root string) {
 // addContainer publishes a container.
 func addContainer(m *Manager, id, podID string, phase state.Phase) *container {
 	c := newContainer(&state.ContainerSpec{ID: id, PodID: podID, CreatedAt: time.Unix(1, 0),
-		Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: id}}}, state.NewContainerStatus(phase), nil)
+		Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: id}}}, state.NewContainerStatus(phase))
 	c.info.Store(c.unshared().snapshot())
 	m.containers.Put(id, c)
 	return c

@@ -58,13 +58,25 @@ func TestContainerCalls(t *testing.T) {
 			return second(h.runtime.UpdateContainerResources(ctx, &runtimeapi.UpdateContainerResourcesRequest{
 				ContainerId: id, Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 99}}))
 		},
+		func() error {
+			return second(h.runtime.CheckpointContainer(ctx, &runtimeapi.CheckpointContainerRequest{ContainerId: id, Location: "/a", Timeout: 3}))
+		},
+		func() error {
+			return second(h.runtime.CheckpointContainer(ctx, &runtimeapi.CheckpointContainerRequest{
+				ContainerId: id, Location: "/a", Timeout: math.MaxInt64}))
+		},
+		func() error {
+			return second(h.runtime.CheckpointPod(ctx, &runtimeapi.CheckpointPodRequest{PodSandboxId: "p1", OutputPath: "/d",
+				ContainerIds: []string{id}, Options: map[string]string{"k": "v"}}))
+		},
 	} {
 		if err := call(); err != nil {
 			t.Error(err)
 		}
 	}
 	want := []string{"CreateContainerp1", "StartContainerctr0", "StopContainerctr0 30s", "StopContainerctr0 " + time.Duration(math.MaxInt64).String(),
-		"RemoveContainerctr0", "ReopenContainerLogctr0", "UpdateContainerResourcesctr0 99"}
+		"RemoveContainerctr0", "ReopenContainerLogctr0", "UpdateContainerResourcesctr0 99",
+		"CheckpointContainerctr0 /a 3s", "CheckpointContainerctr0 /a 2562047h47m16s", "CheckpointPodp1 /d [ctr0] map[k:v]"}
 	if !slices.Equal(pods.called(), want) {
 		t.Errorf("calls %q\nwant  %q", pods.called(), want)
 	}

@@ -23,6 +23,7 @@ import (
 	"berth/internal/task"
 	"berth/internal/testutil"
 	"berth/internal/trace"
+	"berth/sandbox/history"
 	"berth/sandbox/state"
 	"berth/sandbox/stream"
 	"berth/server/admin"
@@ -60,6 +61,17 @@ func (f *fakePods) called() []string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.Clone(f.calls)
+}
+
+func (f *fakePods) RestorePod(ctx context.Context, r state.RestoreRequest) (string, []state.Restored, error) {
+	if err := f.call(ctx, "RestorePod ", r.Path, " ", r.Handler, len(r.Containers)); err != nil {
+		return "", nil, err
+	}
+	restored := make([]state.Restored, len(r.Containers))
+	for i, c := range r.Containers {
+		restored[i] = state.Restored{Name: c.GetMetadata().GetName(), ID: fmt.Sprint("c", i)}
+	}
+	return "p1", restored, nil
 }
 
 func (f *fakePods) RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error) {
@@ -152,6 +164,14 @@ func (f *fakePods) UpdateContainerResources(ctx context.Context, id string, r *r
 	return f.call(ctx, "UpdateContainerResources", id, " ", r.GetMemoryLimitInBytes())
 }
 
+func (f *fakePods) CheckpointContainer(ctx context.Context, id, location string, timeout time.Duration) error {
+	return f.call(ctx, "CheckpointContainer", id, " ", location, " ", timeout)
+}
+
+func (f *fakePods) CheckpointPod(ctx context.Context, podID, output string, ids []string, options map[string]string) error {
+	return f.call(ctx, "CheckpointPod", podID, " ", output, " ", ids, " ", options)
+}
+
 func (f *fakePods) ReopenContainerLog(ctx context.Context, id string) error {
 	return f.call(ctx, "ReopenContainerLog", id)
 }
@@ -165,6 +185,12 @@ func (f *fakePods) UpdatePodCIDR(ctx context.Context, cidrs string) error {
 func (f *fakePods) Waits() []task.Wait { return f.waits }
 
 func (f *fakePods) StartOf(string) []trace.Operation { return f.traces }
+
+func (f *fakePods) RecordPull(*runtimeapi.PodSandboxMetadata, string, *trace.Trace) {}
+
+func (f *fakePods) Starts(context.Context) ([]history.Summary, error) { return nil, nil }
+
+func (f *fakePods) Start(context.Context, string) (history.Start, error) { return history.Start{}, nil }
 
 const (
 	idA = "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"

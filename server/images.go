@@ -10,8 +10,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
+	"berth/image/registry"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
+	"berth/internal/trace"
 )
 
 // ListImages implements ImageService.
@@ -55,7 +57,7 @@ func (s *imageService) ImageStatus(_ context.Context,
 		if err != nil {
 			return nil, err
 		}
-		if resp.Info, err = infoMap(map[string]any{"info": imageDetail{Config: config}}); err != nil {
+		if resp.Info, err = infoMap(map[string]any{"info": imageDetail{config, img.Artifact}}); err != nil {
 			return nil, err
 		}
 	}
@@ -65,14 +67,15 @@ func (s *imageService) ImageStatus(_ context.Context,
 // imageDetail is the additional part of verbose ImageStatus. It uses the names of other runtimes
 // for users of crictl.
 type imageDetail struct {
-	Config ocispec.Image `json:"imageSpec"`
+	Config   ocispec.Image      `json:"imageSpec"`
+	Artifact *registry.Artifact `json:"artifact,omitempty"`
 }
 
 // PullImage implements ImageService. It returns the image's ID, which the API requires since v1.36.
 // kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage collector
 // compares Image.id with image_id. All runtime handlers share the images, so the handler has no
-// effect, but must be known. Of the pod's config only the namespace counts, for the signature
-// policy. The image's annotations are ignored.
+// effect, but must be known. Of the pod's config only the metadata counts: the namespace for the
+// signature policy, and the rest for berth trace. The image's annotations are ignored.
 func (s *imageService) PullImage(ctx context.Context,
 	req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
@@ -82,6 +85,7 @@ func (s *imageService) PullImage(ctx context.Context,
 		return nil, err
 	}
 	namespace := req.GetSandboxConfig().GetMetadata().GetNamespace()
+	s.pods.RecordPull(req.GetSandboxConfig().GetMetadata(), req.GetImage().GetImage(), trace.Of(ctx))
 	img, err := s.images.PullFor(ctx, namespace, req.GetImage().GetImage(), req.GetAuth())
 	if err != nil {
 		return nil, err
@@ -127,6 +131,9 @@ func imageItem(img *image.Image) *runtimeapi.Image {
 		Size:        img.Size,
 		Spec:        &runtimeapi.ImageSpec{Image: img.ID},
 		Pinned:      img.Pinned,
+	}
+	if img.Artifact != nil {
+		item.Spec.Annotations = map[string]string{image.ArtifactType: img.Artifact.Type}
 	}
 	item.Uid, item.Username = imageUser(img.Config.User)
 	return item

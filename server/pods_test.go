@@ -168,6 +168,21 @@ func TestRequiredFields(t *testing.T) {
 		{"container_id", func() error {
 			return second(h.runtime.ReopenContainerLog(ctx, &runtimeapi.ReopenContainerLogRequest{}))
 		}},
+		{"container_id", func() error {
+			return second(h.runtime.CheckpointContainer(ctx, &runtimeapi.CheckpointContainerRequest{Location: "/a"}))
+		}},
+		{"location", func() error {
+			return second(h.runtime.CheckpointContainer(ctx, &runtimeapi.CheckpointContainerRequest{ContainerId: "c"}))
+		}},
+		{"pod_sandbox_id", func() error {
+			return second(h.runtime.CheckpointPod(ctx, &runtimeapi.CheckpointPodRequest{OutputPath: "/a", ContainerIds: []string{"c"}}))
+		}},
+		{"output_path", func() error {
+			return second(h.runtime.CheckpointPod(ctx, &runtimeapi.CheckpointPodRequest{PodSandboxId: "p", ContainerIds: []string{"c"}}))
+		}},
+		{"container_ids", func() error {
+			return second(h.runtime.CheckpointPod(ctx, &runtimeapi.CheckpointPodRequest{PodSandboxId: "p", OutputPath: "/a"}))
+		}},
 		{"container_id", func() error { return second(h.runtime.ExecSync(ctx, &runtimeapi.ExecSyncRequest{Cmd: []string{"a"}})) }},
 		{"cmd", func() error { return second(h.runtime.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: "c"})) }},
 		{"image.image", func() error { return second(h.images.PullImage(ctx, &runtimeapi.PullImageRequest{})) }},

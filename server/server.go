@@ -1,7 +1,6 @@
 // Package server serves the CRI v1 services RuntimeService and ImageService (k8s.io/cri-api) by
-// gRPC on a unix socket, and berth's own service for images (package admin). On a second socket
-// Cadvisor serves the part of containerd's API that
-// kubelet's cAdvisor uses.
+// gRPC on a unix socket, and berth's own services (package admin). On a second socket Cadvisor
+// serves the part of containerd's API that kubelet's cAdvisor uses.
 //
 // # Contract
 //
@@ -64,8 +63,10 @@ type Sandboxes interface {
 	RuntimeHandlers
 	Health
 	Traces
+	Checkpoints
 
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
+	RestorePod(ctx context.Context, r state.RestoreRequest) (podID string, containers []state.Restored, err error)
 	StopPodSandbox(ctx context.Context, id string) error
 	RemovePodSandbox(ctx context.Context, id string) error
 	Pod(id string) (*state.Pod, error)
@@ -163,6 +164,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images, pods: pods})
 	admin.Register(s.grpc, images)
 	admin.RegisterContainers(s.grpc, containers)
+	admin.RegisterStarts(s.grpc, pods)
 	return s
 }
 
@@ -251,5 +253,6 @@ type imageService struct {
 	pods   interface {
 		Statistics
 		RuntimeHandlers
+		Traces
 	}
 }

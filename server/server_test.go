@@ -168,16 +168,6 @@ func TestNoReflection(t *testing.T) {
 	}
 }
 
-func TestOtherRPCsAreUnimplemented(t *testing.T) {
-	h := start(t, testConfig, &fakePods{}, &fakeImages{})
-	if _, err := h.runtime.CheckpointPod(t.Context(), &runtimeapi.CheckpointPodRequest{}); status.Code(err) != codes.Unimplemented {
-		t.Errorf("CheckpointPod: %v", err)
-	}
-	if _, err := h.runtime.RestorePod(t.Context(), &runtimeapi.RestorePodRequest{}); status.Code(err) != codes.Unimplemented {
-		t.Errorf("RestorePod: %v", err)
-	}
-}
-
 // When the server stops, running requests get their answers and new requests are refused.
 func TestStopWaitsForRunningRequests(t *testing.T) {
 	entered, release := make(chan struct{}), make(chan struct{})

@@ -12,13 +12,17 @@ import (
 
 	"berth/internal/trace"
 	"berth/internal/trace/otlp"
+	"berth/server/admin"
 )
 
-// Traces returns the recorded operations of a pod's start.
+// Traces returns the recorded operations of pod starts.
 type Traces interface {
 	// StartOf returns the operations that started a pod and its containers, in order of time.
 	// Operations of an earlier daemon are missing.
 	StartOf(podID string) []trace.Operation
+	// RecordPull adds the trace of an image pull, which may still run, to a pod's start.
+	RecordPull(pod *runtimeapi.PodSandboxMetadata, image string, t *trace.Trace)
+	admin.Starts
 }
 
 // Tracing selects and exports traces.
@@ -31,7 +35,8 @@ type Tracing interface {
 	Info() otlp.Info
 }
 
-// ofStart are the methods that are always recorded, whether exported or not.
+// ofStart are the methods that start a pod. They and pulls are always recorded, whether exported or
+// not.
 var ofStart = map[string]bool{
 	runtimeapi.RuntimeService_RunPodSandbox_FullMethodName:   true,
 	runtimeapi.RuntimeService_CreateContainer_FullMethodName: true,
@@ -47,10 +52,15 @@ func (s *Server) beginTrace(ctx context.Context, method string) (context.Context
 			done = s.tracing.Export
 		}
 	}
-	if done == nil && !ofStart[method] {
+	isPull := method == runtimeapi.ImageService_PullImage_FullMethodName
+	if done == nil && !ofStart[method] && !isPull {
 		return ctx, nil
 	}
-	ctx, t := trace.Start(ctx, path.Base(method), done)
+	begin := trace.Start
+	if isPull {
+		begin = trace.StartLarge
+	}
+	ctx, t := begin(ctx, path.Base(method), done)
 	t.Remote = remote
 	return ctx, t
 }

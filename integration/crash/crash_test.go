@@ -31,7 +31,7 @@ func TestCrash(t *testing.T) {
 		t.Skip("runs for minutes")
 	}
 	killed, all := map[string]bool{}, everything
-	for _, op := range slices.Concat(operations, variants, converted, starts) {
+	for _, op := range slices.Concat(operations, restores, variants, converted, starts) {
 		if op.more && !everything {
 			continue
 		}

@@ -123,6 +123,8 @@ type world struct {
 	handler   string // handler of the pod; empty: the default handler
 	container *runtimeapi.ContainerConfig
 	podID, id string
+
+	checkpoint string // directory of a checkpoint
 }
 
 func nothing(*testing.T, *world) {}

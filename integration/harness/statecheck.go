@@ -17,6 +17,9 @@ type Difference struct {
 
 // Text returns the difference in one line.
 func (d Difference) Text() string {
+	if d.Expected == "" {
+		return d.Invariant + ": " + d.Object + ": " + d.Found
+	}
 	return d.Invariant + ": " + d.Object + ": expected " + d.Expected + ", found " + d.Found
 }
 

@@ -53,6 +53,9 @@ func addFiles(s Items, where, root string, places []place) {
 			return nil // removed meanwhile; the caller repeats the inventory
 		}
 		below := strings.TrimPrefix(path, root)
+		if isTrace(below) {
+			return nil
+		}
 		for _, p := range places {
 			if p.path.MatchString(below) {
 				if line, err := p.line(path, below, names); !errors.Is(err, fs.ErrNotExist) {

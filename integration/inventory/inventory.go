@@ -31,6 +31,8 @@ func (s Items) Add(kind, name string) {
 // madeOnce lists files and descriptors that the first pod or image creates and that stay.
 var madeOnce = map[string]bool{
 	"fd of the daemon: /sys/fs/cgroup":         true, // opencontainers/cgroups opens files below it by openat2
+	"file below root: /checkpoint.key":         true,
+	"file below root: /checkpoints":            true,
 	"file below root: /cni":                    true, // libcni's cache of results
 	"file below root: /cni/results":            true,
 	"file below root: /network":                true, // the built-in network

@@ -224,12 +224,17 @@ func addAddresses(s Items, dataDir string) {
 
 func addTree(s Items, kind, root string) {
 	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
-		if err == nil {
-			s.Add(kind, idPattern.ReplaceAllString(strings.TrimPrefix(path, root), "#"))
+		below := strings.TrimPrefix(path, root)
+		if err == nil && !isTrace(below) {
+			s.Add(kind, idPattern.ReplaceAllString(below, "#"))
 		}
 		return nil
 	})
 }
+
+// isTrace reports whether a path below root is a kept trace. Traces outlive their pods, and are
+// written at any time.
+func isTrace(below string) bool { return strings.HasPrefix(below, "/starts/") }
 
 // imageMount is the description of an EROFS image's mount, which has no name, in OpenFiles.
 const imageMount = "a mount of an image"

@@ -223,6 +223,20 @@ func (g *Group) freezerFile() (dir, name, frozen, thawed string) {
 	return g.mgr.Path("freezer"), "freezer.state", "FROZEN", "THAWED"
 }
 
+// FreezerDir returns the directory of the group that freezes its processes, empty if there is none.
+func (g *Group) FreezerDir() string {
+	dir, _, _, _ := g.freezerFile()
+	return dir
+}
+
+// Thaw thaws the group and its descendants. A group that does not exist is no error.
+func (g *Group) Thaw() error {
+	failpoint.Reach("cgroup.thaw")
+	err := g.thaw()
+	failpoint.Reach("cgroup.thawed")
+	return err
+}
+
 func (g *Group) freeze() error {
 	dir, name, frozen, _ := g.freezerFile()
 	if dir == "" {

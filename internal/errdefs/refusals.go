@@ -51,9 +51,18 @@ var refusals = map[string][]codes.Code{
 		codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted,
 	},
 
-	"CheckpointContainer": {codes.Unimplemented},
-	"CheckpointPod":       {codes.Unimplemented},
-	"RestorePod":          {codes.Unimplemented},
+	"CheckpointContainer": {
+		codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
+		codes.DeadlineExceeded, codes.ResourceExhausted, codes.Unavailable,
+	},
+	"CheckpointPod": {
+		codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
+		codes.DeadlineExceeded, codes.ResourceExhausted, codes.Unavailable,
+	},
+	"RestorePod": {
+		codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition,
+		codes.ResourceExhausted, // the limits of berth-unpack
+	},
 }
 
 // unavailable is the prefix of errors that kubelet recognizes (images.ErrRegistryUnavailable), but

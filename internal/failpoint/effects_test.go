@@ -39,19 +39,20 @@ var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "
 
 // leftOut are packages without checks, with the reason.
 var leftOut = map[string]string{
-	"cmd/berth/check/nodecheck":   "berth check",
-	"cmd/berth/copytree":          "berth cp",
-	"cmd/berth/debug":             "berth debug",
-	"cmd/berth/podrun":            "berth run",
-	"image/registry/registrytest": "tests",
-	"image/unpack/jail":           "berth-unpack",
-	"image/unpack/worker":         "berth-unpack",
-	"cmd/berth/client/fakecri":    "tests",
-	"internal/failpoint":          "these failpoints",
-	"internal/safefs":             "the functions are effects of their callers",
-	"internal/testutil":           "tests",
-	"shim/launcher":               "the launcher: see TestEffectsOfShimsAreMarked",
-	"shim/monitor":                "the monitor, in C: see TestEffectsOfShimsAreMarked",
+	"cmd/berth/check/nodecheck":    "berth check",
+	"cmd/berth/copytree":           "berth cp",
+	"cmd/berth/debug":              "berth debug",
+	"cmd/berth/podrun":             "berth run",
+	"image/registry/registrytest":  "tests",
+	"internal/jail":                "berth-unpack and berth-verify, which only answer, and their start",
+	"image/unpack/worker":          "berth-unpack",
+	"cmd/berth/client/fakecri":     "tests",
+	"checkpoint/verify/verifytest": "tests",
+	"internal/failpoint":           "these failpoints",
+	"internal/safefs":              "the functions are effects of their callers",
+	"internal/testutil":            "tests",
+	"shim/launcher":                "the launcher: see TestEffectsOfShimsAreMarked",
+	"shim/monitor":                 "the monitor, in C: see TestEffectsOfShimsAreMarked",
 }
 
 const (
@@ -62,9 +63,11 @@ const (
 	detached = "a detached mount, which ends with its descriptor"
 	launcher = "the launcher's"
 	worker   = "in berth-unpack, or its callers have failpoints"
+	perCall  = "the temporary directory of a command, which the next command or the pod's removal removes"
 	probe    = "a probe at start, in a mount namespace of its own"
 	signal   = "a signal, which the next cleanup repeats"
 	unpinned = "in a network namespace that is not pinned yet"
+	history  = "traces, which nothing depends on; they are written at any time"
 	unnamed  = "in a directory without a name yet; failpoints surround the whole"
 	undo     = "undoes after an error, as the next start does after a crash"
 )
@@ -107,9 +110,7 @@ var unmarked = map[string]string{
 	"image/layer.show: unix.Renameat2":                                    "layer.synced is before it",
 	"image/registry.runHelper: cmd.Run":                                   "a credential helper, which only tells something",
 	"image/trust.runPlugin: unix.Kill cmd.Start":                          "a verifier plugin, which only answers",
-	"image/trust.run: cmd.Run":                                            "berth-verify, which only answers",
 	"image/trust.writeAt: unix.Mkdirat unix.Openat":                       detached,
-	"image/unpack/process.restrict: unix.MountSetattr":                    detached,
 	"image/unpack/process.run: os.StartProcess":                           byCaller,
 	"image/unpack/process.kill: process.Kill":                             signal,
 	"image/unpack.fileAttributes: unix.Fchown unix.Fsetxattr unix.Fchmod": worker,
@@ -164,13 +165,15 @@ var unmarked = map[string]string{
 	"internal/rootfs.probeOverlay: unix.Mount":                                    probe,
 	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
 
-	"sandbox/lsm.set: unix.Setxattr":            "the label of a file, which the next creation of the container sets again",
-	"sandbox/podenv.makeDir: os.Mkdir os.Chmod": byCaller,
-	"sandbox/podenv.giveToRoot: os.Chown":       byCaller,
-	"sandbox/runtime.openShim: pidfd.Signal":    signal,
-	"sandbox/runtime.EndShim: .signal":          byCaller,
-	"sandbox/runtime.signal: .signal":           byCaller,
-	"sandbox/runtime.signal: pidfd.Signal":      byCaller,
+	"sandbox/history.save: os.WriteFile os.Rename": history,
+	"sandbox/history.removeIfExists: os.Remove":    history,
+	"sandbox/lsm.set: unix.Setxattr":               "the label of a file, which the next creation of the container sets again",
+	"sandbox/podenv.makeDir: os.Mkdir os.Chmod":    byCaller,
+	"sandbox/podenv.giveToRoot: os.Chown":          byCaller,
+	"sandbox/runtime.openShim: pidfd.Signal":       signal,
+	"sandbox/runtime.EndShim: .signal":             byCaller,
+	"sandbox/runtime.signal: .signal":              byCaller,
+	"sandbox/runtime.signal: pidfd.Signal":         byCaller,
 
 	"shim.set: os.WriteFile":           "about a process of its own",
 	"shim.Kill: pidfd.Signal":          signal,
@@ -183,8 +186,10 @@ var unmarked = map[string]string{
 	"shim.removeLaunch: .remove os.RemoveAll .remove .remove .remove .remove .remove": undo,
 	"shim/ociruntime.runWith: cmd.Run":                                                launcher,
 	"shim/ociruntime.cleanBundle: os.Remove":                                          launcher,
-	"shim/ociruntime.useTempDir: os.Mkdir":                                            launcher,
-	"shim/ociruntime.removeTempDir: unix.Unmount os.RemoveAll":                        launcher,
+	"shim/ociruntime.useBundle: os.Mkdir":                                             launcher,
+	"shim/ociruntime.useRoot: os.Mkdir os.MkdirTemp os.Remove":                        perCall,
+	"shim/ociruntime.removeTempDir: unix.Unmount os.RemoveAll":                        perCall,
+	"shim/ociruntime.RemoveRoot: os.RemoveAll":                                        byCaller,
 	"shim/payload.installTree: os.RemoveAll":                                          undo,
 	"shim/payload.lock: os.MkdirAll":                                                  lock,
 	"shim/payload.fill: os.Mkdir os.OpenFile os.Chmod os.Chmod":                       unnamed,

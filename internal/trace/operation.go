@@ -9,12 +9,43 @@ import (
 // Operation is a trace in the form that verbose PodSandboxStatus (as JSON) and berth trace show.
 type Operation struct {
 	Object    string    `json:"object,omitempty"` // the container's name; empty: the pod
+	Image     string    `json:"image,omitempty"`  // the pulled image, as requested
 	Attempt   uint32    `json:"attempt,omitempty"`
 	Began     time.Time `json:"began"`
 	Monotonic int64     `json:"monotonic"`         // the same on CLOCK_MONOTONIC, to compare operations
 	Spans     []Shown   `json:"spans"`             // the operation, then its parts in depth-first order
 	Failure   string    `json:"failure,omitempty"` // the error that the client received, if any
 	Missing   int       `json:"missing,omitempty"` // number of spans beyond the limit
+}
+
+// Name returns the operation's name.
+func (o Operation) Name() string {
+	if len(o.Spans) == 0 {
+		return ""
+	}
+	return o.Spans[0].Name
+}
+
+// Took returns the operation's duration. ok is false while it runs.
+func (o Operation) Took() (took time.Duration, ok bool) {
+	if len(o.Spans) == 0 {
+		return 0, true
+	}
+	return time.Duration(o.Spans[0].Took), !o.Spans[0].Open
+}
+
+// Busy returns the time in which at least one of the operations ran.
+func Busy(operations []Operation) (sum time.Duration) {
+	sorted := slices.Clone(operations)
+	slices.SortFunc(sorted, func(a, b Operation) int { return cmp.Compare(a.Monotonic, b.Monotonic) })
+	var until int64
+	for _, o := range sorted {
+		took, _ := o.Took()
+		end := o.Monotonic + int64(took)
+		sum += time.Duration(max(end-max(until, o.Monotonic), 0))
+		until = max(until, end)
+	}
+	return sum
 }
 
 // Shown is a span of an Operation.

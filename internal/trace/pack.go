@@ -20,10 +20,10 @@ type Part struct {
 // parts reads a slab that other goroutines may still write. It skips a span whose fields are being
 // written, and attaches that span's children to the operation.
 func (all *slab) parts(zero int64) (parts []Part, missing int) {
-	taken := int(all.taken.Load())
-	parts = make([]Part, 0, min(taken, MaxSpans))
-	place := [MaxSpans]int{} // index of a span in parts, plus one
-	for i := range min(taken, MaxSpans) {
+	taken, room := int(all.taken.Load()), len(all.spans)
+	parts = make([]Part, 0, min(taken, room))
+	place := [MaxLargeSpans]int{} // index of a span in parts, plus one
+	for i := range min(taken, room) {
 		s := &all.spans[i]
 		began := s.began.Load()
 		if began == 0 {
@@ -42,7 +42,7 @@ func (all *slab) parts(zero int64) (parts []Part, missing int) {
 		parts = append(parts, p)
 		place[i] = len(parts)
 	}
-	return parts, missing + max(taken-MaxSpans, 0)
+	return parts, missing + max(taken-room, 0)
 }
 
 // pack encodes a slab compactly: the number of spans and of missing ones, and then the spans. Each

@@ -5,7 +5,8 @@
 //
 // Recording is always on, so it must be cheap. A span is a slot in a slab that its operation has
 // allocated, and two clock readings. Recording takes no lock, and allocates only a context for a
-// span with parts. An operation has room for MaxSpans; further spans are counted but not kept.
+// span with parts. An operation has room for MaxSpans, or MaxLargeSpans; further spans are counted
+// but not kept.
 //
 // A context carries the span that contains new spans. Without such a span nothing is recorded:
 // every function and every method of a nil *Span does nothing. Work that outlives its caller keeps
@@ -28,11 +29,16 @@ import (
 // including the launcher's.
 const MaxSpans = 64
 
+// MaxLargeSpans is the maximum number of spans of an operation with many parts: a pull has about
+// four for each layer. The packed form limits it to 254.
+const MaxLargeSpans = 240
+
 // maxFailure bounds the kept text of an error, in bytes.
 const maxFailure = 512
 
 // Trace has the spans of one operation. The first is the operation itself.
 type Trace struct {
+	name    string
 	wall    int64 // start, in Unix nanoseconds
 	zero    int64 // the same from Now
 	done    func(*Trace)
@@ -61,6 +67,9 @@ func (t *Trace) Failure() (message string, ok bool) {
 	return "", false
 }
 
+// Name returns the operation's name.
+func (t *Trace) Name() string { return t.name }
+
 // Exported reports whether the complete trace goes to an exporter.
 func (t *Trace) Exported() bool { return t.done != nil }
 
@@ -68,8 +77,8 @@ func (t *Trace) Exported() bool { return t.done != nil }
 type Attribute struct{ Key, Value string }
 
 type slab struct {
-	taken atomic.Int32 // greater than MaxSpans if spans did not fit
-	spans [MaxSpans]Span
+	taken atomic.Int32 // greater than len(spans) if spans did not fit
+	spans []Span
 }
 
 // Span is a part of an operation. Any goroutine may begin and end it, once each.
@@ -87,9 +96,18 @@ type key struct{}
 // Start begins the trace of an operation with its first span. The caller owns the trace until it
 // calls End. done, if not nil, is called once when recording has ended, and must not block.
 func Start(ctx context.Context, name string, done func(*Trace)) (context.Context, *Trace) {
-	t := &Trace{wall: time.Now().UnixNano(), zero: Now(), done: done}
+	return start(ctx, name, MaxSpans, done)
+}
+
+// StartLarge is Start for an operation with up to MaxLargeSpans.
+func StartLarge(ctx context.Context, name string, done func(*Trace)) (context.Context, *Trace) {
+	return start(ctx, name, MaxLargeSpans, done)
+}
+
+func start(ctx context.Context, name string, room int, done func(*Trace)) (context.Context, *Trace) {
+	t := &Trace{name: name, wall: time.Now().UnixNano(), zero: Now(), done: done}
 	t.holders.Store(1)
-	t.slab.Store(new(slab))
+	t.slab.Store(&slab{spans: make([]Span, room)})
 	own := t.begin(name, -1)
 	own.began.Store(t.zero)
 	return context.WithValue(ctx, key{}, own), t
@@ -175,7 +193,7 @@ func (t *Trace) begin(name string, parent int32) *Span {
 		return nil
 	}
 	i := all.taken.Add(1) - 1
-	if i >= MaxSpans {
+	if int(i) >= len(all.spans) {
 		return nil
 	}
 	s := &all.spans[i]

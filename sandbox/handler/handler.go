@@ -211,6 +211,9 @@ func (r *Runtime) Program() *ociruntime.Runtime {
 // gVisor.
 func (r *Runtime) IsSandboxed() bool { return r != nil && r.Sandboxed }
 
+// IsBuiltIn reports whether libcontainer makes the handler's containers.
+func (h *Handler) IsBuiltIn() bool { return h.config.Path == "" }
+
 // Runtime returns the runtime for a new pod, nil for libcontainer. root is the directory for the
 // runtime's state of this pod. The error is FailedPrecondition if the binary is missing or does not
 // support the pod.

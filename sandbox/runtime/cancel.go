@@ -25,6 +25,9 @@ func (u *CancelSlot) Begin(ctx context.Context) (launchCtx context.Context, end 
 	}
 }
 
+// Busy reports whether something runs that Cancel would cancel.
+func (u *CancelSlot) Busy() bool { return u.cancel.Load() != nil }
+
 // Cancel cancels a current launch with the cause ErrStopped, because its launcher may hang.
 func (u *CancelSlot) Cancel() {
 	if cancel := u.cancel.Load(); cancel != nil {

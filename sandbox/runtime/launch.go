@@ -5,10 +5,14 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"time"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
+	"berth/checkpoint/archive"
+	"berth/internal/criu"
+	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
 	"berth/internal/task"
@@ -32,6 +36,7 @@ type Launcher struct {
 	Launchers  *shim.Launchers
 	PauseDir   string // root filesystem of the embedded pause
 	MaxLogLine int    // maximum bytes of a log line; longer lines are split as partial
+	CRIU       string // the configured CRIU (see criu.Locate)
 	Tasks      *task.Runner
 }
 
@@ -236,6 +241,10 @@ func (k Launcher) Start(
 	if err != nil {
 		return nil, err
 	}
+	restore, err := k.restore(c)
+	if err != nil {
+		return nil, err
+	}
 	dir := k.Node.Dirs.Shim(c.ID)
 	failpoint.Reach("container.make-directory")
 	if err := os.MkdirAll(filepath.Join(dir, "rootfs"), 0o700); err != nil {
@@ -248,6 +257,22 @@ func (k Launcher) Start(
 		SystemdCgroup: k.Node.SystemdCgroup,
 		LogPath:       c.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(),
-		Runtime: pod.Runtime.Program(),
+		Runtime: pod.Runtime.Program(), Restore: restore,
 	})
+}
+
+// restoreLimit bounds the restore of a container. kubelet waits for two minutes.
+const restoreLimit = 110 * time.Second
+
+// restore returns the checkpoint that a container continues, or nil.
+func (k Launcher) restore(c *state.Container) (*proto.Restore, error) {
+	if c.Restore == nil {
+		return nil, nil
+	}
+	program, err := criu.Locate(k.CRIU)
+	if err != nil {
+		return nil, errdefs.FailedPrecondition("restore: %w", err)
+	}
+	images := filepath.Join(k.Node.Dirs.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
+	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit}, nil
 }

@@ -93,7 +93,7 @@ func ignoreExisting(err error) error {
 // RemoveRoot removes the state directory of a pod's runtime. The caller has removed the containers.
 func (k Processes) RemoveRoot(podID string) error {
 	failpoint.Reach("runtime.remove-root")
-	if err := os.RemoveAll(k.Dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := ociruntime.RemoveRoot(k.Dirs.OCI(podID)); err != nil {
 		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)
 	}
 	failpoint.Reach("runtime.root-removed")

@@ -54,6 +54,9 @@ func (k Roots) PauseImage(ctx context.Context, reference string) (*state.Image, 
 	if err != nil {
 		return nil, fmt.Errorf("find pause image %s: %w", reference, err)
 	}
+	if err := img.CheckRunnable(); err != nil {
+		return nil, fmt.Errorf("pause image: %w", err)
+	}
 	if err := k.Images.Verify(ctx, img, reference, ""); err != nil {
 		return nil, fmt.Errorf("find pause image %s: %w", reference, err)
 	}

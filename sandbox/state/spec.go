@@ -57,6 +57,7 @@ type ContainerSpec struct {
 	Config      *runtimeapi.ContainerConfig `json:"-"` // as kubelet sent it
 	Image       Image                       `json:"image"`
 	Volumes     []Volume                    `json:"volumes,omitempty"` // image volumes
+	Restore     *Restore                    `json:"restore,omitempty"` // the checkpoint that it continues; nil: it starts anew
 	Project     uint32                      `json:"project,omitempty"` // quota project of the writable layer; 0: none
 	CgroupsPath string                      `json:"cgroupsPath"`       // as in the runtime-spec
 	LogPath     string                      `json:"logPath,omitempty"` // absolute; empty: no log is kept

@@ -53,6 +53,7 @@ type PodStatus struct {
 	IPs        []string                                     `json:"ips,omitempty"`     // primary address first; empty with the host's network
 	PausePID   int                                          `json:"pausePID,omitempty"`
 	PauseStart uint64                                       `json:"pauseStart,omitempty"` // start time of the pause, in clock ticks
+	Restoring  bool                                         `json:"restoring,omitempty"`  // RestorePod has not created all containers; a later daemon removes the pod
 	Presented  bool                                         `json:"-"`                    // plugins were called with it
 	TakenDown  bool                                         `json:"-"`                    // takeDown succeeded; a later daemon repeats it
 
@@ -99,6 +100,7 @@ type ContainerStatus struct {
 	Process    *specs.Process  `json:"process,omitempty"`    // template of execs; nil until the creation is complete
 	Described  *specs.Spec     `json:"described,omitempty"`  // shown to plugins besides Process
 
+	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has used it
 	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init
 	Exit      *Exit     `json:"exit,omitempty"`     // nil unless it has exited
 	PID       int       `json:"-"`                  // of the init, on the host; 0 unless it runs

@@ -66,6 +66,8 @@ type Service struct {
 	execs     *slots
 	connected *slots // execs with a client
 	attached  *slots // attached containers and forwarded ports, per pod
+	terminals *slots // attached terminals
+	holds     holds
 }
 
 // New returns a Service for these targets. systemd says whether systemd manages their cgroups.
@@ -76,6 +78,7 @@ func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bo
 		execs:     newSlots("execs", limits.Execs, limits.ExecsPerContainer),
 		connected: newSlots("exec sessions", limits.execSessions(), limits.ExecsPerContainer),
 		attached:  newSlots("attached sessions and forwarded connections", limits.Sessions, limits.podSessions())}
+	s.terminals = newSlots("attached terminals", limits.Sessions, limits.Sessions)
 	s.connected.spare, s.attached.spare = spareDescriptors, spareDescriptors
 	return s
 }
@@ -106,16 +109,19 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 	if err != nil {
 		return nil, err
 	}
-	release, err := s.execs.take(c.String())
-	if err != nil {
-		return nil, err
-	}
-	defer release()
 	if timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, timeout)
 		defer cancel()
 	}
+	release, err := s.takeExec(ctx, c)
+	if timeout > 0 && errors.Is(err, context.DeadlineExceeded) {
+		return nil, errdefs.DeadlineExceeded("exec in container %s: a checkpoint of it did not end within %v", c.ID, timeout)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	end := s.tasks.BeginOpen
 	if timeout > 0 {
 		end = func(what, object string) func() { return s.tasks.BeginUpTo(timeout, what, object) }
@@ -197,6 +203,9 @@ func (s *Service) Exec(ctx context.Context, id string, command Command, client I
 		return 0, err
 	}
 	defer release()
+	if err := s.holds.check(c.String()); err != nil {
+		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
+	}
 	defer s.tasks.BeginOpen("end of exec", c.String())()
 	code, err := s.sessions().Exec(ctx, s.execRequest(c, command), client)
 	if err != nil {
@@ -244,6 +253,16 @@ func (s *Service) Attach(ctx context.Context, id string, terminal bool, client I
 		return err
 	}
 	defer release()
+	if terminal {
+		left, err := s.terminals.take(c.String())
+		if err != nil {
+			return err
+		}
+		defer left()
+		if err := s.holds.check(c.String()); err != nil {
+			return fmt.Errorf("attach to container %s: %w", c.ID, err)
+		}
+	}
 	defer s.tasks.BeginOpen("end of attached session", c.String())()
 	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.dirs.Shim(c.ID)), terminal, c.Stdin, client); err != nil {
 		return fmt.Errorf("container %s: %w", c.ID, err)

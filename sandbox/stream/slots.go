@@ -76,6 +76,13 @@ func (p *slots) take(object string) (release func(), err error) {
 	return func() { p.release(object) }, nil
 }
 
+// count returns the number of taken slots of an object.
+func (p *slots) count(object string) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.each[object]
+}
+
 func (p *slots) release(object string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

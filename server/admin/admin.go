@@ -1,15 +1,17 @@
-// Package admin is berth's own gRPC service for operators, on the socket of CRI. It has what CRI
-// lacks: loading, saving and naming images, and options of exec. Only root can connect, as for CRI.
+// Package admin has berth's own gRPC services for operators, on the socket of CRI. They have what
+// CRI lacks: loading, saving and naming images, options of exec, and traces of pod starts. Only root
+// can connect, as for CRI.
 //
 // # Contract
 //
-// The service's name contains its version. A change that an older client or server does not
+// A service's name contains its version. A change that an older client or server does not
 // understand gets a new name. Each message is a google.protobuf.BytesValue. In a unary call it
 // contains JSON. In a stream, the first message from the side that sends data contains a JSON
 // request or nothing, and the others contain data. Unknown JSON fields are ignored.
 package admin
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -20,6 +22,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"berth/image"
+	"berth/image/archive"
 	"berth/internal/errdefs"
 )
 
@@ -28,6 +31,7 @@ const (
 	service = "berth.admin.v1.Images"
 
 	LoadMethod   = "/" + service + "/Load"   // stream of LoadRequest and data to a list of Image
+	SaveMethod   = "/" + service + "/Save"   // SaveRequest to a stream of data
 	TagMethod    = "/" + service + "/Tag"    // TagRequest to Image
 	UntagMethod  = "/" + service + "/Untag"  // UntagRequest to Image
 	LayersMethod = "/" + service + "/Layers" // nothing to a list of ImageLayers
@@ -40,6 +44,12 @@ const ChunkSize = 256 << 10
 type LoadRequest struct {
 	Name string `json:"name,omitempty"` // of the only image; empty: the names in the archive
 	Pin  bool   `json:"pin,omitempty"`
+}
+
+// SaveRequest asks for an archive.
+type SaveRequest struct {
+	Images []string `json:"images"`
+	Format string   `json:"format,omitempty"` // oci or docker; empty: oci
 }
 
 // TagRequest adds a name to an image.
@@ -78,6 +88,7 @@ type Layer struct {
 // Store is the part of the image store that the service uses.
 type Store interface {
 	Load(ctx context.Context, from io.Reader, opts image.LoadOptions) ([]*image.Image, error)
+	Save(ctx context.Context, out io.Writer, opts image.SaveOptions) error
 	Tag(ctx context.Context, ref, name string) (*image.Image, error)
 	Untag(ctx context.Context, name string) (*image.Image, error)
 	List() []*image.Image
@@ -90,29 +101,34 @@ func Register(s grpc.ServiceRegistrar, images Store) {
 		ServiceName: service,
 		HandlerType: (*Store)(nil),
 		Methods: []grpc.MethodDesc{
-			unary("Tag", func(ctx context.Context, s Store, req TagRequest) (any, error) {
+			unary(service, "Tag", func(ctx context.Context, s Store, req TagRequest) (any, error) {
 				return imageOf(s.Tag(ctx, req.Image, req.Name))
 			}),
-			unary("Untag", func(ctx context.Context, s Store, req UntagRequest) (any, error) {
+			unary(service, "Untag", func(ctx context.Context, s Store, req UntagRequest) (any, error) {
 				return imageOf(s.Untag(ctx, req.Name))
 			}),
-			unary("Layers", func(_ context.Context, s Store, _ struct{}) (any, error) { return layers(s), nil }),
+			unary(service, "Layers", func(_ context.Context, s Store, _ struct{}) (any, error) { return layers(s), nil }),
 		},
 		Streams: []grpc.StreamDesc{{
 			StreamName: "Load", ClientStreams: true,
 			Handler: func(srv any, stream grpc.ServerStream) error { return load(srv.(Store), stream) },
+		}, {
+			StreamName: "Save", ServerStreams: true,
+			Handler: func(srv any, stream grpc.ServerStream) error { return save(srv.(Store), stream) },
 		}},
 	}, images)
 }
 
-// unary returns a method with JSON messages.
-func unary[Request any](name string, do func(context.Context, Store, Request) (any, error)) grpc.MethodDesc {
+// unary returns a method of a service with JSON messages. Server is the service's interface.
+func unary[Server, Request any](
+	service, name string, do func(context.Context, Server, Request) (any, error),
+) grpc.MethodDesc {
 	handle := func(ctx context.Context, srv any, message *wrapperspb.BytesValue) (any, error) {
 		var req Request
 		if err := Decode(message, &req); err != nil {
 			return nil, err
 		}
-		answer, err := do(ctx, srv.(Store), req)
+		answer, err := do(ctx, srv.(Server), req)
 		if err != nil {
 			return nil, err
 		}
@@ -157,6 +173,38 @@ func load(images Store, stream grpc.ServerStream) error {
 		return err
 	}
 	return stream.SendMsg(message)
+}
+
+// save handles Save.
+func save(images Store, stream grpc.ServerStream) error {
+	first := &wrapperspb.BytesValue{}
+	if err := stream.RecvMsg(first); err != nil {
+		return err
+	}
+	var req SaveRequest
+	if err := Decode(first, &req); err != nil {
+		return err
+	}
+	out := bufio.NewWriterSize(sender{stream}, ChunkSize)
+	opts := image.SaveOptions{Refs: req.Images, Format: archive.Format(req.Format)}
+	if err := images.Save(stream.Context(), out, opts); err != nil {
+		return err
+	}
+	return out.Flush()
+}
+
+// sender writes data to a stream.
+type sender struct{ stream Sender }
+
+func (s sender) Write(p []byte) (n int, err error) {
+	for n < len(p) {
+		chunk := p[n:min(len(p), n+ChunkSize)]
+		if err := s.stream.SendMsg(wrapperspb.Bytes(chunk)); err != nil {
+			return n, err
+		}
+		n += len(chunk)
+	}
+	return n, nil
 }
 
 func layers(s Store) []ImageLayers {

@@ -4,7 +4,6 @@ import (
 	"context"
 
 	"google.golang.org/grpc"
-	"google.golang.org/protobuf/types/known/wrapperspb"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/sandbox/stream"
@@ -42,30 +41,13 @@ func RegisterContainers(s grpc.ServiceRegistrar, execs Execs) {
 	s.RegisterService(&grpc.ServiceDesc{
 		ServiceName: containers,
 		HandlerType: (*Execs)(nil),
-		Methods:     []grpc.MethodDesc{{MethodName: "Exec", Handler: exec}},
+		Methods: []grpc.MethodDesc{unary(containers, "Exec", func(_ context.Context, s Execs, req ExecRequest) (any, error) {
+			reply, err := s.ExecWith(&runtimeapi.ExecRequest{ContainerId: req.ContainerID, Cmd: req.Args, Tty: req.TTY,
+				Stdin: req.Stdin, Stdout: req.Stdout, Stderr: req.Stderr}, req.Options)
+			if err != nil {
+				return nil, err
+			}
+			return ExecReply{URL: reply.GetUrl()}, nil
+		})},
 	}, execs)
-}
-
-// exec handles Exec.
-func exec(srv any, ctx context.Context, decode func(any) error, interceptor grpc.UnaryServerInterceptor) (any, error) {
-	message := &wrapperspb.BytesValue{}
-	if err := decode(message); err != nil {
-		return nil, err
-	}
-	handler := func(_ context.Context, message any) (any, error) {
-		var req ExecRequest
-		if err := Decode(message.(*wrapperspb.BytesValue), &req); err != nil {
-			return nil, err
-		}
-		reply, err := srv.(Execs).ExecWith(&runtimeapi.ExecRequest{ContainerId: req.ContainerID, Cmd: req.Args,
-			Tty: req.TTY, Stdin: req.Stdin, Stdout: req.Stdout, Stderr: req.Stderr}, req.Options)
-		if err != nil {
-			return nil, err
-		}
-		return Encode(ExecReply{URL: reply.GetUrl()})
-	}
-	if interceptor == nil {
-		return handler(ctx, message)
-	}
-	return interceptor(ctx, message, &grpc.UnaryServerInfo{Server: srv, FullMethod: ExecMethod}, handler)
 }

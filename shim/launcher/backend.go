@@ -6,8 +6,8 @@ import (
 	"berth/shim/proto"
 )
 
-// backend creates the container of a launch. The backends are libcontainer in this process, an OCI
-// runtime, and berth's pause program. launch calls the methods in this order.
+// backend creates the container of a launch. The backends are libcontainer in this process, CRIU, an
+// OCI runtime, and berth's pause program. launch calls the methods in this order.
 type backend interface {
 	// prepare checks the spec. It creates only files in Dir. It returns InvalidArgument for a
 	// spec that cannot be carried out.
@@ -18,10 +18,11 @@ type backend interface {
 	// its undo steps to the launch's list. pid is 0 if the host has no process of the container
 	// yet. Then follow returns one.
 	create() (pid int, err error)
-	// execute makes init execute the command, and waits until it has done so.
+	// execute makes init execute the command, or continue a checkpoint, and waits until it has done so.
 	execute() error
-	// follow starts a child of this process that ends together with the running container. It
-	// writes the container's exit status to the pipe verdict. launch calls it if create returned 0.
+	// follow returns a child of this process that ends together with the running container. If the
+	// child is not the container's init, it writes the container's exit status to the pipe verdict.
+	// launch calls it if create returned 0.
 	follow() (pid int, verdict *os.File, err error)
 	// destroy undoes create.
 	destroy() error
@@ -29,6 +30,8 @@ type backend interface {
 
 func (c *launch) newBackend() backend {
 	switch {
+	case c.Restore != nil:
+		return &restoreBackend{libcontainerBackend: libcontainerBackend{launch: c}}
 	case c.Runtime != nil:
 		return &ociBackend{launch: c}
 	case c.Pause == proto.PlainPause:

@@ -55,12 +55,19 @@ func (c *launch) prepareMonitor() error {
 	if !c.privatePIDs() {
 		c.monitor.KillDir = killDir(paths)
 	}
+	c.openOOM()
+	return nil
+}
+
+// openOOM opens the monitor's files about OOM kills. A restored container has no cgroup until it
+// runs.
+func (c *launch) openOOM() {
+	paths := c.group.Paths()
 	c.io.oom, c.io.oomNotify = openOOM(paths)
 	if dir := paths[""]; dir != "" && c.io.oom != nil && c.io.oomNotify == nil {
 		c.io.oomParent, _ = os.Open(filepath.Join(filepath.Dir(dir), "memory.events")) // the root has none
 	}
 	c.monitor.OOM, c.monitor.OOMNotify, c.monitor.OOMParent = fd(c.io.oom), fd(c.io.oomNotify), fd(c.io.oomParent)
-	return nil
 }
 
 // privatePIDs returns whether the kernel kills the container's processes when its init ends.

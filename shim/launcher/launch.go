@@ -292,7 +292,7 @@ func (c *launch) identifyInit(pid int) (err error) {
 func (c *launch) recordInit() error {
 	c.started.StartedAt = time.Now()
 	if c.init == nil {
-		return nil // follow records it
+		return nil // follow or the restore records it
 	}
 	failpoint.Reach("launcher.record-init")
 	if err := proto.WriteFile(c.Dir, proto.ShimFile, c.started.Encode()); err != nil {
@@ -308,39 +308,56 @@ func (c *launch) execute() error {
 		return err
 	}
 	failpoint.Reach("launcher.executed")
-	if c.init != nil {
+	if c.monitor.InitPID != 0 || c.Pause != "" {
 		return nil
 	}
 	return c.follow()
 }
 
-// follow starts a process that ends together with the container. The container's own processes run
-// in a sandbox that the host does not see.
+// follow gives the monitor a process that ends together with the container. create has returned none:
+// the container was restored, or its own processes run in a sandbox that the host does not see.
 func (c *launch) follow() error {
 	pid, verdict, err := c.backend.follow()
 	if err != nil {
 		return fmt.Errorf("follow the container: %w", err)
 	}
 	c.verdict = verdict
-	if err := errors.Join(c.identifyInit(pid), c.io.started()); err != nil {
+	recorded := c.init != nil
+	if !recorded {
+		err = c.identifyInit(pid)
+	}
+	if err := errors.Join(err, c.io.started()); err != nil {
 		return err
+	}
+	if c.Runtime == nil {
+		c.openOOM()
 	}
 	c.monitor.InitPID, c.monitor.Init, c.monitor.Verdict = pid, fd(c.init), fd(c.verdict)
 	c.monitor.Console = fd(c.io.console)
 	if c.Stdin && c.Terminal {
 		c.monitor.Stdin = c.monitor.Console
 	}
+	if recorded {
+		return nil
+	}
 	return c.recordInit()
+}
+
+// decide makes it too late to cancel the launch. It fails if the daemon has cancelled it.
+func (c *launch) decide() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.cancelled {
+		return errCancelled
+	}
+	c.committed = true
+	return nil
 }
 
 // commit sends the reply. It fails if the daemon has cancelled the launch or is gone.
 func (c *launch) commit() error {
-	c.mu.Lock()
-	cancelled := c.cancelled
-	c.committed = !cancelled
-	c.mu.Unlock()
-	if cancelled {
-		return errCancelled
+	if err := c.decide(); err != nil {
+		return err
 	}
 	if _, ok := c.backend.(*pauseBackend); ok {
 		c.started.Again = true

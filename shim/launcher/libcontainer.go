@@ -95,16 +95,24 @@ func hostRootOf(config *configs.Config) (uid, gid int, err error) {
 	return uid, gid, err
 }
 
-func (b *libcontainerBackend) create() (pid int, err error) {
+// makeContainer makes libcontainer's container, without processes.
+func (b *libcontainerBackend) makeContainer() (err error) {
 	failpoint.Reach("launcher.create")
 	b.container, err = libcontainer.Create(b.l.settings.StateRoot, b.ID, b.config)
 	if err != nil {
-		return 0, err
+		return err
 	}
 	failpoint.Reach("launcher.created")
 	b.endStep("libcontainer create")
-	b.undo.Add("destroy container "+b.ID, b.destroy)
+	b.undo.Add("destroy container "+b.ID, b.backend.destroy)
 	b.io.passTo(b.process)
+	return nil
+}
+
+func (b *libcontainerBackend) create() (pid int, err error) {
+	if err := b.makeContainer(); err != nil {
+		return 0, err
+	}
 	defer b.l.passFilter(b.process, b.config)()
 	if err := b.container.Start(b.process); err != nil {
 		return 0, err

@@ -75,6 +75,7 @@ void clients_sweep(struct monitor *m)
 			continue;
 		}
 		stdin_left(m, c);
+		freeze_end(m, c);
 		sys_close(c->fd);
 		buffer_free(&c->in);
 		buffer_free(&c->queue);
@@ -235,8 +236,7 @@ void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n
 			send(m, &m->clients[i], data, n);
 }
 
-/* answer answers a request: success, or the reason of a failure. */
-static void answer(struct monitor *m, struct client *c, const char *why)
+void client_answer(struct monitor *m, struct client *c, const char *why)
 {
 	static char reply[HEADER_SIZE + 4096 + 256];
 	size_t n = why == NULL ? 0 : min(strlen(why), sizeof(reply) - HEADER_SIZE);
@@ -264,14 +264,22 @@ static void request(struct monitor *m, struct client *c, unsigned char type, con
 			stdin_write(m, payload, n);
 		return;
 	case FRAME_STDIN_EOF: stdin_left(m, c); return;
-	case FRAME_ATTACH: answer(m, c, attach(c, payload, n)); return;
-	case FRAME_RESIZE: answer(m, c, resize(m, payload, n)); return;
-	case FRAME_REOPEN: answer(m, c, log_reopen(m)); return;
+	case FRAME_ATTACH: client_answer(m, c, attach(c, payload, n)); return;
+	case FRAME_RESIZE: client_answer(m, c, resize(m, payload, n)); return;
+	case FRAME_REOPEN: client_answer(m, c, log_reopen(m)); return;
 	case FRAME_CLOSE_STDIN:
 		stdin_close(m);
-		answer(m, c, NULL);
+		client_answer(m, c, NULL);
 		return;
-	default: answer(m, c, bad_request);
+	case FRAME_FREEZE: {
+		const char *why = freeze_begin(m, c, payload, n);
+
+		if (why != NULL)
+			client_answer(m, c, why);
+		return;
+	}
+	case FRAME_THAW: client_answer(m, c, freeze_end(m, c)); return;
+	default: client_answer(m, c, bad_request);
 	}
 }
 

@@ -243,6 +243,7 @@ static void ask_client(struct text q)
 		.log = -1,
 		.stdin = pipe[1],
 		.oom = {.file = -1, .notify = -1, .parent = -1},
+		.freezer = {.dir = -1},
 		.clients = {{.fd = ends[0]}},
 		.client_count = 1,
 	};
@@ -317,6 +318,7 @@ static void ask_stale(void)
 		.log = -1,
 		.stdin = -1,
 		.oom = {.file = -1, .notify = -1, .parent = -1},
+		.freezer = {.dir = -1},
 	};
 	expect(!failed(SYS3(bind, m.params.listen, address, size)) && !failed(SYS2(listen, m.params.listen, 8)));
 	size = sizeof(address);

@@ -21,8 +21,7 @@ enum { DT_DIR = 4 };
  * ENOENT, using files opened before its removal with ENODEV. */
 static bool is_gone(long result) { return result == -ENOENT || result == -ENODEV; }
 
-/* write_to writes text to an existing file. It returns 0 or -errno. */
-static long write_to(int dir, const char *name, const char *text)
+long file_write(int dir, const char *name, const char *text)
 {
 	long fd = sys_openat(dir, name, O_WRONLY | O_CLOEXEC | O_NOFOLLOW, 0), result;
 
@@ -125,8 +124,7 @@ static long tree_pids(int dir, int sig, size_t *count, int depth)
  * delay. */
 #define FREEZE_PATIENCE (200 * MILLISECOND)
 
-/* begins_with returns whether a file's content begins with text. */
-static bool begins_with(int dir, const char *name, const char *text)
+bool file_begins(int dir, const char *name, const char *text)
 {
 	char buf[16];
 	long fd = sys_openat(dir, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0), n;
@@ -153,7 +151,7 @@ static void freeze(int dir, const char *freezer, const char *frozen)
 {
 	int64_t deadline = now(CLOCK_MONOTONIC) + FREEZE_PATIENCE;
 
-	while (!failed(write_to(dir, freezer, frozen)) && !begins_with(dir, freezer, frozen) &&
+	while (!failed(file_write(dir, freezer, frozen)) && !file_begins(dir, freezer, frozen) &&
 		now(CLOCK_MONOTONIC) < deadline)
 		sleep_for(MILLISECOND);
 }
@@ -165,7 +163,7 @@ static void kill_all(int dir)
 	const char *freezer = "freezer.state", *frozen = "FROZEN", *thawed = "THAWED";
 	size_t count = 0;
 
-	if (!failed(write_to(dir, "cgroup.kill", "1"))) /* v2 since Linux 5.14 */
+	if (!failed(file_write(dir, "cgroup.kill", "1"))) /* v2 since Linux 5.14 */
 		return;
 	if (!failed(sys_faccessat(dir, "cgroup.freeze", 0))) { /* older v2 */
 		freezer = "cgroup.freeze";
@@ -176,7 +174,7 @@ static void kill_all(int dir)
 	REACH("monitor.orphans-frozen");
 	tree_pids(dir, SIGKILL, &count, 0);
 	REACH("monitor.orphans-signalled");
-	write_to(dir, freezer, thawed);
+	file_write(dir, freezer, thawed);
 }
 
 /* round_of kills all processes and returns whether none is left. */

@@ -111,7 +111,7 @@ long monitor_init(struct monitor *m, const struct params *p)
 
 	m->params = *p;
 	m->log = p->log;
-	m->stdin = m->children = -1;
+	m->stdin = m->children = m->freezer.dir = -1;
 	m->oom = (struct oom){.file = p->oom, .notify = p->oom_notify, .parent = p->oom_parent};
 	if (failed(result))
 		return result;
@@ -136,6 +136,16 @@ long monitor_init(struct monitor *m, const struct params *p)
 /* ACCEPT_LOOK is the interval, in milliseconds, of checks whether paused accepting may continue. */
 enum { ACCEPT_LOOK = 50 };
 
+/* wait_limit returns the limit of the next wait, in milliseconds, -1: none. */
+static int wait_limit(const struct monitor *m)
+{
+	int timeout = freeze_pause(m);
+
+	if (m->accept_again != 0 && (timeout < 0 || timeout > ACCEPT_LOOK))
+		timeout = ACCEPT_LOOK;
+	return timeout;
+}
+
 int monitor_run(struct monitor *m)
 {
 	struct epoll_event events[16];
@@ -144,8 +154,7 @@ int monitor_run(struct monitor *m)
 	if (m->params.orphans)
 		reap(m); /* children that ended before SIGCHLD was blocked */
 	while (!m->init_ended) {
-		int timeout = m->accept_again == 0 ? -1 : ACCEPT_LOOK;
-		long n = sys_epoll_wait(m->epoll, events, sizeof(events) / sizeof(events[0]), timeout);
+		long n = sys_epoll_wait(m->epoll, events, sizeof(events) / sizeof(events[0]), wait_limit(m));
 
 		if (n == -EINTR)
 			continue;
@@ -155,7 +164,9 @@ int monitor_run(struct monitor *m)
 			handle(m, events[i].data, events[i].events);
 		clients_sweep(m);
 		clients_accept_again(m);
+		freeze_continue(m);
 	}
+	freeze_cancel(m);
 	return finish(m);
 }
 

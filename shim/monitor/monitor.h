@@ -70,6 +70,8 @@ enum {
 	FRAME_RESIZE,
 	FRAME_REOPEN,
 	FRAME_CLOSE_STDIN,
+	FRAME_FREEZE,
+	FRAME_THAW,
 
 	FRAME_OK = 16,
 	FRAME_ERROR,
@@ -116,6 +118,19 @@ struct oom {
 	uint64_t kills, parent_kills;
 };
 
+/* THAW_REPEATS is how often a thaw is repeated; see freeze.c. */
+enum { THAW_REPEATS = 3 };
+
+/* freezer freezes the container's cgroup for one client; see freeze.c. */
+struct freezer {
+	int dir;         /* the cgroup's directory, -1: not in use */
+	bool v1;         /* the cgroup belongs to the freezer of v1 */
+	bool frozen;     /* the client has its answer */
+	uint32_t client; /* serial number of the client's connection; 0: the cgroup is thawed */
+	int64_t until;   /* monotonic time of the automatic thaw, or of its next repetition */
+	int repeats;     /* repetitions of the thaw so far */
+};
+
 struct monitor {
 	struct params params;
 	int epoll;
@@ -137,6 +152,7 @@ struct monitor {
 	bool stdin_closing;    /* close it when pending is written */
 
 	struct oom oom;
+	struct freezer freezer;
 
 	bool init_ended;
 	bool init_lost;   /* its status is unknown */
@@ -204,6 +220,8 @@ void clients_sweep(struct monitor *m);
 void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n);
 /* send_queued moves the clients' queues into their sockets' buffers, which outlive this process. */
 void send_queued(struct monitor *m);
+/* client_answer answers a client's request: success if why is NULL, otherwise the reason of a failure. */
+void client_answer(struct monitor *m, struct client *c, const char *why);
 /* frame_header writes the header of a frame with n bytes of payload. */
 void frame_header(char *to, unsigned char type, size_t n);
 
@@ -259,11 +277,31 @@ void exit_record_encode(struct line *l, const struct exit_record *r);
  * returns 0 or -errno. */
 long exit_record_write(const char *dir, const struct exit_record *r);
 
+/* freeze.c */
+
+/* freeze begins to freeze the cgroup that a client's request names. It returns NULL, or the reason
+ * of a failure. The answer to the client follows when the cgroup is frozen. */
+const char *freeze_begin(struct monitor *m, struct client *c, const char *payload, size_t n);
+/* freeze_end thaws the cgroup that the client has frozen. It returns NULL, or the reason of a
+ * failure. */
+const char *freeze_end(struct monitor *m, const struct client *c);
+/* freeze_continue answers the client when the cgroup is frozen, thaws the cgroup when its time is
+ * over, and repeats earlier thaws. */
+void freeze_continue(struct monitor *m);
+/* freeze_pause returns the time until freeze_continue has work, in milliseconds, -1: none. */
+int freeze_pause(const struct monitor *m);
+/* freeze_cancel thaws a frozen cgroup because the container has ended. */
+void freeze_cancel(struct monitor *m);
+
 /* killtree.c */
 
 /* kill_tree kills all processes in the cgroup directory and below, repeatedly until none is left
  * or the patience is over. It returns whether none is left. */
 bool kill_tree(const char *dir, int64_t patience);
+/* file_write writes text to an existing file of the directory. It returns 0 or -errno. */
+long file_write(int dir, const char *name, const char *text);
+/* file_begins returns whether a file's content begins with text. */
+bool file_begins(int dir, const char *name, const char *text);
 
 /* time.c */
 

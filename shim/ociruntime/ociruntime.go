@@ -70,34 +70,6 @@ const (
 	internalPIDFile = "internal-pid"
 )
 
-// tempDir is the directory of a bundle for a command's temporary files. crun and runc
-// bind mount their program there, execute the read-only copy and unmount it. A killed command
-// leaves the mount behind. Below the bundle, which is on a private mount, it exists only in the
-// launcher's mount namespace. In /tmp, the default, it would propagate to the host.
-const tempDir = "runtime-tmp"
-
-func useTempDir(cmd *exec.Cmd, bundle string) error {
-	dir := filepath.Join(bundle, tempDir)
-	cmd.Env = append(cmd.Env, "_LIBCONTAINER_STATEDIR="+dir)
-	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
-		return err
-	}
-	return nil
-}
-
-// removeTempDir removes the directory after its command has ended, with mounts that are left in it.
-func removeTempDir(bundle string) error {
-	dir := filepath.Join(bundle, tempDir)
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return err
-	}
-	for _, entry := range entries { // EINVAL: not a mount point
-		_ = unix.Unmount(filepath.Join(dir, entry.Name()), unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
-	}
-	return os.RemoveAll(dir)
-}
-
 // Create makes a container from the config.json in bundle, which is absolute. Its
 // init waits for Start. The result is the init's process, or, of a Sandboxed runtime, the
 // sandbox's.
@@ -116,7 +88,7 @@ func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err
 	defer r.cleanBundle(bundle, &err)
 	if streams == (IO{}) {
 		cmd := r.command(ctx, "", "start", id)
-		if err := useTempDir(cmd, bundle); err != nil {
+		if err := useBundle(cmd, bundle); err != nil {
 			return err
 		}
 		return r.finish(cmd, "start")
@@ -188,7 +160,7 @@ func (r *Runtime) ended(ctx context.Context, id string) bool {
 	var out bytes.Buffer
 	cmd := r.command(ctx, "", "state", id)
 	cmd.Stdout = &out
-	if err := r.finish(cmd, "state"); err != nil {
+	if err := r.call(cmd, "state"); err != nil {
 		return false
 	}
 	var state struct {
@@ -251,7 +223,18 @@ func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec
 
 // run runs a command without streams.
 func (r *Runtime) run(ctx context.Context, args ...string) error {
-	return r.finish(r.command(ctx, "", args...), args[0])
+	return r.call(r.command(ctx, "", args...), args[0])
+}
+
+// call is finish with a directory for temporary files. It serves the daemon's commands, which have
+// no bundle.
+func (r *Runtime) call(cmd *exec.Cmd, what string) (err error) {
+	remove, err := r.useRoot(cmd)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", filepath.Base(r.Path), what, err)
+	}
+	defer func() { err = errors.Join(err, remove()) }()
+	return r.finish(cmd, what)
 }
 
 // finish runs cmd and returns its standard error as the error's text. It uses a file in memory
@@ -296,7 +279,7 @@ func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []st
 	if streams.Stderr != nil {
 		cmd.Stderr = streams.Stderr
 	}
-	if err := useTempDir(cmd, dir); err != nil {
+	if err := useBundle(cmd, dir); err != nil {
 		return err
 	}
 	if err := cmd.Run(); err != nil {
@@ -347,9 +330,7 @@ func (r *Runtime) cleanBundle(dir string, err *error) {
 			*err = errors.Join(*err, e)
 		}
 	}
-	if e := removeTempDir(dir); e != nil && !errors.Is(e, os.ErrNotExist) {
-		*err = errors.Join(*err, e)
-	}
+	*err = errors.Join(*err, removeTempDir(filepath.Join(dir, tempDir)))
 }
 
 // Bundle holds the parts of a container's spec that are needed while it exists.

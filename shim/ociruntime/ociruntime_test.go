@@ -180,6 +180,51 @@ func TestKilledCommandLeavesNoMount(t *testing.T) {
 	}
 }
 
+// The daemon's commands leave nothing either, in and beside the runtime's state. The next one also
+// removes what a killed daemon left.
+func TestKilledCommandOfDaemonLeavesNoMount(t *testing.T) {
+	testutil.NeedRoot(t)
+	root := filepath.Join(t.TempDir(), "root")
+	r := &Runtime{Root: root, Path: program(t, `
+		at=$_LIBCONTAINER_STATEDIR/crun.XYZ
+		touch $at && mount --bind "$0" $at && kill -9 $$`)}
+	unmounted := func(dir string) {
+		t.Helper()
+		mounts, err := os.ReadFile("/proc/self/mountinfo")
+		if err != nil || strings.Contains(string(mounts), dir) || strings.Contains(string(mounts), callPrefix) {
+			t.Errorf("left mounted: %s, %v", mounts, err)
+		}
+	}
+	for _, exists := range []bool{false, true} {
+		if exists {
+			stale := filepath.Join(root, callPrefix+"4194305-2")
+			testutil.Must(t, os.MkdirAll(stale, 0o700))
+			file := filepath.Join(stale, "crun.ABC")
+			testutil.Must(t, os.WriteFile(file, nil, 0o600))
+			testutil.Must(t, unix.Mount(r.Path, file, "", unix.MS_BIND, ""))
+		}
+		_, probeErr := Probe(t.Context(), r.Path, nil)
+		for command, err := range map[string]error{"delete": r.Delete(t.Context(), "id"),
+			"kill": r.Kill(t.Context(), "id", unix.SIGKILL), "version": probeErr} {
+			if err == nil || !strings.Contains(err.Error(), "killed") {
+				t.Errorf("%s = %v, want killed", command, err)
+			}
+		}
+		unmounted(root)
+		if left, err := os.ReadDir(root); len(left) != 0 || exists != (err == nil) {
+			t.Errorf("left: %v, %v", left, err)
+		}
+	}
+	// The daemon was killed, and no command follows.
+	file := filepath.Join(root, callPrefix+"1-3", "crun.ABC")
+	testutil.Must(t, os.Mkdir(filepath.Dir(file), 0o700))
+	testutil.Must(t, os.WriteFile(file, nil, 0o600))
+	testutil.Must(t, unix.Mount(r.Path, file, "", unix.MS_BIND, ""))
+	testutil.Must(t, RemoveRoot(root))
+	unmounted(root)
+	testutil.Must(t, RemoveRoot(root))
+}
+
 // A signal to a process that has ended is no error. Any other failure is.
 func TestKill(t *testing.T) {
 	for status, wantErr := range map[string]bool{"stopped": false, "running": true, "": true} {

@@ -71,7 +71,7 @@ func (r *Runtime) output(ctx context.Context, args ...string) ([]byte, error) {
 	var out bytes.Buffer
 	cmd := r.command(ctx, "", args...)
 	cmd.Stdout = &out
-	err := r.finish(cmd, args[0])
+	err := r.call(cmd, args[0])
 	return out.Bytes(), err
 }
 

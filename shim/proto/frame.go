@@ -3,6 +3,7 @@ package proto
 import (
 	"encoding/binary"
 	"errors"
+	"time"
 
 	"berth/internal/frame"
 )
@@ -10,8 +11,13 @@ import (
 // FrameType is the type of a frame on the monitor's socket.
 type FrameType byte
 
-// Requests of a client. The monitor answers each of FrameAttach, FrameResize, FrameReopen and
-// FrameCloseStdin with FrameOK or FrameError, in order. It does not answer the others.
+// Requests of a client. The monitor answers each of FrameAttach, FrameResize, FrameReopen,
+// FrameCloseStdin, FrameFreeze and FrameThaw with FrameOK or FrameError, in order. It does not
+// answer the others.
+//
+// FrameFreeze is answered when all processes of the cgroup are frozen. The monitor thaws the cgroup
+// after FrameThaw, at the end of the connection, and when the request's limit is over. Monitors of
+// berth 0.2 answer it with FrameError.
 const (
 	FrameAttach     FrameType = 1 + iota // payload: one byte, Streams
 	FrameStdin                           // payload: bytes for the container's stdin
@@ -19,6 +25,8 @@ const (
 	FrameResize                          // payload: TerminalSize
 	FrameReopen                          // open the log file again
 	FrameCloseStdin                      // close the container's stdin, even with clients attached
+	FrameFreeze                          // payload: FreezeRequest
+	FrameThaw                            // thaw what this client has frozen
 )
 
 // Messages of a monitor. After FrameAttach it sends FrameStdout and FrameStderr as the container
@@ -84,4 +92,15 @@ func DecodeTerminalSize(payload []byte) (TerminalSize, error) {
 		return TerminalSize{}, errors.New("bad terminal size")
 	}
 	return TerminalSize{binary.BigEndian.Uint16(payload), binary.BigEndian.Uint16(payload[2:])}, nil
+}
+
+// FreezeRequest names the cgroup of a container that the monitor freezes.
+type FreezeRequest struct {
+	Limit time.Duration // the monitor thaws the cgroup after it; at most 15 minutes, in whole milliseconds
+	Dir   string        // the cgroup's directory: v2's, or of v1's freezer
+}
+
+// Encode returns the payload of a FrameFreeze.
+func (r FreezeRequest) Encode() []byte {
+	return append(binary.BigEndian.AppendUint32(nil, uint32(max(r.Limit.Milliseconds(), 1))), r.Dir...)
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
@@ -60,6 +61,10 @@ type Request struct {
 	Launch *Launch `json:"launch,omitempty"`
 	Exec   *Exec   `json:"exec,omitempty"`
 	Kill   string  `json:"kill,omitempty"` // ExecID of the exec to kill; ignored when it has ended
+
+	Inspect *Inspect `json:"inspect,omitempty"`
+	Dump    *Dump    `json:"dump,omitempty"`
+	DumpNow bool     `json:"dumpNow,omitempty"` // the container is frozen
 }
 
 // Launch asks a launcher to create and start one container or pause.
@@ -72,6 +77,7 @@ type Launch struct {
 	RootPlace string      `json:"rootPlace,omitempty"` // mount point instead of Dir/rootfs: an empty directory on a private mount that the root of a user namespace can reach
 
 	SystemdCgroup bool                `json:"systemdCgroup,omitempty"` // cgroup driver
+	Restore       *Restore            `json:"restore,omitempty"`       // the checkpoint that the container continues; nil: it starts anew
 	Pause         PauseKind           `json:"pause,omitempty"`         // a sandbox's pause: no monitor, no log, no socket; empty: a container
 	Runtime       *ociruntime.Runtime `json:"runtime,omitempty"`       // the OCI runtime that makes the container, recorded in Dir; nil: libcontainer, in the launcher
 
@@ -82,6 +88,25 @@ type Launch struct {
 	Stdin      bool   `json:"stdin,omitempty"`      // keep stdin open for attach
 	StdinOnce  bool   `json:"stdinOnce,omitempty"`  // close stdin when the first client that attached stdin disconnects
 	Terminal   bool   `json:"terminal,omitempty"`   // a pty instead of pipes
+}
+
+// Restore is the checkpoint from which a launcher makes a container. The Spec is the same as for a
+// new container. The processes, open files and memory come from the checkpoint.
+type Restore struct {
+	CRIU   string        `json:"criu"`   // path of the program
+	Images string        `json:"images"` // directory with CRIU's images; the launcher does not change it
+	Limit  time.Duration `json:"limit"`  // of the restore; CRIU is killed then
+}
+
+// Inspect asks a launcher what a container would get from it. The launcher exits afterwards.
+type Inspect struct {
+	Seccomp *specs.LinuxSeccomp `json:"seccomp,omitempty"` // of the container's spec
+}
+
+// Inspected is the answer to Inspect.
+type Inspected struct {
+	Seccomp [][]byte            `json:"seccomp,omitempty"` // the possible filters, of struct sock_filter; nil without a profile
+	Rlimits []specs.POSIXRlimit `json:"rlimits"`           // where the spec has none
 }
 
 // Volume is an image that the launcher mounts as a volume of the container (KEP-4639). Like the
@@ -124,11 +149,13 @@ var ExecHierarchies = []string{"", "freezer", "pids"}
 // Reply is a message from a launcher. Exactly one of Started, Exec, Exited and Error is set. Error
 // ends the request.
 type Reply struct {
-	Started  *Started     `json:"started,omitempty"` // comes with the pidfd of the container's init
-	Exec     *ExecStarted `json:"exec,omitempty"`    // with the process's pidfd and, for a terminal, the pty's master
-	Exited   *Exited      `json:"exited,omitempty"`
-	Error    *Error       `json:"error,omitempty"`
-	Warnings []string     `json:"warnings,omitempty"` // from libcontainer, for the daemon's log
+	Started   *Started     `json:"started,omitempty"` // comes with the pidfd of the container's init
+	Exec      *ExecStarted `json:"exec,omitempty"`    // with the process's pidfd and, for a terminal, the pty's master
+	Exited    *Exited      `json:"exited,omitempty"`
+	Inspected *Inspected   `json:"inspected,omitempty"`
+	Dump      *Dumped      `json:"dump,omitempty"`
+	Error     *Error       `json:"error,omitempty"`
+	Warnings  []string     `json:"warnings,omitempty"` // from libcontainer, for the daemon's log
 }
 
 // Started reports a running container or pause. The caller of Launchers.Launch owns the files.
@@ -166,6 +193,7 @@ type Code uint32
 const (
 	Canceled           Code = 1
 	InvalidArgument    Code = 3
+	ResourceExhausted  Code = 8
 	FailedPrecondition Code = 9
 	Internal           Code = 13
 )

@@ -24,9 +24,7 @@ import (
 
 // Command returns the command `berth check`.
 func Command() *cobra.Command {
-	var show display
-	var bytes bool
-	var registryName string
+	var o options
 	cmd := &cobra.Command{
 		Use:   "check",
 		Short: "Check the node, or with --state berth's records",
@@ -50,48 +48,64 @@ host, the registry itself, fails.
 If a daemon serves on the socket (--listen), the check uses its configuration and
 flags, else the configuration file. With --config the node is checked for that file.`,
 		Args: cli.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			ofState := takeStateFlag(cmd.Flags())
-			cfg, _, err := config.Load(cmd.Flags())
-			if err != nil {
-				return err
-			}
-			ctx, stop := cli.Interruptible(cmd.Context()) // so that tests of the node are undone
-			defer stop()
-			checked := configured{cfg, "of a daemon started now: none answers at " + cfg.Listen}
-			if ofState || !cmd.Flags().Changed("config") {
-				if checked, err = askDaemon(ctx, cmd.Flags(), checked); err != nil {
-					return err
-				}
-			}
-			if registryName != "" {
-				return checkRegistry(ctx, cmd, checked.Config, registryName, show.asJSON())
-			}
-			if ofState {
-				return checkState(ctx, cmd, checked.Config, bytes, show.asJSON())
-			}
-			checkedNode, err := nodeOf(checked.Config)
-			if err != nil {
-				return err
-			}
-			checkedNode.Source = checked.source
-			findings := nodecheck.Run(ctx, checkedNode)
-			if ctx.Err() != nil {
-				return cli.InterruptStatus(ctx, ctx.Err())
-			}
-			if err := printFindings(cmd.OutOrStdout(), findings, show); err != nil {
-				return err
-			}
-			return statusOf(nodecheck.Worst(findings))
-		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return run(cmd, o) },
 	}
 	config.AddFlags(cmd.Flags())
-	show.addFlags(cmd.Flags())
-	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: also compare the content of every layer")
-	cmd.Flags().StringVar(&registryName, "registry", "", "check a registry (HOST) or an image in it (HOST/REPOSITORY[:TAG]) instead")
+	o.show.addFlags(cmd.Flags())
+	cmd.Flags().BoolVar(&o.bytes, "bytes", false, "with --state: also compare the content of every layer")
+	cmd.Flags().StringVar(&o.registry, "registry", "", "check a registry (HOST) or an image in it (HOST/REPOSITORY[:TAG]) instead")
 	state := cmd.Flags().Lookup(stateFlag)
 	state.NoOptDefVal, state.Usage = noDirectory, "compare records with the machine instead; --state=DIR sets another state directory than the configured one"
 	return cmd
+}
+
+// options are the command's own options.
+type options struct {
+	show     display
+	bytes    bool   // also compare the content of layers
+	registry string // check this registry instead
+}
+
+// run executes the check that the flags choose.
+func run(cmd *cobra.Command, o options) error {
+	ofState := takeStateFlag(cmd.Flags())
+	cfg, _, err := config.Load(cmd.Flags())
+	if err != nil {
+		return err
+	}
+	ctx, stop := cli.Interruptible(cmd.Context()) // so that tests of the node are undone
+	defer stop()
+	checked := configured{cfg, "of a daemon started now: none answers at " + cfg.Listen}
+	if ofState || !cmd.Flags().Changed("config") {
+		if checked, err = askDaemon(ctx, cmd.Flags(), checked); err != nil {
+			return err
+		}
+	}
+	switch {
+	case o.registry != "":
+		return checkRegistry(ctx, cmd, checked.Config, o.registry, o.show.asJSON())
+	case ofState:
+		return checkState(ctx, cmd, checked.Config, o.bytes, o.show.asJSON())
+	default:
+		return checkNode(ctx, cmd, checked, o.show)
+	}
+}
+
+// checkNode checks the node for a configuration.
+func checkNode(ctx context.Context, cmd *cobra.Command, checked configured, show display) error {
+	checkedNode, err := nodeOf(checked.Config)
+	if err != nil {
+		return err
+	}
+	checkedNode.Source = checked.source
+	findings := nodecheck.Run(ctx, checkedNode)
+	if ctx.Err() != nil {
+		return cli.InterruptStatus(ctx, ctx.Err())
+	}
+	if err := printFindings(cmd.OutOrStdout(), findings, show); err != nil {
+		return err
+	}
+	return statusOf(nodecheck.Worst(findings))
 }
 
 // stateFlag is the daemon's option for its state directory. In this command it also selects the

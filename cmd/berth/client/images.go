@@ -47,6 +47,34 @@ func (c *Client) Load(ctx context.Context, from io.Reader, req admin.LoadRequest
 	return images, admin.Decode(answer, &images)
 }
 
+// Save writes an archive with images. After an error the archive is not complete.
+func (c *Client) Save(ctx context.Context, to io.Writer, req admin.SaveRequest) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true}, admin.SaveMethod)
+	if err != nil {
+		return adminError(err)
+	}
+	head, err := admin.Encode(req)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(stream.SendMsg(head), stream.CloseSend()); err != nil && !errors.Is(err, io.EOF) {
+		return err // EOF: the daemon has refused, and RecvMsg returns the reason
+	}
+	for {
+		chunk := &wrapperspb.BytesValue{}
+		if err := stream.RecvMsg(chunk); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return adminError(err)
+		}
+		if _, err := to.Write(chunk.GetValue()); err != nil {
+			return err
+		}
+	}
+}
+
 // Tag gives an image another name.
 func (c *Client) Tag(ctx context.Context, image, name string) (answer admin.Image, err error) {
 	return answer, c.admin(ctx, admin.TagMethod, admin.TagRequest{Image: image, Name: name}, &answer)

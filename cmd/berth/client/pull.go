@@ -57,10 +57,18 @@ func (c *Client) PullWithProgress(ctx context.Context, ref string, auth *runtime
 
 // Pull pulls an image and returns its ID. auth may be nil.
 func (c *Client) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (string, error) {
-	reply, err := c.PullImage(ctx, &runtimeapi.PullImageRequest{
-		Image: &runtimeapi.ImageSpec{Image: ref, UserSpecifiedImage: ref},
-		Auth:  auth,
-	})
+	return c.PullFor(ctx, nil, ref, auth)
+}
+
+// PullFor is Pull for a pod, which may not exist yet. The signature policy of its namespace decides,
+// and berth trace shows the pull. pod may be nil.
+func (c *Client) PullFor(ctx context.Context, pod *runtimeapi.PodSandboxMetadata, ref string,
+	auth *runtimeapi.AuthConfig) (string, error) {
+	req := &runtimeapi.PullImageRequest{Image: &runtimeapi.ImageSpec{Image: ref, UserSpecifiedImage: ref}, Auth: auth}
+	if pod != nil {
+		req.SandboxConfig = &runtimeapi.PodSandboxConfig{Metadata: pod}
+	}
+	reply, err := c.PullImage(ctx, req)
 	if err != nil {
 		return "", Explain("pull "+ref, err)
 	}

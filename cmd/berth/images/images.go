@@ -24,13 +24,13 @@ func Command() *cobra.Command {
 	o := &connection{}
 	cmd := &cobra.Command{
 		Use:   "image",
-		Short: "List, load, name and remove images",
+		Short: "List, load, save, name and remove images",
 		Args:  cobra.ArbitraryArgs,
 		RunE:  cli.Group,
 	}
 	cmd.PersistentFlags().StringVarP(&o.socket, "socket", "s", defaultSocket(),
 		"CRI socket of the runtime (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
-	cmd.AddCommand(lsCommand(o), pullCommand(o), loadCommand(o), importCommand(o), tagCommand(o), rmCommand(o),
+	cmd.AddCommand(lsCommand(o), pullCommand(o), loadCommand(o), saveCommand(o), importCommand(o), tagCommand(o), rmCommand(o),
 		pruneCommand(o), inspectCommand(o), historyCommand(o), duCommand(o))
 	for _, sub := range cmd.Commands() {
 		sub.SilenceUsage, sub.SilenceErrors = true, true

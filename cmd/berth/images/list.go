@@ -16,6 +16,7 @@ import (
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/terminal"
+	"berth/image"
 	"berth/server/admin"
 )
 
@@ -40,9 +41,9 @@ func lsCommand(o *connection) *cobra.Command {
 			if r.Pinned {
 				pinned = "yes"
 			}
-			cells = append(cells, []string{r.name(), client.ShortID(r.ID), terminal.Bytes(r.Size), pinned})
+			cells = append(cells, []string{r.name(), client.ShortID(r.ID), r.kind(), terminal.Bytes(r.Size), pinned})
 		}
-		return printTable(c.OutOrStdout(), "IMAGE ID SIZE PINNED", cells)
+		return printTable(c.OutOrStdout(), "IMAGE ID KIND SIZE PINNED", cells)
 	})
 	return cmd
 }
@@ -54,12 +55,23 @@ type row struct {
 	Digests []string `json:"digests"`
 	Size    uint64   `json:"size"` // bytes
 	Pinned  bool     `json:"pinned"`
+	// ArtifactType is the type of an OCI artifact; empty: a container image.
+	ArtifactType string `json:"artifactType,omitempty"`
+}
+
+// kind is the cell for the kind of an image.
+func (r row) kind() string {
+	if r.ArtifactType != "" {
+		return "artifact"
+	}
+	return "image"
 }
 
 func rowOf(img *runtimeapi.Image) row {
 	return row{
 		ID: img.GetId(), Tags: append([]string{}, img.GetRepoTags()...),
 		Digests: append([]string{}, img.GetRepoDigests()...), Size: img.GetSize(), Pinned: img.GetPinned(),
+		ArtifactType: img.GetSpec().GetAnnotations()[image.ArtifactType],
 	}
 }
 

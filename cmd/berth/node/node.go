@@ -18,6 +18,7 @@ type Node struct {
 	SystemdCgroup bool   // whether systemd manages cgroups; "auto" is decided
 	Shim          string // path of berth-shim
 	Unpack        string // path of berth-unpack
+	Verify        string // path of berth-verify; empty: not found
 	ResolvConf    string // the resolv.conf of pods that use the node's DNS
 }
 
@@ -37,6 +38,7 @@ func Discover(cfg *config.Config) (*Node, error) {
 	if n.Unpack, err = FindUnpack(cfg.UnpackPath); err != nil {
 		return nil, err
 	}
+	n.Verify, _ = FindVerify(cfg.SignatureVerifyPath) // what needs it reports that
 	n.ResolvConf = host.ResolvConf("/")
 	return &n, nil
 }

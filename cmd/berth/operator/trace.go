@@ -2,24 +2,27 @@ package operator
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math"
+	"slices"
+	"strconv"
 	"time"
 	"unicode"
 	"unicode/utf16"
 
 	"github.com/spf13/cobra"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/terminal"
 	"berth/cmd/berth/waterfall"
-	"berth/internal/errdefs"
 	"berth/internal/trace"
+	"berth/sandbox/history"
 )
 
 // foldIdle is the longest idle time that the drawing shows. Between two requests berth is idle, and
@@ -32,32 +35,60 @@ const hideShort = 50 * time.Microsecond
 // plainColumns is the width of a drawing if the output is not a terminal.
 const plainColumns = 120
 
+// slowestRows is the number of starts that --slowest lists by default.
+const slowestRows = 10
+
 func traceCommand(o *connection) *cobra.Command {
 	how := drawing("text")
+	var slowest int
 	cmd := &cobra.Command{
-		Use:   "trace POD",
+		Use:   "trace [POD]",
 		Short: "Show where the time of a pod's start went",
-		Long: `Show where the time of a pod's start went: each request of kubelet, and its steps
-in berth, as bars, as a picture (--output svg) or as data (--output json). The pod
-is given by name, ID or a prefix of the ID.
+		Long: fmt.Sprintf(`Show where the time of a pod's start went: each request of kubelet, image pulls, and
+their steps in berth, as bars, as a picture (--output svg) or as data (--output json).
+The pod is given by name, ID or a prefix of the ID.
 
-berth records every start. A daemon started after the pod has no record of it.`,
-		Args: cli.Args(1, 1, "name a pod"),
+berth records every start, and keeps the last %d on disk, also those of removed pods
+and of earlier daemons. Without POD, the command lists them, the newest first. With
+--slowest[=N] it lists the N starts that took the longest time.`, history.Kept),
+		Example: "  berth trace web\n  berth trace --slowest=5\n  berth trace web -o svg > web.svg",
 	}
 	cmd.Flags().VarP(&how, "output", "o", "output format")
+	cmd.Flags().IntVar(&slowest, "slowest", 0, "list the N slowest starts")
+	cmd.Flags().Lookup("slowest").NoOptDefVal = strconv.Itoa(slowestRows)
+	cmd.Args = func(cmd *cobra.Command, args []string) error {
+		if !cmd.Flags().Changed("slowest") {
+			return cli.Args(0, 1, "")(cmd, args)
+		}
+		return slowestArgs(&slowest, args)
+	}
 	cmd.ValidArgsFunction = o.completeNames(podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		pod, err := c.FindPod(cmd.Context(), args[0])
-		if err != nil {
-			return err
+		if slowest > 0 || len(args) == 0 {
+			return listStarts(cmd.Context(), cmd.OutOrStdout(), c, how, slowest)
 		}
-		operations, err := startOf(cmd.Context(), c, pod)
+		start, err := c.FindStart(cmd.Context(), args[0])
 		if err != nil {
-			return err
+			return client.Explain("trace "+args[0], err)
 		}
-		return printTrace(cmd.OutOrStdout(), how, pod, operations)
+		return printTrace(cmd.OutOrStdout(), how, start)
 	})
 	return cmd
+}
+
+// slowestArgs checks the number of --slowest, which may also be given as an argument.
+func slowestArgs(n *int, args []string) error {
+	if len(args) == 1 {
+		given, err := strconv.Atoi(args[0])
+		if err != nil {
+			return errors.New("--slowest lists starts of all pods, leave the pod out")
+		}
+		*n = given
+	}
+	if *n <= 0 || len(args) > 1 {
+		return errors.New("--slowest needs a number above 0: --slowest=5")
+	}
+	return nil
 }
 
 // drawing is the value of --output.
@@ -76,35 +107,52 @@ func (d *drawing) Set(s string) error {
 	return fmt.Errorf("want text, svg or json")
 }
 
-// startOf asks the daemon for the operations that started a pod.
-func startOf(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox) ([]trace.Operation, error) {
-	reply, err := c.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: pod.GetId(), Verbose: true})
+// listStarts lists the kept starts, the newest or the slowest first.
+func listStarts(ctx context.Context, w io.Writer, c *client.Client, how drawing, slowest int) error {
+	if how == "svg" {
+		return errors.New("--output svg draws one start: name a pod")
+	}
+	starts, err := c.Starts(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("trace pod %s: %w", client.ShortID(pod.GetId()), err)
+		return client.Explain("list starts", err)
 	}
-	text, found := reply.GetInfo()["trace"]
-	if !found {
-		return nil, errdefs.FailedPrecondition(
-			"the runtime records no traces: it is not berth, or its version is too old")
+	if slowest > 0 {
+		slices.SortStableFunc(starts, func(a, b history.Summary) int { return cmp.Compare(b.Took, a.Took) })
+		starts = starts[:min(slowest, len(starts))]
 	}
-	var operations []trace.Operation
-	if err := json.Unmarshal([]byte(text), &operations); err != nil {
-		return nil, fmt.Errorf("trace of pod %s: %w", client.ShortID(pod.GetId()), err)
+	if how == "json" {
+		return printData(w, starts)
 	}
-	if len(operations) == 0 {
-		return nil, errdefs.NotFound("pod %s was started by an earlier daemon, whose record of it is lost",
-			client.ShortID(pod.GetId()))
+	table := [][]terminal.Cell{cells("POD", "NAME", "NAMESPACE", "AGE", "CONTAINERS", "TOOK", "PULL", "RESULT")}
+	for _, s := range starts {
+		table = append(table, startRow(s))
 	}
-	return operations, nil
+	return terminal.Table(w, table)
 }
 
-func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations []trace.Operation) error {
-	if how == "json" {
-		return printData(w, operations)
+// startRow is a start as a line of the list.
+func startRow(s history.Summary) []terminal.Cell {
+	pull := "-"
+	if s.Pull > 0 {
+		pull = waterfall.Took(s.Pull)
 	}
-	meta := pod.GetMetadata()
-	chart := waterfall.Chart{Fold: foldIdle, Hide: hideShort, Spans: spansOf(operations),
-		Title: fmt.Sprintf("%s/%s: %s in berth", meta.GetNamespace(), meta.GetName(), waterfall.Took(timeIn(operations)))}
+	row := cells(client.ShortID(s.ID), s.Name, s.Namespace, terminal.Age(time.Now(), s.Began), strconv.Itoa(s.Containers),
+		waterfall.Took(s.Took), pull, "ok")
+	if s.Failed {
+		row[len(row)-1] = terminal.Cell{Text: "failed", Color: terminal.Red}
+	}
+	return row
+}
+
+func printTrace(w io.Writer, how drawing, start history.Start) error {
+	if how == "json" {
+		return printData(w, start.Operations)
+	}
+	chart := waterfall.Chart{Fold: foldIdle, Hide: hideShort, Spans: spansOf(start.Operations),
+		Title: fmt.Sprintf("%s/%s: %s in berth", start.Namespace, start.Name, waterfall.Took(trace.Busy(start.Operations)))}
+	for _, o := range start.Operations {
+		chart.Lost += o.Missing
+	}
 	if how == "svg" {
 		return chart.SVG(w)
 	}
@@ -115,11 +163,11 @@ func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations
 	return chart.Text(w, columns)
 }
 
-// printData prints every span. Names and reasons may come from anywhere, and the output may go to a
+// printData prints data as JSON, a start with every span. Names and reasons may come from anywhere, and the output may go to a
 // terminal. So printData escapes invisible characters and marks that change the direction of text.
 // These occur only in strings, where JSON allows the escapes.
-func printData(w io.Writer, operations []trace.Operation) error {
-	data, err := json.MarshalIndent(operations, "", "  ")
+func printData(w io.Writer, v any) error {
+	data, err := json.MarshalIndent(v, "", "  ")
 	if err != nil {
 		return err
 	}
@@ -140,23 +188,13 @@ func printData(w io.Writer, operations []trace.Operation) error {
 	return err
 }
 
-// timeIn is the time of all operations together.
-func timeIn(operations []trace.Operation) (total time.Duration) {
-	for _, o := range operations {
-		if len(o.Spans) > 0 {
-			total += time.Duration(o.Spans[0].Took)
-		}
-	}
-	return total
-}
-
 // spansOf are operations as bars on one axis.
 func spansOf(operations []trace.Operation) (all []waterfall.Span) {
 	for _, o := range operations {
 		for _, s := range o.Spans {
 			name := s.Name
-			if s.Depth == 0 && o.Object != "" {
-				name += " " + o.Object
+			if subject := cmp.Or(o.Object, o.Image); s.Depth == 0 && subject != "" {
+				name += " " + subject
 			}
 			if s.Open {
 				name += " …" // goes on

@@ -79,7 +79,7 @@ func (r *podRun) ensureImage(ctx context.Context, key imageKey) (*runtimeapi.Ima
 		}
 	}
 	r.config.Report("pulling %s", key.ref)
-	id, err := r.client.Pull(ctx, key.ref, nil)
+	id, err := r.client.PullFor(ctx, r.plan.Sandbox().GetMetadata(), key.ref, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -12,6 +12,7 @@ import (
 
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/node"
+	"berth/cmd/berth/serve/exporter"
 	"berth/cni"
 	"berth/image"
 	"berth/image/registry"
@@ -34,6 +35,7 @@ type reloader struct {
 	network *cni.Network
 	pods    *sandbox.Manager
 	plugins *nri.Plugins // nil: NRI is off
+	servers *exporter.Servers
 }
 
 // newReloader returns a reloader for a daemon that starts with cfg.
@@ -42,6 +44,12 @@ func newReloader(cfg *config.Config, load func() (*config.Config, []string, erro
 	r := &reloader{load: load, requests: make(chan struct{}, 1), level: level, log: log, reloaded: func(error) {}}
 	r.running.Store(cfg)
 	return r
+}
+
+// use sets the parts that take new options.
+func (r *reloader) use(p parts, a *assembly) {
+	r.images, r.network, r.pods, r.plugins = p.images, p.network, p.pods, p.plugins
+	r.servers, r.reloaded = a.servers, a.metrics.Reloaded
 }
 
 // request asks for a reload. It does not block. Requests before a reload starts are one request.
@@ -112,11 +120,16 @@ func (r *reloader) apply(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	moveMetrics, err := r.servers.Prepare(next.MetricsAddress) // the last one: it must be applied
+	if err != nil {
+		return err
+	}
 	// Nothing is refused from here on, so Status shows next even if a program cannot be probed.
 	r.running.Store(next)
 	r.level.Set(level)
 	setImages()
 	setNetwork()
+	moveMetrics()
 	if r.plugins != nil {
 		r.plugins.SetRequestTimeout(next.NRIRequestTimeout.Duration)
 	}

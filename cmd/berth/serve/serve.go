@@ -119,15 +119,7 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.
 	if err := lockDirectories(cfg, a.closing); err != nil {
 		return err
 	}
-	listener, err := listen(cfg.Listen)
-	if err != nil {
-		return err
-	}
-	a.closing.Add("close socket", func() error { return ignoreClosed(listener.Close()) })
-	if err := a.serveMetrics(); err != nil { // early, to inspect a daemon that hangs during its start
-		return err
-	}
-	cadvisor, err := a.listenForCadvisor()
+	on, err := a.openSockets()
 	if err != nil {
 		return err
 	}
@@ -136,43 +128,80 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.
 		return err
 	}
 	a.watchWaits()
-	images, err := a.openImages(ctx, n, budget)
+	p, err := a.openParts(ctx, n, budget)
 	if err != nil {
 		return err
 	}
-	network, err := a.openNetwork()
-	if err != nil {
-		return err
-	}
-	tracing, err := startTracing(cfg, a.shutdown, a.closing, log)
-	if err != nil {
-		return err
-	}
-	plugins, err := newPlugins(cfg, a.waits, log)
-	if err != nil {
-		return err
-	}
-	pods, err := a.openPods(ctx, n, images, network, plugins)
-	if err != nil {
-		return err
-	}
-	sessions, err := a.openSessions(pods)
-	if err != nil {
-		return err
-	}
-	a.serveCadvisor(cadvisor, pods, images)
-	a.closing.Add("stop loading images", whileServing(func(ctx context.Context) { images.Preload(ctx, cfg.PreloadDirs) }))
-	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, log)
-	a.closing.Add("stop the idle trimmer", trimmer.Close)
-	serverCfg := serverConfig(reload.settings, n, network, sessions, tracing, a.waits)
-	serverCfg.UserNamespaces = pods.HostFacts().UserNamespaces
-	serverCfg.Changing = trimmer.Changing
-	serverCfg.Observer = a.metrics
-	a.metrics.Watch(pods, images, a.waits)
-	reload.images, reload.network, reload.pods, reload.plugins = images, network, pods, plugins
-	reload.reloaded = a.metrics.Reloaded
+	a.serveCadvisor(on.cadvisor, p.pods, p.images)
+	preload := func(ctx context.Context) { p.images.Preload(ctx, cfg.PreloadDirs) }
+	a.closing.Add("stop loading images", whileServing(preload))
+	a.metrics.Watch(p.pods, p.images, a.waits)
+	srv := a.newServer(n, p, reload.settings)
+	reload.use(p, a)
 	a.closing.Add("stop reloading", whileServing(reload.run))
-	return a.announce(ctx, listener, server.New(serverCfg, pods, images, log))
+	return a.announce(ctx, on.cri, srv)
+}
+
+// sockets are the sockets of the daemon's gRPC services.
+type sockets struct {
+	cri      net.Listener
+	cadvisor net.Listener // nil: none is configured
+}
+
+// openSockets opens all sockets, and serves metrics early, to inspect a daemon that hangs during its
+// start.
+func (a *assembly) openSockets() (on sockets, err error) {
+	if on.cri, err = listen(a.cfg.Listen); err != nil {
+		return on, err
+	}
+	a.closing.Add("close socket", func() error { return ignoreClosed(on.cri.Close()) })
+	if err := a.serveMetrics(); err != nil {
+		return on, err
+	}
+	on.cadvisor, err = a.listenForCadvisor()
+	return on, err
+}
+
+// parts are the parts of the daemon that its services use.
+type parts struct {
+	images   *image.Store
+	network  *cni.Network
+	tracing  server.Tracing
+	plugins  *nri.Plugins // nil: NRI is off
+	pods     *sandbox.Manager
+	sessions *streaming.Server
+}
+
+// openParts opens the parts in the order of their dependencies.
+func (a *assembly) openParts(ctx context.Context, n *node.Node, budget memory.Budget) (p parts, err error) {
+	if p.images, err = a.openImages(ctx, n, budget); err != nil {
+		return p, err
+	}
+	if p.network, err = a.openNetwork(); err != nil {
+		return p, err
+	}
+	if p.tracing, err = startTracing(a.cfg, a.shutdown, a.closing, a.log); err != nil {
+		return p, err
+	}
+	if p.plugins, err = newPlugins(a.cfg, a.waits, a.log); err != nil {
+		return p, err
+	}
+	if p.pods, err = a.openPods(ctx, n, p.images, p.network, p.plugins); err != nil {
+		return p, err
+	}
+	p.sessions, err = a.openSessions(p.pods)
+	return p, err
+}
+
+// newServer returns the CRI server. settings returns the present configuration for verbose Status.
+func (a *assembly) newServer(n *node.Node, p parts, settings func() any) *server.Server {
+	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, a.log)
+	a.closing.Add("stop the idle trimmer", trimmer.Close)
+	cfg := serverConfig(settings, n, p.network, p.sessions, p.tracing, a.waits)
+	cfg.UserNamespaces = p.pods.HostFacts().UserNamespaces
+	cfg.Changing = trimmer.Changing
+	cfg.Observer = a.metrics
+	return server.New(cfg, p.pods, p.images, a.log)
 }
 
 // assembly has the parts of the daemon that are open. closing closes them in reverse order, within
@@ -183,6 +212,8 @@ type assembly struct {
 	closing  *cleanup.List
 	waits    *task.Waits // all waits of the daemon; nil before watchWaits
 	metrics  *exporter.Exporter
+	unpacker *process.Program  // nil before openImages
+	servers  *exporter.Servers // nil before serveMetrics
 	log      *slog.Logger
 }
 
@@ -202,8 +233,8 @@ func (a *assembly) serveMetrics() error {
 	if err != nil {
 		return err
 	}
-	stop := whileServing(func(context.Context) { servers.Serve() })
-	a.closing.Add("close metrics server", func() error { return errors.Join(servers.Close(), stop()) })
+	a.closing.Add("close metrics server", servers.Close)
+	a.servers = servers
 	return nil
 }
 
@@ -233,6 +264,7 @@ func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.B
 		return nil, err
 	}
 	a.closing.Add("close berth-unpack", unpacker.Close)
+	a.unpacker = unpacker
 	imageCfg := imageConfig(a.cfg, unpacker, budget, a.waits)
 	imageCfg.Observer = a.metrics
 	images, err := image.Open(ctx, imageCfg, a.log)
@@ -282,7 +314,7 @@ func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger
 func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store,
 	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
 	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
-	cfg.Observer = a.metrics
+	cfg.Observer, cfg.Unpacker = a.metrics, a.unpacker
 	if plugins != nil { // else the interface must be nil, too
 		cfg.Plugins = plugins
 	}
@@ -481,9 +513,14 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 		Host:       n.Facts,
 		CDI:        cfg.CDISpecDirs,
 		OwnDevices: cfg.DeviceOwnership,
-		Waits:      waits,
-		Log:        log,
-		LogFormat:  cfg.LogFormat,
+
+		CRIU:           cfg.CheckpointCRIU,
+		RestoreForeign: cfg.CheckpointRestoreForeign,
+		Verifier:       n.Verify,
+
+		Waits:     waits,
+		Log:       log,
+		LogFormat: cfg.LogFormat,
 	}
 }
 

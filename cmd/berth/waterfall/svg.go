@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 )
 
 // Lengths in the SVG, in pixels.
@@ -19,13 +20,16 @@ const (
 	tookWidth  = 64 // space for the last bar's figure
 	barsLeft   = margin + namesWidth
 	barsWidth  = width - barsLeft - tookWidth - margin
-	headHeight = 58 // title and axis
+	headHeight = 58 // title and axis with one row of labels
 	rowHeight  = 20
 	barHeight  = 12
 	indent     = 14
 	minBar     = 1.5 // minimum width of a visible bar
 	svgTicks   = 10
-	labelWidth = 46 // of a tick's label with space around it
+
+	labelHeight = 14  // of a further row of labels
+	labelSpace  = 8   // between two labels
+	letterWidth = 6.3 // of a label, on average
 )
 
 // style has colours for light and dark pages; d0 to d3 are the depths.
@@ -47,8 +51,10 @@ text{fill:#e6edf3}.took,.tick{fill:#9198a1}.page{fill:#0d1117}.grid{stroke:#3036
 func (c Chart) SVG(w io.Writer) error {
 	l := c.layout()
 	d := svg{Writer: bufio.NewWriter(w), until: max(l.until, time.Microsecond)}
-	note := c.shortNote(l)
-	height := headHeight + rowHeight*len(l.bars) + margin
+	note := c.note(l)
+	labels, rows := d.labels(l)
+	head := headHeight + labelHeight*(rows-1)
+	height := head + rowHeight*len(l.bars) + margin
 	if note != "" {
 		height += rowHeight
 	}
@@ -62,9 +68,12 @@ func (c Chart) SVG(w io.Writer) error {
 	d.printf("<title>%s</title>\n<style>%s</style>\n", escaped(l.title), style)
 	d.printf("<rect class=\"page\" width=\"%d\" height=\"%d\"/>\n", width, height)
 	d.text(margin, 22, "title", "start", l.title)
-	d.axis(l, headHeight+rowHeight*len(l.bars))
+	for _, a := range labels {
+		d.line(a.x, head, head+rowHeight*len(l.bars), a.class)
+		d.text(a.x, float64(head-10-labelHeight*a.row), "tick", "middle", a.text)
+	}
 	for i, s := range l.bars {
-		d.row(s, headHeight+rowHeight*i)
+		d.row(s, head+rowHeight*i)
 	}
 	if note != "" {
 		d.text(margin, float64(height-margin), "took", "start", note)
@@ -89,27 +98,42 @@ func (d svg) text(x, y float64, class, anchor, text string) {
 	d.printf("<text x=\"%.1f\" y=\"%.1f\" class=\"%s\" text-anchor=\"%s\">%s</text>\n", x, y, class, anchor, escaped(text))
 }
 
-func (d svg) line(x float64, bottom int, class string) {
-	d.printf("<line x1=\"%.1f\" y1=\"%d\" x2=\"%.1f\" y2=\"%d\" class=\"%s\"/>\n", x, headHeight-4, x, bottom, class)
+func (d svg) line(x float64, head, bottom int, class string) {
+	d.printf("<line x1=\"%.1f\" y1=\"%d\" x2=\"%.1f\" y2=\"%d\" class=\"%s\"/>\n", x, head-4, x, bottom, class)
 }
 
-// axis draws the ticks and the folds. A label that would overlap another one is left out.
-func (d svg) axis(l layout, bottom int) {
-	var labels []float64
-	label := func(x float64, text string) {
-		if !slices.ContainsFunc(labels, func(other float64) bool { return math.Abs(other-x) < labelWidth }) {
-			labels = append(labels, x)
-			d.text(x, headHeight-10, "tick", "middle", text)
+// axisLabel is a tick or a fold of the axis, with its label.
+type axisLabel struct {
+	x     float64
+	text  string
+	class string // of the line
+	row   int    // 0: just above the bars
+}
+
+// overlaps reports whether two labels in one row would overlap.
+func (a axisLabel) overlaps(b axisLabel) bool {
+	width := letterWidth*float64(utf8.RuneCountInString(a.text)+utf8.RuneCountInString(b.text))/2 + labelSpace
+	return a.row == b.row && math.Abs(a.x-b.x) < width
+}
+
+// labels returns the labels of the ticks and folds, and the number of rows that they need: at least
+// one. A label that would overlap another one moves to a higher row.
+func (d svg) labels(l layout) (all []axisLabel, rows int) {
+	rows = 1
+	add := func(at time.Duration, text, class string) {
+		label := axisLabel{x: d.x(at), text: text, class: class}
+		for slices.ContainsFunc(all, label.overlaps) {
+			label.row++
 		}
-	}
-	for _, f := range l.folds {
-		d.line(d.x(f.at), bottom, "fold")
-		label(d.x(f.at), "+"+Took(f.omitted))
+		all, rows = append(all, label), max(rows, label.row+1)
 	}
 	for _, m := range l.marks(svgTicks) {
-		d.line(d.x(m.at), bottom, "grid")
-		label(d.x(m.at), tick(m.time))
+		add(m.at, tick(m.time), "grid")
 	}
+	for _, f := range l.folds {
+		add(f.at, "+"+Took(f.omitted), "fold")
+	}
+	return all, rows
 }
 
 func (d svg) row(s bar, y int) {

@@ -37,7 +37,7 @@ func (c Chart) Text(w io.Writer, columns int) error {
 		}
 		d.line(label(s), Took(s.from), Took(s.End-s.Start), d.bar(s))
 	}
-	if note := c.shortNote(l); note != "" {
+	if note := c.note(l); note != "" {
 		fmt.Fprintln(d, note)
 	}
 	return d.Flush()

@@ -40,6 +40,8 @@ type Chart struct {
 	Fold time.Duration
 	// Hide is the minimum length of a drawn span. Spans without a parent are always drawn.
 	Hide time.Duration
+	// Lost is the number of spans that were not recorded. The drawing names it.
+	Lost int
 }
 
 // SVG draws spans as an SVG 1.1 document, on an axis that begins with the first span.
@@ -129,16 +131,21 @@ func clean(name string) string {
 	return b.String()
 }
 
-// shortNote returns a line about the spans that are not drawn, or "".
-func (c Chart) shortNote(l layout) string {
-	switch l.short {
-	case 0:
-		return ""
-	case 1:
-		return "1 step under " + Took(c.Hide) + " is not shown"
-	default:
-		return fmt.Sprintf("%d steps under %s are not shown", l.short, Took(c.Hide))
+// note returns a line about the spans that are not drawn, or "".
+func (c Chart) note(l layout) string {
+	var parts []string
+	add := func(n int, why string) {
+		switch n {
+		case 0:
+		case 1:
+			parts = append(parts, "1 step "+why+" is not shown")
+		default:
+			parts = append(parts, fmt.Sprintf("%d steps %s are not shown", n, why))
+		}
 	}
+	add(l.short, "under "+Took(c.Hide))
+	add(c.Lost, "beyond the limit")
+	return strings.Join(parts, "; ")
 }
 
 // mark is a tick with its place on the axis, and the time that it stands for.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -220,5 +221,47 @@ func TestMarksCountFoldedTime(t *testing.T) {
 	}
 	if text := strings.Join(got, ", "); text != "0 at 0s, 5 ms at 5ms, 10 ms at 10ms, 1 s at 17ms, 1005 ms at 22ms, 1010 ms at 27ms" {
 		t.Error(text)
+	}
+}
+
+// Every tick and every fold keeps its label, and no two labels overlap, however close they are.
+func TestSVGKeepsAllLabels(t *testing.T) {
+	t.Parallel()
+	for _, folds := range []int{0, 1, 2, 5, 40} {
+		c := Chart{Fold: 5 * ms}
+		for i := range folds + 1 {
+			at := time.Duration(i) * 1017 * ms
+			c.Spans = append(c.Spans, Span{Name: "request", Start: at, End: at + time.Duration(i%3+1)*ms})
+		}
+		l := c.layout()
+		if len(l.folds) != folds {
+			t.Fatalf("%d folds, want %d", len(l.folds), folds)
+		}
+		d := svg{until: l.until}
+		all, rows := d.labels(l)
+		if len(all) != len(l.folds)+len(l.marks(svgTicks)) {
+			t.Errorf("%d folds: %d labels for %d ticks", folds, len(all), len(l.marks(svgTicks)))
+		}
+		for i, a := range all {
+			if a.row >= rows || slices.ContainsFunc(all[i+1:], a.overlaps) {
+				t.Errorf("%d folds: %+v overlaps another label, or is above all %d rows", folds, a, rows)
+			}
+		}
+		shown := texts(t, svgOf(t, c))
+		for _, a := range all {
+			if !slices.Contains(shown, a.text) {
+				t.Errorf("%d folds: %q is not drawn", folds, a.text)
+			}
+		}
+	}
+}
+
+// Spans that were not recorded are counted.
+func TestLostSpansAreNamed(t *testing.T) {
+	t.Parallel()
+	c := Chart{Spans: []Span{{Name: "pull", End: ms}, {Name: "short", Depth: 1}}, Hide: 50 * time.Microsecond, Lost: 3}
+	const want = "1 step under 0.05 ms is not shown; 3 steps beyond the limit are not shown"
+	if out := textOf(t, c, 80); !strings.Contains(out, want) {
+		t.Errorf("not %q:\n%s", want, out)
 	}
 }

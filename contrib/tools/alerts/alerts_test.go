@@ -94,7 +94,7 @@ const healthy = `  up{job="berth", instance="a"} 1x240
   berth_cni_calls_total{instance="a", plugin="bridge", verb="ADD", result="ok"} 0+1x240
   berth_cni_calls_total{instance="a", plugin="bridge", verb="ADD", result="error"} 0x60 1x180
   berth_container_exits_total{instance="a", reason="ShimLost"} 0x240
-  berth_container_exits_total{instance="a", reason="OOMKilled"} 0x60 1x180
+  berth_oom_kills_total{instance="a"} 0x60 1x180
   berth_pauses_lost_total{instance="a"} 0x240
   berth_launchers_lost_total{instance="a"} 0x60 1x180
   berth_config_reloads_total{instance="a", result="error"} 0x240
@@ -124,7 +124,7 @@ var scenarios = map[string]struct {
 	"BerthShimLost":               {`berth_container_exits_total{instance="a", reason="ShimLost"} 0x40 1x200`, "the shim of a container on a", time.Minute},
 	"BerthPauseLost":              {`berth_pauses_lost_total{instance="a"} 0x40 1x200`, "lost its pause", time.Minute},
 	"BerthLaunchersDie":           {`berth_launchers_lost_total{instance="a"} 0x40 0+1x200`, "launchers of berth on a", 3 * time.Minute},
-	"BerthContainersOOMKilled":    {`berth_container_exits_total{instance="a", reason="OOMKilled"} 0x40 0+1x200`, "containers on a were killed", 3 * time.Minute},
+	"BerthContainersOOMKilled":    {`berth_oom_kills_total{instance="a"} 0x40 0+1x200`, "processes in containers on a were killed", 3 * time.Minute},
 	"BerthFewFileDescriptorsLeft": {`process_open_fds{job="berth", instance="a"} 10x40 900x200` + "\n" + `  process_max_fds{job="berth", instance="a"} 1024x240`, "87.89%", 11 * time.Minute},
 	"BerthReloadFailed":           {`berth_config_reloads_total{instance="a", result="error"} 0x40 1x200`, "refused a new configuration", time.Minute},
 }

@@ -56,6 +56,21 @@ func (t *Table) Pass(p *libcontainer.Process, profile *configs.Seccomp) (done fu
 	return f.Close, nil
 }
 
+// Filters returns the filters that libcontainer may load for a profile: struct sock_filter in the
+// machine's byte order. libcontainer chooses the order of architectures at random. The result is empty
+// for a profile that does not compile, and where libseccomp is missing.
+func (t *Table) Filters(profile *configs.Seccomp) ([][]byte, error) {
+	encoded, err := t.recordingOf(profile)
+	if err != nil || encoded == nil {
+		return nil, err
+	}
+	recording, err := decode(encoded)
+	if err != nil {
+		return nil, err
+	}
+	return patched(profile, recording.program)
+}
+
 // recordingOf returns a profile's encoded recording. It makes a recording that the table lacks. It
 // returns nil for a profile that does not compile.
 func (t *Table) recordingOf(profile *configs.Seccomp) ([]byte, error) {

@@ -8,3 +8,5 @@ import "github.com/opencontainers/runc/libcontainer/configs"
 func compile(*configs.Seccomp) (*Recording, error) { return nil, nil }
 
 func (m *Recording) compare() {}
+
+func patched(*configs.Seccomp, []byte) ([][]byte, error) { return nil, nil }

@@ -63,8 +63,8 @@ func Run(ctx context.Context, n *Node) []Finding {
 	for _, c := range []check{
 		checkSource, checkProcess, checkKernel, checkFilesystems, checkSysctls, checkCgroups, checkDirectories,
 		checkPropagation,
-		checkUserNamespaces, checkSecurityModules, checkPrograms, checkSockets, checkHandlers, checkNetworkParts,
-		checkNetwork,
+		checkUserNamespaces, checkSecurityModules, checkPrograms, checkSockets, checkHandlers, checkCheckpoints,
+		checkNetworkParts, checkNetwork,
 	} {
 		if ctx.Err() != nil {
 			break

@@ -31,7 +31,10 @@ var (
 		"bin",
 		"cni",
 		"lock",
-		"run", // files of berth run
+		"starts",         // traces; the daemon deletes damaged ones
+		"run",            // files of berth run
+		"checkpoints",    // checkpoints in progress
+		"checkpoint.key", // signs checkpoints
 	}
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id", "debug.sock"}
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
@@ -82,7 +85,7 @@ func (f *facts) compareFolder(d *finder, dir string, own []string) {
 		if slices.Contains(own, name) || f.holdsOurs(path) {
 			continue
 		}
-		d.differ(path, "a file or directory of the daemon", "an unknown one")
+		d.differ(path, "", "not a berth file")
 	}
 }
 

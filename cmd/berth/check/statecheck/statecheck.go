@@ -28,13 +28,16 @@ import (
 // Difference is a violation of an invariant.
 type Difference struct {
 	Invariant string `json:"invariant"`
-	Object    string `json:"object"` // for example "pod 1234…", or a path
-	Expected  string `json:"expected"`
+	Object    string `json:"object"`   // for example "pod 1234…", or a path
+	Expected  string `json:"expected"` // empty: Found says all
 	Found     string `json:"found"`
 }
 
 // String formats the difference on one line.
 func (d Difference) String() string {
+	if d.Expected == "" {
+		return fmt.Sprintf("%s: %s: %s", d.Invariant, d.Object, d.Found)
+	}
 	return fmt.Sprintf("%s: %s: expected %s, found %s", d.Invariant, d.Object, d.Expected, d.Found)
 }
 

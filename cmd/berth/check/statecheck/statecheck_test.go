@@ -254,7 +254,7 @@ var differences = []difference{
 	}, []string{"records: x: expected a valid record, found record is damaged"}},
 	{"a quarantined record", func(_ *testing.T, f *facts) { f.surveys[0].SetAside = []string{"x"} }, []string{"records: x: expected no quarantined record"}},
 	{"a newer record", func(_ *testing.T, f *facts) { f.surveys[0].Newer = []string{"x"} }, []string{"records: x: expected a record of this version"}},
-	{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: expected a file or directory of the daemon"}},
+	{"a file in root", func(t *testing.T, f *facts) { write(t, f.node.Root+"/x") }, []string{"records: …/root/x: not a berth file"}},
 	{"a writable layer without a container", func(t *testing.T, f *facts) {
 		testutil.Must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
 	}, []string{"records: …" + strangeID + ": expected a recorded pod or container that has it"}},

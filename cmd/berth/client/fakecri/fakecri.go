@@ -4,6 +4,7 @@ package fakecri
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -18,6 +19,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/server/admin"
 )
 
 // Program is the behavior of a container.
@@ -47,8 +50,8 @@ type Server struct {
 		Exec(*runtimeapi.ExecRequest) (string, error)
 		Attach(*runtimeapi.AttachRequest) (string, error)
 	}
-	PodInfo   map[string]string // info of a verbose PodSandboxStatus
-	PullsInfo string            // JSON of "pulls" in a verbose Status
+	Kept      admin.Starts // nil: the runtime is not berth
+	PullsInfo string       // JSON of "pulls" in a verbose Status
 	Registry  map[string]*runtimeapi.Image
 
 	missed chan struct{} // a ContainerStatus failed because of away
@@ -92,11 +95,14 @@ func Start(t testing.TB, s *Server) string {
 	g := grpc.NewServer()
 	runtimeapi.RegisterRuntimeServiceServer(g, s)
 	runtimeapi.RegisterImageServiceServer(g, s)
+	if s.Kept != nil {
+		admin.RegisterStarts(g, s.Kept)
+	}
 	served := make(chan error, 1)
 	go func() { served <- g.Serve(listener) }()
 	t.Cleanup(func() {
 		g.Stop()
-		if err := <-served; err != nil {
+		if err := <-served; err != nil && !errors.Is(err, grpc.ErrServerStopped) { // before it served
 			t.Errorf("serve: %v", err)
 		}
 		if err := os.RemoveAll(dir); err != nil {
@@ -247,15 +253,11 @@ func (s *Server) PodSandboxStatus(_ context.Context,
 	r *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var info map[string]string
-	if r.GetVerbose() {
-		info = s.PodInfo
-	}
 	p := s.pods[r.GetPodSandboxId()]
 	if p == nil {
 		return nil, status.Errorf(codes.NotFound, "pod sandbox %s not found", r.GetPodSandboxId())
 	}
-	return &runtimeapi.PodSandboxStatusResponse{Info: info, Status: &runtimeapi.PodSandboxStatus{
+	return &runtimeapi.PodSandboxStatusResponse{Status: &runtimeapi.PodSandboxStatus{
 		Id: p.id, Metadata: p.config.GetMetadata(), State: p.state, CreatedAt: p.created.UnixNano(),
 		Network: &runtimeapi.PodSandboxNetworkStatus{Ip: "10.0.0.2", AdditionalIps: []*runtimeapi.PodIP{{Ip: "fd00::2"}}},
 		Linux: &runtimeapi.LinuxPodSandboxStatus{Namespaces: &runtimeapi.Namespace{

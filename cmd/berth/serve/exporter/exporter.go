@@ -4,7 +4,7 @@
 //
 // An Exporter implements the observers of the packages below, which do not import Prometheus. Each
 // method of an observer takes less than a microsecond and never blocks. Gauges are read from memory
-// during a scrape.
+// during a scrape. Only OOM kills are read from files of cgroups.
 //
 // No metric has a label for a pod, a container, an image or a namespace. So the number of series
 // does not grow with the number of pods. Labels whose values come from users, such as registry

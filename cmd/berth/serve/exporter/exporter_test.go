@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -30,6 +31,7 @@ type fakeNode struct{}
 func (fakeNode) Pods() []*state.Pod                  { return nil }
 func (fakeNode) Containers() []*state.Container      { return nil }
 func (fakeNode) Launchers() shim.Counts              { return shim.Counts{Idle: 2, Started: 5, Lost: 1} }
+func (fakeNode) OOMKills() uint64                    { return 3 }
 func (fakeNode) RuntimeStatus() error                { return nil }
 func (fakeNode) NetworkStatus(context.Context) error { return errors.New("no network") }
 func (fakeNode) List() []*image.Image                { return make([]*image.Image, 1) }
@@ -75,9 +77,6 @@ func scrape(t *testing.T, e *Exporter) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	done := make(chan struct{})
-	go func() { defer close(done); s.Serve() }()
-	defer func() { <-done }()
 	defer s.Close()
 	return get(t, dir, "/metrics")
 }
@@ -211,8 +210,6 @@ func TestOnlyDebugSocketServesProfiles(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	done := make(chan struct{})
-	go func() { defer close(done); s.Serve() }()
 	if stacks := get(t, dir, "/debug/pprof/goroutine?debug=2"); !strings.Contains(stacks, "TestOnlyDebugSocketServesProfiles") {
 		t.Errorf("goroutines: %.200s", stacks)
 	}
@@ -221,7 +218,7 @@ func TestOnlyDebugSocketServesProfiles(t *testing.T) {
 		t.Errorf("mode of the debug socket: %v, %v", info, err)
 	}
 	for page, want := range map[string]int{"/metrics": http.StatusOK, "/debug/pprof/": http.StatusNotFound, "/": http.StatusNotFound} {
-		resp, err := http.Get("http://" + s.sockets[1].Addr().String() + page)
+		resp, err := http.Get("http://" + s.public.socket.Addr().String() + page)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -233,7 +230,6 @@ func TestOnlyDebugSocketServesProfiles(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
-	<-done
 	if _, err := os.Stat(dir + "/" + DebugSocket); !os.IsNotExist(err) {
 		t.Errorf("the debug socket remains: %v", err)
 	}
@@ -247,8 +243,65 @@ func TestListenFailsForUsedAddress(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer first.Close()
-	if _, err := New("").Listen(t.TempDir(), first.sockets[1].Addr().String(), log); err == nil || !strings.Contains(err.Error(), "metrics.address") {
+	if _, err := New("").Listen(t.TempDir(), first.public.socket.Addr().String(), log); err == nil || !strings.Contains(err.Error(), "metrics.address") {
 		t.Errorf("a second server: %v", err)
+	}
+}
+
+// A new address replaces the present one. An address that cannot be opened changes nothing.
+func TestAddressChanges(t *testing.T) {
+	t.Parallel()
+	log := slog.New(slog.DiscardHandler)
+	other, err := newWatching().Listen(t.TempDir(), "127.0.0.1:0", log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	dir := t.TempDir()
+	s, err := newWatching().Listen(dir, "", log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	serves := func(address string, want bool) {
+		t.Helper()
+		conn, err := net.Dial("tcp", address)
+		if (err == nil) != want {
+			t.Errorf("connect to %s: %v, want success: %v", address, err, want)
+		}
+		if err == nil {
+			conn.Close()
+		}
+	}
+	move := func(address string) {
+		t.Helper()
+		apply, err := s.Prepare(address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		apply()
+	}
+	move("127.0.0.1:0")
+	first := s.public.socket.Addr().String()
+	serves(first, true)
+	if _, err := s.Prepare(other.public.socket.Addr().String()); err == nil || !strings.Contains(err.Error(), "metrics.address") {
+		t.Errorf("a used address: %v", err)
+	}
+	serves(first, true)
+	move("127.0.0.1:0") // unchanged
+	serves(first, true)
+	socket := filepath.Join(dir, "metrics.sock")
+	move("unix://" + socket)
+	serves(first, false)
+	if _, err := os.Stat(socket); err != nil {
+		t.Error(err)
+	}
+	move("")
+	if _, err := os.Stat(socket); !os.IsNotExist(err) || s.public != nil {
+		t.Errorf("the socket remains: %v", err)
+	}
+	get(t, dir, "/metrics")
+	if err := s.Close(); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -260,19 +313,16 @@ func TestIdleClientsDoNotBlockDebugSocket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	done := make(chan struct{})
-	go func() { defer close(done); s.Serve() }()
-	defer func() { <-done }()
 	defer s.Close()
 	for range 2 * maxConnections {
-		conn, err := net.Dial("tcp", s.sockets[1].Addr().String())
+		conn, err := net.Dial("tcp", s.public.socket.Addr().String())
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer conn.Close()
 	}
 	client := http.Client{Timeout: 100 * time.Millisecond}
-	if resp, err := client.Get("http://" + s.sockets[1].Addr().String() + "/metrics"); err == nil {
+	if resp, err := client.Get("http://" + s.public.socket.Addr().String() + "/metrics"); err == nil {
 		resp.Body.Close()
 		t.Error("the number of connections has no limit")
 	}

@@ -13,11 +13,12 @@ import (
 )
 
 // Sandboxes is the part of the sandbox manager whose state is exported. *sandbox.Manager
-// implements it. All methods answer from memory.
+// implements it. All methods but OOMKills answer from memory.
 type Sandboxes interface {
 	Pods() []*state.Pod
 	Containers() []*state.Container
 	Launchers() shim.Counts
+	OOMKills() uint64
 	RuntimeStatus() error
 	NetworkStatus(ctx context.Context) error
 }
@@ -37,6 +38,7 @@ type stateCollector struct {
 
 	podCount, containerCount, ready                     *prometheus.Desc
 	imageCount, storeBytes, storeInodes                 *prometheus.Desc
+	oomKills                                            *prometheus.Desc
 	launchers, launchersStarted, launchersLost          *prometheus.Desc
 	waiting, waitingPastLimit, waitsPastLimit, longWait *prometheus.Desc
 }
@@ -60,6 +62,8 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 		storeBytes: e.desc(gauge, "berth_image_store_bytes", "Disk space of image layers and records."),
 		storeInodes: e.desc(gauge, "berth_image_store_inodes",
 			"Inodes of image layers and records."),
+		oomKills: e.desc(counter, "berth_oom_kills_total",
+			"Processes in containers that the kernel killed for lack of memory, also in containers that continue to run."),
 		launchers: e.desc(gauge, "berth_launchers",
 			"Processes that start containers, by state: idle, or serving an exec or a pause.", "state"),
 		launchersStarted: e.desc(counter, "berth_launchers_started_total", "Started launchers."),
@@ -77,7 +81,7 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 // Describe implements prometheus.Collector.
 func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{c.podCount, c.containerCount, c.ready, c.imageCount, c.storeBytes, c.storeInodes,
-		c.launchers, c.launchersStarted, c.launchersLost, c.waiting, c.waitingPastLimit, c.waitsPastLimit, c.longWait} {
+		c.oomKills, c.launchers, c.launchersStarted, c.launchersLost, c.waiting, c.waitingPastLimit, c.waitsPastLimit, c.longWait} {
 		ch <- d
 	}
 }
@@ -98,6 +102,7 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 		gauge(c.storeBytes, float64(usage.Bytes))
 		gauge(c.storeInodes, float64(usage.Inodes))
 	}
+	counter(c.oomKills, c.pods.OOMKills())
 	l := c.pods.Launchers()
 	gauge(c.launchers, float64(l.Idle), "idle")
 	gauge(c.launchers, float64(l.Serving), "serving")

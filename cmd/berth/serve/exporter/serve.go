@@ -34,77 +34,96 @@ const (
 	maxHeaderBytes = 16 << 10
 )
 
-// Servers are the HTTP servers of metrics. Use Listen.
+// Servers are the HTTP servers of metrics. Use Listen. Its methods must not be called concurrently.
 type Servers struct {
-	log     *slog.Logger
-	servers []*http.Server
-	sockets []net.Listener
+	exporter *Exporter
+	log      *slog.Logger
+	debug    *httpServer
+	address  string
+	public   *httpServer // serves address; nil if that is empty
 }
 
-// Listen opens the debug socket in the directory state. It also opens address if that is not empty:
-// an IP address and port, or a unix:// URL. Only the debug socket serves profiles.
+// Listen serves on the debug socket in the directory state, until Close. It also serves on address
+// if that is not empty: an IP address and port, or a unix:// URL. Only the debug socket serves
+// profiles.
 func (e *Exporter) Listen(state, address string, log *slog.Logger) (_ *Servers, err error) {
-	s := &Servers{log: log}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, s.Close())
-		}
-	}()
-	debug, err := server.ListenForRoot(filepath.Join(state, DebugSocket), log)
+	s := &Servers{exporter: e, log: log}
+	socket, err := server.ListenForRoot(filepath.Join(state, DebugSocket), log)
 	if err != nil {
 		return nil, err
 	}
-	s.add(debug, &http.Server{Handler: e.debugHandler()}) // without WriteTimeout, because profiles take time
-	if address == "" {
-		return s, nil
+	s.debug = s.serve(socket, &http.Server{Handler: e.debugHandler()}) // without WriteTimeout, because profiles take time
+	move, err := s.Prepare(address)
+	if err != nil {
+		return nil, errors.Join(err, s.Close())
 	}
-	var l net.Listener
+	move()
+	return s, nil
+}
+
+// Prepare opens an address for metrics. apply serves on it and closes the present one. The caller
+// must call apply. After an error the present address stays. An address whose port is in use by the
+// present one, such as 0.0.0.0:9464 after 127.0.0.1:9464, is an error.
+func (s *Servers) Prepare(address string) (apply func(), err error) {
+	if address == s.address {
+		return func() {}, nil
+	}
+	var socket net.Listener
 	if path, ok := strings.CutPrefix(address, "unix://"); ok {
-		l, err = server.ListenForRoot(path, log)
-	} else {
-		l, err = net.Listen("tcp", address)
+		socket, err = server.ListenForRoot(path, s.log)
+	} else if address != "" {
+		socket, err = net.Listen("tcp", address)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("metrics.address: %w", err)
 	}
-	s.add(l, &http.Server{Handler: e.metricsHandler(), WriteTimeout: writeTimeout})
-	return s, nil
-}
-
-// add adds a server with limits, because every user of the node can connect to loopback.
-func (s *Servers) add(l net.Listener, srv *http.Server) {
-	srv.ReadHeaderTimeout, srv.IdleTimeout, srv.MaxHeaderBytes = headerTimeout, idleTimeout, maxHeaderBytes
-	srv.ErrorLog = slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)
-	s.sockets = append(s.sockets, netutil.LimitListener(l, maxConnections))
-	s.servers = append(s.servers, srv)
-}
-
-// Serve serves until Close.
-func (s *Servers) Serve() {
-	done := make(chan struct{})
-	for i, srv := range s.servers {
-		go func() {
-			defer func() { done <- struct{}{} }()
-			if err := srv.Serve(s.sockets[i]); !errors.Is(err, http.ErrServerClosed) {
-				s.log.Error("metrics server failed, restart berth to serve metrics again", "address",
-					s.sockets[i].Addr().String(), "error", err)
-			}
-		}()
-	}
-	for range s.servers {
-		<-done
-	}
+	return func() {
+		old := s.public
+		s.address, s.public = address, nil
+		if socket != nil {
+			s.public = s.serve(socket, &http.Server{Handler: s.exporter.metricsHandler(), WriteTimeout: writeTimeout})
+		}
+		if err := old.close(); err != nil {
+			s.log.Warn("close the former address of metrics", "error", err)
+		}
+	}, nil
 }
 
 // Close ends the servers and their connections, and removes the sockets.
-func (s *Servers) Close() error {
-	var err error
-	for i, srv := range s.servers {
-		err = errors.Join(err, srv.Close())
-		if closed := s.sockets[i].Close(); !errors.Is(closed, net.ErrClosed) { // Serve may not have started
-			err = errors.Join(err, closed)
+func (s *Servers) Close() error { return errors.Join(s.debug.close(), s.public.close()) }
+
+// httpServer is a server with the goroutine that serves.
+type httpServer struct {
+	*http.Server
+	socket net.Listener
+	ended  chan struct{} // closed by the goroutine
+}
+
+// serve starts a server with limits, because every user of the node can connect to loopback.
+func (s *Servers) serve(l net.Listener, srv *http.Server) *httpServer {
+	srv.ReadHeaderTimeout, srv.IdleTimeout, srv.MaxHeaderBytes = headerTimeout, idleTimeout, maxHeaderBytes
+	srv.ErrorLog = slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)
+	h := &httpServer{Server: srv, socket: netutil.LimitListener(l, maxConnections), ended: make(chan struct{})}
+	go func() {
+		defer close(h.ended)
+		if err := srv.Serve(h.socket); !errors.Is(err, http.ErrServerClosed) {
+			s.log.Error("metrics server failed, restart berth to serve metrics again", "address",
+				h.socket.Addr().String(), "error", err)
 		}
+	}()
+	return h
+}
+
+// close ends the server and its connections, and waits for its goroutine.
+func (h *httpServer) close() error {
+	if h == nil {
+		return nil
 	}
+	err := h.Server.Close()
+	if closed := h.socket.Close(); !errors.Is(closed, net.ErrClosed) { // Serve may not have started
+		err = errors.Join(err, closed)
+	}
+	<-h.ended
 	return err
 }
 

@@ -1,0 +1,219 @@
+package archive
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+	"berth/internal/safefs"
+)
+
+// Archive is an imported archive.
+type Archive struct {
+	Manifest Manifest
+	Signer   Signer
+}
+
+// source yields the files of an archive that is read.
+type source interface {
+	// manifest returns the content of the manifest's file; fs.ErrNotExist if there is none.
+	manifest() ([]byte, error)
+	// each calls do with all other files in any order. do reads the content.
+	each(do func(name string, size int64, content io.Reader) error) error
+}
+
+// Import copies the archive from, a directory or a tar, into the empty directory to, and checks it.
+// key is the node's key, nil if it has none. After an error the caller removes what is in to
+// (Clear).
+//
+// An archive without a manifest was made by another program. It must have the files of one
+// container. Its Manifest then has the files and the container's name only.
+func Import(ctx context.Context, from, to *os.File, key *Key) (*Archive, error) {
+	s, err := open(from)
+	if err != nil {
+		return nil, err
+	}
+	a := new(Archive)
+	data, err := s.manifest()
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		err = a.importForeign(ctx, s, to)
+	case err == nil:
+		err = a.importSigned(ctx, s, to, data, key)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return a, nil
+}
+
+// importSigned imports an archive whose manifest is data.
+func (a *Archive) importSigned(ctx context.Context, s source, to *os.File, data []byte, key *Key) error {
+	m, signer, err := decodeManifest(data, key)
+	if err != nil {
+		return err
+	}
+	a.Manifest, a.Signer = *m, signer
+	im, err := newImporter(ctx, to, m.Pod != nil)
+	if err != nil {
+		return err
+	}
+	im.expected = m
+	if err := s.each(im.add); err != nil {
+		return err
+	}
+	for _, f := range m.Files {
+		if _, ok := im.have[f.Path]; !ok {
+			return errdefs.InvalidArgument("checkpoint: file %q is missing", f.Path)
+		}
+	}
+	return writeFile(to, ManifestFile, data)
+}
+
+// importForeign imports an archive of one container that has no manifest.
+func (a *Archive) importForeign(ctx context.Context, s source, to *os.File) error {
+	im, err := newImporter(ctx, to, false)
+	if err != nil {
+		return err
+	}
+	if err := s.each(im.add); err != nil {
+		return err
+	}
+	data, err := safefs.ReadFile(to, ConfigFile, maxJSON)
+	if err != nil {
+		return errdefs.InvalidArgument("checkpoint: read %s: %w", ConfigFile, err)
+	}
+	var config struct {
+		Name string `json:"name"`
+		ID   string `json:"id"`
+	}
+	if err := errors.Join(checkDepth(data), json.Unmarshal(data, &config)); err != nil {
+		return errdefs.InvalidArgument("checkpoint: %s: %w", ConfigFile, err)
+	}
+	a.Manifest = Manifest{Containers: []Container{{Name: config.Name, ID: config.ID}}}
+	for _, f := range im.have {
+		a.Manifest.Files = append(a.Manifest.Files, f)
+	}
+	sortFiles(a.Manifest.Files)
+	if err := a.Manifest.check(); err != nil {
+		return errdefs.InvalidArgument("checkpoint: %w", err)
+	}
+	return nil
+}
+
+// maxJSON limits a JSON file of a container, in bytes.
+const maxJSON = 16 << 20
+
+// importer copies files and checks them.
+type importer struct {
+	ctx      context.Context
+	to       *os.File
+	pod      bool
+	expected *Manifest // nil: an archive without a manifest
+	room     int64     // bytes that may still be written
+	have     map[string]File
+}
+
+func newImporter(ctx context.Context, to *os.File, pod bool) (*importer, error) {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(to.Fd()), &st); err != nil {
+		return nil, &fs.PathError{Op: "statfs", Path: to.Name(), Err: err}
+	}
+	return &importer{ctx: ctx, to: to, pod: pod, room: int64(st.Bavail) * st.Bsize, have: map[string]File{}}, nil
+}
+
+// add copies one file. size is what its directory or header says, so add checks it before it reads.
+func (im *importer) add(name string, size int64, content io.Reader) error {
+	k, _ := classify(name, im.pod)
+	switch {
+	case k == unknown:
+		return errdefs.InvalidArgument("checkpoint: unexpected file %q", errdefs.Clip(name))
+	case k == ignored && im.expected == nil:
+		return nil
+	case len(im.have) == maxFiles:
+		return errdefs.InvalidArgument("checkpoint: more than %d files", maxFiles)
+	}
+	if _, ok := im.have[name]; ok {
+		return errdefs.InvalidArgument("checkpoint: file %q twice", name)
+	}
+	var want File
+	if im.expected != nil {
+		f, ok := im.expected.file(name)
+		if !ok {
+			return errdefs.InvalidArgument("checkpoint: file %q is not in the manifest", name)
+		}
+		if f.Size != size {
+			return errdefs.InvalidArgument("checkpoint: file %q has %d bytes instead of %d", name, size, f.Size)
+		}
+		want = f
+	}
+	if size > im.room {
+		return errdefs.FailedPrecondition("checkpoint: no space for file %q of %d bytes", name, size)
+	}
+	im.room -= size
+	got, err := im.copy(name, size, content)
+	if err != nil {
+		return fmt.Errorf("copy %q of a checkpoint: %w", name, err)
+	}
+	if im.expected != nil && got != want {
+		return errdefs.InvalidArgument("checkpoint: file %q was changed: its SHA-256 is not that of the manifest", name)
+	}
+	im.have[name] = got
+	return nil
+}
+
+// copy writes a file and hashes it. It reads one byte more than size at most.
+func (im *importer) copy(name string, size int64, content io.Reader) (File, error) {
+	if err := im.makeDirs(path.Dir(name)); err != nil {
+		return File{}, err
+	}
+	failpoint.Reach("checkpoint.import-file")
+	file, err := safefs.Open(im.to, name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	failpoint.Reach("checkpoint.imported-file")
+	if err != nil {
+		return File{}, err
+	}
+	hash := sha256.New()
+	n, err := im.fill(file, size, content, hash)
+	if err := errors.Join(err, file.Close()); err != nil {
+		return File{}, err
+	}
+	if n != size {
+		return File{}, errdefs.InvalidArgument("its size is not %d bytes", size)
+	}
+	return File{Path: name, Size: n, SHA256: hex.EncodeToString(hash.Sum(nil))}, nil
+}
+
+// fill copies the content by a reflink, if the filesystem can, else byte by byte. The hash is that
+// of the copy.
+func (im *importer) fill(file *os.File, size int64, content io.Reader, hash io.Writer) (int64, error) {
+	if from, ok := content.(*os.File); ok && unix.IoctlFileClone(int(file.Fd()), int(from.Fd())) == nil {
+		return copyContext(im.ctx, hash, io.LimitReader(file, size+1))
+	}
+	return copyContext(im.ctx, io.MultiWriter(file, hash), io.LimitReader(content, size+1))
+}
+
+// makeDirs makes a directory of the copy.
+func (im *importer) makeDirs(dir string) error {
+	if dir == "." {
+		return nil
+	}
+	failpoint.Reach("checkpoint.import-directory")
+	made, err := (safefs.Maker{Perm: 0o700}).MkdirAll(im.to, dir)
+	failpoint.Reach("checkpoint.imported-directory")
+	if err != nil {
+		return err
+	}
+	return made.Close()
+}

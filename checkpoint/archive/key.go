@@ -1,0 +1,133 @@
+package archive
+
+import (
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+	"berth/internal/safefs"
+)
+
+// keyFile is the name of the node's key below the daemon's directory "root".
+const keyFile = "checkpoint.key"
+
+const keySize = 32 // bytes
+
+// Key signs the checkpoints of a node. Its text forms show only its ID.
+type Key struct{ secret [keySize]byte }
+
+// Signer says who signed an archive.
+type Signer int
+
+const (
+	Unsigned  Signer = iota // no manifest: made by another program
+	OtherNode               // by another key, so berth cannot check the signature
+	ThisNode                // by this node's key, and the signature is right
+)
+
+func (s Signer) String() string {
+	switch s {
+	case ThisNode:
+		return "this node"
+	case OtherNode:
+		return "another node"
+	}
+	return "nobody"
+}
+
+// LoadKey returns the node's key, which is below the directory root. It creates the key with mode
+// 0600 if there is none. A damaged key is FailedPrecondition: berth never replaces it by itself,
+// because that would make all checkpoints of the node foreign. Only the daemon calls LoadKey, and
+// not concurrently.
+func LoadKey(root string) (*Key, error) {
+	key, err := ReadKey(root)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return key, err
+	}
+	if err := createKey(filepath.Join(root, keyFile)); err != nil {
+		return nil, fmt.Errorf("create key of checkpoints: %w", err)
+	}
+	return ReadKey(root)
+}
+
+// ReadKey is LoadKey, but it returns fs.ErrNotExist if there is no key.
+func ReadKey(root string) (*Key, error) {
+	path := filepath.Join(root, keyFile)
+	data, err := safefs.ReadHostFile(path, keySize)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	if err == nil && len(data) != keySize {
+		err = fmt.Errorf("%d bytes instead of %d", len(data), keySize)
+	}
+	if err != nil {
+		return nil, errdefs.FailedPrecondition("key of checkpoints %s is damaged: %w. Delete it to get a new one; "+
+			"checkpoints signed by the old key then need checkpoint.restore_foreign", path, err)
+	}
+	key := new(Key)
+	copy(key.secret[:], data)
+	return key, nil
+}
+
+// createKey writes a new key to path.
+func createKey(path string) error {
+	var secret [keySize]byte
+	if _, err := rand.Read(secret[:]); err != nil {
+		return err
+	}
+	tmp := path + ".tmp"
+	failpoint.Reach("checkpoint.write-key")
+	file, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	failpoint.Reach("checkpoint.wrote-key")
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(secret[:])
+	if err := errors.Join(err, file.Sync(), file.Close()); err != nil {
+		return err
+	}
+	failpoint.Reach("checkpoint.rename-key")
+	err = os.Rename(tmp, path)
+	failpoint.Reach("checkpoint.renamed-key")
+	if err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+func syncDir(path string) error {
+	dir, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+// ID names the key without revealing it.
+func (k *Key) ID() string {
+	mac := hmac.New(sha256.New, k.secret[:])
+	mac.Write([]byte("berth checkpoint key ID"))
+	return hex.EncodeToString(mac.Sum(nil)[:8])
+}
+
+// sum returns the HMAC of a manifest.
+func (k *Key) sum(manifest []byte) []byte {
+	mac := hmac.New(sha256.New, k.secret[:])
+	mac.Write([]byte("berth checkpoint manifest\n"))
+	mac.Write(manifest)
+	return mac.Sum(nil)
+}
+
+// String returns the key's ID.
+func (k *Key) String() string { return k.ID() }
+
+// GoString returns the key's ID.
+func (k *Key) GoString() string { return k.ID() }

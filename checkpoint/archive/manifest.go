@@ -1,0 +1,252 @@
+package archive
+
+import (
+	"bytes"
+	"crypto/hmac"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+	"time"
+
+	"berth/internal/errdefs"
+)
+
+// Version is the version of the manifests that Seal writes. Import refuses newer ones.
+const Version = 1
+
+// Manifest describes an archive. The writer fills everything but Version and Files.
+type Manifest struct {
+	Version    int         `json:"version"`
+	CreatedAt  time.Time   `json:"createdAt"`     // when all containers were frozen
+	Pod        *Pod        `json:"pod,omitempty"` // nil: an archive of one container
+	Containers []Container `json:"containers"`    // sorted by name
+	Node       Node        `json:"node"`
+	Files      []File      `json:"files"` // all files but the manifest, sorted by path
+}
+
+// Pod identifies the pod of an archive.
+type Pod struct {
+	ID        string          `json:"id"`
+	Name      string          `json:"name"`
+	Namespace string          `json:"namespace"`
+	UID       string          `json:"uid"`
+	Attempt   uint32          `json:"attempt"`
+	Handler   string          `json:"handler"`
+	Config    json.RawMessage `json:"config"` // PodSandboxConfig of the CRI, as protojson
+}
+
+// Container describes a container of an archive.
+type Container struct {
+	Name    string          `json:"name"` // of the CRI's ContainerMetadata; the directory in an archive of a pod
+	ID      string          `json:"id"`
+	Attempt uint32          `json:"attempt"`
+	Image   Image           `json:"image"`
+	Config  json.RawMessage `json:"config"`            // ContainerConfig of the CRI, as protojson
+	Seccomp [][]byte        `json:"seccomp,omitempty"` // filters of init as the kernel returned them, last installed first; struct sock_filter, little-endian
+}
+
+// Image identifies the image of a container.
+type Image struct {
+	Name   string  `json:"name"` // as the client named it
+	Ref    string  `json:"ref"`  // repository@digest
+	ID     string  `json:"id"`   // digest of its config
+	Layers []Layer `json:"layers"`
+}
+
+// Layer identifies a layer of an image by two digests.
+type Layer struct {
+	Blob   string `json:"blob"`
+	DiffID string `json:"diffID"`
+}
+
+// Node describes the node that wrote an archive.
+type Node struct {
+	Berth        string   `json:"berth"`  // version of berth
+	CRIU         int      `json:"criu"`   // as CRIU's RPC gives it: 40101 is 4.1.1
+	Kernel       string   `json:"kernel"` // uname -r
+	Architecture string   `json:"architecture"`
+	CPUFeatures  []string `json:"cpuFeatures"` // flags of /proc/cpuinfo, sorted
+}
+
+// File is a file of an archive.
+type File struct {
+	Path   string `json:"path"`   // relative to the archive
+	Size   int64  `json:"size"`   // bytes
+	SHA256 string `json:"sha256"` // lower-case hex
+}
+
+// Dir returns the directory of a container in the archive: "." in an archive of one container.
+func (m *Manifest) Dir(c *Container) string {
+	if m.Pod == nil {
+		return "."
+	}
+	return c.Name
+}
+
+// envelope is the content of the manifest's file. The HMAC is that of the bytes of Manifest.
+type envelope struct {
+	Manifest json.RawMessage `json:"manifest"`
+	Key      string          `json:"key"`  // Key.ID
+	HMAC     string          `json:"hmac"` // lower-case hex
+}
+
+// Limits of manifests.
+const (
+	maxManifest   = 32 << 20 // bytes
+	maxFiles      = 1 << 16
+	maxContainers = 1000
+	maxDepth      = 64 // nesting of JSON
+)
+
+// encode returns the manifest's file.
+func (m *Manifest) encode(key *Key) ([]byte, error) {
+	body, err := json.Marshal(m)
+	if err != nil {
+		return nil, fmt.Errorf("encode manifest: %w", err)
+	}
+	data, err := json.Marshal(envelope{body, key.ID(), hex.EncodeToString(key.sum(body))})
+	if err != nil {
+		return nil, fmt.Errorf("encode manifest: %w", err)
+	}
+	if len(data) > maxManifest {
+		return nil, errdefs.FailedPrecondition("checkpoint: the manifest has %d bytes, more than %d", len(data), maxManifest)
+	}
+	return append(data, '\n'), nil
+}
+
+// decodeManifest decodes the manifest's file strictly. With a wrong HMAC of this node's own key the
+// error is InvalidArgument.
+func decodeManifest(data []byte, key *Key) (*Manifest, Signer, error) {
+	var e envelope
+	if err := decodeStrict(data, &e); err != nil {
+		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+	}
+	signer := OtherNode
+	if key != nil && e.Key == key.ID() {
+		sum, err := hex.DecodeString(e.HMAC)
+		if err != nil || !hmac.Equal(sum, key.sum(e.Manifest)) {
+			return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: wrong signature: the manifest was changed", ManifestFile)
+		}
+		signer = ThisNode
+	}
+	var version struct {
+		Version int `json:"version"`
+	}
+	if err := json.Unmarshal(e.Manifest, &version); err != nil {
+		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+	}
+	if version.Version != Version {
+		return nil, Unsigned, errdefs.FailedPrecondition("checkpoint: %s has version %d; this berth reads version %d",
+			ManifestFile, version.Version, Version)
+	}
+	m := new(Manifest)
+	if err := decodeStrict(e.Manifest, m); err != nil {
+		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+	}
+	if err := m.check(); err != nil {
+		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+	}
+	return m, signer, nil
+}
+
+// check returns an error unless the names of containers and files form an archive.
+func (m *Manifest) check() error {
+	if n := len(m.Containers); n == 0 || n > maxContainers || m.Pod == nil && n != 1 {
+		return fmt.Errorf("%d containers", n)
+	}
+	if len(m.Files) > maxFiles {
+		return fmt.Errorf("more than %d files", maxFiles)
+	}
+	dirs := map[string]bool{}
+	for i := range m.Containers {
+		c := &m.Containers[i]
+		if m.Pod != nil {
+			if err := CheckName(c.Name); err != nil {
+				return err
+			}
+		}
+		dir := strings.TrimPrefix(m.Dir(c), ".")
+		if dirs[dir] {
+			return fmt.Errorf("two containers %q", c.Name)
+		}
+		dirs[dir] = true
+	}
+	return m.checkFiles(dirs)
+}
+
+// checkFiles checks the list of files. dirs are the directories of the containers.
+func (m *Manifest) checkFiles(dirs map[string]bool) error {
+	have := make(map[string]bool, len(m.Files))
+	for _, f := range m.Files {
+		k, dir := classify(f.Path, m.Pod != nil)
+		if k == unknown || k == ignored || k != ofPod && !dirs[dir] {
+			return fmt.Errorf("unexpected file %q", errdefs.Clip(f.Path))
+		}
+		if have[f.Path] {
+			return fmt.Errorf("file %q twice", f.Path)
+		}
+		have[f.Path] = true
+		if sum, err := hex.DecodeString(f.SHA256); err != nil || len(sum) != 32 || f.Size < 0 {
+			return fmt.Errorf("file %q has no valid size and SHA-256", f.Path)
+		}
+	}
+	required := []string{ConfigFile, SpecFile, path.Join(ImagesDir, "inventory.img"), path.Join(ImagesDir, DescriptorsFile)}
+	for dir := range dirs {
+		for _, name := range required {
+			if !have[path.Join(dir, name)] {
+				return fmt.Errorf("file %q is missing", path.Join(dir, name))
+			}
+		}
+	}
+	return nil
+}
+
+// decodeStrict decodes one JSON document of limited depth without unknown fields.
+func decodeStrict(data []byte, into any) error {
+	if err := checkDepth(data); err != nil {
+		return err
+	}
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.DisallowUnknownFields()
+	if err := d.Decode(into); err != nil {
+		return err
+	}
+	if d.More() {
+		return errors.New("more than one document")
+	}
+	return nil
+}
+
+// checkDepth returns an error if the brackets of a JSON document nest deeper than maxDepth.
+func checkDepth(data []byte) error {
+	depth, quoted := 0, false
+	for i := 0; i < len(data); i++ {
+		switch c := data[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case quoted:
+		case c == '{' || c == '[':
+			if depth++; depth > maxDepth {
+				return fmt.Errorf("nested deeper than %d levels", maxDepth)
+			}
+		case c == '}' || c == ']':
+			depth--
+		}
+	}
+	return nil
+}
+
+// file returns the entry of a path.
+func (m *Manifest) file(name string) (File, bool) {
+	i, ok := slices.BinarySearchFunc(m.Files, name, func(f File, name string) int { return strings.Compare(f.Path, name) })
+	if !ok {
+		return File{}, false
+	}
+	return m.Files[i], true
+}

@@ -1,0 +1,142 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	goruntime "runtime"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint/archive"
+	"berth/image"
+	"berth/internal/criu"
+	"berth/internal/version"
+)
+
+// describe writes the files about the containers and returns the manifest.
+func (j *checkpointJob) describe(ctx context.Context) (*archive.Manifest, error) {
+	pod, err := j.describePod()
+	if err != nil {
+		return nil, err
+	}
+	node, err := describeNode(j.parts[0].dump.Info().CRIU)
+	if err != nil {
+		return nil, err
+	}
+	manifest := &archive.Manifest{CreatedAt: j.frozenAt, Node: node}
+	if j.whole {
+		manifest.Pod = &pod
+	}
+	for _, part := range j.parts {
+		c, err := j.describeContainer(part)
+		if err != nil {
+			return nil, err
+		}
+		files, err := j.filesOf(ctx, part)
+		if err != nil {
+			return nil, err
+		}
+		if err := archive.WriteContainer(j.dir, manifest, pod, c, files); err != nil {
+			return nil, err
+		}
+		if err := j.writeBindMounts(part); err != nil {
+			return nil, err
+		}
+		manifest.Containers = append(manifest.Containers, *c)
+	}
+	return manifest, nil
+}
+
+func (j *checkpointJob) describePod() (archive.Pod, error) {
+	config, err := encodeProto(j.pod.Config)
+	metadata := j.pod.Config.GetMetadata()
+	return archive.Pod{
+		ID: j.pod.ID, Name: metadata.GetName(), Namespace: metadata.GetNamespace(), UID: metadata.GetUid(),
+		Attempt: metadata.GetAttempt(), Handler: j.pod.Handler, Config: config,
+	}, err
+}
+
+func (j *checkpointJob) describeContainer(part *checkpointPart) (*archive.Container, error) {
+	config, err := encodeProto(part.Config)
+	if err != nil {
+		return nil, err
+	}
+	metadata := part.Config.GetMetadata()
+	c := &archive.Container{Name: metadata.GetName(), ID: part.ID, Attempt: metadata.GetAttempt(), Config: config}
+	c.Image = archive.Image{Name: writtenName(part.Config), Ref: part.Image.Ref, ID: part.Image.ID}
+	for _, l := range j.m.images.LayersOf(&image.Image{ID: part.Image.ID, Layers: part.Image.Layers}) {
+		c.Image.Layers = append(c.Image.Layers, archive.Layer{Blob: l.Blob.String(), DiffID: l.DiffID.String()})
+	}
+	return c, nil
+}
+
+// filesOf returns what other programs want to know about a container.
+func (j *checkpointJob) filesOf(ctx context.Context, part *checkpointPart) (archive.ContainerFiles, error) {
+	m := j.m
+	spec, err := m.launcher.Spec(ctx, j.pod.Info(), part.snapshot(), m.targetPIDNS(part.container))
+	if err != nil {
+		return archive.ContainerFiles{}, fmt.Errorf("describe container %s: %w", part.ID, err)
+	}
+	status, err := encodeProto(&runtimeapi.ContainerStatus{
+		Id: part.ID, Metadata: part.Config.GetMetadata(), State: runtimeapi.ContainerState_CONTAINER_RUNNING,
+		CreatedAt: part.CreatedAt.UnixNano(), StartedAt: part.snapshot().StartedAt.UnixNano(),
+		Image: part.Config.GetImage(), ImageRef: part.Image.Ref, ImageId: part.Image.ID,
+		Labels: part.Config.GetLabels(), Annotations: part.Config.GetAnnotations(), LogPath: part.LogPath,
+	})
+	files := archive.ContainerFiles{
+		Spec: spec, Labels: part.Config.GetLabels(), Annotations: part.Config.GetAnnotations(),
+		CreatedAt: part.CreatedAt, Status: status,
+	}
+	if ips := j.pod.Info().IPs; len(ips) > 0 {
+		files.IP = ips[0]
+	}
+	return files, err
+}
+
+func encodeProto(m proto.Message) (json.RawMessage, error) {
+	data, err := protojson.Marshal(m)
+	if err != nil {
+		return nil, fmt.Errorf("encode %T: %w", m, err)
+	}
+	return data, nil
+}
+
+// describeNode returns what a restore on another node must compare.
+func describeNode(v criu.Version) (archive.Node, error) {
+	var uts unix.Utsname
+	if err := unix.Uname(&uts); err != nil {
+		return archive.Node{}, os.NewSyscallError("uname", err)
+	}
+	features, err := cpuFeatures()
+	return archive.Node{
+		Berth:        version.Get(),
+		CRIU:         v.Number(),
+		Kernel:       unix.ByteSliceToString(uts.Release[:]),
+		Architecture: goruntime.GOARCH,
+		CPUFeatures:  features,
+	}, err
+}
+
+// cpuFeatures returns the flags of the first processor, sorted.
+func cpuFeatures() ([]string, error) {
+	data, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return nil, err
+	}
+	for line := range strings.Lines(string(data)) {
+		name, flags, found := strings.Cut(line, ":")
+		if name = strings.TrimSpace(name); found && (name == "flags" || name == "Features") {
+			list := strings.Fields(flags)
+			slices.Sort(list)
+			return list, nil
+		}
+	}
+	return nil, nil
+}

@@ -1,0 +1,357 @@
+package sandbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc/codes"
+
+	"berth/checkpoint/archive"
+	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+	"berth/internal/safefs"
+	"berth/sandbox/dump"
+	"berth/sandbox/runtime"
+)
+
+const (
+	// execPatience is how long execs in the containers may take to end (KEP-5823).
+	execPatience = time.Second
+	// freezeSlack is how much longer than the checkpoint's deadline a monitor keeps its container
+	// frozen. berth thaws it at the deadline; this is the limit if berth hangs.
+	freezeSlack = 5 * time.Second
+)
+
+// checkpointJob is a checkpoint in progress. The caller holds the locks of the containers.
+type checkpointJob struct {
+	m     *Manager
+	pod   *pod
+	dir   *os.File // the archive
+	whole bool     // an archive of the pod, otherwise of one container
+
+	parts    []*checkpointPart
+	frozenAt time.Time
+	cancel   context.CancelCauseFunc
+	watches  sync.WaitGroup
+}
+
+// checkpointPart is one container of a checkpoint.
+type checkpointPart struct {
+	lockedContainer
+	name   string // its directory in the archive
+	dir    *os.File
+	dump   runtime.Dump
+	frozen runtime.Frozen
+}
+
+// run captures the containers and writes the whole archive. They go on when run returns. After an error
+// the caller removes the files.
+func (j *checkpointJob) run(ctx context.Context, containers []lockedContainer) (err error) {
+	ctx, j.cancel = context.WithCancelCause(ctx)
+	defer j.cancel(nil)
+	defer func() { err = stopped(ctx, err) }()
+	defer j.closeParts()
+	for _, c := range containers {
+		slot, end := c.dumping.Begin(ctx)
+		defer end()
+		defer context.AfterFunc(slot, func() { j.cancel(context.Cause(slot)) })()
+		if err := j.m.checkRunning(c); err != nil {
+			return err
+		}
+	}
+	key, err := j.m.signing()
+	if err != nil {
+		return err
+	}
+	release, err := j.holdExecs(ctx, containers)
+	defer release()
+	if err != nil {
+		return err
+	}
+	err = j.capture(ctx, containers)
+	release()
+	if err != nil {
+		return err
+	}
+	manifest, err := j.describe(ctx)
+	if err != nil {
+		return err
+	}
+	return archive.Seal(ctx, j.dir, manifest, key)
+}
+
+// holdExecs keeps execs from starting in the containers until release is called.
+func (j *checkpointJob) holdExecs(ctx context.Context, containers []lockedContainer) (release func(), err error) {
+	var held []func()
+	release = sync.OnceFunc(func() {
+		for _, end := range held {
+			end()
+		}
+	})
+	if j.m.Service == nil { // tests of the manager have no streams
+		return release, nil
+	}
+	var mu sync.Mutex // guards held until the end of the group
+	group, ctx := errgroup.WithContext(ctx)
+	for _, c := range containers {
+		group.Go(func() error {
+			end, err := j.m.Hold(ctx, c.ID, execPatience)
+			if err != nil {
+				return fmt.Errorf("container %s: %w", c.ID, err)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			held = append(held, end)
+			return nil
+		})
+	}
+	return release, group.Wait()
+}
+
+// capture prepares, freezes and dumps all containers. On success they go on before CRIU's processes have
+// ended. After an error CRIU must end first: it could freeze a container again.
+func (j *checkpointJob) capture(ctx context.Context, containers []lockedContainer) (err error) {
+	defer j.watches.Wait()
+	if err := j.prepare(ctx, containers); err != nil {
+		return errors.Join(err, j.endDumps())
+	}
+	err = j.freeze(ctx)
+	if err == nil && j.whole { // a container may have started meanwhile
+		err = j.m.checkComplete(j.pod, containers)
+	}
+	if err == nil {
+		j.frozenAt = time.Now()
+		err = j.copyAll(ctx)
+	}
+	if err != nil {
+		err = errors.Join(err, j.endDumps())
+		return errors.Join(err, ignoreEnded(j.thaw()))
+	}
+	return errors.Join(j.thaw(), j.endDumps())
+}
+
+// ignoreEnded drops the error of a thaw after another error: the containers run in any case.
+func ignoreEnded(error) error { return nil }
+
+// each calls f for all parts in parallel. The first error ends the context of the others.
+func (j *checkpointJob) each(ctx context.Context, f func(context.Context, *checkpointPart) error) error {
+	group, ctx := errgroup.WithContext(ctx)
+	for _, part := range j.parts {
+		group.Go(func() error {
+			return j.m.tasks.Guard("checkpoint", part.String(), func() error {
+				if err := f(ctx, part); err != nil {
+					return fmt.Errorf("container %s: %w", part.ID, err)
+				}
+				return nil
+			})
+		})
+	}
+	return group.Wait()
+}
+
+// prepare makes the containers' directories and starts their CRIUs.
+func (j *checkpointJob) prepare(ctx context.Context, containers []lockedContainer) error {
+	for _, c := range containers {
+		part := &checkpointPart{lockedContainer: c}
+		if j.whole {
+			part.name = c.Config.GetMetadata().GetName()
+			if err := archive.CheckName(part.name); err != nil {
+				return err
+			}
+			if slices.ContainsFunc(j.parts, func(other *checkpointPart) bool { return other.name == part.name }) {
+				return errdefs.FailedPrecondition("two containers have the name %s", part.name)
+			}
+		}
+		j.parts = append(j.parts, part)
+		if err := j.openPart(part); err != nil {
+			return err
+		}
+	}
+	return j.each(ctx, func(ctx context.Context, part *checkpointPart) (err error) {
+		part.dump, err = j.m.dumper.Prepare(ctx, part.ID, part.dir)
+		return err
+	})
+}
+
+// openPart makes and opens the directory of a container.
+func (j *checkpointJob) openPart(part *checkpointPart) (err error) {
+	if part.name == "" {
+		part.dir, err = safefs.OpenRoot(j.dir.Name())
+		return err
+	}
+	top, err := safefs.OpenDir(j.dir, "")
+	if err != nil {
+		return err
+	}
+	defer top.Close() // changes are not in its descriptor
+	failpoint.Reach("checkpoint.make-part")
+	if err := top.Mkdir(part.name, 0o700); err != nil {
+		return err
+	}
+	failpoint.Reach("checkpoint.part-made")
+	part.dir, err = safefs.Open(j.dir, part.name, os.O_RDONLY, 0)
+	return err
+}
+
+// freeze freezes all containers. It returns when all are frozen, or after the first error.
+func (j *checkpointJob) freeze(ctx context.Context) error {
+	limit := freezeSlack
+	if deadline, ok := ctx.Deadline(); ok {
+		limit += max(time.Until(deadline), 0)
+	}
+	return j.each(ctx, func(ctx context.Context, part *checkpointPart) (err error) {
+		failpoint.Reach("checkpoint.freeze")
+		part.frozen, err = j.m.dumper.Freeze(ctx, part.ID, part.CgroupsPath, limit)
+		failpoint.Reach("checkpoint.frozen")
+		return err
+	})
+}
+
+// copyAll dumps the processes and copies the files of all containers. The loss of a monitor, or the end of
+// a container, ends everything: the others need not stay frozen for nothing.
+func (j *checkpointJob) copyAll(ctx context.Context) error {
+	done := make(chan struct{})
+	defer close(done)
+	for _, part := range j.parts {
+		lost := part.frozen.Lost()
+		j.watches.Go(func() {
+			select {
+			case <-lost:
+				j.cancel(errdefs.Unavailable("container %s has ended, or its monitor", part.ID))
+			case <-done:
+			}
+		})
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return j.each(ctx, func(ctx context.Context, p *checkpointPart) error { return p.dump.Run(ctx) })
+	})
+	group.Go(func() error { return j.each(ctx, j.copyLayer) })
+	group.Go(func() error { return j.copyShm(ctx) })
+	err := group.Wait()
+	if cause := context.Cause(ctx); err != nil && cause != nil && errdefs.Code(cause) == codes.Unavailable {
+		return cause
+	}
+	return err
+}
+
+// copyLayer copies a container's writable layer.
+func (j *checkpointJob) copyLayer(ctx context.Context, part *checkpointPart) error {
+	upper, err := safefs.OpenRoot(path.Join(j.m.dirs.Writable(part.ID), "upper"))
+	if err != nil {
+		return err
+	}
+	defer upper.Close() // it was only read
+	var deleted []string
+	err = writeNew(part.dir, archive.RootfsDiffFile, func(f *os.File) (err error) {
+		deleted, err = dump.Layer(ctx, upper, f)
+		return err
+	})
+	if err != nil || len(deleted) == 0 {
+		return err
+	}
+	return writeJSON(part.dir, archive.DeletedFilesFile, deleted)
+}
+
+// copyShm copies the pod's /dev/shm, unless the pod uses the node's.
+func (j *checkpointJob) copyShm(ctx context.Context) error {
+	shm, err := safefs.OpenRoot(j.m.dirs.Shm(j.pod.ID))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer shm.Close() // it was only read
+	return writeNew(j.dir, archive.ShmFile, func(f *os.File) error { return dump.Directory(ctx, shm, f) })
+}
+
+// writeNew creates a file in a directory and fills it.
+func writeNew(dir *os.File, name string, fill func(*os.File) error) error {
+	failpoint.Reach("checkpoint.make-file")
+	f, err := safefs.Open(dir, name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	failpoint.Reach("checkpoint.file-made")
+	if err != nil {
+		return err
+	}
+	err = fill(f)
+	failpoint.Reach("checkpoint.file-filled")
+	return errors.Join(err, f.Close())
+}
+
+func writeJSON(dir *os.File, name string, content any) error {
+	data, err := json.Marshal(content)
+	if err != nil {
+		return fmt.Errorf("encode %s: %w", name, err)
+	}
+	return writeNew(dir, name, func(f *os.File) error { _, err := f.Write(data); return err })
+}
+
+// thaw lets all containers go on. An error means that a container ran before everything was captured.
+func (j *checkpointJob) thaw() error {
+	var errs []error
+	for _, part := range j.parts {
+		if part.frozen == nil {
+			continue
+		}
+		if err := part.frozen.Thaw(); err != nil {
+			errs = append(errs, fmt.Errorf("container %s: %w", part.ID, err))
+		}
+		part.frozen = nil
+	}
+	return errors.Join(errs...)
+}
+
+// endDumps ends all CRIUs in parallel and waits for their end.
+func (j *checkpointJob) endDumps() error {
+	var ending sync.WaitGroup
+	errs := make([]error, len(j.parts))
+	for i, part := range j.parts {
+		if part.dump != nil {
+			ending.Go(func() { errs[i] = part.dump.Close() })
+		}
+	}
+	ending.Wait()
+	return errors.Join(errs...)
+}
+
+func (j *checkpointJob) closeParts() {
+	for _, part := range j.parts {
+		if part.dir != nil {
+			_ = part.dir.Close() // it is not written through this descriptor
+		}
+	}
+}
+
+// writeBindMounts writes CRI-O's list of the mount points that a restore must make.
+func (j *checkpointJob) writeBindMounts(part *checkpointPart) error {
+	type bindMount struct {
+		Source      string `json:"source"`
+		Destination string `json:"destination"`
+		FileType    string `json:"file_type"`
+		Permissions uint32 `json:"permissions"`
+	}
+	mounts := []bindMount{}
+	for _, m := range part.Config.GetMounts() {
+		info, err := os.Stat(m.GetHostPath())
+		if m.GetHostPath() == "" || err != nil || !slices.Contains(part.dump.Info().BindMounts, m.GetContainerPath()) {
+			continue
+		}
+		kind := "file"
+		if info.IsDir() {
+			kind = "directory"
+		}
+		place := strings.TrimSuffix(m.GetContainerPath(), "/")
+		mounts = append(mounts, bindMount{m.GetHostPath(), place, kind, uint32(info.Mode().Perm())})
+	}
+	return writeJSON(part.dir, archive.BindMountsFile, mounts)
+}

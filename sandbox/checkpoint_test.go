@@ -1,0 +1,274 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+	"berth/internal/testutil"
+	"berth/sandbox/state"
+)
+
+// startTwo starts a pod with two containers that have writable layers.
+func startTwo(t *testing.T, m *Manager) (pod string, ids []string) {
+	t.Helper()
+	pod = runPod(t, m)
+	for _, name := range []string{"one", "two"} {
+		config := containerConfig()
+		config.Metadata.Name = name
+		id, err := m.CreateContainer(t.Context(), pod, config)
+		testutil.Must(t, err)
+		testutil.Must(t, m.StartContainer(t.Context(), id))
+		testutil.Must(t, os.MkdirAll(filepath.Join(m.dirs.Writable(id), "upper"), 0o700))
+		ids = append(ids, id)
+	}
+	return pod, ids
+}
+
+// order returns the calls with these names, in order.
+func (f *fakeHost) order(names ...string) []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(f.calls), func(c string) bool { return !slices.Contains(names, c) })
+}
+
+var dumpCalls = []string{"prepare dump", "freeze", "dump", "thaw", "end dump"}
+
+func TestCheckpointPodFreezesAllFirst(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		pod, ids := startTwo(t, m)
+		out := t.TempDir()
+		testutil.Must(t, m.CheckpointPod(t.Context(), pod, out, ids, nil))
+		want := []string{"prepare dump", "prepare dump", "freeze", "freeze", "dump", "dump", "thaw", "thaw", "end dump", "end dump"}
+		if got := f.order(dumpCalls...); !slices.Equal(got, want) {
+			t.Errorf("calls %q", got)
+		}
+		for _, name := range []string{"manifest.json", "one/rootfs-diff.tar", "two/config.dump", "pod.dump"} {
+			if _, err := os.Stat(filepath.Join(out, name)); err != nil {
+				t.Error(err)
+			}
+		}
+		nothingLeft(t, m)
+	})
+}
+
+// nothingLeft checks that no checkpoint has left files.
+func nothingLeft(t *testing.T, m *Manager) {
+	t.Helper()
+	if left, err := os.ReadDir(m.dirs.Checkpoints()); err != nil && !os.IsNotExist(err) || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+// Each failure thaws what is frozen, ends CRIU before, and leaves no file.
+func TestFailedCheckpoints(t *testing.T) {
+	for _, failing := range dumpCalls {
+		t.Run(failing, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				pod, ids := startTwo(t, m)
+				out := t.TempDir()
+				f.failing(failing, 1)
+				wantFailure(t, m.CheckpointPod(t.Context(), pod, out, ids, nil))
+				if left, err := os.ReadDir(out); err != nil || len(left) > 0 {
+					t.Errorf("left in the output: %v, %v", left, err)
+				}
+				nothingLeft(t, m)
+				calls := f.order(dumpCalls...)
+				count := func(name string) (n int) {
+					for _, c := range calls {
+						if c == name {
+							n++
+						}
+					}
+					return n
+				}
+				frozen, prepared := count("freeze"), count("prepare dump")
+				if failing == "freeze" {
+					frozen--
+				}
+				if failing == "prepare dump" {
+					prepared--
+				}
+				if count("thaw") != frozen || count("end dump") != prepared {
+					t.Errorf("calls %q", calls)
+				}
+				if failing == "dump" && calls[len(calls)-1] != "thaw" {
+					t.Errorf("CRIU could freeze a container after the thaw: %q", calls)
+				}
+				f.forget()
+				testutil.Must(t, m.CheckpointPod(t.Context(), pod, out, ids, nil)) // it can be repeated
+			})
+		})
+	}
+}
+
+func TestCheckpointPodRefusals(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		pod, ids := startTwo(t, m)
+		empty, full := t.TempDir(), t.TempDir()
+		testutil.Must(t, os.WriteFile(filepath.Join(full, "file"), nil, 0o600))
+		link := filepath.Join(t.TempDir(), "link")
+		testutil.Must(t, os.Symlink(empty, link))
+		other := addContainer(m, "other", "p2", state.ContainerCreated)
+		for name, tt := range map[string]struct {
+			pod, out string
+			ids      []string
+			options  map[string]string
+			want     codes.Code
+		}{
+			"unknown pod":       {"unknown", empty, ids, nil, codes.NotFound},
+			"unknown container": {pod, empty, []string{ids[0], "unknown"}, nil, codes.NotFound},
+			"no containers":     {pod, empty, nil, nil, codes.InvalidArgument},
+			"twice":             {pod, empty, []string{ids[0], ids[0]}, nil, codes.InvalidArgument},
+			"of another pod":    {pod, empty, []string{ids[0], other.ID}, nil, codes.InvalidArgument},
+			"not all":           {pod, empty, ids[:1], nil, codes.FailedPrecondition},
+			"relative path":     {pod, "out", ids, nil, codes.InvalidArgument},
+			"missing directory": {pod, empty + "/missing", ids, nil, codes.FailedPrecondition},
+			"full directory":    {pod, full, ids, nil, codes.FailedPrecondition},
+			"symbolic link":     {pod, link, ids, nil, codes.FailedPrecondition},
+			"a file":            {pod, filepath.Join(full, "file"), ids, nil, codes.FailedPrecondition},
+			"options":           {pod, empty, ids, map[string]string{"leaveStopped": "true"}, codes.InvalidArgument},
+		} {
+			err := m.CheckpointPod(t.Context(), tt.pod, tt.out, tt.ids, tt.options)
+			if errdefs.Code(err) != tt.want {
+				t.Errorf("%s: %v, want %v", name, err, tt.want)
+			}
+		}
+		wantCalled(t, f, false, dumpCalls...)
+		testutil.Must(t, m.StopContainer(t.Context(), ids[0], 0))
+		if err := m.CheckpointPod(t.Context(), pod, empty, ids, nil); errdefs.Code(err) != codes.FailedPrecondition {
+			t.Errorf("checkpoint of an exited container: %v", err)
+		}
+		testutil.Must(t, m.CheckpointPod(t.Context(), pod, empty, ids[1:], nil))
+	})
+}
+
+func TestCheckpointContainer(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		_, ids := startTwo(t, m)
+		dir := t.TempDir()
+		place := filepath.Join(dir, "archive.tar")
+		for range 2 { // the second replaces the first
+			testutil.Must(t, m.CheckpointContainer(t.Context(), ids[0], place, 0))
+			info, err := os.Lstat(place)
+			testutil.Must(t, err)
+			if info.Mode() != 0o600 || info.Size() == 0 {
+				t.Errorf("%v, %d bytes", info.Mode(), info.Size())
+			}
+		}
+		nothingLeft(t, m)
+		target := filepath.Join(dir, "target")
+		testutil.Must(t, os.WriteFile(target, []byte("untouched"), 0o644))
+		link := filepath.Join(dir, "link")
+		testutil.Must(t, os.Symlink(target, link))
+		testutil.Must(t, m.CheckpointContainer(t.Context(), ids[0], link, 0))
+		if data, err := os.ReadFile(target); string(data) != "untouched" || err != nil {
+			t.Errorf("the target of a link has %q, %v", data, err)
+		}
+		names, err := os.ReadDir(dir)
+		if err != nil || len(names) != 3 {
+			t.Errorf("files %v, %v", names, err)
+		}
+	})
+}
+
+// Filesystems without O_TMPFILE get a hidden file first.
+func TestNamedArchiveReplaces(t *testing.T) {
+	dir, to := t.TempDir(), t.TempDir()
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "manifest.json"), []byte("{}"), 0o600))
+	from, err := os.Open(dir)
+	testutil.Must(t, err)
+	defer from.Close()
+	parent, err := os.Open(to)
+	testutil.Must(t, err)
+	defer parent.Close()
+	testutil.Must(t, os.WriteFile(filepath.Join(to, "a.tar"), []byte("old"), 0o644))
+	testutil.Must(t, writeNamedArchive(t.Context(), from, parent, "a.tar"))
+	names, err := os.ReadDir(to)
+	info, statErr := os.Stat(filepath.Join(to, "a.tar"))
+	if err := errors.Join(err, statErr); err != nil || len(names) != 1 || info.Mode() != 0o600 || info.Size() < 512 {
+		t.Errorf("%v, %v, %v", names, info, err)
+	}
+	testutil.Must(t, os.Mkdir(filepath.Join(to, "dir"), 0o700))
+	if err := writeNamedArchive(t.Context(), from, parent, "dir"); err == nil {
+		t.Error("a directory was replaced")
+	}
+	if names, err := os.ReadDir(to); err != nil || len(names) != 2 {
+		t.Errorf("left %v, %v", names, err)
+	}
+}
+
+func TestCheckpointContainerRefusals(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		_, ids := startTwo(t, m)
+		dir := t.TempDir()
+		for name, tt := range map[string]struct {
+			id, place string
+			want      codes.Code
+		}{
+			"unknown":          {"unknown", dir + "/a", codes.NotFound},
+			"relative":         {ids[0], "a", codes.InvalidArgument},
+			"a directory":      {ids[0], dir + "/", codes.InvalidArgument},
+			"missing folder":   {ids[0], dir + "/missing/a", codes.FailedPrecondition},
+			"parent directory": {ids[0], dir + "/..", codes.InvalidArgument},
+		} {
+			if err := m.CheckpointContainer(t.Context(), tt.id, tt.place, 0); errdefs.Code(err) != tt.want {
+				t.Errorf("%s: %v, want %v", name, err, tt.want)
+			}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := m.CheckpointContainer(ctx, ids[0], dir+"/a", 0); errdefs.Code(err) != codes.Canceled {
+			t.Errorf("cancelled: %v", err)
+		}
+		if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+			t.Errorf("left %v, %v", left, err)
+		}
+		nothingLeft(t, m)
+	})
+}
+
+// A daemon that died during a checkpoint leaves its files to the next one.
+func TestLeftCheckpointsAreRemoved(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		out := t.TempDir()
+		dir, err := openEmpty(out)
+		testutil.Must(t, err)
+		defer dir.Close()
+		pod := runPod(t, m)
+		testutil.Must(t, m.recordOutput(pod, dir))
+		m.outputs = outputs{} // the next daemon reads the record
+		testutil.Must(t, os.MkdirAll(filepath.Join(out, "one/checkpoint"), 0o700))
+		left := filepath.Join(m.dirs.Checkpoints(), testID)
+		testutil.Must(t, os.MkdirAll(filepath.Join(left, "checkpoint"), 0o700))
+		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		nothingLeft(t, m)
+		if names, err := os.ReadDir(out); err != nil || len(names) > 0 {
+			t.Errorf("the output has %v, %v", names, err)
+		}
+
+		// A directory that replaced the client's stays as it is.
+		testutil.Must(t, m.recordOutput(pod, dir))
+		testutil.Must(t, os.Rename(out, out+".old"))
+		testutil.Must(t, os.MkdirAll(filepath.Join(out, "other"), 0o700))
+		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		nothingLeft(t, m)
+		if _, err := os.Stat(filepath.Join(out, "other")); err != nil {
+			t.Error(err)
+		}
+
+		// A record that an earlier failure left of the same directory is outdated.
+		testutil.Must(t, m.recordOutput("another pod", dir))
+		testutil.Must(t, m.recordOutput(pod, dir))
+		testutil.Must(t, m.forgetOutput(pod))
+		nothingLeft(t, m)
+	})
+}
+
+const testID = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"

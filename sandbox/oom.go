@@ -1,0 +1,89 @@
+package sandbox
+
+import (
+	"sync"
+
+	"berth/internal/cgroup"
+	"berth/sandbox/state"
+)
+
+// oomCounter counts the processes in containers that the OOM killer has killed since the daemon's
+// start. The lock guards all fields.
+type oomCounter struct {
+	mu      sync.Mutex
+	total   uint64
+	counted map[string]uint64 // kills of each running container so far, by ID
+}
+
+// begin adds a running container. Its kills so far do not count: an earlier daemon counted them.
+func (o *oomCounter) begin(id string, already uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.counted == nil {
+		o.counted = map[string]uint64{}
+	}
+	o.counted[id] = already
+}
+
+// update counts further kills of a container. It does nothing for a container that has exited
+// meanwhile.
+func (o *oomCounter) update(id string, kills uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	before, running := o.counted[id]
+	if running && kills > before {
+		o.total += kills - before
+		o.counted[id] = kills
+	}
+}
+
+// end counts the last kills of a container that has exited. killed reports whether its exit record
+// has a kill. The record counts if the cgroup is gone.
+func (o *oomCounter) end(id string, kills uint64, killed bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	before := o.counted[id]
+	delete(o.counted, id)
+	if killed {
+		kills = max(kills, 1)
+	}
+	if kills > before {
+		o.total += kills - before
+	}
+}
+
+func (o *oomCounter) sum() uint64 {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.total
+}
+
+// OOMKills returns how many processes in containers the OOM killer has killed since the daemon's
+// start. It reads one file for each running container.
+func (m *Manager) OOMKills() uint64 {
+	for _, c := range m.containers.Snapshot() {
+		if c.running.Load() != nil {
+			m.oomKills.update(c.ID, m.readOOMKills(c))
+		}
+	}
+	return m.oomKills.sum()
+}
+
+// countExit counts the OOM kills of a container that has exited.
+func (m *Manager) countExit(c *container, exit state.Exit) {
+	m.oomKills.end(c.ID, m.readOOMKills(c), exit.Reason == state.ReasonOOMKilled)
+}
+
+// readOOMKills returns the number of OOM kills in a container's cgroup. It returns 0 if the number
+// is unknown: the metric then misses kills, and nothing else depends on it.
+func (m *Manager) readOOMKills(c *container) uint64 {
+	group, err := cgroup.Open(c.CgroupsPath, m.cfg.SystemdCgroup)
+	if err != nil {
+		return 0
+	}
+	kills, err := group.OOMKills()
+	if err != nil {
+		m.unmeasured.Warn(m.log, "read the OOM kills of a container", "container", c.ID, "error", err)
+	}
+	return kills
+}

@@ -1,0 +1,302 @@
+package sandbox
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"slices"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint/archive"
+	"berth/internal/cleanup"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+	"berth/internal/task"
+	"berth/internal/trace"
+	"berth/sandbox/state"
+)
+
+// RestorePod creates a pod and its containers, which continue a checkpoint. StartContainer restores
+// the processes of a container. The checkpoint is not needed afterwards, because berth keeps a copy
+// until the container has started. If RestorePod fails, nothing is left.
+//
+// A call with the identity and content of an existing restored pod joins its creation, or returns its
+// IDs.
+//
+// Errors: InvalidArgument for a malformed config or checkpoint. AlreadyExists if the identity exists
+// with other content. NotFound for an unknown handler or image. FailedPrecondition if the checkpoint
+// is not that of the requested containers, or cannot be restored here.
+func (m *Manager) RestorePod(
+	ctx context.Context, r state.RestoreRequest,
+) (podID string, _ []state.Restored, err error) {
+	if err := m.checkRestore(r); err != nil {
+		return "", nil, err
+	}
+	sum, err := fingerprintOf(r.Config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: r.Handler})
+	if err != nil {
+		return "", nil, err
+	}
+	identity := state.PodIdentity(r.Config.Metadata)
+	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
+	podID, err = m.podIDs.Create(ctx, identity, sum, maker{
+		Spawn:  m.tasks.Operations.Spawn,
+		Make:   func() (string, error) { return m.restorePod(ctx, r, identity) },
+		Remove: m.replacePod,
+	})
+	if err != nil {
+		return "", nil, fmt.Errorf("restore %s: %w", identity, err)
+	}
+	restored, err := m.restoredIn(podID, r)
+	if err != nil {
+		return "", nil, fmt.Errorf("restore %s: %w", identity, err)
+	}
+	return podID, restored, nil
+}
+
+// checkRestore rejects requests before anything is created.
+func (m *Manager) checkRestore(r state.RestoreRequest) error {
+	if !filepath.IsAbs(r.Path) {
+		return errdefs.InvalidArgument("checkpoint_path %q is not absolute", r.Path)
+	}
+	if err := m.checkPodConfig(r.Config, r.Handler); err != nil {
+		return err
+	}
+	var names []string
+	for _, config := range r.Containers {
+		if err := state.CheckContainer(config, r.Config); err != nil {
+			return err
+		}
+		if err := checkRestorable(config); err != nil {
+			return err
+		}
+		name := config.GetMetadata().GetName()
+		if name == "" || slices.Contains(names, name) {
+			return errdefs.InvalidArgument("container_configs: the name %q is empty or not unique", name)
+		}
+		names = append(names, name)
+	}
+	if len(names) == 0 {
+		return errdefs.InvalidArgument("container_configs is empty")
+	}
+	return nil
+}
+
+// checkRestorable refuses settings of a container that CRIU cannot restore.
+func checkRestorable(config *runtimeapi.ContainerConfig) error {
+	name := config.GetMetadata().GetName()
+	for _, mount := range config.GetMounts() {
+		if mount.GetPropagation() != runtimeapi.MountPropagation_PROPAGATION_PRIVATE {
+			return errdefs.FailedPrecondition(
+				"container %s: a restore does not support the propagation %s of the mount at %s",
+				name, mount.GetPropagation(), mount.GetContainerPath())
+		}
+	}
+	if config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetPid() == runtimeapi.NamespaceMode_TARGET {
+		return errdefs.FailedPrecondition(
+			"container %s: a restore does not support the PID namespace of another container", name)
+	}
+	return nil
+}
+
+// restorePod creates a pod and its containers from a checkpoint. It runs in a separate goroutine and
+// is undone if the caller leaves.
+func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, identity string) (_ string, err error) {
+	defer m.tasks.BeginUpTo(task.Limit, "restore", identity)()
+	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
+	defer release()
+	ctx, cancel := context.WithTimeout(ctx, task.Limit)
+	defer cancel()
+	defer context.AfterFunc(caller, cancel)()
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	id := state.NewID()
+	undo.Add("remove copy of the checkpoint", func() error { return m.trash.Discard(m.dirs.Writable(id)) })
+	a, err := m.restores.Import(ctx, r.Path, id)
+	if err != nil {
+		return "", err
+	}
+	if err := m.checkHandler(r.Handler); err != nil {
+		return "", err
+	}
+	names, err := directories(a, r.Containers)
+	if err != nil {
+		return "", err
+	}
+	var p *pod
+	plan := podPlan{id: id, config: r.Config, handler: r.Handler, restoring: true}
+	err = m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, plan); return err })
+	if err != nil {
+		return "", err
+	}
+	undo.Release() // the pod owns the copy
+	err = m.tasks.Guard("restore", identity, func() error { return m.fillPod(ctx, p, r, a, names) })
+	if err != nil {
+		m.abandonPod(p)
+		return "", err
+	}
+	return id, nil
+}
+
+// checkHandler refuses handlers whose containers cannot be restored.
+func (m *Manager) checkHandler(name string) error {
+	h, err := m.handlers.Find(name)
+	if err != nil {
+		return err
+	}
+	if !h.IsBuiltIn() {
+		return errdefs.FailedPrecondition("runtime handler %q cannot restore checkpoints; the built-in handler can", name)
+	}
+	return nil
+}
+
+// directories returns the directories of the containers in the checkpoint, in the order of configs. It
+// refuses configs of other containers.
+func directories(a *archive.Archive, configs []*runtimeapi.ContainerConfig) ([]string, error) {
+	var names, have []string
+	for _, config := range configs {
+		for i := range a.Manifest.Containers {
+			if c := &a.Manifest.Containers[i]; c.Name == config.GetMetadata().GetName() {
+				names = append(names, a.Manifest.Dir(c))
+			}
+		}
+	}
+	for _, c := range a.Manifest.Containers {
+		have = append(have, c.Name)
+	}
+	if len(names) != len(configs) || len(have) != len(configs) {
+		return nil, errdefs.InvalidArgument(
+			"container_configs must name exactly the containers of the checkpoint, which are %q", have)
+	}
+	return names, nil
+}
+
+// fillPod brings the pod up and creates its containers.
+func (m *Manager) fillPod(
+	ctx context.Context, p *pod, r state.RestoreRequest, a *archive.Archive, names []string,
+) error {
+	if p.Mappings != nil {
+		return errdefs.FailedPrecondition("a restore does not support user namespaces")
+	}
+	if err := m.lockPod(ctx, p, "restore", func(p lockedPod) error { return m.bringUp(ctx, p) }); err != nil {
+		return err
+	}
+	if err := m.fillShm(ctx, p, a); err != nil {
+		return err
+	}
+	var creations []func() error
+	for i, config := range r.Containers {
+		plan := containerPlan{config: config, restore: &state.Restore{Name: names[i], From: r.Path}, archive: a}
+		creations = append(creations, func() error { return m.createRestored(ctx, p, plan) })
+	}
+	if err := m.tasks.Parallel("create containers of", p.String(), creations...); err != nil {
+		return err
+	}
+	return m.lockPod(ctx, p, "complete", func(p lockedPod) error {
+		if p.Phase() != state.PodReady {
+			return notReady(p.pod)
+		}
+		p.Restoring = false
+		return m.writePod(ctx, p)
+	})
+}
+
+// fillShm fills the pod's /dev/shm, which all its containers share. With the node's IPC namespace the
+// pod has none.
+func (m *Manager) fillShm(ctx context.Context, p *pod, a *archive.Archive) error {
+	options := p.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
+	if options.GetIpc() == runtimeapi.NamespaceMode_NODE {
+		return nil
+	}
+	return m.restores.FillShm(ctx, p.ID, ".")
+}
+
+// createRestored creates a container that continues a checkpoint.
+func (m *Manager) createRestored(ctx context.Context, p *pod, plan containerPlan) error {
+	sum, err := fingerprintOf(plan.config)
+	if err != nil {
+		return err
+	}
+	identity := state.ContainerIdentity(p.ID, plan.config.Metadata)
+	_, err = m.containerIDs.Create(ctx, identity, sum, maker{
+		Spawn:  m.tasks.Operations.Spawn,
+		Make:   func() (string, error) { return m.newContainer(ctx, p, plan, identity) },
+		Remove: m.replaceContainer,
+	})
+	if err != nil {
+		return createFailed(identity, err)
+	}
+	return nil
+}
+
+// fillContainer compares a container with its checkpoint and fills its writable layer.
+func (m *Manager) fillContainer(
+	ctx context.Context, c lockedContainer, a *archive.Archive, root rootfs.Spec, spec *specs.Spec,
+) error {
+	if err := m.restores.Compare(ctx, a, c.snapshot(), spec); err != nil {
+		return err
+	}
+	if err := m.restores.FillLayer(ctx, c.snapshot(), root); err != nil {
+		return err
+	}
+	c.Filled = true
+	return nil
+}
+
+// refillContainer fills the writable layer again, because an interrupted start may have changed it.
+func (m *Manager) refillContainer(ctx context.Context, p *pod, c lockedContainer) error {
+	if err := m.trash.Discard(m.dirs.Writable(c.ID)); err != nil {
+		return err
+	}
+	root, err := m.launcher.Root(ctx, p.Info(), c.snapshot())
+	if err != nil {
+		return err
+	}
+	return m.restores.FillLayer(ctx, c.snapshot(), root)
+}
+
+// dropCheckpoint removes the checkpoint of a container that does not need it any more. If it fails, the
+// files stay until the pod is removed.
+func (m *Manager) dropCheckpoint(c *container) {
+	if c.Restore == nil {
+		return
+	}
+	if err := m.trash.Discard(m.dirs.CheckpointOf(c.PodID, c.Restore)); err != nil {
+		m.log.Warn("remove the checkpoint of a restored container", "container", c.ID, "error", err)
+	}
+}
+
+// restoredIn returns the containers of a restored pod. It refuses a pod that another request has
+// created.
+func (m *Manager) restoredIn(podID string, r state.RestoreRequest) ([]state.Restored, error) {
+	p, err := m.Pod(podID)
+	if err != nil {
+		return nil, err
+	}
+	other := errdefs.AlreadyExists(
+		"pod sandbox %s exists and was not made by this request; remove it, or use another attempt", podID)
+	if !p.Ready() {
+		return nil, other
+	}
+	var restored []state.Restored
+	for _, config := range r.Containers {
+		sum, err := fingerprintOf(config)
+		if err != nil {
+			return nil, err
+		}
+		for _, c := range m.containersOf(podID) {
+			had, err := fingerprintOf(c.Config)
+			if err != nil {
+				return nil, err
+			}
+			if had == sum && c.Restore != nil && c.Restore.From == r.Path {
+				restored = append(restored, state.Restored{Name: config.GetMetadata().GetName(), ID: c.ID})
+			}
+		}
+	}
+	if len(restored) != len(r.Containers) {
+		return nil, other
+	}
+	return restored, nil
+}

@@ -1,0 +1,169 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"berth/internal/cgroup"
+	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+	"berth/internal/pidfd"
+	"berth/shim/proto"
+)
+
+// Dump is a dump of a running container by CRIU. Prepare it, freeze the container, call Run, thaw the
+// container, and call Close. It is not safe for concurrent use.
+type Dump struct {
+	l   *Launchers
+	p   *launcher
+	req *proto.Dump
+	dir string // CRIU's cgroup
+
+	dumped proto.Dumped // what the launcher found out
+}
+
+// Info returns what the launcher found out about the container and CRIU.
+func (d *Dump) Info() proto.Dumped { return d.dumped }
+
+// PrepareDump starts CRIU for a dump, and checks whether the container can be dumped. CRIU waits
+// until Run. The caller still owns req.Dir, and must call Close.
+//
+// Errors do not name the container. Codes: FailedPrecondition if the container does not run, cannot be
+// dumped, or CRIU is too old; ResourceExhausted if the filesystem of req.Dir is full.
+func (l *Launchers) PrepareDump(ctx context.Context, req *proto.Dump) (_ *Dump, err error) {
+	children, err := cgroup.FindChildren()
+	if err != nil {
+		return nil, err
+	}
+	p, err := l.take(l.cfg.Warm, "")
+	if err != nil {
+		return nil, err
+	}
+	if err := l.oom.lend(p.pid); err != nil { // a dead launcher fails the request below
+		l.cfg.Log.Warn("raise oom_score_adj of the launcher of a dump", "container", req.ID, "error", err)
+	}
+	d := &Dump{l: l, p: p, req: req, dir: children.Dir(proto.CRIUGroup(req.ID))}
+	watch := p.watchRequest(requestTimeout)
+	err = watch.sent(p.conn.Send(proto.Request{Dump: req}, req.PassFiles()...))
+	if err == nil {
+		err = d.receive(ctx)
+	}
+	if err = watch.result(err); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	return d, nil
+}
+
+// Run dumps the container, which must be frozen. If ctx ends first, CRIU gets a moment to end by
+// itself, and Close kills it after that. Codes: as PrepareDump; Canceled or DeadlineExceeded with ctx.
+func (d *Dump) Run(ctx context.Context) error {
+	failpoint.Reach("dump.run")
+	err := d.p.conn.Send(proto.Request{DumpNow: true})
+	if err == nil {
+		err = d.receive(ctx)
+	} else {
+		err = errdefs.Internal("the launcher is lost: %w", err)
+	}
+	failpoint.Reach("dump.ran")
+	return err
+}
+
+// receive receives the launcher's answer.
+func (d *Dump) receive(ctx context.Context) error {
+	stop := context.AfterFunc(ctx, func() { _ = d.p.conn.Interrupt() })
+	defer stop()
+	var reply proto.Reply
+	files, err := d.p.conn.Receive(&reply)
+	err = errors.Join(err, closeFiles(files))
+	d.l.logWarnings(d.req.ID, reply.Warnings)
+	switch {
+	case ctx.Err() != nil && err != nil:
+		return context.Cause(ctx)
+	case errors.Is(err, errUnresponsive):
+		return err
+	case err != nil:
+		return errdefs.Internal("the launcher is lost: %w", err)
+	case reply.Error != nil:
+		return failure(ctx, reply.Error)
+	case reply.Dump == nil:
+		return errdefs.Internal("unexpected reply from the launcher")
+	}
+	d.dumped = *reply.Dump
+	return nil
+}
+
+const (
+	// dumpEndTime bounds the wait for a launcher that ends its CRIU.
+	dumpEndTime = 15 * time.Second
+	// criuGrace is how long a CRIU without its launcher may continue, so that it is not killed while
+	// it changes a process of the container.
+	criuGrace = 2 * time.Second
+)
+
+// Close ends CRIU, if it still runs, and waits for its end. CRIU no longer writes after it. The error
+// means that CRIU does not end: it hangs in the kernel.
+func (d *Dump) Close() error {
+	failpoint.Reach("dump.close")
+	err := d.p.conn.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), dumpEndTime)
+	defer cancel()
+	if pidfd.Wait(ctx, d.p.proc) != nil {
+		err = errors.Join(err, kill(d.p.proc))
+	}
+	err = errors.Join(err, d.p.proc.Close(), endCRIU(d.dir, criuGrace))
+	d.l.wantMore()
+	failpoint.Reach("dump.closed")
+	if err != nil {
+		return fmt.Errorf("end the dump of container %s: %w", d.req.ID, err)
+	}
+	return nil
+}
+
+// criuKillTime bounds the death of a killed CRIU.
+const criuKillTime = 10 * time.Second
+
+// endCRIU waits for the processes in a cgroup of CRIU, kills what is left after grace, and removes
+// the cgroup. A cgroup that does not exist is no error.
+func endCRIU(dir string, grace time.Duration) error {
+	for deadline := time.Now().Add(grace); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+		if busy, err := cgroup.HasProcesses(dir); err == nil && !busy {
+			break
+		}
+	}
+	failpoint.Reach("dump.kill-criu")
+	err := cgroup.KillChild(dir, criuKillTime)
+	failpoint.Reach("dump.criu-killed")
+	if err != nil {
+		return err
+	}
+	return cgroup.RemoveChild(dir)
+}
+
+// LeftDumps returns the containers for which an earlier daemon's CRIU may still run. EndLeftDump ends
+// it.
+func LeftDumps() (containers []string, err error) {
+	children, err := cgroup.FindChildren()
+	if err != nil {
+		return nil, err
+	}
+	prefix := children.Dir(proto.CRIUGroupPrefix)
+	dirs, err := filepath.Glob(prefix + "*")
+	for _, dir := range dirs {
+		containers = append(containers, strings.TrimPrefix(dir, prefix))
+	}
+	return containers, err
+}
+
+// EndLeftDump kills the CRIU that an earlier daemon has left for a container. The caller then thaws
+// the container: CRIU may have frozen it again.
+func EndLeftDump(container string) error {
+	children, err := cgroup.FindChildren()
+	if err != nil {
+		return err
+	}
+	return endCRIU(children.Dir(proto.CRIUGroup(container)), 0)
+}

@@ -1,0 +1,165 @@
+package launcher
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+
+	"github.com/checkpoint-restore/go-criu/v8/rpc"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/criu"
+	"berth/internal/failpoint"
+	"berth/shim/proto"
+)
+
+// criuProcess is a CRIU that this process controls (criu swrk). It runs in a cgroup of its own, so
+// that it can be killed with everything it started.
+type criuProcess struct {
+	cmd  *exec.Cmd
+	conn *net.UnixConn
+	dir  string // the cgroup
+}
+
+// maxCRIUMessage is the maximum length of CRIU's messages, in bytes.
+const maxCRIUMessage = 64 << 10
+
+// startCRIU starts CRIU for a container.
+func startCRIU(path, containerID string) (_ *criuProcess, err error) {
+	children, err := cgroup.FindChildren()
+	if err != nil {
+		return nil, err
+	}
+	p := &criuProcess{dir: children.Dir(proto.CRIUGroup(containerID))}
+	failpoint.Reach("launcher.make-criu-cgroup")
+	if err := os.Mkdir(p.dir, 0o755); err != nil {
+		return nil, fmt.Errorf("make cgroup of CRIU: %w", err)
+	}
+	failpoint.Reach("launcher.criu-cgroup-made")
+	conn, theirs, err := criuSocket()
+	if err != nil {
+		return nil, errors.Join(err, cgroup.RemoveChild(p.dir))
+	}
+	p.conn = conn
+	p.cmd = exec.Command(path, "swrk", "3")
+	p.cmd.ExtraFiles = []*os.File{theirs}
+	failpoint.Reach("launcher.start-criu")
+	err = children.Start(p.cmd, p.dir)
+	failpoint.Reach("launcher.criu-started")
+	if closeErr := theirs.Close(); err == nil && closeErr != nil {
+		err = errors.Join(closeErr, p.end(0))
+	} else if err != nil {
+		err = errors.Join(err, conn.Close(), cgroup.RemoveChild(p.dir))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("start CRIU: %w", err)
+	}
+	return p, nil
+}
+
+// criuSocket returns both ends of the socket on which CRIU serves requests.
+func criuSocket() (*net.UnixConn, *os.File, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, os.NewSyscallError("socketpair", err)
+	}
+	ours, theirs := os.NewFile(uintptr(fds[0]), "criu"), os.NewFile(uintptr(fds[1]), "criu")
+	conn, err := net.FileConn(ours)
+	if err := errors.Join(err, ours.Close()); err != nil {
+		return nil, nil, errors.Join(err, theirs.Close())
+	}
+	return conn.(*net.UnixConn), theirs, nil
+}
+
+// version asks CRIU for its version. CRIU then waits for the next request.
+func (p *criuProcess) version() (criu.Version, error) {
+	resp, err := p.request(&rpc.CriuReq{Type: ptr(rpc.CriuReqType_VERSION), KeepOpen: ptr(true)})
+	if err != nil {
+		return criu.Version{}, err
+	}
+	v := resp.GetVersion()
+	return criu.Version{Major: int(v.GetMajorNumber()), Minor: int(v.GetMinorNumber()), Sub: int(v.GetSublevel())}, nil
+}
+
+// dump dumps a container. CRIU asks before some of its steps; all are allowed.
+func (p *criuProcess) dump(opts *rpc.CriuOpts) error {
+	failpoint.Reach("launcher.criu-dump")
+	resp, err := p.request(&rpc.CriuReq{Type: ptr(rpc.CriuReqType_DUMP), Opts: opts})
+	for err == nil && resp.GetType() == rpc.CriuReqType_NOTIFY {
+		failpoint.Reach("launcher.criu-notified")
+		resp, err = p.request(&rpc.CriuReq{Type: ptr(rpc.CriuReqType_NOTIFY), NotifySuccess: ptr(true)})
+	}
+	if err == nil && resp.GetType() != rpc.CriuReqType_DUMP {
+		err = fmt.Errorf("unexpected answer of type %v", resp.GetType())
+	}
+	failpoint.Reach("launcher.criu-dumped")
+	return err
+}
+
+// request sends a message and returns the next one.
+func (p *criuProcess) request(req *rpc.CriuReq) (*rpc.CriuResp, error) {
+	data, err := req.MarshalVT()
+	if err != nil {
+		return nil, fmt.Errorf("ask CRIU: %w", err)
+	}
+	if _, err := p.conn.Write(data); err != nil {
+		return nil, fmt.Errorf("ask CRIU: %w", err)
+	}
+	buf := make([]byte, maxCRIUMessage)
+	n, err := p.conn.Read(buf)
+	if err != nil {
+		return nil, fmt.Errorf("CRIU has ended: %w", err)
+	}
+	resp := new(rpc.CriuResp)
+	if err := resp.UnmarshalVT(buf[:n]); err != nil {
+		return nil, fmt.Errorf("answer of CRIU: %w", err)
+	}
+	if !resp.GetSuccess() {
+		return nil, fmt.Errorf("CRIU failed: %s", explainCRIU(resp))
+	}
+	return resp, nil
+}
+
+func explainCRIU(resp *rpc.CriuResp) string {
+	if text := resp.GetCrErrmsg(); text != "" {
+		return strings.TrimSpace(text)
+	}
+	if errno := resp.GetCrErrno(); errno > 0 {
+		return unix.Errno(errno).Error()
+	}
+	return "unknown error"
+}
+
+// criuEndTime bounds the death of a killed CRIU. One that takes longer hangs in the kernel.
+const criuEndTime = 10 * time.Second
+
+// end lets CRIU end by itself for a grace time, kills what is left, and removes the cgroup.
+func (p *criuProcess) end(grace time.Duration) error {
+	err := p.conn.Close()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = p.cmd.Wait() // its answer has told the result
+	}()
+	select {
+	case <-ended:
+	case <-time.After(grace):
+	}
+	failpoint.Reach("launcher.end-criu")
+	err = errors.Join(err, cgroup.KillChild(p.dir, criuEndTime))
+	select {
+	case <-ended:
+	case <-time.After(criuEndTime):
+		return errors.Join(err, errors.New("CRIU does not end"))
+	}
+	err = errors.Join(err, cgroup.RemoveChild(p.dir))
+	failpoint.Reach("launcher.criu-ended")
+	return err
+}
+
+func ptr[T any](v T) *T { return &v }

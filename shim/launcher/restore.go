@@ -1,0 +1,404 @@
+package launcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/opencontainers/runc/libcontainer"
+	"github.com/sirupsen/logrus"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/failpoint"
+	"berth/internal/pidfd"
+	"berth/shim/proto"
+)
+
+// restoreBackend makes a container from a checkpoint, with CRIU. libcontainer starts CRIU as a child
+// of this process. CRIU makes the container's init a child of this process, too.
+//
+// libcontainer puts CRIU into the container's cgroup. A kill of that cgroup, by this process or by the
+// daemon, ends an unfinished restore.
+type restoreBackend struct {
+	libcontainerBackend
+	gate  resumeGate
+	fault error // why the gate did not let the processes run
+}
+
+func (b *restoreBackend) prepare() error {
+	if err := b.libcontainerBackend.prepare(); err != nil {
+		return err
+	}
+	options := filepath.Join(b.Dir, criuOptions)
+	b.undo.Add("remove "+options, func() error { return ignore(unix.Unlink(options), unix.ENOENT) })
+	failpoint.Reach("launcher.write-criu-options")
+	if err := os.WriteFile(options, []byte(restoreOptions), 0o600); err != nil {
+		return fmt.Errorf("write CRIU's options: %w", err)
+	}
+	failpoint.Reach("launcher.criu-options-written")
+	b.config.Labels = slices.DeleteFunc(b.config.Labels, func(l string) bool { return strings.HasPrefix(l, criuLabel) })
+	b.config.Labels = append(b.config.Labels, criuLabel+options)
+	return nil
+}
+
+// criuOptions is a file in the shim directory with CRIU's options for a restore. CRIU reads it as its
+// configuration file.
+const criuOptions = "criu.conf"
+
+// restoreOptions are the options that libcontainer cannot set. TCP connections are closed, because
+// their peers were not frozen with them.
+const restoreOptions = "tcp-close\n"
+
+// criuLabel starts the label with the name of CRIU's configuration file. libcontainer reads it. Without
+// it, CRIU would read /etc/criu/runc.conf.
+const criuLabel = "org.criu.config="
+
+// create makes no process. The restore in execute makes init.
+func (b *restoreBackend) create() (pid int, err error) { return 0, b.makeContainer() }
+
+// execute restores the processes and lets them run. It works on another thread, because this one has
+// returned to the host's mount namespace. That thread is CRIU's parent. It ends afterwards, with its
+// mount namespace.
+func (b *restoreBackend) execute() error {
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		done <- b.isolated(func() error { return adopting(b.inheritsOrphans(), b.restore) })
+	}()
+	err := <-done
+	b.endStep("CRIU restore")
+	return err
+}
+
+// isolated calls restore in a mount namespace whose mounts do not reach the host. CRIU mounts the
+// container's filesystems in a new directory of /tmp and leaves them there when it is killed.
+func (b *restoreBackend) isolated(restore func() error) error {
+	if err := unix.Unshare(unix.CLONE_NEWNS | unix.CLONE_FS); err != nil {
+		return os.NewSyscallError("unshare", err)
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
+		return fmt.Errorf("make mounts slaves: %w", err)
+	}
+	if b.uses(criuTemp) {
+		return restore()
+	}
+	failpoint.Reach("launcher.hide-tmp")
+	if err := unix.Mount("tmpfs", criuTemp, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0700"); err != nil {
+		return fmt.Errorf("hide %s: %w", criuTemp, err)
+	}
+	failpoint.Reach("launcher.tmp-hidden")
+	return restore()
+}
+
+// criuTemp is CRIU's directory for temporary files.
+const criuTemp = "/tmp"
+
+// uses returns whether the restore needs a file below dir.
+func (b *restoreBackend) uses(dir string) bool {
+	paths := []string{b.Dir, b.l.settings.StateRoot, b.Spec.Root.Path, b.Restore.Images, b.Restore.CRIU}
+	for _, m := range b.Spec.Mounts {
+		paths = append(paths, m.Source)
+	}
+	return slices.ContainsFunc(paths, func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") })
+}
+
+func (b *restoreBackend) restore() error {
+	useCRIU, err := b.useCRIU()
+	if err != nil {
+		return err
+	}
+	defer useCRIU()
+	// CRIU ends its helpers with SIGTERM. Unlike SIG_IGN, a handler does not survive execve.
+	signal.Notify(make(chan os.Signal, 1), proto.IgnoredSignals...)
+	defer signal.Ignore(proto.IgnoredSignals...)
+	b.gate.open(b.checkRestored)
+	stop := b.watch()
+	failpoint.Reach("launcher.restore")
+	profile, context := b.labels()
+	err = b.container.Restore(b.process, &libcontainer.CriuOpts{
+		ImagesDirectory: b.Restore.Images,
+		WorkDirectory:   b.workDir(),
+		FileLocks:       true,
+		LsmProfile:      profile,
+		LsmMountContext: context,
+	})
+	late := stop()
+	switch {
+	case b.fault != nil:
+		return b.fault
+	case late:
+		return proto.Errorf(proto.FailedPrecondition, "CRIU has not restored the processes within %v", b.Restore.Limit)
+	case b.ctx.Err() != nil && !b.gate.passed():
+		return errCancelled
+	case err != nil:
+		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v%s", err, criuCause(b.workDir()))
+	case !b.gate.passed():
+		return errors.New("CRIU resumed the processes before they were compared with the spec")
+	}
+	failpoint.Reach("launcher.restored")
+	// They are in memory (/run) and of no use now. If that fails, they end with the container.
+	_ = errors.Join(os.RemoveAll(b.workDir()), os.RemoveAll(b.binDir()))
+	failpoint.Reach("launcher.criu-files-removed")
+	return nil
+}
+
+// binDir is the directory with the name of CRIU.
+func (b *restoreBackend) binDir() string { return filepath.Join(b.l.settings.StateRoot, b.ID, "bin") }
+
+// labels returns the LSM profile and the SELinux context of mounts, in CRIU's form. They come from the
+// spec. Without them, CRIU would use those of the checkpoint.
+func (b *restoreBackend) labels() (profile, mountContext string) {
+	switch p := b.Spec.Process; {
+	case p.SelinuxLabel != "":
+		return "selinux:" + p.SelinuxLabel, b.Spec.Linux.MountLabel
+	case p.ApparmorProfile != "":
+		return "apparmor:" + p.ApparmorProfile, ""
+	}
+	return "", ""
+}
+
+// workDir is the directory of CRIU's log.
+func (b *restoreBackend) workDir() string { return filepath.Join(b.l.settings.StateRoot, b.ID, "criu") }
+
+// maxCRIULog bounds the part of CRIU's log that is read for an error, in bytes.
+const maxCRIULog = 1 << 20
+
+// criuCause returns the first error in CRIU's log as a suffix of an error, or "".
+func criuCause(dir string) string {
+	f, err := os.Open(filepath.Join(dir, "restore.log"))
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, maxCRIULog))
+	if err != nil {
+		return ""
+	}
+	for line := range strings.Lines(string(text)) {
+		_, cause, found := strings.Cut(line, "Error (")
+		if found && !strings.Contains(cause, "RLIMIT_NOFILE") { // CRIU continues after that
+			return ": " + strings.TrimSpace("("+strings.ToValidUTF8(cause, "?"))
+		}
+	}
+	return ""
+}
+
+// useCRIU makes libcontainer find the configured CRIU, which it looks up by name. undo reverts that.
+func (b *restoreBackend) useCRIU() (undo func(), err error) {
+	dir := b.binDir()
+	before := os.Getenv("PATH")
+	failpoint.Reach("launcher.link-criu")
+	if err := errors.Join(os.Mkdir(dir, 0o700), os.Symlink(b.Restore.CRIU, filepath.Join(dir, "criu"))); err != nil {
+		return nil, fmt.Errorf("name CRIU: %w", err)
+	}
+	failpoint.Reach("launcher.criu-linked")
+	if err := os.Setenv("PATH", dir+":"+before); err != nil {
+		return nil, err
+	}
+	return func() { _ = os.Setenv("PATH", before) }, nil
+}
+
+// watch kills the restore when its time is over or the daemon cancels the launch, until stop is
+// called. stop returns whether the time was over.
+func (b *restoreBackend) watch() (stop func() bool) {
+	ctx, cancel := context.WithCancel(context.Background())
+	limit, release := context.WithTimeout(b.ctx, b.Restore.Limit)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		select {
+		case <-ctx.Done():
+			return
+		case <-limit.Done():
+		}
+		for ctx.Err() == nil {
+			b.killAll(ctx)
+			select {
+			case <-ctx.Done():
+			case <-time.After(killInterval):
+			}
+		}
+	}()
+	return func() bool {
+		late := errors.Is(limit.Err(), context.DeadlineExceeded)
+		cancel()
+		<-ended
+		release()
+		return late
+	}
+}
+
+// killAll kills the container's processes and CRIU, which libcontainer starts outside the cgroup. The
+// caller repeats it.
+func (b *restoreBackend) killAll(ctx context.Context) {
+	_ = b.group.Kill(ctx)
+	below, err := pidfd.Below(os.Getpid())
+	if err != nil {
+		return
+	}
+	failpoint.Reach("launcher.kill-restore")
+	for _, pid := range below {
+		_ = unix.Kill(pid, unix.SIGKILL) // a descendant, which may have ended
+	}
+	failpoint.Reach("launcher.restore-killed")
+}
+
+// checkRestored compares the restored processes with the spec and records init. CRIU holds all
+// processes meanwhile; none has executed an instruction. After an error it kills them.
+func (b *restoreBackend) checkRestored() {
+	if b.fault = b.admit(); b.fault == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	defer cancel()
+	if err := b.group.Kill(ctx); err != nil {
+		b.fault = errors.Join(b.fault, err)
+	}
+}
+
+func (b *restoreBackend) admit() error {
+	pid, err := b.process.Pid()
+	if err != nil {
+		return fmt.Errorf("find the restored init: %w", err)
+	}
+	b.endStep("CRIU restore, stopped")
+	if err := b.compareProcesses(pid); err != nil {
+		return err
+	}
+	if err := b.identifyInit(pid); err != nil {
+		return err
+	}
+	if err := b.recordInit(); err != nil {
+		return err
+	}
+	b.endStep("compare with the spec")
+	return b.decide() // a repetition would find the files that these processes have changed
+}
+
+// compareProcesses refuses restored processes with rights that the spec does not give. CRIU traces
+// all of them.
+func (b *restoreBackend) compareProcesses(init int) error {
+	pids, err := b.group.Procs()
+	if err != nil {
+		return err
+	}
+	criu, err := tracerOf(init)
+	if err != nil {
+		return err
+	}
+	below, err := descendants(init)
+	if err != nil {
+		return err
+	}
+	if err := b.checkCgroups(append(below, pids...)); err != nil {
+		return err
+	}
+	limits := limitsOf(b.Spec)
+	limits.seccomp = b.config.Seccomp != nil // libcontainer ignores a profile that allows everything
+	for _, pid := range pids {
+		if pid == criu {
+			continue
+		}
+		if err := limits.compare(pid, criu); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkCgroups refuses processes that are outside the container's cgroup in any hierarchy. CRIU moves
+// processes to cgroups that its images name.
+func (b *restoreBackend) checkCgroups(pids []int) error {
+	for _, dir := range b.group.Paths() {
+		if dir == "" {
+			continue
+		}
+		in, err := cgroup.ProcsIn(dir)
+		if err != nil {
+			return err
+		}
+		for _, pid := range pids {
+			if !slices.Contains(in, pid) && !isZombie(pid) {
+				return proto.Errorf(proto.FailedPrecondition, "restored process %d is outside the cgroup %s", pid, dir)
+			}
+		}
+	}
+	return nil
+}
+
+func (b *restoreBackend) follow() (int, *os.File, error) {
+	if b.io.socket != nil {
+		if err := b.io.receiveConsole(); err != nil {
+			return 0, nil, err
+		}
+	}
+	return b.started.InitPID, nil, nil
+}
+
+// destroy kills and reaps CRIU and the restored processes. libcontainer may not know them yet.
+func (b *restoreBackend) destroy() error {
+	endChildren(destroyPatience)
+	return b.libcontainerBackend.destroy()
+}
+
+// resumeGate calls a function when CRIU has restored all processes and is about to let them run.
+// CRIU notifies libcontainer and waits for the answer. libcontainer has no callback for this, but logs
+// each notification before the answer, so the gate is a hook of its log. A version of libcontainer
+// that does not log it leaves the gate unpassed.
+type resumeGate struct {
+	check  func()
+	called atomic.Bool
+}
+
+// resumeNotification is libcontainer's log message about the notification.
+const resumeNotification = "notify: pre-resume"
+
+// open makes check the function to call.
+func (g *resumeGate) open(check func()) {
+	g.check = check
+	logrus.AddHook(g)
+	logrus.SetLevel(logrus.DebugLevel)
+}
+
+// passed returns whether the function was called.
+func (g *resumeGate) passed() bool { return g.called.Load() }
+
+// Levels implements logrus.Hook.
+func (g *resumeGate) Levels() []logrus.Level { return []logrus.Level{logrus.DebugLevel} }
+
+// Fire implements logrus.Hook.
+func (g *resumeGate) Fire(e *logrus.Entry) error {
+	if strings.TrimSpace(e.Message) == resumeNotification && g.called.CompareAndSwap(false, true) {
+		g.check()
+	}
+	return nil
+}
+
+// isZombie returns whether a process has ended and was not reaped. It is in no cgroup.
+func isZombie(pid int) bool {
+	s, err := readStatus("/proc/" + strconv.Itoa(pid) + "/status")
+	return err == nil && s.state == "Z"
+}
+
+// tracerOf returns the process that traces pid.
+func tracerOf(pid int) (int, error) {
+	s, err := readStatus("/proc/" + strconv.Itoa(pid) + "/status")
+	if err != nil {
+		return 0, err
+	}
+	if s.tracer == 0 {
+		return 0, fmt.Errorf("restored process %d is not held by CRIU", pid)
+	}
+	return s.tracer, nil
+}
