@@ -25,14 +25,17 @@ import (
 const containerdSocket = "/run/containerd/containerd.sock"
 
 // containerdEnv names a directory with the programs containerd, containerd-shim-runc-v2 and runc.
-// contrib/bench installs such a directory.
+// integration/containerd/build makes it.
 const containerdEnv = "BERTH_CONTAINERD"
 
-// recordedStatistics contains the statistics of observedPod from a kubelet with default feature
-// gates, on containerd with cgroup v1.
-const recordedStatistics = "testdata/kubelet-containerd-statistics"
+// recordedStatistics returns the file with the statistics of observedPod from a kubelet of this version
+// with default feature gates, on containerd with cgroup v1.
+func recordedStatistics(t *testing.T) string {
+	t.Helper()
+	return "testdata/kubelet-containerd-statistics-" + kubeletVersion(t)
+}
 
-var updateStatistics = flag.Bool("update-statistics", false, "rewrite "+recordedStatistics+" (with "+containerdEnv+")")
+var updateStatistics = flag.Bool("update-statistics", false, "rewrite testdata/kubelet-containerd-statistics-VERSION (with "+containerdEnv+")")
 
 // observedPod causes every activity that the series measure: two containers, traffic, execs.
 const observedPod = `
@@ -90,7 +93,7 @@ func (n *node) testCadvisorAfterKill(t *testing.T) {
 	t.Errorf("no pod after the restart has network statistics: %v", err)
 }
 
-// recordedStatistics matches containerd's output. The test needs containerd's programs, which are
+// The recorded statistics match containerd's output. The test needs containerd's programs, which are
 // not part of the project.
 func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 	bin := os.Getenv(containerdEnv)
@@ -120,7 +123,7 @@ func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 			}
 			return err
 		})
-		harness.Must(t, os.WriteFile(recordedStatistics, []byte(strings.Join(last, "\n")+"\n"), 0o600))
+		harness.Must(t, os.WriteFile(recordedStatistics(t), []byte(strings.Join(last, "\n")+"\n"), 0o600))
 	}
 	n.awaitStatistics(t, p, recorded(t))
 	n.checkIdentity(t, p)
@@ -184,10 +187,10 @@ func startContainerd(t *testing.T, bin string) *harness.Daemon {
 	return d
 }
 
-// recorded returns the content of recordedStatistics.
+// recorded returns the lines of recordedStatistics.
 func recorded(t *testing.T) []string {
 	t.Helper()
-	data := harness.Get(os.ReadFile(recordedStatistics))(t)
+	data := harness.Get(os.ReadFile(recordedStatistics(t)))(t)
 	return strings.Split(strings.TrimSpace(string(data)), "\n")
 }
 

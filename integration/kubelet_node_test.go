@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -67,6 +68,17 @@ func kubernetesProgram(t *testing.T, name string) string {
 		t.Fatalf("%s: %v; integration/kubelet/build %s makes it", kubernetesEnv, err, name)
 	}
 	return path
+}
+
+// kubeletVersion returns the minor version of kubelet, such as 1.37.
+func kubeletVersion(t *testing.T) string {
+	t.Helper()
+	out := string(harness.Get(exec.CommandContext(t.Context(), kubernetesProgram(t, "kubelet"), "--version").Output())(t))
+	version := regexp.MustCompile(`v(1\.\d+)\.`).FindStringSubmatch(out)
+	if version == nil {
+		t.Fatalf("kubelet --version printed %q", out)
+	}
+	return version[1]
 }
 
 // startNode starts a daemon and a kubelet that reads its pods from a directory. At the end of the
@@ -248,6 +260,17 @@ exec "$@"`
 		harness.Must(t, os.WriteFile(filepath.Join(dir, name), []byte(value+"\n"), 0o600))
 	}
 	return append([]string{"unshare", "--mount", "--propagation", "unchanged", "bash", "-c", script, "kubelet", dir, n.kubeletCgroup()}, args...)
+}
+
+// removePodCgroups removes the cgroups that kubelet leaves when it ends. Their pods are gone.
+func (n *node) removePodCgroups(t *testing.T) {
+	t.Helper()
+	for _, dir := range hierarchies(t) {
+		pods := dir + n.cgroup() + "/kubepods"
+		if _, err := os.Stat(pods); err == nil {
+			removeCgroupTree(t, pods)
+		}
+	}
 }
 
 func (n *node) stop(t *testing.T) {

@@ -45,6 +45,9 @@ func TestKubeletFeatureGates(t *testing.T) {
 		for _, name := range []string{"InitAndSidecar", "Liveness", "BackOff", "Volumes", "Statistics"} {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
+				if name == "InitAndSidecar" {
+					needsActiveStatuses(t)
+				}
 				kubeletPods[name](t, n)
 			})
 		}
@@ -63,6 +66,17 @@ func TestKubeletFeatureGates(t *testing.T) {
 	}
 	if n.metric(t, "kubelet_evented_pleg_connection_error_count") != 0 {
 		t.Error("kubelet lost the stream of events")
+	}
+}
+
+// needsActiveStatuses skips tests of init containers with EventedPLEG, which kubelet 1.37 runs again and
+// again. It looks for them in PodStatus.ActiveContainerStatuses (computeInitContainerActions). With
+// EventedPLEG, GetPodStatus leaves this list empty if the runtime's PodSandboxStatus has a timestamp,
+// as the API requires (kubernetes/kubernetes#133371).
+func needsActiveStatuses(t *testing.T) {
+	t.Helper()
+	if kubeletVersion(t) == "1.37" {
+		t.Skip("kubelet 1.37 restarts init containers forever with EventedPLEG: kubernetes/kubernetes#133371")
 	}
 }
 

@@ -75,9 +75,13 @@ func eventually(t *testing.T, what string, condition func() error) {
 	}
 }
 
-// addAddress gives the node an address and a default route, which kubelet needs.
+// addAddress gives the node an address and a default route, which kubelet needs. An earlier test may
+// have done it.
 func addAddress(t *testing.T) {
 	t.Helper()
+	if exists(t, "/sys/class/net/eth0") {
+		return
+	}
 	for _, args := range []string{
 		"link add eth0 type veth peer name eth0-peer", "address add " + nodeAddress + "/24 dev eth0", "link set eth0 up",
 		"link set eth0-peer up", "route add default via 192.0.2.1",
@@ -99,30 +103,39 @@ func completeCPUInfo(t *testing.T) {
 	run(t, "mount", "--bind", path, "/proc/cpuinfo")
 }
 
-// startKubelet starts kubelet as a unit of systemd. It uses the systemd driver, and with
-// protectKernelDefaults it requires the kernel settings of the package.
-func startKubelet(t *testing.T) {
-	t.Helper()
-	harness.Must(t, os.MkdirAll(manifests, 0o755))
-	write(t, "/etc/kubernetes/kubelet.yaml", `apiVersion: kubelet.config.k8s.io/v1beta1
+// kubeletConfig is the configuration of a kubelet that runs static pods on berth.
+const kubeletConfig = `apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
-address: `+nodeAddress+`
+address: ` + nodeAddress + `
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
 authorization: {mode: AlwaysAllow}
 readOnlyPort: 10255
 containerRuntimeEndpoint: unix:///run/berth/berth.sock
-staticPodPath: `+manifests+`
+staticPodPath: ` + manifests + `
 cgroupDriver: systemd
 protectKernelDefaults: true
 makeIPTablesUtilChains: false
 failSwapOn: false
 evictionHard: {memory.available: 1Mi, nodefs.available: 1Mi, imagefs.available: 1Mi, pid.available: "10"}
 imageGCHighThresholdPercent: 100
-`)
+`
+
+// startKubelet starts kubelet as a unit of systemd. It uses the systemd driver, and with
+// protectKernelDefaults it requires the kernel settings of the package.
+func startKubelet(t *testing.T) {
+	t.Helper()
+	write(t, "/etc/kubernetes/kubelet.yaml", kubeletConfig)
+	startKubeletWith(t, "/etc/kubernetes/kubelet.yaml")
+}
+
+// startKubeletWith starts kubelet in a unit, with a configuration file.
+func startKubeletWith(t *testing.T, config string) {
+	t.Helper()
+	harness.Must(t, os.MkdirAll(manifests, 0o755))
 	write(t, "/run/systemd/system/kubelet.service", `[Unit]
 Description=kubelet
 [Service]
-ExecStart=`+filepath.Join(os.Getenv(kubernetesEnv), "kubelet")+` --config /etc/kubernetes/kubelet.yaml --hostname-override node --node-ip `+nodeAddress+`
+ExecStart=`+filepath.Join(os.Getenv(kubernetesEnv), "kubelet")+` --config `+config+` --hostname-override node --node-ip `+nodeAddress+`
 KillMode=process
 `)
 	run(t, "systemctl", "daemon-reload")
