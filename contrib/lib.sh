@@ -159,6 +159,14 @@ set_up() {
 	"$BERTH_SRC/contrib/build"
 }
 
+# need_nfpm builds bin/nfpm, which writes packages, if it is missing or older than its version's file.
+# Tests of packages cannot build it, because they have no network to fetch modules.
+need_nfpm() {
+	local nfpm=$BERTH_SRC/bin/nfpm source=$BERTH_SRC/contrib/packaging/nfpm
+	if [ -x "$nfpm" ] && [ "$nfpm" -nt "$source/go.mod" ]; then return; fi
+	(cd "$source" && CGO_ENABLED=0 go build -o "$nfpm" github.com/goreleaser/nfpm/v2/cmd/nfpm)
+}
+
 # has_isal succeeds if ISA-L's headers are installed.
 has_isal() { echo '#include <isa-l/igzip_lib.h>' | "${CC:-cc}" -E -x c - >/dev/null 2>&1; }
 
