@@ -573,15 +573,3 @@ func TestDeeplyNestedDirectories(t *testing.T) {
 	})
 	d.RunPod(t).Run(t)
 }
-
-// Attacks through checkpoint archives. berth does not restore yet. An implementation of restore
-// must replace these tests.
-func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) { checkRestoreIsRefused(t) }
-
-func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) { checkRestoreIsRefused(t) }
-
-func checkRestoreIsRefused(t *testing.T) {
-	d := harness.StartDaemon(t)
-	_, err := harness.RawRuntime(t, d).RestorePod(t.Context(), &runtimeapi.RestorePodRequest{})
-	harness.WantCode(t, err, codes.Unimplemented)
-}

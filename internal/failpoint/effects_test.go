@@ -56,20 +56,21 @@ var leftOut = map[string]string{
 }
 
 const (
-	byCaller = "its callers have failpoints before and after it"
-	operator = "part of berth reset, which the operator repeats after an error"
-	again    = "part of each start, and idempotent"
-	lock     = "creates a lock file, which stays"
-	detached = "a detached mount, which ends with its descriptor"
-	launcher = "the launcher's"
-	worker   = "in berth-unpack, or its callers have failpoints"
-	perCall  = "the temporary directory of a command, which the next command or the pod's removal removes"
-	probe    = "a probe at start, in a mount namespace of its own"
-	signal   = "a signal, which the next cleanup repeats"
-	unpinned = "in a network namespace that is not pinned yet"
-	history  = "traces, which nothing depends on; they are written at any time"
-	unnamed  = "in a directory without a name yet; failpoints surround the whole"
-	undo     = "undoes after an error, as the next start does after a crash"
+	byCaller  = "its callers have failpoints before and after it"
+	operator  = "part of berth reset, which the operator repeats after an error"
+	ofCommand = "a file of the command's caller, which appears whole under its name or not at all"
+	again     = "part of each start, and idempotent"
+	lock      = "creates a lock file, which stays"
+	detached  = "a detached mount, which ends with its descriptor"
+	launcher  = "the launcher's"
+	worker    = "in berth-unpack, or its callers have failpoints"
+	perCall   = "the temporary directory of a command, which the next command or the pod's removal removes"
+	probe     = "a probe at start, in a mount namespace of its own"
+	signal    = "a signal, which the next cleanup repeats"
+	unpinned  = "in a network namespace that is not pinned yet"
+	history   = "traces, which nothing depends on; they are written at any time"
+	unnamed   = "in a directory without a name yet; failpoints surround the whole"
+	undo      = "undoes after an error, as the next start does after a crash"
 )
 
 // unmarked are functions with effects that are not each between two failpoints, with these effects
@@ -93,13 +94,20 @@ var unmarked = map[string]string{
 
 	"cmd/berth/serve.privateDir: os.MkdirAll os.Chmod": again,
 
-	"cmd/berth/operator.killContainer: pidfd.Signal":                signal,
-	"cmd/berth/reset.stopDaemon: pidfd.Signal":                      signal,
-	"cmd/berth/reset.removeMounts: unix.Unmount":                    operator,
-	"cmd/berth/reset.removeProfile: os.WriteFile":                   operator,
-	"cmd/berth/reset.removeDirs: safefs.RemoveAll safefs.RemoveAll": operator,
-	"cni/berthnet/links.DeleteBridgesOf: netlink.LinkDel":           operator,
-	"cni/berthnet/rules.DeleteTable: conn.Flush":                    operator,
+	"cmd/berth/images.writeWhole: os.OpenFile os.CreateTemp os.Remove os.Rename": ofCommand,
+
+	"cmd/berth/operator.killContainer: pidfd.Signal":                         signal,
+	"cmd/berth/operator.packDir: os.OpenFile":                                ofCommand,
+	"cmd/berth/operator.run: os.Remove":                                      ofCommand,
+	"cmd/berth/operator.savePod: os.Mkdir":                                   ofCommand,
+	"cmd/berth/operator.spoolStdin: os.CreateTemp os.Remove":                 ofCommand,
+	"cmd/berth/operator.writeFile: os.MkdirTemp os.RemoveAll unix.Renameat2": ofCommand,
+	"cmd/berth/reset.stopDaemon: pidfd.Signal":                               signal,
+	"cmd/berth/reset.removeMounts: unix.Unmount":                             operator,
+	"cmd/berth/reset.removeProfile: os.WriteFile":                            operator,
+	"cmd/berth/reset.removeDirs: safefs.RemoveAll safefs.RemoveAll":          operator,
+	"cni/berthnet/links.DeleteBridgesOf: netlink.LinkDel":                    operator,
+	"cni/berthnet/rules.DeleteTable: conn.Flush":                             operator,
 
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
 	"image/layer.Remove: os.RemoveAll":                                    byCaller,
