@@ -8,19 +8,25 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path"
 	"strings"
 
 	"berth/internal/errdefs"
 )
 
-// Pack writes the archive in dir to a file as a tar. The manifest comes first.
+// Pack writes the archive in dir to a file as a tar. The manifest comes first. Each directory has an
+// entry before its files, because checkpointctl looks for that of CRIU's images.
 func Pack(ctx context.Context, dir, to *os.File) error {
 	w := tar.NewWriter(to)
 	manifest := func(e entry) bool { return e.path == ManifestFile }
+	packed := map[string]bool{".": true} // directories
 	for _, first := range []bool{true, false} {
 		err := eachFile(dir, func(e entry) error {
 			if manifest(e) != first {
 				return nil
+			}
+			if err := packDirectory(w, path.Dir(e.path), packed); err != nil {
+				return err
 			}
 			return packFile(ctx, w, to, e)
 		})
@@ -29,6 +35,18 @@ func Pack(ctx context.Context, dir, to *os.File) error {
 		}
 	}
 	return w.Close()
+}
+
+// packDirectory writes the entry of a directory, after those of its parents, unless packed has it.
+func packDirectory(w *tar.Writer, dir string, packed map[string]bool) error {
+	if packed[dir] {
+		return nil
+	}
+	if err := packDirectory(w, path.Dir(dir), packed); err != nil {
+		return err
+	}
+	packed[dir] = true
+	return w.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: dir + "/", Mode: 0o700, Format: tar.FormatPAX})
 }
 
 // packFile writes one file. The tar is written without a buffer, so the kernel can copy the content
