@@ -74,7 +74,7 @@ fetch_criu() {
 # unpack_criu DIR SUITE unpacks CRIU of SUITE and its libraries into DIR/root and writes DIR/criu, which
 # runs it. Call it in a subshell.
 unpack_criu() {
-	local dir=$1 work apt deb loader
+	local dir=$1 work get deb loader
 	set -e
 	mkdir -p "$dir"
 	work=$(mktemp -d "$dir/work.XXXXXX")
@@ -84,10 +84,10 @@ unpack_criu() {
 	: >"$work/status" # with no package installed, apt fetches every library
 	debian_sources "$2" >"$work/suite.sources"
 	[ -s "$work/suite.sources" ]
-	apt=(apt-get -q -o "Dir::State=$work/state" -o "Dir::State::status=$work/status" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root
+	get=(apt-get -q -o "Dir::State=$work/state" -o "Dir::State::status=$work/status" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root
 		-o "Dir::Etc::sourcelist=$work/suite.sources" -o Dir::Etc::sourceparts=-)
-	"${apt[@]}" update
-	"${apt[@]}" install -y --download-only --no-install-recommends criu
+	"${get[@]}" update
+	"${get[@]}" install -y --download-only --no-install-recommends criu
 	for deb in "$work"/cache/archives/{criu,lib}*.deb; do dpkg-deb --extract "$deb" "$work/root"; done
 	loader=$(cd "$work/root" && find usr/lib -name 'ld-linux*' | head -1)
 	[ -n "$loader" ]

@@ -148,7 +148,8 @@ func (w *writer) manifest(img Saved) (ocispec.Descriptor, error) {
 		Layers: []ocispec.Descriptor{},
 	}
 	for _, l := range img.Layers {
-		m.Layers = append(m.Layers, ocispec.Descriptor{MediaType: ocispec.MediaTypeImageLayer, Digest: l.Digest, Size: l.Size})
+		m.Layers = append(m.Layers,
+			ocispec.Descriptor{MediaType: ocispec.MediaTypeImageLayer, Digest: l.Digest, Size: l.Size})
 	}
 	data, err := json.Marshal(m)
 	if err != nil {

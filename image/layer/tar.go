@@ -101,7 +101,7 @@ func (t *Tar) Whole(ctx context.Context) io.Reader {
 	return readFunc(func(p []byte) (int, error) {
 		n, err := from.Read(p)
 		_, _ = verifier.Write(p[:n]) // a hash does not fail
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			if got := digest.NewDigest(t.digest.Algorithm(), verifier); got != t.digest {
 				return n, errdefs.New(codes.DataLoss, "the restored tar has the digest %s, not %s", got, t.digest)
 			}

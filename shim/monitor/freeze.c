@@ -10,9 +10,9 @@
 #include "monitor.h"
 
 enum {
-	LIMIT_SIZE = 4,              /* bytes of the request's limit, in milliseconds; a path follows */
-	LONGEST_LIMIT = 15 * 60000,  /* in milliseconds: the limit of requests without a sensible one */
-	FREEZE_POLL = 1,             /* milliseconds between two looks whether the cgroup is frozen */
+	LIMIT_SIZE = 4,             /* bytes of the request's limit, in milliseconds; a path follows */
+	LONGEST_LIMIT = 15 * 60000, /* in milliseconds: the limit of requests without a sensible one */
+	FREEZE_POLL = 1,            /* milliseconds between two looks whether the cgroup is frozen */
 	LONGEST_WAIT = 60 * 60 * 1000,
 };
 
