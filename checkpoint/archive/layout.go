@@ -22,7 +22,7 @@ const (
 	StatusFile       = "status.dump"           // the container's CRI status
 	RootfsDiffFile   = "rootfs-diff.tar"       // changed files of the writable layer
 	DeletedFilesFile = "deleted.files"         // JSON list of deleted paths
-	ShmFile          = "devshm-checkpoint.tar" // content of /dev/shm; in an archive of a pod it is beside the containers' directories
+	ShmFile          = "devshm-checkpoint.tar" // content of /dev/shm; of a pod: beside the containers' directories
 	StatsFile        = "stats-dump"            // CRIU's statistics
 	LogFile          = "dump.log"              // CRIU's log
 	ImagesDir        = "checkpoint"            // CRIU's images

@@ -58,7 +58,8 @@ func packFile(ctx context.Context, w *tar.Writer, to *os.File, e entry) error {
 	}
 	defer file.Close() // it was only read
 	const format = tar.FormatPAX
-	if err := w.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: e.path, Size: e.st.Size, Mode: 0o600, Format: format}); err != nil {
+	header := &tar.Header{Typeflag: tar.TypeReg, Name: e.path, Size: e.st.Size, Mode: 0o600, Format: format}
+	if err := w.WriteHeader(header); err != nil {
 		return err
 	}
 	n, err := copyContext(ctx, w, io.LimitReader(file, e.st.Size))

@@ -133,7 +133,10 @@ func (c *check) checkCreds(process string, cr *creds.CredsEntry) {
 		uids:   []uint32{cr.GetUid(), cr.GetEuid(), cr.GetSuid(), cr.GetFsuid()},
 		gids:   []uint32{cr.GetGid(), cr.GetEgid(), cr.GetSgid(), cr.GetFsgid()},
 		groups: cr.GetGroups(), noNewPrivs: cr.GetNoNewPrivs() == 1,
-		caps: capabilities{bits(cr.GetCapInh()), bits(cr.GetCapPrm()), bits(cr.GetCapEff()), bits(cr.GetCapBnd()), bits(cr.GetCapAmb())},
+		caps: capabilities{
+			inheritable: bits(cr.GetCapInh()), permitted: bits(cr.GetCapPrm()), effective: bits(cr.GetCapEff()),
+			bounding: bits(cr.GetCapBnd()), ambient: bits(cr.GetCapAmb()),
+		},
 	}, c.e)
 	if cr.GetSecbits() != 0 && !c.e.may(capability.CAP_SETPCAP) {
 		c.differ(process+": securebits", fmt.Sprintf("%#x", cr.GetSecbits()), "0")

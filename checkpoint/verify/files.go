@@ -237,7 +237,8 @@ func (c *check) readQueues() error {
 		for _, scm := range packet.GetScm() {
 			for _, id := range scm.GetRights() {
 				if f, ok := c.files[id]; !ok || f.external {
-					c.differ(fmt.Sprintf("message of socket %d", packet.GetIdFor()), fmt.Sprintf("file %d", id), "a file of the container")
+					field := fmt.Sprintf("message of socket %d", packet.GetIdFor())
+					c.differ(field, fmt.Sprintf("file %d", id), "a file of the container")
 				}
 			}
 		}

@@ -130,7 +130,9 @@ type message[T any] interface {
 
 // entriesOf decodes the entries of an image of the kind kind, a name of CRIU's magic. A missing
 // image has no entries. after reads what follows an entry; it may be nil.
-func entriesOf[T any, P message[T]](ims *images, name, kind string, after func(P, *os.File) error) (all []P, err error) {
+func entriesOf[T any, P message[T]](
+	ims *images, name, kind string, after func(P, *os.File) error,
+) (all []P, err error) {
 	alloc := func(int) proto.Message {
 		all = append(all, P(new(T)))
 		return all[len(all)-1]

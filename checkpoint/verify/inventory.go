@@ -119,12 +119,18 @@ var namespaces = []struct {
 	{specs.CgroupNamespace, (*criu_core.TaskKobjIdsEntry).GetCgroupNsId},
 }
 
+// hasNamespace reports whether the spec has a namespace of that kind.
+func (c *check) hasNamespace(kind specs.LinuxNamespaceType) bool {
+	is := func(n specs.LinuxNamespace) bool { return n.Type == kind }
+	return slices.ContainsFunc(c.e.Spec.Linux.Namespaces, is)
+}
+
 // checkNamespaces compares the namespaces of a process with those of the spec and of the first
 // process.
 func (c *check) checkNamespaces(process string, ids *criu_core.TaskKobjIdsEntry) {
 	for _, ns := range namespaces {
 		own := ns.id(ids) != ns.id(c.criuIDs)
-		expected := slices.ContainsFunc(c.e.Spec.Linux.Namespaces, func(n specs.LinuxNamespace) bool { return n.Type == ns.kind })
+		expected := c.hasNamespace(ns.kind)
 		field := fmt.Sprintf("%s: %s namespace", process, ns.kind)
 		switch {
 		case own != expected && own:

@@ -110,7 +110,9 @@ func (c *check) describe(p *pstree.PstreeEntry, core *criu_core.CoreEntry) {
 }
 
 // machines are the architectures of the images by GOARCH.
-var machines = map[string]criu_core.CoreEntryMarch{"amd64": criu_core.CoreEntry_X86_64, "arm64": criu_core.CoreEntry_AARCH64}
+var machines = map[string]criu_core.CoreEntryMarch{
+	"amd64": criu_core.CoreEntry_X86_64, "arm64": criu_core.CoreEntry_AARCH64,
+}
 
 // checkTask checks what all threads of a process share.
 func (c *check) checkTask(process string, core *criu_core.CoreEntry) {

@@ -73,7 +73,8 @@ func (c *check) checkPeers(files []*fdinfo.FileEntry) {
 	}
 	for _, f := range files {
 		if peer := f.GetUsk().GetPeer(); !have[peer] {
-			c.differ(fmt.Sprintf("file %d: peer of a unix socket", f.GetId()), "one outside the container", "one of the container")
+			field := fmt.Sprintf("file %d: peer of a unix socket", f.GetId())
+			c.differ(field, "one outside the container", "one of the container")
 		}
 	}
 }
@@ -92,6 +93,9 @@ func (c *check) checkInet(field string, s *sk_inet.InetSkEntry) {
 	default:
 		c.differ(field+": type of a socket", fmt.Sprintf("%d, protocol %d", t, s.GetProto()), "TCP or UDP")
 	}
+	if port := s.GetSrcPort(); port != 0 && port < c.e.UnprivilegedPort && !c.e.may(capability.CAP_NET_BIND_SERVICE) {
+		c.differ(field+": port of a socket", fmt.Sprint(port), fmt.Sprintf("%d or more", c.e.UnprivilegedPort))
+	}
 	protocol := "udp"
 	if s.GetProto() == unix.IPPROTO_TCP {
 		protocol = "tcp"
@@ -101,7 +105,8 @@ func (c *check) checkInet(field string, s *sk_inet.InetSkEntry) {
 		c.list("%s %s listening", protocol, address(s.GetSrcAddr(), s.GetSrcPort()))
 	case tcpClose:
 	case tcpEstablished: // berth dumps with tcp-close: it is closed after the restore
-		c.list("%s %s to %s, closed by a restore", protocol, address(s.GetSrcAddr(), s.GetSrcPort()), address(s.GetDstAddr(), s.GetDstPort()))
+		c.list("%s %s to %s, closed by a restore", protocol,
+			address(s.GetSrcAddr(), s.GetSrcPort()), address(s.GetDstAddr(), s.GetDstPort()))
 	default:
 		if protocol == "tcp" {
 			c.list("tcp in state %d, closed by a restore", state)

@@ -19,8 +19,11 @@ func Status(status []byte, e Expected) []Difference {
 		s.values[name] = strings.TrimSpace(value)
 	}
 	s.process = "process " + s.values["Pid"]
-	id := identity{uids: s.numbers("Uid", 4), gids: s.numbers("Gid", 4), groups: s.numbers("Groups", -1), noNewPrivs: s.values["NoNewPrivs"] == "1",
-		caps: capabilities{s.set("CapInh"), s.set("CapPrm"), s.set("CapEff"), s.set("CapBnd"), s.set("CapAmb")}}
+	id := identity{
+		uids: s.numbers("Uid", 4), gids: s.numbers("Gid", 4), groups: s.numbers("Groups", -1),
+		noNewPrivs: s.values["NoNewPrivs"] == "1",
+		caps:       capabilities{s.set("CapInh"), s.set("CapPrm"), s.set("CapEff"), s.set("CapBnd"), s.set("CapAmb")},
+	}
 	r.checkIdentity(s.process, id, e)
 	const filtered = "2"
 	if e.Spec.Linux.Seccomp != nil && s.values["Seccomp"] != filtered {

@@ -28,7 +28,9 @@ type deviceNumber struct {
 }
 
 // defaultDevices are the devices that every container has (runtime-spec, "Default Devices").
-var defaultDevices = []deviceNumber{{false, 1, 3}, {false, 1, 5}, {false, 1, 7}, {false, 1, 8}, {false, 1, 9}, {false, 5, 0}}
+var defaultDevices = []deviceNumber{
+	{false, 1, 3}, {false, 1, 5}, {false, 1, 7}, {false, 1, 8}, {false, 1, 9}, {false, 5, 0},
+}
 
 // checkTmpfs checks the content of tmpfs mounts. CRIU extracts it with tar.
 func (c *check) checkTmpfs() error {

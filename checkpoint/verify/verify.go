@@ -44,6 +44,12 @@ type Expected struct {
 	// AbsentPaths are masked and read-only paths of Spec that this kernel does not have. See
 	// AbsentPaths.
 	AbsentPaths []string `json:"absentPaths,omitempty"`
+	// Cgroups are the controllers and hierarchies of the node. See NodeCgroups.
+	Cgroups []string `json:"cgroups,omitempty"`
+	// CgroupOptions are the options of the node's cgroup filesystem, version 2. See CgroupOptions.
+	CgroupOptions []string `json:"cgroupOptions,omitempty"`
+	// UnprivilegedPort is the first port that needs no capability, in the pod's network.
+	UnprivilegedPort uint32 `json:"unprivilegedPort,omitempty"`
 	// Memory limits the sum of private and shared memory, in bytes; 0: no limit.
 	Memory int64 `json:"memory,omitempty"`
 }
@@ -116,8 +122,7 @@ type check struct {
 	tree    []*pstree.PstreeEntry       // not empty
 	first   *criu_core.TaskKobjIdsEntry // namespaces of the first process
 	files   map[uint32]file
-	mounts  map[int32]bool // IDs of the mounts that the spec has
-	sockets map[uint32]bool
+	mounts  map[int32]bool  // IDs of the mounts that the spec has
 	cgroups map[uint32]bool // IDs of cgroup sets that lead to the container's cgroup
 	filters []filter
 }

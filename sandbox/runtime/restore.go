@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	goruntime "runtime"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/opencontainers/go-digest"
@@ -27,6 +28,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/netns"
 	"berth/internal/rootfs"
 	"berth/internal/safefs"
 	"berth/sandbox/state"
@@ -254,17 +256,12 @@ func (k Restores) verify(ctx context.Context, dir string, c *state.Container, sp
 	if err != nil {
 		return err
 	}
-	if len(launcher.Seccomp) == 0 { // there is no profile, or it allows everything
-		spec = withoutSeccomp(spec)
-	}
-	expected := verify.Expected{
-		Spec: spec, Rlimits: launcher.Rlimits, ExternalFiles: []string{NullStream},
-		AbsentPaths: verify.AbsentPaths(spec.Linux.MaskedPaths, spec.Linux.ReadonlyPaths),
-		Memory:      memoryLimit(spec),
+	permitted, err := expectations(spec, launcher)
+	if err != nil {
+		return err
 	}
 	var report *verify.Report
-	for _, filter := range append(launcher.Seccomp, nil)[:max(1, len(launcher.Seccomp))] {
-		expected.Seccomp = filter
+	for _, expected := range permitted {
 		if report, err = confined.Verify(ctx, k.Verifier, images, expected); err != nil {
 			return fmt.Errorf("verify the checkpoint of %s: %w", c.Config.GetMetadata().GetName(), err)
 		}
@@ -278,6 +275,58 @@ func (k Restores) verify(ctx context.Context, dir string, c *state.Container, sp
 	}
 	return errdefs.FailedPrecondition("the checkpoint of %s exceeds what the request permits: %s",
 		c.Config.GetMetadata().GetName(), errdefs.Clip(strings.Join(text, "; ")))
+}
+
+// expectations returns what a container of this spec may have at most: one for each filter that a
+// launcher could load for its seccomp profile.
+func expectations(spec *specs.Spec, launcher *proto.Inspected) (all []verify.Expected, err error) {
+	if len(launcher.Seccomp) == 0 { // there is no profile, or it allows everything
+		spec = withoutSeccomp(spec)
+	}
+	expected := verify.Expected{
+		Spec: spec, Rlimits: launcher.Rlimits, ExternalFiles: []string{NullStream},
+		AbsentPaths: verify.AbsentPaths(spec.Linux.MaskedPaths, spec.Linux.ReadonlyPaths),
+		Memory:      memoryLimit(spec),
+	}
+	if expected.CgroupOptions, err = verify.CgroupOptions(); err != nil {
+		return nil, fmt.Errorf("find options of the cgroup filesystem: %w", err)
+	}
+	if expected.Cgroups, err = verify.NodeCgroups(); err != nil {
+		return nil, fmt.Errorf("find cgroups: %w", err)
+	}
+	if expected.UnprivilegedPort, err = unprivilegedPort(spec); err != nil {
+		return nil, fmt.Errorf("find ports without privileges: %w", err)
+	}
+	if len(launcher.Seccomp) == 0 {
+		return []verify.Expected{expected}, nil
+	}
+	for _, filter := range launcher.Seccomp {
+		expected.Seccomp = filter
+		all = append(all, expected)
+	}
+	return all, nil
+}
+
+// unprivilegedPort returns the first port that a process without capabilities can bind in the
+// container's network namespace.
+func unprivilegedPort(spec *specs.Spec) (port uint32, err error) {
+	read := func() error {
+		data, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+		if err != nil {
+			return err
+		}
+		n, err := strconv.ParseUint(strings.TrimSpace(string(data)), 10, 32)
+		port = uint32(n)
+		return err
+	}
+	for _, ns := range spec.Linux.Namespaces {
+		if ns.Type == specs.NetworkNamespace {
+			err = netns.In(ns.Path, read)
+			return port, err
+		}
+	}
+	err = read()
+	return port, err
 }
 
 // withoutSeccomp returns a copy of the spec without seccomp profile.

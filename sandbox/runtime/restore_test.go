@@ -18,6 +18,7 @@ import (
 	"berth/checkpoint/archive"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
+	"berth/shim/proto"
 )
 
 func TestProcessDifferences(t *testing.T) {
@@ -71,6 +72,43 @@ func writeJSON(t *testing.T, dir, name string, content any) {
 	path := filepath.Join(dir, name)
 	testutil.Must(t, os.MkdirAll(filepath.Dir(path), 0o700))
 	testutil.Must(t, os.WriteFile(path, data, 0o600))
+}
+
+// A checkpoint of another node is compared with each filter that a launcher could load, its limits and
+// the paths that this kernel lacks.
+func TestExpectations(t *testing.T) {
+	limit := int64(1 << 20)
+	spec := &specs.Spec{Linux: &specs.Linux{
+		Seccomp:     &specs.LinuxSeccomp{DefaultAction: specs.ActAllow},
+		MaskedPaths: []string{"/proc/no-such-file", "/proc/version"}, ReadonlyPaths: []string{"/sys/no-such-file"},
+		Resources: &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit}},
+	}}
+	rlimits := []specs.POSIXRlimit{{Type: "RLIMIT_CORE", Hard: 7}}
+	for _, filters := range [][][]byte{nil, {[]byte("a")}, {[]byte("a"), []byte("b")}} {
+		all, err := expectations(spec, &proto.Inspected{Seccomp: filters, Rlimits: rlimits})
+		testutil.Must(t, err)
+		if len(all) != max(1, len(filters)) {
+			t.Fatalf("%d expectations for %d filters", len(all), len(filters))
+		}
+		for i, e := range all {
+			if len(filters) == 0 && (e.Spec.Linux.Seccomp != nil || e.Seccomp != nil) {
+				t.Errorf("without a filter: %+v", e)
+			}
+			if len(filters) > 0 && (e.Spec.Linux.Seccomp == nil || !bytes.Equal(e.Seccomp, filters[i])) {
+				t.Errorf("filter %d: %q", i, e.Seccomp)
+			}
+			if len(e.Cgroups) == 0 || e.UnprivilegedPort == 0 {
+				t.Errorf("cgroups %q, ports from %d", e.Cgroups, e.UnprivilegedPort)
+			}
+			if !slices.Equal(e.Rlimits, rlimits) || e.Memory != limit || !slices.Equal(e.ExternalFiles, []string{NullStream}) ||
+				!slices.Equal(e.AbsentPaths, []string{"/proc/no-such-file", "/sys/no-such-file"}) {
+				t.Errorf("%+v", e)
+			}
+		}
+	}
+	if spec.Linux.Seccomp == nil {
+		t.Error("the spec was changed")
+	}
 }
 
 // The deleted files of a checkpoint become whiteouts. Another tar can follow them.

@@ -56,11 +56,15 @@ func Images(t testing.TB, version string) string {
 func Expected(t testing.TB) verify.Expected {
 	t.Helper()
 	e := verify.Expected{Spec: new(specs.Spec), Seccomp: read(t, "seccomp.bpf"), Memory: 1 << 30,
-		AbsentPaths: []string{"/proc/kcore"}} // the kernel that made the images has none
+		AbsentPaths: []string{"/proc/kcore"}, // the kernel that made the images has none
+		Cgroups: []string{"", "blkio", "cpu", "cpuacct", "cpuset", "devices",
+			"freezer", "memory", "name=systemd", "pids"},
+		UnprivilegedPort: 1024,
+	}
 	testutil.Must(t, json.Unmarshal(read(t, "spec.json"), e.Spec))
 	const infinity = 1<<64 - 1
-	for _, name := range []string{"CPU", "FSIZE", "DATA", "STACK", "CORE", "RSS", "NPROC", "NOFILE", "MEMLOCK", "AS", "LOCKS",
-		"SIGPENDING", "MSGQUEUE", "NICE", "RTPRIO", "RTTIME"} {
+	for _, name := range []string{"CPU", "FSIZE", "DATA", "STACK", "CORE", "RSS", "NPROC", "NOFILE", "MEMLOCK", "AS",
+		"LOCKS", "SIGPENDING", "MSGQUEUE", "NICE", "RTPRIO", "RTTIME"} {
 		e.Rlimits = append(e.Rlimits, specs.POSIXRlimit{Type: "RLIMIT_" + name, Hard: infinity})
 	}
 	return e
