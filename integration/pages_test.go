@@ -88,7 +88,8 @@ func TestPagesConfigure(t *testing.T) {
 
 // preparePage makes what the blocks of a page expect beside a running daemon.
 var preparePage = map[string]func(*testing.T, *pageNode){
-	"images.md": prepareImages,
+	"checkpoint.md": prepareCheckpoint,
+	"images.md":     prepareImages,
 	"run.md": func(t *testing.T, n *pageNode) {
 		t.Helper()
 		harness.Must(t, os.Symlink(n.dir+"/contrib/examples/web.yaml", n.dir+"/app.yaml"))
@@ -97,6 +98,28 @@ var preparePage = map[string]func(*testing.T, *pageNode){
 		t.Helper()
 		n.run(t, pages.Block{Page: "tracing.md", Text: "berth run --detach contrib/examples/web.yaml", ExitCodes: []int{0}})
 	},
+}
+
+// prepareCheckpoint installs CRIU and runs the page's pod.
+func prepareCheckpoint(t *testing.T, n *pageNode) {
+	t.Helper()
+	criu := os.Getenv("BERTH_TEST_CRIU")
+	if criu == "" {
+		t.Skip("NOT TESTED: no CRIU (BERTH_TEST_CRIU)")
+	}
+	script := fmt.Appendf(nil, "#!/bin/sh\nexec %s \"$@\"\n", criu)
+	harness.Must(t, os.WriteFile("/usr/local/sbin/criu", script, 0o755)) // below the node's overlay
+	const pod = `berth run --detach - <<'END'
+apiVersion: v1
+kind: Pod
+metadata: {name: web}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers:
+  - {name: app, image: docker.io/library/busybox:latest, command: [sh, -c, 'while :; do sleep 1; done']}
+END
+`
+	n.run(t, pages.Block{Page: "checkpoint.md", Text: pod, ExitCodes: []int{0}})
 }
 
 // prepareImages makes the archives that the page loads, and the disks of the runtimes from which it
