@@ -33,7 +33,8 @@ import (
 type restoreBackend struct {
 	libcontainerBackend
 	gate  resumeGate
-	fault error // why the gate did not let the processes run
+	room  *criuRoom
+	fault error // why the processes may not run
 }
 
 func (b *restoreBackend) prepare() error {
@@ -84,33 +85,20 @@ func (b *restoreBackend) execute() error {
 // isolated calls restore in a mount namespace whose mounts do not reach the host. CRIU mounts the
 // container's filesystems in a new directory of /tmp and leaves them there when it is killed.
 func (b *restoreBackend) isolated(restore func() error) error {
+	failpoint.Reach("launcher.isolate")
 	if err := unix.Unshare(unix.CLONE_NEWNS | unix.CLONE_FS); err != nil {
 		return os.NewSyscallError("unshare", err)
 	}
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return fmt.Errorf("make mounts slaves: %w", err)
 	}
-	if b.uses(criuTemp) {
-		return restore()
+	failpoint.Reach("launcher.isolated")
+	var err error
+	if b.room, err = b.enterRoom(); err != nil {
+		return err
 	}
-	failpoint.Reach("launcher.hide-tmp")
-	if err := unix.Mount("tmpfs", criuTemp, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0700"); err != nil {
-		return fmt.Errorf("hide %s: %w", criuTemp, err)
-	}
-	failpoint.Reach("launcher.tmp-hidden")
+	defer b.room.outside.Close() // a namespace
 	return restore()
-}
-
-// criuTemp is CRIU's directory for temporary files.
-const criuTemp = "/tmp"
-
-// uses returns whether the restore needs a file below dir.
-func (b *restoreBackend) uses(dir string) bool {
-	paths := []string{b.Dir, b.l.settings.StateRoot, b.Spec.Root.Path, b.Restore.Images, b.Restore.CRIU}
-	for _, m := range b.Spec.Mounts {
-		paths = append(paths, m.Source)
-	}
-	return slices.ContainsFunc(paths, func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") })
 }
 
 func (b *restoreBackend) restore() error {
@@ -123,6 +111,7 @@ func (b *restoreBackend) restore() error {
 	signal.Notify(make(chan os.Signal, 1), proto.IgnoredSignals...)
 	defer signal.Ignore(proto.IgnoredSignals...)
 	b.gate.open(b.checkRestored)
+	b.room.open(b.refuse)
 	stop := b.watch()
 	failpoint.Reach("launcher.restore")
 	profile, context := b.labels()
@@ -257,17 +246,28 @@ func (b *restoreBackend) killAll(ctx context.Context) {
 // checkRestored compares the restored processes with the spec and records init. CRIU holds all
 // processes meanwhile; none has executed an instruction. After an error it kills them.
 func (b *restoreBackend) checkRestored() {
-	if b.fault = b.admit(); b.fault == nil {
-		return
+	if err := b.admit(); err != nil {
+		b.refuse(err)
+	}
+}
+
+// refuse kills CRIU and the restored processes.
+func (b *restoreBackend) refuse(fault error) {
+	if b.fault == nil {
+		b.fault = fault
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
 	defer cancel()
+	b.killAll(ctx)
 	if err := b.group.Kill(ctx); err != nil {
 		b.fault = errors.Join(b.fault, err)
 	}
 }
 
 func (b *restoreBackend) admit() error {
+	if !b.room.left {
+		return errors.New("CRIU was not confined")
+	}
 	pid, err := b.process.Pid()
 	if err != nil {
 		return fmt.Errorf("find the restored init: %w", err)

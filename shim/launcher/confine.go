@@ -1,0 +1,280 @@
+package launcher
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/moby/sys/mountinfo"
+	"github.com/sirupsen/logrus"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+	"berth/shim/proto"
+)
+
+// criuRoom is the mount namespace in which CRIU restores a container. CRIU makes deleted files again
+// before it enters the container's root, by paths that lead through the container's directories. A
+// symbolic link there leads to the host's files. So everything is read-only in this namespace, except
+// the container's root filesystem, CRIU's temporary files and /proc.
+//
+// libcontainer makes files of its own on the same thread, before and after it starts CRIU. So the
+// namespace becomes read-only immediately before that start, and the thread leaves it immediately
+// afterwards, before CRIU gets its first request. libcontainer has no callback for these moments, but
+// it logs a message at each. The room is a hook of its log, like resumeGate. If a message is
+// missing, the processes are not resumed.
+type criuRoom struct {
+	outside  *os.File // the thread's mount namespace before and after the start of CRIU
+	writable []string // mount points
+	confined bool     // the namespace is read-only
+	left     bool     // CRIU is alone in it
+	fail     func(error)
+}
+
+// criuTemp is CRIU's directory for temporary files.
+const criuTemp = "/tmp"
+
+// enterRoom moves this thread to a new room. The thread must be locked and have a mount namespace of
+// its own.
+func (b *restoreBackend) enterRoom() (_ *criuRoom, err error) {
+	r := &criuRoom{writable: []string{criuTemp, "/proc", b.workDir(), b.criuRoot()}}
+	if r.outside, err = os.Open("/proc/thread-self/ns/mnt"); err != nil {
+		return nil, err
+	}
+	err = b.makeRoom()
+	if err != nil {
+		return nil, errors.Join(err, r.outside.Close())
+	}
+	return r, nil
+}
+
+// makeRoom gives this thread a mount namespace that gets no mounts of the host later, with an empty
+// /tmp and CRIU's work directory as a mount.
+func (b *restoreBackend) makeRoom() error {
+	failpoint.Reach("launcher.make-room")
+	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+		return os.NewSyscallError("unshare", err)
+	}
+	failpoint.Reach("launcher.room-made")
+	if err := b.fillRoom(); err != nil {
+		return err
+	}
+	failpoint.Reach("launcher.make-criu-work")
+	if err := os.Mkdir(b.workDir(), 0o700); err != nil {
+		return fmt.Errorf("make CRIU's work directory: %w", err)
+	}
+	failpoint.Reach("launcher.criu-work-made")
+	if err := unix.Mount(b.workDir(), b.workDir(), "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("mount CRIU's work directory: %w", err)
+	}
+	return nil
+}
+
+// fillRoom makes all mounts private, except those that the container gets, and empties /tmp. CRIU gives
+// the container's mounts the propagation of their sources. A volume that is /tmp itself stays: its
+// container can write there in any case.
+func (b *restoreBackend) fillRoom() error {
+	needed, err := b.needed()
+	if err != nil {
+		return err
+	}
+	trees := make([]*os.File, 0, len(needed))
+	defer func() {
+		for _, tree := range trees {
+			_ = tree.Close() // a mount
+		}
+	}()
+	failpoint.Reach("launcher.fill-room")
+	for _, path := range needed {
+		fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_RECURSIVE)
+		if err != nil {
+			return fmt.Errorf("copy the mount %s: %w", path, err)
+		}
+		trees = append(trees, os.NewFile(uintptr(fd), path))
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("make mounts private: %w", err)
+	}
+	if !slices.Contains(needed, criuTemp) {
+		if err := unix.Mount("tmpfs", criuTemp, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0700"); err != nil {
+			return fmt.Errorf("hide %s: %w", criuTemp, err)
+		}
+	}
+	for _, tree := range trees {
+		if err := attach(tree); err != nil {
+			return err
+		}
+	}
+	failpoint.Reach("launcher.room-filled")
+	return nil
+}
+
+// criuRoot is where libcontainer mounts the container's root filesystem for CRIU.
+func (b *restoreBackend) criuRoot() string {
+	return filepath.Join(b.l.settings.StateRoot, b.ID, "criu-root")
+}
+
+// needed returns the sources of the container's mounts, and the files in /tmp that the restore needs.
+func (b *restoreBackend) needed() (paths []string, err error) {
+	paths, err = writableCgroups()
+	if err != nil {
+		return nil, err
+	}
+	for _, m := range b.config.Mounts {
+		if m.Device == "bind" {
+			paths = append(paths, filepath.Clean(m.Source))
+		}
+	}
+	for _, path := range []string{b.Dir, b.l.settings.StateRoot, b.Spec.Root.Path, b.Restore.Images, b.Restore.CRIU} {
+		if isBelow(path, criuTemp) {
+			paths = append(paths, filepath.Clean(path))
+		}
+	}
+	slices.Sort(paths) // directories precede the files in them
+	return slices.Compact(paths), nil
+}
+
+func isBelow(path, dir string) bool { return strings.HasPrefix(path, dir+"/") }
+
+// attach mounts a copy of a mount where the original was. If that was in /tmp, it makes the place.
+func attach(tree *os.File) error {
+	path := tree.Name()
+	if _, err := os.Lstat(path); isBelow(path, criuTemp) && errors.Is(err, fs.ErrNotExist) {
+		if err := makePlace(tree, path); err != nil {
+			return fmt.Errorf("make mount point %s: %w", path, err)
+		}
+	}
+	failpoint.Reach("launcher.attach-mount")
+	err := unix.MoveMount(int(tree.Fd()), "", unix.AT_FDCWD, path, unix.MOVE_MOUNT_F_EMPTY_PATH)
+	failpoint.Reach("launcher.mount-attached")
+	if err != nil {
+		return fmt.Errorf("mount %s: %w", path, err)
+	}
+	return nil
+}
+
+// makePlace makes a mount point in the new /tmp.
+func makePlace(tree *os.File, path string) error {
+	info, err := tree.Stat()
+	if err != nil {
+		return err
+	}
+	failpoint.Reach("launcher.make-tmp-place")
+	defer failpoint.Reach("launcher.tmp-place-made")
+	if info.IsDir() {
+		return os.MkdirAll(path, 0o755)
+	}
+	return errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, nil, 0o600))
+}
+
+// open makes the room wait for libcontainer's messages. fail is called with an error if CRIU cannot be
+// confined, before CRIU has got a request.
+func (r *criuRoom) open(fail func(error)) {
+	r.fail = fail
+	logrus.AddHook(r)
+}
+
+// Levels implements logrus.Hook.
+func (r *criuRoom) Levels() []logrus.Level { return []logrus.Level{logrus.DebugLevel} }
+
+// libcontainer's messages immediately before it starts CRIU, where the version follows, and after it has
+// moved CRIU to the container's cgroup.
+const (
+	startMessage   = "Using CRIU "
+	startedMessage = "Using CRIU in RESTORE mode"
+)
+
+// Fire implements logrus.Hook.
+func (r *criuRoom) Fire(e *logrus.Entry) error {
+	message := strings.TrimSpace(e.Message)
+	var err error
+	switch {
+	case message == startedMessage:
+		err = r.leave()
+	case strings.HasPrefix(message, startMessage):
+		err = r.confine()
+	}
+	if err != nil {
+		r.fail(fmt.Errorf("confine CRIU: %w", err))
+	}
+	return nil
+}
+
+// confine makes all mounts read-only. cgroups stay writable until CRIU is in its cgroup.
+func (r *criuRoom) confine() error {
+	groups, err := writableCgroups()
+	if err != nil {
+		return err
+	}
+	err = setReadOnly("/", unix.AT_RECURSIVE, true)
+	if errors.Is(err, unix.ENOSYS) {
+		return proto.Errorf(proto.FailedPrecondition, "a restore needs Linux 5.12 or later")
+	}
+	if err != nil {
+		return err
+	}
+	for _, place := range slices.Concat(r.writable, groups) {
+		if err := setReadOnly(place, 0, false); err != nil {
+			return err
+		}
+	}
+	r.confined = true
+	return nil
+}
+
+// leave makes cgroups read-only, too, and moves the thread out of the namespace.
+func (r *criuRoom) leave() error {
+	if !r.confined {
+		return errors.New("its namespace is not read-only")
+	}
+	groups, err := writableCgroups()
+	if err != nil {
+		return err
+	}
+	for _, place := range groups {
+		if err := setReadOnly(place, 0, true); err != nil {
+			return err
+		}
+	}
+	failpoint.Reach("launcher.leave-room")
+	if err := unix.Setns(int(r.outside.Fd()), unix.CLONE_NEWNS); err != nil {
+		return os.NewSyscallError("setns", err)
+	}
+	failpoint.Reach("launcher.room-left")
+	r.left = true
+	return nil
+}
+
+// writableCgroups returns the mount points of cgroup hierarchies that this thread can write to.
+func writableCgroups() (places []string, err error) {
+	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter("cgroup", "cgroup2"))
+	if err != nil {
+		return nil, err
+	}
+	for _, m := range mounts {
+		if slices.Contains(strings.Split(m.Options, ","), "rw") {
+			places = append(places, m.Mountpoint)
+		}
+	}
+	return places, nil
+}
+
+func setReadOnly(place string, flags uint, readOnly bool) error {
+	var attr unix.MountAttr
+	if readOnly {
+		attr.Attr_set = unix.MOUNT_ATTR_RDONLY
+	} else {
+		attr.Attr_clr = unix.MOUNT_ATTR_RDONLY
+	}
+	failpoint.Reach("launcher.set-read-only")
+	err := unix.MountSetattr(unix.AT_FDCWD, place, flags, &attr)
+	failpoint.Reach("launcher.read-only-set")
+	if err != nil {
+		return fmt.Errorf("mount_setattr %s: %w", place, err)
+	}
+	return nil
+}
