@@ -41,6 +41,9 @@ func (b *restoreBackend) prepare() error {
 	if err := b.libcontainerBackend.prepare(); err != nil {
 		return err
 	}
+	if err := b.checkDeleted(); err != nil {
+		return err
+	}
 	options := filepath.Join(b.Dir, criuOptions)
 	b.undo.Add("remove "+options, func() error { return ignore(unix.Unlink(options), unix.ENOENT) })
 	failpoint.Reach("launcher.write-criu-options")
