@@ -20,11 +20,13 @@ import (
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/fown"
 	criufs "github.com/checkpoint-restore/go-criu/v8/crit/images/fs"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/fsnotify"
+	ghost_file "github.com/checkpoint-restore/go-criu/v8/crit/images/ghost-file"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/inventory"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/mm"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/netdev"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/pagemap"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/pstree"
+	remap_file_path "github.com/checkpoint-restore/go-criu/v8/crit/images/remap-file-path"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/seccomp"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
@@ -91,6 +93,21 @@ func tmpfs(t testing.TB, dir string, headers ...tar.Header) {
 	testutil.Must(t, w.Close())
 	testutil.Must(t, zipped.Close())
 	write(t, dir, "tmpfs-dev-56.tar.gz.img", data.String())
+}
+
+// ghost changes the type and mode of the deleted file. Its content follows the entry.
+func ghost(t testing.TB, dir string, mode uint32) {
+	t.Helper()
+	name := "ghost-file-1.img"
+	data, err := os.ReadFile(filepath.Join(dir, name))
+	testutil.Must(t, err)
+	n := 12 + binary.LittleEndian.Uint32(data[8:])
+	e := new(ghost_file.GhostFileEntry)
+	testutil.Must(t, proto.Unmarshal(data[12:n], e))
+	e.Mode = &mode
+	entry, err := proto.Marshal(e)
+	testutil.Must(t, err)
+	write(t, dir, name, string(data[:8])+string(binary.LittleEndian.AppendUint32(nil, uint32(len(entry))))+string(entry)+string(data[n:]))
 }
 
 // mutation is a change of images with a part of the difference that it must make.
@@ -267,6 +284,42 @@ var hostile = []mutation{
 	}},
 	{"set-id file in a tmpfs", "a set-id file", func(t testing.TB, dir string) {
 		tmpfs(t, dir, tar.Header{Name: "./su", Typeflag: tar.TypeReg, Mode: 0o4755})
+	}},
+	{"set-id link in a tmpfs", "a set-id file", func(t testing.TB, dir string) {
+		tmpfs(t, dir, tar.Header{Name: "./su", Typeflag: tar.TypeLink, Linkname: "./x", Mode: 0o4755})
+	}},
+	{"link through a link in a tmpfs", "a link to ./l/shadow", func(t testing.TB, dir string) {
+		tmpfs(t, dir, tar.Header{Name: "./l", Typeflag: tar.TypeSymlink, Linkname: "/etc"},
+			tar.Header{Name: "./x", Typeflag: tar.TypeLink, Linkname: "./l/shadow"})
+	}},
+	{"link to the node in a tmpfs", "a link to /etc/shadow", func(t testing.TB, dir string) {
+		tmpfs(t, dir, tar.Header{Name: "./x", Typeflag: tar.TypeLink, Linkname: "/etc/shadow"})
+	}},
+	{"file capabilities in a tmpfs", "the extended attribute security.capability", func(t testing.TB, dir string) {
+		tmpfs(t, dir, tar.Header{Name: "./x", Typeflag: tar.TypeReg, PAXRecords: map[string]string{"SCHILY.xattr.security.capability": "x"}})
+	}},
+	{"long path in a tmpfs", "a long path", func(t testing.TB, dir string) {
+		tmpfs(t, dir, tar.Header{Name: strings.Repeat("x", 5000), Typeflag: tar.TypeReg})
+	}},
+	{"many links in a tmpfs", "more data or files", func(t testing.TB, dir string) {
+		var links []tar.Header
+		for i := range 1<<14 + 1 {
+			links = append(links, tar.Header{Name: fmt.Sprint(i), Typeflag: tar.TypeSymlink, Linkname: "x"})
+		}
+		tmpfs(t, dir, links...)
+	}},
+	{"device as a deleted file", "a device or a file of type", func(t testing.TB, dir string) {
+		ghost(t, dir, unix.S_IFBLK|0o600)
+	}},
+	{"set-id deleted file", "a set-id file", func(t testing.TB, dir string) { ghost(t, dir, unix.S_IFREG|0o4755) }},
+	{"deleted file without a file", "deleted file 999: the checkpoint has no file", func(t testing.TB, dir string) {
+		change(t, dir, "remap-fpath.img", func(e *remap_file_path.RemapFilePathEntry) bool { e.OrigId = proto.Uint32(999); return true })
+	}},
+	{"deleted file that links to a socket", "deleted file 19: the checkpoint has a link to file 12", func(t testing.TB, dir string) {
+		change(t, dir, "remap-fpath.img", func(e *remap_file_path.RemapFilePathEntry) bool {
+			e.RemapType, e.RemapId = remap_file_path.RemapType_LINKED.Enum(), proto.Uint32(12)
+			return true
+		})
 	}},
 	{"streams", "standard streams", func(t testing.TB, dir string) {
 		write(t, dir, "descriptors.json", `["","","","pipe:[1]"]`)

@@ -19,6 +19,7 @@ import (
 const (
 	maxTmpfs      = 4 << 30 // bytes of all
 	maxTmpfsFiles = 1 << 18
+	maxLinks      = 1 << 14 // symbolic links of one tmpfs, with up to 4 KiB each
 )
 
 // deviceNumber identifies a device.
@@ -100,17 +101,28 @@ func (t *tmpfsCheck) checkEntry(field string, h *tar.Header, links map[string]bo
 	if path.Clean(name) != name || path.IsAbs(name) || name == ".." || strings.HasPrefix(name, "../") {
 		t.differ(field, "a path outside", "a path of the filesystem")
 	}
-	for dir := path.Dir(name); dir != "." && dir != "/"; dir = path.Dir(dir) {
-		if links[dir] {
-			t.differ(field, "a file below a symbolic link", "a file below directories")
+	if len(name) > unix.PathMax {
+		t.differ(field, "a long path", fmt.Sprintf("%d bytes", unix.PathMax))
+		return
+	}
+	if below(name, links) {
+		t.differ(field, "a file below a symbolic link", "a file below directories")
+	}
+	for record := range h.PAXRecords {
+		attr, ok := strings.CutPrefix(record, "SCHILY.xattr.")
+		if ok && !strings.HasPrefix(attr, "user.") && !strings.HasPrefix(attr, "system.posix_acl_") {
+			t.differ(field, "the extended attribute "+attr, "attributes of users")
 		}
 	}
 	switch h.Typeflag {
 	case tar.TypeReg, tar.TypeDir, tar.TypeFifo, tar.TypeGNUSparse:
 	case tar.TypeSymlink:
-		links[name] = true
+		if links[name] = true; len(links) > maxLinks {
+			t.files = -1 // memory is limited
+		}
 	case tar.TypeLink:
-		if target := strings.TrimPrefix(h.Linkname, "./"); path.Clean("/"+target) != "/"+target || links[target] {
+		target := strings.TrimPrefix(h.Linkname, "./")
+		if path.Clean("/"+target) != "/"+target || links[target] || below(target, links) {
 			t.differ(field, "a link to "+h.Linkname, "a link to a file of the filesystem")
 		}
 	case tar.TypeChar, tar.TypeBlock:
@@ -118,9 +130,19 @@ func (t *tmpfsCheck) checkEntry(field string, h *tar.Header, links map[string]bo
 	default:
 		t.differ(field, fmt.Sprintf("type %q", h.Typeflag), "a file")
 	}
-	if h.Mode&(unix.S_ISUID|unix.S_ISGID) != 0 && h.Typeflag == tar.TypeReg {
+	if h.Mode&(unix.S_ISUID|unix.S_ISGID) != 0 && h.Typeflag != tar.TypeDir {
 		t.differ(field, "a set-id file", "a file without set-id bits")
 	}
+}
+
+// below reports whether a path leads through one of the links.
+func below(name string, links map[string]bool) bool {
+	for dir := path.Dir(name); dir != "." && dir != "/"; dir = path.Dir(dir) {
+		if links[dir] {
+			return true
+		}
+	}
+	return false
 }
 
 // checkDevice checks that the spec has the device. (Devices of a whiteout are of no use.)

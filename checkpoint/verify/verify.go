@@ -10,8 +10,18 @@
 // files inside the container. What the package does not know is a difference: an unknown image,
 // kind of file or field.
 //
-// The memory and files of the processes are not compared: whoever wrote the images decides what the
-// processes do within these limits.
+// The mounts must be exactly those of the spec: each mount point once, below the mount above it, with
+// known flags, and with a device of its own. Cgroups must be the ones that CRIU replaces by the
+// container's in every hierarchy.
+//
+// Layer and Shm check the files of a foreign archive. A container's writable layer has a set-user-ID or
+// set-group-ID file only if the container's user owns it, or with CAP_CHOWN, CAP_SETUID or CAP_SETGID;
+// file capabilities with CAP_SETFCAP; devices with CAP_MKNOD; other attributes than user.*, these and
+// access lists never. Directories keep their bits: overlayfs copies them from the image. /dev/shm and
+// the filesystems that CRIU fills (tmpfs) have no set-id files, whatever the capabilities.
+//
+// Memory and content of files are not compared: whoever wrote the images decides what the processes do
+// within these limits.
 //
 // The package reads regular files of one directory, within limits, and opens nothing that an image
 // names. It runs in the confined program berth-verify (package confined), so it uses few system

@@ -1,21 +1,16 @@
 package runtime
 
 import (
-	"archive/tar"
-	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"maps"
 	"os"
 	"path"
 	"path/filepath"
 	goruntime "runtime"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/opencontainers/go-digest"
@@ -23,13 +18,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/checkpoint/archive"
-	"berth/checkpoint/confined"
 	"berth/checkpoint/verify"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/netns"
-	"berth/internal/rootfs"
 	"berth/internal/safefs"
 	"berth/sandbox/state"
 	"berth/shim/proto"
@@ -91,6 +83,11 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 	if a.Signer != archive.ThisNode && !k.Foreign {
 		return nil, errdefs.FailedPrecondition(
 			"checkpoint %s is not signed by this node (signer: %s); checkpoint.restore_foreign allows such checkpoints", path, a.Signer)
+	}
+	if a.Signer != archive.ThisNode {
+		if err := compareFiles(filepath.Join(dir, archive.ShmFile), verify.Shm); err != nil {
+			return nil, err
+		}
 	}
 	if arch := a.Manifest.Node.Architecture; arch != "" && arch != goruntime.GOARCH {
 		return nil, errdefs.FailedPrecondition("checkpoint %s was made on %s, this node is %s", path, arch, goruntime.GOARCH)
@@ -240,225 +237,4 @@ func checkStreams(dir string) error {
 		return errdefs.InvalidArgument("%s of the checkpoint has %d streams", archive.DescriptorsFile, len(streams))
 	}
 	return nil
-}
-
-// verify compares CRIU's images with the spec, in the confined program berth-verify.
-func (k Restores) verify(ctx context.Context, dir string, c *state.Container, spec *specs.Spec) error {
-	if k.Verifier == "" {
-		return errdefs.FailedPrecondition("the program berth-verify, which is needed for checkpoints of other nodes, was not found")
-	}
-	images, err := os.Open(filepath.Join(dir, archive.ImagesDir))
-	if err != nil {
-		return fmt.Errorf("open checkpoint: %w", err)
-	}
-	defer images.Close() // it was only read
-	launcher, err := k.Launcher.Inspect(ctx, spec.Linux.Seccomp)
-	if err != nil {
-		return err
-	}
-	permitted, err := expectations(spec, launcher)
-	if err != nil {
-		return err
-	}
-	var report *verify.Report
-	for _, expected := range permitted {
-		if report, err = confined.Verify(ctx, k.Verifier, images, expected); err != nil {
-			return fmt.Errorf("verify the checkpoint of %s: %w", c.Config.GetMetadata().GetName(), err)
-		}
-		if len(report.Differences) == 0 {
-			return nil
-		}
-	}
-	text := make([]string, len(report.Differences))
-	for i, d := range report.Differences {
-		text[i] = d.String()
-	}
-	return errdefs.FailedPrecondition("the checkpoint of %s exceeds what the request permits: %s",
-		c.Config.GetMetadata().GetName(), errdefs.Clip(strings.Join(text, "; ")))
-}
-
-// expectations returns what a container of this spec may have at most: one for each filter that a
-// launcher could load for its seccomp profile.
-func expectations(spec *specs.Spec, launcher *proto.Inspected) (all []verify.Expected, err error) {
-	if len(launcher.Seccomp) == 0 { // there is no profile, or it allows everything
-		spec = withoutSeccomp(spec)
-	}
-	expected := verify.Expected{
-		Spec: spec, Rlimits: launcher.Rlimits, ExternalFiles: []string{NullStream},
-		AbsentPaths: verify.AbsentPaths(spec.Linux.MaskedPaths, spec.Linux.ReadonlyPaths),
-		Memory:      memoryLimit(spec),
-	}
-	if expected.CgroupOptions, err = verify.CgroupOptions(); err != nil {
-		return nil, fmt.Errorf("find options of the cgroup filesystem: %w", err)
-	}
-	if expected.Cgroups, err = verify.NodeCgroups(); err != nil {
-		return nil, fmt.Errorf("find cgroups: %w", err)
-	}
-	if expected.UnprivilegedPort, err = unprivilegedPort(spec); err != nil {
-		return nil, fmt.Errorf("find ports without privileges: %w", err)
-	}
-	if len(launcher.Seccomp) == 0 {
-		return []verify.Expected{expected}, nil
-	}
-	for _, filter := range launcher.Seccomp {
-		expected.Seccomp = filter
-		all = append(all, expected)
-	}
-	return all, nil
-}
-
-// unprivilegedPort returns the first port that a process without capabilities can bind in the
-// container's network namespace.
-func unprivilegedPort(spec *specs.Spec) (port uint32, err error) {
-	read := func() error {
-		data, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start")
-		if err != nil {
-			return err
-		}
-		n, err := strconv.ParseUint(strings.TrimSpace(string(data)), 10, 32)
-		port = uint32(n)
-		return err
-	}
-	for _, ns := range spec.Linux.Namespaces {
-		if ns.Type == specs.NetworkNamespace {
-			err = netns.In(ns.Path, read)
-			return port, err
-		}
-	}
-	err = read()
-	return port, err
-}
-
-// withoutSeccomp returns a copy of the spec without seccomp profile.
-func withoutSeccomp(spec *specs.Spec) *specs.Spec {
-	changed, linux := *spec, *spec.Linux
-	linux.Seccomp = nil
-	changed.Linux = &linux
-	return &changed
-}
-
-// memoryLimit returns the memory limit of a container in bytes, or 0.
-func memoryLimit(spec *specs.Spec) int64 {
-	if r := spec.Linux.Resources; r != nil && r.Memory != nil && r.Memory.Limit != nil && *r.Memory.Limit > 0 {
-		return *r.Memory.Limit
-	}
-	return 0
-}
-
-// FillLayer writes the files of a container's checkpoint into its empty writable layer.
-func (k Restores) FillLayer(ctx context.Context, c *state.Container, root rootfs.Spec) error {
-	dir := k.Dirs.CheckpointOf(c.PodID, c.Restore)
-	hidden, err := whiteouts(dir)
-	if err != nil {
-		return err
-	}
-	upper, err := os.Open(root.Upper)
-	if err != nil {
-		return fmt.Errorf("open writable layer of %s: %w", c.ID, err)
-	}
-	defer upper.Close() // a layer outlives no crash
-	result, err := k.unpack(ctx, upper, hidden, filepath.Join(dir, archive.RootfsDiffFile))
-	if err != nil {
-		return fmt.Errorf("fill writable layer of %s: %w", c.ID, err)
-	}
-	if len(result.Links) > 0 || result.Opaque {
-		return errdefs.FailedPrecondition("%s of the checkpoint depends on the image in a way that cannot be restored",
-			archive.RootfsDiffFile)
-	}
-	if err := unpack.MarkOpaque(upper, result.Opaques); err != nil {
-		return fmt.Errorf("fill writable layer of %s: %w", c.ID, err)
-	}
-	return nil
-}
-
-// FillShm writes the checkpointed content of /dev/shm into that of the pod. name is the directory of
-// a container that has it; "." for the pod's own.
-func (k Restores) FillShm(ctx context.Context, podID, name string) error {
-	shm, err := os.Open(k.Dirs.Shm(podID))
-	if err != nil {
-		return fmt.Errorf("open /dev/shm of pod %s: %w", podID, err)
-	}
-	defer shm.Close() // a tmpfs
-	content := filepath.Join(k.Dirs.Checkpoint(podID), name, archive.ShmFile)
-	if _, err := k.unpack(ctx, shm, new(whiteoutReader), content); err != nil {
-		return fmt.Errorf("fill /dev/shm of pod %s: %w", podID, err)
-	}
-	return nil
-}
-
-// unpack unpacks a tar of a checkpoint into an empty directory, after the whiteouts. A missing tar is
-// empty.
-func (k Restores) unpack(
-	ctx context.Context, tree *os.File, hidden *whiteoutReader, path string,
-) (unpack.Result, error) {
-	var rest io.Reader = bytes.NewReader(make([]byte, 1024)) // the end of an archive
-	file, err := os.Open(path)
-	switch {
-	case err == nil:
-		defer file.Close() // it was only read
-		rest = file
-	case !errors.Is(err, fs.ErrNotExist):
-		return unpack.Result{}, err
-	case len(hidden.names) == 0:
-		return unpack.Result{}, nil
-	}
-	failpoint.Reach("restore.unpack")
-	result, err := k.Unpacker.Unpack(ctx, tree, io.MultiReader(hidden, rest), unpack.Job{Algorithm: digest.SHA256})
-	failpoint.Reach("restore.unpacked")
-	return result, err
-}
-
-// Names of whiteouts in the tar of a layer (image-spec, layer.md).
-const (
-	whiteout       = ".wh."
-	opaqueWhiteout = ".wh..wh..opq"
-)
-
-// maxDeleted limits the deleted files of a checkpoint.
-const maxDeleted = 1 << 20
-
-// whiteouts returns the deleted files of a checkpoint as entries of a tar without its end. A deleted
-// file of the name .wh..wh..opq hides all files of the image in its directory.
-func whiteouts(dir string) (*whiteoutReader, error) {
-	r := &whiteoutReader{}
-	r.tar = tar.NewWriter(&r.buffer)
-	err := readJSON(dir, archive.DeletedFilesFile, &r.names)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, err
-	}
-	if len(r.names) > maxDeleted {
-		return nil, errdefs.InvalidArgument("%s of the checkpoint has more than %d files", archive.DeletedFilesFile, maxDeleted)
-	}
-	for i, file := range r.names {
-		parent, base := safefs.Split(safefs.Clean(file))
-		if base == "" {
-			return nil, errdefs.InvalidArgument("%s of the checkpoint has the root directory", archive.DeletedFilesFile)
-		}
-		if base != opaqueWhiteout {
-			base = whiteout + base
-		}
-		r.names[i] = safefs.Join(parent, base)
-	}
-	return r, nil
-}
-
-// whiteoutReader makes the entries of whiteouts while it is read.
-type whiteoutReader struct {
-	names  []string // of entries that have not been made
-	buffer bytes.Buffer
-	tar    *tar.Writer
-}
-
-func (r *whiteoutReader) Read(p []byte) (int, error) {
-	for r.buffer.Len() == 0 {
-		if len(r.names) == 0 {
-			return 0, io.EOF
-		}
-		header := &tar.Header{Typeflag: tar.TypeReg, Name: r.names[0], Mode: 0o600}
-		r.names = r.names[1:]
-		if err := r.tar.WriteHeader(header); err != nil {
-			return 0, errdefs.InvalidArgument("%s of the checkpoint: %w", archive.DeletedFilesFile, err)
-		}
-	}
-	return r.buffer.Read(p)
 }

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint/archive"
+	"berth/checkpoint/verify"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/shim/proto"
@@ -108,6 +109,35 @@ func TestExpectations(t *testing.T) {
 	}
 	if spec.Linux.Seccomp == nil {
 		t.Error("the spec was changed")
+	}
+}
+
+// The files of another node's checkpoint must be a tar without privileged files, or be missing.
+func TestCompareFiles(t *testing.T) {
+	dir := t.TempDir()
+	testutil.Must(t, compareFiles(filepath.Join(dir, "missing"), verify.Shm))
+	for name, h := range map[string]*tar.Header{
+		"ordinary": {Name: "f", Typeflag: tar.TypeReg, Mode: 0o600}, "set-id": {Name: "f", Typeflag: tar.TypeReg, Mode: 0o4755}, "none": nil,
+	} {
+		var data bytes.Buffer
+		w := tar.NewWriter(&data)
+		code := codes.OK
+		switch name {
+		case "none":
+			data.WriteString("this is not a tar")
+			code = codes.InvalidArgument
+		case "set-id":
+			code = codes.FailedPrecondition
+			fallthrough
+		default:
+			testutil.Must(t, w.WriteHeader(h))
+			testutil.Must(t, w.Close())
+		}
+		path := filepath.Join(dir, name)
+		testutil.Must(t, os.WriteFile(path, data.Bytes(), 0o600))
+		if err := compareFiles(path, verify.Shm); errdefs.Code(err) != code {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }
 
