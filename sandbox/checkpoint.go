@@ -52,10 +52,9 @@ func (m *Manager) CheckpointContainer(ctx context.Context, id, location string, 
 	if err != nil {
 		return err
 	}
-	err = m.checkpoint(ctx, timeout, c.String(), func(ctx context.Context) error {
-		return m.lockContainer(ctx, c, "checkpoint", func(c lockedContainer) error {
-			return m.checkpointContainer(ctx, p, c, location)
-		})
+	list := []*container{c}
+	err = m.checkpoint(ctx, timeout, c.String(), list, func(ctx context.Context, locked []lockedContainer) error {
+		return m.checkpointContainer(ctx, p, locked[0], location)
 	})
 	if err != nil {
 		return fmt.Errorf("checkpoint container %s: %w", c.ID, errdefs.Scarce(err))
@@ -92,10 +91,8 @@ func (m *Manager) CheckpointPod(ctx context.Context, podID, output string, ids [
 	if err != nil {
 		return err
 	}
-	err = m.checkpoint(ctx, 0, p.String(), func(ctx context.Context) error {
-		return m.lockContainers(ctx, containers, nil, func(locked []lockedContainer) error {
-			return m.checkpointPod(ctx, p, locked, output)
-		})
+	err = m.checkpoint(ctx, 0, p.String(), containers, func(ctx context.Context, locked []lockedContainer) error {
+		return m.checkpointPod(ctx, p, locked, output)
 	})
 	if err != nil {
 		return fmt.Errorf("checkpoint pod %s: %w", p.ID, errdefs.Scarce(err))
@@ -123,10 +120,14 @@ func (m *Manager) findContainersOf(p *pod, ids []string) ([]*container, error) {
 	return found, nil
 }
 
-// checkpoint runs op. It returns after op's end, so that an error means that everything is undone. op is
-// cancelled with ctx, after the timeout, and when berth stops.
-func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object string,
-	op func(context.Context) error) error {
+// checkpoint runs op with the locks of the containers, which are sorted by ID. It returns after op's end,
+// so that an error means that everything is undone. op is cancelled with ctx, after the timeout, by a stop
+// of a container, and when berth stops.
+func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object string, containers []*container,
+	op func(context.Context, []lockedContainer) error) error {
+	if m.undoing.Load() {
+		return errdefs.Unavailable("the checkpoints of an earlier daemon are not undone yet; the log says why")
+	}
 	if timeout == 0 {
 		timeout = checkpointTime
 	}
@@ -137,12 +138,30 @@ func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object 
 		detached, cancelCause := context.WithCancelCause(detached)
 		defer cancelCause(nil)
 		defer context.AfterFunc(ctx, func() { cancelCause(context.Cause(ctx)) })()
-		err := op(detached)
+		err := m.untilStopped(detached, containers, op)
 		if cause := context.Cause(detached); err != nil && cause != nil && errdefs.Code(err) != errdefs.Code(cause) {
 			err = fmt.Errorf("%w (%w)", cause, err)
 		}
 		return err
 	})
+}
+
+// untilStopped calls op with the locks of the containers. A stop of one of them cancels op, and the wait for
+// the locks.
+func (m *Manager) untilStopped(ctx context.Context, containers []*container,
+	op func(context.Context, []lockedContainer) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	for _, c := range containers {
+		running, end := c.dumping.Begin(ctx)
+		defer end()
+		defer context.AfterFunc(running, func() { cancel(context.Cause(running)) })()
+	}
+	err := m.lockContainers(ctx, containers, nil, func(locked []lockedContainer) error { return op(ctx, locked) })
+	if err != nil && errors.Is(context.Cause(ctx), runtime.ErrStopped) {
+		return errdefs.FailedPrecondition("the container was stopped during its checkpoint: %v", err)
+	}
+	return err
 }
 
 // lockContainers calls op while it holds the locks of all containers, which are sorted by ID.
@@ -203,14 +222,14 @@ func (m *Manager) removeCheckpointDir(ctx context.Context, path string) error {
 	return err
 }
 
-// writeArchive writes the archive in dir to a new file, which then replaces location. A daemon that dies
-// meanwhile leaves no file. A symbolic link at location is replaced and not followed.
+// writeArchive writes the archive in dir to a new file, which then replaces location, on the disk. A daemon
+// that dies meanwhile leaves no file. A symbolic link at location is replaced and not followed.
 func writeArchive(ctx context.Context, dir *os.File, location string) (err error) {
 	parent, err := os.Open(filepath.Dir(location))
 	if err != nil {
 		return locationError(err)
 	}
-	defer parent.Close() // it is not written through this descriptor
+	defer parent.Close() // Sync has told its errors
 	failpoint.Reach("checkpoint.make-archive")
 	fd, err := unix.Openat(int(parent.Fd()), ".", unix.O_TMPFILE|unix.O_WRONLY|unix.O_CLOEXEC, 0o600)
 	failpoint.Reach("checkpoint.archive-made")
@@ -228,12 +247,15 @@ func writeArchive(ctx context.Context, dir *os.File, location string) (err error
 	if err == nil {
 		err = linkFile(file, parent, filepath.Base(location))
 	}
+	if err == nil {
+		err = parent.Sync()
+	}
 	return errors.Join(err, file.Close())
 }
 
 // writeNamedArchive is writeArchive for a filesystem without O_TMPFILE. A daemon that dies meanwhile
 // leaves a hidden file.
-func writeNamedArchive(ctx context.Context, dir, parent *os.File, name string) (err error) {
+func writeNamedArchive(ctx context.Context, dir, parent *os.File, name string) error {
 	temporary := "." + state.NewID()[:16] + ".tmp"
 	const flags = unix.O_WRONLY | unix.O_CREAT | unix.O_EXCL | unix.O_CLOEXEC
 	failpoint.Reach("checkpoint.make-named")
@@ -257,8 +279,9 @@ func writeNamedArchive(ctx context.Context, dir, parent *os.File, name string) (
 		failpoint.Reach("checkpoint.remove-named")
 		err = errors.Join(err, os.NewSyscallError("unlinkat", unix.Unlinkat(int(parent.Fd()), temporary, 0)))
 		failpoint.Reach("checkpoint.named-removed")
+		return err
 	}
-	return err
+	return parent.Sync()
 }
 
 // locationError gives an error of the client's path a code.
@@ -367,12 +390,4 @@ func (m *Manager) checkRunning(c lockedContainer) error {
 			"container %s: the runtime of its handler is not berth's own, so it cannot be checkpointed", c.ID)
 	}
 	return nil
-}
-
-// stopped explains an error that a stop of the container has caused.
-func stopped(ctx context.Context, err error) error {
-	if err != nil && errors.Is(context.Cause(ctx), runtime.ErrStopped) {
-		return errdefs.FailedPrecondition("the container was stopped during its checkpoint: %v", err)
-	}
-	return err
 }

@@ -53,17 +53,13 @@ type checkpointPart struct {
 	frozen runtime.Frozen
 }
 
-// run captures the containers and writes the whole archive. They go on when run returns. After an error
-// the caller removes the files.
+// run captures the containers and writes the whole archive. They go on when run returns. The archive of a
+// pod is on the disk then. After an error the caller removes the files.
 func (j *checkpointJob) run(ctx context.Context, containers []lockedContainer) (err error) {
 	ctx, j.cancel = context.WithCancelCause(ctx)
 	defer j.cancel(nil)
-	defer func() { err = stopped(ctx, err) }()
 	defer j.closeParts()
 	for _, c := range containers {
-		slot, end := c.dumping.Begin(ctx)
-		defer end()
-		defer context.AfterFunc(slot, func() { j.cancel(context.Cause(slot)) })()
 		if err := j.m.checkRunning(c); err != nil {
 			return err
 		}
@@ -86,7 +82,10 @@ func (j *checkpointJob) run(ctx context.Context, containers []lockedContainer) (
 	if err != nil {
 		return err
 	}
-	return archive.Seal(ctx, j.dir, manifest, key)
+	if err := archive.Seal(ctx, j.dir, manifest, key); err != nil || !j.whole {
+		return err // the archive of a container is packed into a file, which is synced
+	}
+	return archive.Sync(ctx, j.dir, manifest)
 }
 
 // holdExecs keeps execs from starting in the containers until release is called.

@@ -105,14 +105,16 @@ func (m *Manager) forgetOutput(podID string) error {
 
 // recoverCheckpoints undoes the checkpoints of an earlier daemon before clients can use their directories
 // again. After an error it retries in the background: a CRIU that hangs in the kernel must not keep the
-// daemon from starting.
+// daemon from starting. Until it succeeds, new checkpoints are refused, so it undoes none of them.
 func (m *Manager) recoverCheckpoints(ctx context.Context) error {
 	if err := m.loadOutputs(); err != nil {
 		return err
 	}
+	m.undoing.Store(true)
 	err := m.undoCheckpoints(ctx)
 	if err != nil {
-		m.log.Error("undo the checkpoints of an earlier daemon; it is retried", "error", err)
+		m.log.Error("undo the checkpoints of an earlier daemon; it is retried, and new checkpoints are refused until then",
+			"error", err)
 		m.unfinished.Later("undo", "checkpoints", m.undoCheckpoints)
 	}
 	return nil
@@ -146,7 +148,11 @@ func (m *Manager) undoCheckpoints(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(m.removeLeftCheckpoints(ctx), m.emptyLeftOutputs())
+	err = errors.Join(m.removeLeftCheckpoints(ctx), m.emptyLeftOutputs())
+	if err == nil {
+		m.undoing.Store(false)
+	}
+	return err
 }
 
 // removeLeftCheckpoints removes the directories of unfinished checkpoints of containers.
@@ -159,9 +165,6 @@ func (m *Manager) removeLeftCheckpoints(ctx context.Context) error {
 		if !e.IsDir() || !state.IsID(e.Name()) {
 			continue
 		}
-		if c, known := m.containers.Get(e.Name()); known && c.dumping.Busy() {
-			continue // of this daemon
-		}
 		failpoint.Reach("checkpoint.remove-left")
 		err = errors.Join(err, safefs.RemoveAll(ctx, filepath.Join(m.dirs.Checkpoints(), e.Name())))
 		failpoint.Reach("checkpoint.left-removed")
@@ -172,9 +175,6 @@ func (m *Manager) removeLeftCheckpoints(ctx context.Context) error {
 // emptyLeftOutputs empties the clients' directories of unfinished checkpoints.
 func (m *Manager) emptyLeftOutputs() (err error) {
 	for podID, r := range m.outputs.all() {
-		if m.isDumping(podID) {
-			continue // the record is of this daemon
-		}
 		e := emptyOutput(r)
 		if e == nil {
 			e = m.forgetOutput(podID)
@@ -182,16 +182,6 @@ func (m *Manager) emptyLeftOutputs() (err error) {
 		err = errors.Join(err, e)
 	}
 	return err
-}
-
-// isDumping reports whether this daemon checkpoints the pod.
-func (m *Manager) isDumping(podID string) bool {
-	for _, c := range m.containersOf(podID) {
-		if c.dumping.Busy() {
-			return true
-		}
-	}
-	return false
 }
 
 // emptyOutput empties a directory if it still is the recorded one.

@@ -6,7 +6,9 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
+	"testing/synctest"
 
 	"google.golang.org/grpc/codes"
 
@@ -268,6 +270,57 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		testutil.Must(t, m.recordOutput(pod, dir))
 		testutil.Must(t, m.forgetOutput(pod))
 		nothingLeft(t, m)
+	})
+}
+
+// A stop cancels a checkpoint that runs, one that waits for it, and one that begins during the stop.
+func TestStopCancelsCheckpoints(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		pod, ids := startTwo(t, m)
+		f.holdDumps = true
+		dir := t.TempDir()
+		results := make(chan error, 3)
+		go func() { results <- m.CheckpointPod(t.Context(), pod, t.TempDir(), ids, nil) }()
+		synctest.Wait()
+		go func() { results <- m.CheckpointContainer(t.Context(), ids[0], dir+"/waits.tar", 0) }()
+		synctest.Wait()
+		c, err := m.containers.Find(ids[0])
+		testutil.Must(t, err)
+		end := c.dumping.Stop()
+		go func() { results <- m.CheckpointContainer(t.Context(), ids[0], dir+"/late.tar", 0) }()
+		synctest.Wait()
+		for range cap(results) {
+			select {
+			case err := <-results:
+				if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "stopped") {
+					t.Error(err)
+				}
+			default:
+				t.Error("a checkpoint was not cancelled")
+			}
+		}
+		end()
+		f.holdDumps = false
+		testutil.Must(t, m.CheckpointContainer(t.Context(), ids[0], dir+"/a.tar", 0))
+	})
+}
+
+// A daemon that cannot undo the checkpoints of an earlier one starts none, which it would undo, too.
+func TestCheckpointsWaitForRecovery(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		pod, ids := startTwo(t, m)
+		f.failing("end left dumps", 1)
+		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		out := t.TempDir()
+		if err := m.CheckpointPod(t.Context(), pod, out, ids, nil); errdefs.Code(err) != codes.Unavailable {
+			t.Errorf("before the recovery: %v", err)
+		}
+		if err := m.CheckpointContainer(t.Context(), ids[0], out+"/a", 0); errdefs.Code(err) != codes.Unavailable {
+			t.Errorf("before the recovery: %v", err)
+		}
+		wantCalled(t, f, false, dumpCalls...)
+		testutil.Must(t, m.undoCheckpoints(t.Context()))
+		testutil.Must(t, m.CheckpointPod(t.Context(), pod, out, ids, nil))
 	})
 }
 

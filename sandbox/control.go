@@ -88,7 +88,7 @@ func (k *control) stopContainer(ctx context.Context, c *container, timeout time.
 // endContainer holds no lock while it waits, because the exit is published under the lock.
 func (k *control) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
-	c.dumping.Cancel()
+	defer c.dumping.Stop()()
 	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.Cancel)
 	err := k.lockContainer(ctx, c, "stop", func(c lockedContainer) error { run = c.running.Load(); return nil })
 	overdue.Stop()
@@ -102,7 +102,7 @@ func (k *control) endContainer(ctx context.Context, c *container, timeout time.D
 // does not run is no error. The caller must not hold the container's lock, because the exit is
 // published under it.
 func (k *control) killContainer(ctx context.Context, c *container) error {
-	c.dumping.Cancel()
+	defer c.dumping.Stop()()
 	return k.stopper.Kill(ctx, k.stopTarget(c))
 }
 

@@ -52,6 +52,7 @@ type fakeHost struct {
 
 	calls      []string
 	fail       map[string]int             // remaining failures of each call
+	holdDumps  bool                       // Prepare waits until it is cancelled
 	pods       map[string]state.Phase     // by ID, as recorded
 	containers map[string]state.Phase     // by ID, as recorded
 	loaded     func(*fakeHost, *fakeLoad) // adds the records of an earlier daemon
@@ -460,9 +461,13 @@ type fakeDumper struct{ *fakeHost }
 
 func (f fakeDumper) EndLeft(func(string) string) error { return f.call("end left dumps") }
 
-func (f fakeDumper) Prepare(_ context.Context, id string, dir *os.File) (runtime.Dump, error) {
+func (f fakeDumper) Prepare(ctx context.Context, id string, dir *os.File) (runtime.Dump, error) {
 	if err := f.call("prepare dump"); err != nil {
 		return nil, err
+	}
+	if f.holdDumps {
+		<-ctx.Done()
+		return nil, ctx.Err()
 	}
 	return fakeDump{f.fakeHost, dir}, nil
 }

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"berth/checkpoint/archive"
@@ -99,9 +100,10 @@ type Manager struct {
 	history   *history.History             // nil in tests
 	signing   func() (*archive.Key, error) // the node's key for checkpoints, made when it is first needed
 
-	outputs      outputs   // directories of pods' checkpoints
-	podIDs       creations // by (namespace, name, uid, attempt)
-	containerIDs creations // by (pod, name, attempt)
+	outputs      outputs     // directories of pods' checkpoints
+	undoing      atomic.Bool // the checkpoints of an earlier daemon are not undone yet
+	podIDs       creations   // by (namespace, name, uid, attempt)
+	containerIDs creations   // by (pod, name, attempt)
 	sampler      *stats.Sampler
 	unmeasured   lograte.Limiter // rate limit of warnings about usage that cannot be read
 	oomKills     oomCounter

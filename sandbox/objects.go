@@ -77,7 +77,7 @@ type container struct {
 	stopNotified atomic.Pointer[chan struct{}]   // closed when plugins were notified of the exit; nil: no notification is pending
 	running      atomic.Pointer[running]         // nil without a shim
 	launching    runtime.CancelSlot              // cancels its creation or launch
-	dumping      runtime.CancelSlot              // cancels a checkpoint of it
+	dumping      runtime.StopGate                // stops cancel its checkpoints
 	info         atomic.Pointer[state.Container] // the published snapshot; nil until created
 	sample       stats.SampleState               // of its writable layer
 	describing   atomic.Bool                     // a RuntimeSpec call inspects its mounts

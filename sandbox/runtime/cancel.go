@@ -3,6 +3,7 @@ package runtime
 import (
 	"context"
 	"errors"
+	"sync"
 	"sync/atomic"
 )
 
@@ -25,12 +26,53 @@ func (u *CancelSlot) Begin(ctx context.Context) (launchCtx context.Context, end 
 	}
 }
 
-// Busy reports whether something runs that Cancel would cancel.
-func (u *CancelSlot) Busy() bool { return u.cancel.Load() != nil }
-
 // Cancel cancels a current launch with the cause ErrStopped, because its launcher may hang.
 func (u *CancelSlot) Cancel() {
 	if cancel := u.cancel.Load(); cancel != nil {
 		(*cancel)(ErrStopped)
 	}
+}
+
+// StopGate cancels operations on a container that must not run while it is stopped. Any number of
+// operations and stops can run at a time. The zero value is ready to use.
+type StopGate struct {
+	mu      sync.Mutex // guards all fields
+	stops   int
+	cancels map[*context.CancelCauseFunc]struct{} // of the operations
+}
+
+// Begin returns the context of an operation. A stop cancels it with the cause ErrStopped. During a stop
+// it is cancelled from the start. The caller calls end after the operation.
+func (g *StopGate) Begin(ctx context.Context) (operationCtx context.Context, end func()) {
+	operationCtx, cancel := context.WithCancelCause(ctx)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.stops > 0 {
+		cancel(ErrStopped)
+	}
+	if g.cancels == nil {
+		g.cancels = map[*context.CancelCauseFunc]struct{}{}
+	}
+	g.cancels[&cancel] = struct{}{}
+	return operationCtx, func() {
+		g.mu.Lock()
+		delete(g.cancels, &cancel)
+		g.mu.Unlock()
+		cancel(nil)
+	}
+}
+
+// Stop cancels all operations, and those that begin before end is called.
+func (g *StopGate) Stop() (end func()) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.stops++
+	for cancel := range g.cancels {
+		(*cancel)(ErrStopped)
+	}
+	return sync.OnceFunc(func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.stops--
+	})
 }
