@@ -120,10 +120,13 @@ func (p *criuProcess) request(req *rpc.CriuReq) (*rpc.CriuResp, error) {
 		return nil, fmt.Errorf("answer of CRIU: %w", err)
 	}
 	if !resp.GetSuccess() {
-		return nil, fmt.Errorf("CRIU failed: %s", explainCRIU(resp))
+		return nil, fmt.Errorf("%w: %s", errCRIURefused, explainCRIU(resp))
 	}
 	return resp, nil
 }
+
+// errCRIURefused means that CRIU has answered that it cannot carry out a request.
+var errCRIURefused = errors.New("CRIU failed")
 
 func explainCRIU(resp *rpc.CriuResp) string {
 	if text := resp.GetCrErrmsg(); text != "" {

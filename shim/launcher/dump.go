@@ -421,18 +421,40 @@ func (d *dump) end(grace time.Duration) error {
 // maxLogged is how much of CRIU's log explain reads, in bytes.
 const maxLogged = 64 << 10
 
-// explain adds the last errors of CRIU's log. If the filesystem is full the error says so: CRIU itself
-// reports only that it failed.
+// explain names the cause of a failed dump. CRIU's answer has none, so it comes from CRIU's log. What
+// CRIU cannot dump is FailedPrecondition.
 func (d *dump) explain(cause error) error {
 	errs := d.loggedErrors()
 	text := cause.Error()
 	if len(errs) > 0 {
 		text += ": " + strings.Join(errs[max(0, len(errs)-3):], "; ")
 	}
-	if strings.Contains(text, unix.ENOSPC.Error()) || strings.Contains(text, "No space left on device") || isFull(d.Dir) {
+	switch {
+	case strings.Contains(text, unix.ENOSPC.Error()) || strings.Contains(text, "No space left on device") || isFull(d.Dir):
 		return proto.Errorf(proto.ResourceExhausted, "the filesystem of the checkpoint is full: %s", text)
+	case !errors.Is(cause, errCRIURefused):
+		return errors.New(text)
 	}
-	return errors.New(text)
+	for _, line := range errs {
+		for _, known := range undumpableResources {
+			if strings.Contains(line, known.logged) {
+				return proto.Errorf(proto.FailedPrecondition, "%s: %s", known.words, line)
+			}
+		}
+	}
+	return proto.Errorf(proto.FailedPrecondition, "%s", text)
+}
+
+// undumpableResources are the words for errors in CRIU's log.
+var undumpableResources = []struct{ logged, words string }{
+	{"Can't dump half of stream unix connection", "it has a unix socket that is connected to another container or to the node"},
+	{"External socket is used", "it has a unix socket that is connected to another container or to the node"},
+	{"Can't lookup mount=", "it has an open file outside of its mounts"},
+	{"increase limit", fmt.Sprintf("it has a deleted open file larger than %d MiB", ghostLimit>>20)},
+	{"Use link-remap option", "it has a deleted open file with another link"},
+	{"anon_inode", "it has an open file of a kind that CRIU does not know"},
+	{"of that type", "it has an open file of a kind that CRIU does not know"},
+	{"dangling tty", "it has a terminal that is not its own"},
 }
 
 // loggedErrors returns the errors in CRIU's log.
