@@ -348,7 +348,7 @@ func TestHostileImages(t *testing.T) {
 	if runtime.GOARCH != "amd64" {
 		t.Skip("the images are those of amd64")
 	}
-	for _, tc := range slices.Concat(hostile, hostileMounts, hostileCgroups, hostileSockets) {
+	for _, tc := range slices.Concat(hostile, hostileProcesses, hostileMounts, hostileCgroups, hostileSockets) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			dir := verifytest.Images(t, verifytest.Versions[0])
