@@ -194,7 +194,9 @@ func (m *Manifest) checkFiles(dirs map[string]bool) error {
 			return fmt.Errorf("file %q has no valid size and SHA-256", f.Path)
 		}
 	}
-	required := []string{ConfigFile, SpecFile, path.Join(ImagesDir, "inventory.img"), path.Join(ImagesDir, DescriptorsFile)}
+	required := []string{
+		ConfigFile, SpecFile, path.Join(ImagesDir, "inventory.img"), path.Join(ImagesDir, DescriptorsFile),
+	}
 	for dir := range dirs {
 		for _, name := range required {
 			if !have[path.Join(dir, name)] {

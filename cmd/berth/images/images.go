@@ -30,8 +30,8 @@ func Command() *cobra.Command {
 	}
 	cmd.PersistentFlags().StringVarP(&o.socket, "socket", "s", defaultSocket(),
 		"CRI socket of the runtime (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
-	cmd.AddCommand(lsCommand(o), pullCommand(o), loadCommand(o), saveCommand(o), importCommand(o), tagCommand(o), rmCommand(o),
-		pruneCommand(o), inspectCommand(o), historyCommand(o), duCommand(o))
+	cmd.AddCommand(lsCommand(o), pullCommand(o), loadCommand(o), saveCommand(o), importCommand(o), tagCommand(o),
+		rmCommand(o), pruneCommand(o), inspectCommand(o), historyCommand(o), duCommand(o))
 	for _, sub := range cmd.Commands() {
 		sub.SilenceUsage, sub.SilenceErrors = true, true
 	}

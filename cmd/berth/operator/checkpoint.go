@@ -87,7 +87,9 @@ func (s *checkpointOptions) run(ctx context.Context, cmd *cobra.Command, c *clie
 }
 
 // saveContainer writes the archive of a container.
-func (s *checkpointOptions) saveContainer(ctx context.Context, cmd *cobra.Command, c *client.Client, container *runtimeapi.Container) error {
+func (s *checkpointOptions) saveContainer(
+	ctx context.Context, cmd *cobra.Command, c *client.Client, container *runtimeapi.Container,
+) error {
 	return s.writeFile(cmd.OutOrStdout(), func(dir string) error {
 		request := &runtimeapi.CheckpointContainerRequest{ContainerId: container.GetId(),
 			Location: filepath.Join(dir, partialFile), Timeout: int64((s.timeout + time.Second - 1) / time.Second)}
@@ -99,7 +101,9 @@ func (s *checkpointOptions) saveContainer(ctx context.Context, cmd *cobra.Comman
 }
 
 // savePod writes the archive of a pod: a directory, or a tar of it.
-func (s *checkpointOptions) savePod(ctx context.Context, cmd *cobra.Command, c *client.Client, pod *runtimeapi.PodSandbox) error {
+func (s *checkpointOptions) savePod(
+	ctx context.Context, cmd *cobra.Command, c *client.Client, pod *runtimeapi.PodSandbox,
+) error {
 	ids, err := runningContainers(ctx, c, pod)
 	if err != nil {
 		return err
@@ -240,7 +244,9 @@ func copyTo(to io.Writer, path string) error {
 
 // removeSaved kills and removes what was saved. A stop signal would let the processes do things
 // that the copy does again.
-func (s *checkpointOptions) removeSaved(ctx context.Context, c *client.Client, container *runtimeapi.Container, pod *runtimeapi.PodSandbox) error {
+func (s *checkpointOptions) removeSaved(
+	ctx context.Context, c *client.Client, container *runtimeapi.Container, pod *runtimeapi.PodSandbox,
+) error {
 	if pod == nil {
 		return c.Remove(ctx, container.GetId())
 	}

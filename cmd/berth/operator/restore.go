@@ -166,7 +166,9 @@ func (r *restoreOptions) plan(path string, key *archive.Key) (*restorePlan, erro
 }
 
 // restore makes the pod and starts its containers. After an error nothing is left.
-func (r *restoreOptions) restore(ctx context.Context, c *client.Client, plan *restorePlan, path string) (id string, err error) {
+func (r *restoreOptions) restore(
+	ctx context.Context, c *client.Client, plan *restorePlan, path string,
+) (id string, err error) {
 	if r.timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, r.timeout)

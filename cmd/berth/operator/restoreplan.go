@@ -34,7 +34,8 @@ type podIdentity struct{ name, namespace string }
 // newRestorePlan decodes the configurations in a manifest.
 func newRestorePlan(m *archive.Manifest, identity podIdentity) (*restorePlan, error) {
 	p := &restorePlan{manifest: m, sandbox: &runtimeapi.PodSandboxConfig{}}
-	name, namespace := "", "default"
+	var name string
+	namespace := "default"
 	if m.Pod != nil {
 		if err := decodeConfig(m.Pod.Config, p.sandbox); err != nil {
 			return nil, fmt.Errorf("checkpoint: configuration of the pod: %w", err)
@@ -173,7 +174,8 @@ func (p *restorePlan) hostAccess() []string {
 }
 
 func namespacesOfHost(o *runtimeapi.NamespaceOption) (list []string) {
-	for name, mode := range map[string]runtimeapi.NamespaceMode{"network": o.GetNetwork(), "PID": o.GetPid(), "IPC": o.GetIpc()} {
+	modes := map[string]runtimeapi.NamespaceMode{"network": o.GetNetwork(), "PID": o.GetPid(), "IPC": o.GetIpc()}
+	for name, mode := range modes {
 		if mode == runtimeapi.NamespaceMode_NODE {
 			list = append(list, name+" namespace of the node")
 		}
@@ -247,7 +249,8 @@ func (p *restorePlan) print(w io.Writer, access []string) error {
 			errdefs.Clip(cmp.Or(m.Containers[i].Image.Ref, m.Containers[i].Image.Name, c.GetImage().GetImage())),
 			errdefs.Clip(strings.Join(append(slices.Clone(c.GetCommand()), c.GetArgs()...), " ")))
 		if user.GetRunAsUser() != nil || user.GetRunAsUsername() != "" {
-			fmt.Fprintf(&out, "    user     %s\n", errdefs.Clip(cmp.Or(user.GetRunAsUsername(), fmt.Sprint(user.GetRunAsUser().GetValue()))))
+			name := cmp.Or(user.GetRunAsUsername(), fmt.Sprint(user.GetRunAsUser().GetValue()))
+			fmt.Fprintf(&out, "    user     %s\n", errdefs.Clip(name))
 		}
 	}
 	for _, a := range access {

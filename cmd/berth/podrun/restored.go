@@ -31,7 +31,8 @@ func MakeRestored(parent, uid, namespace, name string, containers []string, logD
 	if !uidPattern.MatchString(uid) {
 		return nil, fmt.Errorf("uid %q: want a UUID in lower case", uid)
 	}
-	f := &files{dir: filepath.Join(parent, uid), pod: &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}}
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
+	f := &files{dir: filepath.Join(parent, uid), pod: pod}
 	if err := os.MkdirAll(parent, 0o700); err != nil {
 		return nil, fmt.Errorf("create directory of pods: %w", err)
 	}
