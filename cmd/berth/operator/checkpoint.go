@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"time"
 
@@ -57,6 +58,10 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
+		// A reader that leaves must neither leave the copy in the temporary directory nor end in a removal.
+		pipes := make(chan os.Signal, 1)
+		signal.Notify(pipes, unix.SIGPIPE)
+		defer signal.Stop(pipes)
 		return cli.InterruptStatus(ctx, options.run(ctx, cmd, c, args[0]))
 	})
 	return cmd
@@ -83,7 +88,35 @@ func (s *checkpointOptions) run(ctx context.Context, cmd *cobra.Command, c *clie
 	if err != nil || !s.remove {
 		return err
 	}
+	if err := s.syncOutput(cmd.OutOrStdout()); err != nil {
+		return err
+	}
 	return s.removeSaved(ctx, c, container, pod)
+}
+
+// syncOutput makes the output survive a power cut. A pipe cannot be synced: its reader has taken all
+// bytes.
+func (s *checkpointOptions) syncOutput(stdout io.Writer) error {
+	if s.output == "-" {
+		f, ok := stdout.(*os.File)
+		if !ok {
+			return nil
+		}
+		if err := f.Sync(); err != nil && !errors.Is(err, unix.EINVAL) {
+			return fmt.Errorf("write checkpoint: %w", err)
+		}
+		return nil
+	}
+	file, err := os.Open(s.output)
+	if err != nil {
+		return err
+	}
+	defer file.Close() // it was only read
+	// syncfs also writes the directory that has the name of the file.
+	if err := unix.Syncfs(int(file.Fd())); err != nil {
+		return fmt.Errorf("write checkpoint %s: %w", s.output, os.NewSyscallError("syncfs", err))
+	}
+	return nil
 }
 
 // saveContainer writes the archive of a container.

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -69,5 +70,52 @@ func TestCheckpointOfContainerNeedsFile(t *testing.T) {
 	err := (&checkpointOptions{output: t.TempDir()}).checkOutput(nil)
 	if err == nil || !strings.Contains(err.Error(), "only a pod") {
 		t.Error(err)
+	}
+}
+
+// A reader that leaves early fails the command before anything is removed, and leaves no copy.
+func TestCheckpointToClosedPipe(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("TMPDIR", dir)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s := &checkpointOptions{output: "-"}
+	err = s.writeFile(w, func(dir string) error {
+		return os.WriteFile(filepath.Join(dir, partialFile), []byte("new"), 0o600)
+	})
+	if !errors.Is(err, syscall.EPIPE) {
+		t.Errorf("writeFile: %v", err)
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+// Before --rm removes the original, every kind of output is synced; one that is gone is an error.
+func TestCheckpointSyncsOutput(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	file := filepath.Join(dir, "out.tar")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, pipe, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pipe.Close()
+	for _, output := range []string{file, dir, "-"} {
+		if err := (&checkpointOptions{output: output}).syncOutput(pipe); err != nil {
+			t.Errorf("%s: %v", output, err)
+		}
+	}
+	if err := (&checkpointOptions{output: file + ".gone"}).syncOutput(pipe); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a missing file: %v", err)
 	}
 }
