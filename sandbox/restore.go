@@ -68,7 +68,7 @@ func (m *Manager) checkRestore(r state.RestoreRequest) error {
 		if err := state.CheckContainer(config, r.Config); err != nil {
 			return err
 		}
-		if err := checkRestorable(config); err != nil {
+		if err := state.CheckRestorable(config); err != nil {
 			return err
 		}
 		name := config.GetMetadata().GetName()
@@ -79,23 +79,6 @@ func (m *Manager) checkRestore(r state.RestoreRequest) error {
 	}
 	if len(names) == 0 {
 		return errdefs.InvalidArgument("container_configs is empty")
-	}
-	return nil
-}
-
-// checkRestorable refuses settings of a container that CRIU cannot restore.
-func checkRestorable(config *runtimeapi.ContainerConfig) error {
-	name := config.GetMetadata().GetName()
-	for _, mount := range config.GetMounts() {
-		if mount.GetPropagation() != runtimeapi.MountPropagation_PROPAGATION_PRIVATE {
-			return errdefs.FailedPrecondition(
-				"container %s: a restore does not support the propagation %s of the mount at %s",
-				name, mount.GetPropagation(), mount.GetContainerPath())
-		}
-	}
-	if config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetPid() == runtimeapi.NamespaceMode_TARGET {
-		return errdefs.FailedPrecondition(
-			"container %s: a restore does not support the PID namespace of another container", name)
 	}
 	return nil
 }

@@ -4,6 +4,8 @@ import (
 	"path/filepath"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
 )
 
 // RestoreRequest is a pod to create from a checkpoint.
@@ -31,4 +33,21 @@ func (d Dirs) Checkpoint(podID string) string { return filepath.Join(d.Writable(
 // started.
 func (d Dirs) CheckpointOf(podID string, r *Restore) string {
 	return filepath.Join(d.Checkpoint(podID), r.Name)
+}
+
+// CheckRestorable refuses settings of a container that CRIU cannot restore: FailedPrecondition.
+func CheckRestorable(config *runtimeapi.ContainerConfig) error {
+	name := config.GetMetadata().GetName()
+	for _, mount := range config.GetMounts() {
+		if mount.GetPropagation() != runtimeapi.MountPropagation_PROPAGATION_PRIVATE {
+			return errdefs.FailedPrecondition(
+				"container %s: a restore does not support the propagation %s of the mount at %s",
+				name, mount.GetPropagation(), mount.GetContainerPath())
+		}
+	}
+	if config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetPid() == runtimeapi.NamespaceMode_TARGET {
+		return errdefs.FailedPrecondition(
+			"container %s: a restore does not support the PID namespace of another container", name)
+	}
+	return nil
 }

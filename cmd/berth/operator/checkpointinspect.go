@@ -1,0 +1,257 @@
+package operator
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"path"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint/archive"
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/terminal"
+	"berth/internal/criu"
+	"berth/internal/errdefs"
+	"berth/sandbox/state"
+)
+
+func checkpointInspectCommand(o *connection) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "inspect FILE",
+		Short: "Show what a checkpoint contains, and what prevents a restore here",
+		Long: `Show what a file or directory of "berth checkpoint" says about itself: pod, containers,
+images, sizes, who signed it, and where it was made. The command then compares it with
+this node and lists what would prevent a restore. The exit code is 1 if there is anything.
+
+It reads the manifest only. A restore also checks all other files, and compares the
+processes with what berth would create.`,
+		Example: "  berth checkpoint inspect web.tar\n  berth checkpoint inspect web.tar -o json",
+		Args:    cli.Args(1, 1, "name a file"),
+	}
+	format := addOutputFlag(cmd, outputTable, outputJSON, outputYAML, outputTemplate)
+	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		i, err := inspectCheckpoint(cmd.Context(), c, args[0])
+		if err != nil {
+			return err
+		}
+		if format.format == outputTable {
+			err = i.print(cmd)
+		} else {
+			err = printValue(cmd.OutOrStdout(), format, i)
+		}
+		if err == nil && len(i.Prevents) > 0 {
+			err = &cli.ExitStatus{Code: 1}
+		}
+		return err
+	})
+	return cmd
+}
+
+// checkpointInfo describes a checkpoint. Its texts come from the checkpoint, which may be anyone's.
+type checkpointInfo struct {
+	Pod        string                `json:"pod,omitempty"` // NAMESPACE/NAME; empty: a checkpoint of one container
+	Handler    string                `json:"handler"`
+	Containers []checkpointContainer `json:"containers"`
+	CreatedAt  time.Time             `json:"createdAt"`
+	SignedBy   string                `json:"signedBy"` // archive.Signer
+	Node       archive.Node          `json:"node"`
+	Size       int64                 `json:"size"`       // bytes of all files but the manifest
+	NodeAccess []string              `json:"nodeAccess"` // what the pod would access of the node
+	Prevents   []string              `json:"prevents"`   // a restore on this node; empty: nothing known does
+}
+
+type checkpointContainer struct {
+	Name    string `json:"name"`
+	Image   string `json:"image"`
+	ImageID string `json:"imageID"`
+	Size    int64  `json:"size"`   // bytes of its files
+	Memory  int64  `json:"memory"` // bytes of its pages
+}
+
+// inspectCheckpoint reads the manifest of a checkpoint and compares it with the node of the daemon.
+func inspectCheckpoint(ctx context.Context, c *client.Client, file string) (*checkpointInfo, error) {
+	file, err := filepath.Abs(file)
+	if err != nil {
+		return nil, err
+	}
+	plan, err := (&restoreOptions{}).plan(file, nodeKey(ctx, c))
+	if err != nil {
+		return nil, err
+	}
+	i := describeCheckpoint(plan)
+	here, err := restoreNode(ctx, c)
+	if err != nil {
+		return nil, err
+	}
+	i.Prevents = here.prevents(plan)
+	return i, nil
+}
+
+// describeCheckpoint returns what a checkpoint says about itself.
+func describeCheckpoint(plan *restorePlan) *checkpointInfo {
+	m := plan.manifest
+	i := &checkpointInfo{Handler: plan.handler, CreatedAt: m.CreatedAt, SignedBy: plan.signer.String(), Node: m.Node,
+		NodeAccess: plan.hostAccess()}
+	if m.Pod != nil {
+		i.Pod = m.Pod.Namespace + "/" + m.Pod.Name
+	}
+	for _, f := range m.Files {
+		i.Size += f.Size
+	}
+	for n := range m.Containers {
+		c := &m.Containers[n]
+		one := checkpointContainer{Name: c.Name, Image: cmp.Or(c.Image.Name, c.Image.Ref), ImageID: c.Image.ID}
+		for _, f := range m.Files {
+			dir, name := path.Split(f.Path)
+			dir = path.Clean(dir)
+			images := path.Join(m.Dir(c), archive.ImagesDir)
+			if m.Pod != nil && dir != m.Dir(c) && dir != images {
+				continue
+			}
+			one.Size += f.Size
+			if isPages, _ := path.Match("pages-*.img", name); isPages && dir == images {
+				one.Memory += f.Size
+			}
+		}
+		i.Containers = append(i.Containers, one)
+	}
+	return i
+}
+
+// restoringNode is what a restore needs of a node.
+type restoringNode struct {
+	foreign  bool     // checkpoint.restore_foreign
+	criu     string   // why CRIU cannot be used; empty: it can
+	handlers []string // "": the default
+	images   []string // IDs
+}
+
+// restoreNode asks the daemon for what a restore needs.
+func restoreNode(ctx context.Context, c *client.Client) (*restoringNode, error) {
+	reported, err := c.Settings(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var settings struct {
+		CheckpointCRIU           string
+		CheckpointRestoreForeign bool
+	}
+	if err := json.Unmarshal(reported, &settings); err != nil {
+		return nil, fmt.Errorf("read the configuration of the daemon: %w", err)
+	}
+	n := &restoringNode{foreign: settings.CheckpointRestoreForeign, criu: criuProblem(ctx, settings.CheckpointCRIU)}
+	status, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{})
+	if err != nil {
+		return nil, client.Explain("status of the runtime", err)
+	}
+	for _, h := range status.GetRuntimeHandlers() {
+		n.handlers = append(n.handlers, h.GetName())
+	}
+	images, err := c.ListImages(ctx, &runtimeapi.ListImagesRequest{})
+	if err != nil {
+		return nil, client.Explain("list images", err)
+	}
+	for _, image := range images.GetImages() {
+		n.images = append(n.images, image.GetId())
+	}
+	return n, nil
+}
+
+// criuProblem returns why the daemon cannot use CRIU, or "".
+func criuProblem(ctx context.Context, configured string) string {
+	program, err := criu.Locate(configured)
+	if err != nil {
+		return err.Error()
+	}
+	version, err := criu.VersionOf(ctx, program)
+	if err == nil {
+		err = version.Check()
+	}
+	if err != nil {
+		return err.Error()
+	}
+	return ""
+}
+
+// prevents lists what prevents a restore of the plan on this node.
+func (n *restoringNode) prevents(plan *restorePlan) []string {
+	list := []string{}
+	add := func(format string, args ...any) { list = append(list, errdefs.Clip(fmt.Sprintf(format, args...))) }
+	m := plan.manifest
+	if plan.signer != archive.ThisNode && !n.foreign {
+		add("signed by %s, and checkpoint.restore_foreign is off", plan.signer)
+	}
+	if n.criu != "" {
+		add("%s", n.criu)
+	}
+	if arch := m.Node.Architecture; arch != "" && arch != runtime.GOARCH {
+		add("made on %s, this node is %s", arch, runtime.GOARCH)
+	}
+	if !slices.Contains(n.handlers, plan.handler) {
+		add("this node has no runtime handler %q", plan.handler)
+	}
+	if userns := plan.sandbox.GetLinux().GetSecurityContext().GetNamespaceOptions().GetUsernsOptions(); userns != nil &&
+		userns.GetMode() == runtimeapi.NamespaceMode_POD {
+		add("the pod has a user namespace")
+	}
+	for i := range m.Containers {
+		if image := m.Containers[i].Image; !slices.Contains(n.images, image.ID) {
+			add("image %s (%s) of container %s is not on this node", cmp.Or(image.Name, image.Ref), shortDigest(image.ID),
+				m.Containers[i].Name)
+		}
+		if err := state.CheckRestorable(plan.containers[i]); err != nil {
+			add("%v", err)
+		}
+	}
+	return list
+}
+
+// shortDigest returns the first digits of a digest.
+func shortDigest(digest string) string {
+	_, hex, found := strings.Cut(digest, ":")
+	if !found || len(hex) < 12 {
+		return digest
+	}
+	return hex[:12]
+}
+
+// print writes the description as text. Texts of the checkpoint are quoted, so they cannot control a
+// terminal.
+func (i *checkpointInfo) print(cmd *cobra.Command) error {
+	var out strings.Builder
+	line := func(name, format string, args ...any) {
+		fmt.Fprintf(&out, "%-12s %s\n", name, errdefs.Clip(fmt.Sprintf(format, args...)))
+	}
+	line("pod", "%s", cmp.Or(i.Pod, "none: one container"))
+	line("handler", "%s", cmp.Or(i.Handler, "the default"))
+	for _, c := range i.Containers {
+		line("container", "%s: %s (%s), %s, memory %s", c.Name, c.Image, shortDigest(c.ImageID),
+			terminal.Bytes(uint64(c.Size)), terminal.Bytes(uint64(c.Memory)))
+	}
+	line("saved", "%s", i.CreatedAt.UTC().Format("2006-01-02 15:04:05 MST"))
+	n := i.Node.CRIU // 40201 is 4.2.1
+	version := criu.Version{Major: n / 10000, Minor: n / 100 % 100, Sub: n % 100}
+	line("made by", "berth %s, CRIU %s, Linux %s (%s)", i.Node.Berth, version, i.Node.Kernel, i.Node.Architecture)
+	line("size", "%s", terminal.Bytes(uint64(i.Size)))
+	line("signed by", "%s", i.SignedBy)
+	for _, a := range i.NodeAccess {
+		line("uses", "%s", a)
+	}
+	if len(i.Prevents) == 0 {
+		line("restore here", "possible, as far as the manifest says")
+	}
+	for _, p := range i.Prevents {
+		line("restore here", "no: %s", p)
+	}
+	_, err := fmt.Fprint(cmd.OutOrStdout(), out.String())
+	return err
+}
