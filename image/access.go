@@ -143,9 +143,10 @@ func (a *access) recorded(x *index, layer digest.Digest) origin {
 	return a.origins[layer]
 }
 
-// originOf returns the closest origin of a layer among images and pulls.
+// originOf returns the closest origin of a layer among images, pulls, and layers of failed pulls.
 func (s *Store) originOf(a *access, layer digest.Digest) origin {
-	return max(s.accesses.origin(a.repo.Reference(), layer), a.recorded(s.index.Load(), layer))
+	ref := a.repo.Reference()
+	return max(s.accesses.origin(ref, layer), s.finished.origin(ref, layer), a.recorded(s.index.Load(), layer))
 }
 
 // mayUse reports whether a pull may use a present layer without a download. It asks only a registry

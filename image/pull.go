@@ -21,6 +21,7 @@ import (
 
 	"berth/image/erofs"
 	"berth/image/layer"
+	"berth/image/partial"
 	"berth/image/registry"
 	"berth/image/tree"
 	"berth/image/trust"
@@ -163,7 +164,13 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	ref := repo.Reference()
 	return s.add(ctx, ref.String(), img, naming{refs: []registry.Reference{ref}},
 		func(ctx context.Context, store *layer.Store, i int) error {
-			return s.fetchLayer(ctx, store, a, img.Layers[i], tracks[i])
+			if err := s.fetchLayer(ctx, store, a, img.Layers[i], tracks[i]); err != nil {
+				return err
+			}
+			if *tracks[i].state.Load() == LayerDone {
+				s.keepFinished(ref, img.Layers[i])
+			}
+			return nil
 		})
 }
 
@@ -171,13 +178,13 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 type getLayer func(ctx context.Context, store *layer.Store, i int) error
 
 // add gets the layers of an image and commits it. After a failure it deletes the layers that nothing
-// else needs.
+// else needs, except those that keepFinished has kept.
 func (s *Store) add(ctx context.Context, what string, img *registry.Image, names naming,
-	get getLayer) (*Image, error) {
+	get getLayer) (added *Image, err error) {
 	chain := layersOf(img)
 	owner := fmt.Sprintf("%s%d", pullPrefix, s.pullID.Add(1))
 	end := s.cfg.Waits.Begin("layer deletion", "image "+what)
-	err := s.refs.acquire(ctx, owner, chain)
+	err = s.refs.acquire(ctx, owner, chain)
 	end()
 	if err != nil {
 		return nil, err
@@ -200,11 +207,13 @@ func (s *Store) add(ctx context.Context, what string, img *registry.Image, names
 		store = other
 		err = s.addLayers(ctx, store, img, get)
 	}
-	if err != nil {
-		return nil, err
+	if err == nil {
+		recording := trace.Begin(ctx, "record")
+		added, err = s.commit(ctx, names, img, store)
+		recording.End()
 	}
-	defer trace.Begin(ctx, "record").End()
-	return s.commit(ctx, names, img, store)
+	s.settleFinished(chain, err)
+	return added, err
 }
 
 // usualFile is the memory for merging one file: its node, its name and its directory entry. 140,000
@@ -220,6 +229,9 @@ func (s *Store) mostInodes() uint64 {
 // addLayers gets the layers that a store lacks and checks that they can be stacked.
 func (s *Store) addLayers(ctx context.Context, store *layer.Store, img *registry.Image, get getLayer) error {
 	if wanted := missing(store, img); wanted > 0 {
+		if store.HasRoom(wanted, s.layers.deleting()) != nil {
+			s.dropPartial()
+		}
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
 			return err
 		}
@@ -366,7 +378,9 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 		return had, false, err
 	}
 	defer blob.Close() // read to its end or abandoned
-	traced := &tracedBlob{Blob: blob, ctx: ctx}
+	kept := s.openKept(blob, repo, l, first, received)
+	defer func() { endKept(kept, err) }()
+	traced := &tracedBlob{Blob: blob, ctx: ctx, kept: kept}
 	had, err = s.unpack(ctx, store, repo.Reference().Domain, l, traced, more)
 	traced.span.End()
 	if err == nil { // unread if another pull created the layer meanwhile
@@ -385,11 +399,13 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	return had, inParts, err
 }
 
-// tracedBlob is a blob whose transfer is a span: from the first read to the end or an error.
+// tracedBlob is a blob whose transfer is a span: from the first read to the end or an error. It
+// keeps what it reads until the end.
 type tracedBlob struct {
 	*registry.Blob
 	ctx  context.Context // of the span
 	span *trace.Span     // nil before the first read
+	kept *partial.Blob
 }
 
 func (b *tracedBlob) Read(p []byte) (int, error) {
@@ -397,6 +413,10 @@ func (b *tracedBlob) Read(p []byte) (int, error) {
 		b.span = trace.Begin(b.ctx, "download")
 	}
 	n, err := b.Blob.Read(p)
+	b.kept.Received(p[:n])
+	if err == io.EOF { //nolint:errorlint // io.Reader
+		b.kept.Discard() // before the layer is synced, so that these bytes need not be written
+	}
 	if err != nil {
 		b.span.End()
 	}

@@ -18,6 +18,7 @@ import (
 
 	"berth/checkpoint"
 	"berth/image/layer"
+	"berth/image/partial"
 	"berth/image/registry"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
@@ -43,6 +44,7 @@ type Config struct {
 	MaxUnpacking         int                // concurrent unpack processes of all pulls; 0: DefaultUnpacking
 	MaxRangeRequests     int                // concurrent range requests for parts of large layers, see registry.Config.Spare; 0: none
 	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
+	PartialTTL           time.Duration      // how long layers and bytes of failed pulls are kept; 0: they are deleted
 	Platform             ocispec.Platform   // zero: this machine's
 	Waits                *task.Waits        // records waits for verbose Status; nil: no recording
 	Observer             Observer           // nil: none
@@ -71,6 +73,10 @@ type Store struct {
 	sequence uint64          // of the last record written; guarded by writing
 	stale    map[string]bool // IDs of images whose record on disk still has a lost tag; guarded by writing
 	writing  chan struct{}   // the writer's lock: holds one token
+
+	partial  *partial.Store // bytes of layers whose transfer did not finish
+	finished *finished      // layers of pulls that did not finish
+	expiry   *task.Lifetime // of the goroutine that deletes both
 
 	refs     *layerRefs
 	flights  *flights
@@ -114,6 +120,9 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	if err := s.load(); err != nil {
 		return nil, err
 	}
+	if err := s.openPartial(); err != nil {
+		return nil, err
+	}
 	undo.Release()
 	return s, nil
 }
@@ -147,6 +156,7 @@ func newStore(
 		client:   client,
 		writing:  make(chan struct{}, 1),
 		stale:    map[string]bool{},
+		finished: &finished{layers: map[digest.Digest]finishedLayer{}},
 		refs:     newLayerRefs(),
 		flights:  newFlights(ctx, log),
 		slots:    newUnpackSlots(cfg.MaxUnpacking),
@@ -166,7 +176,8 @@ func (s *Store) close() error {
 	s.shutdown()
 	s.pulls.close()
 	s.flights.wait()
-	return s.layers.close()
+	s.expiry.Cancel()
+	return errors.Join(s.expiry.WaitFor(expiryStop), s.layers.close())
 }
 
 // load reads the records. It moves damaged records and records with a missing layer out of the way;
@@ -300,7 +311,9 @@ type Usage struct {
 func (s *Store) Usage(context.Context) (Usage, error) {
 	x := s.index.Load()
 	used := s.layers.Usage()
-	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes, Inodes: used.Inodes + uint64(len(x.records))}, nil
+	files, bytes := s.partial.Usage()
+	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes + uint64(bytes),
+		Inodes: used.Inodes + uint64(len(x.records)+files)}, nil
 }
 
 // Remove removes the image that ref names, with all its tags, and the layers that only it needs. An
@@ -318,6 +331,7 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	if err != nil {
 		return fmt.Errorf("remove image: %w", err)
 	}
+	s.dropPartial() // before anything that was pulled completely
 	if err := s.remove(img.ID); err != nil {
 		return err
 	}

@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -370,6 +371,42 @@ func TestPullStalled(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`pull.stall_timeout = "5s"`)) // other layers arrive faster, also on a slow machine
 	_, err := d.TryPull(t, name, nil)
 	wantUnavailable(t, err, digest)
+	harness.NoTraceOf(t, d, name)
+}
+
+// With pull.partial_layer_ttl, a failed pull keeps its finished layers, which "berth check" knows. The
+// next pull does not transfer them again and leaves nothing.
+func TestFailedPullKeepsLayers(t *testing.T) {
+	r := harness.NewRegistry(t)
+	img, layer := noisyImage(t, "cut", 1<<20)
+	name, _ := harness.Push(t, r, "cut:latest", img)
+	digest := harness.DigestOf(t, layer)
+	var whole atomic.Bool     // the registry sends all layers
+	var finished atomic.Int32 // transfers of other blobs
+	r.Hook(func(_ http.ResponseWriter, req *http.Request) bool {
+		if req.Method != http.MethodGet || !strings.Contains(req.URL.Path, "/blobs/") {
+			return false
+		}
+		if !strings.HasSuffix(req.URL.Path, digest) {
+			finished.Add(1)
+		} else if !whole.Load() {
+			panic(http.ErrAbortHandler)
+		}
+		return false
+	})
+	d := harness.StartDaemon(t, harness.WithConfig(`pull.partial_layer_ttl = "24h"`))
+	_, err := d.TryPull(t, name, nil)
+	wantUnavailable(t, err, digest)
+	d.StateMatches(t)
+	whole.Store(true)
+	before := finished.Load()
+	_, err = d.TryPull(t, name, nil)
+	harness.Must(t, err)
+	// The config is not a layer.
+	if again := finished.Load() - before; again > 1 {
+		t.Errorf("%d blobs were transferred again", again)
+	}
+	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
 	harness.NoTraceOf(t, d, name)
 }
 

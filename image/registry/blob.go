@@ -41,7 +41,8 @@ type Blob struct {
 	host     *endpoint     // of the current or last transfer
 	from     string        // that host, for errors
 	ahead    ahead
-	offset   int64
+	offset   int64 // of the next byte from the network
+	kept     kept
 	failures int   // failures since the offset mark
 	mark     int64 // offset of the first of these failures
 	resumed  bool  // a host has served a request for the rest
@@ -49,6 +50,22 @@ type Blob struct {
 	// blob up to the wanted offset.
 	rangeless map[*endpoint]bool
 	err       error // final result
+}
+
+// kept is the start of a blob that was received earlier.
+type kept struct {
+	content io.Reader
+	left    int64 // unread bytes
+	used    bool  // a host has agreed to send the rest
+}
+
+// ResumeFrom makes the blob begin with size bytes that were received earlier, fewer than the blob
+// has. They are not trusted: they count for the digest. Nothing of them is read before a host has
+// answered the request for the rest. It must be called before the first Read.
+func (b *Blob) ResumeFrom(content io.Reader, size int64) {
+	if size > 0 && size < b.want.Size {
+		b.kept, b.offset, b.mark = kept{content: content, left: size}, size, size
+	}
 }
 
 // Hosts returns the number of hosts that may serve a blob.
@@ -82,10 +99,11 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	return b, nil
 }
 
-// InParts reports whether a part of the blob was fetched by a range request of its own.
-func (b *Blob) InParts() bool { return b.ahead.used }
+// InParts reports whether a part of the blob was fetched by a range request of its own, or in an
+// earlier transfer.
+func (b *Blob) InParts() bool { return b.ahead.used || b.kept.used }
 
-// Left returns the number of unread bytes. It must not be called concurrently with Read.
+// Left returns the number of bytes that were not received yet. It must not be called concurrently with Read.
 func (b *Blob) Left() int64 { return b.want.Size - b.offset }
 
 // Read implements io.Reader.
@@ -97,6 +115,8 @@ func (b *Blob) Read(p []byte) (int, error) {
 		}
 		var n int
 		switch part := b.ahead.at(b.offset); {
+		case b.kept.used && b.kept.left > 0:
+			n = b.readKept(p)
 		case part != nil:
 			n = b.readPart(part, p)
 		case b.body == nil:
@@ -109,6 +129,20 @@ func (b *Blob) Read(p []byte) (int, error) {
 		}
 	}
 	return 0, b.err
+}
+
+// readKept reads from the bytes that were received earlier.
+func (b *Blob) readKept(p []byte) int {
+	n, err := b.kept.content.Read(p[:min(int64(len(p)), b.kept.left)])
+	b.hash.Write(p[:n])
+	b.kept.left -= int64(n)
+	switch {
+	case b.ctx.Err() != nil:
+		b.err = fmt.Errorf("%s: %w", b, b.ctx.Err())
+	case err != nil && b.kept.left > 0:
+		b.err = corrupt("%s: read of the bytes from an earlier transfer: %w", b, err)
+	}
+	return n
 }
 
 // readBody reads from the current transfer.
@@ -261,6 +295,7 @@ func (b *Blob) open() error {
 		body, err := b.openAt(e)
 		if err == nil {
 			b.body, b.host, b.from = body, e, e.String()
+			b.kept.used = b.kept.left > 0 || b.kept.used
 		}
 		return err
 	})

@@ -70,6 +70,7 @@ const (
 	unpinned  = "in a network namespace that is not pinned yet"
 	history   = "traces, which nothing depends on; they are written at any time"
 	unnamed   = "in a directory without a name yet; failpoints surround the whole"
+	partial   = "the start of a blob, valid at any length; the next start removes it or a pull resumes it"
 	undo      = "undoes after an error, as the next start does after a crash"
 )
 
@@ -116,6 +117,9 @@ var unmarked = map[string]string{
 	"image/layer.writeRecord: os.WriteFile":                               byCaller,
 	"image/layer.Open: os.MkdirAll":                                       again,
 	"image/layer.show: unix.Renameat2":                                    "layer.synced is before it",
+	"image/partial.Open: os.MkdirAll":                                     again,
+	"image/partial.open: os.OpenFile":                                     partial,
+	"image/partial.remove: os.Remove":                                     partial,
 	"image/registry.runHelper: cmd.Run":                                   "a credential helper, which only tells something",
 	"image/trust.runPlugin: unix.Kill cmd.Start":                          "a verifier plugin, which only answers",
 	"image/trust.writeAt: unix.Mkdirat unix.Openat":                       detached,

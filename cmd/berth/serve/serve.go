@@ -465,6 +465,7 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 		MaxUnpacking:         budget.Unpackers(),
 		MaxRangeRequests:     budget.RangeRequests(cfg.MaxRangeRequests),
 		StallTimeout:         cfg.StallTimeout.Duration,
+		PartialTTL:           cfg.PartialLayerTTL.Duration,
 		Waits:                waits,
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"strings"
 
 	"github.com/moby/sys/mountinfo"
+	"github.com/opencontainers/go-digest"
 
 	"berth/checkpoint"
 	"berth/cni"
@@ -47,6 +48,7 @@ type facts struct {
 	objects      []cni.Object
 	runs         cni.NotedRuns
 	layers       *layer.Survey
+	finished     []digest.Digest // layers that failed pulls have left for the next one
 	descriptors  []descriptor
 
 	views *views // nil without a daemon
@@ -150,8 +152,12 @@ func (f *facts) readRecords() error {
 	if err != nil {
 		return err
 	}
-	f.pods, f.containers, f.images = records.Pods, records.Containers, images
-	f.surveys = append(records.Surveys, survey)
+	pulls, finished, err := image.InspectFinished(f.imageRoot())
+	if err != nil {
+		return err
+	}
+	f.pods, f.containers, f.images, f.finished = records.Pods, records.Containers, images, finished
+	f.surveys = append(records.Surveys, survey, pulls)
 	return nil
 }
 

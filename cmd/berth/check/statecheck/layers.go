@@ -42,6 +42,7 @@ func compareLayers(f *facts, d *finder) {
 	for id, c := range f.containers {
 		need(containerName(id), c.Layers, c.Stage == state.Created || c.Stage == state.Running)
 	}
+	need("failed pulls", f.finished, false)
 	for path, err := range f.layers.Damaged {
 		d.differ(path, "a layer", "%v", err)
 	}

@@ -37,8 +37,9 @@ var (
 		"checkpoint.key", // signs checkpoints
 	}
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id", "debug.sock"}
-	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
-	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
+	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs",
+		"partial"} // of failed pulls; any content is valid
+	inErofs = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
 )
 
 func compareRecords(f *facts, d *finder) {

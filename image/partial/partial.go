@@ -1,0 +1,330 @@
+// Package partial keeps the start of blobs whose transfer did not finish, so that the next pull
+// fetches only the rest.
+//
+// Contract: a file holds the first bytes of one blob as one registry sent them. It grows during the
+// transfer and is removed when the blob is complete, so any length is valid and a killed daemon
+// leaves nothing to repair. The content is not trusted: the caller hashes it with the rest, checks
+// the blob's digest as always, and discards the file if the digest is wrong. A file is used only
+// for the registry that sent it, and only after that registry has agreed to send the rest to the
+// new pull's credentials. Files expire, have a common limit, and are dropped when the
+// filesystem is short of space. A failure to write one never makes a pull fail.
+package partial
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// MinSize is the least number of bytes worth keeping. Smaller blobs get no file.
+	MinSize = 1 << 20
+	// DefaultMaxBytes is the default of Config.MaxBytes.
+	DefaultMaxBytes = 8 << 30
+	// inflation is the usual ratio of an unpacked layer to its blob. A file is written only while
+	// the filesystem has room for the layer without it.
+	inflation = 4
+	// checkEvery is how many bytes are written between two checks of the free space.
+	checkEvery = 8 << 20
+)
+
+// Config configures a Store.
+type Config struct {
+	Dir      string
+	TTL      time.Duration            // how long bytes are kept after their last change; 0: none are kept
+	MaxBytes int64                    // of all files; 0: DefaultMaxBytes
+	HasRoom  func(bytes uint64) error // reports whether the filesystem has room for more layers
+	Log      *slog.Logger
+}
+
+// Store keeps the files below one directory. Its methods may be called concurrently.
+type Store struct {
+	cfg Config
+
+	mu    sync.Mutex // guards the fields below and those of each file
+	files map[string]*file
+	bytes int64 // of all files
+}
+
+// file describes one file.
+type file struct {
+	size    int64
+	changed time.Time
+	active  bool // a Blob has it open
+}
+
+// Open opens the store, creates its directory if needed, and removes expired files.
+func Open(cfg Config) (*Store, error) {
+	if cfg.MaxBytes == 0 {
+		cfg.MaxBytes = DefaultMaxBytes
+	}
+	s := &Store{cfg: cfg, files: map[string]*file{}}
+	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("open partial layers: %w", err)
+	}
+	entries, err := os.ReadDir(cfg.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("open partial layers: %w", err)
+	}
+	for _, e := range entries {
+		info, err := e.Info()
+		if err != nil {
+			return nil, fmt.Errorf("open partial layers: %w", err)
+		}
+		if info.Mode().IsRegular() {
+			s.files[e.Name()] = &file{size: info.Size(), changed: info.ModTime()}
+			s.bytes += info.Size()
+		}
+	}
+	if err := s.Expire(time.Now()); err != nil {
+		cfg.Log.Warn("delete partial layers; will be retried", "error", err)
+	}
+	return s, nil
+}
+
+// Usage returns the number of files and their bytes.
+func (s *Store) Usage() (files int, bytes int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.files), s.bytes
+}
+
+// Expire removes the files that have not changed for the TTL, and those too small to be of use.
+func (s *Store) Expire(now time.Time) error {
+	return s.drop(func(f *file) bool { return f.size < MinSize || now.Sub(f.changed) >= s.cfg.TTL })
+}
+
+// Clear removes all files that no transfer uses.
+func (s *Store) Clear() error { return s.drop(func(*file) bool { return true }) }
+
+// drop removes the chosen files that no transfer uses.
+func (s *Store) drop(chosen func(*file) bool) (failed error) {
+	s.mu.Lock()
+	var names []string
+	for name, f := range s.files {
+		if !f.active && chosen(f) {
+			f.active = true // nobody opens it meanwhile
+			names = append(names, name)
+		}
+	}
+	s.mu.Unlock()
+	for _, name := range names {
+		failed = errors.Join(failed, s.remove(name))
+	}
+	return failed
+}
+
+// remove removes a file that the caller has made active.
+func (s *Store) remove(name string) error {
+	err := os.Remove(filepath.Join(s.cfg.Dir, name))
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		s.files[name].active = false
+		return fmt.Errorf("remove partial layer: %w", err)
+	}
+	s.bytes -= s.files[name].size
+	delete(s.files, name)
+	return nil
+}
+
+// makeRoom removes the least recently changed files until another n bytes are within the limit. It
+// reports whether they are.
+func (s *Store) makeRoom(n int64) bool {
+	for {
+		s.mu.Lock()
+		if s.bytes+n <= s.cfg.MaxBytes {
+			s.mu.Unlock()
+			return true
+		}
+		name := s.oldest()
+		if name != "" {
+			s.files[name].active = true
+		}
+		s.mu.Unlock()
+		if name == "" || s.remove(name) != nil {
+			return false
+		}
+	}
+}
+
+// oldest returns the least recently changed file that no transfer uses, or "". The caller holds the
+// lock.
+func (s *Store) oldest() (oldest string) {
+	for name, f := range s.files {
+		if !f.active && (oldest == "" || f.changed.Before(s.files[oldest].changed)) {
+			oldest = name
+		}
+	}
+	return oldest
+}
+
+// Blob is the start of one blob, open for a transfer. A nil Blob keeps nothing. Its methods must
+// not be called concurrently.
+type Blob struct {
+	store   *Store
+	name    string
+	want    ocispec.Descriptor
+	content *os.File // nil: closed
+	had     int64    // bytes from earlier transfers
+	at      int64    // position of the next byte received
+	checked int64    // size at the last check of the free space
+}
+
+// Open opens what is kept of a registry's blob, for a transfer of the blob. The result is nil if
+// nothing is to be kept: the blob is small, the disk has no room, or another transfer has the file.
+// The caller calls Keep or Discard.
+func (s *Store) Open(registry string, want ocispec.Descriptor) *Blob {
+	if s.cfg.TTL <= 0 || want.Size < MinSize {
+		return nil
+	}
+	name := want.Digest.Encoded() + "-" + digest.FromString(registry).Encoded()[:16]
+	if !s.activate(name) {
+		return nil
+	}
+	b := &Blob{store: s, name: name, want: want}
+	if err := b.open(); err != nil {
+		s.cfg.Log.Debug("partial layer is not kept", "layer", want.Digest, "error", err)
+		b.Discard()
+		return nil
+	}
+	return b
+}
+
+// activate marks a file as in use by a transfer, unless it is.
+func (s *Store) activate(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f := s.files[name]
+	if f == nil {
+		f = &file{}
+		s.files[name] = f
+	}
+	if f.active {
+		return false
+	}
+	f.active = true
+	return true
+}
+
+func (b *Blob) open() (err error) {
+	if err := b.hasRoom(); err != nil {
+		return err
+	}
+	path := filepath.Join(b.store.cfg.Dir, b.name)
+	b.content, err = os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return err
+	}
+	info, err := b.content.Stat()
+	if err != nil {
+		return err
+	}
+	// The registry must send at least one byte: that shows that the pull may have the blob.
+	b.had = min(info.Size(), b.want.Size-1)
+	if err := b.content.Truncate(b.had); err != nil {
+		return err
+	}
+	b.store.changed(b.name, b.had)
+	return nil
+}
+
+// changed records the new size of a file.
+func (s *Store) changed(name string, size int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f := s.files[name]
+	s.bytes += size - f.size
+	f.size, f.changed = size, time.Now()
+}
+
+// hasRoom checks that the filesystem has room for the layer without the file.
+func (b *Blob) hasRoom() error { return b.store.cfg.HasRoom(uint64(b.want.Size) * inflation) }
+
+// Had returns the bytes of earlier transfers and their number.
+func (b *Blob) Had() (content io.Reader, size int64) {
+	if b == nil || b.content == nil {
+		return nil, 0
+	}
+	return io.NewSectionReader(b.content, 0, b.had), b.had
+}
+
+// Received adds the next bytes of the blob, which begin with those of Had. After a failure the
+// file is gone and later bytes are ignored.
+func (b *Blob) Received(p []byte) {
+	if b == nil || b.content == nil {
+		return
+	}
+	skip := min(int64(len(p)), max(b.had-b.at, 0))
+	b.at += int64(len(p))
+	if p = p[skip:]; len(p) == 0 {
+		return
+	}
+	if err := b.add(p); err != nil {
+		b.store.cfg.Log.Debug("partial layer is not kept", "layer", b.want.Digest, "error", err)
+		b.Discard()
+	}
+}
+
+var errLimit = errors.New("partial layers have reached their limit")
+
+func (b *Blob) add(p []byte) error {
+	if b.at-b.checked >= checkEvery {
+		b.checked = b.at
+		if err := b.hasRoom(); err != nil {
+			return err
+		}
+	}
+	if !b.store.makeRoom(int64(len(p))) {
+		return errLimit
+	}
+	if _, err := b.content.WriteAt(p, b.at-int64(len(p))); err != nil {
+		return err
+	}
+	b.store.changed(b.name, b.at)
+	return nil
+}
+
+// Keep ends the transfer and keeps the received bytes, if there are enough.
+func (b *Blob) Keep() {
+	if b == nil || b.content == nil {
+		return
+	}
+	if max(b.had, b.at) < MinSize {
+		b.Discard()
+		return
+	}
+	b.close()
+	b.store.mu.Lock()
+	defer b.store.mu.Unlock()
+	b.store.files[b.name].active = false
+}
+
+// Discard ends the transfer and removes the file. It does nothing after Keep or Discard.
+func (b *Blob) Discard() {
+	if b == nil || b.name == "" {
+		return
+	}
+	b.close()
+	if err := b.store.remove(b.name); err != nil {
+		b.store.cfg.Log.Warn("delete partial layer; will be retried", "error", err)
+	}
+	b.name = ""
+}
+
+func (b *Blob) close() {
+	if b.content != nil {
+		_ = b.content.Close() // nothing is read from it or trusted
+		b.content = nil
+	}
+}

@@ -1,0 +1,457 @@
+package image
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/layer"
+	"berth/image/partial"
+	"berth/image/registry/registrytest"
+	"berth/internal/testutil"
+)
+
+// bigLayer returns a layer with a file of incompressible content.
+func bigLayer(t *testing.T, name string, seed byte) registrytest.Layer {
+	t.Helper()
+	data := make([]byte, 5<<20)
+	if _, err := rand.NewChaCha8([32]byte{seed}).Read(data); err != nil {
+		t.Fatal(err)
+	}
+	return gzipped(t, name, string(data))
+}
+
+// cutter is a registry handler that breaks off the transfer of one blob.
+type cutter struct {
+	path  string
+	reg   *registrytest.Server
+	limit atomic.Int64 // position after which transfers end; negative: none
+	plain atomic.Bool  // range requests are answered with the whole blob
+	deny  atomic.Pointer[string]
+	held  chan struct{} // not nil: a transfer waits at the limit until the client leaves, after a token
+	sent  atomic.Int64  // bytes of the blob
+
+	mu   sync.Mutex // guards seen
+	seen []string   // the Range headers
+}
+
+// cut lets a registry break off transfers of a layer's blob at a position.
+func cut(reg *registrytest.Server, l registrytest.Layer, limit int) *cutter {
+	c := &cutter{path: "/blobs/" + digest.FromBytes(l.Blob).String(), reg: reg}
+	c.limit.Store(int64(limit))
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if r.Method != http.MethodGet || !strings.HasSuffix(r.URL.Path, c.path) {
+			return false
+		}
+		c.mu.Lock()
+		c.seen = append(c.seen, r.Header.Get("Range"))
+		c.mu.Unlock()
+		c.serve(w, r, l.Blob)
+		return true
+	}
+	return c
+}
+
+func (c *cutter) serve(w http.ResponseWriter, r *http.Request, blob []byte) {
+	if deny := c.deny.Load(); deny != nil && strings.Contains(r.URL.Path, *deny) {
+		w.WriteHeader(http.StatusForbidden)
+		return
+	}
+	offset, size := 0, len(blob)
+	if asked := r.Header.Get("Range"); asked != "" && !c.plain.Load() {
+		if _, err := fmt.Sscanf(asked, "bytes=%d-", &offset); err != nil {
+			w.WriteHeader(http.StatusBadRequest)
+			return
+		}
+	}
+	w.Header().Set("Content-Length", fmt.Sprint(size-offset))
+	if offset > 0 {
+		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, size-1, size))
+		w.WriteHeader(http.StatusPartialContent)
+	}
+	end := size
+	if limit := c.limit.Load(); limit >= 0 {
+		end = max(min(end, int(limit)), offset)
+	}
+	n, _ := w.Write(blob[offset:end]) // the client may have left
+	c.sent.Add(int64(n))
+	if end == size {
+		return
+	}
+	_ = http.NewResponseController(w).Flush()
+	if c.held != nil {
+		c.held <- struct{}{}
+		<-r.Context().Done()
+	}
+	panic(http.ErrAbortHandler)
+}
+
+// moved returns the bytes of the blob that were sent since the last call.
+func (c *cutter) moved() int64 { return c.sent.Swap(0) }
+
+func (c *cutter) ranges() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := 0
+	for _, r := range c.seen {
+		if r != "" {
+			n++
+		}
+	}
+	return n
+}
+
+func keptFiles(t *testing.T, root string) (paths []string) {
+	t.Helper()
+	entries, err := os.ReadDir(filepath.Join(root, partialDir, partialBlobs))
+	testutil.Must(t, err)
+	for _, e := range entries {
+		paths = append(paths, filepath.Join(root, partialDir, partialBlobs, e.Name()))
+	}
+	return paths
+}
+
+func wantKept(t *testing.T, root string, n int) {
+	t.Helper()
+	if files := keptFiles(t, root); len(files) != n {
+		t.Errorf("%d files of partial layers, want %d: %v", len(files), n, files)
+	}
+}
+
+// failPull pulls an image whose transfer breaks off.
+func failPull(t *testing.T, s *Store, ref string) {
+	t.Helper()
+	if _, err := s.Pull(t.Context(), ref, nil); err == nil {
+		t.Fatalf("pull of %s succeeded", ref)
+	}
+}
+
+func resumeConfig(t *testing.T) Config {
+	return Config{Root: t.TempDir(), PartialTTL: time.Hour, StallTimeout: 10 * time.Second}
+}
+
+// A pull whose connection is cut at 60 % of a layer continues there.
+func TestPullResumesFailedPull(t *testing.T) {
+	l := bigLayer(t, "big", 1)
+	size := int64(len(l.Blob))
+	for _, tc := range []struct {
+		name      string
+		restarted bool
+		plain     bool // the registry ignores Range
+		ttl       time.Duration
+		most      int64 // bytes that the second pull may move
+		kept      int
+	}{
+		{"same daemon", false, false, time.Hour, size * 45 / 100, 1},
+		{"after a restart", true, false, time.Hour, size * 45 / 100, 1},
+		{"registry without ranges", false, true, time.Hour, size, 1},
+		{"nothing is kept", false, false, 0, size, 0},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", l)
+			c := cut(reg, l, len(l.Blob)*60/100)
+			cfg := resumeConfig(t)
+			cfg.PartialTTL = tc.ttl
+			s := openStore(t, cfg)
+			failPull(t, s, reg.Host()+"/app:v1")
+			wantKept(t, cfg.Root, tc.kept)
+			if tc.restarted {
+				testutil.Must(t, s.Close())
+				s = openStore(t, cfg)
+			}
+			c.moved()
+			c.limit.Store(-1)
+			c.plain.Store(tc.plain)
+			img := pull(t, s, reg.Host()+"/app:v1")
+			if n := c.moved(); n > tc.most || n < size*40/100 || tc.ttl == 0 && n != size {
+				t.Errorf("the second pull moved %d of %d bytes, want at most %d", n, size, tc.most)
+			}
+			if got := readFile(t, s, img, "big"); len(got) != 5<<20 {
+				t.Errorf("file has %d bytes", len(got))
+			}
+			wantKept(t, cfg.Root, 0)
+		})
+	}
+}
+
+// A cancelled pull, and a pull that the daemon's end cancels, are resumed as well.
+func TestPullResumesCancelledPull(t *testing.T) {
+	for _, closed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("by Close %t", closed), func(t *testing.T) {
+			l := bigLayer(t, "big", 1)
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", l)
+			c := cut(reg, l, len(l.Blob)*60/100)
+			c.held = make(chan struct{}, 1)
+			cfg := resumeConfig(t)
+			s := openStore(t, cfg)
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			result := pullLater(ctx, s, reg.Host()+"/app:v1")
+			<-c.held
+			eventually(t, "the bytes are received", func() bool {
+				_, bytes := s.partial.Usage()
+				return bytes == c.limit.Load()
+			})
+			if closed {
+				testutil.Must(t, s.Close())
+			} else {
+				cancel()
+			}
+			if err := <-result; err == nil {
+				t.Fatal("the pull succeeded")
+			}
+			if closed {
+				s = openStore(t, cfg)
+			}
+			c.moved()
+			c.limit.Store(-1)
+			pull(t, s, reg.Host()+"/app:v1")
+			if n, size := c.moved(), int64(len(l.Blob)); n > size*45/100 {
+				t.Errorf("the second pull moved %d of %d bytes", n, size)
+			}
+			wantKept(t, cfg.Root, 0)
+		})
+	}
+}
+
+// A killed daemon leaves a file that ends anywhere. The next pull uses it. Bytes that are wrong,
+// and an unreadable file, cost a transfer but do no harm.
+func TestPullWithAnyKeptBytes(t *testing.T) {
+	l := bigLayer(t, "big", 1)
+	size := int64(len(l.Blob))
+	for _, tc := range []struct {
+		name        string
+		damage      func(path string) error
+		least, most int64 // bytes that the second pull moves
+	}{
+		{"cut by a kill", func(path string) error { return os.Truncate(path, 2<<20+123) }, size - 2<<20 - 123, size - 2<<20 - 123},
+		{"wrong in the middle", func(path string) error { return overwrite(path, 1<<20, "wrong") }, size, size * 2},
+		{"wrong from the start", func(path string) error { return overwrite(path, 0, strings.Repeat("x", 2<<20)) }, size, size * 2},
+		{"wrong and whole", func(path string) error { return overwrite(path, 0, strings.Repeat("x", len(l.Blob)+5)) }, size, size + 1},
+		{"empty", func(path string) error { return os.Truncate(path, 0) }, size, size},
+		{"whole", func(path string) error { return os.WriteFile(path, l.Blob, 0o600) }, 1, 1},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", l)
+			c := cut(reg, l, len(l.Blob)*60/100)
+			cfg := resumeConfig(t)
+			s := openStore(t, cfg)
+			failPull(t, s, reg.Host()+"/app:v1")
+			testutil.Must(t, s.Close())
+			testutil.Must(t, tc.damage(keptFiles(t, cfg.Root)[0]))
+			s = openStore(t, cfg)
+			c.moved()
+			c.limit.Store(-1)
+			img := pull(t, s, reg.Host()+"/app:v1")
+			if n := c.moved(); n < tc.least || n > tc.most {
+				t.Errorf("the second pull moved %d bytes, want %d to %d", n, tc.least, tc.most)
+			}
+			if got := readFile(t, s, img, "big"); len(got) != 5<<20 {
+				t.Errorf("file has %d bytes", len(got))
+			}
+			wantKept(t, cfg.Root, 0)
+		})
+	}
+}
+
+func overwrite(path string, at int64, text string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = f.WriteAt([]byte(text), at)
+	return err
+}
+
+// Kept bytes give access to nobody: the registry must agree to send the rest, and must be the one
+// that sent the start.
+func TestKeptBytesNeedAccess(t *testing.T) {
+	l := bigLayer(t, "secret", 1)
+	t.Run("other repository", func(t *testing.T) {
+		reg := registrytest.New(t)
+		reg.PutImage("victim", "v1", "", l)
+		reg.PutImage("attacker", "v1", "other", l)
+		c := cut(reg, l, len(l.Blob)*60/100)
+		cfg := resumeConfig(t)
+		s := openStore(t, cfg)
+		failPull(t, s, reg.Host()+"/victim:v1")
+		c.limit.Store(-1)
+		name := "attacker"
+		c.deny.Store(&name)
+		_, err := s.Pull(t.Context(), reg.Host()+"/attacker:v1", nil)
+		wantCode(t, err, codes.PermissionDenied)
+		wantKept(t, cfg.Root, 1)
+		c.moved()
+		pull(t, s, reg.Host()+"/victim:v1")
+		if n := c.moved(); n > int64(len(l.Blob))*45/100 {
+			t.Errorf("the refused pull cost the owner his bytes: %d moved", n)
+		}
+	})
+	t.Run("other registry", func(t *testing.T) {
+		victim, attacker := registrytest.New(t), registrytest.New(t)
+		victim.PutImage("app", "v1", "", l)
+		attacker.PutImage("app", "v1", "other", l)
+		cut(victim, l, len(l.Blob)*60/100)
+		c := cut(attacker, l, -1)
+		s := openStore(t, resumeConfig(t))
+		failPull(t, s, victim.Host()+"/app:v1")
+		pull(t, s, attacker.Host()+"/app:v1")
+		if n := c.ranges(); n != 0 {
+			t.Errorf("%d requests for the rest of another registry's bytes", n)
+		}
+	})
+}
+
+// Finished layers of a failed pull are kept, also over a restart, and not fetched again.
+func TestFinishedLayersAreKept(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	for _, restarted := range []bool{false, true} {
+		t.Run(fmt.Sprintf("restarted %t", restarted), func(t *testing.T) {
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", good, bad)
+			c := cut(reg, bad, len(bad.Blob)*60/100)
+			c.held = make(chan struct{}, 1)
+			cfg := resumeConfig(t)
+			s := openStore(t, cfg)
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			result := pullLater(ctx, s, reg.Host()+"/app:v1")
+			<-c.held
+			eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == 1 })
+			cancel()
+			if err := <-result; err == nil {
+				t.Fatal("the pull succeeded")
+			}
+			if restarted {
+				testutil.Must(t, s.Close())
+				s = openStore(t, cfg)
+			}
+			if n := len(s.layers.List()); n != 1 {
+				t.Errorf("%d layers are kept", n)
+			}
+			c.limit.Store(-1)
+			before := downloads(reg, good)
+			pull(t, s, reg.Host()+"/app:v1")
+			if n := downloads(reg, good) - before; n != 0 {
+				t.Errorf("a finished layer was fetched %d times", n)
+			}
+			if n := len(s.finished.names()); n != 0 {
+				t.Errorf("%d finished layers after a pull that succeeded", n)
+			}
+			testutil.Must(t, s.Remove(t.Context(), reg.Host()+"/app:v1"))
+			if n := len(s.layers.List()); n != 0 {
+				t.Errorf("%d layers after the removal of the image", n)
+			}
+		})
+	}
+}
+
+func (f *finished) names() (names []digest.Digest) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for name := range f.layers {
+		names = append(names, name)
+	}
+	return names
+}
+
+// What failed pulls leave is deleted when it expires, before an image is removed, when a pull lacks
+// space, and at a start without partial layers.
+func TestPartialLayersAreDeleted(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	for _, tc := range []struct {
+		name string
+		do   func(t *testing.T, s *Store, cfg Config, ref string) *Store
+	}{
+		{"expired", func(t *testing.T, s *Store, _ Config, _ string) *Store {
+			s.expireAt(time.Now().Add(time.Hour))
+			return s
+		}},
+		{"expired before a start", func(t *testing.T, s *Store, cfg Config, _ string) *Store {
+			testutil.Must(t, s.Close())
+			past := time.Now().Add(-2 * time.Hour)
+			testutil.Must(t, os.Chtimes(keptFiles(t, cfg.Root)[0], past, past))
+			cfg.PartialTTL = time.Nanosecond
+			return openStore(t, cfg)
+		}},
+		{"turned off", func(t *testing.T, s *Store, cfg Config, _ string) *Store {
+			testutil.Must(t, s.Close())
+			cfg.PartialTTL = 0
+			return openStore(t, cfg)
+		}},
+		{"another image is removed", func(t *testing.T, s *Store, _ Config, ref string) *Store {
+			testutil.Must(t, s.Remove(t.Context(), ref))
+			return s
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", good, bad)
+			reg.PutImage("other", "v1", "", plain(t, "a", "b"))
+			c := cut(reg, bad, len(bad.Blob)*60/100)
+			c.held = make(chan struct{}, 1)
+			cfg := resumeConfig(t)
+			s := openStore(t, cfg)
+			pull(t, s, reg.Host()+"/other:v1")
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			result := pullLater(ctx, s, reg.Host()+"/app:v1")
+			<-c.held
+			eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == 1 })
+			eventually(t, "the other has bytes", func() bool { _, n := s.partial.Usage(); return n >= partial.MinSize })
+			cancel()
+			<-result
+			wantKept(t, cfg.Root, 1)
+			s = tc.do(t, s, cfg, reg.Host()+"/other:v1")
+			wantKept(t, cfg.Root, 0)
+			if n := len(s.finished.names()); n != 0 {
+				t.Errorf("%d finished layers", n)
+			}
+			if n, images := len(s.layers.List()), len(s.List()); n != images {
+				t.Errorf("%d layers for %d images", n, images)
+			}
+		})
+	}
+}
+
+// A disk without room keeps nothing, and no pull fails because of kept bytes.
+func TestNoPartialLayersOnFullDisk(t *testing.T) {
+	l := bigLayer(t, "big", 1)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", l)
+	c := cut(reg, l, len(l.Blob)*60/100)
+	cfg := resumeConfig(t)
+	var free atomic.Uint64 // blocks of a byte
+	free.Store(1 << 40)
+	cfg.Reserve = layer.Reserve{Percent: 1, Bytes: 1, Statfs: func(string) (unix.Statfs_t, error) {
+		return unix.Statfs_t{Bsize: 1, Blocks: 1 << 40, Bavail: free.Load()}, nil
+	}}
+	s := openStore(t, cfg)
+	failPull(t, s, reg.Host()+"/app:v1")
+	wantKept(t, cfg.Root, 1)
+	free.Store(uint64(len(l.Blob)) - 1)
+	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+	wantCode(t, err, codes.ResourceExhausted)
+	wantKept(t, cfg.Root, 0) // the bytes gave way
+	free.Store(uint64(len(l.Blob)) * 2)
+	failPull(t, s, reg.Host()+"/app:v1")
+	wantKept(t, cfg.Root, 0) // there is room for the layer only
+	c.limit.Store(-1)
+	pull(t, s, reg.Host()+"/app:v1")
+}
