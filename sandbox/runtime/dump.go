@@ -68,7 +68,7 @@ func (k Dumper) Freeze(ctx context.Context, id, cgroupsPath string, limit time.D
 	defer cancel()
 	f, err := shim.OpenMonitor(k.Dirs.Shim(id)).Freeze(freezeCtx, group.FreezerDir(), limit)
 	if err != nil && freezeCtx.Err() != nil && ctx.Err() == nil {
-		return nil, errdefs.FailedPrecondition("its processes do not freeze within %v%s", freezeTime, sleepers(group))
+		return nil, errdefs.FailedPrecondition("its processes do not freeze within %v%s", freezeTime, unfreezable(group))
 	}
 	if err != nil {
 		return nil, err
@@ -76,8 +76,8 @@ func (k Dumper) Freeze(ctx context.Context, id, cgroupsPath string, limit time.D
 	return f, nil
 }
 
-// sleepers names the processes of a cgroup in uninterruptible sleep, which cannot be frozen.
-func sleepers(group *cgroup.Group) string {
+// unfreezable names the processes of a cgroup in uninterruptible sleep, which cannot be frozen.
+func unfreezable(group *cgroup.Group) string {
 	pids, err := group.Members()
 	if err != nil {
 		return ""
