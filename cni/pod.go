@@ -26,6 +26,7 @@ type Pod struct {
 	Bandwidth    *Bandwidth
 	DNS          *DNS
 	IPRanges     [][]IPRange
+	PreferredIPs []netip.Addr // of berth's own: addresses to assign if they are free
 	CgroupPath   string
 	Aliases      []string
 }
@@ -68,6 +69,7 @@ const (
 	capBandwidth    = "bandwidth"
 	capDNS          = "dns"
 	capIPRanges     = "ipRanges"
+	capPreferredIPs = "preferredIPs" // berth-net's own; the capability ips of CNI fails if an address is used
 	capCgroupPath   = "cgroupPath"
 	capAliases      = "aliases"
 )
@@ -248,6 +250,9 @@ func (p Pod) capabilityArgs() map[string]any {
 	}
 	if len(p.IPRanges) > 0 {
 		args[capIPRanges] = p.IPRanges
+	}
+	if len(p.PreferredIPs) > 0 {
+		args[capPreferredIPs] = p.PreferredIPs
 	}
 	if p.CgroupPath != "" {
 		args[capCgroupPath] = p.CgroupPath

@@ -69,9 +69,22 @@ func kernelMounts(in ContainerInput) []specs.Mount {
 			Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
 		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
 		sysMount(in, access),
-		{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup",
-			Options: []string{"nosuid", "noexec", "nodev", "relatime", access}},
+		cgroupMount(in, access),
 	}
+}
+
+// cgroupMount returns the mount of cgroups. A mount of cgroup v2 in the node's cgroup namespace
+// sets the options of the whole node, so it repeats them. Security modules set theirs on their own.
+func cgroupMount(in ContainerInput, access string) specs.Mount {
+	options := []string{"nosuid", "noexec", "nodev", "relatime", access}
+	if !in.ownCgroupNamespace() {
+		for _, o := range in.Host.CgroupOptions {
+			if o != "seclabel" && !strings.Contains(o, "=") { // rootcontext=… and the like
+				options = append(options, o)
+			}
+		}
+	}
+	return specs.Mount{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup", Options: options}
 }
 
 func procMount() specs.Mount {

@@ -52,6 +52,22 @@ func TestMountsPrivileged(t *testing.T) {
 	}
 }
 
+// A mount of cgroup v2 in the node's cgroup namespace repeats the node's options, except those of
+// SELinux.
+func TestCgroupMountOptions(t *testing.T) {
+	t.Parallel()
+	in := testInput()
+	in.Host.CgroupOptions = []string{"seclabel", "nsdelegate", "rootcontext=system_u", "memory_recursiveprot"}
+	if o := findMount(mustSpec(t, in), "/sys/fs/cgroup").Options; slices.Contains(o, "nsdelegate") {
+		t.Errorf("with its own cgroup namespace: %q", o)
+	}
+	in.privilege()
+	want := []string{"nosuid", "noexec", "nodev", "relatime", "rw", "nsdelegate", "memory_recursiveprot"}
+	if o := findMount(mustSpec(t, in), "/sys/fs/cgroup").Options; !slices.Equal(o, want) {
+		t.Errorf("privileged: %q, want %q", o, want)
+	}
+}
+
 func TestMountsReadonlyRoot(t *testing.T) {
 	t.Parallel()
 	in := testInput()

@@ -50,12 +50,16 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	if err := setPIDNamespace(in, spec, join); err != nil {
 		return err
 	}
-	// Like containerd and CRI-O (KEP-2254), containers see the host's cgroup paths on v1, and
-	// privileged ones also on v2.
-	if in.Host.CgroupV2 && !in.security().GetPrivileged() {
+	if in.ownCgroupNamespace() {
 		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace})
 	}
 	return nil
+}
+
+// ownCgroupNamespace reports whether the container has a cgroup namespace. Like in containerd and
+// CRI-O (KEP-2254), containers see the host's cgroup paths on v1, and privileged ones also on v2.
+func (in ContainerInput) ownCgroupNamespace() bool {
+	return in.Host.CgroupV2 && !in.security().GetPrivileged()
 }
 
 // refuseEscape refuses a container that requests a namespace of the node that its pod does not use.

@@ -7,19 +7,21 @@
 //
 // # Rules
 //
-//   - Annotations and image labels never reach a spec, because libcontainer and systemd interpret some
-//     of them (CVE-2024-3154, CVE-2026-53488). Annotations for block I/O and RDT classes, which
-//     containerd supports, therefore have no effect.
+//   - Annotations and image labels never reach a spec, because libcontainer and systemd interpret
+//     some of them (CVE-2024-3154, CVE-2026-53488). Annotations for block I/O and RDT classes,
+//     which containerd supports, therefore have no effect.
 //   - Requests that berth cannot fulfil are refused by name. Some are ignored instead, as in
 //     containerd and CRI-O, because kubelet sends them to every host. These are limits of swap and
-//     hugepages, SELinux options, and the default AppArmor profile, on a kernel without the feature.
-//   - Invalid input is InvalidArgument and names the field or value. A missing feature of the host is
-//     FailedPrecondition. Internal means that the caller omitted a value.
+//     hugepages, SELinux options, and the default AppArmor profile, on a kernel without the
+//     feature.
+//   - Invalid input is InvalidArgument and names the field or value. A missing feature of the host
+//     is FailedPrecondition. Internal means that the caller omitted a value.
 //   - The caller adds CDI devices. Files of the host describe them, and they edit a complete spec.
 //   - HOME is always set, from the user that users.Resolve found, so that libcontainer never parses
 //     the container's /etc/passwd.
 //   - A VOLUME of an image is a plain directory of the container's writable layer with the image's
-//     content. It is deleted with the container. With a read-only root it is read-only, as in CRI-O.
+//     content. It is deleted with the container. With a read-only root it is read-only, as in
+//     CRI-O.
 //
 // # Errors that kubelet interprets
 //

@@ -29,12 +29,12 @@ import (
 const checkpointTime = 2 * time.Minute
 
 // CheckpointContainer writes an archive of a running container to the file location (KEP-2008). The
-// container is frozen meanwhile and goes on afterwards, also after an error. The archive replaces an
-// existing file, and has the mode 0600. A zero timeout means checkpointTime. A stop of the container
-// cancels the checkpoint.
+// container is frozen meanwhile and goes on afterwards, also after an error. The archive replaces
+// an existing file, and has the mode 0600. A zero timeout means checkpointTime. A stop of the
+// container cancels the checkpoint.
 //
-// Errors: InvalidArgument for a location that is not an absolute path. NotFound. FailedPrecondition if
-// the container does not run or cannot be checkpointed, with the cause. ResourceExhausted if a
+// Errors: InvalidArgument for a location that is not an absolute path. NotFound. FailedPrecondition
+// if the container does not run or cannot be checkpointed, with the cause. ResourceExhausted if a
 // filesystem is full. Canceled or DeadlineExceeded with ctx or the timeout.
 func (m *Manager) CheckpointContainer(ctx context.Context, id, location string, timeout time.Duration) error {
 	if timeout < 0 {
@@ -52,9 +52,8 @@ func (m *Manager) CheckpointContainer(ctx context.Context, id, location string, 
 	if err != nil {
 		return err
 	}
-	list := []*container{c}
-	err = m.checkpoint(ctx, timeout, c.String(), list, func(ctx context.Context, locked []lockedContainer) error {
-		return m.checkpointContainer(ctx, p, locked[0], location)
+	err = m.checkpoint(ctx, timeout, c.String(), func(ctx context.Context) error {
+		return m.checkpointContainer(ctx, p, c, location)
 	})
 	if err != nil {
 		return fmt.Errorf("checkpoint container %s: %w", c.ID, errdefs.Scarce(err))
@@ -68,13 +67,14 @@ func isFilePath(path string) bool {
 		filepath.Base(path) != ".." && filepath.Base(path) != "."
 }
 
-// CheckpointPod writes an archive of a pod into output, an existing empty directory (KEP-5823). ids are
-// exactly the running containers of the pod. All containers are frozen before the first is captured, and
-// go on afterwards, also after an error. After an error the directory is empty. options must be empty.
+// CheckpointPod writes an archive of a pod into output, an existing empty directory (KEP-5823). ids
+// are exactly the running containers of the pod. All containers are frozen before the first is
+// captured, and go on afterwards, also after an error. After an error the directory is empty.
+// options must be empty.
 //
 // Errors: InvalidArgument for bad requests and unknown options. NotFound. FailedPrecondition if the
-// directory is not empty, ids are not the running containers, or a container cannot be checkpointed.
-// ResourceExhausted, Canceled and DeadlineExceeded as CheckpointContainer.
+// directory is not empty, ids are not the running containers, or a container cannot be
+// checkpointed. ResourceExhausted, Canceled and DeadlineExceeded as CheckpointContainer.
 func (m *Manager) CheckpointPod(ctx context.Context, podID, output string, ids []string,
 	options map[string]string) error {
 	for name := range options {
@@ -91,8 +91,8 @@ func (m *Manager) CheckpointPod(ctx context.Context, podID, output string, ids [
 	if err != nil {
 		return err
 	}
-	err = m.checkpoint(ctx, 0, p.String(), containers, func(ctx context.Context, locked []lockedContainer) error {
-		return m.checkpointPod(ctx, p, locked, output)
+	err = m.checkpoint(ctx, 0, p.String(), func(ctx context.Context) error {
+		return m.checkpointPod(ctx, p, containers, output)
 	})
 	if err != nil {
 		return fmt.Errorf("checkpoint pod %s: %w", p.ID, errdefs.Scarce(err))
@@ -120,11 +120,10 @@ func (m *Manager) findContainersOf(p *pod, ids []string) ([]*container, error) {
 	return found, nil
 }
 
-// checkpoint runs op with the locks of the containers, which are sorted by ID. It returns after op's end,
-// so that an error means that everything is undone. op is cancelled with ctx, after the timeout, by a stop
-// of a container, and when berth stops.
-func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object string, containers []*container,
-	op func(context.Context, []lockedContainer) error) error {
+// checkpoint runs op. It returns after op's end, so that an error means that everything is undone.
+// op is cancelled with ctx, after the timeout, and when berth stops.
+func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object string,
+	op func(context.Context) error) error {
 	if m.undoing.Load() {
 		return errdefs.Unavailable("the checkpoints of an earlier daemon are not undone yet; the log says why")
 	}
@@ -138,7 +137,7 @@ func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object 
 		detached, cancelCause := context.WithCancelCause(detached)
 		defer cancelCause(nil)
 		defer context.AfterFunc(ctx, func() { cancelCause(context.Cause(ctx)) })()
-		err := m.untilStopped(detached, containers, op)
+		err := op(detached)
 		if cause := context.Cause(detached); err != nil && cause != nil && errdefs.Code(err) != errdefs.Code(cause) {
 			err = fmt.Errorf("%w (%w)", cause, err)
 		}
@@ -146,8 +145,8 @@ func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object 
 	})
 }
 
-// untilStopped calls op with the locks of the containers. A stop of one of them cancels op, and the wait for
-// the locks.
+// untilStopped calls op with the locks of the containers, which are sorted by ID. A stop of one of
+// them cancels op, and the wait for the locks.
 func (m *Manager) untilStopped(ctx context.Context, containers []*container,
 	op func(context.Context, []lockedContainer) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -175,24 +174,26 @@ func (m *Manager) lockContainers(ctx context.Context, rest []*container, locked 
 	})
 }
 
-// checkpointContainer captures a container in a directory of berth's own and packs that into a file.
-func (m *Manager) checkpointContainer(ctx context.Context, p *pod, c lockedContainer, location string) (err error) {
+// checkpointContainer captures a container in a directory of berth's own and packs that into a
+// file.
+func (m *Manager) checkpointContainer(ctx context.Context, p *pod, c *container, location string) (err error) {
 	undo := cleanup.New()
 	defer func() { undo.Run(&err) }()
-	dir, err := m.checkpointDir(c.ID, undo)
+	dir, err := m.checkpointDir(undo)
 	if err != nil {
 		return err
 	}
 	job := &checkpointJob{m: m, pod: p, dir: dir}
-	if err := job.run(ctx, []lockedContainer{c}); err != nil {
+	if err := job.run(ctx, []*container{c}); err != nil {
 		return err
 	}
 	return writeArchive(ctx, dir, location)
 }
 
-// checkpointDir makes the directory for the checkpoint of a container.
-func (m *Manager) checkpointDir(id string, undo *cleanup.List) (*os.File, error) {
-	path := filepath.Join(m.dirs.Checkpoints(), id)
+// checkpointDir makes a directory for the checkpoint of a container. Its name is new, because a
+// retried removal of an earlier one can still be in progress.
+func (m *Manager) checkpointDir(undo *cleanup.List) (*os.File, error) {
+	path := filepath.Join(m.dirs.Checkpoints(), state.NewID())
 	// The archive is complete without it, so a failed removal is retried and is no error.
 	undo.Add("remove "+path, func() error {
 		if m.removeCheckpointDir(context.Background(), path) != nil {
@@ -203,10 +204,11 @@ func (m *Manager) checkpointDir(id string, undo *cleanup.List) (*os.File, error)
 		return nil
 	})
 	failpoint.Reach("checkpoint.make-dir")
-	if err := os.MkdirAll(path, 0o700); err != nil {
+	err := os.MkdirAll(path, 0o700)
+	failpoint.Reach("checkpoint.dir-made")
+	if err != nil {
 		return nil, fmt.Errorf("make directory for the checkpoint: %w", err)
 	}
-	failpoint.Reach("checkpoint.dir-made")
 	dir, err := os.Open(path)
 	if err != nil {
 		return nil, err
@@ -222,105 +224,9 @@ func (m *Manager) removeCheckpointDir(ctx context.Context, path string) error {
 	return err
 }
 
-// writeArchive writes the archive in dir to a new file, which then replaces location, on the disk. A daemon
-// that dies meanwhile leaves no file. A symbolic link at location is replaced and not followed.
-func writeArchive(ctx context.Context, dir *os.File, location string) (err error) {
-	parent, err := os.Open(filepath.Dir(location))
-	if err != nil {
-		return locationError(err)
-	}
-	defer parent.Close() // Sync has told its errors
-	failpoint.Reach("checkpoint.make-archive")
-	fd, err := unix.Openat(int(parent.Fd()), ".", unix.O_TMPFILE|unix.O_WRONLY|unix.O_CLOEXEC, 0o600)
-	failpoint.Reach("checkpoint.archive-made")
-	if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EISDIR) { // NFS and FUSE, for example
-		return writeNamedArchive(ctx, dir, parent, filepath.Base(location))
-	}
-	if err != nil {
-		return locationError(fmt.Errorf("make a file in %s: %w", parent.Name(), os.NewSyscallError("openat", err)))
-	}
-	file := os.NewFile(uintptr(fd), location)
-	err = archive.Pack(ctx, dir, file)
-	if err == nil {
-		err = file.Sync()
-	}
-	if err == nil {
-		err = linkFile(file, parent, filepath.Base(location))
-	}
-	if err == nil {
-		err = parent.Sync()
-	}
-	return errors.Join(err, file.Close())
-}
-
-// writeNamedArchive is writeArchive for a filesystem without O_TMPFILE. A daemon that dies meanwhile
-// leaves a hidden file.
-func writeNamedArchive(ctx context.Context, dir, parent *os.File, name string) error {
-	temporary := "." + state.NewID()[:16] + ".tmp"
-	const flags = unix.O_WRONLY | unix.O_CREAT | unix.O_EXCL | unix.O_CLOEXEC
-	failpoint.Reach("checkpoint.make-named")
-	fd, err := unix.Openat(int(parent.Fd()), temporary, flags, 0o600)
-	failpoint.Reach("checkpoint.named-made")
-	if err != nil {
-		return fmt.Errorf("make a file in %s: %w", parent.Name(), os.NewSyscallError("openat", err))
-	}
-	file := os.NewFile(uintptr(fd), temporary)
-	err = archive.Pack(ctx, dir, file)
-	if err == nil {
-		err = file.Sync()
-	}
-	err = errors.Join(err, file.Close())
-	if err == nil {
-		failpoint.Reach("checkpoint.rename-named")
-		err = os.NewSyscallError("renameat", unix.Renameat(int(parent.Fd()), temporary, int(parent.Fd()), name))
-		failpoint.Reach("checkpoint.named-renamed")
-	}
-	if err != nil {
-		failpoint.Reach("checkpoint.remove-named")
-		err = errors.Join(err, os.NewSyscallError("unlinkat", unix.Unlinkat(int(parent.Fd()), temporary, 0)))
-		failpoint.Reach("checkpoint.named-removed")
-		return err
-	}
-	return parent.Sync()
-}
-
-// locationError gives an error of the client's path a code.
-func locationError(err error) error {
-	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
-		return errdefs.FailedPrecondition("%w", err)
-	}
-	return err
-}
-
-// linkFile gives a file without a name its name in a directory, in place of an existing file.
-func linkFile(file, dir *os.File, name string) error {
-	source := fmt.Sprintf("/proc/self/fd/%d", file.Fd())
-	failpoint.Reach("checkpoint.link-archive")
-	err := unix.Linkat(unix.AT_FDCWD, source, int(dir.Fd()), name, unix.AT_SYMLINK_FOLLOW)
-	failpoint.Reach("checkpoint.archive-linked")
-	if !errors.Is(err, unix.EEXIST) {
-		return os.NewSyscallError("linkat", err)
-	}
-	temporary := "." + state.NewID()[:16] + ".tmp"
-	failpoint.Reach("checkpoint.link-temporary")
-	if err := unix.Linkat(unix.AT_FDCWD, source, int(dir.Fd()), temporary, unix.AT_SYMLINK_FOLLOW); err != nil {
-		return os.NewSyscallError("linkat", err)
-	}
-	failpoint.Reach("checkpoint.replace-archive")
-	err = unix.Renameat(int(dir.Fd()), temporary, int(dir.Fd()), name)
-	failpoint.Reach("checkpoint.archive-replaced")
-	if err == nil {
-		return nil
-	}
-	failpoint.Reach("checkpoint.remove-temporary")
-	removeErr := unix.Unlinkat(int(dir.Fd()), temporary, 0)
-	failpoint.Reach("checkpoint.temporary-removed")
-	return errors.Join(os.NewSyscallError("renameat", err), removeErr)
-}
-
 // checkpointPod captures a pod in the client's directory.
-func (m *Manager) checkpointPod(ctx context.Context, p *pod, containers []lockedContainer, output string) (err error) {
-	if err := m.checkComplete(p, containers); err != nil {
+func (m *Manager) checkpointPod(ctx context.Context, p *pod, containers []*container, output string) (err error) {
+	if err := m.checkComplete(p, containers); err != nil { // before anything is written
 		return err
 	}
 	dir, err := openEmpty(output)
@@ -328,30 +234,38 @@ func (m *Manager) checkpointPod(ctx context.Context, p *pod, containers []locked
 		return err
 	}
 	defer func() { err = errors.Join(err, dir.Close()) }()
+	record, err := m.recordOutput(dir)
+	if err != nil {
+		return err
+	}
+	if err := checkEmpty(dir); err != nil { // another checkpoint may have filled it before the record
+		return errors.Join(err, m.forgetOutput(record))
+	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("empty "+output, func() error {
 		if err := archive.Clear(dir); err != nil {
-			return err // the record stays for the next daemon
+			m.outputs.leave(record) // for the next daemon
+			return err
 		}
-		return m.forgetOutput(p.ID)
+		return m.forgetOutput(record)
 	})
-	if err := m.recordOutput(p.ID, dir); err != nil {
-		return err
-	}
 	job := &checkpointJob{m: m, pod: p, dir: dir, whole: true}
 	if err := job.run(ctx, containers); err != nil {
 		return err
 	}
+	if err := m.forgetOutput(record); err != nil {
+		return err
+	}
 	undo.Release()
-	return m.forgetOutput(p.ID)
+	return nil
 }
 
-// checkComplete returns FailedPrecondition unless the containers are all running containers of the pod.
-func (m *Manager) checkComplete(p *pod, containers []lockedContainer) error {
+// checkComplete returns FailedPrecondition unless the containers are all running containers of the
+// pod.
+func (m *Manager) checkComplete(p *pod, containers []*container) error {
 	for _, c := range m.containersOf(p.ID) {
-		selected := slices.ContainsFunc(containers, func(l lockedContainer) bool { return l.ID == c.ID })
-		if !selected && c.running.Load() != nil {
+		if !slices.Contains(containers, c) && c.running.Load() != nil {
 			return errdefs.FailedPrecondition("container %s (%s) runs, but is not in the request", c.ID,
 				c.Config.GetMetadata().GetName())
 		}
@@ -366,26 +280,35 @@ func openEmpty(path string) (*os.File, error) {
 		return nil, errdefs.FailedPrecondition("open the output directory %s: %w", path, os.NewSyscallError("open", err))
 	}
 	dir := os.NewFile(uintptr(fd), path)
-	_, err = dir.Readdirnames(1)
-	switch {
-	case err == nil:
-		err = errdefs.FailedPrecondition("the output directory %s is not empty", path)
-	case errors.Is(err, io.EOF):
-		_, err = dir.Seek(0, io.SeekStart)
-	}
-	if err != nil {
+	if err := checkEmpty(dir); err != nil {
 		return nil, errors.Join(err, dir.Close())
 	}
 	return dir, nil
 }
 
-// checkRunning returns FailedPrecondition unless a checkpoint of the container is possible in principle.
+// checkEmpty returns FailedPrecondition if a directory is not empty.
+func checkEmpty(dir *os.File) error {
+	if _, err := dir.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	_, err := dir.Readdirnames(1)
+	switch {
+	case err == nil:
+		return errdefs.FailedPrecondition("the output directory %s is not empty", dir.Name())
+	case errors.Is(err, io.EOF):
+		_, err = dir.Seek(0, io.SeekStart)
+	}
+	return err
+}
+
+// checkRunning returns FailedPrecondition unless a checkpoint of the container is possible in
+// principle.
 func (m *Manager) checkRunning(c lockedContainer) error {
 	run := c.running.Load()
 	if c.Phase() != state.ContainerRunning || run == nil || run.HasEnded() {
 		return errdefs.FailedPrecondition("container %s does not run", c.ID)
 	}
-	if m.runtimeOf(c.container) != nil {
+	if program := m.runtimeOf(c.container); program != nil && !program.Sandboxed {
 		return errdefs.FailedPrecondition(
 			"container %s: the runtime of its handler is not berth's own, so it cannot be checkpointed", c.ID)
 	}

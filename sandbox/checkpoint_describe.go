@@ -4,10 +4,9 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"os"
 	goruntime "runtime"
-	"slices"
-	"strings"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
@@ -17,6 +16,7 @@ import (
 	"berth/checkpoint/archive"
 	"berth/image"
 	"berth/internal/criu"
+	"berth/internal/host"
 	"berth/internal/version"
 )
 
@@ -26,11 +26,16 @@ func (j *checkpointJob) describe(ctx context.Context) (*archive.Manifest, error)
 	if err != nil {
 		return nil, err
 	}
-	node, err := describeNode(j.parts[0].dump.Info().CRIU)
-	if err != nil {
+	var program criu.Version
+	manifest := &archive.Manifest{CreatedAt: j.frozenAt}
+	if j.pod.Sandboxed() {
+		manifest.Runtime = j.pod.Runtime.Version
+	} else {
+		program = j.parts[0].dump.Info().CRIU
+	}
+	if manifest.Node, err = describeNode(program); err != nil {
 		return nil, err
 	}
-	manifest := &archive.Manifest{CreatedAt: j.frozenAt, Node: node}
 	if j.whole {
 		manifest.Pod = &pod
 	}
@@ -56,10 +61,16 @@ func (j *checkpointJob) describe(ctx context.Context) (*archive.Manifest, error)
 
 func (j *checkpointJob) describePod() (archive.Pod, error) {
 	config, err := encodeProto(j.pod.Config)
+	var ips []netip.Addr
+	for _, text := range j.pod.Info().IPs {
+		if ip, err := netip.ParseAddr(text); err == nil {
+			ips = append(ips, ip)
+		}
+	}
 	metadata := j.pod.Config.GetMetadata()
 	return archive.Pod{
 		ID: j.pod.ID, Name: metadata.GetName(), Namespace: metadata.GetNamespace(), UID: metadata.GetUid(),
-		Attempt: metadata.GetAttempt(), Handler: j.pod.Handler, Config: config,
+		Attempt: metadata.GetAttempt(), Handler: j.pod.Handler, IPs: ips, Config: config,
 	}, err
 }
 
@@ -108,13 +119,13 @@ func encodeProto(m proto.Message) (json.RawMessage, error) {
 	return data, nil
 }
 
-// describeNode returns what a restore on another node must compare.
+// describeNode returns what a restore on another node must compare. v is zero if CRIU was not used.
 func describeNode(v criu.Version) (archive.Node, error) {
 	var uts unix.Utsname
 	if err := unix.Uname(&uts); err != nil {
 		return archive.Node{}, os.NewSyscallError("uname", err)
 	}
-	features, err := cpuFeatures()
+	features, err := host.CPUFeatures()
 	return archive.Node{
 		Berth:        version.Get(),
 		CRIU:         v.Number(),
@@ -122,21 +133,4 @@ func describeNode(v criu.Version) (archive.Node, error) {
 		Architecture: goruntime.GOARCH,
 		CPUFeatures:  features,
 	}, err
-}
-
-// cpuFeatures returns the flags of the first processor, sorted.
-func cpuFeatures() ([]string, error) {
-	data, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return nil, err
-	}
-	for line := range strings.Lines(string(data)) {
-		name, flags, found := strings.Cut(line, ":")
-		if name = strings.TrimSpace(name); found && (name == "flags" || name == "Features") {
-			list := strings.Fields(flags)
-			slices.Sort(list)
-			return list, nil
-		}
-	}
-	return nil, nil
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path"
+	goruntime "runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -31,7 +32,8 @@ const (
 	freezeSlack = 5 * time.Second
 )
 
-// checkpointJob is a checkpoint in progress. The caller holds the locks of the containers.
+// checkpointJob is a checkpoint in progress. It holds the locks of the containers until they are
+// captured and described, but not while it hashes and writes: an exit is published under the lock.
 type checkpointJob struct {
 	m     *Manager
 	pod   *pod
@@ -39,6 +41,8 @@ type checkpointJob struct {
 	whole bool     // an archive of the pod, otherwise of one container
 
 	parts    []*checkpointPart
+	early    *archive.Early // nil: nothing is hashed early
+	hashing  sync.WaitGroup // uses early
 	frozenAt time.Time
 	cancel   context.CancelCauseFunc
 	watches  sync.WaitGroup
@@ -49,43 +53,61 @@ type checkpointPart struct {
 	lockedContainer
 	name   string // its directory in the archive
 	dir    *os.File
-	dump   runtime.Dump
+	dump   runtime.Dump // nil: the pod's sandbox is saved instead
 	frozen runtime.Frozen
 }
 
-// run captures the containers and writes the whole archive. They go on when run returns. The archive of a
-// pod is on the disk then. After an error the caller removes the files.
-func (j *checkpointJob) run(ctx context.Context, containers []lockedContainer) (err error) {
-	ctx, j.cancel = context.WithCancelCause(ctx)
-	defer j.cancel(nil)
-	defer j.closeParts()
-	for _, c := range containers {
-		if err := j.m.checkRunning(c); err != nil {
-			return err
-		}
-	}
+// run captures the containers and writes the whole archive. They go on as soon as they are
+// captured. The archive of a pod is on the disk when run returns. After an error the caller removes
+// the files.
+func (j *checkpointJob) run(ctx context.Context, containers []*container) error {
+	defer j.close()
 	key, err := j.m.signing()
 	if err != nil {
 		return err
 	}
+	manifest, err := j.recordLocked(ctx, containers)
+	if err != nil {
+		return err
+	}
+	return archive.Seal(ctx, j.dir, manifest, key, j.early, j.whole) // that of a container is packed into a file, which is synced
+}
+
+// recordLocked captures and describes the containers while it holds their locks.
+func (j *checkpointJob) recordLocked(ctx context.Context,
+	containers []*container) (manifest *archive.Manifest, err error) {
+	err = j.m.untilStopped(ctx, containers, func(ctx context.Context, locked []lockedContainer) (err error) {
+		manifest, err = j.record(ctx, locked)
+		return err
+	})
+	return manifest, err
+}
+
+// record is recordLocked after the locks were taken.
+func (j *checkpointJob) record(ctx context.Context, containers []lockedContainer) (*archive.Manifest, error) {
+	ctx, j.cancel = context.WithCancelCause(ctx)
+	defer j.cancel(nil)
+	for _, c := range containers {
+		if err := j.m.checkRunning(c); err != nil {
+			return nil, err
+		}
+	}
 	release, err := j.holdExecs(ctx, containers)
 	defer release()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	err = j.capture(ctx, containers)
+	capture := j.capture
+	if j.pod.Sandboxed() {
+		capture = j.saveSandbox
+	}
+	err = capture(ctx, containers)
+	j.hashing.Wait() // not before the containers run again
 	release()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	manifest, err := j.describe(ctx)
-	if err != nil {
-		return err
-	}
-	if err := archive.Seal(ctx, j.dir, manifest, key); err != nil || !j.whole {
-		return err // the archive of a container is packed into a file, which is synced
-	}
-	return archive.Sync(ctx, j.dir, manifest)
+	return j.describe(ctx)
 }
 
 // holdExecs keeps execs from starting in the containers until release is called.
@@ -116,8 +138,8 @@ func (j *checkpointJob) holdExecs(ctx context.Context, containers []lockedContai
 	return release, group.Wait()
 }
 
-// capture prepares, freezes and dumps all containers. On success they go on before CRIU's processes have
-// ended. After an error CRIU must end first: it could freeze a container again.
+// capture prepares, freezes and dumps all containers. On success they go on before CRIU's processes
+// have ended. After an error CRIU must end first: it could freeze a container again.
 func (j *checkpointJob) capture(ctx context.Context, containers []lockedContainer) (err error) {
 	defer j.watches.Wait()
 	if err := j.prepare(ctx, containers); err != nil {
@@ -125,7 +147,7 @@ func (j *checkpointJob) capture(ctx context.Context, containers []lockedContaine
 	}
 	err = j.freeze(ctx)
 	if err == nil && j.whole { // a container may have started meanwhile
-		err = j.m.checkComplete(j.pod, containers)
+		err = j.m.checkComplete(j.pod, unlocked(containers))
 	}
 	if err == nil {
 		j.frozenAt = time.Now()
@@ -133,13 +155,21 @@ func (j *checkpointJob) capture(ctx context.Context, containers []lockedContaine
 	}
 	if err != nil {
 		err = errors.Join(err, j.endDumps())
-		return errors.Join(err, ignoreEnded(j.thaw()))
+		_ = j.thaw() // the containers may have ended; thawDirectly reports what stays frozen
+		return errors.Join(err, j.thawDirectly())
 	}
-	return errors.Join(j.thaw(), j.endDumps())
+	if err = errors.Join(j.thaw(), j.endDumps()); err != nil {
+		return errors.Join(err, j.thawDirectly())
+	}
+	return nil
 }
 
-// ignoreEnded drops the error of a thaw after another error: the containers run in any case.
-func ignoreEnded(error) error { return nil }
+func unlocked(containers []lockedContainer) (list []*container) {
+	for _, c := range containers {
+		list = append(list, c.container)
+	}
+	return list
+}
 
 // each calls f for all parts in parallel. The first error ends the context of the others.
 func (j *checkpointJob) each(ctx context.Context, f func(context.Context, *checkpointPart) error) error {
@@ -159,6 +189,17 @@ func (j *checkpointJob) each(ctx context.Context, f func(context.Context, *check
 
 // prepare makes the containers' directories and starts their CRIUs.
 func (j *checkpointJob) prepare(ctx context.Context, containers []lockedContainer) error {
+	if err := j.addParts(containers); err != nil {
+		return err
+	}
+	return j.each(ctx, func(ctx context.Context, part *checkpointPart) (err error) {
+		part.dump, err = j.m.dumper.Prepare(ctx, part.ID, part.dir)
+		return err
+	})
+}
+
+// addParts makes and opens the containers' directories.
+func (j *checkpointJob) addParts(containers []lockedContainer) error {
 	for _, c := range containers {
 		part := &checkpointPart{lockedContainer: c}
 		if j.whole {
@@ -175,10 +216,7 @@ func (j *checkpointJob) prepare(ctx context.Context, containers []lockedContaine
 			return err
 		}
 	}
-	return j.each(ctx, func(ctx context.Context, part *checkpointPart) (err error) {
-		part.dump, err = j.m.dumper.Prepare(ctx, part.ID, part.dir)
-		return err
-	})
+	return nil
 }
 
 // openPart makes and opens the directory of a container.
@@ -215,8 +253,8 @@ func (j *checkpointJob) freeze(ctx context.Context) error {
 	})
 }
 
-// copyAll dumps the processes and copies the files of all containers. The loss of a monitor, or the end of
-// a container, ends everything: the others need not stay frozen for nothing.
+// copyAll dumps the processes and copies the files of all containers. The loss of a monitor, or the
+// end of a container, ends everything: the others need not stay frozen for nothing.
 func (j *checkpointJob) copyAll(ctx context.Context) error {
 	done := make(chan struct{})
 	defer close(done)
@@ -232,6 +270,7 @@ func (j *checkpointJob) copyAll(ctx context.Context) error {
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
+		defer j.hashEarly(ctx)()
 		return j.each(ctx, func(ctx context.Context, p *checkpointPart) error { return p.dump.Run(ctx) })
 	})
 	group.Go(func() error { return j.each(ctx, j.copyLayer) })
@@ -241,6 +280,22 @@ func (j *checkpointJob) copyAll(ctx context.Context) error {
 		return cause
 	}
 	return err
+}
+
+// hashEarly hashes the processes' memory while CRIU writes it, until stop is called. Each CRIU uses
+// a processor. If none is left, the rest of the hashes waits until the containers run again.
+func (j *checkpointJob) hashEarly(ctx context.Context) (stop func()) {
+	if goruntime.GOMAXPROCS(0) <= len(j.parts) {
+		return func() {}
+	}
+	var names []string
+	for _, part := range j.parts {
+		names = append(names, part.name)
+	}
+	j.early = archive.NewEarly(j.dir)
+	ctx, stop = context.WithCancel(ctx)
+	j.hashing.Go(func() { j.early.Run(ctx, names...) })
+	return stop
 }
 
 // copyLayer copies a container's writable layer.
@@ -295,18 +350,33 @@ func writeJSON(dir *os.File, name string, content any) error {
 	return writeNew(dir, name, func(f *os.File) error { _, err := f.Write(data); return err })
 }
 
-// thaw lets all containers go on. An error means that a container ran before everything was captured.
+// thaw lets all containers go on, in parallel. An error means that a container ran before
+// everything was captured, or that its monitor does not answer.
 func (j *checkpointJob) thaw() error {
-	var errs []error
-	for _, part := range j.parts {
+	return j.eachFrozen(func(part *checkpointPart) error { return part.frozen.Thaw() })
+}
+
+// thawDirectly lets all containers go on without their monitors. CRIU has ended. It may have frozen
+// a container after the monitor's last thaw, and a monitor thaws nothing when its limit is over.
+func (j *checkpointJob) thawDirectly() error {
+	return j.eachFrozen(func(part *checkpointPart) error { return j.m.dumper.Thaw(part.CgroupsPath) })
+}
+
+// eachFrozen calls f for all parts that were frozen, in parallel.
+func (j *checkpointJob) eachFrozen(f func(*checkpointPart) error) error {
+	var thawing sync.WaitGroup
+	errs := make([]error, len(j.parts))
+	for i, part := range j.parts {
 		if part.frozen == nil {
 			continue
 		}
-		if err := part.frozen.Thaw(); err != nil {
-			errs = append(errs, fmt.Errorf("container %s: %w", part.ID, err))
-		}
-		part.frozen = nil
+		thawing.Go(func() {
+			if err := f(part); err != nil {
+				errs[i] = fmt.Errorf("container %s: %w", part.ID, err)
+			}
+		})
 	}
+	thawing.Wait()
 	return errors.Join(errs...)
 }
 
@@ -323,11 +393,14 @@ func (j *checkpointJob) endDumps() error {
 	return errors.Join(errs...)
 }
 
-func (j *checkpointJob) closeParts() {
+func (j *checkpointJob) close() {
 	for _, part := range j.parts {
 		if part.dir != nil {
 			_ = part.dir.Close() // it is not written through this descriptor
 		}
+	}
+	if j.early != nil {
+		j.early.Close()
 	}
 }
 
@@ -342,7 +415,7 @@ func (j *checkpointJob) writeBindMounts(part *checkpointPart) error {
 	mounts := []bindMount{}
 	for _, m := range part.Config.GetMounts() {
 		info, err := os.Stat(m.GetHostPath())
-		if m.GetHostPath() == "" || err != nil || !slices.Contains(part.dump.Info().BindMounts, m.GetContainerPath()) {
+		if m.GetHostPath() == "" || err != nil || !part.mounted(m.GetContainerPath()) {
 			continue
 		}
 		kind := "file"
@@ -353,4 +426,10 @@ func (j *checkpointJob) writeBindMounts(part *checkpointPart) error {
 		mounts = append(mounts, bindMount{m.GetHostPath(), place, kind, uint32(info.Mode().Perm())})
 	}
 	return writeJSON(part.dir, archive.BindMountsFile, mounts)
+}
+
+// mounted returns whether the container has a mount at a path. Only CRIU knows which ones a process
+// has unmounted.
+func (p *checkpointPart) mounted(path string) bool {
+	return p.dump == nil || slices.Contains(p.dump.Info().BindMounts, path)
 }

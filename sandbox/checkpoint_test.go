@@ -1,17 +1,22 @@
 package sandbox
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 
 	"google.golang.org/grpc/codes"
 
+	"berth/checkpoint/archive"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
@@ -68,6 +73,34 @@ func nothingLeft(t *testing.T, m *Manager) {
 	}
 }
 
+// outputRecordPath returns the only record of a client's directory.
+func outputRecordPath(t *testing.T, m *Manager) string {
+	t.Helper()
+	records, err := os.ReadDir(m.dirs.Checkpoints())
+	testutil.Must(t, err)
+	if len(records) != 1 {
+		panic(fmt.Sprint("records: ", records)) // not the test's goroutine
+	}
+	return filepath.Join(m.dirs.Checkpoints(), records[0].Name())
+}
+
+// A checkpoint whose record cannot be removed fails, and leaves no file for the next daemon to
+// empty.
+func TestFailureToForgetOutput(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		pod, ids := startTwo(t, m)
+		out := t.TempDir()
+		f.thawing = sync.OnceFunc(func() { // a directory with a file cannot be removed as a record
+			record := outputRecordPath(t, m)
+			testutil.Must(t, errors.Join(os.Remove(record), os.MkdirAll(filepath.Join(record, "x"), 0o700)))
+		})
+		failure := m.CheckpointPod(t.Context(), pod, out, ids, nil)
+		if names, err := os.ReadDir(out); failure == nil || err != nil || len(names) > 0 {
+			t.Errorf("%v; the output has %v, %v", failure, names, err)
+		}
+	})
+}
+
 // Each failure thaws what is frozen, ends CRIU before, and leaves no file.
 func TestFailedCheckpoints(t *testing.T) {
 	for _, failing := range dumpCalls {
@@ -102,6 +135,10 @@ func TestFailedCheckpoints(t *testing.T) {
 				}
 				if failing == "dump" && calls[len(calls)-1] != "thaw" {
 					t.Errorf("CRIU could freeze a container after the thaw: %q", calls)
+				}
+				direct := f.order("thaw directly", "end dump")
+				if n := len(direct) - prepared; n != frozen || slices.Contains(direct[:prepared], "thaw directly") {
+					t.Errorf("a container can stay frozen: %q", direct)
 				}
 				f.forget()
 				testutil.Must(t, m.CheckpointPod(t.Context(), pod, out, ids, nil)) // it can be repeated
@@ -165,6 +202,17 @@ func TestCheckpointContainer(t *testing.T) {
 			}
 		}
 		nothingLeft(t, m)
+
+		// The removal of an earlier checkpoint can still be in progress.
+		left := filepath.Join(m.dirs.Checkpoints(), ids[0])
+		testutil.Must(t, os.MkdirAll(filepath.Join(left, "checkpoint"), 0o700))
+		testutil.Must(t, m.CheckpointContainer(t.Context(), ids[0], place, 0))
+		if names, err := os.ReadDir(left); err != nil || len(names) != 1 {
+			t.Errorf("the other directory has %v, %v", names, err)
+		}
+		testutil.Must(t, os.RemoveAll(left))
+		nothingLeft(t, m)
+
 		target := filepath.Join(dir, "target")
 		testutil.Must(t, os.WriteFile(target, []byte("untouched"), 0o644))
 		link := filepath.Join(dir, "link")
@@ -180,6 +228,60 @@ func TestCheckpointContainer(t *testing.T) {
 	})
 }
 
+// The memory is written once where the filesystem can make a tar of its file, and copied elsewhere.
+func TestWriteArchive(t *testing.T) {
+	for _, top := range []string{t.TempDir(), "/var/tmp", "/dev/shm"} {
+		t.Run(filepath.Base(top), func(t *testing.T) {
+			path, err := os.MkdirTemp(top, "archive-")
+			testutil.Must(t, err)
+			defer func() { testutil.Must(t, os.RemoveAll(path)) }()
+			pages := filepath.Join(path, "saved", "checkpoint", "pages-1.img")
+			testutil.Must(t, os.MkdirAll(filepath.Dir(pages), 0o700))
+			testutil.Must(t, os.WriteFile(pages, bytes.Repeat([]byte("page"), 1<<20), 0o644))
+			testutil.Must(t, os.WriteFile(filepath.Join(path, "saved", "manifest.json"), []byte("{}"), 0o600))
+			from, err := os.Open(filepath.Join(path, "saved"))
+			testutil.Must(t, err)
+			defer from.Close()
+			before, err := os.Stat(pages)
+			testutil.Must(t, err)
+			place := filepath.Join(path, "archive.tar")
+			testutil.Must(t, os.WriteFile(place, []byte("old"), 0o644))
+			testutil.Must(t, writeArchive(t.Context(), from, place))
+			after, err := os.Stat(place)
+			testutil.Must(t, err)
+			if after.Mode() != 0o600 || after.Size() <= before.Size() {
+				t.Errorf("%v, %d bytes", after.Mode(), after.Size())
+			}
+			t.Logf("the file of the memory became the archive: %v", os.SameFile(before, after))
+			out, err := exec.Command("tar", "-xOf", place, "checkpoint/pages-1.img").Output()
+			if err != nil || !bytes.Equal(out, bytes.Repeat([]byte("page"), 1<<20)) {
+				t.Errorf("the memory has %d bytes, %v", len(out), err)
+			}
+		})
+	}
+}
+
+// A copy of the whole memory ends with its context.
+func TestCopyFile(t *testing.T) {
+	dir := t.TempDir()
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "from"), []byte("content"), 0o600))
+	from, err := os.Open(filepath.Join(dir, "from"))
+	testutil.Must(t, err)
+	defer from.Close()
+	to, err := os.Create(filepath.Join(dir, "to"))
+	testutil.Must(t, err)
+	defer to.Close()
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := copyFile(ended, to, from); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	testutil.Must(t, copyFile(t.Context(), to, from))
+	if data, err := os.ReadFile(to.Name()); string(data) != "content" || err != nil {
+		t.Errorf("%q, %v", data, err)
+	}
+}
+
 // Filesystems without O_TMPFILE get a hidden file first.
 func TestNamedArchiveReplaces(t *testing.T) {
 	dir, to := t.TempDir(), t.TempDir()
@@ -191,14 +293,15 @@ func TestNamedArchiveReplaces(t *testing.T) {
 	testutil.Must(t, err)
 	defer parent.Close()
 	testutil.Must(t, os.WriteFile(filepath.Join(to, "a.tar"), []byte("old"), 0o644))
-	testutil.Must(t, writeNamedArchive(t.Context(), from, parent, "a.tar"))
+	fill := func(to *os.File) error { return archive.Pack(t.Context(), from, to) }
+	testutil.Must(t, writeNamedFile(parent, "a.tar", fill))
 	names, err := os.ReadDir(to)
 	info, statErr := os.Stat(filepath.Join(to, "a.tar"))
 	if err := errors.Join(err, statErr); err != nil || len(names) != 1 || info.Mode() != 0o600 || info.Size() < 512 {
 		t.Errorf("%v, %v, %v", names, info, err)
 	}
 	testutil.Must(t, os.Mkdir(filepath.Join(to, "dir"), 0o700))
-	if err := writeNamedArchive(t.Context(), from, parent, "dir"); err == nil {
+	if err := writeNamedFile(parent, "dir", fill); err == nil {
 		t.Error("a directory was replaced")
 	}
 	if names, err := os.ReadDir(to); err != nil || len(names) != 2 {
@@ -243,8 +346,7 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		dir, err := openEmpty(out)
 		testutil.Must(t, err)
 		defer dir.Close()
-		pod := runPod(t, m)
-		testutil.Must(t, m.recordOutput(pod, dir))
+		_ = recordOutput(t, m, dir)
 		m.outputs = outputs{} // the next daemon reads the record
 		testutil.Must(t, os.MkdirAll(filepath.Join(out, "one/checkpoint"), 0o700))
 		left := filepath.Join(m.dirs.Checkpoints(), testID)
@@ -255,8 +357,24 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 			t.Errorf("the output has %v, %v", names, err)
 		}
 
+		// A complete checkpoint stays: a power cut has brought its record back.
+		complete := recordOutput(t, m, dir)
+		record := outputRecordPath(t, m)
+		saved, err := os.ReadFile(record)
+		testutil.Must(t, err)
+		testutil.Must(t, os.Mkdir(filepath.Join(out, "one"), 0o700))
+		testutil.Must(t, os.WriteFile(filepath.Join(out, archive.ManifestFile), []byte("{}"), 0o600))
+		testutil.Must(t, m.forgetOutput(complete))
+		nothingLeft(t, m)
+		testutil.Must(t, os.WriteFile(record, saved, 0o600))
+		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		nothingLeft(t, m)
+		if names, err := os.ReadDir(out); err != nil || len(names) != 2 {
+			t.Errorf("the output has %v, %v", names, err)
+		}
+
 		// A directory that replaced the client's stays as it is.
-		testutil.Must(t, m.recordOutput(pod, dir))
+		_ = recordOutput(t, m, dir)
 		testutil.Must(t, os.Rename(out, out+".old"))
 		testutil.Must(t, os.MkdirAll(filepath.Join(out, "other"), 0o700))
 		testutil.Must(t, m.recoverCheckpoints(t.Context()))
@@ -266,14 +384,53 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		}
 
 		// A record that an earlier failure left of the same directory is outdated.
-		testutil.Must(t, m.recordOutput("another pod", dir))
-		testutil.Must(t, m.recordOutput(pod, dir))
-		testutil.Must(t, m.forgetOutput(pod))
+		m.outputs.leave(recordOutput(t, m, dir))
+		current := recordOutput(t, m, dir)
+
+		// Two checkpoints cannot fill one directory.
+		if _, err := m.recordOutput(dir); errdefs.Code(err) != codes.FailedPrecondition {
+			t.Errorf("a second record of the directory: %v", err)
+		}
+		testutil.Must(t, m.forgetOutput(current))
 		nothingLeft(t, m)
 	})
 }
 
-// A stop cancels a checkpoint that runs, one that waits for it, and one that begins during the stop.
+func recordOutput(t *testing.T, m *Manager, dir *os.File) (name string) {
+	t.Helper()
+	name, err := m.recordOutput(dir)
+	testutil.Must(t, err)
+	return name
+}
+
+// A container can exit and be removed while its checkpoint is hashed and written, and other
+// operations need not wait.
+func TestCheckpointIsWrittenWithoutLocks(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		podID, ids := startTwo(t, m)
+		dir, err := openEmpty(t.TempDir())
+		testutil.Must(t, err)
+		defer dir.Close()
+		p, err := m.pods.Find(podID)
+		testutil.Must(t, err)
+		c, err := m.containers.Find(ids[0])
+		testutil.Must(t, err)
+		job := &checkpointJob{m: m, pod: p, dir: dir}
+		defer job.close()
+		key, err := m.signing()
+		testutil.Must(t, err)
+		manifest, err := job.recordLocked(t.Context(), []*container{c})
+		testutil.Must(t, err)
+		testutil.Must(t, m.StopContainer(t.Context(), c.ID, 0))
+		testutil.Must(t, m.RemovePodSandbox(t.Context(), podID))
+		testutil.Must(t, archive.Seal(t.Context(), dir, manifest, key, job.early, false))
+		place := filepath.Join(t.TempDir(), "archive.tar")
+		testutil.Must(t, writeArchive(t.Context(), dir, place))
+	})
+}
+
+// A stop cancels a checkpoint that runs, one that waits for it, and one that begins during the
+// stop.
 func TestStopCancelsCheckpoints(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		pod, ids := startTwo(t, m)
@@ -305,7 +462,8 @@ func TestStopCancelsCheckpoints(t *testing.T) {
 	})
 }
 
-// A daemon that cannot undo the checkpoints of an earlier one starts none, which it would undo, too.
+// A daemon that cannot undo the checkpoints of an earlier one starts none, which it would undo,
+// too.
 func TestCheckpointsWaitForRecovery(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		pod, ids := startTwo(t, m)

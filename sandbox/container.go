@@ -205,8 +205,8 @@ func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
 }
 
 // makeContainer creates the writable layer, lets plugins adjust the container, validates its launch
-// request, and publishes it. A stop of the pod cancels it. from is the checkpoint that the container
-// continues, or nil.
+// request, and publishes it. A stop of the pod cancels it. from is the checkpoint that the
+// container continues, or nil.
 func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, from *archive.Archive) error {
 	if c.Phase() == state.Removed { // with its pod, before this call got the lock
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.ID)

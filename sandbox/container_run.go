@@ -55,10 +55,16 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	if err != nil {
 		return err
 	}
+	if c.Distrust != "" {
+		return errdefs.FailedPrecondition("container %s: %s", c.ID, c.Distrust)
+	}
+	if err := m.layersUsable(c.ContainerSpec); err != nil {
+		return err
+	}
 	if err := c.Move(state.ContainerStarting); err != nil {
 		return err
 	}
-	c.StartedAt = time.Now()
+	c.StartedAt, c.Lazy = time.Now(), len(m.keep(c.ContainerSpec)) > 0
 	filled := c.Filled
 	c.Filled = false
 	if err := m.writeContainer(ctx, c); err != nil {
@@ -88,6 +94,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 		return err
 	}
 	m.notifyContainer(ctx, nri.ContainerStarted, c)
+	m.killIfUnusable(c)                            // a kill because of a layer may have missed this container
 	if _, err := m.readyPod(c.PodID); err != nil { // a stop of the pod may have missed this container
 		m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
 			return m.killContainer(ctx, c.container)
@@ -98,9 +105,18 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 }
 
 // launchContainer launches a container from a snapshot, because the launch may outlast the caller's
-// lock.
-func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (*proto.Started, error) {
-	return m.launcher.Start(ctx, p.Info(), c.snapshot(), m.targetPIDNS(c.container))
+// lock. Nobody saves the sandbox of its pod meanwhile.
+func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (started *proto.Started, err error) {
+	launch := func() (err error) {
+		started, err = m.launcher.Start(ctx, p.Info(), c.snapshot(), m.targetPIDNS(c.container))
+		return err
+	}
+	if p.Sandboxed() {
+		err = m.tasks.WithLock(ctx, p.sandbox, "start a container in", "sandbox of "+p.String(), launch)
+	} else {
+		err = launch()
+	}
+	return started, err
 }
 
 // readyPod returns the pod if it is ready and its pause runs. Containers join namespaces by the
@@ -230,6 +246,9 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	if err := c.Move(state.ContainerExited); err != nil {
 		m.log.Error("publish the exit of a container", "container", c.ID, "error", err)
 		return
+	}
+	if c.Distrust != "" {
+		exit.Reason, exit.Message = state.ReasonWrongFiles, c.Distrust
 	}
 	c.Exit = &exit
 	err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)

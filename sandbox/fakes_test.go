@@ -60,6 +60,13 @@ type fakeHost struct {
 	ended      map[string]chan struct{}   // by container: closed when its shim has ended
 	kind       proto.PauseKind            // planned kind of all pauses
 	kinds      []string                   // log of the steps that got a kind of pause
+	layers     []digest.Digest            // of all images
+	launched   func()                     // called at the end of each launch, if not nil
+	incomplete bool                       // all layers are incomplete
+	unusable   atomic.Pointer[error]      // of Usable
+	thawing    func()                     // called with each thaw; may be nil
+	savedBy    string                     // the runtime in the manifest of the checkpoint, which then has one container
+	holdSave   chan struct{}              // if not nil, SaveSandbox waits for it
 	tasks      *task.Runner
 }
 
@@ -178,6 +185,9 @@ func (f *fakeHost) Start(_ context.Context, _ *state.Pod, c *state.Container, _ 
 		return nil, err
 	}
 	f.shimEnd(c.ID)
+	if f.launched != nil {
+		f.launched()
+	}
 	return &proto.Started{Init: f.process(), Shim: f.process(), Processes: proto.Processes{InitPID: 78, StartedAt: time.Now()}}, nil
 }
 
@@ -288,7 +298,7 @@ func (f *fakeHost) SettleLost(_ runtime.StopTarget, exit state.Exit) (state.Exit
 // Images and Volumes
 
 func (f *fakeHost) Get(ref string) (*image.Image, error) {
-	return &image.Image{ID: "sha256:" + ref}, f.call("find image")
+	return &image.Image{ID: "sha256:" + ref, Layers: f.layers}, f.call("find image")
 }
 
 func (f *fakeHost) Hold(string, []digest.Digest) (rootfs.Spec, error) {
@@ -317,7 +327,11 @@ func (f *fakeHost) PauseImage(context.Context, string) (*state.Image, error) {
 
 func (f *fakeHost) Import(context.Context, string, string) (*archive.Archive, error) {
 	containers := []archive.Container{{Name: "main"}, {Name: "side"}}
-	return &archive.Archive{Manifest: archive.Manifest{Pod: &archive.Pod{}, Containers: containers}}, f.call("import")
+	if f.savedBy != "" {
+		containers = containers[:1]
+	}
+	manifest := archive.Manifest{Pod: &archive.Pod{}, Containers: containers, Runtime: f.savedBy}
+	return &archive.Archive{Manifest: manifest}, f.call("import")
 }
 
 func (f *fakeHost) Compare(context.Context, *archive.Archive, *state.Container, *specs.Spec) error {
@@ -456,6 +470,24 @@ func (f fakeRecords) LoadContainers(add func(*state.ContainerSpec, state.Contain
 // LayersOf implements Images.
 func (f *fakeHost) LayersOf(*image.Image) []image.LayerUse { return nil }
 
+// Keep implements Images.
+func (f *fakeHost) Keep([]digest.Digest) []*os.File {
+	if f.incomplete {
+		return []*os.File{os.Stdin, os.Stdin}
+	}
+	return nil
+}
+
+// Complete implements Images.
+func (f *fakeHost) Complete([]digest.Digest) bool { return !f.incomplete }
+
+func (f *fakeHost) Usable([]digest.Digest) error {
+	if err := f.unusable.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
 // fakeDumper dumps nothing.
 type fakeDumper struct{ *fakeHost }
 
@@ -478,6 +510,20 @@ func (f fakeDumper) Freeze(context.Context, string, string, time.Duration) (runt
 	}
 	return fakeFrozen(f), nil
 }
+
+// SaveSandbox writes the files that the archive of a sandbox must have.
+func (f fakeDumper) SaveSandbox(_ context.Context, _ *state.PodSpec, _ *state.ContainerSpec, dir *os.File) error {
+	if err := f.call("save sandbox"); err != nil {
+		return err
+	}
+	if f.holdSave != nil {
+		<-f.holdSave
+	}
+	images := fmt.Sprintf("/proc/self/fd/%d/%s", dir.Fd(), archive.ImagesDir)
+	return errors.Join(os.Mkdir(images, 0o700), os.WriteFile(filepath.Join(images, archive.SandboxFile), nil, 0o600))
+}
+
+func (f fakeDumper) Thaw(string) error { return f.call("thaw directly") }
 
 type fakeDump struct {
 	*fakeHost
@@ -503,7 +549,13 @@ func (fakeDump) Info() proto.Dumped { return proto.Dumped{CRIU: criu.Minimum} }
 type fakeFrozen struct{ *fakeHost }
 
 func (f fakeFrozen) Lost() <-chan struct{} { return nil }
-func (f fakeFrozen) Thaw() error           { return f.call("thaw") }
+
+func (f fakeFrozen) Thaw() error {
+	if f.thawing != nil {
+		f.thawing()
+	}
+	return f.call("thaw")
+}
 
 // fakeTrash deletes nothing.
 type fakeTrash struct{ *fakeHost }

@@ -67,11 +67,13 @@ type Stopper interface {
 	SettleLost(c runtime.StopTarget, exit state.Exit) (_ state.Exit, settled bool)
 }
 
-// Dumper freezes containers and dumps their processes. runtime.Dumper implements it and documents the
-// methods.
+// Dumper freezes containers and dumps their processes, or saves the sandbox of a pod.
+// runtime.Dumper implements it and documents the methods.
 type Dumper interface {
 	Prepare(ctx context.Context, id string, dir *os.File) (runtime.Dump, error)
 	Freeze(ctx context.Context, id, cgroupsPath string, limit time.Duration) (runtime.Frozen, error)
+	SaveSandbox(ctx context.Context, pod *state.PodSpec, c *state.ContainerSpec, dir *os.File) error
+	Thaw(cgroupsPath string) error
 	EndLeft(cgroupsPath func(id string) string) error
 }
 
@@ -82,6 +84,9 @@ type Images interface {
 	Hold(id string, layers []digest.Digest) (rootfs.Spec, error)
 	Release(id string) error
 	LayersOf(img *image.Image) []image.LayerUse
+	Keep(layers []digest.Digest) []*os.File
+	Complete(layers []digest.Digest) bool
+	Usable(layers []digest.Digest) error
 }
 
 // Volumes finds and holds image volumes and the image of a pause. runtime.Roots implements it and
@@ -119,8 +124,8 @@ type Environment interface {
 	RemoveUnrecorded(ctx context.Context, id string) error
 }
 
-// Restores prepares what pods and containers get from a checkpoint. runtime.Restores implements it and
-// documents the methods.
+// Restores prepares what pods and containers get from a checkpoint. runtime.Restores implements it
+// and documents the methods.
 type Restores interface {
 	Import(ctx context.Context, path, podID string) (*archive.Archive, error)
 	Compare(ctx context.Context, a *archive.Archive, c *state.Container, spec *specs.Spec) error

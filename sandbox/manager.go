@@ -62,6 +62,7 @@ type Config struct {
 	Verifier       string                    // path of berth-verify; empty: there is none
 	Unpacker       runtime.Unpacker          // berth-unpack
 	OwnDevices     bool                      // devices belong to the user and group of the security context
+	LayersLost     bool                      // containers on layers that are still incomplete read zeros: they are killed
 	Waits          *task.Waits               // lists the waits of operations
 	Observer       Observer                  // nil: none
 	Log            *slog.Logger
@@ -255,7 +256,7 @@ func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runn
 		Quota:         func(project uint32) (diskusage.Usage, bool, error) { return p.quotas.Usage(project) },
 	})
 	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, cfg.Log)
-	m.Service = stream.New(streamTargets{m.objects}, p.pool, p.dirs, cfg.SystemdCgroup, cfg.Streams, tasks)
+	m.Service = stream.New(streamTargets{m.objects, m.images}, p.pool, p.dirs, cfg.SystemdCgroup, cfg.Streams, tasks)
 	return m
 }
 

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"berth/internal/task"
 	"berth/sandbox/history"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
@@ -41,6 +42,10 @@ type pod struct {
 	launched atomic.Int64                   // process ID of the pause before info has it; 0: not launched yet, or launched by an earlier daemon
 	start    *history.Recording             // the traces of its start; may be nil; never changed
 	stopped  atomic.Bool                    // this daemon started its stop and logs the end of the stop
+
+	// sandbox is held while a container starts in the pod's sandbox, and while the sandbox is
+	// saved. It is acquired after the locks of containers. Only sandboxing runtimes use it.
+	sandbox task.Lock
 }
 
 // lockedPod is a pod whose lock the caller holds.
@@ -50,7 +55,7 @@ type lockedPod struct {
 }
 
 func newPod(spec *state.PodSpec, status state.PodStatus, start *history.Recording) *pod {
-	return &pod{PodSpec: spec, status: state.NewLocked(status), start: start}
+	return &pod{PodSpec: spec, status: state.NewLocked(status), start: start, sandbox: task.NewLock()}
 }
 
 // Visible implements state.Indexed.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os"
 	"time"
 
@@ -120,7 +121,9 @@ type podPlan struct {
 	id        string
 	config    *runtimeapi.PodSandboxConfig
 	handler   string
-	restoring bool // its containers continue a checkpoint
+	restoring bool           // its containers continue a checkpoint
+	restore   *state.Restore // the part of the checkpoint that its sandbox continues; nil: none
+	ips       []netip.Addr   // addresses to get if they are free
 }
 
 // planPod decides the pod's Spec, records it, and adds the pod to m.pods.
@@ -131,7 +134,7 @@ func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error)
 	defer undo.Run(&err)
 	id, config := plan.id, plan.config
 	spec := &state.PodSpec{ID: id, BootID: m.bootID, CreatedAt: m.podCreation(config.GetMetadata()), Config: config,
-		Handler: plan.handler, Tmpfs: true}
+		Handler: plan.handler, Restore: plan.restore, Tmpfs: true}
 	if spec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), id, m.cfg.SystemdCgroup); err != nil {
 		return nil, err
 	}
@@ -151,7 +154,7 @@ func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error)
 		if err != nil {
 			return nil, err
 		}
-		status.Network, spec.IPRanges = &attachment, ranges
+		status.Network, spec.IPRanges, spec.PreferredIPs = &attachment, ranges, plan.ips
 	}
 	if m.cfg.PauseImage != "" {
 		if spec.PauseImage, err = m.volumes.PauseImage(ctx, m.cfg.PauseImage); err != nil {

@@ -322,6 +322,10 @@ func (m *Manager) adoptShim(ctx context.Context, c lockedContainer) error {
 	m.dropCheckpoint(c.container)
 	m.oomKills.begin(c.ID, m.readOOMKills(c.container))
 	m.watchContainer(c.container, run)
+	m.killIfLayersLost(c)
+	if c.Distrust != "" { // an earlier daemon could not kill it
+		m.killDistrusted(c.container, c.Distrust)
+	}
 	return nil
 }
 

@@ -3,6 +3,7 @@ package sandbox
 import (
 	"context"
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"slices"
 
@@ -22,12 +23,12 @@ import (
 // the processes of a container. The checkpoint is not needed afterwards, because berth keeps a copy
 // until the container has started. If RestorePod fails, nothing is left.
 //
-// A call with the identity and content of an existing restored pod joins its creation, or returns its
-// IDs.
+// A call with the identity and content of an existing restored pod joins its creation, or returns
+// its IDs.
 //
-// Errors: InvalidArgument for a malformed config or checkpoint. AlreadyExists if the identity exists
-// with other content. NotFound for an unknown handler or image. FailedPrecondition if the checkpoint
-// is not that of the requested containers, or cannot be restored here.
+// Errors: InvalidArgument for a malformed config or checkpoint. AlreadyExists if the identity
+// exists with other content. NotFound for an unknown handler or image. FailedPrecondition if the
+// checkpoint is not that of the requested containers, or cannot be restored here.
 func (m *Manager) RestorePod(
 	ctx context.Context, r state.RestoreRequest,
 ) (podID string, _ []state.Restored, err error) {
@@ -83,8 +84,8 @@ func (m *Manager) checkRestore(r state.RestoreRequest) error {
 	return nil
 }
 
-// restorePod creates a pod and its containers from a checkpoint. It runs in a separate goroutine and
-// is undone if the caller leaves.
+// restorePod creates a pod and its containers from a checkpoint. It runs in a separate goroutine
+// and is undone if the caller leaves.
 func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, identity string) (_ string, err error) {
 	defer m.tasks.BeginUpTo(task.Limit, "restore", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
@@ -100,7 +101,7 @@ func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, ide
 	if err != nil {
 		return "", err
 	}
-	if err := m.checkHandler(r.Handler); err != nil {
+	if err := m.checkHandler(ctx, r.Handler, a.Manifest.Runtime); err != nil {
 		return "", err
 	}
 	names, err := directories(a, r.Containers)
@@ -108,7 +109,10 @@ func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, ide
 		return "", err
 	}
 	var p *pod
-	plan := podPlan{id: id, config: r.Config, handler: r.Handler, restoring: true}
+	plan := podPlan{id: id, config: r.Config, handler: r.Handler, restoring: true, ips: savedIPs(a)}
+	if a.Manifest.Runtime != "" {
+		plan.restore = &state.Restore{Name: names[0], From: r.Path}
+	}
 	err = m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, plan); return err })
 	if err != nil {
 		return "", err
@@ -122,20 +126,45 @@ func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, ide
 	return id, nil
 }
 
-// checkHandler refuses handlers whose containers cannot be restored.
-func (m *Manager) checkHandler(name string) error {
+// savedIPs returns the addresses that the pod had, if this node has signed them. Other checkpoints
+// must not choose an address, because rules of the network may trust it.
+func savedIPs(a *archive.Archive) []netip.Addr {
+	if a.Signer != archive.ThisNode || a.Manifest.Pod == nil {
+		return nil
+	}
+	return a.Manifest.Pod.IPs
+}
+
+// checkHandler refuses handlers that cannot restore a checkpoint. saved is the version of the
+// runtime that has saved a sandbox, and empty for a checkpoint of CRIU.
+func (m *Manager) checkHandler(ctx context.Context, name, saved string) error {
 	h, err := m.handlers.Find(name)
 	if err != nil {
 		return err
 	}
-	if !h.IsBuiltIn() {
-		return errdefs.FailedPrecondition("runtime handler %q cannot restore checkpoints; the built-in handler can", name)
+	if saved == "" {
+		if h.IsBuiltIn() {
+			return nil
+		}
+		return errdefs.FailedPrecondition(
+			"runtime handler %q cannot restore checkpoints of the built-in handler", name)
+	}
+	defer m.tasks.Begin("probe of the runtime program", "handler "+name)()
+	program, err := h.Runtime(ctx, "", m.cfg.SystemdCgroup, false)
+	switch {
+	case err != nil:
+		return err
+	case !program.IsSandboxed():
+		return errdefs.FailedPrecondition("runtime handler %q cannot restore a checkpoint of %q", name, saved)
+	case program.Version != saved:
+		return errdefs.FailedPrecondition("the checkpoint was made by %q, runtime handler %q has %q; the versions must be equal",
+			saved, name, program.Version)
 	}
 	return nil
 }
 
-// directories returns the directories of the containers in the checkpoint, in the order of configs. It
-// refuses configs of other containers.
+// directories returns the directories of the containers in the checkpoint, in the order of configs.
+// It refuses configs of other containers.
 func directories(a *archive.Archive, configs []*runtimeapi.ContainerConfig) ([]string, error) {
 	var names, have []string
 	for _, config := range configs {
@@ -185,8 +214,8 @@ func (m *Manager) fillPod(
 	})
 }
 
-// fillShm fills the pod's /dev/shm, which all its containers share. With the node's IPC namespace the
-// pod has none.
+// fillShm fills the pod's /dev/shm, which all its containers share. With the node's IPC namespace
+// the pod has none.
 func (m *Manager) fillShm(ctx context.Context, p *pod, a *archive.Archive) error {
 	options := p.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	if options.GetIpc() == runtimeapi.NamespaceMode_NODE {
@@ -239,8 +268,8 @@ func (m *Manager) refillContainer(ctx context.Context, p *pod, c lockedContainer
 	return m.restores.FillLayer(ctx, c.snapshot(), root)
 }
 
-// dropCheckpoint removes the checkpoint of a container that does not need it any more. If it fails, the
-// files stay until the pod is removed.
+// dropCheckpoint removes the checkpoint of a container that does not need it any more. If it fails,
+// the files stay until the pod is removed.
 func (m *Manager) dropCheckpoint(c *container) {
 	if c.Restore == nil {
 		return

@@ -3,7 +3,10 @@ package sandbox
 import "berth/sandbox/stream"
 
 // streamTargets finds containers and pods for streams.
-type streamTargets struct{ objects }
+type streamTargets struct {
+	objects
+	images Images
+}
 
 // StreamContainer implements stream.Targets.
 func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error) {
@@ -21,6 +24,7 @@ func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error
 		Terminal: c.Config.GetTty(),
 		Stdin:    c.Config.GetStdin(),
 		Running:  run != nil && !run.HasEnded(),
+		Keep:     keepFor(t.images, c.ContainerSpec),
 	}, nil
 }
 

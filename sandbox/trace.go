@@ -10,9 +10,9 @@ import (
 	"berth/sandbox/state"
 )
 
-// StartOf returns the operations of a pod's start that this daemon executed, oldest first: the start
-// of the pod, pulls for its containers, and creation and start of each container's newest attempt.
-// It answers from memory.
+// StartOf returns the operations of a pod's start that this daemon executed, oldest first: the
+// start of the pod, pulls for its containers, and creation and start of each container's newest
+// attempt. It answers from memory.
 func (m *Manager) StartOf(podID string) []trace.Operation {
 	p, known := m.pods.Get(podID)
 	if !known {
@@ -21,8 +21,8 @@ func (m *Manager) StartOf(podID string) []trace.Operation {
 	return p.start.Operations()
 }
 
-// Starts returns summaries of the last pod starts, newest first. It includes removed pods and starts
-// by earlier daemons. It reads the disk.
+// Starts returns summaries of the last pod starts, newest first. It includes removed pods and
+// starts by earlier daemons. It reads the disk.
 func (m *Manager) Starts(ctx context.Context) ([]history.Summary, error) { return m.history.List(ctx) }
 
 // Start returns the start of a pod as Starts lists it. The error is NotFound if it is not kept.

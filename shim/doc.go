@@ -13,7 +13,8 @@
 //
 //	Dir/shim   "<shim pid> <shim starttime> <init pid> <init starttime> <started, unix ns>\n", init
 //	           fields 0 until the container's init exists; replaced by rename. The daemon writes it
-//	           before it sends the request. The launcher removes it after it has undone a failed launch
+//	           before it sends the request. The launcher removes it after it has undone a failed
+//	           launch
 //	Dir/sock   the monitor's unix socket: attach, log reopen, resize, close stdin
 //	Dir/oci    the OCI runtime that made the container, unless that was libcontainer (JSON)
 //	Dir/exit   the exit record, renamed into place after init has ended and its output is on disk;

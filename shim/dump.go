@@ -9,14 +9,15 @@ import (
 	"time"
 
 	"berth/internal/cgroup"
+	"berth/internal/criu"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/shim/proto"
 )
 
-// Dump is a dump of a running container by CRIU. Prepare it, freeze the container, call Run, thaw the
-// container, and call Close. It is not safe for concurrent use.
+// Dump is a dump of a running container by CRIU. Prepare it, freeze the container, call Run, thaw
+// the container, and call Close. It is not safe for concurrent use.
 type Dump struct {
 	l   *Launchers
 	p   *launcher
@@ -32,8 +33,8 @@ func (d *Dump) Info() proto.Dumped { return d.dumped }
 // PrepareDump starts CRIU for a dump, and checks whether the container can be dumped. CRIU waits
 // until Run. The caller still owns req.Dir, and must call Close.
 //
-// Errors do not name the container. Codes: FailedPrecondition if the container does not run, cannot be
-// dumped, or CRIU is too old; ResourceExhausted if the filesystem of req.Dir is full.
+// Errors do not name the container. Codes: FailedPrecondition if the container does not run, cannot
+// be dumped, or CRIU is too old; ResourceExhausted if the filesystem of req.Dir is full.
 func (l *Launchers) PrepareDump(ctx context.Context, req *proto.Dump) (_ *Dump, err error) {
 	children, err := cgroup.FindChildren()
 	if err != nil {
@@ -58,8 +59,8 @@ func (l *Launchers) PrepareDump(ctx context.Context, req *proto.Dump) (_ *Dump, 
 	return d, nil
 }
 
-// Run dumps the container, which must be frozen. If ctx ends first, CRIU gets a moment to end by
-// itself, and Close kills it after that. Codes: as PrepareDump; Canceled or DeadlineExceeded with ctx.
+// Run dumps the container, which must be frozen. If ctx ends first, the launcher aborts the dump,
+// and Close waits for CRIU's end. Codes: as PrepareDump; Canceled or DeadlineExceeded with ctx.
 func (d *Dump) Run(ctx context.Context) error {
 	failpoint.Reach("dump.run")
 	err := d.p.conn.Send(proto.Request{DumpNow: true})
@@ -99,13 +100,13 @@ func (d *Dump) receive(ctx context.Context) error {
 const (
 	// dumpEndTime bounds the wait for a launcher that ends its CRIU.
 	dumpEndTime = 15 * time.Second
-	// criuGrace is how long a CRIU without its launcher may continue, so that it is not killed while
-	// it changes a process of the container.
-	criuGrace = 2 * time.Second
+	// criuGrace is how long a CRIU without its launcher may take to end after an abort, so that it
+	// is not killed while it changes a process of the container.
+	criuGrace = 5 * time.Second
 )
 
-// Close ends CRIU, if it still runs, and waits for its end. CRIU no longer writes after it. The error
-// means that CRIU does not end: it hangs in the kernel.
+// Close ends CRIU, if it still runs, and waits for its end. CRIU no longer writes after it. The
+// error means that CRIU does not end: it hangs in the kernel.
 func (d *Dump) Close() error {
 	failpoint.Reach("dump.close")
 	err := d.p.conn.Close()
@@ -114,7 +115,7 @@ func (d *Dump) Close() error {
 	if pidfd.Wait(ctx, d.p.proc) != nil {
 		err = errors.Join(err, kill(d.p.proc))
 	}
-	err = errors.Join(err, d.p.proc.Close(), endCRIU(d.dir, criuGrace))
+	err = errors.Join(err, d.p.proc.Close(), endCRIU(d.dir))
 	d.l.wantMore()
 	failpoint.Reach("dump.closed")
 	if err != nil {
@@ -126,16 +127,19 @@ func (d *Dump) Close() error {
 // criuKillTime bounds the death of a killed CRIU.
 const criuKillTime = 10 * time.Second
 
-// endCRIU waits for the processes in a cgroup of CRIU, kills what is left after grace, and removes
-// the cgroup. A cgroup that does not exist is no error.
-func endCRIU(dir string, grace time.Duration) error {
-	for deadline := time.Now().Add(grace); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+// endCRIU aborts the dump in a cgroup of CRIU, kills what is left after criuGrace, and removes the
+// cgroup. A cgroup that does not exist is no error.
+func endCRIU(dir string) error {
+	failpoint.Reach("dump.abort-criu")
+	err := criu.Abort(dir) // if that fails, CRIU is killed
+	failpoint.Reach("dump.criu-aborted")
+	for deadline := time.Now().Add(criuGrace); err == nil && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		if busy, err := cgroup.HasProcesses(dir); err == nil && !busy {
 			break
 		}
 	}
 	failpoint.Reach("dump.kill-criu")
-	err := cgroup.KillChild(dir, criuKillTime)
+	err = cgroup.KillChild(dir, criuKillTime)
 	failpoint.Reach("dump.criu-killed")
 	if err != nil {
 		return err
@@ -143,8 +147,8 @@ func endCRIU(dir string, grace time.Duration) error {
 	return cgroup.RemoveChild(dir)
 }
 
-// LeftDumps returns the containers for which an earlier daemon's CRIU may still run. EndLeftDump ends
-// it.
+// LeftDumps returns the containers for which an earlier daemon's CRIU may still run. EndLeftDump
+// ends it.
 func LeftDumps() (containers []string, err error) {
 	children, err := cgroup.FindChildren()
 	if err != nil {
@@ -158,12 +162,12 @@ func LeftDumps() (containers []string, err error) {
 	return containers, err
 }
 
-// EndLeftDump kills the CRIU that an earlier daemon has left for a container. The caller then thaws
+// EndLeftDump ends the CRIU that an earlier daemon has left for a container. The caller then thaws
 // the container: CRIU may have frozen it again.
 func EndLeftDump(container string) error {
 	children, err := cgroup.FindChildren()
 	if err != nil {
 		return err
 	}
-	return endCRIU(children.Dir(proto.CRIUGroup(container)), 0)
+	return endCRIU(children.Dir(proto.CRIUGroup(container)))
 }

@@ -29,7 +29,8 @@ const thawTime = 5 * time.Second
 // Freeze freezes all processes in a cgroup directory of the container, and returns when they are
 // frozen. The monitor thaws them after limit at the latest. The caller must call Thaw.
 //
-// Errors: FailedPrecondition if the container is not running, or its monitor is of berth 0.2. Otherwise the processes do not freeze, and run on.
+// Errors: FailedPrecondition if the container is not running, or its monitor is of berth 0.2.
+// Otherwise the processes do not freeze, and run on.
 func (m *Monitor) Freeze(ctx context.Context, dir string, limit time.Duration) (*Frozen, error) {
 	c, err := m.dial(ctx)
 	if err != nil {

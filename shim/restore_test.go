@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/checkpoint-restore/go-criu/v8/crit"
+	"github.com/checkpoint-restore/go-criu/v8/crit/images/seccomp"
 	"github.com/opencontainers/runc/libcontainer"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -20,14 +22,15 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
+	"berth/internal/testutil"
 	"berth/shim/proto"
 )
 
 // restoreLimit bounds each restore of a test.
 const restoreLimit = 30 * time.Second
 
-// criu returns the CRIU to test, or skips the test.
-func criu(t *testing.T) string {
+// criuProgram returns the CRIU to test, or skips the test.
+func criuProgram(t *testing.T) string {
 	t.Helper()
 	path := os.Getenv("BERTH_TEST_CRIU")
 	if path == "" {
@@ -39,8 +42,8 @@ func criu(t *testing.T) string {
 	return path
 }
 
-// nullKey names the null device of a container's streams in a checkpoint. libcontainer passes streams
-// with the names of pipes to a restored container.
+// nullKey names the null device of a container's streams in a checkpoint. libcontainer passes
+// streams with the names of pipes to a restored container.
 const nullKey = "pipe:[berth-null]"
 
 // checkpoint dumps a running container into a new directory and ends it.
@@ -91,8 +94,8 @@ func init() {
 	os.Exit(0)
 }
 
-// dumpOptions writes a configuration file for CRIU and returns its path. It names the null device of
-// the streams, which is on a mount that the container does not see.
+// dumpOptions writes a configuration file for CRIU and returns its path. It names the null device
+// of the streams, which is on a mount that the container does not see.
 func (c *container) dumpOptions() string {
 	c.Helper()
 	path := filepath.Join(c.dir, c.ID+"-criu.conf")
@@ -166,7 +169,7 @@ func on(t *testing.T, e *env) *env {
 }
 
 func TestRestore(t *testing.T) {
-	program := criu(t)
+	program := criuProgram(t)
 	e := newEnv(t)
 	for _, test := range []struct {
 		name   string
@@ -195,9 +198,10 @@ func TestRestore(t *testing.T) {
 	}
 }
 
-// A restore is refused, and leaves nothing, if it would give the container rights that its spec does not.
+// A restore is refused, and leaves nothing, if it would give the container rights that its spec
+// does not.
 func TestRestoreRefusesRights(t *testing.T) {
-	program := criu(t)
+	program := criuProgram(t)
 	e := newEnv(t)
 	c := e.run("before", counting)
 	e.until("it counts", func() bool { return len(c.lines()) > 3 })
@@ -229,9 +233,61 @@ func TestRestoreRefusesRights(t *testing.T) {
 	}
 }
 
+// refusing returns a spec's change: a seccomp profile that refuses a system call.
+func refusing(call string) func(*proto.Launch) {
+	return func(req *proto.Launch) {
+		req.Spec.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActAllow, Architectures: []specs.Arch{specs.ArchX86_64},
+			Syscalls: []specs.LinuxSyscall{{Names: []string{call}, Action: specs.ActErrno}}}
+	}
+}
+
+// allowAll replaces all seccomp filters in the images by one that allows everything.
+func allowAll(t *testing.T, images string) {
+	t.Helper()
+	path := filepath.Join(images, "seccomp.img")
+	in, err := os.Open(path)
+	testutil.Must(t, err)
+	image, err := crit.New(in, nil, "", false, false).Decode(new(seccomp.SeccompEntry))
+	testutil.Must(t, err)
+	testutil.Must(t, in.Close())
+	const returnAllow = "\x06\x00\x00\x00\x00\x00\xff\x7f"
+	for _, f := range image.Entries[0].Message.(*seccomp.SeccompEntry).GetSeccompFilters() {
+		f.Filter = []byte(returnAllow)
+	}
+	out, err := os.Create(path)
+	testutil.Must(t, err)
+	testutil.Must(t, crit.New(nil, out, "", false, false).Encode(image))
+	testutil.Must(t, out.Close())
+}
+
+// A checkpoint is restored only with the seccomp filter of the spec. The kernel would show the same
+// mode and number of filters with another one.
+func TestRestoreComparesSeccompFilters(t *testing.T) {
+	program := criuProgram(t)
+	e := newEnv(t)
+	c := e.run("before", counting, refusing("swapon"))
+	e.until("it counts", func() bool { return len(c.lines()) > 3 })
+	images := c.checkpoint(program)
+	r := e.run("same", "never executed", refusing("swapon"), restoring(program, images))
+	e.until("it continues", func() bool { return len(r.lines()) > 3 })
+	refused := func(t *testing.T, name, call string) {
+		t.Helper()
+		req := on(t, e).request(name, "never executed")
+		restoring(program, images)(req)
+		refusing(call)(req)
+		_, err := e.Launch(e.ctx, req)
+		if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "has another seccomp filter") {
+			t.Errorf("Launch: %v", err)
+		}
+	}
+	t.Run("another profile", func(t *testing.T) { refused(t, "another", "swapoff") })
+	allowAll(t, images)
+	t.Run("changed checkpoint", func(t *testing.T) { refused(t, "changed", "swapon") })
+}
+
 // Zombies and child processes are restored.
 func TestRestoreProcesses(t *testing.T) {
-	program := criu(t)
+	program := criuProgram(t)
 	e := newEnv(t)
 	const script = `(sleep 0 & echo child $!; exec sleep 1000) & while :; do echo tick; sleep 0.02; done`
 	c := e.run("before", script)
@@ -262,9 +318,9 @@ func (c *container) members() []int {
 	return append(below, c.InitPID)
 }
 
-// A launch from a directory without images fails with CRIU's reason, and leaves nothing.
+// A launch from a directory without images fails, and leaves nothing.
 func TestRestoreWithoutImages(t *testing.T) {
-	program := criu(t)
+	program := criuProgram(t)
 	e := newEnv(t)
 	images := t.TempDir()
 	if err := os.WriteFile(filepath.Join(images, "descriptors.json"), []byte(`["/dev/null","/dev/null","/dev/null"]`), 0o600); err != nil {
@@ -273,15 +329,18 @@ func TestRestoreWithoutImages(t *testing.T) {
 	req := e.request("empty", "never executed")
 	restoring(program, images)(req)
 	_, err := e.Launch(e.ctx, req)
-	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "empty-image") {
+	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "files.img") {
 		t.Errorf("Launch: %v", err)
 	}
 }
 
 // A CRIU that hangs is killed at the limit, or when the daemon cancels the launch.
 func TestRestoreEndsHungCRIU(t *testing.T) {
-	_ = criu(t)
+	working := criuProgram(t)
 	e := newEnv(t)
+	c := e.run("before", counting)
+	e.until("it counts", func() bool { return len(c.lines()) > 3 })
+	images := c.checkpoint(working)
 	program := filepath.Join(e.dir, "hung")
 	if err := os.WriteFile(program, []byte("#!/bin/sh\nsleep 1000 & wait\n"), 0o755); err != nil {
 		t.Fatal(err)
@@ -296,7 +355,7 @@ func TestRestoreEndsHungCRIU(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			req := on(t, e).request(test.name, "never executed")
-			restoring(program, t.TempDir())(req)
+			restoring(program, images)(req)
 			req.Restore.Limit = test.limit
 			ctx, cancel := context.WithTimeout(e.ctx, test.after)
 			defer cancel()

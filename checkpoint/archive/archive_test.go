@@ -6,9 +6,12 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -19,6 +22,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/safefs"
 	"berth/internal/testutil"
 )
 
@@ -52,7 +56,7 @@ func manifest(pod bool, names ...string) *Manifest {
 		m.Pod = &Pod{ID: "p1", Name: "web", Namespace: "default", UID: "u1", Handler: "berth", Config: json.RawMessage(`{}`)}
 	}
 	for _, name := range names {
-		m.Containers = append(m.Containers, Container{Name: name, ID: "id-" + name, Config: json.RawMessage(`{}`), Seccomp: [][]byte{{1, 2}},
+		m.Containers = append(m.Containers, Container{Name: name, ID: "id-" + name, Config: json.RawMessage(`{}`),
 			Image: Image{Name: "r.example/app:v1", Ref: "r.example/app@sha256:" + strings.Repeat("a", 64), ID: "sha256:" + strings.Repeat("b", 64),
 				Layers: []Layer{{"sha256:1", "sha256:2"}}}})
 	}
@@ -79,7 +83,7 @@ func sealed(t testing.TB, key *Key, pod bool, names ...string) string {
 			Spec: &specs.Spec{Annotations: map[string]string{"a": "b"}}, CreatedAt: time.Unix(1600000000, 0), Status: json.RawMessage(`{}`),
 			Labels: map[string]string{"l": "1"}, IP: "10.0.0.1"}))
 	}
-	testutil.Must(t, Seal(t.Context(), dir, m, key))
+	testutil.Must(t, Seal(t.Context(), dir, m, key, nil, false))
 	return path
 }
 
@@ -157,6 +161,35 @@ func TestSealAndImport(t *testing.T) {
 					}
 				})
 			}
+		}
+	}
+}
+
+// An archive of a sandbox has the images of its runtime, and an archive of CRIU those of CRIU.
+func TestImagesOfSandbox(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ runtime, image, missing string }{
+		{"runsc version 1", SandboxFile, ""},
+		{"runsc version 1", "inventory.img", "web/checkpoint/checkpoint.img"},
+		{"", SandboxFile, "web/checkpoint/inventory.img"},
+	} {
+		m, key, path := manifest(true, "web"), newKey(t), t.TempDir()
+		m.Runtime = tc.runtime
+		for _, name := range []string{ConfigFile, SpecFile, ImagesDir + "/" + tc.image, ImagesDir + "/pages.img"} {
+			put(t, filepath.Join(path, "web", name), "{}")
+		}
+		err := Seal(t.Context(), openDir(t, path), m, key, nil, false)
+		if tc.missing != "" {
+			if err == nil || !strings.Contains(err.Error(), tc.missing) {
+				t.Errorf("%+v: %v", tc, err)
+			}
+			continue
+		}
+		testutil.Must(t, err)
+		a, _, err := imported(t, path, key)
+		testutil.Must(t, err)
+		if a.Manifest.Runtime != tc.runtime {
+			t.Errorf("runtime %q", a.Manifest.Runtime)
 		}
 	}
 }
@@ -305,6 +338,9 @@ var hostile = []struct {
 	{"deep manifest", "nested deeper", codes.InvalidArgument, func(t testing.TB, dir string, _ *Key) {
 		put(t, filepath.Join(dir, ManifestFile), `{"manifest":`+strings.Repeat("[", 100_000))
 	}},
+	{"manifest of many containers", "more than 524288 values", codes.InvalidArgument, func(t testing.TB, dir string, _ *Key) {
+		put(t, filepath.Join(dir, ManifestFile), `{"manifest":{"containers":[`+strings.Repeat("null,", maxValues)+`null]}}`)
+	}},
 	{"large manifest", "has more than", codes.InvalidArgument, func(t testing.TB, dir string, _ *Key) {
 		path := filepath.Join(dir, ManifestFile)
 		testutil.Must(t, os.Truncate(path, maxManifest+1))
@@ -313,6 +349,9 @@ var hostile = []struct {
 		path := filepath.Join(dir, ManifestFile)
 		testutil.Must(t, os.Rename(path, filepath.Join(dir, PodDumpFile)))
 		testutil.Must(t, os.Symlink(PodDumpFile, path))
+	}},
+	{"two containers in a sandbox", "2 containers in the images of a sandbox", codes.InvalidArgument, func(t testing.TB, dir string, key *Key) {
+		edit(t, dir, key, func(m *Manifest) { m.Runtime = "runsc version 1" })
 	}},
 	{"unsigned archive of a pod", "unexpected file", codes.InvalidArgument, func(t testing.TB, dir string, _ *Key) {
 		testutil.Must(t, os.Remove(filepath.Join(dir, ManifestFile)))
@@ -392,6 +431,208 @@ func TestHostileTars(t *testing.T) {
 	})
 }
 
+// paxHeader returns an extended header with arbitrary records, which tar.Writer would refuse, and
+// the entry to which it belongs.
+func paxHeader(t testing.TB, records string) string {
+	t.Helper()
+	var data bytes.Buffer
+	w := tar.NewWriter(&data)
+	testutil.Must(t, w.WriteHeader(&tar.Header{Name: "x", Typeflag: tar.TypeReg, Size: int64(len(records))}))
+	_, err := w.Write([]byte(records))
+	testutil.Must(t, err)
+	testutil.Must(t, w.Flush())
+	header := data.Bytes()
+	header[156] = tar.TypeXHeader
+	copy(header[148:156], "        ")
+	sum := 0
+	for _, b := range header[:512] {
+		sum += int(b)
+	}
+	copy(header[148:], fmt.Sprintf("%06o\x00 ", sum))
+	testutil.Must(t, w.WriteHeader(&tar.Header{Name: "web/status", Typeflag: tar.TypeReg}))
+	testutil.Must(t, w.Close())
+	return data.String()
+}
+
+// TestHostileHeaders imports tars whose headers are broken, or exceed the limits.
+func TestHostileHeaders(t *testing.T) {
+	t.Parallel()
+	const end = 1024 // two empty blocks end a tar
+	key := newKey(t)
+	good, err := os.ReadFile(packed(t, sealed(t, key, true, "web")))
+	testutil.Must(t, err)
+	var directories bytes.Buffer
+	w := tar.NewWriter(&directories)
+	for range maxEntries + 1 {
+		testutil.Must(t, w.WriteHeader(&tar.Header{Name: "web/", Typeflag: tar.TypeDir}))
+	}
+	for _, tc := range []struct{ name, text, more string }{
+		{"NUL in a name", "invalid tar header", paxHeader(t, "14 path=web\x00x\n")},
+		{"name longer than a path", "unexpected file", paxHeader(t, "50010 path="+strings.Repeat("x", 50_010-12)+"\n")},
+		{"huge header", "header field too long", paxHeader(t, strings.Repeat("12 a=bcdefg\n", 1<<17))},
+		{"negative size", "invalid tar header", paxHeader(t, "11 size=-1\n")},
+		{"size of 8 EiB", "Seek: invalid offset", paxHeader(t, "28 size=9223372036854775807\n")},
+		{"sparse file", "is sparse", paxHeader(t, "22 GNU.sparse.major=0\n22 GNU.sparse.minor=1\n26 GNU.sparse.numblocks=1\n22 GNU.sparse.map=0,0\n")},
+		{"more entries than an archive has", "more than 65536 files", directories.String()},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			path := filepath.Join(t.TempDir(), "hostile.tar")
+			put(t, path, string(good[:len(good)-end])+tc.more)
+			if a, _, err := imported(t, path, key); err == nil || a != nil || !strings.Contains(err.Error(), tc.text) {
+				t.Errorf("%v; want %q", err, tc.text)
+			}
+		})
+	}
+}
+
+// TestFileLimit reads archives with as many files as the limits allow, and with one more.
+func TestFileLimit(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		name string
+		most int
+		read func(t *testing.T, n int) error
+	}{
+		{"manifest", maxFiles, checkFiles},
+		{"import", maxFiles, addFiles},
+		{"directory", maxEntries, walkEntries},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			testutil.Must(t, tc.read(t, tc.most))
+			isOverFileLimit(t, tc.read(t, tc.most+1))
+		})
+	}
+	t.Run("tar", func(t *testing.T) {
+		t.Parallel()
+		read, err := readEntries(t, maxEntries+1)
+		isOverFileLimit(t, err)
+		if read != maxEntries {
+			t.Errorf("read %d entries, want %d", read, maxEntries)
+		}
+	})
+}
+
+func isOverFileLimit(t *testing.T, err error) {
+	t.Helper()
+	if err == nil || !strings.Contains(err.Error(), "more than 65536 files") {
+		t.Errorf("one more: %v", err)
+	}
+}
+
+func imageName(i int) string { return fmt.Sprintf("checkpoint/core-%d.img", i) }
+
+// checkFiles checks a manifest that names n files.
+func checkFiles(t *testing.T, n int) error {
+	t.Helper()
+	m := manifest(false, "web")
+	paths := []string{ConfigFile, SpecFile, ImagesDir + "/inventory.img", ImagesDir + "/" + DescriptorsFile}
+	for i := range n - len(paths) {
+		paths = append(paths, imageName(i))
+	}
+	for _, path := range paths {
+		m.Files = append(m.Files, File{Path: path, SHA256: strings.Repeat("0", 64)})
+	}
+	return m.check()
+}
+
+// addFiles imports the last of n files, without a manifest.
+func addFiles(t *testing.T, n int) error {
+	t.Helper()
+	im, err := newImporter(t.Context(), openDir(t, t.TempDir()), false)
+	testutil.Must(t, err)
+	for i := range n - 1 {
+		im.have[imageName(i)] = File{}
+	}
+	return im.add(imageName(n), 0, strings.NewReader(""))
+}
+
+// readEntries reads a tar of n files, and returns how many it has read.
+func readEntries(t *testing.T, n int) (read int, err error) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "archive.tar")
+	var data bytes.Buffer
+	w := tar.NewWriter(&data)
+	for range n {
+		testutil.Must(t, w.WriteHeader(&tar.Header{Name: "status.dump", Typeflag: tar.TypeReg}))
+	}
+	testutil.Must(t, w.Close())
+	put(t, path, data.String())
+	err = tarFile{openDir(t, path), int64(data.Len())}.entries(func(*tar.Header, io.Reader) error { read++; return nil })
+	return read, err
+}
+
+// walkEntries reads the last two of n entries of a directory.
+func walkEntries(t *testing.T, n int) error {
+	t.Helper()
+	path := t.TempDir()
+	put(t, filepath.Join(path, "one"), "")
+	put(t, filepath.Join(path, "two"), "")
+	dir, err := safefs.OpenDir(openDir(t, path), "")
+	testutil.Must(t, err)
+	defer dir.Close()
+	w := walk{entries: n - 2, do: func(entry) error { return nil }}
+	return w.dir(dir, "", 1)
+}
+
+// TestManifestMemory decodes manifests with as many small values as the limits allow. They must not
+// take much memory: the daemon decodes them.
+func TestManifestMemory(t *testing.T) {
+	const most = 256 << 20
+	for name, body := range map[string]string{
+		"containers": `"containers":[` + strings.Repeat("null,", maxValues-10) + "null]",
+		"objects":    `"containers":[` + strings.Repeat("{},", maxValues/2-10) + "{}]",
+		"files":      `"files":[` + strings.Repeat("null,", maxValues-10) + "null]",
+		"features":   `"node":{"cpuFeatures":[` + strings.Repeat(`"",`, maxValues-10) + `""]}`,
+		"one text":   `"node":{"kernel":"` + strings.Repeat("x", maxManifest-1000) + `"}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			data := []byte(`{"manifest":{"version":1,` + body + `},"key":"","hmac":""}`)
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			_, _, err := decodeManifest(data, nil)
+			runtime.ReadMemStats(&after)
+			if allocated := after.TotalAlloc - before.TotalAlloc; err == nil || allocated > most {
+				t.Errorf("%d MiB were allocated: %v", allocated>>20, err)
+			} else {
+				t.Logf("%d MiB for %d MiB", allocated>>20, len(data)>>20)
+			}
+		})
+	}
+}
+
+// TestReadJSON checks the limits of a container's JSON files.
+func TestReadJSON(t *testing.T) {
+	t.Parallel()
+	path := t.TempDir()
+	dir := openDir(t, path)
+	var config struct{ Name string }
+	if err := ReadJSON(dir, ConfigFile, &config); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("missing file: %v", err)
+	}
+	put(t, filepath.Join(path, ConfigFile), `{"name":"a","more":[1,{"b":2}]}`)
+	if err := ReadJSON(dir, ConfigFile, &config); err != nil || config.Name != "a" {
+		t.Errorf("%+v, %v", config, err)
+	}
+	for name, tc := range map[string]struct{ content, text string }{
+		"no JSON":     {"x", "invalid character"},
+		"large":       {strings.Repeat(" ", 1<<20+1), "large"},
+		"deep":        {strings.Repeat("[", 1000), "nested deeper"},
+		"many values": {`{"args":[` + strings.Repeat("1,", maxValues) + "1]}", "large"},
+		"other type":  {`{"name":1}`, "cannot unmarshal"},
+	} {
+		put(t, filepath.Join(path, ConfigFile), tc.content)
+		if err := ReadJSON(dir, ConfigFile, &config); errdefs.Code(err) != codes.InvalidArgument || !strings.Contains(err.Error(), tc.text) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	put(t, filepath.Join(path, SpecFile), `{"process":{"args":[`+strings.Repeat(`"",`, maxValues)+`""]}}`)
+	if err := ReadJSON(dir, SpecFile, new(specs.Spec)); err == nil || !strings.Contains(err.Error(), "more than 524288 values") {
+		t.Errorf("many arguments: %v", err)
+	}
+}
+
 // TestImportEndsWithContext checks that a large archive is not copied to its end.
 func TestImportEndsWithContext(t *testing.T) {
 	t.Parallel()
@@ -410,7 +651,7 @@ func TestSealRefusesForeignFiles(t *testing.T) {
 	t.Parallel()
 	path := t.TempDir()
 	put(t, filepath.Join(path, "web", "core"), "x")
-	if err := Seal(t.Context(), openDir(t, path), manifest(true, "web"), newKey(t)); err == nil || !strings.Contains(err.Error(), "unexpected file") {
+	if err := Seal(t.Context(), openDir(t, path), manifest(true, "web"), newKey(t), nil, false); err == nil || !strings.Contains(err.Error(), "unexpected file") {
 		t.Errorf("%v", err)
 	}
 }
@@ -480,8 +721,8 @@ func TestCheckName(t *testing.T) {
 	}
 }
 
-// FuzzManifest checks that a manifest without the node's signature is never this node's, and that an
-// accepted one has no path outside.
+// FuzzManifest checks that a manifest without the node's signature is never this node's, and that
+// an accepted one has no path outside.
 func FuzzManifest(f *testing.F) {
 	key := newKey(f)
 	data, err := os.ReadFile(filepath.Join(sealed(f, newKey(f), true, "web"), ManifestFile))

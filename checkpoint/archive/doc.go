@@ -14,8 +14,9 @@
 // most of them. The directory checkpoint has CRIU's images, without directories.
 //
 // Writing: a caller creates the files of the containers in an empty directory of its own, and Seal
-// adds the rest. The manifest has the size and SHA-256 of every other file. Its HMAC-SHA256 uses the
-// node's key, see LoadKey.
+// adds the rest. The manifest has the size and SHA-256 of every other file. Its HMAC-SHA256 uses
+// the node's key, see LoadKey. It is renamed to its name at the end: a directory with a manifest is
+// complete.
 //
 // Reading: an archive comes from anyone. Import copies it into a directory of the caller while it
 // checks everything, so later changes of the original have no effect. Only regular files with one

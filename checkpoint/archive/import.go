@@ -90,16 +90,12 @@ func (a *Archive) importForeign(ctx context.Context, s source, to *os.File) erro
 	if err := s.each(im.add); err != nil {
 		return err
 	}
-	data, err := safefs.ReadFile(to, ConfigFile, maxJSON)
-	if err != nil {
-		return errdefs.InvalidArgument("checkpoint: read %s: %w", ConfigFile, err)
-	}
 	var config struct {
 		Name string `json:"name"`
 		ID   string `json:"id"`
 	}
-	if err := errors.Join(checkDepth(data), json.Unmarshal(data, &config)); err != nil {
-		return errdefs.InvalidArgument("checkpoint: %s: %w", ConfigFile, err)
+	if err := ReadJSON(to, ConfigFile, &config); err != nil {
+		return errdefs.InvalidArgument("checkpoint: %w", err)
 	}
 	a.Manifest = Manifest{Containers: []Container{{Name: config.Name, ID: config.ID}}}
 	for _, f := range im.have {
@@ -112,8 +108,35 @@ func (a *Archive) importForeign(ctx context.Context, s source, to *os.File) erro
 	return nil
 }
 
-// maxJSON limits a JSON file of a container, in bytes.
-const maxJSON = 16 << 20
+// maxJSON limits the JSON files of a container, in bytes. Arguments and environment of a process
+// have at most 2 MiB (execve(2)), and one deleted file has a path.
+var maxJSON = map[string]int64{
+	ConfigFile:                            1 << 20,
+	SpecFile:                              16 << 20,
+	DeletedFilesFile:                      16 << 20,
+	path.Join(ImagesDir, DescriptorsFile): 4 << 10,
+}
+
+// ReadJSON decodes a JSON file of a container from its directory in an imported archive. name is
+// that of the file, into a struct of the few fields that the caller needs: others are skipped. The
+// error is fs.ErrNotExist for a missing file, and InvalidArgument for one that cannot be decoded or
+// exceeds the limits.
+func ReadJSON(dir *os.File, name string, into any) error {
+	data, err := safefs.ReadFile(dir, name, maxJSON[name])
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("read %s of a checkpoint: %w", name, err)
+	}
+	if err == nil {
+		err = checkShape(data)
+	}
+	if err == nil {
+		err = json.Unmarshal(data, into)
+	}
+	if err != nil {
+		return errdefs.InvalidArgument("%s of the checkpoint: %w", name, err)
+	}
+	return nil
+}
 
 // importer copies files and checks them.
 type importer struct {
@@ -199,9 +222,9 @@ func (im *importer) copy(name string, size int64, content io.Reader) (File, erro
 // of the copy.
 func (im *importer) fill(file *os.File, size int64, content io.Reader, hash io.Writer) (int64, error) {
 	if from, ok := content.(*os.File); ok && unix.IoctlFileClone(int(file.Fd()), int(from.Fd())) == nil {
-		return copyContext(im.ctx, hash, io.LimitReader(file, size+1))
+		return CopyContext(im.ctx, hash, io.LimitReader(file, size+1))
 	}
-	return copyContext(im.ctx, io.MultiWriter(file, hash), io.LimitReader(content, size+1))
+	return CopyContext(im.ctx, io.MultiWriter(file, hash), io.LimitReader(content, size+1))
 }
 
 // makeDirs makes a directory of the copy.

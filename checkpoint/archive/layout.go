@@ -25,7 +25,8 @@ const (
 	ShmFile          = "devshm-checkpoint.tar" // content of /dev/shm; of a pod: beside the containers' directories
 	StatsFile        = "stats-dump"            // CRIU's statistics
 	LogFile          = "dump.log"              // CRIU's log
-	ImagesDir        = "checkpoint"            // CRIU's images
+	ImagesDir        = "checkpoint"            // images of CRIU, or of gVisor's sandbox
+	SandboxFile      = "checkpoint.img"        // in ImagesDir: the state of gVisor's sandbox
 	DescriptorsFile  = "descriptors.json"      // in ImagesDir: libcontainer's list of standard streams
 )
 
@@ -38,7 +39,8 @@ var containerFiles = map[string]bool{
 // podFiles are the files beside the containers' directories that Import accepts.
 var podFiles = map[string]bool{PodOptionsFile: true, PodDumpFile: true, ShmFile: true}
 
-// foreignFiles are additional files of containerd and CRI-O. Import checks their names and skips them.
+// foreignFiles are additional files of containerd and CRI-O. Import checks their names and skips
+// them.
 var foreignFiles = map[string]bool{
 	"status": true, "container.log": true, "io.kubernetes.cri-o.LogPath": true, "network.status": true,
 }
@@ -112,7 +114,8 @@ func kindIf(ok bool, k kind) kind {
 	return unknown
 }
 
-// isImage reports whether name can be a file that CRIU or libcontainer writes into ImagesDir.
+// isImage reports whether name can be a file that CRIU, libcontainer or gVisor writes into
+// ImagesDir.
 func isImage(name string) bool {
 	return path.Ext(name) == ".img" || name == DescriptorsFile || name == LogFile || name == StatsFile
 }

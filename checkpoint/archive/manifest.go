@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"path"
 	"slices"
 	"strings"
@@ -25,7 +26,8 @@ type Manifest struct {
 	Pod        *Pod        `json:"pod,omitempty"` // nil: an archive of one container
 	Containers []Container `json:"containers"`    // sorted by name
 	Node       Node        `json:"node"`
-	Files      []File      `json:"files"` // all files but the manifest, sorted by path
+	Runtime    string      `json:"runtime,omitempty"` // version of the runtime that saved its sandbox; empty: the images are CRIU's
+	Files      []File      `json:"files"`             // all files but the manifest, sorted by path
 }
 
 // Pod identifies the pod of an archive.
@@ -36,7 +38,8 @@ type Pod struct {
 	UID       string          `json:"uid"`
 	Attempt   uint32          `json:"attempt"`
 	Handler   string          `json:"handler"`
-	Config    json.RawMessage `json:"config"` // PodSandboxConfig of the CRI, as protojson
+	IPs       []netip.Addr    `json:"ips,omitempty"` // none with the node's network
+	Config    json.RawMessage `json:"config"`        // PodSandboxConfig of the CRI, as protojson
 }
 
 // Container describes a container of an archive.
@@ -45,8 +48,7 @@ type Container struct {
 	ID      string          `json:"id"`
 	Attempt uint32          `json:"attempt"`
 	Image   Image           `json:"image"`
-	Config  json.RawMessage `json:"config"`            // ContainerConfig of the CRI, as protojson
-	Seccomp [][]byte        `json:"seccomp,omitempty"` // filters of init as the kernel returned them, last installed first; struct sock_filter, little-endian
+	Config  json.RawMessage `json:"config"` // ContainerConfig of the CRI, as protojson
 }
 
 // Image identifies the image of a container.
@@ -99,7 +101,8 @@ const (
 	maxManifest   = 32 << 20 // bytes
 	maxFiles      = 1 << 16
 	maxContainers = 1000
-	maxDepth      = 64 // nesting of JSON
+	maxDepth      = 64      // nesting of JSON
+	maxValues     = 1 << 19 // values of JSON: three for each file, and the configs
 )
 
 // encode returns the manifest's file.
@@ -143,8 +146,8 @@ func decodeManifest(data []byte, key *Key) (*Manifest, Signer, error) {
 		return nil, Unsigned, errdefs.FailedPrecondition("checkpoint: %s has version %d; this berth reads version %d",
 			ManifestFile, version.Version, Version)
 	}
-	m := new(Manifest)
-	if err := decodeStrict(e.Manifest, m); err != nil {
+	m, err := decodeBody(e.Manifest)
+	if err != nil {
 		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
 	}
 	if err := m.check(); err != nil {
@@ -175,6 +178,9 @@ func (m *Manifest) check() error {
 		}
 		dirs[dir] = true
 	}
+	if m.Runtime != "" && len(m.Containers) != 1 {
+		return fmt.Errorf("%d containers in the images of a sandbox", len(m.Containers))
+	}
 	return m.checkFiles(dirs)
 }
 
@@ -194,8 +200,11 @@ func (m *Manifest) checkFiles(dirs map[string]bool) error {
 			return fmt.Errorf("file %q has no valid size and SHA-256", f.Path)
 		}
 	}
-	required := []string{
-		ConfigFile, SpecFile, path.Join(ImagesDir, "inventory.img"), path.Join(ImagesDir, DescriptorsFile),
+	required := []string{ConfigFile, SpecFile}
+	if m.Runtime == "" {
+		required = append(required, path.Join(ImagesDir, "inventory.img"), path.Join(ImagesDir, DescriptorsFile))
+	} else {
+		required = append(required, path.Join(ImagesDir, SandboxFile))
 	}
 	for dir := range dirs {
 		for _, name := range required {
@@ -207,9 +216,32 @@ func (m *Manifest) checkFiles(dirs map[string]bool) error {
 	return nil
 }
 
-// decodeStrict decodes one JSON document of limited depth without unknown fields.
+// decodeBody decodes a manifest. It decodes the containers only after it has counted them, because
+// an empty one takes much memory.
+func decodeBody(data []byte) (*Manifest, error) {
+	m := new(Manifest)
+	body := struct {
+		*Manifest
+		Containers []json.RawMessage `json:"containers"`
+	}{Manifest: m}
+	if err := decodeStrict(data, &body); err != nil {
+		return nil, err
+	}
+	if len(body.Containers) > maxContainers {
+		return nil, fmt.Errorf("more than %d containers", maxContainers)
+	}
+	m.Containers = make([]Container, len(body.Containers))
+	for i, data := range body.Containers {
+		if err := decodeStrict(data, &m.Containers[i]); err != nil {
+			return nil, fmt.Errorf("container %d: %w", i, err)
+		}
+	}
+	return m, nil
+}
+
+// decodeStrict decodes one JSON document within the limits without unknown fields.
 func decodeStrict(data []byte, into any) error {
-	if err := checkDepth(data); err != nil {
+	if err := checkShape(data); err != nil {
 		return err
 	}
 	d := json.NewDecoder(bytes.NewReader(data))
@@ -223,9 +255,10 @@ func decodeStrict(data []byte, into any) error {
 	return nil
 }
 
-// checkDepth returns an error if the brackets of a JSON document nest deeper than maxDepth.
-func checkDepth(data []byte) error {
-	depth, quoted := 0, false
+// checkShape returns an error if a JSON document nests deeper than maxDepth, or has more than
+// maxValues values. Decoded values of a few bytes can take hundreds of bytes of memory.
+func checkShape(data []byte) error {
+	depth, values, quoted := 0, 0, false
 	for i := 0; i < len(data); i++ {
 		switch c := data[i]; {
 		case quoted && c == '\\':
@@ -237,8 +270,14 @@ func checkDepth(data []byte) error {
 			if depth++; depth > maxDepth {
 				return fmt.Errorf("nested deeper than %d levels", maxDepth)
 			}
+			values++
 		case c == '}' || c == ']':
 			depth--
+		case c == ',':
+			values++
+		}
+		if values > maxValues {
+			return fmt.Errorf("more than %d values", maxValues)
 		}
 	}
 	return nil

@@ -2,7 +2,6 @@ package archive
 
 import (
 	"context"
-	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
 	"io"
@@ -11,6 +10,7 @@ import (
 	"strings"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -19,9 +19,12 @@ import (
 
 // Seal completes the archive in dir, which has the files of the containers: it writes pod.options
 // and pod.dump, hashes all files, and writes the signed manifest. It sets m.Version and m.Files.
-// Files that do not belong into an archive are an error. The caller removes the files after an error
-// (Clear).
-func Seal(ctx context.Context, dir *os.File, m *Manifest, key *Key) error {
+// The manifest gets its name last, when everything else is complete; with synced, when everything
+// is on the disk. With synced, its name is there, too, when Seal returns.
+//
+// Files that do not belong into an archive are an error. The caller removes the files after an
+// error (Clear). early is what is hashed already; nil: nothing.
+func Seal(ctx context.Context, dir *os.File, m *Manifest, key *Key, early *Early, synced bool) error {
 	slices.SortFunc(m.Containers, func(a, b Container) int { return strings.Compare(a.Name, b.Name) })
 	if m.Pod != nil {
 		if err := writePodFiles(dir, m); err != nil {
@@ -33,11 +36,11 @@ func Seal(ctx context.Context, dir *os.File, m *Manifest, key *Key) error {
 		return err
 	}
 	m.Version, m.Files = Version, make([]File, len(files))
-	group, ctx := errgroup.WithContext(ctx)
+	group, hashing := errgroup.WithContext(ctx)
 	group.SetLimit(hashers)
 	for i, f := range files {
 		group.Go(func() (err error) {
-			m.Files[i], err = hashFile(ctx, dir, f)
+			m.Files[i], err = hashFile(hashing, dir, f, early)
 			return err
 		})
 	}
@@ -51,7 +54,33 @@ func Seal(ctx context.Context, dir *os.File, m *Manifest, key *Key) error {
 	if err != nil {
 		return err
 	}
-	return writeFile(dir, ManifestFile, data)
+	if err := writeFile(dir, newManifest, data); err != nil {
+		return err
+	}
+	if synced {
+		if err := syncAll(ctx, dir, m); err != nil {
+			return err
+		}
+	}
+	return publish(dir, synced)
+}
+
+// newManifest is the manifest's name while the archive is not complete.
+const newManifest = ".manifest.json.new"
+
+// publish gives the manifest its name.
+func publish(dir *os.File, synced bool) error {
+	at := int(dir.Fd())
+	failpoint.Reach("checkpoint.rename-manifest")
+	err := unix.Renameat(at, newManifest, at, ManifestFile)
+	failpoint.Reach("checkpoint.manifest-renamed")
+	if err != nil {
+		return os.NewSyscallError("renameat", err)
+	}
+	if !synced {
+		return nil
+	}
+	return syncFile(dir, ".")
 }
 
 // hashers is the number of files that are hashed at the same time.
@@ -72,7 +101,8 @@ func writeFile(dir *os.File, name string, data []byte) error {
 	return err
 }
 
-// list returns the files of an archive that should be in its manifest, sorted, without their hashes.
+// list returns the files of an archive that should be in its manifest, sorted, without their
+// hashes.
 func list(dir *os.File, pod bool) ([]File, error) {
 	var files []File
 	err := eachFile(dir, func(f entry) error {
@@ -94,26 +124,32 @@ func sortFiles(files []File) {
 }
 
 // hashFile returns the file with its hash and the size that was hashed.
-func hashFile(ctx context.Context, dir *os.File, f File) (File, error) {
+func hashFile(ctx context.Context, dir *os.File, f File, early *Early) (File, error) {
 	file, err := safefs.OpenRegular(dir, f.Path)
 	if err != nil {
 		return File{}, err
 	}
 	defer file.Close() // it was only read
-	hash := sha256.New()
-	f.Size, err = copyContext(ctx, hash, file)
-	f.SHA256 = hex.EncodeToString(hash.Sum(nil))
+	sum, done := early.begin(f.Path)
+	if _, err := file.Seek(done, io.SeekStart); err != nil {
+		return File{}, err
+	}
+	rest, err := CopyContext(ctx, sum, file)
+	f.Size = done + rest
+	f.SHA256 = hex.EncodeToString(sum.Sum(nil))
 	return f, err
 }
 
-// copyContext copies until the end of from, or until ctx ends.
-func copyContext(ctx context.Context, to io.Writer, from io.Reader) (int64, error) {
-	const chunk = 8 << 20
+// copyChunk is how much is copied between two looks at the context, in bytes.
+const copyChunk = 8 << 20
+
+// CopyContext copies until the end of from, or until ctx ends. It returns the number of bytes.
+func CopyContext(ctx context.Context, to io.Writer, from io.Reader) (int64, error) {
 	for total := int64(0); ; {
 		if err := context.Cause(ctx); err != nil {
 			return total, err
 		}
-		n, err := io.CopyN(to, from, chunk)
+		n, err := io.CopyN(to, from, copyChunk)
 		total += n
 		if err == io.EOF { //nolint:errorlint // CopyN returns io.EOF itself
 			return total, nil

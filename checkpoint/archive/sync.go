@@ -13,9 +13,10 @@ import (
 	"berth/internal/safefs"
 )
 
-// Sync writes the sealed archive in dir to the disk: its files and directories.
-func Sync(ctx context.Context, dir *os.File, m *Manifest) error {
-	names := map[string]bool{ManifestFile: true, ".": true}
+// syncAll writes the archive in dir to the disk: its files and directories, with the manifest under
+// its first name.
+func syncAll(ctx context.Context, dir *os.File, m *Manifest) error {
+	names := map[string]bool{newManifest: true, ".": true}
 	for _, f := range m.Files {
 		for name := f.Path; !names[name]; name = path.Dir(name) {
 			names[name] = true

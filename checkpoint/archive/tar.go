@@ -2,6 +2,7 @@ package archive
 
 import (
 	"archive/tar"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -11,62 +12,168 @@ import (
 	"path"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"berth/internal/errdefs"
 )
 
-// Pack writes the archive in dir to a file as a tar. The manifest comes first. Each directory has an
-// entry before its files, because checkpointctl looks for that of CRIU's images.
+// Pack writes the archive in dir to a new file as a tar. The manifest comes first. Each directory
+// has an entry before its files, because checkpointctl looks for that of CRIU's images.
 func Pack(ctx context.Context, dir, to *os.File) error {
-	w := tar.NewWriter(to)
+	p := newPacker(ctx, to)
+	p.file = to
 	manifest := func(e entry) bool { return e.path == ManifestFile }
-	packed := map[string]bool{".": true} // directories
 	for _, first := range []bool{true, false} {
 		err := eachFile(dir, func(e entry) error {
 			if manifest(e) != first {
 				return nil
 			}
-			if err := packDirectory(w, path.Dir(e.path), packed); err != nil {
-				return err
-			}
-			return packFile(ctx, w, to, e)
+			return p.add(e)
 		})
 		if err != nil {
 			return fmt.Errorf("write checkpoint: %w", err)
 		}
 	}
-	return w.Close()
+	return p.w.Close()
 }
 
-// packDirectory writes the entry of a directory, after those of its parents, unless packed has it.
-func packDirectory(w *tar.Writer, dir string, packed map[string]bool) error {
-	if packed[dir] {
-		return nil
-	}
-	if err := packDirectory(w, path.Dir(dir), packed); err != nil {
+// packer writes a tar.
+type packer struct {
+	ctx    context.Context
+	w      *tar.Writer
+	packed map[string]bool // directories that have an entry
+	file   *os.File        // where w writes to; nil: not a file, or no large ones are added
+}
+
+func newPacker(ctx context.Context, to io.Writer) *packer {
+	return &packer{ctx: ctx, w: tar.NewWriter(to), packed: map[string]bool{".": true}}
+}
+
+// add writes a file, after the entries of its directories.
+func (p *packer) add(e entry) error {
+	if err := p.addDirectory(path.Dir(e.path)); err != nil {
 		return err
 	}
-	packed[dir] = true
-	return w.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: dir + "/", Mode: 0o700, Format: tar.FormatPAX})
-}
-
-// packFile writes one file. The tar is written without a buffer, so the kernel can copy the content
-// from file to file.
-func packFile(ctx context.Context, w *tar.Writer, to *os.File, e entry) error {
 	file, err := e.open()
 	if err != nil {
 		return err
 	}
 	defer file.Close() // it was only read
+	if p.file != nil && e.st.Size >= largeFile {
+		return p.addLarge(file, File{Path: e.path, Size: e.st.Size})
+	}
 	const format = tar.FormatPAX
 	header := &tar.Header{Typeflag: tar.TypeReg, Name: e.path, Size: e.st.Size, Mode: 0o600, Format: format}
-	if err := w.WriteHeader(header); err != nil {
+	if err := p.w.WriteHeader(header); err != nil {
 		return err
 	}
-	n, err := copyContext(ctx, w, io.LimitReader(file, e.st.Size))
-	if err == nil && n != e.st.Size {
-		err = io.ErrUnexpectedEOF
+	return copySize(p.ctx, p.w, file, e.st.Size)
+}
+
+// addDirectory writes the entry of a directory, after those of its parents, unless it is there.
+func (p *packer) addDirectory(dir string) error {
+	if p.packed[dir] {
+		return nil
 	}
+	if err := p.addDirectory(path.Dir(dir)); err != nil {
+		return err
+	}
+	p.packed[dir] = true
+	return p.w.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: dir + "/", Mode: 0o700, Format: tar.FormatPAX})
+}
+
+// largeFile is the size of files, in bytes, from which special treatment is worth the work.
+const largeFile = 1 << 20
+
+// addLarge writes a file whose content begins at a block of the filesystem, and lets the kernel
+// copy it. Filesystems with reflinks (XFS, btrfs) then share the content.
+func (p *packer) addLarge(file *os.File, f File) error {
+	if err := p.w.Flush(); err != nil {
+		return err
+	}
+	at, err := p.file.Seek(0, io.SeekCurrent)
+	if err != nil {
+		return err
+	}
+	block, err := blockSize(p.file)
+	if err != nil {
+		return err
+	}
+	header, err := padHeader(at, f, block)
+	if err != nil {
+		return err
+	}
+	if _, err := p.file.Write(header); err != nil {
+		return err
+	}
+	if err := copySize(p.ctx, p.file, file, f.Size); err != nil {
+		return err
+	}
+	return p.resume(f.Size)
+}
+
+// resume fills the last block of a file's content and continues the tar behind it.
+func (p *packer) resume(size int64) error {
+	_, err := p.file.Write(make([]byte, -size&(tarBlock-1)))
+	p.w = tar.NewWriter(p.file)
 	return err
+}
+
+// tarBlock is the size of a tar's blocks.
+const tarBlock = 512
+
+// padHeader returns the header of a file for the offset at of a tar. It has a comment of such a
+// length that the content begins at a multiple of block.
+func padHeader(at int64, f File, block int64) ([]byte, error) {
+	for n := int64(0); n <= block+2*tarBlock; n += tarBlock / 2 {
+		var header bytes.Buffer
+		err := tar.NewWriter(&header).WriteHeader(&tar.Header{
+			Typeflag: tar.TypeReg, Name: f.Path, Size: f.Size, Mode: 0o600, Format: tar.FormatPAX,
+			PAXRecords: map[string]string{"comment": strings.Repeat(" ", int(n)+1)},
+		})
+		if err != nil {
+			return nil, err
+		}
+		if (at+int64(header.Len()))%block == 0 {
+			return header.Bytes(), nil
+		}
+	}
+	return nil, fmt.Errorf("no header ends at a multiple of %d", block)
+}
+
+// maxBlock is the largest block size of filesystems that matters. NFS reports the size of its
+// requests.
+const maxBlock = 64 << 10
+
+// blockSize returns the block size of a file's filesystem.
+func blockSize(file *os.File) (int64, error) {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(file.Fd()), &st); err != nil {
+		return 0, &fs.PathError{Op: "statfs", Path: file.Name(), Err: err}
+	}
+	if st.Bsize < tarBlock || st.Bsize > maxBlock || st.Bsize%tarBlock != 0 {
+		return tarBlock, nil
+	}
+	return st.Bsize, nil
+}
+
+// copySize copies a file of a known size, or until ctx ends. The kernel copies from file to file,
+// which needs the plain files here.
+func copySize(ctx context.Context, to io.Writer, file *os.File, size int64) error {
+	for size > 0 {
+		if err := context.Cause(ctx); err != nil {
+			return err
+		}
+		n, err := io.CopyN(to, file, min(size, copyChunk))
+		size -= n
+		if errors.Is(err, io.EOF) {
+			return io.ErrUnexpectedEOF
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // tarFile is an archive in a tar.

@@ -3,12 +3,13 @@
 //
 // # Contract
 //
-// The daemon passes the images' directory as a read-only mount and the expectation on standard
-// input. It decodes the answer strictly. A program that dies, exceeds its limits or violates the
-// protocol is an error, never a report. When Verify returns, the program has ended.
+// The daemon passes a directory of the checkpoint as a read-only mount and the expectation on
+// standard input. It decodes the answer strictly. A program that dies, exceeds its limits or
+// violates the protocol is an error, never a report. When a function returns, the program has
+// ended.
 //
-// A bug in the decoders could let images decide the answer. The images can then say no more than
-// "no difference", so the other defenses of a restore still hold.
+// A bug in the decoders could let files decide the answer. They can then say no more than "no
+// difference", so the other defenses of a restore still hold.
 package confined
 
 import (
@@ -21,6 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/checkpoint/archive"
 	"berth/checkpoint/confined/wire"
 	"berth/checkpoint/verify"
 	"berth/internal/errdefs"
@@ -30,11 +32,24 @@ import (
 // timeout limits a run of berth-verify, which takes milliseconds.
 const timeout = 2 * time.Minute
 
-// Verify compares the images in the directory dir with what is expected. path is that of
-// berth-verify. Images that cannot be read are InvalidArgument; other errors are Internal or those of
-// ctx.
-func Verify(ctx context.Context, path string, dir *os.File, expected verify.Expected) (*verify.Report, error) {
-	request, err := json.Marshal(expected)
+// Container compares the files of a container, in its directory dir of a checkpoint, with what is
+// permitted: its images and its writable layer. There is one expectation for each filter that a
+// launcher could load; the images must fit one of them. path is that of berth-verify.
+//
+// Files that cannot be read are InvalidArgument; other errors are Internal or those of ctx.
+func Container(ctx context.Context, path string, dir *os.File, permitted []verify.Expected) (*verify.Report, error) {
+	request := wire.Request{Images: archive.ImagesDir, Layer: archive.RootfsDiffFile, Permitted: permitted}
+	return compare(ctx, path, dir, request)
+}
+
+// Shm compares the content of a pod's /dev/shm, in the directory dir of a checkpoint, with what all
+// pods may have. Arguments and errors are those of Container.
+func Shm(ctx context.Context, path string, dir *os.File) (*verify.Report, error) {
+	return compare(ctx, path, dir, wire.Request{Shm: archive.ShmFile})
+}
+
+func compare(ctx context.Context, path string, dir *os.File, r wire.Request) (*verify.Report, error) {
+	request, err := json.Marshal(r)
 	if err != nil {
 		return nil, fmt.Errorf("encode request for berth-verify: %w", err)
 	}

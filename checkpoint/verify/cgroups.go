@@ -11,9 +11,9 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// checkCgroups checks that every set of cgroups is the one that CRIU replaces by the container's: it
-// replaces the path of a controller's first directory at the start of a member's path. With another
-// path, a process would be put outside the container's cgroup.
+// checkCgroups checks that every set of cgroups is the one that CRIU replaces by the container's:
+// it replaces the path of a controller's first directory at the start of a member's path. With
+// another path, a process would be put outside the container's cgroup.
 func (c *check) checkCgroups() error {
 	c.cgroups = map[uint32]bool{}
 	if !c.images.has("cgroup.img") {
@@ -38,9 +38,9 @@ func (c *check) checkCgroups() error {
 	return nil
 }
 
-// checkController adds the path of a hierarchy's only directory to roots. Its properties do not count:
-// berth restores with the mode "soft", in which CRIU skips those of a cgroup that exists. But CRIU
-// sets the owner and mode of the directory.
+// checkController adds the path of a hierarchy's only directory to roots. Its properties do not
+// count: berth restores with the mode "soft", in which CRIU skips those of a cgroup that exists.
+// But CRIU sets the owner and mode of the directory.
 func (c *check) checkController(ctl *cgroup.CgControllerEntry, roots map[string]string) {
 	field := "cgroup of " + strings.Join(ctl.GetCnames(), ",")
 	c.checkHierarchy(field, ctl.GetCnames(), roots)
@@ -64,8 +64,8 @@ func (c *check) checkController(ctl *cgroup.CgControllerEntry, roots map[string]
 	}
 }
 
-// checkHierarchy checks the names of a hierarchy's controllers. CRIU mounts a hierarchy that it does
-// not find, with the names as options: "release_agent=…" would run a program on the node.
+// checkHierarchy checks the names of a hierarchy's controllers. CRIU mounts a hierarchy that it
+// does not find, with the names as options: "release_agent=…" would run a program on the node.
 func (c *check) checkHierarchy(field string, names []string, roots map[string]string) {
 	if len(names) == 0 {
 		c.differ(field, "no controller", "one")
@@ -97,8 +97,8 @@ func (c *check) checkSet(set *cgroup.CgSetEntry, roots map[string]string) {
 }
 
 // checkMember checks a path. CRIU replaces its start, the hierarchy's directory, by the container's
-// cgroup. The root of a cgroup namespace must be that cgroup: CRIU moves a process there to make the
-// namespace.
+// cgroup. The root of a cgroup namespace must be that cgroup: CRIU moves a process there to make
+// the namespace.
 func (c *check) checkMember(member *cgroup.CgMemberEntry, roots map[string]string) {
 	name, at := member.GetName(), member.GetPath()
 	root, ok := roots[name]
@@ -112,8 +112,8 @@ func (c *check) checkMember(member *cgroup.CgMemberEntry, roots map[string]strin
 	}
 }
 
-// NodeCgroups returns the names of all controllers and hierarchies that have cgroups on this node, for
-// Expected. libcontainer gives CRIU the container's cgroup in each of them.
+// NodeCgroups returns the names of all controllers and hierarchies that have cgroups on this node,
+// for Expected. libcontainer gives CRIU the container's cgroup in each of them.
 func NodeCgroups() ([]string, error) {
 	data, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/fdinfo"
@@ -17,6 +18,7 @@ import (
 	sk_packet "github.com/checkpoint-restore/go-criu/v8/crit/images/sk-packet"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/tty"
 	"github.com/moby/sys/capability"
+	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 )
@@ -87,6 +89,7 @@ func (c *check) checkFile(e *fdinfo.FileEntry) {
 		c.checkInotify(field, e.GetIfy())
 	case fdinfo.FdTypes_TTY:
 		missing = e.Tty == nil
+		c.checkOpenFlags(field, e.GetTty().GetFlags())
 		c.checkOwner(field, e.GetTty().GetFown())
 	case fdinfo.FdTypes_UNIXSK:
 		missing = e.Usk == nil
@@ -118,6 +121,10 @@ func (c *check) checkRegular(field string, f *regfile.RegFileEntry) {
 	if !path.IsAbs(name) || path.Clean(name) != name {
 		c.differ(field, "the path "+name, "a path in the container")
 	}
+	if c.ofProcess(name) {
+		c.differ(field, name, "no file of a process")
+	}
+	c.checkOpenFlags(field, f.GetFlags())
 	if !c.mounts[f.GetMntId()] {
 		c.differ(field, fmt.Sprintf("%s on mount %d", name, f.GetMntId()), "a mount of the spec")
 	}
@@ -125,6 +132,25 @@ func (c *check) checkRegular(field string, f *regfile.RegFileEntry) {
 	case 0, unix.S_IFREG, unix.S_IFDIR, unix.S_IFCHR, unix.S_IFBLK, unix.S_IFIFO, unix.S_IFLNK:
 	default:
 		c.differ(field, fmt.Sprintf("mode %o", f.GetMode()), "a file or directory")
+	}
+}
+
+// ofProcess returns whether a path is in the directory of a process in /proc. CRIU opens files as
+// root, before a process has the rights of the spec: it could give a process another one's memory.
+func (c *check) ofProcess(name string) bool {
+	return slices.ContainsFunc(c.e.Spec.Mounts, func(m specs.Mount) bool {
+		below, is := strings.CutPrefix(name, strings.TrimSuffix(path.Clean(m.Destination), "/")+"/")
+		first, _, _ := strings.Cut(below, "/")
+		_, err := strconv.Atoi(first)
+		return m.Type == "proc" && is && (err == nil || first == "self" || first == "thread-self")
+	})
+}
+
+// checkOpenFlags refuses flags that make or empty a file. The kernel reports none of them for an
+// open file.
+func (c *check) checkOpenFlags(field string, flags uint32) {
+	if making := flags & (unix.O_CREAT | unix.O_EXCL | unix.O_TRUNC); making != 0 {
+		c.differ(field+": flags", fmt.Sprintf("%#o", making), "none that make or empty a file")
 	}
 }
 
@@ -192,7 +218,7 @@ func (c *check) checkGhosts() error {
 			return err
 		}
 		switch kind := ghost.GetMode() & unix.S_IFMT; kind {
-		case unix.S_IFREG, unix.S_IFDIR, unix.S_IFIFO, unix.S_IFLNK, unix.S_IFSOCK:
+		case unix.S_IFREG, unix.S_IFDIR, unix.S_IFIFO, unix.S_IFSOCK: // CRIU could follow a link when it opens others
 		default:
 			c.differ(field, fmt.Sprintf("a device or a file of type %o", kind), "a file")
 		}

@@ -28,6 +28,7 @@ import (
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/pstree"
 	remap_file_path "github.com/checkpoint-restore/go-criu/v8/crit/images/remap-file-path"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/seccomp"
+	sk_packet "github.com/checkpoint-restore/go-criu/v8/crit/images/sk-packet"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
@@ -74,6 +75,17 @@ func core(t testing.TB, dir string, tid int, do func(*criu_core.CoreEntry)) {
 func openFile(t testing.TB, dir string, do func(*fdinfo.FileEntry) bool) {
 	t.Helper()
 	change(t, dir, "files.img", do)
+}
+
+// renameFile gives the first open file with a path another one, and other flags.
+func renameFile(t testing.TB, dir, name string, flags uint32) {
+	t.Helper()
+	openFile(t, dir, func(e *fdinfo.FileEntry) bool {
+		if e.Reg != nil {
+			e.Reg.Name, e.Reg.Flags = &name, &flags
+		}
+		return e.Reg != nil
+	})
 }
 
 func write(t testing.TB, dir, name, content string) {
@@ -135,6 +147,12 @@ var hostile = []mutation{
 	}},
 	{"ambient capability", "ambient capabilities", func(t testing.TB, dir string) {
 		core(t, dir, 7, func(e *criu_core.CoreEntry) { e.ThreadCore.Creds.CapAmb[0] |= 1 })
+	}},
+	{"short capabilities", "process 1: capabilities: the checkpoint has 1 words, permitted is 2", func(t testing.TB, dir string) {
+		core(t, dir, 1, func(e *criu_core.CoreEntry) { e.ThreadCore.Creds.CapBnd = e.ThreadCore.Creds.CapBnd[:1] })
+	}},
+	{"no ambient capabilities", "thread 6: capabilities: the checkpoint has 0 words, permitted is 2", func(t testing.TB, dir string) {
+		core(t, dir, 6, func(e *criu_core.CoreEntry) { e.ThreadCore.Creds.CapAmb = nil })
 	}},
 	{"long capabilities", "3 words", func(t testing.TB, dir string) {
 		core(t, dir, 7, func(e *criu_core.CoreEntry) { e.ThreadCore.Creds.CapEff = []uint32{0, 0, 1} })
@@ -209,6 +227,23 @@ var hostile = []mutation{
 			return e.Reg != nil
 		})
 	}},
+	{"memory of a process", "no file of a process", func(t testing.TB, dir string) { renameFile(t, dir, "/proc/7/mem", 0) }},
+	{"link of a process", "no file of a process", func(t testing.TB, dir string) { renameFile(t, dir, "/proc/self/fd/121", 0) }},
+	{"open file that is made", "make or empty a file", func(t testing.TB, dir string) { renameFile(t, dir, "/new", unix.O_CREAT) }},
+	{"open file that is emptied", "make or empty a file", func(t testing.TB, dir string) {
+		renameFile(t, dir, "/etc/passwd", unix.O_RDWR|unix.O_TRUNC)
+	}},
+	{"mapped file that is emptied", "make or empty a file", func(t testing.TB, dir string) {
+		change(t, dir, "mm-1.img", func(e *mm.MmEntry) bool {
+			for _, v := range e.Vmas {
+				if v.GetFd() == -1 && v.Fdflags != nil {
+					*v.Fdflags |= unix.O_TRUNC
+				}
+			}
+			return true
+		})
+	}},
+	{"deleted symbolic link", "a file of type 120000", func(t testing.TB, dir string) { ghost(t, dir, unix.S_IFLNK|0o777) }},
 	{"external file", "the external file file[1:2]", func(t testing.TB, dir string) {
 		openFile(t, dir, func(e *fdinfo.FileEntry) bool {
 			if e.Reg != nil {
@@ -348,7 +383,7 @@ func TestHostileImages(t *testing.T) {
 	if runtime.GOARCH != "amd64" {
 		t.Skip("the images are those of amd64")
 	}
-	for _, tc := range slices.Concat(hostile, hostileProcesses, hostileMounts, hostileCgroups, hostileSockets) {
+	for _, tc := range slices.Concat(hostile, hostileProcesses, hostileMounts, hostileCgroups, hostileSockets, hostileMore) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			dir := verifytest.Images(t, verifytest.Versions[0])
@@ -412,6 +447,22 @@ func TestBrokenImages(t *testing.T) {
 		{"FIFO", "not a regular file", func(t testing.TB, dir string) {
 			testutil.Must(t, os.Remove(filepath.Join(dir, "pstree.img")))
 			testutil.Must(t, unix.Mkfifo(filepath.Join(dir, "pstree.img"), 0o600))
+		}},
+		{"truncated message", "truncated", func(t testing.TB, dir string) {
+			addImage(t, dir, "sk-queues.img", skQueuesMagic, &sk_packet.SkPacketEntry{IdFor: proto.Uint32(12), Length: proto.Uint32(5)}, "abcd")
+		}},
+		{"deleted file of another kind", "wrong magic", func(t testing.TB, dir string) {
+			write(t, dir, "ghost-file-1.img", prefix(t, dir, "files.img", 60))
+		}},
+		{"truncated deleted file", "ghost-file-1.img", func(t testing.TB, dir string) {
+			write(t, dir, "ghost-file-1.img", prefix(t, dir, "ghost-file-1.img", 14))
+		}},
+		{"empty image", "read magic", func(t testing.TB, dir string) { write(t, dir, "files.img", "") }},
+		{"truncated content of a tmpfs", "tmpfs-dev-56.tar.gz.img", func(t testing.TB, dir string) {
+			write(t, dir, "tmpfs-dev-56.tar.gz.img", prefix(t, dir, "tmpfs-dev-56.tar.gz.img", 40))
+		}},
+		{"no list of streams", "descriptors.json", func(t testing.TB, dir string) {
+			testutil.Must(t, os.Remove(filepath.Join(dir, "descriptors.json")))
 		}},
 		{"no gzip", "gzip", func(t testing.TB, dir string) { write(t, dir, "tmpfs-dev-56.tar.gz.img", "not compressed data") }},
 	} {

@@ -213,7 +213,8 @@ func TestManyMounts(t *testing.T) {
 	}
 }
 
-// TestCgroup2 checks the mount of the cgroup filesystem of version 2. Its options must be the node's.
+// TestCgroup2 checks the mount of the cgroup filesystem of version 2. Its options must be the
+// node's.
 func TestCgroup2(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct{ options, difference string }{

@@ -17,7 +17,9 @@ import (
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/pstree"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/seccomp"
 	sk_opts "github.com/checkpoint-restore/go-criu/v8/crit/images/sk-opts"
+	"github.com/checkpoint-restore/go-criu/v8/crit/images/timer"
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/tty"
+	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
@@ -29,6 +31,13 @@ import (
 // setCore returns a change of the image of a thread.
 func setCore(tid int, do func(*criu_core.CoreEntry)) func(testing.TB, string) {
 	return func(t testing.TB, dir string) { core(t, dir, tid, do) }
+}
+
+// addTimer adds a POSIX timer.
+func addTimer(e *criu_core.CoreEntry, clock uint32) {
+	n, wide := proto.Uint32(0), proto.Uint64(0)
+	e.Tc.Timers.Posix = append(e.Tc.Timers.Posix, &timer.PosixTimerEntry{ItId: n, ClockId: &clock, SiSigno: n,
+		ItSigevNotify: n, SivalPtr: wide, Overrun: n, Isec: wide, Insec: wide, Vsec: wide, Vnsec: wide})
 }
 
 // setFile returns a change of the first open file that has what do changes.
@@ -146,6 +155,15 @@ var hostileProcesses = []mutation{
 	{"thread twice", "process 7: thread: the checkpoint has 6 twice", setProcess(7, func(e *pstree.PstreeEntry) { e.Threads = append(e.Threads, 6) })},
 	{"architecture", "process 1: architecture", setCore(1, func(e *criu_core.CoreEntry) { e.Mtype = criu_core.CoreEntry_AARCH64.Enum() })},
 	{"state of a process", "process 1: state", setCore(1, func(e *criu_core.CoreEntry) { e.Tc.TaskState = proto.Uint32(9) })},
+	{"fewer resource limits", "process 1: resource limits: the checkpoint has 15, permitted is 16", setCore(1, func(e *criu_core.CoreEntry) {
+		e.Tc.Rlimits.Rlimits = e.Tc.Rlimits.Rlimits[:15]
+	})},
+	{"no resource limits", "process 7: resource limits: the checkpoint has 0, permitted is 16", setCore(7, func(e *criu_core.CoreEntry) {
+		e.Tc.Rlimits = nil
+	})},
+	{"timer that wakes the machine", "process 1: timer: clock: the checkpoint has 9", setCore(1, func(e *criu_core.CoreEntry) {
+		addTimer(e, unix.CLOCK_BOOTTIME_ALARM)
+	})},
 	{"unknown resource limit", "process 1: resource limits: the checkpoint has 17", setCore(1, func(e *criu_core.CoreEntry) {
 		for len(e.Tc.Rlimits.Rlimits) < 17 {
 			e.Tc.Rlimits.Rlimits = append(e.Tc.Rlimits.Rlimits, e.Tc.Rlimits.Rlimits[7])
@@ -221,6 +239,52 @@ func TestStricterSpec(t *testing.T) {
 			}
 			if !strings.Contains(all, tc.difference) {
 				t.Errorf("no difference %q in %q", tc.difference, all)
+			}
+		})
+	}
+}
+
+// TestUserWithoutRoot checks that a process of another user than root has only the ambient
+// capabilities, whatever the spec grants.
+func TestUserWithoutRoot(t *testing.T) {
+	t.Parallel()
+	all := []string{"CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_KILL", "CAP_NET_BIND_SERVICE", "CAP_SETGID", "CAP_SETUID"}
+	for _, tc := range []struct {
+		name    string
+		uid     uint32
+		ambient []string
+		want    []string // differences; none: all of them must be missing
+	}{
+		{"root", 0, nil, nil},
+		{"user", 1000, nil, []string{
+			"process 1: user: the checkpoint has 0, permitted is 1000",
+			"process 1: permitted capabilities: the checkpoint has CAP_KILL,CAP_NET_BIND_SERVICE,CAP_AUDIT_WRITE beyond the spec",
+			"process 1: effective capabilities: the checkpoint has CAP_KILL",
+		}},
+		{"user with one", 1000, []string{"CAP_KILL", "CAP_SETUID"}, []string{
+			"process 1: permitted capabilities: the checkpoint has CAP_NET_BIND_SERVICE,CAP_AUDIT_WRITE beyond the spec",
+		}},
+		{"user with the same", 1000, all, nil},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			expected := verifytest.Expected(t)
+			expected.Spec.Process.User.UID = tc.uid
+			expected.Spec.Process.Capabilities = &specs.LinuxCapabilities{Bounding: all, Permitted: all, Effective: all,
+				Inheritable: tc.ambient, Ambient: tc.ambient}
+			r, err := verify.Container(verifytest.Open(t, verifytest.Images(t, verifytest.Versions[0])), expected)
+			testutil.Must(t, err)
+			text := ""
+			for _, d := range r.Differences {
+				text += d.String() + "\n"
+			}
+			for _, want := range tc.want {
+				if !strings.Contains(text, want) {
+					t.Errorf("no difference %q in %q", want, text)
+				}
+			}
+			if tc.want == nil && text != "" {
+				t.Errorf("differences %q", text)
 			}
 		})
 	}

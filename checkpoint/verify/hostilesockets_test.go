@@ -48,6 +48,12 @@ var hostileSockets = []mutation{
 			return e.Isk != nil
 		})
 	}},
+	{"large send buffer", "send buffer of a socket: the checkpoint has 134217728", func(t testing.TB, dir string) {
+		setOptions(t, dir, &sk_opts.SkOptsEntry{SoSndbuf: proto.Uint32(128 << 20)})
+	}},
+	{"large receive buffer", "receive buffer of a socket: the checkpoint has 134217728", func(t testing.TB, dir string) {
+		setOptions(t, dir, &sk_opts.SkOptsEntry{SoRcvbuf: proto.Uint32(128 << 20)})
+	}},
 	{"netlink protocol", "protocol of a netlink socket", func(t testing.TB, dir string) {
 		openFile(t, dir, func(e *fdinfo.FileEntry) bool {
 			if e.Nlsk != nil {
@@ -56,6 +62,17 @@ var hostileSockets = []mutation{
 			return e.Nlsk != nil
 		})
 	}},
+}
+
+// setOptions changes the options of an internet socket.
+func setOptions(t testing.TB, dir string, options *sk_opts.SkOptsEntry) {
+	t.Helper()
+	openFile(t, dir, func(e *fdinfo.FileEntry) bool {
+		if e.Isk != nil {
+			proto.Merge(e.Isk.Opts, options)
+		}
+		return e.Isk != nil
+	})
 }
 
 // TestPrivilegedPort checks the ports of sockets. They are limited where bind(2) limits them.

@@ -14,8 +14,8 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// plainImages are images that only name values, which other checks or the kernel limit, or that CRIU
-// does not read for a restore.
+// plainImages are images that only name values, which other checks or the kernel limit, or that
+// CRIU does not read for a restore.
 var plainImages = []string{
 	"descriptors.json", "dump.log", "stats-dump", // not CRIU's, or only for people
 	"filelocks.img", // locks of files that are open anyway

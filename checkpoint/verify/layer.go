@@ -16,8 +16,8 @@ import (
 // maxLayerFiles limits the files of a tar.
 const maxLayerFiles = 1 << 20
 
-// Layer compares the tar of a writable layer with what a process of the spec could have made: see the
-// package doc. The error says that the tar cannot be read.
+// Layer compares the tar of a writable layer with what a process of the spec could have made: see
+// the package doc. The error says that the tar cannot be read.
 func Layer(r io.Reader, spec *specs.Spec) ([]Difference, error) {
 	return checkLayer(r, layerCheck{Report: new(Report), e: Expected{Spec: spec}})
 }
@@ -60,6 +60,9 @@ func (c layerCheck) checkFile(field string, h *tar.Header) {
 		}
 	case tar.TypeReg, tar.TypeGNUSparse, tar.TypeLink:
 		c.checkSetID(field, h)
+	case tar.TypeDir, tar.TypeSymlink, tar.TypeFifo:
+	default: // package unpack may make a file of another type, such as TypeCont
+		c.differ(field, fmt.Sprintf("type %q", h.Typeflag), "a file")
 	}
 	for record := range h.PAXRecords {
 		if attr, ok := strings.CutPrefix(record, "SCHILY.xattr."); ok {
@@ -68,7 +71,8 @@ func (c layerCheck) checkFile(field string, h *tar.Header) {
 	}
 }
 
-// checkSetID checks the bits of a program that runs as another user. The owner of a file can set them.
+// checkSetID checks the bits of a program that runs as another user. The owner of a file can set
+// them.
 func (c layerCheck) checkSetID(field string, h *tar.Header) {
 	user := c.e.Spec.Process.User
 	chown := c.e.may(capability.CAP_CHOWN)

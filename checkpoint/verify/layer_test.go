@@ -23,7 +23,15 @@ func tarOf(t testing.TB, headers ...tar.Header) []byte {
 	return data.Bytes()
 }
 
-// TestLayer checks privileged files: a container can make them only with the right user or capability.
+// withBounding returns the capabilities of a user that could get all by default, and has ambient
+// ones.
+func withBounding(ambient []string) *specs.LinuxCapabilities {
+	all := []string{"CAP_CHOWN", "CAP_KILL", "CAP_MKNOD", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETUID"}
+	return &specs.LinuxCapabilities{Bounding: all, Permitted: all, Effective: all, Inheritable: ambient, Ambient: ambient}
+}
+
+// TestLayer checks privileged files: a container can make them only with the right user or
+// capability.
 func TestLayer(t *testing.T) {
 	t.Parallel()
 	xattr := func(name string) map[string]string { return map[string]string{"SCHILY.xattr." + name: "x"} }
@@ -57,6 +65,9 @@ func TestLayer(t *testing.T) {
 			"file f: the checkpoint has the device 1:1, permitted is a file (no CAP_MKNOD)"},
 		{"attribute of overlayfs", tar.Header{Typeflag: tar.TypeDir, PAXRecords: xattr("trusted.overlay.redirect")}, "",
 			"file f: the checkpoint has the extended attribute trusted.overlay.redirect, permitted is attributes of users"},
+		{"set-user-ID file of a contiguous type", tar.Header{Typeflag: tar.TypeCont, Mode: 0o4755}, "",
+			"file f: the checkpoint has type '7', permitted is a file"},
+		{"unknown type", tar.Header{Typeflag: 'V'}, "", "file f: the checkpoint has type 'V', permitted is a file"},
 		{"security attribute", tar.Header{Typeflag: tar.TypeReg, PAXRecords: xattr("security.ima")}, "",
 			"file f: the checkpoint has the extended attribute security.ima, permitted is attributes of users"},
 	} {
@@ -65,7 +76,7 @@ func TestLayer(t *testing.T) {
 			tc.header.Name = "f"
 			archive := tarOf(t, tc.header)
 			spec := &specs.Spec{Process: &specs.Process{User: specs.User{UID: 1000, GID: 2000, AdditionalGids: []uint32{3000}},
-				Capabilities: &specs.LinuxCapabilities{Effective: []string{"CAP_KILL"}}}}
+				Capabilities: withBounding(nil)}}
 			testDifference(t, tc.difference)(verify.Layer(bytes.NewReader(archive), spec))
 			shm := ""
 			if tc.difference != "" || tc.header.Mode&0o6000 != 0 && tc.header.Typeflag != tar.TypeDir {
@@ -79,7 +90,7 @@ func TestLayer(t *testing.T) {
 			if tc.capability == "" {
 				return
 			}
-			spec.Process.Capabilities.Effective = []string{tc.capability}
+			spec.Process.Capabilities = withBounding([]string{tc.capability})
 			testDifference(t, "")(verify.Layer(bytes.NewReader(archive), spec))
 		})
 	}

@@ -48,6 +48,7 @@ func (c *check) checkMapping(process string, v *vma.VmaEntry) {
 	if status&(vmaFilePrivate|vmaFileShared) == 0 {
 		return
 	}
+	c.checkOpenFlags(field, v.GetFdflags())
 	if f, ok := c.files[uint32(v.GetShmid())]; v.GetShmid() > 1<<32-1 || !ok || f.external {
 		c.differ(field, "no file of the images", "a file of the container")
 	}
@@ -56,8 +57,8 @@ func (c *check) checkMapping(process string, v *vma.VmaEntry) {
 // maxSharedName limits the name of a memfd (memfd_create(2)).
 const maxSharedName = 249
 
-// checkShared checks images of pages and of shared memory. Each image of pages must have exactly the
-// pages that its pagemap names.
+// checkShared checks images of pages and of shared memory. Each image of pages must have exactly
+// the pages that its pagemap names.
 func (c *check) checkShared() error {
 	inodes, err := entriesOf[memfd.MemfdInodeEntry](c.images, "memfd.img", "MEMFD_INODE", nil)
 	if err != nil {

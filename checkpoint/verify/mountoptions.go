@@ -8,7 +8,6 @@ import (
 	"strings"
 
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/mnt"
-	"github.com/moby/sys/mountinfo"
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 )
@@ -58,8 +57,8 @@ func (m *mountCheck) checkFlags(field string, e *mnt.MntEntry, spec specs.Mount)
 	}
 }
 
-// checkSuperFlags checks the flags of a new filesystem. Only one that the spec makes read-only may be:
-// the kernel would change a filesystem that the node has mounted, too.
+// checkSuperFlags checks the flags of a new filesystem. Only one that the spec makes read-only may
+// be: the kernel would change a filesystem that the node has mounted, too.
 func (m *mountCheck) checkSuperFlags(field string, e *mnt.MntEntry, spec specs.Mount) {
 	permitted := uint32(0)
 	if slices.Contains(spec.Options, "ro") && mnt.Fstype(e.GetFstype()) != mnt.Fstype_CGROUP2 {
@@ -179,20 +178,4 @@ func size(options []string) (bytes uint64, ok bool) {
 		return bytes << s, true
 	}
 	return 0, false
-}
-
-// CgroupOptions returns the options of the node's cgroup filesystem of version 2, for Expected.
-func CgroupOptions() (options []string, err error) {
-	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter("cgroup2"))
-	if err != nil {
-		return nil, fmt.Errorf("list mounts: %w", err)
-	}
-	for _, m := range mounts {
-		for o := range strings.SplitSeq(m.VFSOptions, ",") {
-			if o != "rw" && o != "ro" && !slices.Contains(options, o) {
-				options = append(options, o)
-			}
-		}
-	}
-	return options, nil
 }

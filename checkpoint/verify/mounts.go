@@ -71,8 +71,8 @@ func (m *mountCheck) register(e *mnt.MntEntry) {
 	m.byID[id], m.byPath[at], m.mounts[int32(id)] = e, e, true
 }
 
-// checkParent checks that a mount is below the mount with the longest path above it, so that nothing
-// of the tree is hidden or reached another way. The root has no parent.
+// checkParent checks that a mount is below the mount with the longest path above it, so that
+// nothing of the tree is hidden or reached another way. The root has no parent.
 func (m *mountCheck) checkParent(e *mnt.MntEntry) {
 	at, parent := e.GetMountpoint(), m.byID[e.GetParentMntId()]
 	if at == "/" {
@@ -156,9 +156,9 @@ func (m *mountCheck) kind(e *mnt.MntEntry) mountKind {
 	return unknownMount
 }
 
-// checkSharing checks that mounts have the same device only where they are the same filesystem. CRIU
-// binds a mount from any other of the same device instead of mounting a filesystem: a tmpfs that
-// claims to be a read-only volume would be that volume, and writable.
+// checkSharing checks that mounts have the same device only where they are the same filesystem.
+// CRIU binds a mount from any other of the same device instead of mounting a filesystem: a tmpfs
+// that claims to be a read-only volume would be that volume, and writable.
 func (m *mountCheck) checkSharing() {
 	first := map[uint32]*mnt.MntEntry{}
 	for _, e := range m.all {

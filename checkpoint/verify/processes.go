@@ -1,6 +1,7 @@
 package verify
 
 import (
+	"cmp"
 	"fmt"
 	"runtime"
 	"slices"
@@ -28,6 +29,14 @@ const maxThreads = 1 << 15
 // checkProcesses checks all processes and threads.
 func (c *check) checkProcesses() error {
 	c.checkTree()
+	threads := 0
+	for _, p := range c.tree {
+		threads += max(1, len(p.GetThreads()))
+	}
+	if threads > maxThreads {
+		c.differ("threads", fmt.Sprint(threads), fmt.Sprint(maxThreads))
+		return nil // each has an image
+	}
 	for _, p := range c.tree {
 		if err := c.checkProcess(p); err != nil {
 			return err
@@ -38,11 +47,14 @@ func (c *check) checkProcesses() error {
 
 // checkTree checks that the processes form one tree: every other has a parent before it.
 func (c *check) checkTree() {
-	seen, threads := map[uint32]bool{}, 0
+	seen := map[uint32]bool{}
 	for i, p := range c.tree {
 		field := fmt.Sprintf("process %d", p.GetPid())
 		if i == 0 && p.GetPpid() != 0 {
 			c.differ(field+": parent", fmt.Sprint(p.GetPpid()), "none")
+		}
+		if seen[p.GetPid()] {
+			c.differ(field, "two entries", "one")
 		}
 		if i > 0 && !seen[p.GetPpid()] {
 			c.differ(field+": parent", fmt.Sprint(p.GetPpid()), "another process of the container")
@@ -53,10 +65,6 @@ func (c *check) checkTree() {
 			}
 			seen[tid] = true
 		}
-		threads += len(p.GetThreads())
-	}
-	if threads > maxThreads {
-		c.differ("threads", fmt.Sprint(threads), fmt.Sprint(maxThreads))
 	}
 }
 
@@ -133,6 +141,11 @@ func (c *check) checkTask(process string, core *criu_core.CoreEntry) {
 	if id := task.GetLoginuid(); task.Loginuid != nil && id != unset {
 		c.differ(process+": login user of the audit log", fmt.Sprint(id), "unset")
 	}
+	// CRIU before 3.13 stored the first thread's filter here. Later ones prefer it to the thread's
+	// own.
+	if task.OldSeccompMode != nil || task.OldSeccompFilter != nil {
+		c.differ(process+": seccomp", "a filter in the form of an old CRIU", "one of the thread")
+	}
 	least := int32(0)
 	if adj := c.e.Spec.Process.OOMScoreAdj; adj != nil {
 		least = int32(*adj)
@@ -140,23 +153,29 @@ func (c *check) checkTask(process string, core *criu_core.CoreEntry) {
 	if task.OomScoreAdj != nil && task.GetOomScoreAdj() < least && !c.e.may(capability.CAP_SYS_RESOURCE) {
 		c.differ(process+": oom_score_adj", fmt.Sprint(task.GetOomScoreAdj()), fmt.Sprintf("%d or more", least))
 	}
-	c.checkRlimits(process, task.GetRlimits())
+	if state := task.GetTaskState(); state != dead && state != zombie {
+		c.checkRlimits(process, task.GetRlimits())
+	}
+	for _, timer := range task.GetTimers().GetPosix() {
+		c.checkClock(process+": timer", timer.GetClockId())
+	}
 }
 
 // limitNames are the names of resource limits by their number (RLIMIT_CPU is 0).
 var limitNames = []string{"CPU", "FSIZE", "DATA", "STACK", "CORE", "RSS", "NPROC", "NOFILE", "MEMLOCK", "AS", "LOCKS",
 	"SIGPENDING", "MSGQUEUE", "NICE", "RTPRIO", "RTTIME"}
 
-// checkRlimits checks that no limit is above that of the spec.
+// checkRlimits checks that no limit is missing, which CRIU would not set, or above that of the
+// spec.
 func (c *check) checkRlimits(process string, have *criu_core.TaskRlimitsEntry) {
 	if c.e.may(capability.CAP_SYS_RESOURCE) {
 		return
 	}
+	if n := len(have.GetRlimits()); n != len(limitNames) {
+		c.differ(process+": resource limits", fmt.Sprint(n), fmt.Sprint(len(limitNames)))
+		return
+	}
 	for i, l := range have.GetRlimits() {
-		if i >= len(limitNames) {
-			c.differ(process+": resource limits", fmt.Sprint(len(have.GetRlimits())), fmt.Sprint(len(limitNames)))
-			return
-		}
 		name := "RLIMIT_" + limitNames[i]
 		is := func(l specs.POSIXRlimit) bool { return l.Type == name }
 		limits := c.e.Spec.Process.Rlimits
@@ -184,8 +203,9 @@ func (c *check) checkThread(thread string, core *criu_core.CoreEntry, leader *cr
 	c.checkCreds(thread, t.GetCreds())
 	c.checkSeccomp(thread, t, leader)
 	set := t.CgSet
-	if set == nil && core.Tc != nil {
-		set = core.Tc.CgSet
+	if old := core.GetTc(); old != nil && old.CgSet != nil {
+		c.checkCgroupSet(thread, old.CgSet)
+		set = cmp.Or(set, old.CgSet)
 	}
 	if set == nil {
 		set = leader.CgSet

@@ -54,8 +54,8 @@ func (c *check) readFilters() error {
 }
 
 // checkSeccomp checks that the first filter of a thread is that of the spec. A process may have
-// loaded more filters, which can only forbid more. leader is the process's first thread: CRIU stores
-// a filter that all threads share only there.
+// loaded more filters, which can only forbid more. leader is the process's first thread: CRIU
+// stores a filter that all threads share only there.
 func (c *check) checkSeccomp(thread string, core, leader *criu_core.ThreadCoreEntry) {
 	if c.e.Spec.Linux.Seccomp == nil {
 		return

@@ -142,6 +142,9 @@ func (c *check) checkNetlink(field string, s *sk_netlink.NetlinkSkEntry) {
 	}
 }
 
+// maxSocketBuffer is twice what Linux 6.18 gives a TCP socket by itself (tcp_rmem).
+const maxSocketBuffer = 64 << 20
+
 // checkOptions checks the options that need a capability (socket(7)).
 func (c *check) checkOptions(field string, o *sk_opts.SkOptsEntry) {
 	if c.e.may(capability.CAP_NET_ADMIN) {
@@ -150,6 +153,12 @@ func (c *check) checkOptions(field string, o *sk_opts.SkOptsEntry) {
 	const highest = 6 // priority without a capability
 	if o.GetSoMark() != 0 && !c.e.may(capability.CAP_NET_RAW) {
 		c.differ(field+": mark of a socket", fmt.Sprint(o.GetSoMark()), "0")
+	}
+	// CRIU sets them beyond the node's limits (SO_SNDBUFFORCE).
+	for name, size := range map[string]uint32{"send": o.GetSoSndbuf(), "receive": o.GetSoRcvbuf()} {
+		if size > maxSocketBuffer {
+			c.differ(field+": "+name+" buffer of a socket", fmt.Sprint(size), fmt.Sprintf("at most %d bytes", maxSocketBuffer))
+		}
 	}
 	if o.GetSoPriority() > highest {
 		c.differ(field+": priority of a socket", fmt.Sprint(o.GetSoPriority()), fmt.Sprint(highest))

@@ -12,8 +12,8 @@ import (
 // stream that the launcher passes.
 var stream = regexp.MustCompile(`^(pipe:\[[0-9]{1,20}\]|/[A-Za-z0-9/_.-]{1,100}|[a-z]{1,20}:\[[0-9]{1,20}\])?$`)
 
-// checkStreams checks the list of standard streams, which libcontainer reads on a restore: the index
-// of a pipe in it is the descriptor that replaces the pipe.
+// checkStreams checks the list of standard streams, which libcontainer reads on a restore: the
+// index of a pipe in it is the descriptor that replaces the pipe.
 func (c *check) checkStreams() error {
 	const name, streams, maxSize = "descriptors.json", 3, 4 << 10
 	file, err := c.images.open(name)

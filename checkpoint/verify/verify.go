@@ -10,18 +10,19 @@
 // files inside the container. What the package does not know is a difference: an unknown image,
 // kind of file or field.
 //
-// The mounts must be exactly those of the spec: each mount point once, below the mount above it, with
-// known flags, and with a device of its own. Cgroups must be the ones that CRIU replaces by the
-// container's in every hierarchy.
+// The mounts must be exactly those of the spec: each mount point once, below the mount above it,
+// with known flags, and with a device of its own. Cgroups must be the ones that CRIU replaces by
+// the container's in every hierarchy.
 //
-// Layer and Shm check the files of a foreign archive. A container's writable layer has a set-user-ID or
-// set-group-ID file only if the container's user owns it, or with CAP_CHOWN, CAP_SETUID or CAP_SETGID;
-// file capabilities with CAP_SETFCAP; devices with CAP_MKNOD; other attributes than user.*, these and
-// access lists never. Directories keep their bits: overlayfs copies them from the image. /dev/shm and
-// the filesystems that CRIU fills (tmpfs) have no set-id files, whatever the capabilities.
+// Layer and Shm check the files of a foreign archive. A container's writable layer has a
+// set-user-ID or set-group-ID file only if the container's user owns it, or with CAP_CHOWN,
+// CAP_SETUID or CAP_SETGID; file capabilities with CAP_SETFCAP; devices with CAP_MKNOD; other
+// attributes than user.*, these and access lists never. Directories keep their bits: overlayfs
+// copies them from the image. /dev/shm and the filesystems that CRIU fills (tmpfs) have no set-id
+// files, whatever the capabilities.
 //
-// Memory and content of files are not compared: whoever wrote the images decides what the processes do
-// within these limits.
+// Memory and content of files are not compared: whoever wrote the images decides what the processes
+// do within these limits.
 //
 // The package reads regular files of one directory, within limits, and opens nothing that an image
 // names. It runs in the confined program berth-verify (package confined), so it uses few system
@@ -49,14 +50,16 @@ type Expected struct {
 	Seccomp []byte `json:"seccomp,omitempty"`
 	// Rlimits are the limits of a launcher. They count where Spec.Process.Rlimits has none.
 	Rlimits []specs.POSIXRlimit `json:"rlimits,omitempty"`
-	// ExternalFiles are keys that CRIU gets a descriptor for (inherit_fd), for the standard streams.
+	// ExternalFiles are keys that CRIU gets a descriptor for (inherit_fd), for the standard
+	// streams.
 	ExternalFiles []string `json:"externalFiles,omitempty"`
 	// AbsentPaths are masked and read-only paths of Spec that this kernel does not have. See
 	// AbsentPaths.
 	AbsentPaths []string `json:"absentPaths,omitempty"`
 	// Cgroups are the controllers and hierarchies of the node. See NodeCgroups.
 	Cgroups []string `json:"cgroups,omitempty"`
-	// CgroupOptions are the options of the node's cgroup filesystem, version 2. See CgroupOptions.
+	// CgroupOptions are the options of the node's cgroup filesystem, version 2. See
+	// host.CgroupOptions.
 	CgroupOptions []string `json:"cgroupOptions,omitempty"`
 	// UnprivilegedPort is the first port that needs no capability, in the pod's network.
 	UnprivilegedPort uint32 `json:"unprivilegedPort,omitempty"`

@@ -126,7 +126,7 @@ func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation
 }
 
 func (a *attachment) reserve(ctx context.Context) (addresses.Reservation, error) {
-	kept, err := a.store.Reserve(ctx, a.id, a.ifName, a.Ranges)
+	kept, err := a.store.Reserve(ctx, a.id, a.ifName, a.Ranges, a.Runtime.PreferredIPs)
 	switch {
 	case errors.Is(err, addresses.ErrFull):
 		return kept, types.NewError(types.ErrTryAgainLater, "no address for the pod", err.Error())

@@ -16,8 +16,8 @@
 //     program's name.
 //   - armed: "NAME N ACTION PROCESS". PROCESS is a process ID or a program name. At the Nth time
 //     that such a process reaches the point, the file is removed and the process is killed (action
-//     "kill": SIGKILL) or stopped ("stop": SIGSTOP). The file counts down; tests must create it by a
-//     rename.
+//     "kill": SIGKILL) or stopped ("stop": SIGSTOP). The file counts down; tests must create it by
+//     a rename.
 //
 // Names are literals of the form "area.what-happened". Each is used in one place only, so that a
 // name in a test's report leads to its line. A test checks both. The monitor, which is written in

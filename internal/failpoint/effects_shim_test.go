@@ -15,14 +15,13 @@ import (
 
 // shimEffects are additional effects of launchers and monitors, through libcontainer and the
 // programs of runtimes.
-var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|openLogFile|cgroup\.KillDir|pidfd\.KillTree)$`)
+var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Restore|Exec|Delete|Kill)|openLogFile|cgroup\.KillDir|pidfd\.KillTree)$`)
 
 // unmarkedOfShims are functions of launchers and monitors with effects but without failpoints, and
 // the reason.
 var unmarkedOfShims = map[string]string{
 	"shim/launcher.clampOOMScore":    "affects only the launcher",
 	"shim/launcher.endChildren":      signal,
-	"shim/launcher.execute":          byCaller,
 	"shim/launcher.chown":            "affects only its own pipes",
 	"shim/launcher.nameProcess":      "affects only the launcher",
 	"shim/launcher.openOOM":          "a registration that ends with the process",

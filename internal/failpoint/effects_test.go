@@ -43,6 +43,7 @@ var leftOut = map[string]string{
 	"cmd/berth/copytree":           "berth cp",
 	"cmd/berth/debug":              "berth debug",
 	"cmd/berth/podrun":             "berth run",
+	"image/peers/peerstest":        "tests",
 	"image/registry/registrytest":  "tests",
 	"internal/jail":                "berth-unpack and berth-verify, which only answer, and their start",
 	"image/unpack/worker":          "berth-unpack",
@@ -70,7 +71,6 @@ const (
 	unpinned  = "in a network namespace that is not pinned yet"
 	history   = "traces, which nothing depends on; they are written at any time"
 	unnamed   = "in a directory without a name yet; failpoints surround the whole"
-	partial   = "the start of a blob, valid at any length; the next start removes it or a pull resumes it"
 	undo      = "undoes after an error, as the next start does after a crash"
 )
 
@@ -113,13 +113,15 @@ var unmarked = map[string]string{
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
 	"image/layer.Remove: os.RemoveAll":                                    byCaller,
 	"image/erofs.unnamed: unix.Open":                                      "a file without a name, which goes with the process",
+	"image/lazy.unnamed: unix.Open":                                       "a file without a name, which goes with the process",
+	"image/lazy.load: os.OpenFile":                                        "it creates nothing",
 	"image/layer.makeTree: os.Mkdir unix.Chmod":                           unnamed,
 	"image/layer.writeRecord: os.WriteFile":                               byCaller,
-	"image/layer.Open: os.MkdirAll":                                       again,
+	"image/layer.open: os.MkdirAll":                                       again,
 	"image/layer.show: unix.Renameat2":                                    "layer.synced is before it",
+	"image.loadFinished: os.RemoveAll":                                    again,
+	"image/lazy/indexes.Open: os.MkdirAll":                                again,
 	"image/partial.Open: os.MkdirAll":                                     again,
-	"image/partial.open: os.OpenFile":                                     partial,
-	"image/partial.remove: os.Remove":                                     partial,
 	"image/registry.runHelper: cmd.Run":                                   "a credential helper, which only tells something",
 	"image/trust.runPlugin: unix.Kill cmd.Start":                          "a verifier plugin, which only answers",
 	"image/trust.writeAt: unix.Mkdirat unix.Openat":                       detached,

@@ -24,6 +24,21 @@ var program = filepath.Base(os.Args[0])
 // dir is empty in a process without a controlling test.
 var dir = os.Getenv(variable)
 
+// control is dir. It is opened at the start, because a launcher later makes all mounts of its own
+// namespace read-only.
+var control = openControl()
+
+func openControl() int {
+	if dir == "" {
+		return -1
+	}
+	fd, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		panic("failpoints in " + dir + ": " + err.Error())
+	}
+	return fd
+}
+
 // Env returns the environment that enables failpoints in a child process.
 func Env() []string {
 	if dir == "" {
@@ -55,7 +70,7 @@ func Reach(name string) {
 
 // note appends the name, the process ID and the program to the trace, if it exists.
 func note(name string) error {
-	fd, err := unix.Open(dir+"/trace", unix.O_WRONLY|unix.O_APPEND|unix.O_CLOEXEC, 0)
+	fd, err := unix.Openat(control, "trace", unix.O_WRONLY|unix.O_APPEND|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
 		return nil
 	}
@@ -68,7 +83,7 @@ func note(name string) error {
 
 // due returns the signal that the program must receive here, or 0.
 func due(name string) (signal unix.Signal, err error) {
-	fd, err := unix.Open(dir+"/armed", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	fd, err := unix.Openat(control, "armed", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
 		return 0, nil
 	}
@@ -108,7 +123,7 @@ func countDown(fd int, name string) (unix.Signal, error) {
 	if _, err := unix.Pwrite(fd, []byte(text), 0); err != nil || left > 0 {
 		return 0, err
 	}
-	if err := unix.Unlink(dir + "/armed"); err != nil {
+	if err := unix.Unlinkat(control, "armed", 0); err != nil {
 		return 0, err
 	}
 	switch fields[2] {

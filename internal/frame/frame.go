@@ -4,8 +4,8 @@
 // # Contract
 //
 // A frame is a type byte, the length of the payload in four big-endian bytes, and the payload. The
-// sender is not trusted: a payload beyond the receiver's limit is ErrTooLong, and decoding allocates
-// nothing. After an error the rest of the stream is unusable.
+// sender is not trusted: a payload beyond the receiver's limit is ErrTooLong, and decoding
+// allocates nothing. After an error the rest of the stream is unusable.
 package frame
 
 import (

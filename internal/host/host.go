@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -25,6 +26,10 @@ type Facts struct {
 	KernelMajor, KernelMinor int
 
 	CgroupV2 bool // /sys/fs/cgroup is the unified hierarchy; false: v1, pure or hybrid
+	// CgroupOptions are the options of the cgroup v2 filesystem, for example nsdelegate. The daemon
+	// sets them in a copy of the facts for privileged pods, because an administrator can change
+	// them.
+	CgroupOptions []string
 
 	Seccomp  bool // seccomp filters
 	AppArmor bool // the AppArmor module is enabled
@@ -210,6 +215,23 @@ func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
 		}
 	}
 	return nil
+}
+
+// CgroupOptions returns the options of the node's cgroup v2 filesystem, without rw or ro. They
+// belong to the filesystem, not to one mount. SELinux adds some of its own.
+func CgroupOptions() (options []string, err error) {
+	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter("cgroup2"))
+	if err != nil {
+		return nil, fmt.Errorf("list mounts: %w", err)
+	}
+	for _, m := range mounts {
+		for o := range strings.SplitSeq(m.VFSOptions, ",") {
+			if o != "rw" && o != "ro" && !slices.Contains(options, o) {
+				options = append(options, o)
+			}
+		}
+	}
+	return options, nil
 }
 
 // v1Controller returns the mount point of a cgroup v1 controller, or "" if it is not mounted.

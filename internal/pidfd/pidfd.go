@@ -372,3 +372,22 @@ func reap(f *os.File) (done bool, err error) {
 	}
 	return info.Signo != 0, nil
 }
+
+// GetFile returns a duplicate of a descriptor of the process (pidfd_getfd, Linux 5.6). It is
+// close-on-exec. The caller needs the privilege to trace the process. The error wraps
+// os.ErrProcessDone if the process has exited, and unix.EBADF if it has no such descriptor.
+func GetFile(f *os.File, number int, name string) (*os.File, error) {
+	var got int
+	var err error
+	conn, failed := f.SyscallConn()
+	if failed == nil {
+		failed = conn.Control(func(fd uintptr) { got, err = unix.PidfdGetfd(int(fd), number, 0) })
+	}
+	if errors.Is(err, unix.ESRCH) {
+		err = os.ErrProcessDone
+	}
+	if err = errors.Join(failed, err); err != nil {
+		return nil, fmt.Errorf("get descriptor %d of %s: %w", number, f.Name(), err)
+	}
+	return os.NewFile(uintptr(got), name), nil
+}

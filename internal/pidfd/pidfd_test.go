@@ -270,3 +270,31 @@ func TestOpenRefusesThread(t *testing.T) {
 		t.Errorf("OpenVerified = %v, %v", f, err)
 	}
 }
+
+func TestGetFile(t *testing.T) {
+	r, w, err := os.Pipe()
+	testutil.Must(t, err)
+	defer r.Close()
+	cmd := exec.Command("sleep", "1000")
+	cmd.ExtraFiles = []*os.File{w}
+	testutil.Must(t, cmd.Start())
+	f, err := Open(cmd.Process.Pid)
+	testutil.Must(t, err)
+	defer f.Close()
+	testutil.Must(t, w.Close())
+	got, err := GetFile(f, 3, "pipe")
+	testutil.Must(t, err)
+	_, err = got.WriteString("x")
+	testutil.Must(t, errors.Join(err, got.Close()))
+	if n, err := r.Read(make([]byte, 2)); n != 1 || err != nil {
+		t.Errorf("%d, %v", n, err)
+	}
+	if _, err := GetFile(f, 99, "nothing"); !errors.Is(err, unix.EBADF) {
+		t.Errorf("missing descriptor: %v", err)
+	}
+	testutil.Must(t, cmd.Process.Kill())
+	_ = cmd.Wait() // killed
+	if _, err := GetFile(f, 3, "pipe"); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("dead process: %v", err)
+	}
+}

@@ -35,4 +35,8 @@ type Spec struct {
 	Work   string  `json:"work,omitempty"`  // overlayfs' work directory, on the same filesystem as Upper
 	Label  string  `json:"label,omitempty"` // SELinux label of all files, for overlays; empty: the files keep their labels
 	IDMap  *IDMap  `json:"idMap,omitempty"` // for MountAt and MakeUpper: the mapping of the user namespace; nil: no mapping
+
+	// Keep are files that must stay open as long as a process uses the root filesystem: those of
+	// lazy.Engine.Keep, if a layer is incomplete. Empty: none. Their owner is the Engine.
+	Keep []*os.File `json:"-"`
 }

@@ -86,7 +86,8 @@ func openRegular(root *os.File, path string) (*os.File, error) {
 	return reopenRegular(fd, path, unix.O_RDONLY)
 }
 
-// reopenRegular opens the regular file of an O_PATH descriptor with flags. It closes the descriptor.
+// reopenRegular opens the regular file of an O_PATH descriptor with flags. It closes the
+// descriptor.
 func reopenRegular(fd int, path string, flags int) (*os.File, error) {
 	defer unix.Close(fd)
 	var st unix.Stat_t

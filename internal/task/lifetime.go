@@ -40,6 +40,18 @@ func (l *Lifetime) Spawn(f func()) bool {
 	return true
 }
 
+// Enter counts a goroutine of another owner, such as a server's handler, in the group until leave.
+// It returns false after Close.
+func (l *Lifetime) Enter() (leave func(), ok bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return nil, false
+	}
+	l.group.Add(1)
+	return l.group.Done, true
+}
+
 // Close makes Spawn start no further goroutines.
 func (l *Lifetime) Close() {
 	l.mu.Lock()

@@ -23,9 +23,9 @@ import (
 const maxLevels = 256
 
 // Layer writes the content of an overlay's upper directory to a tar. It returns the paths of the
-// deleted files, absolute in the container. An opaque directory, which hides the lower layers' files,
-// has the extended attribute trusted.overlay.opaque in the tar, and an entry .wh..wh..opq among the
-// deleted files. Other programs that delete them find nothing of that name.
+// deleted files, absolute in the container. An opaque directory, which hides the lower layers'
+// files, has the extended attribute trusted.overlay.opaque in the tar, and an entry .wh..wh..opq
+// among the deleted files. Other programs that delete them find nothing of that name.
 func Layer(ctx context.Context, upper *os.File, to io.Writer) (deleted []string, err error) {
 	t := newTree(ctx, to)
 	t.overlay = true

@@ -231,7 +231,8 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 	}
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: h.config.Path, Args: h.config.Args, Root: root,
-			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, SubCgroups: can.SubCgroups},
+			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, SubCgroups: can.SubCgroups,
+			Version: can.Version},
 		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces,
 	}, nil
 }
@@ -241,18 +242,23 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 const (
 	containerTypeAnnotation = "io.kubernetes.cri.container-type"
 	sandboxIDAnnotation     = "io.kubernetes.cri.sandbox-id"
+	containerNameAnnotation = "io.kubernetes.cri.container-name" // by which gVisor finds a container in a checkpoint
 	// By default crun creates a cgroup below systemd's scope and then does not find the processes
 	// of execs, which are outside of it. Empty: no cgroup below the scope, as with libcontainer.
 	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
 // Annotate adds the annotations by which a runtime binary finds the pod of a spec. kind is
-// "sandbox" for a pause and "container" otherwise. A nil Runtime (libcontainer) adds none.
-func (r *Runtime) Annotate(spec *specs.Spec, kind, podID string) {
+// "sandbox" for a pause and "container" otherwise. name is that of a container. A nil Runtime
+// (libcontainer) adds none.
+func (r *Runtime) Annotate(spec *specs.Spec, kind, podID, name string) {
 	if r == nil {
 		return
 	}
 	spec.Annotations = map[string]string{containerTypeAnnotation: kind, sandboxIDAnnotation: podID}
+	if name != "" && r.Sandboxed {
+		spec.Annotations[containerNameAnnotation] = name
+	}
 	if r.SystemdCgroup {
 		spec.Annotations[crunSubgroupAnnotation] = ""
 	}

@@ -112,25 +112,38 @@ func TestRuntime(t *testing.T) {
 	}
 }
 
-// libcontainer gets no annotations. A binary gets only the two of its pod.
+// libcontainer gets no annotations. A binary gets only the two of its pod, and the name of a
+// container if it has sandboxes.
 func TestAnnotate(t *testing.T) {
 	t.Parallel()
 	users := map[string]string{"io.kubernetes.cri.sandbox-id": "another's", "run.oci.handler": "krun"}
 	spec := &specs.Spec{Annotations: users}
-	(*Runtime)(nil).Annotate(spec, "container", "p")
+	(*Runtime)(nil).Annotate(spec, "container", "p", "app")
 	if len(spec.Annotations) != len(users) {
 		t.Errorf("for libcontainer: %v", spec.Annotations)
 	}
 	for _, systemd := range []bool{false, true} {
 		t.Run(fmt.Sprintf("systemd %t", systemd), func(t *testing.T) {
 			r := &Runtime{Runtime: ociruntime.Runtime{SystemdCgroup: systemd}}
-			r.Annotate(spec, "sandbox", "p")
+			r.Annotate(spec, "sandbox", "p", "")
 			_, subgroup := spec.Annotations["run.oci.systemd.subgroup"]
 			if spec.Annotations["io.kubernetes.cri.sandbox-id"] != "p" || spec.Annotations["io.kubernetes.cri.container-type"] != "sandbox" ||
 				spec.Annotations["run.oci.handler"] != "" || subgroup != systemd {
 				t.Errorf("annotations %v", spec.Annotations)
 			}
 		})
+	}
+}
+
+func TestAnnotateName(t *testing.T) {
+	t.Parallel()
+	for _, sandboxed := range []bool{false, true} {
+		spec := &specs.Spec{}
+		(&Runtime{Runtime: ociruntime.Runtime{Sandboxed: sandboxed}}).Annotate(spec, "container", "p", "app")
+		want := map[bool]string{true: "app"}[sandboxed]
+		if got := spec.Annotations["io.kubernetes.cri.container-name"]; got != want {
+			t.Errorf("sandboxed %t: name %q, want %q", sandboxed, got, want)
+		}
 	}
 }
 

@@ -202,6 +202,6 @@ func cniPod(spec *state.PodSpec) (cni.Pod, error) {
 	if err != nil {
 		return pod, err
 	}
-	pod.IPRanges = spec.IPRanges
+	pod.IPRanges, pod.PreferredIPs = spec.IPRanges, spec.PreferredIPs
 	return pod, nil
 }

@@ -41,8 +41,8 @@ type StopGate struct {
 	cancels map[*context.CancelCauseFunc]struct{} // of the operations
 }
 
-// Begin returns the context of an operation. A stop cancels it with the cause ErrStopped. During a stop
-// it is cancelled from the start. The caller calls end after the operation.
+// Begin returns the context of an operation. A stop cancels it with the cause ErrStopped. During a
+// stop it is cancelled from the start. The caller calls end after the operation.
 func (g *StopGate) Begin(ctx context.Context) (operationCtx context.Context, end func()) {
 	operationCtx, cancel := context.WithCancelCause(ctx)
 	g.mu.Lock()

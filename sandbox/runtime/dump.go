@@ -39,8 +39,8 @@ type Frozen interface {
 	Thaw() error
 }
 
-// Prepare starts CRIU for a dump into dir. Errors: FailedPrecondition if CRIU is missing or too old, or
-// the container cannot be dumped.
+// Prepare starts CRIU for a dump into dir. Errors: FailedPrecondition if CRIU is missing or too
+// old, or the container cannot be dumped.
 func (k Dumper) Prepare(ctx context.Context, id string, dir *os.File) (Dump, error) {
 	path, err := criu.Locate(k.CRIU)
 	if err != nil {
@@ -53,12 +53,12 @@ func (k Dumper) Prepare(ctx context.Context, id string, dir *os.File) (Dump, err
 	return d, nil
 }
 
-// freezeTime limits the wait until a container is frozen. Containers of its pod that are frozen already
-// wait as long.
+// freezeTime limits the wait until a container is frozen. Containers of its pod that are frozen
+// already wait as long.
 const freezeTime = 5 * time.Second
 
-// Freeze freezes a container. Its monitor thaws it after limit at the latest. Errors: FailedPrecondition
-// if a process in uninterruptible sleep keeps it from freezing.
+// Freeze freezes a container. Its monitor thaws it after limit at the latest. Errors:
+// FailedPrecondition if a process in uninterruptible sleep keeps it from freezing.
 func (k Dumper) Freeze(ctx context.Context, id, cgroupsPath string, limit time.Duration) (Frozen, error) {
 	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
 	if err != nil {
@@ -93,13 +93,13 @@ func unfreezable(group *cgroup.Group) string {
 }
 
 // EndLeft ends the CRIUs of an earlier daemon and thaws their containers: CRIU may have frozen a
-// container after its monitor's last thaw. cgroupsPath returns the path of a container's cgroup, empty
-// if the container does not exist. A CRIU that hangs in the kernel is an error.
+// container after its monitor's last thaw. cgroupsPath returns the path of a container's cgroup,
+// empty if the container does not exist. A CRIU that hangs in the kernel is an error.
 func (k Dumper) EndLeft(cgroupsPath func(id string) string) error {
 	left, err := shim.LeftDumps()
 	for _, id := range left {
 		k.Log.Warn("ending a checkpoint of an earlier daemon", "container", id)
-		err = errors.Join(err, shim.EndLeftDump(id), k.thaw(cgroupsPath(id)))
+		err = errors.Join(err, shim.EndLeftDump(id), k.Thaw(cgroupsPath(id)))
 	}
 	if err != nil {
 		return fmt.Errorf("end checkpoints of an earlier daemon: %w", err)
@@ -107,7 +107,8 @@ func (k Dumper) EndLeft(cgroupsPath func(id string) string) error {
 	return nil
 }
 
-func (k Dumper) thaw(cgroupsPath string) error {
+// Thaw thaws a container without its monitor. A container without a cgroup is no error.
+func (k Dumper) Thaw(cgroupsPath string) error {
 	if cgroupsPath == "" {
 		return nil
 	}

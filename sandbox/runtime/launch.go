@@ -129,6 +129,7 @@ func (k Launcher) pauseLaunch(
 		SystemdCgroup: k.Node.SystemdCgroup,
 		Pause:         pod.Pause,
 		Runtime:       pod.Runtime.Program(),
+		Restore:       k.restoreSandbox(pod, pod.Restore),
 	}, nil
 }
 
@@ -241,7 +242,7 @@ func (k Launcher) Start(
 	if err != nil {
 		return nil, err
 	}
-	restore, err := k.restore(c)
+	restore, err := k.restore(ctx, pod, c)
 	if err != nil {
 		return nil, err
 	}
@@ -264,15 +265,47 @@ func (k Launcher) Start(
 // restoreLimit bounds the restore of a container. kubelet waits for two minutes.
 const restoreLimit = 110 * time.Second
 
+// restoreSandbox returns the checkpoint that a pod's sandbox or the container in it continues, or
+// nil.
+func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restore {
+	if r == nil {
+		return nil
+	}
+	images := filepath.Join(k.Node.Dirs.CheckpointOf(pod.ID, r), archive.ImagesDir)
+	return &proto.Restore{Images: images, Limit: restoreLimit}
+}
+
+// checkRestored returns FailedPrecondition if a pod's sandbox waits for the restore of a container.
+// It would take the next container for that one.
+func checkRestored(ctx context.Context, pod *state.Pod) error {
+	if pod.Restore == nil {
+		return nil
+	}
+	runs, err := pod.Runtime.Program().HasProcesses(ctx, pod.ID)
+	if err == nil && !runs {
+		err = errdefs.FailedPrecondition(
+			"the restored container of pod sandbox %s must start first; if it has failed, remove the pod", pod.ID)
+	}
+	return err
+}
+
 // restore returns the checkpoint that a container continues, or nil.
-func (k Launcher) restore(c *state.Container) (*proto.Restore, error) {
+func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Container) (*proto.Restore, error) {
 	if c.Restore == nil {
-		return nil, nil
+		return nil, checkRestored(ctx, pod)
+	}
+	if pod.Sandboxed() {
+		return k.restoreSandbox(pod, c.Restore), nil
 	}
 	program, err := criu.Locate(k.CRIU)
 	if err != nil {
 		return nil, errdefs.FailedPrecondition("restore: %w", err)
 	}
 	images := filepath.Join(k.Node.Dirs.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
-	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit}, nil
+	// Those of containers that have started are removed.
+	pending, err := filepath.Glob(filepath.Join(k.Node.Dirs.Checkpoint(c.PodID), "*", archive.ImagesDir))
+	if err != nil {
+		return nil, fmt.Errorf("restore: %w", err)
+	}
+	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit, Pending: pending}, nil
 }

@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -8,7 +9,6 @@ import (
 	"maps"
 	"os"
 	"path"
-	"path/filepath"
 	goruntime "runtime"
 	"slices"
 	"strings"
@@ -18,7 +18,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/checkpoint/archive"
-	"berth/checkpoint/verify"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -84,8 +83,13 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 		return nil, errdefs.FailedPrecondition(
 			"checkpoint %s is not signed by this node (signer: %s); checkpoint.restore_foreign allows such checkpoints", path, a.Signer)
 	}
+	if a.Signer != archive.ThisNode && a.Manifest.Runtime != "" {
+		return nil, errdefs.FailedPrecondition(
+			"checkpoint %s is not signed by this node, and berth cannot compare the content of checkpoints of %q", path,
+			errdefs.Clip(a.Manifest.Runtime))
+	}
 	if a.Signer != archive.ThisNode {
-		if err := compareFiles(filepath.Join(dir, archive.ShmFile), verify.Shm); err != nil {
+		if err := k.verifyShm(ctx, dir); err != nil {
 			return nil, err
 		}
 	}
@@ -95,28 +99,18 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 	return a, nil
 }
 
-// maxCheckpointJSON limits a JSON file of a checkpoint, in bytes.
-const maxCheckpointJSON = 16 << 20
-
-// readJSON decodes a file of a checkpoint.
+// readJSON decodes a file of a container's directory in a checkpoint.
 func readJSON(dir, name string, into any) error {
 	root, err := safefs.OpenRoot(dir)
 	if err != nil {
 		return fmt.Errorf("open checkpoint: %w", err)
 	}
 	defer root.Close() // it was only read
-	data, err := safefs.ReadFile(root, name, maxCheckpointJSON)
-	if err != nil {
-		return fmt.Errorf("read %s of a checkpoint: %w", name, err)
-	}
-	if err := json.Unmarshal(data, into); err != nil {
-		return errdefs.InvalidArgument("%s of the checkpoint: %w", name, err)
-	}
-	return nil
+	return archive.ReadJSON(root, name, into)
 }
 
-// Compare returns FailedPrecondition with the difference if the checkpoint of a container is not that
-// of a container with this image and spec.
+// Compare returns FailedPrecondition with the difference if the checkpoint of a container is not
+// that of a container with this image and spec.
 func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Container, spec *specs.Spec) error {
 	dir := k.Dirs.CheckpointOf(c.PodID, c.Restore)
 	var dumped specs.Spec
@@ -128,6 +122,12 @@ func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Cont
 		return err
 	}
 	differences := processDifferences(dumped.Process, spec.Process)
+	switch {
+	case a.Manifest.Runtime != "":
+		differences = append(differences, sandboxDifferences(&dumped, spec)...)
+	case a.Signer == archive.ThisNode: // berth-verify compares the images of others
+		differences = append(differences, mountDifferences(&dumped, spec)...)
+	}
 	if image != c.Image.ID {
 		differences = append([]string{fmt.Sprintf("image: the checkpoint has %s, the request %s", image, c.Image.ID)}, differences...)
 	}
@@ -135,13 +135,16 @@ func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Cont
 		return errdefs.FailedPrecondition("the checkpoint of %s is not that of the requested container: %s",
 			c.Config.GetMetadata().GetName(), errdefs.Clip(strings.Join(differences, "; ")))
 	}
+	if a.Manifest.Runtime != "" { // the runtime compares devices and limits
+		return nil
+	}
 	if err := checkStreams(dir); err != nil {
 		return err
 	}
 	if a.Signer == archive.ThisNode {
 		return nil
 	}
-	return k.verify(ctx, dir, c, spec)
+	return k.verifyContainer(ctx, dir, c, spec)
 }
 
 // imageOf returns the ID of the image of a container in a checkpoint.
@@ -206,6 +209,51 @@ func processDifferences(have, want *specs.Process) (differences []string) {
 	return differences
 }
 
+// sandboxDifferences compares rights and mounts of a saved sandbox with those of the request. They
+// are in the sandbox's images, which berth can neither read nor change.
+func sandboxDifferences(have, want *specs.Spec) (differences []string) {
+	if have.Process == nil || have.Linux == nil {
+		return []string{"the checkpoint describes no process"}
+	}
+	if have.Process.NoNewPrivileges != want.Process.NoNewPrivileges {
+		differences = append(differences, fmt.Sprintf("no_new_privs: the checkpoint has %t, the request %t",
+			have.Process.NoNewPrivileges, want.Process.NoNewPrivileges))
+	}
+	for _, right := range []struct {
+		name       string
+		have, want any
+	}{
+		{"capabilities", have.Process.Capabilities, want.Process.Capabilities},
+		{"seccomp profile", have.Linux.Seccomp, want.Linux.Seccomp},
+	} {
+		x, haveErr := json.Marshal(right.have)
+		y, wantErr := json.Marshal(right.want)
+		if haveErr != nil || wantErr != nil || !bytes.Equal(x, y) {
+			differences = append(differences, right.name+": the checkpoint has another than the request")
+		}
+	}
+	x, y := mountOptions(have.Mounts), mountOptions(want.Mounts)
+	for _, place := range slices.Sorted(maps.Keys(x)) {
+		if y[place] != x[place] {
+			differences = append(differences, fmt.Sprintf("mount at %s: the checkpoint has another than the request", place))
+		}
+		delete(y, place)
+	}
+	for _, place := range slices.Sorted(maps.Keys(y)) {
+		differences = append(differences, fmt.Sprintf("mount at %s: the checkpoint has none", place))
+	}
+	return differences
+}
+
+// mountOptions returns types and options of mounts by their places. Sources differ between pods.
+func mountOptions(mounts []specs.Mount) map[string]string {
+	options := map[string]string{}
+	for _, m := range mounts {
+		options[m.Destination] = fmt.Sprint(m.Type, " ", slices.Sorted(slices.Values(m.Options)))
+	}
+	return options
+}
+
 func environment(list []string) map[string]string {
 	variables := map[string]string{}
 	for _, v := range list {
@@ -226,8 +274,8 @@ func sorted(ids []uint32) []uint32 {
 // NullStream names the null device of a container's streams in a checkpoint.
 const NullStream = "pipe:[berth-null]"
 
-// checkStreams refuses a list of streams that would give the container other descriptors of CRIU than
-// the three streams.
+// checkStreams refuses a list of streams that would give the container other descriptors of CRIU
+// than the three streams.
 func checkStreams(dir string) error {
 	var streams []string
 	if err := readJSON(dir, path.Join(archive.ImagesDir, archive.DescriptorsFile), &streams); err != nil {

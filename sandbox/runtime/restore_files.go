@@ -48,8 +48,8 @@ func (k Restores) FillLayer(ctx context.Context, c *state.Container, root rootfs
 	return nil
 }
 
-// FillShm writes the checkpointed content of /dev/shm into that of the pod. name is the directory of
-// a container that has it; "." for the pod's own.
+// FillShm writes the checkpointed content of /dev/shm into that of the pod. name is the directory
+// of a container that has it; "." for the pod's own.
 func (k Restores) FillShm(ctx context.Context, podID, name string) error {
 	shm, err := os.Open(k.Dirs.Shm(podID))
 	if err != nil {
@@ -57,14 +57,18 @@ func (k Restores) FillShm(ctx context.Context, podID, name string) error {
 	}
 	defer shm.Close() // a tmpfs
 	content := filepath.Join(k.Dirs.Checkpoint(podID), name, archive.ShmFile)
-	if _, err := k.unpack(ctx, shm, new(whiteoutReader), content); err != nil {
+	none, err := newWhiteoutReader(nil)
+	if err != nil {
+		return err
+	}
+	if _, err := k.unpack(ctx, shm, none, content); err != nil {
 		return fmt.Errorf("fill /dev/shm of pod %s: %w", podID, err)
 	}
 	return nil
 }
 
-// unpack unpacks a tar of a checkpoint into an empty directory, after the whiteouts. A missing tar is
-// empty.
+// unpack unpacks a tar of a checkpoint into an empty directory, after the whiteouts. A missing tar
+// is empty.
 func (k Restores) unpack(
 	ctx context.Context, tree *os.File, hidden *whiteoutReader, path string,
 ) (unpack.Result, error) {
@@ -94,19 +98,18 @@ const (
 // maxDeleted limits the deleted files of a checkpoint.
 const maxDeleted = 1 << 20
 
-// whiteouts returns the deleted files of a checkpoint as entries of a tar without its end. A deleted
-// file of the name .wh..wh..opq hides all files of the image in its directory.
+// whiteouts returns the deleted files of a checkpoint as entries of a tar without its end, after a
+// comment. A deleted file of the name .wh..wh..opq hides all files of the image in its directory.
 func whiteouts(dir string) (*whiteoutReader, error) {
-	r := &whiteoutReader{}
-	r.tar = tar.NewWriter(&r.buffer)
-	err := readJSON(dir, archive.DeletedFilesFile, &r.names)
+	var names []string
+	err := readJSON(dir, archive.DeletedFilesFile, &names)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
-	if len(r.names) > maxDeleted {
+	if len(names) > maxDeleted {
 		return nil, errdefs.InvalidArgument("%s of the checkpoint has more than %d files", archive.DeletedFilesFile, maxDeleted)
 	}
-	for i, file := range r.names {
+	for i, file := range names {
 		parent, base := safefs.Split(safefs.Clean(file))
 		if base == "" {
 			return nil, errdefs.InvalidArgument("%s of the checkpoint has the root directory", archive.DeletedFilesFile)
@@ -114,7 +117,21 @@ func whiteouts(dir string) (*whiteoutReader, error) {
 		if base != opaqueWhiteout {
 			base = whiteout + base
 		}
-		r.names[i] = safefs.Join(parent, base)
+		names[i] = safefs.Join(parent, base)
+	}
+	return newWhiteoutReader(names)
+}
+
+// newWhiteoutReader returns the entries with these names after a comment. What follows must never
+// be first: an unpacker finds a compression by the first bytes, and berth-verify reads only plain
+// tars. The first name in a tar can begin like a gzip file.
+func newWhiteoutReader(names []string) (*whiteoutReader, error) {
+	r := &whiteoutReader{names: names}
+	r.tar = tar.NewWriter(&r.buffer)
+	comment := &tar.Header{Typeflag: tar.TypeXGlobalHeader, PAXRecords: map[string]string{"comment": "berth"}}
+	// Flush pads the comment. Otherwise the next entry would do that, but there may be none.
+	if err := errors.Join(r.tar.WriteHeader(comment), r.tar.Flush()); err != nil {
+		return nil, fmt.Errorf("begin a tar of whiteouts: %w", err)
 	}
 	return r, nil
 }

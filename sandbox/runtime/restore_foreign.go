@@ -2,12 +2,8 @@ package runtime
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io"
-	"io/fs"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 
@@ -17,21 +13,15 @@ import (
 	"berth/checkpoint/confined"
 	"berth/checkpoint/verify"
 	"berth/internal/errdefs"
+	"berth/internal/host"
 	"berth/internal/netns"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
 
-// verify compares CRIU's images with the spec, in the confined program berth-verify.
-func (k Restores) verify(ctx context.Context, dir string, c *state.Container, spec *specs.Spec) error {
-	if k.Verifier == "" {
-		return errdefs.FailedPrecondition("the program berth-verify, which is needed for checkpoints of other nodes, was not found")
-	}
-	images, err := os.Open(filepath.Join(dir, archive.ImagesDir))
-	if err != nil {
-		return fmt.Errorf("open checkpoint: %w", err)
-	}
-	defer images.Close() // it was only read
+// verifyContainer compares CRIU's images and the writable layer with the spec. The confined program
+// berth-verify parses them.
+func (k Restores) verifyContainer(ctx context.Context, dir string, c *state.Container, spec *specs.Spec) error {
 	launcher, err := k.Launcher.Inspect(ctx, spec.Linux.Seccomp)
 	if err != nil {
 		return err
@@ -40,20 +30,36 @@ func (k Restores) verify(ctx context.Context, dir string, c *state.Container, sp
 	if err != nil {
 		return err
 	}
-	layer := func(r io.Reader) ([]verify.Difference, error) { return verify.Layer(r, spec) }
-	if err := compareFiles(filepath.Join(dir, archive.RootfsDiffFile), layer); err != nil {
-		return err
+	return k.verify(dir, c.Config.GetMetadata().GetName(), func(files *os.File) (*verify.Report, error) {
+		return confined.Container(ctx, k.Verifier, files, permitted)
+	})
+}
+
+// verifyShm checks the content of a pod's /dev/shm.
+func (k Restores) verifyShm(ctx context.Context, dir string) error {
+	return k.verify(dir, archive.ShmFile, func(files *os.File) (*verify.Report, error) {
+		return confined.Shm(ctx, k.Verifier, files)
+	})
+}
+
+// verify runs berth-verify for a directory of a checkpoint. name is that of its content in errors.
+func (k Restores) verify(dir, name string, run func(*os.File) (*verify.Report, error)) error {
+	if k.Verifier == "" {
+		return errdefs.FailedPrecondition("the program berth-verify, which is needed for checkpoints of other nodes, was not found")
 	}
-	var report *verify.Report
-	for _, expected := range permitted {
-		if report, err = confined.Verify(ctx, k.Verifier, images, expected); err != nil {
-			return fmt.Errorf("verify the checkpoint of %s: %w", c.Config.GetMetadata().GetName(), err)
-		}
-		if len(report.Differences) == 0 {
-			return nil
-		}
+	files, err := os.Open(dir)
+	if err != nil {
+		return fmt.Errorf("open checkpoint: %w", err)
 	}
-	return exceeds(c.Config.GetMetadata().GetName(), report.Differences)
+	defer files.Close() // it was only read
+	report, err := run(files)
+	if err != nil {
+		return fmt.Errorf("verify the checkpoint of %s: %w", name, err)
+	}
+	if len(report.Differences) > 0 {
+		return exceeds(name, report.Differences)
+	}
+	return nil
 }
 
 // exceeds returns the error for differences of what a checkpoint has.
@@ -64,27 +70,6 @@ func exceeds(name string, differences []verify.Difference) error {
 	}
 	return errdefs.FailedPrecondition("the checkpoint of %s exceeds what the request permits: %s",
 		name, errdefs.Clip(strings.Join(text, "; ")))
-}
-
-// compareFiles checks the files of a checkpoint of another node: a tar, which may be missing.
-func compareFiles(path string, compare func(io.Reader) ([]verify.Difference, error)) error {
-	file, err := os.Open(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("open files of a checkpoint: %w", err)
-	}
-	defer file.Close() // it was only read
-	name := filepath.Base(path)
-	differences, err := compare(file)
-	if err != nil {
-		return errdefs.InvalidArgument("%s of the checkpoint: %w", name, err)
-	}
-	if len(differences) > 0 {
-		return exceeds(name, differences)
-	}
-	return nil
 }
 
 // expectations returns what a container of this spec may have at most: one for each filter that a
@@ -98,7 +83,7 @@ func expectations(spec *specs.Spec, launcher *proto.Inspected) (all []verify.Exp
 		AbsentPaths: verify.AbsentPaths(spec.Linux.MaskedPaths, spec.Linux.ReadonlyPaths),
 		Memory:      memoryLimit(spec),
 	}
-	if expected.CgroupOptions, err = verify.CgroupOptions(); err != nil {
+	if expected.CgroupOptions, err = host.CgroupOptions(); err != nil {
 		return nil, fmt.Errorf("find options of the cgroup filesystem: %w", err)
 	}
 	if expected.Cgroups, err = verify.NodeCgroups(); err != nil {

@@ -3,9 +3,14 @@ package runtime
 import (
 	"archive/tar"
 	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -17,6 +22,7 @@ import (
 
 	"berth/checkpoint/archive"
 	"berth/checkpoint/verify"
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/shim/proto"
@@ -66,6 +72,70 @@ func TestProcessDifferences(t *testing.T) {
 	}
 }
 
+// A request that restricts more than its checkpoint, or has other mount points, differs from it.
+func TestMountDifferences(t *testing.T) {
+	spec := func(change func(*specs.Spec)) *specs.Spec {
+		s := &specs.Spec{Root: &specs.Root{}, Mounts: []specs.Mount{
+			{Destination: "/proc", Type: "proc", Source: "proc"},
+			{Destination: "/data", Type: "bind", Source: "/a", Options: []string{"rbind", "rw", "nosuid"}},
+			{Destination: "/fixed/", Type: "none", Source: "/b", Options: []string{"bind", "rro"}},
+		}, Linux: &specs.Linux{MaskedPaths: []string{"/proc/kcore"}, ReadonlyPaths: []string{"/proc/sys"}}}
+		if change != nil {
+			change(s)
+		}
+		return s
+	}
+	option := func(at int, name string) func(*specs.Spec) {
+		return func(s *specs.Spec) { s.Mounts[at].Options = append(s.Mounts[at].Options, name) }
+	}
+	for _, test := range []struct {
+		name   string
+		change func(*specs.Spec)
+		want   string // the only difference; empty: none
+	}{
+		{"same", nil, ""},
+		{"another source", func(s *specs.Spec) { s.Mounts[1].Source = "/c" }, ""},
+		{"spelling", func(s *specs.Spec) {
+			s.Mounts[2] = specs.Mount{Destination: "/fixed", Type: "bind", Source: "/b", Options: []string{"rbind", "ro"}}
+		}, ""},
+		{"fewer restrictions", func(s *specs.Spec) {
+			s.Mounts[1].Options, s.Linux.MaskedPaths, s.Linux.ReadonlyPaths = []string{"rbind"}, nil, nil
+		}, ""},
+		{"masked instead of read-only", func(s *specs.Spec) { s.Linux.MaskedPaths = append(s.Linux.MaskedPaths, "/proc/sys") },
+			"masked path /proc/sys: the checkpoint has none, the request one"},
+		{"read-only instead of masked", func(s *specs.Spec) { s.Linux.ReadonlyPaths = []string{"/proc/kcore"} }, ""},
+		{"read-only mount", option(1, "ro"), "mount of /data: the checkpoint has no option ro, the request ro"},
+		{"read-only tree", option(1, "rro"), "mount of /data: the checkpoint has no option ro, the request ro"},
+		{"no programs", option(0, "noexec"), "mount of /proc: the checkpoint has no option noexec, the request noexec"},
+		{"no devices", option(2, "nodev"), "mount of /fixed: the checkpoint has no option nodev, the request nodev"},
+		{"read-only root", func(s *specs.Spec) { s.Root.Readonly = true },
+			"root filesystem: the checkpoint has a writable one, the request a read-only one"},
+		{"new mount", func(s *specs.Spec) { s.Mounts = append(s.Mounts, specs.Mount{Destination: "/new", Type: "tmpfs"}) },
+			"mount of /new: the checkpoint has none, the request one"},
+		{"missing mount", func(s *specs.Spec) { s.Mounts = s.Mounts[1:] }, "mount of /proc: the checkpoint has one, the request none"},
+		{"covered", func(s *specs.Spec) {
+			s.Mounts = append(s.Mounts, specs.Mount{Destination: "/data", Type: "bind", Options: []string{"bind", "nosuid", "ro"}})
+		}, "mount of /data: the checkpoint has no option ro, the request ro"},
+		{"other kind", func(s *specs.Spec) {
+			s.Mounts[1] = specs.Mount{Destination: "/data", Type: "tmpfs", Options: []string{"nosuid"}}
+		}, "mount of /data: the checkpoint has bind, the request tmpfs"},
+		{"masked path", func(s *specs.Spec) { s.Linux.MaskedPaths = append(s.Linux.MaskedPaths, "/sys/firmware") },
+			"masked path /sys/firmware: the checkpoint has none, the request one"},
+		{"read-only path", func(s *specs.Spec) { s.Linux.ReadonlyPaths = append(s.Linux.ReadonlyPaths, "/proc/irq") },
+			"read-only path /proc/irq: the checkpoint has none, the request one"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			got := mountDifferences(spec(nil), spec(test.change))
+			if test.want == "" && len(got) > 0 || test.want != "" && !slices.Equal(got, []string{test.want}) {
+				t.Errorf("differences %q, want %q", got, test.want)
+			}
+		})
+	}
+	if got := mountDifferences(new(specs.Spec), spec(nil)); len(got) != 5 {
+		t.Errorf("without mounts: %q", got)
+	}
+}
+
 func writeJSON(t *testing.T, dir, name string, content any) {
 	t.Helper()
 	data, err := json.Marshal(content)
@@ -75,8 +145,8 @@ func writeJSON(t *testing.T, dir, name string, content any) {
 	testutil.Must(t, os.WriteFile(path, data, 0o600))
 }
 
-// A checkpoint of another node is compared with each filter that a launcher could load, its limits and
-// the paths that this kernel lacks.
+// A checkpoint of another node is compared with each filter that a launcher could load, its limits
+// and the paths that this kernel lacks.
 func TestExpectations(t *testing.T) {
 	limit := int64(1 << 20)
 	spec := &specs.Spec{Linux: &specs.Linux{
@@ -112,31 +182,106 @@ func TestExpectations(t *testing.T) {
 	}
 }
 
-// The files of another node's checkpoint must be a tar without privileged files, or be missing.
-func TestCompareFiles(t *testing.T) {
-	dir := t.TempDir()
-	testutil.Must(t, compareFiles(filepath.Join(dir, "missing"), verify.Shm))
-	for name, h := range map[string]*tar.Header{
-		"ordinary": {Name: "f", Typeflag: tar.TypeReg, Mode: 0o600}, "set-id": {Name: "f", Typeflag: tar.TypeReg, Mode: 0o4755}, "none": nil,
-	} {
-		var data bytes.Buffer
-		w := tar.NewWriter(&data)
-		code := codes.OK
-		switch name {
-		case "none":
-			data.WriteString("this is not a tar")
-			code = codes.InvalidArgument
-		case "set-id":
-			code = codes.FailedPrecondition
-			fallthrough
-		default:
-			testutil.Must(t, w.WriteHeader(h))
-			testutil.Must(t, w.Close())
+// A checkpoint of another node needs the program that compares it.
+func TestVerifyWithoutProgram(t *testing.T) {
+	err := Restores{}.verifyShm(t.Context(), t.TempDir())
+	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "berth-verify") {
+		t.Error(err)
+	}
+}
+
+// namesIn returns the names of a tar's files.
+func namesIn(t *testing.T, from io.Reader) (names []string) {
+	t.Helper()
+	for r := tar.NewReader(from); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return names
 		}
-		path := filepath.Join(dir, name)
-		testutil.Must(t, os.WriteFile(path, data.Bytes(), 0o600))
-		if err := compareFiles(path, verify.Shm); errdefs.Code(err) != code {
-			t.Errorf("%s: %v", name, err)
+		testutil.Must(t, err)
+		if h.Typeflag != tar.TypeXGlobalHeader {
+			names = append(names, h.Name)
+		}
+	}
+}
+
+// layerUnpacker unpacks in this process.
+type layerUnpacker struct{}
+
+func (layerUnpacker) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+	return unpack.Layer(ctx, tree, blob, job)
+}
+
+// tarWith returns a tar with one empty file.
+func tarWith(t *testing.T, h *tar.Header) []byte {
+	t.Helper()
+	var data bytes.Buffer
+	w := tar.NewWriter(&data)
+	testutil.Must(t, w.WriteHeader(h))
+	testutil.Must(t, w.Close())
+	return data.Bytes()
+}
+
+// polyglot returns a file that is a tar with one harmless file, and also gzip with another tar: the
+// name of the file begins like gzip, and the rest of the tar is gzip's extra field.
+func polyglot(t *testing.T, hidden []byte) []byte {
+	t.Helper()
+	data := tarWith(t, &tar.Header{Typeflag: tar.TypeReg, Name: "harmless", Mode: 0o600, Format: tar.FormatUSTAR})
+	var zipped bytes.Buffer
+	w := gzip.NewWriter(&zipped)
+	w.Extra = []byte{0} // sets the flag
+	_, err := w.Write(hidden)
+	testutil.Must(t, err)
+	testutil.Must(t, w.Close())
+	const header, sumAt, sumLen = 12, 148, 8 // of gzip with the length of the extra field; of tar
+	copy(data, zipped.Bytes()[:header])
+	binary.LittleEndian.PutUint16(data[header-2:], uint16(len(data)-header))
+	copy(data[sumAt:], strings.Repeat(" ", sumLen))
+	sum := 0
+	for _, b := range data[:512] {
+		sum += int(b)
+	}
+	copy(data[sumAt:], fmt.Sprintf("%06o\x00 ", sum))
+	return append(data, zipped.Bytes()[header+1:]...)
+}
+
+// A tar is unpacked as what berth-verify has read: a plain tar, though it is also a gzip file.
+func TestUnpackPlain(t *testing.T) {
+	data := polyglot(t, tarWith(t, &tar.Header{Typeflag: tar.TypeReg, Name: "hidden", Mode: 0o4755}))
+	differences, err := verify.Shm(bytes.NewReader(data))
+	testutil.Must(t, err)
+	if len(differences) > 0 {
+		t.Fatalf("the tar is not harmless: %q", differences)
+	}
+	for _, deleted := range [][]string{nil, {"/x"}} {
+		dir, tree := t.TempDir(), t.TempDir()
+		path := filepath.Join(dir, archive.RootfsDiffFile)
+		testutil.Must(t, os.WriteFile(path, data, 0o600))
+		writeJSON(t, dir, archive.DeletedFilesFile, deleted)
+		list, err := whiteouts(dir)
+		testutil.Must(t, err)
+		to, err := os.Open(tree)
+		testutil.Must(t, err)
+		defer to.Close()
+		result, err := Restores{Unpacker: layerUnpacker{}}.unpack(t.Context(), to, list, path)
+		testutil.Must(t, err)
+		_, err = os.Lstat(filepath.Join(tree, "hidden"))
+		if !errors.Is(err, fs.ErrNotExist) || result.Inodes != uint64(1+len(deleted)) && result.Inodes != uint64(2+len(deleted)) {
+			t.Errorf("%d files are unpacked, hidden: %v", result.Inodes, err)
+		}
+	}
+}
+
+// Whole blocks precede the tar that follows the whiteouts, even without any.
+func TestWhiteoutsEndWithBlock(t *testing.T) {
+	t.Parallel()
+	for _, names := range [][]string{nil, {".wh.a"}, {".wh.a", "dir/.wh.b"}} {
+		r, err := newWhiteoutReader(names)
+		testutil.Must(t, err)
+		data, err := io.ReadAll(r)
+		testutil.Must(t, err)
+		if len(data) == 0 || len(data)%512 != 0 {
+			t.Errorf("%q: %d bytes", names, len(data))
 		}
 	}
 }
@@ -146,8 +291,8 @@ func TestWhiteouts(t *testing.T) {
 	dir := t.TempDir()
 	none, err := whiteouts(dir)
 	testutil.Must(t, err)
-	if content, err := io.ReadAll(none); len(content) > 0 || err != nil {
-		t.Errorf("without a list: %q, %v", content, err)
+	if names := namesIn(t, none); len(names) > 0 {
+		t.Errorf("without a list: %q", names)
 	}
 	writeJSON(t, dir, archive.DeletedFilesFile, []string{"/etc/passwd", "top", "/../up/../../x/./y", "/var/.wh..wh..opq"})
 	list, err := whiteouts(dir)
@@ -156,16 +301,7 @@ func TestWhiteouts(t *testing.T) {
 	w := tar.NewWriter(&more)
 	testutil.Must(t, w.WriteHeader(&tar.Header{Name: "more", Typeflag: tar.TypeReg}))
 	testutil.Must(t, w.Close())
-	var names []string
-	r := tar.NewReader(io.MultiReader(list, &more))
-	for {
-		h, err := r.Next()
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		testutil.Must(t, err)
-		names = append(names, h.Name)
-	}
+	names := namesIn(t, io.MultiReader(list, &more))
 	want := []string{"etc/.wh.passwd", ".wh.top", "x/.wh.y", "var/.wh..wh..opq", "more"}
 	if !slices.Equal(names, want) {
 		t.Errorf("names %q, want %q", names, want)
@@ -178,8 +314,8 @@ func TestWhiteouts(t *testing.T) {
 	}
 }
 
-// CRIU inherits descriptors of libcontainer by their position in the list of streams. Only the first
-// three belong to the container.
+// CRIU inherits descriptors of libcontainer by their position in the list of streams. Only the
+// first three belong to the container.
 func TestCheckStreams(t *testing.T) {
 	dir := t.TempDir()
 	name := filepath.Join(archive.ImagesDir, archive.DescriptorsFile)
@@ -215,5 +351,45 @@ func TestImageOf(t *testing.T) {
 				t.Errorf("image %q, %v", got, err)
 			}
 		})
+	}
+}
+
+// The rights of a saved sandbox, and its mounts, must be those of the request.
+func TestSandboxDifferences(t *testing.T) {
+	t.Parallel()
+	spec := func(change func(*specs.Spec)) *specs.Spec {
+		s := &specs.Spec{
+			Process: &specs.Process{NoNewPrivileges: true, Capabilities: &specs.LinuxCapabilities{Bounding: []string{"CAP_KILL"}}},
+			Mounts:  []specs.Mount{{Destination: "/a", Source: "/x", Type: "bind", Options: []string{"rbind", "ro"}}, {Destination: "/proc"}},
+			Linux:   &specs.Linux{Seccomp: &specs.LinuxSeccomp{DefaultAction: specs.ActErrno}},
+		}
+		change(s)
+		return s
+	}
+	for _, test := range []struct {
+		name   string
+		change func(*specs.Spec)
+		want   string
+	}{
+		{"same", func(*specs.Spec) {}, ""},
+		{"source and order of options", func(s *specs.Spec) {
+			s.Mounts[0].Source, s.Mounts[0].Options = "/y", []string{"ro", "rbind"}
+		}, ""},
+		{"no_new_privs", func(s *specs.Spec) { s.Process.NoNewPrivileges = false }, "no_new_privs"},
+		{"capabilities", func(s *specs.Spec) { s.Process.Capabilities.Bounding = nil }, "capabilities"},
+		{"no capabilities", func(s *specs.Spec) { s.Process.Capabilities = nil }, "capabilities"},
+		{"seccomp", func(s *specs.Spec) { s.Linux.Seccomp.DefaultAction = specs.ActAllow }, "seccomp"},
+		{"no seccomp", func(s *specs.Spec) { s.Linux.Seccomp = nil }, "seccomp"},
+		{"options", func(s *specs.Spec) { s.Mounts[0].Options = []string{"rbind", "rw"} }, "mount at /a"},
+		{"missing mount", func(s *specs.Spec) { s.Mounts = s.Mounts[:1] }, "mount at /proc"},
+		{"additional mount", func(s *specs.Spec) { s.Mounts = append(s.Mounts, specs.Mount{Destination: "/b"}) }, "mount at /b"},
+	} {
+		got := sandboxDifferences(spec(func(*specs.Spec) {}), spec(test.change))
+		if test.want == "" && len(got) > 0 || test.want != "" && (len(got) != 1 || !strings.Contains(got[0], test.want)) {
+			t.Errorf("%s: %q", test.name, got)
+		}
+	}
+	if got := sandboxDifferences(&specs.Spec{}, spec(func(*specs.Spec) {})); len(got) != 1 {
+		t.Errorf("an empty spec: %q", got)
 	}
 }

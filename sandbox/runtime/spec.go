@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"fmt"
 	"path/filepath"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
@@ -32,7 +33,7 @@ func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (
 	if err != nil {
 		return nil, err
 	}
-	p.Runtime.Annotate(spec, "sandbox", p.ID)
+	p.Runtime.Annotate(spec, "sandbox", p.ID, "")
 	return spec, nil
 }
 
@@ -42,15 +43,22 @@ func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (
 func (n Node) Container(
 	p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
 ) (*specs.Spec, error) {
+	facts := n.facts(p)
+	if facts.CgroupV2 && p.Config.GetLinux().GetSecurityContext().GetPrivileged() {
+		var err error
+		if facts.CgroupOptions, err = host.CgroupOptions(); err != nil {
+			return nil, fmt.Errorf("find options of the cgroup filesystem: %w", err)
+		}
+	}
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
-		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: n.facts(p),
+		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: facts,
 		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: targetPIDNS, Resources: c.Resources, Files: host.Files{},
 		ImageVolumes: volumes, DeviceOwnership: n.OwnDevices,
 	})
 	if err != nil {
 		return nil, err
 	}
-	p.Runtime.Annotate(spec, "container", p.ID)
+	p.Runtime.Annotate(spec, "container", p.ID, c.Config.GetMetadata().GetName())
 	c.Limits.AddTo(spec.Linux.Resources)
 	names := cdiDevices(c.Config)
 	if err := n.CDI.Inject(spec, names); err != nil {

@@ -19,18 +19,19 @@ type RestoreRequest struct {
 // Restored is a container that RestorePod has created.
 type Restored struct{ Name, ID string }
 
-// Restore says that a container continues a checkpoint.
+// Restore says that a container continues a checkpoint, or the sandbox of a pod. A checkpoint of a
+// sandbox is in the directory of its container.
 type Restore struct {
 	Name string `json:"name"` // the directory of the container in the checkpoint, "." in one of a single container
 	From string `json:"from"` // path of the checkpoint in the request
 }
 
-// Checkpoint is berth's copy of the checkpoint that a pod continues. It is below the pod's ID, which
-// names everything that the pod owns.
+// Checkpoint is berth's copy of the checkpoint that a pod continues. It is below the pod's ID,
+// which names everything that the pod owns.
 func (d Dirs) Checkpoint(podID string) string { return filepath.Join(d.Writable(podID), "checkpoint") }
 
-// CheckpointOf is the part of a container in its pod's checkpoint. It is removed when the container has
-// started.
+// CheckpointOf is the part of a container in its pod's checkpoint. It is removed when the container
+// has started.
 func (d Dirs) CheckpointOf(podID string, r *Restore) string {
 	return filepath.Join(d.Checkpoint(podID), r.Name)
 }

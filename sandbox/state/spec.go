@@ -2,6 +2,7 @@ package state
 
 import (
 	"fmt"
+	"net/netip"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -18,20 +19,22 @@ import (
 // PodSpec holds the planned properties of a pod. It never changes, so any goroutine may read it.
 // The tags of Spec and Status name the fields of the record (record.go).
 type PodSpec struct {
-	ID          string                       `json:"id"`
-	BootID      string                       `json:"bootID"` // of the boot at planning
-	CreatedAt   time.Time                    `json:"createdAt"`
-	Config      *runtimeapi.PodSandboxConfig `json:"-"`                    // as kubelet sent it
-	Handler     string                       `json:"handler,omitempty"`    // requested runtime handler
-	Runtime     *handler.Runtime             `json:"runtime,omitempty"`    // nil: libcontainer
-	Tmpfs       bool                         `json:"tmpfs,omitempty"`      // its files and /dev/shm are on a tmpfs; false: made by version 0.2.0 or earlier
-	CgroupsPath string                       `json:"cgroupsPath"`          // as in the runtime-spec
-	NetNS       string                       `json:"netns,omitempty"`      // path of its network namespace; empty: the host's
-	IPRanges    [][]cni.IPRange              `json:"ipRanges,omitempty"`   // from the node's pod CIDR
-	Mappings    *userns.Mappings             `json:"mappings,omitempty"`   // of its user namespace; nil: the host's; versions up to 0.2.0 did not record them
-	Labels      confine.Labels               `json:"selinux,omitzero"`     // SELinux; containers without SELinux options share them
-	Pause       proto.PauseKind              `json:"pause,omitempty"`      // how its pause is made; empty: recorded by version 0.2.0 or earlier
-	PauseImage  *Image                       `json:"pauseImage,omitempty"` // nil: the embedded pause
+	ID           string                       `json:"id"`
+	BootID       string                       `json:"bootID"` // of the boot at planning
+	CreatedAt    time.Time                    `json:"createdAt"`
+	Config       *runtimeapi.PodSandboxConfig `json:"-"`                      // as kubelet sent it
+	Handler      string                       `json:"handler,omitempty"`      // requested runtime handler
+	Runtime      *handler.Runtime             `json:"runtime,omitempty"`      // nil: libcontainer
+	Restore      *Restore                     `json:"restore,omitempty"`      // the checkpoint that its sandbox continues, with all processes; nil: none
+	Tmpfs        bool                         `json:"tmpfs,omitempty"`        // its files and /dev/shm are on a tmpfs; false: made by version 0.2.0 or earlier
+	CgroupsPath  string                       `json:"cgroupsPath"`            // as in the runtime-spec
+	NetNS        string                       `json:"netns,omitempty"`        // path of its network namespace; empty: the host's
+	IPRanges     [][]cni.IPRange              `json:"ipRanges,omitempty"`     // from the node's pod CIDR
+	PreferredIPs []netip.Addr                 `json:"preferredIPs,omitempty"` // addresses to get if they are free; a restored pod had them
+	Mappings     *userns.Mappings             `json:"mappings,omitempty"`     // of its user namespace; nil: the host's; versions up to 0.2.0 did not record them
+	Labels       confine.Labels               `json:"selinux,omitzero"`       // SELinux; containers without SELinux options share them
+	Pause        proto.PauseKind              `json:"pause,omitempty"`        // how its pause is made; empty: recorded by version 0.2.0 or earlier
+	PauseImage   *Image                       `json:"pauseImage,omitempty"`   // nil: the embedded pause
 
 	encoded []byte // cached encoding of Config for records; access needs the pod's lock
 }

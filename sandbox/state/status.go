@@ -103,6 +103,8 @@ type ContainerStatus struct {
 	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has used it
 	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init
 	Exit      *Exit     `json:"exit,omitempty"`     // nil unless it has exited
+	Lazy      bool      `json:"lazy,omitempty"`     // a layer was incomplete at its start, see proto.Launch.Keep
+	Distrust  string    `json:"distrust,omitempty"` // why its files may be wrong: it is killed
 	PID       int       `json:"-"`                  // of the init, on the host; 0 unless it runs
 	Presented bool      `json:"-"`                  // plugins were called with it
 }
@@ -136,6 +138,10 @@ const (
 	ReasonStartError = "StartError"
 	ReasonShimLost   = "ShimLost" // the shim was killed, so the exit code is unknown
 	ReasonUnknown    = "Unknown"  // the node was restarted
+
+	// ReasonWrongFiles: another node had sent a wrong index of a layer, so the files of the image
+	// may have been wrong.
+	ReasonWrongFiles = "WrongFiles"
 )
 
 // CodeUnknown is the exit code of an unobserved exit. Other runtimes report the same.

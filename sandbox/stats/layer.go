@@ -80,10 +80,10 @@ func (c *Sampler) measureLayer(ctx context.Context, s *Target, upper *os.File, c
 // settle returns the size to publish for a layer after a walk that ended with err. The published
 // size never falls below the known use:
 //
-//   - Directories that change all the time are common. The largest of the last three walks counts. A
-//     container that hides files by moving them must succeed three times in a row.
-//   - Directories nested too deep to walk are an evasion, and so are more files than walkLimit allows.
-//     Such a layer is charged all used space of the filesystem.
+//   - Directories that change all the time are common. The largest of the last three walks counts.
+//     A container that hides files by moving them must succeed three times in a row.
+//   - Directories nested too deep to walk are an evasion, and so are more files than walkLimit
+//     allows. Such a layer is charged all used space of the filesystem.
 //   - After any other incomplete walk the last size stays, unless the walk found more.
 func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) diskusage.Usage {
 	switch {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -29,6 +30,7 @@ type ContainerTarget struct {
 	Terminal bool                // the container has a terminal
 	Stdin    bool                // the container reads stdin
 	Running  bool
+	Keep     []*os.File // to hold open while an exec runs, see proto.Exec.Keep
 }
 
 func (c ContainerTarget) String() string { return "container " + c.ID }
@@ -141,7 +143,7 @@ func (s *Service) execRequest(c ContainerTarget, command Command) *proto.Exec {
 	process := oci.ExecProcess(&specs.Spec{Process: c.Process}, command.Args, command.Terminal)
 	command.Options.apply(process)
 	return &proto.Exec{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: state.NewID()[:16],
-		CgroupsPath: c.Cgroup, SystemdCgroup: s.systemd,
+		CgroupsPath: c.Cgroup, SystemdCgroup: s.systemd, Keep: c.Keep,
 		Process: process}
 }
 

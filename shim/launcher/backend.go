@@ -6,8 +6,8 @@ import (
 	"berth/shim/proto"
 )
 
-// backend creates the container of a launch. The backends are libcontainer in this process, CRIU, an
-// OCI runtime, and berth's pause program. launch calls the methods in this order.
+// backend creates the container of a launch. The backends are libcontainer in this process, CRIU,
+// an OCI runtime, and berth's pause program. launch calls the methods in this order.
 type backend interface {
 	// prepare checks the spec. It creates only files in Dir. It returns InvalidArgument for a
 	// spec that cannot be carried out.
@@ -18,7 +18,8 @@ type backend interface {
 	// its undo steps to the launch's list. pid is 0 if the host has no process of the container
 	// yet. Then follow returns one.
 	create() (pid int, err error)
-	// execute makes init execute the command, or continue a checkpoint, and waits until it has done so.
+	// execute makes init execute the command, or continue a checkpoint, and waits until it has done
+	// so.
 	execute() error
 	// follow returns a child of this process that ends together with the running container. If the
 	// child is not the container's init, it writes the container's exit status to the pipe verdict.
@@ -30,10 +31,10 @@ type backend interface {
 
 func (c *launch) newBackend() backend {
 	switch {
-	case c.Restore != nil:
-		return &restoreBackend{libcontainerBackend: libcontainerBackend{launch: c}}
 	case c.Runtime != nil:
 		return &ociBackend{launch: c}
+	case c.Restore != nil:
+		return &restoreBackend{libcontainerBackend: libcontainerBackend{launch: c}}
 	case c.Pause == proto.PlainPause:
 		return &pauseBackend{launch: c}
 	}

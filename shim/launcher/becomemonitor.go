@@ -167,7 +167,11 @@ func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *laun
 			return os.NewSyscallError("dup3", err)
 		}
 	}
-	for _, fd := range p.FDs() {
+	inherited := p.FDs()
+	for _, f := range keep.kept {
+		inherited = append(inherited, int(f.Fd()))
+	}
+	for _, fd := range inherited {
 		if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, 0); err != nil {
 			return os.NewSyscallError("fcntl(F_SETFD)", err)
 		}

@@ -17,50 +17,63 @@ import (
 	"berth/shim/proto"
 )
 
-// criuRoom is the mount namespace in which CRIU restores a container. CRIU makes deleted files again
-// before it enters the container's root, by paths that lead through the container's directories. A
-// symbolic link there leads to the host's files. So everything is read-only in this namespace, except
-// the container's root filesystem, CRIU's temporary files and /proc.
+// restoreNamespace is the mount namespace in which CRIU restores a container. CRIU makes deleted
+// files again before it enters the container's root, by paths that lead through the container's
+// directories. A symbolic link there leads to the host's files. So everything is read-only in this
+// namespace, except the container's root filesystem, its cgroups, CRIU's temporary files and /proc.
+//
+// /proc stays writable: CRIU writes /proc/sys/kernel/ns_last_pid, oom_score_adj and loginuid
+// through it, and the restoring tasks do so through their descriptor of it. A path leads the
+// container's files there only over a symbolic link or a name of /proc/self. criuimages.CheckFiles
+// and the mount option nosymfollow exclude both before CRIU opens a file, and fileGate refuses the
+// node's /proc afterwards.
 //
 // libcontainer makes files of its own on the same thread, before and after it starts CRIU. So the
 // namespace becomes read-only immediately before that start, and the thread leaves it immediately
-// afterwards, before CRIU gets its first request. libcontainer has no callback for these moments, but
-// it logs a message at each. The room is a hook of its log, like resumeGate. If a message is
-// missing, the processes are not resumed.
-type criuRoom struct {
+// afterwards, before CRIU gets its first request. libcontainer has no callback for these moments,
+// but it logs a message at each. restoreNamespace is a hook of its log, like resumeGate. If a
+// message is missing, the processes are not resumed.
+type restoreNamespace struct {
 	outside  *os.File // the thread's mount namespace before and after the start of CRIU
 	writable []string // mount points
+	yard     string   // where CRIU finds the cgroups
 	confined bool     // the namespace is read-only
 	left     bool     // CRIU is alone in it
+	started  func(criu int) error
 	fail     func(error)
 }
 
 // criuTemp is CRIU's directory for temporary files.
 const criuTemp = "/tmp"
 
-// enterRoom moves this thread to a new room. The thread must be locked and have a mount namespace of
-// its own.
-func (b *restoreBackend) enterRoom() (_ *criuRoom, err error) {
-	r := &criuRoom{writable: []string{criuTemp, "/proc", b.workDir(), b.criuRoot()}}
-	if r.outside, err = os.Open("/proc/thread-self/ns/mnt"); err != nil {
+// enterNamespace moves this thread to a new namespace. The thread must be locked and have a mount
+// namespace of its own.
+func (b *restoreBackend) enterNamespace() (_ *restoreNamespace, err error) {
+	n := &restoreNamespace{
+		writable: []string{criuTemp, "/proc", b.workDir(), b.criuRoot()},
+		yard:     filepath.Join(b.workDir(), restoreYard),
+	}
+	if n.outside, err = os.Open("/proc/thread-self/ns/mnt"); err != nil {
 		return nil, err
 	}
-	err = b.makeRoom()
-	if err != nil {
-		return nil, errors.Join(err, r.outside.Close())
+	if err = b.makeNamespace(); err == nil {
+		err = b.forbidLinks()
 	}
-	return r, nil
+	if err != nil {
+		return nil, errors.Join(err, n.outside.Close())
+	}
+	return n, nil
 }
 
-// makeRoom gives this thread a mount namespace that gets no mounts of the host later, with an empty
-// /tmp and CRIU's work directory as a mount.
-func (b *restoreBackend) makeRoom() error {
-	failpoint.Reach("launcher.make-room")
+// makeNamespace gives this thread a mount namespace that gets no mounts of the host later, with an
+// empty /tmp and CRIU's work directory as a mount.
+func (b *restoreBackend) makeNamespace() error {
+	failpoint.Reach("launcher.make-namespace")
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return os.NewSyscallError("unshare", err)
 	}
-	failpoint.Reach("launcher.room-made")
-	if err := b.fillRoom(); err != nil {
+	failpoint.Reach("launcher.namespace-made")
+	if err := b.separateMounts(); err != nil {
 		return err
 	}
 	failpoint.Reach("launcher.make-criu-work")
@@ -74,10 +87,10 @@ func (b *restoreBackend) makeRoom() error {
 	return nil
 }
 
-// fillRoom makes all mounts private, except those that the container gets, and empties /tmp. CRIU gives
-// the container's mounts the propagation of their sources. A volume that is /tmp itself stays: its
-// container can write there in any case.
-func (b *restoreBackend) fillRoom() error {
+// separateMounts makes all mounts private, except those that the container gets, and empties /tmp.
+// CRIU gives the container's mounts the propagation of their sources. A volume that is /tmp itself
+// stays: its container can write there in any case.
+func (b *restoreBackend) separateMounts() error {
 	needed, err := b.needed()
 	if err != nil {
 		return err
@@ -88,7 +101,7 @@ func (b *restoreBackend) fillRoom() error {
 			_ = tree.Close() // a mount
 		}
 	}()
-	failpoint.Reach("launcher.fill-room")
+	failpoint.Reach("launcher.separate-mounts")
 	for _, path := range needed {
 		fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_RECURSIVE)
 		if err != nil {
@@ -109,7 +122,7 @@ func (b *restoreBackend) fillRoom() error {
 			return err
 		}
 	}
-	failpoint.Reach("launcher.room-filled")
+	failpoint.Reach("launcher.mounts-separated")
 	return nil
 }
 
@@ -118,7 +131,8 @@ func (b *restoreBackend) criuRoot() string {
 	return filepath.Join(b.l.settings.StateRoot, b.ID, "criu-root")
 }
 
-// needed returns the sources of the container's mounts, and the files in /tmp that the restore needs.
+// needed returns the sources of the container's mounts, and the files in /tmp that the restore
+// needs.
 func (b *restoreBackend) needed() (paths []string, err error) {
 	paths, err = writableCgroups()
 	if err != nil {
@@ -171,92 +185,116 @@ func makePlace(tree *os.File, path string) error {
 	return errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, nil, 0o600))
 }
 
-// open makes the room wait for libcontainer's messages. fail is called with an error if CRIU cannot be
-// confined, before CRIU has got a request.
-func (r *criuRoom) open(fail func(error)) {
-	r.fail = fail
-	logrus.AddHook(r)
+// open makes n wait for libcontainer's messages. started is called with CRIU's PID when it runs.
+// fail is called with an error if CRIU cannot be confined, before CRIU has got a request.
+func (n *restoreNamespace) open(started func(criu int) error, fail func(error)) {
+	n.started, n.fail = started, fail
+	logrus.AddHook(n)
 }
 
 // Levels implements logrus.Hook.
-func (r *criuRoom) Levels() []logrus.Level { return []logrus.Level{logrus.DebugLevel} }
+func (n *restoreNamespace) Levels() []logrus.Level { return []logrus.Level{logrus.DebugLevel} }
 
-// libcontainer's messages immediately before it starts CRIU, where the version follows, and after it has
-// moved CRIU to the container's cgroup.
+// libcontainer's messages immediately before it starts CRIU, where the version follows, and after
+// it has moved CRIU to the container's cgroup.
 const (
 	startMessage   = "Using CRIU "
 	startedMessage = "Using CRIU in RESTORE mode"
 )
 
 // Fire implements logrus.Hook.
-func (r *criuRoom) Fire(e *logrus.Entry) error {
+func (n *restoreNamespace) Fire(e *logrus.Entry) error {
 	message := strings.TrimSpace(e.Message)
 	var err error
 	switch {
 	case message == startedMessage:
-		err = r.leave()
+		err = n.start()
 	case strings.HasPrefix(message, startMessage):
-		err = r.confine()
+		err = n.confine()
 	}
 	if err != nil {
-		r.fail(fmt.Errorf("confine CRIU: %w", err))
+		n.fail(fmt.Errorf("confine CRIU: %w", err))
 	}
 	return nil
 }
 
 // confine makes all mounts read-only. cgroups stay writable until CRIU is in its cgroup.
-func (r *criuRoom) confine() error {
+func (n *restoreNamespace) confine() error {
 	groups, err := writableCgroups()
 	if err != nil {
 		return err
 	}
 	err = setReadOnly("/", unix.AT_RECURSIVE, true)
 	if errors.Is(err, unix.ENOSYS) {
-		return proto.Errorf(proto.FailedPrecondition, "a restore needs Linux 5.12 or later")
+		return proto.Errorf(proto.FailedPrecondition, "a restore needs Linux 5.14 or later")
 	}
 	if err != nil {
 		return err
 	}
-	for _, place := range slices.Concat(r.writable, groups) {
+	for _, place := range slices.Concat(n.writable, groups) {
 		if err := setReadOnly(place, 0, false); err != nil {
 			return err
 		}
 	}
-	r.confined = true
+	n.confined = true
 	return nil
 }
 
-// leave makes cgroups read-only, too, and moves the thread out of the namespace.
-func (r *criuRoom) leave() error {
-	if !r.confined {
+// start leaves CRIU alone in the namespace.
+func (n *restoreNamespace) start() error {
+	if !n.confined {
 		return errors.New("its namespace is not read-only")
 	}
+	criu, err := findCRIU()
+	if err != nil {
+		return err
+	}
+	if err := n.leave(criu); err != nil {
+		return err
+	}
+	return n.started(criu)
+}
+
+// leave makes cgroups read-only, too, except CRIU's own, and moves the thread out of the namespace.
+func (n *restoreNamespace) leave(criu int) error {
 	groups, err := writableCgroups()
 	if err != nil {
 		return err
+	}
+	if err := n.makeYard(criu); err != nil { // later, because it stays writable
+		return fmt.Errorf("mount cgroups for CRIU: %w", err)
 	}
 	for _, place := range groups {
 		if err := setReadOnly(place, 0, true); err != nil {
 			return err
 		}
 	}
-	failpoint.Reach("launcher.leave-room")
-	if err := unix.Setns(int(r.outside.Fd()), unix.CLONE_NEWNS); err != nil {
+	failpoint.Reach("launcher.leave-namespace")
+	if err := unix.Setns(int(n.outside.Fd()), unix.CLONE_NEWNS); err != nil {
 		return os.NewSyscallError("setns", err)
 	}
-	failpoint.Reach("launcher.room-left")
-	r.left = true
+	failpoint.Reach("launcher.namespace-left")
+	n.left = true
 	return nil
 }
 
 // writableCgroups returns the mount points of cgroup hierarchies that this thread can write to.
+// Mounts below others are left out: no path leads to them.
 func writableCgroups() (places []string, err error) {
 	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter("cgroup", "cgroup2"))
 	if err != nil {
 		return nil, err
 	}
 	for _, m := range mounts {
-		if slices.Contains(strings.Split(m.Options, ","), "rw") {
+		if !slices.Contains(strings.Split(m.Options, ","), "rw") {
+			continue
+		}
+		var st unix.Statx_t
+		err := unix.Statx(unix.AT_FDCWD, m.Mountpoint, unix.AT_SYMLINK_NOFOLLOW, unix.STATX_MNT_ID, &st)
+		if err != nil && !errors.Is(err, unix.ENOENT) {
+			return nil, fmt.Errorf("statx %s: %w", m.Mountpoint, err)
+		}
+		if err == nil && st.Mnt_id == uint64(m.ID) {
 			places = append(places, m.Mountpoint)
 		}
 	}

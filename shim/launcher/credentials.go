@@ -14,6 +14,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/pidfd"
+	"berth/shim/launcher/criuimages"
 	"berth/shim/proto"
 )
 
@@ -26,6 +27,9 @@ type procStatus struct {
 	caps       map[string]uint64 // by field: CapInh, CapPrm, CapEff, CapBnd, CapAmb
 	noNewPrivs bool
 	seccomp    int // mode
+	filters    int // number of seccomp filters; -1: before Linux 5.9
+	inside     int // thread's ID in its PID namespace
+	leader     int // the same of the process's first thread
 }
 
 // capFields are the capability sets of a thread.
@@ -61,6 +65,14 @@ func parseStatus(text string) (*procStatus, error) {
 		}
 		return ids
 	}
+	last := func(name string) int {
+		all := strings.Fields(fields[name])
+		if len(all) == 0 {
+			problems = append(problems, fmt.Errorf("%s of a process is missing", name))
+			return 0
+		}
+		return int(number(name, all[len(all)-1], 10, 31))
+	}
 	s := &procStatus{
 		tracer:     int(number("TracerPid", fields["TracerPid"], 10, 31)),
 		uids:       list("Uid"),
@@ -69,6 +81,12 @@ func parseStatus(text string) (*procStatus, error) {
 		caps:       map[string]uint64{},
 		noNewPrivs: number("NoNewPrivs", fields["NoNewPrivs"], 10, 8) == 1,
 		seccomp:    int(number("Seccomp", fields["Seccomp"], 10, 8)),
+		filters:    -1,
+		inside:     last("NSpid"),
+		leader:     last("NStgid"),
+	}
+	if count, has := fields["Seccomp_filters"]; has {
+		s.filters = int(number("Seccomp_filters", count, 10, 31))
 	}
 	s.state, _, _ = strings.Cut(fields["State"], " ")
 	for _, name := range capFields {
@@ -89,11 +107,12 @@ type limits struct {
 	bounding, starting uint64   // capability sets: the limit, and of the first process
 	noNewPrivs         bool
 	seccomp            bool
-	label              string // AppArmor profile or SELinux label; empty: not limited
+	filters            criuimages.Filters // of the checkpoint, if seccomp
+	label              string             // AppArmor profile or SELinux label; empty: not limited
 }
 
-// limitsOf returns the limits of a spec without user namespace. A process that has got rights from a
-// set-user-ID program exceeds them.
+// limitsOf returns the limits of a spec without user namespace. A process that has got rights from
+// a set-user-ID program exceeds them.
 func limitsOf(spec *specs.Spec) *limits {
 	p := spec.Process
 	l := &limits{
@@ -164,7 +183,8 @@ func (l *limits) compare(pid, tracer int) error {
 	return nil
 }
 
-// otherLabel names the label of a thread if it is not that of the spec. AppArmor adds the mode to it.
+// otherLabel names the label of a thread if it is not that of the spec. AppArmor adds the mode to
+// it.
 func (l *limits) otherLabel(thread string) (string, error) {
 	if l.label == "" {
 		return "", nil
@@ -196,6 +216,8 @@ func (l *limits) exceeded(s *procStatus) string {
 		return "no_new_privs is not set"
 	case l.seccomp && s.seccomp != 2:
 		return fmt.Sprintf("seccomp mode %d, required is a filter", s.seccomp)
+	case l.seccomp && s.filters >= 0 && s.filters != l.filtersOf(s):
+		return fmt.Sprintf("%d seccomp filters, the checkpoint has %d", s.filters, l.filtersOf(s))
 	}
 	if !l.capable {
 		return ""
@@ -210,6 +232,14 @@ func (l *limits) exceeded(s *procStatus) string {
 		}
 	}
 	return ""
+}
+
+// filtersOf returns the number of filters that a thread has in the checkpoint.
+func (l *limits) filtersOf(s *procStatus) int {
+	if n, own := l.filters[s.inside]; own {
+		return n
+	}
+	return l.filters[s.leader] // CRIU stores filters that all threads share only there
 }
 
 // descendants returns a process and those that it has started, directly or not.

@@ -9,6 +9,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/testutil"
+	"berth/shim/launcher/criuimages"
 )
 
 // status returns the status of a held thread with fields replaced.
@@ -16,6 +17,7 @@ func status(change map[string]string) string {
 	fields := map[string]string{
 		"State": "t (tracing stop)", "TracerPid": "9", "Uid": "5\t5\t5\t5", "Gid": "6\t6\t6\t6", "Groups": "6 8",
 		"CapInh": "0", "CapPrm": "0", "CapEff": "0", "CapBnd": "00000000000000c1", "CapAmb": "0", "NoNewPrivs": "1", "Seccomp": "2",
+		"Seccomp_filters": "1", "NSpid": "4007\t7", "NStgid": "4005\t5",
 	}
 	for name, value := range change {
 		fields[name] = value
@@ -57,6 +59,10 @@ func TestRestoredRights(t *testing.T) {
 		{"fewer groups", user(5), map[string]string{"Groups": ""}, ""},
 		{"no_new_privs", user(5), map[string]string{"NoNewPrivs": "0"}, "no_new_privs"},
 		{"seccomp", user(5), map[string]string{"Seccomp": "0"}, "seccomp"},
+		{"more filters than the checkpoint", user(5), map[string]string{"Seccomp_filters": "2"}, "2 seccomp filters, the checkpoint has 1"},
+		{"fewer filters than the checkpoint", user(5), map[string]string{"NSpid": "8", "Seccomp_filters": "1"}, "1 seccomp filters, the checkpoint has 2"},
+		{"filters of a thread's own", user(5), map[string]string{"NSpid": "8", "Seccomp_filters": "2"}, ""},
+		{"unknown process", user(5), map[string]string{"NStgid": "6"}, "1 seccomp filters, the checkpoint has 0"},
 		{"permitted of root", user(0), map[string]string{"CapPrm": "c1"}, ""},
 		{"permitted of a user", user(5), map[string]string{"CapPrm": "1"}, "CapPrm"},
 		{"effective", user(0), map[string]string{"CapEff": "200000"}, "CapEff"},
@@ -69,7 +75,9 @@ func TestRestoredRights(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			got := limitsOf(test.spec).exceeded(s)
+			l := limitsOf(test.spec)
+			l.filters = criuimages.Filters{5: 1, 8: 2}
+			got := l.exceeded(s)
 			if (got == "") != (test.want == "") || !strings.Contains(got, test.want) {
 				t.Errorf("problem %q, want %q", got, test.want)
 			}
@@ -79,7 +87,7 @@ func TestRestoredRights(t *testing.T) {
 
 // A status without one of the fields is refused, because the missing right might exceed the limits.
 func TestParseStatusNeedsAllFields(t *testing.T) {
-	for _, name := range []string{"State", "TracerPid", "Uid", "Gid", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp"} {
+	for _, name := range []string{"State", "TracerPid", "Uid", "Gid", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "NSpid", "NStgid"} {
 		if s, err := parseStatus(strings.Replace(status(nil), name+":", "X"+name+":", 1)); err == nil {
 			t.Errorf("without %s: %+v", name, s)
 		}

@@ -21,9 +21,10 @@ import (
 // criuProcess is a CRIU that this process controls (criu swrk). It runs in a cgroup of its own, so
 // that it can be killed with everything it started.
 type criuProcess struct {
-	cmd  *exec.Cmd
-	conn *net.UnixConn
-	dir  string // the cgroup
+	cmd   *exec.Cmd
+	conn  *net.UnixConn
+	dir   string        // the cgroup
+	ended chan struct{} // closed when CRIU has ended and was reaped
 }
 
 // maxCRIUMessage is the maximum length of CRIU's messages, in bytes.
@@ -35,7 +36,7 @@ func startCRIU(path, containerID string) (_ *criuProcess, err error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &criuProcess{dir: children.Dir(proto.CRIUGroup(containerID))}
+	p := &criuProcess{dir: children.Dir(proto.CRIUGroup(containerID)), ended: make(chan struct{})}
 	failpoint.Reach("launcher.make-criu-cgroup")
 	if err := os.Mkdir(p.dir, 0o755); err != nil {
 		return nil, fmt.Errorf("make cgroup of CRIU: %w", err)
@@ -48,18 +49,26 @@ func startCRIU(path, containerID string) (_ *criuProcess, err error) {
 	p.conn = conn
 	p.cmd = exec.Command(path, "swrk", "3")
 	p.cmd.ExtraFiles = []*os.File{theirs}
+	criu.Abortable()
 	failpoint.Reach("launcher.start-criu")
 	err = children.Start(p.cmd, p.dir)
 	failpoint.Reach("launcher.criu-started")
-	if closeErr := theirs.Close(); err == nil && closeErr != nil {
-		err = errors.Join(closeErr, p.end(0))
-	} else if err != nil {
-		err = errors.Join(err, conn.Close(), cgroup.RemoveChild(p.dir))
-	}
 	if err != nil {
-		return nil, fmt.Errorf("start CRIU: %w", err)
+		return nil, fmt.Errorf("start CRIU: %w", errors.Join(err, theirs.Close(), conn.Close(), cgroup.RemoveChild(p.dir)))
+	}
+	go p.reap()
+	if err := theirs.Close(); err != nil {
+		return nil, fmt.Errorf("start CRIU: %w", errors.Join(err, p.end(0)))
 	}
 	return p, nil
+}
+
+// reap waits for CRIU's end, and then ends the wait for its answer. A child of a killed CRIU may
+// still hold the other end of the socket.
+func (p *criuProcess) reap() {
+	_ = p.cmd.Wait()       // its answer has told the result
+	_ = p.conn.CloseRead() // it fails only on a closed connection; an answer that has arrived can still be read
+	close(p.ended)
 }
 
 // criuSocket returns both ends of the socket on which CRIU serves requests.
@@ -144,19 +153,14 @@ const criuEndTime = 10 * time.Second
 // end lets CRIU end by itself for a grace time, kills what is left, and removes the cgroup.
 func (p *criuProcess) end(grace time.Duration) error {
 	err := p.conn.Close()
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		_ = p.cmd.Wait() // its answer has told the result
-	}()
 	select {
-	case <-ended:
+	case <-p.ended:
 	case <-time.After(grace):
 	}
 	failpoint.Reach("launcher.end-criu")
 	err = errors.Join(err, cgroup.KillChild(p.dir, criuEndTime))
 	select {
-	case <-ended:
+	case <-p.ended:
 	case <-time.After(criuEndTime):
 		return errors.Join(err, errors.New("CRIU does not end"))
 	}

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/cgroup"
+	"berth/internal/criu"
 	"berth/internal/failpoint"
 	"berth/shim/proto"
 )
@@ -34,6 +35,7 @@ type dump struct {
 	criu   *criuProcess
 	opts   *rpc.CriuOpts
 	images *os.File
+	yard   *os.File // links to the node's mounts of cgroups
 	result proto.Dumped
 }
 
@@ -59,9 +61,10 @@ func (l *launcher) serveDump(request *proto.Dump, files []*os.File) error {
 	err = d.run()
 	failpoint.Reach("launcher.dump-ended")
 	if err != nil {
-		return l.reply(proto.Reply{Error: toReply(err)})
+		return l.reply(proto.Reply{Error: toReply(errors.Join(err, d.end(abortGrace)))})
 	}
-	return l.reply(proto.Reply{Dump: &d.result})
+	err = l.reply(proto.Reply{Dump: &d.result}) // the container is frozen until then
+	return errors.Join(err, d.end(abortGrace))
 }
 
 // prepare does everything that the container needs not be frozen for.
@@ -142,17 +145,17 @@ const (
 	// ghostLimit is the maximum size of a deleted file that is still open, in bytes.
 	ghostLimit = 256 << 20
 	// seizeTime is how long CRIU may take to stop the container's processes, in seconds. They are
-	// frozen already.
-	seizeTime = 30
+	// frozen already. One in uninterruptible sleep may freeze and still not stop.
+	seizeTime = 10
 	// criuLogLevel is the level of dump.log: errors and warnings.
 	criuLogLevel = 2
 )
 
 // setOptions sets CRIU's options as libcontainer does for runc, with these differences: established
 // TCP connections are closed by the restore, and the network is not locked meanwhile, because the
-// container goes on and nothing repairs connections. A deleted file that has another link is refused
-// (link_remap is off): CRIU would link it again only until the container goes on, and the copy of the
-// writable layer would not have the link.
+// container goes on and nothing repairs connections. A deleted file that has another link is
+// refused (link_remap is off): CRIU would link it again only until the container goes on, and the
+// copy of the writable layer would not have the link.
 func (d *dump) setOptions() error {
 	d.opts = &rpc.CriuOpts{
 		ImagesDirFd:       ptr(int32(d.images.Fd())),
@@ -173,10 +176,27 @@ func (d *dump) setOptions() error {
 		Timeout:           ptr(uint32(seizeTime)),
 		FreezeCgroup:      ptr(d.freezer()),
 	}
+	if err := d.addCgroupYard(); err != nil {
+		return err
+	}
 	if err := d.addNamespaces(); err != nil {
 		return err
 	}
-	return errors.Join(d.addMounts(), d.addNullDevices())
+	return errors.Join(d.addMounts(), d.addNullDevices(), d.addWatches())
+}
+
+// addCgroupYard gives CRIU the node's mounts of cgroups. If a hierarchy is not mounted, CRIU mounts
+// all.
+func (d *dump) addCgroupYard() (err error) {
+	list, err := hierarchiesOf(d.state.InitProcessPid)
+	if err != nil || slices.ContainsFunc(list, func(h hierarchy) bool { return h.mount == "" }) {
+		return err
+	}
+	if d.yard, err = linkHierarchies(list); err != nil {
+		return fmt.Errorf("link cgroups for CRIU: %w", err)
+	}
+	d.opts.CgroupYard = ptr(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), d.yard.Fd()))
+	return nil
 }
 
 // addNamespaces names the namespaces of the pod, which the images do not contain.
@@ -196,7 +216,8 @@ func (d *dump) addNamespaces() error {
 	return nil
 }
 
-// addMounts names the mounts that the images do not contain: bind mounts, masked files, and devices.
+// addMounts names the mounts that the images do not contain: bind mounts, masked files, and
+// devices.
 func (d *dump) addMounts() error {
 	root := fmt.Sprintf("/proc/%d/root", d.state.InitProcessPid)
 	private := d.config.Namespaces.Contains(configs.NEWCGROUP)
@@ -249,6 +270,11 @@ func resolveIn(root, path string) (string, error) {
 		return "", os.NewSyscallError("openat2", err)
 	}
 	defer unix.Close(fd)
+	return pathBelow(dir, fd)
+}
+
+// pathBelow returns the path of an open file below an open directory.
+func pathBelow(dir, fd int) (string, error) {
 	whole, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {
 		return "", err
@@ -275,8 +301,8 @@ func (d *dump) addNullDevices() error {
 	for _, pid := range d.pids {
 		for fd := range 3 {
 			id, err := nullDevice(pid, fd)
-			if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.ESRCH) {
-				return err
+			if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.ESRCH) && !errors.Is(err, unix.EINVAL) {
+				return err // EINVAL: its mountinfo, while the process ends
 			}
 			if id != "" {
 				found[id] = true
@@ -361,25 +387,26 @@ func noSpace(err error) error {
 	return err
 }
 
-// abortGrace is how long CRIU may continue after its daemon has left. A dump ends in less, and a
-// kill at the wrong time can end a process of the container.
-const abortGrace = 2 * time.Second
+// abortGrace is how long CRIU may take to end by itself after an abort. A kill at the wrong time
+// can end a process of the container.
+const abortGrace = 5 * time.Second
 
-// run dumps the frozen container. If the daemon leaves, CRIU is killed after abortGrace.
+// run dumps the frozen container. If the daemon leaves, the dump is aborted. After success CRIU
+// only has to exit.
 func (d *dump) run() error {
-	err := d.checkTree()
-	if err == nil {
-		stop := d.watchDaemon()
-		err = d.criu.dump(d.opts)
-		stop()
-		if err != nil {
-			err = d.explain(err)
-		}
+	if err := d.checkTree(); err != nil {
+		return err
 	}
-	return errors.Join(err, d.end(abortGrace))
+	stop := d.watchDaemon()
+	err := d.criu.dump(d.opts)
+	stop()
+	if err != nil {
+		return d.explain(err)
+	}
+	return nil
 }
 
-// watchDaemon kills CRIU when the daemon has left. stop ends the watch.
+// watchDaemon aborts the dump when the daemon has left. stop ends the watch.
 func (d *dump) watchDaemon() (stop func()) {
 	done := make(chan struct{})
 	var watching sync.WaitGroup
@@ -388,6 +415,7 @@ func (d *dump) watchDaemon() (stop func()) {
 		if _, err := d.l.conn.Receive(&r); errors.Is(err, os.ErrDeadlineExceeded) {
 			return
 		}
+		_ = criu.Abort(d.criu.dir) // if that fails, it is killed
 		select {
 		case <-done:
 		case <-time.After(abortGrace):
@@ -410,7 +438,7 @@ func (d *dump) end(grace time.Duration) error {
 		err = d.criu.end(grace)
 		d.criu = nil
 	}
-	for _, f := range []*os.File{d.images, d.Dir} {
+	for _, f := range []*os.File{d.images, d.yard, d.Dir} {
 		if f != nil {
 			err = errors.Join(err, ignore(f.Close(), os.ErrClosed))
 		}
@@ -421,8 +449,8 @@ func (d *dump) end(grace time.Duration) error {
 // maxLogged is how much of CRIU's log explain reads, in bytes.
 const maxLogged = 64 << 10
 
-// explain names the cause of a failed dump. CRIU's answer has none, so it comes from CRIU's log. What
-// CRIU cannot dump is FailedPrecondition.
+// explain names the cause of a failed dump. CRIU's answer has none, so it comes from CRIU's log.
+// What CRIU cannot dump is FailedPrecondition.
 func (d *dump) explain(cause error) error {
 	errs := d.loggedErrors()
 	text := cause.Error()
@@ -447,11 +475,13 @@ func (d *dump) explain(cause error) error {
 
 // undumpableResources are the words for errors in CRIU's log.
 var undumpableResources = []struct{ logged, words string }{
+	{"Unseizable non-zombie", "a process is in uninterruptible sleep"},
 	{"Can't dump half of stream unix connection", "it has a unix socket that is connected to another container or to the node"},
 	{"External socket is used", "it has a unix socket that is connected to another container or to the node"},
 	{"Can't lookup mount=", "it has an open file outside of its mounts"},
 	{"increase limit", fmt.Sprintf("it has a deleted open file larger than %d MiB", ghostLimit>>20)},
 	{"Use link-remap option", "it has a deleted open file with another link"},
+	{"Can't dump that handle", "it watches a file with inotify whose path cannot be found"},
 	{"anon_inode", "it has an open file of a kind that CRIU does not know"},
 	{"of that type", "it has an open file of a kind that CRIU does not know"},
 	{"dangling tty", "it has a terminal that is not its own"},

@@ -36,9 +36,9 @@ func (d *dump) checkDumpable() error {
 	return nil
 }
 
-// checkTree refuses a frozen container with processes that do not descend from its first process. CRIU
-// dumps only descendants. Others are orphans that another process has adopted: with a shared or the
-// host's PID namespace, the pause or the host's init.
+// checkTree refuses a frozen container with processes that do not descend from its first process.
+// CRIU dumps only descendants. Others are orphans that another process has adopted: with a shared
+// or the host's PID namespace, the pause or the host's init.
 func (d *dump) checkTree() error {
 	pids, err := cgroup.ProcsIn(d.freezer())
 	if err != nil {

@@ -61,6 +61,7 @@ func (l *launcher) serveExec(request *proto.Exec, files []*os.File) error {
 	failpoint.Reach("launcher.exec-ordered")
 	e := &execution{Exec: request, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
 	e.backend = e.newBackend()
+	defer e.closeKept()
 	stopListening := e.listen()
 	err := e.start()
 	close(e.starting)
@@ -93,6 +94,13 @@ func (l *launcher) serveExec(request *proto.Exec, files []*os.File) error {
 	err = l.reply(proto.Reply{Exited: &proto.Exited{Code: code}})
 	failpoint.Reach("launcher.exec-answered")
 	return err
+}
+
+// closeKept closes the files that were held open for the process.
+func (e *execution) closeKept() {
+	for _, f := range e.Keep {
+		f.Close() // nothing was written
+	}
 }
 
 // announce reports to the daemon that the process runs.

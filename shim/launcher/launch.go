@@ -29,6 +29,7 @@ type launch struct {
 	*proto.Launch
 	l      *launcher
 	mounts []*os.File // that came with the request
+	kept   []*os.File // at proto.FirstKeptFD and after it; see proto.Launch.Keep
 	undo   *cleanup.List
 
 	group   *cgroup.Group
@@ -43,6 +44,9 @@ type launch struct {
 	ctx     context.Context // ends when the daemon cancels the launch
 	abort   context.CancelFunc
 	unwatch func() // ends the watch over the daemon's connection
+
+	// unrepeatable: the daemon's end does not undo the launch, because a repetition would fail.
+	unrepeatable bool
 
 	mu        sync.Mutex // guards the two fields below
 	committed bool       // the reply is being sent: too late to cancel
@@ -85,6 +89,9 @@ func (c *launch) run() (err error) {
 	if err := c.TakeFiles(c.mounts); err != nil {
 		return proto.Errorf(proto.Internal, "%v", err)
 	}
+	if err := c.keepFiles(); err != nil {
+		return err
+	}
 	c.unwatch = c.watchDaemon()
 	defer c.unwatch()
 	if err := c.mountAll(); err != nil {
@@ -113,6 +120,26 @@ func (c *launch) run() (err error) {
 		return err
 	}
 	c.undo.Release()
+	return nil
+}
+
+// keepFiles holds the files open at the numbers where a later daemon looks for them, before
+// anything is mounted. They stay close-on-exec until the monitor is executed.
+func (c *launch) keepFiles() error {
+	if len(c.Keep) > 0 && c.Pause != "" {
+		return proto.Errorf(proto.Internal, "a pause has no monitor that could keep files open")
+	}
+	for i, f := range c.Keep {
+		want := proto.FirstKeptFD + i
+		got, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, want)
+		if err != nil {
+			return proto.Errorf(proto.Internal, "keep a file open: %v", err)
+		}
+		c.kept = append(c.kept, os.NewFile(uintptr(got), "kept"))
+		if got != want {
+			return proto.Errorf(proto.Internal, "keep a file open: descriptor %d is in use", want)
+		}
+	}
 	return nil
 }
 
@@ -314,8 +341,9 @@ func (c *launch) execute() error {
 	return c.follow()
 }
 
-// follow gives the monitor a process that ends together with the container. create has returned none:
-// the container was restored, or its own processes run in a sandbox that the host does not see.
+// follow gives the monitor a process that ends together with the container. create has returned
+// none: the container was restored, or its own processes run in a sandbox that the host does not
+// see.
 func (c *launch) follow() error {
 	pid, verdict, err := c.backend.follow()
 	if err != nil {
@@ -354,7 +382,8 @@ func (c *launch) decide() error {
 	return nil
 }
 
-// commit sends the reply. It fails if the daemon has cancelled the launch or is gone.
+// commit sends the reply. It fails if the daemon has cancelled the launch or is gone. After an
+// unrepeatable launch the next daemon finds the container.
 func (c *launch) commit() error {
 	if err := c.decide(); err != nil {
 		return err
@@ -363,7 +392,11 @@ func (c *launch) commit() error {
 		c.started.Again = true
 		c.unwatch() // the next message is another request
 	}
-	return c.l.reply(proto.Reply{Started: &c.started}, c.init)
+	err := c.l.reply(proto.Reply{Started: &c.started}, c.init)
+	if c.unrepeatable && errors.Is(err, unix.EPIPE) {
+		return nil
+	}
+	return err
 }
 
 var errCancelled = proto.Errorf(proto.Canceled, "the launch was cancelled")

@@ -147,7 +147,7 @@ func (b *ociBackend) execute() error {
 			streams = b.streams.IO
 		}
 		err := adopting(b.inheritsOrphans(), func() error {
-			return sysmon.WithRestored(func() error { return b.Runtime.Start(b.ctx, b.ID, b.Dir, streams) })
+			return sysmon.WithRestored(func() error { return b.begin(streams) })
 		})
 		done <- nameCommand(b.Spec.Process, err)
 	}()
@@ -163,6 +163,36 @@ func (b *ociBackend) execute() error {
 		return err
 	}
 	return b.streams.receive(b.io)
+}
+
+// begin starts or restores the created container.
+func (b *ociBackend) begin(streams ociruntime.IO) error {
+	if b.Restore == nil {
+		return b.Runtime.Start(b.ctx, b.ID, b.Dir, streams)
+	}
+	if b.Pause == "" { // the sandbox continues with this container, and cannot be restored again
+		if err := b.decide(); err != nil {
+			return err
+		}
+		b.unrepeatable = true
+	}
+	ctx, cancel := context.WithTimeout(b.ctx, b.Restore.Limit)
+	defer cancel()
+	failpoint.Reach("launcher.program-restore")
+	err := b.Runtime.Restore(ctx, b.ID, b.Dir, b.Restore.Images, streams)
+	failpoint.Reach("launcher.program-restored")
+	if err == nil && b.Pause == "" { // a pause waits for its container
+		err = b.Runtime.AwaitRestored(ctx, b.ID, b.Dir)
+	}
+	switch {
+	case err == nil:
+		return nil
+	case b.ctx.Err() != nil:
+		return errCancelled
+	case ctx.Err() != nil:
+		return proto.Errorf(proto.FailedPrecondition, "its runtime has not restored the processes within %v", b.Restore.Limit)
+	}
+	return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v", err)
 }
 
 func (b *ociBackend) follow() (pid int, verdict *os.File, err error) {

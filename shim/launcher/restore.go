@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -22,26 +23,33 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
+	"berth/shim/launcher/criuimages"
 	"berth/shim/proto"
 )
 
-// restoreBackend makes a container from a checkpoint, with CRIU. libcontainer starts CRIU as a child
-// of this process. CRIU makes the container's init a child of this process, too.
+// restoreBackend makes a container from a checkpoint, with CRIU. libcontainer starts CRIU as a
+// child of this process. CRIU makes the container's init a child of this process, too.
 //
-// libcontainer puts CRIU into the container's cgroup. A kill of that cgroup, by this process or by the
-// daemon, ends an unfinished restore.
+// libcontainer puts CRIU into the container's cgroup. A kill of that cgroup, by this process or by
+// the daemon, ends an unfinished restore.
 type restoreBackend struct {
 	libcontainerBackend
 	gate  resumeGate
-	room  *criuRoom
-	fault error // why the processes may not run
+	ns    *restoreNamespace
+	lost  chan struct{} // closed when CRIU has ended before the processes could run
+	fault error         // why the processes may not run
+
+	filters   criuimages.Filters // of the checkpoint's threads, if the spec has a filter
+	rootLinks bool               // names of the checkpoint have symbolic links on the root filesystem
+
+	waiting sync.WaitGroup // for CRIU's end
 }
 
 func (b *restoreBackend) prepare() error {
 	if err := b.libcontainerBackend.prepare(); err != nil {
 		return err
 	}
-	if err := b.checkDeleted(); err != nil {
+	if err := b.checkImages(); err != nil {
 		return err
 	}
 	options := filepath.Join(b.Dir, criuOptions)
@@ -56,24 +64,24 @@ func (b *restoreBackend) prepare() error {
 	return nil
 }
 
-// criuOptions is a file in the shim directory with CRIU's options for a restore. CRIU reads it as its
-// configuration file.
+// criuOptions is a file in the shim directory with CRIU's options for a restore. CRIU reads it as
+// its configuration file.
 const criuOptions = "criu.conf"
 
 // restoreOptions are the options that libcontainer cannot set. TCP connections are closed, because
-// their peers were not frozen with them.
-const restoreOptions = "tcp-close\n"
+// their peers were not frozen with them. The yard is a directory below workDir.
+const restoreOptions = "tcp-close\ncgroup-yard " + restoreYard + "\n"
 
-// criuLabel starts the label with the name of CRIU's configuration file. libcontainer reads it. Without
-// it, CRIU would read /etc/criu/runc.conf.
+// criuLabel starts the label with the name of CRIU's configuration file. libcontainer reads it.
+// Without it, CRIU would read /etc/criu/runc.conf.
 const criuLabel = "org.criu.config="
 
 // create makes no process. The restore in execute makes init.
 func (b *restoreBackend) create() (pid int, err error) { return 0, b.makeContainer() }
 
-// execute restores the processes and lets them run. It works on another thread, because this one has
-// returned to the host's mount namespace. That thread is CRIU's parent. It ends afterwards, with its
-// mount namespace.
+// execute restores the processes and lets them run. It works on another thread, because this one
+// has returned to the host's mount namespace. That thread is CRIU's parent. It ends afterwards,
+// with its mount namespace.
 func (b *restoreBackend) execute() error {
 	done := make(chan error)
 	go func() {
@@ -97,10 +105,10 @@ func (b *restoreBackend) isolated(restore func() error) error {
 	}
 	failpoint.Reach("launcher.isolated")
 	var err error
-	if b.room, err = b.enterRoom(); err != nil {
+	if b.ns, err = b.enterNamespace(); err != nil {
 		return err
 	}
-	defer b.room.outside.Close() // a namespace
+	defer b.ns.outside.Close() // a namespace
 	return restore()
 }
 
@@ -113,8 +121,12 @@ func (b *restoreBackend) restore() error {
 	// CRIU ends its helpers with SIGTERM. Unlike SIG_IGN, a handler does not survive execve.
 	signal.Notify(make(chan os.Signal, 1), proto.IgnoredSignals...)
 	defer signal.Ignore(proto.IgnoredSignals...)
+	if err := b.reservePIDs(); err != nil {
+		return err
+	}
 	b.gate.open(b.checkRestored)
-	b.room.open(b.refuse)
+	b.ns.open(b.watchCRIU, b.refuse)
+	b.lost = make(chan struct{})
 	stop := b.watch()
 	failpoint.Reach("launcher.restore")
 	profile, context := b.labels()
@@ -125,6 +137,7 @@ func (b *restoreBackend) restore() error {
 		LsmProfile:      profile,
 		LsmMountContext: context,
 	})
+	b.waiting.Wait()
 	late := stop()
 	switch {
 	case b.fault != nil:
@@ -148,8 +161,8 @@ func (b *restoreBackend) restore() error {
 // binDir is the directory with the name of CRIU.
 func (b *restoreBackend) binDir() string { return filepath.Join(b.l.settings.StateRoot, b.ID, "bin") }
 
-// labels returns the LSM profile and the SELinux context of mounts, in CRIU's form. They come from the
-// spec. Without them, CRIU would use those of the checkpoint.
+// labels returns the LSM profile and the SELinux context of mounts, in CRIU's form. They come from
+// the spec. Without them, CRIU would use those of the checkpoint.
 func (b *restoreBackend) labels() (profile, mountContext string) {
 	switch p := b.Spec.Process; {
 	case p.SelinuxLabel != "":
@@ -186,7 +199,8 @@ func criuCause(dir string) string {
 	return ""
 }
 
-// useCRIU makes libcontainer find the configured CRIU, which it looks up by name. undo reverts that.
+// useCRIU makes libcontainer find the configured CRIU, which it looks up by name. undo reverts
+// that.
 func (b *restoreBackend) useCRIU() (undo func(), err error) {
 	dir := b.binDir()
 	before := os.Getenv("PATH")
@@ -201,8 +215,8 @@ func (b *restoreBackend) useCRIU() (undo func(), err error) {
 	return func() { _ = os.Setenv("PATH", before) }, nil
 }
 
-// watch kills the restore when its time is over or the daemon cancels the launch, until stop is
-// called. stop returns whether the time was over.
+// watch kills the restore when its time is over, the daemon cancels the launch or CRIU is lost,
+// until stop is called. stop returns whether the time was over.
 func (b *restoreBackend) watch() (stop func() bool) {
 	ctx, cancel := context.WithCancel(context.Background())
 	limit, release := context.WithTimeout(b.ctx, b.Restore.Limit)
@@ -213,6 +227,7 @@ func (b *restoreBackend) watch() (stop func() bool) {
 		case <-ctx.Done():
 			return
 		case <-limit.Done():
+		case <-b.lost:
 		}
 		for ctx.Err() == nil {
 			b.killAll(ctx)
@@ -231,8 +246,46 @@ func (b *restoreBackend) watch() (stop func() bool) {
 	}
 }
 
-// killAll kills the container's processes and CRIU, which libcontainer starts outside the cgroup. The
-// caller repeats it.
+// watchCRIU makes watch kill the restore if CRIU ends before the gate is passed. The unfinished
+// processes hold CRIU's socket open, so libcontainer would wait for its answer until the limit.
+func (b *restoreBackend) watchCRIU(pid int) error {
+	criu, err := pidfd.Open(pid)
+	if err != nil {
+		return fmt.Errorf("find CRIU: %w", err)
+	}
+	b.waiting.Go(func() {
+		defer criu.Close() // a descriptor
+		if waitExit(int(criu.Fd())) == nil && !b.gate.passed() {
+			close(b.lost)
+		}
+	})
+	return nil
+}
+
+// findCRIU returns the PID of CRIU, when it is this process's only child.
+func findCRIU() (int, error) {
+	below, err := pidfd.Below(os.Getpid())
+	if err != nil {
+		return 0, fmt.Errorf("find CRIU: %w", err)
+	}
+	if len(below) != 1 {
+		return 0, fmt.Errorf("find CRIU: the launcher has %d descendants", len(below))
+	}
+	return below[0], nil
+}
+
+// waitExit waits until the process of a pidfd has exited. It does not reap it: libcontainer does.
+func waitExit(fd int) error {
+	for {
+		_, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, -1)
+		if !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// killAll kills the container's processes and CRIU, which libcontainer starts outside the cgroup.
+// The caller repeats it.
 func (b *restoreBackend) killAll(ctx context.Context) {
 	_ = b.group.Kill(ctx)
 	below, err := pidfd.Below(os.Getpid())
@@ -268,7 +321,7 @@ func (b *restoreBackend) refuse(fault error) {
 }
 
 func (b *restoreBackend) admit() error {
-	if !b.room.left {
+	if !b.ns.left {
 		return errors.New("CRIU was not confined")
 	}
 	pid, err := b.process.Pid()
@@ -289,8 +342,9 @@ func (b *restoreBackend) admit() error {
 	return b.decide() // a repetition would find the files that these processes have changed
 }
 
-// compareProcesses refuses restored processes with rights that the spec does not give. CRIU traces
-// all of them.
+// compareProcesses refuses restored processes with rights that the spec does not give, or with
+// files outside their container. It also raises their oom_score_adj, arms their timers, and lets
+// their mounts follow links. CRIU traces all of them.
 func (b *restoreBackend) compareProcesses(init int) error {
 	pids, err := b.group.Procs()
 	if err != nil {
@@ -309,6 +363,11 @@ func (b *restoreBackend) compareProcesses(init int) error {
 	}
 	limits := limitsOf(b.Spec)
 	limits.seccomp = b.config.Seccomp != nil // libcontainer ignores a profile that allows everything
+	limits.filters = b.filters
+	files, err := newFileGate(pids, criu, b.io.theirs.all())
+	if err != nil {
+		return err
+	}
 	for _, pid := range pids {
 		if pid == criu {
 			continue
@@ -316,12 +375,26 @@ func (b *restoreBackend) compareProcesses(init int) error {
 		if err := limits.compare(pid, criu); err != nil {
 			return err
 		}
+		if err := files.check(pid); err != nil {
+			return err
+		}
+		if err := raiseOOMScore(pid, leastOOMScore(b.Spec.Process)); err != nil {
+			return err
+		}
+		if err := rearmTimers(pid); err != nil {
+			return err
+		}
+	}
+	for _, pid := range files.inside {
+		if err := b.permitLinks(pid); err != nil {
+			return err
+		}
 	}
 	return nil
 }
 
-// checkCgroups refuses processes that are outside the container's cgroup in any hierarchy. CRIU moves
-// processes to cgroups that its images name.
+// checkCgroups refuses processes that are outside the container's cgroup in any hierarchy. CRIU
+// moves processes to cgroups that its images name.
 func (b *restoreBackend) checkCgroups(pids []int) error {
 	for _, dir := range b.group.Paths() {
 		if dir == "" {
@@ -356,9 +429,9 @@ func (b *restoreBackend) destroy() error {
 }
 
 // resumeGate calls a function when CRIU has restored all processes and is about to let them run.
-// CRIU notifies libcontainer and waits for the answer. libcontainer has no callback for this, but logs
-// each notification before the answer, so the gate is a hook of its log. A version of libcontainer
-// that does not log it leaves the gate unpassed.
+// CRIU notifies libcontainer and waits for the answer. libcontainer has no callback for this, but
+// logs each notification before the answer, so the gate is a hook of its log. A version of
+// libcontainer that does not log it leaves the gate unpassed.
 type resumeGate struct {
 	check  func()
 	called atomic.Bool

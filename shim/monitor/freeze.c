@@ -16,8 +16,11 @@ enum {
 	LONGEST_WAIT = 60 * 60 * 1000,
 };
 
-/* The times between a thaw and its repetitions. */
-static const int64_t repeats_after[THAW_REPEATS] = {100 * MILLISECOND, SECOND, 10 * SECOND};
+/*
+ * The times between a thaw and its repetitions. The long ones are for a CRIU that goes on after the death
+ * of its launcher and of the daemon. A kill of CRIU at that moment could end a process of the container.
+ */
+static const int64_t repeats_after[THAW_REPEATS] = {100 * MILLISECOND, SECOND, 10 * SECOND, 60 * SECOND, 300 * SECOND};
 
 static void set_state(const struct freezer *f, bool freeze)
 {

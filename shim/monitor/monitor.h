@@ -119,7 +119,7 @@ struct oom {
 };
 
 /* THAW_REPEATS is how often a thaw is repeated; see freeze.c. */
-enum { THAW_REPEATS = 3 };
+enum { THAW_REPEATS = 5 };
 
 /* freezer freezes the container's cgroup for one client; see freeze.c. */
 struct freezer {
@@ -220,7 +220,8 @@ void clients_sweep(struct monitor *m);
 void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n);
 /* send_queued moves the clients' queues into their sockets' buffers, which outlive this process. */
 void send_queued(struct monitor *m);
-/* client_answer answers a client's request: success if why is NULL, otherwise the reason of a failure. */
+/* client_answer answers a client's request: success if why is NULL, otherwise the reason of a
+ * failure. */
 void client_answer(struct monitor *m, struct client *c, const char *why);
 /* frame_header writes the header of a frame with n bytes of payload. */
 void frame_header(char *to, unsigned char type, size_t n);

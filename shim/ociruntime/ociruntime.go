@@ -44,6 +44,7 @@ type Runtime struct {
 	SystemdCgroup bool     `json:"systemdCgroup,omitempty"`
 	Sandboxed     bool     `json:"sandboxed,omitempty"`  // see the package's comment
 	SubCgroups    bool     `json:"subCgroups,omitempty"` // it can put an exec into a cgroup below the container's
+	Version       string   `json:"version,omitempty"`    // see Capabilities; empty: recorded by an older berth
 }
 
 // Error is the message of a failed command of a runtime.
@@ -84,16 +85,21 @@ func (r *Runtime) Create(ctx context.Context, id, bundle string, streams IO) (pi
 
 // Start makes a created container's init execute its command. Only a container in a sandbox gets
 // its streams here.
-func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err error) {
+func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) error {
+	return r.begin(ctx, bundle, streams, "start", id)
+}
+
+// begin runs a command that makes a created container run. The last argument is the container's ID.
+func (r *Runtime) begin(ctx context.Context, bundle string, streams IO, args ...string) (err error) {
 	defer r.cleanBundle(bundle, &err)
 	if streams == (IO{}) {
-		cmd := r.command(ctx, "", "start", id)
+		cmd := r.command(ctx, "", args...)
 		if err := useBundle(cmd, bundle); err != nil {
 			return err
 		}
-		return r.finish(cmd, "start")
+		return r.finish(cmd, args[0])
 	}
-	return r.runWith(ctx, bundle, streams, []string{"start"}, id)
+	return r.runWith(ctx, bundle, streams, args[:len(args)-1], args[len(args)-1])
 }
 
 // Exec starts a process in a running container, described by process.json in dir. It returns the
@@ -191,12 +197,16 @@ func (r *Runtime) Has(id string) bool {
 	if _, err := os.Lstat(filepath.Join(r.Root, id)); err == nil { // runc's and crun's directory
 		return true
 	}
-	found, err := filepath.Glob(filepath.Join(r.Root, id+"_sandbox:*")) // runsc's files
+	found, err := filepath.Glob(filepath.Join(r.Root, id+sandboxMark+"*")) // runsc's files
 	return err == nil && len(found) > 0
 }
 
-// maxMessage bounds the stored output of a runtime, in bytes.
+// maxMessage bounds the message of a runtime in an error, in bytes.
 const maxMessage = 4 << 10
+
+// maxOutput bounds the part of a runtime's output or log that is read, in bytes. gVisor's errors
+// can have long stack traces.
+const maxOutput = 256 << 10
 
 // outputPatience is how long other processes may keep the output of a command open after its end.
 const outputPatience = 2 * time.Second
@@ -254,7 +264,7 @@ func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 	err = cmd.Run()
 	failpoint.Reach("program.ran")
 	if err != nil {
-		return r.failure(what, strings.TrimSpace(string(last(said))), err)
+		return r.failure(what, string(last(said)), err)
 	}
 	return nil
 }
@@ -289,6 +299,11 @@ func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []st
 }
 
 func (r *Runtime) failure(what, message string, err error) error {
+	message, _, _ = strings.Cut(message, "\ngoroutine ") // a stack trace
+	message = strings.TrimSpace(message)
+	if half := maxMessage / 2; len(message) > maxMessage {
+		message = strings.ToValidUTF8(message[:half]+" … "+message[len(message)-half:], "")
+	}
 	if message == "" {
 		message = err.Error()
 	}
@@ -312,13 +327,13 @@ func lastError(path string) string {
 	return message
 }
 
-// last returns the last maxMessage bytes of a file.
+// last returns the last maxOutput bytes of a file.
 func last(f *os.File) []byte {
 	info, err := f.Stat()
 	if err != nil {
 		return nil
 	}
-	text := make([]byte, min(info.Size(), maxMessage))
+	text := make([]byte, min(info.Size(), maxOutput))
 	n, _ := f.ReadAt(text, info.Size()-int64(len(text))) // on an error the message is shorter
 	return text[:n]
 }

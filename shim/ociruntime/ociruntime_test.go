@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -23,7 +24,7 @@ func program(t *testing.T, script string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "runtime")
 	text := `#!/bin/sh
-for cmd; do case $cmd in create|start|exec|kill|delete|state|features|help|--version) break;; esac; done
+for cmd; do case $cmd in create|start|exec|kill|delete|state|features|help|checkpoint|ps|--version) break;; esac; done
 ` + script
 	if err := os.WriteFile(path, []byte(text), 0o755); err != nil {
 		t.Fatal(err)
@@ -158,6 +159,21 @@ func TestCreate(t *testing.T) {
 	}
 }
 
+// A stack trace that is longer than a message does not hide the error.
+func TestStackTraceIsCut(t *testing.T) {
+	trace := strings.Repeat("x", 2*maxMessage)
+	r := &Runtime{Path: program(t, `
+		while [ $# -gt 0 ]; do case $1 in --log) log=$2;; esac; shift; done
+		[ "$cmd" != create ] || { printf %s '{"level":"error","msg":"no descriptor:\ngoroutine 1\n`+trace+`"}' >$log; exit 1; }
+		printf 'no descriptor:\ngoroutine 1\n`+trace+`' >&2; exit 1`)}
+	_, createErr := r.Create(t.Context(), "id", t.TempDir(), IO{})
+	for command, err := range map[string]error{"create": createErr, "delete": r.Delete(t.Context(), "id")} {
+		if want := "runtime " + command + ": no descriptor:"; err == nil || err.Error() != want {
+			t.Errorf("%.300v, want %s", err, want)
+		}
+	}
+}
+
 // crun bind mounts its program in its temporary directory for a moment.
 func TestKilledCommandLeavesNoMount(t *testing.T) {
 	testutil.NeedRoot(t)
@@ -250,6 +266,55 @@ func TestHangingRuntimeIsKilled(t *testing.T) {
 	cancel()
 	if err := <-done; err == nil {
 		t.Error("no error")
+	}
+}
+
+// The sandbox is saved below a directory that the command gets as a descriptor. A failed command is
+// followed by a signal, which waits for the sandbox.
+func TestCheckpoint(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "args")
+	dir, err := os.Open(t.TempDir())
+	testutil.Must(t, err)
+	defer dir.Close()
+	r := &Runtime{Root: t.TempDir(), Path: program(t, `echo "$@" >>`+out+`
+		case "$*" in *checkpoint*) mkdir /proc/self/fd/3/images && test ! -e /fail;; esac`)}
+	testutil.Must(t, r.Checkpoint(t.Context(), "pod", dir, "images"))
+	if _, err := os.Stat(filepath.Join(dir.Name(), "images")); err != nil {
+		t.Error(err)
+	}
+	err = r.Checkpoint(t.Context(), "pod", dir, "images") // the directory exists
+	var said *Error
+	if !errors.As(err, &said) {
+		t.Errorf("Checkpoint = %v", err)
+	}
+	got, err := os.ReadFile(out)
+	global := "--root " + r.Root
+	save := global + " checkpoint --leave-running --compression none --image-path /proc/self/fd/3/images pod\n"
+	if want := save + save + global + " kill pod 28\n"; string(got) != want || err != nil {
+		t.Errorf("calls are\n%s, want\n%s", got, want)
+	}
+}
+
+func TestHasProcesses(t *testing.T) {
+	for document, want := range map[string]string{"[1, 7]": "true", "[]": "false", "PID": "error", "": "error"} {
+		got, err := (&Runtime{Path: program(t, "echo '"+document+"'")}).HasProcesses(t.Context(), "pod")
+		text := fmt.Sprint(got)
+		if err != nil {
+			text = "error"
+		}
+		if text != want {
+			t.Errorf("%q: %v, %v", document, got, err)
+		}
+	}
+}
+
+func TestContainers(t *testing.T) {
+	r := &Runtime{Root: t.TempDir()}
+	for _, name := range []string{"pod_sandbox:pod.state", "pod_sandbox:pod.lock", "app_sandbox:pod.state", "berth-call-1-2"} {
+		testutil.Must(t, os.WriteFile(filepath.Join(r.Root, name), nil, 0o600))
+	}
+	if got, err := r.Containers(); err != nil || !slices.Equal(got, []string{"app", "pod"}) {
+		t.Errorf("%q, %v", got, err)
 	}
 }
 

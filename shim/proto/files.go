@@ -19,14 +19,36 @@ func (l *Launch) rootfsSpecs() []*rootfs.Spec {
 	return list
 }
 
-// PassFiles returns the request in the form that is sent, and the existing mounts of its layers, to
-// send with it. With these mounts all containers of an image share one page cache. A message
-// carries at most maxFDs files; the launcher mounts the remaining layers itself. The caller still
-// owns the files.
+// keep returns the files that the root filesystems need open, or none.
+func (l *Launch) keep() []*os.File {
+	for _, s := range l.rootfsSpecs() {
+		if len(s.Keep) == KeptFDs {
+			return s.Keep
+		}
+	}
+	return nil
+}
+
+// takeKept cuts the files to keep off the files of a message, if it has them.
+func takeKept(kept bool, files []*os.File) (keep, rest []*os.File, err error) {
+	if !kept {
+		return nil, files, nil
+	}
+	if len(files) < KeptFDs {
+		return nil, nil, errFiles
+	}
+	return files[:KeptFDs], files[KeptFDs:], nil
+}
+
+// PassFiles returns the request in the form that is sent, the files to keep and the existing mounts
+// of its layers, to send with it. With these mounts all containers of an image share one page
+// cache. A message carries at most maxFDs files; the launcher mounts the remaining layers itself.
+// The caller still owns the files.
 func (l *Launch) PassFiles() (*Launch, []*os.File) {
 	request := *l
 	request.Volumes = slices.Clone(l.Volumes)
-	var files []*os.File
+	files := slices.Clone(l.keep())
+	request.Kept = len(files) > 0
 	for _, s := range request.rootfsSpecs() {
 		s.Layers = slices.Clone(s.Layers)
 		for i := range s.Layers {
@@ -40,7 +62,10 @@ func (l *Launch) PassFiles() (*Launch, []*os.File) {
 }
 
 // TakeFiles assigns the files that came with the request to its layers.
-func (l *Launch) TakeFiles(files []*os.File) error {
+func (l *Launch) TakeFiles(files []*os.File) (err error) {
+	if l.Keep, files, err = takeKept(l.Kept, files); err != nil {
+		return err
+	}
 	for _, s := range l.rootfsSpecs() {
 		for i := range s.Layers {
 			if !s.Layers[i].Passed {
@@ -66,6 +91,10 @@ func (e *Exec) streams() []**os.File { return []**os.File{&e.Stdin, &e.Stdout, &
 func (e *Exec) PassFiles() (*Exec, []*os.File) {
 	request := *e
 	var files []*os.File
+	if len(e.Keep) == KeptFDs {
+		files = slices.Clone(e.Keep)
+	}
+	request.Kept = len(files) > 0
 	for i, f := range e.streams() {
 		if *f != nil {
 			request.Passed |= 1 << i
@@ -76,7 +105,10 @@ func (e *Exec) PassFiles() (*Exec, []*os.File) {
 }
 
 // TakeFiles assigns the files that came with the request to its streams.
-func (e *Exec) TakeFiles(files []*os.File) error {
+func (e *Exec) TakeFiles(files []*os.File) (err error) {
+	if e.Keep, files, err = takeKept(e.Kept, files); err != nil {
+		return err
+	}
 	for i, f := range e.streams() {
 		if e.Passed&(1<<i) == 0 {
 			continue

@@ -21,6 +21,15 @@ const (
 	FiltersFD = 6 // the seccomp filters that all launchers share
 )
 
+// The file descriptors that a monitor of a container on incomplete layers holds open, besides its
+// own (MonitorParams): the files of rootfs.Spec.Keep. A launcher has them at these numbers, too.
+// Neither uses them. A later daemon gets them by pidfd_getfd(2), see shim.KeptFiles. The processes
+// of the container do not inherit them.
+const (
+	FirstKeptFD = 200
+	KeptFDs     = 2
+)
+
 // SlackEnv is set in a launcher's environment. C code reads it before Go's runtime starts (package
 // shim/launcher/sysmon).
 const SlackEnv = "BERTH_TIMER_SLACK"
@@ -39,6 +48,9 @@ type LauncherSettings struct {
 func (s LauncherSettings) Args() []string {
 	return []string{LauncherCommand, s.StateRoot, s.MonitorPath, s.LogFormat}
 }
+
+// RaiseLastPID is the first argument of berth-shim when a launcher runs it to reserve process IDs.
+const RaiseLastPID = "raise-last-pid"
 
 // ParseLauncherArgs returns the settings that Args has encoded.
 func ParseLauncherArgs(args []string) (LauncherSettings, error) {
@@ -88,14 +100,24 @@ type Launch struct {
 	Stdin      bool   `json:"stdin,omitempty"`      // keep stdin open for attach
 	StdinOnce  bool   `json:"stdinOnce,omitempty"`  // close stdin when the first client that attached stdin disconnects
 	Terminal   bool   `json:"terminal,omitempty"`   // a pty instead of pipes
+
+	// Keep are the files to hold open at FirstKeptFD and after it. PassFiles sets Kept, and
+	// TakeFiles sets Keep, from those of the root filesystems.
+	Keep []*os.File `json:"-"`
+	Kept bool       `json:"kept,omitempty"`
 }
 
 // Restore is the checkpoint from which a launcher makes a container. The Spec is the same as for a
 // new container. The processes, open files and memory come from the checkpoint.
+//
+// With a sandboxed Runtime it is the checkpoint of the whole sandbox. The sandbox's pause and its
+// container are restored. No process runs before the container is restored.
 type Restore struct {
-	CRIU   string        `json:"criu"`   // path of the program
-	Images string        `json:"images"` // directory with CRIU's images; the launcher does not change it
-	Limit  time.Duration `json:"limit"`  // of the restore; CRIU is killed then
+	CRIU   string        `json:"criu,omitempty"` // path of the program; empty with a Runtime
+	Images string        `json:"images"`         // directory with the images; the launcher does not change it
+	Limit  time.Duration `json:"limit"`          // of the restore; it is cancelled then
+	// directories like Images, of containers that may be restored into the same PID namespace later
+	Pending []string `json:"pending,omitempty"`
 }
 
 // Inspect asks a launcher what a container would get from it. The launcher exits afterwards.
@@ -129,6 +151,10 @@ type Exec struct {
 	Stdout *os.File `json:"-"`
 	Stderr *os.File `json:"-"`
 	Passed Streams  `json:"passed,omitempty"` // the streams whose files come with the message
+
+	// Keep are the files to hold open while the process runs, as in Launch; none or KeptFDs.
+	Keep []*os.File `json:"-"`
+	Kept bool       `json:"kept,omitempty"` // they come with the message
 
 	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // the container's; nil: libcontainer
 	Dir     string              `json:"dir,omitempty"`     // the container's shim directory; needed with Runtime only

@@ -1,5 +1,5 @@
 // Package wire is what berth and berth-verify exchange about a checkpoint: a request on standard
-// input and an answer on standard output, both JSON. The images are in the program's directory.
+// input and an answer on standard output, both JSON. The files are in the program's directory.
 package wire
 
 import (
@@ -12,7 +12,7 @@ import (
 )
 
 // Version changes with every change of the exchange. It is the program's only argument.
-const Version = "checkpoint-1"
+const Version = "checkpoint-2"
 
 // Limits of the messages, in bytes.
 const (
@@ -26,10 +26,23 @@ const (
 	maxText = 4 << 10
 )
 
+// Request says what to compare. Names are those of files in the program's directory. Missing tars
+// are empty.
+type Request struct {
+	// Images is the directory of a container's images, Layer the tar of its writable layer.
+	// Permitted is what they may have: one for each filter that a launcher could load for the
+	// container.
+	Images    string            `json:"images,omitempty"`
+	Layer     string            `json:"layer,omitempty"`
+	Permitted []verify.Expected `json:"permitted,omitempty"`
+	// Shm is the tar of a pod's /dev/shm.
+	Shm string `json:"shm,omitempty"`
+}
+
 // Answer is the program's answer. Exactly one field is set.
 type Answer struct {
 	Report *verify.Report `json:"report,omitempty"`
-	Error  string         `json:"error,omitempty"` // the images could not be read
+	Error  string         `json:"error,omitempty"` // the files could not be read
 }
 
 // ParseAnswer decodes an answer strictly. Anything but one complete answer within its limits is an

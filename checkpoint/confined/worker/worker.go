@@ -1,12 +1,12 @@
-// Package worker is the part of the program berth-verify that compares the images of a checkpoint
+// Package worker is the part of the program berth-verify that compares the files of a checkpoint
 // with an expectation.
 //
 // # Contract
 //
-// The daemon (package confined) passes the directory of the images and a request, see package wire.
-// The program confines itself (package jail) before it reads either. It can then read the files of
-// the directory, and may make only the system calls of Go's runtime. An image that cannot be decoded
-// is an error in the answer; a request that cannot be decoded ends the program.
+// The daemon (package confined) passes a directory of the checkpoint and a request, see package
+// wire. The program confines itself (package jail) before it reads either. It can then read the
+// files of the directory, and may make only the system calls of Go's runtime. A file that cannot be
+// decoded is an error in the answer; a request that cannot be decoded ends the program.
 package worker
 
 import (
@@ -14,8 +14,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"strconv"
+
+	"golang.org/x/sys/unix"
 
 	"berth/checkpoint/confined/wire"
 	"berth/checkpoint/verify"
@@ -25,7 +28,7 @@ import (
 // grant limits the process. The messages of the images take at most a quarter of the memory.
 var grant = jail.Grant{Memory: 1 << 30, Files: 64, CPU: 60, ReadOnly: true}
 
-// Main compares the images and returns the exit status: 0 if there was an answer.
+// Main compares the files and returns the exit status: 0 if there was an answer.
 func Main() int {
 	if err := run(); err != nil {
 		fmt.Fprintf(os.Stderr, "%v\n", err)
@@ -49,17 +52,17 @@ func run() error {
 	if len(data) > wire.MaxRequest {
 		return fmt.Errorf("request of more than %d bytes", wire.MaxRequest)
 	}
-	var expected verify.Expected
-	if err := json.Unmarshal(data, &expected); err != nil {
+	var request wire.Request
+	if err := json.Unmarshal(data, &request); err != nil {
 		return fmt.Errorf("decode request: %w", err)
 	}
-	return json.NewEncoder(os.Stdout).Encode(answer(expected))
+	return json.NewEncoder(os.Stdout).Encode(answer(request))
 }
 
-// answer compares the images in the root directory.
-func answer(expected verify.Expected) wire.Answer {
+// answer compares the files in the root directory.
+func answer(request wire.Request) wire.Answer {
 	const limit = 1000
-	report, err := compare(expected)
+	report, err := compare(request)
 	if err != nil {
 		text := strconv.QuoteToASCII(err.Error())
 		return wire.Answer{Error: text[1:min(len(text)-1, limit)]}
@@ -67,11 +70,60 @@ func answer(expected verify.Expected) wire.Answer {
 	return wire.Answer{Report: report}
 }
 
-func compare(expected verify.Expected) (*verify.Report, error) {
-	root, err := os.Open("/")
+// compare returns a report without differences, or that of the first file that differs.
+func compare(request wire.Request) (*verify.Report, error) {
+	if request.Shm != "" {
+		return compareTar(request.Shm, verify.Shm)
+	}
+	if len(request.Permitted) == 0 {
+		return nil, errors.New("the request permits nothing")
+	}
+	report, err := compareTar(request.Layer, func(r io.Reader) ([]verify.Difference, error) {
+		return verify.Layer(r, request.Permitted[0].Spec)
+	})
+	if err != nil || len(report.Differences) > 0 {
+		return report, err
+	}
+	for _, expected := range request.Permitted {
+		if report, err = compareImages(request.Images, expected); err != nil || len(report.Differences) == 0 {
+			break
+		}
+	}
+	return report, err
+}
+
+func compareImages(name string, expected verify.Expected) (*verify.Report, error) {
+	dir, err := open(name, unix.O_DIRECTORY)
 	if err != nil {
 		return nil, err
 	}
-	defer root.Close() // it was only read
-	return verify.Container(root, expected)
+	defer dir.Close() // it was only read
+	return verify.Container(dir, expected)
+}
+
+// compareTar compares a tar. A missing tar is empty.
+func compareTar(name string, do func(io.Reader) ([]verify.Difference, error)) (*verify.Report, error) {
+	file, err := open(name, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return new(verify.Report), nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close() // it was only read
+	differences, err := do(file)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	return &verify.Report{Differences: differences}, nil
+}
+
+// open opens a file of the root directory to read it.
+func open(name string, flags int) (*os.File, error) {
+	path := "/" + name
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC|flags, 0)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	return os.NewFile(uintptr(fd), path), nil
 }

@@ -1,6 +1,7 @@
-// Package verifytest has the images of a container for tests. CRIU made them on Linux with cgroups of
-// version 1. The container ran a program with two processes, a second thread and open files of many
-// kinds. Its pages are zeroed.
+// Package verifytest has the images of containers for tests. CRIU made them on Linux with cgroups
+// of version 1. That of CRIU 4.2.1 ran a program with two processes, a second thread and open files
+// of many kinds. That of CRIU 4.1.1, which could not save internet sockets there, ran a shell with
+// a child and a deleted file. Pages are zeroed, and names of the machine are replaced.
 package verifytest
 
 import (
@@ -24,8 +25,16 @@ import (
 //go:embed testdata
 var testdata embed.FS
 
-// Versions are the versions of CRIU with images.
-var Versions = []string{"criu-4.2.1"}
+// Versions are the versions of CRIU with images. Tests change those of the first.
+var Versions = []string{"criu-4.2.1", old}
+
+const old = "criu-4.1.1"
+
+// Files that are packed with the images of old: what its container may have.
+const (
+	specFile   = "spec.json"
+	filterFile = "seccomp.bpf"
+)
 
 func read(t testing.TB, name string) []byte {
 	t.Helper()
@@ -34,34 +43,64 @@ func read(t testing.TB, name string) []byte {
 	return data
 }
 
-// Images writes the images of a version of CRIU into a new directory and returns its path.
-func Images(t testing.TB, version string) string {
+// eachFile calls do with each file of a version.
+func eachFile(t testing.TB, version string, do func(name string, data []byte)) {
 	t.Helper()
 	unzipped, err := gzip.NewReader(bytes.NewReader(read(t, version+".tar.gz")))
 	testutil.Must(t, err)
-	dir := t.TempDir()
 	for r := tar.NewReader(unzipped); ; {
 		h, err := r.Next()
 		if errors.Is(err, io.EOF) {
-			return dir
+			return
 		}
 		testutil.Must(t, err)
 		data, err := io.ReadAll(r)
 		testutil.Must(t, err)
-		testutil.Must(t, os.WriteFile(filepath.Join(dir, h.Name), data, 0o600))
+		do(h.Name, data)
 	}
 }
 
-// Expected returns what the container may have.
+// Images writes the images of a version of CRIU into a new directory and returns its path.
+func Images(t testing.TB, version string) string {
+	t.Helper()
+	dir := t.TempDir()
+	eachFile(t, version, func(name string, data []byte) {
+		if name != specFile && name != filterFile {
+			testutil.Must(t, os.WriteFile(filepath.Join(dir, name), data, 0o600))
+		}
+	})
+	return dir
+}
+
+// ExpectedOf returns what the container of a version may have.
+func ExpectedOf(t testing.TB, version string) verify.Expected {
+	t.Helper()
+	e := Expected(t)
+	if version != old {
+		return e
+	}
+	e.Spec, e.ExternalFiles = new(specs.Spec), []string{"pipe:[berth-null]"}
+	eachFile(t, version, func(name string, data []byte) {
+		switch name {
+		case specFile:
+			testutil.Must(t, json.Unmarshal(data, e.Spec))
+		case filterFile:
+			e.Seccomp = data
+		}
+	})
+	return e
+}
+
+// Expected returns what the container of the first version may have.
 func Expected(t testing.TB) verify.Expected {
 	t.Helper()
-	e := verify.Expected{Spec: new(specs.Spec), Seccomp: read(t, "seccomp.bpf"), Memory: 1 << 30,
+	e := verify.Expected{Spec: new(specs.Spec), Seccomp: read(t, filterFile), Memory: 1 << 30,
 		AbsentPaths: []string{"/proc/kcore"}, // the kernel that made the images has none
 		Cgroups: []string{"", "blkio", "cpu", "cpuacct", "cpuset", "devices",
 			"freezer", "memory", "name=systemd", "pids"},
 		UnprivilegedPort: 1024,
 	}
-	testutil.Must(t, json.Unmarshal(read(t, "spec.json"), e.Spec))
+	testutil.Must(t, json.Unmarshal(read(t, specFile), e.Spec))
 	const infinity = 1<<64 - 1
 	for _, name := range []string{"CPU", "FSIZE", "DATA", "STACK", "CORE", "RSS", "NPROC", "NOFILE", "MEMLOCK", "AS",
 		"LOCKS", "SIGPENDING", "MSGQUEUE", "NICE", "RTPRIO", "RTTIME"} {

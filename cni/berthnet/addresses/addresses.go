@@ -125,9 +125,10 @@ func (s *Store) CheckLock() error {
 	return nil
 }
 
-// Reserve assigns one address of each range to an attachment. Errors: ErrExists, ErrFull, and
-// errors of the filesystem.
-func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Range) (Reservation, error) {
+// Reserve assigns one address of each range to an attachment: a preferred one if that is in the
+// range and free. Errors: ErrExists, ErrFull, and errors of the filesystem.
+func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Range,
+	preferred []netip.Addr) (Reservation, error) {
 	r := Reservation{ContainerID: id, IfName: ifName}
 	if len(id) > MaxID {
 		return r, fmt.Errorf("the container ID has %d bytes, more than %d", len(id), MaxID)
@@ -153,7 +154,10 @@ func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Ra
 	last := s.last()
 	for _, from := range ranges {
 		used[from.Gateway] = true
-		ip, ok := free(from, used, last)
+		ip, ok := freeOf(preferred, from, used)
+		if !ok {
+			ip, ok = free(from, used, last)
+		}
 		if !ok {
 			return r, fmt.Errorf("%w in %s (%s to %s)", ErrFull, from.Subnet, from.First, from.Last)
 		}
@@ -176,6 +180,16 @@ func (s *Store) keep(r Reservation) error {
 		return errors.Join(err, s.Release(r))
 	}
 	return nil
+}
+
+// freeOf returns the first of some addresses that is in a range and unused.
+func freeOf(some []netip.Addr, r conf.Range, used map[netip.Addr]bool) (netip.Addr, bool) {
+	for _, ip := range some {
+		if ip.BitLen() == r.First.BitLen() && ip.Zone() == "" && !ip.Less(r.First) && !r.Last.Less(ip) && !used[ip] {
+			return ip, true
+		}
+	}
+	return netip.Addr{}, false
 }
 
 // free finds the first unused address after the last assigned one of its family.

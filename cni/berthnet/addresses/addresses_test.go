@@ -3,6 +3,7 @@ package addresses
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -28,7 +29,7 @@ func newStore(t testing.TB) *Store {
 
 func (s *Store) give(t *testing.T, id string, ranges []conf.Range) string {
 	t.Helper()
-	r, err := s.Reserve(t.Context(), id, "eth0", ranges)
+	r, err := s.Reserve(t.Context(), id, "eth0", ranges, nil)
 	testutil.Must(t, err)
 	return join(r.IPs)
 }
@@ -78,10 +79,10 @@ func TestReserveAssignsInOrder(t *testing.T) {
 			t.Errorf("%s gets %s, want %s", step.give, got, step.want)
 		}
 	}
-	if _, err := s.Reserve(t.Context(), "g", "eth0", ranges); !errors.Is(err, ErrFull) {
+	if _, err := s.Reserve(t.Context(), "g", "eth0", ranges, nil); !errors.Is(err, ErrFull) {
 		t.Errorf("reserve in a full range: %v", err)
 	}
-	if _, err := s.Reserve(t.Context(), "f", "eth0", ranges); !errors.Is(err, ErrExists) {
+	if _, err := s.Reserve(t.Context(), "f", "eth0", ranges, nil); !errors.Is(err, ErrExists) {
 		t.Errorf("a second time: %v", err)
 	}
 	both := newStore(t)
@@ -93,7 +94,7 @@ func TestReserveAssignsInOrder(t *testing.T) {
 	if got := both.give(t, "b", small(t)); got != "10.0.0.11,fd00::3" {
 		t.Errorf("got %s", got)
 	}
-	if _, err := both.Reserve(t.Context(), "c", "eth0", small(t)); !errors.Is(err, ErrFull) {
+	if _, err := both.Reserve(t.Context(), "c", "eth0", small(t), nil); !errors.Is(err, ErrFull) {
 		t.Errorf("one family is full: %v", err)
 	}
 	all, err := both.All()
@@ -207,12 +208,47 @@ func BenchmarkReserve(b *testing.B) {
 	testutil.Must(b, err)
 	s := newStore(b)
 	for i := range 250 {
-		_, err := s.Reserve(b.Context(), strings.Repeat("a", 60)+string(rune('a'+i%26))+string(rune('a'+i/26)), "eth0", n.Ranges)
+		_, err := s.Reserve(b.Context(), strings.Repeat("a", 60)+string(rune('a'+i%26))+string(rune('a'+i/26)), "eth0", n.Ranges, nil)
 		testutil.Must(b, err)
 	}
 	for b.Loop() {
-		r, err := s.Reserve(b.Context(), "new", "eth0", n.Ranges)
+		r, err := s.Reserve(b.Context(), "new", "eth0", n.Ranges, nil)
 		testutil.Must(b, err)
 		testutil.Must(b, s.Release(r))
+	}
+}
+
+// A preferred address is assigned if it is in the range and free. Otherwise the pod gets another
+// one.
+func TestReservePrefersAddresses(t *testing.T) {
+	t.Parallel()
+	s := newStore(t)
+	n, err := conf.Parse([]byte(`{"cniVersion": "1.1.0", "name": "n", "type": "berth-net", "subnets": ["10.9.0.0/24", "fd09::/120"]}`))
+	testutil.Must(t, err)
+	wanted := func(texts ...string) (ips []netip.Addr) {
+		for _, text := range texts {
+			ips = append(ips, netip.MustParseAddr(text))
+		}
+		return ips
+	}
+	// Every other address follows the last one of its family.
+	for i, test := range []struct {
+		name      string
+		preferred []netip.Addr
+		want      string
+	}{
+		{"both", wanted("10.9.0.7", "fd09::8"), "10.9.0.7,fd09::8"},
+		{"used", wanted("10.9.0.7", "fd09::8"), "10.9.0.8,fd09::9"},
+		{"one family", wanted("fd09::20"), "10.9.0.9,fd09::20"},
+		{"outside", wanted("10.8.0.9", "fd08::9"), "10.9.0.10,fd09::21"},
+		{"gateway", wanted("10.9.0.1", "fd09::1"), "10.9.0.11,fd09::22"},
+		{"broadcast", wanted("10.9.0.255", "10.9.0.0"), "10.9.0.12,fd09::23"},
+		{"mapped and zoned", wanted("::ffff:10.9.0.77", "fd09::77%eth0"), "10.9.0.13,fd09::24"},
+		{"last one", wanted("10.9.0.254"), "10.9.0.254,fd09::25"},
+	} {
+		r, err := s.Reserve(t.Context(), fmt.Sprint(i), "eth0", n.Ranges, test.preferred)
+		if got := join(r.IPs); err != nil || got != test.want {
+			t.Errorf("%s: %s, %v, want %s", test.name, got, err, test.want)
+		}
 	}
 }

@@ -72,6 +72,7 @@ type Net struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
 		IPRanges     [][]IPRange   `json:"ipRanges,omitempty"`
 		Bandwidth    Bandwidth     `json:"bandwidth,omitzero"`
+		PreferredIPs []netip.Addr  `json:"preferredIPs,omitempty"` // assigned where they are free; for restored pods
 	} `json:"runtimeConfig,omitempty"`
 
 	Valid []types.GCAttachment `json:"-"` // attachments that GC keeps

@@ -5,7 +5,7 @@
 // # Contract
 //
 // A program that imports this package, built with cgo and the tag isal, enters the tree at its
-// descriptor 3 and drops its capabilities when it starts. If a step fails, it exits. In other builds
-// package jail takes all steps. The package is separate from jail because the daemon imports jail,
-// and a C constructor runs in each program that links it.
+// descriptor 3 and drops its capabilities when it starts. If a step fails, it exits. In other
+// builds package jail takes all steps. The package is separate from jail because the daemon imports
+// jail, and a C constructor runs in each program that links it.
 package early

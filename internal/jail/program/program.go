@@ -1,12 +1,13 @@
-// Package program starts programs that confine themselves with package jail, from the daemon's side.
+// Package program starts programs that confine themselves with package jail, from the daemon's
+// side.
 //
 // # Contract
 //
-// The program gets one directory as its only tree of files, at descriptor 3: a mount that is mounted
-// nowhere and that the kernel drops with the last descriptor. It has namespaces of its own for
-// processes, network and IPC, and an empty environment. It ends with the daemon. Its answer and its
-// messages are limited. An answer comes from a program that has parsed hostile input, so the caller
-// must decode it strictly.
+// The program gets one directory as its only tree of files, at descriptor 3: a mount that is
+// mounted nowhere and that the kernel drops with the last descriptor. It has namespaces of its own
+// for processes, network and IPC, and an empty environment. It ends with the daemon. Its answer and
+// its messages are limited. An answer comes from a program that has parsed hostile input, so the
+// caller must decode it strictly.
 package program
 
 import (

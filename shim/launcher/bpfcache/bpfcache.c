@@ -136,7 +136,8 @@ static int fall_back(scmp_filter_ctx ctx)
 	return failed;
 }
 
-// before_setting is called before a setting changes. Recordings have no settings after the first rule.
+// before_setting is called before a setting changes. Recordings have no settings after the first
+// rule.
 static int before_setting(scmp_filter_ctx ctx) { return state.has_rules ? fall_back(ctx) : 0; }
 
 scmp_filter_ctx __real_seccomp_init(uint32_t action);
@@ -277,7 +278,8 @@ int __wrap_seccomp_load(const scmp_filter_ctx ctx)
 
 void __real_seccomp_release(scmp_filter_ctx ctx);
 
-// A recorded filter is released only after bpfcache_result. Other threads may release earlier filters.
+// A recorded filter is released only after bpfcache_result. Other threads may release earlier
+// filters.
 void __wrap_seccomp_release(scmp_filter_ctx ctx)
 {
 	if (is_compared(ctx))

@@ -57,8 +57,8 @@ func (t *Table) Pass(p *libcontainer.Process, profile *configs.Seccomp) (done fu
 }
 
 // Filters returns the filters that libcontainer may load for a profile: struct sock_filter in the
-// machine's byte order. libcontainer chooses the order of architectures at random. The result is empty
-// for a profile that does not compile, and where libseccomp is missing.
+// machine's byte order. libcontainer chooses the order of architectures at random. The result is
+// empty for a profile that does not compile, and where libseccomp is missing.
 func (t *Table) Filters(profile *configs.Seccomp) ([][]byte, error) {
 	encoded, err := t.recordingOf(profile)
 	if err != nil || encoded == nil {

@@ -28,15 +28,15 @@ import (
 	"golang.org/x/net/bpf"
 )
 
-// generatePatch returns the instructions that libcontainer puts before libseccomp's program. They make
-// unknown system calls fail with ENOSYS. libcontainer has no function for the whole filter
+// generatePatch returns the instructions that libcontainer puts before libseccomp's program. They
+// make unknown system calls fail with ENOSYS. libcontainer has no function for the whole filter
 // (TestFiltersContainTheInstalledOne).
 //
 //go:linkname generatePatch github.com/opencontainers/runc/libcontainer/seccomp/patchbpf.generatePatch
 func generatePatch(profile *configs.Seccomp) ([]bpf.Instruction, error)
 
-// patchTries is the number of patches that patched generates. Some orders of architectures are rare, one
-// in 64. One of these is missing in one call of 500.
+// patchTries is the number of patches that patched generates. Some orders of architectures are
+// rare, one in 64. One of these is missing in one call of 500.
 const patchTries = 400
 
 // patched returns a program with each of libcontainer's patches.

@@ -3,8 +3,8 @@
 
 enum { SYSMON_SLACK = 500 * 1000 }; // ns
 
-// sysmon_slack_back restores the calling thread's timer slack of the process's start. Returns 0, or -1
-// with errno.
+// sysmon_slack_back restores the calling thread's timer slack of the process's start. Returns 0, or
+// -1 with errno.
 int sysmon_slack_back(void);
 
 #endif

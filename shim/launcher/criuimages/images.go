@@ -1,4 +1,4 @@
-package deleted
+package criuimages
 
 import (
 	"bufio"
@@ -21,30 +21,39 @@ const (
 	remapsMagic  = 0x59133954
 	filesMagic   = 0x56303138
 	mountsMagic  = 0x55563928
-	maxEntry     = 1 << 20 // bytes of an entry
+	coreMagic    = 0x55053847
+	treeMagic    = 0x50273030
+	filtersMagic = 0x64413049
+	maxEntry     = 8 << 20 // bytes of an entry
 	maxEntries   = 1 << 20 // of an image
 	ofProcess    = 2       // REMAP_TYPE__PROCFS: a file of a dead process; CRIU creates nothing
 	remapsImage  = "remap-fpath.img"
 	filesImage   = "files.img"
+	treeImage    = "pstree.img"
 	mountsPrefix = "mountpoints-"
+	corePrefix   = "core-"
+	filtersImage = "seccomp.img"
+	imageSuffix  = ".img"
 )
 
 // file is a file of the images that has a path.
 type file struct {
-	id    uint64
 	path  string
 	mount uint64
 }
 
-// fields are the scalar fields of a message by number. The last value of a field counts.
+// fields are the fields of a message by number. The last value of a scalar field counts. Several
+// nested messages of a field count as one, whose encoding is that of all: so says the specification
+// of protobuf, and CRIU's decoder.
 type fields struct {
-	numbers map[protowire.Number]uint64
-	texts   map[protowire.Number][]byte
+	numbers  map[protowire.Number]uint64
+	texts    map[protowire.Number][]byte
+	messages map[protowire.Number][]byte
 }
 
-// decode decodes a message without its nested messages.
+// decode decodes a message, but not its nested messages.
 func decode(data []byte) (fields, error) {
-	f := fields{map[protowire.Number]uint64{}, map[protowire.Number][]byte{}}
+	f := fields{map[protowire.Number]uint64{}, map[protowire.Number][]byte{}, map[protowire.Number][]byte{}}
 	for len(data) > 0 {
 		number, kind, n := protowire.ConsumeTag(data)
 		if n < 0 {
@@ -58,6 +67,7 @@ func decode(data []byte) (fields, error) {
 			var text []byte
 			text, n = protowire.ConsumeBytes(data)
 			f.texts[number] = text
+			f.messages[number] = append(f.messages[number], text...)
 		default:
 			n = protowire.ConsumeFieldValue(number, kind, data)
 		}
@@ -90,43 +100,40 @@ func readRemaps(dir *safefs.Dir) (map[uint64]bool, error) {
 	return ids, err
 }
 
-// readFiles returns the files with the IDs.
-func readFiles(dir *safefs.Dir, ids map[uint64]bool) (files []file, err error) {
-	const id, regular, name, mount = 2, 3, 6, 7
-	err = eachEntry(dir, filesImage, filesMagic, func(f fields) error {
-		of := uint64(uint32(f.numbers[id]))
-		if !ids[of] || f.texts[regular] == nil {
-			return nil
-		}
-		r, err := decode(f.texts[regular])
-		if err != nil {
-			return err
-		}
-		files = append(files, file{of, string(r.texts[name]), uint64(protowire.DecodeZigZag(r.numbers[mount]))})
-		return nil
-	})
-	return files, err
+// mount is a mount of the images.
+type mount struct {
+	id   uint64
+	at   string // mount point
+	proc bool   // it is a proc filesystem
 }
 
-// readMounts returns the mount points by the mounts' IDs.
-func readMounts(dir *safefs.Dir) (map[uint64][]string, error) {
-	const id, at = 2, 7
-	mounts := map[uint64][]string{}
-	err := dir.EachName(func(name string) error {
+func readMounts(dir *safefs.Dir) (mounts []mount, err error) {
+	err = dir.EachName(func(name string) error {
 		if !strings.HasPrefix(name, mountsPrefix) {
 			return nil
 		}
 		return eachEntry(dir, name, mountsMagic, func(f fields) error {
-			of := uint64(uint32(f.numbers[id]))
-			mounts[of] = append(mounts[of], string(f.texts[at]))
+			proc := f.numbers[mountKind] == procKind
+			mounts = append(mounts, mount{uint64(uint32(f.numbers[mountID])), string(f.texts[mountPoint]), proc})
 			return nil
 		})
 	})
 	return mounts, err
 }
 
-// eachEntry calls do with each entry of an image.
+// eachEntry calls do with the fields of each entry of an image.
 func eachEntry(dir *safefs.Dir, name string, magic uint32, do func(fields) error) error {
+	return eachMessage(dir, name, magic, func(data []byte) error {
+		f, err := decode(data)
+		if err != nil {
+			return err
+		}
+		return do(f)
+	})
+}
+
+// eachMessage calls do with each entry of an image, which is not decoded.
+func eachMessage(dir *safefs.Dir, name string, magic uint32, do func([]byte) error) error {
 	image, err := dir.OpenRegular(name, os.O_RDONLY)
 	if err != nil {
 		return fmt.Errorf("open image of a checkpoint: %w", err)
@@ -145,12 +152,8 @@ func eachEntry(dir *safefs.Dir, name string, magic uint32, do func(fields) error
 		if err == nil && i == maxEntries {
 			err = fmt.Errorf("more than %d entries", maxEntries)
 		}
-		var f fields
 		if err == nil {
-			f, err = decode(data)
-		}
-		if err == nil {
-			err = do(f)
+			err = do(data)
 		}
 		if err != nil {
 			return fmt.Errorf("image %s of a checkpoint: entry %d: %w", name, i, err)

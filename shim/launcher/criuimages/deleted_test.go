@@ -1,4 +1,4 @@
-package deleted_test
+package criuimages_test
 
 import (
 	"encoding/binary"
@@ -15,9 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
-	"berth/checkpoint/deleted"
 	"berth/checkpoint/verify/verifytest"
 	"berth/internal/testutil"
+	"berth/shim/launcher/criuimages"
 )
 
 // image writes an image with messages whose required fields may be missing.
@@ -52,14 +52,15 @@ func rootfs(t testing.TB) *os.File {
 	dir := t.TempDir()
 	testutil.Must(t, os.MkdirAll(filepath.Join(dir, "tmp/below"), 0o755))
 	testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
-	for name, target := range map[string]string{"out": "/etc", "up": "../../../etc", "own": "tmp", "tmp/below/out": "/", "dangling": "none"} {
+	for name, target := range map[string]string{"loop": "loop", "run": "/tmp", "toproc": "/proc/self/fd/121", "out": "/etc", "up": "../../../etc", "own": "tmp", "tmp/below/out": "/", "dangling": "none"} {
 		testutil.Must(t, os.Symlink(target, filepath.Join(dir, name)))
 	}
 	return verifytest.Open(t, dir)
 }
 
-// TestCheck checks one path at a time, as a ghost, as a link, and in the form of an old CRIU.
-func TestCheck(t *testing.T) {
+// TestCheckDeletedFiles checks one path at a time, as a ghost, as a link, and in the form of an old
+// CRIU.
+func TestCheckDeletedFiles(t *testing.T) {
 	t.Parallel()
 	const root, shm, volume = 10, 11, 12
 	for _, tc := range []struct {
@@ -99,15 +100,15 @@ func TestCheck(t *testing.T) {
 			} {
 				dir := t.TempDir()
 				image(t, dir, "remap-fpath.img", remaps, remap(9, 9, remap_file_path.RemapType_PROCFS.Enum()), r)
-				image(t, dir, "files.img", files, regular(4, "/out/other", root), regular(5, tc.path, tc.mount), regular(6, "/tmp/link", root))
+				image(t, dir, "files.img", files, regular(4, "/tmp/other", root), regular(5, tc.path, tc.mount), regular(6, "/tmp/link", root))
 				image(t, dir, "mountpoints-3.img", mounts, mountOf(root, "/"), mountOf(shm, "/dev/shm"), mountOf(volume, "/data"),
 					mountOf(13, "/"), mountOf(13, "/data"))
-				err := deleted.Check(verifytest.Open(t, dir), rootfs(t))
+				_, err := criuimages.CheckFiles(verifytest.Open(t, dir), rootfs(t))
 				if tc.reason == "" {
 					testutil.Must(t, err)
 					continue
 				}
-				if refused := (*deleted.Refused)(nil); !errors.As(err, &refused) || !strings.Contains(refused.Reason, tc.reason) {
+				if refused := (*criuimages.Refused)(nil); !errors.As(err, &refused) || !strings.Contains(refused.Reason, tc.reason) {
 					t.Errorf("%v: %v, want %q", r, err, tc.reason)
 				}
 			}
@@ -120,12 +121,13 @@ func TestGolden(t *testing.T) {
 	t.Parallel()
 	for _, version := range verifytest.Versions {
 		images := verifytest.Images(t, version)
-		testutil.Must(t, deleted.Check(verifytest.Open(t, images), rootfs(t)))
+		_, err := criuimages.CheckFiles(verifytest.Open(t, images), rootfs(t))
+		testutil.Must(t, err)
 		hostile := t.TempDir()
 		testutil.Must(t, os.Symlink("/etc", filepath.Join(hostile, "tmp")))
-		var refused *deleted.Refused
-		err := deleted.Check(verifytest.Open(t, images), verifytest.Open(t, hostile))
-		if !errors.As(err, &refused) || refused.Path != "/tmp/deleted" || refused.Reason != "/tmp has a symbolic link" {
+		var refused *criuimages.Refused
+		_, err = criuimages.CheckFiles(verifytest.Open(t, images), verifytest.Open(t, hostile))
+		if !errors.As(err, &refused) || refused.Reason != `the deleted file "/tmp/deleted" cannot be restored: /tmp has a symbolic link` {
 			t.Errorf("%s: %v", version, err)
 		}
 	}
@@ -166,15 +168,15 @@ func TestBroken(t *testing.T) {
 			t.Parallel()
 			dir := verifytest.Images(t, verifytest.Versions[0])
 			tc.do(t, dir)
-			if err := deleted.Check(verifytest.Open(t, dir), rootfs(t)); err == nil || !strings.Contains(err.Error(), tc.text) {
+			if _, err := criuimages.CheckFiles(verifytest.Open(t, dir), rootfs(t)); err == nil || !strings.Contains(err.Error(), tc.text) {
 				t.Errorf("%v, want %q", err, tc.text)
 			}
 		})
 	}
 }
 
-// FuzzCheck replaces images by arbitrary bytes. The result may be anything but a crash.
-func FuzzCheck(f *testing.F) {
+// FuzzCheckFiles replaces images by arbitrary bytes. The result may be anything but a crash.
+func FuzzCheckFiles(f *testing.F) {
 	images := verifytest.Images(f, verifytest.Versions[0])
 	read := func(name string) []byte {
 		data, err := os.ReadFile(filepath.Join(images, name))
@@ -187,6 +189,6 @@ func FuzzCheck(f *testing.F) {
 		for name, data := range map[string][]byte{"remap-fpath.img": remaps, "files.img": files, "mountpoints-1.img": mounts} {
 			testutil.Must(t, os.WriteFile(filepath.Join(dir, name), data, 0o600))
 		}
-		_ = deleted.Check(verifytest.Open(t, dir), root)
+		_, _ = criuimages.CheckFiles(verifytest.Open(t, dir), root)
 	})
 }
