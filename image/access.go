@@ -5,7 +5,6 @@ import (
 	"io"
 	"strings"
 	"sync"
-	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
 
@@ -184,9 +183,9 @@ func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origi
 	s.log.Info("downloading a present layer to verify that the registry has it", "image", ref.String(),
 		"layer", l.Blob.Digest)
 	key := flightKey{domain: ref.Domain, repository: ref.Name(), blob: l.Blob.Digest, diffID: l.DiffID}
-	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {
+	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *transfer) error {
 		return s.fromHosts(a.repo, l, received, func(host int) (inParts bool, err error) {
-			blob, err := a.repo.Blob(ctx, l.Blob, host, func(n int) { received.Add(int64(n)) })
+			blob, err := a.repo.Blob(ctx, l.Blob, host, func(n int) { received.at.Add(int64(n)) })
 			if err != nil {
 				return false, err
 			}

@@ -9,9 +9,10 @@
 // image has the same configuration and other blobs, its ID is derived from both.
 //
 // An image exists from the moment its record is durable. The record is written after all layers, so
-// a partial image is never visible. The layers of a failed pull are deleted. Images are immutable:
-// List and Get read a snapshot behind an atomic pointer and use neither locks nor the disk. One
-// writer at a time changes records.
+// a partial image is never visible. What a failed pull has received is kept for Config.PartialTTL,
+// for the next pull, and deleted before anything else. Images are immutable: List and Get read a
+// snapshot behind an atomic pointer and use neither locks nor the disk. One writer at a time
+// changes records.
 //
 // A layer stays as long as an image, a holder (a container) or a pull needs it. Nothing is deleted
 // before CollectGarbage, because the holders of an earlier daemon may not have registered yet.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"sync"
-	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
 
@@ -37,7 +36,7 @@ type flights struct {
 // flight is one download.
 type flight struct {
 	by      registry.Reference // the image that started it
-	bytes   *atomic.Int64      // received
+	bytes   *transfer
 	waiters int
 	cancel  context.CancelFunc
 	done    chan struct{}
@@ -55,8 +54,8 @@ func newFlights(ctx context.Context, log *slog.Logger) *flights {
 //
 // The download does not end with ctx. When its last waiter leaves, that waiter cancels it and waits
 // for its end.
-func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*atomic.Int64),
-	run func(context.Context, *atomic.Int64) error) (by registry.Reference, started bool, err error) {
+func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*transfer),
+	run func(context.Context, *transfer) error) (by registry.Reference, started bool, err error) {
 	fl, started := f.find(key, ref, run)
 	onStart(fl.bytes)
 	select {
@@ -69,7 +68,7 @@ func (f *flights) join(ctx context.Context, key flightKey, ref registry.Referenc
 }
 
 func (f *flights) find(
-	key flightKey, ref registry.Reference, run func(context.Context, *atomic.Int64) error,
+	key flightKey, ref registry.Reference, run func(context.Context, *transfer) error,
 ) (fl *flight, started bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -78,7 +77,7 @@ func (f *flights) find(
 		return fl, false
 	}
 	ctx, cancel := context.WithCancel(f.ctx)
-	fl = &flight{by: ref, bytes: new(atomic.Int64), waiters: 1, cancel: cancel, done: make(chan struct{})}
+	fl = &flight{by: ref, bytes: new(transfer), waiters: 1, cancel: cancel, done: make(chan struct{})}
 	f.active[key] = fl
 	f.wg.Go(func() {
 		defer cancel()

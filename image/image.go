@@ -26,10 +26,12 @@ type Image struct {
 	Layers      []digest.Digest     // names in the layer store, bottom first
 	Raw         []byte              // the configuration as the registry served it, see Specification
 	Artifact    *registry.Artifact  // the artifact that this is; nil: a container image
+
+	decisions map[digest.Digest]string // see record.Decisions
 }
 
-// ArtifactType is the annotation with the type of an artifact in CRI's image lists, which have no field
-// for it.
+// ArtifactType is the annotation with the type of an artifact in CRI's image lists, which have no
+// field for it.
 const ArtifactType = "berth.artifact-type"
 
 // CheckRunnable returns FailedPrecondition for an artifact, which has no root filesystem.
@@ -95,12 +97,13 @@ type index struct {
 	byName  map[string]*Image // tags and digests
 	records map[string]record // by ID
 	bytes   uint64            // of all records, on disk
+	pinned  map[string]bool   // names that kubelet must not collect
 }
 
 // newIndex builds a snapshot of records and reuses the unchanged images of the last one, which may
 // be nil. Every configuration in records parses: decodeRecord or the pull checked it.
 func newIndex(records map[string]record, last *index, pinned map[string]bool) *index {
-	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records}
+	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
 	for id, rec := range records {
 		x.bytes += rec.diskSize()
 		img := last.unchanged(id, rec)
@@ -175,9 +178,14 @@ type record struct {
 	Config   []byte   `json:"config"` // as the registry served it; the ID is its digest
 	Pinned   bool     `json:"pinned,omitempty"`
 	Origins  []string `json:"origins,omitempty"` // archives that contain the image, see Preload
+	// Registries are hosts of registries that have served the image to pulls. Records of berth up
+	// to 0.2.0 have none.
+	Registries []string `json:"registries,omitempty"`
 	// Blobs are the layers' blobs, bottom first. Records of berth up to 0.2.0 have none: their
 	// layers are named by the tars in the configuration.
 	Blobs []digest.Digest `json:"blobs,omitempty"`
+	// Decisions say why pulls fetched layers at once or after the pull, by the layers' names.
+	Decisions map[digest.Digest]string `json:"decisions,omitempty"`
 }
 
 // Directory, kind and schema version of records.
@@ -259,6 +267,7 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 		Layers:      r.layers(),
 		Raw:         r.Config,
 		Artifact:    registry.ParseArtifact(r.Config),
+		decisions:   r.Decisions,
 	}
 	img.Pinned = r.Pinned
 	for _, name := range append(slices.Concat(r.Tags, r.Digests), id) {
@@ -271,11 +280,14 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 func (r record) diskSize() uint64 {
 	const block, frame = 4096, 256 // frame: the bytes around Config and the names
 	n := frame + base64.StdEncoding.EncodedLen(len(r.Config))
-	for _, name := range slices.Concat(r.Tags, r.Digests) {
+	for _, name := range slices.Concat(r.Tags, r.Digests, r.Registries) {
 		n += len(name) + len(`"",`)
 	}
 	for _, b := range r.Blobs {
 		n += len(b) + len(`"",`)
+	}
+	for name, reason := range r.Decisions {
+		n += len(name) + len(reason) + len(`"":"",`)
 	}
 	return uint64((n + block - 1) / block * block)
 }
@@ -300,6 +312,19 @@ func (r record) with(ref registry.Reference, d digest.Digest) record {
 	name := ref.WithDigest(d)
 	r.Digests = append(slices.DeleteFunc(r.Digests, func(other string) bool { return other == name }), name)
 	r.Digests = r.Digests[max(0, len(r.Digests)-maxDigests):]
+	return r
+}
+
+// maxRegistries limits the registries of an image.
+const maxRegistries = 16
+
+// servedBy returns a copy with one more registry, if host is not empty.
+func (r record) servedBy(host string) record {
+	if host == "" || slices.Contains(r.Registries, host) {
+		return r
+	}
+	r.Registries = append(slices.Clone(r.Registries), host)
+	r.Registries = r.Registries[max(0, len(r.Registries)-maxRegistries):]
 	return r
 }
 

@@ -10,9 +10,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"sync/atomic"
 
 	"github.com/klauspost/compress/zstd"
+	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
 	"berth/image/archive"
@@ -31,8 +31,8 @@ type LoadOptions struct {
 }
 
 // Load adds the images of a tar, an OCI layout or a docker archive, which may be compressed with
-// gzip or zstd. It copies the tar to a file without a name, because an archive can list its parts in
-// any order. It returns the images that were added before an error.
+// gzip or zstd. It copies the tar to a file without a name, because an archive can list its parts
+// in any order. It returns the images that were added before an error.
 //
 // Errors: InvalidArgument for something else than an archive, DataLoss for content with another
 // digest, ResourceExhausted if the disk has no room for archive and layers.
@@ -134,11 +134,12 @@ func (s *Store) loadArchive(ctx context.Context, what string, from *archive.Arch
 	return added, nil
 }
 
-// archiveSlots names archives as a source of blobs, see unpackSlots.
+// archiveSlots names archives as a source of blobs, see package slots.
 const archiveSlots = "archive"
 
 // loadLayer ensures that a layer of an archive is present. An archive must contain a present layer,
-// too: a digest alone is no evidence that its author may read the layer (docs/adr/001-layer-access.md).
+// too: a digest alone is no evidence that its author may read the layer
+// (docs/adr/001-layer-access.md).
 func (s *Store) loadLayer(ctx context.Context, store *layer.Store, from *archive.Archive, l registry.Layer,
 	track *layerTrack) error {
 	for more := (shortage{}); ; {
@@ -146,10 +147,13 @@ func (s *Store) loadLayer(ctx context.Context, store *layer.Store, from *archive
 		if err != nil {
 			return err
 		}
+		if err := s.retire(store, sourceOf(l).Name()); err != nil {
+			return errors.Join(err, blob.Close())
+		}
 		present := store.Has(sourceOf(l).Name())
 		in := &countedReader{ctx: ctx, from: blob}
 		track.downloading(&in.n)
-		had, err := s.unpack(ctx, store, archiveSlots, l, in, more)
+		had, err := s.unpack(ctx, store, archiveSlots, l, in, layer.Points{}, more)
 		if err == nil { // the blob is unread if the layer is present
 			_, err = io.Copy(io.Discard, in)
 		}
@@ -157,12 +161,32 @@ func (s *Store) loadLayer(ctx context.Context, store *layer.Store, from *archive
 		if !more.grow(s.memory, had, err) {
 			if err == nil && present {
 				track.set(LayerPresent)
+				return s.completeFrom(ctx, from, l)
 			} else if err == nil {
 				track.set(LayerDone)
 			}
 			return err
 		}
 	}
+}
+
+// completeFrom waits until a layer is complete, and lets it be filled from an archive, too: an
+// image of an archive must not depend on a registry.
+func (s *Store) completeFrom(ctx context.Context, from *archive.Archive, l registry.Layer) error {
+	name := sourceOf(l).Name()
+	src := s.incomplete.known(name)
+	if s.incomplete.get(name) == nil || src == nil {
+		return nil
+	}
+	blob, err := from.BlobAt(l.Blob)
+	if err != nil {
+		return err
+	}
+	p := &place{blob: blob}
+	src.add(p, true)
+	err = s.awaitComplete(ctx, []digest.Digest{name})
+	src.drop(p)
+	return errors.Join(err, blob.Close())
 }
 
 // useTar opens a tar and passes it on.
@@ -196,13 +220,14 @@ func (s *Store) withSpool(ctx context.Context, from io.Reader, use func(*archive
 	if _, err := io.Copy(onlyWriter{f}, in); err != nil {
 		return err
 	}
-	return useTar(f, in.n.Load(), use)
+	return useTar(f, in.n.at.Load(), use)
 }
 
 // spoolDir is the directory of unfinished layers, which the next start empties.
 const spoolDir = "tmp"
 
-// onlyWriter keeps io.Copy from using other methods of a file, so that its reader can check the disk.
+// onlyWriter keeps io.Copy from using other methods of a file, so that its reader can check the
+// disk.
 type onlyWriter struct{ io.Writer }
 
 // Compressions of an archive.
@@ -254,12 +279,13 @@ func invalid(err error) error {
 	return errdefs.InvalidArgument("read archive: %w", err)
 }
 
-// countedReader counts bytes and ends with a context. check, if not nil, is called every checkBytes.
+// countedReader counts bytes and ends with a context. check, if not nil, is called every
+// checkBytes.
 type countedReader struct {
 	ctx     context.Context
 	from    io.Reader
 	check   func() error
-	n       atomic.Int64
+	n       transfer
 	checked int64
 }
 
@@ -269,14 +295,14 @@ func (r *countedReader) Read(p []byte) (int, error) {
 	if r.ctx.Err() != nil {
 		return 0, context.Cause(r.ctx)
 	}
-	if r.check != nil && r.n.Load() >= r.checked {
+	if r.check != nil && r.n.at.Load() >= r.checked {
 		if err := r.check(); err != nil {
 			return 0, err
 		}
-		r.checked = r.n.Load() + checkBytes
+		r.checked = r.n.at.Load() + checkBytes
 	}
 	n, err := r.from.Read(p)
-	r.n.Add(int64(n))
+	r.n.at.Add(int64(n))
 	if r.check != nil {
 		err = invalid(err)
 	}

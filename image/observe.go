@@ -8,6 +8,10 @@ import "time"
 type Observer interface {
 	// Received reports bytes of layers as they arrive from the network.
 	Received(registry string, bytes int)
+	// Slowed reports how long a pull waited for the limit of all pulls.
+	Slowed(waited time.Duration)
+	// ReadWaited reports how long a read of an incomplete layer has waited for its content.
+	ReadWaited(waited time.Duration)
 	// Pulled reports a finished pull.
 	Pulled(registry string, result PullResult)
 }
@@ -17,6 +21,7 @@ type PullResult struct {
 	Took       time.Duration
 	Unchanged  bool // the registry confirmed the present image
 	Present    int  // layers that were present before
+	Lazy       int  // layers that are fetched after the pull
 	Downloaded int  // layers that were downloaded, by this pull or by a concurrent one
 	Err        error
 }
@@ -25,6 +30,8 @@ type PullResult struct {
 type noObserver struct{}
 
 func (noObserver) Received(string, int)      {}
+func (noObserver) Slowed(time.Duration)      {}
+func (noObserver) ReadWaited(time.Duration)  {}
 func (noObserver) Pulled(string, PullResult) {}
 
 // result returns the measurements of a finished pull.
@@ -39,6 +46,8 @@ func (t *pullTrack) result(err error) PullResult {
 		switch *l.state.Load() {
 		case LayerPresent:
 			r.Present++
+		case LayerLazy:
+			r.Lazy++
 		case LayerDone:
 			r.Downloaded++
 		}

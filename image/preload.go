@@ -136,8 +136,8 @@ func (p *preloader) load(ctx context.Context, path string) {
 	p.done[origin] = true
 }
 
-// originOf returns a text that differs for other files and other versions of a file, and the time of
-// the last change. For a directory it describes the index of the OCI layout.
+// originOf returns a text that differs for other files and other versions of a file, and the time
+// of the last change. For a directory it describes the index of the OCI layout.
 func originOf(path string) (origin string, changed time.Time, err error) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {

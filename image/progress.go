@@ -23,7 +23,8 @@ type PullProgress struct {
 type LayerProgress struct {
 	Digest digest.Digest `json:"digest"` // of the blob
 	State  LayerState    `json:"state"`
-	Done   int64         `json:"done"`  // bytes received
+	Done   int64         `json:"done"`  // bytes of the blob so far
+	Kept   int64         `json:"kept"`  // of them, from an earlier pull that failed
 	Total  int64         `json:"total"` // bytes of the blob
 }
 
@@ -35,7 +36,23 @@ const (
 	LayerDownloading LayerState = "downloading"
 	LayerPresent     LayerState = "present" // was present before the pull
 	LayerDone        LayerState = "done"
+	LayerLazy        LayerState = "lazy" // can be used, and is fetched after the pull
 )
+
+// transfer counts the bytes of a download.
+type transfer struct {
+	at     atomic.Int64 // bytes of the blob so far
+	kept   atomic.Int64 // of them, from an earlier pull that failed
+	shared atomic.Int64 // of them, in place of a tar from a peer
+	tar    atomic.Int64 // bytes of tars from peers, in all attempts
+}
+
+// reset begins the count of another attempt.
+func (t *transfer) reset() {
+	t.at.Store(0)
+	t.kept.Store(0)
+	t.shared.Store(0)
+}
 
 // pulls tracks the current pulls.
 type pulls struct {
@@ -60,7 +77,7 @@ type layerTrack struct {
 	digest digest.Digest
 	total  int64
 	state  atomic.Pointer[LayerState]
-	bytes  atomic.Pointer[atomic.Int64] // the download's counter; pulls may share it
+	bytes  atomic.Pointer[transfer] // the download's counter; pulls may share it
 }
 
 // start adds a pull, until end. It fails after close.
@@ -103,7 +120,8 @@ func (p *pulls) snapshot() []PullProgress {
 	return all
 }
 
-// received returns the bytes of layers that the pull received. They include shared downloads.
+// received returns the bytes of layers that the pull received from registries. They include shared
+// downloads.
 func (t *pullTrack) received() (bytes int64) {
 	layers := t.layers.Load()
 	if layers == nil {
@@ -111,7 +129,21 @@ func (t *pullTrack) received() (bytes int64) {
 	}
 	for _, l := range *layers {
 		if b := l.bytes.Load(); b != nil {
-			bytes += b.Load()
+			bytes += max(b.at.Load()-b.kept.Load()-b.shared.Load(), 0)
+		}
+	}
+	return bytes
+}
+
+// fromPeers returns the bytes of layers that the pull received from peers.
+func (t *pullTrack) fromPeers() (bytes int64) {
+	layers := t.layers.Load()
+	if layers == nil {
+		return 0
+	}
+	for _, l := range *layers {
+		if b := l.bytes.Load(); b != nil {
+			bytes += b.tar.Load()
 		}
 	}
 	return bytes
@@ -142,7 +174,7 @@ func (t *pullTrack) setLayers(layers []registry.Layer) []*layerTrack {
 func (l *layerTrack) set(s LayerState) { l.state.Store(&s) }
 
 // downloading sets the counter of the layer's download.
-func (l *layerTrack) downloading(bytes *atomic.Int64) {
+func (l *layerTrack) downloading(bytes *transfer) {
 	l.bytes.Store(bytes)
 	l.set(LayerDownloading)
 }
@@ -150,7 +182,7 @@ func (l *layerTrack) downloading(bytes *atomic.Int64) {
 func (l *layerTrack) snapshot() LayerProgress {
 	p := LayerProgress{Digest: l.digest, State: *l.state.Load(), Total: l.total}
 	if b := l.bytes.Load(); b != nil {
-		p.Done = min(b.Load(), p.Total)
+		p.Done, p.Kept = min(b.at.Load(), p.Total), b.kept.Load()
 	}
 	if p.State == LayerPresent || p.State == LayerDone {
 		p.Done = p.Total

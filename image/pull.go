@@ -8,7 +8,6 @@ import (
 	"io"
 	"math"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -46,16 +45,21 @@ func (s *Store) PullFor(ctx context.Context, namespace, ref string, auth *runtim
 		return nil, fmt.Errorf("pull %s: %w", ref, err)
 	}
 	defer s.pulls.end(track)
+	defer s.governor.Begin()()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.ctx, cancel)()
 	img, err := s.pull(ctx, namespace, ref, auth, track)
-	s.cfg.Observer.Pulled(track.registry, track.result(err))
+	result := track.result(err)
+	s.cfg.Observer.Pulled(track.registry, result)
 	if err != nil {
 		return nil, pullError(ref, err)
 	}
+	if result.Lazy == 0 && track.fromPeers() == 0 {
+		s.rates.observe(track.registry, track.received(), result.Took)
+	}
 	s.log.Info("image pulled", "ref", ref, "image", img.ID, "size", img.Size, "host", strings.Join(track.hosts, ","),
-		"bytes", track.received(),
+		"bytes", track.received(), "peerBytes", track.fromPeers(),
 		"seconds", math.Round(time.Since(track.started).Seconds()*1000)/1000)
 	return img, nil
 }
@@ -103,6 +107,7 @@ func (s *Store) pullReference(ctx context.Context, namespace string, ref registr
 	if img := s.unchanged(ctx, repo); img != nil && s.signatures.mayReuse(ctx, namespace, ref, img.ID) {
 		end()
 		resolving.End()
+		s.offer(repo, img.Layers...)
 		return img, nil
 	}
 	resolved, err := repo.Resolve(ctx, s.cfg.Platform)
@@ -162,9 +167,43 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	a := s.accesses.begin(repo, layersOf(img))
 	defer a.end()
 	ref := repo.Reference()
-	return s.add(ctx, ref.String(), img, naming{refs: []registry.Reference{ref}},
+	plan := s.planLazy(ctx, s.layers.storeFor(distinct(layersOf(img))), img, repo)
+	added, err := s.fetchBy(ctx, a, img, plan, tracks)
+	if errors.Is(err, errFailedLayer) || mayBePeers(err) && s.distrustPlan(plan) { // an index was wrong
+		s.log.Warn("image is fetched whole", "image", ref.String(), "error", err)
+		plan.layers = make([]lazyDecision, len(img.Layers))
+		for i := range plan.layers {
+			plan.layers[i].reason = "an index was wrong"
+		}
+		added, err = s.fetchBy(ctx, a, img, plan, tracks)
+	}
+	return added, err
+}
+
+// mayBePeers reports whether wrong indexes of peers can have made a pull fail.
+func mayBePeers(err error) bool {
+	return errors.Is(err, tree.ErrMalformed) || errors.Is(err, layer.ErrTooLarge)
+}
+
+// distrustPlan makes this node ask the peers of a plan for nothing for some time. It returns false
+// if there are none.
+func (s *Store) distrustPlan(plan *lazyPlan) (some bool) {
+	for _, d := range plan.layers {
+		if d.lazily && d.peer != "" {
+			s.distrusted.ban(s.peers.Load(), d.peer)
+			some = true
+		}
+	}
+	return some
+}
+
+// fetchBy is fetch with a plan.
+func (s *Store) fetchBy(ctx context.Context, a *access, img *registry.Image, plan *lazyPlan,
+	tracks []*layerTrack) (*Image, error) {
+	ref := a.repo.Reference()
+	return s.add(ctx, ref.String(), img, naming{refs: []registry.Reference{ref}, registry: ref.Domain},
 		func(ctx context.Context, store *layer.Store, i int) error {
-			if err := s.fetchLayer(ctx, store, a, img.Layers[i], tracks[i]); err != nil {
+			if err := s.fetchLayer(ctx, store, a, img.Layers[i], plan, i, tracks[i]); err != nil {
 				return err
 			}
 			if *tracks[i].state.Load() == LayerDone {
@@ -177,8 +216,8 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 // getLayer ensures that layer i of an image is in a store and that the image may use it.
 type getLayer func(ctx context.Context, store *layer.Store, i int) error
 
-// add gets the layers of an image and commits it. After a failure it deletes the layers that nothing
-// else needs, except those that keepFinished has kept.
+// add gets the layers of an image and commits it. After a failure it deletes the layers that
+// nothing else needs, except those that keepFinished has kept.
 func (s *Store) add(ctx context.Context, what string, img *registry.Image, names naming,
 	get getLayer) (added *Image, err error) {
 	chain := layersOf(img)
@@ -212,7 +251,7 @@ func (s *Store) add(ctx context.Context, what string, img *registry.Image, names
 		added, err = s.commit(ctx, names, img, store)
 		recording.End()
 	}
-	s.settleFinished(chain, err)
+	s.settleFinished(names.refs, chain, err)
 	return added, err
 }
 
@@ -229,9 +268,6 @@ func (s *Store) mostInodes() uint64 {
 // addLayers gets the layers that a store lacks and checks that they can be stacked.
 func (s *Store) addLayers(ctx context.Context, store *layer.Store, img *registry.Image, get getLayer) error {
 	if wanted := missing(store, img); wanted > 0 {
-		if store.HasRoom(wanted, s.layers.deleting()) != nil {
-			s.dropPartial()
-		}
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
 			return err
 		}
@@ -284,16 +320,28 @@ func layersOf(img *registry.Image) []digest.Digest {
 
 // fetchLayer ensures that a layer is present and that the pull may use it. Concurrent pulls may
 // share the download.
-func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer,
+func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer, plan *lazyPlan, i int,
 	track *layerTrack) error {
 	ctx, span := trace.Nest(ctx, "layer "+l.Blob.Digest.Encoded()[:12])
 	defer span.End()
-	if name := sourceOf(l).Name(); store.Has(name) {
-		return s.use(ctx, a, l, s.originOf(a, name), track)
+	name := sourceOf(l).Name()
+	if err := s.retire(store, name); err != nil {
+		return err
+	}
+	if store.Has(name) {
+		return s.usePresent(ctx, a, l, plan, track)
+	}
+	if plan.isLazy(store, i) {
+		if created, err := s.getLazily(ctx, store, a, l, plan.layers[i]); created || err != nil {
+			track.set(LayerLazy)
+			return err
+		}
+	} else if reason := plan.layers[i].reason; s.incomplete.cfg.Policy != LazyOff {
+		s.incomplete.decided(name, "fetched whole: "+reason)
 	}
 	key := flightKey{domain: a.repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
-	return s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {
-		return s.download(ctx, store, a.repo, l, received)
+	return s.share(ctx, a, key, l, track, func(ctx context.Context, received *transfer) error {
+		return s.downloadShared(ctx, store, a, l, received)
 	})
 }
 
@@ -301,13 +349,13 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 // other download fails, share starts its own. A successful download grants the pull access to the
 // layer.
 func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack,
-	run func(context.Context, *atomic.Int64) error) error {
+	run func(context.Context, *transfer) error) error {
 	name, ref := sourceOf(l).Name(), a.repo.Reference()
 	// Stalled transfers end, so no deadline.
 	defer s.cfg.Waits.BeginOpen("layer download and unpack", "layer "+l.DiffID.String())()
 	for {
 		by, started, err := s.flights.join(ctx, key, ref, track.downloading,
-			func(flight context.Context, received *atomic.Int64) error {
+			func(flight context.Context, received *transfer) error {
 				defer a.repo.Close()
 				flight, release := trace.Carry(flight, ctx)
 				defer release()
@@ -331,9 +379,9 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 
 // download fetches and stores a layer.
 func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
-	received *atomic.Int64) error {
+	received *transfer) error {
 	return s.fromHosts(repo, l, received, func(host int) (inParts bool, err error) {
-		for more := (shortage{}); ; received.Store(0) {
+		for more := (shortage{}); ; received.reset() {
 			had, inParts, err := s.downloadFrom(ctx, store, repo, l, host, received, more)
 			if !more.grow(s.memory, had, err) {
 				return inParts, err
@@ -347,11 +395,11 @@ func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry
 // fromHosts calls fetch with the number of a repository's host. After corrupt content it tries the
 // next host, because a mirror's cache may be damaged. If the only host sent the layer in parts, it
 // retries the layer as a whole.
-func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *atomic.Int64,
+func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *transfer,
 	fetch func(host int) (inParts bool, err error)) error {
 	var err error
 	for first, tries := 0, repo.Hosts(); first < tries; first++ {
-		received.Store(0)
+		received.reset()
 		var inParts bool
 		inParts, err = fetch(first)
 		if errdefs.Code(err) != codes.DataLoss {
@@ -369,9 +417,9 @@ func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received 
 // with the given host. It returns the limits of the layer and whether range requests fetched parts
 // of it.
 func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
-	first int, received *atomic.Int64, more shortage) (had unpack.Limits, inParts bool, err error) {
+	first int, received *transfer, more shortage) (had unpack.Limits, inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) {
-		received.Add(int64(n))
+		received.at.Add(int64(n))
 		s.cfg.Observer.Received(repo.Reference().Domain, n)
 	})
 	if err != nil {
@@ -380,8 +428,15 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	defer blob.Close() // read to its end or abandoned
 	kept := s.openKept(blob, repo, l, first, received)
 	defer func() { endKept(kept, err) }()
-	traced := &tracedBlob{Blob: blob, ctx: ctx, kept: kept}
-	had, err = s.unpack(ctx, store, repo.Reference().Domain, l, traced, more)
+	points := s.indexer.begin(store, l)
+	if points.File != nil {
+		blob.NoteStates()
+	}
+	defer func() { s.indexer.end(store, repo.Reference().Domain, l, points, blob, err) }()
+	reading, stop := context.WithCancel(ctx)
+	defer stop()
+	traced := &tracedBlob{Blob: blob, ctx: reading, stop: stop, kept: kept, slow: s.slow}
+	had, err = s.unpack(ctx, store, repo.Reference().Domain, l, traced, points, more)
 	traced.span.End()
 	if err == nil { // unread if another pull created the layer meanwhile
 		_, err = io.Copy(io.Discard, blob)
@@ -390,6 +445,8 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	switch again := more; {
 	case again.grow(s.memory, had, err):
 	case errors.Is(err, layer.ErrTooLarge) && s.layers.fallback(store) != nil: // the other driver reads the whole blob
+	case blob.Resumed() && mayBeOfKept(err): // fetch it as a whole
+		err = errdefs.New(codes.DataLoss, "%w, with bytes from an earlier transfer", err)
 	case !rejectsContent(err):
 	case repo.Hosts() > 1 || inParts:
 		err = faultOf(ctx, blob, err, faultTime)
@@ -400,12 +457,14 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 }
 
 // tracedBlob is a blob whose transfer is a span: from the first read to the end or an error. It
-// keeps what it reads until the end.
+// keeps what it reads until the end, and waits for the limit of all pulls.
 type tracedBlob struct {
 	*registry.Blob
-	ctx  context.Context // of the span
-	span *trace.Span     // nil before the first read
+	ctx  context.Context // of the span and of slow
+	stop context.CancelFunc
+	span *trace.Span // nil before the first read
 	kept *partial.Blob
+	slow func(ctx context.Context, n int) error
 }
 
 func (b *tracedBlob) Read(p []byte) (int, error) {
@@ -417,16 +476,46 @@ func (b *tracedBlob) Read(p []byte) (int, error) {
 	if err == io.EOF { //nolint:errorlint // io.Reader
 		b.kept.Discard() // before the layer is synced, so that these bytes need not be written
 	}
+	if err == nil {
+		err = b.slow(b.ctx, n)
+	}
 	if err != nil {
 		b.span.End()
 	}
 	return n, err
 }
 
+// Stop implements unpack.Stopper. It also ends a wait for the limit of all pulls.
+func (b *tracedBlob) Stop() {
+	b.stop()
+	b.Blob.Stop()
+}
+
+// slow waits until the pulls may receive more than n further bytes.
+func (s *Store) slow(ctx context.Context, n int) error {
+	waited, err := s.governor.Wait(ctx, n)
+	if waited > 0 {
+		s.cfg.Observer.Slowed(waited)
+	}
+	return err
+}
+
 // unpack stores a layer when an unpack slot and memory are free. origin is the registry, or another
 // name for the source of blobs that shares the slots. It returns the limits of the layer.
 func (s *Store) unpack(ctx context.Context, store *layer.Store, origin string, l registry.Layer, blob io.Reader,
-	more shortage) (had unpack.Limits, err error) {
+	points layer.Points, more shortage) (had unpack.Limits, err error) {
+	return s.whenFree(ctx, origin, l, more, func(limits unpack.Limits) error {
+		if l.File != "" {
+			return store.CreateFile(ctx, sourceOf(l), layer.File{Path: l.File, Size: l.Blob.Size, Content: blob}, limits)
+		}
+		return store.CreateWithPoints(ctx, sourceOf(l), blob, limits, points)
+	})
+}
+
+// whenFree calls make with the limits of a layer, while it holds an unpack slot of origin and
+// memory. It returns these limits.
+func (s *Store) whenFree(ctx context.Context, origin string, l registry.Layer, more shortage,
+	make func(unpack.Limits) error) (had unpack.Limits, err error) {
 	waiting := trace.Begin(ctx, "wait for unpack slot")
 	defer waiting.End() // after an error
 	err = s.withSlot(ctx, origin, func() error {
@@ -438,10 +527,7 @@ func (s *Store) unpack(ctx context.Context, store *layer.Store, origin string, l
 		}
 		defer release()
 		had = limits
-		if l.File != "" {
-			return store.CreateFile(ctx, sourceOf(l), layer.File{Path: l.File, Size: l.Blob.Size, Content: blob}, limits)
-		}
-		return store.Create(ctx, sourceOf(l), blob, limits)
+		return make(limits)
 	})
 	return had, err
 }
@@ -462,9 +548,9 @@ func (s *Store) withMemory(
 
 // withSlot calls make while it holds an unpack slot of the registry.
 func (s *Store) withSlot(ctx context.Context, domain string, make func() error) error {
-	release, err := s.slots.acquire(ctx, domain)
+	release, err := s.slots.Acquire(ctx, domain)
 	if err != nil {
-		return err
+		return fmt.Errorf("unpack: %w", err)
 	}
 	defer release()
 	return make()
@@ -474,6 +560,14 @@ func (s *Store) withSlot(ctx context.Context, domain string, make func() error) 
 func rejectsContent(err error) bool {
 	code := errdefs.Code(err)
 	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
+}
+
+// mayBeOfKept reports whether bytes from an earlier transfer may have caused an error, also by
+// ending berth-unpack. A registry that fails and a cancelled pull have other causes.
+func mayBeOfKept(err error) bool {
+	var down *registry.UnavailableError
+	return err != nil && !errors.As(err, &down) && !errors.Is(err, context.Canceled) &&
+		!errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, unix.ENOSPC)
 }
 
 const (

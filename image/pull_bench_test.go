@@ -2,11 +2,13 @@ package image
 
 import (
 	"bufio"
+	"fmt"
 	"io"
 	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/layer"
+	"berth/image/lazy/indexes"
 	"berth/image/unpack/process"
 	"berth/internal/rootfs"
 	"berth/internal/testutil"
@@ -53,7 +56,8 @@ func compile(b testing.TB, path, env, tags, pkg string) {
 	}
 }
 
-// startRegistry returns the images' names by their compression. The registry ends with the benchmark.
+// startRegistry returns the images' names by their compression. The registry ends with the
+// benchmark.
 func startRegistry(b *testing.B, dir string) map[string]string {
 	b.Helper()
 	path := filepath.Join(dir, "registry")
@@ -84,6 +88,80 @@ func startRegistry(b *testing.B, dir string) map[string]string {
 		images[kind] = name
 	}
 	return images
+}
+
+// BenchmarkPullWithIndexes pulls an image in gzip without indexes, and with indexes with points at
+// several distances. The pulls alternate, because a machine's speed changes. Metrics have the
+// distance in MiB:
+//
+//	cpu-s-N     median CPU time of a pull and its indexes
+//	pull-s-N    median time of a pull
+//	index-kB-N  size of the indexes, without links to files of layers
+func BenchmarkPullWithIndexes(b *testing.B) {
+	dir := b.TempDir()
+	images := startRegistry(b, dir)
+	path := filepath.Join(dir, "berth-unpack")
+	compile(b, path, "CGO_ENABLED=1", "isal", "berth/cmd/berth-unpack")
+	log := slog.New(slog.NewTextHandler(io.Discard, nil))
+	p, err := process.Open(path, time.Minute, log)
+	testutil.Must(b, err)
+	defer p.Close()
+	s, err := Open(b.Context(), Config{Root: testutil.DiskDir(b), Unpack: p.Unpack, Pack: p.Pack,
+		Driver: string(rootfs.EROFS), IndexBytes: 256 << 20}, log)
+	testutil.Must(b, err)
+	defer s.Close()
+	testutil.Must(b, s.CollectGarbage(b.Context()))
+	all := s.indexer
+	none := &indexer{store: &indexes.Store{}}
+	cpu, wall, size := map[int64][]float64{}, map[int64][]float64{}, map[int64]int64{}
+	for b.Loop() {
+		for _, span := range []int64{0, 2, 3, 4} {
+			s.indexer = all
+			if span == 0 {
+				s.indexer = none
+			}
+			all.span = func(int64) int64 { return span << 20 }
+			before, began := cpuTime(b), time.Now()
+			if _, err := s.Pull(b.Context(), images["gzip"], nil); err != nil {
+				b.Fatal(err)
+			}
+			wall[span] = append(wall[span], time.Since(began).Seconds())
+			for all.left.Load() > 0 {
+				time.Sleep(time.Millisecond)
+			}
+			cpu[span] = append(cpu[span], (cpuTime(b) - before).Seconds())
+			s.indexer = all
+			size[span] = encodedBytes(b, filepath.Join(s.cfg.Root, indexesDir))
+			if _, err := s.DropIndexes(); err != nil {
+				b.Fatal(err)
+			}
+			testutil.Must(b, s.Remove(b.Context(), images["gzip"]))
+			waitDeleted(b, s)
+		}
+	}
+	for span := range cpu {
+		b.ReportMetric(median(cpu[span]), fmt.Sprintf("cpu-s-%d", span))
+		b.ReportMetric(median(wall[span]), fmt.Sprintf("pull-s-%d", span))
+		b.ReportMetric(float64(size[span])/1e3, fmt.Sprintf("index-kB-%d", span))
+	}
+}
+
+// encodedBytes returns the size of the indexes in a directory, without links.
+func encodedBytes(b *testing.B, dir string) (sum int64) {
+	b.Helper()
+	paths, err := filepath.Glob(filepath.Join(dir, "*", "index"))
+	testutil.Must(b, err)
+	for _, path := range paths {
+		info, err := os.Stat(path)
+		testutil.Must(b, err)
+		sum += info.Size()
+	}
+	return sum
+}
+
+func median(list []float64) float64 {
+	list = slices.Sorted(slices.Values(list))
+	return list[len(list)/2]
 }
 
 func pullAndRemove(b *testing.B, unpacker, ref string, driver rootfs.Kind) {

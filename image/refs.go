@@ -144,6 +144,18 @@ func (l *layerRefs) has(owner string, layers []digest.Digest) bool {
 	return slices.Equal(l.owners[owner].layers, layers)
 }
 
+// isPulled reports whether a current pull needs a layer.
+func (l *layerRefs) isPulled(name digest.Digest) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for owner, n := range l.owners {
+		if strings.HasPrefix(owner, pullPrefix) && slices.Contains(n.layers, name) {
+			return true
+		}
+	}
+	return false
+}
+
 // releaseIfSettled removes an owner after settle. Before, the owner may be an earlier daemon's
 // container.
 func (l *layerRefs) releaseIfSettled(owner string) {

@@ -5,9 +5,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
+	"maps"
+	"os"
 	"path/filepath"
+	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -15,6 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint"
+	"berth/image/layer"
 	"berth/image/partial"
 	"berth/image/registry"
 	"berth/internal/errdefs"
@@ -29,6 +33,9 @@ const (
 	finishedKind   = "finished-layer"
 	finishedFormat = 1
 	finishedPrefix = "finished " // of the owners of finished layers
+	// maxFinished limits the bytes of finished layers. It is what the limit of unfinished blobs
+	// usually unpacks to.
+	maxFinished = 4 * partial.DefaultMaxBytes
 	// expiryPeriod is the longest time between two searches for expired layers.
 	expiryPeriod = 10 * time.Minute
 	// expiryStop limits the wait for a deletion when the store is closed.
@@ -39,7 +46,8 @@ const (
 // failed pull they remain for Config.PartialTTL. Records on disk keep them over a restart. Layers
 // smaller than partial.MinSize are not among them.
 type finished struct {
-	dir *checkpoint.Dir
+	dir  *checkpoint.Dir
+	most uint64 // bytes
 
 	mu     sync.Mutex // guards layers
 	layers map[digest.Digest]finishedLayer
@@ -50,6 +58,10 @@ type finishedLayer struct {
 	Layer digest.Digest `json:"layer"` // its name in the layer store
 	Image string        `json:"image"` // that was pulled; its repository served the layer
 	Time  time.Time     `json:"time"`
+}
+
+func newFinished() *finished {
+	return &finished{most: maxFinished, layers: map[digest.Digest]finishedLayer{}}
 }
 
 func (f *finished) set(l finishedLayer) {
@@ -78,16 +90,21 @@ func (f *finished) take(chosen func(finishedLayer) bool) (taken []digest.Digest)
 	return taken
 }
 
+// list returns the finished layers, oldest first.
+func (f *finished) list() []finishedLayer {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.SortedFunc(maps.Values(f.layers), func(a, b finishedLayer) int { return a.Time.Compare(b.Time) })
+}
+
 // openPartial opens what is kept of failed pulls and starts its expiry.
 func (s *Store) openPartial() (err error) {
 	root := filepath.Join(s.cfg.Root, partialDir)
 	s.partial, err = partial.Open(partial.Config{
-		Dir: filepath.Join(root, partialBlobs),
-		TTL: s.cfg.PartialTTL,
-		HasRoom: func(bytes uint64) error {
-			return s.layers.primary.HasRoom(bytes, 0)
-		},
-		Log: s.log,
+		Dir:     filepath.Join(root, partialBlobs),
+		TTL:     s.cfg.PartialTTL,
+		HasRoom: func(bytes uint64) error { return s.layers.primary.Spare(bytes, 0) },
+		Log:     s.log,
 	})
 	if err != nil {
 		return err
@@ -99,6 +116,7 @@ func (s *Store) openPartial() (err error) {
 	if err := s.loadFinished(); err != nil {
 		return err
 	}
+	s.layers.reclaim, s.layers.reclaimable = s.reclaim, s.reclaimable
 	s.expiry = task.NewLifetime()
 	if s.cfg.PartialTTL > 0 {
 		s.expiry.Spawn(func() { s.expire(s.expiry.Context()) })
@@ -106,9 +124,10 @@ func (s *Store) openPartial() (err error) {
 	return nil
 }
 
-// loadFinished reads the records of finished layers. It removes those of missing or expired layers;
-// the layers are deleted by CollectGarbage.
+// loadFinished reads the records of finished layers. It removes those of missing or expired layers,
+// and of layers that have an image; unused layers are deleted by CollectGarbage.
 func (s *Store) loadFinished() error {
+	now := time.Now()
 	damaged, err := s.finished.dir.Load(func(name string, _ int, body []byte) error {
 		var l finishedLayer
 		if err := json.Unmarshal(body, &l); err != nil {
@@ -117,6 +136,9 @@ func (s *Store) loadFinished() error {
 		if l.Layer.Validate() != nil || l.Layer.Encoded() != name {
 			return fmt.Errorf("record is about layer %q", l.Layer)
 		}
+		if l.Time.After(now) { // the clock was wrong
+			l.Time = now
+		}
 		s.finished.set(l)
 		s.refs.tryAcquire(finishedOwner(l.Layer), []digest.Digest{l.Layer}) // nothing is being deleted yet
 		return nil
@@ -124,27 +146,88 @@ func (s *Store) loadFinished() error {
 	if err != nil {
 		return err
 	}
-	for _, d := range damaged {
-		s.log.Warn("record of a finished layer set aside", "layer", d.Name, "file", d.Path, "error", d.Err)
+	if len(damaged) > 0 {
+		s.log.Info("finished layers of failed pulls are fetched again: their records were damaged", "records", len(damaged))
 	}
+	// Records are not synced, so a power cut may damage them. Nobody needs to examine them.
+	if err := os.RemoveAll(filepath.Join(s.cfg.Root, partialDir, partialLayers, checkpoint.SetAsideDir)); err != nil {
+		s.log.Warn("delete damaged records of finished layers; the next start tries again", "error", err)
+	}
+	imaged := s.imaged()
 	s.releaseFinished(func(l finishedLayer) bool {
-		return s.hasExpired(l) || s.layers.has([]digest.Digest{l.Layer}) != nil
+		return s.hasExpired(l) || imaged[l.Layer] || s.layers.has([]digest.Digest{l.Layer}) != nil
 	})
+	s.limitFinished()
 	return nil
 }
 
-// InspectFinished lists the layers that failed pulls have left for the next one, for berth check. It
-// changes nothing. root is Config.Root.
-func InspectFinished(root string) (checkpoint.Survey, []digest.Digest, error) {
-	var layers []digest.Digest
-	survey, err := checkpoint.Inspect(filepath.Join(root, partialDir, partialLayers), finishedKind, finishedFormat,
-		func(_ string, _ int, body []byte) error {
+// imaged returns the layers of all recorded images.
+func (s *Store) imaged() map[digest.Digest]bool {
+	layers := map[digest.Digest]bool{}
+	for _, img := range s.index.Load().images {
+		for _, name := range img.Layers {
+			layers[name] = true
+		}
+	}
+	return layers
+}
+
+// PartialSurvey is what failed pulls have left on disk.
+type PartialSurvey struct {
+	Records checkpoint.Survey // of finished layers
+	Layers  []digest.Digest   // the finished layers
+	Unknown []string          // paths of entries that are not partial layers
+	Expired []string          // paths of what a running daemon would have deleted
+}
+
+// InspectPartial reads what failed pulls have left for the next one, for berth check. It changes
+// nothing. root and ttl are Config.Root and Config.PartialTTL.
+func InspectPartial(root string, ttl time.Duration) (*PartialSurvey, error) {
+	dir := filepath.Join(root, partialDir)
+	deadline := time.Now().Add(-ttl - 2*expiryInterval(ttl))
+	found := &PartialSurvey{}
+	if err := found.readFolder(dir); err != nil {
+		return nil, err
+	}
+	files, others, err := partial.Inspect(filepath.Join(dir, partialBlobs))
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range others {
+		found.Unknown = append(found.Unknown, filepath.Join(dir, partialBlobs, name))
+	}
+	for _, f := range files {
+		if f.Changed.Before(deadline) {
+			found.Expired = append(found.Expired, filepath.Join(dir, partialBlobs, f.Name))
+		}
+	}
+	found.Records, err = checkpoint.Inspect(filepath.Join(dir, partialLayers), finishedKind, finishedFormat,
+		func(name string, _ int, body []byte) error {
 			var l finishedLayer
-			err := json.Unmarshal(body, &l)
-			layers = append(layers, l.Layer)
-			return err
+			if err := json.Unmarshal(body, &l); err != nil {
+				return err
+			}
+			found.Layers = append(found.Layers, l.Layer)
+			if l.Time.Before(deadline) {
+				found.Expired = append(found.Expired, filepath.Join(dir, partialLayers, name+".record"))
+			}
+			return nil
 		})
-	return survey, layers, err
+	return found, err
+}
+
+// readFolder finds unknown entries of the folder of partial layers.
+func (p *PartialSurvey) readFolder(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("list partial layers: %w", err)
+	}
+	for _, e := range entries {
+		if name := e.Name(); !e.IsDir() || name != partialBlobs && name != partialLayers {
+			p.Unknown = append(p.Unknown, filepath.Join(dir, name))
+		}
+	}
+	return nil
 }
 
 func finishedOwner(layer digest.Digest) string { return finishedPrefix + layer.String() }
@@ -163,20 +246,44 @@ func (s *Store) keepFinished(ref registry.Reference, l registry.Layer) {
 	}
 	s.refs.tryAcquire(finishedOwner(rec.Layer), []digest.Digest{rec.Layer}) // the pull prevents its deletion
 	s.finished.set(rec)
+	s.limitFinished()
 }
 
-// settleFinished is called at the end of a pull with its result. The layers stay if the pull may
-// succeed later. The caller sweeps.
-func (s *Store) settleFinished(layers []digest.Digest, err error) {
+// limitFinished stops keeping the oldest finished layers until the others are within the limit.
+// Layers of images do not count.
+func (s *Store) limitFinished() {
+	var sum uint64
+	tooMany := map[digest.Digest]bool{}
+	imaged := s.imaged()
+	for _, l := range slices.Backward(s.finished.list()) {
+		if imaged[l.Layer] {
+			continue
+		}
+		if sum += s.layers.bytes(l.Layer); sum > s.finished.most {
+			tooMany[l.Layer] = true
+		}
+	}
+	if len(tooMany) > 0 {
+		s.releaseFinished(func(l finishedLayer) bool { return tooMany[l.Layer] })
+	}
+}
+
+// settleFinished is called at the end of a pull with its result. Finished layers stay if the pull
+// may succeed later. After another failure only layers that the pull's repository has served are
+// released: a bad image of one user must not cost another user's layers. The caller sweeps.
+func (s *Store) settleFinished(refs []registry.Reference, layers []digest.Digest, err error) {
 	if isResumable(err) {
 		return
 	}
-	mine := map[digest.Digest]bool{}
-	for _, name := range layers {
-		mine[name] = true
+	own := func(l finishedLayer) bool {
+		return slices.ContainsFunc(refs, func(ref registry.Reference) bool {
+			return nameOrigin(ref, l.Image) == fromRepository
+		})
 	}
-	s.releaseFinished(func(l finishedLayer) bool { return mine[l.Layer] })
-	if errors.Is(err, unix.ENOSPC) {
+	s.releaseFinished(func(l finishedLayer) bool { return slices.Contains(layers, l.Layer) && (err == nil || own(l)) })
+	var claimed layer.ClaimError
+	if errors.Is(err, unix.ENOSPC) && !errors.As(err, &claimed) {
+		s.dropIndexes()
 		s.dropPartial()
 	}
 }
@@ -201,12 +308,74 @@ func (s *Store) releaseFinished(chosen func(finishedLayer) bool) {
 }
 
 // dropPartial deletes everything that is kept of failed pulls.
-func (s *Store) dropPartial() {
-	if err := s.partial.Clear(); err != nil {
+func (s *Store) dropPartial() { s.drop(s.partial.Clear) }
+
+// reclaimable returns the bytes that reclaim can free at the most.
+func (s *Store) reclaimable() uint64 {
+	_, indexes := s.Indexes()
+	return uint64(indexes) + s.Partial().Bytes
+}
+
+// reclaim deletes the indexes of blobs, everything that is kept of failed pulls, and also what
+// current pulls would keep. It returns the bytes of layers under deletion.
+func (s *Store) reclaim() (freeing uint64) {
+	s.dropIndexes()
+	if files, _ := s.partial.Usage(); files > 0 || len(s.finished.list()) > 0 {
+		s.drop(s.partial.Reclaim)
+		s.warnings.Warn(s.log, "disk space is short: partial layers of failed pulls are deleted")
+	}
+	return s.layers.deleting()
+}
+
+// drop deletes finished layers, except those of current pulls, which may still fail. With
+// removeFiles it deletes the files of unfinished ones.
+func (s *Store) drop(removeFiles func() error) {
+	if err := removeFiles(); err != nil {
 		s.warnings.Warn(s.log, "delete partial layers; will be retried", "error", err)
 	}
-	s.releaseFinished(func(finishedLayer) bool { return true })
+	s.releaseFinished(func(l finishedLayer) bool { return !s.refs.isPulled(l.Layer) })
 	s.sweepQuietly()
+}
+
+// Partial describes what is kept of pulls that have not succeeded.
+type Partial struct {
+	Unfinished int    // layers with received bytes
+	Finished   int    // complete layers that no image has
+	Bytes      uint64 // on disk, of both
+}
+
+// Partial returns what is kept of pulls that have not succeeded, including that of current pulls.
+func (s *Store) Partial() Partial {
+	files, bytes := s.partial.Usage()
+	p := Partial{Unfinished: files, Bytes: uint64(bytes)}
+	imaged := s.imaged()
+	for _, l := range s.finished.list() {
+		if !imaged[l.Layer] {
+			p.Finished++
+			p.Bytes += s.layers.bytes(l.Layer)
+		}
+	}
+	return p
+}
+
+// RemovePartial deletes what is kept of failed pulls, and returns what was deleted. Files that
+// current pulls write stay until their end.
+func (s *Store) RemovePartial() (removed Partial) {
+	before := s.Partial()
+	s.dropPartial()
+	after := s.Partial()
+	return Partial{
+		Unfinished: max(before.Unfinished-after.Unfinished, 0),
+		Finished:   max(before.Finished-after.Finished, 0),
+		Bytes:      before.Bytes - min(after.Bytes, before.Bytes),
+	}
+}
+
+// dropIndexes deletes the indexes of blobs, because the disk is short of space.
+func (s *Store) dropIndexes() {
+	if _, err := s.DropIndexes(); err != nil {
+		s.warnings.Warn(s.log, "delete indexes of blobs; will be retried", "error", err)
+	}
 }
 
 // sweepQuietly sweeps and logs failures.
@@ -218,7 +387,7 @@ func (s *Store) sweepQuietly() {
 
 // expire deletes what has been kept for Config.PartialTTL, until ctx is done.
 func (s *Store) expire(ctx context.Context) {
-	tick := time.NewTicker(min(max(s.cfg.PartialTTL/10, time.Second), expiryPeriod))
+	tick := time.NewTicker(expiryInterval(s.cfg.PartialTTL))
 	defer tick.Stop()
 	for {
 		select {
@@ -228,6 +397,11 @@ func (s *Store) expire(ctx context.Context) {
 			s.expireAt(now)
 		}
 	}
+}
+
+// expiryInterval returns the time between two searches for expired layers.
+func expiryInterval(ttl time.Duration) time.Duration {
+	return min(max(ttl/10, time.Second), expiryPeriod)
 }
 
 func (s *Store) expireAt(now time.Time) {
@@ -241,17 +415,18 @@ func (s *Store) expireAt(now time.Time) {
 // openKept opens what is kept of a layer and lets a blob begin with it. After corrupt content, when
 // first is not 0, nothing is kept. received counts the bytes.
 func (s *Store) openKept(
-	blob *registry.Blob, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64,
+	blob *registry.Blob, repo *registry.Repository, l registry.Layer, first int, received *transfer,
 ) *partial.Blob {
 	if first > 0 {
 		return nil
 	}
-	kept := s.partial.Open(repo.Reference().Domain, l.Blob)
+	kept := s.partial.Open(repo.Reference().Name(), l.Blob)
 	content, size := kept.Had()
 	if size > 0 {
 		s.log.Info("resuming layer", "image", repo.Reference().String(), "layer", l.Blob.Digest, "bytes", size,
 			"of", l.Blob.Size)
-		received.Add(size)
+		received.at.Add(size)
+		received.kept.Add(size)
 		blob.ResumeFrom(content, size)
 	}
 	return kept

@@ -1,12 +1,15 @@
 package image
 
 import (
+	"bytes"
+	"compress/gzip"
 	"context"
 	"fmt"
 	"math/rand/v2"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -14,6 +17,7 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -23,14 +27,28 @@ import (
 	"berth/internal/testutil"
 )
 
-// bigLayer returns a layer with a file of incompressible content.
+// bigLayers has the layers that bigLayer has made. Compressing takes seconds with the race
+// detector.
+var bigLayers sync.Map
+
+// bigLayer returns a layer with a file of incompressible content. seed belongs to one name.
 func bigLayer(t *testing.T, name string, seed byte) registrytest.Layer {
 	t.Helper()
-	data := make([]byte, 5<<20)
-	if _, err := rand.NewChaCha8([32]byte{seed}).Read(data); err != nil {
-		t.Fatal(err)
+	if made, ok := bigLayers.Load(name); ok {
+		return made.(registrytest.Layer)
 	}
-	return gzipped(t, name, string(data))
+	content := make([]byte, 5<<20)
+	_, _ = rand.NewChaCha8([32]byte{seed}).Read(content) // never fails
+	data := tarOf(t, name, string(content))
+	var b bytes.Buffer
+	w, err := gzip.NewWriterLevel(&b, gzip.BestSpeed)
+	testutil.Must(t, err)
+	_, err = w.Write(data)
+	testutil.Must(t, err)
+	testutil.Must(t, w.Close())
+	l := registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: digest.FromBytes(data)}
+	bigLayers.Store(name, l)
+	return l
 }
 
 // cutter is a registry handler that breaks off the transfer of one blob.
@@ -42,6 +60,7 @@ type cutter struct {
 	deny  atomic.Pointer[string]
 	held  chan struct{} // not nil: a transfer waits at the limit until the client leaves, after a token
 	sent  atomic.Int64  // bytes of the blob
+	gone  atomic.Bool   // the rest was refused: so is the whole
 
 	mu   sync.Mutex // guards seen
 	seen []string   // the Range headers
@@ -66,6 +85,10 @@ func cut(reg *registrytest.Server, l registrytest.Layer, limit int) *cutter {
 
 func (c *cutter) serve(w http.ResponseWriter, r *http.Request, blob []byte) {
 	if deny := c.deny.Load(); deny != nil && strings.Contains(r.URL.Path, *deny) {
+		w.WriteHeader(http.StatusForbidden)
+		return
+	}
+	if c.refuses(r) { // so that the pull fails without more attempts
 		w.WriteHeader(http.StatusForbidden)
 		return
 	}
@@ -96,6 +119,17 @@ func (c *cutter) serve(w http.ResponseWriter, r *http.Request, blob []byte) {
 		<-r.Context().Done()
 	}
 	panic(http.ErrAbortHandler)
+}
+
+// refuses reports whether a request comes after a transfer that broke off.
+func (c *cutter) refuses(r *http.Request) bool {
+	var offset int64
+	n, _ := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-", &offset)
+	if limit := c.limit.Load(); n == 1 && limit >= 0 && offset >= limit {
+		c.gone.Store(true)
+		return true
+	}
+	return c.gone.Swap(false)
 }
 
 // moved returns the bytes of the blob that were sent since the last call.
@@ -287,6 +321,7 @@ func TestKeptBytesNeedAccess(t *testing.T) {
 		reg := registrytest.New(t)
 		reg.PutImage("victim", "v1", "", l)
 		reg.PutImage("attacker", "v1", "other", l)
+		reg.PutImage("reader", "v1", "third", l)
 		c := cut(reg, l, len(l.Blob)*60/100)
 		cfg := resumeConfig(t)
 		s := openStore(t, cfg)
@@ -297,10 +332,38 @@ func TestKeptBytesNeedAccess(t *testing.T) {
 		_, err := s.Pull(t.Context(), reg.Host()+"/attacker:v1", nil)
 		wantCode(t, err, codes.PermissionDenied)
 		wantKept(t, cfg.Root, 1)
+		ranges := c.ranges()
+		pull(t, s, reg.Host()+"/reader:v1") // may have the blob, and gets it as a whole
+		if n := c.ranges() - ranges; n != 0 {
+			t.Errorf("%d requests for the rest of another repository's bytes", n)
+		}
+		wantKept(t, cfg.Root, 1)
+		testutil.Must(t, s.Close())
+		testutil.Must(t, os.RemoveAll(filepath.Join(cfg.Root, recordsDir))) // forget the reader's image
+		s = openStore(t, cfg)
 		c.moved()
 		pull(t, s, reg.Host()+"/victim:v1")
 		if n := c.moved(); n > int64(len(l.Blob))*45/100 {
 			t.Errorf("the refused pull cost the owner his bytes: %d moved", n)
+		}
+	})
+	// The attacker names the victim's blob with a wrong size, and with a layer that breaks the
+	// pull.
+	t.Run("wrong size", func(t *testing.T) {
+		reg := registrytest.New(t)
+		reg.PutImage("victim", "v1", "", l)
+		lie := l
+		lie.Size = partial.MinSize
+		reg.PutImage("attacker", "v1", "other", lie)
+		c := cut(reg, l, len(l.Blob)*60/100)
+		cfg := resumeConfig(t)
+		s := openStore(t, cfg)
+		failPull(t, s, reg.Host()+"/victim:v1")
+		_, before := s.partial.Usage()
+		c.limit.Store(-1)
+		failPull(t, s, reg.Host()+"/attacker:v1")
+		if _, after := s.partial.Usage(); after != before {
+			t.Errorf("the attacker has left %d of %d bytes", after, before)
 		}
 	})
 	t.Run("other registry", func(t *testing.T) {
@@ -325,19 +388,9 @@ func TestFinishedLayersAreKept(t *testing.T) {
 		t.Run(fmt.Sprintf("restarted %t", restarted), func(t *testing.T) {
 			reg := registrytest.New(t)
 			reg.PutImage("app", "v1", "", good, bad)
-			c := cut(reg, bad, len(bad.Blob)*60/100)
-			c.held = make(chan struct{}, 1)
 			cfg := resumeConfig(t)
 			s := openStore(t, cfg)
-			ctx, cancel := context.WithCancel(t.Context())
-			defer cancel()
-			result := pullLater(ctx, s, reg.Host()+"/app:v1")
-			<-c.held
-			eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == 1 })
-			cancel()
-			if err := <-result; err == nil {
-				t.Fatal("the pull succeeded")
-			}
+			c := keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
 			if restarted {
 				testutil.Must(t, s.Close())
 				s = openStore(t, cfg)
@@ -404,19 +457,10 @@ func TestPartialLayersAreDeleted(t *testing.T) {
 			reg := registrytest.New(t)
 			reg.PutImage("app", "v1", "", good, bad)
 			reg.PutImage("other", "v1", "", plain(t, "a", "b"))
-			c := cut(reg, bad, len(bad.Blob)*60/100)
-			c.held = make(chan struct{}, 1)
 			cfg := resumeConfig(t)
 			s := openStore(t, cfg)
 			pull(t, s, reg.Host()+"/other:v1")
-			ctx, cancel := context.WithCancel(t.Context())
-			defer cancel()
-			result := pullLater(ctx, s, reg.Host()+"/app:v1")
-			<-c.held
-			eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == 1 })
-			eventually(t, "the other has bytes", func() bool { _, n := s.partial.Usage(); return n >= partial.MinSize })
-			cancel()
-			<-result
+			keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
 			wantKept(t, cfg.Root, 1)
 			s = tc.do(t, s, cfg, reg.Host()+"/other:v1")
 			wantKept(t, cfg.Root, 0)
@@ -454,4 +498,267 @@ func TestNoPartialLayersOnFullDisk(t *testing.T) {
 	wantKept(t, cfg.Root, 0) // there is room for the layer only
 	c.limit.Store(-1)
 	pull(t, s, reg.Host()+"/app:v1")
+}
+
+// A manifest that claims more than the disk can have costs no kept bytes. Anyone can write one.
+func TestClaimedSizeKeepsPartialLayers(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", good, bad)
+	reg.PutImage("other", "v1", "", bigLayer(t, "better", 3), bigLayer(t, "worse", 4), bigLayer(t, "worst", 5))
+	cfg := resumeConfig(t)
+	var free atomic.Uint64 // blocks of a byte
+	free.Store(1 << 40)
+	cfg.Reserve = layer.Reserve{Percent: 1, Bytes: 1, Statfs: func(string) (unix.Statfs_t, error) {
+		return unix.Statfs_t{Bsize: 1, Blocks: 1 << 40, Bavail: free.Load()}, nil
+	}}
+	s := openStore(t, cfg)
+	keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
+	free.Store(1 << 20)
+	_, err := s.Pull(t.Context(), reg.Host()+"/other:v1", nil)
+	wantCode(t, err, codes.ResourceExhausted)
+	wantKept(t, cfg.Root, 1)
+	if n := len(s.finished.names()); n != 1 {
+		t.Errorf("%d finished layers", n)
+	}
+}
+
+// The removal of another image leaves the finished layers of a current pull, which may still fail.
+func TestRemoveKeepsLayersOfCurrentPulls(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", good, bad)
+	reg.PutImage("other", "v1", "", plain(t, "a", "b"))
+	s := openStore(t, resumeConfig(t))
+	pull(t, s, reg.Host()+"/other:v1")
+	c := cut(reg, bad, len(bad.Blob)*60/100)
+	c.held = make(chan struct{}, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	result := pullLater(ctx, s, reg.Host()+"/app:v1")
+	<-c.held
+	eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == 1 })
+	testutil.Must(t, s.Remove(t.Context(), reg.Host()+"/other:v1"))
+	cancel()
+	<-result
+	if n := len(s.finished.names()); n != 1 {
+		t.Errorf("%d finished layers", n)
+	}
+}
+
+// keepGood cancels a pull of an image with a finished and an unfinished layer, and returns the
+// registry's cutter.
+func keepGood(t *testing.T, s *Store, reg *registrytest.Server, ref string, good, bad registrytest.Layer) *cutter {
+	t.Helper()
+	c := cut(reg, bad, len(bad.Blob)*60/100)
+	c.held = make(chan struct{}, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	before := len(s.finished.names())
+	result := pullLater(ctx, s, ref)
+	<-c.held
+	eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == before+1 })
+	eventually(t, "the other has bytes", func() bool { _, n := s.partial.Usage(); return n >= c.limit.Load() })
+	cancel()
+	<-result
+	return c
+}
+
+// The store counts partial layers, and removes them on request.
+func TestRemovePartial(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", good, bad)
+	s := openStore(t, resumeConfig(t))
+	c := keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
+	got := s.Partial()
+	stored := s.layers.bytes(s.finished.names()[0])
+	if want := (Partial{Unfinished: 1, Finished: 1, Bytes: uint64(c.limit.Load()) + stored}); got != want || stored < 5<<20 {
+		t.Errorf("partial layers are %+v, want %+v", got, want)
+	}
+	usage, err := s.Usage(t.Context())
+	testutil.Must(t, err)
+	if usage.Bytes < got.Bytes {
+		t.Errorf("the store uses %d bytes, its partial layers %d", usage.Bytes, got.Bytes)
+	}
+	if removed := s.RemovePartial(); removed != got {
+		t.Errorf("removed %+v, want %+v", removed, got)
+	}
+	if left := s.Partial(); left != (Partial{}) || len(s.layers.List()) != 0 {
+		t.Errorf("%+v and %d layers are left", left, len(s.layers.List()))
+	}
+	wantKept(t, s.cfg.Root, 0)
+}
+
+// Finished layers have a limit. The oldest go first.
+func TestFinishedLayersHaveLimit(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	better, worse := bigLayer(t, "better", 3), bigLayer(t, "worse", 4)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", good, bad)
+	reg.PutImage("app", "v2", "", better, worse)
+	cfg := resumeConfig(t)
+	s := openStore(t, cfg)
+	keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
+	oldest := s.finished.names()[0]
+	s.finished.most = s.layers.bytes(oldest) * 3 / 2
+	c := cut(reg, worse, len(worse.Blob)*60/100)
+	c.held = make(chan struct{}, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	result := pullLater(ctx, s, reg.Host()+"/app:v2")
+	<-c.held
+	eventually(t, "another layer is finished", func() bool {
+		names := s.finished.names()
+		return len(names) == 1 && names[0] != oldest
+	})
+	cancel()
+	<-result
+	if n := len(s.layers.List()); n != 1 {
+		t.Errorf("%d layers are kept", n)
+	}
+}
+
+// When a layer needs the disk's last space, partial layers give way, and the pull succeeds.
+func TestPartialLayersGiveWay(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", good, bad)
+	reg.PutImage("other", "v1", "", plain(t, "a", "b"))
+	cfg := resumeConfig(t)
+	var short atomic.Bool
+	var s *Store
+	cfg.Reserve = layer.Reserve{Percent: 1, Bytes: 1 << 20, Statfs: func(string) (unix.Statfs_t, error) {
+		free := uint64(1 << 40)
+		if short.Load() && s.Partial() != (Partial{}) {
+			free = 0
+		}
+		return unix.Statfs_t{Bsize: 1, Blocks: 1 << 40, Bavail: free}, nil
+	}}
+	s = openStore(t, cfg)
+	keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
+	short.Store(true)
+	pull(t, s, reg.Host()+"/other:v1")
+	if left := s.Partial(); left != (Partial{}) {
+		t.Errorf("%+v are left", left)
+	}
+}
+
+// A pull that fails because of its content takes no finished layer from another repository's pull.
+func TestBadImageTakesNoFinishedLayers(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	reg := registrytest.New(t)
+	reg.PutImage("victim", "v1", "", good, bad)
+	broken := plain(t, "x", "y")
+	broken.DiffID = digest.FromString("another")
+	reg.PutImage("attacker", "v1", "other", good, broken)
+	s := openStore(t, resumeConfig(t))
+	keepGood(t, s, reg, reg.Host()+"/victim:v1", good, bad)
+	_, err := s.Pull(t.Context(), reg.Host()+"/attacker:v1", nil)
+	wantCode(t, err, codes.DataLoss)
+	if n := len(s.finished.names()); n != 1 {
+		t.Errorf("the victim has %d finished layers", n)
+	}
+}
+
+// Damaged records of finished layers, and records without a layer, cost a transfer but leave
+// nothing.
+func TestFinishedRecordsAfterPowerCut(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	for name, damage := range map[string]func(record string) error{
+		"empty":    func(record string) error { return os.Truncate(record, 0) },
+		"torn":     func(record string) error { return os.Truncate(record, 20) },
+		"no layer": func(record string) error { return os.RemoveAll(filepath.Join(record, "../../../layers")) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", good, bad)
+			cfg := resumeConfig(t)
+			s := openStore(t, cfg)
+			c := keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
+			testutil.Must(t, s.Close())
+			records, err := filepath.Glob(filepath.Join(cfg.Root, partialDir, partialLayers, "*.record"))
+			if err != nil || len(records) != 1 {
+				t.Fatalf("records are %v, %v", records, err)
+			}
+			testutil.Must(t, damage(records[0]))
+			s = openStore(t, cfg)
+			survey, err := InspectPartial(cfg.Root, cfg.PartialTTL)
+			testutil.Must(t, err)
+			if r := survey.Records; len(r.Damaged)+len(r.SetAside)+len(r.Other)+len(survey.Layers) != 0 {
+				t.Errorf("left of the record: %+v", survey)
+			}
+			if n := len(s.layers.List()); n != 0 {
+				t.Errorf("%d layers without a record", n)
+			}
+			c.limit.Store(-1)
+			img := pull(t, s, reg.Host()+"/app:v1")
+			for _, file := range []string{"good", "bad"} {
+				if got := readFile(t, s, img, file); len(got) != 5<<20 {
+					t.Errorf("file %s has %d bytes", file, len(got))
+				}
+			}
+		})
+	}
+}
+
+// A record that a killed daemon has left behind, although the image was recorded, is removed.
+func TestFinishedRecordOfImage(t *testing.T) {
+	l := bigLayer(t, "big", 1)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", l)
+	cfg := resumeConfig(t)
+	s := openStore(t, cfg)
+	img := pull(t, s, reg.Host()+"/app:v1")
+	rec := finishedLayer{Layer: img.Layers[0], Image: reg.Host() + "/app:v1", Time: time.Now()}
+	testutil.Must(t, s.finished.dir.Write(rec.Layer.Encoded(), rec))
+	testutil.Must(t, s.Close())
+	s = openStore(t, cfg)
+	survey, err := InspectPartial(cfg.Root, cfg.PartialTTL)
+	testutil.Must(t, err)
+	if len(survey.Layers)+len(s.finished.names()) != 0 {
+		t.Errorf("finished layers are %v", survey.Layers)
+	}
+	pull(t, s, reg.Host()+"/app:v1")
+}
+
+// InspectPartial finds what is not a partial layer, and what a running daemon would have deleted.
+func TestInspectPartial(t *testing.T) {
+	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", good, bad)
+	cfg := resumeConfig(t)
+	s := openStore(t, cfg)
+	keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
+	survey, err := InspectPartial(cfg.Root, cfg.PartialTTL)
+	testutil.Must(t, err)
+	if len(survey.Layers) != 1 || len(survey.Unknown)+len(survey.Expired) != 0 {
+		t.Errorf("found %+v", survey)
+	}
+	dir := filepath.Join(cfg.Root, partialDir)
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, partialBlobs, "file"), nil, 0o600))
+	past := time.Now().Add(-2 * time.Hour)
+	testutil.Must(t, os.Chtimes(keptFile(t, cfg.Root), past, past))
+	survey, err = InspectPartial(cfg.Root, cfg.PartialTTL)
+	testutil.Must(t, err)
+	want := []string{filepath.Join(dir, "file"), filepath.Join(dir, partialBlobs, "file")}
+	if !slices.Equal(survey.Unknown, want) || !slices.Equal(survey.Expired, []string{keptFile(t, cfg.Root)}) {
+		t.Errorf("found %+v", survey)
+	}
+	if survey, err = InspectPartial(cfg.Root, 0); err != nil || len(survey.Expired) != 1 { // the record is new
+		t.Errorf("found %+v, %v", survey, err)
+	}
+}
+
+// keptFile returns the only file of a partial layer.
+func keptFile(t *testing.T, root string) string {
+	t.Helper()
+	for _, path := range keptFiles(t, root) {
+		if strings.Contains(path, "-") {
+			return path
+		}
+	}
+	t.Fatal("no file of a partial layer")
+	return ""
 }

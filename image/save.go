@@ -23,11 +23,13 @@ type SaveOptions struct {
 }
 
 // Save writes an archive with images to out: an OCI layout or a docker archive, as a tar. Blobs are
-// uncompressed tars, so an image keeps its ID but not the digest of its manifest. Save writes nothing
-// if a tar cannot be restored (layer.Store.OpenTar). A later error leaves a truncated archive.
+// uncompressed tars, so an image keeps its ID but not the digest of its manifest. Save writes
+// nothing if a tar cannot be restored (layer.Store.OpenTar). A later error leaves a truncated
+// archive.
 //
-// Errors: NotFound for a missing image, InvalidArgument for an unknown format, FailedPrecondition for
-// an image whose layers cannot be restored, DataLoss for a damaged layer. Errors of out are passed on.
+// Errors: NotFound for a missing image, InvalidArgument for an unknown format, FailedPrecondition
+// for an image whose layers cannot be restored, DataLoss for a damaged layer. Errors of out are
+// passed on.
 func (s *Store) Save(ctx context.Context, out io.Writer, opts SaveOptions) error {
 	if opts.Format == "" {
 		opts.Format = archive.OCI
@@ -59,6 +61,9 @@ func (s *Store) Save(ctx context.Context, out io.Writer, opts SaveOptions) error
 		return fmt.Errorf("save images: %w", err)
 	}
 	defer release()
+	if err := s.awaitComplete(ctx, layers); err != nil {
+		return fmt.Errorf("save images: %w", err)
+	}
 	var images []archive.Saved
 	for _, w := range wanted {
 		saved, err := s.saved(ctx, w)
@@ -199,9 +204,9 @@ func (t *Tar) Close() error {
 	return err
 }
 
-// OpenTar opens the tar of a layer of the store by its digest, for whatever images use it. It checks
-// no access: the caller decides who may read it. Errors: NotFound if no layer has the digest, and
-// those of layer.Store.OpenTar.
+// OpenTar opens the tar of a layer of the store by its digest, for whatever images use it. It
+// checks no access: the caller decides who may read it. Errors: NotFound if no layer has the
+// digest, and those of layer.Store.OpenTar.
 func (s *Store) OpenTar(ctx context.Context, diffID digest.Digest) (*Tar, error) {
 	failed := errdefs.NotFound("no layer has the tar %s", diffID)
 	for _, name := range s.layers.withTar(diffID) {
@@ -209,7 +214,7 @@ func (s *Store) OpenTar(ctx context.Context, diffID digest.Digest) (*Tar, error)
 		if err != nil {
 			return nil, err
 		}
-		restored, err := s.layers.openTar(name)
+		restored, err := s.openComplete(ctx, name)
 		if err == nil {
 			return &Tar{restored, release}, nil
 		}
@@ -217,6 +222,14 @@ func (s *Store) OpenTar(ctx context.Context, diffID digest.Digest) (*Tar, error)
 		failed = err
 	}
 	return nil, failed
+}
+
+// openComplete opens the tar of a layer once the layer is complete.
+func (s *Store) openComplete(ctx context.Context, name digest.Digest) (*layer.Tar, error) {
+	if err := s.awaitComplete(ctx, []digest.Digest{name}); err != nil {
+		return nil, err
+	}
+	return s.layers.openTar(name)
 }
 
 // withTar returns the names of the layers with a tar.

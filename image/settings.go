@@ -1,6 +1,8 @@
 package image
 
 import (
+	"errors"
+
 	"berth/image/registry"
 	"berth/image/trust"
 )
@@ -10,6 +12,12 @@ type Settings struct {
 	Registries registry.Sources
 	Pinned     []string // references or IDs of images that kubelet must not collect
 	Trust      trust.Config
+}
+
+// Check returns an error for settings that Prepare refuses.
+func (s Settings) Check() error {
+	_, pinned := pinnedNames(s.Pinned)
+	return errors.Join(pinned, s.Registries.Check(), s.Trust.Check())
 }
 
 // Prepare checks new settings and returns the function that applies them. Pulls that run keep

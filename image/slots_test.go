@@ -2,56 +2,13 @@ package image
 
 import (
 	"context"
-	"errors"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/registry/registrytest"
 )
-
-// A registry gets no more slots than it leaves, whatever the number; all of them come back.
-func TestUnpackSlotsLeaveRoomForOtherRegistries(t *testing.T) {
-	gone, cancel := context.WithCancel(t.Context())
-	cancel()
-	for most, want := range map[int][]int{1: {1, 0}, 2: {1, 1, 0}, 3: {2, 1, 0}, 8: {4, 2, 1, 1, 0}, 64: {32, 16, 8, 4, 2, 1, 1, 0}} {
-		slots := newUnpackSlots(most)
-		var back []func()
-		for i, n := range want {
-			registry := string(rune('a' + i))
-			for range n {
-				release, err := slots.acquire(t.Context(), registry)
-				if err != nil {
-					t.Fatal(err)
-				}
-				back = append(back, release)
-			}
-			if _, err := slots.acquire(gone, registry); !errors.Is(err, context.Canceled) {
-				t.Errorf("of %d slots registry %d has more than %d: %v", most, i, n, err)
-			}
-		}
-		var waiting sync.WaitGroup
-		for range 10 {
-			waiting.Go(func() {
-				release, err := slots.acquire(t.Context(), "a")
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				release()
-			})
-		}
-		for _, release := range back {
-			release()
-		}
-		waiting.Wait()
-		if slots.free != most || len(slots.by) != 0 {
-			t.Errorf("%d of %d slots have come back; %v", slots.free, most, slots.by)
-		}
-	}
-}
 
 // A registry that stops sending does not prevent pulls from other registries.
 func TestSlowRegistryDoesNotStarveOthers(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -17,14 +18,17 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"berth/checkpoint"
+	"berth/image/governor"
 	"berth/image/layer"
 	"berth/image/partial"
+	"berth/image/peers"
 	"berth/image/registry"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/lograte"
 	"berth/internal/rootfs"
+	"berth/internal/slots"
 	"berth/internal/task"
 )
 
@@ -44,7 +48,10 @@ type Config struct {
 	MaxUnpacking         int                // concurrent unpack processes of all pulls; 0: DefaultUnpacking
 	MaxRangeRequests     int                // concurrent range requests for parts of large layers, see registry.Config.Spare; 0: none
 	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
+	Governor             governor.Config    // limits the rate of pulls; the Store sets Changed
 	PartialTTL           time.Duration      // how long layers and bytes of failed pulls are kept; 0: they are deleted
+	IndexBytes           int64              // bytes of all indexes of blobs, see package indexes; 0: none are made
+	Lazy                 LazyConfig         // layers that are used before they are complete
 	Platform             ocispec.Platform   // zero: this machine's
 	Waits                *task.Waits        // records waits for verbose Status; nil: no recording
 	Observer             Observer           // nil: none
@@ -78,10 +85,18 @@ type Store struct {
 	finished *finished      // layers of pulls that did not finish
 	expiry   *task.Lifetime // of the goroutine that deletes both
 
+	indexer     *indexer // of blobs
+	incomplete  *incompleteLayers
+	peerIndexes chan struct{} // a slot for each index that comes from a peer
+	rates       rates         // tell lazy pulls how long a whole pull would take
+	distrusted  distrusted
+
 	refs     *layerRefs
 	flights  *flights
-	slots    *unpackSlots
+	slots    *slots.Slots // of unpack processes, by registry
 	memory   *workMemory
+	governor *governor.Governor
+	peers    atomic.Pointer[peers.Peers] // nil: none, see UsePeers
 	pulls    pulls
 	accesses accesses
 	pullID   atomic.Uint64
@@ -123,6 +138,10 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	if err := s.openPartial(); err != nil {
 		return nil, err
 	}
+	if err := s.openIndexes(); err != nil {
+		return nil, errors.Join(err, s.stopExpiry())
+	}
+	s.incomplete.start(s)
 	undo.Release()
 	return s, nil
 }
@@ -145,27 +164,49 @@ func newStore(
 	cfg.Limits = cfg.Limits.WithDefaults()
 	client, err := registry.NewClient(registry.Config{
 		Sources: cfg.Registries, StallTimeout: cfg.StallTimeout, Log: log,
-		Spare: newUnpackSlots(cfg.MaxRangeRequests).tryAcquire,
+		Spare: slots.New(cfg.MaxRangeRequests).TryAcquire,
 	})
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Store{
-		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
-		client:   client,
-		writing:  make(chan struct{}, 1),
-		stale:    map[string]bool{},
-		finished: &finished{layers: map[digest.Digest]finishedLayer{}},
-		refs:     newLayerRefs(),
-		flights:  newFlights(ctx, log),
-		slots:    newUnpackSlots(cfg.MaxUnpacking),
-		memory:   newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
-		ctx:      ctx,
-		shutdown: cancel,
+		cfg: cfg, log: log, layers: layers, incomplete: layers.incomplete, records: records, pinned: pinned,
+		client:  client,
+		writing: make(chan struct{}, 1),
+		stale:   map[string]bool{},
+
+		peerIndexes: make(chan struct{}, parallelIndexes),
+		finished:    newFinished(),
+		refs:        newLayerRefs(),
+		flights:     newFlights(ctx, log),
+		slots:       slots.New(cfg.MaxUnpacking),
+		memory:      newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
+		governor:    newGovernor(cfg.Governor, log),
+		ctx:         ctx,
+		shutdown:    cancel,
 	}
 	s.closeOnce = sync.OnceValue(s.close)
 	return s, nil
+}
+
+// newGovernor returns a governor that logs when pods begin to slow pulls down, and when that ends.
+// The changes between, as many as one a second, are debug messages.
+func newGovernor(cfg governor.Config, log *slog.Logger) *governor.Governor {
+	var slowed atomic.Bool
+	cfg.Changed = func(limit int64) {
+		slow := limit > 0 && (cfg.Bandwidth == 0 || limit < cfg.Bandwidth)
+		level := slog.LevelInfo
+		if was := slowed.Swap(slow); was == slow {
+			level = slog.LevelDebug
+		}
+		if !slow {
+			log.Log(context.Background(), level, "pulls are no longer slowed down")
+			return
+		}
+		log.Log(context.Background(), level, "pulls are slowed down because pods wait", "bytes_per_second", limit)
+	}
+	return governor.New(cfg)
 }
 
 // Close cancels pulls and waits for them. Later pulls fail. Only methods that read may run during
@@ -176,8 +217,12 @@ func (s *Store) close() error {
 	s.shutdown()
 	s.pulls.close()
 	s.flights.wait()
+	return errors.Join(s.stopExpiry(), s.indexer.close(), s.layers.close())
+}
+
+func (s *Store) stopExpiry() error {
 	s.expiry.Cancel()
-	return errors.Join(s.expiry.WaitFor(expiryStop), s.layers.close())
+	return s.expiry.WaitFor(expiryStop)
 }
 
 // load reads the records. It moves damaged records and records with a missing layer out of the way;
@@ -312,13 +357,17 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 	x := s.index.Load()
 	used := s.layers.Usage()
 	files, bytes := s.partial.Usage()
-	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes + uint64(bytes),
-		Inodes: used.Inodes + uint64(len(x.records)+files)}, nil
+	indexes, indexBytes := s.Indexes() // files that are links to those of a layer count twice
+	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes + uint64(bytes+indexBytes),
+		Inodes: used.Inodes + uint64(len(x.records)+files+indexes)}, nil
 }
 
 // Remove removes the image that ref names, with all its tags, and the layers that only it needs. An
 // unknown image is no error. Failures to delete other unneeded layers are only logged.
 func (s *Store) Remove(ctx context.Context, ref string) error {
+	if _, err := s.find(ref); err == nil {
+		s.dropPartial() // before anything that was pulled completely
+	}
 	release, err := s.lockWriter(ctx)
 	if err != nil {
 		return fmt.Errorf("remove image %s: %w", ref, err)
@@ -331,7 +380,6 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	if err != nil {
 		return fmt.Errorf("remove image: %w", err)
 	}
-	s.dropPartial() // before anything that was pulled completely
 	if err := s.remove(img.ID); err != nil {
 		return err
 	}
@@ -384,7 +432,18 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 		}
 		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: %w", holder, err)
 	}
-	return rootfs.Spec{Layers: list}, nil
+	return rootfs.Spec{Layers: list, Keep: s.Keep(layers)}, nil
+}
+
+// Keep returns the files that a container on layers must hold open until it ends, or nil if all its
+// layers are complete. A layer never becomes incomplete while it is held.
+func (s *Store) Keep(layers []digest.Digest) []*os.File { return s.layers.keep(layers) }
+
+// Complete reports whether all layers exist, none is incomplete, and none has replaced a layer that
+// was incomplete and that a container may still use.
+func (s *Store) Complete(layers []digest.Digest) bool {
+	retired, err := s.layers.retired(layers)
+	return err == nil && !retired && s.layers.has(layers) == nil && s.Keep(layers) == nil
 }
 
 // holdTimeout limits Hold, which is fast unless it must create a join or a merged image.
@@ -471,7 +530,8 @@ type naming struct {
 	refs []registry.Reference // may be empty: the image has an ID only
 	pin  bool                 // kubelet must not collect the image
 
-	origin string // of the archive that contains the image, see Preload
+	origin   string // of the archive that contains the image, see Preload
+	registry string // that has served the image; empty: none
 }
 
 // commit writes the record of a pulled image and makes it visible under a name. Another image with
@@ -486,6 +546,9 @@ func (s *Store) commit(
 	defer release()
 	x := s.index.Load()
 	chain := layersOf(img)
+	if err := s.failedLayer(chain); err != nil { // else quarantine would have missed the image
+		return nil, err
+	}
 	id, rec := x.place(img)
 	if rec.Size, err = sizeOf(store, chain); err != nil { // another form than the earlier pull's has another size
 		return nil, err
@@ -498,6 +561,8 @@ func (s *Store) commit(
 		rec.Origins = append(slices.Clone(rec.Origins), names.origin)
 		rec.Origins = rec.Origins[max(0, len(rec.Origins)-maxOrigins):]
 	}
+	rec = rec.servedBy(names.registry)
+	rec.Decisions = s.incomplete.decisionsOf(chain, rec.Decisions)
 	records := maps.Clone(x.records)
 	if records[id], err = s.write(id, rec); err != nil {
 		return nil, err

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"maps"
 	"math"
+	"math/rand/v2"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -18,6 +19,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -33,6 +35,7 @@ import (
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/checkpoint"
+	"berth/image/governor"
 	"berth/image/layer"
 	"berth/image/registry"
 	"berth/image/registry/registrytest"
@@ -244,6 +247,32 @@ func TestPull(t *testing.T) {
 			}
 			wantEmpty(t, s)
 		})
+	}
+}
+
+// slowObserver adds up how long pulls waited for their limit.
+type slowObserver struct {
+	noObserver
+	waited atomic.Int64
+}
+
+func (o *slowObserver) Slowed(waited time.Duration) { o.waited.Add(int64(waited)) }
+
+func TestPullWaitsForBandwidth(t *testing.T) {
+	reg := registrytest.New(t)
+	content := make([]byte, 2*governor.Slowest)
+	_, _ = rand.NewChaCha8([32]byte{1}).Read(content) // never fails
+	l := gzipped(t, "file", string(content))
+	reg.PutImage("team/large", "v1", "", l)
+	o := &slowObserver{}
+	s := openStore(t, Config{Observer: o, Governor: governor.Config{Bandwidth: governor.Slowest}})
+	img := pull(t, s, reg.Host()+"/team/large:v1")
+	if readFile(t, s, img, "file") != string(content) {
+		t.Error("the file has another content")
+	}
+	// All but the bytes that may pass at once have to wait.
+	if waited := time.Duration(o.waited.Load()); waited < time.Second {
+		t.Errorf("%d bytes waited %v at %d bytes a second", len(l.Blob), waited, governor.Slowest)
 	}
 }
 
@@ -1125,9 +1154,9 @@ func TestProgress(t *testing.T) {
 	}
 	size := func(l registrytest.Layer) int64 { return int64(len(l.Blob)) }
 	want := []LayerProgress{
-		{digest.FromBytes(here.Blob), LayerPresent, size(here), size(here)},
-		{digest.FromBytes(held.Blob), LayerDownloading, 0, size(held)},
-		{digest.FromBytes(last.Blob), LayerWaiting, 0, size(last)},
+		{Digest: digest.FromBytes(here.Blob), State: LayerPresent, Done: size(here), Total: size(here)},
+		{Digest: digest.FromBytes(held.Blob), State: LayerDownloading, Total: size(held)},
+		{Digest: digest.FromBytes(last.Blob), State: LayerWaiting, Total: size(last)},
 	}
 	if !slices.Equal(p[0].Layers, want) {
 		t.Errorf("layers\n%+v, want\n%+v", p[0].Layers, want)

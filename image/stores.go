@@ -41,6 +41,11 @@ type stores struct {
 	// removes their images before removeUnmountable removes the layers.
 	unmountable *layer.Survey
 	root        string // Config.Root
+	incomplete  *incompleteLayers
+	// reclaim is Reserve.Reclaim of all stores; nil while they are being opened.
+	reclaim func() (freeing uint64)
+	// reclaimable is Reserve.Reclaimable of all stores. It is set together with reclaim.
+	reclaimable func() uint64
 }
 
 // driverAuto is the value of Config.Driver that selects EROFS where the kernel can mount it.
@@ -48,7 +53,8 @@ const driverAuto = "auto"
 
 // openStores opens the stores. The driver that cfg names makes new layers.
 func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
-	s := &stores{log: log, waits: cfg.Waits, choice: cfg.Driver, root: cfg.Root}
+	s := &stores{log: log, waits: cfg.Waits, choice: cfg.Driver, root: cfg.Root,
+		incomplete: newIncompleteLayers(cfg.Lazy, cfg.Observer, log)}
 	if s.choice == "" {
 		s.choice = string(rootfs.Directory)
 	}
@@ -66,13 +72,49 @@ func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
 	if err := s.openEROFS(cfg, directory); err != nil {
 		return nil, err
 	}
+	if s.incomplete.engine == nil {
+		err = s.incomplete.dropKept()
+	}
 	undo.Release()
-	return s, nil
+	return s, err
 }
 
 // open opens one store.
 func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (*layer.Store, error) {
-	store, err := layer.Open(root, driver, reserve, s.waits, s.log)
+	return s.added(layer.Open(root, driver, s.reclaiming(reserve), s.waits, s.log))
+}
+
+// openMerger opens the EROFS driver's store, with incomplete layers if they are needed.
+func (s *stores) openMerger(root string, driver layer.Merger, reserve layer.Reserve) (*layer.Store, error) {
+	if err := s.incomplete.open(root, filepath.Join(s.root, spoolDir), s.waits); err != nil {
+		return nil, err
+	}
+	if s.incomplete.engine == nil {
+		return s.open(root, driver, reserve)
+	}
+	store, err := s.added(layer.OpenLazy(root, driver, s.reclaiming(reserve), s.incomplete.parts(), s.waits, s.log))
+	s.incomplete.layers = store
+	return store, err
+}
+
+// reclaiming sets Reserve.Reclaim and Reserve.Reclaimable.
+func (s *stores) reclaiming(reserve layer.Reserve) layer.Reserve {
+	reserve.Reclaim = func() uint64 {
+		if s.reclaim == nil {
+			return 0
+		}
+		return s.reclaim()
+	}
+	reserve.Reclaimable = func() uint64 {
+		if s.reclaimable == nil {
+			return 0
+		}
+		return s.reclaimable()
+	}
+	return reserve
+}
+
+func (s *stores) added(store *layer.Store, err error) (*layer.Store, error) {
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +154,7 @@ func (s *stores) openEROFS(cfg Config, directory *layer.Store) error {
 	if lacks != nil && never && s.choice != string(rootfs.EROFS) {
 		return nil
 	}
-	images, err := s.open(root, layer.NewEROFS(cfg.Pack, cfg.MergeMemory), cfg.Reserve)
+	images, err := s.openMerger(root, layer.NewEROFS(cfg.Pack, cfg.MergeMemory), cfg.Reserve)
 	switch {
 	case err != nil:
 		return err
@@ -221,12 +263,32 @@ func (s *stores) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Lay
 	return nil, failed
 }
 
+// keep returns the files that a container on an image's layers must hold open, or nil.
+func (s *stores) keep(names []digest.Digest) []*os.File {
+	for _, store := range s.usable {
+		if files := store.Keep(names); files != nil {
+			return files
+		}
+	}
+	return nil
+}
+
 // Usage returns the disk usage of all stores.
 func (s *stores) Usage() (sum layer.Usage) {
 	for _, store := range s.all {
 		sum = sum.Add(store.Usage())
 	}
 	return sum
+}
+
+// bytes returns the disk usage of a layer in all forms.
+func (s *stores) bytes(name digest.Digest) (bytes uint64) {
+	for _, store := range s.all {
+		if info, err := store.Info(name); err == nil {
+			bytes += info.Bytes
+		}
+	}
+	return bytes
 }
 
 // deleting returns the bytes of layers under deletion.
@@ -248,7 +310,19 @@ func (s *stores) list() (layers []form) {
 }
 
 // remove removes a layer in one form.
-func (s *stores) remove(layer form) error { return s.of(layer.kind).Remove(layer.name) }
+func (s *stores) remove(layer form) error {
+	err := s.of(layer.kind).Remove(layer.name)
+	s.incomplete.removed(layer.name)
+	return err
+}
+
+// retired reports whether containers may use a layer that was set aside while it was incomplete.
+func (s *stores) retired(names []digest.Digest) (bool, error) {
+	if s.incomplete.layers == nil {
+		return false, nil
+	}
+	return s.incomplete.layers.Retired(names)
+}
 
 // merged returns the layer chains with a merged image.
 func (s *stores) merged() (chains []form) {
@@ -280,5 +354,5 @@ func (s *stores) close() (failed error) {
 	for _, store := range s.all {
 		failed = errors.Join(failed, store.Close())
 	}
-	return failed
+	return errors.Join(failed, s.incomplete.close())
 }

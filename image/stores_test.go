@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 
 	"github.com/opencontainers/go-digest"
@@ -525,9 +524,9 @@ func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var n atomic.Int64
+	var n transfer
 	_, _, err = s.downloadFrom(t.Context(), s.layers.primary, repo, img.Layers[0], 0, &n, shortage{})
-	if got := n.Load(); !errors.Is(err, layer.ErrTooLarge) || got >= littleLeft/2 {
+	if got := n.at.Load(); !errors.Is(err, layer.ErrTooLarge) || got >= littleLeft/2 {
 		t.Errorf("%v, after %d bytes", err, got)
 	}
 }

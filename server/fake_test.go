@@ -205,6 +205,7 @@ type fakeImages struct {
 	auth     *runtimeapi.AuthConfig
 	err      error // returned by every method that may fail
 	progress []image.PullProgress
+	lazy     *image.LazyImage // of all images
 }
 
 func (f *fakeImages) PullFor(_ context.Context, _, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error) {
@@ -235,6 +236,15 @@ func (f *fakeImages) Remove(_ context.Context, ref string) error {
 
 func (f *fakeImages) Usage(context.Context) (image.Usage, error) {
 	return image.Usage{Mountpoint: "/var/lib/berth/images", Bytes: 7, Inodes: 3}, f.err
+}
+
+func (f *fakeImages) LazyStatus(*image.Image) *image.LazyImage { return f.lazy }
+
+func (f *fakeImages) Fetched(*image.Image) string {
+	if f.lazy == nil {
+		return ""
+	}
+	return f.lazy.Percent()
 }
 
 func (f *fakeImages) Progress() []image.PullProgress { return f.progress }

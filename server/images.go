@@ -27,12 +27,12 @@ func (s *imageService) ListImages(_ context.Context,
 		case err != nil:
 			return nil, err
 		default:
-			resp.Images = append(resp.Images, imageItem(img))
+			resp.Images = append(resp.Images, s.imageItem(img))
 		}
 		return resp, nil
 	}
 	for _, img := range s.images.List() {
-		resp.Images = append(resp.Images, imageItem(img))
+		resp.Images = append(resp.Images, s.imageItem(img))
 	}
 	return resp, nil
 }
@@ -51,13 +51,14 @@ func (s *imageService) ImageStatus(_ context.Context,
 	if err != nil {
 		return nil, err
 	}
-	resp := &runtimeapi.ImageStatusResponse{Image: imageItem(img)}
+	resp := &runtimeapi.ImageStatusResponse{Image: s.imageItem(img)}
 	if req.GetVerbose() {
 		config, err := img.Specification()
 		if err != nil {
 			return nil, err
 		}
-		if resp.Info, err = infoMap(map[string]any{"info": imageDetail{config, img.Artifact}}); err != nil {
+		detail := imageDetail{config, img.Artifact, s.images.LazyStatus(img)}
+		if resp.Info, err = infoMap(map[string]any{"info": detail}); err != nil {
 			return nil, err
 		}
 	}
@@ -69,6 +70,7 @@ func (s *imageService) ImageStatus(_ context.Context,
 type imageDetail struct {
 	Config   ocispec.Image      `json:"imageSpec"`
 	Artifact *registry.Artifact `json:"artifact,omitempty"`
+	Lazy     *image.LazyImage   `json:"lazy,omitempty"`
 }
 
 // PullImage implements ImageService. It returns the image's ID, which the API requires since v1.36.
@@ -123,7 +125,7 @@ func (s *imageService) ImageFsInfo(ctx context.Context,
 	}, nil
 }
 
-func imageItem(img *image.Image) *runtimeapi.Image {
+func (s *imageService) imageItem(img *image.Image) *runtimeapi.Image {
 	item := &runtimeapi.Image{
 		Id:          img.ID,
 		RepoTags:    img.RepoTags,
@@ -134,6 +136,9 @@ func imageItem(img *image.Image) *runtimeapi.Image {
 	}
 	if img.Artifact != nil {
 		item.Spec.Annotations = map[string]string{image.ArtifactType: img.Artifact.Type}
+	}
+	if fetched := s.images.Fetched(img); fetched != "" {
+		item.Spec.Annotations = map[string]string{image.FetchedAnnotation: fetched} // artifacts are fetched whole
 	}
 	item.Uid, item.Username = imageUser(img.Config.User)
 	return item

@@ -98,7 +98,9 @@ type Images interface {
 	Remove(ctx context.Context, ref string) error
 	Usage(ctx context.Context) (image.Usage, error)
 	Progress() []image.PullProgress
-	Driver() rootfs.Kind // the form of new layers
+	LazyStatus(img *image.Image) *image.LazyImage // nil: the image is complete
+	Fetched(img *image.Image) string              // "": the image is complete
+	Driver() rootfs.Kind                          // the form of new layers
 	admin.Store
 }
 

@@ -21,6 +21,13 @@ func init() {
 }
 
 func main() {
+	if len(os.Args) > 1 && os.Args[1] == proto.RaiseLastPID {
+		if err := launcher.RaiseLastPID(os.Args[2:]); err != nil {
+			fmt.Fprintln(os.Stderr, "berth-shim:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	settings, err := proto.ParseLauncherArgs(os.Args[1:])
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "berth-shim:", err)

@@ -1,12 +1,12 @@
-// Package archive reads and writes archives of images: OCI layouts (image-spec "image-layout.md"), as
-// a directory or a tar, and the tars of `docker save`.
+// Package archive reads and writes archives of images: OCI layouts (image-spec "image-layout.md"),
+// as a directory or a tar, and the tars of `docker save`.
 //
 // # Contract
 //
-// An archive may come from anyone. The package opens no path that an archive names outside of it and
-// bounds the memory that the list of files and each document take. Documents get the checks that
-// package registry applies to a registry's documents. A blob is read through a verifier of its size
-// and digest, so a file that changes meanwhile is an error and never content.
+// An archive may come from anyone. The package opens no path that an archive names outside of it
+// and bounds the memory that the list of files and each document take. Documents get the checks
+// that package registry applies to a registry's documents. A blob is read through a verifier of its
+// size and digest, so a file that changes meanwhile is an error and never content.
 //
 // go-containerregistry reads the same formats. It does not bound the size of documents, and it
 // scans a tar from the start for each file.
@@ -50,12 +50,12 @@ const (
 
 // Archive is an open archive. It is safe for concurrent use.
 type Archive struct {
-	open  func(name string) (file, error)
+	open  func(name string) (File, error)
 	paths map[digest.Digest]string // of the blobs of a docker archive; nil: those of an OCI layout
 }
 
-// file is a regular file of an archive.
-type file interface {
+// File is a regular file of an archive. The caller closes it.
+type File interface {
 	io.ReaderAt
 	io.Closer
 	Size() int64
@@ -74,13 +74,13 @@ func OpenTar(f io.ReaderAt, size int64) (*Archive, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Archive{open: func(name string) (file, error) { return files.open(f, name) }}, nil
+	return &Archive{open: func(name string) (File, error) { return files.open(f, name) }}, nil
 }
 
 // OpenDir opens an OCI layout in a directory. Symlinks cannot lead out of it. root must stay open
 // while the archive is used.
 func OpenDir(root *os.Root) *Archive {
-	return &Archive{open: func(name string) (file, error) {
+	return &Archive{open: func(name string) (File, error) {
 		f, err := root.Open(name)
 		if err != nil {
 			return nil, err
@@ -253,7 +253,8 @@ func (a *Archive) dockerImage(entry dockerImage, known map[string]ocispec.Descri
 	return img, nil
 }
 
-// dockerLayer describes a layer of a docker archive. It reads the whole layer to compute its digest.
+// dockerLayer describes a layer of a docker archive. It reads the whole layer to compute its
+// digest.
 func (a *Archive) dockerLayer(name string) (ocispec.Descriptor, error) {
 	f, err := a.open(path.Clean(name))
 	if err != nil {
@@ -299,6 +300,17 @@ func inArchive(name string, err error) error {
 // Blob opens a layer's blob. Its Read returns io.EOF only after it has verified size and digest;
 // the error is DataLoss. The caller closes it.
 func (a *Archive) Blob(want ocispec.Descriptor) (io.ReadCloser, error) {
+	f, err := a.BlobAt(want)
+	if err != nil {
+		return nil, err
+	}
+	return &verifier{
+		from: io.NewSectionReader(f, 0, f.Size()), file: f, want: want, hash: want.Digest.Algorithm().Hash(),
+	}, nil
+}
+
+// BlobAt opens a blob for reads of any part, which are not verified. The errors are those of Blob.
+func (a *Archive) BlobAt(want ocispec.Descriptor) (File, error) {
 	if err := want.Digest.Validate(); err != nil {
 		return nil, errdefs.InvalidArgument("digest %q: %w", errdefs.Clip(string(want.Digest)), err)
 	}
@@ -317,9 +329,7 @@ func (a *Archive) Blob(want ocispec.Descriptor) (io.ReadCloser, error) {
 		_ = f.Close() // read only
 		return nil, errdefs.New(codes.DataLoss, "blob %s has %d bytes, not %d", want.Digest, f.Size(), want.Size)
 	}
-	return &verifier{
-		from: io.NewSectionReader(f, 0, f.Size()), file: f, want: want, hash: want.Digest.Algorithm().Hash(),
-	}, nil
+	return f, nil
 }
 
 // verifier checks the size and the digest of a blob at its end.

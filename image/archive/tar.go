@@ -72,7 +72,7 @@ func entryOf(hdr *tar.Header, offset, size int64) (tarEntry, bool) {
 // maxLinks limits the links that lead to one file.
 const maxLinks = 8
 
-func (t tarFiles) open(f io.ReaderAt, name string) (file, error) {
+func (t tarFiles) open(f io.ReaderAt, name string) (File, error) {
 	for range maxLinks {
 		entry, ok := t[name]
 		if !ok {

@@ -23,8 +23,8 @@ const (
 	tarTrailer = 2 * tarBlock // zeros at the end of an archive
 )
 
-// tar returns a tar with the file, and its length. The file belongs to root, everyone may read it, and
-// its time is 0, so the tar is the same on each machine.
+// tar returns a tar with the file, and its length. The file belongs to root, everyone may read it,
+// and its time is 0, so the tar is the same on each machine.
 func (f File) tar() (io.Reader, int64, error) {
 	var head bytes.Buffer
 	err := tar.NewWriter(&head).WriteHeader(&tar.Header{

@@ -26,7 +26,8 @@
 //
 //	<root>/layers/<hex name>/      a layer: the driver's files, and layer.json
 //	<root>/joins/<hex chainID>/    a join or a merged image: the driver's files, and layer.json
-//	<root>/{layers,joins}/set-aside/  unusable layers that may be mounted, see DropSetAside
+//	<root>/lazy/<hex name>/        an incomplete layer (OpenLazy), with package lazy's files, an index, a claim
+//	<root>/{layers,joins,lazy}/set-aside/  unusable layers that may be mounted, see DropSetAside
 //	<root>/empty-<kind>/           an empty layer
 //	<root>/tmp/                    layers under construction; the next Open deletes them
 //	<root>/trash/                  layers under deletion
@@ -161,6 +162,9 @@ type Info struct {
 	TarDigest digest.Digest `json:"tarDigest,omitempty"`
 	// Record is the length of the record of the tar, in bytes; 0: the tar cannot be restored.
 	Record int64 `json:"record,omitempty"`
+	// Incomplete: the layer can be used, but parts of its content are not there yet. The usage is
+	// that of the complete layer.
+	Incomplete bool `json:"-"`
 }
 
 // check returns an error if the record does not belong to the directory dir.

@@ -31,7 +31,13 @@ func (s *Store) load() error {
 	if err := s.discardAll(tmpDir); err != nil {
 		return err
 	}
+	if err := s.dropLinks(); err != nil {
+		return err
+	}
 	if err := s.loadDir(layersDir, s.loadLayer); err != nil {
+		return err
+	}
+	if err := s.loadLazy(); err != nil {
 		return err
 	}
 	return s.loadDir(joinsDir, s.loadJoin)
@@ -134,7 +140,7 @@ func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 		}
 	}
 	var failed []error
-	for _, folder := range []string{layersDir, joinsDir} {
+	for _, folder := range []string{layersDir, joinsDir, lazyDir} {
 		left, err := s.dropSetAside(filepath.Join(s.root, folder, checkpoint.SetAsideDir), needed)
 		if left || err != nil {
 			s.aside.Store(true) // try again next time

@@ -20,7 +20,22 @@ type Reserve struct {
 	Bytes   int64 // upper limit of the bytes
 
 	Statfs func(path string) (unix.Statfs_t, error) // returns the filesystem's state; nil: statfs(2)
+
+	// Reclaim starts to free space of data that is needed least. It returns the bytes of everything
+	// that is being deleted. It is called before a lack of space is reported; nil: nothing is
+	// freed.
+	Reclaim func() (freeing uint64)
+	// Reclaimable returns how many bytes Reclaim can free at the most. It must not be nil if
+	// Reclaim is not.
+	Reclaimable func() uint64
 }
+
+// ClaimError is the error about space that was asked for before any of it was used. The size may be
+// a wrong claim of a manifest.
+type ClaimError struct{ error }
+
+// Unwrap returns the error with its code.
+func (e ClaimError) Unwrap() error { return e.error }
 
 func (r Reserve) isNone() bool { return r.Percent == 0 || r.Bytes == 0 }
 
@@ -81,12 +96,31 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 	return guarded, func() { cancel(nil); <-done }, nil
 }
 
-// HasRoom returns ResourceExhausted if layers of the given bytes would use the reserve. freed bytes
-// count as free. Without a reserve the result is nil.
+// HasRoom returns ResourceExhausted if layers of the given bytes would use the reserve, also after
+// Reserve.Reclaim. freed bytes count as free. Without a reserve the result is nil. If bytes is not
+// zero, the error is a ClaimError. Then nothing is reclaimed where that would not be enough: anyone
+// can claim a size.
 func (s *Store) HasRoom(bytes, freed uint64) error {
 	if s.reserve.isNone() {
 		return nil
 	}
+	err := s.Spare(bytes, freed)
+	if err == nil || s.reserve.Reclaim == nil {
+		return err
+	}
+	if bytes > 0 && s.Spare(bytes, freed+s.reserve.Reclaimable()) != nil {
+		return ClaimError{err}
+	}
+	err = s.Spare(bytes, max(freed, s.reserve.Reclaim()))
+	if err != nil && bytes > 0 {
+		err = ClaimError{err}
+	}
+	return err
+}
+
+// Spare returns ResourceExhausted if the filesystem has fewer free bytes beside the reserve. freed
+// bytes count as free. It reclaims nothing.
+func (s *Store) Spare(bytes, freed uint64) error {
 	fs, err := s.statfs()
 	if err != nil {
 		return fmt.Errorf("get free space of %s: %w", s.root, err)

@@ -43,6 +43,7 @@ type Store struct {
 	aside   atomic.Bool                   // the set-aside folders may have entries
 	effort  int64                         // limit for the joins of one image: allEffort
 	making  atomic.Int64                  // tar bytes read so far for layers under construction
+	lazy    *lazyLayers                   // nil: no incomplete layers
 }
 
 // Open opens the store in root, creates it if needed and starts its deleter. No other Store may use
@@ -51,6 +52,12 @@ type Store struct {
 // pulled again. It fails if a record is unreadable for another reason, or if a newer berth wrote
 // it. Layers leave the reserve free on the filesystem. waits records deletions; nil: no recording.
 func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *slog.Logger) (*Store, error) {
+	return open(root, driver, reserve, nil, waits, log)
+}
+
+// open is Open, or OpenLazy.
+func open(root string, driver Driver, reserve Reserve, incomplete *Lazy, waits *task.Waits,
+	log *slog.Logger) (_ *Store, err error) {
 	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](),
 		reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
 	switch d := driver.(type) {
@@ -61,7 +68,12 @@ func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *s
 	default:
 		return nil, fmt.Errorf("open layer store: %T is neither a Joiner nor a Merger", driver)
 	}
-	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
+	dirs := []string{layersDir, joinsDir, tmpDir, trashDir}
+	if incomplete != nil {
+		s.lazy = newLazyLayers(*incomplete)
+		dirs = append(dirs, lazyDir)
+	}
+	for _, dir := range dirs {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)
 		}
@@ -83,6 +95,9 @@ func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *s
 	}
 	if err := s.makeEmpty(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: create empty layer: %w", root, err)
+	}
+	if s.lazy != nil {
+		s.lazy.startAll(s)
 	}
 	s.deleter = task.NewLifetime()
 	s.deleter.Spawn(func() { s.trash.Run(s.deleter.Context()) })
@@ -112,9 +127,10 @@ const closeLimit = 5 * time.Second
 // after Close.
 func (s *Store) Close() error {
 	s.deleter.Cancel()
-	failed := s.deleter.WaitFor(closeLimit)
+	failed := s.lazy.end()
+	failed = errors.Join(failed, s.deleter.WaitFor(closeLimit))
 	if failed != nil {
-		failed = fmt.Errorf("stop the deletion of layers in %s: %w", s.root, failed)
+		failed = fmt.Errorf("stop the deletion and completion of layers in %s: %w", s.root, failed)
 	}
 	for _, j := range s.joins.All() {
 		failed = errors.Join(failed, j.unmount())
@@ -153,7 +169,7 @@ func (s *Store) Usage() Usage {
 	sum := s.trash.Usage()
 	sum.Bytes += uint64(s.making.Load())
 	for _, info := range s.layers.All() {
-		sum = sum.Add(info.Usage)
+		sum = sum.Add(s.lazy.usageOf(info))
 	}
 	for _, j := range s.joins.All() {
 		sum = sum.Add(j.Usage)
@@ -171,13 +187,28 @@ func (s *Store) Usage() Usage {
 // wait for each other, because one blob may come from a host that never ends. The first call to
 // finish creates the layer.
 func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits unpack.Limits) error {
+	return s.CreateWithPoints(ctx, from, blob, limits, Points{})
+}
+
+// Points is where Create writes the places of a blob where decompression can begin. See the fields
+// of unpack.Job.
+type Points struct {
+	File *os.File // nil: nowhere
+	Span int64
+}
+
+// CreateWithPoints is Create that writes points. Their file stays empty if the layer can have no
+// index, if another call has made the layer, and with a driver that is no Merger.
+func (s *Store) CreateWithPoints(ctx context.Context, from Source, blob io.Reader, limits unpack.Limits,
+	points Points) error {
 	if err := from.Validate(); err != nil {
 		return errdefs.InvalidArgument("layer: %w", err)
 	}
 	if s.Has(from.Name()) {
 		return nil
 	}
-	return s.create(ctx, from, blob, unpack.Job{Limits: limits}, func(made unpack.Result) (tarBytes int64, err error) {
+	job := unpack.Job{Limits: limits, Points: points.File, Span: points.Span}
+	return s.create(ctx, from, blob, job, func(made unpack.Result) (tarBytes int64, err error) {
 		if made.Digest != from.DiffID {
 			return 0, errdefs.New(codes.DataLoss, "tar of %d bytes has the digest %s", made.TarBytes, made.Digest)
 		}
@@ -185,8 +216,9 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 	})
 }
 
-// CreateFile is Create for a layer with one file, whose content is the blob as it is. from.DiffID stands
-// for the path; the layer's record has the digest of the tar that CreateFile makes of the blob.
+// CreateFile is Create for a layer with one file, whose content is the blob as it is. from.DiffID
+// stands for the path; the layer's record has the digest of the tar that CreateFile makes of the
+// blob.
 func (s *Store) CreateFile(ctx context.Context, from Source, file File, limits unpack.Limits) error {
 	if err := from.Validate(); err != nil {
 		return errdefs.InvalidArgument("layer: %w", err)
@@ -402,15 +434,29 @@ func (s *Store) Remove(name digest.Digest) error {
 		layer.Set(info)
 		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
-	if err := s.trash.Take(s.layerDir(name), info.Usage); err != nil {
+	if err := s.trash.Take(s.dirOf(info), s.lazy.usageOf(info)); err != nil {
 		layer.Set(info)
+		return fmt.Errorf("remove layer %s: %w", name, err)
+	}
+	if err := s.forgetLazy(name); err != nil {
 		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
 	return nil
 }
 
+// layerDir returns the directory of a layer. The path stays valid when the layer becomes complete.
 func (s *Store) layerDir(name digest.Digest) string {
+	if info := s.layers.Get(name); info != nil {
+		return s.dirOf(info)
+	}
 	return filepath.Join(s.root, layersDir, name.Encoded())
+}
+
+func (s *Store) dirOf(info *Info) string {
+	if info.Incomplete {
+		return s.incompleteDir(info.Name)
+	}
+	return filepath.Join(s.root, layersDir, info.Name.Encoded())
 }
 
 func syncDir(path string) error {

@@ -38,6 +38,9 @@ type Stored struct {
 	Usage  Usage           // as counted at creation, without files that a join shares with layers
 	Sum    checksum.Sum    // as computed at creation; zero for layers of berth up to 0.2.0
 	Tree   digest.Digest   // digest of the tree file at creation; empty: unknown
+	// Incomplete: parts of the content are not there yet. Usage and Sum are those of the complete
+	// layer.
+	Incomplete bool
 }
 
 // Inspect reads the directory of a Store without changing anything. The Store may be open. A
@@ -47,6 +50,7 @@ func Inspect(root string) (*Survey, error) {
 	folders := map[string]func(path string){
 		layersDir: s.addLayer,
 		joinsDir:  s.addJoin,
+		lazyDir:   s.addLazy,
 		tmpDir:    func(path string) { s.Making = append(s.Making, path) },
 		trashDir:  func(path string) { s.Trash = append(s.Trash, path) },
 	}
@@ -108,7 +112,7 @@ func (s *Survey) addSetAside(path string) bool {
 
 func (s *Survey) addLayer(path string) {
 	var info Info
-	if s.addSetAside(path) || !s.read(path, layerKind, &info) {
+	if s.addSetAside(path) || isLink(path) || !s.read(path, layerKind, &info) {
 		return
 	}
 	if err := info.check(filepath.Base(path)); err != nil {
@@ -117,6 +121,22 @@ func (s *Survey) addLayer(path string) {
 	}
 	s.Layers[info.Name] = Stored{Dir: path, Kind: info.Kind, Layers: []digest.Digest{info.Name}, Usage: info.Usage,
 		Sum: info.Sum, Tree: info.Tree}
+}
+
+// addLazy adds an incomplete layer.
+func (s *Survey) addLazy(path string) {
+	var info Info
+	if s.addSetAside(path) || isLink(path) || !s.read(path, layerKind, &info) {
+		return
+	}
+	if err := info.check(filepath.Base(path)); err != nil {
+		s.Damaged[path] = err
+		return
+	}
+	if _, complete := s.Layers[info.Name]; !complete { // it may become complete meanwhile
+		s.Layers[info.Name] = Stored{Dir: path, Kind: info.Kind, Layers: []digest.Digest{info.Name}, Usage: info.Usage,
+			Sum: info.Sum, Tree: info.Tree, Incomplete: true}
+	}
 }
 
 func (s *Survey) addJoin(path string) {

@@ -25,8 +25,8 @@ const tarFile = "tar"
 // ErrNoTar is wrapped by errors of OpenTar about layers whose tar cannot be restored.
 var ErrNoTar = errors.New("the tar of the layer cannot be restored")
 
-// ErrOldLayer is wrapped by errors with ErrNoTar about layers that can be restored once they are pulled
-// again.
+// ErrOldLayer is wrapped by errors with ErrNoTar about layers that can be restored once they are
+// pulled again.
 var ErrOldLayer = errors.New("an earlier version of berth stored it")
 
 // Content is the content of a layer's files. The caller closes it.
@@ -44,9 +44,9 @@ type Tar struct {
 }
 
 // OpenTar opens the tar of a layer. The caller keeps the layer from removal and closes the Tar.
-// Errors: NotFound; FailedPrecondition, which wraps ErrNoTar, if the layer has no record of its tar.
-// An earlier berth made such a layer, or its tar replaces entries in a way that loses content, or the
-// record would be too large.
+// Errors: NotFound; FailedPrecondition, which wraps ErrNoTar, if the layer has no record of its
+// tar. An earlier berth made such a layer, or its tar replaces entries in a way that loses content,
+// or the record would be too large.
 //
 // ReadAt returns any range, unverified: the digest covers the whole tar. Whole verifies.
 func (s *Store) OpenTar(name digest.Digest) (_ *Tar, err error) {

@@ -1,13 +1,15 @@
 // Package partial keeps the start of blobs whose transfer did not finish, so that the next pull
 // fetches only the rest.
 //
-// Contract: a file holds the first bytes of one blob as one registry sent them. It grows during the
-// transfer and is removed when the blob is complete, so any length is valid and a killed daemon
-// leaves nothing to repair. The content is not trusted: the caller hashes it with the rest, checks
-// the blob's digest as always, and discards the file if the digest is wrong. A file is used only
-// for the registry that sent it, and only after that registry has agreed to send the rest to the
-// new pull's credentials. Files expire, have a common limit, and are dropped when the
-// filesystem is short of space. A failure to write one never makes a pull fail.
+// Contract: a file holds the first bytes of one blob as one repository sent them. It grows during
+// the transfer and is removed when the blob is complete, so any length is valid and a killed daemon
+// leaves nothing to repair. Files are not synced. Their content is not trusted: the caller hashes
+// it with the rest, checks the blob's digest as always, and discards the file if the digest is
+// wrong. A file is used only for the repository that sent it, and only after its registry has
+// agreed to send the rest to the new pull's credentials. So other repositories can neither use,
+// measure nor damage it (docs/adr/001-layer-access.md). Files expire, have a common limit, and are
+// dropped when the filesystem is short of space. A failure to write one never makes a pull fail.
+// Entries of the directory that are not such files are reported and left alone.
 package partial
 
 import (
@@ -18,12 +20,15 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"regexp"
 	"sync"
 	"time"
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 const (
@@ -36,6 +41,8 @@ const (
 	inflation = 4
 	// checkEvery is how many bytes are written between two checks of the free space.
 	checkEvery = 8 << 20
+	// growth is how many bytes are written between two failpoints.
+	growth = 1 << 20
 )
 
 // Config configures a Store.
@@ -60,7 +67,47 @@ type Store struct {
 type file struct {
 	size    int64
 	changed time.Time
-	active  bool // a Blob has it open
+	active  bool     // a Blob has it open, or it is being removed
+	content *os.File // of the Blob
+	reading bool     // the Blob still reads the bytes of earlier transfers
+	dropped bool     // the Blob must discard it
+}
+
+// Found is a file on disk.
+type Found struct {
+	Name    string
+	Size    int64
+	Changed time.Time
+}
+
+// fileName matches the names of files: digest of the blob, hash of the repository.
+var fileName = regexp.MustCompile(`^([0-9a-f]{64}|[0-9a-f]{96}|[0-9a-f]{128})-[0-9a-f]{16}$`)
+
+// nameOf returns the name of the file for a repository's blob.
+func nameOf(repository string, blob digest.Digest) string {
+	return blob.Encoded() + "-" + digest.FromString(repository).Encoded()[:16]
+}
+
+// Inspect lists the files of a store, and the names of all other entries of its directory. It
+// changes nothing. A missing directory is empty.
+func Inspect(dir string) (files []Found, others []string, err error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, nil, fmt.Errorf("list partial layers: %w", err)
+	}
+	for _, e := range entries {
+		info, err := e.Info()
+		switch {
+		case errors.Is(err, fs.ErrNotExist): // removed meanwhile
+		case err != nil:
+			return nil, nil, fmt.Errorf("list partial layers: %w", err)
+		case !info.Mode().IsRegular() || !fileName.MatchString(e.Name()):
+			others = append(others, e.Name())
+		default:
+			files = append(files, Found{Name: e.Name(), Size: info.Size(), Changed: info.ModTime()})
+		}
+	}
+	return files, others, nil
 }
 
 // Open opens the store, creates its directory if needed, and removes expired files.
@@ -72,21 +119,23 @@ func Open(cfg Config) (*Store, error) {
 	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("open partial layers: %w", err)
 	}
-	entries, err := os.ReadDir(cfg.Dir)
+	files, others, err := Inspect(cfg.Dir)
 	if err != nil {
-		return nil, fmt.Errorf("open partial layers: %w", err)
+		return nil, err
 	}
-	for _, e := range entries {
-		info, err := e.Info()
-		if err != nil {
-			return nil, fmt.Errorf("open partial layers: %w", err)
-		}
-		if info.Mode().IsRegular() {
-			s.files[e.Name()] = &file{size: info.Size(), changed: info.ModTime()}
-			s.bytes += info.Size()
-		}
+	if len(others) > 0 {
+		cfg.Log.Warn("unknown files among partial layers", "directory", cfg.Dir, "files", others)
 	}
-	if err := s.Expire(time.Now()); err != nil {
+	now := time.Now()
+	for _, f := range files {
+		if f.Changed.After(now) { // the clock was wrong
+			f.Changed = now
+		}
+		s.files[f.Name] = &file{size: f.Size, changed: f.Changed}
+		s.bytes += f.Size
+	}
+	s.makeRoom(0) // an earlier version may have had a higher limit
+	if err := s.Expire(now); err != nil {
 		cfg.Log.Warn("delete partial layers; will be retried", "error", err)
 	}
 	return s, nil
@@ -107,6 +156,31 @@ func (s *Store) Expire(now time.Time) error {
 // Clear removes all files that no transfer uses.
 func (s *Store) Clear() error { return s.drop(func(*file) bool { return true }) }
 
+// Reclaim frees the space of all files, because other data needs it. Current transfers continue and
+// keep nothing more. Only a transfer that still reads the bytes of an earlier one keeps its file.
+func (s *Store) Reclaim() error {
+	s.mu.Lock()
+	var open []*os.File
+	for _, f := range s.files {
+		if f.content != nil && !f.reading && !f.dropped {
+			f.dropped = true
+			open = append(open, f.content)
+			s.bytes -= f.size
+			f.size = 0
+		}
+	}
+	s.mu.Unlock()
+	var failed error
+	for _, content := range open {
+		// The Blob may still write a little, and removes the file with its next bytes or at its
+		// end.
+		if err := content.Truncate(0); err != nil && !errors.Is(err, os.ErrClosed) {
+			failed = errors.Join(failed, fmt.Errorf("truncate partial layer: %w", err))
+		}
+	}
+	return errors.Join(failed, s.Clear())
+}
+
 // drop removes the chosen files that no transfer uses.
 func (s *Store) drop(chosen func(*file) bool) (failed error) {
 	s.mu.Lock()
@@ -126,11 +200,13 @@ func (s *Store) drop(chosen func(*file) bool) (failed error) {
 
 // remove removes a file that the caller has made active.
 func (s *Store) remove(name string) error {
+	failpoint.Reach("partial.remove")
 	err := os.Remove(filepath.Join(s.cfg.Dir, name))
+	failpoint.Reach("partial.removed")
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		s.files[name].active = false
+		*s.files[name] = file{size: s.files[name].size, changed: s.files[name].changed}
 		return fmt.Errorf("remove partial layer: %w", err)
 	}
 	s.bytes -= s.files[name].size
@@ -178,17 +254,18 @@ type Blob struct {
 	content *os.File // nil: closed
 	had     int64    // bytes from earlier transfers
 	at      int64    // position of the next byte received
-	checked int64    // size at the last check of the free space
+	checked int64    // position at the last check of the free space
+	full    bool     // the limit is reached: the file keeps what it has
 }
 
-// Open opens what is kept of a registry's blob, for a transfer of the blob. The result is nil if
+// Open opens what is kept of a repository's blob, for a transfer of the blob. The result is nil if
 // nothing is to be kept: the blob is small, the disk has no room, or another transfer has the file.
 // The caller calls Keep or Discard.
-func (s *Store) Open(registry string, want ocispec.Descriptor) *Blob {
+func (s *Store) Open(repository string, want ocispec.Descriptor) *Blob {
 	if s.cfg.TTL <= 0 || want.Size < MinSize {
 		return nil
 	}
-	name := want.Digest.Encoded() + "-" + digest.FromString(registry).Encoded()[:16]
+	name := nameOf(repository, want.Digest)
 	if !s.activate(name) {
 		return nil
 	}
@@ -222,7 +299,9 @@ func (b *Blob) open() (err error) {
 		return err
 	}
 	path := filepath.Join(b.store.cfg.Dir, b.name)
+	failpoint.Reach("partial.open")
 	b.content, err = os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	failpoint.Reach("partial.opened")
 	if err != nil {
 		return err
 	}
@@ -235,17 +314,24 @@ func (b *Blob) open() (err error) {
 	if err := b.content.Truncate(b.had); err != nil {
 		return err
 	}
+	b.store.update(b.name, func(f *file) { f.content, f.reading = b.content, b.had > 0 })
 	b.store.changed(b.name, b.had)
 	return nil
 }
 
-// changed records the new size of a file.
-func (s *Store) changed(name string, size int64) {
+// update changes the description of a file.
+func (s *Store) update(name string, change func(*file)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	f := s.files[name]
-	s.bytes += size - f.size
-	f.size, f.changed = size, time.Now()
+	change(s.files[name])
+}
+
+// changed records the new size of a file.
+func (s *Store) changed(name string, size int64) {
+	s.update(name, func(f *file) {
+		s.bytes += size - f.size
+		f.size, f.changed = size, time.Now()
+	})
 }
 
 // hasRoom checks that the filesystem has room for the layer without the file.
@@ -259,26 +345,35 @@ func (b *Blob) Had() (content io.Reader, size int64) {
 	return io.NewSectionReader(b.content, 0, b.had), b.had
 }
 
-// Received adds the next bytes of the blob, which begin with those of Had. After a failure the
-// file is gone and later bytes are ignored.
+// Received adds the next bytes of the blob, which begin with those of Had. At the limit of all
+// files, the file stops growing. After a failure the file is gone and later bytes are ignored.
 func (b *Blob) Received(p []byte) {
 	if b == nil || b.content == nil {
 		return
 	}
 	skip := min(int64(len(p)), max(b.had-b.at, 0))
 	b.at += int64(len(p))
-	if p = p[skip:]; len(p) == 0 {
+	if p = p[skip:]; len(p) == 0 || b.full {
 		return
 	}
-	if err := b.add(p); err != nil {
+	switch err := b.add(p); {
+	case errors.Is(err, errLimit):
+		b.full = true
+	case err != nil:
 		b.store.cfg.Log.Debug("partial layer is not kept", "layer", b.want.Digest, "error", err)
 		b.Discard()
 	}
 }
 
-var errLimit = errors.New("partial layers have reached their limit")
+var (
+	errLimit   = errors.New("partial layers have reached their limit")
+	errDropped = errors.New("its space is needed")
+)
 
 func (b *Blob) add(p []byte) error {
+	if b.isDropped() {
+		return errDropped
+	}
 	if b.at-b.checked >= checkEvery {
 		b.checked = b.at
 		if err := b.hasRoom(); err != nil {
@@ -288,11 +383,21 @@ func (b *Blob) add(p []byte) error {
 	if !b.store.makeRoom(int64(len(p))) {
 		return errLimit
 	}
-	if _, err := b.content.WriteAt(p, b.at-int64(len(p))); err != nil {
+	before := b.at - int64(len(p))
+	if _, err := b.content.WriteAt(p, before); err != nil {
 		return err
+	}
+	if before/growth != b.at/growth {
+		failpoint.Reach("partial.grown")
 	}
 	b.store.changed(b.name, b.at)
 	return nil
+}
+
+// isDropped reports whether the file must be discarded. The Blob has read what it had.
+func (b *Blob) isDropped() (dropped bool) {
+	b.store.update(b.name, func(f *file) { f.reading, dropped = false, f.dropped })
+	return dropped
 }
 
 // Keep ends the transfer and keeps the received bytes, if there are enough.
@@ -300,14 +405,18 @@ func (b *Blob) Keep() {
 	if b == nil || b.content == nil {
 		return
 	}
-	if max(b.had, b.at) < MinSize {
-		b.Discard()
-		return
-	}
 	b.close()
-	b.store.mu.Lock()
-	defer b.store.mu.Unlock()
-	b.store.files[b.name].active = false
+	kept := false
+	b.store.update(b.name, func(f *file) {
+		if kept = f.size >= MinSize && !f.dropped; kept {
+			*f = file{size: f.size, changed: f.changed}
+		}
+	})
+	if kept {
+		b.name = ""
+	} else {
+		b.Discard()
+	}
 }
 
 // Discard ends the transfer and removes the file. It does nothing after Keep or Discard.

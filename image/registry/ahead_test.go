@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/registry/registrytest"
+	"berth/internal/stall"
 )
 
 const (
@@ -485,7 +486,7 @@ func TestStallBesideParts(t *testing.T) {
 	for s.parts.Load() < l.most { // asked for, though not answered
 		time.Sleep(time.Millisecond)
 	}
-	b.body.(*guardedBody).timeout = 200 * time.Millisecond // of this transfer alone
+	b.body.(*stall.Body).SetWindow(200 * time.Millisecond) // of this transfer alone
 	rest, err := io.ReadAll(b)
 	if got = append(got, rest...); err != nil || !bytes.Equal(got, s.data) {
 		t.Errorf("%d bytes, %v", len(got), err)

@@ -25,9 +25,10 @@ const (
 	maxArtifactName  = 255  // bytes of each name: NAME_MAX
 )
 
-// Artifact describes an OCI artifact that is not a container image (image-spec "manifest.md", Guidelines
-// for Artifact Usage). berth stores each of its blobs as a file, as it is, and describes it by an image
-// configuration of its own. This configuration is what makes an artifact an image for the node.
+// Artifact describes an OCI artifact that is not a container image (image-spec "manifest.md",
+// Guidelines for Artifact Usage). berth stores each of its blobs as a file, as it is, and describes
+// it by an image configuration of its own. This configuration is what makes an artifact an image
+// for the node.
 type Artifact struct {
 	Type     string         `json:"type"`     // artifactType, or the media type of the configuration
 	Manifest digest.Digest  `json:"manifest"` // of the manifest
@@ -43,7 +44,8 @@ type ArtifactFile struct {
 }
 
 // layer returns the layer that a file becomes. Its DiffID is no digest of a tar: the tar that berth
-// makes of the file is known after the download only. The name of the layer follows from blob and path.
+// makes of the file is known after the download only. The name of the layer follows from blob and
+// path.
 func (f ArtifactFile) layer() Layer {
 	return Layer{
 		DiffID: digest.FromString("file " + f.Path + " of an artifact"),
@@ -52,9 +54,9 @@ func (f ArtifactFile) layer() Layer {
 	}
 }
 
-// isArtifact reports whether a manifest describes something else than a container image. As in CRI-O, an
-// artifact has another type of configuration. Or it has an artifactType, and layers that are no layers
-// of an image.
+// isArtifact reports whether a manifest describes something else than a container image. As in
+// CRI-O, an artifact has another type of configuration. Or it has an artifactType, and layers that
+// are no layers of an image.
 func isArtifact(m ocispec.Manifest) bool {
 	switch m.Config.MediaType {
 	case ocispec.MediaTypeImageConfig, mediaTypeDockerConfig, "":

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strings"
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
@@ -24,6 +25,10 @@ type Attachment struct {
 	Annotations map[string]string
 }
 
+// CosignBundle begins the types of sigstore bundles, the default of cosign 3. Their statements name
+// no repository, which policies compare, and package trust cannot verify them.
+const CosignBundle = "application/vnd.dev.sigstore.bundle."
+
 const (
 	cosignSimpleSigning = "application/vnd.dev.cosign.simplesigning.v1+json" // of a layer
 	cosignArtifact      = "application/vnd.dev.cosign.artifact.sig.v1+json"  // of a referrer
@@ -34,13 +39,14 @@ const (
 
 // Attachments returns the signatures of a document: from cosign's tag (sha256-….sig) and
 // from referrers in the same form. A document without signatures is no error. Signatures beyond
-// maxAttachments are ignored.
+// maxAttachments are ignored. If there are only sigstore bundles, the result is one Attachment
+// without payload, with the type of a bundle.
 func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attachment, error) {
 	if err := checkDigest(d); err != nil {
 		return nil, err
 	}
 	tag := d.Algorithm().String() + "-" + d.Encoded()
-	manifests, err := r.referrers(ctx, d, tag)
+	manifests, bundle, err := r.referrers(ctx, d, tag)
 	if err != nil {
 		return nil, fmt.Errorf("list signatures of %s: %w", d, err)
 	}
@@ -55,34 +61,41 @@ func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attach
 		}
 		list = append(list, more...)
 	}
+	if len(list) == 0 && bundle != "" {
+		return []Attachment{{MediaType: bundle}}, nil
+	}
 	return list[:min(len(list), maxAttachments)], nil
 }
 
-// referrers returns the manifests with cosign signatures that refer to a document. A registry
-// without the referrers API has them in an index under a tag (distribution spec 1.1).
+// referrers returns the manifests with cosign signatures that refer to a document, and the type of
+// a sigstore bundle if there is one. A registry without the referrers API has them in an index
+// under a tag (distribution spec 1.1).
 func (r *Repository) referrers(
 	ctx context.Context, d digest.Digest, tag string,
-) (found []ocispec.Descriptor, err error) {
+) (found []ocispec.Descriptor, bundle string, err error) {
 	for _, suffix := range []string{"referrers/" + d.String(), "manifests/" + tag} {
 		data, err := r.small(ctx, suffix, ocispec.Descriptor{}, MaxManifestSize)
 		if isAbsent(err) {
 			continue
 		}
 		if err != nil {
-			return nil, err
+			return nil, "", err
 		}
 		var index ocispec.Index
 		if err := json.Unmarshal(data, &index); err != nil {
-			return nil, corrupt("referrers: invalid JSON")
+			return nil, "", corrupt("referrers: invalid JSON")
 		}
 		for _, m := range index.Manifests {
+			if strings.HasPrefix(m.ArtifactType, CosignBundle) {
+				bundle = m.ArtifactType
+			}
 			if m.ArtifactType == cosignArtifact && checkDescriptor(m, MaxManifestSize) == nil && len(found) < maxReferrers {
 				found = append(found, m)
 			}
 		}
-		return found, nil
+		return found, bundle, nil
 	}
-	return nil, nil
+	return nil, "", nil
 }
 
 // signaturesIn returns the signatures in a manifest. A missing manifest has none.

@@ -13,7 +13,9 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"berth/image/lazy/index"
 	"berth/internal/errdefs"
+	"berth/internal/stall"
 )
 
 const (
@@ -37,6 +39,7 @@ type Blob struct {
 	onBytes func(n int)
 
 	hash     hash.Hash
+	states   *index.Hash   // the hash, if NoteStates was called
 	body     io.ReadCloser // nil between transfers
 	host     *endpoint     // of the current or last transfer
 	from     string        // that host, for errors
@@ -66,6 +69,23 @@ func (b *Blob) ResumeFrom(content io.Reader, size int64) {
 	if size > 0 && size < b.want.Size {
 		b.kept, b.offset, b.mark = kept{content: content, left: size}, size, size
 	}
+}
+
+// NoteStates makes the blob note the states of its hash, see States. It does nothing for a blob
+// that is not named by SHA-256. It must be called before the first Read.
+func (b *Blob) NoteStates() {
+	if b.want.Digest.Algorithm() == digest.SHA256 {
+		b.states = index.NewHash()
+		b.hash = b.states
+	}
+}
+
+// States returns the states of the blob's hash, for index.Index, after Read has returned io.EOF.
+func (b *Blob) States() ([]index.State, error) {
+	if b.states == nil || !errors.Is(b.err, io.EOF) {
+		return nil, errors.New("the blob was not read to its end, or has no states")
+	}
+	return b.states.States(b.want.Size)
 }
 
 // Hosts returns the number of hosts that may serve a blob.
@@ -99,11 +119,15 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	return b, nil
 }
 
+// Resumed reports whether the blob begins with bytes from an earlier transfer.
+func (b *Blob) Resumed() bool { return b.kept.used }
+
 // InParts reports whether a part of the blob was fetched by a range request of its own, or in an
 // earlier transfer.
 func (b *Blob) InParts() bool { return b.ahead.used || b.kept.used }
 
-// Left returns the number of bytes that were not received yet. It must not be called concurrently with Read.
+// Left returns the number of bytes that were not received yet. It must not be called concurrently
+// with Read.
 func (b *Blob) Left() int64 { return b.want.Size - b.offset }
 
 // Read implements io.Reader.
@@ -258,9 +282,9 @@ func (b *Blob) interrupted(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
 	}
-	if len(b.ahead.parts) > 0 && errors.Is(err, errStalled) {
+	if len(b.ahead.parts) > 0 && errors.Is(err, stall.Err) {
 		b.noParts()
-	} else if errors.Is(err, errStalled) {
+	} else if errors.Is(err, stall.Err) {
 		return fmt.Errorf("%s: from %s: %w", b, b.from, &UnavailableError{Err: err})
 	}
 	return b.failed(&UnavailableError{Err: fmt.Errorf("from %s: %w", b.from, err), temporary: true})

@@ -12,7 +12,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -20,6 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/registry/registrytest"
+	"berth/internal/stall"
 )
 
 // blobServer serves one blob in ways a test chooses.
@@ -273,7 +273,7 @@ func TestStalledTransfer(t *testing.T) {
 	})
 	defer close(release)
 	var b *Blob
-	b, err := s.open(t, Config{}).Blob(t.Context(), s.want, 0, func(int) { b.body.(*guardedBody).timeout = soon }) // from the first bytes on
+	b, err := s.open(t, Config{}).Blob(t.Context(), s.want, 0, func(int) { b.body.(*stall.Body).SetWindow(soon) }) // from the first bytes on
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -335,54 +335,6 @@ func TestSlowManifest(t *testing.T) {
 	defer repo.Close()
 	_, err = repo.Resolve(t.Context(), DefaultPlatform())
 	wantUnavailable(t, err, "fetch manifest", "not complete after 100ms")
-}
-
-// TestStallTimeoutCountsWaitingOnly: the time that the reader takes between two
-// reads is not the registry's.
-func TestStallTimeoutCountsWaitingOnly(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithCancelCause(t.Context())
-		in, out := io.Pipe()
-		context.AfterFunc(ctx, func() { in.CloseWithError(ctx.Err()) }) // as net/http does
-		body := newGuardedBody(ctx, cancel, in, time.Minute)
-		go func() {
-			for range 3 {
-				time.Sleep(50 * time.Second)
-				_, _ = out.Write(make([]byte, 60*slowest))
-			}
-		}()
-		for range 3 {
-			if _, err := body.Read(make([]byte, 60*slowest)); err != nil {
-				t.Fatal(err)
-			}
-			time.Sleep(time.Hour)
-		}
-		began := time.Now()
-		_, err := body.Read(make([]byte, 1))
-		if !errors.Is(err, errStalled) || time.Since(began) != time.Minute {
-			t.Errorf("%v after %v", err, time.Since(began))
-		}
-	})
-}
-
-// A byte now and then does not keep a transfer going.
-func TestSlowTransferStalls(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithCancelCause(t.Context())
-		in, out := io.Pipe()
-		go func() {
-			for ctx.Err() == nil {
-				time.Sleep(time.Second)
-				_, _ = out.Write([]byte("x"))
-			}
-		}()
-		began := time.Now()
-		_, err := io.ReadAll(newGuardedBody(ctx, cancel, in, time.Minute))
-		if !errors.Is(err, errStalled) || time.Since(began) != time.Minute {
-			t.Errorf("%v after %v", err, time.Since(began))
-		}
-		in.Close()
-	})
 }
 
 func TestBlobCancelled(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -95,7 +96,9 @@ func NewClient(cfg Config) (*Client, error) {
 // Repository is the source of one image: the hosts that may serve it, and the authentication state
 // of each. Its methods may be called concurrently.
 type Repository struct {
+	client    *Client
 	ref       Reference
+	given     Credentials
 	endpoints []*endpoint
 	pause     time.Duration
 	parts     partsConfig
@@ -107,12 +110,19 @@ type Repository struct {
 // Open prepares to fetch the image that ref names with the given credentials (zero: none). It sends
 // nothing. The caller closes the repository.
 func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
+	return c.OpenWithin(ref, given, c.stall)
+}
+
+// OpenWithin is Open with another limit for the wait for a byte, not longer than that of the
+// Client.
+func (c *Client) OpenWithin(ref Reference, given Credentials, stall time.Duration) (*Repository, error) {
+	stall = min(stall, c.stall)
 	from := c.sources.Load()
 	sources, err := from.names.sources(ref)
 	if err != nil {
 		return nil, err
 	}
-	r := &Repository{ref: ref, pause: c.pause, parts: c.parts}
+	r := &Repository{client: c, ref: ref, given: given, pause: c.pause, parts: c.parts}
 	for _, s := range sources {
 		places, err := s.places(from.Dirs)
 		if err != nil {
@@ -120,7 +130,7 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 		}
 		for _, h := range places {
 			c.warnUnknown(s.Domain, h.unknown)
-			e, err := newEndpoint(h, s, c, given, ref.Domain)
+			e, err := newEndpoint(h, s, c, given, ref.Domain, stall)
 			if err != nil {
 				return nil, errdefs.FailedPrecondition("configuration of registry host %s: %s: %w", s.Domain, h.Host, err)
 			}
@@ -128,6 +138,12 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 		}
 	}
 	return r, nil
+}
+
+// Again opens the repository again, with the credentials of the first time. Hosts and other
+// credentials may have changed. stall is that of OpenWithin.
+func (r *Repository) Again(stall time.Duration) (*Repository, error) {
+	return r.client.OpenWithin(r.ref, r.given, stall)
 }
 
 // warnUnknown logs messages about the hosts.toml of a registry, each once.
@@ -217,7 +233,7 @@ func (r *Repository) askOnce(ctx context.Context, caps capability, first int, as
 			}
 			e.noteDown(err)
 		}
-		failed = append(failed, fmt.Errorf("%s: %w", e, err))
+		failed = append(failed, atHost(e.String(), err))
 	}
 	if len(failed) == 0 {
 		return errdefs.FailedPrecondition("no host of %s serves this request", r.ref.Domain)
@@ -227,6 +243,14 @@ func (r *Repository) askOnce(ctx context.Context, caps capability, first int, as
 		err = fmt.Errorf("%v; %w", failed[i], err)
 	}
 	return err
+}
+
+// atHost names the host of a failed request, unless the error already does.
+func atHost(host string, err error) error {
+	if _, rest, _ := strings.Cut(err.Error(), " "); strings.HasPrefix(rest, host+": ") {
+		return err
+	}
+	return fmt.Errorf("%s: %w", host, err)
 }
 
 // hosts returns the hosts with the given capabilities, starting with number first.

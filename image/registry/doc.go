@@ -43,10 +43,10 @@
 //
 // A registry chooses its redirects and token servers, and any pod may name a registry. A guard
 // (redirectGuard) forbids targets that are closer to this machine than the registry: loopback,
-// link-local addresses and the metadata services of clouds. The key redirect_to in hosts.toml, which
-// only berth has, allows addresses and networks. For a request through a proxy the guard checks only
-// an address in the URL, because the proxy's operator decides where the proxy connects. Client
-// certificates go to the registry only, like other credentials.
+// link-local addresses and the metadata services of clouds. The key redirect_to in hosts.toml,
+// which only berth has, allows addresses and networks. For a request through a proxy the guard
+// checks only an address in the URL, because the proxy's operator decides where the proxy connects.
+// Client certificates go to the registry only, like other credentials.
 //
 // # Errors
 //

@@ -3,13 +3,14 @@ package registry
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"net/http"
 	"net/url"
 	"path"
 	"sync/atomic"
 	"time"
+
+	"berth/internal/stall"
 )
 
 // endpoint is one host of a registry, prepared for one repository.
@@ -27,10 +28,11 @@ type endpoint struct {
 	failure  atomic.Pointer[UnavailableError] // the last failure to reach the host
 }
 
-// newEndpoint prepares host h for the repository of a source. given are the credentials of the pull,
-// domain is the registry in the image's name.
-func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain string) (*endpoint, error) {
-	wires, err := newConnections(&h, c.stall)
+// newEndpoint prepares host h for the repository of a source. given are the credentials of the
+// pull, domain is the registry in the image's name, stall is the longest wait for a byte.
+func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain string,
+	stall time.Duration) (*endpoint, error) {
+	wires, err := newConnections(&h, stall)
 	if err != nil {
 		return nil, err
 	}
@@ -38,7 +40,7 @@ func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain st
 		caps:     h.Caps,
 		base:     url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, s.Repository)},
 		agent:    c.agent,
-		stall:    c.stall,
+		stall:    stall,
 		document: c.document,
 		wires:    wires,
 	}
@@ -140,9 +142,9 @@ func (e *endpoint) send(ctx context.Context, method, suffix string, header http.
 		cancel(nil)
 		return nil, requestError(ctx, err)
 	}
-	body := newGuardedBody(guarded, cancel, resp.Body, e.stall)
+	body := stall.NewBody(guarded, cancel, resp.Body, stall.Meter{Window: e.stall, Rate: slowest})
 	if resp.StatusCode >= http.StatusBadRequest {
-		body.hurry()
+		body.Hurry()
 	}
 	resp.Body = body
 	return resp, nil
@@ -169,64 +171,3 @@ func drain(body io.ReadCloser) {
 // registry could keep a pull alive with a byte now and then. The eight transfers of a pull reach it
 // on a line of half a megabit. Parts are fetched only at far higher rates, see fastEnough.
 const slowest = 8 << 10
-
-// guardedBody is a response body that fails with errStalled after a timeout: if a Read gets no byte
-// for that long, or if Reads that took that long together were slower than slowest. Time between
-// Reads does not count.
-type guardedBody struct {
-	body    io.ReadCloser
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
-	timer   *time.Timer
-	whole   *time.Timer // nil: no limit for the whole body
-	timeout time.Duration
-	waited  time.Duration // time in Reads since got was last zero
-	got     int
-}
-
-func newGuardedBody(ctx context.Context, cancel context.CancelCauseFunc, body io.ReadCloser,
-	timeout time.Duration) *guardedBody {
-	timer := time.AfterFunc(timeout, func() { cancel(errStalled) })
-	timer.Stop()
-	return &guardedBody{body: body, ctx: ctx, cancel: cancel, timer: timer, timeout: timeout}
-}
-
-func (g *guardedBody) Read(p []byte) (int, error) {
-	began := time.Now()
-	g.timer.Reset(g.timeout)
-	n, err := g.body.Read(p)
-	g.timer.Stop()
-	if err == nil && g.crawls(n, time.Since(began)) {
-		g.cancel(errStalled)
-		return n, fmt.Errorf("%w: less than %d bytes a second for %v", errStalled, slowest, g.timeout)
-	}
-	if err != nil && err != io.EOF && errors.Is(context.Cause(g.ctx), errStalled) { //nolint:errorlint // io.Reader
-		err = fmt.Errorf("%w: no bytes for %v", errStalled, g.timeout)
-	}
-	return n, err
-}
-
-// crawls records a Read of n bytes and reports whether they come too slowly.
-func (g *guardedBody) crawls(n int, took time.Duration) bool {
-	g.got += n
-	if g.waited += took; g.waited < g.timeout {
-		return false
-	}
-	slow := float64(g.got) < slowest*g.waited.Seconds()
-	g.got, g.waited = 0, 0
-	return slow
-}
-
-// hurry limits the whole body to the timeout. An error's text is not worth a longer wait.
-func (g *guardedBody) hurry() {
-	g.whole = time.AfterFunc(g.timeout, func() { g.cancel(errStalled) })
-}
-
-func (g *guardedBody) Close() error {
-	g.timer.Stop()
-	if g.whole != nil {
-		g.whole.Stop()
-	}
-	g.cancel(nil)
-	return g.body.Close()
-}

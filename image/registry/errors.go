@@ -28,9 +28,6 @@ type UnavailableError struct {
 func (e *UnavailableError) Error() string { return e.Err.Error() }
 func (e *UnavailableError) Unwrap() error { return e.Err }
 
-// errStalled is the cancellation cause of a stalled transfer.
-var errStalled = errors.New("transfer stalled")
-
 // corrupt returns an error for content that fails its checks.
 func corrupt(format string, args ...any) error {
 	return errdefs.New(codes.DataLoss, format, args...)

@@ -169,8 +169,8 @@ func loadCertFiles(dir string) (hostConfig, error) {
 	return h, nil
 }
 
-// hostTable is a host's table in hosts.toml, or its top level for the server. Other keys do not fail
-// the pull, because they may be for a newer containerd. See unknownKeys.
+// hostTable is a host's table in hosts.toml, or its top level for the server. Other keys do not
+// fail the pull, because they may be for a newer containerd. See unknownKeys.
 type hostTable struct {
 	Capabilities []string       `toml:"capabilities"`
 	CA           any            `toml:"ca"`     // string or list

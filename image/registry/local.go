@@ -14,8 +14,8 @@ import (
 // It returns an error if the content does not have the descriptor's size and digest.
 type ReadBlob func(ocispec.Descriptor) ([]byte, error)
 
-// ResolveLocal is Repository.Resolve for an image whose documents are on this machine. top describes
-// its index or manifest. The documents get the same checks as those of a registry.
+// ResolveLocal is Repository.Resolve for an image whose documents are on this machine. top
+// describes its index or manifest. The documents get the same checks as those of a registry.
 func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) (*Image, error) {
 	if _, ok := choosePlatform([]ocispec.Descriptor{top}, node); !ok {
 		return nil, errdefs.NotFound("image %s is not for platform %s", top.Digest, platforms.Format(node))

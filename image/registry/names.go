@@ -173,6 +173,12 @@ type loaded struct {
 	names *names
 }
 
+// Check returns an error for sources that a client refuses.
+func (s Sources) Check() error {
+	_, err := s.load()
+	return err
+}
+
 func (s Sources) load() (*loaded, error) {
 	for _, file := range s.AuthFiles {
 		if file != StandardAuthFiles && !strings.HasPrefix(file, "/") {

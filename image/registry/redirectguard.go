@@ -80,8 +80,8 @@ type redirectGuard struct {
 	registry atomic.Int32   // proximity of the most remote address that served the registry
 }
 
-// newRedirectGuard returns the guard for the registry at host, which may have a port. Connections to the allowed
-// networks always pass.
+// newRedirectGuard returns the guard for the registry at host, which may have a port. Connections
+// to the allowed networks always pass.
 func newRedirectGuard(host string, allowed []netip.Prefix) *redirectGuard {
 	g := &redirectGuard{host: hostname(host), allowed: allowed, ports: []string{"443", "80"}}
 	if _, port, err := net.SplitHostPort(host); err == nil && port != "" {

@@ -186,7 +186,8 @@ func (f files) withKeys(value any) (any, error) {
 	return value, nil
 }
 
-// copyKeys copies the file with the given name, or the files of a list, and returns their new names.
+// copyKeys copies the file with the given name, or the files of a list, and returns their new
+// names.
 func (f files) copyKeys(value any) (any, error) {
 	switch v := value.(type) {
 	case string:

@@ -28,6 +28,7 @@ import (
 	"path"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -173,6 +174,7 @@ func (c Config) collect(
 	ctx context.Context, needed []requirement, repo Repository, documents []registry.Document,
 ) (*Evidence, error) {
 	evidence := new(Evidence)
+	signed, bundle := false, ""
 	for _, d := range documents {
 		document := Document{Digest: d.Digest, Raw: d.Raw}
 		if has(needed, sigstoreSigned) {
@@ -181,6 +183,10 @@ func (c Config) collect(
 				return nil, err
 			}
 			for _, a := range attached {
+				if strings.HasPrefix(a.MediaType, registry.CosignBundle) {
+					bundle = errdefs.Clip(a.MediaType)
+					continue
+				}
 				encoded, err := wire.Sigstore(a.MediaType, a.Payload, a.Annotations)
 				if err != nil {
 					return nil, err
@@ -196,6 +202,11 @@ func (c Config) collect(
 			document.Signatures = append(document.Signatures, stored...)
 		}
 		evidence.Documents = append(evidence.Documents, document)
+		signed = signed || len(document.Signatures) > 0
+	}
+	if !signed && bundle != "" {
+		return nil, errdefs.FailedPrecondition("the image has only signatures in the format %s, which berth does not support; "+
+			"sign it with: cosign sign --new-bundle-format=false", bundle)
 	}
 	return evidence, nil
 }

@@ -28,13 +28,14 @@ const (
 	MoreWindow        Code = 9  // ResourceExhausted: Limits.Window is too little
 	MoreMemory        Code = 10 // ResourceExhausted: Limits.Memory is too little
 	OutOfRange        Code = 11 // of Pack: Layer may take the tar
+	NoSpace           Code = 12 // ResourceExhausted: the disk is full
 	Internal          Code = 13
 	DataLoss          Code = 15
 )
 
 // Status is the code of the answer to a client.
 func (c Code) Status() Code {
-	if c == MoreWindow || c == MoreMemory {
+	if c == MoreWindow || c == MoreMemory || c == NoSpace {
 		return ResourceExhausted
 	}
 	return c
@@ -48,6 +49,9 @@ type Error struct {
 
 func (e *Error) Error() string { return e.Err.Error() }
 func (e *Error) Unwrap() error { return e.Err }
+
+// Is makes an error of a full disk match ENOSPC also after it has crossed a process boundary.
+func (e *Error) Is(target error) bool { return e.Code == NoSpace && target == unix.ENOSPC }
 
 // refuse returns the error for a tar that is no layer.
 func refuse(format string, args ...any) error {
@@ -78,7 +82,7 @@ func CodeOf(err error) Code {
 	case errors.Is(err, context.DeadlineExceeded):
 		return DeadlineExceeded
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return ResourceExhausted
+		return NoSpace
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EIO), errors.Is(err, unix.EROFS):
 		return Internal
 	}

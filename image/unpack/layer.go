@@ -12,6 +12,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/lazy/index"
 	"berth/image/unpack/checksum"
 	"berth/image/unpack/inflate"
 	"berth/image/unpack/tarsplit"
@@ -62,9 +63,17 @@ func (l Limits) WithDefaults() Limits {
 type Job struct {
 	Limits    Limits
 	Algorithm digest.Algorithm // of Result.Digest
-	// Record, if not nil, is an empty file for the record of the tar (package tarsplit). It stays empty if
-	// the tar cannot be restored from the layer.
+	// Record, if not nil, is an empty file for the record of the tar (package tarsplit). It stays
+	// empty if the tar cannot be restored from the layer.
 	Record *os.File
+	// Points, if not nil, is an empty file for the places where decompression can begin, for
+	// index.DecodeRecorded. They are at least Span bytes of the tar apart. It stays empty if the
+	// blob can have no index. Only Pack uses it.
+	Points *os.File
+	Span   int64
+	// NoData makes Pack write no content of files. The data file gets its size alone. The result is
+	// that of a Pack with content, so it shows whether files made earlier are those of a tar.
+	NoData bool
 	// Progress, if not nil, is called with each number of bytes of the tar that are read,
 	// and with 0 where something else takes time. Calls come from several goroutines.
 	Progress func(n int)
@@ -200,16 +209,22 @@ func (c *Contents) Check() error {
 // Layer does not sync and does not mark the Opaques. After an error the content of tree is
 // undefined.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
-	return run(ctx, blob, job, func(in *tarsplit.Recorder, tick func()) (sink[*safefs.Dir], error) {
+	job.Points = nil
+	return run(ctx, blob, job, func(in *tarsplit.Recorder, _ *index.Recorder, tick func()) (sink[*safefs.Dir], error) {
 		return newUnpacker(tree, job.Limits.WithDefaults().Memory, in, tick)
 	})
 }
 
 // run inflates and hashes a blob, and passes its entries to a sink.
 func run[D directory](
-	ctx context.Context, blob io.Reader, job Job, open func(in *tarsplit.Recorder, tick func()) (sink[D], error),
+	ctx context.Context, blob io.Reader, job Job,
+	open func(in *tarsplit.Recorder, points *index.Recorder, tick func()) (sink[D], error),
 ) (_ Result, err error) {
-	plain, err := inflate.NewReader(blob, job.Limits.WithDefaults().Window)
+	var points *index.Recorder
+	if job.Points != nil {
+		points = index.NewRecorder(job.Points, job.Span)
+	}
+	plain, err := inflate.NewReader(blob, job.Limits.WithDefaults().Window, points)
 	if err != nil {
 		return Result{}, err
 	}
@@ -226,7 +241,7 @@ func run[D directory](
 		}
 	}()
 	in := recorder(s, job.Record)
-	to, err := open(in, func() { job.Progress(0) })
+	to, err := open(in, points, func() { job.Progress(0) })
 	if err != nil {
 		return Result{}, err
 	}
@@ -243,6 +258,9 @@ func run[D directory](
 		return Result{}, err
 	}
 	if err := endRecord(in, job.Record); err != nil {
+		return Result{}, err
+	}
+	if err := endPoints(plain, job.Points); err != nil {
 		return Result{}, err
 	}
 	contents, err := to.finish(ctx)
@@ -267,4 +285,13 @@ func endRecord(in *tarsplit.Recorder, record *os.File) error {
 		return err
 	}
 	return record.Truncate(0)
+}
+
+// endPoints completes the points of a blob, or empties the file. A layer needs no points, so
+// whatever prevented them is no error.
+func endPoints(plain *inflate.Reader, points *os.File) error {
+	if points == nil || plain.EndPoints() == nil {
+		return nil
+	}
+	return points.Truncate(0)
 }

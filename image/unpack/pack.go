@@ -14,6 +14,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 	"golang.org/x/sys/unix"
 
+	"berth/image/lazy/index"
 	"berth/image/tree"
 	"berth/image/unpack/checksum"
 	"berth/image/unpack/tarsplit"
@@ -28,12 +29,12 @@ import (
 // do not inherit a directory's default ACL, because a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
 	memory := job.Limits.WithDefaults().Memory
-	return run(ctx, blob, job, func(in *tarsplit.Recorder, tick func()) (sink[found], error) {
+	return run(ctx, blob, job, func(in *tarsplit.Recorder, points *index.Recorder, tick func()) (sink[found], error) {
 		p := &packer{
 			root: &tree.Node{Mode: unix.S_IFDIR | 0o755, Implied: true, Children: map[string]*tree.Node{}},
-			data: &dataFile{out: data, buf: make([]byte, 0,
-				dataBuffer)}, out: out, tick: tick, memory: memory, left: memory, hash: xxhash.New(),
-			record: in,
+			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer), discard: job.NoData},
+			out:  out, tick: tick, memory: memory, left: memory, hash: xxhash.New(),
+			record: in, points: points,
 		}
 		return p, p.keep(tree.NodeMemory + tree.DirMemory) // the root
 	})
@@ -53,6 +54,7 @@ type packer struct {
 	unsupported int
 	last        found // the directory of the entry before
 	record      *tarsplit.Recorder
+	points      *index.Recorder
 }
 
 // found is a directory of the tree with its path, which is free of symlinks.
@@ -150,6 +152,7 @@ func (p *packer) file(at spot, hdr *tar.Header, content io.Reader) error {
 	p.hash.Reset()
 	n.Data.Block = p.data.block()
 	if isSparse(hdr) {
+		p.points.Drop() // its content is not a range of the tar
 		err = p.data.writeSparse(&n.Data, hdr.Size, io.TeeReader(content, p.hash), p.tick)
 	} else {
 		p.record.Content(hdr.Size, tarsplit.Ref{Offset: int64(n.Data.Block) * tree.BlockSize})
@@ -313,6 +316,8 @@ type dataFile struct {
 	out *os.File
 	pos int64  // where buf goes: always a multiple of the block size after a file
 	buf []byte // of dataBuffer at most
+
+	discard bool // nothing is written
 }
 
 // block returns the first block of the next file.
@@ -355,12 +360,20 @@ func (d *dataFile) write(in io.Reader, hash io.Writer) (size int64, err error) {
 }
 
 func (d *dataFile) flush() error {
-	if _, err := d.out.WriteAt(d.buf, d.pos); err != nil {
+	if err := d.writeAt(d.buf, d.pos); err != nil {
 		return err
 	}
 	d.pos += int64(len(d.buf))
 	d.buf = d.buf[:0]
 	return nil
+}
+
+func (d *dataFile) writeAt(p []byte, offset int64) error {
+	if d.discard {
+		return nil
+	}
+	_, err := d.out.WriteAt(p, offset)
+	return err
 }
 
 // writeSparse omits zero blocks.
@@ -376,8 +389,7 @@ func (d *dataFile) writeSparse(at *tree.Data, size int64, in io.Reader, tick fun
 	err := eachBlock(in, size, d.buf[:cap(d.buf)], tree.BlockSize, tick, func(block []byte, offset int64) error {
 		chunk := offset / tree.BlockSize >> at.ChunkBits
 		at.Holes[chunk/8] &^= 1 << (chunk % 8)
-		_, err := d.out.WriteAt(block, d.pos+offset)
-		return err
+		return d.writeAt(block, d.pos+offset)
 	})
 	if err != nil {
 		return err

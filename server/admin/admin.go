@@ -1,6 +1,6 @@
 // Package admin has berth's own gRPC services for operators, on the socket of CRI. They have what
-// CRI lacks: loading, saving and naming images, options of exec, and traces of pod starts. Only root
-// can connect, as for CRI.
+// CRI lacks: loading, saving and naming images, options of exec, and traces of pod starts. Only
+// root can connect, as for CRI.
 //
 // # Contract
 //
@@ -35,6 +35,10 @@ const (
 	TagMethod    = "/" + service + "/Tag"    // TagRequest to Image
 	UntagMethod  = "/" + service + "/Untag"  // UntagRequest to Image
 	LayersMethod = "/" + service + "/Layers" // nothing to a list of ImageLayers
+
+	PartialMethod       = "/" + service + "/Partial"       // nothing to Partial
+	RemovePartialMethod = "/" + service + "/RemovePartial" // nothing to the Partial that was removed
+	IndexesMethod       = "/" + service + "/Indexes"       // IndexesRequest to Indexes
 )
 
 // ChunkSize is the most data in a message, in bytes.
@@ -63,6 +67,17 @@ type UntagRequest struct {
 	Name string `json:"name"`
 }
 
+// IndexesRequest asks for the disk usage of the indexes of blobs.
+type IndexesRequest struct {
+	Drop bool `json:"drop,omitempty"` // remove them; the answer says what was removed
+}
+
+// Indexes is the disk usage of indexes of blobs.
+type Indexes struct {
+	Count int    `json:"count"`
+	Bytes uint64 `json:"bytes"`
+}
+
 // Image is an image of the node.
 type Image struct {
 	ID     string   `json:"id"`
@@ -85,6 +100,16 @@ type Layer struct {
 	Bytes  uint64 `json:"bytes"`
 }
 
+// Partial is what is kept of pulls that have not succeeded.
+type Partial struct {
+	Unfinished int    `json:"unfinished"` // layers with received bytes
+	Finished   int    `json:"finished"`   // complete layers that no image has
+	Bytes      uint64 `json:"bytes"`      // on disk, of both
+}
+
+// Layers returns the number of layers.
+func (p Partial) Layers() int { return p.Unfinished + p.Finished }
+
 // Store is the part of the image store that the service uses.
 type Store interface {
 	Load(ctx context.Context, from io.Reader, opts image.LoadOptions) ([]*image.Image, error)
@@ -93,6 +118,10 @@ type Store interface {
 	Untag(ctx context.Context, name string) (*image.Image, error)
 	List() []*image.Image
 	LayersOf(*image.Image) []image.LayerUse
+	Partial() image.Partial
+	RemovePartial() image.Partial
+	Indexes() (n int, bytes int64)
+	DropIndexes() (freed int64, err error)
 }
 
 // Register adds the service to a gRPC server.
@@ -108,6 +137,15 @@ func Register(s grpc.ServiceRegistrar, images Store) {
 				return imageOf(s.Untag(ctx, req.Name))
 			}),
 			unary(service, "Layers", func(_ context.Context, s Store, _ struct{}) (any, error) { return layers(s), nil }),
+			unary(service, "Partial", func(_ context.Context, s Store, _ struct{}) (any, error) {
+				return Partial(s.Partial()), nil
+			}),
+			unary(service, "RemovePartial", func(_ context.Context, s Store, _ struct{}) (any, error) {
+				return Partial(s.RemovePartial()), nil
+			}),
+			unary(service, "Indexes", func(_ context.Context, s Store, req IndexesRequest) (any, error) {
+				return indexes(s, req)
+			}),
 		},
 		Streams: []grpc.StreamDesc{{
 			StreamName: "Load", ClientStreams: true,
@@ -219,6 +257,16 @@ func layers(s Store) []ImageLayers {
 		all = append(all, one)
 	}
 	return all
+}
+
+func indexes(s Store, req IndexesRequest) (Indexes, error) {
+	n, bytes := s.Indexes()
+	if !req.Drop {
+		return Indexes{n, uint64(bytes)}, nil
+	}
+	freed, err := s.DropIndexes()
+	left, _ := s.Indexes()
+	return Indexes{max(n-left, 0), uint64(freed)}, err
 }
 
 func imageOf(img *image.Image, err error) (any, error) {

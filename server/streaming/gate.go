@@ -39,10 +39,11 @@ const (
 // the gate
 //   - accepts only while a token is outstanding, and resets earlier connections, because no
 //     client had a URL then
-//   - keeps few connections without a token. It resets the oldest surplus connections, silent
-//     ones first. A connection whose request names a token does not count, even if the server
-//     has not read the request. With TLS the request is not visible, so the client must finish
-//     its handshake and its request in time
+//   - keeps few connections without a token. It resets the oldest surplus connections, those
+//     with data but no token first. A connection whose request names a token does not count,
+//     even if the server has not read the request. With TLS the request is not visible. Then
+//     silent connections are reset first, and the client must finish its handshake and its
+//     request in time
 //   - leaves descriptors for other uses (stream.FDQuota)
 //
 // The gate keeps listening while it does not accept. Otherwise another process could take the port
@@ -250,7 +251,11 @@ func (g *gate) makeRoom() error {
 func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	for g.silent.Len()+g.spoken.Len() >= g.most && g.silent.Len() > 0 {
+	full := func() bool { return g.silent.Len()+g.spoken.Len() >= g.most }
+	if full() && g.patience == 0 && g.spoken.Len() > 0 { // its first data had no token: no client
+		return g.spoken.Front().Value.(*connection), 0
+	}
+	for full() && g.silent.Len() > 0 {
 		c := g.silent.Front().Value.(*connection)
 		data := c.peek()
 		if len(data) == 0 {
@@ -258,7 +263,7 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 		}
 		g.heardLocked(c, data) // moves it out of silent
 	}
-	if g.silent.Len()+g.spoken.Len() < g.most {
+	if !full() {
 		return nil, 0
 	}
 	c := g.spoken.Front().Value.(*connection)

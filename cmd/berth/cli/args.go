@@ -40,11 +40,9 @@ func Group(cmd *cobra.Command, args []string) error {
 	return unknownCommand(cmd, args[0])
 }
 
-// unknownCommand names similar commands, or the help.
+// unknownCommand names similar commands, or the help. One wrong letter of three is similar enough.
 func unknownCommand(cmd *cobra.Command, name string) error {
-	if cmd.SuggestionsMinimumDistance <= 0 {
-		cmd.SuggestionsMinimumDistance = 2 // cobra's default
-	}
+	cmd.SuggestionsMinimumDistance = max(1, min(2, len(name)/3))
 	if similar := cmd.SuggestionsFor(name); len(similar) > 0 {
 		slices.Sort(similar)
 		return fmt.Errorf("unknown command %q: did you mean %s?", cmd.CommandPath()+" "+name, strings.Join(similar, " or "))

@@ -60,6 +60,24 @@ func TestDialErrors(t *testing.T) {
 	}
 }
 
+func TestExplainDropsTheRuntimesPrefix(t *testing.T) {
+	t.Parallel()
+	id := strings.Repeat("ab12", 16)
+	for _, tt := range []struct{ what, text, want string }{
+		{"exec in container web/c", "exec in container " + id + `: exec: "x": not found`, `exec in container web/c: exec: "x": not found`},
+		{"start container c", "invalid request: start container " + id[:12] + ": no space", "start container c: no space"},
+		{"start container c", "container " + id + " is gone", "start container c: container ab12ab12ab12 is gone"},
+		{"pull a", "RegistryUnavailable: pull a: no route", "RegistryUnavailable: pull a: no route"},
+		{"pull a", "image a@sha256:" + id + " is bad", "pull a: image a@sha256:" + id + " is bad"},
+		{"trace", "no pod", "trace: no pod"},
+	} {
+		cause := errors.New(tt.text)
+		if err := client.Explain(tt.what, cause); err.Error() != tt.want || !errors.Is(err, cause) {
+			t.Errorf("%v, want %s", err, tt.want)
+		}
+	}
+}
+
 func TestErrorsExplainTheirCode(t *testing.T) {
 	t.Parallel()
 	tests := []struct {

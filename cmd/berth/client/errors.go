@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"fmt"
 	"regexp"
 	"strings"
 
@@ -17,12 +16,26 @@ type Error struct{ status *status.Status }
 func newError(err error) *Error { return &Error{status: status.Convert(err)} }
 
 // Explain prefixes err with the operation, unless the runtime's message already begins with it.
+// what is the operation and the object's name. Many messages of runtimes begin with the same
+// operation and the object's ID, which Explain drops. It shortens all other IDs.
 func Explain(what string, err error) error {
-	if strings.Contains(err.Error(), what) {
-		return err
+	text := longID.ReplaceAllStringFunc(err.Error(), shortenID)
+	if strings.Contains(text, what) {
+		return &explained{text, err}
 	}
-	return fmt.Errorf("%s: %w", what, err)
+	operation := what[:strings.LastIndexByte(what, ' ')+1]
+	own := regexp.MustCompile(`^([a-z ]+: )?` + regexp.QuoteMeta(operation) + `(container )?[0-9a-f]{12,64}: `)
+	return &explained{what + ": " + own.ReplaceAllString(text, ""), err}
 }
+
+// explained is an error with another text.
+type explained struct {
+	text string
+	err  error
+}
+
+func (e *explained) Error() string { return e.text }
+func (e *explained) Unwrap() error { return e.err }
 
 // words explain codes to people who do not know gRPC.
 var words = map[codes.Code]string{

@@ -14,6 +14,7 @@ type Layer struct {
 	Digest string `json:"digest"`
 	State  string `json:"state"` // the runtime's name of the current step
 	Done   int64  `json:"done"`  // bytes
+	Kept   int64  `json:"kept"`  // of them, from an earlier pull that failed
 	Total  int64  `json:"total"` // bytes, 0 while unknown
 }
 
@@ -60,8 +61,8 @@ func (c *Client) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConf
 	return c.PullFor(ctx, nil, ref, auth)
 }
 
-// PullFor is Pull for a pod, which may not exist yet. The signature policy of its namespace decides,
-// and berth trace shows the pull. pod may be nil.
+// PullFor is Pull for a pod, which may not exist yet. The signature policy of its namespace
+// decides, and berth trace shows the pull. pod may be nil.
 func (c *Client) PullFor(ctx context.Context, pod *runtimeapi.PodSandboxMetadata, ref string,
 	auth *runtimeapi.AuthConfig) (string, error) {
 	req := &runtimeapi.PullImageRequest{Image: &runtimeapi.ImageSpec{Image: ref, UserSpecifiedImage: ref}, Auth: auth}

@@ -13,8 +13,9 @@ import (
 	"berth/cmd/berth/cli"
 )
 
-// Command returns the command `berth config`.
-func Command() *cobra.Command {
+// Command returns the command `berth config`. accept returns an error if a daemon would refuse a
+// valid configuration: because of the files that it names, for example.
+func Command(accept func(*Config) error) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
 		Short: "Check, show and convert the configuration",
@@ -22,7 +23,7 @@ func Command() *cobra.Command {
 		// Without RunE cobra prints the help for a misspelled subcommand and succeeds.
 		RunE: cli.Group,
 	}
-	cmd.AddCommand(defaultCommand(), checkCommand(), showCommand(), migrateCommand())
+	cmd.AddCommand(defaultCommand(), checkCommand(accept), showCommand(), migrateCommand())
 	return cmd
 }
 
@@ -38,21 +39,24 @@ func defaultCommand() *cobra.Command {
 	}
 }
 
-func checkCommand() *cobra.Command {
+func checkCommand(accept func(*Config) error) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "check",
 		Short: "Check the configuration files without a daemon",
 		Long: `Check the configuration file, the files of its directory (config.d) and the given
-flags of "berth serve". Print warnings about obsolete keys. Fail with the file and line
-of each error.`,
+flags of "berth serve", and the files that they name. Print warnings about obsolete
+keys. Fail with the file and line of each error.`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, warnings, err := Load(cmd.Flags())
+			c, warnings, err := Load(cmd.Flags())
 			if err != nil {
 				return err
 			}
 			for _, w := range warnings {
 				fmt.Fprintln(cmd.ErrOrStderr(), "warning:", w)
+			}
+			if err := accept(c); err != nil {
+				return err
 			}
 			_, err = fmt.Fprintln(cmd.OutOrStdout(), "the configuration is valid")
 			return err

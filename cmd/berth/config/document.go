@@ -16,6 +16,8 @@ var groupDocs = map[string]string{
 	"stream":    "Server of exec, attach and port-forward sessions.",
 	"image":     "Images on disk.",
 	"pull":      "Transfers of images.",
+	"peers":     "Layers from other nodes.",
+	"lazy":      "Images that are used before all of their content is present.",
 	"registry":  "Registries and their credentials.",
 	"signature": "Signatures that images must have.",
 	"disk":      "Limits of disk usage.",

@@ -98,7 +98,7 @@ func TestOldKeysAreReadWithWarning(t *testing.T) {
 func TestMigrateCommandReplacesFile(t *testing.T) {
 	t.Parallel()
 	path := writeFile(t, "max_execs = 7\n")
-	cmd := Command()
+	cmd := Command(func(*Config) error { return nil })
 	cmd.SetArgs([]string{"migrate", "--write", path})
 	testutil.Must(t, cmd.Execute())
 	for name, want := range map[string]string{path: "[exec]\nmax = 7\n", path + ".old": "max_execs = 7\n"} {
@@ -161,7 +161,7 @@ func TestFragmentsOverrideFileInOrder(t *testing.T) {
 func TestShowAndCheckCommands(t *testing.T) {
 	t.Parallel()
 	path := writeFile(t, "max_execs = 7\n[log]\nlevel = 'warn'\n")
-	wrong := Command()
+	wrong := Command(func(*Config) error { return nil })
 	wrong.SetArgs([]string{"check", "--config", path, "--log-format=xml"})
 	wrong.SetOut(new(bytes.Buffer))
 	wrong.SetErr(new(bytes.Buffer))
@@ -173,7 +173,7 @@ func TestShowAndCheckCommands(t *testing.T) {
 		{"check", "the configuration is valid\n"},
 	} {
 		var out, errs bytes.Buffer
-		cmd := Command()
+		cmd := Command(func(*Config) error { return nil })
 		cmd.SetArgs([]string{tc.args, "--config", path})
 		cmd.SetOut(&out)
 		cmd.SetErr(&errs)

@@ -73,7 +73,9 @@ func nearestOf(key string, known []string) string {
 		if !strings.Contains(key, ".") {
 			_, compared = cut(k)
 		}
-		if d := nearestname.Distance(key, compared); least < 0 || d < least {
+		// network_type means network.type.
+		d := min(nearestname.Distance(key, compared), nearestname.Distance(key, strings.ReplaceAll(k, ".", "_")))
+		if least < 0 || d < least {
 			best, least = k, d
 		}
 	}

@@ -154,21 +154,26 @@ func (o option) typeText() string {
 // group returns the option's table, or "" for a top-level option, and its key in the table.
 func (o option) group() (table, key string) { return cut(o.Key) }
 
-// usage returns the documentation in pflag's form: pflag shows a name in backquotes in the list of
-// flags.
+// usage returns the first sentence of the documentation for the list of flags. `berth config
+// default` and docs/config.md have all of it.
 func (o option) usage() string {
-	name := "text"
+	doc, _, _ := strings.Cut(o.Doc, ". ")
+	doc = strings.TrimSuffix(doc, ".")
+	if o.isList() {
+		doc += " (several times, or with commas)"
+	}
+	return doc
+}
+
+// flagType names the value of the option's flag.
+func (o option) flagType() string {
 	switch {
 	case o.path != "":
-		name = "path"
+		return "path"
 	case len(o.oneof) > 0:
-		name = strings.Join(o.oneof, "|")
+		return strings.Join(o.oneof, "|")
 	}
-	doc := o.Doc
-	if o.isList() {
-		doc += " May be given several times, or with commas."
-	}
-	return doc + " (`" + name + "`)"
+	return "text"
 }
 
 // flagValue collects the values of one flag. They go into a Config after the file was read.
@@ -199,4 +204,4 @@ func (f *flagValue) String() string {
 }
 
 // Type implements pflag.Value.
-func (f *flagValue) Type() string { return f.option.typeName() }
+func (f *flagValue) Type() string { return f.option.flagType() }

@@ -78,12 +78,19 @@ func (l *loading) add(name string, content []byte) error {
 	}
 	f := &file{name: name, lines: lines(content), loading: l, set: map[string]string{}}
 	f.table(tree, "")
-	slices.SortStableFunc(f.problems, func(a, b problem) int { return cmp.Compare(a.line, b.line) })
-	var all []error
-	for _, p := range f.problems {
-		all = append(all, fmt.Errorf("%s: line %d: %w", name, p.line, p.err))
+	for _, err := range f.inOrder(f.obsolete) {
+		l.warnings = append(l.warnings, err.Error())
 	}
-	return errors.Join(all...)
+	return errors.Join(f.inOrder(f.problems)...)
+}
+
+// inOrder returns problems with the file and their lines, sorted by line.
+func (f *file) inOrder(problems []problem) (all []error) {
+	slices.SortStableFunc(problems, func(a, b problem) int { return cmp.Compare(a.line, b.line) })
+	for _, p := range problems {
+		all = append(all, fmt.Errorf("%s: line %d: %w", f.name, p.line, p.err))
+	}
+	return all
 }
 
 func syntaxError(name string, err error) error {
@@ -138,6 +145,7 @@ type file struct {
 	lines    map[string]int
 	set      map[string]string // options that the file sets: the file's key, by the option's key
 	problems []problem
+	obsolete []problem // keys of release 0.2
 }
 
 type problem struct {
@@ -213,8 +221,8 @@ func (f *file) option(o option, key string, value any) {
 	}
 	f.place(o.Key, key)
 	if key != o.Key {
-		f.warnings = append(f.warnings, fmt.Sprintf("%s: line %d: %s is now %s; \"berth config migrate\" rewrites the file",
-			f.name, f.line(key), key, o.Key))
+		f.obsolete = append(f.obsolete, problem{f.line(key),
+			fmt.Errorf("%s is now %s; \"berth config migrate\" rewrites the file", key, o.Key)})
 	}
 }
 

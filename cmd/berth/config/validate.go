@@ -40,7 +40,7 @@ func (c *Config) validate(where func(key string) string) error {
 		all = append(all, fmt.Errorf("%s: %w", where("metrics.address"), err))
 	}
 	if len(all) == 0 {
-		all = append(all, c.checkStream())
+		all = append(all, c.checkStream(), c.checkPeers())
 	}
 	return errors.Join(all...)
 }

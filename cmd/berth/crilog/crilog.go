@@ -46,8 +46,8 @@ type Record struct {
 	Content []byte // without the newline
 }
 
-// Parse decodes a line of a log file, with or without its newline. The record's content is a part of
-// line, not a copy.
+// Parse decodes a line of a log file, with or without its newline. The record's content is a part
+// of line, not a copy.
 func Parse(line []byte) (Record, error) {
 	rest := bytes.TrimSuffix(line, []byte{'\n'})
 	stamp, rest, ok := bytes.Cut(rest, []byte{' '})

@@ -81,8 +81,8 @@ func newNode(ctx context.Context, flags *pflag.FlagSet, logFile string) *node {
 	return n
 }
 
-// parts returns the parts of the bundle. Figures of the running daemon come first, because a restart
-// loses them.
+// parts returns the parts of the bundle. Figures of the running daemon come first, because a
+// restart loses them.
 func (n *node) parts() []part {
 	return []part{
 		{name: "goroutines.txt", collect: n.page("/debug/pprof/goroutine?debug=2")},
@@ -192,7 +192,8 @@ func (n *node) pods(ctx context.Context) ([]byte, error) {
 // maxTraces is the number of pods whose traces are collected, newest first.
 const maxTraces = 100
 
-// traces returns the traces of the newest pods by ID. It uses no other part of their verbose status.
+// traces returns the traces of the newest pods by ID. It uses no other part of their verbose
+// status.
 func (n *node) traces(ctx context.Context) ([]byte, error) {
 	return n.connected(ctx, func(c *client.Client) (any, error) {
 		reply, err := c.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
@@ -298,11 +299,13 @@ func files(paths ...string) func(context.Context) ([]byte, error) {
 	}
 }
 
-// berth returns the output of a subcommand of this program. A finding makes checks exit with 1.
+// berth returns the output of a subcommand of this program. A finding makes checks exit with 1 or
+// 3.
 func (n *node) berth(args ...string) func(context.Context) ([]byte, error) {
 	return func(ctx context.Context) ([]byte, error) {
 		content, err := command("/proc/self/exe", append(args, n.flags...)...)(ctx)
-		if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() == 1 && len(content) > 0 {
+		exit, ok := errors.AsType[*exec.ExitError](err)
+		if ok && (exit.ExitCode() == 1 || exit.ExitCode() == 3) && len(content) > 0 {
 			err = nil
 		}
 		return content, err

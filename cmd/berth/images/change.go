@@ -3,14 +3,11 @@ package images
 import (
 	"archive/tar"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
-	"slices"
 	"strings"
-	"time"
 
 	"github.com/moby/term"
 	"github.com/spf13/cobra"
@@ -21,69 +18,6 @@ import (
 	"berth/cmd/berth/terminal"
 	"berth/server/admin"
 )
-
-func pullCommand(o *connection) *cobra.Command {
-	var creds, progress string
-	cmd := &cobra.Command{Use: "pull REF", Short: "Pull an image", Args: cli.Args(1, 1, "name an image")}
-	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: the daemon's docker config)")
-	cmd.Flags().StringVar(&progress, "progress", "auto",
-		"auto: bars on a terminal, else lines; json: one object per line; none")
-	cmd.RunE = o.connected(func(c *call) error {
-		var auth *runtimeapi.AuthConfig
-		if creds != "" {
-			user, password, ok := strings.Cut(creds, ":")
-			if !ok || user == "" {
-				return errors.New("--creds: want user:password")
-			}
-			auth = &runtimeapi.AuthConfig{Username: user, Password: password}
-		}
-		show, err := newProgress(c.OutOrStdout(), progress)
-		if err != nil {
-			return err
-		}
-		id, err := c.PullWithProgress(c.Context(), c.args[0], auth, show.Update)
-		show.Done(err == nil)
-		if err != nil {
-			return err
-		}
-		if progress == "json" {
-			return json.NewEncoder(c.OutOrStdout()).Encode(map[string]string{"id": id})
-		}
-		_, err = fmt.Fprintln(c.OutOrStdout(), id)
-		return err
-	})
-	return cmd
-}
-
-func newProgress(w io.Writer, kind string) (terminal.Progress, error) {
-	switch kind {
-	case "auto":
-		return terminal.NewProgress(w, time.Now), nil
-	case "json":
-		return &jsonProgress{out: json.NewEncoder(w)}, nil
-	case "none":
-		return terminal.NewProgress(io.Discard, time.Now), nil
-	}
-	return nil, fmt.Errorf("--progress: want auto, json or none, not %q", kind)
-}
-
-// jsonProgress prints one object per change. The last object of a pull has the image's ID.
-type jsonProgress struct {
-	out  *json.Encoder
-	last []client.Layer
-}
-
-// Update implements terminal.Progress.
-func (p *jsonProgress) Update(layers []client.Layer) {
-	if slices.Equal(p.last, layers) {
-		return
-	}
-	p.last = layers
-	_ = p.out.Encode(map[string]any{"layers": layers}) // the command's last output reports a broken pipe
-}
-
-// Done implements terminal.Progress.
-func (*jsonProgress) Done(bool) {}
 
 func loadCommand(o *connection) *cobra.Command {
 	var req admin.LoadRequest
@@ -169,7 +103,7 @@ func openArchive(path string, stdin io.Reader) (io.ReadCloser, error) {
 func tagCommand(o *connection) *cobra.Command {
 	return &cobra.Command{
 		Use: "tag REF NAME", Short: "Give an image another name",
-		Args: cli.Args(2, 2, "name an image and its new name"),
+		Args: cli.Args(2, 2, "name an image and its new name"), ValidArgsFunction: o.CompleteImages,
 		RunE: o.connected(func(c *call) error {
 			_, err := c.Tag(c.Context(), c.args[0], c.args[1])
 			return err
@@ -182,6 +116,7 @@ func rmCommand(o *connection) *cobra.Command {
 		Use: "rm REF…", Short: "Remove images, or one of their names", Args: cli.Args(1, 0, "name an image"),
 		Long: `Remove images. If REF is one of several names of an image, only that name is removed.
 An ID or the last name removes the image. Containers that use it keep running.`,
+		ValidArgsFunction: o.CompleteImages,
 		RunE: o.connected(func(c *call) error {
 			for _, ref := range c.args {
 				if err := c.remove(ref); err != nil {
@@ -216,16 +151,17 @@ func (c *call) removeID(id string) error {
 }
 
 func pruneCommand(o *connection) *cobra.Command {
-	var all, dry bool
+	var all, dry, indexes bool
 	cmd := &cobra.Command{
-		Use: "prune", Short: "Remove images without a name, or all unused images", Args: cli.NoArgs,
-		Long: `Remove images without a name. With --all, remove all images that no container uses.
-Pinned images stay. kubelet pulls an image again when a pod needs it.`,
+		Use: "prune", Short: "Remove partial layers and images without a name, or all unused images", Args: cli.NoArgs,
+		Long: `Remove the partial layers of failed pulls, and images without a name. With --all, remove all
+images that no container uses. Pinned images stay. kubelet pulls an image again when a pod needs it.`,
 	}
 	cmd.Flags().BoolVarP(&all, "all", "a", false, "also remove images with names that no container uses")
 	cmd.Flags().BoolVar(&dry, "dry-run", false, "only print the IDs of the images")
+	cmd.Flags().BoolVar(&indexes, "indexes", false, "also remove the indexes of blobs, see lazy.index_bytes")
 	cmd.RunE = o.connected(func(c *call) error {
-		images, err := list(c.Context(), c.Client)
+		images, err := c.AllImages(c.Context())
 		if err != nil {
 			return err
 		}
@@ -233,25 +169,73 @@ Pinned images stay. kubelet pulls an image again when a pod needs it.`,
 		if err != nil {
 			return err
 		}
+		partial, err := c.prunePartial(dry) // before the images: a removal of an image removes them, too
+		if err != nil {
+			return err
+		}
+		var count int
 		var freed uint64
 		for _, img := range images {
-			if img.GetPinned() || used[img.GetId()] || !all && len(img.GetRepoTags())+len(img.GetRepoDigests()) > 0 {
+			if img.Pinned || used[img.ID] || !all && len(img.Tags)+len(img.Digests) > 0 {
 				continue
 			}
-			freed += img.GetSize()
+			count++
+			freed += img.Size
 			if dry {
-				_, err = fmt.Fprintln(c.OutOrStdout(), img.GetId())
+				_, err = fmt.Fprintln(c.OutOrStdout(), img.ID)
 			} else {
-				err = c.removeID(img.GetId())
+				err = c.removeID(img.ID)
 			}
 			if err != nil {
 				return err
 			}
 		}
-		_, err = fmt.Fprintln(c.ErrOrStderr(), "images removed with layers of up to", terminal.Bytes(freed))
-		return err
+		if err := c.pruned(partial, count, freed, dry); err != nil || !indexes {
+			return err
+		}
+		return c.pruneIndexes(dry)
 	})
 	return cmd
+}
+
+// prunePartial removes the partial layers and returns them, or only returns them. It is nil if the
+// runtime keeps none.
+func (c *call) prunePartial(dry bool) (*admin.Partial, error) {
+	if dry {
+		return c.PartialLayers(c.Context())
+	}
+	return c.RemovePartialLayers(c.Context())
+}
+
+// pruned prints what was removed, or would be.
+func (c *call) pruned(partial *admin.Partial, images int, freed uint64, dry bool) error {
+	removed := "removed"
+	if dry {
+		removed = "would be removed"
+	}
+	if partial != nil && partial.Layers() > 0 {
+		_, err := fmt.Fprintf(c.ErrOrStderr(), "%d partial layers %s, %s\n",
+			partial.Layers(), removed, terminal.Bytes(partial.Bytes))
+		if err != nil {
+			return err
+		}
+	}
+	_, err := fmt.Fprintf(c.ErrOrStderr(), "%d images %s, layers of up to %s\n", images, removed, terminal.Bytes(freed))
+	return err
+}
+
+// pruneIndexes removes the indexes of blobs.
+func (c *call) pruneIndexes(dry bool) error {
+	count, removed := c.DropIndexes, "removed"
+	if dry {
+		count, removed = c.Indexes, "would be removed"
+	}
+	gone, err := count(c.Context())
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintln(c.ErrOrStderr(), gone.Count, "indexes", removed+",", terminal.Bytes(gone.Bytes))
+	return err
 }
 
 // imagesInUse returns the IDs of the images of all containers and their image volumes.

@@ -76,8 +76,8 @@ func readStorage(root *os.Root, name string, v any) error {
 // maxCRIOLayers stops at a loop of parents.
 const maxCRIOLayers = 1000
 
-// writeCRIO writes a docker archive of an image. It assembles the tars of its layers from their files
-// and tar-split's record of the headers, so the image's ID stays the same.
+// writeCRIO writes a docker archive of an image. It assembles the tars of its layers from their
+// files and tar-split's record of the headers, so the image's ID stays the same.
 func writeCRIO(w *tar.Writer, dir string, img crioImage, layers map[string]crioLayer) error {
 	root, err := os.OpenRoot(dir)
 	if err != nil {

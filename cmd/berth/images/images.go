@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"os"
 	"strings"
 	"text/tabwriter"
 
@@ -14,10 +13,11 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
+	"berth/cmd/berth/operator"
 )
 
 // connection is the socket that the commands connect to.
-type connection struct{ socket string }
+type connection struct{ operator.Connection }
 
 // Command returns the command `berth image` with its subcommands.
 func Command() *cobra.Command {
@@ -28,9 +28,9 @@ func Command() *cobra.Command {
 		Args:  cobra.ArbitraryArgs,
 		RunE:  cli.Group,
 	}
-	cmd.PersistentFlags().StringVarP(&o.socket, "socket", "s", defaultSocket(),
-		"CRI socket of the runtime (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
-	cmd.AddCommand(lsCommand(o), pullCommand(o), loadCommand(o), saveCommand(o), importCommand(o), tagCommand(o),
+	o.AddFlag(cmd, cmd.PersistentFlags())
+	cmd.AddCommand(operator.ImageCommands(&o.Connection)...)
+	cmd.AddCommand(loadCommand(o), saveCommand(o), importCommand(o), tagCommand(o),
 		rmCommand(o), pruneCommand(o), inspectCommand(o), historyCommand(o), duCommand(o))
 	for _, sub := range cmd.Commands() {
 		sub.SilenceUsage, sub.SilenceErrors = true, true
@@ -38,20 +38,25 @@ func Command() *cobra.Command {
 	return cmd
 }
 
-func defaultSocket() string {
-	for _, name := range []string{"BERTH_SOCKET", "CONTAINER_RUNTIME_ENDPOINT"} {
-		if s := os.Getenv(name); s != "" {
-			return s
-		}
+// Shortcuts returns subcommands of `berth image` under the names that docker, podman, nerdctl and
+// crictl give them. The help does not list them.
+func Shortcuts() []*cobra.Command {
+	o := &connection{}
+	rmi := rmCommand(o)
+	rmi.Use = "rmi REF…"
+	shortcuts := []*cobra.Command{rmi, loadCommand(o), saveCommand(o), tagCommand(o), historyCommand(o)}
+	for _, cmd := range shortcuts {
+		o.AddFlag(cmd, cmd.Flags())
+		cmd.Hidden, cmd.SilenceUsage, cmd.SilenceErrors = true, true, true
 	}
-	return client.DefaultSocket
+	return shortcuts
 }
 
 // connected returns a command's body that connects to the runtime and then calls run. An interrupt
 // cancels the context of run.
 func (o *connection) connected(run func(*call) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
-		c, err := client.Dial(cmd.Context(), o.socket)
+		c, err := client.Dial(cmd.Context(), o.Socket)
 		if err != nil {
 			return err
 		}
@@ -60,7 +65,7 @@ func (o *connection) connected(run func(*call) error) func(*cobra.Command, []str
 		cmd.SetContext(ctx)
 		err = run(&call{Client: c, Command: cmd, args: args})
 		if closeErr := c.Close(); err == nil && closeErr != nil {
-			err = fmt.Errorf("close connection to %s: %w", o.socket, closeErr)
+			err = fmt.Errorf("close connection to %s: %w", o.Socket, closeErr)
 		}
 		return cli.InterruptStatus(ctx, err)
 	}

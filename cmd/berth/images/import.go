@@ -115,7 +115,8 @@ func (c *call) takeOver(found []source, req admin.LoadRequest) error {
 // openTimeout limits the wait for the lock of containerd's database.
 const openTimeout = time.Second
 
-// containerdImages lists the images in containerd's database. The content of an image is read later.
+// containerdImages lists the images in containerd's database. The content of an image is read
+// later.
 func containerdImages(root, namespace string) (found []source, err error) {
 	path := filepath.Join(root, "io.containerd.metadata.v1.bolt", "meta.db")
 	if _, err := os.Stat(path); err != nil {
@@ -169,7 +170,8 @@ func containerdImages(root, namespace string) (found []source, err error) {
 	return found, err
 }
 
-// writeContent writes an OCI layout with the part of an image that is in containerd's content store.
+// writeContent writes an OCI layout with the part of an image that is in containerd's content
+// store.
 func writeContent(w *tar.Writer, dir string, top digest.Digest, names []string) error {
 	store, err := os.OpenRoot(dir)
 	if err != nil {
@@ -195,7 +197,8 @@ type content struct {
 }
 
 // write copies a manifest or index and what it names. A missing blob is left out, because the store
-// contains only the node's platform; its size is -1. The daemon refuses an image without its layers.
+// contains only the node's platform; its size is -1. The daemon refuses an image without its
+// layers.
 func (c *content) write(d digest.Digest, depth int) (size int64, err error) {
 	f, size, err := c.open(d)
 	if err != nil || size < 0 {

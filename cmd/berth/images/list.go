@@ -16,88 +16,8 @@ import (
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/terminal"
-	"berth/image"
 	"berth/server/admin"
 )
-
-func lsCommand(o *connection) *cobra.Command {
-	cmd := &cobra.Command{Use: "ls", Aliases: []string{"list"}, Short: "List images", Args: cli.NoArgs}
-	jsonWanted := asJSON(cmd)
-	cmd.RunE = o.connected(func(c *call) error {
-		images, err := list(c.Context(), c.Client)
-		if err != nil {
-			return err
-		}
-		rows := []row{}
-		for _, img := range images {
-			rows = append(rows, rowOf(img))
-		}
-		if jsonWanted() {
-			return printJSON(c.OutOrStdout(), rows)
-		}
-		cells := [][]string{}
-		for _, r := range rows {
-			pinned := ""
-			if r.Pinned {
-				pinned = "yes"
-			}
-			cells = append(cells, []string{r.name(), client.ShortID(r.ID), r.kind(), terminal.Bytes(r.Size), pinned})
-		}
-		return printTable(c.OutOrStdout(), "IMAGE ID KIND SIZE PINNED", cells)
-	})
-	return cmd
-}
-
-// row is the JSON form of an image.
-type row struct {
-	ID      string   `json:"id"`
-	Tags    []string `json:"tags"`
-	Digests []string `json:"digests"`
-	Size    uint64   `json:"size"` // bytes
-	Pinned  bool     `json:"pinned"`
-	// ArtifactType is the type of an OCI artifact; empty: a container image.
-	ArtifactType string `json:"artifactType,omitempty"`
-}
-
-// kind is the cell for the kind of an image.
-func (r row) kind() string {
-	if r.ArtifactType != "" {
-		return "artifact"
-	}
-	return "image"
-}
-
-func rowOf(img *runtimeapi.Image) row {
-	return row{
-		ID: img.GetId(), Tags: append([]string{}, img.GetRepoTags()...),
-		Digests: append([]string{}, img.GetRepoDigests()...), Size: img.GetSize(), Pinned: img.GetPinned(),
-		ArtifactType: img.GetSpec().GetAnnotations()[image.ArtifactType],
-	}
-}
-
-// name returns the tags of an image, else its first digest.
-func (r row) name() string {
-	switch {
-	case len(r.Tags) > 0:
-		return strings.Join(r.Tags, ", ")
-	case len(r.Digests) > 0:
-		return r.Digests[0]
-	}
-	return "<none>"
-}
-
-// list returns the images of the node, sorted by name.
-func list(ctx context.Context, c *client.Client) ([]*runtimeapi.Image, error) {
-	reply, err := c.ListImages(ctx, &runtimeapi.ListImagesRequest{})
-	if err != nil {
-		return nil, fmt.Errorf("list images: %w", err)
-	}
-	images := reply.GetImages()
-	slices.SortFunc(images, func(a, b *runtimeapi.Image) int {
-		return cmp.Or(cmp.Compare(rowOf(a).name(), rowOf(b).name()), cmp.Compare(a.GetId(), b.GetId()))
-	})
-	return images, nil
-}
 
 // find returns an image with its configuration.
 func find(ctx context.Context, c *client.Client, ref string) (*runtimeapi.Image, ocispec.Image, error) {
@@ -123,9 +43,10 @@ func find(ctx context.Context, c *client.Client, ref string) (*runtimeapi.Image,
 func inspectCommand(o *connection) *cobra.Command {
 	return &cobra.Command{
 		Use: "inspect REF…", Short: "Print images and their configurations as JSON", Args: cli.Args(1, 0, "name an image"),
+		ValidArgsFunction: o.CompleteImages,
 		RunE: o.connected(func(c *call) error {
 			type detail struct {
-				row
+				client.Image
 				Config ocispec.Image `json:"config"`
 			}
 			all := []detail{}
@@ -134,7 +55,7 @@ func inspectCommand(o *connection) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				all = append(all, detail{rowOf(img), config})
+				all = append(all, detail{client.ImageOf(img), config})
 			}
 			return printJSON(c.OutOrStdout(), all)
 		}),
@@ -142,7 +63,10 @@ func inspectCommand(o *connection) *cobra.Command {
 }
 
 func historyCommand(o *connection) *cobra.Command {
-	cmd := &cobra.Command{Use: "history REF", Short: "List the build steps of an image, newest first", Args: cli.Args(1, 1, "name an image")}
+	cmd := &cobra.Command{
+		Use: "history REF", Short: "List the build steps of an image, newest first",
+		Args: cli.Args(1, 1, "name an image"), ValidArgsFunction: o.CompleteImages,
+	}
 	jsonWanted := asJSON(cmd)
 	cmd.RunE = o.connected(func(c *call) error {
 		img, config, err := find(c.Context(), c.Client, c.args[0])
@@ -156,7 +80,7 @@ func historyCommand(o *connection) *cobra.Command {
 		var rows [][]string
 		for _, h := range config.History {
 			created, size := "", ""
-			if h.Created != nil {
+			if h.Created != nil && !h.Created.IsZero() { // reproducible builds omit the time, or set the year 1
 				created = terminal.Age(time.Now(), *h.Created)
 			}
 			if !h.EmptyLayer && len(sizes) > 0 {
@@ -198,7 +122,9 @@ func duCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "du", Short: "Show the disk usage of images and the part they share", Args: cli.NoArgs,
 		Long: `Show the disk usage of images. UNIQUE is what the removal of this one image frees,
-SHARED belongs to layers that other images use as well.`,
+SHARED belongs to layers that other images use as well. Partial layers are those of failed and
+current pulls. The next pull uses them; "berth image prune" removes those of failed pulls. Indexes of
+blobs are kept when images are removed, for the next pull of a blob, see lazy.index_bytes.`,
 	}
 	jsonWanted := asJSON(cmd)
 	cmd.RunE = o.connected(func(c *call) error {
@@ -207,6 +133,15 @@ SHARED belongs to layers that other images use as well.`,
 			return err
 		}
 		usage := usageOf(images)
+		if usage.Partial, err = c.PartialLayers(c.Context()); err != nil {
+			return err
+		}
+		if usage.Partial != nil {
+			usage.Total += usage.Partial.Bytes
+		}
+		if usage.Indexes, err = c.Indexes(c.Context()); err != nil {
+			return err
+		}
 		if jsonWanted() {
 			return printJSON(c.OutOrStdout(), usage)
 		}
@@ -217,7 +152,13 @@ SHARED belongs to layers that other images use as well.`,
 				terminal.Bytes(u.Shared), terminal.Bytes(u.Unique + u.Shared),
 			})
 		}
-		rows = append(rows, []string{"total", "", "", terminal.Bytes(usage.Total)})
+		if p := usage.Partial; p != nil && p.Layers() > 0 {
+			rows = append(rows, []string{fmt.Sprintf("partial layers (%d)", p.Layers()), "", "", terminal.Bytes(p.Bytes)})
+		}
+		if usage.Indexes.Count > 0 {
+			rows = append(rows, []string{"indexes of blobs", "", "", terminal.Bytes(usage.Indexes.Bytes)})
+		}
+		rows = append(rows, []string{"total", "", "", terminal.Bytes(usage.Total + usage.Indexes.Bytes)})
 		return printTable(c.OutOrStdout(), "IMAGE UNIQUE SHARED SUM", rows)
 	})
 	return cmd
@@ -226,7 +167,11 @@ SHARED belongs to layers that other images use as well.`,
 // usage is the disk usage of all images.
 type usage struct {
 	Images []imageUsage `json:"images"`
-	Total  uint64       `json:"total"` // bytes; shared layers count once
+	Total  uint64       `json:"total"` // bytes of images and partial layers; shared layers count once
+	// Partial are the layers of failed and current pulls; nil: the daemon is older and keeps none.
+	Partial *admin.Partial `json:"partial,omitempty"`
+
+	Indexes admin.Indexes `json:"indexes"`
 }
 
 type imageUsage struct {

@@ -19,6 +19,7 @@ func saveCommand(o *connection) *cobra.Command {
 	var output string
 	cmd := &cobra.Command{
 		Use: "save REF…", Short: "Save images to an archive", Args: cli.Args(1, 0, "name an image"),
+		ValidArgsFunction: o.CompleteImages,
 		Long: `Save images to an archive, which goes to standard output or to a file.
 
 The format oci is an OCI layout that docker can load, too. The format docker is that of docker save

@@ -61,7 +61,7 @@ func ownNetworkList(cfg *config.Config) ([]byte, error) {
 		"masquerade":   cfg.NetworkMasquerade,
 		"checkSource":  cfg.NetworkCheckSource,
 		"dataDir":      filepath.Join(cfg.Root, AddressDir),
-		"capabilities": map[string]bool{"portMappings": true, "ipRanges": true, "bandwidth": true},
+		"capabilities": map[string]bool{"portMappings": true, "ipRanges": true, "bandwidth": true, "preferredIPs": true},
 	}
 	if cfg.NetworkMTU != 0 {
 		plugin["mtu"] = cfg.NetworkMTU
@@ -95,10 +95,10 @@ func checkOwnNetwork(plugin map[string]any) error {
 	}
 	n, err := conf.Parse(data)
 	if err == nil && len(n.Ranges) == 0 {
-		err = errors.New("network_subnets has only IPv6 subnets, and this kernel has no IPv6")
+		err = errors.New("network.subnets has only IPv6 subnets, and this kernel has no IPv6")
 	}
 	if err != nil {
-		return fmt.Errorf("options of the built-in network (network_…): %w", err)
+		return fmt.Errorf("options of the built-in network (table network): %w", err)
 	}
 	return nil
 }

@@ -11,25 +11,23 @@ import (
 	"berth/cmd/berth/client"
 )
 
-func attachCommand(o *connection) *cobra.Command {
+func attachCommand(o *Connection) *cobra.Command {
 	var s session
 	cmd := &cobra.Command{
-		Use:   "attach CONTAINER",
+		Use:   "attach CONTAINER|POD",
 		Short: "Attach to a container's main process",
 		Long: `Attach to the input and output of a container's main process until it ends.
 
 Ctrl-C detaches, and the container keeps running. With -it Ctrl-C goes to the
 container, and Ctrl-P Ctrl-Q detaches.`,
-		Args: cli.Args(1, 1, "name a container"),
+		Args: cli.Args(1, 1, "name a container or pod"),
 	}
 	s.addFlags(cmd)
-	cmd.ValidArgsFunction = o.completeNames(containerNames)
+	containerName := o.addContainerFlag(cmd)
+	cmd.ValidArgsFunction = o.completeNames(runningNames, podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		container, err := findContainer(cmd.Context(), c, args[0], "")
+		container, err := findRunning(cmd.Context(), c, args[0], *containerName)
 		if err != nil {
-			return err
-		}
-		if err := checkRunning(cmd.Context(), c, container); err != nil {
 			return err
 		}
 		ctx, stop := cli.Interruptible(cmd.Context())

@@ -30,7 +30,7 @@ type checkpointOptions struct {
 	runDir  string
 }
 
-func checkpointCommand(o *connection) *cobra.Command {
+func checkpointCommand(o *Connection) *cobra.Command {
 	options := &checkpointOptions{}
 	cmd := &cobra.Command{
 		Use:   "checkpoint NAME -o FILE",
@@ -58,7 +58,8 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
-		// A reader that leaves must neither leave the copy in the temporary directory nor end in a removal.
+		// A reader that leaves must neither leave the copy in the temporary directory nor end in a
+		// removal.
 		pipes := make(chan os.Signal, 1)
 		signal.Notify(pipes, unix.SIGPIPE)
 		defer signal.Stop(pipes)
@@ -95,8 +96,8 @@ func (s *checkpointOptions) run(ctx context.Context, cmd *cobra.Command, c *clie
 	return s.removeSaved(ctx, c, container, pod)
 }
 
-// syncOutput makes the output survive a power cut. A pipe cannot be synced: its reader has taken all
-// bytes.
+// syncOutput makes the output survive a power cut. A pipe cannot be synced: its reader has taken
+// all bytes.
 func (s *checkpointOptions) syncOutput(stdout io.Writer) error {
 	if s.output == "-" {
 		f, ok := stdout.(*os.File)

@@ -21,16 +21,19 @@ import (
 	"berth/cmd/berth/terminal"
 	"berth/internal/criu"
 	"berth/internal/errdefs"
+	"berth/internal/host"
+	"berth/sandbox/handler"
 	"berth/sandbox/state"
 )
 
-func checkpointInspectCommand(o *connection) *cobra.Command {
+func checkpointInspectCommand(o *Connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "inspect FILE",
 		Short: "Show what a checkpoint contains, and what prevents a restore here",
 		Long: `Show what a file or directory of "berth checkpoint" says about itself: pod, containers,
 images, sizes, who signed it, and where it was made. The command then compares it with
-this node and lists what would prevent a restore. The exit code is 1 if there is anything.
+this node and lists what would prevent a restore, and what may make it fail. The exit code
+is 1 if something would prevent it.
 
 It reads the manifest only. A restore also checks all other files, and compares the
 processes with what berth would create.`,
@@ -60,6 +63,7 @@ processes with what berth would create.`,
 type checkpointInfo struct {
 	Pod        string                `json:"pod,omitempty"` // NAMESPACE/NAME; empty: a checkpoint of one container
 	Handler    string                `json:"handler"`
+	Runtime    string                `json:"runtime,omitempty"` // version of the runtime that saved its sandbox; empty: CRIU saved it
 	Containers []checkpointContainer `json:"containers"`
 	CreatedAt  time.Time             `json:"createdAt"`
 	SignedBy   string                `json:"signedBy"` // archive.Signer
@@ -67,6 +71,7 @@ type checkpointInfo struct {
 	Size       int64                 `json:"size"`       // bytes of all files but the manifest
 	NodeAccess []string              `json:"nodeAccess"` // what the pod would access of the node
 	Prevents   []string              `json:"prevents"`   // a restore on this node; empty: nothing known does
+	Doubts     []string              `json:"doubts"`     // what may make a restore on this node fail
 }
 
 type checkpointContainer struct {
@@ -92,15 +97,15 @@ func inspectCheckpoint(ctx context.Context, c *client.Client, file string) (*che
 	if err != nil {
 		return nil, err
 	}
-	i.Prevents = here.prevents(plan)
+	i.Prevents, i.Doubts = here.prevents(plan), here.doubts(plan.manifest.Node)
 	return i, nil
 }
 
 // describeCheckpoint returns what a checkpoint says about itself.
 func describeCheckpoint(plan *restorePlan) *checkpointInfo {
 	m := plan.manifest
-	i := &checkpointInfo{Handler: plan.handler, CreatedAt: m.CreatedAt, SignedBy: plan.signer.String(), Node: m.Node,
-		NodeAccess: plan.hostAccess()}
+	i := &checkpointInfo{Handler: plan.handler, Runtime: m.Runtime, CreatedAt: m.CreatedAt,
+		SignedBy: plan.signer.String(), Node: m.Node, NodeAccess: plan.hostAccess()}
 	if m.Pod != nil {
 		i.Pod = m.Pod.Namespace + "/" + m.Pod.Name
 	}
@@ -118,7 +123,8 @@ func describeCheckpoint(plan *restorePlan) *checkpointInfo {
 				continue
 			}
 			one.Size += f.Size
-			if isPages, _ := path.Match("pages-*.img", name); isPages && dir == images {
+			isPages, _ := path.Match("pages-*.img", name)
+			if dir == images && (isPages || name == sandboxPages) {
 				one.Memory += f.Size
 			}
 		}
@@ -127,12 +133,18 @@ func describeCheckpoint(plan *restorePlan) *checkpointInfo {
 	return i
 }
 
+// sandboxPages is gVisor's file with the memory of a sandbox, which includes changed files.
+const sandboxPages = "pages.img"
+
 // restoringNode is what a restore needs of a node.
 type restoringNode struct {
-	foreign  bool     // checkpoint.restore_foreign
-	criu     string   // why CRIU cannot be used; empty: it can
-	handlers []string // "": the default
-	images   []string // IDs
+	foreign  bool              // checkpoint.restore_foreign
+	version  criu.Version      // of CRIU
+	criu     string            // why CRIU cannot be used; empty: it can
+	handlers []string          // "": the default
+	programs map[string]string // versions of the programs of handlers that do not use berth's own runtime
+	images   []string          // IDs
+	features []string          // of the processor; nil: unknown
 }
 
 // restoreNode asks the daemon for what a restore needs.
@@ -148,13 +160,16 @@ func restoreNode(ctx context.Context, c *client.Client) (*restoringNode, error) 
 	if err := json.Unmarshal(reported, &settings); err != nil {
 		return nil, fmt.Errorf("read the configuration of the daemon: %w", err)
 	}
-	n := &restoringNode{foreign: settings.CheckpointRestoreForeign, criu: criuProblem(ctx, settings.CheckpointCRIU)}
-	status, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{})
+	n := &restoringNode{foreign: settings.CheckpointRestoreForeign}
+	n.version, err = criuVersion(ctx, settings.CheckpointCRIU)
 	if err != nil {
-		return nil, client.Explain("status of the runtime", err)
+		n.criu = err.Error()
 	}
-	for _, h := range status.GetRuntimeHandlers() {
-		n.handlers = append(n.handlers, h.GetName())
+	if n.features, err = host.CPUFeatures(); err != nil {
+		return nil, err
+	}
+	if err := n.findHandlers(ctx, c); err != nil {
+		return nil, err
 	}
 	images, err := c.ListImages(ctx, &runtimeapi.ListImagesRequest{})
 	if err != nil {
@@ -166,20 +181,45 @@ func restoreNode(ctx context.Context, c *client.Client) (*restoringNode, error) 
 	return n, nil
 }
 
-// criuProblem returns why the daemon cannot use CRIU, or "".
-func criuProblem(ctx context.Context, configured string) string {
+// findHandlers asks the daemon for its handlers and their programs.
+func (n *restoringNode) findHandlers(ctx context.Context, c *client.Client) error {
+	status, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{Verbose: true})
+	if err != nil {
+		return client.Explain("status of the runtime", err)
+	}
+	for _, h := range status.GetRuntimeHandlers() {
+		n.handlers = append(n.handlers, h.GetName())
+	}
+	var described []handler.Info
+	if text := status.GetInfo()["handlers"]; text != "" {
+		if err := json.Unmarshal([]byte(text), &described); err != nil {
+			return fmt.Errorf("read the handlers of the daemon: %w", err)
+		}
+	}
+	n.programs = map[string]string{}
+	for _, h := range described {
+		if h.Path == "" {
+			continue
+		}
+		n.programs[h.Name] = ""
+		if h.Runtime != nil {
+			n.programs[h.Name] = h.Runtime.Version
+		}
+	}
+	return nil
+}
+
+// criuVersion returns the version of the daemon's CRIU. The error says why it cannot be used.
+func criuVersion(ctx context.Context, configured string) (criu.Version, error) {
 	program, err := criu.Locate(configured)
 	if err != nil {
-		return err.Error()
+		return criu.Version{}, err
 	}
 	version, err := criu.VersionOf(ctx, program)
 	if err == nil {
 		err = version.Check()
 	}
-	if err != nil {
-		return err.Error()
-	}
-	return ""
+	return version, err
 }
 
 // prevents lists what prevents a restore of the plan on this node.
@@ -187,17 +227,25 @@ func (n *restoringNode) prevents(plan *restorePlan) []string {
 	list := []string{}
 	add := func(format string, args ...any) { list = append(list, errdefs.Clip(fmt.Sprintf(format, args...))) }
 	m := plan.manifest
-	if plan.signer != archive.ThisNode && !n.foreign {
+	switch {
+	case plan.signer != archive.ThisNode && m.Runtime != "":
+		add("signed by %s, and berth cannot compare the content of checkpoints of %q", plan.signer, m.Runtime)
+	case plan.signer != archive.ThisNode && !n.foreign:
 		add("signed by %s, and checkpoint.restore_foreign is off", plan.signer)
 	}
-	if n.criu != "" {
+	if n.criu != "" && m.Runtime == "" {
 		add("%s", n.criu)
 	}
 	if arch := m.Node.Architecture; arch != "" && arch != runtime.GOARCH {
 		add("made on %s, this node is %s", arch, runtime.GOARCH)
 	}
-	if !slices.Contains(n.handlers, plan.handler) {
+	switch version, isProgram := n.programs[plan.handler]; {
+	case !slices.Contains(n.handlers, plan.handler):
 		add("this node has no runtime handler %q", plan.handler)
+	case m.Runtime == "" && isProgram:
+		add("the runtime handler %q of this node is not berth's own", plan.handler)
+	case m.Runtime != version:
+		add("%q made it, and the runtime handler %q of this node has %q", m.Runtime, plan.handler, cmp.Or(version, "berth's own runtime"))
 	}
 	if userns := plan.sandbox.GetLinux().GetSecurityContext().GetNamespaceOptions().GetUsernsOptions(); userns != nil &&
 		userns.GetMode() == runtimeapi.NamespaceMode_POD {
@@ -215,6 +263,30 @@ func (n *restoringNode) prevents(plan *restorePlan) []string {
 	return list
 }
 
+// doubts lists what may make a restore fail on this node, compared with the node that wrote the
+// checkpoint.
+func (n *restoringNode) doubts(from archive.Node) []string {
+	list := []string{}
+	if wrote := versionOf(from); n.criu == "" && n.version.Before(wrote) {
+		list = append(list, fmt.Sprintf("CRIU %s is older than %s, which wrote it", n.version, wrote))
+	}
+	var missing []string
+	for _, f := range from.CPUFeatures {
+		if !slices.Contains(n.features, f) {
+			missing = append(missing, f)
+		}
+	}
+	if len(missing) > 0 && n.features != nil && from.Architecture == runtime.GOARCH {
+		list = append(list, errdefs.Clip("this node's processor lacks "+strings.Join(missing, " ")))
+	}
+	return list
+}
+
+// versionOf returns the version of a node's CRIU.
+func versionOf(n archive.Node) criu.Version {
+	return criu.Version{Major: n.CRIU / 10000, Minor: n.CRIU / 100 % 100, Sub: n.CRIU % 100} // 40201 is 4.2.1
+}
+
 // shortDigest returns the first digits of a digest.
 func shortDigest(digest string) string {
 	_, hex, found := strings.Cut(digest, ":")
@@ -224,8 +296,8 @@ func shortDigest(digest string) string {
 	return hex[:12]
 }
 
-// print writes the description as text. Texts of the checkpoint are quoted, so they cannot control a
-// terminal.
+// print writes the description as text. Texts of the checkpoint are quoted, so they cannot control
+// a terminal.
 func (i *checkpointInfo) print(cmd *cobra.Command) error {
 	var out strings.Builder
 	line := func(name, format string, args ...any) {
@@ -238,9 +310,8 @@ func (i *checkpointInfo) print(cmd *cobra.Command) error {
 			terminal.Bytes(uint64(c.Size)), terminal.Bytes(uint64(c.Memory)))
 	}
 	line("saved", "%s", i.CreatedAt.UTC().Format("2006-01-02 15:04:05 MST"))
-	n := i.Node.CRIU // 40201 is 4.2.1
-	version := criu.Version{Major: n / 10000, Minor: n / 100 % 100, Sub: n % 100}
-	line("made by", "berth %s, CRIU %s, Linux %s (%s)", i.Node.Berth, version, i.Node.Kernel, i.Node.Architecture)
+	line("made by", "berth %s, %s, Linux %s (%s)", i.Node.Berth, cmp.Or(i.Runtime, "CRIU "+versionOf(i.Node).String()), i.Node.Kernel,
+		i.Node.Architecture)
 	line("size", "%s", terminal.Bytes(uint64(i.Size)))
 	line("signed by", "%s", i.SignedBy)
 	for _, a := range i.NodeAccess {
@@ -251,6 +322,9 @@ func (i *checkpointInfo) print(cmd *cobra.Command) error {
 	}
 	for _, p := range i.Prevents {
 		line("restore here", "no: %s", p)
+	}
+	for _, d := range i.Doubts {
+		line("restore here", "may fail: %s", d)
 	}
 	_, err := fmt.Fprint(cmd.OutOrStdout(), out.String())
 	return err

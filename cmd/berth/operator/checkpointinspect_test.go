@@ -2,7 +2,11 @@ package operator
 
 import (
 	"bytes"
+	"encoding/json"
+	"os"
+	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
@@ -10,6 +14,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint/archive"
+	"berth/cmd/berth/client/fakecri"
+	"berth/internal/criu"
+	"berth/internal/testutil"
 )
 
 // Sizes are those of the container's own files; the pod's are only in the sum.
@@ -62,6 +69,16 @@ func TestCheckpointPrevents(t *testing.T) {
 		{"CRIU", func(n *restoringNode, _ *restorePlan) { n.criu = "no CRIU" }, "no CRIU"},
 		{"architecture", func(_ *restoringNode, p *restorePlan) { p.manifest.Node.Architecture = "other" }, "made on other"},
 		{"handler", func(n *restoringNode, _ *restorePlan) { n.handlers = []string{""} }, `no runtime handler "crun"`},
+		{"program of the handler", func(n *restoringNode, _ *restorePlan) { n.programs = map[string]string{"crun": "crun 1"} },
+			`handler "crun" of this node is not berth's own`},
+		{"sandbox", func(n *restoringNode, p *restorePlan) { ofSandbox(n, p); n.criu = "no CRIU" }, ""},
+		{"version of the sandbox", func(n *restoringNode, p *restorePlan) { ofSandbox(n, p); p.manifest.Runtime = "runsc 2" },
+			`"runsc 2" made it, and the runtime handler "crun" of this node has "runsc 1"`},
+		{"sandbox without handler", func(n *restoringNode, p *restorePlan) { ofSandbox(n, p); n.programs = nil }, `has "berth's own runtime"`},
+		{"signer of a sandbox", func(n *restoringNode, p *restorePlan) {
+			ofSandbox(n, p)
+			p.signer, n.foreign = archive.OtherNode, true
+		}, `cannot compare the content of checkpoints of "runsc 1"`},
 		{"image", func(n *restoringNode, _ *restorePlan) { n.images = nil }, "image busybox (6d5f7a0b3c1e) of container app"},
 		{"user namespace", func(_ *restoringNode, p *restorePlan) {
 			p.sandbox.Linux.SecurityContext = &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{
@@ -85,5 +102,120 @@ func TestCheckpointPrevents(t *testing.T) {
 				t.Errorf("%q, want %q", got, test.want)
 			}
 		})
+	}
+}
+
+// ofSandbox makes the checkpoint one of a sandbox, which the node can restore.
+func ofSandbox(n *restoringNode, p *restorePlan) {
+	p.manifest.Runtime, n.programs = "runsc 1", map[string]string{"crun": "runsc 1"}
+}
+
+// An older CRIU and a processor with fewer features are doubts, but no reasons.
+func TestCheckpointDoubts(t *testing.T) {
+	t.Parallel()
+	here := restoringNode{version: criu.Version{Major: 4, Minor: 2, Sub: 1}, features: []string{"avx", "sse"}}
+	for _, test := range []struct {
+		name   string
+		change func(*restoringNode, *archive.Node)
+		want   string
+	}{
+		{"same", func(*restoringNode, *archive.Node) {}, ""},
+		{"older checkpoint", func(_ *restoringNode, n *archive.Node) { n.CRIU = 40101 }, ""},
+		{"newer checkpoint", func(_ *restoringNode, n *archive.Node) { n.CRIU = 40300 }, "CRIU 4.2.1 is older than 4.3"},
+		{"no CRIU", func(n *restoringNode, from *archive.Node) { n.version, n.criu = criu.Version{}, "missing" }, ""},
+		{"features", func(_ *restoringNode, n *archive.Node) { n.CPUFeatures = append(n.CPUFeatures, "avx512f") }, "lacks avx512f"},
+		{"unknown features", func(n *restoringNode, _ *archive.Node) { n.features = nil }, ""},
+		{"features of another architecture", func(_ *restoringNode, n *archive.Node) { n.Architecture, n.CPUFeatures = "other", []string{"neon"} }, ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			node, from := here, archive.Node{CRIU: 40201, Architecture: runtime.GOARCH, CPUFeatures: []string{"sse"}}
+			test.change(&node, &from)
+			got := node.doubts(from)
+			if test.want == "" && len(got) > 0 || test.want != "" && (len(got) != 1 || !strings.Contains(got[0], test.want)) {
+				t.Errorf("%q, want %q", got, test.want)
+			}
+		})
+	}
+}
+
+// savedFile writes a checkpoint of a pod, signed by the node with that root directory.
+func savedFile(t *testing.T, root string) string {
+	t.Helper()
+	key, err := archive.LoadKey(root)
+	testutil.Must(t, err)
+	dir := t.TempDir()
+	testutil.Must(t, os.MkdirAll(filepath.Join(dir, "app/checkpoint"), 0o700))
+	for _, name := range []string{"config.dump", "spec.dump", "checkpoint/inventory.img", "checkpoint/descriptors.json"} {
+		testutil.Must(t, os.WriteFile(filepath.Join(dir, "app", name), []byte("{}"), 0o600))
+	}
+	open, err := os.Open(dir)
+	testutil.Must(t, err)
+	defer open.Close()
+	m := savedPod(t, nil, nil)
+	m.Pod.Handler, m.Node = "", archive.Node{Berth: "0.3", CRIU: 40201, Kernel: "6.1", Architecture: runtime.GOARCH}
+	testutil.Must(t, archive.Seal(t.Context(), open, m, key, nil, false))
+	return dir
+}
+
+// nodeConsole is a console of a runtime with that root directory, a CRIU and the image of savedPod.
+func nodeConsole(t *testing.T, root string) *console {
+	t.Helper()
+	program := filepath.Join(t.TempDir(), "criu")
+	testutil.Must(t, os.WriteFile(program, []byte("#!/bin/sh\necho Version: 4.2.1\n"), 0o700))
+	config, err := json.Marshal(map[string]any{"Root": root, "CheckpointCRIU": program, "DefaultHandler": "berth"})
+	testutil.Must(t, err)
+	c := newConsole(t, &fakecri.Server{Config: string(config)})
+	c.Registry["busybox"] = &runtimeapi.Image{Id: testImageID, RepoTags: []string{"busybox:latest"}}
+	return c
+}
+
+// The command says what a checkpoint contains, who signed it, and what prevents a restore here.
+func TestCheckpointInspectCommand(t *testing.T) {
+	root := t.TempDir()
+	file := savedFile(t, root)
+	c := nodeConsole(t, root)
+	stdout, stderr, code := c.do("checkpoint", "inspect", file)
+	for _, want := range []string{"shop/web", "app: busybox (6d5f7a0b3c1e)", "signed by", "this node", "no: image busybox (6d5f7a0b3c1e) of container app is not on this node"} {
+		if !strings.Contains(stdout, want) {
+			t.Errorf("no %q in\n%s", want, stdout)
+		}
+	}
+	if code != 1 || stderr != "" {
+		t.Errorf("without the image: exit code %d, %s", code, stderr)
+	}
+	c.must("pull", "busybox")
+	if out := c.must("checkpoint", "inspect", file); !strings.Contains(out, "possible") {
+		t.Errorf("with the image:\n%s", out)
+	}
+	other := nodeConsole(t, t.TempDir())
+	other.must("pull", "busybox")
+	stdout, _, code = other.do("checkpoint", "inspect", file, "-o", "json")
+	var found checkpointInfo
+	if err := json.Unmarshal([]byte(stdout), &found); err != nil || code != 1 {
+		t.Fatalf("%v, exit code %d:\n%s", err, code, stdout)
+	}
+	if found.SignedBy == "this node" || len(found.Prevents) != 1 || !strings.Contains(found.Prevents[0], "checkpoint.restore_foreign") {
+		t.Errorf("on another node: %+v", found)
+	}
+}
+
+// A restored pod gets the cgroup that the user chooses, never that of the checkpoint.
+func TestRestoreCommand(t *testing.T) {
+	root := t.TempDir()
+	file := savedFile(t, root)
+	for _, test := range []struct {
+		args []string
+		want string
+	}{{nil, ""}, {[]string{"--cgroup-parent", "/berth.slice"}, "/berth.slice"}} {
+		c := nodeConsole(t, root)
+		c.must(append([]string{"restore", file, "--run-dir", c.runDir, "--name", "copy"}, test.args...)...)
+		configs := c.PodConfigs()
+		if len(configs) != 1 || configs[0].GetLinux().GetCgroupParent() != test.want || configs[0].GetMetadata().GetName() != "copy" {
+			t.Errorf("%q: pods %v", test.args, configs)
+		}
+		if want := []string{"RestorePod copy", "StartContainer app/0"}; !slices.Equal(c.Calls(), want) {
+			t.Errorf("calls %q, want %q", c.Calls(), want)
+		}
 	}
 }

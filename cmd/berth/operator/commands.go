@@ -6,6 +6,7 @@ package operator
 import (
 	"fmt"
 	"os"
+	"slices"
 
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
@@ -15,12 +16,23 @@ import (
 	"berth/cmd/berth/client"
 )
 
-// connection is the socket that all commands of this package connect to.
-type connection struct{ socket string }
+// Connection is the socket that commands connect to.
+type Connection struct{ Socket string }
+
+// AddFlag adds --socket to flags of cmd, and crictl's name for it to cmd and its subcommands.
+func (o *Connection) AddFlag(cmd *cobra.Command, flags *pflag.FlagSet) {
+	short := "s"
+	if cmd.Flags().ShorthandLookup(short) != nil { // kill's --signal
+		short = ""
+	}
+	flags.StringVarP(&o.Socket, "socket", short, defaultSocket(),
+		"CRI socket of the runtime; also --runtime-endpoint (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
+	cmd.SetGlobalNormalizationFunc(crictlNames)
+}
 
 // Commands returns the commands that talk to a daemon.
 func Commands() []*cobra.Command {
-	o := &connection{}
+	o := &Connection{}
 	commands := []*cobra.Command{
 		runCommand(o), psCommand(o), podsCommand(o), inspectCommand(o), logsCommand(o), execCommand(o), attachCommand(o),
 		cpCommand(o), portForwardCommand(o), topCommand(o), statsCommand(o), eventsCommand(o), killCommand(o),
@@ -28,17 +40,23 @@ func Commands() []*cobra.Command {
 		dfCommand(o), infoCommand(o), versionCommand(o), checkpointCommand(o), restoreCommand(o),
 		traceCommand(o),
 	}
+	all := slices.Clone(commands)
 	for _, cmd := range commands {
-		short := "s"
-		if cmd.Flags().ShorthandLookup(short) != nil { // kill's --signal
-			short = ""
-		}
-		cmd.Flags().StringVarP(&o.socket, "socket", short, defaultSocket(),
-			"CRI socket of the runtime; also --runtime-endpoint (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
-		cmd.Flags().SetNormalizeFunc(crictlNames)
+		all = append(all, cmd.Commands()...)
+	}
+	for _, cmd := range all {
+		o.AddFlag(cmd, cmd.Flags())
 		cmd.SilenceUsage, cmd.SilenceErrors = true, true
 	}
 	return commands
+}
+
+// ImageCommands returns the commands `ls` and `pull` for the group `berth image`, which adds the
+// flags of o. They are `berth images` and `berth pull`.
+func ImageCommands(o *Connection) []*cobra.Command {
+	ls := imagesCommand(o)
+	ls.Use, ls.Aliases = "ls", []string{"list"}
+	return []*cobra.Command{ls, pullCommand(o)}
 }
 
 // crictlNames accepts crictl's name of --socket.
@@ -66,16 +84,16 @@ func defaultSocket() string {
 }
 
 // connected returns a command's body that connects to the runtime and then calls run.
-func (o *connection) connected(
+func (o *Connection) connected(
 	run func(cmd *cobra.Command, args []string, c *client.Client) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
-		c, err := client.Dial(cmd.Context(), o.socket)
+		c, err := client.Dial(cmd.Context(), o.Socket)
 		if err != nil {
 			return err
 		}
 		err = run(cmd, args, c)
 		if closeErr := c.Close(); err == nil && closeErr != nil {
-			err = fmt.Errorf("close connection to %s: %w", o.socket, closeErr)
+			err = fmt.Errorf("close connection to %s: %w", o.Socket, closeErr)
 		}
 		return err
 	}

@@ -17,11 +17,11 @@ const completionTime = 2 * time.Second
 type nameSource func(ctx context.Context, c *client.Client) ([]string, error)
 
 // completeNames returns a completion function with the names of a runtime's objects.
-func (o *connection) completeNames(sources ...nameSource) cobra.CompletionFunc {
+func (o *Connection) completeNames(sources ...nameSource) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
 		ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
 		defer cancel()
-		c, err := client.Dial(ctx, o.socket)
+		c, err := client.Dial(ctx, o.Socket)
 		if err != nil {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
@@ -47,6 +47,13 @@ func (o *connection) completeNames(sources ...nameSource) cobra.CompletionFunc {
 	}
 }
 
+// CompleteImages completes the tags of images.
+func (o *Connection) CompleteImages(
+	cmd *cobra.Command, args []string, typed string,
+) ([]string, cobra.ShellCompDirective) {
+	return o.completeNames(imageNames)(cmd, args, typed)
+}
+
 // completeFirst completes only the first argument.
 func completeFirst(f cobra.CompletionFunc) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
@@ -58,8 +65,11 @@ func completeFirst(f cobra.CompletionFunc) cobra.CompletionFunc {
 }
 
 // containerNames lists containers as pod/container, and by ID.
-func containerNames(ctx context.Context, c *client.Client) (names []string, err error) {
-	rows, err := containerRows(ctx, c, true)
+func containerNames(ctx context.Context, c *client.Client) ([]string, error) {
+	return namesOf(containerRows(ctx, c, true))
+}
+
+func namesOf(rows []containerRow, err error) (names []string, _ error) {
 	for _, r := range rows {
 		name := r.Name
 		if r.Pod != "" {
@@ -68,6 +78,28 @@ func containerNames(ctx context.Context, c *client.Client) (names []string, err 
 		names = append(names, name+"\tcontainer, "+r.State, client.ShortID(r.ID)+"\t"+name)
 	}
 	return names, err
+}
+
+// runningNames is containerNames for running containers.
+func runningNames(ctx context.Context, c *client.Client) ([]string, error) {
+	return namesOf(containerRows(ctx, c, false))
+}
+
+// containersOfPod lists the names of the containers of the pod that ref identifies.
+func containersOfPod(ref string) nameSource {
+	return func(ctx context.Context, c *client.Client) (names []string, err error) {
+		pod, err := c.FindPod(ctx, ref)
+		if err != nil {
+			return nil, err
+		}
+		rows, err := containerRows(ctx, c, true)
+		for _, r := range rows {
+			if r.PodID == pod.GetId() {
+				names = append(names, r.Name+"\t"+r.State)
+			}
+		}
+		return names, err
+	}
 }
 
 // podNames lists pods by name and by ID.

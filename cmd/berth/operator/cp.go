@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
@@ -18,8 +19,7 @@ import (
 	"berth/internal/safefs"
 )
 
-func cpCommand(o *connection) *cobra.Command {
-	var containerName string
+func cpCommand(o *Connection) *cobra.Command {
 	var archive, follow bool
 	cmd := &cobra.Command{
 		Use:   "cp SOURCE DESTINATION",
@@ -36,7 +36,7 @@ written, even if the container's processes replace files by symlinks meanwhile.`
 		Example: "  berth cp web/app:/var/log ./logs\n  berth cp ./index.html web/app:/srv/",
 		Args:    cli.Args(2, 2, "name a source and a destination"),
 	}
-	cmd.Flags().StringVarP(&containerName, "container", "c", "", "container of the pod")
+	containerName := o.addContainerFlag(cmd)
 	cmd.Flags().BoolVarP(&archive, "archive", "a", false,
 		"keep owners, as IDs in the container; in the container also setuid bits")
 	cmd.Flags().BoolVarP(&follow, "follow-link", "L", false, "copy the target if SOURCE is a symlink")
@@ -51,7 +51,7 @@ written, even if the container's processes replace files by symlinks meanwhile.`
 		}
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
-		container, err := findContainer(ctx, c, from.container+to.container, containerName)
+		container, err := findRunning(ctx, c, from.container+to.container, *containerName)
 		if err != nil {
 			return err
 		}
@@ -88,12 +88,14 @@ func parsePlace(arg string) place {
 	return place{name, path}
 }
 
-// containerPaths lists the containers' names for paths in them.
+// containerPaths lists the running containers' names for paths in them.
 func containerPaths(ctx context.Context, c *client.Client) ([]string, error) {
 	list, err := c.Containers(ctx)
 	var names []string
 	for _, container := range list {
-		names = append(names, client.ContainerName(container)+":/")
+		if container.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING {
+			names = append(names, client.ContainerName(container)+":/")
+		}
 	}
 	return names, err
 }

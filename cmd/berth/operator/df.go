@@ -14,12 +14,12 @@ import (
 	"berth/internal/errdefs"
 )
 
-func dfCommand(o *connection) *cobra.Command {
+func dfCommand(o *Connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "df",
 		Short: "Show the disk space of images and containers",
-		Long: `Show how much disk space images and the writable layers of containers use. Images
-share layers, so the space of all images is less than the sum of their sizes.`,
+		Long: `Show how much disk space images, the partial layers of failed pulls and the writable layers of
+containers use. Images share layers, so the space of all images is less than the sum of their sizes.`,
 		Args: cli.NoArgs,
 	}
 	out := addOutputFlag(cmd, outputTable, outputJSON, outputYAML, outputTemplate)
@@ -41,9 +41,9 @@ share layers, so the space of all images is less than the sum of their sizes.`,
 	return cmd
 }
 
-// diskRow is the disk space of the images, or of the containers.
+// diskRow is the disk space of the images, of the partial layers, or of the containers.
 type diskRow struct {
-	Type   string `json:"type"` // images or containers
+	Type   string `json:"type"` // images, partial layers or containers
 	Total  int    `json:"total"`
 	Active int    `json:"active"` // images that a container uses, or running containers
 	Bytes  uint64 `json:"bytes"`
@@ -80,6 +80,10 @@ func diskUsage(ctx context.Context, c *client.Client) ([]diskRow, error) {
 	for _, fs := range usage.GetImageFilesystems() {
 		imageSpace.add(fs)
 	}
+	partial, err := partialSpace(ctx, c, &imageSpace)
+	if err != nil {
+		return nil, err
+	}
 	for _, r := range containers {
 		stats, err := c.ContainerStats(ctx, &runtimeapi.ContainerStatsRequest{ContainerId: r.ID})
 		if err != nil && !errdefs.IsNotFound(err) { // it may have been removed
@@ -90,7 +94,18 @@ func diskUsage(ctx context.Context, c *client.Client) ([]diskRow, error) {
 	if fs := usage.GetContainerFilesystems(); space.Path == "" && len(fs) > 0 {
 		space.Path = fs[0].GetFsId().GetMountpoint()
 	}
-	return []diskRow{imageSpace, space}, nil
+	return append(append([]diskRow{imageSpace}, partial...), space), nil
+}
+
+// partialSpace returns a row for the partial layers, if there are any, and subtracts their bytes
+// from those of the images, which include them.
+func partialSpace(ctx context.Context, c *client.Client, images *diskRow) ([]diskRow, error) {
+	partial, err := c.PartialLayers(ctx)
+	if err != nil || partial == nil || partial.Layers() == 0 {
+		return nil, err
+	}
+	images.Bytes -= min(partial.Bytes, images.Bytes)
+	return []diskRow{{Type: "partial layers", Total: partial.Layers(), Bytes: partial.Bytes, Path: images.Path}}, nil
 }
 
 // add adds the usage of a filesystem, which may be unknown.

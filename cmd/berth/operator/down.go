@@ -15,7 +15,7 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-func downCommand(o *connection) *cobra.Command {
+func downCommand(o *Connection) *cobra.Command {
 	var files []string
 	var runDir string
 	var volumes bool

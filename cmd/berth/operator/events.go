@@ -1,6 +1,8 @@
 package operator
 
 import (
+	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -16,7 +18,7 @@ import (
 	"berth/cmd/berth/terminal"
 )
 
-func eventsCommand(o *connection) *cobra.Command {
+func eventsCommand(o *Connection) *cobra.Command {
 	var asJSON bool
 	var given []string
 	cmd := &cobra.Command{
@@ -36,13 +38,18 @@ deleted. CRI has no past events.`,
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
 		stream, err := c.GetContainerEvents(ctx, &runtimeapi.GetEventsRequest{})
+		if err != nil {
+			return cli.Silent(cli.InterruptStatus(ctx, err))
+		}
+		seen, err := knownObjects(ctx, c)
 		for err == nil {
 			var next *runtimeapi.ContainerEventResponse
 			if next, err = stream.Recv(); err != nil {
 				break
 			}
 			var wanted []event
-			if wanted, err = eventFilters.apply([]event{newEvent(next)}, given); err == nil && len(wanted) > 0 {
+			wanted, err = eventFilters.apply([]event{seen.complete(newEvent(next), next)}, given)
+			if err == nil && len(wanted) > 0 {
 				err = wanted[0].print(cmd.OutOrStdout(), asJSON)
 			}
 		}
@@ -88,6 +95,36 @@ func newEvent(r *runtimeapi.ContainerEventResponse) event {
 			code := status.GetExitCode()
 			e.ExitCode, e.Reason = &code, status.GetReason()
 		}
+	}
+	return e
+}
+
+// objects are the names of containers and pods by their IDs. Events of deleted objects have no
+// names.
+type objects map[string]event
+
+// knownObjects returns the names of present containers.
+func knownObjects(ctx context.Context, c *client.Client) (objects, error) {
+	containers, err := c.Containers(ctx)
+	known := objects{}
+	for _, container := range containers {
+		known[container.GetId()] = event{Namespace: client.PodNamespace(container), Pod: client.PodName(container),
+			Container: container.GetMetadata().GetName()}
+	}
+	return known, err
+}
+
+// complete adds the names that earlier events had. It forgets a deleted object.
+func (o objects) complete(e event, r *runtimeapi.ContainerEventResponse) event {
+	for _, status := range r.GetContainersStatuses() {
+		o[status.GetId()] = event{Namespace: e.Namespace, Pod: e.Pod, Container: status.GetMetadata().GetName()}
+	}
+	if names, ok := o[e.ID]; ok {
+		e.Container = cmp.Or(e.Container, names.Container)
+		e.Pod, e.Namespace = cmp.Or(e.Pod, names.Pod), cmp.Or(e.Namespace, names.Namespace)
+	}
+	if e.Type == "deleted" {
+		delete(o, e.ID)
 	}
 	return e
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/cli"
@@ -24,7 +25,7 @@ const (
 	codeNotFound      = 127
 )
 
-func execCommand(o *connection) *cobra.Command {
+func execCommand(o *Connection) *cobra.Command {
 	e := &execution{}
 	cmd := &cobra.Command{
 		Use:   "exec NAME [--] COMMAND [ARG…]",
@@ -42,17 +43,18 @@ need berth as the runtime. They change no capabilities.`,
 		Example: "  berth exec -it web sh\n  berth exec web -c app -- ls -l /\n  tar c . | berth exec -i web tar x -C /data",
 		Args:    cobra.ArbitraryArgs, // checked after the flags behind the name
 	}
+	cmd.SetFlagErrorFunc(flagStatus)
 	flags := cmd.Flags()
-	flags.StringVarP(&e.container, "container", "c", "", "container of the pod")
+	e.container = o.addContainerFlag(cmd)
 	flags.DurationVar(&e.timeout, "timeout", 0, "kill the command after this time; 0: never")
 	e.addFlags(cmd)
 	e.options.addFlags(flags)
 	flags.SetInterspersed(false) // flags after the container belong to the command
-	cmd.ValidArgsFunction = completeFirst(o.completeNames(containerNames, podNames))
+	cmd.ValidArgsFunction = completeFirst(o.completeNames(runningNames, podNames))
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		args, err := splitExec(cmd, args)
 		if err != nil {
-			return err
+			return execStatus(err)
 		}
 		return execStatus(o.connected(e.run)(cmd, args))
 	}
@@ -81,18 +83,18 @@ func splitExec(cmd *cobra.Command, args []string) ([]string, error) {
 // execution is one run of exec.
 type execution struct {
 	session
-	container string // of the pod
+	container *string // of the pod
 	timeout   time.Duration
 	options   execOptions
 }
 
 func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) error {
-	container, err := findContainer(cmd.Context(), c, args[0], e.container)
+	container, err := findRunning(cmd.Context(), c, args[0], *e.container)
 	if err != nil {
 		return err
 	}
-	if err := checkRunning(cmd.Context(), c, container); err != nil {
-		return err
+	if e.terminal && e.stdin && !isTerminal(cmd.InOrStdin()) {
+		cmd.PrintErrln("berth: warning: standard input is not a terminal; leave out -t for a pipe or file")
 	}
 	ctx, stop := cli.Interruptible(cmd.Context())
 	defer stop()
@@ -133,6 +135,14 @@ func execStatus(err error) error {
 		code = codeNotExecutable
 	}
 	return &cli.ExitStatus{Code: code, Cause: err}
+}
+
+// flagStatus is cli.FlagError with the exit code of a failure of berth.
+func flagStatus(cmd *cobra.Command, err error) error {
+	if err = cli.FlagError(cmd, err); errors.Is(err, pflag.ErrHelp) {
+		return err
+	}
+	return execStatus(err)
 }
 
 var errTimeout = errors.New("command timed out")

@@ -45,6 +45,14 @@ func byPattern[R any](text func(R) string) filter[R] {
 	return func(r R, value string) (bool, error) { return regexp.MatchString(value, text(r)) }
 }
 
+// byPatternOfAny matches one of several texts, as byPattern does.
+func byPatternOfAny[R any](texts func(R) []string) filter[R] {
+	return func(r R, value string) (bool, error) {
+		pattern, err := regexp.Compile(value)
+		return err == nil && slices.ContainsFunc(texts(r), pattern.MatchString), err
+	}
+}
+
 // byWord matches a whole word in upper or lower case.
 func byWord[R any](text func(R) string) filter[R] {
 	return func(r R, value string) (bool, error) { return strings.EqualFold(text(r), value), nil }

@@ -3,20 +3,18 @@ package operator
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/terminal"
 )
 
-func imagesCommand(o *connection) *cobra.Command {
+func imagesCommand(o *Connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "images",
 		Short: "List images",
@@ -28,6 +26,9 @@ func imagesCommand(o *connection) *cobra.Command {
 		if err != nil {
 			return err
 		}
+		if l.isTable() {
+			rows = perTag(rows)
+		}
 		if rows, err = imageFilters.apply(rows, l.filters); err != nil {
 			return err
 		}
@@ -36,25 +37,27 @@ func imagesCommand(o *connection) *cobra.Command {
 	return cmd
 }
 
-// imageRow is the JSON form of an image, and a row of images.
-type imageRow struct {
-	ID      string   `json:"id"`
-	Tags    []string `json:"tags"`
-	Digests []string `json:"digests"`
-	Size    uint64   `json:"size"` // bytes
-	Pinned  bool     `json:"pinned"`
-}
+// imageRow is a row of images.
+type imageRow struct{ client.Image }
 
 var (
 	imageHeader = []string{"IMAGE", "ID", "SIZE"}
-	imageWide   = []string{"DIGEST", "PINNED"}
+	imageWide   = []string{"DIGEST", "PINNED", "KIND"}
 )
 
 var imageFilters = filters[imageRow]{
 	"id":        byPrefix(func(r imageRow) string { return r.ID }),
-	"reference": byPattern(func(r imageRow) string { return r.name() }),
+	"reference": byPatternOfAny(imageRow.names),
 	"pinned":    byWord(func(r imageRow) string { return strconv.FormatBool(r.Pinned) }),
 	"dangling":  byWord(func(r imageRow) string { return strconv.FormatBool(len(r.Tags) == 0) }),
+}
+
+// names returns the tags, or what stands for them in the table.
+func (r imageRow) names() []string {
+	if len(r.Tags) == 0 {
+		return []string{r.Name()}
+	}
+	return r.Tags
 }
 
 func (r imageRow) fullID() string { return r.ID }
@@ -64,35 +67,42 @@ func (r imageRow) cells(l *listFlags) []terminal.Cell {
 	if len(r.Digests) > 0 {
 		_, digest, _ = strings.Cut(r.Digests[0], "@")
 	}
-	return cells(r.name(), l.id(r.ID), terminal.Bytes(r.Size), digest, strconv.FormatBool(r.Pinned))
+	kind := "image"
+	if r.ArtifactType != "" {
+		kind = "artifact"
+	}
+	size := terminal.Bytes(r.Size)
+	if r.Fetched != "" {
+		size += " (" + r.Fetched + " fetched)"
+	}
+	return cells(r.Name(), l.id(r.ID), size, digest, strconv.FormatBool(r.Pinned), kind)
 }
 
-// name returns the name of an image: its tags, else its first digest.
-func (r imageRow) name() string {
-	switch {
-	case len(r.Tags) > 0:
-		return strings.Join(r.Tags, ", ")
-	case len(r.Digests) > 0:
-		return r.Digests[0]
+// perTag returns one row per tag, which are the lines of the table, as with docker and crictl.
+func perTag(rows []imageRow) (lines []imageRow) {
+	for _, r := range rows {
+		tags := r.Tags
+		if len(tags) == 0 {
+			lines = append(lines, r)
+		}
+		for _, tag := range tags {
+			r.Tags = []string{tag}
+			lines = append(lines, r)
+		}
 	}
-	return "<none>"
+	slices.SortStableFunc(lines, func(a, b imageRow) int { return cmp.Compare(a.Name(), b.Name()) })
+	return lines
 }
 
 func imageRows(ctx context.Context, c *client.Client) ([]imageRow, error) {
-	reply, err := c.ListImages(ctx, &runtimeapi.ListImagesRequest{})
+	images, err := c.AllImages(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("list images: %w", err)
+		return nil, err
 	}
-	rows := make([]imageRow, 0, len(reply.GetImages()))
-	for _, image := range reply.GetImages() {
-		rows = append(rows, imageRow{
-			ID: image.GetId(), Tags: orEmpty(image.GetRepoTags()), Digests: orEmpty(image.GetRepoDigests()),
-			Size: image.GetSize(), Pinned: image.GetPinned(),
-		})
+	rows := []imageRow{}
+	for _, img := range images {
+		rows = append(rows, imageRow{img})
 	}
-	slices.SortFunc(rows, func(a, b imageRow) int {
-		return cmp.Or(cmp.Compare(a.name(), b.name()), cmp.Compare(a.ID, b.ID))
-	})
 	return rows, nil
 }
 

@@ -18,7 +18,7 @@ import (
 	"berth/internal/version"
 )
 
-func versionCommand(o *connection) *cobra.Command {
+func versionCommand(o *Connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "version",
 		Short: "Show the versions of this program and of the runtime",
@@ -73,7 +73,7 @@ func printVersions(w io.Writer, out *output, v versions) error {
 	return terminal.Table(w, table)
 }
 
-func infoCommand(o *connection) *cobra.Command {
+func infoCommand(o *Connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "info",
 		Short: "Show the state of the runtime",

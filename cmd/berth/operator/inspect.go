@@ -1,10 +1,15 @@
 package operator
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 	"google.golang.org/protobuf/encoding/protojson"
@@ -16,7 +21,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-func inspectCommand(o *connection) *cobra.Command {
+func inspectCommand(o *Connection) *cobra.Command {
 	var kind, format string
 	cmd := &cobra.Command{
 		Use:   "inspect NAME…",
@@ -142,6 +147,9 @@ func newInspected(status proto.Message, info map[string]string) (*inspected, err
 	if err != nil {
 		return nil, err
 	}
+	if text, err = readableTimes(text); err != nil {
+		return nil, err
+	}
 	out := &inspected{Status: text, Info: map[string]json.RawMessage{}}
 	for key, value := range info {
 		raw := json.RawMessage(value)
@@ -162,4 +170,51 @@ func newInspected(status proto.Message, info map[string]string) (*inspected, err
 		}
 	}
 	return out, nil
+}
+
+// timeFields are fields of a status with nanoseconds since 1970, or 0.
+var timeFields = []string{"createdAt", "startedAt", "finishedAt"}
+
+// readableTimes replaces the times of a status by RFC 3339 times, as crictl does. It keeps the
+// order of the fields.
+func readableTimes(status []byte) ([]byte, error) {
+	dec := json.NewDecoder(bytes.NewReader(status))
+	var out bytes.Buffer
+	if _, err := dec.Token(); err != nil { // {
+		return nil, err
+	}
+	separator := byte('{')
+	for dec.More() {
+		name, err := dec.Token()
+		var value json.RawMessage
+		if err == nil {
+			err = dec.Decode(&value)
+		}
+		if err != nil {
+			return nil, err
+		}
+		if field, _ := name.(string); slices.Contains(timeFields, field) {
+			value = readableTime(value)
+		}
+		_, _ = fmt.Fprintf(&out, "%c%q:%s", separator, name, value) // a buffer takes everything
+		separator = ','
+	}
+	if separator == '{' {
+		return status, nil
+	}
+	out.WriteByte('}')
+	return out.Bytes(), nil
+}
+
+// readableTime converts nanoseconds in a JSON string.
+func readableTime(value json.RawMessage) json.RawMessage {
+	ns, err := strconv.ParseInt(strings.Trim(string(value), `"`), 10, 64)
+	if err != nil {
+		return value
+	}
+	at := time.Time{}
+	if ns != 0 {
+		at = time.Unix(0, ns).UTC()
+	}
+	return json.RawMessage(strconv.Quote(at.Format(time.RFC3339Nano)))
 }

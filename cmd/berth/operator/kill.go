@@ -15,7 +15,7 @@ import (
 	"berth/internal/pidfd"
 )
 
-func killCommand(o *connection) *cobra.Command {
+func killCommand(o *Connection) *cobra.Command {
 	var name string
 	cmd := &cobra.Command{
 		Use:   "kill NAME…",

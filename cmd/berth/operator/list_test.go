@@ -6,7 +6,10 @@ import (
 	"strings"
 	"testing"
 
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
 	"berth/cmd/berth/client/fakecri"
+	"berth/image"
 )
 
 func TestListOptions(t *testing.T) {
@@ -45,10 +48,78 @@ func TestListOptions(t *testing.T) {
 	}
 }
 
+// The list says how much of an incomplete image is on the node.
+func TestIncompleteImage(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{})
+	c.Registry = map[string]*runtimeapi.Image{"r.test/b:1": {Id: "sha256:" + strings.Repeat("ab", 32), Size: 5,
+		RepoTags: []string{"r.test/b:1"}, Spec: &runtimeapi.ImageSpec{Annotations: map[string]string{image.FetchedAnnotation: "37 %"}}}}
+	c.must("pull", "--quiet", "r.test/b:1")
+	if got := c.must("images"); !strings.Contains(got, "5 B (37 % fetched)") {
+		t.Errorf("%q", got)
+	}
+}
+
+// A table of images has a line per tag. Other forms have an object per image.
+func TestImagesByTag(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{})
+	c.Registry = map[string]*runtimeapi.Image{"r.test/b:1": {Id: "sha256:" + strings.Repeat("ab", 32),
+		RepoTags: []string{"r.test/b:1", "r.test/a:2"}, Size: 5}}
+	c.must("pull", "--quiet", "r.test/b:1")
+	const lines = "IMAGE        ID             SIZE\nr.test/a:2   abababababab   5 B\nr.test/b:1   abababababab   5 B\n"
+	if got := c.must("images"); got != lines {
+		t.Errorf("%q", got)
+	}
+	if got := c.must("images", "-q"); got != "abababababab\n" {
+		t.Errorf("%q", got)
+	}
+	if got := c.must("images", "--filter", "reference=a:2"); strings.Contains(got, "b:1") {
+		t.Errorf("%q", got)
+	}
+	for _, reference := range []string{"a:2$", "^r.test/b"} { // each of the tags, in every format
+		if got := c.must("images", "-q", "--filter", "reference="+reference); got != "abababababab\n" {
+			t.Errorf("%s: %q", reference, got)
+		}
+	}
+}
+
+func TestTimesOfStatusAreReadable(t *testing.T) {
+	t.Parallel()
+	for in, want := range map[string]string{
+		`{}`: `{}`,
+		`{"id":"a", "createdAt":"1795546222829869305","finishedAt":"0", "annotations":{"createdAt":"12"}}`: `{"id":"a","createdAt":"2026-11-24T18:50:22.829869305Z","finishedAt":"0001-01-01T00:00:00Z","annotations":{"createdAt":"12"}}`,
+		`{"createdAt":"soon"}`: `{"createdAt":"soon"}`,
+	} {
+		if got, err := readableTimes([]byte(in)); err != nil || string(got) != want {
+			t.Errorf("%s, %v", got, err)
+		}
+	}
+}
+
+// The event of a deletion has no names. Those of earlier events, and of the list at the start,
+// complete it.
+func TestDeletedObjectsKeepTheirNames(t *testing.T) {
+	t.Parallel()
+	known := objects{"old": {Namespace: "ns", Pod: "p", Container: "c0"}}
+	created := &runtimeapi.ContainerEventResponse{ContainerId: "new", ContainerEventType: runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT,
+		PodSandboxStatus:   &runtimeapi.PodSandboxStatus{Metadata: &runtimeapi.PodSandboxMetadata{Name: "p", Namespace: "ns"}},
+		ContainersStatuses: []*runtimeapi.ContainerStatus{{Id: "new", Metadata: &runtimeapi.ContainerMetadata{Name: "c1"}}}}
+	known.complete(newEvent(created), created)
+	for id, want := range map[string]string{"old": "ns/p/c0", "new": "ns/p/c1", "other": "//"} {
+		deleted := &runtimeapi.ContainerEventResponse{ContainerId: id, ContainerEventType: runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT}
+		e := known.complete(newEvent(deleted), deleted)
+		if got := e.Namespace + "/" + e.Pod + "/" + e.Container; got != want {
+			t.Errorf("%s: %s, want %s", id, got, want)
+		}
+	}
+	if len(known) != 0 {
+		t.Errorf("kept %v", known)
+	}
+}
+
 func TestCompletionNamesObjects(t *testing.T) {
 	c := newConsole(t, &fakecri.Server{})
 	c.detach("containers: [" + app("app") + "]")
-	o := &connection{socket: c.socket}
+	o := &Connection{Socket: c.socket}
 	cmd := topCommand(o)
 	cmd.SetContext(t.Context())
 	names, _ := o.completeNames(containerNames, podNames)(cmd, []string{"web"}, "we")

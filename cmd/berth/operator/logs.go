@@ -14,22 +14,23 @@ import (
 	"berth/cmd/berth/crilog"
 )
 
-func logsCommand(o *connection) *cobra.Command {
-	var follow, stamps bool
+func logsCommand(o *Connection) *cobra.Command {
+	var follow, stamps, previous bool
 	var tail int
-	var since, containerName string
+	var since string
 	cmd := &cobra.Command{
 		Use:   "logs CONTAINER|POD",
 		Short: "Print a container's log",
 		Long: `Print the log of a container, or of a pod's only container, or of the pod's container
 that -c names.`,
-		Example: "  berth logs -f --tail 10 web/app\n  berth logs default/web -c app --since 10m",
+		Example: "  berth logs -f --tail 10 web/app\n  berth logs default/web -c app --since 10m\n  berth logs -p web/app",
 		Args:    cli.Args(1, 1, "name a container or pod"),
 	}
 	flags := cmd.Flags()
-	flags.StringVarP(&containerName, "container", "c", "", "container of the pod")
+	containerName := o.addContainerFlag(cmd)
 	flags.BoolVarP(&follow, "follow", "f", false, "follow the log until the container ends")
-	flags.IntVar(&tail, "tail", crilog.All, "print only the last N lines")
+	flags.IntVarP(&tail, "tail", "n", crilog.All, "print only the last N lines")
+	flags.BoolVarP(&previous, "previous", "p", false, "print the log of the attempt before, which ended")
 	flags.StringVar(&since, "since", "", "print only lines since a time (2026-01-02T15:04:05Z) or within a duration (10m)")
 	flags.BoolVarP(&stamps, "timestamps", "t", false, "prefix each line with its time")
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
@@ -41,7 +42,10 @@ that -c names.`,
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
 		out := &logPrinter{stdout: cmd.OutOrStdout(), stderr: cmd.ErrOrStderr(), stamps: stamps}
-		container, err := findContainer(ctx, c, args[0], containerName)
+		container, err := findContainer(ctx, c, args[0], *containerName)
+		if err == nil && previous {
+			container, err = previousOf(ctx, c, container)
+		}
 		if err != nil {
 			return cli.InterruptStatus(ctx, err)
 		}

@@ -16,6 +16,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
 	"berth/cmd/berth/client/fakecri"
 	"berth/cmd/berth/crilog"
 	"berth/internal/testutil"
@@ -73,7 +74,11 @@ func (c *console) do(args ...string) (stdout, stderr string, code int) {
 	out, errs := sink{written: c.onOutput}, sink{}
 	root := &cobra.Command{Use: "berth", SilenceUsage: true, SilenceErrors: true}
 	root.AddCommand(Commands()...)
-	root.SetArgs(append(args[:1:1], append([]string{"--socket", c.socket}, args[1:]...)...))
+	words := 1 // of the command's name
+	if len(args) > 1 && args[0] == "checkpoint" && args[1] == "inspect" {
+		words = 2
+	}
+	root.SetArgs(append(args[:words:words], append([]string{"--socket", c.socket}, args[words:]...)...))
 	root.SetOut(&out)
 	root.SetErr(&errs)
 	root.SetIn(strings.NewReader(c.stdin))
@@ -215,6 +220,34 @@ func TestLogsPrintsSelectedLines(t *testing.T) {
 	}
 	if _, stderr, code := c.do("logs", "--since", "soon", "app"); code != 1 || !strings.Contains(stderr, "want a time like") {
 		t.Errorf("%q, %d", stderr, code)
+	}
+}
+
+// After a restart, logs prints the log of the new attempt, and with -p that of the one before.
+func TestLogsOfPreviousAttempt(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"app": {Exits: []int32{1}, Output: []string{"stdout hi"}}}})
+	pod := c.detach("containers: [" + app("app") + "]")
+	if _, stderr, code := c.do("logs", "-p", "web/app"); code != 1 || stderr != "berth: container web/app has no previous attempt\n" {
+		t.Errorf("%q, %d", stderr, code)
+	}
+	first := strings.TrimSpace(c.must("ps", "-aq", "--no-trunc"))
+	conn, err := client.Dial(t.Context(), c.socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	again, err := conn.CreateContainer(t.Context(), &runtimeapi.CreateContainerRequest{PodSandboxId: pod,
+		Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "app", Attempt: 1},
+			Image: &runtimeapi.ImageSpec{Image: testImage}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	newest, err := conn.FindContainer(t.Context(), again.GetContainerId())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if old, err := previousOf(t.Context(), conn, newest); err != nil || old.GetId() != first {
+		t.Errorf("%v, %v", old, err)
 	}
 }
 

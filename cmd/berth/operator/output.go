@@ -92,6 +92,11 @@ func addListFlags(cmd *cobra.Command, keys string) *listFlags {
 	return l
 }
 
+// isTable reports whether the list is a table.
+func (l *listFlags) isTable() bool {
+	return !l.quiet && (l.out.format == outputTable || l.out.format == outputWide)
+}
+
 // id returns an ID as the list shows it.
 func (l *listFlags) id(id string) string {
 	if l.noTrunc {
@@ -115,7 +120,8 @@ func cells(texts ...string) (row []terminal.Cell) {
 	return row
 }
 
-// printList prints rows in the chosen form. wide has the titles of the additional columns of -o wide.
+// printList prints rows in the chosen form. wide has the titles of the additional columns of -o
+// wide.
 func printList[R row](w io.Writer, l *listFlags, rows []R, header, wide []string) error {
 	if l.quiet {
 		for _, r := range rows {
@@ -125,7 +131,7 @@ func printList[R row](w io.Writer, l *listFlags, rows []R, header, wide []string
 		}
 		return nil
 	}
-	if l.out.format != outputTable && l.out.format != outputWide {
+	if !l.isTable() {
 		if rows == nil {
 			rows = []R{} // an empty array, not null
 		}

@@ -22,7 +22,7 @@ import (
 	"berth/cmd/berth/client"
 )
 
-func portForwardCommand(o *connection) *cobra.Command {
+func portForwardCommand(o *Connection) *cobra.Command {
 	var address string
 	var tls rest.TLSClientConfig
 	cmd := &cobra.Command{

@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -129,9 +130,41 @@ func checkRunning(ctx context.Context, c *client.Client, container *runtimeapi.C
 	return errdefs.FailedPrecondition("container %s is not running (%s)", client.ContainerName(container), state)
 }
 
+// addContainerFlag adds --container. The shell completes it with the containers of the pod.
+func (o *Connection) addContainerFlag(cmd *cobra.Command) *string {
+	name := cmd.Flags().StringP("container", "c", "", "container of the pod")
+	// It fails only for an unknown flag.
+	_ = cmd.RegisterFlagCompletionFunc("container", func(cmd *cobra.Command, args []string, typed string) (
+		[]string, cobra.ShellCompDirective) {
+		if len(args) == 0 {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		return o.completeNames(containersOfPod(args[0]))(cmd, nil, typed)
+	})
+	return name
+}
+
 // findContainer returns the container that ref identifies. ref may identify a pod. Then name
 // selects one of its containers, and may be empty if the pod has only one.
 func findContainer(ctx context.Context, c *client.Client, ref, name string) (*runtimeapi.Container, error) {
+	return findAmong(ctx, c, ref, name, func(*runtimeapi.Container) bool { return true })
+}
+
+// findRunning is findContainer for what needs a running container. Exited ones, such as init
+// containers, do not make the name of a pod ambiguous.
+func findRunning(ctx context.Context, c *client.Client, ref, name string) (*runtimeapi.Container, error) {
+	container, err := findAmong(ctx, c, ref, name, func(c *runtimeapi.Container) bool {
+		return c.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING
+	})
+	if err != nil {
+		return nil, err
+	}
+	return container, checkRunning(ctx, c, container)
+}
+
+// findAmong prefers the containers of a pod that satisfy prefer.
+func findAmong(ctx context.Context, c *client.Client, ref, name string, prefer func(*runtimeapi.Container) bool) (
+	*runtimeapi.Container, error) {
 	container, pod, err := findEither(ctx, c, ref, name)
 	if err != nil || pod == nil {
 		return container, err
@@ -140,11 +173,19 @@ func findContainer(ctx context.Context, c *client.Client, ref, name string) (*ru
 	if err != nil {
 		return nil, err
 	}
-	newest := map[string]*runtimeapi.Container{}
+	newest, preferred := map[string]*runtimeapi.Container{}, map[string]*runtimeapi.Container{}
 	for _, container := range all { // newest first
-		if n := container.GetMetadata().GetName(); newest[n] == nil {
-			newest[n] = container
+		n := container.GetMetadata().GetName()
+		if newest[n] != nil {
+			continue
 		}
+		newest[n] = container
+		if prefer(container) {
+			preferred[n] = container
+		}
+	}
+	if name == "" && len(preferred) > 0 {
+		newest = preferred
 	}
 	names := slices.Sorted(maps.Keys(newest))
 	switch {
@@ -159,6 +200,21 @@ func findContainer(ctx context.Context, c *client.Client, ref, name string) (*ru
 			client.PodTitle(pod), strings.Join(names, ", "))
 	}
 	return newest[names[0]], nil
+}
+
+// previousOf returns the attempt before a container, which kubelet keeps after a restart.
+func previousOf(ctx context.Context, c *client.Client, container *runtimeapi.Container) (*runtimeapi.Container, error) {
+	all, err := c.ContainersOf(ctx, container.GetPodSandboxId())
+	if err != nil {
+		return nil, err
+	}
+	meta := container.GetMetadata()
+	for _, other := range all { // newest first
+		if other.GetMetadata().GetName() == meta.GetName() && other.GetMetadata().GetAttempt() < meta.GetAttempt() {
+			return other, nil
+		}
+	}
+	return nil, errdefs.NotFound("container %s has no previous attempt", client.ContainerName(container))
 }
 
 // findEither finds a container or pod. With the name of a container, ref must be a pod.

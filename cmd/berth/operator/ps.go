@@ -16,7 +16,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-func psCommand(o *connection) *cobra.Command {
+func psCommand(o *Connection) *cobra.Command {
 	var all, pods bool
 	cmd := &cobra.Command{
 		Use:   "ps",
@@ -49,7 +49,7 @@ fields have the names of -o json.`,
 	return cmd
 }
 
-func podsCommand(o *connection) *cobra.Command {
+func podsCommand(o *Connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "pods",
 		Short: "List pods",

@@ -1,7 +1,11 @@
 package operator
 
 import (
+	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -13,27 +17,45 @@ import (
 	"berth/cmd/berth/terminal"
 )
 
-func pullCommand(o *connection) *cobra.Command {
-	var creds string
+func pullCommand(o *Connection) *cobra.Command {
+	var creds, progress string
+	var quiet bool
 	cmd := &cobra.Command{
 		Use:   "pull REF",
 		Short: "Pull an image",
-		Args:  cli.Args(1, 1, "name an image"),
+		Long: `Pull an image. The image ID goes to standard output, the progress to standard error.
+
+An interrupted or failed pull keeps the layers and bytes that it has received. The next pull fetches
+only the rest.`,
+		Args: cli.Args(1, 1, "name an image"),
 	}
-	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: the daemon's docker config)")
+	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: those of the runtime's configuration)")
+	cmd.Flags().StringVar(&progress, "progress", "auto",
+		"auto: bars on a terminal, else lines; json: one object per line on standard output; none")
+	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "the same as --progress=none")
+	complete(cmd, "progress", "auto", "json", "none")
 	cmd.ValidArgsFunction = o.completeNames(imageNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		auth, err := parseCreds(creds)
 		if err != nil {
 			return err
 		}
+		if quiet {
+			progress = "none"
+		}
+		show, err := newProgress(cmd, progress)
+		if err != nil {
+			return err
+		}
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
-		show := terminal.NewProgress(cmd.OutOrStdout(), time.Now)
 		id, err := c.PullWithProgress(ctx, args[0], auth, show.Update)
 		show.Done(err == nil)
-		if err != nil {
+		switch {
+		case err != nil:
 			return cli.InterruptStatus(ctx, err)
+		case progress == "json":
+			return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"id": id})
 		}
 		_, err = fmt.Fprintln(cmd.OutOrStdout(), id)
 		return err
@@ -47,7 +69,41 @@ func parseCreds(creds string) (*runtimeapi.AuthConfig, error) {
 	}
 	user, password, ok := strings.Cut(creds, ":")
 	if !ok || user == "" {
-		return nil, fmt.Errorf("--creds: want user:password")
+		return nil, errors.New("--creds: want user:password")
 	}
 	return &runtimeapi.AuthConfig{Username: user, Password: password}, nil
+}
+
+func newProgress(cmd *cobra.Command, kind string) (terminal.Progress, error) {
+	switch kind {
+	case "auto":
+		return terminal.NewProgress(cmd.ErrOrStderr(), time.Now), nil
+	case "json":
+		return &jsonProgress{out: json.NewEncoder(cmd.OutOrStdout())}, nil
+	case "none":
+		return terminal.NewProgress(io.Discard, time.Now), nil
+	}
+	return nil, fmt.Errorf("--progress: want auto, json or none, not %q", kind)
+}
+
+// jsonProgress prints one object per change. The last object of a pull has the image's ID.
+type jsonProgress struct {
+	out  *json.Encoder
+	last []client.Layer
+}
+
+// Update implements terminal.Progress.
+func (p *jsonProgress) Update(layers []client.Layer) {
+	if slices.Equal(p.last, layers) {
+		return
+	}
+	p.last = layers
+	_ = p.out.Encode(map[string]any{"layers": layers}) // the command's last output reports a broken pipe
+}
+
+// Done prints the final state of the layers of a successful pull.
+func (p *jsonProgress) Done(ok bool) {
+	if ok {
+		p.Update(terminal.Finished(p.last))
+	}
 }

@@ -28,6 +28,7 @@ import (
 type restoreOptions struct {
 	identity podIdentity
 	uid      string
+	cgroup   string // parent cgroup of the pod
 	handler  string
 	timeout  time.Duration
 	runDir   string
@@ -36,7 +37,7 @@ type restoreOptions struct {
 	noStart, foreign, allowAccess, dryRun bool
 }
 
-func restoreCommand(o *connection) *cobra.Command {
+func restoreCommand(o *Connection) *cobra.Command {
 	r := &restoreOptions{}
 	cmd := &cobra.Command{
 		Use:   "restore FILE",
@@ -61,6 +62,7 @@ Files decide what a pod may access, so a file that gives its pod access to the n
 	flags.StringVarP(&r.identity.namespace, "namespace", "n", "", "namespace of the pod (default: the saved one)")
 	flags.StringVar(&r.uid, "uid", "", "uid of the pod (default: a new one)")
 	flags.StringVar(&r.handler, "runtime-handler", "", "runtime handler of the pod (default: the saved one)")
+	flags.StringVar(&r.cgroup, "cgroup-parent", "", "cgroup of the pod (default: the daemon's choice, never the saved one)")
 	flags.BoolVar(&r.noStart, "no-start", false, "leave the containers created; start them with crictl start")
 	flags.BoolVar(&r.foreign, "foreign", false, "accept a file that another node has written")
 	flags.BoolVar(&r.allowAccess, "allow-node-access", false, "give the pod the access to the node that it had")
@@ -161,6 +163,7 @@ func (r *restoreOptions) plan(path string, key *archive.Key) (*restorePlan, erro
 	if err != nil {
 		return nil, err
 	}
+	plan.sandbox.Linux.CgroupParent = r.cgroup
 	plan.signer, plan.handler = a.Signer, cmp.Or(r.handler, plan.handler)
 	return plan, nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"berth/checkpoint/archive"
 	"berth/cmd/berth/podrun"
+	"berth/cmd/berth/podyaml"
 )
 
 const testImageID = "sha256:6d5f7a0b3c1e9f8a7b6c5d4e3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b8c7d6e5f4a"
@@ -40,7 +41,8 @@ func savedPod(t *testing.T, changePod func(*runtimeapi.PodSandboxConfig), change
 		LogPath: "../../../etc/passwd", Command: []string{"sleep"}, Args: []string{"1000"},
 		Mounts: []*runtimeapi.Mount{{HostPath: "/etc/shadow", ContainerPath: "/etc/hosts"}, {ContainerPath: "/model", Image: &runtimeapi.ImageSpec{Image: "model"}}},
 		Linux: &runtimeapi.LinuxContainerConfig{SecurityContext: &runtimeapi.LinuxContainerSecurityContext{
-			Seccomp: &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}, MaskedPaths: []string{"/proc/kcore"},
+			Seccomp:     &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault},
+			MaskedPaths: podyaml.MaskedPaths, ReadonlyPaths: podyaml.ReadonlyPaths,
 		}},
 	}
 	if changePod != nil {
@@ -92,6 +94,11 @@ func TestRestorePlanUsesThisNode(t *testing.T) {
 	}
 }
 
+// without returns a copy of a list without a value.
+func without(list []string, value string) []string {
+	return slices.DeleteFunc(slices.Clone(list), func(v string) bool { return v == value })
+}
+
 // Everything that a pod of an archive would get from the node is listed.
 func TestRestorePlanListsAccess(t *testing.T) {
 	t.Parallel()
@@ -133,7 +140,23 @@ func TestRestorePlanListsAccess(t *testing.T) {
 		"container app: capability NET_ADMIN": security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.Capabilities = &runtimeapi.Capability{AddAmbientCapabilities: []string{"NET_ADMIN"}}
 		}),
-		"container app: no masked paths":            security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.MaskedPaths = nil }),
+		"container app: not masked: " + strings.Join(podyaml.MaskedPaths, ", "): security(
+			func(s *runtimeapi.LinuxContainerSecurityContext) { s.MaskedPaths = nil }),
+		"container app: not masked: /proc/kcore": security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.MaskedPaths = without(s.GetMaskedPaths(), "/proc/kcore")
+		}),
+		"container app: not read-only: /proc/sys": security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.ReadonlyPaths = without(s.GetReadonlyPaths(), "/proc/sys")
+		}),
+		"container app: not read-only: " + strings.Join(podyaml.ReadonlyPaths, ", "): security(
+			func(s *runtimeapi.LinuxContainerSecurityContext) { s.ReadonlyPaths = nil }),
+		"container app: SELinux label ::spc_t:": security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.SelinuxOptions = &runtimeapi.SELinuxOption{Type: "spc_t"}
+		}),
+		"SELinux label system_u:system_r:spc_t:s0": func(p *runtimeapi.PodSandboxConfig) {
+			p.Linux.SecurityContext = &runtimeapi.LinuxSandboxSecurityContext{SelinuxOptions: &runtimeapi.SELinuxOption{
+				User: "system_u", Role: "system_r", Type: "spc_t", Level: "s0"}}
+		},
 		"container app: seccomp profile unconfined": security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.Seccomp = nil }),
 		"container app: seccomp profile x.json": security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: "x.json"}

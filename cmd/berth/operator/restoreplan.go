@@ -15,6 +15,7 @@ import (
 
 	"berth/checkpoint/archive"
 	"berth/cmd/berth/podrun"
+	"berth/cmd/berth/podyaml"
 	"berth/internal/errdefs"
 )
 
@@ -156,6 +157,7 @@ func (p *restorePlan) hostAccess() []string {
 	if security.GetPrivileged() {
 		list = append(list, "privileged")
 	}
+	list = append(list, selinuxLabel(security.GetSelinuxOptions())...)
 	for name, value := range linux.GetSysctls() {
 		list = append(list, "sysctl "+name+"="+value)
 	}
@@ -205,13 +207,33 @@ func containerAccess(c *runtimeapi.ContainerConfig) (list []string) {
 	for _, name := range slices.Concat(capabilities.GetAddCapabilities(), capabilities.GetAddAmbientCapabilities()) {
 		list = append(list, "capability "+name)
 	}
-	if len(security.GetMaskedPaths()) == 0 && !security.GetPrivileged() {
-		list = append(list, "no masked paths")
+	if !security.GetPrivileged() {
+		list = append(list, missing("not masked: ", podyaml.MaskedPaths, security.GetMaskedPaths())...)
+		list = append(list, missing("not read-only: ", podyaml.ReadonlyPaths, security.GetReadonlyPaths())...)
 	}
+	list = append(list, selinuxLabel(security.GetSelinuxOptions())...)
 	//nolint:staticcheck // the deprecated fields decide where the new ones are missing
 	list = append(list, weakProfile("seccomp", security.GetSeccomp(), security.GetSeccompProfilePath(), unconfined)...)
 	//nolint:staticcheck // as above
 	return append(list, weakProfile("AppArmor", security.GetApparmor(), security.GetApparmorProfile(), runtimeDefault)...)
+}
+
+// missing describes the default paths that a container does not protect.
+func missing(kind string, defaults, have []string) []string {
+	rest := slices.DeleteFunc(slices.Clone(defaults), func(p string) bool { return slices.Contains(have, p) })
+	if len(rest) == 0 {
+		return nil
+	}
+	return []string{kind + strings.Join(rest, ", ")}
+}
+
+// selinuxLabel describes a label that replaces the runtime's: a type such as spc_t confines
+// nothing.
+func selinuxLabel(o *runtimeapi.SELinuxOption) []string {
+	if proto.Size(o) == 0 {
+		return nil
+	}
+	return []string{"SELinux label " + strings.Join([]string{o.GetUser(), o.GetRole(), o.GetType(), o.GetLevel()}, ":")}
 }
 
 // weakProfile describes a profile that restricts nothing or is a file of the node. It returns

@@ -12,7 +12,7 @@ import (
 	"berth/cmd/berth/podrun"
 )
 
-func rmCommand(o *connection) *cobra.Command {
+func rmCommand(o *Connection) *cobra.Command {
 	var force bool
 	var runDir string
 	cmd := &cobra.Command{

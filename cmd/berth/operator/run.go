@@ -5,10 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
@@ -30,9 +33,15 @@ type runOptions struct {
 	seccompRoot string
 	strict      bool
 	replace     bool
+	pull        string
 }
 
-func runCommand(o *connection) *cobra.Command {
+// pullPolicies are the values of --pull, which docker and podman have, too.
+var pullPolicies = map[string]corev1.PullPolicy{
+	"always": corev1.PullAlways, "missing": corev1.PullIfNotPresent, "never": corev1.PullNever,
+}
+
+func runCommand(o *Connection) *cobra.Command {
 	r := &runOptions{}
 	cmd := &cobra.Command{
 		Use:   "run MANIFEST.yaml…",
@@ -56,6 +65,7 @@ host does. With hostUsers: false a pod gets 65536 IDs between 1879048192 and
 2147352575 that no other pod of the runtime uses.`,
 		RunE: func(cmd *cobra.Command, args []string) error { return r.run(o, cmd, args) },
 	}
+	cmd.SetFlagErrorFunc(flagStatus)
 	flags := cmd.Flags()
 	flags.StringArrayVarP(&r.files, "filename", "f", nil, "manifest to run (can be repeated)")
 	flags.BoolVarP(&r.config.Detach, "detach", "d", false, "print the pods' IDs once their containers run, and exit")
@@ -65,13 +75,19 @@ host does. With hostUsers: false a pod gets 65536 IDs between 1879048192 and
 		"directory for the pods' files while they exist (volumes, hosts, logs), and for the data of claims")
 	flags.StringVar(&r.config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
 	flags.StringVar(&r.config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pods (default: the daemon's choice)")
+	flags.StringVar(&r.pull, "pull", "", "pull images always, missing ones or never (default: the manifest's imagePullPolicy)")
+	complete(cmd, "pull", slices.Sorted(maps.Keys(pullPolicies))...)
 	flags.StringVar(&r.config.Handler, "runtime-handler", "", "runtime handler of the pods")
 	flags.StringVar(&r.seccompRoot, "seccomp-root", defaultSeccompRoot, "directory of Localhost seccomp profiles")
 	return cmd
 }
 
-func (r *runOptions) run(o *connection, cmd *cobra.Command, args []string) error {
+func (r *runOptions) run(o *Connection, cmd *cobra.Command, args []string) error {
 	r.config.Report = func(format string, args ...any) { cmd.PrintErrf("berth: "+format+"\n", args...) }
+	policy, known := pullPolicies[r.pull]
+	if r.config.Pull = policy; r.pull != "" && !known {
+		return execStatus(fmt.Errorf("--pull: want always, missing or never, not %q", r.pull))
+	}
 	mode := podyaml.Mode{Detached: r.config.Detach, Strict: r.strict}
 	manifest, err := parseManifests(cmd, append(r.files, args...), mode)
 	if err != nil {
@@ -83,9 +99,9 @@ func (r *runOptions) run(o *connection, cmd *cobra.Command, args []string) error
 	if len(manifest.Workloads) == 0 {
 		return nil // all have 0 replicas
 	}
-	return o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+	return execStatus(o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		return r.runManifest(cmd, c, manifest)
-	})(cmd, args)
+	})(cmd, args))
 }
 
 func (r *runOptions) runManifest(cmd *cobra.Command, c *client.Client, manifest *podyaml.Manifest) (err error) {

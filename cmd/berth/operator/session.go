@@ -125,6 +125,12 @@ func (l *leaving) Read(b []byte) (int, error) {
 	return n, err
 }
 
+// isTerminal reports whether a stream of this command is a terminal.
+func isTerminal(stream any) bool {
+	f, ok := stream.(*os.File)
+	return ok && term.IsTerminal(f.Fd())
+}
+
 // screen is the terminal of this command. It implements remotecommand.TerminalSizeQueue.
 type screen struct {
 	file    *os.File

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"berth/cmd/berth/client"
 	"berth/cmd/berth/client/fakecri"
 	"berth/sandbox/stream"
 	"berth/server/streaming"
@@ -92,7 +93,8 @@ func TestExec(t *testing.T) {
 		{[]string{"app", "cat"}, "", "", 0},
 		{[]string{"-i", "app", "cat"}, "typed", "", 0},
 		{[]string{"app", "tty"}, "false false", "", 0},
-		{[]string{"-it", "web/app", "tty"}, "true true", "", 0},
+		{[]string{"-it", "web/app", "tty"}, "true true",
+			"berth: warning: standard input is not a terminal; leave out -t for a pipe or file\n", 0},
 	} {
 		stdout, stderr, code := c.do(append([]string{"exec"}, tt.args...)...)
 		if stdout != tt.stdout || stderr != tt.stderr || code != tt.code {
@@ -174,8 +176,33 @@ func TestExecTakesFlagsOfKubectl(t *testing.T) {
 		`no container "none", but app`:                    {"exec", "-c", "none", "web", "sh"},
 		"unknown flag: --frob":                            {"exec", "web", "--frob", "--", "sh"},
 	} {
-		if _, stderr, code := c.do(args...); code == 0 || !strings.Contains(stderr, want) {
+		if _, stderr, code := c.do(args...); code != 125 || !strings.Contains(stderr, want) {
 			t.Errorf("%q: %q, %d; want %q", args, stderr, code, want)
+		}
+	}
+}
+
+// Exited containers do not make the name of a pod ambiguous for commands that need a running one.
+func TestOnlyRunningContainerIsChosen(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"done": {Exits: []int32{3}}}})
+	c.detach("containers: [" + app("app") + ", " + app("done") + "]")
+	conn, err := client.Dial(t.Context(), c.socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	for ref, want := range map[string]string{"web": "app", "web/done": "", "default/web": "app"} {
+		got, err := findRunning(t.Context(), conn, ref, "")
+		if got.GetMetadata().GetName() != want && err == nil || (want == "") != (err != nil) {
+			t.Errorf("%s: %v, %v", ref, got, err)
+		}
+	}
+	for want, source := range map[string]nameSource{
+		"web/app\tcontainer, running": runningNames, "done\texited app\trunning": containersOfPod("web"), "web/app:/": containerPaths,
+	} {
+		names, err := source(t.Context(), conn)
+		if got := strings.Join(names, " "); err != nil || !strings.HasPrefix(got, want) || strings.Contains(got, "web/done") {
+			t.Errorf("%q, %v; want %q", got, err, want)
 		}
 	}
 }

@@ -18,7 +18,7 @@ import (
 	"berth/cmd/berth/terminal"
 )
 
-func statsCommand(o *connection) *cobra.Command {
+func statsCommand(o *Connection) *cobra.Command {
 	var once, pods bool
 	var interval time.Duration
 	cmd := &cobra.Command{

@@ -15,7 +15,7 @@ import (
 // fromManifest asks for the grace period of the pod's manifest.
 const fromManifest = -1 * time.Second
 
-func stopCommand(o *connection) *cobra.Command {
+func stopCommand(o *Connection) *cobra.Command {
 	var timeout time.Duration
 	var runDir string
 	cmd := &cobra.Command{

@@ -20,18 +20,19 @@ import (
 	"berth/cmd/berth/terminal"
 )
 
-func topCommand(o *connection) *cobra.Command {
+func topCommand(o *Connection) *cobra.Command {
 	cmd := &cobra.Command{
-		Use:   "top CONTAINER",
+		Use:   "top CONTAINER|POD",
 		Short: "List the processes of a container",
 		Long: `List the processes of a container, with their process and user IDs on the host. The
 container needs no ps program. The command must run on the node.`,
-		Args: cli.Args(1, 1, "name a container"),
+		Args: cli.Args(1, 1, "name a container or pod"),
 	}
 	out := addOutputFlag(cmd, outputTable, outputJSON, outputYAML, outputTemplate)
-	cmd.ValidArgsFunction = o.completeNames(containerNames)
+	containerName := o.addContainerFlag(cmd)
+	cmd.ValidArgsFunction = o.completeNames(runningNames, podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		container, err := findContainer(cmd.Context(), c, args[0], "")
+		container, err := findRunning(cmd.Context(), c, args[0], *containerName)
 		if err != nil {
 			return err
 		}

@@ -38,7 +38,7 @@ const plainColumns = 120
 // slowestRows is the number of starts that --slowest lists by default.
 const slowestRows = 10
 
-func traceCommand(o *connection) *cobra.Command {
+func traceCommand(o *Connection) *cobra.Command {
 	how := drawing("text")
 	var slowest int
 	cmd := &cobra.Command{
@@ -163,9 +163,9 @@ func printTrace(w io.Writer, how drawing, start history.Start) error {
 	return chart.Text(w, columns)
 }
 
-// printData prints data as JSON, a start with every span. Names and reasons may come from anywhere, and the output may go to a
-// terminal. So printData escapes invisible characters and marks that change the direction of text.
-// These occur only in strings, where JSON allows the escapes.
+// printData prints data as JSON, a start with every span. Names and reasons may come from anywhere,
+// and the output may go to a terminal. So printData escapes invisible characters and marks that
+// change the direction of text. These occur only in strings, where JSON allows the escapes.
 func printData(w io.Writer, v any) error {
 	data, err := json.MarshalIndent(v, "", "  ")
 	if err != nil {

@@ -276,7 +276,7 @@ func TestProbesOfPorts(t *testing.T) {
 		"tcp no name": {corev1.ProbeHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromString("x")}}, "no port"},
 		"grpc":        {corev1.ProbeHandler{GRPC: &corev1.GRPCAction{Port: int32(port)}}, ""},
 		"grpc broken": {corev1.ProbeHandler{GRPC: &corev1.GRPCAction{Port: int32(port), Service: &broken}}, "NOT_SERVING"},
-		"no http":     {corev1.ProbeHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromInt(port)}}, "HTTP"},
+		"no http":     {corev1.ProbeHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromInt(port)}}, `Get "http:`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a := &attempt{container: podyaml.Container{Container: &corev1.Container{Name: "main"}}}

@@ -191,11 +191,11 @@ func (r *podRun) startAgain(ctx context.Context, old *attempt) (*attempt, error)
 func (r *podRun) start(ctx context.Context, c podyaml.Container, number uint32) (*attempt, error) {
 	id, err := r.create(c, number)
 	if err != nil {
-		return nil, fmt.Errorf("create container %s: %w", c.Name, err)
+		return nil, client.Explain("create container "+c.Name, err)
 	}
 	a := &attempt{container: c, number: number, id: id, ended: make(chan struct{})}
 	if _, err := r.client.StartContainer(r.life, &runtimeapi.StartContainerRequest{ContainerId: id}); err != nil {
-		return nil, fmt.Errorf("start container %s: %w", c.Name, err)
+		return nil, client.Explain("start container "+c.Name, err)
 	}
 	r.remember(a)
 	if c.Init || !r.config.Detach {

@@ -69,6 +69,9 @@ func (r *podRun) volumeImages() map[string]string {
 
 // ensureImage returns the image after pulling it as its policy demands.
 func (r *podRun) ensureImage(ctx context.Context, key imageKey) (*runtimeapi.Image, error) {
+	if r.config.Pull != "" {
+		key.policy = r.config.Pull
+	}
 	if key.policy != corev1.PullAlways {
 		image, err := r.image(ctx, key.ref)
 		if image != nil || err != nil {
@@ -81,6 +84,9 @@ func (r *podRun) ensureImage(ctx context.Context, key imageKey) (*runtimeapi.Ima
 	r.config.Report("pulling %s", key.ref)
 	id, err := r.client.PullFor(ctx, r.plan.Sandbox().GetMetadata(), key.ref, nil)
 	if err != nil {
+		if present, _ := r.image(ctx, key.ref); present != nil && ctx.Err() == nil {
+			err = fmt.Errorf("%w; the image is on this node, and --pull=missing uses it", err)
+		}
 		return nil, err
 	}
 	image, err := r.image(ctx, id)

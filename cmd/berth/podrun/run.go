@@ -32,11 +32,12 @@ import (
 
 // Config describes how to run a pod.
 type Config struct {
-	Dir          string // parent directory of pods' files
-	LogDir       string // directory of the logs, which stay; empty: logs are part of the pod's files
-	CgroupParent string // empty: the runtime's default
-	Handler      string // runtime handler; empty: the default
-	Detach       bool   // return once the containers run
+	Dir          string            // parent directory of pods' files
+	LogDir       string            // directory of the logs, which stay; empty: logs are part of the pod's files
+	CgroupParent string            // empty: the runtime's default
+	Handler      string            // runtime handler; empty: the default
+	Detach       bool              // return once the containers run
+	Pull         corev1.PullPolicy // instead of the manifest's policies; empty: those
 	Host         podyaml.Host
 	Objects      *podyaml.Objects // ConfigMaps, Secrets and claims of the manifest
 
@@ -206,12 +207,12 @@ func (r *podRun) startSandbox() error {
 		return err
 	}
 	r.podIPs = client.PodIPs(status)
-	where := "at " + strings.Join(r.podIPs, ", ")
+	where := "IP " + strings.Join(r.podIPs, ", ")
 	if r.plan.Pod.Spec.HostNetwork {
 		r.podIPs = r.plan.Host.IPs
-		where = "in the host's network"
+		where = "on the host's network"
 	}
-	r.config.Report("pod %s is %s, %s", r.plan.Pod.Name, client.ShortID(r.podID), where)
+	r.config.Report("pod %s has ID %s, %s", r.plan.Pod.Name, client.ShortID(r.podID), where)
 	return r.files.writeHosts(r.plan.EtcHosts(r.podIPs))
 }
 

@@ -9,11 +9,13 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client"
@@ -266,6 +268,39 @@ func TestRunSecondInterruptKills(t *testing.T) {
 		t.Errorf("the second interrupt is reported as an error of a log:\n%s", reports)
 	}
 	b.checkNothingLeft()
+}
+
+// --pull replaces the policy of the manifest. A failed pull of a present image names it.
+func TestPullPolicyOfCommand(t *testing.T) {
+	const spec = "restartPolicy: Never\ncontainers: [{name: main, image: '" + image + "', imagePullPolicy: Always}]"
+	var offline atomic.Bool
+	unreachable := failAt("PullImage "+image, codes.Unknown, "RegistryUnavailable: no route")
+	b := newBench(t, &fakecri.Server{
+		Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}}},
+		Hook: func(ctx context.Context, call string) error {
+			if offline.Load() {
+				return unreachable(ctx, call)
+			}
+			return nil
+		},
+	})
+	run := func() error {
+		_, err := b.run(t.Context(), t.Context(), spec)
+		return err
+	}
+	if err := run(); err != nil {
+		t.Fatal(err)
+	}
+	offline.Store(true)
+	if err := run(); err == nil || !strings.HasSuffix(err.Error(), "the image is on this node, and --pull=missing uses it") {
+		t.Errorf("%v", err)
+	}
+	for _, policy := range []corev1.PullPolicy{corev1.PullIfNotPresent, corev1.PullNever} {
+		b.config.Pull = policy
+		if err := run(); err != nil {
+			t.Errorf("%s: %v", policy, err)
+		}
+	}
 }
 
 func TestRunFailuresLeaveNothing(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"reflect"
 	"strings"
 
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
@@ -144,7 +145,7 @@ func decodeObject[T any](p *parser, o object) (*T, bool) {
 			strict = append(strict, err)
 		}
 		for _, err := range strict {
-			problems = append(problems, Problem{Reason: err.Error()})
+			problems = append(problems, Problem{Reason: explainField(err.Error(), reflect.TypeOf(into))})
 		}
 	}
 	for _, problem := range problems {

@@ -2,6 +2,7 @@ package podyaml
 
 import (
 	"errors"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -191,9 +192,11 @@ func comparePrefixes(t *testing.T, got, want []string) {
 func TestInvalidDocumentsAreRefused(t *testing.T) {
 	t.Parallel()
 	tests := []struct{ name, text, want string }{
-		{"unknown fields", manifest("hostNetwrk: true\n" + one("imagePullPolcy: Never")), `unknown field "spec.hostNetwrk"`},
-		{"unknown fields, all", manifest("hostNetwrk: true\n" + one("imagePullPolcy: Never")), `unknown field "spec.containers[0].imagePullPolcy"`},
-		{"case", manifest("hostnetwork: true\n" + one("")), `unknown field "spec.hostnetwork"`},
+		{"unknown fields", manifest("hostNetwrk: true\n" + one("imagePullPolcy: Never")), `unknown field "spec.hostNetwrk", did you mean hostNetwork?`},
+		{"unknown fields, all", manifest("hostNetwrk: true\n" + one("imagePullPolcy: Never")), `unknown field "spec.containers[0].imagePullPolcy", did you mean imagePullPolicy?`},
+		{"unknown field of metadata", strings.Replace(manifest(one("")), "name: web", "name: web\n  label: {}", 1), `unknown field "metadata.label", did you mean labels?`},
+		{"unknown field in a list", manifest(one("volumeMounts: [{name: a, mounthPath: /a}]")), `unknown field "spec.containers[0].volumeMounts[0].mounthPath", did you mean mountPath?`},
+		{"case", manifest("hostnetwork: true\n" + one("")), `unknown field "spec.hostnetwork", did you mean hostNetwork?`},
 		{"duplicate key", manifest("hostPID: true\nhostPID: true\n" + one("")), "already set"},
 		{"nothing to run", "apiVersion: v1\nkind: Service\nmetadata: {name: web}\n", "nothing to run: want a Pod, Deployment, StatefulSet, DaemonSet, Job or CronJob; the manifest has Service web"},
 		{"old version", "apiVersion: extensions/v1beta1\nkind: Deployment\n", `apiVersion "extensions/v1beta1" is not supported, want apps/v1`},
@@ -203,6 +206,7 @@ func TestInvalidDocumentsAreRefused(t *testing.T) {
 		{"empty", "# nothing\n", "the manifest is empty"},
 		{"not an object", "[1, 2]", "must be an object"},
 		{"quantity", manifest(one("resources: {limits: {memory: 64Mb}}")), `spec.containers[0].resources.limits.memory: "64Mb" is not a quantity; write for example 64Mi`},
+		{"quantity of CPUs", manifest(one("resources: {limits: {cpu: 1x}}")), `limits.cpu: "1x" is not a quantity; write for example 500m or 2`},
 		{"quantity of a volume", manifest("volumes: [{name: v, emptyDir: {sizeLimit: 1 GB}}]\n" + one("")), `spec.volumes[0].emptyDir.sizeLimit: "1 GB" is not a quantity; write for example 1Gi`},
 		{"type", manifest("hostPID: 3\n" + one("")), "cannot unmarshal"},
 		{"not yaml", "a: [", "read manifest"},
@@ -305,4 +309,25 @@ func FuzzParse(f *testing.F) {
 			exercise(t, plan)
 		}
 	})
+}
+
+func TestUnknownFieldsAreExplained(t *testing.T) {
+	t.Parallel()
+	for message, want := range map[string]string{
+		`unknown field "spec.comand"`:                   "",
+		`unknown field "spec.containers[3].comand"`:     ", did you mean command?",
+		`unknown field "spec.securitycontext"`:          ", did you mean securityContext?",
+		`unknown field "spec.frobnicator"`:              "",
+		`unknown field "spec.nodeSelector.a.b"`:         "",
+		`unknown field "metadata.annotation"`:           ", did you mean annotations?",
+		`duplicate field "spec.nodeName"`:               "",
+		`unknown field "spec.containers[0].Image"`:      ", did you mean image?",
+		`unknown field "spec.containers[0].lifecyle"`:   ", did you mean lifecycle?",
+		`unknown field "spec.containers[0].ports[0].p"`: "",
+		`unknown field "kinds"`:                         ", did you mean kind?",
+	} {
+		if got := explainField(message, reflect.TypeFor[*corev1.Pod]()); got != message+want {
+			t.Errorf("%s", got)
+		}
+	}
 }

@@ -219,23 +219,23 @@ func TestContainerSecurity(t *testing.T) {
 		want       *runtimeapi.LinuxContainerSecurityContext
 	}{
 		{"none", one(""), &runtimeapi.LinuxContainerSecurityContext{
-			NamespaceOptions: private, Seccomp: def, MaskedPaths: maskedPaths, ReadonlyPaths: readonlyPaths}},
+			NamespaceOptions: private, Seccomp: def, MaskedPaths: MaskedPaths, ReadonlyPaths: ReadonlyPaths}},
 		{"from the pod", "securityContext: {runAsUser: 5, runAsGroup: 6, runAsNonRoot: true, fsGroup: 7, seccompProfile: {type: Unconfined}, appArmorProfile: {type: Localhost, localhostProfile: p}, seLinuxOptions: {type: t}}\n" + one(""),
 			&runtimeapi.LinuxContainerSecurityContext{
 				NamespaceOptions: private, RunAsUser: number(5), RunAsGroup: number(6), SupplementalGroups: []int64{7},
 				Seccomp:        &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined},
 				Apparmor:       &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: "p"},
-				SelinuxOptions: &runtimeapi.SELinuxOption{Type: "t"}, MaskedPaths: maskedPaths, ReadonlyPaths: readonlyPaths}},
+				SelinuxOptions: &runtimeapi.SELinuxOption{Type: "t"}, MaskedPaths: MaskedPaths, ReadonlyPaths: ReadonlyPaths}},
 		{"own", "securityContext: {runAsUser: 5}\n" + one("securityContext: {runAsUser: 9, capabilities: {add: [NET_ADMIN], drop: [ALL]}, readOnlyRootFilesystem: true, allowPrivilegeEscalation: false, procMount: Unmasked, seccompProfile: {type: Localhost, localhostProfile: a/b.json}}"),
 			&runtimeapi.LinuxContainerSecurityContext{
 				NamespaceOptions: private, RunAsUser: number(9), ReadonlyRootfs: true, NoNewPrivs: true,
 				Capabilities: &runtimeapi.Capability{AddCapabilities: []string{"NET_ADMIN"}, DropCapabilities: []string{"ALL"}},
 				Seccomp:      &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: "/profiles/a/b.json"}}},
 		{"privileged", one("securityContext: {privileged: true}"), &runtimeapi.LinuxContainerSecurityContext{
-			NamespaceOptions: private, Privileged: true, MaskedPaths: maskedPaths, ReadonlyPaths: readonlyPaths,
+			NamespaceOptions: private, Privileged: true, MaskedPaths: MaskedPaths, ReadonlyPaths: ReadonlyPaths,
 			Seccomp: &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}}},
 		{"group alone", one("securityContext: {runAsGroup: 3}"), &runtimeapi.LinuxContainerSecurityContext{
-			NamespaceOptions: private, RunAsUser: number(0), RunAsGroup: number(3), Seccomp: def, MaskedPaths: maskedPaths, ReadonlyPaths: readonlyPaths}},
+			NamespaceOptions: private, RunAsUser: number(0), RunAsGroup: number(3), Seccomp: def, MaskedPaths: MaskedPaths, ReadonlyPaths: ReadonlyPaths}},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

@@ -27,7 +27,7 @@ func findQuantities(path string, content any, t reflect.Type, out *[]Problem) {
 	if t == quantityType {
 		if text, ok := content.(string); ok {
 			if _, err := resource.ParseQuantity(text); err != nil {
-				*out = append(*out, Problem{path, fmt.Sprintf("%q is not a quantity; write for example %s", text, validQuantity(text))})
+				*out = append(*out, Problem{path, fmt.Sprintf("%q is not a quantity; write for example %s", text, validQuantity(path, text))})
 			}
 		}
 		return
@@ -76,15 +76,21 @@ func fieldType(t reflect.Type, name string) reflect.Type {
 	return nil
 }
 
-// validQuantity returns an example that resembles a malformed quantity: 64Mi for 64Mb.
-func validQuantity(text string) string {
+// validQuantity returns an example that resembles a malformed quantity: 64Mi for 64Mb. The path
+// says whether it is a number of CPUs.
+func validQuantity(path, text string) string {
 	text = strings.TrimSpace(text)
 	end := strings.IndexFunc(text, func(r rune) bool { return r < '0' || r > '9' })
-	if end <= 0 {
-		return "64Mi or 500m"
+	if end < 0 {
+		end = len(text)
 	}
 	number, unit := text[:end], strings.ToUpper(strings.TrimSpace(text[end:]))
-	if unit != "" && strings.Contains("KMGTPE", unit[:1]) {
+	switch {
+	case strings.HasSuffix(path, ".cpu"):
+		return "500m or 2"
+	case number == "":
+		return "64Mi"
+	case unit != "" && strings.Contains("KMGTPE", unit[:1]):
 		return number + unit[:1] + "i"
 	}
 	return number + " or " + number + "Mi"

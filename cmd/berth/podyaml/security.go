@@ -9,15 +9,15 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Paths of /proc and /sys that are masked or read-only in a container, unless procMount is Unmasked
-// (kubelet's pkg/securitycontext/util.go).
+// MaskedPaths and ReadonlyPaths are masked or read-only in a container, unless procMount is
+// Unmasked (kubelet's pkg/securitycontext/util.go).
 var (
-	maskedPaths = []string{
+	MaskedPaths = []string{
 		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
 		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats",
 		"/sys/devices/virtual/powercap", "/sys/firmware",
 	}
-	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
+	ReadonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
 )
 
 func (p *Plan) namespaces() *runtimeapi.NamespaceOption {
@@ -148,7 +148,7 @@ func (p *Plan) containerSecurity(c Container,
 		}
 	}
 	if value(sc.ProcMount) != corev1.UnmaskedProcMount {
-		out.MaskedPaths, out.ReadonlyPaths = maskedPaths, readonlyPaths
+		out.MaskedPaths, out.ReadonlyPaths = MaskedPaths, ReadonlyPaths
 	}
 	return out, nil
 }

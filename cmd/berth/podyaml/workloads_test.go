@@ -53,8 +53,8 @@ func TestWorkloadsBecomePods(t *testing.T) {
 		{"path of a problem", template("apps/v1", "Deployment", "replicas: 1", "hostPID: true, shareProcessNamespace: true, "+onePod), "", nil, "",
 			"spec.template.spec.shareProcessNamespace: cannot be set with hostPID"},
 		{"path of a quantity", template("apps/v1", "Deployment", "replicas: 1", "containers: [{name: a, image: b, resources: {requests: {cpu: 1k5}}}]"), "", nil, "",
-			`spec.template.spec.containers[0].resources.requests.cpu: "1k5" is not a quantity; write for example 1Ki`},
-		{"unknown field", template("apps/v1", "Deployment", "replica: 1", onePod), "", nil, "", `unknown field "spec.replica"`},
+			`spec.template.spec.containers[0].resources.requests.cpu: "1k5" is not a quantity; write for example 500m or 2`},
+		{"unknown field", template("apps/v1", "Deployment", "replica: 1", onePod), "", nil, "", `unknown field "spec.replica", did you mean replicas?`},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

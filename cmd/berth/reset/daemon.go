@@ -76,8 +76,8 @@ func holderOf(path string) (int, error) {
 // stopLimit bounds the daemon's shutdown, which takes up to 35 seconds.
 const stopLimit = 45 * time.Second
 
-// stopDaemon stops the daemon and waits for its end. systemd would restart the process of a unit, so
-// systemctl stops the unit and its sockets.
+// stopDaemon stops the daemon and waits for its end. systemd would restart the process of a unit,
+// so systemctl stops the unit and its sockets.
 func stopDaemon(ctx context.Context, pid int) error {
 	ctx, cancel := context.WithTimeout(ctx, stopLimit)
 	defer cancel()

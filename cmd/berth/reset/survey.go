@@ -152,8 +152,8 @@ func (f *found) readPins(cfg *config.Config) error {
 	return nil
 }
 
-// readProfile looks for the AppArmor profile. A process that uses it belongs to another berth, or to
-// one of the pods.
+// readProfile looks for the AppArmor profile. A process that uses it belongs to another berth, or
+// to one of the pods.
 func (f *found) readProfile(*config.Config) (err error) {
 	f.profile, err = host.Files{}.AppArmorLoaded(confine.DefaultAppArmorProfile)
 	if errors.Is(err, fs.ErrNotExist) { // the kernel has no AppArmor

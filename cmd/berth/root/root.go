@@ -1,8 +1,10 @@
-// Package root provides the command tree of the program berth. The program runs it, and the packages'
-// man pages are generated from it.
+// Package root provides the command tree of the program berth. The program runs it, and the
+// packages' man pages are generated from it.
 package root
 
 import (
+	"strings"
+
 	"github.com/spf13/cobra"
 
 	"berth/cmd/berth/check"
@@ -28,8 +30,34 @@ func Command() *cobra.Command {
 		RunE:          cli.Group,
 	}
 	root.SetFlagErrorFunc(cli.FlagError)
-	root.AddCommand(serve.Command(), config.Command(), check.Command(), reset.Command(), debug.Command(),
+	root.AddCommand(serve.Command(), config.Command(serve.Check), check.Command(), reset.Command(), debug.Command(),
 		images.Command())
+	root.AddCommand(images.Shortcuts()...)
 	root.AddCommand(operator.Commands()...)
+	group(root)
 	return root
+}
+
+// groups are the commands in the order of the help. A command without a group is listed last.
+var groups = []struct{ title, commands string }{
+	{"Containers and pods:", "run down ps pods logs exec attach cp port-forward inspect stats top events stop kill rm checkpoint restore"},
+	{"Images and disk:", "images pull image df"},
+	{"Node:", "check info version trace debug reset"},
+	{"Daemon:", "serve config"},
+}
+
+func init() { cobra.EnableCommandSorting = false } // of all help texts, so that groups keep their order
+
+// group sorts the commands of the help into groups.
+func group(root *cobra.Command) {
+	for _, g := range groups {
+		root.AddGroup(&cobra.Group{ID: g.title, Title: g.title})
+		for name := range strings.FieldsSeq(g.commands) {
+			if cmd, _, err := root.Find([]string{name}); err == nil {
+				cmd.GroupID = g.title
+				root.RemoveCommand(cmd)
+				root.AddCommand(cmd)
+			}
+		}
+	}
 }

@@ -2,6 +2,7 @@ package serve
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -142,6 +143,14 @@ func (r *reloader) apply(ctx context.Context) error {
 			"options", strings.Join(restart, " "))
 	}
 	return nil
+}
+
+// Check returns an error if a daemon would refuse a valid configuration: because of the files that
+// it names, or of names of images and networks in it. A daemon without usable files of peers
+// starts, but Check reports them, too. It changes nothing.
+func Check(cfg *config.Config) error {
+	_, network := node.NetworkConfig(cfg, nil)
+	return errors.Join(imageSettings(cfg).Check(), network, checkPeers(cfg))
 }
 
 // logLevel returns the lowest level of logged messages.

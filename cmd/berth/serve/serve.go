@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/activation"
@@ -29,6 +30,7 @@ import (
 	"berth/cni"
 	"berth/cni/berthnet"
 	"berth/image"
+	"berth/image/governor"
 	"berth/image/layer"
 	"berth/image/unpack"
 	"berth/image/unpack/process"
@@ -133,6 +135,7 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.
 		return err
 	}
 	a.serveCadvisor(on.cadvisor, p.pods, p.images)
+	a.openPeers(p.images)
 	preload := func(ctx context.Context) { p.images.Preload(ctx, cfg.PreloadDirs) }
 	a.closing.Add("stop loading images", whileServing(preload))
 	a.metrics.Watch(p.pods, p.images, a.waits)
@@ -148,8 +151,8 @@ type sockets struct {
 	cadvisor net.Listener // nil: none is configured
 }
 
-// openSockets opens all sockets, and serves metrics early, to inspect a daemon that hangs during its
-// start.
+// openSockets opens all sockets, and serves metrics early, to inspect a daemon that hangs during
+// its start.
 func (a *assembly) openSockets() (on sockets, err error) {
 	if on.cri, err = listen(a.cfg.Listen); err != nil {
 		return on, err
@@ -212,8 +215,9 @@ type assembly struct {
 	closing  *cleanup.List
 	waits    *task.Waits // all waits of the daemon; nil before watchWaits
 	metrics  *exporter.Exporter
-	unpacker *process.Program  // nil before openImages
-	servers  *exporter.Servers // nil before serveMetrics
+	unpacker *process.Program                // nil before openImages
+	servers  *exporter.Servers               // nil before serveMetrics
+	pods     atomic.Pointer[sandbox.Manager] // nil before openPods; pulls read it
 	log      *slog.Logger
 }
 
@@ -267,6 +271,10 @@ func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.B
 	a.unpacker = unpacker
 	imageCfg := imageConfig(a.cfg, unpacker, budget, a.waits)
 	imageCfg.Observer = a.metrics
+	imageCfg.Governor.Pressure = a.podPressure
+	if imageCfg.Lazy, err = a.lazyConfig(budget); err != nil {
+		return nil, err
+	}
 	images, err := image.Open(ctx, imageCfg, a.log)
 	if err != nil {
 		return nil, err
@@ -314,7 +322,7 @@ func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger
 func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store,
 	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
 	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
-	cfg.Observer, cfg.Unpacker = a.metrics, a.unpacker
+	cfg.Observer, cfg.Unpacker, cfg.LayersLost = a.metrics, a.unpacker, images.LayersLost()
 	if plugins != nil { // else the interface must be nil, too
 		cfg.Plugins = plugins
 	}
@@ -323,6 +331,8 @@ func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Sto
 		return nil, err
 	}
 	a.closing.Add("close sandboxes", a.shutdown.within(pods.Close))
+	a.pods.Store(pods)
+	images.OnDistrust(pods.KillOnLayer)
 	if err := images.CollectGarbage(ctx); err != nil { // unused layers do no harm
 		a.log.Error("collect unused layers, which stay until the next deletion", "error", err)
 	}
@@ -466,7 +476,11 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 		MaxRangeRequests:     budget.RangeRequests(cfg.MaxRangeRequests),
 		StallTimeout:         cfg.StallTimeout.Duration,
 		PartialTTL:           cfg.PartialLayerTTL.Duration,
-		Waits:                waits,
+		Governor: governor.Config{
+			Bandwidth: int64(cfg.PullBandwidth), Rise: float64(cfg.PullPressureLimit) / 100,
+		},
+		IndexBytes: indexBytes(cfg),
+		Waits:      waits,
 	}
 }
 

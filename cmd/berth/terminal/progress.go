@@ -14,6 +14,7 @@ import (
 const (
 	stateDone    = "done"
 	statePresent = "present" // existed before the pull
+	stateLazy    = "lazy"    // is fetched after the pull
 )
 
 // Progress shows the progress of a pull's layers.
@@ -63,7 +64,7 @@ func (b *bars) fitting(layers []client.Layer) []client.Layer {
 		return layers
 	}
 	pending := slices.DeleteFunc(slices.Clone(layers), func(l client.Layer) bool {
-		return l.State == stateDone || l.State == statePresent
+		return isFinal(l.State)
 	})
 	return pending[:min(len(pending), b.height-1)]
 }
@@ -73,14 +74,19 @@ func (b *bars) Done(ok bool) {
 	if !ok || len(b.last) == 0 {
 		return
 	}
-	b.Update(finished(b.last))
+	b.Update(Finished(b.last))
 }
 
-// finished returns the layers of a successful pull in their final state.
-func finished(layers []client.Layer) []client.Layer {
+// isFinal reports whether the state of a layer does not change any more.
+func isFinal(state string) bool {
+	return state == stateDone || state == statePresent || state == stateLazy
+}
+
+// Finished returns the layers of a successful pull in their final state.
+func Finished(layers []client.Layer) []client.Layer {
 	out := slices.Clone(layers)
 	for i := range out {
-		if out[i].State != statePresent {
+		if !isFinal(out[i].State) {
 			out[i].State, out[i].Done = stateDone, out[i].Total
 		}
 	}
@@ -97,7 +103,7 @@ func barLine(l client.Layer, width int) string {
 	const widest, narrowest, frame = 40, 10, 5 // frame: the blanks, the brackets and a free column
 	room := min(width-len(head)-len(tail)-frame, widest)
 	line := strings.TrimRight(head+" "+tail, " ")
-	if room >= narrowest && l.Total > 0 && l.State != statePresent {
+	if room >= narrowest && l.Total > 0 && l.State != statePresent && l.State != stateLazy {
 		line = head + " [" + bar(l, room) + "] " + tail
 	}
 	if len(line) >= width {
@@ -109,7 +115,7 @@ func barLine(l client.Layer, width int) string {
 // progressWords returns how much of a layer was downloaded.
 func progressWords(l client.Layer) string {
 	switch {
-	case l.State == statePresent || (l.State == stateDone && l.Total > 0):
+	case l.State == statePresent || l.State == stateLazy || (l.State == stateDone && l.Total > 0):
 		return Bytes(uint64(l.Total))
 	case l.Total > 0:
 		return Bytes(uint64(l.Done)) + " / " + Bytes(uint64(l.Total))
@@ -128,32 +134,62 @@ func bar(l client.Layer, room int) string {
 	return strings.Repeat("=", full) + ">" + strings.Repeat(" ", room-full-1)
 }
 
+// summaryInterval is the time after which lines says how far a long download is.
+const summaryInterval = 10 * time.Second
+
 // lines prints a line when a layer's state changes, for logs and pipes.
 type lines struct {
 	out     io.Writer
 	state   map[string]string
+	last    []client.Layer
 	now     func() time.Time
 	started time.Time
+	printed time.Time // when the last line was printed
 }
 
-// Update prints changes.
+// Update prints changes, and a summary if there is none for some time.
 func (p *lines) Update(layers []client.Layer) {
+	p.last = layers
+	now := p.now()
 	for _, l := range layers {
 		if p.state[l.Digest] == l.State {
 			continue
 		}
-		p.state[l.Digest] = l.State
+		p.state[l.Digest], p.printed = l.State, now
 		line := client.ShortID(l.Digest) + ": " + l.State
-		if l.Total > 0 {
+		switch {
+		case l.State != stateDone && l.Kept > 0:
+			line += fmt.Sprintf(" (%s, %s of it kept from an earlier pull)", Bytes(uint64(l.Total)), Bytes(uint64(l.Kept)))
+		case l.Total > 0:
 			line += " (" + Bytes(uint64(l.Total)) + ")"
 		}
 		_, _ = fmt.Fprintln(p.out, line) // the command's last output reports a broken pipe
 	}
+	if now.Sub(p.printed) >= summaryInterval {
+		p.printed = now
+		_, _ = fmt.Fprintln(p.out, summary(layers))
+	}
 }
 
-// Done prints the duration.
+// summary returns how much of all layers was downloaded.
+func summary(layers []client.Layer) string {
+	var done, total uint64
+	complete := 0
+	for _, l := range layers {
+		if isFinal(l.State) {
+			complete++
+			continue
+		}
+		done += uint64(max(l.Done, 0))
+		total += uint64(max(l.Total, 0))
+	}
+	return fmt.Sprintf("%d of %d layers complete, %s of %s of the others", complete, len(layers), Bytes(done), Bytes(total))
+}
+
+// Done prints the last changes and the duration.
 func (p *lines) Done(ok bool) {
 	if ok && len(p.state) > 0 {
+		p.Update(Finished(p.last))
 		_, _ = fmt.Fprintf(p.out, "%d layers in %.1f s\n", len(p.state), p.now().Sub(p.started).Seconds())
 	}
 }

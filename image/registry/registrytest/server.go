@@ -160,6 +160,7 @@ type Layer struct {
 	Blob      []byte
 	MediaType string        // empty: OCI's uncompressed tar
 	DiffID    digest.Digest // empty: the blob's own digest
+	Size      int64         // that the manifest claims; 0: the blob's own
 }
 
 // PutImage stores an OCI image for this machine under a tag and returns the descriptor of its
@@ -192,6 +193,9 @@ func (s *Server) putImage(repo, tag, comment, manifestType, configType string, l
 		if l.DiffID == "" {
 			l.DiffID = d.Digest
 		}
+		if l.Size != 0 {
+			d.Size = l.Size
+		}
 		m.Layers = append(m.Layers, d)
 		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, l.DiffID)
 	}
@@ -210,8 +214,8 @@ type File struct {
 	Content []byte
 }
 
-// PutArtifact stores an OCI artifact of a type under a tag, as ORAS does, and returns the descriptor of
-// its manifest.
+// PutArtifact stores an OCI artifact of a type under a tag, as ORAS does, and returns the
+// descriptor of its manifest.
 func (s *Server) PutArtifact(repo, tag, artifactType string, files ...File) ocispec.Descriptor {
 	s.t.Helper()
 	m := ocispec.Manifest{MediaType: ocispec.MediaTypeImageManifest, ArtifactType: artifactType}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/klauspost/compress/gzip"
 
+	"berth/image/lazy/index"
 	"berth/image/unpack/isal"
 )
 
@@ -22,11 +23,13 @@ func Gunzip() string {
 	return "Go"
 }
 
-// newGunzip returns a reader of the gzip in blob.
-func newGunzip(blob *bufio.Reader) (io.ReadCloser, error) {
+// newGunzip returns a reader of the gzip in blob, which records points. Go's decompressors do not
+// tell where a block begins, so that they record none.
+func newGunzip(blob *bufio.Reader, points *index.Recorder) (io.ReadCloser, error) {
 	if isal.Works() {
-		return isal.NewReader(blob)
+		return isal.NewReader(blob, points)
 	}
 	unfit.Store(true)
+	points.Drop()
 	return gzip.NewReader(blob)
 }

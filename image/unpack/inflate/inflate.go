@@ -14,6 +14,8 @@ import (
 	"io"
 
 	"github.com/klauspost/compress/zstd"
+
+	"berth/image/lazy/index"
 )
 
 var (
@@ -46,16 +48,20 @@ type Reader struct {
 	tar    io.Reader
 	close  func()
 	window int64
+	points *index.Recorder
+	out    int64 // bytes returned
 }
 
-// source remembers how a blob failed.
+// source counts the bytes of a blob and remembers how it failed.
 type source struct {
 	io.Reader
+	n   int64
 	err error
 }
 
 func (s *source) Read(p []byte) (int, error) {
 	n, err := s.Reader.Read(p)
+	s.n += int64(n)
 	if err != nil && err != io.EOF {
 		s.err = err
 	}
@@ -64,9 +70,10 @@ func (s *source) Read(p []byte) (int, error) {
 
 // NewReader detects the compression of a blob by its first bytes: gzip, zstd or none. It ignores
 // media types, because some registries and builders set wrong ones. The caller closes the reader,
-// which does not close the blob. window is the memory that a zstd blob may ask for.
-func NewReader(blob io.Reader, window int64) (*Reader, error) {
-	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow)}
+// which does not close the blob. window is the memory that a zstd blob may ask for. The reader
+// records where decompression can begin, unless points is nil.
+func NewReader(blob io.Reader, window int64, points *index.Recorder) (*Reader, error) {
+	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow), points: points}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)
 	magic, err := t.blob.Peek(len(zstdMagic))
 	if err != nil && err != io.EOF {
@@ -74,27 +81,55 @@ func NewReader(blob io.Reader, window int64) (*Reader, error) {
 	}
 	switch {
 	case bytes.HasPrefix(magic, gzipMagic):
-		z, err := newGunzip(t.blob)
+		z, err := newGunzip(t.blob, points)
 		if err != nil {
 			return nil, t.failure(err)
 		}
 		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
 	case bytes.HasPrefix(magic, zstdMagic):
-		z, err := zstd.NewReader(t.blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
-			zstd.WithDecoderMaxWindow(uint64(t.window)))
+		points.Begin(index.Zstd)
+		z, err := openZstd(&frames{from: t.blob, started: t.started}, t.window)
 		if err != nil {
 			return nil, t.failure(err)
 		}
 		t.tar, t.close = z, z.Close
 	default:
-		t.tar = t.blob
+		points.Begin(index.None)
+		t.tar = &plain{t.blob, t.started, 0}
 	}
 	return t, nil
 }
 
+func openZstd(from io.Reader, window int64) (*zstd.Decoder, error) {
+	return zstd.NewReader(from, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
+		zstd.WithDecoderMaxWindow(uint64(window)))
+}
+
+// started records that the part of the tar after all returned bytes starts at a byte of the blob.
+func (r *Reader) started(in int64) { r.points.Start(in, r.out) }
+
+// plain is a tar that is not compressed. Every read starts a part.
+type plain struct {
+	from    io.Reader
+	started func(in int64)
+	n       int64
+}
+
+func (p *plain) Read(b []byte) (int, error) {
+	p.started(p.n)
+	n, err := p.from.Read(b)
+	p.n += int64(n)
+	return n, err
+}
+
+// EndPoints completes the record of points after the last Read has returned io.EOF. The error says
+// why there are none.
+func (r *Reader) EndPoints() error { return r.points.Finish(r.source.n, r.out) }
+
 // Read implements io.Reader.
 func (r *Reader) Read(p []byte) (int, error) {
 	n, err := r.tar.Read(p)
+	r.out += int64(n)
 	if err == io.EOF { //nolint:errorlint // a wrapped EOF is an error
 		// Read what follows the compressed data: the blob's reader verifies the digest at its end.
 		if _, err := io.Copy(io.Discard, r.blob); err != nil {

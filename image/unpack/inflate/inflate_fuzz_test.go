@@ -73,7 +73,7 @@ func packed(t *testing.T, data []byte, form uint8) []byte {
 func unpackedTar(t *testing.T, blob []byte) (out []byte, rest int, err error) {
 	t.Helper()
 	from := bytes.NewReader(blob)
-	r, err := NewReader(iotest.OneByteReader(from), MaxWindow)
+	r, err := NewReader(iotest.OneByteReader(from), MaxWindow, nil)
 	if err == nil {
 		defer r.Close()
 		if out, err = io.ReadAll(io.LimitReader(r, 8<<20)); len(out) == 8<<20 {

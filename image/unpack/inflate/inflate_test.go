@@ -17,7 +17,7 @@ import (
 
 // inflate reads a blob's tar.
 func inflate(blob io.Reader) ([]byte, error) {
-	r, err := NewReader(blob, MaxWindow)
+	r, err := NewReader(blob, MaxWindow, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -96,7 +96,7 @@ func TestInflateDividedHeader(t *testing.T) {
 	}
 }
 
-func gzipped(t *testing.T, data []byte) []byte {
+func gzipped(t testing.TB, data []byte) []byte {
 	t.Helper()
 	var b bytes.Buffer
 	w := gzip.NewWriter(&b)
@@ -109,7 +109,7 @@ func gzipped(t *testing.T, data []byte) []byte {
 	return b.Bytes()
 }
 
-func zstdFrame(t *testing.T, data []byte, opts ...zstd.EOption) []byte {
+func zstdFrame(t testing.TB, data []byte, opts ...zstd.EOption) []byte {
 	t.Helper()
 	w, err := zstd.NewWriter(nil, opts...)
 	if err != nil {

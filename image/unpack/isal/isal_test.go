@@ -46,7 +46,7 @@ func need(t testing.TB) {
 }
 
 func byISAL(blob io.Reader, inBuffer, outBuffer int) ([]byte, error) {
-	r, err := NewReader(bufio.NewReaderSize(blob, inBuffer))
+	r, err := NewReader(bufio.NewReaderSize(blob, inBuffer), nil)
 	if err != nil {
 		return nil, err
 	}
@@ -109,7 +109,7 @@ func BenchmarkGunzip(b *testing.B) {
 	data := inflatetest.Sample(32 << 20)
 	blob := pack(b, data, 6)
 	for name, open := range map[string]func(io.Reader) (io.ReadCloser, error){
-		"isal":      func(r io.Reader) (io.ReadCloser, error) { return NewReader(bufio.NewReaderSize(r, 256<<10)) },
+		"isal":      func(r io.Reader) (io.ReadCloser, error) { return NewReader(bufio.NewReaderSize(r, 256<<10), nil) },
 		"klauspost": func(r io.Reader) (io.ReadCloser, error) { return klauspost.NewReader(r) },
 		"std":       func(r io.Reader) (io.ReadCloser, error) { return gzip.NewReader(r) },
 	} {

@@ -55,9 +55,10 @@ __attribute__((constructor(101))) static void load(void)
 		.inflate_init = dlsym(so, "isal_inflate_init"),
 		.gzip_header_init = dlsym(so, "isal_gzip_header_init"),
 		.read_gzip_header = dlsym(so, "isal_read_gzip_header"),
+		.inflate_set_dict = dlsym(so, "isal_inflate_set_dict"),
 		.inflate = dlsym(so, "isal_inflate"),
 	};
-	if (found.inflate_init && found.gzip_header_init && found.read_gzip_header && found.inflate)
+	if (found.inflate_init && found.gzip_header_init && found.read_gzip_header && found.inflate_set_dict && found.inflate)
 		isal_library = found;
 	else
 		dlclose(so); // another version: Go decompresses

@@ -8,6 +8,7 @@ struct library {
 	__typeof__(isal_inflate_init) *inflate_init;
 	__typeof__(isal_gzip_header_init) *gzip_header_init;
 	__typeof__(isal_read_gzip_header) *read_gzip_header;
+	__typeof__(isal_inflate_set_dict) *inflate_set_dict;
 	__typeof__(isal_inflate) *inflate;
 };
 

@@ -6,6 +6,8 @@ import (
 	"bufio"
 	"errors"
 	"io"
+
+	"berth/image/lazy/index"
 )
 
 // Loaded reports whether the library was loaded.
@@ -15,4 +17,11 @@ func Loaded() bool { return false }
 func Works() bool { return false }
 
 // NewReader fails.
-func NewReader(*bufio.Reader) (io.ReadCloser, error) { return nil, errors.ErrUnsupported }
+func NewReader(*bufio.Reader, *index.Recorder) (io.ReadCloser, error) {
+	return nil, errors.ErrUnsupported
+}
+
+// NewReaderAt fails.
+func NewReaderAt(*bufio.Reader, *index.Point, []byte) (io.ReadCloser, error) {
+	return nil, errors.ErrUnsupported
+}

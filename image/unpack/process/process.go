@@ -98,7 +98,10 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 	job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
 	failpoint.Reach("unpack.start")
-	w, err := p.start(tree, files, job)
+	more := make([]*os.File, worker.PointsFD-worker.DataFD+1)
+	copy(more, files)
+	more[worker.RecordFD-worker.DataFD], more[worker.PointsFD-worker.DataFD] = job.Record, job.Points
+	w, err := p.start(tree, files != nil, worker.Args(job, files != nil), more)
 	if err != nil {
 		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)
 	}
@@ -167,7 +170,8 @@ type work struct {
 // pipeSize is the size that Linux allows unprivileged processes (fs.pipe-max-size).
 const pipeSize = 1 << 20
 
-func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *work, err error) {
+// start starts a process. more are its descriptors from worker.DataFD on.
+func (p *Program) start(tree *os.File, readOnly bool, args []string, more []*os.File) (_ *work, err error) {
 	theirs := files{}
 	defer theirs.close()
 	mine := files{}
@@ -180,11 +184,11 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 	if err != nil {
 		return nil, err
 	}
-	readOnly := uint64(0)
-	if packed != nil {
-		readOnly = unix.MOUNT_ATTR_RDONLY
+	attributes := uint64(0)
+	if readOnly {
+		attributes = unix.MOUNT_ATTR_RDONLY
 	}
-	if err := program.Restrict(mount, readOnly); errors.Is(err, unix.ENOSYS) { // Linux 5.12
+	if err := program.Restrict(mount, attributes); errors.Is(err, unix.ENOSYS) { // Linux 5.12
 		p.unrestricted.Do(func() {
 			p.log.Warn("berth-unpack can open devices in layers: the kernel cannot restrict its mount", "error", err)
 		})
@@ -214,9 +218,8 @@ func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *wo
 	theirs.add(stderr)
 	mine.add(messages)
 	w.in, w.out = in, out
-	inherited := []*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe, worker.RecordFD: job.Record}
-	copy(inherited[worker.DataFD:], packed)
-	if err := w.run(worker.Args(job, packed != nil), inherited); err != nil {
+	inherited := append([]*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe}, more...)
+	if err := w.run(args, inherited); err != nil {
 		return nil, err
 	}
 	go func() { w.said <- firstLine(messages) }()

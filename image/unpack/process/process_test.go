@@ -149,7 +149,7 @@ func buildStub(inflate string) (path string, err error) {
 		if err := f.Close(); err != nil {
 			return "", err
 		}
-		source := "void isal_inflate_init() {} void isal_gzip_header_init() {} int isal_read_gzip_header() { return 0; } int isal_inflate() { " + inflate + "; }"
+		source := "void isal_inflate_init() {} void isal_gzip_header_init() {} int isal_read_gzip_header() { return 0; } int isal_inflate_set_dict() { return 0; } int isal_inflate() { " + inflate + "; }"
 		cc := exec.Command("cc", "-w", "-shared", "-fPIC", "-x", "c", "-o", path, "-")
 		cc.Stdin = strings.NewReader(source)
 		if out, err := cc.CombinedOutput(); err != nil {

@@ -4,8 +4,8 @@
 // # Contract
 //
 // berth-unpack records while it reads the tar (Recorder): the bytes of headers and padding, and for
-// the content of each file the place where the layer stores it. The daemon restores any range of the
-// tar from that and from the layer (Reader).
+// the content of each file the place where the layer stores it. The daemon restores any range of
+// the tar from that and from the layer (Reader).
 //
 // The daemon does not trust the record, because a blob may have compromised berth-unpack. Reader
 // limits its memory, and refers to nothing but the content of the same layer. The bytes that it
@@ -14,17 +14,18 @@
 // # Format
 //
 // The file begins with magic. Blocks follow. Each block is three unsigned varints (uncompressed
-// length, compressed length, bytes of the tar) and its compressed data (raw deflate). All blocks but
-// the last have at least blockSize bytes, and at most maxBlock. A block contains whole operations:
+// length, compressed length, bytes of the tar) and its compressed data (raw deflate). All blocks
+// but the last have at least blockSize bytes, and at most maxBlock. A block contains whole
+// operations:
 //
 //	4n    n bytes              the tar continues with these bytes
 //	4n+1                       n zeros, which are most of the headers and padding
 //	4n+2  offset+1             n bytes of the data file from an offset
 //	4n+2  0 length name        n bytes of the named file from its start
 //
-// Unlike the format of vbatts/tar-split, which other runtimes use, this one gives access to any range,
-// and refers to content by its place. So it restores a tar that contains a name twice, and needs no
-// second parser of the tar.
+// Unlike the format of vbatts/tar-split, which other runtimes use, this one gives access to any
+// range, and refers to content by its place. So it restores a tar that contains a name twice, and
+// needs no second parser of the tar.
 package tarsplit
 
 import "errors"
@@ -48,6 +49,8 @@ const (
 const (
 	MaxFile    = 64 << 20 // bytes of the file
 	maxLiteral = 1 << 30  // bytes that are not the content of files
+	// maxRaw limits all operations. Beside literals they take some bytes for each file.
+	maxRaw = maxLiteral + 512<<20
 )
 
 // ErrDamaged is wrapped by errors about a record that cannot be decoded.

@@ -64,7 +64,7 @@ func Open(file io.ReaderAt, fileSize, tarSize int64, content Content) (*Reader, 
 	if string(head) != magic {
 		return nil, damaged("unknown format %q", head)
 	}
-	start := int64(0)
+	start, raw := int64(0), int64(0)
 	for offset := int64(len(magic)); offset < fileSize; {
 		if n := len(r.blocks); n > 0 && r.blocks[n-1].raw < blockSize {
 			return nil, damaged("block %d is short", n-1)
@@ -72,6 +72,9 @@ func Open(file io.ReaderAt, fileSize, tarSize int64, content Content) (*Reader, 
 		b, tarBytes, err := readHeader(file, offset, fileSize)
 		if err != nil {
 			return nil, err
+		}
+		if raw += int64(b.raw); raw > maxRaw {
+			return nil, damaged("more than %d bytes of operations", maxRaw)
 		}
 		b.start = start
 		r.blocks = append(r.blocks, b)
@@ -144,6 +147,31 @@ func (r *Reader) ReadAt(p []byte, offset int64) (n int, err error) {
 		}
 	}
 	return n, nil
+}
+
+// Contents calls do for each range of the tar that is the content of a file, in the order of the
+// tar. It returns the first error of do. The error wraps ErrDamaged if the record cannot be
+// decoded.
+func (r *Reader) Contents(do func(offset, size int64, at Ref) error) error {
+	for i := range r.blocks {
+		end := r.size
+		if i+1 < len(r.blocks) {
+			end = r.blocks[i+1].start
+		}
+		b, err := r.decode(i, end)
+		if err != nil {
+			return fmt.Errorf("block %d: %w", i, err)
+		}
+		for _, op := range b.operations {
+			if op.kind != kindContent {
+				continue
+			}
+			if err := do(op.start, op.size, op.at); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // blockAt returns the block with a byte of the tar.

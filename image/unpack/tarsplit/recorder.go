@@ -160,8 +160,8 @@ func (r *Recorder) put(p []byte) {
 	}
 }
 
-// Finish ends the record after the end of the tar. kept is false if the tar cannot be restored; then
-// the record is of no use.
+// Finish ends the record after the end of the tar. kept is false if the tar cannot be restored;
+// then the record is of no use.
 func (r *Recorder) Finish() (kept bool, err error) {
 	if r.recording() {
 		r.endLiteral()

@@ -31,7 +31,7 @@ import (
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
 // versions refuse each other.
-const Version = "7"
+const Version = "9"
 
 const (
 	kindGunzip   = 'G' // name of what reads gzip
@@ -237,7 +237,7 @@ func reported(body []byte) error {
 	}
 	code := unpack.Code(min(n, math.MaxUint32))
 	switch code {
-	case unpack.InvalidArgument, unpack.ResourceExhausted, unpack.MoreWindow, unpack.MoreMemory, unpack.OutOfRange, unpack.DataLoss, unpack.Internal, unpack.Unknown:
+	case unpack.InvalidArgument, unpack.ResourceExhausted, unpack.MoreWindow, unpack.MoreMemory, unpack.OutOfRange, unpack.NoSpace, unpack.DataLoss, unpack.Internal, unpack.Unknown:
 	default:
 		return malformed(kindError, body)
 	}

@@ -4,11 +4,13 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"os"
 	"reflect"
 	"strings"
 	"testing"
 
 	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
 
 	"berth/image/unpack"
 	"berth/image/unpack/checksum"
@@ -71,6 +73,19 @@ func TestError(t *testing.T) {
 	_, err := NewReader(bytes.NewReader(sent(t, failure(unpack.ResourceExhausted, text)))).Result(nil)
 	if unpack.CodeOf(err) != unpack.ResourceExhausted || strings.ContainsAny(err.Error(), "\x1b\n") || len(err.Error()) > 2*maxText {
 		t.Errorf("%v", err)
+	}
+}
+
+// A full disk is known as such on the other side.
+func TestFullDiskIsReported(t *testing.T) {
+	full := &os.PathError{Op: "write", Path: "file", Err: unix.ENOSPC}
+	_, err := NewReader(bytes.NewReader(sent(t, failure(unpack.CodeOf(full), full.Error())))).Result(nil)
+	if !errors.Is(err, unix.ENOSPC) || unpack.CodeOf(err).Status() != unpack.ResourceExhausted {
+		t.Errorf("%v", err)
+	}
+	_, err = NewReader(bytes.NewReader(sent(t, failure(unpack.ResourceExhausted, "too many files")))).Result(nil)
+	if errors.Is(err, unix.ENOSPC) {
+		t.Errorf("%v matches ENOSPC", err)
 	}
 }
 

@@ -1,4 +1,5 @@
-// Package worker is the program berth-unpack, which unpacks one layer and ends.
+// Package worker is the program berth-unpack, which unpacks one layer and ends, or decompresses
+// spans of one blob (SpanArgs).
 //
 // # Contract
 //
@@ -23,6 +24,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"berth/image/lazy/index"
 	"berth/image/unpack"
 	"berth/image/unpack/inflate"
 	"berth/image/unpack/tarsplit"
@@ -39,12 +41,15 @@ const (
 	OutFD  = 6 // to pack: the file for the tree
 
 	RecordFD = 7 // the file for the record of the tar, if one is wanted
+	PointsFD = 8 // the file for the points of the blob, if they are wanted
 )
 
 // Operations.
 const (
 	toUnpack = "unpack"
 	toPack   = "pack"
+
+	toInflate = "inflate"
 )
 
 const (
@@ -80,14 +85,15 @@ func Args(job unpack.Job, pack bool) []string {
 	}
 	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes),
 		number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window),
-		strconv.FormatBool(job.Record != nil)}
+		strconv.FormatBool(job.Record != nil), strconv.FormatBool(job.Points != nil), number(job.Span),
+		strconv.FormatBool(job.NoData)}
 }
 
 func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if len(args) == 0 || args[0] != wire.Version {
 		return job, false, errors.New("berth-unpack must be started by a berth of the same version")
 	}
-	if len(args) != 9 {
+	if len(args) != 12 {
 		return job, false, fmt.Errorf("%d arguments", len(args))
 	}
 	switch args[1] {
@@ -106,11 +112,26 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 			return job, false, err
 		}
 	}
-	record, err := strconv.ParseBool(args[8])
-	if record {
-		job.Record = os.NewFile(RecordFD, "record")
+	if job.Record, err = optional(args[8], RecordFD, "record"); err != nil {
+		return job, false, err
 	}
+	if job.Points, err = optional(args[9], PointsFD, "points"); err != nil {
+		return job, false, err
+	}
+	if job.Span, err = strconv.ParseInt(args[10], 10, 64); err != nil {
+		return job, false, err
+	}
+	job.NoData, err = strconv.ParseBool(args[11])
 	return job, pack, err
+}
+
+// optional returns an inherited file if given says that there is one.
+func optional(given string, fd uintptr, name string) (*os.File, error) {
+	ok, err := strconv.ParseBool(given)
+	if err != nil || !ok {
+		return nil, err
+	}
+	return os.NewFile(fd, name), nil
 }
 
 // CPULimit returns the CPU time limit for a layer within these limits: many times the need of the
@@ -153,6 +174,9 @@ func MemoryFor(job unpack.Job, pack bool) int64 {
 }
 
 func run(args []string) error {
+	if len(args) > 1 && args[0] == wire.Version && args[1] == toInflate {
+		return runSpans(args)
+	}
 	job, pack, err := parse(args)
 	if err != nil {
 		return err
@@ -166,7 +190,7 @@ func run(args []string) error {
 	// A file is never larger than all of them may be.
 	grant := jail.Grant{
 		Memory:   uint64(MemoryFor(job, pack)),
-		FileSize: uint64(max(job.Limits.Bytes, tarsplit.MaxFile)),
+		FileSize: uint64(max(job.Limits.Bytes, tarsplit.MaxFile, index.MaxEncoded)),
 		Files:    fileLimit,
 		CPU:      uint64(CPULimit(job.Limits).Seconds()),
 	}

@@ -7,19 +7,24 @@ import (
 	"io/fs"
 	"os"
 
+	"berth/image"
 	"berth/image/layer"
 )
 
 // Bytes: the content of each layer is unchanged. It has as many files and bytes as when it was
 // created. Names, contents, owners and modes are compared if berth stored a checksum of them. The
 // tree of a packed layer is unchanged byte by byte, with times and extended attributes, if berth
-// stored its digest.
+// stored its digest. The indexes of blobs are valid.
 
 // compareBytes reads all layers only once, because layers are immutable.
 func compareBytes(ctx context.Context, f *facts, report *Report) error {
 	d := &finder{invariant: "bytes", found: &report.Differences}
-	unsummed := 0
+	unsummed, incomplete := 0, 0
 	for _, s := range f.layers.Layers {
+		if s.Incomplete {
+			incomplete++
+			continue
+		}
 		if s.Sum.IsZero() {
 			unsummed++
 		}
@@ -37,6 +42,10 @@ func compareBytes(ctx context.Context, f *facts, report *Report) error {
 			d.differ(s.Dir, wrong.want, "%s", wrong.got)
 		}
 	}
+	if incomplete > 0 {
+		report.Skipped = append(report.Skipped,
+			fmt.Sprintf("bytes: %d layers are not complete yet; their content is verified when it arrives", incomplete))
+	}
 	if unsummed > 0 {
 		report.Skipped = append(
 			report.Skipped,
@@ -45,6 +54,18 @@ func compareBytes(ctx context.Context, f *facts, report *Report) error {
 				unsummed,
 			),
 		)
+	}
+	return compareIndexes(f, d)
+}
+
+// compareIndexes checks that each index of a blob is valid. No image needs one.
+func compareIndexes(f *facts, d *finder) error {
+	damaged, err := image.InspectIndexes(f.imageRoot())
+	if err != nil {
+		return err
+	}
+	for path, err := range damaged {
+		d.differ(path, "a valid index of a blob; delete it", "%v", err)
 	}
 	return nil
 }

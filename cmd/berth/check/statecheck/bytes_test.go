@@ -76,7 +76,7 @@ func TestBytes(t *testing.T) {
 // wantBytes compares a layer. found is part of the only difference; empty: no difference.
 func wantBytes(t *testing.T, what string, stored layer.Stored, found string) *Report {
 	t.Helper()
-	f := &facts{layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{stored.Layers[0]: stored}}}
+	f := &facts{node: &Node{Root: t.TempDir()}, layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{stored.Layers[0]: stored}}}
 	report := &Report{}
 	testutil.Must(t, compareBytes(t.Context(), f, report))
 	switch {
@@ -151,4 +151,15 @@ func damage(path string) error {
 	}
 	data[0] ^= 1
 	return os.WriteFile(path, data, 0o600)
+}
+
+// The content of an incomplete layer is not compared. The report says so.
+func TestBytesOfIncompleteLayer(t *testing.T) {
+	name := digest.FromString("layer")
+	f := &facts{node: &Node{Root: t.TempDir()}, layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{name: {Dir: t.TempDir(), Incomplete: true}}}}
+	var report Report
+	testutil.Must(t, compareBytes(t.Context(), f, &report))
+	if len(report.Differences) > 0 || len(report.Skipped) != 1 || !strings.Contains(report.Skipped[0], "1 layers are not complete") {
+		t.Errorf("%+v", report)
+	}
 }

@@ -14,7 +14,6 @@ import (
 	"strings"
 
 	"github.com/moby/sys/mountinfo"
-	"github.com/opencontainers/go-digest"
 
 	"berth/checkpoint"
 	"berth/cni"
@@ -48,7 +47,7 @@ type facts struct {
 	objects      []cni.Object
 	runs         cni.NotedRuns
 	layers       *layer.Survey
-	finished     []digest.Digest // layers that failed pulls have left for the next one
+	partial      image.PartialSurvey
 	descriptors  []descriptor
 
 	views *views // nil without a daemon
@@ -152,12 +151,13 @@ func (f *facts) readRecords() error {
 	if err != nil {
 		return err
 	}
-	pulls, finished, err := image.InspectFinished(f.imageRoot())
+	partial, err := image.InspectPartial(f.imageRoot(), f.node.PartialTTL)
 	if err != nil {
 		return err
 	}
-	f.pods, f.containers, f.images, f.finished = records.Pods, records.Containers, images, finished
-	f.surveys = append(records.Surveys, survey, pulls)
+	f.partial = *partial
+	f.pods, f.containers, f.images = records.Pods, records.Containers, images
+	f.surveys = append(records.Surveys, survey, f.partial.Records)
 	return nil
 }
 

@@ -9,7 +9,8 @@ import (
 )
 
 // Layers: each layer that an image or container needs exists. Each existing layer is needed, or
-// being pulled. The layers' directories contain no other files.
+// being pulled. The layers' directories contain no other files. What failed pulls have left is
+// younger than its limit.
 
 func (f *facts) readLayers() error {
 	f.layers = layer.NewSurvey()
@@ -42,7 +43,8 @@ func compareLayers(f *facts, d *finder) {
 	for id, c := range f.containers {
 		need(containerName(id), c.Layers, c.Stage == state.Created || c.Stage == state.Running)
 	}
-	need("failed pulls", f.finished, false)
+	comparePartial(f, d)
+	need("failed pulls", f.partial.Layers, f.views != nil && f.views.pulls == 0)
 	for path, err := range f.layers.Damaged {
 		d.differ(path, "a layer", "%v", err)
 	}
@@ -66,5 +68,19 @@ func compareLayers(f *facts, d *finder) {
 	}
 	for _, path := range f.layers.Making {
 		d.differ(path, "a pull that is making this layer", "none in progress")
+	}
+}
+
+// comparePartial checks what failed pulls have left. Its content may be anything, because the next
+// pull verifies it.
+func comparePartial(f *facts, d *finder) {
+	for _, path := range f.partial.Unknown {
+		d.differ(path, "", "not a berth file")
+	}
+	if f.daemon == 0 { // the next daemon deletes expired ones
+		return
+	}
+	for _, path := range f.partial.Expired {
+		d.differ(path, "a file that is at most "+f.node.PartialTTL.String()+" old (pull.partial_layer_ttl)", "an older one")
 	}
 }

@@ -38,8 +38,9 @@ var (
 	}
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id", "debug.sock"}
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs",
-		"partial"} // of failed pulls; any content is valid
-	inErofs = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
+		"partial", // of failed pulls: see comparePartial
+		"indexes"} // of blobs, see compareIndexes
+	inErofs = []string{"layers", "joins", "lazy", "tmp", "trash", "empty-erofs"}
 )
 
 func compareRecords(f *facts, d *finder) {

@@ -70,8 +70,9 @@ type Node struct {
 	CNICacheDir string
 	CNIRunDir   string // records of running CNI plugins
 	Networks    cni.Readers
-	Network     []byte // configuration list of the built-in network; nil: CNIConfDir has the network
-	Bytes       bool   // read the content of every layer
+	Network     []byte        // configuration list of the built-in network; nil: CNIConfDir has the network
+	PartialTTL  time.Duration // how long the layers of failed pulls are kept
+	Bytes       bool          // read the content of every layer
 
 	proc   string // "/proc"; another directory in tests
 	pauses []time.Duration
@@ -92,6 +93,7 @@ func NodeOf(cfg *config.Config) (*Node, error) {
 		CNIRunDir:   node.CNIRunDir(cfg),
 		Networks:    network.Readers,
 		Network:     network.List,
+		PartialTTL:  cfg.PartialLayerTTL.Duration,
 	}, err
 }
 

@@ -40,26 +40,31 @@ func (s *Server) find(id string) (*container, error) {
 
 func (s *Server) CreateContainer(ctx context.Context,
 	r *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
-	c := &container{podID: r.GetPodSandboxId(), config: r.GetConfig(), ended: make(chan struct{})}
-	if err := s.note(ctx, "CreateContainer %s", c.name()); err != nil {
+	config := r.GetConfig()
+	if err := s.note(ctx, "CreateContainer %s", (&container{config: config}).name()); err != nil {
 		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	p := s.pods[c.podID]
+	p := s.pods[r.GetPodSandboxId()]
 	switch {
 	case p == nil || p.state != runtimeapi.PodSandboxState_SANDBOX_READY:
-		return nil, status.Errorf(codes.FailedPrecondition, "pod %s is not ready", c.podID)
-	case s.images[c.config.GetImage().GetImage()] == nil:
-		return nil, status.Errorf(codes.NotFound, "image %s not found", c.config.GetImage().GetImage())
+		return nil, status.Errorf(codes.FailedPrecondition, "pod %s is not ready", r.GetPodSandboxId())
+	case s.images[config.GetImage().GetImage()] == nil:
+		return nil, status.Errorf(codes.NotFound, "image %s not found", config.GetImage().GetImage())
 	}
-	c.id = s.newID("c")
+	return &runtimeapi.CreateContainerResponse{ContainerId: s.addContainer(p, config).id}, nil
+}
+
+// addContainer adds a created container. The caller holds s.mu.
+func (s *Server) addContainer(p *pod, config *runtimeapi.ContainerConfig) *container {
+	c := &container{id: s.newID("c"), podID: p.id, config: config, ended: make(chan struct{})}
 	c.status = &runtimeapi.ContainerStatus{
-		Id: c.id, Metadata: c.config.GetMetadata(), CreatedAt: time.Now().UnixNano(), Labels: c.config.GetLabels(),
-		Image: c.config.GetImage(), LogPath: filepath.Join(p.config.GetLogDirectory(), c.config.GetLogPath()),
+		Id: c.id, Metadata: config.GetMetadata(), CreatedAt: time.Now().UnixNano(), Labels: config.GetLabels(),
+		Image: config.GetImage(), LogPath: filepath.Join(p.config.GetLogDirectory(), config.GetLogPath()),
 	}
 	s.containers[c.id] = c
-	return &runtimeapi.CreateContainerResponse{ContainerId: c.id}, nil
+	return c
 }
 
 func (s *Server) StartContainer(ctx context.Context,

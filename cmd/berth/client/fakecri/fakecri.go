@@ -52,6 +52,7 @@ type Server struct {
 	}
 	Kept      admin.Starts // nil: the runtime is not berth
 	PullsInfo string       // JSON of "pulls" in a verbose Status
+	Config    string       // JSON of "config" there; not empty: the runtime is called berth
 	Registry  map[string]*runtimeapi.Image
 
 	missed chan struct{} // a ContainerStatus failed because of away
@@ -185,6 +186,9 @@ func (s *Server) newID(kind string) string {
 }
 
 func (s *Server) Version(context.Context, *runtimeapi.VersionRequest) (*runtimeapi.VersionResponse, error) {
+	if s.Config != "" {
+		return &runtimeapi.VersionResponse{RuntimeName: "berth"}, nil
+	}
 	return &runtimeapi.VersionResponse{RuntimeName: "fake"}, nil
 }
 
@@ -194,6 +198,9 @@ func (s *Server) Status(_ context.Context, r *runtimeapi.StatusRequest) (*runtim
 	}}
 	if r.GetVerbose() {
 		reply.Info = map[string]string{"pulls": s.PullsInfo}
+		if s.Config != "" {
+			reply.Info["config"] = s.Config
+		}
 	}
 	return reply, nil
 }
@@ -212,6 +219,23 @@ func (s *Server) RunPodSandbox(ctx context.Context,
 		return nil, status.Errorf(codes.DeadlineExceeded, "run pod %s", name)
 	}
 	return &runtimeapi.RunPodSandboxResponse{PodSandboxId: p.id}, nil
+}
+
+// RestorePod creates the pod and its containers. It does not read the checkpoint.
+func (s *Server) RestorePod(ctx context.Context, r *runtimeapi.RestorePodRequest) (*runtimeapi.RestorePodResponse, error) {
+	if err := s.note(ctx, "RestorePod %s", r.GetConfig().GetMetadata().GetName()); err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := &pod{id: s.newID("a"), config: r.GetConfig(), created: time.Now()}
+	s.pods[p.id] = p
+	reply := &runtimeapi.RestorePodResponse{PodSandboxId: p.id}
+	for _, config := range r.GetContainerConfigs() {
+		reply.RestoredContainers = append(reply.RestoredContainers,
+			&runtimeapi.RestoredContainer{Name: config.GetMetadata().GetName(), ContainerId: s.addContainer(p, config).id})
+	}
+	return reply, nil
 }
 
 func (s *Server) StopPodSandbox(ctx context.Context,

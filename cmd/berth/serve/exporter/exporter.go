@@ -51,6 +51,9 @@ type Exporter struct {
 	pullSeconds     *prometheus.HistogramVec
 	pullBytes       *prometheus.CounterVec
 	pullLayers      *prometheus.CounterVec
+	pullSlowed      prometheus.Counter
+	readWaits       *prometheus.HistogramVec
+	peerBytes       *prometheus.CounterVec
 	starts          prometheus.Counter
 	restarts        prometheus.Counter
 	exits           *prometheus.CounterVec
@@ -100,8 +103,17 @@ func (e *Exporter) addImages() {
 	e.pullSeconds = e.histogramVec("berth_image_pull_duration_seconds",
 		"Duration of pulls with the result pulled.", pullBuckets, "registry")
 	e.pullBytes = e.counterVec("berth_image_pull_bytes_total", "Bytes of layers received from the network.", "registry")
+	e.pullSlowed = e.counter("berth_image_pull_slowed_seconds_total",
+		"Time that layers waited because of pull.bandwidth or pull.pressure_limit, over all layers.")
+	e.readWaits = e.histogramVec("berth_incomplete_layers_read_wait_seconds",
+		"How long reads of incomplete image layers have waited for content.", requestBuckets)
+	e.peerBytes = e.counterVec("berth_peer_bytes_total",
+		"Bytes of layers exchanged with other nodes. The direction is received or sent.", "direction")
+	for _, direction := range []string{"received", "sent"} {
+		e.peerBytes.WithLabelValues(direction)
+	}
 	e.pullLayers = e.counterVec("berth_image_pull_layers_total",
-		"Layers of pulled images. The result is downloaded or present (a cache hit).", "registry", "result")
+		"Layers of pulled images. The result is downloaded, present (a cache hit), or lazy (downloaded after the pull).", "registry", "result")
 }
 
 func (e *Exporter) addContainers() {
@@ -111,7 +123,8 @@ func (e *Exporter) addContainers() {
 	e.exits = e.counterVec("berth_container_exits_total",
 		"Exits of containers by reason. OOMKilled: the kernel killed the container for lack of memory. "+
 			"ShimLost: the container's shim was killed, so the exit code is unknown. "+
-			"StartError: the container's command could not be started.", "reason")
+			"StartError: the container's command could not be started. "+
+			"WrongFiles: another node had sent a wrong index of a layer.", "reason")
 	for _, reason := range exitReasons {
 		e.exits.WithLabelValues(reason)
 	}
@@ -137,7 +150,7 @@ func (e *Exporter) addNode() {
 }
 
 var exitReasons = []string{state.ReasonCompleted, state.ReasonError, state.ReasonOOMKilled, state.ReasonStartError,
-	state.ReasonShimLost, state.ReasonUnknown}
+	state.ReasonShimLost, state.ReasonWrongFiles, state.ReasonUnknown}
 
 // Answered implements server.Observer.
 func (e *Exporter) Answered(method string, streaming bool, code codes.Code, took time.Duration) {
@@ -181,6 +194,22 @@ func (e *Exporter) Received(registry string, bytes int) {
 	e.pullBytes.WithLabelValues(e.registries.value(registry)).Add(float64(bytes))
 }
 
+// Slowed implements image.Observer.
+func (e *Exporter) Slowed(waited time.Duration) { e.pullSlowed.Add(waited.Seconds()) }
+
+// ReadWaited implements image.Observer.
+func (e *Exporter) ReadWaited(waited time.Duration) {
+	e.readWaits.WithLabelValues().Observe(waited.Seconds())
+}
+
+// PeerReceived implements peers.Observer.
+func (e *Exporter) PeerReceived(bytes int) {
+	e.peerBytes.WithLabelValues("received").Add(float64(bytes))
+}
+
+// PeerSent implements peers.Observer.
+func (e *Exporter) PeerSent(bytes int) { e.peerBytes.WithLabelValues("sent").Add(float64(bytes)) }
+
 // Pulled implements image.Observer.
 func (e *Exporter) Pulled(registry string, result image.PullResult) {
 	registry = e.registries.value(registry)
@@ -195,6 +224,7 @@ func (e *Exporter) Pulled(registry string, result image.PullResult) {
 	}
 	e.pulls.WithLabelValues(registry, outcome).Inc()
 	e.pullLayers.WithLabelValues(registry, "present").Add(float64(result.Present))
+	e.pullLayers.WithLabelValues(registry, "lazy").Add(float64(result.Lazy))
 	e.pullLayers.WithLabelValues(registry, "downloaded").Add(float64(result.Downloaded))
 }
 

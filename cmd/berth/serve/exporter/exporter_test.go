@@ -35,6 +35,7 @@ func (fakeNode) OOMKills() uint64                    { return 3 }
 func (fakeNode) RuntimeStatus() error                { return nil }
 func (fakeNode) NetworkStatus(context.Context) error { return errors.New("no network") }
 func (fakeNode) List() []*image.Image                { return make([]*image.Image, 1) }
+func (fakeNode) LazyStats() image.LazyStats          { return image.LazyStats{Layers: 1} }
 func (fakeNode) Usage(context.Context) (image.Usage, error) {
 	return image.Usage{Bytes: 7, Inodes: 3}, nil
 }
@@ -119,6 +120,9 @@ func TestEventsAreCounted(t *testing.T) {
 	e.Pulled("docker.io", image.PullResult{Unchanged: true})
 	e.Pulled("", image.PullResult{Err: errors.New("invalid reference")})
 	e.Received("docker.io", 1000)
+	e.Slowed(1500 * time.Millisecond)
+	e.ReadWaited(70 * time.Millisecond)
+	e.PeerReceived(70)
 	e.ContainerStarted(0)
 	e.ContainerStarted(1)
 	e.ContainerExited(state.ReasonOOMKilled)
@@ -137,6 +141,11 @@ func TestEventsAreCounted(t *testing.T) {
 		`berth_image_pulls_total{registry="other",result="error"} 1`,
 		`berth_image_pull_duration_seconds_count{registry="docker.io"} 1`,
 		`berth_image_pull_bytes_total{registry="docker.io"} 1000`,
+		`berth_image_pull_slowed_seconds_total 1.5`,
+		`berth_incomplete_layers_read_wait_seconds_bucket{le="0.1"} 1`,
+		`berth_incomplete_layers_read_wait_seconds_count 1`,
+		`berth_peer_bytes_total{direction="received"} 70`,
+		`berth_peer_bytes_total{direction="sent"} 0`,
 		`berth_image_pull_layers_total{registry="docker.io",result="present"} 2`,
 		`berth_image_pull_layers_total{registry="docker.io",result="downloaded"} 3`,
 		`berth_container_starts_total 2`,

@@ -28,6 +28,7 @@ type Sandboxes interface {
 type Images interface {
 	List() []*image.Image
 	Usage(ctx context.Context) (image.Usage, error)
+	LazyStats() image.LazyStats
 }
 
 // state reads the daemon's state during a scrape.
@@ -38,6 +39,8 @@ type stateCollector struct {
 
 	podCount, containerCount, ready                     *prometheus.Desc
 	imageCount, storeBytes, storeInodes                 *prometheus.Desc
+	lazyLayers, lazyMissing, lazyReads                  *prometheus.Desc
+	lazyWaited, lazyFailed                              *prometheus.Desc
 	oomKills                                            *prometheus.Desc
 	launchers, launchersStarted, launchersLost          *prometheus.Desc
 	waiting, waitingPastLimit, waitsPastLimit, longWait *prometheus.Desc
@@ -62,6 +65,16 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 		storeBytes: e.desc(gauge, "berth_image_store_bytes", "Disk space of image layers and records."),
 		storeInodes: e.desc(gauge, "berth_image_store_inodes",
 			"Inodes of image layers and records."),
+		lazyLayers: e.desc(gauge, "berth_incomplete_layers",
+			"Image layers that containers can use and that are not fetched completely. See lazy.policy."),
+		lazyMissing: e.desc(gauge, "berth_incomplete_layers_missing_bytes",
+			"Content of incomplete image layers that is not fetched yet."),
+		lazyReads: e.desc(gauge, "berth_incomplete_layers_waiting_reads",
+			"Reads of incomplete image layers that wait for content at present."),
+		lazyWaited: e.desc(counter, "berth_incomplete_layers_waited_reads_total",
+			"Reads of incomplete image layers that had to wait for content."),
+		lazyFailed: e.desc(counter, "berth_incomplete_layers_failed_reads_total",
+			"Reads of incomplete image layers that failed with EIO, mostly because the registry did not answer in time."),
 		oomKills: e.desc(counter, "berth_oom_kills_total",
 			"Processes in containers that the kernel killed for lack of memory, also in containers that continue to run."),
 		launchers: e.desc(gauge, "berth_launchers",
@@ -81,7 +94,7 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 // Describe implements prometheus.Collector.
 func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{c.podCount, c.containerCount, c.ready, c.imageCount, c.storeBytes, c.storeInodes,
-		c.oomKills, c.launchers, c.launchersStarted, c.launchersLost, c.waiting, c.waitingPastLimit, c.waitsPastLimit, c.longWait} {
+		c.lazyLayers, c.lazyMissing, c.lazyReads, c.lazyWaited, c.lazyFailed, c.oomKills, c.launchers, c.launchersStarted, c.launchersLost, c.waiting, c.waitingPastLimit, c.waitsPastLimit, c.longWait} {
 		ch <- d
 	}
 }
@@ -102,6 +115,12 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 		gauge(c.storeBytes, float64(usage.Bytes))
 		gauge(c.storeInodes, float64(usage.Inodes))
 	}
+	lazy := c.images.LazyStats()
+	gauge(c.lazyLayers, float64(lazy.Layers))
+	gauge(c.lazyMissing, float64(lazy.Missing))
+	gauge(c.lazyReads, float64(lazy.Waiting))
+	counter(c.lazyWaited, lazy.Waited)
+	counter(c.lazyFailed, lazy.Failed)
 	counter(c.oomKills, c.pods.OOMKills())
 	l := c.pods.Launchers()
 	gauge(c.launchers, float64(l.Idle), "idle")

@@ -32,6 +32,8 @@ const (
 	aheadShare = 0.25
 	// mergeShare is the part of the daemon's share that merging the layers of an image may use.
 	mergeShare = 0.25
+	// lazyShare is the part of the daemon's share that layers may use that are fetched after pulls.
+	lazyShare = 0.25
 	// workShare is the part of berth-unpack's share that all these processes together may keep
 	// live. Garbage adds half as much, and half of unpackerShare per process takes the rest.
 	workShare = 1. / 3
@@ -82,6 +84,15 @@ func (b Budget) RangeRequests(limit int) int {
 		return limit
 	}
 	return int(min(float64(limit), aheadShare*ownShare*float64(b)/registry.PartSize))
+}
+
+// LazyMemory returns how many bytes the daemon may use for parts of layers that are fetched after
+// pulls, at most limit.
+func (b Budget) LazyMemory(limit int64) int64 {
+	if b == 0 {
+		return limit
+	}
+	return min(limit, int64(lazyShare*ownShare*float64(b)))
 }
 
 // MergeMemory returns how many bytes the daemon may use to merge EROFS layers. 0 selects the

@@ -48,8 +48,8 @@ func TestMergeAndWorkMemoryStayWithinTheirShares(t *testing.T) {
 	}
 }
 
-// A berth-unpack that the OOM killer ends cannot report that its layer is too large. So the heaps of
-// all of them must fit into their half of the budget.
+// A berth-unpack that the OOM killer ends cannot report that its layer is too large. So the heaps
+// of all of them must fit into their half of the budget.
 func TestHeapsOfUnpackersFitIntoBudget(t *testing.T) {
 	t.Parallel()
 	for _, mib := range []int64{64, 100, 256, 512, 1000, 1 << 10, 2 << 10} {

@@ -14,7 +14,8 @@ import (
 	"github.com/opencontainers/cgroups"
 )
 
-// noLimit and greater values mean no limit on cgroup v1. The kernel's default is a little below 2^63.
+// noLimit and greater values mean no limit on cgroup v1. The kernel's default is a little below
+// 2^63.
 const noLimit = math.MaxInt64 &^ (1<<20 - 1)
 
 // OwnLimit returns the smallest memory limit, in bytes, of this process's cgroup and its ancestors.

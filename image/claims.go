@@ -1,0 +1,149 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/image/layer"
+	"berth/image/lazy"
+	blobindex "berth/image/lazy/index"
+	"berth/image/peers"
+	"berth/image/registry"
+	"berth/image/unpack"
+)
+
+// prover returns the function that proves an index of another node. A proven index is kept for the
+// next pull and for other nodes.
+func (z *incompleteLayers) prover(from layer.Source, x *blobindex.Index, claim *layer.Claim) lazy.Prove {
+	own := *x
+	own.Tree, own.Record = nil, nil // the layer has them
+	return func(ctx context.Context, tar *io.SectionReader) error {
+		proven, err := z.store.prove(ctx, from, own.BlobSize, claim, tar)
+		if err != nil {
+			return err
+		}
+		z.store.indexer.adopt(&own, proven, claim)
+		return nil
+	}
+}
+
+// prove unpacks the tar of a layer again, with a slot and memory as at a pull.
+func (s *Store) prove(ctx context.Context, from layer.Source, blobSize int64, claim *layer.Claim,
+	tar *io.SectionReader) (proven layer.Proven, err error) {
+	l := registry.Layer{Blob: ocispec.Descriptor{Digest: from.Blob, Size: blobSize}, DiffID: from.DiffID}
+	for more := (shortage{}); ; {
+		var had unpack.Limits
+		err = s.withSlot(ctx, claim.Registry, func() error {
+			limits, release, err := s.withMemory(ctx, l, more)
+			if err != nil {
+				return err
+			}
+			defer release()
+			had = limits
+			if _, err := tar.Seek(0, io.SeekStart); err != nil {
+				return err
+			}
+			proven, err = s.incomplete.layers.Prove(ctx, from.Name(), tar, limits)
+			return err
+		})
+		if !more.grow(s.memory, had, err) {
+			return proven, err
+		}
+	}
+}
+
+// adopt keeps a proven index.
+func (x *indexer) adopt(index *blobindex.Index, proven layer.Proven, claim *layer.Claim) {
+	err := x.store.Add(index, proven.TreePath, proven.RecordPath)
+	if err == nil {
+		err = errors.Join(x.store.NoteServed(index.Blob, claim.Registry), x.store.AddProfile(index.Blob, claim.Profile))
+	}
+	if err != nil {
+		x.log.Debug("the proven index of a layer is not kept", "layer", index.Blob, "error", err)
+	}
+}
+
+// distrust acts on a layer that cannot be completed and whose index came from another node. Its
+// containers may have run files that are not those of the image.
+func (s *Store) distrust(from layer.Source, claim *layer.Claim, reason error) {
+	said := "the index of another node could not be proven"
+	if errors.Is(reason, layer.ErrWrongIndex) {
+		said = "another node has sent a wrong index"
+	}
+	s.log.Error(said+"; the containers on its layer are killed", "layer", from.DiffID, "blob", from.Blob, "peer", claim.Peer,
+		"error", reason)
+	if !errors.Is(reason, lazy.ErrLost) {
+		s.distrusted.ban(s.peers.Load(), claim.Peer)
+	}
+	s.distrusted.add(from.Name(), fmt.Sprintf("the files of the image may have been wrong: %s: node %s, layer %s: %v",
+		said, claim.Peer, from.DiffID, reason))
+}
+
+// OnDistrust sets the function that kills the containers on a layer whose files may be wrong. It is
+// called once for each such layer, also for those found before. It must not block.
+func (s *Store) OnDistrust(kill func(layer digest.Digest, reason string)) { s.distrusted.set(kill) }
+
+// distrusted passes on layers whose files may be wrong.
+type distrusted struct {
+	mu    sync.Mutex // guards the fields below
+	kill  func(layer digest.Digest, reason string)
+	early map[digest.Digest]string // found before kill was set
+	peers []string                 // to be banned when there are peers
+}
+
+// ban makes this node ask a peer for nothing for some time. Without p, it does so once there is one.
+func (d *distrusted) ban(p *peers.Peers, address string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.peers = append(d.peers, address)
+	d.banAll(p)
+}
+
+// banAll bans the peers that are to be banned. The caller holds the lock.
+func (d *distrusted) banAll(p *peers.Peers) {
+	if p == nil {
+		return
+	}
+	for _, address := range d.peers {
+		p.Distrust(address)
+	}
+	d.peers = nil
+}
+
+func (d *distrusted) use(p *peers.Peers) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.banAll(p)
+}
+
+func (d *distrusted) add(layer digest.Digest, reason string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.kill != nil {
+		d.kill(layer, reason)
+		return
+	}
+	if d.early == nil {
+		d.early = map[digest.Digest]string{}
+	}
+	d.early[layer] = reason
+}
+
+func (d *distrusted) set(kill func(layer digest.Digest, reason string)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.kill = kill
+	for layer, reason := range d.early {
+		kill(layer, reason)
+	}
+	d.early = nil
+}
+
+// Usable returns DataLoss if a layer cannot be completed. Containers must not start on it.
+func (s *Store) Usable(layers []digest.Digest) error { return s.failedLayer(layers) }

@@ -1,0 +1,57 @@
+// Package lazy lets containers use an EROFS layer before all of the layer's blob is present.
+//
+// # Contract
+//
+// The data file of a layer (image/layer) is sparse at first. An index of the blob
+// (image/lazy/index) says which part of the blob has which part of the file. The Engine fills the
+// file: in the background, and at once where a process reads. A reader of a missing range waits. It
+// gets the right bytes, or EIO after the configured time; never other bytes, if this node has made
+// the index (see below for others). The Engine verifies
+// every byte of the blob before anything decompresses it, and the digest of the whole tar at the
+// end. Then the layer is like any other.
+//
+// The kernel reports each read of a missing range by a fanotify event (FAN_PRE_ACCESS), and
+// continues the read after the answer. Holes read as zeros without a mark on the file. So three
+// rules keep zeros away from readers:
+//
+//   - The mark is set before the file is mounted, and removed after the file is complete.
+//   - The mark lives as long as a descriptor of the fanotify group. The daemon has one, and so has
+//     the monitor of each container on an incomplete layer (Engine.Keep). So it outlives the
+//     daemon.
+//   - A file that is not complete has an extended attribute. The Engine denies events of such a
+//     file if it does not know the layer.
+//
+// # Indexes of other nodes
+//
+// What an index says of the layer's files is true if this node has made the index. An index of
+// another node is a claim: its tree, its record and its points could show other files. Bytes of the
+// blob that fit such an index prove nothing but that its sender and the source agree. So a layer
+// with such an index has a Prove function. It is complete after the tar has the right digest, and
+// after Prove has unpacked the tar again and found the same tree, record and summary. A proof that
+// fails ends the layer (DataLoss), also one that cannot be made in maxProofs attempts. The caller
+// keeps the fact on disk that the proof is missing, takes ranges of the blob from registries only,
+// does not pass the index on before the proof, and kills the containers on a layer that has failed.
+//
+// Until the proof, a sender that lies can run any program in these containers.
+//
+// # Takeover
+//
+// Events are read into a ring, a memory file that the monitors hold open, too. The ring says which
+// events the daemon has read and not answered. The next daemon takes group and ring from a monitor
+// (pidfd_getfd). It answers those events after it has filled their ranges, with the descriptor
+// numbers of the dead daemon: the kernel compares integers. Until an event is answered its number
+// is occupied in the new process, so that no new event can get it (see takeover.go).
+//
+// If no process has kept the group, Engine.TookOver is false. Then earlier mounts of incomplete
+// layers show zeros, and the caller kills the containers on them.
+//
+// # Durability
+//
+// The file "filled" has a bit for each span of the index. A bit is written after its data is on
+// stable storage. Spans without a bit are filled again after a crash, with the same bytes.
+//
+// # Threads
+//
+// Fetching, decompressing and writing never wait for the goroutine that reads events, nor for a
+// lock that it holds. So the daemon may read files of incomplete layers anywhere else.
+package lazy

@@ -1,0 +1,31 @@
+// Package index describes where the decompression of a layer's blob can begin, and how a part of
+// the blob is verified. With an index, a layer can be used before all of its blob is present.
+//
+// # Contract
+//
+// The package is a pure format: it reads and writes no files. An Index is immutable once it is
+// complete. Decode trusts nothing. It limits its memory by the length of its input, and it returns
+// only an Index whose numbers are consistent. It cannot tell whether they are true: a blob may have
+// compromised the process that noted the points. Wrong points give a tar with a wrong digest.
+//
+// The states cannot be wrong without notice, because the last one is the blob's digest. The daemon
+// takes them itself while it hashes the blob. So Verify shows that bytes belong to the blob before
+// anything decompresses them.
+//
+// # Terms
+//
+// A point is a place in the blob where decompression can begin: the start of a deflate block, of a
+// gzip member or of a zstd frame. A span is what lies between two points, or between the last point
+// and the end. Spans are numbered from zero. The grid divides the blob into ranges of Grid bytes,
+// the units of verification.
+//
+// # Format
+//
+// An index is three files: its encoding, the tree and the record. The latter two are those of the
+// layer, so they can be links. The encoding has their digests. It begins with magic. Three sections
+// follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
+// all this ends it. EncodeWhole joins the three files for another node.
+//
+// An index of another node may be false in every respect, the states included: they show only that
+// bytes fit the index (package lazy, "Indexes of other nodes").
+package index

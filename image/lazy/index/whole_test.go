@@ -1,0 +1,114 @@
+package index
+
+import (
+	"bytes"
+	"errors"
+	"slices"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+)
+
+// wholeSample returns an index with files.
+func wholeSample(t testing.TB) *Index {
+	t.Helper()
+	x := gzipSample(t)
+	x.Tree, x.Record = []byte("tree"), []byte("record")
+	x.TreeDigest, x.RecordDigest = digest.FromBytes(x.Tree), digest.FromBytes(x.Record)
+	return x
+}
+
+func encodeWhole(t testing.TB, x *Index, hints ...int) []byte {
+	t.Helper()
+	b, err := x.EncodeWhole(hints)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestWholeIsReversible(t *testing.T) {
+	x := wholeSample(t)
+	many := slices.Repeat([]int{1}, MaxHints+1)
+	for name, c := range map[string]struct{ hints, want []int }{
+		"no hints":             {nil, nil},
+		"hints":                {[]int{2, 0}, []int{2, 0}},
+		"hints that are wrong": {[]int{4, 3, 1 << 20}, []int{3}},
+		"too many hints":       {many, many[:MaxHints]},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, hints, err := DecodeWhole(encodeWhole(t, x, c.hints...), wide)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(encode(t, got), encode(t, x)) || string(got.Tree) != "tree" || string(got.Record) != "record" ||
+				!slices.Equal(hints, c.want) {
+				t.Errorf("%+v with hints %v", got, hints)
+			}
+		})
+	}
+}
+
+func TestDamagedWholeIsRejected(t *testing.T) {
+	good := encodeWhole(t, wholeSample(t), 1)
+	other := bytes.Clone(good)
+	other[len(wholeMagic)-2]++ // another version
+	for name, b := range map[string][]byte{
+		"nothing": nil, "another version": other, "truncated": good[:len(good)-1], "longer": append(bytes.Clone(good), 0),
+		"another tree": bytes.Replace(good, []byte("\x04tree"), []byte("\x04eert"), 1),
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, _, err := DecodeWhole(b, wide); !errors.Is(err, ErrDamaged) {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// FuzzDecodeWhole reads what another node sends.
+func FuzzDecodeWhole(f *testing.F) {
+	f.Add(encodeWhole(f, wholeSample(f), 2, 1))
+	f.Add([]byte(wholeMagic))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		x, hints, err := DecodeWhole(b, wide)
+		if err != nil {
+			if !errors.Is(err, ErrDamaged) {
+				t.Error(err)
+			}
+			return
+		}
+		for _, i := range hints {
+			if i < 0 || i >= x.Spans() {
+				t.Errorf("hint %d of %d spans", i, x.Spans())
+			}
+		}
+		again, err := x.EncodeWhole(hints)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if y, _, err := DecodeWhole(again, wide); err != nil || y.TreeDigest != x.TreeDigest {
+			t.Errorf("after encoding again: %v", err)
+		}
+	})
+}
+
+// wide are bounds that no test exceeds.
+var wide = Bounds{Tar: 1 << 40, Data: 1 << 40}
+
+// An index whose layer would be too large is refused before its points are decoded.
+func TestDecodeWholeWithinBounds(t *testing.T) {
+	x := wholeSample(t)
+	b := encodeWhole(t, x)
+	for name, bounds := range map[string]Bounds{"tar": {x.TarSize - 1, x.DataSize}, "data": {x.TarSize, x.DataSize - 1}} {
+		if _, _, err := DecodeWhole(b, bounds); !errors.Is(err, ErrDamaged) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, _, err := DecodeWhole(b, Bounds{x.TarSize, x.DataSize}); err != nil {
+		t.Error(err)
+	}
+	x.TarSize = Grid // far fewer bytes than points
+	if most, err := wide.check(x); err != nil || most != 65 {
+		t.Errorf("%d points, %v", most, err)
+	}
+}

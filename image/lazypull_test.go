@@ -1,0 +1,425 @@
+package image
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image/archive"
+	"berth/image/lazy"
+	blobindex "berth/image/lazy/index"
+	"berth/image/peers"
+	"berth/image/registry/registrytest"
+	"berth/image/unpack/inflate"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+	"berth/internal/testutil"
+)
+
+func TestDecideLazy(t *testing.T) {
+	t.Parallel()
+	good := lazyFacts{policy: LazyIndexed, driver: rootfs.EROFS, works: true, indexed: true, served: true, missing: 10, least: 10}
+	for _, c := range []struct {
+		name   string
+		change func(*lazyFacts)
+		reason string // empty: lazily
+	}{
+		{"all is good", func(*lazyFacts) {}, ""},
+		{"off", func(f *lazyFacts) { f.policy = LazyOff }, "lazy.policy"},
+		{"directories", func(f *lazyFacts) { f.driver = rootfs.Directory }, "directories"},
+		{"old kernel", func(f *lazyFacts) { f.works = false }, "kernel"},
+		{"pinned", func(f *lazyFacts) { f.pinned = true }, "pinned"},
+		{"no index", func(f *lazyFacts) { f.indexed = false }, "no index"},
+		{"no index on any node", func(f *lazyFacts) { f.indexed, f.policy = false, LazyAll }, "no index"},
+		{"index of a peer", func(f *lazyFacts) { f.indexed, f.served, f.peer = false, false, true }, ""},
+		{"another registry", func(f *lazyFacts) { f.served = false }, "another registry"},
+		{"small", func(f *lazyFacts) { f.least++ }, "lazy.min_bytes"},
+		{"fast", func(f *lazyFacts) { f.leastTime, f.estimate = 2*time.Second, 1999*time.Millisecond }, "lazy.min_time"},
+		{"slow", func(f *lazyFacts) { f.leastTime, f.estimate = 2*time.Second, 2*time.Second }, ""},
+		{"of unknown speed", func(f *lazyFacts) { f.leastTime = 2 * time.Second }, ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			facts := good
+			c.change(&facts)
+			lazily, reason := facts.decide()
+			if lazily != (c.reason == "") || reason == "" || !strings.Contains(reason, c.reason) {
+				t.Errorf("%v: %s", lazily, reason)
+			}
+		})
+	}
+}
+
+// ownInflater decompresses spans in this process.
+type ownInflater blobindex.Compression
+
+func (o ownInflater) Span(_ context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error) {
+	tar := make([]byte, out)
+	if err := inflate.Span(blobindex.Compression(o), &p, in, tar, inflate.MaxWindow); err != nil {
+		return nil, errdefs.New(codes.DataLoss, "%w", err)
+	}
+	return tar, nil
+}
+
+func (ownInflater) Close() error { return nil }
+
+// lazyWorld is a registry with an image, and a store that has pulled and removed the image. Its
+// next pull is lazy.
+type lazyWorld struct {
+	cfg     Config
+	reg     *registrytest.Server
+	s       *Store
+	layer   registrytest.Layer
+	content []byte
+	ref     string
+
+	mu    sync.Mutex // guards the fields below
+	held  chan struct{}
+	gone  bool
+	wrong bool // ranges have other bytes
+	auth  bool // a password is required
+}
+
+func newLazyWorld(t *testing.T) *lazyWorld {
+	t.Helper()
+	w := newLazyRegistry(t)
+	w.cfg = lazyConfig(t, LazyIndexed)
+	w.s = openStore(t, w.cfg)
+	w.needEngine(t)
+	w.forget(t)
+	return w
+}
+
+// newLazyRegistry returns a world without a store.
+func newLazyRegistry(t *testing.T) *lazyWorld {
+	t.Helper()
+	w := &lazyWorld{reg: registrytest.New(t), content: noise(7<<20, 9)}
+	w.layer = framed(t, "file", w.content)
+	w.reg.PutImage("app", "v1", "", w.layer)
+	w.reg.Before = w.before
+	w.ref = w.reg.Host() + "/app:v1"
+	return w
+}
+
+func lazyConfig(t *testing.T, policy string) Config {
+	t.Helper()
+	cfg := indexConfig(t)
+	cfg.Lazy = LazyConfig{Policy: policy, Stall: 2 * time.Second,
+		Inflate: func(kind blobindex.Compression, _ int64) (lazy.Inflater, error) { return ownInflater(kind), nil }}
+	return cfg
+}
+
+func (w *lazyWorld) needEngine(t *testing.T) {
+	t.Helper()
+	if w.s.incomplete.engine == nil {
+		t.Skip("NOT TESTED: the kernel cannot report reads of EROFS files")
+	}
+}
+
+// forget pulls and removes the image, so that its index is there.
+func (w *lazyWorld) forget(t *testing.T) {
+	t.Helper()
+	img := pull(t, w.s, w.ref)
+	indexOf(t, w.s, w.layer)
+	testutil.Must(t, w.s.Remove(t.Context(), img.ID))
+}
+
+// before holds back requests for more than the proofs, refuses all for the blob, or sends other
+// bytes.
+func (w *lazyWorld) before(rw http.ResponseWriter, r *http.Request) bool {
+	w.mu.Lock()
+	auth := w.auth
+	w.mu.Unlock()
+	if user, password, _ := r.BasicAuth(); auth && (user != "user" || password != "secret") {
+		rw.Header().Set("WWW-Authenticate", `Basic realm="test"`)
+		rw.WriteHeader(http.StatusUnauthorized)
+		return true
+	}
+	if !strings.HasSuffix(r.URL.Path, "/blobs/"+digest.FromBytes(w.layer.Blob).String()) {
+		return false
+	}
+	w.mu.Lock()
+	held := w.held
+	w.mu.Unlock()
+	var first, last int
+	n, _ := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last)
+	ranged := n == 2 && last-first >= blobindex.Grid
+	if held != nil && ranged {
+		select {
+		case <-held:
+		case <-r.Context().Done():
+		}
+	}
+	w.mu.Lock()
+	gone, wrong := w.gone, w.wrong
+	w.mu.Unlock()
+	switch {
+	case gone:
+		rw.WriteHeader(http.StatusNotFound)
+	case wrong && ranged:
+		http.ServeContent(rw, r, "", time.Time{}, bytes.NewReader(make([]byte, len(w.layer.Blob))))
+	}
+	return gone || wrong && ranged
+}
+
+// hold holds back the content of the layer until release is called.
+func (w *lazyWorld) hold() (release func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	held := make(chan struct{})
+	w.held = held
+	return func() { close(held) }
+}
+
+func (w *lazyWorld) lose() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.gone = true
+}
+
+func (w *lazyWorld) spoil() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.wrong = true
+}
+
+// check compares the tar of the complete layer.
+func (w *lazyWorld) check(t *testing.T) {
+	t.Helper()
+	restored, err := w.s.OpenTar(t.Context(), w.layer.DiffID)
+	testutil.Must(t, err)
+	defer restored.Close()
+	got, err := io.ReadAll(restored.Whole(t.Context()))
+	if want := tarOf(t, "file", string(w.content)); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("the tar has %d bytes, want %d: %v", len(got), len(want), err)
+	}
+}
+
+func (w *lazyWorld) incomplete(t *testing.T) *lazy.Layer {
+	t.Helper()
+	img, err := w.s.Get(w.ref)
+	if err != nil {
+		return nil
+	}
+	return w.s.incomplete.get(img.Layers[0])
+}
+
+// An incomplete layer is filled by the pull's registry, also after a restart. Peers do not get it.
+func TestPullCreatesLayerLazily(t *testing.T) {
+	for name, restarted := range map[string]bool{"same store": false, "restart": true} {
+		t.Run(name, func(t *testing.T) {
+			w := newLazyWorld(t)
+			release := w.hold()
+			img := pull(t, w.s, w.ref)
+			if w.incomplete(t) == nil {
+				t.Fatal("the layer is complete")
+			}
+			k := peers.Key{Registry: w.reg.Host(), Blob: digest.FromBytes(w.layer.Blob), DiffID: w.layer.DiffID}
+			if _, err := w.s.OpenShared(t.Context(), k); err == nil || len(w.s.SharedLayers()) > 0 {
+				t.Errorf("peers get the layer: %v", err)
+			}
+			status, stats := w.s.LazyStatus(img), w.s.LazyStats()
+			if status == nil || !status.Layers[0].Incomplete || !strings.Contains(status.Layers[0].Decision, "index") ||
+				status.Size == 0 || w.s.Fetched(img) != "0 %" || stats.Layers != 1 || stats.Missing == 0 {
+				t.Errorf("status %+v, figures %+v, fetched %s", status, stats, w.s.Fetched(img))
+			}
+			if restarted {
+				w.s = restart(t, w.s, w.cfg)
+				again := w.s.LazyStatus(w.s.index.Load().byID[img.ID])
+				if again == nil || again.Layers[0].Decision != status.Layers[0].Decision {
+					t.Errorf("after a restart: %+v, before: %+v", again, status)
+				}
+			}
+			release()
+			testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+			w.check(t)
+			testutil.Eventually(t, "the layer is not incomplete", func() bool { return w.incomplete(t) == nil })
+			if w.s.Fetched(img) != "" || len(w.s.SharedLayers()) != 1 || w.s.incomplete.known(img.Layers[0]) != nil {
+				t.Errorf("shared %v", w.s.SharedLayers())
+			}
+		})
+	}
+}
+
+// An image is pulled whole if its registry is fast enough, which an earlier pull has shown.
+func TestFastRegistryServesWholeImages(t *testing.T) {
+	w := newLazyWorld(t)
+	w.cfg.Lazy.MinTime = time.Hour
+	w.s = restart(t, w.s, w.cfg)
+	w.reg.PutImage("other", "v1", "", framed(t, "file", noise(7<<20, 10)))
+	pull(t, w.s, w.reg.Host()+"/other:v1")
+	img := pull(t, w.s, w.ref)
+	if status := w.s.LazyStatus(img); status == nil || !strings.Contains(status.Layers[0].Decision, "lazy.min_time") ||
+		w.incomplete(t) != nil {
+		t.Errorf("%+v", status)
+	}
+}
+
+// A registry that has not served the blob before serves it whole, although this node has an index
+// of it.
+func TestIndexOfAnotherRegistry(t *testing.T) {
+	w := newLazyWorld(t)
+	other := registrytest.New(t)
+	other.PutImage("app", "v1", "", w.layer)
+	ref := other.Host() + "/app:v1"
+	img := pull(t, w.s, ref)
+	if w.s.incomplete.get(img.Layers[0]) != nil {
+		t.Error("the first pull was lazy")
+	}
+	testutil.Must(t, w.s.Remove(t.Context(), img.ID))
+	release := w.hold()
+	defer release()
+	w.s = restart(t, w.s, w.cfg)
+	img = pull(t, w.s, ref)
+	if status := w.s.LazyStatus(img); status == nil || !strings.Contains(status.Layers[0].Decision, "after the pull") {
+		t.Errorf("the second pull: %+v", status)
+	}
+}
+
+// A registry that does not have the blob shows nothing of it, whatever it answers to HEAD requests.
+func TestRegistryMustHaveTheBlob(t *testing.T) {
+	w := newLazyWorld(t)
+	liar := registrytest.New(t)
+	liar.PutImage("app", "v1", "", w.layer)
+	path := "/blobs/" + digest.FromBytes(w.layer.Blob).String()
+	wrong := bytes.Repeat([]byte("x"), len(w.layer.Blob))
+	liar.Before = func(rw http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, path) || r.Method == http.MethodHead {
+			return false
+		}
+		http.ServeContent(rw, r, "", time.Time{}, bytes.NewReader(wrong))
+		return true
+	}
+	if _, err := w.s.Pull(t.Context(), liar.Host()+"/app:v1", nil); err == nil {
+		t.Error("the pull succeeded")
+	}
+	if entries, err := os.ReadDir(filepath.Join(w.cfg.Root, erofsDir, lazyDir)); err != nil || len(entries) > 0 {
+		t.Errorf("incomplete layers %v: %v", entries, err)
+	}
+	pull(t, w.s, w.ref)
+}
+
+// A layer whose index is wrong costs its index and its image. The next pull fetches it whole.
+func TestWrongIndexIsQuarantined(t *testing.T) {
+	w := newLazyWorld(t)
+	x := indexOf(t, w.s, w.layer)
+	testutil.Must(t, w.s.indexer.store.Remove(x.Blob))
+	x.Points[1].Out += 512 // of a frame
+	tree, record := filepath.Join(w.cfg.Root, spoolDir, "tree"), filepath.Join(w.cfg.Root, spoolDir, "record")
+	testutil.Must(t, os.WriteFile(tree, x.Tree, 0o600))
+	testutil.Must(t, os.WriteFile(record, x.Record, 0o600))
+	testutil.Must(t, w.s.indexer.store.Add(x, tree, record))
+	testutil.Must(t, w.s.indexer.store.NoteServed(x.Blob, w.reg.Host()))
+	img := pull(t, w.s, w.ref)
+	// The layer may fail before its image is recorded. Then the same pull fetches it whole, and
+	// makes an index.
+	testutil.Eventually(t, "the wrong index and its layer are gone", func() bool {
+		now, err := w.s.indexer.store.Get(x.Blob)
+		_, missing := w.s.Get(img.ID)
+		return (err != nil || now.Points[1].Out != x.Points[1].Out) && (missing != nil || w.incomplete(t) == nil)
+	})
+	pull(t, w.s, w.ref)
+	if w.incomplete(t) != nil {
+		t.Error("the second pull was lazy")
+	}
+	w.check(t)
+}
+
+// A container holds a layer that cannot be completed. A pull makes another one beside it.
+func TestFailedLayerIsRetired(t *testing.T) {
+	w := newLazyWorld(t)
+	release := w.hold()
+	img := pull(t, w.s, w.ref)
+	_, err := w.s.Hold("container", img.Layers)
+	testutil.Must(t, err)
+	l := w.incomplete(t)
+	w.spoil()
+	release()
+	<-l.Done()
+	if l.Err() == nil {
+		t.Fatal("the layer is complete")
+	}
+	testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
+	again := pull(t, w.s, w.ref)
+	if w.incomplete(t) != nil || w.s.Complete(again.Layers) {
+		t.Error("the layer was not replaced, or the container would count as one on complete layers")
+	}
+	w.check(t)
+	testutil.Must(t, w.s.Release("container"))
+}
+
+// Archives and pinned images do not depend on a registry.
+func TestWholeImagesWaitForIncompleteLayers(t *testing.T) {
+	w := newLazyWorld(t)
+	var saved bytes.Buffer
+	pull(t, w.s, w.ref) // lazily; Save waits
+	testutil.Must(t, w.s.Save(t.Context(), &saved, SaveOptions{Refs: []string{w.ref}, Format: archive.OCI}))
+	img, err := w.s.Get(w.ref)
+	testutil.Must(t, err)
+	testutil.Must(t, w.s.Remove(t.Context(), img.ID))
+	if err := w.s.awaitComplete(t.Context(), img.Layers); err != nil {
+		t.Error(err)
+	}
+	release := w.hold()
+	pull(t, w.s, w.ref)
+	settings := w.cfg.Settings
+	settings.Pinned = []string{w.ref}
+	apply, err := w.s.Prepare(settings)
+	testutil.Must(t, err)
+	apply()
+	release()
+	testutil.Must(t, w.s.Remove(t.Context(), w.ref))
+	pull(t, w.s, w.ref)
+	if w.incomplete(t) != nil {
+		t.Error("the pinned image is incomplete")
+	}
+}
+
+// Credentials of a pull are used until the store is closed, and again from the next pull on.
+func TestIncompleteLayerNeedsCredentials(t *testing.T) {
+	w := newLazyWorld(t)
+	release := w.hold()
+	w.mu.Lock()
+	w.auth = true
+	w.mu.Unlock()
+	auth := &runtimeapi.AuthConfig{Username: "user", Password: "secret"}
+	img, err := w.s.Pull(t.Context(), w.ref, auth)
+	testutil.Must(t, err)
+	if w.incomplete(t) == nil {
+		t.Fatal("the layer is complete")
+	}
+	w.s = restart(t, w.s, w.cfg)
+	release()
+	testutil.Eventually(t, "attempts without credentials fail", func() bool { return w.s.incomplete.engine.Stats().Failures > 1 })
+	_, err = w.s.Pull(t.Context(), w.ref, auth)
+	testutil.Must(t, err)
+	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	w.check(t)
+}
+
+// Without its registry a layer is tried again, and waiting for it can be canceled.
+func TestIncompleteLayerWithoutRegistry(t *testing.T) {
+	w := newLazyWorld(t)
+	release := w.hold()
+	img := pull(t, w.s, w.ref)
+	w.lose()
+	release()
+	ctx, cancel := context.WithCancel(t.Context())
+	testutil.Eventually(t, "attempts fail", func() bool { return w.s.incomplete.engine.Stats().Failures > 2 })
+	cancel()
+	if err := w.s.awaitComplete(ctx, img.Layers); err == nil || w.incomplete(t) == nil {
+		t.Errorf("the layer is complete without its registry: %v", err)
+	}
+}

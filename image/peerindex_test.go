@@ -1,0 +1,322 @@
+package image
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+
+	blobindex "berth/image/lazy/index"
+	"berth/image/peers"
+	"berth/image/registry/registrytest"
+	"berth/image/tree"
+	"berth/internal/errdefs"
+	"berth/internal/testutil"
+)
+
+// secondNode is a node that pulls lazily with the indexes of the node first. It is w.s.
+type secondNode struct {
+	*lazyWorld
+	first *Store
+}
+
+// newSecondNode returns two nodes. The first one has pulled the image whole. wrap changes what it
+// sends.
+func newSecondNode(t *testing.T, wrap func(first peers.Layers) peers.Layers) *secondNode {
+	t.Helper()
+	n := &secondNode{lazyWorld: newLazyRegistry(t)}
+	n.cfg = lazyConfig(t, LazyAll)
+	nodes := peerNodesOf(t, 2, func(i int) Config { return []Config{indexConfig(t), n.cfg}[i] }, func(i int, l peers.Layers) peers.Layers {
+		if i == 0 && wrap != nil {
+			return wrap(l)
+		}
+		return l
+	})
+	n.first, n.s = nodes[0], nodes[1]
+	n.needEngine(t)
+	pull(t, n.first, n.ref)
+	indexOf(t, n.first, n.layer)
+	n.awaitAnnouncement(t)
+	return n
+}
+
+func (n *secondNode) key() peers.Key {
+	return peers.Key{Registry: n.reg.Host(), Blob: digest.FromBytes(n.layer.Blob), DiffID: n.layer.DiffID}
+}
+
+// awaitAnnouncement waits until the second node finds that the first has the index.
+func (n *secondNode) awaitAnnouncement(t *testing.T) {
+	t.Helper()
+	testutil.Eventually(t, "the index is found", func() bool {
+		_, err := n.s.peers.Load().FindIndex(t.Context(), n.key())
+		return err == nil
+	})
+}
+
+// The second node that pulls an image is lazy with the index of the first. It passes the index on
+// after it has proven it.
+func TestSecondNodeIsLazy(t *testing.T) {
+	n := newSecondNode(t, nil)
+	blob := n.key().Blob
+	testutil.Must(t, n.first.indexer.store.AddProfile(blob, []int{1}))
+	release := n.hold()
+	img := pull(t, n.s, n.ref)
+	if n.incomplete(t) == nil {
+		t.Fatal("the layer is complete: ", n.s.LazyStatus(img))
+	}
+	status, claim := n.s.LazyStatus(img).Layers[0], n.s.incomplete.layers.Claimed(img.Layers[0])
+	if !strings.Contains(status.Decision, "another node") || status.Unproven == "" || claim == nil ||
+		!slices.Equal(claim.Profile, []int{1}) || claim.Registry != n.reg.Host() {
+		t.Errorf("status %+v, claim %+v", status, claim)
+	}
+	if _, err := n.s.OpenIndex(t.Context(), n.key()); err == nil || n.s.indexer.store.Has(blob) {
+		t.Error("an index that is not proven is passed on")
+	}
+	release()
+	testutil.Must(t, n.s.awaitComplete(t.Context(), img.Layers))
+	n.check(t)
+	testutil.Eventually(t, "the index is passed on", func() bool { return n.s.HasIndex(n.key()) })
+	sent, err := n.s.OpenIndex(t.Context(), n.key())
+	testutil.Must(t, err)
+	b, err := io.ReadAll(io.NewSectionReader(sent, 0, sent.Size()))
+	testutil.Must(t, err)
+	x, hints, err := blobindex.DecodeWhole(b, blobindex.Bounds{Tar: 1 << 40, Data: 1 << 40})
+	testutil.Must(t, err)
+	if own := indexOf(t, n.first, n.layer); x.TreeDigest != own.TreeDigest || !slices.Contains(hints, 1) {
+		t.Errorf("it has the tree %s and hints %v", x.TreeDigest, hints)
+	}
+}
+
+// Each other policy does not use the indexes of peers.
+func TestPolicyOfPeersIndexes(t *testing.T) {
+	for _, policy := range []string{LazyOff, LazyIndexed} {
+		t.Run(policy, func(t *testing.T) {
+			n := newSecondNode(t, nil)
+			n.s.incomplete.cfg.Policy = policy
+			pull(t, n.s, n.ref)
+			if n.incomplete(t) != nil {
+				t.Error("the layer is incomplete")
+			}
+		})
+	}
+}
+
+// changedIndexes sends changed indexes.
+type changedIndexes struct {
+	peers.Layers
+	change func(b []byte) []byte
+}
+
+func (c changedIndexes) OpenIndex(ctx context.Context, k peers.Key) (peers.Tar, error) {
+	sent, err := c.Layers.OpenIndex(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	b, err := io.ReadAll(io.NewSectionReader(sent, 0, sent.Size()))
+	if err != nil {
+		return nil, err
+	}
+	return wholeIndex{bytes.NewReader(c.change(b))}, nil
+}
+
+// lyingIndex makes the file of an index set-user-ID. Everything in it is consistent.
+func lyingIndex(t *testing.T, b []byte) []byte {
+	x, hints, err := blobindex.DecodeWhole(b, blobindex.Bounds{Tar: 1 << 40, Data: 1 << 40})
+	testutil.Must(t, err)
+	root, _, err := tree.Decode(bytes.NewReader(x.Tree), 0, tree.Limit{Bytes: 1 << 20, Memory: 1 << 20, Blocks: 1 << 20})
+	testutil.Must(t, err)
+	root.Children["file"].Mode |= unix.S_ISUID
+	var changed bytes.Buffer
+	testutil.Must(t, tree.Encode(&changed, root))
+	x.Tree, x.TreeDigest = changed.Bytes(), digest.FromBytes(changed.Bytes())
+	b, err = x.EncodeWhole(hints)
+	testutil.Must(t, err)
+	return b
+}
+
+// A node that lies about the files of a layer is found out when the layer is complete. The image is
+// removed, its containers are killed, and the node is not asked again.
+func TestLyingIndexOfPeer(t *testing.T) {
+	var sent sync.Map
+	n := newSecondNode(t, func(l peers.Layers) peers.Layers {
+		return changedIndexes{l, func(b []byte) []byte { sent.Store("sent", true); return lyingIndex(t, b) }}
+	})
+	killed := make(chan string, 1)
+	n.s.OnDistrust(func(layer digest.Digest, reason string) { killed <- fmt.Sprint(layer, reason) })
+	release := n.hold()
+	img := pull(t, n.s, n.ref)
+	claim := n.s.incomplete.layers.Claimed(img.Layers[0])
+	if claim == nil {
+		t.Fatal("the layer has no claim")
+	}
+	_, err := n.s.Hold("container", img.Layers)
+	testutil.Must(t, err)
+	release()
+	if got := <-killed; !strings.HasPrefix(got, img.Layers[0].String()) || !strings.Contains(got, claim.Peer) || !strings.Contains(got, "tree") {
+		t.Errorf("killed: %s", got)
+	}
+	testutil.Eventually(t, "the image is removed", func() bool { _, err := n.s.Get(img.ID); return err != nil })
+	if n.s.indexer.store.Has(n.key().Blob) {
+		t.Error("the wrong index is kept")
+	}
+	if err := n.s.Usable(img.Layers); err == nil {
+		t.Error("containers may start on the layer")
+	}
+	sent.Clear()
+	pull(t, n.s, n.ref)
+	if _, again := sent.Load("sent"); again || n.incomplete(t) != nil {
+		t.Error("the peer was asked again, or the pull was lazy")
+	}
+	n.check(t)
+	testutil.Must(t, n.s.Release("container"))
+}
+
+// Verdicts of the time before the function is set, and before there are peers, are not lost.
+func TestDistrustBeforeItsUser(t *testing.T) {
+	var d distrusted
+	layer := digest.FromString("layer")
+	d.add(layer, "it lied")
+	d.ban(nil, "192.0.2.1:80")
+	got := map[digest.Digest]string{}
+	d.set(func(layer digest.Digest, reason string) { got[layer] = reason })
+	d.add(digest.FromString("second"), "it lied, too")
+	if len(got) != 2 || got[layer] != "it lied" || len(d.peers) != 1 {
+		t.Errorf("%v, %v", got, d.peers)
+	}
+}
+
+// A peer that sends nothing of use, or nothing at all, costs a pull no more than time.
+func TestUselessIndexOfPeer(t *testing.T) {
+	for name, change := range map[string]func(b []byte) []byte{
+		"no index":  func([]byte) []byte { return []byte("x") },
+		"truncated": func(b []byte) []byte { return b[:len(b)/2] },
+		"too large": func(b []byte) []byte { return append(b, make([]byte, 8<<20)...) },
+		"of another blob": func(b []byte) []byte {
+			x, _, err := blobindex.DecodeWhole(b, blobindex.Bounds{Tar: 1 << 40, Data: 1 << 40})
+			if err != nil {
+				return nil
+			}
+			x.Blob = digest.FromString("another")
+			b, _ = x.EncodeWhole(nil)
+			return b
+		},
+		"no tree": func(b []byte) []byte {
+			x, _, err := blobindex.DecodeWhole(b, blobindex.Bounds{Tar: 1 << 40, Data: 1 << 40})
+			if err != nil {
+				return nil
+			}
+			x.Tree = []byte("no tree")
+			x.TreeDigest = digest.FromBytes(x.Tree)
+			b, _ = x.EncodeWhole(nil)
+			return b
+		},
+		"of an endless tar": func(b []byte) []byte {
+			x, _, err := blobindex.DecodeWhole(b, blobindex.Bounds{Tar: 1 << 40, Data: 1 << 40})
+			if err != nil {
+				return nil
+			}
+			x.TarSize = 1 << 45
+			b, _ = x.EncodeWhole(nil)
+			return b
+		},
+		"states of another blob": func(b []byte) []byte {
+			x, _, err := blobindex.DecodeWhole(b, blobindex.Bounds{Tar: 1 << 40, Data: 1 << 40})
+			if err != nil {
+				return nil
+			}
+			for i := range x.States {
+				x.States[i][0] ^= 1
+			}
+			b, _ = x.EncodeWhole(nil)
+			return b
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newSecondNode(t, func(l peers.Layers) peers.Layers { return changedIndexes{l, change} })
+			pull(t, n.s, n.ref)
+			if n.incomplete(t) != nil {
+				t.Error("the layer is incomplete")
+			}
+			n.check(t)
+		})
+	}
+}
+
+// A registry and a node that lie together cannot get wrong files into the images of another
+// registry: its pulls wait for the proof.
+func TestUnprovenLayerIsOfOneRegistry(t *testing.T) {
+	n := newSecondNode(t, nil)
+	release := n.hold()
+	img := pull(t, n.s, n.ref)
+	if n.s.incomplete.layers.Claimed(img.Layers[0]) == nil {
+		t.Fatal("the layer has no claim")
+	}
+	other := registrytest.New(t)
+	other.PutImage("app", "v1", "", n.layer)
+	pulled := make(chan error, 1)
+	go func() {
+		_, err := n.s.Pull(t.Context(), other.Host()+"/app:v1", nil)
+		pulled <- err
+	}()
+	blob := "GET /v2/app/blobs/" + n.key().Blob.String()
+	testutil.Eventually(t, "the other registry is asked", func() bool { return other.Count(blob) > 0 || other.Count("HEAD"+blob[3:]) > 0 })
+	select {
+	case err := <-pulled:
+		t.Fatalf("the pull from another registry does not wait for the proof: %v", err)
+	default:
+	}
+	release()
+	testutil.Must(t, <-pulled)
+	if n.incomplete(t) != nil {
+		t.Error("the layer is incomplete")
+	}
+}
+
+// stuckIndexes do not send indexes.
+type stuckIndexes struct{ peers.Layers }
+
+func (stuckIndexes) OpenIndex(ctx context.Context, _ peers.Key) (peers.Tar, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+func TestStuckPeerDoesNotStopPull(t *testing.T) {
+	n := newSecondNode(t, func(l peers.Layers) peers.Layers { return stuckIndexes{l} })
+	pull(t, n.s, n.ref)
+	n.check(t)
+}
+
+// A node sends an index for the registry only that has served the layer to it, and only while it
+// has the layer.
+func TestAccessToIndexes(t *testing.T) {
+	n := newSecondNode(t, nil)
+	other := n.key()
+	other.Registry = "other.test"
+	wrongTar := n.key()
+	wrongTar.DiffID = digest.FromString("another tar")
+	for _, k := range []peers.Key{other, wrongTar} {
+		if _, err := n.first.OpenIndex(t.Context(), k); !errdefs.IsNotFound(err) || n.first.HasIndex(k) {
+			t.Errorf("%+v: %v", k, err)
+		}
+	}
+	liar := registrytest.New(t) // it names the layer, and has nothing of it
+	liar.PutImage("app", "v1", "", n.layer)
+	liar.Before = n.before
+	n.lose()
+	if _, err := n.s.Pull(t.Context(), liar.Host()+"/app:v1", nil); err == nil {
+		t.Error("a registry without the blob served the image")
+	}
+	img, err := n.first.Get(n.ref)
+	testutil.Must(t, err)
+	testutil.Must(t, n.first.Remove(t.Context(), img.ID))
+	if n.first.HasIndex(n.key()) {
+		t.Error("the layer is gone, and its index is sent")
+	}
+}

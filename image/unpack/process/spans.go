@@ -1,0 +1,84 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/image/lazy/index"
+	"berth/image/unpack"
+	"berth/image/unpack/wire"
+	"berth/image/unpack/worker"
+	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+)
+
+// Inflater decompresses the spans of one blob in a process of its own, which can access no files.
+// Calls must not be concurrent. After an error it is of no use. The caller closes it.
+type Inflater struct {
+	p *Program
+	w *work
+}
+
+// Inflate starts a process that decompresses spans of a blob. dir is a directory that becomes its
+// root directory. tarSize is the length of the blob's tar in bytes, which limits its CPU time.
+func (p *Program) Inflate(dir string, kind index.Compression, tarSize int64) (*Inflater, error) {
+	root, err := os.Open(dir)
+	if err != nil {
+		return nil, errdefs.Internal("start berth-unpack: %w", err)
+	}
+	defer root.Close() // read only
+	failpoint.Reach("unpack.start-spans")
+	w, err := p.start(root, true, worker.SpanArgs(kind, tarSize), nil)
+	failpoint.Reach("unpack.spans-started")
+	if err != nil {
+		return nil, errdefs.Internal("start berth-unpack: %w", err)
+	}
+	return &Inflater{p, w}, nil
+}
+
+// Span returns the out bytes of the tar that a span has. in is the span's part of the blob, from
+// p.In on, and is verified. The result may be false: see Unpack. Errors: DataLoss if in does not
+// decompress to so many bytes; Unavailable if the process died, or took longer than the limit of
+// Open; ctx's.
+func (i *Inflater) Span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error) {
+	if out < 0 || out > index.MaxSpan {
+		return nil, errdefs.New(codes.DataLoss, "span of %d bytes", out)
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, i.p.stall,
+		errdefs.Unavailable("berth-unpack did not decompress a span within %v", i.p.stall))
+	defer cancel()
+	defer context.AfterFunc(ctx, i.w.kill)()
+	tar, err := i.ask(&p, in, out)
+	var refused *unpack.Error
+	switch {
+	case err == nil:
+		return tar, nil
+	case ctx.Err() != nil:
+		return nil, fmt.Errorf("decompress span at %d: %w", p.In, context.Cause(ctx))
+	case errors.As(err, &refused):
+		return nil, errdefs.New(codes.Code(refused.Code.Status()), "decompress span at %d: %w", p.In, err)
+	case errors.Is(err, wire.ErrMalformed):
+		return nil, errdefs.Internal("decompress span at %d: berth-unpack: %w", p.In, err)
+	}
+	return nil, errdefs.Unavailable("decompress span at %d: berth-unpack: %w", p.In, err)
+}
+
+// ask sends a span and receives its tar.
+func (i *Inflater) ask(p *index.Point, in []byte, out int64) ([]byte, error) {
+	if err := wire.WriteSpan(i.w.in, p, out, in); err != nil {
+		return nil, err
+	}
+	return wire.ReadTar(i.w.out, out)
+}
+
+// Close ends the process and waits for it.
+func (i *Inflater) Close() error {
+	state, said := i.w.end()
+	i.p.log.Debug("ended decompression of spans", "cpu", state.UserTime()+state.SystemTime(), "peakKiB", peak(state),
+		"said", said)
+	return errors.Join(i.w.in.Close(), i.w.out.Close())
+}
