@@ -1,10 +1,6 @@
 package integration
 
 import (
-	"context"
-	"fmt"
-	"os"
-	"os/exec"
 	"strings"
 	"testing"
 
@@ -18,39 +14,6 @@ import (
 // defaultProfile is the AppArmor profile that the daemon loads and that RuntimeDefault selects.
 const defaultProfile = "berth-default"
 
-func needAppArmor(t *testing.T) {
-	t.Helper()
-	if enabled := machine.ReadLines("/sys/module/apparmor/parameters/enabled"); len(enabled) == 0 || enabled[0] != "Y" {
-		t.Skip("this machine's kernel has no AppArmor")
-	}
-	if _, err := os.Stat("/sys/kernel/security/apparmor/profiles"); err != nil {
-		t.Skip("this machine has no securityfs")
-	}
-	if _, err := exec.LookPath("apparmor_parser"); err != nil {
-		t.Skip("apparmor_parser is not installed")
-	}
-}
-
-// loadProfile loads an AppArmor profile that denies only writes to /denied. It is unloaded when the
-// test ends.
-func loadProfile(t *testing.T) (name string) {
-	t.Helper()
-	name = fmt.Sprintf("berth-test-%d", os.Getpid())
-	text := fmt.Sprintf("profile %s flags=(attach_disconnected,mediate_deleted) {\n"+
-		"  file,\n  capability,\n  network,\n  signal,\n  ptrace,\n  unix,\n  mount,\n  umount,\n  deny /denied w,\n}\n", name)
-	parse := func(action string) error {
-		cmd := exec.CommandContext(context.Background(), "apparmor_parser", "--skip-cache", action)
-		cmd.Stdin = strings.NewReader(text)
-		if out, err := cmd.CombinedOutput(); err != nil {
-			return fmt.Errorf("apparmor_parser %s: %w: %s", action, err, out)
-		}
-		return nil
-	}
-	harness.Must(t, parse("--replace"))
-	t.Cleanup(func() { harness.Must(t, parse("--remove")) })
-	return name
-}
-
 // appArmor requests a profile in the field that kubelet uses since 1.30.
 func appArmor(kind runtimeapi.SecurityProfile_ProfileType, ref string) harness.ContainerOption {
 	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -63,17 +26,10 @@ func appArmorBefore1_30(profile string) harness.ContainerOption {
 	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.ApparmorProfile = profile }) //nolint:staticcheck // deprecated
 }
 
-// confinement returns the kernel's AppArmor label of a process.
-func confinement(t *testing.T, pid int) string {
-	t.Helper()
-	label := harness.Get(os.ReadFile(fmt.Sprintf("/proc/%d/attr/current", pid)))(t)
-	return strings.TrimRight(string(label), "\n\x00")
-}
-
 // The kernel applies the requested profile to the container's command and to execs.
 func TestAppArmor(t *testing.T) {
-	needAppArmor(t)
-	local := loadProfile(t)
+	machine.NeedAppArmor(t)
+	local := machine.LoadProfile(t)
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
 	const (
@@ -101,7 +57,7 @@ func TestAppArmor(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			c := pod.Run(t, tt.options...)
-			harness.Equal(t, "profile of the command", confinement(t, c.Pid(t)), tt.want)
+			harness.Equal(t, "profile of the command", machine.Confinement(t, c.Pid(t)), tt.want)
 			harness.Equal(t, "profile of an exec", c.Exec(t, "cat", "/proc/self/attr/current"), tt.want)
 			for _, file := range tt.denied {
 				harness.Equal(t, file+" is denied", isDenied(t, c, file), true)
@@ -125,23 +81,23 @@ func isDenied(t *testing.T, c *harness.Container, file string) bool {
 
 // The default profile also confines the pause process.
 func TestAppArmorOfPods(t *testing.T) {
-	needAppArmor(t)
+	machine.NeedAppArmor(t)
 	d := harness.StartDaemon(t)
 	profile := func(kind runtimeapi.SecurityProfile_ProfileType) harness.PodOption {
 		return harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) {
 			s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: kind}
 		})
 	}
-	harness.Equal(t, "profile of a pod", confinement(t, d.RunPod(t, harness.HostNetwork).PausePID(t)), defaultProfile+" (enforce)")
-	harness.Equal(t, "profile of a pod with the default", confinement(t,
+	harness.Equal(t, "profile of a pod", machine.Confinement(t, d.RunPod(t, harness.HostNetwork).PausePID(t)), defaultProfile+" (enforce)")
+	harness.Equal(t, "profile of a pod with the default", machine.Confinement(t,
 		d.RunPod(t, harness.HostNetwork, profile(runtimeapi.SecurityProfile_RuntimeDefault)).PausePID(t)), defaultProfile+" (enforce)")
-	harness.Equal(t, "profile of an unconfined pod", confinement(t,
+	harness.Equal(t, "profile of an unconfined pod", machine.Confinement(t,
 		d.RunPod(t, harness.HostNetwork, profile(runtimeapi.SecurityProfile_Unconfined)).PausePID(t)), "unconfined")
 }
 
 // A container whose profile is not loaded is refused. It never runs unconfined.
 func TestUnknownAppArmorProfile(t *testing.T) {
-	needAppArmor(t)
+	machine.NeedAppArmor(t)
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
 	for name, option := range map[string]harness.ContainerOption{
@@ -159,16 +115,16 @@ func TestUnknownAppArmorProfile(t *testing.T) {
 
 // An OCI runtime confines a container in the same way as libcontainer.
 func TestAppArmorWithCrun(t *testing.T) {
-	needAppArmor(t)
+	machine.NeedAppArmor(t)
 	path := harness.Crun(t)
-	local := loadProfile(t)
+	local := machine.LoadProfile(t)
 	d := harness.StartDaemon(t, harness.WithHandler("crun", path))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
 	for want, c := range map[string]*harness.Container{
 		defaultProfile: pod.Run(t),
 		local:          pod.Run(t, appArmor(runtimeapi.SecurityProfile_Localhost, local)),
 	} {
-		harness.Equal(t, "profile of the command", confinement(t, c.Pid(t)), want+" (enforce)")
+		harness.Equal(t, "profile of the command", machine.Confinement(t, c.Pid(t)), want+" (enforce)")
 		harness.Equal(t, "profile of an exec", c.Exec(t, "cat", "/proc/self/attr/current"), want+" (enforce)")
 	}
 }

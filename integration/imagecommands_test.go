@@ -148,8 +148,8 @@ func TestImagePreload(t *testing.T) {
 	harness.Equal(t, "output", d.RunPod(t, harness.HostNetwork).Sh(t, "echo ran", harness.Image("example.com/second")), "ran\n")
 }
 
-// A pulled image is saved, removed and loaded again under the same ID, with each layer driver. Other
-// tools read the archives.
+// A pulled image is saved, removed and loaded again under the same ID, with each layer driver.
+// Other tools read the archives.
 func TestImageSave(t *testing.T) {
 	for _, driver := range []string{"auto", "directory"} {
 		t.Run(driver, func(t *testing.T) {

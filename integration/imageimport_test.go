@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"syscall"
 	"testing"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -127,4 +128,37 @@ func TestImageImport(t *testing.T) {
 			}
 		})
 	}
+}
+
+// skopeo copies images to containers/storage, the library with which CRI-O stores images. CRI-O
+// itself is in no package source of these tests.
+func TestImageImportFromContainersStorage(t *testing.T) {
+	skopeo, err := exec.LookPath("skopeo")
+	if err != nil {
+		t.Skip("NOT TESTED: skopeo is not installed")
+	}
+	d := harness.StartDaemon(t)
+	img := harness.BuildImage(t, v1.Config{Env: []string{"PATH=/bin"}}, fixture.Tree{
+		fixture.Dir("dir", 0o755), fixture.File("dir/file", 0o644, "lower\n"), fixture.File("dir/hidden", 0o644, "hidden\n"),
+		fixture.Dir("old", 0o755), fixture.File("old/file", 0o644, "old\n"), fixture.File("owned", 0o640, "owned\n").Owned(1000, 2000),
+	}, fixture.Tree{
+		fixture.File("dir/file", 0o644, "upper\n"), fixture.Hardlink("dir/link", "dir/file"), fixture.Symlink("dir/symlink", "/dir/file"),
+		fixture.Whiteout("dir/", "hidden"), fixture.Dir("old", 0o755), fixture.Opaque("old/"), fixture.File("old/new", 0o644, "new\n"),
+	})
+	name := harness.Get(harness.Registry.Push("storage/app:v1", img))(t)
+	dir := harness.Get(os.MkdirTemp("/var/tmp", "berth-storage-"))(t) // on a disk, because CRI-O's is
+	t.Cleanup(func() { harness.Must(t, os.RemoveAll(dir)) })
+	t.Cleanup(func() { harness.Must(t, syscall.Unmount(dir+"/root/overlay", 0)) }) // a mount that the library leaves
+	copyImage := exec.Command(skopeo, "copy", "--insecure-policy", "--src-tls-verify=false",
+		"docker://"+name, "containers-storage:[overlay@"+dir+"/root+"+dir+"/run]example.com/app:v1")
+	if out, err := copyImage.CombinedOutput(); err != nil {
+		t.Fatalf("skopeo: %v\n%s", err, out)
+	}
+	id := harness.Get(img.ConfigName())(t).String()
+	harness.WantText(t, "output of import", runBerth(t, d, "image", "import", "--from", "crio", "--root", dir+"/root"), id)
+	status := d.ImageStatus(t, "example.com/app:v1")
+	harness.Equal(t, "ID", status.Id, id)
+	const script = `cat dir/file dir/link dir/symlink; ls dir old; stat -c '%n %a %u:%g' owned; stat -c '%n %h' dir/link`
+	const want = "upper\nupper\nupper\ndir:\nfile\nlink\nsymlink\n\nold:\nnew\nowned 640 1000:2000\ndir/link 2\n"
+	harness.Equal(t, "content", d.RunPod(t, harness.HostNetwork).Sh(t, script, harness.Image("example.com/app:v1")), want)
 }

@@ -217,8 +217,8 @@ func TestImageVolumeIsUnmountedWithContainer(t *testing.T) {
 	}
 }
 
-// An OCI artifact is a read-only directory with a file for each of its blobs, with each layer driver. A
-// container cannot run it.
+// An OCI artifact is a read-only directory with a file for each of its blobs, with each layer
+// driver. A container cannot run it.
 func TestArtifactVolume(t *testing.T) {
 	for _, driver := range []string{"auto", "directory"} {
 		t.Run(driver, func(t *testing.T) {
@@ -242,7 +242,7 @@ func TestArtifactVolume(t *testing.T) {
 			if status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), name+" is an OCI artifact") {
 				t.Errorf("container of an artifact: %v", err)
 			}
-			harness.WantText(t, "list", runBerth(t, d, "image", "ls"), name, "artifact")
+			harness.WantText(t, "list", runBerth(t, d, "image", "ls", "-o", "wide"), name, "artifact")
 			harness.WantText(t, "JSON", runBerth(t, d, "image", "ls", "-o", "json"), `"artifactType": "application/vnd.example.model"`)
 			d.Restart(t)
 			harness.Equal(t, "after a restart", c.Exec(t, "cat", "/v/config.json"), "{}")

@@ -1,11 +1,14 @@
 package integration
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -17,36 +20,143 @@ import (
 	"berth/integration/pages"
 )
 
-// kubeadm makes a control plane in static pods on berth, with the commands of docs/kubeadm.md. The
-// images contain the programs that integration/kubelet/build makes. kube-proxy and DNS are left out.
+// upgradedVersion is the version in the page to which it upgrades the cluster.
+const upgradedVersion = "v1.37.2"
+
+// kubeadm makes a cluster of two nodes on berth, upgrades and removes it, with the commands of
+// docs/kubeadm.md. The images contain the programs that integration/kubelet/build makes. Those of
+// the version before the upgrade have the same programs. kube-proxy and DNS are left out.
 func TestControlPlaneKubeadm(t *testing.T) {
 	for _, name := range append(controlPlanePrograms, "kubeadm", "kubectl", "kubelet") {
 		kubernetesProgram(t, name)
 	}
-	k := &kubeadm{node: &node{dir: t.TempDir()}}
-	k.makeCgroups(t)
-	k.page = newPageNode(t)
-	addNodeAddress(t)
-	harness.Must(t, os.WriteFile("/etc/hosts", []byte("127.0.0.1 localhost\n"+kubeletAddress+" "+kubeletNode+"\n"), 0o600))
-	k.writeConfiguration(t)
-	k.pushImages(t)
-	k.startKubelet(t)
-	all := ""
+	c := newKubeadmCluster(t)
 	for _, b := range harness.Get(pages.Read(checkoutDir))(t)["kubeadm.md"] {
-		if !b.RunsIn(pages.Kubeadm) {
-			continue
+		switch {
+		case b.RunsIn(pages.Kubeadm):
+			c.run(t, c.first, b)
+		case b.RunsIn(pages.KubeadmNode):
+			c.run(t, c.second, b)
 		}
-		if strings.Contains(b.Text, "kubeadm reset") {
-			k.kubelet.stop(t) // kubeadm makes systemd do it
-		}
-		all += k.run(t, b)
 	}
-	harness.WantText(t, "output of the page", all, "control-plane has initialized successfully", "condition met", "berth://", "kube-apiserver-"+kubeletNode)
+	harness.WantText(t, "output of the page", c.output, "control-plane has initialized successfully", "condition met", "berth://", "kube-apiserver-"+kubeletNode,
+		"This node has joined the cluster", "was upgraded to \""+c.version+"\"", "configuration for this node was successfully upgraded", `node "`+secondNode+`" deleted`)
 	if left := machine.ReadDir("/etc/kubernetes/manifests"); len(left) > 0 {
 		t.Errorf("kubeadm reset has left %v", left)
 	}
-	out := k.command(t, "berth", "pods", "--quiet")
-	harness.Equal(t, "pods after kubeadm reset", out, "")
+	for _, m := range []*kubeadm{c.first, c.second} {
+		harness.Equal(t, "pods after kubeadm reset", m.command(t, "berth", "pods", "--quiet"), "")
+	}
+}
+
+// kubeadmCluster is a control plane and a second node, as far as the page has created them.
+type kubeadmCluster struct {
+	first, second *kubeadm
+	version       string // to which the cluster is upgraded, that of the programs
+	web           string // ID of a container on the second node
+	output        string // of all blocks
+}
+
+func newKubeadmCluster(t *testing.T) *kubeadmCluster {
+	t.Helper()
+	first := &kubeadm{node: &node{dir: t.TempDir()}, env: []string{"NODE=" + secondNode, "KUBECONFIG=/etc/kubernetes/admin.conf"}}
+	first.makeCgroups(t)
+	first.page = newPageNode(t)
+	addNodeAddress(t)
+	hosts := "127.0.0.1 localhost\n" + kubeletAddress + " " + kubeletNode + "\n" + secondAddress + " " + secondNode + "\n"
+	harness.Must(t, os.WriteFile("/etc/hosts", []byte(hosts), 0o600))
+	c := &kubeadmCluster{first: first, version: strings.TrimSpace(first.command(t, "kubeadm", "version", "-o", "short"))}
+	c.second = newSecondNode(t, first.page)
+	first.writeConfiguration(t)
+	first.pushImages(t, c.version)
+	for _, m := range []*kubeadm{c.first, c.second} {
+		m.writeKubeletConfiguration(t)
+		m.startKubelet(t)
+		t.Cleanup(func() { m.removePodCgroups(t) }) // kubelet leaves them when it ends
+		t.Cleanup(func() { m.kubelet.finish(t) })
+	}
+	return c
+}
+
+// run runs a block of the page on a machine, and checks what the block has changed.
+func (c *kubeadmCluster) run(t *testing.T, m *kubeadm, b pages.Block) {
+	t.Helper()
+	if strings.Contains(b.Text, "kubeadm reset") {
+		m.kubelet.stop(t) // kubeadm makes systemd do it
+	}
+	b.Text = c.adapt(b.Text)
+	out := m.run(t, b)
+	c.output += out
+	switch {
+	case strings.Contains(b.Text, "token create"):
+		c.second.env = joinVariables(t, out)
+	case strings.Contains(b.Text, "wait --for=create"):
+		c.runDeployment(t)
+	case strings.Contains(b.Text, "kubeadm upgrade apply"):
+		image := c.first.command(t, "kubectl", "get", "pod", "-n", "kube-system", "kube-apiserver-"+kubeletNode, "-o", "jsonpath={.spec.containers[0].image}")
+		harness.Equal(t, "image of the API server", image, "registry.k8s.io/kube-apiserver:"+c.version)
+	case strings.Contains(b.Text, "kubeadm upgrade node"):
+		c.restartKubelets(t)
+	}
+}
+
+// adapt changes the page's commands for this cluster, which has no DNS, and for a machine with
+// cgroup v1.
+func (c *kubeadmCluster) adapt(text string) string {
+	ignored := []string{"CoreDNSUnsupportedPlugins", "CoreDNSMigration"}
+	if !machine.Cgroup2() {
+		ignored = append(ignored, "SystemVerification")
+	}
+	ignore := " --ignore-preflight-errors=" + strings.Join(ignored, ",")
+	return strings.NewReplacer(upgradedVersion, c.version, "kubeadm join", "kubeadm join"+ignore,
+		"kubeadm upgrade plan", "kubeadm upgrade plan"+ignore, "kubeadm upgrade node", "kubeadm upgrade node"+ignore,
+		"kubeadm upgrade apply", "kubeadm upgrade apply --skip-phases=addon"+ignore).Replace(text)
+}
+
+// joinVariables returns the variables of the page's kubeadm join, from the command that kubeadm
+// printed.
+func joinVariables(t *testing.T, command string) []string {
+	t.Helper()
+	found := regexp.MustCompile(`--token (\S+) --discovery-token-ca-cert-hash (\S+)`).FindStringSubmatch(command)
+	if found == nil {
+		t.Fatalf("kubeadm token create printed %q", command)
+	}
+	return []string{"TOKEN=" + found[1], "HASH=" + found[2]}
+}
+
+// runDeployment runs a pod on the second node. The first one has the taint of control planes.
+func (c *kubeadmCluster) runDeployment(t *testing.T) {
+	t.Helper()
+	c.first.command(t, "kubectl", "create", "deployment", "web", "--image", "docker.io/library/busybox:latest", "--", "sleep", "100000")
+	c.first.command(t, "kubectl", "wait", "--for=condition=Available", fmt.Sprintf("--timeout=%v", kubeletPatience), "deployment/web")
+	c.web = c.container(t)
+	harness.WantText(t, "pods on the second node", c.second.command(t, "berth", "pods"), "web-")
+	harness.WantText(t, "ID of the container", c.web, "berth://")
+}
+
+// container returns the ID of the Deployment's container.
+func (c *kubeadmCluster) container(t *testing.T) string {
+	t.Helper()
+	return c.first.command(t, "kubectl", "get", "pods", "-l", "app=web", "-o", "jsonpath={.items[*].status.containerStatuses[*].containerID}")
+}
+
+// restartKubelets restarts both kubelets with the configuration that the upgrade wrote. The pod on
+// the second node lives on, and accepts an exec.
+func (c *kubeadmCluster) restartKubelets(t *testing.T) {
+	t.Helper()
+	for _, m := range []*kubeadm{c.first, c.second} {
+		harness.WantText(t, "kubelet's configuration", m.command(t, "cat", "/var/lib/kubelet/config.yaml"), "unix:///run/berth/berth.sock")
+		m.kubelet.stop(t)
+		m.startKubelet(t)
+	}
+	c.second.kubelet.waitFor(t, "the pod accepts an exec", func() error {
+		out, err := c.first.try(t, "kubectl", "exec", "deployment/web", "--", "cat", "/proc/1/comm")
+		if err == nil && out != "sleep\n" {
+			err = fmt.Errorf("the exec printed %q", out)
+		}
+		return err
+	})
+	harness.Equal(t, "container after the upgrade", c.container(t), c.web)
 }
 
 // controlPlanePrograms are the programs whose images kubeadm pulls by their names.
@@ -55,18 +165,25 @@ var controlPlanePrograms = []string{"etcd", "kube-apiserver", "kube-controller-m
 // kubeadm is a machine with berth, and with a kubelet that kubeadm configures.
 type kubeadm struct {
 	*node
-	page *pageNode
+	page  *pageNode
+	enter []string // the command that enters the machine's namespaces; nil: those of the test
+	env   []string // variables of the page's blocks
 }
 
 func (k *kubeadm) path() string {
 	return "PATH=" + strings.Join([]string{os.Getenv(kubernetesEnv), harness.BinDir, os.Getenv("PATH")}, ":")
 }
 
+// run runs a block of the page on the machine.
 func (k *kubeadm) run(t *testing.T, b pages.Block) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*kubeletPatience)
 	defer cancel()
-	out, err := b.Run(ctx, k.page.dir, k.path())
+	env := append([]string{k.path(), "SCRIPT=" + b.Text}, k.env...)
+	if k.enter != nil {
+		b.Text = strings.Join(k.enter, " ") + ` bash -euo pipefail -c "$SCRIPT"`
+	}
+	out, err := b.Run(ctx, k.page.dir, env...)
 	if err != nil {
 		t.Fatalf("%v\nkubelet's log:\n%s\nthe daemon's log:\n%s", err, k.kubelet.tail(), k.page.daemon.tail())
 	}
@@ -74,15 +191,28 @@ func (k *kubeadm) run(t *testing.T, b pages.Block) string {
 	return out
 }
 
+// command runs a command on the machine and returns its output.
 func (k *kubeadm) command(t *testing.T, args ...string) string {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), "env", append([]string{k.path()}, args...)...)
-	cmd.Dir = k.page.dir
-	out, err := cmd.Output()
+	out, err := k.try(t, args...)
 	if err != nil {
-		t.Fatalf("%s: %v", strings.Join(args, " "), err)
+		t.Fatal(err)
 	}
-	return string(out)
+	return out
+}
+
+func (k *kubeadm) try(t *testing.T, args ...string) (string, error) {
+	t.Helper()
+	args = slices.Concat(k.enter, []string{"env", k.path()}, k.env, args)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 2*kubeletPatience) // also in cleanups
+	defer cancel()
+	var out, complaint bytes.Buffer
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Dir, cmd.Stdout, cmd.Stderr = k.page.dir, &out, &complaint
+	if err := cmd.Run(); err != nil {
+		return "", fmt.Errorf("%s: %w: %s", strings.Join(args, " "), err, complaint.String())
+	}
+	return out.String(), nil
 }
 
 // writeConfiguration writes the page's kubeadm.yaml with the settings for this machine.
@@ -94,13 +224,12 @@ func (k *kubeadm) writeConfiguration(t *testing.T) {
 			config = b.Text
 		}
 	}
-	const node, initialization, version = "nodeRegistration:\n", "kind: InitConfiguration\n", "v1.37.2"
+	const node, initialization, version = "nodeRegistration:\n", "kind: InitConfiguration\n", "kubernetesVersion: v1.37.1\n"
 	for _, part := range []string{node, initialization, version} {
 		if !strings.Contains(config, part) {
 			t.Fatalf("kubeadm.yaml in the page lacks %q:\n%s", part, config)
 		}
 	}
-	config = strings.Replace(config, version, strings.TrimSpace(k.command(t, "kubeadm", "version", "-o", "short")), 1)
 	config = strings.Replace(config, initialization, initialization+"skipPhases: [addon]\n", 1)
 	own := node + "  name: " + kubeletNode + "\n"
 	if !machine.Cgroup2() {
@@ -111,18 +240,24 @@ func (k *kubeadm) writeConfiguration(t *testing.T) {
 	harness.Must(t, os.WriteFile(k.page.dir+"/kubeadm.yaml", []byte(config), 0o600))
 }
 
-// pushImages pushes the images that kubeadm pulls. Those of the control plane have its programs, the
-// others never run.
-func (k *kubeadm) pushImages(t *testing.T) {
+// pushImages pushes the images that kubeadm pulls for the page's configuration and for another
+// version. Those of the control plane have its programs. Of the others only pause runs, in the job
+// with which an upgrade begins.
+func (k *kubeadm) pushImages(t *testing.T, version string) {
 	t.Helper()
-	other := harness.BuildImage(t, v1.Config{})
-	for name := range strings.FieldsSeq(k.command(t, "kubeadm", "config", "images", "list", "--config", "kubeadm.yaml")) {
+	other := harness.BuildImage(t, v1.Config{Entrypoint: []string{"true"}})
+	images := map[string]v1.Image{}
+	for _, program := range controlPlanePrograms {
+		images[program] = k.imageOf(t, program)
+	}
+	list := k.command(t, "kubeadm", "config", "images", "list", "--config", "kubeadm.yaml") +
+		k.command(t, "kubeadm", "config", "images", "list", "--kubernetes-version", version)
+	for name := range strings.FieldsSeq(list) {
 		repository := strings.TrimPrefix(name, "registry.k8s.io/")
-		img := other
-		for _, program := range controlPlanePrograms {
-			if strings.HasPrefix(repository, program+":") {
-				img = k.imageOf(t, program)
-			}
+		program, _, _ := strings.Cut(repository, ":")
+		img, found := images[program]
+		if !found {
+			img = other
 		}
 		harness.Get(harness.Registry.Push(repository, img))(t)
 	}
@@ -138,9 +273,9 @@ func (k *kubeadm) imageOf(t *testing.T, program string) v1.Image {
 	return harness.Get(fixture.ImageOf(v1.Config{Env: []string{"PATH=/usr/local/bin"}}, layer))(t)
 }
 
-// startKubelet starts what systemd does for kubelet's unit: it starts kubelet with kubeadm's files as
-// soon as they exist. A second directory has the settings for this machine.
-func (k *kubeadm) startKubelet(t *testing.T) {
+// writeKubeletConfiguration writes kubelet's settings for this machine, a second directory beside
+// kubeadm's file.
+func (k *kubeadm) writeKubeletConfiguration(t *testing.T) {
 	t.Helper()
 	writeBelow(t, k.dir, "kubelet.conf.d/10-machine.conf", fmt.Appendf(nil, `apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -150,11 +285,15 @@ oomScoreAdj: 0
 maxOpenFiles: 20000
 evictionHard: {memory.available: 1Mi, nodefs.available: 1Mi, imagefs.available: 1Mi, pid.available: "10"}
 `, k.cgroup()))
+}
+
+// startKubelet does what systemd does for kubelet's unit: it starts kubelet with kubeadm's files as
+// soon as they exist.
+func (k *kubeadm) startKubelet(t *testing.T) {
+	t.Helper()
 	const script = `until [ -e /var/lib/kubelet/config.yaml ] && . /var/lib/kubelet/kubeadm-flags.env; do read -rt 0.2 <> <(:) || :; done
 exec "$1" --bootstrap-kubeconfig=/etc/kubernetes/bootstrap-kubelet.conf --kubeconfig=/etc/kubernetes/kubelet.conf \
 	--config=/var/lib/kubelet/config.yaml --config-dir="$2" --v=2 $KUBELET_KUBEADM_ARGS`
 	args := []string{"env", k.path(), "bash", "-c", script, "kubelet", kubernetesProgram(t, "kubelet"), filepath.Join(k.dir, "kubelet.conf.d")}
-	k.kubelet = startProgram(t, "kubelet", k.dir+"/kubelet.log", k.withOwnSysctls(t, args)...)
-	t.Cleanup(func() { k.removePodCgroups(t) }) // kubelet leaves them when it ends
-	t.Cleanup(func() { k.kubelet.finish(t) })
+	k.kubelet = startProgram(t, "kubelet", k.dir+"/kubelet.log", slices.Concat(k.enter, k.withOwnSysctls(t, args))...)
 }

@@ -28,8 +28,8 @@ const containerdSocket = "/run/containerd/containerd.sock"
 // integration/containerd/build makes it.
 const containerdEnv = "BERTH_CONTAINERD"
 
-// recordedStatistics returns the file with the statistics of observedPod from a kubelet of this version
-// with default feature gates, on containerd with cgroup v1.
+// recordedStatistics returns the file with the statistics of observedPod from a kubelet of this
+// version with default feature gates, on containerd with cgroup v1.
 func recordedStatistics(t *testing.T) string {
 	t.Helper()
 	return "testdata/kubelet-containerd-statistics-" + kubeletVersion(t)
@@ -93,8 +93,8 @@ func (n *node) testCadvisorAfterKill(t *testing.T) {
 	t.Errorf("no pod after the restart has network statistics: %v", err)
 }
 
-// The recorded statistics match containerd's output. The test needs containerd's programs, which are
-// not part of the project.
+// The recorded statistics match containerd's output. The test needs containerd's programs, which
+// are not part of the project.
 func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 	bin := os.Getenv(containerdEnv)
 	if bin == "" {

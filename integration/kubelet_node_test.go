@@ -49,6 +49,7 @@ type node struct {
 	d   *harness.Daemon
 	dir string // kubelet's files outside /var/lib/kubelet
 
+	suffix  string   // of the names of cgroups; not empty if the machine has another node
 	flags   []string // additional flags of kubelet
 	config  string   // additional YAML of kubelet's configuration
 	kubelet *program
@@ -127,10 +128,10 @@ func newNodeOf(t *testing.T, d *harness.Daemon, config string) *node {
 
 func (n *node) manifests() string { return n.dir + "/manifests" }
 func (n *node) hostDir() string   { return n.dir + "/host" } // contains everything that pods mount from the host
-func (n *node) cgroup() string    { return "/" + harness.Machine + "/kubelet" }
+func (n *node) cgroup() string    { return "/" + harness.Machine + "/kubelet" + n.suffix }
 
 // kubeletCgroup returns kubelet's own cgroup, which is the same in every hierarchy.
-func (n *node) kubeletCgroup() string { return "/" + harness.Machine + "/kubelet.service" }
+func (n *node) kubeletCgroup() string { return n.cgroup() + ".service" }
 
 func hideBelowTmpfs(t *testing.T, dir string) {
 	t.Helper()

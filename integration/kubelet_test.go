@@ -69,10 +69,10 @@ func TestKubeletFeatureGates(t *testing.T) {
 	}
 }
 
-// needsActiveStatuses skips tests of init containers with EventedPLEG, which kubelet 1.37 runs again and
-// again. It looks for them in PodStatus.ActiveContainerStatuses (computeInitContainerActions). With
-// EventedPLEG, GetPodStatus leaves this list empty if the runtime's PodSandboxStatus has a timestamp,
-// as the API requires (kubernetes/kubernetes#133371).
+// needsActiveStatuses skips tests of init containers with EventedPLEG, which kubelet 1.37 runs
+// again and again. It looks for them in PodStatus.ActiveContainerStatuses
+// (computeInitContainerActions). With EventedPLEG, GetPodStatus leaves this list empty if the
+// runtime's PodSandboxStatus has a timestamp, as the API requires (kubernetes/kubernetes#133371).
 func needsActiveStatuses(t *testing.T) {
 	t.Helper()
 	if kubeletVersion(t) == "1.37" {

@@ -16,8 +16,9 @@ import (
 	"berth/integration/pages"
 )
 
-// A node moves from containerd to berth and back, with the commands of docs/migration.md. A Deployment
-// runs on each runtime, and berth uses the image from containerd's disk: the registry serves it once.
+// A node moves from containerd to berth and back, with the commands of docs/migration.md. A
+// Deployment runs on each runtime, and berth uses the image from containerd's disk: the registry
+// serves it once.
 func TestControlPlaneMigration(t *testing.T) {
 	m := newMigration(t)
 	m.systemctl(t, "start", "containerd", "kubelet")

@@ -262,9 +262,9 @@ spec:
 
 func TestOperatorPull(t *testing.T) {
 	d := harness.StartDaemon(t)
-	out := runBerth(t, d, "pull", harness.BaseImage)
-	if d.ImageStatus(t, harness.BaseImage) == nil {
-		t.Errorf("the image is not listed:\n%s", out)
+	stdout := harness.Get(operatorCommand(d, "pull", harness.BaseImage).Output())(t) // the progress is not in it
+	if img := d.ImageStatus(t, harness.BaseImage); img == nil || string(stdout) != img.Id+"\n" {
+		t.Errorf("the image is %v, the output is:\n%s", img, stdout)
 	}
 	out, err := tryBerth(d, "pull", harness.Registry.Host+"/no/such:image")
 	if err == nil || !strings.Contains(out, "no/such:image") {

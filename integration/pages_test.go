@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 
+	"berth/image/peers/peerstest"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/pages"
@@ -24,8 +25,8 @@ import (
 const checkoutDir = ".." // of the sources, in which blocks of pages run
 
 // Shell blocks of the operators' pages run on a node, page by page, in the order of the page. The
-// commands are those of the page: the node has berth's default directories, and a registry that serves
-// every name.
+// commands are those of the page: the node has berth's default directories, and a registry that
+// serves every name.
 func TestPages(t *testing.T) {
 	all := harness.Get(pages.Read(checkoutDir))(t)
 	for _, page := range slices.Sorted(maps.Keys(all)) {
@@ -72,13 +73,16 @@ func TestPagesCrictl(t *testing.T) {
 // accepts.
 func TestPagesConfigure(t *testing.T) {
 	const path = "/etc/berth/config.toml"
+	ca := peerstest.NewCA(t)
+	cert, key := ca.Node()
+	files := strings.NewReplacer("/etc/berth/peers/node.pem", cert, "/etc/berth/peers/node.key", key, "/etc/berth/peers/ca.pem", ca.File)
 	for _, blocks := range harness.Get(pages.Read(checkoutDir))(t) {
 		for _, b := range blocks {
 			if b.Language != "toml" || !strings.HasPrefix(b.Text, "# "+path) {
 				continue
 			}
 			file := filepath.Join(t.TempDir(), "config.toml")
-			harness.Must(t, os.WriteFile(file, []byte(b.Text), 0o600))
+			harness.Must(t, os.WriteFile(file, []byte(files.Replace(b.Text)), 0o600))
 			if out, err := exec.CommandContext(t.Context(), filepath.Join(harness.BinDir, "berth"), "config", "check", "--config", file).CombinedOutput(); err != nil {
 				t.Errorf("%s: %v\n%s", b.Name(), err, out)
 			}
@@ -167,7 +171,8 @@ func newPageMachine(t *testing.T) *pageNode {
 	return n
 }
 
-// hideDirectories gives the node its own directories, so that the blocks leave the machine unchanged.
+// hideDirectories gives the node its own directories, so that the blocks leave the machine
+// unchanged.
 func (n *pageNode) hideDirectories(t *testing.T) {
 	t.Helper()
 	for _, dir := range []string{"/etc", "/usr/local", "/root"} {
@@ -197,7 +202,8 @@ func bind(t *testing.T, from, to string) {
 	t.Cleanup(func() { harness.Must(t, syscall.Unmount(to, 0)) })
 }
 
-// makeCheckout makes the directory of the blocks, with links to the checkout's parts that pages name.
+// makeCheckout makes the directory of the blocks, with links to the checkout's parts that pages
+// name.
 func (n *pageNode) makeCheckout(t *testing.T) {
 	t.Helper()
 	n.dir = n.disk + "/checkout"
@@ -218,7 +224,8 @@ func (n *pageNode) configure(t *testing.T) {
 	}
 }
 
-// serve starts the daemon. At the end of the test berth reset removes it and everything that it has.
+// serve starts the daemon. At the end of the test berth reset removes it and everything that it
+// has.
 func (n *pageNode) serve(t *testing.T) {
 	t.Helper()
 	n.daemon = startProgram(t, "berth", n.disk+"/berth.log", filepath.Join(harness.BinDir, "berth"), "serve")

@@ -24,31 +24,6 @@ import (
 	"berth/integration/sessions"
 )
 
-// forwardPort forwards a local port to a port of the pod, as kubectl does, until the test ends. It
-// returns the local address.
-func forwardPort(t *testing.T, p *harness.Pod, port int) string {
-	t.Helper()
-	response := harness.Get(p.D.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: p.Id, Port: []int32{int32(port)}}))(t)
-	address := harness.Get(url.Parse(response.Url))(t)
-	transport, upgrader, err := clientspdy.RoundTripperFor(sessions.Plain())
-	harness.Must(t, err)
-	stop, ready, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
-	dialer := clientspdy.NewDialer(upgrader, &http.Client{Transport: transport}, http.MethodPost, address)
-	forwarder := harness.Get(portforward.NewOnAddresses(dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", port)}, stop, ready, io.Discard, io.Discard))(t)
-	go func() { ended <- forwarder.ForwardPorts() }()
-	select {
-	case <-ready:
-	case err := <-ended:
-		t.Fatalf("forward port %d: %v", port, err)
-	}
-	t.Cleanup(func() {
-		close(stop)
-		<-ended
-	})
-	ports := harness.Get(forwarder.GetPorts())(t)
-	return fmt.Sprintf("127.0.0.1:%d", ports[0].Local)
-}
-
 func TestPortForward(t *testing.T) {
 	d := harness.StartDaemon(t)
 	for _, kind := range []struct {
@@ -62,7 +37,7 @@ func TestPortForward(t *testing.T) {
 				_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"wget", "-q", "-O-", fmt.Sprintf("http://127.0.0.1:%d/", port)}, 0)
 				return err
 			})
-			address := forwardPort(t, kind.pod, port)
+			address := sessions.ForwardPort(t, kind.pod, port)
 			harness.Equal(t, "page", httpGet(t, "http://"+address+"/"), "the page\n")
 			want := strings.Fields(c.Exec(t, "sha256sum", "/srv/big"))[0]
 			var running sync.WaitGroup
@@ -98,7 +73,7 @@ func TestPortForwardHalfClosed(t *testing.T) {
 		}
 		served <- err
 	}()
-	conn := harness.Get(net.Dial("tcp", forwardPort(t, pod, server.Addr().(*net.TCPAddr).Port)))(t)
+	conn := harness.Get(net.Dial("tcp", sessions.ForwardPort(t, pod, server.Addr().(*net.TCPAddr).Port)))(t)
 	defer conn.Close()
 	_, err = io.WriteString(conn, "hello")
 	harness.Must(t, err)

@@ -6,7 +6,9 @@ import (
 	"crypto/tls"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -374,8 +376,8 @@ func TestPullStalled(t *testing.T) {
 	harness.NoTraceOf(t, d, name)
 }
 
-// With pull.partial_layer_ttl, a failed pull keeps its finished layers, which "berth check" knows. The
-// next pull does not transfer them again and leaves nothing.
+// A failed pull keeps its finished layers, which "berth check" knows. The next pull does not
+// transfer them again and leaves nothing.
 func TestFailedPullKeepsLayers(t *testing.T) {
 	r := harness.NewRegistry(t)
 	img, layer := noisyImage(t, "cut", 1<<20)
@@ -394,7 +396,7 @@ func TestFailedPullKeepsLayers(t *testing.T) {
 		}
 		return false
 	})
-	d := harness.StartDaemon(t, harness.WithConfig(`pull.partial_layer_ttl = "24h"`))
+	d := harness.StartDaemon(t)
 	_, err := d.TryPull(t, name, nil)
 	wantUnavailable(t, err, digest)
 	d.StateMatches(t)
@@ -408,6 +410,33 @@ func TestFailedPullKeepsLayers(t *testing.T) {
 	}
 	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
 	harness.NoTraceOf(t, d, name)
+}
+
+// A pull leaves the index of a layer's blob. It outlives the image, "berth check" knows it, and
+// "berth image prune" deletes it.
+func TestPullLeavesIndex(t *testing.T) {
+	r := harness.NewRegistry(t)
+	img, layer := noisyImage(t, "indexed", 7<<20)
+	name, _ := harness.Push(t, r, "indexed:latest", img)
+	d := harness.StartDaemon(t, harness.WithConfig("lazy.index_bytes = 268435456"))
+	status := harness.Get(d.Cri.Status(t.Context(), true))(t)
+	if driver := status.Info["layerDriver"]; !strings.Contains(driver, "erofs") {
+		t.Skip("NOT TESTED: indexes need EROFS layers, not ", driver)
+	}
+	_, err := d.TryPull(t, name, nil)
+	harness.Must(t, err)
+	path := filepath.Join(d.Root, "images", "indexes", strings.TrimPrefix(harness.DigestOf(t, layer), "sha256:"))
+	harness.Eventually(t, "the index is written", func() error { _, err := os.Stat(path); return err })
+	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
+	d.StateMatches(t)
+	if _, err := os.Stat(filepath.Join(path, "tree")); err != nil {
+		t.Errorf("after the removal of the image: %v", err)
+	}
+	harness.WantText(t, "disk usage", runBerth(t, d, "image", "du"), "indexes of blobs")
+	runBerth(t, d, "image", "prune", "--indexes")
+	if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("after prune: %v", err)
+	}
 }
 
 // An image whose content does not match its manifest never becomes visible.

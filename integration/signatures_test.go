@@ -125,8 +125,8 @@ func TestSignaturePolicy(t *testing.T) {
 	wantRejected(t, err)
 }
 
-// Keyless signatures are found as OCI referrers: by the registry's API, and by the tag that stands in
-// for it in older registries.
+// Keyless signatures are found as OCI referrers: by the registry's API, and by the tag that stands
+// in for it in older registries.
 func TestKeylessSignatureFromReferrers(t *testing.T) {
 	dir, keyless := t.TempDir(), trusttest.NewKeyless(t)
 	who := trusttest.Identity{Issuer: "https://accounts.example", Email: "dev@team.example", Late: time.Minute}
@@ -173,6 +173,25 @@ func TestKeylessSignatureFromReferrers(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An image whose only signature is a sigstore bundle, the default of cosign 3, is rejected with the
+// way out.
+func TestSignatureBundleIsNamed(t *testing.T) {
+	dir, r := t.TempDir(), harness.NewRegistry(t)
+	policy, key := filepath.Join(dir, "policy.json"), trusttest.NewSigstore(t)
+	writePolicy(t, policy, "reject", map[string]any{r.Host: sigstoreSigned(t, dir, key)})
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("signature.policy = %q", policy)))
+	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("content", 0o644, "bundle")})
+	name, _ := harness.Push(t, r, "bundle/app:v1", img)
+	index := harness.Get(json.Marshal(map[string]any{"schemaVersion": 2, "mediaType": types.OCIImageIndex, "manifests": []any{map[string]any{
+		"mediaType": types.OCIManifestSchema1, "digest": harness.DigestOf(t, img), "size": 7,
+		"artifactType": "application/vnd.dev.sigstore.bundle.v0.3+json",
+	}}}))(t)
+	putIndex(t, r, "bundle/app", strings.Replace(harness.DigestOf(t, img), ":", "-", 1), index)
+	_, err := d.TryPull(t, name, nil)
+	wantRejected(t, err)
+	harness.WantText(t, "reason", err.Error(), "bundle.v0.3+json", "cosign sign --new-bundle-format=false")
 }
 
 // referrersOf stores a signature of an image and returns the index with the image's referrers.

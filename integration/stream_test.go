@@ -268,38 +268,6 @@ func TestTokenIsUsedOnce(t *testing.T) {
 	harness.Equal(t, "address", address.Hostname(), "127.0.0.1")
 }
 
-// attachment is an attach session in the background.
-type attachment struct {
-	typing         *io.PipeWriter
-	stdout, stderr sessions.Screen
-	hangUp         context.CancelFunc
-	ended          chan error
-}
-
-func attachTo(t *testing.T, c *harness.Container, p sessions.Protocol, change ...func(*remotecommand.StreamOptions)) *attachment {
-	t.Helper()
-	ctx, hangUp := context.WithCancel(t.Context())
-	input, typing := io.Pipe()
-	a := &attachment{typing: typing, hangUp: hangUp, ended: make(chan error, 1)}
-	o := remotecommand.StreamOptions{Stdin: input, Stdout: &a.stdout, Stderr: &a.stderr}
-	for _, f := range change {
-		f(&o)
-	}
-	address := c.AttachURL(t, o)
-	go func() {
-		_, err := p.Stream(ctx, sessions.Plain(), address, o)
-		input.Close()
-		a.ended <- err
-	}()
-	return a
-}
-
-func (a *attachment) send(t *testing.T, text string) {
-	t.Helper()
-	_, err := io.WriteString(a.typing, text)
-	harness.Must(t, err)
-}
-
 const echoScript = "while read x; do echo you said $x; echo and on stderr >&2; [ $x = bye ] && exit 8; done; echo end of input"
 
 func TestAttach(t *testing.T) {
@@ -308,53 +276,53 @@ func TestAttach(t *testing.T) {
 	for _, p := range sessions.Protocols {
 		t.Run(p.Name, func(t *testing.T) {
 			c := pod.Run(t, harness.Script(echoScript), harness.WithStdin(false))
-			first := attachTo(t, c, p)
-			first.send(t, "hello\n")
-			first.stdout.WaitFor(t, "you said hello\n")
-			first.stderr.WaitFor(t, "and on stderr\n")
-			first.hangUp()
-			<-first.ended
-			second := attachTo(t, c, p) // stdin is still open
-			second.send(t, "bye\n")
-			harness.Must(t, <-second.ended)
-			harness.Equal(t, "stdout", second.stdout.String(), "you said bye\n")
+			first := sessions.Attach(t, c, p)
+			first.Send(t, "hello\n")
+			first.Stdout.WaitFor(t, "you said hello\n")
+			first.Stderr.WaitFor(t, "and on stderr\n")
+			first.HangUp()
+			<-first.Ended
+			second := sessions.Attach(t, c, p) // stdin is still open
+			second.Send(t, "bye\n")
+			harness.Must(t, <-second.Ended)
+			harness.Equal(t, "stdout", second.Stdout.String(), "you said bye\n")
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
 		})
 		t.Run(p.Name+" once", func(t *testing.T) {
 			c := pod.Run(t, harness.Script(echoScript), harness.WithStdin(true))
-			a := attachTo(t, c, p)
-			a.send(t, "one\n")
-			harness.Must(t, a.typing.Close())
-			harness.Must(t, <-a.ended)
-			harness.Equal(t, "stdout", a.stdout.String(), "you said one\nend of input\n")
+			a := sessions.Attach(t, c, p)
+			a.Send(t, "one\n")
+			harness.Must(t, a.Typing.Close())
+			harness.Must(t, <-a.Ended)
+			harness.Equal(t, "stdout", a.Stdout.String(), "you said one\nend of input\n")
 			c.WaitExited(t)
 		})
 		t.Run(p.Name+" terminal", func(t *testing.T) {
 			c := pod.Run(t, harness.Script("tty; while read x; do stty size; [ $x = bye ] && exit 5; done"), harness.WithTerminal)
 			resize := sessions.Sizes{Resized: make(chan remotecommand.TerminalSize)}
 			defer close(resize.Resized)
-			a := attachTo(t, c, p, func(o *remotecommand.StreamOptions) { o.Tty, o.Stderr, o.TerminalSizeQueue = true, nil, resize })
+			a := sessions.Attach(t, c, p, func(o *remotecommand.StreamOptions) { o.Tty, o.Stderr, o.TerminalSizeQueue = true, nil, resize })
 			resize.Resized <- remotecommand.TerminalSize{Width: 91, Height: 33}
 			harness.Eventually(t, "the size changes", func() error {
-				if _, err := io.WriteString(a.typing, "x\n"); err != nil {
+				if _, err := io.WriteString(a.Typing, "x\n"); err != nil {
 					return err
 				}
-				if !strings.Contains(a.stdout.String(), "33 91\r\n") {
-					return fmt.Errorf("the terminal shows %q", a.stdout.String())
+				if !strings.Contains(a.Stdout.String(), "33 91\r\n") {
+					return fmt.Errorf("the terminal shows %q", a.Stdout.String())
 				}
 				return nil
 			})
-			a.send(t, "bye\n")
-			harness.Must(t, <-a.ended)
+			a.Send(t, "bye\n")
+			harness.Must(t, <-a.Ended)
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 5)
 		})
 		t.Run(p.Name+" without stdin", func(t *testing.T) {
 			c := pod.Run(t, harness.Script("i=0; while [ ! -e /stop ]; do echo line; sleep 0.05; done"))
-			a := attachTo(t, c, p)
-			a.send(t, strings.Repeat("nobody reads this\n", 100000)) // must not block
-			a.stdout.WaitFor(t, "line\n")
+			a := sessions.Attach(t, c, p)
+			a.Send(t, strings.Repeat("nobody reads this\n", 100000)) // must not block
+			a.Stdout.WaitFor(t, "line\n")
 			c.Release(t, "/stop")
-			harness.Must(t, <-a.ended)
+			harness.Must(t, <-a.Ended)
 		})
 	}
 }
@@ -364,7 +332,7 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script(echoScript), harness.WithStdin(true))
 	for _, end := range []func(*testing.T){d.Stop, d.Kill} {
-		a := attachTo(t, c, sessions.Spdy, func(o *remotecommand.StreamOptions) { o.Stdin = nil }) // without stdin, because it would be closed with its client
+		a := sessions.Attach(t, c, sessions.Spdy, func(o *remotecommand.StreamOptions) { o.Stdin = nil }) // without stdin, because it would be closed with its client
 		exec := make(chan error, 1)
 		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdout: &out}
@@ -375,15 +343,15 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 		}()
 		out.WaitFor(t, "up")
 		end(t)
-		<-a.ended // SPDY clients treat a closed connection as success
+		<-a.Ended // SPDY clients treat a closed connection as success
 		<-exec
 		d.Start(t)
 		harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 		awaitNoProcesses(t, "sleep 7777")
 	}
-	a := attachTo(t, c, sessions.WebSocket)
-	a.send(t, "bye\n")
-	harness.Must(t, <-a.ended)
+	a := sessions.Attach(t, c, sessions.WebSocket)
+	a.Send(t, "bye\n")
+	harness.Must(t, <-a.Ended)
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
 }
 

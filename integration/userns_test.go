@@ -313,10 +313,10 @@ func TestSessionsInUserNamespace(t *testing.T) {
 		harness.Equal(t, "output", out.String(), "mine\r\n")
 	})
 	t.Run("attach", func(t *testing.T) {
-		a := attachTo(t, c, sessions.Spdy)
-		a.send(t, "bye\n")
-		harness.Must(t, <-a.ended)
-		harness.Equal(t, "output", a.stdout.String(), "you said bye\n")
+		a := sessions.Attach(t, c, sessions.Spdy)
+		a.Send(t, "bye\n")
+		harness.Must(t, <-a.Ended)
+		harness.Equal(t, "output", a.Stdout.String(), "you said bye\n")
 		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
 	})
 }

@@ -29,6 +29,14 @@ type bench struct {
 	pushed   map[string]string // names of the images for pulls, by the form of their layers
 
 	timelines []report.Timeline
+
+	experiments []experiment
+	lines       []report.Row // all rows of the experiments
+
+	newPair func(command []string) (*pair, error) // of openCheckpoints
+	byHand  string                                // versions of runc and CRIU
+
+	cold *cold // of openCold
 }
 
 // open starts the registry and all runtimes. A runtime that does not start is left out, but berth's
@@ -180,7 +188,7 @@ func (b *bench) selected(row report.Row) bool { return b.rows.MatchString(row.Ke
 // columns returns the runtimes, each once, berth last.
 func (b *bench) columns() (all []report.Column) {
 	for _, s := range slices.Backward(b.subjects) {
-		if !s.BuiltInNetwork {
+		if !s.BuiltInNetwork || b.checkpoint != "" {
 			all = append(all, report.Column{Name: s.Column, Version: s.Version})
 		}
 	}
@@ -193,11 +201,11 @@ func (b *bench) logError(s *subject.Subject, err error) {
 
 // measure runs all experiments that a selected row needs.
 func (b *bench) measure(ctx context.Context) {
-	for _, e := range experiments {
+	for _, e := range b.experiments {
 		if ctx.Err() != nil {
 			return
 		}
-		if !slices.ContainsFunc(report.Rows, func(r report.Row) bool { return b.selected(r) && slices.Contains(e.rows, r.Key) }) {
+		if !slices.ContainsFunc(b.lines, func(r report.Row) bool { return b.selected(r) && slices.Contains(e.rows, r.Key) }) {
 			continue
 		}
 		if slices.Contains(e.rows, "kubelet-110") && b.kubelet == "" {
@@ -256,6 +264,7 @@ type contestant struct {
 	s     *subject.Subject
 	state any // result of the preparation
 
+	warm   bool          // the sample is a warm-up
 	n      int           // counted samples
 	spent  time.Duration // duration of the counted samples
 	failed bool
@@ -294,6 +303,7 @@ func (c *contestant) sample(ctx context.Context, warmUp bool) {
 		pace, err = measurePace(limited)
 	}
 	var values values
+	c.warm = warmUp
 	if err == nil {
 		values, err = c.e.sample(limited, c)
 	}

@@ -18,6 +18,7 @@ import (
 	"os/signal"
 	"regexp"
 	goruntime "runtime"
+	"slices"
 	"strings"
 	"time"
 
@@ -41,6 +42,11 @@ type options struct {
 	machine  string // cgroup of all runtimes and pods
 	kubelet  string // path of the program; empty: no row needs it
 	docs     string // directory of performance.md
+	// checkpoint is the directory of the programs runc and criu. With it only checkpoints are
+	// measured.
+	checkpoint string
+	// coldDir is the directory of the large image. With it only cold starts are measured.
+	coldDir string
 
 	external []string
 }
@@ -63,6 +69,8 @@ func main() {
 	flag.StringVar(&o.machine, "machine", os.Getenv("BERTH_MACHINE"), "cgroup of all runtimes and pods")
 	flag.StringVar(&o.kubelet, "kubelet", "", "kubelet's program, for the row kubelet-110")
 	flag.StringVar(&o.docs, "docs", "", "directory for performance.md and its drawings; empty: do not write them")
+	flag.StringVar(&o.checkpoint, "checkpoint", "", "directory with the programs runc and criu: measure only checkpoints by berth and by them")
+	flag.StringVar(&o.coldDir, "cold", "", "directory of cold.tar.gz, the layer of a large image: measure only starts of containers whose image is not there")
 	flag.Parse()
 	o.external = flag.Args()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
@@ -77,18 +85,31 @@ func run(ctx context.Context, o options) (err error) {
 	if o.dir == "" || o.state == "" || o.machine == "" || o.samples < 1 {
 		return fmt.Errorf("-dir, -state, -machine and -samples must be given")
 	}
-	if !selectsAny(o.rows) {
-		return fmt.Errorf("-rows %q matches none of %v", o.rows, keys())
+	b := &bench{options: o, pushed: map[string]string{}, experiments: experiments, lines: report.Rows}
+	open := b.open
+	if o.checkpoint != "" {
+		b.experiments, b.lines, open = checkpointExperiments, report.CheckpointRows, b.openCheckpoints
 	}
-	b := &bench{options: o, pushed: map[string]string{}}
+	if o.coldDir != "" {
+		b.experiments, b.lines, open = coldExperiments(), coldRows(), b.openCold
+	}
+	if !slices.ContainsFunc(b.lines, b.selected) {
+		return fmt.Errorf("-rows %q matches none of %v", o.rows, b.keys())
+	}
 	if b.begin, err = readProcessors(); err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, b.close()) }()
-	if err := b.open(ctx); err != nil {
+	if err := open(ctx); err != nil {
 		return err
 	}
 	b.measure(ctx)
+	if o.checkpoint != "" {
+		return errors.Join(report.Checkpoints{Setting: b.setting(), Results: &b.results}.Print(os.Stdout), ctx.Err())
+	}
+	if o.coldDir != "" {
+		return errors.Join(b.coldStarts().Print(os.Stdout), ctx.Err())
+	}
 	fmt.Println(b.setting())
 	if err := report.Table(os.Stdout, &b.results, b.columns(), b.selected); err != nil {
 		return err
@@ -96,17 +117,8 @@ func run(ctx context.Context, o options) (err error) {
 	return ctx.Err()
 }
 
-func selectsAny(rows *regexp.Regexp) bool {
-	for _, key := range keys() {
-		if rows.MatchString(key) {
-			return true
-		}
-	}
-	return false
-}
-
-func keys() (all []string) {
-	for _, row := range report.Rows {
+func (b *bench) keys() (all []string) {
+	for _, row := range b.lines {
 		all = append(all, row.Key)
 	}
 	return all
@@ -117,9 +129,19 @@ func (b *bench) write() error {
 	if b.docs == "" {
 		return nil
 	}
+	if b.checkpoint != "" {
+		return report.Checkpoints{Setting: b.setting(), Results: &b.results}.Write(b.docs)
+	}
+	if b.coldDir != "" {
+		return b.coldStarts().Write(b.docs)
+	}
 	return report.Page{
 		Setting: b.setting(), Cgroup1: !subject.Cgroup2(), Results: &b.results, Columns: b.columns(), Timelines: b.timelines,
 	}.Write(b.docs)
+}
+
+func (b *bench) coldStarts() report.ColdStarts {
+	return report.ColdStarts{Setting: b.setting(), Image: b.cold.about, Rows: b.lines, Results: &b.results}
 }
 
 // setting describes the machine, the versions and the date.
@@ -127,6 +149,9 @@ func (b *bench) setting() string {
 	var versions []string
 	for _, c := range b.columns() {
 		versions = append(versions, c.Version)
+	}
+	if b.byHand != "" {
+		versions = append(versions, b.byHand)
 	}
 	waited := ""
 	if b.quiet > 0 {
@@ -194,7 +219,9 @@ func filesystem(dir string) string {
 }
 
 func cgroups() string {
-	if subject.Cgroup2() {
+	if controllers, ok := subject.Controllers(); ok && len(controllers) == 0 {
+		return "cgroup v2 without controllers (pods have no limits)"
+	} else if ok {
 		return "cgroup v2"
 	}
 	return "cgroup v1"

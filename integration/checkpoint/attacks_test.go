@@ -21,12 +21,18 @@ func foreign(t *testing.T, d *harness.Daemon) *saved {
 	waitCounted(t, c, 1)
 	s := save(t, pod, c)
 	pod.Remove(t)
+	allowForeign(t, d)
+	return s
+}
+
+// allowForeign makes the daemon another node, which restores checkpoints of others.
+func allowForeign(t *testing.T, d *harness.Daemon) {
+	t.Helper()
 	otherNode(t, d)
 	d.Stop(t)
 	criu := fmt.Sprintf("checkpoint.criu = %q", os.Getenv("BERTH_TEST_CRIU"))
 	d.SetConfig(t, criu, criu+"\ncheckpoint.restore_foreign = true")
 	d.Start(t)
-	return s
 }
 
 // editManifest changes the manifest of a checkpoint. Its signature does not fit any more.
@@ -52,8 +58,8 @@ func imageNames(t *testing.T, d *harness.Daemon) string {
 	return string(harness.Get(json.Marshal(names))(t))
 }
 
-// CVE-2026-50195: names in a checkpoint gave another image's tag to the checkpoint's image, or pulled
-// one. berth neither tags nor pulls, whatever the checkpoint says.
+// CVE-2026-50195: names in a checkpoint gave another image's tag to the checkpoint's image, or
+// pulled one. berth neither tags nor pulls, whatever the checkpoint says.
 func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	s := foreign(t, d)
@@ -79,8 +85,8 @@ func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) {
 	})
 }
 
-// CVE-2026-53489: a checkpoint contained the container's log as a symlink, which the restore followed
-// to a file of the node.
+// CVE-2026-53489: a checkpoint contained the container's log as a symlink, which the restore
+// followed to a file of the node.
 func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	s := foreign(t, d)

@@ -21,6 +21,7 @@ import (
 
 	"berth/checkpoint/archive"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // startDaemon starts a daemon with CRIU, or skips the test.
@@ -171,8 +172,8 @@ func TestCheckpointPod(t *testing.T) {
 	harness.WantCode(t, checkpointPod(t, pod, outputDir(t, d), list...), codes.FailedPrecondition, "does not run")
 }
 
-// Each container sees the numbers of the other in a shared volume. If one ran on before the other was
-// captured, the other would have seen a number that the first one's file does not have yet.
+// Each container sees the numbers of the other in a shared volume. If one ran on before the other
+// was captured, the other would have seen a number that the first one's file does not have yet.
 func TestCheckpointPodIsConsistentCut(t *testing.T) {
 	d := startDaemon(t)
 	shared := filepath.Join(d.Dir, "shared")
@@ -367,8 +368,8 @@ func TestCheckpointOnFullFilesystem(t *testing.T) {
 	}
 }
 
-// killed restarts the daemon after something was killed, and checks that the containers run and that
-// nothing is left.
+// killed restarts the daemon after something was killed, and checks that the containers run and
+// that nothing is left.
 func killed(t *testing.T, d *harness.Daemon, dir string, list []*harness.Container) {
 	t.Helper()
 	for _, c := range list {
@@ -412,7 +413,7 @@ func TestDaemonIsKilledDuringCheckpoint(t *testing.T) {
 // The launcher of a dump is killed at each step.
 func TestLauncherIsKilledDuringCheckpoint(t *testing.T) {
 	for _, point := range []string{"launcher.dump-ordered", "launcher.criu-started", "launcher.descriptors-written",
-		"launcher.criu-dump", "launcher.criu-dumped", "launcher.end-criu", "launcher.dump-ended"} {
+		"launcher.criu-dump", "launcher.criu-dumped", "launcher.dump-ended"} {
 		t.Run(point, func(t *testing.T) {
 			var f harness.Failpoints
 			d := startDaemon(t, harness.WithFailpoints(&f))
@@ -428,25 +429,66 @@ func TestLauncherIsKilledDuringCheckpoint(t *testing.T) {
 	}
 }
 
-// A CRIU that is killed fails the checkpoint.
-func TestCRIUIsKilledDuringCheckpoint(t *testing.T) {
+// The launcher has told the result before it waits for CRIU's end. Without it, the daemon does
+// that.
+func TestLauncherIsKilledAfterCheckpoint(t *testing.T) {
 	var f harness.Failpoints
 	d := startDaemon(t, harness.WithFailpoints(&f))
 	pod, list := run(t, d, "one", "two")
 	dir := outputDir(t, d)
+	f.KillNext(t, harness.LauncherProgram, "launcher.end-criu", 1)
+	harness.Must(t, checkpointPod(t, pod, dir, list...))
+	for _, c := range list {
+		goesOn(t, c)
+	}
+	if left := criuPIDs(); len(left) > 0 {
+		t.Errorf("CRIU runs: %v", left)
+	}
+}
+
+// A CRIU that is killed before it touches the container fails the checkpoint, and the container
+// goes on. A later kill can end the container; integration/crash checks that.
+func TestCRIUIsKilledBeforeDump(t *testing.T) {
+	var f harness.Failpoints
+	d := startDaemon(t, harness.WithFailpoints(&f))
+	pod, list := run(t, d, "one", "two")
+	dir := outputDir(t, d)
+	f.FreezeNext(t, harness.LauncherProgram, "launcher.criu-dump", 1)
 	done := harness.Go(func() error { return checkpointPod(t, pod, dir, list...) })
-	killedOne := false
-	harness.EventuallyTrue(t, "a CRIU runs", func() bool {
-		for _, pid := range criuPIDs() {
-			killedOne = syscall.Kill(pid, syscall.SIGKILL) == nil || killedOne
+	if !f.WaitReached(harness.Patience) {
+		f.Disarm()
+		t.Fatal("the point was not reached")
+	}
+	before := 0
+	for _, pid := range criuPIDs() {
+		if criuWaits(pid) {
+			harness.Must(t, syscall.Kill(pid, syscall.SIGKILL))
+			before++
 		}
-		return killedOne
+	}
+	if before == 0 {
+		t.Error("no CRIU waits for its request")
+	}
+	var err error
+	harness.EventuallyTrue(t, "the checkpoint ends", func() bool {
+		machine.ContinueAll() // again: the launcher stops after it was reported
+		select {
+		case err = <-done:
+			return true
+		default:
+			return false
+		}
 	})
-	if err := <-done; err == nil {
+	if err == nil {
 		t.Fatal("the checkpoint succeeded")
 	}
 	killed(t, d, dir, list)
 	harness.Must(t, checkpointPod(t, pod, dir, list...))
+}
+
+// criuWaits returns whether CRIU has got no dump request. It renames itself when it gets one.
+func criuWaits(pid int) bool {
+	return strings.HasSuffix(strings.TrimSpace(machine.CommandLine(pid)), "swrk 3")
 }
 
 // criuPIDs returns the processes in the cgroups of this machine's CRIUs.

@@ -21,7 +21,8 @@ func checkpointctl(t *testing.T, args ...string) string {
 	return string(out)
 }
 
-// checkpointctl reads the archives of CheckpointContainer, as it reads those of CRI-O and containerd.
+// checkpointctl reads the archives of CheckpointContainer, as it reads those of CRI-O and
+// containerd.
 func TestCheckpointctl(t *testing.T) {
 	if os.Getenv("BERTH_CHECKPOINTCTL") == "" {
 		t.Skip("BERTH_CHECKPOINTCTL is not set: integration/checkpointctl/build prints its path")

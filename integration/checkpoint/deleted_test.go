@@ -9,9 +9,9 @@ import (
 	"berth/integration/harness"
 )
 
-// A container can hold a deleted file open and replace its directory by a symbolic link to a directory
-// of the node. CRIU creates the deleted file again as root. It must not follow the link, although this
-// node has signed the checkpoint.
+// A container can hold a deleted file open and replace its directory by a symbolic link to a
+// directory of the node. CRIU creates the deleted file again as root. It must not follow the link,
+// although this node has signed the checkpoint.
 func TestDeletedFileBehindLink(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	const prepare = `mkdir /d && echo x >/d/x && exec 3<>/d/x && rm -r /d && ln -s `

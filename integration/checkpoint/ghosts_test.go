@@ -32,8 +32,8 @@ func watchDir(t *testing.T, dir string) (made func() int) {
 }
 
 // A container can put a symbolic link in the place of a directory with a deleted file that is still
-// open. CRIU makes that file again, as root. It must not follow the link to the node's files, and the
-// restore fails.
+// open. CRIU makes that file again, as root. It must not follow the link to the node's files, and
+// the restore fails.
 func TestRestoreOfDeletedFileBehindALink(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	victim := harness.Get(os.MkdirTemp("/var/lib", "victim-"))(t)

@@ -12,7 +12,8 @@ import (
 	"berth/integration/harness"
 )
 
-// confinedConfig is the configuration of an ordinary pod: a seccomp profile, no new privileges, limits.
+// confinedConfig is the configuration of an ordinary pod: a seccomp profile, no new privileges,
+// limits.
 func confinedConfig(c *runtimeapi.ContainerConfig) {
 	security := c.Linux.SecurityContext
 	security.NoNewPrivs = true
@@ -28,8 +29,8 @@ func otherNode(t *testing.T, d *harness.Daemon) {
 	d.Start(t)
 }
 
-// A checkpoint of another node is refused by default. With checkpoint.restore_foreign, all of its content
-// is compared with the request, and it continues.
+// A checkpoint of another node is refused by default. With checkpoint.restore_foreign, all of its
+// content is compared with the request, and it continues.
 func TestRestoreOfAnotherNode(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	pod := d.RunPod(t)

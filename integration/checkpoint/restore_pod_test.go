@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -119,9 +118,9 @@ func waitCounted(t *testing.T, c *harness.Container, more int) (first, last int)
 	return list[0], list[len(list)-1]
 }
 
-// A restored container continues, in a new log. It is like any other: exec, attach and statistics work,
-// and it stops with its own exit code. The same checkpoint can be restored again, as another pod, and
-// does not change.
+// A restored container continues, in a new log. It is like any other: exec, attach and statistics
+// work, and it stops with its own exit code. The same checkpoint can be restored again, as another
+// pod, and does not change.
 func TestRestoredPodContinues(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	pod := d.RunPod(t)
@@ -157,14 +156,10 @@ func TestRestoredPodContinues(t *testing.T) {
 	}
 }
 
-// buildWorkload compiles testdata/workload.c and returns an option that mounts the program.
+// buildWorkload returns an option that mounts and runs testdata/workload.c.
 func buildWorkload(t *testing.T) harness.ContainerOption {
 	t.Helper()
-	path := filepath.Join(t.TempDir(), "workload")
-	out, err := exec.Command("cc", "-O2", "-static", "-pthread", "-o", path, "testdata/workload.c").CombinedOutput()
-	if err != nil {
-		t.Skipf("NOT TESTED: no C compiler with a static C library: %v\n%s", err, out)
-	}
+	path := program(t, "workload")
 	return func(c *runtimeapi.ContainerConfig) {
 		c.Command = []string{"/workload"}
 		c.Mounts = append(c.Mounts, &runtimeapi.Mount{ContainerPath: "/workload", HostPath: path, Readonly: true})
@@ -261,8 +256,8 @@ func TestRestoreTerminal(t *testing.T) {
 	restored.Remove(t)
 }
 
-// A daemon that ends between RestorePod and StartContainer leaves containers that can be started. The
-// checkpoint itself is not needed any more.
+// A daemon that ends between RestorePod and StartContainer leaves containers that can be started.
+// The checkpoint itself is not needed any more.
 func TestRestoreAcrossDaemons(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	pod := d.RunPod(t)
@@ -289,7 +284,8 @@ func TestRestoreAcrossDaemons(t *testing.T) {
 	harness.Must(t, os.Rename(moved, request.CheckpointPath))
 }
 
-// A restored pod that was not started ends with the node. The checkpoint can be restored afterwards.
+// A restored pod that was not started ends with the node. The checkpoint can be restored
+// afterwards.
 func TestRestoreAfterReboot(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	pod := d.RunPod(t)
@@ -308,8 +304,8 @@ func TestRestoreAfterReboot(t *testing.T) {
 	again.Remove(t)
 }
 
-// RestorePod refuses requests for other containers than those of the checkpoint, and checkpoints that
-// were changed. Nothing is left.
+// RestorePod refuses requests for other containers than those of the checkpoint, and checkpoints
+// that were changed. Nothing is left.
 func TestRestoreRefuses(t *testing.T) {
 	d := harness.StartDaemon(t, criuOption(t))
 	pod := d.RunPod(t)

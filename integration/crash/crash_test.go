@@ -31,7 +31,7 @@ func TestCrash(t *testing.T) {
 		t.Skip("runs for minutes")
 	}
 	killed, all := map[string]bool{}, everything
-	for _, op := range slices.Concat(operations, restores, variants, converted, starts) {
+	for _, op := range slices.Concat(operations, restores, gvisors, variants, converted, starts) {
 		if op.more && !everything {
 			continue
 		}
@@ -255,7 +255,13 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 			e.notReached(t, w, at, nil)
 		}
 	}
+	if e.op.dead != nil {
+		e.op.dead(t, w)
+	}
 	e.d.Start(t)
+	if e.op.restarted != nil {
+		e.op.restarted(t, w)
+	}
 	if err := again.request(t, w); err != nil {
 		e.report(t, "trying again", []string{err.Error()})
 	}
@@ -295,6 +301,7 @@ func (w *world) clean(t *testing.T) {
 		harness.Must(t, w.d.Cri.RemovePodSandbox(t.Context(), p.Id))
 	}
 	w.removeImages(t)
+	w.d.RemovePartial(t)
 	for _, records := range []string{"pods", "containers", "images/records"} { // removed by an operator
 		harness.Must(t, os.RemoveAll(filepath.Join(w.d.Root, records, checkpoint.SetAsideDir)))
 	}

@@ -1,15 +1,24 @@
 package crash
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // imageNames names two images that share two of their three layers. tag moves from the first to the
@@ -89,6 +98,87 @@ func removeImage(which func(imageNames) string) func(*testing.T, *world) error {
 	return func(t *testing.T, w *world) error {
 		return w.d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: which(images())})
 	}
+}
+
+// cutPull is the transfer of a layer that breaks off, in an image whose other layer arrives. The
+// pull fails and keeps the other layer, and what has arrived of this one.
+type cutPull struct {
+	*fixture.Cut
+	name   string
+	daemon atomic.Pointer[harness.Daemon] // whose pull breaks off
+}
+
+// cutImage pushes that image once, and makes the registry break off the transfer.
+var cutImage = sync.OnceValue(func() *cutPull {
+	random := rand.NewChaCha8([32]byte{1})
+	noise := func(name string, size int) v1.Layer {
+		content := make([]byte, size)
+		_, _ = random.Read(content) // never fails
+		l, err := fixture.Tree{fixture.File(name, 0o644, string(content))}.Layer(fixture.Gzip)
+		if err != nil {
+			panic(err)
+		}
+		return l
+	}
+	whole, broken := noise("whole", 5<<18), noise("broken", 3<<20)
+	img, err := fixture.ImageOf(v1.Config{}, whole, broken)
+	if err != nil {
+		panic(err)
+	}
+	c := &cutPull{Cut: &fixture.Cut{After: 5 << 19}}
+	if err := c.push(img, broken); err != nil {
+		panic(err)
+	}
+	c.Wait = func(ctx context.Context) { // until the other layer is kept: it would end with the pull
+		kept := filepath.Join(c.daemon.Load().Root, "images/partial/layers")
+		_ = harness.WaitFor(func() error {
+			if ctx.Err() == nil && len(machine.ReadDir(kept)) == 0 {
+				return errors.New("no layer is kept")
+			}
+			return nil
+		})
+	}
+	harness.Registry.Hook(c.Hook)
+	return c
+})
+
+// push pushes the image and reads the layer whose transfer will break off.
+func (c *cutPull) push(img v1.Image, broken v1.Layer) (err error) {
+	if c.name, err = harness.Registry.Push("crash/cut:1", img); err != nil {
+		return err
+	}
+	d, err := broken.Digest()
+	if err != nil {
+		return err
+	}
+	c.Digest = d.String()
+	content, err := broken.Compressed()
+	if err != nil {
+		return err
+	}
+	defer content.Close() // read only
+	c.Blob, err = io.ReadAll(content)
+	return err
+}
+
+// failPull pulls an image whose transfer breaks off.
+func failPull(t *testing.T, w *world) error {
+	c := cutImage()
+	c.daemon.Store(w.d)
+	c.Lower()
+	_, err := w.d.TryPull(t, c.name, nil)
+	if status.Code(err) == codes.PermissionDenied { // the registry's last answer
+		return nil
+	}
+	return fmt.Errorf("the pull that breaks off returned: %w", err)
+}
+
+// pullRest pulls an image after a transfer of it has broken off.
+func pullRest(t *testing.T, w *world) error {
+	c := cutImage()
+	c.Lift()
+	_, err := w.d.TryPull(t, c.name, nil)
+	return err
 }
 
 // removeImages removes the images that the operations have pulled.

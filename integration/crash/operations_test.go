@@ -22,7 +22,10 @@ type operation struct {
 	request func(*testing.T, *world) error
 	again   []retry                               // kubelet's other ways to repeat the request
 	daemon  func(*testing.T) harness.DaemonOption // options of the daemon; nil: none
-	first   *point                                // if not nil, the daemon is killed here first, and the next one at each point of its start and recovery
+	// dead, if not nil, checks the machine while there is no daemon. restarted checks it before the
+	// request is repeated.
+	dead, restarted func(*testing.T, *world)
+	first           *point // if not nil, the daemon is killed here first, and the next one at each point of its start and recovery
 
 	// spoil, if not nil, damages the state of a daemon that was killed while idle. The next daemon
 	// is killed at each point of its start. The request follows.
@@ -98,6 +101,8 @@ var operations = []operation{
 	{name: "RemovePodSandbox_userNamespace", prepare: podRuns(podInUserNamespace), request: removePod, more: true},
 
 	{name: "PullImage", prepare: nothing, request: pull(first)},
+	{name: "PullImage_breaks_off", prepare: nothing, request: failPull},
+	{name: "PullImage_rest", prepare: do(failPull), request: pullRest},
 	{name: "PullImage_shared_layers", prepare: has(first), request: pull(second), more: true},
 	{name: "PullImage_moved_tag", prepare: with(has(first), moveTag), request: pullTag, more: true},
 
@@ -111,6 +116,7 @@ var operations = []operation{
 	{name: "Recovery_of_RemoveContainer", first: &point{"trash.taken", 1}, prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer, more: true},
 	{name: "Recovery_of_RemovePodSandbox", first: &point{"trash.taken", 1}, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod, more: true},
 	{name: "Recovery_of_PullImage", first: &point{"layer.synced", 2}, prepare: nothing, request: pull(first), more: true},
+	{name: "Recovery_of_PullImage_breaks_off", first: &point{"partial.opened", 1}, prepare: nothing, request: failPull, more: true},
 	{name: "Recovery_of_RemoveImage", first: &point{"record.removed", 1}, prepare: has(first), request: removeImage(first), more: true},
 
 	{name: "RemoveImage_in_use", prepare: with(has(first), podRuns(harness.HostNetwork), withContainer(imageVolume), created), request: removeImage(first), more: true},

@@ -19,7 +19,7 @@ func TestShimCrash(t *testing.T) {
 	if testing.Short() {
 		t.Skip("runs for minutes")
 	}
-	for _, op := range shimOperations {
+	for _, op := range slices.Concat(shimOperations, shimRestores) {
 		if op.more && !everything {
 			continue
 		}
@@ -49,6 +49,11 @@ type shimOperation struct {
 	launches bool
 	// limited: the operation may time out before it reaches a point.
 	limited bool
+	// criuRuns are the launcher's first and last point while CRIU runs. CRIU is killed, too. Empty:
+	// the operation does not use it.
+	criuRuns [2]string
+	// crashed, if not nil, checks the machine after the death of a program and the operation's end.
+	crashed func(t *testing.T, w *world, program string, err error)
 }
 
 var shimOperations = []shimOperation{
@@ -126,12 +131,18 @@ func (e *shimEnumeration) run(t *testing.T) {
 			}
 		}
 	}
+	if e.criuRuns[0] != "" {
+		e.runCRIU(t, cases)
+	}
 }
 
 func (e *shimEnumeration) start(t *testing.T) {
 	options := []harness.DaemonOption{harness.WithFailpoints(&e.fp)}
 	if e.crun {
 		options = append(options, harness.WithHandler(crun, harness.Crun(t)))
+	}
+	if e.op.daemon != nil {
+		options = append(options, e.op.daemon(t))
 	}
 	e.d = harness.StartDaemon(t, options...)
 }
@@ -195,6 +206,7 @@ func shimCases(trace []harness.ReachedPoint) (cases []shimPoint) {
 
 // killing describes how a launcher or monitor is killed.
 type killing struct {
+	program string
 	arm     func(*testing.T)
 	reached func() bool // waits until the process is at the point
 	disarm  func()
@@ -203,6 +215,7 @@ type killing struct {
 
 func atFailpoint(fp *harness.Failpoints, at shimPoint) killing {
 	return killing{
+		program: at.program,
 		arm:     func(t *testing.T) { fp.KillNext(t, at.program, at.point.point, at.n) },
 		reached: func() bool { return fp.WaitReached(deathPatience) },
 		disarm:  func() { fp.Disarm() },
@@ -241,6 +254,9 @@ func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want 
 	}
 	if harness.CodeOf(err) == codes.DeadlineExceeded {
 		e.report(t, "the operation", []string{err.Error()})
+	}
+	if e.crashed != nil && !daemonToo {
+		e.crashed(t, w, how.program, err)
 	}
 	e.report(t, "after trying again", e.repeated(t, w, want))
 	e.report(t, "berth check --state", e.checked(t))

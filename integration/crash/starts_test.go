@@ -94,7 +94,11 @@ var unkilled = map[string]string{
 	"exec.left-killed":         lostExec,
 	"killtree.frozen":          lostExec,
 	"killtree.signalled":       lostExec,
+	"checkpoint.save-sandbox":  sandboxes,
+	"checkpoint.sandbox-saved": sandboxes,
 }
+
+const sandboxes = "needs gVisor; TestDaemonIsKilledDuringGVisorCheckpoint tests it"
 
 const lostExec = "reached only for an exec whose launcher is lost; if the daemon is lost, too, the exec ends with its container"
 

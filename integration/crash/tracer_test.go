@@ -27,7 +27,7 @@ func TestLauncherKilledAtSystemCalls(t *testing.T) {
 	if testing.Short() {
 		t.Skip("runs for minutes")
 	}
-	for _, op := range shimOperations {
+	for _, op := range slices.Concat(shimOperations, shimRestores) {
 		if !op.launches || op.more && !everything {
 			continue
 		}
@@ -93,6 +93,7 @@ func (e *shimEnumeration) effects(t *testing.T) []string {
 func (e *shimEnumeration) atCall(n int) killing {
 	var tr *tracer
 	return killing{
+		program: harness.LauncherProgram,
 		arm:     func(t *testing.T) { tr = traceLaunchers(t, e.d, n) },
 		reached: func() bool { return tr.kill(deathPatience) },
 		disarm:  func() { tr.stop() },

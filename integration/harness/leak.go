@@ -10,16 +10,36 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
 	"berth/integration/inventory"
 	"berth/integration/machine"
+	"berth/server/admin"
 )
 
 // NoLeaks fails the test if the daemon, after the removal of its pods and images, holds more than
-// it did at its start. It repeats the check, because some resources are released a moment after the
-// call (processes are reaped, connections close).
+// it did at its start. It first removes the layers that the daemon has kept of failed pulls: files
+// that the daemon does not know are leaked. It repeats the check, because some resources are
+// released a moment after the call (processes are reaped, connections close).
 func (d *Daemon) NoLeaks(t *testing.T) {
 	t.Helper()
+	d.RemovePartial(t)
 	d.leaks(t, d.Empty, func() inventory.Items { return d.Snapshot(t) })
+}
+
+// RemovePartial removes what the daemon keeps of failed pulls. Older versions keep nothing.
+func (d *Daemon) RemovePartial(t *testing.T) {
+	t.Helper()
+	conn := Get(grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
+	err := conn.Invoke(context.Background(), admin.RemovePartialMethod, &wrapperspb.BytesValue{}, &wrapperspb.BytesValue{})
+	if status.Code(err) != codes.Unimplemented {
+		Must(t, err)
+	}
+	Must(t, conn.Close())
 }
 
 // NoMachineLeaks fails the test if the machine holds more than before the daemon's start.
@@ -78,6 +98,7 @@ func (d *Daemon) WatchGrowth(t *testing.T) (grown func(t *testing.T) []string) {
 	before := d.settled(t)
 	return func(t *testing.T) (diff []string) {
 		t.Helper()
+		d.RemovePartial(t)
 		_ = WaitUpTo(leakPatience, func() error {
 			if diff = d.Snapshot(t).Grown(before); len(diff) > 0 {
 				return fmt.Errorf("%d differences", len(diff))

@@ -56,6 +56,22 @@ func (d *Daemon) removeRules() error {
 	return conn.Flush()
 }
 
+// LoseCgroups removes the pods' cgroups with those of their containers, as a reboot does. LosePower
+// has killed the processes.
+func (d *Daemon) LoseCgroups(t *testing.T) {
+	t.Helper()
+	for _, parent := range d.Parents {
+		for _, dir := range cgroupDirs(t, parent) {
+			below := Get(filepath.Glob(filepath.Join(dir, "*", "")))(t)
+			for _, name := range append(below, dir) {
+				if st, err := os.Stat(name); err == nil && st.IsDir() {
+					Eventually(t, "the cgroup is removed", func() error { return os.Remove(name) })
+				}
+			}
+		}
+	}
+}
+
 func unpinNetworks(t *testing.T) {
 	t.Helper()
 	for _, name := range machine.ReadDir("/run/netns") {

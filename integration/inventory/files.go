@@ -33,6 +33,7 @@ var (
 		{regexp.MustCompile(`^/images/(erofs/)?(layers|joins)/`), exactly, ofLayer},
 		{regexp.MustCompile(`^/(bin|images/(erofs/)?empty-[a-z]+)/`), normalized, inside},
 		{regexp.MustCompile(`^/rootfs/`), normalized, inside},
+		{regexp.MustCompile(`^/images/partial/blobs/`), exactly, inside},
 		{regexp.MustCompile(`^/network/`), reserved, func(string, string, *unix.Stat_t) (string, error) { return "", nil }},
 		{regexp.MustCompile(`\.record$`), normalized, recorded},
 		{regexp.MustCompile(``), normalized, normalizedText},
@@ -53,7 +54,7 @@ func addFiles(s Items, where, root string, places []place) {
 			return nil // removed meanwhile; the caller repeats the inventory
 		}
 		below := strings.TrimPrefix(path, root)
-		if isTrace(below) {
+		if isOutliving(below) {
 			return nil
 		}
 		for _, p := range places {

@@ -147,6 +147,11 @@ func processName(pid int) string {
 	if strings.HasPrefix(line, launcher+" ") {
 		return launcher
 	}
+	if strings.HasPrefix(line, "runsc-") { // its options are in no particular order
+		words := strings.Fields(line)
+		slices.Sort(words)
+		return strings.Join(words, " ")
+	}
 	return line
 }
 
@@ -225,16 +230,18 @@ func addAddresses(s Items, dataDir string) {
 func addTree(s Items, kind, root string) {
 	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
 		below := strings.TrimPrefix(path, root)
-		if err == nil && !isTrace(below) {
+		if err == nil && !isOutliving(below) {
 			s.Add(kind, idPattern.ReplaceAllString(below, "#"))
 		}
 		return nil
 	})
 }
 
-// isTrace reports whether a path below root is a kept trace. Traces outlive their pods, and are
-// written at any time.
-func isTrace(below string) bool { return strings.HasPrefix(below, "/starts/") }
+// isOutliving reports whether a path below root is a kept trace or an index of a blob. They outlive
+// their pods and images, and are written at any time.
+func isOutliving(below string) bool {
+	return strings.HasPrefix(below, "/starts/") || strings.HasPrefix(below, "/images/indexes/")
+}
 
 // imageMount is the description of an EROFS image's mount, which has no name, in OpenFiles.
 const imageMount = "a mount of an image"

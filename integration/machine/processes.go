@@ -90,11 +90,19 @@ func KillProcess(t *testing.T, pid int) {
 
 // ContinueAll sends SIGCONT to all stopped processes.
 func ContinueAll() {
+	for _, pid := range Stopped() {
+		_ = unix.Kill(pid, unix.SIGCONT) // the process may have exited
+	}
+}
+
+// Stopped returns the stopped processes.
+func Stopped() (pids []int) {
 	for _, pid := range Processes() {
 		if slices.Contains(ReadLines(fmt.Sprintf("/proc/%d/status", pid)), "State:\tT (stopped)") {
-			_ = unix.Kill(pid, unix.SIGCONT) // the process may have exited
+			pids = append(pids, pid)
 		}
 	}
+	return pids
 }
 
 // StatusField returns the value of a line of /proc/PID/status.

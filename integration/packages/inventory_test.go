@@ -13,8 +13,8 @@ import (
 	"berth/integration/harness"
 )
 
-// kubelets are parts of names that belong to kubelet, which purge must not touch. kubelet makes D-Bus
-// start logind.
+// kubelets are parts of names that belong to kubelet, which purge must not touch. kubelet makes
+// D-Bus start logind.
 var kubelets = []string{
 	"kubelet", "kubepods", "/etc/kubernetes", "/var/log/pods", "/var/log/containers", "/usr/libexec/kubernetes",
 	"/sys/fs/cgroup/system.slice/systemd-logind.service", "/sys/fs/cgroup/user.slice",
@@ -25,6 +25,12 @@ var busy = map[string]bool{
 	"/proc": true, "/sys": true, "/dev": true, "/host": true, "/tmp": true, "/run/tmp": true, "/var/tmp": true,
 	"/run/systemd": true, "/run/udev": true, "/run/log": true, "/run/credentials": true, "/var/log": true,
 	"/var/cache": true, "/var/lib/apt": true, "/var/lib/dpkg": true, "/var/lib/systemd": true,
+}
+
+// named are busy directories in which dpkg, apt and systemd keep files with the names of packages
+// and units. The inventory has those of berth.
+var named = []string{
+	"/run/credentials", "/run/systemd", "/var/cache", "/var/lib/apt", "/var/lib/dpkg", "/var/lib/systemd", "/var/log", "/var/tmp",
 }
 
 // inventory lists what exists on the machine: files, mounts, cgroups, network devices, packet
@@ -38,6 +44,13 @@ func inventory(t *testing.T) map[string]bool {
 		}
 	}
 	walk(t, "/", busy, func(path string, _ fs.DirEntry) { add("file", path) })
+	for _, dir := range named {
+		walk(t, dir, nil, func(path string, _ fs.DirEntry) {
+			if strings.Contains(filepath.Base(path), "berth") {
+				add("file", path)
+			}
+		})
+	}
 	walk(t, "/sys/fs/cgroup", nil, func(path string, e fs.DirEntry) {
 		if e.IsDir() {
 			add("cgroup", path)

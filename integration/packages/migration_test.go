@@ -18,8 +18,8 @@ import (
 const containerdEnv = "BERTH_CONTAINERD"
 
 // A node with containerd and a static pod moves to berth and back, with the commands of
-// docs/migration.md and systemd's units. It has no control plane, so the lines with kubectl are left
-// out; TestControlPlaneMigration runs them.
+// docs/migration.md and systemd's units. It has no control plane, so the lines with kubectl are
+// left out; TestControlPlaneMigration runs them.
 func TestMigrationInGuest(t *testing.T) {
 	if os.Getenv(containerdEnv) == "" || os.Getenv(pagesEnv) == "" {
 		t.Skip(containerdEnv + " or " + pagesEnv + " is not set: run contrib/guest -packages systemd")

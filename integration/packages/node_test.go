@@ -75,8 +75,8 @@ func eventually(t *testing.T, what string, condition func() error) {
 	}
 }
 
-// addAddress gives the node an address and a default route, which kubelet needs. An earlier test may
-// have done it.
+// addAddress gives the node an address and a default route, which kubelet needs. An earlier test
+// may have done it.
 func addAddress(t *testing.T) {
 	t.Helper()
 	if exists(t, "/sys/class/net/eth0") {
@@ -90,8 +90,8 @@ func addAddress(t *testing.T) {
 	}
 }
 
-// completeCPUInfo adds the clock rate to /proc/cpuinfo, which a user-mode kernel leaves out. kubelet does
-// not start without it.
+// completeCPUInfo adds the clock rate to /proc/cpuinfo, which a user-mode kernel leaves out.
+// kubelet does not start without it.
 func completeCPUInfo(t *testing.T) {
 	t.Helper()
 	info := string(harness.Get(os.ReadFile("/proc/cpuinfo"))(t))

@@ -1,5 +1,5 @@
-// Package pages reads the fenced code blocks of Markdown pages. Its test runs the shell blocks of the
-// operators' pages. The test of package docs parses
+// Package pages reads the fenced code blocks of Markdown pages. Its test runs the shell blocks of
+// the operators' pages. The test of package docs parses
 // all pages, so each shell block is run or says why not.
 //
 // HTML comments directly above a block, one a line, say how the tests treat it:
@@ -24,11 +24,12 @@ import (
 
 // Places maps each place of "run in" to the test that runs blocks there.
 var Places = map[string]Place{
-	Machine:   {Test: "TestPages"},
-	Guest:     {Test: "TestPagesInGuest", Pages: []string{"install.md", "operations.md"}},
-	Crictl:    {Test: "TestPagesCrictl", Pages: []string{"kubelet.md"}},
-	Kubeadm:   {Test: "TestControlPlaneKubeadm", Pages: []string{"kubeadm.md"}},
-	Migration: {Test: "TestControlPlaneMigration", Pages: []string{"migration.md"}},
+	Machine:     {Test: "TestPages"},
+	Guest:       {Test: "TestPagesInGuest", Pages: []string{"install.md", "operations.md"}},
+	Crictl:      {Test: "TestPagesCrictl", Pages: []string{"kubelet.md"}},
+	Kubeadm:     {Test: "TestControlPlaneKubeadm", Pages: []string{"kubeadm.md"}},
+	KubeadmNode: {Test: "TestControlPlaneKubeadm", Pages: []string{"kubeadm.md"}},
+	Migration:   {Test: "TestControlPlaneMigration", Pages: []string{"migration.md"}},
 }
 
 // Place is where blocks run.
@@ -46,6 +47,8 @@ const (
 	Crictl = "crictl"
 	// Kubeadm is a machine with kubeadm and its cluster.
 	Kubeadm = "kubeadm"
+	// KubeadmNode is a second machine, which joins that cluster.
+	KubeadmNode = "kubeadm-node"
 	// Migration is a machine with a control plane, and a node that runs containerd.
 	Migration = "migration"
 )
@@ -72,8 +75,8 @@ func (b Block) IsShell() bool { return b.Language == "sh" }
 // RunsIn reports whether the block contains commands that a test runs in a place.
 func (b Block) RunsIn(place string) bool { return b.IsShell() && b.NotRun == "" && b.Place == place }
 
-// Run executes the block in a directory and returns its output. A block ends at its first command that
-// fails.
+// Run executes the block in a directory and returns its output. A block ends at its first command
+// that fails.
 func (b Block) Run(ctx context.Context, dir string, env ...string) (string, error) {
 	cmd := exec.CommandContext(ctx, "bash", "-euo", "pipefail", "-c", b.Text)
 	cmd.Dir, cmd.Env = dir, append(os.Environ(), env...)
@@ -87,8 +90,8 @@ func (b Block) Run(ctx context.Context, dir string, env ...string) (string, erro
 	return string(out), nil
 }
 
-// Read parses the pages of a checkout: README.md and docs/*.md. It returns their blocks by the name of the
-// file.
+// Read parses the pages of a checkout: README.md and docs/*.md. It returns their blocks by the name
+// of the file.
 func Read(root string) (map[string][]Block, error) {
 	paths, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
 	if err != nil {
@@ -113,8 +116,8 @@ const fence = "```"
 
 var mark = regexp.MustCompile(`^<!-- (not run|run in|exit codes): (.*) -->$`)
 
-// Parse returns the blocks of a page. It refuses blocks without a language or without an end, blocks
-// by indentation, which have no language, and marks that apply to no shell block.
+// Parse returns the blocks of a page. It refuses blocks without a language or without an end,
+// blocks by indentation, which have no language, and marks that apply to no shell block.
 func Parse(path, content string) ([]Block, error) {
 	p := parser{page: filepath.Base(path)}
 	for i, line := range strings.Split(content, "\n") {

@@ -13,8 +13,11 @@ import (
 	"testing"
 
 	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/inventory"
 	"berth/integration/powercut/blocklog"
@@ -27,6 +30,7 @@ type node struct {
 	dir        string // mount point of its disk
 	testImages map[string]*testImage
 	layers     map[string]inventory.Tree // expected content of each layer, and of each mount that joins layers
+	cut        *fixture.Cut              // lowered during pulls of the image cutName
 }
 
 // newNode prepares a daemon. All disks are mounted at the same place, one after the other, because
@@ -34,12 +38,17 @@ type node struct {
 func newNode(t *testing.T, f filesystem) *node {
 	t.Helper()
 	n := &node{filesystem: f, testImages: testImages(t)}
-	n.Daemon = harness.NewDaemon(t, func(t *testing.T, d *harness.Daemon) {
-		n.dir = makeDir(t, d.Dir, "disk")
-		d.Root = filepath.Join(n.dir, "root")
-		harness.WithNetworkIn(filepath.Join(n.dir, "addresses"))(t, d)
-	})
+	n.cutImage(t)
+	n.Daemon = harness.NewDaemon(t, n.onDisk)
 	return n
+}
+
+// onDisk puts root and addresses of a daemon below the mount point.
+func (n *node) onDisk(t *testing.T, d *harness.Daemon) {
+	t.Helper()
+	n.dir = makeDir(t, d.Dir, "disk")
+	d.Root = filepath.Join(n.dir, "root")
+	harness.WithNetworkIn(filepath.Join(n.dir, "addresses"))(t, d)
 }
 
 func (n *node) store() string { return filepath.Join(n.Root, "images") }
@@ -93,23 +102,38 @@ func (c *churn) pull(ctx context.Context, p *testImage) error {
 	})
 }
 
+// failPull pulls the image whose transfer breaks off. The daemon keeps what has arrived. If the
+// image is present, the pull succeeds.
+func (c *churn) failPull(ctx context.Context) error {
+	c.cut.Lower()
+	defer c.cut.Lift()
+	err := c.pull(ctx, c.testImages[cutName])
+	if status.Code(err) == codes.PermissionDenied { // the registry's last answer
+		return nil
+	}
+	return err
+}
+
 func (c *churn) remove(ctx context.Context, id string) error {
 	return c.change("remove "+id, c.history.latest().removed(id), func() error {
 		return c.Images.RemoveImage(ctx, &runtimeapi.ImageSpec{Image: id})
 	})
 }
 
-// images pulls and removes images for a number of rounds. It also pulls a tag that moves between
-// images. It never removes keep, the containers' image.
+// images pulls and removes images for a number of rounds. Pulls of one image break off. It also
+// pulls a tag that moves between images. It never removes keep, the containers' image.
 func (c *churn) images(ctx context.Context, random *rand.Rand, rounds int, keep string) error {
 	names := slices.Sorted(maps.Keys(c.testImages))
 	for range rounds {
 		here := slices.DeleteFunc(slices.Sorted(maps.Keys(c.history.latest())), func(id string) bool { return id == keep })
 		var err error
-		if len(here) > 0 && random.IntN(5) < 2 {
+		switch name := names[random.IntN(len(names))]; {
+		case len(here) > 0 && random.IntN(5) < 2:
 			err = c.remove(ctx, here[random.IntN(len(here))])
-		} else {
-			err = c.pull(ctx, c.testImages[names[random.IntN(len(names))]])
+		case name == cutName:
+			err = c.failPull(ctx)
+		default:
+			err = c.pull(ctx, c.testImages[name])
 		}
 		if err != nil {
 			return err

@@ -22,23 +22,24 @@ type filesystem struct {
 	make    []string // command without the device
 	options string   // mount options
 	check   []string // checks the filesystem and changes nothing
-	few     int      // number of power failures in the default test run
+	few     int      // number of power failures of contrib/test -all
+	lazy    int      // the same of TestPowerCutLazy
 }
 
 // filesystems commit once a second if they can, so that a short run has more commits.
 var filesystems = []filesystem{
 	{
-		name: "ext4", size: 256 << 20, options: "commit=1", few: 16,
+		name: "ext4", size: 256 << 20, options: "commit=1", few: 16, lazy: 30,
 		make:  []string{"mkfs.ext4", "-q", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0"},
 		check: []string{"e2fsck", "-f", "-n"},
 	},
 	{
-		name: "xfs", size: 320 << 20, few: 4,
+		name: "xfs", size: 320 << 20, few: 4, lazy: 10,
 		make:  []string{"mkfs.xfs", "-q", "-K"},
 		check: []string{"xfs_repair", "-n"},
 	},
 	{
-		name: "btrfs", size: 512 << 20, options: "commit=1,nodiscard", few: 4,
+		name: "btrfs", size: 512 << 20, options: "commit=1,nodiscard", few: 4, lazy: 10,
 		make:  []string{"mkfs.btrfs", "-q", "-K"},
 		check: []string{"btrfs", "check"},
 	},

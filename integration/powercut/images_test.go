@@ -2,8 +2,10 @@ package powercut
 
 import (
 	"fmt"
+	"io"
 	"maps"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -48,6 +50,24 @@ func testImages(t *testing.T) map[string]*testImage {
 		all[name] = push(t, name, harness.BuildImage(t, v1.Config{}, append(trees, own)...))
 	}
 	return all
+}
+
+// cutName is the image whose transfer breaks off.
+const cutName = "f"
+
+// cutImage pushes the image with a large layer that does not compress, and makes the registry break
+// off the transfer of that layer while n.cut is lowered.
+func (n *node) cutImage(t *testing.T) {
+	t.Helper()
+	large := harness.PackLayer(t, someFiles("cut", 1, 3<<20), fixture.Gzip)
+	own := harness.PackLayer(t, fixture.Tree{fixture.File(strings.TrimPrefix(witness, "/"), 0o644, cutName)}, fixture.Gzip)
+	n.testImages[cutName] = push(t, cutName, harness.Get(fixture.Image(v1.Config{}, large, own))(t))
+	content := harness.Get(large.Compressed())(t)
+	defer content.Close() // read only
+	n.cut = &fixture.Cut{Digest: harness.DigestOf(t, large), Blob: harness.Get(io.ReadAll(content))(t), After: 2 << 20}
+	n.cut.Lift()
+	harness.Registry.Hook(n.cut.Hook)
+	t.Cleanup(func() { harness.Registry.Hook(nil) })
 }
 
 func push(t *testing.T, name string, img v1.Image) *testImage {
@@ -177,6 +197,9 @@ func readLayers(t *testing.T, store string) map[string]inventory.Tree {
 		for _, kind := range []string{"layers", "joins"} {
 			for _, name := range machine.ReadDir(filepath.Join(store, root, kind)) {
 				path := filepath.Join(root, kind, name)
+				if _, err := os.Readlink(filepath.Join(store, path)); err == nil {
+					continue // of an incomplete layer whose completion was interrupted
+				}
 				found := harness.Get(inventory.ReadTree(filepath.Join(store, path)))(t)
 				layers[path] = found
 			}

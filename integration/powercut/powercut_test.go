@@ -160,9 +160,13 @@ func (n *node) visibleLayersAreWhole(t *testing.T, disk *blocklog.Disk) {
 	n.layersAreRight(t, "before the boot")
 }
 
-func (n *node) layersAreRight(t *testing.T, when string) {
+// layersAreRight compares all layers with the expected ones. Files with the names extra may exist.
+func (n *node) layersAreRight(t *testing.T, when string, extra ...string) {
 	t.Helper()
 	for name, found := range readLayers(t, n.store()) {
+		for _, file := range extra {
+			delete(found, file)
+		}
 		want, ok := n.layers[name]
 		if !ok {
 			t.Errorf("%s: no image has the layer %s", when, name)

@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
+	"google.golang.org/grpc/codes"
 	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -22,7 +24,7 @@ func TestRunningPods(t *testing.T) {
 	for _, version := range released(t) {
 		t.Run(version, func(t *testing.T) {
 			bin := programs(t, version)
-			d := harness.StartDaemon(t)
+			d := harness.StartDaemon(t, withCRIU)
 			d.Stop(t)
 			d.LoseState(t)
 			harness.Must(t, os.RemoveAll(d.Root))
@@ -54,6 +56,7 @@ func TestRunningPods(t *testing.T) {
 			harness.Equal(t, "exit code of the container that lost its monitor", lost.WaitExited(t).ExitCode, 255)
 			harness.Equal(t, "exec", writes.Exec(t, "echo", "hello"), "hello")
 			rotate(t, writes)
+			checkpointIsRefused(t, writes)
 			created.Start(t)
 			harness.Equal(t, "exit code of the container created before the upgrade", created.WaitExited(t).ExitCode, 4)
 			harness.Equal(t, "answer through attach", attach(t, reads, "line\n"), "got line\n")
@@ -68,6 +71,30 @@ func TestRunningPods(t *testing.T) {
 			host.Remove(t)
 		})
 	}
+}
+
+// withCRIU makes the newer daemon use CRIU, if there is one.
+func withCRIU(t *testing.T, d *harness.Daemon) {
+	if path := os.Getenv("BERTH_TEST_CRIU"); path != "" {
+		harness.WithConfig(fmt.Sprintf("checkpoint.criu = %q", path))(t, d)
+	}
+}
+
+// checkpointIsRefused expects that a container of an old monitor, which cannot freeze it, cannot be
+// saved.
+func checkpointIsRefused(t *testing.T, c *harness.Container) {
+	t.Helper()
+	want := "the container's monitor is of an older berth"
+	if os.Getenv("BERTH_TEST_CRIU") == "" {
+		want = "CRIU is not installed"
+	}
+	dir := t.TempDir()
+	_, err := harness.RawRuntime(t, c.Pod.D).CheckpointContainer(t.Context(),
+		&runtimeapi.CheckpointContainerRequest{ContainerId: c.Id, Location: filepath.Join(dir, "archive.tar")})
+	harness.WantCode(t, err, codes.FailedPrecondition, want)
+	harness.Equal(t, "files left", len(harness.Get(os.ReadDir(dir))(t)), 0)
+	before := len(c.Log(t))
+	harness.EventuallyTrue(t, "the container runs on", func() bool { return len(c.Log(t)) > before })
 }
 
 // initOf returns the container's init from the monitor's record.

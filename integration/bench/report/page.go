@@ -54,7 +54,11 @@ func (p Page) Write(dir string) error {
 		}
 	}
 	var out bytes.Buffer
-	if err := p.markdown(&out); err != nil {
+	separate, err := oldSections(dir)
+	if err != nil {
+		return err
+	}
+	if err := p.markdown(&out, separate); err != nil {
 		return err
 	}
 	return os.WriteFile(filepath.Join(dir, "performance.md"), out.Bytes(), 0o644)
@@ -86,7 +90,11 @@ func (p Page) draw(out *bytes.Buffer, d drawing) error {
 	return waterfall.SVG(out, d.title, spans)
 }
 
-func (p Page) markdown(out *bytes.Buffer) error {
+// drawingsHeading begins the last section.
+const drawingsHeading = "## Where the time goes\n"
+
+// markdown writes the page. checkpoints is its section about checkpoints; empty: none.
+func (p Page) markdown(out *bytes.Buffer, checkpoints string) error {
 	fmt.Fprintf(out, `# Performance
 
 For everyone who compares runtimes. contrib/bench writes this page. The reasons for missed goals come from integration/bench/report/why.md.
@@ -120,9 +128,16 @@ Terms:
 	if err := Table(out, p.Results, p.Columns, func(Row) bool { return true }); err != nil {
 		return err
 	}
-	p.misses(out)
-	p.failures(out)
-	fmt.Fprint(out, "\n## Where the time goes\n\nThe median of five pods. Berth's calls show the spans of `berth trace`.\n\n")
+	misses(out, Rows, p.Results, "\n## Goals that berth does not reach\n\n")
+	var names []string
+	for _, c := range p.Columns {
+		names = append(names, c.Name)
+	}
+	failures(out, Rows, p.Results, names, "\n## What failed\n\n")
+	if checkpoints != "" {
+		fmt.Fprint(out, "\n", strings.TrimRight(checkpoints, "\n"), "\n")
+	}
+	fmt.Fprint(out, "\n", drawingsHeading, "\nThe median of five pods. Berth's calls show the spans of `berth trace`.\n\n")
 	for _, d := range drawings {
 		fmt.Fprintf(out, "![%s](%s)\n\n", d.title, d.file)
 	}
@@ -141,12 +156,11 @@ inside its cgroup. On cgroup v1 init moves there, which waits for an RCU grace p
 	return all
 }
 
-// misses explains the goals that berth does not reach.
-func (p Page) misses(out *bytes.Buffer) {
+// misses explains the goals that berth does not reach. heading precedes the first one.
+func misses(out *bytes.Buffer, rows []Row, results *Results, heading string) {
 	reasons := parseWhy(why)
-	heading := "\n## Goals that berth does not reach\n\n"
-	for _, row := range Rows {
-		s := *p.Results.Of(row.Key, Ours)
+	for _, row := range rows {
+		s := *results.Of(row.Key, Ours)
 		if row.Goal == 0 || len(s.Values) == 0 || row.reached(s) {
 			continue
 		}
@@ -163,13 +177,12 @@ func (p Page) misses(out *bytes.Buffer) {
 	}
 }
 
-// failures lists the rows whose measurement failed.
-func (p Page) failures(out *bytes.Buffer) {
-	heading := "\n## What failed\n\n"
-	for _, row := range Rows {
-		for _, c := range p.Columns {
-			if s := p.Results.Of(row.Key, c.Name); s.Failed != "" {
-				fmt.Fprintf(out, "%s- %s, %s, after %d samples: `%s`\n", heading, row.Title, c.Name, len(s.Values), strings.ReplaceAll(firstLine(s.Failed), "`", "'"))
+// failures lists the rows whose measurement failed. heading precedes the first one.
+func failures(out *bytes.Buffer, rows []Row, results *Results, columns []string, heading string) {
+	for _, row := range rows {
+		for _, c := range columns {
+			if s := results.Of(row.Key, c); s.Failed != "" {
+				fmt.Fprintf(out, "%s- %s, %s, after %d samples: `%s`\n", heading, row.Title, c, len(s.Values), strings.ReplaceAll(firstLine(s.Failed), "`", "'"))
 				heading = ""
 			}
 		}

@@ -61,7 +61,7 @@ func TestTableCell(t *testing.T) {
 
 func TestKeysAreUnique(t *testing.T) {
 	seen := map[string]bool{}
-	for _, row := range Rows {
+	for _, row := range slices.Concat(Rows, CheckpointRows) {
 		if seen[row.Key] || strings.ContainsAny(row.Key, " |") {
 			t.Errorf("key %q", row.Key)
 		}
@@ -116,8 +116,45 @@ func TestParseWhy(t *testing.T) {
 // Each reason explains an existing row.
 func TestReasonsBelongToRows(t *testing.T) {
 	for key, reason := range parseWhy(why) {
-		if !slices.ContainsFunc(Rows, func(r Row) bool { return r.Key == key }) || reason == "" {
+		if !slices.ContainsFunc(slices.Concat(Rows, CheckpointRows), func(r Row) bool { return r.Key == key }) || reason == "" {
 			t.Errorf("%q: %q", key, reason)
 		}
+	}
+}
+
+// A measurement of checkpoints replaces its own section only, and a measurement of everything else
+// keeps it.
+func TestCheckpointSection(t *testing.T) {
+	dir := t.TempDir()
+	page := Page{Setting: "all rows", Results: &Results{}, Columns: []Column{{Name: Ours}}}
+	if err := page.Write(dir); err != nil {
+		t.Fatal(err)
+	}
+	for _, frozen := range []float64{30, 50} {
+		var results Results
+		*results.Of("shell-frozen", Ours) = Series{Values: []float64{frozen - 1, frozen, frozen + 2}}
+		*results.Of("shell-frozen", ByHand) = Series{Values: []float64{2 * frozen}}
+		*results.Of("skew", ByHand) = Series{Failed: "it fails"}
+		if err := (Checkpoints{Setting: "checkpoints only\n", Results: &results}).Write(dir); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := page.Write(dir); err != nil {
+		t.Fatal(err)
+	}
+	content, err := os.ReadFile(filepath.Join(dir, "performance.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		"all rows", "checkpoints only", "| shell: frozen, ms | 40.0 | 100 (100 to 100), n 1 | 50.0 (49.0 to 52.0), n 3 | ×2.00 |\n",
+		"### shell: frozen\n\n50.0 instead of 40.0 ms.", "runc + CRIU, after 0 samples: `it fails`\n\n## Where the time goes\n\nThe median",
+	} {
+		if strings.Count(string(content), want) != 1 {
+			t.Errorf("the page does not have %q once:\n%s", want, content)
+		}
+	}
+	if strings.Count(string(content), "\n## ") != 2 {
+		t.Errorf("the page has other sections:\n%s", content)
 	}
 }

@@ -57,6 +57,17 @@ func (r *Results) QuickestPace() (ms float64) {
 	return ms
 }
 
+// slowestPace returns the median pace of the row during which the machine was slowest; 0: nothing
+// was measured.
+func (r *Results) slowestPace() (ms float64) {
+	for _, s := range r.paces {
+		if len(s.Values) > 0 {
+			ms = max(ms, s.Quantile(0.5))
+		}
+	}
+	return ms
+}
+
 // slowness returns a row's pace in units of the quickest one.
 func (r *Results) slowness(row string) string {
 	s := r.paces[row]

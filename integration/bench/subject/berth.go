@@ -15,9 +15,10 @@ import (
 )
 
 // Berth starts the berth daemon of the programs in bin. It uses the distribution's CNI plugins or
-// the built-in network. column is its name in the table, revision its commit.
-func (at *Site) Berth(ctx context.Context, column, bin, revision string, builtInNetwork bool) (*Subject, error) {
-	name := column
+// the built-in network. column is its name in the table, revision its commit. lines are added to
+// its configuration.
+func (at *Site) Berth(ctx context.Context, column, bin, revision string, builtInNetwork bool, lines ...string) (*Subject, error) {
+	name := strings.ReplaceAll(column, " ", "-")
 	if builtInNetwork {
 		name += "-own"
 	}
@@ -41,11 +42,25 @@ func (at *Site) Berth(ctx context.Context, column, bin, revision string, builtIn
 	if err != nil {
 		return nil, err
 	}
-	s := &Subject{Column: column, with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), BuiltInNetwork: builtInNetwork, Root: filepath.Join(at.Dir, name, "root")}
+	// Another daemon may use the default sockets and directories.
+	config := fmt.Sprintf("nri_socket = %q\nnri_plugin_dir = %[2]q\nnri_plugin_config_dir = %[2]q\n", d.state+"/nri.sock", d.state+"/nri")
+	if at.CRIU != "" {
+		config += fmt.Sprintf("checkpoint.criu = %q\n", at.CRIU)
+	}
+	if at.HTTP != "" {
+		hosts := filepath.Join(at.Dir, name, "certs.d")
+		if err := speakHTTP(hosts, at.HTTP); err != nil {
+			return nil, err
+		}
+		flags = append(flags, "--registry-dir", hosts)
+	}
+	for _, line := range lines {
+		config += line + "\n"
+	}
+	s := &Subject{Column: column, with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), BuiltInNetwork: builtInNetwork,
+		Root: filepath.Join(at.Dir, name, "root"), state: d.state + "/state"}
 	return at.start(ctx, s, recipe{
-		name: name, programs: programs,
-		// Another daemon may use the default sockets and directories.
-		config: fmt.Sprintf("nri_socket = %q\nnri_plugin_dir = %[2]q\nnri_plugin_config_dir = %[2]q\n", d.state+"/nri.sock", d.state+"/nri"),
+		name: name, programs: programs, config: config,
 		args: func(bin, config string) []string {
 			return append([]string{filepath.Join(bin, "berth"), "serve", "--config", config}, flags...)
 		},

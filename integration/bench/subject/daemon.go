@@ -33,6 +33,8 @@ type Site struct {
 	Dir     string // on a disk: images, copies of programs, logs
 	State   string // on tmpfs: files that do not outlive the boot
 	Work    Workload
+	CRIU    string // program for berth; empty: no checkpoints
+	HTTP    string // a registry that speaks plain HTTP, but not on loopback; empty: none
 
 	bridges int
 }

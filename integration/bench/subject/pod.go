@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -66,10 +67,27 @@ func (s *Subject) Start(ctx context.Context, hostNetwork bool) (*Pod, Start, err
 	if err := call("CreateContainer", func() error { return p.CreateContainer(ctx) }); err != nil {
 		return p, t, err
 	}
-	return p, t, call("StartContainer", func() error {
-		_, err := s.cri.StartContainer(ctx, &runtimeapi.StartContainerRequest{ContainerId: p.Containers[0]})
-		return err
-	})
+	return p, t, call("StartContainer", func() error { return s.startContainer(ctx, p.Containers[0]) })
+}
+
+// StartService pulls an image and starts a pod on the host's network with one container of it. It
+// returns the duration of the pull. The pod is not nil if it was created.
+func (s *Subject) StartService(ctx context.Context, image string, command []string) (p *Pod, pulled time.Duration, err error) {
+	if pulled, err = s.Pull(ctx, image); err != nil {
+		return nil, 0, err
+	}
+	if p, err = s.RunSandbox(ctx, true); err != nil {
+		return nil, 0, err
+	}
+	config := p.containerConfig(command)
+	config.Image.Image = image
+	if err := p.create(ctx, config); err != nil {
+		return p, 0, fmt.Errorf("CreateContainer: %w", err)
+	}
+	if err := s.startContainer(ctx, p.Containers[0]); err != nil {
+		return p, 0, fmt.Errorf("StartContainer: %w", err)
+	}
+	return p, pulled, nil
 }
 
 // RunSandbox makes a pod without containers.
@@ -118,28 +136,50 @@ func (p *Pod) run(ctx context.Context) error {
 	return nil
 }
 
+// resources returns the resources of a BestEffort container. Where cgroup v2 has no controller for
+// processor time, a runtime cannot set shares.
+func resources() *runtimeapi.LinuxContainerResources {
+	r := &runtimeapi.LinuxContainerResources{CpuShares: 2, OomScoreAdj: 1000}
+	if controllers, ok := Controllers(); ok && !slices.Contains(controllers, "cpu") {
+		r.CpuShares = 0
+	}
+	return r
+}
+
 // CreateContainer creates one more container and does not start it.
 func (p *Pod) CreateContainer(ctx context.Context) error {
+	return p.create(ctx, p.containerConfig(p.s.Command))
+}
+
+// containerConfig returns the configuration of the pod's next container.
+func (p *Pod) containerConfig(command []string) *runtimeapi.ContainerConfig {
 	name := fmt.Sprintf("c%d", len(p.Containers))
-	r, err := p.s.cri.CreateContainer(ctx, &runtimeapi.CreateContainerRequest{
-		PodSandboxId: p.ID, SandboxConfig: p.config,
-		Config: &runtimeapi.ContainerConfig{
-			Metadata: &runtimeapi.ContainerMetadata{Name: name},
-			Image:    &runtimeapi.ImageSpec{Image: p.s.Image},
-			Command:  p.s.Command,
-			Labels:   labels(),
-			LogPath:  name + ".log",
-			Linux: &runtimeapi.LinuxContainerConfig{
-				Resources:       &runtimeapi.LinuxContainerResources{CpuShares: 2, OomScoreAdj: 1000},
-				SecurityContext: &runtimeapi.LinuxContainerSecurityContext{NamespaceOptions: p.config.Linux.SecurityContext.NamespaceOptions},
-			},
+	return &runtimeapi.ContainerConfig{
+		Metadata: &runtimeapi.ContainerMetadata{Name: name},
+		Image:    &runtimeapi.ImageSpec{Image: p.s.Image},
+		Command:  command,
+		Labels:   labels(),
+		LogPath:  name + ".log",
+		Linux: &runtimeapi.LinuxContainerConfig{
+			Resources:       resources(),
+			SecurityContext: &runtimeapi.LinuxContainerSecurityContext{NamespaceOptions: p.config.Linux.SecurityContext.NamespaceOptions},
 		},
-	})
+	}
+}
+
+func (p *Pod) create(ctx context.Context, config *runtimeapi.ContainerConfig) error {
+	r, err := p.s.cri.CreateContainer(ctx, &runtimeapi.CreateContainerRequest{PodSandboxId: p.ID, SandboxConfig: p.config, Config: config})
 	if err != nil {
 		return err
 	}
 	p.Containers = append(p.Containers, r.ContainerId)
 	return nil
+}
+
+// startContainer starts a container by its ID.
+func (s *Subject) startContainer(ctx context.Context, id string) error {
+	_, err := s.cri.StartContainer(ctx, &runtimeapi.StartContainerRequest{ContainerId: id})
+	return err
 }
 
 // Trace returns the runtime's own spans of each call for this pod. Only berth has them.

@@ -38,6 +38,7 @@ type Subject struct {
 	parent  string   // cgroup parent of its pods
 	cgroups []string // cgroups of the runtime and its pods; none contains another
 	logs    string   // directory of its pods' logs
+	state   string   // berth's state directory; empty: another runtime
 
 	conn   *grpc.ClientConn
 	cri    runtimeapi.RuntimeServiceClient

@@ -31,6 +31,12 @@ func Cgroup2() bool {
 	return err == nil
 }
 
+// Controllers returns the controllers of cgroup v2. ok is false if this machine uses v1, too.
+func Controllers() (list []string, ok bool) {
+	content, err := os.ReadFile("/sys/fs/cgroup/cgroup.controllers")
+	return strings.Fields(string(content)), err == nil
+}
+
 // makeCgroup makes a cgroup that counts CPU time, and returns its file of processes.
 func makeCgroup(cgroup string) (string, error) {
 	dir := filepath.Dir(usageFile(cgroup))

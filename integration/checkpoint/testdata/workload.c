@@ -1,7 +1,7 @@
 /*
- * workload is the process of a container that is saved and restored. It has what a server has: threads,
- * an epoll set with a timer and a listening socket, a connected pair of sockets, a deleted file that
- * is still open, and shared memory. Ten times a second it prints one line:
+ * workload is the process of a container that is saved and restored. It has what a server has:
+ * threads, an epoll set with a timer and a listening socket, a connected pair of sockets, a deleted
+ * file that is still open, and shared memory. Ten times a second it prints one line:
  *
  *	tick=N threads=T file=F pair=P shared=S
  *

@@ -143,10 +143,39 @@ const diskFile = "disk"
 func serve(d *Disk, dir string) (*fuse.Server, error) {
 	root := &rootNode{disk: d}
 	forever := time.Hour // the size never changes
-	return fs.Mount(dir, root, &fs.Options{
+	server, err := fs.Mount(dir, root, &fs.Options{
 		AttrTimeout: &forever, EntryTimeout: &forever,
 		MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "blocklog", Name: "blocklog", MaxWrite: 512 << 10, DisableXAttrs: true},
 	})
+	if err != nil {
+		return nil, err
+	}
+	if err := keepFromPrograms(); err != nil {
+		return nil, errors.Join(err, server.Unmount())
+	}
+	return server, nil
+}
+
+// keepFromPrograms makes programs that this process starts not inherit its descriptor of /dev/fuse,
+// which go-fuse opens without O_CLOEXEC. A daemon with it keeps the kernel waiting for answers when
+// this process is killed, so neither its own fsync nor the loop device ends.
+func keepFromPrograms() error {
+	const dir = "/proc/self/fd"
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if target, err := os.Readlink(filepath.Join(dir, e.Name())); err != nil || target != "/dev/fuse" {
+			continue // os.ReadDir's own descriptor is closed
+		}
+		fd, err := strconv.Atoi(e.Name())
+		if err != nil {
+			return err
+		}
+		unix.CloseOnExec(fd)
+	}
+	return nil
 }
 
 type rootNode struct {
