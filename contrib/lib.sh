@@ -71,6 +71,14 @@ fetch_criu() {
 	return 1
 }
 
+# fetch_old_criu prints the path of a CRIU that is too old for berth: that of bookworm. It fails if that is
+# not possible.
+fetch_old_criu() {
+	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-criu-old
+	"$dir/criu" --version >/dev/null 2>&1 || (unpack_criu "$dir" bookworm) >/dev/null 2>&1
+	"$dir/criu" --version >/dev/null 2>&1 && echo "$dir/criu"
+}
+
 # unpack_criu DIR SUITE unpacks CRIU of SUITE and its libraries into DIR/root and writes DIR/criu, which
 # runs it. Call it in a subshell.
 unpack_criu() {
@@ -89,14 +97,21 @@ unpack_criu() {
 	"${get[@]}" update
 	"${get[@]}" install -y --download-only --no-install-recommends criu
 	for deb in "$work"/cache/archives/{criu,lib}*.deb; do dpkg-deb --extract "$deb" "$work/root"; done
-	loader=$(cd "$work/root" && find usr/lib -name 'ld-linux*' | head -1)
-	[ -n "$loader" ]
-	printf '#!/bin/sh\nexec "%s" --library-path "%s" "%s" "$@"\n' \
-		"$dir/root/$loader" "$dir/root/${loader%/*}" "$dir/root/usr/sbin/criu" >"$work/criu"
-	chmod 0755 "$work/criu"
+	write_criu "$work/root" "$dir/root" "$work/criu"
 	rm -rf "$dir/root"
 	mv "$work/root" "$dir/root"
 	mv "$work/criu" "$dir/criu"
+}
+
+# write_criu ROOT PATH FILE writes the program FILE, which runs the CRIU in the unpacked packages ROOT. PATH is
+# ROOT's path when FILE runs.
+write_criu() {
+	local loader
+	# Before trixie some libraries are in /lib, and their loader with them.
+	loader=$(cd "$1" && find usr/lib lib -name 'ld-linux*' 2>/dev/null | head -1)
+	[ -n "$loader" ] || return
+	printf '#!/bin/sh\nexec "%s" --library-path "%s" "%s" "$@"\n' "$2/$loader" "$2/${loader%/*}:$2/usr/${loader%/*}" "$2/usr/sbin/criu" >"$3" &&
+		chmod 0755 "$3"
 }
 
 # debian_sources SUITE prints the machine's apt sources of its own Debian release, with that release

@@ -98,7 +98,8 @@ func anchors(page string) map[string]bool {
 	return names
 }
 
-// Each shell block is run by a test, or says why not. A test runs blocks of every page in each place.
+// Each shell block is run by a test, or says why not. A test runs blocks of every page in each
+// place.
 func TestShellBlocksAreRun(t *testing.T) {
 	t.Parallel()
 	if _, err := pages.Read(checkout); err != nil {

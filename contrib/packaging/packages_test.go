@@ -180,7 +180,7 @@ func TestDebContents(t *testing.T) {
 		}
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
-		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""},
+		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""}, file{"/etc/berth/images.d/", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""},
 		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""}), "root/root"))
 }
@@ -217,7 +217,7 @@ func TestRPMContents(t *testing.T) {
 		got = append(got, file{words[0], words[1], words[2]})
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
-		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
+		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/etc/berth/images.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""}), "root/root"))
 	if out := run(t, "rpm", "-q", "--nosignature", "-p", "--configfiles", rpm); out != "/etc/berth/config.toml\n" {
 		t.Errorf("configuration files: %q", out)
@@ -343,8 +343,8 @@ func TestPackagedConfigurationIsValid(t *testing.T) {
 	}
 }
 
-// chroot returns a directory with a shell and the programs that maintainer scripts use. It resembles
-// the root of an image during its build.
+// chroot returns a directory with a shell and the programs that maintainer scripts use. It
+// resembles the root of an image during its build.
 func chroot(t *testing.T) string {
 	t.Helper()
 	testutil.NeedRoot(t)
@@ -366,7 +366,8 @@ func chroot(t *testing.T) string {
 	return dir
 }
 
-// files returns the regular files in dir whose paths contain "berth", without the package manager's.
+// files returns the regular files in dir whose paths contain "berth", without the package
+// manager's.
 func files(t *testing.T, dir string) (found []string) {
 	t.Helper()
 	testutil.Must(t, filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {

@@ -41,8 +41,8 @@ func alertRules(t *testing.T) map[string]rulefmt.Rule {
 	return all
 }
 
-// firing evaluates a rule every 30 seconds for an hour. It returns when the rule fired first, and the
-// summary of the alert; fired is false if it never did.
+// firing evaluates a rule every 30 seconds for an hour. It returns when the rule fired first, and
+// the summary of the alert; fired is false if it never did.
 func firing(t *testing.T, rule rulefmt.Rule, series string) (after time.Duration, summary string, fired bool) {
 	t.Helper()
 	expr, err := promQL.ParseExpr(rule.Expr)
