@@ -31,7 +31,9 @@ const checkpointTime = 2 * time.Minute
 // CheckpointContainer writes an archive of a running container to the file location (KEP-2008). The
 // container is frozen meanwhile and goes on afterwards, also after an error. The archive replaces
 // an existing file, and has the mode 0600. A zero timeout means checkpointTime. A stop of the
-// container cancels the checkpoint.
+// container cancels the checkpoint. Of two calls with the same location, the one that ends last
+// decides, even if its archive is the older one. After an error, location is as before, unless the
+// disk has failed to record the name of the complete archive.
 //
 // Errors: InvalidArgument for a location that is not an absolute path. NotFound. FailedPrecondition
 // if the container does not run or cannot be checkpointed, with the cause. ResourceExhausted if a
