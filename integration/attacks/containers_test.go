@@ -204,8 +204,13 @@ func TestSeccompFilterOverwritten(t *testing.T) {
 		s.Capabilities = &runtimeapi.Capability{AddCapabilities: []string{"SYS_PTRACE"}}
 	})
 	pod := d.RunPod(t, harness.HostNetwork)
-	c := pod.Run(t, filtered, harness.Script(`while :; do for p in /proc/[0-9]*; do
-		case $(readlink $p/fd/3) in *memfd*) echo seen; echo x 2>/dev/null >>$p/fd/3 && echo written; true >$p/fd/3 && echo truncated ;; esac
+	// The process can close the filter, and open another file with its number, before it is opened here.
+	c := pod.Run(t, filtered, harness.Script(`filter() { case $(readlink /proc/self/fd/9) in *memfd*) ;; *) false ;; esac; }
+	while :; do for p in /proc/[0-9]*; do
+		case $(readlink $p/fd/3) in *memfd*) echo seen
+			{ filter && echo x >&9 && echo written; } 9>>$p/fd/3
+			{ filter && echo truncated; } 9>$p/fd/3 ;;
+		esac
 	done; done 2>/dev/null`))
 	refused := func(c *harness.Container) {
 		t.Helper()

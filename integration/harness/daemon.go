@@ -518,7 +518,7 @@ var quietCall = regexp.MustCompile(`level=DEBUG msg=(Version|ImageFsInfo|List\w+
 // end kills a daemon that a failed test has left running.
 func (d *Daemon) end(t *testing.T) {
 	t.Helper()
-	if d.Cmd != nil && !d.Gone() {
+	if d.Cmd != nil && d.Cmd.Process != nil && !d.Gone() { // no process: it could not be started
 		d.Signal(t, syscall.SIGKILL)
 		d.ForgetMounts(t)
 	}
