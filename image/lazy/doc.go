@@ -26,8 +26,10 @@
 // What an index says of the layer's files is true if this node has made the index. An index of
 // another node is a claim: its tree, its record and its points could show other files. Bytes of the
 // blob that fit such an index prove nothing but that its sender and the source agree. So a layer
-// with such an index has a Prove function. It is complete after the tar has the right digest, and
-// after Prove has unpacked the tar again and found the same tree, record and summary. A proof that
+// with such an index has a Prove function. Each state of its index is compared with the blob, and
+// each span with the tar that the record restores, also where no content of a file is. The layer is
+// complete after the tar has the right digest, and after Prove has unpacked the tar again and found
+// the same tree, record and summary. Then everything that the index says is true. A proof that
 // fails ends the layer (DataLoss), also one that cannot be made in maxProofs attempts. The caller
 // keeps the fact on disk that the proof is missing, takes ranges of the blob from registries only,
 // does not pass the index on before the proof, and kills the containers on a layer that has failed.

@@ -486,3 +486,76 @@ func TestProof(t *testing.T) {
 		})
 	}
 }
+
+// flippedInflater returns another first byte of the tar.
+type flippedInflater struct{ Inflater }
+
+func (f flippedInflater) Span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error) {
+	tar, err := f.Inflater.Span(ctx, p, in, out)
+	if err == nil && p.Out == 0 {
+		tar[0] ^= 1
+	}
+	return tar, err
+}
+
+// Nothing of another node's index is proven that was not compared with the blob, also where no
+// content of a file depends on it.
+func TestAllOfAnIndexIsCompared(t *testing.T) {
+	for name, test := range map[string]struct {
+		kind   index.Compression
+		change func(w *testLayer)
+		flip   bool
+	}{
+		"true":               {index.Gzip, func(*testLayer) {}, false},
+		"true, uncompressed": {index.None, func(*testLayer) {}, false},
+		"state in a span":    {index.None, func(l *testLayer) { l.x.States[2][0] ^= 1 }, false},
+		"state of a span":    {index.None, func(l *testLayer) { l.x.States[1][0] ^= 1 }, false},
+		"state of content":   {index.None, func(l *testLayer) { l.x.States[len(l.x.States)-1][0] ^= 1 }, false},
+		"place of a point":   {index.Gzip, func(l *testLayer) { l.x.Points[1].Out -= 512 }, false},
+		"decompressed bytes": {index.Gzip, func(*testLayer) {}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			layer := emptyFiles(t, test.kind)
+			test.change(layer)
+			w := newWorldOf(t, layer, nil)
+			proofs := 0
+			w.proof = func(context.Context, *io.SectionReader) error { proofs++; return nil }
+			if test.flip {
+				inflate := w.inflate
+				w.inflate = func() (Inflater, error) { inf, err := inflate(); return flippedInflater{inf}, err }
+			}
+			w.open()
+			w.e.Start()
+			w.wait(t)
+			if strings.HasPrefix(name, "true") {
+				testutil.Must(t, w.l.Err())
+				if filled, total := w.l.Progress(); filled != total || proofs != 1 {
+					t.Errorf("%d of %d bytes, %d proofs", filled, total, proofs)
+				}
+				return
+			}
+			if errdefs.Code(w.l.Err()) != codes.DataLoss || proofs > 0 {
+				t.Errorf("%d proofs, %v", proofs, w.l.Err())
+			}
+		})
+	}
+}
+
+// Without a Prove function, spans without content are not fetched.
+func TestOwnIndexNeedsContentOnly(t *testing.T) {
+	layer := emptyFiles(t, index.None)
+	w := newWorldOf(t, layer, nil)
+	testutil.Must(t, w.l.Close())
+	testutil.Must(t, os.RemoveAll(w.dir))
+	layer.write(t, w.dir)
+	var err error
+	w.l, err = w.e.Add(w.dir, layer.x, w.source, w.inflate, nil)
+	testutil.Must(t, err)
+	w.open()
+	w.e.Start()
+	w.wait(t)
+	testutil.Must(t, w.l.Err())
+	if n := w.source.bytes.Load(); n == 0 || n >= layer.x.BlobSize/2 {
+		t.Errorf("%d bytes were requested of %d", n, layer.x.BlobSize)
+	}
+}

@@ -247,14 +247,9 @@ func (l *Layer) fill(ctx context.Context, in *gridReader, i int) error {
 		return err
 	}
 	s := l.x.Span(i)
-	tar := raw
-	if l.x.Kind != index.None {
-		if tar, err = l.inflater.span(ctx, s.Point, raw, s.OutSize); err != nil {
-			return err
-		}
-	}
-	if int64(len(tar)) != s.OutSize {
-		return errdefs.New(codes.DataLoss, "decompressed to %d bytes, the index says %d", len(tar), s.OutSize)
+	tar, err := l.decompress(ctx, s, raw)
+	if err != nil {
+		return err
 	}
 	failpoint.Reach("lazy.fill")
 	err = l.contents.inTar(s.Out, s.OutSize, func(offset, data, size int64) error {
@@ -264,8 +259,28 @@ func (l *Layer) fill(ctx context.Context, in *gridReader, i int) error {
 	if err != nil {
 		return fmt.Errorf("write data: %w", err)
 	}
+	if err := l.claimed.compare(tar, s.Out); err != nil {
+		return err
+	}
 	l.filled(i, s)
 	return nil
+}
+
+// decompress returns the bytes of the tar in a span, from its verified bytes of the blob.
+func (l *Layer) decompress(ctx context.Context, s index.Span, raw []byte) (tar []byte, err error) {
+	tar = raw
+	switch {
+	case s.OutSize == 0: // after the tar's end, for example an empty gzip member
+		return nil, nil
+	case l.x.Kind != index.None:
+		if tar, err = l.inflater.span(ctx, s.Point, raw, s.OutSize); err != nil {
+			return nil, err
+		}
+	}
+	if int64(len(tar)) != s.OutSize {
+		return nil, errdefs.New(codes.DataLoss, "decompressed to %d bytes, the index says %d", len(tar), s.OutSize)
+	}
+	return tar, nil
 }
 
 // write writes a part of the content. At the end of a file it writes the rest of the block, too, as

@@ -109,7 +109,8 @@ type Layer struct {
 	inode    uint64
 
 	inflater  inflater
-	prove     Prove     // nil: the index needs no proof
+	prove     Prove // nil: the index needs no proof
+	claimed   *claimedTar
 	syncing   task.Lock // guards lost; held while spans are recorded
 	lost      error     // the first sync of the data that failed
 	done      chan struct{}
@@ -216,6 +217,11 @@ func (l *Layer) load(dir string, x *index.Index, undo *cleanup.List) (err error)
 		return err
 	}
 	undo.Add("close bitmap", l.bits.Close)
+	if l.prove != nil {
+		if l.claimed, err = openClaimed(l.life.Context(), l.record, l.data, x.TarSize); err != nil {
+			return err
+		}
+	}
 	has, err := readBitmap(l.bits, x.Spans())
 	if err != nil {
 		return err
@@ -242,12 +248,13 @@ func (l *Layer) openData(dir string, undo *cleanup.List) (err error) {
 	return nil
 }
 
-// setSpans sets which spans are filled. Spans without content need not be.
+// setSpans sets which spans are filled. Spans without content need not be, unless the index is to be
+// proven: what it says of them is kept and passed on after the proof.
 func (l *Layer) setSpans(has bitmap) {
 	l.spans = make([]spanState, l.x.Spans())
 	for i := range l.spans {
 		content := l.contentOf(i)
-		if content > 0 && !has.has(i) {
+		if (content > 0 || l.prove != nil) && !has.has(i) {
 			l.left++
 			l.missing += content
 			continue

@@ -102,6 +102,22 @@ func (l *testLayer) index(t testing.TB, whole []byte, kind index.Compression) {
 	testutil.Must(t, err)
 }
 
+// emptyFiles makes a layer whose first spans have the headers of empty files alone.
+func emptyFiles(t testing.TB, kind index.Compression) *testLayer {
+	t.Helper()
+	l := &testLayer{files: map[string][]byte{"file": bytes.Repeat([]byte("content"), 10_000)}}
+	var out bytes.Buffer
+	w := tar.NewWriter(&out)
+	for i := range 4 * testSpan / 512 {
+		testutil.Must(t, w.WriteHeader(&tar.Header{Name: fmt.Sprintf("empty%04d", i), Mode: 0o644, Typeflag: tar.TypeReg}))
+	}
+	testutil.Must(t, w.WriteHeader(&tar.Header{Name: "file", Mode: 0o644, Size: int64(len(l.files["file"])), Typeflag: tar.TypeReg}))
+	_, err := w.Write(l.files["file"])
+	testutil.Must(t, errors.Join(err, w.Close()))
+	l.index(t, out.Bytes(), kind)
+	return l
+}
+
 // write writes the directory of the layer.
 func (l *testLayer) write(t testing.TB, dir string) string {
 	t.Helper()
@@ -241,9 +257,15 @@ func (w *world) prove(ctx context.Context, tar *io.SectionReader) error {
 // it is told otherwise.
 func newWorld(t testing.TB, n int, change func(*Config)) *world {
 	t.Helper()
+	return newWorldOf(t, makeLayer(t, 1, n, index.Gzip), change)
+}
+
+// newWorldOf is newWorld with another layer.
+func newWorldOf(t testing.TB, layer *testLayer, change func(*Config)) *world {
+	t.Helper()
 	needKernel(t)
 	root := testutil.DiskDir(t)
-	w := &world{layer: makeLayer(t, 1, n, index.Gzip), dir: filepath.Join(root, "layer")}
+	w := &world{layer: layer, dir: filepath.Join(root, "layer")}
 	first := make(chan struct{})
 	w.source = &fakeSource{blob: w.layer.blob, wait: first, first: first}
 	w.inflate = func() (Inflater, error) { w.inflaters.Add(1); return &fakeInflater{open: &w.inflaters}, nil }

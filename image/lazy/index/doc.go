@@ -8,9 +8,10 @@
 // only an Index whose numbers are consistent. It cannot tell whether they are true: a blob may have
 // compromised the process that noted the points. Wrong points give a tar with a wrong digest.
 //
-// The states cannot be wrong without notice, because the last one is the blob's digest. The daemon
-// takes them itself while it hashes the blob. So Verify shows that bytes belong to the blob before
-// anything decompresses them.
+// The states of an index of this node cannot be wrong, because the daemon takes them itself while it
+// hashes the blob. So Verify shows that bytes belong to the blob before anything decompresses them.
+// It compares each state in its range. After it has verified ranges that cover the whole blob, all
+// states are true, because what follows the last one is the blob's digest.
 //
 // # Terms
 //

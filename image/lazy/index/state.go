@@ -105,7 +105,9 @@ func (h *Hash) States(size int64) ([]State, error) {
 func statesOf(size int64) int { return int(max(size-1, 0) / Grid) }
 
 // Verify checks that p are the bytes of the blob at an offset. Offset and end are on the grid, or
-// the end is the blob's. The error wraps ErrMismatch if the bytes are others.
+// the end is the blob's. It compares each state in the range, so an index of another node whose
+// ranges have all been verified has no false state. The error wraps ErrMismatch if the bytes are
+// others.
 func (x *Index) Verify(offset int64, p []byte) error {
 	end := offset + int64(len(p))
 	if offset < 0 || offset%Grid != 0 || end > x.BlobSize || end%Grid != 0 && end != x.BlobSize {
@@ -118,10 +120,23 @@ func (x *Index) Verify(offset int64, p []byte) error {
 	if err != nil {
 		return err
 	}
-	h.Write(p)
-	if end == x.BlobSize {
+	for at := offset; at < end; {
+		next := min(at+Grid, end)
+		h.Write(p[at-offset : next-offset])
+		if err := x.compare(h, next); err != nil {
+			return err
+		}
+		at = next
+	}
+	return nil
+}
+
+// compare compares the hash of the bytes before an offset with the state there, or with the digest
+// at the blob's end.
+func (x *Index) compare(h hash.Hash, offset int64) error {
+	if offset == x.BlobSize {
 		if digest.NewDigest(digest.SHA256, h) != x.Blob {
-			return x.mismatch(offset, end)
+			return x.mismatch(offset)
 		}
 		return nil
 	}
@@ -129,14 +144,14 @@ func (x *Index) Verify(offset int64, p []byte) error {
 	if err != nil {
 		return err
 	}
-	if want, ok := x.state(end); !ok || got != want {
-		return x.mismatch(offset, end)
+	if want, ok := x.state(offset); !ok || got != want {
+		return x.mismatch(offset)
 	}
 	return nil
 }
 
-func (x *Index) mismatch(offset, end int64) error {
-	return fmt.Errorf("%w %s: bytes %d to %d", ErrMismatch, x.Blob, offset, end)
+func (x *Index) mismatch(offset int64) error {
+	return fmt.Errorf("%w %s: those before byte %d", ErrMismatch, x.Blob, offset)
 }
 
 // hashAt returns the blob's hash after the bytes before an offset on the grid.
