@@ -423,3 +423,21 @@ func TestIncompleteLayerWithoutRegistry(t *testing.T) {
 		t.Errorf("the layer is complete without its registry: %v", err)
 	}
 }
+
+// After the policy is turned off, complete layers show no decision of earlier pulls any more.
+func TestDecisionsEndWithThePolicy(t *testing.T) {
+	w := newLazyWorld(t)
+	release := w.hold()
+	img := pull(t, w.s, w.ref)
+	w.cfg.Lazy.Policy = LazyOff
+	w.s = restart(t, w.s, w.cfg)
+	if status := w.s.LazyStatus(w.s.index.Load().byID[img.ID]); status == nil || status.Layers[0].Decision == "" {
+		t.Errorf("of an incomplete layer: %+v", status)
+	}
+	release()
+	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	testutil.Eventually(t, "the layer is not incomplete", func() bool { return w.incomplete(t) == nil })
+	if status := w.s.LazyStatus(w.s.index.Load().byID[img.ID]); status != nil {
+		t.Errorf("of a complete layer: %+v", status)
+	}
+}

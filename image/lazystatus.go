@@ -32,7 +32,9 @@ type LazyLayer struct {
 	// content in time. LastFailedRead is the time of the last one.
 	FailedReads    uint64     `json:"failedReads,omitempty"`
 	LastFailedRead *time.Time `json:"lastFailedRead,omitempty"`
-	Decision       string     `json:"decision,omitempty"` // of the last pull that had to get the layer
+	// Decision is that of the last pull that had to get the layer. With the policy LazyOff, only
+	// incomplete layers have one.
+	Decision string `json:"decision,omitempty"`
 }
 
 // Percent returns how much of the incomplete layers is fetched.
@@ -50,8 +52,12 @@ func (s *Store) LazyStatus(img *Image) *LazyImage {
 	status, some := &LazyImage{}, false
 	decisions := s.incomplete.decisionsOf(img.Layers, img.decisions)
 	for i, name := range img.Layers {
-		l := LazyLayer{Layer: config.RootFS.DiffIDs[i], Decision: decisions[name]}
-		if incomplete := s.incomplete.get(name); incomplete != nil {
+		l := LazyLayer{Layer: config.RootFS.DiffIDs[i]}
+		incomplete := s.incomplete.get(name)
+		if incomplete != nil || s.incomplete.cfg.Policy != LazyOff { // else it says nothing of interest
+			l.Decision = decisions[name]
+		}
+		if incomplete != nil {
 			l.Incomplete = true
 			l.Fetched, l.Size = incomplete.Progress()
 			if claim := s.incomplete.layers.Claimed(name); claim != nil {

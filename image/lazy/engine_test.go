@@ -238,6 +238,10 @@ func TestWrongBytes(t *testing.T) {
 	if w.l.Complete() {
 		t.Error("it is complete")
 	}
+	testutil.Eventually(t, "all failed reads are counted", func() bool {
+		n, last := w.l.Refused()
+		return n > 0 && n == w.e.Stats().Denied && !last.IsZero()
+	})
 }
 
 // One host with wrong bytes does no harm.
@@ -388,6 +392,9 @@ func TestCloseLayer(t *testing.T) {
 	testutil.Must(t, w.l.Close())
 	if err := reader.Wait(); !errors.Is(err, unix.EIO) {
 		t.Errorf("reader of a closed layer: %v", err)
+	}
+	if n, _ := w.l.Refused(); n == 0 {
+		t.Error("the failed read is not counted")
 	}
 	if _, err := os.ReadFile(filepath.Join(root, name)); !errors.Is(err, unix.EIO) {
 		t.Errorf("later reader: %v", err)

@@ -475,12 +475,14 @@ func (l *Layer) Close() error {
 	return err
 }
 
-// detachAll detaches all accesses that wait for the layer. The caller holds mu.
+// detachAll detaches all accesses that wait for the layer, and notes that they fail. The caller
+// holds mu and denies them.
 func (l *Layer) detachAll() (list []*waiter) {
 	for i := range l.waiting {
 		for _, w := range slices.Clone(l.waiting[i]) {
 			if w.waits != nil { // not yet in list
 				list = append(list, w)
+				l.noteRefused()
 			}
 			l.e.detach(w)
 		}
