@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -440,4 +442,42 @@ func TestDecisionsEndWithThePolicy(t *testing.T) {
 	if status := w.s.LazyStatus(w.s.index.Load().byID[img.ID]); status != nil {
 		t.Errorf("of a complete layer: %+v", status)
 	}
+}
+
+// An archive with the blob fills an incomplete layer, without its registry. The blob must be the
+// original one: the index says where its compressed parts are.
+func TestArchiveFillsIncompleteLayer(t *testing.T) {
+	w := newLazyWorld(t)
+	ref, err := name.ParseReference(w.ref, name.Insecure)
+	testutil.Must(t, err)
+	original, err := remote.Image(ref)
+	testutil.Must(t, err)
+	path := layoutDir(t, "example.com/app:v1", original)
+	release := w.hold()
+	defer release()
+	img := pull(t, w.s, w.ref)
+	if w.incomplete(t) == nil {
+		t.Fatal("the layer is complete")
+	}
+	w.lose()
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := w.s.LoadFile(canceled, path, LoadOptions{}); err == nil {
+		t.Error("a load that was canceled has succeeded")
+	}
+	blob := filepath.Join(path, "blobs", "sha256", digest.FromBytes(w.layer.Blob).Encoded())
+	for _, bad := range [][]byte{nil, w.layer.Blob[:len(w.layer.Blob)-1], make([]byte, len(w.layer.Blob))} {
+		testutil.Must(t, os.WriteFile(blob, bad, 0o600))
+		if _, err := w.s.LoadFile(t.Context(), path, LoadOptions{}); err == nil || w.incomplete(t) == nil {
+			t.Errorf("an archive with another blob of %d bytes is loaded", len(bad))
+		}
+	}
+	testutil.Must(t, os.WriteFile(blob, w.layer.Blob, 0o600))
+	loaded, err := w.s.LoadFile(t.Context(), path, LoadOptions{})
+	testutil.Must(t, err)
+	if len(loaded) != 1 || loaded[0].ID != img.ID {
+		t.Errorf("loaded %+v", loaded)
+	}
+	testutil.Eventually(t, "the layer is complete", func() bool { return w.incomplete(t) == nil })
+	w.check(t)
 }
