@@ -1,6 +1,7 @@
 package image
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -83,6 +84,34 @@ func (s *Store) distrust(from layer.Source, claim *layer.Claim, reason error) {
 	}
 	s.distrusted.add(from.Name(), fmt.Sprintf("the files of the image may have been wrong: %s: node %s, layer %s: %v",
 		said, claim.Peer, from.DiffID, reason))
+}
+
+// noteUnloaded notes which layers with claims a new store has not loaded: they can never be proven.
+// placed and aside are those of layer.Claims before the store was opened. A layer that was set
+// aside earlier counts while no other layer has its name, because an earlier daemon may have ended
+// before it killed the containers.
+func (z *incompleteLayers) noteUnloaded(store *layer.Store, placed, aside map[digest.Digest]*layer.Claim) {
+	z.unloaded = map[digest.Digest]*layer.Claim{}
+	for name, claim := range aside {
+		if !store.Has(name) {
+			z.unloaded[name] = claim
+		}
+	}
+	for name, claim := range placed {
+		if store.Claimed(name) == nil {
+			z.unloaded[name] = claim
+		}
+	}
+}
+
+// distrustUnloaded is distrust for a layer that could not be loaded. Its images are set aside,
+// because a layer of theirs is missing. Nobody is accused: files of this node are damaged.
+func (s *Store) distrustUnloaded(name digest.Digest, claim *layer.Claim) {
+	peer := cmp.Or(claim.Peer, "unknown")
+	s.log.Error("a layer with an index of another node is damaged, so the index cannot be proven; "+
+		"the containers on the layer are killed", "layer", name, "peer", peer)
+	s.distrusted.add(name, fmt.Sprintf("the files of the image may have been wrong: the index of another node cannot be proven, "+
+		"because the layer is damaged: node %s, layer %s", peer, name))
 }
 
 // OnDistrust sets the function that kills the containers on a layer whose files may be wrong. It is

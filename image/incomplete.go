@@ -64,6 +64,8 @@ type incompleteLayers struct {
 	store    *Store         // set before the Engine starts
 	layers   *layer.Store   // of the EROFS driver; set with engine
 	life     *task.Lifetime // of goroutines that handle ended layers
+	// unloaded are the claims of layers that could not be loaded, until start.
+	unloaded map[digest.Digest]*layer.Claim
 
 	mu        sync.Mutex // guards the fields below
 	sources   map[digest.Digest]*blobSource
@@ -140,6 +142,10 @@ func (z *incompleteLayers) parts() layer.Lazy {
 // start begins to fill the layers. The Store is complete.
 func (z *incompleteLayers) start(s *Store) {
 	z.store = s
+	for name, claim := range z.unloaded {
+		s.distrustUnloaded(name, claim)
+	}
+	z.unloaded = nil
 	for _, name := range z.names() {
 		z.prefer(name)
 	}

@@ -5,6 +5,8 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -318,5 +320,50 @@ func TestAccessToIndexes(t *testing.T) {
 	testutil.Must(t, n.first.Remove(t.Context(), img.ID))
 	if n.first.HasIndex(n.key()) {
 		t.Error("the layer is gone, and its index is sent")
+	}
+}
+
+// A layer whose index is not proven and that a later daemon cannot load ends as one whose proof has
+// failed: its containers are killed and its images removed. The next start does it again, in case
+// the daemon ended before. When the image was pulled again, its containers are not killed.
+func TestUnprovenLayerIsDamaged(t *testing.T) {
+	for _, damaged := range []string{"index", "claim"} {
+		t.Run(damaged, func(t *testing.T) {
+			n := newSecondNode(t, nil)
+			release := n.hold()
+			img := pull(t, n.s, n.ref)
+			name := img.Layers[0]
+			if n.s.incomplete.layers.Claimed(name) == nil {
+				t.Fatal("the layer has no claim")
+			}
+			_, err := n.s.Hold("container", img.Layers)
+			testutil.Must(t, err)
+			testutil.Must(t, n.s.Close())
+			release()
+			testutil.Must(t, os.Truncate(filepath.Join(n.cfg.Root, erofsDir, lazyDir, name.Encoded(), damaged), 3))
+			for range 2 {
+				n.s = openUnsettled(t, n.cfg, io.Discard)
+				var killed []digest.Digest
+				n.s.OnDistrust(func(layer digest.Digest, reason string) {
+					killed = append(killed, layer)
+					if !strings.Contains(reason, "may have been wrong") {
+						t.Error(reason)
+					}
+				})
+				if !slices.Equal(killed, []digest.Digest{name}) {
+					t.Errorf("killed %v", killed)
+				}
+				if _, err := n.s.Get(img.ID); err == nil {
+					t.Error("the image exists")
+				}
+				testutil.Must(t, n.s.Close())
+			}
+			n.s = openUnsettled(t, n.cfg, io.Discard)
+			pull(t, n.s, n.ref)
+			n.check(t)
+			testutil.Must(t, n.s.Close())
+			n.s = openUnsettled(t, n.cfg, io.Discard)
+			n.s.OnDistrust(func(layer digest.Digest, _ string) { t.Errorf("killed %s after the image was pulled again", layer) })
+		})
 	}
 }

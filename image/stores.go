@@ -89,11 +89,20 @@ func (s *stores) openMerger(root string, driver layer.Merger, reserve layer.Rese
 	if err := s.incomplete.open(root, filepath.Join(s.root, spoolDir), s.waits); err != nil {
 		return nil, err
 	}
-	if s.incomplete.engine == nil {
-		return s.open(root, driver, reserve)
+	placed, aside, err := layer.Claims(root)
+	if err != nil {
+		return nil, err
 	}
-	store, err := s.added(layer.OpenLazy(root, driver, s.reclaiming(reserve), s.incomplete.parts(), s.waits, s.log))
-	s.incomplete.layers = store
+	var store *layer.Store
+	if s.incomplete.engine == nil {
+		store, err = s.open(root, driver, reserve)
+	} else {
+		store, err = s.added(layer.OpenLazy(root, driver, s.reclaiming(reserve), s.incomplete.parts(), s.waits, s.log))
+		s.incomplete.layers = store
+	}
+	if err == nil {
+		s.incomplete.noteUnloaded(store, placed, aside)
+	}
 	return store, err
 }
 

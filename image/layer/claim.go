@@ -11,10 +11,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
+	"berth/checkpoint"
 	"berth/image/lazy/index"
 	"berth/image/tree"
 	"berth/image/unpack"
@@ -65,6 +67,42 @@ func readClaim(dir string) (*Claim, error) {
 		return nil, fmt.Errorf("decode %s: %w", f.Name(), err)
 	}
 	return claim, nil
+}
+
+// Claims returns the Claims of the incomplete layers in a Store's directory by name: of those in
+// their place, and of those set aside. A Claim that cannot be read is empty. The Store must not be
+// open.
+func Claims(root string) (placed, aside map[digest.Digest]*Claim, err error) {
+	placed, err = claimsIn(filepath.Join(root, lazyDir))
+	if err != nil {
+		return nil, nil, err
+	}
+	aside, err = claimsIn(filepath.Join(root, lazyDir, checkpoint.SetAsideDir))
+	return placed, aside, err
+}
+
+// claimsIn is Claims for one folder. Links are those of complete layers.
+func claimsIn(folder string) (map[digest.Digest]*Claim, error) {
+	entries, err := os.ReadDir(folder)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("find the claims of layers: %w", err)
+	}
+	found := map[digest.Digest]*Claim{}
+	for _, e := range entries {
+		hex, _, _ := strings.Cut(e.Name(), ".") // entries that were set aside have a suffix
+		name := digest.NewDigestFromEncoded(digest.SHA256, hex)
+		if !e.IsDir() || name.Validate() != nil {
+			continue
+		}
+		claim, err := readClaim(filepath.Join(folder, e.Name()))
+		if err != nil {
+			claim = &Claim{}
+		}
+		if claim != nil {
+			found[name] = claim
+		}
+	}
+	return found, nil
 }
 
 // UsageOf returns the disk usage of the complete layer of an index. An index from another node has

@@ -543,6 +543,50 @@ func TestDamagedClaim(t *testing.T) {
 	}
 }
 
+// The claims of layers are found when their store is not open, also of those set aside, and of those
+// whose claim is damaged.
+func TestClaims(t *testing.T) {
+	w := newLazyWorld(t)
+	var names []digest.Digest
+	for i, file := range []string{"one", "two", "three"} {
+		x, from, _ := w.index(bigTar(t, file))
+		claim, fill := w.claimed(from, x)
+		if i == 2 {
+			claim, fill = nil, w.source.fill(from, x, nil)
+		}
+		testutil.Must(t, w.s.CreateLazy(t.Context(), from, x, claim, fill))
+		names = append(names, from.Name())
+	}
+	check := func(what string, got map[digest.Digest]*Claim, want map[digest.Digest]string) {
+		t.Helper()
+		for name, peer := range want {
+			if got[name] == nil || got[name].Peer != peer {
+				t.Errorf("%s: layer %s has the claim %+v", what, name, got[name])
+			}
+		}
+		if len(got) != len(want) {
+			t.Errorf("%s: %d claims", what, len(got))
+		}
+	}
+	w.close()
+	testutil.Must(t, os.Truncate(filepath.Join(w.root, lazyDir, names[1].Encoded(), claimFile), 3))
+	placed, aside, err := Claims(w.root)
+	testutil.Must(t, err)
+	check("placed", placed, map[digest.Digest]string{names[0]: "192.0.2.1:80", names[1]: ""})
+	check("aside", aside, nil)
+	testutil.Must(t, os.Truncate(filepath.Join(w.root, lazyDir, names[0].Encoded(), indexFile), 3))
+	w.open()
+	w.close()
+	placed, aside, err = Claims(w.root)
+	testutil.Must(t, err)
+	check("placed", placed, nil)
+	check("aside", aside, map[digest.Digest]string{names[0]: "192.0.2.1:80", names[1]: ""})
+	w.open()
+	if placed, aside, err := Claims(t.TempDir()); err != nil || len(placed)+len(aside) > 0 {
+		t.Errorf("of no store: %v, %v, %v", placed, aside, err)
+	}
+}
+
 func decodeTree(t *testing.T, encoded []byte) *tree.Node {
 	t.Helper()
 	root, _, err := tree.Decode(bytes.NewReader(encoded), 0, tree.Limit{Bytes: 1 << 20, Memory: 1 << 20, Blocks: 1 << 20})
