@@ -163,22 +163,28 @@ func (s *Store) indexFor(ctx context.Context, repo *registry.Repository, l regis
 	return x, nil, matches(x, l)
 }
 
-// getIndex reads an index of this node. It tries again while the index is in use, for another node
-// for example, which never takes long.
+// getIndex reads an index of this node.
 func (s *Store) getIndex(ctx context.Context, blob digest.Digest) (x *blobindex.Index, err error) {
+	err = s.withIndex(ctx, blob, func() (err error) { x, err = s.indexer.store.Get(blob); return err })
+	return x, err
+}
+
+// withIndex calls get for an index. It tries again while the index is in use, for another node for
+// example, which never takes long.
+func (s *Store) withIndex(ctx context.Context, blob digest.Digest, get func() error) (err error) {
 	const attempts, pause = 50, 20 * time.Millisecond
 	for range attempts {
-		x, err = s.indexer.store.Get(blob)
+		err = get()
 		if errdefs.Code(err) != codes.NotFound || !s.indexer.store.Has(blob) {
-			return x, err
+			return err
 		}
 		select {
 		case <-ctx.Done():
-			return nil, context.Cause(ctx)
+			return context.Cause(ctx)
 		case <-time.After(pause):
 		}
 	}
-	return nil, err
+	return err
 }
 
 // createLazily creates a layer if the registry proves that it has the blob. claim is nil for an

@@ -14,6 +14,7 @@ import (
 	"berth/image/erofs"
 	"berth/image/layer"
 	blobindex "berth/image/lazy/index"
+	"berth/image/lazy/indexes"
 	"berth/image/peers"
 	"berth/image/registry"
 	"berth/image/tree"
@@ -53,25 +54,16 @@ func (s *Store) OpenIndex(ctx context.Context, k peers.Key) (peers.Tar, error) {
 	if !s.HasIndex(k) {
 		return nil, errdefs.NotFound("no index of %s for images of %s", k.Blob, k.Registry)
 	}
-	x, err := s.getIndex(ctx, k.Blob)
+	var w *indexes.Whole
+	err := s.withIndex(ctx, k.Blob, func() (err error) { w, err = s.indexer.store.OpenWhole(k.Blob); return err })
 	if err != nil {
 		return nil, err
 	}
-	if x.DiffID != k.DiffID {
-		return nil, errdefs.NotFound("the index of %s has another tar", k.Blob)
+	if w.DiffID != k.DiffID {
+		return nil, errors.Join(errdefs.NotFound("the index of %s has another tar", k.Blob), w.Close())
 	}
-	b, err := x.EncodeWhole(s.indexer.store.Profile(k.Blob))
-	if err != nil {
-		return nil, fmt.Errorf("index of %s: %w", k.Blob, err)
-	}
-	return wholeIndex{bytes.NewReader(b)}, nil
+	return w, nil
 }
-
-// wholeIndex is an index for another node, in memory.
-type wholeIndex struct{ *bytes.Reader }
-
-// Close implements peers.Tar.
-func (wholeIndex) Close() error { return nil }
 
 // findIndexes returns the addresses of peers that have indexes of an image's missing layers, by
 // the layers' names. It asks for layers that this node cannot create from an index of its own.
@@ -180,11 +172,9 @@ func (s *Store) indexOfPeer(ctx context.Context, repo *registry.Repository, l re
 // decodePeerIndex decodes the index of a layer. What it says is possible, but may be false.
 func (s *Store) decodePeerIndex(b []byte, l registry.Layer) (x *blobindex.Index, hints []int, err error) {
 	limits := limitsOf(l.Blob, s.cfg.Limits)
-	x, hints, err = blobindex.DecodeWhole(b, blobindex.Bounds{Tar: limits.Tar, Data: limits.Bytes})
+	x, hints, err = blobindex.DecodeWhole(b, blobindex.Bounds{Tar: limits.Tar, Data: limits.Bytes,
+		Of: func(x *blobindex.Index) error { return matches(x, l) }})
 	if err != nil {
-		return nil, nil, err
-	}
-	if err := matches(x, l); err != nil {
 		return nil, nil, err
 	}
 	most := tree.Limit{Bytes: maxPeerTree, Memory: int64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)),

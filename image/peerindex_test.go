@@ -3,23 +3,32 @@ package image
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
+	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
 	blobindex "berth/image/lazy/index"
+	"berth/image/lazy/indexes"
 	"berth/image/peers"
+	"berth/image/peers/peerstest"
 	"berth/image/registry/registrytest"
 	"berth/image/tree"
 	"berth/internal/errdefs"
+	"berth/internal/task"
 	"berth/internal/testutil"
 )
 
@@ -143,6 +152,11 @@ func lyingIndex(t *testing.T, b []byte) []byte {
 	return b
 }
 
+// wholeIndex is an index for another node, in memory.
+type wholeIndex struct{ *bytes.Reader }
+
+func (wholeIndex) Close() error { return nil }
+
 // A node that lies about the files of a layer is found out when the layer is complete. The image is
 // removed, its containers are killed, and the node is not asked again.
 func TestLyingIndexOfPeer(t *testing.T) {
@@ -191,6 +205,86 @@ func TestDistrustBeforeItsUser(t *testing.T) {
 	d.add(digest.FromString("second"), "it lied, too")
 	if len(got) != 2 || got[layer] != "it lied" || len(d.peers) != 1 {
 		t.Errorf("%v, %v", got, d.peers)
+	}
+}
+
+// The upload of an index to a peer takes no memory for the index.
+func TestIndexIsStreamed(t *testing.T) {
+	const size = 64 << 20
+	reg := registrytest.New(t)
+	l := framed(t, "f", noise(2<<20, 6))
+	reg.PutImage("app", "v1", "", l)
+	s := openStore(t, indexConfig(t))
+	s.indexer.store = withIndexBytes(t, s, 2*size)
+	pull(t, s, reg.Host()+"/app:v1")
+	x := indexOf(t, s, l)
+	testutil.Must(t, s.indexer.store.Remove(x.Blob))
+	tree, record := filepath.Join(s.cfg.Root, spoolDir, "tree"), filepath.Join(s.cfg.Root, spoolDir, "record")
+	x.Tree = noise(size, 7)
+	x.TreeDigest = digest.FromBytes(x.Tree)
+	testutil.Must(t, os.WriteFile(tree, x.Tree, 0o600))
+	testutil.Must(t, os.WriteFile(record, x.Record, 0o600))
+	testutil.Must(t, s.indexer.store.Add(x, tree, record))
+	testutil.Must(t, s.indexer.store.NoteServed(x.Blob, reg.Host()))
+	testutil.Must(t, s.indexer.store.AddProfile(x.Blob, []int{1}))
+	want, err := x.EncodeWhole([]int{1})
+	testutil.Must(t, err)
+	ca, addresses := peerstest.NewCA(t), peerstest.Addresses(t, 1)
+	cert, key := ca.Node()
+	p, err := peers.Open(peers.Config{Listen: addresses[0], Advertise: addresses[0], Seeds: addresses, CA: ca.File, Cert: cert, Key: key,
+		Layers: s, Stall: time.Minute, CallTime: time.Minute, Waits: &task.Waits{}, Log: testutil.Logger(t)})
+	testutil.Must(t, err)
+	defer func() { testutil.Must(t, p.Close()) }()
+	own, err := tls.LoadX509KeyPair(cert, key)
+	testutil.Must(t, err)
+	transport := &http.Transport{TLSClientConfig: &tls.Config{Certificates: []tls.Certificate{own}, InsecureSkipVerify: true}}
+	defer transport.CloseIdleConnections()
+	query := url.Values{"registry": {reg.Host()}, "diffID": {x.DiffID.String()}}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	response, err := (&http.Client{Transport: transport}).Get("https://" + addresses[0] + "/berth/v1/indexes/" + x.Blob.String() + "?" + query.Encode())
+	testutil.Must(t, err)
+	h := digest.SHA256.Digester()
+	n, err := io.Copy(h.Hash(), response.Body)
+	testutil.Must(t, errors.Join(err, response.Body.Close()))
+	runtime.ReadMemStats(&after)
+	if n != int64(len(want)) || h.Digest() != digest.FromBytes(want) {
+		t.Errorf("%d bytes with status %s, want %d", n, response.Status, len(want))
+	}
+	if took := after.TotalAlloc - before.TotalAlloc; took > size/4 {
+		t.Errorf("the transfer of %d bytes took %d bytes of memory", n, took)
+	}
+}
+
+// withIndexBytes returns another store of the indexes of s with another limit.
+func withIndexBytes(t *testing.T, s *Store, most int64) *indexes.Store {
+	t.Helper()
+	store, err := indexes.Open(filepath.Join(s.cfg.Root, indexesDir), most, testutil.Logger(t))
+	testutil.Must(t, err)
+	return store
+}
+
+// An index with a damaged file is not sent, and removed.
+func TestDamagedIndexIsNotSent(t *testing.T) {
+	for _, file := range []string{"index", "tree", "tar"} {
+		t.Run(file, func(t *testing.T) {
+			reg := registrytest.New(t)
+			l := framed(t, "f", noise(2<<20, 8))
+			reg.PutImage("app", "v1", "", l)
+			s := openStore(t, indexConfig(t))
+			pull(t, s, reg.Host()+"/app:v1")
+			x := indexOf(t, s, l)
+			path := filepath.Join(s.cfg.Root, indexesDir, x.Blob.Encoded(), file)
+			b, err := os.ReadFile(path)
+			testutil.Must(t, err)
+			b[len(b)-1] ^= 1
+			testutil.Must(t, os.Remove(path)) // the tree is a link to that of the layer
+			testutil.Must(t, os.WriteFile(path, b, 0o600))
+			k := peers.Key{Registry: reg.Host(), Blob: x.Blob, DiffID: x.DiffID}
+			if _, err := s.OpenIndex(t.Context(), k); !errdefs.IsNotFound(err) || s.HasIndex(k) {
+				t.Error(err)
+			}
+		})
 	}
 }
 

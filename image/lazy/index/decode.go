@@ -18,15 +18,12 @@ import (
 // error wraps ErrDamaged.
 func Decode(b []byte) (*Index, error) { return decode(b, nil) }
 
-// decode is Decode. bounds, if not nil, checks the numbers before anything else is decoded, and
-// returns how many points there may be.
+// decode is Decode. bounds, if not nil, checks the numbers before anything else is read, and returns
+// how many points there may be. Then the index does not share memory with b.
 func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, error) {
 	body := len(b) - sha256.Size
 	if len(b) > MaxEncoded || body < len(magic) || !bytes.HasPrefix(b, []byte(magic)) {
 		return nil, damaged("unknown format, or %d bytes", len(b))
-	}
-	if sum := sha256.Sum256(b[:body]); !bytes.Equal(sum[:], b[body:]) {
-		return nil, damaged("wrong checksum")
 	}
 	var parts [3][]byte
 	rest := b[len(magic):body]
@@ -50,8 +47,14 @@ func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, er
 			return nil, err
 		}
 	}
+	if sum := sha256.Sum256(b[:body]); !bytes.Equal(sum[:], b[body:]) {
+		return nil, damaged("wrong checksum")
+	}
 	if err := x.setStates(parts[1]); err != nil {
 		return nil, err
+	}
+	if bounds != nil {
+		parts[2] = bytes.Clone(parts[2])
 	}
 	var err error
 	if x.Points, err = decodePoints(parts[2], most); err != nil {
@@ -107,8 +110,8 @@ func (x *Index) setNumbers(b []byte) (err error) {
 
 func (x *Index) setStates(b []byte) error {
 	const size = len(State{})
-	if len(b)%size != 0 {
-		return damaged("%d bytes of states", len(b))
+	if len(b)%size != 0 || len(b)/size != statesOf(x.BlobSize) {
+		return damaged("%d bytes of states of a blob of %d bytes", len(b), x.BlobSize)
 	}
 	for ; len(b) > 0; b = b[size:] {
 		x.States = append(x.States, State(b))

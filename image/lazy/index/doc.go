@@ -25,7 +25,7 @@
 // An index is three files: its encoding, the tree and the record. The latter two are those of the
 // layer, so they can be links. The encoding has their digests. It begins with magic. Three sections
 // follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
-// all this ends it. EncodeWhole joins the three files for another node.
+// all this ends it. OpenWhole joins the three files for another node.
 //
 // An index of another node may be false in every respect, the states included: they show only that
 // bytes fit the index (package lazy, "Indexes of other nodes").

@@ -3,8 +3,10 @@ package index
 import (
 	"bytes"
 	"errors"
+	"io"
 	"slices"
 	"testing"
+	"testing/iotest"
 
 	"github.com/opencontainers/go-digest"
 )
@@ -99,16 +101,70 @@ var wide = Bounds{Tar: 1 << 40, Data: 1 << 40}
 func TestDecodeWholeWithinBounds(t *testing.T) {
 	x := wholeSample(t)
 	b := encodeWhole(t, x)
-	for name, bounds := range map[string]Bounds{"tar": {x.TarSize - 1, x.DataSize}, "data": {x.TarSize, x.DataSize - 1}} {
+	for name, bounds := range map[string]Bounds{"tar": {Tar: x.TarSize - 1, Data: x.DataSize}, "data": {Tar: x.TarSize, Data: x.DataSize - 1}} {
 		if _, _, err := DecodeWhole(b, bounds); !errors.Is(err, ErrDamaged) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, _, err := DecodeWhole(b, Bounds{x.TarSize, x.DataSize}); err != nil {
+	if _, _, err := DecodeWhole(b, Bounds{Tar: x.TarSize, Data: x.DataSize}); err != nil {
 		t.Error(err)
 	}
 	x.TarSize = Grid // far fewer bytes than points
 	if most, err := wide.check(x); err != nil || most != 65 {
 		t.Errorf("%d points, %v", most, err)
+	}
+}
+
+// An index of another layer is refused by its numbers, before its states and points are read.
+func TestDecodeWholeOfAnotherLayer(t *testing.T) {
+	x := wholeSample(t)
+	b := encodeWhole(t, x)
+	b[bytes.Index(b, x.States[0][:])] ^= 1 // the checksum is wrong
+	other := errors.New("of another layer")
+	of := func(got *Index) error {
+		if got.Blob != x.Blob || got.BlobSize != x.BlobSize || got.DiffID != x.DiffID || got.States != nil || got.Points != nil {
+			t.Errorf("%+v", got)
+		}
+		return other
+	}
+	if _, _, err := DecodeWhole(b, Bounds{Tar: 1 << 40, Data: 1 << 40, Of: of}); !errors.Is(err, other) {
+		t.Error(err)
+	}
+	if _, _, err := DecodeWhole(b, wide); !errors.Is(err, ErrDamaged) {
+		t.Error(err)
+	}
+}
+
+// A whole index that is read from its files is the one that is encoded in memory.
+func TestOpenWhole(t *testing.T) {
+	x := wholeSample(t)
+	hints := []int{2, 0}
+	want := encodeWhole(t, x, hints...)
+	encoded := encode(t, x)
+	open := func(encoded, tree, record []byte) (*Whole, error) {
+		return OpenWhole(inMemory(encoded), inMemory(tree), inMemory(record), hints)
+	}
+	w, err := open(encoded, x.Tree, x.Record)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if w.Blob != x.Blob || w.DiffID != x.DiffID || w.Size() != int64(len(want)) {
+		t.Errorf("%+v", w)
+	}
+	if err := iotest.TestReader(io.NewSectionReader(w, 0, w.Size()), want); err != nil {
+		t.Error(err)
+	}
+	if n, err := w.ReadAt(make([]byte, 5), w.Size()-3); n != 3 || !errors.Is(err, io.EOF) {
+		t.Errorf("%d bytes, %v", n, err)
+	}
+	for name, files := range map[string][3][]byte{
+		"empty index": {nil, x.Tree, x.Record}, "short index": {encoded[:40], x.Tree, x.Record},
+		"damaged index": {append([]byte{encoded[0]}, append([]byte("x"), encoded[2:]...)...), x.Tree, x.Record},
+		"damaged state": {bytes.Replace(encoded, x.States[0][:], make([]byte, len(x.States[0])), 1), x.Tree, x.Record},
+		"another tree":  {encoded, []byte("eert"), x.Record}, "another record": {encoded, x.Tree, nil},
+	} {
+		if _, err := open(files[0], files[1], files[2]); !errors.Is(err, ErrDamaged) {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }
