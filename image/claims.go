@@ -3,20 +3,27 @@ package image
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"path/filepath"
+	"slices"
 	"sync"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"berth/checkpoint"
 	"berth/image/layer"
 	"berth/image/lazy"
 	blobindex "berth/image/lazy/index"
 	"berth/image/peers"
 	"berth/image/registry"
 	"berth/image/unpack"
+	"berth/internal/task"
 )
 
 // prover returns the function that proves an index of another node. A proven index is kept for the
@@ -71,17 +78,14 @@ func (x *indexer) adopt(index *blobindex.Index, proven layer.Proven, claim *laye
 }
 
 // distrust acts on a layer that cannot be completed and whose index came from another node. Its
-// containers may have run files that are not those of the image.
+// containers may have run files that are not those of the image. See suspect for the node.
 func (s *Store) distrust(from layer.Source, claim *layer.Claim, reason error) {
 	said := "the index of another node could not be proven"
-	if errors.Is(reason, layer.ErrWrongIndex) {
+	if errors.Is(reason, lazy.ErrWrongIndex) {
 		said = "another node has sent a wrong index"
 	}
 	s.log.Error(said+"; the containers on its layer are killed", "layer", from.DiffID, "blob", from.Blob, "peer", claim.Peer,
 		"error", reason)
-	if !errors.Is(reason, lazy.ErrLost) {
-		s.distrusted.ban(s.peers.Load(), claim.Peer)
-	}
 	s.distrusted.add(from.Name(), fmt.Sprintf("the files of the image may have been wrong: %s: node %s, layer %s: %v",
 		said, claim.Peer, from.DiffID, reason))
 }
@@ -118,37 +122,100 @@ func (s *Store) distrustUnloaded(name digest.Digest, claim *layer.Claim) {
 // called once for each such layer, also for those found before. It must not block.
 func (s *Store) OnDistrust(kill func(layer digest.Digest, reason string)) { s.distrusted.set(kill) }
 
-// distrusted passes on layers whose files may be wrong.
+const (
+	// bansDir has a record for each banned peer, below the directory of the store.
+	bansDir     = "bans"
+	bansKind    = "banned-peer"
+	bansVersion = 1
+)
+
+// ban is the record of a peer that is not asked for anything until some time.
+type ban struct {
+	Peer  string    `json:"peer"` // address
+	Until time.Time `json:"until"`
+}
+
+// distrusted passes on layers whose files may be wrong, and keeps bans of peers over a restart.
 type distrusted struct {
+	dir     *checkpoint.Dir // of bans; nil: not kept
+	log     *slog.Logger
+	writing task.Lock // held while a record is written
+
 	mu    sync.Mutex // guards the fields below
 	kill  func(layer digest.Digest, reason string)
 	early map[digest.Digest]string // found before kill was set
-	peers []string                 // to be banned when there are peers
+	bans  []ban
 }
 
-// ban makes this node ask a peer for nothing for some time. Without p, it does so once there is one.
+// open reads the bans of an earlier Store. Without their directory, bans end with the Store.
+func (d *distrusted) open(root string, log *slog.Logger) error {
+	dir, err := checkpoint.OpenDir(filepath.Join(root, bansDir), bansKind, bansVersion, checkpoint.Process)
+	if err != nil {
+		return err
+	}
+	now := time.Now()
+	var over []string
+	damaged, err := dir.Load(func(name string, _ int, body []byte) error {
+		var b ban
+		if err := json.Unmarshal(body, &b); err != nil {
+			return err
+		}
+		if !b.Until.After(now) {
+			over = append(over, name)
+			return nil
+		}
+		if most := now.Add(peers.BanTime); b.Until.After(most) { // the clock was wrong
+			b.Until = most
+		}
+		d.bans = append(d.bans, b)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if len(damaged) > 0 {
+		log.Warn("bans of peers are forgotten: their records were damaged", "records", len(damaged))
+	}
+	for _, name := range over {
+		if err := dir.Remove(name); err != nil {
+			log.Warn("remove the record of a ban that is over; the next start tries again", "error", err)
+		}
+	}
+	d.dir, d.log, d.writing = dir, log, task.NewLock()
+	return nil
+}
+
+// ban makes this node ask a peer for nothing for some time, also after a restart. Without p, it does
+// so once there is one.
 func (d *distrusted) ban(p *peers.Peers, address string) {
+	b := ban{address, time.Now().Add(peers.BanTime)}
 	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.peers = append(d.peers, address)
-	d.banAll(p)
+	d.bans = slices.DeleteFunc(d.bans, func(o ban) bool { return o.Peer == address })
+	d.bans = append(d.bans, b)
+	d.mu.Unlock()
+	if p != nil {
+		p.Ban(b.Peer, b.Until)
+	}
+	if d.dir == nil {
+		return
+	}
+	d.writing <- struct{}{}
+	defer func() { <-d.writing }()
+	if err := d.dir.Write(digest.FromString(address).Encoded(), b); err != nil {
+		d.log.Warn("a restart will forget that a peer is banned", "peer", address, "error", err)
+	}
 }
 
-// banAll bans the peers that are to be banned. The caller holds the lock.
-func (d *distrusted) banAll(p *peers.Peers) {
+// use bans the peers of earlier bans.
+func (d *distrusted) use(p *peers.Peers) {
 	if p == nil {
 		return
 	}
-	for _, address := range d.peers {
-		p.Distrust(address)
-	}
-	d.peers = nil
-}
-
-func (d *distrusted) use(p *peers.Peers) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.banAll(p)
+	for _, b := range d.bans {
+		p.Ban(b.Peer, b.Until)
+	}
 }
 
 func (d *distrusted) add(layer digest.Digest, reason string) {

@@ -39,7 +39,9 @@ type indexer struct {
 	queue chan noted
 	left  atomic.Int64               // indexes that are queued or being made
 	span  func(blobSize int64) int64 // index.SpanFor
-	life  *task.Lifetime             // of its goroutine
+	// verified gets the states of each blob that a pull has verified.
+	verified func(blob digest.Digest, states []blobindex.State)
+	life     *task.Lifetime // of its goroutine
 }
 
 // noted is what a pull has noted of a blob.
@@ -59,7 +61,7 @@ func (s *Store) openIndexes() error {
 		return err
 	}
 	x := &indexer{store: store, log: s.log, queue: make(chan noted, maxNoted), life: task.NewLifetime(),
-		span: blobindex.SpanFor}
+		span: blobindex.SpanFor, verified: s.settleSuspect}
 	x.life.Spawn(func() { x.run(x.life.Context()) })
 	s.indexer = x
 	return nil
@@ -105,6 +107,7 @@ func (x *indexer) end(store *layer.Store, from string, l registry.Layer, points 
 	if err == nil {
 		var states []blobindex.State
 		if states, err = blob.States(); err == nil {
+			x.verified(l.Blob.Digest, states)
 			x.left.Add(1)
 			select {
 			case x.queue <- noted{store, from, sourceOf(l), l.Blob.Size, points.File, states}:

@@ -104,6 +104,9 @@ func (s *Store) planLazy(ctx context.Context, store *layer.Store, img *registry.
 	for i, l := range img.Layers {
 		facts.indexed, facts.served = l.File == "" && s.indexer.store.Has(l.Blob.Digest), served(l)
 		peer := peers[sourceOf(l).Name()]
+		if facts.indexed && facts.served { // one that needs no proof
+			peer = ""
+		}
 		facts.peer, plan.layers[i].peer = peer != "", peer
 		plan.layers[i].lazily, plan.layers[i].reason = facts.decide()
 	}
@@ -133,6 +136,9 @@ func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l 
 	x, claim, err := s.indexFor(ctx, a.repo, l, d.peer)
 	if err == nil {
 		err = s.createLazily(ctx, store, a, l, x, claim)
+		if err != nil && claim != nil {
+			s.suspect(l.Blob.Digest, x.States, claim, err)
+		}
 	}
 	switch {
 	case err == nil:
@@ -150,17 +156,40 @@ func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l 
 	return false, nil
 }
 
-// indexFor returns the index of a layer's blob: of this node, or of a peer with a claim.
+// indexFor returns the index of a layer's blob: of this node if it may use its own, or else of a
+// peer with a claim.
 func (s *Store) indexFor(ctx context.Context, repo *registry.Repository, l registry.Layer,
 	peer string) (*blobindex.Index, *layer.Claim, error) {
-	if peer != "" {
-		return s.indexOfPeer(ctx, repo, l, peer)
+	if peer == "" || s.indexer.store.Served(l.Blob.Digest, repo.Reference().Domain) {
+		own, err := s.ownIndex(ctx, l)
+		if err == nil || peer == "" {
+			return own, nil, err
+		}
 	}
-	x, err := s.getIndex(ctx, l.Blob.Digest)
+	x, claim, err := s.indexOfPeer(ctx, repo, l, peer)
 	if err != nil {
 		return nil, nil, err
 	}
-	return x, nil, matches(x, l)
+	// The registry has not served the blob to this node, so its pulls must not learn names of files
+	// from the own index. The peer knows them all if its index is the same. That one is true then.
+	if own, err := s.ownIndex(ctx, l); err == nil && sameFiles(own, x) {
+		return own, nil, nil
+	}
+	return x, claim, nil
+}
+
+// ownIndex returns this node's index of a layer's blob.
+func (s *Store) ownIndex(ctx context.Context, l registry.Layer) (*blobindex.Index, error) {
+	x, err := s.getIndex(ctx, l.Blob.Digest)
+	if err != nil {
+		return nil, err
+	}
+	return x, matches(x, l)
+}
+
+// sameFiles reports whether two indexes of one blob show the same files.
+func sameFiles(a, b *blobindex.Index) bool {
+	return a.TreeDigest == b.TreeDigest && a.RecordDigest == b.RecordDigest && a.DataSize == b.DataSize
 }
 
 // getIndex reads an index of this node.

@@ -86,7 +86,7 @@ func (s *Store) findIndexes(ctx context.Context, store *layer.Store, img *regist
 		}
 		found[name] = new(string)
 		most += l.Blob.Size
-		if !s.indexer.store.Served(l.Blob.Digest, repo.Reference().Domain) {
+		if !s.indexer.store.Served(l.Blob.Digest, repo.Reference().Domain) && !s.suspects.has(l.Blob.Digest) {
 			asked = append(asked, l)
 		}
 	}
@@ -160,7 +160,7 @@ func (s *Store) indexOfPeer(ctx context.Context, repo *registry.Repository, l re
 	x, hints, err := s.decodePeerIndex(b, l)
 	if err != nil {
 		if !errors.Is(err, blobindex.ErrOtherVersion) { // no honest node sends such an index
-			p.Distrust(address)
+			s.distrusted.ban(p, address)
 		}
 		return nil, nil, fmt.Errorf("peer %s: %w", address, err)
 	}

@@ -19,12 +19,17 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
 
+	"berth/image/layer"
+	"berth/image/lazy"
 	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/indexes"
 	"berth/image/peers"
 	"berth/image/peers/peerstest"
+	"berth/image/registry"
 	"berth/image/registry/registrytest"
 	"berth/image/tree"
 	"berth/internal/errdefs"
@@ -203,8 +208,138 @@ func TestDistrustBeforeItsUser(t *testing.T) {
 	got := map[digest.Digest]string{}
 	d.set(func(layer digest.Digest, reason string) { got[layer] = reason })
 	d.add(digest.FromString("second"), "it lied, too")
-	if len(got) != 2 || got[layer] != "it lied" || len(d.peers) != 1 {
-		t.Errorf("%v, %v", got, d.peers)
+	if len(got) != 2 || got[layer] != "it lied" || len(d.bans) != 1 {
+		t.Errorf("%v, %v", got, d.bans)
+	}
+}
+
+// usesPeer reports whether the second node would use the index of the first.
+func (n *secondNode) usesPeer(t *testing.T) bool {
+	t.Helper()
+	_, err := n.s.peers.Load().FindIndex(t.Context(), n.key())
+	return err == nil
+}
+
+// Bans outlive the store, until they are over.
+func TestBansAreKept(t *testing.T) {
+	root := t.TempDir()
+	var d distrusted
+	testutil.Must(t, d.open(root, testutil.Logger(t)))
+	for range 2 {
+		d.ban(nil, "192.0.2.1:80")
+	}
+	d.ban(nil, "192.0.2.2:80")
+	testutil.Must(t, d.dir.Write("over", ban{"192.0.2.3:80", time.Now().Add(-time.Second)}))
+	testutil.Must(t, d.dir.Write("late", ban{"192.0.2.4:80", time.Now().Add(1000 * time.Hour)}))
+	testutil.Must(t, os.WriteFile(filepath.Join(root, bansDir, "damaged.record"), []byte("x"), 0o600))
+	for range 2 {
+		var again distrusted
+		testutil.Must(t, again.open(root, testutil.Logger(t)))
+		var got []string
+		for _, b := range again.bans {
+			got = append(got, b.Peer)
+			if left := time.Until(b.Until); left <= 0 || left > peers.BanTime {
+				t.Errorf("%s is banned for %v", b.Peer, left)
+			}
+		}
+		slices.Sort(got)
+		if !slices.Equal(got, []string{"192.0.2.1:80", "192.0.2.2:80", "192.0.2.4:80"}) {
+			t.Errorf("bans of %q", got)
+		}
+	}
+}
+
+// If the index of a peer and the bytes of a registry do not fit together, the next pull fetches the
+// whole blob, which shows who was wrong.
+func TestIndexDoesNotFitTheBlob(t *testing.T) {
+	for name, lies := range map[string]bool{"the peer lies": true, "the registry sends other bytes": false} {
+		t.Run(name, func(t *testing.T) {
+			n := newSecondNode(t, func(l peers.Layers) peers.Layers {
+				return changedIndexes{l, func(b []byte) []byte {
+					x, hints, err := blobindex.DecodeWhole(b, blobindex.Bounds{Tar: 1 << 40, Data: 1 << 40})
+					if err != nil || !lies {
+						return b
+					}
+					x.States[len(x.States)/2][0] ^= 1
+					b, _ = x.EncodeWhole(hints)
+					return b
+				}}
+			})
+			if !lies {
+				n.spoil()
+			}
+			img := pull(t, n.s, n.ref)
+			if claim := n.s.incomplete.layers.Claimed(img.Layers[0]); claim == nil && !lies {
+				t.Fatal("the layer has no claim")
+			}
+			testutil.Eventually(t, "the layer has failed, or was fetched whole", func() bool {
+				_, err := n.s.Get(img.ID)
+				return err != nil || n.incomplete(t) == nil
+			})
+			if !lies && (!n.usesPeer(t) || !n.s.suspects.has(n.key().Blob)) {
+				t.Error("the peer is banned, or not suspected")
+			}
+			n.mu.Lock()
+			n.wrong = false
+			n.mu.Unlock()
+			pull(t, n.s, n.ref)
+			if n.incomplete(t) != nil {
+				t.Error("the suspected index was used again")
+			}
+			if n.usesPeer(t) == lies || n.s.suspects.has(n.key().Blob) {
+				t.Errorf("the peer is used: %v", !lies)
+			}
+			n.check(t)
+		})
+	}
+}
+
+// The proof can fail for reasons of this node. Then nobody is banned.
+func TestOnlyLiarsAreBanned(t *testing.T) {
+	for name, test := range map[string]struct {
+		failed error
+		banned bool
+	}{
+		"no attempt succeeds": {errdefs.New(codes.DataLoss, "its index could not be proven in 600 attempts"), false},
+		"the disk is broken":  {errdefs.New(codes.DataLoss, "sync: %w", lazy.ErrLost), false},
+		"another tree":        {errdefs.New(codes.DataLoss, "%w: its layer has another tree", lazy.ErrWrongIndex), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := openStore(t, Config{})
+			s.suspect(digest.FromString("blob"), nil, &layer.Claim{Peer: "192.0.2.1:80"}, test.failed)
+			if banned := len(s.distrusted.bans) > 0; banned != test.banned {
+				t.Errorf("banned: %v", banned)
+			}
+		})
+	}
+}
+
+// An index of this node needs no proof, so it is used in the place of the same one of a peer, also
+// if the registry has not served the blob to this node before.
+func TestOwnIndexIsPreferred(t *testing.T) {
+	n := newSecondNode(t, nil)
+	other := registrytest.New(t)
+	other.PutImage("app", "v1", "", n.layer)
+	img := pull(t, n.s, other.Host()+"/app:v1")
+	indexOf(t, n.s, n.layer)
+	testutil.Must(t, n.s.Remove(t.Context(), img.ID))
+	release := n.hold()
+	img = pull(t, n.s, n.ref)
+	if n.incomplete(t) == nil || n.s.incomplete.layers.Claimed(img.Layers[0]) != nil {
+		t.Errorf("%+v", n.s.LazyStatus(img))
+	}
+	release()
+	testutil.Must(t, n.s.awaitComplete(t.Context(), img.Layers))
+	n.check(t)
+	// A peer is not even asked if the registry has served the blob.
+	ref, err := registry.ParseReference(other.Host() + "/app:v1")
+	testutil.Must(t, err)
+	repo, err := n.s.client.OpenWithin(ref, registry.Credentials{}, time.Minute)
+	testutil.Must(t, err)
+	defer repo.Close()
+	l := registry.Layer{Blob: ocispec.Descriptor{Digest: n.key().Blob, Size: int64(len(n.layer.Blob))}, DiffID: n.layer.DiffID}
+	if x, claim, err := n.s.indexFor(t.Context(), repo, l, "192.0.2.1:80"); err != nil || claim != nil || x.Blob != l.Blob.Digest {
+		t.Errorf("claim %+v, %v", claim, err)
 	}
 }
 

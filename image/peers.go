@@ -140,6 +140,9 @@ func (s *Store) fromPeer(ctx context.Context, p *peers.Peers, store *layer.Store
 	k peers.Key, received *transfer) error {
 	ctx, span := trace.Nest(ctx, "ask peers")
 	defer span.End()
+	if s.suspects.has(l.Blob.Digest) {
+		return fmt.Errorf("%w: the blob is needed, to compare it with an index", errNoPeer)
+	}
 	if !s.hasBlob(ctx, a.repo, l) {
 		return fmt.Errorf("%w: the registry does not confirm it", errNoPeer)
 	}
@@ -160,6 +163,7 @@ func (s *Store) fromPeer(ctx context.Context, p *peers.Peers, store *layer.Store
 		}
 		if tar.sentWrong(err) {
 			tar.Distrust()
+			s.distrusted.ban(p, tar.Address())
 		}
 		if tar != nil {
 			search.Exclude(tar.Address())

@@ -90,6 +90,7 @@ type Store struct {
 	peerIndexes chan struct{} // a slot for each index that comes from a peer
 	rates       rates         // tell lazy pulls how long a whole pull would take
 	distrusted  distrusted
+	suspects    suspects
 
 	refs     *layerRefs
 	flights  *flights
@@ -130,6 +131,9 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 		return nil, err
 	}
 	if s.signatures, err = openSignatures(cfg.Root, cfg.Trust, log); err != nil {
+		return nil, err
+	}
+	if err := s.distrusted.open(cfg.Root, log); err != nil {
 		return nil, err
 	}
 	if err := s.load(); err != nil {

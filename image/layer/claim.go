@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint"
+	"berth/image/lazy"
 	"berth/image/lazy/index"
 	"berth/image/tree"
 	"berth/image/unpack"
@@ -120,8 +121,8 @@ type Proven struct{ TreePath, RecordPath string }
 
 // Prove unpacks the tar of an incomplete layer again and compares the result with all that the
 // layer's index says: tree, record, length of the data and summary. It does not write the content
-// of files again. The caller has verified the digest of the tar. Errors: DataLoss if something
-// differs, or if the tar is no valid layer.
+// of files again. The caller has verified the digest of the tar. Errors: DataLoss that wraps
+// lazy.ErrWrongIndex if something differs, DataLoss if the tar is no valid layer.
 func (s *Store) Prove(ctx context.Context, name digest.Digest, tar io.Reader, limits unpack.Limits) (Proven, error) {
 	l := s.lazy.get(name)
 	info := s.layers.Get(name)
@@ -169,12 +170,8 @@ func (s *Store) proveIn(ctx context.Context, own string, info *Info, tar io.Read
 		sameContents(info.TarBytes, filepath.Join(own, tarFile), filepath.Join(claimed, tarFile)))
 }
 
-// ErrWrongIndex is wrapped by the error of a proof that has shown another node's index to be wrong.
-// Other errors of a proof can have local causes.
-var ErrWrongIndex = errors.New("the index of the blob lies")
-
 func lies(what string) error {
-	return errdefs.New(codes.DataLoss, "%w: its layer has another %s", ErrWrongIndex, what)
+	return errdefs.New(codes.DataLoss, "%w: its layer has another %s", lazy.ErrWrongIndex, what)
 }
 
 // sameSize returns DataLoss if two data files have different lengths.

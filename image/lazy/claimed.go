@@ -13,6 +13,15 @@ import (
 	"berth/internal/errdefs"
 )
 
+// ErrWrongIndex is wrapped by the error of a layer whose index is shown to be wrong. Other errors
+// can have causes on this node, or come from a source that sends other bytes than the blob's.
+var ErrWrongIndex = errors.New("the index of the blob is wrong")
+
+// wrongIndex returns DataLoss that wraps ErrWrongIndex.
+func wrongIndex(format string, args ...any) error {
+	return errdefs.New(codes.DataLoss, "%w: %w", ErrWrongIndex, fmt.Errorf(format, args...))
+}
+
 // claimedTar is the tar that the record of a layer with a Prove function restores. Each span of the
 // blob is compared with it. So the points of an index are true after the proof, also those that no
 // content of a file depends on.
@@ -51,7 +60,7 @@ func (c *claimedTar) compare(got []byte, offset int64) error {
 			return fmt.Errorf("restore the tar at %d: %w", offset, err)
 		}
 		if !bytes.Equal(got[:len(want)], want) {
-			return errdefs.New(codes.DataLoss, "the decompressed bytes are not those of the record at %d", offset)
+			return wrongIndex("the decompressed bytes are not those of the record at %d", offset)
 		}
 		got, offset = got[len(want):], offset+int64(len(want))
 	}

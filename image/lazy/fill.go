@@ -273,12 +273,16 @@ func (l *Layer) decompress(ctx context.Context, s index.Span, raw []byte) (tar [
 	case s.OutSize == 0: // after the tar's end, for example an empty gzip member
 		return nil, nil
 	case l.x.Kind != index.None:
-		if tar, err = l.inflater.span(ctx, s.Point, raw, s.OutSize); err != nil {
+		tar, err = l.inflater.span(ctx, s.Point, raw, s.OutSize)
+		if errdefs.Code(err) == codes.DataLoss {
+			return nil, wrongIndex("%w", err)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
 	if int64(len(tar)) != s.OutSize {
-		return nil, errdefs.New(codes.DataLoss, "decompressed to %d bytes, the index says %d", len(tar), s.OutSize)
+		return nil, wrongIndex("decompressed to %d bytes, the index says %d", len(tar), s.OutSize)
 	}
 	return tar, nil
 }
@@ -385,7 +389,7 @@ func (l *Layer) verify(ctx context.Context) error {
 		return errdefs.New(codes.DataLoss, "restore the tar: %w", err)
 	}
 	if d := digest.NewDigest(l.x.DiffID.Algorithm(), got); d != l.x.DiffID {
-		return errdefs.New(codes.DataLoss, "the tar has the digest %s, not %s", d, l.x.DiffID)
+		return wrongIndex("the tar has the digest %s, not %s", d, l.x.DiffID)
 	}
 	return l.proveIndex(ctx, tar)
 }

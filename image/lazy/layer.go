@@ -194,7 +194,7 @@ func (e *Engine) Refuse(dir string, reason error) (_ *Layer, err error) {
 // load opens the files and reads what is filled.
 func (l *Layer) load(dir string, x *index.Index, undo *cleanup.List) (err error) {
 	if l.contents, err = extentsOf(x); err != nil {
-		return err
+		return wrongIndex("%w", err)
 	}
 	own := *x
 	own.Tree, own.Record = nil, nil
@@ -385,6 +385,9 @@ func (l *Layer) warnStalled() {
 	l.warnStall.Warn(l.e.cfg.Log, "a layer's missing content did not arrive in time; reading it failed with EIO",
 		"layer", l.name, "blob", l.x.Blob, "limit", l.e.cfg.Stall)
 }
+
+// States returns the states of the layer's index. The caller must not change them.
+func (l *Layer) States() []index.State { return l.x.States }
 
 // Progress returns the filled bytes of the blob and its size.
 func (l *Layer) Progress() (filled, total int64) {

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"berth/internal/testutil"
 )
@@ -119,5 +120,21 @@ func TestSeedsWithoutThisNode(t *testing.T) {
 				t.Errorf("%d warnings, want %d", n, c.want)
 			}
 		})
+	}
+}
+
+// A pause does not shorten a ban.
+func TestPauseDoesNotShortenBan(t *testing.T) {
+	t.Parallel()
+	m := newMembers("192.0.2.1:80", nil, discard)
+	m.known = []string{"192.0.2.1:80", "192.0.2.2:80"}
+	m.avoidUntil("192.0.2.2:80", time.Now().Add(time.Hour))
+	m.avoid("192.0.2.2:80", -time.Second) // is over
+	if m.usable("192.0.2.2:80") {
+		t.Error("the banned member is asked")
+	}
+	m.avoidUntil("192.0.2.1:80", time.Now().Add(-time.Second))
+	if !m.usable("192.0.2.1:80") {
+		t.Error("a member whose ban is over is not asked")
 	}
 }

@@ -39,6 +39,7 @@ var (
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id", "debug.sock"}
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs",
 		"partial", // of failed pulls: see comparePartial
+		"bans",    // of peers
 		"indexes"} // of blobs, see compareIndexes
 	inErofs = []string{"layers", "joins", "lazy", "tmp", "trash", "empty-erofs"}
 )
