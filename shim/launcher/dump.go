@@ -152,7 +152,7 @@ const (
 )
 
 // setOptions sets CRIU's options as libcontainer does for runc, with these differences: established
-// TCP connections are closed by the restore, and the network is not locked meanwhile, because the
+// TCP connections are closed by the restore (run sets this option), and the network is not locked meanwhile, because the
 // container goes on and nothing repairs connections. A deleted file that has another link is
 // refused (link_remap is off): CRIU would link it again only until the container goes on, and the
 // copy of the writable layer would not have the link.
@@ -169,7 +169,6 @@ func (d *dump) setOptions() error {
 		ManageCgroupsMode: ptr(rpc.CriuCgMode_SOFT),
 		ExtUnixSk:         ptr(true),
 		FileLocks:         ptr(true),
-		TcpClose:          ptr(true),
 		NetworkLock:       ptr(rpc.CriuNetworkLockMethod_SKIP),
 		OrphanPtsMaster:   ptr(true),
 		GhostLimit:        ptr(uint32(ghostLimit)),
@@ -397,8 +396,13 @@ func (d *dump) run() error {
 	if err := d.checkTree(); err != nil {
 		return err
 	}
+	connected, err := d.mayBeConnected()
+	if err != nil {
+		return err
+	}
+	d.opts.TcpClose = ptr(connected)
 	stop := d.watchDaemon()
-	err := d.criu.dump(d.opts)
+	err = d.criu.dump(d.opts)
 	stop()
 	if err != nil {
 		return d.explain(err)

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"strconv"
 	"strings"
@@ -55,6 +56,54 @@ func (d *dump) checkTree() error {
 		}
 	}
 	return nil
+}
+
+// mayBeConnected returns whether a process of the frozen container may have a TCP connection. CRIU
+// then needs its option tcp-close, which the images record. Runtimes that do not set this option,
+// as CRI-O and containerd with runc, cannot restore such images.
+func (d *dump) mayBeConnected() (bool, error) {
+	if d.config.Namespaces.PathOf(configs.NEWNET) == "" {
+		return true, nil // the node has too many sockets to read while the container is frozen
+	}
+	for _, name := range []string{"tcp", "tcp6"} {
+		f, err := os.Open(fmt.Sprintf("/proc/%d/net/%s", d.state.InitProcessPid, name))
+		if name == "tcp6" && errors.Is(err, os.ErrNotExist) {
+			continue // the kernel has no IPv6
+		}
+		if err != nil {
+			return false, err
+		}
+		found, err := hasConnection(f)
+		_ = f.Close() // it was only read
+		if found || err != nil {
+			return found, err
+		}
+	}
+	return false, nil
+}
+
+// States of sockets in /proc/PID/net/tcp that CRIU saves without tcp-close.
+const (
+	tcpClosed    = "07"
+	tcpListening = "0A"
+)
+
+// hasConnection reads a table of /proc/PID/net/tcp. Sockets of no process have no inode there: those
+// in TIME_WAIT and those that wait for accept.
+func hasConnection(table io.Reader) (bool, error) {
+	const state, inode = 3, 9
+	lines := bufio.NewScanner(table)
+	lines.Scan() // the heading
+	for lines.Scan() {
+		fields := strings.Fields(lines.Text())
+		if len(fields) <= inode {
+			return false, fmt.Errorf("parse table of TCP sockets: %q", lines.Text())
+		}
+		if fields[inode] != "0" && fields[state] != tcpListening && fields[state] != tcpClosed {
+			return true, nil
+		}
+	}
+	return false, lines.Err()
 }
 
 // findAncestor marks a process and its ancestors in descends if one of them is marked.
