@@ -152,10 +152,10 @@ const (
 )
 
 // setOptions sets CRIU's options as libcontainer does for runc, with these differences: established
-// TCP connections are closed by the restore (run sets this option), and the network is not locked meanwhile, because the
-// container goes on and nothing repairs connections. A deleted file that has another link is
-// refused (link_remap is off): CRIU would link it again only until the container goes on, and the
-// copy of the writable layer would not have the link.
+// TCP connections are closed by the restore (run sets this option), and the network is not locked
+// meanwhile, because the container goes on and nothing repairs connections. A deleted file that has
+// another link is refused (link_remap is off): CRIU would link it again only until the container
+// goes on, and the copy of the writable layer would not have the link.
 func (d *dump) setOptions() error {
 	d.opts = &rpc.CriuOpts{
 		ImagesDirFd:       ptr(int32(d.images.Fd())),
