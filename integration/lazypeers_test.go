@@ -167,3 +167,56 @@ func TestLazyPeerLies(t *testing.T) {
 		})
 	}
 }
+
+// A container of another image that only mounts the image as a volume is killed, too.
+func TestLazyPeerLiesAboutImageVolume(t *testing.T) {
+	for name, killed := range map[string]bool{"same daemon": false, "daemon killed": true} {
+		t.Run(name, func(t *testing.T) {
+			p := startPeerPair(t)
+			n := p.second
+			p.first.swapFiles(t)
+			p.pullLazily(t)
+			pod := n.RunPod(t)
+			c := pod.Run(t, harness.Mount(imageVolume(n.image, "")))
+			other := pod.Run(t, harness.ContainerNamed("other"))
+			if killed {
+				n.Kill(t)
+				n.Start(t)
+			}
+			n.gate.Open()
+			status := c.WaitExited(t)
+			harness.Equal(t, "reason", status.Reason, "WrongFiles")
+			harness.WantText(t, "message", status.Message, p.address)
+			harness.Equal(t, "state of a container without the image", other.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+			pod.Remove(t)
+			n.removeImage(t)
+		})
+	}
+}
+
+// A layer that is damaged before its index is proven ends at the next start of the daemon, with its
+// containers.
+func TestLazyPeersLayerIsDamaged(t *testing.T) {
+	p := startPeerPair(t)
+	n := p.second
+	p.pullLazily(t)
+	pod := n.RunPod(t)
+	c := pod.Run(t, harness.Image(n.image), harness.Script("exec sleep 100000"))
+	n.Kill(t)
+	damaged := harness.Get(filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(n.indexPath())), "erofs", "lazy", "*", "index")))(t)
+	harness.Equal(t, "incomplete layers", len(damaged), 1)
+	harness.Must(t, os.Truncate(damaged[0], 3))
+	n.Start(t)
+	status := c.WaitExited(t)
+	harness.Equal(t, "reason", status.Reason, "WrongFiles")
+	harness.WantText(t, "message", status.Message, p.address)
+	if n.ImageStatus(t, n.image) != nil {
+		t.Error("the image exists")
+	}
+	n.gate.Open()
+	n.Pull(t, n.image)
+	again := pod.Run(t, harness.Image(n.image), harness.ContainerNamed("again"), harness.Script(reader()))
+	again.WaitOutput(t, n.sums())
+	pod.Remove(t)
+	n.removeImage(t)
+}
