@@ -563,10 +563,14 @@ func rejectsContent(err error) bool {
 }
 
 // mayBeOfKept reports whether bytes from an earlier transfer may have caused an error, also by
-// ending berth-unpack. A registry that fails and a cancelled pull have other causes.
+// ending berth-unpack. A registry that fails or refuses, and a cancelled pull, have other causes.
 func mayBeOfKept(err error) bool {
+	switch errdefs.Code(err) {
+	case codes.OK, codes.PermissionDenied, codes.Unauthenticated, codes.NotFound:
+		return false
+	}
 	var down *registry.UnavailableError
-	return err != nil && !errors.As(err, &down) && !errors.Is(err, context.Canceled) &&
+	return !errors.As(err, &down) && !errors.Is(err, context.Canceled) &&
 		!errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, unix.ENOSPC)
 }
 

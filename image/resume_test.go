@@ -221,6 +221,27 @@ func TestPullResumesFailedPull(t *testing.T) {
 	}
 }
 
+// A registry that refuses the rest of a resumed layer says nothing about the bytes before.
+func TestRefusalKeepsResumedBytes(t *testing.T) {
+	l := bigLayer(t, "big", 1)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", l)
+	cfg := resumeConfig(t)
+	s := openStore(t, cfg)
+	first := len(l.Blob) * 20 / 100
+	c := cut(reg, l, first)
+	failPull(t, s, reg.Host()+"/app:v1")
+	for _, limit := range []int{first, 2 * first, 3 * first} {
+		c.limit.Store(int64(limit))
+		failPull(t, s, reg.Host()+"/app:v1")
+		st, err := os.Stat(keptFile(t, cfg.Root))
+		testutil.Must(t, err)
+		if st.Size() != int64(limit) {
+			t.Errorf("%d bytes are kept of the %d that were received", st.Size(), limit)
+		}
+	}
+}
+
 // A cancelled pull, and a pull that the daemon's end cancels, are resumed as well.
 func TestPullResumesCancelledPull(t *testing.T) {
 	for _, closed := range []bool{false, true} {
