@@ -8,6 +8,7 @@ require (
 	github.com/containerd/containerd/api v1.10.0
 	github.com/containerd/nri v0.12.5
 	github.com/containerd/platforms v1.0.0-rc.5
+	github.com/containerd/stargz-snapshotter/estargz v0.19.0
 	github.com/containerd/ttrpc v1.2.7
 	github.com/containernetworking/cni v1.3.1
 	github.com/coreos/go-systemd/v22 v22.7.0

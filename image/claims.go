@@ -33,11 +33,10 @@ func (z *incompleteLayers) prover(from layer.Source, x *blobindex.Index, claim *
 	own.Tree, own.Record = nil, nil // the layer has them
 	return func(ctx context.Context, tar *io.SectionReader) error {
 		proven, err := z.store.prove(ctx, from, own.BlobSize, claim, tar)
-		if err != nil {
-			return err
+		if err == nil && claim.Table == "" { // a table of contents has no states, which another node needs
+			z.store.indexer.adopt(&own, proven, claim)
 		}
-		z.store.indexer.adopt(&own, proven, claim)
-		return nil
+		return err
 	}
 }
 
@@ -80,6 +79,10 @@ func (x *indexer) adopt(index *blobindex.Index, proven layer.Proven, claim *laye
 // distrust acts on a layer that cannot be completed and whose index came from another node. Its
 // containers may have run files that are not those of the image. See suspect for the node.
 func (s *Store) distrust(from layer.Source, claim *layer.Claim, reason error) {
+	if claim.Table != "" {
+		s.distrustTable(from, reason)
+		return
+	}
 	said := "the index of another node could not be proven"
 	if errors.Is(reason, lazy.ErrWrongIndex) {
 		said = "another node has sent a wrong index"

@@ -28,7 +28,7 @@ import (
 const (
 	LazyOff     = "off"     // pulls fetch whole layers
 	LazyIndexed = "indexed" // pulls create layers from indexes that this node has made or proven
-	LazyAll     = "all"     // and from those of peers, which are proven afterwards
+	LazyAll     = "all"     // and from those of peers and tables of contents, which are proven afterwards
 )
 
 // LazyConfig configures layers that containers use before they are complete. See package lazy.
@@ -285,7 +285,9 @@ func (z *incompleteLayers) ended(from layer.Source, l *lazy.Layer, claim *layer.
 func (z *incompleteLayers) handleEnd(from layer.Source, l *lazy.Layer, claim *layer.Claim, err error) error {
 	z.forget(from.Name())
 	if err != nil && claim != nil {
-		z.store.suspect(from.Blob, l.States(), claim, err)
+		if claim.Table == "" {
+			z.store.suspect(from.Blob, l.States(), claim, err)
+		}
 		z.store.distrust(from, claim, err)
 	}
 	if err != nil {
@@ -293,6 +295,9 @@ func (z *incompleteLayers) handleEnd(from layer.Source, l *lazy.Layer, claim *la
 	}
 	z.log.Info("layer is complete", "layer", from.DiffID, "blob", from.Blob)
 	z.store.announce(from)
+	if claim != nil && claim.Table != "" {
+		return nil // the spans are not those of an index that this node has
+	}
 	return z.store.indexer.store.AddProfile(from.Blob, l.Faulted())
 }
 

@@ -27,6 +27,7 @@ type lazyFacts struct {
 	pinned  bool // the image must not depend on its registry
 	indexed bool // there is an index of the layer's blob
 	peer    bool // a peer has an index, and the policy allows its use
+	table   bool // the blob has a table of contents, and the policy allows its use
 	served  bool // the pull's registry has served the blob to this node
 	missing int64
 	least   int64 // LazyConfig.MinBytes; missing are the image's bytes in missing layers with an index
@@ -45,11 +46,11 @@ func (f lazyFacts) decide() (lazily bool, reason string) {
 		return false, "the kernel cannot report reads of layers"
 	case f.pinned:
 		return false, "the image is pinned"
-	case !f.indexed && !f.peer && f.policy == LazyAll:
+	case !f.indexed && !f.peer && !f.table && f.policy == LazyAll:
 		return false, "neither this node nor a peer has an index of the blob; there is no index"
-	case !f.indexed && !f.peer:
+	case !f.indexed && !f.peer && !f.table:
 		return false, "this node has no index of the blob"
-	case !f.served && !f.peer:
+	case !f.served && !f.peer && !f.table:
 		return false, "the index is one of another registry's blob"
 	case f.missing < f.least:
 		return false, fmt.Sprintf("only %d bytes could be fetched later, lazy.min_bytes is %d", f.missing, f.least)
@@ -57,7 +58,10 @@ func (f lazyFacts) decide() (lazily bool, reason string) {
 		return false, fmt.Sprintf("the whole image takes about %v, lazy.min_time is %v",
 			f.estimate.Round(time.Millisecond), f.leastTime)
 	}
-	if f.peer {
+	switch {
+	case f.table:
+		return true, "the blob has a table of contents"
+	case f.peer:
 		return true, "another node has an index of the blob"
 	}
 	return true, "this node has an index of the blob"
@@ -74,6 +78,7 @@ type lazyDecision struct {
 	lazily bool
 	reason string
 	peer   string // address of the node with the index; empty: this one
+	table  bool   // the index is made of the blob's table of contents
 }
 
 // isLazy reports whether a layer is created lazily in a store.
@@ -95,7 +100,8 @@ func (s *Store) planLazy(ctx context.Context, store *layer.Store, img *registry.
 	counted := map[digest.Digest]bool{}
 	served := func(l registry.Layer) bool { return l.File == "" && s.indexer.store.Served(l.Blob.Digest, ref.Domain) }
 	for _, l := range img.Layers {
-		if name := sourceOf(l).Name(); !counted[name] && !store.Has(name) && (served(l) || peers[name] != "") {
+		indexed := served(l) || peers[sourceOf(l).Name()] != "" || s.mayUseTable(l)
+		if name := sourceOf(l).Name(); !counted[name] && !store.Has(name) && indexed {
 			counted[name] = true
 			facts.missing += l.Blob.Size
 		}
@@ -108,6 +114,8 @@ func (s *Store) planLazy(ctx context.Context, store *layer.Store, img *registry.
 			peer = ""
 		}
 		facts.peer, plan.layers[i].peer = peer != "", peer
+		facts.table = !facts.served && s.mayUseTable(l)
+		plan.layers[i].table = facts.table
 		plan.layers[i].lazily, plan.layers[i].reason = facts.decide()
 	}
 	return plan
@@ -133,13 +141,7 @@ func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l 
 	d lazyDecision) (bool, error) {
 	ctx, span := trace.Nest(ctx, "create lazily")
 	defer span.End()
-	x, claim, err := s.indexFor(ctx, a.repo, l, d.peer)
-	if err == nil {
-		err = s.createLazily(ctx, store, a, l, x, claim)
-		if err != nil && claim != nil {
-			s.suspect(l.Blob.Digest, x.States, claim, err)
-		}
-	}
+	err := s.createBy(ctx, store, a, l, d)
 	switch {
 	case err == nil:
 		a.grant(sourceOf(l).Name())
@@ -154,6 +156,22 @@ func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l 
 	s.log.Info("layer is fetched whole, because it cannot be created from its index", "image", a.repo.Reference().String(),
 		"layer", l.Blob.Digest, "error", err)
 	return false, nil
+}
+
+// createBy creates a layer as a decision says.
+func (s *Store) createBy(ctx context.Context, store *layer.Store, a *access, l registry.Layer, d lazyDecision) error {
+	if d.table {
+		return s.createByTable(ctx, store, a, l)
+	}
+	x, claim, err := s.indexFor(ctx, a.repo, l, d.peer)
+	if err != nil {
+		return err
+	}
+	err = s.createLazily(ctx, store, a, l, x, claim)
+	if err != nil && claim != nil {
+		s.suspect(l.Blob.Digest, x.States, claim, err)
+	}
+	return err
 }
 
 // indexFor returns the index of a layer's blob: of this node if it may use its own, or else of a
@@ -245,8 +263,10 @@ func (s *Store) usePresent(ctx context.Context, a *access, l registry.Layer, pla
 		return err
 	}
 	// Another registry has confirmed an index that is not proven. It may have lied together with a
-	// node, to get wrong files into the images of this registry.
-	foreign := claim != nil && claim.Registry != a.repo.Reference().Domain
+	// node, to get wrong files into the images of this registry. And another image may name another
+	// part of the blob as its table of contents.
+	foreign := claim != nil && (claim.Registry != a.repo.Reference().Domain ||
+		claim.Table != "" && claim.Table != tableOf(l))
 	if !foreign {
 		s.offer(a.repo, name)
 	}

@@ -26,7 +26,7 @@ type LazyLayer struct {
 	Incomplete bool          `json:"incomplete"`         // parts of its content are not there yet
 	Fetched    int64         `json:"fetched,omitempty"`  // bytes of the blob of an incomplete layer
 	Size       int64         `json:"size,omitempty"`     // of that blob
-	Unproven   string        `json:"unproven,omitempty"` // the node with its index, until the index is proven
+	Unproven   string        `json:"unproven,omitempty"` // where its index is from, until it is proven: a node, or the blob itself
 	Error      string        `json:"error,omitempty"`    // why it cannot be completed
 	// FailedReads are reads that failed with EIO since the start, mostly because no host served the
 	// content in time. LastFailedRead is the time of the last one.
@@ -62,6 +62,9 @@ func (s *Store) LazyStatus(img *Image) *LazyImage {
 			l.Fetched, l.Size = incomplete.Progress()
 			if claim := s.incomplete.layers.Claimed(name); claim != nil {
 				l.Unproven = claim.Peer
+				if claim.Table != "" {
+					l.Unproven = "table of contents in the blob"
+				}
 			}
 			status.Fetched, status.Size = status.Fetched+l.Fetched, status.Size+l.Size
 			if err := incomplete.Err(); err != nil {

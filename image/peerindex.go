@@ -86,7 +86,8 @@ func (s *Store) findIndexes(ctx context.Context, store *layer.Store, img *regist
 		}
 		found[name] = new(string)
 		most += l.Blob.Size
-		if !s.indexer.store.Served(l.Blob.Digest, repo.Reference().Domain) && !s.suspects.has(l.Blob.Digest) {
+		if !s.indexer.store.Served(l.Blob.Digest, repo.Reference().Domain) && !s.suspects.has(l.Blob.Digest) &&
+			!s.mayUseTable(l) {
 			asked = append(asked, l)
 		}
 	}
@@ -177,12 +178,21 @@ func (s *Store) decodePeerIndex(b []byte, l registry.Layer) (x *blobindex.Index,
 	if err != nil {
 		return nil, nil, err
 	}
-	most := tree.Limit{Bytes: maxPeerTree, Memory: int64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)),
-		Blocks: x.DataSize / tree.BlockSize}
-	if _, _, err := tree.Decode(bytes.NewReader(x.Tree), 0, most); err != nil {
-		return nil, nil, fmt.Errorf("tree of the layer: %w", err)
+	if _, err := s.decodeTree(x.Tree, x.DataSize); err != nil {
+		return nil, nil, err
 	}
 	return x, hints, nil
+}
+
+// decodeTree decodes the tree of a layer with dataSize bytes of data, within the limits of merges.
+func (s *Store) decodeTree(encoded []byte, dataSize int64) (*tree.Node, error) {
+	most := tree.Limit{Bytes: maxPeerTree, Memory: int64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)),
+		Blocks: dataSize / tree.BlockSize}
+	root, _, err := tree.Decode(bytes.NewReader(encoded), 0, most)
+	if err != nil {
+		return nil, fmt.Errorf("tree of the layer: %w", err)
+	}
+	return root, nil
 }
 
 // matches returns an error if an index is not one of a layer.

@@ -87,8 +87,9 @@ type Store struct {
 
 	indexer     *indexer // of blobs
 	incomplete  *incompleteLayers
-	peerIndexes chan struct{} // a slot for each index that comes from a peer
-	rates       rates         // tell lazy pulls how long a whole pull would take
+	peerIndexes chan struct{} // a slot for each index that comes from a peer, or from a table of contents
+	falseTables falseTables
+	rates       rates // tell lazy pulls how long a whole pull would take
 	distrusted  distrusted
 	suspects    suspects
 

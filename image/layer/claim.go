@@ -36,6 +36,9 @@ type Claim struct {
 	Peer     string `json:"peer"`              // address of the node that has sent the index
 	Registry string `json:"registry"`          // that has shown to have the blob
 	Profile  []int  `json:"profile,omitempty"` // spans that processes have waited for on other nodes
+	// Table names the table of contents in the blob, if the index was made of it. Then there is no
+	// Peer.
+	Table string `json:"table,omitempty"`
 }
 
 // maxClaim limits the length of a claimFile.
@@ -123,11 +126,16 @@ type Proven struct{ TreePath, RecordPath string }
 // layer's index says: tree, record, length of the data and summary. It does not write the content
 // of files again. The caller has verified the digest of the tar. Errors: DataLoss that wraps
 // lazy.ErrWrongIndex if something differs, DataLoss if the tar is no valid layer.
+//
+// If the claim is a table of contents, it gets the blob in place of the tar: see proveBlob.
 func (s *Store) Prove(ctx context.Context, name digest.Digest, tar io.Reader, limits unpack.Limits) (Proven, error) {
 	l := s.lazy.get(name)
 	info := s.layers.Get(name)
 	if l == nil || info == nil {
 		return Proven{}, errdefs.NotFound("incomplete layer %s", name)
+	}
+	if l.claimsTable() {
+		return Proven{}, s.proveBlob(ctx, name, tar, limits)
 	}
 	failpoint.Reach("layer.make-proof")
 	own, err := os.MkdirTemp(filepath.Join(s.root, tmpDir), name.Encoded()+"-")

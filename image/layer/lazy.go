@@ -115,7 +115,7 @@ func (z *lazyLayers) take(name digest.Digest) *lazyLayer {
 func (z *lazyLayers) usageOf(info *Info) Usage {
 	u := info.Usage
 	if l := z.get(info.Name); l != nil && info.Incomplete {
-		u.Bytes = u.Bytes - min(u.Bytes, uint64(l.Missing())) + uint64(l.indexSize)
+		u.Bytes = u.Bytes - min(u.Bytes, uint64(l.Missing())) + uint64(l.indexSize+l.Kept())
 	}
 	return u
 }
@@ -360,7 +360,7 @@ func (s *Store) settle(ctx context.Context, l *lazyLayer) error {
 
 // dropLazyFiles removes the files that a complete layer does not need.
 func dropLazyFiles(dir string) (err error) {
-	for _, name := range []string{indexFile, lazy.FilledFile, claimFile} {
+	for _, name := range []string{indexFile, lazy.FilledFile, lazy.BlobFile, claimFile} {
 		failpoint.Reach("layer.remove-lazy-file")
 		if failed := os.Remove(filepath.Join(dir, name)); failed != nil && !errors.Is(failed, fs.ErrNotExist) {
 			err = errors.Join(err, failed)

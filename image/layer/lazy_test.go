@@ -47,16 +47,21 @@ type gate struct {
 	open chan struct{}
 	tars map[digest.Digest][]byte
 
-	proofs atomic.Int64
-	store  func() *Store
+	proofs     atomic.Int64
+	afterProof func(context.Context) error // nil: nothing happens
+	store      func() *Store
 }
 
-func (g *gate) fill(from Source, _ *index.Index, claim *Claim) Filler {
-	f := Filler{Source: gated{g, g.tars[from.Blob]}}
+func (g *gate) fill(from Source, x *index.Index, claim *Claim) Filler {
+	kind := x.Kind
+	f := Filler{Source: gated{g, g.tars[from.Blob]}, Inflater: func() (lazy.Inflater, error) { return ownInflater(kind), nil }}
 	if claim != nil {
 		f.Prove = func(ctx context.Context, tar *io.SectionReader) error {
 			g.proofs.Add(1)
 			_, err := g.store().Prove(ctx, from.Name(), tar, unpack.Limits{})
+			if err == nil && g.afterProof != nil {
+				err = g.afterProof(ctx)
+			}
 			return err
 		}
 	}

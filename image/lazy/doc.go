@@ -7,8 +7,8 @@
 // file: in the background, and at once where a process reads. A reader of a missing range waits. It
 // gets the right bytes, or EIO after the configured time; never other bytes, if this node has made
 // the index (see below for others). The Engine verifies
-// every byte of the blob before anything decompresses it, and the digest of the whole tar at the
-// end. Then the layer is like any other.
+// every byte of the blob before anything decompresses it (but see "Tables of contents"), and the
+// digest of the whole tar at the end. Then the layer is like any other.
 //
 // The kernel reports each read of a missing range by a fanotify event (FAN_PRE_ACCESS), and
 // continues the read after the answer. Holes read as zeros without a mark on the file. So three
@@ -35,6 +35,14 @@
 // does not pass the index on before the proof, and kills the containers on a layer that has failed.
 //
 // Until the proof, a sender that lies can run any program in these containers.
+//
+// # Tables of contents
+//
+// An index of chunks (package index) is made of the table of contents in a blob. It is a claim, too.
+// Bytes of the blob are verified after they were decompressed, by the digests of the chunks. All
+// bytes are also kept in BlobFile. When all spans are there, the Engine verifies the digest of the
+// blob, fetches it again if it is wrong, and calls Prove with the blob. Prove compares the tar that
+// the blob has with the layer's files.
 //
 // # Takeover
 //

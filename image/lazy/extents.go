@@ -29,6 +29,9 @@ func (noContent) ReadContent(tarsplit.Ref, []byte, int64) error { return io.ErrU
 // extentsOf reads the extents from the record of an index. berth-unpack wrote the record and may
 // have been compromised, so an order or range that unpacking cannot produce is DataLoss.
 func extentsOf(x *index.Index) (list extents, err error) {
+	if x.OfChunks() {
+		return extentsOfChunks(x.Chunks), nil
+	}
 	r, err := tarsplit.Open(bytes.NewReader(x.Record), int64(len(x.Record)), x.TarSize, noContent{})
 	if err != nil {
 		return nil, errdefs.New(codes.DataLoss, "%w", err)
@@ -46,6 +49,20 @@ func extentsOf(x *index.Index) (list extents, err error) {
 		return nil, errdefs.New(codes.DataLoss, "record of the tar: %w", err)
 	}
 	return list, nil
+}
+
+// extentsOfChunks returns the extents of chunks, whose places are consistent. Chunks that follow each
+// other in both files become one extent. So the end of an extent is that of a file, or of a block.
+func extentsOfChunks(chunks []index.Chunk) (list extents) {
+	for i := range chunks {
+		c := &chunks[i]
+		if n := len(list); n > 0 && list[n-1].tar+list[n-1].size == c.Out && list[n-1].data+list[n-1].size == c.Data {
+			list[n-1].size += c.Size
+			continue
+		}
+		list = append(list, extent{c.Out, c.Data, c.Size})
+	}
+	return list
 }
 
 // inData calls do for each part of the tar whose content is in a range of the data file.

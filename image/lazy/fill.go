@@ -247,11 +247,19 @@ func (l *Layer) fill(ctx context.Context, in *gridReader, i int) error {
 		return err
 	}
 	s := l.x.Span(i)
-	tar, err := l.decompress(ctx, s, raw)
+	tar, err := l.inflate(ctx, i, s, raw)
 	if err != nil {
+		in.rejectIf(err)
 		return err
 	}
 	failpoint.Reach("lazy.fill")
+	if l.blob != nil {
+		_, err := l.blob.WriteAt(raw, s.In)
+		failpoint.Reach("lazy.blob-kept")
+		if err != nil {
+			return fmt.Errorf("keep the blob: %w", err)
+		}
+	}
 	err = l.contents.inTar(s.Out, s.OutSize, func(offset, data, size int64) error {
 		return l.write(tar[offset-s.Out:][:size], data)
 	})
@@ -287,6 +295,18 @@ func (l *Layer) decompress(ctx context.Context, s index.Span, raw []byte) (tar [
 	return tar, nil
 }
 
+// inflate is decompress that also verifies what was not verified before.
+func (l *Layer) inflate(ctx context.Context, i int, s index.Span, raw []byte) ([]byte, error) {
+	tar, err := l.decompress(ctx, s, raw)
+	if l.x.OfChunks() && errors.Is(err, ErrWrongIndex) {
+		return nil, fmt.Errorf("%w: %s", index.ErrMismatch, err.Error()) // raw may be other bytes than those of the blob
+	}
+	if err != nil {
+		return nil, err
+	}
+	return tar, l.x.VerifySpan(i, tar)
+}
+
 // write writes a part of the content. At the end of a file it writes the rest of the block, too, as
 // unpacking does: otherwise a filesystem with smaller blocks has a hole there, and the layer
 // another disk usage than its record says.
@@ -313,7 +333,7 @@ func (l *Layer) filled(i int, s index.Span) {
 	l.spans[i] = filled
 	l.left--
 	l.filledIn += s.InSize
-	l.dirty += s.OutSize
+	l.dirty += max(s.OutSize, 1) // a span without content is recorded, too
 	l.missing -= l.contentOf(i)
 	for _, w := range l.waiting[i] {
 		if w.missing--; w.missing == 0 {
@@ -376,6 +396,9 @@ func (l *Layer) verify(ctx context.Context) error {
 	if err := l.sync(ctx); err != nil {
 		return err
 	}
+	if l.blob != nil {
+		return l.verifyBlob(ctx)
+	}
 	st, err := l.record.Stat()
 	if err != nil {
 		return err
@@ -391,17 +414,17 @@ func (l *Layer) verify(ctx context.Context) error {
 	if d := digest.NewDigest(l.x.DiffID.Algorithm(), got); d != l.x.DiffID {
 		return wrongIndex("the tar has the digest %s, not %s", d, l.x.DiffID)
 	}
-	return l.proveIndex(ctx, tar)
+	return l.proveIndex(ctx, io.NewSectionReader(tar, 0, tar.Size()))
 }
 
 // proveIndex calls Prove until it knows the answer.
-func (l *Layer) proveIndex(ctx context.Context, tar *tarsplit.Reader) error {
+func (l *Layer) proveIndex(ctx context.Context, whole *io.SectionReader) error {
 	if l.prove == nil {
 		return nil
 	}
 	defer l.e.cfg.Waits.BeginOpen("proof of an index", "layer "+l.name)()
 	for failures := 1; ; failures++ {
-		err := l.prove(ctx, io.NewSectionReader(tar, 0, tar.Size()))
+		err := l.prove(ctx, whole)
 		switch {
 		case err == nil, errdefs.Code(err) == codes.DataLoss:
 			return err

@@ -62,15 +62,19 @@ func (g *gridReader) read(n int64) error {
 	if _, err := io.ReadFull(g.body, next); err != nil {
 		return errdefs.Unavailable("read blob: %w", err)
 	}
-	err := g.x.Verify(g.offset+int64(have), next)
-	if r, ok := g.body.(Rejecter); ok && errors.Is(err, index.ErrMismatch) {
-		r.Reject()
-	}
-	if err != nil {
+	if err := g.x.Verify(g.offset+int64(have), next); err != nil {
+		g.rejectIf(err)
 		return err
 	}
 	g.buf = g.buf[:have+int(n)]
 	return nil
+}
+
+// rejectIf tells the source if an error means that it has sent other bytes than those of the blob.
+func (g *gridReader) rejectIf(err error) {
+	if r, ok := g.body.(Rejecter); ok && errors.Is(err, index.ErrMismatch) {
+		r.Reject()
+	}
 }
 
 // inflater starts an Inflater when a layer needs one, and serializes its calls.

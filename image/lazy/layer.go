@@ -26,6 +26,8 @@ const (
 	DataFile   = "data"
 	RecordFile = "tar"
 	FilledFile = "filled"
+	// BlobFile has what was fetched of the blob, if the index is one of chunks.
+	BlobFile = "blob"
 )
 
 // incompleteXattr is on the data file of an incomplete layer.
@@ -40,8 +42,8 @@ func isIncomplete(fd int) (bool, error) {
 	return err == nil, err
 }
 
-// Prepare creates the files of an incomplete layer in a directory: the sparse data file and
-// FilledFile. It does not sync. The caller writes the other files.
+// Prepare creates the files of an incomplete layer in a directory: the sparse data file, FilledFile,
+// and BlobFile for an index of chunks. It does not sync. The caller writes the other files.
 func Prepare(dir string, x *index.Index) (err error) {
 	failpoint.Reach("lazy.make-data")
 	data, err := os.OpenFile(filepath.Join(dir, DataFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
@@ -62,7 +64,15 @@ func Prepare(dir string, x *index.Index) (err error) {
 		return err
 	}
 	failpoint.Reach("lazy.filled-made")
-	return filled.Close()
+	if err := filled.Close(); err != nil || !x.OfChunks() {
+		return err
+	}
+	blob, err := os.OpenFile(filepath.Join(dir, BlobFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	failpoint.Reach("lazy.blob-made")
+	if err != nil {
+		return err
+	}
+	return blob.Close()
 }
 
 func markIncomplete(data *os.File) error {
@@ -106,6 +116,7 @@ type Layer struct {
 	data     *os.File // its accesses raise no events
 	record   *os.File
 	bits     *os.File
+	blob     *os.File // of an index of chunks
 	inode    uint64
 
 	inflater  inflater
@@ -140,15 +151,16 @@ type Layer struct {
 }
 
 // Prove shows that everything which the index of a layer says is true of its tar, which has the
-// right digest. The error is DataLoss if that is not so. After another error the Engine calls it
-// again, at most maxProofs times.
-type Prove func(ctx context.Context, tar *io.SectionReader) error
+// right digest. For an index of chunks it gets the blob, which has the right digest, and all data is
+// in the data file. The error is DataLoss if the index is not true. After another error the Engine
+// calls it again, at most maxProofs times.
+type Prove func(ctx context.Context, whole *io.SectionReader) error
 
 // Add makes the Engine fill the layer in a directory, which Prepare and the caller have written, or
 // an earlier Engine has filled in part. The file RecordFile must be x.Record. x must not change;
 // the Engine does not keep its Tree and Record. newInflater starts an Inflater; the Engine has one
 // at a time for each layer, while it needs it. prove is nil for an index that this node has made of
-// the blob. Otherwise the layer is complete after prove has returned nil. The directory may be
+// the blob, and never for one of chunks. With it the layer is complete after prove has returned nil. The directory may be
 // renamed at any time.
 //
 // When Add has returned, the mark is set: the data file may be mounted. Errors: DataLoss if the
@@ -193,6 +205,9 @@ func (e *Engine) Refuse(dir string, reason error) (_ *Layer, err error) {
 
 // load opens the files and reads what is filled.
 func (l *Layer) load(dir string, x *index.Index, undo *cleanup.List) (err error) {
+	if x.OfChunks() && l.prove == nil {
+		return errdefs.New(codes.DataLoss, "an index of chunks without a proof")
+	}
 	if l.contents, err = extentsOf(x); err != nil {
 		return wrongIndex("%w", err)
 	}
@@ -217,7 +232,12 @@ func (l *Layer) load(dir string, x *index.Index, undo *cleanup.List) (err error)
 		return err
 	}
 	undo.Add("close bitmap", l.bits.Close)
-	if l.prove != nil {
+	if x.OfChunks() {
+		if l.blob, err = os.OpenFile(filepath.Join(dir, BlobFile), os.O_RDWR, 0); err != nil {
+			return err
+		}
+		undo.Add("close blob", l.blob.Close)
+	} else if l.prove != nil {
 		if l.claimed, err = openClaimed(l.life.Context(), l.record, l.data, x.TarSize); err != nil {
 			return err
 		}
@@ -418,6 +438,16 @@ func (l *Layer) Missing() int64 {
 	return l.missing
 }
 
+// Kept returns how many bytes of the blob are kept on disk until the layer is complete.
+func (l *Layer) Kept() int64 {
+	l.e.mu.Lock()
+	defer l.e.mu.Unlock()
+	if l.blob == nil || l.complete {
+		return 0
+	}
+	return l.filledIn
+}
+
 // Done is closed when the layer is complete or cannot be completed, also because it was closed: see
 // Err.
 func (l *Layer) Done() <-chan struct{} { return l.done }
@@ -507,7 +537,7 @@ func (l *Layer) end() error {
 		err = l.sync(ctx)
 	}
 	err = errors.Join(err, l.inflater.close(ctx), l.data.Close())
-	for _, f := range []*os.File{l.record, l.bits} {
+	for _, f := range []*os.File{l.record, l.bits, l.blob} {
 		if f != nil {
 			err = errors.Join(err, f.Close())
 		}

@@ -88,6 +88,10 @@ func (l *Layer) sync(ctx context.Context) error {
 	failpoint.Reach("lazy.sync-data")
 	err := unix.Fdatasync(int(l.data.Fd()))
 	failpoint.Reach("lazy.data-synced")
+	if err == nil && l.blob != nil {
+		err = unix.Fdatasync(int(l.blob.Fd()))
+		failpoint.Reach("lazy.blob-synced")
+	}
 	if err != nil {
 		l.lost = errdefs.New(codes.DataLoss, "sync the data of layer %s: %w: %w", l.name, ErrLost, err)
 		return l.lost // the kernel reports an error once, so a second sync would succeed

@@ -114,7 +114,7 @@ var unmarked = map[string]string{
 	"image/layer.Remove: os.RemoveAll":                                    byCaller,
 	"image/erofs.unnamed: unix.Open":                                      "a file without a name, which goes with the process",
 	"image/lazy.unnamed: unix.Open":                                       "a file without a name, which goes with the process",
-	"image/lazy.load: os.OpenFile":                                        "it creates nothing",
+	"image/lazy.load: os.OpenFile os.OpenFile":                            "it creates nothing",
 	"image/layer.makeTree: os.Mkdir unix.Chmod":                           unnamed,
 	"image/layer.writeRecord: os.WriteFile":                               byCaller,
 	"image/layer.open: os.MkdirAll":                                       again,

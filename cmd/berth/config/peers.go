@@ -15,9 +15,6 @@ const minBandwidth = 1 << 20
 // checkPeers checks the options of table peers together.
 func (c *Config) checkPeers() error {
 	if c.PeersListen == "" {
-		if c.LazyPolicy == "all" {
-			return errors.New("lazy.policy: all needs peers.listen; use indexed without peers")
-		}
 		return nil
 	}
 	if _, err := netip.ParseAddrPort(c.PeersListen); err != nil {

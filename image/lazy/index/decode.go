@@ -16,25 +16,19 @@ import (
 
 // Decode returns the index of an encoding, without Tree and Record. It shares memory with b. The
 // error wraps ErrDamaged.
-func Decode(b []byte) (*Index, error) { return decode(b, nil) }
+func Decode(b []byte) (*Index, error) {
+	if bytes.HasPrefix(b, []byte(chunksMagic)) {
+		return decodeChunks(b)
+	}
+	return decode(b, nil)
+}
 
 // decode is Decode. bounds, if not nil, checks the numbers before anything else is read, and returns
 // how many points there may be. Then the index does not share memory with b.
 func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, error) {
-	body := len(b) - sha256.Size
-	if len(b) > MaxEncoded || body < len(magic) || !bytes.HasPrefix(b, []byte(magic)) {
-		return nil, damaged("unknown format, or %d bytes", len(b))
-	}
-	var parts [3][]byte
-	rest := b[len(magic):body]
-	for i := range parts {
-		var err error
-		if parts[i], rest, err = section(rest); err != nil {
-			return nil, err
-		}
-	}
-	if len(rest) > 0 {
-		return nil, damaged("%d bytes follow it", len(rest))
+	parts, err := sections(b, magic)
+	if err != nil {
+		return nil, err
 	}
 	x := &Index{}
 	if err := x.setNumbers(parts[0]); err != nil {
@@ -42,13 +36,12 @@ func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, er
 	}
 	most := int64(math.MaxInt64)
 	if bounds != nil {
-		var err error
 		if most, err = bounds(x); err != nil {
 			return nil, err
 		}
 	}
-	if sum := sha256.Sum256(b[:body]); !bytes.Equal(sum[:], b[body:]) {
-		return nil, damaged("wrong checksum")
+	if err := checkSum(b); err != nil {
+		return nil, err
 	}
 	if err := x.setStates(parts[1]); err != nil {
 		return nil, err
@@ -56,7 +49,6 @@ func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, er
 	if bounds != nil {
 		parts[2] = bytes.Clone(parts[2])
 	}
-	var err error
 	if x.Points, err = decodePoints(parts[2], most); err != nil {
 		return nil, err
 	}
@@ -64,6 +56,33 @@ func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, er
 		return nil, err
 	}
 	return x, nil
+}
+
+// sections returns the sections of an encoding. It does not check the checksum.
+func sections(b []byte, magic string) (parts [3][]byte, err error) {
+	body := len(b) - sha256.Size
+	if len(b) > MaxEncoded || body < len(magic) || !bytes.HasPrefix(b, []byte(magic)) {
+		return parts, damaged("unknown format, or %d bytes", len(b))
+	}
+	rest := b[len(magic):body]
+	for i := range parts {
+		if parts[i], rest, err = section(rest); err != nil {
+			return parts, err
+		}
+	}
+	if len(rest) > 0 {
+		return parts, damaged("%d bytes follow it", len(rest))
+	}
+	return parts, nil
+}
+
+// checkSum checks the checksum of an encoding, which is long enough.
+func checkSum(b []byte) error {
+	body := len(b) - sha256.Size
+	if sum := sha256.Sum256(b[:body]); !bytes.Equal(sum[:], b[body:]) {
+		return damaged("wrong checksum")
+	}
+	return nil
 }
 
 // section cuts the first section off b.

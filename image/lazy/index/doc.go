@@ -20,12 +20,21 @@
 // and the end. Spans are numbered from zero. The grid divides the blob into ranges of Grid bytes,
 // the units of verification.
 //
+// # Indexes of chunks
+//
+// An index that is made of a blob's table of contents has no states: nobody has hashed the blob yet.
+// It has the digests of the files' chunks instead. So bytes are verified after they have been
+// decompressed, and only the parts with content are. The tar of such an index is not the blob's: it
+// joins what each span has up to the end of its last chunk. Nothing shows that the table is true
+// before the whole blob was unpacked (package lazy, "Tables of contents").
+//
 // # Format
 //
 // An index is three files: its encoding, the tree and the record. The latter two are those of the
 // layer, so they can be links. The encoding has their digests. It begins with magic. Three sections
 // follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
-// all this ends it. OpenWhole joins the three files for another node.
+// all this ends it. An index of chunks begins with chunksMagic, and has points and chunks in place of
+// states and points. OpenWhole joins the three files for another node.
 //
 // An index of another node may be false in every respect, the states included: they show only that
 // bytes fit the index (package lazy, "Indexes of other nodes").

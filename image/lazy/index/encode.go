@@ -18,6 +18,9 @@ const flagOpaque = 1
 // Encode returns the encoding of an index, without Tree and Record. The error wraps ErrDamaged if
 // the index is inconsistent or too large.
 func (x *Index) Encode() ([]byte, error) {
+	if x.OfChunks() {
+		return x.encodeChunks()
+	}
 	if err := x.check(); err != nil {
 		return nil, err
 	}

@@ -64,6 +64,9 @@ type Index struct {
 	// Points are in the order of the blob. The first is at its start.
 	Points []Point
 
+	// Chunks, if there are any, replace the States: see OfChunks.
+	Chunks []Chunk
+
 	TreeDigest   digest.Digest // by SHA-256
 	RecordDigest digest.Digest // by SHA-256
 	DataSize     int64         // of the layer's data file
@@ -134,8 +137,13 @@ func (x *Index) SpanAt(offset int64) int {
 
 // GridRange returns the smallest range of the blob that has the spans from first to last and can be
 // verified. Both are included. The range may be empty: a span can have no bytes of the blob.
+//
+// An index of chunks has no grid. The range is that of the spans alone.
 func (x *Index) GridRange(first, last int) (offset, size int64) {
 	begin, end := x.Points[first].In, x.Span(last)
+	if x.OfChunks() {
+		return begin, end.In + end.InSize - begin
+	}
 	offset = begin / Grid * Grid
 	return offset, min((end.In+end.InSize+Grid-1)/Grid*Grid, x.BlobSize) - offset
 }

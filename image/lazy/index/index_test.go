@@ -74,7 +74,7 @@ func encode(t testing.TB, x *Index) []byte {
 
 func TestEncodingIsReversible(t *testing.T) {
 	plain, _ := sample(t, 3*testSpan+5)
-	for name, x := range map[string]*Index{"plain": plain, "gzip": gzipSample(t)} {
+	for name, x := range map[string]*Index{"plain": plain, "gzip": gzipSample(t), "chunks": chunksSample()} {
 		t.Run(name, func(t *testing.T) {
 			got, err := Decode(encode(t, x))
 			if err != nil {
@@ -294,7 +294,7 @@ func TestPointReaderStopsAtDamage(t *testing.T) {
 
 func FuzzDecode(f *testing.F) {
 	plain, _ := sample(f, 2*Grid+5)
-	for _, x := range []*Index{plain, gzipSample(f)} {
+	for _, x := range []*Index{plain, gzipSample(f), chunksSample()} {
 		b := encode(f, x)
 		f.Add(b[:len(b)-sha256.Size])
 	}

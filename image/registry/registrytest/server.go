@@ -161,6 +161,8 @@ type Layer struct {
 	MediaType string        // empty: OCI's uncompressed tar
 	DiffID    digest.Digest // empty: the blob's own digest
 	Size      int64         // that the manifest claims; 0: the blob's own
+
+	Annotations map[string]string
 }
 
 // PutImage stores an OCI image for this machine under a tag and returns the descriptor of its
@@ -196,6 +198,7 @@ func (s *Server) putImage(repo, tag, comment, manifestType, configType string, l
 		if l.Size != 0 {
 			d.Size = l.Size
 		}
+		d.Annotations = l.Annotations
 		m.Layers = append(m.Layers, d)
 		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, l.DiffID)
 	}

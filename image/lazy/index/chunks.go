@@ -1,0 +1,164 @@
+package index
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+	"sort"
+)
+
+// chunksMagic begins an encoded index of chunks. Its number is the version of the format.
+const chunksMagic = "berth chunk index 1\n"
+
+// Chunk is a part of a file's content, in one span.
+type Chunk struct {
+	Out, Size int64             // in the tar of the index
+	Data      int64             // place in the data file
+	Sum       [sha256.Size]byte // SHA-256 of the content
+}
+
+// OfChunks reports whether the index is one of chunks: see the package's contract.
+func (x *Index) OfChunks() bool { return len(x.Chunks) > 0 }
+
+// VerifySpan checks the chunks of a span, whose part of the tar is given. The error wraps
+// ErrMismatch if one has other bytes. It accepts all bytes if the index is not one of chunks.
+func (x *Index) VerifySpan(i int, tar []byte) error {
+	s := x.Span(i)
+	first := sort.Search(len(x.Chunks), func(n int) bool { return x.Chunks[n].Out >= s.Out })
+	for n := first; n < len(x.Chunks) && x.Chunks[n].Out < s.Out+s.OutSize; n++ {
+		c := &x.Chunks[n]
+		at := c.Out - s.Out
+		if at+c.Size > int64(len(tar)) || sha256.Sum256(tar[at:at+c.Size]) != c.Sum {
+			return fmt.Errorf("%w %s: chunk of %d bytes in the span at %d", ErrMismatch, x.Blob, c.Size, s.In)
+		}
+	}
+	return nil
+}
+
+// encodeChunks is Encode of an index of chunks.
+func (x *Index) encodeChunks() ([]byte, error) {
+	if err := x.checkChunks(); err != nil {
+		return nil, err
+	}
+	var points, chunks []byte
+	var last Point
+	for i := range x.Points {
+		p := &x.Points[i]
+		points = binary.AppendUvarint(binary.AppendUvarint(points, uint64(p.In-last.In)), uint64(p.Out-last.Out))
+		last = *p
+	}
+	var out, data int64
+	for i := range x.Chunks {
+		c := &x.Chunks[i]
+		for _, n := range []int64{c.Out - out, c.Size, c.Data - data} {
+			chunks = binary.AppendUvarint(chunks, uint64(n))
+		}
+		chunks = append(chunks, c.Sum[:]...)
+		out, data = c.Out+c.Size, c.Data+c.Size
+	}
+	b := []byte(chunksMagic)
+	for _, part := range [][]byte{x.numbers(), points, chunks} {
+		b = binary.AppendUvarint(b, uint64(len(part)))
+		b = append(b, part...)
+	}
+	if len(b)+sha256.Size > MaxEncoded {
+		return nil, damaged("it has %d bytes", len(b))
+	}
+	sum := sha256.Sum256(b)
+	return append(b, sum[:]...), nil
+}
+
+// decodeChunks is Decode of an index of chunks.
+func decodeChunks(b []byte) (*Index, error) {
+	parts, err := sections(b, chunksMagic)
+	if err == nil {
+		err = checkSum(b)
+	}
+	if err != nil {
+		return nil, err
+	}
+	x := &Index{}
+	if err := x.setNumbers(parts[0]); err != nil {
+		return nil, err
+	}
+	var last Point
+	for rest := parts[1]; len(rest) > 0; {
+		var gap [2]int64
+		if rest, err = gaps(rest, gap[:]); err != nil {
+			return nil, err
+		}
+		last = Point{In: last.In + gap[0], Out: last.Out + gap[1], Start: true}
+		x.Points = append(x.Points, last)
+	}
+	var out, data int64
+	for rest := parts[2]; len(rest) > 0; {
+		var gap [3]int64
+		if rest, err = gaps(rest, gap[:]); err != nil {
+			return nil, err
+		}
+		if len(rest) < sha256.Size {
+			return nil, damaged("a chunk ends too soon")
+		}
+		c := Chunk{Out: out + gap[0], Size: gap[1], Data: data + gap[2], Sum: [sha256.Size]byte(rest)}
+		rest = rest[sha256.Size:]
+		x.Chunks = append(x.Chunks, c)
+		out, data = c.Out+c.Size, c.Data+c.Size
+	}
+	return x, x.checkChunks()
+}
+
+// maxGap limits the numbers of an encoding, so that sums of all of them fit into 63 bits.
+const maxGap = 1 << 40
+
+// gaps decodes numbers.
+func gaps(b []byte, to []int64) (rest []byte, err error) {
+	for i := range to {
+		n, size := binary.Uvarint(b)
+		if size <= 0 || n > maxGap {
+			return nil, damaged("malformed number of a chunk")
+		}
+		to[i], b = int64(n), b[size:]
+	}
+	return b, nil
+}
+
+// checkChunks is check for an index of chunks.
+func (x *Index) checkChunks() error {
+	switch {
+	case !isSHA256(x.Blob) || !isSHA256(x.TreeDigest) || !isSHA256(x.RecordDigest) || x.DiffID.Validate() != nil:
+		return damaged("digests %q, %q, %q, %q", x.Blob, x.DiffID, x.TreeDigest, x.RecordDigest)
+	case x.Kind != Gzip && x.Kind != Zstd || x.BlobSize <= 0 || x.BlobSize > maxGap || x.TarSize <= 0 || x.DataSize < 0:
+		return damaged("%s blob of %d bytes with a tar of %d bytes and %d bytes of data", x.Kind, x.BlobSize, x.TarSize, x.DataSize)
+	case len(x.States) > 0 || len(x.Chunks) == 0 || len(x.Points) == 0:
+		return damaged("%d states, %d chunks, %d points", len(x.States), len(x.Chunks), len(x.Points))
+	}
+	var last Point
+	for i := range x.Points {
+		p := &x.Points[i]
+		if i == 0 && (p.In != 0 || p.Out != 0) || i > 0 && (p.In <= last.In || p.Out < last.Out) || !p.Start {
+			return damaged("point at %d of the blob and %d of the tar follows %d and %d", p.In, p.Out, last.In, last.Out)
+		}
+		last = *p
+		if s := x.Span(i); s.InSize < 0 || s.OutSize < 0 || tooLong(s.InSize, s.OutSize) {
+			return damaged("span at %d has %d bytes of the blob and %d of the tar", p.In, s.InSize, s.OutSize)
+		}
+	}
+	return x.checkPlaces()
+}
+
+// checkPlaces checks that each chunk is in one span, and that no two have the same place.
+func (x *Index) checkPlaces() error {
+	span, out, data := 0, int64(0), int64(0)
+	for i := range x.Chunks {
+		c := &x.Chunks[i]
+		for span < len(x.Points)-1 && x.Points[span+1].Out <= c.Out {
+			span++
+		}
+		s := x.Span(span)
+		if c.Size <= 0 || c.Out < out || c.Data < data || c.Size > x.DataSize-c.Data || c.Out+c.Size > s.Out+s.OutSize {
+			return damaged("chunk of %d bytes at %d of the tar and %d of the data", c.Size, c.Out, c.Data)
+		}
+		out, data = c.Out+c.Size, c.Data+c.Size
+	}
+	return nil
+}

@@ -1,0 +1,182 @@
+package image
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+
+	"berth/image/layer"
+	"berth/image/lazy"
+	blobindex "berth/image/lazy/index"
+	"berth/image/lazy/toc"
+	"berth/image/registry"
+	"berth/image/tree"
+	"berth/image/unpack"
+	"berth/internal/errdefs"
+	"berth/internal/trace"
+)
+
+// mayUseTable reports whether a layer can be created from the table of contents in its blob.
+func (s *Store) mayUseTable(l registry.Layer) bool {
+	if s.incomplete.cfg.Policy != LazyAll || !mayHaveIndex(l) || s.falseTables.has(l.Blob.Digest) {
+		return false
+	}
+	_, ok := toc.Find(l.Blob)
+	return ok
+}
+
+// tableOf names the table of contents of a layer; empty: it has none.
+func tableOf(l registry.Layer) string {
+	if ref, ok := toc.Find(l.Blob); ok {
+		return ref.String()
+	}
+	return ""
+}
+
+// createByTable creates a layer from the table of contents in its blob. The registry of the pull must
+// send the table, so it has at least this part of the blob, and lets the pull have it.
+func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access, l registry.Layer) error {
+	src, done := s.incomplete.use(sourceOf(l), l.Blob.Size)
+	defer done()
+	p := &place{repo: a.repo}
+	x, err := s.indexOfTable(ctx, store, src, p, l)
+	if err != nil {
+		p.close()
+		return fmt.Errorf("table of contents: %w", err)
+	}
+	src.add(p, true)
+	claim := &layer.Claim{Registry: a.repo.Reference().Domain, Table: tableOf(l)}
+	err = store.CreateLazy(ctx, sourceOf(l), x, claim, s.incomplete.filler(src, sourceOf(l), x, claim))
+	s.incomplete.prefer(src.name)
+	return err
+}
+
+// indexOfTable makes an index of the table of contents in a blob, from a place that serves the blob.
+func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobSource, p *place,
+	l registry.Layer) (*blobindex.Index, error) {
+	ctx, span := trace.Nest(ctx, "read table of contents")
+	defer span.End()
+	select {
+	case s.peerIndexes <- struct{}{}: // it takes as much memory as an index of a peer
+		defer func() { <-s.peerIndexes }()
+	case <-ctx.Done():
+		return nil, fmt.Errorf("wait for the indexes of other layers: %w", context.Cause(ctx))
+	}
+	ref, ok := toc.Find(l.Blob)
+	if !ok {
+		return nil, errdefs.NotFound("the blob has none")
+	}
+	table, err := toc.Read(ctx, ref, toc.From{
+		Fetch: func(ctx context.Context, offset, size int64) ([]byte, error) {
+			return src.bytes(ctx, p, offset, size)
+		},
+		Inflate: s.incomplete.inflate,
+	})
+	if err != nil {
+		return nil, err
+	}
+	x := table.Index(l.Blob.Digest, l.DiffID)
+	limits := limitsOf(l.Blob, s.cfg.Limits).WithDefaults()
+	if table.Size() > limits.Tar || x.DataSize > limits.Bytes {
+		return nil, errdefs.FailedPrecondition("its files have %d bytes", table.Size())
+	}
+	return x, s.treeOfTable(ctx, store, p.repo.Reference().Domain, l, table, x)
+}
+
+// treeOfTable makes the tree that a table of contents describes, in the process that unpacks layers.
+// domain is the registry.
+func (s *Store) treeOfTable(ctx context.Context, store *layer.Store, domain string, l registry.Layer, table *toc.Table,
+	x *blobindex.Index) error {
+	var made layer.Outlined
+	_, err := s.whenFree(ctx, domain, l, shortage{}, func(limits unpack.Limits) (err error) {
+		made, err = store.Outline(ctx, sourceOf(l), table.Outline(), limits)
+		return err
+	})
+	if err != nil && !errors.Is(err, unix.ENOSPC) { // the blob itself may be within the limits
+		err = errdefs.FailedPrecondition("%s", err.Error())
+	}
+	if err != nil {
+		return err
+	}
+	root, err := s.decodeTree(made.Tree, made.DataSize)
+	if err != nil {
+		return err
+	}
+	if err := table.Place(root, made.DataSize); err != nil {
+		return err
+	}
+	var placed bytes.Buffer
+	if err := tree.Encode(&placed, root); err != nil {
+		return fmt.Errorf("encode the tree: %w", err)
+	}
+	x.Tree, x.TreeDigest, x.RecordDigest = placed.Bytes(), digest.FromBytes(placed.Bytes()), digest.FromBytes(nil)
+	used := layer.UsageOf(x)
+	x.Summary = blobindex.Summary{Bytes: used.Bytes, Inodes: used.Inodes, Opaque: made.Opaque, Whiteouts: made.Whiteouts}
+	_, err = s.decodeTree(x.Tree, x.DataSize)
+	return err
+}
+
+// bytes reads a range of the blob from a place. Nothing verifies it.
+func (b *blobSource) bytes(ctx context.Context, p *place, offset, size int64) ([]byte, error) {
+	body, err := b.from(ctx, p, offset, size)
+	if err != nil {
+		return nil, err
+	}
+	buf := make([]byte, size)
+	_, err = io.ReadFull(body, buf)
+	return buf, errors.Join(err, body.Close())
+}
+
+// inflate decompresses the beginning of a gzip member or zstd frame in a process of its own.
+func (z *incompleteLayers) inflate(ctx context.Context, kind blobindex.Compression, in []byte,
+	out int64) ([]byte, error) {
+	inflater, err := z.cfg.Inflate(kind, out)
+	if err != nil {
+		return nil, err
+	}
+	raw, err := inflater.Span(ctx, blobindex.Point{Start: true}, in, out)
+	return raw, errors.Join(err, inflater.Close())
+}
+
+// distrustTable acts on a layer whose table of contents is false, or could not be proven. Its
+// containers may have used files that are not those of the image.
+func (s *Store) distrustTable(from layer.Source, reason error) {
+	said := "the table of contents of a layer could not be proven"
+	if errors.Is(reason, lazy.ErrWrongIndex) {
+		said = "the table of contents of a layer does not describe the layer"
+	}
+	s.falseTables.add(from.Blob)
+	s.log.Error(said+"; the containers on the layer are killed", "layer", from.DiffID, "blob", from.Blob, "error", reason)
+	s.distrusted.add(from.Name(), fmt.Sprintf("the files of the image may have been wrong: %s: layer %s: %v", said,
+		from.DiffID, reason))
+}
+
+// falseTables are the blobs whose tables of contents are not used until the next start.
+type falseTables struct {
+	mu    sync.Mutex // guards blobs
+	blobs map[digest.Digest]bool
+}
+
+// maxFalseTables limits them. Then no table is used.
+const maxFalseTables = 10_000
+
+func (f *falseTables) has(blob digest.Digest) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.blobs[blob] || len(f.blobs) >= maxFalseTables
+}
+
+func (f *falseTables) add(blob digest.Digest) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.blobs == nil {
+		f.blobs = map[digest.Digest]bool{}
+	}
+	f.blobs[blob] = true
+}

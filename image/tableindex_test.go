@@ -1,0 +1,241 @@
+package image
+
+import (
+	"archive/tar"
+	"bytes"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/containerd/stargz-snapshotter/estargz"
+	"github.com/opencontainers/go-digest"
+
+	"berth/image/layer"
+	blobindex "berth/image/lazy/index"
+	"berth/image/lazy/toc/toctest"
+	"berth/image/registry/registrytest"
+	"berth/internal/testutil"
+)
+
+// tableWorld is a registry with an image whose blob has a table of contents, and a store that has
+// never seen it.
+type tableWorld struct {
+	lazyWorld
+	packed *toctest.Blob
+
+	mu     sync.Mutex // guards killed
+	killed []string
+}
+
+var tableForms = map[string]func([]byte, toctest.Options) (*toctest.Blob, error){
+	"eStargz": toctest.Stargz, "zstd:chunked": toctest.Chunked,
+}
+
+func newTableWorld(t *testing.T, form string, policy string, o toctest.Options) *tableWorld {
+	t.Helper()
+	w := &tableWorld{lazyWorld: lazyWorld{reg: registrytest.New(t), content: noise(3<<20, 9)}}
+	var data bytes.Buffer
+	tw := tar.NewWriter(&data)
+	for _, f := range []struct {
+		name    string
+		content []byte
+	}{{"file", w.content}, {"other", []byte("other")}, {"third", []byte("third")}} {
+		testutil.Must(t, tw.WriteHeader(&tar.Header{Name: f.name, Mode: 0o640, Size: int64(len(f.content)),
+			ModTime: time.Unix(1_700_000_000, 600_000_000), Format: tar.FormatPAX}))
+		_, err := tw.Write(f.content)
+		testutil.Must(t, err)
+	}
+	testutil.Must(t, tw.Close())
+	o.ChunkSize = 256 << 10
+	var err error
+	w.packed, err = tableForms[form](data.Bytes(), o)
+	testutil.Must(t, err)
+	w.layer = registrytest.Layer{Blob: w.packed.Bytes, DiffID: w.packed.DiffID, MediaType: w.packed.MediaType,
+		Annotations: w.packed.Annotations}
+	w.reg.PutImage("app", "v1", "", w.layer)
+	w.reg.Before = w.before
+	w.ref = w.reg.Host() + "/app:v1"
+	w.cfg = lazyConfig(t, policy)
+	w.s = openStore(t, w.cfg)
+	w.needEngine(t)
+	w.watch()
+	return w
+}
+
+// watch notes the layers whose containers would be killed.
+func (w *tableWorld) watch() {
+	w.s.OnDistrust(func(_ digest.Digest, reason string) {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.killed = append(w.killed, reason)
+	})
+}
+
+func (w *tableWorld) kills() []string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.killed
+}
+
+// checkTar compares the tar of the complete layer.
+func (w *tableWorld) checkTar(t *testing.T) {
+	t.Helper()
+	restored, err := w.s.OpenTar(t.Context(), w.packed.DiffID)
+	testutil.Must(t, err)
+	defer restored.Close()
+	got, err := io.ReadAll(restored.Whole(t.Context()))
+	if err != nil || !bytes.Equal(got, w.packed.Tar) {
+		t.Errorf("the tar has %d bytes, want %d: %v", len(got), len(w.packed.Tar), err)
+	}
+}
+
+// The first pull of an image with a table of contents is lazy. When the layer is complete, it is the
+// one that unpacking the blob makes, also after a restart in between.
+func TestTableMakesTheFirstPullLazy(t *testing.T) {
+	for form := range tableForms {
+		for name, restarted := range map[string]bool{"same store": false, "restart": true} {
+			t.Run(form+", "+name, func(t *testing.T) {
+				w := newTableWorld(t, form, LazyAll, toctest.Options{Rewrite: restarted})
+				release := w.hold()
+				img := pull(t, w.s, w.ref)
+				if w.incomplete(t) == nil {
+					t.Fatalf("the layer is complete: %+v", w.s.LazyStatus(img))
+				}
+				status := w.s.LazyStatus(img)
+				if !strings.Contains(status.Layers[0].Decision, "table of contents") || status.Layers[0].Unproven == "" {
+					t.Errorf("%+v", status)
+				}
+				if restarted {
+					w.s = restart(t, w.s, w.cfg)
+					w.watch()
+				}
+				release()
+				testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+				testutil.Eventually(t, "the layer is not incomplete", func() bool { return w.incomplete(t) == nil })
+				w.checkTar(t)
+				w.compare(t, img)
+				if got := w.kills(); len(got) > 0 {
+					t.Errorf("killed: %q", got)
+				}
+				w.s = restart(t, w.s, w.cfg)
+				w.checkTar(t)
+			})
+		}
+	}
+}
+
+// compare compares the layer with one that was pulled whole.
+func (w *tableWorld) compare(t *testing.T, img *Image) {
+	t.Helper()
+	whole := openStore(t, lazyConfig(t, LazyOff))
+	pull(t, whole, w.ref)
+	var infos [2]layer.Info
+	for i, s := range []*Store{w.s, whole} {
+		info, err := s.layers.storeFor(img.Layers).Info(img.Layers[0])
+		testutil.Must(t, err)
+		infos[i] = info
+	}
+	if infos[0] != infos[1] {
+		t.Errorf("the layer is %+v, pulled whole it is %+v", infos[0], infos[1])
+	}
+}
+
+// Without the policy, a table of contents is not used.
+func TestTableNeedsThePolicy(t *testing.T) {
+	w := newTableWorld(t, "eStargz", LazyIndexed, toctest.Options{})
+	pull(t, w.s, w.ref)
+	if w.incomplete(t) != nil {
+		t.Error("the layer is incomplete")
+	}
+}
+
+// A table of contents that lies is found when the layer is complete. Its containers are killed, and
+// the next pull is whole.
+func TestTableLies(t *testing.T) {
+	for name, lie := range map[string]func(*estargz.JTOC){
+		"mode":    func(x *estargz.JTOC) { x.Entries[0].Mode = 0o4755 },
+		"owner":   func(x *estargz.JTOC) { x.Entries[0].UID = 1000 },
+		"file":    func(x *estargz.JTOC) { x.Entries = append(x.Entries, &estargz.TOCEntry{Name: "more", Type: "reg"}) },
+		"no file": func(x *estargz.JTOC) { x.Entries = slices.Delete(x.Entries, len(x.Entries)-2, len(x.Entries)-1) },
+		"time":    func(x *estargz.JTOC) { x.Entries[0].ModTime3339 = "2001-01-01T00:00:00Z" },
+		"content": func(x *estargz.JTOC) { // one byte further, where padding follows
+			e := x.Entries[len(x.Entries)-2]
+			e.InnerOffset, e.ChunkDigest = 1, digest.FromString("other\x00"[1:]).String()
+		},
+	} {
+		for form := range tableForms {
+			t.Run(form+", "+name, func(t *testing.T) {
+				w := newTableWorld(t, form, LazyAll, toctest.Options{Lie: lie})
+				release := w.hold()
+				img := pull(t, w.s, w.ref)
+				if w.incomplete(t) == nil {
+					t.Fatalf("the layer is complete: %+v", w.s.LazyStatus(img))
+				}
+				release()
+				testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
+				if got := w.kills(); len(got) != 1 || !strings.Contains(got[0], "does not describe the layer") {
+					t.Errorf("killed: %q", got)
+				}
+				again := pull(t, w.s, w.ref)
+				if w.incomplete(t) != nil || !w.s.Complete(again.Layers) {
+					t.Error("the second pull was lazy")
+				}
+				w.checkTar(t)
+			})
+		}
+	}
+}
+
+// Bytes of the blob that no chunk covers are verified, too. If they are wrong, the blob is fetched
+// again.
+func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
+	for form := range tableForms {
+		t.Run(form, func(t *testing.T) {
+			w := newTableWorld(t, form, LazyAll, toctest.Options{})
+			wrong := bytes.Clone(w.packed.Bytes)
+			wrong[len(wrong)-1]++ // of the footer
+			var served atomic.Int64
+			w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
+				if w.before(rw, r) {
+					return true
+				}
+				var first, last int
+				n, _ := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last)
+				if n < 2 || last-first < blobindex.Grid || served.Add(1) > 1 {
+					return false
+				}
+				http.ServeContent(rw, r, "", time.Time{}, bytes.NewReader(wrong))
+				return true
+			}
+			release := w.hold()
+			img := pull(t, w.s, w.ref)
+			release()
+			testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+			w.checkTar(t)
+			if n := served.Load(); n < 2 {
+				t.Errorf("%d requests for content", n)
+			}
+		})
+	}
+}
+
+// A source that does not have the blob cannot complete the layer.
+func TestTableOfAnotherBlob(t *testing.T) {
+	w := newTableWorld(t, "zstd:chunked", LazyAll, toctest.Options{})
+	release := w.hold()
+	img := pull(t, w.s, w.ref)
+	l := w.incomplete(t)
+	w.spoil()
+	release()
+	<-l.Done()
+	if l.Err() == nil {
+		t.Error("the layer is complete")
+	}
+	testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
+}
