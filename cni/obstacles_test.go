@@ -79,7 +79,7 @@ func newBuiltInBed(t *testing.T, reader *fakeReader) (*bed, *testutil.Buffer) {
 	plugin := func(context.Context, []byte, []string) ([]byte, error) { return nil, nil }
 	n, err := New(Config{ConfDir: "/nowhere", BinDirs: []string{"/nowhere"}, CacheDir: t.TempDir(), List: []byte(builtInList),
 		BuiltIn: map[string]BuiltIn{"built-in": plugin}, Readers: Readers{Plugins: map[string]PluginReader{"built-in": reader}}},
-		slog.New(slog.NewTextHandler(io.MultiWriter(log, testutil.LogWriter{T: t}), nil)))
+		slog.New(slog.NewTextHandler(io.MultiWriter(log, testutil.NewLogWriter(t)), nil)))
 	testutil.Must(t, err)
 	t.Cleanup(n.Close)
 	b := &bed{t: t, n: n}

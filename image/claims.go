@@ -114,11 +114,14 @@ func (z *incompleteLayers) noteUnloaded(store *layer.Store, placed, aside map[di
 // distrustUnloaded is distrust for a layer that could not be loaded. Its images are set aside,
 // because a layer of theirs is missing. Nobody is accused: files of this node are damaged.
 func (s *Store) distrustUnloaded(name digest.Digest, claim *layer.Claim) {
-	peer := cmp.Or(claim.Peer, "unknown")
-	s.log.Error("a layer with an index of another node is damaged, so the index cannot be proven; "+
-		"the containers on the layer are killed", "layer", name, "peer", peer)
-	s.distrusted.add(name, fmt.Sprintf("the files of the image may have been wrong: the index of another node cannot be proven, "+
-		"because the layer is damaged: node %s, layer %s", peer, name))
+	what := "the index of node " + cmp.Or(claim.Peer, "unknown")
+	if claim.Table != "" {
+		what = "the table of contents"
+	}
+	s.log.Error("a layer is damaged, so what it was made of cannot be proven; the containers on it are killed",
+		"layer", name, "made_of", what)
+	s.distrusted.add(name, fmt.Sprintf("the files of the image may have been wrong: %s cannot be proven, "+
+		"because the layer is damaged: layer %s", what, name))
 }
 
 // OnDistrust sets the function that kills the containers on a layer whose files may be wrong. It is

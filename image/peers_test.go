@@ -50,7 +50,7 @@ func peerNodesOf(t *testing.T, count int, config func(i int) Config,
 		}
 		cfg := peers.Config{
 			Listen: address, Advertise: address, Seeds: addresses, CA: ca.File, Layers: layers, Stall: time.Minute, CallTime: time.Minute,
-			Waits: &task.Waits{}, Log: slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug})),
+			Waits: &task.Waits{}, Log: testutil.Logger(t),
 		}
 		cfg.Cert, cfg.Key = ca.Node()
 		p, err := peers.Open(cfg)

@@ -107,7 +107,7 @@ func newNodes(t *testing.T, count int, change func(i int, cfg *Config)) (nodes [
 		s := &stock{layers: map[Key][]byte{}}
 		cfg := Config{
 			Listen: address, Advertise: address, Seeds: addresses, CA: ca.File, Layers: s, Stall: time.Minute, CallTime: time.Minute,
-			Waits: &task.Waits{}, Log: slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug})),
+			Waits: &task.Waits{}, Log: testutil.Logger(t),
 		}
 		cfg.Cert, cfg.Key = ca.Node()
 		if change != nil {

@@ -3,6 +3,7 @@ package testutil
 import (
 	"log/slog"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -30,16 +31,35 @@ func Eventually(t testing.TB, what string, holds func() bool) {
 	}
 }
 
-// Logger returns a logger for all levels that writes to the test's log.
+// Logger returns a logger for all levels that writes to the test's log. It drops what comes after
+// the end of the test: net/http's server logs connections after it was closed.
 func Logger(t testing.TB) *slog.Logger {
-	return slog.New(slog.NewTextHandler(LogWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	return slog.New(slog.NewTextHandler(NewLogWriter(t), &slog.HandlerOptions{Level: slog.LevelDebug}))
 }
 
-// LogWriter writes to the test's log.
-type LogWriter struct{ T testing.TB }
+// LogWriter writes to the log of a test until the test ends.
+type LogWriter struct {
+	mu sync.Mutex // guards t, also while it is written to
+	t  testing.TB // nil: the test has ended
+}
+
+// NewLogWriter returns a LogWriter.
+func NewLogWriter(t testing.TB) *LogWriter {
+	w := &LogWriter{t: t}
+	t.Cleanup(func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.t = nil
+	})
+	return w
+}
 
 // Write implements io.Writer.
-func (w LogWriter) Write(b []byte) (int, error) {
-	w.T.Log(strings.TrimSpace(string(b)))
+func (w *LogWriter) Write(b []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.t != nil {
+		w.t.Log(strings.TrimSpace(string(b)))
+	}
 	return len(b), nil
 }
