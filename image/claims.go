@@ -15,6 +15,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint"
 	"berth/image/layer"
@@ -23,6 +24,7 @@ import (
 	"berth/image/peers"
 	"berth/image/registry"
 	"berth/image/unpack"
+	"berth/internal/errdefs"
 	"berth/internal/task"
 )
 
@@ -59,9 +61,13 @@ func (s *Store) prove(ctx context.Context, from layer.Source, blobSize int64, cl
 			proven, err = s.incomplete.layers.Prove(ctx, from.Name(), tar, limits)
 			return err
 		})
-		if !more.grow(s.memory, had, err) {
-			return proven, err
+		if more.grow(s.memory, had, err) {
+			continue
 		}
+		if err != nil && claim.Table != "" && rejectsContent(err) { // of the blob, which is the right one
+			err = errdefs.New(codes.DataLoss, "%w", err)
+		}
+		return proven, err
 	}
 }
 

@@ -136,7 +136,8 @@ func (s *Store) isPinned(img *registry.Image, ref registry.Reference) bool {
 }
 
 // getLazily creates a layer from the index of its blob. It returns false if the layer must be
-// fetched whole, after it has logged why.
+// fetched whole, after it has logged why. The error wraps layer.ErrThere if another pull has created
+// the layer meanwhile.
 func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l registry.Layer,
 	d lazyDecision) (bool, error) {
 	ctx, span := trace.Nest(ctx, "create lazily")
@@ -147,6 +148,8 @@ func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l 
 		a.grant(sourceOf(l).Name())
 		s.incomplete.decided(sourceOf(l).Name(), "fetched after the pull: "+d.reason)
 		return true, nil
+	case errors.Is(err, layer.ErrThere):
+		return false, err
 	case ctx.Err() != nil:
 		return false, context.Cause(ctx)
 	case errdefs.Code(err) == codes.ResourceExhausted:
@@ -168,7 +171,7 @@ func (s *Store) createBy(ctx context.Context, store *layer.Store, a *access, l r
 		return err
 	}
 	err = s.createLazily(ctx, store, a, l, x, claim)
-	if err != nil && claim != nil {
+	if err != nil && claim != nil && !errors.Is(err, layer.ErrThere) {
 		s.suspect(l.Blob.Digest, x.States, claim, err)
 	}
 	return err
@@ -247,6 +250,9 @@ func (s *Store) createLazily(ctx context.Context, store *layer.Store, a *access,
 	}
 	src.add(p, true)
 	err = store.CreateLazy(ctx, sourceOf(l), x, claim, s.incomplete.filler(src, sourceOf(l), x, claim))
+	if errors.Is(err, layer.ErrThere) {
+		src.drop(p)
+	}
 	s.incomplete.prefer(src.name)
 	if errdefs.Code(err) == codes.DataLoss && claim == nil {
 		err = errors.Join(err, s.indexer.store.Remove(l.Blob.Digest))
@@ -258,15 +264,10 @@ func (s *Store) createLazily(ctx context.Context, store *layer.Store, a *access,
 // fetched with the pull's credentials from now on. An image that must be whole waits for it.
 func (s *Store) usePresent(ctx context.Context, a *access, l registry.Layer, plan *lazyPlan, track *layerTrack) error {
 	name := sourceOf(l).Name()
-	claim := plan.store.Claimed(name)
+	foreign := isForeign(a, l, plan.store.Claimed(name))
 	if err := s.use(ctx, a, l, s.originOf(a, name), track); err != nil {
 		return err
 	}
-	// Another registry has confirmed an index that is not proven. It may have lied together with a
-	// node, to get wrong files into the images of this registry. And another image may name another
-	// part of the blob as its table of contents.
-	foreign := claim != nil && (claim.Registry != a.repo.Reference().Domain ||
-		claim.Table != "" && claim.Table != tableOf(l))
 	if !foreign {
 		s.offer(a.repo, name)
 	}
@@ -274,6 +275,25 @@ func (s *Store) usePresent(ctx context.Context, a *access, l registry.Layer, pla
 		return s.awaitComplete(ctx, []digest.Digest{name})
 	}
 	return nil
+}
+
+// awaitForeign waits for a layer that another pull has created lazily while this one fetched it, if
+// its files are not proven to this pull.
+func (s *Store) awaitForeign(ctx context.Context, a *access, l registry.Layer, plan *lazyPlan) error {
+	name := sourceOf(l).Name()
+	if !plan.pinned && !isForeign(a, l, plan.store.Claimed(name)) {
+		return nil
+	}
+	return s.awaitComplete(ctx, []digest.Digest{name})
+}
+
+// isForeign reports whether a pull must not use a layer with a claim before the proof.
+func isForeign(a *access, l registry.Layer, claim *layer.Claim) bool {
+	// Another registry has confirmed an index that is not proven. It may have lied together with a
+	// node, to get wrong files into the images of this registry. And another image may name another
+	// part of the blob as its table of contents.
+	return claim != nil && (claim.Registry != a.repo.Reference().Domain ||
+		claim.Table != "" && claim.Table != tableOf(l))
 }
 
 // offer lets the incomplete layers of an image ask a repository with the credentials of its pull,
@@ -290,11 +310,15 @@ func (s *Store) offer(repo *registry.Repository, layers ...digest.Digest) {
 }
 
 // retire sets a layer aside that cannot be completed, so that a pull can create it again.
-func (s *Store) retire(store *layer.Store, name digest.Digest) error {
+func (s *Store) retire(store *layer.Store, from layer.Source) error {
+	name := from.Name()
 	l := store.Lazy(name)
 	if l == nil || l.Err() == nil {
 		return nil
 	}
 	s.log.Warn("layer that cannot be completed is set aside", "layer", name, "error", l.Err())
+	if claim := store.Claimed(name); claim != nil && claim.Table != "" {
+		s.falseTables.add(from.Blob) // distrustTable may come later
+	}
 	return store.Retire(name)
 }

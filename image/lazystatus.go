@@ -137,7 +137,7 @@ func (z *incompleteLayers) names() (names []digest.Digest) {
 func (z *incompleteLayers) decided(name digest.Digest, reason string) {
 	z.mu.Lock()
 	defer z.mu.Unlock()
-	z.decisions[name] = reason
+	z.decisions[name] = errdefs.Clip(reason)
 }
 
 // decisionsOf returns what pulls have decided about layers: since the start, else what is recorded.

@@ -147,7 +147,7 @@ func (s *Store) loadLayer(ctx context.Context, store *layer.Store, from *archive
 		if err != nil {
 			return err
 		}
-		if err := s.retire(store, sourceOf(l).Name()); err != nil {
+		if err := s.retire(store, sourceOf(l)); err != nil {
 			return errors.Join(err, blob.Close())
 		}
 		present := store.Has(sourceOf(l).Name())

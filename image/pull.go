@@ -325,14 +325,18 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 	ctx, span := trace.Nest(ctx, "layer "+l.Blob.Digest.Encoded()[:12])
 	defer span.End()
 	name := sourceOf(l).Name()
-	if err := s.retire(store, name); err != nil {
+	if err := s.retire(store, sourceOf(l)); err != nil {
 		return err
 	}
 	if store.Has(name) {
 		return s.usePresent(ctx, a, l, plan, track)
 	}
 	if plan.isLazy(store, i) {
-		if created, err := s.getLazily(ctx, store, a, l, plan.layers[i]); created || err != nil {
+		created, err := s.getLazily(ctx, store, a, l, plan.layers[i])
+		if errors.Is(err, layer.ErrThere) {
+			return s.usePresent(ctx, a, l, plan, track)
+		}
+		if created || err != nil {
 			track.set(LayerLazy)
 			return err
 		}
@@ -340,9 +344,13 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 		s.incomplete.decided(name, "fetched whole: "+reason)
 	}
 	key := flightKey{domain: a.repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
-	return s.share(ctx, a, key, l, track, func(ctx context.Context, received *transfer) error {
+	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *transfer) error {
 		return s.downloadShared(ctx, store, a, l, received)
 	})
+	if err != nil {
+		return err
+	}
+	return s.awaitForeign(ctx, a, l, plan)
 }
 
 // share downloads a layer with run, or waits for another pull's download of the same layer. If the

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
@@ -50,18 +51,36 @@ func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access
 		p.close()
 		return fmt.Errorf("table of contents: %w", err)
 	}
+	if s.incomplete.layers.ClaimedBytes() > maxClaimed {
+		p.close()
+		return errdefs.FailedPrecondition("too many other layers wait for the proof of their indexes")
+	}
 	src.add(p, true)
 	claim := &layer.Claim{Registry: a.repo.Reference().Domain, Table: tableOf(l)}
 	err = store.CreateLazy(ctx, sourceOf(l), x, claim, s.incomplete.filler(src, sourceOf(l), x, claim))
+	if errors.Is(err, layer.ErrThere) {
+		src.drop(p) // it has shown nothing about that layer
+	}
 	s.incomplete.prefer(src.name)
 	return err
 }
+
+const (
+	// tableTime limits the time to read a table of contents and to make a tree of it. After that the
+	// layer is fetched whole.
+	tableTime = 30 * time.Second
+	// maxClaimed limits the indexes that are not proven, in bytes: they are in memory. Concurrent pulls
+	// can exceed it by two indexes.
+	maxClaimed = 128 << 20
+)
 
 // indexOfTable makes an index of the table of contents in a blob, from a place that serves the blob.
 func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobSource, p *place,
 	l registry.Layer) (*blobindex.Index, error) {
 	ctx, span := trace.Nest(ctx, "read table of contents")
 	defer span.End()
+	ctx, cancel := context.WithTimeout(ctx, tableTime)
+	defer cancel()
 	select {
 	case s.peerIndexes <- struct{}{}: // it takes as much memory as an index of a peer
 		defer func() { <-s.peerIndexes }()

@@ -99,6 +99,18 @@ func (z *lazyLayers) put(name digest.Digest, l *lazyLayer) {
 	z.layers[name] = l
 }
 
+// claimedBytes returns the length of the indexes of layers with a claim.
+func (z *lazyLayers) claimedBytes() (sum int64) {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	for _, l := range z.layers {
+		if l.claim != nil {
+			sum += l.indexSize
+		}
+	}
+	return sum
+}
+
 // take removes a layer from the set.
 func (z *lazyLayers) take(name digest.Digest) *lazyLayer {
 	if z == nil {
@@ -178,8 +190,9 @@ func (s *Store) Keep(names []digest.Digest) []*os.File {
 
 // CreateLazy creates a layer from the index of its blob alone. When it returns, the layer is
 // visible and durable and can be used. The Engine fetches its content in the background and where
-// it is read. A layer that exists, complete or not, is no error. claim is nil if this node has made
-// the index of the blob. Errors: FailedPrecondition for a
+// it is read. claim is nil if this node has made the index of the blob. Then a layer that exists,
+// complete or not, is no error. With a claim the error is ErrThere: the claim shows nothing about
+// that layer, so the caller checks whether its pull may use it. Errors: FailedPrecondition for a
 // Store without an Engine, InvalidArgument if the index is one of another blob or tar, DataLoss if
 // it is damaged, ResourceExhausted if the disk's reserve would be used.
 func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, claim *Claim, fill Filler) error {
@@ -194,7 +207,7 @@ func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, cla
 		return errdefs.Internal("layer %s has a claim without a proof, or a proof without a claim", from.DiffID)
 	}
 	if s.Has(from.Name()) {
-		return nil
+		return thereUnless(claim == nil)
 	}
 	encoded, err := x.Encode()
 	if err != nil {
@@ -208,13 +221,28 @@ func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, cla
 	err = s.build(from.Name().Encoded(), layerKind, func(tmp string) (any, error) {
 		return record{Info: info}, writeLazy(tmp, x, encoded, claim)
 	}, func(tmp string) error { return s.admitLazy(ctx, tmp, info, x, l, fill) })
-	if errors.Is(err, errThere) {
-		return nil
+	if errors.Is(err, ErrThere) {
+		return thereUnless(claim == nil)
 	}
 	if err != nil {
 		return coded(fmt.Errorf("layer %s: %w", from.DiffID, err))
 	}
 	return nil
+}
+
+func thereUnless(own bool) error {
+	if own {
+		return nil
+	}
+	return ErrThere
+}
+
+// ClaimedBytes returns the length of the indexes of all layers with a claim. They are in memory.
+func (s *Store) ClaimedBytes() int64 {
+	if s.lazy == nil {
+		return 0
+	}
+	return s.lazy.claimedBytes()
 }
 
 // lazyInfo returns the description that the layer has when it is complete, but marked as
@@ -271,7 +299,7 @@ func (s *Store) admitLazy(ctx context.Context, tmp string, info Info, x *index.I
 	}
 	defer owned.Release()
 	if owned.Value() != nil {
-		return errThere
+		return ErrThere
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)

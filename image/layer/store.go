@@ -257,7 +257,7 @@ func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unp
 		made, err = s.recordOf(ctx, tmp, from, job.Limits, result, tarBytes)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
-	if errors.Is(err, errThere) {
+	if errors.Is(err, ErrThere) {
 		return nil
 	}
 	if err != nil {
@@ -279,8 +279,8 @@ func (t *tally) more(n int) {
 
 func (t *tally) end() { t.sum.Add(-t.n.Load()) }
 
-// errThere is the error of admit if the layer exists.
-var errThere = errors.New("layer exists")
+// ErrThere is wrapped by the error of CreateLazy with a claim if the layer exists.
+var ErrThere = errors.New("layer exists")
 
 // admit makes the layer in tmp visible unless another call has made the same one.
 func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
@@ -290,7 +290,7 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 	}
 	defer layer.Release()
 	if layer.Value() != nil {
-		return errThere
+		return ErrThere
 	}
 	if err := s.show(tmp, s.layerDir(info.Name)); err != nil {
 		return err

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/erofs"
 	"berth/image/lazy"
 	"berth/image/tree"
 	"berth/image/unpack"
@@ -33,6 +34,9 @@ type Outlined struct {
 // maxOutlineTree limits the tree of an outline, which is in memory. An image with a larger one is
 // stored as directories.
 const maxOutlineTree = 64 << 20
+
+// maxComparedTree limits the memory of a tree during the proof.
+const maxComparedTree = erofs.MaxMemory
 
 // Outline makes the tree of a tar that stands for the layer's: one with all its entries but other
 // contents. It stores nothing.
@@ -122,7 +126,7 @@ func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io
 		err = sameSize(filepath.Join(tmp, dataFile), filepath.Join(claimed, dataFile))
 	}
 	if err == nil && treeNow != info.Tree {
-		err = sameTrees(tmp, claimed, limits)
+		err = sameTrees(tmp, claimed)
 	}
 	if err != nil {
 		return made, err
@@ -141,7 +145,7 @@ func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io
 
 // sameTrees returns DataLoss if two layers have different trees. A table of contents can have times
 // in whole seconds only.
-func sameTrees(own, claimed string, limits unpack.Limits) error {
+func sameTrees(own, claimed string) error {
 	var roots [2]*tree.Node
 	for i, dir := range []string{own, claimed} {
 		f, err := os.Open(filepath.Join(dir, treeFile))
@@ -153,8 +157,12 @@ func sameTrees(own, claimed string, limits unpack.Limits) error {
 		if err != nil {
 			return err
 		}
-		most := tree.Limit{Bytes: maxOutlineTree, Memory: limits.WithDefaults().Memory, Blocks: st.Size() / tree.BlockSize}
-		if roots[i], _, err = tree.Decode(f, 0, most); err != nil {
+		most := tree.Limit{Bytes: maxOutlineTree, Memory: maxComparedTree, Blocks: st.Size() / tree.BlockSize}
+		roots[i], _, err = tree.Decode(f, 0, most)
+		if errors.Is(err, tree.ErrTooLarge) {
+			return lies("tree") // the claimed one was within the limits
+		}
+		if err != nil {
 			return fmt.Errorf("tree of the layer: %w", err)
 		}
 	}
@@ -246,7 +254,7 @@ func (s *Store) restores(ctx context.Context, dir string, want digest.Digest, ta
 	defer content.Close() // read only
 	tar, err := tarsplit.Open(record, size, tarBytes, content)
 	if err != nil {
-		return errdefs.Unavailable("its content cannot be compared: %w", err)
+		return errdefs.New(codes.DataLoss, "its content cannot be compared: %w", err) // nor later
 	}
 	h := want.Algorithm().Hash()
 	whole := untilDone{ctx, io.NewSectionReader(tar, 0, tarBytes)}

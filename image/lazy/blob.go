@@ -32,6 +32,7 @@ func (l *Layer) verifyBlob(ctx context.Context) error {
 			return errdefs.New(codes.DataLoss, "%w", err)
 		}
 		l.e.cfg.Log.Warn("a layer's blob was wrong where it has no content; it is fetched again", "layer", l.name, "error", err)
+		l.rejectSource(ctx)
 		for err = l.fetchBlob(ctx); err != nil; err = l.fetchBlob(ctx) {
 			l.e.cfg.Log.Info("fetching a blob will be tried again", "layer", l.name, "error", err)
 			if failures++; !l.pause(failures) {
@@ -62,6 +63,18 @@ func (l *Layer) hashBlob(ctx context.Context) error {
 		return fmt.Errorf("%w %s, but of %s", index.ErrMismatch, l.x.Blob, d)
 	}
 	return nil
+}
+
+// rejectSource lets the next requests go to another host, if there is one.
+func (l *Layer) rejectSource(ctx context.Context) {
+	body, err := l.source.Range(ctx, 0, 1)
+	if err != nil {
+		return // the source asks the next one by itself
+	}
+	if r, ok := body.(Rejecter); ok {
+		r.Reject()
+	}
+	_ = body.Close() // its content does not matter
 }
 
 // fetchBlob fetches the whole blob again.

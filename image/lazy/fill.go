@@ -387,6 +387,9 @@ func (l *Layer) finish() {
 	}
 	l.e.mu.Lock()
 	defer l.e.mu.Unlock()
+	if l.failed != nil { // meanwhile, for example when the disk reported an error
+		return
+	}
 	l.complete = true
 	close(l.done)
 }

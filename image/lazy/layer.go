@@ -363,7 +363,7 @@ func (l *Layer) crowded() bool {
 
 // wait adds an access to a span.
 func (l *Layer) wait(i int, w *waiter) {
-	if len(l.waiting[i]) == 0 && !slices.Contains(l.faulted, i) {
+	if len(l.waiting[i]) == 0 && len(l.faulted) < index.MaxHints && !slices.Contains(l.faulted, i) {
 		l.faulted = append(l.faulted, i)
 	}
 	l.waiting[i] = append(l.waiting[i], w)

@@ -38,6 +38,8 @@ const (
 	// tailSize is how much of the end of a blob is fetched first for eStargz. Most tables are not
 	// larger.
 	tailSize = 64 << 10
+	// maxBlob limits a blob. Its index has a point for each tailSpan.
+	maxBlob = 1 << 40
 	// maxTable limits a table, compressed or not.
 	maxTable = index.MaxSpan
 )
@@ -62,7 +64,7 @@ type Ref struct {
 // one that cannot be used.
 func Find(blob ocispec.Descriptor) (r Ref, ok bool) {
 	r = Ref{blobSize: blob.Size}
-	if !isSHA256(blob.Digest) || blob.Size <= 0 {
+	if !isSHA256(blob.Digest) || blob.Size <= 0 || blob.Size > maxBlob {
 		return r, false
 	}
 	position := cmp.Or(blob.Annotations[ChunkedPosition], blob.Annotations[chunkedPosition])

@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"hash/maphash"
 	"io"
 	"path"
@@ -18,11 +19,14 @@ import (
 
 	"berth/image/tree"
 	"berth/image/unpack"
+	"berth/internal/errdefs"
 )
 
 const (
 	// maxEntries limits the entries of a table. Each takes about a hundred bytes of memory.
 	maxEntries = 1 << 19
+	// maxEntry limits the text of an entry. archive/tar reads headers of a mebibyte at most.
+	maxEntry = 2 << 20
 	// maxBlocks limits the data file: EROFS has four bytes for the number of a block.
 	maxBlocks = 1<<32 - 2
 	// whiteout begins the names of whiteouts.
@@ -100,8 +104,19 @@ func (r *reader) next() (e entry, err error) {
 	if !r.More() {
 		return e, io.EOF
 	}
-	if err := r.Decode(&e); err != nil {
-		return e, malformed("%v", err)
+	var text json.RawMessage
+	err = r.Decode(&text)
+	if err == nil && len(text) > maxEntry {
+		return e, malformed("an entry of %d bytes", len(text))
+	}
+	if err == nil {
+		err = json.Unmarshal(text, &e)
+	}
+	if err == nil && len(e.Xattrs) > tree.MaxXattrs {
+		return e, malformed("%d extended attributes", len(e.Xattrs))
+	}
+	if err != nil {
+		return e, malformed("%s", errdefs.Clip(err.Error())) // it quotes the text
 	}
 	return e, nil
 }
@@ -132,7 +147,7 @@ func (r *reader) enter() error {
 
 func (r *reader) expect(want json.Delim) error {
 	if got, err := r.Token(); err != nil || got != want {
-		return malformed("%v in place of %v: %v", got, want, err)
+		return malformed("%.100s in place of %v: %v", fmt.Sprint(got), want, err)
 	}
 	return nil
 }
@@ -198,7 +213,6 @@ type surveyor struct {
 	names map[uint64]bool // hash of a name: whether it is a directory
 	file  string          // of the file that the next chunk belongs to
 	left  int64           // of that file
-	whole string          // digest of that file
 }
 
 // add checks an entry.
@@ -226,7 +240,7 @@ func (s *surveyor) add(e *entry) error {
 		return malformed("%.100q has %d bytes", e.Name, e.Size)
 	}
 	s.t.files, s.t.size = append(s.t.files, e.Size), s.t.size+e.Size
-	s.file, s.left, s.whole = e.Name, e.Size, e.Digest
+	s.file, s.left = e.Name, e.Size
 	return s.part(e)
 }
 
@@ -273,6 +287,10 @@ func (s *surveyor) chunk(c chunk) error {
 		before := &t.chunks[n-1]
 		if c.offset < before.offset || c.offset == before.offset && c.inner < before.inner+before.size {
 			return malformed("a chunk at %d of the blob follows one at %d", c.offset, before.offset)
+		}
+		next := c.offset > before.offset && c.inner == 0 || c.offset == before.offset && c.inner == before.inner+before.size
+		if c.file == before.file && !next {
+			return malformed("a gap between the chunks at %d and %d of the blob", before.offset, c.offset)
 		}
 	}
 	s.left -= c.size
