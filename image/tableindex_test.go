@@ -15,11 +15,13 @@ import (
 
 	"github.com/containerd/stargz-snapshotter/estargz"
 	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
 
 	"berth/image/layer"
 	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/toc/toctest"
 	"berth/image/registry/registrytest"
+	"berth/internal/errdefs"
 	"berth/internal/testutil"
 )
 
@@ -238,4 +240,38 @@ func TestTableOfAnotherBlob(t *testing.T) {
 		t.Error("the layer is complete")
 	}
 	testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
+}
+
+// A registry that sends a table of contents has not shown that it has the blob. If another pull
+// creates the layer meanwhile, the image of this registry must not get it.
+func TestTableGivesNoAccess(t *testing.T) {
+	w := newTableWorld(t, "zstd:chunked", LazyAll, toctest.Options{})
+	other := registrytest.New(t)
+	other.PutImage("app", "v1", "", w.layer)
+	asked, proceed := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	other.Before = func(rw http.ResponseWriter, r *http.Request) bool {
+		switch {
+		case r.Method != http.MethodGet || !strings.HasSuffix(r.URL.Path, digest.FromBytes(w.packed.Bytes).String()):
+			return false
+		case r.Header.Get("Range") == "":
+			rw.WriteHeader(http.StatusForbidden)
+			return true
+		}
+		once.Do(func() { close(asked); <-proceed })
+		return false
+	}
+	pulled := make(chan error, 1)
+	go func() {
+		_, err := w.s.Pull(t.Context(), other.Host()+"/app:v1", nil)
+		pulled <- err
+	}()
+	<-asked
+	img := pull(t, w.s, w.ref)
+	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	close(proceed)
+	if err := <-pulled; errdefs.Code(err) != codes.PermissionDenied {
+		t.Errorf("the pull from a registry without the blob returned: %v", err)
+	}
+	w.checkTar(t)
 }
