@@ -246,6 +246,8 @@ func TestTableOfAnotherBlob(t *testing.T) {
 // creates the layer meanwhile, the image of this registry must not get it.
 func TestTableGivesNoAccess(t *testing.T) {
 	w := newTableWorld(t, "zstd:chunked", LazyAll, toctest.Options{})
+	w.cfg.Lazy.Stall = time.Minute // the table is late
+	w.s = restart(t, w.s, w.cfg)
 	other := registrytest.New(t)
 	other.PutImage("app", "v1", "", w.layer)
 	asked, proceed := make(chan struct{}), make(chan struct{})
