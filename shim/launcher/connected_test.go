@@ -37,3 +37,18 @@ func TestHasConnection(t *testing.T) {
 		t.Error("a cut line gave no error")
 	}
 }
+
+func TestHasNoSocket(t *testing.T) {
+	const four = "sockets: used 8\nTCP: inuse 0 orphan 0 tw 0 alloc 1 mem 0\nUDP: inuse 1 mem 0\n"
+	for text, want := range map[string]bool{
+		four: true,
+		strings.Replace(four, "TCP: inuse 0", "TCP: inuse 1", 1): false,
+		"TCP6: inuse 0\n": false, // of another protocol
+		"TCP: inuse":      false,
+		"":                false,
+	} {
+		if got := hasNoSocket(text, "TCP:"); got != want {
+			t.Errorf("hasNoSocket(%q) = %v", text, got)
+		}
+	}
+}

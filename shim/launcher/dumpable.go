@@ -65,21 +65,49 @@ func (d *dump) mayBeConnected() (bool, error) {
 	if d.config.Namespaces.PathOf(configs.NEWNET) == "" {
 		return true, nil // the node has too many sockets to read while the container is frozen
 	}
-	for _, name := range []string{"tcp", "tcp6"} {
-		f, err := os.Open(fmt.Sprintf("/proc/%d/net/%s", d.state.InitProcessPid, name))
-		if name == "tcp6" && errors.Is(err, os.ErrNotExist) {
-			continue // the kernel has no IPv6
-		}
-		if err != nil {
-			return false, err
-		}
-		found, err := hasConnection(f)
-		_ = f.Close() // it was only read
+	for _, table := range []struct{ counts, protocol, sockets string }{
+		{"sockstat", "TCP:", "tcp"}, {"sockstat6", "TCP6:", "tcp6"},
+	} {
+		found, err := d.connectedIn(table.counts, table.protocol, table.sockets)
 		if found || err != nil {
 			return found, err
 		}
 	}
 	return false, nil
+}
+
+// connectedIn reads the files of one protocol in /proc/PID/net. Most pods have no TCP socket, which
+// counts tells at once. The kernel walks its tables of all namespaces to write sockets: that takes
+// milliseconds on a machine with much memory.
+func (d *dump) connectedIn(counts, protocol, sockets string) (bool, error) {
+	dir := fmt.Sprintf("/proc/%d/net/", d.state.InitProcessPid)
+	text, err := os.ReadFile(dir + counts)
+	if errors.Is(err, os.ErrNotExist) && protocol == "TCP6:" {
+		return false, nil // the kernel has no IPv6
+	}
+	if err != nil {
+		return false, err
+	}
+	if hasNoSocket(string(text), protocol) {
+		return false, nil
+	}
+	f, err := os.Open(dir + sockets)
+	if err != nil {
+		return false, err
+	}
+	defer f.Close() // read only
+	return hasConnection(f)
+}
+
+// hasNoSocket reports whether the text of /proc/PID/net/sockstat says that no socket of a protocol
+// listens or is connected.
+func hasNoSocket(text, protocol string) bool {
+	for line := range strings.Lines(text) {
+		if fields := strings.Fields(line); len(fields) > 2 && fields[0] == protocol && fields[1] == "inuse" {
+			return fields[2] == "0"
+		}
+	}
+	return false
 }
 
 // States of sockets in /proc/PID/net/tcp that CRIU saves without tcp-close.
