@@ -172,8 +172,9 @@ func (r *placeBody) Reject() {
 }
 
 // add adds a place, as the first one to ask if first is set. Then it replaces a place of the same
-// repository. Otherwise that place is kept, because it may have the credentials of a pull.
-func (b *blobSource) add(p *place, first bool) {
+// repository, and returns true. Otherwise that place is kept, because it may have the credentials of
+// a pull.
+func (b *blobSource) add(p *place, first bool) (replaced bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	same := slices.IndexFunc(b.places, func(o *place) bool {
@@ -182,7 +183,7 @@ func (b *blobSource) add(p *place, first bool) {
 	switch {
 	case b.closed, same >= 0 && !first:
 		p.close()
-		return
+		return false
 	case same >= 0:
 		b.places[same].close()
 		b.places = slices.Delete(b.places, same, same+1)
@@ -197,6 +198,7 @@ func (b *blobSource) add(p *place, first bool) {
 		b.places[last].close()
 		b.places = b.places[:last]
 	}
+	return same >= 0
 }
 
 // drop removes a place.

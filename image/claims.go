@@ -64,7 +64,7 @@ func (s *Store) prove(ctx context.Context, from layer.Source, blobSize int64, cl
 		if more.grow(s.memory, had, err) {
 			continue
 		}
-		if err != nil && claim.Table != "" && rejectsContent(err) { // of the blob, which is the right one
+		if err != nil && claim.Table != "" && rejectsContent(err) && !errdefs.IsUnwritable(err) { // of the right blob
 			err = errdefs.New(codes.DataLoss, "%w", err)
 		}
 		return proven, err
@@ -101,12 +101,13 @@ func (s *Store) distrust(from layer.Source, claim *layer.Claim, reason error) {
 
 // noteUnloaded notes which layers with claims a new store has not loaded: they can never be proven.
 // placed and aside are those of layer.Claims before the store was opened. A layer that was set
-// aside earlier counts while no other layer has its name, because an earlier daemon may have ended
-// before it killed the containers.
-func (z *incompleteLayers) noteUnloaded(store *layer.Store, placed, aside map[digest.Digest]*layer.Claim) {
+// aside earlier counts while no other layer has its name (isThere), because an earlier daemon may
+// have ended before it killed the containers.
+func (z *incompleteLayers) noteUnloaded(store *layer.Store, isThere func(digest.Digest) bool,
+	placed, aside map[digest.Digest]*layer.Claim) {
 	z.unloaded = map[digest.Digest]*layer.Claim{}
 	for name, claim := range aside {
-		if !store.Has(name) {
+		if !isThere(name) {
 			z.unloaded[name] = claim
 		}
 	}

@@ -285,10 +285,10 @@ func (z *incompleteLayers) ended(from layer.Source, l *lazy.Layer, claim *layer.
 func (z *incompleteLayers) handleEnd(from layer.Source, l *lazy.Layer, claim *layer.Claim, err error) error {
 	z.forget(from.Name())
 	if err != nil && claim != nil {
+		z.store.distrust(from, claim, err) // first: the rest may wait for the disk
 		if claim.Table == "" {
 			z.store.suspect(from.Blob, l.States(), claim, err)
 		}
-		z.store.distrust(from, claim, err)
 	}
 	if err != nil {
 		return z.store.quarantine(z.life.Context(), from)

@@ -248,9 +248,9 @@ func (s *Store) createLazily(ctx context.Context, store *layer.Store, a *access,
 		p.close()
 		return fmt.Errorf("ask the registry for parts of the blob: %w", err)
 	}
-	src.add(p, true)
+	replaced := src.add(p, true)
 	err = store.CreateLazy(ctx, sourceOf(l), x, claim, s.incomplete.filler(src, sourceOf(l), x, claim))
-	if errors.Is(err, layer.ErrThere) {
+	if errors.Is(err, layer.ErrThere) && !replaced {
 		src.drop(p)
 	}
 	s.incomplete.prefer(src.name)

@@ -265,13 +265,16 @@ func TestIndexDoesNotFitTheBlob(t *testing.T) {
 					return b
 				}}
 			})
+			release := func() {}
 			if !lies {
 				n.spoil()
+				release = n.hold() // until the image is recorded
 			}
 			img := pull(t, n.s, n.ref)
 			if claim := n.s.incomplete.layers.Claimed(img.Layers[0]); claim == nil && !lies {
 				t.Fatal("the layer has no claim")
 			}
+			release()
 			testutil.Eventually(t, "the layer has failed, or was fetched whole", func() bool {
 				_, err := n.s.Get(img.ID)
 				return err != nil || n.incomplete(t) == nil

@@ -169,7 +169,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	ref := repo.Reference()
 	plan := s.planLazy(ctx, s.layers.storeFor(distinct(layersOf(img))), img, repo)
 	added, err := s.fetchBy(ctx, a, img, plan, tracks)
-	if errors.Is(err, errFailedLayer) || mayBePeers(err) && s.distrustPlan(plan) { // an index was wrong
+	if errors.Is(err, errFailedLayer) || mayBePeers(err) && s.distrustPlan(plan, img) { // an index was wrong
 		s.log.Warn("image is fetched whole", "image", ref.String(), "error", err)
 		plan.layers = make([]lazyDecision, len(img.Layers))
 		for i := range plan.layers {
@@ -185,10 +185,14 @@ func mayBePeers(err error) bool {
 	return errors.Is(err, tree.ErrMalformed) || errors.Is(err, layer.ErrTooLarge)
 }
 
-// distrustPlan makes this node ask the peers of a plan for nothing for some time. It returns false
-// if there are none.
-func (s *Store) distrustPlan(plan *lazyPlan) (some bool) {
-	for _, d := range plan.layers {
+// distrustPlan makes this node ask the peers of a plan for nothing for some time, and use none of its
+// tables of contents. It returns false if there are neither.
+func (s *Store) distrustPlan(plan *lazyPlan, img *registry.Image) (some bool) {
+	for i, d := range plan.layers {
+		if d.lazily && d.table {
+			s.falseTables.add(img.Layers[i].Blob.Digest)
+			some = true
+		}
 		if d.lazily && d.peer != "" {
 			s.distrusted.ban(s.peers.Load(), d.peer)
 			some = true
@@ -336,9 +340,13 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 		if errors.Is(err, layer.ErrThere) {
 			return s.usePresent(ctx, a, l, plan, track)
 		}
-		if created || err != nil {
+		if err != nil {
 			track.set(LayerLazy)
 			return err
+		}
+		if created {
+			track.set(LayerLazy)
+			return s.awaitForeign(ctx, a, l, plan) // another pull may have created it, with a claim
 		}
 	} else if reason := plan.layers[i].reason; s.incomplete.cfg.Policy != LazyOff {
 		s.incomplete.decided(name, "fetched whole: "+reason)
@@ -347,7 +355,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *transfer) error {
 		return s.downloadShared(ctx, store, a, l, received)
 	})
-	if err != nil {
+	if err != nil || store != plan.store { // the layer in another store is whole
 		return err
 	}
 	return s.awaitForeign(ctx, a, l, plan)

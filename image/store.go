@@ -135,7 +135,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 		return nil, err
 	}
 	if err := s.distrusted.open(cfg.Root, log); err != nil {
-		return nil, err
+		log.Warn("bans of peers end with this daemon", "error", err)
 	}
 	if err := s.load(); err != nil {
 		return nil, err

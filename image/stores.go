@@ -101,7 +101,10 @@ func (s *stores) openMerger(root string, driver layer.Merger, reserve layer.Rese
 		s.incomplete.layers = store
 	}
 	if err == nil {
-		s.incomplete.noteUnloaded(store, placed, aside)
+		isThere := func(name digest.Digest) bool {
+			return slices.ContainsFunc(s.all, func(o *layer.Store) bool { return o.Has(name) })
+		}
+		s.incomplete.noteUnloaded(store, isThere, placed, aside)
 	}
 	return store, err
 }

@@ -55,10 +55,10 @@ func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access
 		p.close()
 		return errdefs.FailedPrecondition("too many other layers wait for the proof of their indexes")
 	}
-	src.add(p, true)
+	replaced := src.add(p, true)
 	claim := &layer.Claim{Registry: a.repo.Reference().Domain, Table: tableOf(l)}
 	err = store.CreateLazy(ctx, sourceOf(l), x, claim, s.incomplete.filler(src, sourceOf(l), x, claim))
-	if errors.Is(err, layer.ErrThere) {
+	if errors.Is(err, layer.ErrThere) && !replaced {
 		src.drop(p) // it has shown nothing about that layer
 	}
 	s.incomplete.prefer(src.name)
