@@ -38,15 +38,11 @@ func (m *Manager) StartContainer(ctx context.Context, id string) error {
 
 // startContainer starts a created container and publishes the result.
 func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
-	switch {
-	case c.Phase() == state.Removed:
-		return errdefs.NotFound("container %q does not exist", c.ID)
-	case c.Phase() == state.ContainerRunning:
+	if c.Phase() == state.ContainerRunning {
 		return nil
-	case c.Phase() == state.ContainerStarting: // by an earlier daemon
-		return errdefs.Unavailable("container %s: processes of an earlier start have not exited", c.ID)
-	case c.Phase() != state.ContainerCreated:
-		return errdefs.FailedPrecondition("container %s has exited", c.ID)
+	}
+	if err := startable(c); err != nil {
+		return err
 	}
 	m.recordStart(c.container, trace.Of(ctx))
 	launchCtx, launched := c.launching.Begin(ctx)
@@ -102,6 +98,19 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 		return err
 	}
 	return nil
+}
+
+// startable returns an error unless a container is created and was never started.
+func startable(c lockedContainer) error {
+	switch c.Phase() {
+	case state.ContainerCreated:
+		return nil
+	case state.Removed:
+		return errdefs.NotFound("container %q does not exist", c.ID)
+	case state.ContainerStarting: // by an earlier daemon
+		return errdefs.Unavailable("container %s: processes of an earlier start have not exited", c.ID)
+	}
+	return errdefs.FailedPrecondition("container %s has exited", c.ID)
 }
 
 // launchContainer launches a container from a snapshot, because the launch may outlast the caller's
