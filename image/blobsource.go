@@ -172,8 +172,8 @@ func (r *placeBody) Reject() {
 }
 
 // add adds a place, as the first one to ask if first is set. Then it replaces a place of the same
-// repository, and returns true. Otherwise that place is kept, because it may have the credentials of
-// a pull.
+// repository, and returns true. Otherwise that place is kept, because it may have the credentials
+// of a pull.
 func (b *blobSource) add(p *place, first bool) (replaced bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

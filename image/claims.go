@@ -198,8 +198,8 @@ func (d *distrusted) open(root string, log *slog.Logger) error {
 	return nil
 }
 
-// ban makes this node ask a peer for nothing for some time, also after a restart. Without p, it does
-// so once there is one.
+// ban makes this node ask a peer for nothing for some time, also after a restart. Without p, it
+// does so once there is one.
 func (d *distrusted) ban(p *peers.Peers, address string) {
 	b := ban{address, time.Now().Add(peers.BanTime)}
 	d.mu.Lock()

@@ -136,8 +136,8 @@ func (s *Store) isPinned(img *registry.Image, ref registry.Reference) bool {
 }
 
 // getLazily creates a layer from the index of its blob. It returns false if the layer must be
-// fetched whole, after it has logged why. The error wraps layer.ErrThere if another pull has created
-// the layer meanwhile.
+// fetched whole, after it has logged why. The error wraps layer.ErrThere if another pull has
+// created the layer meanwhile.
 func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l registry.Layer,
 	d lazyDecision) (bool, error) {
 	ctx, span := trace.Nest(ctx, "create lazily")

@@ -136,8 +136,8 @@ func mayHaveIndex(l registry.Layer) bool {
 	return l.File == "" && l.Blob.Size >= minIndexed && l.Blob.Digest.Algorithm() == digest.SHA256
 }
 
-// indexOfPeer fetches the index of a layer's blob from a peer. It may be false: the layer is created
-// with a claim.
+// indexOfPeer fetches the index of a layer's blob from a peer. It may be false: the layer is
+// created with a claim.
 func (s *Store) indexOfPeer(ctx context.Context, repo *registry.Repository, l registry.Layer,
 	address string) (*blobindex.Index, *layer.Claim, error) {
 	p := s.peers.Load()

@@ -185,8 +185,8 @@ func mayBePeers(err error) bool {
 	return errors.Is(err, tree.ErrMalformed) || errors.Is(err, layer.ErrTooLarge)
 }
 
-// distrustPlan makes this node ask the peers of a plan for nothing for some time, and use none of its
-// tables of contents. It returns false if there are neither.
+// distrustPlan makes this node ask the peers of a plan for nothing for some time, and use none of
+// its tables of contents. It returns false if there are neither.
 func (s *Store) distrustPlan(plan *lazyPlan, img *registry.Image) (some bool) {
 	for i, d := range plan.layers {
 		if d.lazily && d.table {

@@ -15,9 +15,9 @@ import (
 // maxSuspects limits the nodes whose indexes wait for a verdict.
 const maxSuspects = 64
 
-// suspects are nodes whose indexes did not fit the bytes of a registry. Either of the two was wrong.
-// The next pull fetches the whole blob. That shows which, because it takes the true states of the
-// blob's hash.
+// suspects are nodes whose indexes did not fit the bytes of a registry. Either of the two was
+// wrong. The next pull fetches the whole blob. That shows which, because it takes the true states
+// of the blob's hash.
 type suspects struct {
 	mu     sync.Mutex // guards byBlob
 	byBlob map[digest.Digest]suspect
@@ -28,7 +28,8 @@ type suspect struct {
 	states [sha256.Size]byte
 }
 
-// add notes the states that a node has sent. If there are too many suspects, it forgets another one.
+// add notes the states that a node has sent. If there are too many suspects, it forgets another
+// one.
 func (s *suspects) add(blob digest.Digest, peer string, states []blobindex.State) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

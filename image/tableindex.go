@@ -40,8 +40,8 @@ func tableOf(l registry.Layer) string {
 	return ""
 }
 
-// createByTable creates a layer from the table of contents in its blob. The registry of the pull must
-// send the table, so it has at least this part of the blob, and lets the pull have it.
+// createByTable creates a layer from the table of contents in its blob. The registry of the pull
+// must send the table, so it has at least this part of the blob, and lets the pull have it.
 func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access, l registry.Layer) error {
 	src, done := s.incomplete.use(sourceOf(l), l.Blob.Size)
 	defer done()
@@ -66,15 +66,16 @@ func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access
 }
 
 const (
-	// tableTime limits the time to read a table of contents and to make a tree of it. After that the
-	// layer is fetched whole.
+	// tableTime limits the time to read a table of contents and to make a tree of it. After that
+	// the layer is fetched whole.
 	tableTime = 30 * time.Second
-	// maxClaimed limits the indexes that are not proven, in bytes: they are in memory. Concurrent pulls
-	// can exceed it by two indexes.
+	// maxClaimed limits the indexes that are not proven, in bytes: they are in memory. Concurrent
+	// pulls can exceed it by two indexes.
 	maxClaimed = 128 << 20
 )
 
-// indexOfTable makes an index of the table of contents in a blob, from a place that serves the blob.
+// indexOfTable makes an index of the table of contents in a blob, from a place that serves the
+// blob.
 func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobSource, p *place,
 	l registry.Layer) (*blobindex.Index, error) {
 	ctx, span := trace.Nest(ctx, "read table of contents")
@@ -108,8 +109,8 @@ func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobS
 	return x, s.treeOfTable(ctx, store, p.repo.Reference().Domain, l, table, x)
 }
 
-// treeOfTable makes the tree that a table of contents describes, in the process that unpacks layers.
-// domain is the registry.
+// treeOfTable makes the tree that a table of contents describes, in the process that unpacks
+// layers. domain is the registry.
 func (s *Store) treeOfTable(ctx context.Context, store *layer.Store, domain string, l registry.Layer, table *toc.Table,
 	x *blobindex.Index) error {
 	var made layer.Outlined

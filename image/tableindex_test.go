@@ -97,8 +97,8 @@ func (w *tableWorld) checkTar(t *testing.T) {
 	}
 }
 
-// The first pull of an image with a table of contents is lazy. When the layer is complete, it is the
-// one that unpacking the blob makes, also after a restart in between.
+// The first pull of an image with a table of contents is lazy. When the layer is complete, it is
+// the one that unpacking the blob makes, also after a restart in between.
 func TestTableMakesTheFirstPullLazy(t *testing.T) {
 	for form := range tableForms {
 		for name, restarted := range map[string]bool{"same store": false, "restart": true} {

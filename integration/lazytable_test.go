@@ -51,8 +51,8 @@ func (n *lazyNode) pullByTable(t *testing.T) {
 	harness.WantText(t, "verbose status", fmt.Sprint(status.Info), `"unproven":"table of contents`)
 }
 
-// The first node that pulls an image with a table of contents starts it lazily. Its daemon is killed
-// while the layer is filled; the next one proves the table.
+// The first node that pulls an image with a table of contents starts it lazily. Its daemon is
+// killed while the layer is filled; the next one proves the table.
 func TestLazyOnFirstNode(t *testing.T) {
 	for form := range tableForms {
 		for name, killed := range map[string]bool{"same daemon": false, "daemon killed": true} {

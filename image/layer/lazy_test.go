@@ -548,8 +548,8 @@ func TestDamagedClaim(t *testing.T) {
 	}
 }
 
-// The claims of layers are found when their store is not open, also of those set aside, and of those
-// whose claim is damaged.
+// The claims of layers are found when their store is not open, also of those set aside, and of
+// those whose claim is damaged.
 func TestClaims(t *testing.T) {
 	w := newLazyWorld(t)
 	var names []digest.Digest

@@ -38,11 +38,11 @@
 //
 // # Tables of contents
 //
-// An index of chunks (package index) is made of the table of contents in a blob. It is a claim, too.
-// Bytes of the blob are verified after they were decompressed, by the digests of the chunks. All
-// bytes are also kept in BlobFile. When all spans are there, the Engine verifies the digest of the
-// blob, fetches it again if it is wrong, and calls Prove with the blob. Prove compares the tar that
-// the blob has with the layer's files.
+// An index of chunks (package index) is made of the table of contents in a blob. It is a claim,
+// too. Bytes of the blob are verified after they were decompressed, by the digests of the chunks.
+// All bytes are also kept in BlobFile. When all spans are there, the Engine verifies the digest of
+// the blob, fetches it again if it is wrong, and calls Prove with the blob. Prove compares the tar
+// that the blob has with the layer's files.
 //
 // # Takeover
 //

@@ -51,8 +51,9 @@ func extentsOf(x *index.Index) (list extents, err error) {
 	return list, nil
 }
 
-// extentsOfChunks returns the extents of chunks, whose places are consistent. Chunks that follow each
-// other in both files become one extent. So the end of an extent is that of a file, or of a block.
+// extentsOfChunks returns the extents of chunks, whose places are consistent. Chunks that follow
+// each other in both files become one extent. So the end of an extent is that of a file, or of a
+// block.
 func extentsOfChunks(chunks []index.Chunk) (list extents) {
 	for i := range chunks {
 		c := &chunks[i]

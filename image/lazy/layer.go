@@ -42,8 +42,9 @@ func isIncomplete(fd int) (bool, error) {
 	return err == nil, err
 }
 
-// Prepare creates the files of an incomplete layer in a directory: the sparse data file, FilledFile,
-// and BlobFile for an index of chunks. It does not sync. The caller writes the other files.
+// Prepare creates the files of an incomplete layer in a directory: the sparse data file,
+// FilledFile, and BlobFile for an index of chunks. It does not sync. The caller writes the other
+// files.
 func Prepare(dir string, x *index.Index) (err error) {
 	failpoint.Reach("lazy.make-data")
 	data, err := os.OpenFile(filepath.Join(dir, DataFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
@@ -151,17 +152,17 @@ type Layer struct {
 }
 
 // Prove shows that everything which the index of a layer says is true of its tar, which has the
-// right digest. For an index of chunks it gets the blob, which has the right digest, and all data is
-// in the data file. The error is DataLoss if the index is not true. After another error the Engine
-// calls it again, at most maxProofs times.
+// right digest. For an index of chunks it gets the blob, which has the right digest, and all data
+// is in the data file. The error is DataLoss if the index is not true. After another error the
+// Engine calls it again, at most maxProofs times.
 type Prove func(ctx context.Context, whole *io.SectionReader) error
 
 // Add makes the Engine fill the layer in a directory, which Prepare and the caller have written, or
 // an earlier Engine has filled in part. The file RecordFile must be x.Record. x must not change;
 // the Engine does not keep its Tree and Record. newInflater starts an Inflater; the Engine has one
 // at a time for each layer, while it needs it. prove is nil for an index that this node has made of
-// the blob, and never for one of chunks. With it the layer is complete after prove has returned nil. The directory may be
-// renamed at any time.
+// the blob, and never for one of chunks. With it the layer is complete after prove has returned
+// nil. The directory may be renamed at any time.
 //
 // When Add has returned, the mark is set: the data file may be mounted. Errors: DataLoss if the
 // index cannot be one of this layer; then Refuse it.
@@ -268,8 +269,8 @@ func (l *Layer) openData(dir string, undo *cleanup.List) (err error) {
 	return nil
 }
 
-// setSpans sets which spans are filled. Spans without content need not be, unless the index is to be
-// proven: what it says of them is kept and passed on after the proof.
+// setSpans sets which spans are filled. Spans without content need not be, unless the index is to
+// be proven: what it says of them is kept and passed on after the proof.
 func (l *Layer) setSpans(has bitmap) {
 	l.spans = make([]spanState, l.x.Spans())
 	for i := range l.spans {

@@ -204,7 +204,8 @@ func TestSeccompFilterOverwritten(t *testing.T) {
 		s.Capabilities = &runtimeapi.Capability{AddCapabilities: []string{"SYS_PTRACE"}}
 	})
 	pod := d.RunPod(t, harness.HostNetwork)
-	// The process can close the filter, and open another file with its number, before it is opened here.
+	// The process can close the filter, and open another file with its number, before it is opened
+	// here.
 	c := pod.Run(t, filtered, harness.Script(`filter() { case $(readlink /proc/self/fd/9) in *memfd*) ;; *) false ;; esac; }
 	while :; do for p in /proc/[0-9]*; do
 		case $(readlink $p/fd/3) in *memfd*) echo seen

@@ -189,8 +189,8 @@ func (e *shimEnumeration) criuAt(at point) killing {
 	}
 }
 
-// isStopped waits for a stopped process: a launcher stops after it has reported the point. A SIGCONT
-// before that would have no effect.
+// isStopped waits for a stopped process: a launcher stops after it has reported the point. A
+// SIGCONT before that would have no effect.
 func isStopped() bool {
 	return harness.PollUpTo(deathPatience, time.Millisecond, func() error {
 		if len(machine.Stopped()) == 0 {

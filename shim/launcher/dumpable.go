@@ -116,8 +116,8 @@ const (
 	tcpListening = "0A"
 )
 
-// hasConnection reads a table of /proc/PID/net/tcp. Sockets of no process have no inode there: those
-// in TIME_WAIT and those that wait for accept.
+// hasConnection reads a table of /proc/PID/net/tcp. Sockets of no process have no inode there:
+// those in TIME_WAIT and those that wait for accept.
 func hasConnection(table io.Reader) (bool, error) {
 	const state, inode = 3, 9
 	lines := bufio.NewScanner(table)

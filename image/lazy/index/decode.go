@@ -23,8 +23,8 @@ func Decode(b []byte) (*Index, error) {
 	return decode(b, nil)
 }
 
-// decode is Decode. bounds, if not nil, checks the numbers before anything else is read, and returns
-// how many points there may be. Then the index does not share memory with b.
+// decode is Decode. bounds, if not nil, checks the numbers before anything else is read, and
+// returns how many points there may be. Then the index does not share memory with b.
 func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, error) {
 	parts, err := sections(b, magic)
 	if err != nil {
@@ -138,8 +138,8 @@ func (x *Index) setStates(b []byte) error {
 	return nil
 }
 
-// decodePoints decodes the points of a whole blob, at most some. They share memory with b. The error
-// wraps ErrDamaged.
+// decodePoints decodes the points of a whole blob, at most some. They share memory with b. The
+// error wraps ErrDamaged.
 func decodePoints(b []byte, most int64) (points []Point, err error) {
 	r := NewPointReader(&sharedBytes{bytes.NewReader(b), b})
 	for {

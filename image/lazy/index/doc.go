@@ -8,10 +8,10 @@
 // only an Index whose numbers are consistent. It cannot tell whether they are true: a blob may have
 // compromised the process that noted the points. Wrong points give a tar with a wrong digest.
 //
-// The states of an index of this node cannot be wrong, because the daemon takes them itself while it
-// hashes the blob. So Verify shows that bytes belong to the blob before anything decompresses them.
-// It compares each state in its range. After it has verified ranges that cover the whole blob, all
-// states are true, because what follows the last one is the blob's digest.
+// The states of an index of this node cannot be wrong, because the daemon takes them itself while
+// it hashes the blob. So Verify shows that bytes belong to the blob before anything decompresses
+// them. It compares each state in its range. After it has verified ranges that cover the whole
+// blob, all states are true, because what follows the last one is the blob's digest.
 //
 // # Terms
 //
@@ -22,8 +22,8 @@
 //
 // # Indexes of chunks
 //
-// An index that is made of a blob's table of contents has no states: nobody has hashed the blob yet.
-// It has the digests of the files' chunks instead. So bytes are verified after they have been
+// An index that is made of a blob's table of contents has no states: nobody has hashed the blob
+// yet. It has the digests of the files' chunks instead. So bytes are verified after they have been
 // decompressed, and only the parts with content are. The tar of such an index is not the blob's: it
 // joins what each span has up to the end of its last chunk. Nothing shows that the table is true
 // before the whole blob was unpacked (package lazy, "Tables of contents").
@@ -33,8 +33,8 @@
 // An index is three files: its encoding, the tree and the record. The latter two are those of the
 // layer, so they can be links. The encoding has their digests. It begins with magic. Three sections
 // follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
-// all this ends it. An index of chunks begins with chunksMagic, and has points and chunks in place of
-// states and points. OpenWhole joins the three files for another node.
+// all this ends it. An index of chunks begins with chunksMagic, and has points and chunks in place
+// of states and points. OpenWhole joins the three files for another node.
 //
 // An index of another node may be false in every respect, the states included: they show only that
 // bytes fit the index (package lazy, "Indexes of other nodes").

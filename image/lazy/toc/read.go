@@ -60,8 +60,8 @@ type Ref struct {
 	raw          int64 // its decompressed length
 }
 
-// Find returns what the annotations of a blob say of its table. ok is false if the blob has none, or
-// one that cannot be used.
+// Find returns what the annotations of a blob say of its table. ok is false if the blob has none,
+// or one that cannot be used.
 func Find(blob ocispec.Descriptor) (r Ref, ok bool) {
 	r = Ref{blobSize: blob.Size}
 	if !isSHA256(blob.Digest) || blob.Size <= 0 || blob.Size > maxBlob {

@@ -183,7 +183,8 @@ func (t *Table) survey() error {
 }
 
 // settleOwn decides whether the table is a file of the layer, by what the last member before it has
-// after the last content. Some encoders keep the end of the tar there. Then the table comes after it.
+// after the last content. Some encoders keep the end of the tar there. Then the table comes after
+// it.
 func (t *Table) settleOwn(last []byte) error {
 	c := &t.chunks[len(t.chunks)-1]
 	size := t.files[c.file]

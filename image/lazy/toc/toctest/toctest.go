@@ -34,7 +34,8 @@ func (b *Blob) Descriptor() ocispec.Descriptor {
 // Options are how a blob is made. The zero value is usual.
 type Options struct {
 	ChunkSize, MinChunkSize int
-	// Rewrite writes the tar anew, without its end. Then the table of eStargz is a file of the layer.
+	// Rewrite writes the tar anew, without its end. Then the table of eStargz is a file of the
+	// layer.
 	Rewrite bool
 	// Lie, if not nil, changes the table before it is written.
 	Lie func(*estargz.JTOC)
