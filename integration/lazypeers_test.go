@@ -14,6 +14,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/checkpoint"
 	blobindex "berth/image/lazy/index"
 	"berth/image/peers/peerstest"
 	"berth/image/tree"
@@ -192,4 +193,35 @@ func TestLazyPeerLiesAboutImageVolume(t *testing.T) {
 			n.removeImage(t)
 		})
 	}
+}
+
+// A layer that is damaged before its index is proven ends at the next start of the daemon, with its
+// containers.
+func TestLazyPeersLayerIsDamaged(t *testing.T) {
+	p := startPeerPair(t)
+	n := p.second
+	p.pullLazily(t)
+	pod := n.RunPod(t)
+	c := pod.Run(t, harness.Image(n.image), harness.Script("exec sleep 100000"))
+	n.Kill(t)
+	damaged := harness.Get(filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(n.indexPath())), "erofs", "lazy", "*", "index")))(t)
+	harness.Equal(t, "incomplete layers", len(damaged), 1)
+	harness.Must(t, os.Truncate(damaged[0], 3))
+	n.Start(t)
+	status := c.WaitExited(t)
+	harness.Equal(t, "reason", status.Reason, "WrongFiles")
+	harness.WantText(t, "message", status.Message, p.address)
+	if n.ImageStatus(t, n.image) != nil {
+		t.Error("the image exists")
+	}
+	n.gate.Open()
+	n.Pull(t, n.image)
+	again := pod.Run(t, harness.Image(n.image), harness.ContainerNamed("again"), harness.Script(reader()))
+	again.WaitOutput(t, n.sums())
+	pod.Remove(t)
+	n.removeImage(t)
+	// The record of the first image is kept for the operator.
+	aside := filepath.Join(n.Root, "images/records", checkpoint.SetAsideDir)
+	harness.Equal(t, "records set aside", len(harness.Get(os.ReadDir(aside))(t)), 1)
+	harness.Must(t, os.RemoveAll(aside))
 }

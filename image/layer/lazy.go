@@ -506,7 +506,7 @@ func (s *Store) loadLazy() error {
 		if err == nil || mayBeGood(err) {
 			return err
 		}
-		if _, refused := s.lazy.Engine.Refuse(path, err); refused != nil {
+		if refused := s.lazy.Engine.Refuse(path); refused != nil {
 			s.log.Error("cannot deny the accesses of an unusable layer", "path", path, "error", refused)
 		}
 		return err

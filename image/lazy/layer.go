@@ -187,21 +187,18 @@ func (e *Engine) Add(dir string, x *index.Index, source Source,
 }
 
 // Refuse makes the Engine deny all accesses of a layer's data file, for an incomplete layer that
-// cannot be loaded.
-func (e *Engine) Refuse(dir string, reason error) (_ *Layer, err error) {
-	undo := cleanup.New()
-	defer undo.Run(&err)
-	l := &Layer{e: e, name: filepath.Base(dir), x: &index.Index{}, life: task.NewLifetime(), syncing: task.NewLock(),
-		done: make(chan struct{}), failed: reason, denied: true, inflater: inflater{lock: task.NewLock()}}
-	close(l.done)
-	if err := l.openData(dir, undo); err != nil {
-		return nil, fmt.Errorf("refuse lazy layer %s: %w", l.name, err)
+// cannot be loaded. It keeps nothing open: an access of a marked file without a Layer fails.
+func (e *Engine) Refuse(dir string) (err error) {
+	data, err := openUnwatched(filepath.Join(dir, DataFile))
+	if err != nil {
+		return fmt.Errorf("refuse lazy layer %s: %w", filepath.Base(dir), err)
 	}
-	if err := e.register(l); err != nil {
-		return nil, fmt.Errorf("refuse lazy layer %s: %w", l.name, err)
+	defer func() { err = errors.Join(err, data.Close()) }()
+	// It is missing if an earlier Engine ended while it completed the layer.
+	if err := markIncomplete(data); err != nil {
+		return err
 	}
-	undo.Release()
-	return l, nil
+	return e.group.mark(data)
 }
 
 // load opens the files and reads what is filled.
