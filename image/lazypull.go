@@ -79,11 +79,18 @@ type lazyDecision struct {
 	reason string
 	peer   string // address of the node with the index; empty: this one
 	table  bool   // the index is made of the blob's table of contents
+	// claimed is the digest of the tree in the peer's index, if a layer was created from it.
+	claimed digest.Digest
 }
 
 // isLazy reports whether a layer is created lazily in a store.
 func (p *lazyPlan) isLazy(store *layer.Store, i int) bool {
 	return store == p.store && p.layers[i].lazily
+}
+
+// usesClaims reports whether layers are created from indexes that are not proven.
+func (p *lazyPlan) usesClaims() bool {
+	return slices.ContainsFunc(p.layers, func(d lazyDecision) bool { return d.lazily && (d.table || d.peer != "") })
 }
 
 // planLazy decides about the missing layers of an image.
@@ -139,7 +146,7 @@ func (s *Store) isPinned(img *registry.Image, ref registry.Reference) bool {
 // fetched whole, after it has logged why. The error wraps layer.ErrThere if another pull has
 // created the layer meanwhile.
 func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l registry.Layer,
-	d lazyDecision) (bool, error) {
+	d *lazyDecision) (bool, error) {
 	ctx, span := trace.Nest(ctx, "create lazily")
 	defer span.End()
 	err := s.createBy(ctx, store, a, l, d)
@@ -162,7 +169,7 @@ func (s *Store) getLazily(ctx context.Context, store *layer.Store, a *access, l 
 }
 
 // createBy creates a layer as a decision says.
-func (s *Store) createBy(ctx context.Context, store *layer.Store, a *access, l registry.Layer, d lazyDecision) error {
+func (s *Store) createBy(ctx context.Context, store *layer.Store, a *access, l registry.Layer, d *lazyDecision) error {
 	if d.table {
 		return s.createByTable(ctx, store, a, l)
 	}
@@ -173,6 +180,9 @@ func (s *Store) createBy(ctx context.Context, store *layer.Store, a *access, l r
 	err = s.createLazily(ctx, store, a, l, x, claim)
 	if err != nil && claim != nil && !errors.Is(err, layer.ErrThere) {
 		s.suspect(l.Blob.Digest, x.States, claim, err)
+	}
+	if err == nil && claim != nil {
+		d.claimed = x.TreeDigest
 	}
 	return err
 }

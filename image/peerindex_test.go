@@ -317,6 +317,40 @@ func TestOnlyLiarsAreBanned(t *testing.T) {
 	}
 }
 
+// After a pull that failed with indexes of peers, and not without them, only a peer whose tree is
+// wrong is banned.
+func TestPlanIsDistrusted(t *testing.T) {
+	w := newLazyRegistry(t)
+	s := openStore(t, indexConfig(t))
+	layers := pull(t, s, w.ref).Layers
+	store := s.layers.storeFor(layers)
+	info, err := store.Info(layers[0])
+	testutil.Must(t, err)
+	l := registry.Layer{Blob: ocispec.Descriptor{Digest: digest.FromBytes(w.layer.Blob)}, DiffID: w.layer.DiffID}
+	absent := registry.Layer{Blob: ocispec.Descriptor{Digest: digest.FromString("absent")}, DiffID: w.layer.DiffID}
+	wrong := digest.FromString("wrong")
+	for _, test := range []struct {
+		name   string
+		layer  registry.Layer
+		d      lazyDecision
+		banned bool
+		table  bool
+	}{
+		{"right tree", l, lazyDecision{lazily: true, peer: "192.0.2.1:80", claimed: info.Tree}, false, false},
+		{"not created", l, lazyDecision{lazily: true, peer: "192.0.2.2:80"}, false, false},
+		{"absent layer", absent, lazyDecision{lazily: true, peer: "192.0.2.3:80", claimed: wrong}, false, false},
+		{"wrong tree", l, lazyDecision{lazily: true, peer: "192.0.2.4:80", claimed: wrong}, true, false},
+		{"table of contents", l, lazyDecision{lazily: true, table: true}, false, true},
+	} {
+		s.distrusted.bans, s.falseTables.blobs = nil, nil
+		s.distrustPlan(store, &registry.Image{Layers: []registry.Layer{test.layer}}, []lazyDecision{test.d})
+		banned, table := len(s.distrusted.bans) > 0, s.falseTables.has(test.layer.Blob.Digest)
+		if banned != test.banned || table != test.table {
+			t.Errorf("%s: banned %v, false table %v", test.name, banned, table)
+		}
+	}
+}
+
 // An index of this node needs no proof, so it is used in the place of the same one of a peer, also
 // if the registry has not served the blob to this node before.
 func TestOwnIndexIsPreferred(t *testing.T) {

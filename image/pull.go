@@ -169,36 +169,43 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	ref := repo.Reference()
 	plan := s.planLazy(ctx, s.layers.storeFor(distinct(layersOf(img))), img, repo)
 	added, err := s.fetchBy(ctx, a, img, plan, tracks)
-	if errors.Is(err, errFailedLayer) || mayBePeers(err) && s.distrustPlan(plan, img) { // an index was wrong
+	unusable := mayBeIndexes(err) && plan.usesClaims()
+	if errors.Is(err, errFailedLayer) || unusable {
 		s.log.Warn("image is fetched whole", "image", ref.String(), "error", err)
+		before := plan.layers
 		plan.layers = make([]lazyDecision, len(img.Layers))
 		for i := range plan.layers {
 			plan.layers[i].reason = "an index was wrong"
 		}
 		added, err = s.fetchBy(ctx, a, img, plan, tracks)
+		if err == nil && unusable {
+			s.distrustPlan(plan.store, img, before)
+		}
 	}
 	return added, err
 }
 
-// mayBePeers reports whether wrong indexes of peers can have made a pull fail.
-func mayBePeers(err error) bool {
+// mayBeIndexes reports whether wrong indexes of layers can have made a pull fail.
+func mayBeIndexes(err error) bool {
 	return errors.Is(err, tree.ErrMalformed) || errors.Is(err, layer.ErrTooLarge)
 }
 
-// distrustPlan makes this node ask the peers of a plan for nothing for some time, and use none of
-// its tables of contents. It returns false if there are neither.
-func (s *Store) distrustPlan(plan *lazyPlan, img *registry.Image) (some bool) {
-	for i, d := range plan.layers {
+// distrustPlan acts on indexes that were not proven and with which a pull has failed, after the
+// same image could be fetched whole. It bans each peer whose tree differs from the layer's, and
+// uses none of the tables of contents again.
+func (s *Store) distrustPlan(store *layer.Store, img *registry.Image, decided []lazyDecision) {
+	for i, d := range decided {
 		if d.lazily && d.table {
 			s.falseTables.add(img.Layers[i].Blob.Digest)
-			some = true
 		}
-		if d.lazily && d.peer != "" {
+		if d.claimed == "" {
+			continue
+		}
+		info, err := store.Info(sourceOf(img.Layers[i]).Name())
+		if err == nil && !info.Incomplete && info.Tree != d.claimed {
 			s.distrusted.ban(s.peers.Load(), d.peer)
-			some = true
 		}
 	}
-	return some
 }
 
 // fetchBy is fetch with a plan.
@@ -336,7 +343,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 		return s.usePresent(ctx, a, l, plan, track)
 	}
 	if plan.isLazy(store, i) {
-		created, err := s.getLazily(ctx, store, a, l, plan.layers[i])
+		created, err := s.getLazily(ctx, store, a, l, &plan.layers[i])
 		if errors.Is(err, layer.ErrThere) {
 			return s.usePresent(ctx, a, l, plan, track)
 		}
