@@ -274,11 +274,20 @@ func (s *Store) createLazily(ctx context.Context, store *layer.Store, a *access,
 // fetched with the pull's credentials from now on. An image that must be whole waits for it.
 func (s *Store) usePresent(ctx context.Context, a *access, l registry.Layer, plan *lazyPlan, track *layerTrack) error {
 	name := sourceOf(l).Name()
-	foreign := isForeign(a, l, plan.store.Claimed(name))
+	claim := plan.store.Claimed(name)
 	if err := s.use(ctx, a, l, s.originOf(a, name), track); err != nil {
 		return err
 	}
-	if !foreign {
+	return s.useClaimed(ctx, a, l, plan, claim)
+}
+
+// useClaimed lets an incomplete layer ask the pull's registry, if that is safe, and waits for the
+// layer if the pull must not use it before. claim is that of the layer, or nil.
+func (s *Store) useClaimed(ctx context.Context, a *access, l registry.Layer, plan *lazyPlan, claim *layer.Claim) error {
+	name, foreign := sourceOf(l).Name(), isForeign(a, l, claim)
+	// A registry must not send ranges for the index of a node that it may know. Ranges for a table of
+	// contents are verified by the table. So a registry that stalls does not delay pulls from others.
+	if !foreign || claim.Table != "" {
 		s.offer(a.repo, name)
 	}
 	if plan.pinned || foreign {
@@ -290,11 +299,7 @@ func (s *Store) usePresent(ctx context.Context, a *access, l registry.Layer, pla
 // awaitForeign waits for a layer that another pull has created lazily while this one fetched it, if
 // its files are not proven to this pull.
 func (s *Store) awaitForeign(ctx context.Context, a *access, l registry.Layer, plan *lazyPlan) error {
-	name := sourceOf(l).Name()
-	if !plan.pinned && !isForeign(a, l, plan.store.Claimed(name)) {
-		return nil
-	}
-	return s.awaitComplete(ctx, []digest.Digest{name})
+	return s.useClaimed(ctx, a, l, plan, plan.store.Claimed(sourceOf(l).Name()))
 }
 
 // isForeign reports whether a pull must not use a layer with a claim before the proof.

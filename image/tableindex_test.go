@@ -242,6 +242,25 @@ func TestTableOfAnotherBlob(t *testing.T) {
 	testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
 }
 
+// A registry that stalls does not delay the pull of the same layer from another registry, which
+// waits for the proof: the layer is then fetched from there.
+func TestOtherRegistryCompletesTheLayer(t *testing.T) {
+	w := newTableWorld(t, "eStargz", LazyAll, toctest.Options{})
+	other := registrytest.New(t)
+	other.PutImage("app", "v1", "", w.layer)
+	release := w.hold()
+	defer release()
+	pull(t, w.s, w.ref)
+	if w.incomplete(t) == nil {
+		t.Fatal("the layer is complete")
+	}
+	img := pull(t, w.s, other.Host()+"/app:v1")
+	if !w.s.Complete(img.Layers) {
+		t.Error("the pull from another registry did not wait for the proof")
+	}
+	w.checkTar(t)
+}
+
 // A registry that sends a table of contents has not shown that it has the blob. If another pull
 // creates the layer meanwhile, the image of this registry must not get it.
 func TestTableGivesNoAccess(t *testing.T) {
