@@ -126,6 +126,7 @@ func checkManifest(m ocispec.Manifest) error {
 		return errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted",
 			len(m.Layers), MaxLayers)
 	}
+	sizes := make(map[digest.Digest]int64, len(m.Layers))
 	for i, l := range m.Layers {
 		if !isLayerType(l.MediaType) {
 			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer",
@@ -134,6 +135,10 @@ func checkManifest(m ocispec.Manifest) error {
 		if err := checkDescriptor(l, 0); err != nil {
 			return corrupt("layer %d: %w", i, err)
 		}
+		if size, ok := sizes[l.Digest]; ok && size != l.Size { // downloads of one blob are shared
+			return corrupt("layer %d: %s has two sizes", i, l.Digest)
+		}
+		sizes[l.Digest] = l.Size
 	}
 	return nil
 }

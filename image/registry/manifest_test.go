@@ -68,6 +68,7 @@ func TestParseDocument(t *testing.T) {
 		{"config digest is empty", manifestJSON(ociManifest, descriptor(ociConfig, "", 1), layer), ociManifest, codes.DataLoss, "config"},
 		{"weak digest", manifestJSON(ociManifest, config, descriptor(ociLayer, "md5:"+hex(32), 1)), ociManifest, codes.DataLoss, "layer 0"},
 		{"negative size", manifestJSON(ociManifest, config, descriptor(ociLayer, sha256Of0, -1)), ociManifest, codes.DataLoss, "negative"},
+		{"one blob, two sizes", manifestJSON(ociManifest, config, descriptor(ociLayer, sha256Of0, 1), descriptor(ociLayer, sha256Of0, 2)), ociManifest, codes.DataLoss, "two sizes"},
 		{"huge config", manifestJSON(ociManifest, descriptor(ociConfig, sha256Of0, MaxConfigSize+1), layer), ociManifest, codes.DataLoss, "larger than"},
 		{"too many layers", manifestJSON(ociManifest, config, many...), ociManifest, codes.FailedPrecondition, "501 layers"},
 	} {
