@@ -139,3 +139,25 @@ func TestStartOnWrongLayer(t *testing.T) {
 		}
 	})
 }
+
+// A container that is being started when its layer turns out to be wrong is killed after the start,
+// however long that takes.
+func TestStartingContainerWithWrongFilesIsKilled(t *testing.T) {
+	for _, takes := range []time.Duration{0, noteLimit / 2, 10 * noteLimit} {
+		withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+			f.layers = []digest.Digest{testLayer}
+			id := createContainer(t, m, runPod(t, m))
+			f.launched = func() {
+				m.KillOnLayer(testLayer, "the peer lied")
+				time.Sleep(takes) // in the bubble's time
+			}
+			testutil.Must(t, m.StartContainer(t.Context(), id))
+			testutil.Eventually(t, "the container is killed", func() bool {
+				c, err := m.containers.Find(id)
+				testutil.Must(t, err)
+				exit := c.Info().Exit
+				return exit != nil && exit.Reason == state.ReasonWrongFiles && exit.Message == "the peer lied"
+			})
+		})
+	}
+}
