@@ -1,6 +1,7 @@
 package image
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -38,6 +39,8 @@ type LazyConfig struct {
 	MinTime  time.Duration // and so is one that takes less time at the speed of recent pulls
 	Stall    time.Duration // longest wait of a reader; 0: the default of package lazy
 	Memory   int64         // bytes of all parts that are being filled; 0: the default of package lazy
+	Ask      time.Duration // limit of a pull's questions for indexes of peers; 0: askTime
+	Transfer time.Duration // limit of the transfer of one; 0: transferTime
 	// Inflate starts a process that decompresses parts of a blob, whose tar has tarSize bytes.
 	Inflate func(kind blobindex.Compression, tarSize int64) (lazy.Inflater, error)
 	// Kept are the files of lazy.Engine.Keep of an earlier daemon, which has ended; or nil. Open
@@ -76,6 +79,7 @@ func newIncompleteLayers(cfg LazyConfig, observer Observer, log *slog.Logger) *i
 	if cfg.Policy == "" {
 		cfg.Policy = LazyOff
 	}
+	cfg.Ask, cfg.Transfer = cmp.Or(cfg.Ask, askTime), cmp.Or(cfg.Transfer, transferTime)
 	if cfg.Stall <= 0 {
 		cfg.Stall = lazy.DefaultStall
 	}

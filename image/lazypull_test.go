@@ -118,7 +118,7 @@ func newLazyRegistry(t *testing.T) *lazyWorld {
 func lazyConfig(t *testing.T, policy string) Config {
 	t.Helper()
 	cfg := indexConfig(t)
-	cfg.Lazy = LazyConfig{Policy: policy, Stall: 2 * time.Second,
+	cfg.Lazy = LazyConfig{Policy: policy, Stall: 2 * time.Second, Ask: time.Minute, Transfer: time.Minute,
 		Inflate: func(kind blobindex.Compression, _ int64) (lazy.Inflater, error) { return ownInflater(kind), nil }}
 	return cfg
 }

@@ -25,10 +25,10 @@ import (
 )
 
 const (
-	// askTime limits the questions of a pull for indexes: to its registry, home nodes and holders.
+	// askTime is the limit for questions to the registry, home nodes and holders.
 	askTime = time.Second
-	// fetchTime limits the transfer of an index. After that the layer is fetched whole.
-	fetchTime = 2 * time.Second
+	// transferTime is the limit for the transfer of an index. After that the layer is fetched whole.
+	transferTime = 2 * time.Second
 	// parallelQuestions limits the questions of one pull at a time.
 	parallelQuestions = 8
 )
@@ -73,7 +73,7 @@ func (s *Store) findIndexes(ctx context.Context, store *layer.Store, img *regist
 	if p == nil || s.incomplete.cfg.Policy != LazyAll || s.incomplete.engine == nil || store.Kind() != rootfs.EROFS {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, askTime)
+	ctx, cancel := context.WithTimeout(ctx, s.incomplete.cfg.Ask)
 	defer cancel()
 	ctx, span := trace.Nest(ctx, "ask peers for indexes")
 	defer span.End()
@@ -144,7 +144,7 @@ func (s *Store) indexOfPeer(ctx context.Context, repo *registry.Repository, l re
 	if p == nil {
 		return nil, nil, errdefs.Unavailable("peers are off")
 	}
-	ctx, cancel := context.WithTimeout(ctx, fetchTime)
+	ctx, cancel := context.WithTimeout(ctx, s.incomplete.cfg.Transfer)
 	defer cancel()
 	ctx, span := trace.Nest(ctx, "fetch index from a peer")
 	defer span.End()

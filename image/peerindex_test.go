@@ -557,6 +557,7 @@ func (stuckIndexes) OpenIndex(ctx context.Context, _ peers.Key) (peers.Tar, erro
 
 func TestStuckPeerDoesNotStopPull(t *testing.T) {
 	n := newSecondNode(t, func(l peers.Layers) peers.Layers { return stuckIndexes{l} })
+	n.s.incomplete.cfg.Transfer = 100 * time.Millisecond
 	pull(t, n.s, n.ref)
 	n.check(t)
 }
