@@ -43,6 +43,8 @@ func (s *samples) report(b *testing.B) {
 	b.ReportMetric(ms(s.took[0]), "min-ms")
 	b.ReportMetric(ms(s.took[len(s.took)/2]), "p50-ms")
 	b.ReportMetric(ms(s.took[len(s.took)*9/10]), "p90-ms")
+	b.ReportMetric(ms(s.took[len(s.took)*95/100]), "p95-ms")
+	b.ReportMetric(ms(s.took[len(s.took)*99/100]), "p99-ms")
 	b.ReportMetric(ms(cpu)/float64(len(s.took)), "cpu-ms")
 	b.ReportMetric(0, "ns/op")
 }
