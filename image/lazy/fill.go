@@ -242,11 +242,10 @@ func (e *Engine) reserve(ctx context.Context, kind int, bytes int64) (release fu
 
 // fill fills one span and answers the accesses that it completes.
 func (l *Layer) fill(ctx context.Context, in *gridReader, i int) error {
-	raw, err := in.span(i)
+	s, raw, err := in.span(i)
 	if err != nil {
 		return err
 	}
-	s := l.x.Span(i)
 	tar, err := l.inflate(ctx, i, s, raw)
 	if err != nil {
 		in.rejectIf(err)
@@ -298,7 +297,7 @@ func (l *Layer) decompress(ctx context.Context, s index.Span, raw []byte) (tar [
 // inflate is decompress that also verifies what was not verified before.
 func (l *Layer) inflate(ctx context.Context, i int, s index.Span, raw []byte) ([]byte, error) {
 	tar, err := l.decompress(ctx, s, raw)
-	if l.x.OfChunks() && errors.Is(err, ErrWrongIndex) {
+	if l.x.OfChunks() && !l.x.Sealed() && errors.Is(err, ErrWrongIndex) {
 		return nil, fmt.Errorf("%w: %s", index.ErrMismatch, err.Error()) // raw may be other bytes than those of the blob
 	}
 	if err != nil {

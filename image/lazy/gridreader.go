@@ -35,19 +35,24 @@ func (g *gridReader) close() {
 	}
 }
 
-// span returns the blob's bytes of a span. They are valid until the next call.
-func (g *gridReader) span(i int) ([]byte, error) {
-	s := g.x.Span(i)
+// span returns a span and the blob's bytes of it. They are valid until the next call.
+func (g *gridReader) span(i int) (s index.Span, raw []byte, err error) {
+	s = g.x.Span(i)
 	offset, size := g.x.GridRange(i, i)
 	drop := min(max(offset-g.offset, 0), int64(len(g.buf)))
 	g.buf = g.buf[:copy(g.buf, g.buf[drop:])]
 	g.offset += drop
 	if more := offset + size - g.offset - int64(len(g.buf)); more > 0 {
 		if err := g.read(more); err != nil {
-			return nil, err
+			return s, nil, err
 		}
 	}
-	return g.buf[s.In-g.offset:][:s.InSize], nil
+	if g.x.Sealed() {
+		s.Point, raw, err = g.x.Opened(i, g.buf[offset-g.offset:][:size])
+		g.rejectIf(err)
+		return s, raw, err
+	}
+	return s, g.buf[s.In-g.offset:][:s.InSize], nil
 }
 
 // read reads and verifies the next n bytes.

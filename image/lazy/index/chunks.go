@@ -1,6 +1,7 @@
 package index
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
@@ -14,15 +15,19 @@ const chunksMagic = "berth chunk index 1\n"
 type Chunk struct {
 	Out, Size int64             // in the tar of the index
 	Data      int64             // place in the data file
-	Sum       [sha256.Size]byte // SHA-256 of the content
+	Sum       [sha256.Size]byte // SHA-256 of the content; unused if the index is sealed
 }
 
 // OfChunks reports whether the index is one of chunks: see the package's contract.
 func (x *Index) OfChunks() bool { return len(x.Chunks) > 0 }
 
 // VerifySpan checks the chunks of a span, whose part of the tar is given. The error wraps
-// ErrMismatch if one has other bytes. It accepts all bytes if the index is not one of chunks.
+// ErrMismatch if one has other bytes. It accepts all bytes if the index is not one of chunks, or is
+// sealed.
 func (x *Index) VerifySpan(i int, tar []byte) error {
+	if x.Sealed() {
+		return nil
+	}
 	s := x.Span(i)
 	first := sort.Search(len(x.Chunks), func(n int) bool { return x.Chunks[n].Out >= s.Out })
 	for n := first; n < len(x.Chunks) && x.Chunks[n].Out < s.Out+s.OutSize; n++ {
@@ -40,24 +45,12 @@ func (x *Index) encodeChunks() ([]byte, error) {
 	if err := x.checkChunks(); err != nil {
 		return nil, err
 	}
-	var points, chunks []byte
-	var last Point
-	for i := range x.Points {
-		p := &x.Points[i]
-		points = binary.AppendUvarint(binary.AppendUvarint(points, uint64(p.In-last.In)), uint64(p.Out-last.Out))
-		last = *p
+	kind, points := chunksMagic, x.startPoints
+	if x.Sealed() {
+		kind, points = sealedMagic, x.sealedPoints
 	}
-	var out, data int64
-	for i := range x.Chunks {
-		c := &x.Chunks[i]
-		for _, n := range []int64{c.Out - out, c.Size, c.Data - data} {
-			chunks = binary.AppendUvarint(chunks, uint64(n))
-		}
-		chunks = append(chunks, c.Sum[:]...)
-		out, data = c.Out+c.Size, c.Data+c.Size
-	}
-	b := []byte(chunksMagic)
-	for _, part := range [][]byte{x.numbers(), points, chunks} {
+	b := []byte(kind)
+	for _, part := range [][]byte{x.numbers(), points(), x.encodedChunks()} {
 		b = binary.AppendUvarint(b, uint64(len(part)))
 		b = append(b, part...)
 	}
@@ -68,9 +61,39 @@ func (x *Index) encodeChunks() ([]byte, error) {
 	return append(b, sum[:]...), nil
 }
 
+// startPoints encodes the points of an index that is not sealed: all begin a member or frame.
+func (x *Index) startPoints() (b []byte) {
+	var last Point
+	for i := range x.Points {
+		p := &x.Points[i]
+		b = binary.AppendUvarint(binary.AppendUvarint(b, uint64(p.In-last.In)), uint64(p.Out-last.Out))
+		last = *p
+	}
+	return b
+}
+
+func (x *Index) encodedChunks() (b []byte) {
+	var out, data int64
+	for i := range x.Chunks {
+		c := &x.Chunks[i]
+		for _, n := range []int64{c.Out - out, c.Size, c.Data - data} {
+			b = binary.AppendUvarint(b, uint64(n))
+		}
+		if !x.Sealed() {
+			b = append(b, c.Sum[:]...)
+		}
+		out, data = c.Out+c.Size, c.Data+c.Size
+	}
+	return b
+}
+
 // decodeChunks is Decode of an index of chunks.
 func decodeChunks(b []byte) (*Index, error) {
-	parts, err := sections(b, chunksMagic)
+	kind, sealed := chunksMagic, bytes.HasPrefix(b, []byte(sealedMagic))
+	if sealed {
+		kind = sealedMagic
+	}
+	parts, err := sections(b, kind)
 	if err == nil {
 		err = checkSum(b)
 	}
@@ -81,30 +104,52 @@ func decodeChunks(b []byte) (*Index, error) {
 	if err := x.setNumbers(parts[0]); err != nil {
 		return nil, err
 	}
+	if sealed {
+		err = x.setSealedPoints(parts[1])
+	} else {
+		err = x.setStartPoints(parts[1])
+	}
+	if err == nil {
+		err = x.setChunks(parts[2])
+	}
+	if err != nil {
+		return nil, err
+	}
+	return x, x.checkChunks()
+}
+
+func (x *Index) setStartPoints(b []byte) (err error) {
 	var last Point
-	for rest := parts[1]; len(rest) > 0; {
+	for len(b) > 0 {
 		var gap [2]int64
-		if rest, err = gaps(rest, gap[:]); err != nil {
-			return nil, err
+		if b, err = gaps(b, gap[:]); err != nil {
+			return err
 		}
 		last = Point{In: last.In + gap[0], Out: last.Out + gap[1], Start: true}
 		x.Points = append(x.Points, last)
 	}
+	return nil
+}
+
+// setChunks decodes chunks after the points.
+func (x *Index) setChunks(b []byte) (err error) {
 	var out, data int64
-	for rest := parts[2]; len(rest) > 0; {
+	for len(b) > 0 {
 		var gap [3]int64
-		if rest, err = gaps(rest, gap[:]); err != nil {
-			return nil, err
+		if b, err = gaps(b, gap[:]); err != nil {
+			return err
 		}
-		if len(rest) < sha256.Size {
-			return nil, damaged("a chunk ends too soon")
+		c := Chunk{Out: out + gap[0], Size: gap[1], Data: data + gap[2]}
+		if !x.Sealed() {
+			if len(b) < sha256.Size {
+				return damaged("a chunk ends too soon")
+			}
+			c.Sum, b = [sha256.Size]byte(b), b[sha256.Size:]
 		}
-		c := Chunk{Out: out + gap[0], Size: gap[1], Data: data + gap[2], Sum: [sha256.Size]byte(rest)}
-		rest = rest[sha256.Size:]
 		x.Chunks = append(x.Chunks, c)
 		out, data = c.Out+c.Size, c.Data+c.Size
 	}
-	return x, x.checkChunks()
+	return nil
 }
 
 // maxGap limits the numbers of an encoding, so that sums of all of them fit into 63 bits.
@@ -131,16 +176,22 @@ func (x *Index) checkChunks() error {
 		return damaged("%s blob of %d bytes with a tar of %d bytes and %d bytes of data", x.Kind, x.BlobSize, x.TarSize, x.DataSize)
 	case len(x.States) > 0 || len(x.Chunks) == 0 || len(x.Points) == 0:
 		return damaged("%d states, %d chunks, %d points", len(x.States), len(x.Chunks), len(x.Points))
+	case x.Sealed() && (x.Kind != Gzip || len(x.Seals) != len(x.Points)):
+		return damaged("%s blob with %d seals of %d spans", x.Kind, len(x.Seals), len(x.Points))
 	}
 	var last Point
 	for i := range x.Points {
 		p := &x.Points[i]
-		if i == 0 && (p.In != 0 || p.Out != 0) || i > 0 && (p.In <= last.In || p.Out < last.Out) || !p.Start {
+		if i == 0 && (p.In != 0 || p.Out != 0) || i > 0 && (p.In <= last.In || p.Out < last.Out) ||
+			!p.Start && (i == 0 || !x.Sealed()) {
 			return damaged("point at %d of the blob and %d of the tar follows %d and %d", p.In, p.Out, last.In, last.Out)
 		}
 		last = *p
 		if s := x.Span(i); s.InSize < 0 || s.OutSize < 0 || tooLong(s.InSize, s.OutSize) {
 			return damaged("span at %d has %d bytes of the blob and %d of the tar", p.In, s.InSize, s.OutSize)
+		}
+		if err := x.checkSeal(i); err != nil {
+			return err
 		}
 	}
 	return x.checkPlaces()

@@ -17,7 +17,7 @@ import (
 // Decode returns the index of an encoding, without Tree and Record. It shares memory with b. The
 // error wraps ErrDamaged.
 func Decode(b []byte) (*Index, error) {
-	if bytes.HasPrefix(b, []byte(chunksMagic)) {
+	if bytes.HasPrefix(b, []byte(chunksMagic)) || bytes.HasPrefix(b, []byte(sealedMagic)) {
 		return decodeChunks(b)
 	}
 	return decode(b, nil)

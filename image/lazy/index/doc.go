@@ -28,13 +28,16 @@
 // joins what each span has up to the end of its last chunk. Nothing shows that the table is true
 // before the whole blob was unpacked (package lazy, "Tables of contents").
 //
+// A sealed index is made of SOCI's table. It has the digest of what the blob has of each span, and
+// none of chunks: bytes are verified before they are decompressed.
+//
 // # Format
 //
 // An index is three files: its encoding, the tree and the record. The latter two are those of the
 // layer, so they can be links. The encoding has their digests. It begins with magic. Three sections
 // follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
-// all this ends it. An index of chunks begins with chunksMagic, and has points and chunks in place
-// of states and points. OpenWhole joins the three files for another node.
+// all this ends it. An index of chunks begins with chunksMagic or sealedMagic, and has points
+// and chunks in place of states and points. OpenWhole joins the three files for another node.
 //
 // An index of another node may be false in every respect, the states included: they show only that
 // bytes fit the index (package lazy, "Indexes of other nodes").

@@ -66,6 +66,8 @@ type Index struct {
 
 	// Chunks, if there are any, replace the States: see OfChunks.
 	Chunks []Chunk
+	// Seals, if there are any, replace the Sums of Chunks: see Sealed.
+	Seals []Seal
 
 	TreeDigest   digest.Digest // by SHA-256
 	RecordDigest digest.Digest // by SHA-256
@@ -142,6 +144,9 @@ func (x *Index) SpanAt(offset int64) int {
 func (x *Index) GridRange(first, last int) (offset, size int64) {
 	begin, end := x.Points[first].In, x.Span(last)
 	if x.OfChunks() {
+		if x.Points[first].Bits > 0 {
+			begin-- // the byte with these bits: no other place has it
+		}
 		return begin, end.In + end.InSize - begin
 	}
 	offset = begin / Grid * Grid

@@ -294,7 +294,7 @@ func TestPointReaderStopsAtDamage(t *testing.T) {
 
 func FuzzDecode(f *testing.F) {
 	plain, _ := sample(f, 2*Grid+5)
-	for _, x := range []*Index{plain, gzipSample(f), chunksSample()} {
+	for _, x := range []*Index{plain, gzipSample(f), chunksSample(), sealedSample()} {
 		b := encode(f, x)
 		f.Add(b[:len(b)-sha256.Size])
 	}
