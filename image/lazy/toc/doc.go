@@ -1,5 +1,5 @@
 // Package toc reads the tables of contents that tools for lazy images add to layers: those of
-// eStargz (gzip) and of zstd:chunked.
+// eStargz (gzip), of zstd:chunked, and of SOCI (gzip).
 //
 // # Contract
 //
@@ -21,4 +21,8 @@
 // the layer, unless the end of the tar is before it. The last member, the footer, has no content,
 // and the place of the table in its header. zstd:chunked: a skippable frame has the compressed
 // table. An annotation has its place.
+//
+// SOCI: the table is a blob of its own. SOCI's index names it, and an annotation of the image's
+// manifest names that index (version 2 of SOCI's format). The layer is an ordinary one. The table
+// has points where decompression can begin, and the digest of the blob between two of them.
 package toc

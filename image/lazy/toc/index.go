@@ -22,6 +22,9 @@ func (t *Table) Index(blob, diffID digest.Digest) *index.Index {
 		next += blocks(size) * tree.BlockSize
 	}
 	x.DataSize = next
+	if t.ztoc != nil {
+		return t.sealedIndex(x, starts)
+	}
 	if t.chunks[0].offset > 0 {
 		x.Points = append(x.Points, index.Point{Start: true})
 	}

@@ -58,6 +58,7 @@ type Ref struct {
 	blobSize     int64
 	offset, size int64 // of the compressed table of zstd:chunked
 	raw          int64 // its decompressed length
+	ztoc         bool  // the table is SOCI's
 }
 
 // Find returns what the annotations of a blob say of its table. ok is false if the blob has none,
@@ -94,7 +95,12 @@ func Find(blob ocispec.Descriptor) (r Ref, ok bool) {
 func isSHA256(d digest.Digest) bool { return d.Validate() == nil && d.Algorithm() == digest.SHA256 }
 
 // String names the table.
-func (r Ref) String() string { return fmt.Sprintf("%s %s at %d", r.kind, r.digest, r.offset) }
+func (r Ref) String() string {
+	if r.ztoc {
+		return "soci " + r.digest.String()
+	}
+	return fmt.Sprintf("%s %s at %d", r.kind, r.digest, r.offset)
+}
 
 // skippable is the length of the header of a skippable frame of zstd.
 const skippable = 8
@@ -106,14 +112,19 @@ type From struct {
 	// Inflate decompresses the beginning of a gzip member or zstd frame, out bytes. They are not
 	// verified, so another process must do it.
 	Inflate func(ctx context.Context, kind index.Compression, in []byte, out int64) ([]byte, error)
+	// Ztoc returns the blob that OfZtoc was called for, with MaxZtoc bytes at most, unverified.
+	Ztoc func(ctx context.Context) ([]byte, error)
 }
 
 // Read reads a table and verifies its digest. Errors wrap ErrMalformed, or are those of the
 // functions.
 func Read(ctx context.Context, r Ref, from From) (t *Table, err error) {
-	if r.kind == index.Zstd {
+	switch {
+	case r.ztoc:
+		t, err = readZtoc(ctx, r, from)
+	case r.kind == index.Zstd:
 		t, err = readChunked(ctx, r, from)
-	} else {
+	default:
 		t, err = readStargz(ctx, r, from)
 	}
 	if err == nil {

@@ -39,6 +39,7 @@ type Table struct {
 	text     []byte
 	own      *tar.Header // of the table itself, which is a file of the layer; nil: it is none
 	ownChunk chunk
+	ztoc     *ztoc // of SOCI's table; nil: another one
 	end      int64 // of the part of the blob that has files
 
 	files  []int64 // sizes of the files with content, in the order of the tar
@@ -48,7 +49,7 @@ type Table struct {
 
 // chunk is a part of a file.
 type chunk struct {
-	offset int64 // in the blob, of the gzip member or zstd frame
+	offset int64 // in the blob, of the gzip member or zstd frame; in the tar, if the table is SOCI's
 	inner  int64 // in what that decompresses to
 	size   int64
 	file   int   // index in files
@@ -56,7 +57,7 @@ type chunk struct {
 	sum    [sha256.Size]byte
 }
 
-// entry is an entry of a table as JSON. Both forms are alike.
+// entry is an entry of a table. The forms in JSON are alike.
 type entry struct {
 	Name        string            `json:"name"`
 	Type        string            `json:"type"`
@@ -85,7 +86,18 @@ var types = map[string]byte{
 
 const typeChunk = "chunk"
 
-// reader reads the entries of a table one by one.
+// entries are the entries of a table, one by one. After the last one it returns io.EOF.
+type entries interface{ next() (entry, error) }
+
+// entries returns all entries of the table.
+func (t *Table) entries() entries {
+	if t.ztoc != nil {
+		return newZtocReader(t.text)
+	}
+	return newReader(t.text)
+}
+
+// reader reads the entries of a table in JSON.
 type reader struct {
 	*json.Decoder
 	inside bool
@@ -93,7 +105,7 @@ type reader struct {
 
 func newReader(text []byte) *reader { return &reader{Decoder: json.NewDecoder(bytes.NewReader(text))} }
 
-// next returns the next entry, or io.EOF.
+// next implements entries.
 func (r *reader) next() (e entry, err error) {
 	if !r.inside {
 		if err := r.enter(); err != nil {
@@ -155,7 +167,7 @@ func (r *reader) expect(want json.Delim) error {
 // survey checks the entries, and notes what Index needs.
 func (t *Table) survey() error {
 	s := surveyor{t: t, seed: maphash.MakeSeed(), names: map[uint64]bool{}}
-	in := newReader(t.text)
+	in := t.entries()
 	for n := 0; ; n++ {
 		e, err := in.next()
 		if errors.Is(err, io.EOF) {
@@ -242,6 +254,9 @@ func (s *surveyor) add(e *entry) error {
 	}
 	s.t.files, s.t.size = append(s.t.files, e.Size), s.t.size+e.Size
 	s.file, s.left = e.Name, e.Size
+	if s.t.ztoc != nil {
+		return s.extent(e)
+	}
 	return s.part(e)
 }
 
@@ -333,14 +348,14 @@ func (e *entry) header() (*tar.Header, error) {
 // Outline returns the tar of all entries, with one byte as the content of each file that has some.
 // It is not the tar of the blob. Errors of the reader wrap ErrMalformed.
 func (t *Table) Outline() io.Reader {
-	o := &outline{t: t, in: newReader(t.text)}
+	o := &outline{t: t, in: t.entries()}
 	o.tar = tar.NewWriter(&o.buf)
 	return o
 }
 
 type outline struct {
 	t   *Table
-	in  *reader
+	in  entries
 	tar *tar.Writer
 	buf bytes.Buffer
 	end bool

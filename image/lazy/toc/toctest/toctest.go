@@ -1,4 +1,5 @@
-// Package toctest makes blobs with tables of contents for tests, with the encoder of eStargz.
+// Package toctest makes blobs with tables of contents for tests: with the encoder of eStargz, and with
+// one for SOCI.
 package toctest
 
 import (
@@ -23,6 +24,15 @@ type Blob struct {
 	DiffID      digest.Digest
 	MediaType   string
 	Annotations map[string]string
+	Ztoc        []byte // SOCI's table, a blob of its own; nil: the blob has another one
+}
+
+// Ref returns the reference of the blob's table.
+func (b *Blob) Ref() (toc.Ref, bool) {
+	if b.Ztoc == nil {
+		return toc.Find(b.Descriptor())
+	}
+	return toc.OfZtoc(b.Descriptor(), ocispec.Descriptor{Digest: digest.FromBytes(b.Ztoc), Size: int64(len(b.Ztoc))})
 }
 
 // Descriptor describes the blob as a manifest does.
@@ -39,6 +49,8 @@ type Options struct {
 	Rewrite bool
 	// Lie, if not nil, changes the table before it is written.
 	Lie func(*estargz.JTOC)
+	// LieZtoc does that with what only SOCI's table has.
+	LieZtoc func(*Ztoc)
 }
 
 // Stargz makes a blob of eStargz.

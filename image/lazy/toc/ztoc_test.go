@@ -1,0 +1,185 @@
+package toc_test
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"slices"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/image/lazy/index"
+	"berth/image/lazy/toc"
+	"berth/image/lazy/toc/toctest"
+	"berth/internal/testutil"
+)
+
+// SOCI's tables that berth cannot use are refused, as other tables are (TestUnusableTables).
+func TestUnusableZtocs(t *testing.T) {
+	t.Parallel()
+	for name, lie := range map[string]func(*toctest.Ztoc){
+		"version":                  func(z *toctest.Ztoc) { z.Version = "1.0" },
+		"not compressed":           func(z *toctest.Ztoc) { z.Kind = 2 },
+		"another blob":             func(z *toctest.Ztoc) { z.BlobSize++ },
+		"no tar":                   func(z *toctest.Ztoc) { z.TarSize = 0 },
+		"huge tar":                 func(z *toctest.Ztoc) { z.TarSize = 1 << 50 },
+		"tar too short":            func(z *toctest.Ztoc) { z.TarSize = 60_000 },
+		"no points":                func(z *toctest.Ztoc) { z.Points = nil },
+		"a point too few":          func(z *toctest.Ztoc) { z.Points = z.Points[:1] },
+		"a digest too few":         func(z *toctest.Ztoc) { z.Sums = z.Sums[1:] },
+		"other digest":             func(z *toctest.Ztoc) { z.Sums[1] = "sha512:00" },
+		"point before the other":   func(z *toctest.Ztoc) { z.Points[1].In = 10 },
+		"same place in the tar":    func(z *toctest.Ztoc) { z.Points[1].Out = 0 },
+		"point at the blob's end":  func(z *toctest.Ztoc) { z.Points[0].In = -1 },
+		"first point not at zero":  func(z *toctest.Ztoc) { z.Points[0].Out = 5 },
+		"point outside of the tar": func(z *toctest.Ztoc) { z.Points[1].Out = 1 << 40 },
+		"too many bits":            func(z *toctest.Ztoc) { z.Points[1].Bits = 8 },
+		"sparse file":              func(z *toctest.Ztoc) { z.Records = map[string]string{"GNU.sparse.major": "1"} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b, err := toctest.Soci(sampleTar(t), toctest.Options{ChunkSize: 50_000, LieZtoc: lie})
+			testutil.Must(t, err)
+			if _, err := read(b); !errors.Is(err, toc.ErrMalformed) {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// SOCI 0.16.1 has made the table in testdata, with points that are 50,000 bytes apart
+// (ztoc.NewBuilder, BuildZtoc, Marshal). It is compressed here.
+func TestZtocOfSOCI(t *testing.T) {
+	t.Parallel()
+	b := &toctest.Blob{Tar: gunzip(t, "testdata/soci.tar.gz"), Ztoc: gunzip(t, "testdata/soci.ztoc.gz")}
+	var err error
+	b.Bytes, err = os.ReadFile("testdata/soci.tar.gz")
+	testutil.Must(t, err)
+	b.DiffID = digest.FromBytes(b.Tar)
+	checkTable(t, b)
+	table, err := read(b)
+	testutil.Must(t, err)
+	x := table.Index(digest.FromBytes(b.Bytes), b.DiffID)
+	inside := func(p index.Point) bool { return p.Bits > 0 && len(p.Window) > 0 }
+	if x.Points[1].In <= 10 || !slices.ContainsFunc(x.Points, inside) {
+		t.Error("the table lacks a named header, or a point inside of a byte")
+	}
+}
+
+func gunzip(t *testing.T, path string) []byte {
+	t.Helper()
+	f, err := os.Open(path)
+	testutil.Must(t, err)
+	defer f.Close()
+	z, err := gzip.NewReader(f)
+	testutil.Must(t, err)
+	b, err := io.ReadAll(z)
+	testutil.Must(t, err)
+	return b
+}
+
+// The first point of older tables is left out.
+func TestZtocOfOlderVersion(t *testing.T) {
+	t.Parallel()
+	b, err := toctest.Soci(sampleTar(t), toctest.Options{ChunkSize: 20_000, LieZtoc: func(z *toctest.Ztoc) { z.Old = true }})
+	testutil.Must(t, err)
+	table, err := read(b)
+	testutil.Must(t, err)
+	_, want := packed(t, bytes.NewReader(b.Tar), false)
+	if got := filled(t, table.Index(digest.FromBytes(b.Bytes), b.DiffID), b.Bytes); !bytes.Equal(got, want) {
+		t.Error("the data is wrong")
+	}
+}
+
+// The digest in the SOCI index must be that of the table.
+func TestZtocHasTheDigestOfTheIndex(t *testing.T) {
+	t.Parallel()
+	b, err := toctest.Soci(sampleTar(t), toctest.Options{})
+	testutil.Must(t, err)
+	ref, _ := b.Ref()
+	other := append(slices.Clone(b.Ztoc), 0)
+	_, err = toc.Read(t.Context(), ref, toc.From{Ztoc: func(context.Context) ([]byte, error) { return other, nil }})
+	if !errors.Is(err, toc.ErrMalformed) {
+		t.Error(err)
+	}
+}
+
+func TestOfZtoc(t *testing.T) {
+	t.Parallel()
+	sum := digest.FromString("x")
+	blob, ztoc := ocispec.Descriptor{Digest: sum, Size: 1000}, ocispec.Descriptor{Digest: sum, Size: 100}
+	if ref, ok := toc.OfZtoc(blob, ztoc); !ok || ref.String() != "soci "+sum.String() {
+		t.Errorf("%s, %v", ref, ok)
+	}
+	for name, change := range map[string]func(*ocispec.Descriptor){
+		"empty": func(d *ocispec.Descriptor) { d.Size = 0 }, "large": func(d *ocispec.Descriptor) { d.Size = 1 << 41 },
+		"SHA-512": func(d *ocispec.Descriptor) { d.Digest = digest.SHA512.FromString("") }, "no digest": func(d *ocispec.Descriptor) { d.Digest = "x" },
+	} {
+		wrong := blob
+		change(&wrong)
+		if _, ok := toc.OfZtoc(wrong, ztoc); ok {
+			t.Errorf("blob: %s", name)
+		}
+		wrong = ztoc
+		change(&wrong)
+		if _, ok := toc.OfZtoc(blob, wrong); ok {
+			t.Errorf("table: %s", name)
+		}
+	}
+}
+
+// Bytes other than those of the blob are found before anything decompresses them.
+func TestSealsOfZtoc(t *testing.T) {
+	t.Parallel()
+	b, err := toctest.Soci(sampleTar(t), toctest.Options{ChunkSize: 20_000})
+	testutil.Must(t, err)
+	table, err := read(b)
+	testutil.Must(t, err)
+	x := table.Index(digest.FromBytes(b.Bytes), b.DiffID)
+	for i := 1; i < x.Spans(); i++ {
+		offset, size := x.GridRange(i, i)
+		raw := slices.Clone(b.Bytes[offset:][:size])
+		raw[len(raw)-1]++
+		if _, _, err := x.Opened(i, raw); !errors.Is(err, index.ErrMismatch) {
+			t.Errorf("span %d: %v", i, err)
+		}
+	}
+}
+
+// Whatever a table of SOCI says, it is refused or gives an index and an outline that are consistent.
+func FuzzZtoc(f *testing.F) {
+	for _, old := range []bool{false, true} {
+		b, err := toctest.Soci(sampleTar(f), toctest.Options{ChunkSize: 60_000, LieZtoc: func(z *toctest.Ztoc) { z.Old = old }})
+		testutil.Must(f, err)
+		f.Add(b.Ztoc, int64(len(b.Bytes)))
+	}
+	f.Fuzz(func(t *testing.T, text []byte, blobSize int64) {
+		sum := digest.FromBytes(text)
+		ref, ok := toc.OfZtoc(ocispec.Descriptor{Digest: sum, Size: blobSize}, ocispec.Descriptor{Digest: sum, Size: int64(len(text))})
+		if !ok {
+			return
+		}
+		table, err := toc.Read(t.Context(), ref, toc.From{Ztoc: func(context.Context) ([]byte, error) { return text, nil }})
+		if err != nil {
+			if !errors.Is(err, toc.ErrMalformed) {
+				t.Fatal(err)
+			}
+			return
+		}
+		x := table.Index(sum, sum)
+		x.TreeDigest, x.RecordDigest = digest.FromString("tree"), digest.FromBytes(nil)
+		if b, err := x.Encode(); err == nil {
+			if _, err := index.Decode(b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := io.Copy(io.Discard, table.Outline()); err != nil && !errors.Is(err, toc.ErrMalformed) {
+			t.Fatal(err)
+		}
+	})
+}
