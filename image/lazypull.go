@@ -102,6 +102,7 @@ func (s *Store) planLazy(ctx context.Context, store *layer.Store, img *registry.
 		pinned: plan.pinned, least: s.incomplete.cfg.MinBytes, leastTime: s.incomplete.cfg.MinTime}
 	var peers map[digest.Digest]string
 	if !plan.pinned {
+		s.findZtocs(ctx, store, img, repo)
 		peers = s.findIndexes(ctx, store, img, repo)
 	}
 	counted := map[digest.Digest]bool{}

@@ -20,28 +20,38 @@ import (
 	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/rootfs"
 	"berth/internal/trace"
 )
 
-// mayUseTable reports whether a layer can be created from the table of contents in its blob.
+// mayUseTable reports whether a layer can be created from the table of contents of its blob.
 func (s *Store) mayUseTable(l registry.Layer) bool {
 	if s.incomplete.cfg.Policy != LazyAll || !mayHaveIndex(l) || s.falseTables.has(l.Blob.Digest) {
 		return false
 	}
-	_, ok := toc.Find(l.Blob)
+	_, ok := tableRef(l)
 	return ok
+}
+
+// tableRef returns the reference of a layer's table of contents.
+func tableRef(l registry.Layer) (toc.Ref, bool) {
+	if l.Ztoc != nil {
+		return toc.OfZtoc(l.Blob, *l.Ztoc)
+	}
+	return toc.Find(l.Blob)
 }
 
 // tableOf names the table of contents of a layer; empty: it has none.
 func tableOf(l registry.Layer) string {
-	if ref, ok := toc.Find(l.Blob); ok {
+	if ref, ok := tableRef(l); ok {
 		return ref.String()
 	}
 	return ""
 }
 
-// createByTable creates a layer from the table of contents in its blob. The registry of the pull
-// must send the table, so it has at least this part of the blob, and lets the pull have it.
+// createByTable creates a layer from the table of contents of its blob. The registry of the pull
+// must send the table, so it has at least this part of the blob, and lets the pull have it. If the
+// table is a blob of its own, the registry must also send a part of the layer's blob.
 func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access, l registry.Layer) error {
 	src, done := s.incomplete.use(sourceOf(l), l.Blob.Size)
 	defer done()
@@ -54,6 +64,12 @@ func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access
 	if s.incomplete.layers.ClaimedBytes() > maxClaimed {
 		p.close()
 		return errdefs.FailedPrecondition("too many other layers wait for the proof of their indexes")
+	}
+	if x.Sealed() { // the table is not a part of the blob, so it does not show that the blob is there
+		if err := src.proveSealed(ctx, p, x); err != nil {
+			p.close()
+			return fmt.Errorf("ask the registry for parts of the blob: %w", err)
+		}
 	}
 	replaced := src.add(p, true)
 	claim := &layer.Claim{Registry: a.repo.Reference().Domain, Table: tableOf(l)}
@@ -88,7 +104,7 @@ func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobS
 	case <-ctx.Done():
 		return nil, fmt.Errorf("wait for the indexes of other layers: %w", context.Cause(ctx))
 	}
-	ref, ok := toc.Find(l.Blob)
+	ref, ok := tableRef(l)
 	if !ok {
 		return nil, errdefs.NotFound("the blob has none")
 	}
@@ -97,6 +113,9 @@ func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobS
 			return src.bytes(ctx, p, offset, size)
 		},
 		Inflate: s.incomplete.inflate,
+		Ztoc: func(ctx context.Context) ([]byte, error) {
+			return p.repo.Document(ctx, *l.Ztoc, toc.MaxZtoc)
+		},
 	})
 	if err != nil {
 		return nil, err
@@ -162,6 +181,37 @@ func (z *incompleteLayers) inflate(ctx context.Context, kind blobindex.Compressi
 	}
 	raw, err := inflater.Span(ctx, blobindex.Point{Start: true}, in, out)
 	return raw, errors.Join(err, inflater.Close())
+}
+
+// findZtocs looks for SOCI's tables of contents of an image's missing layers, if one could be used.
+func (s *Store) findZtocs(ctx context.Context, store *layer.Store, img *registry.Image, repo *registry.Repository) {
+	if img.SOCIIndex == "" || s.incomplete.cfg.Policy != LazyAll || s.incomplete.engine == nil ||
+		store.Kind() != rootfs.EROFS {
+		return
+	}
+	missing := int64(0)
+	for _, l := range img.Layers {
+		if mayHaveIndex(l) && !store.Has(sourceOf(l).Name()) {
+			missing += l.Blob.Size
+		}
+	}
+	if missing < max(s.incomplete.cfg.MinBytes, 1) {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, tableTime)
+	defer cancel()
+	ctx, span := trace.Nest(ctx, "look for SOCI index")
+	defer span.End()
+	ztocs, err := repo.Ztocs(ctx, img.SOCIIndex)
+	if err != nil {
+		s.log.Info("the image's SOCI index cannot be used", "image", repo.Reference().String(), "error", err)
+		return
+	}
+	for i := range img.Layers {
+		if ztoc, ok := ztocs[img.Layers[i].Blob.Digest]; ok {
+			img.Layers[i].Ztoc = &ztoc
+		}
+	}
 }
 
 // distrustTable acts on a layer whose table of contents is false, or could not be proven. Its

@@ -36,7 +36,7 @@ type tableWorld struct {
 }
 
 var tableForms = map[string]func([]byte, toctest.Options) (*toctest.Blob, error){
-	"eStargz": toctest.Stargz, "zstd:chunked": toctest.Chunked,
+	"eStargz": toctest.Stargz, "zstd:chunked": toctest.Chunked, "SOCI": toctest.Soci,
 }
 
 func newTableWorld(t *testing.T, form string, policy string, o toctest.Options) *tableWorld {
@@ -55,12 +55,15 @@ func newTableWorld(t *testing.T, form string, policy string, o toctest.Options) 
 	}
 	testutil.Must(t, tw.Close())
 	o.ChunkSize = 256 << 10
+	if form == "SOCI" {
+		o.ChunkSize = blobindex.Grid - 1<<10 // a pull asks for a span first, which hold lets pass
+	}
 	var err error
 	w.packed, err = tableForms[form](data.Bytes(), o)
 	testutil.Must(t, err)
 	w.layer = registrytest.Layer{Blob: w.packed.Bytes, DiffID: w.packed.DiffID, MediaType: w.packed.MediaType,
 		Annotations: w.packed.Annotations}
-	w.reg.PutImage("app", "v1", "", w.layer)
+	w.put(w.reg)
 	w.reg.Before = w.before
 	w.ref = w.reg.Host() + "/app:v1"
 	w.cfg = lazyConfig(t, policy)
@@ -68,6 +71,15 @@ func newTableWorld(t *testing.T, form string, policy string, o toctest.Options) 
 	w.needEngine(t)
 	w.watch()
 	return w
+}
+
+// put stores the image in a registry.
+func (w *tableWorld) put(reg *registrytest.Server) {
+	if w.packed.Ztoc != nil {
+		reg.PutSOCIImage("app", "v1", []registrytest.Layer{w.layer}, [][]byte{w.packed.Ztoc})
+		return
+	}
+	reg.PutImage("app", "v1", "", w.layer)
 }
 
 // watch notes the layers whose containers would be killed.
@@ -194,6 +206,86 @@ func TestTableLies(t *testing.T) {
 	}
 }
 
+// What only SOCI's table says is found to be false, too.
+func TestZtocLies(t *testing.T) {
+	for name, lie := range map[string]func(*toctest.Ztoc){
+		"digest of a span": func(z *toctest.Ztoc) { z.Sums[5] = digest.FromString("other").String() },
+		"place in the tar": func(z *toctest.Ztoc) { z.Points[5].Out += 512 },
+		"bits":             func(z *toctest.Ztoc) { z.Points[5].Bits = 3 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{LieZtoc: lie})
+			var img *Image
+			testutil.Eventually(t, "the pull asks for another span than the false one", func() bool {
+				img = pull(t, w.s, w.ref)
+				if w.incomplete(t) == nil && len(w.kills()) == 0 {
+					testutil.Must(t, w.s.Remove(t.Context(), img.ID))
+					return false
+				}
+				return true
+			})
+			testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
+			if got := w.kills(); len(got) != 1 || !strings.Contains(got[0], "table of contents") {
+				t.Errorf("killed: %q", got)
+			}
+			pull(t, w.s, w.ref)
+			w.checkTar(t)
+		})
+	}
+}
+
+// SOCI's table is a blob of its own, so a registry that has it need not have the layer's blob.
+func TestZtocNeedsTheBlob(t *testing.T) {
+	w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{})
+	var ztocs atomic.Int64
+	w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
+		switch {
+		case strings.HasSuffix(r.URL.Path, digest.FromBytes(w.packed.Ztoc).String()):
+			ztocs.Add(1)
+		case r.Method == http.MethodGet && strings.HasSuffix(r.URL.Path, digest.FromBytes(w.packed.Bytes).String()):
+			rw.WriteHeader(http.StatusForbidden)
+			return true
+		}
+		return false
+	}
+	if _, err := w.s.Pull(t.Context(), w.ref, nil); errdefs.Code(err) != codes.PermissionDenied {
+		t.Errorf("the pull returned: %v", err)
+	}
+	if w.incomplete(t) != nil || ztocs.Load() == 0 {
+		t.Errorf("the layer is incomplete, or the table was requested %d times", ztocs.Load())
+	}
+}
+
+// An image whose SOCI index cannot be used is pulled whole.
+func TestUnusableSOCIIndex(t *testing.T) {
+	for name, answer := range map[string]string{"absent": "", "no JSON": "{", "another type": `{"schemaVersion":2,"layers":[]}`} {
+		t.Run(name, func(t *testing.T) {
+			w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{})
+			asked := false
+			w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
+				if !strings.Contains(r.URL.Path, "/manifests/sha256:") || r.Method != http.MethodGet || asked {
+					return false
+				}
+				if served := w.reg.Answer(r); !strings.Contains(served.Body.String(), "image-layer-digest") {
+					return false
+				}
+				asked = true
+				if answer == "" {
+					rw.WriteHeader(http.StatusNotFound)
+					return true
+				}
+				_, _ = io.WriteString(rw, answer)
+				return true
+			}
+			img := pull(t, w.s, w.ref)
+			if !asked || w.incomplete(t) != nil || !w.s.Complete(img.Layers) {
+				t.Errorf("asked for the index: %v, %+v", asked, w.s.LazyStatus(img))
+			}
+			w.checkTar(t)
+		})
+	}
+}
+
 // Bytes of the blob that no chunk covers are verified, too. If they are wrong, the blob is fetched
 // again.
 func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
@@ -201,7 +293,11 @@ func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
 		t.Run(form, func(t *testing.T) {
 			w := newTableWorld(t, form, LazyAll, toctest.Options{})
 			wrong := bytes.Clone(w.packed.Bytes)
-			wrong[len(wrong)-1]++ // of the footer
+			if w.packed.Ztoc == nil {
+				wrong[len(wrong)-1]++ // of the footer
+			} else {
+				wrong[4]++ // of the header
+			}
 			var served atomic.Int64
 			w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
 				if w.before(rw, r) {

@@ -57,6 +57,7 @@ func parseDocument(data []byte, contentType string) (document, error) {
 		Config        *ocispec.Descriptor  `json:"config"`
 		Layers        []ocispec.Descriptor `json:"layers"`
 		FSLayers      json.RawMessage      `json:"fsLayers"`
+		Annotations   map[string]string    `json:"annotations"`
 	}
 	if err := checkValues(data); err != nil {
 		return document{}, fmt.Errorf("not a manifest: %w", err)
@@ -89,6 +90,7 @@ func parseDocument(data []byte, contentType string) (document, error) {
 		ArtifactType: raw.ArtifactType,
 		Config:       *raw.Config,
 		Layers:       raw.Layers,
+		Annotations:  raw.Annotations,
 	}
 	if isArtifact(m) {
 		artifact, err := artifactOf(m)

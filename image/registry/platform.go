@@ -17,6 +17,9 @@ func DefaultPlatform() ocispec.Platform {
 // best matching platform, or the first without a platform if none matches.
 func choosePlatform(manifests []ocispec.Descriptor, node ocispec.Platform) (best ocispec.Descriptor, ok bool) {
 	matcher := platforms.Only(node)
+	manifests = slices.DeleteFunc(slices.Clone(manifests), func(m ocispec.Descriptor) bool {
+		return m.ArtifactType == sociIndexType // it has the platform of its image
+	})
 	for _, m := range manifests {
 		if m.Platform != nil && matcher.Match(*m.Platform) && (!ok || matcher.Less(*m.Platform, *best.Platform)) {
 			best, ok = m, true

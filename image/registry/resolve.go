@@ -25,6 +25,8 @@ type Image struct {
 	Layers       []Layer    // bottom first
 	Documents    []Document // from the one that the reference names to the manifest
 	Artifact     *Artifact  // nil: a container image
+	// SOCIIndex is the digest of the image's SOCI index, in the same repository; empty: it has none.
+	SOCIIndex digest.Digest
 }
 
 // Layer is a layer of an image.
@@ -32,6 +34,9 @@ type Layer struct {
 	DiffID digest.Digest      // sha256 of the tar
 	Blob   ocispec.Descriptor // as the registry has it, compressed or not
 	File   string             // of an artifact: the path of the file that the blob is; empty: the blob is a tar
+	// Ztoc is SOCI's table of contents of the blob, a blob of its own; nil: none was looked for, or
+	// it has none. See Repository.Ztocs.
+	Ztoc *ocispec.Descriptor
 }
 
 // Digest resolves the reference with HEAD requests. It returns "" if no host answers with a digest;
@@ -170,7 +175,7 @@ func (r *Repository) fetchConfig(ctx context.Context, m ocispec.Manifest) (*Imag
 	if m.Config.Digest.Algorithm() != digest.SHA256 {
 		return nil, errdefs.FailedPrecondition("config %s: an image's ID must be a sha256 digest", m.Config.Digest)
 	}
-	img := &Image{ConfigDigest: m.Config.Digest}
+	img := &Image{ConfigDigest: m.Config.Digest, SOCIIndex: sociIndexOf(m)}
 	err := r.askAll(ctx, capPull, func(e *endpoint) error {
 		want := m.Config
 		data, _, err := e.fetch(ctx, "blobs/"+want.Digest.String(), &want, MaxConfigSize)

@@ -169,23 +169,53 @@ type Layer struct {
 // manifest. comment distinguishes images of the same layers.
 func (s *Server) PutImage(repo, tag, comment string, layers ...Layer) ocispec.Descriptor {
 	s.t.Helper()
-	return s.putImage(repo, tag, comment, ocispec.MediaTypeImageManifest, ocispec.MediaTypeImageConfig, layers)
+	return s.putImage(repo, tag, comment, ocispec.MediaTypeImageManifest, ocispec.MediaTypeImageConfig, nil, layers)
+}
+
+// PutSOCIImage is PutImage for an image with a SOCI index, as "soci convert" makes it: the tag is an
+// OCI index of both. ztocs are the tables of the layers; nil: the layer has none.
+func (s *Server) PutSOCIImage(repo, tag string, layers []Layer, ztocs [][]byte) {
+	s.t.Helper()
+	node := &ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH}
+	const kind = "application/vnd.amazon.soci.index.v2+json"
+	m := ocispec.Manifest{MediaType: ocispec.MediaTypeImageManifest, ArtifactType: kind}
+	m.SchemaVersion = 2
+	m.Config = s.PutBlob(repo, []byte("{}"))
+	m.Config.MediaType = kind
+	for i, ztoc := range ztocs {
+		if ztoc == nil {
+			continue
+		}
+		d := s.PutBlob(repo, ztoc)
+		d.MediaType = "application/octet-stream"
+		d.Annotations = map[string]string{"com.amazon.soci.image-layer-digest": digest.FromBytes(layers[i].Blob).String()}
+		m.Layers = append(m.Layers, d)
+	}
+	data := s.json(m)
+	soci := s.PutManifest(repo, digest.FromBytes(data).String(), m.MediaType, data)
+	img := s.putImage(repo, tag+"-image", "", ocispec.MediaTypeImageManifest, ocispec.MediaTypeImageConfig,
+		map[string]string{"com.amazon.soci.index-digest": soci.Digest.String()}, layers)
+	soci.ArtifactType, soci.Platform, img.Platform = kind, node, node
+	index := ocispec.Index{MediaType: ocispec.MediaTypeImageIndex, Manifests: []ocispec.Descriptor{soci, img}}
+	index.SchemaVersion = 2
+	s.PutManifest(repo, tag, index.MediaType, s.json(index))
 }
 
 // PutDockerImage is PutImage with Docker's schema 2 media types.
 func (s *Server) PutDockerImage(repo, tag, comment string, layers ...Layer) ocispec.Descriptor {
 	s.t.Helper()
 	return s.putImage(repo, tag, comment, "application/vnd.docker.distribution.manifest.v2+json",
-		"application/vnd.docker.container.image.v1+json", layers)
+		"application/vnd.docker.container.image.v1+json", nil, layers)
 }
 
-func (s *Server) putImage(repo, tag, comment, manifestType, configType string, layers []Layer) ocispec.Descriptor {
+func (s *Server) putImage(repo, tag, comment, manifestType, configType string, annotations map[string]string,
+	layers []Layer) ocispec.Descriptor {
 	s.t.Helper()
 	var config ocispec.Image
 	config.OS, config.Architecture = runtime.GOOS, runtime.GOARCH
 	config.History = []ocispec.History{{Comment: comment}}
 	config.RootFS.Type = "layers"
-	m := ocispec.Manifest{MediaType: manifestType}
+	m := ocispec.Manifest{MediaType: manifestType, Annotations: annotations}
 	m.SchemaVersion = 2
 	for _, l := range layers {
 		d := s.PutBlob(repo, l.Blob)

@@ -1,0 +1,90 @@
+package registry
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+)
+
+// Names of SOCI's format, version 2. An annotation of the image's manifest has the digest of the
+// SOCI index, so the digest of the image covers it. Version 1 finds its index by the referrers of
+// an image, which nothing covers: see docs/adr/025-lazy-layers.md.
+const (
+	sociIndexType       = "application/vnd.amazon.soci.index.v2+json"
+	sociIndexAnnotation = "com.amazon.soci.index-digest"
+	sociLayerAnnotation = "com.amazon.soci.image-layer-digest"
+	sociZtocType        = "application/octet-stream"
+)
+
+// sociIndexOf returns the digest of an image's SOCI index, or "".
+func sociIndexOf(m ocispec.Manifest) digest.Digest {
+	d := digest.Digest(m.Annotations[sociIndexAnnotation])
+	if checkDigest(d) != nil {
+		return ""
+	}
+	return d
+}
+
+// Ztocs fetches a SOCI index (Image.SOCIIndex) and returns the descriptors of its tables of
+// contents, by the digest of the layer's blob. Errors: DataLoss if it is none, and those of Resolve.
+func (r *Repository) Ztocs(ctx context.Context, sociIndex digest.Digest) (ztocs map[digest.Digest]ocispec.Descriptor,
+	err error) {
+	err = r.askAll(ctx, capPull, func(e *endpoint) error {
+		want := ocispec.Descriptor{Digest: sociIndex}
+		data, _, err := e.fetch(ctx, "manifests/"+sociIndex.String(), &want, MaxManifestSize)
+		if err == nil {
+			ztocs, err = parseSOCIIndex(data)
+		}
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("fetch SOCI index %s: %w", sociIndex, err)
+	}
+	return ztocs, nil
+}
+
+// parseSOCIIndex returns the tables that a SOCI index names.
+func parseSOCIIndex(data []byte) (map[digest.Digest]ocispec.Descriptor, error) {
+	if err := checkValues(data); err != nil {
+		return nil, fmt.Errorf("no SOCI index: %w", err)
+	}
+	var m ocispec.Manifest
+	if err := json.Unmarshal(data, &m); err != nil {
+		return nil, corrupt("no SOCI index: invalid JSON")
+	}
+	if m.ArtifactType != sociIndexType && m.Config.MediaType != sociIndexType {
+		return nil, corrupt("no SOCI index of version 2")
+	}
+	ztocs := map[digest.Digest]ocispec.Descriptor{}
+	for i, l := range m.Layers {
+		blob := digest.Digest(l.Annotations[sociLayerAnnotation])
+		if l.MediaType != sociZtocType || blob == "" {
+			continue // for example a list of what to fetch early
+		}
+		if err := checkDescriptor(l, 0); err != nil {
+			return nil, corrupt("SOCI index: layer %d: %w", i, err)
+		}
+		ztocs[blob] = l
+	}
+	return ztocs, nil
+}
+
+// Document fetches a small blob and verifies its size and digest. limit is in bytes. Errors: those
+// of Resolve.
+func (r *Repository) Document(ctx context.Context, blob ocispec.Descriptor, limit int64) (data []byte, err error) {
+	if err := checkDescriptor(blob, limit); err != nil {
+		return nil, err
+	}
+	err = r.askAll(ctx, capPull, func(e *endpoint) (err error) {
+		want := blob
+		data, _, err = e.fetch(ctx, "blobs/"+blob.Digest.String(), &want, limit)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("fetch blob %s: %w", blob.Digest, err)
+	}
+	return data, nil
+}
