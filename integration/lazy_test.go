@@ -31,6 +31,7 @@ type lazyNode struct {
 	image    string // its name
 	blob     string // digest of its layer
 	files    map[string]string
+	proofs   int // large requests with which a pull proves that the registry has the blob
 }
 
 // lazyFiles are the names of the files of the lazy layer.

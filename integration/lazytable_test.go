@@ -19,7 +19,7 @@ import (
 )
 
 var tableForms = map[string]func([]byte, toctest.Options) (*toctest.Blob, error){
-	"eStargz": toctest.Stargz, "zstd:chunked": toctest.Chunked,
+	"eStargz": toctest.Stargz, "zstd:chunked": toctest.Chunked, "SOCI": toctest.Soci,
 }
 
 // startTableNode starts a daemon that has never seen its image. The layer has a table of contents.
@@ -31,11 +31,21 @@ func startTableNode(t *testing.T, form string, lie func(*estargz.JTOC)) *lazyNod
 		n.files[name] = noise(4<<20 + i*1000)
 		tree = append(tree, fixture.File(name, 0o644, n.files[name]))
 	}
-	layer := harness.Get(tree.TableLayer(tableForms[form], toctest.Options{ChunkSize: 1 << 20, Lie: lie}))(t)
+	o := toctest.Options{ChunkSize: 1 << 20, Lie: lie} // the last part is small: pulls by eStargz fetch it
+	if form == "SOCI" {
+		o.ChunkSize = 900_000 // no part is small: pullByTable lets one of them pass
+	}
+	layer := harness.Get(tree.TableLayer(tableForms[form], o))(t)
 	n.blob = harness.DigestOf(t, layer)
 	n.gate = fixture.NewGate(n.blob)
 	n.registry.Hook(n.gate.Hook)
-	n.image, _ = harness.Push(t, n.registry, "lazy:latest", harness.Get(fixture.Image(v1.Config{}, layer))(t))
+	img, soci, err := fixture.WithTable(harness.Get(fixture.Image(v1.Config{}, layer))(t), layer)
+	harness.Must(t, err)
+	if soci != nil {
+		harness.Push(t, n.registry, "lazy:soci", soci)
+		n.proofs = 1
+	}
+	n.image, _ = harness.Push(t, n.registry, "lazy:latest", img)
 	n.Daemon = harness.StartDaemon(t, harness.WithConfig(`lazy.policy = "all"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`))
 	n.needEROFS(t)
 	return n
@@ -45,6 +55,7 @@ func startTableNode(t *testing.T, form string, lie func(*estargz.JTOC)) *lazyNod
 func (n *lazyNode) pullByTable(t *testing.T) {
 	t.Helper()
 	n.gate.Shut()
+	n.gate.Let(n.proofs)
 	n.Pull(t, n.image)
 	n.waitIncomplete(t)
 	status := harness.Get(n.Images.ImageStatus(t.Context(), &runtimeapi.ImageSpec{Image: n.image}, true))(t)
