@@ -58,6 +58,9 @@ type Config struct {
 	Stall  time.Duration // how long a reader waits at most; default 60 s
 	Retry  time.Duration // pause after the first failure of a source; it doubles up to 32 times that; default 200 ms
 	Sync   time.Duration // how often filled spans are recorded; default 1 s
+	// HashStep is how much of the tar of a layer is hashed at a time while the layer is filled, in
+	// bytes; default 32 MiB.
+	HashStep int64
 	// Room, if not nil, returns an error if the filesystem has no room for layers.
 	Room func() error
 	// Proofs is how often a proof may fail, for a lack of memory for example, before the layer is
@@ -83,8 +86,8 @@ const (
 	maxRetries    = 5 // doublings of Retry
 	// syncBytes are the filled bytes that are synced without a pause.
 	syncBytes = 64 << 20
-	// maxBackground is how many layers are filled in the background at a time.
-	maxBackground = 3
+	// maxBackground is how many requests fill layers in the background at a time.
+	maxBackground = 4
 	// closeLimit limits the wait for each layer in Close.
 	closeLimit = 5 * time.Second
 )
@@ -95,6 +98,7 @@ func (c *Config) setDefaults() {
 	c.Retry = cmp.Or(c.Retry, defaultRetry)
 	c.Sync = cmp.Or(c.Sync, defaultSync)
 	c.Proofs = cmp.Or(c.Proofs, defaultProofs)
+	c.HashStep = cmp.Or(c.HashStep, defaultHashStep)
 	if c.Waited == nil {
 		c.Waited = func(time.Duration) {}
 	}
@@ -113,7 +117,7 @@ type Engine struct {
 
 	memory     *semaphore.Weighted // of Config.Memory
 	background *semaphore.Weighted // of half of it, for background filling
-	turns      *semaphore.Weighted // layers that are filled in the background
+	turns      *semaphore.Weighted // requests in the background
 
 	free      chan int      // slots of the ring without an event
 	slots     int           // how many the Engine uses

@@ -310,6 +310,23 @@ func TestWrongIndex(t *testing.T) {
 	})
 }
 
+// Most of the tar is hashed before the last span is filled. If that fails, the whole tar is hashed
+// at the end.
+func TestTarIsHashedAhead(t *testing.T) {
+	for _, fails := range []bool{false, true} {
+		w := newWorld(t, 40, nil)
+		if fails {
+			w.l.hashed(0, errors.New("no memory"))
+		}
+		w.open()
+		w.e.Start()
+		w.wait(t)
+		if !w.l.Complete() || (w.l.hashedTo == 0) != fails || w.l.x.TarSize-w.l.hashedTo >= 10_000 && !fails {
+			t.Errorf("%d of %d bytes were hashed before: %v", w.l.hashedTo, w.l.x.TarSize, w.l.Err())
+		}
+	}
+}
+
 // A full disk fails readers after the limit only. Nothing is lost.
 func TestDiskFull(t *testing.T) {
 	var full atomic.Bool

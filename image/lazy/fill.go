@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"time"
 
-	"github.com/opencontainers/go-digest"
 	"golang.org/x/sync/semaphore"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
@@ -20,8 +20,14 @@ import (
 	"berth/internal/task"
 )
 
-// maxRequest is the most bytes of one request for several spans.
-const maxRequest = 8 << 20
+const (
+	// maxRequest is the most bytes of one request for several spans. Two goroutines of a layer send
+	// them in the background, so that one receives while the other one decompresses.
+	maxRequest = 4 << 20
+	// quiet is how long nobody must have waited before spans are filled that nobody is expected to
+	// need soon. They would take a part of the line from the next access.
+	quiet = 50 * time.Millisecond
+)
 
 // defaultProofs is the default of Config.Proofs. With the pauses between them it takes an hour.
 const defaultProofs = 600
@@ -38,8 +44,11 @@ func (l *Layer) kick() {
 	if !l.e.started || l.complete || l.failed != nil {
 		return
 	}
+	if _, ok := l.canHash(); ok {
+		l.spawn(forHash, l.hashAhead)
+	}
 	if l.left == 0 {
-		if l.runners[inBackground] == 0 {
+		if l.runners[inBackground] == 0 && l.runners[forHash] == 0 {
 			l.spawn(inBackground, l.finish)
 		}
 		return
@@ -47,7 +56,9 @@ func (l *Layer) kick() {
 	if len(l.faults) > 0 {
 		l.spawn(forFaults, func() { l.run(forFaults) })
 	}
-	l.spawn(inBackground, func() { l.run(inBackground) })
+	for range maxRunners[inBackground] {
+		l.spawn(inBackground, func() { l.run(inBackground) })
+	}
 }
 
 // spawn starts a goroutine of a kind, unless there are enough. The caller holds mu.
@@ -64,9 +75,16 @@ func (l *Layer) spawn(kind int, f func()) {
 // run fills spans until none is left for its kind of goroutine.
 func (l *Layer) run(kind int) {
 	for {
-		j, ok := l.take(kind)
+		j, wait, ok := l.take(kind)
 		if !ok {
 			return
+		}
+		if wait > 0 {
+			select {
+			case <-l.life.Context().Done(): // take sees it
+			case <-time.After(wait):
+			}
+			continue
 		}
 		err := task.Guard(l.e.cfg.Log, "fill", l.name, func() error { return l.do(kind, j) })
 		if failures := l.after(j, err); failures > 0 && !l.pause(failures) {
@@ -76,65 +94,87 @@ func (l *Layer) run(kind int) {
 	}
 }
 
-// take returns the next job. If there is none it ends the goroutine.
-func (l *Layer) take(kind int) (j job, ok bool) {
+// take returns the next job, or how long to wait for one. If there is none it ends the goroutine.
+func (l *Layer) take(kind int) (j job, wait time.Duration, ok bool) {
 	l.e.mu.Lock()
 	defer l.e.mu.Unlock()
 	if l.life.Context().Err() == nil && l.failed == nil {
-		if j, ok = l.nextJob(kind); ok {
-			return j, true
+		if j, wait, ok = l.nextJob(kind); ok {
+			return j, wait, true
 		}
 	}
 	l.runners[kind]--
 	if kind == inBackground && l.left == 0 {
 		l.kick()
 	}
-	return job{}, false
+	return job{}, 0, false
 }
 
-// nextJob takes the next span of a kind, and the ones after it that fit into one request.
-func (l *Layer) nextJob(kind int) (j job, ok bool) {
+// nextJob takes the next span of a kind, and the ones after it that fit into one request and are
+// needed for the same reason.
+func (l *Layer) nextJob(kind int) (j job, wait time.Duration, ok bool) {
+	var first int
+	joins := func(int) bool { return true }
 	from := idle
-	if kind == forFaults {
+	switch {
+	case kind == forFaults:
 		from = wanted
+		first, ok = l.nextOf(&l.faults, from)
+	default:
+		if first, ok = l.nextOf(&l.ahead, from); !ok {
+			first, ok = l.nextOf(&l.order, from)
+		}
+		if ok {
+			joins = func(i int) bool { return slices.Contains(l.ahead, i) || slices.Contains(l.order, i) }
+			break
+		}
+		if first, ok = l.nextIdle(); ok {
+			wait = l.untilQuiet()
+		}
 	}
-	first, ok := l.nextSpan(kind, from)
-	if !ok {
-		return job{}, false
+	if !ok || wait > 0 {
+		return job{}, wait, ok
 	}
 	j = job{first, first}
 	l.spans[first] = fetching
-	for i := first + 1; i < len(l.spans) && l.spans[i] == from; i++ {
+	for i := first + 1; i < len(l.spans) && l.spans[i] == from && joins(i); i++ {
 		if _, size := l.x.GridRange(first, i); size > maxRequest {
 			break
 		}
 		l.spans[i] = fetching
 		j.last = i
 	}
-	return j, true
+	return j, 0, true
 }
 
-// nextSpan returns the next span in a state.
-func (l *Layer) nextSpan(kind int, state spanState) (int, bool) {
-	queues := []*[]int{&l.faults}
-	if kind == inBackground {
-		queues = []*[]int{&l.ahead, &l.order}
-	}
-	for _, q := range queues {
-		for len(*q) > 0 {
-			i := (*q)[0]
-			*q = (*q)[1:]
-			if l.spans[i] == state {
-				return i, true
-			}
+// nextOf returns the first span of a queue that is in a state.
+func (l *Layer) nextOf(queue *[]int, state spanState) (int, bool) {
+	for len(*queue) > 0 {
+		i := (*queue)[0]
+		*queue = (*queue)[1:]
+		if l.spans[i] == state {
+			return i, true
 		}
 	}
-	for ; kind == inBackground && l.next < len(l.spans); l.next++ {
-		if l.spans[l.next] == state {
+	return 0, false
+}
+
+// nextIdle returns the first span that nothing has asked for.
+func (l *Layer) nextIdle() (int, bool) {
+	for ; l.next < len(l.spans); l.next++ {
+		if l.spans[l.next] == idle {
 			return l.next, true
 		}
 	}
 	return 0, false
+}
+
+// untilQuiet returns how long to wait before spans are filled that nobody is expected to need soon.
+func (l *Layer) untilQuiet() time.Duration {
+	if len(l.waiting) > 0 {
+		return quiet
+	}
+	return max(quiet-time.Since(l.waited), 0)
 }
 
 // after notes the outcome of a job. It returns how many attempts have failed in a row, 0 after a
@@ -341,6 +381,9 @@ func (l *Layer) filled(i int, s index.Span) {
 			w.waits = nil
 		}
 	}
+	if len(ready) > 0 {
+		l.waited = time.Now()
+	}
 	delete(l.waiting, i)
 	e.mu.Unlock()
 	e.counts.filled.Add(uint64(s.OutSize))
@@ -401,22 +444,21 @@ func (l *Layer) verify(ctx context.Context) error {
 	if l.blob != nil {
 		return l.verifyBlob(ctx)
 	}
-	st, err := l.record.Stat()
-	if err != nil {
-		return err
+	h := l.tarHash
+	if h == nil {
+		var err error
+		if h, err = l.openTarHash(ctx); err != nil {
+			return err
+		}
 	}
-	tar, err := tarsplit.Open(l.record, st.Size(), l.x.TarSize, content{ctx, l.data})
+	got, err := h.digest(l.x.DiffID.Algorithm())
 	if err != nil {
-		return errdefs.New(codes.DataLoss, "%w", err)
-	}
-	got := l.x.DiffID.Algorithm().Hash()
-	if _, err := io.Copy(got, io.NewSectionReader(tar, 0, tar.Size())); err != nil {
 		return errdefs.New(codes.DataLoss, "restore the tar: %w", err)
 	}
-	if d := digest.NewDigest(l.x.DiffID.Algorithm(), got); d != l.x.DiffID {
-		return wrongIndex("the tar has the digest %s, not %s", d, l.x.DiffID)
+	if got != l.x.DiffID {
+		return wrongIndex("the tar has the digest %s, not %s", got, l.x.DiffID)
 	}
-	return l.proveIndex(ctx, io.NewSectionReader(tar, 0, tar.Size()))
+	return l.proveIndex(ctx, io.NewSectionReader(h.tar, 0, h.tar.Size()))
 }
 
 // proveIndex calls Prove until it knows the answer.

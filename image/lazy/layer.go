@@ -100,10 +100,11 @@ const (
 const (
 	forFaults = iota
 	inBackground
+	forHash
 	kinds
 )
 
-var maxRunners = [kinds]int{forFaults: 2, inBackground: 1}
+var maxRunners = [kinds]int{forFaults: 2, inBackground: 2, forHash: 1}
 
 // Layer is a layer that the Engine fills.
 type Layer struct {
@@ -125,6 +126,7 @@ type Layer struct {
 	claimed   *claimedTar
 	syncing   task.Lock // guards lost; held while spans are recorded
 	lost      error     // the first sync of the data that failed
+	tarHash   *tarHash  // nil: none; used by the goroutines forHash and then finish
 	done      chan struct{}
 	warnStall lograte.Limiter
 
@@ -140,12 +142,16 @@ type Layer struct {
 	missing    int64             // bytes of content in spans that are not filled
 	dirty      int64             // bytes that are filled and not recorded
 	runners    [kinds]int
+	waited     time.Time // when an access last had to wait no longer
 	stalled    time.Time // when an access was last denied because it had waited for too long
 	refused    uint64    // accesses that failed
 	lastRefuse time.Time // the last of them
 	failures   int       // failed attempts since the last one that succeeded
 	mismatches int       // of these, bytes that were not the blob's
 	faulted    []int     // spans in the order of their first access
+	prefix     int       // the spans before this one are filled
+	hashedTo   int64     // the tar before this offset is in tarHash
+	hashFailed bool      // nothing is hashed before finish
 	complete   bool
 	failed     error // the layer cannot be filled; its missing ranges are denied
 	denied     bool  // all ranges are denied: filled ones may be wrong, too

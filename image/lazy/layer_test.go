@@ -270,7 +270,7 @@ func newWorldOf(t testing.TB, layer *testLayer, change func(*Config)) *world {
 	w.source = &fakeSource{blob: w.layer.blob, wait: first, first: first}
 	w.inflate = func() (Inflater, error) { w.inflaters.Add(1); return &fakeInflater{open: &w.inflaters}, nil }
 	w.layer.write(t, w.dir)
-	cfg := Config{Dir: root, Log: testutil.Logger(t), Retry: time.Millisecond, Sync: time.Millisecond, Proofs: 10}
+	cfg := Config{Dir: root, Log: testutil.Logger(t), Retry: time.Millisecond, Sync: time.Millisecond, Proofs: 10, HashStep: 10_000}
 	if change != nil {
 		change(&cfg)
 	}
