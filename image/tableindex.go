@@ -65,6 +65,10 @@ func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access
 		p.close()
 		return errdefs.FailedPrecondition("too many other layers wait for the proof of their indexes")
 	}
+	if err := x.CheckChunks(); err != nil {
+		p.close()
+		return fmt.Errorf("table of contents: %w", err)
+	}
 	if x.Sealed() { // the table is not a part of the blob, so it does not show that the blob is there
 		if err := src.proveSealed(ctx, p, x); err != nil {
 			p.close()
@@ -189,13 +193,15 @@ func (s *Store) findZtocs(ctx context.Context, store *layer.Store, img *registry
 		store.Kind() != rootfs.EROFS {
 		return
 	}
-	missing := int64(0)
+	missing, claimed := int64(0), false
 	for _, l := range img.Layers {
-		if mayHaveIndex(l) && !store.Has(sourceOf(l).Name()) {
+		name := sourceOf(l).Name()
+		if mayHaveIndex(l) && !store.Has(name) {
 			missing += l.Blob.Size
 		}
+		claimed = claimed || store.Claimed(name) != nil // isForeign compares the tables
 	}
-	if missing < max(s.incomplete.cfg.MinBytes, 1) {
+	if missing < max(s.incomplete.cfg.MinBytes, 1) && !claimed {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, tableTime)

@@ -129,6 +129,9 @@ func TestTableMakesTheFirstPullLazy(t *testing.T) {
 					w.s = restart(t, w.s, w.cfg)
 					w.watch()
 				}
+				if pull(t, w.s, w.ref); w.incomplete(t) == nil {
+					t.Error("another pull of the image waited for the layer")
+				}
 				release()
 				testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
 				testutil.Eventually(t, "the layer is not incomplete", func() bool { return w.incomplete(t) == nil })

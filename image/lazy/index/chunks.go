@@ -21,6 +21,15 @@ type Chunk struct {
 // OfChunks reports whether the index is one of chunks: see the package's contract.
 func (x *Index) OfChunks() bool { return len(x.Chunks) > 0 }
 
+// CheckChunks returns an error that wraps ErrDamaged if an index of chunks is inconsistent, or if a
+// span is too long. Encode does that, too.
+func (x *Index) CheckChunks() error {
+	if !x.OfChunks() {
+		return damaged("no chunks")
+	}
+	return x.checkChunks()
+}
+
 // VerifySpan checks the chunks of a span, whose part of the tar is given. The error wraps
 // ErrMismatch if one has other bytes. It accepts all bytes if the index is not one of chunks, or is
 // sealed.

@@ -124,7 +124,7 @@ func parseZtoc(text []byte, blobSize int64) (*ztoc, error) {
 	case int64(sums.n) != int64(last)+1:
 		return nil, malformed("%d digests of %d spans", sums.n, last+1)
 	}
-	if err := z.setPoints(points, sums.n); err != nil {
+	if err := z.setPoints(points, sums.n, blobSize); err != nil {
 		return nil, err
 	}
 	for i := range sums.n {
@@ -136,7 +136,7 @@ func parseZtoc(text []byte, blobSize int64) (*ztoc, error) {
 }
 
 // setPoints reads the points. The first one gets a point for the header of the blob before it.
-func (z *ztoc) setPoints(b []byte, n int) error {
+func (z *ztoc) setPoints(b []byte, n int, blobSize int64) error {
 	z.points = []index.Point{{Start: true}}
 	switch {
 	case len(b) < ztocHeader || int64(binary.LittleEndian.Uint32(b)) != int64(n):
@@ -152,7 +152,7 @@ func (z *ztoc) setPoints(b []byte, n int) error {
 		p := index.Point{In: int64(binary.LittleEndian.Uint64(b)), Out: int64(binary.LittleEndian.Uint64(b[8:])), Bits: b[16]} //nolint:gosec // checked below
 		before := &z.points[len(z.points)-1]
 		isFirst := len(z.points) == 1
-		if p.In <= before.In || isFirst != (p.Out == 0) || p.Out < before.Out || !isFirst && p.Out == before.Out ||
+		if p.In <= before.In || p.In >= blobSize || isFirst != (p.Out == 0) || p.Out < before.Out || !isFirst && p.Out == before.Out ||
 			p.Out >= z.tarSize || p.Bits > 7 || isFirst && p.Bits > 0 {
 			return malformed("point at %d of the blob and %d of the tar", p.In, p.Out)
 		}
