@@ -2,6 +2,7 @@ package report
 
 import (
 	"bytes"
+	_ "embed"
 	"fmt"
 	"io"
 	"slices"
@@ -41,6 +42,11 @@ type ColdStarts struct {
 	Rows    []Row
 	Results *Results
 }
+
+// coldNotes are what follows the table: goals, and why they are missed.
+//
+//go:embed cold.md
+var coldNotes string
 
 // coldHeading begins the section. The next heading of its level ends it.
 const coldHeading = "## Cold start\n"
@@ -88,7 +94,7 @@ A node that has no layer of an image pulls it and starts a container (`+"`contri
 		return t.err
 	}
 	failures(out, c.Rows, c.Results, columns, "\n### What failed\n\n")
-	out.WriteString("\n")
+	out.WriteString("\n" + coldNotes + "\n")
 	return nil
 }
 
