@@ -116,8 +116,8 @@ func (l *Layer) nextJob(kind int) (j job, wait time.Duration, ok bool) {
 	var first int
 	joins := func(int) bool { return true }
 	from := idle
-	switch {
-	case kind == forFaults:
+	switch kind {
+	case forFaults:
 		from = wanted
 		first, ok = l.nextOf(&l.faults, from)
 	default:

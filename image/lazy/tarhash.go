@@ -44,7 +44,8 @@ func (l *Layer) openTarHash(ctx context.Context) (*tarHash, error) {
 
 // to hashes up to an offset of the tar.
 func (h *tarHash) to(end int64) error {
-	n, err := io.CopyBuffer(onlyWriter{h.sum}, onlyReader{io.NewSectionReader(h.tar, h.at, end-h.at)}, make([]byte, hashBuffer))
+	part := onlyReader{io.NewSectionReader(h.tar, h.at, end-h.at)}
+	n, err := io.CopyBuffer(onlyWriter{h.sum}, part, make([]byte, hashBuffer))
 	if h.at += n; err == nil && h.at < end {
 		err = io.ErrUnexpectedEOF
 	}

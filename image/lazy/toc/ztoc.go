@@ -152,7 +152,8 @@ func (z *ztoc) setPoints(b []byte, n int, blobSize int64) error {
 		p := index.Point{In: int64(binary.LittleEndian.Uint64(b)), Out: int64(binary.LittleEndian.Uint64(b[8:])), Bits: b[16]} //nolint:gosec // checked below
 		before := &z.points[len(z.points)-1]
 		isFirst := len(z.points) == 1
-		if p.In <= before.In || p.In >= blobSize || isFirst != (p.Out == 0) || p.Out < before.Out || !isFirst && p.Out == before.Out ||
+		if p.In <= before.In || p.In >= blobSize || isFirst != (p.Out == 0) || p.Out < before.Out ||
+			!isFirst && p.Out == before.Out ||
 			p.Out >= z.tarSize || p.Bits > 7 || isFirst && p.Bits > 0 {
 			return malformed("point at %d of the blob and %d of the tar", p.In, p.Out)
 		}
