@@ -244,6 +244,22 @@ func TestWrongBytes(t *testing.T) {
 	})
 }
 
+// One host sends wrong bytes to all requests of a moment. That counts once.
+func TestWrongBytesAtTheSameTime(t *testing.T) {
+	w := newWorld(t, 40, nil)
+	for round := range maxMismatches {
+		if w.l.Err() != nil {
+			t.Fatalf("the layer was given up in round %d: %v", round, w.l.Err())
+		}
+		for range maxRunners[forFaults] + maxRunners[inBackground] {
+			w.l.after(job{mismatches: round}, index.ErrMismatch)
+		}
+	}
+	if !errors.Is(w.l.Err(), index.ErrMismatch) {
+		t.Error(w.l.Err())
+	}
+}
+
 // One host with wrong bytes does no harm.
 func TestWrongBytesOnce(t *testing.T) {
 	w := newWorld(t, 40, nil)

@@ -37,7 +37,10 @@ const defaultProofs = 600
 const maxMismatches = 4
 
 // job is a range of adjacent spans to fill.
-type job struct{ first, last int }
+type job struct {
+	first, last int
+	mismatches  int // Layer.mismatches when it was taken
+}
 
 // kick starts goroutines if there is work for them. The caller holds mu.
 func (l *Layer) kick() {
@@ -80,10 +83,7 @@ func (l *Layer) run(kind int) {
 			return
 		}
 		if wait > 0 {
-			select {
-			case <-l.life.Context().Done(): // take sees it
-			case <-time.After(wait):
-			}
+			l.sleep(wait) // take sees the layer's end
 			continue
 		}
 		err := task.Guard(l.e.cfg.Log, "fill", l.name, func() error { return l.do(kind, j) })
@@ -110,41 +110,46 @@ func (l *Layer) take(kind int) (j job, wait time.Duration, ok bool) {
 	return job{}, 0, false
 }
 
-// nextJob takes the next span of a kind, and the ones after it that fit into one request and are
-// needed for the same reason.
+// nextJob takes the next job of a kind, or returns how long to wait for it. The caller holds mu.
 func (l *Layer) nextJob(kind int) (j job, wait time.Duration, ok bool) {
-	var first int
-	joins := func(int) bool { return true }
-	from := idle
-	switch kind {
-	case forFaults:
-		from = wanted
-		first, ok = l.nextOf(&l.faults, from)
-	default:
-		if first, ok = l.nextOf(&l.ahead, from); !ok {
-			first, ok = l.nextOf(&l.order, from)
-		}
-		if ok {
-			joins = func(i int) bool { return slices.Contains(l.ahead, i) || slices.Contains(l.order, i) }
-			break
-		}
-		if first, ok = l.nextIdle(); ok {
-			wait = l.untilQuiet()
+	if kind == forFaults {
+		first, ok := l.nextOf(&l.faults, wanted)
+		return l.jobFrom(first, ok, nil), 0, ok
+	}
+	for _, queue := range []*[]int{&l.ahead, &l.order} {
+		if first, ok := l.nextOf(queue, idle); ok {
+			return l.jobFrom(first, true, l.isExpected), 0, true
 		}
 	}
-	if !ok || wait > 0 {
-		return job{}, wait, ok
+	first, ok := l.nextIdle()
+	if wait = l.untilQuiet(); ok && wait > 0 {
+		return job{}, wait, true
 	}
-	j = job{first, first}
+	return l.jobFrom(first, ok, nil), 0, ok
+}
+
+// jobFrom takes a span, and the ones after it in the same state that fit into one request. joins,
+// if not nil, says which of them may be taken. Without a span (ok is false) the job is empty.
+func (l *Layer) jobFrom(first int, ok bool, joins func(int) bool) job {
+	if !ok {
+		return job{}
+	}
+	from := l.spans[first]
+	j := job{first: first, last: first, mismatches: l.mismatches}
 	l.spans[first] = fetching
-	for i := first + 1; i < len(l.spans) && l.spans[i] == from && joins(i); i++ {
+	for i := first + 1; i < len(l.spans) && l.spans[i] == from && (joins == nil || joins(i)); i++ {
 		if _, size := l.x.GridRange(first, i); size > maxRequest {
 			break
 		}
 		l.spans[i] = fetching
 		j.last = i
 	}
-	return j, 0, true
+	return j
+}
+
+// isExpected reports whether a reader is expected to need a span soon.
+func (l *Layer) isExpected(i int) bool {
+	return slices.Contains(l.ahead, i) || slices.Contains(l.order, i)
 }
 
 // nextOf returns the first span of a queue that is in a state.
@@ -191,7 +196,8 @@ func (l *Layer) after(j job, err error) (failures int) {
 	e.counts.failures.Add(1)
 	l.failures++
 	failures = l.failures
-	if errors.Is(err, index.ErrMismatch) {
+	// Requests at the same time go to the same host. They count once.
+	if errors.Is(err, index.ErrMismatch) && l.mismatches == j.mismatches {
 		l.mismatches++
 	}
 	lost := errdefs.Code(err) == codes.DataLoss || l.mismatches >= maxMismatches

@@ -551,10 +551,15 @@ func (l *Layer) end() error {
 
 // pause waits before the next attempt after a failure. It returns false at the layer's end.
 func (l *Layer) pause(failures int) bool {
+	return l.sleep(l.e.cfg.Retry << min(failures-1, maxRetries))
+}
+
+// sleep returns false at the layer's end.
+func (l *Layer) sleep(d time.Duration) bool {
 	select {
 	case <-l.life.Context().Done():
 		return false
-	case <-time.After(l.e.cfg.Retry << min(failures-1, maxRetries)):
+	case <-time.After(d):
 		return true
 	}
 }

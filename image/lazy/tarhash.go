@@ -71,10 +71,7 @@ func (l *Layer) hashAhead() {
 			return
 		}
 		if wait > 0 {
-			select {
-			case <-l.life.Context().Done(): // nextHash sees it
-			case <-time.After(wait):
-			}
+			l.sleep(wait) // nextHash sees the layer's end
 			continue
 		}
 		err := task.Guard(l.e.cfg.Log, "hash", l.name, func() error { return l.hashTo(end) })
