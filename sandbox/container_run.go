@@ -51,10 +51,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	if err != nil {
 		return err
 	}
-	if c.Distrust != "" {
-		return errdefs.FailedPrecondition("container %s: %s", c.ID, c.Distrust)
-	}
-	if err := m.layersUsable(c.ContainerSpec); err != nil {
+	if err := m.filesUsable(c); err != nil {
 		return err
 	}
 	if err := c.Move(state.ContainerStarting); err != nil {
@@ -98,6 +95,14 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 		return err
 	}
 	return nil
+}
+
+// filesUsable returns an error if the container's files may be wrong.
+func (m *Manager) filesUsable(c lockedContainer) error {
+	if c.Distrust != "" {
+		return errdefs.FailedPrecondition("container %s: %s", c.ID, c.Distrust)
+	}
+	return m.layersUsable(c.ContainerSpec)
 }
 
 // startable returns an error unless a container is created and was never started.
