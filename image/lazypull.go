@@ -286,8 +286,9 @@ func (s *Store) usePresent(ctx context.Context, a *access, l registry.Layer, pla
 // layer if the pull must not use it before. claim is that of the layer, or nil.
 func (s *Store) useClaimed(ctx context.Context, a *access, l registry.Layer, plan *lazyPlan, claim *layer.Claim) error {
 	name, foreign := sourceOf(l).Name(), isForeign(a, l, claim)
-	// A registry must not send ranges for the index of a node that it may know. Ranges for a table of
-	// contents are verified by the table. So a registry that stalls does not delay pulls from others.
+	// One attacker can have a node and a registry. So a registry must not send ranges for the index
+	// of a node that another registry has confirmed. For a table of contents it may, because the
+	// table verifies its ranges. So the first registry cannot delay this pull.
 	if !foreign || claim.Table != "" {
 		s.offer(a.repo, name)
 	}

@@ -27,7 +27,7 @@ import (
 const (
 	// askTime is the limit for questions to the registry, home nodes and holders.
 	askTime = time.Second
-	// transferTime is the limit for the transfer of an index. After that the layer is fetched whole.
+	// transferTime is the limit for the transfer of an index. After it the layer is fetched whole.
 	transferTime = 2 * time.Second
 	// parallelQuestions limits the questions of one pull at a time.
 	parallelQuestions = 8

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -91,7 +92,8 @@ func startRegistry(b *testing.B, dir string) map[string]string {
 }
 
 // BenchmarkPullWithIndexes pulls an image in gzip without indexes, and with indexes with points at
-// several distances. The pulls alternate, because a machine's speed changes. Metrics have the
+// several distances. They alternate in random order, because a machine's speed changes, and a pull
+// is slower after another one. Metrics have the
 // distance in MiB:
 //
 //	cpu-s-N     median CPU time of a pull and its indexes
@@ -114,8 +116,10 @@ func BenchmarkPullWithIndexes(b *testing.B) {
 	all := s.indexer
 	none := &indexer{store: &indexes.Store{}}
 	cpu, wall, size := map[int64][]float64{}, map[int64][]float64{}, map[int64]int64{}
+	spans := []int64{0, 2, 3, 4}
 	for b.Loop() {
-		for _, span := range []int64{0, 2, 3, 4} {
+		rand.Shuffle(len(spans), func(i, j int) { spans[i], spans[j] = spans[j], spans[i] })
+		for _, span := range spans {
 			s.indexer = all
 			if span == 0 {
 				s.indexer = none

@@ -23,9 +23,9 @@
 //
 // # Order
 //
-// Spans that readers wait for come first, then those that the caller expects them to need (Prefer),
-// and the rest of the file that was read last. All others wait until nobody has waited for a moment,
-// because they share the line. The tar is hashed from its beginning while the layer is filled.
+// Spans that readers wait for come first, then the rest of the file that was read last, and those
+// that the caller expects them to need (Prefer). All others wait until nobody has waited for a
+// moment, because they share the line. The tar is hashed from its beginning meanwhile.
 //
 // # Indexes of other nodes
 //
@@ -45,8 +45,8 @@
 // # Tables of contents
 //
 // An index of chunks (package index) is made of the table of contents in a blob. It is a claim,
-// too. Bytes of the blob are verified after they were decompressed, by the digests of the chunks, or
-// before that if the index is sealed.
+// too. Bytes of the blob are verified after they were decompressed, by the digests of the chunks.
+// If the index is sealed, they are verified before.
 // All bytes are also kept in BlobFile. When all spans are there, the Engine verifies the digest of
 // the blob, fetches it again if it is wrong, and calls Prove with the blob. Prove compares the tar
 // that the blob has with the layer's files.

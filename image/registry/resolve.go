@@ -25,7 +25,7 @@ type Image struct {
 	Layers       []Layer    // bottom first
 	Documents    []Document // from the one that the reference names to the manifest
 	Artifact     *Artifact  // nil: a container image
-	// SOCIIndex is the digest of the image's SOCI index, in the same repository; empty: it has none.
+	// SOCIIndex is the digest of the image's SOCI index in the same repository; empty: it has none.
 	SOCIIndex digest.Digest
 }
 

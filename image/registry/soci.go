@@ -29,7 +29,8 @@ func sociIndexOf(m ocispec.Manifest) digest.Digest {
 }
 
 // Ztocs fetches a SOCI index (Image.SOCIIndex) and returns the descriptors of its tables of
-// contents, by the digest of the layer's blob. Errors: DataLoss if it is none, and those of Resolve.
+// contents, by the digest of the layer's blob. Errors: DataLoss if it is none, and those of
+// Resolve.
 func (r *Repository) Ztocs(ctx context.Context, sociIndex digest.Digest) (ztocs map[digest.Digest]ocispec.Descriptor,
 	err error) {
 	err = r.askAll(ctx, capPull, func(e *endpoint) error {

@@ -14,8 +14,8 @@ const sealedMagic = "berth sealed index 1\n"
 type Seal [sha256.Size]byte
 
 // Sealed reports whether the index has a Seal for each span. It is one of chunks, too, but its
-// chunks have no digests, and its points may have a Window and Bits. The Byte of its points is zero:
-// Opened has the true one.
+// chunks have no digests, and its points may have a Window and Bits. The Byte of its points is
+// zero: Opened has the true one.
 func (x *Index) Sealed() bool { return len(x.Seals) > 0 }
 
 // Opened verifies what the blob has of a span of a sealed index: the bytes of GridRange. It returns

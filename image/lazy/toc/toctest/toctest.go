@@ -1,5 +1,5 @@
-// Package toctest makes blobs with tables of contents for tests: with the encoder of eStargz, and with
-// one for SOCI.
+// Package toctest makes blobs with tables of contents for tests: with the encoder of eStargz, and
+// with one for SOCI.
 package toctest
 
 import (
