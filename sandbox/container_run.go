@@ -54,6 +54,11 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	if err := m.filesUsable(c); err != nil {
 		return err
 	}
+	if c.Restore != nil {
+		if err := m.restorePermitted(!p.Sandboxed()); err != nil {
+			return err
+		}
+	}
 	if err := c.Move(state.ContainerStarting); err != nil {
 		return err
 	}

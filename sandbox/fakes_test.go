@@ -570,7 +570,8 @@ func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := slog.New(slog.DiscardHandler)
 		tasks := task.NewRunner(log, nil)
-		m := newWith(Config{Root: t.TempDir(), Handler: "berth", Log: log, SystemdCgroup: true}, tasks)
+		config := Config{Root: t.TempDir(), Handler: "berth", TrustRestores: true, Log: log, SystemdCgroup: true}
+		m := newWith(config, tasks)
 		f := &fakeHost{t: t, fail: map[string]int{}, pods: map[string]state.Phase{}, containers: map[string]state.Phase{},
 			running: map[string]proto.Processes{}, ended: map[string]chan struct{}{}, tasks: tasks}
 		m.launcher, m.processes, m.stopper, m.images, m.volumes, m.pool = f, f, f, f, f, f

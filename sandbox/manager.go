@@ -58,7 +58,7 @@ type Config struct {
 	Host           host.Facts                // from host.Detect
 	CDI            runtime.CDIDirs           // directories of CDI device specs
 	CRIU           string                    // path of CRIU; empty: found in PATH
-	RestoreForeign bool                      // checkpoints that this node has not signed may be restored
+	TrustRestores  bool                      // CRIU may restore processes, which it trusts with root on the node
 	Verifier       string                    // path of berth-verify; empty: there is none
 	Unpacker       runtime.Unpacker          // berth-unpack
 	OwnDevices     bool                      // devices belong to the user and group of the security context
@@ -231,7 +231,6 @@ func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runn
 	m.restores = runtime.Restores{
 		Dirs:     p.dirs,
 		Key:      m.signing,
-		Foreign:  cfg.RestoreForeign,
 		Verifier: cfg.Verifier,
 		Unpacker: cfg.Unpacker,
 		Launcher: p.pool,

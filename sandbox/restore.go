@@ -28,7 +28,8 @@ import (
 //
 // Errors: InvalidArgument for a malformed config or checkpoint. AlreadyExists if the identity
 // exists with other content. NotFound for an unknown handler or image. FailedPrecondition if the
-// checkpoint is not that of the requested containers, or cannot be restored here.
+// checkpoint is not that of the requested containers, or cannot be restored here, or if CRIU would
+// restore it and the configuration does not permit that.
 func (m *Manager) RestorePod(
 	ctx context.Context, r state.RestoreRequest,
 ) (podID string, _ []state.Restored, err error) {
@@ -64,6 +65,13 @@ func (m *Manager) checkRestore(r state.RestoreRequest) error {
 	if err := m.checkPodConfig(r.Config, r.Handler); err != nil {
 		return err
 	}
+	h, err := m.handlers.Find(r.Handler)
+	if err != nil {
+		return err
+	}
+	if err := m.restorePermitted(h.IsBuiltIn()); err != nil {
+		return err
+	}
 	var names []string
 	for _, config := range r.Containers {
 		if err := state.CheckContainer(config, r.Config); err != nil {
@@ -80,6 +88,14 @@ func (m *Manager) checkRestore(r state.RestoreRequest) error {
 	}
 	if len(names) == 0 {
 		return errdefs.InvalidArgument("container_configs is empty")
+	}
+	return nil
+}
+
+// restorePermitted refuses restores by CRIU, unless the configuration trusts the saved processes.
+func (m *Manager) restorePermitted(byCRIU bool) error {
+	if byCRIU && !m.cfg.TrustRestores {
+		return state.RestoreOff()
 	}
 	return nil
 }

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 
@@ -158,5 +159,43 @@ func TestInterruptedRestoreIsUndone(t *testing.T) {
 		if len(f.podRecords()) > 0 {
 			t.Errorf("left: %v", f.podRecords())
 		}
+	})
+}
+
+// While CRIU may not restore, RestorePod makes nothing, and a container of an earlier RestorePod
+// stays created. gVisor's restores go on.
+func TestRestoresAreOff(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		wantOff := func(err error) {
+			t.Helper()
+			if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "checkpoint.restore is off") {
+				t.Errorf("%v", err)
+			}
+		}
+		_, containers := restorePod(t, m)
+		m.cfg.TrustRestores = false
+		f.forget()
+		wantOff(m.StartContainer(t.Context(), containers[0].ID))
+		info, err := m.Container(containers[0].ID)
+		testutil.Must(t, err)
+		if info.Phase() != state.ContainerCreated {
+			t.Errorf("the container is %v", info.Phase())
+		}
+		r := restoreRequest()
+		r.Config.Metadata.Name = "other"
+		_, _, err = m.RestorePod(t.Context(), r)
+		wantOff(err)
+		wantCalled(t, f, false, "import", "launch", "record container starting")
+		m.cfg.TrustRestores = true
+		testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
+	})
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		withSandboxes(t, m)
+		m.cfg.TrustRestores, f.savedBy = false, "runsc version 1"
+		r := restoreRequest()
+		r.Handler, r.Containers = "gvisor", r.Containers[:1]
+		_, containers, err := m.RestorePod(t.Context(), r)
+		testutil.Must(t, err)
+		testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
 	})
 }

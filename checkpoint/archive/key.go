@@ -70,7 +70,7 @@ func ReadKey(root string) (*Key, error) {
 	}
 	if err != nil {
 		return nil, errdefs.FailedPrecondition("key of checkpoints %s is damaged: %w. Delete it to get a new one; "+
-			"checkpoints signed by the old key then need checkpoint.restore_foreign", path, err)
+			"checkpoints signed with the old key are then refused", path, err)
 	}
 	key := new(Key)
 	copy(key.secret[:], data)

@@ -13,39 +13,29 @@ import (
 	"berth/integration/harness"
 )
 
-// foreign returns a checkpoint of another node, and makes the daemon restore such checkpoints.
-func foreign(t *testing.T, d *harness.Daemon) *saved {
+// confined returns a checkpoint of a confined container.
+func confined(t *testing.T, d *harness.Daemon) *saved {
 	t.Helper()
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script(counting), confinedConfig)
 	waitCounted(t, c, 1)
 	s := save(t, pod, c)
 	pod.Remove(t)
-	allowForeign(t, d)
 	return s
 }
 
-// allowForeign makes the daemon another node, which restores checkpoints of others.
-func allowForeign(t *testing.T, d *harness.Daemon) {
+// edited changes the manifest of a checkpoint, and signs it with the node's key.
+func (s *saved) edited(t *testing.T, change func(*archive.Manifest)) {
 	t.Helper()
-	otherNode(t, d)
-	d.Stop(t)
-	criu := fmt.Sprintf("checkpoint.criu = %q", os.Getenv("BERTH_TEST_CRIU"))
-	d.SetConfig(t, criu, criu+"\ncheckpoint.restore_foreign = true")
-	d.Start(t)
-}
-
-// editManifest changes the manifest of a checkpoint. Its signature does not fit any more.
-func (s *saved) editManifest(t *testing.T, change func(*archive.Manifest)) {
-	t.Helper()
-	path := filepath.Join(s.request.CheckpointPath, archive.ManifestFile)
-	var envelope map[string]json.RawMessage
-	harness.Must(t, json.Unmarshal(harness.Get(os.ReadFile(path))(t), &envelope))
-	var manifest archive.Manifest
-	harness.Must(t, json.Unmarshal(envelope["manifest"], &manifest))
-	change(&manifest)
-	envelope["manifest"] = harness.Get(json.Marshal(manifest))(t)
-	harness.Must(t, os.WriteFile(path, harness.Get(json.Marshal(envelope))(t), 0o600))
+	dir := harness.Get(os.Open(s.request.CheckpointPath))(t)
+	defer dir.Close() // it was only read
+	key := harness.Get(archive.ReadKey(s.d.Root))(t)
+	a := harness.Get(archive.ReadManifest(dir, key))(t)
+	change(&a.Manifest)
+	for _, name := range []string{archive.ManifestFile, archive.PodOptionsFile, archive.PodDumpFile} { // Seal writes them
+		harness.Must(t, os.Remove(filepath.Join(s.request.CheckpointPath, name)))
+	}
+	harness.Must(t, archive.Seal(t.Context(), dir, &a.Manifest, key, nil, false))
 }
 
 // imageNames returns the tags and digests of the daemon's images by ID.
@@ -61,8 +51,8 @@ func imageNames(t *testing.T, d *harness.Daemon) string {
 // CVE-2026-50195: names in a checkpoint gave another image's tag to the checkpoint's image, or
 // pulled one. berth neither tags nor pulls, whatever the checkpoint says.
 func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
-	s := foreign(t, d)
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
+	s := confined(t, d)
 	before := imageNames(t, d)
 	for name, change := range map[string]func(*archive.Image){
 		"tag of another image": func(i *archive.Image) { i.Name = "registry.test/victim:latest" },
@@ -71,7 +61,7 @@ func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s.editManifest(t, func(m *archive.Manifest) { change(&m.Containers[0].Image) })
+			s.edited(t, func(m *archive.Manifest) { change(&m.Containers[0].Image) })
 			restored, containers := restorePod(t, d, s.identity(t))
 			harness.Equal(t, "image of the container", containers[0].Status(t).Image.Image, containers[0].Config.Image.Image)
 			restored.Remove(t)
@@ -79,7 +69,7 @@ func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) {
 		})
 	}
 	t.Run("another image's ID", func(t *testing.T) {
-		s.editManifest(t, func(m *archive.Manifest) { m.Containers[0].Image.ID = "sha256:" + fmt.Sprintf("%064d", 1) })
+		s.edited(t, func(m *archive.Manifest) { m.Containers[0].Image.ID = "sha256:" + fmt.Sprintf("%064d", 1) })
 		restoreRefused(t, d, s.identity(t), codes.FailedPrecondition, "image")
 		harness.Equal(t, "images", imageNames(t, d), before)
 	})
@@ -88,8 +78,8 @@ func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) {
 // CVE-2026-53489: a checkpoint contained the container's log as a symlink, which the restore
 // followed to a file of the node.
 func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
-	s := foreign(t, d)
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
+	s := confined(t, d)
 	victim := filepath.Join(d.Dir, "victim")
 	harness.Must(t, os.WriteFile(victim, []byte("secret\n"), 0o600))
 	defer func() { harness.Must(t, os.Remove(victim)) }()

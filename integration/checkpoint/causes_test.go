@@ -33,7 +33,7 @@ func undumpable(t *testing.T) func(args ...string) harness.ContainerOption {
 // Refusals of docs/checkpoint.md that berth finds before it freezes anything, or in the copy of the
 // writable layer. The containers go on.
 func TestRefusalsNameTheCause(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t), harness.WithHandler("crun", harness.Crun(t)))
+	d := harness.StartDaemon(t, harness.WithCRIU(t), harness.WithHandler("crun", harness.Crun(t)))
 	program := undumpable(t)
 	card := filepath.Join(t.TempDir(), "card0")
 	harness.Must(t, os.WriteFile(card, nil, 0o600))

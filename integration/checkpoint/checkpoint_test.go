@@ -27,7 +27,7 @@ import (
 // startDaemon starts a daemon with CRIU, or skips the test.
 func startDaemon(t *testing.T, options ...harness.DaemonOption) *harness.Daemon {
 	t.Helper()
-	return harness.StartDaemon(t, append(options, criuOption(t))...)
+	return harness.StartDaemon(t, append(options, harness.WithCRIU(t))...)
 }
 
 // countingTree writes numbers to the log, to a file in the writable layer and to /dev/shm.

@@ -13,7 +13,7 @@ import (
 // directory of the node. CRIU creates the deleted file again as root. It must not follow the link,
 // although this node has signed the checkpoint.
 func TestDeletedFileBehindLink(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	const prepare = `mkdir /d && echo x >/d/x && exec 3<>/d/x && rm -r /d && ln -s `
 	for name, tc := range map[string]struct{ target, cause string }{
 		"link to the node":      {"/etc", "the deleted file \"/d/x\" cannot be restored: /d has a symbolic link"},

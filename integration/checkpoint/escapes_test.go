@@ -1,60 +1,21 @@
 package checkpoint
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
 	"net"
 	"os"
 	"path/filepath"
 	"testing"
 
-	"github.com/checkpoint-restore/go-criu/v8/crit"
-	"github.com/checkpoint-restore/go-criu/v8/crit/images/fdinfo"
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
 	"berth/integration/harness"
 	"berth/integration/machine"
 )
 
 // leak is the path of the node's /proc in a process that CRIU restores, as the container sees it.
 const leak = "/proc/self/fd/121"
-
-// editFile changes the first open file of a checkpoint's only container that change accepts. The
-// checkpoint is not that of this node any more.
-func (s *saved) editFile(t *testing.T, change func(*fdinfo.FileEntry) bool) {
-	t.Helper()
-	name := filepath.Join(s.request.ContainerConfigs[0].Metadata.Name, "checkpoint", "files.img")
-	path := filepath.Join(s.request.CheckpointPath, name)
-	in := harness.Get(os.Open(path))(t)
-	image := harness.Get(crit.New(in, nil, "", false, false).Decode(new(fdinfo.FileEntry)))(t)
-	harness.Must(t, in.Close())
-	changed := false
-	for _, e := range image.Entries {
-		if changed = change(e.Message.(*fdinfo.FileEntry)); changed {
-			break
-		}
-	}
-	if !changed {
-		t.Fatal("the checkpoint has no such file")
-	}
-	out := harness.Get(os.Create(path))(t)
-	harness.Must(t, crit.New(nil, out, "", false, false).Encode(image))
-	harness.Must(t, out.Close())
-	data := harness.Get(os.ReadFile(path))(t)
-	sum := sha256.Sum256(data)
-	s.editManifest(t, func(m *archive.Manifest) {
-		for i, f := range m.Files {
-			if f.Path == name {
-				m.Files[i].Size, m.Files[i].SHA256 = int64(len(data)), hex.EncodeToString(sum[:])
-			}
-		}
-	})
-}
 
 // startRefused restores a checkpoint. One of the calls must fail with cause.
 func (s *saved) startRefused(t *testing.T, cause string) {
@@ -107,42 +68,6 @@ func TestRestoreBehindLinkInVolume(t *testing.T) {
 			pod.Remove(t)
 			harness.Must(t, os.RemoveAll(filepath.Join(volume, tc.name)))
 			harness.Must(t, os.Symlink(tc.target, filepath.Join(volume, tc.name)))
-			s.startRefused(t, "")
-		})
-	}
-}
-
-// An archive of another node names files as its author likes. None of them may be a file of this
-// node.
-func TestForeignRestoreOfNodeFiles(t *testing.T) {
-	d := startDaemon(t)
-	victim, volume := nodeDir(t), nodeDir(t)
-	pod := d.RunPod(t)
-	c := pod.Run(t, harness.Script("exec 7<>/vol/f; ln -s "+leak+" /l; "+counting), confinedConfig,
-		harness.Mount(&runtimeapi.Mount{ContainerPath: "/vol", HostPath: volume}))
-	waitCounted(t, c, 1)
-	s := save(t, pod, c)
-	pod.Remove(t)
-	allowForeign(t, d)
-	original := ""
-	for name, path := range map[string]string{
-		"setting":            leak + "/sys/kernel/ostype",
-		"file":               leak + "/1/root" + victim + "/f",
-		"file behind a link": "/l/1/root" + victim + "/f",
-		"the node's /proc":   leak,
-	} {
-		t.Run(name, func(t *testing.T) {
-			s.editFile(t, func(e *fdinfo.FileEntry) bool {
-				if e.GetReg().GetName() != "/vol/f" && (original == "" || e.GetReg().GetName() != original) {
-					return false
-				}
-				e.Reg.Name, original = proto.String(path), path
-				e.Reg.Size, e.Reg.Mode = nil, nil
-				if name != "file" && name != "file behind a link" {
-					e.Reg.Flags = proto.Uint32(0)
-				}
-				return true
-			})
 			s.startRefused(t, "")
 		})
 	}
@@ -237,36 +162,5 @@ func TestRestoreOfSocketBehindLink(t *testing.T) {
 				t.Errorf("the node's socket was replaced: %v", err)
 			}
 		})
-	}
-}
-
-// An archive of another node cannot make or empty files: the kernel reports no such flags.
-func TestForeignRestoreMakesNoFiles(t *testing.T) {
-	d := startDaemon(t)
-	volume := nodeDir(t)
-	full := filepath.Join(volume, "full")
-	harness.Must(t, os.WriteFile(full, []byte("content"), 0o600))
-	pod := d.RunPod(t)
-	c := pod.Run(t, harness.Script("exec 7<>/vol/f; "+counting), confinedConfig,
-		harness.Mount(&runtimeapi.Mount{ContainerPath: "/vol", HostPath: volume}))
-	waitCounted(t, c, 1)
-	s := save(t, pod, c)
-	pod.Remove(t)
-	allowForeign(t, d)
-	name := "/vol/f"
-	for path, flags := range map[string]uint32{"/vol/new": unix.O_RDWR | unix.O_CREAT, "/vol/full": unix.O_RDWR | unix.O_TRUNC} {
-		s.editFile(t, func(e *fdinfo.FileEntry) bool {
-			if e.GetReg().GetName() != name {
-				return false
-			}
-			name = path
-			e.Reg.Name, e.Reg.Flags, e.Reg.Size, e.Reg.Mode = &path, &flags, nil, nil
-			return true
-		})
-		s.startRefused(t, "none that make or empty a file")
-	}
-	harness.Equal(t, "file of the node", string(harness.Get(os.ReadFile(full))(t)), "content")
-	if _, err := os.Lstat(filepath.Join(volume, "new")); !os.IsNotExist(err) {
-		t.Errorf("the restore has made a file: %v", err)
 	}
 }

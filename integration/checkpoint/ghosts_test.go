@@ -35,7 +35,7 @@ func watchDir(t *testing.T, dir string) (made func() int) {
 // open. CRIU makes that file again, as root. It must not follow the link to the node's files, and
 // the restore fails.
 func TestRestoreOfDeletedFileBehindALink(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	victim := harness.Get(os.MkdirTemp("/var/lib", "victim-"))(t)
 	defer func() { harness.Must(t, os.RemoveAll(victim)) }()
 	pod := d.RunPod(t)

@@ -332,14 +332,13 @@ func TestGVisorRefusals(t *testing.T) {
 }
 
 // RestorePod refuses other containers, other runtimes and other versions than those of the
-// checkpoint, and checkpoints that this node has not signed, also if other foreign checkpoints are
-// permitted.
+// checkpoint, and checkpoints that this node has not signed.
 func TestGVisorRestoreRefuses(t *testing.T) {
 	program := os.Getenv("BERTH_RUNSC")
 	newer := filepath.Join(t.TempDir(), "newer")
 	script := "#!/bin/sh\ncase \"$*\" in --version) echo runsc version 2;; *) exec " + program + " \"$@\";; esac\n"
 	harness.Must(t, os.WriteFile(newer, []byte(script), 0o700))
-	d := startGVisor(t, harness.WithConfig("checkpoint.restore_foreign = true"), harness.WithHandler("newer", newer),
+	d := startGVisor(t, harness.WithHandler("newer", newer),
 		harness.WithHandler("crun", harness.Crun(t)))
 	pod := runGVisor(t, d)
 	c := pod.Run(t, harness.Script(counting), harness.Env("A", "1"))

@@ -122,7 +122,7 @@ func waitCounted(t *testing.T, c *harness.Container, more int) (first, last int)
 // work, and it stops with its own exit code. The same checkpoint can be restored again, as another
 // pod, and does not change.
 func TestRestoredPodContinues(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
 	a := pod.Run(t, harness.Script(counting), harness.Env("A", "1"))
 	b := pod.Run(t, harness.Script(counting))
@@ -187,7 +187,7 @@ func workloadLines(t *testing.T, c *harness.Container) (lines []state) {
 func TestRestoreKeepsOpenFiles(t *testing.T) {
 	for name, option := range map[string]harness.PodOption{"own network": func(*runtimeapi.PodSandboxConfig) {}, "host network": harness.HostNetwork} {
 		t.Run(name, func(t *testing.T) {
-			d := harness.StartDaemon(t, criuOption(t))
+			d := harness.StartDaemon(t, harness.WithCRIU(t))
 			pod := d.RunPod(t, option)
 			c := pod.Run(t, buildWorkload(t))
 			harness.EventuallyTrue(t, "it works", func() bool { return len(workloadLines(t, c)) > 3 })
@@ -223,7 +223,7 @@ func TestRestoreKeepsFiles(t *testing.T) {
 		echo changed >/etc/passwd && rm /bin/yes && rm -r /var && mkdir /var && echo only >/var/only &&
 		echo shared >/dev/shm/file && mknod fifo p && touch -d @86400 new`
 	const show = `cd /; cat new dir/below/file link /etc/passwd /var/only /dev/shm/file; ls /bin/yes 2>&1; ls -A /var; stat -c "%a %F" dir fifo; stat -c %Y new`
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script(change+" && "+counting))
 	waitCounted(t, c, 1)
@@ -240,7 +240,7 @@ func TestRestoreKeepsFiles(t *testing.T) {
 
 // A container with a terminal and standard input continues, and both can be attached again.
 func TestRestoreTerminal(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script("tty; while sleep 0.05; do echo tick; done"), harness.WithTerminal)
 	c.WaitOutput(t, "tick")
@@ -259,7 +259,7 @@ func TestRestoreTerminal(t *testing.T) {
 // A daemon that ends between RestorePod and StartContainer leaves containers that can be started.
 // The checkpoint itself is not needed any more.
 func TestRestoreAcrossDaemons(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script(counting))
 	waitCounted(t, c, 3)
@@ -287,7 +287,7 @@ func TestRestoreAcrossDaemons(t *testing.T) {
 // A restored pod that was not started ends with the node. The checkpoint can be restored
 // afterwards.
 func TestRestoreAfterReboot(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script(counting))
 	waitCounted(t, c, 3)
@@ -307,7 +307,7 @@ func TestRestoreAfterReboot(t *testing.T) {
 // RestorePod refuses requests for other containers than those of the checkpoint, and checkpoints
 // that were changed. Nothing is left.
 func TestRestoreRefuses(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script(counting), harness.Env("A", "1"))
 	waitCounted(t, c, 1)
@@ -358,7 +358,7 @@ func TestRestoreRefuses(t *testing.T) {
 
 // A process cannot get rights from a checkpoint that its config does not give.
 func TestRestoreRefusesRights(t *testing.T) {
-	d := harness.StartDaemon(t, criuOption(t))
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script(counting))
 	waitCounted(t, c, 1)

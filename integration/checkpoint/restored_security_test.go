@@ -213,15 +213,4 @@ func TestRestoredAppArmor(t *testing.T) {
 			restored.Remove(t)
 		})
 	}
-	t.Run("another node", func(t *testing.T) {
-		s := foreign(t, d)
-		restored, list := restorePod(t, d, s.identity(t))
-		list[0].Start(t)
-		waitCounted(t, list[0], 1)
-		harness.Equal(t, "profile", machine.Confinement(t, list[0].Pid(t)), "berth-default (enforce)")
-		restored.Remove(t)
-		request := s.identity(t)
-		request.ContainerConfigs[0].Linux.SecurityContext.Apparmor = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: local}
-		restoreRefused(t, d, request, codes.FailedPrecondition, "AppArmor")
-	})
 }

@@ -19,21 +19,12 @@ import (
 
 // restores are the operations that make and restore checkpoints. They need CRIU.
 var restores = []operation{
-	{name: "CheckpointContainer", daemon: withCRIU, prepare: dumpable, request: checkpointContainer, dead: thawed, restarted: archiveIsValid},
-	{name: "CheckpointPod", daemon: withCRIU, prepare: dumpable, request: checkpointPod, dead: thawed, restarted: outputIsValid},
-	{name: "RestorePod", daemon: withCRIU, prepare: saved, request: restorePod},
-	{name: "StartContainer_restored", daemon: withCRIU, prepare: restored, request: startContainer},
-	{name: "RemovePodSandbox_restored", daemon: withCRIU, prepare: restored, request: removePod},
-	{name: "RemovePodSandbox_restored_running", daemon: withCRIU, prepare: with(restored, do(startContainer)), request: removePod, more: true},
-}
-
-// withCRIU makes the daemon use CRIU. It skips the operation if there is none.
-func withCRIU(t *testing.T) harness.DaemonOption {
-	path := os.Getenv("BERTH_TEST_CRIU")
-	if path == "" {
-		t.Skip("NOT TESTED: no CRIU (BERTH_TEST_CRIU)")
-	}
-	return harness.WithConfig(fmt.Sprintf("checkpoint.criu = %q", path))
+	{name: "CheckpointContainer", daemon: harness.WithCRIU, prepare: dumpable, request: checkpointContainer, dead: thawed, restarted: archiveIsValid},
+	{name: "CheckpointPod", daemon: harness.WithCRIU, prepare: dumpable, request: checkpointPod, dead: thawed, restarted: outputIsValid},
+	{name: "RestorePod", daemon: harness.WithCRIU, prepare: saved, request: restorePod},
+	{name: "StartContainer_restored", daemon: harness.WithCRIU, prepare: restored, request: startContainer},
+	{name: "RemovePodSandbox_restored", daemon: harness.WithCRIU, prepare: restored, request: removePod},
+	{name: "RemovePodSandbox_restored_running", daemon: harness.WithCRIU, prepare: with(restored, do(startContainer)), request: removePod, more: true},
 }
 
 // checkpoints are the directories of the daemons' checkpoints. All cases of an operation restore

@@ -73,6 +73,19 @@ func WithConfig(lines ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.Extra = append(d.Extra, lines...) }
 }
 
+// WithCRIU makes a daemon use CRIU, also to restore. It skips the test if there is none.
+func WithCRIU(t *testing.T) DaemonOption {
+	t.Helper()
+	path := os.Getenv("BERTH_TEST_CRIU")
+	if path == "" {
+		t.Skip("NOT TESTED: no CRIU (BERTH_TEST_CRIU)")
+	}
+	return WithConfig(fmt.Sprintf("checkpoint.criu = %q", path), TrustedRestores)
+}
+
+// TrustedRestores is the configuration that permits restores by CRIU.
+const TrustedRestores = `checkpoint.restore = "trusted"`
+
 // layerDriverEnv names the layer driver of all daemons of a test run; empty: the default.
 const layerDriverEnv = "BERTH_TEST_LAYER_DRIVER"
 

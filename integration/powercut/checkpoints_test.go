@@ -26,15 +26,12 @@ type saved struct {
 // container. A checkpoint whose manifest or file has its name is complete. One that the daemon has
 // reported is there.
 func TestPowerCutDuringCheckpoint(t *testing.T) {
-	criu := os.Getenv("BERTH_TEST_CRIU")
-	if criu == "" {
-		t.Skip("NOT TESTED: no CRIU (BERTH_TEST_CRIU)")
-	}
+	withCRIU := harness.WithCRIU(t)
 	for _, f := range filesystems {
 		t.Run(f.name, func(t *testing.T) {
 			f.usable(t)
 			random := rand.New(rand.NewPCG(seed(t), 0))
-			d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("checkpoint.criu = %q", criu)))
+			d := harness.StartDaemon(t, withCRIU)
 			dir := makeDir(t, d.Dir, "disk")
 			r, all := f.recordCheckpoints(t, d, dir)
 			key := harness.Get(archive.ReadKey(d.Root))(t)

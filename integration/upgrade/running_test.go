@@ -75,8 +75,8 @@ func TestRunningPods(t *testing.T) {
 
 // withCRIU makes the newer daemon use CRIU, if there is one.
 func withCRIU(t *testing.T, d *harness.Daemon) {
-	if path := os.Getenv("BERTH_TEST_CRIU"); path != "" {
-		harness.WithConfig(fmt.Sprintf("checkpoint.criu = %q", path))(t, d)
+	if os.Getenv("BERTH_TEST_CRIU") != "" {
+		harness.WithCRIU(t)(t, d)
 	}
 }
 

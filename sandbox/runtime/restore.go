@@ -81,7 +81,7 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 	failpoint.Reach("restore.imported")
 	if a.Signer != archive.ThisNode && !k.Foreign {
 		return nil, errdefs.FailedPrecondition(
-			"checkpoint %s is not signed by this node (signer: %s); checkpoint.restore_foreign allows such checkpoints", path, a.Signer)
+			"checkpoint %s is not signed with the key of this node (signer: %s)", path, a.Signer)
 	}
 	if a.Signer != archive.ThisNode && a.Manifest.Runtime != "" {
 		return nil, errdefs.FailedPrecondition(

@@ -36,6 +36,13 @@ func (d Dirs) CheckpointOf(podID string, r *Restore) string {
 	return filepath.Join(d.Checkpoint(podID), r.Name)
 }
 
+// RestoreOff is the error for restores by CRIU while the configuration does not permit them:
+// FailedPrecondition.
+func RestoreOff() error {
+	return errdefs.FailedPrecondition("checkpoint.restore is off: CRIU restores processes as root and trusts what they had in memory. " +
+		`Read docs/checkpoint.md before you set checkpoint.restore = "trusted"`)
+}
+
 // CheckRestorable refuses settings of a container that CRIU cannot restore: FailedPrecondition.
 func CheckRestorable(config *runtimeapi.ContainerConfig) error {
 	name := config.GetMetadata().GetName()

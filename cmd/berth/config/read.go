@@ -177,6 +177,12 @@ func (f *file) refuse(key string, format string, args ...any) {
 	f.problems = append(f.problems, problem{f.line(key), fmt.Errorf(format, args...)})
 }
 
+// removed are options of earlier versions that no option replaces, and what to do instead.
+var removed = map[string]string{
+	"checkpoint.restore_foreign": "remove it. Checkpoints of other nodes are restored if they have the same checkpoint.key; " +
+		"see checkpoint.restore",
+}
+
 // table sets the options in a table of the file. prefix is the table's key with a dot, or empty.
 func (f *file) table(values map[string]any, prefix string) {
 	for name, value := range values {
@@ -192,6 +198,8 @@ func (f *file) table(values map[string]any, prefix string) {
 		}
 		i := slices.IndexFunc(options(), func(o option) bool { return o.Key == key || o.Old == key })
 		switch {
+		case removed[key] != "":
+			f.refuse(key, "%s is no longer an option: %s", key, removed[key])
 		case i < 0 && isGroup(key):
 			f.refuse(key, "%s is a table with the options %s", key, strings.Join(keysBelow(key), ", "))
 		case i < 0:

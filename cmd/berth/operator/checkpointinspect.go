@@ -88,12 +88,16 @@ func inspectCheckpoint(ctx context.Context, c *client.Client, file string) (*che
 	if err != nil {
 		return nil, err
 	}
-	plan, err := (&restoreOptions{}).plan(file, nodeKey(ctx, c))
+	settings, err := readSettings(ctx, c)
+	if err != nil {
+		return nil, err
+	}
+	plan, err := (&restoreOptions{}).plan(file, settings.key())
 	if err != nil {
 		return nil, err
 	}
 	i := describeCheckpoint(plan)
-	here, err := restoreNode(ctx, c)
+	here, err := restoreNode(ctx, c, settings)
 	if err != nil {
 		return nil, err
 	}
@@ -138,7 +142,7 @@ const sandboxPages = "pages.img"
 
 // restoringNode is what a restore needs of a node.
 type restoringNode struct {
-	foreign  bool              // checkpoint.restore_foreign
+	settings restoreSettings   // of the daemon
 	version  criu.Version      // of CRIU
 	criu     string            // why CRIU cannot be used; empty: it can
 	handlers []string          // "": the default
@@ -148,19 +152,9 @@ type restoringNode struct {
 }
 
 // restoreNode asks the daemon for what a restore needs.
-func restoreNode(ctx context.Context, c *client.Client) (*restoringNode, error) {
-	reported, err := c.Settings(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var settings struct {
-		CheckpointCRIU           string
-		CheckpointRestoreForeign bool
-	}
-	if err := json.Unmarshal(reported, &settings); err != nil {
-		return nil, fmt.Errorf("read the configuration of the daemon: %w", err)
-	}
-	n := &restoringNode{foreign: settings.CheckpointRestoreForeign}
+func restoreNode(ctx context.Context, c *client.Client, settings restoreSettings) (*restoringNode, error) {
+	n := &restoringNode{settings: settings}
+	var err error
 	n.version, err = criuVersion(ctx, settings.CheckpointCRIU)
 	if err != nil {
 		n.criu = err.Error()
@@ -227,11 +221,8 @@ func (n *restoringNode) prevents(plan *restorePlan) []string {
 	list := []string{}
 	add := func(format string, args ...any) { list = append(list, errdefs.Clip(fmt.Sprintf(format, args...))) }
 	m := plan.manifest
-	switch {
-	case plan.signer != archive.ThisNode && m.Runtime != "":
-		add("signed by %s, and berth cannot compare the content of checkpoints of %q", plan.signer, m.Runtime)
-	case plan.signer != archive.ThisNode && !n.foreign:
-		add("signed by %s, and checkpoint.restore_foreign is off", plan.signer)
+	if err := n.settings.permit(plan); err != nil {
+		add("%v", err)
 	}
 	if n.criu != "" && m.Runtime == "" {
 		add("%s", n.criu)

@@ -64,8 +64,9 @@ func TestCheckpointPrevents(t *testing.T) {
 		want   string
 	}{
 		{"nothing", func(*restoringNode, *restorePlan) {}, ""},
-		{"signer", func(_ *restoringNode, p *restorePlan) { p.signer = archive.OtherNode }, "checkpoint.restore_foreign"},
-		{"permitted signer", func(n *restoringNode, p *restorePlan) { p.signer, n.foreign = archive.OtherNode, true }, ""},
+		{"signer", func(_ *restoringNode, p *restorePlan) { p.signer = archive.OtherNode }, "signed by another node"},
+		{"restores are off", func(n *restoringNode, _ *restorePlan) { n.settings.CheckpointRestore = "off" }, "checkpoint.restore is off"},
+		{"restores are off, sandbox", func(n *restoringNode, p *restorePlan) { ofSandbox(n, p); n.settings.CheckpointRestore = "off" }, ""},
 		{"CRIU", func(n *restoringNode, _ *restorePlan) { n.criu = "no CRIU" }, "no CRIU"},
 		{"architecture", func(_ *restoringNode, p *restorePlan) { p.manifest.Node.Architecture = "other" }, "made on other"},
 		{"handler", func(n *restoringNode, _ *restorePlan) { n.handlers = []string{""} }, `no runtime handler "crun"`},
@@ -77,8 +78,8 @@ func TestCheckpointPrevents(t *testing.T) {
 		{"sandbox without handler", func(n *restoringNode, p *restorePlan) { ofSandbox(n, p); n.programs = nil }, `has "berth's own runtime"`},
 		{"signer of a sandbox", func(n *restoringNode, p *restorePlan) {
 			ofSandbox(n, p)
-			p.signer, n.foreign = archive.OtherNode, true
-		}, `cannot compare the content of checkpoints of "runsc 1"`},
+			p.signer = archive.OtherNode
+		}, "signed by another node"},
 		{"image", func(n *restoringNode, _ *restorePlan) { n.images = nil }, "image busybox (6d5f7a0b3c1e) of container app"},
 		{"user namespace", func(_ *restoringNode, p *restorePlan) {
 			p.sandbox.Linux.SecurityContext = &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{
@@ -158,12 +159,13 @@ func savedFile(t *testing.T, root string) string {
 	return dir
 }
 
-// nodeConsole is a console of a runtime with that root directory, a CRIU and the image of savedPod.
-func nodeConsole(t *testing.T, root string) *console {
+// nodeConsole is a console of a runtime with that root directory and checkpoint.restore, a CRIU and
+// the image of savedPod.
+func nodeConsole(t *testing.T, root, restore string) *console {
 	t.Helper()
 	program := filepath.Join(t.TempDir(), "criu")
 	testutil.Must(t, os.WriteFile(program, []byte("#!/bin/sh\necho Version: 4.2.1\n"), 0o700))
-	config, err := json.Marshal(map[string]any{"Root": root, "CheckpointCRIU": program, "DefaultHandler": "berth"})
+	config, err := json.Marshal(map[string]any{"Root": root, "CheckpointCRIU": program, "CheckpointRestore": restore, "DefaultHandler": "berth"})
 	testutil.Must(t, err)
 	c := newConsole(t, &fakecri.Server{Config: string(config)})
 	c.Registry["busybox"] = &runtimeapi.Image{Id: testImageID, RepoTags: []string{"busybox:latest"}}
@@ -174,7 +176,7 @@ func nodeConsole(t *testing.T, root string) *console {
 func TestCheckpointInspectCommand(t *testing.T) {
 	root := t.TempDir()
 	file := savedFile(t, root)
-	c := nodeConsole(t, root)
+	c := nodeConsole(t, root, "trusted")
 	stdout, stderr, code := c.do("checkpoint", "inspect", file)
 	for _, want := range []string{"shop/web", "app: busybox (6d5f7a0b3c1e)", "signed by", "this node", "no: image busybox (6d5f7a0b3c1e) of container app is not on this node"} {
 		if !strings.Contains(stdout, want) {
@@ -188,14 +190,14 @@ func TestCheckpointInspectCommand(t *testing.T) {
 	if out := c.must("checkpoint", "inspect", file); !strings.Contains(out, "possible") {
 		t.Errorf("with the image:\n%s", out)
 	}
-	other := nodeConsole(t, t.TempDir())
+	other := nodeConsole(t, t.TempDir(), "trusted")
 	other.must("pull", "busybox")
 	stdout, _, code = other.do("checkpoint", "inspect", file, "-o", "json")
 	var found checkpointInfo
 	if err := json.Unmarshal([]byte(stdout), &found); err != nil || code != 1 {
 		t.Fatalf("%v, exit code %d:\n%s", err, code, stdout)
 	}
-	if found.SignedBy == "this node" || len(found.Prevents) != 1 || !strings.Contains(found.Prevents[0], "checkpoint.restore_foreign") {
+	if found.SignedBy == "this node" || len(found.Prevents) != 1 || !strings.Contains(found.Prevents[0], "signed by another node") {
 		t.Errorf("on another node: %+v", found)
 	}
 }
@@ -208,7 +210,7 @@ func TestRestoreCommand(t *testing.T) {
 		args []string
 		want string
 	}{{nil, ""}, {[]string{"--cgroup-parent", "/berth.slice"}, "/berth.slice"}} {
-		c := nodeConsole(t, root)
+		c := nodeConsole(t, root, "trusted")
 		c.must(append([]string{"restore", file, "--run-dir", c.runDir, "--name", "copy"}, test.args...)...)
 		configs := c.PodConfigs()
 		if len(configs) != 1 || configs[0].GetLinux().GetCgroupParent() != test.want || configs[0].GetMetadata().GetName() != "copy" {
@@ -216,6 +218,23 @@ func TestRestoreCommand(t *testing.T) {
 		}
 		if want := []string{"RestorePod copy", "StartContainer app/0"}; !slices.Equal(c.Calls(), want) {
 			t.Errorf("calls %q, want %q", c.Calls(), want)
+		}
+	}
+}
+
+// While restores are off, the commands say so, also those that restore nothing.
+func TestRestoreCommandOff(t *testing.T) {
+	root := t.TempDir()
+	file := savedFile(t, root)
+	for _, args := range [][]string{{"restore", file}, {"restore", file, "--dry-run"}, {"checkpoint", "inspect", file}} {
+		c := nodeConsole(t, root, "off")
+		c.must("pull", "busybox")
+		stdout, stderr, code := c.do(args...)
+		if code != 1 || !strings.Contains(stdout+stderr, "checkpoint.restore is off") || !strings.Contains(stdout+stderr, "web") {
+			t.Errorf("%q: exit code %d\n%s%s", args, code, stdout, stderr)
+		}
+		if slices.ContainsFunc(c.Calls(), func(call string) bool { return strings.HasPrefix(call, "RestorePod") }) {
+			t.Errorf("%q: calls %q", args, c.Calls())
 		}
 	}
 }

@@ -22,6 +22,7 @@ import (
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/podrun"
 	"berth/internal/cleanup"
+	"berth/sandbox/state"
 )
 
 // restoreOptions are the flags of berth restore.
@@ -34,7 +35,7 @@ type restoreOptions struct {
 	runDir   string
 	logDir   string
 
-	noStart, foreign, allowAccess, dryRun bool
+	noStart, allowAccess, dryRun bool
 }
 
 func restoreCommand(o *Connection) *cobra.Command {
@@ -47,10 +48,10 @@ standard input). The pod is a new one: it gets a new uid, network and cgroup. It
 processes continue where they were saved. The command prints what it will run, and
 then the pod's ID.
 
-The images must be on this node; berth does not pull them. It accepts only files that
-this node has written and nobody has changed. With --foreign it also accepts files of
-other nodes, if the daemon's option checkpoint.restore_foreign allows that. The daemon
-then compares the file with what it would create itself.
+The images must be on this node; berth does not pull them. The file must be signed with
+the key of this node. Files that CRIU has saved need the daemon's option
+checkpoint.restore = "trusted", because CRIU trusts the saved processes with root on the
+node. Files of gVisor need no option.
 
 Files decide what a pod may access, so a file that gives its pod access to the node
 (mounts, devices, host network, privileges) is refused without --allow-node-access.`,
@@ -64,7 +65,6 @@ Files decide what a pod may access, so a file that gives its pod access to the n
 	flags.StringVar(&r.handler, "runtime-handler", "", "runtime handler of the pod (default: the saved one)")
 	flags.StringVar(&r.cgroup, "cgroup-parent", "", "cgroup of the pod (default: the daemon's choice, never the saved one)")
 	flags.BoolVar(&r.noStart, "no-start", false, "leave the containers created; start them with crictl start")
-	flags.BoolVar(&r.foreign, "foreign", false, "accept a file that another node has written")
 	flags.BoolVar(&r.allowAccess, "allow-node-access", false, "give the pod the access to the node that it had")
 	flags.BoolVar(&r.dryRun, "dry-run", false, "only print what would run")
 	flags.DurationVar(&r.timeout, "timeout", 0, "give up after this time; 0: the runtime's limit")
@@ -90,12 +90,19 @@ func (r *restoreOptions) run(ctx context.Context, cmd *cobra.Command, c *client.
 	if path, err = filepath.Abs(path); err != nil {
 		return err
 	}
-	plan, err := r.plan(path, nodeKey(ctx, c))
+	settings, err := readSettings(ctx, c)
+	if err != nil { // of a runtime that is not berth; RestorePod fails
+		settings = restoreSettings{}
+	}
+	plan, err := r.plan(path, settings.key())
 	if err != nil {
 		return err
 	}
 	access := plan.hostAccess()
-	if err := plan.print(cmd.ErrOrStderr(), access); err != nil || r.dryRun {
+	if err := plan.print(cmd.ErrOrStderr(), access); err != nil {
+		return err
+	}
+	if err := settings.permit(plan); err != nil || r.dryRun {
 		return err
 	}
 	if err := r.permit(plan, access); err != nil {
@@ -111,10 +118,6 @@ func (r *restoreOptions) run(ctx context.Context, cmd *cobra.Command, c *client.
 
 // permit refuses what the flags do not allow.
 func (r *restoreOptions) permit(plan *restorePlan, access []string) error {
-	if plan.signer != archive.ThisNode && !r.foreign {
-		return errors.New("this node did not write the checkpoint; use --foreign to restore it nevertheless. " +
-			"The daemon then compares it with what it would create itself; this needs its option checkpoint.restore_foreign")
-	}
 	if r.allowAccess {
 		return nil
 	}
@@ -126,22 +129,46 @@ func (r *restoreOptions) permit(plan *restorePlan, access []string) error {
 	return nil
 }
 
-// nodeKey returns the key with which the daemon signs checkpoints. Without it every checkpoint
-// counts as foreign.
-func nodeKey(ctx context.Context, c *client.Client) *archive.Key {
+// restoreSettings are options of the daemon that a restore depends on. An older daemon does not
+// report checkpoint.restore and has no such limit.
+type restoreSettings struct {
+	Root, CheckpointCRIU, CheckpointRestore string
+}
+
+// readSettings asks the daemon for its options.
+func readSettings(ctx context.Context, c *client.Client) (s restoreSettings, err error) {
 	reported, err := c.Settings(ctx)
 	if err != nil {
+		return s, err
+	}
+	if err := json.Unmarshal(reported, &s); err != nil {
+		return s, fmt.Errorf("read the configuration of the daemon: %w", err)
+	}
+	return s, nil
+}
+
+// key returns the key with which the daemon signs checkpoints. Without it every checkpoint counts
+// as one of another node.
+func (s restoreSettings) key() *archive.Key {
+	if s.Root == "" {
 		return nil
 	}
-	var settings struct{ Root string }
-	if json.Unmarshal(reported, &settings) != nil || settings.Root == "" {
-		return nil
-	}
-	key, err := archive.ReadKey(settings.Root)
+	key, err := archive.ReadKey(s.Root)
 	if err != nil {
 		return nil
 	}
 	return key
+}
+
+// permit refuses checkpoints that the daemon refuses, whatever else they contain.
+func (s restoreSettings) permit(plan *restorePlan) error {
+	if plan.manifest.Runtime == "" && s.CheckpointRestore == "off" {
+		return state.RestoreOff()
+	}
+	if plan.signer != archive.ThisNode {
+		return fmt.Errorf("the checkpoint is signed by %s, and berth restores only what is signed with the key of this node", plan.signer)
+	}
+	return nil
 }
 
 // plan reads what the archive describes.

@@ -217,24 +217,18 @@ func TestRestorePlanPrintsPlainText(t *testing.T) {
 	}
 }
 
-// A checkpoint of another node, and access to this node, need a flag each.
+// Access to this node needs a flag.
 func TestRestorePermit(t *testing.T) {
 	t.Parallel()
-	own, foreign := archive.ThisNode, archive.OtherNode
 	for _, test := range []struct {
 		name    string
 		options restoreOptions
-		signer  archive.Signer
 		access  []string
 		want    string
 	}{
-		{"own", restoreOptions{}, own, nil, ""},
-		{"foreign", restoreOptions{}, foreign, nil, "--foreign"},
-		{"foreign allowed", restoreOptions{foreign: true}, foreign, nil, ""},
-		{"access", restoreOptions{}, own, []string{"mount of /"}, "mount of /; use --allow-node-access"},
-		{"access of a foreign one", restoreOptions{foreign: true}, foreign, []string{"mount of /"}, "--allow-node-access"},
-		{"access allowed", restoreOptions{allowAccess: true}, own, []string{"mount of /"}, ""},
-		{"access does not allow foreign", restoreOptions{allowAccess: true}, foreign, nil, "--foreign"},
+		{"none", restoreOptions{}, nil, ""},
+		{"access", restoreOptions{}, []string{"mount of /"}, "mount of /; use --allow-node-access"},
+		{"access allowed", restoreOptions{allowAccess: true}, []string{"mount of /"}, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
@@ -242,7 +236,6 @@ func TestRestorePermit(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			plan.signer = test.signer
 			err = test.options.permit(plan, test.access)
 			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
 				t.Errorf("%v, want %q", err, test.want)

@@ -529,9 +529,9 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 		CDI:        cfg.CDISpecDirs,
 		OwnDevices: cfg.DeviceOwnership,
 
-		CRIU:           cfg.CheckpointCRIU,
-		RestoreForeign: cfg.CheckpointRestoreForeign,
-		Verifier:       n.Verify,
+		CRIU:          cfg.CheckpointCRIU,
+		TrustRestores: cfg.CheckpointRestore == "trusted",
+		Verifier:      n.Verify,
 
 		Waits:     waits,
 		Log:       log,

@@ -45,7 +45,7 @@ func (at *Site) Berth(ctx context.Context, column, bin, revision string, builtIn
 	// Another daemon may use the default sockets and directories.
 	config := fmt.Sprintf("nri_socket = %q\nnri_plugin_dir = %[2]q\nnri_plugin_config_dir = %[2]q\n", d.state+"/nri.sock", d.state+"/nri")
 	if at.CRIU != "" {
-		config += fmt.Sprintf("checkpoint.criu = %q\n", at.CRIU)
+		config += fmt.Sprintf("checkpoint.criu = %q\ncheckpoint.restore = \"trusted\"\n", at.CRIU)
 	}
 	if at.HTTP != "" {
 		hosts := filepath.Join(at.Dir, name, "certs.d")

@@ -35,7 +35,7 @@ func checkCheckpoints(ctx context.Context, n *Node) []Finding {
 	}
 	findings := append(n.checkCRIU(ctx, path, version), n.checkCRIUKernel()...)
 	if len(findings) == 0 {
-		findings = append(findings, ok(checkpoints, "CRIU %s", version))
+		findings = append(findings, ok(checkpoints, "CRIU %s; checkpoint.restore is %s", version, n.Config.CheckpointRestore))
 	}
 	return findings
 }
