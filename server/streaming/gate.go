@@ -345,7 +345,11 @@ func (c *connection) peek() []byte {
 // the gate could see an empty buffer between the two steps and reset the connection as silent.
 func (c *connection) Read(p []byte) (n int, err error) {
 	if c.heard || c.gate == nil || len(p) == 0 {
-		return c.TCPConn.Read(p)
+		n, err := c.TCPConn.Read(p)
+		if n > 0 {
+			c.noteTraffic()
+		}
+		return n, err
 	}
 	raw, err := c.SyscallConn()
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/http"
+	"sync/atomic"
 
 	"k8s.io/streaming/pkg/httpstream"
 )
@@ -31,16 +32,21 @@ func (w guardedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 }
 
 // guardSPDY guards a SPDY client's connection. rules returns the limits of the negotiated protocol.
-func (s *Server) guardSPDY(w http.ResponseWriter, rules func(protocol string) streamRules) http.ResponseWriter {
+// The guard is stored in made.
+func (s *Server) guardSPDY(w http.ResponseWriter, rules func(protocol string) streamRules,
+	made **spdyGuard) http.ResponseWriter {
 	return guardedWriter{w, func(conn net.Conn, from *bufio.Reader) (net.Conn, error) {
-		return newSPDYGuard(conn, from, rules(w.Header().Get(httpstream.HeaderProtocolVersion)), s.cfg.Log)
+		g, err := newSPDYGuard(conn, from, rules(w.Header().Get(httpstream.HeaderProtocolVersion)), s.cfg.Log)
+		*made = g
+		return g, err
 	}}
 }
 
-// guardWebSocket guards a WebSocket client's connection.
-func (s *Server) guardWebSocket(w http.ResponseWriter) http.ResponseWriter {
+// guardWebSocket guards a WebSocket client's connection. The caller sets ending before the end of
+// the session.
+func (s *Server) guardWebSocket(w http.ResponseWriter, ending *atomic.Bool) http.ResponseWriter {
 	return guardedWriter{w, func(conn net.Conn, from *bufio.Reader) (net.Conn, error) {
-		return &webSocketGuard{Conn: conn, frames: frames{from: from}, log: s.cfg.Log}, nil
+		return &webSocketGuard{Conn: conn, frames: frames{from: from}, log: s.cfg.Log, ending: ending}, nil
 	}}
 }
 

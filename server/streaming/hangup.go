@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -90,6 +91,7 @@ type connection struct {
 	*net.TCPConn
 	gate     *gate // nil in tests
 	accepted time.Time
+	traffic  atomic.Int64  // time of the last read or write, in ns
 	heard    bool          // the first bytes were read; used by Read only
 	in       *list.List    // the gate's list, guarded by the gate's lock; nil: in no list
 	place    *list.Element // the element of in
@@ -111,7 +113,17 @@ func (c *connection) Close() error {
 	if c.gate != nil {
 		c.gate.forget(c)
 	}
+	c.discard()
 	return c.TCPConn.Close()
+}
+
+// Write implements net.Conn.
+func (c *connection) Write(p []byte) (int, error) {
+	n, err := c.TCPConn.Write(p)
+	if n > 0 {
+		c.noteTraffic()
+	}
+	return n, err
 }
 
 // onClose calls gone when the connection is closed, or at once if it is already closed.

@@ -8,8 +8,11 @@
 //
 // The protocols are implemented by k8s.io/cri-streaming, but its server is not used. It passes no
 // context to port-forwards, lacks WebSocket's v5.channel.k8s.io, which can close stdin, and cannot
-// end upgraded connections. Here a session's context ends when the client's connection ends or the
-// server stops. Serve returns after all sessions have ended.
+// end upgraded connections. Here a session's context ends when the client's connection ends, the
+// session has no traffic for too long, or the server stops. Serve returns after all sessions have
+// ended.
+//
+// A client gets all output and the exit code, however slowly it reads (ending.go).
 //
 // Any process of the node can connect. Connections are accepted only while a token is outstanding.
 // Connections without a token are few and short, and cannot use the daemon's last descriptors
@@ -17,6 +20,7 @@
 package streaming
 
 import (
+	"container/list"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -71,11 +75,13 @@ type Server struct {
 	http     *http.Server
 	hangups  *hangups
 	patience time.Duration // streamsTimeout, shorter in tests
+	limits   endLimits     // of ending sessions
 
-	mu       sync.Mutex // guards the fields below
-	sessions map[*connection]context.CancelCauseFunc
-	closed   bool
-	running  sync.WaitGroup // handlers; grows under mu, until closed
+	mu        sync.Mutex // guards the fields below
+	sessions  map[*connection]*session
+	lingering list.List // of *session that wait for their clients' end, oldest first
+	closed    bool
+	running   sync.WaitGroup // handlers; grows under mu, until closed
 }
 
 // Listen opens the port and returns a server. The caller must call Serve.
@@ -84,7 +90,8 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("serve streaming sessions: %w", err)
 	}
-	s := &Server{cfg: cfg, runtime: runtime, patience: streamsTimeout, sessions: map[*connection]context.CancelCauseFunc{}}
+	s := &Server{cfg: cfg, runtime: runtime, patience: streamsTimeout, limits: defaultEndLimits,
+		sessions: map[*connection]*session{}}
 	s.gate, err = newGate(listener.(*net.TCPListener), &s.tokens, cfg.TLS != nil, cfg.Log)
 	if err == nil {
 		s.hangups, err = watchHangups()
@@ -149,9 +156,8 @@ func (s *Server) Serve(ctx context.Context) error {
 func (s *Server) endSessions() {
 	s.mu.Lock()
 	s.closed = true
-	for conn, cancel := range s.sessions {
-		cancel(errStopping) // first, because closing the connection cancels the context with another cause
-		_ = conn.Close()    // may be closed already
+	for _, session := range s.sessions {
+		session.cancel(errStopping)
 	}
 	s.mu.Unlock()
 	s.running.Wait()
@@ -187,43 +193,13 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	s.gate.used()
 	s.gate.forget(connectionOf(r))
 	w.Header().Del("Connection")
-	ctx, end, err := s.begin(r)
+	session, err := s.begin(r)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)
 		return
 	}
-	defer end()
-	serve(w, r.WithContext(ctx))
-}
-
-// begin makes a session's context. end closes the connection, which ends all goroutines of the
-// protocol's library.
-func (s *Server) begin(r *http.Request) (_ context.Context, end func(), err error) {
-	conn := connectionOf(r)
-	ctx, cancel := context.WithCancelCause(r.Context())
-	forget, err := s.hangups.add(conn, func() { cancel(errGone) })
-	if err != nil {
-		cancel(err)
-		return nil, nil, err
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed {
-		forget()
-		cancel(errStopping)
-		return nil, nil, errStopping
-	}
-	s.sessions[conn] = cancel
-	s.running.Add(1)
-	return ctx, func() {
-		defer s.running.Done()
-		forget()
-		cancel(nil)
-		_ = conn.Close() // usually closed already
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		delete(s.sessions, conn)
-	}, nil
+	defer s.end(session)
+	serve(w, r.WithContext(session.ctx))
 }
 
 // Exec returns the URL of a session that runs a command. The caller has checked the request. The

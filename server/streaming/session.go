@@ -6,11 +6,9 @@ import (
 	"io"
 	"net/http"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 	utilexec "k8s.io/utils/exec"
@@ -76,11 +74,12 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options re
 	defer cancel()
 	r = r.WithContext(ctx)
 	if wsstream.IsWebSocketRequest(r) {
-		serveWebSocket(s.guardWebSocket(w), r, c, s.cfg.IdleTimeout)
+		s.serveWebSocket(w, r, c)
 		return
 	}
-	w = s.guardSPDY(w, func(protocol string) streamRules { return commandRules(options, protocol) })
-	serveSPDY(w, r, c, s.patience, s.cfg.IdleTimeout)
+	var guard *spdyGuard // only PortForward needs it
+	w = s.guardSPDY(w, func(protocol string) streamRules { return commandRules(options, protocol) }, &guard)
+	s.serveSPDY(w, r, c)
 }
 
 // command is the session of an exec or attach. It implements remotecommand.Executor and Attacher.
@@ -131,78 +130,4 @@ func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.Termi
 		}
 	})
 	return to
-}
-
-// pairTime bounds the time between the two streams of a forwarded connection. The library waits
-// that long even if the client has disconnected.
-const pairTime = 10 * time.Second
-
-func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
-	if wsstream.IsWebSocketRequest(r) {
-		w = s.guardWebSocket(w)
-	} else {
-		w = s.guardSPDY(w, func(string) streamRules { return forwardRules() })
-	}
-	f := forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId()}
-	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout,
-		min(s.patience, pairTime), portforward.SupportedProtocols)
-}
-
-// forwarder is a portforward.PortForwarder with the session's context, which the library does not
-// pass on.
-type forwarder struct {
-	ctx     context.Context
-	runtime Runtime
-	pod     string
-}
-
-// PortForward implements portforward.PortForwarder.
-func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
-	client := &forwardClient{ReadWriteCloser: stream}
-	err := f.runtime.PortForward(f.ctx, f.pod, port, client)
-	if client.left.Load() {
-		err = nil
-	}
-	s, ok := stream.(interface{ Reset() error })
-	switch {
-	case !ok: // WebSocket
-	case err != nil:
-		// The library resets the stream, possibly before it answers the stream, and the client
-		// would then ignore the error. A write waits for the answer.
-		_, _ = stream.Write(nil) // fails only if the client has disconnected
-	default:
-		// Both sides know the end of the stream. Further data from the client has no reader and
-		// would block the client's other connections.
-		_ = s.Reset() // fails only if the client has disconnected
-	}
-	return err
-}
-
-// forwardClient is the client's side of a forwarded connection. It records a reset by the client. A
-// reset is no failure, because clients reset all other connections after an error in one.
-type forwardClient struct {
-	io.ReadWriteCloser
-	left atomic.Bool
-}
-
-// Read implements io.Reader.
-func (c *forwardClient) Read(p []byte) (int, error) {
-	n, err := c.ReadWriteCloser.Read(p)
-	return n, c.note(err)
-}
-
-// Write implements io.Writer.
-func (c *forwardClient) Write(p []byte) (int, error) {
-	n, err := c.ReadWriteCloser.Write(p)
-	return n, c.note(err)
-}
-
-// Close implements io.Closer.
-func (c *forwardClient) Close() error { return c.note(c.ReadWriteCloser.Close()) }
-
-func (c *forwardClient) note(err error) error {
-	if err != nil && !errors.Is(err, io.EOF) {
-		c.left.Store(true)
-	}
-	return err
 }

@@ -17,7 +17,7 @@ import (
 // serveSPDY serves versions 1 to 4 of the protocol on a guarded connection. cri-streaming's server
 // is not used. It waits its whole timeout for a client's streams, even if the client has
 // disconnected, and would delay the daemon's shutdown.
-func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idle time.Duration) {
+func (s *Server) serveSPDY(w http.ResponseWriter, r *http.Request, c *command) {
 	protocol, err := httpstream.Handshake(r, w, remotecommand.SupportedStreamingProtocols)
 	if err != nil {
 		klog.FromContext(r.Context()).V(4).Info("No SPDY connection was opened", "err", err) // the client got the answer
@@ -26,9 +26,9 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	opened := make(chan openedStream)
-	conn := spdy.NewResponseUpgrader().UpgradeResponse(w, r, func(s httpstream.Stream, answered <-chan struct{}) error {
+	conn := spdy.NewResponseUpgrader().UpgradeResponse(w, r, func(x httpstream.Stream, answered <-chan struct{}) error {
 		select {
-		case opened <- openedStream{s, answered}:
+		case opened <- openedStream{x, answered}:
 			return nil
 		case <-ctx.Done():
 			return context.Cause(ctx)
@@ -39,8 +39,7 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 	}
 	defer conn.Close()
 	defer cancel() // runs first and ends the wait for an unanswered stream
-	conn.SetIdleTimeout(idle)
-	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), patience)
+	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), s.patience)
 	if err != nil {
 		klog.FromContext(ctx).V(4).Info("No session was started", "err", err)
 		return
@@ -53,6 +52,20 @@ func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idl
 	err = c.ExecInContainer(r.Context(), "", "", "", nil, streams[remotecommand.StreamTypeStdin],
 		streams[remotecommand.StreamTypeStdout], streams[remotecommand.StreamTypeStderr], c.options.TTY, sizes, 0)
 	writeStatus(streams[remotecommand.StreamTypeError], protocol, err)
+	finish(streams)
+	s.awaitClient(r, conn.CloseChan())
+}
+
+// finish tells the client that each stream has ended. The library's Close would reset the streams.
+// The guard then discards further input, so that it does not block the client.
+func finish(streams map[string]httpstream.Stream) {
+	for kind, x := range streams {
+		if inputs[kind] {
+			_ = x.Reset() // both fail only if the client has disconnected
+		} else {
+			_ = x.Close()
+		}
+	}
 }
 
 // openedStream is a stream that the client has opened. answered is closed when the client has

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"testing"
 	"time"
 
@@ -72,20 +71,20 @@ func TestStatusOfSessions(t *testing.T) {
 	}
 }
 
-// readAll returns the data of a stream after do, until the connection ends.
+// readAll returns the data of a stream after do, until the stream ends.
 func (c *spdyClient) readAll(stream spdy.StreamId, do func()) (said []byte) {
 	c.t.Helper()
 	do()
 	for {
 		f, err := c.framer.ReadFrame()
-		if errors.Is(err, io.EOF) {
-			return said
-		}
 		if err != nil {
 			c.t.Fatal(err)
 		}
 		if d, ok := f.(*spdy.DataFrame); ok && d.StreamId == stream {
 			said = append(said, d.Data...)
+			if d.Flags&spdy.DataFlagFin != 0 {
+				return said
+			}
 		}
 	}
 }

@@ -43,10 +43,12 @@ type streamRules struct {
 func commandRules(o remotecommand.Options, protocol string) streamRules {
 	once := streamKinds(o, protocol)
 	return streamRules{
-		once: once, open: len(once),
-		inputs: map[string]bool{remotecommand.StreamTypeStdin: true, remotecommand.StreamTypeResize: true},
+		once: once, open: len(once), inputs: inputs,
 	}
 }
+
+// inputs are the streams from the client of an exec or attach.
+var inputs = map[string]bool{remotecommand.StreamTypeStdin: true, remotecommand.StreamTypeResize: true}
 
 // streamKinds returns the streams of an exec or attach.
 func streamKinds(o remotecommand.Options, protocol string) map[string]bool {
@@ -289,6 +291,13 @@ func (g *spdyGuard) reset(id spdy.StreamId) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	delete(g.streams, id)
+}
+
+// closeWrite tells the client that the session ends.
+func (g *spdyGuard) closeWrite() {
+	if c, ok := g.Conn.(interface{ CloseWrite() error }); ok {
+		_ = c.CloseWrite() // fails only if the client has disconnected
+	}
 }
 
 // forgetFinished removes a stream that both sides have finished. The caller holds the lock.

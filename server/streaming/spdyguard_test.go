@@ -32,6 +32,8 @@ import (
 type doing struct {
 	exec    func(context.Context, stream.IO) error
 	forward func(context.Context, io.ReadWriteCloser) error
+
+	forwardPort func(context.Context, int32, io.ReadWriteCloser) error // instead of forward
 }
 
 func (d doing) Exec(ctx context.Context, _ string, _ stream.Command, s stream.IO) (int32, error) {
@@ -42,7 +44,10 @@ func (d doing) Attach(ctx context.Context, _ string, _ bool, s stream.IO) error 
 	return d.exec(ctx, s)
 }
 
-func (d doing) PortForward(ctx context.Context, _ string, _ int32, stream io.ReadWriteCloser) error {
+func (d doing) PortForward(ctx context.Context, _ string, port int32, stream io.ReadWriteCloser) error {
+	if d.forwardPort != nil {
+		return d.forwardPort(ctx, port, stream)
+	}
 	return d.forward(ctx, stream)
 }
 
@@ -57,6 +62,13 @@ func servingOverTLS(t *testing.T, d doing, certificates *tls.Config) *Server {
 	t.Helper()
 	s, err := Listen(Config{Address: "127.0.0.1:0", TLS: certificates, IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, d)
 	testutil.Must(t, err)
+	s.start(t)
+	return s
+}
+
+// start serves until the test ends or stop is called.
+func (s *Server) start(t *testing.T) (stop func()) {
+	t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
 	served := make(chan error)
 	go func() { served <- s.Serve(ctx) }()
@@ -67,7 +79,7 @@ func servingOverTLS(t *testing.T, d doing, certificates *tls.Config) *Server {
 		}
 		waitForNoneIn(t, "spdystream")
 	})
-	return s
+	return stop
 }
 
 // waitForNoneIn waits until no goroutine runs in a package.
@@ -190,7 +202,6 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 	if !bytes.Equal(got, sent) {
 		t.Errorf("the command got %d bytes, which differ from the %d sent bytes", len(got), len(sent))
 	}
-	c.ended()
 }
 
 // A session accepts only the streams of its kind.

@@ -10,7 +10,7 @@ import (
 	"io"
 	"net/http"
 	"strconv"
-	"time"
+	"sync/atomic"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
@@ -29,7 +29,7 @@ const (
 // serveWebSocket serves an exec or attach in all versions of the protocol. cri-streaming's server
 // stops at version 4, in which clients cannot close stdin (KEP-4006). Versions before 4, and "",
 // send errors as text.
-func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle time.Duration) {
+func (s *Server) serveWebSocket(w http.ResponseWriter, r *http.Request, c *command) {
 	channels := []wsstream.ChannelType{
 		remotecommand.StreamStdIn:  channel(c.options.Stdin, wsstream.ReadChannel),
 		remotecommand.StreamStdOut: channel(c.options.Stdout, wsstream.WriteChannel),
@@ -44,8 +44,8 @@ func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle tim
 		"": binary, binaryV1: binary, remotecommand.StreamProtocolV4Name: binary, remotecommand.StreamProtocolV5Name: binary,
 		base64V1: text, base64V4: text,
 	})
-	conn.SetIdleTimeout(idle)
-	protocol, streams, err := conn.Open(w, r)
+	var ending atomic.Bool
+	protocol, streams, err := conn.Open(s.guardWebSocket(w, &ending), r)
 	if err != nil {
 		klog.FromContext(r.Context()).V(4).Info("No WebSocket was opened", "err", err) // the client got the answer
 		return
@@ -60,6 +60,9 @@ func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle tim
 	err = c.ExecInContainer(r.Context(), "", "", "", nil, streams[remotecommand.StreamStdIn],
 		streams[remotecommand.StreamStdOut], streams[remotecommand.StreamStdErr], c.options.TTY, sizes, 0)
 	writeStatus(streams[remotecommand.StreamErr], protocol, err)
+	ending.Store(true)
+	_ = conn.Close() // sends a Close frame
+	s.awaitClient(r, nil)
 }
 
 func channel(wanted bool, kind wsstream.ChannelType) wsstream.ChannelType {

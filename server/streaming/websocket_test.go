@@ -12,6 +12,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/gorilla/websocket"
@@ -207,7 +208,7 @@ func FuzzWebSocketGuard(f *testing.F) {
 	f.Add(append([]byte{0x82, 126, 1, 0}, make([]byte, 256)...), uint8(200))
 	f.Add([]byte{0x82, 0xff, 0x80, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 9}, uint8(0)) // a length of 2^63+1
 	f.Fuzz(func(t *testing.T, data []byte, piece uint8) {
-		g := &webSocketGuard{Conn: discarding{}, frames: frames{from: bufio.NewReader(bytes.NewReader(data))}, log: slog.New(slog.DiscardHandler)}
+		g := &webSocketGuard{Conn: discarding{}, frames: frames{from: bufio.NewReader(bytes.NewReader(data))}, log: slog.New(slog.DiscardHandler), ending: new(atomic.Bool)}
 		var out []byte
 		buffer := make([]byte, int(piece)+1)
 		for {

@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"sync/atomic"
 )
 
 // maxFrame bounds a WebSocket frame. The library accepts frames of 32 MiB and holds them in memory
@@ -19,10 +20,29 @@ type webSocketGuard struct {
 	net.Conn
 	frames
 	log *slog.Logger
+
+	ending      *atomic.Bool // the server ends the session: its next Close frame is the last message
+	ended       atomic.Bool  // that frame was sent
+	clientEnded atomic.Bool  // the client has sent a Close frame or has disconnected
+}
+
+// Close implements net.Conn. The library calls it after it has sent a Close frame. At the session's
+// end the connection stays open until the client has answered (RFC 6455, section 7.1.1).
+func (g *webSocketGuard) Close() error {
+	if g.ending.Load() && !g.clientEnded.Load() && !g.ended.Swap(true) {
+		return nil
+	}
+	return g.Conn.Close()
 }
 
 // Read implements net.Conn. After an invalid frame it closes the connection and returns an error.
-func (g *webSocketGuard) Read(p []byte) (int, error) { return g.read(p, g.next) }
+func (g *webSocketGuard) Read(p []byte) (int, error) {
+	n, err := g.read(p, g.next)
+	if err != nil {
+		g.clientEnded.Store(true)
+	}
+	return n, err
+}
 
 // next reads a frame's header (RFC 6455, section 5.2): two bytes, an extended length, and the mask.
 func (g *webSocketGuard) next() error {
@@ -54,8 +74,25 @@ func (g *webSocketGuard) next() error {
 	if length > maxFrame {
 		err := fmt.Errorf("WebSocket frame of %d bytes, the limit is %d", length, maxFrame)
 		g.log.Info("close WebSocket connection after an invalid frame", "err", err)
-		return errors.Join(err, g.Close())
+		return errors.Join(err, g.Conn.Close())
 	}
-	g.ready, g.body = header, int(length)
+	return g.pass(header, int(length))
+}
+
+// pass passes on a frame. After the server's Close frame it discards everything up to the client's.
+func (g *webSocketGuard) pass(header []byte, length int) error {
+	const (
+		opcode    = 0x0f
+		closeKind = 8
+	)
+	ends := header[0]&opcode == closeKind
+	if ends {
+		g.clientEnded.Store(true)
+	}
+	if !ends && g.ended.Load() {
+		_, err := io.CopyN(io.Discard, g.from, int64(length))
+		return err
+	}
+	g.ready, g.body = header, length
 	return nil
 }
