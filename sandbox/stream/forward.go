@@ -7,6 +7,8 @@ import (
 	"net"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"berth/internal/errdefs"
 )
 
@@ -16,7 +18,8 @@ import (
 // stream closes the direction to the client.
 //
 // After a failure Forward does not wait for a pending Read from stream, and the caller closes
-// stream. The error is Unavailable if the port refuses the connection or berth is stopping.
+// stream. The error is Unavailable if the port refuses the connection or berth is stopping. Forward
+// uses stream only after the port has accepted the connection.
 func (r runner) Forward(ctx context.Context, pod, netns string, port uint16, stream io.ReadWriteCloser) error {
 	conn, err := r.dials.dial(ctx, pod, netns, port)
 	if err != nil {
@@ -33,14 +36,7 @@ func interrupt(conn net.Conn) { _ = conn.SetDeadline(time.Unix(1, 0)) }
 // copyBoth copies in both directions until both have ended, one fails, or ctx ends.
 func (r runner) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadWriteCloser) error {
 	toPod := make(chan error, 1)
-	spawned := r.Spawn(func() { // ends when the caller closes stream
-		_, err := io.Copy(conn, stream)
-		if err != nil {
-			interrupt(conn)
-		}
-		_ = conn.CloseWrite() // fails after the pod closed the connection, which the other copy sees
-		toPod <- err
-	})
+	spawned := r.Spawn(func() { toPod <- copyToPod(conn, stream) }) // ends when the caller closes stream
 	if !spawned {
 		return errdefs.Unavailable("berth is stopping")
 	}
@@ -62,4 +58,15 @@ func (r runner) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadW
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+// copyToPod copies until the client ends or a write fails. If the pod has closed the connection,
+// what it sent before is still to be read.
+func copyToPod(conn *net.TCPConn, stream io.Reader) error {
+	_, err := io.Copy(conn, stream)
+	if err != nil && !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {
+		interrupt(conn)
+	}
+	_ = conn.CloseWrite() // fails after the pod closed the connection, which the other copy sees
+	return err
 }

@@ -3,14 +3,18 @@ package streaming
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/moby/spdystream/spdy"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
+	"k8s.io/streaming/pkg/httpstream"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 )
 
@@ -19,7 +23,7 @@ import (
 const pairTime = 10 * time.Second
 
 func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
-	f := &forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId()}
+	f := &forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId(), log: s.cfg.Log}
 	if wsstream.IsWebSocketRequest(r) {
 		f.channels = len(req.GetPort())
 		w = s.guardWebSocket(w, &f.ending)
@@ -40,8 +44,10 @@ type forwarder struct {
 	ctx     context.Context
 	runtime Runtime
 	pod     string
+	log     *slog.Logger
 	guard   *spdyGuard  // of a SPDY session; set before its first stream
 	ending  atomic.Bool // all channels of a WebSocket session have ended
+	worked  atomic.Bool // a port has accepted a connection
 
 	mu       sync.Mutex // guards the fields below
 	channels int        // of a WebSocket session, that have not ended
@@ -50,35 +56,59 @@ type forwarder struct {
 
 // PortForward implements portforward.PortForwarder.
 func (f *forwarder) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
-	f.begin()
+	full := f.begin() > maxForwards
 	defer f.end()
-	client := &forwardClient{ReadWriteCloser: stream}
-	err := f.runtime.PortForward(f.ctx, f.pod, port, client)
-	switch {
-	case client.left.Load():
-		err = nil
-	case err != nil && f.ctx.Err() != nil:
-		err = context.Cause(f.ctx)
+	if s, ok := stream.(httpstream.Stream); ok {
+		return f.forwardSPDY(port, s, full)
 	}
-	s, ok := stream.(interface{ Reset() error })
-	switch {
-	case !ok: // WebSocket
-	case err != nil:
-		// The library resets the stream, possibly before it answers the stream, and the client
-		// would then ignore the error. A write waits for the answer.
-		_, _ = stream.Write(nil) // fails only if the client has disconnected
-	default:
-		// Both sides know the end of the stream. Further data from the client has no reader and
-		// would block the client's other connections.
-		_ = s.Reset() // fails only if the client has disconnected
+	client := &forwardClient{ReadWriteCloser: stream, f: f}
+	err := f.runtime.PortForward(f.ctx, f.pod, port, client)
+	if client.left.Load() {
+		return nil
 	}
 	return err
 }
 
-func (f *forwarder) begin() {
+// forwardSPDY forwards a connection of a session in which other connections may be open. client-go
+// ends all of them after an error of one. So an error is returned only while no port has accepted a
+// connection, when it shows that the session is of no use, and at the session's end.
+func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) error {
+	ctx, cancel := context.WithCancel(f.ctx)
+	defer cancel()
+	f.guard.onReset(spdy.StreamId(s.Identifier()), cancel)
+	client := &forwardClient{ReadWriteCloser: s, f: f}
+	err := errFull
+	if !full {
+		err = f.runtime.PortForward(ctx, f.pod, port, client)
+	}
+	switch {
+	case client.left.Load(), ctx.Err() != nil && f.ctx.Err() == nil:
+		err = nil
+	case err != nil && f.ctx.Err() != nil:
+		err = context.Cause(f.ctx)
+	case err != nil && f.worked.Load():
+		f.log.Info("a forwarded connection ended with an error", "pod", f.pod, "port", port, "err", err)
+		err = nil
+	}
+	if err != nil {
+		// The library resets the stream, possibly before it answers the stream, and the client
+		// would then ignore the error. A write waits for the answer.
+		_, _ = s.Write(nil) // fails only if the client has disconnected
+		return err
+	}
+	// Further data from the client has no reader and would block the client's other connections.
+	_ = s.Reset() // fails only if the client has disconnected
+	return nil
+}
+
+var errFull = fmt.Errorf("the session has %d connections, which is the limit", maxForwards)
+
+// begin returns the number of connections.
+func (f *forwarder) begin() int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.open++
+	return f.open
 }
 
 func (f *forwarder) end() {
@@ -105,17 +135,20 @@ func (f *forwarder) stop() {
 // reset is no failure, because clients reset all other connections after an error in one.
 type forwardClient struct {
 	io.ReadWriteCloser
+	f    *forwarder
 	left atomic.Bool
 }
 
 // Read implements io.Reader.
 func (c *forwardClient) Read(p []byte) (int, error) {
+	c.f.worked.Store(true)
 	n, err := c.ReadWriteCloser.Read(p)
 	return n, c.note(err)
 }
 
 // Write implements io.Writer.
 func (c *forwardClient) Write(p []byte) (int, error) {
+	c.f.worked.Store(true)
 	n, err := c.ReadWriteCloser.Write(p)
 	return n, c.note(err)
 }

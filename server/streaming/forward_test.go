@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"testing"
 
+	"github.com/moby/spdystream/spdy"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/portforward"
 	clientspdy "k8s.io/client-go/transport/spdy"
@@ -18,6 +19,26 @@ import (
 
 	"berth/internal/testutil"
 )
+
+// Ports of a pod whose applications behave differently.
+const (
+	echoes = iota + 1 // returns what it gets
+	resets            // sends some data and resets the connection
+	refuses
+)
+
+// pod is a pod with these ports.
+func pod(ctx context.Context, port int32, client io.ReadWriteCloser) error {
+	switch port {
+	case echoes:
+		_, err := io.Copy(client, client)
+		return errors.Join(err, client.Close())
+	case resets:
+		_, _ = client.Write([]byte("some"))
+		return errors.New("connection reset by peer")
+	}
+	return errors.New("connection refused")
+}
 
 // forwardLocally forwards local ports to ports of a pod. It returns their addresses, and the session's
 // end.
@@ -55,11 +76,100 @@ func connect(t *testing.T, address string) *net.TCPConn {
 	return conn.(*net.TCPConn)
 }
 
+// wantEcho sends data and waits for it.
+func wantEcho(t *testing.T, conn io.ReadWriter) {
+	t.Helper()
+	sent, got := []byte("hello"), make([]byte, 5)
+	_, err := conn.Write(sent)
+	testutil.Must(t, err)
+	if _, err := io.ReadFull(conn, got); err != nil || string(got) != string(sent) {
+		t.Fatalf("%q, %v", got, err)
+	}
+}
+
 func (s *Server) forwardURL(t *testing.T, ports ...int32) string {
 	t.Helper()
 	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod", Port: ports})
 	testutil.Must(t, err)
 	return address
+}
+
+// A connection that fails ends no other one of its session, and later ones work.
+func TestForwardsFailAlone(t *testing.T) {
+	s := serving(t, doing{forwardPort: pod})
+	u, err := url.Parse(s.forwardURL(t))
+	testutil.Must(t, err)
+	local, ended := forwardLocally(t, u, echoes, resets, refuses)
+	first := connect(t, local[0])
+	wantEcho(t, first)
+	for range 3 {
+		for failing, want := range map[string]string{local[1]: "some", local[2]: ""} {
+			if got, err := io.ReadAll(connect(t, failing)); err != nil || string(got) != want {
+				t.Errorf("%q, %v, want %q", got, err, want)
+			}
+		}
+		wantEcho(t, first)
+		wantEcho(t, connect(t, local[0]))
+	}
+	select {
+	case err := <-ended:
+		t.Errorf("the session ended: %v", err)
+	default:
+	}
+}
+
+// The same for the ports of a WebSocket, each of which has a channel for its error.
+func TestWebSocketForwardsFailAlone(t *testing.T) {
+	s := serving(t, doing{forwardPort: pod})
+	c := dialWebSocket(t, s.forwardURL(t, echoes, resets, refuses), remotecommand.StreamProtocolV4Name)
+	data := [6]string{}
+	hear := func() {
+		_, message, err := c.conn.ReadMessage()
+		testutil.Must(t, err)
+		data[message[0]] += string(message[1:])
+	}
+	for data[3] == "" || data[5] == "" || len(data[3]) <= 2 || len(data[5]) <= 2 { // behind the port
+		hear()
+	}
+	c.say(0, []byte("hello"))
+	for data[0][2:] != "hello" {
+		hear()
+	}
+	if data[2][2:] != "some" || data[4][2:] != "" {
+		t.Errorf("the other ports sent %q and %q", data[2], data[4])
+	}
+}
+
+// A session whose first connection fails is of no use. The client gets the reason.
+func TestFirstForwardFails(t *testing.T) {
+	s := serving(t, doing{forwardPort: pod})
+	u, err := url.Parse(s.forwardURL(t))
+	testutil.Must(t, err)
+	local, ended := forwardLocally(t, u, refuses)
+	connect(t, local[0])
+	if err := <-ended; !errors.Is(err, portforward.ErrLostConnectionToPod) {
+		t.Errorf("the session ended with %v", err)
+	}
+}
+
+// A pod that sends without end does not send to a client that has left.
+func TestForwardEndsWithItsClient(t *testing.T) {
+	ended := make(chan error, 1)
+	s := serving(t, doing{forward: func(ctx context.Context, stream io.ReadWriteCloser) error {
+		for ctx.Err() == nil {
+			if _, err := stream.Write(make([]byte, 1<<10)); err != nil {
+				break
+			}
+		}
+		ended <- ctx.Err()
+		return ctx.Err()
+	}})
+	c := s.forwardClient(t)
+	go func() { _, _ = io.Copy(io.Discard, c.conn) }()
+	c.send(&spdy.RstStreamFrame{StreamId: c.forward(1), Status: spdy.Cancel})
+	if err := <-ended; err == nil {
+		t.Error("the pod's data was refused in another way")
+	}
 }
 
 // Every byte of a connection arrives, although the client reads only after the pod has closed it.

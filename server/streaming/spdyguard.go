@@ -28,8 +28,10 @@ const (
 	maxHeaders = 16
 	maxHeader  = 256
 	// maxForwards bounds the concurrent connections of a port-forward. Each one is a pair of
-	// streams and a socket in the pod.
+	// streams and a socket in the pod. Further connections are refused.
 	maxForwards = 128
+	// maxForwardStreams bounds the streams of these and of connections that are being refused.
+	maxForwardStreams = 4 * 2 * maxForwards
 )
 
 // streamRules limit the streams that a client may open. A stream's kind is its header "streamType".
@@ -68,7 +70,7 @@ func streamKinds(o remotecommand.Options, protocol string) map[string]bool {
 }
 
 func forwardRules() streamRules {
-	return streamRules{open: 2 * maxForwards, inputs: map[string]bool{portforward.StreamTypeData: true}}
+	return streamRules{open: maxForwardStreams, inputs: map[string]bool{portforward.StreamTypeData: true}}
 }
 
 // spdyGuard wraps a client's connection and passes only frames that spdystream can handle:
@@ -108,6 +110,7 @@ type spdyGuard struct {
 type guardedStream struct {
 	input                      bool
 	clientFinished, weFinished bool
+	reset                      func() // called if the client resets the stream before we have finished; nil: not set
 }
 
 type dataFrame struct {
@@ -287,10 +290,32 @@ func (g *spdyGuard) open(f *spdy.SynStreamFrame) error {
 	return nil
 }
 
+// reset removes a stream that the client has reset. The library does not report that to writers,
+// whose data would go on to the client.
 func (g *spdyGuard) reset(id spdy.StreamId) {
 	g.mu.Lock()
-	defer g.mu.Unlock()
+	var notify func()
+	if s := g.streams[id]; s != nil && !s.weFinished {
+		notify = s.reset
+	}
 	delete(g.streams, id)
+	g.mu.Unlock()
+	if notify != nil {
+		notify()
+	}
+}
+
+// onReset calls do when the client resets a stream, or at once if it has ended.
+func (g *spdyGuard) onReset(id spdy.StreamId, do func()) {
+	g.mu.Lock()
+	s := g.streams[id]
+	if s != nil {
+		s.reset = do
+	}
+	g.mu.Unlock()
+	if s == nil {
+		do()
+	}
 }
 
 // closeWrite tells the client that the session ends.

@@ -242,31 +242,65 @@ func TestHangUpDuringNewForwardLeaksNothing(t *testing.T) {
 	}
 }
 
-// Open connections are limited. Finished ones make room.
+// finish finishes the client's direction of a stream.
+func (c *spdyClient) finish(stream spdy.StreamId) {
+	c.t.Helper()
+	c.send(&spdy.DataFrame{StreamId: stream, Flags: spdy.DataFlagFin})
+}
+
+// finished reads until the server has finished a stream.
+func (c *spdyClient) finished(stream spdy.StreamId) {
+	c.t.Helper()
+	for {
+		f, err := c.framer.ReadFrame()
+		testutil.Must(c.t, err)
+		switch f := f.(type) {
+		case *spdy.RstStreamFrame:
+			if f.StreamId == stream {
+				return
+			}
+		case *spdy.DataFrame:
+			if f.StreamId == stream && f.Flags&spdy.DataFlagFin != 0 {
+				return
+			}
+		}
+	}
+}
+
+// Open connections are limited. Further ones are refused without harm to the others. Finished ones
+// make room.
 func TestConcurrentForwardsAreLimited(t *testing.T) {
 	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
 		_, err := io.Copy(stream, stream)
 		return errors.Join(err, stream.Close())
 	}})
 	c := s.forwardClient(t)
-	for i := range 2 * maxForwards {
-		data := c.forward(i)
-		c.send(&spdy.DataFrame{StreamId: data - 2, Flags: spdy.DataFlagFin})
-		c.send(&spdy.DataFrame{StreamId: data, Flags: spdy.DataFlagFin})
-		for finished := 0; finished < 2; {
-			f, err := c.framer.ReadFrame()
-			if err != nil {
-				t.Fatalf("connection %d: %v", i, err)
-			}
-			if d, ok := f.(*spdy.DataFrame); ok && d.Flags&spdy.DataFlagFin != 0 {
-				finished++
-			}
-		}
+	request := 0
+	forward := func() spdy.StreamId {
+		request++
+		data := c.forward(request)
+		c.finish(data - 2) // the error stream
+		return data
 	}
-	for i := range maxForwards {
-		c.forward(2*maxForwards + i)
+	for range 2 * maxForwards {
+		data := forward()
+		c.finish(data)
+		c.finished(data)
 	}
-	c.open(portforward.StreamTypeError, portforward.PortHeader, "80")
+	var open []spdy.StreamId
+	for range maxForwards {
+		open = append(open, forward())
+	}
+	for range maxForwardStreams {
+		c.finished(forward())
+	}
+	for _, data := range open {
+		c.finish(data)
+		c.finished(data)
+	}
+	for range maxForwardStreams + 1 {
+		c.open(portforward.StreamTypeError, portforward.PortHeader, "80")
+	}
 	c.ended()
 }
 

@@ -1,0 +1,53 @@
+package stream
+
+import (
+	"bytes"
+	"io"
+	"net"
+	"testing"
+
+	"berth/internal/testutil"
+)
+
+// clientSide is a client that sends until Forward stops reading, and keeps what it gets.
+type clientSide struct {
+	io.Reader
+	got bytes.Buffer
+}
+
+func (c *clientSide) Write(p []byte) (int, error) { return c.got.Write(p) }
+func (c *clientSide) Close() error                { return nil }
+
+type endless struct{}
+
+func (endless) Read(p []byte) (int, error) { return len(p), nil }
+
+// What an application sends before it resets the connection arrives, even if the reset meets the
+// client's data first.
+func TestResetLosesNoOutput(t *testing.T) {
+	s := testStreams()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	testutil.Must(t, err)
+	defer l.Close()
+	for range 50 {
+		accepted := make(chan error, 1)
+		go func() {
+			conn, err := l.Accept()
+			if err == nil {
+				_, err = conn.Read(make([]byte, 1))
+			}
+			if err == nil {
+				_ = conn.(*net.TCPConn).SetLinger(0)
+				_, err = conn.Write([]byte("last words"))
+				conn.Close()
+			}
+			accepted <- err
+		}()
+		c := &clientSide{Reader: endless{}}
+		err := s.PortForward(t.Context(), "ready", int32(l.Addr().(*net.TCPAddr).Port), c)
+		testutil.Must(t, <-accepted)
+		if c.got.String() != "last words" {
+			t.Fatalf("the client got %q: %v", c.got.String(), err)
+		}
+	}
+}
