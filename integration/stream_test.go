@@ -327,6 +327,78 @@ func TestAttach(t *testing.T) {
 	}
 }
 
+// attachCase is a container's stdin and how its first client leaves.
+type attachCase struct{ stdin, once, tty, hangUp bool }
+
+// staysOpen reports whether the container's stdin stays open for other clients. kubectl's option
+// --leave-stdin-open means once = false.
+func (k attachCase) staysOpen() bool { return k.stdin && (!k.once || k.tty) }
+
+// The end of a client's input ends its session if the container's stdin stays open, as in
+// containerd. Otherwise the session goes on until the container ends.
+func TestAttachEndsWithStdin(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	for i := range 1 << 4 {
+		k := attachCase{stdin: i&1 != 0, once: i&2 != 0, tty: i&4 != 0, hangUp: i&8 != 0}
+		for _, p := range sessions.Protocols {
+			t.Run(fmt.Sprintf("%+v %s", k, p.Name), func(t *testing.T) { k.run(t, pod, p) })
+		}
+	}
+}
+
+func (k attachCase) run(t *testing.T, pod *harness.Pod, p sessions.Protocol) {
+	script := "until [ -e /stop ]; do sleep 0.05; done; echo later"
+	if k.stdin {
+		script = "cat; " + script
+	}
+	c := pod.Run(t, harness.Script(script), func(c *runtimeapi.ContainerConfig) {
+		c.Stdin, c.StdinOnce, c.Tty = k.stdin, k.once, k.tty
+	})
+	attach := func() *sessions.Attachment {
+		return sessions.Attach(t, c, p, func(o *remotecommand.StreamOptions) {
+			if k.tty {
+				o.Tty, o.Stderr = true, nil
+			}
+		})
+	}
+	a := attach()
+	a.Send(t, "say hello\n")
+	if k.hangUp {
+		if k.stdin {
+			a.Stdout.WaitFor(t, "say hello")
+		}
+		a.HangUp()
+		<-a.Ended
+	} else {
+		harness.Must(t, a.Typing.Close())
+	}
+	switch {
+	case k.staysOpen():
+		if !k.hangUp {
+			harness.Must(t, <-a.Ended)
+		}
+		harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+		next := attach()
+		next.Send(t, "say more\n")
+		next.Stdout.WaitFor(t, "say more")
+		next.HangUp()
+		<-next.Ended
+		c.Stop(t, 0)
+	case !k.hangUp:
+		c.Release(t, "/stop")
+		harness.Must(t, <-a.Ended)
+		harness.WantText(t, "output", a.Stdout.String(), "later")
+		c.WaitExited(t)
+	default:
+		c.Release(t, "/stop") // without input, or at its end
+		c.WaitExited(t)
+	}
+	if k.stdin {
+		harness.WantText(t, "output", a.Stdout.String(), "say hello")
+	}
+}
+
 // A restart of the daemon does not affect a container with an attach session.
 func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	d := harness.StartDaemon(t)

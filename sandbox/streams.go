@@ -16,15 +16,16 @@ func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error
 	}
 	run := c.running.Load()
 	return stream.ContainerTarget{
-		ID:       c.ID,
-		PodID:    c.PodID,
-		Process:  c.info.Load().Process,
-		Runtime:  t.runtimeOf(c),
-		Cgroup:   c.CgroupsPath,
-		Terminal: c.Config.GetTty(),
-		Stdin:    c.Config.GetStdin(),
-		Running:  run != nil && !run.HasEnded(),
-		Keep:     keepFor(t.images, c.ContainerSpec),
+		ID:        c.ID,
+		PodID:     c.PodID,
+		Process:   c.info.Load().Process,
+		Runtime:   t.runtimeOf(c),
+		Cgroup:    c.CgroupsPath,
+		Terminal:  c.Config.GetTty(),
+		Stdin:     c.Config.GetStdin(),
+		StdinOnce: c.Config.GetStdinOnce(),
+		Running:   run != nil && !run.HasEnded(),
+		Keep:      keepFor(t.images, c.ContainerSpec),
 	}, nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -79,11 +80,19 @@ type AttachIO struct {
 	Stdin          io.ReadCloser // Attach closes it; Close must end a Read
 	Stdout, Stderr io.Writer     // a container with a terminal has only Stdout
 	Resize         <-chan proto.TerminalSize
+	// StdinGrace is how long Attach waits for output after the end of Stdin. 0: until the container
+	// ends.
+	StdinGrace time.Duration
 }
 
+// maxGraces bounds the time that a container's output can prolong an Attach after the end of Stdin,
+// in units of StdinGrace.
+const maxGraces = 8
+
 // Attach connects streams to a running container until the container or ctx ends, or a write to
-// Stdout or Stderr fails. The end of Stdin does not end it, but closes the container's stdin if
-// that is open for one client only (proto.Launch.StdinOnce).
+// Stdout or Stderr fails. With StdinGrace it also ends after Stdin, when no more output follows.
+// The end of Stdin closes the container's stdin if that is open for one client only
+// (proto.Launch.StdinOnce).
 //
 // The monitor disconnects a client that does not read output for a while. That looks like the
 // container's end.
@@ -111,7 +120,10 @@ func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 			sending.Go(func() { c.sendSizes(ctx, streams.Resize) })
 		}
 		if streams.Stdin != nil {
-			sending.Go(func() { c.sendStdin(streams.Stdin) })
+			sending.Go(func() {
+				c.sendStdin(streams.Stdin)
+				c.endSoon(streams.StdinGrace)
+			})
 		}
 		err = c.output(streams)
 	}
@@ -144,6 +156,8 @@ type client struct {
 	in   []byte // received, not yet decoded
 
 	sending sync.Mutex // held while one frame is written
+
+	inputEnd atomic.Pointer[time.Time] // when the attached client's input ended; nil: it has not, or does not matter
 }
 
 // dialRetry is the pause between two attempts to connect to a busy monitor.
@@ -232,12 +246,29 @@ func (c *client) answer() error {
 	return nil
 }
 
+// endSoon makes output end when nothing has arrived for the time grace. 0: it goes on.
+func (c *client) endSoon(grace time.Duration) {
+	if grace == 0 {
+		return
+	}
+	now := time.Now()
+	c.inputEnd.Store(&now)
+	_ = c.conn.SetReadDeadline(now.Add(grace)) // fails only for a closed connection
+}
+
 // output copies output until the end.
 func (c *client) output(streams AttachIO) error {
 	for {
 		f, err := c.next()
-		if errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) {
+		end := c.inputEnd.Load()
+		switch {
+		case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
 			return nil
+		case end != nil && errors.Is(err, os.ErrDeadlineExceeded):
+			return nil
+		case end != nil && err == nil:
+			latest := end.Add(maxGraces * streams.StdinGrace)
+			_ = c.conn.SetReadDeadline(minTime(latest, time.Now().Add(streams.StdinGrace)))
 		}
 		if err != nil {
 			return err
@@ -252,6 +283,13 @@ func (c *client) output(streams AttachIO) error {
 			return err
 		}
 	}
+}
+
+func minTime(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
 }
 
 // sendStdin copies input until it ends or the connection does.

@@ -307,6 +307,30 @@ func TestStdinOnce(t *testing.T) {
 	gone.wait()
 }
 
+// With a grace a client's session ends after its input. The output that follows still arrives, and
+// the container's stdin stays open.
+func TestAttachEndsWithItsInput(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("ends", "cat; echo end", func(r *proto.Launch) { r.Stdin = true })
+	for _, text := range []string{"one\n", "", "two\n"} {
+		a := c.attach(func(s *AttachIO) { s.StdinGrace = time.Second })
+		a.send(text)
+		a.stdin.Close()
+		if err := a.wait(); err != nil {
+			t.Error(err)
+		}
+		if got := a.stdout.String(); got != text {
+			t.Errorf("stdout: %q, want %q", got, text)
+		}
+	}
+	endless := e.run("endless", "while :; do echo line; done", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
+	a := endless.attach(func(s *AttachIO) { s.StdinGrace = 10 * time.Millisecond })
+	a.stdin.Close()
+	if err := a.wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestStdinFasterThanTheContainer(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("slow-reader", "sleep 0.2; wc -c", func(r *proto.Launch) { r.Stdin, r.StdinOnce = true, true })

@@ -3,21 +3,38 @@ package stream
 import (
 	"context"
 	"io"
+	"time"
 
 	"berth/shim"
 )
 
-// Attach connects a client to a container's own input and output until the container or ctx ends.
-// terminal says whether the container has a terminal. Without takesInput, Attach reads Stdin and
-// discards it. The error is Unavailable when berth is stopping.
-func (r runner) Attach(ctx context.Context, monitor *shim.Monitor, terminal, takesInput bool, s IO) error {
+// stdinGrace is how long a session goes on after the end of its stdin if no output follows. The
+// answer of a container to its last input takes milliseconds.
+const stdinGrace = 300 * time.Millisecond
+
+// Attach connects a client to a container's own input and output. Like containerd's, the session
+// ends
+//   - with the container or ctx
+//   - with Stdin, unless that closes the container's stdin (StdinOnce, without a terminal), or the
+//     container takes no input. Unlike containerd's, the client gets the output that follows.
+//
+// Without input and output there is nothing to wait for. If the container takes no input, Attach
+// reads Stdin and discards it. The error is Unavailable when berth is stopping.
+func (r runner) Attach(ctx context.Context, monitor *shim.Monitor, c ContainerTarget, s IO) error {
 	session := shim.AttachIO{Stdout: s.Stdout, Stderr: s.Stderr}
-	if terminal {
-		session.Resize = s.Resize
+	if c.Terminal {
+		session.Resize, session.Stderr = s.Resize, nil
+	}
+	hasOutput := session.Stdout != nil || session.Stderr != nil
+	if !hasOutput && (s.Stdin == nil || !c.Stdin) {
+		return nil
+	}
+	if !c.StdinOnce || c.Terminal || !hasOutput {
+		session.StdinGrace = stdinGrace
 	}
 	if s.Stdin != nil {
 		in, out := io.Pipe()
-		if takesInput {
+		if c.Stdin {
 			session.Stdin = in
 		} else if err := in.Close(); err != nil { // writes fail, so copyInput discards the input
 			return err

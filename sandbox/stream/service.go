@@ -29,8 +29,10 @@ type ContainerTarget struct {
 	Cgroup   string              // cgroupsPath of the runtime-spec
 	Terminal bool                // the container has a terminal
 	Stdin    bool                // the container reads stdin
-	Running  bool
-	Keep     []*os.File // to hold open while an exec runs, see proto.Exec.Keep
+	// StdinOnce says that the container's stdin is closed at the end of its first client's.
+	StdinOnce bool
+	Running   bool
+	Keep      []*os.File // to hold open while an exec runs, see proto.Exec.Keep
 }
 
 func (c ContainerTarget) String() string { return "container " + c.ID }
@@ -240,8 +242,9 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 
 // Attach connects a client to a running container's own input and output until the container or ctx
 // ends. terminal must match the container's config. Stdin is ignored if the container was created
-// without stdin, as in containerd and CRI-O. With StdinOnce the end of Stdin closes the container's
-// stdin.
+// without stdin, as in containerd and CRI-O. The end of Stdin closes the container's stdin if it was
+// created with StdinOnce and without a terminal; otherwise it ends the session, and the container's
+// stdin stays open.
 //
 // Errors: NotFound; FailedPrecondition if the container is not running; InvalidArgument if terminal
 // does not match.
@@ -266,7 +269,7 @@ func (s *Service) Attach(ctx context.Context, id string, terminal bool, client I
 		}
 	}
 	defer s.tasks.BeginOpen("end of attached session", c.String())()
-	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.dirs.Shim(c.ID)), terminal, c.Stdin, client); err != nil {
+	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.dirs.Shim(c.ID)), c, client); err != nil {
 		return fmt.Errorf("container %s: %w", c.ID, err)
 	}
 	return nil
