@@ -3,9 +3,11 @@ package integration
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -103,6 +105,33 @@ func TestCommandsExec(t *testing.T) {
 	refusedWith(t, d, 125, "no-such-user", "exec", "-u", "no-such-user", c.Id, "ls")
 	refusedWith(t, d, 125, "not an absolute path", "exec", "-w", "etc", c.Id, "ls")
 	harness.Equal(t, "logs of a pod's container", runBerth(t, d, "logs", pod.Id, "-c", "job"), "from job\n")
+}
+
+// A command that cannot start, for example in a missing directory, has the exit codes of podman and
+// docker, with each runtime.
+func TestCommandsExecCodes(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
+	for _, handler := range []string{"", "crun"} {
+		c := runPodWith(t, d, handler, harness.HostNetwork).Run(t, harness.Script("echo text >/text; echo ready; exec sleep 100000"))
+		c.WaitOutput(t, "ready")
+		for _, k := range []struct {
+			code int
+			args []string // with the container's ID for ID
+		}{
+			{127, []string{"ID", "no-such-program"}},
+			{127, []string{"ID", "/no/such/program"}},
+			{127, []string{"ID", "/text/program"}},
+			{126, []string{"ID", "/etc/passwd"}},
+			{126, []string{"ID", "/etc"}},
+			{127, []string{"-w", "/missing", "ID", "true"}},
+			{127, []string{"-w", "/missing/below", "ID", "true"}},
+			{127, []string{"-w", "/text", "ID", "true"}},
+		} {
+			args := append([]string{"exec"}, k.args...)
+			args[slices.Index(args, "ID")] = c.Id
+			t.Run(fmt.Sprint(handler, k.args), func(t *testing.T) { refusedWith(t, d, k.code, "", args...) })
+		}
+	}
 }
 
 // events prints what happens, and kill sends signals to the main process.

@@ -34,8 +34,8 @@ func execCommand(o *Connection) *cobra.Command {
 pod; -c selects one of several containers.
 
 The exit code is 125 if the command could not be started because of berth or the
-runtime, 126 if it is not executable, 127 if it does not exist, and 128 plus the number
-of the signal that killed it.
+runtime, 126 if it is not executable, 127 if it or its directory does not exist, and 128
+plus the number of the signal that killed it.
 
 If the connection ends, berth kills the command and all processes it started. Other
 runtimes may let it run on. CRI has no fields for --user, --workdir and --env, so they
@@ -115,10 +115,13 @@ func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) err
 	return sessionStatus(ctx, "exec in container "+client.ContainerName(container), err)
 }
 
-// Errors of libcontainer, runc and crun about the program itself. CRI has no codes for them.
+// Errors of libcontainer, runc, crun and runsc about the program itself or its directory. CRI has no
+// codes for them. As in podman and docker, a missing directory counts as a missing program.
 var (
-	notFound      = regexp.MustCompile(`executable file .*not found|exec: ".*: no such file or directory`)
-	notExecutable = regexp.MustCompile(`exec(: "| /).*: (permission denied|is a directory|exec format error)`)
+	notFound = regexp.MustCompile(`(?i)executable file .*not found|error finding executable |` +
+		`(exec: "|open executable|chdir |failed to load ).*: (no such file or directory|not a directory)`)
+	notExecutable = regexp.MustCompile(`(?i)(exec: "|exec /|open executable|chdir |failed to load ).*` +
+		`: (permission denied|operation not permitted|is a directory|exec format error)`)
 )
 
 // execStatus gives a failure to run the command its exit code.
