@@ -9,14 +9,18 @@ import (
 	"os"
 	"os/signal"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/moby/term"
 	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/httpstream"
+	protocols "k8s.io/apimachinery/pkg/util/remotecommand"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/remotecommand"
+	"k8s.io/client-go/transport/spdy"
 	clientexec "k8s.io/client-go/util/exec"
-	"k8s.io/streaming/pkg/httpstream"
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/terminal"
@@ -75,37 +79,81 @@ func (s *session) run(ctx context.Context, cmd *cobra.Command,
 	return err
 }
 
-// stream runs a session over WebSocket, or over SPDY if the runtime supports only older WebSocket
-// protocols. A URL is valid for one attempt.
+// errNoResult is the error of a session whose connection was lost. client-go takes a missing result
+// as success.
+var errNoResult = errors.New("the connection ended before the result arrived")
+
+// stream runs a session over SPDY. client-go's WebSocket fails if its output is not read for a
+// minute.
 func (s *session) stream(ctx context.Context, offer func(context.Context) (string, error),
 	options remotecommand.StreamOptions) error {
-	config := &rest.Config{TLSClientConfig: s.tls}
-	err := streamOver(ctx, offer, options, func(address string) (remotecommand.Executor, error) {
-		return remotecommand.NewWebSocketExecutor(config, http.MethodGet, address)
-	})
-	if !httpstream.IsUpgradeFailure(err) {
-		return err
-	}
-	return streamOver(ctx, offer, options, func(address string) (remotecommand.Executor, error) {
-		u, err := url.Parse(address)
-		if err != nil {
-			return nil, err
-		}
-		return remotecommand.NewSPDYExecutor(config, http.MethodPost, u)
-	})
-}
-
-func streamOver(ctx context.Context, offer func(context.Context) (string, error), options remotecommand.StreamOptions,
-	over func(address string) (remotecommand.Executor, error)) error {
 	address, err := offer(ctx)
 	if err != nil {
 		return err
 	}
-	executor, err := over(address)
+	u, err := url.Parse(address)
 	if err != nil {
 		return err
 	}
-	return executor.StreamWithContext(ctx, options)
+	transport, upgrader, err := spdy.RoundTripperFor(&rest.Config{TLSClientConfig: s.tls})
+	if err != nil {
+		return err
+	}
+	result := &resultUpgrader{Upgrader: upgrader}
+	executor, err := remotecommand.NewSPDYExecutorForProtocols(transport, result, http.MethodPost, u,
+		protocols.StreamProtocolV4Name)
+	if err != nil {
+		return err
+	}
+	err = executor.StreamWithContext(ctx, options)
+	switch {
+	case err == nil && !result.arrived.Load():
+		return errNoResult
+	case err != nil && !result.arrived.Load() && ctx.Err() != nil:
+		return ctx.Err() // client-go drops it during the handshake
+	}
+	return err
+}
+
+// resultUpgrader notes whether a session's result arrives: its error stream has data. From version 4
+// of the protocol, success has, too.
+type resultUpgrader struct {
+	spdy.Upgrader
+	arrived atomic.Bool
+}
+
+// NewConnection implements spdy.Upgrader.
+func (u *resultUpgrader) NewConnection(r *http.Response) (httpstream.Connection, error) {
+	c, err := u.Upgrader.NewConnection(r)
+	return resultConnection{c, u}, err
+}
+
+type resultConnection struct {
+	httpstream.Connection
+	u *resultUpgrader
+}
+
+// CreateStream implements httpstream.Connection.
+func (c resultConnection) CreateStream(headers http.Header) (httpstream.Stream, error) {
+	stream, err := c.Connection.CreateStream(headers)
+	if err != nil || headers.Get(corev1.StreamType) != corev1.StreamTypeError {
+		return stream, err
+	}
+	return resultStream{stream, c.u}, nil
+}
+
+type resultStream struct {
+	httpstream.Stream
+	u *resultUpgrader
+}
+
+// Read implements io.Reader.
+func (s resultStream) Read(p []byte) (int, error) {
+	n, err := s.Stream.Read(p)
+	if n > 0 {
+		s.u.arrived.Store(true)
+	}
+	return n, err
 }
 
 // leaveKeys are Ctrl-P Ctrl-Q, as with other clients of containers.

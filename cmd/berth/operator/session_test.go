@@ -1,22 +1,29 @@
 package operator
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
+	"net/url"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/client-go/tools/remotecommand"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/client/fakecri"
+	"berth/internal/testutil"
 	"berth/sandbox/stream"
 	"berth/server/streaming"
 )
@@ -203,6 +210,57 @@ func TestOnlyRunningContainerIsChosen(t *testing.T) {
 		names, err := source(t.Context(), conn)
 		if got := strings.Join(names, " "); err != nil || !strings.HasPrefix(got, want) || strings.Contains(got, "web/done") {
 			t.Errorf("%q, %v; want %q", got, err, want)
+		}
+	}
+}
+
+// A session whose connection is lost is no success.
+func TestLostSessionFails(t *testing.T) {
+	server, err := streaming.Listen(streaming.Config{Address: "127.0.0.1:0", IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, commands{})
+	testutil.Must(t, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { _ = server.Serve(ctx) })
+	defer running.Wait()
+	defer cancel()
+	address, err := server.Exec(&runtimeapi.ExecRequest{Cmd: []string{"hang"}, Stdout: true})
+	testutil.Must(t, err)
+	u, err := url.Parse(address)
+	testutil.Must(t, err)
+	proxy, err := net.Listen("tcp", "127.0.0.1:0")
+	testutil.Must(t, err)
+	defer proxy.Close()
+	host := u.Host
+	running.Go(func() { dropAfter(t, proxy, host, "up") })
+	u.Host = proxy.Addr().String()
+	var s session
+	err = s.stream(t.Context(), func(context.Context) (string, error) { return u.String(), nil },
+		remotecommand.StreamOptions{Stdout: io.Discard})
+	if !errors.Is(err, errNoResult) {
+		t.Errorf("the session ended with %v", err)
+	}
+}
+
+// dropAfter passes on a connection until the server has sent a text.
+func dropAfter(t *testing.T, l net.Listener, server, text string) {
+	client, err := l.Accept()
+	if err != nil {
+		return
+	}
+	defer client.Close()
+	conn, err := net.Dial("tcp", server)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	defer conn.Close()
+	go func() { _, _ = io.Copy(conn, client) }()
+	buffer := make([]byte, 1<<10)
+	for {
+		n, err := conn.Read(buffer)
+		_, _ = client.Write(buffer[:n])
+		if err != nil || bytes.HasSuffix(buffer[:n], []byte(text)) {
+			return
 		}
 	}
 }
