@@ -184,14 +184,14 @@ func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origi
 		"layer", l.Blob.Digest)
 	key := flightKey{domain: ref.Domain, repository: ref.Name(), blob: l.Blob.Digest, diffID: l.DiffID}
 	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *transfer) error {
-		return s.fromHosts(a.repo, l, received, func(host int) (inParts bool, err error) {
+		return s.fromHosts(a.repo, l, received, func(host int) (inPieces bool, err error) {
 			blob, err := a.repo.Blob(ctx, l.Blob, host, func(n int) { received.at.Add(int64(n)) })
 			if err != nil {
 				return false, err
 			}
 			defer blob.Close() // read to its end or abandoned
 			_, err = io.Copy(io.Discard, blob)
-			return blob.InParts(), err
+			return blob.InPieces(), err
 		})
 	})
 	return err

@@ -403,11 +403,11 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 // download fetches and stores a layer.
 func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
 	received *transfer) error {
-	return s.fromHosts(repo, l, received, func(host int) (inParts bool, err error) {
+	return s.fromHosts(repo, l, received, func(host int) (inPieces bool, err error) {
 		for more := (shortage{}); ; received.reset() {
-			had, inParts, err := s.downloadFrom(ctx, store, repo, l, host, received, more)
+			had, inPieces, err := s.downloadFrom(ctx, store, repo, l, host, received, more)
 			if !more.grow(s.memory, had, err) {
-				return inParts, err
+				return inPieces, err
 			}
 			s.log.Info("fetching layer again to unpack it with more memory", "image", repo.Reference().String(), "layer",
 				l.Blob.Digest, "error", err)
@@ -416,31 +416,24 @@ func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry
 }
 
 // fromHosts calls fetch with the number of a repository's host. After corrupt content it tries the
-// next host, because a mirror's cache may be damaged. If the only host sent the layer in parts, it
+// next host, because a mirror's cache may be damaged. If the only host sent the layer in pieces, it
 // retries the layer as a whole.
 func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *transfer,
-	fetch func(host int) (inParts bool, err error)) error {
-	var err error
-	for first, tries := 0, repo.Hosts(); first < tries; first++ {
+	fetch func(host int) (inPieces bool, err error)) error {
+	for first := 0; ; first++ {
 		received.reset()
-		var inParts bool
-		inParts, err = fetch(first)
-		if errdefs.Code(err) != codes.DataLoss {
+		inPieces, err := fetch(first)
+		if errdefs.Code(err) != codes.DataLoss || first+1 >= repo.Attempts(l.Blob.Digest, inPieces) {
 			return err
-		}
-		if inParts {
-			tries = max(tries, 2)
 		}
 		s.log.Warn("layer is corrupt", "image", repo.Reference().String(), "layer", l.Blob.Digest, "error", err)
 	}
-	return err
 }
 
 // downloadFrom streams a layer from the network through its checks into the layer store, starting
-// with the given host. It returns the limits of the layer and whether range requests fetched parts
-// of it.
+// with the given host. It returns the limits of the layer and whether it came in pieces.
 func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer,
-	first int, received *transfer, more shortage) (had unpack.Limits, inParts bool, err error) {
+	first int, received *transfer, more shortage) (had unpack.Limits, inPieces bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) {
 		received.at.Add(int64(n))
 		s.cfg.Observer.Received(repo.Reference().Domain, n)
@@ -464,19 +457,19 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	if err == nil { // unread if another pull created the layer meanwhile
 		_, err = io.Copy(io.Discard, blob)
 	}
-	inParts = blob.InParts()
+	inPieces = blob.InPieces()
 	switch again := more; {
 	case again.grow(s.memory, had, err):
 	case errors.Is(err, layer.ErrTooLarge) && s.layers.fallback(store) != nil: // the other driver reads the whole blob
 	case blob.Resumed() && mayBeOfKept(err): // fetch it as a whole
 		err = errdefs.New(codes.DataLoss, "%w, with bytes from an earlier transfer", err)
 	case !rejectsContent(err):
-	case repo.Hosts() > 1 || inParts:
+	case repo.Hosts() > 1 || inPieces:
 		err = faultOf(ctx, blob, err, faultTime)
 	case blob.Left() <= littleLeft:
 		err = faultOf(ctx, blob, err, littleTime)
 	}
-	return had, inParts, err
+	return had, inPieces, err
 }
 
 // tracedBlob is a blob whose transfer is a span: from the first read to the end or an error. It

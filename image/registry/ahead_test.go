@@ -181,7 +181,7 @@ func TestBlobInParts(t *testing.T) {
 		if n := s.most.Load(); n < min(most, testParts-1) {
 			t.Errorf("%d at once: %d were", most, n)
 		}
-		if whole, parts := s.wholes.Load(), s.parts.Load(); !b.InParts() || most > 1 && (whole != 1 || parts < testParts-1) {
+		if whole, parts := s.wholes.Load(), s.parts.Load(); !b.InPieces() || most > 1 && (whole != 1 || parts < testParts-1) {
 			t.Errorf("%d at once: %d transfers, and %d of parts", most, whole, parts)
 		}
 		if err := b.Close(); err != nil || l.taken.Load() != 0 {
@@ -269,7 +269,7 @@ func (s *partServer) wantInParts(t *testing.T, l *leave) {
 	t.Helper()
 	b := s.blob(t, l, 0)
 	got, err := io.ReadAll(b)
-	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
+	if err != nil || !bytes.Equal(got, s.data) || !b.InPieces() {
 		t.Errorf("%d bytes, %v", len(got), err)
 	}
 }
@@ -510,7 +510,7 @@ func TestWrongPart(t *testing.T) {
 	wantCode(t, err, codes.DataLoss, "digest of the content")
 	before := s.parts.Load()
 	b = s.blob(t, l, 1)
-	if got, err := io.ReadAll(b); err != nil || !bytes.Equal(got, s.data) || b.InParts() || s.parts.Load() != before {
+	if got, err := io.ReadAll(b); err != nil || !bytes.Equal(got, s.data) || b.InPieces() || s.parts.Load() != before {
 		t.Errorf("%d bytes, %v, in %d parts", len(got), err, s.parts.Load()-before)
 	}
 }

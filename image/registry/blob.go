@@ -18,41 +18,28 @@ import (
 	"berth/internal/stall"
 )
 
-const (
-	// maxFailures limits consecutive interrupted transfers and failed connections.
-	maxFailures = 5
-	// progressBytes must arrive before earlier failures are forgotten.
-	progressBytes = 1 << 20
-)
-
-// Blob reads a blob from the hosts of a repository. It resumes an interrupted transfer, with the
-// next host if there are several. While a large blob comes slowly, it fetches parts ahead, see
-// Config.Spare. Read returns io.EOF only after it has verified size and digest. It does not follow
-// URLs in the descriptor. Only Stop may be called concurrently with other methods.
+// Blob reads a blob from the hosts of a repository. After any interruption it goes on with the next
+// host, and with the bytes that it has. It fails when no host is left, see blobHosts. While a large
+// blob comes slowly, it fetches parts ahead, see Config.Spare. Read returns io.EOF only after it has
+// verified size and digest. It does not follow URLs in the descriptor. Only Stop may be called
+// concurrently with other methods.
 type Blob struct {
 	owner   context.Context    // the caller's context
 	ctx     context.Context    // of transfers: done when owner is done or the blob is stopped
 	stop    context.CancelFunc // cancels ctx
 	repo    *Repository
 	want    ocispec.Descriptor
-	first   int // number of the first host to try
+	hosts   *blobHosts
 	onBytes func(n int)
 
-	hash     hash.Hash
-	states   *index.Hash   // the hash, if NoteStates was called
-	body     io.ReadCloser // nil between transfers
-	host     *endpoint     // of the current or last transfer
-	from     string        // that host, for errors
-	ahead    ahead
-	offset   int64 // of the next byte from the network
-	kept     kept
-	failures int   // failures since the offset mark
-	mark     int64 // offset of the first of these failures
-	resumed  bool  // a host has served a request for the rest
-	// rangeless are the hosts that did not serve a request for the rest and then sent the whole
-	// blob up to the wanted offset.
-	rangeless map[*endpoint]bool
-	err       error // final result
+	hash   hash.Hash
+	states *index.Hash   // the hash, if NoteStates was called
+	body   io.ReadCloser // nil between transfers
+	host   *blobHost     // of the current or last transfer
+	ahead  ahead
+	offset int64 // of the next byte from the network
+	kept   kept
+	err    error // final result
 }
 
 // kept is the start of a blob that was received earlier.
@@ -67,7 +54,7 @@ type kept struct {
 // answered the request for the rest. It must be called before the first Read.
 func (b *Blob) ResumeFrom(content io.Reader, size int64) {
 	if size > 0 && size < b.want.Size {
-		b.kept, b.offset, b.mark = kept{content: content, left: size}, size, size
+		b.kept, b.offset = kept{content: content, left: size}, size
 	}
 }
 
@@ -93,7 +80,7 @@ func (r *Repository) Hosts() int { return len(r.endpoints) }
 
 // Blob returns a reader for a layer's blob. It sends nothing before the first Read. first is the
 // number of the first host to try; 0 is the configured order. After corrupt content the caller
-// tries the next number; such a blob is not fetched in parts. onBytes, if not nil, is called with
+// tries the next number, see Attempts; such a blob is not fetched in parts. onBytes, if not nil, is called with
 // each number of received bytes. The caller closes the blob.
 func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
 	if err := checkDescriptor(want, 0); err != nil {
@@ -103,13 +90,12 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 		onBytes = func(int) {}
 	}
 	b := &Blob{
-		owner:     ctx,
-		repo:      r,
-		want:      want,
-		first:     first,
-		onBytes:   onBytes,
-		hash:      want.Digest.Algorithm().Hash(),
-		rangeless: map[*endpoint]bool{},
+		owner:   ctx,
+		repo:    r,
+		want:    want,
+		hosts:   r.blobHosts(want.Digest, first),
+		onBytes: onBytes,
+		hash:    want.Digest.Algorithm().Hash(),
 	}
 	b.ctx, b.stop = context.WithCancel(ctx)
 	b.ahead.partsConfig = r.parts
@@ -122,9 +108,9 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 // Resumed reports whether the blob begins with bytes from an earlier transfer.
 func (b *Blob) Resumed() bool { return b.kept.used }
 
-// InParts reports whether a part of the blob was fetched by a range request of its own, or in an
-// earlier transfer.
-func (b *Blob) InParts() bool { return b.ahead.used || b.kept.used }
+// InPieces reports whether the blob did not come in one answer of one host. Then wrong content may
+// be due to the pieces, or to one of several hosts.
+func (b *Blob) InPieces() bool { return b.ahead.used || b.kept.used || b.hosts.transfers > 1 }
 
 // Left returns the number of bytes that were not received yet. It must not be called concurrently
 // with Read.
@@ -209,9 +195,8 @@ func (b *Blob) readPart(part *part, p []byte) int {
 
 // extend starts fetching the following parts.
 func (b *Blob) extend() {
-	host := b.host
-	b.ahead.extend(b.ctx, b.offset, b.want.Size, func(ctx context.Context,
-		p *part) error {
+	host := b.host.endpoint
+	b.ahead.extend(b.ctx, b.offset, b.want.Size, func(ctx context.Context, p *part) error {
 		return b.fetchPart(ctx, host, p)
 	})
 }
@@ -257,23 +242,26 @@ func (b *Blob) closeBody() {
 func (b *Blob) take(p []byte) {
 	b.hash.Write(p)
 	b.offset += int64(len(p))
-	if b.offset-b.mark >= progressBytes {
-		b.failures = 0
-	}
+	b.host.progress(len(p))
 	b.onBytes(len(p))
 }
 
-// verify returns io.EOF if size and digest of the blob are right.
+// verify returns io.EOF if size and digest of the blob are right. If one answer of one host had all
+// of it, that host has another blob.
 func (b *Blob) verify() error {
 	b.closeBody()
-	if got := digest.NewDigest(b.want.Digest.Algorithm(), b.hash); got != b.want.Digest {
-		return corrupt("%s: digest of the content from %s is %s", b, b.from, got)
+	got := digest.NewDigest(b.want.Digest.Algorithm(), b.hash)
+	if got == b.want.Digest {
+		return io.EOF
 	}
-	return io.EOF
+	if !b.InPieces() && b.host != nil {
+		b.repo.noteWrong(b.host.endpoint, b.want.Digest)
+	}
+	return corrupt("%s: digest of the content from %s is %s", b, b.hosts.senders(), got)
 }
 
-// interrupted decides whether to resume a transfer that ended early. A stalled transfer is not
-// resumed, unless parts fetched beside it may have taken its bandwidth.
+// interrupted ends a transfer before the end of the blob. If parts were fetched beside a transfer
+// that stalled, they may have taken its bandwidth.
 func (b *Blob) interrupted(err error) error {
 	b.closeBody()
 	if e := b.ctx.Err(); e != nil {
@@ -284,10 +272,9 @@ func (b *Blob) interrupted(err error) error {
 	}
 	if len(b.ahead.parts) > 0 && errors.Is(err, stall.Err) {
 		b.noParts()
-	} else if errors.Is(err, stall.Err) {
-		return fmt.Errorf("%s: from %s: %w", b, b.from, &UnavailableError{Err: err})
 	}
-	return b.failed(&UnavailableError{Err: fmt.Errorf("from %s: %w", b.from, err), temporary: true})
+	b.hosts.failed(b.host, &UnavailableError{Err: err, temporary: true})
+	return nil
 }
 
 // noParts stops fetching ahead for good.
@@ -296,50 +283,33 @@ func (b *Blob) noParts() {
 	b.ahead.clear()
 }
 
-// failed counts a failure and waits before the next try. It returns an error when there are no
-// tries left.
-func (b *Blob) failed(err *UnavailableError) error {
-	if b.failures == 0 {
-		b.mark = b.offset
-	}
-	b.failures++
-	if b.failures >= maxFailures || !err.temporary {
+// open asks the next host for the blob, from the current offset on. After a failure it returns nil
+// without a body if a host is left.
+func (b *Blob) open() error {
+	h, err := b.hosts.next(b.ctx)
+	if err != nil {
 		return fmt.Errorf("%s: %w", b, err)
 	}
-	if e := sleep(b.ctx, b.repo.delay(b.failures, err.after)); e != nil {
-		return fmt.Errorf("%s: %w", b, e)
-	}
-	return nil
-}
-
-// open starts a transfer at the current offset. After failures it starts with the next host, so
-// that a host that always breaks off does not use up all tries.
-func (b *Blob) open() error {
-	err := b.repo.askOnce(b.ctx, capPull, b.first+b.failures, func(e *endpoint) error {
-		body, err := b.openAt(e)
-		if err == nil {
-			b.body, b.host, b.from = body, e, e.String()
-			b.kept.used = b.kept.left > 0 || b.kept.used
-		}
-		return err
-	})
-	var u *UnavailableError
-	switch {
-	case err == nil:
+	body, err := b.openAt(h)
+	if err == nil {
+		b.body, b.host = body, h
+		b.kept.used = b.kept.left > 0 || b.kept.used
+		b.hosts.began(h)
 		return nil
-	case errors.As(err, &u):
-		return b.failed(&UnavailableError{Err: err, temporary: u.temporary, after: u.after})
 	}
-	return fmt.Errorf("%s: %w", b, err)
+	if b.ctx.Err() != nil {
+		return fmt.Errorf("%s: %w", b, err)
+	}
+	b.hosts.failed(h, err)
+	return nil
 }
 
 // openAt requests the blob from one host, from the current offset on. No blob fails because of
 // ranges. If a host refuses the request for the rest, or answers it in another way, openAt requests
 // the whole. It also does so in the last try if the host never answered such requests.
-func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
-	last := b.failures == maxFailures-1 && !b.resumed
-	rest := b.offset > 0 && !b.rangeless[e] && !last
-	resp, refused, err := b.ask(e, rest)
+func (b *Blob) openAt(h *blobHost) (io.ReadCloser, error) {
+	rest := b.offset > 0 && !h.rangeless && (h.resumed || !h.isLastTry())
+	resp, refused, err := b.ask(h.endpoint, rest)
 	if err != nil {
 		return nil, err
 	}
@@ -347,13 +317,14 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	switch {
 	case whole:
 		err = b.skip(resp)
-		b.rangeless[e] = err == nil && (refused ||
-			b.rangeless[e]) // if the whole breaks off, request the rest again: the refusal may have had another reason
+		// If the whole breaks off, the rest is requested again: the refusal may have had another
+		// reason.
+		h.rangeless = err == nil && (refused || h.rangeless)
 	case resp.StatusCode == http.StatusPartialContent:
 		_, err = rangeOf(resp, b.offset, b.want.Size)
-		b.resumed = b.resumed || err == nil
+		h.resumed = h.resumed || err == nil
 	default:
-		return nil, e.statusError(resp)
+		return nil, h.statusError(resp)
 	}
 	if err != nil {
 		_ = resp.Body.Close()

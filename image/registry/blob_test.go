@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"path/filepath"
 	"slices"
@@ -19,7 +20,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/registry/registrytest"
-	"berth/internal/stall"
+	"berth/internal/errdefs"
 )
 
 // blobServer serves one blob in ways a test chooses.
@@ -27,6 +28,8 @@ type blobServer struct {
 	*registrytest.Server
 	data []byte
 	want ocispec.Descriptor
+
+	done chan struct{} // closed at the end of the test, before the server
 
 	mu     sync.Mutex // guards ranges
 	ranges []string   // the Range headers that were sent
@@ -42,7 +45,8 @@ func (s *blobServer) asked() []string {
 // newBlobServer serves data by answer, which gets the number of the request, from
 // 1, and the offset asked for.
 func newBlobServer(t *testing.T, data []byte, answer func(s *blobServer, w http.ResponseWriter, n int, offset int64)) *blobServer {
-	s := &blobServer{Server: registrytest.New(t), data: data}
+	s := &blobServer{Server: registrytest.New(t), data: data, done: make(chan struct{})}
+	t.Cleanup(func() { close(s.done) })
 	s.want = ocispec.Descriptor{Digest: digest.FromBytes(data), Size: int64(len(data))}
 	s.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		var offset int64
@@ -263,8 +267,8 @@ func TestEmptyBlob(t *testing.T) {
 // that on a slow machine.
 const soon = time.Second
 
+// The only host is asked again once, because a new connection may work.
 func TestStalledTransfer(t *testing.T) {
-	t.Parallel()
 	release := make(chan struct{})
 	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
 		s.part(w, 0, 700)
@@ -272,16 +276,12 @@ func TestStalledTransfer(t *testing.T) {
 		<-release
 	})
 	defer close(release)
-	var b *Blob
-	b, err := s.open(t, Config{}).Blob(t.Context(), s.want, 0, func(int) { b.body.(*stall.Body).SetWindow(soon) }) // from the first bytes on
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer b.Close()
-	_, err = io.ReadAll(b)
-	wantUnavailable(t, err, s.want.Digest.String(), s.Host()+"/app:v1", "at byte 700 of 1000", "transfer stalled: no bytes for 1s", s.URL)
-	if n := len(s.asked()); n != 1 {
-		t.Errorf("a stalled transfer was tried %d times", n)
+	repo := s.open(t, Config{})
+	repo.endpoints[0].stall = 100 * time.Millisecond // once there are headers
+	_, err := readBlob(t, repo, s.want)
+	wantUnavailable(t, err, s.want.Digest.String(), s.Host()+"/app:v1", "at byte 700 of 1000", "transfer stalled: no bytes for 100ms", s.URL)
+	if asked := s.asked(); !slices.Equal(asked, []string{"", "bytes=700-999"}) {
+		t.Errorf("a stalled transfer was asked for %q", asked)
 	}
 }
 
@@ -515,5 +515,200 @@ func TestBlobChangesHosts(t *testing.T) {
 	defer b.Close()
 	if _, err := io.ReadAll(b); err != nil || broken.Load() != 1 {
 		t.Errorf("beginning with the server: %v", err)
+	}
+}
+
+// interruptions are ways in which a host stops sending a blob at a position. offset is the first
+// byte of the request.
+var interruptions = map[string]func(s *blobServer, w http.ResponseWriter, offset, position int64){
+	"stall": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		s.part(w, offset, max(offset, position))
+		_ = http.NewResponseController(w).Flush()
+		<-s.done
+	},
+	"stall before the answer": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		if offset >= position {
+			<-s.done
+		}
+		s.part(w, offset, position)
+	},
+	"reset": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		s.part(w, offset, max(offset, position))
+		_ = http.NewResponseController(w).Flush()
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err == nil {
+			_ = conn.(*net.TCPConn).SetLinger(0)
+			_ = conn.Close()
+		}
+	},
+	"short body": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		s.part(w, offset, max(offset, position))
+	},
+	"short body without a length": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		_ = http.NewResponseController(w).Flush()
+		_, _ = w.Write(s.data[:position])
+	},
+	"malformed chunks": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		conn, buf, err := http.NewResponseController(w).Hijack()
+		if err == nil {
+			_, _ = fmt.Fprintf(buf, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\nnone\r\n", max(position, 1), s.data[:max(position, 1)])
+			_ = buf.Flush()
+			_ = conn.Close()
+		}
+	},
+	"503 for the rest": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		if offset >= position {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		s.part(w, offset, position)
+	},
+	"404 for the rest": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		if offset >= position {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		s.part(w, offset, position)
+	},
+	"another size": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		w.Header().Set("Content-Length", fmt.Sprint(s.want.Size+1))
+		_, _ = w.Write(s.data[:position])
+	},
+	"another range": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		if offset == 0 {
+			s.part(w, 0, position)
+			return
+		}
+		w.Header().Set("Content-Range", fmt.Sprintf("bytes 0-%d/%d", s.want.Size-1, s.want.Size))
+		w.WriteHeader(http.StatusPartialContent)
+		_, _ = w.Write(s.data[:position])
+	},
+	"range of another blob": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		if offset == 0 {
+			s.part(w, 0, position)
+			return
+		}
+		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, s.want.Size, s.want.Size+1))
+		w.WriteHeader(http.StatusPartialContent)
+	},
+	"wrong bytes": func(s *blobServer, w http.ResponseWriter, offset, position int64) {
+		bad := bytes.Clone(s.data[offset:])
+		bad[max(position-offset-1, 0)] ^= 1
+		if offset > 0 {
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, s.want.Size-1, s.want.Size))
+			w.WriteHeader(http.StatusPartialContent)
+		}
+		_, _ = w.Write(bad)
+	},
+}
+
+// Whatever interrupts a transfer, and wherever: it goes on with the next host and what has arrived.
+func TestInterruptedBlobGoesOnAtNextHost(t *testing.T) {
+	const size = 1<<20 + 300_000
+	data := randomBytes(t, size)
+	for name, interrupt := range interruptions {
+		for _, position := range []int64{0, 1, 300_000, size - 1} {
+			for _, bad := range []int{1, 2, 6} {
+				t.Run(fmt.Sprintf("%s at %d, %d hosts", name, position, bad), func(t *testing.T) {
+					t.Parallel()
+					testInterruption(t, data, interrupt, position, bad)
+				})
+			}
+		}
+	}
+}
+
+// testInterruption reads a blob from hosts of which only the last one sends all of it.
+func testInterruption(t *testing.T, data []byte, interrupt func(s *blobServer, w http.ResponseWriter, offset, position int64), position int64, bad int) {
+	good := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		s.part(w, offset, int64(len(s.data)))
+	})
+	hosts := fmt.Sprintf("server = %q\n", good.URL)
+	for range bad {
+		s := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			interrupt(s, w, offset, position)
+		})
+		hosts += fmt.Sprintf("[host.%q]\n", s.URL)
+	}
+	repo := open(t, Config{Sources: Sources{Dirs: []string{hostsDir(t, "example.com", hosts)}}}, "example.com/app:v1", Credentials{})
+	for _, e := range repo.endpoints[:bad] {
+		e.stall, e.wires.own.ResponseHeaderTimeout = 200*time.Millisecond, 200*time.Millisecond
+	}
+	for first := 0; ; first++ { // as the store does
+		b, err := repo.Blob(t.Context(), good.want, first, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(b)
+		pieces := b.InPieces()
+		_ = b.Close()
+		if isCorrupt(err) && first+1 < repo.Attempts(good.want.Digest, pieces) {
+			continue
+		}
+		if err != nil || !bytes.Equal(got, data) {
+			t.Errorf("%d bytes, %v", len(got), err)
+		}
+		break
+	}
+	if n := len(good.asked()); n != 1 {
+		t.Errorf("the good host was asked for %q", good.asked())
+	}
+}
+
+// No host sends all of a blob at once. Together they do, with pauses between the tries of each.
+func TestBlobOfHostsThatAllBreakOff(t *testing.T) {
+	data := randomBytes(t, 400_000)
+	var servers []*blobServer
+	hosts := ""
+	for i := range 3 {
+		s := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			switch {
+			case i == 1 && n > 1:
+				w.WriteHeader(http.StatusNotFound) // does not concern the others
+			default:
+				s.part(w, offset, min(offset+50_000, int64(len(s.data))))
+			}
+		})
+		servers = append(servers, s)
+		hosts += fmt.Sprintf("[host.%q]\n", s.URL)
+	}
+	gone := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) { w.WriteHeader(http.StatusNotFound) })
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n%s", gone.URL, hosts))
+	got, err := readBlob(t, open(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{}), gone.want)
+	if err != nil || !bytes.Equal(got, data) {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	if n := len(gone.asked()); n != 2 { // for the rest, and for the whole
+		t.Errorf("a host without the blob was asked %d times", n)
+	}
+	if n := len(servers[1].asked()); n != 3 {
+		t.Errorf("a host that lost the blob was asked %d times", n)
+	}
+}
+
+// A host that has sent another blob is not asked for its rest, although it is not known which of two
+// hosts has sent the wrong bytes.
+func TestBlobWithoutHostThatIsKnownToBeWrong(t *testing.T) {
+	data := randomBytes(t, 1000)
+	breaks := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		s.part(w, offset, min(offset+400, 1000))
+	})
+	lies := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		interruptions["wrong bytes"](s, w, offset, 999)
+	})
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]", lies.URL, breaks.URL))
+	repo := open(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{})
+	var results []codes.Code
+	for first := 0; first == 0 || first < repo.Attempts(lies.want.Digest, true) && results[first-1] != codes.OK; first++ {
+		b, err := repo.Blob(t.Context(), lies.want, first, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = io.ReadAll(b)
+		_ = b.Close()
+		results = append(results, errdefs.Code(err))
+	}
+	if want := []codes.Code{codes.DataLoss, codes.DataLoss, codes.OK}; !slices.Equal(results, want) {
+		t.Errorf("got %v, want %v", results, want)
 	}
 }

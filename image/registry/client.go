@@ -103,8 +103,9 @@ type Repository struct {
 	pause     time.Duration
 	parts     partsConfig
 
-	mu     sync.Mutex // guards served
+	mu     sync.Mutex // guards served and wrong
 	served []string
+	wrong  map[wrongBlob]bool // see noteWrong
 }
 
 // Open prepares to fetch the image that ref names with the given credentials (zero: none). It sends
@@ -235,14 +236,7 @@ func (r *Repository) askOnce(ctx context.Context, caps capability, first int, as
 		}
 		failed = append(failed, atHost(e.String(), err))
 	}
-	if len(failed) == 0 {
-		return errdefs.FailedPrecondition("no host of %s serves this request", r.ref.Domain)
-	}
-	err := failed[len(failed)-1]
-	for i := len(failed) - 2; i >= 0; i-- {
-		err = fmt.Errorf("%v; %w", failed[i], err)
-	}
-	return err
+	return r.failure(failed)
 }
 
 // atHost names the host of a failed request, unless the error already does.

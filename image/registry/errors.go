@@ -33,6 +33,9 @@ func corrupt(format string, args ...any) error {
 	return errdefs.New(codes.DataLoss, format, args...)
 }
 
+// isCorrupt reports whether content has failed its checks.
+func isCorrupt(err error) bool { return errdefs.Code(err) == codes.DataLoss }
+
 // requestError converts the error of an HTTP round trip. It drops the URL, whose query may contain
 // a token. The result is an UnavailableError unless ctx is done: a dial timeout is DeadlineExceeded
 // as well.

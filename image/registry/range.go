@@ -156,7 +156,7 @@ func (b *Range) interrupted(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
 	}
-	if b.failures++; b.failures >= maxFailures {
+	if b.failures++; b.failures >= max(maxFailures, b.repo.Hosts()) {
 		return &UnavailableError{Err: fmt.Errorf("fetch %s: %w", b.blob.Digest, err)}
 	}
 	b.next = b.host + 1
