@@ -131,7 +131,7 @@ func (c *Client) OpenWithin(ref Reference, given Credentials, stall time.Duratio
 		}
 		for _, h := range places {
 			c.warnUnknown(s.Domain, h.unknown)
-			e, err := newEndpoint(h, s, c, given, ref.Domain, stall)
+			e, err := newEndpoint(h, s, c, given, ref.Domain, from.Dirs, stall)
 			if err != nil {
 				return nil, errdefs.FailedPrecondition("configuration of registry host %s: %s: %w", s.Domain, h.Host, err)
 			}
@@ -183,14 +183,15 @@ func (r *Repository) noteServed(e *endpoint) {
 func (r *Repository) Reference() Reference { return r.ref }
 
 // lookupFor returns the function that finds the credentials for a host: those of the pull if they
-// are meant for it, else those of the credential files. domain is the registry in the image's name.
-func (c *Client) lookupFor(given Credentials, h hostConfig, s source,
+// are meant for it, else those of the credential files. repository is the host's name for the
+// repository, domain is the registry in the image's name.
+func (c *Client) lookupFor(given Credentials, h hostConfig, repository,
 	domain string) func(context.Context) (Credentials, error) {
 	return func(ctx context.Context) (Credentials, error) {
 		if given.belongTo(h.Host, h.Home, domain) {
 			return given, nil
 		}
-		return c.sources.Load().credentials(ctx, h.Host, s.Repository)
+		return c.sources.Load().credentials(ctx, h.Host, repository)
 	}
 }
 

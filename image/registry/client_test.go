@@ -876,7 +876,7 @@ func TestForeignTextInErrors(t *testing.T) {
 
 func TestDialTimeoutOption(t *testing.T) {
 	h := hostConfig{DialTimeout: time.Nanosecond}
-	tr, err := newConnections(&h, time.Minute)
+	tr, err := newConnections(&h, nil, time.Minute)
 	if err != nil {
 		t.Fatal(err)
 	}

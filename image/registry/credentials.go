@@ -4,7 +4,6 @@ import (
 	"encoding/base64"
 	"strings"
 
-	"github.com/google/go-containerregistry/pkg/authn"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -73,18 +72,6 @@ func (c Credentials) isAnonymous() bool {
 
 // hasPassword reports whether the credentials can be used for HTTP basic authentication.
 func (c Credentials) hasPassword() bool { return c.Username != "" && c.Password != "" }
-
-// authenticator converts the credentials for go-containerregistry's token exchange.
-func (c Credentials) authenticator() authn.Authenticator {
-	if c.isAnonymous() {
-		return authn.Anonymous
-	}
-	return authn.FromConfig(authn.AuthConfig{
-		Username:      c.Username,
-		Password:      c.Password.Reveal(),
-		IdentityToken: c.IdentityToken.Reveal(),
-	})
-}
 
 // belongTo reports whether credentials of a pull may be sent to a host. Without a server address
 // they are for the image's registry, that is for hosts marked as its home. With one they are for

@@ -46,7 +46,11 @@
 // link-local addresses and the metadata services of clouds. The key redirect_to in hosts.toml,
 // which only berth has, allows addresses and networks. For a request through a proxy the guard
 // checks only an address in the URL, because the proxy's operator decides where the proxy connects.
-// Client certificates go to the registry only, like other credentials.
+//
+// A registry's client certificates and skip_verify apply to the registry and, as in containerd, to
+// the token server that it names, which gets its passwords too. They do not apply to the targets of
+// redirects. A token server or target with its own directory in Config.Dirs has the TLS options of
+// that directory instead.
 //
 // # Errors
 //

@@ -29,13 +29,15 @@ type endpoint struct {
 }
 
 // newEndpoint prepares host h for the repository of a source. given are the credentials of the
-// pull, domain is the registry in the image's name, stall is the longest wait for a byte.
-func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain string,
+// pull, domain is the registry in the image's name, dirs are Sources.Dirs, stall is the longest wait
+// for a byte.
+func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain string, dirs []string,
 	stall time.Duration) (*endpoint, error) {
-	wires, err := newConnections(&h, stall)
+	wires, err := newConnections(&h, dirs, stall)
 	if err != nil {
 		return nil, err
 	}
+	repository := h.repository(s.Repository)
 	e := &endpoint{
 		caps:     h.Caps,
 		base:     url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, s.Repository)},
@@ -55,13 +57,13 @@ func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain st
 		wire, isPlain = f, f.plain.Load
 	}
 	e.origin = &originOnly{inner: wire, scheme: h.Scheme, host: h.Host, header: h.Header, isPlain: isPlain}
-	tokens := *e.origin // the same without authorization
 	e.auth = &authorizer{
 		host:    h.Host,
-		scope:   "repository:" + s.Repository + ":pull",
-		tokens:  shortBodies{noForwarding{&tokens}, maxTokenBytes},
+		scope:   "repository:" + repository + ":pull",
+		agent:   c.agent,
+		tokens:  e.tokenWires,
 		isPlain: isPlain,
-		lookup:  c.lookupFor(given, h, s, domain),
+		lookup:  c.lookupFor(given, h, repository, domain),
 	}
 	if given.RegistryToken != "" && given.belongTo(h.Host, h.Home, domain) {
 		e.auth.preset(given.RegistryToken)
@@ -69,6 +71,17 @@ func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain st
 	e.origin.auth = e.auth
 	e.client = &http.Client{Transport: e.origin, CheckRedirect: checkRedirect}
 	return e, nil
+}
+
+// tokenWires returns the transport for requests to a token server. It adds the headers of hosts.toml
+// if that is the host itself, but no authorization of the registry.
+func (e *endpoint) tokenWires(server string) http.RoundTripper {
+	tokens := *e.origin
+	tokens.auth = nil
+	if !e.wires.guard.isRegistry(server) {
+		tokens.inner = tokenConnections{server: server, wires: e.wires, registry: tokens.inner}
+	}
+	return &tokens
 }
 
 // String names the endpoint in errors.

@@ -48,7 +48,7 @@ func requestError(ctx context.Context, err error) error {
 		return fmt.Errorf("%w: %v", ctx.Err(), err)
 	}
 	var near *forbiddenTargetError
-	if errors.As(err, &near) {
+	if errors.As(err, &near) || errdefs.Code(err) == codes.FailedPrecondition { // or a folder in certs.d is invalid
 		return errdefs.FailedPrecondition("%w", err)
 	}
 	return &UnavailableError{Err: err, temporary: isTemporary(err)}

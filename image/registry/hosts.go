@@ -498,6 +498,14 @@ func (h *hostConfig) settle(domain string) {
 	}
 }
 
+// repository returns the host's name for a repository. A mirror with a path below the root of the
+// registry API, such as /v2/proxies/hub, has its copies in repositories with that prefix. Token
+// servers and credential files know only this name (containerd#13412).
+func (h *hostConfig) repository(name string) string {
+	_, prefix, _ := strings.Cut(path.Clean(h.Path)+"/", "/v2/")
+	return path.Join(prefix, name)
+}
+
 // portOf returns the port of a host, or "".
 func portOf(host string) string {
 	_, port, err := net.SplitHostPort(host)
@@ -533,9 +541,33 @@ func canonicalHost(address string) string {
 	return host
 }
 
-// tlsConfigs reads the certificate files of a host. own is for the host itself, on any port. others
-// is for token servers and targets of redirects. It always verifies them, also with the host's CA
-// certificates, because they often belong to the same operator. It shows them no client
+// loadOther returns the configuration of a host that is no registry: of a token server, or of the
+// target of a redirect. It is nil if the host has no folder of its own with TLS options. The host is
+// part of a URL that a registry has sent.
+func loadOther(dirs []string, host string) (*hostConfig, error) {
+	host = strings.ToLower(host)
+	if host == "" || host == defaultHostDir || strings.HasPrefix(host, ".") || strings.ContainsAny(host, "/\\") {
+		return nil, nil
+	}
+	dir, own, err := findHostDir(dirs, host)
+	if err != nil || !own {
+		return nil, err
+	}
+	hosts, err := loadHostDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	for _, h := range hosts {
+		if h.explicitTLS() && (h.Host == "" || canonicalHost(h.Host) == canonicalHost(host)) {
+			return &h, nil
+		}
+	}
+	return nil, nil
+}
+
+// tlsConfigs reads the certificate files of a host. own is for the host itself, on any port, and for
+// its token server. others is for the targets of redirects. It always verifies them, also with the
+// host's CA certificates, because they often belong to the same operator. It shows them no client
 // certificate.
 func (h *hostConfig) tlsConfigs() (own, others *tls.Config, err error) {
 	others = &tls.Config{MinVersion: tls.VersionTLS12}

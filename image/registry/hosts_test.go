@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"fmt"
 	"net/http"
 	"net/netip"
 	"path/filepath"
@@ -299,5 +300,53 @@ func TestUnknownHostKeys(t *testing.T) {
 		`line 4: unknown key "capabilityes", did you mean "capabilities"?`, `line 7: unknown key "hosts", did you mean "host"?`}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %q", got)
+	}
+}
+
+// A mirror with a path below the API's root knows an image by another repository. Its token server
+// and the credential files have that name.
+func TestRepositoryOfPrefixedMirror(t *testing.T) {
+	for path, want := range map[string]string{
+		"":                                  "lib/app",
+		"/v2":                               "lib/app",
+		"/v2/":                              "lib/app",
+		"/v2/proj/hub":                      "proj/hub/lib/app",
+		"/v2/proj/hub/":                     "proj/hub/lib/app",
+		"/v2/v2":                            "v2/lib/app",
+		"/artifactory/api/docker/remote/v2": "lib/app",
+		"/artifactory/api/docker/remote":    "lib/app",
+		"/registry/v2/proj":                 "proj/lib/app",
+		"/v20/proj":                         "lib/app",
+	} {
+		if got := (&hostConfig{Path: path}).repository("lib/app"); got != want {
+			t.Errorf("%q: got %q, want %q", path, got, want)
+		}
+	}
+	for override, want := range map[bool]string{true: "proj/hub/app", false: "proj/hub/v2/app"} {
+		mirror := registrytest.New(t)
+		var scopes, users []string
+		mirror.Before = func(w http.ResponseWriter, r *http.Request) bool {
+			if r.URL.Path == "/token" {
+				user, _, _ := r.BasicAuth()
+				scopes, users = append(scopes, r.URL.Query().Get("scope")), append(users, user)
+				giveToken(w, r)
+				return true
+			}
+			if r.Header.Get("Authorization") != "Bearer T" {
+				w.Header().Set("WWW-Authenticate", fmt.Sprintf("Bearer realm=%q,service=x", mirror.URL+"/token"))
+				w.WriteHeader(http.StatusUnauthorized)
+				return true
+			}
+			r.URL.Path = strings.Replace(r.URL.Path, "/v2/"+want, "/v2/app", 1)
+			return false
+		}
+		putImage(mirror, "app", "v1", []byte("x"))
+		docker := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"),
+			fmt.Sprintf(`{"auths":{"%[1]s/proj":{"username":"proj","password":"p"},"%[1]s/app":{"username":"app","password":"p"}}}`, mirror.Host()))
+		tree := hostsDir(t, "example.com", fmt.Sprintf("[host.%q]\noverride_path = %v", mirror.URL+"/v2/proj/hub", override))
+		_, err := resolve(t, Config{Sources: Sources{Dirs: []string{tree}, DockerConfig: docker}}, "example.com/app:v1", Credentials{})
+		if err != nil || !slices.Equal(scopes, []string{"repository:" + want + ":pull"}) || !slices.Equal(users, []string{"proj"}) {
+			t.Errorf("override_path = %v: scopes %q, users %q, %v", override, scopes, users, err)
+		}
 	}
 }

@@ -4,13 +4,15 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"net/url"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
+
+	"berth/internal/errdefs"
 )
 
 const (
@@ -19,20 +21,24 @@ const (
 	idleTimeout      = 30 * time.Second
 	maxRedirects     = 10
 	maxHeaderBytes   = 256 << 10 // net/http's own limit is 10 MB
-	maxTokenBytes    = 1 << 20   // of a token server's answer
 )
 
-// connections are the connection pools of an endpoint. The host's TLS options apply to that host
-// only.
+// connections are the connection pools of an endpoint. The host's TLS options apply to that host and
+// to its token server. Other hosts have their own folders in certs.d.
 type connections struct {
 	guard  *redirectGuard
+	dirs   []string // Sources.Dirs
 	own    *http.Transport
-	others *otherHosts
+	others *otherHosts // targets of redirects, verified, without client certificates
+	tokens *otherHosts // the token server
+	pool   func(*tls.Config) *otherHosts
+
+	mu         sync.Mutex             // guards configured; not held during requests
+	configured map[string]*otherHosts // other hosts with folders, by host
 }
 
-// newConnections creates the connection pools for a host and for the other hosts that it redirects
-// to.
-func newConnections(h *hostConfig, headerTimeout time.Duration) (*connections, error) {
+// newConnections creates the connection pools for a host and for the other hosts that it names.
+func newConnections(h *hostConfig, dirs []string, headerTimeout time.Duration) (*connections, error) {
 	own, others, err := h.tlsConfigs()
 	if err != nil {
 		return nil, err
@@ -42,11 +48,15 @@ func newConnections(h *hostConfig, headerTimeout time.Duration) (*connections, e
 		dialer.Timeout = h.DialTimeout
 	}
 	guard := newRedirectGuard(h.Host, h.RedirectTo)
-	otherTransport := func(connect dialFunc) *http.Transport {
-		return newTransport(connect, others.Clone(), headerTimeout)
+	pool := func(config *tls.Config) *otherHosts {
+		return guard.otherHosts(dialer, func(connect dialFunc) *http.Transport {
+			return newTransport(connect, config.Clone(), headerTimeout)
+		})
 	}
-	return &connections{guard: guard, own: newTransport(guard.dialRegistry(dialer), own, headerTimeout),
-		others: guard.otherHosts(dialer, otherTransport)}, nil
+	return &connections{
+		guard: guard, dirs: dirs, own: newTransport(guard.dialRegistry(dialer), own, headerTimeout),
+		others: pool(others), tokens: pool(own), pool: pool, configured: map[string]*otherHosts{},
+	}, nil
 }
 
 // newTransport creates a connection pool without HTTP/2. The layers of an image would share the
@@ -72,13 +82,76 @@ func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
 	if c.guard.isRegistry(r.URL.Host) {
 		return c.own.RoundTrip(r)
 	}
-	return c.others.RoundTrip(r)
+	return c.roundTripTo(c.others, r)
+}
+
+// roundTripTo sends a request to another host: with the TLS options of the host's folder, else by
+// the given connections.
+func (c *connections) roundTripTo(usual *otherHosts, r *http.Request) (*http.Response, error) {
+	pool, err := c.configuredFor(r.URL.Host)
+	if err != nil {
+		return nil, err
+	}
+	if pool == nil {
+		pool = usual
+	}
+	return pool.RoundTrip(r)
+}
+
+// configuredFor returns the connections to a host that has a folder with TLS options, or nil. The
+// number of folders limits the number of pools.
+func (c *connections) configuredFor(host string) (*otherHosts, error) {
+	c.mu.Lock()
+	pool := c.configured[host]
+	c.mu.Unlock()
+	if pool != nil {
+		return pool, nil
+	}
+	var own *tls.Config
+	h, err := loadOther(c.dirs, host)
+	if h == nil && err == nil {
+		return nil, nil
+	}
+	if err == nil {
+		own, _, err = h.tlsConfigs()
+	}
+	if err != nil {
+		return nil, errdefs.FailedPrecondition("configuration of host %s: %w", errdefs.Clip(host), err)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.configured[host] == nil {
+		c.configured[host] = c.pool(own)
+	}
+	return c.configured[host], nil
 }
 
 // closeIdle closes connections that are not in use.
 func (c *connections) closeIdle() {
 	c.own.CloseIdleConnections()
 	c.others.CloseIdleConnections()
+	c.tokens.CloseIdleConnections()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, pool := range c.configured {
+		pool.CloseIdleConnections()
+	}
+}
+
+// tokenConnections sends requests to a token server with the TLS options of the registry that names
+// it, as containerd does: the registry decides who gets its users' passwords. The targets of its
+// redirects are other hosts.
+type tokenConnections struct {
+	server   string // host of the realm
+	wires    *connections
+	registry http.RoundTripper // for all other hosts
+}
+
+func (t tokenConnections) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.URL.Host != t.server {
+		return t.registry.RoundTrip(r)
+	}
+	return t.wires.roundTripTo(t.wires.tokens, r)
 }
 
 // plainFallback uses https until a host answers it in plain HTTP, then http. It is for hosts on
@@ -160,46 +233,14 @@ func (o *originOnly) owns(u *url.URL) bool {
 	return u.Host == o.host && (u.Scheme == o.scheme || u.Scheme == "http" && o.isPlain())
 }
 
-// shortBodies truncates response bodies, because the library for token servers reads all of them.
-type shortBodies struct {
-	inner http.RoundTripper
-	limit int64
-}
-
-func (s shortBodies) RoundTrip(r *http.Request) (*http.Response, error) {
-	resp, err := s.inner.RoundTrip(r)
-	if err == nil {
-		resp.Body = struct {
-			io.Reader
-			io.Closer
-		}{io.LimitReader(resp.Body, s.limit), resp.Body}
-	}
-	return resp, err
-}
-
-// errTokenRedirect is the error of noForwarding.
-var errTokenRedirect = errors.New("token server redirects the identity token to another host")
-
-// noForwarding refuses to resend a request's body to another host. net/http does so for the status
-// codes 307 and 308, and a body contains the identity token.
-type noForwarding struct{ inner http.RoundTripper }
-
-func (n noForwarding) RoundTrip(r *http.Request) (*http.Response, error) {
-	if r.Response == nil || r.Body == nil || r.Body == http.NoBody { // no redirect, or no body to protect
-		return n.inner.RoundTrip(r)
-	}
-	if from := r.Response.Request.URL; from.Scheme != r.URL.Scheme || from.Host != r.URL.Host {
-		_ = r.Body.Close() // of a string
-		return nil, errTokenRedirect
-	}
-	return n.inner.RoundTrip(r)
-}
+// errRedirects is wrapped by the error of too many redirects.
+var errRedirects = errors.New("redirects")
 
 // checkRedirect limits redirects and removes the Referer: the address of a blob may contain a
 // token.
 func checkRedirect(r *http.Request, via []*http.Request) error {
 	if len(via) >= maxRedirects {
-		return fmt.Errorf("more than %d redirects", maxRedirects)
+		return fmt.Errorf("more than %d %w", maxRedirects, errRedirects)
 	}
 	r.Header.Del("Referer")
 	return nil
