@@ -1,6 +1,10 @@
 package registry
 
 import (
+	"fmt"
+	"regexp"
+	"strings"
+
 	"github.com/distribution/reference"
 	"github.com/opencontainers/go-digest"
 
@@ -20,6 +24,9 @@ type Reference struct {
 // digest, it drops the tag, because nothing checks that they belong together. Errors have
 // codes.InvalidArgument.
 func ParseReference(s string) (Reference, error) {
+	if fault := registryFault(s); fault != "" {
+		return Reference{}, errdefs.InvalidArgument("image reference %q: %s", s, fault)
+	}
 	named, err := reference.ParseDockerRef(s)
 	if err != nil {
 		return Reference{}, errdefs.InvalidArgument("image reference %q: %w", s, err)
@@ -35,6 +42,24 @@ func ParseReference(s string) (Reference, error) {
 		r.Tag = n.Tag()
 	}
 	return r, nil
+}
+
+var registryName = regexp.MustCompile("^(?:" + reference.DomainRegexp.String() + ")$")
+
+// registryFault says what is wrong with the registry in a reference, or returns "". The library
+// names no reason, and takes some of these names for a path.
+func registryFault(s string) string {
+	host, _, ok := strings.Cut(s, "/")
+	switch isRegistry := ok && (strings.ContainsAny(host, ".:") || strings.ToLower(host) != host); {
+	case strings.Contains(s, "://"):
+		return "it is a URL, not a name"
+	case !isRegistry || registryName.MatchString(host):
+		return ""
+	case strings.Contains(host, "_"):
+		return fmt.Sprintf("registry name %q: host names have no underscore", errdefs.Clip(host))
+	default:
+		return fmt.Sprintf("registry name %q is not valid", errdefs.Clip(host))
+	}
 }
 
 // Name returns host and path, without tag or digest.

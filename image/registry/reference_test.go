@@ -49,6 +49,26 @@ func TestParseReference(t *testing.T) {
 	}
 }
 
+func TestInvalidRegistryNames(t *testing.T) {
+	for in, want := range map[string]string{
+		"my_registry:5000/app":                `registry name "my_registry:5000": host names have no underscore`,
+		"my_registry.example.com/team/app:v1": `registry name "my_registry.example.com": host names have no underscore`,
+		"registry.example.com:https/app":      `registry name "registry.example.com:https" is not valid`,
+		"-registry.example.com/app":           `registry name "-registry.example.com" is not valid`,
+		"registry..example.com/app":           `registry name "registry..example.com" is not valid`,
+		"::1/app":                             `registry name "::1" is not valid`,
+		"https://registry.example.com/app":    "it is a URL, not a name",
+		"registry.example.com/App":            "must be lowercase",
+		"registry.example.com/my__app_:v1":    "invalid reference format",
+	} {
+		_, err := ParseReference(in)
+		wantCode(t, err, codes.InvalidArgument, want)
+	}
+	if r, err := ParseReference("my_registry/app"); err != nil || r.Domain != "docker.io" { // a user of Docker Hub
+		t.Errorf("%v, %v", r, err)
+	}
+}
+
 func hex(n int) string { return strings.Repeat("deadbeef", n/8) }
 
 func FuzzParseReference(f *testing.F) {
